@@ -1,0 +1,300 @@
+"""All arithmetic of transposed convolution, in one place.
+
+Per spatial dimension, output index ``o``, tap ``k`` (an index into the kernel) and input index ``i`` meet when
+
+    o + padding = i * stride + k * dilation
+
+Outputs with the same residue ``r = (o + padding) mod stride`` form a *phase*. A phase uses the taps
+``{k : k * dilation mod stride == r}`` and no others, and with ``q = (o + padding - r) / stride`` it reads
+``i = q - (k * dilation - r) / stride``: a correlation of stride 1 with fixed offsets. In several dimensions the phases
+multiply. A phase may have no taps; its outputs are just the bias. The taps of all phases together are each tap once.
+
+Planner, engines, reference, bench and tests take sizes, phases and taps from here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import product
+from typing import Literal
+
+import torch
+
+Precision = Literal["tf32", "ieee", "bf16", "fp16", "fp64"]
+Layout = Literal["nchw", "channels_last"]
+Pass = Literal["fwd", "grad-input", "grad-weight", "step"]
+
+PRECISIONS: dict[torch.dtype, tuple[Precision, ...]] = {
+    torch.float32: ("ieee", "tf32"),
+    torch.bfloat16: ("bf16",),
+    torch.float16: ("fp16",),
+    torch.float64: ("fp64",),
+}
+"""The precisions in which a dtype can be multiplied; the first is the default."""
+
+PASSES: tuple[Pass, ...] = ("fwd", "grad-input", "grad-weight", "step")
+LAYOUTS: tuple[Layout, ...] = ("nchw", "channels_last")
+
+
+def output_length(size: int, kernel: int, stride: int, padding: int, output_padding: int, dilation: int) -> int:
+    """Output length of one dimension, in pixels; may be zero or negative when the padding eats everything."""
+    return (size - 1) * stride - 2 * padding + dilation * (kernel - 1) + output_padding + 1
+
+
+@dataclass(frozen=True)
+class AxisPhase:
+    """One phase of one dimension: outputs ``o = start + j * stride`` for ``j`` in ``range(count)``."""
+
+    residue: int
+    """``r = (o + padding) mod stride`` of every output of the phase."""
+    taps: tuple[int, ...]
+    """Kernel indices, rising."""
+    offsets: tuple[int, ...]
+    """``(k * dilation - r) / stride`` for each tap: the output at ``q`` reads input ``q - offset``. Rising, evenly spaced."""
+    first: int
+    """The ``q`` of the phase's first output."""
+    count: int
+    """How many outputs the phase has; may be zero."""
+    start: int
+    """The phase's first output index ``o``."""
+
+    @property
+    def step(self) -> int:
+        """Distance between neighbouring offsets (the dilation of the phase's correlation); 1 for fewer than two taps."""
+        return self.offsets[1] - self.offsets[0] if len(self.offsets) > 1 else 1
+
+
+@dataclass(frozen=True)
+class Phase:
+    """The outputs that share a residue in every dimension, and therefore their taps."""
+
+    axes: tuple[AxisPhase, ...]
+
+    @property
+    def taps(self) -> Iterator[tuple[int, ...]]:
+        """Every tap of the phase as a kernel index per dimension."""
+        return product(*(a.taps for a in self.axes))
+
+    @property
+    def tap_count(self) -> int:
+        return math.prod(len(a.taps) for a in self.axes)
+
+    @property
+    def output_count(self) -> int:
+        """Output pixels of the phase (per image and channel)."""
+        return math.prod(a.count for a in self.axes)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One transposed convolution, described once; hashable, so it keys planner, caches, tests and bench.
+
+    Shapes: input ``(batch, in_channels, *size)``, weight ``(in_channels, out_channels // groups, *kernel)``, output
+    ``(batch, out_channels, *out_size)``. All tuples have one entry per spatial dimension (1 to 3 of them).
+
+    Raises:
+        ValueError: one sentence that names the field and the value, when the description fits no transposed convolution.
+    """
+
+    batch: int
+    in_channels: int
+    out_channels: int
+    size: tuple[int, ...]
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    output_padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int = 1
+    bias: bool = False
+    dtype: torch.dtype = torch.float32
+    precision: Precision = "ieee"
+    layout: Layout = "nchw"
+    pass_: Pass = "fwd"
+
+    def __post_init__(self) -> None:
+        if not 1 <= len(self.size) <= 3:
+            raise ValueError(f"size must have 1 to 3 spatial dimensions, got {self.size}")
+        for name in ("kernel", "stride", "padding", "output_padding", "dilation"):
+            value = getattr(self, name)
+            if len(value) != self.rank:
+                raise ValueError(f"{name} must have {self.rank} values like size {self.size}, got {value}")
+        for name, least in (("size", 0), ("kernel", 1), ("stride", 1), ("padding", 0), ("output_padding", 0), ("dilation", 1)):
+            value = getattr(self, name)
+            if min(value) < least:
+                raise ValueError(f"{name} must be at least {least} in every dimension, got {value}")
+        for op, s, d in zip(self.output_padding, self.stride, self.dilation):
+            if op >= s and op >= d:
+                raise ValueError(
+                    f"output_padding must be smaller than either stride or dilation, got output_padding={self.output_padding} "
+                    f"with stride={self.stride} and dilation={self.dilation}"
+                )
+        if self.batch < 0:
+            raise ValueError(f"batch must be at least 0, got {self.batch}")
+        if self.groups < 1:
+            raise ValueError(f"groups must be at least 1, got {self.groups}")
+        for name in ("in_channels", "out_channels"):
+            value = getattr(self, name)
+            if value < 1 or value % self.groups:
+                raise ValueError(f"{name} must be a positive multiple of groups={self.groups}, got {value}")
+        if self.dtype not in PRECISIONS:
+            raise ValueError(f"dtype must be one of float32, bfloat16, float16 and float64, got {self.dtype}")
+        if self.precision not in PRECISIONS[self.dtype]:
+            raise ValueError(f"precision must be one of {PRECISIONS[self.dtype]} for {self.dtype}, got {self.precision!r}")
+        if self.layout not in LAYOUTS:
+            raise ValueError(f"layout must be one of {LAYOUTS}, got {self.layout!r}")
+        if self.pass_ not in PASSES:
+            raise ValueError(f"pass must be one of {PASSES}, got {self.pass_!r}")
+        if min(self.out_size) < 1 and min(self.size) > 0:
+            raise ValueError(f"padding={self.padding} leaves no output: input size {self.size} gives {self.out_size}")
+
+    @classmethod
+    def make(
+        cls,
+        batch: int,
+        in_channels: int,
+        out_channels: int,
+        size: Sequence[int],
+        kernel: int | Sequence[int],
+        stride: int | Sequence[int] = 1,
+        padding: int | Sequence[int] = 0,
+        output_padding: int | Sequence[int] = 0,
+        dilation: int | Sequence[int] = 1,
+        groups: int = 1,
+        *,
+        bias: bool = False,
+        dtype: torch.dtype = torch.float32,
+        precision: Precision | None = None,
+        layout: Layout = "nchw",
+        pass_: Pass = "fwd",
+    ) -> Problem:
+        """Builds a Problem from a layer's arguments; a single integer stands for every dimension, as in torch."""
+
+        def full(value: int | Sequence[int]) -> tuple[int, ...]:
+            values = (value,) if isinstance(value, int) else tuple(value)
+            return values * len(size) if len(values) == 1 else values
+
+        if dtype not in PRECISIONS:
+            raise ValueError(f"dtype must be one of float32, bfloat16, float16 and float64, got {dtype}")
+        return cls(
+            batch, in_channels, out_channels, tuple(size), full(kernel), full(stride), full(padding), full(output_padding),
+            full(dilation), groups, bias, dtype, precision or PRECISIONS[dtype][0], layout, pass_,
+        )  # fmt: skip
+
+    def with_(self, **changes: object) -> Problem:
+        """The same problem with some fields changed."""
+        return replace(self, **changes)  # type: ignore[arg-type]
+
+    # --- sizes -------------------------------------------------------------------------------------------------------
+
+    @property
+    def rank(self) -> int:
+        """Spatial dimensions: 1, 2 or 3."""
+        return len(self.size)
+
+    @cached_property
+    def out_size(self) -> tuple[int, ...]:
+        axes = zip(self.size, self.kernel, self.stride, self.padding, self.output_padding, self.dilation)
+        return tuple(output_length(*axis) for axis in axes)
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        return (self.batch, self.in_channels, *self.size)
+
+    @property
+    def weight_shape(self) -> tuple[int, ...]:
+        return (self.in_channels, self.out_channels // self.groups, *self.kernel)
+
+    @property
+    def output_shape(self) -> tuple[int, ...]:
+        return (self.batch, self.out_channels, *self.out_size)
+
+    @property
+    def depthwise(self) -> bool:
+        """One input channel per group."""
+        return self.groups > 1 and self.groups == self.in_channels
+
+    # --- phases ------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def axis_phases(self) -> tuple[tuple[AxisPhase, ...], ...]:
+        """For each dimension its phases, by rising residue; ``stride`` of them."""
+        axes = zip(self.kernel, self.stride, self.padding, self.dilation, self.out_size)
+        return tuple(tuple(_axis_phase(r, *axis) for r in range(axis[1])) for axis in axes)
+
+    @cached_property
+    def phases(self) -> tuple[Phase, ...]:
+        """All phases; their outputs partition the output, their taps partition the kernel."""
+        return tuple(Phase(axes) for axes in product(*self.axis_phases))
+
+    @property
+    def taps(self) -> int:
+        """Taps of the whole kernel."""
+        return math.prod(self.kernel)
+
+    # --- the roof's two terms ----------------------------------------------------------------------------------------
+
+    @property
+    def macs(self) -> int:
+        """Multiplications of one pass: every (input pixel, tap) pair for every channel pair of a group.
+
+        Pairs that fall on outputs which the padding crops are counted, as ``torch.utils.flop_counter`` counts them.
+        """
+        channels = self.in_channels * (self.out_channels // self.groups)
+        return self.batch * math.prod(self.size) * self.taps * channels
+
+    @property
+    def flops(self) -> int:
+        """Useful floating-point operations: two per multiplication; a step is a forward and two gradients."""
+        return 2 * self.macs * (3 if self.pass_ == "step" else 1)
+
+    @property
+    def bytes(self) -> int:
+        """Compulsory bytes: each tensor that the pass must read or write moves once.
+
+        A forward moves input, weight, bias and output, and each gradient three of the tensors of the same sizes. A step
+        is a forward and two gradients, which cannot share a read.
+        """
+        item = self.dtype.itemsize
+        three = math.prod(self.input_shape) + math.prod(self.weight_shape) + math.prod(self.output_shape)
+        bias = self.out_channels if self.bias else 0
+        per_pass = {"fwd": three + bias, "grad-input": three, "grad-weight": three, "step": 3 * three + 2 * bias}
+        return item * per_pass[self.pass_]
+
+    def roof_seconds(self, flops_per_second: float, bytes_per_second: float) -> float:
+        """The least time that the pass can take: the larger of its arithmetic and its bytes at the two ceilings.
+
+        The roofline model: Williams, Waterman, Patterson, "Roofline", CACM 52(4), 2009.
+        """
+        return max(self.flops / flops_per_second, self.bytes / bytes_per_second)
+
+    def __str__(self) -> str:
+        def short(value: tuple[int, ...]) -> str:
+            return str(value[0]) if len(set(value)) == 1 else "x".join(map(str, value))
+
+        parts = [
+            f"{self.in_channels}->{self.out_channels}",
+            f"k{short(self.kernel)}",
+            f"s{short(self.stride)}",
+            f"p{short(self.padding)}",
+        ]
+        if any(self.output_padding):
+            parts.append(f"op{short(self.output_padding)}")
+        if any(d != 1 for d in self.dilation):
+            parts.append(f"d{short(self.dilation)}")
+        if self.groups != 1:
+            parts.append(f"g{self.groups}")
+        shape = "x".join(map(str, (self.batch, self.in_channels, *self.size)))
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{' '.join(parts)} on {shape} {dtype} {self.layout} {self.pass_}"
+
+
+def _axis_phase(residue: int, kernel: int, stride: int, padding: int, dilation: int, out: int) -> AxisPhase:
+    taps = tuple(k for k in range(kernel) if k * dilation % stride == residue)
+    offsets = tuple((k * dilation - residue) // stride for k in taps)
+    start = (residue - padding) % stride
+    count = max(0, -(-(out - start) // stride))
+    return AxisPhase(residue, taps, offsets, (start + padding - residue) // stride, count, start)
