@@ -1,3 +1,35 @@
-"""Transposed convolution in PyTorch, as fast as the hardware allows."""
+"""upconv: transposed convolution in PyTorch, as fast as the hardware allows.
+
+    from upconv import ConvTranspose2d          # a layer: torch.nn's signature, weights and results
+    upconv.accelerate(model)                    # or every layer of a model, in place
+
+Importing the package initialises no device, writes nothing and prints nothing.
+"""
 
 from upconv._version import __version__
+from upconv.convert import accelerate, fold_batchnorm, restore
+from upconv.functional import conv_transpose1d, conv_transpose2d, conv_transpose3d
+from upconv.modules import (
+    ConvTranspose1d,
+    ConvTranspose2d,
+    ConvTranspose3d,
+    LazyConvTranspose1d,
+    LazyConvTranspose2d,
+    LazyConvTranspose3d,
+)
+
+__all__ = [
+    "ConvTranspose1d",
+    "ConvTranspose2d",
+    "ConvTranspose3d",
+    "LazyConvTranspose1d",
+    "LazyConvTranspose2d",
+    "LazyConvTranspose3d",
+    "__version__",
+    "accelerate",
+    "conv_transpose1d",
+    "conv_transpose2d",
+    "conv_transpose3d",
+    "fold_batchnorm",
+    "restore",
+]

@@ -1,0 +1,222 @@
+"""Models as a whole: `accelerate` swaps transposed convolutions in place, `restore` undoes it, `fold_batchnorm` folds.
+
+A swap changes a module's class and nothing else, so weights, hooks, training state, parametrisations, shared modules
+and every reference to the module stay as they are.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvTransposeNd
+from torch.nn.utils import parametrize
+
+from upconv import modules
+
+_log = logging.getLogger("upconv")
+Model = TypeVar("Model", bound=nn.Module)
+Report = Callable[[str], object]
+
+_SWAPS: dict[type[nn.Module], type[nn.Module]] = {
+    nn.ConvTranspose1d: modules.ConvTranspose1d,
+    nn.ConvTranspose2d: modules.ConvTranspose2d,
+    nn.ConvTranspose3d: modules.ConvTranspose3d,
+    nn.LazyConvTranspose1d: modules.LazyConvTranspose1d,
+    nn.LazyConvTranspose2d: modules.LazyConvTranspose2d,
+    nn.LazyConvTranspose3d: modules.LazyConvTranspose3d,
+}
+_BACK = {ours: theirs for theirs, ours in _SWAPS.items()}
+_MARK = "_upconv_swapped"  # in the module's __dict__: restore() undoes what accelerate() did, and nothing else
+
+
+def accelerate(model: Model, *, report: Report | None = None) -> Model:
+    """Swaps every plain transposed convolution of a model to upconv's, in place.
+
+    Args:
+        model: any module; it may be a transposed convolution itself.
+        report: called with a line for every transposed convolution found: swapped, or left and why (``print`` will do).
+            The same lines go to the logger ``upconv`` at level INFO.
+
+    Returns:
+        The same model. Modules of a subclass, and those whose ``forward`` was replaced, are left as they are.
+    """
+    for names, module in _transposed(model):
+        cls = type(module)
+        plain = _plain_class(module)
+        if plain in _BACK:
+            line = "left: it is upconv's already"
+        elif plain not in _SWAPS:
+            line = f"left: {cls.__module__}.{cls.__qualname__} is not a plain torch.nn layer, its forward may differ"
+        elif "forward" in vars(module):
+            line = "left: its forward was replaced on the instance"
+        else:
+            _change_class(module, _SWAPS[plain])
+            vars(module)[_MARK] = True
+            line = "swapped"
+        _say(report, f"{' = '.join(names)}: {line}")
+    return model
+
+
+def restore(model: Model, *, report: Report | None = None) -> Model:
+    """Undoes `accelerate`, in place: the modules that it swapped become torch.nn's again.
+
+    Args:
+        model: a model, or a copy or part of one, that `accelerate` has seen.
+        report: called with a line for every module restored.
+
+    Returns:
+        The same model. Modules built as upconv's in the first place stay.
+    """
+    for names, module in _transposed(model):
+        if vars(module).pop(_MARK, False) and _plain_class(module) in _BACK:
+            _change_class(module, _BACK[_plain_class(module)])
+            _say(report, f"{' = '.join(names)}: restored")
+    return model
+
+
+def _transposed(model: nn.Module) -> list[tuple[list[str], nn.Module]]:
+    """Every transposed convolution of a model once, with all the names it goes by."""
+    found: dict[int, tuple[list[str], nn.Module]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, _ConvTransposeNd):
+            found.setdefault(id(module), ([], module))[0].append(name or "(the model itself)")
+    return list(found.values())
+
+
+def _plain_class(module: nn.Module) -> type[nn.Module]:
+    """The module's class; for a parametrised one the class that it was before (PyTorch derives one for each)."""
+    return type(module).__bases__[0] if parametrize.is_parametrized(module) else type(module)
+
+
+def _change_class(module: nn.Module, target: type[nn.Module]) -> None:
+    if parametrize.is_parametrized(module):
+        # The parametrised class holds the properties that compute the weights; a twin of it is derived from the
+        # target, so that parametrize.remove_parametrizations() finds the target as its base.
+        own = type(module)
+        body = {k: v for k, v in vars(own).items() if k not in ("__dict__", "__weakref__", "__doc__")}
+        target = type(f"Parametrized{target.__name__}", (target,), body)
+    module.__class__ = target
+
+
+def _say(report: Report | None, line: str) -> None:
+    _log.info(line)
+    if report is not None:
+        report(line)
+
+
+# --- folding ---------------------------------------------------------------------------------------------------------
+
+
+class _Leaves(fx.Tracer):
+    """Traces through containers; every convolution and norm is a leaf, also those whose class is not torch.nn's."""
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return isinstance(m, (_ConvTransposeNd, _BatchNorm)) or super().is_leaf_module(m, module_qualified_name)
+
+
+def fold_batchnorm(model: Model, *, report: Report | None = None) -> Model:
+    """Folds each BatchNorm that follows a transposed convolution into its weight and bias, in place, for inference.
+
+    With ``scale = gamma / sqrt(var + eps)`` per output channel, ``weight *= scale`` and ``bias = (bias - mean) * scale +
+    beta``. The output channels of a transposed convolution's weight are its second dimension, within each group, so the
+    scale is laid out by group: right for grouped and depthwise layers.
+
+    Args:
+        model: a model in eval mode, of torch.nn's layers or upconv's.
+        report: called with a line for every BatchNorm folded, and for every one left behind a transposed convolution and
+            why.
+
+    Returns:
+        The same model, each folded norm replaced by `torch.nn.Identity`.
+
+    Raises:
+        ValueError: the model is in training mode.
+    """
+    if model.training:
+        raise ValueError("fold_batchnorm needs a model in eval mode, got one in training mode; call model.eval() first")
+    uses = Counter(id(m) for _, m in model.named_modules(remove_duplicate=False))
+    for prefix, root, conv_name, norm_name, alone in _pairs(model):
+        conv, norm = root.get_submodule(conv_name), root.get_submodule(norm_name)
+        assert isinstance(conv, _ConvTransposeNd) and isinstance(norm, _BatchNorm)
+        reason = _keep_reason(conv, norm)
+        if reason is None and not alone:
+            reason = "the convolution's output is used elsewhere too"
+        if reason is None and (uses[id(conv)] > 1 or uses[id(norm)] > 1):
+            reason = "a module of the pair is used in several places"
+        if reason is None:
+            _fold(conv, norm)
+            owner, _, leaf = norm_name.rpartition(".")
+            setattr(root.get_submodule(owner), leaf, nn.Identity())
+        _say(report, f"{prefix}{norm_name}: " + (f"left: {reason}" if reason else f"folded into {prefix}{conv_name}"))
+    return model
+
+
+def _pairs(model: nn.Module, prefix: str = "") -> list[tuple[str, nn.Module, str, str, bool]]:
+    """(prefix, root, convolution, norm, whether nothing else reads the convolution), found by tracing.
+
+    A module that cannot be traced (data-dependent control flow) is searched child by child.
+    """
+    has_both = {any(isinstance(m, kind) for m in model.modules()) for kind in (_ConvTransposeNd, _BatchNorm)}
+    if has_both != {True}:
+        return []
+    try:
+        graph = _Leaves().trace(model)
+    except Exception:  # whatever the user's forward raises on proxies: it cannot be traced
+        return [pair for name, child in model.named_children() for pair in _pairs(child, f"{prefix}{name}.")]
+    called = Counter(node.target for node in graph.nodes if node.op == "call_module")
+    found = []
+    for node in graph.nodes:
+        source = node.args[0] if node.op == "call_module" and node.args else None
+        if not isinstance(source, fx.Node) or source.op != "call_module":
+            continue
+        conv_name, norm_name = str(source.target), str(node.target)
+        if isinstance(model.get_submodule(conv_name), _ConvTransposeNd) and isinstance(
+            model.get_submodule(norm_name), _BatchNorm
+        ):
+            alone = len(source.users) == 1 and called[source.target] == 1 and called[node.target] == 1
+            found.append((prefix, model, conv_name, norm_name, alone))
+    return found
+
+
+def _keep_reason(conv: _ConvTransposeNd, norm: _BatchNorm) -> str | None:
+    if conv.training or norm.training:
+        return "the pair is in training mode"
+    if norm.running_mean is None or norm.running_var is None:
+        return "the norm keeps no running statistics"
+    if parametrize.is_parametrized(conv) or parametrize.is_parametrized(norm):
+        return "a module of the pair is parametrised; remove the parametrisation first"
+    if "weight" not in conv._parameters:
+        return "the convolution's weight is computed by a hook (weight or spectral norm); remove it first"
+    for module in (conv, norm):
+        if module._forward_hooks or module._forward_pre_hooks:
+            return "a module of the pair has forward hooks"
+    if norm.num_features != conv.out_channels:
+        return f"the norm has {norm.num_features} features and the convolution {conv.out_channels} output channels"
+    return None
+
+
+@torch.no_grad()
+def _fold(conv: _ConvTransposeNd, norm: _BatchNorm) -> None:
+    """In float64, since it is done once; the parameters keep their dtype."""
+    assert norm.running_mean is not None and norm.running_var is not None
+
+    def wide(t: Tensor | None, default: float) -> Tensor:
+        if t is None:
+            return torch.full((conv.out_channels,), default, dtype=torch.float64, device=conv.weight.device)
+        return t.detach().double()
+
+    scale = wide(norm.weight, 1.0) / (norm.running_var.double() + norm.eps).sqrt()
+    bias = (wide(conv.bias, 0.0) - norm.running_mean.double()) * scale + wide(norm.bias, 0.0)
+    by_group = scale.view(conv.groups, 1, -1, *(1,) * len(conv.kernel_size))
+    weight = conv.weight.double().unflatten(0, (conv.groups, -1)) * by_group
+    dtype, grad = conv.weight.dtype, conv.weight.requires_grad
+    last = conv.weight  # its layout (channels_last weights stay so)
+    folded = torch.empty_like(last).copy_(weight.flatten(0, 1))
+    conv.weight = nn.Parameter(folded, requires_grad=grad)
+    conv.bias = nn.Parameter(bias.to(dtype), requires_grad=grad)

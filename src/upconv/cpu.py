@@ -1,0 +1,289 @@
+"""The CPU engine: transposed convolution lowered to PyTorch's dense forward convolutions.
+
+oneDNN's forward convolutions run near the machine's peak; its transposed ones often do not. So no kernel is written
+here: a `Problem` becomes one or several stride-1 correlations, whose weights are slices of the layer's own, flipped.
+
+=========  ==========================================================================================================
+native     PyTorch's own operator
+unbiased   PyTorch's own operator without its bias, which is then added in place: where oneDNN builds a transposed
+           convolution from another primitive ("conv:any"), it adds the bias in a scalar loop
+flip       stride 1: one correlation with the channels swapped and the taps flipped
+shuffle    one correlation that computes every phase as further output channels, then one scatter to the output
+phases     one correlation per phase, each scattered to its strided view of the output
+=========  ==========================================================================================================
+
+The gradients are forward-shaped too: ``swap`` takes the input gradient as one forward convolution of the output's
+gradient, and the weight gradient as that convolution's weight gradient with the two activations exchanged.
+
+The only buffers beside the result are the packed weights and one correlation's output: never a copy of an activation.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from upconv.problem import AxisPhase, Problem
+
+FORWARD_PLANS = ("native", "unbiased", "flip", "shuffle", "phases")
+GRADIENT_PLANS = ("native", "swap")
+
+def forward(p: Problem, plan: str, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The output of ``p`` by a plan that `refusal` admits; ``p.layout`` is the layout of the result."""
+    if plan == "flip":
+        return _flip(p, input, weight, bias)
+    if plan == "shuffle":
+        return _shuffle(p, input, weight, bias)
+    if plan == "phases":
+        return _phases(p, input, weight, bias)
+    fused = bias if plan == "native" else None
+    y = torch.convolution(input, weight, fused, p.stride, p.padding, p.dilation, True, p.output_padding, p.groups)
+    return y if bias is fused or bias is None else y.add_(bias.view(-1, *(1,) * p.rank))
+
+
+def refusal(p: Problem, plan: str) -> str | None:
+    """Why ``plan`` cannot compute the forward of ``p``, in a sentence; None when it can."""
+    if plan == "unbiased" and not p.bias:
+        return "unbiased needs a bias, and this layer has none"
+    if plan == "flip" and any(s != 1 for s in p.stride):
+        return f"flip needs stride 1, and this layer has stride {p.stride}"
+    if plan in ("shuffle", "phases") and all(s == 1 for s in p.stride):
+        return f"{plan} needs a stride above 1; at stride 1 there is a single phase, which is flip"
+    if plan != "native" and (p.batch == 0 or min(p.size) == 0):
+        return f"{plan} needs a non-empty input, and this one is {p.input_shape}"
+    return None
+
+
+def gradient_refusal(p: Problem, plan: str) -> str | None:
+    """Why ``plan`` cannot compute the gradients of ``p``, in a sentence; None when it can."""
+    if plan == "swap" and any(op >= s for op, s in zip(p.output_padding, p.stride)):
+        return f"swap needs output_padding below the stride, and this layer has {p.output_padding} with stride {p.stride}"
+    if plan == "swap" and (p.batch == 0 or min(p.size) == 0):
+        return f"swap needs a non-empty input, and this one is {p.input_shape}"
+    return None
+
+
+def memory_format(layout: str, rank: int) -> torch.memory_format:
+    """PyTorch's name for a layout; 1-D tensors have no channels_last."""
+    if layout == "channels_last" and rank > 1:
+        return torch.channels_last if rank == 2 else torch.channels_last_3d
+    return torch.contiguous_format
+
+
+# --- the correlation all plans share ---------------------------------------------------------------------------------
+
+
+class _Axis:
+    """One dimension of a correlation ``y[t] = sum_j w[j] x[start + t + j*step]``, ``t`` in ``range(count)``.
+
+    NOTES: oneDNN's fast kernels refuse a padding of the window's reach or more and fall back to im2col (8.6 -> 37 ms
+    measured), so outputs whose window misses the input altogether (``output_padding`` makes such) are not computed:
+    ``live`` is the range of ``t`` that is, and the caller fills the others with the bias.
+    """
+
+    def __init__(self, size: int, taps: int, start: int, count: int, step: int) -> None:
+        self.step = step
+        reach = (taps - 1) * step
+        low, high = max(0, -start - reach), min(count, size - start)
+        self.live = slice(low, max(low, high))
+        first, n = start + low, self.live.stop - low
+        # Unequal padding is computed with the larger on both sides and the result narrowed, unless that wastes more
+        # than an eighth of the outputs: then the input is narrowed, at the price of PyTorch's copy of that view.
+        self.crop = slice(0, size)
+        left, right = -first, first + n + reach - size
+        if min(left, right) < 0 and size + 2 * max(left, right, 0) - reach - n > (n >> 3):
+            self.crop = slice(max(first, 0), min(first + n + reach, size))
+            left, right = self.crop.start - first, first + n + reach - self.crop.stop
+        self.pad = max(left, right, 0)
+        self.keep = slice(self.pad - left, self.pad - left + n)
+        self.cropped = self.crop != slice(0, size)
+        self.whole = self.live == slice(0, count)
+
+
+def _correlate(x: Tensor, w: Tensor, bias: Tensor | None, groups: int, axes: list[_Axis]) -> Tensor:
+    """The live outputs of the correlation, possibly as a view of a slightly larger buffer."""
+    if any(axis.cropped for axis in axes):
+        x = x[(..., *(axis.crop for axis in axes))]
+    rank = len(axes)
+    pads, steps = tuple(axis.pad for axis in axes), tuple(axis.step for axis in axes)
+    y = torch.convolution(x, w, bias, (1,) * rank, pads, steps, False, (0,) * rank, groups)
+    return y[(..., *(axis.keep for axis in axes))]
+
+
+def _flipped(p: Problem, weight: Tensor) -> Tensor:
+    """Weights as a correlation wants them: ``(groups, out_channels/groups, in_channels/groups, *kernel)``, taps reversed."""
+    spatial = tuple(range(2, 2 + p.rank))
+    return weight.flip(spatial).unflatten(0, (p.groups, -1)).transpose(1, 2)
+
+
+def _pack(weight: Tensor, layout: str) -> Tensor:
+    """Groups and channels joined, in a layout (the format of either operand decides the correlation's)."""
+    return weight.flatten(0, 1).contiguous(memory_format=memory_format(layout, weight.dim() - 3))
+
+
+def _empty_output(p: Problem, like: Tensor) -> Tensor:
+    return torch.empty(p.output_shape, dtype=like.dtype, device=like.device, memory_format=memory_format(p.layout, p.rank))
+
+
+def _fill(view: Tensor, bias: Tensor | None, rank: int) -> None:
+    view.copy_(bias.view(-1, *(1,) * rank)) if bias is not None else view.zero_()
+
+
+# --- the plans -------------------------------------------------------------------------------------------------------
+
+
+def _flip(p: Problem, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    phase = [phases[0] for phases in p.axis_phases]
+    axes = [_Axis(n, len(a.taps), a.first - a.offsets[-1], a.count, a.step) for n, a in zip(p.size, phase)]
+    y = _correlate(x, _pack(_flipped(p, weight), p.layout), bias, p.groups, axes)
+    if all(axis.whole for axis in axes):  # a narrowed result is a view of a larger buffer; PyTorch's is dense
+        return y.contiguous(memory_format=memory_format(p.layout, p.rank))
+    out = _empty_output(p, x)
+    _fill(out, bias, p.rank)
+    out[(..., *(axis.live for axis in axes))].copy_(y)
+    return out
+
+
+def _tap_slice(axis: AxisPhase, kernel: int) -> slice:
+    """The phase's taps in a reversed kernel dimension, in rising input order."""
+    step = axis.taps[1] - axis.taps[0] if len(axis.taps) > 1 else 1
+    first = kernel - 1 - axis.taps[-1]
+    return slice(first, first + (len(axis.taps) - 1) * step + 1, step)
+
+
+def _phases(p: Problem, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    out = _empty_output(p, x)
+    flipped = _flipped(p, weight)
+    for phase in p.phases:
+        if not phase.output_count:
+            continue
+        view = out[(..., *(slice(a.start, None, s) for a, s in zip(phase.axes, p.stride)))]
+        if not phase.tap_count:
+            _fill(view, bias, p.rank)
+            continue
+        w = _pack(flipped[(..., *(_tap_slice(a, k) for a, k in zip(phase.axes, p.kernel)))], p.layout)
+        axes = [_Axis(n, len(a.taps), a.first - a.offsets[-1], a.count, a.step) for n, a in zip(p.size, phase.axes)]
+        if not all(axis.whole for axis in axes):
+            _fill(view, bias, p.rank)
+            view = view[(..., *(axis.live for axis in axes))]
+        if view.numel():
+            view.copy_(_correlate(x, w, bias, p.groups, axes))
+    return out
+
+
+class _Window:
+    """One dimension of `shuffle`: the common window of input offsets that serves every phase, and where its results go.
+
+    The window's result at ``q`` holds, for every residue ``r``, the output ``o = q * stride + r - padding``.
+    """
+
+    def __init__(self, phases: tuple[AxisPhase, ...], size: int, stride: int, padding: int, out: int) -> None:
+        used = [a for a in phases if a.count]
+        offsets = sorted({o for a in used for o in a.offsets}) or [0]
+        gaps = [b - a for a, b in zip(offsets, offsets[1:])]
+        self.step = math.gcd(*gaps) if gaps else 1
+        self.high = offsets[-1]
+        self.size = (self.high - offsets[0]) // self.step + 1
+        self.stride, self.padding, self.out = stride, padding, out
+        self.first = min(a.first for a in used)
+        count = max(a.first + a.count for a in used) - self.first
+        self.axis = _Axis(size, self.size, self.first - self.high, count, self.step)
+
+    def place(self, axis: AxisPhase) -> slice:
+        """Where the phase's taps, last first, go in the window."""
+        at = [(self.high - o) // self.step for o in reversed(axis.offsets)]
+        return slice(at[0], at[-1] + 1, at[1] - at[0] if len(at) > 1 else 1)
+
+    def pieces(self) -> list[tuple[slice, slice, slice]]:
+        """The outputs in up to three pieces ``(outputs, results, residues)``: whole strides, and the ends cut short.
+
+        ``results`` index the correlation's live outputs.
+        """
+        live = range(self.first + self.axis.live.start, self.first + self.axis.live.stop)  # the q's computed
+        begin = max(self.padding, live.start * self.stride)  # outputs shifted by the padding: o + padding
+        end = min(self.padding + self.out, live.stop * self.stride)
+        head, tail = -(-begin // self.stride) * self.stride, end // self.stride * self.stride
+        bounds = [begin, head, tail, end] if head <= tail else [begin, end]
+        pieces = []
+        for a, b in zip(bounds, bounds[1:]):
+            if a < b:
+                whole = a % self.stride == 0 and b % self.stride == 0
+                residues = slice(0, self.stride) if whole else slice(a % self.stride, (b - 1) % self.stride + 1)
+                results = slice(a // self.stride - live.start, -(-b // self.stride) - live.start)
+                pieces.append((slice(a - self.padding, b - self.padding), results, residues))
+        return pieces
+
+
+def _windows(p: Problem) -> list[_Window]:
+    return [_Window(*axis) for axis in zip(p.axis_phases, p.size, p.stride, p.padding, p.out_size)]
+
+
+def shuffle_blowup(p: Problem) -> float:
+    """Multiplications of `shuffle` over the useful ones: what the zeros in its common window cost."""
+    return math.prod(w.size * w.stride for w in _windows(p)) / p.taps
+
+
+# NOTES: below 16 input channels oneDNN reads NCHW through a padded copy; with channels_last weights PyTorch has the
+# input reordered once instead (2 channels, 1178x1178: 26.9 -> 7.5 ms; 56 channels: 2.2 -> 2.5).
+_NARROW_INPUT = 16
+
+
+def _shuffle(p: Problem, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    windows = _windows(p)
+    flipped = _flipped(p, weight)
+    g, co, ci = flipped.shape[:3]
+    packed = flipped.new_zeros(g, *p.stride, co, ci, *(w.size for w in windows))
+    for phase in p.phases:
+        if phase.tap_count and phase.output_count:
+            target = packed[(slice(None), *(a.residue for a in phase.axes))]
+            taps = tuple(_tap_slice(a, k) for a, k in zip(phase.axes, p.kernel))
+            target[(..., *(w.place(a) for w, a in zip(windows, phase.axes)))] = flipped[(..., *taps)]
+    layout = "channels_last" if p.in_channels < _NARROW_INPUT else p.layout
+    packed = _pack(packed.flatten(1, 1 + p.rank), layout)
+    spread = bias.view(g, 1, co).expand(g, math.prod(p.stride), co).reshape(-1) if bias is not None else None
+    out = _empty_output(p, x)
+    if not all(w.axis.whole for w in windows):
+        _fill(out, bias, p.rank)
+    y = _correlate(x, packed, spread, g, [w.axis for w in windows])
+    y = y.unflatten(1, (g, *p.stride, co))  # (batch, groups, *residues, channels, *q)
+    order = [0, 1, 2 + p.rank]
+    for axis in range(p.rank):
+        order += [3 + p.rank + axis, 2 + axis]
+    for pieces in product(*(w.pieces() for w in windows)):
+        view = out[(..., *(outputs for outputs, _, _ in pieces))].unflatten(1, (g, co))
+        for axis, (_, _, residues) in enumerate(pieces):  # o -> (q, residue)
+            view = view.unflatten(3 + 2 * axis, (-1, residues.stop - residues.start))
+        select = (*(residues for _, _, residues in pieces), slice(None), *(results for _, results, _ in pieces))
+        view.copy_(y[(slice(None), slice(None), *select)].permute(order))
+    return out
+
+
+# --- gradients -------------------------------------------------------------------------------------------------------
+
+
+def grad_input(p: Problem, plan: str, grad: Tensor, input: Tensor, weight: Tensor) -> Tensor:
+    """The gradient for the input; every operation in it is differentiable again."""
+    if plan == "native":
+        return _native_gradient(p, grad, input, weight, 0)
+    return torch.convolution(grad, weight, None, p.stride, p.padding, p.dilation, False, (0,) * p.rank, p.groups)
+
+
+def grad_weight(p: Problem, plan: str, grad: Tensor, input: Tensor, weight: Tensor) -> Tensor:
+    """The gradient for the weight; every operation in it is differentiable again."""
+    if plan == "native":
+        return _native_gradient(p, grad, input, weight, 1)
+    found: Tensor = torch.ops.aten.convolution_backward(
+        input, grad, weight, None, p.stride, p.padding, p.dilation, False, (0,) * p.rank, p.groups, (False, True, False)
+    )[1]
+    return found
+
+
+def _native_gradient(p: Problem, grad: Tensor, input: Tensor, weight: Tensor, which: int) -> Tensor:
+    mask = (which == 0, which == 1, False)
+    found: Tensor = torch.ops.aten.convolution_backward(
+        grad, input, weight, None, p.stride, p.padding, p.dilation, True, p.output_padding, p.groups, mask
+    )[which]
+    return found

@@ -1,0 +1,97 @@
+"""``ConvTranspose1d/2d/3d`` and their lazy twins: subclasses of torch.nn's that compute with upconv's engines.
+
+Constructor, parameters, initial weights, state_dict, repr and errors are the parents'. A model that asks ``isinstance(m,
+torch.nn.ConvTranspose2d)`` (weight and spectral norm, quantisation, channels_last conversion) finds what it looks for.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from upconv import functional
+
+# The three forwards differ in PyTorch's own function for TorchScript, which compiles a forward's text and takes the
+# first branch alone: a script can be loaded where this package is not installed.
+
+
+class ConvTranspose1d(nn.ConvTranspose1d):
+    """Drop-in for `torch.nn.ConvTranspose1d`: same arguments, weights and results, faster.
+
+    Shape: ``(batch, in_channels, length)`` or ``(in_channels, length)`` in; the length out is
+    ``(length-1)*stride - 2*padding + dilation*(kernel-1) + output_padding + 1``.
+    """
+
+    def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
+        """Computes the layer; ``output_size`` (elements) replaces ``output_padding``, as in PyTorch."""
+        if self.padding_mode != "zeros":
+            raise ValueError("Only `zeros` padding mode is supported for ConvTranspose1d")
+        output_padding = self._output_padding(
+            input, output_size, self.stride, self.padding, self.kernel_size, 1, self.dilation  # type: ignore[arg-type]
+        )  # fmt: skip
+        args = (self.stride, self.padding, output_padding, self.groups, self.dilation)
+        if torch.jit.is_scripting():
+            return F.conv_transpose1d(input, self.weight, self.bias, *args)  # type: ignore[arg-type]
+        else:
+            return functional.conv_transpose1d(input, self.weight, self.bias, *args)  # type: ignore[arg-type]
+
+
+class ConvTranspose2d(nn.ConvTranspose2d):
+    """Drop-in for `torch.nn.ConvTranspose2d`: same arguments, weights and results, faster.
+
+    Shape: ``(batch, in_channels, height, width)`` or without the batch in; each size out is
+    ``(n-1)*stride - 2*padding + dilation*(kernel-1) + output_padding + 1``.
+    """
+
+    def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
+        """Computes the layer; ``output_size`` (pixels) replaces ``output_padding``, as in PyTorch."""
+        if self.padding_mode != "zeros":
+            raise ValueError("Only `zeros` padding mode is supported for ConvTranspose2d")
+        output_padding = self._output_padding(
+            input, output_size, self.stride, self.padding, self.kernel_size, 2, self.dilation  # type: ignore[arg-type]
+        )  # fmt: skip
+        args = (self.stride, self.padding, output_padding, self.groups, self.dilation)
+        if torch.jit.is_scripting():
+            return F.conv_transpose2d(input, self.weight, self.bias, *args)  # type: ignore[arg-type]
+        else:
+            return functional.conv_transpose2d(input, self.weight, self.bias, *args)  # type: ignore[arg-type]
+
+
+class ConvTranspose3d(nn.ConvTranspose3d):
+    """Drop-in for `torch.nn.ConvTranspose3d`: same arguments, weights and results, faster.
+
+    Shape: ``(batch, in_channels, depth, height, width)`` or without the batch in; each size out is
+    ``(n-1)*stride - 2*padding + dilation*(kernel-1) + output_padding + 1``.
+    """
+
+    def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
+        """Computes the layer; ``output_size`` (voxels) replaces ``output_padding``, as in PyTorch."""
+        if self.padding_mode != "zeros":
+            raise ValueError("Only `zeros` padding mode is supported for ConvTranspose3d")
+        output_padding = self._output_padding(
+            input, output_size, self.stride, self.padding, self.kernel_size, 3, self.dilation  # type: ignore[arg-type]
+        )  # fmt: skip
+        args = (self.stride, self.padding, output_padding, self.groups, self.dilation)
+        if torch.jit.is_scripting():
+            return F.conv_transpose3d(input, self.weight, self.bias, *args)  # type: ignore[arg-type]
+        else:
+            return functional.conv_transpose3d(input, self.weight, self.bias, *args)  # type: ignore[arg-type]
+
+
+class LazyConvTranspose1d(nn.LazyConvTranspose1d, ConvTranspose1d):
+    """`torch.nn.LazyConvTranspose1d` that becomes upconv's `ConvTranspose1d` on its first call."""
+
+    cls_to_become = ConvTranspose1d  # type: ignore[assignment]
+
+
+class LazyConvTranspose2d(nn.LazyConvTranspose2d, ConvTranspose2d):
+    """`torch.nn.LazyConvTranspose2d` that becomes upconv's `ConvTranspose2d` on its first call."""
+
+    cls_to_become = ConvTranspose2d  # type: ignore[assignment]
+
+
+class LazyConvTranspose3d(nn.LazyConvTranspose3d, ConvTranspose3d):
+    """`torch.nn.LazyConvTranspose3d` that becomes upconv's `ConvTranspose3d` on its first call."""
+
+    cls_to_become = ConvTranspose3d  # type: ignore[assignment]

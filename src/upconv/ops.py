@@ -1,0 +1,380 @@
+"""The operation for torch: which calls are ours, the lean eager path, autograd, and the operator for compiled graphs.
+
+A call takes one of three ways.
+
+- *Ours, eagerly*: plain strided CPU tensors of a floating dtype. The plan is looked up by the call's description, the
+  engine is called directly, and gradients go through one ``autograd.Function``. No dispatcher is involved: registering
+  an operator costs 5 to 12 us a call, a Function 2.
+- *Ours, compiled*: ``torch.compile`` sees ``torch.ops.upconv.conv_transpose``, which has a fake implementation, a
+  backward and a FLOP formula.
+- *PyTorch's own operator*: whatever the engines do not serve (complex and integer dtypes, empty tensors, other devices,
+  tensor subclasses), whatever PyTorch has rules for and we do not (functorch transforms, forward-mode AD, tracing,
+  export, dispatch modes), and every invalid call, so that the error is PyTorch's to the letter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn import Parameter
+
+from upconv import cpu, planner
+from upconv.planner import Plan
+from upconv.problem import PRECISIONS, Layout, Problem
+
+_TORCH = (None, torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d)
+_PLAIN = (Tensor, Parameter)
+IntOrInts = int | Sequence[int]
+
+
+def conv_transpose(
+    rank: int,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: IntOrInts,
+    padding: IntOrInts,
+    output_padding: IntOrInts,
+    groups: int,
+    dilation: IntOrInts,
+) -> Tensor:
+    """A transposed convolution of ``rank`` spatial dimensions, by the best way that this call allows."""
+    if torch.compiler.is_compiling():
+        return _compiled(rank, input, weight, bias, stride, padding, output_padding, groups, dilation)
+    plan = None
+    if type(input) in _PLAIN and type(weight) in _PLAIN and (bias is None or type(bias) in _PLAIN) and not _observed():
+        if torch.is_autocast_enabled(input.device.type):
+            input, weight, bias = _autocast(input, weight, bias)
+        plan = _find_plan(rank, input, weight, bias, stride, padding, output_padding, groups, dilation)
+    if plan is None or plan.delegates:
+        return _TORCH[rank](input, weight, bias, stride, padding, output_padding, groups, dilation)  # type: ignore[misc, no-any-return]
+    batched = input.dim() == rank + 2
+    x = input if batched else input.unsqueeze(0)
+    differentiable = input.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
+    if differentiable and torch.is_grad_enabled():
+        out: Tensor = _ConvTranspose.apply(x, weight, bias, plan)
+    else:
+        out = cpu.forward(plan.problem, plan.forward, x, weight, bias)
+    return out if batched else out.squeeze(0)
+
+
+def _observed() -> bool:
+    """Whether PyTorch itself must see the call: a transform, dual numbers, a trace or a dispatch mode is active."""
+    return (
+        torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._get_tracing_state() is not None
+    )
+
+
+# --- which plan ------------------------------------------------------------------------------------------------------
+
+
+def _key(value: IntOrInts) -> Any:
+    return value if type(value) is int else tuple(value)  # type: ignore[arg-type]
+
+
+def _find_plan(
+    rank: int,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: IntOrInts,
+    padding: IntOrInts,
+    output_padding: IntOrInts,
+    groups: int,
+    dilation: IntOrInts,
+) -> Plan | None:
+    """The plan for a call, or None when PyTorch's own operator must judge it (and raise what is wrong with it)."""
+    dtype = input.dtype
+    if (
+        dtype not in PRECISIONS
+        or weight.dtype is not dtype
+        or input.device.type != "cpu"
+        or weight.device.type != "cpu"
+        or input.layout is not torch.strided
+        or weight.layout is not torch.strided
+    ):
+        return None
+    if bias is not None and (bias.dtype is not dtype or bias.device.type != "cpu" or bias.layout is not torch.strided):
+        return None
+    try:
+        return _resolve(
+            rank, input.shape, input.stride(), weight.shape, weight.stride(), None if bias is None else bias.shape,
+            _key(stride), _key(padding), _key(output_padding), groups, _key(dilation), dtype, planner.cpu_device(),
+        )  # fmt: skip
+    except TypeError:  # something that is no integer: PyTorch says which
+        return None
+
+
+@lru_cache(maxsize=4096)
+def _resolve(
+    rank: int,
+    shape: torch.Size,
+    strides: tuple[int, ...],
+    weight_shape: torch.Size,
+    weight_strides: tuple[int, ...],
+    bias_shape: torch.Size | None,
+    stride: Any,
+    padding: Any,
+    output_padding: Any,
+    groups: Any,
+    dilation: Any,
+    dtype: torch.dtype,
+    device: planner.Device,
+) -> Plan | None:
+    if len(shape) == rank + 1:
+        shape, strides = torch.Size((1, *shape)), (shape[0] * strides[0], *strides)
+    if len(shape) != rank + 2 or len(weight_shape) != rank + 2 or shape[1] != weight_shape[0]:
+        return None
+    if not all(type(v) is int for value in (stride, padding, output_padding, dilation) for v in _tuple(value)):
+        return None
+    if type(groups) is not int or 0 in shape or 0 in weight_shape:
+        return None
+    out_channels = weight_shape[1] * groups
+    if bias_shape is not None and tuple(bias_shape) != (out_channels,):
+        return None
+    last = is_channels_last(shape, strides) or is_channels_last(weight_shape, weight_strides)
+    try:
+        problem = Problem.make(
+            shape[0], shape[1], out_channels, shape[2:], weight_shape[2:], stride, padding, output_padding, dilation, groups,
+            bias=bias_shape is not None, dtype=dtype, layout="channels_last" if last else "nchw",
+        )  # fmt: skip
+    except ValueError:
+        return None
+    return planner.plan(problem, device)
+
+
+def _tuple(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)
+
+
+def is_channels_last(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether PyTorch reads these strides as channels_last (4-D) or channels_last_3d (5-D).
+
+    The channels must be innermost, then the spatial dimensions from last to first, then the batch, each at least as far
+    apart as the one before needs. Sizes of 1 leave room for doubt, which PyTorch resolves for channels_last, save where
+    the batch has the channels' stride. Source: ``c10/core/MemoryFormat.h``.
+    """
+    if len(shape) not in (4, 5) or strides[1] == 0:
+        return False
+    least = 0
+    for d in (1, *range(len(shape) - 1, 1, -1), 0):
+        if shape[d] == 0 or strides[d] < least or (d == 0 and least == strides[1]):
+            return False
+        least = strides[d] * shape[d] if shape[d] > 1 else strides[d]
+    return True
+
+
+def layout_of(input: Tensor, weight: Tensor) -> Layout:
+    """The layout of the result: channels_last when either operand is, as PyTorch chooses."""
+    for t in (input, weight):
+        if is_channels_last(t.shape, t.stride()):
+            return "channels_last"
+    return "nchw"
+
+
+def _autocast(input: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Operands in autocast's dtype: every floating tensor of the device but float64, as PyTorch casts for convolutions."""
+    kind = input.device.type
+    dtype = torch.get_autocast_dtype(kind)
+
+    def cast(t: Tensor) -> Tensor:
+        eligible = t.device.type == kind and t.is_floating_point() and t.dtype is not torch.float64
+        return t.to(dtype) if eligible else t
+
+    return cast(input), cast(weight), None if bias is None else cast(bias)
+
+
+# --- autograd --------------------------------------------------------------------------------------------------------
+
+
+class _ConvTranspose(torch.autograd.Function):
+    """Forward by the plan, gradients by the plan; a second derivative differentiates the gradients' own operations."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan) -> Tensor:
+        ctx.save_for_backward(input, weight)
+        ctx.plan = plan
+        ctx.set_materialize_grads(False)
+        return cpu.forward(plan.problem, plan.forward, input, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        if grad is None:
+            return None, None, None, None
+        input, weight = ctx.saved_tensors
+        mask = ctx.needs_input_grad[:3]
+        if torch.is_autocast_enabled("cpu"):
+            with torch.autocast("cpu", enabled=False):
+                return (*_gradients(ctx.plan, grad, input, weight, mask), None)
+        return (*_gradients(ctx.plan, grad, input, weight, mask), None)
+
+
+def _gradients(
+    plan: Plan, grad: Tensor, input: Tensor, weight: Tensor, mask: Sequence[bool]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    p = plan.problem
+    grad_input = grad_weight = grad_bias = None
+    # Under vmap (batched gradients) PyTorch has batching rules for its own operator, and none for strided writes.
+    by_torch = torch._C._are_functorch_transforms_active()
+    if mask[0]:
+        grad_input = cpu.grad_input(p, "native" if by_torch else plan.grad_input, grad, input, weight)
+    if mask[1]:
+        grad_weight = cpu.grad_weight(p, "native" if by_torch else plan.grad_weight, grad, input, weight)
+    if mask[2]:
+        grad_bias = grad.sum((0, *range(2, 2 + p.rank)))
+    return grad_input, grad_weight, grad_bias
+
+
+# --- the operator for compiled graphs --------------------------------------------------------------------------------
+
+_LIBRARY = torch.library.Library("upconv", "DEF")
+_ARGUMENTS = "SymInt[] stride, SymInt[] padding, SymInt[] output_padding, SymInt groups, SymInt[] dilation"
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
+_LIBRARY.define(f"conv_transpose(Tensor input, Tensor weight, Tensor? bias, {_ARGUMENTS}) -> Tensor", tags=_TAGS)
+_LIBRARY.define(
+    f"conv_transpose_backward(Tensor grad, Tensor input, Tensor weight, {_ARGUMENTS}, bool[] mask) -> (Tensor, Tensor, Tensor)",
+    tags=_TAGS,
+)
+
+
+def _compiled(
+    rank: int,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: IntOrInts,
+    padding: IntOrInts,
+    output_padding: IntOrInts,
+    groups: int,
+    dilation: IntOrInts,
+) -> Tensor:
+    """What ``torch.compile`` traces: our operator for calls that an engine may serve, PyTorch's for the others.
+
+    An exported program must run without this package, so ``torch.export`` records PyTorch's operator.
+    """
+    ours = (
+        not torch.compiler.is_exporting()
+        and input.device.type == "cpu"
+        and input.dim() == rank + 2
+        and weight.dim() == rank + 2
+        and input.dtype in PRECISIONS
+    )
+    if not ours:
+        return _TORCH[rank](input, weight, bias, stride, padding, output_padding, groups, dilation)  # type: ignore[misc, no-any-return]
+    if torch.is_autocast_enabled(input.device.type):
+        input, weight, bias = _autocast(input, weight, bias)
+    spread = [[v] * rank if isinstance(v, int) else list(v) for v in (stride, padding, output_padding, dilation)]
+    out: Tensor = torch.ops.upconv.conv_transpose(input, weight, bias, spread[0], spread[1], spread[2], groups, spread[3])
+    return out
+
+
+def _run(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    output_padding: list[int],
+    groups: int,
+    dilation: list[int],
+) -> Tensor:
+    rank = len(stride)
+    plan = _find_plan(rank, input, weight, bias, stride, padding, output_padding, groups, dilation)
+    if plan is None:
+        return _TORCH[rank](input, weight, bias, stride, padding, output_padding, groups, dilation)  # type: ignore[misc, no-any-return]
+    return cpu.forward(plan.problem, plan.forward, input, weight, bias)
+
+
+def _run_backward(
+    grad: Tensor,
+    input: Tensor,
+    weight: Tensor,
+    stride: list[int],
+    padding: list[int],
+    output_padding: list[int],
+    groups: int,
+    dilation: list[int],
+    mask: list[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    plan = _find_plan(len(stride), input, weight, None, stride, padding, output_padding, groups, dilation)
+    if plan is None:
+        bias_sizes = [weight.shape[1] * groups]
+        found = torch.ops.aten.convolution_backward(
+            grad, input, weight, bias_sizes, stride, padding, dilation, True, output_padding, groups, mask
+        )
+    else:
+        found = _gradients(plan, grad, input, weight, mask)
+    grad_input, grad_weight, grad_bias = (g if g is not None else grad.new_empty(0) for g in found)
+    formats = (cpu.memory_format(layout_of(t, t), len(stride)) for t in (input, weight))
+    return grad_input.contiguous(memory_format=next(formats)), grad_weight.contiguous(memory_format=next(formats)), grad_bias
+
+
+def _fake(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    output_padding: list[int],
+    groups: int,
+    dilation: list[int],
+) -> Tensor:
+    from upconv.problem import output_length
+
+    axes = zip(input.shape[2:], weight.shape[2:], stride, padding, output_padding, dilation)
+    shape = (input.shape[0], weight.shape[1] * groups, *(output_length(*axis) for axis in axes))
+    return torch.empty(
+        shape,
+        dtype=input.dtype,
+        device=input.device,
+        memory_format=cpu.memory_format(layout_of(input, weight), len(stride)),
+    )
+
+
+def _fake_backward(
+    grad: Tensor,
+    input: Tensor,
+    weight: Tensor,
+    stride: list[int],
+    padding: list[int],
+    output_padding: list[int],
+    groups: int,
+    dilation: list[int],
+    mask: list[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    rank = len(stride)
+
+    def like(t: Tensor, wanted: bool) -> Tensor:
+        if not wanted:
+            return t.new_empty(0)
+        return torch.empty(t.shape, dtype=t.dtype, device=t.device, memory_format=cpu.memory_format(layout_of(t, t), rank))
+
+    grad_bias = grad.new_empty(weight.shape[1] * groups if mask[2] else 0)
+    return like(input, mask[0]), like(weight, mask[1]), grad_bias
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    input, weight, bias, *ctx.arguments = inputs
+    ctx.has_bias = bias is not None
+    ctx.save_for_backward(input, weight)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    input, weight = ctx.saved_tensors
+    mask = [bool(needed) for needed in ctx.needs_input_grad[:3]]
+    found = torch.ops.upconv.conv_transpose_backward(grad, input, weight, *ctx.arguments, mask)
+    return (*(g if needed else None for g, needed in zip(found, mask)), None, None, None, None, None)
+
+
+for _name, _call, _shapes in (("conv_transpose", _run, _fake), ("conv_transpose_backward", _run_backward, _fake_backward)):
+    _LIBRARY.impl(_name, _call, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"upconv::{_name}", _shapes, lib=_LIBRARY)
+torch.library.register_autograd("upconv::conv_transpose", _backward, setup_context=_setup, lib=_LIBRARY)
