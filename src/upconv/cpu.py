@@ -101,6 +101,7 @@ class _Axis:
         self.keep = slice(self.pad - left, self.pad - left + n)
         self.cropped = self.crop != slice(0, size)
         self.whole = self.live == slice(0, count)
+        self.dead = self.live.start == self.live.stop
 
 
 def _correlate(x: Tensor, w: Tensor, bias: Tensor | None, groups: int, axes: list[_Axis]) -> Tensor:
@@ -138,12 +139,13 @@ def _fill(view: Tensor, bias: Tensor | None, rank: int) -> None:
 def _flip(p: Problem, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     phase = [phases[0] for phases in p.axis_phases]
     axes = [_Axis(n, len(a.taps), a.first - a.offsets[-1], a.count, a.step) for n, a in zip(p.size, phase)]
-    y = _correlate(x, _pack(_flipped(p, weight), p.layout), bias, p.groups, axes)
+    packed = _pack(_flipped(p, weight), p.layout)
     if all(axis.whole for axis in axes):  # a narrowed result is a view of a larger buffer; PyTorch's is dense
-        return y.contiguous(memory_format=memory_format(p.layout, p.rank))
+        return _correlate(x, packed, bias, p.groups, axes).contiguous(memory_format=memory_format(p.layout, p.rank))
     out = _empty_output(p, x)
     _fill(out, bias, p.rank)
-    out[(..., *(axis.live for axis in axes))].copy_(y)
+    if not any(axis.dead for axis in axes):
+        out[(..., *(axis.live for axis in axes))].copy_(_correlate(x, packed, bias, p.groups, axes))
     return out
 
 
@@ -169,7 +171,7 @@ def _phases(p: Problem, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tenso
         if not all(axis.whole for axis in axes):
             _fill(view, bias, p.rank)
             view = view[(..., *(axis.live for axis in axes))]
-        if view.numel():
+        if not any(axis.dead for axis in axes):
             view.copy_(_correlate(x, w, bias, p.groups, axes))
     return out
 
@@ -247,6 +249,8 @@ def _shuffle(p: Problem, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tens
     out = _empty_output(p, x)
     if not all(w.axis.whole for w in windows):
         _fill(out, bias, p.rank)
+    if any(w.axis.dead for w in windows):
+        return out
     y = _correlate(x, packed, spread, g, [w.axis for w in windows])
     y = y.unflatten(1, (g, *p.stride, co))  # (batch, groups, *residues, channels, *q)
     order = [0, 1, 2 + p.rank]
