@@ -105,12 +105,25 @@ def _find_plan(
     if bias is not None and (bias.dtype is not dtype or bias.device.type != "cpu" or bias.layout is not torch.strided):
         return None
     try:
-        return _resolve(
+        plan = _resolve(
             rank, input.shape, input.stride(), weight.shape, weight.stride(), None if bias is None else bias.shape,
             _key(stride), _key(padding), _key(output_padding), groups, _key(dilation), dtype, planner.cpu_device(),
         )  # fmt: skip
     except TypeError:  # something that is no integer: PyTorch says which
         return None
+    if rank == 3 and plan is not None and plan.problem.layout == "channels_last":
+        x = input if input.dim() == 5 else input.unsqueeze(0)
+        if not _keeps_channels_last(plan.problem, x, weight):
+            return planner.plan(plan.problem.with_(layout="nchw"), plan.device)
+    return plan
+
+
+def _keeps_channels_last(p: Problem, input: Tensor, weight: Tensor) -> bool:
+    """Whether PyTorch returns a 3-D result in channels_last_3d: of its backends on a CPU only oneDNN does."""
+    backend = torch._C._select_conv_backend(
+        input, weight, None, p.stride, p.padding, p.dilation, True, p.output_padding, p.groups, None
+    )
+    return torch._C._conv_determine_backend_memory_format(input, weight, backend) is torch.channels_last_3d
 
 
 @lru_cache(maxsize=4096)
@@ -289,8 +302,10 @@ def _run(
     rank = len(stride)
     plan = _find_plan(rank, input, weight, bias, stride, padding, output_padding, groups, dilation)
     if plan is None:
-        return _TORCH[rank](input, weight, bias, stride, padding, output_padding, groups, dilation)  # type: ignore[misc, no-any-return]
-    return cpu.forward(plan.problem, plan.forward, input, weight, bias)
+        out: Tensor = _TORCH[rank](input, weight, bias, stride, padding, output_padding, groups, dilation)  # type: ignore[misc]
+    else:
+        out = cpu.forward(plan.problem, plan.forward, input, weight, bias)
+    return out.contiguous(memory_format=cpu.memory_format(layout_of(input, weight), rank))  # as _fake says
 
 
 def _run_backward(

@@ -1,0 +1,238 @@
+"""What the tests share: devices, error bounds, one call made on PyTorch and on upconv, and plans forced on calls."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import upconv
+from upconv import cpu, ops, planner
+from upconv.planner import Candidate, Device, Plan
+from upconv.problem import Problem
+
+OURS = (None, upconv.conv_transpose1d, upconv.conv_transpose2d, upconv.conv_transpose3d)
+THEIRS = (None, torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d)
+FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    """Each device that the machine may have."""
+    return str(request.param)
+
+
+@pytest.fixture(autouse=True)
+def _same_start() -> Iterator[None]:
+    """Seed 0, and one thread: on shared cores the barriers between threads cost 20 times these tiny problems' work."""
+    threads = torch.get_num_threads()
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+# --- error bounds ----------------------------------------------------------------------------------------------------
+
+
+def unit_roundoff(dtype: torch.dtype) -> float:
+    """The largest relative error of one rounding."""
+    return torch.finfo(dtype).eps / 2
+
+
+def rounding_bound(dtype: torch.dtype, length: int) -> float:
+    """Bound of ``|error| / sum |products|`` for a sum of ``length`` products, rounded to ``dtype`` at its end.
+
+    Sums run in float32 at least, each step with one rounding: ``gamma_length`` (Higham, "Accuracy and Stability of
+    Numerical Algorithms", 2002, section 3.1). The result is rounded to its dtype, and once more when a bias joins it.
+    """
+    steps = unit_roundoff(torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32)
+    return 2 * unit_roundoff(dtype) + 2 * (length + 2) * steps
+
+
+def assert_accurate(ours: Tensor, truth: Tensor, magnitude: Tensor, length: int, theirs: Tensor | None = None) -> None:
+    """Each element is within the rounding bound of the truth, or at least as near to it as PyTorch's own result.
+
+    ``magnitude`` is the sum of the absolute products behind each element, ``length`` how many they are at most.
+    """
+    limit = magnitude.double() * rounding_bound(ours.dtype, length) + torch.finfo(ours.dtype).tiny
+    if theirs is not None:
+        limit = torch.maximum(limit, (theirs.to(truth.dtype) - truth).abs())
+    error = (ours.to(truth.dtype) - truth).abs()
+    assert ours.shape == truth.shape
+    worst = (
+        (error / limit).nan_to_num(nan=math.inf if error.isnan().any() else 0.0).max().item() if error.numel() else 0.0
+    )
+    assert worst <= 1, f"error is {worst:.3g} times its bound (dtype {ours.dtype}, {length} products)"
+
+
+def assert_equal(ours: Any, theirs: Any) -> None:
+    """Same values to the last bit, dtype, shape and strides."""
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
+    assert ours.stride() == theirs.stride(), (ours.shape, ours.stride(), theirs.stride())
+
+
+def assert_close(ours: Tensor, theirs: Tensor, length: int = 64) -> None:
+    """Same dtype, shape and strides; values within the bound for ``length`` products of the tensors' own magnitude."""
+    assert (ours.dtype, ours.shape, ours.stride()) == (theirs.dtype, theirs.shape, theirs.stride())
+    if ours.numel():
+        scale = theirs.abs().max().item()
+        atol = 2 * scale * rounding_bound(ours.dtype, length)
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=atol)
+
+
+# --- the same call on both -------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Call:
+    """Operands and arguments of one transposed convolution; ``bias`` may be None."""
+
+    input: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def rank(self) -> int:
+        return self.weight.dim() - 2
+
+    @property
+    def operands(self) -> list[Tensor]:
+        return [t for t in (self.input, self.weight, self.bias) if t is not None]
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Call:
+        """The call with every operand changed; the copies are leaves, as the operands were."""
+        fresh = [None if t is None else change(t.detach()).detach() for t in (self.input, self.weight, self.bias)]
+        assert fresh[0] is not None and fresh[1] is not None
+        return Call(fresh[0], fresh[1], fresh[2], self.kwargs)
+
+    def run(self, functions: Sequence[Any]) -> Tensor:
+        out: Tensor = functions[self.rank](self.input, self.weight, self.bias, **self.kwargs)
+        return out
+
+    def gradients(self, functions: Sequence[Any], grad: Tensor) -> tuple[Tensor, ...]:
+        """(output, and a gradient for every operand)"""
+        operands = [t.detach().requires_grad_() for t in self.operands]
+        call = Call(operands[0], operands[1], operands[2] if self.bias is not None else None, self.kwargs)
+        out = call.run(functions)
+        return (out.detach(), *torch.autograd.grad(out, operands, grad))
+
+    def lengths(self, out: Tensor) -> tuple[int, ...]:
+        """Products behind an element of the output, the input gradient, the weight gradient and the bias gradient."""
+        taps = self.weight[0, 0].numel()
+        groups = self.kwargs.get("groups", 1)
+        pixels = out.numel() // max(1, out.shape[-1 - self.rank])
+        return (self.weight.shape[0] // groups * taps, self.weight.shape[1] * taps, pixels, pixels)
+
+    def check(self) -> None:
+        """Output and gradients: PyTorch's shapes, dtypes and strides, and values as near to the truth as they must be.
+
+        The truth is PyTorch's operator in float64 (`Problem`'s own reference is compared elsewhere).
+        """
+        theirs_out = self.run(THEIRS)
+        grad = torch.randn_like(theirs_out)
+        ours, theirs = self.gradients(OURS, grad), self.gradients(THEIRS, grad)
+        truth = self.map(Tensor.double).gradients(THEIRS, grad.double())
+        size = self.map(lambda t: t.double().abs()).gradients(THEIRS, grad.double().abs())
+        for a, b, exact, magnitude, length in zip(ours, theirs, truth, size, self.lengths(theirs_out)):
+            assert a.dtype is b.dtype
+            assert a.stride() == b.stride(), (a.shape, a.stride(), b.stride())
+            assert_accurate(a, exact, magnitude, length, b)
+
+
+def make_call(
+    shape: Sequence[int],
+    weight: Sequence[int],
+    bias: bool = True,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    **kwargs: Any,
+) -> Call:
+    """A call on random tensors; ``shape`` without the batch makes it an unbatched one."""
+    channels = weight[1] * kwargs.get("groups", 1)
+
+    def tensor(*size: int) -> Tensor:
+        if dtype.is_floating_point or dtype.is_complex:
+            return torch.randn(size, dtype=dtype, device=device)
+        return torch.randint(-4, 5, size, dtype=dtype, device=device)
+
+    return Call(tensor(*shape), tensor(*weight), tensor(channels) if bias else None, kwargs)
+
+
+# --- plans forced on calls -------------------------------------------------------------------------------------------
+
+
+def _forget_plans() -> None:
+    for module in (ops, planner):
+        for value in vars(module).values():
+            if hasattr(value, "cache_clear"):
+                value.cache_clear()
+
+
+@contextmanager
+def forced_plans(
+    forward: str = "native", grad_input: str = "native", grad_weight: str = "native"
+) -> Iterator[list[Problem]]:
+    """Every call gets these plans where `cpu` admits them (PyTorch's own operator where it does not).
+
+    Yields the list of problems that got at least one plan other than PyTorch's operator: a test looks there whether
+    anything was forced at all.
+    """
+    forced: list[Problem] = []
+
+    def plan(p: Problem, device: Device) -> Plan:
+        names = (
+            "native" if cpu.refusal(p, forward) else forward,
+            "native" if cpu.gradient_refusal(p, grad_input) else grad_input,
+            "native" if cpu.gradient_refusal(p, grad_weight) else grad_weight,
+        )
+        if names != ("native",) * 3:
+            forced.append(p)
+        return Plan(p, device, *names, (Candidate(names[0], True, "forced by a test"),))
+
+    patch = pytest.MonkeyPatch()
+    _forget_plans()
+    patch.setattr(planner, "plan", plan)
+    try:
+        yield forced
+    finally:
+        patch.undo()
+        _forget_plans()
+
+
+@pytest.fixture
+def forced_plan() -> Callable[..., Any]:
+    """`forced_plans` as a fixture."""
+    return forced_plans
+
+
+PLANS: list[tuple[str, str, str]] = [
+    *((name, "native", "native") for name in cpu.FORWARD_PLANS if name != "native"),
+    *(("native", name, name) for name in cpu.GRADIENT_PLANS if name != "native"),
+    ("flip", "swap", "swap"),
+    ("phases", "swap", "swap"),
+]
+"""Each plan of the CPU engine alone, and two pairs of forward and gradients together."""
+
+
+@pytest.fixture(params=PLANS, ids="-".join)
+def each_plan(request: pytest.FixtureRequest) -> Iterator[list[Problem]]:
+    """The test runs once for every plan of `PLANS`, forced on all its calls that admit it."""
+    with forced_plans(*request.param) as forced:
+        yield forced
