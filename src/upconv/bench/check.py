@@ -1,0 +1,136 @@
+"""Is a result right? Each tensor that a pass yields is compared with the float64 reference, on a slice of it.
+
+The whole result of the timed shape is computed; the reference covers as many images, groups and channels of it as its
+budget allows, always the last of each (where an overflowing offset shows first) and otherwise spread evenly.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from upconv import reference
+from upconv.bench.timing import Operands, Results, result_names
+from upconv.problem import Precision, Problem
+
+CPU_MACS, GPU_MACS = 2 * 10**8, 4 * 10**9
+"""Multiplications of the reference per result: about 0.2 s on two cores, and on a GPU."""
+
+# Unit roundoffs of an operand or a result in a precision; every engine keeps its sums in float32 or wider.
+_ROUNDOFF: dict[Precision, float] = {"tf32": 2**-11, "ieee": 2**-24, "bf16": 2**-8, "fp16": 2**-11, "fp64": 2**-53}
+_SAFETY = 2.0
+
+
+def bound(precision: Precision, reduction: int, torch_error: float) -> float:
+    """The largest relative error (of norms) that a right result can have.
+
+    Rounding an operand or the result costs at most one unit roundoff ``u``; rounding errors of a sum of ``K`` terms
+    grow as ``u sqrt(K)`` in the mean (Higham and Mary, "A new approach to probabilistic rounding error analysis",
+    2019). Twice their sum, and never less than twice PyTorch's own error. A lost column of a 1026-wide output is an
+    error of 3e-2, a lost tap of an 81-tap kernel 1e-1; the bound for bfloat16 is 8e-3.
+
+    Args:
+        precision: of the multiplications.
+        reduction: terms of one sum, ``K``.
+        torch_error: PyTorch's relative error on the same tensor.
+    """
+    unit = _ROUNDOFF[precision]
+    accumulate = min(unit, 2**-24)
+    return max(_SAFETY * (unit + accumulate * math.sqrt(reduction)), 2 * torch_error)
+
+
+@dataclass(frozen=True)
+class Truth:
+    """The reference's values for a slice of one result."""
+
+    name: str
+    cut: Callable[[Tensor], Tensor]
+    """Takes the same slice of a result."""
+    value: Tensor
+    shape: tuple[int, ...]
+    """The whole result's."""
+    reduction: int
+    """Terms of one sum."""
+
+    def error(self, result: Tensor, p: Problem) -> float:
+        """Relative error of a whole result on the slice; infinite for another shape or dtype, or values not finite."""
+        if tuple(result.shape) != self.shape or result.dtype is not p.dtype:
+            return math.inf
+        found = reference.relative_error(self.cut(result), self.value)
+        return found if math.isfinite(found) else math.inf
+
+
+def truths(p: Problem, given: Operands) -> list[Truth]:
+    """The reference for each result of ``p``'s pass, in `result_names`' order."""
+    budget = GPU_MACS if given.input.device.type == "cuda" else CPU_MACS
+    return [_truth(name, p, given, budget) for name in result_names(p)]
+
+
+def errors(p: Problem, known: Sequence[Truth], ours: Results, theirs: Results) -> tuple[float, float, bool]:
+    """The largest relative error of our results and of PyTorch's, and whether all of ours are within `bound`."""
+    pairs = [(t, t.error(a, p), t.error(b, p)) for t, a, b in zip(known, ours, theirs, strict=True)]
+    right = all(error <= bound(p.precision, t.reduction, their_error) < math.inf for t, error, their_error in pairs)
+    return max(error for _, error, _ in pairs), max(error for _, _, error in pairs), right
+
+
+def spread(total: int, count: int) -> list[int]:
+    """``count`` indices below ``total``, evenly spread, the last one always among them."""
+    return [total - 1 - i * total // count for i in reversed(range(count))]
+
+
+def _truth(name: str, p: Problem, given: Operands, budget: int) -> Truth:
+    ins, outs = p.in_channels // p.groups, p.out_channels // p.groups
+    # What one element of each dimension costs, and how much of the dimension a sum needs in whole.
+    pixels = math.prod(p.size)
+    whole_ins, whole_outs = name == "output", name == "grad-input"
+    whole_batch = name in ("grad-weight", "grad-bias")
+    rest = budget // max(1, pixels * p.taps)
+    images = p.batch if whole_batch else 1
+    rest //= images * (ins if whole_ins else 1) * (outs if whole_outs else 1)
+    if not whole_batch:
+        images, rest = _take(rest, min(2, p.batch))
+    groups, rest = _take(rest, min(4, p.groups))
+    n_out, rest = (outs, rest) if whole_outs else _take(rest, outs)
+    n_in, rest = (ins, rest) if whole_ins else _take(rest, ins)
+
+    device = given.input.device
+
+    def index(values: list[int]) -> Tensor:
+        return torch.tensor(values, device=device)
+
+    batch, chosen = index(spread(p.batch, images)), spread(p.groups, groups)
+    in_local, out_local = spread(ins, n_in), spread(outs, n_out)
+    in_channels = index([g * ins + i for g in chosen for i in in_local])
+    out_channels = index([g * outs + o for g in chosen for o in out_local])
+    columns = index(out_local)
+
+    def images_and(channels: Tensor) -> Callable[[Tensor], Tensor]:
+        return lambda t: t.index_select(0, batch).index_select(1, channels)
+
+    def rows_and_columns(t: Tensor) -> Tensor:
+        return t.index_select(0, in_channels).index_select(1, columns)
+
+    part = p.with_(batch=images, in_channels=len(in_channels), out_channels=len(out_channels), groups=groups)
+    x, w = images_and(in_channels)(given.input), rows_and_columns(given.weight)
+    cut: Callable[[Tensor], Tensor]
+    if name == "output":
+        b = None if given.bias is None else given.bias[out_channels]
+        cut, value = images_and(out_channels), reference.forward(part, x, w, b)
+        return Truth(name, cut, value, p.output_shape, ins * max(phase.tap_count for phase in p.phases))
+    assert given.grad is not None
+    found = reference.gradients(part, images_and(out_channels)(given.grad), x, w)
+    if name == "grad-input":
+        return Truth(name, images_and(in_channels), found[0], p.input_shape, outs * p.taps)
+    if name == "grad-weight":
+        return Truth(name, rows_and_columns, found[1], p.weight_shape, p.batch * pixels)
+    return Truth(name, lambda t: t[out_channels], found[2], (p.out_channels,), p.batch * math.prod(p.out_size))
+
+
+def _take(rest: int, most: int) -> tuple[int, int]:
+    """How many of ``most`` a budget of ``rest`` allows (at least one), and the budget for each of them."""
+    count = max(1, min(most, rest))
+    return count, rest // count

@@ -1,0 +1,444 @@
+"""The report of a run: JSON as it is kept, the table in a terminal, the table of a README, and the plots."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypedDict
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from upconv import env
+from upconv.bench.roofline import Ceilings
+from upconv.bench.run import Row
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+SCHEMA = 1
+
+
+class Report(TypedDict):
+    """A run as JSON holds it."""
+
+    schema: int
+    when: str
+    """UTC, ISO 8601."""
+    commit: str | None
+    device: dict[str, env.Value]
+    versions: dict[str, env.Value]
+    ceilings: Ceilings
+    rows: list[Row]
+
+
+def build(rows: Sequence[Row], ceilings: Ceilings, device: torch.device) -> Report:
+    """The report of rows measured now, here."""
+    return Report(
+        schema=SCHEMA,
+        when=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        commit=env.commit(),
+        device=env.device(device),
+        versions=env.versions(),
+        ceilings=ceilings,
+        rows=list(rows),
+    )
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+
+def publish(path: Path, write: Callable[[Path], object]) -> None:
+    """Lets ``write`` fill a temporary file beside ``path``, then moves it there: a reader sees the old or the new file.
+
+    The temporary file ends as ``path`` does. When ``write`` fails it is removed, and ``path`` stays as it was.
+    """
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-", suffix=path.suffix)
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        write(temporary)
+        umask = os.umask(0)
+        os.umask(umask)
+        temporary.chmod(0o666 & ~umask)  # mkstemp's file is for its owner alone
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def save(report: Report, path: Path) -> None:
+    """Writes the report as JSON, in one step."""
+    text = json.dumps(report, indent=1, allow_nan=False) + "\n"
+    publish(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+
+
+def load(path: str | Path) -> Report:
+    """Reads a report.
+
+    Raises:
+        ValueError: the file is missing, is no JSON, or holds no report of this schema; in one sentence.
+    """
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON: {error}") from None
+    schema = found.get("schema") if isinstance(found, dict) else None
+    if schema != SCHEMA:
+        raise ValueError(f"{path} must be a report of schema {SCHEMA}, got {schema!r}")
+    missing = (Report.__required_keys__ - set(found)) or {
+        f"rows[].{key}" for row in found["rows"] for key in Row.__required_keys__ - _OPTIONAL - set(row)
+    }
+    if missing:
+        raise ValueError(f"{path} lacks {', '.join(sorted(missing))}")
+    for row in found["rows"]:
+        for key in _OPTIONAL - set(row):
+            row[key] = _ABSENT.get(key)
+    loaded: Report = found
+    return loaded
+
+
+# Keys beyond the schema's, which a report by another tool may lack.
+_ABSENT: dict[str, object] = {"layer": "", "scale": 1.0, "rounds": 0, "flops": 0, "bytes": 0}
+_OPTIONAL = {*_ABSENT, "failure", "ours_peak_bytes", "torch_peak_bytes"}
+
+
+# --- numbers ---------------------------------------------------------------------------------------------------------
+
+
+def si(value: float, unit: str) -> str:
+    """``1.23 GFLOP/s``: three digits and the prefix of the power of 1000."""
+    for prefix, power in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= power:
+            return f"{value / power:.3g} {prefix}{unit}"
+    return f"{value:.3g} {unit}"
+
+
+def _ms(value: float | None) -> str:
+    return "" if value is None else f"{value:.3f}" if value < 10 else f"{value:.2f}" if value < 100 else f"{value:.0f}"
+
+
+def _scale(value: float) -> str:
+    return "1" if value == 1 else f"1/{1 / value:.0f}"
+
+
+def wrong(rows: Iterable[Row]) -> list[Row]:
+    """The rows without a speed: a wrong result, or a case that could not run."""
+    return [row for row in rows if row["ours_ms"] is None]
+
+
+def geometric_mean(ratios: Sequence[float]) -> float:
+    """The mean that suits ratios; 1 for none."""
+    return math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else 1.0
+
+
+class Summary(TypedDict):
+    """A run in numbers: ratios are PyTorch's time over ours."""
+
+    ours: int
+    mean_of_ours: float
+    delegated: list[str]
+    mean_of_all: float
+    lowest: Row | None
+    wrong: int
+
+
+def summarise(rows: Sequence[Row]) -> Summary:
+    """Geometric means over the rows that our engine computes, and over all right rows with delegated ones at 1."""
+    timed = [row for row in rows if row["ratio"] is not None]
+    ours = [row for row in timed if row["engine"] != "torch"]
+    return Summary(
+        ours=len(ours),
+        mean_of_ours=geometric_mean([row["ratio"] or 1.0 for row in ours]),
+        delegated=[row["case"] for row in timed if row["engine"] == "torch"],
+        mean_of_all=geometric_mean([row["ratio"] or 1.0 for row in timed]),
+        lowest=min(ours, key=lambda row: row["ratio"] or 1.0, default=None),
+        wrong=len(wrong(rows)),
+    )
+
+
+def conditions(report: Report) -> str:
+    """Where and with what a report was measured, in a line."""
+    device, versions = report["device"], report["versions"]
+    parts = [str(device.get("name"))]
+    if device.get("type") == "cpu":
+        parts.append(f"{device.get('threads')} threads, {device.get('capability')}")
+    parts += [f"upconv {versions.get('upconv')}", f"PyTorch {versions.get('torch')}"]
+    for key, name in (("cudnn", "cuDNN"), ("onednn", "oneDNN")):
+        if versions.get(key) and (key == "cudnn") == (device.get("type") == "cuda"):
+            parts.append(f"{name} {versions[key]}")
+    return " · ".join([*parts, report["when"][:10]])
+
+
+def _ceiling_text(ceilings: Ceilings) -> str:
+    rates = [f"matmul {name} {si(rate, 'FLOP/s')}" for name, rate in ceilings["matmul_flops_per_s"].items()]
+    return " · ".join([f"copy {si(ceilings['copy_bytes_per_s'], 'B/s')}", *rates])
+
+
+# What a run may sweep; a column where it does, a word in the title where it does not.
+_SWEPT: tuple[tuple[str, Callable[[Row], str]], ...] = (
+    ("suite", lambda row: row["suite"]),
+    ("dtype", lambda row: row["dtype"] if row["precision"] != "tf32" else "float32 as TF32"),
+    ("layout", lambda row: row["layout"]),
+    ("pass", lambda row: row["pass"]),
+)
+
+
+def _swept(rows: Sequence[Row]) -> tuple[list[str], list[tuple[str, Callable[[Row], str]]]]:
+    """The words that hold for all rows, and the columns for what differs among them."""
+    constant = [text(rows[0]) for _, text in _SWEPT if len({text(row) for row in rows}) == 1] if rows else []
+    return constant, [(name, text) for name, text in _SWEPT if len({text(row) for row in rows}) > 1]
+
+
+# --- the terminal ----------------------------------------------------------------------------------------------------
+
+
+def show(report: Report, console: Console) -> None:
+    """Prints the table, its conditions and the summary."""
+    rows = report["rows"]
+    constant, columns = _swept(rows)
+    console.print(Text(" · ".join(["upconv bench", *constant]), style="bold"))
+    console.print(Text(conditions(report), style="dim"))
+    console.print(table(rows, columns))
+    summary = summarise(rows)
+    if summary["ours"]:
+        lowest = summary["lowest"]
+        text = Text.assemble(
+            (f"{summary['mean_of_ours']:.2f}x", "bold"),
+            f" PyTorch's speed, geometric mean over the {summary['ours']} rows that upconv's engine computes",
+        )
+        if lowest is not None:
+            text.append(f"; lowest {lowest['case']} {lowest['ratio']:.2f}x")
+        console.print(text)
+    if summary["delegated"]:
+        names = ", ".join(dict.fromkeys(summary["delegated"]))
+        count = len(summary["delegated"])
+        console.print(
+            f"{summary['mean_of_all']:.2f}x with the {count} rows left to PyTorch's own operator at 1: {names}"
+        )
+    for row in wrong(rows):
+        console.print(Text(f"{row['case']}: {row.get('failure') or 'no result'}", style="red"))
+    console.print(Text(f"roof: {_ceiling_text(report['ceilings'])}", style="dim"))
+
+
+def table(rows: Sequence[Row], columns: Sequence[tuple[str, Callable[[Row], str]]]) -> Table:
+    """The rows as a table; ``columns`` are those beside the fixed ones."""
+    scaled = any(row["scale"] != 1 for row in rows)
+    peaks = any(row["ours_peak_bytes"] is not None for row in rows)
+    grid = Table(header_style="bold", pad_edge=False)
+    grid.add_column("case", no_wrap=True)
+    grid.add_column("layer and input", style="dim", overflow="fold")
+    for name, _ in columns:
+        grid.add_column(name, no_wrap=True)
+    if scaled:
+        grid.add_column("scale", justify="right", no_wrap=True)
+    for name in ("upconv ms", "PyTorch ms", "speed-up", "of roof"):
+        grid.add_column(name, justify="right", no_wrap=True)
+    if peaks:
+        grid.add_column("peak MB", justify="right", no_wrap=True)
+        grid.add_column("PyTorch's", justify="right", no_wrap=True)
+    grid.add_column("error", justify="right", no_wrap=True)
+    grid.add_column("engine", no_wrap=True)
+    for row in rows:
+        cells: list[str | Text] = [row["case"], row["layer"], *(text(row) for _, text in columns)]
+        if scaled:
+            cells.append(_scale(row["scale"]))
+        if row["ours_ms"] is None:
+            cells += [Text("wrong" if row["rel_error"] is not None else "failed", style="bold red"), "", "", ""]
+        else:
+            cells += [_ms(row["ours_ms"]), _ms(row["torch_ms"]), _ratio(row), f"{row['percent_of_roof'] or 0:.0f}%"]
+        if peaks:
+            cells += [_megabytes(row["ours_peak_bytes"]), _megabytes(row["torch_peak_bytes"])]
+        error = "" if row["rel_error"] is None else f"{row['rel_error']:.0e}"
+        cells += [error, Text(row["engine"], style="dim" if row["engine"] == "torch" else "")]
+        grid.add_row(*cells)
+    return grid
+
+
+def _megabytes(value: int | None) -> str:
+    return "" if value is None else f"{value / 1e6:.1f}"
+
+
+def _ratio(row: Row) -> Text:
+    ratio = row["ratio"] or 1.0
+    if row["engine"] == "torch":
+        return Text("torch", style="dim")
+    # 5% is what the medians of two equal implementations differ by on a shared machine.
+    return Text(f"{ratio:.2f}x", style="green" if ratio > 1.05 else "yellow" if ratio >= 0.95 else "red")
+
+
+# --- the README ------------------------------------------------------------------------------------------------------
+
+
+def markdown(path: str | Path) -> str:
+    """A report's rows as a Markdown table, with its conditions under it.
+
+    Raises:
+        ValueError: see `load`.
+    """
+    report = load(path)
+    rows = report["rows"]
+    constant, columns = _swept(rows)
+    names = [name for name, _ in columns]
+    scaled = ["scale"] if any(row["scale"] != 1 for row in rows) else []
+    heads = ["case", "layer and input", *names, *scaled, "PyTorch ms", "upconv ms", "speed-up", "of roof", "engine"]
+    numeric = {"scale", "PyTorch ms", "upconv ms", "speed-up", "of roof"}
+    lines = [_line(heads), _line(["---:" if head in numeric else "---" for head in heads])]
+    for row in rows:
+        cells = [row["case"], row["layer"], *(text(row) for _, text in columns)]
+        if scaled:
+            cells.append(_scale(row["scale"]))
+        if row["ours_ms"] is None:
+            cells += ["", "wrong", "", ""]
+        else:
+            ratio = "1 (PyTorch's own)" if row["engine"] == "torch" else f"**{row['ratio']:.2f}x**"
+            cells += [_ms(row["torch_ms"]), _ms(row["ours_ms"]), ratio, f"{row['percent_of_roof'] or 0:.0f}%"]
+        lines.append(_line([*cells, row["engine"]]))
+    summary = summarise(rows)
+    closing = [" · ".join([*constant, conditions(report)]), f"roof: {_ceiling_text(report['ceilings'])}"]
+    if summary["ours"]:
+        closing.append(f"geometric mean of upconv's {summary['ours']} rows {summary['mean_of_ours']:.2f}x")
+    return "\n".join([*lines, "", "; ".join(closing) + ".", ""])
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+# --- plots -----------------------------------------------------------------------------------------------------------
+
+_COLOURS = ("#2b6cb0", "#dd6b20", "#2f855a", "#b83280", "#6b46c1", "#b7791f", "#2c7a7b", "#9b2c2c")
+_QUIET = "#8a8f98"
+
+
+def plot(report: Report, path: Path) -> None:
+    """Draws bars of speed-up beside a roofline, PNG or SVG by the path's suffix.
+
+    Raises:
+        ValueError: another suffix, or no row with a speed.
+        ImportError: matplotlib is not installed.
+    """
+    if path.suffix.lower() not in (".png", ".svg"):
+        raise ValueError(f"the plot's file must end in .png or .svg, got {str(path)!r}")
+    rows = [row for row in report["rows"] if row["ratio"] is not None]
+    if not rows:
+        raise ValueError("a plot needs at least one row with a speed, and this report has none")
+
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    series = list(dict.fromkeys(_series(row) for row in rows))
+    colours = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(series)}
+    cases = list(dict.fromkeys((row["suite"], row["case"]) for row in rows))
+    height = min(40.0, max(4.6, 1.9 + 0.26 * len(cases) * max(1.0, 0.6 * len(series))))
+    with matplotlib.rc_context(
+        {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "svg.fonttype": "none"}
+    ):
+        figure = Figure(figsize=(12.5, height), layout="constrained")
+        bars, roof = figure.subplots(1, 2, width_ratios=(1.0, 1.15))
+        _draw_bars(bars, rows, cases, series, colours)
+        _draw_roofline(roof, rows, report["ceilings"], colours)
+        figure.supxlabel(f"{conditions(report)}\n{_ceiling_text(report['ceilings'])}", fontsize=8, color="#555555")
+        publish(path, lambda temporary: figure.savefig(temporary, dpi=150))
+
+
+def _series(row: Row) -> str:
+    return " · ".join(text(row) for _, text in _SWEPT[1:])
+
+
+def _draw_bars(
+    axes: Axes, rows: Sequence[Row], cases: list[tuple[str, str]], series: list[str], colours: dict[str, str]
+) -> None:
+    """Bars from 1 on a logarithmic axis: twice as fast is as long as half as fast, to the other side."""
+    thickness = 0.8 / len(series)
+    ratios = [row["ratio"] or 1.0 for row in rows]
+    low, high = min(0.9, *ratios), max(2.0, *ratios)
+    for row in rows:
+        ratio, name = row["ratio"] or 1.0, _series(row)
+        y = cases.index((row["suite"], row["case"])) + (series.index(name) - (len(series) - 1) / 2) * thickness
+        if row["engine"] == "torch":
+            axes.annotate(
+                "PyTorch's own", (1, y), (3, 0), textcoords="offset points", va="center", fontsize=7, color=_QUIET
+            )
+            continue
+        axes.barh(y, ratio - 1, left=1, height=thickness * 0.9, color=colours[name])
+        side = 1 if ratio >= 1 else -1
+        axes.annotate(
+            f"{ratio:.2f}x" if ratio < 10 else f"{ratio:.1f}x", (ratio, y), (3 * side, 0), textcoords="offset points",
+            va="center", ha="left" if side > 0 else "right", fontsize=7.5,
+        )  # fmt: skip
+    axes.set_xscale("log", base=2)
+    axes.set_xlim(low / (1.15 if low > 0.8 else 1.35), high * 1.35)
+    ticks = [2.0**e for e in range(-6, 10) if low / 1.15 <= 2.0**e <= high * 1.35]
+    axes.set_xticks(ticks, [f"{t:g}x" for t in ticks])
+    axes.minorticks_off()
+    axes.axvline(1, color="#333333", linewidth=0.9)
+    axes.set_yticks(range(len(cases)), [name for _, name in cases])
+    axes.set_ylim(len(cases) - 0.4, -0.6)
+    axes.tick_params(axis="y", length=0)
+    axes.grid(axis="x", color="#dddddd", linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.set_xlabel("speed-up over PyTorch (logarithmic)")
+    axes.set_title(series[0] if len(series) == 1 else "Speed-up by case", loc="left", fontweight="bold")
+    if len(series) > 1:
+        from matplotlib.patches import Patch
+
+        handles = [Patch(color=colours[name], label=name) for name in series]
+        axes.legend(handles=handles, fontsize=7.5, frameon=True, loc="best")
+
+
+def _draw_roofline(axes: Axes, rows: Sequence[Row], ceilings: Ceilings, colours: dict[str, str]) -> None:
+    """FLOP/s reached over FLOP per compulsory byte; a line joins PyTorch's point with ours."""
+    from matplotlib.lines import Line2D
+
+    points = [row for row in rows if row["flops"] and row["bytes"]]
+    copy, rates = ceilings["copy_bytes_per_s"], ceilings["matmul_flops_per_s"]
+    intensities = [row["flops"] / row["bytes"] for row in points] or [1.0]
+    left, right = min(intensities) / 2, max(*intensities, *(rate / copy for rate in rates.values())) * 2
+    used = {row["precision"] for row in rows}
+    for precision, rate in rates.items():
+        if precision not in used:
+            continue
+        ridge = rate / copy
+        axes.plot([left, ridge, right], [copy * left / 1e9, rate / 1e9, rate / 1e9], color="#333333", linewidth=1.2)
+        axes.annotate(
+            f"{precision} matmul {si(rate, 'FLOP/s')}", (right, rate / 1e9), (-2, 3), textcoords="offset points",
+            ha="right", fontsize=7.5,
+        )  # fmt: skip
+    for row in points:
+        x, colour = row["flops"] / row["bytes"], colours[_series(row)]
+        ours, theirs = (row["flops"] / (ms or 1.0) / 1e6 for ms in (row["ours_ms"], row["torch_ms"]))
+        if row["engine"] == "torch":
+            axes.plot(x, theirs, "o", markersize=5, markerfacecolor="none", color=_QUIET)
+        else:
+            axes.plot([x, x], [theirs, ours], color=colour, linewidth=0.8, alpha=0.6)
+            axes.plot(x, theirs, "o", markersize=5, markerfacecolor="white", color=colour)
+            axes.plot(x, ours, "o", markersize=5, color=colour)
+        if len(points) <= 40:
+            axes.annotate(row["case"], (x, ours), (4, 3), textcoords="offset points", fontsize=7, color="#444444")
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlim(left, right)
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.grid(color="#e4e4e4", linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.set_xlabel("useful FLOP per compulsory byte")
+    axes.set_ylabel("GFLOP/s")
+    axes.set_title(f"Roofline: copy {si(copy, 'B/s')}", loc="left", fontweight="bold")
+    handles: list[Any] = [
+        Line2D([], [], marker="o", linestyle="", color=_COLOURS[0], label="upconv"),
+        Line2D([], [], marker="o", linestyle="", color=_COLOURS[0], markerfacecolor="white", label="PyTorch"),
+        Line2D([], [], marker="o", linestyle="", color=_QUIET, markerfacecolor="none", label="left to PyTorch"),
+    ]
+    if not any(row["engine"] == "torch" for row in points):
+        handles.pop()
+    axes.legend(handles=handles, loc="lower right", fontsize=7.5)

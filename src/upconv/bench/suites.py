@@ -1,0 +1,272 @@
+"""The layers that the bench measures, and how a layer on the command line is read."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from upconv.problem import Problem
+
+IntOrInts = int | tuple[int, ...]
+
+
+class Case(NamedTuple):
+    """A layer and its input under the name that reports use."""
+
+    name: str
+    problem: Problem
+
+
+def _case(
+    name: str,
+    shape: str,
+    out_channels: int,
+    kernel: IntOrInts,
+    stride: IntOrInts = 1,
+    padding: IntOrInts = 0,
+    output_padding: IntOrInts = 0,
+    dilation: IntOrInts = 1,
+    groups: int = 1,
+    bias: bool = False,
+) -> Case:
+    batch, in_channels, *size = map(int, shape.split("x"))
+    problem = Problem.make(
+        batch, in_channels, out_channels, size, kernel, stride, padding, output_padding, dilation, groups, bias=bias
+    )
+    return Case(name, problem)
+
+
+# KernelBench level 1 (github.com/ScalingIntelligence/KernelBench), every transposed convolution, by problem number.
+_KERNELBENCH = (
+    _case("kb57", "8x64x1024x1024", 64, 3),
+    _case("kb58", "16x32x16x32x64", 16, (3, 5, 7)),
+    _case("kb61", "8x48x64x64x64", 48, 3),
+    _case("kb64", "64x128x65536", 128, 3),
+    _case("kb65", "8x64x512x512", 64, (3, 7)),
+    _case("kb68", "16x32x64x64x64", 64, (3, 5, 5)),
+    _case("kb69", "64x64x128x256", 128, (3, 5)),
+    _case("kb70", "8x48x96x96x96", 24, 3),
+    _case("kb71", "8x32x512x1024", 32, 3),
+    _case("kb72", "8x32x12x24x48", 32, (3, 5, 7), 2, (1, 2, 3), 1, groups=4),
+    _case("kb73", "4x32x32x64x128", 32, 3, 2, 1),
+    _case("kb74", "32x32x131072", 64, 5, dilation=3),
+    _case("kb75", "16x32x128x256", 64, (3, 5), (2, 3), (1, 2), dilation=(2, 1), groups=4),
+    _case("kb77", "16x32x16x32x32", 64, 3, 2, 1, dilation=2),
+    _case("kb78", "8x32x512x1024", 32, (3, 7), padding=(1, 3)),
+    _case("kb79", "16x32x131072", 64, 3, 2, 1, dilation=2),
+    _case("kb81", "16x32x64x128", 64, 3, 5, 1, dilation=2),
+)
+
+_FOUNDING = tuple(c for name in ("kb71", "kb65", "kb75", "kb69", "kb57") for c in _KERNELBENCH if c.name == name)
+
+# Layers of published models at their usual sizes: DCGAN, U-Net, pix2pix, a VAE, FSRCNN, a depthwise upsampler, FCN-8s,
+# HiFi-GAN's first stage (1-D, as it is there), nnU-Net.
+_MODELS = (
+    _case("dcgan1", "128x512x8x8", 256, 4, 2, 1),
+    _case("dcgan2", "128x256x16x16", 128, 4, 2, 1),
+    _case("dcgan3", "128x128x32x32", 64, 4, 2, 1),
+    _case("dcganO", "128x64x32x32", 3, 4, 2, 1),
+    _case("unet1", "16x1024x32x32", 512, 2, 2),
+    _case("unet4", "16x128x256x256", 64, 2, 2),
+    _case("pix", "16x256x64x64", 128, 4, 2, 1),
+    _case("vae", "16x256x64x64", 256, 3, 2, 1, 1),
+    _case("fsrcnn", "16x56x128x128", 1, 9, 3, 4, 2),
+    _case("depthw", "32x256x64x64", 256, 4, 2, 1, groups=256),
+    _case("fcn8s", "16x21x64x64", 21, 16, 8, 4, groups=21),
+    _case("hifigan", "16x512x800", 256, 16, 8, 4),
+    _case("nnunet", "2x320x16x16x16", 256, 2, 2),
+    _case("nnunet2", "2x64x64x64x64", 32, 2, 2),
+)
+
+# Sizes that a laptop runs in a fraction of a second; one case for every way in which oneDNN's transposed convolutions
+# are slow, and the dense ones where they are not. With the bias that torch.nn's layers have by default.
+_CPU = tuple(
+    Case(case.name, case.problem.with_(bias=True))
+    for case in (
+        _case("A", "2x32x128x256", 32, 3),
+        _case("B", "2x64x128x128", 64, (3, 7)),
+        _case("C", "2x32x64x128", 64, (3, 5), (2, 3), (1, 2), dilation=(2, 1), groups=4),
+        _case("D", "4x64x64x128", 128, (3, 5)),
+        _case("E", "2x64x256x256", 64, 3),
+        _case("GAN1", "8x512x16x16", 256, 4, 2, 1),
+        _case("GAN2", "8x256x32x32", 128, 4, 2, 1),
+        _case("GAN3", "8x128x64x64", 64, 4, 2, 1),
+        _case("GAN4", "8x64x64x64", 3, 4, 2, 1),
+        _case("UNET", "2x128x128x128", 64, 2, 2),
+        _case("FSR-s3", "2x56x128x128", 1, 9, 3, 4),
+        _case("FSR-s4", "2x56x128x128", 1, 9, 4, 4),
+        _case("depthwise", "4x256x32x32", 256, 4, 2, 1, groups=256),
+        _case("FCN", "1x21x64x64", 21, 16, 8, 4, groups=21),
+        _case("HiFi-GAN", "4x512x800", 256, 16, 8, 4),
+        _case("dilation2-s1", "2x64x128x128", 64, 3, dilation=2),
+        _case("dilation2-s2", "2x64x64x64", 64, 3, 2, dilation=2),
+        _case("3->5 s2", "8x3x128x128", 5, 3, 2, 1),
+        _case("7->13 s1", "4x7x128x128", 13, 3, padding=1),
+        _case("groups32", "4x128x64x64", 128, 3, padding=1, groups=32),
+        _case("g4 k4s2", "4x128x64x64", 128, 4, 2, 1, groups=4),
+    )
+)
+
+SUITES: dict[str, tuple[Case, ...]] = {
+    "founding": _FOUNDING,
+    "kernelbench": _KERNELBENCH,
+    "models": _MODELS,
+    "cpu": _CPU,
+}
+"""The suites by name; ``custom`` is the fifth, one layer from the command line."""
+
+
+def choose(cases: Sequence[Case], names: Sequence[str]) -> tuple[Case, ...]:
+    """The cases of these names (case-insensitive), in the suite's order; all of them for no names.
+
+    Raises:
+        ValueError: a name that no case has.
+    """
+    if not names:
+        return tuple(cases)
+    wanted = {name.casefold() for name in names}
+    for name in names:
+        if name.casefold() not in {case.name.casefold() for case in cases}:
+            raise ValueError(f"--case must be one of {', '.join(case.name for case in cases)}; got {name!r}")
+    return tuple(case for case in cases if case.name.casefold() in wanted)
+
+
+# --- quick sizes -----------------------------------------------------------------------------------------------------
+
+QUICK_MACS = 2 * 10**9
+"""Multiplications of a quick row: 20 ms at the 200 GFLOP/s of two cores, 1 s on PyTorch's slowest path (4 GFLOP/s)."""
+QUICK_ELEMENTS = 16 * 2**20
+"""Elements of a quick row's input and output together: 64 MiB of float32, past every cache."""
+QUICK_SIZE = 16
+"""No spatial size is scaled below this: borders and phases stay what they are in the whole."""
+
+
+def quick(p: Problem) -> Problem:
+    """The problem at a size that a CPU runs in a fraction of a second: the batch is halved, then the longest side.
+
+    Channels, kernel, strides and everything else that decides which kernel runs stay as they are.
+    """
+    while p.macs > QUICK_MACS or _elements(p) > QUICK_ELEMENTS:
+        longest = max(p.size)
+        if p.batch > 1:
+            p = p.with_(batch=p.batch // 2)
+        elif longest // 2 >= QUICK_SIZE:
+            axis = p.size.index(longest)
+            p = p.with_(size=(*p.size[:axis], longest // 2, *p.size[axis + 1 :]))
+        else:
+            break
+    return p
+
+
+def _elements(p: Problem) -> int:
+    elements = 0
+    for channels, size in ((p.in_channels, p.size), (p.out_channels, p.out_size)):
+        count = p.batch * channels
+        for n in size:
+            count *= n
+        elements += count
+    return elements
+
+
+# --- a layer from the command line -----------------------------------------------------------------------------------
+
+_ARGUMENTS = (
+    "in_channels", "out_channels", "kernel_size", "stride", "padding", "output_padding", "groups", "bias", "dilation",
+)  # fmt: skip
+_EXAMPLE = '"64,64,(3,7),stride=2,padding=1"'
+
+
+def parse_input(text: str) -> tuple[int, ...]:
+    """``8x64x512x512`` as ``(8, 64, 512, 512)``: batch, channels, then 1 to 3 spatial sizes.
+
+    Raises:
+        ValueError: any other text, in one sentence.
+    """
+    if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){2,4}", text):
+        raise ValueError(
+            f"--input must be batch, channels and 1 to 3 spatial sizes joined by x, like 8x64x512x512; got {text!r}"
+        )
+    return tuple(map(int, text.split("x")))
+
+
+def parse_layer(text: str, input: str) -> Problem:
+    """A layer in ``torch.nn.ConvTranspose2d``'s argument order and names, on an input; the rank is the input's.
+
+    Args:
+        text: ``64,64,(3,7),stride=2,bias=False``; literals only, nothing is evaluated.
+        input: ``8x64x512x512``, see `parse_input`.
+
+    Raises:
+        ValueError: one sentence that names the argument and the value got.
+    """
+    shape = parse_input(input)
+    given = _arguments(text)
+    for name in _ARGUMENTS[:3]:
+        if name not in given:
+            raise ValueError(f"the layer needs {name}, like {_EXAMPLE}; got {text!r}")
+    for name, value in given.items():
+        _check_type(name, value, len(shape) - 2)
+    if shape[1] != given["in_channels"]:
+        raise ValueError(
+            f"--input must have the layer's {given['in_channels']} channels; got {input!r} with {shape[1]}"
+        )
+    try:
+        return Problem.make(
+            shape[0],
+            given["in_channels"],
+            given["out_channels"],
+            shape[2:],
+            given["kernel_size"],
+            given.get("stride", 1),
+            given.get("padding", 0),
+            given.get("output_padding", 0),
+            given.get("dilation", 1),
+            given.get("groups", 1),
+            bias=given.get("bias", True),
+        )
+    except ValueError as error:
+        raise ValueError(f"the layer fits no transposed convolution: {error}") from None
+
+
+def _arguments(text: str) -> dict[str, Any]:
+    """The arguments by name; their values are Python literals of any type."""
+    try:
+        call = ast.parse(f"_({text}\n)", mode="eval").body
+        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.func.id != "_":
+            raise ValueError
+        if any(keyword.arg is None for keyword in call.keywords):
+            raise ValueError
+        positional = [ast.literal_eval(value) for value in call.args]
+        named = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
+    except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
+        raise ValueError(f"the layer must be torch.nn's arguments as literals, like {_EXAMPLE}; got {text!r}") from None
+    if len(positional) > len(_ARGUMENTS):
+        raise ValueError(f"the layer takes at most {len(_ARGUMENTS)} arguments ({', '.join(_ARGUMENTS)}); got {text!r}")
+    given: dict[str, Any] = dict(zip(_ARGUMENTS, positional))
+    for name, value in named.items():
+        if name not in _ARGUMENTS:
+            raise ValueError(f"the layer's arguments are {', '.join(_ARGUMENTS)}; got {name!r}")
+        if name in given:
+            raise ValueError(f"the layer got {name} twice, in {text!r}")
+        given[name] = value
+    return given
+
+
+def _check_type(name: str, value: object, rank: int) -> None:
+    def integer(v: object) -> bool:
+        return isinstance(v, int) and not isinstance(v, bool)
+
+    if name == "bias":
+        if not isinstance(value, bool):
+            raise ValueError(f"the layer's bias must be True or False, got {value!r}")
+    elif name in ("in_channels", "out_channels", "groups"):
+        if not integer(value):
+            raise ValueError(f"the layer's {name} must be an integer, got {value!r}")
+    elif not integer(value) and not (
+        isinstance(value, (tuple, list)) and len(value) in (1, rank) and all(integer(v) for v in value)
+    ):
+        raise ValueError(
+            f"the layer's {name} must be an integer or {rank} of them, one per spatial size; got {value!r}"
+        )

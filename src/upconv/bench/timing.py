@@ -1,0 +1,236 @@
+"""Timing two implementations against each other: interleaved in one process, on fresh random inputs, medians.
+
+On a CPU the clock is ``perf_counter``. On a GPU it is a pair of CUDA events behind a write of 256 MB, which empties the
+L2 cache (50 MB on an H200) and keeps the GPU busy while the host enqueues the call, so that the events enclose the
+kernels and not the host.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+import upconv
+from upconv.cpu import memory_format
+from upconv.problem import Pass, Precision, Problem
+
+Side = Literal["ours", "torch"]
+Results = tuple[Tensor, ...]
+Work = Callable[[], Results]
+
+_CALLS: dict[Side, tuple[Callable[..., Tensor], ...]] = {
+    "ours": (upconv.conv_transpose1d, upconv.conv_transpose2d, upconv.conv_transpose3d),
+    "torch": (torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d),
+}
+
+
+class Operands(NamedTuple):
+    """One set of random tensors for a `Problem`; ``grad`` arrives at the output, of a pass that has gradients."""
+
+    input: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    grad: Tensor | None
+
+
+def operands(p: Problem, device: torch.device, seed: int) -> Operands:
+    """Standard normal tensors in the problem's dtype and layout; the weights' scale gives outputs of unit variance."""
+    generator = torch.Generator(device).manual_seed(seed)
+    layout = memory_format(p.layout, p.rank)
+
+    def normal(shape: Sequence[int]) -> Tensor:
+        t = torch.randn(shape, generator=generator, dtype=p.dtype, device=device)
+        return t.contiguous(memory_format=layout) if len(shape) == p.rank + 2 else t
+
+    reduction = p.in_channels // p.groups * max(phase.tap_count for phase in p.phases)
+    weight = normal(p.weight_shape).mul_(1 / math.sqrt(reduction))
+    bias = normal((p.out_channels,)) if p.bias else None
+    return Operands(normal(p.input_shape), weight, bias, None if p.pass_ == "fwd" else normal(p.output_shape))
+
+
+def work(side: Side, p: Problem, given: Operands) -> Work:
+    """A pass of ``p`` as a user would call it, ready to run: what it needs from outside of the timed region is done.
+
+    Its results are those of `result_names`: the output, or gradients through autograd. For ``grad-input`` and
+    ``grad-weight`` the forward has run and its graph is kept; a step is the forward and all gradients.
+    """
+    call = _CALLS[side][p.rank - 1]
+    leaf = p.pass_ != "fwd"
+    x, w = given.input.detach().requires_grad_(leaf), given.weight.detach().requires_grad_(leaf)
+    b = None if given.bias is None else given.bias.detach().requires_grad_(leaf)
+
+    def forward() -> Tensor:
+        return call(x, w, b, p.stride, p.padding, p.output_padding, p.groups, p.dilation)
+
+    def step() -> Results:
+        out = forward()
+        return (out.detach(), *torch.autograd.grad(out, [t for t in (x, w, b) if t is not None], given.grad))
+
+    if p.pass_ == "fwd":
+        return lambda: (forward(),)
+    if p.pass_ == "step":
+        return step
+    kept = forward()
+    wanted = x if p.pass_ == "grad-input" else w
+    return lambda: torch.autograd.grad(kept, wanted, given.grad, retain_graph=True)
+
+
+def result_names(p: Problem) -> tuple[str, ...]:
+    """What the tensors of a pass's results are, in order."""
+    names: dict[Pass, tuple[str, ...]] = {
+        "fwd": ("output",),
+        "grad-input": ("grad-input",),
+        "grad-weight": ("grad-weight",),
+        "step": ("output", "grad-input", "grad-weight", *(("grad-bias",) if p.bias else ())),
+    }
+    return names[p.pass_]
+
+
+@contextmanager
+def precision_flags(precision: Precision) -> Iterator[None]:
+    """Sets how every backend multiplies float32: as TF32 for ``tf32``, else as IEEE 754 has it; restores it after."""
+    wanted = "tf32" if precision == "tf32" else "ieee"
+    backends: tuple[Any, ...] = (torch.backends.cudnn, torch.backends.mkldnn)  # their stubs lack conv and matmul
+    holders = [torch.backends.cuda.matmul, *(backend.conv for backend in backends), backends[1].matmul]
+    before = [holder.fp32_precision for holder in holders]
+    try:
+        for holder in holders:
+            holder.fp32_precision = wanted
+        yield
+    finally:
+        for holder, value in zip(holders, before):
+            holder.fp32_precision = value
+
+
+# --- clocks ----------------------------------------------------------------------------------------------------------
+
+Clock = Callable[[Callable[[], object]], float]
+"""Runs a function once and says how many seconds it took; freeing its result is not part of it."""
+
+FLUSH_BYTES = 256 * 10**6
+
+
+def clock(device: torch.device, *, flush: bool = True) -> Clock:
+    """The clock for a device; on a GPU the L2 cache is flushed before each run unless ``flush`` is false."""
+    return _CudaClock(device, flush) if device.type == "cuda" else _cpu_clock
+
+
+def _cpu_clock(run: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    result = run()
+    end = time.perf_counter()
+    del result
+    return end - begin
+
+
+class _CudaClock:
+    def __init__(self, device: torch.device, flush: bool) -> None:
+        self.device = device
+        self.buffer = torch.empty(FLUSH_BYTES if flush else 0, dtype=torch.uint8, device=device)
+
+    def __call__(self, run: Callable[[], object]) -> float:
+        with torch.cuda.device(self.device):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            self.buffer.fill_(1)
+            begin.record()
+            result = run()
+            end.record()
+            end.synchronize()
+            del result
+            return float(begin.elapsed_time(end)) / 1e3
+
+
+# --- interleaving ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Repeats:
+    """How often a row is timed: until the seconds are spent, within bounds."""
+
+    seconds: float
+    least: int
+    most: int
+
+
+QUICK = Repeats(1.0, 5, 60)
+FULL = Repeats(4.0, 15, 200)
+
+
+def interleave(
+    runs: Mapping[str, Sequence[Callable[[], object]]],
+    take: Clock,
+    repeats: Repeats,
+    before: Mapping[str, Callable[[], None]] | None = None,
+) -> dict[str, list[float]]:
+    """Times several implementations in turn; every second round in reverse order.
+
+    Args:
+        runs: for each name the same work on several sets of inputs, which are taken in rotation.
+        take: the clock.
+        repeats: how often.
+        before: for a name what to call ahead of each of its runs, outside of the timed region.
+
+    Returns:
+        For each name its seconds, one per round. The rounds of warm-up (one; two for short work) are not among them.
+    """
+    before = before or {}
+
+    def one(name: str, turn: int) -> float:
+        if name in before:
+            before[name]()
+        return take(runs[name][turn % len(runs[name])])
+
+    begin = time.perf_counter()
+    for turn in range(2):
+        for name in runs:
+            one(name, turn)
+        if time.perf_counter() - begin > repeats.seconds / 4:
+            break
+    taken: dict[str, list[float]] = {name: [] for name in runs}
+    begin, turn = time.perf_counter(), 0
+    while turn < repeats.least or (turn < repeats.most and time.perf_counter() - begin < repeats.seconds):
+        for name in list(runs)[:: -1 if turn % 2 else 1]:
+            taken[name].append(one(name, turn))
+        turn += 1
+    return taken
+
+
+SET_BYTES = 2 * 10**9
+"""Input sets of a row together stay below this, but there are at least two and at most four."""
+
+
+def compare(
+    p: Problem, device: torch.device, sides: Sequence[Side], repeats: Repeats, seed: int
+) -> tuple[dict[Side, float], int]:
+    """Median seconds of each side, and the rounds. PyTorch's is the better of ``cudnn.benchmark`` on and off."""
+    count = max(2, min(4, SET_BYTES // max(p.bytes, 1)))
+    sets = [operands(p, device, seed + i) for i in range(count)]
+    runs: dict[str, list[Work]] = {side: [work(side, p, given) for given in sets] for side in sides}
+    before: dict[str, Callable[[], None]] = {}
+    if device.type == "cuda":
+        runs["torch-benchmark"] = runs["torch"]
+        for name in runs:
+            before[name] = _benchmark_setter(name == "torch-benchmark")
+    was = torch.backends.cudnn.benchmark
+    try:
+        taken = interleave(runs, clock(device), repeats, before)
+    finally:
+        torch.backends.cudnn.benchmark = was
+    medians = {name: median(values) for name, values in taken.items()}
+    medians["torch"] = min(medians["torch"], medians.pop("torch-benchmark", math.inf))
+    return {side: medians[side] for side in sides}, len(taken["torch"])
+
+
+def _benchmark_setter(on: bool) -> Callable[[], None]:
+    def set_flag() -> None:
+        torch.backends.cudnn.benchmark = on
+
+    return set_flag

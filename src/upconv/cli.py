@@ -1,0 +1,407 @@
+"""The command ``upconv``: bench, explain, env.
+
+Exit codes: 0 all right, 1 a wrong result (or a case that could not run), 2 bad arguments.
+"""
+
+from __future__ import annotations
+
+import json as json_
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn, TypeVar
+
+import typer
+
+if TYPE_CHECKING:
+    import torch
+    from rich.console import Console
+
+    from upconv.bench.report import Report
+    from upconv.bench.roofline import Ceilings
+    from upconv.bench.run import Job, Row, Sweep
+    from upconv.bench.suites import Case
+
+Choice = TypeVar("Choice", bound=str)
+
+app = typer.Typer(
+    name="upconv",
+    help="Transposed convolution in PyTorch, as fast as the hardware allows.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def main() -> None:
+    """The entry point; ends the process with the command's exit code."""
+    app(prog_name="upconv")
+
+
+def _stop(message: object, code: int = 2) -> NoReturn:
+    """Ends the command with one sentence on stderr."""
+    print(f"upconv: {message}", file=sys.stderr)
+    raise typer.Exit(code)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from upconv import __version__
+
+        print(f"upconv {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+# --- arguments that the commands share -------------------------------------------------------------------------------
+
+
+def _one(name: str, value: str, allowed: Sequence[Choice]) -> Choice:
+    for choice in allowed:
+        if value == choice:
+            return choice
+    raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {value!r}")
+
+
+def _several(name: str, values: Sequence[str] | None, allowed: Sequence[Choice]) -> list[Choice]:
+    """Repeated values, without doubles, in ``allowed``'s order; ``all`` stands for every one of them."""
+    choices: list[str] = [*allowed, "all"]
+    for value in values or ():
+        _one(name, value, choices)
+    return [choice for choice in allowed if values and (choice in values or "all" in values)]
+
+
+def _device(text: str | None) -> torch.device:
+    """The device of ``--device``; without it a CUDA device where there is one, else the CPU."""
+    import torch
+
+    if text is None:
+        text = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(text)
+    except RuntimeError:
+        device = torch.device("meta")
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"--device must be cpu, cuda or cuda:<index>; got {text!r}")
+    if device.type == "cuda":
+        count = torch.cuda.device_count()
+        if count == 0:
+            raise ValueError(f"--device must be cpu here, since PyTorch finds no CUDA device; got {text!r}")
+        if (device.index or 0) >= count:
+            raise ValueError(
+                f"--device must be one of {', '.join(f'cuda:{i}' for i in range(count))} here; got {text!r}"
+            )
+        device = torch.device("cuda", device.index or 0)
+    elif device.index:
+        raise ValueError(f"--device must be cpu, cuda or cuda:<index>; got {text!r}")
+    return device
+
+
+def _sweep(
+    device: torch.device,
+    dtype: Sequence[str] | None,
+    precision: Sequence[str] | None,
+    layout: Sequence[str] | None,
+    pass_: Sequence[str] | None,
+) -> Sweep:
+    from upconv.bench.run import sweep
+    from upconv.problem import LAYOUTS, PASSES, PRECISIONS
+
+    dtypes = {str(d).removeprefix("torch."): d for d in PRECISIONS}
+    chosen = [dtypes[found] for found in _several("--dtype", dtype, list(dtypes))]
+    kinds = [kind for found in PRECISIONS.values() for kind in found]
+    precisions = _several("--precision", precision, kinds)
+    if precision and "all" in precision:  # all that the dtypes and the device have
+        fitting = {kind for d in chosen or PRECISIONS for kind in PRECISIONS[d]} - (
+            {"tf32"} if device.type == "cpu" else set()
+        )
+        precisions = [kind for kind in precisions if kind in fitting]
+    return sweep(device, chosen, precisions, _several("--layout", layout, LAYOUTS), _several("--pass", pass_, PASSES))
+
+
+def _output_file(name: str, text: str, suffixes: Sequence[str] = ()) -> Path:
+    """A path that can be written, checked ahead of a long run."""
+    path = Path(text)
+    if suffixes and path.suffix.lower() not in suffixes:
+        raise ValueError(f"{name} must end in {' or '.join(suffixes)}; got {text!r}")
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise ValueError(f"{name} must be a file in a folder that exists; got {text!r}")
+    return path
+
+
+_Device = Annotated[
+    str | None, typer.Option("--device", metavar="cpu|cuda[:i]", help="Where to run; default: CUDA if there is one.")
+]
+_Input = Annotated[
+    str | None,
+    typer.Option("--input", metavar="NxCxHxW", help="The layer's input: batch, channels, 1 to 3 spatial sizes."),
+]
+
+
+# --- bench -----------------------------------------------------------------------------------------------------------
+
+_BENCH_HELP = """Measure upconv against PyTorch: interleaved, fresh inputs, medians, every row checked in float64.
+
+A speed-up is PyTorch's time over upconv's. A row that the plan leaves to PyTorch's own operator is shown as
+[bold]torch[/] and counts as 1. A wrong result has no speed and makes the exit code 1.
+
+Examples:
+
+  upconv bench
+
+  upconv bench --suite models --dtype all --layout all --json models.json --plot models.png
+
+  upconv bench --layer "64,64,(3,7),stride=2,padding=1" --input 8x64x128x128 --pass step
+
+  upconv bench --from models.json --plot models.svg
+"""
+
+
+@app.command(help=_BENCH_HELP)
+def bench(
+    suite: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="founding, kernelbench, models, cpu or custom; default: cpu, on CUDA founding."
+        ),
+    ] = None,
+    case: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Only this case; may be repeated.")] = None,
+    layer: Annotated[
+        str | None, typer.Option(metavar="ARGS", help="A layer of your own, in torch.nn.ConvTranspose2d's arguments.")
+    ] = None,
+    input: _Input = None,
+    device: _Device = None,
+    dtype: Annotated[
+        list[str] | None,
+        typer.Option(metavar="DTYPE", help="float32 (default), bfloat16, float16, float64; repeated, or all."),
+    ] = None,
+    precision: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KIND", help="tf32, ieee, bf16, fp16, fp64; float32 default: ieee, on CUDA tf32."),
+    ] = None,
+    layout: Annotated[
+        list[str] | None, typer.Option(metavar="LAYOUT", help="nchw (default), channels_last; repeated, or all.")
+    ] = None,
+    pass_: Annotated[
+        list[str] | None,
+        typer.Option("--pass", metavar="PASS", help="fwd (default), grad-input, grad-weight, step; repeated, or all."),
+    ] = None,
+    bias: Annotated[bool | None, typer.Option("--bias/--no-bias", help="Override what the suite says.")] = None,
+    quick: Annotated[
+        bool | None,
+        typer.Option("--quick/--full", help="Scaled-down sizes and fewer rounds; the default on a CPU."),
+    ] = None,
+    memory: Annotated[
+        bool, typer.Option("--memory", help="Also measure peak memory beside inputs and results.")
+    ] = False,
+    json: Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write the report as JSON.")] = None,
+    plot: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Draw speed-ups and a roofline, .png or .svg.")
+    ] = None,
+    from_: Annotated[
+        str | None, typer.Option("--from", metavar="FILE", help="Measure nothing: show this JSON report again.")
+    ] = None,
+) -> None:
+    from rich.console import Console
+
+    from upconv.bench import report as reports
+    from upconv.bench.run import jobs
+
+    console = Console(highlight=False)
+    try:
+        picture = None if plot is None else _output_file("--plot", plot, (".png", ".svg"))
+        if picture:
+            _need_matplotlib()
+        file = None if json is None else _output_file("--json", json)
+        if from_ is not None:
+            found = _load(from_)
+        else:
+            where = _device(device)
+            small = where.type == "cpu" if quick is None else quick
+            name, cases = _cases(suite, case, layer, input, where)
+            todo = jobs(name, cases, _sweep(where, dtype, precision, layout, pass_), small=small, bias=bias)
+            if not todo:
+                raise ValueError(
+                    "--layout must be nchw for 1-D layers, which have no channels_last; got 'channels_last'"
+                )
+    except ValueError as error:
+        _stop(error)
+    if from_ is None:
+        rows, ceilings = _measure(todo, where, small, memory)
+        found = reports.build(rows, ceilings, where)
+    reports.show(found, console)
+    if file:
+        reports.save(found, file)
+        console.print(f"written: {file}")
+    if picture:
+        try:
+            reports.plot(found, picture)
+        except ValueError as error:
+            _stop(error, 1 if from_ is None else 2)
+        console.print(f"drawn: {picture}")
+    if reports.wrong(found["rows"]):
+        raise typer.Exit(1)
+
+
+def _need_matplotlib() -> None:
+    from importlib.util import find_spec
+
+    if find_spec("matplotlib") is None:
+        raise ValueError("--plot needs matplotlib, which is not installed; pip install 'upconv[plot]' brings it")
+
+
+def _load(path: str) -> Report:
+    from upconv.bench.report import load
+
+    try:
+        return load(path)
+    except ValueError as error:
+        raise ValueError(f"--from: {error}") from None
+
+
+def _cases(
+    suite: str | None, case: Sequence[str] | None, layer: str | None, input: str | None, device: torch.device
+) -> tuple[str, Sequence[Case]]:
+    """The suite's name and its cases; a layer makes the suite ``custom``."""
+    from upconv.bench.suites import SUITES, Case, choose, parse_layer
+
+    name = suite or ("custom" if layer is not None else "founding" if device.type == "cuda" else "cpu")
+    choices = [*SUITES, "custom"]
+    _one("--suite", name, choices)
+    if name != "custom":
+        if layer is not None or input is not None:
+            raise ValueError(f"--layer and --input go with --suite custom; got --suite {name}")
+        return name, choose(SUITES[name], case or ())
+    if layer is None or input is None:
+        raise ValueError(f"--suite custom needs --layer and --input; got {layer!r} and {input!r}")
+    return name, choose([Case("custom", parse_layer(layer, input))], case or ())
+
+
+def _measure(todo: Sequence[Job], device: torch.device, small: bool, memory: bool) -> tuple[list[Row], Ceilings]:
+    """The rows and the ceilings, behind a progress bar where stderr is a terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from upconv.bench.run import run
+    from upconv.bench.timing import FULL, QUICK
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    screen = Console(stderr=True)
+    with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as progress:
+        task = progress.add_task("", total=len(todo))
+        done = iter(range(len(todo)))
+
+        def tell(job: Job) -> None:
+            p = job.problem
+            dtype = str(p.dtype).removeprefix("torch.")
+            progress.update(task, completed=next(done), description=f"{job.case} {dtype} {p.layout} {p.pass_}")
+
+        return run(todo, device, QUICK if small else FULL, peaks=memory, progress=tell)
+
+
+# --- explain ---------------------------------------------------------------------------------------------------------
+
+_EXPLAIN_HELP = """Say what upconv does with a layer: sizes, phases and taps, the roof, the plan and why no other.
+
+The layer is given in torch.nn.ConvTranspose2d's argument order and names; its rank is the input's.
+
+Examples:
+
+  upconv explain "64,64,(3,7)" --input 8x64x512x512
+
+  upconv explain "256,256,4,stride=2,padding=1,groups=256,bias=False" --input 4x256x32x32 --dtype bfloat16
+"""
+
+
+@app.command(help=_EXPLAIN_HELP)
+def explain(
+    layer: Annotated[str, typer.Argument(metavar="LAYER", help='Like "64,64,(3,7),stride=2,padding=1,bias=False".')],
+    input: Annotated[
+        str,
+        typer.Option("--input", metavar="NxCxHxW", help="The layer's input: batch, channels, 1 to 3 spatial sizes."),
+    ],
+    device: _Device = None,
+    dtype: Annotated[str, typer.Option(metavar="DTYPE", help="float32, bfloat16, float16, float64.")] = "float32",
+    layout: Annotated[str, typer.Option(metavar="LAYOUT", help="nchw, channels_last.")] = "nchw",
+    pass_: Annotated[str, typer.Option("--pass", metavar="PASS", help="fwd, grad-input, grad-weight, step.")] = "fwd",
+    ceilings: Annotated[
+        str | None,
+        typer.Option(
+            metavar="B/S,FLOP/S", help="Copy and matmul rates for the roof, like 37e9,190e9; default: measured."
+        ),
+    ] = None,
+) -> None:
+    from rich.console import Console
+
+    from upconv import planner
+    from upconv.bench.roofline import measure
+    from upconv.bench.run import sweep
+    from upconv.bench.suites import parse_layer
+    from upconv.explain import Explanation, parse_ceilings
+    from upconv.problem import LAYOUTS, PASSES, PRECISIONS
+
+    try:
+        dtypes = {str(d).removeprefix("torch."): d for d in PRECISIONS}
+        kind = dtypes[_one("--dtype", dtype, list(dtypes))]
+        where = _device(device)
+        problem = parse_layer(layer, input).with_(
+            dtype=kind,
+            precision=sweep(where, [kind])["precisions"][0],
+            layout=_one("--layout", layout, LAYOUTS),
+            pass_=_one("--pass", pass_, PASSES),
+        )
+        known = None if ceilings is None else parse_ceilings(ceilings, problem)
+    except ValueError as error:
+        _stop(error)
+    plan = planner.plan(problem, planner.device_of(where))
+    rates = known or measure([problem.precision], where, seconds=0.1)
+    Console(highlight=False).print(Explanation(problem, plan, rates))
+
+
+# --- env -------------------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def env(
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Print versions, devices, threads, flags and caches; what cannot be found out says why.
+
+    Example: upconv env --json
+    """
+    from upconv.env import report
+
+    found = report()
+    if json:
+        print(json_.dumps(found, indent=1))
+        return
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    for name, values in found.items():
+        console.print(name, style="bold")
+        _print_values(console, values, 1)
+
+
+def _print_values(console: Console, values: Mapping[str, object], depth: int) -> None:
+    from rich.text import Text
+
+    for name, value in values.items():
+        if isinstance(value, dict):
+            console.print(Text("  " * depth + name))
+            _print_values(console, value, depth + 1)
+        else:
+            shown = "-" if value is None else str(value)
+            console.print(
+                Text.assemble("  " * depth, (f"{name:<{28 - 2 * depth}}", "dim"), f" {shown}"), soft_wrap=True
+            )

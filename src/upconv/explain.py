@@ -1,0 +1,151 @@
+"""What upconv does with a layer, in a few lines: sizes, phases and taps, the roof, the plan and why no other."""
+
+from __future__ import annotations
+
+import math
+import string
+from collections.abc import Iterator
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table
+from rich.text import Text
+
+from upconv.bench.report import si
+from upconv.bench.roofline import Ceilings
+from upconv.bench.run import plan_text
+from upconv.planner import Plan
+from upconv.problem import Phase, Problem
+
+LETTERS = string.ascii_lowercase + string.ascii_uppercase
+"""A letter for each phase that has taps; phases beyond them are drawn as ``*``."""
+MOST_PHASES = 8
+"""Phases listed one by one; of more, the first ones and the range of their tap counts."""
+MOST_TAPS = 24
+"""Taps drawn along a dimension; a longer kernel repeats its pattern anyway."""
+_STYLES = ("cyan", "magenta", "green", "yellow", "blue", "red")
+
+
+def phase_letters(p: Problem) -> dict[tuple[int, ...], str]:
+    """For each tap (a kernel index per dimension) the letter of its phase."""
+    letters = {}
+    for i, phase in enumerate(phase for phase in p.phases if phase.tap_count):
+        for tap in phase.taps:
+            letters[tap] = LETTERS[i] if i < len(LETTERS) else "*"
+    return letters
+
+
+def kernel_drawing(p: Problem) -> list[str]:
+    """The kernel as lines of phase letters, rows by columns; the planes of a 3-D kernel side by side."""
+    letters = phase_letters(p)
+    shown = [range(min(k, MOST_TAPS)) for k in p.kernel]
+    rows: list[list[str]] = [[] for _ in (shown[-2] if p.rank > 1 else range(1))]
+    for plane in shown[0] if p.rank == 3 else range(1):
+        for y, row in enumerate(rows):
+            head = {1: (), 2: (y,), 3: (plane, y)}[p.rank]
+            taps = [(*head, x) for x in shown[-1]]
+            line = " ".join(letters[tap] for tap in taps)
+            row.append(line + (" …" if p.kernel[-1] > MOST_TAPS else ""))
+    lines = ["   ".join(row) for row in rows]
+    if any(k > MOST_TAPS for k in p.kernel[:-1]):
+        lines.append("…")
+    return lines
+
+
+def _coloured(line: str) -> Text:
+    text = Text(line)
+    for i, letter in enumerate(line):
+        if letter in LETTERS:
+            text.stylize(_STYLES[LETTERS.index(letter) % len(_STYLES)], i, i + 1)
+    return text
+
+
+def phase_lines(p: Problem) -> list[str]:
+    """A line for each phase: its letter, residue, taps and share of the outputs."""
+    used = [phase for phase in p.phases if phase.tap_count]
+    total = math.prod(p.out_size)
+    lines = []
+    for i, phase in enumerate(used[:MOST_PHASES]):
+        lines.append(
+            f"{LETTERS[i]}  residue {_residue(phase)}: {_taps(phase.tap_count)}, {_share(phase, total)} of the outputs"
+        )
+    if len(used) > MOST_PHASES:
+        counts = [phase.tap_count for phase in used[MOST_PHASES:]]
+        span = _taps(counts[0]) if len(set(counts)) == 1 else f"{min(counts)} to {max(counts)} taps"
+        lines.append(f"…  and {len(counts)} more of {span}")
+    empty = len(p.phases) - len(used)
+    if empty:
+        share = sum(phase.output_count for phase in p.phases if not phase.tap_count) / total
+        lines.append(f"{empty} phases have no tap: {share:.0%} of the outputs are just the bias")
+    return lines
+
+
+def _residue(phase: Phase) -> str:
+    return "(" + ", ".join(str(axis.residue) for axis in phase.axes) + ")"
+
+
+def _taps(count: int) -> str:
+    return f"{count} tap" + ("s" if count != 1 else "")
+
+
+def _share(phase: Phase, total: int) -> str:
+    return f"{phase.output_count / total:.0%}"
+
+
+def _roof(p: Problem, ceilings: Ceilings) -> str:
+    rate, copy = ceilings["matmul_flops_per_s"][p.precision], ceilings["copy_bytes_per_s"]
+    arithmetic, memory = p.flops / rate, p.bytes / copy
+    bound = "arithmetic" if arithmetic >= memory else "memory"
+    return (
+        f"{1e3 * p.roof_seconds(rate, copy):.3g} ms, bound by {bound}: {1e3 * arithmetic:.3g} ms of FLOPs at "
+        f"{si(rate, 'FLOP/s')}, {1e3 * memory:.3g} ms of bytes at {si(copy, 'B/s')}"
+    )
+
+
+def _plan_lines(plan: Plan, p: Problem) -> Iterator[Text]:
+    for candidate in plan.candidates:
+        mark, style = ("✓", "bold green") if candidate.chosen else ("·", "dim")
+        yield Text.assemble((f"{mark} {candidate.name:<9}", style), f" {candidate.reason}")
+
+
+class Explanation:
+    """The explanation of one problem, for a rich console."""
+
+    def __init__(self, p: Problem, plan: Plan, ceilings: Ceilings) -> None:
+        self.problem, self.plan, self.ceilings = p, plan, ceilings
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        p = self.problem
+        precision = str(p.dtype).removeprefix("torch.") + (" as TF32" if p.precision == "tf32" else "")
+        yield Text(f"{str(p).rsplit(' ', 3)[0]} · {precision} · {p.layout} · {p.pass_}", style="bold")
+        grid = Table.grid(padding=(0, 2))
+        grid.add_column(style="dim", no_wrap=True)
+        grid.add_column()
+
+        def add(name: str, *lines: str | Text) -> None:
+            for i, line in enumerate(lines):
+                grid.add_row("" if i else name, line)
+
+        add("output", " x ".join(map(str, p.output_shape)))
+        add("kernel", *map(_coloured, kernel_drawing(p)))
+        taps = f"{len(p.phases)} phase{'s' if len(p.phases) != 1 else ''}, {_taps(p.taps)}"
+        add("phases", f"{taps}: outputs of a phase share its taps", *phase_lines(p))
+        per_byte = f"{p.flops / p.bytes:.3g} FLOP per byte" if p.bytes else "no bytes"
+        add("work", f"{si(p.flops, 'FLOP')} useful, {si(p.bytes, 'B')} compulsory ({per_byte})")
+        add("roof", _roof(p, self.ceilings))
+        add("plan", f"{plan_text(self.plan, p.pass_)}, engine {self.plan.engine(p.pass_)}", *_plan_lines(self.plan, p))
+        yield grid
+
+
+def parse_ceilings(text: str, p: Problem) -> Ceilings:
+    """``37e9,190e9``: bytes per second of a copy and FLOP/s of a matrix product.
+
+    Raises:
+        ValueError: any other text, in one sentence.
+    """
+    try:
+        copy, rate = map(float, text.split(","))
+    except ValueError:
+        copy = rate = 0.0
+    if not (0 < copy < math.inf and 0 < rate < math.inf):
+        raise ValueError(f"--ceilings must be bytes/s and FLOP/s joined by a comma, like 37e9,190e9; got {text!r}")
+    return Ceilings(copy_bytes_per_s=copy, matmul_flops_per_s={p.precision: rate})
