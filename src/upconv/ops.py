@@ -29,6 +29,7 @@ from upconv.problem import PRECISIONS, Layout, Problem
 
 _TORCH = (None, torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d)
 _PLAIN = (Tensor, Parameter)
+_DEVICES = ("cpu",)  # those that have an engine
 IntOrInts = int | Sequence[int]
 
 
@@ -47,7 +48,8 @@ def conv_transpose(
     if torch.compiler.is_compiling():
         return _compiled(rank, input, weight, bias, stride, padding, output_padding, groups, dilation)
     plan = None
-    if type(input) in _PLAIN and type(weight) in _PLAIN and (bias is None or type(bias) in _PLAIN) and not _observed():
+    plain = type(input) in _PLAIN and type(weight) in _PLAIN and (bias is None or type(bias) in _PLAIN)
+    if plain and input.device.type in _DEVICES and not _observed():
         if torch.is_autocast_enabled(input.device.type):
             input, weight, bias = _autocast(input, weight, bias)
         plan = _find_plan(rank, input, weight, bias, stride, padding, output_padding, groups, dilation)
@@ -96,13 +98,13 @@ def _find_plan(
     if (
         dtype not in PRECISIONS
         or weight.dtype is not dtype
-        or input.device.type != "cpu"
-        or weight.device.type != "cpu"
+        or input.device.type not in _DEVICES
+        or weight.device != input.device
         or input.layout is not torch.strided
         or weight.layout is not torch.strided
     ):
         return None
-    if bias is not None and (bias.dtype is not dtype or bias.device.type != "cpu" or bias.layout is not torch.strided):
+    if bias is not None and (bias.dtype is not dtype or bias.device != input.device or bias.layout is not torch.strided):
         return None
     try:
         plan = _resolve(
@@ -275,7 +277,7 @@ def _compiled(
     """
     ours = (
         not torch.compiler.is_exporting()
-        and input.device.type == "cpu"
+        and input.device.type in _DEVICES
         and input.dim() == rank + 2
         and weight.dim() == rank + 2
         and input.dtype in PRECISIONS
