@@ -186,25 +186,19 @@ def _forget_plans() -> None:
 
 
 @contextmanager
-def forced_plans(
-    forward: str = "native", grad_input: str = "native", grad_weight: str = "native"
-) -> Iterator[list[Problem]]:
+def forced_plans(forward: str = "native", backward: str = "native") -> Iterator[list[Problem]]:
     """Every call gets these plans where `cpu` admits them (PyTorch's own operator where it does not).
 
-    Yields the list of problems that got at least one plan other than PyTorch's operator: a test looks there whether
-    anything was forced at all.
+    Yields the list of problems that got a plan other than PyTorch's operator: a test looks there whether anything was
+    forced at all.
     """
     forced: list[Problem] = []
 
     def plan(p: Problem, device: Device) -> Plan:
-        names = (
-            "native" if cpu.refusal(p, forward) else forward,
-            "native" if cpu.gradient_refusal(p, grad_input) else grad_input,
-            "native" if cpu.gradient_refusal(p, grad_weight) else grad_weight,
-        )
-        if names != ("native",) * 3:
+        name = "native" if cpu.refusal(p, forward) else forward
+        if (name, backward) != ("native", "native"):
             forced.append(p)
-        return Plan(p, device, *names, (Candidate(names[0], True, "forced by a test"),))
+        return Plan(p, device, name, backward, (Candidate(name, True, "forced by a test"),))
 
     patch = pytest.MonkeyPatch()
     _forget_plans()
@@ -222,13 +216,13 @@ def forced_plan() -> Callable[..., Any]:
     return forced_plans
 
 
-PLANS: list[tuple[str, str, str]] = [
-    *((name, "native", "native") for name in cpu.FORWARD_PLANS if name != "native"),
-    *(("native", name, name) for name in cpu.GRADIENT_PLANS if name != "native"),
-    ("flip", "swap", "swap"),
-    ("phases", "swap", "swap"),
+PLANS: list[tuple[str, str]] = [
+    *((name, "native") for name in cpu.FORWARD_PLANS if name != "native"),
+    *(("native", name) for name in cpu.BACKWARD_PLANS if name != "native"),
+    ("flip", "split"),
+    ("phases", "split"),
 ]
-"""Each plan of the CPU engine alone, and two pairs of forward and gradients together."""
+"""Each plan of the CPU engine alone, and two pairs of forward and backward together."""
 
 
 @pytest.fixture(params=PLANS, ids="-".join)

@@ -22,6 +22,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
 from upconv import cpu, planner
 from upconv.planner import Plan
@@ -72,7 +74,13 @@ def _observed() -> bool:
         or forward_ad._current_level >= 0
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._get_tracing_state() is not None
+        or (torch._C._len_torch_function_stack() > 0 and _function_mode_active())
     )
+
+
+def _function_mode_active() -> bool:
+    """Whether a ``__torch_function__`` mode wants to see calls; a default device is such a mode and does not."""
+    return any(type(mode) is not DeviceContext for mode in _get_current_function_mode_stack())
 
 
 # --- which plan ------------------------------------------------------------------------------------------------------
@@ -104,7 +112,9 @@ def _find_plan(
         or weight.layout is not torch.strided
     ):
         return None
-    if bias is not None and (bias.dtype is not dtype or bias.device != input.device or bias.layout is not torch.strided):
+    if bias is not None and (
+        bias.dtype is not dtype or bias.device != input.device or bias.layout is not torch.strided
+    ):
         return None
     try:
         plan = _resolve(
@@ -235,17 +245,9 @@ class _ConvTranspose(torch.autograd.Function):
 def _gradients(
     plan: Plan, grad: Tensor, input: Tensor, weight: Tensor, mask: Sequence[bool]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    p = plan.problem
-    grad_input = grad_weight = grad_bias = None
-    # Under vmap (batched gradients) PyTorch has batching rules for its own operator, and none for strided writes.
-    by_torch = torch._C._are_functorch_transforms_active()
-    if mask[0]:
-        grad_input = cpu.grad_input(p, "native" if by_torch else plan.grad_input, grad, input, weight)
-    if mask[1]:
-        grad_weight = cpu.grad_weight(p, "native" if by_torch else plan.grad_weight, grad, input, weight)
-    if mask[2]:
-        grad_bias = grad.sum((0, *range(2, 2 + p.rank)))
-    return grad_input, grad_weight, grad_bias
+    # Under vmap (batched gradients) PyTorch has batching rules for its own operator.
+    name = "native" if torch._C._are_functorch_transforms_active() else plan.backward
+    return cpu.gradients(plan.problem, name, grad, input, weight, mask)
 
 
 # --- the operator for compiled graphs --------------------------------------------------------------------------------
@@ -287,7 +289,9 @@ def _compiled(
     if torch.is_autocast_enabled(input.device.type):
         input, weight, bias = _autocast(input, weight, bias)
     spread = [[v] * rank if isinstance(v, int) else list(v) for v in (stride, padding, output_padding, dilation)]
-    out: Tensor = torch.ops.upconv.conv_transpose(input, weight, bias, spread[0], spread[1], spread[2], groups, spread[3])
+    out: Tensor = torch.ops.upconv.conv_transpose(
+        input, weight, bias, spread[0], spread[1], spread[2], groups, spread[3]
+    )
     return out
 
 
@@ -330,8 +334,12 @@ def _run_backward(
     else:
         found = _gradients(plan, grad, input, weight, mask)
     grad_input, grad_weight, grad_bias = (g if g is not None else grad.new_empty(0) for g in found)
-    formats = (cpu.memory_format(layout_of(t, t), len(stride)) for t in (input, weight))
-    return grad_input.contiguous(memory_format=next(formats)), grad_weight.contiguous(memory_format=next(formats)), grad_bias
+    layout = cpu.memory_format(layout_of(input, weight), len(stride))
+    if mask[0]:
+        grad_input = grad_input.contiguous(memory_format=layout)
+    if mask[1]:
+        grad_weight = grad_weight.contiguous(memory_format=layout)
+    return grad_input, grad_weight, grad_bias
 
 
 def _fake(
@@ -367,12 +375,12 @@ def _fake_backward(
     dilation: list[int],
     mask: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    rank = len(stride)
+    layout = cpu.memory_format(layout_of(input, weight), len(stride))
 
     def like(t: Tensor, wanted: bool) -> Tensor:
         if not wanted:
             return t.new_empty(0)
-        return torch.empty(t.shape, dtype=t.dtype, device=t.device, memory_format=cpu.memory_format(layout_of(t, t), rank))
+        return torch.empty(t.shape, dtype=t.dtype, device=t.device, memory_format=layout)
 
     grad_bias = grad.new_empty(weight.shape[1] * groups if mask[2] else 0)
     return like(input, mask[0]), like(weight, mask[1]), grad_bias
@@ -391,7 +399,10 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return (*(g if needed else None for g, needed in zip(found, mask)), None, None, None, None, None)
 
 
-for _name, _call, _shapes in (("conv_transpose", _run, _fake), ("conv_transpose_backward", _run_backward, _fake_backward)):
+for _name, _call, _shapes in (
+    ("conv_transpose", _run, _fake),
+    ("conv_transpose_backward", _run_backward, _fake_backward),
+):
     _LIBRARY.impl(_name, _call, "CompositeExplicitAutograd")
     torch.library.register_fake(f"upconv::{_name}", _shapes, lib=_LIBRARY)
 torch.library.register_autograd("upconv::conv_transpose", _backward, setup_context=_setup, lib=_LIBRARY)

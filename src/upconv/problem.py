@@ -122,7 +122,14 @@ class Problem:
             value = getattr(self, name)
             if len(value) != self.rank:
                 raise ValueError(f"{name} must have {self.rank} values like size {self.size}, got {value}")
-        for name, least in (("size", 0), ("kernel", 1), ("stride", 1), ("padding", 0), ("output_padding", 0), ("dilation", 1)):
+        for name, least in (
+            ("size", 0),
+            ("kernel", 1),
+            ("stride", 1),
+            ("padding", 0),
+            ("output_padding", 0),
+            ("dilation", 1),
+        ):
             value = getattr(self, name)
             if min(value) < least:
                 raise ValueError(f"{name} must be at least {least} in every dimension, got {value}")
@@ -143,7 +150,9 @@ class Problem:
         if self.dtype not in PRECISIONS:
             raise ValueError(f"dtype must be one of float32, bfloat16, float16 and float64, got {self.dtype}")
         if self.precision not in PRECISIONS[self.dtype]:
-            raise ValueError(f"precision must be one of {PRECISIONS[self.dtype]} for {self.dtype}, got {self.precision!r}")
+            raise ValueError(
+                f"precision must be one of {PRECISIONS[self.dtype]} for {self.dtype}, got {self.precision!r}"
+            )
         if self.layout not in LAYOUTS:
             raise ValueError(f"layout must be one of {LAYOUTS}, got {self.layout!r}")
         if self.pass_ not in PASSES:

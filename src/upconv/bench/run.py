@@ -135,10 +135,12 @@ def jobs(suite: str, cases: Iterable[Case], what: Sweep, *, small: bool, bias: b
 
 
 def plan_text(plan: Plan, pass_: Pass) -> str:
-    """The plan of a pass in a word; of a step, the plan of each part."""
+    """The plan of a pass in a word; of a step, the plan of each half."""
     if pass_ == "step":
-        return f"fwd={plan.forward} grad-input={plan.grad_input} grad-weight={plan.grad_weight}"
-    return {"fwd": plan.forward, "grad-input": plan.grad_input, "grad-weight": plan.grad_weight}[pass_]
+        return f"forward={plan.forward} backward={plan.backward}"
+    if pass_ == "fwd":
+        return plan.forward
+    return "native" if plan.engine(pass_) == "torch" else plan.backward
 
 
 def row(job: Job, device: torch.device, repeats: Repeats, *, peaks: bool = False, seed: int = 0) -> Row:

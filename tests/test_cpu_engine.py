@@ -1,0 +1,97 @@
+"""The CPU engine against the float64 reference: every plan forced on every problem that it admits."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import event, given, settings
+from strategies import forward_excess, gradient_excess, operands, problems
+
+import upconv
+from upconv import cpu, planner
+from upconv.problem import Problem
+
+FUNCTIONS = (None, upconv.conv_transpose1d, upconv.conv_transpose2d, upconv.conv_transpose3d)
+
+
+@given(p=problems())
+@settings(max_examples=1000, deadline=None)
+def test_every_admitted_plan_computes_the_forward(p: Problem) -> None:
+    x, w, b, _ = operands(p)
+    for plan in cpu.FORWARD_PLANS:
+        if cpu.refusal(p, plan) is None:
+            event(plan)
+            out = cpu.forward(p, plan, x, w, b)
+            assert tuple(out.shape) == p.output_shape and out.dtype is p.dtype
+            assert forward_excess(p, out, x, w, b, native=plan == "native") <= 1, plan
+
+
+@given(p=problems())
+@settings(max_examples=500, deadline=None)
+def test_both_backward_plans_compute_the_gradients(p: Problem) -> None:
+    x, w, _, g = operands(p)
+    for plan in cpu.BACKWARD_PLANS:
+        grads = cpu.gradients(p, plan, g, x, w, (True, True, True))
+        assert grads[0].shape == x.shape and grads[1].shape == w.shape
+        assert gradient_excess(p, grads, g, x, w) <= 1, plan
+
+
+@given(p=problems())
+@settings(max_examples=500, deadline=None)
+def test_the_public_function_and_its_gradients(p: Problem) -> None:
+    """The plan that the planner chooses, through autograd, from operands that are not contiguous."""
+    x, w, b, g = operands(p, seed=1)
+    wide = torch.cat((x, x), dim=-1)[..., : x.shape[-1]].requires_grad_()
+    w = w.clone().requires_grad_()
+    out = FUNCTIONS[p.rank](wide, w, b, p.stride, p.padding, p.output_padding, p.groups, p.dilation)
+    delegated = planner.plan(p, planner.cpu_device()).forward == "native"
+    assert forward_excess(p, out.detach(), x, w.detach(), b, native=delegated) <= 1
+    grads = torch.autograd.grad(out, (wide, w), g)
+    assert gradient_excess(p, grads, g, x, w.detach()) <= 1
+
+
+def test_random_problems_reach_every_plan() -> None:
+    """The property tests above mean nothing for a plan that their problems never admit."""
+    seen: Counter[str] = Counter()
+
+    @given(p=problems())
+    @settings(max_examples=200, deadline=None, database=None)
+    def count(p: Problem) -> None:
+        seen.update(plan for plan in cpu.FORWARD_PLANS if cpu.refusal(p, plan) is None)
+
+    count()
+    assert set(seen) == set(cpu.FORWARD_PLANS)
+    assert min(seen.values()) >= 5
+
+
+@pytest.mark.parametrize("broken", [torch.zeros_like, lambda y: y * (1 + 2**-10), lambda y: y.roll(1, -1)])
+def test_the_bound_catches_wrong_results(broken: object) -> None:
+    """Zeros, an error of 2^-10, and a shift by one pixel are all beyond the bound."""
+    p = Problem.make(2, 8, 6, (9, 7), 3, 2, 1, 1)
+    x, w, b, g = operands(p)
+    out = cpu.forward(p, "phases", x, w, b)
+    assert forward_excess(p, out, x, w, b) <= 1
+    assert forward_excess(p, broken(out), x, w, b) > 1
+    grads = cpu.gradients(p, "split", g, x, w, (True, True, True))
+    assert gradient_excess(p, grads, g, x, w) <= 1
+    for which in range(3):
+        wrong = [broken(grad) if i == which else grad for i, grad in enumerate(grads)]
+        assert gradient_excess(p, wrong, g, x, w) > 1
+
+
+def test_refusals_name_the_reason() -> None:
+    p = Problem.make(1, 2, 2, (4, 4), 3, 2, bias=True)
+    assert cpu.refusal(p, "flip") == "flip needs stride 1, and this layer has stride (2, 2)"
+    assert cpu.refusal(p.with_(bias=False), "unbiased") == "unbiased needs a bias, and this layer has none"
+    one = Problem.make(1, 2, 2, (4, 4), 3)
+    assert (
+        cpu.refusal(one, "phases")
+        == "phases needs a stride above 1; at stride 1 there is a single phase, which is flip"
+    )
+    half = p.with_(dtype=torch.bfloat16, precision="bf16")
+    assert cpu.refusal(half, "unbiased") == (
+        "unbiased would round the result twice in torch.bfloat16, before and after the bias"
+    )
+    assert cpu.refusal(p.with_(batch=0), "phases") == "phases needs a non-empty input, and this one is (0, 2, 4, 4)"

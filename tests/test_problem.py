@@ -1,0 +1,154 @@
+"""The arithmetic of transposed convolution: sizes, phases and taps against brute force and against PyTorch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import product
+
+import pytest
+import torch
+from hypothesis import given, settings
+from strategies import problems
+
+from upconv import reference
+from upconv.problem import AxisPhase, Problem
+
+TORCH = (None, torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d)
+
+
+@given(p=problems())
+@settings(max_examples=400, deadline=None)
+def test_phases_cover_each_tap_and_input_pair_exactly_once(p: Problem) -> None:
+    """Walk all phases of all dimensions; every (output, tap, input) triple of the definition turns up once, no other."""
+    walked: Counter[tuple[tuple[int, int, int], ...]] = Counter()
+
+    def triples(axis: AxisPhase, stride: int, size: int) -> list[tuple[int, int, int]]:
+        found = []
+        for j in range(axis.count):
+            q = axis.first + j
+            for tap, offset in zip(axis.taps, axis.offsets):
+                if 0 <= q - offset < size:
+                    found.append((axis.start + j * stride, tap, q - offset))
+        return found
+
+    for phase in p.phases:
+        walked.update(product(*(triples(a, s, n) for a, s, n in zip(phase.axes, p.stride, p.size))))
+    expected = product(
+        *(
+            [(i * s + k * d - pad, k, i) for i in range(n) for k in range(kernel) if 0 <= i * s + k * d - pad < out]
+            for n, kernel, s, pad, d, out in zip(p.size, p.kernel, p.stride, p.padding, p.dilation, p.out_size)
+        )
+    )
+    assert walked == Counter(expected)
+
+
+@given(p=problems())
+@settings(max_examples=300, deadline=None)
+def test_phases_partition_outputs_and_taps(p: Problem) -> None:
+    outputs: Counter[tuple[int, ...]] = Counter()
+    taps: Counter[tuple[int, ...]] = Counter()
+    for phase in p.phases:
+        taps.update(phase.taps)
+        outputs.update(product(*(range(a.start, a.start + a.count * s, s) for a, s in zip(phase.axes, p.stride))))
+        assert phase.output_count == len(list(product(*(range(a.count) for a in phase.axes))))
+    assert outputs == Counter(product(*(range(n) for n in p.out_size)))
+    assert taps == Counter(product(*(range(k) for k in p.kernel)))
+    assert sum(phase.tap_count for phase in p.phases) == p.taps
+
+
+@given(p=problems(dtypes=(torch.float64,)))
+@settings(max_examples=300, deadline=None)
+def test_reference_equals_pytorch_in_float64(p: Problem) -> None:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(p.input_shape, dtype=torch.float64, generator=generator).requires_grad_()
+    w = torch.randn(p.weight_shape, dtype=torch.float64, generator=generator).requires_grad_()
+    b = torch.randn(p.out_channels, dtype=torch.float64, generator=generator).requires_grad_()
+    y = TORCH[p.rank](x, w, b, p.stride, p.padding, p.output_padding, p.groups, p.dilation)
+    assert tuple(y.shape) == p.output_shape
+    torch.testing.assert_close(reference.forward(p, x, w, b), y.detach(), rtol=1e-12, atol=1e-12)
+    g = torch.randn(p.output_shape, dtype=torch.float64, generator=generator)
+    for ours, theirs in zip(reference.gradients(p, g, x, w), torch.autograd.grad(y, (x, w, b), g)):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_relative_error_of_zeros_and_of_the_truth() -> None:
+    truth = torch.randn(5, dtype=torch.float64)
+    assert reference.relative_error(truth, truth) == 0
+    assert reference.relative_error(torch.zeros(5), truth) == pytest.approx(1)
+    assert reference.relative_error(torch.ones(4), torch.zeros(4)) == pytest.approx(2)
+
+
+def test_kb75_by_hand() -> None:
+    """32->64 k(3,5) s(2,3) p(1,2) d(2,1) g4: along height only one phase of two has taps, along width three have."""
+    p = Problem.make(16, 32, 64, (128, 256), (3, 5), (2, 3), (1, 2), 0, (2, 1), 4)
+    assert p.out_size == (257, 766)
+    height, width = p.axis_phases
+    assert [a.taps for a in height] == [(0, 1, 2), ()]
+    assert [a.taps for a in width] == [(0, 3), (1, 4), (2,)]
+    assert [a.offsets for a in width] == [(0, 1), (0, 1), (0,)]
+    assert height[0].offsets == (0, 1, 2)
+    assert [(a.start, a.count) for a in height] == [(1, 128), (0, 129)]
+    assert [phase.tap_count for phase in p.phases] == [6, 6, 3, 0, 0, 0]
+
+
+# problems.md of the founding models: GFLOP, and the roof in ms at 4.27 TB/s and 411 TFLOP/s in TF32.
+@pytest.mark.parametrize(
+    ("p", "gflop", "roof"),
+    [
+        (Problem.make(8, 64, 64, (1024, 1024), 3), 618.5, 1.504),
+        (Problem.make(8, 64, 64, (512, 512), (3, 7)), 360.8, 0.877),
+        (Problem.make(64, 64, 128, (128, 256), (3, 5)), 515.4, 1.253),
+        (Problem.make(8, 32, 32, (512, 1024), 3), 77.3, 0.252),
+        (Problem.make(16, 32, 64, (128, 256), (3, 5), (2, 3), (1, 2), 0, (2, 1), 4), 8.1, 0.204),
+        (Problem.make(16, 32, 64, (64, 128), 3, 5, 1, 0, 2), 4.8, 0.198),
+        (Problem.make(32, 256, 256, (64, 64), 4, 2, 1, 0, 1, 256), 1.1, 0.157),
+    ],
+)
+def test_flops_and_roof_of_the_known_layers(p: Problem, gflop: float, roof: float) -> None:
+    assert p.flops / 1e9 == pytest.approx(gflop, abs=0.06)
+    assert p.roof_seconds(411.2e12, 4.2718e12) * 1e3 == pytest.approx(roof, abs=0.0015)
+
+
+def test_bytes_count_each_tensor_once() -> None:
+    p = Problem.make(2, 4, 6, (5, 7), 3, bias=True, dtype=torch.bfloat16)
+    x, w, y = 2 * 4 * 35, 4 * 6 * 9, 2 * 6 * 7 * 9
+    assert p.bytes == 2 * (x + w + y + 6)
+    assert p.with_(pass_="grad-weight").bytes == 2 * (x + w + y)
+    assert p.with_(pass_="step").bytes == 2 * (3 * (x + w + y) + 12)
+    assert p.with_(pass_="step").flops == 3 * p.flops
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"size": (1, 2, 3, 4)}, "size must have 1 to 3 spatial dimensions, got (1, 2, 3, 4)"),
+        ({"kernel": (3,)}, "kernel must have 2 values like size (5, 7), got (3,)"),
+        ({"stride": (0, 1)}, "stride must be at least 1 in every dimension, got (0, 1)"),
+        ({"padding": (0, -1)}, "padding must be at least 0 in every dimension, got (0, -1)"),
+        ({"groups": 0}, "groups must be at least 1, got 0"),
+        ({"groups": 4}, "out_channels must be a positive multiple of groups=4, got 6"),
+        ({"in_channels": 0}, "in_channels must be a positive multiple of groups=1, got 0"),
+        ({"batch": -1}, "batch must be at least 0, got -1"),
+        ({"layout": "nhwc"}, "layout must be one of ('nchw', 'channels_last'), got 'nhwc'"),
+        ({"precision": "bf16"}, "precision must be one of ('ieee', 'tf32') for torch.float32, got 'bf16'"),
+        ({"dtype": torch.int64}, "dtype must be one of float32, bfloat16, float16 and float64, got torch.int64"),
+        ({"pass_": "backward"}, "pass must be one of ('fwd', 'grad-input', 'grad-weight', 'step'), got 'backward'"),
+        ({"padding": (4, 0)}, "padding=(4, 0) leaves no output: input size (5, 7) gives (-1, 9)"),
+        (
+            {"output_padding": (1, 0)},
+            "output_padding must be smaller than either stride or dilation, got output_padding=(1, 0) with stride=(1, 1) "
+            "and dilation=(1, 1)",
+        ),
+    ],
+)
+def test_bad_problems_are_named(changes: dict[str, object], message: str) -> None:
+    p = Problem.make(2, 4, 6, (5, 7), 3)
+    with pytest.raises(ValueError) as error:
+        p.with_(**changes)
+    assert str(error.value) == message
+
+
+def test_a_problem_is_a_key() -> None:
+    a, b = Problem.make(2, 4, 6, (5, 7), 3), Problem.make(2, 4, 6, [5, 7], (3, 3), stride=1)
+    assert a == b and hash(a) == hash(b) and {a: 1}[b] == 1
+    assert a != a.with_(padding=(1, 1))
