@@ -1,0 +1,530 @@
+"""The bench: its layers are the published ones, its checks catch wrong results, its reports say what was measured."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from upconv import cpu, ops, planner, reference
+from upconv.bench import check, memory, report, roofline, run, suites, timing
+from upconv.bench.run import Job, Row
+from upconv.bench.timing import Repeats
+from upconv.planner import Plan
+from upconv.problem import PASSES, PRECISIONS, Problem
+
+CPU = torch.device("cpu")
+SHORT = Repeats(0.0, 3, 3)
+TINY = Problem.make(2, 4, 6, (5, 6), (3, 2), (2, 1), (1, 0), (1, 0), groups=2, bias=True)
+CEILINGS = roofline.Ceilings(copy_bytes_per_s=1e9, matmul_flops_per_s={"ieee": 1e10})
+
+
+def whole(name: str) -> Problem:
+    return next(c.problem for cases in suites.SUITES.values() for c in cases if c.name == name)
+
+
+@pytest.fixture
+def plans(monkeypatch: pytest.MonkeyPatch):
+    """Sets every plan, for the bench and for the calls that it makes."""
+
+    rule = planner.plan
+
+    def force(forward: str, backward: str = "native") -> None:
+        def plan(p: Problem, device: planner.Device) -> Plan:
+            return replace(rule(p, device), forward=forward, backward=backward)
+
+        monkeypatch.setattr(planner, "plan", plan)
+        ops._resolve.cache_clear()
+
+    yield force
+    monkeypatch.undo()
+    ops._resolve.cache_clear()
+
+
+def lossy(p: Problem, plan: str, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """An engine that loses the last column."""
+    out = reference.forward(p, input, weight, bias).to(p.dtype)
+    out[..., -1] = 0
+    return out
+
+
+# --- suites ----------------------------------------------------------------------------------------------------------
+
+# GFLOP, and the roof in ms on an H200 in TF32 and bfloat16 (411.2 and 783.0 TFLOP/s, copy 4.272 TB/s).
+PUBLISHED = {
+    "kb57": (618.5, 1.504, 0.79), "kb65": (360.8, 0.877, 0.461), "kb69": (515.4, 1.253, 0.658),
+    "kb71": (77.3, 0.252, 0.126), "kb75": (8.1, 0.204, 0.102), "kb78": (180.4, 0.439, 0.23),
+    "kb81": (4.8, 0.198, 0.099), "dcgan1": (34.4, 0.084, 0.044), "dcgan2": (34.4, 0.084, 0.044),
+    "dcgan3": (34.4, 0.084, 0.044), "dcganO": (0.8, 0.009, 0.005), "unet1": (68.7, 0.167, 0.088),
+    "unet4": (68.7, 0.377, 0.189), "pix": (68.7, 0.167, 0.088), "vae": (77.3, 0.188, 0.099),
+    "fsrcnn": (2.4, 0.016, 0.008), "depthw": (1.1, 0.157, 0.079), "fcn8s": (0.7, 0.084, 0.042),
+    "hifigan": (53.7, 0.131, 0.069),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_layers_have_the_published_work_and_roof(name: str) -> None:
+    p = whole(name)
+    gflop, tf32, bf16 = PUBLISHED[name]
+    assert round(p.flops / 1e9, 1) == gflop
+    copy = 4.271796972360796e12
+    assert round(1e3 * p.with_(precision="tf32").roof_seconds(411.2033267318807e12, copy), 3) == pytest.approx(
+        tf32, abs=1e-9
+    )
+    half = p.with_(dtype=torch.bfloat16, precision="bf16")
+    assert round(1e3 * half.roof_seconds(782.9673014918628e12, copy), 3) == pytest.approx(bf16, abs=1e-9)
+
+
+def test_suites_hold_what_they_are_named_for() -> None:
+    names = {name: [case.name for case in cases] for name, cases in suites.SUITES.items()}
+    assert names["founding"] == ["kb71", "kb65", "kb75", "kb69", "kb57"]
+    numbers = [57, 58, 61, 64, 65, 68, 69, 70, 71, 72, 73, 74, 75, 77, 78, 79, 81]
+    assert names["kernelbench"] == [f"kb{n}" for n in numbers]
+    assert len(names["models"]) == 14 and len(names["cpu"]) == 21
+    assert [whole(n).rank for n in ("kb64", "kb74", "kb79", "hifigan", "kb70", "nnunet", "kb57")] == [
+        1,
+        1,
+        1,
+        1,
+        3,
+        3,
+        2,
+    ]
+    assert all(case.problem.bias == (name == "cpu") for name, cases in suites.SUITES.items() for case in cases)
+    assert whole("hifigan").out_size == (6400,) and whole("kb72").out_size == (24, 48, 96)
+    assert whole("C").groups == 4 and whole("C").out_size == (129, 382)
+
+
+def test_quick_sizes_keep_the_layer_and_the_budget() -> None:
+    for name in ("founding", "kernelbench", "models"):
+        for case in suites.SUITES[name]:
+            p, small = case.problem, suites.quick(case.problem)
+            assert replace(small, batch=p.batch, size=p.size) == p
+            smallest = small.batch == 1 and max(small.size) < 2 * suites.QUICK_SIZE
+            assert small.macs <= suites.QUICK_MACS or smallest
+            assert math.prod(small.input_shape) + math.prod(small.output_shape) <= suites.QUICK_ELEMENTS
+            assert min(small.size) >= min(*p.size, suites.QUICK_SIZE)
+    assert suites.quick(whole("fcn8s").with_(batch=1)) == whole("fcn8s").with_(batch=1)
+    kb57 = suites.quick(whole("kb57"))
+    assert (kb57.batch, kb57.size) == (1, (128, 256))
+
+
+def test_the_scale_is_the_share_of_the_multiplications() -> None:
+    what = run.sweep(CPU)
+    kb57 = run.jobs("kernelbench", suites.SUITES["founding"][-1:], what, small=True, bias=None)
+    assert kb57[0].scale == 128 * 256 / (8 * 1024 * 1024)
+    full = run.jobs("kernelbench", suites.SUITES["founding"][-1:], what, small=False, bias=True)
+    assert full[0].scale == 1 and full[0].problem == whole("kb57").with_(bias=True)
+
+
+def test_a_sweep_is_every_combination_that_exists() -> None:
+    what = run.sweep(CPU, list(PRECISIONS), (), ("nchw", "channels_last"), PASSES)
+    found = run.jobs("models", suites.choose(suites.SUITES["models"], ["hifigan", "PIX"]), what, small=True, bias=None)
+    assert len(found) == 4 * 4 * (2 + 1)  # 1-D tensors have no channels_last
+    assert {job.problem.precision for job in found} == {"ieee", "bf16", "fp16", "fp64"}
+    assert run.sweep(torch.device("cuda"))["precisions"] == ["tf32"]
+    assert run.sweep(torch.device("cuda"), [torch.float32], ["ieee", "tf32"])["precisions"] == ["ieee", "tf32"]
+    assert run.sweep(CPU, (), ["bf16"])["dtypes"] == [torch.bfloat16]
+
+
+# --- a layer on the command line -------------------------------------------------------------------------------------
+
+
+def test_a_layer_is_read_in_torch_order() -> None:
+    p = suites.parse_layer("64,128,(3,7),2,(1,0),1,4,False,dilation=(2,1)", "8x64x16x32")
+    module = torch.nn.ConvTranspose2d(64, 128, (3, 7), 2, (1, 0), 1, 4, False, dilation=(2, 1))
+    assert p.output_shape == tuple(module(torch.zeros(8, 64, 16, 32)).shape)
+    assert (p.kernel, p.stride, p.padding, p.output_padding) == ((3, 7), (2, 2), (1, 0), (1, 1))
+    assert (p.groups, p.bias, p.dilation) == (4, False, (2, 1))
+    assert suites.parse_layer("3,4,5", "1x3x9").bias and suites.parse_layer("3,4,[5]", "1x3x9x9x9").kernel == (5, 5, 5)
+
+
+@pytest.mark.parametrize(
+    ("layer", "input", "sentence"),
+    [
+        (
+            "64,64,3", "8x64",
+            "--input must be batch, channels and 1 to 3 spatial sizes joined by x, like 8x64x512x512; got '8x64'",
+        ),
+        ("64,64,3", "8x32x9x9", "--input must have the layer's 64 channels; got '8x32x9x9' with 32"),
+        ("64,64", "8x64x9", "the layer needs kernel_size, like \"64,64,(3,7),stride=2,padding=1\"; got '64,64'"),
+        (
+            "64,64,3,stride=1.5", "8x64x9",
+            "the layer's stride must be an integer or 1 of them, one per spatial size; got 1.5",
+        ),
+        (
+            "64,64,(3,3,3)", "8x64x9x9",
+            "the layer's kernel_size must be an integer or 2 of them, one per spatial size; got (3, 3, 3)",
+        ),
+        ("64,64,3,bias=1", "8x64x9", "the layer's bias must be True or False, got 1"),
+        ("64,64,3,groups=True", "8x64x9", "the layer's groups must be an integer, got True"),
+        ("64,64,3,kernel_size=3", "8x64x9", "the layer got kernel_size twice, in '64,64,3,kernel_size=3'"),
+        (
+            "64,64,3,strides=2", "8x64x9",
+            "the layer's arguments are in_channels, out_channels, kernel_size, stride, padding, output_padding, "
+            "groups, bias, dilation; got 'strides'",
+        ),
+        (
+            "64,64,exit()", "8x64x9",
+            "the layer must be torch.nn's arguments as literals, like \"64,64,(3,7),stride=2,padding=1\"; "
+            "got '64,64,exit()'",
+        ),
+        (
+            "64,64,3,groups=7", "8x64x9",
+            "the layer fits no transposed convolution: in_channels must be a positive multiple of groups=7, got 64",
+        ),
+    ],
+)  # fmt: skip
+def test_a_bad_layer_is_one_sentence(layer: str, input: str, sentence: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        suites.parse_layer(layer, input)
+    assert str(caught.value) == sentence
+
+
+# --- timing ----------------------------------------------------------------------------------------------------------
+
+
+def test_sides_alternate_and_inputs_rotate() -> None:
+    calls: list[str] = []
+    runs = {side: [lambda side=side, i=i: calls.append(f"{side}{i}") for i in range(3)] for side in "ab"}
+
+    def take(work) -> float:
+        work()
+        return float(len(calls))
+
+    taken = timing.interleave(runs, take, Repeats(0.0, 4, 9), {"a": lambda: calls.append("set")})
+    timed = [c for c in calls if c != "set"][-8:]
+    assert timed == ["a0", "b0", "b1", "a1", "a2", "b2", "b0", "a0"]
+    assert len(taken["a"]) == len(taken["b"]) == 4
+    assert all(calls[i - 1] == "set" for i, c in enumerate(calls) if c[0] == "a")
+
+
+def test_rounds_stop_at_the_most_and_at_the_seconds() -> None:
+    def no_time(work) -> float:
+        return 0.0
+
+    assert len(timing.interleave({"a": [int]}, no_time, Repeats(60.0, 1, 7))["a"]) == 7
+    assert len(timing.interleave({"a": [int]}, no_time, Repeats(0.0, 5, 50))["a"]) == 5
+
+
+@pytest.mark.parametrize("pass_", PASSES)
+@pytest.mark.parametrize("side", ["ours", "torch"])
+def test_each_pass_runs_what_it_is_named_for(pass_, side) -> None:
+    p = TINY.with_(pass_=pass_)
+    given = timing.operands(p, CPU, 3)
+    grad = given.grad if given.grad is not None else torch.zeros(p.output_shape)
+    out = reference.forward(p, given.input, given.weight, given.bias)
+    gradients = reference.gradients(p, grad, given.input, given.weight)
+    everything = dict(zip(("output", "grad-input", "grad-weight", "grad-bias"), (out, *gradients)))
+    run_once = timing.work(side, p, given)
+    for _ in range(2):  # the graph of a gradient's forward is kept
+        results = run_once()
+        for name, result in zip(timing.result_names(p), results, strict=True):
+            assert reference.relative_error(result, everything[name]) < 1e-6
+    assert len(results) == (4 if pass_ == "step" else 1)
+
+
+def test_operands_are_random_and_in_the_layout() -> None:
+    p = Problem.make(2, 8, 16, (9, 9), 3, dtype=torch.bfloat16, layout="channels_last", pass_="step")
+    a, b = timing.operands(p, CPU, 0), timing.operands(p, CPU, 1)
+    assert a.grad is not None and a.bias is None
+    for t in (a.input, a.weight, a.grad):
+        assert t.is_contiguous(memory_format=torch.channels_last) and t.dtype is torch.bfloat16
+    assert not torch.equal(a.input, b.input)
+    out = reference.forward(p, a.input, a.weight)[..., 3:-3, 3:-3]
+    assert 0.8 < out.std().item() < 1.2
+
+
+def test_precision_flags_are_set_and_restored() -> None:
+    def now() -> tuple[str, str]:
+        return torch.backends.cudnn.conv.fp32_precision, torch.backends.cuda.matmul.fp32_precision
+
+    before = now()
+    for precision, wanted in (("tf32", "tf32"), ("ieee", "ieee"), ("bf16", "ieee")):
+        with pytest.raises(KeyError), timing.precision_flags(precision):
+            assert now() == (wanted, wanted)
+            raise KeyError
+    assert now() == before
+
+
+def test_ceilings_are_rates_of_this_machine() -> None:
+    low = roofline.measure(["ieee", "bf16"], CPU, seconds=0.0)
+    assert set(low["matmul_flops_per_s"]) == {"ieee", "bf16"}
+    # A loaded microcontroller to a large server.
+    assert 1e7 < low["copy_bytes_per_s"] < 1e13 and 1e7 < low["matmul_flops_per_s"]["ieee"] < 1e15
+    other = roofline.Ceilings(copy_bytes_per_s=1.0, matmul_flops_per_s={"ieee": 1e16, "bf16": 1.0})
+    best = roofline.better(low, other)
+    assert best["copy_bytes_per_s"] == low["copy_bytes_per_s"]
+    assert best["matmul_flops_per_s"] == {"ieee": 1e16, "bf16": low["matmul_flops_per_s"]["bf16"]}
+    assert roofline.dtype_of("tf32") is torch.float32 and roofline.dtype_of("fp16") is torch.float16
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak is read from Linux's /proc")
+def test_peak_memory_counts_what_a_call_holds_beside_inputs_and_results() -> None:
+    # PyTorch's float64 path keeps a matrix of out_channels * taps rows and a column per input pixel.
+    p = Problem.make(1, 8, 32, (160, 160), 3, padding=1, dtype=torch.float64, precision="fp64")
+    columns = 8 * 32 * 9 * 160 * 160
+    found = memory.peak_bytes(p, "torch", CPU)
+    assert found is not None and columns < found < 1.1 * columns
+
+
+# --- correctness -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("budget", [1, 2000, 10**9])
+@pytest.mark.parametrize(
+    "p",
+    [
+        TINY.with_(pass_="step"),
+        Problem.make(3, 6, 4, (4,), 3, 2, 1, bias=True, pass_="step"),
+        Problem.make(2, 4, 4, (3, 3, 2), 2, 2, groups=4, bias=True, pass_="step"),
+    ],
+    ids=str,
+)
+def test_the_slices_reference_is_the_wholes(p: Problem, budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "CPU_MACS", budget)
+    given = timing.operands(p, CPU, 5)
+    assert given.grad is not None
+    everything = (
+        reference.forward(p, given.input, given.weight, given.bias),
+        *reference.gradients(p, given.grad, given.input, given.weight),
+    )
+    for truth, value in zip(check.truths(p, given), everything, strict=True):
+        assert torch.allclose(truth.cut(value), truth.value, rtol=1e-12, atol=1e-12)
+        assert truth.value.numel() >= 1 and truth.shape == tuple(value.shape)
+        if budget == 10**9 and truth.name not in ("output", "grad-input"):
+            assert truth.value.numel() == value.numel()
+
+
+def test_the_last_image_and_channel_are_always_checked() -> None:
+    assert [check.spread(7, n) for n in (1, 2, 7)] == [[6], [3, 6], [0, 1, 2, 3, 4, 5, 6]]
+    for total in range(1, 20):
+        for count in range(1, total + 1):
+            found = check.spread(total, count)
+            assert len(set(found)) == count and found == sorted(found) and found[-1] == total - 1 and found[0] >= 0
+
+
+def test_the_bound_admits_rounding_and_no_lost_column() -> None:
+    assert check.bound("bf16", 576, 0.0) == pytest.approx(2 * (2**-8 + 24 * 2**-24))
+    assert check.bound("ieee", 576, 0.0) == pytest.approx(2 * 25 * 2**-24)
+    assert check.bound("fp64", 576, 0.0) == pytest.approx(2 * 25 * 2**-53)
+    assert check.bound("tf32", 576, 0.01) == 0.02
+    assert all(
+        check.bound(precision, 10**4, 0.0) < math.sqrt(1 / 1026) for found in PRECISIONS.values() for precision in found
+    )
+
+
+@pytest.mark.parametrize("dtype", PRECISIONS)
+@pytest.mark.parametrize("pass_", PASSES)
+def test_pytorch_itself_is_right(dtype: torch.dtype, pass_) -> None:
+    p = TINY.with_(dtype=dtype, precision=PRECISIONS[dtype][0], pass_=pass_)
+    given = timing.operands(p, CPU, 0)
+    theirs = timing.work("torch", p, given)()
+    error, torch_error, right = check.errors(p, check.truths(p, given), theirs, theirs)
+    assert right and error == torch_error < 0.01
+
+
+@pytest.mark.parametrize("damage", ["zeros", "column", "nan", "shape", "dtype", "image"])
+def test_a_damaged_result_is_wrong(damage: str) -> None:
+    given = timing.operands(TINY, CPU, 0)
+    (theirs,) = timing.work("torch", TINY, given)()
+    ours = theirs.clone()
+    if damage == "zeros":
+        ours.zero_()
+    elif damage == "column":
+        ours[..., -1] = 0
+    elif damage == "nan":
+        ours[-1, -1, -1, -1] = math.nan
+    elif damage == "shape":
+        ours = ours[..., :-1]
+    elif damage == "dtype":
+        ours = ours.double()
+    else:
+        ours[-1] = ours[0]
+    error, _, right = check.errors(TINY, check.truths(TINY, given), (ours,), (theirs,))
+    assert not right and error > 0.01
+
+
+# --- rows ------------------------------------------------------------------------------------------------------------
+
+
+def measured(p: Problem) -> Row:
+    found = run.row(Job("custom", "x", p), CPU, SHORT)
+    run.set_roof(found, p, CEILINGS)
+    return found
+
+
+def test_a_row_of_ours_has_a_ratio_of_two_times(plans) -> None:
+    plans("phases", "split")
+    found = measured(TINY)
+    assert (found["engine"], found["plan"], found["failure"], found["rounds"]) == ("cpu:phases", "phases", None, 3)
+    assert found["ratio"] == pytest.approx(found["torch_ms"] / found["ours_ms"])
+    assert found["roof_ms"] == pytest.approx(1e3 * max(TINY.flops / 1e10, TINY.bytes / 1e9))
+    assert found["percent_of_roof"] == pytest.approx(100 * found["roof_ms"] / found["ours_ms"])
+    assert 0 < found["rel_error"] < 1e-6 and found["layer"] == "4->6 k3x2 s2x1 p1x0 op1x0 g2 on 2x4x5x6"
+    step = measured(TINY.with_(pass_="step"))
+    assert step["plan"] == "forward=phases backward=split" and step["engine"] == "cpu:phases+split"
+
+
+@pytest.mark.parametrize("pass_", PASSES)
+def test_a_delegated_row_has_ratio_one_and_is_not_ours(plans, pass_) -> None:
+    plans("native")
+    found = measured(TINY.with_(pass_=pass_))
+    assert found["engine"] == "torch" and found["ratio"] == 1.0 and found["ours_ms"] == found["torch_ms"] > 0
+
+
+@pytest.mark.parametrize("pass_", ["fwd", "step"])
+def test_a_wrong_engine_has_no_speed(plans, monkeypatch: pytest.MonkeyPatch, pass_) -> None:
+    plans("phases")
+    monkeypatch.setattr(cpu, "forward", lossy)
+    found = measured(TINY.with_(pass_=pass_))
+    assert found["failure"].startswith("wrong result: relative error ")
+    assert found["ours_ms"] is found["torch_ms"] is found["ratio"] is found["percent_of_roof"] is None
+    assert found["rel_error"] > 0.1 and found["torch_rel_error"] < 1e-6
+
+
+def test_a_case_that_cannot_run_does_not_cost_the_others(plans, monkeypatch: pytest.MonkeyPatch) -> None:
+    plans("phases")
+
+    def explode(*arguments: object) -> Tensor:
+        raise RuntimeError("no memory\nfor this")
+
+    monkeypatch.setattr(cpu, "forward", explode)
+    monkeypatch.setattr(roofline, "measure", lambda precisions, device: CEILINGS)
+    plain = Job("custom", "torch's", TINY.with_(pass_="grad-input"))
+    rows, ceilings = run.run([Job("custom", "ours", TINY), plain], CPU, SHORT)
+    assert rows[0]["failure"] == "RuntimeError: no memory" and rows[0]["ours_ms"] is None
+    assert rows[1]["failure"] == "RuntimeError: no memory" and ceilings == CEILINGS
+    assert report.wrong(rows) == rows
+
+
+# --- reports ---------------------------------------------------------------------------------------------------------
+
+
+def row(case: str, ratio: float | None, engine: str = "cpu:flip", **changes: object) -> Row:
+    torch_ms = 12.0
+    found = {
+        "suite": "cpu", "case": case, "pass": "fwd", "dtype": "float32", "precision": "ieee", "layout": "nchw",
+        "ours_ms": None if ratio is None else torch_ms / ratio, "torch_ms": None if ratio is None else torch_ms,
+        "ratio": ratio, "roof_ms": 3.0, "percent_of_roof": None if ratio is None else 25.0 * ratio, "rel_error": 2e-7,
+        "torch_rel_error": 2e-7, "engine": engine, "plan": "native" if engine == "torch" else engine[4:],
+        "layer": f"layer {case}", "scale": 1.0, "flops": 10**9, "bytes": 10**7, "rounds": 5,
+        "failure": None if ratio is not None else "wrong result: relative error 1.0e+00, PyTorch's 2.0e-07",
+        "ours_peak_bytes": None, "torch_peak_bytes": None,
+    }  # fmt: skip
+    return {**found, **changes}  # type: ignore[typeddict-item, return-value]
+
+
+ROWS = [row("A", 4.0), row("B", 1.0, "torch"), row("C", None), row("D", 0.5), row("FSR-s3", 8.0, scale=1 / 256)]
+
+
+@pytest.fixture
+def sample() -> report.Report:
+    return report.build(ROWS, CEILINGS, CPU)
+
+
+def test_a_delegated_row_counts_as_one_and_never_as_ours() -> None:
+    found = report.summarise(ROWS)
+    assert (found["ours"], found["delegated"], found["wrong"]) == (3, ["B"], 1)
+    assert found["mean_of_ours"] == pytest.approx(16 ** (1 / 3)) and found["mean_of_all"] == pytest.approx(2.0)
+    assert found["lowest"] is ROWS[3]
+
+
+def test_a_report_survives_the_file(sample: report.Report, tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    report.save(sample, path)
+    assert report.load(path) == sample
+    assert set(json.loads(path.read_text())) == {"schema", "when", "commit", "device", "versions", "ceilings", "rows"}
+    assert [p.name for p in tmp_path.iterdir()] == ["r.json"]
+
+
+def test_a_report_of_the_schemas_keys_alone_is_read(sample: report.Report, tmp_path: Path) -> None:
+    keys = (
+        "suite case pass dtype precision layout ours_ms torch_ms ratio roof_ms percent_of_roof rel_error "
+        "torch_rel_error engine plan"
+    )
+    path = tmp_path / "r.json"
+    path.write_text(json.dumps({**sample, "rows": [{key: row[key] for key in keys.split()} for row in ROWS]}))
+    assert report.summarise(report.load(path)["rows"])["mean_of_all"] == pytest.approx(2.0)
+    assert report.markdown(path).count("\n| ") == 6
+    report.plot(report.load(path), tmp_path / "r.png")
+
+
+def test_a_failing_write_leaves_the_old_file(sample: report.Report, tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    report.save(sample, path)
+    before = path.read_bytes()
+
+    def broken(temporary: Path) -> None:
+        temporary.write_text("half")
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        report.publish(path, broken)
+    with pytest.raises(ValueError):
+        report.save({**sample, "rows": [row("A", math.nan)]}, path)
+    assert path.read_bytes() == before and [p.name for p in tmp_path.iterdir()] == ["r.json"]
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("{", "r.json is no JSON: "),
+        ("[]", "r.json must be a report of schema 1, got None"),
+        ('{"schema": 2}', "r.json must be a report of schema 1, got 2"),
+        ('{"schema": 1, "rows": []}', "r.json lacks ceilings, commit, device, versions, when"),
+    ],
+)
+def test_what_is_no_report_is_refused(
+    text: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("r.json").write_text(text)
+    with pytest.raises(ValueError) as caught:
+        report.load("r.json")
+    assert str(caught.value).startswith(sentence)
+
+
+def test_the_readmes_table_says_what_the_file_says(sample: report.Report, tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    report.save(sample, path)
+    lines = report.markdown(path).splitlines()
+    assert lines[0] == "| case | layer and input | scale | PyTorch ms | upconv ms | speed-up | of roof | engine |"
+    assert lines[2] == "| A | layer A | 1 | 12.00 | 3.000 | **4.00x** | 100% | cpu:flip |"
+    assert lines[3] == "| B | layer B | 1 | 12.00 | 12.00 | 1 (PyTorch's own) | 25% | torch |"
+    assert lines[4] == "| C | layer C | 1 |  | wrong |  |  | cpu:flip |"
+    assert lines[6] == "| FSR-s3 | layer FSR-s3 | 1/256 | 12.00 | 1.500 | **8.00x** | 200% | cpu:flip |"
+    assert (
+        "geometric mean of upconv's 3 rows 2.52x" in lines[-1] and "copy 1 GB/s · matmul ieee 10 GFLOP/s" in lines[-1]
+    )
+
+
+@pytest.mark.parametrize(
+    "rows", [ROWS, [*ROWS, row("A", 2.0, dtype="bfloat16"), row("D", 1.5, layout="channels_last")]]
+)
+def test_plots_are_pictures(sample: report.Report, rows: list[Row], tmp_path: Path) -> None:
+    from matplotlib.image import imread
+
+    found: report.Report = {**sample, "rows": rows}
+    report.plot(found, tmp_path / "r.png")
+    picture = imread(tmp_path / "r.png")
+    assert picture.shape[0] > 500 and picture.shape[1] > 1500 and picture[..., :3].std() > 0.05
+    report.plot(found, tmp_path / "r.svg")
+    text = (tmp_path / "r.svg").read_text()
+    assert "<svg" in text and "FSR-s3" in text and "8.00x" in text and "speed-up over PyTorch" in text
+    with pytest.raises(ValueError, match=r"the plot's file must end in \.png or \.svg, got "):
+        report.plot(found, tmp_path / "r.pdf")
+    with pytest.raises(ValueError, match="a plot needs at least one row with a speed"):
+        report.plot({**sample, "rows": [ROWS[2]]}, tmp_path / "r.png")
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(0.5, "0.5 B"), (999, "999 B"), (1234, "1.23 kB"), (3.7e10, "37 GB"), (4.11e14, "411 TB")]
+)
+def test_numbers_have_three_digits_and_a_prefix(value: float, text: str) -> None:
+    assert report.si(value, "B") == text

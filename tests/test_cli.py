@@ -1,0 +1,330 @@
+"""The command line: exit codes, one sentence for a bad argument, and numbers that are those of the library."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import upconv
+from upconv import cpu, env, ops, planner
+from upconv.bench import roofline, timing
+from upconv.bench.suites import parse_layer
+from upconv.cli import app
+from upconv.explain import kernel_drawing, phase_letters, phase_lines
+from upconv.planner import Candidate, Plan
+from upconv.problem import Problem
+
+LAYER = ["--layer", "4,6,3,stride=2,padding=1", "--input", "2x4x5x6"]
+ROW_KEYS = {
+    "suite", "case", "pass", "dtype", "precision", "layout", "ours_ms", "torch_ms", "ratio", "roof_ms",
+    "percent_of_roof", "rel_error", "torch_rel_error", "engine", "plan",
+}  # fmt: skip
+
+
+def upconv_(*arguments: str) -> tuple[int, str]:
+    done = CliRunner(env={"COLUMNS": "160"}).invoke(app, list(arguments))
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    return done.exit_code, done.output
+
+
+@pytest.fixture
+def fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three rounds a row, and ceilings that need no measuring."""
+    monkeypatch.setattr(timing, "QUICK", timing.Repeats(0.0, 3, 3))
+
+    def known(precisions, device, seconds=0.0):
+        return roofline.Ceilings(copy_bytes_per_s=1e10, matmul_flops_per_s=dict.fromkeys(precisions, 1e11))
+
+    monkeypatch.setattr(roofline, "measure", known)
+
+
+@pytest.fixture
+def plans(monkeypatch: pytest.MonkeyPatch):
+    rule = planner.plan
+
+    def force(forward: str) -> None:
+        def plan(p: Problem, device: planner.Device) -> Plan:
+            chosen = (Candidate(forward, True, "forced"),)
+            return replace(rule(p, device), forward=forward, backward="native", candidates=chosen)
+
+        monkeypatch.setattr(planner, "plan", plan)
+        ops._resolve.cache_clear()
+
+    yield force
+    monkeypatch.undo()
+    ops._resolve.cache_clear()
+
+
+# --- bench -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_is_a_table_a_report_and_a_plot(fast: None, plans, tmp_path: Path) -> None:
+    plans("phases")
+    file, picture = tmp_path / "r.json", tmp_path / "r.svg"
+    code, out = upconv_(
+        "bench", *LAYER, "--device", "cpu", "--dtype", "all", "--pass", "fwd", "--pass", "grad-weight",
+        "--json", str(file), "--plot", str(picture),
+    )  # fmt: skip
+    assert code == 0, out
+    found = json.loads(file.read_text())
+    assert set(found) == {"schema", "when", "commit", "device", "versions", "ceilings", "rows"} and found["schema"] == 1
+    assert found["device"]["type"] == "cpu" and found["device"]["threads"] == torch.get_num_threads()
+    assert found["versions"]["torch"] == torch.__version__ and found["versions"]["upconv"] == upconv.__version__
+    assert found["ceilings"] == {
+        "copy_bytes_per_s": 1e10,
+        "matmul_flops_per_s": {"ieee": 1e11, "bf16": 1e11, "fp16": 1e11, "fp64": 1e11},
+    }
+    rows = found["rows"]
+    assert len(rows) == 8 and all(set(row) >= ROW_KEYS for row in rows)
+    assert {(row["dtype"], row["precision"]) for row in rows} == {
+        ("float32", "ieee"), ("bfloat16", "bf16"), ("float16", "fp16"), ("float64", "fp64"),
+    }  # fmt: skip
+    p = parse_layer(LAYER[1], LAYER[3])
+    for row in rows:
+        ours = row["pass"] == "fwd"
+        assert row["engine"] == ("cpu:phases" if ours else "torch") and row["suite"] == row["case"] == "custom"
+        assert row["ratio"] == (pytest.approx(row["torch_ms"] / row["ours_ms"]) if ours else 1.0)
+        item = p.with_(dtype=getattr(torch, row["dtype"]), precision=row["precision"], pass_=row["pass"])
+        assert row["roof_ms"] == pytest.approx(1e3 * item.roof_seconds(1e11, 1e10))
+    assert (
+        "geometric mean over the 4 rows" in out and "with the 4 rows left to PyTorch's own operator at 1: custom" in out
+    )
+    assert "<svg" in picture.read_text()
+
+    code, again = upconv_("bench", "--from", str(file))
+    assert code == 0 and again == out.split("written: ")[0]
+
+
+@pytest.mark.parametrize("engine", ["zeros", "rounded"])
+def test_a_wrong_engine_prints_no_speed_and_exits_with_1(
+    fast: None, plans, monkeypatch, tmp_path: Path, engine
+) -> None:
+    plans("phases")
+
+    def wrong(p, plan, input, weight, bias):
+        out = torch.conv_transpose2d(input, weight, bias, p.stride, p.padding, p.output_padding, p.groups, p.dilation)
+        return torch.zeros_like(out) if engine == "zeros" else out.bfloat16().float()
+
+    monkeypatch.setattr(cpu, "forward", wrong)
+    file = tmp_path / "r.json"
+    code, out = upconv_("bench", *LAYER, "--device", "cpu", "--json", str(file))
+    row = json.loads(file.read_text())["rows"][0]
+    assert code == 1 and row["ours_ms"] is None and row["ratio"] is None
+    assert row["rel_error"] == (pytest.approx(1.0) if engine == "zeros" else pytest.approx(1.6e-3, rel=0.5))
+    line = next(line for line in out.splitlines() if "cpu:phases" in line)
+    assert "wrong" in line and "x " not in line.split("wrong")[1]
+    assert "custom: wrong result: relative error " in out and "PyTorch's speed" not in out
+
+
+def test_peaks_are_in_the_report(fast: None, monkeypatch, tmp_path: Path) -> None:
+    from upconv.bench import memory
+
+    monkeypatch.setattr(memory, "peak_bytes", lambda p, side, device: {"ours": 1_200_000, "torch": 3_400_000}[side])
+    file = tmp_path / "r.json"
+    code, out = upconv_("bench", *LAYER, "--device", "cpu", "--memory", "--json", str(file))
+    row = json.loads(file.read_text())["rows"][0]
+    assert code == 0 and (row["ours_peak_bytes"], row["torch_peak_bytes"]) == (1_200_000, 3_400_000)
+    assert "1.2" in out and "3.4" in out and "peak MB" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ("bench --suite foo", "--suite must be one of founding, kernelbench, models, cpu, custom; got 'foo'"),
+        ("bench --dtype float8", "--dtype must be one of float32, bfloat16, float16, float64, all; got 'float8'"),
+        ("bench --layout nhwc", "--layout must be one of nchw, channels_last, all; got 'nhwc'"),
+        ("bench --pass bwd", "--pass must be one of fwd, grad-input, grad-weight, step, all; got 'bwd'"),
+        ("bench --device gpu", "--device must be cpu, cuda or cuda:<index>; got 'gpu'"),
+        (
+            "bench --device cpu --precision tf32",
+            "--precision must be one of ieee, bf16, fp16 and fp64 on a CPU; got 'tf32'",
+        ),
+        ("bench --dtype bfloat16 --precision ieee", "--precision must be one of bf16 for bfloat16; got 'ieee'"),
+        (
+            "bench --suite founding --case kb58",
+            "--case must be one of kb71, kb65, kb75, kb69, kb57; got 'kb58'",
+        ),
+        ("bench --suite custom", "--suite custom needs --layer and --input; got None and None"),
+        ("bench --suite cpu --layer 4,4,3", "--layer and --input go with --suite custom; got --suite cpu"),
+        (
+            "bench --layer 4,4,3 --input 1x4x8 --layout channels_last",
+            "--layout must be nchw for 1-D layers, which have no channels_last; got 'channels_last'",
+        ),
+        ("bench --json nowhere/r.json", "--json must be a file in a folder that exists; got 'nowhere/r.json'"),
+        ("bench --plot r.pdf", "--plot must end in .png or .svg; got 'r.pdf'"),
+        ("bench --from r.json", "--from: r.json cannot be read: No such file or directory"),
+        (
+            "explain 4,4 --input 1x4x8",
+            "the layer needs kernel_size, like \"64,64,(3,7),stride=2,padding=1\"; got '4,4'",
+        ),
+        (
+            "explain 4,4,3 --input 1x4x8 --dtype int8",
+            "--dtype must be one of float32, bfloat16, float16, float64; got 'int8'",
+        ),
+        (
+            "explain 4,4,3 --input 1x4x8 --ceilings 3",
+            "--ceilings must be bytes/s and FLOP/s joined by a comma, like 37e9,190e9; got '3'",
+        ),
+    ],
+)
+def test_a_bad_argument_is_one_sentence_and_exit_code_2(
+    arguments: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert upconv_(*arguments.split()) == (2, f"upconv: {sentence}\n")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_missing_gpu_is_one_sentence() -> None:
+    expected = "upconv: --device must be cpu here, since PyTorch finds no CUDA device; got 'cuda'\n"
+    assert upconv_("bench", "--device", "cuda") == (2, expected)
+
+
+@pytest.mark.parametrize("arguments", [["bench", "--nope"], ["explain"], ["what"], ["bench", "--json"]])
+def test_what_typer_refuses_has_exit_code_2_and_no_traceback(arguments: list[str]) -> None:
+    code, out = upconv_(*arguments)
+    assert code == 2 and "Traceback" not in out and (arguments[-1] in out or "LAYER" in out)
+
+
+@pytest.mark.parametrize("command", ["bench", "explain", "env"])
+def test_help_has_an_example(command: str) -> None:
+    code, out = upconv_(command, "--help")
+    assert code == 0 and f"upconv {command} " in out and "xample" in out
+    assert command in upconv_("--help")[1]
+
+
+# --- explain ---------------------------------------------------------------------------------------------------------
+
+
+def test_explain_says_sizes_taps_roof_and_plan(plans) -> None:
+    plans("phases")
+    code, out = upconv_(
+        "explain", "32,64,(3,5),stride=(2,3),padding=(1,2),dilation=(2,1),groups=4", "--input", "2x32x64x128",
+        "--device", "cpu", "--ceilings", "1e10,1e11",
+    )  # fmt: skip
+    assert code == 0
+    lines = [line.rstrip() for line in out.splitlines()]
+    assert lines[0] == "32->64 k3x5 s2x3 p1x2 d2x1 g4 on 2x32x64x128 · float32 · nchw · fwd"
+    assert lines[1] == "output  2 x 64 x 129 x 382"
+    assert lines[2:5] == ["kernel  a b c a b", "        a b c a b", "        a b c a b"]
+    assert lines[5] == "phases  6 phases, 15 taps: outputs of a phase share its taps"
+    # Rows o with (o + 1) even: 64 of 129; columns with (o + 2) = 0, 1 and 2 mod 3: 127, 127 and 128 of 382.
+    assert lines[6:9] == [
+        f"        {letter}  residue (0, {i}): {taps} taps, {64 * n / (129 * 382):.0%} of the outputs"
+        for i, (letter, taps, n) in enumerate([("a", 6, 127), ("b", 6, 127), ("c", 3, 128)])
+    ]
+    assert lines[9] == "        3 phases have no tap: 50% of the outputs are just the bias"
+    p = parse_layer("32,64,(3,5),(2,3),(1,2),dilation=(2,1),groups=4", "2x32x64x128")
+    assert lines[10].startswith(
+        f"work    {p.flops / 1e6:.3g} MFLOP useful, {p.bytes / 1e6:.3g} MB compulsory (9.2 FLOP per byte)"
+    )
+    assert lines[11].startswith(
+        f"roof    {1e3 * p.bytes / 1e10:.3g} ms, bound by memory: {1e3 * p.flops / 1e11:.3g} ms of FLOPs"
+    )
+    assert lines[-2:] == ["plan    phases, engine cpu:phases", "        ✓ phases    forced"]
+
+
+def test_explain_names_every_candidate_of_the_plan() -> None:
+    code, out = upconv_(
+        "explain", "16,16,3,stride=2", "--input", "1x16x32x32", "--device", "cpu", "--ceilings", "1e10,1e11"
+    )
+    p = parse_layer("16,16,3,stride=2", "1x16x32x32")
+    plan = planner.plan(p, planner.cpu_device())
+    assert code == 0 and [c.chosen for c in plan.candidates].count(True) == 1
+    words = " ".join(out.split())
+    for candidate in plan.candidates:
+        mark = "✓" if candidate.chosen else "·"
+        assert " ".join(f"{mark} {candidate.name} {candidate.reason}".split()) in words
+
+
+def test_a_kernels_drawing_marks_each_tap_with_its_phase() -> None:
+    p = Problem.make(1, 1, 1, (4, 4), 4, 2, 1)
+    assert kernel_drawing(p) == ["a b a b", "c d c d", "a b a b", "c d c d"]
+    letters = phase_letters(p)
+    for phase in p.phases:
+        assert len({letters[tap] for tap in phase.taps}) == 1
+    assert sum(line.count(letter) for line in kernel_drawing(p) for letter in "abcd") == p.taps
+    assert kernel_drawing(Problem.make(1, 1, 1, (4,), 3, 1)) == ["a a a"]
+    assert kernel_drawing(Problem.make(1, 1, 1, (4, 4, 4), 2, 2)) == ["a b   e f", "c d   g h"]
+    long = kernel_drawing(Problem.make(1, 1, 1, (4, 4), (30, 30), 10))
+    assert len(long) == 25 and long[0].endswith("d …") and "*" in long[9] and long[-1] == "…"
+
+
+def test_many_phases_are_shortened() -> None:
+    lines = phase_lines(Problem.make(1, 1, 1, (9, 9), 9, 4, 4))
+    assert len(lines) == 9 and lines[0] == "a  residue (0, 0): 9 taps, 7% of the outputs"
+    assert lines[-1] == "…  and 8 more of 4 to 6 taps"
+
+
+# --- env -------------------------------------------------------------------------------------------------------------
+
+
+def test_env_tells_versions_devices_and_flags() -> None:
+    code, out = upconv_("env", "--json")
+    found = json.loads(out)
+    assert code == 0 and set(found) == {"versions", "system", "devices", "flags", "caches"}
+    assert found["versions"]["torch"] == torch.__version__ and found["versions"]["onednn"].count(".") >= 1
+    assert found["devices"]["cpu"]["threads"] == torch.get_num_threads()
+    assert found["flags"]["mkldnn.enabled"] == torch.backends.mkldnn.enabled
+    code, text = upconv_("env")
+    assert code == 0 and str(torch.__version__) in text and found["devices"]["cpu"]["name"] in text
+
+
+def test_a_failing_probe_becomes_a_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*arguments: object) -> str:
+        raise RuntimeError("torn\nin two")
+
+    monkeypatch.setattr(torch.__config__, "show", broken)
+    monkeypatch.setattr(env, "_cpu_name", broken)
+    monkeypatch.setattr(torch.cuda, "device_count", broken)
+    code, out = upconv_("env", "--json")
+    found = json.loads(out)
+    assert code == 0 and found["versions"]["onednn"] == "unavailable: RuntimeError: torn"
+    assert found["devices"]["cpu"]["name"] == "unavailable: RuntimeError: torn"
+    assert found["devices"]["cpu"]["threads"] == torch.get_num_threads()
+    assert upconv_("env")[0] == 0
+
+
+def test_the_commit_is_that_of_this_projects_checkout_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def git(*arguments: str) -> str:
+        done = subprocess.run(["git", "-C", str(tmp_path), *arguments], capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    package = tmp_path / "src" / "upconv"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    monkeypatch.setattr(upconv, "__file__", str(package / "__init__.py"))
+    assert env.commit() is None
+    git("init", "-q")
+    git("add", ".")
+    git("-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "x")
+    assert env.commit() == git("rev-parse", "HEAD")
+    (tmp_path / "notes").write_text("beside the sources")
+    assert env.commit() == git("rev-parse", "HEAD")
+    (package / "__init__.py").write_text("changed = 1")
+    assert env.commit() == git("rev-parse", "HEAD") + "-dirty"
+    vendored = tmp_path / ".venv" / "upconv"
+    vendored.mkdir(parents=True)
+    monkeypatch.setattr(upconv, "__file__", str(vendored / "__init__.py"))
+    assert env.commit() is None
+
+
+# --- the process -----------------------------------------------------------------------------------------------------
+
+
+def test_the_module_runs_and_importing_the_package_stays_light() -> None:
+    code = (
+        "import sys, upconv; heavy = [m for m in ('upconv.bench', 'upconv.cli', 'rich', 'typer', 'matplotlib') "
+        "if m in sys.modules]; assert not heavy, heavy; sys.argv = ['upconv', '--version']; "
+        "import runpy; runpy.run_module('upconv', run_name='__main__')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"upconv {upconv.__version__}\n", "")
