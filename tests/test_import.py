@@ -1,0 +1,138 @@
+"""Importing upconv initialises no device, writes nothing, prints nothing, and costs next to nothing beside torch."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+# The figure that importing may add to importing torch; the best of several runs, since other processes only add.
+LIMIT_SECONDS = 0.1
+
+
+def _run(code: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs code in a fresh interpreter whose home, caches, temporary files and working directory are in ``folder``."""
+    places = {
+        "HOME": "home", "XDG_CACHE_HOME": "cache", "XDG_CONFIG_HOME": "config", "XDG_DATA_HOME": "data", "TMPDIR": "tmp"
+    }  # fmt: skip
+    for place in (*places.values(), "cwd"):
+        (folder / place).mkdir(exist_ok=True)
+    variables = {**os.environ, **{name: str(folder / place) for name, place in places.items()}, **environment}
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=folder / "cwd", env=variables, capture_output=True, text=True, timeout=120
+    )
+
+
+def _files(folder: Path) -> dict[str, int]:
+    return {str(f): f.stat().st_mtime_ns for f in folder.rglob("*") if f.is_file()}
+
+
+def test_prints_nothing_and_writes_nothing(tmp_path: Path) -> None:
+    import upconv
+
+    package = Path(upconv.__file__).parent
+    before = _files(package)
+    done = _run("import upconv", tmp_path, PYTHONDONTWRITEBYTECODE="1")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert _files(tmp_path) == {}
+    assert _files(package) == before
+
+
+def test_warns_of_nothing(tmp_path: Path) -> None:
+    """Warnings as errors from the package's own import on (torch's may warn of what they like)."""
+    done = _run("import torch, warnings; warnings.simplefilter('error'); import upconv", tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_changes_no_setting_of_torch(tmp_path: Path) -> None:
+    code = """
+import logging, random, signal, threading, torch
+def state():
+    return (
+        torch.get_default_dtype(), torch.get_num_threads(), torch.is_grad_enabled(), torch.initial_seed(),
+        torch.get_rng_state().tolist(), random.getstate(), torch.are_deterministic_algorithms_enabled(),
+        torch.backends.cudnn.benchmark, torch.backends.mkldnn.enabled, torch.get_float32_matmul_precision(),
+        torch.nn.ConvTranspose2d, torch.nn.ConvTranspose2d.forward, torch.conv_transpose2d,
+        torch.nn.functional.conv_transpose2d, threading.active_count(), len(logging.getLogger().handlers),
+        signal.getsignal(signal.SIGINT),
+    )
+before = state()
+import upconv
+assert state() == before
+assert not logging.getLogger("upconv").handlers
+"""
+    done = _run(code, tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_initialises_no_device(tmp_path: Path) -> None:
+    code = """
+import torch
+def forbidden(*args, **kwargs):
+    raise AssertionError("a device was initialised")
+torch.cuda._lazy_init = torch.cuda.init = forbidden
+import upconv
+assert not torch.cuda.is_initialized()
+upconv.conv_transpose2d(torch.ones(1, 2, 3, 3), torch.ones(2, 2, 3, 3), stride=2)
+assert not torch.cuda.is_initialized()
+"""
+    done = _run(code, tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_imports_no_tool_of_the_command_line(tmp_path: Path) -> None:
+    """The bench, the command line and what they stand on are imported by those who use them."""
+    code = """
+import sys, torch
+before = set(sys.modules)
+import upconv
+names = {name.partition(".")[0] for name in set(sys.modules) - before}
+heavy = names & {"rich", "typer", "click", "matplotlib", "numpy", "scipy", "PIL", "cuda", "triton", "hypothesis"}
+own = {name for name in sys.modules if name.startswith(("upconv.bench", "upconv.cli", "upconv.env", "upconv.explain"))}
+print(sorted(heavy | own))
+"""
+    done = _run(code, tmp_path)
+    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "[]", "")
+
+
+def test_works_without_the_optional_packages(tmp_path: Path) -> None:
+    code = """
+import sys
+for name in ("matplotlib", "rich", "typer", "skimage", "sklearn"):
+    sys.modules[name] = None  # an import of it fails
+import torch, upconv
+model = torch.nn.Sequential(torch.nn.ConvTranspose2d(2, 3, 3, stride=2))
+wanted = model(torch.ones(1, 2, 4, 4))
+torch.testing.assert_close(upconv.accelerate(model)(torch.ones(1, 2, 4, 4)), wanted)
+"""
+    done = _run(code, tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.slow
+def test_import_time(tmp_path: Path) -> None:
+    code = """
+import time, torch
+start = time.perf_counter()
+import upconv
+print(time.perf_counter() - start)
+"""
+    times = []
+    for _ in range(7):
+        done = _run(code, tmp_path)
+        assert done.returncode == 0, done.stderr
+        times.append(float(done.stdout))
+        if min(times) < LIMIT_SECONDS:
+            break
+    assert min(times) < LIMIT_SECONDS, times
+
+
+def test_public_names() -> None:
+    import upconv
+
+    assert upconv.__all__ == sorted(upconv.__all__)
+    assert all(hasattr(upconv, name) for name in upconv.__all__)
+    assert upconv.__version__.count(".") == 2
