@@ -76,7 +76,7 @@ def step(network: Autoencoder, optimizer: torch.optim.Optimizer, images: Tensor)
     """One training step on ``(N, 1, 8, 8)``; returns the mean squared error before it."""
     loss = F.mse_loss(network(images), images)
     optimizer.zero_grad()
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     optimizer.step()
     return loss.item()
 

@@ -1,0 +1,161 @@
+"""The example programs: each in its short form as a user runs it, then what a user may get wrong.
+
+The processes get one thread each: beside others on the same cores PyTorch's threads wait for each other at every small
+layer. On two overloaded cores a training step took 1 s with two threads, and some 50 ms with one.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner
+
+pytest.importorskip("matplotlib", reason="matplotlib draws the examples' pictures")
+pytest.importorskip("skimage", reason="scikit-image carries the photographs")
+pytest.importorskip("sklearn", reason="scikit-learn carries the digits and two photographs")
+
+import numpy as np
+from matplotlib import image
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+pytestmark = pytest.mark.slow
+
+
+def run(name: str, *arguments: str, cwd: Path) -> str:
+    """What a program printed; its folder ``cwd`` is a fresh one."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "120", "PYTHONIOENCODING": "utf-8"}
+    command = [sys.executable, str(EXAMPLES / name), *arguments]
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, encoding="utf-8", timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def numbers(output: str, row: str) -> list[float]:
+    """The numbers of the only table row whose first cell is ``row``."""
+    (line,) = [line for line in output.splitlines() if line.startswith(f"│ {row} ")]
+    return [float(number) for number in re.findall(r"\d+\.\d+", line)]
+
+
+def assert_picture(path: Path, least_width: int, least_height: int) -> None:
+    """A PNG of at least that size in pixels with more than a few colours, and no half-written file beside it."""
+    assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    pixels = image.imread(path)
+    assert pixels.shape[0] >= least_height and pixels.shape[1] >= least_width
+    assert len(np.unique((pixels[..., :3] * 255).astype(np.uint8).reshape(-1, 3), axis=0)) > 15
+    assert list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(("photo", "scale"), [("astronaut", 3), ("coffee", 4)])
+def test_upscale_photo(tmp_path: Path, photo: str, scale: int) -> None:
+    output = run("upscale_photo.py", "--quick", "--photo", photo, "--scale", str(scale), "--out", "here", cwd=tmp_path)
+    assert "upscale: swapped" in output
+
+    (bicubic,) = numbers(output, "bicubic")
+    by_torch, *torch_ms = numbers(output, "network, torch")
+    by_upconv, *upconv_ms = numbers(output, "network, upconv")
+    assert by_torch == pytest.approx(by_upconv, abs=0.0101)  # 0.01 dB; two decimals are printed
+    assert len(torch_ms) == len(upconv_ms) == 2
+    assert min(torch_ms + upconv_ms) > 0
+    assert 20 < bicubic < 50
+    # Over all photographs 200 steps end 0.08 (cat, 3x) to 0.8 dB (astronaut, 3x) above bicubic, coffee at 4x 0.44.
+    assert bicubic < by_upconv < bicubic + 3
+
+    assert_picture(tmp_path / "here" / f"upscale_{photo}_x{scale}.png", 1200, 600)
+
+
+def test_autoencoder_digits(tmp_path: Path) -> None:
+    output = run("autoencoder_digits.py", "--quick", cwd=tmp_path)
+
+    (linear,) = numbers(output, "principal components")
+    by_torch, torch_ms = numbers(output, "autoencoder, torch")
+    by_upconv, upconv_ms = numbers(output, "autoencoder, upconv")
+    assert by_torch == pytest.approx(by_upconv, abs=1.01e-5)  # five decimals are printed
+    assert torch_ms > 0 and upconv_ms > 0
+    # The digits' own variance is 0.07. 10 epochs end at 0.024, the whole training at 0.005.
+    assert 0.005 < linear < 0.02
+    assert 0.001 < by_upconv < 0.035
+
+    assert_picture(tmp_path / "out" / "autoencoder_digits.png", 800, 300)
+
+
+@pytest.fixture
+def program(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """An example as a module."""
+    spec = importlib.util.spec_from_file_location(request.param, EXAMPLES / f"{request.param}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, request.param, module)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("program", ["upscale_photo"], indirect=True)
+def test_steps_are_reproducible(program: ModuleType) -> None:
+    """A seed and a number of steps give the same weights, to the bit; another seed gives others."""
+    photos = [program.load(program.Photo.camera)]
+
+    def trained(seed: int) -> torch.Tensor:
+        torch.manual_seed(0)
+        network = program.FSRCNN(3)
+        assert program.train(network, photos, seconds=60, steps=4, seed=seed, device="cpu") == 4
+        return torch.nn.utils.parameters_to_vector(network.parameters()).detach()
+
+    first = trained(1)
+    assert torch.equal(first, trained(1))
+    assert not torch.equal(first, trained(2))
+
+
+@pytest.mark.parametrize("program", ["upscale_photo"], indirect=True)
+@pytest.mark.parametrize("scale", [3, 4])
+def test_network_scales_exactly(program: ModuleType, scale: int) -> None:
+    """The size out is ``scale`` times the size in, and with a last layer of zeros the network is bicubic."""
+    network = program.FSRCNN(scale)
+    torch.nn.init.zeros_(network.upscale.weight)
+    small = torch.rand(1, 1, 7, 11)
+    with torch.inference_mode():
+        large = network(small)
+    assert large.shape == (1, 1, 7 * scale, 11 * scale)
+    torch.testing.assert_close(large, program.bicubic(small, scale))
+
+
+@pytest.mark.parametrize(
+    ("program", "arguments", "named"),
+    [
+        ("upscale_photo", ["--scale", "5"], ["--scale", "'5'"]),
+        ("upscale_photo", ["--photo", "nobody"], ["--photo", "'nobody'"]),
+        ("upscale_photo", ["--seconds", "0"], ["--seconds"]),
+        ("upscale_photo", ["--out", __file__], ["--out", "is a file"]),
+        ("autoencoder_digits", ["--latent", "0"], ["--latent"]),
+        ("autoencoder_digits", ["--out", __file__], ["--out", "is a file"]),
+        pytest.param(
+            "upscale_photo",
+            ["--device", "cuda"],
+            ["--device", "'cuda'"],
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device"),
+        ),
+    ],
+    indirect=["program"],
+)
+def test_bad_arguments(
+    program: ModuleType, arguments: list[str], named: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error names the parameter and the value, and nothing is written."""
+    monkeypatch.chdir(tmp_path)
+    app = typer.Typer()
+    app.command()(program.main)
+    result = CliRunner().invoke(app, arguments, env={"COLUMNS": "300"})
+    assert result.exit_code == 2
+    assert isinstance(result.exception, SystemExit)
+    assert all(word in result.output for word in named)
+    assert not list(tmp_path.iterdir())
