@@ -217,19 +217,17 @@ def test_explain_says_sizes_taps_roof_and_plan(plans) -> None:
     assert lines[2:5] == ["kernel  a b c a b", "        a b c a b", "        a b c a b"]
     assert lines[5] == "phases  6 phases, 15 taps: outputs of a phase share its taps"
     # Rows o with (o + 1) even: 64 of 129; columns with (o + 2) = 0, 1 and 2 mod 3: 127, 127 and 128 of 382.
-    assert lines[6:9] == [
-        f"        {letter}  residue (0, {i}): {taps} taps, {64 * n / (129 * 382):.0%} of the outputs"
-        for i, (letter, taps, n) in enumerate([("a", 6, 127), ("b", 6, 127), ("c", 3, 128)])
-    ]
-    assert lines[9] == "        3 phases have no tap: 50% of the outputs are just the bias"
+    assert lines[6] == f"        a b: 6 taps each, {64 * 254 / (129 * 382):.0%} of the outputs"
+    assert lines[7] == f"        c: 3 taps, {64 * 128 / (129 * 382):.0%} of the outputs"
+    assert lines[8] == f"        3 phases have no tap: {65 / 129:.0%} of the outputs are just the bias"
     p = parse_layer("32,64,(3,5),(2,3),(1,2),dilation=(2,1),groups=4", "2x32x64x128")
-    assert lines[10].startswith(
+    assert lines[9].startswith(
         f"work    {p.flops / 1e6:.3g} MFLOP useful, {p.bytes / 1e6:.3g} MB compulsory (9.2 FLOP per byte)"
     )
-    assert lines[11].startswith(
+    assert lines[10].startswith(
         f"roof    {1e3 * p.bytes / 1e10:.3g} ms, bound by memory: {1e3 * p.flops / 1e11:.3g} ms of FLOPs"
     )
-    assert lines[-2:] == ["plan    phases, engine cpu:phases", "        ✓ phases    forced"]
+    assert lines[-2:] == ["plan    phases, engine cpu:phases", "        ✓ phases  forced"]
 
 
 def test_explain_names_every_candidate_of_the_plan() -> None:
@@ -260,8 +258,14 @@ def test_a_kernels_drawing_marks_each_tap_with_its_phase() -> None:
 
 def test_many_phases_are_shortened() -> None:
     lines = phase_lines(Problem.make(1, 1, 1, (9, 9), 9, 4, 4))
-    assert len(lines) == 9 and lines[0] == "a  residue (0, 0): 9 taps, 7% of the outputs"
-    assert lines[-1] == "…  and 8 more of 4 to 6 taps"
+    # Along each dimension 9 taps fall on 4 phases as 3, 2, 2 and 2; of the 33 outputs 9, 8, 8 and 8 are in each.
+    assert lines == [
+        f"a: 9 taps, {9 * 9 / 33**2:.0%} of the outputs",
+        f"b c d e i m: 6 taps each, {6 * 9 * 8 / 33**2:.0%} of the outputs",
+        f"f g h j k l n o p: 4 taps each, {9 * 8 * 8 / 33**2:.0%} of the outputs",
+    ]
+    many = phase_lines(Problem.make(1, 1, 1, (9, 9), 10, 10))
+    assert many == ["a b c d e f g h i j k l m n o p … (100 phases): 1 tap each, 100% of the outputs"]
 
 
 # --- env -------------------------------------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ def _package(name: str) -> Value:
 
 
 def _cudnn() -> Value:
-    version = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None  # type: ignore[no-untyped-call]
+    version = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
     return f"{version // 10000}.{version // 100 % 100}.{version % 100}" if version else None
 
 

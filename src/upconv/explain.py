@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import string
-from collections.abc import Iterator
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
@@ -14,12 +13,12 @@ from upconv.bench.report import si
 from upconv.bench.roofline import Ceilings
 from upconv.bench.run import plan_text
 from upconv.planner import Plan
-from upconv.problem import Phase, Problem
+from upconv.problem import Problem
 
 LETTERS = string.ascii_lowercase + string.ascii_uppercase
 """A letter for each phase that has taps; phases beyond them are drawn as ``*``."""
-MOST_PHASES = 8
-"""Phases listed one by one; of more, the first ones and the range of their tap counts."""
+MOST_LETTERS = 16
+"""Phases with the same number of taps that are listed by their letters; of more, the first ones."""
 MOST_TAPS = 24
 """Taps drawn along a dimension; a longer kernel repeats its pattern anyway."""
 _STYLES = ("cyan", "magenta", "green", "yellow", "blue", "red")
@@ -60,35 +59,26 @@ def _coloured(line: str) -> Text:
 
 
 def phase_lines(p: Problem) -> list[str]:
-    """A line for each phase: its letter, residue, taps and share of the outputs."""
-    used = [phase for phase in p.phases if phase.tap_count]
+    """A line for the phases of each tap count: their letters and their share of the outputs together."""
     total = math.prod(p.out_size)
+    used = [phase for phase in p.phases if phase.tap_count]
     lines = []
-    for i, phase in enumerate(used[:MOST_PHASES]):
-        lines.append(
-            f"{LETTERS[i]}  residue {_residue(phase)}: {_taps(phase.tap_count)}, {_share(phase, total)} of the outputs"
-        )
-    if len(used) > MOST_PHASES:
-        counts = [phase.tap_count for phase in used[MOST_PHASES:]]
-        span = _taps(counts[0]) if len(set(counts)) == 1 else f"{min(counts)} to {max(counts)} taps"
-        lines.append(f"…  and {len(counts)} more of {span}")
-    empty = len(p.phases) - len(used)
+    for count in sorted({phase.tap_count for phase in used}, reverse=True):
+        alike = [i for i, phase in enumerate(used) if phase.tap_count == count]
+        letters = " ".join(LETTERS[i] for i in alike[:MOST_LETTERS] if i < len(LETTERS))
+        more = f" … ({len(alike)} phases)" if len(alike) > MOST_LETTERS else ""
+        share = sum(used[i].output_count for i in alike) / total
+        lines.append(f"{letters}{more}: {_taps(count)}{' each' if len(alike) > 1 else ''}, {share:.0%} of the outputs")
+    empty = [phase for phase in p.phases if not phase.tap_count]
     if empty:
-        share = sum(phase.output_count for phase in p.phases if not phase.tap_count) / total
-        lines.append(f"{empty} phases have no tap: {share:.0%} of the outputs are just the bias")
+        share = sum(phase.output_count for phase in empty) / total
+        have = "phase has" if len(empty) == 1 else "phases have"
+        lines.append(f"{len(empty)} {have} no tap: {share:.0%} of the outputs are just the bias")
     return lines
-
-
-def _residue(phase: Phase) -> str:
-    return "(" + ", ".join(str(axis.residue) for axis in phase.axes) + ")"
 
 
 def _taps(count: int) -> str:
     return f"{count} tap" + ("s" if count != 1 else "")
-
-
-def _share(phase: Phase, total: int) -> str:
-    return f"{phase.output_count / total:.0%}"
 
 
 def _roof(p: Problem, ceilings: Ceilings) -> str:
@@ -101,10 +91,15 @@ def _roof(p: Problem, ceilings: Ceilings) -> str:
     )
 
 
-def _plan_lines(plan: Plan, p: Problem) -> Iterator[Text]:
+def _candidates(plan: Plan) -> Table:
+    """Every candidate with its reason, the chosen ones marked."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(no_wrap=True)
+    grid.add_column()
     for candidate in plan.candidates:
         mark, style = ("✓", "bold green") if candidate.chosen else ("·", "dim")
-        yield Text.assemble((f"{mark} {candidate.name:<9}", style), f" {candidate.reason}")
+        grid.add_row(Text(f"{mark} {candidate.name}", style=style), candidate.reason)
+    return grid
 
 
 class Explanation:
@@ -121,7 +116,7 @@ class Explanation:
         grid.add_column(style="dim", no_wrap=True)
         grid.add_column()
 
-        def add(name: str, *lines: str | Text) -> None:
+        def add(name: str, *lines: str | Text | Table) -> None:
             for i, line in enumerate(lines):
                 grid.add_row("" if i else name, line)
 
@@ -132,7 +127,7 @@ class Explanation:
         per_byte = f"{p.flops / p.bytes:.3g} FLOP per byte" if p.bytes else "no bytes"
         add("work", f"{si(p.flops, 'FLOP')} useful, {si(p.bytes, 'B')} compulsory ({per_byte})")
         add("roof", _roof(p, self.ceilings))
-        add("plan", f"{plan_text(self.plan, p.pass_)}, engine {self.plan.engine(p.pass_)}", *_plan_lines(self.plan, p))
+        add("plan", f"{plan_text(self.plan, p.pass_)}, engine {self.plan.engine(p.pass_)}", _candidates(self.plan))
         yield grid
 
 

@@ -8,6 +8,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime, timezone
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -200,6 +201,9 @@ def _swept(rows: Sequence[Row]) -> tuple[list[str], list[tuple[str, Callable[[Ro
 
 # --- the terminal ----------------------------------------------------------------------------------------------------
 
+_WIDE = 110
+"""Columns of a terminal from which on the table spells each layer out."""
+
 
 def show(report: Report, console: Console) -> None:
     """Prints the table, its conditions and the summary."""
@@ -207,7 +211,7 @@ def show(report: Report, console: Console) -> None:
     constant, columns = _swept(rows)
     console.print(Text(" · ".join(["upconv bench", *constant]), style="bold"))
     console.print(Text(conditions(report), style="dim"))
-    console.print(table(rows, columns))
+    console.print(table(rows, columns, layers=console.width >= _WIDE))
     summary = summarise(rows)
     if summary["ours"]:
         lowest = summary["lowest"]
@@ -229,13 +233,14 @@ def show(report: Report, console: Console) -> None:
     console.print(Text(f"roof: {_ceiling_text(report['ceilings'])}", style="dim"))
 
 
-def table(rows: Sequence[Row], columns: Sequence[tuple[str, Callable[[Row], str]]]) -> Table:
-    """The rows as a table; ``columns`` are those beside the fixed ones."""
+def table(rows: Sequence[Row], columns: Sequence[tuple[str, Callable[[Row], str]]], *, layers: bool) -> Table:
+    """The rows as a table; ``columns`` are those beside the fixed ones, and ``layers`` spells each case out."""
     scaled = any(row["scale"] != 1 for row in rows)
     peaks = any(row["ours_peak_bytes"] is not None for row in rows)
     grid = Table(header_style="bold", pad_edge=False)
     grid.add_column("case", no_wrap=True)
-    grid.add_column("layer and input", style="dim", overflow="fold")
+    if layers:
+        grid.add_column("layer and input", style="dim", overflow="fold")
     for name, _ in columns:
         grid.add_column(name, no_wrap=True)
     if scaled:
@@ -248,7 +253,11 @@ def table(rows: Sequence[Row], columns: Sequence[tuple[str, Callable[[Row], str]
     grid.add_column("error", justify="right", no_wrap=True)
     grid.add_column("engine", no_wrap=True)
     for row in rows:
-        cells: list[str | Text] = [row["case"], row["layer"], *(text(row) for _, text in columns)]
+        cells: list[str | Text] = [
+            row["case"],
+            *([row["layer"]] if layers else []),
+            *(text(row) for _, text in columns),
+        ]
         if scaled:
             cells.append(_scale(row["scale"]))
         if row["ours_ms"] is None:
@@ -360,7 +369,7 @@ def _draw_bars(
     """Bars from 1 on a logarithmic axis: twice as fast is as long as half as fast, to the other side."""
     thickness = 0.8 / len(series)
     ratios = [row["ratio"] or 1.0 for row in rows]
-    low, high = min(0.9, *ratios), max(2.0, *ratios)
+    low, high = min(1.0, *ratios), max(2.0, *ratios)
     for row in rows:
         ratio, name = row["ratio"] or 1.0, _series(row)
         y = cases.index((row["suite"], row["case"])) + (series.index(name) - (len(series) - 1) / 2) * thickness
@@ -376,8 +385,10 @@ def _draw_bars(
             va="center", ha="left" if side > 0 else "right", fontsize=7.5,
         )  # fmt: skip
     axes.set_xscale("log", base=2)
-    axes.set_xlim(low / (1.15 if low > 0.8 else 1.35), high * 1.35)
-    ticks = [2.0**e for e in range(-6, 10) if low / 1.15 <= 2.0**e <= high * 1.35]
+    room = (high / low) ** 0.13  # for the numbers at the bars' ends
+    left, right = low / (room if low < 1 else 1.05), high * room
+    axes.set_xlim(left, right)
+    ticks = [2.0**e for e in range(-6, 10) if left <= 2.0**e <= right]
     axes.set_xticks(ticks, [f"{t:g}x" for t in ticks])
     axes.minorticks_off()
     axes.axvline(1, color="#333333", linewidth=0.9)
@@ -393,6 +404,28 @@ def _draw_bars(
 
         handles = [Patch(color=colours[name], label=name) for name in series]
         axes.legend(handles=handles, fontsize=7.5, frameon=True, loc="best")
+
+
+def _label(axes: Axes, points: Sequence[Row]) -> None:
+    """Names each case once, at its fastest point, on the side where no other name is; without room, not at all."""
+    best = {row["case"]: row for row in sorted(points, key=lambda row: row["flops"] / (row["ours_ms"] or 1.0))}
+    width, height = (math.log10(high / low) for low, high in (axes.get_xlim(), axes.get_ylim()))
+    taken: list[tuple[float, float, float, float]] = []
+    for name, row in best.items():
+        x, y = row["flops"] / row["bytes"], row["flops"] / (row["ours_ms"] or 1.0) / 1e6
+        across, up = (math.log10(x / axes.get_xlim()[0]) / width, math.log10(y / axes.get_ylim()[0]) / height)
+        wide, tall = 0.012 * len(name) + 0.01, 0.026  # a name's size as a share of the axes
+        for rise, side in product((4, -4, 16, -16), (1, -1)):  # in points; a name is about 10 of them high
+            begin, near = across if side > 0 else across - wide, up + rise * tall / 10
+            box = (begin, begin + wide, *sorted((near, near + math.copysign(tall, rise))))
+            inside = box[0] >= 0 and box[1] <= 1 and box[2] >= 0
+            if inside and not any(box[0] < t[1] and t[0] < box[1] and box[2] < t[3] and t[2] < box[3] for t in taken):
+                taken.append(box)
+                axes.annotate(
+                    name, (x, y), (4 * side, rise), textcoords="offset points", fontsize=7, color="#444444",
+                    ha="left" if side > 0 else "right", va="bottom" if rise > 0 else "top",
+                )  # fmt: skip
+                break
 
 
 def _draw_roofline(axes: Axes, rows: Sequence[Row], ceilings: Ceilings, colours: dict[str, str]) -> None:
@@ -422,11 +455,10 @@ def _draw_roofline(axes: Axes, rows: Sequence[Row], ceilings: Ceilings, colours:
             axes.plot([x, x], [theirs, ours], color=colour, linewidth=0.8, alpha=0.6)
             axes.plot(x, theirs, "o", markersize=5, markerfacecolor="white", color=colour)
             axes.plot(x, ours, "o", markersize=5, color=colour)
-        if len(points) <= 40:
-            axes.annotate(row["case"], (x, ours), (4, 3), textcoords="offset points", fontsize=7, color="#444444")
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xlim(left, right)
+    _label(axes, points)
     axes.xaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_major_formatter("{x:g}")
     axes.grid(color="#e4e4e4", linewidth=0.6)

@@ -138,7 +138,7 @@ class _CudaClock:
 
     def __call__(self, run: Callable[[], object]) -> float:
         with torch.cuda.device(self.device):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             self.buffer.fill_(1)
             begin.record()
             result = run()
