@@ -230,16 +230,16 @@ def test_norms_by_hooks_stay(rank: int, norm: Callable[..., nn.Module]) -> None:
 
 
 @RANKS
-@pytest.mark.parametrize(
-    "norm", (parametrizations.weight_norm, parametrizations.spectral_norm, parametrizations.orthogonal)
-)
-def test_parametrisations_stay(rank: int, norm: Callable[..., nn.Module]) -> None:
+@pytest.mark.parametrize("which", ("weight norm", "spectral norm", "weight norm and a positive bias"))
+def test_parametrisations_stay(rank: int, which: str) -> None:
     theirs, ours = (getattr(home, f"ConvTranspose{rank}d") for home in (nn, upconv))
     layer = theirs(4, 6, 3, stride=2)
-    if norm is parametrizations.orthogonal:
-        norm = parametrizations.weight_norm
+    if which == "spectral norm":
+        parametrizations.spectral_norm(layer)
+    else:
+        parametrizations.weight_norm(layer)
+    if which.endswith("bias"):
         parametrize.register_parametrization(layer, "bias", nn.Softplus())
-    norm(layer)
     layer.eval()
     x = torch.randn(2, 4, *(5,) * rank)
     wanted, keys, described = layer(x).detach(), list(layer.state_dict()), repr(layer)

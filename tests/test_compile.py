@@ -1,0 +1,268 @@
+"""torch.compile, torch.library.opcheck and torch.export: the operator for graphs, and graphs that need no upconv."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import upconv
+from conftest import assert_close, assert_equal, forced_plans, make_call
+
+UTILITIES = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture(params=("phases", "native"))
+def engine(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The compiled operator runs by an engine of ours, and by PyTorch's operator behind the same name."""
+    with forced_plans(request.param, "split" if request.param == "phases" else "native"):
+        yield request.param
+
+
+def decoder(rank: int, home: Any = upconv) -> nn.Module:
+    """Two transposed convolutions with a norm and an activation, without the batch norm's running state."""
+    layer = getattr(home, f"ConvTranspose{rank}d")
+    return nn.Sequential(
+        layer(4, 8, 3, stride=2, padding=1, output_padding=1, groups=2),
+        nn.GroupNorm(2, 8),
+        nn.SiLU(),
+        layer(8, 3, 4, stride=2),
+    )
+
+
+def step(model: Any, x: Tensor) -> list[Tensor]:
+    x = x.detach().clone(memory_format=torch.preserve_format).requires_grad_()
+    parameters = list(model.parameters())
+    out = model(x)
+    return [out.detach(), *torch.autograd.grad(out.float().square().mean(), [x, *parameters])]
+
+
+def assert_same_step(compiled: Any, model: nn.Module, x: Tensor) -> None:
+    found, wanted = step(compiled, x), step(model, x)
+    assert len(found) == len(wanted) >= 6
+    for a, b in zip(found, wanted):
+        assert a.dtype is b.dtype and a.shape == b.shape
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5 * max(1.0, b.abs().max().item()))
+
+
+# --- torch.compile ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rank", (1, 2, 3))
+def test_compiles_without_a_break(rank: int, engine: str) -> None:
+    model = decoder(rank)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    assert_same_step(compiled, model, torch.randn(2, 4, *(5, 4, 3)[:rank]))
+    with torch.no_grad():
+        x = torch.randn(2, 4, *(5, 4, 3)[:rank])
+        assert_close(compiled(x), model(x), length=512)
+
+
+def test_the_graph_holds_one_operator_of_ours_a_layer(engine: str) -> None:
+    targets: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        targets.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return graph.forward
+
+    model = decoder(2)
+    x = torch.randn(2, 4, 5, 4)
+    assert_close(torch.compile(model, backend=backend, fullgraph=True)(x).detach(), model(x).detach(), length=512)
+    assert targets.count("upconv.conv_transpose") == 2
+    assert not any("conv_transpose2d" in target for target in targets)
+
+
+def test_one_graph_serves_all_sizes(engine: str) -> None:
+    model = decoder(2)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=True)
+    for n, h, w in ((2, 5, 4), (3, 7, 4), (2, 6, 9)):
+        assert_same_step(compiled, model, torch.randn(n, 4, h, w))
+    counted = torch._dynamo.testing.CompileCounter()
+    compiled = torch.compile(model, backend=counted, fullgraph=True, dynamic=True)
+    for n, h, w in ((2, 5, 4), (3, 7, 5), (4, 6, 9), (5, 11, 8)):
+        compiled(torch.randn(n, 4, h, w))
+    assert counted.frame_count == 1
+
+
+def test_automatic_dynamic_sizes(engine: str) -> None:
+    model = decoder(2)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for h in (4, 5, 6, 7):
+        assert_same_step(compiled, model, torch.randn(2, 4, h, h + 1))
+
+
+@pytest.mark.parametrize("rank", (2, 3))
+def test_channels_last(rank: int, engine: str) -> None:
+    last = torch.channels_last if rank == 2 else torch.channels_last_3d
+    model = decoder(rank)
+    for module in model:
+        if hasattr(module, "kernel_size"):
+            module.weight.data = module.weight.data.contiguous(memory_format=last)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    x = torch.randn(2, 4, *(5, 4, 3)[:rank])
+    for input in (x, x.contiguous(memory_format=last)):
+        assert_same_step(compiled, model, input)
+        assert compiled(input).is_contiguous(memory_format=last)
+
+
+def test_autocast(engine: str) -> None:
+    model = decoder(2)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    x = torch.randn(2, 4, 5, 4)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found, wanted = step(compiled, x), step(model, x)
+    assert found[0].dtype is torch.bfloat16
+    for a, b in zip(found, wanted):
+        assert a.dtype is b.dtype
+        torch.testing.assert_close(a, b, rtol=0.05, atol=0.03 * b.abs().max().item())
+
+
+def test_output_size_and_unbatched_input(engine: str) -> None:
+    layer = upconv.ConvTranspose2d(4, 6, 3, stride=2, padding=1)
+
+    def function(x: Tensor, y: Tensor) -> Tensor:
+        return layer(x, output_size=y.shape[-2:])
+
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    for shape in ((2, 4, 5, 5), (4, 5, 5)):
+        for size in ((9, 10), (10, 9)):
+            x, y = torch.randn(shape), torch.empty(size)
+            out = compiled(x, y)
+            assert out.shape[-2:] == size
+            assert_close(out.detach(), function(x, y).detach())
+
+
+def test_frozen_parts(engine: str) -> None:
+    model = decoder(2)
+    model[0].weight.requires_grad_(False)
+    model[3].bias.requires_grad_(False)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    x = torch.randn(2, 4, 5, 4)
+    results = []
+    for m in (compiled, model):
+        model.zero_grad()
+        m(x).square().mean().backward()
+        results.append([p.grad for p in model.parameters()])
+    assert [g is None for g in results[0]] == [g is None for g in results[1]] and None in results[0]
+    for a, b in zip(*results):
+        if b is not None:
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_delegated_dtypes_and_transforms_compile(engine: str) -> None:
+    call = make_call((2, 4, 5, 5), (4, 6, 3, 3), dtype=torch.complex64, stride=2)
+
+    def function(x: Tensor) -> Tensor:
+        return upconv.conv_transpose2d(x, call.weight, call.bias, stride=2)
+
+    assert_equal(torch.compile(function, backend="eager", fullgraph=True)(call.input), function(call.input))
+    real = make_call((3, 2, 4, 5, 5), (4, 6, 3, 3), stride=2)
+    mapped = torch.vmap(lambda x: upconv.conv_transpose2d(x, real.weight, real.bias, stride=2))
+    found = torch.compile(mapped, backend="aot_eager", fullgraph=True)(real.input)
+    assert_close(found, mapped(real.input), length=512)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize("channels_last", (False, True))
+def test_inductor(channels_last: bool, engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    model, x = decoder(2), torch.randn(2, 4, 6, 5)
+    if channels_last:
+        model, x = model.to(memory_format=torch.channels_last), x.contiguous(memory_format=torch.channels_last)
+    compiled = torch.compile(model, fullgraph=True, dynamic=False)
+    assert_same_step(compiled, model, x)
+    with torch.inference_mode():
+        torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-5)
+
+
+# --- the operator ----------------------------------------------------------------------------------------------------
+
+SAMPLES: list[tuple[tuple[int, ...], tuple[int, ...], bool, list[list[int]], int]] = [
+    ((2, 4, 7), (4, 3, 3), True, [[2], [1], [1], [1]], 1),
+    ((2, 4, 5, 6), (4, 3, 3, 4), True, [[2, 3], [1, 0], [1, 2], [1, 1]], 2),
+    ((2, 4, 5, 6), (4, 3, 3, 4), False, [[1, 1], [1, 2], [0, 0], [2, 1]], 1),
+    ((2, 4, 5, 6), (4, 1, 3, 3), True, [[2, 2], [1, 1], [2, 2], [3, 3]], 4),
+    ((2, 2, 3, 4, 5), (2, 3, 2, 3, 2), True, [[2, 1, 2], [0, 1, 0], [0, 0, 1], [1, 2, 1]], 1),
+]
+
+
+@pytest.mark.parametrize("sample", SAMPLES, ids=str)
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float64), ids=str)
+def test_opcheck(sample: Any, dtype: torch.dtype, engine: str) -> None:
+    shape, weight, bias, (stride, padding, output_padding, dilation), groups = sample
+    call = make_call(shape, weight, bias, dtype=dtype, groups=groups)
+    operands = [t.requires_grad_() for t in call.operands]
+    args = (*operands[:2], operands[2] if bias else None, stride, padding, output_padding, groups, dilation)
+    torch.library.opcheck(torch.ops.upconv.conv_transpose.default, args, test_utils=UTILITIES)
+    out = torch.ops.upconv.conv_transpose(*args)
+    named = ("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")[len(stride) - 1]
+    wanted = getattr(torch, named)(*args[:3], stride, padding, output_padding, groups, dilation)
+    assert_close(out.detach(), wanted.detach(), length=512)
+    grad = torch.randn_like(out)
+    for a, b in zip(torch.autograd.grad(out, operands, grad), torch.autograd.grad(wanted, operands, grad)):
+        assert_close(a, b, length=4096)
+    detached = (*(t.detach() for t in operands[:2]), None if not bias else operands[2].detach(), *args[3:])
+    backward = (grad, *detached[:2], *args[3:], [True, True, bias])
+    torch.library.opcheck(torch.ops.upconv.conv_transpose_backward.default, backward, test_utils=UTILITIES)
+
+
+@pytest.mark.parametrize("rank", (2, 3))
+def test_opcheck_in_channels_last(rank: int, engine: str) -> None:
+    last = torch.channels_last if rank == 2 else torch.channels_last_3d
+    call = make_call((1, 4, *(5,) * rank), (4, 6, *(3,) * rank))
+    x, w = (t.contiguous(memory_format=last).requires_grad_() for t in (call.input, call.weight))
+    rest = ([2] * rank, [1] * rank, [0] * rank, 1, [1] * rank)
+    for args in ((x, w), (x, call.weight), (call.input, w)):
+        torch.library.opcheck(torch.ops.upconv.conv_transpose.default, (*args, call.bias, *rest), test_utils=UTILITIES)
+
+
+# --- torch.export ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rank", (1, 2, 3))
+def test_exported_programs_hold_torchs_operator(rank: int) -> None:
+    model, x = decoder(rank).eval(), torch.randn(2, 4, *(5, 4, 3)[:rank])
+    program = torch.export.export(model, (x,))
+    targets = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
+    assert sum(f"aten.conv_transpose{rank}d" in target for target in targets) == 2
+    assert not any("upconv" in target for target in targets)
+    assert_close(program.module()(x).detach(), model(x).detach(), length=512)
+
+
+def test_exported_sizes_are_dynamic() -> None:
+    model = decoder(2).eval()
+    auto = torch.export.Dim.AUTO
+    program = torch.export.export(model, (torch.randn(2, 4, 5, 6),), dynamic_shapes=({0: auto, 2: auto, 3: auto},))
+    for shape in ((2, 4, 5, 6), (3, 4, 8, 7), (5, 4, 12, 3)):
+        x = torch.randn(shape)
+        assert_close(program.module()(x).detach(), model(x).detach(), length=512)
+
+
+def test_exported_programs_run_without_upconv(tmp_path: Path) -> None:
+    model, x = decoder(2).eval(), torch.randn(2, 4, 5, 4)
+    torch.export.save(torch.export.export(model, (x,)), tmp_path / "model.pt2")
+    torch.save({"x": x, "wanted": model(x).detach()}, tmp_path / "data.pt")
+    code = """
+import sys
+sys.modules["upconv"] = None  # an import of it fails
+import torch
+data = torch.load("data.pt")
+torch.testing.assert_close(torch.export.load("model.pt2").module()(data["x"]), data["wanted"], rtol=1e-4, atol=1e-5)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
