@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from upconv.bench.run import Job, Row, Sweep
     from upconv.bench.suites import Case
 
+# Options are named in full: left to guess, some versions of typer take a metavar like DTYPE for the name.
 Choice = TypeVar("Choice", bound=str)
 
 app = typer.Typer(
@@ -172,25 +173,35 @@ def bench(
     suite: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME", help="founding, kernelbench, models, cpu or custom; default: cpu, on CUDA founding."
+            "--suite",
+            metavar="NAME",
+            help="founding, kernelbench, models, cpu or custom; default: cpu, on CUDA founding.",
         ),
     ] = None,
-    case: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Only this case; may be repeated.")] = None,
+    case: Annotated[
+        list[str] | None, typer.Option("--case", metavar="NAME", help="Only this case; may be repeated.")
+    ] = None,
     layer: Annotated[
-        str | None, typer.Option(metavar="ARGS", help="A layer of your own, in torch.nn.ConvTranspose2d's arguments.")
+        str | None,
+        typer.Option("--layer", metavar="ARGS", help="A layer of your own, in torch.nn.ConvTranspose2d's arguments."),
     ] = None,
     input: _Input = None,
     device: _Device = None,
     dtype: Annotated[
         list[str] | None,
-        typer.Option(metavar="DTYPE", help="float32 (default), bfloat16, float16, float64; repeated, or all."),
+        typer.Option(
+            "--dtype", metavar="DTYPE", help="float32 (default), bfloat16, float16, float64; repeated, or all."
+        ),
     ] = None,
     precision: Annotated[
         list[str] | None,
-        typer.Option(metavar="KIND", help="tf32, ieee, bf16, fp16, fp64; float32 default: ieee, on CUDA tf32."),
+        typer.Option(
+            "--precision", metavar="KIND", help="tf32, ieee, bf16, fp16, fp64; float32 default: ieee, on CUDA tf32."
+        ),
     ] = None,
     layout: Annotated[
-        list[str] | None, typer.Option(metavar="LAYOUT", help="nchw (default), channels_last; repeated, or all.")
+        list[str] | None,
+        typer.Option("--layout", metavar="LAYOUT", help="nchw (default), channels_last; repeated, or all."),
     ] = None,
     pass_: Annotated[
         list[str] | None,
@@ -206,7 +217,7 @@ def bench(
     ] = False,
     json: Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write the report as JSON.")] = None,
     plot: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Draw speed-ups and a roofline, .png or .svg.")
+        str | None, typer.Option("--plot", metavar="FILE", help="Draw speed-ups and a roofline, .png or .svg.")
     ] = None,
     from_: Annotated[
         str | None, typer.Option("--from", metavar="FILE", help="Measure nothing: show this JSON report again.")
@@ -331,13 +342,17 @@ def explain(
         typer.Option("--input", metavar="NxCxHxW", help="The layer's input: batch, channels, 1 to 3 spatial sizes."),
     ],
     device: _Device = None,
-    dtype: Annotated[str, typer.Option(metavar="DTYPE", help="float32, bfloat16, float16, float64.")] = "float32",
-    layout: Annotated[str, typer.Option(metavar="LAYOUT", help="nchw, channels_last.")] = "nchw",
+    dtype: Annotated[
+        str, typer.Option("--dtype", metavar="DTYPE", help="float32, bfloat16, float16, float64.")
+    ] = "float32",
+    layout: Annotated[str, typer.Option("--layout", metavar="LAYOUT", help="nchw, channels_last.")] = "nchw",
     pass_: Annotated[str, typer.Option("--pass", metavar="PASS", help="fwd, grad-input, grad-weight, step.")] = "fwd",
     ceilings: Annotated[
         str | None,
         typer.Option(
-            metavar="B/S,FLOP/S", help="Copy and matmul rates for the roof, like 37e9,190e9; default: measured."
+            "--ceilings",
+            metavar="B/S,FLOP/S",
+            help="Copy and matmul rates for the roof, like 37e9,190e9; default: measured.",
         ),
     ] = None,
 ) -> None:

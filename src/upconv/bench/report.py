@@ -406,18 +406,19 @@ def _draw_bars(
         axes.legend(handles=handles, fontsize=7.5, frameon=True, loc="best")
 
 
-def _label(axes: Axes, points: Sequence[Row]) -> None:
+def _label(axes: Axes, points: Sequence[Row], unit: float) -> None:
     """Names each case once, at its fastest point, on the side where no other name is; without room, not at all."""
     best = {row["case"]: row for row in sorted(points, key=lambda row: row["flops"] / (row["ours_ms"] or 1.0))}
     width, height = (math.log10(high / low) for low, high in (axes.get_xlim(), axes.get_ylim()))
     taken: list[tuple[float, float, float, float]] = []
     for name, row in best.items():
-        x, y = row["flops"] / row["bytes"], row["flops"] / (row["ours_ms"] or 1.0) / 1e6
+        x, y = row["flops"] / row["bytes"], row["flops"] / (row["ours_ms"] or 1.0) * 1e3 / unit
         across, up = (math.log10(x / axes.get_xlim()[0]) / width, math.log10(y / axes.get_ylim()[0]) / height)
         wide, tall = 0.012 * len(name) + 0.01, 0.026  # a name's size as a share of the axes
         for rise, side in product((4, -4, 16, -16), (1, -1)):  # in points; a name is about 10 of them high
             begin, near = across if side > 0 else across - wide, up + rise * tall / 10
-            box = (begin, begin + wide, *sorted((near, near + math.copysign(tall, rise))))
+            bottom = near if rise > 0 else near - tall
+            box = (begin, begin + wide, bottom, bottom + tall)
             inside = box[0] >= 0 and box[1] <= 1 and box[2] >= 0
             if inside and not any(box[0] < t[1] and t[0] < box[1] and box[2] < t[3] and t[2] < box[3] for t in taken):
                 taken.append(box)
@@ -437,18 +438,19 @@ def _draw_roofline(axes: Axes, rows: Sequence[Row], ceilings: Ceilings, colours:
     intensities = [row["flops"] / row["bytes"] for row in points] or [1.0]
     left, right = min(intensities) / 2, max(*intensities, *(rate / copy for rate in rates.values())) * 2
     used = {row["precision"] for row in rows}
+    unit, name = (1e12, "TFLOP/s") if max(rates.values()) >= 1e13 else (1e9, "GFLOP/s")
     for precision, rate in rates.items():
         if precision not in used:
             continue
         ridge = rate / copy
-        axes.plot([left, ridge, right], [copy * left / 1e9, rate / 1e9, rate / 1e9], color="#333333", linewidth=1.2)
+        axes.plot([left, ridge, right], [copy * left / unit, rate / unit, rate / unit], color="#333333", linewidth=1.2)
         axes.annotate(
-            f"{precision} matmul {si(rate, 'FLOP/s')}", (right, rate / 1e9), (-2, 3), textcoords="offset points",
+            f"{precision} matmul {si(rate, 'FLOP/s')}", (right, rate / unit), (-2, 3), textcoords="offset points",
             ha="right", fontsize=7.5,
         )  # fmt: skip
     for row in points:
         x, colour = row["flops"] / row["bytes"], colours[_series(row)]
-        ours, theirs = (row["flops"] / (ms or 1.0) / 1e6 for ms in (row["ours_ms"], row["torch_ms"]))
+        ours, theirs = (row["flops"] / (ms or 1.0) * 1e3 / unit for ms in (row["ours_ms"], row["torch_ms"]))
         if row["engine"] == "torch":
             axes.plot(x, theirs, "o", markersize=5, markerfacecolor="none", color=_QUIET)
         else:
@@ -458,13 +460,13 @@ def _draw_roofline(axes: Axes, rows: Sequence[Row], ceilings: Ceilings, colours:
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xlim(left, right)
-    _label(axes, points)
+    _label(axes, points, unit)
     axes.xaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_major_formatter("{x:g}")
     axes.grid(color="#e4e4e4", linewidth=0.6)
     axes.set_axisbelow(True)
     axes.set_xlabel("useful FLOP per compulsory byte")
-    axes.set_ylabel("GFLOP/s")
+    axes.set_ylabel(name)
     axes.set_title(f"Roofline: copy {si(copy, 'B/s')}", loc="left", fontweight="bold")
     handles: list[Any] = [
         Line2D([], [], marker="o", linestyle="", color=_COLOURS[0], label="upconv"),
