@@ -341,8 +341,16 @@ def test_a_changed_operand_is_noticed(engine: str) -> None:
     assert texts[0] == texts[1]
 
 
-def test_the_output_may_be_changed_in_place(engine: str) -> None:
-    call = a_call(2, engine)
+# The last has unequal padding at its ends and a single channel, where a narrowed result is still contiguous.
+OWNERS = [
+    *(a_call(rank, name) for rank in (1, 2, 3) for name in ("phases", "flip")),
+    make_call((1, 2, 8, 8), (2, 1, 3, 3), padding=1, output_padding=(1, 0), dilation=2),
+]
+
+
+@pytest.mark.parametrize("case", range(len(OWNERS)))
+def test_the_output_may_be_changed_in_place(case: int, each_plan: list[Any]) -> None:
+    call = OWNERS[case]
     results = []
     for functions in (OURS, THEIRS):
         x = call.input.detach().clone().requires_grad_()
@@ -352,6 +360,14 @@ def test_the_output_may_be_changed_in_place(engine: str) -> None:
         results.append((out.detach(), x.grad))
     for a, b in zip(*results):
         assert_close(a, b, length=512)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("case", range(len(OWNERS)))
+def test_the_output_owns_its_memory(case: int, each_plan: list[Any]) -> None:
+    """A view of a larger buffer would keep that buffer alive as long as the output lives."""
+    out = OWNERS[case].run(OURS)
+    assert not out._is_view()
+    assert out.untyped_storage().nbytes() == out.numel() * out.itemsize
 
 
 # --- higher derivatives and transforms -------------------------------------------------------------------------------
