@@ -8,8 +8,8 @@ from itertools import product
 import pytest
 import torch
 from hypothesis import given, settings
-from strategies import problems
 
+from strategies import problems
 from upconv import reference
 from upconv.problem import AxisPhase, Problem
 
@@ -19,7 +19,7 @@ TORCH = (None, torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transp
 @given(p=problems())
 @settings(max_examples=400, deadline=None)
 def test_phases_cover_each_tap_and_input_pair_exactly_once(p: Problem) -> None:
-    """Walk all phases of all dimensions; every (output, tap, input) triple of the definition turns up once, no other."""
+    """Walk all phases of all dimensions: every (output, tap, input) triple of the definition turns up once."""
     walked: Counter[tuple[tuple[int, int, int], ...]] = Counter()
 
     def triples(axis: AxisPhase, stride: int, size: int) -> list[tuple[int, int, int]]:
@@ -136,8 +136,8 @@ def test_bytes_count_each_tensor_once() -> None:
         ({"padding": (4, 0)}, "padding=(4, 0) leaves no output: input size (5, 7) gives (-1, 9)"),
         (
             {"output_padding": (1, 0)},
-            "output_padding must be smaller than either stride or dilation, got output_padding=(1, 0) with stride=(1, 1) "
-            "and dilation=(1, 1)",
+            "output_padding must be smaller than either stride or dilation, got output_padding=(1, 0) "
+            "with stride=(1, 1) and dilation=(1, 1)",
         ),
     ],
 )

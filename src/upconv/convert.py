@@ -123,14 +123,14 @@ class _Leaves(fx.Tracer):
 def fold_batchnorm(model: Model, *, report: Report | None = None) -> Model:
     """Folds each BatchNorm that follows a transposed convolution into its weight and bias, in place, for inference.
 
-    With ``scale = gamma / sqrt(var + eps)`` per output channel, ``weight *= scale`` and ``bias = (bias - mean) * scale +
-    beta``. The output channels of a transposed convolution's weight are its second dimension, within each group, so the
-    scale is laid out by group: right for grouped and depthwise layers.
+    With ``scale = gamma / sqrt(var + eps)`` per output channel, ``weight *= scale`` and ``bias = (bias - mean) * scale
+    + beta``. The output channels of a transposed convolution's weight are its second dimension, within each group, so
+    the scale is laid out by group: right for grouped and depthwise layers.
 
     Args:
         model: a model in eval mode, of torch.nn's layers or upconv's.
-        report: called with a line for every BatchNorm folded, and for every one left behind a transposed convolution and
-            why.
+        report: called with a line for every BatchNorm folded, and for every one that was left behind a transposed
+            convolution, and why.
 
     Returns:
         The same model, each folded norm replaced by `torch.nn.Identity`.

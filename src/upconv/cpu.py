@@ -12,8 +12,9 @@ shuffle    one correlation that computes every phase as further output channels,
 phases     one correlation per phase, each scattered to its strided view of the output
 =========  ==========================================================================================================
 
-The gradients for input and weight are forward-shaped, and PyTorch's own operator computes them well; ``split`` takes only
-the bias' gradient out of it, which oneDNN sums in a scalar loop.
+The gradients for input and weight are forward-shaped, and PyTorch's own operator computes them well; ``split`` takes
+only the bias' gradient out of it, which oneDNN sums in a scalar loop. ``wide`` takes all three in float32 and rounds
+once, where oneDNN's half-precision gradients cannot be trusted (see `untrusted_gradients`).
 
 The only buffers beside the result are the packed weights and one correlation's output: never a copy of an activation.
 """
@@ -21,8 +22,9 @@ The only buffers beside the result are the packed weights and one correlation's 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,7 +32,8 @@ from torch import Tensor
 from upconv.problem import AxisPhase, Problem
 
 FORWARD_PLANS = ("native", "unbiased", "flip", "shuffle", "phases")
-BACKWARD_PLANS = ("native", "split")
+BACKWARD_PLANS = ("native", "split", "wide")
+HALF = (torch.bfloat16, torch.float16)
 
 
 def forward(p: Problem, plan: str, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -50,7 +53,7 @@ def refusal(p: Problem, plan: str) -> str | None:
     """Why ``plan`` cannot compute the forward of ``p``, in a sentence; None when it can."""
     if plan == "unbiased" and not p.bias:
         return "unbiased needs a bias, and this layer has none"
-    if plan == "unbiased" and p.dtype in (torch.bfloat16, torch.float16):
+    if plan == "unbiased" and p.dtype in HALF:
         return f"unbiased would round the result twice in {p.dtype}, before and after the bias"
     if plan == "flip" and any(s != 1 for s in p.stride):
         return f"flip needs stride 1, and this layer has stride {p.stride}"
@@ -99,18 +102,24 @@ class _Axis:
         self.dead = self.live.start == self.live.stop
 
 
+def _spatial(t: Tensor, slices: Iterable[slice]) -> Tensor:
+    """A view of the last dimensions."""
+    key: Any = (..., *slices)
+    return t[key]
+
+
 def _correlate(x: Tensor, w: Tensor, bias: Tensor | None, groups: int, axes: list[_Axis]) -> Tensor:
     """The live outputs of the correlation, possibly as a view of a slightly larger buffer."""
     if any(axis.cropped for axis in axes):
-        x = x[(..., *(axis.crop for axis in axes))]
+        x = _spatial(x, (axis.crop for axis in axes))
     rank = len(axes)
     pads, steps = tuple(axis.pad for axis in axes), tuple(axis.step for axis in axes)
     y = torch.convolution(x, w, bias, (1,) * rank, pads, steps, False, (0,) * rank, groups)
-    return y[(..., *(axis.keep for axis in axes))]
+    return _spatial(y, (axis.keep for axis in axes))
 
 
 def _flipped(p: Problem, weight: Tensor) -> Tensor:
-    """Weights as a correlation wants them: ``(groups, out_channels/groups, in_channels/groups, *kernel)``, taps reversed."""
+    """Weights for a correlation: ``(groups, out_channels/groups, in_channels/groups, *kernel)``, taps reversed."""
     spatial = tuple(range(2, 2 + p.rank))
     return weight.flip(spatial).unflatten(0, (p.groups, -1)).transpose(1, 2)
 
@@ -142,7 +151,7 @@ def _flip(p: Problem, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     out = _empty_output(p, x)
     _fill(out, bias, p.rank)
     if not any(axis.dead for axis in axes):
-        out[(..., *(axis.live for axis in axes))].copy_(_correlate(x, packed, bias, p.groups, axes))
+        _spatial(out, (axis.live for axis in axes)).copy_(_correlate(x, packed, bias, p.groups, axes))
     return out
 
 
@@ -159,15 +168,15 @@ def _phases(p: Problem, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tenso
     for phase in p.phases:
         if not phase.output_count:
             continue
-        view = out[(..., *(slice(a.start, None, s) for a, s in zip(phase.axes, p.stride)))]
+        view = _spatial(out, (slice(a.start, None, s) for a, s in zip(phase.axes, p.stride)))
         if not phase.tap_count:
             _fill(view, bias, p.rank)
             continue
-        w = _pack(flipped[(..., *(_tap_slice(a, k) for a, k in zip(phase.axes, p.kernel)))], p.layout)
+        w = _pack(_spatial(flipped, (_tap_slice(a, k) for a, k in zip(phase.axes, p.kernel))), p.layout)
         axes = [_Axis(n, len(a.taps), a.first - a.offsets[-1], a.count, a.step) for n, a in zip(p.size, phase.axes)]
         if not all(axis.whole for axis in axes):
             _fill(view, bias, p.rank)
-            view = view[(..., *(axis.live for axis in axes))]
+            view = _spatial(view, (axis.live for axis in axes))
         if not any(axis.dead for axis in axes):
             view.copy_(_correlate(x, w, bias, p.groups, axes))
     return out
@@ -237,9 +246,10 @@ def _shuffle(p: Problem, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tens
     packed = flipped.new_zeros(g, *p.stride, co, ci, *(w.size for w in windows))
     for phase in p.phases:
         if phase.tap_count and phase.output_count:
-            target = packed[(slice(None), *(a.residue for a in phase.axes))]
-            taps = tuple(_tap_slice(a, k) for a, k in zip(phase.axes, p.kernel))
-            target[(..., *(w.place(a) for w, a in zip(windows, phase.axes)))] = flipped[(..., *taps)]
+            residues: Any = (slice(None), *(a.residue for a in phase.axes))
+            target = packed[residues]
+            taps = (_tap_slice(a, k) for a, k in zip(phase.axes, p.kernel))
+            _spatial(target, (w.place(a) for w, a in zip(windows, phase.axes))).copy_(_spatial(flipped, taps))
     layout = "channels_last" if p.in_channels < _NARROW_INPUT else p.layout
     packed = _pack(packed.flatten(1, 1 + p.rank), layout)
     spread = bias.view(g, 1, co).expand(g, math.prod(p.stride), co).reshape(-1) if bias is not None else None
@@ -254,7 +264,7 @@ def _shuffle(p: Problem, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tens
     for axis in range(p.rank):
         order += [3 + p.rank + axis, 2 + axis]
     for pieces in product(*(w.pieces() for w in windows)):
-        view = out[(..., *(outputs for outputs, _, _ in pieces))].unflatten(1, (g, co))
+        view = _spatial(out, (outputs for outputs, _, _ in pieces)).unflatten(1, (g, co))
         for axis, (_, _, residues) in enumerate(pieces):  # o -> (q, residue)
             view = view.unflatten(3 + 2 * axis, (-1, residues.stop - residues.start))
         select = (*(residues for _, _, residues in pieces), slice(None), *(results for _, results, _ in pieces))
@@ -269,6 +279,10 @@ def gradients(
     p: Problem, plan: str, grad: Tensor, input: Tensor, weight: Tensor, mask: Sequence[bool]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients for input, weight and bias, as far as ``mask`` asks; every operation in it is differentiable again."""
+    if plan == "wide":
+        found32 = gradients(p, "split", grad.float(), input.float(), weight.float(), mask)
+        x, w, b = (None if g is None else g.to(p.dtype) for g in found32)
+        return x, w, b
     split = plan == "split"
     found: list[Tensor | None] = [None, None, None]
     asked = (mask[0], mask[1], mask[2] and not split)
@@ -293,15 +307,25 @@ def gradients(
     return found[0], found[1], found[2]
 
 
-# NOTES: PyTorch sums half precisions by converting the whole tensor to float32 first; from 32 MiB on that copy is mapped
-# anew at every call (8.4 million elements: 9.2 ms, in two halves 0.6).
+def untrusted_gradients(p: Problem) -> bool:
+    """Whether oneDNN's half-precision gradients may read memory that nothing wrote.
+
+    NOTES: PyTorch 2.13's bfloat16 gradient for the weight, and now and then for the input, holds garbage or NaN, or
+    corrupts the heap, for images with a last dimension of 1, and in 3-D with any dimension under 4 (20 of 4,000 random
+    layers; none with all sizes from 4 on, none in float32). Nothing is lost by staying clear of all sizes under 4.
+    """
+    return p.dtype in HALF and min(p.size if p.rank == 3 else p.size[-1:]) < 4
+
+
+# NOTES: PyTorch sums half precisions by converting the whole tensor to float32 first; from 32 MiB on that copy is
+# mapped anew at every call (8.4 million elements: 9.2 ms, in two halves 0.6).
 _SUM_AT_ONCE = 4 << 20
 
 
 def _sum_channels(grad: Tensor) -> Tensor:
     """The sum over everything but the channels: half precisions are added in float32 and rounded once."""
     dims = (0, *range(2, grad.dim()))
-    if grad.dtype not in (torch.bfloat16, torch.float16) or grad.numel() <= _SUM_AT_ONCE:
+    if grad.dtype not in HALF or grad.numel() <= _SUM_AT_ONCE:
         return grad.sum(dims)
     parts = [image.unsqueeze(0).sum(dims, dtype=torch.float32) for image in grad.unbind(0)]
     return torch.stack(parts).sum(0).to(grad.dtype)

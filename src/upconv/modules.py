@@ -1,14 +1,15 @@
 """``ConvTranspose1d/2d/3d`` and their lazy twins: subclasses of torch.nn's that compute with upconv's engines.
 
-Constructor, parameters, initial weights, state_dict, repr and errors are the parents'. A model that asks ``isinstance(m,
-torch.nn.ConvTranspose2d)`` (weight and spectral norm, quantisation, channels_last conversion) finds what it looks for.
+Constructor, parameters, initial weights, state_dict, repr and errors are the parents'. Code that asks for
+``isinstance(m, torch.nn.ConvTranspose2d)`` (weight and spectral norm, quantisation, channels_last conversion) finds
+what it looks for.
 """
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._jit_internal import is_scripting
 
 from upconv import functional
 
@@ -31,7 +32,7 @@ class ConvTranspose1d(nn.ConvTranspose1d):
             input, output_size, self.stride, self.padding, self.kernel_size, 1, self.dilation  # type: ignore[arg-type]
         )  # fmt: skip
         args = (self.stride, self.padding, output_padding, self.groups, self.dilation)
-        if torch.jit.is_scripting():
+        if is_scripting():
             return F.conv_transpose1d(input, self.weight, self.bias, *args)  # type: ignore[arg-type]
         else:
             return functional.conv_transpose1d(input, self.weight, self.bias, *args)  # type: ignore[arg-type]
@@ -52,7 +53,7 @@ class ConvTranspose2d(nn.ConvTranspose2d):
             input, output_size, self.stride, self.padding, self.kernel_size, 2, self.dilation  # type: ignore[arg-type]
         )  # fmt: skip
         args = (self.stride, self.padding, output_padding, self.groups, self.dilation)
-        if torch.jit.is_scripting():
+        if is_scripting():
             return F.conv_transpose2d(input, self.weight, self.bias, *args)  # type: ignore[arg-type]
         else:
             return functional.conv_transpose2d(input, self.weight, self.bias, *args)  # type: ignore[arg-type]
@@ -73,25 +74,25 @@ class ConvTranspose3d(nn.ConvTranspose3d):
             input, output_size, self.stride, self.padding, self.kernel_size, 3, self.dilation  # type: ignore[arg-type]
         )  # fmt: skip
         args = (self.stride, self.padding, output_padding, self.groups, self.dilation)
-        if torch.jit.is_scripting():
+        if is_scripting():
             return F.conv_transpose3d(input, self.weight, self.bias, *args)  # type: ignore[arg-type]
         else:
             return functional.conv_transpose3d(input, self.weight, self.bias, *args)  # type: ignore[arg-type]
 
 
-class LazyConvTranspose1d(nn.LazyConvTranspose1d, ConvTranspose1d):
+class LazyConvTranspose1d(nn.LazyConvTranspose1d, ConvTranspose1d):  # type: ignore[misc]
     """`torch.nn.LazyConvTranspose1d` that becomes upconv's `ConvTranspose1d` on its first call."""
 
-    cls_to_become = ConvTranspose1d  # type: ignore[assignment]
+    cls_to_become = ConvTranspose1d
 
 
-class LazyConvTranspose2d(nn.LazyConvTranspose2d, ConvTranspose2d):
+class LazyConvTranspose2d(nn.LazyConvTranspose2d, ConvTranspose2d):  # type: ignore[misc]
     """`torch.nn.LazyConvTranspose2d` that becomes upconv's `ConvTranspose2d` on its first call."""
 
-    cls_to_become = ConvTranspose2d  # type: ignore[assignment]
+    cls_to_become = ConvTranspose2d
 
 
-class LazyConvTranspose3d(nn.LazyConvTranspose3d, ConvTranspose3d):
+class LazyConvTranspose3d(nn.LazyConvTranspose3d, ConvTranspose3d):  # type: ignore[misc]
     """`torch.nn.LazyConvTranspose3d` that becomes upconv's `ConvTranspose3d` on its first call."""
 
-    cls_to_become = ConvTranspose3d  # type: ignore[assignment]
+    cls_to_become = ConvTranspose3d

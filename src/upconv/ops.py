@@ -29,7 +29,7 @@ from upconv import cpu, planner
 from upconv.planner import Plan
 from upconv.problem import PRECISIONS, Layout, Problem
 
-_TORCH = (None, torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d)
+_TORCH: tuple[Any, ...] = (None, torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d)
 _PLAIN = (Tensor, Parameter)
 _DEVICES = ("cpu",)  # those that have an engine
 IntOrInts = int | Sequence[int]
@@ -56,7 +56,7 @@ def conv_transpose(
             input, weight, bias = _autocast(input, weight, bias)
         plan = _find_plan(rank, input, weight, bias, stride, padding, output_padding, groups, dilation)
     if plan is None or plan.delegates:
-        return _TORCH[rank](input, weight, bias, stride, padding, output_padding, groups, dilation)  # type: ignore[misc, no-any-return]
+        return _TORCH[rank](input, weight, bias, stride, padding, output_padding, groups, dilation)
     batched = input.dim() == rank + 2
     x = input if batched else input.unsqueeze(0)
     differentiable = input.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
@@ -168,8 +168,8 @@ def _resolve(
     last = is_channels_last(shape, strides) or is_channels_last(weight_shape, weight_strides)
     try:
         problem = Problem.make(
-            shape[0], shape[1], out_channels, shape[2:], weight_shape[2:], stride, padding, output_padding, dilation, groups,
-            bias=bias_shape is not None, dtype=dtype, layout="channels_last" if last else "nchw",
+            shape[0], shape[1], out_channels, shape[2:], weight_shape[2:], stride, padding, output_padding, dilation,
+            groups, bias=bias_shape is not None, dtype=dtype, layout="channels_last" if last else "nchw",
         )  # fmt: skip
     except ValueError:
         return None
@@ -206,7 +206,7 @@ def layout_of(input: Tensor, weight: Tensor) -> Layout:
 
 
 def _autocast(input: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Operands in autocast's dtype: every floating tensor of the device but float64, as PyTorch casts for convolutions."""
+    """Operands in autocast's dtype: every floating tensor of the device but float64, as PyTorch casts them."""
     kind = input.device.type
     dtype = torch.get_autocast_dtype(kind)
 
@@ -231,7 +231,7 @@ class _ConvTranspose(torch.autograd.Function):
         return cpu.forward(plan.problem, plan.forward, input, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad is None:
             return None, None, None, None
         input, weight = ctx.saved_tensors
@@ -257,7 +257,8 @@ _ARGUMENTS = "SymInt[] stride, SymInt[] padding, SymInt[] output_padding, SymInt
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 _LIBRARY.define(f"conv_transpose(Tensor input, Tensor weight, Tensor? bias, {_ARGUMENTS}) -> Tensor", tags=_TAGS)
 _LIBRARY.define(
-    f"conv_transpose_backward(Tensor grad, Tensor input, Tensor weight, {_ARGUMENTS}, bool[] mask) -> (Tensor, Tensor, Tensor)",
+    f"conv_transpose_backward(Tensor grad, Tensor input, Tensor weight, {_ARGUMENTS}, bool[] mask)"
+    " -> (Tensor, Tensor, Tensor)",
     tags=_TAGS,
 )
 
@@ -285,7 +286,7 @@ def _compiled(
         and input.dtype in PRECISIONS
     )
     if not ours:
-        return _TORCH[rank](input, weight, bias, stride, padding, output_padding, groups, dilation)  # type: ignore[misc, no-any-return]
+        return _TORCH[rank](input, weight, bias, stride, padding, output_padding, groups, dilation)
     if torch.is_autocast_enabled(input.device.type):
         input, weight, bias = _autocast(input, weight, bias)
     spread = [[v] * rank if isinstance(v, int) else list(v) for v in (stride, padding, output_padding, dilation)]
@@ -308,7 +309,7 @@ def _run(
     rank = len(stride)
     plan = _find_plan(rank, input, weight, bias, stride, padding, output_padding, groups, dilation)
     if plan is None:
-        out: Tensor = _TORCH[rank](input, weight, bias, stride, padding, output_padding, groups, dilation)  # type: ignore[misc]
+        out: Tensor = _TORCH[rank](input, weight, bias, stride, padding, output_padding, groups, dilation)
     else:
         out = cpu.forward(plan.problem, plan.forward, input, weight, bias)
     return out.contiguous(memory_format=cpu.memory_format(layout_of(input, weight), rank))  # as _fake says

@@ -52,7 +52,7 @@ class Plan:
     def engine(self, pass_: Pass) -> str:
         """Whose kernel computes a pass: ``torch`` where it is PyTorch's own operator, else ``cpu:<plan>``.
 
-        The gradient for the input or the weight alone is PyTorch's own; a step is ours if its forward or its backward is.
+        The gradient for the input or the weight alone is PyTorch's own; a step is ours if its forward or backward is.
         """
         used = {"fwd": (self.forward,), "step": (self.forward, self.backward)}.get(pass_, ())
         ours = [name for name in used if name != "native"]
@@ -109,7 +109,6 @@ def plan(p: Problem, device: Device) -> Plan:
 #   element in bfloat16, 0.4 to 4 in float32, often several times the convolution itself.
 # - grouped or dilated layers with a stride by im2col.
 
-_HALF = (torch.bfloat16, torch.float16)
 _WEIGHTS_PER_OUTPUT = 1 / 4  # above this, packing the weights costs more than the bias loop saves (0.5x to 0.9x seen)
 _FEW_CHANNELS = 4  # output channels per group up to which PyTorch's kernels, padded to 16, lose to shuffle
 _FEW_RESULTS = 64  # output channels of shuffle's correlation up to which it beats one correlation per phase
@@ -132,8 +131,12 @@ def scalar_bias(p: Problem) -> bool:
     whole = all(n % s == 0 for n, s in zip(p.out_size, p.stride))
     narrow = min(p.in_channels, p.out_channels) // p.groups
     # bfloat16 has a kernel for depthwise and for pairs (slow, but with the bias in it), float32 has none below 16.
-    small_groups = p.groups > 1 and narrow < 16 and (narrow > 2 or p.dtype not in _HALF)
+    small_groups = p.groups > 1 and narrow < 16 and (narrow > 2 or p.dtype not in cpu.HALF)
     return not whole or max(p.dilation) > 1 or small_groups
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _dilated(p: Problem) -> bool:
@@ -155,7 +158,10 @@ def _choose_forward(p: Problem, device: Device) -> tuple[str, str]:
     if p.dtype is torch.float64:
         return _choose_float64(p)
     if p.dtype not in device.onednn:
-        return "native", f"PyTorch runs no oneDNN convolution in {p.dtype} here, and the other plans rest on them"
+        return (
+            "native",
+            f"PyTorch runs no oneDNN convolution in {_name(p.dtype)} here, and the other plans rest on them",
+        )
     if math.prod(p.weight_shape) > _WEIGHTS_PER_OUTPUT * math.prod(p.output_shape):
         return _relieved(p, device, "the weights are large beside the output, so packing them costs more than it gains")
     if all(s == 1 for s in p.stride):
@@ -196,7 +202,7 @@ def _choose_unstrided(p: Problem, device: Device) -> tuple[str, str]:
 def _choose_depthwise(p: Problem, device: Device) -> tuple[str, str]:
     nchw, dilated = p.layout == "nchw", _dilated(p)
     dense = p.taps >= _TAPS_PER_PHASE * _correlations(p)
-    if p.dtype in _HALF:
+    if p.dtype in cpu.HALF:
         if nchw and not dilated and math.prod(p.stride) >= _MANY_PHASES and cpu.shuffle_blowup(p) <= _BLOWUP:
             return "shuffle", "depthwise with many phases: one correlation reads the input once"
         if scalar_bias(p) or not nchw or not dilated or dense:
@@ -207,7 +213,7 @@ def _choose_depthwise(p: Problem, device: Device) -> tuple[str, str]:
 
 
 def _choose_strided(p: Problem, device: Device) -> tuple[str, str]:
-    half, nchw, slow_bias = p.dtype in _HALF, p.layout == "nchw", scalar_bias(p)
+    half, nchw, slow_bias = p.dtype in cpu.HALF, p.layout == "nchw", scalar_bias(p)
     channels = p.out_channels // p.groups
     urgent = half and slow_bias  # the scalar loop in half precision costs more than anything else could
     work = p.macs / device.threads
@@ -220,7 +226,7 @@ def _choose_strided(p: Problem, device: Device) -> tuple[str, str]:
             return "phases", "dilated with a stride: PyTorch's operator falls back to im2col"
         return _relieved(p, device, f"{p.taps} taps in {few} correlations are too few to beat im2col")
     if p.groups == 1 and channels <= _FEW_CHANNELS and fits and (urgent or work >= _SMALL):
-        return "shuffle", f"{channels} output channels would be padded to 16 for every phase"
+        return "shuffle", f"few output channels ({channels}) would be padded to 16 for every phase"
     if urgent:
         if fits and ((p.groups > 1 and p.rank == 3) or channels * math.prod(p.stride) <= _FEW_RESULTS):
             return "shuffle", "the bias is fused into one correlation, where oneDNN would add it in a scalar loop"
@@ -234,10 +240,15 @@ def _choose_strided(p: Problem, device: Device) -> tuple[str, str]:
 
 def _choose_backward(p: Problem, device: Device) -> tuple[str, str]:
     """How the gradients are taken together."""
+    if p.dtype in device.onednn and cpu.untrusted_gradients(p):
+        return (
+            "wide",
+            f"oneDNN's {_name(p.dtype)} gradients read unwritten memory on images this narrow, so float32 is used",
+        )
     if not p.bias:
         return "native", "PyTorch's operator computes both gradients with forward-shaped kernels"
     if p.dtype not in device.onednn:
-        return "native", f"PyTorch runs no oneDNN convolution in {p.dtype} here"
+        return "native", f"PyTorch runs no oneDNN convolution in {_name(p.dtype)} here"
     return "split", "the bias' gradient is summed apart: within oneDNN's primitive it costs up to 4 times both others"
 
 

@@ -53,7 +53,7 @@ class AxisPhase:
     taps: tuple[int, ...]
     """Kernel indices, rising."""
     offsets: tuple[int, ...]
-    """``(k * dilation - r) / stride`` for each tap: the output at ``q`` reads input ``q - offset``. Rising, evenly spaced."""
+    """``(k * dilation - r) / stride`` for each tap: the output at ``q`` reads input ``q - offset``. Evenly spaced."""
     first: int
     """The ``q`` of the phase's first output."""
     count: int
@@ -63,7 +63,7 @@ class AxisPhase:
 
     @property
     def step(self) -> int:
-        """Distance between neighbouring offsets (the dilation of the phase's correlation); 1 for fewer than two taps."""
+        """Distance between neighbouring offsets: the dilation of the phase's correlation; 1 for a lone tap."""
         return self.offsets[1] - self.offsets[0] if len(self.offsets) > 1 else 1
 
 
@@ -96,7 +96,7 @@ class Problem:
     ``(batch, out_channels, *out_size)``. All tuples have one entry per spatial dimension (1 to 3 of them).
 
     Raises:
-        ValueError: one sentence that names the field and the value, when the description fits no transposed convolution.
+        ValueError: one sentence that names the field and the value that fit no transposed convolution.
     """
 
     batch: int
@@ -136,8 +136,8 @@ class Problem:
         for op, s, d in zip(self.output_padding, self.stride, self.dilation):
             if op >= s and op >= d:
                 raise ValueError(
-                    f"output_padding must be smaller than either stride or dilation, got output_padding={self.output_padding} "
-                    f"with stride={self.stride} and dilation={self.dilation}"
+                    "output_padding must be smaller than either stride or dilation, got "
+                    f"output_padding={self.output_padding} with stride={self.stride} and dilation={self.dilation}"
                 )
         if self.batch < 0:
             raise ValueError(f"batch must be at least 0, got {self.batch}")
@@ -189,8 +189,8 @@ class Problem:
         if dtype not in PRECISIONS:
             raise ValueError(f"dtype must be one of float32, bfloat16, float16 and float64, got {dtype}")
         return cls(
-            batch, in_channels, out_channels, tuple(size), full(kernel), full(stride), full(padding), full(output_padding),
-            full(dilation), groups, bias, dtype, precision or PRECISIONS[dtype][0], layout, pass_,
+            batch, in_channels, out_channels, tuple(size), full(kernel), full(stride), full(padding),
+            full(output_padding), full(dilation), groups, bias, dtype, precision or PRECISIONS[dtype][0], layout, pass_,
         )  # fmt: skip
 
     def with_(self, **changes: object) -> Problem:

@@ -9,6 +9,7 @@ convolution of PyTorch's is used.
 from __future__ import annotations
 
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from torch import Tensor
 from upconv.problem import Problem
 
 
-def _grids(p: Problem) -> list[tuple[tuple[int, ...], tuple[slice, ...]]]:
+def _grids(p: Problem) -> list[tuple[Any, Any]]:
     """For each tap the strided slice of the uncropped output that the whole input lands on under it."""
     grids = []
     for tap in product(*(range(k) for k in p.kernel)):
