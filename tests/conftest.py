@@ -196,9 +196,10 @@ def forced_plans(forward: str = "native", backward: str = "native") -> Iterator[
 
     def plan(p: Problem, device: Device) -> Plan:
         name = "native" if cpu.refusal(p, forward) else forward
-        if (name, backward) != ("native", "native"):
+        back = "split" if backward == "wide" and p.dtype not in cpu.HALF else backward
+        if (name, back) != ("native", "native"):
             forced.append(p)
-        return Plan(p, device, name, backward, (Candidate(name, True, "forced by a test"),))
+        return Plan(p, device, name, back, (Candidate(name, True, "forced by a test"),))
 
     patch = pytest.MonkeyPatch()
     _forget_plans()

@@ -109,12 +109,14 @@ def _spatial(t: Tensor, slices: Iterable[slice]) -> Tensor:
 
 
 def _correlate(x: Tensor, w: Tensor, bias: Tensor | None, groups: int, axes: list[_Axis]) -> Tensor:
-    """The live outputs of the correlation, possibly as a view of a slightly larger buffer."""
+    """The live outputs of the correlation; a view of a slightly larger buffer where more had to be computed."""
     if any(axis.cropped for axis in axes):
         x = _spatial(x, (axis.crop for axis in axes))
     rank = len(axes)
     pads, steps = tuple(axis.pad for axis in axes), tuple(axis.step for axis in axes)
     y = torch.convolution(x, w, bias, (1,) * rank, pads, steps, False, (0,) * rank, groups)
+    if all(axis.keep == slice(0, n) for axis, n in zip(axes, y.shape[2:])):
+        return y  # not as a view of itself: autograd forbids changing views made inside a Function in place
     return _spatial(y, (axis.keep for axis in axes))
 
 
@@ -146,8 +148,9 @@ def _flip(p: Problem, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     phase = [phases[0] for phases in p.axis_phases]
     axes = [_Axis(n, len(a.taps), a.first - a.offsets[-1], a.count, a.step) for n, a in zip(p.size, phase)]
     packed = _pack(_flipped(p, weight), p.layout)
-    if all(axis.whole for axis in axes):  # a narrowed result is a view of a larger buffer; PyTorch's is dense
-        return _correlate(x, packed, bias, p.groups, axes).contiguous(memory_format=memory_format(p.layout, p.rank))
+    if all(axis.whole for axis in axes):
+        y, layout = _correlate(x, packed, bias, p.groups, axes), memory_format(p.layout, p.rank)
+        return y.clone(memory_format=layout) if y._is_view() else y.contiguous(memory_format=layout)
     out = _empty_output(p, x)
     _fill(out, bias, p.rank)
     if not any(axis.dead for axis in axes):
@@ -281,8 +284,9 @@ def gradients(
     """Gradients for input, weight and bias, as far as ``mask`` asks; every operation in it is differentiable again."""
     if plan == "wide":
         found32 = gradients(p, "split", grad.float(), input.float(), weight.float(), mask)
-        x, w, b = (None if g is None else g.to(p.dtype) for g in found32)
-        return x, w, b
+        layout = memory_format(p.layout, p.rank)  # both gradients have the output's, as PyTorch's
+        x, w = (None if g is None else g.to(p.dtype, memory_format=layout) for g in found32[:2])
+        return x, w, None if found32[2] is None else found32[2].to(p.dtype)
     split = plan == "split"
     found: list[Tensor | None] = [None, None, None]
     asked = (mask[0], mask[1], mask[2] and not split)
