@@ -175,6 +175,12 @@ def make_call(
     return Call(tensor(*shape), tensor(*weight), tensor(channels) if bias else None, kwargs)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _settable_backends() -> None:
+    """Importing PyTorch's test machinery forbids setting backend flags in the process; in a user's it is allowed."""
+    torch.backends.disable_global_flags.__globals__["__allow_nonbracketed_mutation_flag"] = True
+
+
 # --- plans forced on calls -------------------------------------------------------------------------------------------
 
 

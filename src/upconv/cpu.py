@@ -14,7 +14,7 @@ phases     one correlation per phase, each scattered to its strided view of the 
 
 The gradients for input and weight are forward-shaped, and PyTorch's own operator computes them well; ``split`` takes
 only the bias' gradient out of it, which oneDNN sums in a scalar loop. ``wide`` takes all three in float32 and rounds
-once, where oneDNN's half-precision gradients cannot be trusted (see `untrusted_gradients`).
+once, where oneDNN's half-precision gradients cannot be trusted (see `untrusted`).
 
 The only buffers beside the result are the packed weights and one correlation's output: never a copy of an activation.
 """
@@ -59,9 +59,22 @@ def refusal(p: Problem, plan: str) -> str | None:
         return f"flip needs stride 1, and this layer has stride {p.stride}"
     if plan in ("shuffle", "phases") and all(s == 1 for s in p.stride):
         return f"{plan} needs a stride above 1; at stride 1 there is a single phase, which is flip"
+    if plan in ("flip", "shuffle", "phases") and untrusted(p):
+        return f"{plan} would read unwritten memory in oneDNN's half-precision kernels on images as narrow as {p.size}"
     if plan != "native" and (p.batch == 0 or min(p.size) == 0):
         return f"{plan} needs a non-empty input, and this one is {p.input_shape}"
     return None
+
+
+def untrusted(p: Problem) -> bool:
+    """Whether oneDNN's half-precision kernels may read memory that nothing wrote.
+
+    NOTES: PyTorch 2.13's bfloat16 weight gradient, and now and then its input gradient, holds garbage or NaN, or
+    corrupts the heap, for images with a last dimension of 1, and in 3-D with any dimension under 4 (20 of 4,000 random
+    layers); its channels_last forward convolutions do so in 3-D with a depth of 1. None with all sizes from 4 on, none
+    in float32: nothing is lost by staying clear of sizes under 4.
+    """
+    return p.dtype in HALF and min(p.size if p.rank == 3 else p.size[-1:]) < 4
 
 
 def memory_format(layout: str, rank: int) -> torch.memory_format:
@@ -309,16 +322,6 @@ def gradients(
     if split and mask[2]:
         found[2] = _sum_channels(grad)
     return found[0], found[1], found[2]
-
-
-def untrusted_gradients(p: Problem) -> bool:
-    """Whether oneDNN's half-precision gradients may read memory that nothing wrote.
-
-    NOTES: PyTorch 2.13's bfloat16 gradient for the weight, and now and then for the input, holds garbage or NaN, or
-    corrupts the heap, for images with a last dimension of 1, and in 3-D with any dimension under 4 (20 of 4,000 random
-    layers; none with all sizes from 4 on, none in float32). Nothing is lost by staying clear of all sizes under 4.
-    """
-    return p.dtype in HALF and min(p.size if p.rank == 3 else p.size[-1:]) < 4
 
 
 # NOTES: PyTorch sums half precisions by converting the whole tensor to float32 first; from 32 MiB on that copy is

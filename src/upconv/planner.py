@@ -155,6 +155,8 @@ def _choose_forward(p: Problem, device: Device) -> tuple[str, str]:
     if any(d * (k - 1) >= s * n for d, k, s, n in zip(p.dilation, p.kernel, p.stride, p.size)):
         # Every output then sees the border, and oneDNN's forward kernels refuse a padding as wide as the input.
         return _relieved(p, device, "the kernel reaches across the whole input")
+    if cpu.untrusted(p):
+        return "native", "oneDNN's half-precision forward kernels are not to be trusted on images this narrow"
     if p.dtype is torch.float64:
         return _choose_float64(p)
     if p.dtype not in device.onednn:
@@ -240,7 +242,7 @@ def _choose_strided(p: Problem, device: Device) -> tuple[str, str]:
 
 def _choose_backward(p: Problem, device: Device) -> tuple[str, str]:
     """How the gradients are taken together."""
-    if p.dtype in device.onednn and cpu.untrusted_gradients(p):
+    if p.dtype in device.onednn and cpu.untrusted(p):
         return (
             "wide",
             f"oneDNN's {_name(p.dtype)} gradients read unwritten memory on images this narrow, so float32 is used",
