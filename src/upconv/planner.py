@@ -205,6 +205,9 @@ def _choose_depthwise(p: Problem, device: Device) -> tuple[str, str]:
     nchw, dilated = p.layout == "nchw", _dilated(p)
     dense = p.taps >= _TAPS_PER_PHASE * _correlations(p)
     if p.dtype in cpu.HALF:
+        chunk = cpu.wide_channels(p)
+        if nchw and not dilated and p.rank < 3 and chunk < p.batch * p.in_channels and chunk % 16 == 0:
+            return "wide", "oneDNN's depthwise kernel is far faster in float32, and chunks of it stay in cache"
         if nchw and not dilated and math.prod(p.stride) >= _MANY_PHASES and cpu.shuffle_blowup(p) <= _BLOWUP:
             return "shuffle", "depthwise with many phases: one correlation reads the input once"
         if scalar_bias(p) or not nchw or not dilated or dense:
@@ -267,6 +270,8 @@ def _why_not(p: Problem, name: str, why: str) -> str:
         if not scalar_bias(p):
             return "oneDNN's kernel for this shape adds the bias itself"
         return f"a second pass over the output, and slower: {why}"
+    if name == "wide":
+        return f"chunks of float32 pay in NCHW, without dilation, by 16 channels; {why}"
     if name == "shuffle":
         return f"its common window takes {cpu.shuffle_blowup(p):.2g} times the useful multiplications; {why}"
     if name == "phases":
