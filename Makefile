@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 ifdef PY
-RUN := PYTHONPATH=src $(PY)
+RUN := PYTHONPATH=$(CURDIR)/src $(PY)
 SETUP :=
 else
 RUN := $(VENV)/bin/python

@@ -82,7 +82,7 @@ def test_the_graph_holds_one_operator_of_ours_a_layer(engine: str) -> None:
     model = decoder(2)
     x = torch.randn(2, 4, 5, 4)
     assert_close(torch.compile(model, backend=backend, fullgraph=True)(x).detach(), model(x).detach(), length=512)
-    assert targets.count("upconv.conv_transpose") == 2
+    assert sum("upconv.conv_transpose" in target for target in targets) == 2, targets
     assert not any("conv_transpose2d" in target for target in targets)
 
 

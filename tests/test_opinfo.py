@@ -15,7 +15,7 @@ from torch.autograd import gradcheck, gradgradcheck
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.common_utils import noncontiguous_like
 
-from conftest import OURS, THEIRS, Call, assert_equal, forced_plans
+from conftest import OURS, THEIRS, Call, assert_close, assert_equal, forced_plans
 from upconv.problem import Problem
 
 RANKS = pytest.mark.parametrize("rank", (1, 2, 3), ids="{}d".format)
@@ -75,7 +75,8 @@ def test_samples_of_delegated_dtypes_equal_torchs(rank: int, dtype: torch.dtype,
             continue
         grad = torch.randn_like(call.run(THEIRS))
         for ours, theirs in zip(call.gradients(OURS, grad), call.gradients(THEIRS, grad)):
-            assert_equal(ours, theirs)
+            # The same operator twice; on a GPU two runs of it differ in the order of their sums.
+            (assert_equal if device == "cpu" else assert_close)(ours, theirs)
 
 
 @RANKS
@@ -145,11 +146,15 @@ def _gradcheck(call: Call, *, fast: bool) -> None:
         bias = operands[2] if len(operands) > 2 else None
         return Call(operands[0], operands[1], bias, call.kwargs).run(OURS)
 
+    # PyTorch's own operator on a GPU adds in another order from run to run; on the CPU nothing may differ.
+    nondet = 0.0 if call.input.device.type == "cpu" else 1e-10
     assert gradcheck(
         function, operands, fast_mode=fast, check_batched_grad=True, check_forward_ad=True,
-        check_batched_forward_grad=True, check_undefined_grad=True,
+        check_batched_forward_grad=True, check_undefined_grad=True, nondet_tol=nondet,
     )  # fmt: skip
-    assert gradgradcheck(function, operands, fast_mode=fast, check_batched_grad=True, check_fwd_over_rev=True)
+    assert gradgradcheck(
+        function, operands, fast_mode=fast, check_batched_grad=True, check_fwd_over_rev=True, nondet_tol=nondet
+    )
 
 
 @RANKS
