@@ -15,8 +15,8 @@ phases     one correlation per phase, each scattered to its strided view of the 
 =========  ==========================================================================================================
 
 The gradients for input and weight are forward-shaped, and PyTorch's own operator computes them well; ``split`` takes
-only the bias' gradient out of it, which oneDNN sums in a scalar loop. ``wide`` takes all three in float32 and rounds
-once, where oneDNN's half-precision gradients cannot be trusted (see `untrusted`).
+only the bias' gradient out of it, which oneDNN sums in a scalar loop. ``wide`` takes all three in contiguous float32
+and rounds once, where oneDNN's gradients cannot be trusted (see `untrusted_gradients`).
 
 The only buffers beside the result are the packed weights and one correlation's output: never a copy of an activation.
 """
@@ -77,10 +77,36 @@ def untrusted(p: Problem) -> bool:
 
     NOTES: PyTorch 2.13's bfloat16 weight gradient, and now and then its input gradient, holds garbage or NaN, or
     corrupts the heap, for images with a last dimension of 1, and in 3-D with any dimension under 4 (20 of 4,000 random
-    layers); its channels_last forward convolutions do so in 3-D with a depth of 1. None with all sizes from 4 on, none
-    in float32: nothing is lost by staying clear of sizes under 4.
+    layers); its channels_last forward convolutions do so in 3-D with a depth of 1. None with all sizes from 4 on:
+    nothing is lost by staying clear of sizes under 4.
     """
     return p.dtype in HALF and min(p.size if p.rank == 3 else p.size[-1:]) < 4
+
+
+def untrusted_gradients(p: Problem) -> bool:
+    """As `untrusted`, for the gradients.
+
+    NOTES: in float32 it is the input gradient of channels_last images one pixel wide, with one output channel (4 of
+    6,600 random layers, all such).
+    """
+    single = p.rank == 2 and p.size[-1] == 1 and p.out_channels == p.groups and p.layout == "channels_last"
+    return untrusted(p) or (p.dtype is torch.float32 and single)
+
+
+def own_kernel(p: Problem) -> bool:
+    """Whether oneDNN has a transposed kernel of its own for a layer (``brg_deconv``), as far as it was seen to choose.
+
+    Other layers it builds from the backward of a forward convolution (``conv:any``).
+    """
+    if p.dtype is torch.float64:
+        return False
+    if all(s == 1 for s in p.stride):
+        return p.layout == "channels_last" and p.groups < 8
+    whole = all(n % s == 0 for n, s in zip(p.out_size, p.stride))
+    narrow = min(p.in_channels, p.out_channels) // p.groups
+    # In groups, bfloat16 has a kernel for one and for two channels (slow, but of its own), float32 none below 16.
+    small_groups = p.groups > 1 and narrow < 16 and (narrow > 2 or p.dtype not in HALF)
+    return whole and max(p.dilation) == 1 and not small_groups
 
 
 def memory_format(layout: str, rank: int) -> torch.memory_format:
@@ -148,6 +174,28 @@ def _flipped(p: Problem, weight: Tensor) -> Tensor:
 def _pack(weight: Tensor, layout: str) -> Tensor:
     """Groups and channels joined, in a layout (the format of either operand decides the correlation's)."""
     return weight.flatten(0, 1).contiguous(memory_format=memory_format(layout, weight.dim() - 3))
+
+
+# NOTES: correlations run over as many images at a time as keep memory below that of PyTorch's operator. In NCHW it
+# holds input and output once more (reordered), and otherwise the output, unless oneDNN's own kernel writes it directly.
+# From 4 MiB a result is better made in parts anyway: it leaves the cache (UNET float32 NCHW 1.4x -> 1.9x).
+_CACHED_RESULT = 4 << 20
+_SCRATCH = 128 << 10  # bytes per thread that a kernel which writes directly holds
+
+
+def _image_chunks(p: Problem, results: int) -> list[slice]:
+    """Slices of the batch, of at least one image each; ``results``: elements that a correlation returns for one."""
+    size = p.dtype.itemsize
+    result, image, output = (
+        max(1, n) * size for n in (results, math.prod(p.input_shape[1:]), math.prod(p.output_shape))
+    )
+    if p.layout == "nchw":
+        most = (p.batch * image + output) // (image + 2 * result)
+    else:
+        most = (_SCRATCH * torch.get_num_threads() if own_kernel(p) else output) // result
+    parts = -(-p.batch // max(1, min(most, _CACHED_RESULT // result)))
+    step = -(-p.batch // parts)
+    return [slice(i, min(i + step, p.batch)) for i in range(0, p.batch, step)]
 
 
 def _empty_output(p: Problem, like: Tensor) -> Tensor:
@@ -220,17 +268,22 @@ def _phases(p: Problem, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tenso
             if axis.count and not axis.taps:
                 _fill(out[(slice(None),) * dim + (slice(axis.start, None, p.stride[dim - 2]),)], bias, p.rank)
     flipped = _flipped(p, weight)
+    work = []
     for phase in p.phases:
         if not phase.output_count or not phase.tap_count:
             continue
         view = _spatial(out, (slice(a.start, None, s) for a, s in zip(phase.axes, p.stride)))
-        w = _pack(_spatial(flipped, (_tap_slice(a, k) for a, k in zip(phase.axes, p.kernel))), p.layout)
         axes = [_Axis(n, len(a.taps), a.first - a.offsets[-1], a.count, a.step) for n, a in zip(p.size, phase.axes)]
         if not all(axis.whole for axis in axes):
             _fill(view, bias, p.rank)
             view = _spatial(view, (axis.live for axis in axes))
         if not any(axis.dead for axis in axes):
-            view.copy_(_correlate(x, w, bias, p.groups, axes))
+            taps = _spatial(flipped, (_tap_slice(a, k) for a, k in zip(phase.axes, p.kernel)))
+            work.append((view, _pack(taps, p.layout), axes))
+    largest = max((view[0].numel() for view, _, _ in work), default=0)
+    for images in _image_chunks(p, largest):
+        for view, w, axes in work:
+            view[images].copy_(_correlate(x[images], w, bias, p.groups, axes))
     return out
 
 
@@ -310,17 +363,23 @@ def _shuffle(p: Problem, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tens
         _fill(out, bias, p.rank)
     if any(w.axis.dead for w in windows):
         return out
-    y = _correlate(x, packed, spread, g, [w.axis for w in windows])
-    y = y.unflatten(1, (g, *p.stride, co))  # (batch, groups, *residues, channels, *q)
+    axes = [w.axis for w in windows]
     order = [0, 1, 2 + p.rank]
     for axis in range(p.rank):
         order += [3 + p.rank + axis, 2 + axis]
+    targets = []
     for pieces in product(*(w.pieces() for w in windows)):
         view = _spatial(out, (outputs for outputs, _, _ in pieces)).unflatten(1, (g, co))
         for axis, (_, _, residues) in enumerate(pieces):  # o -> (q, residue)
             view = view.unflatten(3 + 2 * axis, (-1, residues.stop - residues.start))
         select = (*(residues for _, _, residues in pieces), slice(None), *(results for _, results, _ in pieces))
-        view.copy_(y[(slice(None), slice(None), *select)].permute(order))
+        targets.append((view, (slice(None), slice(None), *select)))
+    results = packed.shape[0] * math.prod(axis.live.stop - axis.live.start for axis in axes)
+    for images in _image_chunks(p, results):
+        y = _correlate(x[images], packed, spread, g, axes)
+        y = y.unflatten(1, (g, *p.stride, co))  # (batch, groups, *residues, channels, *q)
+        for view, select in targets:
+            view[images].copy_(y[select].permute(order))
     return out
 
 
@@ -332,9 +391,11 @@ def gradients(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients for input, weight and bias, as far as ``mask`` asks; every operation in it is differentiable again."""
     if plan == "wide":
-        found32 = gradients(p, "split", grad.float(), input.float(), weight.float(), mask)
+        # copy: strides that are contiguous in both layouts would be read as channels_last
+        plain = [t.to(torch.float32, memory_format=torch.contiguous_format, copy=True) for t in (grad, input, weight)]
+        found32 = gradients(p, "split", plain[0], plain[1], plain[2], mask)
         layout = memory_format(p.layout, p.rank)  # both gradients have the output's, as PyTorch's
-        x, w = (None if g is None else g.to(p.dtype, memory_format=layout) for g in found32[:2])
+        x, w = (None if g is None else g.to(p.dtype, memory_format=layout, copy=True) for g in found32[:2])
         return x, w, None if found32[2] is None else found32[2].to(p.dtype)
     split = plan == "split"
     found: list[Tensor | None] = [None, None, None]

@@ -124,15 +124,7 @@ _BLOWUP = 2.0  # multiplications of shuffle over the useful ones that its single
 
 def scalar_bias(p: Problem) -> bool:
     """Whether PyTorch's operator would add the bias in oneDNN's scalar loop."""
-    if not p.bias or p.dtype is torch.float64:
-        return False
-    if all(s == 1 for s in p.stride):
-        return p.layout == "nchw" or p.groups >= 8
-    whole = all(n % s == 0 for n, s in zip(p.out_size, p.stride))
-    narrow = min(p.in_channels, p.out_channels) // p.groups
-    # bfloat16 has a kernel for depthwise and for pairs (slow, but with the bias in it), float32 has none below 16.
-    small_groups = p.groups > 1 and narrow < 16 and (narrow > 2 or p.dtype not in cpu.HALF)
-    return not whole or max(p.dilation) > 1 or small_groups
+    return p.bias and p.dtype is not torch.float64 and not cpu.own_kernel(p)
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -245,11 +237,8 @@ def _choose_strided(p: Problem, device: Device) -> tuple[str, str]:
 
 def _choose_backward(p: Problem, device: Device) -> tuple[str, str]:
     """How the gradients are taken together."""
-    if p.dtype in device.onednn and cpu.untrusted(p):
-        return (
-            "wide",
-            f"oneDNN's {_name(p.dtype)} gradients read unwritten memory on images this narrow, so float32 is used",
-        )
+    if p.dtype in device.onednn and cpu.untrusted_gradients(p):
+        return "wide", "oneDNN's gradients read unwritten memory on images this narrow, save in contiguous float32"
     if not p.bias:
         return "native", "PyTorch's operator computes both gradients with forward-shaped kernels"
     if p.dtype not in device.onednn:
