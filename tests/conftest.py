@@ -202,7 +202,7 @@ def forced_plans(forward: str = "native", backward: str = "native") -> Iterator[
 
     def plan(p: Problem, device: Device) -> Plan:
         name = "native" if cpu.refusal(p, forward) else forward
-        back = "split" if backward == "wide" and p.dtype is torch.float64 else backward
+        back = "split" if backward == "wide" and p.dtype not in cpu.HALF else backward
         if (name, back) != ("native", "native"):
             forced.append(p)
         return Plan(p, device, name, back, (Candidate(name, True, "forced by a test"),))

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from itertools import product
 from typing import Any
 
@@ -142,6 +143,9 @@ class _Axis:
             left, right = self.crop.start - first, first + n + reach - self.crop.stop
         self.pad = max(left, right, 0)
         self.keep = slice(self.pad - left, self.pad - left + n)
+        self.made = (
+            self.crop.stop - self.crop.start + 2 * self.pad - reach
+        )  # outputs computed, those to keep among them
         self.cropped = self.crop != slice(0, size)
         self.whole = self.live == slice(0, count)
         self.dead = self.live.start == self.live.stop
@@ -153,13 +157,18 @@ def _spatial(t: Tensor, slices: Iterable[slice]) -> Tensor:
     return t[key]
 
 
-def _correlate(x: Tensor, w: Tensor, bias: Tensor | None, groups: int, axes: list[_Axis]) -> Tensor:
-    """The live outputs of the correlation; a view of a slightly larger buffer where more had to be computed."""
+def _convolve(x: Tensor, w: Tensor, bias: Tensor | None, groups: int, axes: Sequence[_Axis]) -> Tensor:
+    """The outputs of the correlation, and around them what unequal padding makes too many."""
     if any(axis.cropped for axis in axes):
         x = _spatial(x, (axis.crop for axis in axes))
     rank = len(axes)
     pads, steps = tuple(axis.pad for axis in axes), tuple(axis.step for axis in axes)
-    y = torch.convolution(x, w, bias, (1,) * rank, pads, steps, False, (0,) * rank, groups)
+    return torch.convolution(x, w, bias, (1,) * rank, pads, steps, False, (0,) * rank, groups)
+
+
+def _correlate(x: Tensor, w: Tensor, bias: Tensor | None, groups: int, axes: Sequence[_Axis]) -> Tensor:
+    """The live outputs of the correlation; a view of a slightly larger buffer where more had to be computed."""
+    y = _convolve(x, w, bias, groups, axes)
     if all(axis.keep == slice(0, n) for axis, n in zip(axes, y.shape[2:])):
         return y  # not as a view of itself: autograd forbids changing views made inside a Function in place
     return _spatial(y, (axis.keep for axis in axes))
@@ -176,24 +185,19 @@ def _pack(weight: Tensor, layout: str) -> Tensor:
     return weight.flatten(0, 1).contiguous(memory_format=memory_format(layout, weight.dim() - 3))
 
 
-# NOTES: correlations run over as many images at a time as keep memory below that of PyTorch's operator. In NCHW it
-# holds input and output once more (reordered), and otherwise the output, unless oneDNN's own kernel writes it directly.
-# From 4 MiB a result is better made in parts anyway: it leaves the cache (UNET float32 NCHW 1.4x -> 1.9x).
+# NOTES: correlations run over as many images at a time as keep memory below that of PyTorch's operator: in NCHW it
+# reorders the output, and otherwise holds it once more, unless oneDNN's own kernel writes it directly. From 4 MiB a
+# result is better made in parts anyway: it leaves the cache (UNET float32 NCHW 1.4x -> 1.9x).
 _CACHED_RESULT = 4 << 20
-_SCRATCH = 128 << 10  # bytes per thread that a kernel which writes directly holds
+_DIRECT_RESULT = 1 << 20  # where PyTorch's kernel holds next to nothing; one image at a time would cost 1.9x -> 1.3x
 
 
 def _image_chunks(p: Problem, results: int) -> list[slice]:
     """Slices of the batch, of at least one image each; ``results``: elements that a correlation returns for one."""
-    size = p.dtype.itemsize
-    result, image, output = (
-        max(1, n) * size for n in (results, math.prod(p.input_shape[1:]), math.prod(p.output_shape))
-    )
-    if p.layout == "nchw":
-        most = (p.batch * image + output) // (image + 2 * result)
-    else:
-        most = (_SCRATCH * torch.get_num_threads() if own_kernel(p) else output) // result
-    parts = -(-p.batch // max(1, min(most, _CACHED_RESULT // result)))
+    result = max(1, results) * p.dtype.itemsize
+    direct = p.layout == "channels_last" and own_kernel(p)
+    most = (_DIRECT_RESULT if direct else _CACHED_RESULT) // result
+    parts = -(-p.batch // max(1, most))
     step = -(-p.batch // parts)
     return [slice(i, min(i + step, p.batch)) for i in range(0, p.batch, step)]
 
@@ -344,42 +348,110 @@ def shuffle_blowup(p: Problem) -> float:
 _NARROW_INPUT = 16
 
 
+View = tuple[tuple[int, ...], tuple[int, ...], int]
+"""Size, stride and offset in a dense buffer, for ``torch.as_strided``."""
+
+
+def _view_of(t: Tensor) -> View:
+    return tuple(t.shape), t.stride(), int(t.storage_offset())
+
+
+class _Geometry:
+    """What `shuffle` moves where for a Problem: found once on meta tensors, since building the views anew at every call
+    took 0.2 of the 1.5 ms of GAN4.
+    """
+
+    def __init__(self, p: Problem) -> None:
+        self.p, self.windows = p, _windows(p)
+        self.axes = [w.axis for w in self.windows]
+        self.whole = all(axis.whole for axis in self.axes)
+        self.dead = any(axis.dead for axis in self.axes)
+        # Either operand in channels_last makes the correlation's result so.
+        self.layout = "channels_last" if p.in_channels < _NARROW_INPUT else p.layout
+        self.channels = (p.in_channels // p.groups, p.out_channels // p.groups)
+        ci, co = self.channels
+        flipped = torch.empty(p.weight_shape, device="meta").unflatten(0, (p.groups, -1)).transpose(1, 2)
+        self.packed_shape = (p.groups, *p.stride, co, ci, *(w.size for w in self.windows))
+        packed = torch.empty(self.packed_shape, device="meta")
+        self.taps: list[tuple[View, View]] = []
+        for phase in p.phases:
+            if phase.tap_count and phase.output_count:
+                residues: Any = (slice(None), *(a.residue for a in phase.axes))
+                into = _spatial(packed[residues], (w.place(a) for w, a in zip(self.windows, phase.axes)))
+                taps = _spatial(flipped, (_tap_slice(a, k) for a, k in zip(phase.axes, p.kernel)))
+                self.taps.append((_view_of(into), _view_of(taps)))
+        self.results = math.prod((p.groups, *p.stride, co, *(axis.live.stop - axis.live.start for axis in self.axes)))
+        parts = -(-self.results * p.dtype.itemsize // _CACHED_RESULT) if p.layout == "nchw" else 1
+        parts = max(1, min(p.groups, parts))
+        step = -(-p.groups // parts)
+        self.group_chunks = [slice(i, min(i + step, p.groups)) for i in range(0, p.groups, step)]
+        self.image_chunks = _image_chunks(p, self.results)
+        self._scatters: dict[tuple[int, int], list[tuple[View, View]]] = {}
+
+    def result_shape(self, images: int, groups: int) -> tuple[int, ...]:
+        channels = groups * math.prod(self.p.stride) * self.channels[1]
+        return (images, channels, *(axis.made for axis in self.axes))
+
+    def scatter(self, images: int, groups: int) -> list[tuple[View, View]]:
+        """From the correlation's result for some images and groups to the output: pairs of views (output, result)."""
+        key = (images, groups)
+        if key not in self._scatters:
+            p, co = self.p, self.channels[1]
+            out = torch.empty(p.output_shape, device="meta", memory_format=memory_format(p.layout, p.rank))
+            out = out[:images, : groups * co]
+            y = torch.empty(self.result_shape(*key), device="meta", memory_format=memory_format(self.layout, p.rank))
+            y = _spatial(y, (axis.keep for axis in self.axes)).unflatten(1, (groups, *p.stride, co))
+            order = [
+                0,
+                1,
+                2 + p.rank,
+            ]  # (images, groups, *residues, channels, *q) -> channels, then q and residue in turn
+            for axis in range(p.rank):
+                order += [3 + p.rank + axis, 2 + axis]
+            found = []
+            for pieces in product(*(w.pieces() for w in self.windows)):
+                view = _spatial(out, (outputs for outputs, _, _ in pieces)).unflatten(1, (groups, co))
+                for axis, (_, _, residues) in enumerate(pieces):  # o -> (q, residue)
+                    view = view.unflatten(3 + 2 * axis, (-1, residues.stop - residues.start))
+                select: Any = (slice(None), slice(None), *(residues for _, _, residues in pieces), slice(None))
+                source = y[(*select, *(results for _, results, _ in pieces))].permute(order)
+                found.append((_view_of(view), _view_of(source)))
+            self._scatters[key] = found
+        return self._scatters[key]
+
+
+_geometry = lru_cache(maxsize=1024)(_Geometry)
+
+
 def _shuffle(p: Problem, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    windows = _windows(p)
-    flipped = _flipped(p, weight)
-    g, co, ci = flipped.shape[:3]
-    packed = flipped.new_zeros(g, *p.stride, co, ci, *(w.size for w in windows))
-    for phase in p.phases:
-        if phase.tap_count and phase.output_count:
-            residues: Any = (slice(None), *(a.residue for a in phase.axes))
-            target = packed[residues]
-            taps = (_tap_slice(a, k) for a, k in zip(phase.axes, p.kernel))
-            _spatial(target, (w.place(a) for w, a in zip(windows, phase.axes))).copy_(_spatial(flipped, taps))
-    layout = "channels_last" if p.in_channels < _NARROW_INPUT else p.layout
-    packed = _pack(packed.flatten(1, 1 + p.rank), layout)
-    spread = bias.view(g, 1, co).expand(g, math.prod(p.stride), co).reshape(-1) if bias is not None else None
+    geometry, (ci, co), every = (
+        _geometry(p),
+        (p.in_channels // p.groups, p.out_channels // p.groups),
+        math.prod(p.stride),
+    )
     out = _empty_output(p, x)
-    if not all(w.axis.whole for w in windows):
+    if not geometry.whole:
         _fill(out, bias, p.rank)
-    if any(w.axis.dead for w in windows):
+    if geometry.dead:
         return out
-    axes = [w.axis for w in windows]
-    order = [0, 1, 2 + p.rank]
-    for axis in range(p.rank):
-        order += [3 + p.rank + axis, 2 + axis]
-    targets = []
-    for pieces in product(*(w.pieces() for w in windows)):
-        view = _spatial(out, (outputs for outputs, _, _ in pieces)).unflatten(1, (g, co))
-        for axis, (_, _, residues) in enumerate(pieces):  # o -> (q, residue)
-            view = view.unflatten(3 + 2 * axis, (-1, residues.stop - residues.start))
-        select = (*(residues for _, _, residues in pieces), slice(None), *(results for _, results, _ in pieces))
-        targets.append((view, (slice(None), slice(None), *select)))
-    results = packed.shape[0] * math.prod(axis.live.stop - axis.live.start for axis in axes)
-    for images in _image_chunks(p, results):
-        y = _correlate(x[images], packed, spread, g, axes)
-        y = y.unflatten(1, (g, *p.stride, co))  # (batch, groups, *residues, channels, *q)
-        for view, select in targets:
-            view[images].copy_(y[select].permute(order))
+    flipped = weight.flip(tuple(range(2, 2 + p.rank))).contiguous()
+    packed = flipped.new_zeros(geometry.packed_shape)
+    for into, taps in geometry.taps:
+        torch.as_strided(packed, *into).copy_(torch.as_strided(flipped, *taps))
+    packed = _pack(packed.flatten(1, 1 + p.rank), geometry.layout)
+    spread = bias.view(-1, 1, co).expand(p.groups, every, co).reshape(-1) if bias is not None else None
+    image_step, channel_step = out.stride(0), out.stride(1)
+    result_format = memory_format(geometry.layout, p.rank)
+    for images in geometry.image_chunks:
+        for groups in geometry.group_chunks:
+            n = groups.stop - groups.start
+            rows = slice(groups.start * every * co, groups.stop * every * co)
+            part = x[images, groups.start * ci : groups.stop * ci]
+            y = _convolve(part, packed[rows], None if spread is None else spread[rows], n, geometry.axes)
+            y = y.contiguous(memory_format=result_format)  # it is, but for 1x1 weights of one channel, read as either
+            offset = images.start * image_step + groups.start * co * channel_step
+            for (size, stride, start), source in geometry.scatter(images.stop - images.start, n):
+                torch.as_strided(out, size, stride, start + offset).copy_(torch.as_strided(y, *source))
     return out
 
 

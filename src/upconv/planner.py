@@ -113,9 +113,10 @@ _WEIGHTS_PER_OUTPUT = 1 / 4  # above this, packing the weights costs more than t
 _FEW_CHANNELS = 4  # output channels per group up to which PyTorch's kernels, padded to 16, lose to shuffle
 _FEW_RESULTS = 64  # output channels of shuffle's correlation up to which it beats one correlation per phase
 _SMALL = 10_000_000  # multiplications per thread below which a call is bound by its overhead, not by the kernel
-_BIG_OUTPUT = (
-    32 << 20
-)  # bytes from which glibc maps a temporary anew at every call: 34 -> 17 ms on a 2x2 stride-2 layer
+# Elements below which the plans' own overhead (flip 40 us a call, shuffle 120, phases 280) eats what they gain.
+_SMALL_OUTPUT = 1 << 16
+# Bytes from which glibc maps a temporary anew at every call (a 2x2 stride-2 layer: 34 -> 17 ms without one).
+_BIG_OUTPUT = 32 << 20
 _BIG_WORK = 512  # multiplications per output element above which that no longer matters
 _TAPS_PER_PHASE = 4  # from which one correlation per phase beats im2col without counting the bias
 _MANY_PHASES = 16  # from which a depthwise layer reads its input too often phase by phase
@@ -158,6 +159,8 @@ def _choose_forward(p: Problem, device: Device) -> tuple[str, str]:
         )
     if math.prod(p.weight_shape) > _WEIGHTS_PER_OUTPUT * math.prod(p.output_shape):
         return _relieved(p, device, "the weights are large beside the output, so packing them costs more than it gains")
+    if math.prod(p.output_shape) < _SMALL_OUTPUT:
+        return _relieved(p, device, "the output is small, so the call is bound by its overhead")
     if all(s == 1 for s in p.stride):
         return _choose_unstrided(p, device)
     return _choose_depthwise(p, device) if p.depthwise else _choose_strided(p, device)

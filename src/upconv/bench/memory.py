@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 
-from upconv import cpu
 from upconv.bench.timing import Side, operands, work
 from upconv.problem import Problem
 
@@ -31,16 +30,8 @@ def peak_bytes(p: Problem, side: Side, device: torch.device) -> int | None:
 def _cpu_peak(p: Problem, side: Side, threads: int) -> int | None:
     torch.set_num_threads(threads)
     device = torch.device("cpu")
-    # Libraries load, threads start and first-use tables are built on a small input of the same layer, by every plan:
-    # the planner may choose another one for it, and the pages of code that a plan touches first are no part of a call.
-    small = p.with_(batch=1, size=tuple(min(n, max(16, k * d)) for n, k, d in zip(p.size, p.kernel, p.dilation)))
-    given = operands(small, device, 0)
-    for plan in cpu.FORWARD_PLANS:
-        if cpu.refusal(small, plan) is None:
-            cpu.forward(small, plan, given.input.detach(), given.weight.detach(), given.bias)
-    sides: tuple[Side, ...] = ("ours", "torch")
-    for each in sides:
-        work(each, small, given)()
+    # A first call pays for what is no part of a call: libraries' pages, threads, plans, oneDNN's primitives.
+    work(side, p, operands(p, device, 0))()
     run = work(side, p, operands(p, device, 1))
     gc.collect()
     _trim()
