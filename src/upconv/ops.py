@@ -279,7 +279,7 @@ def _compiled(
     An exported program must run without this package, so ``torch.export`` records PyTorch's operator.
     """
     ours = (
-        not torch.compiler.is_exporting()
+        not torch.compiler._is_exporting_flag  # under torch.compile, is_exporting() says True before 2.13
         and input.device.type in _DEVICES
         and input.dim() == rank + 2
         and weight.dim() == rank + 2
