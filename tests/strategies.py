@@ -52,7 +52,7 @@ def problems(draw: st.DrawFn, dtypes: tuple[torch.dtype, ...] = DTYPES, least: i
 
 def gradient_problems() -> st.SearchStrategy[Problem]:
     """Problems whose gradients PyTorch can be asked for: with oneDNN those of images under 4 pixels may corrupt the
-    heap (float32 once in about 15,000, half precisions far more often), whoever asks. float64 goes without oneDNN.
+    heap (float32 twice in about 15,000, half precisions far more often), whoever asks. float64 goes without oneDNN.
     """
     trusted = problems(dtypes=DTYPES[:3], least=4).filter(lambda p: not cpu.untrusted_gradients(p))
     return st.one_of(problems(dtypes=(torch.float64,)), trusted)

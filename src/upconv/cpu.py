@@ -89,7 +89,7 @@ def untrusted_gradients(p: Problem) -> bool:
 
     NOTES: bfloat16 ones crash in channels_last where the padding exceeds the kernel's reach. In float32 it is the input
     gradient of channels_last images one pixel wide, with one output channel (4 of 6,600 random layers, all such).
-    PyTorch's float32 gradients of images with sizes under 4 corrupt the heap besides, once in about 15,000 random
+    PyTorch's float32 gradients of images with sizes under 4 corrupt the heap besides, twice in about 15,000 random
     layers; which ones is not known, so those stay PyTorch's.
     """
     single = p.rank == 2 and p.size[-1] == 1 and p.out_channels == p.groups and p.layout == "channels_last"
