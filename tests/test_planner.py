@@ -25,7 +25,9 @@ def layer(case: str, dtype: torch.dtype, layout: str = "nchw", **changes: object
 @pytest.mark.parametrize(
     ("case", "dtype", "layout", "forward"),
     [
-        ("A", torch.float32, "nchw", "flip"),
+        ("A", torch.float32, "nchw", "unbiased"),
+        ("E", torch.float32, "nchw", "flip"),
+        ("7->13 s1", torch.float32, "nchw", "flip"),
         ("A", torch.float32, "channels_last", "native"),
         ("A", torch.bfloat16, "nchw", "flip"),
         ("C", torch.float32, "nchw", "phases"),

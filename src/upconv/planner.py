@@ -128,6 +128,11 @@ def scalar_bias(p: Problem) -> bool:
     return p.bias and p.dtype is not torch.float64 and not cpu.own_kernel(p)
 
 
+def _mapped_anew(p: Problem) -> bool:
+    """Whether a temporary of the output's size would be mapped anew at every call."""
+    return math.prod(p.output_shape) * p.dtype.itemsize >= _BIG_OUTPUT
+
+
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -186,9 +191,14 @@ def _choose_unstrided(p: Problem, device: Device) -> tuple[str, str]:
     if p.layout == "channels_last" and not (p.depthwise or p.groups >= 8):
         return "native", "oneDNN has a kernel of its own for channels_last at stride 1"
     if p.groups > 1:
-        if p.depthwise or p.out_channels > p.in_channels or (slow_bias and p.out_channels == p.in_channels):
+        even = p.out_channels == p.in_channels and slow_bias and p.dtype in cpu.HALF
+        if p.depthwise or p.out_channels > p.in_channels or even:
             return "flip", "oneDNN's forward kernel for groups is faster than its transposed one"
         return _relieved(p, device, "im2col of the input would be larger than of the output")
+    blocked = p.in_channels % 16 == 0 == p.out_channels % 16
+    if slow_bias and p.dtype is torch.float32 and blocked and not _mapped_anew(p):
+        # As fast as flip (1.2 to 1.3 times native both), without packing the weights.
+        return _relieved(p, device, "oneDNN's kernel runs on full blocks of 16 channels")
     if slow_bias:
         return "flip", "the bias is fused into the forward convolution, where oneDNN would add it in a scalar loop"
     if max(p.in_channels, p.out_channels) < 16 or (p.rank == 1 and p.in_channels < 16):
@@ -231,8 +241,7 @@ def _choose_strided(p: Problem, device: Device) -> tuple[str, str]:
         if fits and ((p.groups > 1 and p.rank == 3) or channels * math.prod(p.stride) <= _FEW_RESULTS):
             return "shuffle", "the bias is fused into one correlation, where oneDNN would add it in a scalar loop"
         return "phases", "the bias is fused into the correlations, where oneDNN would add it in a scalar loop"
-    out = math.prod(p.output_shape)
-    big = out * p.dtype.itemsize >= _BIG_OUTPUT and p.macs <= _BIG_WORK * out
+    big = _mapped_anew(p) and p.macs <= _BIG_WORK * math.prod(p.output_shape)
     if nchw and not half and not slow_bias and big and _correlations(p) == len(p.phases):
         return "phases", "no temporary of the output's size, which from 32 MiB on is mapped anew at every call"
     return _relieved(p, device, "oneDNN's own transposed kernel is the fastest for this shape")
