@@ -27,6 +27,8 @@ def layer(case: str, dtype: torch.dtype, layout: str = "nchw", **changes: object
     [
         ("A", torch.float32, "nchw", "unbiased"),
         ("E", torch.float32, "nchw", "flip"),
+        ("groups32", torch.float32, "nchw", "unbiased"),
+        ("groups32", torch.float32, "channels_last", "flip"),
         ("7->13 s1", torch.float32, "nchw", "flip"),
         ("A", torch.float32, "channels_last", "native"),
         ("A", torch.bfloat16, "nchw", "flip"),
