@@ -191,7 +191,7 @@ def _choose_unstrided(p: Problem, device: Device) -> tuple[str, str]:
     if p.layout == "channels_last" and not (p.depthwise or p.groups >= 8):
         return "native", "oneDNN has a kernel of its own for channels_last at stride 1"
     if p.groups > 1:
-        even = p.out_channels == p.in_channels and (slow_bias and p.dtype in cpu.HALF or p.layout == "channels_last")
+        even = p.out_channels == p.in_channels and ((slow_bias and p.dtype in cpu.HALF) or p.layout == "channels_last")
         if p.depthwise or p.out_channels > p.in_channels or even:
             return "flip", "oneDNN's forward kernel for groups is faster than its transposed one"
         return _relieved(p, device, "im2col of the input would be larger than of the output")
