@@ -1,0 +1,298 @@
+"""Compiled kernels on disk: one file per kernel, private to the user, checked on every read, without locks.
+
+An entry is ``<key>.cubin``: the cubin, then a line of JSON (its digest, target, label, macros, NVRTC version, seconds),
+then the JSON's length and a mark. So an entry is published by a single ``os.replace``, and tools for cubins still read
+it. ``<key>.cu`` beside it is the source, for people.
+
+``UPCONV_CACHE_DIR`` names the directory; else it is ``$XDG_CACHE_HOME/upconv`` or ``~/.cache/upconv``.
+``UPCONV_CACHE=off`` keeps kernels in memory only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import stat
+import struct
+import tempfile
+import threading
+import time
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_MARK = b"upconv01"
+_TAIL = struct.Struct("<I8s")
+_STALE_SECONDS = 3600.0  # a temporary file this old belongs to a process that died; a compilation takes seconds
+
+_state_lock = threading.Lock()
+_warned = False
+_swept = False
+
+
+def directory() -> Path | None:
+    """Where entries are kept, or None when ``UPCONV_CACHE`` is off. Touches no file. Errors: OSError without a home."""
+    if os.environ.get("UPCONV_CACHE", "").lower() in ("off", "0", "no", "false"):
+        return None
+    chosen = os.environ.get("UPCONV_CACHE_DIR")
+    if chosen:
+        return Path(chosen)
+    base = os.environ.get("XDG_CACHE_HOME")
+    if base and os.path.isabs(base):
+        return Path(base) / "upconv"
+    try:
+        return Path.home() / ".cache" / "upconv"
+    except RuntimeError as error:
+        raise OSError(str(error)) from None
+
+
+def _refusal(found: os.stat_result) -> str | None:
+    """Why a directory cannot hold code that this process will run; None when it can."""
+    if not stat.S_ISDIR(found.st_mode):
+        return "it is not a directory"
+    if hasattr(os, "geteuid") and found.st_uid != os.geteuid():
+        return f"it belongs to user {found.st_uid}, not to user {os.geteuid()}"
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return f"others may write to it (mode {stat.S_IMODE(found.st_mode):04o})"
+    return None
+
+
+def _usable(create: bool) -> Path | None:
+    """The directory when it can be trusted; None, with one warning per process, when not."""
+    try:
+        folder = directory()
+        if folder is None:
+            return None
+        if create:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with contextlib.suppress(FileExistsError):
+                folder.mkdir(mode=0o700)
+        try:
+            found = folder.stat()
+        except FileNotFoundError:
+            return None
+        reason = _refusal(found)
+    except OSError as error:
+        folder, reason = _named(), _cause(error)
+    if reason:
+        _warn(folder, reason)
+        return None
+    return folder
+
+
+def _named() -> Path | None:
+    try:
+        return directory()
+    except OSError:
+        return None
+
+
+def _cause(error: OSError) -> str:
+    return error.strerror or str(error)
+
+
+def _warn(folder: Path | None, reason: str) -> None:
+    global _warned
+    with _state_lock:
+        if _warned:
+            return
+        _warned = True
+    warnings.warn(
+        f"upconv keeps compiled kernels in memory only, since its cache directory {folder or '~/.cache/upconv'} cannot "
+        f"be used: {reason}; UPCONV_CACHE_DIR names another, UPCONV_CACHE=off silences this",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+
+
+# --- entries ---------------------------------------------------------------------------------------------------------
+
+
+def arch_number(cubin: bytes) -> int | None:
+    """The ``sm_`` number in a cubin's ELF header, or None when it is no cubin."""
+    if len(cubin) < 64 or cubin[:4] != b"\x7fELF" or cubin[18:20] != b"\xbe\x00":  # EM_CUDA is 190
+        return None
+    flags = int.from_bytes(cubin[48:52], "little")
+    # CUDA 13 writes OS ABI 0x41 and has the number in the second byte; before, it was 0x33 and the first byte.
+    return flags >> 8 & 0xFF if cubin[7] == 0x41 else flags & 0xFF
+
+
+def _seal(cubin: bytes, meta: dict[str, Any]) -> bytes:
+    text = json.dumps({**meta, "bytes": len(cubin), "sha256": hashlib.sha256(cubin).hexdigest()}).encode()
+    return cubin + text + _TAIL.pack(len(text), _MARK)
+
+
+def _open(data: bytes, arch: str | None) -> tuple[bytes, dict[str, Any]] | None:
+    """The cubin and its description, or None for anything but a whole entry for ``arch`` (None: for any)."""
+    if len(data) < _TAIL.size:
+        return None
+    length, mark = _TAIL.unpack_from(data, len(data) - _TAIL.size)
+    end = len(data) - _TAIL.size - length
+    if mark != _MARK or end < 0:
+        return None
+    try:
+        meta = json.loads(data[end : end + length])
+    except ValueError:
+        return None
+    cubin = data[:end]
+    if not isinstance(meta, dict) or meta.get("bytes") != end:
+        return None
+    if meta.get("sha256") != hashlib.sha256(cubin).hexdigest():
+        return None
+    target = meta.get("arch")
+    if not isinstance(target, str) or (arch is not None and target != arch):
+        return None
+    if str(arch_number(cubin)) != target.rstrip("af"):
+        return None
+    return cubin, meta
+
+
+def read(key: str, arch: str) -> tuple[bytes, dict[str, Any]] | None:
+    """The cubin kept under ``key`` and its description; a bad entry is deleted. None when there is none."""
+    folder = _usable(create=False)
+    if folder is None:
+        return None
+    path = folder / f"{key}.cubin"
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        _warn(folder, _cause(error))
+        return None
+    found = _open(data, arch)
+    if found is None:
+        with contextlib.suppress(OSError):
+            path.unlink()
+    return found
+
+
+def write(key: str, cubin: bytes, source: str, meta: dict[str, Any]) -> None:
+    """Publishes an entry; ``meta`` has ``arch`` at least. A directory that cannot be written gets one warning."""
+    folder = _usable(create=True)
+    if folder is None:
+        return
+    _sweep(folder)
+    try:
+        _publish(folder / f"{key}.cu", source.encode())
+        _publish(folder / f"{key}.cubin", _seal(cubin, meta))
+    except OSError as error:
+        _warn(folder, _cause(error))
+
+
+def keep_source(key: str, source: str) -> Path | None:
+    """Publishes a source that did not compile, to be looked at; its path, or None without a directory."""
+    folder = _usable(create=True)
+    if folder is None:
+        return None
+    path = folder / f"{key}.cu"
+    try:
+        _publish(path, source.encode())
+    except OSError as error:
+        _warn(folder, _cause(error))
+        return None
+    return path
+
+
+def _publish(path: Path, data: bytes) -> None:
+    descriptor, temporary = tempfile.mkstemp(prefix=".", suffix=".tmp", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+
+
+def _sweep(folder: Path) -> None:
+    """Removes what killed processes left behind, once per process."""
+    global _swept
+    with _state_lock:
+        if _swept:
+            return
+        _swept = True
+    oldest = time.time() - _STALE_SECONDS
+    for path in folder.glob(".*.tmp"):
+        with contextlib.suppress(OSError):
+            if path.stat().st_mtime < oldest:
+                path.unlink()
+
+
+# --- what the command shows ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a cache directory holds."""
+
+    folder: Path | None
+    """None when ``UPCONV_CACHE`` is off."""
+    problem: str | None
+    """Why the directory is not used; None when it is, or does not exist yet."""
+    entries: int = 0
+    bytes: int = 0
+    """Of all files, sources included."""
+    archs: tuple[str, ...] = ()
+    newest: float | None = None
+    """Seconds since the epoch."""
+
+
+def _files(folder: Path) -> list[Path]:
+    """The files that are ours by their names: entries, sources and temporary files."""
+    digits = set("0123456789abcdef")
+
+    def ours(path: Path) -> bool:
+        if path.suffix == ".tmp":
+            return path.name.startswith(".")
+        return path.suffix in (".cubin", ".cu") and len(path.stem) == 64 and set(path.stem) <= digits
+
+    return sorted(path for path in folder.iterdir() if ours(path))
+
+
+def contents() -> Contents:
+    """What the directory holds; warns about nothing."""
+    try:
+        folder = directory()
+        if folder is None:
+            return Contents(None, "UPCONV_CACHE is off")
+        if not folder.exists():
+            return Contents(folder, None)
+        problem = _refusal(folder.stat())
+        if problem:
+            return Contents(folder, problem)
+        files = _files(folder)
+    except OSError as error:
+        return Contents(_named(), _cause(error))
+    entries, size, newest, archs = 0, 0, None, set()
+    for path in files:
+        try:
+            found = path.stat()
+            size += found.st_size
+            if path.suffix != ".cubin":
+                continue
+            opened = _open(path.read_bytes(), None)
+        except OSError:  # removed meanwhile
+            continue
+        if opened is not None:
+            entries += 1
+            archs.add(str(opened[1]["arch"]))
+            newest = max(newest or 0.0, found.st_mtime)
+    return Contents(folder, None, entries, size, tuple(sorted(archs, key=lambda a: (len(a), a))), newest)
+
+
+def clear() -> int:
+    """Removes every entry, source and temporary file, and nothing else; how many files went. Errors: OSError."""
+    folder = directory()
+    if folder is None or not folder.is_dir():
+        return 0
+    removed = 0
+    for path in _files(folder):
+        with contextlib.suppress(FileNotFoundError):
+            path.unlink()
+            removed += 1
+    return removed

@@ -1,0 +1,100 @@
+"""Kernel launches at little host time.
+
+The arguments' memory and the array of pointers to it are made once per thread; a launch writes the values into it, asks
+PyTorch for the current stream and calls the driver.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import threading
+from typing import Any
+
+import torch
+
+from upconv.cuda import jit
+from upconv.cuda.jit import Kernel
+
+# Each argument has a slot of 8 bytes, so that all are aligned; the driver reads as many of them as the type has.
+_CODES = {"P": "Q", "i": "i4x", "q": "q", "f": "f4x"}
+
+
+class LaunchError(RuntimeError):
+    """The driver rejected a launch. The message names the kernel, its launch configuration and CUDA's error."""
+
+
+class Launcher:
+    """Launches one kernel with blocks of ``block`` threads and ``shared`` bytes of dynamic shared memory.
+
+    ``arguments`` has one letter per kernel parameter: ``P`` pointer, ``i`` int32, ``q`` int64, ``f`` float32.
+    Errors: ValueError for other letters.
+    """
+
+    def __init__(self, kernel: Kernel, block: int, shared: int, arguments: str) -> None:
+        wrong = sorted(set(arguments) - set(_CODES))
+        if wrong:
+            raise ValueError(f"arguments must consist of the letters P, i, q and f; got {arguments!r}")
+        self.kernel = kernel
+        self.block = block
+        self.shared = shared
+        self.arguments = arguments
+        self._struct = struct.Struct("<" + "".join(_CODES[code] for code in arguments))
+        self._local = threading.local()
+        self._ready: set[int] = set()
+        driver = jit._driver()
+        self._launch = driver.cuLaunchKernel
+        self._function = driver.CUfunction(kernel.handle)
+        self._stream_type = driver.CUstream
+
+    def __call__(self, device: int, grid: int, args: tuple[Any, ...]) -> None:
+        """Launches ``grid`` blocks on PyTorch's current stream of the device, with ``args`` in the parameters' order.
+
+        Thread-safe; may be captured in a graph. Errors: LaunchError; torch.OutOfMemoryError; struct.error for arguments
+        that do not fit their letters.
+        """
+        if torch._C._cuda_getDevice() != device:
+            with torch.cuda.device(device):
+                return self(device, grid, args)
+        if device not in self._ready:
+            self.kernel.ready(device)
+            self._ready.add(device)
+        try:
+            buffer, pointers, streams, _ = self._local.state
+        except AttributeError:
+            buffer, pointers, streams, _ = self._local.state = self._allocate()
+        self._struct.pack_into(buffer, 0, *args)
+        raw = torch._C._cuda_getCurrentRawStream(device)
+        stream = streams.get(raw)
+        if stream is None:
+            stream = streams[raw] = self._stream_type(raw)
+        (error,) = self._launch(self._function, grid, 1, 1, self.block, 1, 1, self.shared, stream, pointers, 0)
+        if error:
+            self._failed(error, device, grid, stream, pointers)
+        return None
+
+    def _allocate(self) -> tuple[Any, int, dict[int, Any], Any]:
+        """A thread's argument memory, the address of the pointers to it, its streams, and what keeps them alive."""
+        count = len(self.arguments)
+        buffer = ctypes.create_string_buffer(max(8 * count, 8))
+        start = ctypes.addressof(buffer)
+        pointers = (ctypes.c_void_p * max(count, 1))(*(start + 8 * i for i in range(count)))
+        return buffer, ctypes.addressof(pointers), {}, pointers
+
+    def _failed(self, error: Any, device: int, grid: int, stream: Any, pointers: int) -> None:
+        driver = jit._driver()
+        results = driver.CUresult
+        if error == results.CUDA_ERROR_INVALID_CONTEXT:
+            # A thread in which PyTorch has called nothing yet has no context; PyTorch's own calls would make one.
+            context = jit._drive(driver.cuDevicePrimaryCtxRetain, jit._drive(driver.cuDeviceGet, device))
+            jit._drive(driver.cuCtxSetCurrent, context)
+            (error,) = self._launch(self._function, grid, 1, 1, self.block, 1, 1, self.shared, stream, pointers, 0)
+            if not error:
+                return
+        message = (
+            f"the launch of {self.kernel.name} with a grid of {grid}, blocks of {self.block} threads and {self.shared} "
+            f"bytes of shared memory on cuda:{device} failed with {getattr(error, 'name', error)}"
+        )
+        if error == results.CUDA_ERROR_OUT_OF_MEMORY:
+            raise torch.OutOfMemoryError(message)
+        raise LaunchError(message)
