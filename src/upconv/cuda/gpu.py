@@ -4,33 +4,34 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 
-_BANDWIDTHS = {
-    "H200": 4.2e12,
-    "GH200": 3.6e12,
-    "H100 NVL": 3.4e12,
-    "H100 PCIe": 1.8e12,
-    "H100": 3.0e12,
-    "H800": 3.0e12,
-    "H20": 3.6e12,
-    "A100": 1.7e12,
-    "A800": 1.7e12,
-    "A30": 0.85e12,
-    "A10": 0.55e12,
-    "L40S": 0.78e12,
-    "L40": 0.78e12,
-    "L4": 0.27e12,
-    "B200": 7.2e12,
-    "GB200": 7.2e12,
-    "B300": 7.2e12,
-    "GB300": 7.2e12,
-    "RTX 5090": 1.6e12,
-    "RTX 4090": 0.92e12,
-    "RTX 3090": 0.85e12,
+_CHIPS = {
+    "H200": (4.2e12, 1.755e9),
+    "GH200": (3.6e12, 1.755e9),
+    "H100": (3.0e12, 1.755e9),
+    "H100 NVL": (3.4e12, 1.755e9),
+    "H100 PCIe": (1.8e12, 1.755e9),
+    "H800": (3.0e12, 1.755e9),
+    "H20": (3.6e12, 1.755e9),
+    "A100": (1.7e12, 1.41e9),
+    "A800": (1.7e12, 1.41e9),
+    "A30": (0.83e12, 1.44e9),
+    "A10": (0.54e12, 1.695e9),
+    "L40S": (0.78e12, 2.52e9),
+    "L40": (0.78e12, 2.49e9),
+    "L4": (0.27e12, 2.04e9),
+    "B200": (7.0e12, 1.85e9),
+    "GB200": (7.0e12, 1.85e9),
+    "B300": (7.0e12, 1.85e9),
+    "GB300": (7.0e12, 1.85e9),
+    "RTX 5090": (1.6e12, 2.407e9),
+    "RTX 4090": (0.92e12, 2.52e9),
+    "RTX 3090": (0.85e12, 1.695e9),
 }
-"""Copy rates in bytes/s: measured for H200, H100 and A100, else about 90 % of what the data sheet says."""
+"""Estimates by the words of the name: copy rate in bytes/s (85 to 90 % of the data sheets') and clock in Hz."""
 
 _UNKNOWN_BANDWIDTH = 1e12
 _UNKNOWN_CLOCK = 1.5e9
@@ -86,6 +87,7 @@ def gpu(device_index: int) -> Gpu:
     properties = torch.cuda.get_device_properties(device_index)
     capability = (int(properties.major), int(properties.minor))
     known = _SHARED.get(capability, (49152, 65536))
+    bandwidth, clock = _rates(properties)
     return Gpu(
         name=str(properties.name),
         capability=capability,
@@ -93,30 +95,30 @@ def gpu(device_index: int) -> Gpu:
         multiprocessors=int(properties.multi_processor_count),
         shared_bytes=int(getattr(properties, "shared_memory_per_block_optin", known[0])),
         shared_per_sm=int(getattr(properties, "shared_memory_per_multiprocessor", known[1])),
-        bandwidth=_bandwidth(properties),
-        clock=float(getattr(properties, "clock_rate", 0)) * 1e3 or _UNKNOWN_CLOCK,
+        bandwidth=bandwidth,
+        clock=clock,
     )
 
 
-def _bandwidth(properties: object) -> float:
-    """A known chip's copy rate by its name, else 90 % of memory clock times bus width, else 1 TB/s."""
-    name = str(getattr(properties, "name", ""))
-    words = f" {name} ".replace("-", " ")
-    for model in sorted(_BANDWIDTHS, key=len, reverse=True):
-        if all(f" {word} " in words for word in model.split()):
-            return _BANDWIDTHS[model]
-    clock = float(getattr(properties, "memory_clock_rate", 0)) * 1e3
-    width = float(getattr(properties, "memory_bus_width", 0)) / 8
-    return 0.9 * 2 * clock * width or _UNKNOWN_BANDWIDTH  # two transfers a clock
+def _rates(properties: Any) -> tuple[float, float]:
+    """(bytes/s, Hz) of a known chip by its name, else from what the driver says, else typical ones."""
+    words = set(str(properties.name).replace("-", " ").split())
+    for model in sorted(_CHIPS, key=lambda model: len(model.split()), reverse=True):
+        if words.issuperset(model.split()):
+            return _CHIPS[model]
+    kilohertz = float(getattr(properties, "memory_clock_rate", 0))
+    bits = float(getattr(properties, "memory_bus_width", 0))
+    sheet = 2 * 1e3 * kilohertz * bits / 8  # two transfers a clock
+    return 0.9 * sheet or _UNKNOWN_BANDWIDTH, 1e3 * float(getattr(properties, "clock_rate", 0)) or _UNKNOWN_CLOCK
 
 
-def _known(name: str, capability: tuple[int, int], multiprocessors: int, bandwidth: float, clock: float) -> Gpu:
-    return Gpu(name, capability, arch_of(capability), multiprocessors, *_SHARED[capability], bandwidth, clock)
+def _known(name: str, capability: tuple[int, int], multiprocessors: int, chip: str) -> Gpu:
+    return Gpu(name, capability, arch_of(capability), multiprocessors, *_SHARED[capability], *_CHIPS[chip])
 
 
-H200 = _known("NVIDIA H200", (9, 0), 132, 4.2e12, 1.755e9)
-A100 = _known("NVIDIA A100-SXM4-80GB", (8, 0), 108, 1.7e12, 1.41e9)
-RTX3090 = _known("NVIDIA GeForce RTX 3090", (8, 6), 82, 0.85e12, 1.695e9)
-RTX4090 = _known("NVIDIA GeForce RTX 4090", (8, 9), 128, 0.92e12, 2.52e9)
-B200 = _known("NVIDIA B200", (10, 0), 148, 7.2e12, 1.965e9)
-RTX5090 = _known("NVIDIA GeForce RTX 5090", (12, 0), 170, 1.6e12, 2.407e9)
+H200 = _known("NVIDIA H200", (9, 0), 132, "H200")
+A100 = _known("NVIDIA A100-SXM4-80GB", (8, 0), 108, "A100")
+RTX3090 = _known("NVIDIA GeForce RTX 3090", (8, 6), 82, "RTX 3090")
+RTX4090 = _known("NVIDIA GeForce RTX 4090", (8, 9), 128, "RTX 4090")
+B200 = _known("NVIDIA B200", (10, 0), 148, "B200")
+RTX5090 = _known("NVIDIA GeForce RTX 5090", (12, 0), 170, "RTX 5090")

@@ -14,7 +14,8 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -187,13 +188,14 @@ def _cubin(source: str, arch: str, label: str, key: str) -> bytes:
         return found
     with _lock:
         busy = _busy.setdefault(key, threading.Lock())
-    with busy:
-        found = _cubins.get(key)
-        if found is None:
-            found = _load_or_compile(source, arch, label or "kernel", key)
-            _cubins[key] = found
-    with _lock:
-        _busy.pop(key, None)
+    try:
+        with busy:
+            found = _cubins.get(key)
+            if found is None:
+                found = _cubins[key] = _load_or_compile(source, arch, label or "kernel", key)
+    finally:
+        with _lock:
+            _busy.pop(key, None)
     return found
 
 
@@ -325,8 +327,12 @@ def _resources(elf: bytes) -> dict[str, tuple[int, int, int]]:
             at += length
     entries = [name.removeprefix(".text.") for name in sections if name.startswith(".text.")]
     registers, frames = values[0x2F], values[0x11]
-    shared = {name: sections[f".nv.shared.{name}"][5] for name in entries if f".nv.shared.{name}" in sections}
-    return {name: (registers.get(name, 0), frames.get(name, 0), shared.get(name, 0)) for name in entries}
+    # From sm_90 on a block's shared memory starts with 1 KB of the system's, which the opt-in maximum leaves out.
+    reserved = 1024 if ".nv.reservedSmem.offset0" in symbols else 0
+    shared = {
+        name: sections[f".nv.shared.{name}"][5] - reserved for name in entries if f".nv.shared.{name}" in sections
+    }
+    return {name: (registers.get(name, 0), frames.get(name, 0), max(shared.get(name, 0), 0)) for name in entries}
 
 
 # --- loaded kernels --------------------------------------------------------------------------------------------------
@@ -348,16 +354,36 @@ class Kernel:
     _ready: set[int] = field(default_factory=set, repr=False)
 
     def ready(self, device: int) -> None:
-        """Lets a device's blocks ask for all the dynamic shared memory there is, on the first call for that device."""
+        """Loads the kernel on the current device, and lets its blocks use all shared memory; the first call does it.
+
+        ``device`` must be the current one. Errors: RuntimeError from the driver.
+        """
         if device in self._ready:
             return
         driver = _driver()
-        attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
-        ordinal = _drive(driver.cuDeviceGet, device)
-        most = _drive(driver.cuDeviceGetAttribute, attribute, ordinal)
-        limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        _drive(driver.cuKernelSetAttribute, limit, most - self.shared_bytes, driver.CUkernel(self.handle), ordinal)
+        attributes, limits = driver.CUdevice_attribute, driver.CUfunction_attribute
+        handle = driver.CUkernel(self.handle)
+        with _uncaptured(driver):
+            ordinal = _drive(driver.cuDeviceGet, device)
+            most = _drive(
+                driver.cuDeviceGetAttribute, attributes.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, ordinal
+            )
+            static = _drive(driver.cuKernelGetAttribute, limits.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, handle, ordinal)
+            dynamic = limits.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            _drive(driver.cuKernelSetAttribute, dynamic, most - static, handle, ordinal)
+            # CUDA loads lazily otherwise, at the first launch, which may be one that is being captured.
+            _drive(driver.cuFuncLoad, _drive(driver.cuKernelGetFunction, handle))
         self._ready.add(device)
+
+
+@contextmanager
+def _uncaptured(driver: Any) -> Iterator[None]:
+    """Lets this thread load code while it captures a graph: nothing here is an operation of a stream."""
+    mode = _drive(driver.cuThreadExchangeStreamCaptureMode, driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
+    try:
+        yield
+    finally:
+        _drive(driver.cuThreadExchangeStreamCaptureMode, mode)
 
 
 _libraries: dict[str, Any] = {}
@@ -393,7 +419,8 @@ def _load(code: bytes, entry: str, key: str, label: str) -> Kernel:
     library = _libraries.get(key)
     if library is None:
         _drive(driver.cuInit, 0)
-        library = _libraries[key] = _drive(driver.cuLibraryLoadData, code, [], [], 0, [], [], 0)
+        with _uncaptured(driver):
+            library = _libraries[key] = _drive(driver.cuLibraryLoadData, code, [], [], 0, [], [], 0)
     handle = _drive(driver.cuLibraryGetKernel, library, entry.encode())
     return Kernel(entry, int(handle), *needs[entry])
 

@@ -19,6 +19,8 @@ from upconv.cuda.jit import Kernel
 # Each argument has a slot of 8 bytes, so that all are aligned; the driver reads as many of them as the type has.
 _CODES = {"P": "Q", "i": "i4x", "q": "q", "f": "f4x"}
 
+_STREAMS = 256  # handles kept per thread; PyTorch has pools of 32 streams per device and priority
+
 
 class LaunchError(RuntimeError):
     """The driver rejected a launch. The message names the kernel, its launch configuration and CUDA's error."""
@@ -67,6 +69,8 @@ class Launcher:
         raw = torch._C._cuda_getCurrentRawStream(device)
         stream = streams.get(raw)
         if stream is None:
+            if len(streams) >= _STREAMS:
+                streams.clear()
             stream = streams[raw] = self._stream_type(raw)
         (error,) = self._launch(self._function, grid, 1, 1, self.block, 1, 1, self.shared, stream, pointers, 0)
         if error:
