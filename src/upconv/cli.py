@@ -1,4 +1,4 @@
-"""The command ``upconv``: bench, explain, env.
+"""The command ``upconv``: bench, explain, env, cache.
 
 Exit codes: 0 all right, 1 a wrong result (or a case that could not run), 2 bad arguments.
 """
@@ -420,3 +420,175 @@ def _print_values(console: Console, values: Mapping[str, object], depth: int) ->
             console.print(
                 Text.assemble("  " * depth, (f"{name:<{28 - 2 * depth}}", "dim"), f" {shown}"), soft_wrap=True
             )
+
+
+# --- cache -----------------------------------------------------------------------------------------------------------
+
+_CACHE_HELP = """Show the compiled CUDA kernels that are kept on disk, remove them, or compile a model's ahead of time.
+
+The directory is UPCONV_CACHE_DIR, else upconv in XDG_CACHE_HOME or ~/.cache; UPCONV_CACHE=off keeps none.
+
+Examples:
+
+  upconv cache
+
+  upconv cache clear --yes
+
+  upconv cache warm --model net.py:Generator --input 8x64x32x32
+"""
+
+cache_app = typer.Typer(
+    help=_CACHE_HELP, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]}
+)
+app.add_typer(cache_app, name="cache")
+
+
+@cache_app.callback()
+def cache(context: typer.Context) -> None:
+    if context.invoked_subcommand is not None:
+        return
+    from datetime import datetime
+
+    from rich.console import Console
+
+    from upconv.bench.report import si
+    from upconv.cuda.cache import contents
+
+    found = contents()
+    newest = None if found.newest is None else datetime.fromtimestamp(found.newest).isoformat(" ", "seconds")
+    _print_values(
+        Console(highlight=False),
+        {
+            "directory": None if found.folder is None else str(found.folder),
+            "in use": f"no: {found.problem}" if found.problem else "yes",
+            "kernels": found.entries,
+            "size": si(found.bytes, "B"),
+            "targets": ", ".join(f"sm_{arch}" for arch in found.archs) or None,
+            "newest": newest,
+        },
+        0,
+    )
+
+
+@cache_app.command()
+def clear(
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+) -> None:
+    """Remove the compiled kernels; they are compiled again when they are needed.
+
+    Example: upconv cache clear --yes
+    """
+    from upconv.cuda import cache as kept
+
+    found = kept.contents()
+    if found.folder is None or not found.folder.exists():
+        print("there is no cache directory" if found.folder is None else f"{found.folder} does not exist")
+        return
+    if not yes and not typer.confirm(f"Remove {found.entries} compiled kernels from {found.folder}?"):
+        raise typer.Abort
+    try:
+        removed = kept.clear()
+    except OSError as error:
+        _stop(f"{found.folder} cannot be cleared: {error.strerror or error}", 1)
+    print(f"removed {removed} files from {found.folder}")
+
+
+@cache_app.command()
+def warm(
+    model: Annotated[
+        str,
+        typer.Option(
+            "--model", metavar="FILE.py:NAME", help="A module, or what makes one when called without arguments."
+        ),
+    ],
+    input: Annotated[
+        str, typer.Option("--input", metavar="NxCxHxW", help="The model's input: batch, channels, 1 to 3 sizes.")
+    ],
+    device: _Device = None,
+    dtype: Annotated[
+        str, typer.Option("--dtype", metavar="DTYPE", help="float32, bfloat16, float16, float64.")
+    ] = "float32",
+    layout: Annotated[str, typer.Option("--layout", metavar="LAYOUT", help="nchw, channels_last.")] = "nchw",
+) -> None:
+    """Compile and keep every CUDA kernel that a model needs for an input of this shape.
+
+    Example: upconv cache warm --model net.py:Generator --input 8x64x32x32 --dtype bfloat16
+    """
+    import torch
+
+    from upconv import accelerate
+    from upconv.bench.suites import parse_input
+    from upconv.cpu import memory_format
+    from upconv.problem import LAYOUTS, PRECISIONS
+
+    try:
+        dtypes = {str(d).removeprefix("torch."): d for d in PRECISIONS}
+        kind = dtypes[_one("--dtype", dtype, list(dtypes))]
+        shape = parse_input(input)
+        where = _device(device)
+        if where.type != "cuda":
+            raise ValueError(f"--device must be a CUDA device, since only its kernels are compiled; got {str(where)!r}")
+        order = memory_format(_one("--layout", layout, LAYOUTS), len(shape) - 2)
+        network = _network(model)
+    except ValueError as error:
+        _stop(error)
+    accelerate(network.to(where, kind))
+    example = torch.randn(shape, device=where, dtype=kind).contiguous(memory_format=order)
+    try:
+        compiled = _warm(network, example)
+    except Exception as error:  # whatever the model's forward raises on this input
+        _stop(f"the model cannot be warmed up on {input}: {type(error).__name__}: {error}", 1)
+    for line in compiled:
+        print(line)
+    print(f"{len(compiled)} kernels are ready")
+
+
+def _network(text: str) -> torch.nn.Module:
+    """The model that ``file.py:Name`` or ``package.module:Name`` names, made if it is a class or a function."""
+    import importlib
+    import importlib.util
+
+    import torch
+
+    place, _, name = text.rpartition(":")
+    if not place or not name.isidentifier():
+        raise ValueError(f"--model must be FILE.py:NAME or a module's name and NAME; got {text!r}")
+    try:
+        if place.endswith(".py"):
+            if not Path(place).is_file():
+                raise ValueError(f"--model must name a file that exists; got {text!r}")
+            spec = importlib.util.spec_from_file_location(Path(place).stem, place)
+            assert spec is not None and spec.loader is not None  # both exist for every path that ends in .py
+            module = importlib.util.module_from_spec(spec)
+            sys.modules[spec.name] = module  # dataclasses and pickle look there
+            sys.path.insert(0, str(Path(place).resolve().parent))
+            spec.loader.exec_module(module)
+        else:
+            module = importlib.import_module(place)
+        found = getattr(module, name)
+        network = found if isinstance(found, torch.nn.Module) else found()
+    except ValueError:
+        raise
+    except Exception as error:  # whatever the user's code raises
+        raise ValueError(f"--model {text} cannot be made: {type(error).__name__}: {error}") from error
+    if not isinstance(network, torch.nn.Module):
+        raise ValueError(f"--model must be a torch.nn.Module or make one; got {text!r}, a {type(network).__name__}")
+    return network
+
+
+def _warm(network: torch.nn.Module, example: torch.Tensor) -> list[str]:
+    """Warms up behind a progress bar where stderr is a terminal; what was compiled."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from upconv import warmup  # type: ignore[attr-defined, unused-ignore]
+
+    screen = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as progress:
+        task = progress.add_task("", total=None)
+
+        def tell(label: str, done: int, total: int) -> None:
+            progress.update(task, completed=done, total=total, description=label)
+
+        return [str(line) for line in warmup(network, example, progress=tell)]

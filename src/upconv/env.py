@@ -48,7 +48,7 @@ def _cudnn() -> Value:
 
 def _nvrtc() -> Value:
     try:
-        from cuda.bindings import nvrtc  # type: ignore[import-not-found, unused-ignore]
+        from cuda.bindings import nvrtc
     except ImportError:
         return None
     _, major, minor = nvrtc.nvrtcVersion()
@@ -119,8 +119,23 @@ def _devices() -> dict[str, dict[str, Value]]:
     found = {"cpu": device(torch.device("cpu"))}
     count = probe(torch.cuda.device_count)
     for i in range(count if isinstance(count, int) else 0):
-        found[f"cuda:{i}"] = device(torch.device("cuda", i))
+        found[f"cuda:{i}"] = device(torch.device("cuda", i)) | _kernel_facts(i)
     return found
+
+
+def _kernel_facts(index: int) -> dict[str, Value]:
+    """What the CUDA engine goes by on a device."""
+    from upconv.cuda.gpu import gpu
+
+    found = probe(lambda: gpu(index))
+    return _each(
+        {
+            "kernels_for": lambda: f"sm_{found.arch}",  # type: ignore[union-attr]
+            "shared_bytes_per_block": lambda: found.shared_bytes,  # type: ignore[union-attr]
+            "copy_bytes_per_s_assumed": lambda: found.bandwidth,  # type: ignore[union-attr]
+            "clock_hz_assumed": lambda: found.clock,  # type: ignore[union-attr]
+        }
+    )
 
 
 # --- the whole -------------------------------------------------------------------------------------------------------
@@ -156,7 +171,21 @@ def _caches() -> dict[str, Value]:
         info = ops._resolve.cache_info()
         return f"{info.currsize} of at most {info.maxsize}, in memory"
 
-    return _each({"plans": plans, "calls": calls})
+    def kernels() -> Value:
+        from upconv.cuda import cache
+
+        found = cache.contents()
+        if found.problem:
+            return f"in memory only, not in {found.folder}: {found.problem}" if found.folder else found.problem
+        return f"{found.entries}, {found.bytes} bytes with their sources, in {found.folder}"
+
+    return _each({"plans": plans, "calls": calls, "kernels": kernels})
+
+
+def _compiler() -> Value:
+    from upconv.cuda import jit
+
+    return jit.unavailable() or "available"
 
 
 def report() -> dict[str, dict[str, object]]:
@@ -164,7 +193,14 @@ def report() -> dict[str, dict[str, object]]:
     return {
         "versions": {**versions()},
         "system": {
-            **_each({"platform": platform.platform, "commit": commit, "package": lambda: str(_package_folder())})
+            **_each(
+                {
+                    "platform": platform.platform,
+                    "commit": commit,
+                    "package": lambda: str(_package_folder()),
+                    "cuda_compiler": _compiler,
+                }
+            )
         },
         "devices": {**_devices()},
         "flags": {**_flags()},

@@ -282,7 +282,8 @@ def contents() -> Contents:
             entries += 1
             archs.add(str(opened[1]["arch"]))
             newest = max(newest or 0.0, found.st_mtime)
-    return Contents(folder, None, entries, size, tuple(sorted(archs, key=lambda a: (len(a), a))), newest)
+    targets = sorted(archs, key=lambda arch: (int(arch.rstrip("af")), arch))
+    return Contents(folder, None, entries, size, tuple(targets), newest)
 
 
 def clear() -> int:
