@@ -1,0 +1,445 @@
+"""The direct family: transposed convolution on CUDA cores, for few channels per group and for float64.
+
+``kernels/direct.cu`` says how a block works. Here are its tiles, what each of them costs by a model, and the launch.
+Every valid forward has a kernel: the tiled one, or ``direct_any`` where no tile fits (huge kernels, strides or
+dilations).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from upconv.cuda import jit
+from upconv.cuda.gpu import Gpu
+from upconv.cuda.gpu import gpu as gpu_of
+from upconv.cuda.launch import Launcher
+from upconv.problem import Problem
+
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
+_ANY_THREADS = 256
+_MAX_THREADS = 512
+_MAX_SUMS = 96  # per thread in 32-bit registers, of 255; windows, weights and addresses need the rest
+_MAX_UNROLLED = 1024  # multiply-adds in a kernel's body: 1.0 s of NVRTC
+_MAX_INT = 2**30  # sizes and geometry of the tiled kernel are int32 with room for a halo
+
+
+class Unit(NamedTuple):
+    """One source for NVRTC."""
+
+    label: str
+    source: str
+    entries: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One dimension of the work, as the kernel needs it: cell ``j`` holds the outputs ``j*stride ... + stride - 1``."""
+
+    size: int
+    out: int
+    kernel: int
+    stride: int
+    padding: int
+    dilation: int
+
+    @property
+    def cells(self) -> int:
+        return -(-self.out // self.stride)
+
+    @property
+    def shifts(self) -> tuple[int, ...]:
+        """For each tap the input index minus the cell's: ``floor((stride - 1 + padding - k * dilation) / stride)``.
+
+        The tap meets output ``t = (k * dilation - padding) mod stride`` of the cell, at ``(t + padding - k * dilation)
+        / stride``, which divides.
+        """
+        return tuple((self.stride - 1 + self.padding - k * self.dilation) // self.stride for k in range(self.kernel))
+
+    @property
+    def least(self) -> int:
+        return self.shifts[-1]
+
+    @property
+    def span(self) -> int:
+        """How many more inputs than cells the outputs of neighbouring cells read."""
+        return self.shifts[0] - self.shifts[-1]
+
+    @property
+    def tap_step(self) -> int:
+        """Distance between neighbouring taps of a phase."""
+        return self.stride // math.gcd(self.stride, self.dilation)
+
+
+def axes(p: Problem) -> tuple[Axis, Axis, Axis]:
+    """Depth, height and width of a problem; dimensions that it lacks have one input, tap and output."""
+    found = [Axis(*a) for a in zip(p.size, p.out_size, p.kernel, p.stride, p.padding, p.dilation)]
+    d, h, w = [Axis(1, 1, 1, 1, 0, 1)] * (3 - p.rank) + found
+    return d, h, w
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A configuration of the tiled kernel, by the names of its macros."""
+
+    co: int
+    """Output channels per thread (CO)."""
+    cells: int
+    """Neighbouring cells along W per thread (CELLS)."""
+    block_x: int
+    """Threads along W; a power of two."""
+    block_h: int
+    """Cells along H per block."""
+    slots: int
+    """Groups per block."""
+    chunk: int
+    """Input channels of each group per stage."""
+
+
+@lru_cache(maxsize=4096)
+def geometry(p: Problem, tile: Tile) -> dict[str, int]:
+    """The macros of the tiled kernel for a problem; no size of the image is among them."""
+    d, h, w = axes(p)
+    last, double = p.layout == "channels_last", p.dtype == torch.float64
+    vec = 2 if double else 4
+    half = p.dtype.itemsize == 2
+    run = tile.cells * w.stride
+    run_pitch = run | 1 if run % vec else run + (vec if run // vec % 2 == 0 else 0)
+    threads = -(-tile.slots * tile.block_h * h.stride * tile.block_x // 32) * 32
+    chunks = -(-p.in_channels // p.groups // tile.chunk)
+    part = tile.co
+    while part > 1 and (tile.slots * part * run * tile.block_x * tile.block_h * h.stride * (16 // vec) > 2**16):
+        part = max(k for k in range(1, part) if tile.co % k == 0)
+    return {
+        **_common(p, tile.co),
+        "ANY": 0,
+        "THREADS": threads,
+        "CELLS": tile.cells,
+        "BLOCK_X": tile.block_x,
+        "BLOCK_H": tile.block_h,
+        "SLOTS": tile.slots,
+        "CHUNK": tile.chunk,
+        "STAGES": 2 if not half and chunks * d.kernel > 1 else 1,
+        "MIN_H": h.least,
+        "SPAN_H": h.span,
+        "MIN_W": w.least,
+        "SPAN_W": w.span,
+        "STEP_KH": h.tap_step,
+        "STEP_ROW": h.dilation * h.tap_step // h.stride,
+        # Halves are loaded four at a time, from columns that are multiples of four.
+        "LEAD": w.least % 4 if half and not last and tile.cells * tile.block_x % 4 == 0 else 0,
+        "RUN_PITCH": run_pitch,
+        "PART": part,
+        "MIN_BLOCKS": max(1, min(65536 // (threads * _registers(p, tile)), 16)),
+    }
+
+
+def _common(p: Problem, co: int) -> dict[str, int]:
+    found = {
+        "DTYPE": _DTYPES[p.dtype],
+        "LAST": int(p.layout == "channels_last"),
+        "GROUPS": p.groups,
+        "CI": p.in_channels // p.groups,
+        "CO_GROUP": p.out_channels // p.groups,
+        "CO": co,
+    }
+    for name, axis in zip("DHW", axes(p)):
+        found |= {f"K{name}": axis.kernel, f"S{name}": axis.stride, f"P{name}": axis.padding, f"D{name}": axis.dilation}
+    return found
+
+
+def shared_words(m: dict[str, int]) -> tuple[int, int, int]:
+    """Words of a kernel's shared memory: a stage's weights, a whole stage, and all of it with the epilogue's."""
+    vec = 2 if m["DTYPE"] == 3 else 4
+    rows = m["BLOCK_H"] * m["SH"]
+    columns = m["BLOCK_X"] * m["CELLS"] + m["SPAN_W"] + m["LEAD"]
+    row_pitch = -(-columns // m["CELLS"]) * (m["CELLS"] | 1)
+    plane = (m["BLOCK_H"] + m["SPAN_H"]) * row_pitch | 1
+    channels = m["SLOTS"] * m["CHUNK"]
+    weights = channels * m["KH"] * weight_row(m)
+    stage = -(-(weights + channels * plane) // vec) * vec
+    run = m["CELLS"] * m["SW"]
+    if m["LAST"]:
+        epilogue = rows * m["BLOCK_X"] * (run * m["SLOTS"] * m["PART"] | 1)
+    else:
+        epilogue = 0 if _stores_directly(m) else m["THREADS"] * m["RUN_PITCH"]
+    return weights, stage, max(m["STAGES"] * stage, epilogue)
+
+
+def weight_row(m: dict[str, int]) -> int:
+    """Words of the weights of one (depth tap, input channel, height tap), padded to 16 bytes."""
+    vec = 2 if m["DTYPE"] == 3 else 4
+    return -(-m["KW"] * m["CO"] // vec) * vec
+
+
+def packed_words(m: dict[str, int]) -> int:
+    """Elements of the packed weights."""
+    return m["GROUPS"] * -(-m["CO_GROUP"] // m["CO"]) * m["KD"] * m["CI"] * m["KH"] * weight_row(m)
+
+
+def _stores_directly(m: dict[str, int]) -> bool:
+    run = m["CELLS"] * m["SW"]
+    return not m["LAST"] and run * (4, 2, 2, 8)[m["DTYPE"]] <= 16 and run & (run - 1) == 0
+
+
+def _registers(p: Problem, tile: Tile) -> int:
+    """Registers per thread, generously: sums, a window, a pack of weights, addresses."""
+    w = axes(p)[2]
+    words = 2 if p.dtype == torch.float64 else 1
+    need = words * (tile.co * tile.cells * w.stride + tile.cells + w.span) + 60
+    return min(max(-(-need // 8) * 8, 48), 255)
+
+
+# --- the model -------------------------------------------------------------------------------------------------------
+
+
+def _fma_lanes(gpu: Gpu, double: bool) -> int:
+    """Multiply-adds per clock and multiprocessor. Source: CUDA C++ Programming Guide, "Arithmetic Instructions"."""
+    if double:
+        return {(8, 0): 32, (9, 0): 64, (10, 0): 64}.get(gpu.capability, 2)
+    return 64 if gpu.capability == (8, 0) else 128
+
+
+def _threads_per_sm(gpu: Gpu) -> int:
+    return 2048 if gpu.capability in ((8, 0), (9, 0), (10, 0), (10, 3)) else 1536
+
+
+@dataclass(frozen=True)
+class _Cost:
+    seconds: float
+    bound: str
+    blocks: int
+    resident: int
+
+
+def _cost(p: Problem, tile: Tile, m: dict[str, int], gpu: Gpu) -> _Cost | None:
+    """The model's time of a tile in seconds, or None where it does not fit the GPU."""
+    d, h, w = axes(p)
+    double, last = p.dtype == torch.float64, p.layout == "channels_last"
+    words = 2 if double else 1
+    item = p.dtype.itemsize
+    shared = shared_words(m)[2] * 4 * words
+    if shared > gpu.shared_bytes:
+        return None
+    threads, registers = m["THREADS"], _registers(p, tile)
+    resident = min(
+        65536 // (threads * registers), gpu.shared_per_sm // (shared + 1024), _threads_per_sm(gpu) // threads, 32
+    )
+    if resident < 1:
+        return None
+    ci, co_group = m["CI"], m["CO_GROUP"]
+    cout_blocks = -(-co_group // tile.co)
+    block_w = tile.cells * tile.block_x
+    tiles = -(-h.cells // tile.block_h) * -(-w.cells // block_w)
+    blocks = p.batch * -(-p.groups // tile.slots) * cout_blocks * d.out * tiles
+    if blocks >= 2**31:
+        return None
+    # Per block, in instructions of a warp and in passes over shared memory of 128 bytes.
+    warps_per_phase = tile.slots * max(1.0, tile.block_h * tile.block_x / 32)
+    depth_taps = d.kernel / d.stride
+    lines = warps_per_phase * h.kernel * depth_taps * ci  # (tap row, channel) pairs over all threads, in warps
+    fmas = lines * w.kernel * tile.co * tile.cells
+    window = tile.cells + w.span
+    packs = weight_row(m) // (4 // words)
+    passes = lines * (window * words + packs)
+    issues = fmas + lines * (window + packs + 8)
+    rows = tile.slots * ci * depth_taps * (tile.block_h + h.span)
+    columns = block_w + w.span + m["LEAD"]
+    if last:
+        loads = rows * columns / 32
+        issues += loads * 24
+    else:
+        loads = rows * math.ceil(columns / 32)
+        issues += loads * (12 if item > 2 else 7) + rows * 12
+    passes += loads * words
+    outputs = tile.slots * tile.co * tile.block_h * h.stride * block_w * w.stride / 32
+    if _stores_directly(m):
+        issues += outputs * 2
+    else:
+        passes += outputs * 2 * words
+        issues += outputs * (24 if last else 6 if p.out_size[-1] % 4 == 0 else 9)
+    steps = math.ceil(ci / tile.chunk) * depth_taps
+    latency = (1.2e-6 if m["STAGES"] == 1 else 0.5e-6) * steps + 1.0e-6  # one block alone: copies, barriers, stores
+    weights = tile.slots * ci * depth_taps * h.kernel * weight_row(m) * 4 * words
+    l2 = rows * columns * item * (max(1.0, 32 / (tile.slots * ci * item)) if last else 1.0) + weights
+    store_run = tile.slots * m["PART"] * item if last and tile.slots * tile.co < p.out_channels else 32
+    l2 += outputs * 32 * item * max(1.0, 32 / store_run)
+    clocks = gpu.multiprocessors * gpu.clock
+    in_flight = min(blocks, gpu.multiprocessors * resident)
+    warps = in_flight / gpu.multiprocessors * threads / 32
+    hidden = min(1.0, warps / 12)  # below 12 warps per multiprocessor latencies show
+    terms = {
+        "bytes": p.bytes / gpu.bandwidth,
+        "L2 traffic": blocks * l2 / (1.4 * gpu.bandwidth),
+        "FMA throughput": blocks * fmas * 32 / (_fma_lanes(gpu, double) * clocks * 0.85 * hidden),
+        "shared memory": blocks * passes / (clocks * 0.9 * hidden),
+        "instruction issue": blocks * issues / (4 * clocks * 0.8 * hidden),
+        "latency": blocks * latency / in_flight,
+    }
+    bound = max(terms, key=lambda name: terms[name])
+    waves = blocks / gpu.multiprocessors
+    balance = math.ceil(waves) / waves if waves > 1 else 1 / max(waves, 0.05)
+    body = terms[bound] + 0.2 * (sum(terms.values()) - terms[bound])
+    seconds = 2e-6 + (body * min(balance, 4.0) if bound != "bytes" else body)
+    return _Cost(seconds, bound, blocks, resident)
+
+
+def tiles(p: Problem) -> Iterator[Tile]:
+    """Every tile that is worth a thought for a problem."""
+    _, h, w = axes(p)
+    ci, co_group = p.in_channels // p.groups, p.out_channels // p.groups
+    last, words = p.layout == "channels_last", 2 if p.dtype == torch.float64 else 1
+    geometry_ints = [v for a in axes(p) for v in (a.size, a.out, a.padding, a.kernel * a.dilation * a.stride)]
+    if max(geometry_ints) >= _MAX_INT:
+        return
+    couts = [c for c in (1, 2, 3, 4, 6, 8, 12, 16) if c < co_group and -(-co_group // c) * c < 1.5 * co_group]
+    couts = [*couts, co_group] if co_group <= 16 else couts
+    couts = couts[-4:]
+    for co in couts:
+        for cells in (1, 2, 4, 8):
+            run = cells * w.stride
+            fits = words * co * run <= _MAX_SUMS and w.kernel * co * cells <= _MAX_UNROLLED and w.span + cells <= 48
+            if not fits or (cells > 1 and cells >= 2 * w.cells):
+                continue
+            for block_x in (2, 4, 8, 16, 32, 64, 128):
+                if block_x > 2 and block_x * cells >= 2 * max(w.cells, 2):
+                    continue
+                for block_h in (1, 2, 4, 8, 16, 32):
+                    if block_h > 1 and block_h >= 2 * h.cells:
+                        continue
+                    units = block_x * block_h * h.stride
+                    if units > _MAX_THREADS:
+                        continue
+                    small = ci * p.dtype.itemsize < 32 or co_group * p.dtype.itemsize < 32
+                    for slots in (1, 2, 4, 8, 16):
+                        if slots > 1 and (slots >= 2 * p.groups or ci > 8 or co < co_group):
+                            continue
+                        if slots > 1 and not ((last and small) or units * slots <= 128):
+                            continue
+                        threads = units * slots
+                        if threads > _MAX_THREADS or (threads < 128 and block_h < h.cells and 2 * units <= 128):
+                            continue
+                        for chunk in (ci,) if slots > 1 or ci <= 2 else {min(ci, 4), min(ci, 8), min(ci, 16)}:
+                            yield Tile(co, cells, block_x, block_h, slots, chunk)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A configuration of the direct kernels for a problem, and what the model thinks of it."""
+
+    family: str
+    """``direct``."""
+    seconds: float
+    """The model's estimate."""
+    summary: str
+    """One line: tile, grid, predicted bound."""
+    bound: str
+    """What limits it, by the model."""
+    problem: Problem
+    tile: Tile | None
+    """None: ``direct_any``."""
+
+    def macros(self) -> dict[str, int]:
+        """The kernel's macros."""
+        if self.tile is None:
+            return {**_common(self.problem, 1), "ANY": 1, "THREADS": _ANY_THREADS}
+        return geometry(self.problem, self.tile)
+
+    def sources(self) -> tuple[Unit, ...]:
+        """What NVRTC must compile."""
+        entry = "direct_any" if self.tile is None else "direct"
+        return (Unit(f"{entry} {self.summary}", jit.source("direct.cu", self.macros()), ("direct_pack", entry)),)
+
+    def prepare(self, device: int) -> Prepared:
+        """Compiles (or finds) and loads the kernels for a CUDA device. Errors: those of ``jit.kernel``."""
+        return Prepared(self, device)
+
+
+class Prepared:
+    """A choice's kernels, loaded for a device."""
+
+    def __init__(self, choice: Choice, device: int) -> None:
+        p, m = choice.problem, choice.macros()
+        (unit,) = choice.sources()
+        arch = gpu_of(device).arch
+        self._device = device
+        self._words = packed_words(m)
+        self._acc = torch.float64 if p.dtype == torch.float64 else torch.float32
+        self._pack = Launcher(jit.kernel(unit.source, "direct_pack", arch, unit.label), 256, 0, "PPqqqqqq")
+        kernel = jit.kernel(unit.source, unit.entries[1], arch, unit.label)
+        d, h, w = axes(p)
+        sizes = (d.size, h.size, w.size, d.out, h.out, w.out)
+        if choice.tile is None:
+            total = math.prod(p.output_shape)
+            self._grid = min(-(-total // _ANY_THREADS), 2**20)
+            self._tail: tuple[int, ...] = (*sizes, total)
+            self._run = Launcher(kernel, _ANY_THREADS, 0, "PPPPqqqqqqq")
+            return
+        tiles_h, tiles_w, self._grid = grid(p, choice.tile)
+        self._tail = (*sizes, tiles_h, tiles_w)
+        self._run = Launcher(kernel, m["THREADS"], shared_words(m)[2] * self._acc.itemsize, "PPPPiiiiiiii")
+
+    def pack(self, weight: Tensor) -> Tensor:
+        """Weights ``(in_channels, out_channels // groups, *kernel)`` of any strides as the kernel reads them.
+
+        A tensor of one dimension, float32 (float64 for float64); the copy is made on the current stream.
+        """
+        packed = torch.empty(self._words, dtype=self._acc, device=weight.device)
+        strides = weight.stride()
+        spatial = (0,) * (5 - len(strides)) + tuple(strides[2:])
+        arguments = (weight.data_ptr(), packed.data_ptr(), strides[0], strides[1], *spatial, self._words)
+        self._pack(self._device, min(-(-self._words // 256), 2**16), arguments)
+        return packed
+
+    def run(self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor) -> None:
+        """Computes ``out`` from ``x``, both batched and dense in the problem's layout, on the current stream."""
+        at = 0 if bias is None else bias.data_ptr()
+        self._run(self._device, self._grid, (x.data_ptr(), packed.data_ptr(), at, out.data_ptr(), *self._tail))
+
+
+def grid(p: Problem, tile: Tile) -> tuple[int, int, int]:
+    """Tiles along H, tiles along W, blocks in all."""
+    d, h, w = axes(p)
+    tiles_h, tiles_w = -(-h.cells // tile.block_h), -(-w.cells // (tile.cells * tile.block_x))
+    couts = -(-p.out_channels // p.groups // tile.co)
+    return tiles_h, tiles_w, p.batch * d.out * -(-p.groups // tile.slots) * couts * tiles_h * tiles_w
+
+
+@lru_cache(maxsize=1024)
+def choose(p: Problem, gpu: Gpu) -> Choice | str:
+    """The tile that the model expects to be fastest, or the sentence why this family has none."""
+    if p.pass_ != "fwd":
+        return f"the direct kernels compute forwards only, not {p.pass_}"
+    if p.batch == 0 or 0 in p.size:
+        return "an empty input has no work"
+    best: tuple[float, Tile, _Cost] | None = None
+    for tile in tiles(p):
+        cost = _cost(p, tile, geometry(p, tile), gpu)
+        if cost is not None and (best is None or cost.seconds < best[0]):
+            best = cost.seconds, tile, cost
+    if best is None:
+        return _choose_any(p, gpu)
+    seconds, tile, cost = best
+    m = geometry(p, tile)
+    summary = (
+        f"{tile.block_h}x{tile.cells * tile.block_x} cells x {tile.slots * tile.co} channels, {m['THREADS']} threads "
+        f"of {tile.co}x{tile.cells * m['SW']} outputs, {tile.chunk} channels a stage x {m['STAGES']}, {cost.blocks} blocks"
+    )
+    return Choice("direct", seconds, summary, cost.bound, p, tile)
+
+
+def _choose_any(p: Problem, gpu: Gpu) -> Choice:
+    """One thread per output: every tap costs a test, every product two loads that mostly hit the first-level cache."""
+    outputs = math.prod(p.output_shape)
+    lanes = min(32, _fma_lanes(gpu, p.dtype == torch.float64))
+    clocks = gpu.multiprocessors * gpu.clock
+    products = outputs * math.prod(-(-k // s) for k, s in zip(p.kernel, p.stride)) * (p.in_channels // p.groups)
+    seconds = 2e-6 + p.bytes / gpu.bandwidth + (2 * products + outputs * (p.taps + 40)) / (lanes * clocks)
+    blocks = min(-(-outputs // _ANY_THREADS), 2**20)
+    return Choice("direct", seconds, f"one output per thread, {blocks} blocks", "instruction issue", p, None)

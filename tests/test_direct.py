@@ -1,0 +1,364 @@
+"""The direct family: an interpreter of its kernel's index arithmetic, its compiled kernels, and both on a GPU."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from torch import Tensor
+
+from strategies import DTYPES, forward_excess, operands, problems
+from upconv import cpu, reference
+from upconv.bench.suites import SUITES, Case
+from upconv.cuda import direct, jit
+from upconv.cuda.direct import Choice, Tile
+from upconv.cuda.gpu import A100, H200, RTX3090, RTX5090, Gpu
+from upconv.problem import PRECISIONS, Problem
+
+Array = NDArray[np.float64]
+
+
+# --- the kernel's arithmetic in NumPy, from the same macros ----------------------------------------------------------
+
+
+def pack(p: Problem, m: dict[str, int], weight: Array) -> Array:
+    """What ``direct_pack`` writes."""
+    row, blocks = direct.weight_row(m), -(-m["CO_GROUP"] // m["CO"])
+    packed = np.zeros((m["GROUPS"], blocks, m["KD"], m["CI"], m["KH"], row))
+    for block, kw, c in product(range(blocks), range(m["KW"]), range(m["CO"])):
+        co = block * m["CO"] + c
+        if co < m["CO_GROUP"]:
+            taps = weight.reshape(m["GROUPS"], m["CI"], m["CO_GROUP"], m["KD"], m["KH"], m["KW"])[:, :, co, :, :, kw]
+            packed[:, block, :, :, :, kw * m["CO"] + c] = taps.transpose(0, 2, 1, 3)
+    assert packed.size == direct.packed_words(m)
+    return packed.reshape(-1)
+
+
+class Interpreter:
+    """``direct`` block by block, thread by thread, on a shared memory that starts as NaN."""
+
+    def __init__(self, p: Problem, tile: Tile) -> None:
+        self.p, self.tile, self.m = p, tile, direct.geometry(p, tile)
+        m = self.m
+        self.weight_words, self.stage_words, self.shared_words = direct.shared_words(m)
+        self.run = m["CELLS"] * m["SW"]
+        self.rows = m["BLOCK_H"] * m["SH"]
+        self.units = self.rows * m["BLOCK_X"]
+        self.pitch = m["CELLS"] | 1
+        self.in_rows = m["BLOCK_H"] + m["SPAN_H"]
+        self.in_cols = m["BLOCK_X"] * m["CELLS"] + m["SPAN_W"] + m["LEAD"]
+        self.row_pitch = -(-self.in_cols // m["CELLS"]) * self.pitch
+        self.plane = self.in_rows * self.row_pitch | 1
+        self.weight_channel = m["KH"] * direct.weight_row(m)
+
+    def __call__(self, x: Array, weight: Array, bias: Array | None) -> Array:
+        d, h, w = direct.axes(self.p)
+        self.x = x.reshape(self.p.batch, -1, d.size, h.size, w.size)
+        self.packed = pack(self.p, self.m, weight)
+        self.bias = bias
+        self.out = np.full((self.p.batch, self.p.out_channels, d.out, h.out, w.out), np.nan)
+        tiles_h, tiles_w, blocks = direct.grid(self.p, self.tile)
+        for block in range(blocks):
+            self.block(block, tiles_h, tiles_w)
+        return self.out.reshape(self.p.output_shape)
+
+    def word(self, c: int) -> int:
+        return c // self.m["CELLS"] * self.pitch + c % self.m["CELLS"]
+
+    def block(self, at: int, tiles_h: int, tiles_w: int) -> None:
+        m, d = self.m, direct.axes(self.p)[0]
+        couts, groups = -(-m["CO_GROUP"] // m["CO"]), -(-m["GROUPS"] // m["SLOTS"])
+        at, tile_w = divmod(at, tiles_w)
+        at, tile_h = divmod(at, tiles_h)
+        at, self.cout_block = divmod(at, couts)
+        at, group_block = divmod(at, groups)
+        self.image, self.od = divmod(at, d.out)
+        self.group = group_block * m["SLOTS"]
+        self.cell_h, self.cell_w = tile_h * m["BLOCK_H"], tile_w * m["BLOCK_X"] * m["CELLS"]
+        self.sums = np.zeros((m["SLOTS"], self.rows, m["BLOCK_X"], m["CO"], self.run))
+        for kd in range(m["KD"]):
+            reach = self.od + m["PD"] - kd * m["DD"]
+            if reach < 0 or reach % m["SD"] or reach // m["SD"] >= d.size:
+                continue
+            for first in range(0, m["CI"], m["CHUNK"]):
+                self.multiply(self.load(kd, reach // m["SD"], first), min(m["CHUNK"], m["CI"] - first))
+        self.store()
+
+    def load(self, kd: int, depth: int, first: int) -> Array:
+        m = self.m
+        stage = np.full(self.stage_words, np.nan)
+        channels = min(m["CHUNK"], m["CI"] - first)
+        for slot in range(m["SLOTS"]):
+            g = min(self.group + slot, m["GROUPS"] - 1)
+            blocks = -(-m["CO_GROUP"] // m["CO"])
+            start = (((g * blocks + self.cout_block) * m["KD"] + kd) * m["CI"] + first) * self.weight_channel
+            to, count = slot * m["CHUNK"] * self.weight_channel, channels * self.weight_channel
+            stage[to : to + count] = self.packed[start : start + count]
+        present = (m["GROUPS"] - self.group) * m["CI"] if m["SLOTS"] > 1 else channels
+        row, col = self.cell_h + m["MIN_H"], self.cell_w + m["MIN_W"] - m["LEAD"]
+        words = self.weight_words + np.array([self.word(c) for c in range(self.in_cols)])
+        iw = col + np.arange(self.in_cols)
+        inside = (iw >= 0) & (iw < self.x.shape[4])
+        for channel, r in product(range(m["SLOTS"] * m["CHUNK"]), range(self.in_rows)):
+            line = np.zeros(self.in_cols)
+            if channel < present and 0 <= row + r < self.x.shape[3]:
+                source = self.x[self.image, self.group * m["CI"] + first + channel, depth, row + r]
+                line[inside] = source[iw[inside]]
+            stage[words + channel * self.plane + r * self.row_pitch] = line
+        return stage
+
+    def multiply(self, stage: Array, channels: int) -> None:
+        m = self.m
+        tx = np.arange(m["BLOCK_X"]) * self.pitch
+        for slot, my_row in product(range(m["SLOTS"]), range(self.rows)):
+            th, jh = divmod(my_row, m["BLOCK_H"])
+            hits = [k for k in range(m["KH"]) if k < m["STEP_KH"] and (th + m["PH"] - k * m["DH"]) % m["SH"] == 0]
+            first_kh = hits[-1] if hits else m["KH"]
+            r = jh + (th + m["PH"] - first_kh * m["DH"] - m["MIN_H"] * m["SH"]) // m["SH"]
+            for step, kh in enumerate(range(first_kh, m["KH"], m["STEP_KH"])):
+                for ci in range(channels):
+                    line = self.weight_words + (slot * m["CHUNK"] + ci) * self.plane
+                    line += (r - step * m["STEP_ROW"]) * self.row_pitch
+                    weights = (slot * m["CHUNK"] + ci) * self.weight_channel + kh * direct.weight_row(m)
+                    for kw in range(m["KW"]):
+                        t = (kw * m["DW"] - m["PW"]) % m["SW"]
+                        shift, left = divmod(t + m["PW"] - kw * m["DW"] - m["MIN_W"] * m["SW"], m["SW"])
+                        assert left == 0 and 0 <= shift <= m["SPAN_W"]
+                        for cell, c in product(range(m["CELLS"]), range(m["CO"])):
+                            window = stage[line + tx + self.word(cell + shift + m["LEAD"])]
+                            product_ = stage[weights + kw * m["CO"] + c] * window
+                            self.sums[slot, my_row, :, c, cell * m["SW"] + t] += product_
+
+    def store(self) -> None:
+        m, (_, h, w) = self.m, direct.axes(self.p)
+        couts = min(m["CO"], m["CO_GROUP"] - self.cout_block * m["CO"])
+        for slot, my_row, tx, c in product(range(m["SLOTS"]), range(self.rows), range(m["BLOCK_X"]), range(couts)):
+            th, jh = divmod(my_row, m["BLOCK_H"])
+            g, oh = self.group + slot, (self.cell_h + jh) * m["SH"] + th
+            ow = (self.cell_w + tx * m["CELLS"]) * m["SW"]
+            count = min(self.run, w.out - ow)
+            if g >= m["GROUPS"] or oh >= h.out or count <= 0:
+                continue
+            channel = g * m["CO_GROUP"] + self.cout_block * m["CO"] + c
+            to = self.out[self.image, channel, self.od, oh, ow : ow + count]
+            assert np.isnan(to).all(), "an output is stored twice"
+            to[:] = self.sums[slot, my_row, tx, c, :count] + (0 if self.bias is None else self.bias[channel])
+
+
+def check_interpreted(p: Problem, tile: Tile, seed: int) -> None:
+    x, w, b, _ = operands(p, seed)
+    interpreter = Interpreter(p, tile)
+    out = interpreter(x.double().numpy(), w.double().numpy(), None if b is None else b.double().numpy())
+    truth = reference.forward(p, x, w, b)
+    torch.testing.assert_close(torch.from_numpy(out), truth, rtol=1e-11, atol=1e-11)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(problems(), st.randoms(use_true_random=False))
+def test_interpreted_tiles_compute_the_layer(p: Problem, rng: random.Random) -> None:
+    candidates = list(direct.tiles(p))
+    assert candidates, "small problems all have tiles"
+    check_interpreted(p, rng.choice(candidates), rng.randrange(1000))
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(problems())
+def test_interpreted_choice_computes_the_layer(p: Problem) -> None:
+    choice = direct.choose(p, H200)
+    assert isinstance(choice, Choice)
+    assert choice.tile is not None
+    check_interpreted(p, choice.tile, 1)
+
+
+# --- what is chosen --------------------------------------------------------------------------------------------------
+
+
+def variants(p: Problem) -> Iterator[Problem]:
+    """A layer in every dtype and layout."""
+    for dtype, layout in product(DTYPES, ("nchw", "channels_last")):
+        if p.rank > 1 or layout == "nchw":
+            yield p.with_(dtype=dtype, precision=PRECISIONS[dtype][0], layout=layout)
+
+
+SUITE = tuple({c.problem: c for name in ("kernelbench", "models", "cpu") for c in SUITES[name]}.values())
+
+
+@settings(max_examples=100, deadline=None)
+@given(problems())
+def test_every_forward_has_a_choice(p: Problem) -> None:
+    for gpu in (H200, A100, RTX3090):
+        choice = direct.choose(p, gpu)
+        assert isinstance(choice, Choice)
+        assert choice.family == "direct"
+        assert 0 < choice.seconds < 1
+        assert choice.tile is None or direct.shared_words(choice.macros())[2] * 8 <= 2 * gpu.shared_bytes
+
+
+@pytest.mark.parametrize("case", SUITE, ids=lambda c: c.name)
+def test_estimates_are_never_below_the_roof(case: Case) -> None:
+    for p in variants(case.problem):
+        choice = direct.choose(p, H200)
+        assert isinstance(choice, Choice)
+        lanes = 64 if p.dtype == torch.float64 else 128
+        assert choice.seconds >= p.roof_seconds(2 * lanes * H200.multiprocessors * H200.clock, H200.bandwidth)
+
+
+def test_geometry_has_no_image_size() -> None:
+    small = Problem.make(2, 4, 4, (40, 40), 4, 2, 1)
+    large = small.with_(size=(123, 77), batch=5)
+    tile = Tile(4, 2, 8, 4, 1, 4)
+    assert direct.geometry(small, tile) == direct.geometry(large, tile)
+
+
+@pytest.mark.parametrize(
+    "p",
+    [
+        Problem.make(1, 2, 3, (5,), 3, 200),
+        Problem.make(1, 2, 2, (3, 4), 3, 1, 0, 0, 500),
+        Problem.make(1, 1, 1, (4, 4), (2, 300), 2, dtype=torch.float64),
+        Problem.make(1, 1, 2, (2, 2), 2, (600, 1)),
+    ],
+    ids=str,
+)
+def test_geometry_without_a_tile_gets_the_general_kernel(p: Problem) -> None:
+    choice = direct.choose(p, H200)
+    assert isinstance(choice, Choice)
+    assert choice.tile is None
+    assert choice.macros()["ANY"] == 1
+
+
+def test_refusals_are_sentences() -> None:
+    p = Problem.make(1, 2, 2, (4, 4), 3)
+    assert direct.choose(p.with_(pass_="step"), H200) == "the direct kernels compute forwards only, not step"
+    assert direct.choose(p.with_(batch=0), H200) == "an empty input has no work"
+
+
+# --- what is compiled ------------------------------------------------------------------------------------------------
+
+needs_nvrtc = pytest.mark.skipif(jit.unavailable() is not None, reason=str(jit.unavailable()))
+
+
+def check_compiled(choice: Choice, gpu: Gpu) -> None:
+    for unit in choice.sources():
+        found = jit.inspect(jit.cubin(unit.source, gpu.arch, unit.label))
+        assert set(found) == set(unit.entries)
+        for entry, (registers, local, shared) in found.items():
+            assert 0 < registers <= 255
+            assert local == 0, f"{entry} of {choice.problem} spills {local} bytes for {choice.tile}"
+            assert shared == 0
+
+
+@needs_nvrtc
+@pytest.mark.slow
+@pytest.mark.parametrize("index,case", list(enumerate(SUITE)), ids=lambda v: getattr(v, "name", ""))
+def test_chosen_kernels_compile_without_spills(index: int, case: Case) -> None:
+    """A sample: each layer on one GPU in two of its dtypes and layouts; together all pairs appear."""
+    every = list(variants(case.problem))
+    for k in (index, index + len(every) // 2 + 1):
+        gpu = (H200, A100, RTX5090)[k % 3]
+        choice = direct.choose(every[k % len(every)], gpu)
+        assert isinstance(choice, Choice)
+        check_compiled(choice, gpu)
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_general_kernel_compiles(dtype: torch.dtype) -> None:
+    p = Problem.make(1, 2, 2, (3, 4), 3, 1, 0, 0, 500, dtype=dtype)
+    for gpu in (H200, A100, RTX5090):
+        choice = direct.choose(p, gpu)
+        assert isinstance(choice, Choice)
+        check_compiled(choice, gpu)
+
+
+# --- on a GPU --------------------------------------------------------------------------------------------------------
+
+
+def launch(choice: Choice, x: Tensor, w: Tensor, b: Tensor | None, offset: int = 0) -> Tensor:
+    """Runs a choice on the current device into a poisoned output that starts ``offset`` elements off alignment."""
+    p = choice.problem
+    fmt = cpu.memory_format(p.layout, p.rank)
+
+    def place(t: Tensor) -> Tensor:
+        buffer = torch.full((t.numel() + offset + 64,), math.nan, dtype=t.dtype, device="cuda")
+        like = torch.empty(t.shape, dtype=t.dtype).contiguous(memory_format=fmt)
+        return buffer[offset:].as_strided(t.shape, like.stride(), offset)
+
+    source, out = place(x), place(torch.empty(p.output_shape, dtype=p.dtype))
+    source.copy_(x)
+    prepared = choice.prepare(torch.cuda.current_device())
+    packed = prepared.pack(w.cuda())
+    prepared.run(source, packed, None if b is None else b.cuda(), out)
+    tail = out.new_empty(0).set_(out.untyped_storage())[offset + out.numel() :]
+    assert tail.isnan().all(), "stores beyond the output"
+    return out
+
+
+@pytest.mark.gpu
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(problems(), st.randoms(use_true_random=False))
+def test_random_problems_on_the_gpu(p: Problem, rng: random.Random) -> None:
+    from upconv.cuda.gpu import gpu
+
+    tile = rng.choice([None, *direct.tiles(p)])
+    choice = Choice("direct", 1.0, "drawn by a test", "", p, tile)
+    if rng.random() < 0.5 or (tile and direct.shared_words(choice.macros())[2] * 8 > gpu(0).shared_bytes):
+        chosen = direct.choose(p, gpu(0))
+        assert isinstance(chosen, Choice)
+        choice = chosen
+    x, w, b, _ = operands(p, rng.randrange(1000))
+    out = launch(choice, x, w, b, rng.choice((0, 0, 1)))
+    assert forward_excess(p, out.cpu(), x, w, b) <= 1, (p, choice.tile)
+    assert torch.equal(out, launch(choice, x, w, b)), "not bit-equal from run to run"
+
+
+GPU_CASES = (
+    Problem.make(3, 16, 16, (33, 47), 4, 2, 1, groups=16, bias=True),
+    Problem.make(2, 5, 5, (19, 64), 16, 8, 4, groups=5),
+    Problem.make(2, 21, 1, (37, 41), 9, 3, 4, 2, bias=True),
+    Problem.make(4, 24, 3, (32, 32), 4, 2, 1, bias=True),
+    Problem.make(2, 16, 32, (21, 100), (3, 5), (2, 3), (1, 2), 0, (2, 1), 2),
+    Problem.make(2, 16, 16, (6, 12, 24), (3, 5, 7), 2, (1, 2, 3), 1, groups=2, bias=True),
+    Problem.make(2, 3, 7, (1001,), 7, 3, 2, 1, bias=True),
+    Problem.make(2, 32, 40, (16, 18), 3, 1, 1),
+    Problem.make(1, 2, 3, (5,), 3, 200, bias=True),
+    Problem.make(1, 2, 2, (3, 4), 3, 1, 0, 0, 500),
+)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", GPU_CASES, ids=str)
+def test_typical_layers_on_the_gpu(case: Problem) -> None:
+    from upconv.cuda.gpu import gpu
+
+    for p in variants(case):
+        choice = direct.choose(p, gpu(0))
+        assert isinstance(choice, Choice)
+        x, w, b, _ = operands(p)
+        out = launch(choice, x, w, b)
+        assert forward_excess(p, out.cpu(), x, w, b) <= 1, (p, choice.tile)
+        again = launch(choice, x, w, b, 1)  # unaligned: other loads and stores, the same sums
+        assert torch.equal(out, again)
+
+
+@pytest.mark.gpu
+def test_weights_of_any_strides_are_packed_alike() -> None:
+    from upconv.cuda.gpu import gpu
+
+    p = Problem.make(1, 6, 10, (9, 9), 3, 2, groups=2)
+    choice = direct.choose(p, gpu(0))
+    assert isinstance(choice, Choice)
+    prepared = choice.prepare(0)
+    w = torch.randn(p.weight_shape, device="cuda")
+    strided = torch.empty(tuple(reversed(p.weight_shape)), device="cuda").permute(3, 2, 1, 0).copy_(w)
+    expected = torch.from_numpy(pack(p, choice.macros(), w.double().cpu().numpy())).float()
+    for weight in (w, strided, w.contiguous(memory_format=torch.channels_last)):
+        assert torch.equal(prepared.pack(weight).cpu(), expected)
