@@ -7,7 +7,7 @@ Importing the package initialises no device, writes nothing and prints nothing.
 """
 
 from upconv._version import __version__
-from upconv.convert import accelerate, fold_batchnorm, restore
+from upconv.convert import accelerate, fold_batchnorm, restore, warmup
 from upconv.functional import conv_transpose1d, conv_transpose2d, conv_transpose3d
 from upconv.modules import (
     ConvTranspose1d,
@@ -17,6 +17,7 @@ from upconv.modules import (
     LazyConvTranspose2d,
     LazyConvTranspose3d,
 )
+from upconv.ops import strict
 
 __all__ = [
     "ConvTranspose1d",
@@ -32,4 +33,6 @@ __all__ = [
     "conv_transpose3d",
     "fold_batchnorm",
     "restore",
+    "strict",
+    "warmup",
 ]

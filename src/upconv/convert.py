@@ -1,4 +1,5 @@
-"""Models as a whole: `accelerate` swaps transposed convolutions in place, `restore` undoes it, `fold_batchnorm` folds.
+"""Models as a whole: `accelerate` swaps transposed convolutions in place, `restore` undoes it, `fold_batchnorm` folds,
+`warmup` compiles ahead.
 
 A swap changes a module's class and nothing else, so weights, hooks, training state, parametrisations, shared modules
 and every reference to the module stay as they are.
@@ -8,8 +9,9 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx, nn
@@ -18,6 +20,7 @@ from torch.nn.modules.conv import _ConvTransposeNd
 from torch.nn.utils import parametrize
 
 from upconv import modules
+from upconv.cuda import engine
 
 _log = logging.getLogger("upconv")
 Model = TypeVar("Model", bound=nn.Module)
@@ -108,6 +111,59 @@ def _say(report: Report | None, line: str) -> None:
     _log.info(line)
     if report is not None:
         report(line)
+
+
+# --- warming up ------------------------------------------------------------------------------------------------------
+
+Progress = Callable[[str, int, int], object]
+
+
+def warmup(model: nn.Module, *example: Any, progress: Progress | None = None) -> list[str]:
+    """Compiles, in threads, and loads every CUDA kernel that a model needs for an example, so that no later call waits.
+
+    The model runs once on the example, in eval mode and without gradients; where a kernel is not loaded yet, PyTorch's
+    operator stands in. Kernels are compiled for the layer, not for the image size, but other sizes may need other
+    tiles. Autocast and precision settings count as they are now.
+
+    Args:
+        model: any module; on a CPU there is nothing to compile.
+        example: the model's arguments: tensors, or shapes (tuples of integers) for random tensors of the model's own
+            dtype and device. A single list or dict is taken as all arguments, by position or by name.
+        progress: called as ``progress(label, done, total)`` behind each source that is compiled or found in the cache.
+
+    Returns:
+        A line for each source, like ``gather 64->64 k3x7 for sm_90a``; of those loaded before, none.
+
+    Raises:
+        RuntimeError: a kernel that cannot be compiled; names the problem and the plan.
+    """
+    args: Sequence[Any] = example
+    kwargs: dict[str, Any] = {}
+    if len(example) == 1 and isinstance(example[0], dict):
+        args, kwargs = (), example[0]
+    elif len(example) == 1 and isinstance(example[0], list):
+        args = example[0]
+    first = next((t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()), torch.empty(0))
+
+    def tensor(value: Any) -> Any:
+        shape = isinstance(value, (tuple, torch.Size)) and bool(value) and all(type(n) is int for n in value)
+        return torch.randn(value, dtype=first.dtype, device=first.device) if shape else value
+
+    with _evaluated(model), torch.no_grad(), engine.collecting() as wanted:
+        model(*map(tensor, args), **{name: tensor(value) for name, value in kwargs.items()})
+    return engine.compile_all(wanted, progress)
+
+
+@contextmanager
+def _evaluated(model: nn.Module) -> Iterator[None]:
+    """The model in eval mode; afterwards each module in its own mode again."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 # --- folding ---------------------------------------------------------------------------------------------------------

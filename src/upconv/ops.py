@@ -2,14 +2,16 @@
 
 A call takes one of three ways.
 
-- *Ours, eagerly*: plain strided CPU tensors of a floating dtype. The plan is looked up by the call's description, the
-  engine is called directly, and gradients go through one ``autograd.Function``. No dispatcher is involved: registering
-  an operator costs 5 to 12 us a call, a Function 2.
+- *Ours, eagerly*: plain strided tensors of a floating dtype on the CPU or one CUDA device. The plan is looked up by the
+  call's description, the engine is called directly, and gradients go through one ``autograd.Function``. No dispatcher
+  is involved: registering an operator costs 5 to 12 us a call, a Function 2.
 - *Ours, compiled*: ``torch.compile`` sees ``torch.ops.upconv.conv_transpose``, which has a fake implementation, a
   backward and a FLOP formula.
 - *PyTorch's own operator*: whatever the engines do not serve (complex and integer dtypes, empty tensors, other devices,
   tensor subclasses), whatever PyTorch has rules for and we do not (functorch transforms, forward-mode AD, tracing,
   export, dispatch modes), and every invalid call, so that the error is PyTorch's to the letter.
+
+`strict` makes the third way an error where an engine could have been expected.
 """
 
 from __future__ import annotations
@@ -26,12 +28,13 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
 from upconv import cpu, planner
+from upconv.cuda import engine
 from upconv.planner import Plan
-from upconv.problem import PRECISIONS, Layout, Problem
+from upconv.problem import PRECISIONS, Layout, Precision, Problem
 
 _TORCH: tuple[Any, ...] = (None, torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d)
 _PLAIN = (Tensor, Parameter)
-_DEVICES = ("cpu",)  # those that have an engine
+_DEVICES = ("cpu", "cuda")  # those that have an engine
 IntOrInts = int | Sequence[int]
 
 
@@ -51,20 +54,30 @@ def conv_transpose(
         return _compiled(rank, input, weight, bias, stride, padding, output_padding, groups, dilation)
     plan = None
     plain = type(input) in _PLAIN and type(weight) in _PLAIN and (bias is None or type(bias) in _PLAIN)
-    if plain and input.device.type in _DEVICES and not _observed():
-        if torch.is_autocast_enabled(input.device.type):
+    if plain and (kind := input.device.type) in _DEVICES and not _observed():
+        if torch.is_autocast_enabled(kind):
             input, weight, bias = _autocast(input, weight, bias)
         plan = _find_plan(rank, input, weight, bias, stride, padding, output_padding, groups, dilation)
-    if plan is None or plan.delegates:
-        return _TORCH[rank](input, weight, bias, stride, padding, output_padding, groups, dilation)
+    if plan is None or plan.delegates or (_strict and plan.forward == "native"):
+        out: Tensor = _TORCH[rank](input, weight, bias, stride, padding, output_padding, groups, dilation)
+        if _strict:
+            _refuse(out, plan, input, weight, bias, stride, padding, output_padding, groups, dilation)
+        return out
     batched = input.dim() == rank + 2
     x = input if batched else input.unsqueeze(0)
     differentiable = input.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     if differentiable and torch.is_grad_enabled():
-        out: Tensor = _ConvTranspose.apply(x, weight, bias, plan)
+        out = _ConvTranspose.apply(x, weight, bias, plan)
     else:
-        out = cpu.forward(plan.problem, plan.forward, x, weight, bias)
+        out = _forward(plan, x, weight, bias)
     return out if batched else out.squeeze(0)
+
+
+def _forward(plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None, keep: bool = True) -> Tensor:
+    """The forward by the plan; ``keep``: whether a CUDA kernel's packed weights may be kept for later calls."""
+    if plan.choice is not None:
+        return engine.forward(plan, x, weight, bias, keep)
+    return cpu.forward(plan.problem, plan.forward, x, weight, bias)
 
 
 def _observed() -> bool:
@@ -81,6 +94,65 @@ def _observed() -> bool:
 def _function_mode_active() -> bool:
     """Whether a ``__torch_function__`` mode wants to see calls; a default device is such a mode and does not."""
     return any(type(mode) is not DeviceContext for mode in _get_current_function_mode_stack())
+
+
+# --- strict ----------------------------------------------------------------------------------------------------------
+
+_strict = False
+
+
+class strict:
+    """Makes calls that no engine of upconv's serves an error, instead of leaving them to PyTorch's own operator.
+
+        upconv.strict(True)        # from here on, in all threads
+        with upconv.strict(True):  # or for a while
+            model(x)
+
+    It is about the forward: whose kernels compute gradients, ``upconv explain`` says. On a CPU many layers are
+    PyTorch's by choice, since its kernel is the fastest for them; they are errors too. Exempt are calls that PyTorch
+    must see for what it does around them (``torch.func`` transforms, forward-mode derivatives, tracing, export,
+    dispatch modes), calls on tensors without data (``meta``, fake), and empty results. An invalid call raises PyTorch's
+    own error, and a compiled graph raises when it runs.
+
+    Raises:
+        RuntimeError: (the calls) names the problem and the reason.
+    """
+
+    def __init__(self, enabled: bool = True) -> None:
+        global _strict
+        self._before = _strict
+        _strict = bool(enabled)
+
+    def __enter__(self) -> strict:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        global _strict
+        _strict = self._before
+
+
+def _refuse(out: Tensor, plan: Plan | None, input: Tensor, weight: Tensor, bias: Tensor | None, *args: object) -> None:
+    """Raises for a valid call that was left to PyTorch, unless it is exempt; ``out`` is what PyTorch returned."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    if plan is not None:
+        reason, call = plan.candidates[0].reason, str(plan.problem)
+    elif _observed() or isinstance(out, FakeTensor) or out.device.type == "meta" or not out.numel():
+        return
+    else:
+        names = ("stride", "padding", "output_padding", "groups", "dilation")
+        given = ", ".join(f"{name}={value}" for name, value in zip(names, args))
+        call = f"input {tuple(input.shape)} {input.dtype}, weight {tuple(weight.shape)}, {given} on {input.device}"
+        kinds = {type(t) for t in (input, weight, bias) if t is not None}.difference(_PLAIN)
+        if kinds:
+            reason = f"the engines take plain tensors, and one is a {sorted(kind.__name__ for kind in kinds)[0]}"
+        elif input.device.type not in _DEVICES:
+            reason = f"upconv has no engine for {input.device.type} devices"
+        elif input.dtype not in PRECISIONS:
+            reason = f"the engines compute in float32, bfloat16, float16 and float64, and the input is {input.dtype}"
+        else:
+            reason = "the engines take integers and tuples of them as arguments"
+    raise RuntimeError(f"upconv.strict: no engine of upconv's serves {call}: {reason}")
 
 
 # --- which plan ------------------------------------------------------------------------------------------------------
@@ -102,40 +174,73 @@ def _find_plan(
     dilation: IntOrInts,
 ) -> Plan | None:
     """The plan for a call, or None when PyTorch's own operator must judge it (and raise what is wrong with it)."""
-    dtype = input.dtype
+    dtype, device = input.dtype, input.device
     if (
         dtype not in PRECISIONS
         or weight.dtype is not dtype
-        or input.device.type not in _DEVICES
-        or weight.device != input.device
+        or device.type not in _DEVICES
+        or weight.device != device
         or input.layout is not torch.strided
         or weight.layout is not torch.strided
     ):
         return None
-    if bias is not None and (
-        bias.dtype is not dtype or bias.device != input.device or bias.layout is not torch.strided
-    ):
+    if bias is not None and (bias.dtype is not dtype or bias.device != device or bias.layout is not torch.strided):
         return None
+    where: planner.Device | int
+    if device.type == "cpu":
+        where, precision = planner.cpu_device(), None
+    else:  # by its index: hashing a description would cost more than the rest of the look-up
+        where, precision = device.index, _float32_precision() if dtype is torch.float32 else None
     try:
         plan = _resolve(
             rank, input.shape, input.stride(), weight.shape, weight.stride(), None if bias is None else bias.shape,
-            _key(stride), _key(padding), _key(output_padding), groups, _key(dilation), dtype, planner.cpu_device(),
+            _key(stride), _key(padding), _key(output_padding), groups, _key(dilation), dtype, precision, where,
         )  # fmt: skip
     except TypeError:  # something that is no integer: PyTorch says which
         return None
-    if rank == 3 and plan is not None and plan.problem.layout == "channels_last":
-        x = input if input.dim() == 5 else input.unsqueeze(0)
+    if plan is not None and plan.problem.layout == "channels_last" and _doubtful(plan.problem, device.type):
+        x = input if input.dim() == rank + 2 else input.unsqueeze(0)
         if not _keeps_channels_last(plan.problem, x, weight):
             return planner.plan(plan.problem.with_(layout="nchw"), plan.device)
     return plan
 
 
+def _doubtful(p: Problem, device: str) -> bool:
+    """Whether PyTorch may return a contiguous result although an operand is channels_last.
+
+    Its backends without oneDNN or cuDNN do. On CUDA those are taken without cuDNN, and where ``output_padding`` reaches
+    the stride (which only a dilation allows).
+    """
+    if device == "cpu":
+        return p.rank == 3
+    return not torch._C._get_cudnn_enabled() or any(op >= s for op, s in zip(p.output_padding, p.stride))
+
+
 def _keeps_channels_last(p: Problem, input: Tensor, weight: Tensor) -> bool:
-    """Whether PyTorch returns a 3-D result in channels_last_3d: of its backends on a CPU only oneDNN does."""
+    """Whether the backend that PyTorch chooses returns its result in channels_last."""
     backend = torch._C._select_conv_backend(
         input, weight, None, p.stride, p.padding, p.dilation, True, p.output_padding, p.groups, None
     )
-    return torch._C._conv_determine_backend_memory_format(input, weight, backend) is torch.channels_last_3d
+    found = torch._C._conv_determine_backend_memory_format(input, weight, backend)
+    return bool(found is cpu.memory_format("channels_last", p.rank))
+
+
+def _float32_precision() -> Precision:
+    """How float32 is multiplied on CUDA now: by PyTorch's own setting for convolutions.
+
+    That is ``torch.backends.cudnn.conv.fp32_precision``, which inherits from the general ones where it is ``none``. The
+    kernels that PyTorch takes without cuDNN know no TF32.
+    """
+    return "tf32" if torch._C._get_cudnn_enabled() and _conv_precision("cuda", "conv") == "tf32" else "ieee"
+
+
+def _conv_precision_attribute(backend: str, operation: str) -> str:
+    setting: Any = torch.backends.cudnn
+    return str(setting.conv.fp32_precision)
+
+
+# The attribute's getter without the module attribute in between (0.3 us against 1.5).
+_conv_precision = getattr(torch._C, "_get_fp32_precision_getter", _conv_precision_attribute)
 
 
 @lru_cache(maxsize=4096)
@@ -152,7 +257,8 @@ def _resolve(
     groups: Any,
     dilation: Any,
     dtype: torch.dtype,
-    device: planner.Device,
+    precision: Precision | None,
+    where: planner.Device | int,
 ) -> Plan | None:
     if len(shape) == rank + 1:
         shape, strides = torch.Size((1, *shape)), (shape[0] * strides[0], *strides)
@@ -165,11 +271,15 @@ def _resolve(
     out_channels = weight_shape[1] * groups
     if bias_shape is not None and tuple(bias_shape) != (out_channels,):
         return None
+    device = where if isinstance(where, planner.Device) else planner.cuda_device(where)
     last = is_channels_last(shape, strides) or is_channels_last(weight_shape, weight_strides)
+    if device.kind == "cuda" and dtype is torch.float64:
+        last = False
     try:
         problem = Problem.make(
             shape[0], shape[1], out_channels, shape[2:], weight_shape[2:], stride, padding, output_padding, dilation,
-            groups, bias=bias_shape is not None, dtype=dtype, layout="channels_last" if last else "nchw",
+            groups, bias=bias_shape is not None, dtype=dtype, precision=precision,
+            layout="channels_last" if last else "nchw",
         )  # fmt: skip
     except ValueError:
         return None
@@ -198,7 +308,12 @@ def is_channels_last(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def layout_of(input: Tensor, weight: Tensor) -> Layout:
-    """The layout of the result: channels_last when either operand is, as PyTorch chooses."""
+    """The layout of the result: channels_last when either operand is, as PyTorch chooses, but for float64 on CUDA.
+
+    Source for CUDA: ``cudnn_conv_suggest_memory_format`` in ``ATen/native/ConvUtils.h``.
+    """
+    if input.dtype is torch.float64 and input.device.type == "cuda":
+        return "nchw"
     for t in (input, weight):
         if is_channels_last(t.shape, t.stride()):
             return "channels_last"
@@ -228,7 +343,7 @@ class _ConvTranspose(torch.autograd.Function):
         ctx.save_for_backward(input, weight)
         ctx.plan = plan
         ctx.set_materialize_grads(False)
-        return cpu.forward(plan.problem, plan.forward, input, weight, bias)
+        return _forward(plan, input, weight, bias, keep=not ctx.needs_input_grad[1])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -236,8 +351,9 @@ class _ConvTranspose(torch.autograd.Function):
             return None, None, None, None
         input, weight = ctx.saved_tensors
         mask = ctx.needs_input_grad[:3]
-        if torch.is_autocast_enabled("cpu"):
-            with torch.autocast("cpu", enabled=False):
+        kind = input.device.type
+        if torch.is_autocast_enabled(kind):
+            with torch.autocast(kind, enabled=False):
                 return (*_gradients(ctx.plan, grad, input, weight, mask), None)
         return (*_gradients(ctx.plan, grad, input, weight, mask), None)
 
@@ -308,10 +424,12 @@ def _run(
 ) -> Tensor:
     rank = len(stride)
     plan = _find_plan(rank, input, weight, bias, stride, padding, output_padding, groups, dilation)
-    if plan is None:
+    if plan is None or (_strict and plan.forward == "native"):
         out: Tensor = _TORCH[rank](input, weight, bias, stride, padding, output_padding, groups, dilation)
-    else:
-        out = cpu.forward(plan.problem, plan.forward, input, weight, bias)
+        if _strict:
+            _refuse(out, plan, input, weight, bias, stride, padding, output_padding, groups, dilation)
+    else:  # packed weights are not kept: a graph's private memory pool would not let them be
+        out = _forward(plan, input, weight, bias, keep=False)
     return out.contiguous(memory_format=cpu.memory_format(layout_of(input, weight), rank))  # as _fake says
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 
 from upconv import cpu
+from upconv.cuda import engine
+from upconv.cuda.gpu import Gpu
 from upconv.problem import Pass, Problem
 
 
@@ -22,6 +24,10 @@ class Device:
     """Threads that PyTorch's operations on a CPU use."""
     onednn: frozenset[torch.dtype] = frozenset()
     """The dtypes for which PyTorch uses oneDNN's convolutions; empty when it is switched off or not built in."""
+    gpu: Gpu | None = None
+    """The GPU behind a ``cuda`` device."""
+    unavailable: str | None = None
+    """Why upconv's CUDA kernels cannot be used here, in a sentence; None where they can."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +41,11 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Plan:
-    """How each pass of a `Problem` is computed on a device, by the names of `upconv.cpu`'s plans."""
+    """How each pass of a `Problem` is computed on a device.
+
+    The names are those of `upconv.cpu`'s plans, on a GPU those of the kernel families (``gather``, ``direct``), and
+    ``native`` for PyTorch's own operator.
+    """
 
     problem: Problem
     device: Device
@@ -43,6 +53,18 @@ class Plan:
     backward: str
     candidates: tuple[Candidate, ...]
     """The candidates for the problem's own pass (for a step: the forward's), the chosen one first."""
+    choice: engine.Choice | None = None
+    """On a GPU the configuration of the kernel that computes the forward."""
+
+    @cached_property
+    def runners(self) -> dict[int, engine.Runner]:
+        """The forward's kernels as loaded on each CUDA device, by its index; filled by `upconv.cuda.engine`."""
+        return {}
+
+    @property
+    def seconds(self) -> float | None:
+        """What the cost model expects of the forward's kernel; None where there is no model."""
+        return None if self.choice is None else self.choice.seconds
 
     @property
     def delegates(self) -> bool:
@@ -50,7 +72,7 @@ class Plan:
         return self.forward == "native" == self.backward
 
     def engine(self, pass_: Pass) -> str:
-        """Whose kernel computes a pass: ``torch`` where it is PyTorch's own operator, else ``cpu:<plan>``.
+        """Whose kernel computes a pass: ``torch`` where it is PyTorch's own operator, else ``cpu:phases`` or the like.
 
         The gradient for the input or the weight alone is PyTorch's own; a step is ours if its forward or backward is.
         """
@@ -60,8 +82,26 @@ class Plan:
 
 
 def device_of(device: torch.device) -> Device:
-    """The planner's view of a torch device."""
-    return cpu_device() if device.type == "cpu" else Device(device.type)
+    """The planner's view of a torch device; a ``cuda`` one without an index is the current one."""
+    if device.type == "cpu":
+        return cpu_device()
+    if device.type != "cuda":
+        return Device(device.type)
+    if str(device) == "cuda" and torch.cuda.is_available():
+        return cuda_device(torch.cuda.current_device())
+    return cuda_device(device.index or 0)
+
+
+@lru_cache(maxsize=64)
+def cuda_device(index: int) -> Device:
+    """A CUDA device as the planner sees it, with the reason why upconv's kernels cannot run on it if they cannot."""
+    from upconv.cuda import gpu, jit
+
+    if not torch.cuda.is_available():
+        return Device("cuda", unavailable="PyTorch finds no CUDA device")
+    if getattr(torch.version, "hip", None) is not None:
+        return Device("cuda", unavailable="upconv's kernels are CUDA, and this PyTorch is built for ROCm")
+    return Device("cuda", gpu=gpu.gpu(index), unavailable=jit.unavailable())
 
 
 def cpu_device() -> Device:
@@ -84,6 +124,8 @@ def _cpu_device(threads: int, enabled: bool) -> Device:
 @lru_cache(maxsize=4096)
 def plan(p: Problem, device: Device) -> Plan:
     """The plan for all passes of ``p``; its candidates explain ``p.pass_``."""
+    if device.kind == "cuda":
+        return _plan_cuda(p, device)
     if device.kind != "cpu":
         reason = f"upconv has no engine for {device.kind} devices"
         return Plan(p, device, "native", "native", (Candidate("native", True, reason),))
@@ -97,6 +139,59 @@ def plan(p: Problem, device: Device) -> Plan:
     if p.pass_ == "step":
         others.append(Candidate(f"backward {backward}", True, why_backward))
     return Plan(p, device, forward, backward, (chosen, *others))
+
+
+# --- CUDA ------------------------------------------------------------------------------------------------------------
+
+LEAST_CAPABILITY = (8, 0)  # the tensor-core kernels need mma.sync in TF32 and bfloat16 and cp.async
+
+
+def _plan_cuda(p: Problem, device: Device) -> Plan:
+    """The family whose cost model expects the least time; PyTorch's operator only where no kernel of ours fits."""
+    found: dict[str, engine.Choice | str] = {}
+    reason = _no_kernels(p, device)
+    if reason is None and device.gpu is not None:
+        found = engine.choose(p.with_(pass_="fwd"), device.gpu)
+        reason = "none of upconv's kernels fits"
+    fitting = {name: choice for name, choice in found.items() if not isinstance(choice, str)}
+    best = min(fitting, key=lambda name: fitting[name].seconds, default=None)
+    forward, choice = ("native", None) if best is None else (best, fitting[best])
+    if p.pass_ in ("grad-input", "grad-weight"):
+        return Plan(p, device, forward, "native", (Candidate("native", True, _GRADIENTS),), choice)
+    others = [
+        Candidate(name, False, answer if isinstance(answer, str) else f"slower: {_modelled(answer)}")
+        for name, answer in found.items()
+        if name != best
+    ]
+    if choice is None:
+        chosen = Candidate("native", True, str(reason))
+    else:
+        chosen = Candidate(forward, True, _modelled(choice))
+        others.append(Candidate("native", False, "PyTorch's operator serves only what no kernel of ours fits"))
+    if p.pass_ == "step":
+        others.append(Candidate("backward native", True, _GRADIENTS))
+    return Plan(p, device, forward, "native", (chosen, *others), choice)
+
+
+_GRADIENTS = "upconv has no gradient kernels for CUDA yet, so both gradients are PyTorch's own operator"
+
+
+def _modelled(choice: engine.Choice) -> str:
+    return f"{1e3 * choice.seconds:.3g} ms by the model, bound by {choice.bound}: {choice.summary}"
+
+
+def _no_kernels(p: Problem, device: Device) -> str | None:
+    """Why no kernel of ours can be considered, in a sentence; None where one can."""
+    if device.unavailable is not None:
+        return device.unavailable
+    if device.gpu is None:
+        return "nothing is known of this GPU"
+    if device.gpu.capability < LEAST_CAPABILITY:
+        have, need = (".".join(map(str, c)) for c in (device.gpu.capability, LEAST_CAPABILITY))
+        return f"upconv's kernels need compute capability {need}, and {device.gpu.name} has {have}"
+    if p.batch == 0 or min(p.size) == 0:
+        return "the input is empty"
+    return None
 
 
 # --- the CPU rule ----------------------------------------------------------------------------------------------------

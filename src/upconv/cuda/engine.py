@@ -1,0 +1,373 @@
+"""The CUDA engine: a planned forward on tensors. It allocates, packs weights or finds them packed, and launches.
+
+A kernel family (`upconv.cuda.gather`, `upconv.cuda.direct`) answers a `Problem` with a `Choice`, which prepared for a
+device runs it. Everything between that and PyTorch is here: the result's memory format, dense operands, the current
+stream and device, graph capture, errors, and which packed weights may be used again.
+
+**Packed weights** are kept as long as the weight's storage lives, and used again only where nothing can have changed:
+same storage, address, strides and version counter. They are made anew at every call
+
+- where the weight's gradient is being recorded, since the next step changes it (and a copy would be held for nothing),
+- inside a captured graph, whose replays must see weights that changed since, and outlive any cache,
+- in compiled graphs, whose memory pools allow no allocation that outlives a run,
+- of inference tensors, which have no version counter.
+
+NOTES: PyTorch's version counter misses changes made through ``weight.data`` (``weight.data.mul_(2)``), by a replayed
+graph or by a foreign kernel. Between two calls in inference with nothing but such a change, the old weights are used;
+`forget` drops what is kept, and `KEEP_PACKED = False` packs at every call.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from upconv import cpu
+from upconv.cuda.gpu import Gpu
+from upconv.problem import Problem
+
+if TYPE_CHECKING:
+    from upconv.planner import Plan
+
+FAMILIES = ("gather", "direct")
+"""The kernel families, as modules of this package; of equals the first is taken."""
+
+KEEP_PACKED = True
+"""Whether packed weights are kept at all."""
+
+
+class Unit(Protocol):
+    """One source to be compiled."""
+
+    @property
+    def label(self) -> str: ...
+
+    @property
+    def source(self) -> str: ...
+
+
+class Prepared(Protocol):
+    """A choice whose kernels are loaded on a device.
+
+    It may have an attribute ``packing``: what `pack`'s result depends on beside the weight, hashable. Choices of equal
+    packing share packed weights; without it only equal choices do.
+    """
+
+    def pack(self, weight: Tensor) -> Tensor: ...
+
+    def run(self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor) -> None: ...
+
+
+class Choice(Protocol):
+    """A family's best configuration for a problem; hashable."""
+
+    @property
+    def family(self) -> str: ...
+
+    @property
+    def seconds(self) -> float: ...
+
+    @property
+    def summary(self) -> str: ...
+
+    @property
+    def bound(self) -> str: ...
+
+    def sources(self) -> Sequence[Unit]: ...
+
+    def prepare(self, device: int) -> Prepared: ...
+
+
+def choose(p: Problem, gpu: Gpu) -> dict[str, Choice | str]:
+    """Each family's best configuration for a problem, or the sentence why it has none."""
+    found: dict[str, Choice | str] = {}
+    for name in FAMILIES:
+        if find_spec(f"upconv.cuda.{name}") is None:
+            found[name] = "this family is not installed"
+            continue
+        found[name] = import_module(f"upconv.cuda.{name}").choose(p, gpu)
+    return found
+
+
+# --- the call --------------------------------------------------------------------------------------------------------
+
+
+def forward(plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None, keep: bool = True) -> Tensor:
+    """The output of ``plan.problem``, in its layout, by ``plan.choice`` on the tensors' device and current stream.
+
+    Args:
+        plan: a plan with a choice.
+        x: ``problem.input_shape``, any strides.
+        weight: ``problem.weight_shape``, any strides.
+        bias: ``(out_channels)`` or None.
+        keep: whether the packed weights may be kept for later calls.
+
+    Raises:
+        torch.OutOfMemoryError: as for any tensor; the next call is as good as the first.
+        RuntimeError: the kernel could not be compiled, loaded or launched; names the problem and the plan.
+    """
+    index = x.get_device()
+    runner = plan.runners.get(index)
+    if runner is None:
+        runner = _runner(plan, index)
+        if runner is None:  # `collecting` wants to know what is missing, not to compile it
+            return cpu.forward(plan.problem, "native", x, weight, bias)
+    return runner(x, weight, bias, keep)
+
+
+def _current_device() -> int:
+    return int(torch._C._cuda_getDevice())
+
+
+def _current_stream(index: int) -> int:
+    return int(torch._C._cuda_getCurrentRawStream(index))
+
+
+def _capturing() -> bool:
+    """Whether the current stream of the current device records a graph."""
+    return bool(torch._C._cuda_isCurrentStreamCapturing())
+
+
+class Runner:
+    """A choice on one device, with all that a call needs and that does not change from call to call."""
+
+    def __init__(self, plan: Plan, index: int) -> None:
+        p, choice = plan.problem, plan.choice
+        assert choice is not None
+        self.plan, self.index = plan, index
+        self.shape, self.dtype = p.output_shape, p.dtype
+        self.format = cpu.memory_format(p.layout, p.rank)
+        self.strides = torch.empty(p.output_shape, device="meta", memory_format=self.format).stride()
+        try:
+            with torch.cuda.device(index), _may_load():
+                self.prepared = choice.prepare(index)
+        except RuntimeError as error:
+            raise _failure(plan, index, error) from error
+        self.packing = _packing(getattr(self.prepared, "packing", choice), p)
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, keep: bool) -> Tensor:
+        if _current_device() != self.index:
+            with torch.cuda.device(self.index):
+                return self(x, weight, bias, keep)
+        if x.is_neg() or not x.is_contiguous(memory_format=self.format):
+            x = x.resolve_neg().contiguous(memory_format=self.format)
+        if bias is not None and (bias.is_neg() or not bias.is_contiguous()):
+            bias = bias.resolve_neg().contiguous()
+        packed = self.packed(weight, keep)
+        out = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=x.device)
+        try:
+            self.prepared.run(x, packed, bias, out)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise _failure(self.plan, self.index, error) from error
+        return out
+
+    # --- packed weights ----------------------------------------------------------------------------------------------
+
+    def packed(self, weight: Tensor, keep: bool) -> Tensor:
+        """The weights as the kernel wants them, from an earlier call where nothing can have changed since."""
+        if not (keep and KEEP_PACKED) or weight.is_inference() or _capturing():
+            return self._pack(weight)
+        storage = weight.untyped_storage()
+        stream = _current_stream(self.index)
+        key = (self.packing, weight.data_ptr(), weight.stride())
+        version = weight._version
+        shelf = _shelves.get(id(storage))
+        if shelf is not None and shelf.storage() is storage:
+            found = shelf.packed.get(key)
+            if found is not None and found.version == version and found.negative == weight.is_neg():
+                if stream not in found.streams:
+                    found.follow(stream, self.index)
+                return found.tensor
+        tensor = self._pack(weight)
+        if tensor.untyped_storage() is not storage:  # else the weights are what the kernel wants: nothing to keep
+            _put(storage, key, _Packed(tensor, version, weight.is_neg(), stream, self.index))
+        return tensor
+
+    def _pack(self, weight: Tensor) -> Tensor:
+        try:
+            return self.prepared.pack(weight.resolve_neg())
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise _failure(self.plan, self.index, error) from error
+
+
+def _failure(plan: Plan, index: int, error: RuntimeError) -> RuntimeError:
+    assert plan.choice is not None
+    where = f"{plan.engine('fwd')} on cuda:{index} ({plan.choice.summary})"
+    return RuntimeError(f"upconv could not compute {plan.problem} by {where}: {error}")
+
+
+# --- kept packed weights ---------------------------------------------------------------------------------------------
+#
+# A storage's Python object lives as long as the storage (PyTorch preserves it), so a weak reference to it ends when the
+# memory is released and before its address can be given out again.
+
+
+class _Packed:
+    """Packed weights, the version of the weight that they were made from, and the streams that may read them."""
+
+    __slots__ = ("event", "negative", "streams", "tensor", "version")
+
+    def __init__(self, tensor: Tensor, version: int, negative: bool, stream: int, index: int) -> None:
+        self.tensor, self.version, self.negative = tensor, version, negative
+        self.streams = {stream}
+        self.event = _record(index)
+
+    def follow(self, stream: int, index: int) -> None:
+        """Lets another stream read them: it waits until they are packed, and their memory waits for it."""
+        _wait(self.event, self.tensor, index)
+        self.streams.add(stream)
+
+
+def _record(index: int) -> Any:
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(index))
+    return event
+
+
+def _wait(event: Any, tensor: Tensor, index: int) -> None:
+    current = torch.cuda.current_stream(index)
+    current.wait_event(event)
+    tensor.record_stream(current)
+
+
+class _Shelf:
+    """What is kept of one storage, the oldest first."""
+
+    __slots__ = ("packed", "storage")
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self.packed: dict[tuple[int, int, tuple[int, ...]], _Packed] = {}
+        at = id(storage)
+
+        def gone(_: object) -> None:
+            if _shelves.get(at) is self:
+                del _shelves[at]
+
+        self.storage = weakref.ref(storage, gone)
+
+
+_shelves: dict[int, _Shelf] = {}
+_packings: dict[Any, int] = {}
+_lock = threading.RLock()
+# Layers run at several sizes may need several packings of their weights; small ones are padded to whole tiles.
+_MOST_COPIES = 4
+_SMALL_BYTES = 1 << 20
+
+
+def _packing(packing: Any, p: Problem) -> int:
+    """A number for a way of packing, since the hash of its description would cost more than the rest of a look-up."""
+    with _lock:
+        return _packings.setdefault((packing, p.dtype, p.weight_shape), len(_packings))
+
+
+def _put(storage: torch.UntypedStorage, key: tuple[int, int, tuple[int, ...]], packed: _Packed) -> None:
+    """Keeps packed weights; of one storage at most four times its size, and 1 MiB."""
+    most = _MOST_COPIES * storage.nbytes() + _SMALL_BYTES
+    with _lock:
+        shelf = _shelves.get(id(storage))
+        if shelf is None or shelf.storage() is not storage:
+            shelf = _shelves[id(storage)] = _Shelf(storage)
+        shelf.packed.pop(key, None)
+        shelf.packed[key] = packed
+        total = sum(p.tensor.nbytes for p in shelf.packed.values())
+        while total > most and len(shelf.packed) > 1:
+            oldest = next(iter(shelf.packed))
+            total -= shelf.packed.pop(oldest).tensor.nbytes
+
+
+def forget() -> None:
+    """Drops all packed weights; calls make them anew."""
+    _shelves.clear()
+
+
+# --- loading and compiling -------------------------------------------------------------------------------------------
+
+_preparing = threading.RLock()
+_local = threading.local()
+
+
+def _runner(plan: Plan, index: int) -> Runner | None:
+    """The plan's runner on a device, compiled and loaded; None where `collecting` noted it instead."""
+    wanted: list[tuple[Plan, int]] | None = getattr(_local, "wanted", None)
+    if wanted is not None:
+        wanted.append((plan, index))
+        return None
+    with _preparing:
+        if index not in plan.runners:
+            plan.runners[index] = Runner(plan, index)
+        return plan.runners[index]
+
+
+@contextmanager
+def collecting() -> Iterator[list[tuple[Plan, int]]]:
+    """Within it, calls of this thread whose kernels are not loaded run PyTorch's operator and note plan and device."""
+    before = getattr(_local, "wanted", None)
+    _local.wanted = []
+    try:
+        yield _local.wanted
+    finally:
+        _local.wanted = before
+
+
+@contextmanager
+def _may_load() -> Iterator[None]:
+    """Lets kernels be loaded while a graph is being captured: loading is no work on the captured stream."""
+    if not (torch.cuda.is_initialized() and _capturing()):
+        yield
+        return
+    from cuda.bindings import driver
+
+    _, before = driver.cuThreadExchangeStreamCaptureMode(driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
+    try:
+        yield
+    finally:
+        driver.cuThreadExchangeStreamCaptureMode(before)
+
+
+def compile_all(
+    wanted: Sequence[tuple[Plan, int]],
+    progress: Callable[[str, int, int], object] | None = None,
+    threads: int | None = None,
+) -> list[str]:
+    """Compiles (in threads) and loads the kernels of some plans on their devices.
+
+    ``progress(label, done, total)`` is called behind each source. Returns a line for each source, compiled or found in
+    the cache. Errors: RuntimeError naming problem and plan.
+    """
+    from concurrent.futures import ThreadPoolExecutor, as_completed
+
+    from upconv.cuda import jit
+
+    units: dict[tuple[str, str], tuple[str, Plan, int]] = {}
+    for plan, index in wanted:
+        assert plan.choice is not None and plan.device.gpu is not None
+        for unit in plan.choice.sources():
+            units.setdefault((unit.source, plan.device.gpu.arch), (unit.label, plan, index))
+    lines = []
+    with ThreadPoolExecutor(threads) as pool:
+        jobs = {pool.submit(jit.cubin, *key, label): key for key, (label, _, _) in units.items()}
+        for done, job in enumerate(as_completed(jobs), 1):
+            label, plan, index = units[jobs[job]]
+            try:
+                job.result()
+            except RuntimeError as error:
+                pool.shutdown(cancel_futures=True)
+                raise _failure(plan, index, error) from error
+            lines.append(f"{label} for sm_{jobs[job][1]}")
+            if progress is not None:
+                progress(label, done, len(jobs))
+    for plan, index in wanted:
+        _runner(plan, index)
+    return sorted(lines)
