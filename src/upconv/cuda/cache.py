@@ -1,8 +1,8 @@
 """Compiled kernels on disk: one file per kernel, private to the user, checked on every read, without locks.
 
-An entry is ``<key>.cubin``: the cubin, then a line of JSON (its digest, target, label, macros, NVRTC version, seconds),
-then the JSON's length and a mark. So an entry is published by a single ``os.replace``, and tools for cubins still read
-it. ``<key>.cu`` beside it is the source, for people.
+An entry is ``<key>.cubin``: the cubin, JSON that describes it (key, target, label, macros, NVRTC version, seconds), the
+JSON's length, a digest of both and a mark. So an entry is published by a single ``os.replace``, and tools for cubins
+still read it. ``<key>.cu`` beside it is the source, for people.
 
 ``UPCONV_CACHE_DIR`` names the directory; else it is ``$XDG_CACHE_HOME/upconv`` or ``~/.cache/upconv``.
 ``UPCONV_CACHE=off`` keeps kernels in memory only.
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 _MARK = b"upconv01"
-_TAIL = struct.Struct("<I8s")
+_TAIL = struct.Struct("<I32s8s")
 _STALE_SECONDS = 3600.0  # a temporary file this old belongs to a process that died; a compilation takes seconds
 
 _state_lock = threading.Lock()
@@ -120,30 +120,29 @@ def arch_number(cubin: bytes) -> int | None:
     return flags >> 8 & 0xFF if cubin[7] == 0x41 else flags & 0xFF
 
 
-def _seal(cubin: bytes, meta: dict[str, Any]) -> bytes:
-    text = json.dumps({**meta, "bytes": len(cubin), "sha256": hashlib.sha256(cubin).hexdigest()}).encode()
-    return cubin + text + _TAIL.pack(len(text), _MARK)
+def _seal(key: str, cubin: bytes, meta: dict[str, Any]) -> bytes:
+    body = cubin + (text := json.dumps({**meta, "key": key, "bytes": len(cubin)}).encode())
+    return body + _TAIL.pack(len(text), hashlib.sha256(body).digest(), _MARK)
 
 
-def _open(data: bytes, arch: str | None) -> tuple[bytes, dict[str, Any]] | None:
-    """The cubin and its description, or None for anything but a whole entry for ``arch`` (None: for any)."""
+def _open(data: bytes, key: str, arch: str | None) -> tuple[bytes, dict[str, Any]] | None:
+    """The cubin and its description; None for anything but the whole entry ``key`` for ``arch`` (None: for any).
+
+    Nothing is synced to disk on writing, since a file that a crash cut short or left empty is found out here.
+    """
     if len(data) < _TAIL.size:
         return None
-    length, mark = _TAIL.unpack_from(data, len(data) - _TAIL.size)
-    end = len(data) - _TAIL.size - length
-    if mark != _MARK or end < 0:
+    body = data[: -_TAIL.size]
+    length, digest, mark = _TAIL.unpack(data[-_TAIL.size :])
+    if mark != _MARK or length > len(body) or digest != hashlib.sha256(body).digest():
         return None
+    cubin = body[: len(body) - length]
     try:
-        meta = json.loads(data[end : end + length])
-    except ValueError:
+        meta = json.loads(body[len(body) - length :])
+        target, name, size = str(meta["arch"]), meta["key"], meta["bytes"]
+    except (ValueError, KeyError, TypeError):  # whole, but not written by this code
         return None
-    cubin = data[:end]
-    if not isinstance(meta, dict) or meta.get("bytes") != end:
-        return None
-    if meta.get("sha256") != hashlib.sha256(cubin).hexdigest():
-        return None
-    target = meta.get("arch")
-    if not isinstance(target, str) or (arch is not None and target != arch):
+    if name != key or size != len(cubin) or (arch is not None and target != arch):
         return None
     if str(arch_number(cubin)) != target.rstrip("af"):
         return None
@@ -163,7 +162,7 @@ def read(key: str, arch: str) -> tuple[bytes, dict[str, Any]] | None:
     except OSError as error:
         _warn(folder, _cause(error))
         return None
-    found = _open(data, arch)
+    found = _open(data, key, arch)
     if found is None:
         with contextlib.suppress(OSError):
             path.unlink()
@@ -178,7 +177,7 @@ def write(key: str, cubin: bytes, source: str, meta: dict[str, Any]) -> None:
     _sweep(folder)
     try:
         _publish(folder / f"{key}.cu", source.encode())
-        _publish(folder / f"{key}.cubin", _seal(cubin, meta))
+        _publish(folder / f"{key}.cubin", _seal(key, cubin, meta))
     except OSError as error:
         _warn(folder, _cause(error))
 
@@ -275,7 +274,7 @@ def contents() -> Contents:
             size += found.st_size
             if path.suffix != ".cubin":
                 continue
-            opened = _open(path.read_bytes(), None)
+            opened = _open(path.read_bytes(), path.stem, None)
         except OSError:  # removed meanwhile
             continue
         if opened is not None:

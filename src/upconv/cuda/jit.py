@@ -74,6 +74,7 @@ def _tell(line: str) -> None:
 
 _QUOTED = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"\n]+)".*$', re.MULTILINE)
 _ANGLED = re.compile(r"^[ \t]*#[ \t]*include[ \t]*<([^>\n]+)>", re.MULTILINE)
+_ONCE = re.compile(r"^[ \t]*#[ \t]*pragma[ \t]+once[ \t]*$", re.MULTILINE)  # NVRTC warns of it outside a header
 _DEFINE = re.compile(r"[A-Za-z_]\w*\Z")
 _HEAD = "// macros\n"
 
@@ -81,7 +82,7 @@ _HEAD = "// macros\n"
 def source(file: str, macros: Mapping[str, int | float | str]) -> str:
     """The text of ``kernels/<file>``: macros as ``#define`` on top, every ``#include "..."`` put in once.
 
-    Includes in angle brackets stay. ``#line`` keeps NVRTC's messages at the files' own lines.
+    An include must not depend on an ``#if``. Includes in angle brackets stay. ``#line`` keeps NVRTC's messages at the files' own lines.
 
     Errors: ValueError for a macro that is no identifier or whose value has a line break; FileNotFoundError for a file
     that ``kernels`` does not have.
@@ -97,7 +98,7 @@ def source(file: str, macros: Mapping[str, int | float | str]) -> str:
 
 def _inline(file: str, seen: set[str]) -> str:
     seen.add(file)
-    text = (KERNELS / file).read_text(encoding="utf-8")
+    text = _ONCE.sub("", (KERNELS / file).read_text(encoding="utf-8"))
 
     def put(found: re.Match[str]) -> str:
         name = found[1]
@@ -293,7 +294,7 @@ def inspect(cubin: bytes) -> dict[str, tuple[int, int, int]]:
         raise ValueError(f"cubin must be an ELF file for CUDA; got {len(cubin)} bytes that start with {cubin[:4]!r}")
     try:
         return _resources(cubin)
-    except (struct.error, IndexError) as error:
+    except (struct.error, IndexError, KeyError, ValueError) as error:
         raise ValueError(f"cubin must be a whole ELF file; got one that is cut or damaged ({error})") from None
 
 

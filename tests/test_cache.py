@@ -1,0 +1,531 @@
+"""The kernels on disk: whole or not there, trusted or refused, raced and killed; and the command that shows them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import stat
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+import upconv
+from upconv import cli, env
+from upconv.cuda import cache, jit
+
+compiles = pytest.mark.skipif(jit.unavailable() is not None, reason=str(jit.unavailable()))
+
+SOURCE = 'extern "C" __global__ void f(float* x) { x[threadIdx.x] *= 2; }\n'
+KEY = "0123456789abcdef" * 4
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The cache's directory, which does not exist yet; nothing is in memory and nothing was warned of."""
+    path = tmp_path / "cache"
+    monkeypatch.setenv("UPCONV_CACHE_DIR", str(path))
+    monkeypatch.delenv("UPCONV_CACHE", raising=False)
+    monkeypatch.delenv("UPCONV_DEBUG", raising=False)
+    monkeypatch.setattr(jit, "_cubins", {})
+    monkeypatch.setattr(cache, "_warned", False)
+    monkeypatch.setattr(cache, "_swept", False)
+    return path
+
+
+def elf(number: int = 80, size: int = 4096) -> bytes:
+    """The header of a cubin for ``sm_<number>`` as CUDA 13 writes it, and nothing of sense after it."""
+    head = bytearray(size)
+    head[:5], head[7], head[18] = b"\x7fELF\x02", 0x41, 190
+    head[48:52] = (0x06000004 | number << 8).to_bytes(4, "little")
+    return bytes(head)
+
+
+def compile_again(source: str = SOURCE, arch: str = "80") -> bytes:
+    """As another process would."""
+    jit._cubins.clear()
+    return jit.cubin(source, arch, "f.cu")
+
+
+def entries(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.cubin"))
+
+
+def compilations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    asked: list[str] = []
+    real = jit._compile
+
+    def counted(*arguments: Any) -> bytes:
+        asked.append(arguments[1])
+        return real(*arguments)
+
+    monkeypatch.setattr(jit, "_compile", counted)
+    return asked
+
+
+# --- entries ---------------------------------------------------------------------------------------------------------
+
+
+@compiles
+def test_an_entry_is_the_cubin_with_its_description_and_its_source(folder: Path) -> None:
+    text = "// macros\n#define N 3\n" + SOURCE
+    code = jit.cubin(text, "90a", "f.cu")
+    (path,) = entries(folder)
+    key = jit._key(text, "90a")
+    assert path.name == f"{key}.cubin" and path.read_bytes().startswith(code)
+    found = cache.read(key, "90a")
+    assert found is not None and found[0] == code
+    meta = found[1]
+    assert (meta["arch"], meta["label"], meta["macros"]) == ("90a", "f.cu", {"N": "3"})
+    assert meta["nvrtc"] == jit._nvrtc_version() and meta["seconds"] > 0 and meta["bytes"] == len(code)
+    assert path.with_suffix(".cu").read_text() == text
+    assert {p.name for p in folder.iterdir()} == {f"{key}.cubin", f"{key}.cu"}
+    assert all(stat.S_IMODE(p.stat().st_mode) == 0o600 for p in folder.iterdir())
+
+
+@compiles
+@pytest.mark.parametrize("damage", ["empty", "cut", "flipped", "text", "no tail", "other key", "other target"])
+def test_a_bad_entry_is_deleted_and_built_again(folder: Path, monkeypatch: pytest.MonkeyPatch, damage: str) -> None:
+    code = jit.cubin(SOURCE, "80")
+    (path,) = entries(folder)
+    data = path.read_bytes()
+    middle = len(code) // 2
+    key = path.stem
+    path.write_bytes(
+        {
+            "empty": b"",
+            "cut": data[:-100],
+            "flipped": data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :],
+            "text": b"not an entry at all, though long enough to have a tail of the right length",
+            "no tail": code,
+            "other key": cache._seal(KEY, code, {"arch": "80"}),
+            "other target": cache._seal(key, jit._compile(SOURCE, "86", "f", key), {"arch": "86"}),
+        }[damage]
+    )
+    assert cache.read(key, "80") is None and not path.exists()
+    asked = compilations(monkeypatch)
+    assert compile_again() == code and asked == ["80"]
+    assert compile_again() == code and asked == ["80"]
+    assert path.read_bytes().startswith(code)
+
+
+@compiles
+def test_a_cubin_for_another_target_than_its_description_says_is_built_again(folder: Path) -> None:
+    code = jit.cubin(SOURCE, "80")
+    (path,) = entries(folder)
+    foreign = jit._compile(SOURCE, "89", "f", path.stem)
+    path.write_bytes(cache._seal(path.stem, foreign, {"arch": "80"}))
+    assert compile_again() == code != foreign
+
+
+@pytest.mark.parametrize("system", [0x41, 0x33])
+def test_the_target_is_read_from_the_headers_of_both_of_cudas_formats(system: int) -> None:
+    head = bytearray(elf(90))
+    if system == 0x33:
+        head[7], head[48:52] = 0x33, (0x5A | 0x5A << 16 | 0x500).to_bytes(4, "little")
+    assert cache.arch_number(bytes(head)) == 90
+    assert cache.arch_number(b"") is cache.arch_number(b"\x7fELF" + bytes(60)) is cache.arch_number(elf()[:63]) is None
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_damage_to_an_entry_is_noticed(folder: Path, data: st.DataObject) -> None:
+    whole = cache._seal(KEY, elf(80, 256), {"arch": "80", "label": "f", "macros": {"N": "3"}})
+    kind = data.draw(st.sampled_from(["flip", "cut", "drop", "add"]))
+    at = data.draw(st.integers(0, len(whole) - 1))
+    bad = {
+        "flip": whole[:at] + bytes([whole[at] ^ 1 << data.draw(st.integers(0, 7))]) + whole[at + 1 :],
+        "cut": whole[:at],
+        "drop": whole[at + 1 :],
+        "add": whole[:at] + data.draw(st.binary(min_size=1, max_size=64)) + whole[at:],
+    }[kind]
+    assert cache._open(whole, KEY, "80") is not None
+    assert cache._open(bad, KEY, "80") is None or bad == whole
+
+
+# --- processes -------------------------------------------------------------------------------------------------------
+
+
+def python(code: str, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+    head = f"from upconv.cuda import cache, jit\nimport os, sys\nSOURCE = {SOURCE!r}\n"
+    done = subprocess.run([sys.executable, "-c", head + code, *arguments], capture_output=True, text=True, timeout=120)
+    if check:
+        assert done.returncode == 0, done.stderr
+    return done
+
+
+RACE = """
+import hashlib
+gates = [os.pipe() for _ in range(8)]
+children = []
+for read, write in gates:  # nothing of NVRTC is loaded yet, so each child loads and compiles by itself
+    child = os.fork()
+    if not child:
+        os.read(read, 1)
+        code = b"".join(hashlib.sha256(jit.cubin(SOURCE + "//" + n, "80")).digest() for n in "abc")
+        os.write(1, hashlib.sha256(code).hexdigest().encode() + b"\\n")
+        os._exit(0)
+    children.append(child)
+for _, write in gates:
+    os.write(write, b"x")
+assert all(os.waitpid(child, 0)[1] == 0 for child in children)
+"""
+
+
+@compiles
+def test_eight_processes_race_on_a_cold_cache(folder: Path) -> None:
+    done = python(RACE)
+    digests = done.stdout.split()
+    assert len(digests) == 8 and len(set(digests)) == 1 and done.stderr == ""
+    names = {p.name for p in folder.iterdir()}
+    keys = {jit._key(SOURCE + "//" + n, "80") for n in "abc"}
+    assert names == {f"{key}.{kind}" for key in keys for kind in ("cubin", "cu")}
+    assert all(cache.read(key, "80") is not None for key in keys)
+
+
+@compiles
+@pytest.mark.parametrize("moment", ["before the entry is whole", "before it is published"])
+def test_a_process_killed_in_the_middle_leaves_nothing_that_counts(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    kill = (
+        "import signal, tempfile\nreplace, make = os.replace, tempfile.mkstemp\n"
+        "def die(*a, **k):\n    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "def replace_or_die(a, b):\n    die() if str(b).endswith('.cubin') else replace(a, b)\n"
+    )
+    if moment == "before it is published":
+        kill += "os.replace = replace_or_die\n"
+    else:
+        kill += "cache._seal = lambda key, cubin, meta: cubin[:100]\nos.replace = replace_or_die\n"
+    done = python(kill + "jit.cubin(SOURCE, '80')", check=False)
+    assert done.returncode == -signal.SIGKILL
+    left = list(folder.glob(".*.tmp"))
+    assert len(left) == 1 and entries(folder) == []
+    asked = compilations(monkeypatch)
+    code = compile_again()
+    assert asked == ["80"] and cache.read(jit._key(SOURCE, "80"), "80") is not None and left[0].exists()
+    old = time.time() - 2 * cache._STALE_SECONDS
+    os.utime(left[0], (old, old))
+    monkeypatch.setattr(cache, "_swept", False)
+    jit.cubin(SOURCE, "86")  # the next process that writes takes the old remains away
+    assert not left[0].exists() and compile_again() == code
+
+
+@compiles
+def test_the_next_process_compiles_nothing(folder: Path) -> None:
+    jit.cubin(SOURCE, "90a")
+    out = python("jit._compile = None\nprint(len(jit.cubin(SOURCE, '90a')))").stdout
+    assert int(out) == len(jit.cubin(SOURCE, "90a"))
+
+
+# --- directories -----------------------------------------------------------------------------------------------------
+
+
+def test_where_the_directory_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cache.directory() == tmp_path / "cache"
+    monkeypatch.delenv("UPCONV_CACHE_DIR")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert cache.directory() == tmp_path / "xdg" / "upconv"
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # to be ignored: XDG Base Directory Specification
+    assert cache.directory() == tmp_path / "home" / ".cache" / "upconv"
+    monkeypatch.setenv("UPCONV_CACHE", "off")
+    assert cache.directory() is None
+    assert not (tmp_path / "home").exists()
+
+
+@compiles
+def test_a_new_directory_is_the_users_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nested = folder / "a" / "b"
+    monkeypatch.setenv("UPCONV_CACHE_DIR", str(nested))
+    before = os.umask(0)
+    try:
+        jit.cubin(SOURCE, "80")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(nested.stat().st_mode) == 0o700 and len(entries(nested)) == 1
+
+
+def only_in_memory(monkeypatch: pytest.MonkeyPatch, reason: str, folder: Path) -> None:
+    """Two compilations work, are kept in memory, and give one warning between them."""
+    asked = compilations(monkeypatch)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        code = jit.cubin(SOURCE, "80")
+        jit.cubin(SOURCE, "86")
+        assert jit.cubin(SOURCE, "80") is code
+        assert compile_again() == code
+        with pytest.raises(jit.CompileError, match="source: not kept"):
+            jit.cubin("wrong", "80")
+    assert asked == ["80", "86", "80", "80"]
+    assert [w.category for w in caught] == [RuntimeWarning]
+    message = str(caught[0].message)
+    assert str(folder) in message and re.search(reason, message), message
+
+
+@compiles
+@pytest.mark.parametrize("mode", [0o770, 0o707, 0o777, 0o1777])
+def test_a_directory_that_others_can_write_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch, mode: int) -> None:
+    folder.mkdir()
+    key = jit._key(SOURCE, "80")
+    (folder / f"{key}.cubin").write_bytes(cache._seal(key, elf(80), {"arch": "80"}))  # planted by another user
+    folder.chmod(mode)
+    only_in_memory(monkeypatch, rf"others may write to it \(mode {mode:04o}\)", folder)
+    assert [p.name for p in folder.iterdir()] == [f"{key}.cubin"]
+
+
+@compiles
+def test_a_directory_of_another_user_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder.mkdir(mode=0o700)
+    owner = folder.stat().st_uid
+    monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+    only_in_memory(monkeypatch, rf"it belongs to user {owner}, not to user {owner + 1}", folder)
+    assert list(folder.iterdir()) == []
+
+
+@compiles
+def test_a_directory_that_is_a_file_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder.write_text("")
+    only_in_memory(monkeypatch, "it is not a directory", folder)
+
+
+@compiles
+def test_a_directory_that_cannot_be_made(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder.write_text("")
+    monkeypatch.setenv("UPCONV_CACHE_DIR", str(folder / "below"))
+    only_in_memory(monkeypatch, "Not a directory|File exists", folder / "below")
+
+
+@compiles
+def test_a_directory_that_is_read_only_still_gives_what_it_has(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = jit.cubin(SOURCE, "89")
+
+    def refuse(*arguments: object, **options: object) -> None:  # the superuser may write into any mode
+        raise PermissionError(13, "Permission denied")
+
+    folder.chmod(0o500)
+    monkeypatch.setattr(cache.tempfile, "mkstemp", refuse)
+    try:
+        assert compile_again(SOURCE, "89") == kept
+        only_in_memory(monkeypatch, "Permission denied", folder)
+    finally:
+        folder.chmod(0o700)
+    assert len(entries(folder)) == 1
+
+
+@compiles
+def test_a_full_disk_costs_a_warning_and_leaves_no_temporary_file(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(source: object, target: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(cache.os, "replace", full)
+    only_in_memory(monkeypatch, "No space left on device", folder)
+    assert list(folder.iterdir()) == []
+
+
+@compiles
+def test_without_a_home_kernels_stay_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("UPCONV_CACHE_DIR")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", homeless)
+    only_in_memory(monkeypatch, "Could not determine home directory", Path("~/.cache/upconv"))
+    assert cache.contents().problem == "Could not determine home directory."
+
+
+@compiles
+@pytest.mark.parametrize("value", ["off", "OFF", "0"])
+def test_switched_off_it_is_silent_and_writes_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    monkeypatch.setenv("UPCONV_CACHE", value)
+    asked = compilations(monkeypatch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jit.cubin(SOURCE, "80")
+        jit.cubin(SOURCE, "80")
+        compile_again()
+    assert asked == ["80", "80"] and not folder.exists()
+
+
+@compiles
+def test_one_warning_per_process_whatever_the_filters_say(folder: Path) -> None:
+    folder.mkdir(mode=0o700)
+    folder.chmod(0o777)
+    done = python(
+        "import threading, warnings\nwarnings.simplefilter('always')\n"
+        "threads = [threading.Thread(target=jit.cubin, args=(SOURCE + '//' * i, '80')) for i in range(4)]\n"
+        "[t.start() for t in threads]\n[t.join() for t in threads]\n"
+    )
+    assert done.stderr.count("RuntimeWarning") == 1 and str(folder) in done.stderr and done.stdout == ""
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
+def upconv_(*arguments: str, input: str | None = None) -> tuple[int, str]:
+    done = CliRunner(env={"COLUMNS": "160"}).invoke(cli.app, list(arguments), input=input)
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    return done.exit_code, done.output
+
+
+def shown(text: str) -> dict[str, str]:
+    return {line[:28].strip(): line[28:].strip() for line in text.splitlines()}
+
+
+def fill(folder: Path) -> None:
+    for n, arch in enumerate(("80", "120", "90a", "90a")):
+        cache.write(f"{n:064x}", elf(int(arch.rstrip("a"))), SOURCE, {"arch": arch})
+
+
+def test_cache_shows_what_is_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code, out = upconv_("cache")
+    assert code == 0 and not folder.exists()
+    assert shown(out) == {
+        "directory": str(folder), "in use": "yes", "kernels": "0", "size": "0 B", "targets": "-", "newest": "-"
+    }  # fmt: skip
+    fill(folder)
+    (folder / f"{KEY}.cubin").write_bytes(b"damaged")
+    (folder / "notes.txt").write_text("of the user")
+    found = shown(upconv_("cache")[1])
+    assert (found["kernels"], found["targets"]) == ("4", "sm_80, sm_90a, sm_120")
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", found["newest"])
+    size = sum(p.stat().st_size for p in folder.iterdir() if p.name != "notes.txt")
+    assert found["size"] == f"{size / 1e3:.3g} kB"
+    folder.chmod(0o777)
+    assert shown(upconv_("cache")[1])["in use"] == "no: others may write to it (mode 0777)"
+    monkeypatch.setenv("UPCONV_CACHE", "off")
+    assert shown(upconv_("cache")[1])["in use"] == "no: UPCONV_CACHE is off"
+
+
+def test_cache_clear_removes_what_is_ours_and_nothing_else(folder: Path) -> None:
+    assert upconv_("cache", "clear") == (0, f"{folder} does not exist\n")
+    fill(folder)
+    (folder / ".abc.tmp").write_bytes(b"left behind")
+    others = {"notes.txt", "model.cubin", ".hidden"}
+    for name in others:
+        (folder / name).write_text("of the user")
+    code, out = upconv_("cache", "clear", input="n\n")
+    assert code == 1 and "Remove 4 compiled kernels" in out and len(entries(folder)) == 5
+    code, out = upconv_("cache", "clear", "--yes")
+    assert (code, out) == (0, f"removed 9 files from {folder}\n")
+    assert {p.name for p in folder.iterdir()} == others
+    fill(folder)
+    assert upconv_("cache", "clear", input="y\n")[0] == 0 and len(entries(folder)) == 1
+
+
+MODEL = """
+from dataclasses import dataclass
+from torch import nn
+@dataclass
+class Settings:
+    width: int = 4
+def net():
+    return nn.Sequential(nn.ConvTranspose2d(Settings().width, 2, 3), nn.ReLU())
+made = net()
+number = 3
+def broken():
+    raise KeyError("weights")
+"""
+
+
+@pytest.mark.parametrize("name", ["net", "made"])
+def test_cache_warm_hands_the_model_to_warmup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    (tmp_path / "nets.py").write_text(MODEL)
+    seen: list[tuple[torch.nn.Module, torch.Tensor]] = []
+
+    def warmup(model: torch.nn.Module, example: torch.Tensor, progress: Any = None) -> list[str]:
+        progress("gather 64x256", 1, 2)
+        seen.append((model, example))
+        return ["gather 64x256", "pack"]
+
+    class Device:  # a CUDA device as the command sees it, on the CPU
+        type = "cuda"
+
+    monkeypatch.setattr(upconv, "warmup", warmup, raising=False)
+    monkeypatch.setattr(cli, "_device", lambda text: Device())
+    monkeypatch.setattr(torch.nn.Module, "to", lambda self, device, dtype: self)
+    real = torch.randn
+    monkeypatch.setattr(torch, "randn", lambda shape, device, dtype: real(shape, dtype=dtype))
+    code, out = upconv_(
+        "cache", "warm", "--model", f"{tmp_path / 'nets.py'}:{name}", "--input", "2x4x5x6", "--dtype", "bfloat16",
+        "--layout", "channels_last",
+    )  # fmt: skip
+    assert (code, out) == (0, "gather 64x256\npack\n2 kernels are ready\n")
+    ((model, example),) = seen
+    assert isinstance(model[0], upconv.ConvTranspose2d)  # type: ignore[index]
+    assert (example.shape, example.dtype) == ((2, 4, 5, 6), torch.bfloat16)
+    assert example.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize(
+    ("model", "input", "message"),
+    [
+        ("nets.py:net", "2x4x5", "--device must be a CUDA device, since only its kernels are compiled; got 'cpu'"),
+        ("nets.py:net", "2x4", "--input must be batch, channels"),
+        ("nets.py", "2x4x5x6", "--model must be FILE.py:NAME or a module's name and NAME; got "),
+        ("absent.py:net", "2x4x5x6", "--model must name a file that exists; got "),
+        ("nets.py:absent", "2x4x5x6", "cannot be made: AttributeError: "),
+        ("nets.py:broken", "2x4x5x6", "cannot be made: KeyError: 'weights'"),
+        ("nets.py:Settings", "2x4x5x6", "--model must be a torch.nn.Module or make one; got "),
+        ("no_such_package:net", "2x4x5x6", "cannot be made: ModuleNotFoundError: "),
+    ],
+)
+def test_cache_warm_says_what_is_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, input: str, message: str
+) -> None:
+    (tmp_path / "nets.py").write_text(MODEL)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    if "--device" not in message:
+
+        class Device:
+            type = "cuda"
+
+        monkeypatch.setattr(cli, "_device", lambda text: Device())
+    else:
+        monkeypatch.setattr(cli, "_device", lambda text: torch.device("cpu"))
+    code, out = upconv_("cache", "warm", "--model", model, "--input", input)
+    assert code == 2 and out.startswith("upconv: ") and message in out and out.count("\n") == 1, out
+
+
+def test_help_has_examples() -> None:
+    for arguments in (("cache",), ("cache", "clear"), ("cache", "warm")):
+        code, out = upconv_(*arguments, "--help")
+        assert code == 0 and f"upconv {' '.join(arguments)} " in out and "xample" in out
+    assert "cache" in upconv_("--help")[1]
+
+
+def test_env_tells_the_kernels_and_the_compiler(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(folder)
+    found = env.report()
+    assert re.fullmatch(
+        rf"4, \d+ bytes with their sources, in {re.escape(str(folder))}", str(found["caches"]["kernels"])
+    )
+    assert found["system"]["cuda_compiler"] == (jit.unavailable() or "available")
+    folder.chmod(0o777)
+    monkeypatch.setattr(jit, "unavailable", lambda: "CUDA kernels need what is not here.")
+    found = json.loads(upconv_("env", "--json")[1])
+    assert found["caches"]["kernels"] == f"in memory only, not in {folder}: others may write to it (mode 0777)"
+    assert found["system"]["cuda_compiler"] == "CUDA kernels need what is not here."
+
+
+def test_the_kernels_sources_are_in_the_package() -> None:
+    assert isinstance(jit, ModuleType) and {p.suffix for p in jit.KERNELS.iterdir()} <= {".cu", ".cuh"}
+    assert list(jit.KERNELS.glob("*.cu"))

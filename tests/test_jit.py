@@ -1,0 +1,436 @@
+"""The compiler: sources put together, compiled without a GPU for every target, kept once, and errors that help."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from upconv.cuda import cache, jit
+from upconv.cuda.gpu import A100, B200, H200, RTX3090, RTX4090, RTX5090, Gpu, arch_of, gpu
+
+GPUS = (A100, RTX3090, RTX4090, H200, B200, RTX5090)
+TARGETS = [g.arch for g in GPUS]
+
+compiles = pytest.mark.skipif(jit.unavailable() is not None, reason=str(jit.unavailable()))
+
+# Entries with static shared memory, without any, and with an array indexed at run time, which lives in local memory.
+SOURCE = """
+extern "C" __global__ void __launch_bounds__(128) reversed(float* x, int n) {
+    __shared__ float s[128];
+    s[threadIdx.x] = x[threadIdx.x];
+    __syncthreads();
+    x[threadIdx.x] = s[127 - threadIdx.x] * n;
+}
+extern "C" __global__ void plain(float* x) { x[threadIdx.x] += 1; }
+extern "C" __global__ void dynamic(float* x) {
+    extern __shared__ float d[];
+    d[threadIdx.x] = x[threadIdx.x];
+    __syncthreads();
+    x[threadIdx.x] = d[blockDim.x - 1 - threadIdx.x];
+}
+extern "C" __global__ void local(double* x, int n) {
+    double a[40];
+    for (int i = 0; i < 40; i++) a[i] = x[i];
+    for (int i = 0; i < n; i++) a[i * n % 40] += n;
+    x[0] = a[n % 40];
+}
+"""
+
+
+@pytest.fixture(autouse=True)
+def cold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Nothing in memory, and an empty directory for the disk cache, which is returned."""
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("UPCONV_CACHE_DIR", str(folder))
+    monkeypatch.delenv("UPCONV_CACHE", raising=False)
+    monkeypatch.delenv("UPCONV_DEBUG", raising=False)
+    monkeypatch.setattr(jit, "_cubins", {})
+    monkeypatch.setattr(jit, "_busy", {})
+    monkeypatch.setattr(cache, "_warned", False)
+    monkeypatch.setattr(cache, "_swept", False)
+    return folder
+
+
+@pytest.fixture
+def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of sources in place of the package's."""
+    folder = tmp_path / "kernels"
+    folder.mkdir()
+    monkeypatch.setattr(jit, "KERNELS", folder)
+    return folder
+
+
+@pytest.fixture
+def compilations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The labels of what NVRTC is asked to compile, while it compiles it."""
+    asked: list[str] = []
+    real = jit._compile
+
+    def counted(source: str, arch: str, label: str, key: str, ptx: bool = False) -> bytes:
+        asked.append(label)
+        return real(source, arch, label, key, ptx)
+
+    monkeypatch.setattr(jit, "_compile", counted)
+    return asked
+
+
+# --- compilation -----------------------------------------------------------------------------------------------------
+
+
+def ptxas_report(source: str, arch: str) -> dict[str, tuple[int, int, int]]:
+    """Registers, stack frame and shared memory per entry, as the assembler itself reports them in NVRTC's log."""
+    from cuda.bindings import nvrtc
+
+    program = nvrtc.nvrtcCreateProgram(source.encode(), b"x.cu", 0, [], [])[1]
+    options = [f"--gpu-architecture=sm_{arch}".encode(), b"-std=c++17", b"--ptxas-options=-v"]
+    assert nvrtc.nvrtcCompileProgram(program, len(options), options)[0] == 0
+    log = b" " * nvrtc.nvrtcGetProgramLogSize(program)[1]
+    nvrtc.nvrtcGetProgramLog(program, log)
+    found = {}
+    for part in log.decode().split("Compiling entry function")[1:]:
+        shared = re.search(r"(\d+) bytes smem", part)
+        found[re.search(r"'(\w+)'", part)[1]] = (  # type: ignore[index]
+            int(re.search(r"Used (\d+) registers", part)[1]),  # type: ignore[index]
+            int(re.search(r"(\d+) bytes stack frame", part)[1]),  # type: ignore[index]
+            int(shared[1]) if shared else 0,
+        )
+    return found
+
+
+@compiles
+@pytest.mark.parametrize("arch", TARGETS)
+def test_every_target_compiles_and_its_resources_are_those_the_assembler_reports(arch: str) -> None:
+    code = jit.cubin(SOURCE, arch, "x.cu")
+    assert cache.arch_number(code) == int(arch.rstrip("a"))
+    found = jit.inspect(code)
+    assert found == ptxas_report(SOURCE, arch)
+    assert set(found) == {"reversed", "plain", "dynamic", "local"}
+    assert found["reversed"][2] == 512 and found["plain"][1] == 0 and found["local"][1] >= 320
+
+
+@compiles
+def test_ptx_is_text_for_the_target() -> None:
+    text = jit.ptx(SOURCE, "90a")
+    assert ".target sm_90a" in text and ".entry reversed" in text and "\0" not in text
+
+
+@compiles
+def test_inspect_rejects_what_is_no_cubin() -> None:
+    code = jit.cubin(SOURCE, "80")
+    for bad in (b"", b"\x7fELF" + bytes(100), code[:100], code[: len(code) // 2], SOURCE.encode()):
+        with pytest.raises(ValueError, match=r"^cubin must be"):
+            jit.inspect(bad)
+
+
+@compiles
+def test_a_compile_error_tells_what_where_and_why(kernels: Path, cold: Path) -> None:
+    (kernels / "part.cuh").write_text("__device__ int half(int n) { return n / WRONG_NAME; }\n")
+    (kernels / "whole.cu").write_text('// one\n#include "part.cuh"\nextern "C" __global__ void f() {}\n')
+    text = jit.source("whole.cu", {"BLOCK_M": 64})
+    with pytest.raises(jit.CompileError) as caught:
+        jit.cubin(text, "90a", "whole 64")
+    message = str(caught.value)
+    first, *rest = message.splitlines()
+    assert re.fullmatch(r"NVRTC \d+\.\d+ could not compile whole 64 for sm_90a \(NVRTC_ERROR_COMPILATION\)\.", first)
+    assert any("part.cuh(1): error" in line and "WRONG_NAME" in line for line in rest)
+    assert "macros: -DBLOCK_M=64" in rest
+    path = Path(next(line for line in rest if line.startswith("source: ")).removeprefix("source: "))
+    assert path.parent == cold and path.read_text() == text
+    assert isinstance(caught.value, RuntimeError)
+
+
+@compiles
+def test_an_unknown_target_is_a_compile_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UPCONV_CACHE", "off")
+    with pytest.raises(jit.CompileError, match=r"sm_12345 .*\n(.*\n)*source: not kept\nmacros: \(none\)"):
+        jit.cubin(SOURCE, "12345")
+
+
+@compiles
+def test_an_entry_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"^entry must be one of x\.cu's, .*reversed.*; got 'absent'"):
+        jit.kernel(SOURCE, "absent", "80", "x.cu")
+
+
+def test_without_nvrtc_every_call_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> str:
+        raise OSError("no libnvrtc\nanywhere")
+
+    monkeypatch.setattr(jit, "_nvrtc_version", broken)
+    jit.unavailable.cache_clear()
+    try:
+        assert jit.unavailable() == "CUDA kernels need NVRTC, which cannot be loaded: no libnvrtc anywhere."
+        for call in (jit.cubin, jit.ptx):
+            with pytest.raises(RuntimeError, match="no libnvrtc anywhere"):
+                call(SOURCE, "80")
+        with pytest.raises(RuntimeError, match="no libnvrtc anywhere"):
+            jit.kernel(SOURCE, "plain", "80")
+    finally:
+        jit.unavailable.cache_clear()
+
+
+# --- what is compiled how often --------------------------------------------------------------------------------------
+
+
+@compiles
+def test_memory_then_disk_then_compiler(
+    compilations: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("UPCONV_DEBUG", "1")
+    first = jit.cubin(SOURCE, "80", "x.cu")
+    assert re.fullmatch(r"upconv: compiled x\.cu for sm_80 in \d+\.\d s\n", capsys.readouterr().err)
+    assert jit.cubin(SOURCE, "80", "x.cu") is first
+    assert capsys.readouterr().err == ""
+    jit._cubins.clear()
+    assert jit.cubin(SOURCE, "80", "x.cu") == first
+    assert capsys.readouterr().err == "upconv: loaded x.cu for sm_80 (cached)\n"
+    jit.cubin(SOURCE, "86", "other target")
+    jit.cubin(SOURCE + " ", "80", "other source")
+    monkeypatch.setattr(jit, "_nvrtc_version", lambda: "99.9")
+    jit.cubin(SOURCE, "80", "other compiler")
+    monkeypatch.setattr(jit, "_FLAGS", ("-std=c++17", "-lineinfo"))
+    jit.cubin(SOURCE, "80", "other flags")
+    assert compilations == ["x.cu", "other target", "other source", "other compiler", "other flags"]
+
+
+@compiles
+def test_without_debug_nothing_is_said(capfd: pytest.CaptureFixture[str]) -> None:
+    jit.cubin(SOURCE, "80")
+    jit._cubins.clear()
+    jit.cubin(SOURCE, "80")
+    assert capfd.readouterr() == ("", "")
+
+
+@compiles
+def test_threads_that_want_the_same_compile_it_once(compilations: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UPCONV_CACHE", "off")
+    start = threading.Barrier(8)
+    found: list[bytes] = []
+
+    def work() -> None:
+        start.wait()
+        found.append(jit.cubin(SOURCE, "80"))
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(compilations) == 1 and len(found) == 8 and all(code is found[0] for code in found)
+    assert jit._busy == {}
+
+
+@compiles
+def test_a_failed_compilation_leaves_the_next_one_free(compilations: list[str]) -> None:
+    for _ in range(2):
+        with pytest.raises(jit.CompileError):
+            jit.cubin("wrong", "80")
+    assert len(compilations) == 2 and jit._busy == {} and jit._cubins == {}
+
+
+@compiles
+def test_other_threads_run_while_nvrtc_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the lock of the interpreter held there would be one turn at most; the compilation takes 0.3 s and more."""
+    nvrtc = jit._nvrtc()
+    inside, outside = threading.Event(), threading.Event()
+    body = "".join(f"x[{i}] = sinf(x[{i}]) + powf(x[{i + 1}], x[{i + 2}]);" for i in range(40))
+
+    class Watched:
+        def __getattr__(self, name: str) -> object:
+            return getattr(nvrtc, name)
+
+        def nvrtcCompileProgram(self, *arguments: object) -> object:
+            inside.set()
+            done = nvrtc.nvrtcCompileProgram(*arguments)
+            outside.set()
+            return done
+
+    jit.unavailable()
+    monkeypatch.setattr(jit, "_nvrtc", Watched)
+    text = f'extern "C" __global__ void f(float* x) {{ {body} }}'
+    thread = threading.Thread(target=jit.cubin, args=(text, "90a"))
+    thread.start()
+    inside.wait()
+    turns = 0
+    while not outside.is_set() and turns < 10:
+        time.sleep(0.001)
+        turns += 1
+    thread.join()
+    assert turns == 10
+
+
+# --- sources ---------------------------------------------------------------------------------------------------------
+
+
+def test_source_has_macros_on_top_and_every_include_once(kernels: Path) -> None:
+    (kernels / "a.cuh").write_text('#pragma once\n#include "b.cuh"\nint a;\n')
+    (kernels / "b.cuh").write_text("#pragma once\n  int b;\n")
+    (kernels / "k.cu").write_text(
+        '// head\n#include "a.cuh"\n  #  include   "b.cuh"  // again\n#include <cuda_fp16.h>\nk\n'
+    )
+    text = jit.source("k.cu", {"BLOCK_M": 64, "EVEN": True, "ALPHA": 0.5, "TYPE": "unsigned int"})
+    lines = [line for line in text.splitlines() if line and not line.startswith(("//", "#line"))]
+    assert lines == [
+        "#define BLOCK_M 64", "#define EVEN 1", "#define ALPHA 0.5", "#define TYPE unsigned int",
+        "  int b;", "int a;", "#include <cuda_fp16.h>", "k",
+    ]  # fmt: skip
+    assert jit._macros(text) == {"BLOCK_M": "64", "EVEN": "1", "ALPHA": "0.5", "TYPE": "unsigned int"}
+
+
+@compiles
+def test_lines_in_messages_are_those_of_the_files(kernels: Path) -> None:
+    (kernels / "a.cuh").write_text("\n\nint a = UNKNOWN_A;\n")
+    (kernels / "k.cu").write_text('// 1\n#include "a.cuh"\n// 3\n#include "a.cuh"\nint k = UNKNOWN_K;\n')
+    with pytest.raises(jit.CompileError) as caught:
+        jit.cubin(jit.source("k.cu", {"N": 3}), "80")
+    assert "a.cuh(3): error" in str(caught.value) and "k.cu(5): error" in str(caught.value)
+
+
+@compiles
+def test_a_changed_include_or_macro_changes_the_key(kernels: Path) -> None:
+    (kernels / "a.cuh").write_text("#define A 1\n")
+    (kernels / "k.cu").write_text('#include "a.cuh"\n')
+    keys = {jit._key(jit.source("k.cu", {"N": 3}), "80")}
+    keys.add(jit._key(jit.source("k.cu", {"N": 4}), "80"))
+    keys.add(jit._key(jit.source("k.cu", {"N": 3}), "86"))
+    (kernels / "a.cuh").write_text("#define A 2\n")
+    keys.add(jit._key(jit.source("k.cu", {"N": 3}), "80"))
+    assert len(keys) == 4
+    (kernels / "a.cuh").write_text("#define A 1\n")
+    assert jit._key(jit.source("k.cu", {"N": 3}), "80") in keys
+
+
+@compiles
+def test_a_changed_cuda_header_changes_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = '#include <cuda_fp16.h>\nextern "C" __global__ void f(int* x) { *x = VALUE; }\n'
+    keys, codes = set(), set()
+    for value in (1, 2):
+        folder = tmp_path / f"include{value}"
+        folder.mkdir()
+        (folder / "cuda_fp16.h").write_text('#include "cuda_fp16.hpp"\n')
+        (folder / "cuda_fp16.hpp").write_text(f"#define VALUE {value}\n")
+        monkeypatch.setattr(jit, "_include_folders", lambda folder=folder: (str(folder),))
+        jit._header_digest.cache_clear()
+        keys.add(jit._key(text, "80"))
+        codes.add(jit.cubin(text, "80"))
+    jit._header_digest.cache_clear()
+    assert len(keys) == len(codes) == 2
+
+
+@pytest.mark.parametrize("macros", [{"a b": 1}, {"": 1}, {"1A": 1}, {"A": "x\ny"}, {"A(x)": "x"}])
+def test_source_rejects_macros_that_are_none(kernels: Path, macros: dict[str, int | str]) -> None:
+    (kernels / "k.cu").write_text("")
+    with pytest.raises(ValueError, match="macros must map identifiers to text of one line; got"):
+        jit.source("k.cu", macros)
+
+
+def test_a_missing_file_is_named(kernels: Path) -> None:
+    (kernels / "k.cu").write_text('#include "absent.cuh"\n')
+    with pytest.raises(FileNotFoundError, match=r"absent\.cuh"):
+        jit.source("k.cu", {})
+
+
+# --- imports ---------------------------------------------------------------------------------------------------------
+
+
+def run(code: str, **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, **environment}, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_importing_imports_nothing_of_cudas() -> None:
+    """Some releases of PyTorch import cuda.bindings themselves; what counts is what comes with us."""
+    out = run(
+        "import sys, torch; before = set(sys.modules)\n"
+        "import upconv, upconv.cuda.cache, upconv.cuda.gpu, upconv.cuda.jit, upconv.cuda.launch\n"
+        "print(sorted(m for m in set(sys.modules) - before if m.split('.')[0] in ('cuda', 'nvidia')))\n"
+        "print('cuda.bindings.nvrtc' in sys.modules, torch.cuda.is_initialized())"
+    )
+    assert out.split("\n")[:2] == ["[]", "False False"]
+
+
+def test_without_the_bindings_the_sentence_names_the_package() -> None:
+    out = run(
+        "import sys, torch\n"
+        "for name in [m for m in sys.modules if m.startswith('cuda.')]: del sys.modules[name]\n"
+        "sys.modules['cuda.bindings'] = None\n"
+        "from upconv.cuda import jit\n"
+        "print(jit.unavailable())"
+    )
+    assert out.startswith("CUDA kernels need the package cuda-bindings, which cannot be imported: ")
+
+
+# --- descriptions of GPUs --------------------------------------------------------------------------------------------
+
+
+class Properties:
+    """What ``torch.cuda.get_device_properties`` tells, or less."""
+
+    def __init__(self, **values: object) -> None:
+        self.__dict__.update(values)
+
+
+@pytest.mark.parametrize(
+    ("capability", "arch"),
+    [((8, 0), "80"), ((8, 6), "86"), ((8, 7), "87"), ((8, 9), "89"), ((9, 0), "90a"), ((10, 0), "100a"),
+     ((10, 3), "103a"), ((11, 0), "110"), ((12, 0), "120"), ((12, 1), "121")],
+)  # fmt: skip
+def test_the_target_follows_from_the_capability(capability: tuple[int, int], arch: str) -> None:
+    assert arch_of(capability) == arch
+
+
+@pytest.mark.parametrize(
+    ("name", "bandwidth"),
+    [("NVIDIA H200", 4.2e12), ("NVIDIA H100 80GB HBM3", 3.0e12), ("NVIDIA H100 PCIe", 1.8e12),
+     ("NVIDIA H100 NVL", 3.4e12), ("NVIDIA A100-SXM4-80GB", 1.7e12), ("NVIDIA GeForce RTX 4090", 0.92e12),
+     ("NVIDIA L4", 0.27e12), ("NVIDIA L40S", 0.78e12), ("NVIDIA RTX A4000", 0.9 * 448e9)],
+)  # fmt: skip
+def test_bandwidth_goes_by_the_name_or_else_by_what_the_driver_tells(
+    monkeypatch: pytest.MonkeyPatch, name: str, bandwidth: float
+) -> None:
+    told = Properties(
+        name=name, major=8, minor=6, multi_processor_count=48, shared_memory_per_block_optin=101376,
+        shared_memory_per_multiprocessor=102400, memory_clock_rate=7_000_000, memory_bus_width=256,
+        clock_rate=1_560_000,
+    )  # fmt: skip
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: told)
+    gpu.cache_clear()
+    found = gpu(0)
+    gpu.cache_clear()
+    assert found.bandwidth == pytest.approx(bandwidth)
+    assert (found.name, found.arch, found.multiprocessors, found.shared_bytes) == (name, "86", 48, 101376)
+    assert found.clock == 1.56e9 or name != "NVIDIA RTX A4000"
+
+
+def test_properties_that_a_release_of_pytorch_lacks_have_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = Properties(name="Unheard of", major=9, minor=0, multi_processor_count=1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: told)
+    gpu.cache_clear()
+    found = gpu(0)
+    gpu.cache_clear()
+    assert found == Gpu("Unheard of", (9, 0), "90a", 1, 232448, 233472, 1e12, 1.5e9)
+
+
+def test_known_gpus_can_be_keys() -> None:
+    assert len({*GPUS}) == len(GPUS) == len({g.arch for g in GPUS})
+    assert (H200.shared_bytes, H200.shared_per_sm, H200.bandwidth, H200.clock) == (232448, 233472, 4.2e12, 1.755e9)
+
+
+@pytest.mark.gpu
+def test_the_description_of_the_device_at_hand() -> None:
+    found, properties = gpu(0), torch.cuda.get_device_properties(0)
+    assert found.name == properties.name and found.multiprocessors == properties.multi_processor_count
+    assert found.capability == torch.cuda.get_device_capability(0)
+    assert found.shared_per_sm - 1024 >= found.shared_bytes - 1024 > 0 and 1e8 < found.clock < 1e10
+    assert jit.inspect(jit.cubin(SOURCE, found.arch))
