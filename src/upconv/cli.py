@@ -331,6 +331,8 @@ Examples:
   upconv explain "64,64,(3,7)" --input 8x64x512x512
 
   upconv explain "256,256,4,stride=2,padding=1,groups=256,bias=False" --input 4x256x32x32 --dtype bfloat16
+
+  upconv explain "64,64,(3,7)" --input 8x64x512x1024 --gpu H200
 """
 
 
@@ -347,39 +349,59 @@ def explain(
     ] = "float32",
     layout: Annotated[str, typer.Option("--layout", metavar="LAYOUT", help="nchw, channels_last.")] = "nchw",
     pass_: Annotated[str, typer.Option("--pass", metavar="PASS", help="fwd, grad-input, grad-weight, step.")] = "fwd",
+    precision: Annotated[
+        str | None,
+        typer.Option(
+            "--precision", metavar="KIND", help="tf32, ieee, bf16, fp16, fp64; float32 default: ieee, on CUDA tf32."
+        ),
+    ] = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option("--gpu", metavar="NAME", help="Plan for a GPU that need not be there: H200, A100, RTX4090, ..."),
+    ] = None,
     ceilings: Annotated[
         str | None,
         typer.Option(
             "--ceilings",
             metavar="B/S,FLOP/S",
-            help="Copy and matmul rates for the roof, like 37e9,190e9; default: measured.",
+            help="Copy and matmul rates for the roof, like 37e9,190e9; default: measured, with --gpu estimated.",
         ),
     ] = None,
 ) -> None:
+    import torch
     from rich.console import Console
 
     from upconv import planner
     from upconv.bench.roofline import measure
     from upconv.bench.run import sweep
     from upconv.bench.suites import parse_layer
-    from upconv.explain import Explanation, parse_ceilings
+    from upconv.explain import Explanation, estimated_ceilings, known_gpu, parse_ceilings
     from upconv.problem import LAYOUTS, PASSES, PRECISIONS
 
     try:
         dtypes = {str(d).removeprefix("torch."): d for d in PRECISIONS}
         kind = dtypes[_one("--dtype", dtype, list(dtypes))]
-        where = _device(device)
+        if gpu is not None and device is not None:
+            raise ValueError(f"--gpu and --device exclude each other; got {gpu!r} and {device!r}")
+        named = None if gpu is None else known_gpu(gpu)
+        where = _device(device) if named is None else torch.device("cuda")
+        kinds = [value for found in PRECISIONS.values() for value in found]
+        asked = [] if precision is None else [_one("--precision", precision, kinds)]
         problem = parse_layer(layer, input).with_(
             dtype=kind,
-            precision=sweep(where, [kind])["precisions"][0],
+            precision=sweep(where, [kind], asked)["precisions"][0],
             layout=_one("--layout", layout, LAYOUTS),
             pass_=_one("--pass", pass_, PASSES),
         )
         known = None if ceilings is None else parse_ceilings(ceilings, problem)
     except ValueError as error:
         _stop(error)
-    plan = planner.plan(problem, planner.device_of(where))
-    rates = known or measure([problem.precision], where, seconds=0.1)
+    if named is None:
+        plan = planner.plan(problem, planner.device_of(where))
+        rates = known or measure([problem.precision], where, seconds=0.1)
+    else:
+        plan = planner.plan(problem, planner.Device("cuda", gpu=named))
+        rates = known or estimated_ceilings(named)
     Console(highlight=False).print(Explanation(problem, plan, rates))
 
 

@@ -12,8 +12,10 @@ from rich.text import Text
 from upconv.bench.report import si
 from upconv.bench.roofline import Ceilings
 from upconv.bench.run import plan_text
+from upconv.cuda import gpu as gpus
+from upconv.cuda.gpu import Gpu
 from upconv.planner import Plan
-from upconv.problem import Problem
+from upconv.problem import Precision, Problem
 
 LETTERS = string.ascii_lowercase + string.ascii_uppercase
 """A letter for each phase that has taps; phases beyond them are drawn as ``*``."""
@@ -91,6 +93,18 @@ def _roof(p: Problem, ceilings: Ceilings) -> str:
     )
 
 
+def _expectation(p: Problem, plan: Plan, ceilings: Ceilings) -> str:
+    """What the cost model expects of the forward beside its roof."""
+    assert plan.seconds is not None and plan.choice is not None
+    forward = p.with_(pass_="fwd")
+    roof = forward.roof_seconds(ceilings["matmul_flops_per_s"][p.precision], ceilings["copy_bytes_per_s"])
+    name = plan.device.gpu.name if plan.device.gpu else plan.device.kind
+    return (
+        f"forward {1e3 * plan.seconds:.3g} ms on {name}, bound by {plan.choice.bound}: {roof / plan.seconds:.0%} of "
+        "its roof, by estimate"
+    )
+
+
 def _candidates(plan: Plan) -> Table:
     """Every candidate with its reason, the chosen ones marked."""
     grid = Table.grid(padding=(0, 2))
@@ -127,8 +141,45 @@ class Explanation:
         per_byte = f"{p.flops / p.bytes:.3g} FLOP per byte" if p.bytes else "no bytes"
         add("work", f"{si(p.flops, 'FLOP')} useful, {si(p.bytes, 'B')} compulsory ({per_byte})")
         add("roof", _roof(p, self.ceilings))
+        if self.plan.seconds is not None:
+            add("model", _expectation(p, self.plan, self.ceilings))
         add("plan", f"{plan_text(self.plan, p.pass_)}, engine {self.plan.engine(p.pass_)}", _candidates(self.plan))
         yield grid
+
+
+GPUS: dict[str, Gpu] = {name: value for name, value in vars(gpus).items() if isinstance(value, Gpu)}
+"""The GPUs that plans can be made for without having one, by the names that ``--gpu`` takes."""
+
+# Dense FLOP per clock and multiprocessor: on CUDA cores in float32 and float64, on tensor cores in TF32, half precision
+# (float32 sums) and float64 (0: CUDA cores). Source: NVIDIA's architecture whitepapers, peak rates over SMs x clock.
+_FLOPS_PER_CLOCK: dict[tuple[int, int], tuple[int, int, int, int, int]] = {
+    (8, 0): (128, 64, 1024, 2048, 128),
+    (8, 6): (256, 4, 256, 512, 0),
+    (8, 9): (256, 4, 256, 512, 0),
+    (9, 0): (256, 128, 2048, 4096, 256),
+    (10, 0): (256, 128, 4096, 8192, 256),
+    (10, 3): (256, 4, 4096, 8192, 0),
+    (12, 0): (256, 4, 256, 512, 0),
+    (12, 1): (256, 4, 256, 512, 0),
+}
+
+
+def known_gpu(name: str) -> Gpu:
+    """A GPU by its name, in any case. Errors: ValueError, one sentence, for names that are not known."""
+    for known, found in GPUS.items():
+        if known.lower() == name.lower():
+            return found
+    raise ValueError(f"--gpu must be one of {', '.join(sorted(GPUS))}; got {name!r}")
+
+
+def estimated_ceilings(gpu: Gpu) -> Ceilings:
+    """A roofline's ceilings by the data sheet: no matrix product reaches these rates (an H200's TF32 does 86 %)."""
+    fp32, fp64, tf32, half, fp64_tensor = _FLOPS_PER_CLOCK[gpu.capability]
+    per_clock: dict[Precision, int] = {
+        "ieee": fp32, "tf32": tf32, "bf16": half, "fp16": half, "fp64": max(fp64, fp64_tensor)
+    }  # fmt: skip
+    rates = {precision: rate * gpu.multiprocessors * gpu.clock for precision, rate in per_clock.items()}
+    return Ceilings(copy_bytes_per_s=gpu.bandwidth, matmul_flops_per_s=rates)
 
 
 def parse_ceilings(text: str, p: Problem) -> Ceilings:

@@ -147,7 +147,7 @@ class Runner:
         self.format = cpu.memory_format(p.layout, p.rank)
         self.strides = torch.empty(p.output_shape, device="meta", memory_format=self.format).stride()
         try:
-            with torch.cuda.device(index), _may_load():
+            with torch.cuda.device(index):
                 self.prepared = choice.prepare(index)
         except RuntimeError as error:
             raise _failure(plan, index, error) from error
@@ -319,21 +319,6 @@ def collecting() -> Iterator[list[tuple[Plan, int]]]:
         yield _local.wanted
     finally:
         _local.wanted = before
-
-
-@contextmanager
-def _may_load() -> Iterator[None]:
-    """Lets kernels be loaded while a graph is being captured: loading is no work on the captured stream."""
-    if not (torch.cuda.is_initialized() and _capturing()):
-        yield
-        return
-    from cuda.bindings import driver
-
-    _, before = driver.cuThreadExchangeStreamCaptureMode(driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
-    try:
-        yield
-    finally:
-        driver.cuThreadExchangeStreamCaptureMode(before)
 
 
 def compile_all(
