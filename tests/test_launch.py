@@ -1,0 +1,429 @@
+"""Launches: the bytes and numbers that the driver gets, threads, devices, errors; and real launches where a GPU is."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import re
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from upconv.cuda import cache, jit
+from upconv.cuda.gpu import gpu
+from upconv.cuda.jit import Kernel
+from upconv.cuda.launch import Launcher, LaunchError
+
+TYPES = {"P": ctypes.c_uint64, "i": ctypes.c_int32, "q": ctypes.c_int64, "f": ctypes.c_float}
+MOST_SHARED = 232448
+
+
+class Code(int):
+    """A driver's error code; false when all is right, as the bindings' are."""
+
+    name = "CUDA_SUCCESS"
+
+
+def code(value: int, name: str) -> Code:
+    found = Code(value)
+    found.name = name
+    return found
+
+
+SUCCESS = Code(0)
+RESULTS = SimpleNamespace(
+    CUDA_ERROR_OUT_OF_MEMORY=code(2, "CUDA_ERROR_OUT_OF_MEMORY"),
+    CUDA_ERROR_INVALID_CONTEXT=code(201, "CUDA_ERROR_INVALID_CONTEXT"),
+    CUDA_ERROR_INVALID_VALUE=code(1, "CUDA_ERROR_INVALID_VALUE"),
+)
+
+
+class Driver:
+    """Takes the place of the bindings: records the calls, and reads a launch's arguments as the driver would."""
+
+    CUresult = RESULTS
+    CUdevice_attribute = SimpleNamespace(CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN="optin")
+    CUfunction_attribute = SimpleNamespace(
+        CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES="static", CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES="dynamic"
+    )
+    CUstreamCaptureMode = SimpleNamespace(CU_STREAM_CAPTURE_MODE_RELAXED="relaxed")
+
+    def __init__(self) -> None:
+        self.arguments = ""
+        self.calls: list[tuple[Any, ...]] = []
+        self.launches: list[tuple[Any, ...]] = []
+        self.answers: list[Code] = []
+        self.delay = 0.0
+        self.mode = "global"
+
+    def CUfunction(self, handle: int) -> tuple[str, int]:
+        return ("function", handle)
+
+    def CUkernel(self, handle: int) -> tuple[str, int]:
+        return ("kernel", handle)
+
+    def CUstream(self, handle: int) -> tuple[str, int]:
+        self.calls.append(("CUstream", handle))
+        return ("stream", handle)
+
+    def cuLaunchKernel(self, function: Any, *numbers: Any) -> tuple[Code]:
+        *shape, stream, pointers, extra = numbers
+        answer = self.answers.pop(0) if self.answers else SUCCESS
+        if not answer:
+            slots = (ctypes.c_void_p * len(self.arguments)).from_address(pointers)
+            first = [TYPES[letter].from_address(slot).value for letter, slot in zip(self.arguments, slots)]
+            time.sleep(self.delay)
+            values = [TYPES[letter].from_address(slot).value for letter, slot in zip(self.arguments, slots)]
+            assert repr(values) == repr(first), "another launch wrote into this one's arguments"
+            assert len({*slots}) == len(slots) and all(slot % 8 == 0 for slot in slots)
+            self.launches.append((function, tuple(shape), stream, tuple(values), extra))
+        return (answer,)
+
+    def cuThreadExchangeStreamCaptureMode(self, mode: str) -> tuple[Code, str]:
+        old, self.mode = self.mode, mode
+        return SUCCESS, old
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("cu"):
+            raise AttributeError(name)
+
+        def call(*arguments: Any) -> tuple[Any, ...]:
+            self.calls.append((name, *arguments))
+            results = {
+                "cuDeviceGet": arguments[0] if arguments else None,
+                "cuDeviceGetAttribute": MOST_SHARED,
+                "cuKernelGetAttribute": 512,
+                "cuKernelGetFunction": "loaded function",
+                "cuDevicePrimaryCtxRetain": "primary context",
+            }
+            if name in ("cuKernelSetAttribute", "cuFuncLoad"):
+                assert self.mode == "relaxed"
+            return (SUCCESS, results[name]) if name in results else (SUCCESS,)
+
+        call.__name__ = name
+        return call
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    """The stub, and a PyTorch whose current device is 0 and whose current stream on device d is 1000 + d."""
+    found = Driver()
+    current = [0]
+
+    @contextlib.contextmanager
+    def on(device: int) -> Iterator[None]:
+        found.calls.append(("device", device))
+        before, current[0] = current[0], device
+        yield
+        current[0] = before
+
+    monkeypatch.setattr(jit, "_driver", lambda: found)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: current[0], raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 1000 + device, raising=False)
+    monkeypatch.setattr(torch.cuda, "device", on)
+    return found
+
+
+def launcher(driver: Driver, arguments: str, block: int = 128, shared: int = 0) -> Launcher:
+    driver.arguments = arguments
+    return Launcher(Kernel("f", 77, 32, 0, 512), block, shared, arguments)
+
+
+# --- what the driver gets --------------------------------------------------------------------------------------------
+
+
+def test_a_launch_is_one_call_with_the_configuration_and_the_arguments(driver: Driver) -> None:
+    launch = launcher(driver, "PiqfP", 256, 1024)
+    launch(0, 2**31 - 1, (2**47, -3, -(2**40), 0.1, 0))
+    (found,) = driver.launches
+    single = struct.unpack("f", struct.pack("f", 0.1))[0]
+    assert found == (
+        ("function", 77),
+        (2**31 - 1, 1, 1, 256, 1, 1, 1024),
+        ("stream", 1000),
+        (2**47, -3, -(2**40), single, 0),
+        0,
+    )
+
+
+VALUES = {
+    "P": st.integers(0, 2**64 - 1),
+    "i": st.integers(-(2**31), 2**31 - 1),
+    "q": st.integers(-(2**63), 2**63 - 1),
+    "f": st.floats(width=32, allow_nan=False),
+}
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data(), arguments=st.text("Piqf", max_size=20))
+def test_every_argument_arrives(data: st.DataObject, arguments: str) -> None:
+    stub = Driver()
+    patch = pytest.MonkeyPatch()
+    patch.setattr(jit, "_driver", lambda: stub)
+    patch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 5, raising=False)
+    try:
+        launch = launcher(stub, arguments)
+        for _ in range(2):  # the second time into memory that holds the first one's
+            values = tuple(data.draw(VALUES[letter]) for letter in arguments)
+            launch(0, 1, values)
+            assert stub.launches[-1][3] == values
+    finally:
+        patch.undo()
+
+
+def test_the_first_launch_prepares_the_device_and_later_ones_do_nothing_beside_the_launch(driver: Driver) -> None:
+    launch = launcher(driver, "i")
+    for n in range(3):
+        launch(0, 1, (n,))
+    names = [call[0] for call in driver.calls]
+    assert names.count("cuKernelSetAttribute") == names.count("cuFuncLoad") == names.count("CUstream") == 1
+    assert ("cuKernelSetAttribute", "dynamic", MOST_SHARED - 512, ("kernel", 77), 0) in driver.calls
+    assert ("cuFuncLoad", "loaded function") in driver.calls
+    assert driver.mode == "global" and [found[3] for found in driver.launches] == [(0,), (1,), (2,)]
+    before = len(driver.calls)
+    Launcher(launch.kernel, 64, 0, "i")(0, 1, (9,))  # another launcher of the kernel: only its stream is new
+    assert [call[0] for call in driver.calls[before:]] == ["CUstream"]
+
+
+def test_a_device_that_is_not_current_is_made_so_for_the_launch(driver: Driver) -> None:
+    launch = launcher(driver, "i")
+    launch(0, 1, (1,))
+    launch(3, 1, (2,))
+    assert [call for call in driver.calls if call[0] == "device"] == [("device", 3)]
+    assert [found[2] for found in driver.launches] == [("stream", 1000), ("stream", 1003)]
+    prepared = [call[-1] for call in driver.calls if call[0] == "cuKernelSetAttribute"]
+    assert prepared == [0, 3] and torch._C._cuda_getDevice() == 0
+
+
+def test_streams_may_come_and_go(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    launch = launcher(driver, "")
+    for n in range(1000):
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device, n=n: n)
+        launch(0, 1, ())
+        assert driver.launches[-1][2] == ("stream", n)
+    assert len(launch._local.state[2]) <= 256
+
+
+def test_threads_do_not_share_arguments(driver: Driver) -> None:
+    launch = launcher(driver, "iq")
+    driver.delay = 0.002
+    start = threading.Barrier(8)
+    failures: list[BaseException] = []
+
+    def work(number: int) -> None:
+        try:
+            start.wait()
+            for n in range(10):
+                launch(0, 1, (number, n))
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    assert sorted(found[3] for found in driver.launches) == [(n, m) for n in range(8) for m in range(10)]
+
+
+# --- errors ----------------------------------------------------------------------------------------------------------
+
+
+def test_an_error_names_the_launch_and_cudas_code(driver: Driver) -> None:
+    launch = launcher(driver, "i", 2048, 99)
+    driver.answers = [RESULTS.CUDA_ERROR_INVALID_VALUE]
+    message = (
+        "the launch of f with a grid of 7, blocks of 2048 threads and 99 bytes of shared memory on cuda:0 failed with "
+        "CUDA_ERROR_INVALID_VALUE"
+    )
+    with pytest.raises(LaunchError, match=f"^{re.escape(message)}$") as caught:
+        launch(0, 7, (1,))
+    assert isinstance(caught.value, RuntimeError)
+    launch(0, 7, (2,))
+    assert driver.launches[-1][3] == (2,)
+
+
+def test_no_memory_is_pytorchs_error(driver: Driver) -> None:
+    launch = launcher(driver, "")
+    driver.answers = [RESULTS.CUDA_ERROR_OUT_OF_MEMORY]
+    with pytest.raises(torch.cuda.OutOfMemoryError, match="CUDA_ERROR_OUT_OF_MEMORY"):
+        launch(0, 1, ())
+
+
+def test_a_thread_without_a_context_gets_the_devices_and_launches_again(driver: Driver) -> None:
+    launch = launcher(driver, "i")
+    launch(0, 1, (1,))
+    driver.answers = [RESULTS.CUDA_ERROR_INVALID_CONTEXT]
+    launch(0, 1, (2,))
+    assert ("cuCtxSetCurrent", "primary context") in driver.calls
+    assert [found[3] for found in driver.launches] == [(1,), (2,)]
+    driver.answers = [RESULTS.CUDA_ERROR_INVALID_CONTEXT] * 2
+    with pytest.raises(LaunchError, match="CUDA_ERROR_INVALID_CONTEXT"):
+        launch(0, 1, (3,))
+
+
+@pytest.mark.parametrize(
+    "args", [(1,), (1, 2, 3), (2**31, 2), (1.5, 2), ("1", 2), (None, 2)], ids=lambda args: repr(args)
+)
+def test_arguments_that_do_not_fit_are_not_launched(driver: Driver, args: tuple[Any, ...]) -> None:
+    launch = launcher(driver, "ii")
+    with pytest.raises(struct.error):
+        launch(0, 1, args)
+    assert driver.launches == []
+
+
+@pytest.mark.parametrize("arguments", ["x", "P P", "Pd", "pi"])
+def test_letters_that_mean_nothing_are_rejected(driver: Driver, arguments: str) -> None:
+    with pytest.raises(ValueError, match=f"^arguments must consist of the letters P, i, q and f; got '{arguments}'"):
+        launcher(driver, arguments)
+
+
+def test_a_driver_that_fails_while_loading_names_the_call(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    def cuKernelSetAttribute(*arguments: Any) -> tuple[Code]:
+        return (RESULTS.CUDA_ERROR_INVALID_VALUE,)
+
+    monkeypatch.setattr(driver, "cuKernelSetAttribute", cuKernelSetAttribute, raising=False)
+    launch = launcher(driver, "")
+    with pytest.raises(RuntimeError, match=r"^cuKernelSetAttribute returned CUDA_ERROR_INVALID_VALUE$"):
+        launch(0, 1, ())
+    assert driver.mode == "global" and driver.launches == []
+
+
+# --- on a GPU --------------------------------------------------------------------------------------------------------
+
+SOURCE = """
+extern "C" __global__ void fill(float* x, int n, long long huge, float value) {
+    const int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < n) x[i] = value * (i + (int)(huge >> 40));
+}
+extern "C" __global__ void mirror(float* x, int n) {
+    extern __shared__ float d[];
+    for (int i = threadIdx.x; i < n; i += blockDim.x) d[n - 1 - i] = x[i];
+    __syncthreads();
+    for (int i = threadIdx.x; i < n; i += blockDim.x) x[i] = d[i] + 1;
+}
+extern "C" __global__ void spin(float* x, long long cycles) {
+    const long long start = clock64();
+    while (clock64() - start < cycles) {}
+    x[0] += 1;
+}
+"""
+
+
+@pytest.fixture
+def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No kernel is loaded or kept."""
+    monkeypatch.setenv("UPCONV_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(cache, "_warned", False)
+    for name in ("_cubins", "_libraries", "_kernels"):
+        monkeypatch.setattr(jit, name, {})
+
+
+def real(entry: str, block: int, shared: int, arguments: str) -> Launcher:
+    torch.cuda.init()
+    return Launcher(jit.kernel(SOURCE, entry, gpu(0).arch, "test"), block, shared, arguments)
+
+
+def filled(n: int, value: float) -> torch.Tensor:
+    return torch.arange(3, n + 3, dtype=torch.float32, device="cuda") * value
+
+
+@pytest.mark.gpu
+def test_a_kernel_computes(fresh: None) -> None:
+    launch = real("fill", 128, 0, "Piqf")
+    x = torch.zeros(1000, device="cuda")
+    launch(0, 8, (x.data_ptr(), 999, 3 << 40, 0.5))
+    assert torch.equal(x[:999], filled(999, 0.5)) and x[999].item() == 0
+    needs = jit.inspect(jit.cubin(SOURCE, gpu(0).arch))["fill"]
+    assert (launch.kernel.registers, launch.kernel.local_bytes, launch.kernel.shared_bytes) == needs
+
+
+@pytest.mark.gpu
+def test_a_block_gets_all_the_shared_memory_there_is(fresh: None) -> None:
+    torch.cuda.init()
+    kernel = jit.kernel(SOURCE, "mirror", gpu(0).arch, "test")
+    most = gpu(0).shared_bytes
+    assert kernel.shared_bytes == 0
+    n = most // 4
+    x = torch.randn(n, device="cuda")
+    expected = x.flip(0) + 1
+    Launcher(kernel, 256, most, "Pi")(0, 1, (x.data_ptr(), n))
+    assert torch.equal(x, expected)
+    with pytest.raises(LaunchError, match="blocks of 256 threads"):
+        Launcher(kernel, 256, most + 4, "Pi")(0, 1, (x.data_ptr(), n))
+    with pytest.raises(LaunchError, match="CUDA_ERROR_INVALID_VALUE"):
+        Launcher(kernel, 4096, 0, "Pi")(0, 1, (x.data_ptr(), 0))
+    torch.cuda.synchronize()  # a refused launch breaks nothing
+    Launcher(kernel, 64, 4 * n, "Pi")(0, 1, (x.data_ptr(), n))
+    assert torch.equal(x, expected.flip(0) + 1)
+
+
+@pytest.mark.gpu
+def test_launches_are_on_pytorchs_current_stream(fresh: None) -> None:
+    spin, fill = real("spin", 1, 0, "Pq"), real("fill", 128, 0, "Piqf")
+    x = torch.zeros(100, device="cuda")
+    spin(0, 1, (x.data_ptr(), 1))  # both are loaded now, for which the driver may wait
+    fill(0, 1, (x.data_ptr(), 100, 0, 0.0))
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        spin(0, 1, (x.data_ptr(), 200_000_000))  # 0.1 s
+        fill(0, 1, (x.data_ptr(), 100, 3 << 40, 1.0))
+    assert not side.query() and torch.cuda.default_stream().query()
+    side.synchronize()
+    assert torch.equal(x, filled(100, 1.0))
+
+
+@pytest.mark.gpu
+def test_a_new_thread_can_launch_first_of_all(fresh: None) -> None:
+    launch = real("fill", 128, 0, "Piqf")
+    x = torch.zeros(100, device="cuda")
+    failures: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            launch(0, 1, (x.data_ptr(), 100, 3 << 40, 2.0))
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert failures == [] and torch.equal(x, filled(100, 2.0))
+
+
+@pytest.mark.gpu
+def test_a_kernel_can_be_loaded_and_launched_while_a_graph_is_captured(fresh: None) -> None:
+    x = torch.zeros(100, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launch = real("fill", 128, 0, "Piqf")
+        launch(0, 1, (x.data_ptr(), 100, 3 << 40, 2.0))
+        launch(0, 1, (x.data_ptr(), 50, 3 << 40, 1.0))
+    assert not x.any()
+    for _ in range(2):
+        x.zero_()
+        graph.replay()
+        assert torch.equal(x[50:], filled(100, 2.0)[50:]) and torch.equal(x[:50], filled(50, 1.0))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_one_kernel_serves_every_device(fresh: None) -> None:
+    launch = real("mirror", 256, 60000, "Pi")
+    for device in (1, 0, 1):
+        x = torch.randn(15000, device=f"cuda:{device}")
+        expected = x.flip(0) + 1
+        launch(device, 1, (x.data_ptr(), 15000))
+        assert torch.equal(x, expected) and torch.cuda.current_device() == 0
