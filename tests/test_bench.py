@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -86,6 +87,7 @@ def test_suites_hold_what_they_are_named_for() -> None:
     numbers = [57, 58, 61, 64, 65, 68, 69, 70, 71, 72, 73, 74, 75, 77, 78, 79, 81]
     assert names["kernelbench"] == [f"kb{n}" for n in numbers]
     assert len(names["models"]) == 14 and len(names["cpu"]) == 21
+    assert names["cuda"] == names["kernelbench"] + names["models"]
     assert [whole(n).rank for n in ("kb64", "kb74", "kb79", "hifigan", "kb70", "nnunet", "kb57")] == [
         1,
         1,
@@ -197,11 +199,15 @@ def test_sides_alternate_and_inputs_rotate() -> None:
         work()
         return float(len(calls))
 
-    taken = timing.interleave(runs, take, Repeats(0.0, 4, 9), {"a": lambda: calls.append("set")})
+    def take_a(work) -> float:
+        calls.append("set")
+        return take(work)
+
+    taken = timing.interleave(runs, {"a": take_a, "b": take}, Repeats(0.0, 4, 9))
     timed = [c for c in calls if c != "set"][-8:]
     assert timed == ["a0", "b0", "b1", "a1", "a2", "b2", "b0", "a0"]
     assert len(taken["a"]) == len(taken["b"]) == 4
-    assert all(calls[i - 1] == "set" for i, c in enumerate(calls) if c[0] == "a")
+    assert all((calls[i - 1] == "set") == (c[0] == "a") for i, c in enumerate(calls) if c != "set")
 
 
 def test_rounds_stop_at_the_most_and_at_the_seconds() -> None:
@@ -271,6 +277,42 @@ def test_peak_memory_counts_what_a_call_holds_beside_inputs_and_results() -> Non
     columns = 8 * 32 * 9 * 160 * 160
     found = memory.peak_bytes(p, "torch", CPU)
     assert found is not None and 0.98 * columns < found < 1.1 * columns  # pages are counted in batches
+
+
+def test_kernelbenchs_inputs_are_positive_and_its_weights_those_of_torch_nn() -> None:
+    p = Problem.make(2, 8, 16, (9, 9), 3, groups=2, bias=True)
+    given = timing.operands(p, CPU, 0, "rand")
+    module = torch.nn.ConvTranspose2d(8, 16, 3, groups=2)
+    assert given.bias is not None and module.bias is not None
+    reach = 1 / math.sqrt(8 * 9)
+    for t in (given.weight, given.bias, module.weight, module.bias):
+        assert 0.7 * reach < t.abs().max().item() <= reach and t.min().item() < 0
+    assert 0 <= given.input.min().item() < 0.1 and 0.9 < given.input.max().item() < 1
+
+
+def test_what_runs_with_cudnn_benchmark_on_runs_in_one_other_thread() -> None:
+    seen: list[tuple[bool, int, bool]] = []
+
+    def work() -> None:
+        multithreaded = torch._C._is_multithreading_enabled()
+        seen.append((torch.backends.cudnn.benchmark, threading.get_ident(), multithreaded))
+
+    was = torch.backends.cudnn.benchmark
+    try:
+        clocks = timing.cudnn_clocks(timing.clock(CPU))
+        taken = [clocks[name](work) for name in ("off", "on", "off", "on")]
+    finally:
+        torch.backends.cudnn.benchmark = was
+    here, there = threading.get_ident(), seen[1][1]
+    assert seen == [(False, here, False), (True, there, False)] * 2 and there != here
+    assert min(taken) >= 0 and torch._C._is_multithreading_enabled()
+
+    def broken() -> None:
+        raise MemoryError("no room")
+
+    with pytest.raises(MemoryError, match="no room"):
+        clocks["on"](broken)
+    torch.backends.cudnn.benchmark = was
 
 
 # --- correctness -----------------------------------------------------------------------------------------------------
@@ -350,12 +392,27 @@ def test_a_damaged_result_is_wrong(damage: str) -> None:
     assert not right and error > 0.01
 
 
+def test_the_tolerance_is_kernelbenchs() -> None:
+    theirs = torch.randn(3, 4, 5)
+    for precision, tolerance in (("tf32", 1e-4), ("bf16", 1e-2)):
+        for share in (0.5, 0.99, 1.01, 3.0):
+            ours = theirs.clone()
+            ours[2, 1, 3] += share * tolerance * (1 + theirs[2, 1, 3].abs())
+            used = check.tolerance_used(precision, ours, theirs)
+            assert used == pytest.approx(share, rel=1e-2)
+            assert (used <= 1) == torch.allclose(ours, theirs, rtol=tolerance, atol=tolerance)
+    nan = theirs.clone()
+    nan[0, 0, 0] = math.nan
+    assert check.tolerance_used("tf32", nan, theirs) == check.tolerance_used("tf32", theirs[:2], theirs) == math.inf
+    assert check.tolerance_used("tf32", theirs.double(), theirs) == math.inf
+
+
 # --- rows ------------------------------------------------------------------------------------------------------------
 
 
 def measured(p: Problem) -> Row:
     found = run.row(Job("custom", "x", p), CPU, SHORT)
-    run.set_roof(found, p, CEILINGS)
+    run.set_roof(found, CEILINGS)
     return found
 
 
@@ -403,6 +460,29 @@ def test_a_case_that_cannot_run_does_not_cost_the_others(plans, monkeypatch: pyt
     assert report.wrong(rows) == rows
 
 
+def test_an_unfinished_run_goes_on_where_it_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roofline, "measure", lambda precisions, device: CEILINGS)
+    todo = [Job("custom", name, TINY.with_(batch=n)) for n, name in enumerate("abc", 1)]
+    flushed: list[list[str]] = []
+    first, _ = run.run(todo[:2], CPU, SHORT)
+    faster = roofline.Ceilings(copy_bytes_per_s=4e9, matmul_flops_per_s={"ieee": 1e9})
+    roofs = [found["roof_ms"] for found in first]
+    measured: list[str] = []
+    rows, ceilings = run.run(
+        todo, CPU, SHORT, known=([first[1], {**first[0], "layer": "another"}], faster),
+        progress=lambda job: measured.append(job.case),
+        publish=lambda rows, ceilings: flushed.append([found["case"] for found in rows]),
+    )  # fmt: skip
+    assert measured == ["a", "c"] and [found["case"] for found in rows] == ["a", "b", "c"]
+    assert flushed == [["a", "b"], ["a", "b", "c"], ["a", "b", "c"]]
+    assert rows[1]["ours_ms"] == first[1]["ours_ms"]
+    # The better of both runs' ceilings counts for all rows.
+    assert ceilings == {"copy_bytes_per_s": 4e9, "matmul_flops_per_s": {"ieee": 1e10}}
+    assert roofs[1] == pytest.approx(1e3 * max(todo[1].problem.flops / 1e10, todo[1].problem.bytes / 1e9))
+    assert rows[1]["roof_ms"] == pytest.approx(1e3 * max(todo[1].problem.flops / 1e10, todo[1].problem.bytes / 4e9))
+    assert rows[1]["percent_of_roof"] == pytest.approx(100 * rows[1]["roof_ms"] / rows[1]["ours_ms"])
+
+
 # --- reports ---------------------------------------------------------------------------------------------------------
 
 
@@ -415,7 +495,7 @@ def row(case: str, ratio: float | None, engine: str = "cpu:flip", **changes: obj
         "torch_rel_error": 2e-7, "engine": engine, "plan": "native" if engine == "torch" else engine[4:],
         "layer": f"layer {case}", "scale": 1.0, "flops": 10**9, "bytes": 10**7, "rounds": 5,
         "failure": None if ratio is not None else "wrong result: relative error 1.0e+00, PyTorch's 2.0e-07",
-        "ours_peak_bytes": None, "torch_peak_bytes": None,
+        "ours_peak_bytes": None, "torch_peak_bytes": None, "inputs": "normal", "tolerance_used": None, "wall_s": 0.0,
     }  # fmt: skip
     return {**found, **changes}  # type: ignore[typeddict-item, return-value]
 

@@ -138,7 +138,7 @@ def test_peaks_are_in_the_report(fast: None, monkeypatch, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ("bench --suite foo", "--suite must be one of founding, kernelbench, models, cpu, custom; got 'foo'"),
+        ("bench --suite foo", "--suite must be one of founding, kernelbench, models, cuda, cpu, custom; got 'foo'"),
         ("bench --dtype float8", "--dtype must be one of float32, bfloat16, float16, float64, all; got 'float8'"),
         ("bench --layout nhwc", "--layout must be one of nchw, channels_last, all; got 'nhwc'"),
         ("bench --pass bwd", "--pass must be one of fwd, grad-input, grad-weight, step, all; got 'bwd'"),
@@ -152,6 +152,8 @@ def test_peaks_are_in_the_report(fast: None, monkeypatch, tmp_path: Path) -> Non
             "bench --suite founding --case kb58",
             "--case must be one of kb71, kb65, kb75, kb69, kb57; got 'kb58'",
         ),
+        ("bench --host --shapes", "--host and --shapes are two runs; got both"),
+        ("bench --inputs ones", "--inputs must be one of normal, rand; got 'ones'"),
         ("bench --suite custom", "--suite custom needs --layer and --input; got None and None"),
         ("bench --suite cpu --layer 4,4,3", "--layer and --input go with --suite custom; got --suite cpu"),
         (

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from upconv.bench.roofline import Ceilings
     from upconv.bench.run import Job, Row, Sweep
     from upconv.bench.suites import Case
+    from upconv.bench.timing import Inputs
 
 # Options are named in full: left to guess, some versions of typer take a metavar like DTYPE for the name.
 Choice = TypeVar("Choice", bound=str)
@@ -171,11 +172,11 @@ Examples:
 @app.command(help=_BENCH_HELP)
 def bench(
     suite: Annotated[
-        str | None,
+        list[str] | None,
         typer.Option(
             "--suite",
             metavar="NAME",
-            help="founding, kernelbench, models, cpu or custom; default: cpu, on CUDA founding.",
+            help="founding, kernelbench, models, cuda (both), cpu or custom; repeated; default: cpu, on CUDA founding.",
         ),
     ] = None,
     case: Annotated[
@@ -212,8 +213,18 @@ def bench(
         bool | None,
         typer.Option("--quick/--full", help="Scaled-down sizes and fewer rounds; the default on a CPU."),
     ] = None,
+    inputs: Annotated[
+        str,
+        typer.Option("--inputs", metavar="KIND", help="normal, or rand: KernelBench's inputs and torch.nn's weights."),
+    ] = "normal",
     memory: Annotated[
         bool, typer.Option("--memory", help="Also measure peak memory beside inputs and results.")
+    ] = False,
+    host: Annotated[
+        bool, typer.Option("--host", help="Measure instead what a call of a tiny layer costs the host.")
+    ] = False,
+    shapes: Annotated[
+        bool, typer.Option("--shapes", help="Measure instead the first calls of a layer on ten new input sizes.")
     ] = False,
     json: Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write the report as JSON.")] = None,
     plot: Annotated[
@@ -227,6 +238,7 @@ def bench(
 
     from upconv.bench import report as reports
     from upconv.bench.run import jobs
+    from upconv.bench.timing import INPUTS
 
     console = Console(highlight=False)
     try:
@@ -239,8 +251,17 @@ def bench(
         else:
             where = _device(device)
             small = where.type == "cpu" if quick is None else quick
-            name, cases = _cases(suite, case, layer, input, where)
-            todo = jobs(name, cases, _sweep(where, dtype, precision, layout, pass_), small=small, bias=bias)
+            if host or shapes:
+                if host and shapes:
+                    raise ValueError("--host and --shapes are two runs; got both")
+                if picture:
+                    raise ValueError(f"--plot goes with neither --host nor --shapes; got {plot!r}")
+                _latency("host" if host else "shapes", where, file, console)
+                return
+            kind = _one("--inputs", inputs, INPUTS)
+            what = _sweep(where, dtype, precision, layout, pass_)
+            chosen = _cases(suite, case, layer, input, where)
+            todo = [job for name, cases in chosen for job in jobs(name, cases, what, small=small, bias=bias)]
             if not todo:
                 raise ValueError(
                     "--layout must be nchw for 1-D layers, which have no channels_last; got 'channels_last'"
@@ -248,7 +269,7 @@ def bench(
     except ValueError as error:
         _stop(error)
     if from_ is None:
-        rows, ceilings = _measure(todo, where, small, memory)
+        rows, ceilings = _measure(todo, where, small, memory, kind)
         found = reports.build(rows, ceilings, where)
     reports.show(found, console)
     if file:
@@ -280,32 +301,51 @@ def _load(path: str) -> Report:
         raise ValueError(f"--from: {error}") from None
 
 
+def _latency(kind: str, device: torch.device, file: Path | None, console: Console) -> None:
+    """The runs of ``--host`` and ``--shapes``, whose reports are tables of their own."""
+    from upconv.bench import latency
+
+    found = latency.host(device) if kind == "host" else latency.shapes(device)
+    latency.show(found, console)
+    if file:
+        latency.save(found, file)
+        console.print(f"written: {file}")
+
+
 def _cases(
-    suite: str | None, case: Sequence[str] | None, layer: str | None, input: str | None, device: torch.device
-) -> tuple[str, Sequence[Case]]:
-    """The suite's name and its cases; a layer makes the suite ``custom``."""
+    suites: Sequence[str] | None, case: Sequence[str] | None, layer: str | None, input: str | None, device: torch.device
+) -> list[tuple[str, Sequence[Case]]]:
+    """Each suite's name and its cases; a layer makes the suite ``custom``."""
     from upconv.bench.suites import SUITES, Case, choose, parse_layer
 
-    name = suite or ("custom" if layer is not None else "founding" if device.type == "cuda" else "cpu")
+    names = list(suites or ("custom" if layer is not None else "founding" if device.type == "cuda" else "cpu",))
     choices = [*SUITES, "custom"]
-    _one("--suite", name, choices)
-    if name != "custom":
+    for name in names:
+        _one("--suite", name, choices)
+    if "custom" not in names:
         if layer is not None or input is not None:
-            raise ValueError(f"--layer and --input go with --suite custom; got --suite {name}")
-        return name, choose(SUITES[name], case or ())
-    if layer is None or input is None:
+            raise ValueError(f"--layer and --input go with --suite custom; got --suite {names[0]}")
+    elif layer is None or input is None:
         raise ValueError(f"--suite custom needs --layer and --input; got {layer!r} and {input!r}")
-    return name, choose([Case("custom", parse_layer(layer, input))], case or ())
+    else:
+        SUITES = {**SUITES, "custom": (Case("custom", parse_layer(layer, input)),)}
+    found = {name: SUITES[name] for name in names}
+    chosen = set(choose([one for cases in found.values() for one in cases], case or ()))
+    return [(name, [one for one in cases if one in chosen]) for name, cases in found.items()]
 
 
-def _measure(todo: Sequence[Job], device: torch.device, small: bool, memory: bool) -> tuple[list[Row], Ceilings]:
+def _measure(
+    todo: Sequence[Job], device: torch.device, small: bool, memory: bool, inputs: Inputs
+) -> tuple[list[Row], Ceilings]:
     """The rows and the ceilings, behind a progress bar where stderr is a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     from upconv.bench.run import run
-    from upconv.bench.timing import FULL, QUICK
+    from upconv.bench.timing import FULL, QUICK, SWEEP
 
+    # Suites of five or six layers are timed at length, a sweep of dozens of rows on a GPU is not.
+    repeats = QUICK if small else SWEEP if device.type == "cuda" and len(todo) > 12 else FULL
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     screen = Console(stderr=True)
     with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as progress:
@@ -317,7 +357,7 @@ def _measure(todo: Sequence[Job], device: torch.device, small: bool, memory: boo
             dtype = str(p.dtype).removeprefix("torch.")
             progress.update(task, completed=next(done), description=f"{job.case} {dtype} {p.layout} {p.pass_}")
 
-        return run(todo, device, QUICK if small else FULL, peaks=memory, progress=tell)
+        return run(todo, device, repeats, peaks=memory, inputs=inputs, progress=tell)
 
 
 # --- explain ---------------------------------------------------------------------------------------------------------
@@ -603,7 +643,7 @@ def _warm(network: torch.nn.Module, example: torch.Tensor) -> list[str]:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from upconv import warmup  # type: ignore[attr-defined, unused-ignore]
+    from upconv import warmup
 
     screen = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())

@@ -77,6 +77,27 @@ def errors(p: Problem, known: Sequence[Truth], ours: Results, theirs: Results) -
     return max(error for _, error, _ in pairs), max(error for _, _, error in pairs), right
 
 
+# KernelBench's absolute and relative tolerance; half precision has one hundred times float32's.
+_TOLERANCE: dict[Precision, float] = {"tf32": 1e-4, "ieee": 1e-4, "bf16": 1e-2, "fp16": 1e-2, "fp64": 1e-4}
+
+
+def tolerance_used(precision: Precision, ours: Tensor, theirs: Tensor) -> float:
+    """The largest ``|ours - theirs| / (atol + rtol |theirs|)``: up to 1 KernelBench's ``torch.allclose`` passes.
+
+    Both tolerances are 1e-4 in float32 and 1e-2 in half precision. Infinite for other shapes, dtypes or values that are
+    not finite. The tensors are compared image by image, since a whole batch may fill the device.
+
+    Source: KernelBench, src/eval.py, ``get_tolerance_for_precision``.
+    """
+    if ours.shape != theirs.shape or ours.dtype is not theirs.dtype:
+        return math.inf
+    tolerance, worst = _TOLERANCE[precision], 0.0
+    for a, b in zip(ours.detach(), theirs.detach()):
+        used = ((a.float() - b.float()).abs_() / b.float().abs().mul_(tolerance).add_(tolerance)).max().item()
+        worst = max(worst, used if math.isfinite(used) else math.inf)
+    return worst
+
+
 def spread(total: int, count: int) -> list[int]:
     """``count`` indices below ``total``, evenly spread, the last one always among them."""
     return [total - 1 - i * total // count for i in reversed(range(count))]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime, timezone
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict
 
 import torch
 from rich.console import Console
@@ -108,8 +108,10 @@ def load(path: str | Path) -> Report:
 
 
 # Keys beyond the schema's, which a report by another tool may lack.
-_ABSENT: dict[str, object] = {"layer": "", "scale": 1.0, "rounds": 0, "flops": 0, "bytes": 0}
-_OPTIONAL = {*_ABSENT, "failure", "ours_peak_bytes", "torch_peak_bytes"}
+_ABSENT: dict[str, object] = {
+    "layer": "", "scale": 1.0, "rounds": 0, "flops": 0, "bytes": 0, "inputs": "normal", "wall_s": 0.0,
+}  # fmt: skip
+_OPTIONAL = {*_ABSENT, "failure", "ours_peak_bytes", "torch_peak_bytes", "tolerance_used"}
 
 
 # --- numbers ---------------------------------------------------------------------------------------------------------
@@ -166,7 +168,13 @@ def summarise(rows: Sequence[Row]) -> Summary:
     )
 
 
-def conditions(report: Report) -> str:
+class Measured(Protocol):
+    """A report of any kind: where, with what and when it was measured."""
+
+    def __getitem__(self, key: str, /) -> Any: ...
+
+
+def conditions(report: Measured) -> str:
     """Where and with what a report was measured, in a line."""
     device, versions = report["device"], report["versions"]
     parts = [str(device.get("name"))]
@@ -250,7 +258,9 @@ def table(rows: Sequence[Row], columns: Sequence[tuple[str, Callable[[Row], str]
     if peaks:
         grid.add_column("peak MB", justify="right", no_wrap=True)
         grid.add_column("PyTorch's", justify="right", no_wrap=True)
-    grid.add_column("error", justify="right", no_wrap=True)
+    compared = any(row["tolerance_used"] is not None for row in rows)
+    for name in ("error", *(("PyTorch's", "of tolerance") if compared else ())):
+        grid.add_column(name, justify="right", no_wrap=True)
     grid.add_column("engine", no_wrap=True)
     for row in rows:
         cells: list[str | Text] = [
@@ -266,10 +276,16 @@ def table(rows: Sequence[Row], columns: Sequence[tuple[str, Callable[[Row], str]
             cells += [_ms(row["ours_ms"]), _ms(row["torch_ms"]), _ratio(row), f"{row['percent_of_roof'] or 0:.0f}%"]
         if peaks:
             cells += [_megabytes(row["ours_peak_bytes"]), _megabytes(row["torch_peak_bytes"])]
-        error = "" if row["rel_error"] is None else f"{row['rel_error']:.0e}"
-        cells += [error, Text(row["engine"], style="dim" if row["engine"] == "torch" else "")]
+        cells.append(_error(row["rel_error"]))
+        if compared:
+            cells += [_error(row["torch_rel_error"]), _error(row["tolerance_used"])]
+        cells.append(Text(row["engine"], style="dim" if row["engine"] == "torch" else ""))
         grid.add_row(*cells)
     return grid
+
+
+def _error(value: float | None) -> str:
+    return "" if value is None else f"{value:.0e}"
 
 
 def _megabytes(value: int | None) -> str:

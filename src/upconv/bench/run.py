@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from importlib import import_module
 from itertools import product
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import torch
 
@@ -14,7 +17,7 @@ from upconv import planner
 from upconv.bench import check, memory, roofline, timing
 from upconv.bench.roofline import Ceilings
 from upconv.bench.suites import Case, quick
-from upconv.bench.timing import Repeats, Side
+from upconv.bench.timing import Inputs, Repeats, Side
 from upconv.planner import Plan
 from upconv.problem import LAYOUTS, PASSES, PRECISIONS, Layout, Pass, Precision, Problem
 
@@ -45,13 +48,18 @@ Row = TypedDict(
         "failure": "str | None",
         "ours_peak_bytes": "int | None",
         "torch_peak_bytes": "int | None",
+        "inputs": Inputs,
+        "tolerance_used": "float | None",
+        "wall_s": float,
     },
 )
 """A row of the report, as in JSON.
 
 Times are medians in milliseconds; a wrong row has none, and ``failure`` says what is wrong with it. ``ratio`` is
 PyTorch's time over ours: above 1 ours is faster. ``scale`` is the share of the whole case's multiplications that the
-row computes. Peak bytes are beside inputs and results, where they were measured.
+row computes. Peak bytes are beside inputs and results, where they were measured. ``tolerance_used`` is
+`check.tolerance_used` on KernelBench's own kind of inputs, of a forward on a GPU. ``wall_s`` is what the row cost in
+seconds, everything counted.
 """
 
 
@@ -143,17 +151,49 @@ def plan_text(plan: Plan, pass_: Pass) -> str:
     return "native" if plan.engine(pass_) == "torch" else plan.backward
 
 
-def row(job: Job, device: torch.device, repeats: Repeats, *, peaks: bool = False, seed: int = 0) -> Row:
+def row(
+    job: Job,
+    device: torch.device,
+    repeats: Repeats,
+    *,
+    peaks: bool = False,
+    seed: int = 0,
+    inputs: Inputs = "normal",
+) -> Row:
     """Checks and times one job.
 
     Both sides run the timed shape once and are compared with the reference; only a right result is timed. Where the
     plan is PyTorch's own operator there is one implementation: its time stands for both, the ratio is 1 and the engine
     ``torch``. The roof is left to `set_roof`.
     """
+    begin = time.perf_counter()
+    found = blank(job, device, inputs)
+    p = job.problem
+    try:
+        with timing.precision_flags(p.precision):
+            _check(found, p, device, seed)
+            if found["failure"] is None:
+                _time(found, p, device, repeats, seed)
+                if peaks:
+                    found["ours_peak_bytes"] = memory.peak_bytes(p, "ours", device)
+                    found["torch_peak_bytes"] = memory.peak_bytes(p, "torch", device)
+    except Exception as error:  # one case that cannot run (out of memory, say) does not cost the others
+        fail(found, f"{type(error).__name__}: {error}".splitlines()[0])
+    found["wall_s"] = time.perf_counter() - begin
+    return found
+
+
+def fail(found: Row, reason: str) -> None:
+    """Makes a row one that has no speed, and says why."""
+    found["failure"] = reason
+    found["ours_ms"] = found["torch_ms"] = found["ratio"] = None
+
+
+def blank(job: Job, device: torch.device, inputs: Inputs = "normal") -> Row:
+    """The row of a job with nothing measured yet."""
     p = job.problem
     plan = planner.plan(p, planner.device_of(device))
-    engine = plan.engine(p.pass_)
-    found: Row = {
+    return {
         "suite": job.suite,
         "case": job.case,
         "pass": p.pass_,
@@ -167,7 +207,7 @@ def row(job: Job, device: torch.device, repeats: Repeats, *, peaks: bool = False
         "percent_of_roof": None,
         "rel_error": None,
         "torch_rel_error": None,
-        "engine": engine,
+        "engine": plan.engine(p.pass_),
         "plan": plan_text(plan, p.pass_),
         "layer": str(p).rsplit(" ", 3)[0],  # without dtype, layout and pass, which have keys of their own
         "scale": job.scale,
@@ -177,23 +217,14 @@ def row(job: Job, device: torch.device, repeats: Repeats, *, peaks: bool = False
         "failure": None,
         "ours_peak_bytes": None,
         "torch_peak_bytes": None,
+        "inputs": inputs,
+        "tolerance_used": None,
+        "wall_s": 0.0,
     }
-    try:
-        with timing.precision_flags(p.precision):
-            _check(found, p, device, seed)
-            if found["failure"] is None:
-                _time(found, p, device, repeats, seed)
-                if peaks:
-                    found["ours_peak_bytes"] = memory.peak_bytes(p, "ours", device)
-                    found["torch_peak_bytes"] = memory.peak_bytes(p, "torch", device)
-    except Exception as error:  # one case that cannot run (out of memory, say) does not cost the others
-        found["failure"] = f"{type(error).__name__}: {error}".splitlines()[0]
-        found["ours_ms"] = found["torch_ms"] = found["ratio"] = None
-    return found
 
 
 def _check(found: Row, p: Problem, device: torch.device, seed: int) -> None:
-    given = timing.operands(p, device, seed)
+    given = timing.operands(p, device, seed, found["inputs"])
     known = check.truths(p, given)
     ours, theirs = timing.work("ours", p, given)(), timing.work("torch", p, given)()
     error, torch_error, right = check.errors(p, known, ours, theirs)
@@ -201,21 +232,30 @@ def _check(found: Row, p: Problem, device: torch.device, seed: int) -> None:
     found["torch_rel_error"] = torch_error if math.isfinite(torch_error) else None
     if not right:
         found["failure"] = f"wrong result: relative error {error:.1e}, PyTorch's {torch_error:.1e}"
+    elif device.type == "cuda" and p.pass_ == "fwd" and found["engine"] != "torch":
+        del known, ours, theirs
+        given = timing.operands(p, device, seed, "rand")
+        pair = [timing.work(side, p, given)()[0] for side in ("ours", "torch")]
+        used = check.tolerance_used(p.precision, *pair)
+        found["tolerance_used"] = used if math.isfinite(used) else None
 
 
 def _time(found: Row, p: Problem, device: torch.device, repeats: Repeats, seed: int) -> None:
     delegated = found["engine"] == "torch"
     sides: tuple[Side, ...] = ("torch",) if delegated else ("ours", "torch")
-    seconds, found["rounds"] = timing.compare(p, device, sides, repeats, seed)
+    seconds, found["rounds"] = timing.compare(p, device, sides, repeats, seed, found["inputs"])
     ours, theirs = seconds["torch" if delegated else "ours"], seconds["torch"]
     found["ours_ms"], found["torch_ms"] = 1e3 * ours, 1e3 * theirs
     found["ratio"] = 1.0 if delegated else theirs / ours
 
 
-def set_roof(found: Row, p: Problem, ceilings: Ceilings) -> None:
-    """Fills in a row's roof and how much of it our time reaches."""
-    seconds = p.roof_seconds(ceilings["matmul_flops_per_s"][p.precision], ceilings["copy_bytes_per_s"])
-    found["roof_ms"] = 1e3 * seconds
+def set_roof(found: Row, ceilings: Ceilings) -> None:
+    """Fills in a row's roof and how much of it our time reaches.
+
+    The roof is the larger of its arithmetic and its compulsory bytes, see `Problem.roof_seconds`.
+    """
+    rate = ceilings["matmul_flops_per_s"][found["precision"]]
+    found["roof_ms"] = 1e3 * max(found["flops"] / rate, found["bytes"] / ceilings["copy_bytes_per_s"])
     ours = found["ours_ms"]
     found["percent_of_roof"] = None if ours is None else 100 * found["roof_ms"] / ours
 
@@ -226,19 +266,108 @@ def run(
     repeats: Repeats,
     *,
     peaks: bool = False,
+    inputs: Inputs = "normal",
+    known: tuple[Sequence[Row], Ceilings] | None = None,
     progress: Callable[[Job], object] = lambda job: None,
+    publish: Callable[[list[Row], Ceilings], object] = lambda rows, ceilings: None,
 ) -> tuple[list[Row], Ceilings]:
-    """All rows in order, and the ceilings, measured ahead of the rows and behind them; ``progress`` hears each job.
+    """All rows in order, and the ceilings, measured ahead of the rows and behind them.
 
     Of the two measurements the better counts: a machine that others use too reaches its ceiling only at times.
+
+    Args:
+        todo: the jobs.
+        device: where they run.
+        repeats: how often each is timed.
+        peaks: also measure peak memory.
+        inputs: see `timing.operands`.
+        known: rows and ceilings of an earlier, unfinished run on the same device; its rows are not measured again, and
+            of its ceilings and these the better count for all.
+        progress: hears each job ahead of its row.
+        publish: gets all rows so far and their ceilings behind each row, and once more at the end.
+
+    Raises:
+        RuntimeError: a row left the device unusable (an illegal access, say); ``publish`` has got that row too.
     """
     precisions = list(dict.fromkeys(job.problem.precision for job in todo))
     ceilings = roofline.measure(precisions, device)
-    rows = []
+    earlier: dict[tuple[object, ...], Row] = {}
+    if known is not None:
+        ceilings = roofline.better(ceilings, known[1])
+        earlier = {key(found): found for found in known[0]}
+    if device.type == "cuda":
+        compile_ahead([job for job in todo if key(blank(job, device)) not in earlier], device)
+    rows: dict[Job, Row] = {}
+
+    def tell() -> list[Row]:
+        found = [rows[job] for job in todo if job in rows]
+        for one in found:
+            set_roof(one, ceilings)
+        publish(found, ceilings)
+        return found
+
     for job in todo:
+        done = earlier.get(key(blank(job, device)))
+        if done is not None:
+            rows[job] = done
+    for job in todo:
+        if job in rows:
+            continue
         progress(job)
-        rows.append(row(job, device, repeats, peaks=peaks))
+        rows[job] = row(job, device, repeats, peaks=peaks, inputs=inputs)
+        tell()
+        if device.type == "cuda" and rows[job]["failure"] is not None:
+            _check_device(device, job)
     ceilings = roofline.better(ceilings, roofline.measure(precisions, device))
-    for found, job in zip(rows, todo):
-        set_roof(found, job.problem, ceilings)
-    return rows, ceilings
+    return tell(), ceilings
+
+
+def key(found: Row) -> tuple[object, ...]:
+    """What a row measures: two rows with the same key can stand for each other."""
+    return tuple(found[name] for name in ("suite", "case", "layer", "pass", "dtype", "precision", "layout"))
+
+
+def _check_device(device: torch.device, job: Job) -> None:
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        raise RuntimeError(f"{job.case} ({job.problem}) left {device} unusable: {reason}") from None
+
+
+def compile_ahead(todo: Sequence[Job], device: torch.device) -> int:
+    """Compiles the kernels of all jobs at once, in threads, so that no row waits for its own; how many sources.
+
+    What does not compile is left to the row that needs it, which says so. Gradients are not looked at.
+    """
+    from upconv.cuda import jit
+
+    if jit.unavailable() is not None:
+        return 0
+    forwards = [job.problem.with_(pass_="fwd") for job in todo if job.problem.pass_ in ("fwd", "step")]
+    found = {(unit.source, arch): unit.label for p in forwards for unit, arch in _units(p, device)}
+
+    def compile_one(item: tuple[tuple[str, str], str]) -> None:
+        (source, arch), label = item
+        try:
+            jit.cubin(source, arch, label)
+        except RuntimeError:  # of the row, when it comes to it
+            return
+
+    with ThreadPoolExecutor(max(1, min(16, len(found)))) as pool:
+        list(pool.map(compile_one, found.items()))
+    return len(found)
+
+
+def _units(p: Problem, device: torch.device) -> list[tuple[Any, str]]:
+    """The sources that the faster of the families that can serve ``p`` needs, each with its architecture."""
+    from upconv.cuda.gpu import gpu
+
+    where = gpu(device.index or 0)
+    choices = []
+    for family in ("gather", "direct"):
+        choice: Any = import_module(f"upconv.cuda.{family}").choose(p, where)
+        if not isinstance(choice, str):
+            choices.append(choice)
+    best = min(choices, key=lambda choice: choice.seconds, default=None)
+    return [] if best is None else [(unit, where.arch) for unit in best.sources()]

@@ -1,8 +1,12 @@
 """Timing two implementations against each other: interleaved in one process, on fresh random inputs, medians.
 
-On a CPU the clock is ``perf_counter``. On a GPU it is a pair of CUDA events behind a write of 256 MB, which empties the
-L2 cache (50 MB on an H200) and keeps the GPU busy while the host enqueues the call, so that the events enclose the
-kernels and not the host.
+On a CPU the clock is ``perf_counter``. On a GPU it is a pair of CUDA events behind two writes of 256 MB, which empty
+the L2 cache (50 MB on an H200) and keep the GPU busy while the host enqueues the call (120 us there; a call takes the
+host 10 to 30), so that the events enclose the kernels and not the host.
+
+PyTorch remembers a cuDNN plan per problem and thread, whether it was found with ``cudnn.benchmark`` on or off, and
+looks there first. So what runs with the flag on runs in a thread of its own: in the other thread it would find the plan
+of the flag off, and nothing would ever be tuned. Source: ``run_single_conv`` in ATen/native/cudnn/Conv_v8.cpp.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
@@ -23,6 +28,8 @@ from upconv.cpu import memory_format
 from upconv.problem import Pass, Precision, Problem
 
 Side = Literal["ours", "torch"]
+Inputs = Literal["normal", "rand"]
+INPUTS: tuple[Inputs, ...] = ("normal", "rand")
 Results = tuple[Tensor, ...]
 Work = Callable[[], Results]
 
@@ -41,19 +48,37 @@ class Operands(NamedTuple):
     grad: Tensor | None
 
 
-def operands(p: Problem, device: torch.device, seed: int) -> Operands:
-    """Standard normal tensors in the problem's dtype and layout; the weights' scale gives outputs of unit variance."""
+def operands(p: Problem, device: torch.device, seed: int, inputs: Inputs = "normal") -> Operands:
+    """Random tensors in the problem's dtype and layout.
+
+    Args:
+        p: the problem.
+        device: where they are made.
+        seed: of the generator.
+        inputs: ``normal`` draws all of them from the standard normal distribution, the weights scaled so that outputs
+            have unit variance. ``rand`` is KernelBench's way: inputs uniform on [0, 1), weights and bias as
+            ``torch.nn`` initialises a layer's, uniform within ``1 / sqrt(out_channels / groups * taps)``.
+    """
     generator = torch.Generator(device).manual_seed(seed)
     layout = memory_format(p.layout, p.rank)
 
-    def normal(shape: Sequence[int]) -> Tensor:
-        t = torch.randn(shape, generator=generator, dtype=p.dtype, device=device)
+    def draw(shape: Sequence[int], reach: float | None = None) -> Tensor:
+        options: dict[str, Any] = {"generator": generator, "dtype": p.dtype, "device": device}
+        if inputs == "normal":
+            t = torch.randn(shape, **options)
+        else:
+            t = torch.rand(shape, **options)
+            if reach is not None:
+                t = t.mul_(2 * reach).sub_(reach)
         return t.contiguous(memory_format=layout) if len(shape) == p.rank + 2 else t
 
-    reduction = p.in_channels // p.groups * max(phase.tap_count for phase in p.phases)
-    weight = normal(p.weight_shape).mul_(1 / math.sqrt(reduction))
-    bias = normal((p.out_channels,)) if p.bias else None
-    return Operands(normal(p.input_shape), weight, bias, None if p.pass_ == "fwd" else normal(p.output_shape))
+    reach = 1 / math.sqrt(p.out_channels // p.groups * p.taps)  # Source: torch.nn.init._calculate_fan_in_and_fan_out
+    weight = draw(p.weight_shape, reach)
+    if inputs == "normal":
+        reduction = p.in_channels // p.groups * max(phase.tap_count for phase in p.phases)
+        weight.mul_(1 / math.sqrt(reduction))
+    bias = draw((p.out_channels,), reach) if p.bias else None
+    return Operands(draw(p.input_shape), weight, bias, None if p.pass_ == "fwd" else draw(p.output_shape))
 
 
 def work(side: Side, p: Problem, given: Operands) -> Work:
@@ -140,12 +165,35 @@ class _CudaClock:
         with torch.cuda.device(self.device):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             self.buffer.fill_(1)
+            self.buffer.fill_(2)
             begin.record()
             result = run()
             end.record()
             end.synchronize()
             del result
             return float(begin.elapsed_time(end)) / 1e3
+
+
+def cudnn_clocks(take: Clock) -> dict[str, Clock]:
+    """The clocks of work under ``cudnn.benchmark`` off and on; ``on`` times in its own thread (see this module's head).
+
+    Both set the flag ahead of each run and leave it set. Gradients are taken in the calling thread, as cuDNN's plans
+    for them are kept per thread too.
+    """
+
+    def under(flag: bool, run: Callable[[], object]) -> float:
+        torch.backends.cudnn.benchmark = flag
+        with torch.autograd.set_multithreading_enabled(False):
+            return take(run)
+
+    return {
+        "off": lambda run: under(False, run),
+        "on": lambda run: _tuned.submit(under, True, run).result(),
+    }
+
+
+# One thread for the whole process: it starts with its first work, and keeps what cuDNN found for each problem.
+_tuned = ThreadPoolExecutor(1, thread_name_prefix="upconv-cudnn-benchmark")
 
 
 # --- interleaving ----------------------------------------------------------------------------------------------------
@@ -162,31 +210,27 @@ class Repeats:
 
 QUICK = Repeats(1.0, 5, 60)
 FULL = Repeats(4.0, 15, 200)
+SWEEP = Repeats(0.5, 7, 100)
+"""For the many rows of a whole suite on a GPU, of which most take PyTorch under 5 ms and few 30."""
 
 
 def interleave(
-    runs: Mapping[str, Sequence[Callable[[], object]]],
-    take: Clock,
-    repeats: Repeats,
-    before: Mapping[str, Callable[[], None]] | None = None,
+    runs: Mapping[str, Sequence[Callable[[], object]]], take: Clock | Mapping[str, Clock], repeats: Repeats
 ) -> dict[str, list[float]]:
     """Times several implementations in turn; every second round in reverse order.
 
     Args:
         runs: for each name the same work on several sets of inputs, which are taken in rotation.
-        take: the clock.
+        take: the clock, or one for each name.
         repeats: how often.
-        before: for a name what to call ahead of each of its runs, outside of the timed region.
 
     Returns:
         For each name its seconds, one per round. The rounds of warm-up (one; two for short work) are not among them.
     """
-    before = before or {}
+    clocks = take if isinstance(take, Mapping) else dict.fromkeys(runs, take)
 
     def one(name: str, turn: int) -> float:
-        if name in before:
-            before[name]()
-        return take(runs[name][turn % len(runs[name])])
+        return clocks[name](runs[name][turn % len(runs[name])])
 
     begin = time.perf_counter()
     for turn in range(2):
@@ -208,29 +252,27 @@ SET_BYTES = 2 * 10**9
 
 
 def compare(
-    p: Problem, device: torch.device, sides: Sequence[Side], repeats: Repeats, seed: int
+    p: Problem, device: torch.device, sides: Sequence[Side], repeats: Repeats, seed: int, inputs: Inputs = "normal"
 ) -> tuple[dict[Side, float], int]:
     """Median seconds of each side, and the rounds. PyTorch's is the better of ``cudnn.benchmark`` on and off."""
     count = max(2, min(4, SET_BYTES // max(p.bytes, 1)))
-    sets = [operands(p, device, seed + i) for i in range(count)]
+    sets = [operands(p, device, seed + i, inputs) for i in range(count)]
     runs: dict[str, list[Work]] = {side: [work(side, p, given) for given in sets] for side in sides}
-    before: dict[str, Callable[[], None]] = {}
-    if device.type == "cuda":
+    if device.type != "cuda":
+        taken = interleave(runs, clock(device), repeats)
+    else:
         runs["torch-benchmark"] = runs["torch"]
-        for name in runs:
-            before[name] = _benchmark_setter(name == "torch-benchmark")
-    was = torch.backends.cudnn.benchmark
-    try:
-        taken = interleave(runs, clock(device), repeats, before)
-    finally:
-        torch.backends.cudnn.benchmark = was
+        under = cudnn_clocks(clock(device))
+        clocks = {name: under["on" if name == "torch-benchmark" else "off"] for name in runs}
+        was = torch.backends.cudnn.benchmark
+        try:
+            # Every set once: kernels are compiled, weights packed and cuDNN's plans found in the first call of each.
+            for name, works in runs.items():
+                for run in works:
+                    clocks[name](run)
+            taken = interleave(runs, clocks, repeats)
+        finally:
+            torch.backends.cudnn.benchmark = was
     medians = {name: median(values) for name, values in taken.items()}
     medians["torch"] = min(medians["torch"], medians.pop("torch-benchmark", math.inf))
     return {side: medians[side] for side in sides}, len(taken["torch"])
-
-
-def _benchmark_setter(on: bool) -> Callable[[], None]:
-    def set_flag() -> None:
-        torch.backends.cudnn.benchmark = on
-
-    return set_flag
