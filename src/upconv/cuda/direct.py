@@ -192,7 +192,10 @@ def _registers(p: Problem, tile: Tile) -> int:
     """Registers per thread, generously: sums, a window, a pack of weights, addresses."""
     w = axes(p)[2]
     words = 2 if p.dtype == torch.float64 else 1
-    need = words * (tile.co * tile.cells * w.stride + tile.cells + w.span) + 60
+    sums = words * tile.co * tile.cells * w.stride
+    # What ptxas takes besides grows with the work that it can interleave: below these it spills.
+    besides = 56 + 16 * (sums >= 28) + 16 * (sums >= 48) + 32 * (words - 1)
+    need = sums + words * (tile.cells + w.span) + besides
     return min(max(-(-need // 8) * 8, 48), 255)
 
 
@@ -428,8 +431,8 @@ def choose(p: Problem, gpu: Gpu) -> Choice | str:
     seconds, tile, cost = best
     m = geometry(p, tile)
     summary = (
-        f"{tile.block_h}x{tile.cells * tile.block_x} cells x {tile.slots * tile.co} channels, {m['THREADS']} threads "
-        f"of {tile.co}x{tile.cells * m['SW']} outputs, {tile.chunk} channels a stage x {m['STAGES']}, {cost.blocks} blocks"
+        f"{tile.block_h}x{tile.cells * tile.block_x} cells x {tile.slots * tile.co} channels, {m['THREADS']} threads x "
+        f"{tile.co}x{m['CELLS'] * m['SW']} outputs, {m['STAGES']} stages of {tile.chunk} channels, {cost.blocks} blocks"
     )
     return Choice("direct", seconds, summary, cost.bound, p, tile)
 
