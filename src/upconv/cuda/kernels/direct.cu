@@ -166,7 +166,7 @@ __device__ __forceinline__ void load_stage(Acc* stage, const T* __restrict__ x, 
     constexpr int PIXELS = IN_ROWS * IN_COLS;
     const T* base = x + ((image * in.d + depth) * plane) * (GROUPS * CI) + group * CI + first;
     const int present = SLOTS > 1 ? (GROUPS - group) * CI : channels;
-#pragma unroll 4
+#pragma unroll(sizeof(T) == 2 ? 4 : 1)  // halves wait for what they load, asynchronous copies do not
     for (int at = threadIdx.x; at < PIXELS * CHANNELS; at += THREADS) {
         const int channel = at % CHANNELS, pixel = at / CHANNELS;
         const int r = pixel / IN_COLS, c = pixel % IN_COLS;
