@@ -104,8 +104,10 @@ class Driver:
                 "cuKernelGetAttribute": 512,
                 "cuKernelGetFunction": "loaded function",
                 "cuDevicePrimaryCtxRetain": "primary context",
+                "cuLibraryLoadData": "library",
+                "cuLibraryGetKernel": len(self.calls),
             }
-            if name in ("cuKernelSetAttribute", "cuFuncLoad"):
+            if name in ("cuLibraryLoadData", "cuKernelSetAttribute", "cuFuncLoad"):
                 assert self.mode == "relaxed"
             return (SUCCESS, results[name]) if name in results else (SUCCESS,)
 
@@ -235,6 +237,23 @@ def test_threads_do_not_share_arguments(driver: Driver) -> None:
         thread.join()
     assert failures == []
     assert sorted(found[3] for found in driver.launches) == [(n, m) for n in range(8) for m in range(10)]
+
+
+@pytest.mark.skipif(jit.unavailable() is not None, reason=str(jit.unavailable()))
+def test_a_source_is_loaded_once_for_all_its_entries(driver: Driver, fresh: None) -> None:
+    fill = jit.kernel(SOURCE, "fill", "90a", "test")
+    mirror = jit.kernel(SOURCE, "mirror", "90a", "test")
+    assert jit.kernel(SOURCE, "fill", "90a") is fill and mirror is not fill
+    loads = [call for call in driver.calls if call[0] == "cuLibraryLoadData"]
+    assert len(loads) == 1 and loads[0][1] == jit.cubin(SOURCE, "90a")
+    assert [call[1:] for call in driver.calls if call[0] == "cuLibraryGetKernel"] == [
+        ("library", b"fill"), ("library", b"mirror"),
+    ]  # fmt: skip
+    assert fill.handle != mirror.handle
+    needs = jit.inspect(jit.cubin(SOURCE, "90a"))
+    assert (mirror.name, mirror.registers, mirror.local_bytes, mirror.shared_bytes) == ("mirror", *needs["mirror"])
+    other = jit.kernel(SOURCE, "fill", "80", "test")
+    assert other is not fill and len([c for c in driver.calls if c[0] == "cuLibraryLoadData"]) == 2
 
 
 # --- errors ----------------------------------------------------------------------------------------------------------
