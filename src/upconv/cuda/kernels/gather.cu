@@ -1,0 +1,935 @@
+// Gather-GEMM on tensor cores: out[o = OUT_STEP q + u] = sum over taps of W(u, tap) x in[i = IN_STEP q + offset(u, tap)],
+// for every axis; u < OUT_STEP are the sub-positions of q (the phases of a stride, or rows unrolled to fill a tile).
+//
+// Work of a block (persistent, `for tile`): TILE_N x TILE_D x TILE_H x TILE_W positions q times one M-group. An M-group is
+// MB blocks of 64 rows (for WGS_M = 2: a pair of them); a row is one output channel at one (d, h) sub-position, a block one
+// W sub-position. K is input channels x taps, in chunks of CK channels.
+//
+// Roles:
+//   producers  loads the input tile with its halo once per chunk. NCHW: 16-byte copies into a staging slot (bytes in flight:
+//              STAGES_S - 1 slots), then a pass of shared memory -> registers -> shared memory that turns pixels to rows of CK
+//              channels and rounds to TF32. Channels-last: copies straight to those rows.
+//   consumers  multiply: weights are A, from registers, packed in fragment order (one 16-byte load per thread and step);
+//              pixels are B, rows of CK channels in shared memory, swizzled. A tap is a shift of B's start by whole rows:
+//              the swizzle is a function of address bits, so any shift is right (measured: 32, 64 and 128 bytes).
+//   one thread streams the weights' fragments through a ring (or loads all of them once: RESIDENT).
+// SPLIT 0: both consumers share an M-group and halve the pixels. 1: they share the pixels. 2: ping-pong, whole tiles in turn,
+// so that one stores while the other multiplies.
+//
+// Constants come as macros (cuda/gather.py computes them and explains each); sizes of the input are arguments.
+#include "ptx.cuh"
+
+#define WORDS 4                         // 32-bit words of a 16-byte unit
+#define VEC (16 / ELEMENT)              // elements of a 16-byte unit
+#define ROW_BYTES (CK * ELEMENT)        // a pixel's row in a tile: 32, 64 or 128
+#define UNITS_PER_ROW (ROW_BYTES / 16)
+#define K_STEPS (ROW_BYTES / 32)        // a matrix instruction takes 32 bytes of K
+#define SEGMENTS (TILE_N * ROWS_D * ROWS_H)
+#define PITCH (IN_STEP_W * PLANE)       // pixels of a segment: IN_STEP_W interleaved planes of PLANE
+#define PIXELS (SEGMENTS * PITCH)
+#define PART_BYTES ((PIXELS * ROW_BYTES + 1023) / 1024 * 1024)
+#define STAGE_BYTES (PARTS * PART_BYTES)
+#define STAGING_UNITS ((COLUMNS + 2 * VEC - 2) / VEC)  // 16-byte units of a segment from any alignment
+#define SLOT_BYTES (CK * SEGMENTS * STAGING_UNITS * 16)
+#define FRAGMENT (64 * 32)              // bytes: 64 rows of 32 bytes of K
+#define CHUNKS ((CIN_G + CK - 1) / CK)
+#define CONSUMERS 2
+#define CONSUMER_THREADS (CONSUMERS * 128)
+#if WGMMA  // two warpgroups of 56 registers produce, so that the consumers have 200: six warps turn pixels, one loads them,
+           // one loads the weights
+#define PRODUCER_THREADS 192
+#define LOADER_WARP 6
+#define WEIGHTS_WARP 7
+#define FIRST_CONSUMER 2
+#else      // no warpgroup can give its registers away
+#define PRODUCER_THREADS 128
+#define FIRST_CONSUMER 1
+#endif
+#define PRODUCER_WARPS (PRODUCER_THREADS / 32)
+// How pixels come: BULK rows of NCHW into staging slots, BOX by the tensor copy engine for channels-last, else by threads.
+#define BULK (WGMMA && !CHANNELS_LAST)
+#define BOX (WGMMA && CHANNELS_LAST && TENSOR_MAP)
+#define DIRECT_BOX (BOX && ELEMENT == 2)               // no rounding: the box is the tile
+#define THREADS (FIRST_CONSUMER * 128 + CONSUMER_THREADS)
+#define SUBTILES (TILE_N * TILE_D * (TILE_H / SUB_H) * (TILE_W / SUB_W))
+#define NB (SPLIT == 0 ? SUBTILES / 2 : SUBTILES)
+#define WGS_M (SPLIT == 1 ? 2 : 1)
+#define RELEASES (SPLIT == 2 ? 1 : 2)   // consumers that read a stage
+#define W_SUBTILES (TILE_W / SUB_W)
+#define H_SUBTILES (TILE_H / SUB_H)
+
+__constant__ const short TAP_ROW[] = TAP_ROWS;         // [variant, block, tap]: the tap's shift in pixel rows
+__constant__ const int ENTRY[] = ENTRIES;              // [variant][MB + 1]: where a block's taps begin
+__constant__ const short SUB_D[] = SUBS_D;             // [variant][SUBS]: output offset of an M-row's sub-position
+__constant__ const short SUB_HH[] = SUBS_H;
+__constant__ const short U_W[] = SUBS_W;               // [variant]: first W sub-position
+__constant__ const int ROW_D[] = OFFSETS_D;            // input offset of a tile's rows
+__constant__ const int ROW_H[] = OFFSETS_H;
+
+#if PRECISION == 0 || PRECISION == 1                   // tf32, ieee
+#define STORE_BITS(v) __float_as_uint(v)
+#elif PRECISION == 2
+#define STORE_BITS(v) half_bits(v)
+#else
+#define STORE_BITS(v) bfloat_bits(v)
+#endif
+
+struct Sizes {                                         // one layout for the packed argument block
+  int batch, in_d, in_h, in_w, out_d, out_h, out_w;
+  int tiles_d, tiles_h, tiles_w;                       // tiles of q per axis
+  int tiles;                                           // all of them, times M_GROUPS
+};
+
+struct alignas(64) TensorMap { u64 opaque[16]; };        // a CUtensorMap; <cuda.h> does not compile under NVRTC
+
+struct Tile {
+  int group, cout_block, variant;                      // M-group
+  int n, d, h, w;                                      // first q
+};
+
+__device__ __forceinline__ Tile tile_at(int index, const Sizes& s) {
+  Tile t;
+  int m = index % M_GROUPS, q = index / M_GROUPS;
+  t.variant = m % VARIANTS;
+  t.cout_block = m / VARIANTS % COUT_BLOCKS;
+  t.group = m / (VARIANTS * COUT_BLOCKS);
+  t.w = q % s.tiles_w * TILE_W;  q /= s.tiles_w;
+  t.h = q % s.tiles_h * TILE_H;  q /= s.tiles_h;
+  t.d = q % s.tiles_d * TILE_D;
+  t.n = q / s.tiles_d * TILE_N;
+  return t;
+}
+
+__device__ __forceinline__ int entries_of(int variant) { return ENTRY[variant * (MB + 1) + MB] - ENTRY[variant * (MB + 1)]; }
+__device__ __forceinline__ int chunks_of(int variant) { return entries_of(variant) ? CHUNKS : 0; }  // 0: only the bias
+
+// Byte of the 16-byte unit `unit` of pixel row `p` in a tile.
+__device__ __forceinline__ u32 unit_at(int p, int unit) {
+  int swizzle = ROW_BYTES == 32 ? (p >> 2) & 1 : ROW_BYTES == 64 ? (p >> 1) & 3 : p & 7;
+  return p * ROW_BYTES + ((unit ^ swizzle) << 4);
+}
+
+// =====================================================================================================================
+// Packing: weight (CIN, COUT_G, taps) to fragments [group][cout block][variant][chunk][entry][k step][part][wgs][warp][lane]
+// =====================================================================================================================
+
+__constant__ const short TAP_INDEX[] = TAP_INDICES;    // [variant, block, tap][SUBS]: the kernel's tap, -1 for none
+
+extern "C" __global__ void pack(const ELEMENT_TYPE* __restrict__ weight, u32* __restrict__ packed, int words) {
+  int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i >= words) return;
+  int r = i & 3, lane = i >> 2 & 31, warp = i >> 7 & 3, rest = i >> 9;
+  int wg = rest % WGS_M;  rest /= WGS_M;
+  int part = rest % PARTS;  rest /= PARTS;
+  int k_step = rest % K_STEPS;  rest /= K_STEPS;
+  int per_block = CHUNKS * ENTRY[VARIANTS * (MB + 1) - 1];
+  int block = rest / per_block, variant = 0, within = rest % per_block;
+  while (within >= CHUNKS * entries_of(variant)) within -= CHUNKS * entries_of(variant++);
+  int chunk = within / entries_of(variant), entry = ENTRY[variant * (MB + 1)] + within % entries_of(variant);
+  int cout_block = block % COUT_BLOCKS * WGS_M + wg, group = block / COUT_BLOCKS;
+  int row = warp * 16 + (lane >> 2) + (r & 1) * 8, k = (lane & 3) * (4 / ELEMENT) + (r >> 1) * (16 / ELEMENT);
+  int sub = row / ROWS_PER_SUB, cout = cout_block * ROWS_PER_SUB + row % ROWS_PER_SUB;
+  int tap = TAP_INDEX[entry * SUBS + sub];
+  u32 word = 0;
+#pragma unroll
+  for (int e = 0; e < 4 / ELEMENT; e++) {
+    int cin = chunk * CK + k_step * (32 / ELEMENT) + k + e;
+    if (cin >= CIN_G || cout >= COUT_G || tap < 0) continue;
+    ELEMENT_TYPE v = weight[((long long)(group * CIN_G + cin) * COUT_G + cout) * TAPS + tap];
+#if ELEMENT == 4
+    word = to_tf32(v);
+    if (part) word = to_tf32(v - __uint_as_float(word));
+#else
+    word |= (u32)v << (16 * e);
+#endif
+  }
+  packed[i] = word;
+}
+
+// =====================================================================================================================
+// Producer
+// =====================================================================================================================
+
+struct Source {                                        // where a tile's chunk lies in the input
+  int n, d, h, w;                                      // of the halo's corner, before the rows' offsets
+  int channel, left;                                   // first channel, channels left in the group
+};
+
+__device__ __forceinline__ Source source_of(const Tile& t, int chunk) {
+  return {t.n, t.d * IN_STEP_D, t.h * IN_STEP_H, t.w * IN_STEP_W + FIRST_W, t.group * CIN_G + chunk * CK, CIN_G - chunk * CK};
+}
+
+// The segment's (n, d, h), and whether that row of the input exists.
+__device__ __forceinline__ bool row_of(const Source& at, const Sizes& s, int packed, int& n, int& d, int& h) {
+  n = at.n + (packed >> 24);
+  d = at.d + ((packed << 8) >> 20);
+  h = at.h + ((packed << 20) >> 20);
+  return n < s.batch && (u32)d < (u32)s.in_d && (u32)h < (u32)s.in_h;
+}
+
+#if !CHANNELS_LAST
+// A slot holds CK channels of every segment, in the 16-byte units of memory that hold them, so that any alignment is served;
+// units without a pixel of the row are left out. A segment begins (address % 16) bytes into its place.
+#if BULK
+// One warp: a row of a channel is one bulk copy.
+__device__ __forceinline__ void load_rows(const char* __restrict__ x, const Sizes& s, const Source& at, const int* segments, u32 slot, u32 full, int lane) {
+  long long plane = (long long)s.in_d * s.in_h * s.in_w;
+  const char* corner = x + (((long long)at.n * CIN + at.channel) * plane + at.w) * ELEMENT;
+  u32 sum = 0;
+#pragma unroll 2
+  for (int r = lane; r < CK * SEGMENTS; r += 32) {
+    int c = r / SEGMENTS, n, d, h;
+    if (!row_of(at, s, segments[r % SEGMENTS], n, d, h) || c >= at.left) continue;
+    const char* p = corner + (((n - at.n) * (long long)CIN + c) * plane + ((long long)d * s.in_h + h) * s.in_w) * ELEMENT;
+    int misaligned = (int)((u64)p & 15) / ELEMENT;
+    int first = misaligned - (at.w < 0 ? at.w : 0), last = misaligned + (s.in_w - at.w < COLUMNS ? s.in_w - at.w : COLUMNS);
+    if (first >= last) continue;                        // elements [first, last) of the place are pixels of the row
+    int unit = first / VEC, bytes = ((last - 1) / VEC + 1 - unit) * 16;
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::"r"(slot + (r * STAGING_UNITS + unit) * 16), "l"(p - misaligned * ELEMENT + unit * 16), "r"(bytes), "r"(full) : "memory");
+    sum += bytes;
+  }
+  sum = __reduce_add_sync(0xffffffffu, sum);            // the barrier waits for this arrival, so bytes may land before it
+  if (lane == 0) asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(full), "r"(sum) : "memory");
+}
+#else
+__device__ __forceinline__ void stage(const char* __restrict__ x, const Sizes& s, const Source& at, const int* segments, u32 slot, int thread) {
+  long long plane = (long long)s.in_d * s.in_h * s.in_w;
+  for (int i = thread; i < CK * SEGMENTS * STAGING_UNITS; i += PRODUCER_THREADS) {
+    int unit = i % STAGING_UNITS, r = i / STAGING_UNITS, c = r / SEGMENTS, n, d, h;
+    if (!row_of(at, s, segments[r % SEGMENTS], n, d, h) || c >= at.left) continue;
+    const char* p = x + (((long long)n * CIN + at.channel + c) * plane + ((long long)d * s.in_h + h) * s.in_w + at.w) * ELEMENT;
+    int misaligned = (int)((u64)p & 15);
+    int first = at.w + (unit * 16 - misaligned) / ELEMENT;  // column of the unit's first element
+    if (first + VEC > 0 && first < s.in_w) copy16(slot + i * 16, p - misaligned + unit * 16);
+  }
+}
+#endif
+
+#define OWN_PIXELS ((PIXELS + PRODUCER_THREADS - 1) / PRODUCER_THREADS)
+
+// A thread's pixels of a tile: where they lie in a slot, and whether they are in the image. Found once a tile, not a chunk.
+struct Pixels {
+  u32 from[OWN_PIXELS], ok;
+  u32 phase;                                            // element of a 16-byte unit where channel 0 of a row of this tile ...
+  u32 plane;                                            // ... plus channels * plane begins; only the last bits matter
+  __device__ __forceinline__ void locate(const char* x, const Sizes& s, const Source& at, const int* segments, int thread) {
+    plane = (u32)s.in_d * s.in_h * s.in_w;
+    ok = 0;
+#pragma unroll
+    for (int k = 0; k < OWN_PIXELS; k++) {
+      int p = thread + k * PRODUCER_THREADS, segment = p / PITCH, within = p % PITCH, n, d, h;
+      int column = within % PLANE * IN_STEP_W + within / PLANE;
+      if (p >= PIXELS) break;
+      bool in = row_of(at, s, segments[segment], n, d, h) && column < COLUMNS && (u32)(at.w + column) < (u32)s.in_w;
+      u32 first = ((u32)n * CIN + at.channel) * plane + ((u32)d * s.in_h + h) * s.in_w + at.w + (u32)((u64)x / ELEMENT);
+      // The low bits of `from` stay the place in the row, the row's own misalignment goes on top where channels share it.
+      from[k] = segment * STAGING_UNITS * 16 + column * ELEMENT | (first & (VEC - 1)) << 24;
+      ok |= (u32)in << k;
+    }
+  }
+};
+
+// A slot's pixels to rows of CK channels, rounded: a lane takes a pixel, so that loads and stores meet all banks.
+template <bool ALIGNED>  // every channel of a row has the same misalignment
+__device__ __forceinline__ void turn(const Pixels& own, int channel, int left, u32 slot, u32 tile, int thread) {
+#pragma unroll
+  for (int k = 0; k < OWN_PIXELS; k++) {
+    int p = thread + k * PRODUCER_THREADS;
+    if (PIXELS % PRODUCER_THREADS && p >= PIXELS) break;
+    bool ok = own.ok >> k & 1;
+    u32 phase = own.from[k] >> 24, from = slot + (own.from[k] & 0xffffff) + (ALIGNED ? phase * ELEMENT : 0);
+#pragma unroll
+    for (int unit = 0; unit < UNITS_PER_ROW; unit++) {
+      u32 v[VEC];
+#pragma unroll
+      for (int e = 0; e < VEC; e++) {
+        int c = unit * VEC + e;
+        bool have = ok && (CIN_G % CK == 0 || c < left);
+        u32 a = from + c * (SEGMENTS * STAGING_UNITS * 16);
+        if (!ALIGNED) a += ((phase + (channel + c) * own.plane) & (VEC - 1)) * ELEMENT;
+#if ELEMENT == 4
+        v[e] = have ? load_shared_u32(a) : 0;
+#else
+        v[e] = have ? load_shared_u16(a) : 0;
+#endif
+      }
+#if ELEMENT == 4
+      u32 hi[4];
+#pragma unroll
+      for (int e = 0; e < 4; e++) hi[e] = to_tf32(__uint_as_float(v[e]));
+      store_shared_128(tile + unit_at(p, unit), hi[0], hi[1], hi[2], hi[3]);
+#if PARTS == 2
+#pragma unroll
+      for (int e = 0; e < 4; e++) v[e] = to_tf32(__uint_as_float(v[e]) - __uint_as_float(hi[e]));
+      store_shared_128(tile + PART_BYTES + unit_at(p, unit), v[0], v[1], v[2], v[3]);
+#endif
+#else
+      store_shared_128(tile + unit_at(p, unit), v[0] | v[1] << 16, v[2] | v[3] << 16, v[4] | v[5] << 16, v[6] | v[7] << 16);
+#endif
+    }
+  }
+}
+#else
+// Copies pixel rows straight into a tile; what lies outside of the image or past the last channel is zero.
+__device__ __forceinline__ void fetch(const char* __restrict__ x, const Sizes& s, const Source& at, const int* segments, u32 tile, int thread) {
+  for (int i = thread; i < PIXELS * UNITS_PER_ROW; i += PRODUCER_THREADS) {
+    int unit = i % UNITS_PER_ROW, p = i / UNITS_PER_ROW, segment = p / PITCH, within = p % PITCH, n, d, h;
+    int column = within % PLANE * IN_STEP_W + within / PLANE, w = at.w + column;
+    bool ok = row_of(at, s, segments[segment], n, d, h) && column < COLUMNS && (u32)w < (u32)s.in_w;
+    int have = at.left - unit * VEC;                    // channels from this unit on
+    const char* from = x + (((((long long)n * s.in_d + d) * s.in_h + h) * s.in_w + w) * CIN + at.channel + unit * VEC) * ELEMENT;
+#if ALIGNED_CHANNELS
+    int bytes = ok && have > 0 ? (have < VEC ? have * ELEMENT : 16) : 0;
+    copy16(tile + unit_at(p, unit), bytes ? from : x, bytes);
+#else  // a channel count that is no multiple of 16 bytes: element by element, which waits for memory
+    u32 v[VEC];
+#pragma unroll
+    for (int e = 0; e < VEC; e++) v[e] = ok && e < have ? (u32)((const ELEMENT_BITS*)from)[e] : 0;
+#if ELEMENT == 4
+    store_shared_128(tile + unit_at(p, unit), v[0], v[1], v[2], v[3]);
+#else
+    store_shared_128(tile + unit_at(p, unit), v[0] | v[1] << 16, v[2] | v[3] << 16, v[4] | v[5] << 16, v[6] | v[7] << 16);
+#endif
+#endif
+  }
+}
+
+// Rounds the units that this thread has fetched itself, or (BOX) that its turn falls on.
+__device__ __forceinline__ void round_units(u32 tile, int thread) {
+#if ELEMENT == 4
+#pragma unroll 4
+  for (int i = thread; i < PIXELS * UNITS_PER_ROW; i += PRODUCER_THREADS) {
+    u32 a = tile + (BOX ? i * 16 : unit_at(i / UNITS_PER_ROW, i % UNITS_PER_ROW)), v[4], hi[4];
+    load_shared_128(v, a);
+#pragma unroll
+    for (int e = 0; e < 4; e++) hi[e] = to_tf32(__uint_as_float(v[e]));
+    store_shared_128(a, hi[0], hi[1], hi[2], hi[3]);
+#if PARTS == 2
+#pragma unroll
+    for (int e = 0; e < 4; e++) v[e] = to_tf32(__uint_as_float(v[e]) - __uint_as_float(hi[e]));
+    store_shared_128(a + PART_BYTES, v[0], v[1], v[2], v[3]);
+#endif
+  }
+#endif
+}
+#endif
+
+// A walk over (tile, chunk) in the order in which consumers take them.
+struct Walk {
+  int index, chunk;
+  Tile tile;
+  __device__ __forceinline__ void begin(int first, const Sizes& s) { index = first; chunk = 0; settle(s); }
+  __device__ __forceinline__ bool live(const Sizes& s) const { return index < s.tiles; }
+  __device__ __forceinline__ void settle(const Sizes& s) {  // past tiles without chunks
+    while (index < s.tiles) {
+      tile = tile_at(index, s);
+      if (chunk < chunks_of(tile.variant)) return;
+      index += gridDim.x;
+      chunk = 0;
+    }
+  }
+  __device__ __forceinline__ void next(const Sizes& s) {
+    if (++chunk >= CHUNKS) settle(s);
+  }
+};
+
+// A place in a ring of `count` stages, and the parity of its phase.
+struct Cursor {
+  u32 stage, parity;
+  __device__ __forceinline__ void next(u32 count) {
+    if (++stage == count) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+// The tile is written: make it visible to the matrix units and say so, once a warp.
+__device__ __forceinline__ void hand_over(u32 barrier, int lane) {
+#if HAS_ASYNC_PROXY
+  asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");
+#endif
+  __syncwarp();
+  if (lane == 0) barrier_arrive(barrier);
+}
+
+struct Barriers { u32 full, empty, landed, left; };      // of tiles; of slots (BULK) or boxes: `landed` by the copy engine
+
+#if BULK || BOX
+// The loader: one warp, ahead of everyone by as many slots (BULK) or tiles (BOX) as are free.
+__device__ __forceinline__ void load_pixels(const char* __restrict__ x, const TensorMap* map, const Sizes& s, const int* segments, u32 tiles, u32 slots, const Barriers& barriers, int lane) {
+  Walk walk;
+  Cursor cursor = {0, 1};                               // all are free at first
+#pragma unroll 1
+  for (walk.begin(blockIdx.x, s); walk.live(s); walk.next(s), cursor.next(BULK ? STAGES_S : STAGES_P)) {
+    Source at = source_of(walk.tile, walk.chunk);
+#if BULK
+    barrier_wait(barriers.left + cursor.stage * 8, cursor.parity);
+    load_rows(x, s, at, segments, slots + cursor.stage * SLOT_BYTES, barriers.landed + cursor.stage * 8, lane);
+#else
+    barrier_wait(barriers.empty + cursor.stage * 8, cursor.parity);
+    u32 full = (DIRECT_BOX ? barriers.full : barriers.landed) + cursor.stage * 8;
+    if (lane == 0) {
+      asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(full), "r"(PIXELS * ROW_BYTES) : "memory");
+      asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5, %6}], [%7];\n" ::"r"(tiles + cursor.stage * STAGE_BYTES), "l"(map), "r"(at.channel), "r"(at.w), "r"(at.h + FIRST_H), "r"(at.d + FIRST_D), "r"(at.n), "r"(full) : "memory");
+    }
+#endif
+  }
+}
+#endif
+
+__device__ __forceinline__ void produce(const char* __restrict__ x, const Sizes& s, const int* segments, u32 tiles, u32 slots, const Barriers& barriers, int thread) {
+  int lane = thread & 31;
+  Walk now;
+  Cursor tile = {0, 1};
+#if !CHANNELS_LAST
+  Pixels own;
+  Cursor slot = {0, 0};
+#if !BULK
+  Walk ahead;
+  ahead.begin(blockIdx.x, s);
+  u32 next_slot = 0;
+#pragma unroll 1
+  for (int i = 0; i < STAGES_S - 1; i++) {
+    if (ahead.live(s)) {
+      stage(x, s, source_of(ahead.tile, ahead.chunk), segments, slots + i * SLOT_BYTES, thread);
+      ahead.next(s);
+    }
+    copy_commit();
+  }
+  next_slot = STAGES_S - 1;
+#endif
+#pragma unroll 1
+  for (now.begin(blockIdx.x, s); now.live(s); now.next(s), tile.next(STAGES_P), slot.next(STAGES_S)) {
+    if (now.chunk == 0) own.locate(x, s, source_of(now.tile, 0), segments, thread);
+#if BULK
+    barrier_wait(barriers.landed + slot.stage * 8, slot.parity);
+#else
+    copy_wait<STAGES_S - 2>();
+    named_sync<1, PRODUCER_THREADS>();                  // everyone's copies have landed, and everyone has left the next slot
+    if (ahead.live(s)) {
+      stage(x, s, source_of(ahead.tile, ahead.chunk), segments, slots + next_slot * SLOT_BYTES, thread);
+      ahead.next(s);
+    }
+    if (++next_slot == STAGES_S) next_slot = 0;
+    copy_commit();
+#endif
+    barrier_wait(barriers.empty + tile.stage * 8, tile.parity);
+    int channel = now.chunk * CK;
+    if (own.plane % VEC == 0) {
+      turn<true>(own, channel, CIN_G - channel, slots + slot.stage * SLOT_BYTES, tiles + tile.stage * STAGE_BYTES, thread);
+    } else {
+      turn<false>(own, channel, CIN_G - channel, slots + slot.stage * SLOT_BYTES, tiles + tile.stage * STAGE_BYTES, thread);
+    }
+    hand_over(barriers.full + tile.stage * 8, lane);
+#if BULK
+    if (lane == 0) barrier_arrive(barriers.left + slot.stage * 8);
+#endif
+  }
+#elif BOX
+#pragma unroll 1
+  for (now.begin(blockIdx.x, s); now.live(s); now.next(s), tile.next(STAGES_P)) {
+    barrier_wait(barriers.landed + tile.stage * 8, tile.parity ^ 1);
+    round_units(tiles + tile.stage * STAGE_BYTES, thread);
+    hand_over(barriers.full + tile.stage * 8, lane);
+  }
+#else
+  Walk ahead;
+  Cursor free = {0, 1};
+  int pending = 0;
+  ahead.begin(blockIdx.x, s);
+#pragma unroll 1
+  for (now.begin(blockIdx.x, s); now.live(s); now.next(s), tile.next(STAGES_P), pending--) {
+#pragma unroll 1
+    for (; pending < STAGES_P - 1; pending++) {         // one more at each turn, STAGES_P - 1 at the first
+      if (ahead.live(s)) {
+        barrier_wait(barriers.empty + free.stage * 8, free.parity);
+        fetch(x, s, source_of(ahead.tile, ahead.chunk), segments, tiles + free.stage * STAGE_BYTES, thread);
+        ahead.next(s);
+        free.next(STAGES_P);
+      }
+      copy_commit();
+    }
+    copy_wait<STAGES_P - 2>();
+    round_units(tiles + tile.stage * STAGE_BYTES, thread);
+    hand_over(barriers.full + tile.stage * 8, lane);
+  }
+#endif
+}
+
+// =====================================================================================================================
+// Weights: fragments in the order in which they are used
+// =====================================================================================================================
+
+#define FRAGMENTS(entries) ((entries) * CHUNKS * K_STEPS * PARTS)
+
+__device__ __forceinline__ const char* fragments_of(const char* packed, const Tile& t) {
+  long long before = (long long)(t.group * COUT_BLOCKS + t.cout_block) * FRAGMENTS(ENTRY[VARIANTS * (MB + 1) - 1]);
+  return packed + (before + FRAGMENTS(ENTRY[t.variant * (MB + 1)])) * (WGS_M * FRAGMENT);
+}
+
+#if WGMMA
+__device__ __forceinline__ void bulk_copy(u32 to, const char* from, u32 bytes, u32 barrier) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
+}
+
+// One thread: streams every tile's fragments through the ring, W_STAGE of them at a time; RESIDENT: loads them once.
+__device__ __forceinline__ void stream_weights(const char* packed, const Sizes& s, u32 ring, u32 full, u32 empty) {
+  u32 it = 0;
+#pragma unroll 1
+  for (int index = blockIdx.x; index < s.tiles; index += gridDim.x) {
+    Tile t = tile_at(index, s);
+    const char* from = fragments_of(packed, t);
+    int count = FRAGMENTS(entries_of(t.variant));
+#pragma unroll 1
+    for (int f = 0; f < count; f += W_STAGE, it++) {
+      u32 bytes = (count - f < W_STAGE ? count - f : W_STAGE) * (WGS_M * FRAGMENT);
+      if (!RESIDENT) barrier_wait(empty + it % STAGES_W * 8, (it / STAGES_W & 1) ^ 1);
+      bulk_copy(ring + it % STAGES_W * (W_STAGE * WGS_M * FRAGMENT), from + (long long)f * (WGS_M * FRAGMENT), bytes, full + it % STAGES_W * 8);
+    }
+    if (RESIDENT) return;
+  }
+}
+#endif
+
+// The consumers' side. Before sm_90 fragments come straight from global memory (L2), through registers.
+struct Fragments {
+  u32 ring, full, empty;                               // of the ring: this thread's part of its first fragment; barriers
+  Cursor cursor;
+  int left;                                            // fragments left of the stage in hand; 0: none in hand
+  u32 at;
+  const char* from;
+
+  __device__ __forceinline__ void begin(const char* packed, const Tile& t, int offset) {
+    left = 0;
+#if WGMMA
+    if (RESIDENT) cursor = {0, 0};                     // stages stay: their barriers have completed phase 0 for good
+#else
+    from = fragments_of(packed, t) + offset;
+#endif
+  }
+  __device__ __forceinline__ void load(u32 (&a)[4], int lane) {
+#if WGMMA
+    if (left == 0) {
+      barrier_wait(full + cursor.stage * 8, cursor.parity);
+      at = ring + cursor.stage * (W_STAGE * WGS_M * FRAGMENT);
+      left = W_STAGE;
+    }
+    load_shared_128(a, at);
+    at += WGS_M * FRAGMENT;
+    if (--left == 0) release(lane);
+#else
+    const uint4 v = __ldg((const uint4*)from);
+    a[0] = v.x; a[1] = v.y; a[2] = v.z; a[3] = v.w;
+    from += WGS_M * FRAGMENT;
+#endif
+  }
+  __device__ __forceinline__ void release(int lane) {
+#if WGMMA
+    if (!RESIDENT) {
+      __syncwarp();
+      if (lane == 0) barrier_arrive(empty + cursor.stage * 8);
+    }
+    cursor.next(STAGES_W);
+    if (RESIDENT) cursor.parity = 0;
+#endif
+  }
+  __device__ __forceinline__ void end(int lane) {      // of a tile: its last stage may be a partial one
+    if (WGMMA && left) release(lane);
+    left = 0;
+  }
+  __device__ __forceinline__ void skip(int variant) {
+    for (int n = (FRAGMENTS(entries_of(variant)) + W_STAGE - 1) / W_STAGE; n > 0; n--) cursor.next(STAGES_W);
+  }
+};
+
+// =====================================================================================================================
+// Consumers
+// =====================================================================================================================
+
+struct Place { int n, d, h, w; };                      // of a subtile in a tile, in q
+
+__device__ __forceinline__ constexpr Place place_of(int subtile) {
+  return {subtile / (W_SUBTILES * H_SUBTILES * TILE_D), subtile / (W_SUBTILES * H_SUBTILES) % TILE_D,
+          subtile / W_SUBTILES % H_SUBTILES * SUB_H, subtile % W_SUBTILES * SUB_W};
+}
+__device__ __forceinline__ constexpr int pixel_row_of(int subtile) {  // its first pixel's row in the tile, for a tap of shift 0
+  Place p = place_of(subtile);
+  return ((p.n * ROWS_D + p.d * ROW_STEP_D) * ROWS_H + p.h * ROW_STEP_H) * PITCH + p.w;
+}
+#define GROUP_ROWS (SUB_H == 8 ? ROW_STEP_H * PITCH : 8)  // pixel rows from one group of eight columns to the next
+
+// acc[64 x 64 NB] += fragment x pixels; `shift` is the tap's, in pixel rows.
+__device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4], u32 tile, const int (&subtile_row)[NB], int shift, int k_step, int lane) {
+#if WGMMA
+  const u64 upper = ((u64)(GROUP_ROWS * ROW_BYTES >> 4) << 32) | ((u64)(ROW_BYTES == 32 ? 3 : ROW_BYTES == 64 ? 2 : 1) << 62) | (1ull << 16);
+#pragma unroll
+  for (int nb = 0; nb < NB; nb++) {
+    u32 start = tile + (subtile_row[nb] + shift) * ROW_BYTES + k_step * 32;
+    u64 b = upper | ((start & 0x3ffff) >> 4);
+#if PRECISION < 2
+    asm volatile(WGMMA_64("m64n64k8.f32.tf32.tf32", "1, 1, 1") : ACCUMULATORS_64(acc[nb]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+#elif PRECISION == 2
+    asm volatile(WGMMA_64("m64n64k16.f32.f16.f16", "1, 1, 1, 0") : ACCUMULATORS_64(acc[nb]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+#else
+    asm volatile(WGMMA_64("m64n64k16.f32.bf16.bf16", "1, 1, 1, 0") : ACCUMULATORS_64(acc[nb]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+#endif
+  }
+#else
+  int matrix = lane >> 3;                              // ldmatrix: columns 8j.. of both halves of K, then columns 8j + 8..
+#pragma unroll
+  for (int nb = 0; nb < NB; nb++) {
+#pragma unroll
+    for (int j = 0; j < 8; j += 2) {
+      int p = subtile_row[nb] + shift + (j + (matrix >> 1)) * GROUP_ROWS + (lane & 7);
+      u32 b[4];
+      asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];\n" : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3]) : "r"(tile + unit_at(p, k_step * 2 + (matrix & 1))) : "memory");
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        float* d = &acc[nb][4 * (j + i)];
+#if PRECISION < 2
+#define MMA "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32"
+#elif PRECISION == 2
+#define MMA "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"
+#else
+#define MMA "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
+#endif
+        asm volatile(MMA " {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};\n" : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[2 * i]), "r"(b[2 * i + 1]));
+      }
+    }
+  }
+#endif
+}
+
+// One fragment: its product with the pixels' high part, and for the weights' high part with the pixels' low part too.
+__device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[4], Fragments& weights, u32 tile, const int (&subtile_row)[NB], int shift, int k_step, int part, int lane) {
+  weights.load(a, lane);
+#if WGMMA
+  wgmma_fence();
+#endif
+  if (PARTS == 2 && part == 0) multiply(acc, a, tile + PART_BYTES, subtile_row, shift, k_step, lane);
+  multiply(acc, a, tile, subtile_row, shift, k_step, lane);
+#if WGMMA
+  wgmma_commit();
+  wgmma_wait<1>();                                     // the previous fragment's registers are free
+#endif
+}
+
+// The taps of one block over one chunk.
+__device__ __forceinline__ void multiply_taps(float (&acc)[NB][32], Fragments& weights, u32 tile, const int (&subtile_row)[NB], int first, int last, int lane) {
+  u32 a[2][4];
+#if K_STEPS * PARTS > 1
+#pragma unroll 1
+  for (int e = first; e < last; e++) {
+    int shift = TAP_ROW[e];
+#pragma unroll
+    for (int i = 0; i < K_STEPS * PARTS; i++) step(acc, a[i & 1], weights, tile, subtile_row, shift, i / PARTS, i % PARTS, lane);
+  }
+#else
+  int e = first;
+#pragma unroll 1
+  for (; e + 1 < last; e += 2) {
+    step(acc, a[0], weights, tile, subtile_row, TAP_ROW[e], 0, 0, lane);
+    step(acc, a[1], weights, tile, subtile_row, TAP_ROW[e + 1], 0, 0, lane);
+  }
+  if (e < last) {
+    step(acc, a[0], weights, tile, subtile_row, TAP_ROW[e], 0, 0, lane);
+#if WGMMA
+    if (MB > 1) wgmma_wait<0>();                       // the next block's first fragment takes the same registers
+#endif
+  }
+#endif
+}
+
+// --- epilogue ---------------------------------------------------------------------------------------------------------
+// A warp holds 16 rows of M. It passes them through its own shared buffer, a run of pixels at a time, so that memory is
+// written in whole lines: NCHW 8 rows of RUN x W_SUBS consecutive outputs, channels-last RUN pixels of 16 channels.
+#define RUN (RUN_GROUPS * 8)
+#define RUN_PITCH (CHANNELS_LAST ? 20 : (RUN * W_SUBS + 31) / 32 * 32 + 8)  // floats; + 8: rows meet different banks
+#define BUFFER_FLOATS (CHANNELS_LAST ? RUN * RUN_PITCH : 8 * RUN_PITCH)
+#define RUNS_PER_SUBTILE_ROW (SUB_H == 8 ? 1 : 8 / RUN_GROUPS)
+
+__constant__ const signed char BLOCK_OF_W[] = BLOCKS_OF_W;  // [W_SUBS]: the block of a W sub-position, -1: it has no taps
+
+#if ELEMENT == 4
+__device__ __forceinline__ void store_one(char* to, float v) { *(float*)to = v; }
+#else
+__device__ __forceinline__ void store_one(char* to, float v) { *(u16*)to = (u16)STORE_BITS(v); }
+#endif
+
+__device__ __forceinline__ void store_rows(char* __restrict__ y, const Sizes& s, const Tile& t, int cout_block, u32 buffer, int n, int qd, int qh, int qw, int first_row, int lane) {
+#pragma unroll 1
+  for (int r = 0; r < 8; r++) {
+    int m = first_row + r, sub = m / ROWS_PER_SUB, cout = cout_block * ROWS_PER_SUB + m % ROWS_PER_SUB;
+    if (sub >= SUBS || cout >= COUT_G) continue;
+    int od = OUT_STEP_D * qd + SUB_D[t.variant * SUBS + sub], oh = OUT_STEP_H * qh + SUB_HH[t.variant * SUBS + sub];
+    if (n >= s.batch || od >= s.out_d || oh >= s.out_h) continue;
+    long long row = ((((long long)n * COUT + t.group * COUT_G + cout) * s.out_d + od) * s.out_h + oh) * s.out_w;
+    int ow = OUT_STEP_W * qw + U_W[t.variant], left = s.out_w - ow;
+    char* to = y + (row + ow) * ELEMENT;
+    u32 from = buffer + r * RUN_PITCH * 4;
+#if W_SUBS == OUT_STEP_W && ELEMENT == 2
+    int odd = (int)((row + ow) & 1);                    // pairs at even elements: 4-byte stores
+#pragma unroll
+    for (int i = 0; i < RUN * W_SUBS / 64 + 1; i++) {
+      int e = 2 * (lane + 32 * i) - odd, end = left < RUN * W_SUBS ? left : RUN * W_SUBS;
+      if (e >= 0 && e + 1 < end) {
+        *(u32*)(to + e * 2) = STORE_BITS(load_shared_f32(from + e * 4)) | STORE_BITS(load_shared_f32(from + e * 4 + 4)) << 16;
+      } else if (e == -1 && end > 0) {
+        store_one(to, load_shared_f32(from));
+      } else if (e >= 0 && e < end) {
+        store_one(to + e * 2, load_shared_f32(from + e * 4));
+      }
+    }
+#else
+#pragma unroll
+    for (int i = 0; i < (RUN * W_SUBS + 31) / 32; i++) {
+      int e = lane + 32 * i, o = W_SUBS == OUT_STEP_W ? e : e / W_SUBS * OUT_STEP_W + e % W_SUBS;
+      if (e < RUN * W_SUBS && o < left) store_one(to + (long long)o * ELEMENT, load_shared_f32(from + e * 4));
+    }
+#endif
+  }
+}
+
+__device__ __forceinline__ void store_pixels(char* __restrict__ y, const Sizes& s, const Tile& t, int cout_block, u32 buffer, int n, int qd, int qh, int qw, int u, int first_row, int lane) {
+  int sub = first_row / ROWS_PER_SUB, cout = cout_block * ROWS_PER_SUB + first_row % ROWS_PER_SUB;
+  if (sub >= SUBS || cout >= COUT_G) return;
+  int od = OUT_STEP_D * qd + SUB_D[t.variant * SUBS + sub], oh = OUT_STEP_H * qh + SUB_HH[t.variant * SUBS + sub];
+  if (n >= s.batch || od >= s.out_d || oh >= s.out_h) return;
+  long long row = (((long long)n * s.out_d + od) * s.out_h + oh) * s.out_w;
+#pragma unroll
+  for (int i = lane; i < RUN * 16 / VEC; i += 32) {
+    int c = i % (16 / VEC) * VEC, p = i / (16 / VEC), ow = OUT_STEP_W * (qw + p) + U_W[t.variant] + u;
+    if (ow >= s.out_w || cout + c >= COUT_G) continue;
+    char* to = y + ((row + ow) * COUT + t.group * COUT_G + cout + c) * ELEMENT;
+    u32 v[VEC], from = buffer + (p * RUN_PITCH + c) * 4;
+#pragma unroll
+    for (int e = 0; e < VEC; e++) v[e] = STORE_BITS(load_shared_f32(from + e * 4));
+#if ALIGNED_COUT
+#if ELEMENT == 4
+    *(uint4*)to = make_uint4(v[0], v[1], v[2], v[3]);
+#else
+    *(uint4*)to = make_uint4(v[0] | v[1] << 16, v[2] | v[3] << 16, v[4] | v[5] << 16, v[6] | v[7] << 16);
+#endif
+#else
+#pragma unroll
+    for (int e = 0; e < VEC; e++)
+      if (cout + c + e < COUT_G) ((ELEMENT_BITS*)to)[e] = (ELEMENT_BITS)v[e];
+#endif
+  }
+}
+
+__device__ __forceinline__ void epilogue(const float (&acc)[MB][NB][32], const ELEMENT_TYPE* __restrict__ bias, char* __restrict__ y, const Sizes& s, const Tile& t, int cout_block, int first_subtile, u32 buffer, int warp, int lane) {
+  int g = lane >> 2, q = lane & 3;
+  float b[2] = {0.f, 0.f};
+#pragma unroll
+  for (int h = 0; h < 2; h++) {
+    int cout = cout_block * ROWS_PER_SUB + (warp * 16 + g + 8 * h) % ROWS_PER_SUB;
+    if (bias && cout < COUT_G) b[h] = VALUE(bias[t.group * COUT_G + cout]);
+  }
+#pragma unroll
+  for (int r = 0; r < (SUB_H == 8 ? NB / RUN_GROUPS : NB); r++) {
+    Place place = place_of(first_subtile + (SUB_H == 8 ? r * RUN_GROUPS : r));
+    int n = t.n + place.n, qd = t.d + place.d;
+#pragma unroll
+    for (int i = 0; i < (SUB_H == 8 ? 8 : 8 / RUN_GROUPS); i++) {
+      int qh = t.h + place.h + (SUB_H == 8 ? i : 0), qw = t.w + place.w + (SUB_H == 8 ? 0 : i * RUN);
+#if !CHANNELS_LAST
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+#pragma unroll
+        for (int k = 0; k < RUN_GROUPS; k++) {
+          const int nb = SUB_H == 8 ? r * RUN_GROUPS + k : r, j = SUB_H == 8 ? i : i * RUN_GROUPS + k;
+          u32 to = buffer + (g * RUN_PITCH + (k * 8 + 2 * q) * W_SUBS) * 4;
+#if W_SUBS == 1
+          store_shared_f32x2(to, acc[0][nb][4 * j + 2 * h] + b[h], acc[0][nb][4 * j + 2 * h + 1] + b[h]);
+#else
+#pragma unroll
+          for (int c = 0; c < 2; c++)
+#pragma unroll
+            for (int u = 0; u < W_SUBS; u++) {
+              constexpr signed char blocks[] = BLOCKS_OF_W;
+              store_shared_f32(to + (c * W_SUBS + u) * 4, (blocks[u] < 0 ? 0.f : acc[blocks[u] < 0 ? 0 : blocks[u]][nb][4 * j + 2 * h + c]) + b[h]);
+            }
+#endif
+        }
+        __syncwarp();
+        store_rows(y, s, t, cout_block, buffer, n, qd, qh, qw, warp * 16 + 8 * h, lane);
+        __syncwarp();
+      }
+#else
+#pragma unroll
+      for (int u = 0; u < W_SUBS; u++) {
+        constexpr signed char blocks[] = BLOCKS_OF_W;
+#pragma unroll
+        for (int k = 0; k < RUN_GROUPS; k++) {
+          const int nb = SUB_H == 8 ? r * RUN_GROUPS + k : r, j = SUB_H == 8 ? i : i * RUN_GROUPS + k;
+#pragma unroll
+          for (int h = 0; h < 2; h++)
+#pragma unroll
+            for (int c = 0; c < 2; c++)
+              store_shared_f32(buffer + ((k * 8 + 2 * q + c) * RUN_PITCH + g + 8 * h) * 4, (blocks[u] < 0 ? 0.f : acc[blocks[u] < 0 ? 0 : blocks[u]][nb][4 * j + 2 * h + c]) + b[h]);
+        }
+        __syncwarp();
+        store_pixels(y, s, t, cout_block, buffer, n, qd, qh, qw, u, warp * 16, lane);
+        __syncwarp();
+      }
+#endif
+    }
+  }
+}
+
+__device__ __forceinline__ void consume(const char* packed, const ELEMENT_TYPE* bias, char* y, const Sizes& s, u32 tiles, u32 full, u32 empty, Fragments& weights, u32 buffers, int wg, int thread) {
+  int warp = thread >> 5, lane = thread & 31;
+  int first_subtile = SPLIT == 0 ? wg * NB : 0, offset = (SPLIT == 1 ? wg * FRAGMENT : 0) + thread * 16;
+  u32 buffer = buffers + (wg * 4 + warp) * BUFFER_FLOATS * 4;
+  int subtile_row[NB];
+#pragma unroll
+  for (int nb = 0; nb < NB; nb++) subtile_row[nb] = pixel_row_of(first_subtile + nb);
+  Cursor cursor = {0, 0};
+  weights.cursor = {0, 0};
+  weights.ring += offset;
+  int turn = 0;
+  if (SPLIT == 2 && wg == 1) named_arrive(2, CONSUMER_THREADS);  // the first turn is warpgroup 0's
+#pragma unroll 1
+  for (int index = blockIdx.x; index < s.tiles; index += gridDim.x, turn++) {
+    Tile t = tile_at(index, s);
+    int chunks = chunks_of(t.variant);
+    if (SPLIT == 2 && (turn & 1) != wg) {
+      for (int i = 0; i < chunks; i++) cursor.next(STAGES_P);
+      if (!RESIDENT) weights.skip(t.variant);
+      continue;
+    }
+    float acc[MB][NB][32];
+#if PROMOTE
+    float sum[MB][NB][32];
+#endif
+#pragma unroll
+    for (int b = 0; b < MB; b++)
+#pragma unroll
+      for (int nb = 0; nb < NB; nb++)
+#pragma unroll
+        for (int i = 0; i < 32; i++) {
+          acc[b][nb][i] = 0.f;
+#if PROMOTE
+          sum[b][nb][i] = 0.f;
+#endif
+        }
+    if (SPLIT == 2) named_sync(2 + wg, CONSUMER_THREADS);
+    weights.begin(packed, t, offset);
+#pragma unroll 1
+    for (int chunk = 0; chunk < chunks; chunk++, cursor.next(STAGES_P)) {
+      barrier_wait(full + cursor.stage * 8, cursor.parity);
+      u32 tile = tiles + cursor.stage * STAGE_BYTES;
+#pragma unroll
+      for (int b = 0; b < MB; b++)
+        multiply_taps(acc[b], weights, tile, subtile_row, ENTRY[t.variant * (MB + 1) + b], ENTRY[t.variant * (MB + 1) + b + 1], lane);
+#if WGMMA
+      wgmma_wait<0>();
+#endif
+      __syncwarp();
+      if (lane == 0) barrier_arrive(empty + cursor.stage * 8);
+#if PROMOTE  // tensor cores truncate as they add; a chunk's sum is short, and the chunks are added with rounding
+#pragma unroll
+      for (int b = 0; b < MB; b++)
+#pragma unroll
+        for (int nb = 0; nb < NB; nb++)
+#pragma unroll
+          for (int i = 0; i < 32; i++) {
+            sum[b][nb][i] += acc[b][nb][i];
+            acc[b][nb][i] = 0.f;
+          }
+#endif
+    }
+    weights.end(lane);
+    if (SPLIT == 2) named_arrive(2 + (wg ^ 1), CONSUMER_THREADS);
+#if PROMOTE
+    epilogue(sum, bias, y, s, t, t.cout_block, first_subtile, buffer, warp, lane);
+#else
+    epilogue(acc, bias, y, s, t, t.cout_block * WGS_M + (SPLIT == 1 ? wg : 0), first_subtile, buffer, warp, lane);
+#endif
+  }
+}
+
+// =====================================================================================================================
+
+#define TILES_AT 0
+#define RING_AT (TILES_AT + STAGES_P * STAGE_BYTES)
+#define SLOTS_AT (RING_AT + STAGES_W * W_STAGE * WGS_M * FRAGMENT)
+#define BUFFERS_AT (SLOTS_AT + (CHANNELS_LAST ? 0 : STAGES_S * SLOT_BYTES))
+#define BARRIERS_AT (BUFFERS_AT + CONSUMERS * 4 * BUFFER_FLOATS * 4)
+#define SLOT_BARRIERS (BULK ? STAGES_S : BOX ? STAGES_P : 0)
+#define SEGMENTS_AT (BARRIERS_AT + 16 * (STAGES_P + STAGES_W + SLOT_BARRIERS))
+#define SHARED_BYTES (SEGMENTS_AT + SEGMENTS * 4)
+#if SHARED_BYTES_PLANNED != SHARED_BYTES
+#error "the planner's shared memory is not the kernel's"
+#endif
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+gather(const char* __restrict__ x, const char* __restrict__ packed, const ELEMENT_TYPE* __restrict__ bias, char* __restrict__ y,
+       int batch, int in_d, int in_h, int in_w, int out_d, int out_h, int out_w, int tiles_d, int tiles_h, int tiles_w, int tile_count
+#if BOX
+       , const __grid_constant__ TensorMap map
+#endif
+) {
+  extern __shared__ __align__(1024) unsigned char memory[];
+  const Sizes s = {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, tile_count};
+  u32 base = shared_address(memory);
+  u32 full = base + BARRIERS_AT, empty = full + 8 * STAGES_P, full_w = empty + 8 * STAGES_P, empty_w = full_w + 8 * STAGES_W;
+  const Barriers barriers = {full, empty, empty_w + 8 * STAGES_W, empty_w + 8 * (STAGES_W + SLOT_BARRIERS)};
+  int* segments = (int*)(memory + SEGMENTS_AT);
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < STAGES_P; i++) {
+      barrier_init(full + 8 * i, DIRECT_BOX ? 1 : PRODUCER_WARPS);
+      barrier_init(empty + 8 * i, RELEASES * 4);
+    }
+    for (int i = 0; i < STAGES_W; i++) {
+      barrier_init(full_w + 8 * i, 1);
+      barrier_init(empty_w + 8 * i, RELEASES * 4);
+    }
+    for (int i = 0; i < SLOT_BARRIERS; i++) {
+      barrier_init(barriers.landed + 8 * i, 1);
+      barrier_init(barriers.left + 8 * i, PRODUCER_WARPS);
+    }
+#if HAS_ASYNC_PROXY
+    asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
+#endif
+  }
+  for (int i = threadIdx.x; i < SEGMENTS; i += THREADS)
+    segments[i] = (i / (ROWS_H * ROWS_D)) << 24 | (ROW_D[i / ROWS_H % ROWS_D] & 0xfff) << 12 | (ROW_H[i % ROWS_H] & 0xfff);
+  __syncthreads();
+  int role = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
+  if (role < FIRST_CONSUMER) {
+#if WGMMA
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(PRODUCER_REGISTERS));
+#endif
+    int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0);
+    if (warp < PRODUCER_WARPS) {
+      if (!DIRECT_BOX) produce(x, s, segments, base + TILES_AT, base + SLOTS_AT, barriers, threadIdx.x);
+    }
+#if BULK
+    else if (warp == LOADER_WARP) {
+      load_pixels(x, nullptr, s, segments, base + TILES_AT, base + SLOTS_AT, barriers, thread & 31);
+    }
+#elif BOX
+    else if (warp == LOADER_WARP) {
+      load_pixels(x, &map, s, segments, base + TILES_AT, base + SLOTS_AT, barriers, thread & 31);
+    }
+#endif
+#if WGMMA
+    else if (warp == WEIGHTS_WARP && (thread & 31) == 0) {
+      stream_weights(packed, s, base + RING_AT, full_w, empty_w);
+    }
+#endif
+  } else {
+#if WGMMA
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(CONSUMER_REGISTERS));
+#endif
+    Fragments weights;
+    weights.ring = base + RING_AT;
+    weights.full = full_w;
+    weights.empty = empty_w;
+    consume(packed, bias, y, s, base + TILES_AT, full, empty, weights, base + BUFFERS_AT, role - FIRST_CONSUMER, thread);
+  }
+}

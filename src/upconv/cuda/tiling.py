@@ -1,0 +1,486 @@
+"""How a transposed convolution is cut into the gather-GEMM's tiles: pure arithmetic, shared by kernel and interpreter.
+
+Everything has three spatial axes (D, H, W); 1-D and 2-D problems have leading axes of size 1. On an axis, outputs are
+``o = out_step * q + u`` with a sub-position ``u < out_step``, and tap ``k`` of sub-position ``u`` reads the input at
+``in_step * q + offset``. The sub-positions of a stride are its phases; `unroll` makes more of them from consecutive
+``q``, so that a layer of few output channels fills the 64 rows of a matrix instruction (with ``U`` rows unrolled and
+``K`` taps, ``K / (K + U - 1)`` of the multiplications are useful instead of a fraction ``1 / U`` of the rows).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+
+from upconv.problem import Problem
+
+Triple = tuple[int, int, int]
+
+FRAGMENT = 2048  # bytes of weights that a warpgroup takes at a step: 64 rows x 32 bytes of K
+_MAX_PIXELS = 12 * 192  # a producer thread keeps track of 12
+_MAX_OFFSET = 2000  # rows' offsets are packed in 12 bits, signed
+
+
+class Unfit(ValueError):
+    """A tiling that the kernel cannot run; the message says why, in a sentence."""
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis in gather form."""
+
+    out_step: int
+    in_step: int
+    taps: tuple[tuple[tuple[int, int], ...], ...]
+    """For every sub-position its (kernel index, offset) pairs; may be empty."""
+
+
+def gather_axes(p: Problem, unroll: Triple = (1, 1, 1)) -> tuple[Axis, Axis, Axis]:
+    """The forward's axes (D, H, W), with `unroll` consecutive ``q`` of each axis made sub-positions."""
+    lead = 3 - p.rank
+    axes = [Axis(1, 1, (((0, 0),),))] * lead
+    for phases, stride in zip(p.axis_phases, p.stride):
+        by_start = sorted(phases, key=lambda phase: phase.start)
+        taps = tuple(tuple((k, a.first - off) for k, off in zip(a.taps, a.offsets)) for a in by_start)
+        axes.append(Axis(stride, 1, taps))
+    full = []
+    for axis, times in zip(axes, unroll):
+        subs = tuple(tuple((k, off + axis.in_step * t) for k, off in sub) for t in range(times) for sub in axis.taps)
+        full.append(Axis(axis.out_step * times, axis.in_step * times, subs))
+    return full[0], full[1], full[2]
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """A tile's shape and the kernel's constants for one problem; everything but the sizes of input and batch.
+
+    Raises, on `checked`:
+        Unfit: the kernel cannot run this tiling.
+    """
+
+    problem: Problem
+    sub: tuple[int, int]
+    """Shape (H, W) of the 64 q that one matrix instruction takes: (1, 64) or (8, 8)."""
+    tile: tuple[int, int, int, int]
+    """q of a tile: images, D, H, W."""
+    split: int
+    """0: consumers halve the pixels; 1: they halve 128 rows of M; 2: ping-pong, whole tiles in turn."""
+    chunk: int
+    """Input channels of a chunk."""
+    subs: int = 1
+    """(D, H) sub-positions that share a block of 64 rows: 1, 2 or 4."""
+    w_subs: int = 0
+    """W sub-positions of a tile, neighbours in a thread; 0 means all of them."""
+    unroll: Triple = (1, 1, 1)
+    stages_p: int = 2
+    """Pixel tiles in shared memory."""
+    stages_s: int = 3
+    """Staging slots (NCHW)."""
+    stages_w: int = 3
+    """Stages of the weights' ring; `resident` sizes it by itself."""
+    w_stage: int = 8
+    """Fragments of a stage of the weights' ring."""
+    resident: bool = False
+    """All weights of an M-group stay in shared memory."""
+    run_groups: int = 8
+    """Groups of 8 columns that the epilogue passes through shared memory together, for sub (1, 64)."""
+    wgmma: bool = True
+    """Multiply with wgmma (sm_90a), else with mma.sync (sm_80 and up)."""
+
+    # --- types -------------------------------------------------------------------------------------------------------
+
+    @property
+    def element(self) -> int:
+        """Bytes of an element."""
+        return self.problem.dtype.itemsize
+
+    @property
+    def parts(self) -> int:
+        """TF32 parts of an operand: 2 for IEEE float32 (three products), else 1."""
+        return 2 if self.problem.precision == "ieee" else 1
+
+    @property
+    def vec(self) -> int:
+        """Elements of 16 bytes."""
+        return 16 // self.element
+
+    @property
+    def row_bytes(self) -> int:
+        return self.chunk * self.element
+
+    @property
+    def k_steps(self) -> int:
+        return self.row_bytes // 32
+
+    @property
+    def cin_g(self) -> int:
+        return self.problem.in_channels // self.problem.groups
+
+    @property
+    def cout_g(self) -> int:
+        return self.problem.out_channels // self.problem.groups
+
+    @property
+    def chunks(self) -> int:
+        return -(-self.cin_g // self.chunk)
+
+    @property
+    def channels_last(self) -> bool:
+        return self.problem.layout == "channels_last"
+
+    # --- M: output channels and sub-positions ------------------------------------------------------------------------
+
+    @cached_property
+    def axes(self) -> tuple[Axis, Axis, Axis]:
+        return gather_axes(self.problem, self.unroll)
+
+    @property
+    def out_steps(self) -> Triple:
+        d, h, w = self.axes
+        return d.out_step, h.out_step, w.out_step
+
+    @property
+    def in_steps(self) -> Triple:
+        d, h, w = self.axes
+        return d.in_step, h.in_step, w.in_step
+
+    @property
+    def rows_per_sub(self) -> int:
+        """Rows of M, that is output channels, of one sub-position in a block."""
+        return 64 // self.subs
+
+    @property
+    def wgs_m(self) -> int:
+        return 2 if self.split == 1 else 1
+
+    @property
+    def cout_blocks(self) -> int:
+        """M-tiles that a group's output channels make."""
+        return -(-self.cout_g // (self.rows_per_sub * self.wgs_m))
+
+    @property
+    def width_subs(self) -> int:
+        return self.w_subs or self.axes[2].out_step
+
+    @cached_property
+    def variants(self) -> tuple[tuple[tuple[tuple[int, int], ...], int], ...]:
+        """Per variant: its (D, H) sub-positions, `subs` of them, and its first W sub-position."""
+        pairs = list(product(range(self.axes[0].out_step), range(self.axes[1].out_step)))
+        sets = [tuple(pairs[i : i + self.subs]) for i in range(0, len(pairs), self.subs)]
+        return tuple((s, u) for s in sets for u in range(0, self.axes[2].out_step, self.width_subs))
+
+    @cached_property
+    def blocks_of_w(self) -> tuple[int, ...]:
+        """For each W sub-position of a tile the block of accumulators that has it; -1 for one without taps."""
+        if self.width_subs < self.axes[2].out_step:
+            return tuple(range(self.width_subs))
+        full = [bool(taps) for taps in self.axes[2].taps]
+        return tuple(sum(full[:u]) if full[u] else -1 for u in range(len(full)))
+
+    @property
+    def mb(self) -> int:
+        """Blocks of 64 rows that a consumer accumulates at once."""
+        return max(self.blocks_of_w) + 1
+
+    @cached_property
+    def entries(self) -> tuple[tuple[tuple[tuple[Triple, tuple[int, ...]], ...], ...], ...]:
+        """[variant][block]: the (offsets, kernel tap of every sub or -1) that the block multiplies, in order."""
+        kernel = (1,) * (3 - self.problem.rank) + self.problem.kernel
+        axis_d, axis_h, axis_w = self.axes
+        result = []
+        for pairs, first_u in self.variants:
+            blocks = []
+            for u, block in enumerate(self.blocks_of_w):
+                if block < 0:
+                    continue
+                found: dict[Triple, list[int]] = {}
+                for i, (ud, uh) in enumerate(pairs):
+                    for (kd, od), (kh, oh), (kw, ow) in product(
+                        axis_d.taps[ud], axis_h.taps[uh], axis_w.taps[first_u + u]
+                    ):
+                        taps = found.setdefault((od, oh, ow), [-1] * self.subs)
+                        taps[i] = (kd * kernel[1] + kh) * kernel[2] + kw
+                blocks.append(tuple((offsets, tuple(taps)) for offsets, taps in sorted(found.items())))
+            result.append(tuple(blocks))
+        return tuple(result)
+
+    @property
+    def m_groups(self) -> int:
+        return self.problem.groups * self.cout_blocks * len(self.variants)
+
+    @cached_property
+    def variant_entries(self) -> tuple[int, ...]:
+        """Entries of all blocks of each variant."""
+        return tuple(sum(len(b) for b in blocks) for blocks in self.entries)
+
+    def fragments(self, variant: int) -> int:
+        """Fragments that a variant's tile multiplies (per warpgroup along M)."""
+        return self.variant_entries[variant] * self.chunks * self.k_steps * self.parts
+
+    @property
+    def packed_words(self) -> int:
+        """32-bit words of the packed weights."""
+        per_block = sum(self.fragments(v) for v in range(len(self.variants))) * self.wgs_m
+        return self.problem.groups * self.cout_blocks * per_block * (FRAGMENT // 4)
+
+    # --- N: pixels ---------------------------------------------------------------------------------------------------
+
+    @property
+    def subtiles(self) -> int:
+        n, d, h, w = self.tile
+        return n * d * (h // self.sub[0]) * (w // self.sub[1])
+
+    @property
+    def nb(self) -> int:
+        """Subtiles of 64 pixels that a consumer accumulates."""
+        return self.subtiles // 2 if self.split == 0 else self.subtiles
+
+    def _offsets(self, axis: int) -> list[int]:
+        return sorted({entry[0][axis] for blocks in self.entries for block in blocks for entry in block}) or [0]
+
+    @cached_property
+    def rows(self) -> tuple[tuple[tuple[int, ...], int, dict[int, int]], ...]:
+        """For D and H: (input offset of each row of the tile, rows from q to q + 1, first row of each tap offset).
+
+        A dense axis holds every row of the halo. With a large dilation only the rows that some tap reads are held:
+        for each offset one run of rows.
+        """
+        result = []
+        for axis in (0, 1):
+            count, step, offsets = self.tile[1 + axis], self.in_steps[axis], self._offsets(axis)
+            dense = tuple(range(offsets[0], offsets[-1] + (count - 1) * step + 1))
+            sparse = tuple(off + i * step for off in offsets for i in range(count))
+            if len(dense) <= len(sparse):
+                result.append((dense, step, {off: off - offsets[0] for off in offsets}))
+            else:
+                result.append((sparse, 1, {off: j * count for j, off in enumerate(offsets)}))
+        return tuple(result)
+
+    @property
+    def first_w(self) -> int:
+        return self._offsets(2)[0]
+
+    @property
+    def columns(self) -> int:
+        """Input columns of a tile with its halo."""
+        offsets = self._offsets(2)
+        return (self.tile[3] - 1) * self.in_steps[2] + offsets[-1] - offsets[0] + 1
+
+    @property
+    def plane(self) -> int:
+        """Columns of a segment with one residue modulo the input step: these are neighbours in the tile."""
+        return -(-self.columns // self.in_steps[2])
+
+    @property
+    def pitch(self) -> int:
+        return self.in_steps[2] * self.plane
+
+    @property
+    def segments(self) -> int:
+        return self.tile[0] * len(self.rows[0][0]) * len(self.rows[1][0])
+
+    @property
+    def pixels(self) -> int:
+        """Pixel rows of a tile in shared memory."""
+        return self.segments * self.pitch
+
+    def shift(self, offsets: Triple) -> int:
+        """A tap's shift in pixel rows."""
+        column = offsets[2] - self.first_w
+        row = self.rows[0][2][offsets[0]] * len(self.rows[1][0]) + self.rows[1][2][offsets[1]]
+        return row * self.pitch + column % self.in_steps[2] * self.plane + column // self.in_steps[2]
+
+    @property
+    def staging_units(self) -> int:
+        return (self.columns + 2 * self.vec - 2) // self.vec
+
+    @property
+    def aligned_channels(self) -> bool:
+        """Whether every chunk of a channels-last pixel begins at 16 bytes."""
+        return self.problem.in_channels % self.vec == 0 and (self.problem.groups == 1 or self.cin_g % self.vec == 0)
+
+    @property
+    def tensor_map(self) -> bool:
+        """Whether the tensor copy engine loads a channels-last tile as one box (sm_90)."""
+        (rows_d, _, _), (rows_h, _, _) = self.rows
+        dense = all(rows[-1] - rows[0] + 1 == len(rows) for rows in (rows_d, rows_h))
+        whole = self.problem.groups == 1 or self.cin_g % self.chunk == 0  # else a chunk would end in the next group
+        fits = max(self.columns, len(rows_d), len(rows_h), self.tile[0]) <= 256
+        return (
+            self.wgmma
+            and self.channels_last
+            and self.aligned_channels
+            and dense
+            and whole
+            and fits
+            and self.in_steps[2] == 1
+        )
+
+    @property
+    def box(self) -> tuple[int, int, int, int, int]:
+        """The tensor copy engine's box: channels, W, H, D, images."""
+        return self.chunk, self.columns, len(self.rows[1][0]), len(self.rows[0][0]), self.tile[0]
+
+    # --- the kernel's shared memory ----------------------------------------------------------------------------------
+
+    @property
+    def runs(self) -> int:
+        """Groups of 8 columns in one run of the epilogue."""
+        return min(self.tile[3] // 8, self.nb) if self.sub[0] == 8 else self.run_groups
+
+    @property
+    def ring_stages(self) -> int:
+        if not self.wgmma:
+            return 0
+        if self.resident:
+            return -(-max(self.fragments(v) for v in range(len(self.variants))) // self.w_stage)
+        return self.stages_w
+
+    @cached_property
+    def shared_bytes(self) -> int:
+        part = -(-self.pixels * self.row_bytes // 1024) * 1024
+        tiles = self.stages_p * self.parts * part
+        ring = self.ring_stages * self.w_stage * self.wgs_m * FRAGMENT
+        slots = 0 if self.channels_last else self.stages_s * self.chunk * self.segments * self.staging_units * 16
+        slot_barriers = 0
+        if self.wgmma:
+            slot_barriers = self.stages_p * self.tensor_map if self.channels_last else self.stages_s
+        run = self.runs * 8
+        width = run * 20 if self.channels_last else 8 * (-(-run * self.width_subs // 32) * 32 + 8)
+        return tiles + ring + slots + 8 * width * 4 + 16 * (self.stages_p + self.ring_stages + slot_barriers) + 4 * self.segments
+
+    # --- validity ----------------------------------------------------------------------------------------------------
+
+    def checked(self, shared_limit: int) -> Tiling:
+        """This tiling, when the kernel can run it."""
+        n, d, h, w = self.tile
+        if h % self.sub[0] or w % self.sub[1]:
+            raise Unfit(f"tile {self.tile} is no multiple of {self.sub}")
+        if self.split == 0 and self.subtiles % 2:
+            raise Unfit(f"{self.subtiles} subtiles cannot be halved")
+        if self.sub[0] == 8 and (self.nb % self.runs or (w // 8) % self.runs):
+            raise Unfit("strips of a consumer are not whole runs along W")
+        if self.axes[0].out_step * self.axes[1].out_step % self.subs or self.axes[2].out_step % self.width_subs:
+            raise Unfit("sub-positions do not fill the blocks")
+        if self.row_bytes not in (32, 64, 128):
+            raise Unfit(f"a chunk of {self.chunk} channels is {self.row_bytes} bytes, not 32, 64 or 128")
+        if self.mb < 1 or not any(self.variant_entries):
+            raise Unfit("no output has a tap")
+        if max(abs(r) for axis in self.rows for r in axis[0]) > _MAX_OFFSET:
+            raise Unfit(f"the taps reach more than {_MAX_OFFSET} rows away")
+        if self.parts == 2 and self.split == 1:
+            raise Unfit("IEEE accumulators leave no room for two blocks")
+        if self.shared_bytes > shared_limit:
+            raise Unfit(f"the tile takes {self.shared_bytes} bytes of shared memory, the device has {shared_limit}")
+        if self.pixels > _MAX_PIXELS and not self.channels_last:
+            raise Unfit(f"the tile has {self.pixels} pixels with its halo, more than {_MAX_PIXELS}")
+        return self
+
+    # --- the kernel's macros -----------------------------------------------------------------------------------------
+
+    def macros(self) -> dict[str, int | float | str]:
+        """The kernel's constants by macro name; see kernels/gather.cu."""
+        p = self.problem
+        order = ("tf32", "ieee", "fp16", "bf16")
+        flat = [(off, taps) for blocks in self.entries for block in blocks for off, taps in block]
+        bounds: list[int] = []
+        begin = 0
+        for blocks in self.entries:
+            bounds.append(begin)
+            for block in blocks:
+                begin += len(block)
+                bounds.append(begin)
+        (rows_d, step_d, _), (rows_h, step_h, _) = self.rows
+        alignment = self.vec
+        grouped = p.groups > 1
+        value = {"fp16": "half_value", "bf16": "bfloat_value"}.get(p.precision, "(float)")
+        names: dict[str, int | float | str] = {
+            "PRECISION": order.index(p.precision),
+            "ELEMENT": self.element,
+            "ELEMENT_TYPE": "float" if self.element == 4 else "unsigned short",
+            "ELEMENT_BITS": "unsigned int" if self.element == 4 else "unsigned short",
+            "VALUE": value,
+            "PARTS": self.parts,
+            "PROMOTE": int(self.parts == 2),
+            "WGMMA": int(self.wgmma),
+            "CHANNELS_LAST": int(self.channels_last),
+            "ALIGNED_CHANNELS": int(self.aligned_channels),
+            "TENSOR_MAP": int(self.tensor_map),
+            "FIRST_D": f"({rows_d[0]})",
+            "FIRST_H": f"({rows_h[0]})",
+            "ALIGNED_COUT": int(p.out_channels % alignment == 0 and not (grouped and self.cout_g % alignment)),
+            "CIN": p.in_channels,
+            "COUT": p.out_channels,
+            "CIN_G": self.cin_g,
+            "COUT_G": self.cout_g,
+            "TAPS": p.taps,
+            "CK": self.chunk,
+            "SUB_H": self.sub[0],
+            "SUB_W": self.sub[1],
+            "SPLIT": self.split,
+            "SUBS": self.subs,
+            "ROWS_PER_SUB": self.rows_per_sub,
+            "W_SUBS": self.width_subs,
+            "MB": self.mb,
+            "VARIANTS": len(self.variants),
+            "COUT_BLOCKS": self.cout_blocks,
+            "M_GROUPS": self.m_groups,
+            "STAGES_P": self.stages_p,
+            "STAGES_S": self.stages_s,
+            "STAGES_W": max(1, self.ring_stages) if self.wgmma else 0,
+            "W_STAGE": self.w_stage,
+            "RESIDENT": int(self.resident),
+            "RUN_GROUPS": self.runs,
+            "ROWS_D": len(rows_d),
+            "ROWS_H": len(rows_h),
+            "ROW_STEP_D": step_d,
+            "ROW_STEP_H": step_h,
+            "FIRST_W": f"({self.first_w})",
+            "COLUMNS": self.columns,
+            "PLANE": self.plane,
+            "PRODUCER_REGISTERS": 56,
+            "CONSUMER_REGISTERS": 200,
+            "SHARED_BYTES_PLANNED": self.shared_bytes,
+            "TAP_ROWS": _list(self.shift(off) for off, _ in flat),
+            "TAP_INDICES": _list(t for _, taps in flat for t in taps),
+            "ENTRIES": _list(bounds),
+            "SUBS_D": _list(ud for pairs, _ in self.variants for ud, _ in pairs),
+            "SUBS_H": _list(uh for pairs, _ in self.variants for _, uh in pairs),
+            "SUBS_W": _list(u for _, u in self.variants),
+            "OFFSETS_D": _list(rows_d),
+            "OFFSETS_H": _list(rows_h),
+            "BLOCKS_OF_W": _list(self.blocks_of_w),
+        }
+        for name, out_step, in_step, tile in zip("DHW", self.out_steps, self.in_steps, self.tile[1:]):
+            names[f"OUT_STEP_{name}"], names[f"IN_STEP_{name}"], names[f"TILE_{name}"] = out_step, in_step, tile
+        names["TILE_N"] = self.tile[0]
+        return names
+
+    # --- sizes, which are run-time arguments -------------------------------------------------------------------------
+
+    def counts(self, p: Problem) -> tuple[int, int, int, int]:
+        """Tiles along (N, D, H, W) for a problem of this layer."""
+        out = (1,) * (3 - p.rank) + p.out_size
+        steps = zip(out, self.out_steps, self.tile[1:])
+        d, h, w = (-(-(-(-o // s)) // t) for o, s, t in steps)
+        return -(-p.batch // self.tile[0]), d, h, w
+
+    def arguments(self, p: Problem) -> tuple[int, ...]:
+        """The kernel's integer arguments behind its four pointers."""
+        lead = (1,) * (3 - p.rank)
+        n, d, h, w = self.counts(p)
+        return (p.batch, *lead, *p.size, *lead, *p.out_size, d, h, w, n * d * h * w * self.m_groups)
+
+
+def _list(values: Sequence[int] | object) -> str:
+    return "{" + ",".join(str(v) for v in values) + "}"  # type: ignore[attr-defined]
+
+
+def useful(tiling: Tiling) -> float:
+    """Useful multiplications over issued ones, borders of tiles aside: rows of M, union of taps, chunk padding."""
+    issued = sum(tiling.variant_entries) * tiling.cout_blocks * tiling.wgs_m * 64 * tiling.chunks * tiling.chunk
+    p = tiling.problem
+    return math.prod(tiling.unroll) * p.taps * tiling.cin_g * tiling.cout_g / max(1, issued)
