@@ -1,16 +1,22 @@
-"""The CPU rule on the layers that it is known by, and the numbers that its choices compute at real sizes."""
+"""The CPU rule on the layers that it is known by, and the numbers that its choices compute at real sizes; which kernel
+family a GPU gets."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 import torch
+from hypothesis import given, settings
 
 import upconv
-from strategies import operands
+from strategies import operands, problems
 from upconv import cpu, planner, reference
 from upconv.bench import suites
+from upconv.cuda import engine, gpu
 from upconv.planner import Device
-from upconv.problem import Problem
+from upconv.problem import LAYOUTS, PRECISIONS, Problem
 
 ONEDNN = Device("cpu", 2, frozenset({torch.float32, torch.bfloat16}))
 LAYERS = dict(suites.SUITES["cpu"])
@@ -90,6 +96,116 @@ def test_other_devices_are_pytorchs_and_say_so() -> None:
     plan = planner.plan(LAYERS["C"], planner.device_of(torch.device("mps")))
     assert plan.delegates
     assert plan.candidates[0].reason == "upconv has no engine for mps devices"
+
+
+# --- CUDA ------------------------------------------------------------------------------------------------------------
+
+CUDA_LAYERS = [case for suite in ("founding", "kernelbench", "models") for case in suites.SUITES[suite]]
+
+
+def variants(p: Problem) -> list[Problem]:
+    """The problem in every precision and layout."""
+    return [
+        p.with_(dtype=dtype, precision=precision, layout=layout)
+        for dtype, precisions in PRECISIONS.items()
+        for precision in precisions
+        for layout in (LAYOUTS if p.rank > 1 else LAYOUTS[:1])
+    ]
+
+
+def assert_sentence(reason: str) -> None:
+    assert len(reason) > 15 and not reason.endswith(".") and "\n" not in reason, reason
+
+
+@pytest.mark.parametrize("name", list(dict.fromkeys(case.name for case in CUDA_LAYERS)))
+def test_on_a_gpu_nothing_is_left_to_pytorch(name: str) -> None:
+    whole = next(case.problem for case in CUDA_LAYERS if case.name == name)
+    for p in variants(whole):
+        plan = planner.plan(p, Device("cuda", gpu=gpu.H200))
+        assert plan.forward in engine.FAMILIES, p
+        assert plan.choice is not None and plan.choice.family == plan.forward
+        assert plan.engine("fwd") == f"cuda:{plan.forward}" == plan.engine("step")
+        assert plan.engine("grad-input") == plan.engine("grad-weight") == "torch"
+        assert not plan.delegates
+        roof = p.roof_seconds(2e15, 4.8e12)  # beyond any rate that an H200 has
+        assert plan.seconds is not None and roof < plan.seconds < 1.0
+        assert [c.name for c in plan.candidates if c.chosen] == [plan.forward]
+        assert {c.name for c in plan.candidates} == {*engine.FAMILIES, "native"}
+        for candidate in plan.candidates:
+            assert_sentence(candidate.reason)
+        assert f"{1e3 * plan.seconds:.3g} ms by the model, bound by {plan.choice.bound}" in plan.candidates[0].reason
+
+
+@pytest.mark.parametrize(
+    "which", [gpu.A100, gpu.RTX3090, gpu.RTX4090, gpu.B200, gpu.RTX5090], ids=lambda g: g.name.split()[-1]
+)
+def test_every_gpu_from_compute_capability_8_on_is_served(which: gpu.Gpu) -> None:
+    for _, p in suites.SUITES["founding"]:
+        for variant in variants(p)[::3]:
+            assert planner.plan(variant, Device("cuda", gpu=which)).forward in engine.FAMILIES
+
+
+@given(p=problems())
+@settings(max_examples=100, deadline=None)
+def test_every_problem_has_a_kernel(p: Problem) -> None:
+    assert planner.plan(p, Device("cuda", gpu=gpu.H200)).forward in engine.FAMILIES
+
+
+def test_the_cheaper_family_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    p = LAYERS["C"]
+
+    def fixed(family: str, seconds: float) -> SimpleNamespace:
+        return SimpleNamespace(family=family, seconds=seconds, summary="a tile", bound="bytes")
+
+    for times in ({"gather": 2.0, "direct": 1.0}, {"gather": 1.0, "direct": 2.0}, {"gather": 3.0, "direct": 3.0}):
+        answers = {name: fixed(name, seconds) for name, seconds in times.items()}
+        monkeypatch.setattr(engine, "choose", lambda p, g, answers=answers: answers)
+        plan = planner._plan_cuda(p, Device("cuda", gpu=gpu.H200))
+        best = min(times, key=times.__getitem__)
+        assert plan.forward == best and plan.seconds == times[best]
+        (other,) = (c for c in plan.candidates if c.name in times and c.name != best)
+        assert other.reason.startswith("slower: ") and not other.chosen
+    monkeypatch.setattr(engine, "choose", lambda p, g: {"gather": "too odd", "direct": "far too odd"})
+    plan = planner._plan_cuda(p, Device("cuda", gpu=gpu.H200))
+    assert plan.delegates and plan.choice is None and plan.seconds is None
+    assert [c.reason for c in plan.candidates] == ["none of upconv's kernels fits", "too odd", "far too odd"]
+
+
+@pytest.mark.parametrize(
+    ("device", "reason"),
+    [
+        (Device("cuda", gpu=replace(gpu.A100, name="T4", capability=(7, 5))), "capability 8.0, and T4 has 7.5"),
+        (Device("cuda", gpu=gpu.H200, unavailable="CUDA kernels need NVRTC"), "CUDA kernels need NVRTC"),
+        (Device("cuda"), "nothing is known of this GPU"),
+    ],
+    ids=("old", "no compiler", "unknown"),
+)
+def test_reasons_for_leaving_cuda_calls_to_pytorch(device: Device, reason: str) -> None:
+    for pass_ in ("fwd", "step"):
+        plan = planner.plan(LAYERS["C"].with_(pass_=pass_), device)
+        assert plan.delegates and plan.engine("fwd") == plan.engine("step") == "torch"
+        assert reason in plan.candidates[0].reason
+
+
+def test_empty_inputs_are_pytorchs() -> None:
+    plan = planner.plan(LAYERS["C"].with_(batch=0), Device("cuda", gpu=gpu.H200))
+    assert plan.delegates and plan.candidates[0].reason == "the input is empty"
+
+
+def test_gradients_on_cuda_are_pytorchs_and_say_so() -> None:
+    for pass_ in ("grad-input", "grad-weight", "step"):
+        plan = planner.plan(LAYERS["C"].with_(pass_=pass_), Device("cuda", gpu=gpu.H200))
+        assert plan.backward == "native"
+        assert any("no gradient kernels for CUDA yet" in c.reason and c.chosen for c in plan.candidates)
+
+
+def test_without_a_gpu_cuda_devices_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    planner.cuda_device.cache_clear()
+    try:
+        assert planner.device_of(torch.device("cuda")).unavailable == "PyTorch finds no CUDA device"
+    finally:
+        planner.cuda_device.cache_clear()
 
 
 def test_small_outputs_are_left_alone() -> None:

@@ -1,0 +1,987 @@
+"""The CUDA engine: without a GPU on a stand-in kernel that runs on CPU tensors, with one on the real kernels."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor, nn
+
+import upconv
+from conftest import OURS, THEIRS, Call, _forget_plans, assert_close, assert_equal, make_call
+from strategies import excess, operands, problems
+from upconv import ops, planner, reference
+from upconv.cuda import engine, gpu, jit
+from upconv.planner import Candidate, Device, Plan
+from upconv.problem import Problem
+
+H200 = Device("cuda", gpu=gpu.H200)
+
+
+# --- a stand-in for a kernel family ----------------------------------------------------------------------------------
+
+
+class Unit(NamedTuple):
+    label: str
+    source: str
+    entries: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Computes on the CPU from packed weights alone, and counts what it is asked to do."""
+
+    problem: Problem
+    log: list[str] = field(default_factory=list, compare=False)
+    failure: Exception | None = None
+    identity: bool = False
+    packing: str | None = None
+    family: str = "stand-in"
+    seconds: float = 1e-3
+    summary: str = "one tile"
+    bound: str = "nothing"
+
+    def sources(self) -> tuple[Unit, ...]:
+        return (Unit(f"kernel {self.problem.kernel}", f"// {self.problem.kernel}"),)
+
+    def prepare(self, device: int) -> Prepared:
+        self.log.append("prepare")
+        return Prepared(self)
+
+
+class Prepared:
+    def __init__(self, choice: Choice) -> None:
+        self.choice = choice
+        if choice.packing is not None:
+            self.packing = choice.packing
+
+    def pack(self, weight: Tensor) -> Tensor:
+        self.choice.log.append("pack")
+        return weight.detach() if self.choice.identity else weight.detach().clone(memory_format=torch.contiguous_format)
+
+    def run(self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor) -> None:
+        p = self.choice.problem
+        self.choice.log.append("run")
+        if self.choice.failure is not None:
+            raise self.choice.failure
+        assert x.is_contiguous(memory_format=engine.cpu.memory_format(p.layout, p.rank))
+        assert bias is None or bias.is_contiguous()
+        raw = [None if t is None else torch.frombuffer(_bytes(t), dtype=t.dtype).view(t.shape) for t in (packed, bias)]
+        assert raw[0] is not None
+        wide = [None if t is None else t.double() for t in (x, *raw)]
+        y = torch.convolution(*wide, p.stride, p.padding, p.dilation, True, p.output_padding, p.groups)  # type: ignore[arg-type]
+        out.copy_(y)
+
+
+def _bytes(t: Tensor) -> bytearray:
+    """The memory as a kernel would read it, which knows nothing of PyTorch's negative bit."""
+    assert t.is_contiguous()
+    return bytearray((ctypes.c_char * t.nbytes).from_address(t.data_ptr()))
+
+
+@dataclass
+class Machine:
+    """What stands for the GPU's state."""
+
+    stream: int = 0
+    capturing: bool = False
+    waits: list[int] = field(default_factory=list)
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
+    """The engine on CPU tensors: streams, capture and the current device are what the test says."""
+    state = Machine()
+    monkeypatch.setattr(engine, "_current_device", lambda: -1)
+    monkeypatch.setattr(engine, "_current_stream", lambda index: state.stream)
+    monkeypatch.setattr(engine, "_capturing", lambda: state.capturing)
+    monkeypatch.setattr(engine, "_record", lambda index: state.stream)
+    monkeypatch.setattr(engine, "_wait", lambda event, tensor, index: state.waits.append(event))
+    engine.forget()
+    yield state
+    engine.forget()
+
+
+def a_plan(p: Problem, **changes: Any) -> tuple[Plan, list[str]]:
+    choice = Choice(p, **changes)
+    return Plan(p, H200, "stand-in", "native", (Candidate("stand-in", True, "a test"),), choice), choice.log
+
+
+@pytest.fixture
+def served(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Every call on CPU tensors is planned as if for a GPU, and computed by the stand-in; yields its log."""
+    log: list[str] = []
+
+    def plan(p: Problem, device: Device) -> Plan:
+        return Plan(p, H200, "stand-in", "native", (Candidate("stand-in", True, "a test"),), Choice(p, log))
+
+    _forget_plans()
+    monkeypatch.setattr(planner, "plan", plan)
+    yield log
+    monkeypatch.undo()
+    _forget_plans()
+
+
+P = Problem.make(2, 4, 6, (5, 4), 3, 2, 1, 1, groups=2, bias=True)
+
+
+# --- the call --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rank", (1, 2, 3))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float64, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("bias", (True, False))
+def test_outputs_and_gradients_are_pytorchs(rank: int, dtype: torch.dtype, bias: bool, served: list[str]) -> None:
+    call = make_call((2, 4, *(5,) * rank), (4, 3, *(3,) * rank), bias, dtype=dtype, stride=2, padding=1, groups=2)
+    call.check()
+    Call(call.input[0], call.weight, call.bias, call.kwargs).check()
+    assert "run" in served
+
+
+@pytest.mark.parametrize("change", ("rows", "transposed", "expanded", "offset", "negative", "channels_last weight"))
+def test_operands_of_any_strides(change: str, served: list[str]) -> None:
+    call = make_call((2, 4, 5, 6), (4, 3, 3, 3), stride=2)
+    x, w, b = call.input, call.weight, call.bias
+    assert b is not None
+    if change == "rows":
+        x = torch.randn(2, 4, 10, 6)[:, :, ::2]
+    elif change == "transposed":
+        x, w = torch.randn(2, 4, 6, 5).mT, torch.randn(4, 3, 3, 3).mT
+    elif change == "expanded":
+        x, b = torch.randn(1, 4, 1, 6).expand(2, 4, 5, 6), torch.randn(1).expand(3)
+    elif change == "offset":
+        x, b = torch.randn(3, 4, 5, 6)[1:], torch.randn(6)[1::2]
+    elif change == "negative":
+        x, w, b = (torch._neg_view(t) for t in (x, w, b))
+    else:
+        w = w.contiguous(memory_format=torch.channels_last)
+    Call(x, w, b, call.kwargs).check()
+    assert "run" in served
+
+
+def test_autocast_inference_mode_and_compiled_graphs(served: list[str]) -> None:
+    call = make_call((2, 4, 5, 6), (4, 3, 3, 3), stride=2)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = call.run(OURS)
+        assert out.dtype is torch.bfloat16
+        assert_close(out, call.run(THEIRS))
+    with torch.inference_mode():
+        out = call.run(OURS)
+        assert out.is_inference()
+        assert_close(out, call.run(THEIRS))
+    before = list(served)
+    out = torch.ops.upconv.conv_transpose(call.input, call.weight, call.bias, [2, 2], [0, 0], [0, 0], 1, [1, 1])
+    assert_close(out, call.run(THEIRS))
+    assert served[len(before) :] == ["prepare", "pack", "run"] or served[len(before) :] == ["pack", "run"]
+
+
+def test_a_failure_names_problem_and_plan_and_leaves_the_library_usable(machine: Machine) -> None:
+    x, w, b, _ = operands(P)
+    plan, _ = a_plan(P, failure=RuntimeError("CUDA said no"))
+    with pytest.raises(RuntimeError) as error:
+        engine.forward(plan, x, w, b)
+    for part in (str(P), "cuda:stand-in", "one tile", "CUDA said no"):
+        assert part in str(error.value)
+    plan, _ = a_plan(P, failure=torch.OutOfMemoryError("2 GiB more than there is"))
+    with pytest.raises(torch.OutOfMemoryError, match="2 GiB"):
+        engine.forward(plan, x, w, b)
+    plan, _ = a_plan(P)
+    assert reference.relative_error(engine.forward(plan, x, w, b), reference.forward(P, x, w, b)) < 1e-6
+
+
+def test_threads_prepare_once(machine: Machine) -> None:
+    x, w, b, _ = operands(P)
+    plan, log = a_plan(P)
+    results: list[Tensor] = []
+    threads = [threading.Thread(target=lambda: results.append(engine.forward(plan, x, w, b))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert log.count("prepare") == 1 and len(results) == 8
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+# --- packed weights --------------------------------------------------------------------------------------------------
+
+
+class Weights:
+    """A layer's weight, and calls on it that check the result and tell whether the weights were packed anew."""
+
+    def __init__(self, weight: Tensor, **changes: Any) -> None:
+        self.weight = weight
+        self.x, _, self.b, _ = operands(P)
+        self.plan, self.log = a_plan(P, **changes)
+
+    def packs(self, keep: bool = True, weight: Tensor | None = None) -> int:
+        weight = self.weight if weight is None else weight
+        before = self.log.count("pack")
+        with torch.no_grad():
+            out = engine.forward(self.plan, self.x, weight, self.b, keep)
+        truth = reference.forward(P, self.x, weight, self.b)
+        assert reference.relative_error(out, truth) < 1e-6, "computed with weights that are no longer the layer's"
+        return self.log.count("pack") - before
+
+
+@pytest.fixture
+def weights(machine: Machine) -> Weights:
+    return Weights(nn.Parameter(torch.randn(P.weight_shape)))
+
+
+def test_unchanged_weights_are_packed_once(weights: Weights) -> None:
+    assert [weights.packs() for _ in range(4)] == [1, 0, 0, 0]
+    assert weights.packs(weight=weights.weight.detach()) == 0  # the same storage through another tensor
+    assert weights.packs(keep=False) == 1
+
+
+def _step(w: Tensor) -> None:
+    w.grad = torch.ones_like(w)
+    torch.optim.SGD([w], lr=0.5).step()
+
+
+def _adam(w: Tensor) -> None:
+    w.grad = torch.randn_like(w)
+    torch.optim.AdamW([w], lr=0.5, foreach=True).step()
+
+
+def _in_place(w: Tensor) -> None:
+    with torch.no_grad():
+        w.mul_(3)
+
+
+def _one_element(w: Tensor) -> None:
+    w.detach()[0, 0, 0, 0] = 5.0
+
+
+def _swap(w: Tensor) -> None:
+    w.data = torch.randn(w.shape)
+
+
+def _set(w: Tensor) -> None:
+    with torch.no_grad():
+        w.set_(torch.randn(w.shape))  # type: ignore[call-overload]
+
+
+def _copy(w: Tensor) -> None:
+    layer = nn.Module()
+    layer.register_parameter("weight", w)  # type: ignore[arg-type]
+    layer.load_state_dict({"weight": torch.randn(w.shape)})
+
+
+@pytest.mark.parametrize("change", (_step, _adam, _in_place, _one_element, _swap, _set, _copy))
+def test_changed_weights_are_packed_anew(change: Callable[[Tensor], None], weights: Weights) -> None:
+    assert weights.packs() == 1
+    for _ in range(3):
+        change(weights.weight)
+        assert weights.packs() == 1
+        assert weights.packs() == 0
+
+
+def test_weights_swapped_at_one_address(weights: Weights) -> None:
+    """A storage may be freed and another given its address, while the parameter's version does not move."""
+    version, seen = weights.weight._version, set()
+    for _ in range(50):
+        weights.weight.data = torch.empty(0)
+        weights.weight.data = torch.randn(P.weight_shape)
+        seen.add(weights.weight.data_ptr())
+        assert weights.packs() == 1
+    assert weights.weight._version == version
+    assert len(seen) < 50, "no address was ever used twice, so the test tested nothing"
+
+
+def test_new_weights_at_an_old_address(machine: Machine) -> None:
+    addresses = set()
+    weights = Weights(torch.empty(0))
+    for _ in range(50):
+        fresh = torch.randn(P.weight_shape)
+        addresses.add(fresh.data_ptr())
+        assert weights.packs(weight=fresh) == 1
+        del fresh
+    assert len(addresses) < 50
+    gc.collect()
+    assert not engine._shelves
+
+
+def test_packed_weights_die_with_the_weight(weights: Weights) -> None:
+    weights.packs()
+    (shelf,) = engine._shelves.values()
+    (packed,) = shelf.packed.values()
+    gone = weakref.ref(packed.tensor)
+    del shelf, packed
+    view = weights.weight.detach()
+    weights.weight = torch.empty(0)
+    gc.collect()
+    assert gone() is not None  # the storage lives on
+    del view
+    gc.collect()
+    assert gone() is None and not engine._shelves
+
+
+def test_views_of_one_storage_are_told_apart(machine: Machine) -> None:
+    both = torch.randn(2, *P.weight_shape)
+    weights = Weights(both[0])
+    assert [weights.packs(weight=both[i]) for i in (0, 1, 0, 1)] == [1, 1, 0, 0]
+    square = torch.randn(4, 3, 3, 3)
+    assert [weights.packs(weight=w) for w in (square, square.mT, square, square.mT)] == [1, 1, 0, 0]
+    assert weights.packs(weight=torch._neg_view(square)) == 1
+    assert weights.packs(weight=square) == 1
+
+
+def test_inference_tensors_are_packed_at_every_call(machine: Machine) -> None:
+    with torch.inference_mode():
+        weights = Weights(torch.randn(P.weight_shape))
+        assert weights.packs() == 1
+        weights.weight.mul_(2)  # nothing counts it
+        assert weights.packs() == 1
+
+
+def test_weights_that_need_no_packing_are_not_held(machine: Machine) -> None:
+    weights = Weights(torch.randn(P.weight_shape), identity=True)
+    assert [weights.packs(), weights.packs()] == [1, 1]
+    assert not engine._shelves
+
+
+def test_while_recording_gradients_nothing_is_kept(served: list[str]) -> None:
+    layer = upconv.ConvTranspose2d(4, 6, 3, stride=2)
+    x = torch.randn(2, 4, 5, 5)
+    for _ in range(2):
+        layer(x).sum().backward()
+        assert not engine._shelves
+    layer.requires_grad_(False)
+    served.clear()
+    for _ in range(2):
+        layer(x.requires_grad_()).sum().backward()  # frozen weights
+    assert served.count("pack") == 1
+
+
+def test_captured_graphs_pack_for_themselves(machine: Machine, weights: Weights) -> None:
+    assert weights.packs() == 1
+    machine.capturing = True
+    assert [weights.packs(), weights.packs()] == [1, 1]
+    machine.capturing = False
+    assert weights.packs() == 0
+    engine.forget()
+    machine.capturing = True
+    assert weights.packs() == 1
+    assert not engine._shelves
+
+
+def test_another_stream_waits_for_the_packing_once(machine: Machine, weights: Weights) -> None:
+    assert weights.packs() == 1
+    machine.stream = 7
+    assert [weights.packs(), weights.packs()] == [0, 0]
+    assert machine.waits == [0]
+    machine.stream = 0
+    assert weights.packs() == 0
+    assert machine.waits == [0]
+    _in_place(weights.weight)
+    machine.stream = 7
+    assert weights.packs() == 1
+    machine.stream = 0
+    assert weights.packs() == 0
+    assert machine.waits == [0, 7]
+
+
+def test_what_is_kept_of_a_weight_is_bounded(machine: Machine) -> None:
+    weight = torch.randn(64, 64, 9, 9)
+    p = Problem.make(1, 64, 64, (5, 5), 9)
+    b = None
+    logs = []
+    for size in range(3, 12):
+        plan, log = a_plan(p.with_(size=(size, size)))
+        logs.append(log)
+        engine.forward(plan, torch.randn(1, 64, size, size), weight, b)
+        (shelf,) = engine._shelves.values()
+        assert sum(packed.tensor.nbytes for packed in shelf.packed.values()) <= 4 * weight.nbytes + 2**20
+    assert len(shelf.packed) > 1 and sum(log.count("pack") for log in logs) == 9
+
+
+def test_choices_of_equal_packing_share_the_weights(machine: Machine) -> None:
+    weight = torch.randn(P.weight_shape)
+    logs = []
+    for size in (4, 5, 6):
+        p = P.with_(size=(size, size))
+        plan, log = a_plan(p, packing="by 64")
+        x, _, b, _ = operands(p)
+        engine.forward(plan, x, weight, b)
+        logs += log
+    assert logs.count("pack") == 1
+
+
+def test_keeping_can_be_switched_off(weights: Weights, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "KEEP_PACKED", False)
+    assert weights.packs() == 1
+    weights.weight.data.mul_(2)  # no counter sees this
+    assert weights.packs() == 1
+    assert not engine._shelves
+
+
+# --- precision and memory format -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def settings_of_precision() -> Iterator[Any]:
+    """``torch.backends``, whose precision settings are put back."""
+    cudnn: Any = torch.backends.cudnn
+    general: Any = torch.backends
+    before = (cudnn.conv.fp32_precision, cudnn.fp32_precision, general.fp32_precision, cudnn.enabled)
+    yield torch.backends
+    cudnn.conv.fp32_precision, cudnn.fp32_precision, general.fp32_precision, cudnn.enabled = before
+
+
+@pytest.mark.parametrize("getter", ("torch._C", "attribute"))
+def test_float32_precision_follows_pytorchs_setting(
+    getter: str, settings_of_precision: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if getter == "attribute":
+        monkeypatch.setattr(ops, "_conv_precision", ops._conv_precision_attribute)
+    cudnn = settings_of_precision.cudnn
+    for value in ("tf32", "ieee", "tf32"):
+        cudnn.conv.fp32_precision = value
+        assert ops._float32_precision() == value
+    cudnn.enabled = False
+    assert ops._float32_precision() == "ieee"
+    cudnn.enabled = True
+    cudnn.conv.fp32_precision = "none"  # inherits
+    for value in ("ieee", "tf32"):
+        cudnn.fp32_precision = value
+        assert ops._float32_precision() == value == cudnn.conv.fp32_precision
+    # Reading the old flag raises where convolutions and RNNs differ; nothing here may.
+    cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision = "ieee", "tf32"
+    try:
+        assert ops._float32_precision() == "ieee"
+    finally:
+        cudnn.rnn.fp32_precision = "tf32"
+
+
+class _OnCuda:
+    """A tensor's description as `ops._find_plan` reads it, on a CUDA device that need not be there."""
+
+    def __init__(self, t: Tensor) -> None:
+        self._t = t
+        self.dtype, self.shape, self.layout = t.dtype, t.shape, t.layout
+        self.device = torch.device("cuda", 0)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._t, name)
+
+
+@pytest.fixture
+def cuda_plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Problem | None]]:
+    """The problem that a call would be on an H200."""
+    _forget_plans()
+    monkeypatch.setattr(planner, "cuda_device", lambda index: Device("cuda", gpu=gpu.H200))
+    monkeypatch.setattr(engine, "choose", lambda p, g: {"stand-in": Choice(p)})
+
+    def find(x: Tensor, w: Tensor, **kwargs: Any) -> Problem | None:
+        arguments = {"stride": 1, "padding": 0, "output_padding": 0, "groups": 1, "dilation": 1, **kwargs}
+        fake: Any = (_OnCuda(x), _OnCuda(w))
+        plan = ops._find_plan(w.dim() - 2, *fake, None, *arguments.values())
+        return None if plan is None else plan.problem
+
+    yield find
+    monkeypatch.undo()
+    _forget_plans()
+
+
+def test_the_precision_is_part_of_the_problem(cuda_plans: Any, settings_of_precision: Any) -> None:
+    x, w = torch.randn(2, 4, 5, 5), torch.randn(4, 3, 3, 3)
+    for value in ("tf32", "ieee", "tf32"):
+        settings_of_precision.cudnn.conv.fp32_precision = value
+        assert cuda_plans(x, w).precision == value
+        assert cuda_plans(x.bfloat16(), w.bfloat16()).precision == "bf16"
+        assert cuda_plans(x.double(), w.double()).precision == "fp64"
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float64, torch.float16, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("rank", (1, 2, 3))
+def test_memory_format_rule(rank: int, dtype: torch.dtype, cuda_plans: Any) -> None:
+    """channels_last where either operand is, but for float64; 1-D always contiguous (``ConvUtils.h``)."""
+    x, w = torch.randn(2, 4, *(5,) * rank, dtype=dtype), torch.randn(4, 3, *(3,) * rank, dtype=dtype)
+    formats: list[Any] = [
+        torch.contiguous_format,
+        *([{2: torch.channels_last, 3: torch.channels_last_3d}[rank]] if rank > 1 else []),
+    ]
+    for x_format in formats:
+        for w_format in formats:
+            p = cuda_plans(x.contiguous(memory_format=x_format), w.contiguous(memory_format=w_format))
+            either = torch.contiguous_format is not x_format or torch.contiguous_format is not w_format
+            assert p.layout == ("channels_last" if either and dtype is not torch.float64 else "nchw")
+
+
+def test_memory_format_of_ambiguous_operands(cuda_plans: Any) -> None:
+    """As PyTorch reads strides: a single pixel can be both, a single channel is what its strides say."""
+    w = torch.randn(8, 4, 3, 3)
+    last = torch.channels_last
+    assert cuda_plans(torch.randn(2, 8, 1, 1).to(memory_format=last), w).layout == "channels_last"
+    assert cuda_plans(torch.randn(2, 8, 1, 1), w).layout == "nchw"
+    one = torch.empty(2, 1, 4, 5, memory_format=last)
+    assert cuda_plans(one, torch.randn(1, 4, 3, 3)).layout == "channels_last"
+
+
+# --- strict ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def _lenient() -> Iterator[None]:
+    yield
+    upconv.strict(False)
+
+
+def test_strict_refuses_what_pytorch_would_serve() -> None:
+    call = make_call((2, 4, 5, 6), (4, 3, 3, 3), False, stride=2)
+    call.run(OURS)
+    with upconv.strict(True):
+        with pytest.raises(RuntimeError) as error:
+            call.run(OURS)
+        assert "4->3 k3 s2 p0 on 2x4x5x6 float32" in str(error.value)
+        assert "the output is small, so the call is bound by its overhead" in str(error.value)
+        with pytest.raises(RuntimeError, match="complex64"):
+            make_call((2, 4, 5, 6), (4, 3, 3, 3), dtype=torch.complex64).run(OURS)
+        with pytest.raises(RuntimeError, match="a Mine"):
+            Call(call.input.as_subclass(Mine), call.weight, call.bias).run(OURS)
+        with pytest.raises(RuntimeError, match=r"upconv\.strict"):
+            torch.ops.upconv.conv_transpose(call.input, call.weight, None, [2, 2], [0, 0], [0, 0], 1, [1, 1])
+        with upconv.strict(False):
+            call.run(OURS)
+        with pytest.raises(RuntimeError, match=r"upconv\.strict"):
+            call.run(OURS)
+    call.run(OURS)
+
+
+class Mine(Tensor):
+    pass
+
+
+def test_strict_as_a_function_holds_in_all_threads() -> None:
+    call = make_call((2, 4, 5, 6), (4, 3, 3, 3), False, stride=2)
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            call.run(OURS)
+        except RuntimeError as error:
+            errors.append(error)
+
+    upconv.strict(True)
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    run()
+    upconv.strict(False)
+    run()
+    assert len(errors) == 2
+
+
+def test_strict_lets_pass_what_an_engine_serves(served: list[str]) -> None:
+    with upconv.strict():
+        make_call((2, 4, 5, 6), (4, 3, 3, 3), stride=2).check()
+    assert "run" in served
+
+
+def test_strict_leaves_pytorchs_errors_alone() -> None:
+    x, w = torch.randn(2, 4, 5, 6), torch.randn(4, 3, 3, 3)
+    for args in ((x[:, :3], w), (x.double(), w), (x, w, torch.randn(7)), (x, w, None, 2, 0, 2), (x, w, None, 0)):
+        with pytest.raises(RuntimeError) as theirs:
+            torch.conv_transpose2d(*args)  # type: ignore[call-overload]
+        with upconv.strict(True), pytest.raises(RuntimeError) as ours:
+            upconv.conv_transpose2d(*args)  # type: ignore[arg-type]
+        assert str(ours.value) == str(theirs.value)
+
+
+def test_strict_exempts_what_pytorch_must_see() -> None:
+    call = make_call((2, 4, 5, 6), (4, 3, 3, 3), stride=2)
+    x, w = call.input, call.weight
+    with upconv.strict(True):
+        torch.func.vmap(lambda t: upconv.conv_transpose2d(t, w))(x)
+        torch.func.jvp(lambda t: upconv.conv_transpose2d(t, w), (x,), (x,))
+        assert upconv.conv_transpose2d(x[:0], w).shape[0] == 0
+        assert upconv.conv_transpose2d(x.to("meta"), w.to("meta")).device.type == "meta"
+        with torch._subclasses.FakeTensorMode() as mode:
+            fake = [mode.from_tensor(t) for t in (x, w)]
+            upconv.conv_transpose2d(*fake)
+        upconv.conv_transpose2d(*fake)
+        torch.export.export(upconv.ConvTranspose2d(4, 3, 3), (x,))
+
+
+# --- warmup ----------------------------------------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = upconv.ConvTranspose2d(4, 6, 3, stride=2)
+        self.norm = nn.BatchNorm2d(6)
+        self.out = upconv.ConvTranspose2d(6, 3, 5)
+
+    def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+        y: Tensor = self.out(self.norm(self.up(x)))
+        return y if scale is None else y * scale
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """What the compiler was asked for."""
+    found: list[tuple[str, str]] = []
+
+    def cubin(source: str, arch: str, label: str = "") -> bytes:
+        found.append((source, arch))
+        return b""
+
+    monkeypatch.setattr(jit, "cubin", cubin)
+    return found
+
+
+def test_warmup_compiles_and_loads_everything(served: list[str], compiled: list[tuple[str, str]]) -> None:
+    model = Net().train()
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    told: list[tuple[str, int, int]] = []
+    model.norm.eval()
+    lines = upconv.warmup(model, torch.randn(2, 4, 5, 5), progress=lambda *args: told.append(args))
+    assert lines == ["kernel (3, 3) for sm_90a", "kernel (5, 5) for sm_90a"]
+    assert sorted(compiled) == [("// (3, 3)", "90a"), ("// (5, 5)", "90a")]
+    assert [args[1:] for args in told] == [(1, 2), (2, 2)]
+    assert served == ["prepare", "prepare"]  # loaded, and nothing was run
+    assert model.training and model.up.training and not model.norm.training
+    assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
+    assert upconv.warmup(model, torch.randn(2, 4, 5, 5)) == []
+    served.clear()
+    with torch.no_grad():
+        model(torch.randn(2, 4, 5, 5))
+    assert "prepare" not in served
+
+
+@pytest.mark.parametrize(
+    "example",
+    [
+        ((2, 4, 5, 5),),
+        (torch.Size((2, 4, 5, 5)), torch.ones(1)),
+        ([(2, 4, 5, 5), torch.ones(1)],),
+        ({"x": (2, 4, 5, 5), "scale": torch.ones(1)},),
+        ({"x": torch.ones(2, 4, 5, 5)},),
+    ],
+    ids=("shape", "shape and tensor", "list", "dict of both", "dict"),
+)
+def test_warmup_takes_shapes_and_arguments(
+    example: tuple[Any, ...], served: list[str], compiled: list[tuple[str, str]]
+) -> None:
+    assert len(upconv.warmup(Net(), *example)) == 2
+
+
+def test_warmup_says_what_cannot_be_compiled(served: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def cubin(source: str, arch: str, label: str = "") -> bytes:
+        raise jit.CompileError("a brace is missing")
+
+    monkeypatch.setattr(jit, "cubin", cubin)
+    model = Net()
+    with pytest.raises(RuntimeError, match=r"(?s)4->6 k3 s2 .*a brace is missing"):
+        upconv.warmup(nn.Sequential(model.up), (2, 4, 5, 5))
+    assert model.training
+
+
+def test_warmup_on_a_cpu_has_nothing_to_do() -> None:
+    assert upconv.warmup(Net(), (1, 4, 5, 5)) == []
+
+
+# --- on a GPU --------------------------------------------------------------------------------------------------------
+
+CUDA = pytest.mark.gpu
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@pytest.fixture
+def ieee(settings_of_precision: Any) -> None:
+    settings_of_precision.cudnn.conv.fp32_precision = "ieee"
+
+
+def on_gpu(p: Problem, seed: int = 0) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    x, w, b, g = (None if t is None else t.cuda() for t in operands(p, seed))
+    assert x is not None and w is not None and g is not None
+    return x, w, b, g
+
+
+def served_call(p: Problem, x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+    """The public function, which must not leave the call to PyTorch."""
+    with upconv.strict(True):
+        out: Tensor = OURS[p.rank](x, w, b, p.stride, p.padding, p.output_padding, p.groups, p.dilation)
+    return out
+
+
+def their_call(p: Problem, x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+    out: Tensor = THEIRS[p.rank](x, w, b, p.stride, p.padding, p.output_padding, p.groups, p.dilation)
+    return out
+
+
+def tf32_excess(p: Problem, out: Tensor, x: Tensor, w: Tensor, b: Tensor | None) -> float:
+    """The largest error over TF32's bound: both factors rounded to 11 bits, ``2 * 2**-11`` of each product."""
+    truth = reference.forward(p, x, w, b)
+    magnitude = reference.forward(p, x.abs(), w.abs(), None if b is None else b.abs())
+    extra = 2 * 2**-11 * magnitude
+    return ((out.double() - truth).abs() / (extra + 1e-6 * magnitude + 1e-30)).max().item()
+
+
+@CUDA
+@settings(max_examples=30, deadline=None)  # each compiles kernels of its own
+@given(p=problems())
+def test_gpu_random_problems(p: Problem) -> None:
+    x, w, b, _ = on_gpu(p)
+    cudnn: Any = torch.backends.cudnn
+    before = cudnn.conv.fp32_precision
+    try:
+        cudnn.conv.fp32_precision = "ieee"
+        out = served_call(p, x, w, b)
+        terms = p.taps * p.in_channels // p.groups + 1
+        truth = reference.forward(p, x, w, b)
+        magnitude = reference.forward(p, x.abs(), w.abs(), None if b is None else b.abs())
+        # Three products of TF32 parts leave out the product of the two low parts: 2**-22 of each.
+        assert excess(out, truth, magnitude, terms + 8) <= 1
+        assert_equal(out, served_call(p, x, w, b))
+        assert out.stride() == their_call(p, x, w, b).stride()
+        cudnn.conv.fp32_precision = "tf32"
+        if p.dtype is torch.float32:
+            assert tf32_excess(p, served_call(p, x, w, b), x, w, b) <= 1
+    finally:
+        cudnn.conv.fp32_precision = before
+
+
+@CUDA
+@pytest.mark.parametrize("rank", (1, 2, 3))
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_gpu_gradients_and_formats_are_pytorchs(rank: int, dtype: torch.dtype, ieee: None) -> None:
+    """Outputs and gradients in PyTorch's memory formats for every mix, and as near to the truth."""
+    last: list[Any] = [torch.contiguous_format, {2: torch.channels_last, 3: torch.channels_last_3d}.get(rank)]
+    for x_format in last[: 2 if rank > 1 else 1]:
+        for w_format in last[: 2 if rank > 1 else 1]:
+            for shape, weight, kwargs in (
+                ((2, 8, *(6,) * rank), (8, 4, *(3,) * rank), {"stride": 2, "padding": 1}),
+                ((2, 8, *(6,) * rank), (8, 4, *(1,) * rank), {}),
+                ((2, 1, *(6,) * rank), (1, 4, *(3,) * rank), {"dilation": 2}),
+                ((2, 8, *(1,) * rank), (8, 4, *(3,) * rank), {"groups": 2}),
+            ):
+                call = make_call(shape, weight, dtype=dtype, device="cuda", **kwargs)
+                x = torch.empty_like(call.input, memory_format=x_format).copy_(call.input)
+                w = torch.empty_like(call.weight, memory_format=w_format).copy_(call.weight)
+                with upconv.strict(True):
+                    Call(x, w, call.bias, call.kwargs).check()
+
+
+@CUDA
+def test_gpu_output_padding_beyond_the_stride(ieee: None) -> None:
+    """PyTorch leaves cuDNN here, and with it its memory formats."""
+    for rank, last in ((1, None), (2, torch.channels_last), (3, torch.channels_last_3d)):
+        call = make_call(
+            (2, 4, *(5,) * rank), (4, 3, *(3,) * rank), device="cuda", stride=2, output_padding=2, dilation=3
+        )
+        call.check()
+        if last is not None:
+            Call(call.input.contiguous(memory_format=last), call.weight, call.bias, call.kwargs).check()
+
+
+@CUDA
+@pytest.mark.parametrize("change", ("rows", "transposed", "expanded", "offset"))
+def test_gpu_operands_of_any_strides(change: str, ieee: None) -> None:
+    call = make_call((2, 4, 5, 6), (4, 3, 3, 3), device="cuda", stride=2)
+    x, w, b = call.input, call.weight, call.bias
+    if change == "rows":
+        x = torch.randn(2, 4, 10, 6, device="cuda")[:, :, ::2]
+    elif change == "transposed":
+        x, w = torch.randn(2, 4, 6, 5, device="cuda").mT, torch.randn(4, 3, 3, 3, device="cuda").mT
+    elif change == "expanded":
+        x, b = torch.randn(1, 4, 1, 6, device="cuda").expand(2, 4, 5, 6), torch.randn(1, device="cuda").expand(3)
+    else:  # addresses that are no multiple of 16 bytes
+        x = torch.randn(2 * 4 * 5 * 6 + 1, device="cuda")[1:].view(2, 4, 5, 6)
+        w, b = torch.randn(4 * 27 + 1, device="cuda")[1:].view(4, 3, 3, 3), torch.randn(4, device="cuda")[1:]
+    with upconv.strict(True):
+        Call(x, w, b, call.kwargs).check()
+
+
+def _layer_on_gpu() -> tuple[upconv.ConvTranspose2d, Tensor]:
+    return upconv.ConvTranspose2d(16, 24, 4, stride=2, padding=1).cuda(), torch.randn(4, 16, 20, 20, device="cuda")
+
+
+def _theirs(layer: upconv.ConvTranspose2d, x: Tensor) -> Tensor:
+    out: Tensor = torch.conv_transpose2d(x.double(), layer.weight.double(), layer.bias.double(), 2, 1)  # type: ignore[union-attr]
+    return out
+
+
+def near(out: Tensor, truth: Tensor) -> bool:
+    return reference.relative_error(out, truth) < 1e-3
+
+
+@CUDA
+def test_gpu_graph_replays_see_new_inputs_and_weights() -> None:
+    layer, x = _layer_on_gpu()
+    with torch.no_grad(), upconv.strict(True):
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            layer(x)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = layer(x)
+        for _ in range(3):
+            x.copy_(torch.randn_like(x))
+            layer.weight.copy_(torch.randn_like(layer.weight))
+            trash = [torch.full((1 << 16,), float("nan"), device="cuda") for _ in range(8)]  # on freed memory
+            graph.replay()
+            assert near(out, _theirs(layer, x))
+            assert near(layer(x), _theirs(layer, x))
+            del trash
+
+
+@CUDA
+def test_gpu_first_call_inside_a_capture() -> None:
+    layer = upconv.ConvTranspose2d(5, 7, 3, stride=2, dilation=3).cuda()  # no other test's kernel
+    x = torch.randn(2, 5, 9, 9, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph):
+        out = layer(x)
+    graph.replay()
+    truth = torch.conv_transpose2d(x.double(), layer.weight.double(), layer.bias.double(), 2, dilation=3)  # type: ignore[union-attr]
+    assert near(out, truth)
+
+
+@CUDA
+def test_gpu_two_streams_share_packed_weights() -> None:
+    layer, x = _layer_on_gpu()
+    truth = _theirs(layer, x)
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    torch.cuda.synchronize()
+    outs = []
+    with torch.no_grad():
+        for turn in range(20):
+            if turn % 5 == 0:
+                engine.forget()
+            with torch.cuda.stream(streams[turn % 2]):
+                torch.cuda._sleep(200_000)
+                outs.append(layer(x))
+    torch.cuda.synchronize()
+    assert all(near(out, truth) for out in outs)
+
+
+@CUDA
+def test_gpu_threads() -> None:
+    layer, x = _layer_on_gpu()
+    truth, found = _theirs(layer, x), []
+
+    def work() -> None:
+        with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream()):
+            found.extend(near(layer(x), truth) for _ in range(20))
+
+    torch.cuda.synchronize()
+    threads = [threading.Thread(target=work) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [True] * 120
+
+
+@CUDA
+def test_gpu_training_uses_each_steps_weights() -> None:
+    layer, x = _layer_on_gpu()
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    for _ in range(4):
+        out = layer(x)
+        assert near(out, _theirs(layer, x))
+        with torch.no_grad():
+            assert near(layer(x), _theirs(layer, x))
+        optimizer.zero_grad()
+        out.square().mean().backward()
+        optimizer.step()
+
+
+@CUDA
+def test_gpu_calls_do_not_synchronise() -> None:
+    layer, x = _layer_on_gpu()
+    layer(x).sum().backward()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        layer(x).sum().backward()
+        with torch.no_grad():
+            layer(x)
+            layer(x)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@CUDA
+def test_gpu_second_device() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+    layer, x = _layer_on_gpu()
+    truth = _theirs(layer, x)
+    other = upconv.ConvTranspose2d(16, 24, 4, stride=2, padding=1).to("cuda:1")
+    other.load_state_dict(layer.state_dict())
+    with torch.no_grad(), upconv.strict(True):
+        for _ in range(3):
+            assert near(layer(x), truth)
+            assert near(other(x.to("cuda:1")).to("cuda:0"), truth)
+    assert torch.cuda.current_device() == 0
+    with pytest.raises(RuntimeError):
+        layer(x.to("cuda:1"))
+
+
+@CUDA
+def test_gpu_out_of_memory_leaves_the_library_usable() -> None:
+    layer, x = _layer_on_gpu()
+    torch.cuda.empty_cache()
+    images = int(1.5 * torch.cuda.mem_get_info()[0] / (24 * 40 * 40 * 4))  # an output of 1.5 times what is free
+    with torch.no_grad():
+        with pytest.raises(torch.OutOfMemoryError):
+            layer(x[:1].expand(images, 16, 20, 20))
+        assert near(layer(x), _theirs(layer, x))
+
+
+@CUDA
+@pytest.mark.slow
+def test_gpu_more_elements_than_32_bits_count() -> None:
+    x = torch.randn(5, 1, 16384, 16384, device="cuda", dtype=torch.float16)
+    w = torch.randn(1, 2, 2, 2, device="cuda", dtype=torch.float16)
+    with torch.no_grad(), upconv.strict(True):
+        out = upconv.conv_transpose2d(x, w, stride=2)
+        assert out.numel() > 2**33
+        for image in (0, 4):
+            part = slice(16000, 16384)
+            truth = torch.conv_transpose2d(x[image : image + 1, :, part].double(), w.double(), stride=2)
+            assert reference.relative_error(out[image : image + 1, :, 32000:], truth) < 2e-3
+
+
+@CUDA
+def test_gpu_batch_beyond_a_grid_dimension(ieee: None) -> None:
+    for rank in (1, 2, 3):
+        call = make_call((70_000, 2, *(3,) * rank), (2, 3, *(2,) * rank), device="cuda", stride=2)
+        with torch.no_grad(), upconv.strict(True):
+            assert_close(call.run(OURS), call.run(THEIRS))
+
+
+@CUDA
+def test_gpu_autocast_and_compiled_graphs() -> None:
+    layer, x = _layer_on_gpu()
+    with torch.no_grad(), torch.autocast("cuda", dtype=torch.bfloat16), upconv.strict(True):
+        out = layer(x)
+        assert out.dtype is torch.bfloat16
+        assert reference.relative_error(out, _theirs(layer, x)) < 1e-2
+    compiled = torch.compile(layer, fullgraph=True)
+    for given_x in (x, x.contiguous(memory_format=torch.channels_last)):
+        out = compiled(given_x)
+        assert near(out, _theirs(layer, x))
+        out.sum().backward()
+
+
+@CUDA
+def test_gpu_warmup() -> None:
+    model = nn.Sequential(upconv.ConvTranspose2d(11, 13, 3, stride=2), upconv.ConvTranspose2d(13, 3, 5)).cuda()
+    told: list[Any] = []
+    lines = upconv.warmup(model, (2, 11, 9, 9), progress=lambda *args: told.append(args))
+    assert lines and len(told) == len(lines)
+    assert upconv.warmup(model, (2, 11, 9, 9)) == []
