@@ -2,22 +2,39 @@
 
     python benchmarks/readme.py          rewrites README.md between its markers, and docs/*.png
     python benchmarks/readme.py --check  exit code 1 when README.md is not what the reports say
+    python benchmarks/readme.py --targets  prints which targets are met; exit code 1 unless all are
 
-A section between ``<!-- NAME -->`` and ``<!-- /NAME -->`` belongs to this program; NAME is the stem of a report.
+A section between ``<!-- NAME -->`` and ``<!-- /NAME -->`` belongs to this program; NAME is the stem of a report, or
+``h200-summary``. Of reports with targets (targets.json) there is a table per group of cases. A target is PyTorch's time
+over ours: of every case, of the group's geometric mean (``mean``), and of our error over PyTorch's (``error``).
 """
 
 from __future__ import annotations
 
+import json
 import re
 import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from upconv.bench import report
+from upconv.bench import latency, report
 from upconv.bench.run import Row
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+TARGETS = ROOT / "benchmarks" / "targets.json"
 DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
+LATENCY = {f"h200-{kind}" for kind in latency.KINDS}
+SUMMARY = "h200-summary"
+PICTURE = "h200-fwd"
+"""The stem of the picture that is drawn from `PICTURED`, not from a report of its own name."""
+PICTURED = ("h200-tf32", "h200-bf16")
+ABSENT = "Not measured yet."
+
+
+# --- reports without targets -----------------------------------------------------------------------------------------
 
 
 def pivot(found: report.Report) -> str:
@@ -46,21 +63,218 @@ def _speedup(row: Row | None) -> str:
     return "–" if row["engine"] == "torch" else f"{row['ratio']:.2f}x"
 
 
-def _line(cells: list[str]) -> str:
+def _line(cells: Sequence[str]) -> str:
     return "| " + " | ".join(cells) + " |"
+
+
+# --- reports with targets --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Group:
+    """Cases that are judged together, with their rows as far as they were measured."""
+
+    title: str
+    targets: dict[str, float]
+    """The least ratio of each case; empty for a group that has none."""
+    mean_target: float | None
+    error_target: float | None
+    """The most that our relative error may be, as a multiple of PyTorch's."""
+    rows: dict[str, Row]
+
+    @property
+    def mean(self) -> float:
+        """The geometric mean over the right rows; where PyTorch's own operator runs the ratio is 1."""
+        return report.geometric_mean([row["ratio"] for row in self.rows.values() if row["ratio"] is not None])
+
+    @property
+    def missed(self) -> list[str]:
+        """The cases that were not measured, are wrong, are slower than their target or less exact."""
+        return [case for case in self.targets if not self._met(case)]
+
+    def _met(self, case: str) -> bool:
+        row = self.rows.get(case)
+        if row is None or row["ratio"] is None or row["ratio"] < self.targets[case]:
+            return False
+        if self.error_target is None:
+            return True
+        ours, theirs = row["rel_error"], row["torch_rel_error"]
+        return ours is not None and theirs is not None and ours <= self.error_target * theirs
+
+    @property
+    def mean_met(self) -> bool:
+        """Whether the mean reaches its target, with every case measured and right."""
+        whole = all(case in self.rows and self.rows[case]["ratio"] is not None for case in self.targets)
+        return self.mean_target is None or (whole and self.mean >= self.mean_target)
+
+    @property
+    def met(self) -> bool:
+        """Whether every target is met."""
+        return not self.missed and self.mean_met
+
+
+def groups(name: str, rows: Sequence[Row]) -> list[Group]:
+    """A report's rows by the groups of its targets, then those that have none."""
+    found, rest = [], {row["case"]: row for row in rows}
+    for given in _targets()[name]:
+        mine = {case: rest.pop(case) for case in given["cases"] if case in rest}
+        found.append(Group(given["title"], given["cases"], given.get("mean"), given.get("error"), mine))
+    if rest:
+        found.append(Group("Without targets", {}, None, None, rest))
+    return found
+
+
+def _targets() -> dict[str, list[dict[str, Any]]]:
+    loaded: dict[str, list[dict[str, Any]]] = json.loads(TARGETS.read_text(encoding="utf-8"))
+    return loaded
+
+
+def judged(name: str, found: report.Report) -> str:
+    """A table per group: times, ratio and target, roof, engine; what was missed; where it was measured."""
+    parts = []
+    for group in groups(name, found["rows"]):
+        heads = ["case", "layer", "PyTorch ms", "upconv ms", "ratio", "target", "roof ms", "of roof", "engine"]
+        if not group.targets:
+            heads.remove("target")
+        if group.error_target is not None:
+            heads.append("error, PyTorch's")
+        numeric = {"PyTorch ms", "upconv ms", "ratio", "roof ms", "of roof"}
+        lines = [f"**{group.title}**", "", _line(heads)]
+        lines.append(_line(["---:" if head in numeric else "---" for head in heads]))
+        for case in [*group.targets, *(case for case in group.rows if case not in group.targets)]:
+            row = group.rows.get(case)
+            cells = [case, "" if row is None else row["layer"], *_times(row)]
+            if group.targets:
+                mark = "" if row is None else "missed" if case in group.missed else "met"
+                cells.append(f"{group.targets[case]:g}x {mark}".strip())
+            cells += _roof(row)
+            if group.error_target is not None:
+                cells.append("" if row is None else _errors(row))
+            lines.append(_line(cells))
+        parts.append("\n".join([*lines, "", _verdict(group)]))
+    rates = found["ceilings"]["matmul_flops_per_s"]
+    roof = ", ".join(f"{precision} matmul {report.si(rate, 'FLOP/s')}" for precision, rate in rates.items())
+    copy = report.si(found["ceilings"]["copy_bytes_per_s"], "B/s")
+    parts.append(f"{report.conditions(found)}. Roof: copy {copy}, {roof}.")
+    return "\n\n".join(parts)
+
+
+def _times(row: Row | None) -> list[str]:
+    if row is None:
+        return ["", "", "not measured"]
+    if row["ours_ms"] is None or row["torch_ms"] is None:
+        return ["", "", "wrong" if (row["failure"] or "").startswith("wrong") else "failed"]
+    return [f"{row['torch_ms']:.3f}", f"{row['ours_ms']:.3f}", f"{row['ratio']:.2f}x"]
+
+
+def _roof(row: Row | None) -> list[str]:
+    if row is None:
+        return ["", "", ""]
+    share = "" if row["percent_of_roof"] is None else f"{row['percent_of_roof']:.0f}%"
+    return [f"{row['roof_ms']:.3f}", share, row["engine"]]
+
+
+def _errors(row: Row) -> str:
+    return ", ".join("–" if error is None else f"{error:.1e}" for error in (row["rel_error"], row["torch_rel_error"]))
+
+
+def _verdict(group: Group) -> str:
+    text = f"Geometric mean {group.mean:.2f}x"
+    if group.mean_target is not None:
+        text += f" (target {group.mean_target:g}x: {'met' if group.mean_met else 'missed'})"
+    if group.targets:
+        text += f"; {len(group.targets) - len(group.missed)} of {len(group.targets)} cases meet their targets"
+        text += f", missed: {', '.join(group.missed)}" if group.missed else ""
+    if group.error_target is not None:
+        text += f". A case also misses when its error is over {group.error_target:g} times PyTorch's"
+    used = {case: row["tolerance_used"] for case, row in group.rows.items() if row["tolerance_used"] is not None}
+    if used:
+        worst = max(used, key=lambda case: used[case] or 0.0)
+        text += f". Largest difference from PyTorch's result: {used[worst]:.2g} of KernelBench's tolerance ({worst})"
+    return text + "."
+
+
+def summary() -> str:
+    """One line a group of every report with targets that is there."""
+    heads = ["group", "geometric mean", "target", "cases that meet their targets", "lowest"]
+    lines = [_line(heads), _line(["---", "---:", "---", "---", "---"])]
+    for name in _targets():
+        path = RESULTS / f"{name}.json"
+        if not path.exists():
+            continue
+        for group in groups(name, report.load(path)["rows"]):
+            if not group.targets:
+                continue
+            target = ""
+            if group.mean_target is not None:
+                target = f"{group.mean_target:g}x {'met' if group.mean_met else 'missed'}"
+            met = f"{len(group.targets) - len(group.missed)} of {len(group.targets)}"
+            timed = [row for row in group.rows.values() if row["ratio"] is not None]
+            lowest = min(timed, key=lambda row: row["ratio"] or 0.0, default=None)
+            least = "" if lowest is None else f"{lowest['case']} {lowest['ratio']:.2f}x"
+            lines.append(_line([group.title, f"{group.mean:.2f}x", target, met, least]))
+    return "\n".join(lines) if len(lines) > 2 else ABSENT
+
+
+def waiting(found: latency.Latency) -> str:
+    """The table of a report of `upconv.bench.latency`."""
+    shown = latency.columns(found)
+    lines = [_line([head for head, _ in shown]), _line(["---" for _ in shown])]
+    lines += [_line([text(row) for _, text in shown]) for row in found["rows"]]
+    closing = f"{latency.title(found).capitalize()}. {report.conditions(found)}."
+    return "\n".join([*lines, "", closing])
+
+
+# --- the README ------------------------------------------------------------------------------------------------------
+
+
+def sections() -> Iterator[tuple[str, str]]:
+    """Every section's name and content; of a report that does not exist, that it was not measured."""
+    judgeable = _targets()
+    for name in sorted({path.stem for path in RESULTS.glob("*.json")} | set(judgeable) | LATENCY):
+        path = RESULTS / f"{name}.json"
+        if not path.exists():
+            yield name, ABSENT
+        elif name in LATENCY:
+            yield name, waiting(latency.load(path))
+        else:
+            found = report.load(path)
+            yield name, judged(name, found) if name in judgeable else pivot(found)
+    yield SUMMARY, summary()
 
 
 def rewritten(text: str) -> str:
     """The README with every section that a report stands behind made anew."""
-    for path in sorted(RESULTS.glob("*.json")):
-        name = path.stem
+    for name, content in sections():
         section = re.compile(rf"(<!-- {re.escape(name)} -->\n).*?(\n<!-- /{re.escape(name)} -->)", re.DOTALL)
-        table = pivot(report.load(path))
-        text = section.sub(lambda match, table=table: f"{match[1]}{table}{match[2]}", text)  # type: ignore[misc]
+        text = section.sub(lambda match, content=content: f"{match[1]}{content}{match[2]}", text)  # type: ignore[misc]
     return text
 
 
+def draw(text: str) -> None:
+    """Draws the pictures that a README links, as far as there are reports for them."""
+    for name in re.findall(r"\(docs/([\w-]+)\.png\)", text):
+        target = ROOT / "docs" / f"{name}.png"
+        if name == PICTURE:
+            paths = [RESULTS / f"{stem}.json" for stem in PICTURED]
+            shown = [report.load(path) for path in paths if path.exists()]
+            if shown:
+                report.plot_roofs(shown, target)
+        elif (RESULTS / f"{name}.json").exists():
+            report.plot(report.load(RESULTS / f"{name}.json"), target)
+
+
 def main() -> int:
+    if "--targets" in sys.argv[1:]:
+        found = []
+        for name in _targets():
+            path = RESULTS / f"{name}.json"
+            for group in groups(name, report.load(path)["rows"] if path.exists() else []):
+                if group.targets:
+                    found.append(group)
+                    verdict = _verdict(group) if group.rows else ABSENT.lower()
+                    print(f"{'met   ' if group.met else 'missed'} {group.title}: {verdict}")
+        return int(not all(group.met for group in found))
     readme = ROOT / "README.md"
     was = readme.read_text(encoding="utf-8")
     new = rewritten(was)
@@ -69,9 +283,7 @@ def main() -> int:
             print("README.md differs from benchmarks/results; run: make readme")
         return int(new != was)
     report.publish(readme, lambda path: path.write_text(new, encoding="utf-8"))
-    for name in re.findall(r"\(docs/([\w-]+)\.png\)", new):
-        if (RESULTS / f"{name}.json").exists():
-            report.plot(report.load(RESULTS / f"{name}.json"), ROOT / "docs" / f"{name}.png")
+    draw(new)
     return 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from upconv import cpu, ops, planner, reference
-from upconv.bench import check, memory, report, roofline, run, suites, timing
+from upconv.bench import check, latency, memory, report, roofline, run, suites, timing
 from upconv.bench.run import Job, Row
 from upconv.bench.timing import Repeats
 from upconv.planner import Plan
@@ -608,3 +609,166 @@ def test_plots_are_pictures(sample: report.Report, rows: list[Row], tmp_path: Pa
 )
 def test_numbers_have_three_digits_and_a_prefix(value: float, text: str) -> None:
     assert report.si(value, "B") == text
+
+
+# --- latency ---------------------------------------------------------------------------------------------------------
+
+
+def test_host_time_is_ours_and_torchs_on_the_same_layer(tmp_path: Path) -> None:
+    found = latency.host(CPU, SHORT)
+    assert [(row["dtype"], row["mode"]) for row in found["rows"]] == [
+        ("float32", "no_grad"), ("float32", "training"), ("bfloat16", "no_grad"),
+    ]  # fmt: skip
+    for row in found["rows"]:
+        assert set(row) == set(latency.HOST_KEYS) and row["calls"] == 3 * latency.CALLS
+        ours, theirs = row["ours_us"], row["torch_us"]
+        assert isinstance(ours, float) and isinstance(theirs, float) and ours > 1 and theirs > 1
+        assert row["added_us"] == pytest.approx(ours - theirs)
+    path = tmp_path / "h.json"
+    latency.save(found, path)
+    assert latency.load(path) == found and found["kind"] == "host"
+
+
+def test_first_calls_are_counted_per_shape(tmp_path: Path) -> None:
+    found = latency.shapes(CPU, ((5, 6), (7, 9)))
+    assert [row["shape"] for row in found["rows"]] == ["4x64x5x6", "4x64x7x9"]
+    for row in found["rows"]:
+        assert set(row) == set(latency.SHAPES_KEYS)
+        assert row["torch_benchmark_ms"] is None and row["ours_compiled"] is None
+        assert all(isinstance(row[key], float) and row[key] > 0 for key in ("ours_ms", "torch_ms", "torch_again_ms"))
+    path = tmp_path / "s.json"
+    latency.save(found, path)
+    assert latency.load(path) == found
+    path.write_text(json.dumps({**found, "rows": [{"shape": "1x1x1"}]}))
+    with pytest.raises(ValueError, match=r"s\.json lacks rows\[\]\.engine, "):
+        latency.load(path)
+    path.write_text(json.dumps({"schema": 1}))
+    with pytest.raises(ValueError, match="must be a report of kind host or shapes, got None"):
+        latency.load(path)
+
+
+# --- the whole measurement, benchmarks/h200.py -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def h200(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parent.parent / "benchmarks"))
+    import h200
+
+    monkeypatch.setattr(roofline, "measure", lambda precisions, device: CEILINGS)
+    monkeypatch.setattr(h200, "SWEEP", SHORT)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: report.env.device(CPU)["name"])
+    todo = [Job("cuda", name, TINY.with_(batch=n)) for n, name in enumerate("abc", 1)]
+    monkeypatch.setitem(h200.SWEEPS, "tf32", (torch.float32, "ieee", "nchw"))
+    every = h200.jobs
+    monkeypatch.setattr(h200, "jobs", lambda name: todo)
+    h200.every = every
+    return h200
+
+
+def test_every_case_that_has_a_target_is_measured_2d_first(h200) -> None:
+    targets = json.loads((Path(h200.__file__).parent / "targets.json").read_text())
+    assert {f"h200-{name}" for name in h200.SWEEPS} == set(targets)
+    for name in h200.SWEEPS:
+        found = h200.every(name)
+        cases = [job.case for job in found]
+        assert len(set(cases)) == len(cases) == (27 if name.startswith("cl-") else 31)
+        wanted = [list(group["cases"]) for group in targets[f"h200-{name}"]]
+        assert {case for group in wanted for case in group} <= set(cases)
+        assert set(wanted[0]) == set(cases[: len(wanted[0])])
+        assert all(job.scale == 1 for job in found)
+
+
+def test_a_stopped_measurement_goes_on(h200, tmp_path: Path) -> None:
+    path, now = tmp_path / "r.json", timing.time.monotonic()
+
+    def sweep(end: float, cases: tuple[str, ...] = (), failed: dict[str, str] | None = None) -> bool:
+        return h200.sweep("tf32", path, CPU, end, False, cases, failed or {})
+
+    assert sweep(now + 100, ("b",)) is True
+    first = report.load(path)
+    assert [row["case"] for row in first["rows"]] == ["b"]
+    with pytest.raises(h200.TimeUp):
+        sweep(now - 1)
+    assert report.load(path)["rows"] == first["rows"]
+    assert sweep(now + 100, (), {"a": "no sign for 5 s"}) is False
+    whole = report.load(path)
+    assert [row["case"] for row in whole["rows"]] == ["a", "b", "c"]
+    assert whole["rows"][1]["ours_ms"] == first["rows"][0]["ours_ms"]
+    assert whole["rows"][0]["failure"] == "no sign for 5 s" and whole["rows"][0]["ours_ms"] is None
+    before = path.read_bytes()
+    assert sweep(now - 1) is False and path.read_bytes() == before
+    # Rows of other sources do not count.
+    whole["versions"]["sources"] = "another"
+    report.save(whole, path)
+    assert sweep(now + 100) is True and all(row["failure"] is None for row in report.load(path)["rows"])
+
+
+@pytest.mark.parametrize(
+    ("code", "found"),
+    [
+        ("print('report tf32', flush=True); print('row tf32 a', flush=True); exit(7)", (7, "tf32:a")),
+        ("print('row tf32 a'); print('report cl-tf32'); exit(0)", (0, None)),
+        ("print('report host', flush=True); import time; time.sleep(60)", (None, "host:host")),
+    ],
+)
+def test_a_child_that_crashes_or_hangs_is_told_from_one_that_ends(h200, code: str, found) -> None:
+    begin = timing.time.monotonic()
+    assert h200.watch([sys.executable, "-c", code], 2.0, begin + 30) == found
+    assert timing.time.monotonic() - begin < 20
+
+
+def test_a_failed_row_is_given_to_the_next_child(h200, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    ends = [(h200.CHILD_LOST, "tf32:a"), (None, "tf32:b"), (-11, "ieee:c"), (h200.DONE, None)]
+    commands: list[list[str]] = []
+
+    def watch(command: list[str], stall: float, end: float) -> tuple[int | None, str | None]:
+        commands.append(command)
+        return ends[len(commands) - 1]
+
+    monkeypatch.setattr(h200, "watch", watch)
+    assert h200.main(["--out", str(tmp_path), "--stall", "9", "--budget", "50"]) == h200.WRONG
+    failed = [[b for a, b in zip(command, command[1:]) if a == "--failed"] for command in commands]
+    hung, crashed = "tf32:b:no sign for 9 s", "ieee:c:the process ended with -11"
+    assert failed == [[], [], [hung], [hung, crashed]] and all("--child" in command for command in commands)
+
+
+# --- on a GPU --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "precision"), [("float32", "tf32"), ("float32", "ieee"), ("bfloat16", "bf16")])
+def test_a_row_on_a_gpu(dtype: str, precision) -> None:
+    p = Problem.make(4, 32, 32, (40, 50), 4, 2, 1, dtype=getattr(torch, dtype), precision=precision)
+    device = torch.device("cuda", 0)
+    was = torch.backends.cudnn.benchmark
+    rows, ceilings = run.run([Job("custom", "x", p)], device, SHORT)
+    (found,) = rows
+    assert found["failure"] is None and found["rounds"] == 3 and found["ours_ms"] and found["torch_ms"]
+    assert (found["tolerance_used"] is None) == (found["engine"] == "torch")
+    assert ceilings["matmul_flops_per_s"][precision] > 1e12 and 0 < (found["percent_of_roof"] or 0) < 100
+    assert torch.backends.cudnn.benchmark == was
+
+
+@pytest.mark.gpu
+def test_the_clock_of_a_gpu_leaves_the_host_out() -> None:
+    device = torch.device("cuda", 0)
+    x = torch.ones(1 << 10, device=device)
+
+    def slow_host() -> torch.Tensor:
+        begin = timing.time.perf_counter()
+        while timing.time.perf_counter() - begin < 40e-6:
+            pass
+        return x + 1
+
+    take = timing.clock(device)
+    assert min(take(slow_host) for _ in range(20)) < 30e-6
+
+
+@pytest.mark.gpu
+def test_latency_on_a_gpu() -> None:
+    device = torch.device("cuda", 0)
+    assert all(0.1 < float(row["torch_us"] or 0) < 1e4 for row in latency.host(device, SHORT)["rows"])
+    for row in latency.shapes(device, ((9, 9), (11, 10)))["rows"]:
+        assert row["torch_benchmark_ms"] is not None
+        assert (row["ours_compiled"] is not None) and row["ours_ms"] is not None

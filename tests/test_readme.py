@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -10,8 +11,48 @@ from pathlib import Path
 import pytest
 import torch
 
+from upconv.bench import latency, report, roofline, run
+from upconv.bench.suites import SUITES
+
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+CPU = torch.device("cpu")
+CEILINGS = roofline.Ceilings(copy_bytes_per_s=4e12, matmul_flops_per_s={"tf32": 4e14, "ieee": 5e13})
+
+
+@pytest.fixture
+def readme(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """The program, with an empty folder of results."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import readme
+
+    monkeypatch.setattr(readme, "RESULTS", tmp_path)
+    return readme
+
+
+def measured(path: Path, precision: str, ratios: dict[str, float | None], **changes: object) -> report.Report:
+    """A report in which PyTorch takes twice the roof and we that by the ratio; None is a wrong row."""
+    what = run.Sweep(dtypes=[torch.float32], precisions=[precision], layouts=["nchw"], passes=["fwd"])  # type: ignore
+    rows = []
+    for job in run.jobs("cuda", SUITES["cuda"], what, small=False, bias=None):
+        if job.case not in ratios:
+            continue
+        row = run.blank(job, CPU)
+        ratio = ratios[job.case]
+        run.set_roof(row, CEILINGS)
+        row.update({"engine": "cuda:gather", "rel_error": 3e-4, "torch_rel_error": 3e-4, "tolerance_used": 0.25})
+        if ratio is None:
+            run.fail(row, "wrong result: relative error 1.0e+00, PyTorch's 2.9e-04")
+        else:
+            theirs = 2 * row["roof_ms"]
+            row.update({"torch_ms": theirs, "ours_ms": theirs / ratio, "ratio": ratio, **changes})  # type: ignore
+        run.set_roof(row, CEILINGS)
+        rows.append(row)
+    found = report.build(rows, CEILINGS, CPU)
+    report.save(found, path)
+    return found
 
 
 def test_tables_are_generated_from_the_reports() -> None:
@@ -46,3 +87,98 @@ def test_its_python_runs() -> None:
     layer, image, out = names["layer"], names["image"], names["out"]
     assert isinstance(layer, torch.nn.ConvTranspose2d) and isinstance(image, torch.Tensor)
     torch.testing.assert_close(out, torch.nn.ConvTranspose2d.forward(layer, image))
+
+
+# --- targets ---------------------------------------------------------------------------------------------------------
+
+TF32 = {
+    "kb57": 2.3, "kb65": 1.8, "kb69": 1.5, "kb71": 3.5, "kb75": 14, "kb78": 3, "kb81": 4, "dcgan1": 1.5, "dcgan2": 1.5,
+    "dcgan3": 1.5, "dcganO": 3, "unet1": 1.5, "unet4": 3, "pix": 1.4, "vae": 1.6, "fsrcnn": 3, "depthw": 8, "fcn8s": 40,
+    "hifigan": 1.3,
+}  # fmt: skip
+EMPTY = "".join(f"<!-- {name} -->\nold\n<!-- /{name} -->\n" for name in ("h200-tf32", "h200-host", "h200-summary"))
+
+
+def test_targets_are_those_of_the_issue(readme) -> None:
+    found = readme.groups("h200-tf32", [])
+    assert found[0].targets == TF32 and found[0].mean_target == 3.3
+    assert set(found[1].targets.values()) == {2.5} and set(found[2].targets.values()) == {4}
+    assert [len(group.targets) for group in found] == [19, 3, 9]
+    assert readme.groups("h200-ieee", [])[0].error_target == 2
+    for name in ("h200-cl-tf32", "h200-cl-bf16", "h200-cl-fp16"):
+        (group,) = readme.groups(name, [])
+        assert set(group.targets) == set(TF32) - {"hifigan"} and set(group.targets.values()) == {1.0}
+        assert group.mean_target == 1.5
+
+
+def test_without_reports_a_section_says_so(readme) -> None:
+    text = readme.rewritten(EMPTY)
+    assert text.count("\nNot measured yet.\n") == 3 and "old" not in text
+
+
+def test_rows_are_marked_by_their_targets(readme, tmp_path: Path) -> None:
+    ratios: dict[str, float | None] = {**TF32, "kb57": 2.29, "kb65": 1.8, "kb71": None, "fcn8s": 400.0, "kb64": 9.0}
+    del ratios["pix"]
+    measured(tmp_path / "h200-tf32.json", "tf32", ratios)
+    text = readme.rewritten(EMPTY)
+    lines = {line.split(" | ")[0].removeprefix("| "): line for line in text.splitlines() if line.startswith("| ")}
+    assert "| 2.29x | 2.3x missed |" in lines["kb57"] and "| 1.80x | 1.8x met |" in lines["kb65"]
+    assert "| wrong | 3.5x missed |" in lines["kb71"] and "| not measured | 1.4x |" in lines["pix"]
+    assert "| 9.00x | 2.5x met |" in lines["kb64"] and lines["kb64"].endswith("| 450% | cuda:gather |")
+    assert "16 of 19 cases meet their targets, missed: kb57, kb71, pix." in text
+    group = readme.groups("h200-tf32", report.load(tmp_path / "h200-tf32.json")["rows"])[0]
+    assert group.mean > 3.3 and not group.mean_met  # for a case is missing and one wrong
+    assert "(target 3.3x: missed)" in text and "0.25 of KernelBench's tolerance" in text
+    assert f"| 2-D, float32 as TF32, NCHW | {group.mean:.2f}x | 3.3x missed | 16 of 19 | hifigan 1.30x |" in text
+
+
+def test_a_group_is_met_when_all_of_it_is(readme, tmp_path: Path) -> None:
+    every: dict[str, float | None] = dict.fromkeys(TF32, 1.5)
+    rows = measured(tmp_path / "r.json", "ieee", every)["rows"]
+    assert readme.groups("h200-ieee", rows)[0].met
+    rows[3]["rel_error"] = 2.1 * (rows[3]["torch_rel_error"] or 0)
+    (group,) = readme.groups("h200-ieee", rows)
+    assert group.missed == [rows[3]["case"]] and group.mean_met and not group.met
+    assert f"{rows[3]['rel_error']:.1e}, 3.0e-04 |" in readme.judged("h200-ieee", report.build(rows, CEILINGS, CPU))
+    rows = measured(tmp_path / "r.json", "ieee", {**every, "kb57": 1.2})["rows"]
+    assert not readme.groups("h200-ieee", rows)[0].mean_met
+
+
+def test_rows_outside_of_every_group_have_a_table_without_targets(readme, tmp_path: Path) -> None:
+    found = measured(tmp_path / "r.json", "ieee", {"kb57": 1.5, "kb70": 1.1})
+    last = readme.groups("h200-ieee", found["rows"])[-1]
+    assert list(last.rows) == ["kb70"] and not last.targets and last.met
+    text = readme.judged("h200-ieee", found).split("**Without targets**")[1]
+    assert "target" not in text.split("Roof:")[0].replace("**", "") and "| 1.10x |" in text
+
+
+def test_latency_reports_are_tables(readme, tmp_path: Path) -> None:
+    row = {"dtype": "float32", "mode": "no_grad", "engine": "cuda:gather", "ours_us": 12.34, "torch_us": 15.0,
+           "added_us": -2.66, "calls": 100}  # fmt: skip
+    found = latency._report("host", CPU, "16->16 k4", [row])  # type: ignore[list-item]
+    latency.save(found, tmp_path / "h200-host.json")
+    text = readme.rewritten(EMPTY)
+    assert "| float32 | no_grad | 15.0 | 12.3 | -2.7 | cuda:gather |" in text
+
+
+def test_the_command_says_which_targets_are_met(readme, tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(sys, "argv", ["readme.py", "--targets"])
+    measured(tmp_path / "h200-tf32.json", "tf32", dict.fromkeys(TF32, 50.0))
+    assert readme.main() == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("met    2-D, float32 as TF32, NCHW: Geometric mean 50.00x (target 3.3x: met)")
+    assert lines[1] == "missed 1-D, float32 as TF32: not measured yet." and len(lines) == 11
+
+
+def test_the_picture_of_the_roofs(readme, tmp_path: Path) -> None:
+    from matplotlib.image import imread
+
+    found = [measured(tmp_path / "r.json", kind, dict.fromkeys(TF32, 1.5)) for kind in ("tf32", "ieee")]
+    report.plot_roofs(found, tmp_path / "r.svg")
+    text = (tmp_path / "r.svg").read_text()
+    assert "75% · 1.5x" in text and "float32 as TF32" in text and "hifigan" in text
+    report.plot_roofs(found, tmp_path / "r.png")
+    assert imread(tmp_path / "r.png").shape[1] > 1500
+    with pytest.raises(ValueError, match="a plot needs at least one row with a speed"):
+        report.plot_roofs([measured(tmp_path / "r.json", "tf32", {"kb57": None})], tmp_path / "r.png")
+    assert json.loads((ROOT / "benchmarks" / "targets.json").read_text()).keys() >= set(readme.PICTURED)

@@ -375,6 +375,56 @@ def plot(report: Report, path: Path) -> None:
         publish(path, lambda temporary: figure.savefig(temporary, dpi=150))
 
 
+def plot_roofs(reports: Sequence[Report], path: Path) -> None:
+    """Draws for each report, side by side, how much of the roof PyTorch and upconv reach in every case.
+
+    Raises:
+        ValueError: a path that ends neither in .png nor in .svg, or a report without a row that has a speed.
+        ImportError: matplotlib is not installed.
+    """
+    if path.suffix.lower() not in (".png", ".svg"):
+        raise ValueError(f"the plot's file must end in .png or .svg, got {str(path)!r}")
+    timed = [[row for row in report["rows"] if row["ratio"] is not None] for report in reports]
+    if not all(timed):
+        raise ValueError("a plot needs at least one row with a speed, and this report has none")
+
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(
+        {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "svg.fonttype": "none"}
+    ):
+        height = max(4.0, 1.6 + 0.27 * max(map(len, timed)))
+        figure = Figure(figsize=(6.2 * len(reports), height), layout="constrained")
+        panels = figure.subplots(1, len(reports), squeeze=False)[0]
+        for axes, report, rows in zip(panels, reports, timed):
+            _draw_roofs(axes, rows)
+            axes.set_title(" · ".join(_swept(rows)[0][1:]), loc="left", fontweight="bold")
+            axes.set_xlabel(f"percent of the roof ({_ceiling_text(report['ceilings'])})", fontsize=8)
+        figure.supxlabel(conditions(reports[0]), fontsize=8, color="#555555")
+        publish(path, lambda temporary: figure.savefig(temporary, dpi=150))
+
+
+def _draw_roofs(axes: Axes, rows: Sequence[Row]) -> None:
+    """A bar a case for each side; the ratio stands at the end of ours."""
+    for i, row in enumerate(rows):
+        ours, theirs = (100 * row["roof_ms"] / (ms or math.inf) for ms in (row["ours_ms"], row["torch_ms"]))
+        axes.barh(i + 0.19, theirs, height=0.36, color="#c3c8cf", label="PyTorch" if i == 0 else None)
+        axes.barh(i - 0.19, ours, height=0.36, color=_COLOURS[0], label="upconv" if i == 0 else None)
+        axes.annotate(
+            f"{ours:.0f}% · {row['ratio']:.2g}x", (ours, i - 0.19), (3, 0), textcoords="offset points", va="center",
+            fontsize=7.5,
+        )  # fmt: skip
+    axes.axvline(100, color="#333333", linewidth=0.9)
+    axes.set_xlim(0, 122)
+    axes.set_yticks(range(len(rows)), [row["case"] for row in rows])
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    axes.tick_params(axis="y", length=0)
+    axes.grid(axis="x", color="#dddddd", linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.legend(fontsize=7.5, loc="lower right")
+
+
 def _series(row: Row) -> str:
     return " · ".join(text(row) for _, text in _SWEPT[1:])
 

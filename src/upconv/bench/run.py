@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from itertools import product
@@ -71,6 +72,10 @@ class Job:
     case: str
     problem: Problem
     scale: float = 1.0
+
+
+class DeviceLost(RuntimeError):
+    """A CUDA device that this process cannot use any more."""
 
 
 class Sweep(TypedDict):
@@ -287,7 +292,7 @@ def run(
         publish: gets all rows so far and their ceilings behind each row, and once more at the end.
 
     Raises:
-        RuntimeError: a row left the device unusable (an illegal access, say); ``publish`` has got that row too.
+        DeviceLost: a row left the device unusable (an illegal access, say); ``publish`` has got that row too.
     """
     precisions = list(dict.fromkeys(job.problem.precision for job in todo))
     ceilings = roofline.measure(precisions, device)
@@ -332,27 +337,29 @@ def _check_device(device: torch.device, job: Job) -> None:
         torch.cuda.synchronize(device)
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
-        raise RuntimeError(f"{job.case} ({job.problem}) left {device} unusable: {reason}") from None
+        raise DeviceLost(f"{job.case} ({job.problem}) left {device} unusable: {reason}") from None
 
 
 def compile_ahead(todo: Sequence[Job], device: torch.device) -> int:
     """Compiles the kernels of all jobs at once, in threads, so that no row waits for its own; how many sources.
 
-    What does not compile is left to the row that needs it, which says so. Gradients are not looked at.
+    What no family can plan or NVRTC compile is left to the row that needs it, which says so. Gradients are not looked
+    at.
     """
     from upconv.cuda import jit
 
     if jit.unavailable() is not None:
         return 0
     forwards = [job.problem.with_(pass_="fwd") for job in todo if job.problem.pass_ in ("fwd", "step")]
-    found = {(unit.source, arch): unit.label for p in forwards for unit, arch in _units(p, device)}
+    found: dict[tuple[str, str], str] = {}
+    for p in forwards:
+        with suppress(Exception):
+            found.update({(unit.source, arch): unit.label for unit, arch in _units(p, device)})
 
     def compile_one(item: tuple[tuple[str, str], str]) -> None:
         (source, arch), label = item
-        try:
+        with suppress(RuntimeError):
             jit.cubin(source, arch, label)
-        except RuntimeError:  # of the row, when it comes to it
-            return
 
     with ThreadPoolExecutor(max(1, min(16, len(found)))) as pool:
         list(pool.map(compile_one, found.items()))

@@ -1,0 +1,247 @@
+"""Measures everything that targets.json judges, in order of importance, and loses nothing when it is stopped.
+
+    python benchmarks/h200.py                          all reports, into benchmarks/results
+    python benchmarks/h200.py --budget 540 --out DIR   stops ahead of the row that would begin after 540 s
+    python benchmarks/h200.py --only tf32,bf16 --cases kb57,kb71 --keep
+
+Every report is written again behind each of its rows, in one step, and a next run goes on where this one stopped: rows
+that are in the report, measured with the same engine sources, are not measured again. The rows are measured by a child
+process: one that crashes the device, or gives no sign for --stall seconds, is recorded as failed, and a new child goes
+on. Exit code: 0 all is measured, 1 a row is wrong or failed, 3 the time was up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import queue
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+import upconv
+from upconv.bench import latency, report, run
+from upconv.bench.roofline import Ceilings
+from upconv.bench.run import Job, Row
+from upconv.bench.suites import SUITES
+from upconv.bench.timing import SWEEP
+from upconv.problem import Layout, Precision
+
+RESULTS = Path(__file__).resolve().parent / "results"
+SWEEPS: dict[str, tuple[torch.dtype, Precision, Layout]] = {
+    "tf32": (torch.float32, "tf32", "nchw"),
+    "bf16": (torch.bfloat16, "bf16", "nchw"),
+    "cl-tf32": (torch.float32, "tf32", "channels_last"),
+    "cl-bf16": (torch.bfloat16, "bf16", "channels_last"),
+    "ieee": (torch.float32, "ieee", "nchw"),
+    "fp16": (torch.float16, "fp16", "nchw"),
+    "cl-fp16": (torch.float16, "fp16", "channels_last"),
+}
+ORDER = ("tf32", "bf16", "host", "shapes", "cl-tf32", "cl-bf16", "ieee", "fp16", "cl-fp16")
+DONE, WRONG, TIME_UP = 0, 1, 3
+CHILD_WRONG, CHILD_LOST = 11, 12
+"""A child's own codes: an exception that nobody catches ends it with 1."""
+CHILDREN = 12
+"""After so many the machine itself is at fault."""
+
+
+class TimeUp(Exception):
+    """The budget is spent."""
+
+
+def jobs(name: str) -> list[Job]:
+    """The rows of a report; the 2-D layers first, whose targets are the main ones."""
+    dtype, precision, layout = SWEEPS[name]
+    what = run.Sweep(dtypes=[dtype], precisions=[precision], layouts=[layout], passes=["fwd"])
+    found = run.jobs("cuda", SUITES["cuda"], what, small=False, bias=None)
+    return sorted(found, key=lambda job: job.problem.rank != 2 and job.case != "hifigan")
+
+
+def sources() -> str:
+    """A digest of the engine: all of the package but bench and command line."""
+    folder = Path(upconv.__file__).resolve().parent
+    digest = hashlib.sha256()
+    for path in sorted(p for p in folder.rglob("*") if p.suffix in (".py", ".cu", ".cuh")):
+        name = path.relative_to(folder).as_posix()
+        if not name.startswith(("bench/", "cli.py")):
+            digest.update(f"{name}\0".encode() + path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def earlier(path: Path, device: torch.device, *, keep: bool) -> tuple[list[Row], Ceilings] | None:
+    """A report's rows and ceilings, where they are of this GPU model and (but for ``keep``) of these sources."""
+    if not path.exists():
+        return None
+    found = report.load(path)
+    same = found["versions"].get("sources") == sources()
+    if found["device"].get("name") != torch.cuda.get_device_name(device) or not (same or keep):
+        return None
+    return found["rows"], found["ceilings"]
+
+
+def sweep(
+    name: str, path: Path, device: torch.device, end: float, keep: bool, cases: Sequence[str], failed: dict[str, str]
+) -> bool:
+    """Measures what a report lacks; whether all its rows are right. Raises `TimeUp` and `run.DeviceLost`."""
+    every = jobs(name)
+    todo = [job for job in every if not cases or job.case in cases]
+    rows, ceilings = earlier(path, device, keep=keep) or ([], None)
+    order = {run.key(run.blank(job, device)): i for i, job in enumerate(every)}
+    known = {run.key(row): row for row in rows if run.key(row) in order}
+    for job in todo:
+        if job.case in failed:
+            row = run.blank(job, device)
+            run.fail(row, failed[job.case])
+            known[run.key(row)] = row
+    if ceilings is not None and all(run.key(run.blank(job, device)) in known for job in todo):
+        return not report.wrong(list(known.values()))
+    base = report.build([], Ceilings(copy_bytes_per_s=1.0, matmul_flops_per_s={}), device)
+    base["versions"]["sources"] = sources()
+
+    def publish(rows: list[Row], ceilings: Ceilings) -> None:
+        known.update({run.key(row): row for row in rows})
+        for row in known.values():
+            run.set_roof(row, ceilings)
+        base["rows"] = sorted(known.values(), key=lambda row: order[run.key(row)])
+        base["ceilings"] = ceilings
+        report.save(base, path)
+
+    def progress(job: Job) -> None:
+        if time.monotonic() > end:
+            raise TimeUp
+        print(f"row {name} {job.case}", flush=True)
+
+    old = None if ceilings is None else (list(known.values()), ceilings)
+    if old is None and known:  # rows that failed before anything was measured
+        old = (list(known.values()), Ceilings(copy_bytes_per_s=0.0, matmul_flops_per_s={SWEEPS[name][1]: 0.0}))
+    run.run(todo, device, SWEEP, known=old, progress=progress, publish=publish)
+    return not report.wrong(base["rows"])
+
+
+def child(options: argparse.Namespace) -> int:
+    """Measures until all is done, the time is up or the device is lost; says on stdout what it begins."""
+    device = torch.device("cuda", 0)
+    end, right = time.monotonic() + options.budget, True
+    failed: dict[str, dict[str, str]] = {}
+    for text in options.failed:
+        name, case, reason = text.split(":", 2)
+        failed.setdefault(name, {})[case] = reason
+    for name in options.only:
+        path = options.out / f"h200-{name}.json"
+        print(f"report {name}", flush=True)
+        begin = time.monotonic()
+        try:
+            if name in SWEEPS:
+                right &= sweep(name, path, device, end, options.keep, options.cases, failed.get(name, {}))
+            elif name in failed:
+                right = False
+            elif not options.cases and (
+                not path.exists() or (not options.keep and latency.load(path)["versions"].get("sources") != sources())
+            ):
+                if begin > end:
+                    raise TimeUp
+                found = latency.host(device) if name == "host" else latency.shapes(device)
+                found["versions"]["sources"] = sources()
+                latency.save(found, path)
+        except TimeUp:
+            return TIME_UP
+        except run.DeviceLost as error:
+            print(f"lost {error}", flush=True)
+            return CHILD_LOST
+        print(f"done {name} {time.monotonic() - begin:.1f} s", flush=True)
+    return DONE if right else CHILD_WRONG
+
+
+def parent(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+    """Runs children until one ends by itself, and keeps account of the rows that ended the others."""
+    options.out.mkdir(parents=True, exist_ok=True)
+    for name in options.only:
+        path, old = options.out / f"h200-{name}.json", options.resume and options.resume / f"h200-{name}.json"
+        if options.fresh:
+            path.unlink(missing_ok=True)
+        elif old and old.exists() and not path.exists():
+            shutil.copyfile(old, path)
+    end = time.monotonic() + options.budget
+    failed: list[str] = []
+    for _ in range(CHILDREN):
+        left = max(0.0, end - time.monotonic())
+        command = [sys.executable, __file__, *arguments, "--child", "--budget", f"{left:.0f}"]
+        for text in failed:
+            command += ["--failed", text]
+        code, at = watch(command, options.stall, end + options.stall)
+        if code in (DONE, TIME_UP):
+            return WRONG if code == DONE and failed else code
+        if code == CHILD_WRONG:
+            return WRONG
+        if code == CHILD_LOST:  # the report has the row already
+            continue
+        print(f"child ended with {code} at {at or 'its start'}", flush=True)
+        if at is None:
+            return WRONG
+        reason = f"no sign for {options.stall:.0f} s" if code is None else f"the process ended with {code}"
+        failed.append(f"{at}:{reason}")
+    return WRONG
+
+
+def watch(command: list[str], stall: float, end: float) -> tuple[int | None, str | None]:
+    """Runs a child; its exit code, None when it was killed for silence, and the ``report:case`` that it was at."""
+    lines: queue.Queue[str | None] = queue.Queue()
+    at: str | None = None
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+    def read() -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines.put(line)
+        lines.put(None)
+
+    threading.Thread(target=read, daemon=True).start()
+    while True:
+        try:
+            line = lines.get(timeout=max(0.1, min(stall, end - time.monotonic())))
+        except queue.Empty:
+            process.kill()
+            process.wait()
+            return None, at
+        if line is None:
+            return process.wait(), at
+        print(line, end="", flush=True)
+        kind, *rest = line.split()
+        if kind == "row":
+            at = ":".join(rest[:2])
+        elif kind == "report":
+            at = f"{rest[0]}:{rest[0]}" if rest[0] not in SWEEPS else None
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+    def names(text: str) -> list[str]:
+        found = text.split(",")
+        for name in found:
+            if name not in ORDER:
+                raise argparse.ArgumentTypeError(f"must be some of {','.join(ORDER)}, got {name!r}")
+        return [name for name in ORDER if name in found]
+
+    parser.add_argument("--only", type=names, default=list(ORDER), help="the reports, joined by commas")
+    parser.add_argument("--cases", type=lambda text: text.split(","), default=[], help="of them only these cases")
+    parser.add_argument("--budget", type=float, default=3600.0, help="seconds; no row begins after them")
+    parser.add_argument("--stall", type=float, default=120.0, help="seconds without a sign after which a row failed")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="where reports are written and gone on with")
+    parser.add_argument("--resume", type=Path, help="where the reports that --out lacks are copied from")
+    parser.add_argument("--keep", action="store_true", help="go on also with rows of other engine sources")
+    parser.add_argument("--fresh", action="store_true", help="measure all anew")
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--failed", action="append", default=[], help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    return child(options) if options.child else parent(options, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
