@@ -240,7 +240,11 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--failed", action="append", default=[], help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    return child(options) if options.child else parent(options, arguments)
+    if options.child:
+        return child(options)
+    if not torch.cuda.is_available():
+        parser.error("PyTorch finds no CUDA device here")
+    return parent(options, arguments)
 
 
 if __name__ == "__main__":

@@ -727,6 +727,7 @@ def test_a_failed_row_is_given_to_the_next_child(h200, monkeypatch: pytest.Monke
         return ends[len(commands) - 1]
 
     monkeypatch.setattr(h200, "watch", watch)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert h200.main(["--out", str(tmp_path), "--stall", "9", "--budget", "50"]) == h200.WRONG
     failed = [[b for a, b in zip(command, command[1:]) if a == "--failed"] for command in commands]
     hung, crashed = "tf32:b:no sign for 9 s", "ieee:c:the process ended with -11"

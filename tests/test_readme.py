@@ -176,7 +176,7 @@ def test_the_picture_of_the_roofs(readme, tmp_path: Path) -> None:
     found = [measured(tmp_path / "r.json", kind, dict.fromkeys(TF32, 1.5)) for kind in ("tf32", "ieee")]
     report.plot_roofs(found, tmp_path / "r.svg")
     text = (tmp_path / "r.svg").read_text()
-    assert "75% · 1.5x" in text and "float32 as TF32" in text and "hifigan" in text
+    assert "75% · 1.50x" in text and "float32 as TF32" in text and "hifigan" in text
     report.plot_roofs(found, tmp_path / "r.png")
     assert imread(tmp_path / "r.png").shape[1] > 1500
     with pytest.raises(ValueError, match="a plot needs at least one row with a speed"):

@@ -412,17 +412,22 @@ def _draw_roofs(axes: Axes, rows: Sequence[Row]) -> None:
         axes.barh(i + 0.19, theirs, height=0.36, color="#c3c8cf", label="PyTorch" if i == 0 else None)
         axes.barh(i - 0.19, ours, height=0.36, color=_COLOURS[0], label="upconv" if i == 0 else None)
         axes.annotate(
-            f"{ours:.0f}% · {row['ratio']:.2g}x", (ours, i - 0.19), (3, 0), textcoords="offset points", va="center",
-            fontsize=7.5,
+            f"{ours:.0f}% · {_times(row['ratio'] or 1.0)}", (ours, i - 0.19), (3, 0), textcoords="offset points",
+            va="center", fontsize=7.5,
         )  # fmt: skip
     axes.axvline(100, color="#333333", linewidth=0.9)
-    axes.set_xlim(0, 122)
+    best = max(100 * row["roof_ms"] / (row["ours_ms"] or math.inf) for row in rows)
+    axes.set_xlim(0, 1.22 * max(100.0, best))
     axes.set_yticks(range(len(rows)), [row["case"] for row in rows])
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.tick_params(axis="y", length=0)
     axes.grid(axis="x", color="#dddddd", linewidth=0.6)
     axes.set_axisbelow(True)
     axes.legend(fontsize=7.5, loc="lower right")
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:.2f}x" if ratio < 10 else f"{ratio:.1f}x"
 
 
 def _series(row: Row) -> str:
@@ -447,7 +452,7 @@ def _draw_bars(
         axes.barh(y, ratio - 1, left=1, height=thickness * 0.9, color=colours[name])
         side = 1 if ratio >= 1 else -1
         axes.annotate(
-            f"{ratio:.2f}x" if ratio < 10 else f"{ratio:.1f}x", (ratio, y), (3 * side, 0), textcoords="offset points",
+            _times(ratio), (ratio, y), (3 * side, 0), textcoords="offset points",
             va="center", ha="left" if side > 0 else "right", fontsize=7.5,
         )  # fmt: skip
     axes.set_xscale("log", base=2)
