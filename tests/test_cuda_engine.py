@@ -527,6 +527,28 @@ def test_memory_format_of_ambiguous_operands(cuda_plans: Any) -> None:
     assert cuda_plans(one, torch.randn(1, 4, 3, 3)).layout == "channels_last"
 
 
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float64, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("rank", (1, 2, 3))
+def test_compiled_graphs_predict_the_same_formats(rank: int, dtype: torch.dtype) -> None:
+    """The operator's fake result on CUDA tensors has the strides of `test_memory_format_rule`."""
+    last = {1: torch.contiguous_format, 2: torch.channels_last, 3: torch.channels_last_3d}[rank]
+    wanted = torch.contiguous_format if dtype is torch.float64 else last
+    arguments = ([2] * rank, [1] * rank, [0] * rank, 1, [1] * rank)
+    shape = (2, 4, *(5,) * rank), (4, 3, *(3,) * rank)
+    with torch._subclasses.FakeTensorMode():
+        usual = torch.contiguous_format
+        x, x_last = (torch.empty(shape[0], dtype=dtype, device="cuda", memory_format=f) for f in (usual, last))
+        w, w_last = (torch.empty(shape[1], dtype=dtype, device="cuda", memory_format=f) for f in (usual, last))
+        out = torch.ops.upconv.conv_transpose(x, w, None, *arguments)
+        assert out.shape == (2, 3, *(9,) * rank) and out.is_contiguous()
+        for pair in ((x_last, w), (x, w_last)):
+            out = torch.ops.upconv.conv_transpose(*pair, None, *arguments)
+            assert out.is_contiguous(memory_format=wanted) and out.device.type == "cuda"
+            grads = torch.ops.upconv.conv_transpose_backward(out, *pair, *arguments, [True, True, True])
+            assert [g.shape for g in grads] == [x.shape, w.shape, (3,)]
+            assert all(g.is_contiguous(memory_format=wanted) for g in grads[:2])
+
+
 # --- strict ----------------------------------------------------------------------------------------------------------
 
 

@@ -9,12 +9,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 from hypothesis import given, settings
+from typer.testing import CliRunner
 
 import upconv
 from strategies import operands, problems
 from upconv import cpu, planner, reference
 from upconv.bench import suites
+from upconv.cli import app
 from upconv.cuda import engine, gpu
+from upconv.explain import GPUS, estimated_ceilings, known_gpu
 from upconv.planner import Device
 from upconv.problem import LAYOUTS, PRECISIONS, Problem
 
@@ -206,6 +209,59 @@ def test_without_a_gpu_cuda_devices_say_so(monkeypatch: pytest.MonkeyPatch) -> N
         assert planner.device_of(torch.device("cuda")).unavailable == "PyTorch finds no CUDA device"
     finally:
         planner.cuda_device.cache_clear()
+
+
+# --- explain for a GPU that is not there -----------------------------------------------------------------------------
+
+
+def explained(*arguments: str) -> tuple[int, str, str]:
+    """Exit code, output without line breaks, and errors of ``upconv explain``."""
+    done = CliRunner().invoke(app, ["explain", *arguments], env={"COLUMNS": "200"})
+    return done.exit_code, " ".join(done.output.split()), done.stderr
+
+
+@pytest.mark.parametrize("name", ["H200", "a100", "rtx4090"])
+def test_explain_plans_for_a_named_gpu(name: str) -> None:
+    code, text, _ = explained("256,256,4,2,1,groups=256", "--input", "4x256x32x32", "--gpu", name)
+    p = Problem.make(
+        4, 256, 256, (32, 32), 4, 2, 1, groups=256, bias=True, dtype=torch.float32, precision="tf32"
+    )  # fmt: skip
+    plan = planner.plan(p, Device("cuda", gpu=known_gpu(name)))
+    assert code == 0 and plan.seconds is not None and plan.choice is not None
+    assert "float32 as TF32" in text
+    assert f"engine cuda:{plan.forward}" in text
+    assert f"forward {1e3 * plan.seconds:.3g} ms" in text and f"bound by {plan.choice.bound}" in text
+    assert " ".join(plan.choice.summary.split()) in text
+    for candidate in plan.candidates:
+        assert candidate.name in text and candidate.reason in text
+
+
+def test_explain_says_whose_gradients() -> None:
+    code, text, _ = explained("8,8,3", "--input", "1x8x16x16", "--gpu", "H200", "--pass", "step", "--precision", "ieee")
+    assert code == 0 and "as TF32" not in text
+    assert "no gradient kernels for CUDA yet" in text and "backward=native" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (("--gpu", "V100"), "--gpu must be one of A100, "),
+        (("--gpu", "H200", "--device", "cpu"), "--gpu and --device exclude each other"),
+        (("--gpu", "H200", "--precision", "fp8"), "--precision must be one of"),
+        (("--gpu", "H200", "--dtype", "bfloat16", "--precision", "tf32"), "--precision must be one of bf16"),
+    ],
+    ids=lambda v: v if isinstance(v, str) else "",
+)
+def test_explain_refuses_in_a_sentence(arguments: tuple[str, ...], error: str) -> None:
+    code, _, text = explained("8,8,3", "--input", "1x8x16x16", *arguments)
+    assert code == 2 and error in text and text.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_estimated_ceilings_are_known_for_every_named_gpu(name: str) -> None:
+    rates = estimated_ceilings(GPUS[name])["matmul_flops_per_s"]
+    assert 1e11 < rates["fp64"] < rates["bf16"] == rates["fp16"] < 1e16
+    assert rates["ieee"] <= rates["tf32"] <= rates["bf16"]
 
 
 def test_small_outputs_are_left_alone() -> None:

@@ -123,17 +123,10 @@ def forward(plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None, keep: bo
     return runner(x, weight, bias, keep)
 
 
-def _current_device() -> int:
-    return int(torch._C._cuda_getDevice())
-
-
-def _current_stream(index: int) -> int:
-    return int(torch._C._cuda_getCurrentRawStream(index))
-
-
-def _capturing() -> bool:
-    """Whether the current stream of the current device records a graph."""
-    return bool(torch._C._cuda_isCurrentStreamCapturing())
+# PyTorch's own bindings, since torch.cuda.current_stream() costs 3 us; a PyTorch built without CUDA lacks them.
+_current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)
+_current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0)
+_capturing: Callable[[], bool] = getattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False)
 
 
 class Runner:
