@@ -335,6 +335,13 @@ def test_views_of_one_storage_are_told_apart(machine: Machine) -> None:
     assert weights.packs(weight=square) == 1
 
 
+def test_autocasts_copies_are_not_kept(served: list[str]) -> None:
+    layer = upconv.ConvTranspose2d(4, 6, 3, stride=2).requires_grad_(False)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        layer(torch.randn(2, 4, 5, 5))
+    assert "run" in served and not engine._shelves
+
+
 def test_inference_tensors_are_packed_at_every_call(machine: Machine) -> None:
     with torch.inference_mode():
         weights = Weights(torch.randn(P.weight_shape))

@@ -199,6 +199,43 @@ def test_tensors_on_other_devices_and_in_other_layouts() -> None:
         assert error_of(calls[0]) == error_of(calls[1])
 
 
+def assert_same_result(ours: object, theirs: object) -> None:
+    """The same error, or results of the same dtype, device, shape and strides."""
+    if isinstance(theirs, Tensor):
+        assert isinstance(ours, Tensor), ours
+        assert (ours.shape, ours.stride(), ours.dtype) == (theirs.shape, theirs.stride(), theirs.dtype)
+        assert ours.device == theirs.device
+    else:
+        assert ours == theirs
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", INVALID)
+def test_invalid_calls_on_a_gpu(case: str) -> None:
+    """PyTorch accepts some of them there (an empty output)."""
+    _, shape, weight_shape, bias_shape, kwargs = INVALID[case]
+    arguments = {"stride": 1, "padding": 0, "output_padding": 0, "groups": 1, "dilation": 1, **kwargs}
+    dtype = arguments.pop("dtype", torch.float32)
+    x, w = torch.randn(shape, dtype=dtype, device="cuda"), torch.randn(weight_shape, dtype=dtype, device="cuda")
+    b = None if bias_shape is None else torch.randn(bias_shape, device="cuda")
+    found = [result_of(partial(home[2], x, w, b, *arguments.values())) for home in (OURS, THEIRS)]
+    assert_same_result(*found)
+
+
+@pytest.mark.gpu
+def test_operands_that_do_not_fit_together_on_a_gpu() -> None:
+    x, w, b = (torch.randn(size, device="cuda") for size in ((2, 4, 5, 6), (4, 3, 3, 3), (3,)))
+    raised = 0
+    for args in (
+        (x, w.half(), b), (x.half(), w.half(), b), (x, w.double(), b.double()), (x.int(), w.int(), None),
+        (x.cpu(), w, b), (x, w.cpu(), b), (x, w, b.cpu()), (x.to("meta"), w, None), (x.to_sparse(), w, b),
+    ):  # fmt: skip
+        found = [result_of(partial(call, *args)) for call in (upconv.conv_transpose2d, torch.conv_transpose2d)]
+        assert_same_result(*found)
+        raised += not isinstance(found[0], Tensor)
+    assert raised >= 6
+
+
 @pytest.mark.parametrize(
     "change",
     ({"input": None}, {"input": [1.0]}, {"weight": None}, {"stride": 1.5}, {"groups": 2.0}, {"bias": 3.0}),
@@ -362,6 +399,20 @@ def _random_call(
         elif rng.random() < 0.5:
             args[i] = tuple(args[i])
     return tuple(shape), tuple(weight), None if bias is None else tuple(bias), args
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rank", (1, 2, 3))
+def test_random_calls_on_a_gpu_raise_or_return_what_torchs_do(rank: int) -> None:
+    rng = random.Random(23 + rank)
+    for _ in range(30):  # each valid one compiles a kernel
+        shape, weight_shape, bias_shape, args = _random_call(rng, rank)
+        sizes = (shape, weight_shape, bias_shape)
+        x, w, b = (None if size is None else torch.randn(size, device="cuda").double() for size in sizes)
+        theirs, ours = (result_of(partial(home[rank], x, w, b, *args)) for home in (THEIRS, OURS))
+        assert_same_result(ours, theirs)
+        if isinstance(ours, Tensor) and isinstance(theirs, Tensor):
+            torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("rank", (1, 2, 3))

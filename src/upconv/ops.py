@@ -52,7 +52,7 @@ def conv_transpose(
     """A transposed convolution of ``rank`` spatial dimensions, by the best way that this call allows."""
     if torch.compiler.is_compiling():
         return _compiled(rank, input, weight, bias, stride, padding, output_padding, groups, dilation)
-    plan = None
+    plan, given = None, weight
     plain = type(input) in _PLAIN and type(weight) in _PLAIN and (bias is None or type(bias) in _PLAIN)
     if plain and (kind := input.device.type) in _DEVICES and not _observed():
         if torch.is_autocast_enabled(kind):
@@ -69,7 +69,7 @@ def conv_transpose(
     if differentiable and torch.is_grad_enabled():
         out = _ConvTranspose.apply(x, weight, bias, plan)
     else:
-        out = _forward(plan, x, weight, bias)
+        out = _forward(plan, x, weight, bias, keep=weight is given)  # autocast's copy does not outlive the call
     return out if batched else out.squeeze(0)
 
 
