@@ -53,6 +53,7 @@ class Interpreter:
         self.rows = m["BLOCK_H"] * m["SH"]
         self.units = self.rows * m["BLOCK_X"]
         self.pitch = m["CELLS"] | 1
+        assert m["QUADS"] or m["LEAD"] == 0
         self.in_rows = m["BLOCK_H"] + m["SPAN_H"]
         self.in_cols = m["BLOCK_X"] * m["CELLS"] + m["SPAN_W"] + m["LEAD"]
         self.row_pitch = -(-self.in_cols // m["CELLS"]) * self.pitch
@@ -107,6 +108,10 @@ class Interpreter:
         words = self.weight_words + np.array([self.word(c) for c in range(self.in_cols)])
         iw = col + np.arange(self.in_cols)
         inside = (iw >= 0) & (iw < self.x.shape[4])
+        if m["QUADS"] and self.x.shape[4] % 4 == 0:
+            # Four columns are one load: at a multiple of four in memory, and in or out as one.
+            assert col % 4 == 0
+            inside = np.repeat(inside[::4], 4)[: self.in_cols]
         for channel, r in product(range(m["SLOTS"] * m["CHUNK"]), range(self.in_rows)):
             line = np.zeros(self.in_cols)
             if channel < present and 0 <= row + r < self.x.shape[3]:

@@ -109,6 +109,7 @@ def geometry(p: Problem, tile: Tile) -> dict[str, int]:
     last, double = p.layout == "channels_last", p.dtype == torch.float64
     vec = 2 if double else 4
     half = p.dtype.itemsize == 2
+    quads = half and not last and tile.cells * tile.block_x % 4 == 0
     run = tile.cells * w.stride
     run_pitch = run | 1 if run % vec else run + (vec if run // vec % 2 == 0 else 0)
     threads = -(-tile.slots * tile.block_h * h.stride * tile.block_x // 32) * 32
@@ -133,7 +134,8 @@ def geometry(p: Problem, tile: Tile) -> dict[str, int]:
         "STEP_KH": h.tap_step,
         "STEP_ROW": h.dilation * h.tap_step // h.stride,
         # Halves are loaded four at a time, from columns that are multiples of four.
-        "LEAD": w.least % 4 if half and not last and tile.cells * tile.block_x % 4 == 0 else 0,
+        "QUADS": int(quads),
+        "LEAD": w.least % 4 if quads else 0,
         "RUN_PITCH": run_pitch,
         "PART": part,
         "MIN_BLOCKS": max(1, min(65536 // (threads * _registers(p, tile)), 16)),

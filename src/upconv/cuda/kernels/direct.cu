@@ -232,7 +232,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const i64 image = at / od_size;
     const int cell_h = tile_h * BLOCK_H, cell_w = tile_w * BLOCK_W;
     const int row = cell_h + MIN_H, col = cell_w + MIN_W - LEAD;
-    const bool vector = w % 4 == 0 && (unsigned long long)x % (4 * sizeof(T)) == 0;
+    const bool vector = QUADS && w % 4 == 0 && (unsigned long long)x % (4 * sizeof(T)) == 0;
 
     // Rows go phase by phase, so that the threads of a warp share their taps.
     const int tid = threadIdx.x;
