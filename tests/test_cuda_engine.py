@@ -423,6 +423,15 @@ def test_choices_of_equal_packing_share_the_weights(machine: Machine) -> None:
     assert logs.count("pack") == 1
 
 
+def test_packings_are_numbered_once_and_their_list_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "_packings", {})
+    monkeypatch.setattr(engine, "_MOST_PACKINGS", 3)
+    assert engine._packing("a", P) == engine._packing("a", P)
+    numbers = [engine._packing(name, P) for name in "abcdefga"]
+    assert len(set(numbers)) == len(numbers) and len(engine._packings) <= 3
+    assert engine._packing("a", P) != engine._packing("a", P.with_(dtype=torch.float64, precision="fp64"))
+
+
 def test_keeping_can_be_switched_off(weights: Weights, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "KEEP_PACKED", False)
     assert weights.packs() == 1

@@ -98,6 +98,19 @@ print(sorted(heavy | own))
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "[]", "")
 
 
+def test_cuda_compiler_and_bindings_are_imported_by_cuda_calls_alone(tmp_path: Path) -> None:
+    code = """
+import sys, torch, upconv
+with upconv.strict(False):
+    upconv.ConvTranspose2d(2, 3, 3, stride=2)(torch.ones(1, 2, 4, 4)).sum().backward()
+upconv.warmup(upconv.ConvTranspose2d(2, 3, 3), (1, 2, 4, 4))
+lazy = ("cuda", "upconv.cuda.jit", "upconv.cuda.launch", "upconv.cuda.direct", "upconv.cuda.gather")
+print([name for name in sys.modules if name.startswith(lazy)])
+"""
+    done = _run(code, tmp_path)
+    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "[]", "")
+
+
 def test_works_without_the_optional_packages(tmp_path: Path) -> None:
     code = """
 import sys
@@ -135,4 +148,5 @@ def test_public_names() -> None:
 
     assert upconv.__all__ == sorted(upconv.__all__)
     assert all(hasattr(upconv, name) for name in upconv.__all__)
+    assert {"accelerate", "restore", "strict", "warmup"} < set(upconv.__all__)
     assert upconv.__version__.count(".") == 2

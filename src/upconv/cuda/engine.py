@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import count
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -253,16 +254,23 @@ class _Shelf:
 
 _shelves: dict[int, _Shelf] = {}
 _packings: dict[Any, int] = {}
+_numbers = count()
 _lock = threading.RLock()
 # Layers run at several sizes may need several packings of their weights; small ones are padded to whole tiles.
 _MOST_COPIES = 4
 _SMALL_BYTES = 1 << 20
+_MOST_PACKINGS = 4096  # as many as there are plans
 
 
 def _packing(packing: Any, p: Problem) -> int:
     """A number for a way of packing, since the hash of its description would cost more than the rest of a look-up."""
     with _lock:
-        return _packings.setdefault((packing, p.dtype, p.weight_shape), len(_packings))
+        if len(_packings) >= _MOST_PACKINGS:
+            _packings.clear()  # numbers are never given twice: what is forgotten is packed once more
+        key = (packing, p.dtype, p.weight_shape)
+        if key not in _packings:
+            _packings[key] = next(_numbers)
+        return _packings[key]
 
 
 def _put(storage: torch.UntypedStorage, key: tuple[int, int, tuple[int, ...]], packed: _Packed) -> None:
@@ -324,6 +332,8 @@ def compile_all(
     ``progress(label, done, total)`` is called behind each source. Returns a line for each source, compiled or found in
     the cache. Errors: RuntimeError naming problem and plan.
     """
+    if not wanted:
+        return []
     from concurrent.futures import ThreadPoolExecutor, as_completed
 
     from upconv.cuda import jit
