@@ -154,7 +154,7 @@ class Interpreter:
         return packed
 
     def matrices(self, packed: Floats, group: int, cout_block: int, variant: int) -> Floats:
-        """An M-group's operand A, [part, chunk, entry, row of M, k], in the order in which the consumers take fragments.
+        """An M-group's operand A, [part, chunk, entry, row of M, k], from fragments in the order of their use.
 
         Rows are those of one warpgroup, or of two below each other.
         """
@@ -282,7 +282,7 @@ class Interpreter:
     # --- the kernel --------------------------------------------------------------------------------------------------
 
     def __call__(self, p: Problem, x: Floats, weight: Floats, bias: Floats | None) -> tuple[Floats, Ints]:
-        """The output of ``p``, a problem of the tiling's layer, NaN where nothing was stored, and stores per element."""
+        """The output of ``p``, of the tiling's layer at any size, NaN where nothing is stored; stores per element."""
         m, lead = self.m, (1,) * (3 - p.rank)
         batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, count = self.tiling.arguments(p)
         x5 = x.reshape(batch, -1, in_d, in_h, in_w)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import random
+import re
+from collections.abc import Iterator
+from itertools import product
 
 import numpy as np
 import pytest
 import torch
 
-from gather_interpreter import Interpreter, fragment_place
+from gather_interpreter import Floats, Interpreter
 from upconv import reference
-from upconv.cuda.gpu import H200
+from upconv.cuda import jit
+from upconv.cuda.gpu import A100, B200, H200, RTX3090, RTX4090, RTX5090, Gpu
 from upconv.cuda.tiling import Tiling, Unfit
 from upconv.problem import Precision, Problem, output_length
 
@@ -23,7 +27,11 @@ def draw_problem(rng: random.Random) -> Problem:
     largest = (40, 11, 6)[rank - 1]
     axes = []
     for _ in range(rank):
-        kernel, stride, dilation = rng.choice((1, 2, 3, 4, 5)), rng.choice((1, 1, 2, 2, 3, 4)), rng.choice((1, 1, 2, 3))
+        kernel, stride, dilation = (
+            rng.choice((1, 2, 3, 4, 5)),
+            rng.choice((1, 1, 2, 2, 3, 4)),
+            rng.choice((1, 1, 2, 3, 9)),
+        )
         if rank == 3:
             kernel, stride = min(kernel, 4), min(stride, 3)
         output_padding = rng.randrange(max(stride, dilation))
@@ -119,3 +127,196 @@ def test_random_tilings_compute_their_layers(seed: int) -> None:
         except AssertionError as error:
             raise AssertionError(f"{p}, bias {p.bias}, {p.precision}: {error}\n{tiling}") from error
         done += 1
+
+
+def test_constants_do_not_depend_on_the_size() -> None:
+    """One compiled kernel serves a layer at every batch and image size."""
+    for seed in range(200):
+        rng = random.Random(seed)
+        p = draw_problem(rng)
+        tiling = draw_tiling(p, rng)
+        if tiling is None:
+            continue
+        other = p.with_(batch=p.batch + 3, size=tuple(n + rng.randint(0, 50) for n in p.size))
+        assert Tiling(**{**vars_of(tiling), "problem": other}).macros() == tiling.macros()
+
+
+def vars_of(tiling: Tiling) -> dict[str, object]:
+    return {name: getattr(tiling, name) for name in tiling.__dataclass_fields__}
+
+
+def test_one_tiling_serves_other_sizes() -> None:
+    rng = random.Random(1)
+    for _ in range(20):
+        p = draw_problem(rng)
+        tiling = draw_tiling(p, rng)
+        if tiling is not None:
+            check(tiling, p.with_(batch=p.batch % 3 + 1, size=tuple(n + rng.randint(0, 9) for n in p.size)), 0)
+
+
+# --- operands of the matrix instructions -----------------------------------------------------------------------------
+
+
+def operand_a(tiling: Tiling, w: Floats, group: int, cout_block: int, variant: int) -> Iterator[Floats]:
+    """An M-group's A for every (chunk, entry), rows of both warpgroups below each other, from the tiling itself."""
+    p, rows = tiling.problem, tiling.rows_per_sub
+    flat = w.reshape(p.groups, tiling.cin_g, tiling.cout_g, p.taps)[group]
+    entries = [taps for block in tiling.entries[variant] for _, taps in block]
+    for chunk, taps in product(range(tiling.chunks), entries):
+        a = np.zeros((tiling.wgs_m * 64, tiling.chunk))
+        channels = flat[chunk * tiling.chunk : (chunk + 1) * tiling.chunk]
+        for wg, (i, tap) in product(range(tiling.wgs_m), enumerate(taps)):
+            first = (cout_block * tiling.wgs_m + wg) * rows
+            values = channels[:, first : first + rows, tap].T
+            if tap >= 0 and values.size:
+                a[wg * 64 + i * rows : wg * 64 + i * rows + len(values), : values.shape[1]] = values
+        yield a
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_packed_weights_are_operand_a(seed: int) -> None:
+    """Read back in the documented order of registers, packed words are the weights, each for its row and k."""
+    rng = random.Random(seed)
+    for _ in range(8):
+        p = draw_problem(rng)
+        tiling = draw_tiling(p, rng)
+        if tiling is None:
+            continue
+        interpreter = Interpreter(tiling)
+        w = np.arange(1.0, np.prod(p.weight_shape) + 1).reshape(p.weight_shape) / 16
+        packed = interpreter.pack(w)
+        words = 0
+        for group, block, variant in product(range(p.groups), range(tiling.cout_blocks), range(len(tiling.variants))):
+            if not tiling.variant_entries[variant]:
+                continue
+            found = interpreter.matrices(packed, group, block, variant)
+            words += found.size * p.dtype.itemsize // 4
+            expected = np.stack(list(operand_a(tiling, w, group, block, variant)))
+            for part, values in enumerate(interpreter.split(expected)):
+                assert np.array_equal(found[part].reshape(expected.shape), values)
+        assert words == packed.shape[0] == tiling.packed_words
+
+
+@pytest.mark.parametrize("element,row_bytes", list(product((2, 4), (32, 64, 128))))
+def test_ldmatrix_gives_operand_b(element: int, row_bytes: int) -> None:
+    """Two groups of eight pixel rows, swizzled, through ldmatrix, are B in the documented order of registers.
+
+    PTX ISA, "ldmatrix" (x4: lanes 8i to 8i + 7 give the rows of matrix i, and lane L gets of each matrix the 32 bits
+    L % 4 of row L / 4), and the fragments of B of mma.m16n8k8 (.tf32) and mma.m16n8k16.
+    """
+    per_unit, first_row, group_rows = 16 // element, 5, 11
+    pixels = np.arange(32 * row_bytes // element).reshape(32, -1)
+    shared = np.full(32 * row_bytes // element, -1)
+
+    def unit_at(p: int, unit: int) -> int:
+        swizzle = {32: p >> 2 & 1, 64: p >> 1 & 3, 128: p & 7}[row_bytes]
+        return p * row_bytes + ((unit ^ swizzle) << 4)
+
+    for p, unit in product(range(32), range(row_bytes // 16)):
+        at = unit_at(p, unit) // element
+        shared[at : at + per_unit] = pixels[p, unit * per_unit : (unit + 1) * per_unit]
+    for k_step in range(row_bytes // 32):
+        rows = []
+        for lane in range(32):
+            matrix = lane >> 3
+            p = first_row + (matrix >> 1) * group_rows + (lane & 7)
+            at = unit_at(p, k_step * 2 + (matrix & 1)) // element
+            rows.append(shared[at : at + per_unit])
+        for column_group in range(2):
+            columns = pixels[first_row + column_group * group_rows :][:8]
+            for lane, word in product(range(32), range(2)):
+                register = rows[8 * (2 * column_group + word) + lane // 4].reshape(4, -1)[lane % 4]
+                if element == 4:
+                    ks = [lane % 4 + 4 * word]
+                else:
+                    ks = [lane % 4 * 2 + 8 * word, lane % 4 * 2 + 1 + 8 * word]
+                assert register.tolist() == columns[lane >> 2, [k_step * (32 // element) + k for k in ks]].tolist()
+
+
+# --- what is compiled ------------------------------------------------------------------------------------------------
+
+needs_nvrtc = pytest.mark.skipif(jit.unavailable() is not None, reason=str(jit.unavailable()))
+INSTRUCTIONS = {
+    ("tf32", True): "wgmma.mma_async.sync.aligned.m64n64k8.f32.tf32.tf32",
+    ("fp16", True): "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16",
+    ("bf16", True): "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16",
+    ("tf32", False): "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32",
+    ("fp16", False): "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32",
+    ("bf16", False): "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32",
+}
+
+
+def check_compiled(tiling: Tiling, source: str, arch: str) -> None:
+    """Both kernels compile, without spills, with the precision's matrix instruction and no other."""
+    found = jit.inspect(jit.cubin(source, arch, "gather"))
+    assert set(found) == {"gather", "pack"}
+    for entry, (registers, local, shared) in found.items():
+        assert 0 < registers <= 255
+        assert local == 0, f"{entry} for sm_{arch} has {local} bytes of local memory: {tiling}"
+        assert shared == 0
+    text = jit.ptx(source, arch, "gather")
+    precision = "tf32" if tiling.problem.precision == "ieee" else tiling.problem.precision
+    present = {key for key, name in INSTRUCTIONS.items() if re.search(rf"(?<![.\w]){re.escape(name)}(?![.\w])", text)}
+    assert present == {(precision, tiling.wgmma)}
+    assert tiling.wgmma == (arch == "90a")
+    assert ("cp.async.bulk.tensor" in text) == tiling.tensor_map
+
+
+# (layer, sub, tile, split, subs, unroll), with 128 accumulators in a thread.
+KERNELS = (
+    (Problem.make(8, 64, 64, (64, 128), 3), (1, 64), (1, 1, 8, 64), 0, 1, (1, 1, 1)),
+    (Problem.make(4, 256, 128, (33, 31), 4, 2, 1, bias=True), (8, 8), (1, 1, 8, 32), 0, 1, (1, 1, 1)),
+    (Problem.make(8, 32, 30, (64, 200), (3, 5), 1, 1), (1, 64), (1, 1, 4, 64), 2, 2, (1, 2, 1)),
+    (Problem.make(2, 34, 150, (5, 9, 70), 3, 2, 1, 1, groups=2), (1, 64), (1, 1, 2, 64), 1, 1, (1, 1, 1)),
+)
+OLDER = (A100, RTX3090, RTX4090, B200, RTX5090)
+
+
+def kernel_case(index: int) -> tuple[Tiling, Gpu]:
+    """Every precision and layout, twice on sm_90a and once on the others in turn.
+
+    IEEE has each accumulator twice, and the others' consumers have 168 registers: both get half the accumulators.
+    """
+    combinations = list(product(DTYPES, ("nchw", "channels_last")))
+    turn, i = divmod(index, len(combinations))
+    precision, layout = combinations[i]
+    gpu = OLDER[i % len(OLDER)] if turn == 1 else H200
+    layer, sub, (images, d, h, w), split, subs, unroll = KERNELS[(i + turn) % len(KERNELS)]
+    p = layer.with_(dtype=DTYPES[precision], precision=precision, layout=layout)
+    split, w_subs = 0 if split == 1 and precision == "ieee" else split, 0
+    for _ in range((precision == "ieee" and layer.rank == 2) + (gpu is not H200)):
+        if w == 64 and h > 2:
+            h //= 2
+        elif w == 32:
+            w //= 2
+        else:
+            w_subs = 1
+    tiling = Tiling(
+        p,
+        sub,
+        (images, d, h, w),
+        split,
+        32 // p.dtype.itemsize,
+        subs,
+        w_subs,
+        unroll,
+        stages_s=2,
+        run_groups=4,
+        aligned_rows=turn == 0,
+        wgmma=gpu is H200,
+    )
+    return tiling.checked(gpu.shared_bytes), gpu
+
+
+# With 56 registers the producers that copy NCHW themselves spill 8 to 48 bytes (with 72, and 184 for consumers, none).
+THREADS_COPY_NCHW = pytest.mark.xfail(strict=True, reason="producers that copy NCHW by threads spill at 56 registers")
+
+
+@needs_nvrtc
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "index", [pytest.param(i, marks=THREADS_COPY_NCHW) if i in (16, 18, 20, 22) else i for i in range(24)]
+)
+def test_kernels_compile_without_spills(index: int) -> None:
+    tiling, gpu = kernel_case(index)
+    check_compiled(tiling, jit.source("gather.cu", tiling.macros()), gpu.arch)
