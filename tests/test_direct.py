@@ -19,7 +19,7 @@ from strategies import DTYPES, forward_excess, operands, problems
 from upconv import cpu, reference
 from upconv.bench.suites import SUITES, Case
 from upconv.cuda import direct, jit
-from upconv.cuda.direct import Choice, Tile
+from upconv.cuda.direct import Choice, Tile, Walk
 from upconv.cuda.gpu import A100, H200, RTX3090, RTX5090, Gpu
 from upconv.problem import PRECISIONS, Problem
 
@@ -50,15 +50,25 @@ class Interpreter:
         m = self.m
         self.weight_words, self.stage_words, self.shared_words = direct.shared_words(m)
         self.run = m["CELLS"] * m["SW"]
-        self.rows = m["BLOCK_H"] * m["SH"]
+        self.rows = m["BLOCK_H"] * m["SH"] // m["PHASES_H"]
         self.units = self.rows * m["BLOCK_X"]
         self.pitch = m["CELLS"] | 1
-        assert m["QUADS"] or m["LEAD"] == 0
         self.in_rows = m["BLOCK_H"] + m["SPAN_H"]
         self.in_cols = m["BLOCK_X"] * m["CELLS"] + m["SPAN_W"] + m["LEAD"]
-        self.row_pitch = -(-self.in_cols // m["CELLS"]) * self.pitch
+        self.row_pitch = m["ROW_PITCH"]
+        assert self.row_pitch > self.word(self.in_cols - 1)
         self.plane = self.in_rows * self.row_pitch | 1
         self.weight_channel = m["KH"] * direct.weight_row(m)
+        self.vec = 2 if p.dtype == torch.float64 else 4
+        # Sixteen bytes of shared memory at once: weights of a stage, runs in the epilogue.
+        assert self.stage_words % self.vec == 0
+        assert self.weight_channel % self.vec == 0
+        assert self.run % self.vec or m["RUN_PITCH"] % self.vec == 0
+        assert m["LAST"] or m["RUN_PITCH"] >= self.run
+        assert m["QUADS"] or m["LEAD"] == 0
+        assert m["CO"] % m["PART"] == 0
+        assert m["SPLIT"] == 1 or (m["SLOTS"] == 1 and self.units % 32 == 0)
+        assert m["THREADS"] >= m["SPLIT"] * m["SLOTS"] * self.units
 
     def __call__(self, x: Array, weight: Array, bias: Array | None) -> Array:
         d, h, w = direct.axes(self.p)
@@ -84,7 +94,7 @@ class Interpreter:
         self.image, self.od = divmod(at, d.out)
         self.group = group_block * m["SLOTS"]
         self.cell_h, self.cell_w = tile_h * m["BLOCK_H"], tile_w * m["BLOCK_X"] * m["CELLS"]
-        self.sums = np.zeros((m["SLOTS"], self.rows, m["BLOCK_X"], m["CO"], self.run))
+        self.sums = np.zeros((m["SPLIT"], m["SLOTS"], self.rows, m["PHASES_H"], m["BLOCK_X"], m["CO"], self.run))
         for kd in range(m["KD"]):
             reach = self.od + m["PD"] - kd * m["DD"]
             if reach < 0 or reach % m["SD"] or reach // m["SD"] >= d.size:
@@ -108,8 +118,12 @@ class Interpreter:
         words = self.weight_words + np.array([self.word(c) for c in range(self.in_cols)])
         iw = col + np.arange(self.in_cols)
         inside = (iw >= 0) & (iw < self.x.shape[4])
-        if m["QUADS"] and self.x.shape[4] % 4 == 0:
-            # Four columns are one load: at a multiple of four in memory, and in or out as one.
+        if m["QUADS"] and m["LAST"]:  # four channels are one load: at a multiple of four in memory, all present or none
+            assert (self.group * m["CI"] + first) % 4 == 0
+            assert m["GROUPS"] * m["CI"] % 4 == 0
+            assert present % 4 == 0
+            assert m["SLOTS"] * m["CHUNK"] % 4 == 0
+        elif m["QUADS"] and self.x.shape[4] % 4 == 0:  # four columns
             assert col % 4 == 0
             inside = np.repeat(inside[::4], 4)[: self.in_cols]
         for channel, r in product(range(m["SLOTS"] * m["CHUNK"]), range(self.in_rows)):
@@ -122,31 +136,43 @@ class Interpreter:
 
     def multiply(self, stage: Array, channels: int) -> None:
         m = self.m
+        for my_row in range(self.rows):
+            if m["PHASES_H"] > 1:
+                for kh in range(m["KH"]):
+                    t = (kh * m["DH"] - m["PH"]) % m["SH"]
+                    r, left = divmod(t + m["PH"] - kh * m["DH"] - m["MIN_H"] * m["SH"], m["SH"])
+                    assert left == 0 and 0 <= r <= m["SPAN_H"]
+                    self.multiply_row(stage, channels, my_row, t, kh, my_row + r)
+            else:
+                th, jh = divmod(my_row, m["BLOCK_H"])
+                hits = [k for k in range(m["KH"]) if k < m["STEP_KH"] and (th + m["PH"] - k * m["DH"]) % m["SH"] == 0]
+                first_kh = hits[-1] if hits else m["KH"]
+                r = jh + (th + m["PH"] - first_kh * m["DH"] - m["MIN_H"] * m["SH"]) // m["SH"]
+                for step, kh in enumerate(range(first_kh, m["KH"], m["STEP_KH"])):
+                    self.multiply_row(stage, channels, my_row, 0, kh, r - step * m["STEP_ROW"])
+
+    def multiply_row(self, stage: Array, channels: int, my_row: int, t: int, kh: int, r: int) -> None:
+        m = self.m
         tx = np.arange(m["BLOCK_X"]) * self.pitch
-        for slot, my_row in product(range(m["SLOTS"]), range(self.rows)):
-            th, jh = divmod(my_row, m["BLOCK_H"])
-            hits = [k for k in range(m["KH"]) if k < m["STEP_KH"] and (th + m["PH"] - k * m["DH"]) % m["SH"] == 0]
-            first_kh = hits[-1] if hits else m["KH"]
-            r = jh + (th + m["PH"] - first_kh * m["DH"] - m["MIN_H"] * m["SH"]) // m["SH"]
-            for step, kh in enumerate(range(first_kh, m["KH"], m["STEP_KH"])):
-                for ci in range(channels):
-                    line = self.weight_words + (slot * m["CHUNK"] + ci) * self.plane
-                    line += (r - step * m["STEP_ROW"]) * self.row_pitch
-                    weights = (slot * m["CHUNK"] + ci) * self.weight_channel + kh * direct.weight_row(m)
-                    for kw in range(m["KW"]):
-                        t = (kw * m["DW"] - m["PW"]) % m["SW"]
-                        shift, left = divmod(t + m["PW"] - kw * m["DW"] - m["MIN_W"] * m["SW"], m["SW"])
-                        assert left == 0 and 0 <= shift <= m["SPAN_W"]
-                        for cell, c in product(range(m["CELLS"]), range(m["CO"])):
-                            window = stage[line + tx + self.word(cell + shift + m["LEAD"])]
-                            product_ = stage[weights + kw * m["CO"] + c] * window
-                            self.sums[slot, my_row, :, c, cell * m["SW"] + t] += product_
+        for slot, ci in product(range(m["SLOTS"]), range(channels)):
+            line = self.weight_words + (slot * m["CHUNK"] + ci) * self.plane + r * self.row_pitch
+            weights = (slot * m["CHUNK"] + ci) * self.weight_channel + kh * direct.weight_row(m)
+            for kw in range(m["KW"]):
+                u = (kw * m["DW"] - m["PW"]) % m["SW"]
+                shift, left = divmod(u + m["PW"] - kw * m["DW"] - m["MIN_W"] * m["SW"], m["SW"])
+                assert left == 0 and 0 <= shift <= m["SPAN_W"]
+                for cell, c in product(range(m["CELLS"]), range(m["CO"])):
+                    window = stage[line + tx + self.word(cell + shift + m["LEAD"])]
+                    product_ = stage[weights + kw * m["CO"] + c] * window
+                    self.sums[ci % m["SPLIT"], slot, my_row, t, :, c, cell * m["SW"] + u] += product_
 
     def store(self) -> None:
         m, (_, h, w) = self.m, direct.axes(self.p)
         couts = min(m["CO"], m["CO_GROUP"] - self.cout_block * m["CO"])
-        for slot, my_row, tx, c in product(range(m["SLOTS"]), range(self.rows), range(m["BLOCK_X"]), range(couts)):
-            th, jh = divmod(my_row, m["BLOCK_H"])
+        sums = self.sums.sum(0)
+        places = product(range(m["SLOTS"]), range(self.rows), range(m["PHASES_H"]), range(m["BLOCK_X"]), range(couts))
+        for slot, my_row, t, tx, c in places:
+            th, jh = divmod(my_row, m["BLOCK_H"]) if m["PHASES_H"] == 1 else (t, my_row)
             g, oh = self.group + slot, (self.cell_h + jh) * m["SH"] + th
             ow = (self.cell_w + tx * m["CELLS"]) * m["SW"]
             count = min(self.run, w.out - ow)
@@ -155,13 +181,69 @@ class Interpreter:
             channel = g * m["CO_GROUP"] + self.cout_block * m["CO"] + c
             to = self.out[self.image, channel, self.od, oh, ow : ow + count]
             assert np.isnan(to).all(), "an output is stored twice"
-            to[:] = self.sums[slot, my_row, tx, c, :count] + (0 if self.bias is None else self.bias[channel])
+            if not m["LAST"]:  # a run starts at a multiple of its vectors
+                wide = math.gcd(self.run, w.out, self.vec)
+                assert ((self.image * self.p.out_channels + channel) * h.out * w.out + oh * w.out + ow) % wide == 0
+            to[:] = sums[slot, my_row, t, tx, c, :count] + (0 if self.bias is None else self.bias[channel])
 
 
-def check_interpreted(p: Problem, tile: Tile, seed: int) -> None:
+def interpret_walk(p: Problem, walk: Walk, x: Array, weight: Array, bias: Array | None) -> Array:
+    """``direct_walk``, thread by thread."""
+    m, (_, h, w) = direct.walk_geometry(p, walk), direct.axes(p)
+    last, run, columns, ring = m["LAST"], m["CELLS"] * m["SW"], m["CELLS"] + m["SPAN_W"], m["SPAN_H"] + 1
+    x = x.reshape(p.batch, p.groups, h.size, w.size)
+    taps = weight.reshape(p.groups, m["KH"], m["KW"])
+    out = np.full((p.batch, p.groups, h.out, w.out), np.nan)
+    runs, strips, threads = direct.walk_grid(p, walk)
+    wide = m["CHANNELS"] if last else math.gcd(run & -run, 16 // p.dtype.itemsize)
+    assert p.groups % m["CHANNELS"] == 0
+    for thread in range(threads):
+        at, channel = thread, 0
+        if last:
+            at, block = divmod(at, p.groups // m["CHANNELS"])
+            channel = block * m["CHANNELS"]
+        at, cell_w = divmod(at, runs)
+        image, cell_h = divmod(at, strips)
+        if not last:
+            image, channel = divmod(image, p.groups)
+        cell_w, cell_h = cell_w * m["CELLS"], cell_h * walk.strip
+        own = slice(channel, channel + m["CHANNELS"])
+        strip_ = np.zeros((h.size, columns, m["CHANNELS"]))  # what its columns of the input hold
+        for c in range(columns):
+            if 0 <= cell_w + m["MIN_W"] + c < w.size:
+                strip_[:, c] = x[image, own, :, cell_w + m["MIN_W"] + c].T
+        window = np.full((ring, columns, m["CHANNELS"]), np.nan)
+        for r in range(m["SPAN_H"]):
+            row = cell_h + m["MIN_H"] + r
+            window[r] = strip_[row] if 0 <= row < h.size else 0
+        for step in range(min(walk.strip, h.cells - cell_h)):
+            i = step % ring
+            row = cell_h + m["MIN_H"] + m["SPAN_H"] + step
+            window[(i + m["SPAN_H"]) % ring] = strip_[row] if 0 <= row < h.size else 0
+            sums = np.zeros((m["SH"], run, m["CHANNELS"]))
+            if bias is not None:
+                sums += bias[own]
+            for kh, kw, c in product(range(m["KH"]), range(m["KW"]), range(m["CELLS"])):
+                t, u = (kh * m["DH"] - m["PH"]) % m["SH"], (kw * m["DW"] - m["PW"]) % m["SW"]
+                r = (t + m["PH"] - kh * m["DH"] - m["MIN_H"] * m["SH"]) // m["SH"]
+                shift = (u + m["PW"] - kw * m["DW"] - m["MIN_W"] * m["SW"]) // m["SW"]
+                sums[t, c * m["SW"] + u] += taps[own, kh, kw] * window[(i + r) % ring, c + shift]
+            for t, v in product(range(m["SH"]), range(run)):
+                oh, ow = (cell_h + step) * m["SH"] + t, cell_w * m["SW"] + v
+                if oh < h.out and ow < w.out:
+                    assert np.isnan(out[image, own, oh, ow]).all(), "an output is stored twice"
+                    out[image, own, oh, ow] = sums[t, v]
+                if not last and w.out % wide == 0 and v % wide == 0 and oh < h.out:
+                    # One vector: aligned in memory, and in or out of the row as one.
+                    assert (oh * w.out + ow) % wide == 0
+                    assert (ow < w.out) == (ow + wide <= w.out)
+    return out.reshape(p.output_shape)
+
+
+def check_interpreted(p: Problem, tile: Tile | Walk, seed: int) -> None:
     x, w, b, _ = operands(p, seed)
-    interpreter = Interpreter(p, tile)
-    out = interpreter(x.double().numpy(), w.double().numpy(), None if b is None else b.double().numpy())
+    arrays = x.double().numpy(), w.double().numpy(), None if b is None else b.double().numpy()
+    out = interpret_walk(p, tile, *arrays) if isinstance(tile, Walk) else Interpreter(p, tile)(*arrays)
     truth = reference.forward(p, x, w, b)
     torch.testing.assert_close(torch.from_numpy(out), truth, rtol=1e-11, atol=1e-11)
 
@@ -172,6 +254,33 @@ def test_interpreted_tiles_compute_the_layer(p: Problem, rng: random.Random) -> 
     candidates = list(direct.tiles(p))
     assert candidates, "small problems all have tiles"
     check_interpreted(p, rng.choice(candidates), rng.randrange(1000))
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(problems(), st.randoms(use_true_random=False))
+def test_interpreted_tiles_of_halves_compute_the_layer(p: Problem, rng: random.Random) -> None:
+    """Sizes that are multiples of four, where halves travel four at a time."""
+    size = tuple(-(-n // 4) * 4 for n in p.size)
+    p = p.with_(dtype=torch.bfloat16, precision="bf16", size=size)
+    check_interpreted(p, rng.choice(list(direct.tiles(p))), rng.randrange(1000))
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(problems(), st.randoms(use_true_random=False))
+def test_interpreted_walks_compute_the_layer(p: Problem, rng: random.Random) -> None:
+    channels = rng.choice((1, 2, 3, 4, 8))
+    p = p.with_(in_channels=channels, out_channels=channels, groups=channels)
+    candidates = list(direct.walks(p))
+    if candidates:
+        check_interpreted(p, rng.choice(candidates), rng.randrange(1000))
+
+
+def test_walks_are_found_for_depthwise_layers_alone() -> None:
+    p = Problem.make(1, 8, 8, (9, 9), 4, 2, 1, groups=8)
+    assert list(direct.walks(p))
+    assert not list(direct.walks(p.with_(groups=4)))
+    assert not list(direct.walks(p.with_(out_channels=16)))
+    assert not list(direct.walks(Problem.make(1, 8, 8, (4, 4, 4), 4, 2, 1, groups=8)))
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -204,7 +313,8 @@ def test_every_forward_has_a_choice(p: Problem) -> None:
         assert isinstance(choice, Choice)
         assert choice.family == "direct"
         assert 0 < choice.seconds < 1
-        assert choice.tile is None or direct.shared_words(choice.macros())[2] * 8 <= 2 * gpu.shared_bytes
+        if isinstance(choice.tile, Tile):
+            assert direct.shared_words(choice.macros())[2] * 8 <= 2 * gpu.shared_bytes
 
 
 @pytest.mark.parametrize("case", SUITE, ids=lambda c: c.name)
@@ -216,7 +326,7 @@ def test_estimates_are_never_below_the_roof(case: Case) -> None:
         assert choice.seconds >= p.roof_seconds(2 * lanes * H200.multiprocessors * H200.clock, H200.bandwidth)
 
 
-def test_geometry_has_no_image_size() -> None:
+def test_geometry_has_no_strip_size() -> None:
     small = Problem.make(2, 4, 4, (40, 40), 4, 2, 1)
     large = small.with_(size=(123, 77), batch=5)
     tile = Tile(4, 2, 8, 4, 1, 4)
@@ -313,9 +423,11 @@ def launch(choice: Choice, x: Tensor, w: Tensor, b: Tensor | None, offset: int =
 def test_random_problems_on_the_gpu(p: Problem, rng: random.Random) -> None:
     from upconv.cuda.gpu import gpu
 
-    tile = rng.choice([None, *direct.tiles(p)])
+    tile = rng.choice([None, *direct.tiles(p), *direct.walks(p)])
     choice = Choice("direct", 1.0, "drawn by a test", "", p, tile)
-    if rng.random() < 0.5 or (tile and direct.shared_words(choice.macros())[2] * 8 > gpu(0).shared_bytes):
+    if rng.random() < 0.5 or (
+        isinstance(tile, Tile) and direct.shared_words(choice.macros())[2] * 8 > gpu(0).shared_bytes
+    ):
         chosen = direct.choose(p, gpu(0))
         assert isinstance(chosen, Choice)
         choice = chosen
@@ -326,6 +438,8 @@ def test_random_problems_on_the_gpu(p: Problem, rng: random.Random) -> None:
 
 
 GPU_CASES = (
+    Problem.make(2, 24, 24, (13, 28), 4, 2, 1, groups=24, bias=True),
+    Problem.make(2, 6, 6, (7, 9), (3, 5), (3, 1), (0, 2), 0, (1, 2), groups=6, bias=True),
     Problem.make(3, 16, 16, (33, 47), 4, 2, 1, groups=16, bias=True),
     Problem.make(2, 5, 5, (19, 64), 16, 8, 4, groups=5),
     Problem.make(2, 21, 1, (37, 41), 9, 3, 4, 2, bias=True),

@@ -1,8 +1,8 @@
 """The direct family: transposed convolution on CUDA cores, for few channels per group and for float64.
 
-``kernels/direct.cu`` says how a block works. Here are its tiles, what each of them costs by a model, and the launch.
-Every valid forward has a kernel: the tiled one, or ``direct_any`` where no tile fits (huge kernels, strides or
-dilations).
+``kernels/direct.cu`` and, for depthwise layers, ``kernels/direct_walk.cu`` say how a block works. Here are their tiles,
+what each of them costs by a model, and the launch. Every valid forward has a kernel: one of these, or ``direct_any``
+where no tile fits (huge kernels, strides or dilations).
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -27,6 +28,8 @@ _ANY_THREADS = 256
 _MAX_THREADS = 512
 _MAX_SUMS = 96  # per thread in 32-bit registers, of 255; windows, weights and addresses need the rest
 _MAX_UNROLLED = 1024  # multiply-adds in a kernel's body: 1.0 s of NVRTC
+_WALK_THREADS = 128
+_MAX_HELD = 4  # as in direct.cu: loads of four halves that wait in registers
 _MAX_INT = 2**30  # sizes and geometry of the tiled kernel are int32 with room for a halo
 
 
@@ -49,11 +52,11 @@ class Axis:
     padding: int
     dilation: int
 
-    @property
+    @cached_property
     def cells(self) -> int:
         return -(-self.out // self.stride)
 
-    @property
+    @cached_property
     def shifts(self) -> tuple[int, ...]:
         """For each tap the input index minus the cell's: ``floor((stride - 1 + padding - k * dilation) / stride)``.
 
@@ -62,21 +65,27 @@ class Axis:
         """
         return tuple((self.stride - 1 + self.padding - k * self.dilation) // self.stride for k in range(self.kernel))
 
-    @property
+    @cached_property
     def least(self) -> int:
         return self.shifts[-1]
 
-    @property
+    @cached_property
     def span(self) -> int:
         """How many more inputs than cells the outputs of neighbouring cells read."""
         return self.shifts[0] - self.shifts[-1]
 
-    @property
+    @cached_property
+    def live(self) -> int:
+        """Phases that have taps."""
+        return len({(k * self.dilation - self.padding) % self.stride for k in range(self.kernel)})
+
+    @cached_property
     def tap_step(self) -> int:
         """Distance between neighbouring taps of a phase."""
         return self.stride // math.gcd(self.stride, self.dilation)
 
 
+@lru_cache(maxsize=256)
 def axes(p: Problem) -> tuple[Axis, Axis, Axis]:
     """Depth, height and width of a problem; dimensions that it lacks have one input, tap and output."""
     found = [Axis(*a) for a in zip(p.size, p.out_size, p.kernel, p.stride, p.padding, p.dilation)]
@@ -100,6 +109,22 @@ class Tile:
     """Groups per block."""
     chunk: int
     """Input channels of each group per stage."""
+    phases: int = 1
+    """Output rows of a cell per thread (PHASES_H): one or all."""
+    split: int = 1
+    """Sets of threads that share the input channels of a stage."""
+
+
+@dataclass(frozen=True)
+class Walk:
+    """A configuration of the depthwise kernel, by the names of its macros; ``strip`` is no macro."""
+
+    cells: int
+    """Neighbouring cells along W per thread (CELLS)."""
+    channels: int
+    """Neighbouring channels per thread (CHANNELS): 1 for NCHW."""
+    strip: int
+    """Cells along H that a thread walks down."""
 
 
 @lru_cache(maxsize=4096)
@@ -108,14 +133,27 @@ def geometry(p: Problem, tile: Tile) -> dict[str, int]:
     d, h, w = axes(p)
     last, double = p.layout == "channels_last", p.dtype == torch.float64
     vec = 2 if double else 4
-    half = p.dtype.itemsize == 2
-    quads = half and not last and tile.cells * tile.block_x % 4 == 0
+    ci = p.in_channels // p.groups
+    quads = p.dtype.itemsize == 2 and tile.cells * tile.block_x % 4 == 0
+    if last:
+        quads = p.dtype.itemsize == 2 and tile.slots * tile.chunk % 4 == 0 and p.in_channels % 4 == 0
+        quads = quads and (tile.chunk == ci if tile.slots > 1 else ci % 4 == 0)
     run = tile.cells * w.stride
     run_pitch = run | 1 if run % vec else run + (vec if run // vec % 2 == 0 else 0)
-    threads = -(-tile.slots * tile.block_h * h.stride * tile.block_x // 32) * 32
-    chunks = -(-p.in_channels // p.groups // tile.chunk)
+    rows = tile.block_h * h.stride // tile.phases
+    threads = -(-tile.split * tile.slots * rows * tile.block_x // 32) * 32
+    chunks = -(-ci // tile.chunk)
+    # Halves are loaded four at a time, from columns that are multiples of four.
+    lead = w.least % 4 if quads and not last else 0
+    # The threads of a warp (of half a warp for doubles) have one stride over all its rows.
+    pitch, banks = tile.cells | 1, 16 if double else 32
+    row_pitch = -(-(tile.block_x * tile.cells + w.span + lead) // tile.cells) * pitch
+    if tile.block_x < banks and tile.block_h > 1:
+        row_pitch += (tile.block_x * pitch - row_pitch) % banks
+    # Words of the epilogue per output channel of a thread: of PART channels at once they stay below 48 KiB.
+    words = tile.slots * run * tile.block_x * rows if last else threads * run_pitch
     part = tile.co
-    while part > 1 and (tile.slots * part * run * tile.block_x * tile.block_h * h.stride * (16 // vec) > 2**16):
+    while part > 1 and part * words * (16 // vec) > 3 * 2**14:
         part = max(k for k in range(1, part) if tile.co % k == 0)
     return {
         **_common(p, tile.co),
@@ -126,19 +164,38 @@ def geometry(p: Problem, tile: Tile) -> dict[str, int]:
         "BLOCK_H": tile.block_h,
         "SLOTS": tile.slots,
         "CHUNK": tile.chunk,
-        "STAGES": 2 if not half and chunks * d.kernel > 1 else 1,
+        "PHASES_H": tile.phases,
+        "SPLIT": tile.split,
+        "STAGES": 2 if chunks * d.kernel > 1 else 1,
         "MIN_H": h.least,
         "SPAN_H": h.span,
         "MIN_W": w.least,
         "SPAN_W": w.span,
         "STEP_KH": h.tap_step,
         "STEP_ROW": h.dilation * h.tap_step // h.stride,
-        # Halves are loaded four at a time, from columns that are multiples of four.
         "QUADS": int(quads),
-        "LEAD": w.least % 4 if quads else 0,
+        "LEAD": lead,
+        "ROW_PITCH": row_pitch,
         "RUN_PITCH": run_pitch,
         "PART": part,
         "MIN_BLOCKS": max(1, min(65536 // (threads * _registers(p, tile)), 16)),
+    }
+
+
+@lru_cache(maxsize=1024)
+def walk_geometry(p: Problem, walk: Walk) -> dict[str, int]:
+    """The macros of the depthwise kernel for a problem; no size of the image is among them."""
+    _, h, w = axes(p)
+    return {
+        **_common(p, 1),
+        "THREADS": _WALK_THREADS,
+        "CELLS": walk.cells,
+        "CHANNELS": walk.channels,
+        "MIN_H": h.least,
+        "SPAN_H": h.span,
+        "MIN_W": w.least,
+        "SPAN_W": w.span,
+        "MIN_BLOCKS": max(1, min(65536 // (_WALK_THREADS * _walk_registers(p, walk)), 16)),
     }
 
 
@@ -159,10 +216,8 @@ def _common(p: Problem, co: int) -> dict[str, int]:
 def shared_words(m: dict[str, int]) -> tuple[int, int, int]:
     """Words of a kernel's shared memory: a stage's weights, a whole stage, and all of it with the epilogue's."""
     vec = 2 if m["DTYPE"] == 3 else 4
-    rows = m["BLOCK_H"] * m["SH"]
-    columns = m["BLOCK_X"] * m["CELLS"] + m["SPAN_W"] + m["LEAD"]
-    row_pitch = -(-columns // m["CELLS"]) * (m["CELLS"] | 1)
-    plane = (m["BLOCK_H"] + m["SPAN_H"]) * row_pitch | 1
+    rows = m["BLOCK_H"] * m["SH"] // m["PHASES_H"]
+    plane = (m["BLOCK_H"] + m["SPAN_H"]) * m["ROW_PITCH"] | 1
     channels = m["SLOTS"] * m["CHUNK"]
     weights = channels * m["KH"] * weight_row(m)
     stage = -(-(weights + channels * plane) // vec) * vec
@@ -170,7 +225,9 @@ def shared_words(m: dict[str, int]) -> tuple[int, int, int]:
     if m["LAST"]:
         epilogue = rows * m["BLOCK_X"] * (run * m["SLOTS"] * m["PART"] | 1)
     else:
-        epilogue = 0 if _stores_directly(m) else m["THREADS"] * m["RUN_PITCH"]
+        epilogue = 0 if _stores_directly(m) else m["THREADS"] * m["RUN_PITCH"] * m["PART"]
+    if m["SPLIT"] > 1:
+        epilogue = max(epilogue, m["PHASES_H"] * m["CO"] * run * rows * m["BLOCK_X"])
     return weights, stage, max(m["STAGES"] * stage, epilogue)
 
 
@@ -194,11 +251,42 @@ def _registers(p: Problem, tile: Tile) -> int:
     """Registers per thread, generously: sums, a window, a pack of weights, addresses."""
     w = axes(p)[2]
     words = 2 if p.dtype == torch.float64 else 1
-    sums = words * tile.co * tile.cells * w.stride
+    sums = words * _sums(p, tile)
     # What ptxas takes besides grows with the work that it can interleave: below these it spills.
-    besides = 56 + 16 * (sums >= 28) + 16 * (sums >= 48) + 32 * (words - 1)
+    held = 6 * min(_held(p, tile), _MAX_HELD)
+    if tile.phases > 1:
+        besides = 27 + 3 * tile.phases + 3 * min(-(-w.kernel * tile.co * words // 4), 12) + 16 * (words - 1) + held
+    else:
+        besides = 56 + 16 * (sums >= 28) + 16 * (sums >= 48) + 32 * (words - 1) + held
     need = sums + words * (tile.cells + w.span) + besides
     return min(max(-(-need // 8) * 8, 48), 255)
+
+
+def _held(p: Problem, tile: Tile) -> int:
+    """Loads of four halves per thread and stage (HELD) while there are sums to keep; 0 for other types."""
+    d, h, w = axes(p)
+    if p.dtype.itemsize > 2 or (p.in_channels // p.groups <= tile.chunk and d.kernel == 1):
+        return 0
+    pixels = (tile.block_h + h.span) * (tile.block_x * tile.cells + w.span)
+    threads = tile.split * tile.slots * tile.block_h * h.stride // tile.phases * tile.block_x
+    return -(-tile.slots * tile.chunk * pixels // (4 * threads))
+
+
+def _sums(p: Problem, tile: Tile) -> int:
+    """Sums of a thread; all but those of phases without taps."""
+    _, h, w = axes(p)
+    if tile.phases == 1:
+        return tile.co * tile.cells * w.stride
+    return tile.co * tile.cells * w.live * h.live
+
+
+def _walk_registers(p: Problem, walk: Walk) -> int:
+    """Registers per thread of the depthwise kernel: weights, window, the row that is on its way, a row of sums."""
+    _, h, w = axes(p)
+    words = 2 if p.dtype == torch.float64 else 1
+    columns = (walk.cells + w.span) * walk.channels
+    need = h.kernel * w.kernel * walk.channels + (h.span + 2) * columns + walk.cells * w.stride * walk.channels
+    return min(max(-(-(words * need + (48 if p.layout == "channels_last" else 32)) // 8) * 8, 48), 255)
 
 
 # --- the model -------------------------------------------------------------------------------------------------------
@@ -246,39 +334,64 @@ def _cost(p: Problem, tile: Tile, m: dict[str, int], gpu: Gpu) -> _Cost | None:
     if blocks >= 2**31:
         return None
     # Per block, in instructions of a warp and in passes over shared memory of 128 bytes.
-    warps_per_phase = tile.slots * max(1.0, tile.block_h * tile.block_x / 32)
+    rows_of_threads = tile.block_h * h.stride // tile.phases
+    warps_per_cells = tile.slots * max(1.0, tile.block_h * tile.block_x / 32)
     depth_taps = d.kernel / d.stride
-    lines = warps_per_phase * h.kernel * depth_taps * ci  # (tap row, channel) pairs over all threads, in warps
+    lines = warps_per_cells * h.kernel * depth_taps * ci  # (tap row, channel) pairs over all threads, in warps
+    if tile.phases == 1:  # threads of all phases take as long as those of the phase with the most taps
+        lines *= -(-h.kernel // h.live) * h.stride / h.kernel * (0.25 + 0.75 * h.live / h.stride)
     fmas = lines * w.kernel * tile.co * tile.cells
-    window = tile.cells + w.span
+    window = (tile.cells + w.span) * (1 if tile.phases == 1 else (h.span + 1) / h.kernel)
     packs = weight_row(m) // (4 // words)
     passes = lines * (window * words + packs)
-    issues = fmas + lines * (window + packs + 8)
+    issues = fmas + lines * (window + packs + (8 if tile.phases == 1 else 2))
     rows = tile.slots * ci * depth_taps * (tile.block_h + h.span)
     columns = block_w + w.span + m["LEAD"]
-    if last:
+    if m["QUADS"]:
+        loads = rows * columns / 32
+        issues += loads * 10
+    elif last:
         loads = rows * columns / 32
         issues += loads * 24
     else:
-        loads = rows * math.ceil(columns / 32)
-        issues += loads * (12 if item > 2 else 7) + rows * 12
+        whole = columns // 32 if columns % 32 <= 20 else -(-columns // 32)
+        rest = columns - 32 * whole if columns % 32 <= 20 else 0
+        loads = rows * (whole + rest / 32)
+        issues += rows * whole * (12 if item == 2 else 7) + rows * (12 if whole else 0) + rows * rest / 32 * 24
     passes += loads * words
     outputs = tile.slots * tile.co * tile.block_h * h.stride * block_w * w.stride / 32
+    run = tile.cells * w.stride
     if _stores_directly(m):
         issues += outputs * 2
     else:
         passes += outputs * 2 * words
-        issues += outputs * (24 if last else 6 if p.out_size[-1] % 4 == 0 else 9)
+        if last:
+            issues += outputs * 24
+        else:
+            wide = math.gcd(4 // words, run, p.out_size[-1])
+            lanes = min(tile.block_x, 32)
+            segments = outputs / run * (32 / lanes)
+            issues += outputs + segments * (12 + math.ceil(lanes * run / (32 * wide)) * (6 + 2 * wide))
+    if tile.split > 1:
+        sums = tile.phases * tile.co * run * rows_of_threads * tile.block_x / 32
+        issues += 2 * (tile.split - 1) * sums
+        passes += 2 * (tile.split - 1) * sums * words
     steps = math.ceil(ci / tile.chunk) * depth_taps
-    latency = (1.2e-6 if m["STAGES"] == 1 else 0.5e-6) * steps + 1.0e-6  # one block alone: copies, barriers, stores
+    # One block alone: copies, barriers, stores.
+    slow = _held(p, tile) > _MAX_HELD or (item == 2 and not m["QUADS"])
+    latency = (1.2e-6 if slow else 0.4e-6) * max(0, steps - 1) + 2.0e-6 + 0.2e-6 * (tile.split - 1)
     weights = tile.slots * ci * depth_taps * h.kernel * weight_row(m) * 4 * words
-    l2 = rows * columns * item * (max(1.0, 32 / (tile.slots * ci * item)) if last else 1.0) + weights
+    l2 = (
+        rows * columns * item * (max(1.0, 32 / (tile.slots * ci * item)) if last else 1 + 32 / (columns * item))
+        + weights
+    )
     store_run = tile.slots * m["PART"] * item if last and tile.slots * tile.co < p.out_channels else 32
     l2 += outputs * 32 * item * max(1.0, 32 / store_run)
     clocks = gpu.multiprocessors * gpu.clock
     in_flight = min(blocks, gpu.multiprocessors * resident)
     warps = in_flight / gpu.multiprocessors * threads / 32
-    hidden = min(1.0, warps / 12)  # below 12 warps per multiprocessor latencies show
+    # Below 12 warps per multiprocessor latencies show; unrolled taps have more to do meanwhile.
+    hidden = min(1.0, warps / (12 if tile.phases == 1 else 8))
     terms = {
         "bytes": p.bytes / gpu.bandwidth,
         "L2 traffic": blocks * l2 / (1.4 * gpu.bandwidth),
@@ -295,6 +408,85 @@ def _cost(p: Problem, tile: Tile, m: dict[str, int], gpu: Gpu) -> _Cost | None:
     return _Cost(seconds, bound, blocks, resident)
 
 
+def _walk_cost(p: Problem, walk: Walk, gpu: Gpu) -> _Cost:
+    """The model's time of the depthwise kernel, in seconds."""
+    _, h, w = axes(p)
+    item, last, half = p.dtype.itemsize, p.layout == "channels_last", p.dtype.itemsize == 2
+    double = p.dtype == torch.float64
+    threads = walk_grid(p, walk)[2]
+    blocks = -(-threads // _WALK_THREADS)
+    warps = threads / 32
+    resident = min(
+        65536 // (_WALK_THREADS * _walk_registers(p, walk)), _threads_per_sm(gpu) // _WALK_THREADS, 32
+    )  # blocks per multiprocessor
+    run, columns, steps = walk.cells * w.stride, walk.cells + w.span, min(walk.strip, h.cells)
+    fmas = steps * p.taps * walk.cells * walk.channels
+    wide = walk.channels if last else math.gcd(run & -run, 16 // item)
+    pieces = run * walk.channels / wide
+    if not last and p.out_size[-1] % wide:
+        wide, pieces = 1, float(run)
+    loads = (steps + h.span) * columns
+    weights = p.taps * walk.channels
+    issues = (
+        fmas + loads * (3 + walk.channels * half) + steps * h.stride * (pieces * 2 + run * walk.channels * half + 6)
+    )
+    issues += weights * 2 + 60
+    # Rows that two strips read, columns that two threads read: mostly from the first-level cache. Vectors of a line
+    # that a warp does not write at once cost the second-level cache one access each.
+    spread = 1.0 if last or pieces == 1 else min(pieces, 32 / (wide * item))
+    read = math.prod(p.input_shape) * item * (steps + h.span) / steps * (1 + 0.5 * w.span / walk.cells if last else 1.1)
+    l2 = read + math.prod(p.output_shape) * item * spread + warps * weights * (128 if last else 4) * 0.5
+    clocks = gpu.multiprocessors * gpu.clock
+    in_flight = min(blocks, gpu.multiprocessors * resident)
+    busy = min(1.0, in_flight * _WALK_THREADS / 32 / gpu.multiprocessors / 12)
+    terms = {
+        "bytes": p.bytes / gpu.bandwidth,
+        "L2 traffic": l2 / (1.4 * gpu.bandwidth),
+        "FMA throughput": warps * fmas * 32 / (_fma_lanes(gpu, double) * clocks * 0.85 * busy),
+        "instruction issue": warps * issues / (4 * clocks * 0.8 * busy),
+        "latency": blocks * (steps + 4) * 0.7e-6 / in_flight,
+    }
+    bound = max(terms, key=lambda name: terms[name])
+    body = terms[bound] + 0.2 * (sum(terms.values()) - terms[bound])
+    waves = blocks / (gpu.multiprocessors * resident)
+    balance = math.ceil(waves) / waves if waves > 1 else 1.0
+    return _Cost(2e-6 + (steps + 4) * 0.3e-6 + body * balance, bound, blocks, resident)
+
+
+def walks(p: Problem) -> Iterator[Walk]:
+    """Every configuration of the depthwise kernel that is worth a thought for a problem; none for other layers."""
+    _, h, w = axes(p)
+    if p.rank > 2 or p.in_channels != p.groups or p.out_channels != p.groups:
+        return
+    if max(v for a in (h, w) for v in (a.size, a.out, a.padding, a.kernel * a.dilation * a.stride)) >= _MAX_INT:
+        return
+    words = 2 if p.dtype == torch.float64 else 1
+    for channels in (1, 2, 4) if p.layout == "channels_last" else (1,):
+        for cells in (1, 2, 4, 8):
+            if p.groups % channels or (cells > 1 and cells >= 2 * w.cells) or channels * p.dtype.itemsize > 16:
+                continue
+            walk = Walk(cells, channels, 1)
+            unrolled = (h.span + 1) * p.taps * cells * channels
+            ring = (h.span + 2) * (cells + w.span) * channels
+            if unrolled > _MAX_UNROLLED or words * max(p.taps * channels, ring) > 80 or h.stride > 16:
+                continue
+            if _walk_registers(p, walk) > 168:
+                continue
+            for strip in (1, 4, 8, 16, 32, 64):
+                if strip > 1 and strip >= 2 * h.cells:
+                    continue
+                walk = Walk(cells, channels, strip)
+                if walk_grid(p, walk)[2] < 2**31:
+                    yield walk
+
+
+def walk_grid(p: Problem, walk: Walk) -> tuple[int, int, int]:
+    """Runs along W, strips along H, threads in all."""
+    _, h, w = axes(p)
+    runs, strips = -(-w.cells // walk.cells), -(-h.cells // walk.strip)
+    return runs, strips, p.batch * (p.groups // walk.channels) * runs * strips
+
+
 def tiles(p: Problem) -> Iterator[Tile]:
     """Every tile that is worth a thought for a problem."""
     _, h, w = axes(p)
@@ -306,32 +498,38 @@ def tiles(p: Problem) -> Iterator[Tile]:
     couts = [c for c in (1, 2, 3, 4, 6, 8, 12, 16) if c < co_group and -(-co_group // c) * c < 1.5 * co_group]
     couts = [*couts, co_group] if co_group <= 16 else couts
     couts = couts[-4:]
-    for co in couts:
-        for cells in (1, 2, 4, 8):
-            run = cells * w.stride
-            fits = words * co * run <= _MAX_SUMS and w.kernel * co * cells <= _MAX_UNROLLED and w.span + cells <= 48
-            if not fits or (cells > 1 and cells >= 2 * w.cells):
+    small = ci * p.dtype.itemsize < 32 or co_group * p.dtype.itemsize < 32
+    chunks = sorted({min(ci, 4), min(ci, 8), min(ci, 16)}) if ci > 2 else [ci]
+    for co, phases, cells in product(couts, sorted({1, h.stride}), (1, 2, 4, 8)):
+        unrolled = w.kernel * co * cells * (h.kernel if phases > 1 else 1)
+        shape = Tile(co, cells, 1, 1, 1, 1, phases)
+        # Stores of phases without taps are sums for the epilogue, if not for the main loop: within bounds as well.
+        fits = words * max(_sums(p, shape), co * cells * w.stride * phases // 4) <= _MAX_SUMS
+        if not fits or unrolled > _MAX_UNROLLED or w.span + cells > 48 or (cells > 1 and cells >= 2 * w.cells):
+            continue
+        if phases > 16 or (phases > 1 and h.span > 16):
+            continue
+        for block_x, block_h in product((2, 4, 8, 16, 32, 64, 128), (1, 2, 4, 8, 16, 32)):
+            if (block_x > 2 and block_x * cells >= 2 * max(w.cells, 2)) or (block_h > 1 and block_h >= 2 * h.cells):
                 continue
-            for block_x in (2, 4, 8, 16, 32, 64, 128):
-                if block_x > 2 and block_x * cells >= 2 * max(w.cells, 2):
+            # Rows shorter than a line cost twice the model and more (measured on fsrcnn and depthw).
+            if not last and block_x * cells < min(16, w.cells):
+                continue
+            units = block_x * block_h * h.stride // phases
+            if units > _MAX_THREADS:
+                continue
+            for slots in (1, 2, 4, 8, 16):
+                if slots > 1 and (slots >= 2 * p.groups or ci > 8 or co < co_group):
                     continue
-                for block_h in (1, 2, 4, 8, 16, 32):
-                    if block_h > 1 and block_h >= 2 * h.cells:
+                if slots > 1 and not ((last and small) or units * slots <= 128):
+                    continue
+                for split in (1, 2, 4) if slots == 1 and ci >= 8 and units % 32 == 0 else (1,):
+                    threads = units * slots * split
+                    if threads > _MAX_THREADS or (threads < 128 and block_h < h.cells and 2 * units <= 128):
                         continue
-                    units = block_x * block_h * h.stride
-                    if units > _MAX_THREADS:
-                        continue
-                    small = ci * p.dtype.itemsize < 32 or co_group * p.dtype.itemsize < 32
-                    for slots in (1, 2, 4, 8, 16):
-                        if slots > 1 and (slots >= 2 * p.groups or ci > 8 or co < co_group):
-                            continue
-                        if slots > 1 and not ((last and small) or units * slots <= 128):
-                            continue
-                        threads = units * slots
-                        if threads > _MAX_THREADS or (threads < 128 and block_h < h.cells and 2 * units <= 128):
-                            continue
-                        for chunk in (ci,) if slots > 1 or ci <= 2 else {min(ci, 4), min(ci, 8), min(ci, 16)}:
-                            yield Tile(co, cells, block_x, block_h, slots, chunk)
+                    for chunk in (ci,) if slots > 1 else chunks:
+                        if chunk % split == 0:
+                            yield Tile(co, cells, block_x, block_h, slots, chunk, phases, split)
 
 
 @dataclass(frozen=True)
@@ -347,19 +545,23 @@ class Choice:
     bound: str
     """What limits it, by the model."""
     problem: Problem
-    tile: Tile | None
+    tile: Tile | Walk | None
     """None: ``direct_any``."""
 
     def macros(self) -> dict[str, int]:
         """The kernel's macros."""
         if self.tile is None:
             return {**_common(self.problem, 1), "ANY": 1, "THREADS": _ANY_THREADS}
+        if isinstance(self.tile, Walk):
+            return walk_geometry(self.problem, self.tile)
         return geometry(self.problem, self.tile)
 
     def sources(self) -> tuple[Unit, ...]:
         """What NVRTC must compile."""
-        entry = "direct_any" if self.tile is None else "direct"
-        return (Unit(f"{entry} {self.summary}", jit.source("direct.cu", self.macros()), ("direct_pack", entry)),)
+        walks = isinstance(self.tile, Walk)
+        entry = "direct_any" if self.tile is None else "direct_walk" if walks else "direct"
+        source = jit.source("direct_walk.cu" if walks else "direct.cu", self.macros())
+        return (Unit(f"{entry} {self.summary}", source, ("direct_pack", entry)),)
 
     def prepare(self, device: int) -> Prepared:
         """Compiles (or finds) and loads the kernels for a CUDA device. Errors: those of ``jit.kernel``."""
@@ -374,7 +576,7 @@ class Prepared:
         (unit,) = choice.sources()
         arch = gpu_of(device).arch
         self._device = device
-        self._words = packed_words(m)
+        self._words = p.groups * p.taps if isinstance(choice.tile, Walk) else packed_words(m)
         self._acc = torch.float64 if p.dtype == torch.float64 else torch.float32
         self._pack = Launcher(jit.kernel(unit.source, "direct_pack", arch, unit.label), 256, 0, "PPqqqqqq")
         kernel = jit.kernel(unit.source, unit.entries[1], arch, unit.label)
@@ -385,6 +587,12 @@ class Prepared:
             self._grid = min(-(-total // _ANY_THREADS), 2**20)
             self._tail: tuple[int, ...] = (*sizes, total)
             self._run = Launcher(kernel, _ANY_THREADS, 0, "PPPPqqqqqqq")
+            return
+        if isinstance(choice.tile, Walk):
+            runs, strips, threads = walk_grid(p, choice.tile)
+            self._grid = -(-threads // _WALK_THREADS)
+            self._tail = (h.size, w.size, h.out, w.out, runs, strips, choice.tile.strip, threads)
+            self._run = Launcher(kernel, _WALK_THREADS, 0, "PPPPiiiiiiii")
             return
         tiles_h, tiles_w, self._grid = grid(p, choice.tile)
         self._tail = (*sizes, tiles_h, tiles_w)
@@ -423,20 +631,35 @@ def choose(p: Problem, gpu: Gpu) -> Choice | str:
         return f"the direct kernels compute forwards only, not {p.pass_}"
     if p.batch == 0 or 0 in p.size:
         return "an empty input has no work"
-    best: tuple[float, Tile, _Cost] | None = None
+    found = ranked(p, gpu)
+    return found[0] if found else _choose_any(p, gpu)
+
+
+def ranked(p: Problem, gpu: Gpu) -> list[Choice]:
+    """Every configuration but ``direct_any`` for a problem, the model's fastest first."""
+    costs: list[tuple[_Cost, Tile | Walk]] = [(_walk_cost(p, walk, gpu), walk) for walk in walks(p)]
     for tile in tiles(p):
         cost = _cost(p, tile, geometry(p, tile), gpu)
-        if cost is not None and (best is None or cost.seconds < best[0]):
-            best = cost.seconds, tile, cost
-    if best is None:
-        return _choose_any(p, gpu)
-    seconds, tile, cost = best
+        if cost is not None:
+            costs.append((cost, tile))
+    costs.sort(key=lambda pair: pair[0].seconds)
+    return [Choice("direct", c.seconds, _summary(p, tile, c), c.bound, p, tile) for c, tile in costs]
+
+
+def _summary(p: Problem, tile: Tile | Walk, cost: _Cost) -> str:
+    """A configuration in one line."""
+    w = axes(p)[2]
+    if isinstance(tile, Walk):
+        return (
+            f"depthwise walk of {tile.strip} x {tile.cells} cells x {tile.channels} channels per thread, "
+            f"{cost.blocks} blocks of {_WALK_THREADS} threads"
+        )
     m = geometry(p, tile)
-    summary = (
+    return (
         f"{tile.block_h}x{tile.cells * tile.block_x} cells x {tile.slots * tile.co} channels, {m['THREADS']} threads x "
-        f"{tile.co}x{m['CELLS'] * m['SW']} outputs, {m['STAGES']} stages of {tile.chunk} channels, {cost.blocks} blocks"
+        f"{tile.co}x{tile.phases}x{tile.cells * w.stride} outputs, {m['STAGES']} stages of {tile.chunk} channels"
+        f"{f' split in {tile.split}' if tile.split > 1 else ''}, {cost.blocks} blocks"
     )
-    return Choice("direct", seconds, summary, cost.bound, p, tile)
 
 
 def _choose_any(p: Problem, gpu: Gpu) -> Choice:

@@ -9,69 +9,20 @@
 // start at a multiple of S whatever the padding, and along W all of them belong to one thread.
 //
 // Steps. A block makes BLOCK_H x BLOCK_W cells of one output depth, for SLOTS groups and CO channels of each. A thread
-// has one output row of a cell (one phase along H) and CELLS neighbouring cells along W: CO * CELLS * SW sums. For every
-// depth tap of the block's phase and every chunk of CHUNK input channels: the block copies the input tile with its halo
-// (zeros outside) and the chunk's weights to shared memory, then each thread walks channels and the taps of its row's
-// phase; the taps along W are unrolled, so that a row's window is read once for all of them. A row in shared memory
-// has one word between runs of CELLS, which makes the threads' stride odd and their reads free of bank conflicts.
+// has CELLS neighbouring cells along W and of these either one output row (PHASES_H 1, one phase along H) or all SH
+// (PHASES_H SH: each input row is then read once for all phases, and every tap is unrolled). For every depth tap of
+// the block's phase and every chunk of CHUNK input channels: the block copies the input tile with its halo (zeros
+// outside) and the chunk's weights to shared memory, while the threads walk channels and taps of the stage before.
+// SPLIT sets of threads share the channels of a stage where the image alone has too few threads; their sums meet in
+// shared memory in a fixed order. A row in shared memory has one word between runs of CELLS, and rows are padded so that
+// the threads of a warp, over all its rows, have one odd stride: reads are free of bank conflicts.
+// Halves are loaded four at a time where alignment allows, and wait in registers for the end of the stage before.
 // The sums leave through shared memory, so that stores cover whole lines; directly when a thread's are one vector.
 //
 // Constraints: the tile and the unrolled taps must fit (the planner checks); `direct_any` needs nothing of it.
 
-#if DTYPE == 0
-typedef float T;
-typedef float Acc;
-#elif DTYPE == 1 || DTYPE == 2
-typedef unsigned short T;
-typedef float Acc;
-#else
-typedef double T;
-typedef double Acc;
-#endif
+#include "direct.cuh"
 
-typedef long long i64;
-typedef unsigned int u32;
-
-__device__ __forceinline__ Acc load_value(T v) {
-#if DTYPE == 1
-    return __uint_as_float((u32)v << 16);
-#elif DTYPE == 2
-    float f;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(v));
-    return f;
-#else
-    return v;
-#endif
-}
-
-__device__ __forceinline__ T store_value(Acc v) {
-#if DTYPE == 1
-    T r;
-    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(r) : "f"(v));
-    return r;
-#elif DTYPE == 2
-    T r;
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(r) : "f"(v));
-    return r;
-#else
-    return v;
-#endif
-}
-
-__device__ __forceinline__ Acc multiply_add(Acc a, Acc b, Acc c) {
-#if DTYPE == 3
-    return fma(a, b, c);
-#else
-    return fmaf(a, b, c);
-#endif
-}
-
-constexpr int VEC = 16 / (int)sizeof(Acc);  // accumulators in 16 bytes
-struct alignas(16) Pack {
-    Acc v[VEC];
-};
-
-__device__ constexpr int floor_mod(int a, int b) { return (a % b + b) % b; }
 constexpr int COUT_BLOCKS = (CO_GROUP + CO - 1) / CO;
 constexpr int WEIGHT_ROW = (KW * CO + VEC - 1) / VEC * VEC;  // words of the weights of one (kd, ci, kh)
 
@@ -99,14 +50,13 @@ extern "C" __global__ void direct_pack(const T* __restrict__ src, Acc* __restric
 
 #if !ANY
 
-constexpr int ROWS = BLOCK_H * SH;              // output rows of a block
-constexpr int UNITS = ROWS * BLOCK_X;           // threads that compute, per slot
+constexpr int ROWS = BLOCK_H * SH / PHASES_H;   // rows of threads
+constexpr int UNITS = ROWS * BLOCK_X;           // threads that compute, per slot and split
 constexpr int BLOCK_W = BLOCK_X * CELLS;        // cells
 constexpr int RUN = CELLS * SW;                 // neighbouring outputs of a thread
 constexpr int PITCH = CELLS | 1;                // words from one thread's cells to the next one's
 constexpr int IN_ROWS = BLOCK_H + SPAN_H;       // input rows of a tile
 constexpr int IN_COLS = BLOCK_W + SPAN_W + LEAD;
-constexpr int ROW_PITCH = (IN_COLS + CELLS - 1) / CELLS * PITCH;
 constexpr int PLANE = (IN_ROWS * ROW_PITCH) | 1;  // odd: channels_last writes neighbouring channels at once
 constexpr int CHANNELS = SLOTS * CHUNK;           // planes of a stage
 constexpr int CHUNKS = (CI + CHUNK - 1) / CHUNK;
@@ -116,100 +66,139 @@ constexpr int STAGE_WORDS = (WEIGHT_WORDS + CHANNELS * PLANE + VEC - 1) / VEC * 
 constexpr int GROUP_BLOCKS = (GROUPS + SLOTS - 1) / SLOTS;
 constexpr int WARPS = THREADS / 32;
 constexpr bool DIRECT = !LAST && RUN * (int)sizeof(T) <= 16 && (RUN & (RUN - 1)) == 0;
+constexpr bool ALL_H = PHASES_H > 1;
 
-#if DTYPE == 0 || DTYPE == 3
-__device__ __forceinline__ void copy_async(Acc* to, const T* from, bool inside) {
-    const u32 at = (u32)__cvta_generic_to_shared(to);
-    const int bytes = inside ? (int)sizeof(T) : 0;  // 0: nothing is read, the words become zeros
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(at), "l"(from), "n"(sizeof(T)), "r"(bytes));
-}
-#endif
-__device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int PENDING>
-__device__ __forceinline__ void copy_wait() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
-}
+// Halves four at a time: columns of a row, or channels of a pixel.
+constexpr int QUAD_COLS = (IN_COLS + 3) / 4, QUAD_CHANNELS = CHANNELS / 4;
+constexpr int QUAD_ITEMS = !QUADS ? 0 : LAST ? IN_ROWS * IN_COLS * QUAD_CHANNELS : CHANNELS * IN_ROWS * QUAD_COLS;
+constexpr int HELD = (QUAD_ITEMS + THREADS - 1) / THREADS;
+constexpr bool HOLDS = QUADS && STAGES > 1 && HELD <= 4;  // in registers, until the stage before is done
+static_assert(SPLIT == 1 || (SLOTS == 1 && UNITS % 32 == 0), "the sets of threads are whole warps");
 
 __device__ __forceinline__ int column_word(int c) { return c / CELLS * PITCH + c % CELLS; }
 
 __device__ __forceinline__ void put(Acc* to, const T* from, bool inside) {
 #if DTYPE == 0 || DTYPE == 3
-    copy_async(to, from, inside);
+    const u32 at = (u32)__cvta_generic_to_shared(to);
+    const int bytes = inside ? (int)sizeof(T) : 0;  // 0: nothing is read, the words become zeros
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(at), "l"(from), "n"(sizeof(T)), "r"(bytes));
 #else
     *to = inside ? load_value(*from) : Acc(0);
 #endif
 }
 
-struct Sizes {
-    int d, h, w;
+// A stage's input: where it starts in memory, what of it exists.
+struct Source {
+    const T* base;  // channel 0 of the stage, depth, row 0, column 0
+    i64 channel_step;
+    int present, row, col, h, w;
 };
 
-// Copies the input tile and the weights of one (kd, chunk) to a stage. Channels, rows and columns outside are zeros.
-__device__ __forceinline__ void load_stage(Acc* stage, const T* __restrict__ x, const Acc* __restrict__ weight, i64 image,
-                                           int group, int cout_block, int kd, int depth, int first, int row, int col,
-                                           Sizes in, bool vector) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int channels = CI - first < CHUNK ? CI - first : CHUNK;
-#pragma unroll 1
-    for (int slot = 0; slot < SLOTS; ++slot) {
-        const int g = group + slot < GROUPS ? group + slot : GROUPS - 1;
-        const Acc* w = weight + (((i64)(g * COUT_BLOCKS + cout_block) * KD + kd) * CI + first) * WEIGHT_CHANNEL;
-        Acc* to = stage + slot * CHUNK * WEIGHT_CHANNEL;
-        for (int at = threadIdx.x * VEC; at < channels * WEIGHT_CHANNEL; at += THREADS * VEC) {
-            const u32 shared = (u32)__cvta_generic_to_shared(to + at);
-            asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(w + at));
-        }
+__device__ __forceinline__ uint2 fetch_quad(const Source& s, int at) {
+    uint2 four = make_uint2(0, 0);
+    if (LAST) {
+        const int channel = at % QUAD_CHANNELS * 4, pixel = at / QUAD_CHANNELS;
+        const int ih = s.row + pixel / IN_COLS, iw = s.col + pixel % IN_COLS;
+        if ((u32)ih < (u32)s.h && (u32)iw < (u32)s.w && channel < s.present)
+            four = *reinterpret_cast<const uint2*>(s.base + ((i64)ih * s.w + iw) * (GROUPS * CI) + channel);
+    } else {  // rows and tiles start at multiples of four columns, so a quad is in or out
+        const int line = at / QUAD_COLS, channel = line / IN_ROWS;
+        const int ih = s.row + line % IN_ROWS, iw = s.col + at % QUAD_COLS * 4;
+        if ((u32)ih < (u32)s.h && (u32)iw < (u32)s.w && channel < s.present)
+            four = *reinterpret_cast<const uint2*>(s.base + channel * s.channel_step + (i64)ih * s.w + iw);
     }
-    Acc* tile = stage + WEIGHT_WORDS;
-    const i64 plane = (i64)in.h * in.w;
-#if LAST
-    constexpr int PIXELS = IN_ROWS * IN_COLS;
-    const T* base = x + ((image * in.d + depth) * plane) * (GROUPS * CI) + group * CI + first;
-    const int present = SLOTS > 1 ? (GROUPS - group) * CI : channels;
+    return four;
+}
+
+__device__ __forceinline__ void put_quad(Acc* tile, int at, uint2 four) {
+    const u32 words[2] = {four.x, four.y};
+    if (LAST) {
+        const int channel = at % QUAD_CHANNELS * 4, pixel = at / QUAD_CHANNELS;
+        Acc* to = tile + channel * PLANE + pixel / IN_COLS * ROW_PITCH + column_word(pixel % IN_COLS);
+#pragma unroll
+        for (int m = 0; m < 4; ++m) to[m * PLANE] = load_value((T)(words[m / 2] >> (m % 2 * 16)));
+    } else {
+        const int line = at / QUAD_COLS, c = at % QUAD_COLS * 4;
+        Acc* to = tile + line / IN_ROWS * PLANE + line % IN_ROWS * ROW_PITCH;
+#pragma unroll
+        for (int m = 0; m < 4; ++m)
+            if (IN_COLS % 4 == 0 || c + m < IN_COLS)
+                to[column_word(c + m)] = load_value((T)(words[m / 2] >> (m % 2 * 16)));
+    }
+}
+
+// Copies an input tile element by element. Channels, rows and columns outside are zeros.
+__device__ __forceinline__ void copy_tile(Acc* tile, const Source& s, const T* x) {
+    if (LAST) {
 #pragma unroll(sizeof(T) == 2 ? 4 : 1)  // halves wait for what they load, asynchronous copies do not
-    for (int at = threadIdx.x; at < PIXELS * CHANNELS; at += THREADS) {
-        const int channel = at % CHANNELS, pixel = at / CHANNELS;
-        const int r = pixel / IN_COLS, c = pixel % IN_COLS;
-        const int ih = row + r, iw = col + c;
-        const bool inside = (u32)ih < (u32)in.h && (u32)iw < (u32)in.w && channel < present;
-        const T* from = inside ? base + ((i64)ih * in.w + iw) * (GROUPS * CI) + channel : x;
-        put(tile + channel * PLANE + r * ROW_PITCH + column_word(c), from, inside);
+        for (int at = threadIdx.x; at < IN_ROWS * IN_COLS * CHANNELS; at += THREADS) {
+            const int channel = at % CHANNELS, pixel = at / CHANNELS;
+            const int r = pixel / IN_COLS, c = pixel % IN_COLS;
+            const int ih = s.row + r, iw = s.col + c;
+            const bool inside = (u32)ih < (u32)s.h && (u32)iw < (u32)s.w && channel < s.present;
+            const T* from = inside ? s.base + ((i64)ih * s.w + iw) * (GROUPS * CI) + channel : x;
+            put(tile + channel * PLANE + r * ROW_PITCH + column_word(c), from, inside);
+        }
+        return;
     }
-#else
-    const T* base = x + (image * (GROUPS * CI) + (i64)group * CI + first) * in.d * plane + depth * plane;
-    const int present = SLOTS > 1 ? (GROUPS - group) * CI : channels;
+    // Whole warps of columns row by row, the columns that are left, often a halo of two, over all rows at once.
+    constexpr int REST = IN_COLS % 32 <= 20 ? IN_COLS % 32 : 0, BODY = IN_COLS - REST;
+    const int lane = threadIdx.x % 32;
+    if (BODY) {
 #pragma unroll 2
-    for (int at = warp; at < CHANNELS * IN_ROWS; at += WARPS) {
-        const int channel = at / IN_ROWS, r = at % IN_ROWS;
-        const int ih = row + r;
-        const bool row_inside = (u32)ih < (u32)in.h && channel < present;
-        const T* from = row_inside ? base + channel * in.d * plane + (i64)ih * in.w : x;
-        Acc* to = tile + channel * PLANE + r * ROW_PITCH;
-#if DTYPE == 1 || DTYPE == 2
-        if (vector) {  // four columns at once: rows and tiles start at multiples of four, so a vector is in or out
+        for (int at = threadIdx.x / 32; at < CHANNELS * IN_ROWS; at += WARPS) {
+            const int channel = at / IN_ROWS, r = at % IN_ROWS;
+            const int ih = s.row + r;
+            const bool row_inside = (u32)ih < (u32)s.h && channel < s.present;
+            const T* from = row_inside ? s.base + channel * s.channel_step + (i64)ih * s.w : x;
+            Acc* to = tile + channel * PLANE + r * ROW_PITCH;
 #pragma unroll
-            for (int c = lane * 4; c < IN_COLS; c += 128) {
-                const int iw = col + c;
-                uint2 four = make_uint2(0, 0);
-                if (row_inside && (u32)iw < (u32)in.w) four = *reinterpret_cast<const uint2*>(from + iw);
-                const u32 words[2] = {four.x, four.y};
-#pragma unroll
-                for (int m = 0; m < 4; ++m)
-                    if (IN_COLS % 4 == 0 || c + m < IN_COLS)
-                        to[column_word(c + m)] = load_value((T)(words[m / 2] >> (m % 2 * 16)));
+            for (int c = lane; c < BODY; c += 32) {
+                const bool inside = row_inside && (u32)(s.col + c) < (u32)s.w;
+                put(to + column_word(c), inside ? from + s.col + c : x, inside);
             }
-            continue;
-        }
-#endif
-#pragma unroll
-        for (int c = lane; c < IN_COLS; c += 32) {
-            const int iw = col + c;
-            const bool inside = row_inside && (u32)iw < (u32)in.w;
-            put(to + column_word(c), inside ? from + iw : x, inside);
         }
     }
-#endif
-    copy_commit();
+    if (REST) {
+        constexpr int DIVISOR = REST ? REST : 1;
+#pragma unroll 2
+        for (int at = threadIdx.x; at < CHANNELS * IN_ROWS * REST; at += THREADS) {
+            const int c = BODY + at % DIVISOR, line = at / DIVISOR;
+            const int channel = line / IN_ROWS, r = line % IN_ROWS;
+            const int ih = s.row + r, iw = s.col + c;
+            const bool inside = (u32)ih < (u32)s.h && (u32)iw < (u32)s.w && channel < s.present;
+            const T* from = inside ? s.base + channel * s.channel_step + (i64)ih * s.w + iw : x;
+            put(tile + channel * PLANE + r * ROW_PITCH + column_word(c), from, inside);
+        }
+    }
+}
+
+// A warp stores `count` neighbouring outputs, WIDE at a time, from runs in shared memory.
+template <int WIDE>
+__device__ __forceinline__ void store_segment(T* to, const Acc* from, int count, int lane) {
+    struct alignas(WIDE * sizeof(T)) Line {
+        T v[WIDE];
+    } line;
+#pragma unroll 4
+    for (int v = lane * WIDE; v < count; v += 32 * WIDE) {
+        const Acc* at = from + v / RUN * RUN_PITCH + v % RUN;
+        if (WIDE == VEC) {
+            const Pack pack = *reinterpret_cast<const Pack*>(at);
+#pragma unroll
+            for (int m = 0; m < WIDE; ++m) line.v[m] = store_value(pack.v[m]);
+        } else {
+#pragma unroll
+            for (int m = 0; m < WIDE; ++m) line.v[m] = store_value(at[m]);
+        }
+        *reinterpret_cast<Line*>(to + v) = line;
+    }
+}
+
+// Whether output t of a cell along H has taps at all.
+__device__ constexpr bool has_taps_h(int t) {
+    for (int k = 0; k < KH; ++k)
+        if (floor_mod(k * DH - PH, SH) == t) return true;
+    return false;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
@@ -217,7 +206,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
            int h, int w, int od_size, int oh_size, int ow_size, int tiles_h, int tiles_w) {
     extern __shared__ __align__(16) unsigned char shared_bytes[];
     Acc* shared = reinterpret_cast<Acc*>(shared_bytes);
-    const Sizes in = {d, h, w};
 
     u32 at = blockIdx.x;
     const int tile_w = at % tiles_w;
@@ -232,25 +220,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const i64 image = at / od_size;
     const int cell_h = tile_h * BLOCK_H, cell_w = tile_w * BLOCK_W;
     const int row = cell_h + MIN_H, col = cell_w + MIN_W - LEAD;
-    const bool vector = QUADS && w % 4 == 0 && (unsigned long long)x % (4 * sizeof(T)) == 0;
+    const bool vector = QUADS && (LAST || w % 4 == 0) && (unsigned long long)x % (4 * sizeof(T)) == 0;
 
     // Rows go phase by phase, so that the threads of a warp share their taps.
-    const int tid = threadIdx.x;
-    const int slot = tid / UNITS, unit = tid % UNITS;
+    const int tid = threadIdx.x, lane = tid % 32;
+    const int split = SPLIT > 1 ? tid / UNITS : 0;
+    const int slot = SPLIT > 1 ? 0 : tid / UNITS, unit = tid % UNITS;
     const int tx = unit % BLOCK_X, my_row = unit / BLOCK_X;
-    const int th = my_row / BLOCK_H, jh = my_row % BLOCK_H;
-    const bool computes = tid < SLOTS * UNITS;
+    const int th = ALL_H ? 0 : my_row / BLOCK_H, jh = ALL_H ? my_row : my_row % BLOCK_H;
+    const bool computes = tid < SPLIT * SLOTS * UNITS;
     int first_kh = KH;
 #pragma unroll 1
-    for (int k = 0; k < KH && k < STEP_KH; ++k)
+    for (int k = 0; !ALL_H && k < KH && k < STEP_KH; ++k)
         if ((th + PH + KH * DH * SH - k * DH) % SH == 0) first_kh = k;
     const int first_row = jh + (th + PH - first_kh * DH - MIN_H * SH) / SH;  // exact where the phase has taps
 
-    Acc sum[CO][RUN];
+    Acc sum[PHASES_H][CO][RUN];
 #pragma unroll
-    for (int c = 0; c < CO; ++c)
+    for (int t = 0; t < PHASES_H; ++t)
 #pragma unroll
-        for (int v = 0; v < RUN; ++v) sum[c][v] = 0;
+        for (int c = 0; c < CO; ++c)
+#pragma unroll
+            for (int v = 0; v < RUN; ++v) sum[t][c][v] = 0;
 
     // The next (kd, chunk): depth taps of this block's phase whose input plane exists.
     int kd = -1, chunk = CHUNKS - 1, depth = 0;
@@ -264,149 +255,226 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             if (depth < d) return;
         }
     };
-    const auto load = [&](int buffer) {
-        load_stage(shared + buffer * STAGE_WORDS, x, weight, image, group, cout_block, kd, depth, chunk * CHUNK, row, col,
-                   in, vector);
+    uint2 held[HOLDS ? HELD : 1];
+    // Starts the copies of the stage (kd, chunk); `finish` writes what they left in registers.
+    const auto begin = [&](Acc* stage) {
+        const int first = chunk * CHUNK;
+        const int channels = CI - first < CHUNK ? CI - first : CHUNK;
+#pragma unroll 1
+        for (int s = 0; s < SLOTS; ++s) {
+            const int g = group + s < GROUPS ? group + s : GROUPS - 1;
+            const Acc* from = weight + (((i64)(g * COUT_BLOCKS + cout_block) * KD + kd) * CI + first) * WEIGHT_CHANNEL;
+            Acc* to = stage + s * CHUNK * WEIGHT_CHANNEL;
+            for (int v = tid * VEC; v < channels * WEIGHT_CHANNEL; v += THREADS * VEC) {
+                const u32 word = (u32)__cvta_generic_to_shared(to + v);
+                asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(word), "l"(from + v));
+            }
+        }
+        const i64 plane = (i64)h * w;
+        Source s;
+        s.channel_step = d * plane;
+        s.base = LAST ? x + (image * d + depth) * plane * (GROUPS * CI) + group * CI + first
+                      : x + (image * (GROUPS * CI) + (i64)group * CI + first) * s.channel_step + depth * plane;
+        s.present = SLOTS > 1 ? (GROUPS - group) * CI : channels;
+        s.row = row, s.col = col, s.h = h, s.w = w;
+        Acc* tile = stage + WEIGHT_WORDS;
+        if (!vector) {
+            copy_tile(tile, s, x);
+        } else if (HOLDS) {
+#pragma unroll
+            for (int k = 0; k < HELD; ++k)
+                if (tid + k * THREADS < QUAD_ITEMS) held[HOLDS ? k : 0] = fetch_quad(s, tid + k * THREADS);
+        } else if (QUADS) {
+#pragma unroll 4
+            for (int item = tid; item < QUAD_ITEMS; item += THREADS) put_quad(tile, item, fetch_quad(s, item));
+        }
+    };
+    const auto finish = [&](Acc* stage) {
+        if (HOLDS && vector) {
+#pragma unroll
+            for (int k = 0; k < HELD; ++k)
+                if (tid + k * THREADS < QUAD_ITEMS)
+                    put_quad(stage + WEIGHT_WORDS, tid + k * THREADS, held[HOLDS ? k : 0]);
+        }
+        asm volatile("cp.async.wait_all;" ::: "memory");
+    };
+    // All products of one input channel: its plane and its weights in shared memory.
+    const auto multiply = [&](Acc(&to)[CO][RUN], const Acc* line, const Acc* weights) {
+        Acc window[CELLS + SPAN_W];
+#pragma unroll
+        for (int c = 0; c < CELLS + SPAN_W; ++c) window[c] = line[(c + LEAD) / CELLS * PITCH + (c + LEAD) % CELLS];
+        const Pack* packs = reinterpret_cast<const Pack*>(weights);
+        Pack pack;
+#pragma unroll
+        for (int k = 0; k < KW; ++k) {
+            const int t = floor_mod(k * DW - PW, SW);
+            const int shift = (t + PW - k * DW - MIN_W * SW) / SW;
+#pragma unroll
+            for (int c = 0; c < CO; ++c) {
+                const int word = k * CO + c;
+                if (word % VEC == 0) pack = packs[word / VEC];
+#pragma unroll
+                for (int m = 0; m < CELLS; ++m)
+                    to[c][m * SW + t] = multiply_add(pack.v[word % VEC], window[m + shift], to[c][m * SW + t]);
+            }
+        }
     };
 
     advance();
-    if (kd < KD) load(0);
+    if (kd < KD) {
+        begin(shared);
+        finish(shared);
+    }
+    __syncthreads();
 #pragma unroll 1
-    for (int buffer = 0; kd < KD;) {
+    for (int buffer = 0; kd < KD; buffer ^= 1) {
         const int channels = CI - chunk * CHUNK < CHUNK ? CI - chunk * CHUNK : CHUNK;
-        if (STAGES > 1) {
-            advance();
-            if (kd < KD) {
-                load(buffer ^ 1);
-                copy_wait<1>();
-            } else {
-                copy_wait<0>();
-            }
-        } else {
-            copy_wait<0>();
-        }
-        __syncthreads();
+        Acc* next = shared + (buffer ^ 1) * STAGE_WORDS;
+        advance();
+        if (STAGES > 1 && kd < KD) begin(next);
         if (computes) {
             const Acc* stage = shared + buffer * STAGE_WORDS;
             const Acc* weights = stage + slot * CHUNK * WEIGHT_CHANNEL;
             const Acc* tile = stage + WEIGHT_WORDS + slot * CHUNK * PLANE + tx * PITCH;
 #pragma unroll 1
-            for (int ci = 0; ci < channels; ++ci) {
-                int r = first_row;
-#pragma unroll 1
-                for (int kh = first_kh; kh < KH; kh += STEP_KH, r -= STEP_ROW) {
-                    const Acc* line = tile + ci * PLANE + r * ROW_PITCH;
-                    const Pack* packs = reinterpret_cast<const Pack*>(weights + (ci * KH + kh) * WEIGHT_ROW);
-                    Acc window[CELLS + SPAN_W];
+            for (int ci = split; ci < channels; ci += SPLIT) {
+                if (ALL_H) {  // input row by input row, each for the taps of all phases that meet it
 #pragma unroll
-                    for (int c = 0; c < CELLS + SPAN_W; ++c)
-                        window[c] = line[(c + LEAD) / CELLS * PITCH + (c + LEAD) % CELLS];
-                    Pack pack;
+                    for (int r = 0; r <= SPAN_H; ++r)
 #pragma unroll
-                    for (int k = 0; k < KW; ++k) {
-                        const int t = floor_mod(k * DW - PW, SW);
-                        const int shift = (t + PW - k * DW - MIN_W * SW) / SW;
-#pragma unroll
-                        for (int c = 0; c < CO; ++c) {
-                            const int word = k * CO + c;
-                            if (word % VEC == 0) pack = packs[word / VEC];
-#pragma unroll
-                            for (int m = 0; m < CELLS; ++m)
-                                sum[c][m * SW + t] = multiply_add(pack.v[word % VEC], window[m + shift], sum[c][m * SW + t]);
+                        for (int kh = 0; kh < KH; ++kh) {
+                            const int t = floor_mod(kh * DH - PH, SH);
+                            if ((t + PH - kh * DH - MIN_H * SH) / SH == r)
+                                multiply(sum[ALL_H ? t : 0], tile + ci * PLANE + (jh + r) * ROW_PITCH,
+                                         weights + (ci * KH + kh) * WEIGHT_ROW);
                         }
-                    }
+                } else {
+                    int r = first_row;
+#pragma unroll 1
+                    for (int kh = first_kh; kh < KH; kh += STEP_KH, r -= STEP_ROW)
+                        multiply(sum[0], tile + ci * PLANE + r * ROW_PITCH, weights + (ci * KH + kh) * WEIGHT_ROW);
                 }
             }
         }
-        if (STAGES > 1) {
-            buffer ^= 1;
-            __syncthreads();
-        } else {
-            advance();
-            __syncthreads();
-            if (kd < KD) load(0);
-        }
+        if (STAGES > 1 && kd < KD) finish(next);
+        __syncthreads();
+    }
+
+    // The sets of threads add up, one after the other.
+#pragma unroll 1
+    for (int s = 1; s < SPLIT; ++s) {
+#pragma unroll
+        for (int t = 0; t < PHASES_H; ++t)
+#pragma unroll
+            for (int c = 0; c < CO; ++c)
+#pragma unroll
+                for (int v = 0; v < RUN; ++v)
+                    if (split == s && (!ALL_H || has_taps_h(t))) shared[((t * CO + c) * RUN + v) * UNITS + unit] = sum[t][c][v];
+        __syncthreads();
+#pragma unroll
+        for (int t = 0; t < PHASES_H; ++t)
+#pragma unroll
+            for (int c = 0; c < CO; ++c)
+#pragma unroll
+                for (int v = 0; v < RUN; ++v)
+                    if (split == 0 && (!ALL_H || has_taps_h(t))) sum[t][c][v] += shared[((t * CO + c) * RUN + v) * UNITS + unit];
+        __syncthreads();
     }
 
     const int g = group + slot;
     const int oh = (cell_h + jh) * SH + th, ow = (cell_w + tx * CELLS) * SW;
-    const bool stores = computes && g < GROUPS && oh < oh_size;
+    const bool stores = tid < SLOTS * UNITS && g < GROUPS;
     if (bias) {
 #pragma unroll
         for (int c = 0; c < CO; ++c) {
             const int co = cout_block * CO + c;
             const Acc b = stores && co < CO_GROUP ? load_value(bias[g * CO_GROUP + co]) : Acc(0);
 #pragma unroll
-            for (int v = 0; v < RUN; ++v) sum[c][v] += b;
+            for (int t = 0; t < PHASES_H; ++t)
+#pragma unroll
+                for (int v = 0; v < RUN; ++v) sum[t][c][v] += b;
         }
     }
-    const int couts = CO_GROUP - cout_block * CO < CO ? CO_GROUP - cout_block * CO : CO;
     const i64 out_plane = (i64)oh_size * ow_size;
 
 #if !LAST
+    if (SPLIT > 1 && split) return;
+    const int couts = CO_GROUP - cout_block * CO < CO ? CO_GROUP - cout_block * CO : CO;
     const i64 channel_step = od_size * out_plane;
-    i64 row_at = ((image * (GROUPS * CO_GROUP) + (i64)g * CO_GROUP + cout_block * CO) * od_size + od) * out_plane +
-                 (i64)oh * ow_size;
-    if (DIRECT) {
-        if (!stores) return;
-        T* to = out + row_at + ow;
-        const bool whole = ow + RUN <= ow_size && ow_size % RUN == 0 && (unsigned long long)out % (RUN * sizeof(T)) == 0;
+    const i64 first_at = ((image * (GROUPS * CO_GROUP) + (i64)g * CO_GROUP + cout_block * CO) * od_size + od) * out_plane +
+                         (i64)oh * ow_size;
 #pragma unroll
-        for (int c = 0; c < CO; ++c) {
-            if (c < couts) {
-                struct alignas(DIRECT ? RUN * sizeof(T) : 16) Line {
-                    T v[RUN];
-                } line;
+    for (int t = 0; t < PHASES_H; ++t) {
+        const bool row_stores = stores && oh + t < oh_size;
+        const i64 row_at = row_stores ? first_at + (i64)t * ow_size : -1;
+        if (DIRECT) {
+            if (!row_stores) continue;
+            T* to = out + row_at + ow;
+            const bool whole = ow + RUN <= ow_size && ow_size % RUN == 0 && (unsigned long long)out % (RUN * sizeof(T)) == 0;
 #pragma unroll
-                for (int v = 0; v < RUN; ++v) line.v[v] = store_value(sum[c][v]);
-                if (whole) {
-                    *reinterpret_cast<Line*>(to + c * channel_step) = line;
-                } else {
+            for (int c = 0; c < CO; ++c) {
+                if (c < couts) {
+                    struct alignas(DIRECT ? RUN * sizeof(T) : 16) Line {
+                        T v[RUN];
+                    } line;
 #pragma unroll
-                    for (int v = 0; v < RUN; ++v)
-                        if (ow + v < ow_size) to[c * channel_step + v] = line.v[v];
+                    for (int v = 0; v < RUN; ++v) line.v[v] = store_value(sum[t][c][v]);
+                    if (whole) {
+                        *reinterpret_cast<Line*>(to + c * channel_step) = line;
+                    } else {
+#pragma unroll
+                        for (int v = 0; v < RUN; ++v)
+                            if (ow + v < ow_size) to[c * channel_step + v] = line.v[v];
+                    }
                 }
             }
+            continue;
         }
-        return;
-    }
-    // Each warp turns its threads' runs into rows: 32 runs in, ROWS_PER_WARP segments of LANES runs out.
-    constexpr int LANES = BLOCK_X < 32 ? BLOCK_X : 32;
-    constexpr int SEGMENT = LANES * RUN;
-    const int lane = tid % 32;
-    Acc* mine = shared + tid / 32 * (32 * RUN_PITCH);
-    if (!stores) row_at = -1;
+        // Each warp turns its threads' runs into rows: 32 runs in, segments of LANES runs out.
+        constexpr int LANES = BLOCK_X < 32 ? BLOCK_X : 32;
+        constexpr int SEGMENT = LANES * RUN;
+        constexpr int WIDE = RUN % 4 == 0 && VEC == 4 ? 4 : RUN % 2 == 0 ? 2 : 1;
+        Acc* mine = shared + tid / 32 * (32 * RUN_PITCH * PART);  // PART channels at once
+        const unsigned long long start_of_out = (unsigned long long)out / sizeof(T);
+        const int wide = (ow_size % WIDE == 0 && start_of_out % WIDE == 0) ? WIDE
+                         : (RUN % 2 == 0 && ow_size % 2 == 0 && start_of_out % 2 == 0) ? 2 : 1;
 #pragma unroll
-    for (int c = 0; c < CO; ++c) {
-        if (c < couts) {
+        for (int part = 0; part < CO; part += PART) {
             __syncwarp();
 #pragma unroll
-            for (int v = 0; v < RUN; ++v) mine[lane * RUN_PITCH + v] = sum[c][v];
+            for (int c = 0; c < PART; ++c) {
+                Acc* to = mine + (c * 32 + lane) * RUN_PITCH;
+                if (RUN % VEC == 0) {
+#pragma unroll
+                    for (int v = 0; v < RUN; v += VEC) {
+                        Pack pack;
+#pragma unroll
+                        for (int m = 0; m < VEC; ++m) pack.v[m] = sum[t][part + c][v + m < RUN ? v + m : 0];
+                        *reinterpret_cast<Pack*>(to + v) = pack;
+                    }
+                } else {
+#pragma unroll
+                    for (int v = 0; v < RUN; ++v) to[v] = sum[t][part + c][v];
+                }
+            }
             __syncwarp();
+            const int present = couts - part < PART ? couts - part : PART;
 #pragma unroll 1
             for (int segment = 0; segment < 32 / LANES; ++segment) {
                 const i64 start = __shfl_sync(0xffffffffu, row_at, segment * LANES);
                 const int ow0 = __shfl_sync(0xffffffffu, ow, segment * LANES);
                 if (start < 0) continue;
-                T* to = out + start + c * channel_step + ow0;
+                T* to = out + start + part * channel_step + ow0;
                 const Acc* from = mine + segment * LANES * RUN_PITCH;
                 const int count = ow_size - ow0 < SEGMENT ? ow_size - ow0 : SEGMENT;
-                constexpr int WIDE = 16 / (int)sizeof(Acc);  // elements of a vector store
-                if (RUN % WIDE == 0 && ow_size % WIDE == 0 && (unsigned long long)out % (WIDE * sizeof(T)) == 0) {
-                    struct alignas(WIDE * sizeof(T)) Line {
-                        T v[WIDE];
-                    } line;
-#pragma unroll 4
-                    for (int v = lane * WIDE; v < count; v += 32 * WIDE) {
-                        const Pack four = *reinterpret_cast<const Pack*>(from + v / RUN * RUN_PITCH + v % RUN);
-#pragma unroll
-                        for (int m = 0; m < WIDE; ++m) line.v[m] = store_value(four.v[m]);
-                        *reinterpret_cast<Line*>(to + v) = line;
-                    }
-                } else {
-#pragma unroll 4
-                    for (int v = lane; v < count; v += 32)
-                        to[v] = store_value(from[v / RUN * RUN_PITCH + v % RUN]);
+#pragma unroll 1
+                for (int c = 0; c < present; ++c, to += channel_step, from += 32 * RUN_PITCH) {
+                    if (WIDE > 1 && wide == WIDE)
+                        store_segment<WIDE>(to, from, count, lane);
+                    else if (WIDE > 2 && wide == 2)
+                        store_segment<2>(to, from, count, lane);
+                    else
+                        store_segment<1>(to, from, count, lane);
                 }
             }
         }
@@ -417,28 +485,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     constexpr int UNIT_WORDS = RUN * RUN_CHANNELS;
     constexpr int UNIT_PITCH = UNIT_WORDS | 1;
 #pragma unroll
-    for (int part = 0; part < CO; part += PART) {
-        if (computes) {
+    for (int t = 0; t < PHASES_H; ++t) {
 #pragma unroll
-            for (int v = 0; v < RUN; ++v)
+        for (int part = 0; part < CO; part += PART) {
+            if (t + part > 0) __syncthreads();
+            if (tid < SLOTS * UNITS) {
 #pragma unroll
-                for (int c = 0; c < PART; ++c)
-                    shared[unit * UNIT_PITCH + v * RUN_CHANNELS + slot * PART + c] = sum[part + c][v];
-        }
-        __syncthreads();
+                for (int v = 0; v < RUN; ++v)
+#pragma unroll
+                    for (int c = 0; c < PART; ++c)
+                        shared[unit * UNIT_PITCH + v * RUN_CHANNELS + slot * PART + c] = sum[t][part + c][v];
+            }
+            __syncthreads();
 #pragma unroll 2
-        for (int i = tid; i < UNITS * UNIT_WORDS; i += THREADS) {
-            const int u = i / UNIT_WORDS, in_unit = i % UNIT_WORDS;
-            const int v = in_unit / RUN_CHANNELS, channel = in_unit % RUN_CHANNELS;
-            const int its_row = u / BLOCK_X;
-            const int its_oh = (cell_h + its_row % BLOCK_H) * SH + its_row / BLOCK_H;
-            const int its_ow = (cell_w + u % BLOCK_X * CELLS) * SW + v;
-            const int its_group = group + channel / PART, co = cout_block * CO + part + channel % PART;
-            if (its_oh < oh_size && its_ow < ow_size && its_group < GROUPS && co < CO_GROUP)
-                out[((image * od_size + od) * out_plane + (i64)its_oh * ow_size + its_ow) * (GROUPS * CO_GROUP) +
-                    its_group * CO_GROUP + co] = store_value(shared[u * UNIT_PITCH + in_unit]);
+            for (int i = tid; i < UNITS * UNIT_WORDS; i += THREADS) {
+                const int u = i / UNIT_WORDS, in_unit = i % UNIT_WORDS;
+                const int v = in_unit / RUN_CHANNELS, channel = in_unit % RUN_CHANNELS;
+                const int its_row = u / BLOCK_X;
+                const int its_oh = ALL_H ? (cell_h + its_row) * SH + t : (cell_h + its_row % BLOCK_H) * SH + its_row / BLOCK_H;
+                const int its_ow = (cell_w + u % BLOCK_X * CELLS) * SW + v;
+                const int its_group = group + channel / PART, co = cout_block * CO + part + channel % PART;
+                if (its_oh < oh_size && its_ow < ow_size && its_group < GROUPS && co < CO_GROUP)
+                    out[((image * od_size + od) * out_plane + (i64)its_oh * ow_size + its_ow) * (GROUPS * CO_GROUP) +
+                        its_group * CO_GROUP + co] = store_value(shared[u * UNIT_PITCH + in_unit]);
+            }
         }
-        if (part + PART < CO) __syncthreads();
     }
 #endif
 }
