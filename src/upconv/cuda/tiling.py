@@ -21,6 +21,7 @@ Triple = tuple[int, int, int]
 
 FRAGMENT = 2048  # bytes of weights that a warpgroup takes at a step: 64 rows x 32 bytes of K
 _MAX_PIXELS = 12 * 192  # a producer thread keeps track of 12
+_STEPS_UNROLLED = 12  # code and compile time grow with it
 _MAX_OFFSET = 2000  # rows' offsets are packed in 12 bits, signed
 
 
@@ -87,6 +88,8 @@ class Tiling:
     """All weights of an M-group stay in shared memory."""
     run_groups: int = 8
     """Groups of 8 columns that the epilogue passes through shared memory together, for sub (1, 64)."""
+    aligned_rows: bool = True
+    """NCHW: rows of the input begin at 16 bytes, so that the tensor copy engine can load them."""
     wgmma: bool = True
     """Multiply with wgmma (sm_90a), else with mma.sync (sm_80 and up)."""
 
@@ -216,6 +219,13 @@ class Tiling:
         """Entries of all blocks of each variant."""
         return tuple(sum(len(b) for b in blocks) for blocks in self.entries)
 
+    @property
+    def taps_unrolled(self) -> int:
+        """Taps whose steps are one stretch of code, between whose ends the tensor cores do not drain."""
+        counts = {len(b) for blocks in self.entries for b in blocks if b}
+        most = max(1, _STEPS_UNROLLED // (self.k_steps * self.parts))
+        return max(range(1, most + 1), key=lambda n: (all(c % n == 0 for c in counts), n if n <= max(counts) else -n))
+
     def fragments(self, variant: int) -> int:
         """Fragments that a variant's tile multiplies (per warpgroup along M)."""
         return self.variant_entries[variant] * self.chunks * self.k_steps * self.parts
@@ -295,6 +305,8 @@ class Tiling:
 
     @property
     def staging_units(self) -> int:
+        if self.tensor_map:
+            return self.box[0] // self.vec
         return (self.columns + 2 * self.vec - 2) // self.vec
 
     @property
@@ -304,25 +316,30 @@ class Tiling:
 
     @property
     def tensor_map(self) -> bool:
-        """Whether the tensor copy engine loads a channels-last tile as one box (sm_90)."""
+        """Whether the tensor copy engine loads a chunk as one box (sm_90)."""
+        if not self.wgmma:
+            return False
         (rows_d, _, _), (rows_h, _, _) = self.rows
         dense = all(rows[-1] - rows[0] + 1 == len(rows) for rows in (rows_d, rows_h))
-        whole = self.problem.groups == 1 or self.cin_g % self.chunk == 0  # else a chunk would end in the next group
-        fits = max(self.columns, len(rows_d), len(rows_h), self.tile[0]) <= 256
-        return (
-            self.wgmma
-            and self.channels_last
-            and self.aligned_channels
-            and dense
-            and whole
-            and fits
-            and self.in_steps[2] == 1
-        )
+        # A chunk that ended in the next group would bring its values, and 0 times infinity is no 0.
+        whole = self.problem.groups == 1 or self.cin_g % self.chunk == 0
+        if not (dense and whole and max(self.box) <= 256):
+            return False
+        return self.aligned_channels and self.in_steps[2] == 1 if self.channels_last else self.aligned_rows
+
+    @property
+    def needs_alignment(self) -> bool:
+        """Whether the input must begin at 16 bytes."""
+        return self.tensor_map or (self.channels_last and self.aligned_channels)
 
     @property
     def box(self) -> tuple[int, int, int, int, int]:
-        """The tensor copy engine's box: channels, W, H, D, images."""
-        return self.chunk, self.columns, len(self.rows[1][0]), len(self.rows[0][0]), self.tile[0]
+        """The tensor copy engine's box, innermost first: channels, W, H, D, images, or W, H, D, channels, images."""
+        rows_d, rows_h = len(self.rows[0][0]), len(self.rows[1][0])
+        if self.channels_last:
+            return self.chunk, self.columns, rows_h, rows_d, self.tile[0]
+        columns = self.columns + self.first_w % self.vec  # a box begins at 16 bytes, or the copy is an illegal instruction
+        return -(-columns // self.vec) * self.vec, rows_h, rows_d, self.chunk, self.tile[0]
 
     # --- the kernel's shared memory ----------------------------------------------------------------------------------
 
@@ -346,8 +363,8 @@ class Tiling:
         ring = self.ring_stages * self.w_stage * self.wgs_m * FRAGMENT
         slots = 0 if self.channels_last else self.stages_s * self.chunk * self.segments * self.staging_units * 16
         slot_barriers = 0
-        if self.wgmma:
-            slot_barriers = self.stages_p * self.tensor_map if self.channels_last else self.stages_s
+        if self.tensor_map:
+            slot_barriers = self.stages_p if self.channels_last else self.stages_s
         run = self.runs * 8
         width = run * 20 if self.channels_last else 8 * (-(-run * self.width_subs // 32) * 32 + 8)
         return tiles + ring + slots + 8 * width * 4 + 16 * (self.stages_p + self.ring_stages + slot_barriers) + 4 * self.segments
@@ -361,6 +378,10 @@ class Tiling:
             raise Unfit(f"tile {self.tile} is no multiple of {self.sub}")
         if self.split == 0 and self.subtiles % 2:
             raise Unfit(f"{self.subtiles} subtiles cannot be halved")
+        if self.sub[0] == 1 and self.run_groups > 8 and (
+            self.nb % (self.run_groups // 8) or self.tile[3] // 64 % (self.run_groups // 8)
+        ):
+            raise Unfit(f"a run of {self.run_groups} groups crosses rows")
         if self.sub[0] == 8 and (self.nb % self.runs or (w // 8) % self.runs):
             raise Unfit("strips of a consumer are not whole runs along W")
         if self.axes[0].out_step * self.axes[1].out_step % self.subs or self.axes[2].out_step % self.width_subs:
@@ -440,7 +461,10 @@ class Tiling:
             "ROW_STEP_H": step_h,
             "FIRST_W": f"({self.first_w})",
             "COLUMNS": self.columns,
+            "COLUMN_PAD": self.first_w % self.vec if self.tensor_map and not self.channels_last else 0,
             "PLANE": self.plane,
+            "TAPS_UNROLLED": self.taps_unrolled,
+            "TAPS_LEFT": int(any(len(b) % self.taps_unrolled for blocks in self.entries for b in blocks)),
             "PRODUCER_REGISTERS": 56,
             "CONSUMER_REGISTERS": 200,
             "SHARED_BYTES_PLANNED": self.shared_bytes,

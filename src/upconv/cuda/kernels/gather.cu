@@ -29,8 +29,11 @@
 #define PIXELS (SEGMENTS * PITCH)
 #define PART_BYTES ((PIXELS * ROW_BYTES + 1023) / 1024 * 1024)
 #define STAGE_BYTES (PARTS * PART_BYTES)
-#define STAGING_UNITS ((COLUMNS + 2 * VEC - 2) / VEC)  // 16-byte units of a segment from any alignment
-#define SLOT_BYTES (CK * SEGMENTS * STAGING_UNITS * 16)
+// 16-byte units of a segment: a box begins COLUMN_PAD columns early, at whole units; threads take the units that hold the row,
+// whatever its alignment.
+#define STAGING_UNITS ((COLUMNS + (SLOTS_BY_BOX ? COLUMN_PAD + VEC - 1 : 2 * VEC - 2)) / VEC)
+#define CHANNEL_BYTES (ROWS_D * ROWS_H * STAGING_UNITS * 16)  // a slot is [image][channel][row][column]
+#define SLOT_BYTES (TILE_N * CK * CHANNEL_BYTES)
 #define FRAGMENT (64 * 32)              // bytes: 64 rows of 32 bytes of K
 #define CHUNKS ((CIN_G + CK - 1) / CK)
 #define CONSUMERS 2
@@ -46,10 +49,11 @@
 #define FIRST_CONSUMER 1
 #endif
 #define PRODUCER_WARPS (PRODUCER_THREADS / 32)
-// How pixels come: BULK rows of NCHW into staging slots, BOX by the tensor copy engine for channels-last, else by threads.
-#define BULK (WGMMA && !CHANNELS_LAST)
-#define BOX (WGMMA && CHANNELS_LAST && TENSOR_MAP)
-#define DIRECT_BOX (BOX && ELEMENT == 2)               // no rounding: the box is the tile
+// How pixels come. BOX: the tensor copy engine brings a chunk with one instruction, zeros beyond the borders included; it wants
+// row pitches of whole 16 bytes. Else threads copy. (Bulk copies of single rows are no way: 69 clocks each, 3.4 ms on kb57.)
+#define BOX (WGMMA && TENSOR_MAP)
+#define SLOTS_BY_BOX (BOX && !CHANNELS_LAST)
+#define DIRECT_BOX (BOX && CHANNELS_LAST && ELEMENT == 2)  // no rounding: the box is the tile
 #define THREADS (FIRST_CONSUMER * 128 + CONSUMER_THREADS)
 #define SUBTILES (TILE_N * TILE_D * (TILE_H / SUB_H) * (TILE_W / SUB_W))
 #define NB (SPLIT == 0 ? SUBTILES / 2 : SUBTILES)
@@ -70,8 +74,18 @@ __constant__ const int ROW_H[] = OFFSETS_H;
 #define STORE_BITS(v) __float_as_uint(v)
 #elif PRECISION == 2
 #define STORE_BITS(v) half_bits(v)
+#define PACK_PAIR "cvt.rn.f16x2.f32 %0, %1, %2;\n"
 #else
 #define STORE_BITS(v) bfloat_bits(v)
+#define PACK_PAIR "cvt.rn.bf16x2.f32 %0, %1, %2;\n"
+#endif
+
+#if ELEMENT == 2
+__device__ __forceinline__ u32 pack_pair(float2 v) {   // the first of the two in the low half
+  u32 r;
+  asm(PACK_PAIR : "=r"(r) : "f"(v.y), "f"(v.x));
+  return r;
+}
 #endif
 
 struct Sizes {                                         // one layout for the packed argument block
@@ -168,35 +182,15 @@ __device__ __forceinline__ bool row_of(const Source& at, const Sizes& s, int pac
 }
 
 #if !CHANNELS_LAST
-// A slot holds CK channels of every segment, in the 16-byte units of memory that hold them, so that any alignment is served;
-// units without a pixel of the row are left out. A segment begins (address % 16) bytes into its place.
-#if BULK
-// One warp: a row of a channel is one bulk copy.
-__device__ __forceinline__ void load_rows(const char* __restrict__ x, const Sizes& s, const Source& at, const int* segments, u32 slot, u32 full, int lane) {
-  long long plane = (long long)s.in_d * s.in_h * s.in_w;
-  const char* corner = x + (((long long)at.n * CIN + at.channel) * plane + at.w) * ELEMENT;
-  u32 sum = 0;
-#pragma unroll 2
-  for (int r = lane; r < CK * SEGMENTS; r += 32) {
-    int c = r / SEGMENTS, n, d, h;
-    if (!row_of(at, s, segments[r % SEGMENTS], n, d, h) || c >= at.left) continue;
-    const char* p = corner + (((n - at.n) * (long long)CIN + c) * plane + ((long long)d * s.in_h + h) * s.in_w) * ELEMENT;
-    int misaligned = (int)((u64)p & 15) / ELEMENT;
-    int first = misaligned - (at.w < 0 ? at.w : 0), last = misaligned + (s.in_w - at.w < COLUMNS ? s.in_w - at.w : COLUMNS);
-    if (first >= last) continue;                        // elements [first, last) of the place are pixels of the row
-    int unit = first / VEC, bytes = ((last - 1) / VEC + 1 - unit) * 16;
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::"r"(slot + (r * STAGING_UNITS + unit) * 16), "l"(p - misaligned * ELEMENT + unit * 16), "r"(bytes), "r"(full) : "memory");
-    sum += bytes;
-  }
-  sum = __reduce_add_sync(0xffffffffu, sum);            // the barrier waits for this arrival, so bytes may land before it
-  if (lane == 0) asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(full), "r"(sum) : "memory");
-}
-#else
+#if !SLOTS_BY_BOX
+// Copies CK channels of every segment into a slot, in the 16-byte units of memory that hold them, so that any alignment is
+// served; units without a pixel of the row are left out. A segment then begins (address % 16) bytes into its place.
 __device__ __forceinline__ void stage(const char* __restrict__ x, const Sizes& s, const Source& at, const int* segments, u32 slot, int thread) {
   long long plane = (long long)s.in_d * s.in_h * s.in_w;
-  for (int i = thread; i < CK * SEGMENTS * STAGING_UNITS; i += PRODUCER_THREADS) {
-    int unit = i % STAGING_UNITS, r = i / STAGING_UNITS, c = r / SEGMENTS, n, d, h;
-    if (!row_of(at, s, segments[r % SEGMENTS], n, d, h) || c >= at.left) continue;
+  for (int i = thread; i < SLOT_BYTES / 16; i += PRODUCER_THREADS) {
+    int unit = i % STAGING_UNITS, r = i / STAGING_UNITS, row = r % (ROWS_D * ROWS_H), c = r / (ROWS_D * ROWS_H) % CK, n, d, h;
+    int segment = r / (ROWS_D * ROWS_H * CK) * (ROWS_D * ROWS_H) + row;
+    if (!row_of(at, s, segments[segment], n, d, h) || c >= at.left) continue;
     const char* p = x + (((long long)n * CIN + at.channel + c) * plane + ((long long)d * s.in_h + h) * s.in_w + at.w) * ELEMENT;
     int misaligned = (int)((u64)p & 15);
     int first = at.w + (unit * 16 - misaligned) / ELEMENT;  // column of the unit's first element
@@ -207,24 +201,27 @@ __device__ __forceinline__ void stage(const char* __restrict__ x, const Sizes& s
 
 #define OWN_PIXELS ((PIXELS + PRODUCER_THREADS - 1) / PRODUCER_THREADS)
 
-// A thread's pixels of a tile: where they lie in a slot, and whether they are in the image. Found once a tile, not a chunk.
+// A thread's pixels of a tile: where they lie in a slot and, for copies by threads, whether they are in the image and how their
+// row is aligned. Found once a tile, not a chunk.
 struct Pixels {
   u32 from[OWN_PIXELS], ok;
-  u32 phase;                                            // element of a 16-byte unit where channel 0 of a row of this tile ...
-  u32 plane;                                            // ... plus channels * plane begins; only the last bits matter
+  u32 plane;                                            // channel c of a row begins at (phase + c * plane) % VEC of a unit
   __device__ __forceinline__ void locate(const char* x, const Sizes& s, const Source& at, const int* segments, int thread) {
-    plane = (u32)s.in_d * s.in_h * s.in_w;
+    plane = SLOTS_BY_BOX ? 0 : (u32)s.in_d * s.in_h * s.in_w;
     ok = 0;
 #pragma unroll
     for (int k = 0; k < OWN_PIXELS; k++) {
-      int p = thread + k * PRODUCER_THREADS, segment = p / PITCH, within = p % PITCH, n, d, h;
-      int column = within % PLANE * IN_STEP_W + within / PLANE;
+      int p = thread + k * PRODUCER_THREADS, segment = p / PITCH, within = p % PITCH;
+      int column = within % PLANE * IN_STEP_W + within / PLANE, image = segment / (ROWS_D * ROWS_H);
       if (p >= PIXELS) break;
+      from[k] = (segment + image * (CK - 1) * (ROWS_D * ROWS_H)) * STAGING_UNITS * 16 + (column + COLUMN_PAD) * ELEMENT;
+#if !SLOTS_BY_BOX
+      int n, d, h;
       bool in = row_of(at, s, segments[segment], n, d, h) && column < COLUMNS && (u32)(at.w + column) < (u32)s.in_w;
       u32 first = ((u32)n * CIN + at.channel) * plane + ((u32)d * s.in_h + h) * s.in_w + at.w + (u32)((u64)x / ELEMENT);
-      // The low bits of `from` stay the place in the row, the row's own misalignment goes on top where channels share it.
-      from[k] = segment * STAGING_UNITS * 16 + column * ELEMENT | (first & (VEC - 1)) << 24;
+      from[k] |= (first & (VEC - 1)) << 24;             // the low 24 bits: the place in a slot; above: the phase
       ok |= (u32)in << k;
+#endif
     }
   }
 };
@@ -236,7 +233,7 @@ __device__ __forceinline__ void turn(const Pixels& own, int channel, int left, u
   for (int k = 0; k < OWN_PIXELS; k++) {
     int p = thread + k * PRODUCER_THREADS;
     if (PIXELS % PRODUCER_THREADS && p >= PIXELS) break;
-    bool ok = own.ok >> k & 1;
+    bool ok = SLOTS_BY_BOX || (own.ok >> k & 1);
     u32 phase = own.from[k] >> 24, from = slot + (own.from[k] & 0xffffff) + (ALIGNED ? phase * ELEMENT : 0);
 #pragma unroll
     for (int unit = 0; unit < UNITS_PER_ROW; unit++) {
@@ -245,7 +242,7 @@ __device__ __forceinline__ void turn(const Pixels& own, int channel, int left, u
       for (int e = 0; e < VEC; e++) {
         int c = unit * VEC + e;
         bool have = ok && (CIN_G % CK == 0 || c < left);
-        u32 a = from + c * (SEGMENTS * STAGING_UNITS * 16);
+        u32 a = from + c * CHANNEL_BYTES;
         if (!ALIGNED) a += ((phase + (channel + c) * own.plane) & (VEC - 1)) * ELEMENT;
 #if ELEMENT == 4
         v[e] = have ? load_shared_u32(a) : 0;
@@ -353,27 +350,22 @@ __device__ __forceinline__ void hand_over(u32 barrier, int lane) {
   if (lane == 0) barrier_arrive(barrier);
 }
 
-struct Barriers { u32 full, empty, landed, left; };      // of tiles; of slots (BULK) or boxes: `landed` by the copy engine
+struct Barriers { u32 full, empty, landed, left; };      // of tiles; of slots or boxes: `landed` by the copy engine
 
-#if BULK || BOX
-// The loader: one warp, ahead of everyone by as many slots (BULK) or tiles (BOX) as are free.
-__device__ __forceinline__ void load_pixels(const char* __restrict__ x, const TensorMap* map, const Sizes& s, const int* segments, u32 tiles, u32 slots, const Barriers& barriers, int lane) {
+#if BOX
+// The loader, one thread: ahead of everyone by as many slots (NCHW) or tiles (channels-last) as are free.
+__device__ __forceinline__ void load_boxes(const TensorMap* map, const Sizes& s, u32 to, u32 stage_bytes, u32 landed, u32 left) {
   Walk walk;
   Cursor cursor = {0, 1};                               // all are free at first
 #pragma unroll 1
-  for (walk.begin(blockIdx.x, s); walk.live(s); walk.next(s), cursor.next(BULK ? STAGES_S : STAGES_P)) {
+  for (walk.begin(blockIdx.x, s); walk.live(s); walk.next(s), cursor.next(CHANNELS_LAST ? STAGES_P : STAGES_S)) {
     Source at = source_of(walk.tile, walk.chunk);
-#if BULK
-    barrier_wait(barriers.left + cursor.stage * 8, cursor.parity);
-    load_rows(x, s, at, segments, slots + cursor.stage * SLOT_BYTES, barriers.landed + cursor.stage * 8, lane);
-#else
-    barrier_wait(barriers.empty + cursor.stage * 8, cursor.parity);
-    u32 full = (DIRECT_BOX ? barriers.full : barriers.landed) + cursor.stage * 8;
-    if (lane == 0) {
-      asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(full), "r"(PIXELS * ROW_BYTES) : "memory");
-      asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5, %6}], [%7];\n" ::"r"(tiles + cursor.stage * STAGE_BYTES), "l"(map), "r"(at.channel), "r"(at.w), "r"(at.h + FIRST_H), "r"(at.d + FIRST_D), "r"(at.n), "r"(full) : "memory");
-    }
-#endif
+    u32 barrier = landed + cursor.stage * 8, bytes = CHANNELS_LAST ? PIXELS * ROW_BYTES : SLOT_BYTES;
+    barrier_wait(left + cursor.stage * 8, cursor.parity);
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
+    int c = at.channel, w = at.w - COLUMN_PAD, h = at.h + FIRST_H, d = at.d + FIRST_D;
+    asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5, %6}], [%7];\n"
+                 ::"r"(to + cursor.stage * stage_bytes), "l"(map), "r"(CHANNELS_LAST ? c : w), "r"(CHANNELS_LAST ? w : h), "r"(CHANNELS_LAST ? h : d), "r"(CHANNELS_LAST ? d : c), "r"(at.n), "r"(barrier) : "memory");
   }
 }
 #endif
@@ -384,8 +376,9 @@ __device__ __forceinline__ void produce(const char* __restrict__ x, const Sizes&
   Cursor tile = {0, 1};
 #if !CHANNELS_LAST
   Pixels own;
+  if (SLOTS_BY_BOX) own.locate(x, s, Source(), segments, thread);
   Cursor slot = {0, 0};
-#if !BULK
+#if !SLOTS_BY_BOX
   Walk ahead;
   ahead.begin(blockIdx.x, s);
   u32 next_slot = 0;
@@ -401,8 +394,8 @@ __device__ __forceinline__ void produce(const char* __restrict__ x, const Sizes&
 #endif
 #pragma unroll 1
   for (now.begin(blockIdx.x, s); now.live(s); now.next(s), tile.next(STAGES_P), slot.next(STAGES_S)) {
-    if (now.chunk == 0) own.locate(x, s, source_of(now.tile, 0), segments, thread);
-#if BULK
+    if (!SLOTS_BY_BOX && now.chunk == 0) own.locate(x, s, source_of(now.tile, 0), segments, thread);
+#if SLOTS_BY_BOX
     barrier_wait(barriers.landed + slot.stage * 8, slot.parity);
 #else
     copy_wait<STAGES_S - 2>();
@@ -422,7 +415,7 @@ __device__ __forceinline__ void produce(const char* __restrict__ x, const Sizes&
       turn<false>(own, channel, CIN_G - channel, slots + slot.stage * SLOT_BYTES, tiles + tile.stage * STAGE_BYTES, thread);
     }
     hand_over(barriers.full + tile.stage * 8, lane);
-#if BULK
+#if SLOTS_BY_BOX
     if (lane == 0) barrier_arrive(barriers.left + slot.stage * 8);
 #endif
   }
@@ -493,15 +486,17 @@ __device__ __forceinline__ void stream_weights(const char* packed, const Sizes& 
 }
 #endif
 
-// The consumers' side. Before sm_90 fragments come straight from global memory (L2), through registers.
+// The consumers' side. Before sm_90 fragments come straight from global memory (L2).
 struct Fragments {
   u32 ring, full, empty;                               // of the ring: this thread's part of its first fragment; barriers
   Cursor cursor;
-  int left;                                            // fragments left of the stage in hand; 0: none in hand
+  int left;                                            // fragments left of the stage in hand
+  int coming;                                          // fragments of the tile not yet taken
   u32 at;
   const char* from;
 
   __device__ __forceinline__ void begin(const char* packed, const Tile& t, int offset) {
+    coming = FRAGMENTS(entries_of(t.variant));
     left = 0;
 #if WGMMA
     if (RESIDENT) cursor = {0, 0};                     // stages stay: their barriers have completed phase 0 for good
@@ -509,7 +504,7 @@ struct Fragments {
     from = fragments_of(packed, t) + offset;
 #endif
   }
-  __device__ __forceinline__ void load(u32 (&a)[4], int lane) {
+  __device__ __forceinline__ void take(u32 (&a)[4], int lane) {
 #if WGMMA
     if (left == 0) {
       barrier_wait(full + cursor.stage * 8, cursor.parity);
@@ -518,26 +513,23 @@ struct Fragments {
     }
     load_shared_128(a, at);
     at += WGS_M * FRAGMENT;
-    if (--left == 0) release(lane);
+    left--;
+    coming--;
+    if (left == 0 || coming == 0) {                    // the last stage of a tile may be a partial one
 #else
     const uint4 v = __ldg((const uint4*)from);
     a[0] = v.x; a[1] = v.y; a[2] = v.z; a[3] = v.w;
     from += WGS_M * FRAGMENT;
+    if (false) {
 #endif
-  }
-  __device__ __forceinline__ void release(int lane) {
-#if WGMMA
-    if (!RESIDENT) {
-      __syncwarp();
-      if (lane == 0) barrier_arrive(empty + cursor.stage * 8);
+      if (!RESIDENT) {
+        __syncwarp();
+        if (lane == 0) barrier_arrive(empty + cursor.stage * 8);
+      }
+      cursor.next(STAGES_W);
+      if (RESIDENT) cursor.parity = 0;
+      left = 0;
     }
-    cursor.next(STAGES_W);
-    if (RESIDENT) cursor.parity = 0;
-#endif
-  }
-  __device__ __forceinline__ void end(int lane) {      // of a tile: its last stage may be a partial one
-    if (WGMMA && left) release(lane);
-    left = 0;
   }
   __device__ __forceinline__ void skip(int variant) {
     for (int n = (FRAGMENTS(entries_of(variant)) + W_STAGE - 1) / W_STAGE; n > 0; n--) cursor.next(STAGES_W);
@@ -602,43 +594,36 @@ __device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4]
 #endif
 }
 
-// One fragment: its product with the pixels' high part, and for the weights' high part with the pixels' low part too.
-__device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[4], Fragments& weights, u32 tile, const int (&subtile_row)[NB], int shift, int k_step, int part, int lane) {
-  weights.load(a, lane);
+// COUNT taps of one block over one chunk, without a loop: fragments alternate between two sets of registers, the next one is
+// loaded while the tensor cores have work queued. (NOTES: in a loop over taps ptxas cannot see that a set is free again and
+// serialises every wgmma, C7513: kb57's multiplications took 2.9 ms instead of 1.6. So the pipeline drains once per COUNT.)
+template <int COUNT>
+__device__ __forceinline__ void multiply_some(float (&acc)[NB][32], Fragments& weights, u32 tile, const int (&subtile_row)[NB], int entry, int lane) {
+  u32 a[2][4];
+#pragma unroll
+  for (int i = 0; i < COUNT * K_STEPS * PARTS; i++) {
+    const int shift = TAP_ROW[entry + i / (K_STEPS * PARTS)], k_step = i / PARTS % K_STEPS, part = i % PARTS;
+    weights.take(a[i & 1], lane);
 #if WGMMA
-  wgmma_fence();
+    wgmma_fence();
 #endif
-  if (PARTS == 2 && part == 0) multiply(acc, a, tile + PART_BYTES, subtile_row, shift, k_step, lane);
-  multiply(acc, a, tile, subtile_row, shift, k_step, lane);
+    if (PARTS == 2 && part == 0) multiply(acc, a[i & 1], tile + PART_BYTES, subtile_row, shift, k_step, lane);
+    multiply(acc, a[i & 1], tile, subtile_row, shift, k_step, lane);
 #if WGMMA
-  wgmma_commit();
-  wgmma_wait<1>();                                     // the previous fragment's registers are free
+    wgmma_commit();
+    if (i + 1 < COUNT * K_STEPS * PARTS) wgmma_wait<1>();
+    else wgmma_wait<0>();
 #endif
+  }
 }
 
-// The taps of one block over one chunk.
 __device__ __forceinline__ void multiply_taps(float (&acc)[NB][32], Fragments& weights, u32 tile, const int (&subtile_row)[NB], int first, int last, int lane) {
-  u32 a[2][4];
-#if K_STEPS * PARTS > 1
-#pragma unroll 1
-  for (int e = first; e < last; e++) {
-    int shift = TAP_ROW[e];
-#pragma unroll
-    for (int i = 0; i < K_STEPS * PARTS; i++) step(acc, a[i & 1], weights, tile, subtile_row, shift, i / PARTS, i % PARTS, lane);
-  }
-#else
   int e = first;
 #pragma unroll 1
-  for (; e + 1 < last; e += 2) {
-    step(acc, a[0], weights, tile, subtile_row, TAP_ROW[e], 0, 0, lane);
-    step(acc, a[1], weights, tile, subtile_row, TAP_ROW[e + 1], 0, 0, lane);
-  }
-  if (e < last) {
-    step(acc, a[0], weights, tile, subtile_row, TAP_ROW[e], 0, 0, lane);
-#if WGMMA
-    if (MB > 1) wgmma_wait<0>();                       // the next block's first fragment takes the same registers
-#endif
-  }
+  for (; e + TAPS_UNROLLED <= last; e += TAPS_UNROLLED) multiply_some<TAPS_UNROLLED>(acc, weights, tile, subtile_row, e, lane);
+#if TAPS_LEFT                                           // some block has a number of taps that is no multiple
+#pragma unroll 1
+  for (; e < last; e++) multiply_some<1>(acc, weights, tile, subtile_row, e, lane);
 #endif
 }
 
@@ -648,9 +633,11 @@ __device__ __forceinline__ void multiply_taps(float (&acc)[NB][32], Fragments& w
 #define RUN (RUN_GROUPS * 8)
 #define RUN_PITCH (CHANNELS_LAST ? 20 : (RUN * W_SUBS + 31) / 32 * 32 + 8)  // floats; + 8: rows meet different banks
 #define BUFFER_FLOATS (CHANNELS_LAST ? RUN * RUN_PITCH : 8 * RUN_PITCH)
-#define RUNS_PER_SUBTILE_ROW (SUB_H == 8 ? 1 : 8 / RUN_GROUPS)
-
-__constant__ const signed char BLOCK_OF_W[] = BLOCKS_OF_W;  // [W_SUBS]: the block of a W sub-position, -1: it has no taps
+#define RUN_SUBTILES (SUB_H == 8 ? RUN_GROUPS : RUN_GROUPS > 8 ? RUN_GROUPS / 8 : 1)  // neighbours along W that a run crosses
+#define RUNS_OF_SUBTILE (SUB_H == 8 ? 8 : RUN_GROUPS > 8 ? 1 : 8 / RUN_GROUPS)
+// Group k of run i of subtiles r * RUN_SUBTILES ...: which subtile, and which of its groups of 8 columns.
+#define RUN_NB(r, i, k) (SUB_H == 8 ? (r) * RUN_SUBTILES + (k) : (r) * RUN_SUBTILES + (k) / 8)
+#define RUN_J(r, i, k) (SUB_H == 8 ? (i) : RUN_GROUPS > 8 ? (k) % 8 : (i) * RUN_GROUPS + (k))
 
 #if ELEMENT == 4
 __device__ __forceinline__ void store_one(char* to, float v) { *(float*)to = v; }
@@ -658,113 +645,157 @@ __device__ __forceinline__ void store_one(char* to, float v) { *(float*)to = v; 
 __device__ __forceinline__ void store_one(char* to, float v) { *(u16*)to = (u16)STORE_BITS(v); }
 #endif
 
-__device__ __forceinline__ void store_rows(char* __restrict__ y, const Sizes& s, const Tile& t, int cout_block, u32 buffer, int n, int qd, int qh, int qw, int first_row, int lane) {
-#pragma unroll 1
-  for (int r = 0; r < 8; r++) {
-    int m = first_row + r, sub = m / ROWS_PER_SUB, cout = cout_block * ROWS_PER_SUB + m % ROWS_PER_SUB;
-    if (sub >= SUBS || cout >= COUT_G) continue;
-    int od = OUT_STEP_D * qd + SUB_D[t.variant * SUBS + sub], oh = OUT_STEP_H * qh + SUB_HH[t.variant * SUBS + sub];
-    if (n >= s.batch || od >= s.out_d || oh >= s.out_h) continue;
-    long long row = ((((long long)n * COUT + t.group * COUT_G + cout) * s.out_d + od) * s.out_h + oh) * s.out_w;
-    int ow = OUT_STEP_W * qw + U_W[t.variant], left = s.out_w - ow;
-    char* to = y + (row + ow) * ELEMENT;
-    u32 from = buffer + r * RUN_PITCH * 4;
-#if W_SUBS == OUT_STEP_W && ELEMENT == 2
-    int odd = (int)((row + ow) & 1);                    // pairs at even elements: 4-byte stores
-#pragma unroll
-    for (int i = 0; i < RUN * W_SUBS / 64 + 1; i++) {
-      int e = 2 * (lane + 32 * i) - odd, end = left < RUN * W_SUBS ? left : RUN * W_SUBS;
-      if (e >= 0 && e + 1 < end) {
-        *(u32*)(to + e * 2) = STORE_BITS(load_shared_f32(from + e * 4)) | STORE_BITS(load_shared_f32(from + e * 4 + 4)) << 16;
-      } else if (e == -1 && end > 0) {
-        store_one(to, load_shared_f32(from));
-      } else if (e >= 0 && e < end) {
-        store_one(to + e * 2, load_shared_f32(from + e * 4));
-      }
-    }
-#else
-#pragma unroll
-    for (int i = 0; i < (RUN * W_SUBS + 31) / 32; i++) {
-      int e = lane + 32 * i, o = W_SUBS == OUT_STEP_W ? e : e / W_SUBS * OUT_STEP_W + e % W_SUBS;
-      if (e < RUN * W_SUBS && o < left) store_one(to + (long long)o * ELEMENT, load_shared_f32(from + e * 4));
-    }
-#endif
-  }
+// A warp's 16 rows of M are output channels of one (d, h) sub-position (ROWS_PER_SUB is 64, 32 or 16).
+struct Slab {
+  int cout, couts;                                      // first channel in the group, and how many of the 16 exist
+  int od, oh;                                           // offsets of the sub-position
+};
+
+__device__ __forceinline__ Slab slab_of(const Tile& t, int cout_block, int warp) {
+  Slab slab;
+  int sub = warp * 16 / ROWS_PER_SUB;
+  slab.cout = cout_block * ROWS_PER_SUB + warp * 16 % ROWS_PER_SUB;
+  slab.couts = COUT_G - slab.cout < 16 ? COUT_G - slab.cout : 16;
+  slab.od = SUB_D[t.variant * SUBS + sub];
+  slab.oh = SUB_HH[t.variant * SUBS + sub];
+  return slab;
 }
 
-__device__ __forceinline__ void store_pixels(char* __restrict__ y, const Sizes& s, const Tile& t, int cout_block, u32 buffer, int n, int qd, int qh, int qw, int u, int first_row, int lane) {
-  int sub = first_row / ROWS_PER_SUB, cout = cout_block * ROWS_PER_SUB + first_row % ROWS_PER_SUB;
-  if (sub >= SUBS || cout >= COUT_G) return;
-  int od = OUT_STEP_D * qd + SUB_D[t.variant * SUBS + sub], oh = OUT_STEP_H * qh + SUB_HH[t.variant * SUBS + sub];
-  if (n >= s.batch || od >= s.out_d || oh >= s.out_h) return;
-  long long row = (((long long)n * s.out_d + od) * s.out_h + oh) * s.out_w;
+#if !CHANNELS_LAST
+#define RUN_WORDS (RUN * W_SUBS)                        // outputs of a row that a run gives
+
+#define SECTOR (32 / ELEMENT)                           // outputs that memory writes together
+#define LANE_WORDS (4 / ELEMENT)
+
+// Eight rows (output channels) of a run from the buffer to memory; `to` is the first row's first output, rows lie `plane` apart.
+// Each instruction begins at a sector's first output: a sector written in parts is first read from memory (NOTES: 2.15 ms
+// instead of 1.44 for the loads and stores of kb57, whose rows of 1026 outputs begin anywhere).
+__device__ __forceinline__ void store_rows(char* to, long long plane, int rows, int left, u32 buffer, int lane) {
+#if W_SUBS == OUT_STEP_W
+  int end = left < RUN_WORDS ? left : RUN_WORDS;
+  u32 first = (u32)((u64)to / ELEMENT), step = (u32)(plane / ELEMENT);  // only the last bits matter
 #pragma unroll
-  for (int i = lane; i < RUN * 16 / VEC; i += 32) {
-    int c = i % (16 / VEC) * VEC, p = i / (16 / VEC), ow = OUT_STEP_W * (qw + p) + U_W[t.variant] + u;
-    if (ow >= s.out_w || cout + c >= COUT_G) continue;
-    char* to = y + ((row + ow) * COUT + t.group * COUT_G + cout + c) * ELEMENT;
-    u32 v[VEC], from = buffer + (p * RUN_PITCH + c) * 4;
+  for (int i = 0; i < (RUN_WORDS + SECTOR - LANE_WORDS + 32 * LANE_WORDS - 1) / (32 * LANE_WORDS); i++) {
+    if (i * 32 * LANE_WORDS >= RUN_WORDS && ((first | step) & (SECTOR - 1)) == 0) break;  // nothing was shifted
+    u32 v[8];
 #pragma unroll
-    for (int e = 0; e < VEC; e++) v[e] = STORE_BITS(load_shared_f32(from + e * 4));
+    for (int r = 0; r < 8; r++) {
+      int e = LANE_WORDS * (lane + 32 * i) - (int)((first + r * step) & (SECTOR - 1));
+      u32 from = buffer + (r * RUN_PITCH + e) * 4;
+#if ELEMENT == 4
+      if ((u32)e < (u32)end) v[r] = load_shared_u32(from);
+#else
+      float low = e >= 0 && e < end ? load_shared_f32(from) : 0.f, high = e + 1 >= 0 && e + 1 < end ? load_shared_f32(from + 4) : 0.f;
+      v[r] = pack_pair(make_float2(low, high));
+#endif
+    }
+#pragma unroll
+    for (int r = 0; r < 8; r++) {
+      int e = LANE_WORDS * (lane + 32 * i) - (int)((first + r * step) & (SECTOR - 1));
+      char* p = to + r * plane + (long long)e * ELEMENT;
+      if (COUT_G % 16 && r >= rows) break;
+#if ELEMENT == 4
+      if ((u32)e < (u32)end) *(u32*)p = v[r];
+#else
+      if (e >= 0 && e + 1 < end) *(u32*)p = v[r];
+      else if (e >= 0 && e < end) *(u16*)p = (u16)v[r];
+      else if (e == -1 && end > 0) *(u16*)(p + 2) = (u16)(v[r] >> 16);
+#endif
+    }
+  }
+#else  // other tiles have the sub-positions between
+#pragma unroll
+  for (int i = 0; i < (RUN_WORDS + 31) / 32; i++) {
+    int e = lane + 32 * i, o = e / W_SUBS * OUT_STEP_W + e % W_SUBS;
+    bool in = (RUN_WORDS % 32 == 0 || e < RUN_WORDS) && o < left;
+#pragma unroll
+    for (int r = 0; r < 8; r++)
+      if (in && (COUT_G % 16 == 0 || r < rows)) store_one(to + r * plane + (long long)o * ELEMENT, load_shared_f32(buffer + (r * RUN_PITCH + e) * 4));
+  }
+#endif
+}
+#else
+// RUN pixels of 16 channels from the buffer to memory; pixels lie OUT_STEP_W apart.
+__device__ __forceinline__ void store_pixels(char* to, int couts, int left, u32 buffer, int lane) {
+#pragma unroll
+  for (int i = 0; i < RUN * 16 / VEC / 32 || i == 0; i++) {
+    int unit = lane + 32 * i, c = unit % (16 / VEC) * VEC, p = unit / (16 / VEC);
+    if (p >= RUN || p * OUT_STEP_W >= left || c >= couts) continue;
+    char* at = to + ((long long)p * OUT_STEP_W * COUT + c) * ELEMENT;
+    u32 v[VEC], raw[4];
+#pragma unroll
+    for (int e = 0; e < VEC; e += 4) {
+      load_shared_128(raw, buffer + (p * RUN_PITCH + c + e) * 4);
+#pragma unroll
+      for (int k = 0; k < 4; k++) v[e + k] = STORE_BITS(__uint_as_float(raw[k]));
+    }
 #if ALIGNED_COUT
 #if ELEMENT == 4
-    *(uint4*)to = make_uint4(v[0], v[1], v[2], v[3]);
+    *(uint4*)at = make_uint4(v[0], v[1], v[2], v[3]);
 #else
-    *(uint4*)to = make_uint4(v[0] | v[1] << 16, v[2] | v[3] << 16, v[4] | v[5] << 16, v[6] | v[7] << 16);
+    *(uint4*)at = make_uint4(v[0] | v[1] << 16, v[2] | v[3] << 16, v[4] | v[5] << 16, v[6] | v[7] << 16);
 #endif
 #else
 #pragma unroll
     for (int e = 0; e < VEC; e++)
-      if (cout + c + e < COUT_G) ((ELEMENT_BITS*)to)[e] = (ELEMENT_BITS)v[e];
+      if (c + e < couts) ((ELEMENT_BITS*)at)[e] = (ELEMENT_BITS)v[e];
 #endif
   }
 }
+#endif
 
 __device__ __forceinline__ void epilogue(const float (&acc)[MB][NB][32], const ELEMENT_TYPE* __restrict__ bias, char* __restrict__ y, const Sizes& s, const Tile& t, int cout_block, int first_subtile, u32 buffer, int warp, int lane) {
+  constexpr signed char blocks[] = BLOCKS_OF_W;         // the block of a W sub-position, -1: it has no taps
   int g = lane >> 2, q = lane & 3;
+  Slab slab = slab_of(t, cout_block, warp);
+  if (slab.couts <= 0) return;
   float b[2] = {0.f, 0.f};
 #pragma unroll
-  for (int h = 0; h < 2; h++) {
-    int cout = cout_block * ROWS_PER_SUB + (warp * 16 + g + 8 * h) % ROWS_PER_SUB;
-    if (bias && cout < COUT_G) b[h] = VALUE(bias[t.group * COUT_G + cout]);
-  }
+  for (int h = 0; h < 2; h++)
+    if (bias && g + 8 * h < slab.couts) b[h] = VALUE(bias[t.group * COUT_G + slab.cout + g + 8 * h]);
+  int channel = t.group * COUT_G + slab.cout;
+  long long plane = (long long)s.out_d * s.out_h * s.out_w * ELEMENT;
 #pragma unroll
-  for (int r = 0; r < (SUB_H == 8 ? NB / RUN_GROUPS : NB); r++) {
-    Place place = place_of(first_subtile + (SUB_H == 8 ? r * RUN_GROUPS : r));
-    int n = t.n + place.n, qd = t.d + place.d;
+  for (int r = 0; r < NB / RUN_SUBTILES; r++) {
+    Place place = place_of(first_subtile + r * RUN_SUBTILES);
+    int n = t.n + place.n, od = OUT_STEP_D * (t.d + place.d) + slab.od;
+    bool image = n < s.batch && od < s.out_d;
 #pragma unroll
-    for (int i = 0; i < (SUB_H == 8 ? 8 : 8 / RUN_GROUPS); i++) {
-      int qh = t.h + place.h + (SUB_H == 8 ? i : 0), qw = t.w + place.w + (SUB_H == 8 ? 0 : i * RUN);
+    for (int i = 0; i < RUNS_OF_SUBTILE; i++) {
+      int oh = OUT_STEP_H * (t.h + place.h + (SUB_H == 8 ? i : 0)) + slab.oh;
+      int ow = OUT_STEP_W * (t.w + place.w + (SUB_H == 8 ? 0 : i * RUN)) + U_W[t.variant], left = s.out_w - ow;
+      if (!image || oh >= s.out_h || left <= 0) continue;
 #if !CHANNELS_LAST
+      char* to = y + (((long long)n * COUT + channel) * s.out_d + od) * s.out_h * s.out_w * ELEMENT + ((long long)oh * s.out_w + ow) * ELEMENT;
 #pragma unroll
       for (int h = 0; h < 2; h++) {
 #pragma unroll
         for (int k = 0; k < RUN_GROUPS; k++) {
-          const int nb = SUB_H == 8 ? r * RUN_GROUPS + k : r, j = SUB_H == 8 ? i : i * RUN_GROUPS + k;
-          u32 to = buffer + (g * RUN_PITCH + (k * 8 + 2 * q) * W_SUBS) * 4;
+          const int nb = RUN_NB(r, i, k), j = RUN_J(r, i, k);
+          u32 at = buffer + (g * RUN_PITCH + (k * 8 + 2 * q) * W_SUBS) * 4;
 #if W_SUBS == 1
-          store_shared_f32x2(to, acc[0][nb][4 * j + 2 * h] + b[h], acc[0][nb][4 * j + 2 * h + 1] + b[h]);
+          store_shared_f32x2(at, acc[0][nb][4 * j + 2 * h] + b[h], acc[0][nb][4 * j + 2 * h + 1] + b[h]);
 #else
+          float v[2 * W_SUBS];
 #pragma unroll
           for (int c = 0; c < 2; c++)
 #pragma unroll
-            for (int u = 0; u < W_SUBS; u++) {
-              constexpr signed char blocks[] = BLOCKS_OF_W;
-              store_shared_f32(to + (c * W_SUBS + u) * 4, (blocks[u] < 0 ? 0.f : acc[blocks[u] < 0 ? 0 : blocks[u]][nb][4 * j + 2 * h + c]) + b[h]);
-            }
+            for (int u = 0; u < W_SUBS; u++) v[c * W_SUBS + u] = (blocks[u] < 0 ? 0.f : acc[blocks[u] < 0 ? 0 : blocks[u]][nb][4 * j + 2 * h + c]) + b[h];
+#pragma unroll
+          for (int c = 0; c < 2 * W_SUBS; c += 2) store_shared_f32x2(at + c * 4, v[c], v[c + 1]);
 #endif
         }
         __syncwarp();
-        store_rows(y, s, t, cout_block, buffer, n, qd, qh, qw, warp * 16 + 8 * h, lane);
+        store_rows(to + h * 8 * plane, plane, slab.couts - 8 * h, left, buffer, lane);
         __syncwarp();
       }
 #else
+      char* to = y + (((((long long)n * s.out_d + od) * s.out_h + oh) * s.out_w + ow) * COUT + channel) * ELEMENT;
 #pragma unroll
       for (int u = 0; u < W_SUBS; u++) {
-        constexpr signed char blocks[] = BLOCKS_OF_W;
 #pragma unroll
         for (int k = 0; k < RUN_GROUPS; k++) {
-          const int nb = SUB_H == 8 ? r * RUN_GROUPS + k : r, j = SUB_H == 8 ? i : i * RUN_GROUPS + k;
+          const int nb = RUN_NB(r, i, k), j = RUN_J(r, i, k);
 #pragma unroll
           for (int h = 0; h < 2; h++)
 #pragma unroll
@@ -772,7 +803,7 @@ __device__ __forceinline__ void epilogue(const float (&acc)[MB][NB][32], const E
               store_shared_f32(buffer + ((k * 8 + 2 * q + c) * RUN_PITCH + g + 8 * h) * 4, (blocks[u] < 0 ? 0.f : acc[blocks[u] < 0 ? 0 : blocks[u]][nb][4 * j + 2 * h + c]) + b[h]);
         }
         __syncwarp();
-        store_pixels(y, s, t, cout_block, buffer, n, qd, qh, qw, u, warp * 16, lane);
+        store_pixels(to + (long long)u * COUT * ELEMENT, slab.couts, left - u, buffer, lane);
         __syncwarp();
       }
 #endif
@@ -825,9 +856,6 @@ __device__ __forceinline__ void consume(const char* packed, const ELEMENT_TYPE* 
 #pragma unroll
       for (int b = 0; b < MB; b++)
         multiply_taps(acc[b], weights, tile, subtile_row, ENTRY[t.variant * (MB + 1) + b], ENTRY[t.variant * (MB + 1) + b + 1], lane);
-#if WGMMA
-      wgmma_wait<0>();
-#endif
       __syncwarp();
       if (lane == 0) barrier_arrive(empty + cursor.stage * 8);
 #if PROMOTE  // tensor cores truncate as they add; a chunk's sum is short, and the chunks are added with rounding
@@ -842,7 +870,6 @@ __device__ __forceinline__ void consume(const char* packed, const ELEMENT_TYPE* 
           }
 #endif
     }
-    weights.end(lane);
     if (SPLIT == 2) named_arrive(2 + (wg ^ 1), CONSUMER_THREADS);
 #if PROMOTE
     epilogue(sum, bias, y, s, t, t.cout_block, first_subtile, buffer, warp, lane);
@@ -859,7 +886,7 @@ __device__ __forceinline__ void consume(const char* packed, const ELEMENT_TYPE* 
 #define SLOTS_AT (RING_AT + STAGES_W * W_STAGE * WGS_M * FRAGMENT)
 #define BUFFERS_AT (SLOTS_AT + (CHANNELS_LAST ? 0 : STAGES_S * SLOT_BYTES))
 #define BARRIERS_AT (BUFFERS_AT + CONSUMERS * 4 * BUFFER_FLOATS * 4)
-#define SLOT_BARRIERS (BULK ? STAGES_S : BOX ? STAGES_P : 0)
+#define SLOT_BARRIERS (BOX ? (CHANNELS_LAST ? STAGES_P : STAGES_S) : 0)
 #define SEGMENTS_AT (BARRIERS_AT + 16 * (STAGES_P + STAGES_W + SLOT_BARRIERS))
 #define SHARED_BYTES (SEGMENTS_AT + SEGMENTS * 4)
 #if SHARED_BYTES_PLANNED != SHARED_BYTES
@@ -908,13 +935,13 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const ELEMEN
     if (warp < PRODUCER_WARPS) {
       if (!DIRECT_BOX) produce(x, s, segments, base + TILES_AT, base + SLOTS_AT, barriers, threadIdx.x);
     }
-#if BULK
-    else if (warp == LOADER_WARP) {
-      load_pixels(x, nullptr, s, segments, base + TILES_AT, base + SLOTS_AT, barriers, thread & 31);
-    }
-#elif BOX
-    else if (warp == LOADER_WARP) {
-      load_pixels(x, &map, s, segments, base + TILES_AT, base + SLOTS_AT, barriers, thread & 31);
+#if BOX
+    else if (warp == LOADER_WARP && (thread & 31) == 0) {
+#if CHANNELS_LAST
+      load_boxes(&map, s, base + TILES_AT, STAGE_BYTES, DIRECT_BOX ? full : barriers.landed, empty);
+#else
+      load_boxes(&map, s, base + SLOTS_AT, SLOT_BYTES, barriers.landed, barriers.left);
+#endif
     }
 #endif
 #if WGMMA

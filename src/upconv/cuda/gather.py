@@ -1,0 +1,363 @@
+"""The gather-GEMM family on tensor cores: candidates, cost model, and a choice made ready for a device.
+
+The tiling's arithmetic is in `tiling`, the kernel in ``kernels/gather.cu``. Nothing here is timed at run time: a model of
+five terms (matrix instructions, L2 traffic, the producers' pass through shared memory, stores, device memory) chooses.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from upconv.cuda import jit
+from upconv.cuda.gpu import Gpu
+from upconv.cuda.gpu import gpu as gpu_of
+from upconv.cuda.launch import Launcher
+from upconv.cuda.tiling import FRAGMENT, Tiling, Triple, Unfit
+from upconv.problem import Problem
+
+_ACCUMULATORS = 4  # blocks of 64 x 64 that a consumer warpgroup holds: 128 registers of a thread's 200
+_MMA_ACCUMULATORS = 2  # without setmaxnreg a thread has 168 registers
+_MAX_TAPS = 2000  # of all phases; the tables lie in constant memory
+
+# --- the model's constants, of an H200 (docs/measured.md) ------------------------------------------------------------
+_WGMMA_RATE = 0.92  # of the peak, in stretches of a dozen steps
+_STEP_OVERHEAD = 10.0  # clocks a step costs beyond its matrix instructions
+_DRAIN = 60.0  # clocks at the end of a stretch, half of them hidden by the other consumer
+_MMA_SYNC = 0.45  # of wgmma's rate: four warps read the same pixels
+_L2 = 26.0  # bytes a clock and multiprocessor
+_STORE = 24.0  # bytes a clock that the epilogue stores
+_STORE_SHARE = 0.55  # of the epilogue that nothing hides
+_TILE_OVERHEAD = 900.0  # clocks a tile costs otherwise
+_LAUNCH = 3.5e-6  # seconds
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A source to be compiled and its kernels' names."""
+
+    label: str
+    source: str
+    entries: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A tiling for a problem on a GPU, and what the model thinks of it."""
+
+    tiling: Tiling
+    gpu: Gpu
+    seconds: float
+    bound: str
+
+    @property
+    def family(self) -> str:
+        return "gather"
+
+    @property
+    def problem(self) -> Problem:
+        return self.tiling.problem
+
+    @property
+    def grid(self) -> int:
+        """Blocks: one for each multiprocessor, and with resident weights as many for each M-group."""
+        t = self.tiling
+        tiles = t.arguments(t.problem)[-1]
+        blocks = min(tiles, self.gpu.multiprocessors)
+        if t.resident and t.m_groups > 1:
+            blocks = max(1, blocks // t.m_groups) * t.m_groups
+        return blocks
+
+    @property
+    def summary(self) -> str:
+        t = self.tiling
+        shape = "x".join(str(v) for v in t.tile)
+        split = ("pixels halved", "output channels halved", "in turn")[t.split]
+        weights = "resident" if t.resident else f"ring of {t.ring_stages} x {t.w_stage} fragments" if t.wgmma else "L2"
+        instruction = "wgmma" if t.wgmma else "mma.sync"
+        return (
+            f"{instruction} {t.problem.precision}, tile {shape} (NxDxHxW of q) x {t.mb * t.wgs_m * 64} rows, chunk of "
+            f"{t.chunk} channels, {split}, weights {weights}, {t.shared_bytes // 1024} KB shared, grid {self.grid}"
+        )
+
+    def sources(self) -> tuple[Unit, ...]:
+        """What NVRTC must compile; the same for all input sizes that share the tile."""
+        label = f"gather {_layer(self.problem)}"
+        return (Unit(label, jit.source("gather.cu", self.tiling.macros()), ("pack", "gather")),)
+
+    def prepare(self, device: int) -> Prepared:
+        """Compiles (or finds) and loads the kernels for a CUDA device. Errors: those of ``jit.kernel``."""
+        return Prepared(self, device)
+
+
+class Prepared:
+    """A choice's kernels, loaded for a device."""
+
+    def __init__(self, choice: Choice, device: int) -> None:
+        t, p = choice.tiling, choice.problem
+        (unit,) = choice.sources()
+        arch = gpu_of(device).arch
+        self._device = device
+        self._words = t.packed_words
+        self._tiling, self._problem = t, p
+        self._pack = Launcher(jit.kernel(unit.source, "pack", arch, unit.label), 256, 0, "PPi")
+        threads = 512 if t.wgmma else 384
+        codes = "PPPP" + "i" * 11 + ("q" * 16 if t.tensor_map else "")
+        self._run = Launcher(jit.kernel(unit.source, "gather", arch, unit.label), threads, t.shared_bytes, codes)
+        self._grid = choice.grid
+        self._sizes = t.arguments(p)
+        self._maps: dict[int, tuple[int, ...]] = {}
+        self.packing = (t.entries, t.chunk, t.parts, t.split == 1, t.subs, p.precision, p.groups)
+        """What `pack`'s result depends on beside the weight."""
+
+    def pack(self, weight: Tensor) -> Tensor:
+        """The weights in fragment order: int32 words, launched on the current stream."""
+        weight = weight.contiguous()
+        packed = torch.empty(self._words, dtype=torch.int32, device=weight.device)
+        self._pack(self._device, -(-self._words // 256), (weight.data_ptr(), packed.data_ptr(), self._words))
+        return packed
+
+    def run(self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor) -> None:
+        """Launches the kernel: ``x`` and ``out`` dense in the problem's layout."""
+        address = x.data_ptr()
+        if address & 15 and self._tiling.needs_alignment:
+            x = x.clone()  # a view that begins off 16 bytes; PyTorch's allocations never do
+            address = x.data_ptr()
+        args = (address, packed.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(), *self._sizes)
+        if self._tiling.tensor_map:
+            args += self._map(address)
+        self._run(self._device, self._grid, args)
+
+    def _map(self, address: int) -> tuple[int, ...]:
+        """The tensor map of the input at an address, as the 16 words of a ``CUtensorMap``."""
+        found = self._maps.get(address)
+        if found is None:
+            if len(self._maps) >= 256:  # allocations come back to the same addresses; 128 bytes each
+                self._maps.clear()
+            found = self._maps[address] = tensor_map(self._tiling, self._problem, address)
+        return found
+
+
+def tensor_map(t: Tiling, p: Problem, address: int) -> tuple[int, ...]:
+    """A ``CUtensorMap`` over the whole input, with the tiling's box, as 16 signed words."""
+    driver: Any = jit._driver()
+    types = driver.CUtensorMapDataType
+    kind = {
+        torch.float32: types.CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
+        torch.bfloat16: types.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        torch.float16: types.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+    }[p.dtype]
+    swizzles = driver.CUtensorMapSwizzle
+    swizzle = swizzles.CU_TENSOR_MAP_SWIZZLE_NONE
+    d, h, w = (1,) * (3 - p.rank) + p.size
+    dims = (w, h, d, p.in_channels, p.batch)
+    if t.channels_last:
+        dims = (p.in_channels, w, h, d, p.batch)
+        swizzle = {
+            32: swizzles.CU_TENSOR_MAP_SWIZZLE_32B,
+            64: swizzles.CU_TENSOR_MAP_SWIZZLE_64B,
+            128: swizzles.CU_TENSOR_MAP_SWIZZLE_128B,
+        }[t.row_bytes]
+    strides = [math.prod(dims[:i]) * t.element for i in range(1, 5)]
+    made = jit._drive(
+        driver.cuTensorMapEncodeTiled,
+        kind,
+        5,
+        address,
+        [driver.cuuint64_t(n) for n in dims],
+        [driver.cuuint64_t(n) for n in strides],
+        [driver.cuuint32_t(n) for n in t.box],
+        [driver.cuuint32_t(1)] * 5,
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        swizzle,
+        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )
+    words = (int(word) for word in made.opaque)
+    return tuple(word - (1 << 64) if word >> 63 else word for word in words)
+
+
+def _layer(p: Problem) -> str:
+    return str(p).split(" on ")[0] + f" {p.precision} {p.layout}"
+
+
+# --- candidates ------------------------------------------------------------------------------------------------------
+
+
+def refusal(p: Problem, gpu: Gpu) -> str | None:
+    """Why no tiling can serve a problem, in a sentence; None when one may."""
+    if p.dtype is torch.float64:
+        return "tensor cores multiply float64 only by mma.m8n8k4, which this family does not use"
+    if gpu.capability < (8, 0):
+        return f"tensor cores of compute capability {gpu.capability[0]}.{gpu.capability[1]} lack TF32 and bfloat16"
+    if p.taps > _MAX_TAPS:
+        return f"{p.taps} taps are too many for the kernel's tables"
+    if p.in_channels // p.groups < 4 and p.groups > 1:
+        return f"{p.in_channels // p.groups} input channels per group leave most of a matrix instruction empty"
+    return None
+
+
+def candidates(p: Problem, gpu: Gpu, wgmma: bool | None = None) -> Iterator[Tiling]:
+    """Every tiling worth a look."""
+    fast = gpu.arch == "90a" if wgmma is None else wgmma
+    cout_g, cin_g = p.out_channels // p.groups, p.in_channels // p.groups
+    steps = (1,) * (3 - p.rank) + p.stride
+    aligned = p.size[-1] * p.dtype.itemsize % 16 == 0
+    per_32 = 32 // p.dtype.itemsize
+    chunks = [c for c in (per_32, 2 * per_32, 4 * per_32) if c == per_32 or c < 2 * cin_g]
+    accumulators = _ACCUMULATORS if fast else _MMA_ACCUMULATORS
+    if p.precision == "ieee":
+        accumulators = accumulators // 2
+    for (subs, unroll), w_subs, (sub, tile), split, chunk in product(
+        _subs(p, cout_g, steps), _w_subs(steps[2]), _tiles(p), (0, 1), chunks
+    ):
+        if split == 1 and (cout_g <= 64 // subs or not fast):
+            continue
+        if min(unroll[1], 2) > 1 and sub == (8, 8) and tile[2] > 8:
+            continue  # the rows of an unrolled tile are many already
+        base = Tiling(p, sub, tile, split, chunk, subs, w_subs, unroll, aligned_rows=aligned, wgmma=fast)
+        if base.mb * base.nb > accumulators or base.mb * base.nb < 1:
+            continue
+        for resident in (False, True):
+            t = _fitted(replace(base, resident=resident), gpu)
+            if t is not None:
+                yield t
+
+
+def _subs(p: Problem, cout_g: int, steps: tuple[int, ...]) -> Iterator[tuple[int, Triple]]:
+    """(d, h) sub-positions that share a block of 64 rows, and how rows are unrolled for them."""
+    yield 1, (1, 1, 1)
+    for subs in (2, 4):
+        if cout_g <= 64 // subs and p.rank > 1:
+            if steps[0] * steps[1] % subs == 0:
+                yield subs, (1, 1, 1)
+            else:
+                yield subs, (1, subs, 1)
+                if p.rank == 3 and subs == 4:
+                    yield subs, (2, 2, 1)
+
+
+def _w_subs(stride: int) -> tuple[int, ...]:
+    return tuple(n for n in (stride, 4, 2, 1) if stride % n == 0 and n <= stride) if stride > 1 else (1,)
+
+
+def _tiles(p: Problem) -> tuple[tuple[tuple[int, int], tuple[int, int, int, int]], ...]:
+    row, strip = (1, 64), (8, 8)
+    if p.rank == 1:
+        shapes = [(row, (1, 1, 1, 64 * n)) for n in (1, 2, 4, 8)]
+        shapes += [(row, (n, 1, 1, 64)) for n in (2, 4, 8)]
+        return tuple(shapes)
+    shapes = [(row, (1, 1, n, 64)) for n in (1, 2, 4, 8)] + [(row, (1, 1, n, 128)) for n in (2, 4)]
+    shapes += [(strip, (1, 1, h, w)) for h, w in ((8, 8), (8, 16), (8, 32), (16, 16), (16, 32), (8, 64), (8, 24), (8, 40))]
+    shapes += [(strip, (n, 1, 8, 8)) for n in (2, 4, 8)]
+    if p.rank == 3:
+        shapes += [(strip, (1, d, 8, w)) for d, w in ((2, 8), (2, 16), (4, 8), (2, 32), (4, 16), (8, 8))]
+        shapes += [(row, (1, d, h, 64)) for d, h in ((2, 1), (2, 2), (2, 4), (4, 2))]
+    return tuple(shapes)
+
+
+def _fitted(t: Tiling, gpu: Gpu) -> Tiling | None:
+    """The tiling with as many stages as shared memory holds, or None when it does not fit at all."""
+    per_chunk = max(t.variant_entries) * t.k_steps * t.parts
+    w_stage = min(per_chunk, 9 if t.wgs_m == 1 else 5)
+    run_groups = 8 if t.width_subs < 3 else 4
+    for stages_p, stages_s, stages_w in ((3, 3, 4), (2, 3, 4), (2, 3, 3), (2, 2, 3), (2, 2, 2)):
+        if t.channels_last and stages_p == 2 and stages_s == 3 and stages_w == 4:
+            continue
+        if not t.channels_last and stages_p == 3:
+            continue  # NOTES: 3 stages of turned pixels and 2 slots cost 6% on kb57
+        made = replace(
+            t, stages_p=stages_p, stages_s=stages_s, stages_w=stages_w, w_stage=w_stage, run_groups=run_groups
+        )
+        try:
+            return made.checked(gpu.shared_bytes)
+        except Unfit:
+            if made.shared_bytes <= gpu.shared_bytes:
+                return None
+    return None
+
+
+# --- the cost model --------------------------------------------------------------------------------------------------
+
+
+def estimate(t: Tiling, p: Problem, gpu: Gpu) -> tuple[float, str]:
+    """(seconds, what bounds them) of a problem by a tiling."""
+    n, d, h, w = t.counts(p)
+    pixel_tiles = n * d * h * w
+    out = math.prod(p.out_size) * p.batch * p.out_channels * t.element
+    source = math.prod(p.input_shape) * t.element
+    products = 3 if t.parts == 2 else 1
+    clocks: dict[str, float] = dict.fromkeys(("tensor cores", "L2", "shared memory", "stores"), 0.0)
+    total = 0.0
+    steps_taps = t.taps_unrolled * t.k_steps * t.parts
+    per_tile_out = t.tile[0] * t.tile[1] * t.tile[2] * t.tile[3] * t.width_subs * t.subs * t.element
+    channels = min(t.cout_g, t.rows_per_sub * t.wgs_m)
+    for v, entries in enumerate(t.variant_entries):
+        steps = t.fragments(v)
+        matrix = steps * (products / t.parts) * t.nb * 32 * 2
+        if t.wgmma:
+            matrix = matrix / _WGMMA_RATE + steps * _STEP_OVERHEAD + steps / max(1, steps_taps) * _DRAIN
+        else:
+            matrix = matrix / _MMA_SYNC
+        chunk_count = t.chunks if entries else 0
+        staged = t.pixels * t.row_bytes if t.channels_last else t.segments * t.staging_units * 16 * t.chunk
+        l2 = chunk_count * staged + (0 if t.resident else steps * t.wgs_m * FRAGMENT) + per_tile_out * channels
+        turned = t.parts * t.k_steps * (2 if not t.channels_last else (t.element == 4) * 0.7)
+        unit_cost = 22.0 if t.element == 4 else 34.0
+        per_thread = -(-t.pixels // (192 if t.wgmma else 128))
+        passes = chunk_count * (per_thread * turned * unit_cost + 150)
+        if not t.tensor_map:
+            passes += chunk_count * staged / 16 / (192 if t.wgmma else 128) * (30.0 if t.aligned_rows else 40.0)
+            if t.channels_last and not t.aligned_channels:
+                passes *= 4
+        row = p.out_size[-1] * t.element
+        ragged = 1.0 if t.channels_last or row % 32 == 0 else 1.3
+        run = t.runs * 8 * t.width_subs * t.element
+        if not t.channels_last:
+            ragged *= 1 + 32 / run if t.width_subs == t.out_steps[2] else 32 / (t.element * t.width_subs)
+        store = per_tile_out * channels * ragged / _STORE
+        body = max(matrix, l2 / _L2, passes)
+        clocks["tensor cores"] += matrix
+        clocks["L2"] += l2 / _L2
+        clocks["shared memory"] += passes
+        clocks["stores"] += store
+        total += body + _STORE_SHARE * store + _TILE_OVERHEAD
+    count = t.problem.groups * t.cout_blocks
+    tiles = pixel_tiles * t.m_groups
+    waves = -(-tiles // gpu.multiprocessors)
+    seconds = total / len(t.variants) * waves / gpu.clock
+    memory = (out * (1.0 if t.channels_last or p.out_size[-1] * t.element % 32 == 0 else 1.25) + source) / gpu.bandwidth
+    bound = max(clocks, key=lambda name: clocks[name])
+    if memory > seconds:
+        bound = "bytes"
+    elif waves * gpu.multiprocessors > 1.5 * tiles:
+        bound = "too few tiles"
+    assert count > 0
+    return max(memory, seconds) + 0.15 * min(memory, seconds) + _LAUNCH, bound
+
+
+def choose(p: Problem, gpu: Gpu) -> Choice | str:
+    """The cheapest tiling by the model, or the sentence why tensor cores cannot serve the problem."""
+    return _choose(p, gpu)
+
+
+@lru_cache(maxsize=4096)
+def _choose(p: Problem, gpu: Gpu) -> Choice | str:
+    refused = refusal(p, gpu)
+    if refused:
+        return refused
+    best: tuple[float, str, Tiling] | None = None
+    for t in candidates(p, gpu):
+        seconds, bound = estimate(t, p, gpu)
+        if best is None or seconds < best[0]:
+            best = seconds, bound, t
+    if best is None:
+        return f"no tile of this layer with its halo fits in {gpu.shared_bytes // 1024} KB of shared memory"
+    return Choice(best[2], gpu, best[0], best[1])
