@@ -195,7 +195,11 @@ class Interpreter:
             if m["CHANNELS_LAST"]:
                 assert np.prod(box) == self.pixels * m["CK"], "a box is a tile"
             else:
-                assert box[0] >= m["COLUMNS"] and np.prod(box[1:]) == self.segments * m["CK"], "a box holds a chunk"
+                assert box[0] >= m["COLUMN_PAD"] + m["COLUMNS"] and np.prod(box[1:]) == self.segments * m["CK"], (
+                    "a box holds a chunk"
+                )
+                first = t.w * m["IN_STEP_W"] + m["FIRST_W"] - m["COLUMN_PAD"]
+                assert (first % self.vec == 0).all(), "a box begins at 16 bytes"
             offset_d, offset_h = m["FIRST_D"] + i // m["ROWS_H"] % m["ROWS_D"], m["FIRST_H"] + i % m["ROWS_H"]
         else:
             packed = (i // (m["ROWS_H"] * m["ROWS_D"])) << 24
@@ -250,16 +254,21 @@ class Interpreter:
         n, d, h, w = self.place_of(first + nb)
         row = ((n * m["ROWS_D"] + d * m["ROW_STEP_D"]) * m["ROWS_H"] + h * m["ROW_STEP_H"]) * self.pitch + w
         pixel = row + column // 8 * (8 if wide else m["ROW_STEP_H"] * self.pitch) + column % 8
-        if wide:
-            run, k = column // 8 // m["RUN_GROUPS"], column // 8 % m["RUN_GROUPS"]
-            kept = np.broadcast_to(run < 8 // m["RUN_GROUPS"], pixel.shape)
+        groups = m["RUN_GROUPS"]
+        if wide and groups <= 8:  # runs of a subtile
+            run, k = column // 8 // groups, column // 8 % groups
+            kept = np.broadcast_to(run < 8 // groups, pixel.shape)
             n, d, h, w = self.place_of(first + nb)
-            w = w + run * m["RUN_GROUPS"] * 8
-        else:
-            run, k = nb // m["RUN_GROUPS"], nb % m["RUN_GROUPS"]
-            kept = np.broadcast_to(run < self.nb // m["RUN_GROUPS"], pixel.shape)
-            n, d, h, w = self.place_of(first + run * m["RUN_GROUPS"])
-            h = h + column // 8
+            w = w + run * groups * 8
+        else:  # runs over subtiles that are neighbours along W
+            across = groups // 8 if wide else groups
+            run, k = nb // across, nb % across
+            kept = np.broadcast_to(run < self.nb // across, pixel.shape)
+            n, d, h, w = self.place_of(first + run * across)
+            if wide:
+                k = k * 8 + column // 8
+            else:
+                h = h + column // 8
         fields = (pixel, n, d, h, w, k * 8 + column % 8)
         return Columns(*(np.broadcast_to(field, pixel.shape)[kept] for field in fields))
 

@@ -85,7 +85,7 @@ def draw_tiling(p: Problem, rng: random.Random) -> Tiling | None:
             w_subs=rng.choice((0, *divisors(steps[2]))),
             unroll=(unroll[0], unroll[1], unroll[2]),
             stages_s=2,
-            run_groups=rng.choice((1, 2, 4, 8)),
+            run_groups=rng.choice((1, 2, 4, 8, 8, 16, 32)),
             aligned_rows=rng.random() < 0.5,
             wgmma=rng.random() < 0.7,
         )
@@ -127,6 +127,53 @@ def test_random_tilings_compute_their_layers(seed: int) -> None:
         except AssertionError as error:
             raise AssertionError(f"{p}, bias {p.bias}, {p.precision}: {error}\n{tiling}") from error
         done += 1
+
+
+def test_far_taps_with_unrolled_rows() -> None:
+    """Tiles that hold only the rows that some tap reads, where a step of q is more than a row."""
+    rng = random.Random(0)
+    done = 0
+    while done < 60:
+        d, kernel, dilation = rng.choice(((), (3,))), rng.randint(2, 3), rng.randint(8, 20)
+        p = Problem.make(
+            rng.randint(1, 2),
+            3,
+            5,
+            (*d, rng.randint(5, 30), rng.randint(1, 70)),
+            (*(2 for _ in d), kernel, rng.randint(1, 2)),
+            rng.choice((1, 1, 2)),
+            dilation=(*(1 for _ in d), dilation, 1),
+            precision="tf32",
+            layout=rng.choice(("nchw", "channels_last")),
+        )
+        tiling = Tiling(p, (1, 64), (1, 1, 2, 64), 0, 8, unroll=(1, rng.choice((2, 3)), 1), stages_s=2, run_groups=1)
+        rows = tiling.rows[1][0]
+        if len(rows) < rows[-1] - rows[0] + 1:
+            assert tiling.in_steps[1] > 1
+            check(tiling, p, done)
+            done += 1
+
+
+def test_infinities_reach_only_the_outputs_that_read_them() -> None:
+    """Nothing but a tap's own pixels and channels is multiplied, not even by 0, which would make an infinity NaN.
+
+    Where sub-positions share a block (`subs` > 1) its rows do multiply the union of their taps' pixels.
+    """
+    rng = random.Random(0)
+    grouped = 0
+    for i in range(150):
+        p = draw_problem(rng)
+        tiling = draw_tiling(p, rng)
+        if tiling is None or tiling.subs > 1:
+            continue
+        grouped += p.groups > 1 and tiling.cin_g % tiling.chunk > 0
+        numbers = np.random.default_rng(i)
+        x, w = numbers.standard_normal(p.input_shape), numbers.standard_normal(p.weight_shape)
+        x.reshape(-1)[numbers.integers(x.size)] = np.nan
+        out, _ = Interpreter(tiling)(p, x, w, None)
+        truth = reference.forward(p, torch.from_numpy(x), torch.from_numpy(w))
+        assert np.array_equal(np.isnan(out), truth.isnan().numpy()), f"{p}\n{tiling}"
+    assert grouped > 10
 
 
 def test_constants_do_not_depend_on_the_size() -> None:
