@@ -178,7 +178,7 @@ def geometry(p: Problem, tile: Tile) -> dict[str, int]:
         "ROW_PITCH": row_pitch,
         "RUN_PITCH": run_pitch,
         "PART": part,
-        "MIN_BLOCKS": max(1, min(65536 // (threads * _registers(p, tile)), 16)),
+        "MIN_BLOCKS": max(1, min(_resident(threads, _registers(p, tile)), 16)),
     }
 
 
@@ -195,7 +195,7 @@ def walk_geometry(p: Problem, walk: Walk) -> dict[str, int]:
         "SPAN_H": h.span,
         "MIN_W": w.least,
         "SPAN_W": w.span,
-        "MIN_BLOCKS": max(1, min(65536 // (_WALK_THREADS * _walk_registers(p, walk)), 16)),
+        "MIN_BLOCKS": max(1, min(_resident(_WALK_THREADS, _walk_registers(p, walk)), 16)),
     }
 
 
@@ -247,13 +247,23 @@ def _stores_directly(m: dict[str, int]) -> bool:
     return not m["LAST"] and run * (4, 2, 2, 8)[m["DTYPE"]] <= 16 and run & (run - 1) == 0
 
 
+def _resident(threads: int, registers: int) -> int:
+    """Blocks per multiprocessor by their registers: 16384 for each of its four parts, whole warps in each."""
+    return 16384 // (32 * registers) * 4 // (-(-threads // 32))
+
+
 def _registers(p: Problem, tile: Tile) -> int:
     """Registers per thread, generously: sums, a window, a pack of weights, addresses."""
     w = axes(p)[2]
     words = 2 if p.dtype == torch.float64 else 1
     sums = words * _sums(p, tile)
     # What ptxas takes besides grows with the work that it can interleave: below these it spills.
-    held = 6 * min(_held(p, tile), _MAX_HELD)
+    # Loads in flight; addresses of channels_last, conversions of halves.
+    half = p.dtype.itemsize == 2
+    held = (
+        6 * min(_held(p, tile), _MAX_HELD) + 8 * (p.layout == "channels_last") + 16 * half + 8 * (axes(p)[0].kernel > 1)
+    )
+    held += 24 * (half and tile.phases > 1 and sums >= 56)
     if tile.phases > 1:
         besides = 27 + 3 * tile.phases + 3 * min(-(-w.kernel * tile.co * words // 4), 12) + 16 * (words - 1) + held
     else:
@@ -322,7 +332,7 @@ def _cost(p: Problem, tile: Tile, m: dict[str, int], gpu: Gpu) -> _Cost | None:
         return None
     threads, registers = m["THREADS"], _registers(p, tile)
     resident = min(
-        65536 // (threads * registers), gpu.shared_per_sm // (shared + 1024), _threads_per_sm(gpu) // threads, 32
+        _resident(threads, registers), gpu.shared_per_sm // (shared + 1024), _threads_per_sm(gpu) // threads, 32
     )
     if resident < 1:
         return None
@@ -417,7 +427,7 @@ def _walk_cost(p: Problem, walk: Walk, gpu: Gpu) -> _Cost:
     blocks = -(-threads // _WALK_THREADS)
     warps = threads / 32
     resident = min(
-        65536 // (_WALK_THREADS * _walk_registers(p, walk)), _threads_per_sm(gpu) // _WALK_THREADS, 32
+        _resident(_WALK_THREADS, _walk_registers(p, walk)), _threads_per_sm(gpu) // _WALK_THREADS, 32
     )  # blocks per multiprocessor
     run, columns, steps = walk.cells * w.stride, walk.cells + w.span, min(walk.strip, h.cells)
     fmas = steps * p.taps * walk.cells * walk.channels
@@ -504,7 +514,12 @@ def tiles(p: Problem) -> Iterator[Tile]:
         unrolled = w.kernel * co * cells * (h.kernel if phases > 1 else 1)
         shape = Tile(co, cells, 1, 1, 1, 1, phases)
         # Stores of phases without taps are sums for the epilogue, if not for the main loop: within bounds as well.
-        fits = words * max(_sums(p, shape), co * cells * w.stride * phases // 4) <= _MAX_SUMS
+        # Unrolled taps of halves beside their loads in flight spill with 96 sums, or with many output channels.
+        if phases > 1 and p.dtype.itemsize == 2 and co > 8:
+            continue
+        fits = words * max(_sums(p, shape), co * cells * w.stride * phases // 4) <= _MAX_SUMS - 32 * (
+            phases > 1 and p.dtype.itemsize == 2
+        )
         if not fits or unrolled > _MAX_UNROLLED or w.span + cells > 48 or (cells > 1 and cells >= 2 * w.cells):
             continue
         if phases > 16 or (phases > 1 and h.span > 16):
