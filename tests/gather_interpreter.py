@@ -179,6 +179,8 @@ class Interpreter:
     def tile_at(self, index: Ints, tiles_d: int, tiles_h: int, tiles_w: int) -> Tiles:
         m = self.m
         group, q = index % m["M_GROUPS"], index // m["M_GROUPS"]
+        if not m["RESIDENT"] and m["VARIANTS"] > 1:
+            group = (group + q) % m["M_GROUPS"]
         variant, cout_block = group % m["VARIANTS"], group // m["VARIANTS"] % m["COUT_BLOCKS"]
         group = group // (m["VARIANTS"] * m["COUT_BLOCKS"])
         w, q = q % tiles_w * m["TILE_W"], q // tiles_w
@@ -298,7 +300,12 @@ class Interpreter:
         packed = self.pack(weight)
         index = np.arange(count)
         t = self.tile_at(index, tiles_d, tiles_h, tiles_w)
+        work = (t.group * m["COUT_BLOCKS"] + t.cout_block) * m["VARIANTS"] + t.variant
+        work = work.reshape(-1, m["M_GROUPS"])
+        assert (np.sort(work, axis=1) == np.arange(m["M_GROUPS"])).all(), "a tile meets each M-group once"
         positions = t._replace(**{name: getattr(t, name)[:: m["M_GROUPS"]] for name in ("n", "d", "h", "w")})
+        for name in ("n", "d", "h", "w"):
+            assert (getattr(t, name).reshape(work.shape) == getattr(positions, name)[:, None]).all()
         parts = self.split(self.pixel_rows(x5, positions))
         c = self.columns
         assert c.pixel.min() >= 0
