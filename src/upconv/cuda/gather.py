@@ -37,6 +37,9 @@ _STORE = 24.0  # bytes a clock that the epilogue stores
 _STORE_SHARE = 0.55  # of the epilogue that nothing hides
 _TILE_OVERHEAD = 900.0  # clocks a tile costs otherwise
 _LAUNCH = 3.5e-6  # seconds
+_CHUNK = 120.0  # clocks a chunk costs: the pipeline of matrix instructions drains, the next chunk is waited for
+_AHEAD = 4500.0  # clocks that the rings should look ahead
+_LATENCY = 1100.0  # clocks from a request to its use
 
 
 @dataclass(frozen=True)
@@ -225,7 +228,8 @@ def candidates(p: Problem, gpu: Gpu, wgmma: bool | None = None) -> Iterator[Tili
         base = Tiling(p, sub, tile, split, chunk, subs, w_subs, unroll, aligned_rows=aligned, wgmma=fast)
         if base.mb * base.nb > accumulators or base.mb * base.nb < 1:
             continue
-        for resident in (False, True):
+        even = len(set(base.variant_entries)) == 1
+        for resident in (False, True) if even or base.m_groups == 1 else (False,):
             t = _fitted(replace(base, resident=resident), gpu)
             if t is not None:
                 yield t
@@ -253,6 +257,7 @@ def _tiles(p: Problem) -> tuple[tuple[tuple[int, int], tuple[int, int, int, int]
     if p.rank == 1:
         shapes = [(row, (1, 1, 1, 64 * n)) for n in (1, 2, 4, 8)]
         shapes += [(row, (n, 1, 1, 64)) for n in (2, 4, 8)]
+        shapes += [(row, (n, 1, 1, 128)) for n in (2, 4)] + [(row, (2, 1, 1, 192)), (row, (1, 1, 1, 192))]
         return tuple(shapes)
     shapes = [(row, (1, 1, n, 64)) for n in (1, 2, 4, 8)] + [(row, (1, 1, n, 128)) for n in (2, 4)]
     shapes += [(strip, (1, 1, h, w)) for h, w in ((8, 8), (8, 16), (8, 32), (16, 16), (16, 32), (8, 64), (8, 24), (8, 40))]
@@ -264,24 +269,34 @@ def _tiles(p: Problem) -> tuple[tuple[tuple[int, int], tuple[int, int, int, int]
 
 
 def _fitted(t: Tiling, gpu: Gpu) -> Tiling | None:
-    """The tiling with as many stages as shared memory holds, or None when it does not fit at all."""
-    per_chunk = max(t.variant_entries) * t.k_steps * t.parts
-    w_stage = min(per_chunk, 9 if t.wgs_m == 1 else 5)
+    """The tiling with stages that look ahead far enough, as shared memory allows; None when it does not fit at all.
+
+    A load takes about a thousand clocks from its request to its use (NOTES: with rings of 1,000 clocks unet1 took 0.48
+    ms, of 4,000 0.30), so stages go where the least time lies ahead.
+    """
+    fragment_time = t.nb * 64 * (3 if t.parts == 2 else 1) / t.parts  # both consumers'
+    chunk_time = max(t.variant_entries) * t.k_steps * t.parts * fragment_time
+    w_stage = 8 if t.wgs_m == 1 else 4
     run_groups = 8 if t.width_subs < 3 else 4
-    for stages_p, stages_s, stages_w in ((3, 3, 4), (2, 3, 4), (2, 3, 3), (2, 2, 3), (2, 2, 2)):
-        if t.channels_last and stages_p == 2 and stages_s == 3 and stages_w == 4:
-            continue
-        if not t.channels_last and stages_p == 3:
-            continue  # NOTES: 3 stages of turned pixels and 2 slots cost 6% on kb57
+    pixels, weights = 2, 2
+    best: Tiling | None = None
+    while pixels <= 8 and weights <= 8:
+        stages = (pixels, 2) if t.channels_last else (2, pixels)
         made = replace(
-            t, stages_p=stages_p, stages_s=stages_s, stages_w=stages_w, w_stage=w_stage, run_groups=run_groups
+            t, stages_p=stages[0], stages_s=stages[1], stages_w=weights, w_stage=w_stage, run_groups=run_groups
         )
         try:
-            return made.checked(gpu.shared_bytes)
+            best = made.checked(gpu.shared_bytes)
         except Unfit:
-            if made.shared_bytes <= gpu.shared_bytes:
-                return None
-    return None
+            break
+        ahead = pixels * chunk_time, weights * w_stage * fragment_time
+        if min(ahead) >= _AHEAD or (t.resident and ahead[0] >= _AHEAD):
+            break
+        if t.resident or not t.wgmma or ahead[0] <= ahead[1]:
+            pixels += 1
+        else:
+            weights += 1
+    return best
 
 
 # --- the cost model --------------------------------------------------------------------------------------------------
@@ -312,9 +327,9 @@ def estimate(t: Tiling, p: Problem, gpu: Gpu) -> tuple[float, str]:
         turned = t.parts * t.k_steps * (2 if not t.channels_last else (t.element == 4) * 0.7)
         unit_cost = 22.0 if t.element == 4 else 34.0
         per_thread = -(-t.pixels // (192 if t.wgmma else 128))
-        passes = chunk_count * (per_thread * turned * unit_cost + 150)
+        passes = chunk_count * (per_thread * turned * unit_cost + 250)
         if not t.tensor_map:
-            passes += chunk_count * staged / 16 / (192 if t.wgmma else 128) * (30.0 if t.aligned_rows else 40.0)
+            passes += chunk_count * staged / 16 / (192 if t.wgmma else 128) * 60.0
             if t.channels_last and not t.aligned_channels:
                 passes *= 4
         row = p.out_size[-1] * t.element
@@ -323,7 +338,12 @@ def estimate(t: Tiling, p: Problem, gpu: Gpu) -> tuple[float, str]:
         if not t.channels_last:
             ragged *= 1 + 32 / run if t.width_subs == t.out_steps[2] else 32 / (t.element * t.width_subs)
         store = per_tile_out * channels * ragged / _STORE
-        body = max(matrix, l2 / _L2, passes)
+        fragment_time = t.nb * 64 * products / t.parts
+        ahead = t.stages_p if t.channels_last else t.stages_s
+        waits = chunk_count * _LATENCY / ahead
+        if t.wgmma and not t.resident:
+            waits = max(waits, steps * fragment_time * _LATENCY / (t.ring_stages * t.w_stage * fragment_time))
+        body = max(matrix, l2 / _L2, passes, waits) + 0.12 * min(matrix, l2 / _L2) + chunk_count * _CHUNK
         clocks["tensor cores"] += matrix
         clocks["L2"] += l2 / _L2
         clocks["shared memory"] += passes

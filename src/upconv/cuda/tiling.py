@@ -220,6 +220,12 @@ class Tiling:
         return tuple(sum(len(b) for b in blocks) for blocks in self.entries)
 
     @property
+    def straight(self) -> bool:
+        """Whether a chunk's steps are one stretch of code for every variant."""
+        steps = [n * self.k_steps * self.parts for n in self.variant_entries]
+        return self.wgmma and max(steps) <= 24 and sum(steps) <= 48
+
+    @property
     def taps_unrolled(self) -> int:
         """Taps whose steps are one stretch of code, between whose ends the tensor cores do not drain."""
         counts = {len(b) for blocks in self.entries for b in blocks if b}
@@ -465,6 +471,8 @@ class Tiling:
             "PLANE": self.plane,
             "TAPS_UNROLLED": self.taps_unrolled,
             "TAPS_LEFT": int(any(len(b) % self.taps_unrolled for blocks in self.entries for b in blocks)),
+            "STRAIGHT": int(self.straight),
+            "FRAGMENT_SETS": 4 if self.wgmma else 2,
             "PRODUCER_REGISTERS": 56,
             "CONSUMER_REGISTERS": 200,
             "SHARED_BYTES_PLANNED": self.shared_bytes,

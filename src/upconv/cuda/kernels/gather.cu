@@ -104,6 +104,8 @@ struct Tile {
 __device__ __forceinline__ Tile tile_at(int index, const Sizes& s) {
   Tile t;
   int m = index % M_GROUPS, q = index / M_GROUPS;
+  // Variants differ in taps; rotated, so that a block, whose tiles lie gridDim.x apart, meets all of them.
+  if (!RESIDENT && VARIANTS > 1) m = (m + q) % M_GROUPS;
   t.variant = m % VARIANTS;
   t.cout_block = m / VARIANTS % COUT_BLOCKS;
   t.group = m / (VARIANTS * COUT_BLOCKS);
@@ -159,6 +161,17 @@ extern "C" __global__ void pack(const ELEMENT_TYPE* __restrict__ weight, u32* __
   }
   packed[i] = word;
 }
+
+// A place in a ring of `count` stages, and the parity of its phase.
+struct Cursor {
+  u32 stage, parity;
+  __device__ __forceinline__ void next(u32 count) {
+    if (++stage == count) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
 
 // =====================================================================================================================
 // Producer
@@ -330,17 +343,6 @@ struct Walk {
   }
 };
 
-// A place in a ring of `count` stages, and the parity of its phase.
-struct Cursor {
-  u32 stage, parity;
-  __device__ __forceinline__ void next(u32 count) {
-    if (++stage == count) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
-};
-
 // The tile is written: make it visible to the matrix units and say so, once a warp.
 __device__ __forceinline__ void hand_over(u32 barrier, int lane) {
 #if HAS_ASYNC_PROXY
@@ -462,24 +464,20 @@ __device__ __forceinline__ const char* fragments_of(const char* packed, const Ti
 }
 
 #if WGMMA
-__device__ __forceinline__ void bulk_copy(u32 to, const char* from, u32 bytes, u32 barrier) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
-}
-
 // One thread: streams every tile's fragments through the ring, W_STAGE of them at a time; RESIDENT: loads them once.
 __device__ __forceinline__ void stream_weights(const char* packed, const Sizes& s, u32 ring, u32 full, u32 empty) {
-  u32 it = 0;
+  Cursor cursor = {0, 1};
 #pragma unroll 1
   for (int index = blockIdx.x; index < s.tiles; index += gridDim.x) {
     Tile t = tile_at(index, s);
     const char* from = fragments_of(packed, t);
     int count = FRAGMENTS(entries_of(t.variant));
 #pragma unroll 1
-    for (int f = 0; f < count; f += W_STAGE, it++) {
-      u32 bytes = (count - f < W_STAGE ? count - f : W_STAGE) * (WGS_M * FRAGMENT);
-      if (!RESIDENT) barrier_wait(empty + it % STAGES_W * 8, (it / STAGES_W & 1) ^ 1);
-      bulk_copy(ring + it % STAGES_W * (W_STAGE * WGS_M * FRAGMENT), from + (long long)f * (WGS_M * FRAGMENT), bytes, full + it % STAGES_W * 8);
+    for (int f = 0; f < count; f += W_STAGE, cursor.next(STAGES_W)) {
+      u32 bytes = (count - f < W_STAGE ? count - f : W_STAGE) * (WGS_M * FRAGMENT), barrier = full + cursor.stage * 8;
+      if (!RESIDENT) barrier_wait(empty + cursor.stage * 8, cursor.parity);
+      asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
+      asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::"r"(ring + cursor.stage * (W_STAGE * WGS_M * FRAGMENT)), "l"(from + (long long)f * (WGS_M * FRAGMENT)), "r"(bytes), "r"(barrier) : "memory");
     }
     if (RESIDENT) return;
   }
@@ -594,38 +592,81 @@ __device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4]
 #endif
 }
 
-// COUNT taps of one block over one chunk, without a loop: fragments alternate between two sets of registers, the next one is
-// loaded while the tensor cores have work queued. (NOTES: in a loop over taps ptxas cannot see that a set is free again and
-// serialises every wgmma, C7513: kb57's multiplications took 2.9 ms instead of 1.6. So the pipeline drains once per COUNT.)
-template <int COUNT>
-__device__ __forceinline__ void multiply_some(float (&acc)[NB][32], Fragments& weights, u32 tile, const int (&subtile_row)[NB], int entry, int lane) {
-  u32 a[2][4];
-#pragma unroll
-  for (int i = 0; i < COUNT * K_STEPS * PARTS; i++) {
-    const int shift = TAP_ROW[entry + i / (K_STEPS * PARTS)], k_step = i / PARTS % K_STEPS, part = i % PARTS;
-    weights.take(a[i & 1], lane);
+// Steps without a loop around them: fragments take FRAGMENT_SETS sets of registers in turn, so that the next one is loaded while
+// the tensor cores have the steps of the others queued. (NOTES: in a loop over taps ptxas cannot see that a set is free again and serialises every wgmma,
+// C7513: kb57's multiplications took 2.9 ms instead of 1.6. So the pipeline drains once per stretch of code.)
+__device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[4], Fragments& weights, u32 tile, const int (&subtile_row)[NB], int shift, int k_step, int part, bool last, int lane) {
+  weights.take(a, lane);
 #if WGMMA
-    wgmma_fence();
+  wgmma_fence();
 #endif
-    if (PARTS == 2 && part == 0) multiply(acc, a[i & 1], tile + PART_BYTES, subtile_row, shift, k_step, lane);
-    multiply(acc, a[i & 1], tile, subtile_row, shift, k_step, lane);
+  if (PARTS == 2 && part == 0) multiply(acc, a, tile + PART_BYTES, subtile_row, shift, k_step, lane);
+  multiply(acc, a, tile, subtile_row, shift, k_step, lane);
 #if WGMMA
-    wgmma_commit();
-    if (i + 1 < COUNT * K_STEPS * PARTS) wgmma_wait<1>();
-    else wgmma_wait<0>();
+  wgmma_commit();
+  if (last) wgmma_wait<0>();
+  else wgmma_wait<FRAGMENT_SETS - 1>();                // the oldest set is free again
 #endif
+}
+
+#define STEPS_PER_TAP (K_STEPS * PARTS)
+#if STRAIGHT  // few steps: all blocks of a chunk are one stretch, for each variant its own
+__device__ constexpr int entry_at(int i) {
+  constexpr int entry[] = ENTRIES;
+  return entry[i];
+}
+__device__ constexpr int row_at(int i) {
+  constexpr int row[] = TAP_ROWS;
+  return row[i];
+}
+__device__ constexpr int block_of(int variant, int entry) {
+  int b = 0;
+  while (entry >= entry_at(variant * (MB + 1) + b + 1)) b++;
+  return b;
+}
+
+template <int VARIANT, int STEP>
+__device__ __forceinline__ void multiply_from(float (&acc)[MB][NB][32], u32 (&a)[FRAGMENT_SETS][4], Fragments& weights, u32 tile, const int (&subtile_row)[NB], int lane) {
+  constexpr int first = entry_at(VARIANT * (MB + 1)), steps = (entry_at(VARIANT * (MB + 1) + MB) - first) * STEPS_PER_TAP;
+  if constexpr (STEP < steps) {
+    constexpr int entry = first + STEP / STEPS_PER_TAP, block = block_of(VARIANT, entry);
+    step(acc[block], a[STEP % FRAGMENT_SETS], weights, tile, subtile_row, row_at(entry), STEP / PARTS % K_STEPS, STEP % PARTS, STEP + 1 == steps, lane);
+    multiply_from<VARIANT, STEP + 1>(acc, a, weights, tile, subtile_row, lane);
   }
 }
 
-__device__ __forceinline__ void multiply_taps(float (&acc)[NB][32], Fragments& weights, u32 tile, const int (&subtile_row)[NB], int first, int last, int lane) {
-  int e = first;
+template <int VARIANT>
+__device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB][32], Fragments& weights, u32 tile, const int (&subtile_row)[NB], int lane) {
+  if (VARIANTS == 1 || variant == VARIANT) {
+    u32 a[FRAGMENT_SETS][4];
+    multiply_from<VARIANT, 0>(acc, a, weights, tile, subtile_row, lane);
+  } else if constexpr (VARIANT + 1 < VARIANTS) {
+    multiply_chunk<VARIANT + 1>(variant, acc, weights, tile, subtile_row, lane);
+  }
+}
+#else
+template <int COUNT>
+__device__ __forceinline__ void multiply_some(float (&acc)[NB][32], Fragments& weights, u32 tile, const int (&subtile_row)[NB], int entry, int lane) {
+  u32 a[FRAGMENT_SETS][4];
+#pragma unroll
+  for (int i = 0; i < COUNT * STEPS_PER_TAP; i++)
+    step(acc, a[i % FRAGMENT_SETS], weights, tile, subtile_row, TAP_ROW[entry + i / STEPS_PER_TAP], i / PARTS % K_STEPS, i % PARTS, i + 1 == COUNT * STEPS_PER_TAP, lane);
+}
+
+template <int FIRST>
+__device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB][32], Fragments& weights, u32 tile, const int (&subtile_row)[NB], int lane) {
+#pragma unroll
+  for (int b = 0; b < MB; b++) {
+    int e = ENTRY[variant * (MB + 1) + b], last = ENTRY[variant * (MB + 1) + b + 1];
 #pragma unroll 1
-  for (; e + TAPS_UNROLLED <= last; e += TAPS_UNROLLED) multiply_some<TAPS_UNROLLED>(acc, weights, tile, subtile_row, e, lane);
+    for (; e + TAPS_UNROLLED <= last; e += TAPS_UNROLLED) multiply_some<TAPS_UNROLLED>(acc[b], weights, tile, subtile_row, e, lane);
 #if TAPS_LEFT                                           // some block has a number of taps that is no multiple
 #pragma unroll 1
-  for (; e < last; e++) multiply_some<1>(acc, weights, tile, subtile_row, e, lane);
+    for (; e < last; e++) multiply_some<1>(acc[b], weights, tile, subtile_row, e, lane);
 #endif
+  }
 }
+#endif
 
 // --- epilogue ---------------------------------------------------------------------------------------------------------
 // A warp holds 16 rows of M. It passes them through its own shared buffer, a run of pixels at a time, so that memory is
@@ -849,13 +890,12 @@ __device__ __forceinline__ void consume(const char* packed, const ELEMENT_TYPE* 
         }
     if (SPLIT == 2) named_sync(2 + wg, CONSUMER_THREADS);
     weights.begin(packed, t, offset);
+    int variant = __shfl_sync(0xffffffffu, t.variant, 0);  // so that ptxas knows that warps do not part over it
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks; chunk++, cursor.next(STAGES_P)) {
       barrier_wait(full + cursor.stage * 8, cursor.parity);
       u32 tile = tiles + cursor.stage * STAGE_BYTES;
-#pragma unroll
-      for (int b = 0; b < MB; b++)
-        multiply_taps(acc[b], weights, tile, subtile_row, ENTRY[t.variant * (MB + 1) + b], ENTRY[t.variant * (MB + 1) + b + 1], lane);
+      multiply_chunk<0>(variant, acc, weights, tile, subtile_row, lane);
       __syncwarp();
       if (lane == 0) barrier_arrive(empty + cursor.stage * 8);
 #if PROMOTE  // tensor cores truncate as they add; a chunk's sum is short, and the chunks are added with rounding
