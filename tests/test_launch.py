@@ -100,6 +100,7 @@ class Driver:
             self.calls.append((name, *arguments))
             results = {
                 "cuDeviceGet": arguments[0] if arguments else None,
+                "cuCtxGetCurrent": 1,
                 "cuDeviceGetAttribute": MOST_SHARED,
                 "cuKernelGetAttribute": 512,
                 "cuKernelGetFunction": "loaded function",

@@ -332,12 +332,7 @@ def estimate(t: Tiling, p: Problem, gpu: Gpu) -> tuple[float, str]:
             passes += chunk_count * staged / 16 / (192 if t.wgmma else 128) * 60.0
             if t.channels_last and not t.aligned_channels:
                 passes *= 4
-        row = p.out_size[-1] * t.element
-        ragged = 1.0 if t.channels_last or row % 32 == 0 else 1.3
-        run = t.runs * 8 * t.width_subs * t.element
-        if not t.channels_last:
-            ragged *= 1 + 32 / run if t.width_subs == t.out_steps[2] else 32 / (t.element * t.width_subs)
-        store = per_tile_out * channels * ragged / _STORE
+        store = max(per_tile_out * channels * _ragged(t, p) / _STORE, _epilogue_clocks(t))
         fragment_time = t.nb * 64 * products / t.parts
         ahead = t.stages_p if t.channels_last else t.stages_s
         waits = chunk_count * _LATENCY / ahead
@@ -361,6 +356,29 @@ def estimate(t: Tiling, p: Problem, gpu: Gpu) -> tuple[float, str]:
         bound = "too few tiles"
     assert count > 0
     return max(memory, seconds) + 0.15 * min(memory, seconds) + _LAUNCH, bound
+
+
+def _ragged(t: Tiling, p: Problem) -> float:
+    """What stores that do not fill sectors of 32 bytes cost, as a factor: the rest of a sector is read first."""
+    if t.channels_last:
+        return 1.0 if t.cout_g * t.element % 32 == 0 else 1.5
+    if t.width_subs < t.out_steps[2]:
+        return 32 / (t.element * t.width_subs)
+    run = t.runs * 8 * t.width_subs * t.element
+    return 1.0 if p.out_size[-1] * t.element % 32 == 0 else 1 + 40 / run
+
+
+def _epilogue_clocks(t: Tiling) -> float:
+    """Clocks that the instructions of a tile's epilogue take: both consumers' warps, two on each scheduler."""
+    run = t.runs * 8 * t.width_subs
+    halves = t.width_subs if t.channels_last else 2
+    runs = t.nb * 8 / t.runs * halves
+    if t.channels_last:
+        body = t.runs * 6 + t.runs * 8 * 16 / t.vec / 32 * 14 + 60
+    else:
+        per_row = -(-(run + 32 // t.element - 1) // (128 // t.element))
+        body = t.runs * t.width_subs * 2 + 8 * per_row * (6 if t.element == 4 else 9) + 70
+    return 2.0 * runs * body
 
 
 def choose(p: Problem, gpu: Gpu) -> Choice | str:

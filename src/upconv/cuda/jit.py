@@ -366,6 +366,8 @@ class Kernel:
         handle = driver.CUkernel(self.handle)
         with _uncaptured(driver):
             ordinal = _drive(driver.cuDeviceGet, device)
+            if not int(_drive(driver.cuCtxGetCurrent)):  # a thread in which PyTorch has called nothing yet
+                _drive(driver.cuCtxSetCurrent, _drive(driver.cuDevicePrimaryCtxRetain, ordinal))
             most = _drive(
                 driver.cuDeviceGetAttribute, attributes.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, ordinal
             )

@@ -20,6 +20,7 @@ from upconv.problem import Problem
 Triple = tuple[int, int, int]
 
 FRAGMENT = 2048  # bytes of weights that a warpgroup takes at a step: 64 rows x 32 bytes of K
+_MOST_ACCUMULATORS = 5  # 64 x 64 each, 32 registers of a consumer's thread
 _MAX_PIXELS = 12 * 192  # a producer thread keeps track of 12
 _STEPS_UNROLLED = 12  # code and compile time grow with it
 _MAX_OFFSET = 2000  # rows' offsets are packed in 12 bits, signed
@@ -229,7 +230,7 @@ class Tiling:
     def taps_unrolled(self) -> int:
         """Taps whose steps are one stretch of code, between whose ends the tensor cores do not drain."""
         counts = {len(b) for blocks in self.entries for b in blocks if b}
-        most = max(1, _STEPS_UNROLLED // (self.k_steps * self.parts))
+        most = max(1, (_STEPS_UNROLLED if self.wgmma else 2) // (self.k_steps * self.parts))
         return max(range(1, most + 1), key=lambda n: (all(c % n == 0 for c in counts), n if n <= max(counts) else -n))
 
     def fragments(self, variant: int) -> int:
@@ -380,6 +381,12 @@ class Tiling:
     def checked(self, shared_limit: int) -> Tiling:
         """This tiling, when the kernel can run it."""
         n, d, h, w = self.tile
+        if self.subs not in (1, 2, 4) or self.split not in (0, 1, 2) or self.sub not in ((1, 64), (8, 8)):
+            raise Unfit(f"subs, split or sub is none of the kernel's: {self.subs}, {self.split}, {self.sub}")
+        if not 1 <= self.mb * self.nb <= _MOST_ACCUMULATORS:
+            raise Unfit(f"{self.mb} x {self.nb} blocks of accumulators are more than {_MOST_ACCUMULATORS}")
+        if self.sub[0] == 1 and not (self.run_groups in (1, 2, 4) or self.run_groups % 8 == 0 < self.run_groups):
+            raise Unfit(f"runs of {self.run_groups} groups do not tile a subtile")
         if h % self.sub[0] or w % self.sub[1]:
             raise Unfit(f"tile {self.tile} is no multiple of {self.sub}")
         if self.split == 0 and self.subtiles % 2:
@@ -473,8 +480,9 @@ class Tiling:
             "TAPS_LEFT": int(any(len(b) % self.taps_unrolled for blocks in self.entries for b in blocks)),
             "STRAIGHT": int(self.straight),
             "FRAGMENT_SETS": 4 if self.wgmma else 2,
-            "PRODUCER_REGISTERS": 56,
-            "CONSUMER_REGISTERS": 200,
+            # Both warpgroups of each kind together have a block's 65,536; threads that copy rows need 72.
+            "PRODUCER_REGISTERS": 56 if self.tensor_map or self.channels_last else 72,
+            "CONSUMER_REGISTERS": 200 if self.tensor_map or self.channels_last else 184,
             "SHARED_BYTES_PLANNED": self.shared_bytes,
             "TAP_ROWS": _list(self.shift(off) for off, _ in flat),
             "TAP_INDICES": _list(t for _, taps in flat for t in taps),

@@ -677,6 +677,7 @@ __device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB]
 #define RUN_SUBTILES (SUB_H == 8 ? RUN_GROUPS : RUN_GROUPS > 8 ? RUN_GROUPS / 8 : 1)  // neighbours along W that a run crosses
 #define RUNS_OF_SUBTILE (SUB_H == 8 ? 8 : RUN_GROUPS > 8 ? 1 : 8 / RUN_GROUPS)
 // Group k of run i of subtiles r * RUN_SUBTILES ...: which subtile, and which of its groups of 8 columns.
+#define RUN_HALVES (CHANNELS_LAST ? W_SUBS : 2)
 #define RUN_NB(r, i, k) (SUB_H == 8 ? (r) * RUN_SUBTILES + (k) : (r) * RUN_SUBTILES + (k) / 8)
 #define RUN_J(r, i, k) (SUB_H == 8 ? (i) : RUN_GROUPS > 8 ? (k) % 8 : (i) * RUN_GROUPS + (k))
 
@@ -715,6 +716,29 @@ __device__ __forceinline__ void store_rows(char* to, long long plane, int rows, 
 #if W_SUBS == OUT_STEP_W
   int end = left < RUN_WORDS ? left : RUN_WORDS;
   u32 first = (u32)((u64)to / ELEMENT), step = (u32)(plane / ELEMENT);  // only the last bits matter
+#if ELEMENT == 2
+  if (((first | step) & 1) == 0) {                      // all rows begin at words: pairs need no shuffling
+#pragma unroll
+    for (int i = 0; i < (RUN_WORDS + SECTOR - 2 + 63) / 64; i++) {
+      if (i * 64 >= RUN_WORDS && ((first | step) & (SECTOR - 1)) == 0) break;
+      u32 v[8];
+#pragma unroll
+      for (int r = 0; r < 8; r++) {
+        int e = 2 * (lane + 32 * i) - (int)((first + r * step) & (SECTOR - 1));
+        if ((u32)e < (u32)end) v[r] = pack_pair(load_shared_f32x2(buffer + (r * RUN_PITCH + e) * 4));
+      }
+#pragma unroll
+      for (int r = 0; r < 8; r++) {
+        int e = 2 * (lane + 32 * i) - (int)((first + r * step) & (SECTOR - 1));
+        char* p = to + r * plane + (long long)e * 2;
+        if (COUT_G % 16 && r >= rows) break;
+        if ((u32)(e + 1) < (u32)end && e >= 0) *(u32*)p = v[r];
+        else if (e == end - 1) *(u16*)p = (u16)v[r];
+      }
+    }
+    return;
+  }
+#endif
 #pragma unroll
   for (int i = 0; i < (RUN_WORDS + SECTOR - LANE_WORDS + 32 * LANE_WORDS - 1) / (32 * LANE_WORDS); i++) {
     if (i * 32 * LANE_WORDS >= RUN_WORDS && ((first | step) & (SECTOR - 1)) == 0) break;  // nothing was shifted
@@ -785,8 +809,45 @@ __device__ __forceinline__ void store_pixels(char* to, int couts, int left, u32 
 }
 #endif
 
-__device__ __forceinline__ void epilogue(const float (&acc)[MB][NB][32], const ELEMENT_TYPE* __restrict__ bias, char* __restrict__ y, const Sizes& s, const Tile& t, int cout_block, int first_subtile, u32 buffer, int warp, int lane) {
+// Run `i` of subtiles `r`, half `h` of the rows (NCHW) or W sub-position `h` (channels-last), from registers to the buffer. Which
+// registers these are is known in each branch only; what follows, the larger part of the code, is there once.
+__device__ __forceinline__ void fill(const float (&acc)[MB][NB][32], const float (&b)[2], u32 buffer, int r, int i, int h, int g, int q) {
   constexpr signed char blocks[] = BLOCKS_OF_W;         // the block of a W sub-position, -1: it has no taps
+#pragma unroll
+  for (int R = 0; R < NB / RUN_SUBTILES; R++) {
+    if (R != r) continue;
+#pragma unroll
+    for (int I = 0; I < RUNS_OF_SUBTILE; I++) {
+      if (I != i) continue;
+#pragma unroll
+      for (int H = 0; H < RUN_HALVES; H++) {
+        if (H != h) continue;
+#pragma unroll
+        for (int k = 0; k < RUN_GROUPS; k++) {
+          const int nb = RUN_NB(R, I, k), j = RUN_J(R, I, k);
+#if !CHANNELS_LAST
+          u32 at = buffer + (g * RUN_PITCH + (k * 8 + 2 * q) * W_SUBS) * 4;
+          float v[2 * W_SUBS];
+#pragma unroll
+          for (int c = 0; c < 2; c++)
+#pragma unroll
+            for (int u = 0; u < W_SUBS; u++) v[c * W_SUBS + u] = blocks[u] < 0 ? b[H] : acc[blocks[u] < 0 ? 0 : blocks[u]][nb][4 * j + 2 * H + c];
+#pragma unroll
+          for (int c = 0; c < 2 * W_SUBS; c += 2) store_shared_f32x2(at + c * 4, v[c], v[c + 1]);
+#else
+#pragma unroll
+          for (int half = 0; half < 2; half++)
+#pragma unroll
+            for (int c = 0; c < 2; c++)
+              store_shared_f32(buffer + ((k * 8 + 2 * q + c) * RUN_PITCH + g + 8 * half) * 4, blocks[H] < 0 ? b[half] : acc[blocks[H] < 0 ? 0 : blocks[H]][nb][4 * j + 2 * half + c]);
+#endif
+        }
+      }
+    }
+  }
+}
+
+__device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const ELEMENT_TYPE* __restrict__ bias, char* __restrict__ y, const Sizes& s, const Tile& t, int cout_block, int first_subtile, u32 buffer, int warp, int lane) {
   int g = lane >> 2, q = lane & 3;
   Slab slab = slab_of(t, cout_block, warp);
   if (slab.couts <= 0) return;
@@ -794,60 +855,39 @@ __device__ __forceinline__ void epilogue(const float (&acc)[MB][NB][32], const E
 #pragma unroll
   for (int h = 0; h < 2; h++)
     if (bias && g + 8 * h < slab.couts) b[h] = VALUE(bias[t.group * COUT_G + slab.cout + g + 8 * h]);
+  if (bias) {
+#pragma unroll
+    for (int m = 0; m < MB; m++)
+#pragma unroll
+      for (int nb = 0; nb < NB; nb++)
+#pragma unroll
+        for (int e = 0; e < 32; e++) acc[m][nb][e] += b[e >> 1 & 1];
+  }
   int channel = t.group * COUT_G + slab.cout;
   long long plane = (long long)s.out_d * s.out_h * s.out_w * ELEMENT;
-#pragma unroll
-  for (int r = 0; r < NB / RUN_SUBTILES; r++) {
+#pragma unroll 1
+  for (int index = 0; index < NB / RUN_SUBTILES * RUNS_OF_SUBTILE; index++) {
+    int r = index / RUNS_OF_SUBTILE, i = index % RUNS_OF_SUBTILE;
     Place place = place_of(first_subtile + r * RUN_SUBTILES);
     int n = t.n + place.n, od = OUT_STEP_D * (t.d + place.d) + slab.od;
-    bool image = n < s.batch && od < s.out_d;
-#pragma unroll
-    for (int i = 0; i < RUNS_OF_SUBTILE; i++) {
-      int oh = OUT_STEP_H * (t.h + place.h + (SUB_H == 8 ? i : 0)) + slab.oh;
-      int ow = OUT_STEP_W * (t.w + place.w + (SUB_H == 8 ? 0 : i * RUN)) + U_W[t.variant], left = s.out_w - ow;
-      if (!image || oh >= s.out_h || left <= 0) continue;
+    int oh = OUT_STEP_H * (t.h + place.h + (SUB_H == 8 ? i : 0)) + slab.oh;
+    int ow = OUT_STEP_W * (t.w + place.w + (SUB_H == 8 ? 0 : i * RUN)) + U_W[t.variant], left = s.out_w - ow;
+    if (n >= s.batch || od >= s.out_d || oh >= s.out_h || left <= 0) continue;
 #if !CHANNELS_LAST
-      char* to = y + (((long long)n * COUT + channel) * s.out_d + od) * s.out_h * s.out_w * ELEMENT + ((long long)oh * s.out_w + ow) * ELEMENT;
-#pragma unroll
-      for (int h = 0; h < 2; h++) {
-#pragma unroll
-        for (int k = 0; k < RUN_GROUPS; k++) {
-          const int nb = RUN_NB(r, i, k), j = RUN_J(r, i, k);
-          u32 at = buffer + (g * RUN_PITCH + (k * 8 + 2 * q) * W_SUBS) * 4;
-#if W_SUBS == 1
-          store_shared_f32x2(at, acc[0][nb][4 * j + 2 * h] + b[h], acc[0][nb][4 * j + 2 * h + 1] + b[h]);
+    char* to = y + (((long long)n * COUT + channel) * s.out_d + od) * s.out_h * s.out_w * ELEMENT + ((long long)oh * s.out_w + ow) * ELEMENT;
 #else
-          float v[2 * W_SUBS];
-#pragma unroll
-          for (int c = 0; c < 2; c++)
-#pragma unroll
-            for (int u = 0; u < W_SUBS; u++) v[c * W_SUBS + u] = (blocks[u] < 0 ? 0.f : acc[blocks[u] < 0 ? 0 : blocks[u]][nb][4 * j + 2 * h + c]) + b[h];
-#pragma unroll
-          for (int c = 0; c < 2 * W_SUBS; c += 2) store_shared_f32x2(at + c * 4, v[c], v[c + 1]);
+    char* to = y + (((((long long)n * s.out_d + od) * s.out_h + oh) * s.out_w + ow) * COUT + channel) * ELEMENT;
 #endif
-        }
-        __syncwarp();
-        store_rows(to + h * 8 * plane, plane, slab.couts - 8 * h, left, buffer, lane);
-        __syncwarp();
-      }
+#pragma unroll 1
+    for (int h = 0; h < RUN_HALVES; h++) {
+      fill(acc, b, buffer, r, i, h, g, q);
+      __syncwarp();
+#if !CHANNELS_LAST
+      store_rows(to + h * 8 * plane, plane, slab.couts - 8 * h, left, buffer, lane);
 #else
-      char* to = y + (((((long long)n * s.out_d + od) * s.out_h + oh) * s.out_w + ow) * COUT + channel) * ELEMENT;
-#pragma unroll
-      for (int u = 0; u < W_SUBS; u++) {
-#pragma unroll
-        for (int k = 0; k < RUN_GROUPS; k++) {
-          const int nb = RUN_NB(r, i, k), j = RUN_J(r, i, k);
-#pragma unroll
-          for (int h = 0; h < 2; h++)
-#pragma unroll
-            for (int c = 0; c < 2; c++)
-              store_shared_f32(buffer + ((k * 8 + 2 * q + c) * RUN_PITCH + g + 8 * h) * 4, (blocks[u] < 0 ? 0.f : acc[blocks[u] < 0 ? 0 : blocks[u]][nb][4 * j + 2 * h + c]) + b[h]);
-        }
-        __syncwarp();
-        store_pixels(to + (long long)u * COUT * ELEMENT, slab.couts, left - u, buffer, lane);
-        __syncwarp();
-      }
+      store_pixels(to + (long long)h * COUT * ELEMENT, slab.couts, left - h, buffer, lane);
 #endif
+      __syncwarp();
     }
   }
 }
