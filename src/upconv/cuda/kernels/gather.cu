@@ -677,14 +677,13 @@ __device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB]
 #define RUN_SUBTILES (SUB_H == 8 ? RUN_GROUPS : RUN_GROUPS > 8 ? RUN_GROUPS / 8 : 1)  // neighbours along W that a run crosses
 #define RUNS_OF_SUBTILE (SUB_H == 8 ? 8 : RUN_GROUPS > 8 ? 1 : 8 / RUN_GROUPS)
 // Group k of run i of subtiles r * RUN_SUBTILES ...: which subtile, and which of its groups of 8 columns.
-#define RUN_HALVES (CHANNELS_LAST ? W_SUBS : 2)
 #define RUN_NB(r, i, k) (SUB_H == 8 ? (r) * RUN_SUBTILES + (k) : (r) * RUN_SUBTILES + (k) / 8)
 #define RUN_J(r, i, k) (SUB_H == 8 ? (i) : RUN_GROUPS > 8 ? (k) % 8 : (i) * RUN_GROUPS + (k))
 
 #if ELEMENT == 4
-__device__ __forceinline__ void store_one(char* to, float v) { *(float*)to = v; }
+__device__ __forceinline__ void store_if(char* to, float v, bool ok) { store_global_if(to, STORE_BITS(v), ok); }
 #else
-__device__ __forceinline__ void store_one(char* to, float v) { *(u16*)to = (u16)STORE_BITS(v); }
+__device__ __forceinline__ void store_if(char* to, float v, bool ok) { store_global_16_if(to, STORE_BITS(v), ok); }
 #endif
 
 // A warp's 16 rows of M are output channels of one (d, h) sub-position (ROWS_PER_SUB is 64, 32 or 16).
@@ -716,57 +715,42 @@ __device__ __forceinline__ void store_rows(char* to, long long plane, int rows, 
 #if W_SUBS == OUT_STEP_W
   int end = left < RUN_WORDS ? left : RUN_WORDS;
   u32 first = (u32)((u64)to / ELEMENT), step = (u32)(plane / ELEMENT);  // only the last bits matter
-#if ELEMENT == 2
-  if (((first | step) & 1) == 0) {                      // all rows begin at words: pairs need no shuffling
-#pragma unroll
-    for (int i = 0; i < (RUN_WORDS + SECTOR - 2 + 63) / 64; i++) {
-      if (i * 64 >= RUN_WORDS && ((first | step) & (SECTOR - 1)) == 0) break;
-      u32 v[8];
-#pragma unroll
-      for (int r = 0; r < 8; r++) {
-        int e = 2 * (lane + 32 * i) - (int)((first + r * step) & (SECTOR - 1));
-        if ((u32)e < (u32)end) v[r] = pack_pair(load_shared_f32x2(buffer + (r * RUN_PITCH + e) * 4));
-      }
-#pragma unroll
-      for (int r = 0; r < 8; r++) {
-        int e = 2 * (lane + 32 * i) - (int)((first + r * step) & (SECTOR - 1));
-        char* p = to + r * plane + (long long)e * 2;
-        if (COUT_G % 16 && r >= rows) break;
-        if ((u32)(e + 1) < (u32)end && e >= 0) *(u32*)p = v[r];
-        else if (e == end - 1) *(u16*)p = (u16)v[r];
-      }
-    }
-    return;
-  }
-#endif
+  if (COUT_G % 16 == 0) rows = 8;
 #pragma unroll
   for (int i = 0; i < (RUN_WORDS + SECTOR - LANE_WORDS + 32 * LANE_WORDS - 1) / (32 * LANE_WORDS); i++) {
     if (i * 32 * LANE_WORDS >= RUN_WORDS && ((first | step) & (SECTOR - 1)) == 0) break;  // nothing was shifted
     u32 v[8];
+    int e[8];                                           // the lane's first output of each row; some are before or behind it
 #pragma unroll
     for (int r = 0; r < 8; r++) {
-      int e = LANE_WORDS * (lane + 32 * i) - (int)((first + r * step) & (SECTOR - 1));
-      u32 from = buffer + (r * RUN_PITCH + e) * 4;
+      e[r] = LANE_WORDS * (lane + 32 * i) - (int)((first + r * step) & (SECTOR - 1));
+      int at = e[r] < 0 ? 0 : e[r] < RUN_PITCH - 1 ? e[r] : 0;
 #if ELEMENT == 4
-      if ((u32)e < (u32)end) v[r] = load_shared_u32(from);
+      v[r] = load_shared_u32(buffer + (r * RUN_PITCH + at) * 4);
 #else
-      float low = e >= 0 && e < end ? load_shared_f32(from) : 0.f, high = e + 1 >= 0 && e + 1 < end ? load_shared_f32(from + 4) : 0.f;
+      float low = load_shared_f32(buffer + (r * RUN_PITCH + at) * 4), high = load_shared_f32(buffer + (r * RUN_PITCH + (e[r] < 0 ? 0 : at + 1)) * 4);
       v[r] = pack_pair(make_float2(low, high));
 #endif
     }
 #pragma unroll
     for (int r = 0; r < 8; r++) {
-      int e = LANE_WORDS * (lane + 32 * i) - (int)((first + r * step) & (SECTOR - 1));
-      char* p = to + r * plane + (long long)e * ELEMENT;
-      if (COUT_G % 16 && r >= rows) break;
+      char* p = to + r * plane + (long long)e[r] * ELEMENT;
 #if ELEMENT == 4
-      if ((u32)e < (u32)end) *(u32*)p = v[r];
+      store_global_if(p, v[r], (u32)e[r] < (u32)end && r < rows);
 #else
-      if (e >= 0 && e + 1 < end) *(u32*)p = v[r];
-      else if (e >= 0 && e < end) *(u16*)p = (u16)v[r];
-      else if (e == -1 && end > 0) *(u16*)(p + 2) = (u16)(v[r] >> 16);
+      store_global_if(p, v[r], e[r] >= 0 && e[r] + 1 < end && r < rows);
 #endif
     }
+#if ELEMENT == 2
+    if (((first | step | (u32)end) & 1) != 0) {         // some row begins or ends in the middle of a word
+#pragma unroll
+      for (int r = 0; r < 8; r++) {
+        char* p = to + r * plane + (long long)e[r] * ELEMENT;
+        store_global_16_if(p, v[r], e[r] >= 0 && e[r] == end - 1 && r < rows);
+        store_global_16_if(p + 2, v[r] >> 16, e[r] == -1 && end > 0 && r < rows);
+      }
+    }
+#endif
   }
 #else  // other tiles have the sub-positions between
 #pragma unroll
@@ -775,7 +759,7 @@ __device__ __forceinline__ void store_rows(char* to, long long plane, int rows, 
     bool in = (RUN_WORDS % 32 == 0 || e < RUN_WORDS) && o < left;
 #pragma unroll
     for (int r = 0; r < 8; r++)
-      if (in && (COUT_G % 16 == 0 || r < rows)) store_one(to + r * plane + (long long)o * ELEMENT, load_shared_f32(buffer + (r * RUN_PITCH + e) * 4));
+      store_if(to + r * plane + (long long)o * ELEMENT, load_shared_f32(buffer + (r * RUN_PITCH + (RUN_WORDS % 32 == 0 || e < RUN_WORDS ? e : 0)) * 4), in && (COUT_G % 16 == 0 || r < rows));
   }
 #endif
 }
@@ -809,45 +793,10 @@ __device__ __forceinline__ void store_pixels(char* to, int couts, int left, u32 
 }
 #endif
 
-// Run `i` of subtiles `r`, half `h` of the rows (NCHW) or W sub-position `h` (channels-last), from registers to the buffer. Which
-// registers these are is known in each branch only; what follows, the larger part of the code, is there once.
-__device__ __forceinline__ void fill(const float (&acc)[MB][NB][32], const float (&b)[2], u32 buffer, int r, int i, int h, int g, int q) {
-  constexpr signed char blocks[] = BLOCKS_OF_W;         // the block of a W sub-position, -1: it has no taps
-#pragma unroll
-  for (int R = 0; R < NB / RUN_SUBTILES; R++) {
-    if (R != r) continue;
-#pragma unroll
-    for (int I = 0; I < RUNS_OF_SUBTILE; I++) {
-      if (I != i) continue;
-#pragma unroll
-      for (int H = 0; H < RUN_HALVES; H++) {
-        if (H != h) continue;
-#pragma unroll
-        for (int k = 0; k < RUN_GROUPS; k++) {
-          const int nb = RUN_NB(R, I, k), j = RUN_J(R, I, k);
-#if !CHANNELS_LAST
-          u32 at = buffer + (g * RUN_PITCH + (k * 8 + 2 * q) * W_SUBS) * 4;
-          float v[2 * W_SUBS];
-#pragma unroll
-          for (int c = 0; c < 2; c++)
-#pragma unroll
-            for (int u = 0; u < W_SUBS; u++) v[c * W_SUBS + u] = blocks[u] < 0 ? b[H] : acc[blocks[u] < 0 ? 0 : blocks[u]][nb][4 * j + 2 * H + c];
-#pragma unroll
-          for (int c = 0; c < 2 * W_SUBS; c += 2) store_shared_f32x2(at + c * 4, v[c], v[c + 1]);
-#else
-#pragma unroll
-          for (int half = 0; half < 2; half++)
-#pragma unroll
-            for (int c = 0; c < 2; c++)
-              store_shared_f32(buffer + ((k * 8 + 2 * q + c) * RUN_PITCH + g + 8 * half) * 4, blocks[H] < 0 ? b[half] : acc[blocks[H] < 0 ? 0 : blocks[H]][nb][4 * j + 2 * half + c]);
-#endif
-        }
-      }
-    }
-  }
-}
-
+// Unrolled, since registers have no run-time index. (NOTES: with the stores once in a loop, and only the reading of registers in
+// branches, tiles of 8 x 8 took 20 to 100% longer and compiled no faster.)
 __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const ELEMENT_TYPE* __restrict__ bias, char* __restrict__ y, const Sizes& s, const Tile& t, int cout_block, int first_subtile, u32 buffer, int warp, int lane) {
+  constexpr signed char blocks[] = BLOCKS_OF_W;         // the block of a W sub-position, -1: it has no taps
   int g = lane >> 2, q = lane & 3;
   Slab slab = slab_of(t, cout_block, warp);
   if (slab.couts <= 0) return;
@@ -865,29 +814,58 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const ELEMENT
   }
   int channel = t.group * COUT_G + slab.cout;
   long long plane = (long long)s.out_d * s.out_h * s.out_w * ELEMENT;
-#pragma unroll 1
-  for (int index = 0; index < NB / RUN_SUBTILES * RUNS_OF_SUBTILE; index++) {
-    int r = index / RUNS_OF_SUBTILE, i = index % RUNS_OF_SUBTILE;
+#pragma unroll
+  for (int r = 0; r < NB / RUN_SUBTILES; r++) {
     Place place = place_of(first_subtile + r * RUN_SUBTILES);
     int n = t.n + place.n, od = OUT_STEP_D * (t.d + place.d) + slab.od;
-    int oh = OUT_STEP_H * (t.h + place.h + (SUB_H == 8 ? i : 0)) + slab.oh;
-    int ow = OUT_STEP_W * (t.w + place.w + (SUB_H == 8 ? 0 : i * RUN)) + U_W[t.variant], left = s.out_w - ow;
-    if (n >= s.batch || od >= s.out_d || oh >= s.out_h || left <= 0) continue;
+    bool image = n < s.batch && od < s.out_d;
+#pragma unroll
+    for (int i = 0; i < RUNS_OF_SUBTILE; i++) {
+      int oh = OUT_STEP_H * (t.h + place.h + (SUB_H == 8 ? i : 0)) + slab.oh;
+      int ow = OUT_STEP_W * (t.w + place.w + (SUB_H == 8 ? 0 : i * RUN)) + U_W[t.variant], left = s.out_w - ow;
+      if (!image || oh >= s.out_h || left <= 0) continue;
 #if !CHANNELS_LAST
-    char* to = y + (((long long)n * COUT + channel) * s.out_d + od) * s.out_h * s.out_w * ELEMENT + ((long long)oh * s.out_w + ow) * ELEMENT;
+      char* to = y + (((long long)n * COUT + channel) * s.out_d + od) * s.out_h * s.out_w * ELEMENT + ((long long)oh * s.out_w + ow) * ELEMENT;
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+#pragma unroll
+        for (int k = 0; k < RUN_GROUPS; k++) {
+          const int nb = RUN_NB(r, i, k), j = RUN_J(r, i, k);
+          u32 at = buffer + (g * RUN_PITCH + (k * 8 + 2 * q) * W_SUBS) * 4;
+#if W_SUBS == 1
+          store_shared_f32x2(at, acc[0][nb][4 * j + 2 * h], acc[0][nb][4 * j + 2 * h + 1]);
 #else
-    char* to = y + (((((long long)n * s.out_d + od) * s.out_h + oh) * s.out_w + ow) * COUT + channel) * ELEMENT;
+          float v[2 * W_SUBS];
+#pragma unroll
+          for (int c = 0; c < 2; c++)
+#pragma unroll
+            for (int u = 0; u < W_SUBS; u++) v[c * W_SUBS + u] = blocks[u] < 0 ? b[h] : acc[blocks[u] < 0 ? 0 : blocks[u]][nb][4 * j + 2 * h + c];
+#pragma unroll
+          for (int c = 0; c < 2 * W_SUBS; c += 2) store_shared_f32x2(at + c * 4, v[c], v[c + 1]);
 #endif
-#pragma unroll 1
-    for (int h = 0; h < RUN_HALVES; h++) {
-      fill(acc, b, buffer, r, i, h, g, q);
-      __syncwarp();
-#if !CHANNELS_LAST
-      store_rows(to + h * 8 * plane, plane, slab.couts - 8 * h, left, buffer, lane);
+        }
+        __syncwarp();
+        store_rows(to + h * 8 * plane, plane, slab.couts - 8 * h, left, buffer, lane);
+        __syncwarp();
+      }
 #else
-      store_pixels(to + (long long)h * COUT * ELEMENT, slab.couts, left - h, buffer, lane);
+      char* to = y + (((((long long)n * s.out_d + od) * s.out_h + oh) * s.out_w + ow) * COUT + channel) * ELEMENT;
+#pragma unroll
+      for (int u = 0; u < W_SUBS; u++) {
+#pragma unroll
+        for (int k = 0; k < RUN_GROUPS; k++) {
+          const int nb = RUN_NB(r, i, k), j = RUN_J(r, i, k);
+#pragma unroll
+          for (int h = 0; h < 2; h++)
+#pragma unroll
+            for (int c = 0; c < 2; c++)
+              store_shared_f32(buffer + ((k * 8 + 2 * q + c) * RUN_PITCH + g + 8 * h) * 4, blocks[u] < 0 ? b[h] : acc[blocks[u] < 0 ? 0 : blocks[u]][nb][4 * j + 2 * h + c]);
+        }
+        __syncwarp();
+        store_pixels(to + (long long)u * COUT * ELEMENT, slab.couts, left - u, buffer, lane);
+        __syncwarp();
+      }
 #endif
-      __syncwarp();
     }
   }
 }
