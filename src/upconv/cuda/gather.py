@@ -260,9 +260,12 @@ def _tiles(p: Problem) -> tuple[tuple[tuple[int, int], tuple[int, int, int, int]
         shapes += [(row, (n, 1, 1, 128)) for n in (2, 4)] + [(row, (2, 1, 1, 192)), (row, (1, 1, 1, 192))]
         return tuple(shapes)
     shapes = [(row, (1, 1, n, 64)) for n in (1, 2, 4, 8)] + [(row, (1, 1, n, 128)) for n in (2, 4)]
-    shapes += [(strip, (1, 1, h, w)) for h, w in ((8, 8), (8, 16), (8, 32), (16, 16), (16, 32), (8, 64), (8, 24), (8, 40))]
+    shapes += [
+        (strip, (1, 1, h, w)) for h, w in ((8, 8), (8, 16), (8, 32), (16, 16), (16, 32), (8, 64), (8, 24), (8, 40))
+    ]
     shapes += [(strip, (n, 1, 8, 8)) for n in (2, 4, 8)]
     if p.rank == 3:
+        shapes += [(strip, (1, 2, 8, 24)), (strip, (2, 1, 8, 24))]
         shapes += [(strip, (1, d, 8, w)) for d, w in ((2, 8), (2, 16), (4, 8), (2, 32), (4, 16), (8, 8))]
         shapes += [(row, (1, d, h, 64)) for d, h in ((2, 1), (2, 2), (2, 4), (4, 2))]
     return tuple(shapes)
@@ -332,7 +335,7 @@ def estimate(t: Tiling, p: Problem, gpu: Gpu) -> tuple[float, str]:
             passes += chunk_count * staged / 16 / (192 if t.wgmma else 128) * 60.0
             if t.channels_last and not t.aligned_channels:
                 passes *= 4
-        store = max(per_tile_out * channels * _ragged(t, p) / _STORE, _epilogue_clocks(t))
+        store = max(per_tile_out * channels * _ragged(t, p) / _STORE, _epilogue_clocks(t, p))
         fragment_time = t.nb * 64 * products / t.parts
         ahead = t.stages_p if t.channels_last else t.stages_s
         waits = chunk_count * _LATENCY / ahead
@@ -368,17 +371,20 @@ def _ragged(t: Tiling, p: Problem) -> float:
     return 1.0 if p.out_size[-1] * t.element % 32 == 0 else 1 + 40 / run
 
 
-def _epilogue_clocks(t: Tiling) -> float:
+def _epilogue_clocks(t: Tiling, p: Problem) -> float:
     """Clocks that the instructions of a tile's epilogue take: both consumers' warps, two on each scheduler."""
-    run = t.runs * 8 * t.width_subs
-    halves = t.width_subs if t.channels_last else 2
-    runs = t.nb * 8 / t.runs * halves
+    outputs = t.runs * 8 * t.width_subs
     if t.channels_last:
-        body = t.runs * 6 + t.runs * 8 * 16 / t.vec / 32 * 14 + 60
+        return 2.0 * (t.nb * 8 / t.runs * t.width_subs) * (t.runs * 6 + t.runs * 8 * 16 / t.vec / 32 * 14 + 60)
+    row = p.out_size[-1] * t.element
+    if t.width_subs < t.out_steps[2]:
+        stores = -(-outputs // 32) * 8 * 8.0
+    elif row % (8 if t.element == 4 else 4) == 0:
+        unit = 16 if row % 16 == 0 else 8 if t.element == 4 else 4
+        stores = -(-8 * outputs * t.element // unit // 32) * 10.0
     else:
-        per_row = -(-(run + 32 // t.element - 1) // (128 // t.element))
-        body = t.runs * t.width_subs * 2 + 8 * per_row * (6 if t.element == 4 else 9) + 70
-    return 2.0 * runs * body
+        stores = (outputs + 38) // (128 // t.element) * 8 * (11.0 if t.element == 4 else 18.0)
+    return 2.0 * (t.nb * 8 / t.runs * 2) * (t.runs * t.width_subs * 2 + stores + 60)
 
 
 def choose(p: Problem, gpu: Gpu) -> Choice | str:

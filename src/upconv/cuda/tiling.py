@@ -345,7 +345,9 @@ class Tiling:
         rows_d, rows_h = len(self.rows[0][0]), len(self.rows[1][0])
         if self.channels_last:
             return self.chunk, self.columns, rows_h, rows_d, self.tile[0]
-        columns = self.columns + self.first_w % self.vec  # a box begins at 16 bytes, or the copy is an illegal instruction
+        columns = (
+            self.columns + self.first_w % self.vec
+        )  # a box begins at 16 bytes, or the copy is an illegal instruction
         return -(-columns // self.vec) * self.vec, rows_h, rows_d, self.chunk, self.tile[0]
 
     # --- the kernel's shared memory ----------------------------------------------------------------------------------
@@ -373,8 +375,16 @@ class Tiling:
         if self.tensor_map:
             slot_barriers = self.stages_p if self.channels_last else self.stages_s
         run = self.runs * 8
-        width = run * 20 if self.channels_last else 8 * (-(-run * self.width_subs // 32) * 32 + 8)
-        return tiles + ring + slots + 8 * width * 4 + 16 * (self.stages_p + self.ring_stages + slot_barriers) + 4 * self.segments
+        row = -(-run * self.width_subs * self.element // 128) * 128 + (32 if self.element == 4 else 16)
+        buffer = run * 80 if self.channels_last else 8 * row
+        return (
+            tiles
+            + ring
+            + slots
+            + 8 * buffer
+            + 16 * (self.stages_p + self.ring_stages + slot_barriers)
+            + 4 * self.segments
+        )
 
     # --- validity ----------------------------------------------------------------------------------------------------
 
@@ -391,8 +401,10 @@ class Tiling:
             raise Unfit(f"tile {self.tile} is no multiple of {self.sub}")
         if self.split == 0 and self.subtiles % 2:
             raise Unfit(f"{self.subtiles} subtiles cannot be halved")
-        if self.sub[0] == 1 and self.run_groups > 8 and (
-            self.nb % (self.run_groups // 8) or self.tile[3] // 64 % (self.run_groups // 8)
+        if (
+            self.sub[0] == 1
+            and self.run_groups > 8
+            and (self.nb % (self.run_groups // 8) or self.tile[3] // 64 % (self.run_groups // 8))
         ):
             raise Unfit(f"a run of {self.run_groups} groups crosses rows")
         if self.sub[0] == 8 and (self.nb % self.runs or (w // 8) % self.runs):

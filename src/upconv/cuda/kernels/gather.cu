@@ -672,19 +672,14 @@ __device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB]
 // A warp holds 16 rows of M. It passes them through its own shared buffer, a run of pixels at a time, so that memory is
 // written in whole lines: NCHW 8 rows of RUN x W_SUBS consecutive outputs, channels-last RUN pixels of 16 channels.
 #define RUN (RUN_GROUPS * 8)
-#define RUN_PITCH (CHANNELS_LAST ? 20 : (RUN * W_SUBS + 31) / 32 * 32 + 8)  // floats; + 8: rows meet different banks
-#define BUFFER_FLOATS (CHANNELS_LAST ? RUN * RUN_PITCH : 8 * RUN_PITCH)
+// Bytes of a row of the buffer (channels-last: of a pixel); the rest beyond whole 128 bytes lets rows meet different banks.
+#define RUN_PITCH (CHANNELS_LAST ? 80 : (RUN * W_SUBS * ELEMENT + 127) / 128 * 128 + (ELEMENT == 4 ? 32 : 16))
+#define BUFFER_BYTES ((CHANNELS_LAST ? RUN : 8) * RUN_PITCH)
 #define RUN_SUBTILES (SUB_H == 8 ? RUN_GROUPS : RUN_GROUPS > 8 ? RUN_GROUPS / 8 : 1)  // neighbours along W that a run crosses
 #define RUNS_OF_SUBTILE (SUB_H == 8 ? 8 : RUN_GROUPS > 8 ? 1 : 8 / RUN_GROUPS)
 // Group k of run i of subtiles r * RUN_SUBTILES ...: which subtile, and which of its groups of 8 columns.
 #define RUN_NB(r, i, k) (SUB_H == 8 ? (r) * RUN_SUBTILES + (k) : (r) * RUN_SUBTILES + (k) / 8)
 #define RUN_J(r, i, k) (SUB_H == 8 ? (i) : RUN_GROUPS > 8 ? (k) % 8 : (i) * RUN_GROUPS + (k))
-
-#if ELEMENT == 4
-__device__ __forceinline__ void store_if(char* to, float v, bool ok) { store_global_if(to, STORE_BITS(v), ok); }
-#else
-__device__ __forceinline__ void store_if(char* to, float v, bool ok) { store_global_16_if(to, STORE_BITS(v), ok); }
-#endif
 
 // A warp's 16 rows of M are output channels of one (d, h) sub-position (ROWS_PER_SUB is 64, 32 or 16).
 struct Slab {
@@ -703,63 +698,96 @@ __device__ __forceinline__ Slab slab_of(const Tile& t, int cout_block, int warp)
 }
 
 #if !CHANNELS_LAST
-#define RUN_WORDS (RUN * W_SUBS)                        // outputs of a row that a run gives
+#define OUTPUTS (RUN * W_SUBS)                          // of a row of a run
 
-#define SECTOR (32 / ELEMENT)                           // outputs that memory writes together
-#define LANE_WORDS (4 / ELEMENT)
-
-// Eight rows (output channels) of a run from the buffer to memory; `to` is the first row's first output, rows lie `plane` apart.
-// Each instruction begins at a sector's first output: a sector written in parts is first read from memory (NOTES: 2.15 ms
-// instead of 1.44 for the loads and stores of kb57, whose rows of 1026 outputs begin anywhere).
-__device__ __forceinline__ void store_rows(char* to, long long plane, int rows, int left, u32 buffer, int lane) {
 #if W_SUBS == OUT_STEP_W
-  int end = left < RUN_WORDS ? left : RUN_WORDS;
-  u32 first = (u32)((u64)to / ELEMENT), step = (u32)(plane / ELEMENT);  // only the last bits matter
-  if (COUT_G % 16 == 0) rows = 8;
+// Eight rows of a run, all of which begin at multiples of UNIT bytes: one instruction stores 32 units, of several rows if they
+// are short. A unit that the image's border cuts is stored output by output.
+template <int UNIT>
+__device__ __forceinline__ void store_units(char* to, long long plane, int rows, int left, u32 buffer, int lane) {
+  constexpr int per_row = OUTPUTS * ELEMENT / UNIT, outputs = UNIT / ELEMENT;
 #pragma unroll
-  for (int i = 0; i < (RUN_WORDS + SECTOR - LANE_WORDS + 32 * LANE_WORDS - 1) / (32 * LANE_WORDS); i++) {
-    if (i * 32 * LANE_WORDS >= RUN_WORDS && ((first | step) & (SECTOR - 1)) == 0) break;  // nothing was shifted
-    u32 v[8];
-    int e[8];                                           // the lane's first output of each row; some are before or behind it
+  for (int i = 0; i < (8 * per_row + 31) / 32; i++) {
+    int index = lane + 32 * i, r = index / per_row, unit = index % per_row;
+    bool in = r < (COUT_G % 16 ? rows : 8);
+    u32 from = buffer + (in ? r : 0) * RUN_PITCH + unit * UNIT, v[4];
+    char* p = to + r * plane + unit * UNIT;
+    if (UNIT == 16) load_shared_128(v, from);
+    else if (UNIT == 8) load_shared_64(v, from);
+    else v[0] = load_shared_u32(from);
+    bool whole = in && (unit + 1) * outputs <= left;
+    if (UNIT == 16) store_global_128_if(p, v, whole);
+    else if (UNIT == 8) store_global_64_if(p, v, whole);
+    else store_global_if(p, v[0], whole);
+    if (outputs > 1 && left < OUTPUTS && left % outputs) {
 #pragma unroll
-    for (int r = 0; r < 8; r++) {
-      e[r] = LANE_WORDS * (lane + 32 * i) - (int)((first + r * step) & (SECTOR - 1));
-      int at = e[r] < 0 ? 0 : e[r] < RUN_PITCH - 1 ? e[r] : 0;
-#if ELEMENT == 4
-      v[r] = load_shared_u32(buffer + (r * RUN_PITCH + at) * 4);
-#else
-      float low = load_shared_f32(buffer + (r * RUN_PITCH + at) * 4), high = load_shared_f32(buffer + (r * RUN_PITCH + (e[r] < 0 ? 0 : at + 1)) * 4);
-      v[r] = pack_pair(make_float2(low, high));
-#endif
-    }
-#pragma unroll
-    for (int r = 0; r < 8; r++) {
-      char* p = to + r * plane + (long long)e[r] * ELEMENT;
-#if ELEMENT == 4
-      store_global_if(p, v[r], (u32)e[r] < (u32)end && r < rows);
-#else
-      store_global_if(p, v[r], e[r] >= 0 && e[r] + 1 < end && r < rows);
-#endif
-    }
-#if ELEMENT == 2
-    if (((first | step | (u32)end) & 1) != 0) {         // some row begins or ends in the middle of a word
-#pragma unroll
-      for (int r = 0; r < 8; r++) {
-        char* p = to + r * plane + (long long)e[r] * ELEMENT;
-        store_global_16_if(p, v[r], e[r] >= 0 && e[r] == end - 1 && r < rows);
-        store_global_16_if(p + 2, v[r] >> 16, e[r] == -1 && end > 0 && r < rows);
+      for (int e = 0; e < outputs - 1; e++) {
+        bool cut = in && !whole && unit * outputs + e < left;
+        if (ELEMENT == 4) store_global_if(p + e * 4, v[e & 3], cut);
+        else store_global_16_if(p + e * 2, v[e >> 1 & 3] >> (e & 1) * 16, cut);
       }
     }
-#endif
   }
+}
+#endif
+
+// Eight rows (output channels) of a run from the buffer to memory; `to` is the first row's first output, rows lie `plane` bytes
+// apart.
+__device__ __forceinline__ void store_rows(char* to, long long plane, int rows, int left, u32 buffer, int lane) {
+#if W_SUBS == OUT_STEP_W
+  u32 misaligned = (u32)(u64)to | (u32)plane;
+  if ((misaligned & 15) == 0) return store_units<16>(to, plane, rows, left, buffer, lane);
+#if ELEMENT == 4
+  if ((misaligned & 7) == 0) return store_units<8>(to, plane, rows, left, buffer, lane);
+  // Rows begin anywhere: each instruction begins at a sector's first output, since a sector written in parts is first read from
+  // memory (NOTES: 2.15 ms instead of 1.44 for the loads and stores of kb57, whose rows of 1026 outputs begin anywhere).
+  int end = left < OUTPUTS ? left : OUTPUTS;
+  if (COUT_G % 16 == 0) rows = 8;
+#pragma unroll 1
+  for (int i = 0; i < (OUTPUTS + 38) / 32; i++) {
+    u32 v[8];
+    int e[8];                                           // the lane's output of each row; some are before or behind it
+#pragma unroll
+    for (int r = 0; r < 8; r++) {
+      e[r] = lane + 32 * i - (int)((u32)(u64)(to + r * plane) >> 2 & 7);
+      v[r] = load_shared_u32(buffer + r * RUN_PITCH + ((u32)e[r] < (u32)end ? e[r] * 4 : 0));
+    }
+#pragma unroll
+    for (int r = 0; r < 8; r++) store_global_if(to + r * plane + (long long)e[r] * 4, v[r], (u32)e[r] < (u32)end && r < rows);
+  }
+#else
+  if ((misaligned & 3) == 0) return store_units<4>(to, plane, rows, left, buffer, lane);
+  // Rows begin in the middle of words: two neighbours make one.
+  int end = left < OUTPUTS ? left : OUTPUTS;
+  if (COUT_G % 16 == 0) rows = 8;
+#pragma unroll 1
+  for (int i = 0; i < OUTPUTS / 64 + 1; i++) {
+#pragma unroll
+    for (int r = 0; r < 8; r++) {
+      char* row = to + r * plane;
+      int odd = (int)((u64)row >> 1 & 1), e = 2 * (lane + 32 * i) - odd, word = e >> 1;  // of an odd row, the word of e is before it
+      u32 from = buffer + r * RUN_PITCH, low = load_shared_u32(from + (word < 0 ? 0 : e < end ? word * 4 : 0));
+      u32 high = odd ? load_shared_u32(from + (e + 1 < end ? (word + 1) * 4 : 0)) : 0;
+      u32 v = odd ? low >> 16 | high << 16 : low;
+      store_global_if(row + e * 2, v, e >= 0 && e + 1 < end && r < rows);
+      store_global_16_if(row + e * 2, v, e >= 0 && e == end - 1 && r < rows);
+      store_global_16_if(row + e * 2 + 2, v >> 16, e == -1 && end > 0 && r < rows);
+    }
+  }
+#endif
 #else  // other tiles have the sub-positions between
 #pragma unroll
-  for (int i = 0; i < (RUN_WORDS + 31) / 32; i++) {
+  for (int i = 0; i < (OUTPUTS + 31) / 32; i++) {
     int e = lane + 32 * i, o = e / W_SUBS * OUT_STEP_W + e % W_SUBS;
-    bool in = (RUN_WORDS % 32 == 0 || e < RUN_WORDS) && o < left;
+    bool in = (OUTPUTS % 32 == 0 || e < OUTPUTS) && o < left;
 #pragma unroll
-    for (int r = 0; r < 8; r++)
-      store_if(to + r * plane + (long long)o * ELEMENT, load_shared_f32(buffer + (r * RUN_PITCH + (RUN_WORDS % 32 == 0 || e < RUN_WORDS ? e : 0)) * 4), in && (COUT_G % 16 == 0 || r < rows));
+    for (int r = 0; r < 8; r++) {
+      u32 from = buffer + r * RUN_PITCH + (OUTPUTS % 32 == 0 || e < OUTPUTS ? e : 0) * ELEMENT;
+      char* p = to + r * plane + (long long)o * ELEMENT;
+      bool ok = in && (COUT_G % 16 == 0 || r < rows);
+      if (ELEMENT == 4) store_global_if(p, load_shared_u32(from), ok);
+      else store_global_16_if(p, load_shared_u16(from), ok);
+    }
   }
 #endif
 }
@@ -774,7 +802,7 @@ __device__ __forceinline__ void store_pixels(char* to, int couts, int left, u32 
     u32 v[VEC], raw[4];
 #pragma unroll
     for (int e = 0; e < VEC; e += 4) {
-      load_shared_128(raw, buffer + (p * RUN_PITCH + c + e) * 4);
+      load_shared_128(raw, buffer + p * RUN_PITCH + (c + e) * 4);
 #pragma unroll
       for (int k = 0; k < 4; k++) v[e + k] = STORE_BITS(__uint_as_float(raw[k]));
     }
@@ -831,18 +859,20 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const ELEMENT
 #pragma unroll
         for (int k = 0; k < RUN_GROUPS; k++) {
           const int nb = RUN_NB(r, i, k), j = RUN_J(r, i, k);
-          u32 at = buffer + (g * RUN_PITCH + (k * 8 + 2 * q) * W_SUBS) * 4;
-#if W_SUBS == 1
-          store_shared_f32x2(at, acc[0][nb][4 * j + 2 * h], acc[0][nb][4 * j + 2 * h + 1]);
-#else
+          u32 at = buffer + g * RUN_PITCH + (k * 8 + 2 * q) * W_SUBS * ELEMENT;
           float v[2 * W_SUBS];
 #pragma unroll
           for (int c = 0; c < 2; c++)
 #pragma unroll
             for (int u = 0; u < W_SUBS; u++) v[c * W_SUBS + u] = blocks[u] < 0 ? b[h] : acc[blocks[u] < 0 ? 0 : blocks[u]][nb][4 * j + 2 * h + c];
 #pragma unroll
-          for (int c = 0; c < 2 * W_SUBS; c += 2) store_shared_f32x2(at + c * 4, v[c], v[c + 1]);
+          for (int c = 0; c < W_SUBS; c++) {
+#if ELEMENT == 4
+            store_shared_f32x2(at + c * 8, v[2 * c], v[2 * c + 1]);
+#else
+            store_shared_u32(at + c * 4, pack_pair(make_float2(v[2 * c], v[2 * c + 1])));
 #endif
+          }
         }
         __syncwarp();
         store_rows(to + h * 8 * plane, plane, slab.couts - 8 * h, left, buffer, lane);
@@ -859,7 +889,7 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const ELEMENT
           for (int h = 0; h < 2; h++)
 #pragma unroll
             for (int c = 0; c < 2; c++)
-              store_shared_f32(buffer + ((k * 8 + 2 * q + c) * RUN_PITCH + g + 8 * h) * 4, blocks[u] < 0 ? b[h] : acc[blocks[u] < 0 ? 0 : blocks[u]][nb][4 * j + 2 * h + c]);
+              store_shared_f32(buffer + (k * 8 + 2 * q + c) * RUN_PITCH + (g + 8 * h) * 4, blocks[u] < 0 ? b[h] : acc[blocks[u] < 0 ? 0 : blocks[u]][nb][4 * j + 2 * h + c]);
         }
         __syncwarp();
         store_pixels(to + (long long)u * COUT * ELEMENT, slab.couts, left - u, buffer, lane);
@@ -873,7 +903,7 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const ELEMENT
 __device__ __forceinline__ void consume(const char* packed, const ELEMENT_TYPE* bias, char* y, const Sizes& s, u32 tiles, u32 full, u32 empty, Fragments& weights, u32 buffers, int wg, int thread) {
   int warp = thread >> 5, lane = thread & 31;
   int first_subtile = SPLIT == 0 ? wg * NB : 0, offset = (SPLIT == 1 ? wg * FRAGMENT : 0) + thread * 16;
-  u32 buffer = buffers + (wg * 4 + warp) * BUFFER_FLOATS * 4;
+  u32 buffer = buffers + (wg * 4 + warp) * BUFFER_BYTES;
   int subtile_row[NB];
 #pragma unroll
   for (int nb = 0; nb < NB; nb++) subtile_row[nb] = pixel_row_of(first_subtile + nb);
@@ -943,7 +973,7 @@ __device__ __forceinline__ void consume(const char* packed, const ELEMENT_TYPE* 
 #define RING_AT (TILES_AT + STAGES_P * STAGE_BYTES)
 #define SLOTS_AT (RING_AT + STAGES_W * W_STAGE * WGS_M * FRAGMENT)
 #define BUFFERS_AT (SLOTS_AT + (CHANNELS_LAST ? 0 : STAGES_S * SLOT_BYTES))
-#define BARRIERS_AT (BUFFERS_AT + CONSUMERS * 4 * BUFFER_FLOATS * 4)
+#define BARRIERS_AT (BUFFERS_AT + CONSUMERS * 4 * BUFFER_BYTES)
 #define SLOT_BARRIERS (BOX ? (CHANNELS_LAST ? STAGES_P : STAGES_S) : 0)
 #define SEGMENTS_AT (BARRIERS_AT + 16 * (STAGES_P + STAGES_W + SLOT_BARRIERS))
 #define SHARED_BYTES (SEGMENTS_AT + SEGMENTS * 4)
