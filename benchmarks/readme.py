@@ -1,12 +1,13 @@
 """Writes the README's tables and pictures from the reports in benchmarks/results, the only source of its figures.
 
-    python benchmarks/readme.py          rewrites README.md between its markers, and docs/*.png
-    python benchmarks/readme.py --check  exit code 1 when README.md is not what the reports say
+    python benchmarks/readme.py          rewrites README.md and docs/benchmarks.md between their markers, and docs/*.png
+    python benchmarks/readme.py --check  exit code 1 when one of them is not what the reports say
     python benchmarks/readme.py --targets  prints which targets are met; exit code 1 unless all are
 
-A section between ``<!-- NAME -->`` and ``<!-- /NAME -->`` belongs to this program; NAME is the stem of a report, or
-``h200-summary``. Of reports with targets (targets.json) there is a table per group of cases. A target is PyTorch's time
-over ours: of every case, of the group's geometric mean (``mean``), and of our error over PyTorch's (``error``).
+A section between ``<!-- NAME -->`` and ``<!-- /NAME -->`` belongs to this program; NAME is the stem of a report,
+``h200-summary``, or ``h200-picture``, which is empty until there are reports to draw. Of reports with targets
+(targets.json) there is a table per group of cases. A target is PyTorch's time over ours: of every case, of the group's
+geometric mean (``mean``), and of our error over PyTorch's (``error``).
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ SUMMARY = "h200-summary"
 PICTURE = "h200-fwd"
 """The stem of the picture that is drawn from `PICTURED`, not from a report of its own name."""
 PICTURED = ("h200-tf32", "h200-bf16")
+PAGES = ("README.md", "docs/benchmarks.md")
 ABSENT = "Not measured yet."
 
 
@@ -225,7 +227,14 @@ def waiting(found: latency.Latency) -> str:
     return "\n".join([*lines, "", closing])
 
 
-# --- the README ------------------------------------------------------------------------------------------------------
+def picture() -> str:
+    """The README's link to the picture of the roofs; empty while there is nothing to draw."""
+    if not any((RESULTS / f"{stem}.json").exists() for stem in PICTURED):
+        return ""
+    return f"![Share of the roof and speed-up over PyTorch of every layer, H200](docs/{PICTURE}.png)"
+
+
+# --- the pages -------------------------------------------------------------------------------------------------------
 
 
 def sections() -> Iterator[tuple[str, str]]:
@@ -241,10 +250,11 @@ def sections() -> Iterator[tuple[str, str]]:
             found = report.load(path)
             yield name, judged(name, found) if name in judgeable else pivot(found)
     yield SUMMARY, summary()
+    yield "h200-picture", picture()
 
 
 def rewritten(text: str) -> str:
-    """The README with every section that a report stands behind made anew."""
+    """A page with every section that a report stands behind made anew."""
     for name, content in sections():
         section = re.compile(rf"(<!-- {re.escape(name)} -->\n).*?(\n<!-- /{re.escape(name)} -->)", re.DOTALL)
         text = section.sub(lambda match, content=content: f"{match[1]}{content}{match[2]}", text)  # type: ignore[misc]
@@ -252,7 +262,7 @@ def rewritten(text: str) -> str:
 
 
 def draw(text: str) -> None:
-    """Draws the pictures that a README links, as far as there are reports for them."""
+    """Draws the pictures that a page links as the README does, as far as there are reports for them."""
     for name in re.findall(r"\(docs/([\w-]+)\.png\)", text):
         target = ROOT / "docs" / f"{name}.png"
         if name == PICTURE:
@@ -275,16 +285,17 @@ def main() -> int:
                     verdict = _verdict(group) if group.rows else ABSENT.lower()
                     print(f"{'met   ' if group.met else 'missed'} {group.title}: {verdict}")
         return int(not all(group.met for group in found))
-    readme = ROOT / "README.md"
-    was = readme.read_text(encoding="utf-8")
-    new = rewritten(was)
-    if "--check" in sys.argv[1:]:
-        if new != was:
-            print("README.md differs from benchmarks/results; run: make readme")
-        return int(new != was)
-    report.publish(readme, lambda path: path.write_text(new, encoding="utf-8"))
-    draw(new)
-    return 0
+    stale = False
+    for page in PAGES:
+        was = (ROOT / page).read_text(encoding="utf-8")
+        new = rewritten(was)
+        if "--check" not in sys.argv[1:]:
+            report.publish(ROOT / page, lambda path, new=new: path.write_text(new, encoding="utf-8"))  # type: ignore[misc]
+            draw(new)
+        elif new != was:
+            print(f"{page} differs from benchmarks/results; run: make readme")
+            stale = True
+    return int(stale)
 
 
 if __name__ == "__main__":

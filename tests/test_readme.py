@@ -72,10 +72,54 @@ def test_a_changed_figure_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert readme.rewritten(wrong) == README != wrong
 
 
-def test_pictures_and_documents_it_names_exist() -> None:
-    links = re.findall(r"\]\(((?!https?:)[^)#]+)\)", README)
-    assert links
-    assert [link for link in links if not (ROOT / link).exists()] == []
+@pytest.mark.parametrize("page", ("README.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))))
+def test_pictures_and_documents_it_names_exist(page: str) -> None:
+    """Files, and headings of files, by GitHub's rule for their anchors."""
+    path = ROOT / page
+    for link, heading in re.findall(r"\]\(((?!https?:)[^)#]+)(#[^)]*)?\)", path.read_text(encoding="utf-8")):
+        target = path.parent / link
+        assert target.exists(), link
+        if heading:
+            heads = re.findall(r"^#+ (.*)$", target.read_text(encoding="utf-8"), re.MULTILINE)
+            assert heading[1:] in [re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads]
+
+
+def test_every_report_of_an_h200_has_a_place(readme) -> None:
+    pages = [(ROOT / page).read_text(encoding="utf-8") for page in readme.PAGES]
+    assert "benchmarks/results" in pages[0] and "docs/benchmarks.md" in pages[0]
+    names = {name for name, _ in readme.sections()}
+    assert names >= {"h200-tf32", "h200-cl-fp16", "h200-host", "h200-shapes", "h200-summary", "h200-picture"}
+    for name in names:
+        marked = [page for page in pages if f"<!-- {name} -->\n" in page and f"\n<!-- /{name} -->" in page]
+        assert marked, f"no page has the markers of {name}"
+
+
+def test_every_page_is_rewritten(readme, tmp_path: Path, monkeypatch, capsys) -> None:
+    (tmp_path / "docs").mkdir()
+    for page in readme.PAGES:
+        (tmp_path / page).write_text("<!-- h200-tf32 -->\nold\n<!-- /h200-tf32 -->\n")
+    monkeypatch.setattr(readme, "ROOT", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["readme.py", "--check"])
+    assert readme.main() == 1
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(readme.PAGES)
+    monkeypatch.setattr(sys, "argv", ["readme.py"])
+    assert readme.main() == 0
+    assert all("\nNot measured yet.\n" in (tmp_path / page).read_text() for page in readme.PAGES)
+    monkeypatch.setattr(sys, "argv", ["readme.py", "--check"])
+    assert readme.main() == 0
+
+
+def test_the_picture_is_linked_once_there_is_something_to_draw(readme, tmp_path: Path) -> None:
+    empty = "<!-- h200-picture -->\n\n<!-- /h200-picture -->"
+    assert readme.rewritten(empty) == empty
+    measured(tmp_path / "h200-bf16.json", "tf32", {"kb57": 2.0})
+    assert "](docs/h200-fwd.png)" in readme.rewritten(empty)
+
+
+def test_docs_explain_has_a_place_for_every_layer() -> None:
+    page = (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")
+    for name in ("gather-constants", *(f"explain-kb{n}" for n in (57, 65, 69, 71, 75, 78, 81))):
+        assert page.count(f"<!-- {name} -->\n```") == page.count(f"```\n<!-- /{name} -->") == 1
 
 
 def test_its_python_runs() -> None:

@@ -1,0 +1,114 @@
+"""Writes into docs/kernels.md the cost model's constants, and `upconv explain` of KernelBench's 2-D layers on an H200.
+
+    python benchmarks/explain.py          rewrites docs/kernels.md between its markers
+    python benchmarks/explain.py --check  exit code 1 when the planner says something else by now
+
+A section between ``<!-- explain-kb57 -->`` and ``<!-- /explain-kb57 -->`` belongs to this program, and so does that of
+``gather-constants``, lines of ``upconv/cuda/gather.py``. No GPU is needed: plans are made by the cost models, for TF32
+and NCHW, and the roof is the data sheet's (`upconv.explain.estimated_ceilings`). Below what the command prints stands
+how the gather family cuts the layer.
+"""
+
+from __future__ import annotations
+
+import inspect
+import io
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich.console import Console
+
+from upconv import planner
+from upconv.bench import report
+from upconv.bench.suites import SUITES
+from upconv.cuda import gather
+from upconv.cuda.gpu import H200
+from upconv.cuda.tiling import Tiling, useful
+from upconv.explain import Explanation, estimated_ceilings
+from upconv.problem import Problem
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "kernels.md"
+CASES = ("kb57", "kb65", "kb69", "kb71", "kb75", "kb78", "kb81")
+WIDTH = 110
+
+
+def command(p: Problem) -> str:
+    """The command that prints the same."""
+    layer = [str(p.in_channels), str(p.out_channels), _pair(p.kernel)]
+    named = {"stride": p.stride, "padding": p.padding, "output_padding": p.output_padding, "dilation": p.dilation}
+    plain = {"stride": 1, "padding": 0, "output_padding": 0, "dilation": 1}
+    layer += [f"{name}={_pair(value)}" for name, value in named.items() if any(v != plain[name] for v in value)]
+    layer += [f"groups={p.groups}"] * (p.groups > 1) + ["bias=False"] * (not p.bias)
+    shape = "x".join(map(str, p.input_shape))
+    return f'upconv explain "{",".join(layer)}" --input {shape} --gpu H200 --precision {p.precision}'
+
+
+def _pair(values: tuple[int, ...]) -> str:
+    return str(values[0]) if len(set(values)) == 1 else f"({','.join(map(str, values))})"
+
+
+def explained(p: Problem) -> str:
+    """A layer's command and explanation as a block of text."""
+    plan = planner.plan(p, planner.Device("cuda", gpu=H200))
+    text = io.StringIO()
+    Console(file=text, width=WIDTH, highlight=False, color_system=None).print(
+        Explanation(p, plan, estimated_ceilings(H200))
+    )
+    lines = [line.rstrip() for line in text.getvalue().splitlines()]
+    if isinstance(plan.choice, gather.Choice):
+        lines += ["", cut(plan.choice.tiling)]
+    return "\n".join(["```text", f"$ {command(p)}", *lines, "```"])
+
+
+def cut(t: Tiling) -> str:
+    """How a tiling cuts its layer, in two lines."""
+    steps = " or ".join(str(n) for n in sorted(set(t.variant_entries)))
+    return (
+        f"M: {t.subs} x {t.rows_per_sub} rows a block, rows unrolled {t.unroll[1]}x, {t.mb} blocks with taps for "
+        f"{t.width_subs} W sub-positions, {t.m_groups} M-groups\n"
+        f"N: {t.subtiles} subtiles of {t.sub[0]}x{t.sub[1]} q, {t.pixels} pixels with the halo; {steps} taps a chunk, "
+        f"{useful(t):.0%} of the multiplications useful"
+    )
+
+
+def constants() -> str:
+    """The constants of the gather family's model as its module has them. Errors: ValueError where it has none."""
+    found = re.search(r"^# --- the model's constants.*\n((?:_[A-Z].*\n)+)", inspect.getsource(gather), re.MULTILINE)
+    if found is None:
+        raise ValueError("upconv/cuda/gather.py must have the model's constants under a heading of that name")
+    return f"```python\n{found[1]}```"
+
+
+def sections() -> Iterator[tuple[str, str]]:
+    """Every section's name and content."""
+    yield "gather-constants", constants()
+    problems = {case.name: case.problem.with_(precision="tf32") for case in SUITES["kernelbench"]}
+    for name in CASES:
+        yield f"explain-{name}", explained(problems[name])
+
+
+def rewritten(text: str) -> str:
+    """The page with every section made anew. Errors: ValueError for a section whose markers the page lacks."""
+    for name, content in sections():
+        section = re.compile(rf"(<!-- {name} -->\n).*?(\n<!-- /{name} -->)", re.DOTALL)
+        text, found = section.subn(lambda match, content=content: f"{match[1]}{content}{match[2]}", text)  # type: ignore[misc]
+        if found != 1:
+            raise ValueError(f"docs/kernels.md must have the markers of {name} once; it has them {found} times")
+    return text
+
+
+def main() -> int:
+    was = PAGE.read_text(encoding="utf-8")
+    new = rewritten(was)
+    if "--check" in sys.argv[1:]:
+        if new != was:
+            print("docs/kernels.md differs from what the planner says; run: python benchmarks/explain.py")
+        return int(new != was)
+    report.publish(PAGE, lambda path: path.write_text(new, encoding="utf-8"))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
