@@ -1,7 +1,8 @@
 """The gather-GEMM family on tensor cores: candidates, cost model, and a choice made ready for a device.
 
-The tiling's arithmetic is in `tiling`, the kernel in ``kernels/gather.cu``. Nothing here is timed at run time: a model of
-five terms (matrix instructions, L2 traffic, the producers' pass through shared memory, stores, device memory) chooses.
+The tiling's arithmetic is in `tiling`, the kernel in ``kernels/gather.cu``. Nothing here is timed at run time: a model
+of five terms (matrix instructions, L2 traffic, the producers' pass through shared memory, stores, device memory)
+chooses.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _WGMMA_RATE = 0.92  # of the peak, in stretches of a dozen steps
 _STEP_OVERHEAD = 10.0  # clocks a step costs beyond its matrix instructions
 _DRAIN = 60.0  # clocks at the end of a stretch, half of them hidden by the other consumer
 _MMA_SYNC = 0.45  # of wgmma's rate: four warps read the same pixels
-_L2 = 26.0  # bytes a clock and multiprocessor
+_L2 = 24.0  # bytes a clock and multiprocessor
 _STORE = 24.0  # bytes a clock that the epilogue stores
 _STORE_SHARE = 0.55  # of the epilogue that nothing hides
 _TILE_OVERHEAD = 900.0  # clocks a tile costs otherwise
@@ -56,23 +57,23 @@ class Choice:
     """A tiling for a problem on a GPU, and what the model thinks of it."""
 
     tiling: Tiling
+    """Of the layer at any size; its own problem's size and batch mean nothing."""
+    problem: Problem
     gpu: Gpu
     seconds: float
+    """The model's estimate."""
     bound: str
+    """What limits it, by the model."""
 
     @property
     def family(self) -> str:
         return "gather"
 
     @property
-    def problem(self) -> Problem:
-        return self.tiling.problem
-
-    @property
     def grid(self) -> int:
         """Blocks: one for each multiprocessor, and with resident weights as many for each M-group."""
         t = self.tiling
-        tiles = t.arguments(t.problem)[-1]
+        tiles = t.arguments(self.problem)[-1]
         blocks = min(tiles, self.gpu.multiprocessors)
         if t.resident and t.m_groups > 1:
             blocks = max(1, blocks // t.m_groups) * t.m_groups
@@ -207,12 +208,13 @@ def refusal(p: Problem, gpu: Gpu) -> str | None:
     return None
 
 
-def candidates(p: Problem, gpu: Gpu, wgmma: bool | None = None) -> Iterator[Tiling]:
-    """Every tiling worth a look."""
+def candidates(p: Problem, gpu: Gpu, wgmma: bool | None = None, aligned: bool | None = None) -> Iterator[Tiling]:
+    """Every tiling worth a look. ``aligned``: rows of an NCHW input begin at 16 bytes; by default as ``p``'s do."""
     fast = gpu.arch == "90a" if wgmma is None else wgmma
     cout_g, cin_g = p.out_channels // p.groups, p.in_channels // p.groups
     steps = (1,) * (3 - p.rank) + p.stride
-    aligned = p.size[-1] * p.dtype.itemsize % 16 == 0
+    if aligned is None:
+        aligned = p.size[-1] * p.dtype.itemsize % 16 == 0
     per_32 = 32 // p.dtype.itemsize
     chunks = [c for c in (per_32, 2 * per_32, 4 * per_32) if c == per_32 or c < 2 * cin_g]
     accumulators = _ACCUMULATORS if fast else _MMA_ACCUMULATORS
@@ -332,7 +334,7 @@ def estimate(t: Tiling, p: Problem, gpu: Gpu) -> tuple[float, str]:
         per_thread = -(-t.pixels // (192 if t.wgmma else 128))
         passes = chunk_count * (per_thread * turned * unit_cost + 250)
         if not t.tensor_map:
-            passes += chunk_count * staged / 16 / (192 if t.wgmma else 128) * 60.0
+            passes += chunk_count * staged / 16 / (192 if t.wgmma else 128) * 120.0
             if t.channels_last and not t.aligned_channels:
                 passes *= 4
         store = max(per_tile_out * channels * _ragged(t, p) / _STORE, _epilogue_clocks(t, p))
@@ -368,7 +370,7 @@ def _ragged(t: Tiling, p: Problem) -> float:
     if t.width_subs < t.out_steps[2]:
         return 32 / (t.element * t.width_subs)
     run = t.runs * 8 * t.width_subs * t.element
-    return 1.0 if p.out_size[-1] * t.element % 32 == 0 else 1 + 40 / run
+    return 1.0 if p.out_size[-1] * t.element % 32 == 0 else 1 + 100 / run
 
 
 def _epilogue_clocks(t: Tiling, p: Problem) -> float:
@@ -398,10 +400,23 @@ def _choose(p: Problem, gpu: Gpu) -> Choice | str:
     if refused:
         return refused
     best: tuple[float, str, Tiling] | None = None
-    for t in candidates(p, gpu):
+    aligned = p.size[-1] * p.dtype.itemsize % 16 == 0
+    for t in _tilings(_any_size(p), gpu, aligned):
         seconds, bound = estimate(t, p, gpu)
         if best is None or seconds < best[0]:
             best = seconds, bound, t
     if best is None:
         return f"no tile of this layer with its halo fits in {gpu.shared_bytes // 1024} KB of shared memory"
-    return Choice(best[2], gpu, best[0], best[1])
+    return Choice(best[2], p, gpu, best[0], best[1])
+
+
+def _any_size(p: Problem) -> Problem:
+    """The layer at one size for all, so that its tilings and kernels are found again at the next size."""
+    size = tuple(1024 + 2 * pad // s for pad, s in zip(p.padding, p.stride))
+    return p.with_(batch=1, size=size, bias=False)
+
+
+@lru_cache(maxsize=256)
+def _tilings(layer: Problem, gpu: Gpu, aligned: bool) -> tuple[Tiling, ...]:
+    """A layer's tilings. Finding them takes up to a second, estimating them for a size some tens of milliseconds."""
+    return tuple(candidates(layer, gpu, aligned=aligned))

@@ -82,7 +82,8 @@ _HEAD = "// macros\n"
 def source(file: str, macros: Mapping[str, int | float | str]) -> str:
     """The text of ``kernels/<file>``: macros as ``#define`` on top, every ``#include "..."`` put in once.
 
-    An include must not depend on an ``#if``. Includes in angle brackets stay. ``#line`` keeps NVRTC's messages at the files' own lines.
+    An include must not depend on an ``#if``. Includes in angle brackets stay. ``#line`` keeps NVRTC's messages at the
+    files' own lines.
 
     Errors: ValueError for a macro that is no identifier or whose value has a line break; FileNotFoundError for a file
     that ``kernels`` does not have.

@@ -10,7 +10,7 @@ Everything has three spatial axes (D, H, W); 1-D and 2-D problems have leading a
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -390,7 +390,7 @@ class Tiling:
 
     def checked(self, shared_limit: int) -> Tiling:
         """This tiling, when the kernel can run it."""
-        n, d, h, w = self.tile
+        h, w = self.tile[2:]
         if self.subs not in (1, 2, 4) or self.split not in (0, 1, 2) or self.sub not in ((1, 64), (8, 8)):
             raise Unfit(f"subs, split or sub is none of the kernel's: {self.subs}, {self.split}, {self.sub}")
         if not 1 <= self.mb * self.nb <= _MOST_ACCUMULATORS:
@@ -517,7 +517,7 @@ class Tiling:
         """Tiles along (N, D, H, W) for a problem of this layer."""
         out = (1,) * (3 - p.rank) + p.out_size
         steps = zip(out, self.out_steps, self.tile[1:])
-        d, h, w = (-(-(-(-o // s)) // t) for o, s, t in steps)
+        d, h, w = (-(-o // (s * t)) for o, s, t in steps)
         return -(-p.batch // self.tile[0]), d, h, w
 
     def arguments(self, p: Problem) -> tuple[int, ...]:
@@ -527,8 +527,8 @@ class Tiling:
         return (p.batch, *lead, *p.size, *lead, *p.out_size, d, h, w, n * d * h * w * self.m_groups)
 
 
-def _list(values: Sequence[int] | object) -> str:
-    return "{" + ",".join(str(v) for v in values) + "}"  # type: ignore[attr-defined]
+def _list(values: Iterable[int]) -> str:
+    return "{" + ",".join(str(v) for v in values) + "}"
 
 
 def useful(tiling: Tiling) -> float:

@@ -154,7 +154,7 @@ extern "C" __global__ void pack(const ELEMENT_TYPE* __restrict__ weight, u32* __
     ELEMENT_TYPE v = weight[((long long)(group * CIN_G + cin) * COUT_G + cout) * TAPS + tap];
 #if ELEMENT == 4
     word = to_tf32(v);
-    if (part) word = to_tf32(v - __uint_as_float(word));
+    if (part) word = low_part(v, word);
 #else
     word |= (u32)v << (16 * e);
 #endif
@@ -270,7 +270,7 @@ __device__ __forceinline__ void turn(const Pixels& own, int channel, int left, u
       store_shared_128(tile + unit_at(p, unit), hi[0], hi[1], hi[2], hi[3]);
 #if PARTS == 2
 #pragma unroll
-      for (int e = 0; e < 4; e++) v[e] = to_tf32(__uint_as_float(v[e]) - __uint_as_float(hi[e]));
+      for (int e = 0; e < 4; e++) v[e] = low_part(__uint_as_float(v[e]), hi[e]);
       store_shared_128(tile + PART_BYTES + unit_at(p, unit), v[0], v[1], v[2], v[3]);
 #endif
 #else
@@ -316,7 +316,7 @@ __device__ __forceinline__ void round_units(u32 tile, int thread) {
     store_shared_128(a, hi[0], hi[1], hi[2], hi[3]);
 #if PARTS == 2
 #pragma unroll
-    for (int e = 0; e < 4; e++) v[e] = to_tf32(__uint_as_float(v[e]) - __uint_as_float(hi[e]));
+    for (int e = 0; e < 4; e++) v[e] = low_part(__uint_as_float(v[e]), hi[e]);
     store_shared_128(a + PART_BYTES, v[0], v[1], v[2], v[3]);
 #endif
   }
@@ -704,28 +704,44 @@ __device__ __forceinline__ Slab slab_of(const Tile& t, int cout_block, int warp)
 // Eight rows of a run, all of which begin at multiples of UNIT bytes: one instruction stores 32 units, of several rows if they
 // are short. A unit that the image's border cuts is stored output by output.
 template <int UNIT>
+__device__ __forceinline__ void store_unit(char* p, u32 from, int unit, int left, bool in) {
+  constexpr int outputs = UNIT / ELEMENT;
+  u32 v[4];
+  if (UNIT == 16) load_shared_128(v, from);
+  else if (UNIT == 8) load_shared_64(v, from);
+  else v[0] = load_shared_u32(from);
+  bool whole = in && (unit + 1) * outputs <= left;
+  if (UNIT == 16) store_global_128_if(p, v, whole);
+  else if (UNIT == 8) store_global_64_if(p, v, whole);
+  else store_global_if(p, v[0], whole);
+  if (outputs > 1 && left < OUTPUTS && left % outputs) {
+#pragma unroll
+    for (int e = 0; e < outputs - 1; e++) {
+      bool cut = in && !whole && unit * outputs + e < left;
+      if (ELEMENT == 4) store_global_if(p + e * 4, v[e & 3], cut);
+      else store_global_16_if(p + e * 2, v[e >> 1 & 3] >> (e & 1) * 16, cut);
+    }
+  }
+}
+
+template <int UNIT>
 __device__ __forceinline__ void store_units(char* to, long long plane, int rows, int left, u32 buffer, int lane) {
-  constexpr int per_row = OUTPUTS * ELEMENT / UNIT, outputs = UNIT / ELEMENT;
+  constexpr int per_row = OUTPUTS * ELEMENT / UNIT;
+  if (per_row >= 32) {
 #pragma unroll
-  for (int i = 0; i < (8 * per_row + 31) / 32; i++) {
-    int index = lane + 32 * i, r = index / per_row, unit = index % per_row;
-    bool in = r < (COUT_G % 16 ? rows : 8);
-    u32 from = buffer + (in ? r : 0) * RUN_PITCH + unit * UNIT, v[4];
-    char* p = to + r * plane + unit * UNIT;
-    if (UNIT == 16) load_shared_128(v, from);
-    else if (UNIT == 8) load_shared_64(v, from);
-    else v[0] = load_shared_u32(from);
-    bool whole = in && (unit + 1) * outputs <= left;
-    if (UNIT == 16) store_global_128_if(p, v, whole);
-    else if (UNIT == 8) store_global_64_if(p, v, whole);
-    else store_global_if(p, v[0], whole);
-    if (outputs > 1 && left < OUTPUTS && left % outputs) {
+    for (int r = 0; r < 8; r++)
 #pragma unroll
-      for (int e = 0; e < outputs - 1; e++) {
-        bool cut = in && !whole && unit * outputs + e < left;
-        if (ELEMENT == 4) store_global_if(p + e * 4, v[e & 3], cut);
-        else store_global_16_if(p + e * 2, v[e >> 1 & 3] >> (e & 1) * 16, cut);
+      for (int i = 0; i < (per_row + 31) / 32; i++) {
+        int unit = lane + 32 * i;
+        bool in = (per_row % 32 == 0 || unit < per_row) && (COUT_G % 16 == 0 || r < rows);
+        store_unit<UNIT>(to + r * plane + unit * UNIT, buffer + r * RUN_PITCH + (in ? unit : 0) * UNIT, unit, left, in);
       }
+  } else {
+#pragma unroll
+    for (int i = 0; i < (8 * per_row + 31) / 32; i++) {
+      int index = lane + 32 * i, r = index / per_row, unit = index % per_row;
+      bool in = r < (COUT_G % 16 ? rows : 8);
+      store_unit<UNIT>(to + r * plane + unit * UNIT, buffer + (in ? r : 0) * RUN_PITCH + unit * UNIT, unit, left, in);
     }
   }
 }
@@ -740,16 +756,18 @@ __device__ __forceinline__ void store_rows(char* to, long long plane, int rows, 
 #if ELEMENT == 4
   if ((misaligned & 7) == 0) return store_units<8>(to, plane, rows, left, buffer, lane);
   // Rows begin anywhere: each instruction begins at a sector's first output, since a sector written in parts is first read from
-  // memory (NOTES: 2.15 ms instead of 1.44 for the loads and stores of kb57, whose rows of 1026 outputs begin anywhere).
+  // memory (NOTES: loads and stores of kb57, with rows of 1026 outputs: 2.15 ms,
+  // with rows of 1024 1.44).
   int end = left < OUTPUTS ? left : OUTPUTS;
   if (COUT_G % 16 == 0) rows = 8;
-#pragma unroll 1
+  u32 first = (u32)(u64)to >> 2, step = (u32)plane >> 2;
+#pragma unroll
   for (int i = 0; i < (OUTPUTS + 38) / 32; i++) {
     u32 v[8];
     int e[8];                                           // the lane's output of each row; some are before or behind it
 #pragma unroll
     for (int r = 0; r < 8; r++) {
-      e[r] = lane + 32 * i - (int)((u32)(u64)(to + r * plane) >> 2 & 7);
+      e[r] = lane + 32 * i - (int)((first + r * step) & 7);
       v[r] = load_shared_u32(buffer + r * RUN_PITCH + ((u32)e[r] < (u32)end ? e[r] * 4 : 0));
     }
 #pragma unroll

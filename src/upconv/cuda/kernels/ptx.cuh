@@ -119,6 +119,10 @@ __device__ __forceinline__ u32 to_tf32(float v) {
   return (b & 0x7f800000u) == 0x7f800000u ? b : (b + 0xfffu + ((b >> 13) & 1u)) & 0xffffe000u;
 #endif
 }
+// What TF32 leaves of a float, in TF32 itself; nothing of infinities and NaNs, whose difference to themselves is a NaN.
+__device__ __forceinline__ u32 low_part(float v, u32 high) {
+  return (high & 0x7f800000u) == 0x7f800000u ? 0u : to_tf32(v - __uint_as_float(high));
+}
 __device__ __forceinline__ u32 half_bits(float v) {
   u16 r;
   asm("cvt.rn.f16.f32 %0, %1;\n" : "=h"(r) : "f"(v));
