@@ -76,7 +76,8 @@ def test_the_choice_computes_the_layer(case: str, dtype: torch.dtype, layout: st
     out = FUNCTIONS[p.rank](*leaves, p.stride, p.padding, p.output_padding, p.groups, p.dilation)
     grads = torch.autograd.grad(out, leaves, g)
     one = p.with_(batch=1)
-    bound = 4e-3 if dtype is torch.bfloat16 else 2e-6
+    # Without oneDNN's bfloat16 (a CPU that lacks its instructions) PyTorch rounds partial sums and the bias apart.
+    bound = 8e-3 if dtype is torch.bfloat16 else 2e-6
     for image in (0, p.batch - 1):
         truth = reference.forward(one, x[image : image + 1], w, b)
         assert reference.relative_error(out[image : image + 1], truth) < bound

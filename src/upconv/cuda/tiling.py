@@ -443,6 +443,10 @@ class Tiling:
         alignment = self.vec
         grouped = p.groups > 1
         value = {"fp16": "half_value", "bf16": "bfloat_value"}.get(p.precision, "(float)")
+        # Producers that copy rows, or make two parts of each value, need most; those that keep few pixels in mind least.
+        producer_registers = 72
+        if self.channels_last or (self.tensor_map and self.parts == 1):
+            producer_registers = 48 if self.channels_last or self.pixels <= 4 * 192 else 56
         names: dict[str, int | float | str] = {
             "PRECISION": order.index(p.precision),
             "ELEMENT": self.element,
@@ -491,10 +495,10 @@ class Tiling:
             "TAPS_UNROLLED": self.taps_unrolled,
             "TAPS_LEFT": int(any(len(b) % self.taps_unrolled for blocks in self.entries for b in blocks)),
             "STRAIGHT": int(self.straight),
-            "FRAGMENT_SETS": 4 if self.wgmma else 2,
-            # Both warpgroups of each kind together have a block's 65,536; threads that copy rows need 72.
-            "PRODUCER_REGISTERS": 56 if self.tensor_map or self.channels_last else 72,
-            "CONSUMER_REGISTERS": 200 if self.tensor_map or self.channels_last else 184,
+            "FRAGMENT_SETS": 2,
+            # Both warpgroups of each kind together have a block's 65,536.
+            "PRODUCER_REGISTERS": producer_registers,
+            "CONSUMER_REGISTERS": 256 - producer_registers,
             "SHARED_BYTES_PLANNED": self.shared_bytes,
             "TAP_ROWS": _list(self.shift(off) for off, _ in flat),
             "TAP_INDICES": _list(t for _, taps in flat for t in taps),

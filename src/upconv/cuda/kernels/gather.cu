@@ -248,7 +248,7 @@ __device__ __forceinline__ void turn(const Pixels& own, int channel, int left, u
     if (PIXELS % PRODUCER_THREADS && p >= PIXELS) break;
     bool ok = SLOTS_BY_BOX || (own.ok >> k & 1);
     u32 phase = own.from[k] >> 24, from = slot + (own.from[k] & 0xffffff) + (ALIGNED ? phase * ELEMENT : 0);
-#pragma unroll
+#pragma unroll 2  // more of them spill
     for (int unit = 0; unit < UNITS_PER_ROW; unit++) {
       u32 v[VEC];
 #pragma unroll
