@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import json
 import queue
 import shutil
 import subprocess
@@ -26,6 +27,7 @@ from pathlib import Path
 import torch
 
 import upconv
+from upconv import env
 from upconv.bench import latency, report, run
 from upconv.bench.roofline import Ceilings
 from upconv.bench.run import Job, Row
@@ -219,6 +221,21 @@ def watch(command: list[str], stall: float, end: float) -> tuple[int | None, str
             at = f"{rest[0]}:{rest[0]}" if rest[0] not in SWEEPS else None
 
 
+def stamp(folder: Path) -> int:
+    """Names the commit in reports that a copy without history measured; their digest of the sources must be this one's."""
+    commit = env.commit()
+    if commit is None or commit.endswith("-dirty"):
+        print(f"the checkout must be a commit without changes to the sources, got {commit}")
+        return 1
+    for path in sorted(folder.glob("h200-*.json")):
+        found = latency.load(path)
+        if found["versions"].get("sources") == sources():
+            text = json.dumps({**found, "commit": commit}, indent=2) + "\n"
+            report.publish(path, lambda to, text=text: to.write_text(text))  # type: ignore[misc]
+            print(f"{path.name} {commit}")
+    return 0
+
+
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 
@@ -237,11 +254,14 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--resume", type=Path, help="where the reports that --out lacks are copied from")
     parser.add_argument("--keep", action="store_true", help="go on also with rows of other engine sources")
     parser.add_argument("--fresh", action="store_true", help="measure all anew")
+    parser.add_argument("--stamp", action="store_true", help="only name this commit in reports of its sources")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--failed", action="append", default=[], help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.child:
         return child(options)
+    if options.stamp:
+        return stamp(options.out)
     if not torch.cuda.is_available():
         parser.error("PyTorch finds no CUDA device here")
     return parent(options, arguments)

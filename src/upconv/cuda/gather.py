@@ -31,12 +31,12 @@ _MAX_TAPS = 2000  # of all phases; the tables lie in constant memory
 # --- the model's constants, fitted to 300 timed tilings of the suites on an H200 (mean error 17%) --------------------
 _WGMMA_RATE = 0.92  # of the peak, in stretches of a dozen steps
 _STEP_OVERHEAD = 15.0  # clocks a step costs beyond its matrix instructions
-_DRAIN = 100.0  # clocks at the end of a stretch, half of them hidden by the other consumer
+_DRAIN = 130.0  # clocks at the end of a stretch, half of them hidden by the other consumer
 _MMA_SYNC = 0.45  # of wgmma's rate: four warps read the same pixels
 _L2 = 24.0  # bytes a clock and multiprocessor
 _STORE = 42.0  # bytes a clock that the epilogue stores
 _STORE_SHARE = 0.68  # of the epilogue that nothing hides
-_TILE_OVERHEAD = 1500.0  # clocks a tile costs otherwise
+_TILE_OVERHEAD = 1800.0  # clocks a tile costs otherwise
 _LAUNCH = 3.5e-6  # seconds
 _CHUNK = 240.0  # clocks a chunk costs: the pipeline of matrix instructions drains, the next chunk is waited for
 _AHEAD = 4500.0  # clocks that the rings should look ahead
@@ -309,80 +309,84 @@ def _fitted(t: Tiling, gpu: Gpu) -> Tiling | None:
 
 def estimate(t: Tiling, p: Problem, gpu: Gpu) -> tuple[float, str]:
     """(seconds, what bounds them) of a problem by a tiling."""
-    n, d, h, w = t.counts(p)
-    pixel_tiles = n * d * h * w
-    out = math.prod(p.out_size) * p.batch * p.out_channels * t.element
-    source = math.prod(p.input_shape) * t.element
+    return _whole(t, _tile_clocks(t, _alignment(p)), p, gpu)
+
+
+def _alignment(p: Problem) -> int:
+    """Bytes at which rows of an NCHW output begin, up to a sector's 32."""
+    return math.gcd(p.out_size[-1] * p.dtype.itemsize, 32)
+
+
+def _tile_clocks(t: Tiling, alignment: int) -> tuple[float, str]:
+    """(clocks of an average tile on its multiprocessor, what takes most of them); the same for all sizes."""
     products = 3 if t.parts == 2 else 1
     clocks: dict[str, float] = dict.fromkeys(("tensor cores", "L2", "shared memory", "stores"), 0.0)
     total = 0.0
-    steps_taps = t.taps_unrolled * t.k_steps * t.parts
-    per_tile_out = t.tile[0] * t.tile[1] * t.tile[2] * t.tile[3] * t.width_subs * t.subs * t.element
-    channels = min(t.cout_g, t.rows_per_sub * t.wgs_m)
+    producers = 192 if t.wgmma else 128
+    per_tile_out = math.prod(t.tile) * t.width_subs * t.subs * t.element * min(t.cout_g, t.rows_per_sub * t.wgs_m)
+    staged = t.pixels * t.row_bytes if t.channels_last else t.segments * t.staging_units * 16 * t.chunk
+    turned = t.parts * t.k_steps * (2 if not t.channels_last else (t.element == 4) * 0.7)
+    turn = -(-t.pixels // producers) * turned * (22.0 if t.element == 4 else 34.0) + 250
+    if not t.tensor_map:
+        turn += staged / 16 / producers * 250.0
+        if t.channels_last and not t.aligned_channels:
+            turn *= 4
+    fragment_time = t.nb * 64 * products / t.parts
+    stretch = t.taps_unrolled * t.k_steps * t.parts
+    store = max(per_tile_out * _ragged(t, alignment) / _STORE, _epilogue_clocks(t, alignment))
     for v, entries in enumerate(t.variant_entries):
-        steps = t.fragments(v)
-        matrix = steps * (products / t.parts) * t.nb * 32 * 2
+        steps, chunks = t.fragments(v), t.chunks if entries else 0
+        matrix = steps * fragment_time
         if t.wgmma:
-            matrix = matrix / _WGMMA_RATE + steps * _STEP_OVERHEAD + steps / max(1, steps_taps) * _DRAIN
+            drains = 0.0 if t.straight else steps / stretch
+            matrix = matrix / _WGMMA_RATE + steps * _STEP_OVERHEAD + drains * _DRAIN
         else:
             matrix = matrix / _MMA_SYNC
-        chunk_count = t.chunks if entries else 0
-        staged = t.pixels * t.row_bytes if t.channels_last else t.segments * t.staging_units * 16 * t.chunk
-        l2 = chunk_count * staged + (0 if t.resident else steps * t.wgs_m * FRAGMENT) + per_tile_out * channels
-        turned = t.parts * t.k_steps * (2 if not t.channels_last else (t.element == 4) * 0.7)
-        unit_cost = 22.0 if t.element == 4 else 34.0
-        per_thread = -(-t.pixels // (192 if t.wgmma else 128))
-        passes = chunk_count * (per_thread * turned * unit_cost + 250)
-        if not t.tensor_map:
-            passes += chunk_count * staged / 16 / (192 if t.wgmma else 128) * 250.0
-            if t.channels_last and not t.aligned_channels:
-                passes *= 4
-        store = max(per_tile_out * channels * _ragged(t, p) / _STORE, _epilogue_clocks(t, p))
-        fragment_time = t.nb * 64 * products / t.parts
-        ahead = t.stages_p if t.channels_last else t.stages_s
-        waits = chunk_count * _LATENCY / ahead
+        l2 = (chunks * staged + (0 if t.resident else steps * t.wgs_m * FRAGMENT) + per_tile_out) / _L2
+        waits = chunks * _LATENCY / (t.stages_p if t.channels_last else t.stages_s)
         if t.wgmma and not t.resident:
-            waits = max(waits, steps * fragment_time * _LATENCY / (t.ring_stages * t.w_stage * fragment_time))
-        body = max(matrix, l2 / _L2, passes, waits) + 0.12 * min(matrix, l2 / _L2) + chunk_count * _CHUNK
-        clocks["tensor cores"] += matrix
-        clocks["L2"] += l2 / _L2
-        clocks["shared memory"] += passes
-        clocks["stores"] += store
+            waits = max(waits, steps * _LATENCY / (t.ring_stages * t.w_stage))
+        body = max(matrix, l2, chunks * turn, waits) + 0.12 * min(matrix, l2) + chunks * _CHUNK
+        for name, value in zip(clocks, (matrix, l2, chunks * turn, store)):
+            clocks[name] += value
         total += body + _STORE_SHARE * store + _TILE_OVERHEAD
-    count = t.problem.groups * t.cout_blocks
-    tiles = pixel_tiles * t.m_groups
+    return total / len(t.variants), max(clocks, key=lambda name: clocks[name])
+
+
+def _whole(t: Tiling, tile: tuple[float, str], p: Problem, gpu: Gpu) -> tuple[float, str]:
+    """(seconds, what bounds them): waves of tiles, or the bytes of the device memory."""
+    clocks, bound = tile
+    tiles = math.prod(t.counts(p)) * t.m_groups
     waves = -(-tiles // gpu.multiprocessors)
-    seconds = total / len(t.variants) * waves / gpu.clock
-    memory = (out * (1.0 if t.channels_last or p.out_size[-1] * t.element % 32 == 0 else 1.25) + source) / gpu.bandwidth
-    bound = max(clocks, key=lambda name: clocks[name])
+    seconds = clocks * waves / gpu.clock
+    ragged = 1.0 if t.channels_last or p.out_size[-1] * t.element % 32 == 0 else 1.25
+    out, source = math.prod(p.output_shape), math.prod(p.input_shape)
+    memory = (out * ragged + source) * t.element / gpu.bandwidth
     if memory > seconds:
         bound = "bytes"
     elif waves * gpu.multiprocessors > 1.5 * tiles:
         bound = "too few tiles"
-    assert count > 0
     return max(memory, seconds) + 0.15 * min(memory, seconds) + _LAUNCH, bound
 
 
-def _ragged(t: Tiling, p: Problem) -> float:
+def _ragged(t: Tiling, alignment: int) -> float:
     """What stores that do not fill sectors of 32 bytes cost, as a factor: the rest of a sector is read first."""
     if t.channels_last:
         return 1.0 if t.cout_g * t.element % 32 == 0 else 1.5
     if t.width_subs < t.out_steps[2]:
         return 32 / (t.element * t.width_subs)
-    run = t.runs * 8 * t.width_subs * t.element
-    return 1.0 if p.out_size[-1] * t.element % 32 == 0 else 1 + 100 / run
+    return 1.0 if alignment == 32 else 1 + 100 / (t.runs * 8 * t.width_subs * t.element)
 
 
-def _epilogue_clocks(t: Tiling, p: Problem) -> float:
+def _epilogue_clocks(t: Tiling, alignment: int) -> float:
     """Clocks that the instructions of a tile's epilogue take: both consumers' warps, two on each scheduler."""
     outputs = t.runs * 8 * t.width_subs
     if t.channels_last:
         return 2.0 * (t.nb * 8 / t.runs * t.width_subs) * (t.runs * 6 + t.runs * 8 * 16 / t.vec / 32 * 14 + 60)
-    row = p.out_size[-1] * t.element
     if t.width_subs < t.out_steps[2]:
         stores = -(-outputs // 32) * 8 * 8.0
-    elif row % (8 if t.element == 4 else 4) == 0:
-        unit = 16 if row % 16 == 0 else 8 if t.element == 4 else 4
+    elif alignment >= 2 * t.element:
+        unit = 16 if alignment >= 16 else 8 if t.element == 4 else 4
         stores = -(-8 * outputs * t.element // unit // 32) * 10.0
     else:
         stores = (outputs + 38) // (128 // t.element) * 8 * (11.0 if t.element == 4 else 18.0)
@@ -401,8 +405,8 @@ def _choose(p: Problem, gpu: Gpu) -> Choice | str:
         return refused
     best: tuple[float, str, Tiling] | None = None
     aligned = p.size[-1] * p.dtype.itemsize % 16 == 0
-    for t in _tilings(_any_size(p), gpu, aligned):
-        seconds, bound = estimate(t, p, gpu)
+    for t, clocks in _tilings(_any_size(p), gpu, aligned, _alignment(p)):
+        seconds, bound = _whole(t, clocks, p, gpu)
         if best is None or seconds < best[0]:
             best = seconds, bound, t
     if best is None:
@@ -417,6 +421,11 @@ def _any_size(p: Problem) -> Problem:
 
 
 @lru_cache(maxsize=256)
-def _tilings(layer: Problem, gpu: Gpu, aligned: bool) -> tuple[Tiling, ...]:
-    """A layer's tilings. Finding them takes up to a second, estimating them for a size some tens of milliseconds."""
+def _tilings(layer: Problem, gpu: Gpu, aligned: bool, alignment: int) -> tuple[tuple[Tiling, tuple[float, str]], ...]:
+    """A layer's tilings with the clocks of their tiles: up to a second once, then a few milliseconds for each size."""
+    return tuple((t, _tile_clocks(t, alignment)) for t in _layer_tilings(layer, gpu, aligned))
+
+
+@lru_cache(maxsize=256)
+def _layer_tilings(layer: Problem, gpu: Gpu, aligned: bool) -> tuple[Tiling, ...]:
     return tuple(candidates(layer, gpu, aligned=aligned))

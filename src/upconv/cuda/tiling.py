@@ -443,7 +443,7 @@ class Tiling:
         alignment = self.vec
         grouped = p.groups > 1
         value = {"fp16": "half_value", "bf16": "bfloat_value"}.get(p.precision, "(float)")
-        # Producers that copy rows, or make two parts of each value, need most; those that keep few pixels in mind least.
+        # Producers that copy rows, or make two parts of each value, need most; those that know few pixels, least.
         producer_registers = 72
         if self.channels_last or (self.tensor_map and self.parts == 1):
             producer_registers = 48 if self.channels_last or self.pixels <= 4 * 192 else 56

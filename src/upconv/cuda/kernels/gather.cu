@@ -813,7 +813,7 @@ __device__ __forceinline__ void store_rows(char* to, long long plane, int rows, 
 // RUN pixels of 16 channels from the buffer to memory; pixels lie OUT_STEP_W apart.
 __device__ __forceinline__ void store_pixels(char* to, int couts, int left, u32 buffer, int lane) {
 #pragma unroll
-  for (int i = 0; i < RUN * 16 / VEC / 32 || i == 0; i++) {
+  for (int i = 0; i < (RUN * 16 / VEC + 31) / 32; i++) {
     int unit = lane + 32 * i, c = unit % (16 / VEC) * VEC, p = unit / (16 / VEC);
     if (p >= RUN || p * OUT_STEP_W >= left || c >= couts) continue;
     char* at = to + ((long long)p * OUT_STEP_W * COUT + c) * ELEMENT;
