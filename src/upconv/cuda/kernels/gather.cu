@@ -893,7 +893,7 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const ELEMENT
           }
         }
         __syncwarp();
-        store_rows(to + h * 8 * plane, plane, slab.couts - 8 * h, left, buffer, lane);
+        store_rows(to + h * 8 * plane, plane, slab.couts < 8 * h + 8 ? slab.couts - 8 * h : 8, left, buffer, lane);
         __syncwarp();
       }
 #else
