@@ -222,7 +222,7 @@ def watch(command: list[str], stall: float, end: float) -> tuple[int | None, str
 
 
 def stamp(folder: Path) -> int:
-    """Names the commit in reports that a copy without history measured; their digest of the sources must be this one's."""
+    """Names the commit in reports that a copy without history measured, if they have this digest of the sources."""
     commit = env.commit()
     if commit is None or commit.endswith("-dirty"):
         print(f"the checkout must be a commit without changes to the sources, got {commit}")

@@ -23,6 +23,7 @@ FRAGMENT = 2048  # bytes of weights that a warpgroup takes at a step: 64 rows x 
 _MOST_ACCUMULATORS = 5  # 64 x 64 each, 32 registers of a consumer's thread
 _MAX_PIXELS = 12 * 192  # a producer thread keeps track of 12
 _STEPS_UNROLLED = 12  # code and compile time grow with it
+_STEPS_PROMOTED = 8  # after which IEEE sums leave the tensor cores; half of them carry two products, the others one
 _MAX_OFFSET = 2000  # rows' offsets are packed in 12 bits, signed
 
 
@@ -224,13 +225,16 @@ class Tiling:
     def straight(self) -> bool:
         """Whether a chunk's steps are one stretch of code for every variant."""
         steps = [n * self.k_steps * self.parts for n in self.variant_entries]
-        return self.wgmma and max(steps) <= 24 and sum(steps) <= 48
+        return self.wgmma and self.parts == 1 and max(steps) <= 24 and sum(steps) <= 48
 
     @property
     def taps_unrolled(self) -> int:
         """Taps whose steps are one stretch of code, between whose ends the tensor cores do not drain."""
         counts = {len(b) for blocks in self.entries for b in blocks if b}
-        most = max(1, (_STEPS_UNROLLED if self.wgmma else 2) // (self.k_steps * self.parts))
+        steps = _STEPS_UNROLLED if self.wgmma else 2
+        if self.parts == 2:
+            steps = _STEPS_PROMOTED
+        most = max(1, steps // (self.k_steps * self.parts))
         return max(range(1, most + 1), key=lambda n: (all(c % n == 0 for c in counts), n if n <= max(counts) else -n))
 
     def fragments(self, variant: int) -> int:

@@ -610,6 +610,9 @@ __device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[4], Fragment
 }
 
 #define STEPS_PER_TAP (K_STEPS * PARTS)
+#if STRAIGHT
+#define SUM_ARGUMENT
+#endif
 #if STRAIGHT  // few steps: all blocks of a chunk are one stretch, for each variant its own
 __device__ constexpr int entry_at(int i) {
   constexpr int entry[] = ENTRIES;
@@ -653,16 +656,45 @@ __device__ __forceinline__ void multiply_some(float (&acc)[NB][32], Fragments& w
     step(acc, a[i % FRAGMENT_SETS], weights, tile, subtile_row, TAP_ROW[entry + i / STEPS_PER_TAP], i / PARTS % K_STEPS, i % PARTS, i + 1 == COUNT * STEPS_PER_TAP, lane);
 }
 
+#if PROMOTE
+// Tensor cores truncate as they add, an error that grows with the length of a sum (NOTES: kb57's IEEE error was 3.8 times
+// PyTorch's with sums of 54 products of 8 channels). So sums are kept short, and added with rounding.
+__device__ __forceinline__ void promote(float (&acc)[NB][32], float (&sum)[NB][32]) {
+#pragma unroll
+  for (int nb = 0; nb < NB; nb++)
+#pragma unroll
+    for (int i = 0; i < 32; i++) {
+      sum[nb][i] += acc[nb][i];
+      acc[nb][i] = 0.f;
+    }
+}
+#define SUM_PARAMETER float (&sum)[MB][NB][32],
+#define SUM_ARGUMENT sum,
+#else
+#define SUM_PARAMETER
+#define SUM_ARGUMENT
+#endif
+
 template <int FIRST>
-__device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB][32], Fragments& weights, u32 tile, const int (&subtile_row)[NB], int lane) {
+__device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB][32], SUM_PARAMETER Fragments& weights, u32 tile, const int (&subtile_row)[NB], int lane) {
 #pragma unroll
   for (int b = 0; b < MB; b++) {
     int e = ENTRY[variant * (MB + 1) + b], last = ENTRY[variant * (MB + 1) + b + 1];
 #pragma unroll 1
-    for (; e + TAPS_UNROLLED <= last; e += TAPS_UNROLLED) multiply_some<TAPS_UNROLLED>(acc[b], weights, tile, subtile_row, e, lane);
+    for (; e + TAPS_UNROLLED <= last; e += TAPS_UNROLLED) {
+      multiply_some<TAPS_UNROLLED>(acc[b], weights, tile, subtile_row, e, lane);
+#if PROMOTE
+      promote(acc[b], sum[b]);
+#endif
+    }
 #if TAPS_LEFT                                           // some block has a number of taps that is no multiple
 #pragma unroll 1
-    for (; e < last; e++) multiply_some<1>(acc[b], weights, tile, subtile_row, e, lane);
+    for (; e < last; e++) {
+      multiply_some<1>(acc[b], weights, tile, subtile_row, e, lane);
+#if PROMOTE
+      promote(acc[b], sum[b]);
+#endif
+    }
 #endif
   }
 }
@@ -961,20 +993,9 @@ __device__ __forceinline__ void consume(const char* packed, const ELEMENT_TYPE* 
     for (int chunk = 0; chunk < chunks; chunk++, cursor.next(STAGES_P)) {
       barrier_wait(full + cursor.stage * 8, cursor.parity);
       u32 tile = tiles + cursor.stage * STAGE_BYTES;
-      multiply_chunk<0>(variant, acc, weights, tile, subtile_row, lane);
+      multiply_chunk<0>(variant, acc, SUM_ARGUMENT weights, tile, subtile_row, lane);
       __syncwarp();
       if (lane == 0) barrier_arrive(empty + cursor.stage * 8);
-#if PROMOTE  // tensor cores truncate as they add; a chunk's sum is short, and the chunks are added with rounding
-#pragma unroll
-      for (int b = 0; b < MB; b++)
-#pragma unroll
-        for (int nb = 0; nb < NB; nb++)
-#pragma unroll
-          for (int i = 0; i < 32; i++) {
-            sum[b][nb][i] += acc[b][nb][i];
-            acc[b][nb][i] = 0.f;
-          }
-#endif
     }
     if (SPLIT == 2) named_arrive(2 + (wg ^ 1), CONSUMER_THREADS);
 #if PROMOTE
