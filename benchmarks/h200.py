@@ -228,10 +228,10 @@ def stamp(folder: Path) -> int:
         print(f"the checkout must be a commit without changes to the sources, got {commit}")
         return 1
     for path in sorted(folder.glob("h200-*.json")):
-        found = latency.load(path)
+        found = json.loads(path.read_text(encoding="utf-8"))
         if found["versions"].get("sources") == sources():
-            text = json.dumps({**found, "commit": commit}, indent=2) + "\n"
-            report.publish(path, lambda to, text=text: to.write_text(text))  # type: ignore[misc]
+            text = json.dumps({**found, "commit": commit}, indent=1) + "\n"
+            report.publish(path, lambda to, text=text: to.write_text(text, encoding="utf-8"))  # type: ignore[misc]
             print(f"{path.name} {commit}")
     return 0
 
