@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import upconv
 from conftest import OURS, PLANS, THEIRS, Call, assert_close, assert_equal, forced_plans, make_call
-from upconv import cpu, ops
+from upconv import cpu, ops, planner
 
 RANKS = pytest.mark.parametrize("rank", (1, 2, 3), ids="{}d".format)
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -236,6 +236,8 @@ def test_memory_formats(
     shape: tuple[int, ...], weight: tuple[int, ...], dtype: torch.dtype, plan: tuple[str, str]
 ) -> None:
     """Output and gradients have PyTorch's strides for each mix of formats of input, weight and gradient."""
+    if plan[1] == "wide" and dtype in cpu.HALF and dtype not in planner.cpu_device().onednn:
+        pytest.skip("the planner never takes this plan where PyTorch has no oneDNN convolution of the dtype")
     last, usual = FORMATS[len(shape)], torch.contiguous_format
     for stride in (1, 2):
         call = make_call(shape, weight, dtype=dtype, stride=stride)
