@@ -357,8 +357,8 @@ def kernel_case(index: int) -> tuple[Tiling, Gpu]:
     return tiling.checked(gpu.shared_bytes), gpu
 
 
-# Where threads copy NCHW rows, producers have 72 registers and consumers 184: with 128 of these for accumulators, and output
-# channels that are no multiple of 16, the epilogue spills 160 to 270 bytes.
+# Where threads copy NCHW rows, producers have 72 registers and consumers 184: with 128 of these for accumulators, and
+# output channels that are no multiple of 16, the epilogue spills 160 to 270 bytes.
 RAGGED_CHANNELS = (pytest.mark.xfail(strict=True, reason="the epilogue of ragged channels spills at 184 registers"),)
 
 
