@@ -1,0 +1,447 @@
+// Grad-weight on tensor cores: dW[ci, co, tap] = sum over images and positions q of x[ci, q] * g[co, q * STEP + tap * DIL - PAD].
+//
+// A GEMM whose K is the pixels: M = BLOCK_M input channels, N = BLOCK_N output channels, one accumulator for each tap of a set
+// (TAPS_D x TAPS_H x TAPS_W neighbouring taps). A block takes a tile of channels, a set of taps and a range of pixel tiles
+// (TILE_N x TILE_D x TILE_H x TILE_W positions q, a "chunk"): x's tile and g's with the halo of the set are copied to shared
+// memory once and serve all taps of the set. mma.sync takes both operands from registers, so that a tap may begin at any
+// column: fragments of x are read once a step and meet those of every tap.
+//
+// Shared memory: NCHW [row][channel][column], CHANNELS_LAST [row][column][channel]; pitches keep the eight rows of a fragment in
+// different banks. Copies of 16 bytes (cp.async), two stages. NCHW rows of any alignment: the 16-byte units of memory that
+// hold them are copied, and a row then begins (address % 16) bytes into its place.
+//
+// K is split over SPLITS ranges of chunks and WARPS_K warps; each writes its own partial sums, `reduce` adds them in the order of
+// their index: the same bits in every run, without atomics.
+#include "ptx.cuh"
+
+#define VEC (16 / ELEMENT)
+#define WARPS 8
+#define THREADS (WARPS * 32)
+#define WARPS_M (BLOCK_M / WARP_M)
+#define WARPS_N (BLOCK_N / WARP_N)
+#define WARPS_K (WARPS / (WARPS_M * WARPS_N))
+#define M_FRAGMENTS (WARP_M / 16)
+#define N_FRAGMENTS (WARP_N / 8)
+#define SET_TAPS (TAPS_D * TAPS_H * TAPS_W)
+#define SETS (SETS_D * SETS_H * SETS_W)
+#define M_TILES ((CIN_G + BLOCK_M - 1) / BLOCK_M)
+#define N_TILES ((COUT_G + BLOCK_N - 1) / BLOCK_N)
+#define TAPS (KERNEL_D * KERNEL_H * KERNEL_W)
+#define CIN (GROUPS * CIN_G)
+#define COUT (GROUPS * COUT_G)
+
+// Rows of g's tile: every row between the first and the last (dense), or TAPS rows for each q when that is fewer.
+#define SPAN(tile, step, taps, dil) (((tile) - 1) * (step) + ((taps) - 1) * (dil) + 1)
+#define DENSE_D (SPAN(TILE_D, STEP_D, TAPS_D, DIL_D) <= TILE_D * TAPS_D)
+#define DENSE_H (SPAN(TILE_H, STEP_H, TAPS_H, DIL_H) <= TILE_H * TAPS_H)
+#define G_ROWS_D (DENSE_D ? SPAN(TILE_D, STEP_D, TAPS_D, DIL_D) : TILE_D * TAPS_D)
+#define G_ROWS_H (DENSE_H ? SPAN(TILE_H, STEP_H, TAPS_H, DIL_H) : TILE_H * TAPS_H)
+#define G_COLUMNS SPAN(TILE_W, STEP_W, TAPS_W, DIL_W)
+#define X_ROWS (TILE_N * TILE_D * TILE_H)
+#define G_ROWS (TILE_N * G_ROWS_D * G_ROWS_H)
+#define ODD(n) ((n) | 1)
+#if CHANNELS_LAST
+// A pitch of 8 words modulo 32 (float32), or of an odd number of units (for ldmatrix).
+#define X_PITCH (ELEMENT == 4 ? (BLOCK_M + 23) / 32 * 32 + 8 : BLOCK_M + 8)
+#define G_PITCH (ELEMENT == 4 ? (BLOCK_N + 23) / 32 * 32 + 8 : BLOCK_N + 8)
+#define X_BYTES (X_ROWS * TILE_W * X_PITCH * ELEMENT)
+#define G_BYTES (G_ROWS * G_COLUMNS * G_PITCH * ELEMENT)
+#else
+#define X_UNITS ((TILE_W + (ALIGNED_X ? 0 : VEC - 1) + VEC - 1) / VEC)
+#define G_UNITS ((G_COLUMNS + VEC - 1 + VEC - 1) / VEC)
+#define X_PITCH (ODD(X_UNITS) * VEC)
+#define G_PITCH (ODD(G_UNITS) * VEC)
+#define X_BYTES (X_ROWS * BLOCK_M * X_PITCH * ELEMENT)
+#define G_BYTES (G_ROWS * BLOCK_N * G_PITCH * ELEMENT)
+#endif
+#define STAGE_BYTES (X_BYTES + G_BYTES)
+#define STAGES 2
+#define SHARED_BYTES (STAGES * STAGE_BYTES)
+#if SHARED_BYTES_PLANNED != SHARED_BYTES
+#error "the planner's shared memory is not the kernel's"
+#endif
+
+#define W_STRIPS (TILE_W / 8)              // a strip is 8 columns of a row
+#define STRIPS (X_ROWS * W_STRIPS)
+#define STEPS (ELEMENT == 4 ? STRIPS : STRIPS / 2)  // a matrix instruction takes one strip of float32, two of 16-bit types
+#define PARTS (PRECISION == 1 ? 2 : 1)
+
+struct Sizes {
+  int batch, in_d, in_h, in_w, out_d, out_h, out_w;
+  int tiles_d, tiles_h, tiles_w;           // chunks per axis
+  int chunks, per_split;                   // all of them; of one split
+};
+
+struct Chunk { int n, d, h, w; };          // first q
+
+__device__ __forceinline__ Chunk chunk_at(int i, const Sizes& s) {
+  Chunk c;
+  c.w = i % s.tiles_w * TILE_W;  i /= s.tiles_w;
+  c.h = i % s.tiles_h * TILE_H;  i /= s.tiles_h;
+  c.d = i % s.tiles_d * TILE_D;
+  c.n = i / s.tiles_d * TILE_N;
+  return c;
+}
+
+struct Work {                              // of a block
+  int group, m, n;                         // first channels within the group
+  int tap_d, tap_h, tap_w;                 // first tap of the set
+};
+
+// One operand's tile: where it lies in its tensor. (n, d, h) of row `r` of the tile by its kind.
+struct Rows { int n, d, h; };
+__device__ __forceinline__ Rows x_row(int r) { return {r / (TILE_D * TILE_H), r / TILE_H % TILE_D, r % TILE_H}; }
+__device__ __forceinline__ Rows g_row(int r) {
+  int h = r % G_ROWS_H, d = r / G_ROWS_H % G_ROWS_D;
+  return {r / (G_ROWS_H * G_ROWS_D), DENSE_D ? d : d / TAPS_D * STEP_D + d % TAPS_D * DIL_D, DENSE_H ? h : h / TAPS_H * STEP_H + h % TAPS_H * DIL_H};
+}
+
+// =====================================================================================================================
+// Copies
+// =====================================================================================================================
+
+#if ELEMENT == 4
+typedef u32 bits;
+#else
+typedef u16 bits;
+#endif
+
+// A 16-byte unit some of whose elements are wanted: `first <= e < last` from memory, zeros else. Rare: borders.
+__device__ __forceinline__ void copy_part(unsigned char* to, const char* from, int first, int last) {
+#pragma unroll 1
+  for (int e = 0; e < VEC; e++) ((bits*)to)[e] = e >= first && e < last ? ((const bits*)from)[e] : (bits)0;
+}
+
+template <int ROWS, int BLOCK, int COLUMNS_OR_UNITS, int PITCH, int CHANNELS, int CHANNELS_G, bool IS_X>
+__device__ __forceinline__ void copy_tile(const char* __restrict__ tensor, int batch, int depth, int height, int width, int n0, int d0, int h0, int w0, int channel, int left, unsigned char* to, int thread) {
+  u32 to_address = shared_address(to);
+#if CHANNELS_LAST
+  constexpr int COLUMNS = COLUMNS_OR_UNITS, UNITS = BLOCK / VEC;
+  constexpr bool WHOLE = CHANNELS % VEC == 0 && CHANNELS_G % VEC == 0;
+#pragma unroll 4
+  for (int i = thread; i < ROWS * COLUMNS * UNITS; i += THREADS) {
+    int unit = i % UNITS, column = i / UNITS % COLUMNS, row = i / (UNITS * COLUMNS);
+    Rows at = IS_X ? x_row(row) : g_row(row);
+    int n = n0 + at.n, d = d0 + at.d, h = h0 + at.h, w = w0 + column;
+    bool in = n < batch && (u32)d < (u32)depth && (u32)h < (u32)height && (u32)w < (u32)width;
+    int offset = ((row * COLUMNS + column) * PITCH + unit * VEC) * ELEMENT, have = in ? left - unit * VEC : 0;
+    const char* from = tensor + ((((long long)n * depth + d) * height + h) * width + w) * (CHANNELS * ELEMENT) + (channel + unit * VEC) * ELEMENT;
+    if (WHOLE || have <= 0) copy16(to_address + offset, have > 0 ? from : tensor, have > 0 ? 16 : 0);
+    else copy_part(to + offset, from, 0, have);
+  }
+#else
+  constexpr int UNITS = COLUMNS_OR_UNITS;
+  long long plane = (long long)depth * height * width;
+#pragma unroll 4
+  for (int i = thread; i < ROWS * BLOCK * UNITS; i += THREADS) {
+    int unit = i % UNITS, c = i / UNITS % BLOCK, row = i / (UNITS * BLOCK);
+    Rows at = IS_X ? x_row(row) : g_row(row);
+    int n = n0 + at.n, d = d0 + at.d, h = h0 + at.h;
+    bool in = n < batch && (u32)d < (u32)depth && (u32)h < (u32)height && c < left;
+    const char* from = tensor + (((long long)n * CHANNELS + channel + c) * plane + ((long long)d * height + h) * width + w0) * ELEMENT;
+    int misaligned = (int)((u64)from & 15), first = w0 + (unit * 16 - misaligned) / ELEMENT;  // column of the first element
+    from += unit * 16 - misaligned;
+    int offset = ((row * BLOCK + c) * PITCH + unit * VEC) * ELEMENT;
+    in = in && first + VEC > 0 && first < width;
+    if (!in || (first >= 0 && first + VEC <= width)) copy16(to_address + offset, in ? from : tensor, in ? 16 : 0);
+    else copy_part(to + offset, from, -first, width - first);
+  }
+#endif
+}
+
+__device__ __forceinline__ void copy_chunk(const char* __restrict__ x, const char* __restrict__ g, const Sizes& s, const Chunk& c, const Work& work, unsigned char* stage, int thread) {
+#if CHANNELS_LAST
+  constexpr int X_EXTENT = TILE_W, G_EXTENT = G_COLUMNS;
+#else
+  constexpr int X_EXTENT = X_UNITS, G_EXTENT = G_UNITS;
+#endif
+  copy_tile<X_ROWS, BLOCK_M, X_EXTENT, X_PITCH, CIN, CIN_G, true>(
+      x, s.batch, s.in_d, s.in_h, s.in_w, c.n, c.d, c.h, c.w, work.group * CIN_G + work.m, CIN_G - work.m, stage, thread);
+  copy_tile<G_ROWS, BLOCK_N, G_EXTENT, G_PITCH, COUT, COUT_G, false>(
+      g, s.batch, s.out_d, s.out_h, s.out_w, c.n, c.d * STEP_D + work.tap_d * DIL_D - PAD_D, c.h * STEP_H + work.tap_h * DIL_H - PAD_H,
+      c.w * STEP_W + work.tap_w * DIL_W - PAD_W, work.group * COUT_G + work.n, COUT_G - work.n, stage + X_BYTES, thread);
+}
+
+// =====================================================================================================================
+// Multiplications
+// =====================================================================================================================
+
+#if PRECISION == 0 || PRECISION == 1
+#define MMA_TYPES "m16n8k8.row.col.f32.tf32.tf32.f32"
+#elif PRECISION == 2
+#define MMA_TYPES "m16n8k16.row.col.f32.f16.f16.f32"
+#else
+#define MMA_TYPES "m16n8k16.row.col.f32.bf16.bf16.f32"
+#endif
+
+__device__ __forceinline__ void multiply(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+  asm volatile("mma.sync.aligned." MMA_TYPES " {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};\n"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+__device__ __forceinline__ u32 rounded(u32 v) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  return to_tf32(__uint_as_float(v));
+#else  // one instruction, where nearest-even takes six
+  u32 r;
+  asm("cvt.rna.tf32.f32 %0, %1;\n" : "=r"(r) : "f"(__uint_as_float(v)));
+  return r;
+#endif
+}
+
+struct Lane {
+  int g, q;                                // row of a fragment, place in it
+  int x_phase, g_phase;                    // NCHW: elements by which row g of a tile is misaligned, before the row's own share
+  int x_plane, g_plane;                    // of a row: sizes modulo VEC
+};
+
+#if !CHANNELS_LAST
+#if ELEMENT == 4
+__device__ __forceinline__ u32 element_pair(const u32* words, int e, int) { return words[e]; }
+#else
+// Elements e and e + step of 16 bits, as the two halves of a word.
+__device__ __forceinline__ u32 element_pair(const u32* words, int e, int step) {
+  int f = e + step;
+  u32 selector = (e & 1 ? 0x32u : 0x10u) | (f & 1 ? 0x7600u : 0x5400u);
+  return __byte_perm(words[e >> 1], words[f >> 1], selector);
+}
+#endif
+#endif
+
+// One chunk of a stage: all its steps that are this warp's.
+__device__ __forceinline__ void multiply_chunk(float (&acc)[SET_TAPS][M_FRAGMENTS][N_FRAGMENTS][4], const unsigned char* stage, const Sizes& s, u32 x_phase, u32 g_phase, int warp_m, int warp_n, int warp_k, int lane) {
+  const int g = lane >> 2, q = lane & 3;
+  const u32* xs = (const u32*)stage;
+  const u32* gs = (const u32*)(stage + X_BYTES);
+#pragma unroll 1
+  for (int step = warp_k; step < STEPS; step += WARPS_K) {
+    int x_at[2], g_row_n[2], row_d[2], row_h[2], column[2];  // of the two halves of K
+#pragma unroll
+    for (int k = 0; k < 2; k++) {
+      int strip = ELEMENT == 4 ? step : 2 * step + k, row = strip / W_STRIPS;
+      Rows at = x_row(row);
+      g_row_n[k] = at.n * G_ROWS_D;
+      row_d[k] = at.d * (DENSE_D ? STEP_D : TAPS_D);
+      row_h[k] = at.h * (DENSE_H ? STEP_H : TAPS_H);
+      column[k] = strip % W_STRIPS * 8 + (ELEMENT == 4 ? 4 * k : 0);
+#if CHANNELS_LAST
+      x_at[k] = row * TILE_W + column[k];
+#else
+      int phase = ALIGNED_X ? 0 : (x_phase + ((u32)(at.n * CIN) * s.in_d + at.d) * s.in_h * s.in_w + at.h * s.in_w) & (VEC - 1);
+      x_at[k] = row * BLOCK_M * X_PITCH + column[k] + phase;
+#endif
+    }
+    u32 a[M_FRAGMENTS][PARTS][4];
+#if CHANNELS_LAST && ELEMENT == 2
+    {
+      int at = (lane >> 4 ? x_at[1] : x_at[0]) + (lane & 7);
+      u32 address = shared_address(stage) + (at * X_PITCH + warp_m + (lane >> 3 & 1) * 8) * 2;
+#pragma unroll
+      for (int i = 0; i < M_FRAGMENTS; i++)
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];\n"
+            : "=r"(a[i][0][0]), "=r"(a[i][0][1]), "=r"(a[i][0][2]), "=r"(a[i][0][3]) : "r"(address + i * 32) : "memory");
+    }
+#else
+#pragma unroll
+    for (int i = 0; i < M_FRAGMENTS; i++)
+#pragma unroll
+      for (int r = 0; r < 4; r++) {
+        int m = warp_m + i * 16 + (r & 1) * 8 + g, k = r >> 1;
+#if CHANNELS_LAST
+        u32 v = xs[(x_at[k] + q) * X_PITCH + m];
+#else
+        u32 v = element_pair(xs, x_at[k] + m * X_PITCH + (ELEMENT == 4 ? q : 2 * q), 1);
+#endif
+        if (ELEMENT == 4) {
+          a[i][0][r] = rounded(v);
+          if (PARTS == 2) a[i][PARTS - 1][r] = low_part(__uint_as_float(v), a[i][0][r]);
+        } else {
+          a[i][0][r] = v;
+        }
+      }
+#endif
+#pragma unroll
+    for (int td = 0; td < TAPS_D; td++)
+#pragma unroll
+      for (int th = 0; th < TAPS_H; th++) {
+        int base[2];
+#pragma unroll
+        for (int k = 0; k < 2; k++) {
+          int d = row_d[k] + (DENSE_D ? td * DIL_D : td), h = row_h[k] + (DENSE_H ? th * DIL_H : th);
+          int row = (g_row_n[k] + d) * G_ROWS_H + h;
+#if CHANNELS_LAST
+          base[k] = row * G_COLUMNS + column[k] * STEP_W;
+#else
+          int image = g_row_n[k] / G_ROWS_D, at_d = DENSE_D ? d : row_d[k] / TAPS_D * STEP_D + td * DIL_D, at_h = DENSE_H ? h : row_h[k] / TAPS_H * STEP_H + th * DIL_H;
+          int phase = (g_phase + ((u32)(image * COUT) * s.out_d + at_d) * s.out_h * s.out_w + (u32)at_h * s.out_w) & (VEC - 1);
+          base[k] = row * BLOCK_N * G_PITCH + column[k] * STEP_W + phase;
+#endif
+        }
+#pragma unroll
+        for (int tw = 0; tw < TAPS_W; tw++) {
+          const int tap = (td * TAPS_H + th) * TAPS_W + tw;
+          u32 b[N_FRAGMENTS][PARTS][2];
+#if CHANNELS_LAST && ELEMENT == 2
+          int at = (lane >> 3 & 1 ? base[1] : base[0]) + (lane & 7) * STEP_W + tw * DIL_W;
+          u32 address = shared_address(stage) + X_BYTES + (at * G_PITCH + warp_n + (lane >> 4) * 8) * 2;
+#pragma unroll
+          for (int j = 0; j + 1 < N_FRAGMENTS; j += 2)
+            asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];\n"
+                : "=r"(b[j][0][0]), "=r"(b[j][0][1]), "=r"(b[j + 1 < N_FRAGMENTS ? j + 1 : j][0][0]), "=r"(b[j + 1 < N_FRAGMENTS ? j + 1 : j][0][1]) : "r"(address + j * 16) : "memory");
+          if (N_FRAGMENTS % 2) {
+            u32 last = address - (lane >> 4) * 16 + (N_FRAGMENTS - 1) * 16;
+            asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0,%1}, [%2];\n"
+                : "=r"(b[N_FRAGMENTS - 1][0][0]), "=r"(b[N_FRAGMENTS - 1][0][1]) : "r"(last) : "memory");
+          }
+#else
+#pragma unroll
+          for (int j = 0; j < N_FRAGMENTS; j++)
+#pragma unroll
+            for (int k = 0; k < 2; k++) {
+              int n = warp_n + j * 8 + g;
+#if CHANNELS_LAST
+              u32 v = gs[(base[k] + q * STEP_W + tw * DIL_W) * G_PITCH + n];
+#else
+              u32 v = element_pair(gs, base[k] + n * G_PITCH + (ELEMENT == 4 ? q : 2 * q) * STEP_W + tw * DIL_W, STEP_W);
+#endif
+              if (ELEMENT == 4) {
+                b[j][0][k] = rounded(v);
+                if (PARTS == 2) b[j][PARTS - 1][k] = low_part(__uint_as_float(v), b[j][0][k]);
+              } else {
+                b[j][0][k] = v;
+              }
+            }
+#endif
+#pragma unroll
+          for (int j = 0; j < N_FRAGMENTS; j++)
+#pragma unroll
+            for (int i = 0; i < M_FRAGMENTS; i++) {
+              if (PARTS == 2) {  // the small products first
+                multiply(acc[tap][i][j], a[i][PARTS - 1], b[j][0]);
+                multiply(acc[tap][i][j], a[i][0], b[j][PARTS - 1]);
+              }
+              multiply(acc[tap][i][j], a[i][0], b[j][0]);
+            }
+        }
+      }
+  }
+}
+
+// partial: [SPLITS * WARPS_K][TAPS][CIN][COUT_G] float32.
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+wgrad(const char* __restrict__ x, const char* __restrict__ g, float* __restrict__ partial, int batch, int in_d, int in_h, int in_w,
+      int out_d, int out_h, int out_w, int tiles_d, int tiles_h, int tiles_w, int chunks, int per_split) {
+  extern __shared__ __align__(1024) unsigned char memory[];
+  const Sizes s = {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, chunks, per_split};
+  int index = blockIdx.x;
+  Work work;                               // blocks of the same pixels are neighbours, for L2's sake
+  int set = index % SETS;  index /= SETS;
+  work.n = index % N_TILES * BLOCK_N;  index /= N_TILES;
+  work.m = index % M_TILES * BLOCK_M;  index /= M_TILES;
+  work.group = index % GROUPS;
+  int split = index / GROUPS;
+  work.tap_w = set % SETS_W * TAPS_W;
+  work.tap_h = set / SETS_W % SETS_H * TAPS_H;
+  work.tap_d = set / (SETS_W * SETS_H) * TAPS_D;
+  int thread = threadIdx.x, warp = __shfl_sync(0xffffffffu, thread >> 5, 0), lane = thread & 31;
+  int warp_k = warp % WARPS_K, warp_n = warp / WARPS_K % WARPS_N * WARP_N, warp_m = warp / (WARPS_K * WARPS_N) * WARP_M;
+  int begin = split * per_split, end = begin + per_split < chunks ? begin + per_split : chunks;
+
+  float acc[SET_TAPS][M_FRAGMENTS][N_FRAGMENTS][4] = {};
+#if PROMOTE
+  float sum[SET_TAPS][M_FRAGMENTS][N_FRAGMENTS][4] = {};
+#endif
+  if (begin < end) copy_chunk(x, g, s, chunk_at(begin, s), work, memory, thread);
+  copy_commit();
+#pragma unroll 1
+  for (int i = begin; i < end; i++) {
+    unsigned char* stage = memory + ((i - begin) & 1) * STAGE_BYTES;
+    if (i + 1 < end) copy_chunk(x, g, s, chunk_at(i + 1, s), work, memory + ((i + 1 - begin) & 1) * STAGE_BYTES, thread);
+    copy_commit();
+    copy_wait<1>();
+    __syncthreads();
+    u32 x_phase = 0, g_phase = 0;
+#if !CHANNELS_LAST
+    // Rows 8 channels apart have the same alignment, so that a lane has one for each row of a tile.
+    Chunk c = chunk_at(i, s);
+    int d = c.d * STEP_D + work.tap_d * DIL_D - PAD_D, h = c.h * STEP_H + work.tap_h * DIL_H - PAD_H, w = c.w * STEP_W + work.tap_w * DIL_W - PAD_W;
+    int channel_x = work.group * CIN_G + work.m + (lane >> 2), channel_g = work.group * COUT_G + work.n + (lane >> 2);
+    x_phase = (u32)((u64)x / ELEMENT) + (((u32)c.n * CIN + channel_x) * in_d + c.d) * in_h * in_w + (u32)c.h * in_w + c.w;
+    g_phase = (u32)((u64)g / ELEMENT) + (((u32)c.n * COUT + channel_g) * out_d + d) * out_h * out_w + (u32)h * out_w + w;
+#endif
+    multiply_chunk(acc, stage, s, x_phase, g_phase, warp_m, warp_n, warp_k, lane);
+#if PROMOTE                                // tensor cores truncate their sums; these are rounded
+#pragma unroll
+    for (int e = 0; e < SET_TAPS * M_FRAGMENTS * N_FRAGMENTS * 4; e++) {
+      (&sum[0][0][0][0])[e] += (&acc[0][0][0][0])[e];
+      (&acc[0][0][0][0])[e] = 0.f;
+    }
+#endif
+    __syncthreads();
+  }
+
+  const int row = lane >> 2, q = lane & 3;
+  long long slice = ((long long)split * WARPS_K + warp_k) * (TAPS * CIN * (long long)COUT_G);
+#pragma unroll
+  for (int tap = 0; tap < SET_TAPS; tap++) {
+    int kd = work.tap_d + tap / (TAPS_H * TAPS_W), kh = work.tap_h + tap / TAPS_W % TAPS_H, kw = work.tap_w + tap % TAPS_W;
+    if (kd >= KERNEL_D || kh >= KERNEL_H || kw >= KERNEL_W) continue;
+    float* to = partial + slice + ((long long)((kd * KERNEL_H + kh) * KERNEL_W + kw) * CIN + work.group * CIN_G) * COUT_G;
+#pragma unroll
+    for (int i = 0; i < M_FRAGMENTS; i++)
+#pragma unroll
+      for (int j = 0; j < N_FRAGMENTS; j++)
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+          int m = work.m + warp_m + i * 16 + row + 8 * h, n = work.n + warp_n + j * 8 + 2 * q;
+#if PROMOTE
+          float v0 = sum[tap][i][j][2 * h], v1 = sum[tap][i][j][2 * h + 1];
+#else
+          float v0 = acc[tap][i][j][2 * h], v1 = acc[tap][i][j][2 * h + 1];
+#endif
+          if (m >= CIN_G) continue;
+          float* at = to + (long long)m * COUT_G + n;
+          if (COUT_G % 2 == 0) {
+            if (n < COUT_G) *(float2*)at = make_float2(v0, v1);
+          } else {
+            if (n < COUT_G) at[0] = v0;
+            if (n + 1 < COUT_G) at[1] = v1;
+          }
+        }
+  }
+}
+
+// =====================================================================================================================
+// The second step: slices are added in the order of their index, eight runs of them side by side.
+// =====================================================================================================================
+
+#define RUNS 8
+
+extern "C" __global__ void __launch_bounds__(32 * RUNS)
+reduce(const float* __restrict__ partial, bits* __restrict__ out, int slices, long long stride_ci, long long stride_co, long long stride_tap) {
+  __shared__ float runs[RUNS][32];
+  const long long total = (long long)TAPS * CIN * COUT_G;
+  int lane = threadIdx.x & 31, run = threadIdx.x >> 5;
+  long long e = (long long)blockIdx.x * 32 + lane;
+  int each = (slices + RUNS - 1) / RUNS, begin = run * each, end = begin + each < slices ? begin + each : slices;
+  float sum = 0.f;
+  if (e < total) {
+#pragma unroll 8
+    for (int i = begin; i < end; i++) sum += partial[i * total + e];
+  }
+  runs[run][lane] = sum;
+  __syncthreads();
+  if (run || e >= total) return;
+#pragma unroll
+  for (int i = 1; i < RUNS; i++) sum += runs[i][lane];
+  int co = (int)(e % COUT_G), ci = (int)(e / COUT_G % CIN);
+  long long tap = e / ((long long)COUT_G * CIN);
+#if PRECISION == 0 || PRECISION == 1
+  u32 v = __float_as_uint(sum);
+#elif PRECISION == 2
+  u32 v = half_bits(sum);
+#else
+  u32 v = bfloat_bits(sum);
+#endif
+  out[ci * stride_ci + co * stride_co + tap * stride_tap] = (bits)v;
+}
