@@ -1,16 +1,19 @@
-"""The grad-weight family on tensor cores: tilings, their shared memory, a cost model, and a choice made ready for a device.
+"""The grad-weight family on tensor cores: candidates, cost model, and a choice made ready for a device.
 
-The kernel is ``kernels/wgrad.cu``: a GEMM over the pixels, whose accumulators are a tile of input channels x output
-channels x neighbouring taps. K is split over blocks and warps; partial sums are added in a second step in a fixed order.
+The tilings' arithmetic is in `wgrad_tiling`, the kernels are ``kernels/wgrad_wgmma.cu`` (sm_90a) and
+``kernels/wgrad.cu`` (mma.sync): GEMMs over the pixels, whose accumulators are a tile of input channels x output
+channels x neighbouring taps. K is split over blocks (and warps); partial sums are added in a second step in a fixed
+order.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,212 +22,27 @@ from upconv.cuda import jit
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.gpu import gpu as gpu_of
 from upconv.cuda.launch import Launcher
+from upconv.cuda.wgrad_tiling import WARPS, SyncTiling, Triple, WarpgroupTiling
 from upconv.problem import Problem
 
-Triple = tuple[int, int, int]
-
-_WARPS = 8
-_ACCUMULATORS = 144  # registers of a thread; beside them fragments and addresses
+_ACCUMULATORS = 144  # registers of a thread of the mma.sync kernel; beside them fragments and addresses
 _RUNS = 8  # of the second step, side by side
-_PRECISIONS = {"tf32": 0, "ieee": 1, "fp16": 2, "bf16": 3}
 _MAX_SLICE_BYTES = 96 << 20  # of partial sums
 
 # --- the model's constants -------------------------------------------------------------------------------------------
-_MMA = 1.65  # clocks of a multiprocessor for an mma.sync of 16 x 8 x 32 bytes
+_MMA = 2.3  # clocks of a multiprocessor for an mma.sync of 16 x 8 x 32 bytes
+_WGMMA = 1.15  # of the matrix instructions' own clocks
 _LOAD = 1.15  # clocks of a 128-byte access to shared memory
-_ISSUE = 0.06  # clocks of a multiprocessor for each 16-byte copy: addresses and bounds
-_CHUNK = 900.0  # clocks a chunk costs: barriers, the first fragments
-_STEP = 40.0  # clocks a step costs beside its instructions
+_ISSUE = 0.1  # clocks of a multiprocessor for each 16-byte copy by threads that also multiply: addresses and bounds
+_COPY = 1.0  # clocks for a 16-byte copy by a warpgroup of its own
+_CHUNK = 700.0  # clocks a chunk costs: barriers, the first fragments
+_STEP = 40.0  # clocks a step of mma.sync costs beside its instructions
+_WARPGROUP_STEP = 25.0  # clocks a step of wgmma costs: the fragment is waited for
+_DRAIN = 130.0  # clocks at the end of a stretch of wgmma
 _L2 = 24.0  # bytes a clock and multiprocessor
 _LAUNCH = 7e-6  # seconds, both kernels
 
-
-@dataclass(frozen=True)
-class Tiling:
-    """A block's tile and the kernel's constants; everything but the sizes of input and batch."""
-
-    problem: Problem
-    block: tuple[int, int]
-    """Input channels x output channels of a block."""
-    warp: tuple[int, int]
-    """Of them a warp's; the warps that are left over split K."""
-    taps: Triple
-    """Taps (D, H, W) of a set."""
-    tile: tuple[int, int, int, int]
-    """Positions q of a chunk: images, D, H, W."""
-    aligned: bool = True
-    """NCHW: rows of the input begin at 16 bytes."""
-
-    # --- the layer ---------------------------------------------------------------------------------------------------
-
-    def _full(self, values: tuple[int, ...], fill: int) -> Triple:
-        d, h, w = (fill,) * (3 - len(values)) + values
-        return d, h, w
-
-    @property
-    def kernel(self) -> Triple:
-        return self._full(self.problem.kernel, 1)
-
-    @property
-    def steps(self) -> Triple:
-        return self._full(self.problem.stride, 1)
-
-    @property
-    def dilation(self) -> Triple:
-        return self._full(self.problem.dilation, 1)
-
-    @property
-    def padding(self) -> Triple:
-        return self._full(self.problem.padding, 0)
-
-    @property
-    def element(self) -> int:
-        return self.problem.dtype.itemsize
-
-    @property
-    def vec(self) -> int:
-        return 16 // self.element
-
-    @property
-    def channels_last(self) -> bool:
-        return self.problem.layout == "channels_last"
-
-    @property
-    def channels(self) -> tuple[int, int]:
-        """Input and output channels of a group."""
-        p = self.problem
-        return p.in_channels // p.groups, p.out_channels // p.groups
-
-    # --- M, N and taps -----------------------------------------------------------------------------------------------
-
-    @property
-    def sets(self) -> Triple:
-        d, h, w = (-(-k // t) for k, t in zip(self.kernel, self.taps))
-        return d, h, w
-
-    @property
-    def set_taps(self) -> int:
-        return math.prod(self.taps)
-
-    @property
-    def warps_k(self) -> int:
-        return _WARPS // (self.block[0] // self.warp[0] * (self.block[1] // self.warp[1]))
-
-    @property
-    def promote(self) -> bool:
-        """IEEE: sums leave the tensor cores, which truncate them, after every chunk."""
-        return self.problem.precision == "ieee"
-
-    @property
-    def accumulators(self) -> int:
-        """Registers of a thread."""
-        return self.set_taps * self.warp[0] * self.warp[1] // 32 * (2 if self.promote else 1)
-
-    @property
-    def channel_tiles(self) -> tuple[int, int]:
-        (ci, co), (m, n) = self.channels, self.block
-        return -(-ci // m), -(-co // n)
-
-    @property
-    def tiles(self) -> int:
-        """Blocks that one split of K takes."""
-        return self.problem.groups * math.prod(self.channel_tiles) * math.prod(self.sets)
-
-    # --- K and shared memory -----------------------------------------------------------------------------------------
-
-    def _spans(self) -> Triple:
-        """Rows (D, H) and columns of g that a chunk holds."""
-        spans = []
-        for axis in range(3):
-            count, taps = self.tile[1 + axis], self.taps[axis]
-            dense = (count - 1) * self.steps[axis] + (taps - 1) * self.dilation[axis] + 1
-            spans.append(dense if axis == 2 else min(dense, count * taps))
-        return spans[0], spans[1], spans[2]
-
-    @property
-    def strips(self) -> int:
-        """Strips of 8 positions of a row."""
-        return math.prod(self.tile) // 8
-
-    @property
-    def k_steps(self) -> int:
-        return self.strips if self.element == 4 else self.strips // 2
-
-    @property
-    def units(self) -> tuple[int, int]:
-        """16-byte units of a row of one channel (NCHW) of x and of g."""
-        x = self.tile[3] + (0 if self.aligned else self.vec - 1)
-        return -(-x // self.vec), -(-(self._spans()[2] + self.vec - 1) // self.vec)
-
-    @property
-    def stage_bytes(self) -> tuple[int, int]:
-        """Bytes of x's and of g's tile."""
-        n, d, h, w = self.tile
-        rows_d, rows_h, columns = self._spans()
-        if self.channels_last:
-            pitches = [(b + 23) // 32 * 32 + 8 if self.element == 4 else b + 8 for b in self.block]
-            x, g = n * d * h * w * pitches[0], n * rows_d * rows_h * columns * pitches[1]
-        else:
-            pitches = [(u | 1) * self.vec for u in self.units]
-            x, g = n * d * h * self.block[0] * pitches[0], n * rows_d * rows_h * self.block[1] * pitches[1]
-        return x * self.element, g * self.element
-
-    @property
-    def shared_bytes(self) -> int:
-        return 2 * sum(self.stage_bytes)
-
-    @property
-    def copied_units(self) -> int:
-        """16-byte copies of a chunk."""
-        n, d, h, w = self.tile
-        rows_d, rows_h, columns = self._spans()
-        if self.channels_last:
-            x, g = n * d * h * w * -(-self.block[0] // self.vec), n * rows_d * rows_h * columns * -(-self.block[1] // self.vec)
-        else:
-            x, g = n * d * h * self.block[0] * self.units[0], n * rows_d * rows_h * self.block[1] * self.units[1]
-        return x + g
-
-    @property
-    def needs_alignment(self) -> bool:
-        """Whether both tensors must begin at 16 bytes."""
-        return self.channels_last or self.aligned
-
-    def counts(self, p: Problem) -> tuple[int, int, int, int]:
-        """Chunks per axis: images, D, H, W."""
-        n, d, h, w = (-(-size // tile) for size, tile in zip((p.batch, *self._full(p.size, 1)), self.tile))
-        return n, d, h, w
-
-    def macros(self) -> dict[str, int | float | str]:
-        """The kernel's constants."""
-        p = self.problem
-        axes = ("D", "H", "W")
-        found: dict[str, int | float | str] = {
-            "ELEMENT": self.element,
-            "PRECISION": _PRECISIONS[p.precision],
-            "PROMOTE": int(self.promote),
-            "CHANNELS_LAST": int(self.channels_last),
-            "GROUPS": p.groups,
-            "CIN_G": self.channels[0],
-            "COUT_G": self.channels[1],
-            "BLOCK_M": self.block[0],
-            "BLOCK_N": self.block[1],
-            "WARP_M": self.warp[0],
-            "WARP_N": self.warp[1],
-            "TILE_N": self.tile[0],
-            "ALIGNED_X": int(self.aligned),
-            "SHARED_BYTES_PLANNED": self.shared_bytes,
-        }
-        for i, axis in enumerate(axes):
-            found |= {
-                f"KERNEL_{axis}": self.kernel[i],
-                f"STEP_{axis}": self.steps[i],
-                f"DIL_{axis}": self.dilation[i],
-                f"PAD_{axis}": self.padding[i],
-                f"TAPS_{axis}": self.taps[i],
-                f"SETS_{axis}": self.sets[i],
-                f"TILE_{axis}": self.tile[1 + i],
-            }
-        return found
+AnyTiling = SyncTiling | WarpgroupTiling
 
 
 @dataclass(frozen=True)
@@ -240,7 +58,7 @@ class Unit:
 class Choice:
     """A tiling for a problem on a GPU, and what the model thinks of it."""
 
-    tiling: Tiling
+    tiling: AnyTiling
     """Of the layer at any size; its own problem's size and batch mean nothing."""
     problem: Problem
     gpu: Gpu
@@ -256,9 +74,10 @@ class Choice:
     def summary(self) -> str:
         t = self.tiling
         shape, taps = "x".join(map(str, t.tile)), "x".join(map(str, t.taps))
+        instruction = "wgmma" if isinstance(t, WarpgroupTiling) else "mma.sync"
         return (
-            f"mma.sync {t.problem.precision}, {t.block[0]}x{t.block[1]} channels x {taps} taps a block, chunks of {shape} "
-            f"(NxDxHxW of q), K in {self.splits} x {t.warps_k} slices, {t.shared_bytes // 1024} KB shared, "
+            f"{instruction} {t.problem.precision}, {t.block[0]}x{t.block[1]} channels x {taps} taps a block, chunks of "
+            f"{shape} (NxDxHxW of q), K in {self.splits * t.k_slices} slices, {t.shared_bytes // 1024} KB shared, "
             f"grid {t.tiles * self.splits}"
         )
 
@@ -266,7 +85,7 @@ class Choice:
         """What NVRTC must compile; the same for all input sizes that share the tile."""
         p = self.problem
         label = f"wgrad {str(p).split(' on ')[0]} {p.precision} {p.layout}"
-        return (Unit(label, jit.source("wgrad.cu", self.tiling.macros()), ("wgrad", "reduce")),)
+        return (Unit(label, jit.source(self.tiling.file, self.tiling.macros()), ("wgrad", "reduce")),)
 
     def prepare(self, device: int) -> Prepared:
         """Compiles (or finds) and loads the kernels for a CUDA device. Errors: those of ``jit.kernel``."""
@@ -281,33 +100,83 @@ class Prepared:
         (unit,) = choice.sources()
         arch = gpu_of(device).arch
         self._device, self._tiling, self._problem = device, t, p
-        self._wgrad = Launcher(
-            jit.kernel(unit.source, "wgrad", arch, unit.label), 32 * _WARPS, t.shared_bytes, "PPP" + "i" * 12
-        )
+        codes = "PPP" + "i" * 12 if isinstance(t, SyncTiling) else "PP" + "i" * 12 + "q" * 16
+        self._wgrad = Launcher(jit.kernel(unit.source, "wgrad", arch, unit.label), t.threads, t.shared_bytes, codes)
         self._reduce = Launcher(jit.kernel(unit.source, "reduce", arch, unit.label), 32 * _RUNS, 0, "PPiqqq")
         counts = t.counts(p)
         chunks = math.prod(counts)
         full = (1,) * (3 - p.rank)
         self._sizes = (p.batch, *full, *p.size, *full, *p.out_size, *counts[1:], chunks, -(-chunks // choice.splits))
         self._grid = t.tiles * choice.splits
-        self._slices = choice.splits * t.warps_k
+        self._slices = choice.splits * t.k_slices
+        self._maps: dict[int, tuple[int, ...]] = {}
         self._numel = math.prod(p.weight_shape)
+        self._by_box = isinstance(t, WarpgroupTiling)
 
     def run(self, x: Tensor, grad: Tensor, out: Tensor) -> None:
-        """Writes the weight's gradient into ``out`` (its spatial dimensions dense, as contiguous and channels_last are).
+        """Writes the weight's gradient into ``out`` (contiguous or channels_last).
 
         ``x`` (the input) and ``grad`` (the output's gradient) are dense in the problem's layout.
         """
         if self._tiling.needs_alignment:
             x, grad = (t.clone() if t.data_ptr() & 15 else t for t in (x, grad))
         partial = torch.empty(self._slices * self._numel, dtype=torch.float32, device=x.device)
-        self._wgrad(self._device, self._grid, (x.data_ptr(), grad.data_ptr(), partial.data_ptr(), *self._sizes))
+        args: tuple[int, ...] = (grad.data_ptr(), partial.data_ptr(), *self._sizes)
+        args = args + self._map(x.data_ptr()) if self._by_box else (x.data_ptr(), *args)
+        self._wgrad(self._device, self._grid, args)
         strides = out.stride()
         self._reduce(
             self._device,
             -(-self._numel // 32),
             (partial.data_ptr(), out.data_ptr(), self._slices, strides[0], strides[1], strides[-1]),
         )
+
+    def _map(self, address: int) -> tuple[int, ...]:
+        """The tensor map of the input at an address, as the 16 words of a ``CUtensorMap``."""
+        found = self._maps.get(address)
+        if found is None:
+            if len(self._maps) >= 256:  # allocations come back to the same addresses; 128 bytes each
+                self._maps.clear()
+            assert isinstance(self._tiling, WarpgroupTiling)
+            found = self._maps[address] = tensor_map(self._tiling, self._problem, address)
+        return found
+
+
+def tensor_map(t: WarpgroupTiling, p: Problem, address: int) -> tuple[int, ...]:
+    """A ``CUtensorMap`` over the whole input, with the tiling's box, as 16 signed words; float32 is rounded to TF32."""
+    driver: Any = jit._driver()
+    types = driver.CUtensorMapDataType
+    kind = {
+        torch.float32: types.CU_TENSOR_MAP_DATA_TYPE_TFLOAT32,
+        torch.bfloat16: types.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        torch.float16: types.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+    }[p.dtype]
+    swizzles = driver.CUtensorMapSwizzle
+    swizzle = {
+        32: swizzles.CU_TENSOR_MAP_SWIZZLE_32B,
+        64: swizzles.CU_TENSOR_MAP_SWIZZLE_64B,
+        128: swizzles.CU_TENSOR_MAP_SWIZZLE_128B,
+    }[t.segment]
+    d, h, w = (1,) * (3 - p.rank) + p.size
+    c = p.in_channels
+    dims = (c, w, h, d, p.batch) if t.channels_last else (w, h, d, c, p.batch)
+    strides = [math.prod(dims[:i]) * t.element for i in range(1, 5)]
+    made = jit._drive(
+        driver.cuTensorMapEncodeTiled,
+        kind,
+        5,
+        address,
+        [driver.cuuint64_t(n) for n in dims],
+        [driver.cuuint64_t(n) for n in strides],
+        [driver.cuuint32_t(n) for n in t.box],
+        [driver.cuuint32_t(1)] * 5,
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        swizzle,
+        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )
+    words = (int(word) for word in made.opaque)
+    return tuple(word - (1 << 64) if word >> 63 else word for word in words)
 
 
 # --- candidates ------------------------------------------------------------------------------------------------------
@@ -324,19 +193,54 @@ def refusal(p: Problem, gpu: Gpu) -> str | None:
     return None
 
 
-def candidates(p: Problem, gpu: Gpu, aligned: bool) -> Iterator[Tiling]:
-    """Every tiling worth a look. ``aligned``: rows of an NCHW input begin at 16 bytes."""
+def candidates(p: Problem, gpu: Gpu, aligned: bool, aligned_g: bool) -> Iterator[AnyTiling]:
+    """Every tiling worth a look.
+
+    ``aligned``, ``aligned_g``: rows of an NCHW input and output begin at 16 bytes.
+    """
+    yield from _warpgroup_candidates(p, gpu, aligned, aligned_g)
+    yield from _sync_candidates(p, gpu, aligned and p.layout == "nchw")
+
+
+def _sync_candidates(p: Problem, gpu: Gpu, aligned: bool) -> Iterator[SyncTiling]:
     cin, cout = p.in_channels // p.groups, p.out_channels // p.groups
-    aligned = aligned and p.layout == "nchw"
-    limit = gpu.shared_bytes
     for block, taps in product(_blocks(cin, cout), _tap_sets(p)):
         warp = _warps(p, block, math.prod(taps))
         if warp is None:
             continue
         for tile in _tiles(p):
-            t = Tiling(p, block, warp, taps, tile, aligned)
-            if t.shared_bytes <= limit and t.k_steps >= t.warps_k and t.strips % (1 if t.element == 4 else 2) == 0:
+            t = SyncTiling(p, block, taps, tile, aligned, warp)
+            if t.shared_bytes <= gpu.shared_bytes and t.k_steps >= t.k_slices and (t.element == 4 or t.strips % 2 == 0):
                 yield t
+
+
+def _warpgroup_candidates(p: Problem, gpu: Gpu, aligned: bool, aligned_g: bool) -> Iterator[WarpgroupTiling]:
+    last = p.layout == "channels_last"
+    if gpu.arch != "90a" or p.precision == "ieee" or (last and p.dtype is torch.float32):
+        return
+    if p.in_channels % (16 // p.dtype.itemsize) if last else not aligned:
+        return  # the tensor copy engine wants pitches of whole 16 bytes
+    cin, cout = p.in_channels // p.groups, p.out_channels // p.groups
+    widths = (32,) if cin <= 32 else (64,) if cin <= 64 else (64, 128)
+    for ci, (groups, split_m), subs, taps in product(
+        widths, ((2, 1), (2, 2), (3, 1), (3, 3)), (1, 2, 4), _tap_sets(p, 36)
+    ):
+        if (subs > 1 and cout > 64 // subs) or (split_m > 1 and cout <= 64 // subs * (split_m - 1)):
+            continue
+        base = WarpgroupTiling(p, (ci, 64 // subs * split_m), taps, (1, 1, 1, 8), aligned, groups, split_m, subs)
+        if base.accumulators > (160 if groups == 2 else 104):
+            continue
+        if base.entries * subs * (groups // split_m) > 1.5 * base.set_taps:
+            continue
+        for tile in _tiles(p):
+            t = replace(base, tile=tile, aligned_g=aligned_g and not last)
+            if math.prod(tile[2:]) * t.element < 32 or (t.element == 2 and t.strips % 2):
+                continue
+            if last and max(tile) > 256:
+                continue
+            stages = min(4, gpu.shared_bytes // (t.stage_bytes + 16))
+            if stages >= 2:
+                yield replace(t, stages=stages)
 
 
 def _blocks(cin: int, cout: int) -> Iterator[tuple[int, int]]:
@@ -345,7 +249,7 @@ def _blocks(cin: int, cout: int) -> Iterator[tuple[int, int]]:
             yield m, n
 
 
-def _tap_sets(p: Problem) -> tuple[Triple, ...]:
+def _tap_sets(p: Problem, most: int = 36) -> tuple[Triple, ...]:
     """Boxes of neighbouring taps."""
     d, h, w = (1,) * (3 - p.rank) + p.kernel
 
@@ -359,7 +263,7 @@ def _tap_sets(p: Problem) -> tuple[Triple, ...]:
         found += [(v, h, w) for v in parts(d)[1:]]
     if 1 not in wide or w == 2:
         found += [(1, v, 1) for v in parts(h)]
-    return tuple(dict.fromkeys(t for t in found if math.prod(t) <= 36))
+    return tuple(dict.fromkeys(t for t in found if math.prod(t) <= most))
 
 
 def _warps(p: Problem, block: tuple[int, int], taps: int) -> tuple[int, int] | None:
@@ -370,7 +274,7 @@ def _warps(p: Problem, block: tuple[int, int], taps: int) -> tuple[int, int] | N
         if block[0] % m or block[1] % n or taps * m * n // 32 > most:
             continue
         warps = block[0] // m * (block[1] // n)
-        if warps > _WARPS or _WARPS % warps:
+        if warps > WARPS or WARPS % warps:
             continue
         reads = (m / 4 + taps * n / 4) / (m * n * taps)
         if best is None or reads < best[0]:
@@ -390,39 +294,59 @@ def _tiles(p: Problem) -> tuple[tuple[int, int, int, int], ...]:
 # --- the cost model --------------------------------------------------------------------------------------------------
 
 
-def _chunk_clocks(t: Tiling) -> tuple[float, str]:
+def _chunk_clocks(t: AnyTiling) -> tuple[float, str]:
     """(clocks of a chunk on its multiprocessor, what takes most of them); the same for all sizes."""
-    products = 3 if t.promote else 1
-    warps = t.block[0] // t.warp[0] * (t.block[1] // t.warp[1])
+    return _warpgroup_clocks(t) if isinstance(t, WarpgroupTiling) else _sync_clocks(t)
+
+
+def _conflict(t: AnyTiling) -> float:
+    """Passes of shared memory for a warp's reads of g."""
+    step = t.steps[2]
+    if t.channels_last:
+        return 1.0 if step % 2 else 2.0
+    if t.element == 2:
+        return 2.0 if step == 1 else 2.5
+    return 1.0 if step % 2 else 2.0 if step % 8 else 4.0
+
+
+def _ragged(t: AnyTiling, channels: int) -> float:
+    """What copying single elements costs, where channels_last pixels do not begin at 16 bytes."""
+    return 6.0 if t.channels_last and channels % t.vec else 1.0
+
+
+def _sync_clocks(t: SyncTiling) -> tuple[float, str]:
     fragments = t.warp[0] // 16 * (t.warp[1] // 8)
-    matrix = t.k_steps * warps * t.set_taps * fragments * products * _MMA
-    step_w = t.steps[2]
-    conflict = 1.0
-    if t.element == 4:
-        conflict = {1: 1.0, 2: 2.0 if not t.channels_last else 2.0, 4: 2.0}.get(math.gcd(step_w, 8), 1.0 if step_w % 2 else 4.0)
-    elif not t.channels_last:
-        conflict = 1.5 if step_w == 1 else 2.5
-    elif step_w % 2 == 0:
-        conflict = 2.0
-    reads = t.k_steps * warps * (t.warp[0] / 4 * (1.3 if not t.channels_last and t.element == 2 and not t.aligned else 1))
-    reads += t.k_steps * warps * t.set_taps * t.warp[1] / 4 * conflict
+    matrix = t.k_steps * t.warps * t.set_taps * fragments * (3 if t.promote else 1) * _MMA
+    reads = t.k_steps * t.warps * (t.warp[0] / 4 + t.set_taps * t.warp[1] / 4 * _conflict(t))
     shared = reads * _LOAD + t.copied_units * 16 / 128
-    issue = t.copied_units * _ISSUE * 1.0
-    ragged = t.channels_last and (t.channels[0] % t.vec or t.channels[1] % t.vec)
-    l2 = t.copied_units * 16 / _L2 * (6 if ragged else 1)
+    l2 = t.copied_units * 16 / _L2 * max(_ragged(t, c) for c in t.channels)
     parts = {"tensor cores": matrix, "shared memory": shared, "L2": l2}
     bound = max(parts, key=lambda name: parts[name])
-    total = max(parts.values()) + 0.25 * (sum(parts.values()) - max(parts.values())) + issue
-    return total + _CHUNK + t.k_steps / t.warps_k * _STEP, bound
+    total = max(parts.values()) + 0.25 * (sum(parts.values()) - max(parts.values())) + t.copied_units * _ISSUE
+    return total + _CHUNK + t.k_steps / t.k_slices * _STEP, bound
 
 
-def _whole(t: Tiling, chunk: tuple[float, str], p: Problem, gpu: Gpu) -> tuple[float, str, int]:
+def _warpgroup_clocks(t: WarpgroupTiling) -> tuple[float, str]:
+    steps = t.k_steps * t.entries * t.warpgroups
+    matrix = steps * t.block[0] / 2 * _WGMMA
+    reads = 16 * _conflict(t) + t.block[0] / 4
+    shared = steps * reads * _LOAD + (t.g_units * 16 + t.x_bytes) / 128
+    l2 = (t.g_units * 16 + t.x_bytes) / _L2
+    copies = t.g_units * _COPY * _ragged(t, t.channels[1])
+    parts = {"tensor cores": matrix, "shared memory": shared, "L2": l2, "copies": copies}
+    bound = max(parts, key=lambda name: parts[name])
+    total = max(parts.values()) + 0.1 * (sum(parts.values()) - max(parts.values()))
+    waits = steps / t.warpgroups * _WARPGROUP_STEP / t.warpgroups + t.k_steps * t.entries / t.stretch * _DRAIN
+    return total + waits + _CHUNK / 2, bound
+
+
+def _whole(t: AnyTiling, chunk: tuple[float, str], p: Problem, gpu: Gpu) -> tuple[float, str, int]:
     """(seconds, what bounds them, splits of K)."""
     clocks, bound = chunk
     chunks = math.prod(t.counts(p))
     numel = math.prod(p.weight_shape)
     found: tuple[float, str, int] | None = None
-    most = max(1, min(chunks, _MAX_SLICE_BYTES // (4 * numel * t.warps_k)))
+    most = max(1, min(chunks, _MAX_SLICE_BYTES // (4 * numel * t.k_slices)))
     options = {min(most, max(1, gpu.multiprocessors * k // t.tiles)) for k in (1, 2, 3, 4)} | {1}
     memory = (math.prod(p.input_shape) + math.prod(p.output_shape)) * t.element / gpu.bandwidth
     for splits in options:
@@ -430,9 +354,9 @@ def _whole(t: Tiling, chunk: tuple[float, str], p: Problem, gpu: Gpu) -> tuple[f
         splits = -(-chunks // per_split)
         waves = -(-t.tiles * splits // gpu.multiprocessors)
         work = waves * per_split * clocks / gpu.clock
-        slices = splits * t.warps_k * numel * 4
+        slices = splits * t.k_slices * numel * 4
         seconds = max(work, memory) + 0.15 * min(work, memory) + 2 * slices / (2 * gpu.bandwidth) + _LAUNCH
-        seconds += splits * t.warps_k / _RUNS * 0.15e-6
+        seconds += splits * t.k_slices / _RUNS * 0.15e-6
         if found is None or seconds < found[0]:
             found = seconds, "bytes" if memory > work else bound, splits
     assert found is not None
@@ -449,9 +373,9 @@ def _choose(p: Problem, gpu: Gpu) -> Choice | str:
     refused = refusal(p, gpu)
     if refused:
         return refused
-    best: tuple[float, str, int, Tiling] | None = None
-    aligned = p.size[-1] * p.dtype.itemsize % 16 == 0
-    for t, clocks in _tilings(_any_size(p), gpu, aligned):
+    best: tuple[float, str, int, AnyTiling] | None = None
+    aligned, aligned_g = (size[-1] * p.dtype.itemsize % 16 == 0 for size in (p.size, p.out_size))
+    for t, clocks in _tilings(_any_size(p), gpu, aligned, aligned_g):
         seconds, bound, splits = _whole(t, clocks, p, gpu)
         if best is None or seconds < best[0]:
             best = seconds, bound, splits, t
@@ -468,6 +392,8 @@ def _any_size(p: Problem) -> Problem:
 
 
 @lru_cache(maxsize=256)
-def _tilings(layer: Problem, gpu: Gpu, aligned: bool) -> tuple[tuple[Tiling, tuple[float, str]], ...]:
+def _tilings(
+    layer: Problem, gpu: Gpu, aligned: bool, aligned_g: bool
+) -> tuple[tuple[AnyTiling, tuple[float, str]], ...]:
     """A layer's tilings with the clocks of their chunks."""
-    return tuple((t, _chunk_clocks(t)) for t in candidates(layer, gpu, aligned))
+    return tuple((t, _chunk_clocks(t)) for t in candidates(layer, gpu, aligned, aligned_g))

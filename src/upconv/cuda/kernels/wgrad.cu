@@ -12,48 +12,20 @@
 //
 // K is split over SPLITS ranges of chunks and WARPS_K warps; each writes its own partial sums, `reduce` adds them in the order of
 // their index: the same bits in every run, without atomics.
-#include "ptx.cuh"
-
-#define VEC (16 / ELEMENT)
 #define WARPS 8
+#define COPIERS (WARPS * 32)             // threads that copy
+#define CI_INNERMOST 0
+#include "wgrad.cuh"
+
 #define THREADS (WARPS * 32)
-#define WARPS_M (BLOCK_M / WARP_M)
-#define WARPS_N (BLOCK_N / WARP_N)
+#define WARPS_M (BLOCK_CI / WARP_M)
+#define WARPS_N (BLOCK_CO / WARP_N)
 #define WARPS_K (WARPS / (WARPS_M * WARPS_N))
 #define M_FRAGMENTS (WARP_M / 16)
 #define N_FRAGMENTS (WARP_N / 8)
-#define SET_TAPS (TAPS_D * TAPS_H * TAPS_W)
-#define SETS (SETS_D * SETS_H * SETS_W)
-#define M_TILES ((CIN_G + BLOCK_M - 1) / BLOCK_M)
-#define N_TILES ((COUT_G + BLOCK_N - 1) / BLOCK_N)
-#define TAPS (KERNEL_D * KERNEL_H * KERNEL_W)
-#define CIN (GROUPS * CIN_G)
-#define COUT (GROUPS * COUT_G)
+#define M_TILES ((CIN_G + BLOCK_CI - 1) / BLOCK_CI)
+#define N_TILES ((COUT_G + BLOCK_CO - 1) / BLOCK_CO)
 
-// Rows of g's tile: every row between the first and the last (dense), or TAPS rows for each q when that is fewer.
-#define SPAN(tile, step, taps, dil) (((tile) - 1) * (step) + ((taps) - 1) * (dil) + 1)
-#define DENSE_D (SPAN(TILE_D, STEP_D, TAPS_D, DIL_D) <= TILE_D * TAPS_D)
-#define DENSE_H (SPAN(TILE_H, STEP_H, TAPS_H, DIL_H) <= TILE_H * TAPS_H)
-#define G_ROWS_D (DENSE_D ? SPAN(TILE_D, STEP_D, TAPS_D, DIL_D) : TILE_D * TAPS_D)
-#define G_ROWS_H (DENSE_H ? SPAN(TILE_H, STEP_H, TAPS_H, DIL_H) : TILE_H * TAPS_H)
-#define G_COLUMNS SPAN(TILE_W, STEP_W, TAPS_W, DIL_W)
-#define X_ROWS (TILE_N * TILE_D * TILE_H)
-#define G_ROWS (TILE_N * G_ROWS_D * G_ROWS_H)
-#define ODD(n) ((n) | 1)
-#if CHANNELS_LAST
-// A pitch of 8 words modulo 32 (float32), or of an odd number of units (for ldmatrix).
-#define X_PITCH (ELEMENT == 4 ? (BLOCK_M + 23) / 32 * 32 + 8 : BLOCK_M + 8)
-#define G_PITCH (ELEMENT == 4 ? (BLOCK_N + 23) / 32 * 32 + 8 : BLOCK_N + 8)
-#define X_BYTES (X_ROWS * TILE_W * X_PITCH * ELEMENT)
-#define G_BYTES (G_ROWS * G_COLUMNS * G_PITCH * ELEMENT)
-#else
-#define X_UNITS ((TILE_W + (ALIGNED_X ? 0 : VEC - 1) + VEC - 1) / VEC)
-#define G_UNITS ((G_COLUMNS + VEC - 1 + VEC - 1) / VEC)
-#define X_PITCH (ODD(X_UNITS) * VEC)
-#define G_PITCH (ODD(G_UNITS) * VEC)
-#define X_BYTES (X_ROWS * BLOCK_M * X_PITCH * ELEMENT)
-#define G_BYTES (G_ROWS * BLOCK_N * G_PITCH * ELEMENT)
-#endif
 #define STAGE_BYTES (X_BYTES + G_BYTES)
 #define STAGES 2
 #define SHARED_BYTES (STAGES * STAGE_BYTES)
@@ -66,88 +38,10 @@
 #define STEPS (ELEMENT == 4 ? STRIPS : STRIPS / 2)  // a matrix instruction takes one strip of float32, two of 16-bit types
 #define PARTS (PRECISION == 1 ? 2 : 1)
 
-struct Sizes {
-  int batch, in_d, in_h, in_w, out_d, out_h, out_w;
-  int tiles_d, tiles_h, tiles_w;           // chunks per axis
-  int chunks, per_split;                   // all of them; of one split
-};
-
-struct Chunk { int n, d, h, w; };          // first q
-
-__device__ __forceinline__ Chunk chunk_at(int i, const Sizes& s) {
-  Chunk c;
-  c.w = i % s.tiles_w * TILE_W;  i /= s.tiles_w;
-  c.h = i % s.tiles_h * TILE_H;  i /= s.tiles_h;
-  c.d = i % s.tiles_d * TILE_D;
-  c.n = i / s.tiles_d * TILE_N;
-  return c;
-}
-
 struct Work {                              // of a block
   int group, m, n;                         // first channels within the group
   int tap_d, tap_h, tap_w;                 // first tap of the set
 };
-
-// One operand's tile: where it lies in its tensor. (n, d, h) of row `r` of the tile by its kind.
-struct Rows { int n, d, h; };
-__device__ __forceinline__ Rows x_row(int r) { return {r / (TILE_D * TILE_H), r / TILE_H % TILE_D, r % TILE_H}; }
-__device__ __forceinline__ Rows g_row(int r) {
-  int h = r % G_ROWS_H, d = r / G_ROWS_H % G_ROWS_D;
-  return {r / (G_ROWS_H * G_ROWS_D), DENSE_D ? d : d / TAPS_D * STEP_D + d % TAPS_D * DIL_D, DENSE_H ? h : h / TAPS_H * STEP_H + h % TAPS_H * DIL_H};
-}
-
-// =====================================================================================================================
-// Copies
-// =====================================================================================================================
-
-#if ELEMENT == 4
-typedef u32 bits;
-#else
-typedef u16 bits;
-#endif
-
-// A 16-byte unit some of whose elements are wanted: `first <= e < last` from memory, zeros else. Rare: borders.
-__device__ __forceinline__ void copy_part(unsigned char* to, const char* from, int first, int last) {
-#pragma unroll 1
-  for (int e = 0; e < VEC; e++) ((bits*)to)[e] = e >= first && e < last ? ((const bits*)from)[e] : (bits)0;
-}
-
-template <int ROWS, int BLOCK, int COLUMNS_OR_UNITS, int PITCH, int CHANNELS, int CHANNELS_G, bool IS_X>
-__device__ __forceinline__ void copy_tile(const char* __restrict__ tensor, int batch, int depth, int height, int width, int n0, int d0, int h0, int w0, int channel, int left, unsigned char* to, int thread) {
-  u32 to_address = shared_address(to);
-#if CHANNELS_LAST
-  constexpr int COLUMNS = COLUMNS_OR_UNITS, UNITS = BLOCK / VEC;
-  constexpr bool WHOLE = CHANNELS % VEC == 0 && CHANNELS_G % VEC == 0;
-#pragma unroll 4
-  for (int i = thread; i < ROWS * COLUMNS * UNITS; i += THREADS) {
-    int unit = i % UNITS, column = i / UNITS % COLUMNS, row = i / (UNITS * COLUMNS);
-    Rows at = IS_X ? x_row(row) : g_row(row);
-    int n = n0 + at.n, d = d0 + at.d, h = h0 + at.h, w = w0 + column;
-    bool in = n < batch && (u32)d < (u32)depth && (u32)h < (u32)height && (u32)w < (u32)width;
-    int offset = ((row * COLUMNS + column) * PITCH + unit * VEC) * ELEMENT, have = in ? left - unit * VEC : 0;
-    const char* from = tensor + ((((long long)n * depth + d) * height + h) * width + w) * (CHANNELS * ELEMENT) + (channel + unit * VEC) * ELEMENT;
-    if (WHOLE || have <= 0) copy16(to_address + offset, have > 0 ? from : tensor, have > 0 ? 16 : 0);
-    else copy_part(to + offset, from, 0, have);
-  }
-#else
-  constexpr int UNITS = COLUMNS_OR_UNITS;
-  long long plane = (long long)depth * height * width;
-#pragma unroll 4
-  for (int i = thread; i < ROWS * BLOCK * UNITS; i += THREADS) {
-    int unit = i % UNITS, c = i / UNITS % BLOCK, row = i / (UNITS * BLOCK);
-    Rows at = IS_X ? x_row(row) : g_row(row);
-    int n = n0 + at.n, d = d0 + at.d, h = h0 + at.h;
-    bool in = n < batch && (u32)d < (u32)depth && (u32)h < (u32)height && c < left;
-    const char* from = tensor + (((long long)n * CHANNELS + channel + c) * plane + ((long long)d * height + h) * width + w0) * ELEMENT;
-    int misaligned = (int)((u64)from & 15), first = w0 + (unit * 16 - misaligned) / ELEMENT;  // column of the first element
-    from += unit * 16 - misaligned;
-    int offset = ((row * BLOCK + c) * PITCH + unit * VEC) * ELEMENT;
-    in = in && first + VEC > 0 && first < width;
-    if (!in || (first >= 0 && first + VEC <= width)) copy16(to_address + offset, in ? from : tensor, in ? 16 : 0);
-    else copy_part(to + offset, from, -first, width - first);
-  }
-#endif
-}
 
 __device__ __forceinline__ void copy_chunk(const char* __restrict__ x, const char* __restrict__ g, const Sizes& s, const Chunk& c, const Work& work, unsigned char* stage, int thread) {
 #if CHANNELS_LAST
@@ -155,9 +49,9 @@ __device__ __forceinline__ void copy_chunk(const char* __restrict__ x, const cha
 #else
   constexpr int X_EXTENT = X_UNITS, G_EXTENT = G_UNITS;
 #endif
-  copy_tile<X_ROWS, BLOCK_M, X_EXTENT, X_PITCH, CIN, CIN_G, true>(
+  copy_tile<X_ROWS, BLOCK_CI, X_EXTENT, X_PITCH, CIN, CIN_G, true>(
       x, s.batch, s.in_d, s.in_h, s.in_w, c.n, c.d, c.h, c.w, work.group * CIN_G + work.m, CIN_G - work.m, stage, thread);
-  copy_tile<G_ROWS, BLOCK_N, G_EXTENT, G_PITCH, COUT, COUT_G, false>(
+  copy_tile<G_ROWS, BLOCK_CO, G_EXTENT, G_PITCH, COUT, COUT_G, false>(
       g, s.batch, s.out_d, s.out_h, s.out_w, c.n, c.d * STEP_D + work.tap_d * DIL_D - PAD_D, c.h * STEP_H + work.tap_h * DIL_H - PAD_H,
       c.w * STEP_W + work.tap_w * DIL_W - PAD_W, work.group * COUT_G + work.n, COUT_G - work.n, stage + X_BYTES, thread);
 }
@@ -228,7 +122,7 @@ __device__ __forceinline__ void multiply_chunk(float (&acc)[SET_TAPS][M_FRAGMENT
       x_at[k] = row * TILE_W + column[k];
 #else
       int phase = ALIGNED_X ? 0 : (x_phase + ((u32)(at.n * CIN) * s.in_d + at.d) * s.in_h * s.in_w + at.h * s.in_w) & (VEC - 1);
-      x_at[k] = row * BLOCK_M * X_PITCH + column[k] + phase;
+      x_at[k] = row * BLOCK_CI * X_PITCH + column[k] + phase;
 #endif
     }
     u32 a[M_FRAGMENTS][PARTS][4];
@@ -274,7 +168,7 @@ __device__ __forceinline__ void multiply_chunk(float (&acc)[SET_TAPS][M_FRAGMENT
 #else
           int image = g_row_n[k] / G_ROWS_D, at_d = DENSE_D ? d : row_d[k] / TAPS_D * STEP_D + td * DIL_D, at_h = DENSE_H ? h : row_h[k] / TAPS_H * STEP_H + th * DIL_H;
           int phase = (g_phase + ((u32)(image * COUT) * s.out_d + at_d) * s.out_h * s.out_w + (u32)at_h * s.out_w) & (VEC - 1);
-          base[k] = row * BLOCK_N * G_PITCH + column[k] * STEP_W + phase;
+          base[k] = row * BLOCK_CO * G_PITCH + column[k] * STEP_W + phase;
 #endif
         }
 #pragma unroll
@@ -336,8 +230,8 @@ wgrad(const char* __restrict__ x, const char* __restrict__ g, float* __restrict_
   int index = blockIdx.x;
   Work work;                               // blocks of the same pixels are neighbours, for L2's sake
   int set = index % SETS;  index /= SETS;
-  work.n = index % N_TILES * BLOCK_N;  index /= N_TILES;
-  work.m = index % M_TILES * BLOCK_M;  index /= M_TILES;
+  work.n = index % N_TILES * BLOCK_CO;  index /= N_TILES;
+  work.m = index % M_TILES * BLOCK_CI;  index /= M_TILES;
   work.group = index % GROUPS;
   int split = index / GROUPS;
   work.tap_w = set % SETS_W * TAPS_W;
@@ -411,37 +305,3 @@ wgrad(const char* __restrict__ x, const char* __restrict__ g, float* __restrict_
   }
 }
 
-// =====================================================================================================================
-// The second step: slices are added in the order of their index, eight runs of them side by side.
-// =====================================================================================================================
-
-#define RUNS 8
-
-extern "C" __global__ void __launch_bounds__(32 * RUNS)
-reduce(const float* __restrict__ partial, bits* __restrict__ out, int slices, long long stride_ci, long long stride_co, long long stride_tap) {
-  __shared__ float runs[RUNS][32];
-  const long long total = (long long)TAPS * CIN * COUT_G;
-  int lane = threadIdx.x & 31, run = threadIdx.x >> 5;
-  long long e = (long long)blockIdx.x * 32 + lane;
-  int each = (slices + RUNS - 1) / RUNS, begin = run * each, end = begin + each < slices ? begin + each : slices;
-  float sum = 0.f;
-  if (e < total) {
-#pragma unroll 8
-    for (int i = begin; i < end; i++) sum += partial[i * total + e];
-  }
-  runs[run][lane] = sum;
-  __syncthreads();
-  if (run || e >= total) return;
-#pragma unroll
-  for (int i = 1; i < RUNS; i++) sum += runs[i][lane];
-  int co = (int)(e % COUT_G), ci = (int)(e / COUT_G % CIN);
-  long long tap = e / ((long long)COUT_G * CIN);
-#if PRECISION == 0 || PRECISION == 1
-  u32 v = __float_as_uint(sum);
-#elif PRECISION == 2
-  u32 v = half_bits(sum);
-#else
-  u32 v = bfloat_bits(sum);
-#endif
-  out[ci * stride_ci + co * stride_co + tap * stride_tap] = (bits)v;
-}

@@ -1,0 +1,154 @@
+// What both grad-weight kernels share: the geometry of g's tile, copies by threads, and the second step.
+//
+// Rows of x and g in a chunk follow from TILE_*, TAPS_*, STEP_* (stride) and DIL_* (dilation); the sets of taps differ only in where
+// their chunks begin.
+#include "ptx.cuh"
+
+#define VEC (16 / ELEMENT)                 // elements of a 16-byte unit
+#define TAPS (KERNEL_D * KERNEL_H * KERNEL_W)
+#define SET_TAPS (TAPS_D * TAPS_H * TAPS_W)
+#define SETS (SETS_D * SETS_H * SETS_W)
+#define CIN (GROUPS * CIN_G)
+#define COUT (GROUPS * COUT_G)
+
+// Rows of g's tile: every row between the first and the last (dense), or TAPS rows for each q when that is fewer.
+#define SPAN(tile, step, taps, dil) (((tile) - 1) * (step) + ((taps) - 1) * (dil) + 1)
+#define DENSE_D (SPAN(TILE_D, STEP_D, TAPS_D, DIL_D) <= TILE_D * TAPS_D)
+#define DENSE_H (SPAN(TILE_H, STEP_H, TAPS_H, DIL_H) <= TILE_H * TAPS_H)
+#define G_ROWS_D (DENSE_D ? SPAN(TILE_D, STEP_D, TAPS_D, DIL_D) : TILE_D * TAPS_D)
+#define G_ROWS_H (DENSE_H ? SPAN(TILE_H, STEP_H, TAPS_H, DIL_H) : TILE_H * TAPS_H)
+#define G_COLUMNS SPAN(TILE_W, STEP_W, TAPS_W, DIL_W)
+#define X_ROWS (TILE_N * TILE_D * TILE_H)
+#define G_ROWS (TILE_N * G_ROWS_D * G_ROWS_H)
+#define ODD(n) ((n) | 1)
+#define G_EXTENT ((G_COLUMNS + VEC - 1 + VEC - 1) / VEC)  // units of a row (NCHW)
+#if CHANNELS_LAST
+// A pitch of 8 words modulo 32 (float32), or of an odd number of units (for ldmatrix).
+#define X_PITCH (ELEMENT == 4 ? (BLOCK_CI + 23) / 32 * 32 + 8 : BLOCK_CI + 8)
+#define G_PITCH (ELEMENT == 4 ? (BLOCK_CO + 23) / 32 * 32 + 8 : BLOCK_CO + 8)
+#define X_BYTES (X_ROWS * TILE_W * X_PITCH * ELEMENT)
+#define G_BYTES (G_ROWS * G_COLUMNS * G_PITCH * ELEMENT)
+#else
+#define X_UNITS ((TILE_W + (ALIGNED_X ? 0 : VEC - 1) + VEC - 1) / VEC)
+#define G_UNITS G_EXTENT
+#define X_PITCH (ODD(X_UNITS) * VEC)
+#define G_PITCH (ODD(G_UNITS) * VEC)
+#define X_BYTES (X_ROWS * BLOCK_CI * X_PITCH * ELEMENT)
+#define G_BYTES (G_ROWS * BLOCK_CO * G_PITCH * ELEMENT)
+#endif
+struct Sizes {
+  int batch, in_d, in_h, in_w, out_d, out_h, out_w;
+  int tiles_d, tiles_h, tiles_w;           // chunks per axis
+  int chunks, per_split;                   // all of them; of one split
+};
+
+struct Chunk { int n, d, h, w; };          // first q
+
+__device__ __forceinline__ Chunk chunk_at(int i, const Sizes& s) {
+  Chunk c;
+  c.w = i % s.tiles_w * TILE_W;  i /= s.tiles_w;
+  c.h = i % s.tiles_h * TILE_H;  i /= s.tiles_h;
+  c.d = i % s.tiles_d * TILE_D;
+  c.n = i / s.tiles_d * TILE_N;
+  return c;
+}
+
+// One operand's tile: where it lies in its tensor. (n, d, h) of row `r` of the tile by its kind.
+struct Rows { int n, d, h; };
+__device__ __forceinline__ Rows x_row(int r) { return {r / (TILE_D * TILE_H), r / TILE_H % TILE_D, r % TILE_H}; }
+__device__ __forceinline__ Rows g_row(int r) {
+  int h = r % G_ROWS_H, d = r / G_ROWS_H % G_ROWS_D;
+  return {r / (G_ROWS_H * G_ROWS_D), DENSE_D ? d : d / TAPS_D * STEP_D + d % TAPS_D * DIL_D, DENSE_H ? h : h / TAPS_H * STEP_H + h % TAPS_H * DIL_H};
+}
+
+// =====================================================================================================================
+// Copies
+// =====================================================================================================================
+
+#if ELEMENT == 4
+typedef u32 bits;
+#else
+typedef u16 bits;
+#endif
+
+// A 16-byte unit some of whose elements are wanted: `first <= e < last` from memory, zeros else. Rare: borders.
+__device__ __forceinline__ void copy_part(unsigned char* to, const char* from, int first, int last) {
+#pragma unroll 1
+  for (int e = 0; e < VEC; e++) ((bits*)to)[e] = e >= first && e < last ? ((const bits*)from)[e] : (bits)0;
+}
+
+template <int ROWS, int BLOCK, int COLUMNS_OR_UNITS, int PITCH, int CHANNELS, int CHANNELS_G, bool IS_X>
+__device__ __forceinline__ void copy_tile(const char* __restrict__ tensor, int batch, int depth, int height, int width, int n0, int d0, int h0, int w0, int channel, int left, unsigned char* to, int thread) {
+  u32 to_address = shared_address(to);
+#if CHANNELS_LAST
+  constexpr int COLUMNS = COLUMNS_OR_UNITS, UNITS = BLOCK / VEC;
+  constexpr bool WHOLE = CHANNELS % VEC == 0 && CHANNELS_G % VEC == 0;
+#pragma unroll 4
+  for (int i = thread; i < ROWS * COLUMNS * UNITS; i += COPIERS) {
+    int unit = i % UNITS, column = i / UNITS % COLUMNS, row = i / (UNITS * COLUMNS);
+    Rows at = IS_X ? x_row(row) : g_row(row);
+    int n = n0 + at.n, d = d0 + at.d, h = h0 + at.h, w = w0 + column;
+    bool in = n < batch && (u32)d < (u32)depth && (u32)h < (u32)height && (u32)w < (u32)width;
+    int offset = ((row * COLUMNS + column) * PITCH + unit * VEC) * ELEMENT, have = in ? left - unit * VEC : 0;
+    const char* from = tensor + ((((long long)n * depth + d) * height + h) * width + w) * (CHANNELS * ELEMENT) + (channel + unit * VEC) * ELEMENT;
+    if (WHOLE || have <= 0) copy16(to_address + offset, have > 0 ? from : tensor, have > 0 ? 16 : 0);
+    else copy_part(to + offset, from, 0, have);
+  }
+#else
+  constexpr int UNITS = COLUMNS_OR_UNITS;
+  long long plane = (long long)depth * height * width;
+#pragma unroll 4
+  for (int i = thread; i < ROWS * BLOCK * UNITS; i += COPIERS) {
+    int unit = i % UNITS, c = i / UNITS % BLOCK, row = i / (UNITS * BLOCK);
+    Rows at = IS_X ? x_row(row) : g_row(row);
+    int n = n0 + at.n, d = d0 + at.d, h = h0 + at.h;
+    bool in = n < batch && (u32)d < (u32)depth && (u32)h < (u32)height && c < left;
+    const char* from = tensor + (((long long)n * CHANNELS + channel + c) * plane + ((long long)d * height + h) * width + w0) * ELEMENT;
+    int misaligned = (int)((u64)from & 15), first = w0 + (unit * 16 - misaligned) / ELEMENT;  // column of the first element
+    from += unit * 16 - misaligned;
+    int offset = ((row * BLOCK + c) * PITCH + unit * VEC) * ELEMENT;
+    in = in && first + VEC > 0 && first < width;
+    if (!in || (first >= 0 && first + VEC <= width)) copy16(to_address + offset, in ? from : tensor, in ? 16 : 0);
+    else copy_part(to + offset, from, -first, width - first);
+  }
+#endif
+}
+
+// =====================================================================================================================
+// The second step: slices are added in the order of their index, eight runs of them side by side.
+// =====================================================================================================================
+
+#define RUNS 8
+
+extern "C" __global__ void __launch_bounds__(32 * RUNS)
+reduce(const float* __restrict__ partial, bits* __restrict__ out, int slices, long long stride_ci, long long stride_co, long long stride_tap) {
+  __shared__ float runs[RUNS][32];
+  const long long total = (long long)TAPS * CIN * COUT_G;
+  int lane = threadIdx.x & 31, run = threadIdx.x >> 5;
+  long long e = (long long)blockIdx.x * 32 + lane;
+  int each = (slices + RUNS - 1) / RUNS, begin = run * each, end = begin + each < slices ? begin + each : slices;
+  float sum = 0.f;
+  if (e < total) {
+#pragma unroll 8
+    for (int i = begin; i < end; i++) sum += partial[i * total + e];
+  }
+  runs[run][lane] = sum;
+  __syncthreads();
+  if (run || e >= total) return;
+#pragma unroll
+  for (int i = 1; i < RUNS; i++) sum += runs[i][lane];
+#if CI_INNERMOST                           // [tap][COUT][CIN_G], else [tap][CIN][COUT_G]
+  int channel = (int)(e / CIN_G % COUT), co = channel % COUT_G, ci = channel / COUT_G * CIN_G + (int)(e % CIN_G);
+#else
+  int co = (int)(e % COUT_G), ci = (int)(e / COUT_G % CIN);
+#endif
+  long long tap = e / ((long long)COUT_G * CIN);
+#if PRECISION == 0 || PRECISION == 1
+  u32 v = __float_as_uint(sum);
+#elif PRECISION == 2
+  u32 v = half_bits(sum);
+#else
+  u32 v = bfloat_bits(sum);
+#endif
+  out[ci * stride_ci + co * stride_co + tap * stride_tap] = (bits)v;
+}

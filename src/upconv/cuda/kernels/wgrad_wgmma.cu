@@ -1,0 +1,327 @@
+// Grad-weight by wgmma (sm_90a): dW[ci, co, tap] = sum over images and positions q of x[ci, q] * g[co, q * STEP + tap * DIL - PAD].
+//
+// The GEMM of wgrad.cu with the operands the other way round. M = 64 rows, an output channel at a tap each (SUBS taps of
+// 64 / SUBS channels), N = BLOCK_CI input channels, K = pixels.
+//   A, from registers: g's tile with its halo, read from shared memory at any column, so that a tap is an address.
+//   B, from shared memory by descriptor: x's tile as the tensor copy engine leaves it. NCHW: rows of a channel's pixels (K-major),
+//      rounded to TF32 on the way; CHANNELS_LAST (16-bit types): rows of a pixel's channels (MN-major).
+// Roles: one warpgroup copies (g by threads, since its rows begin anywhere; x by boxes), WGS warpgroups multiply: WGS_M of them divide
+// the output channels of a block, the others its taps, ENTRIES x SUBS taps each.
+//
+// K is split over ranges of chunks; each split writes partial sums, `reduce` adds them in the order of their index.
+#define COPIERS 128
+#define CI_INNERMOST 1
+#include "wgrad.cuh"
+
+#define ROWS_PER_SUB (64 / SUBS)
+#define WGS_T (WGS / WGS_M)                // warpgroups that divide the taps
+#define THREADS ((1 + WGS) * 128)
+#define CI_TILES ((CIN_G + BLOCK_CI - 1) / BLOCK_CI)
+#define CO_TILES ((COUT_G + BLOCK_CO - 1) / BLOCK_CO)
+#define NB (BLOCK_CI < 64 ? 1 : BLOCK_CI / 64)
+#define N_WIDTH (BLOCK_CI < 64 ? 32 : 64)  // of one matrix instruction
+
+// x in shared memory. NCHW: boxes of BLOCK_CI rows of SEGMENT bytes (pixels of a row, or of several where rows are short).
+// CHANNELS_LAST: for each N_WIDTH channels a box of the chunk's pixels.
+#define PIXELS (X_ROWS * TILE_W)
+#if CHANNELS_LAST
+#define SEGMENT (N_WIDTH * ELEMENT)
+#define BOXES NB
+#define BOX_BYTES (PIXELS * SEGMENT)
+#else
+#define SEGMENT (TILE_H * TILE_W * ELEMENT < 128 ? TILE_H * TILE_W * ELEMENT : 128)
+#define BOX_COLUMNS (TILE_W * ELEMENT < 128 ? TILE_W : 128 / ELEMENT)
+#define BOX_ROWS (SEGMENT / (BOX_COLUMNS * ELEMENT))
+#define BOXES (PIXELS * ELEMENT / SEGMENT)
+#define BOX_BYTES (BLOCK_CI * SEGMENT)
+#endif
+#define X_TILE_BYTES (BOXES * BOX_BYTES)
+#define STAGE_BYTES ((X_TILE_BYTES + G_BYTES + 1023) / 1024 * 1024)
+#define BARRIERS_AT (STAGES * STAGE_BYTES)
+#define SHARED_BYTES (BARRIERS_AT + 16 * STAGES)
+#if SHARED_BYTES_PLANNED != SHARED_BYTES
+#error "the planner's shared memory is not the kernel's"
+#endif
+
+#define K_STEPS (PIXELS * ELEMENT / 32)    // a matrix instruction takes 32 bytes of K: a strip of 8 columns, or two of 16-bit types
+#define STEPS (K_STEPS * ENTRIES)
+#define SETS_OF_FRAGMENTS (ELEMENT == 2 && !CHANNELS_LAST && WGS == 3 ? 2 : 3)  // a third set spills there
+#define W_STRIPS (TILE_W / 8)
+
+struct alignas(64) TensorMap { u64 opaque[16]; };
+
+struct Work {                              // of a block
+  int group, ci, co;                       // first channels within the group
+  int tap_d, tap_h, tap_w;                 // first tap of the set
+};
+
+// =====================================================================================================================
+// Copies
+// =====================================================================================================================
+
+__device__ __forceinline__ void load_box(u32 to, const TensorMap* map, int a, int b, int c, int d, int e, u32 barrier) {
+  asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5, %6}], [%7];\n"
+      ::"r"(to), "l"(map), "r"(a), "r"(b), "r"(c), "r"(d), "r"(e), "r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ void load_x(const TensorMap* map, const Chunk& c, const Work& work, u32 to, u32 barrier) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(X_TILE_BYTES) : "memory");
+  int channel = work.group * CIN_G + work.ci;
+#pragma unroll 1
+  for (int i = 0; i < BOXES; i++) {
+#if CHANNELS_LAST
+    load_box(to + i * BOX_BYTES, map, channel + i * N_WIDTH, c.w, c.h, c.d, c.n, barrier);
+#else
+    int strip = i * (SEGMENT / ELEMENT / 8);
+    Rows at = x_row(strip / W_STRIPS);
+    load_box(to + i * BOX_BYTES, map, c.w + strip % W_STRIPS * 8, c.h + at.h, c.d + at.d, channel, c.n + at.n, barrier);
+#endif
+  }
+}
+
+// =====================================================================================================================
+// Multiplications
+// =====================================================================================================================
+
+#define ACCUMULATORS_32(d)                                                                                            \
+  "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),          \
+      "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
+#define WGMMA_32(shape, tail)                                                                                         \
+  "wgmma.mma_async.sync.aligned." shape                                                                               \
+  " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, {%16,%17,%18,%19}, %20, " tail ";\n"
+#if CHANNELS_LAST
+#define TAIL_16 "1, 1, 1, 1"
+#else
+#define TAIL_16 "1, 1, 1, 0"
+#endif
+#if PRECISION == 0
+#define TYPES "k8.f32.tf32.tf32"
+#define TAIL "1, 1, 1"
+#elif PRECISION == 2
+#define TYPES "k16.f32.f16.f16"
+#define TAIL TAIL_16
+#else
+#define TYPES "k16.f32.bf16.bf16"
+#define TAIL TAIL_16
+#endif
+
+__device__ __forceinline__ void multiply(float (&acc)[NB][N_WIDTH / 2], const u32 (&a)[4], u32 tile, int k_step) {
+  // Stride from 8 rows to the next 8: of channels (K-major), of pixels (MN-major, 8 of the 16 of a step).
+  const u64 upper = ((u64)(8 * SEGMENT >> 4) << 32) | ((u64)(8 * SEGMENT >> 4) << 16) | ((u64)(SEGMENT == 32 ? 3 : SEGMENT == 64 ? 2 : 1) << 62);
+#pragma unroll
+  for (int nb = 0; nb < NB; nb++) {
+#if CHANNELS_LAST
+    u32 start = tile + nb * BOX_BYTES + k_step * 16 * SEGMENT;
+#else
+    u32 start = tile + k_step * 32 / SEGMENT * BOX_BYTES + nb * 64 * SEGMENT + k_step * 32 % SEGMENT;
+#endif
+    u64 b = upper | ((start & 0x3ffff) >> 4);
+#if BLOCK_CI < 64
+    asm volatile(WGMMA_32("m64n32" TYPES, TAIL) : ACCUMULATORS_32(acc[nb]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+#else
+    asm volatile(WGMMA_64("m64n64" TYPES, TAIL) : ACCUMULATORS_64(acc[nb]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+#endif
+  }
+}
+
+// A lane's view of its taps; the same for all chunks.
+struct Taps {
+  int at[ENTRIES];                         // of g's tile: elements (NCHW) or pixels (CHANNELS_LAST) by which the tap is shifted
+  u32 line[ENTRIES];                       // NCHW: rows of memory from a chunk's first row to the tap's, as elements modulo 2^32
+};
+
+// Place of a tile's row of q in g's tile, and in memory (NCHW), before the tap's own share; constants after unrolling.
+__device__ __forceinline__ int tile_row(const Rows& q) {
+  return (q.n * G_ROWS_D + q.d * (DENSE_D ? STEP_D : TAPS_D)) * G_ROWS_H + q.h * (DENSE_H ? STEP_H : TAPS_H);
+}
+
+// The fragment of entry `e` at step `k_step` of K: rows g and g + 8 of the warp's sixteen; of the two halves of K, pixels
+// q and q + 4 of a strip (TF32), or 2q and 2q + 1 of two strips.
+__device__ __forceinline__ void load_fragment(u32 (&a)[4], const unsigned char* g_tile, const Taps& taps, const Sizes& s, u32 phase, int e, int k_step, int lane_at) {
+#if CHANNELS_LAST
+  // Lanes address rows of 8 channels: of pixels 0-7 and 8-15 (lane / 16), of channels 0-7 and 8-15 (lane / 8 % 2).
+  Rows q0 = x_row(2 * k_step / W_STRIPS), q1 = x_row((2 * k_step + 1) / W_STRIPS);
+  int p0 = tile_row(q0) * G_COLUMNS + 2 * k_step % W_STRIPS * 8 * STEP_W, p1 = tile_row(q1) * G_COLUMNS + (2 * k_step + 1) % W_STRIPS * 8 * STEP_W;
+  int p = taps.at[e] + p0 + ((threadIdx.x & 16) ? p1 - p0 : 0);
+  u32 address = shared_address(g_tile) + p * (G_PITCH * 2) + lane_at;
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];\n" : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(address) : "memory");
+#else
+  const u32* words = (const u32*)g_tile;
+#pragma unroll
+  for (int k = 0; k < 2; k++) {
+    int strip = ELEMENT == 4 ? k_step : 2 * k_step + k;
+    Rows q = x_row(strip / W_STRIPS);
+    int column = (strip % W_STRIPS * 8 + (ELEMENT == 4 ? 4 * k : 0)) * STEP_W;
+    int at = lane_at + taps.at[e] + tile_row(q) * (BLOCK_CO * G_PITCH) + column;
+#if !ALIGNED_G
+    at += (phase + taps.line[e] + ((u32)(q.n * COUT) * s.out_d + q.d * STEP_D) * s.out_h * s.out_w + (u32)(q.h * STEP_H) * s.out_w) & (VEC - 1);
+#endif
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      int from = at + h * 8 * G_PITCH;
+#if ELEMENT == 4
+      a[2 * k + h] = to_tf32(__uint_as_float(words[from]));
+#else
+      int second = from + STEP_W;
+      u32 selector = (from & 1 ? 0x32u : 0x10u) | (second & 1 ? 0x7600u : 0x5400u);
+      a[2 * k + h] = __byte_perm(words[from >> 1], words[second >> 1], selector);
+#endif
+    }
+  }
+#endif
+}
+
+__device__ __forceinline__ void consume(float* __restrict__ partial, const Sizes& s, const Work& work, const char* g, u32 full, u32 empty, const unsigned char* memory, int split, int wg, int thread) {
+  int warp = thread >> 5, lane = thread & 31, row = lane >> 2, q = lane & 3;
+  int wg_m = wg % WGS_M, first_tap = wg / WGS_M * (ENTRIES * SUBS) + warp * 16 / ROWS_PER_SUB;  // taps of a warp: SUBS apart
+  int channel = wg_m * ROWS_PER_SUB + warp * 16 % ROWS_PER_SUB;                                // of the block's BLOCK_CO
+  Taps taps;
+#pragma unroll
+  for (int e = 0; e < ENTRIES; e++) {
+    int tap = first_tap + e * SUBS;
+    if (tap >= SET_TAPS) tap = SET_TAPS - 1;                                                   // its sums are not stored
+    int td = tap / (TAPS_H * TAPS_W), th = tap / TAPS_W % TAPS_H, tw = tap % TAPS_W;
+    int shift = (DENSE_D ? td * DIL_D : td) * G_ROWS_H + (DENSE_H ? th * DIL_H : th);
+    taps.at[e] = CHANNELS_LAST ? shift * G_COLUMNS + tw * DIL_W : shift * (BLOCK_CO * G_PITCH) + tw * DIL_W;
+    taps.line[e] = ((u32)(td * DIL_D) * s.out_h + th * DIL_H) * s.out_w;
+  }
+#if CHANNELS_LAST
+  int lane_at = (lane & 7) * STEP_W * (G_PITCH * 2) + (channel + (lane >> 3 & 1) * 8) * 2;
+#else
+  int lane_at = (channel + row) * G_PITCH + (ELEMENT == 4 ? q : 2 * q) * STEP_W;
+#endif
+  float acc[ENTRIES][NB][N_WIDTH / 2] = {};
+  int begin = split * s.per_split, end = begin + s.per_split < s.chunks ? begin + s.per_split : s.chunks;
+  u32 stage = 0, parity = 0;
+#pragma unroll 1
+  for (int i = begin; i < end; i++) {
+    u32 phase = 0;
+#if !CHANNELS_LAST
+    // Rows 8 channels apart have the same alignment, so that a lane has one for each row of a tile.
+    Chunk c = chunk_at(i, s);
+    int d = c.d * STEP_D + work.tap_d * DIL_D - PAD_D, h = c.h * STEP_H + work.tap_h * DIL_H - PAD_H, w = c.w * STEP_W + work.tap_w * DIL_W - PAD_W;
+#if ALIGNED_G
+    phase = (u32)w & (VEC - 1);
+#else
+    phase = (u32)((u64)g / ELEMENT) + (((u32)c.n * COUT + work.group * COUT_G + work.co + row) * s.out_d + d) * s.out_h * s.out_w + (u32)h * s.out_w + w;
+#endif
+#endif
+    const unsigned char* tile = memory + stage * STAGE_BYTES;
+    u32 x_tile = shared_address(tile);
+    barrier_wait(full + stage * 8, parity);
+#pragma unroll 1
+    for (int run = 0; run < STEPS / STRETCH; run++) {
+      u32 a[SETS_OF_FRAGMENTS][4];
+      // A run is some whole rows of q or a part of one, so that runs differ by an offset.
+      const int first = run * (STRETCH / ENTRIES);
+      const int strip = first * (ELEMENT == 4 ? 1 : 2), column = strip % W_STRIPS * 8 * STEP_W;
+      Rows q0 = x_row(strip / W_STRIPS);
+      const unsigned char* g_tile = tile + X_TILE_BYTES + tile_row(q0) * (CHANNELS_LAST ? G_COLUMNS * G_PITCH * ELEMENT : BLOCK_CO * G_PITCH * ELEMENT);
+      u32 from = phase;
+      int lane_from = lane_at + column * (CHANNELS_LAST ? G_PITCH * ELEMENT : 1);
+#if !CHANNELS_LAST
+#if ALIGNED_G
+      lane_from += phase;
+#else
+      from += ((u32)(q0.n * COUT) * s.out_d + q0.d * STEP_D) * s.out_h * s.out_w + (u32)(q0.h * STEP_H) * s.out_w;
+#endif
+#endif
+      u32 x_from = x_tile + (CHANNELS_LAST ? first * 16 * SEGMENT : first * 32 / SEGMENT * BOX_BYTES + first * 32 % SEGMENT);
+#pragma unroll
+      for (int step = 0; step < STRETCH; step++) {
+        const int e = step % ENTRIES, k = step / ENTRIES;
+        load_fragment(a[step % SETS_OF_FRAGMENTS], g_tile, taps, s, from, e, k, lane_from);
+        wgmma_fence();
+        multiply(acc[e], a[step % SETS_OF_FRAGMENTS], x_from, k);
+        wgmma_commit();
+        if (step + 1 == STRETCH) wgmma_wait<0>();
+        else wgmma_wait<SETS_OF_FRAGMENTS - 1>();
+      }
+    }
+    __syncwarp();
+    if (lane == 0) barrier_arrive(empty + stage * 8);
+    if (++stage == STAGES) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+  long long slice = (long long)split * (TAPS * COUT * (long long)CIN_G);
+#pragma unroll
+  for (int e = 0; e < ENTRIES; e++) {
+    int tap = first_tap + e * SUBS;
+    int kd = work.tap_d + tap / (TAPS_H * TAPS_W), kh = work.tap_h + tap / TAPS_W % TAPS_H, kw = work.tap_w + tap % TAPS_W;
+    if (tap >= SET_TAPS || kd >= KERNEL_D || kh >= KERNEL_H || kw >= KERNEL_W) continue;
+    float* to = partial + slice + ((long long)((kd * KERNEL_H + kh) * KERNEL_W + kw) * COUT + work.group * COUT_G) * CIN_G;
+#pragma unroll
+    for (int nb = 0; nb < NB; nb++)
+#pragma unroll
+      for (int j = 0; j < N_WIDTH / 8; j++)
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+          int co = work.co + channel + row + 8 * h, ci = work.ci + nb * 64 + j * 8 + 2 * q;
+          if (co >= COUT_G) continue;
+          float* at = to + (long long)co * CIN_G + ci;
+          float v0 = acc[e][nb][4 * j + 2 * h], v1 = acc[e][nb][4 * j + 2 * h + 1];
+          if (CIN_G % 2 == 0) {
+            if (ci < CIN_G) *(float2*)at = make_float2(v0, v1);
+          } else {
+            if (ci < CIN_G) at[0] = v0;
+            if (ci + 1 < CIN_G) at[1] = v1;
+          }
+        }
+  }
+}
+
+// partial: [SPLITS][TAPS][COUT][CIN_G] float32.
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+wgrad(const char* __restrict__ g, float* __restrict__ partial, int batch, int in_d, int in_h, int in_w, int out_d, int out_h, int out_w,
+      int tiles_d, int tiles_h, int tiles_w, int chunks, int per_split, const __grid_constant__ TensorMap map) {
+  extern __shared__ __align__(1024) unsigned char memory[];
+  const Sizes s = {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, chunks, per_split};
+  int index = blockIdx.x;
+  Work work;                               // blocks of the same pixels are neighbours, for L2's sake
+  int set = index % SETS;  index /= SETS;
+  work.co = index % CO_TILES * BLOCK_CO;  index /= CO_TILES;
+  work.ci = index % CI_TILES * BLOCK_CI;  index /= CI_TILES;
+  work.group = index % GROUPS;
+  int split = index / GROUPS;
+  work.tap_w = set % SETS_W * TAPS_W;
+  work.tap_h = set / SETS_W % SETS_H * TAPS_H;
+  work.tap_d = set / (SETS_W * SETS_H) * TAPS_D;
+  u32 base = shared_address(memory), full = base + BARRIERS_AT, empty = full + 8 * STAGES;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < STAGES; i++) {
+      barrier_init(full + 8 * i, 2 * COPIERS + 1);
+      barrier_init(empty + 8 * i, WGS * 4);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
+  }
+  __syncthreads();
+  int role = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
+  if (role == 0) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(PRODUCER_REGISTERS));
+    int begin = split * per_split, end = begin + per_split < chunks ? begin + per_split : chunks;
+    u32 stage = 0, parity = 1;
+#pragma unroll 1
+    for (int i = begin; i < end; i++) {
+      Chunk c = chunk_at(i, s);
+      unsigned char* tile = memory + stage * STAGE_BYTES;
+      u32 barrier = full + stage * 8;
+      barrier_wait(empty + stage * 8, parity);
+      if (thread == 0) load_x(&map, c, work, shared_address(tile), barrier);
+      constexpr int extent = CHANNELS_LAST ? G_COLUMNS : G_EXTENT;
+      copy_tile<G_ROWS, BLOCK_CO, extent, G_PITCH, COUT, COUT_G, false>(
+          g, s.batch, s.out_d, s.out_h, s.out_w, c.n, c.d * STEP_D + work.tap_d * DIL_D - PAD_D, c.h * STEP_H + work.tap_h * DIL_H - PAD_H,
+          c.w * STEP_W + work.tap_w * DIL_W - PAD_W, work.group * COUT_G + work.co, COUT_G - work.co, tile + X_TILE_BYTES, thread);
+      asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];\n" ::"r"(barrier) : "memory");  // when its copies have landed
+      barrier_arrive(barrier);                                                                  // what it stored itself
+      if (++stage == STAGES) {
+        stage = 0;
+        parity ^= 1;
+      }
+    }
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(CONSUMER_REGISTERS));
+    consume(partial, s, work, g, full, empty, memory, split, role - 1, thread);
+  }
+}

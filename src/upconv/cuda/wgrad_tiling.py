@@ -1,0 +1,342 @@
+"""How a weight's gradient is cut into the grad-weight kernels' tiles: pure arithmetic, shared by both of them.
+
+A chunk is a box of positions q of the input; a tap of a position lies at ``q * stride + tap * dilation - padding`` of
+the output's gradient ``g``. All axes are three (D, H, W); 1-D and 2-D problems have leading axes of size 1.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+from upconv.problem import Problem
+
+Triple = tuple[int, int, int]
+
+WARPS = 8  # of the mma.sync kernel
+_PRECISIONS = {"tf32": 0, "ieee": 1, "fp16": 2, "bf16": 3}
+_STRETCH = 40  # matrix instructions of a warpgroup between whose ends the tensor cores do not drain
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """A block's tile and the kernel's constants; everything but the sizes of input and batch."""
+
+    file: ClassVar[str] = ""
+    """The kernel's source."""
+
+    problem: Problem
+    block: tuple[int, int]
+    """Input channels x output channels of a block."""
+    taps: Triple
+    """Taps (D, H, W) of a set."""
+    tile: tuple[int, int, int, int]
+    """Positions q of a chunk: images, D, H, W."""
+    aligned: bool = True
+    """NCHW: rows of the input begin at 16 bytes."""
+
+    # --- the layer ---------------------------------------------------------------------------------------------------
+
+    def _full(self, values: tuple[int, ...], fill: int) -> Triple:
+        d, h, w = (fill,) * (3 - len(values)) + values
+        return d, h, w
+
+    @property
+    def kernel(self) -> Triple:
+        return self._full(self.problem.kernel, 1)
+
+    @property
+    def steps(self) -> Triple:
+        return self._full(self.problem.stride, 1)
+
+    @property
+    def dilation(self) -> Triple:
+        return self._full(self.problem.dilation, 1)
+
+    @property
+    def padding(self) -> Triple:
+        return self._full(self.problem.padding, 0)
+
+    @property
+    def element(self) -> int:
+        return self.problem.dtype.itemsize
+
+    @property
+    def vec(self) -> int:
+        return 16 // self.element
+
+    @property
+    def channels_last(self) -> bool:
+        return self.problem.layout == "channels_last"
+
+    @property
+    def channels(self) -> tuple[int, int]:
+        """Input and output channels of a group."""
+        p = self.problem
+        return p.in_channels // p.groups, p.out_channels // p.groups
+
+    # --- M, N and taps -----------------------------------------------------------------------------------------------
+
+    @property
+    def sets(self) -> Triple:
+        d, h, w = (-(-k // t) for k, t in zip(self.kernel, self.taps))
+        return d, h, w
+
+    @property
+    def set_taps(self) -> int:
+        return math.prod(self.taps)
+
+    @property
+    def channel_tiles(self) -> tuple[int, int]:
+        (ci, co), (m, n) = self.channels, self.block
+        return -(-ci // m), -(-co // n)
+
+    @property
+    def tiles(self) -> int:
+        """Blocks that one split of K takes."""
+        return self.problem.groups * math.prod(self.channel_tiles) * math.prod(self.sets)
+
+    # --- K and shared memory -----------------------------------------------------------------------------------------
+
+    def _spans(self) -> Triple:
+        """Rows (D, H) and columns of g that a chunk holds."""
+        spans = []
+        for axis in range(3):
+            count, taps = self.tile[1 + axis], self.taps[axis]
+            dense = (count - 1) * self.steps[axis] + (taps - 1) * self.dilation[axis] + 1
+            spans.append(dense if axis == 2 else min(dense, count * taps))
+        return spans[0], spans[1], spans[2]
+
+    @property
+    def strips(self) -> int:
+        """Strips of 8 positions of a row."""
+        return math.prod(self.tile) // 8
+
+    @property
+    def k_steps(self) -> int:
+        return self.strips if self.element == 4 else self.strips // 2
+
+    @property
+    def units(self) -> tuple[int, int]:
+        """16-byte units of a row of one channel (NCHW) of x and of g."""
+        x = self.tile[3] + (0 if self.aligned else self.vec - 1)
+        return -(-x // self.vec), -(-(self._spans()[2] + self.vec - 1) // self.vec)
+
+    @property
+    def g_bytes(self) -> int:
+        """Bytes of g's tile in shared memory."""
+        rows_d, rows_h, columns = self._spans()
+        rows = self.tile[0] * rows_d * rows_h
+        if self.channels_last:
+            return rows * columns * self._pitch(self.block[1]) * self.element
+        return rows * self.block[1] * (self.units[1] | 1) * 16
+
+    def _pitch(self, channels: int) -> int:
+        """Elements from one pixel to the next (channels_last)."""
+        return (channels + 23) // 32 * 32 + 8 if self.element == 4 else channels + 8
+
+    @property
+    def g_units(self) -> int:
+        """16-byte copies of g's tile."""
+        rows_d, rows_h, columns = self._spans()
+        rows = self.tile[0] * rows_d * rows_h
+        if self.channels_last:
+            return rows * columns * -(-self.block[1] // self.vec)
+        return rows * self.block[1] * self.units[1]
+
+    @property
+    def needs_alignment(self) -> bool:
+        """Whether both tensors must begin at 16 bytes."""
+        return self.channels_last or self.aligned
+
+    def counts(self, p: Problem) -> tuple[int, int, int, int]:
+        """Chunks per axis: images, D, H, W."""
+        n, d, h, w = (-(-size // tile) for size, tile in zip((p.batch, *self._full(p.size, 1)), self.tile))
+        return n, d, h, w
+
+    def macros(self) -> dict[str, int | float | str]:
+        """The kernel's constants."""
+        p = self.problem
+        axes = ("D", "H", "W")
+        found: dict[str, int | float | str] = {
+            "ELEMENT": self.element,
+            "PRECISION": _PRECISIONS[p.precision],
+            "CHANNELS_LAST": int(self.channels_last),
+            "GROUPS": p.groups,
+            "CIN_G": self.channels[0],
+            "COUT_G": self.channels[1],
+            "BLOCK_CI": self.block[0],
+            "BLOCK_CO": self.block[1],
+            "TILE_N": self.tile[0],
+        }
+        for i, axis in enumerate(axes):
+            found |= {
+                f"KERNEL_{axis}": self.kernel[i],
+                f"STEP_{axis}": self.steps[i],
+                f"DIL_{axis}": self.dilation[i],
+                f"PAD_{axis}": self.padding[i],
+                f"TAPS_{axis}": self.taps[i],
+                f"SETS_{axis}": self.sets[i],
+                f"TILE_{axis}": self.tile[1 + i],
+            }
+        return found
+
+
+@dataclass(frozen=True)
+class SyncTiling(Tiling):
+    """A tiling of ``wgrad.cu`` (mma.sync): warps divide channels, and what is left of them K."""
+
+    file: ClassVar[str] = "wgrad.cu"
+    warp: tuple[int, int] = (16, 8)
+    """Input channels x output channels of a warp."""
+
+    @property
+    def warps(self) -> int:
+        """Warps that divide the channels."""
+        return self.block[0] // self.warp[0] * (self.block[1] // self.warp[1])
+
+    @property
+    def threads(self) -> int:
+        return 32 * WARPS
+
+    @property
+    def k_slices(self) -> int:
+        """Warps that divide K, each with sums of its own."""
+        return WARPS // self.warps
+
+    @property
+    def promote(self) -> bool:
+        """IEEE: sums leave the tensor cores, which truncate them, after every chunk."""
+        return self.problem.precision == "ieee"
+
+    @property
+    def accumulators(self) -> int:
+        """Registers of a thread."""
+        return self.set_taps * self.warp[0] * self.warp[1] // 32 * (2 if self.promote else 1)
+
+    @property
+    def x_bytes(self) -> int:
+        """Bytes of x's tile in shared memory."""
+        n, d, h, w = self.tile
+        if self.channels_last:
+            return n * d * h * w * self._pitch(self.block[0]) * self.element
+        return n * d * h * self.block[0] * (self.units[0] | 1) * 16
+
+    @property
+    def shared_bytes(self) -> int:
+        return 2 * (self.x_bytes + self.g_bytes)
+
+    @property
+    def copied_units(self) -> int:
+        """16-byte copies of a chunk."""
+        n, d, h, w = self.tile
+        if self.channels_last:
+            return n * d * h * w * -(-self.block[0] // self.vec) + self.g_units
+        return n * d * h * self.block[0] * self.units[0] + self.g_units
+
+    def macros(self) -> dict[str, int | float | str]:
+        """The kernel's constants."""
+        return super().macros() | {
+            "PROMOTE": int(self.promote),
+            "WARP_M": self.warp[0],
+            "WARP_N": self.warp[1],
+            "ALIGNED_X": int(self.aligned),
+            "SHARED_BYTES_PLANNED": self.shared_bytes,
+        }
+
+
+@dataclass(frozen=True)
+class WarpgroupTiling(Tiling):
+    """A tiling of ``wgrad_wgmma.cu`` (sm_90a): warpgroups divide output channels and taps."""
+
+    file: ClassVar[str] = "wgrad_wgmma.cu"
+    warpgroups: int = 2
+    """That multiply; one more copies."""
+    split_m: int = 1
+    """Of them, those that divide the output channels."""
+    subs: int = 1
+    """Taps that share the 64 rows of a matrix instruction."""
+    stages: int = 2
+    aligned_g: bool = False
+    """NCHW: rows of the output begin at 16 bytes."""
+
+    @property
+    def threads(self) -> int:
+        return 128 * (1 + self.warpgroups)
+
+    @property
+    def k_slices(self) -> int:
+        return 1
+
+    @property
+    def entries(self) -> int:
+        """Accumulators of 64 rows of a warpgroup."""
+        return -(-self.set_taps // (self.subs * (self.warpgroups // self.split_m)))
+
+    @property
+    def accumulators(self) -> int:
+        """Registers of a thread."""
+        return self.entries * self.block[0] // 2
+
+    @property
+    def width(self) -> int:
+        """Input channels of a matrix instruction."""
+        return min(self.block[0], 64)
+
+    @property
+    def segment(self) -> int:
+        """Bytes of a row of x's tile, which is also the swizzle's span."""
+        if self.channels_last:
+            return self.width * self.element
+        return min(128, self.tile[2] * self.tile[3] * self.element)
+
+    @property
+    def box(self) -> tuple[int, int, int, int, int]:
+        """The tensor copy engine's box, innermost first: channels, W, H, D, images, or W, H, D, channels, images."""
+        n, d, h, w = self.tile
+        if self.channels_last:
+            return self.width, w, h, d, n
+        columns = min(w, 128 // self.element)
+        return columns, self.segment // (columns * self.element), 1, self.block[0], 1
+
+    @property
+    def x_bytes(self) -> int:
+        """Bytes of x's tile in shared memory."""
+        return math.prod(self.tile) * self.block[0] * self.element
+
+    @property
+    def stage_bytes(self) -> int:
+        return -(-(self.x_bytes + self.g_bytes) // 1024) * 1024
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.stages * (self.stage_bytes + 16)
+
+    @property
+    def stretch(self) -> int:
+        """Steps of a warpgroup in one stretch of code: as many of K as fit, a power of two."""
+        k = self.k_steps
+        while k > 1 and k * self.entries > _STRETCH:
+            k //= 2
+        return k * self.entries
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Of a thread that copies, and of one that multiplies."""
+        return (72, 216) if self.warpgroups == 2 else (56, 152)
+
+    def macros(self) -> dict[str, int | float | str]:
+        """The kernel's constants."""
+        return super().macros() | {
+            "WGS": self.warpgroups,
+            "WGS_M": self.split_m,
+            "SUBS": self.subs,
+            "ENTRIES": self.entries,
+            "STAGES": self.stages,
+            "STRETCH": self.stretch,
+            "ALIGNED_G": int(self.aligned_g),
+            "PRODUCER_REGISTERS": self.registers[0],
+            "CONSUMER_REGISTERS": self.registers[1],
+            "SHARED_BYTES_PLANNED": self.shared_bytes,
+        }
