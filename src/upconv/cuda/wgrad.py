@@ -234,7 +234,7 @@ def _warpgroup_candidates(p: Problem, gpu: Gpu, aligned: bool, aligned_g: bool) 
             continue
         for tile in _tiles(p):
             t = replace(base, tile=tile, aligned_g=aligned_g and not last)
-            if math.prod(tile[2:]) * t.element < 32 or (t.element == 2 and t.strips % 2):
+            if (not last and tile[3] * t.element < 32) or (t.element == 2 and t.strips % 2):
                 continue
             if last and max(tile) > 256:
                 continue

@@ -289,7 +289,7 @@ class WarpgroupTiling(Tiling):
         """Bytes of a row of x's tile, which is also the swizzle's span."""
         if self.channels_last:
             return self.width * self.element
-        return min(128, self.tile[2] * self.tile[3] * self.element)
+        return min(128, self.tile[3] * self.element)
 
     @property
     def box(self) -> tuple[int, int, int, int, int]:
@@ -297,8 +297,7 @@ class WarpgroupTiling(Tiling):
         n, d, h, w = self.tile
         if self.channels_last:
             return self.width, w, h, d, n
-        columns = min(w, 128 // self.element)
-        return columns, self.segment // (columns * self.element), 1, self.block[0], 1
+        return self.segment // self.element, 1, 1, self.block[0], 1
 
     @property
     def x_bytes(self) -> int:

@@ -45,13 +45,13 @@ struct Work {                              // of a block
 
 __device__ __forceinline__ void copy_chunk(const char* __restrict__ x, const char* __restrict__ g, const Sizes& s, const Chunk& c, const Work& work, unsigned char* stage, int thread) {
 #if CHANNELS_LAST
-  constexpr int X_EXTENT = TILE_W, G_EXTENT = G_COLUMNS;
+  constexpr int x_extent = TILE_W, g_extent = G_COLUMNS;
 #else
-  constexpr int X_EXTENT = X_UNITS, G_EXTENT = G_UNITS;
+  constexpr int x_extent = X_UNITS, g_extent = G_UNITS;
 #endif
-  copy_tile<X_ROWS, BLOCK_CI, X_EXTENT, X_PITCH, CIN, CIN_G, true>(
+  copy_tile<X_ROWS, BLOCK_CI, x_extent, X_PITCH, CIN, CIN_G, true>(
       x, s.batch, s.in_d, s.in_h, s.in_w, c.n, c.d, c.h, c.w, work.group * CIN_G + work.m, CIN_G - work.m, stage, thread);
-  copy_tile<G_ROWS, BLOCK_CO, G_EXTENT, G_PITCH, COUT, COUT_G, false>(
+  copy_tile<G_ROWS, BLOCK_CO, g_extent, G_PITCH, COUT, COUT_G, false>(
       g, s.batch, s.out_d, s.out_h, s.out_w, c.n, c.d * STEP_D + work.tap_d * DIL_D - PAD_D, c.h * STEP_H + work.tap_h * DIL_H - PAD_H,
       c.w * STEP_W + work.tap_w * DIL_W - PAD_W, work.group * COUT_G + work.n, COUT_G - work.n, stage + X_BYTES, thread);
 }

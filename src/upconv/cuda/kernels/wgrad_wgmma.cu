@@ -21,7 +21,8 @@
 #define NB (BLOCK_CI < 64 ? 1 : BLOCK_CI / 64)
 #define N_WIDTH (BLOCK_CI < 64 ? 32 : 64)  // of one matrix instruction
 
-// x in shared memory. NCHW: boxes of BLOCK_CI rows of SEGMENT bytes (pixels of a row, or of several where rows are short).
+// x in shared memory. NCHW: boxes of BLOCK_CI rows of SEGMENT bytes (pixels of a row; a box of several shorter rows would
+// pad each to the swizzle's span).
 // CHANNELS_LAST: for each N_WIDTH channels a box of the chunk's pixels.
 #define PIXELS (X_ROWS * TILE_W)
 #if CHANNELS_LAST
@@ -29,9 +30,7 @@
 #define BOXES NB
 #define BOX_BYTES (PIXELS * SEGMENT)
 #else
-#define SEGMENT (TILE_H * TILE_W * ELEMENT < 128 ? TILE_H * TILE_W * ELEMENT : 128)
-#define BOX_COLUMNS (TILE_W * ELEMENT < 128 ? TILE_W : 128 / ELEMENT)
-#define BOX_ROWS (SEGMENT / (BOX_COLUMNS * ELEMENT))
+#define SEGMENT (TILE_W * ELEMENT < 128 ? TILE_W * ELEMENT : 128)
 #define BOXES (PIXELS * ELEMENT / SEGMENT)
 #define BOX_BYTES (BLOCK_CI * SEGMENT)
 #endif
@@ -152,19 +151,21 @@ __device__ __forceinline__ void load_fragment(u32 (&a)[4], const unsigned char* 
     int strip = ELEMENT == 4 ? k_step : 2 * k_step + k;
     Rows q = x_row(strip / W_STRIPS);
     int column = (strip % W_STRIPS * 8 + (ELEMENT == 4 ? 4 * k : 0)) * STEP_W;
-    int at = lane_at + taps.at[e] + tile_row(q) * (BLOCK_CO * G_PITCH) + column;
+    // What is known only at run time, and constants that are even, so that the addresses are a register and an immediate.
+    int at = lane_at + taps.at[e];
+    const int constant = tile_row(q) * (BLOCK_CO * G_PITCH) + column;
 #if !ALIGNED_G
     at += (phase + taps.line[e] + ((u32)(q.n * COUT) * s.out_d + q.d * STEP_D) * s.out_h * s.out_w + (u32)(q.h * STEP_H) * s.out_w) & (VEC - 1);
 #endif
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-      int from = at + h * 8 * G_PITCH;
 #if ELEMENT == 4
-      a[2 * k + h] = to_tf32(__uint_as_float(words[from]));
+      a[2 * k + h] = to_tf32(__uint_as_float(words[at + constant + h * 8 * G_PITCH]));
 #else
-      int second = from + STEP_W;
-      u32 selector = (from & 1 ? 0x32u : 0x10u) | (second & 1 ? 0x7600u : 0x5400u);
-      a[2 * k + h] = __byte_perm(words[from >> 1], words[second >> 1], selector);
+      const int words_on = (constant + h * 8 * G_PITCH) / 2;
+      int second = at + STEP_W;
+      u32 selector = (at & 1 ? 0x32u : 0x10u) | (second & 1 ? 0x7600u : 0x5400u);
+      a[2 * k + h] = __byte_perm(words[(at >> 1) + words_on], words[(second >> 1) + words_on], selector);
 #endif
     }
   }
