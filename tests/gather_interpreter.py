@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from upconv.cuda.tiling import Tiling
+from upconv.cuda.tiling import Tiling, result_shape
 from upconv.problem import Problem
 
 Floats = NDArray[np.float64]
@@ -122,7 +122,7 @@ class Interpreter:
     # --- weights -----------------------------------------------------------------------------------------------------
 
     def pack(self, weight: Floats) -> Floats:
-        """``pack``: (words, elements of a word) from a weight of shape (CIN, COUT_G, ...)."""
+        """``pack``: (words, elements of a word) of a weight (CIN, COUT_G, ...), for GRAD_INPUT (COUT, CIN_G, ...)."""
         m = self.m
         words = self.tiling.packed_words
         flat, element = weight.reshape(-1), m["ELEMENT"]
@@ -148,7 +148,10 @@ class Interpreter:
         for e in range(4 // element):
             cin = chunk * m["CK"] + k_step * self.step_k + k + e
             have = (cin < m["CIN_G"]) & (cout < m["COUT_G"]) & (tap >= 0)
-            at = (((group * m["CIN_G"] + cin) * m["COUT_G"] + cout) * m["TAPS"] + tap)[have]
+            if m["GRAD_INPUT"]:
+                at = (((group * m["COUT_G"] + cout) * m["CIN_G"] + cin) * m["TAPS"] + tap)[have]
+            else:
+                at = (((group * m["CIN_G"] + cin) * m["COUT_G"] + cout) * m["TAPS"] + tap)[have]
             values = np.stack(self.split(flat[at]))
             packed[have, e] = values[part[have], np.arange(len(at))]
         return packed
@@ -293,7 +296,7 @@ class Interpreter:
     # --- the kernel --------------------------------------------------------------------------------------------------
 
     def __call__(self, p: Problem, x: Floats, weight: Floats, bias: Floats | None) -> tuple[Floats, Ints]:
-        """The output of ``p``, of the tiling's layer at any size, NaN where nothing is stored; stores per element."""
+        """The result of ``p``, of the tiling's layer at any size, NaN where nothing is stored; stores per element."""
         m, lead = self.m, (1,) * (3 - p.rank)
         batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, count = self.tiling.arguments(p)
         x5 = x.reshape(batch, -1, in_d, in_h, in_w)
@@ -369,6 +372,6 @@ class Interpreter:
             stores += np.bincount(at, minlength=out.size)
 
         if m["CHANNELS_LAST"]:
-            shape = (batch, *lead, *p.out_size, m["COUT"])
+            shape = (batch, *lead, *result_shape(p)[2:], m["COUT"])
             out, stores = (np.moveaxis(a.reshape(shape), -1, 1) for a in (out, stores))
-        return out.reshape(p.output_shape), stores.reshape(p.output_shape)
+        return out.reshape(result_shape(p)), stores.reshape(result_shape(p))

@@ -17,14 +17,21 @@ from upconv import reference
 from upconv.bench.suites import SUITES
 from upconv.cuda import gather, jit
 from upconv.cuda.gpu import A100, B200, H200, RTX3090, RTX4090, RTX5090, Gpu
-from upconv.cuda.tiling import Tiling, Unfit
-from upconv.problem import Precision, Problem, output_length
+from upconv.cuda.tiling import Tiling, Unfit, source_shape
+from upconv.problem import Pass, Precision, Problem, output_length
 
 DTYPES = {"tf32": torch.float32, "ieee": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
+PASSES: tuple[Pass, ...] = ("fwd", "grad-input")
+
+
 def draw_problem(rng: random.Random) -> Problem:
-    """A small layer: all ranks, asymmetric everything, output paddings beyond the stride, odd sizes and channels."""
+    """A small layer: all ranks, asymmetric everything, output paddings beyond the stride, odd sizes and channels.
+
+    Every other one is of the gradient for the input.
+    """
+    pass_ = rng.choice(PASSES)
     rank = rng.choice((1, 2, 2, 3))
     largest = (40, 11, 6)[rank - 1]
     axes = []
@@ -54,10 +61,11 @@ def draw_problem(rng: random.Random) -> Problem:
         output_padding,
         dilation,
         groups,
-        bias=rng.random() < 0.5,
+        bias=rng.random() < 0.5 and pass_ == "fwd",
         dtype=DTYPES[precision],
         precision=precision,
         layout=rng.choice(("nchw", "channels_last")) if rank > 1 else "nchw",
+        pass_=pass_,
     )
 
 
@@ -76,7 +84,8 @@ def draw_tiling(p: Problem, rng: random.Random) -> Tiling | None:
             sub[1] * rng.choice((1, 1, 2, 3, 4)),
         )
         unroll = tuple(rng.choice((1, 1, 1, 2, 3)) if axis >= 3 - p.rank else 1 for axis in range(3))
-        steps = [n * u for n, u in zip((1,) * (3 - p.rank) + p.stride, unroll)]
+        strides = (1,) * (3 - p.rank) + p.stride if p.pass_ == "fwd" else (1, 1, 1)
+        steps = [n * u for n, u in zip(strides, unroll)]
         tiling = Tiling(
             p,
             sub,
@@ -98,18 +107,25 @@ def draw_tiling(p: Problem, rng: random.Random) -> Tiling | None:
     return None
 
 
+def truth_of(p: Problem, source: Floats, weight: Floats, bias: Floats | None = None) -> torch.Tensor:
+    """The pass's result in float64."""
+    x, w = torch.from_numpy(source), torch.from_numpy(weight)
+    if p.pass_ == "fwd":
+        return reference.forward(p, x, w, None if bias is None else torch.from_numpy(bias))
+    return reference.gradients(p, x, torch.zeros(p.input_shape), w)[0]
+
+
 def check(tiling: Tiling, p: Problem, seed: int, macros: dict[str, int | float | str] | None = None) -> None:
-    """The interpreted tiling stores every output once, and what it stores is the layer, in float64."""
+    """The interpreted tiling stores every result once, and what it stores is the pass's, in float64."""
     numbers = np.random.default_rng(seed)
-    x, w = numbers.standard_normal(p.input_shape), numbers.standard_normal(p.weight_shape)
+    x, w = numbers.standard_normal(source_shape(p)), numbers.standard_normal(p.weight_shape)
     b = numbers.standard_normal(p.out_channels) if p.bias else None
     interpreter = Interpreter(tiling, macros)
     out, stores = interpreter(p, x, w, b)
     assert (stores == 1).all(), f"elements stored {np.unique(stores)} times"
-    truth = reference.forward(p, *map(torch.from_numpy, (x, w)), None if b is None else torch.from_numpy(b))
+    truth = truth_of(p, x, w, b)
     if tiling.parts == 2:  # three products of four: without that of the low parts, which is a layer of its own
-        low_x, low_w = (torch.from_numpy(interpreter.split(a)[1]) for a in (x, w))
-        truth = truth - reference.forward(p, low_x, low_w)
+        truth = truth - truth_of(p, *(interpreter.split(a)[1] for a in (x, w)))
     scale = max(1.0, truth.abs().max().item())
     error = (torch.from_numpy(out) - truth).abs().max().item()
     assert error <= 1e-12 * scale, f"error {error} on {scale}"
@@ -170,10 +186,10 @@ def test_infinities_reach_only_the_outputs_that_read_them() -> None:
             continue
         grouped += p.groups > 1 and tiling.cin_g % tiling.chunk > 0
         numbers = np.random.default_rng(i)
-        x, w = numbers.standard_normal(p.input_shape), numbers.standard_normal(p.weight_shape)
+        x, w = numbers.standard_normal(source_shape(p)), numbers.standard_normal(p.weight_shape)
         x.reshape(-1)[numbers.integers(x.size)] = np.nan
         out, _ = Interpreter(tiling)(p, x, w, None)
-        truth = reference.forward(p, torch.from_numpy(x), torch.from_numpy(w))
+        truth = truth_of(p, x, w)
         assert np.array_equal(np.isnan(out), truth.isnan().numpy()), f"{p}\n{tiling}"
     assert grouped > 10
 
@@ -209,7 +225,10 @@ def test_one_tiling_serves_other_sizes() -> None:
 def operand_a(tiling: Tiling, w: Floats, group: int, cout_block: int, variant: int) -> Iterator[Floats]:
     """An M-group's A for every (chunk, entry), rows of both warpgroups below each other, from the tiling itself."""
     p, rows = tiling.problem, tiling.rows_per_sub
-    flat = w.reshape(p.groups, tiling.cin_g, tiling.cout_g, p.taps)[group]
+    if p.pass_ == "fwd":
+        flat = w.reshape(p.groups, tiling.cin_g, tiling.cout_g, p.taps)[group]
+    else:
+        flat = w.reshape(p.groups, tiling.cout_g, tiling.cin_g, p.taps)[group].swapaxes(0, 1)
     entries = [taps for block in tiling.entries[variant] for _, taps in block]
     for chunk, taps in product(range(tiling.chunks), entries):
         a = np.zeros((tiling.wgs_m * 64, tiling.chunk))

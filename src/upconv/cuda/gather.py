@@ -21,7 +21,7 @@ from upconv.cuda import jit
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.gpu import gpu as gpu_of
 from upconv.cuda.launch import Launcher
-from upconv.cuda.tiling import FRAGMENT, Tiling, Triple, Unfit
+from upconv.cuda.tiling import FRAGMENT, Tiling, Triple, Unfit, result_shape, source_shape
 from upconv.problem import Problem
 
 _ACCUMULATORS = 4  # blocks of 64 x 64 that a consumer warpgroup holds: 128 registers of a thread's 200
@@ -118,7 +118,7 @@ class Prepared:
         self._grid = choice.grid
         self._sizes = t.arguments(p)
         self._maps: dict[int, tuple[int, ...]] = {}
-        self.packing = (t.entries, t.chunk, t.parts, t.split == 1, t.subs, p.precision, p.groups)
+        self.packing = (t.entries, t.chunk, t.parts, t.split == 1, t.subs, p.precision, p.groups, p.pass_)
         """What `pack`'s result depends on beside the weight."""
 
     def pack(self, weight: Tensor) -> Tensor:
@@ -129,7 +129,10 @@ class Prepared:
         return packed
 
     def run(self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor) -> None:
-        """Launches the kernel: ``x`` and ``out`` dense in the problem's layout."""
+        """Launches the kernel: ``x`` and ``out`` dense in the problem's layout.
+
+        For pass "grad-input" they are the output's gradient and the input's, and there is no bias.
+        """
         address = x.data_ptr()
         if address & 15 and self._tiling.needs_alignment:
             x = x.clone()  # a view that begins off 16 bytes; PyTorch's allocations never do
@@ -150,7 +153,7 @@ class Prepared:
 
 
 def tensor_map(t: Tiling, p: Problem, address: int) -> tuple[int, ...]:
-    """A ``CUtensorMap`` over the whole input, with the tiling's box, as 16 signed words."""
+    """A ``CUtensorMap`` over the whole source, with the tiling's box, as 16 signed words."""
     driver: Any = jit._driver()
     types = driver.CUtensorMapDataType
     kind = {
@@ -160,10 +163,11 @@ def tensor_map(t: Tiling, p: Problem, address: int) -> tuple[int, ...]:
     }[p.dtype]
     swizzles = driver.CUtensorMapSwizzle
     swizzle = swizzles.CU_TENSOR_MAP_SWIZZLE_NONE
-    d, h, w = (1,) * (3 - p.rank) + p.size
-    dims = (w, h, d, p.in_channels, p.batch)
+    channels, *size = source_shape(p)[1:]
+    d, h, w = (1,) * (3 - p.rank) + tuple(size)
+    dims = (w, h, d, channels, p.batch)
     if t.channels_last:
-        dims = (p.in_channels, w, h, d, p.batch)
+        dims = (channels, w, h, d, p.batch)
         swizzle = {
             32: swizzles.CU_TENSOR_MAP_SWIZZLE_32B,
             64: swizzles.CU_TENSOR_MAP_SWIZZLE_64B,
@@ -189,7 +193,7 @@ def tensor_map(t: Tiling, p: Problem, address: int) -> tuple[int, ...]:
 
 
 def _layer(p: Problem) -> str:
-    return str(p).split(" on ")[0] + f" {p.precision} {p.layout}"
+    return str(p).split(" on ")[0] + f" {p.precision} {p.layout}" + (f" {p.pass_}" if p.pass_ != "fwd" else "")
 
 
 # --- candidates ------------------------------------------------------------------------------------------------------
@@ -203,18 +207,22 @@ def refusal(p: Problem, gpu: Gpu) -> str | None:
         return f"tensor cores of compute capability {gpu.capability[0]}.{gpu.capability[1]} lack TF32 and bfloat16"
     if p.taps > _MAX_TAPS:
         return f"{p.taps} taps are too many for the kernel's tables"
-    if p.in_channels // p.groups < 4 and p.groups > 1:
-        return f"{p.in_channels // p.groups} input channels per group leave most of a matrix instruction empty"
+    if p.pass_ not in ("fwd", "grad-input"):
+        return f"pass {p.pass_} sums over pixels, which this family does not"
+    channels = source_shape(p)[1] // p.groups
+    if channels < 4 and p.groups > 1:
+        side = "input" if p.pass_ == "fwd" else "output"
+        return f"{channels} {side} channels per group leave most of a matrix instruction empty"
     return None
 
 
 def candidates(p: Problem, gpu: Gpu, wgmma: bool | None = None, aligned: bool | None = None) -> Iterator[Tiling]:
-    """Every tiling worth a look. ``aligned``: rows of an NCHW input begin at 16 bytes; by default as ``p``'s do."""
+    """Every tiling worth a look. ``aligned``: rows of an NCHW source begin at 16 bytes; by default as ``p``'s do."""
     fast = gpu.arch == "90a" if wgmma is None else wgmma
-    cout_g, cin_g = p.out_channels // p.groups, p.in_channels // p.groups
-    steps = (1,) * (3 - p.rank) + p.stride
+    cout_g, cin_g = result_shape(p)[1] // p.groups, source_shape(p)[1] // p.groups
+    steps = (1,) * (3 - p.rank) + p.stride if p.pass_ == "fwd" else (1, 1, 1)
     if aligned is None:
-        aligned = p.size[-1] * p.dtype.itemsize % 16 == 0
+        aligned = _aligned(p)
     per_32 = 32 // p.dtype.itemsize
     chunks = [c for c in (per_32, 2 * per_32, 4 * per_32) if c == per_32 or c < 2 * cin_g]
     accumulators = _ACCUMULATORS if fast else _MMA_ACCUMULATORS
@@ -312,9 +320,14 @@ def estimate(t: Tiling, p: Problem, gpu: Gpu) -> tuple[float, str]:
     return _whole(t, _tile_clocks(t, _alignment(p)), p, gpu)
 
 
+def _aligned(p: Problem) -> bool:
+    """Whether rows of an NCHW source begin at 16 bytes."""
+    return source_shape(p)[-1] * p.dtype.itemsize % 16 == 0
+
+
 def _alignment(p: Problem) -> int:
-    """Bytes at which rows of an NCHW output begin, up to a sector's 32."""
-    return math.gcd(p.out_size[-1] * p.dtype.itemsize, 32)
+    """Bytes at which rows of an NCHW result begin, up to a sector's 32."""
+    return math.gcd(result_shape(p)[-1] * p.dtype.itemsize, 32)
 
 
 def _tile_clocks(t: Tiling, alignment: int) -> tuple[float, str]:
@@ -359,8 +372,8 @@ def _whole(t: Tiling, tile: tuple[float, str], p: Problem, gpu: Gpu) -> tuple[fl
     tiles = math.prod(t.counts(p)) * t.m_groups
     waves = -(-tiles // gpu.multiprocessors)
     seconds = clocks * waves / gpu.clock
-    ragged = 1.0 if t.channels_last or p.out_size[-1] * t.element % 32 == 0 else 1.25
-    out, source = math.prod(p.output_shape), math.prod(p.input_shape)
+    ragged = 1.0 if t.channels_last or result_shape(p)[-1] * t.element % 32 == 0 else 1.25
+    out, source = math.prod(result_shape(p)), math.prod(source_shape(p))
     memory = (out * ragged + source) * t.element / gpu.bandwidth
     if memory > seconds:
         bound = "bytes"
@@ -404,7 +417,7 @@ def _choose(p: Problem, gpu: Gpu) -> Choice | str:
     if refused:
         return refused
     best: tuple[float, str, Tiling] | None = None
-    aligned = p.size[-1] * p.dtype.itemsize % 16 == 0
+    aligned = _aligned(p)
     for t, clocks in _tilings(_any_size(p), gpu, aligned, _alignment(p)):
         seconds, bound = _whole(t, clocks, p, gpu)
         if best is None or seconds < best[0]:

@@ -5,6 +5,11 @@ Everything has three spatial axes (D, H, W); 1-D and 2-D problems have leading a
 ``in_step * q + offset``. The sub-positions of a stride are its phases; `unroll` makes more of them from consecutive
 ``q``, so that a layer of few output channels fills the 64 rows of a matrix instruction (with ``U`` rows unrolled and
 ``K`` taps, ``K / (K + U - 1)`` of the multiplications are useful instead of a fraction ``1 / U`` of the rows).
+
+The forward has ``out_step = stride``, ``in_step = 1`` and a sub-position for every phase. The gradient for the input
+exchanges the steps: ``grad_input[i]`` sums ``grad[i * stride + k * dilation - padding]`` over all taps, so its one
+sub-position has them all and ``in_step = stride``. What is read is called source, what is written result; "input" and
+"output" channels, rows and pixels of a tiling and its kernel are the source's and the result's.
 """
 
 from __future__ import annotations
@@ -41,14 +46,28 @@ class Axis:
     """For every sub-position its (kernel index, offset) pairs; may be empty."""
 
 
+def source_shape(p: Problem) -> tuple[int, ...]:
+    """Shape of the tensor that a pass gathers from: the input, or of the gradient for it the output's gradient."""
+    return p.input_shape if p.pass_ == "fwd" else p.output_shape
+
+
+def result_shape(p: Problem) -> tuple[int, ...]:
+    """Shape of the tensor that a pass writes: the output, or the gradient for the input."""
+    return p.output_shape if p.pass_ == "fwd" else p.input_shape
+
+
 def gather_axes(p: Problem, unroll: Triple = (1, 1, 1)) -> tuple[Axis, Axis, Axis]:
-    """The forward's axes (D, H, W), with `unroll` consecutive ``q`` of each axis made sub-positions."""
+    """The axes (D, H, W) of a problem's pass, with `unroll` consecutive ``q`` of each axis made sub-positions."""
     lead = 3 - p.rank
     axes = [Axis(1, 1, (((0, 0),),))] * lead
-    for phases, stride in zip(p.axis_phases, p.stride):
-        by_start = sorted(phases, key=lambda phase: phase.start)
-        taps = tuple(tuple((k, a.first - off) for k, off in zip(a.taps, a.offsets)) for a in by_start)
-        axes.append(Axis(stride, 1, taps))
+    if p.pass_ == "fwd":
+        for phases, stride in zip(p.axis_phases, p.stride):
+            by_start = sorted(phases, key=lambda phase: phase.start)
+            taps = tuple(tuple((k, a.first - off) for k, off in zip(a.taps, a.offsets)) for a in by_start)
+            axes.append(Axis(stride, 1, taps))
+    else:
+        for kernel, stride, padding, dilation in zip(p.kernel, p.stride, p.padding, p.dilation):
+            axes.append(Axis(1, stride, (tuple((k, k * dilation - padding) for k in range(kernel)),)))
     full = []
     for axis, times in zip(axes, unroll):
         subs = tuple(tuple((k, off + axis.in_step * t) for k, off in sub) for t in range(times) for sub in axis.taps)
@@ -91,7 +110,7 @@ class Tiling:
     run_groups: int = 8
     """Groups of 8 columns that the epilogue passes through shared memory together, for sub (1, 64)."""
     aligned_rows: bool = True
-    """NCHW: rows of the input begin at 16 bytes, so that the tensor copy engine can load them."""
+    """NCHW: rows of the source begin at 16 bytes, so that the tensor copy engine can load them."""
     wgmma: bool = True
     """Multiply with wgmma (sm_90a), else with mma.sync (sm_80 and up)."""
 
@@ -122,11 +141,13 @@ class Tiling:
 
     @property
     def cin_g(self) -> int:
-        return self.problem.in_channels // self.problem.groups
+        """Channels of a group in the source."""
+        return source_shape(self.problem)[1] // self.problem.groups
 
     @property
     def cout_g(self) -> int:
-        return self.problem.out_channels // self.problem.groups
+        """Channels of a group in the result."""
+        return result_shape(self.problem)[1] // self.problem.groups
 
     @property
     def chunks(self) -> int:
@@ -323,7 +344,9 @@ class Tiling:
     @property
     def aligned_channels(self) -> bool:
         """Whether every chunk of a channels-last pixel begins at 16 bytes."""
-        return self.problem.in_channels % self.vec == 0 and (self.problem.groups == 1 or self.cin_g % self.vec == 0)
+        return source_shape(self.problem)[1] % self.vec == 0 and (
+            self.problem.groups == 1 or self.cin_g % self.vec == 0
+        )
 
     @property
     def tensor_map(self) -> bool:
@@ -465,12 +488,13 @@ class Tiling:
             "TENSOR_MAP": int(self.tensor_map),
             "FIRST_D": f"({rows_d[0]})",
             "FIRST_H": f"({rows_h[0]})",
-            "ALIGNED_COUT": int(p.out_channels % alignment == 0 and not (grouped and self.cout_g % alignment)),
-            "CIN": p.in_channels,
-            "COUT": p.out_channels,
+            "ALIGNED_COUT": int(result_shape(p)[1] % alignment == 0 and not (grouped and self.cout_g % alignment)),
+            "CIN": source_shape(p)[1],
+            "COUT": result_shape(p)[1],
             "CIN_G": self.cin_g,
             "COUT_G": self.cout_g,
             "TAPS": p.taps,
+            "GRAD_INPUT": int(p.pass_ != "fwd"),
             "CK": self.chunk,
             "SUB_H": self.sub[0],
             "SUB_W": self.sub[1],
@@ -523,7 +547,7 @@ class Tiling:
 
     def counts(self, p: Problem) -> tuple[int, int, int, int]:
         """Tiles along (N, D, H, W) for a problem of this layer."""
-        out = (1,) * (3 - p.rank) + p.out_size
+        out = (1,) * (3 - p.rank) + result_shape(p)[2:]
         steps = zip(out, self.out_steps, self.tile[1:])
         d, h, w = (-(-o // (s * t)) for o, s, t in steps)
         return -(-p.batch // self.tile[0]), d, h, w
@@ -532,7 +556,17 @@ class Tiling:
         """The kernel's integer arguments behind its four pointers."""
         lead = (1,) * (3 - p.rank)
         n, d, h, w = self.counts(p)
-        return (p.batch, *lead, *p.size, *lead, *p.out_size, d, h, w, n * d * h * w * self.m_groups)
+        return (
+            p.batch,
+            *lead,
+            *source_shape(p)[2:],
+            *lead,
+            *result_shape(p)[2:],
+            d,
+            h,
+            w,
+            n * d * h * w * self.m_groups,
+        )
 
 
 def _list(values: Iterable[int]) -> str:

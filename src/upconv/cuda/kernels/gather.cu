@@ -1,5 +1,6 @@
 // Gather-GEMM on tensor cores: out[o = OUT_STEP q + u] = sum over taps of W(u, tap) x in[i = IN_STEP q + offset(u, tap)],
 // for every axis; u < OUT_STEP are the sub-positions of q (the phases of a stride, or rows unrolled to fill a tile).
+// The gradient for the input is the same with exchanged steps: `in` is the output's gradient, CIN its channels, `out` the input's.
 //
 // Work of a block (persistent, `for tile`): TILE_N x TILE_D x TILE_H x TILE_W positions q times one M-group. An M-group is
 // MB blocks of 64 rows (for WGS_M = 2: a pair of them); a row is one output channel at one (d, h) sub-position, a block one
@@ -126,7 +127,7 @@ __device__ __forceinline__ u32 unit_at(int p, int unit) {
 }
 
 // =====================================================================================================================
-// Packing: weight (CIN, COUT_G, taps) to fragments [group][cout block][variant][chunk][entry][k step][part][wgs][warp][lane]
+// Packing: weight (CIN, COUT_G, taps), for GRAD_INPUT (COUT, CIN_G, taps), to fragments [group][cout block][variant][chunk][entry][k step][part][wgs][warp][lane]
 // =====================================================================================================================
 
 __constant__ const short TAP_INDEX[] = TAP_INDICES;    // [variant, block, tap][SUBS]: the kernel's tap, -1 for none
@@ -151,7 +152,11 @@ extern "C" __global__ void pack(const ELEMENT_TYPE* __restrict__ weight, u32* __
   for (int e = 0; e < 4 / ELEMENT; e++) {
     int cin = chunk * CK + k_step * (32 / ELEMENT) + k + e;
     if (cin >= CIN_G || cout >= COUT_G || tap < 0) continue;
+#if GRAD_INPUT  // the result's channels are the layer's input channels
+    ELEMENT_TYPE v = weight[((long long)(group * COUT_G + cout) * CIN_G + cin) * TAPS + tap];
+#else
     ELEMENT_TYPE v = weight[((long long)(group * CIN_G + cin) * COUT_G + cout) * TAPS + tap];
+#endif
 #if ELEMENT == 4
     word = to_tf32(v);
     if (part) word = low_part(v, word);
