@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ import upconv
 from strategies import operands, problems
 from upconv import cpu, planner, reference
 from upconv.bench import suites
+from upconv.bench.run import plan_text
 from upconv.cli import app
 from upconv.cuda import engine, gpu
 from upconv.explain import GPUS, estimated_ceilings, known_gpu
@@ -128,8 +130,8 @@ def test_on_a_gpu_nothing_is_left_to_pytorch(name: str) -> None:
         plan = planner.plan(p, Device("cuda", gpu=gpu.H200))
         assert plan.forward in engine.FAMILIES, p
         assert plan.choice is not None and plan.choice.family == plan.forward
-        assert plan.engine("fwd") == f"cuda:{plan.forward}" == plan.engine("step")
-        assert plan.engine("grad-input") == plan.engine("grad-weight") == "torch"
+        assert plan.engine("fwd") == f"cuda:{plan.forward}"
+        assert plan.backward == planner.FAMILIES and "grad_input" not in vars(plan), "planned for who may never ask"
         assert not plan.delegates
         roof = p.roof_seconds(2e15, 4.8e12)  # beyond any rate that an H200 has
         assert plan.seconds is not None and roof < plan.seconds < 1.0
@@ -196,11 +198,43 @@ def test_empty_inputs_are_pytorchs() -> None:
     assert plan.delegates and plan.candidates[0].reason == "the input is empty"
 
 
-def test_gradients_on_cuda_are_pytorchs_and_say_so() -> None:
-    for pass_ in ("grad-input", "grad-weight", "step"):
-        plan = planner.plan(LAYERS["C"].with_(pass_=pass_), Device("cuda", gpu=gpu.H200))
-        assert plan.backward == "native"
-        assert any("no gradient kernels for CUDA yet" in c.reason and c.chosen for c in plan.candidates)
+def _fixed(family: str, seconds: float) -> SimpleNamespace:
+    return SimpleNamespace(family=family, seconds=seconds, summary="a tile", bound="bytes")
+
+
+def test_each_gradient_on_cuda_has_a_choice_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def choose(p: Problem, g: gpu.Gpu) -> dict[str, Any]:
+        asked.append(p.pass_)
+        if p.pass_ == "grad-weight":
+            return {"wgrad": "too odd", "direct_wgrad": "far too odd"}
+        first, second = (1.0, 2.0) if p.pass_ == "fwd" else (2.0, 1.0)
+        return {"gather": _fixed("gather", first), "direct": _fixed("direct", second)}
+
+    monkeypatch.setattr(engine, "choose", choose)
+    p, device = LAYERS["C"], Device("cuda", gpu=gpu.H200)
+    plan = planner._plan_cuda(p, device)
+    assert asked == ["fwd"]
+    assert (plan.grad_input.name, plan.grad_weight.name) == ("direct", "native")
+    assert plan.grad_input is plan.grad_input and asked == ["fwd", "grad-input", "grad-weight"]
+    assert plan.engine("grad-input") == "cuda:direct" and plan.engine("grad-weight") == "torch"
+    assert plan.engine("step") == "cuda:gather+direct"
+    for pass_, native in (("grad-input", False), ("grad-weight", True)):
+        plan = planner._plan_cuda(p.with_(pass_=pass_), device)
+        (chosen,) = (c.name for c in plan.candidates if c.chosen)
+        assert chosen == ("native" if native else "direct")
+    plan = planner._plan_cuda(p.with_(pass_="step"), device)
+    assert [c.name for c in plan.candidates if c.chosen] == ["gather", "grad-input direct", "grad-weight native"]
+    reasons = {c.name: c.reason for c in plan.candidates}
+    assert reasons["grad-weight native"] == "none of upconv's kernels fits"
+    assert reasons["grad-weight wgrad"] == "too odd"
+
+
+def test_without_kernels_gradients_say_why() -> None:
+    plan = planner.plan(LAYERS["C"].with_(pass_="grad-input"), Device("cuda"))
+    assert [c.reason for c in plan.candidates] == ["nothing is known of this GPU"]
+    assert plan.engine("grad-input") == "torch"
 
 
 def test_without_a_gpu_cuda_devices_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,7 +274,13 @@ def test_explain_plans_for_a_named_gpu(name: str) -> None:
 def test_explain_says_whose_gradients() -> None:
     code, text, _ = explained("8,8,3", "--input", "1x8x16x16", "--gpu", "H200", "--pass", "step", "--precision", "ieee")
     assert code == 0 and "as TF32" not in text
-    assert "no gradient kernels for CUDA yet" in text and "backward=native" in text
+    p = Problem.make(1, 8, 8, (16, 16), 3, bias=True, precision="ieee", pass_="step")
+    plan = planner.plan(p, Device("cuda", gpu=gpu.H200))
+    assert plan.engine("step") in text and plan_text(plan, "step") in text
+    for candidate in plan.candidates:
+        assert candidate.name in text and candidate.reason in text
+    for pass_, choice in plan.choices("step").items():
+        assert f"{'forward' if pass_ == 'fwd' else pass_} {1e3 * choice.seconds:.3g} ms" in text
 
 
 @pytest.mark.parametrize(

@@ -93,16 +93,18 @@ def _roof(p: Problem, ceilings: Ceilings) -> str:
     )
 
 
-def _expectation(p: Problem, plan: Plan, ceilings: Ceilings) -> str:
-    """What the cost model expects of the forward beside its roof."""
-    assert plan.seconds is not None and plan.choice is not None
-    forward = p.with_(pass_="fwd")
-    roof = forward.roof_seconds(ceilings["matmul_flops_per_s"][p.precision], ceilings["copy_bytes_per_s"])
+def _expectations(p: Problem, plan: Plan, ceilings: Ceilings) -> list[str]:
+    """What the cost model expects of each part of the pass beside its roof."""
     name = plan.device.gpu.name if plan.device.gpu else plan.device.kind
-    return (
-        f"forward {1e3 * plan.seconds:.3g} ms on {name}, bound by {plan.choice.bound}: {roof / plan.seconds:.0%} of "
-        "its roof, by estimate"
-    )
+    lines = []
+    for pass_, choice in plan.choices(p.pass_).items():
+        part = p.with_(pass_=pass_)
+        roof = part.roof_seconds(ceilings["matmul_flops_per_s"][p.precision], ceilings["copy_bytes_per_s"])
+        lines.append(
+            f"{'forward' if pass_ == 'fwd' else pass_} {1e3 * choice.seconds:.3g} ms on {name}, bound by "
+            f"{choice.bound}: {roof / choice.seconds:.0%} of its roof, by estimate"
+        )
+    return lines
 
 
 def _candidates(plan: Plan) -> Table:
@@ -141,8 +143,9 @@ class Explanation:
         per_byte = f"{p.flops / p.bytes:.3g} FLOP per byte" if p.bytes else "no bytes"
         add("work", f"{si(p.flops, 'FLOP')} useful, {si(p.bytes, 'B')} compulsory ({per_byte})")
         add("roof", _roof(p, self.ceilings))
-        if self.plan.seconds is not None:
-            add("model", _expectation(p, self.plan, self.ceilings))
+        expected = _expectations(p, self.plan, self.ceilings)
+        if expected:
+            add("model", *expected)
         add("plan", f"{plan_text(self.plan, p.pass_)}, engine {self.plan.engine(p.pass_)}", _candidates(self.plan))
         yield grid
 

@@ -16,8 +16,8 @@ A call takes one of three ways.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import lru_cache, wraps
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from torch.utils._device import DeviceContext
 from upconv import cpu, planner
 from upconv.cuda import engine
 from upconv.planner import Plan
-from upconv.problem import PRECISIONS, Layout, Precision, Problem
+from upconv.problem import PRECISIONS, Layout, Pass, Precision, Problem
 
 _TORCH: tuple[Any, ...] = (None, torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d)
 _PLAIN = (Tensor, Parameter)
@@ -108,11 +108,11 @@ class strict:
         with upconv.strict(True):  # or for a while
             model(x)
 
-    It is about the forward: whose kernels compute gradients, ``upconv explain`` says. On a CPU many layers are
-    PyTorch's by choice, since its kernel is the fastest for them; they are errors too. Exempt are calls that PyTorch
-    must see for what it does around them (``torch.func`` transforms, forward-mode derivatives, tracing, export,
-    dispatch modes), calls on tensors without data (``meta``, fake), and empty results. An invalid call raises PyTorch's
-    own error, and a compiled graph raises when it runs.
+    On a GPU that holds for the forward and for each gradient when it is computed. On a CPU many layers are PyTorch's by
+    choice, since its kernel is the fastest for them; they are errors too, but gradients there, always its operator in
+    the end, are none. Exempt are calls that PyTorch must see for what it does around them (``torch.func`` transforms,
+    forward-mode derivatives, tracing, export, dispatch modes), calls on tensors without data (``meta``, fake), and
+    empty results. An invalid call raises PyTorch's own error, and a compiled graph raises when it runs.
 
     Raises:
         RuntimeError: (the calls) names the problem and the reason.
@@ -153,6 +153,16 @@ def _refuse(out: Tensor, plan: Plan | None, input: Tensor, weight: Tensor, bias:
         else:
             reason = "the engines take integers and tuples of them as arguments"
     raise RuntimeError(f"upconv.strict: no engine of upconv's serves {call}: {reason}")
+
+
+def _refuse_gradients(plan: Plan, mask: Sequence[bool]) -> None:
+    """Raises where a gradient that is asked for would be PyTorch's own operator."""
+    passes: tuple[Pass, Pass] = ("grad-input", "grad-weight")
+    for name, asked in zip(passes, mask):
+        selected = plan.selection(name)
+        if asked and selected.choice is None:
+            what = f"the gradient for the {name.removeprefix('grad-')} of {plan.problem}"
+            raise RuntimeError(f"upconv.strict: no engine of upconv's serves {what}: {selected.candidates[0].reason}")
 
 
 # --- which plan ------------------------------------------------------------------------------------------------------
@@ -335,8 +345,38 @@ def _autocast(input: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tenso
 # --- autograd --------------------------------------------------------------------------------------------------------
 
 
+#
+# Without its bias a transposed convolution F(x, w) is bilinear, and so are the gradients I(g, w) for the input and
+# W(x, g) for the weight. The three are each other's derivatives: each is linear in both operands, and <g, F(x, w)> =
+# <x, I(g, w)> = <w, W(x, g)>. So with a gradient arriving at the result, e at F's, y at I's, v at W's,
+#
+#     F(x, w):  I(e, w) for x,  W(x, e) for w
+#     I(g, w):  F(y, w) for g,  W(y, g) for w
+#     W(x, g):  I(g, v) for x,  F(x, v) for g
+#
+# and every derivative of any order is a forward or a gradient of the same layer, by the same plan.
+
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+
+def _uncast(backward: Callable[[Any, Tensor], tuple[Tensor | None, ...]]) -> Callable[..., Any]:
+    """A Function's backward as PyTorch's own are: outside autocast, and nothing for a gradient that is undefined."""
+
+    @wraps(backward)
+    def wrapped(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grad is None:
+            return (None,) * len(ctx.needs_input_grad)
+        kind = grad.device.type
+        if torch.is_autocast_enabled(kind):
+            with torch.autocast(kind, enabled=False):
+                return backward(ctx, grad)
+        return backward(ctx, grad)
+
+    return wrapped
+
+
 class _ConvTranspose(torch.autograd.Function):
-    """Forward by the plan, gradients by the plan; a second derivative differentiates the gradients' own operations."""
+    """F(x, w) and a bias."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan) -> Tensor:
@@ -346,24 +386,102 @@ class _ConvTranspose(torch.autograd.Function):
         return _forward(plan, input, weight, bias, keep=not ctx.needs_input_grad[1])
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
-        if grad is None:
-            return None, None, None, None
+    @_uncast
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         input, weight = ctx.saved_tensors
         mask = ctx.needs_input_grad[:3]
-        kind = input.device.type
-        if torch.is_autocast_enabled(kind):
-            with torch.autocast(kind, enabled=False):
-                return (*_gradients(ctx.plan, grad, input, weight, mask), None)
-        return (*_gradients(ctx.plan, grad, input, weight, mask), None)
+        if not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+            return (*_gradients(ctx.plan, grad, input, weight, mask, keep=not mask[1]), None)
+        return (
+            _GradInput.apply(grad, weight, input, ctx.plan) if mask[0] else None,
+            _GradWeight.apply(input, grad, weight, ctx.plan) if mask[1] else None,
+            grad.sum((0, *range(2, grad.dim()))) if mask[2] else None,
+            None,
+        )
+
+
+class _GradInput(torch.autograd.Function):
+    """I(g, w). PyTorch's operator asks for an ``input`` besides, whose values are not read."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, weight: Tensor, input: Tensor, plan: Plan) -> Tensor | None:
+        ctx.save_for_backward(grad, weight)
+        ctx.plan = plan
+        ctx.set_materialize_grads(False)
+        return _gradients(plan, grad, weight=weight, input=input, mask=(True, False, False))[0]
+
+    @staticmethod
+    @_uncast
+    def backward(ctx: Any, y: Tensor) -> tuple[Tensor | None, ...]:
+        grad, weight = ctx.saved_tensors
+        mask = ctx.needs_input_grad
+        return (
+            _unbiased(ctx.plan, y, weight) if mask[0] else None,
+            _for_weight(ctx.plan, y, grad, weight) if mask[1] else None,
+            None,
+            None,
+        )
+
+
+class _GradWeight(torch.autograd.Function):
+    """W(x, g). PyTorch's operator asks for a ``weight`` besides, whose values are not read."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, grad: Tensor, weight: Tensor, plan: Plan) -> Tensor | None:
+        ctx.save_for_backward(input, grad)
+        ctx.plan = plan
+        ctx.set_materialize_grads(False)
+        return _gradients(plan, grad, weight=weight, input=input, mask=(False, True, False))[1]
+
+    @staticmethod
+    @_uncast
+    def backward(ctx: Any, v: Tensor) -> tuple[Tensor | None, ...]:
+        input, grad = ctx.saved_tensors
+        mask = ctx.needs_input_grad
+        return (
+            _for_input(ctx.plan, grad, v, input) if mask[0] else None,
+            _unbiased(ctx.plan, input, v) if mask[1] else None,
+            None,
+            None,
+        )
+
+
+def _unbiased(plan: Plan, x: Tensor, weight: Tensor) -> Tensor | None:
+    """F(x, w), differentiable where gradients are recorded."""
+    if torch._C._are_functorch_transforms_active():
+        p = plan.problem
+        return torch.convolution(x, weight, None, p.stride, p.padding, p.dilation, True, p.output_padding, p.groups)
+    bare = planner.plan(plan.problem.with_(bias=False), plan.device) if plan.problem.bias else plan
+    if torch.is_grad_enabled():
+        return _ConvTranspose.apply(x, weight, None, bare)
+    return _forward(bare, x, weight, None, keep=False)
+
+
+def _for_input(plan: Plan, grad: Tensor, weight: Tensor, input: Tensor) -> Tensor | None:
+    """I(g, w), differentiable where gradients are recorded."""
+    if torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active():
+        return _GradInput.apply(grad, weight, input, plan)
+    return _gradients(plan, grad, input, weight, (True, False, False))[0]
+
+
+def _for_weight(plan: Plan, input: Tensor, grad: Tensor, weight: Tensor) -> Tensor | None:
+    """W(x, g), differentiable where gradients are recorded."""
+    if torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active():
+        return _GradWeight.apply(input, grad, weight, plan)
+    return _gradients(plan, grad, input, weight, (False, True, False))[1]
 
 
 def _gradients(
-    plan: Plan, grad: Tensor, input: Tensor, weight: Tensor, mask: Sequence[bool]
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    # Under vmap (batched gradients) PyTorch has batching rules for its own operator.
-    name = "native" if torch._C._are_functorch_transforms_active() else plan.backward
-    return cpu.gradients(plan.problem, name, grad, input, weight, mask)
+    plan: Plan, grad: Tensor, input: Tensor, weight: Tensor, mask: Sequence[bool], keep: bool = False
+) -> Gradients:
+    """The gradients for input, weight and bias that ``mask`` asks for; ``keep`` as for `_forward`."""
+    if torch._C._are_functorch_transforms_active():  # batched gradients: PyTorch's operator has rules for them
+        return cpu.gradients(plan.problem, "native", grad, input, weight, mask)
+    if plan.backward == planner.FAMILIES:
+        if _strict:
+            _refuse_gradients(plan, mask)
+        return engine.gradients(plan, grad, input, weight, mask, keep)
+    return cpu.gradients(plan.problem, plan.backward, grad, input, weight, mask)
 
 
 # --- the operator for compiled graphs --------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 import torch
@@ -40,17 +40,30 @@ class Candidate:
 
 
 @dataclass(frozen=True)
+class Selection:
+    """How one pass is computed on a GPU."""
+
+    name: str
+    """A kernel family, or ``native``."""
+    choice: engine.Choice | None
+    """The family's configuration; None for ``native``."""
+    candidates: tuple[Candidate, ...]
+    """The chosen one first."""
+
+
+@dataclass(frozen=True)
 class Plan:
     """How each pass of a `Problem` is computed on a device.
 
-    The names are those of `upconv.cpu`'s plans, on a GPU those of the kernel families (``gather``, ``direct``), and
-    ``native`` for PyTorch's own operator.
+    The names are those of `upconv.cpu`'s plans, on a GPU those of the kernel families (``gather``, ``direct``; for the
+    weight's gradient ``wgrad``, ``direct_wgrad``), and ``native`` for PyTorch's own operator.
     """
 
     problem: Problem
     device: Device
     forward: str
     backward: str
+    """How the gradients are taken together: a plan of `upconv.cpu`, or `FAMILIES`: by kernels, see `selection`."""
     candidates: tuple[Candidate, ...]
     """The candidates for the problem's own pass (for a step: the forward's), the chosen one first."""
     choice: engine.Choice | None = None
@@ -60,6 +73,40 @@ class Plan:
     def runners(self) -> dict[int, engine.Runner]:
         """The forward's kernels as loaded on each CUDA device, by its index; filled by `upconv.cuda.engine`."""
         return {}
+
+    @cached_property
+    def gradient_runners(self) -> dict[int, engine.Gradients]:
+        """As `runners`, for the gradients."""
+        return {}
+
+    @cached_property
+    def grad_input(self) -> Selection:
+        """How the gradient for the input is computed on a GPU; found when it is first asked for."""
+        return self._gradient("grad-input")
+
+    @cached_property
+    def grad_weight(self) -> Selection:
+        """How the gradient for the weight is computed on a GPU; found when it is first asked for."""
+        return self._gradient("grad-weight")
+
+    def _gradient(self, pass_: Pass) -> Selection:
+        if self.backward != FAMILIES:
+            reason = _no_kernels(self.problem, self.device) or _UNPLANNED
+            return Selection("native", None, (Candidate("native", True, reason),))
+        return _select(self.problem.with_(pass_=pass_, bias=False), self.device)
+
+    def selection(self, pass_: Pass) -> Selection:
+        """How ``fwd``, ``grad-input`` or ``grad-weight`` is computed on a GPU."""
+        if pass_ == "grad-input":
+            return self.grad_input
+        if pass_ == "grad-weight":
+            return self.grad_weight
+        return Selection(self.forward, self.choice, self.candidates)
+
+    def choices(self, pass_: Pass) -> dict[Pass, engine.Choice]:
+        """The kernels of a pass on a GPU; a step's are those of its three passes."""
+        found = {name: self.selection(name).choice for name in _parts(pass_)}
+        return {name: choice for name, choice in found.items() if choice is not None}
 
     @property
     def seconds(self) -> float | None:
@@ -74,11 +121,18 @@ class Plan:
     def engine(self, pass_: Pass) -> str:
         """Whose kernel computes a pass: ``torch`` where it is PyTorch's own operator, else ``cpu:phases`` or the like.
 
-        The gradient for the input or the weight alone is PyTorch's own; a step is ours if its forward or backward is.
+        On a CPU a gradient alone is PyTorch's own. A step is ours if any of its passes is.
         """
-        used = {"fwd": (self.forward,), "step": (self.forward, self.backward)}.get(pass_, ())
-        ours = [name for name in used if name != "native"]
+        if self.backward == FAMILIES:
+            used = [self.selection(name).name for name in _parts(pass_)]
+        else:
+            used = {"fwd": [self.forward], "step": [self.forward, self.backward]}.get(pass_, [])
+        ours = dict.fromkeys(name for name in used if name != "native")
         return f"{self.device.kind}:{'+'.join(ours)}" if ours else "torch"
+
+
+def _parts(pass_: Pass) -> tuple[Pass, ...]:
+    return ("fwd", "grad-input", "grad-weight") if pass_ == "step" else (pass_,)
 
 
 def device_of(device: torch.device) -> Device:
@@ -146,34 +200,48 @@ def plan(p: Problem, device: Device) -> Plan:
 LEAST_CAPABILITY = (8, 0)  # the tensor-core kernels need mma.sync in TF32 and bfloat16 and cp.async
 
 
+FAMILIES = "families"
+"""A CUDA plan's `Plan.backward`: each gradient by the family whose cost model expects the least time."""
+
+
 def _plan_cuda(p: Problem, device: Device) -> Plan:
+    """Every pass by the cheapest family; the gradients' are looked for when somebody asks."""
+    forward = _select(p.with_(pass_="fwd"), device)
+    backward = "native" if forward.choice is None else FAMILIES
+    found = Plan(p, device, forward.name, backward, forward.candidates, forward.choice)
+    if p.pass_ == "fwd":
+        return found
+    if p.pass_ != "step":
+        return replace(found, candidates=found.selection(p.pass_).candidates)
+    gradients = [
+        Candidate(f"{name} {c.name}", c.chosen, c.reason)
+        for name in _parts("step")[1:]
+        for c in found.selection(name).candidates
+    ]
+    return replace(found, candidates=(*forward.candidates, *gradients))
+
+
+def _select(p: Problem, device: Device) -> Selection:
     """The family whose cost model expects the least time; PyTorch's operator only where no kernel of ours fits."""
     found: dict[str, engine.Choice | str] = {}
     reason = _no_kernels(p, device)
     if reason is None and device.gpu is not None:
-        found = engine.choose(p.with_(pass_="fwd"), device.gpu)
+        found = engine.choose(p, device.gpu)
         reason = "none of upconv's kernels fits"
     fitting = {name: choice for name, choice in found.items() if not isinstance(choice, str)}
     best = min(fitting, key=lambda name: fitting[name].seconds, default=None)
-    forward, choice = ("native", None) if best is None else (best, fitting[best])
-    if p.pass_ in ("grad-input", "grad-weight"):
-        return Plan(p, device, forward, "native", (Candidate("native", True, _GRADIENTS),), choice)
     others = [
         Candidate(name, False, answer if isinstance(answer, str) else f"slower: {_modelled(answer)}")
         for name, answer in found.items()
         if name != best
     ]
-    if choice is None:
-        chosen = Candidate("native", True, str(reason))
-    else:
-        chosen = Candidate(forward, True, _modelled(choice))
-        others.append(Candidate("native", False, "PyTorch's operator serves only what no kernel of ours fits"))
-    if p.pass_ == "step":
-        others.append(Candidate("backward native", True, _GRADIENTS))
-    return Plan(p, device, forward, "native", (chosen, *others), choice)
+    if best is None:
+        return Selection("native", None, (Candidate("native", True, str(reason)), *others))
+    others.append(Candidate("native", False, "PyTorch's operator serves only what no kernel of ours fits"))
+    return Selection(best, fitting[best], (Candidate(best, True, _modelled(fitting[best])), *others))
 
 
-_GRADIENTS = "upconv has no gradient kernels for CUDA yet, so both gradients are PyTorch's own operator"
+_UNPLANNED = "where the forward is PyTorch's own operator its gradients are too"
 
 
 def _modelled(choice: engine.Choice) -> str:

@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib import import_module
 from itertools import product
-from typing import Any, TypedDict
+from typing import TypedDict
 
 import torch
 
@@ -148,7 +147,12 @@ def jobs(suite: str, cases: Iterable[Case], what: Sweep, *, small: bool, bias: b
 
 
 def plan_text(plan: Plan, pass_: Pass) -> str:
-    """The plan of a pass in a word; of a step, the plan of each half."""
+    """The plan of a pass in a word; of a step, the plan of each half, on a GPU of each of the three passes."""
+    if plan.backward == planner.FAMILIES:
+        if pass_ != "step":
+            return plan.selection(pass_).name
+        parts: tuple[Pass, ...] = ("fwd", "grad-input", "grad-weight")
+        return " ".join(f"{'forward' if part == 'fwd' else part}={plan.selection(part).name}" for part in parts)
     if pass_ == "step":
         return f"forward={plan.forward} backward={plan.backward}"
     if pass_ == "fwd":
@@ -343,18 +347,20 @@ def _check_device(device: torch.device, job: Job) -> None:
 def compile_ahead(todo: Sequence[Job], device: torch.device) -> int:
     """Compiles the kernels of all jobs at once, in threads, so that no row waits for its own; how many sources.
 
-    What no family can plan or NVRTC compile is left to the row that needs it, which says so. Gradients are not looked
-    at.
+    What no family can plan or NVRTC compile is left to the row that needs it, which says so. Of a gradient also the
+    forward ahead of it is compiled.
     """
     from upconv.cuda import jit
 
-    if jit.unavailable() is not None:
+    where = planner.device_of(device)
+    if jit.unavailable() is not None or where.gpu is None:
         return 0
-    forwards = [job.problem.with_(pass_="fwd") for job in todo if job.problem.pass_ in ("fwd", "step")]
-    found: dict[tuple[str, str], str] = {}
-    for p in forwards:
+    arch, found = where.gpu.arch, dict[tuple[str, str], str]()
+    for job in todo:
         with suppress(Exception):
-            found.update({(unit.source, arch): unit.label for unit, arch in _units(p, device)})
+            plan = planner.plan(job.problem, where)
+            for choice in {**plan.choices("fwd"), **plan.choices(job.problem.pass_)}.values():
+                found.update({(unit.source, arch): unit.label for unit in choice.sources()})
 
     def compile_one(item: tuple[tuple[str, str], str]) -> None:
         (source, arch), label = item
@@ -364,17 +370,3 @@ def compile_ahead(todo: Sequence[Job], device: torch.device) -> int:
     with ThreadPoolExecutor(max(1, min(16, len(found)))) as pool:
         list(pool.map(compile_one, found.items()))
     return len(found)
-
-
-def _units(p: Problem, device: torch.device) -> list[tuple[Any, str]]:
-    """The sources that the faster of the families that can serve ``p`` needs, each with its architecture."""
-    from upconv.cuda.gpu import gpu
-
-    where = gpu(device.index or 0)
-    choices = []
-    for family in ("gather", "direct"):
-        choice: Any = import_module(f"upconv.cuda.{family}").choose(p, where)
-        if not isinstance(choice, str):
-            choices.append(choice)
-    best = min(choices, key=lambda choice: choice.seconds, default=None)
-    return [] if best is None else [(unit, where.arch) for unit in best.sources()]

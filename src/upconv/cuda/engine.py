@@ -1,8 +1,9 @@
-"""The CUDA engine: a planned forward on tensors. It allocates, packs weights or finds them packed, and launches.
+"""The CUDA engine: planned passes on tensors. It allocates, packs weights or finds them packed, and launches.
 
-A kernel family (`upconv.cuda.gather`, `upconv.cuda.direct`) answers a `Problem` with a `Choice`, which prepared for a
-device runs it. Everything between that and PyTorch is here: the result's memory format, dense operands, the current
-stream and device, graph capture, errors, and which packed weights may be used again.
+A kernel family (`upconv.cuda.gather`, `upconv.cuda.direct`; for the gradient for the weight `upconv.cuda.wgrad`,
+`upconv.cuda.direct_wgrad`) answers a `Problem` with a `Choice`, which prepared for a device runs it. Everything between
+that and PyTorch is here: the result's memory format, dense operands, the current stream and device, graph capture,
+errors, and which packed weights may be used again.
 
 **Packed weights** are kept as long as the weight's storage lives, and used again only where nothing can have changed:
 same storage, address, strides and version counter. They are made anew at every call
@@ -23,6 +24,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import count
@@ -33,13 +35,18 @@ from torch import Tensor
 
 from upconv import cpu
 from upconv.cuda.gpu import Gpu
-from upconv.problem import Problem
+from upconv.problem import Pass, Problem
 
 if TYPE_CHECKING:
     from upconv.planner import Plan
 
 FAMILIES = ("gather", "direct")
-"""The kernel families, as modules of this package; of equals the first is taken."""
+"""The kernel families of the forward and of the gradient for the input, as modules of this package.
+
+Of equals the first is taken.
+"""
+WEIGHT_FAMILIES = ("wgrad", "direct_wgrad")
+"""As `FAMILIES`, of the gradient for the weight."""
 
 KEEP_PACKED = True
 """Whether packed weights are kept at all."""
@@ -56,7 +63,9 @@ class Unit(Protocol):
 
 
 class Prepared(Protocol):
-    """A choice whose kernels are loaded on a device.
+    """A choice for ``fwd`` or ``grad-input`` whose kernels are loaded on a device.
+
+    `run` reads ``x`` and writes ``out``: the input and the output, or their gradients the other way round.
 
     It may have an attribute ``packing``: what `pack`'s result depends on beside the weight, hashable. Choices of equal
     packing share packed weights; without it only equal choices do.
@@ -65,6 +74,12 @@ class Prepared(Protocol):
     def pack(self, weight: Tensor) -> Tensor: ...
 
     def run(self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor) -> None: ...
+
+
+class PreparedWeight(Protocol):
+    """A choice for ``grad-weight`` whose kernels are loaded on a device; it writes in the strides of ``out``."""
+
+    def run(self, x: Tensor, grad: Tensor, out: Tensor) -> None: ...
 
 
 class Choice(Protocol):
@@ -84,13 +99,14 @@ class Choice(Protocol):
 
     def sources(self) -> Sequence[Unit]: ...
 
-    def prepare(self, device: int) -> Prepared: ...
+    def prepare(self, device: int) -> Any:
+        """A `Prepared`, for ``grad-weight`` a `PreparedWeight`."""
 
 
 def choose(p: Problem, gpu: Gpu) -> dict[str, Choice | str]:
     """Each family's best configuration for a problem, or the sentence why it has none."""
     found: dict[str, Choice | str] = {}
-    for name in FAMILIES:
+    for name in WEIGHT_FAMILIES if p.pass_ == "grad-weight" else FAMILIES:
         if find_spec(f"upconv.cuda.{name}") is None:
             found[name] = "this family is not installed"
             continue
@@ -130,29 +146,127 @@ _current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawSt
 _capturing: Callable[[], bool] = getattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False)
 
 
-class Runner:
-    """A choice on one device, with all that a call needs and that does not change from call to call."""
+def gradients(
+    plan: Plan, grad: Tensor, x: Tensor, weight: Tensor, mask: Sequence[bool], keep: bool = False
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The gradients for input, weight and bias, as far as ``mask`` asks; nothing else is computed, nor compiled.
+
+    Args:
+        plan: a plan whose gradients are planned; one without a kernel is PyTorch's own operator.
+        grad: the gradient of the output, ``problem.output_shape``, any strides.
+        x: ``problem.input_shape``, any strides.
+        weight: ``problem.weight_shape``, any strides.
+        mask: which gradients are asked for.
+        keep: whether the packed weights may be kept for later calls.
+
+    Raises:
+        as `forward`.
+    """
+    index = grad.get_device()
+    runners = plan.gradient_runners.get(index)
+    if runners is None:
+        runners = plan.gradient_runners.setdefault(index, Gradients(plan, index))
+    grad_input = grad_weight = grad_bias = None
+    by_input = runners.input if mask[0] else None
+    by_weight = runners.weight if mask[1] else None
+    if by_input is not None or by_weight is not None:  # once for both
+        grad = _dense(grad, (by_input or by_weight).format)  # type: ignore[union-attr]
+    if by_input is not None:
+        grad_input = by_input(grad, weight, None, keep)
+    if by_weight is not None:
+        grad_weight = by_weight(x, grad)
+    rest = (mask[0] and by_input is None, mask[1] and by_weight is None, False)
+    if rest[0] or rest[1]:
+        found = cpu.gradients(plan.problem, "native", grad, x, weight, rest)
+        grad_input, grad_weight = found[0] if rest[0] else grad_input, found[1] if rest[1] else grad_weight
+    if mask[2]:
+        grad_bias = grad.sum((0, *range(2, grad.dim())))
+    return grad_input, grad_weight, grad_bias
+
+
+class Gradients:
+    """The gradients' kernels on one device, each loaded when it is first asked for; None for PyTorch's operator."""
 
     def __init__(self, plan: Plan, index: int) -> None:
-        p, choice = plan.problem, plan.choice
-        assert choice is not None
         self.plan, self.index = plan, index
-        self.shape, self.dtype = p.output_shape, p.dtype
+
+    @cached_property
+    def input(self) -> Runner | None:
+        with _preparing:
+            return None if self.plan.grad_input.choice is None else Runner(self.plan, self.index, "grad-input")
+
+    @cached_property
+    def weight(self) -> WeightRunner | None:
+        with _preparing:
+            return None if self.plan.grad_weight.choice is None else WeightRunner(self.plan, self.index)
+
+
+def _dense(t: Tensor, layout: torch.memory_format) -> Tensor:
+    """The tensor as kernels read it: without PyTorch's negative bit, dense in a layout."""
+    if t.is_neg() or not t.is_contiguous(memory_format=layout):
+        return t.resolve_neg().contiguous(memory_format=layout)
+    return t
+
+
+def _strides(shape: Sequence[int], layout: torch.memory_format) -> tuple[int, ...]:
+    return torch.empty(shape, device="meta", memory_format=layout).stride()
+
+
+class WeightRunner:
+    """A choice for the gradient for the weight on one device."""
+
+    def __init__(self, plan: Plan, index: int) -> None:
+        p = plan.problem
+        self.plan, self.index = plan, index
+        self.shape, self.dtype = p.weight_shape, p.dtype
         self.format = cpu.memory_format(p.layout, p.rank)
-        self.strides = torch.empty(p.output_shape, device="meta", memory_format=self.format).stride()
+        self.strides = _strides(p.weight_shape, self.format)
+        self.prepared: PreparedWeight = _prepare(plan, index, "grad-weight")
+
+    def __call__(self, x: Tensor, grad: Tensor) -> Tensor:
+        """The gradient for the weight in the problem's layout, from the input and the output's gradient."""
+        if _current_device() != self.index:
+            with torch.cuda.device(self.index):
+                return self(x, grad)
+        x, grad = _dense(x, self.format), _dense(grad, self.format)
+        out = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=x.device)
         try:
-            with torch.cuda.device(index):
-                self.prepared = choice.prepare(index)
+            self.prepared.run(x, grad, out)
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
-            raise _failure(plan, index, error) from error
-        self.packing = _packing(getattr(self.prepared, "packing", choice), p)
+            raise _failure(self.plan, self.index, error, "grad-weight") from error
+        return out
+
+
+def _prepare(plan: Plan, index: int, pass_: Pass) -> Any:
+    choice = plan.selection(pass_).choice
+    assert choice is not None
+    try:
+        with torch.cuda.device(index):
+            return choice.prepare(index)
+    except RuntimeError as error:
+        raise _failure(plan, index, error, pass_) from error
+
+
+class Runner:
+    """A choice for the forward or the gradient for the input on one device, with all that stays from call to call."""
+
+    def __init__(self, plan: Plan, index: int, pass_: Pass = "fwd") -> None:
+        p = plan.problem
+        self.plan, self.index, self.pass_ = plan, index, pass_
+        self.shape, self.dtype = p.output_shape if pass_ == "fwd" else p.input_shape, p.dtype
+        self.format = cpu.memory_format(p.layout, p.rank)
+        self.strides = _strides(self.shape, self.format)
+        self.prepared: Prepared = _prepare(plan, index, pass_)
+        packing = getattr(self.prepared, "packing", plan.selection(pass_).choice)
+        self.packing = _packing((pass_, packing), p)
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, keep: bool) -> Tensor:
         if _current_device() != self.index:
             with torch.cuda.device(self.index):
                 return self(x, weight, bias, keep)
-        if x.is_neg() or not x.is_contiguous(memory_format=self.format):
-            x = x.resolve_neg().contiguous(memory_format=self.format)
+        x = _dense(x, self.format)
         if bias is not None and (bias.is_neg() or not bias.is_contiguous()):
             bias = bias.resolve_neg().contiguous()
         packed = self.packed(weight, keep)
@@ -162,7 +276,7 @@ class Runner:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            raise _failure(self.plan, self.index, error) from error
+            raise _failure(self.plan, self.index, error, self.pass_) from error
         return out
 
     # --- packed weights ----------------------------------------------------------------------------------------------
@@ -193,13 +307,14 @@ class Runner:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            raise _failure(self.plan, self.index, error) from error
+            raise _failure(self.plan, self.index, error, self.pass_) from error
 
 
-def _failure(plan: Plan, index: int, error: RuntimeError) -> RuntimeError:
-    assert plan.choice is not None
-    where = f"{plan.engine('fwd')} on cuda:{index} ({plan.choice.summary})"
-    return RuntimeError(f"upconv could not compute {plan.problem} by {where}: {error}")
+def _failure(plan: Plan, index: int, error: RuntimeError, pass_: Pass = "fwd") -> RuntimeError:
+    selected = plan.selection(pass_)
+    assert selected.choice is not None
+    where = f"{plan.device.kind}:{selected.name} on cuda:{index} ({selected.choice.summary})"
+    return RuntimeError(f"upconv could not compute {plan.problem.with_(pass_=pass_)} by {where}: {error}")
 
 
 # --- kept packed weights ---------------------------------------------------------------------------------------------
