@@ -21,22 +21,22 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
 import upconv
 from upconv import env
-from upconv.bench import latency, report, run
+from upconv.bench import latency, report, run, training
 from upconv.bench.roofline import Ceilings
 from upconv.bench.run import Job, Row
 from upconv.bench.suites import SUITES
 from upconv.bench.timing import SWEEP
-from upconv.problem import Layout, Precision
+from upconv.problem import Layout, Pass, Precision
 
 RESULTS = Path(__file__).resolve().parent / "results"
-SWEEPS: dict[str, tuple[torch.dtype, Precision, Layout]] = {
+FORWARDS: dict[str, tuple[torch.dtype, Precision, Layout]] = {
     "tf32": (torch.float32, "tf32", "nchw"),
     "bf16": (torch.bfloat16, "bf16", "nchw"),
     "cl-tf32": (torch.float32, "tf32", "channels_last"),
@@ -45,7 +45,21 @@ SWEEPS: dict[str, tuple[torch.dtype, Precision, Layout]] = {
     "fp16": (torch.float16, "fp16", "nchw"),
     "cl-fp16": (torch.float16, "fp16", "channels_last"),
 }
-ORDER = ("tf32", "bf16", "host", "shapes", "cl-tf32", "cl-bf16", "ieee", "fp16", "cl-fp16")
+GRADIENTS: dict[str, Pass] = {"gi": "grad-input", "gw": "grad-weight"}
+SWEEPS: dict[str, tuple[torch.dtype, Precision, Layout, Pass]] = {
+    **{name: (*what, "fwd") for name, what in FORWARDS.items()},
+    **{
+        f"{short}-{name}": (*FORWARDS[name], pass_)
+        for short, pass_ in GRADIENTS.items()
+        for name in ("tf32", "bf16", "cl-tf32", "cl-bf16")
+    },
+    "step-tf32": (torch.float32, "tf32", "nchw", "step"),
+    "step-bf16": (torch.bfloat16, "bf16", "nchw", "step"),
+}
+ORDER = (
+    "tf32", "bf16", "gi-tf32", "gw-tf32", "gi-bf16", "gw-bf16", "step-tf32", "step-bf16", "training", "host", "shapes",
+    "cl-tf32", "cl-bf16", "gi-cl-tf32", "gw-cl-tf32", "gi-cl-bf16", "gw-cl-bf16", "ieee", "fp16", "cl-fp16",
+)  # fmt: skip
 DONE, WRONG, TIME_UP = 0, 1, 3
 CHILD_WRONG, CHILD_LOST = 11, 12
 """A child's own codes: an exception that nobody catches ends it with 1."""
@@ -53,14 +67,28 @@ CHILDREN = 12
 """After so many the machine itself is at fault."""
 
 
+UNSWEPT: dict[str, Callable[[torch.device], latency.Latency]] = {
+    "host": latency.host,
+    "shapes": latency.shapes,
+    "training": lambda device: training.measure(device, progress=lambda case: print(f"case {case}", flush=True)),
+}
+"""The reports that are measured as a whole."""
+
+
 class TimeUp(Exception):
     """The budget is spent."""
 
 
 def jobs(name: str) -> list[Job]:
-    """The rows of a report; the 2-D layers first, whose targets are the main ones."""
-    dtype, precision, layout = SWEEPS[name]
-    what = run.Sweep(dtypes=[dtype], precisions=[precision], layouts=[layout], passes=["fwd"])
+    """The rows of a report; the 2-D layers first, whose targets are the main ones.
+
+    Steps are measured on KernelBench's 1-D and 3-D layers, with a bias, so that its gradient is part of the step.
+    """
+    dtype, precision, layout, pass_ = SWEEPS[name]
+    what = run.Sweep(dtypes=[dtype], precisions=[precision], layouts=[layout], passes=[pass_])
+    if pass_ == "step":
+        cases = [case for case in SUITES["kernelbench"] if case.problem.rank != 2]
+        return run.jobs("kernelbench", cases, what, small=False, bias=True)
     found = run.jobs("cuda", SUITES["cuda"], what, small=False, bias=None)
     return sorted(found, key=lambda job: job.problem.rank != 2 and job.case != "hifigan")
 
@@ -148,7 +176,7 @@ def child(options: argparse.Namespace) -> int:
             ):
                 if begin > end:
                     raise TimeUp
-                found = latency.host(device) if name == "host" else latency.shapes(device)
+                found = UNSWEPT[name](device)
                 found["versions"]["sources"] = sources()
                 latency.save(found, path)
         except TimeUp:

@@ -8,13 +8,15 @@ import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from torch import Tensor
 
 from upconv import cpu, ops, planner, reference
-from upconv.bench import check, latency, memory, report, roofline, run, suites, timing
+from upconv.bench import check, latency, memory, report, roofline, run, suites, timing, training
 from upconv.bench.run import Job, Row
 from upconv.bench.timing import Repeats
 from upconv.planner import Plan
@@ -647,6 +649,47 @@ def test_first_calls_are_counted_per_shape(tmp_path: Path) -> None:
         latency.load(path)
 
 
+# --- training steps --------------------------------------------------------------------------------------------------
+
+
+def test_training_steps(tmp_path: Path) -> None:
+    """Every model in both precisions, ours beside PyTorch's; a report that is kept and shown."""
+    heard: list[str] = []
+    todo = training.cases(8)
+    found = training.measure(CPU, todo, SHORT, compiled=False, progress=heard.append)
+    assert [row["case"] for row in found["rows"]] == [f"{c.name} {t}" for c in todo for t in ("fp32", "bf16")]
+    for row in found["rows"]:
+        assert set(row) == set(latency.TRAINING_KEYS) and row["failure"] is None
+        assert float(row["ratio"] or 0) == float(row["torch_ms"] or 0) / float(row["ours_ms"] or 1)
+        assert row["compile_ms"] is None and row["ours_peak_bytes"] is None
+    assert heard[:3] == ["dcgan fp32 ours", "dcgan fp32 torch", "dcgan fp32 times"]
+    path = tmp_path / "training.json"
+    latency.save(found, path)
+    assert latency.load(path) == found
+    console = Console(record=True, width=100)
+    latency.show(found, console)
+    text = console.export_text()
+    assert "hifigan bf16" in text and "Adam" in text
+
+
+def test_a_model_that_trains_wrongly_has_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = training.cases(8)[2]
+
+    def wrong(network: Any) -> Any:
+        network[-1].weight.data.mul_(3)
+        return network
+
+    monkeypatch.setattr(training.upconv, "accelerate", wrong)
+    row = training.measure(CPU, [case], SHORT, compiled=False)["rows"][0]
+    assert str(row["failure"]).startswith("wrong: ") and row["ours_ms"] is None
+
+
+def test_training_cases_are_the_targets() -> None:
+    path = Path(__file__).resolve().parent.parent / "benchmarks" / "targets.json"
+    wanted = {case for group in json.loads(path.read_text())["h200-training"] for case in group["cases"]}
+    assert wanted == {f"{case.name} {dtype}" for case in training.cases() for dtype in ("fp32", "bf16")}
+
+
 # --- the whole measurement, benchmarks/h200.py -----------------------------------------------------------------------
 
 
@@ -659,7 +702,7 @@ def h200(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(h200, "SWEEP", SHORT)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: report.env.device(CPU)["name"])
     todo = [Job("cuda", name, TINY.with_(batch=n)) for n, name in enumerate("abc", 1)]
-    monkeypatch.setitem(h200.SWEEPS, "tf32", (torch.float32, "ieee", "nchw"))
+    monkeypatch.setitem(h200.SWEEPS, "tf32", (torch.float32, "ieee", "nchw", "fwd"))
     every = h200.jobs
     monkeypatch.setattr(h200, "jobs", lambda name: todo)
     h200.every = every
@@ -668,11 +711,16 @@ def h200(monkeypatch: pytest.MonkeyPatch):
 
 def test_every_case_that_has_a_target_is_measured_2d_first(h200) -> None:
     targets = json.loads((Path(h200.__file__).parent / "targets.json").read_text())
-    assert {f"h200-{name}" for name in h200.SWEEPS} == set(targets)
+    assert {f"h200-{name}" for name in h200.SWEEPS} == set(targets) - {"h200-training"}
+    assert set(h200.ORDER) == {*h200.SWEEPS, *h200.UNSWEPT}
+    passes = {"gi": "grad-input", "gw": "grad-weight", "step": "step"}
     for name in h200.SWEEPS:
         found = h200.every(name)
         cases = [job.case for job in found]
-        assert len(set(cases)) == len(cases) == (27 if name.startswith("cl-") else 31)
+        count = 10 if name.startswith("step-") else 27 if "cl-" in name else 31
+        assert len(set(cases)) == len(cases) == count
+        assert {job.problem.pass_ for job in found} == {passes.get(name.split("-")[0], "fwd")}
+        assert all(job.problem.bias for job in found) or not name.startswith("step-")
         wanted = [list(group["cases"]) for group in targets[f"h200-{name}"]]
         assert {case for group in wanted for case in group} <= set(cases)
         assert set(wanted[0]) == set(cases[: len(wanted[0])])

@@ -1,4 +1,7 @@
-"""What a call costs beside its kernel: the host's time per call of a tiny layer, and first calls on new input sizes."""
+"""What a call costs beside its kernel: the host's time per call of a tiny layer, and first calls on new input sizes.
+
+Whole training steps (`upconv.bench.training`) are reports of this form too.
+"""
 
 from __future__ import annotations
 
@@ -29,13 +32,13 @@ from upconv.bench import report
 from upconv.bench.timing import Repeats, interleave
 from upconv.problem import PRECISIONS, Problem
 
-Kind = Literal["host", "shapes"]
+Kind = Literal["host", "shapes", "training"]
 Value = str | int | float | None
-KINDS: tuple[Kind, ...] = ("host", "shapes")
+KINDS: tuple[Kind, ...] = ("host", "shapes", "training")
 
 
 class Latency(TypedDict):
-    """A run as JSON holds it; `HOST_KEYS` and `SHAPES_KEYS` are its rows' keys."""
+    """A run as JSON holds it; `KEYS` has its rows' keys."""
 
     schema: int
     kind: Kind
@@ -54,6 +57,13 @@ SHAPES_KEYS = (
 )  # fmt: skip
 """First calls in milliseconds, compilation and tuning counted, and the median of the calls after them. On a GPU
 ``ours_compiled`` counts the kernels that the first call compiled; how many cuDNN built, it does not tell."""
+TRAINING_KEYS = (
+    "case", "ours_ms", "torch_ms", "compile_ms", "ratio", "ours_peak_bytes", "torch_peak_bytes", "compile_peak_bytes",
+    "rounds", "failure",
+)  # fmt: skip
+"""Median milliseconds of a training step, PyTorch's over ours, and what a step holds at its peak beside what it holds
+between steps; ``failure`` says why a row has none."""
+KEYS: dict[Kind, tuple[str, ...]] = {"host": HOST_KEYS, "shapes": SHAPES_KEYS, "training": TRAINING_KEYS}
 
 
 def _report(kind: Kind, device: torch.device, layer: str, rows: list[dict[str, Value]]) -> Latency:
@@ -254,9 +264,8 @@ def load(path: str | Path) -> Latency:
     kind = found.get("kind") if isinstance(found, dict) else None
     if kind not in KINDS or found.get("schema") != report.SCHEMA:
         raise ValueError(f"{path} must be a report of kind {' or '.join(KINDS)}, got {kind!r}")
-    keys = HOST_KEYS if kind == "host" else SHAPES_KEYS
     missing = Latency.__required_keys__ - set(found) or {
-        f"rows[].{key}" for row in found["rows"] for key in keys if key not in row
+        f"rows[].{key}" for row in found["rows"] for key in KEYS[kind] if key not in row
     }
     if missing:
         raise ValueError(f"{path} lacks {', '.join(sorted(missing))}")
@@ -283,6 +292,21 @@ def columns(found: Latency) -> list[Column]:
     def number(key: str) -> Callable[[Mapping[str, Any]], str]:
         return lambda row: "" if row[key] is None else f"{row[key]:.3g}"
 
+    if found["kind"] == "training":
+
+        def megabytes(key: str) -> Callable[[Mapping[str, Any]], str]:
+            return lambda row: "" if row[key] is None else f"{row[key] / 1e6:.0f}"
+
+        peaks = [("PyTorch peak MB", "torch_peak_bytes"), ("upconv peak MB", "ours_peak_bytes")]
+        return [
+            ("case", lambda row: row["case"]),
+            ("PyTorch ms", number("torch_ms")),
+            ("torch.compile ms", number("compile_ms")),
+            ("upconv ms", number("ours_ms")),
+            ("ratio", lambda row: row["failure"] or f"{row['ratio']:.2f}x"),
+            *((head, megabytes(key)) for head, key in peaks if any(row[key] is not None for row in found["rows"])),
+        ]
+
     every: list[tuple[str, str]] = [
         ("PyTorch first ms", "torch_ms"),
         ("tuned first ms", "torch_benchmark_ms"),
@@ -300,6 +324,7 @@ def title(found: Latency) -> str:
     what = {
         "host": "host time per call, enqueued only" if found["device"].get("type") == "cuda" else "time per call",
         "shapes": "first calls on ten input sizes that the process has not seen",
+        "training": "a training step: forward, loss, backward, Adam",
     }[found["kind"]]
     return f"{what} · {found['layer']}"
 
