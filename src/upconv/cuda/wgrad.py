@@ -100,7 +100,8 @@ class Prepared:
         (unit,) = choice.sources()
         arch = gpu_of(device).arch
         self._device, self._tiling, self._problem = device, t, p
-        codes = "PPP" + "i" * 12 if isinstance(t, SyncTiling) else "PP" + "i" * 12 + "q" * 16
+        self._boxes = 0 if isinstance(t, SyncTiling) else 1 + t.box_g
+        codes = "PP" + "i" * 12 + "q" * 16 * self._boxes if self._boxes else "PPP" + "i" * 12
         self._wgrad = Launcher(jit.kernel(unit.source, "wgrad", arch, unit.label), t.threads, t.shared_bytes, codes)
         self._reduce = Launcher(jit.kernel(unit.source, "reduce", arch, unit.label), 32 * _RUNS, 0, "PPiqqq")
         counts = t.counts(p)
@@ -109,9 +110,8 @@ class Prepared:
         self._sizes = (p.batch, *full, *p.size, *full, *p.out_size, *counts[1:], chunks, -(-chunks // choice.splits))
         self._grid = t.tiles * choice.splits
         self._slices = choice.splits * t.k_slices
-        self._maps: dict[int, tuple[int, ...]] = {}
+        self._maps: dict[tuple[int, bool], tuple[int, ...]] = {}
         self._numel = math.prod(p.weight_shape)
-        self._by_box = isinstance(t, WarpgroupTiling)
 
     def run(self, x: Tensor, grad: Tensor, out: Tensor) -> None:
         """Writes the weight's gradient into ``out`` (contiguous or channels_last).
@@ -122,7 +122,12 @@ class Prepared:
             x, grad = (t.clone() if t.data_ptr() & 15 else t for t in (x, grad))
         partial = torch.empty(self._slices * self._numel, dtype=torch.float32, device=x.device)
         args: tuple[int, ...] = (grad.data_ptr(), partial.data_ptr(), *self._sizes)
-        args = args + self._map(x.data_ptr()) if self._by_box else (x.data_ptr(), *args)
+        if self._boxes:
+            args += self._map(x.data_ptr(), False)
+            if self._boxes == 2:
+                args += self._map(grad.data_ptr(), True)
+        else:
+            args = (x.data_ptr(), *args)
         self._wgrad(self._device, self._grid, args)
         strides = out.stride()
         self._reduce(
@@ -131,19 +136,22 @@ class Prepared:
             (partial.data_ptr(), out.data_ptr(), self._slices, strides[0], strides[1], strides[-1]),
         )
 
-    def _map(self, address: int) -> tuple[int, ...]:
-        """The tensor map of the input at an address, as the 16 words of a ``CUtensorMap``."""
-        found = self._maps.get(address)
+    def _map(self, address: int, g: bool) -> tuple[int, ...]:
+        """The tensor map of the input (or of the output's gradient) at an address, as 16 words."""
+        found = self._maps.get((address, g))
         if found is None:
             if len(self._maps) >= 256:  # allocations come back to the same addresses; 128 bytes each
                 self._maps.clear()
             assert isinstance(self._tiling, WarpgroupTiling)
-            found = self._maps[address] = tensor_map(self._tiling, self._problem, address)
+            found = self._maps[address, g] = tensor_map(self._tiling, self._problem, address, g)
         return found
 
 
-def tensor_map(t: WarpgroupTiling, p: Problem, address: int) -> tuple[int, ...]:
-    """A ``CUtensorMap`` over the whole input, with the tiling's box, as 16 signed words; float32 is rounded to TF32."""
+def tensor_map(t: WarpgroupTiling, p: Problem, address: int, g: bool) -> tuple[int, ...]:
+    """A ``CUtensorMap`` over the whole input (or of the output's gradient ``g``), with the tiling's box, as 16 words.
+
+    float32 is rounded to TF32, to nearest even, on its way.
+    """
     driver: Any = jit._driver()
     types = driver.CUtensorMapDataType
     kind = {
@@ -152,13 +160,15 @@ def tensor_map(t: WarpgroupTiling, p: Problem, address: int) -> tuple[int, ...]:
         torch.float16: types.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
     }[p.dtype]
     swizzles = driver.CUtensorMapSwizzle
-    swizzle = {
+    spans = {
         32: swizzles.CU_TENSOR_MAP_SWIZZLE_32B,
         64: swizzles.CU_TENSOR_MAP_SWIZZLE_64B,
         128: swizzles.CU_TENSOR_MAP_SWIZZLE_128B,
-    }[t.segment]
-    d, h, w = (1,) * (3 - p.rank) + p.size
-    c = p.in_channels
+    }
+    span = t.g_width * t.element if g else t.segment
+    swizzle = swizzles.CU_TENSOR_MAP_SWIZZLE_NONE if g and not t.channels_last else spans[span]
+    d, h, w = (1,) * (3 - p.rank) + (p.out_size if g else p.size)
+    c = p.out_channels if g else p.in_channels
     dims = (c, w, h, d, p.batch) if t.channels_last else (w, h, d, c, p.batch)
     strides = [math.prod(dims[:i]) * t.element for i in range(1, 5)]
     made = jit._drive(
@@ -168,7 +178,7 @@ def tensor_map(t: WarpgroupTiling, p: Problem, address: int) -> tuple[int, ...]:
         address,
         [driver.cuuint64_t(n) for n in dims],
         [driver.cuuint64_t(n) for n in strides],
-        [driver.cuuint32_t(n) for n in t.box],
+        [driver.cuuint32_t(n) for n in (t.g_box if g else t.box)],
         [driver.cuuint32_t(1)] * 5,
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
         swizzle,
@@ -234,6 +244,8 @@ def _warpgroup_candidates(p: Problem, gpu: Gpu, aligned: bool, aligned_g: bool) 
             continue
         for tile in _tiles(p):
             t = replace(base, tile=tile, aligned_g=aligned_g and not last)
+            if t.aligned_g and not t.box_g:
+                continue
             if (not last and tile[3] * t.element < 32) or (t.element == 2 and t.strips % 2):
                 continue
             if last and max(tile) > 256:
@@ -332,7 +344,7 @@ def _warpgroup_clocks(t: WarpgroupTiling) -> tuple[float, str]:
     reads = 16 * _conflict(t) + t.block[0] / 4
     shared = steps * reads * _LOAD + (t.g_units * 16 + t.x_bytes) / 128
     l2 = (t.g_units * 16 + t.x_bytes) / _L2
-    copies = t.g_units * _COPY * _ragged(t, t.channels[1])
+    copies = 0.0 if t.box_g else t.g_units * _COPY * _ragged(t, t.channels[1])
     parts = {"tensor cores": matrix, "shared memory": shared, "L2": l2, "copies": copies}
     bound = max(parts, key=lambda name: parts[name])
     total = max(parts.values()) + 0.1 * (sum(parts.values()) - max(parts.values()))

@@ -293,11 +293,40 @@ class WarpgroupTiling(Tiling):
 
     @property
     def box(self) -> tuple[int, int, int, int, int]:
-        """The tensor copy engine's box, innermost first: channels, W, H, D, images, or W, H, D, channels, images."""
+        """The box of x, innermost first: channels, W, H, D, images, or W, H, D, channels, images."""
         n, d, h, w = self.tile
         if self.channels_last:
             return self.width, w, h, d, n
         return self.segment // self.element, 1, 1, self.block[0], 1
+
+    @property
+    def box_g(self) -> bool:
+        """Whether g comes by boxes too."""
+        if self.channels_last:
+            aligned = self.problem.out_channels % self.vec == 0
+            return aligned and (self.problem.groups == 1 or self.channels[1] % self.vec == 0) and self.g_box[1] <= 256
+        return self.aligned_g and self.g_box[0] <= 256
+
+    @property
+    def g_box(self) -> tuple[int, int, int, int, int]:
+        """The box of g, a row of the tile, innermost first."""
+        if self.channels_last:
+            return self.g_width, self._spans()[2], 1, 1, 1
+        return (self.units[1] | 1) * self.vec, 1, 1, self.block[1], 1
+
+    @property
+    def g_width(self) -> int:
+        """Output channels of a box (channels_last)."""
+        return next(w for w in (64, 32, 16) if self.block[1] % w == 0)
+
+    @property
+    def g_bytes(self) -> int:
+        """Bytes of g's tile in shared memory."""
+        if self.channels_last and self.box_g:
+            rows_d, rows_h, columns = self._spans()
+            box = -(-columns * self.g_width * self.element // 128) * 128
+            return self.tile[0] * rows_d * rows_h * self.block[1] // self.g_width * box
+        return super().g_bytes
 
     @property
     def x_bytes(self) -> int:
@@ -335,6 +364,7 @@ class WarpgroupTiling(Tiling):
             "STAGES": self.stages,
             "STRETCH": self.stretch,
             "ALIGNED_G": int(self.aligned_g),
+            "BOX_G": int(self.box_g),
             "PRODUCER_REGISTERS": self.registers[0],
             "CONSUMER_REGISTERS": self.registers[1],
             "SHARED_BYTES_PLANNED": self.shared_bytes,

@@ -15,6 +15,7 @@
 #define WARPS 8
 #define COPIERS (WARPS * 32)             // threads that copy
 #define CI_INNERMOST 0
+#define BOX_G 0
 #include "wgrad.cuh"
 
 #define THREADS (WARPS * 32)

@@ -25,9 +25,17 @@
 #if CHANNELS_LAST
 // A pitch of 8 words modulo 32 (float32), or of an odd number of units (for ldmatrix).
 #define X_PITCH (ELEMENT == 4 ? (BLOCK_CI + 23) / 32 * 32 + 8 : BLOCK_CI + 8)
+#if BOX_G
+#define G_PITCH BLOCK_CO
+#else
 #define G_PITCH (ELEMENT == 4 ? (BLOCK_CO + 23) / 32 * 32 + 8 : BLOCK_CO + 8)
+#endif
 #define X_BYTES (X_ROWS * TILE_W * X_PITCH * ELEMENT)
+#if BOX_G
+#define G_BYTES (G_ROWS * G_BOXES * G_BOX_BYTES)
+#else
 #define G_BYTES (G_ROWS * G_COLUMNS * G_PITCH * ELEMENT)
+#endif
 #else
 #define X_UNITS ((TILE_W + (ALIGNED_X ? 0 : VEC - 1) + VEC - 1) / VEC)
 #define G_UNITS G_EXTENT

@@ -5,7 +5,8 @@
 //   A, from registers: g's tile with its halo, read from shared memory at any column, so that a tap is an address.
 //   B, from shared memory by descriptor: x's tile as the tensor copy engine leaves it. NCHW: rows of a channel's pixels (K-major),
 //      rounded to TF32 on the way; CHANNELS_LAST (16-bit types): rows of a pixel's channels (MN-major).
-// Roles: one warpgroup copies (g by threads, since its rows begin anywhere; x by boxes), WGS warpgroups multiply: WGS_M of them divide
+// g comes by boxes too, a row each (BOX_G), or by threads where its rows begin off 16 bytes.
+// Roles: one warpgroup copies, WGS warpgroups multiply: WGS_M of them divide
 // the output channels of a block, the others its taps, ENTRIES x SUBS taps each.
 //
 // K is split over ranges of chunks; each split writes partial sums, `reduce` adds them in the order of their index.
@@ -35,6 +36,19 @@
 #define BOX_BYTES (BLOCK_CI * SEGMENT)
 #endif
 #define X_TILE_BYTES (BOXES * BOX_BYTES)
+#if CHANNELS_LAST
+#define G_WIDTH (BLOCK_CO % 64 == 0 ? 64 : BLOCK_CO % 32 == 0 ? 32 : 16)  // channels of a box of g, swizzled as rows of so many
+#define G_BOXES (BLOCK_CO / G_WIDTH)
+#if BOX_G
+#define G_BOX_BYTES ((G_COLUMNS * G_WIDTH * ELEMENT + 127) / 128 * 128)  // where a box may begin
+#define G_LINE (G_BOX_BYTES / (G_WIDTH * ELEMENT))                         // pixels from row to row
+#else
+#define G_LINE G_COLUMNS
+#endif
+#else
+#define G_BOXES 1
+#define G_BOX_BYTES (BLOCK_CO * G_PITCH * ELEMENT)
+#endif
 #define STAGE_BYTES ((X_TILE_BYTES + G_BYTES + 1023) / 1024 * 1024)
 #define BARRIERS_AT (STAGES * STAGE_BYTES)
 #define SHARED_BYTES (BARRIERS_AT + 16 * STAGES)
@@ -48,6 +62,12 @@
 #define W_STRIPS (TILE_W / 8)
 
 struct alignas(64) TensorMap { u64 opaque[16]; };
+struct TensorMaps {
+  TensorMap x;
+#if BOX_G
+  TensorMap g;
+#endif
+};
 
 struct Work {                              // of a block
   int group, ci, co;                       // first channels within the group
@@ -63,19 +83,34 @@ __device__ __forceinline__ void load_box(u32 to, const TensorMap* map, int a, in
       ::"r"(to), "l"(map), "r"(a), "r"(b), "r"(c), "r"(d), "r"(e), "r"(barrier) : "memory");
 }
 
-__device__ __forceinline__ void load_x(const TensorMap* map, const Chunk& c, const Work& work, u32 to, u32 barrier) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(X_TILE_BYTES) : "memory");
+__device__ __forceinline__ void load_boxes(const TensorMap* map_x, const TensorMap* map_g, const Chunk& c, const Work& work, u32 to, u32 barrier) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(X_TILE_BYTES + (!BOX_G ? 0 : CHANNELS_LAST ? G_ROWS * G_COLUMNS * BLOCK_CO * ELEMENT : G_BYTES)) : "memory");
   int channel = work.group * CIN_G + work.ci;
 #pragma unroll 1
   for (int i = 0; i < BOXES; i++) {
 #if CHANNELS_LAST
-    load_box(to + i * BOX_BYTES, map, channel + i * N_WIDTH, c.w, c.h, c.d, c.n, barrier);
+    load_box(to + i * BOX_BYTES, map_x, channel + i * N_WIDTH, c.w, c.h, c.d, c.n, barrier);
 #else
     int strip = i * (SEGMENT / ELEMENT / 8);
     Rows at = x_row(strip / W_STRIPS);
-    load_box(to + i * BOX_BYTES, map, c.w + strip % W_STRIPS * 8, c.h + at.h, c.d + at.d, channel, c.n + at.n, barrier);
+    load_box(to + i * BOX_BYTES, map_x, c.w + strip % W_STRIPS * 8, c.h + at.h, c.d + at.d, channel, c.n + at.n, barrier);
 #endif
   }
+#if BOX_G
+  int d = c.d * STEP_D + work.tap_d * DIL_D - PAD_D, h = c.h * STEP_H + work.tap_h * DIL_H - PAD_H, w = c.w * STEP_W + work.tap_w * DIL_W - PAD_W;
+  channel = work.group * COUT_G + work.co;
+  to += X_TILE_BYTES;
+#pragma unroll 1
+  for (int r = 0; r < G_ROWS; r++) {
+    Rows at = g_row(r);
+#if CHANNELS_LAST
+    for (int i = 0; i < G_BOXES; i++)
+      load_box(to + (i * G_ROWS + r) * G_BOX_BYTES, map_g, channel + i * G_WIDTH, w, h + at.h, d + at.d, c.n + at.n, barrier);
+#else
+    load_box(to + r * G_BOX_BYTES, map_g, w - (w & (VEC - 1)), h + at.h, d + at.d, channel, c.n + at.n, barrier);
+#endif
+  }
+#endif
 }
 
 // =====================================================================================================================
@@ -140,9 +175,14 @@ __device__ __forceinline__ void load_fragment(u32 (&a)[4], const unsigned char* 
 #if CHANNELS_LAST
   // Lanes address rows of 8 channels: of pixels 0-7 and 8-15 (lane / 16), of channels 0-7 and 8-15 (lane / 8 % 2).
   Rows q0 = x_row(2 * k_step / W_STRIPS), q1 = x_row((2 * k_step + 1) / W_STRIPS);
-  int p0 = tile_row(q0) * G_COLUMNS + 2 * k_step % W_STRIPS * 8 * STEP_W, p1 = tile_row(q1) * G_COLUMNS + (2 * k_step + 1) % W_STRIPS * 8 * STEP_W;
+  int p0 = tile_row(q0) * G_LINE + 2 * k_step % W_STRIPS * 8 * STEP_W, p1 = tile_row(q1) * G_LINE + (2 * k_step + 1) % W_STRIPS * 8 * STEP_W;
   int p = taps.at[e] + p0 + ((threadIdx.x & 16) ? p1 - p0 : 0);
+#if BOX_G
+  u32 address = shared_address(g_tile) + p * (G_WIDTH * 2) + lane_at;
+  address ^= (address >> 7 & (G_WIDTH / 8 - 1)) << 4;   // the engine's swizzle, a function of the address
+#else
   u32 address = shared_address(g_tile) + p * (G_PITCH * 2) + lane_at;
+#endif
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];\n" : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(address) : "memory");
 #else
   const u32* words = (const u32*)g_tile;
@@ -160,7 +200,8 @@ __device__ __forceinline__ void load_fragment(u32 (&a)[4], const unsigned char* 
 #pragma unroll
     for (int h = 0; h < 2; h++) {
 #if ELEMENT == 4
-      a[2 * k + h] = to_tf32(__uint_as_float(words[at + constant + h * 8 * G_PITCH]));
+      u32 v = words[at + constant + h * 8 * G_PITCH];
+      a[2 * k + h] = BOX_G ? v : to_tf32(__uint_as_float(v));  // boxes are rounded on their way
 #else
       const int words_on = (constant + h * 8 * G_PITCH) / 2;
       int second = at + STEP_W;
@@ -183,11 +224,20 @@ __device__ __forceinline__ void consume(float* __restrict__ partial, const Sizes
     if (tap >= SET_TAPS) tap = SET_TAPS - 1;                                                   // its sums are not stored
     int td = tap / (TAPS_H * TAPS_W), th = tap / TAPS_W % TAPS_H, tw = tap % TAPS_W;
     int shift = (DENSE_D ? td * DIL_D : td) * G_ROWS_H + (DENSE_H ? th * DIL_H : th);
-    taps.at[e] = CHANNELS_LAST ? shift * G_COLUMNS + tw * DIL_W : shift * (BLOCK_CO * G_PITCH) + tw * DIL_W;
+    #if CHANNELS_LAST
+    taps.at[e] = shift * G_LINE + tw * DIL_W;
+#else
+    taps.at[e] = shift * (BLOCK_CO * G_PITCH) + tw * DIL_W;
+#endif
     taps.line[e] = ((u32)(td * DIL_D) * s.out_h + th * DIL_H) * s.out_w;
   }
 #if CHANNELS_LAST
-  int lane_at = (lane & 7) * STEP_W * (G_PITCH * 2) + (channel + (lane >> 3 & 1) * 8) * 2;
+  int c8 = channel + (lane >> 3 & 1) * 8;  // a lane's 8 channels
+#if BOX_G
+  int lane_at = (lane & 7) * STEP_W * (G_WIDTH * 2) + c8 / G_WIDTH * (G_ROWS * G_BOX_BYTES) + c8 % G_WIDTH * 2;
+#else
+  int lane_at = (lane & 7) * STEP_W * (G_PITCH * 2) + c8 * 2;
+#endif
 #else
   int lane_at = (channel + row) * G_PITCH + (ELEMENT == 4 ? q : 2 * q) * STEP_W;
 #endif
@@ -217,9 +267,16 @@ __device__ __forceinline__ void consume(float* __restrict__ partial, const Sizes
       const int first = run * (STRETCH / ENTRIES);
       const int strip = first * (ELEMENT == 4 ? 1 : 2), column = strip % W_STRIPS * 8 * STEP_W;
       Rows q0 = x_row(strip / W_STRIPS);
-      const unsigned char* g_tile = tile + X_TILE_BYTES + tile_row(q0) * (CHANNELS_LAST ? G_COLUMNS * G_PITCH * ELEMENT : BLOCK_CO * G_PITCH * ELEMENT);
+      #if CHANNELS_LAST && BOX_G
+      constexpr int pixel_bytes = G_WIDTH * ELEMENT, row_bytes = G_BOX_BYTES;
+#elif CHANNELS_LAST
+      constexpr int pixel_bytes = G_PITCH * ELEMENT, row_bytes = G_LINE * pixel_bytes;
+#else
+      constexpr int pixel_bytes = 1, row_bytes = BLOCK_CO * G_PITCH * ELEMENT;  // pixels are counted in elements
+#endif
+      const unsigned char* g_tile = tile + X_TILE_BYTES + tile_row(q0) * row_bytes;
       u32 from = phase;
-      int lane_from = lane_at + column * (CHANNELS_LAST ? G_PITCH * ELEMENT : 1);
+      int lane_from = lane_at + column * pixel_bytes;
 #if !CHANNELS_LAST
 #if ALIGNED_G
       lane_from += phase;
@@ -276,7 +333,7 @@ __device__ __forceinline__ void consume(float* __restrict__ partial, const Sizes
 // partial: [SPLITS][TAPS][COUT][CIN_G] float32.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 wgrad(const char* __restrict__ g, float* __restrict__ partial, int batch, int in_d, int in_h, int in_w, int out_d, int out_h, int out_w,
-      int tiles_d, int tiles_h, int tiles_w, int chunks, int per_split, const __grid_constant__ TensorMap map) {
+      int tiles_d, int tiles_h, int tiles_w, int chunks, int per_split, const __grid_constant__ TensorMaps maps) {
   extern __shared__ __align__(1024) unsigned char memory[];
   const Sizes s = {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, chunks, per_split};
   int index = blockIdx.x;
@@ -292,7 +349,7 @@ wgrad(const char* __restrict__ g, float* __restrict__ partial, int batch, int in
   u32 base = shared_address(memory), full = base + BARRIERS_AT, empty = full + 8 * STAGES;
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; i++) {
-      barrier_init(full + 8 * i, 2 * COPIERS + 1);
+      barrier_init(full + 8 * i, BOX_G ? 1 : 2 * COPIERS + 1);
       barrier_init(empty + 8 * i, WGS * 4);
     }
     asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
@@ -301,6 +358,9 @@ wgrad(const char* __restrict__ g, float* __restrict__ partial, int batch, int in
   int role = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
   if (role == 0) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(PRODUCER_REGISTERS));
+#if BOX_G
+    if (thread) return;                    // the others have nothing to do
+#endif
     int begin = split * per_split, end = begin + per_split < chunks ? begin + per_split : chunks;
     u32 stage = 0, parity = 1;
 #pragma unroll 1
@@ -309,13 +369,17 @@ wgrad(const char* __restrict__ g, float* __restrict__ partial, int batch, int in
       unsigned char* tile = memory + stage * STAGE_BYTES;
       u32 barrier = full + stage * 8;
       barrier_wait(empty + stage * 8, parity);
-      if (thread == 0) load_x(&map, c, work, shared_address(tile), barrier);
+#if BOX_G
+      load_boxes(&maps.x, &maps.g, c, work, shared_address(tile), barrier);
+#else
+      if (thread == 0) load_boxes(&maps.x, nullptr, c, work, shared_address(tile), barrier);
       constexpr int extent = CHANNELS_LAST ? G_COLUMNS : G_EXTENT;
       copy_tile<G_ROWS, BLOCK_CO, extent, G_PITCH, COUT, COUT_G, false>(
           g, s.batch, s.out_d, s.out_h, s.out_w, c.n, c.d * STEP_D + work.tap_d * DIL_D - PAD_D, c.h * STEP_H + work.tap_h * DIL_H - PAD_H,
           c.w * STEP_W + work.tap_w * DIL_W - PAD_W, work.group * COUT_G + work.co, COUT_G - work.co, tile + X_TILE_BYTES, thread);
       asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];\n" ::"r"(barrier) : "memory");  // when its copies have landed
       barrier_arrive(barrier);                                                                  // what it stored itself
+#endif
       if (++stage == STAGES) {
         stage = 0;
         parity ^= 1;
