@@ -99,8 +99,10 @@ class Interpreter:
         self.k_steps = m["CK"] * m["ELEMENT"] // 32
         self.step_k = 32 // m["ELEMENT"]
         self.segments = m["TILE_N"] * m["ROWS_D"] * m["ROWS_H"]
-        self.pitch = m["IN_STEP_W"] * m["PLANE"]
-        self.pixels = self.segments * self.pitch
+        self.strided = bool(m["TENSOR_MAP"] and m["CHANNELS_LAST"] and m["IN_STEP_W"] > 1)
+        self.pitch = m["PLANE"] if self.strided else m["PLANES"] * m["PLANE"]
+        self.plane_pitch = -(-self.segments * m["PLANE"] // 8) * 8 if self.strided else m["PLANE"]
+        self.pixels = m["PLANES"] * self.plane_pitch if self.strided else self.segments * self.pitch
         self.chunks = -(-m["CIN_G"] // m["CK"])
         self.wgs_m = 2 if m["SPLIT"] == 1 else 1
         self.w_subtiles, self.h_subtiles = m["TILE_W"] // m["SUB_W"], m["TILE_H"] // m["SUB_H"]
@@ -195,17 +197,22 @@ class Interpreter:
         m = self.m
         batch, _, in_d, in_h, in_w = x.shape
         i = np.arange(self.segments)
-        if m["TENSOR_MAP"]:  # one box of consecutive rows
-            box = self.tiling.box
+        if m["TENSOR_MAP"]:  # a box of rows at even distances
+            steps = self.tiling.box_steps
+            assert max(self.tiling.box) <= 256 and max(steps) <= 8
+            box = [-(-n // step) for n, step in zip(self.tiling.box, steps)]
             if m["CHANNELS_LAST"]:
-                assert np.prod(box) == self.pixels * m["CK"], "a box is a tile"
+                assert np.prod(box) == self.segments * m["PLANE"] * m["CK"], "a box is a residue's plane"
+                assert steps[1] == m["IN_STEP_W"]
             else:
                 assert box[0] >= m["COLUMN_PAD"] + m["COLUMNS"] and np.prod(box[1:]) == self.segments * m["CK"], (
                     "a box holds a chunk"
                 )
                 first = t.w * m["IN_STEP_W"] + m["FIRST_W"] - m["COLUMN_PAD"]
                 assert (first % self.vec == 0).all(), "a box begins at 16 bytes"
-            offset_d, offset_h = m["FIRST_D"] + i // m["ROWS_H"] % m["ROWS_D"], m["FIRST_H"] + i % m["ROWS_H"]
+            step_h, step_d = steps[2:4] if m["CHANNELS_LAST"] else steps[1:3]
+            offset_d = m["FIRST_D"] + i // m["ROWS_H"] % m["ROWS_D"] * step_d
+            offset_h = m["FIRST_H"] + i % m["ROWS_H"] * step_h
         else:
             packed = (i // (m["ROWS_H"] * m["ROWS_D"])) << 24
             packed |= (m["OFFSETS_D"][i // m["ROWS_H"] % m["ROWS_D"]] & 0xFFF) << 12
@@ -213,8 +220,9 @@ class Interpreter:
             packed = packed.astype(np.uint32).astype(np.int32)
             assert (packed >> 24 == i // (m["ROWS_H"] * m["ROWS_D"])).all()
             offset_d, offset_h = (packed << 8) >> 20, (packed << 20) >> 20
-        within = np.arange(self.pitch)
-        column = within % m["PLANE"] * m["IN_STEP_W"] + within // m["PLANE"]
+        within = np.arange(m["PLANES"] * m["PLANE"])
+        column = within % m["PLANE"] * m["IN_STEP_W"] + m["RESIDUES"][within // m["PLANE"]]
+        whole_box = bool(m["TENSOR_MAP"] and m["CHANNELS_LAST"])
         n = (t.n[:, None] + i // (m["ROWS_H"] * m["ROWS_D"]))[:, :, None]
         d = (t.d[:, None] * m["IN_STEP_D"] + offset_d)[:, :, None]
         h = (t.h[:, None] * m["IN_STEP_H"] + offset_h)[:, :, None]
@@ -227,19 +235,21 @@ class Interpreter:
             & (h < in_h)
             & (w >= 0)
             & (w < in_w)
-            & (column < m["COLUMNS"])
+            & (whole_box | (column < m["COLUMNS"]))
         )
         c = np.arange(self.chunks * m["CK"])
         channel = np.arange(self.groups)[:, None] * m["CIN_G"] + c
         # A box of channels-last pixels ends with the tensor's channels, everything else with the group's.
-        whole = m["TENSOR_MAP"] and m["CHANNELS_LAST"]
-        have = channel < m["CIN"] if whole else np.broadcast_to(c < m["CIN_G"], channel.shape)
+        have = channel < m["CIN"] if whole_box else np.broadcast_to(c < m["CIN_G"], channel.shape)
         source = np.zeros((*np.array(x.shape)[[0, 2, 3, 4]], *channel.shape))
         source[..., have] = x.transpose(0, 2, 3, 4, 1)[..., channel[have]]
         rows = np.zeros((*ok.shape, *channel.shape))
         n, d, h, w = (np.broadcast_to(a, ok.shape)[ok] for a in (n, d, h, w))
         rows[ok] = source[n, d, h, w]
-        return rows.reshape(len(t.n), self.pixels, *channel.shape)
+        place = i[:, None] * self.pitch + within // m["PLANE"] * self.plane_pitch + within % m["PLANE"]
+        tiles = np.full((len(t.n), self.pixels, *channel.shape), np.nan)  # between planes lies anything
+        tiles[:, place] = rows
+        return tiles
 
     def place_of(self, subtile: Ints) -> tuple[Ints, Ints, Ints, Ints]:
         m, plane = self.m, self.w_subtiles * self.h_subtiles

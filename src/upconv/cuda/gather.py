@@ -156,8 +156,9 @@ def tensor_map(t: Tiling, p: Problem, address: int) -> tuple[int, ...]:
     """A ``CUtensorMap`` over the whole source, with the tiling's box, as 16 signed words."""
     driver: Any = jit._driver()
     types = driver.CUtensorMapDataType
+    direct = t.channels_last and p.precision == "tf32"  # the box is the tile, rounded on its way
     kind = {
-        torch.float32: types.CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
+        torch.float32: types.CU_TENSOR_MAP_DATA_TYPE_TFLOAT32 if direct else types.CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
         torch.bfloat16: types.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
         torch.float16: types.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
     }[p.dtype]
@@ -182,7 +183,7 @@ def tensor_map(t: Tiling, p: Problem, address: int) -> tuple[int, ...]:
         [driver.cuuint64_t(n) for n in dims],
         [driver.cuuint64_t(n) for n in strides],
         [driver.cuuint32_t(n) for n in t.box],
-        [driver.cuuint32_t(1)] * 5,
+        [driver.cuuint32_t(n) for n in t.box_steps],
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
         swizzle,
         driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
@@ -216,22 +217,33 @@ def refusal(p: Problem, gpu: Gpu) -> str | None:
     return None
 
 
-def candidates(p: Problem, gpu: Gpu, wgmma: bool | None = None, aligned: bool | None = None) -> Iterator[Tiling]:
-    """Every tiling worth a look. ``aligned``: rows of an NCHW source begin at 16 bytes; by default as ``p``'s do."""
+def candidates(
+    p: Problem, gpu: Gpu, wgmma: bool | None = None, aligned: bool | None = None, scarce: bool = False
+) -> Iterator[Tiling]:
+    """Every tiling worth a look. ``aligned``: rows of an NCHW source begin at 16 bytes; by default as ``p``'s do.
+
+    ``scarce``: those with one pixel tile in shared memory, so that producers and consumers wait for each other; for
+    layers whose halo leaves no room for two (NCHW alone: channels-last producers load ahead into the second).
+    """
     fast = gpu.arch == "90a" if wgmma is None else wgmma
     cout_g, cin_g = result_shape(p)[1] // p.groups, source_shape(p)[1] // p.groups
     steps = (1,) * (3 - p.rank) + p.stride if p.pass_ == "fwd" else (1, 1, 1)
     if aligned is None:
         aligned = _aligned(p)
+    far = p.pass_ != "fwd" and max(p.stride) > 1
     per_32 = 32 // p.dtype.itemsize
     chunks = [c for c in (per_32, 2 * per_32, 4 * per_32) if c == per_32 or c < 2 * cin_g]
     accumulators = _ACCUMULATORS if fast else _MMA_ACCUMULATORS
     if p.precision == "ieee":
         accumulators = accumulators // 2
     for (subs, unroll), w_subs, (sub, tile), split, chunk in product(
-        _subs(p, cout_g, steps), _w_subs(steps[2]), _tiles(p), (0, 1), chunks
+        _subs(p, cout_g, steps), _w_subs(steps[2]), _tiles(p), (0, 1, 2), chunks
     ):
-        if split == 1 and (cout_g <= 64 // subs or not fast):
+        wide = cout_g > 64 // subs and fast  # enough for two consumers
+        if split == 1 and not wide:
+            continue
+        # The halo of a strided source may leave room for no more than 64 pixels, which cannot be halved.
+        if split == 2 and not (far and math.prod(tile) == 64 and (not wide or p.precision == "ieee")):
             continue
         if min(unroll[1], 2) > 1 and sub == (8, 8) and tile[2] > 8:
             continue  # the rows of an unrolled tile are many already
@@ -240,7 +252,7 @@ def candidates(p: Problem, gpu: Gpu, wgmma: bool | None = None, aligned: bool | 
             continue
         even = len(set(base.variant_entries)) == 1
         for resident in (False, True) if even or base.m_groups == 1 else (False,):
-            t = _fitted(replace(base, resident=resident), gpu)
+            t = _fitted(replace(base, resident=resident), gpu, scarce)
             if t is not None:
                 yield t
 
@@ -281,7 +293,7 @@ def _tiles(p: Problem) -> tuple[tuple[tuple[int, int], tuple[int, int, int, int]
     return tuple(shapes)
 
 
-def _fitted(t: Tiling, gpu: Gpu) -> Tiling | None:
+def _fitted(t: Tiling, gpu: Gpu, scarce: bool) -> Tiling | None:
     """The tiling with stages that look ahead far enough, as shared memory allows; None when it does not fit at all.
 
     A load takes about a thousand clocks from its request to its use (NOTES: with rings of 1,000 clocks unet1 took 0.48
@@ -293,6 +305,12 @@ def _fitted(t: Tiling, gpu: Gpu) -> Tiling | None:
     run_groups = 8 if t.width_subs < 3 else 4
     pixels, weights = 2, 2
     best: Tiling | None = None
+    if scarce:
+        try:
+            least = replace(t, stages_p=1, stages_s=2, stages_w=2, w_stage=4, run_groups=min(run_groups, 4))
+            return None if t.channels_last else least.checked(gpu.shared_bytes)
+        except Unfit:
+            return None
     while pixels <= 8 and weights <= 8:
         stages = (pixels, 2) if t.channels_last else (2, pixels)
         made = replace(
@@ -338,7 +356,7 @@ def _tile_clocks(t: Tiling, alignment: int) -> tuple[float, str]:
     producers = 192 if t.wgmma else 128
     per_tile_out = math.prod(t.tile) * t.width_subs * t.subs * t.element * min(t.cout_g, t.rows_per_sub * t.wgs_m)
     staged = t.pixels * t.row_bytes if t.channels_last else t.segments * t.staging_units * 16 * t.chunk
-    turned = t.parts * t.k_steps * (2 if not t.channels_last else (t.element == 4) * 0.7)
+    turned = t.parts * t.k_steps * (2 if not t.channels_last else (t.parts == 2) * 0.7)
     turn = -(-t.pixels // producers) * turned * (22.0 if t.element == 4 else 34.0) + 250
     if not t.tensor_map:
         turn += staged / 16 / producers * 250.0
@@ -360,6 +378,8 @@ def _tile_clocks(t: Tiling, alignment: int) -> tuple[float, str]:
         if t.wgmma and not t.resident:
             waits = max(waits, steps * _LATENCY / (t.ring_stages * t.w_stage))
         body = max(matrix, l2, chunks * turn, waits) + 0.12 * min(matrix, l2) + chunks * _CHUNK
+        if t.stages_p == 1:
+            body += min(matrix, chunks * turn)
         for name, value in zip(clocks, (matrix, l2, chunks * turn, store)):
             clocks[name] += value
         total += body + _STORE_SHARE * store + _TILE_OVERHEAD
@@ -441,4 +461,5 @@ def _tilings(layer: Problem, gpu: Gpu, aligned: bool, alignment: int) -> tuple[t
 
 @lru_cache(maxsize=256)
 def _layer_tilings(layer: Problem, gpu: Gpu, aligned: bool) -> tuple[Tiling, ...]:
-    return tuple(candidates(layer, gpu, aligned=aligned))
+    found = tuple(candidates(layer, gpu, aligned=aligned))
+    return found or tuple(candidates(layer, gpu, aligned=aligned, scarce=True))

@@ -29,6 +29,8 @@ _MOST_ACCUMULATORS = 5  # 64 x 64 each, 32 registers of a consumer's thread
 _MAX_PIXELS = 12 * 192  # a producer thread keeps track of 12
 _STEPS_UNROLLED = 12  # code and compile time grow with it
 _STEPS_PROMOTED = 8  # after which IEEE sums leave the tensor cores; half of them carry two products, the others one
+_MAX_BOX = 256  # elements that the tensor copy engine traverses along a dimension
+_MAX_BOX_STEP = 8  # and its largest step
 _MAX_OFFSET = 2000  # rows' offsets are packed in 12 bits, signed
 
 
@@ -287,16 +289,18 @@ class Tiling:
     def rows(self) -> tuple[tuple[tuple[int, ...], int, dict[int, int]], ...]:
         """For D and H: (input offset of each row of the tile, rows from q to q + 1, first row of each tap offset).
 
-        A dense axis holds every row of the halo. With a large dilation only the rows that some tap reads are held:
-        for each offset one run of rows.
+        A dense axis holds every row of the halo, or, where steps and offsets have a common divisor (a stride of 2 with
+        a dilation of 2), every second. With a large dilation only the rows that some tap reads are held: for each
+        offset one run of rows.
         """
         result = []
         for axis in (0, 1):
             count, step, offsets = self.tile[1 + axis], self.in_steps[axis], self._offsets(axis)
-            dense = tuple(range(offsets[0], offsets[-1] + (count - 1) * step + 1))
+            apart = math.gcd(step, *(off - offsets[0] for off in offsets))
+            dense = tuple(range(offsets[0], offsets[-1] + (count - 1) * step + 1, apart))
             sparse = tuple(off + i * step for off in offsets for i in range(count))
             if len(dense) <= len(sparse):
-                result.append((dense, step, {off: off - offsets[0] for off in offsets}))
+                result.append((dense, step // apart, {off: (off - offsets[0]) // apart for off in offsets}))
             else:
                 result.append((sparse, 1, {off: j * count for j, off in enumerate(offsets)}))
         return tuple(result)
@@ -311,14 +315,30 @@ class Tiling:
         offsets = self._offsets(2)
         return (self.tile[3] - 1) * self.in_steps[2] + offsets[-1] - offsets[0] + 1
 
+    @cached_property
+    def residues(self) -> tuple[int, ...]:
+        """Residues modulo the input step of the columns that some tap reads, counted from the first column."""
+        return tuple(sorted({(off - self.first_w) % self.in_steps[2] for off in self._offsets(2)}))
+
     @property
     def plane(self) -> int:
         """Columns of a segment with one residue modulo the input step: these are neighbours in the tile."""
         return -(-self.columns // self.in_steps[2])
 
+    @cached_property
+    def strided_box(self) -> bool:
+        """Whether a chunk is one box for each residue, which lands as a plane of the whole tile."""
+        return self.tensor_map and self.channels_last and self.in_steps[2] > 1
+
     @property
     def pitch(self) -> int:
-        return self.in_steps[2] * self.plane
+        """Pixel rows from a segment to the next: it has a plane of every residue, or a tile's plane has it."""
+        return self.plane if self.strided_box else len(self.residues) * self.plane
+
+    @property
+    def plane_pitch(self) -> int:
+        """Pixel rows from a residue's plane to the next; a box begins where the swizzle's pattern of 8 rows does."""
+        return -(-self.segments * self.plane // 8) * 8 if self.strided_box else self.plane
 
     @property
     def segments(self) -> int:
@@ -327,13 +347,14 @@ class Tiling:
     @property
     def pixels(self) -> int:
         """Pixel rows of a tile in shared memory."""
-        return self.segments * self.pitch
+        return len(self.residues) * self.plane_pitch if self.strided_box else self.segments * self.pitch
 
     def shift(self, offsets: Triple) -> int:
         """A tap's shift in pixel rows."""
         column = offsets[2] - self.first_w
         row = self.rows[0][2][offsets[0]] * len(self.rows[1][0]) + self.rows[1][2][offsets[1]]
-        return row * self.pitch + column % self.in_steps[2] * self.plane + column // self.in_steps[2]
+        plane = self.residues.index(column % self.in_steps[2])
+        return row * self.pitch + plane * self.plane_pitch + column // self.in_steps[2]
 
     @property
     def staging_units(self) -> int:
@@ -348,18 +369,22 @@ class Tiling:
             self.problem.groups == 1 or self.cin_g % self.vec == 0
         )
 
-    @property
+    @cached_property
     def tensor_map(self) -> bool:
-        """Whether the tensor copy engine loads a chunk as one box (sm_90)."""
+        """Whether the tensor copy engine loads a chunk as one box, or one for each residue of columns (sm_90)."""
         if not self.wgmma:
             return False
-        (rows_d, _, _), (rows_h, _, _) = self.rows
-        dense = all(rows[-1] - rows[0] + 1 == len(rows) for rows in (rows_d, rows_h))
+        even = all(len({b - a for a, b in zip(rows, rows[1:])}) <= 1 for rows, _, _ in self.rows)
         # A chunk that ended in the next group would bring its values, and 0 times infinity is no 0.
         whole = self.problem.groups == 1 or self.cin_g % self.chunk == 0
-        if not (dense and whole and max(self.box) <= 256):
+        if not (
+            even
+            and whole
+            and max(self.box) <= _MAX_BOX
+            and 1 <= min(self.box_steps) <= max(self.box_steps) <= _MAX_BOX_STEP
+        ):
             return False
-        return self.aligned_channels and self.in_steps[2] == 1 if self.channels_last else self.aligned_rows
+        return self.aligned_channels if self.channels_last else self.aligned_rows
 
     @property
     def needs_alignment(self) -> bool:
@@ -368,14 +393,26 @@ class Tiling:
 
     @property
     def box(self) -> tuple[int, int, int, int, int]:
-        """The tensor copy engine's box, innermost first: channels, W, H, D, images, or W, H, D, channels, images."""
-        rows_d, rows_h = len(self.rows[0][0]), len(self.rows[1][0])
+        """The tensor copy engine's box, innermost first: channels, W, H, D, images, or W, H, D, channels, images.
+
+        These are the elements traversed: of ``n`` along a dimension of step ``s``, ``ceil(n / s)`` are copied. (CUDA
+        driver API, cuTensorMapEncodeTiled: ``elementStrides``.)
+        """
+        (rows_d, _, _), (rows_h, _, _) = self.rows
         if self.channels_last:
-            return self.chunk, self.columns, rows_h, rows_d, self.tile[0]
-        columns = (
-            self.columns + self.first_w % self.vec
-        )  # a box begins at 16 bytes, or the copy is an illegal instruction
-        return -(-columns // self.vec) * self.vec, rows_h, rows_d, self.chunk, self.tile[0]
+            counts = (self.chunk, self.plane, len(rows_h), len(rows_d), self.tile[0])
+        else:  # a box begins at 16 bytes, or the copy is an illegal instruction
+            columns = self.columns + self.first_w % self.vec
+            counts = (-(-columns // self.vec) * self.vec, len(rows_h), len(rows_d), self.chunk, self.tile[0])
+        ends = (((n - 1) * step + 1, n * step) for n, step in zip(counts, self.box_steps))
+        a, b, c, d, e = (max(least, min(most, _MAX_BOX)) for least, most in ends)
+        return a, b, c, d, e
+
+    @property
+    def box_steps(self) -> tuple[int, int, int, int, int]:
+        """From one element of a box to the next along each of its dimensions."""
+        d, h = (rows[1] - rows[0] if len(rows) > 1 else 1 for rows, _, _ in self.rows)
+        return (1, self.in_steps[2], h, d, 1) if self.channels_last else (1, h, d, 1, 1)
 
     # --- the kernel's shared memory ----------------------------------------------------------------------------------
 
@@ -520,6 +557,8 @@ class Tiling:
             "COLUMNS": self.columns,
             "COLUMN_PAD": self.first_w % self.vec if self.tensor_map and not self.channels_last else 0,
             "PLANE": self.plane,
+            "PLANES": len(self.residues),
+            "RESIDUES": _list(self.residues),
             "TAPS_UNROLLED": self.taps_unrolled,
             "TAPS_LEFT": int(any(len(b) % self.taps_unrolled for blocks in self.entries for b in blocks)),
             "STRAIGHT": int(self.straight),

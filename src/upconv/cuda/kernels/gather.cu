@@ -26,8 +26,12 @@
 #define UNITS_PER_ROW (ROW_BYTES / 16)
 #define K_STEPS (ROW_BYTES / 32)        // a matrix instruction takes 32 bytes of K
 #define SEGMENTS (TILE_N * ROWS_D * ROWS_H)
-#define PITCH (IN_STEP_W * PLANE)       // pixels of a segment: IN_STEP_W interleaved planes of PLANE
-#define PIXELS (SEGMENTS * PITCH)
+// Columns of a segment with one residue modulo IN_STEP_W make a plane of PLANE neighbours; there are PLANES residues that some tap
+// reads. A segment has its planes one behind the other, but a strided box lands as one residue's planes of all segments.
+#define PITCH (STRIDED_BOX ? PLANE : PLANES * PLANE)  // pixel rows from a segment to the next
+#define PLANE_PITCH (STRIDED_BOX ? (SEGMENTS * PLANE + 7) / 8 * 8 : PLANE)  // the swizzle's pattern begins every 8 rows
+#define PIXELS (STRIDED_BOX ? PLANES * PLANE_PITCH : SEGMENTS * PITCH)
+#define COLUMN(within) ((within) % PLANE * IN_STEP_W + (PLANES == IN_STEP_W ? (within) / PLANE : RESIDUE[(within) / PLANE]))
 #define PART_BYTES ((PIXELS * ROW_BYTES + 1023) / 1024 * 1024)
 #define STAGE_BYTES (PARTS * PART_BYTES)
 // 16-byte units of a segment: a box begins COLUMN_PAD columns early, at whole units; threads take the units that hold the row,
@@ -54,7 +58,10 @@
 // row pitches of whole 16 bytes. Else threads copy. (Bulk copies of single rows are no way: 69 clocks each, 3.4 ms on kb57.)
 #define BOX (WGMMA && TENSOR_MAP)
 #define SLOTS_BY_BOX (BOX && !CHANNELS_LAST)
-#define DIRECT_BOX (BOX && CHANNELS_LAST && ELEMENT == 2)  // no rounding: the box is the tile
+#define STRIDED_BOX (BOX && CHANNELS_LAST && IN_STEP_W > 1)
+// The box is the tile: nothing to turn, and float32 is rounded to TF32, to nearest even, on its way (NOTES: 6 to 16% on seven
+// channels-last layers); IEEE needs both parts.
+#define DIRECT_BOX (BOX && CHANNELS_LAST && PRECISION != 1)
 #define THREADS (FIRST_CONSUMER * 128 + CONSUMER_THREADS)
 #define SUBTILES (TILE_N * TILE_D * (TILE_H / SUB_H) * (TILE_W / SUB_W))
 #define NB (SPLIT == 0 ? SUBTILES / 2 : SUBTILES)
@@ -70,6 +77,7 @@ __constant__ const short SUB_HH[] = SUBS_H;
 __constant__ const short U_W[] = SUBS_W;               // [variant]: first W sub-position
 __constant__ const int ROW_D[] = OFFSETS_D;            // input offset of a tile's rows
 __constant__ const int ROW_H[] = OFFSETS_H;
+__constant__ const int RESIDUE[] = RESIDUES;           // of a tile's columns, counted from the first, by plane
 
 #if PRECISION == 0 || PRECISION == 1                   // tf32, ieee
 #define STORE_BITS(v) __float_as_uint(v)
@@ -230,7 +238,7 @@ struct Pixels {
 #pragma unroll
     for (int k = 0; k < OWN_PIXELS; k++) {
       int p = thread + k * PRODUCER_THREADS, segment = p / PITCH, within = p % PITCH;
-      int column = within % PLANE * IN_STEP_W + within / PLANE, image = segment / (ROWS_D * ROWS_H);
+      int column = COLUMN(within), image = segment / (ROWS_D * ROWS_H);
       if (p >= PIXELS) break;
       from[k] = (segment + image * (CK - 1) * (ROWS_D * ROWS_H)) * STAGING_UNITS * 16 + (column + COLUMN_PAD) * ELEMENT;
 #if !SLOTS_BY_BOX
@@ -289,7 +297,7 @@ __device__ __forceinline__ void turn(const Pixels& own, int channel, int left, u
 __device__ __forceinline__ void fetch(const char* __restrict__ x, const Sizes& s, const Source& at, const int* segments, u32 tile, int thread) {
   for (int i = thread; i < PIXELS * UNITS_PER_ROW; i += PRODUCER_THREADS) {
     int unit = i % UNITS_PER_ROW, p = i / UNITS_PER_ROW, segment = p / PITCH, within = p % PITCH, n, d, h;
-    int column = within % PLANE * IN_STEP_W + within / PLANE, w = at.w + column;
+    int column = COLUMN(within), w = at.w + column;
     bool ok = row_of(at, s, segments[segment], n, d, h) && column < COLUMNS && (u32)w < (u32)s.in_w;
     int have = at.left - unit * VEC;                    // channels from this unit on
     const char* from = x + (((((long long)n * s.in_d + d) * s.in_h + h) * s.in_w + w) * CIN + at.channel + unit * VEC) * ELEMENT;
@@ -360,19 +368,24 @@ __device__ __forceinline__ void hand_over(u32 barrier, int lane) {
 struct Barriers { u32 full, empty, landed, left; };      // of tiles; of slots or boxes: `landed` by the copy engine
 
 #if BOX
-// The loader, one thread: ahead of everyone by as many slots (NCHW) or tiles (channels-last) as are free.
+// The loader, one thread: ahead of everyone by as many slots (NCHW) or tiles (channels-last) as are free. Channels-last pixels
+// whose taps step over columns come as a box for each residue, with the copy engine's element strides.
 __device__ __forceinline__ void load_boxes(const TensorMap* map, const Sizes& s, u32 to, u32 stage_bytes, u32 landed, u32 left) {
   Walk walk;
   Cursor cursor = {0, 1};                               // all are free at first
 #pragma unroll 1
   for (walk.begin(blockIdx.x, s); walk.live(s); walk.next(s), cursor.next(CHANNELS_LAST ? STAGES_P : STAGES_S)) {
     Source at = source_of(walk.tile, walk.chunk);
-    u32 barrier = landed + cursor.stage * 8, bytes = CHANNELS_LAST ? PIXELS * ROW_BYTES : SLOT_BYTES;
+    u32 barrier = landed + cursor.stage * 8, bytes = CHANNELS_LAST ? PLANES * SEGMENTS * PLANE * ROW_BYTES : SLOT_BYTES;
     barrier_wait(left + cursor.stage * 8, cursor.parity);
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
     int c = at.channel, w = at.w - COLUMN_PAD, h = at.h + FIRST_H, d = at.d + FIRST_D;
-    asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5, %6}], [%7];\n"
-                 ::"r"(to + cursor.stage * stage_bytes), "l"(map), "r"(CHANNELS_LAST ? c : w), "r"(CHANNELS_LAST ? w : h), "r"(CHANNELS_LAST ? h : d), "r"(CHANNELS_LAST ? d : c), "r"(at.n), "r"(barrier) : "memory");
+#pragma unroll
+    for (int r = 0; r < (CHANNELS_LAST ? PLANES : 1); r++) {
+      if (CHANNELS_LAST) w = at.w + RESIDUE[r];
+      asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5, %6}], [%7];\n"
+                   ::"r"(to + cursor.stage * stage_bytes + r * PLANE_PITCH * ROW_BYTES), "l"(map), "r"(CHANNELS_LAST ? c : w), "r"(CHANNELS_LAST ? w : h), "r"(CHANNELS_LAST ? h : d), "r"(CHANNELS_LAST ? d : c), "r"(at.n), "r"(barrier) : "memory");
+    }
   }
 }
 #endif
