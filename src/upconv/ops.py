@@ -375,6 +375,33 @@ def _uncast(backward: Callable[[Any, Tensor], tuple[Tensor | None, ...]]) -> Cal
     return wrapped
 
 
+def _asked(ctx: Any) -> tuple[bool, ...]:
+    """Which of a Function's operands (its first arguments) the running backward wants gradients of.
+
+    ``needs_input_grad`` knows only who requires a gradient: under ``autograd.grad(out, x)`` that may be more, and a
+    gradient of PyTorch's own is not computed then either.
+    """
+    wanted = [node is not None and _wants(node) for node, _ in ctx.next_functions]
+    return (*wanted, False) if len(wanted) == 2 else tuple(wanted)  # without a bias
+
+
+def _wants(node: Any) -> bool:
+    try:
+        return _will_execute(node)
+    except RuntimeError:  # a leaf whose gradient ``autograd.grad`` returns; or a backward that the engine does not run
+        return True
+
+
+# A private function, which PyTorch's own hooks on several tensors use.
+_will_execute: Callable[[Any], bool] = getattr(torch._C, "_will_engine_execute_node", lambda node: True)
+_is_batched: Callable[[Tensor], bool] = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambda t: False)
+
+
+def _batched(*tensors: Tensor) -> bool:
+    """Whether gradients are taken under ``vmap``: a transform, or ``autograd.grad``'s ``is_grads_batched``."""
+    return torch._C._are_functorch_transforms_active() or any(map(_is_batched, tensors))
+
+
 class _ConvTranspose(torch.autograd.Function):
     """F(x, w) and a bias."""
 
@@ -389,9 +416,9 @@ class _ConvTranspose(torch.autograd.Function):
     @_uncast
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         input, weight = ctx.saved_tensors
-        mask = ctx.needs_input_grad[:3]
-        if not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
-            return (*_gradients(ctx.plan, grad, input, weight, mask, keep=not mask[1]), None)
+        mask = _asked(ctx)
+        if not torch.is_grad_enabled() or _batched(grad, input, weight):
+            return (*_gradients(ctx.plan, grad, input, weight, mask, keep=not ctx.needs_input_grad[1]), None)
         return (
             _GradInput.apply(grad, weight, input, ctx.plan) if mask[0] else None,
             _GradWeight.apply(input, grad, weight, ctx.plan) if mask[1] else None,
@@ -414,7 +441,7 @@ class _GradInput(torch.autograd.Function):
     @_uncast
     def backward(ctx: Any, y: Tensor) -> tuple[Tensor | None, ...]:
         grad, weight = ctx.saved_tensors
-        mask = ctx.needs_input_grad
+        mask = _asked(ctx)
         return (
             _unbiased(ctx.plan, y, weight) if mask[0] else None,
             _for_weight(ctx.plan, y, grad, weight) if mask[1] else None,
@@ -437,7 +464,7 @@ class _GradWeight(torch.autograd.Function):
     @_uncast
     def backward(ctx: Any, v: Tensor) -> tuple[Tensor | None, ...]:
         input, grad = ctx.saved_tensors
-        mask = ctx.needs_input_grad
+        mask = _asked(ctx)
         return (
             _for_input(ctx.plan, grad, v, input) if mask[0] else None,
             _unbiased(ctx.plan, input, v) if mask[1] else None,
@@ -448,7 +475,7 @@ class _GradWeight(torch.autograd.Function):
 
 def _unbiased(plan: Plan, x: Tensor, weight: Tensor) -> Tensor | None:
     """F(x, w), differentiable where gradients are recorded."""
-    if torch._C._are_functorch_transforms_active():
+    if _batched(x, weight):
         p = plan.problem
         return torch.convolution(x, weight, None, p.stride, p.padding, p.dilation, True, p.output_padding, p.groups)
     bare = planner.plan(plan.problem.with_(bias=False), plan.device) if plan.problem.bias else plan
@@ -459,14 +486,14 @@ def _unbiased(plan: Plan, x: Tensor, weight: Tensor) -> Tensor | None:
 
 def _for_input(plan: Plan, grad: Tensor, weight: Tensor, input: Tensor) -> Tensor | None:
     """I(g, w), differentiable where gradients are recorded."""
-    if torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active():
+    if torch.is_grad_enabled() and not _batched(grad, weight):
         return _GradInput.apply(grad, weight, input, plan)
     return _gradients(plan, grad, input, weight, (True, False, False))[0]
 
 
 def _for_weight(plan: Plan, input: Tensor, grad: Tensor, weight: Tensor) -> Tensor | None:
     """W(x, g), differentiable where gradients are recorded."""
-    if torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active():
+    if torch.is_grad_enabled() and not _batched(input, grad):
         return _GradWeight.apply(input, grad, weight, plan)
     return _gradients(plan, grad, input, weight, (False, True, False))[1]
 
@@ -475,7 +502,7 @@ def _gradients(
     plan: Plan, grad: Tensor, input: Tensor, weight: Tensor, mask: Sequence[bool], keep: bool = False
 ) -> Gradients:
     """The gradients for input, weight and bias that ``mask`` asks for; ``keep`` as for `_forward`."""
-    if torch._C._are_functorch_transforms_active():  # batched gradients: PyTorch's operator has rules for them
+    if _batched(grad, input, weight):  # PyTorch's operator has rules for it
         return cpu.gradients(plan.problem, "native", grad, input, weight, mask)
     if plan.backward == planner.FAMILIES:
         if _strict:
@@ -636,6 +663,32 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return (*(g if needed else None for g, needed in zip(found, mask)), None, None, None, None, None)
 
 
+def _setup_second(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    grad, input, weight, *ctx.arguments, ctx.mask = inputs
+    ctx.save_for_backward(grad, input, weight)
+
+
+def _backward_second(ctx: Any, y: Tensor, v: Tensor, b: Tensor) -> tuple[Tensor | None, ...]:
+    """The derivatives of the gradients, as the three maps' above: ``y``, ``v``, ``b`` arrive at those for input, weight
+    and bias.
+    """
+    grad, input, weight = ctx.saved_tensors
+    forward, backward = torch.ops.upconv.conv_transpose, torch.ops.upconv.conv_transpose_backward
+    needed, mask, arguments = ctx.needs_input_grad, ctx.mask, ctx.arguments
+    for_grad: Tensor | None = None
+    if needed[0]:
+        parts = [forward(y, weight, None, *arguments)] if mask[0] else []
+        parts += [forward(input, v, None, *arguments)] if mask[1] else []
+        parts += [b.view(-1, *(1,) * (grad.dim() - 2)).expand(grad.shape)] if mask[2] else []
+        for_grad = sum(parts[1:], parts[0])
+    for_input = for_weight = None
+    if needed[1] and mask[1]:
+        for_input = backward(grad, input, v, *arguments, [True, False, False])[0]
+    if needed[2] and mask[0]:
+        for_weight = backward(grad, y, weight, *arguments, [False, True, False])[1]
+    return for_grad, for_input, for_weight, None, None, None, None, None, None
+
+
 for _name, _call, _shapes in (
     ("conv_transpose", _run, _fake),
     ("conv_transpose_backward", _run_backward, _fake_backward),
@@ -643,3 +696,6 @@ for _name, _call, _shapes in (
     _LIBRARY.impl(_name, _call, "CompositeExplicitAutograd")
     torch.library.register_fake(f"upconv::{_name}", _shapes, lib=_LIBRARY)
 torch.library.register_autograd("upconv::conv_transpose", _backward, setup_context=_setup, lib=_LIBRARY)
+torch.library.register_autograd(
+    "upconv::conv_transpose_backward", _backward_second, setup_context=_setup_second, lib=_LIBRARY
+)
