@@ -34,12 +34,15 @@ _MMA = 2.3  # clocks of a multiprocessor for an mma.sync of 16 x 8 x 32 bytes
 _WGMMA = 1.15  # of the matrix instructions' own clocks
 _LOAD = 1.15  # clocks of a 128-byte access to shared memory
 _ISSUE = 0.1  # clocks of a multiprocessor for each 16-byte copy by threads that also multiply: addresses and bounds
-_COPY = 1.0  # clocks for a 16-byte copy by a warpgroup of its own
+_COPY = 1.5  # clocks for a 16-byte copy by a warpgroup of its own
 _CHUNK = 700.0  # clocks a chunk costs: barriers, the first fragments
 _STEP = 40.0  # clocks a step of mma.sync costs beside its instructions
 _WARPGROUP_STEP = 25.0  # clocks a step of wgmma costs: the fragment is waited for
 _DRAIN = 130.0  # clocks at the end of a stretch of wgmma
-_L2 = 24.0  # bytes a clock and multiprocessor
+_L2 = 24.0  # bytes a clock and multiprocessor, copied by threads
+_BOX_L2 = 33.0  # by boxes (NOTES: unet1, pix, vae and dcgan3 reach 32 to 36)
+_SYNC_NCHW = 1.25  # what the mma.sync kernel takes beyond its model: fragments off 16 bytes
+_SYNC_NCHW_16 = 2.2  # and where each is put together from two words
 _LAUNCH = 7e-6  # seconds, both kernels
 
 AnyTiling = SyncTiling | WarpgroupTiling
@@ -166,7 +169,8 @@ def tensor_map(t: WarpgroupTiling, p: Problem, address: int, g: bool) -> tuple[i
         128: swizzles.CU_TENSOR_MAP_SWIZZLE_128B,
     }
     span = t.g_width * t.element if g else t.segment
-    swizzle = swizzles.CU_TENSOR_MAP_SWIZZLE_NONE if g and not t.channels_last else spans[span]
+    plain = not t.channels_last if g else t.turned
+    swizzle = swizzles.CU_TENSOR_MAP_SWIZZLE_NONE if plain else spans[span]
     d, h, w = (1,) * (3 - p.rank) + (p.out_size if g else p.size)
     c = p.out_channels if g else p.in_channels
     dims = (c, w, h, d, p.batch) if t.channels_last else (w, h, d, c, p.batch)
@@ -226,16 +230,20 @@ def _sync_candidates(p: Problem, gpu: Gpu, aligned: bool) -> Iterator[SyncTiling
 
 def _warpgroup_candidates(p: Problem, gpu: Gpu, aligned: bool, aligned_g: bool) -> Iterator[WarpgroupTiling]:
     last = p.layout == "channels_last"
-    if gpu.arch != "90a" or p.precision == "ieee" or (last and p.dtype is torch.float32):
+    if gpu.arch != "90a" or p.precision == "ieee":
         return
     if p.in_channels % (16 // p.dtype.itemsize) if last else not aligned:
         return  # the tensor copy engine wants pitches of whole 16 bytes
     cin, cout = p.in_channels // p.groups, p.out_channels // p.groups
-    widths = (32,) if cin <= 32 else (64,) if cin <= 64 else (64, 128)
+    widths: tuple[int, ...] = (32,) if cin <= 32 else (64,) if cin <= 64 else (64, 128)
+    # Where a position meets many outputs, few output channels by many input channels read the least.
+    steep = math.prod(p.stride) >= 8
+    if steep and cin > 128:
+        widths += (256,)
     for ci, (groups, split_m), subs, taps in product(
         widths, ((2, 1), (2, 2), (3, 1), (3, 3)), (1, 2, 4), _tap_sets(p, 36)
     ):
-        if (subs > 1 and cout > 64 // subs) or (split_m > 1 and cout <= 64 // subs * (split_m - 1)):
+        if (subs > 1 and cout > 64 // subs and not steep) or (split_m > 1 and cout <= 64 // subs * (split_m - 1)):
             continue
         base = WarpgroupTiling(p, (ci, 64 // subs * split_m), taps, (1, 1, 1, 8), aligned, groups, split_m, subs)
         if base.accumulators > (160 if groups == 2 else 104):
@@ -244,13 +252,13 @@ def _warpgroup_candidates(p: Problem, gpu: Gpu, aligned: bool, aligned_g: bool) 
             continue
         for tile in _tiles(p):
             t = replace(base, tile=tile, aligned_g=aligned_g and not last)
-            if t.aligned_g and not t.box_g:
+            if (t.aligned_g or t.turned) and not t.box_g:
                 continue
-            if (not last and tile[3] * t.element < 32) or (t.element == 2 and t.strips % 2):
+            if ((not last or t.turned) and tile[3] * t.element < 32) or (t.element == 2 and t.strips % 2):
                 continue
             if last and max(tile) > 256:
                 continue
-            stages = min(4, gpu.shared_bytes // (t.stage_bytes + 16))
+            stages = min(4, (gpu.shared_bytes - t.raw_bytes - 16) // (t.stage_bytes + 16))
             if stages >= 2:
                 yield replace(t, stages=stages)
 
@@ -315,7 +323,7 @@ def _conflict(t: AnyTiling) -> float:
     """Passes of shared memory for a warp's reads of g."""
     step = t.steps[2]
     if t.channels_last:
-        return 1.0 if step % 2 else 2.0
+        return 1.0 if step % 2 or (isinstance(t, WarpgroupTiling) and t.turned and step % 4) else 2.0
     if t.element == 2:
         return 2.0 if step == 1 else 2.5
     return 1.0 if step % 2 else 2.0 if step % 8 else 4.0
@@ -335,6 +343,8 @@ def _sync_clocks(t: SyncTiling) -> tuple[float, str]:
     parts = {"tensor cores": matrix, "shared memory": shared, "L2": l2}
     bound = max(parts, key=lambda name: parts[name])
     total = max(parts.values()) + 0.25 * (sum(parts.values()) - max(parts.values())) + t.copied_units * _ISSUE
+    if not t.channels_last:
+        total *= _SYNC_NCHW if t.element == 4 else _SYNC_NCHW_16
     return total + _CHUNK + t.k_steps / t.k_slices * _STEP, bound
 
 
@@ -343,7 +353,9 @@ def _warpgroup_clocks(t: WarpgroupTiling) -> tuple[float, str]:
     matrix = steps * t.block[0] / 2 * _WGMMA
     reads = 16 * _conflict(t) + t.block[0] / 4
     shared = steps * reads * _LOAD + (t.g_units * 16 + t.x_bytes) / 128
-    l2 = (t.g_units * 16 + t.x_bytes) / _L2
+    if t.turned:
+        shared += t.x_bytes / 64
+    l2 = (t.g_units * 16 + t.x_bytes) / (_BOX_L2 if t.box_g else _L2)
     copies = 0.0 if t.box_g else t.g_units * _COPY * _ragged(t, t.channels[1])
     parts = {"tensor cores": matrix, "shared memory": shared, "L2": l2, "copies": copies}
     bound = max(parts, key=lambda name: parts[name])

@@ -285,9 +285,14 @@ class WarpgroupTiling(Tiling):
         return min(self.block[0], 64)
 
     @property
+    def turned(self) -> bool:
+        """Whether x's pixels are turned to rows of a channel: TF32 multiplies no others."""
+        return self.channels_last and self.element == 4
+
+    @property
     def segment(self) -> int:
         """Bytes of a row of x's tile, which is also the swizzle's span."""
-        if self.channels_last:
+        if self.channels_last and not self.turned:
             return self.width * self.element
         return min(128, self.tile[3] * self.element)
 
@@ -296,7 +301,7 @@ class WarpgroupTiling(Tiling):
         """The box of x, innermost first: channels, W, H, D, images, or W, H, D, channels, images."""
         n, d, h, w = self.tile
         if self.channels_last:
-            return self.width, w, h, d, n
+            return self.block[0] if self.turned else self.width, w, h, d, n
         return self.segment // self.element, 1, 1, self.block[0], 1
 
     @property
@@ -317,7 +322,7 @@ class WarpgroupTiling(Tiling):
     @property
     def g_width(self) -> int:
         """Output channels of a box (channels_last)."""
-        return next(w for w in (64, 32, 16) if self.block[1] % w == 0)
+        return next(w for w in (64, 32, 16) if self.block[1] % w == 0 and w * self.element <= 128)
 
     @property
     def g_bytes(self) -> int:
@@ -339,7 +344,12 @@ class WarpgroupTiling(Tiling):
 
     @property
     def shared_bytes(self) -> int:
-        return self.stages * (self.stage_bytes + 16)
+        return self.stages * (self.stage_bytes + 16) + self.raw_bytes + 16
+
+    @property
+    def raw_bytes(self) -> int:
+        """Bytes of x's pixels before they are turned."""
+        return self.x_bytes if self.turned else 0
 
     @property
     def stretch(self) -> int:

@@ -4,7 +4,8 @@
 // 64 / SUBS channels), N = BLOCK_CI input channels, K = pixels.
 //   A, from registers: g's tile with its halo, read from shared memory at any column, so that a tap is an address.
 //   B, from shared memory by descriptor: x's tile as the tensor copy engine leaves it. NCHW: rows of a channel's pixels (K-major),
-//      rounded to TF32 on the way; CHANNELS_LAST (16-bit types): rows of a pixel's channels (MN-major).
+//      rounded to TF32 on the way; CHANNELS_LAST of 16 bits: rows of a pixel's channels (MN-major). TF32 has no MN-major form, so
+//      that CHANNELS_LAST float32 is turned by the copying warpgroup (TURN_X).
 // g comes by boxes too, a row each (BOX_G), or by threads where its rows begin off 16 bytes.
 // Roles: one warpgroup copies, WGS warpgroups multiply: WGS_M of them divide
 // the output channels of a block, the others its taps, ENTRIES x SUBS taps each.
@@ -26,7 +27,9 @@
 // pad each to the swizzle's span).
 // CHANNELS_LAST: for each N_WIDTH channels a box of the chunk's pixels.
 #define PIXELS (X_ROWS * TILE_W)
-#if CHANNELS_LAST
+#define TURN_X (CHANNELS_LAST && ELEMENT == 4)
+#define K_MAJOR (!CHANNELS_LAST || TURN_X)
+#if !K_MAJOR
 #define SEGMENT (N_WIDTH * ELEMENT)
 #define BOXES NB
 #define BOX_BYTES (PIXELS * SEGMENT)
@@ -37,7 +40,7 @@
 #endif
 #define X_TILE_BYTES (BOXES * BOX_BYTES)
 #if CHANNELS_LAST
-#define G_WIDTH (BLOCK_CO % 64 == 0 ? 64 : BLOCK_CO % 32 == 0 ? 32 : 16)  // channels of a box of g, swizzled as rows of so many
+#define G_WIDTH (BLOCK_CO % 64 == 0 && ELEMENT == 2 ? 64 : BLOCK_CO % 32 == 0 ? 32 : 16)  // channels of a box of g, a swizzled row
 #define G_BOXES (BLOCK_CO / G_WIDTH)
 #if BOX_G
 #define G_BOX_BYTES ((G_COLUMNS * G_WIDTH * ELEMENT + 127) / 128 * 128)  // where a box may begin
@@ -50,8 +53,10 @@
 #define G_BOX_BYTES (BLOCK_CO * G_PITCH * ELEMENT)
 #endif
 #define STAGE_BYTES ((X_TILE_BYTES + G_BYTES + 1023) / 1024 * 1024)
-#define BARRIERS_AT (STAGES * STAGE_BYTES)
-#define SHARED_BYTES (BARRIERS_AT + 16 * STAGES)
+#define RAW_AT (STAGES * STAGE_BYTES)       // x's pixels before they are turned
+#define RAW_BYTES (TURN_X ? PIXELS * BLOCK_CI * ELEMENT : 0)
+#define BARRIERS_AT (RAW_AT + RAW_BYTES)
+#define SHARED_BYTES (BARRIERS_AT + 16 * STAGES + 16)
 #if SHARED_BYTES_PLANNED != SHARED_BYTES
 #error "the planner's shared memory is not the kernel's"
 #endif
@@ -84,8 +89,9 @@ __device__ __forceinline__ void load_box(u32 to, const TensorMap* map, int a, in
 }
 
 __device__ __forceinline__ void load_boxes(const TensorMap* map_x, const TensorMap* map_g, const Chunk& c, const Work& work, u32 to, u32 barrier) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(X_TILE_BYTES + (!BOX_G ? 0 : CHANNELS_LAST ? G_ROWS * G_COLUMNS * BLOCK_CO * ELEMENT : G_BYTES)) : "memory");
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"((TURN_X ? 0 : X_TILE_BYTES) + (!BOX_G ? 0 : CHANNELS_LAST ? G_ROWS * G_COLUMNS * BLOCK_CO * ELEMENT : G_BYTES)) : "memory");
   int channel = work.group * CIN_G + work.ci;
+#if !TURN_X
 #pragma unroll 1
   for (int i = 0; i < BOXES; i++) {
 #if CHANNELS_LAST
@@ -96,6 +102,7 @@ __device__ __forceinline__ void load_boxes(const TensorMap* map_x, const TensorM
     load_box(to + i * BOX_BYTES, map_x, c.w + strip % W_STRIPS * 8, c.h + at.h, c.d + at.d, channel, c.n + at.n, barrier);
 #endif
   }
+#endif
 #if BOX_G
   int d = c.d * STEP_D + work.tap_d * DIL_D - PAD_D, h = c.h * STEP_H + work.tap_h * DIL_H - PAD_H, w = c.w * STEP_W + work.tap_w * DIL_W - PAD_W;
   channel = work.group * COUT_G + work.co;
@@ -112,6 +119,34 @@ __device__ __forceinline__ void load_boxes(const TensorMap* map_x, const TensorM
   }
 #endif
 }
+
+#if TURN_X
+// Pixels of a strip in the order of K: even ones first, so that a fragment's four lie in different banks of g's swizzled rows
+// (they are two rows apart; where a stride already parts them, in their own order).
+#define STRIP_PIXEL(j) (STEP_W % 2 ? (j) % 4 * 2 + (j) / 4 : (j))
+
+__device__ __forceinline__ void load_raw(const TensorMap* map_x, const Chunk& c, const Work& work, u32 to, u32 barrier) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(RAW_BYTES) : "memory");
+  load_box(to, map_x, work.group * CIN_G + work.ci, c.w, c.h, c.d, c.n, barrier);
+}
+
+// Rows of a pixel's channels to rows of a channel's pixels: a lane takes a channel, four pixels at a time.
+__device__ __forceinline__ void turn(u32 raw, u32 tile, int thread) {
+#pragma unroll 4
+  for (int i = thread; i < PIXELS / 4 * BLOCK_CI; i += COPIERS) {
+    int c = i % BLOCK_CI, quad = i / BLOCK_CI, strip = quad / 2, half = quad % 2;
+    u32 v[4];
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      int pixel = strip * 8 + (half ? STRIP_PIXEL(j + 4) : STRIP_PIXEL(j));
+      v[j] = load_shared_u32(raw + (pixel * BLOCK_CI + c) * 4);
+    }
+    u32 to = tile + quad * 16 / SEGMENT * BOX_BYTES + c * SEGMENT + quad * 16 % SEGMENT;
+    store_shared_128(to ^ (to >> 7 & (SEGMENT / 16 - 1)) << 4, v[0], v[1], v[2], v[3]);
+  }
+  asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");  // the tensor cores read by descriptor
+}
+#endif
 
 // =====================================================================================================================
 // Multiplications
@@ -144,7 +179,7 @@ __device__ __forceinline__ void multiply(float (&acc)[NB][N_WIDTH / 2], const u3
   const u64 upper = ((u64)(8 * SEGMENT >> 4) << 32) | ((u64)(8 * SEGMENT >> 4) << 16) | ((u64)(SEGMENT == 32 ? 3 : SEGMENT == 64 ? 2 : 1) << 62);
 #pragma unroll
   for (int nb = 0; nb < NB; nb++) {
-#if CHANNELS_LAST
+#if !K_MAJOR
     u32 start = tile + nb * BOX_BYTES + k_step * 16 * SEGMENT;
 #else
     u32 start = tile + k_step * 32 / SEGMENT * BOX_BYTES + nb * 64 * SEGMENT + k_step * 32 % SEGMENT;
@@ -172,7 +207,17 @@ __device__ __forceinline__ int tile_row(const Rows& q) {
 // The fragment of entry `e` at step `k_step` of K: rows g and g + 8 of the warp's sixteen; of the two halves of K, pixels
 // q and q + 4 of a strip (TF32), or 2q and 2q + 1 of two strips.
 __device__ __forceinline__ void load_fragment(u32 (&a)[4], const unsigned char* g_tile, const Taps& taps, const Sizes& s, u32 phase, int e, int k_step, int lane_at) {
-#if CHANNELS_LAST
+#if TURN_X
+  Rows row = x_row(k_step / W_STRIPS);
+  u32 first = shared_address(g_tile) + (taps.at[e] + tile_row(row) * G_LINE + k_step % W_STRIPS * 8 * STEP_W) * (G_WIDTH * 4) + lane_at;
+#pragma unroll
+  for (int k = 0; k < 2; k++) {
+    u32 address = first + k * (STRIP_PIXEL(4) * STEP_W * G_WIDTH * 4);
+    address ^= (address >> 7 & (G_WIDTH / 4 - 1)) << 4;  // the engine's swizzle, a function of the address
+    a[2 * k] = load_shared_u32(address);
+    a[2 * k + 1] = load_shared_u32(address ^ 32);        // 8 channels on
+  }
+#elif CHANNELS_LAST
   // Lanes address rows of 8 channels: of pixels 0-7 and 8-15 (lane / 16), of channels 0-7 and 8-15 (lane / 8 % 2).
   Rows q0 = x_row(2 * k_step / W_STRIPS), q1 = x_row((2 * k_step + 1) / W_STRIPS);
   int p0 = tile_row(q0) * G_LINE + 2 * k_step % W_STRIPS * 8 * STEP_W, p1 = tile_row(q1) * G_LINE + (2 * k_step + 1) % W_STRIPS * 8 * STEP_W;
@@ -231,7 +276,9 @@ __device__ __forceinline__ void consume(float* __restrict__ partial, const Sizes
 #endif
     taps.line[e] = ((u32)(td * DIL_D) * s.out_h + th * DIL_H) * s.out_w;
   }
-#if CHANNELS_LAST
+#if TURN_X
+  int lane_at = STRIP_PIXEL(q) * STEP_W * (G_WIDTH * 4) + (channel + row) / G_WIDTH * (G_ROWS * G_BOX_BYTES) + (channel + row) % G_WIDTH * 4;
+#elif CHANNELS_LAST
   int c8 = channel + (lane >> 3 & 1) * 8;  // a lane's 8 channels
 #if BOX_G
   int lane_at = (lane & 7) * STEP_W * (G_WIDTH * 2) + c8 / G_WIDTH * (G_ROWS * G_BOX_BYTES) + c8 % G_WIDTH * 2;
@@ -284,7 +331,7 @@ __device__ __forceinline__ void consume(float* __restrict__ partial, const Sizes
       from += ((u32)(q0.n * COUT) * s.out_d + q0.d * STEP_D) * s.out_h * s.out_w + (u32)(q0.h * STEP_H) * s.out_w;
 #endif
 #endif
-      u32 x_from = x_tile + (CHANNELS_LAST ? first * 16 * SEGMENT : first * 32 / SEGMENT * BOX_BYTES + first * 32 % SEGMENT);
+      u32 x_from = x_tile + (!K_MAJOR ? first * 16 * SEGMENT : first * 32 / SEGMENT * BOX_BYTES + first * 32 % SEGMENT);
 #pragma unroll
       for (int step = 0; step < STRETCH; step++) {
         const int e = step % ENTRIES, k = step / ENTRIES;
@@ -349,16 +396,20 @@ wgrad(const char* __restrict__ g, float* __restrict__ partial, int batch, int in
   u32 base = shared_address(memory), full = base + BARRIERS_AT, empty = full + 8 * STAGES;
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; i++) {
-      barrier_init(full + 8 * i, BOX_G ? 1 : 2 * COPIERS + 1);
+      barrier_init(full + 8 * i, TURN_X ? COPIERS + 1 : BOX_G ? 1 : 2 * COPIERS + 1);
       barrier_init(empty + 8 * i, WGS * 4);
     }
+    barrier_init(base + BARRIERS_AT + 16 * STAGES, 1);
     asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
   }
   __syncthreads();
   int role = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
   if (role == 0) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(PRODUCER_REGISTERS));
-#if BOX_G
+#if TURN_X
+    const u32 raw = base + RAW_AT, raw_full = base + BARRIERS_AT + 16 * STAGES;
+    if (thread == 0 && split * per_split < chunks) load_raw(&maps.x, chunk_at(split * per_split, s), work, raw, raw_full);
+#elif BOX_G
     if (thread) return;                    // the others have nothing to do
 #endif
     int begin = split * per_split, end = begin + per_split < chunks ? begin + per_split : chunks;
@@ -369,7 +420,14 @@ wgrad(const char* __restrict__ g, float* __restrict__ partial, int batch, int in
       unsigned char* tile = memory + stage * STAGE_BYTES;
       u32 barrier = full + stage * 8;
       barrier_wait(empty + stage * 8, parity);
-#if BOX_G
+#if TURN_X
+      if (thread == 0) load_boxes(&maps.x, &maps.g, c, work, shared_address(tile), barrier);
+      barrier_wait(raw_full, (i - begin) & 1);
+      turn(raw, shared_address(tile), thread);
+      barrier_arrive(barrier);
+      named_sync<1, COPIERS>();            // all have read
+      if (thread == 0 && i + 1 < end) load_raw(&maps.x, chunk_at(i + 1, s), work, raw, raw_full);
+#elif BOX_G
       load_boxes(&maps.x, &maps.g, c, work, shared_address(tile), barrier);
 #else
       if (thread == 0) load_boxes(&maps.x, nullptr, c, work, shared_address(tile), barrier);
