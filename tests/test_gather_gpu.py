@@ -11,11 +11,13 @@ import zlib
 
 import pytest
 import torch
+from torch import Tensor
 
 from conftest import assert_accurate
 from upconv.cuda import gather
 from upconv.cuda.gpu import gpu
-from upconv.problem import Problem
+from upconv.cuda.tiling import result_shape, source_shape
+from upconv.problem import Pass, Problem
 
 pytestmark = [
     pytest.mark.gpu,
@@ -44,47 +46,67 @@ LAYERS = {
     "1-D s8": (2, 64, 64, (101,), 16, 8, 4),
     "3-D": (2, 24, 48, (6, 9, 26), 3),
     "3-D s2": (2, 32, 32, (5, 9, 35), 3, 2, 1),
+    "k1s2": (2, 32, 64, (19, 70), 1, 2),
+    "s2 d2": (2, 64, 32, (17, 66), 3, 2, 1, 1, 2),
+    "s3 d2 op": (1, 72, 40, (11, 35), (4, 3), 3, (2, 0), (1, 2), (3, 2)),
 }
 
 
-def _layer(name: str, precision: str, layout: str) -> Problem:
+def _layer(name: str, precision: str, layout: str, pass_: Pass) -> Problem:
     batch, cin, cout, size, *rest = LAYERS[name]
     dtype = PRECISIONS[precision]
-    return Problem.make(batch, cin, cout, size, *rest, bias=True, dtype=dtype, precision=precision, layout=layout)  # type: ignore[arg-type]
+    return Problem.make(
+        batch, cin, cout, size, *rest, bias=True, dtype=dtype, precision=precision, layout=layout, pass_=pass_  # type: ignore[arg-type]
+    )  # fmt: skip
 
 
+def _truth(p: Problem, source: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The pass's result from operands in float64."""
+    if p.pass_ == "fwd":
+        forward = (None, torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d)[p.rank]
+        assert forward is not None
+        return forward(source, weight, bias, p.stride, p.padding, p.output_padding, p.groups, p.dilation)
+    transpose = (None, torch.conv1d, torch.conv2d, torch.conv3d)[p.rank]
+    assert transpose is not None
+    found = transpose(source, weight, None, p.stride, p.padding, p.dilation, p.groups)
+    # An output padding beyond the stride gives the convolution positions that no input has.
+    return found[(..., *(slice(n) for n in p.size))]
+
+
+@pytest.mark.parametrize("pass_", ["fwd", "grad-input"])
 @pytest.mark.parametrize("layout", ["nchw", "channels_last"])
 @pytest.mark.parametrize("precision", list(PRECISIONS))
 @pytest.mark.parametrize("name", list(LAYERS))
-def test_tilings(name: str, precision: str, layout: str) -> None:
-    p = _layer(name, precision, layout)
+def test_tilings(name: str, precision: str, layout: str, pass_: Pass) -> None:
+    p = _layer(name, precision, layout, pass_)
     if p.rank == 1 and layout != "nchw":
         pytest.skip("1-D tensors have no channels_last")
     device, chip = torch.device("cuda", 0), gpu(0)
     torch.manual_seed(zlib.crc32(str(p).encode()))
     formats = {2: torch.channels_last, 3: torch.channels_last_3d}
     memory_format = torch.contiguous_format if layout == "nchw" else formats[p.rank]
-    x = torch.randn(p.input_shape, device=device).to(p.dtype).contiguous(memory_format=memory_format)
+    x = torch.randn(source_shape(p), device=device).to(p.dtype).contiguous(memory_format=memory_format)
     weight = (torch.randn(p.weight_shape, device=device) / 8).to(p.dtype)
-    bias = torch.randn(p.out_channels, device=device).to(p.dtype)
-    function = (None, torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d)[p.rank]
-    assert function is not None
-    arguments = (p.stride, p.padding, p.output_padding, p.groups, p.dilation)
-    truth = function(x.double(), weight.double(), bias.double(), *arguments)
-    size = function(x.double().abs(), weight.double().abs(), bias.double().abs(), *arguments)
+    bias = torch.randn(p.out_channels, device=device).to(p.dtype) if pass_ == "fwd" else None
+    operands = [None if t is None else t.double() for t in (x, weight, bias)]
+    truth = _truth(p, *operands)  # type: ignore[arg-type]
+    size = _truth(p, *(None if t is None else t.abs() for t in operands))  # type: ignore[arg-type]
+    products = source_shape(p)[1] // p.groups * p.taps
     if precision == "tf32":  # operands lose up to 2^-11 each
-        size = size * (1 + 2**-10 / 2**-24 / (2 * (p.in_channels // p.groups * p.taps + 2) + 2))
+        size = size * (1 + 2**-10 / 2**-24 / (2 * (products + 2) + 2))
     chosen = gather.choose(p, chip)
     assert not isinstance(chosen, str), chosen
     others = list(gather.candidates(p, chip)) + list(gather.candidates(p, chip, wgmma=False))
     tilings = [chosen.tiling, *random.Random(zlib.crc32(str(p).encode())).sample(others, min(2, len(others)))]
+    tilings += [t for t in others if t.strided_box or t.split == 2][:1]
+    tilings += list(gather.candidates(p, chip, scarce=True))[:1]
     for tiling in tilings:
         prepared = gather.Choice(tiling, p, chip, 0.0, "").prepare(0)
         outs = []
         for _ in range(2):
-            out = torch.full(p.output_shape, float("nan"), device=device, dtype=p.dtype)
+            out = torch.full(result_shape(p), float("nan"), device=device, dtype=p.dtype)
             out = out.contiguous(memory_format=memory_format)
             prepared.run(x, prepared.pack(weight), bias, out)
             outs.append(out)
         assert torch.equal(outs[0], outs[1]), tiling
-        assert_accurate(outs[0], truth, size, p.in_channels // p.groups * p.taps + 1)
+        assert_accurate(outs[0], truth, size, products + 1)

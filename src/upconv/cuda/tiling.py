@@ -511,6 +511,8 @@ class Tiling:
         producer_registers = 72
         if self.channels_last or (self.tensor_map and self.parts == 1):
             producer_registers = 48 if self.channels_last or self.pixels <= 4 * 192 else 56
+        elif not self.tensor_map and self.mb * self.nb * self.parts <= 2:
+            producer_registers = 96  # consumers of few accumulators do with 160; 7 pixels a thread spill 104 B at 72
         names: dict[str, int | float | str] = {
             "PRECISION": order.index(p.precision),
             "ELEMENT": self.element,
