@@ -89,6 +89,59 @@ def test_autoencoder_digits(tmp_path: Path) -> None:
     assert_picture(tmp_path / "out" / "autoencoder_digits.png", 800, 300)
 
 
+def test_train_dcgan(tmp_path: Path) -> None:
+    output = run("train_dcgan.py", "--quick", "--compare", cwd=tmp_path)
+
+    torch_ms, *by_torch = numbers(output, "DCGAN, torch")
+    upconv_ms, *by_upconv = numbers(output, "DCGAN, upconv")
+    assert torch_ms > 0 and upconv_ms > 0
+    assert by_upconv == pytest.approx(by_torch, rel=0.05) and len(by_torch) == 2
+    # At 30 steps the discriminator is far ahead: its loss began at 1.4 / 2 = 0.7 and is 0.2, the generator's is 3.
+    generator, discriminator = by_upconv
+    assert 0.1 < discriminator < 0.6 < generator < 6
+
+    assert_picture(tmp_path / "out" / "train_dcgan.png", 1200, 400)
+
+
+def test_train_unet(tmp_path: Path) -> None:
+    output = run("train_unet.py", "--quick", "--no-accelerate", "--amp", cwd=tmp_path)
+
+    (threshold,) = numbers(output, "Otsu's threshold")
+    by_torch, torch_ms = numbers(output, "U-Net, torch")
+    by_upconv, upconv_ms = numbers(output, "U-Net, upconv")
+    assert torch_ms > 0 and upconv_ms > 0
+    assert by_torch == pytest.approx(by_upconv, abs=0.0101)
+    # 40 steps end at 0.35 or so, 300 above 0.8.
+    assert 0.4 < threshold < 0.8 and 0.1 < by_upconv < 0.9
+
+    assert_picture(tmp_path / "out" / "train_unet.png", 1200, 800)
+
+
+@pytest.mark.parametrize("program", ["train_unet"], indirect=True)
+def test_the_coins_are_where_they_are(program: ModuleType) -> None:
+    """The truth covers a plausible share, patches belong to their truths, and a perfect answer overlaps wholly."""
+    photo, coins = program.photograph()
+    assert photo.shape == coins.shape and 0.2 < coins.mean() < 0.6
+    assert photo[coins > 0.5].mean() > photo[coins < 0.5].mean() + 0.15
+    images, truth = program.draw_batch(photo, coins, 64)
+    assert images.shape == truth.shape == (64, 1, program.PATCH, program.PATCH)
+    assert images[truth > 0.5].mean() > images[truth < 0.5].mean() + 0.1
+    assert program.overlap(coins, coins) == 1 and program.overlap(1 - coins, coins) == 0
+
+
+@pytest.mark.parametrize("program", ["train_dcgan"], indirect=True)
+def test_faces_are_drawn_whole(program: ModuleType) -> None:
+    images = program.faces()
+    assert images.shape == (100, 1, 36, 36) and images.min() >= -1 and images.max() <= 1
+    ramp = (
+        torch.arange(36.0).expand(1, 1, 36, 36) / 360
+    )  # a shift changes all of it by the same, a mirror its direction
+    cut = program.draw_batch(ramp, 200)
+    steps = (cut[..., 1:] - cut[..., :-1]).mean((1, 2, 3))
+    assert cut.shape == (200, 1, 32, 32)
+    assert set((steps * 360).round().int().tolist()) == {1, -1}
+
+
 @pytest.fixture
 def program(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """An example as a module."""
@@ -138,6 +191,10 @@ def test_network_scales_exactly(program: ModuleType, scale: int) -> None:
         ("upscale_photo", ["--out", __file__], ["--out", "is a file"]),
         ("autoencoder_digits", ["--latent", "0"], ["--latent"]),
         ("autoencoder_digits", ["--out", __file__], ["--out", "is a file"]),
+        ("train_dcgan", ["--steps", "0"], ["--steps"]),
+        ("train_dcgan", ["--out", __file__], ["--out", "is a file"]),
+        ("train_unet", ["--batch", "0"], ["--batch"]),
+        ("train_unet", ["--device", "tpu"], ["--device", "'tpu'"]),
         pytest.param(
             "upscale_photo",
             ["--device", "cuda"],
