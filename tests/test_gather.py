@@ -147,6 +147,23 @@ def test_random_tilings_compute_their_layers(seed: int) -> None:
         done += 1
 
 
+def test_strided_boxes() -> None:
+    """Gradients of channels-last strided layers, where the tensor copy engine steps over pixels."""
+    rng = random.Random(0)
+    by_columns = by_rows = 0
+    while by_columns < 60 or by_rows < 20:
+        p = draw_problem(rng)
+        if p.pass_ != "grad-input" or p.rank == 1:
+            continue
+        p = p.with_(groups=1, in_channels=rng.choice((3, 70)), out_channels=8, layout="channels_last")
+        tiling = draw_tiling(p, rng)
+        if tiling is None or max(tiling.box_steps) == 1 or not tiling.tensor_map:
+            continue
+        check(tiling, p, by_columns)
+        by_columns += tiling.strided_box
+        by_rows += max(tiling.box_steps[2:4]) > 1
+
+
 def test_far_taps_with_unrolled_rows() -> None:
     """Tiles that hold only the rows that some tap reads, where a step of q is more than a row."""
     rng = random.Random(0)
