@@ -122,14 +122,14 @@ def sweep(
     every = jobs(name)
     todo = [job for job in every if not cases or job.case in cases]
     rows, ceilings = earlier(path, device, keep=keep) or ([], None)
-    order = {run.key(run.blank(job, device)): i for i, job in enumerate(every)}
+    order = {run.job_key(job): i for i, job in enumerate(every)}
     known = {run.key(row): row for row in rows if run.key(row) in order}
     for job in todo:
         if job.case in failed:
             row = run.blank(job, device)
             run.fail(row, failed[job.case])
             known[run.key(row)] = row
-    if ceilings is not None and all(run.key(run.blank(job, device)) in known for job in todo):
+    if ceilings is not None and all(run.job_key(job) in known for job in todo):
         return not report.wrong(list(known.values()))
     base = report.build([], Ceilings(copy_bytes_per_s=1.0, matmul_flops_per_s={}), device)
     base["versions"]["sources"] = sources()
@@ -150,7 +150,11 @@ def sweep(
     old = None if ceilings is None else (list(known.values()), ceilings)
     if old is None and known:  # rows that failed before anything was measured
         old = (list(known.values()), Ceilings(copy_bytes_per_s=0.0, matmul_flops_per_s={SWEEPS[name][1]: 0.0}))
-    run.run(todo, device, SWEEP, known=old, progress=progress, publish=publish)
+
+    def planning(job: Job) -> None:
+        print(f"plan {name} {job.case}", flush=True)  # a sign of life: a layer's gradients take seconds
+
+    run.run(todo, device, SWEEP, known=old, planning=planning, progress=progress, publish=publish)
     return not report.wrong(base["rows"])
 
 

@@ -201,7 +201,9 @@ def _wait(device: torch.device) -> None:
 def draw(path: Path, curves: dict[str, list[float]], panels: dict[str, Any]) -> None:
     """The loss curves above titled images ``(height, width)``; the file appears complete or not at all."""
     figure = plt.figure(figsize=(13, 9), layout="constrained")
-    axes = figure.subplot_mosaic([["curve", "curve"], *_rows(list(panels))], height_ratios=(1.2, 1, 1))
+    titles = list(panels)
+    rows: Any = [["curve", "curve"], titles[:2], titles[2:]]
+    axes = figure.subplot_mosaic(rows, height_ratios=(1.2, 1, 1))
     for name, losses in curves.items():
         axes["curve"].plot(losses, "-" if name == "upconv" else ":", linewidth=1, label=name)
     axes["curve"].set(xlabel="step", ylabel="loss", yscale="log")
@@ -218,10 +220,6 @@ def draw(path: Path, curves: dict[str, list[float]], panels: dict[str, Any]) -> 
     finally:
         plt.close(figure)
         partial.unlink(missing_ok=True)
-
-
-def _rows(titles: list[str]) -> list[list[str]]:
-    return [titles[i : i + 2] for i in range(0, len(titles), 2)]
 
 
 def main(

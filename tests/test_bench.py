@@ -821,3 +821,9 @@ def test_latency_on_a_gpu() -> None:
     for row in latency.shapes(device, ((9, 9), (11, 10)))["rows"]:
         assert row["torch_benchmark_ms"] is not None
         assert (row["ours_compiled"] is not None) and row["ours_ms"] is not None
+
+
+def test_a_jobs_key_is_its_rows() -> None:
+    what = run.sweep(CPU, [torch.float32, torch.bfloat16], layouts=("nchw", "channels_last"), passes=PASSES)
+    found = run.jobs("models", suites.SUITES["models"][:3], what, small=True, bias=None)
+    assert len(found) > 20 and all(run.job_key(job) == run.key(run.blank(job, CPU)) for job in found)

@@ -218,7 +218,7 @@ def blank(job: Job, device: torch.device, inputs: Inputs = "normal") -> Row:
         "torch_rel_error": None,
         "engine": plan.engine(p.pass_),
         "plan": plan_text(plan, p.pass_),
-        "layer": str(p).rsplit(" ", 3)[0],  # without dtype, layout and pass, which have keys of their own
+        "layer": _layer(p),
         "scale": job.scale,
         "flops": p.flops,
         "bytes": p.bytes,
@@ -277,6 +277,7 @@ def run(
     peaks: bool = False,
     inputs: Inputs = "normal",
     known: tuple[Sequence[Row], Ceilings] | None = None,
+    planning: Callable[[Job], object] = lambda job: None,
     progress: Callable[[Job], object] = lambda job: None,
     publish: Callable[[list[Row], Ceilings], object] = lambda rows, ceilings: None,
 ) -> tuple[list[Row], Ceilings]:
@@ -292,6 +293,7 @@ def run(
         inputs: see `timing.operands`.
         known: rows and ceilings of an earlier, unfinished run on the same device; its rows are not measured again, and
             of its ceilings and these the better count for all.
+        planning: hears each job, on a GPU, as its kernels are planned ahead of all rows.
         progress: hears each job ahead of its row.
         publish: gets all rows so far and their ceilings behind each row, and once more at the end.
 
@@ -305,7 +307,7 @@ def run(
         ceilings = roofline.better(ceilings, known[1])
         earlier = {key(found): found for found in known[0]}
     if device.type == "cuda":
-        compile_ahead([job for job in todo if key(blank(job, device)) not in earlier], device)
+        compile_ahead([job for job in todo if job_key(job) not in earlier], device, planning)
     rows: dict[Job, Row] = {}
 
     def tell() -> list[Row]:
@@ -316,7 +318,7 @@ def run(
         return found
 
     for job in todo:
-        done = earlier.get(key(blank(job, device)))
+        done = earlier.get(job_key(job))
         if done is not None:
             rows[job] = done
     for job in todo:
@@ -336,6 +338,18 @@ def key(found: Row) -> tuple[object, ...]:
     return tuple(found[name] for name in ("suite", "case", "layer", "pass", "dtype", "precision", "layout"))
 
 
+def job_key(job: Job) -> tuple[object, ...]:
+    """The `key` of the job's row, without a plan: a gradient's takes a second."""
+    p = job.problem
+    dtype = str(p.dtype).removeprefix("torch.")
+    return job.suite, job.case, _layer(p), p.pass_, dtype, p.precision, p.layout
+
+
+def _layer(p: Problem) -> str:
+    """The problem in words without dtype, layout and pass, which have keys of their own."""
+    return str(p).rsplit(" ", 3)[0]
+
+
 def _check_device(device: torch.device, job: Job) -> None:
     try:
         torch.cuda.synchronize(device)
@@ -344,7 +358,9 @@ def _check_device(device: torch.device, job: Job) -> None:
         raise DeviceLost(f"{job.case} ({job.problem}) left {device} unusable: {reason}") from None
 
 
-def compile_ahead(todo: Sequence[Job], device: torch.device) -> int:
+def compile_ahead(
+    todo: Sequence[Job], device: torch.device, planning: Callable[[Job], object] = lambda job: None
+) -> int:
     """Compiles the kernels of all jobs at once, in threads, so that no row waits for its own; how many sources.
 
     What no family can plan or NVRTC compile is left to the row that needs it, which says so. Of a gradient also the
@@ -357,6 +373,7 @@ def compile_ahead(todo: Sequence[Job], device: torch.device) -> int:
         return 0
     arch, found = where.gpu.arch, dict[tuple[str, str], str]()
     for job in todo:
+        planning(job)
         with suppress(Exception):
             plan = planner.plan(job.problem, where)
             for choice in {**plan.choices("fwd"), **plan.choices(job.problem.pass_)}.values():
