@@ -1,6 +1,6 @@
 """Trains a DCGAN on real faces: a generator of transposed convolutions against a discriminator.
 
-    python examples/train_dcgan.py                        # a minute or less on two cores
+    python examples/train_dcgan.py                        # about a minute on two cores
     python examples/train_dcgan.py --device cuda --amp --width 128 --steps 3000
     python examples/train_dcgan.py --compare              # the same training once more with PyTorch's layers
     python examples/train_dcgan.py --quick                # a few seconds: everything works, nothing like a face yet
@@ -45,7 +45,7 @@ import upconv
 
 SIDE = 32
 LATENT = 64
-RATE = 2e-4
+RATE = 1e-3
 SAMPLES = 64
 
 console = Console()
@@ -218,7 +218,7 @@ def draw(path: Path, curves: dict[str, list[tuple[float, float]]], made: Tensor,
 
 
 def main(
-    steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 400,
+    steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 500,
     batch: Annotated[int, typer.Option(min=2, help="Faces of a step.")] = 32,
     width: Annotated[int, typer.Option(min=4, help="Channels of the widest images; the narrowest have 4 times.")] = 24,
     quick: Annotated[bool, typer.Option("--quick", help="30 small steps: a few seconds.")] = False,

@@ -200,10 +200,10 @@ def _wait(device: torch.device) -> None:
 
 def draw(path: Path, curves: dict[str, list[float]], panels: dict[str, Any]) -> None:
     """The loss curves above titled images ``(height, width)``; the file appears complete or not at all."""
-    figure = plt.figure(figsize=(13, 9), layout="constrained")
+    figure = plt.figure(figsize=(13, 7.5), layout="constrained")
     titles = list(panels)
     rows: Any = [["curve", "curve"], titles[:2], titles[2:]]
-    axes = figure.subplot_mosaic(rows, height_ratios=(1.2, 1, 1))
+    axes = figure.subplot_mosaic(rows, height_ratios=(1.4, 1, 1))
     for name, losses in curves.items():
         axes["curve"].plot(losses, "-" if name == "upconv" else ":", linewidth=1, label=name)
     axes["curve"].set(xlabel="step", ylabel="loss", yscale="log")

@@ -96,9 +96,9 @@ def test_train_dcgan(tmp_path: Path) -> None:
     upconv_ms, *by_upconv = numbers(output, "DCGAN, upconv")
     assert torch_ms > 0 and upconv_ms > 0
     assert by_upconv == pytest.approx(by_torch, rel=0.05) and len(by_torch) == 2
-    # At 30 steps the discriminator is far ahead: its loss began at 1.4 / 2 = 0.7 and is 0.2, the generator's is 3.
+    # Both begin at 0.7, that of a coin's toss. A generator that learnt nothing from 30 steps would be above 6.
     generator, discriminator = by_upconv
-    assert 0.1 < discriminator < 0.6 < generator < 6
+    assert 0.1 < discriminator < 1.0 < generator < 6
 
     assert_picture(tmp_path / "out" / "train_dcgan.png", 1200, 400)
 

@@ -171,10 +171,10 @@ def gradients(
     by_weight = runners.weight if mask[1] else None
     if by_input is not None or by_weight is not None:  # once for both
         grad = _dense(grad, (by_input or by_weight).format)  # type: ignore[union-attr]
+    if by_weight is not None:  # first, so that its partial sums are gone when the input's gradient is allocated
+        grad_weight = by_weight(x, grad)
     if by_input is not None:
         grad_input = by_input(grad, weight, None, keep)
-    if by_weight is not None:
-        grad_weight = by_weight(x, grad)
     rest = (mask[0] and by_input is None, mask[1] and by_weight is None, False)
     if rest[0] or rest[1]:
         found = cpu.gradients(plan.problem, "native", grad, x, weight, rest)
