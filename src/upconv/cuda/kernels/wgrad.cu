@@ -257,10 +257,15 @@ wgrad(const char* __restrict__ x, const char* __restrict__ g, float* __restrict_
     __syncthreads();
     u32 x_phase = 0, g_phase = 0;
 #if !CHANNELS_LAST
-    // Rows 8 channels apart have the same alignment, so that a lane has one for each row of a tile.
     Chunk c = chunk_at(i, s);
     int d = c.d * STEP_D + work.tap_d * DIL_D - PAD_D, h = c.h * STEP_H + work.tap_h * DIL_H - PAD_H, w = c.w * STEP_W + work.tap_w * DIL_W - PAD_W;
-    int channel_x = work.group * CIN_G + work.m + (lane >> 2), channel_g = work.group * COUT_G + work.n + (lane >> 2);
+    int first_x = work.group * CIN_G + work.m, first_g = work.group * COUT_G + work.n;
+    bool borders_x = has_borders(c.w, TILE_W, in_w), borders_g = has_borders(w, G_COLUMNS, out_w);
+    if (borders_x) clear_borders<X_ROWS, BLOCK_CI, X_UNITS, X_PITCH, CIN, true>(x, in_d, in_h, in_w, c.n, c.d, c.h, c.w, first_x, stage, thread);
+    if (borders_g) clear_borders<G_ROWS, BLOCK_CO, G_UNITS, G_PITCH, COUT, false>(g, out_d, out_h, out_w, c.n, d, h, w, first_g, stage + X_BYTES, thread);
+    if (borders_x || borders_g) __syncthreads();
+    // Rows 8 channels apart have the same alignment, so that a lane has one for each row of a tile.
+    int channel_x = first_x + (lane >> 2), channel_g = first_g + (lane >> 2);
     x_phase = (u32)((u64)x / ELEMENT) + (((u32)c.n * CIN + channel_x) * in_d + c.d) * in_h * in_w + (u32)c.h * in_w + c.w;
     g_phase = (u32)((u64)g / ELEMENT) + (((u32)c.n * COUT + channel_g) * out_d + d) * out_h * out_w + (u32)h * out_w + w;
 #endif

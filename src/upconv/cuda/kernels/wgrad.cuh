@@ -79,28 +79,13 @@ typedef u32 bits;
 typedef u16 bits;
 #endif
 
-__device__ __forceinline__ void copy4(u32 to, const void* from, int bytes) {  // the rest of the 4 becomes zero
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;\n" ::"r"(to), "l"(from), "r"(bytes) : "memory");
-}
-
-// A unit some of whose elements are wanted: `first <= e < last` from memory, zeros else. At borders; asynchronous but for an element
-// in the upper half of a word whose lower half lies outside. (NOTES: element by element, each waited for, kb61's bfloat16
-// gradient took 4.7 ms.)
-__device__ __forceinline__ void copy_part(unsigned char* to, const char* from, const char* tensor, int first, int last) {
-#pragma unroll
-  for (int word = 0; word < 4; word++) {
-    int e = word * (4 / ELEMENT);
-    bool low = e >= first && e < last, high = ELEMENT == 2 && e + 1 >= first && e + 1 < last;
-    if (!low && high) *(u32*)(to + word * 4) = (u32)((const bits*)from)[e + 1] << 16;
-    else copy4(shared_address(to) + word * 4, low ? from + word * 4 : tensor, !low ? 0 : ELEMENT == 4 || high ? 4 : 2);
-  }
-}
-
-// The same where units begin at any element: channels_last pixels of an odd number of channels.
+#if CHANNELS_LAST
+// A unit that begins at any element: channels_last pixels of an odd number of channels.
 __device__ __forceinline__ void copy_elements(unsigned char* to, const char* from, int count) {
 #pragma unroll 1
   for (int e = 0; e < VEC; e++) ((bits*)to)[e] = e < count ? ((const bits*)from)[e] : (bits)0;
 }
+#endif
 
 template <int ROWS, int BLOCK, int COLUMNS_OR_UNITS, int PITCH, int CHANNELS, int CHANNELS_G, bool IS_X>
 __device__ __forceinline__ void copy_tile(const char* __restrict__ tensor, int batch, int depth, int height, int width, int n0, int d0, int h0, int w0, int channel, int left, unsigned char* to, int thread) {
@@ -117,28 +102,60 @@ __device__ __forceinline__ void copy_tile(const char* __restrict__ tensor, int b
     int offset = ((row * COLUMNS + column) * PITCH + unit * VEC) * ELEMENT, have = in ? left - unit * VEC : 0;
     const char* from = tensor + ((((long long)n * depth + d) * height + h) * width + w) * (CHANNELS * ELEMENT) + (channel + unit * VEC) * ELEMENT;
     if (WHOLE || have <= 0) copy16(to_address + offset, have > 0 ? from : tensor, have > 0 ? 16 : 0);
-    else if (ELEMENT == 4) copy_part(to + offset, from, tensor, 0, have);
     else copy_elements(to + offset, from, have);
   }
 #else
-  constexpr int UNITS = COLUMNS_OR_UNITS;
+  // Units that hold a border are copied whole; `clear_borders` clears what lies beyond it when they have landed. (NOTES: in parts of 4
+  // bytes, some of a warp's threads each time: 1.04 ms instead of 0.37.)
+  // A thread keeps its channel and place in the row for all rows of the tile (NOTES: with an index for each unit, one warp on a
+  // scheduler took 850 clocks a round of 32 units, all of them address arithmetic: kb77's bfloat16 gradient 1.35 ms).
+  constexpr int UNITS = COLUMNS_OR_UNITS, ROWS_D = IS_X ? TILE_D : G_ROWS_D, ROWS_H = IS_X ? TILE_H : G_ROWS_H;
   long long plane = (long long)depth * height * width;
-#pragma unroll 4
-  for (int i = thread; i < ROWS * BLOCK * UNITS; i += COPIERS) {
-    int unit = i % UNITS, c = i / UNITS % BLOCK, row = i / (UNITS * BLOCK);
-    Rows at = IS_X ? x_row(row) : g_row(row);
-    int n = n0 + at.n, d = d0 + at.d, h = h0 + at.h;
-    bool in = n < batch && (u32)d < (u32)depth && (u32)h < (u32)height && c < left;
-    const char* from = tensor + (((long long)n * CHANNELS + channel + c) * plane + ((long long)d * height + h) * width + w0) * ELEMENT;
-    int misaligned = (int)((u64)from & 15), first = w0 + (unit * 16 - misaligned) / ELEMENT;  // column of the first element
-    from += unit * 16 - misaligned;
-    int offset = ((row * BLOCK + c) * PITCH + unit * VEC) * ELEMENT;
-    in = in && first + VEC > 0 && first < width;
-    if (!in || (first >= 0 && first + VEC <= width)) copy16(to_address + offset, in ? from : tensor, in ? 16 : 0);
-    else copy_part(to + offset, from, tensor, -first, width - first);
+#pragma unroll 1
+  for (int i = thread; i < BLOCK * UNITS; i += COPIERS) {
+    int unit = i % UNITS, c = i / UNITS;
+    u32 offset = (c * PITCH + unit * VEC) * ELEMENT;
+#pragma unroll 1
+    for (int r = 0; r < ROWS / ROWS_H; r++) {
+      Rows at = IS_X ? x_row(r * ROWS_H) : g_row(r * ROWS_H);
+      int n = n0 + at.n, d = d0 + at.d;
+      bool slice = n < batch && (u32)d < (u32)depth && c < left;
+      const char* base = tensor + (((long long)n * CHANNELS + channel + c) * plane + (long long)d * height * width + w0) * ELEMENT;
+#pragma unroll 2
+      for (int rh = 0; rh < ROWS_H; rh++, offset += BLOCK * PITCH * ELEMENT) {
+        int h = h0 + (IS_X || DENSE_H ? rh : rh / TAPS_H * STEP_H + rh % TAPS_H * DIL_H);
+        const char* from = base + (long long)h * (width * ELEMENT);
+        int misaligned = (int)((u64)from & 15), first = w0 + (unit * 16 - misaligned) / ELEMENT;  // column of the first element
+        from += unit * 16 - misaligned;
+        bool in = slice && (u32)h < (u32)height && first + VEC > 0 && first < width;
+        copy16(to_address + offset, in ? from : tensor, in ? 16 : 0);
+      }
+    }
   }
 #endif
 }
+
+#if !CHANNELS_LAST
+__device__ __forceinline__ bool has_borders(int w0, int columns, int width) { return w0 < 0 || w0 + columns > width; }
+
+// Clears elements before column 0 and from column `width` on, in the units that hold such a border.
+template <int ROWS, int BLOCK, int UNITS, int PITCH, int CHANNELS, bool IS_X>
+__device__ __forceinline__ void clear_borders(const char* tensor, int depth, int height, int width, int n0, int d0, int h0, int w0, int channel, unsigned char* to, int thread) {
+  u32 plane = (u32)depth * height * width;
+#pragma unroll 1
+  for (int i = thread; i < ROWS * BLOCK; i += COPIERS) {
+    int c = i % BLOCK, row = i / BLOCK;
+    Rows at = IS_X ? x_row(row) : g_row(row);
+    u32 first = (u32)((u64)tensor / ELEMENT) + ((u32)(n0 + at.n) * CHANNELS + channel + c) * plane + ((u32)(d0 + at.d) * height + h0 + at.h) * width + w0;
+    int zero = (int)(first & (VEC - 1)) - w0, end = zero + width;  // elements of column 0 and of the one behind the last
+    bits* line = (bits*)(to + (row * BLOCK + c) * PITCH * ELEMENT);
+    if (zero > 0 && zero < UNITS * VEC)
+      for (int e = zero & ~(VEC - 1); e < zero; e++) line[e] = 0;
+    if (end > 0 && end < UNITS * VEC)
+      for (int e = end; e & (VEC - 1); e++) line[e] = 0;
+  }
+}
+#endif
 
 // =====================================================================================================================
 // The second step: slices are added in the order of their index, eight runs of them side by side.

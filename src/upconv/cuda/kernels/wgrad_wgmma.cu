@@ -432,9 +432,18 @@ wgrad(const char* __restrict__ g, float* __restrict__ partial, int batch, int in
 #else
       if (thread == 0) load_boxes(&maps.x, nullptr, c, work, shared_address(tile), barrier);
       constexpr int extent = CHANNELS_LAST ? G_COLUMNS : G_EXTENT;
+      int d = c.d * STEP_D + work.tap_d * DIL_D - PAD_D, h = c.h * STEP_H + work.tap_h * DIL_H - PAD_H, w = c.w * STEP_W + work.tap_w * DIL_W - PAD_W;
+      int channel = work.group * COUT_G + work.co;
       copy_tile<G_ROWS, BLOCK_CO, extent, G_PITCH, COUT, COUT_G, false>(
-          g, s.batch, s.out_d, s.out_h, s.out_w, c.n, c.d * STEP_D + work.tap_d * DIL_D - PAD_D, c.h * STEP_H + work.tap_h * DIL_H - PAD_H,
-          c.w * STEP_W + work.tap_w * DIL_W - PAD_W, work.group * COUT_G + work.co, COUT_G - work.co, tile + X_TILE_BYTES, thread);
+          g, s.batch, s.out_d, s.out_h, s.out_w, c.n, d, h, w, channel, COUT_G - work.co, tile + X_TILE_BYTES, thread);
+#if !CHANNELS_LAST
+      if (has_borders(w, G_COLUMNS, s.out_w)) {
+        copy_commit();
+        copy_wait<0>();
+        named_sync<1, COPIERS>();          // all have landed
+        clear_borders<G_ROWS, BLOCK_CO, G_UNITS, G_PITCH, COUT, false>(g, s.out_d, s.out_h, s.out_w, c.n, d, h, w, channel, tile + X_TILE_BYTES, thread);
+      }
+#endif
       asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];\n" ::"r"(barrier) : "memory");  // when its copies have landed
       barrier_arrive(barrier);                                                                  // what it stored itself
 #endif
