@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -227,3 +228,25 @@ def test_the_picture_of_the_roofs(readme, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="a plot needs at least one row with a speed"):
         report.plot_roofs([measured(tmp_path / "r.json", "tf32", {"kb57": None})], tmp_path / "r.png")
     assert json.loads((ROOT / "benchmarks" / "targets.json").read_text()).keys() >= set(readme.PICTURED)
+
+
+def test_training_steps_are_judged(readme, tmp_path: Path) -> None:
+    """By their ratio and by their peak memory, in the table and in the list of targets."""
+    empty = dict.fromkeys(latency.TRAINING_KEYS)
+    rows: list[dict[str, Any]] = []
+    for case in ("dcgan", "unet", "vae", "hifigan"):
+        times = {"torch_ms": 12.0, "ours_ms": 10.0, "compile_ms": 11.0, "ratio": 1.2, "rounds": 9}
+        peaks = {"ours_peak_bytes": 10**9 + (case == "vae"), "torch_peak_bytes": 10**9}
+        rows += [{**empty, **times, **peaks, "case": f"{case} {dtype}"} for dtype in ("fp32", "bf16")]
+    rows[0].update(ours_ms=None, torch_ms=None, ratio=None, failure="torch: out of memory")
+    rows[3].update(ratio=1.1)
+    latency.save(latency._report("training", CPU, "steps", rows), tmp_path / "h200-training.json")
+    (table,) = [content for name, content in readme.sections() if name == "h200-training"]
+    lines = {line.split(" | ")[0].strip("| "): line for line in table.splitlines() if line.startswith("| ")}
+    assert "torch: out of memory" in lines["dcgan fp32"] and "1x missed" in lines["dcgan fp32"]
+    assert (
+        "1x met" in lines["unet fp32"] and "1.15x missed" in lines["unet bf16"] and "1.15x met" in lines["dcgan bf16"]
+    )
+    assert "1x missed" in lines["vae fp32"], "its peak is a byte above PyTorch's"
+    assert "1.20x" in lines["hifigan bf16"] and "1000" in lines["hifigan bf16"]
+    assert "bfloat16 autocast" in readme.summary()
