@@ -352,7 +352,10 @@ def test_geometry_without_a_tile_gets_the_general_kernel(p: Problem) -> None:
 
 def test_refusals_are_sentences() -> None:
     p = Problem.make(1, 2, 2, (4, 4), 3)
-    assert direct.choose(p.with_(pass_="step"), H200) == "the direct kernels compute forwards only, not step"
+    assert (
+        direct.choose(p.with_(pass_="step"), H200)
+        == "the direct kernels compute forwards and gradients for the input, not step"
+    )
     assert direct.choose(p.with_(batch=0), H200) == "an empty input has no work"
 
 

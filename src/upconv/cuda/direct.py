@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from upconv.cuda import jit
+from upconv.cuda import direct_wgrad, jit
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.gpu import gpu as gpu_of
 from upconv.cuda.launch import Launcher
@@ -640,10 +640,12 @@ def grid(p: Problem, tile: Tile) -> tuple[int, int, int]:
 
 
 @lru_cache(maxsize=1024)
-def choose(p: Problem, gpu: Gpu) -> Choice | str:
+def choose(p: Problem, gpu: Gpu) -> Choice | direct_wgrad.Choice | str:
     """The tile that the model expects to be fastest, or the sentence why this family has none."""
+    if p.pass_ == "grad-input":
+        return direct_wgrad.choose(p, gpu)
     if p.pass_ != "fwd":
-        return f"the direct kernels compute forwards only, not {p.pass_}"
+        return f"the direct kernels compute forwards and gradients for the input, not {p.pass_}"
     if p.batch == 0 or 0 in p.size:
         return "an empty input has no work"
     found = ranked(p, gpu)

@@ -1,0 +1,235 @@
+"""Gradients on CUDA cores: depthwise and small groups, few channels, and float64. The kernels are ``direct_grad.cu``.
+
+`choose` answers both passes, ``grad-input`` (`upconv.cuda.direct` hands that one on) and ``grad-weight``. The cost
+model has two terms: bytes of the device memory, and loads and multiplications of the multiprocessors.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from upconv.cuda import jit
+from upconv.cuda.gpu import Gpu
+from upconv.cuda.gpu import gpu as gpu_of
+from upconv.cuda.launch import Launcher
+from upconv.problem import Problem
+
+_THREADS = 256
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
+_UNROLLED = 32  # taps in a straight stretch of code
+_SUMS = 32  # registers of a thread that hold sums (float64: half of them)
+_SPLITS = 512  # ranges of positions at most; their partial sums are added in a second step
+_MAX_BYTES = 64 << 20  # of partial sums
+_LAUNCH = 5e-6  # seconds
+_LOAD_CLOCKS = 1.6  # of a multiprocessor for a warp's load and its multiplications
+_PLACE_CLOCKS = 12.0  # for a warp's position: divisions, borders
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A source to be compiled and its kernels' names."""
+
+    label: str
+    source: str
+    entries: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What a thread sums up: input channels of a position (grad-input), or output channels x taps (grad-weight)."""
+
+    ci: int = 1
+    co: int = 1
+    taps: int = 1
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A tile for a problem on a GPU, and what the model thinks of it."""
+
+    family: str
+    seconds: float
+    """The model's estimate."""
+    summary: str
+    bound: str
+    """What limits it, by the model."""
+    problem: Problem
+    tile: Tile
+    splits: int
+
+    def sources(self) -> tuple[Unit, ...]:
+        """What NVRTC must compile; the same for all sizes."""
+        p = self.problem
+        label = f"direct {p.pass_} {str(p).split(' on ')[0]} {p.precision} {p.layout}"
+        entries = ("grad_input",) if p.pass_ == "grad-input" else ("grad_weight", "reduce")
+        return (Unit(label, jit.source("direct_grad.cu", macros(p, self.tile)), entries),)
+
+    def prepare(self, device: int) -> GradInput | GradWeight:
+        """Compiles (or finds) and loads the kernels for a CUDA device. Errors: those of ``jit.kernel``."""
+        return GradInput(self, device) if self.problem.pass_ == "grad-input" else GradWeight(self, device)
+
+
+def macros(p: Problem, tile: Tile) -> dict[str, int | float | str]:
+    """The kernels' constants."""
+    lead = 3 - p.rank
+    taps = p.taps
+    found: dict[str, int | float | str] = {
+        "DTYPE": _DTYPES[p.dtype],
+        "CHANNELS_LAST": int(p.layout == "channels_last"),
+        "GROUPS": p.groups,
+        "CIN_G": p.in_channels // p.groups,
+        "COUT_G": p.out_channels // p.groups,
+        "CI_TILE": tile.ci,
+        "CO_TILE": tile.co,
+        "TAP_TILE": tile.taps,
+    }
+    for i, axis in enumerate("DHW"):
+        at = i - lead
+        for name, values, fill in (
+            ("KERNEL", p.kernel, 1), ("STEP", p.stride, 1), ("DIL", p.dilation, 1), ("PAD", p.padding, 0)
+        ):  # fmt: skip
+            found[f"{name}_{axis}"] = fill if at < 0 else values[at]
+    kernel = (1,) * lead + p.kernel
+    found["UNROLL_D"] = kernel[0] if taps <= _UNROLLED else 1
+    found["UNROLL_H"] = kernel[1] if kernel[1] * kernel[2] <= _UNROLLED else 1
+    found["UNROLL_W"] = kernel[2] if kernel[2] <= _UNROLLED else 8
+    return found
+
+
+def _full(values: tuple[int, ...]) -> tuple[int, ...]:
+    return (1,) * (3 - len(values)) + values
+
+
+class GradInput:
+    """The gradient for the input, its kernel loaded for a device."""
+
+    def __init__(self, choice: Choice, device: int) -> None:
+        p = choice.problem
+        (unit,) = choice.sources()
+        self._device = device
+        kernel = jit.kernel(unit.source, "grad_input", gpu_of(device).arch, unit.label)
+        self._run = Launcher(kernel, _THREADS, 0, "PPP" + "i" * 7 + "q")
+        blocks = p.groups * -(-(p.in_channels // p.groups) // choice.tile.ci)
+        total = p.batch * math.prod(p.size) * blocks
+        self._grid = -(-total // _THREADS)
+        self._sizes = (p.batch, *_full(p.size), *_full(p.out_size), total)
+        self.packing = ("contiguous", p.pass_)
+        """What `pack`'s result depends on beside the weight."""
+
+    def pack(self, weight: Tensor) -> Tensor:
+        """The weight itself, contiguous."""
+        return weight.contiguous()
+
+    def run(self, grad: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor) -> None:
+        """Launches the kernel: ``grad`` and ``out`` dense in the problem's layout; there is never a bias."""
+        assert bias is None
+        self._run(self._device, self._grid, (grad.data_ptr(), packed.data_ptr(), out.data_ptr(), *self._sizes))
+
+
+class GradWeight:
+    """The gradient for the weight, its kernels loaded for a device."""
+
+    def __init__(self, choice: Choice, device: int) -> None:
+        p = choice.problem
+        (unit,) = choice.sources()
+        arch = gpu_of(device).arch
+        self._device = device
+        self._run = Launcher(
+            jit.kernel(unit.source, "grad_weight", arch, unit.label), _THREADS, 0, "PPP" + "i" * 7 + "qq"
+        )
+        self._reduce = Launcher(jit.kernel(unit.source, "reduce", arch, unit.label), _THREADS, 0, "PPiqqq")
+        positions = p.batch * math.prod(p.size)
+        self._splits = choice.splits
+        self._grid = _weight_blocks(p, choice.tile) * choice.splits
+        self._sizes = (p.batch, *_full(p.size), *_full(p.out_size), positions, -(-positions // choice.splits))
+        self._numel = math.prod(p.weight_shape)
+        self._dtype = torch.float64 if p.dtype is torch.float64 else torch.float32
+
+    def run(self, x: Tensor, grad: Tensor, out: Tensor) -> None:
+        """Writes the weight's gradient into ``out`` (contiguous or channels_last).
+
+        ``x`` (the input) and ``grad`` (the output's gradient) are dense in the problem's layout.
+        """
+        partial = torch.empty(self._splits * self._numel, dtype=self._dtype, device=x.device)
+        self._run(self._device, self._grid, (x.data_ptr(), grad.data_ptr(), partial.data_ptr(), *self._sizes))
+        strides = out.stride()
+        self._reduce(
+            self._device,
+            -(-self._numel // _THREADS),
+            (partial.data_ptr(), out.data_ptr(), self._splits, strides[0], strides[1], strides[-1]),
+        )
+
+
+# --- the choice ------------------------------------------------------------------------------------------------------
+
+
+def _weight_blocks(p: Problem, tile: Tile) -> int:
+    """Blocks that one range of positions takes."""
+    channels = -(-p.in_channels // 32) if p.layout == "channels_last" else p.in_channels
+    return channels * -(-(p.out_channels // p.groups) // tile.co) * -(-p.taps // tile.taps)
+
+
+def choose(p: Problem, gpu: Gpu) -> Choice | str:
+    """The tile that the model expects to be fastest, or the sentence why these kernels cannot serve the problem."""
+    return _choose(p, gpu)
+
+
+@lru_cache(maxsize=4096)
+def _choose(p: Problem, gpu: Gpu) -> Choice | str:
+    if p.pass_ not in ("grad-input", "grad-weight"):
+        return f"these kernels compute gradients only, not {p.pass_}"
+    if p.batch == 0 or 0 in p.size:
+        return "an empty input has no work"
+    return _grad_input(p, gpu) if p.pass_ == "grad-input" else _grad_weight(p, gpu)
+
+
+def _seconds(p: Problem, gpu: Gpu, clocks: float) -> tuple[float, str]:
+    """(the model's estimate, what limits it) from the clocks of all multiprocessors together."""
+    memory = (math.prod(p.input_shape) + math.prod(p.output_shape)) * p.dtype.itemsize / gpu.bandwidth
+    work = clocks * (2 if p.dtype is torch.float64 else 1) / gpu.multiprocessors / gpu.clock
+    return max(memory, work) + 0.3 * min(memory, work) + _LAUNCH, "bytes" if memory > work else "loads"
+
+
+def _conflict(p: Problem) -> float:
+    """What a stride costs: lanes of neighbouring columns then read every stride-th element (NCHW)."""
+    return 1.0 if p.layout == "channels_last" else 1 + 0.5 * (min(p.stride[-1], 8) - 1)
+
+
+def _grad_input(p: Problem, gpu: Gpu) -> Choice:
+    cin, cout = p.in_channels // p.groups, p.out_channels // p.groups
+    tile = Tile(ci=next(n for n in (8, 4, 2, 1) if n == 1 or cin >= n))
+    warps = p.batch * math.prod(p.size) * p.groups * -(-cin // tile.ci) / 32
+    clocks = warps * (_PLACE_CLOCKS + cout * p.taps * (_LOAD_CLOCKS * _conflict(p) + 1.2 * tile.ci))
+    seconds, bound = _seconds(p, gpu, clocks)
+    summary = f"a thread takes {tile.ci} input channels of a position, {p.taps} taps from L1"
+    return Choice("direct", seconds, summary, bound, p, tile, 1)
+
+
+def _grad_weight(p: Problem, gpu: Gpu) -> Choice:
+    cout = p.out_channels // p.groups
+    sums = _SUMS // 2 if p.dtype is torch.float64 else _SUMS
+    pieces = -(-p.taps // sums)
+    taps = -(-p.taps // pieces)
+    co = next(n for n in (8, 4, 2, 1) if n == 1 or (cout >= n and n * taps <= sums))
+    tile = Tile(1, co, taps)
+    blocks = _weight_blocks(p, tile)
+    positions = p.batch * math.prod(p.size)
+    numel = math.prod(p.weight_shape)
+    most = min(_SPLITS, -(-positions // _THREADS), max(1, _MAX_BYTES // (8 * numel)))
+    splits = max(1, min(most, -(-8 * gpu.multiprocessors // blocks)))
+    splits = -(-positions // -(-positions // splits))
+    warps = positions * -(-p.in_channels // 32) if p.layout == "channels_last" else positions * p.in_channels / 32
+    each = _PLACE_CLOCKS + taps * co * (_LOAD_CLOCKS * _conflict(p) + 1.2)
+    clocks = warps * pieces * -(-cout // co) * each
+    busy = blocks * splits / (2 * gpu.multiprocessors)
+    if busy < 1:
+        clocks /= busy
+    seconds, bound = _seconds(p, gpu, clocks)
+    seconds += 2 * splits * numel * 4 / gpu.bandwidth + splits * 20e-9
+    summary = f"a thread sums {co} output channels x {taps} taps, {splits} ranges of positions, grid {blocks * splits}"
+    return Choice("direct_wgrad", seconds, summary, bound, p, tile, splits)
