@@ -20,7 +20,7 @@ from torch import Tensor
 from upconv.cuda import jit
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.gpu import gpu as gpu_of
-from upconv.cuda.launch import Launcher
+from upconv.cuda.launch import Launcher, bind
 from upconv.cuda.tiling import FRAGMENT, Tiling, Triple, Unfit, result_shape, source_shape
 from upconv.problem import Problem
 
@@ -148,6 +148,7 @@ class Prepared:
         if found is None:
             if len(self._maps) >= 256:  # allocations come back to the same addresses; 128 bytes each
                 self._maps.clear()
+            bind(self._device)  # encoding wants a context
             found = self._maps[address] = tensor_map(self._tiling, self._problem, address)
         return found
 

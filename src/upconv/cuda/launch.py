@@ -26,6 +26,17 @@ class LaunchError(RuntimeError):
     """The driver rejected a launch. The message names the kernel, its launch configuration and CUDA's error."""
 
 
+def bind(device: int) -> None:
+    """Makes a device's primary context the calling thread's.
+
+    A thread in which PyTorch has called nothing yet (as those that run backward) has none; PyTorch's own calls would
+    make it. Errors: those of ``jit._drive``.
+    """
+    driver = jit._driver()
+    context = jit._drive(driver.cuDevicePrimaryCtxRetain, jit._drive(driver.cuDeviceGet, device))
+    jit._drive(driver.cuCtxSetCurrent, context)
+
+
 class Launcher:
     """Launches one kernel with blocks of ``block`` threads and ``shared`` bytes of dynamic shared memory.
 
@@ -89,9 +100,7 @@ class Launcher:
         driver = jit._driver()
         results = driver.CUresult
         if error == results.CUDA_ERROR_INVALID_CONTEXT:
-            # A thread in which PyTorch has called nothing yet has no context; PyTorch's own calls would make one.
-            context = jit._drive(driver.cuDevicePrimaryCtxRetain, jit._drive(driver.cuDeviceGet, device))
-            jit._drive(driver.cuCtxSetCurrent, context)
+            bind(device)
             (error,) = self._launch(self._function, grid, 1, 1, self.block, 1, 1, self.shared, stream, pointers, 0)
             if not error:
                 return

@@ -21,7 +21,7 @@ from torch import Tensor
 from upconv.cuda import jit
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.gpu import gpu as gpu_of
-from upconv.cuda.launch import Launcher
+from upconv.cuda.launch import Launcher, bind
 from upconv.cuda.wgrad_tiling import WARPS, SyncTiling, Triple, WarpgroupTiling
 from upconv.problem import Problem
 
@@ -146,6 +146,7 @@ class Prepared:
             if len(self._maps) >= 256:  # allocations come back to the same addresses; 128 bytes each
                 self._maps.clear()
             assert isinstance(self._tiling, WarpgroupTiling)
+            bind(self._device)  # encoding wants a context
             found = self._maps[address, g] = tensor_map(self._tiling, self._problem, address, g)
         return found
 
