@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import curves
+
 from upconv.bench import latency, report
 from upconv.bench.run import Row
 
@@ -29,6 +31,7 @@ TARGETS = ROOT / "benchmarks" / "targets.json"
 DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
 LATENCY = {f"h200-{kind}" for kind in latency.KINDS}
 TRAINING = "h200-training"
+CURVES = curves.REPORT.stem
 SUMMARY = "h200-summary"
 PICTURE = "h200-fwd"
 """The stem of the picture that is drawn from `PICTURED`, not from a report of its own name."""
@@ -278,10 +281,12 @@ def picture() -> str:
 def sections() -> Iterator[tuple[str, str]]:
     """Every section's name and content; of a report that does not exist, that it was not measured."""
     judgeable = _targets()
-    for name in sorted({path.stem for path in RESULTS.glob("*.json")} | set(judgeable) | LATENCY):
+    for name in sorted({path.stem for path in RESULTS.glob("*.json")} | set(judgeable) | LATENCY | {CURVES}):
         path = RESULTS / f"{name}.json"
         if not path.exists():
             yield name, ABSENT
+        elif name == CURVES:
+            yield name, curves.stated(curves.load(path))
         elif name == TRAINING:
             yield name, trained(latency.load(path))
         elif name in LATENCY:
@@ -331,6 +336,8 @@ def main() -> int:
         if "--check" not in sys.argv[1:]:
             report.publish(ROOT / page, lambda path, new=new: path.write_text(new, encoding="utf-8"))  # type: ignore[misc]
             draw(new)
+            if f"]({curves.PICTURE.name})" in new:
+                curves.draw(curves.load(RESULTS / f"{CURVES}.json"))
         elif new != was:
             print(f"{page} differs from benchmarks/results; run: make readme")
             stale = True
