@@ -93,10 +93,6 @@ def example(name: str) -> ModuleType:
 
 def trained(name: str, width: int, batch: int, steps: int, device: str) -> Model:
     """All of `RUNS` of one model."""
-    import torch
-
-    if device == "cpu":  # a process for each model
-        torch.set_num_threads(max(1, torch.get_num_threads() // len(MODELS)))
     program = example(f"train_{name}")
     names = MODELS[name][1]
     made = Model(width=width, batch=batch, losses={}, seconds={})
@@ -121,7 +117,8 @@ def measure(device: str, steps: int, sizes: dict[str, tuple[int, int]]) -> Curve
 
     from upconv import env
 
-    with ProcessPoolExecutor(len(MODELS), multiprocessing.get_context("spawn")) as pool:
+    context, threads = multiprocessing.get_context("spawn"), max(1, torch.get_num_threads() // len(MODELS))
+    with ProcessPoolExecutor(len(MODELS), context, torch.set_num_threads, (threads,)) as pool:
         jobs = {pool.submit(trained, name, *sizes[name], steps, device): name for name in MODELS}
         models = {}
         for job in as_completed(jobs):
@@ -224,7 +221,7 @@ def stated(found: Curves) -> str:
     return "\n".join([picture, "", *lines, "", f"{text} {closing}"])
 
 
-def draw(found: Curves, path: Path = PICTURE) -> None:
+def draw(found: Curves, path: Path) -> None:
     """A panel for each loss: every step faintly, the mean of the 20 around it on top."""
     import matplotlib
 

@@ -337,7 +337,7 @@ def main() -> int:
             report.publish(ROOT / page, lambda path, new=new: path.write_text(new, encoding="utf-8"))  # type: ignore[misc]
             draw(new)
             if f"]({curves.PICTURE.name})" in new:
-                curves.draw(curves.load(RESULTS / f"{CURVES}.json"))
+                curves.draw(curves.load(RESULTS / f"{CURVES}.json"), curves.PICTURE)
         elif new != was:
             print(f"{page} differs from benchmarks/results; run: make readme")
             stale = True

@@ -117,6 +117,22 @@ def test_train_unet(tmp_path: Path) -> None:
     assert_picture(tmp_path / "out" / "train_unet.png", 1200, 800)
 
 
+@pytest.mark.parametrize("name", ["dcgan", "unet"])
+def test_trainings_of_one_seed_agree(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """benchmarks/curves.py: with equal seeds only roundings differ, and another seed is another training."""
+    monkeypatch.syspath_prepend(str(EXAMPLES.parent / "benchmarks"))
+    import curves
+
+    made = curves.trained(name, 8, 4, 12, "cpu")
+    assert list(made["losses"]) == list(curves.RUNS) == list(made["seconds"])
+    for loss in curves.MODELS[name][1]:
+        runs = {run: losses[loss] for run, losses in made["losses"].items()}
+        assert {len(series) for series in runs.values()} == {12}
+        assert runs["upconv"] == pytest.approx(runs["torch"], rel=1e-3)
+        assert runs["torch, seed 1"] != pytest.approx(runs["torch"], rel=1e-2)
+        assert curves.agree(made, loss)
+
+
 @pytest.mark.parametrize("program", ["train_unet"], indirect=True)
 def test_the_coins_are_where_they_are(program: ModuleType) -> None:
     """The truth covers a plausible share, patches belong to their truths, and a perfect answer overlaps wholly."""

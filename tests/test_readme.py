@@ -230,6 +230,73 @@ def test_the_picture_of_the_roofs(readme, tmp_path: Path) -> None:
     assert json.loads((ROOT / "benchmarks" / "targets.json").read_text()).keys() >= set(readme.PICTURED)
 
 
+def curves_of(shift: float, noise: float) -> dict[str, Any]:
+    """A report of training curves: upconv's lie ``shift`` above PyTorch's of their seed, those of seed 1 0.5 above."""
+    steps = 45
+    models = {}
+    for name, losses in (("dcgan", ("generator", "discriminator")), ("unet", ("loss",))):
+        base = [2.0 - i / steps + (noise if i % 2 else -noise) for i in range(steps)]
+        runs = {"upconv": shift, "torch": 0.0, "torch again": 0.0, "torch, seed 1": 0.5}
+        made = {run: {loss: [v + up for v in base] for loss in losses} for run, up in runs.items()}
+        models[name] = {"width": 8, "batch": 4, "losses": made, "seconds": dict.fromkeys(runs, 1.0)}
+    where = {"type": "cuda", "name": "NVIDIA H200"}
+    versions = {"upconv": "0.1.0", "torch": "2.11.0", "cudnn": "9.19.0"}
+    return {"schema": 1, "when": "2026-11-21T00:00:00+00:00", "commit": None, "device": where, "versions": versions,
+            "steps": steps, "models": models}  # fmt: skip
+
+
+def test_training_curves_are_stated(readme, tmp_path: Path) -> None:
+    """Distances of windows' means: noise within a window counts for nothing, a shift for itself."""
+    import curves
+
+    path = tmp_path / "h200-curves.json"
+    empty = "<!-- h200-curves -->\nold\n<!-- /h200-curves -->\n"
+    assert "Not measured yet." in readme.rewritten(empty)
+    curves.save(curves_of(0.25, 0.1), path)
+    text = readme.rewritten(empty)
+    rows = [line for line in text.splitlines() if line.startswith(("| DCGAN", "| U-Net"))]
+    assert len(rows) == 3 and all("| 0.25, 0.25 | 0, 0 | 0.5, 0.5 | yes |" in row for row in rows)
+    assert "1.900000, 2.150000" in rows[0] and "3 windows of 45 steps" in text and "cuDNN 9.19.0" in text
+    curves.save(curves_of(-0.75, 0.1), path)
+    assert readme.rewritten(empty).count("| 0.75, 0.75 | 0, 0 | 0.5, 0.5 | no |") == 3
+    found = curves_of(0.0, 0.0)
+    ours, theirs = (found["models"]["unet"]["losses"][name]["loss"] for name in ("upconv", "torch"))
+    ours[44] += 1.0
+    last = curves.distance(ours, theirs)
+    assert last == pytest.approx((0.2 / 3, 0.2)), "the last window has five steps"
+
+
+def test_training_curves_are_drawn_by_make_readme(readme, tmp_path: Path, monkeypatch) -> None:
+    import curves
+    from matplotlib.image import imread
+
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "benchmarks.md").write_text("<!-- h200-curves -->\nold\n<!-- /h200-curves -->\n")
+    (tmp_path / "README.md").write_text("")
+    curves.save(curves_of(0.01, 0.1), tmp_path / "h200-curves.json")
+    picture = tmp_path / "docs" / "training-curves.png"
+    monkeypatch.setattr(readme, "ROOT", tmp_path)
+    monkeypatch.setattr(curves, "PICTURE", picture)
+    monkeypatch.setattr(sys, "argv", ["readme.py"])
+    assert readme.main() == 0
+    assert imread(picture).shape[1] > 1500
+    assert "](training-curves.png)" in (tmp_path / "docs" / "benchmarks.md").read_text()
+
+
+@pytest.mark.parametrize("change", [{"schema": 2}, {"runs": ["torch"]}])
+def test_training_curves_of_another_form_are_refused(readme, tmp_path: Path, change: dict[str, Any]) -> None:
+    import curves
+
+    found = curves_of(0.0, 0.0)
+    if "schema" in change:
+        found.update(change)
+    else:
+        del found["models"]["unet"]["losses"]["torch again"]
+    curves.save(found, tmp_path / "c.json")
+    with pytest.raises(ValueError, match=r"c\.json must h(old|ave)"):
+        curves.load(tmp_path / "c.json")
+
+
 def test_training_steps_are_judged(readme, tmp_path: Path) -> None:
     """By their ratio and by their peak memory, in the table and in the list of targets."""
     empty = dict.fromkeys(latency.TRAINING_KEYS)
