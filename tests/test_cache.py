@@ -450,7 +450,8 @@ def test_cache_warm_hands_the_model_to_warmup(tmp_path: Path, monkeypatch: pytes
     (tmp_path / "nets.py").write_text(MODEL)
     seen: list[tuple[torch.nn.Module, torch.Tensor]] = []
 
-    def warmup(model: torch.nn.Module, example: torch.Tensor, progress: Any = None) -> list[str]:
+    def warmup(model: torch.nn.Module, example: torch.Tensor, training: bool, progress: Any = None) -> list[str]:
+        assert training is (name == "made")
         progress("gather 64x256", 1, 2)
         seen.append((model, example))
         return ["gather 64x256", "pack"]
@@ -465,7 +466,7 @@ def test_cache_warm_hands_the_model_to_warmup(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(torch, "randn", lambda shape, device, dtype: real(shape, dtype=dtype))
     code, out = upconv_(
         "cache", "warm", "--model", f"{tmp_path / 'nets.py'}:{name}", "--input", "2x4x5x6", "--dtype", "bfloat16",
-        "--layout", "channels_last",
+        "--layout", "channels_last", *(["--training"] if name == "made" else []),
     )  # fmt: skip
     assert (code, out) == (0, "gather 64x256\npack\n2 kernels are ready\n")
     ((model, example),) = seen

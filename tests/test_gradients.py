@@ -23,7 +23,7 @@ import upconv
 from conftest import OURS, THEIRS, _forget_plans, assert_close, forced_plans
 from strategies import excess, gradient_excess, operands, problems
 from upconv import cpu, planner, reference
-from upconv.cuda import engine, gpu
+from upconv.cuda import engine, gather, gpu, jit
 from upconv.planner import Device
 from upconv.problem import Pass, Problem
 
@@ -48,6 +48,9 @@ class StandIn:
     seconds: float = 1e-3
     summary: str = "one tile"
     bound: str = "nothing"
+
+    def sources(self) -> tuple[gather.Unit, ...]:
+        return (gather.Unit(f"{self.problem.pass_} {self.problem.kernel}", f"// {self.problem}", ()),)
 
     def prepare(self, device: int) -> Any:
         self.log.append(("prepare", self.problem.pass_))
@@ -520,6 +523,18 @@ def _tf32_excess(p: Problem, grads: list[Tensor], g: Tensor, x: Tensor, w: Tenso
         ((a.double() - t).abs() / (2.1 * 2**-11 * m + 1e-30)).max().item()
         for a, t, m in zip(grads[:2], truth, magnitude)
     )
+
+
+def test_warmup_for_training_has_the_gradients_too(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jit, "cubin", lambda source, arch, label="": b"")
+    model = nn.Sequential(upconv.ConvTranspose2d(4, 6, 3, 2), upconv.ConvTranspose2d(6, 4, 5)).double()
+    assert upconv.warmup(model, (2, 4, 5, 5)) == ["fwd (3, 3) for sm_90a", "fwd (5, 5) for sm_90a"]
+    more = upconv.warmup(model, (2, 4, 5, 5), training=True)  # although the forward's kernels are loaded
+    assert more == [f"{pass_} ({k}, {k}) for sm_90a" for pass_ in ("grad-input", "grad-weight") for k in (3, 5)]
+    assert upconv.warmup(model, (2, 4, 5, 5), training=True) == []
+    kernels.log.clear()
+    model(torch.randn(2, 4, 5, 5, dtype=torch.float64, requires_grad=True)).sum().backward()
+    assert kernels.log and all(what != "prepare" for what, _ in kernels.log)
 
 
 @CUDA

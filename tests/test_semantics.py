@@ -17,7 +17,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import upconv
 from conftest import OURS, PLANS, THEIRS, Call, assert_close, assert_equal, forced_plans, make_call
-from upconv import cpu, ops, planner
+from upconv import cpu, planner
+from upconv.problem import is_channels_last
 
 RANKS = pytest.mark.parametrize("rank", (1, 2, 3), ids="{}d".format)
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -255,7 +256,7 @@ def test_memory_formats(
 
 @pytest.mark.parametrize("rank", (2, 3))
 def test_layout_rule_is_torchs(rank: int) -> None:
-    """`ops.is_channels_last` reads strides as PyTorch does, also where sizes of 1 leave room for doubt."""
+    """`is_channels_last` reads strides as PyTorch does, also where sizes of 1 leave room for doubt."""
     generator = torch.Generator().manual_seed(0)
     sizes = torch.randint(1, 4, (400, rank + 2), generator=generator).tolist()
     seen = set()
@@ -266,7 +267,7 @@ def test_layout_rule_is_torchs(rank: int) -> None:
             for tensor in (t, t.contiguous(memory_format=FORMATS[rank + 2]), t[..., ::2], t.expand(t.shape)):
                 theirs = torch.empty_like(tensor).copy_(tensor)  # preserve_format: dense, in the suggested format
                 suggested = torch._prims_common.suggest_memory_format(tensor)
-                found = ops.is_channels_last(tensor.shape, tensor.stride())
+                found = is_channels_last(tensor.shape, tensor.stride())
                 assert found == (suggested is FORMATS[rank + 2]), (tensor.shape, tensor.stride(), theirs.stride())
                 seen.add(found)
     assert seen == {True, False}

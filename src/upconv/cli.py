@@ -571,6 +571,7 @@ def warm(
         str, typer.Option("--dtype", metavar="DTYPE", help="float32, bfloat16, float16, float64.")
     ] = "float32",
     layout: Annotated[str, typer.Option("--layout", metavar="LAYOUT", help="nchw, channels_last.")] = "nchw",
+    training: Annotated[bool, typer.Option("--training", help="The gradients' kernels too.")] = False,
 ) -> None:
     """Compile and keep every CUDA kernel that a model needs for an input of this shape.
 
@@ -597,7 +598,7 @@ def warm(
     accelerate(network.to(where, kind))
     example = torch.randn(shape, device=where, dtype=kind).contiguous(memory_format=order)
     try:
-        compiled = _warm(network, example)
+        compiled = _warm(network, example, training)
     except Exception as error:  # whatever the model's forward raises on this input
         _stop(f"the model cannot be warmed up on {input}: {type(error).__name__}: {error}", 1)
     for line in compiled:
@@ -638,7 +639,7 @@ def _network(text: str) -> torch.nn.Module:
     return network
 
 
-def _warm(network: torch.nn.Module, example: torch.Tensor) -> list[str]:
+def _warm(network: torch.nn.Module, example: torch.Tensor, training: bool) -> list[str]:
     """Warms up behind a progress bar where stderr is a terminal; what was compiled."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -653,4 +654,4 @@ def _warm(network: torch.nn.Module, example: torch.Tensor) -> list[str]:
         def tell(label: str, done: int, total: int) -> None:
             progress.update(task, completed=done, total=total, description=label)
 
-        return [str(line) for line in warmup(network, example, progress=tell)]
+        return [str(line) for line in warmup(network, example, training=training, progress=tell)]

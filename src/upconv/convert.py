@@ -118,7 +118,7 @@ def _say(report: Report | None, line: str) -> None:
 Progress = Callable[[str, int, int], object]
 
 
-def warmup(model: nn.Module, *example: Any, progress: Progress | None = None) -> list[str]:
+def warmup(model: nn.Module, *example: Any, training: bool = False, progress: Progress | None = None) -> list[str]:
     """Compiles, in threads, and loads every CUDA kernel that a model needs for an example, so that no later call waits.
 
     The model runs once on the example, in eval mode and without gradients; where a kernel is not loaded yet, PyTorch's
@@ -129,6 +129,7 @@ def warmup(model: nn.Module, *example: Any, progress: Progress | None = None) ->
         model: any module; on a CPU there is nothing to compile.
         example: the model's arguments: tensors, or shapes (tuples of integers) for random tensors of the model's own
             dtype and device. A single list or dict is taken as all arguments, by position or by name.
+        training: also the kernels of the gradients for input and weight.
         progress: called as ``progress(label, done, total)`` behind each source that is compiled or found in the cache.
 
     Returns:
@@ -149,9 +150,9 @@ def warmup(model: nn.Module, *example: Any, progress: Progress | None = None) ->
         shape = isinstance(value, (tuple, torch.Size)) and bool(value) and all(type(n) is int for n in value)
         return torch.randn(value, dtype=first.dtype, device=first.device) if shape else value
 
-    with _evaluated(model), torch.no_grad(), engine.collecting() as wanted:
+    with _evaluated(model), torch.no_grad(), engine.collecting(every=training) as wanted:
         model(*map(tensor, args), **{name: tensor(value) for name, value in kwargs.items()})
-    return engine.compile_all(wanted, progress)
+    return engine.compile_all(wanted, progress, training=training)
 
 
 @contextmanager

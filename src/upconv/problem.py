@@ -307,3 +307,20 @@ def _axis_phase(residue: int, kernel: int, stride: int, padding: int, dilation: 
     start = (residue - padding) % stride
     count = max(0, -(-(out - start) // stride))
     return AxisPhase(residue, taps, offsets, (start + padding - residue) // stride, count, start)
+
+
+def is_channels_last(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether PyTorch reads these strides as channels_last (4-D) or channels_last_3d (5-D).
+
+    The channels must be innermost, then the spatial dimensions from last to first, then the batch, each at least as far
+    apart as the one before needs. Sizes of 1 leave room for doubt, which PyTorch resolves for channels_last, save where
+    the batch has the channels' stride. Source: ``c10/core/MemoryFormat.h``.
+    """
+    if len(shape) not in (4, 5) or strides[1] == 0:
+        return False
+    least = 0
+    for d in (1, *range(len(shape) - 1, 1, -1), 0):
+        if shape[d] == 0 or strides[d] < least or (d == 0 and least == strides[1]):
+            return False
+        least = strides[d] * shape[d] if shape[d] > 1 else strides[d]
+    return True

@@ -27,7 +27,7 @@ from contextlib import contextmanager
 from functools import cached_property
 from importlib import import_module
 from importlib.util import find_spec
-from itertools import count
+from itertools import count, product
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -35,7 +35,7 @@ from torch import Tensor
 
 from upconv import cpu
 from upconv.cuda.gpu import Gpu
-from upconv.problem import Pass, Problem
+from upconv.problem import Pass, Problem, is_channels_last
 
 if TYPE_CHECKING:
     from upconv.planner import Plan
@@ -133,7 +133,7 @@ def forward(plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None, keep: bo
     """
     index = x.get_device()
     runner = plan.runners.get(index)
-    if runner is None:
+    if runner is None or _collectors:
         runner = _runner(plan, index)
         if runner is None:  # `collecting` wants to know what is missing, not to compile it
             return cpu.forward(plan.problem, "native", x, weight, bias)
@@ -162,10 +162,7 @@ def gradients(
     Raises:
         as `forward`.
     """
-    index = grad.get_device()
-    runners = plan.gradient_runners.get(index)
-    if runners is None:
-        runners = plan.gradient_runners.setdefault(index, Gradients(plan, index))
+    runners = _gradients(plan, grad.get_device())
     grad_input = grad_weight = grad_bias = None
     by_input = runners.input if mask[0] else None
     by_weight = runners.weight if mask[1] else None
@@ -221,6 +218,10 @@ class WeightRunner:
         self.shape, self.dtype = p.weight_shape, p.dtype
         self.format = cpu.memory_format(p.layout, p.rank)
         self.strides = _strides(p.weight_shape, self.format)
+        # An input of one channel, or of one pixel, can be dense in channels_last and yet not read as such. Then PyTorch
+        # turns the output's gradient to NCHW, and the gradient for the weight follows it, whatever the weight's format.
+        doubtful = p.layout == "channels_last" and (p.in_channels == 1 or max(p.size) == 1)
+        self.otherwise = _strides(p.weight_shape, torch.contiguous_format) if doubtful else None
         self.prepared: PreparedWeight = _prepare(plan, index, "grad-weight")
 
     def __call__(self, x: Tensor, grad: Tensor) -> Tensor:
@@ -229,7 +230,10 @@ class WeightRunner:
             with torch.cuda.device(self.index):
                 return self(x, grad)
         x, grad = _dense(x, self.format), _dense(grad, self.format)
-        out = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=x.device)
+        strides = self.strides
+        if self.otherwise is not None and not is_channels_last(x.shape, x.stride()):
+            strides = self.otherwise
+        out = torch.empty_strided(self.shape, strides, dtype=self.dtype, device=x.device)
         try:
             self.prepared.run(x, grad, out)
         except torch.OutOfMemoryError:
@@ -412,37 +416,53 @@ def forget() -> None:
 
 _preparing = threading.RLock()
 _local = threading.local()
+_collectors = 0  # threads within `collecting`; looked at by every call
 
 
 def _runner(plan: Plan, index: int) -> Runner | None:
     """The plan's runner on a device, compiled and loaded; None where `collecting` noted it instead."""
     wanted: list[tuple[Plan, int]] | None = getattr(_local, "wanted", None)
-    if wanted is not None:
+    if wanted is not None and (_local.every or index not in plan.runners):
         wanted.append((plan, index))
-        return None
+        if index not in plan.runners:
+            return None
     with _preparing:
         if index not in plan.runners:
             plan.runners[index] = Runner(plan, index)
         return plan.runners[index]
 
 
+def _gradients(plan: Plan, index: int) -> Gradients:
+    found = plan.gradient_runners.get(index)
+    return plan.gradient_runners.setdefault(index, Gradients(plan, index)) if found is None else found
+
+
 @contextmanager
-def collecting() -> Iterator[list[tuple[Plan, int]]]:
-    """Within it, calls of this thread whose kernels are not loaded run PyTorch's operator and note plan and device."""
-    before = getattr(_local, "wanted", None)
-    _local.wanted = []
+def collecting(every: bool = False) -> Iterator[list[tuple[Plan, int]]]:
+    """Within it, calls of this thread whose kernels are not loaded run PyTorch's operator and note plan and device.
+
+    ``every``: the calls whose kernels are loaded are noted too.
+    """
+    global _collectors
+    before = getattr(_local, "wanted", None), getattr(_local, "every", False)
+    _local.wanted, _local.every = [], every
+    with _preparing:
+        _collectors += 1
     try:
         yield _local.wanted
     finally:
-        _local.wanted = before
+        _local.wanted, _local.every = before
+        with _preparing:
+            _collectors -= 1
 
 
 def compile_all(
     wanted: Sequence[tuple[Plan, int]],
     progress: Callable[[str, int, int], object] | None = None,
     threads: int | None = None,
+    training: bool = False,
 ) -> list[str]:
-    """Compiles (in threads) and loads the kernels of some plans on their devices.
+    """Compiles (in threads) and loads the kernels of some plans on their devices, for ``training`` all three passes'.
 
     ``progress(label, done, total)`` is called behind each source. Returns a line for each source, compiled or found in
     the cache. Errors: RuntimeError naming problem and plan.
@@ -453,24 +473,39 @@ def compile_all(
 
     from upconv.cuda import jit
 
-    units: dict[tuple[str, str], tuple[str, Plan, int]] = {}
-    for plan, index in wanted:
-        assert plan.choice is not None and plan.device.gpu is not None
-        for unit in plan.choice.sources():
-            units.setdefault((unit.source, plan.device.gpu.arch), (unit.label, plan, index))
+    passes: tuple[Pass, ...] = ("fwd", "grad-input", "grad-weight") if training else ("fwd",)
+    units: dict[tuple[str, str], tuple[str, Plan, int, Pass]] = {}
+    for (plan, index), pass_ in product(dict.fromkeys(wanted), passes):
+        choice = plan.selection(pass_).choice
+        if choice is None or _loaded(plan, index, pass_):
+            continue
+        assert plan.device.gpu is not None
+        for unit in choice.sources():
+            units.setdefault((unit.source, plan.device.gpu.arch), (unit.label, plan, index, pass_))
     lines = []
     with ThreadPoolExecutor(threads) as pool:
-        jobs = {pool.submit(jit.cubin, *key, label): key for key, (label, _, _) in units.items()}
+        jobs = {pool.submit(jit.cubin, *key, label): key for key, (label, *_) in units.items()}
         for done, job in enumerate(as_completed(jobs), 1):
-            label, plan, index = units[jobs[job]]
+            label, plan, index, pass_ = units[jobs[job]]
             try:
                 job.result()
             except RuntimeError as error:
                 pool.shutdown(cancel_futures=True)
-                raise _failure(plan, index, error) from error
+                raise _failure(plan, index, error, pass_) from error
             lines.append(f"{label} for sm_{jobs[job][1]}")
             if progress is not None:
                 progress(label, done, len(jobs))
     for plan, index in wanted:
-        _runner(plan, index)
+        if plan.choice is not None:
+            _runner(plan, index)
+        if training:
+            loaded = _gradients(plan, index)
+            _ = loaded.input, loaded.weight
     return sorted(lines)
+
+
+def _loaded(plan: Plan, index: int, pass_: Pass) -> bool:
+    if pass_ == "fwd":
+        return index in plan.runners
+    found = plan.gradient_runners.get(index)
+    return found is not None and ("input" if pass_ == "grad-input" else "weight") in vars(found)
