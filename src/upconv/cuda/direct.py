@@ -618,7 +618,7 @@ class Prepared:
 
         A tensor of one dimension, float32 (float64 for float64); the copy is made on the current stream.
         """
-        packed = torch.empty(self._words, dtype=self._acc, device=weight.device)
+        packed = weight.new_empty_strided((self._words,), (1,), dtype=self._acc)
         strides = weight.stride()
         spatial = (0,) * (5 - len(strides)) + tuple(strides[2:])
         arguments = (weight.data_ptr(), packed.data_ptr(), strides[0], strides[1], *spatial, self._words)

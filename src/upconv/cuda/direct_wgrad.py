@@ -155,7 +155,7 @@ class GradWeight:
 
         ``x`` (the input) and ``grad`` (the output's gradient) are dense in the problem's layout.
         """
-        partial = torch.empty(self._splits * self._numel, dtype=self._dtype, device=x.device)
+        partial = x.new_empty_strided((self._splits * self._numel,), (1,), dtype=self._dtype)
         self._run(self._device, self._grid, (x.data_ptr(), grad.data_ptr(), partial.data_ptr(), *self._sizes))
         strides = out.stride()
         self._reduce(

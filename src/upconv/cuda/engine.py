@@ -200,9 +200,9 @@ class Gradients:
 
 def _dense(t: Tensor, layout: torch.memory_format) -> Tensor:
     """The tensor as kernels read it: without PyTorch's negative bit, dense in a layout."""
-    if t.is_neg() or not t.is_contiguous(memory_format=layout):
-        return t.resolve_neg().contiguous(memory_format=layout)
-    return t
+    if t.is_contiguous(memory_format=layout) and not t.is_neg():
+        return t
+    return t.resolve_neg().contiguous(memory_format=layout)
 
 
 def _strides(shape: Sequence[int], layout: torch.memory_format) -> tuple[int, ...]:
@@ -215,7 +215,7 @@ class WeightRunner:
     def __init__(self, plan: Plan, index: int) -> None:
         p = plan.problem
         self.plan, self.index = plan, index
-        self.shape, self.dtype = p.weight_shape, p.dtype
+        self.shape = p.weight_shape
         self.format = cpu.memory_format(p.layout, p.rank)
         self.strides = _strides(p.weight_shape, self.format)
         # An input of one channel, or of one pixel, can be dense in channels_last and yet not read as such. Then PyTorch
@@ -225,15 +225,15 @@ class WeightRunner:
         self.prepared: PreparedWeight = _prepare(plan, index, "grad-weight")
 
     def __call__(self, x: Tensor, grad: Tensor) -> Tensor:
-        """The gradient for the weight in the problem's layout, from the input and the output's gradient."""
+        """The gradient for the weight, in the problem's layout; the output's gradient ``grad`` is dense."""
         if _current_device() != self.index:
             with torch.cuda.device(self.index):
                 return self(x, grad)
-        x, grad = _dense(x, self.format), _dense(grad, self.format)
+        x = _dense(x, self.format)
         strides = self.strides
         if self.otherwise is not None and not is_channels_last(x.shape, x.stride()):
             strides = self.otherwise
-        out = torch.empty_strided(self.shape, strides, dtype=self.dtype, device=x.device)
+        out = x.new_empty_strided(self.shape, strides)
         try:
             self.prepared.run(x, grad, out)
         except torch.OutOfMemoryError:
@@ -259,7 +259,7 @@ class Runner:
     def __init__(self, plan: Plan, index: int, pass_: Pass = "fwd") -> None:
         p = plan.problem
         self.plan, self.index, self.pass_ = plan, index, pass_
-        self.shape, self.dtype = p.output_shape if pass_ == "fwd" else p.input_shape, p.dtype
+        self.shape = p.output_shape if pass_ == "fwd" else p.input_shape
         self.format = cpu.memory_format(p.layout, p.rank)
         self.strides = _strides(self.shape, self.format)
         self.prepared: Prepared = _prepare(plan, index, pass_)
@@ -274,7 +274,7 @@ class Runner:
         if bias is not None and (bias.is_neg() or not bias.is_contiguous()):
             bias = bias.resolve_neg().contiguous()
         packed = self.packed(weight, keep)
-        out = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=x.device)
+        out = x.new_empty_strided(self.shape, self.strides)  # 0.5 us less than torch.empty_strided
         try:
             self.prepared.run(x, packed, bias, out)
         except torch.OutOfMemoryError:

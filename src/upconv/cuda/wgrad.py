@@ -121,16 +121,18 @@ class Prepared:
 
         ``x`` (the input) and ``grad`` (the output's gradient) are dense in the problem's layout.
         """
-        if self._tiling.needs_alignment:
-            x, grad = (t.clone() if t.data_ptr() & 15 else t for t in (x, grad))
-        partial = torch.empty(self._slices * self._numel, dtype=torch.float32, device=x.device)
-        args: tuple[int, ...] = (grad.data_ptr(), partial.data_ptr(), *self._sizes)
+        at_x, at_grad = x.data_ptr(), grad.data_ptr()
+        if (at_x | at_grad) & 15 and self._tiling.needs_alignment:
+            x, grad = x.clone(), grad.clone()
+            at_x, at_grad = x.data_ptr(), grad.data_ptr()
+        partial = x.new_empty_strided((self._slices * self._numel,), (1,), dtype=torch.float32)
+        args: tuple[int, ...] = (at_grad, partial.data_ptr(), *self._sizes)
         if self._boxes:
-            args += self._map(x.data_ptr(), False)
+            args += self._map(at_x, False)
             if self._boxes == 2:
-                args += self._map(grad.data_ptr(), True)
+                args += self._map(at_grad, True)
         else:
-            args = (x.data_ptr(), *args)
+            args = (at_x, *args)
         self._wgrad(self._device, self._grid, args)
         strides = out.stride()
         self._reduce(
