@@ -36,11 +36,13 @@ lint: $(SETUP)
 	@$(RUN) -m ruff check .
 	@$(RUN) -m mypy
 
-examples: $(SETUP)  ## the two example programs in their full form: about four minutes
+examples: $(SETUP)  ## the example programs in their full form: about six minutes
 	$(RUN) examples/upscale_photo.py
 	$(RUN) examples/autoencoder_digits.py
+	$(RUN) examples/train_dcgan.py
+	$(RUN) examples/train_unet.py
 
-readme: $(SETUP)  ## README's tables and pictures from benchmarks/results
+readme: $(SETUP)  ## the tables and pictures of README and docs from benchmarks/results
 	@$(RUN) benchmarks/readme.py
 
 clean:
