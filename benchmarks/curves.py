@@ -242,8 +242,6 @@ def draw(found: Curves, path: Path) -> None:
             axis.plot(smooth, label=run.replace("torch", "PyTorch"), **style)
         axis.set(title=f"{title}: {loss}" if len(losses) > 1 else title, xlabel="step", ylabel="loss")
         axis.legend(fontsize=8)
-        if name == "unet":
-            axis.set_yscale("log")
     figure.supxlabel(f"{found['device'].get('name')}, {found['when'][:10]}", x=1, ha="right", fontsize=7)
     report.publish(path, lambda temporary: figure.savefig(temporary, dpi=110))
     plt.close(figure)
