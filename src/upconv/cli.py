@@ -165,6 +165,8 @@ Examples:
 
   upconv bench --layer "64,64,(3,7),stride=2,padding=1" --input 8x64x128x128 --pass step
 
+  upconv bench --suite training --json training.json
+
   upconv bench --from models.json --plot models.svg
 """
 
@@ -176,7 +178,7 @@ def bench(
         typer.Option(
             "--suite",
             metavar="NAME",
-            help="founding, kernelbench, models, cuda (both), cpu or custom; repeated; default: cpu, on CUDA founding.",
+            help="founding, kernelbench, models, cuda (both), cpu, custom, training; repeated; default: cpu, founding.",
         ),
     ] = None,
     case: Annotated[
@@ -258,6 +260,11 @@ def bench(
                     raise ValueError(f"--plot goes with neither --host nor --shapes; got {plot!r}")
                 _latency("host" if host else "shapes", where, file, console)
                 return
+            if suite and "training" in suite:
+                if len(suite) > 1 or case or layer or picture:
+                    raise ValueError("--suite training is a run of its own, without --case, --layer and --plot")
+                _training(where, small, file, console)
+                return
             kind = _one("--inputs", inputs, INPUTS)
             what = _sweep(where, dtype, precision, layout, pass_)
             chosen = _cases(suite, case, layer, input, where)
@@ -312,6 +319,21 @@ def _latency(kind: str, device: torch.device, file: Path | None, console: Consol
         console.print(f"written: {file}")
 
 
+def _training(device: torch.device, small: bool, file: Path | None, console: Console) -> None:
+    """Whole training steps; ``small``: models of an eighth of the width, without ``torch.compile``."""
+    from upconv.bench import latency, training
+
+    cases = training.cases(8) if small else training.cases()
+    with console.status("") as status:
+        found = training.measure(device, cases, compiled=not small, progress=lambda case: status.update(case))
+    latency.show(found, console)
+    if file:
+        latency.save(found, file)
+        console.print(f"written: {file}")
+    if any(row["failure"] for row in found["rows"]):
+        raise typer.Exit(1)
+
+
 def _cases(
     suites: Sequence[str] | None, case: Sequence[str] | None, layer: str | None, input: str | None, device: torch.device
 ) -> list[tuple[str, Sequence[Case]]]:
@@ -319,7 +341,7 @@ def _cases(
     from upconv.bench.suites import SUITES, Case, choose, parse_layer
 
     names = list(suites or ("custom" if layer is not None else "founding" if device.type == "cuda" else "cpu",))
-    choices = [*SUITES, "custom"]
+    choices = [*SUITES, "custom", "training"]
     for name in names:
         _one("--suite", name, choices)
     if "custom" not in names:
