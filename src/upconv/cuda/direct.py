@@ -321,16 +321,39 @@ class _Cost:
     resident: int
 
 
-def _cost(p: Problem, tile: Tile, m: dict[str, int], gpu: Gpu) -> _Cost | None:
+@dataclass(frozen=True)
+class _Facts:
+    """What the model asks of a tile that is the same at every size of the image."""
+
+    macros: dict[str, int]
+    shared: int
+    """Bytes."""
+    registers: int
+    held: int
+    direct_stores: bool
+    row: int
+    """Words of weights, as `weight_row`."""
+
+
+@lru_cache(maxsize=16384)  # a layer has up to 3,000 tiles; kept, a new size takes a third of the time
+def _facts(layer: Problem, tile: Tile) -> _Facts:
+    m = geometry(layer, tile)
+    words = 2 if layer.dtype == torch.float64 else 1
+    shared = shared_words(m)[2] * 4 * words
+    return _Facts(m, shared, _registers(layer, tile), _held(layer, tile), _stores_directly(m), weight_row(m))
+
+
+def _cost(p: Problem, tile: Tile, facts: _Facts, gpu: Gpu) -> _Cost | None:
     """The model's time of a tile in seconds, or None where it does not fit the GPU."""
+    m = facts.macros
     d, h, w = axes(p)
     double, last = p.dtype == torch.float64, p.layout == "channels_last"
     words = 2 if double else 1
     item = p.dtype.itemsize
-    shared = shared_words(m)[2] * 4 * words
+    shared = facts.shared
     if shared > gpu.shared_bytes:
         return None
-    threads, registers = m["THREADS"], _registers(p, tile)
+    threads, registers = m["THREADS"], facts.registers
     resident = min(
         _resident(threads, registers), gpu.shared_per_sm // (shared + 1024), _threads_per_sm(gpu) // threads, 32
     )
@@ -352,7 +375,7 @@ def _cost(p: Problem, tile: Tile, m: dict[str, int], gpu: Gpu) -> _Cost | None:
         lines *= -(-h.kernel // h.live) * h.stride / h.kernel * (0.25 + 0.75 * h.live / h.stride)
     fmas = lines * w.kernel * tile.co * tile.cells
     window = (tile.cells + w.span) * (1 if tile.phases == 1 else (h.span + 1) / h.kernel)
-    packs = weight_row(m) // (4 // words)
+    packs = facts.row // (4 // words)
     passes = lines * (window * words + packs)
     issues = fmas + lines * (window + packs + (8 if tile.phases == 1 else 2))
     rows = tile.slots * ci * depth_taps * (tile.block_h + h.span)
@@ -371,7 +394,7 @@ def _cost(p: Problem, tile: Tile, m: dict[str, int], gpu: Gpu) -> _Cost | None:
     passes += loads * words
     outputs = tile.slots * tile.co * tile.block_h * h.stride * block_w * w.stride / 32
     run = tile.cells * w.stride
-    if _stores_directly(m):
+    if facts.direct_stores:
         issues += outputs * 2
     else:
         passes += outputs * 2 * words
@@ -388,9 +411,9 @@ def _cost(p: Problem, tile: Tile, m: dict[str, int], gpu: Gpu) -> _Cost | None:
         passes += 2 * (tile.split - 1) * sums * words
     steps = math.ceil(ci / tile.chunk) * depth_taps
     # One block alone: copies, barriers, stores.
-    slow = _held(p, tile) > _MAX_HELD or (item == 2 and not m["QUADS"])
+    slow = facts.held > _MAX_HELD or (item == 2 and not m["QUADS"])
     latency = (1.2e-6 if slow else 0.4e-6) * max(0, steps - 1) + 2.0e-6 + 0.2e-6 * (tile.split - 1)
-    weights = tile.slots * ci * depth_taps * h.kernel * weight_row(m) * 4 * words
+    weights = tile.slots * ci * depth_taps * h.kernel * facts.row * 4 * words
     l2 = (
         rows * columns * item * (max(1.0, 32 / (tile.slots * ci * item)) if last else 1 + 32 / (columns * item))
         + weights
@@ -648,19 +671,28 @@ def choose(p: Problem, gpu: Gpu) -> Choice | direct_wgrad.Choice | str:
         return f"the direct kernels compute forwards and gradients for the input, not {p.pass_}"
     if p.batch == 0 or 0 in p.size:
         return "an empty input has no work"
-    found = ranked(p, gpu)
-    return found[0] if found else _choose_any(p, gpu)
+    best: tuple[_Cost, Tile | Walk] | None = None
+    for tile, cost in _costs(p, gpu):
+        if cost is not None and (best is None or cost.seconds < best[0].seconds):
+            best = cost, tile
+    if best is None:
+        return _choose_any(p, gpu)
+    cost, chosen = best
+    return Choice("direct", cost.seconds, _summary(p, chosen, cost), cost.bound, p, chosen)
 
 
-def ranked(p: Problem, gpu: Gpu) -> list[Choice]:
-    """Every configuration but ``direct_any`` for a problem, the model's fastest first."""
-    costs: list[tuple[_Cost, Tile | Walk]] = [(_walk_cost(p, walk, gpu), walk) for walk in walks(p)]
+def _costs(p: Problem, gpu: Gpu) -> Iterator[tuple[Tile | Walk, _Cost | None]]:
+    """Every configuration but ``direct_any`` for a problem with what the model says of it."""
+    for walk in walks(p):
+        yield walk, _walk_cost(p, walk, gpu)
+    layer = p.with_(batch=1, size=tuple(1024 + 2 * pad // s for pad, s in zip(p.padding, p.stride)))
     for tile in tiles(p):
-        cost = _cost(p, tile, geometry(p, tile), gpu)
-        if cost is not None:
-            costs.append((cost, tile))
-    costs.sort(key=lambda pair: pair[0].seconds)
-    return [Choice("direct", c.seconds, _summary(p, tile, c), c.bound, p, tile) for c, tile in costs]
+        yield tile, _cost(p, tile, _facts(layer, tile), gpu)
+
+
+def least_seconds(p: Problem, gpu: Gpu) -> float:
+    """What a problem's multiply-adds alone take on CUDA cores, in seconds, by the model of `choose`."""
+    return p.flops / 2 / (_fma_lanes(gpu, p.dtype == torch.float64) * gpu.multiprocessors * gpu.clock * 0.85)
 
 
 def _summary(p: Problem, tile: Tile | Walk, cost: _Cost) -> str:

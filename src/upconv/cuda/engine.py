@@ -20,6 +20,7 @@ graph or by a foreign kernel. Between two calls in inference with nothing but su
 
 from __future__ import annotations
 
+import math
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -110,7 +111,13 @@ def choose(p: Problem, gpu: Gpu) -> dict[str, Choice | str]:
         if find_spec(f"upconv.cuda.{name}") is None:
             found[name] = "this family is not installed"
             continue
-        found[name] = import_module(f"upconv.cuda.{name}").choose(p, gpu)
+        family = import_module(f"upconv.cuda.{name}")
+        fastest = min((c.seconds for c in found.values() if not isinstance(c, str)), default=math.inf)
+        if name == "direct" and p.pass_ == "fwd" and (least := family.least_seconds(p, gpu)) > fastest:
+            # Its search would take 50 ms at every new size of the image.
+            found[name] = f"slower: its multiply-adds alone take {least * 1e3:.3g} ms on CUDA cores"
+        else:
+            found[name] = family.choose(p, gpu)
     return found
 
 

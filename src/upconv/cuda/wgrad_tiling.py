@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 from upconv.problem import Problem
@@ -42,35 +43,35 @@ class Tiling:
         d, h, w = (fill,) * (3 - len(values)) + values
         return d, h, w
 
-    @property
+    @cached_property
     def kernel(self) -> Triple:
         return self._full(self.problem.kernel, 1)
 
-    @property
+    @cached_property
     def steps(self) -> Triple:
         return self._full(self.problem.stride, 1)
 
-    @property
+    @cached_property
     def dilation(self) -> Triple:
         return self._full(self.problem.dilation, 1)
 
-    @property
+    @cached_property
     def padding(self) -> Triple:
         return self._full(self.problem.padding, 0)
 
-    @property
+    @cached_property
     def element(self) -> int:
         return self.problem.dtype.itemsize
 
-    @property
+    @cached_property
     def vec(self) -> int:
         return 16 // self.element
 
-    @property
+    @cached_property
     def channels_last(self) -> bool:
         return self.problem.layout == "channels_last"
 
-    @property
+    @cached_property
     def channels(self) -> tuple[int, int]:
         """Input and output channels of a group."""
         p = self.problem
@@ -78,21 +79,21 @@ class Tiling:
 
     # --- M, N and taps -----------------------------------------------------------------------------------------------
 
-    @property
+    @cached_property
     def sets(self) -> Triple:
         d, h, w = (-(-k // t) for k, t in zip(self.kernel, self.taps))
         return d, h, w
 
-    @property
+    @cached_property
     def set_taps(self) -> int:
         return math.prod(self.taps)
 
-    @property
+    @cached_property
     def channel_tiles(self) -> tuple[int, int]:
         (ci, co), (m, n) = self.channels, self.block
         return -(-ci // m), -(-co // n)
 
-    @property
+    @cached_property
     def tiles(self) -> int:
         """Blocks that one split of K takes."""
         return self.problem.groups * math.prod(self.channel_tiles) * math.prod(self.sets)
@@ -108,22 +109,22 @@ class Tiling:
             spans.append(dense if axis == 2 else min(dense, count * taps))
         return spans[0], spans[1], spans[2]
 
-    @property
+    @cached_property
     def strips(self) -> int:
         """Strips of 8 positions of a row."""
         return math.prod(self.tile) // 8
 
-    @property
+    @cached_property
     def k_steps(self) -> int:
         return self.strips if self.element == 4 else self.strips // 2
 
-    @property
+    @cached_property
     def units(self) -> tuple[int, int]:
         """16-byte units of a row of one channel (NCHW) of x and of g."""
         x = self.tile[3] + (0 if self.aligned else self.vec - 1)
         return -(-x // self.vec), -(-(self._spans()[2] + self.vec - 1) // self.vec)
 
-    @property
+    @cached_property
     def g_bytes(self) -> int:
         """Bytes of g's tile in shared memory."""
         rows_d, rows_h, columns = self._spans()
@@ -136,7 +137,7 @@ class Tiling:
         """Elements from one pixel to the next (channels_last)."""
         return (channels + 23) // 32 * 32 + 8 if self.element == 4 else channels + 8
 
-    @property
+    @cached_property
     def g_units(self) -> int:
         """16-byte copies of g's tile."""
         rows_d, rows_h, columns = self._spans()
@@ -324,7 +325,7 @@ class WarpgroupTiling(Tiling):
         """Output channels of a box (channels_last)."""
         return next(w for w in (64, 32, 16) if self.block[1] % w == 0 and w * self.element <= 128)
 
-    @property
+    @cached_property
     def g_bytes(self) -> int:
         """Bytes of g's tile in shared memory."""
         if self.channels_last and self.box_g:
