@@ -1,0 +1,311 @@
+"""The gradients' kernels on a GPU against the float64 reference: the weight's by both families, the input's by direct.
+
+Random layers, each by what `choose` picks and by tilings drawn from all that fit. Every tensor lies in memory full of
+NaNs, so that what is read beyond a tensor, or never written, shows in the result.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from upconv import cpu, reference
+from upconv.cuda import direct, direct_wgrad, wgrad
+from upconv.cuda.gpu import gpu
+from upconv.cuda.wgrad_tiling import WarpgroupTiling
+from upconv.problem import Layout, Precision, Problem, output_length
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+DTYPES = {
+    "tf32": torch.float32,
+    "ieee": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp64": torch.float64,
+}
+# Relative error, norm by norm. Measured: 3e-4, 5e-7, 2.4e-3 and 3e-4.
+BOUNDS = {"tf32": 1e-3, "ieee": 2e-6, "bf16": 4e-3, "fp16": 6e-4, "fp64": 1e-12}
+LAYOUTS: tuple[Layout, ...] = ("nchw", "channels_last")
+TENSOR_CORES: tuple[Precision, ...] = ("tf32", "ieee", "bf16", "fp16")
+CUDA_CORES: tuple[Precision, ...] = ("ieee", "bf16", "fp16", "fp64")
+
+
+def draw_problem(
+    rng: random.Random, precision: Precision, layout: Layout, channels: tuple[tuple[int, ...], tuple[int, ...]]
+) -> Problem:
+    """A layer with ``channels`` (those of a group, in and out, to choose from), rows of every alignment."""
+    while True:
+        rank = rng.choice((2, 2, 2, 3) if layout == "channels_last" else (1, 2, 2, 2, 3))
+        groups = rng.choice((1, 1, 1, 2, 3))
+        axes = []
+        for _ in range(rank):
+            size = rng.choice((1, 3, 5, 8, 9, 16, 17, 24, 32, 40, 64, 65))
+            kernel, stride, dilation = rng.randint(1, 5), rng.choice((1, 1, 2, 2, 3, 4)), rng.choice((1, 1, 2, 3))
+            if rank == 3:
+                size, kernel = min(size, 17), min(kernel, 4)
+            output_padding = rng.choice((0, 0, rng.randrange(max(stride, dilation))))
+            free = output_length(size, kernel, stride, 0, output_padding, dilation)
+            axes.append((size, kernel, stride, rng.randint(0, min((free - 1) // 2, 3)), output_padding, dilation))
+        size, kernel, stride, padding, output_padding, dilation = zip(*axes)
+        p = Problem.make(
+            rng.choice((1, 2, 3, 7)),
+            groups * rng.choice(channels[0]),
+            groups * rng.choice(channels[1]),
+            size,
+            kernel,
+            stride,
+            padding,
+            output_padding,
+            dilation,
+            groups,
+            dtype=DTYPES[precision],
+            precision=precision,
+            layout=layout,
+            pass_="grad-weight",
+        )
+        # Enough products for an error in norm, few enough for the reference.
+        if 32 <= math.prod(p.weight_shape) <= 1 << 20 and max(math.prod(p.input_shape), math.prod(p.output_shape)) < (
+            1 << 23
+        ):
+            return p
+
+
+def place(shape: tuple[int, ...], p: Problem, layout: Layout, offset: int = 0) -> Tensor:
+    """NaNs, dense in the layout, which begin ``offset`` elements into more NaNs."""
+    buffer = torch.full((math.prod(shape) + offset + 64,), math.nan, dtype=p.dtype, device="cuda")
+    fmt = cpu.memory_format(layout, p.rank)
+    strides = torch.empty(shape, dtype=p.dtype, device="meta").contiguous(memory_format=fmt).stride()
+    return buffer.as_strided(shape, strides, offset)
+
+
+def moved(t: Tensor, p: Problem, offset: int = 0) -> Tensor:
+    """A copy ``offset`` elements off alignment."""
+    return place(tuple(t.shape), p, p.layout, offset).copy_(t)
+
+
+def operands(p: Problem, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """The input and the output's gradient."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    x, g = (
+        torch.randn(s, generator=generator, device="cuda", dtype=torch.float64).to(p.dtype)
+        for s in (p.input_shape, p.output_shape)
+    )
+    return moved(x, p), moved(g, p)
+
+
+def weight_truth(p: Problem, x: Tensor, g: Tensor) -> Tensor:
+    return reference.gradients(p, g, x, torch.zeros(p.weight_shape, device="cuda"))[1]
+
+
+def guarded(out: Tensor) -> None:
+    """Nothing was stored beyond a tensor of `place`."""
+    tail = out.new_empty(0).set_(out.untyped_storage())[out.storage_offset() + out.numel() :]
+    assert tail.isnan().all(), "stores beyond the result"
+
+
+def check_weight(choice: wgrad.Choice | direct_wgrad.Choice, x: Tensor, g: Tensor, truth: Tensor) -> None:
+    """A choice's gradient is the truth, and the same to the last bit again, from views off alignment too, and when it
+    is written in the other memory format."""
+    p = choice.problem
+    prepared = choice.prepare(0)
+    found = []
+    for offset, layout in ((0, p.layout), (0, "nchw"), (1, "channels_last" if p.rank > 1 else "nchw")):
+        out = place(p.weight_shape, p, layout)
+        # Partial sums come from the allocator's cache, whose blocks are full of NaNs like this one.
+        torch.full((min(1 << 24, 64 * out.numel()),), math.nan, device="cuda")
+        prepared.run(moved(x, p, offset), moved(g, p, offset), out)
+        guarded(out)
+        found.append(out)
+    about = f"{p} {p.precision}\n{choice}"
+    error = reference.relative_error(found[0], truth)
+    assert error < BOUNDS[p.precision], f"error {error:.2e} of {about}"
+    assert torch.equal(found[0], found[1]), f"not bit-equal from run to run: {about}"
+    assert torch.equal(found[0], found[2]), f"not bit-equal off alignment: {about}"
+
+
+# --- tensor cores ----------------------------------------------------------------------------------------------------
+
+WIDE = ((4, 5, 8, 16, 17, 32, 40, 64, 96, 130), (1, 3, 5, 8, 16, 24, 32, 64, 72, 136))
+
+
+def drawn(p: Problem, rng: random.Random) -> Iterator[wgrad.Choice]:
+    """A few tilings of each kind, by splits of K that do not divide its chunks."""
+    aligned, aligned_g = (size[-1] * p.dtype.itemsize % 16 == 0 for size in (p.size, p.out_size))
+    every = list(wgrad.candidates(wgrad._any_size(p), gpu(0), aligned, aligned_g))
+    for kind, count in ((True, 2), (False, 1)):
+        tilings = [t for t in every if isinstance(t, WarpgroupTiling) == kind]
+        for t in rng.sample(tilings, min(count, len(tilings))):
+            chunks = math.prod(t.counts(p))
+            most = min(chunks, (1 << 24) // (t.k_slices * math.prod(p.weight_shape)))
+            yield wgrad.Choice(t, p, gpu(0), max(1, min(most, rng.choice((1, 2, 3, 7, chunks)))), 0.0, "")
+
+
+@pytest.mark.parametrize("seed", range(11))
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("precision", TENSOR_CORES)
+def test_weight_gradients_on_tensor_cores(precision: Precision, layout: Layout, seed: int) -> None:
+    rng = random.Random(f"{precision} {layout} {seed}")
+    p = draw_problem(rng, precision, layout, WIDE)
+    choice = wgrad.choose(p, gpu(0))
+    assert not isinstance(choice, str), choice
+    x, g = operands(p, seed)
+    truth = weight_truth(p, x, g)
+    for c in (choice, *drawn(p, rng)):
+        check_weight(c, x, g, truth)
+
+
+# Where the tilings differ most: strides with many outputs (wide blocks of input channels), long taps, 1-D.
+CORNERS = (
+    Problem.make(2, 160, 3, (16, 16), 4, 4),
+    Problem.make(2, 320, 64, (12, 16), 8, 8),
+    Problem.make(3, 64, 32, (256,), 16, 8, 4),
+    Problem.make(1, 48, 96, (5, 8, 16), (3, 5, 7), 2, (1, 2, 3), 1),
+    Problem.make(2, 32, 32, (24, 32), 3, 1, 4, 0, 4),
+    Problem.make(2, 64, 64, (9, 40), 3, (1, 9), 1, 0, (9, 1)),
+    Problem.make(300, 32, 32, (1, 1), 4, 1),
+)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("precision", TENSOR_CORES)
+@pytest.mark.parametrize("layer", CORNERS, ids=str)
+def test_corners_on_tensor_cores(layer: Problem, precision: Precision, layout: Layout) -> None:
+    if layer.rank == 1 and layout != "nchw":
+        pytest.skip("1-D tensors have no channels_last")
+    p = layer.with_(dtype=DTYPES[precision], precision=precision, layout=layout, pass_="grad-weight")
+    choice = wgrad.choose(p, gpu(0))
+    assert not isinstance(choice, str), choice
+    x, g = operands(p)
+    truth = weight_truth(p, x, g)
+    for c in (choice, *drawn(p, random.Random(f"{p}"))):
+        check_weight(c, x, g, truth)
+
+
+# --- CUDA cores ------------------------------------------------------------------------------------------------------
+
+# Channels of a group, in and out: depthwise, few, and for float64 anything.
+FEW = {"depthwise": ((1,), (1,)), "multiplied": ((1, 2, 3), (1, 2, 3, 5)), "few": ((1, 3, 8, 33), (1, 2, 3, 9, 16))}
+
+
+def draw_few(rng: random.Random, kind: str, precision: Precision, layout: Layout) -> Problem:
+    p = draw_problem(rng, precision, layout, FEW[kind])
+    if kind == "depthwise":
+        channels = rng.choice((3, 8, 31, 32, 40))
+        p = p.with_(in_channels=channels, out_channels=channels, groups=channels)
+    return p
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("kind", list(FEW))
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("precision", CUDA_CORES)
+def test_weight_gradients_on_cuda_cores(precision: Precision, layout: Layout, kind: str, seed: int) -> None:
+    rng = random.Random(f"{precision} {layout} {kind} {seed}")
+    for i in range(2):
+        p = draw_few(rng, kind, precision, layout)
+        choice = direct_wgrad.choose(p, gpu(0))
+        assert not isinstance(choice, str), choice
+        x, g = operands(p, i)
+        check_weight(choice, x, g, weight_truth(p, x, g))
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("kind", list(FEW))
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("precision", CUDA_CORES)
+def test_input_gradients_on_cuda_cores(precision: Precision, layout: Layout, kind: str, seed: int) -> None:
+    rng = random.Random(f"input {precision} {layout} {kind} {seed}")
+    for i in range(2):
+        p = draw_few(rng, kind, precision, layout).with_(pass_="grad-input")
+        choice = direct.choose(p, gpu(0))
+        assert not isinstance(choice, str), choice
+        x, g = operands(p, i)
+        weight = (torch.randn(p.weight_shape, device="cuda", dtype=torch.float64) / 4).to(p.dtype)
+        truth = reference.gradients(p, g, x, weight)[0]
+        prepared = choice.prepare(0)
+        strided = weight.contiguous(memory_format=cpu.memory_format("channels_last" if p.rank > 1 else "nchw", p.rank))
+        found = []
+        for offset, w in ((0, weight), (0, strided), (1, weight)):
+            out = place(p.input_shape, p, p.layout, offset)
+            prepared.run(moved(g, p, offset), prepared.pack(w), None, out)
+            guarded(out)
+            found.append(out)
+        error = reference.relative_error(found[0], truth)
+        assert error < BOUNDS[precision], f"error {error:.2e} of {p}"
+        assert torch.equal(found[0], found[1]), f"not bit-equal from run to run: {p}"
+        assert torch.equal(found[0], found[2]), f"not bit-equal off alignment: {p}"
+
+
+# --- sizes -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("family", ["wgrad", "direct_wgrad", "direct"])
+@pytest.mark.parametrize("precision", ["ieee", "bf16"])
+def test_batches_beyond_65535(precision: Precision, family: str, layout: Layout) -> None:
+    """No dimension of a grid but the first may follow the batch."""
+    channels, groups = (8, 1) if family == "wgrad" else (4, 4)
+    p = Problem.make(
+        70_001, channels, channels, (2, 4), 2, 2, groups=groups, dtype=DTYPES[precision], precision=precision,
+        layout=layout, pass_="grad-input" if family == "direct" else "grad-weight",
+    )  # fmt: skip
+    x, g = operands(p)
+    if family == "direct":
+        choice = direct.choose(p, gpu(0))
+        assert not isinstance(choice, str), choice
+        weight = torch.randn(p.weight_shape, device="cuda").to(p.dtype)
+        prepared, out = choice.prepare(0), place(p.input_shape, p, p.layout)
+        prepared.run(g, prepared.pack(weight), None, out)
+        assert reference.relative_error(out, reference.gradients(p, g, x, weight)[0]) < BOUNDS[precision]
+        return
+    truth = weight_truth(p, x, g)
+    if family == "direct_wgrad":
+        few = direct_wgrad.choose(p, gpu(0))
+        assert not isinstance(few, str), few
+        check_weight(few, x, g, truth)
+        return
+    chosen = wgrad.choose(p, gpu(0))
+    assert not isinstance(chosen, str), chosen
+    for c in (chosen, *drawn(p, random.Random(layout))):
+        check_weight(c, x, g, truth)
+
+
+LARGE = {
+    "aligned": Problem.make(130, 64, 64, (512, 512), 1),
+    "unaligned": Problem.make(130, 64, 64, (511, 513), 1),
+    "depthwise": Problem.make(130, 64, 64, (512, 512), 1, groups=64),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", list(LARGE))
+def test_tensors_of_more_than_2_31_elements(name: str, layout: Layout) -> None:
+    """All images are zeros but the last, which begins beyond 2^31 elements: its own gradient is the result."""
+    p = LARGE[name].with_(dtype=torch.bfloat16, precision="bf16", layout=layout, pass_="grad-weight")
+    assert math.prod(p.input_shape[1:]) * (p.batch - 1) > 2**31
+    if torch.cuda.mem_get_info()[0] < 24 << 30:
+        pytest.skip("needs 24 GB of free memory")
+    choice = direct_wgrad.choose(p, gpu(0)) if name == "depthwise" else wgrad.choose(p, gpu(0))
+    assert not isinstance(choice, str), choice
+    last = p.with_(batch=1)
+    tensors = []
+    for shape, t in zip((p.input_shape, p.output_shape), operands(last)):
+        whole = torch.empty(shape, dtype=p.dtype, device="cuda", memory_format=cpu.memory_format(p.layout, p.rank))
+        whole.zero_()[-1:] = t
+        tensors.append((whole, t))
+    (x, last_x), (g, last_g) = tensors
+    out = place(p.weight_shape, p, p.layout)
+    choice.prepare(0).run(x, g, out)
+    guarded(out)
+    assert reference.relative_error(out, weight_truth(last, last_x, last_g)) < BOUNDS["bf16"]
+    del x, g, tensors
+    torch.cuda.empty_cache()
