@@ -1,0 +1,1 @@
+"""One layer -> one self-contained Python file with its CUDA kernels inline."""

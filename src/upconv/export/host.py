@@ -1,0 +1,614 @@
+"""The host code of an exported file: for each kernel its launch in C++, and in Python the sizes that it is given.
+
+C++ only checks, encodes tensor maps and launches; all arithmetic on sizes is Python's, so that it can be read and tested
+without a GPU. A kernel's *variant* is one choice of a kernel family in a namespace of its own. Families whose source
+depends on how rows are aligned have two: one for the example's alignment and one for any.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from textwrap import dedent, indent
+
+import torch
+
+from upconv.cuda import direct, direct_wgrad, gather, wgrad
+from upconv.cuda.gpu import Gpu
+from upconv.cuda.tiling import Tiling, source_shape
+from upconv.cuda.wgrad_tiling import WarpgroupTiling
+from upconv.planner import Device, plan
+from upconv.problem import Pass, Problem
+
+Choice = gather.Choice | direct.Choice | direct_wgrad.Choice | wgrad.Choice
+
+PASSES: tuple[Pass, ...] = ("fwd", "grad-input", "grad-weight")
+NAMES: dict[Pass, str] = {"fwd": "forward", "grad-input": "grad_input", "grad-weight": "grad_weight"}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One kernel family's choice for a pass, with the name of its namespace."""
+
+    name: str
+    pass_: Pass
+    choice: Choice
+    unit: int = 1
+    """Columns of the source (for the weight's gradient: of the input) must be a multiple of it."""
+    unit_out: int = 1
+    """As ``unit``, of the output; of the weight's gradient alone."""
+    pack: str | None = None
+    """Entry that packs the weights; None where the kernel reads them as they are."""
+    entry: str = ""
+    """Entry that computes."""
+    entries: tuple[str, ...] = field(default=())
+
+    @property
+    def kind(self) -> str:
+        """The class of the exported file that computes the launch."""
+        c = self.choice
+        if isinstance(c, gather.Choice):
+            return "Gather"
+        if isinstance(c, wgrad.Choice):
+            return "GradWeight"
+        if isinstance(c, direct_wgrad.Choice):
+            return "DirectGradInput" if self.pass_ == "grad-input" else "DirectGradWeight"
+        return "DirectAny" if c.tile is None else "DirectWalk" if isinstance(c.tile, direct.Walk) else "Direct"
+
+
+def variants(p: Problem, gpu: Gpu) -> tuple[Variant, ...]:
+    """The kernels that serve a layer at every size, for each pass the one for ``p``'s alignment first.
+
+    Raises:
+        ValueError: no kernel serves a pass.
+    """
+    found = []
+    for pass_ in PASSES:
+        choice = _choice(p, pass_, gpu)
+        name = NAMES[pass_]
+        unit, unit_out = _units(choice)
+        found.append(_variant(name, pass_, choice, unit, unit_out))
+        general = _general(p, pass_, unit, unit_out)
+        if general is not None:
+            found.append(_variant(f"{name}_unaligned", pass_, _choice(general, pass_, gpu), 1, 1))
+    return tuple(found)
+
+
+def _choice(p: Problem, pass_: Pass, gpu: Gpu) -> Choice:
+    selection = plan(p.with_(pass_="fwd"), Device("cuda", gpu=gpu)).selection(pass_)
+    choice = selection.choice
+    if not isinstance(choice, (gather.Choice, direct.Choice, direct_wgrad.Choice, wgrad.Choice)):
+        reason = "; ".join(c.reason for c in selection.candidates)
+        raise ValueError(f"the layer must have kernels to be exported, and for {pass_} there is none: {reason}")
+    return choice
+
+
+def _units(choice: Choice) -> tuple[int, int]:
+    """Multiples of which the columns (of the source or input, of the output) must be for a choice's kernel."""
+    if isinstance(choice, gather.Choice):
+        t = choice.tiling
+        return (t.vec if t.tensor_map and not t.channels_last else 1), 1
+    if isinstance(choice, wgrad.Choice):
+        w = choice.tiling
+        if w.channels_last:
+            return 1, 1
+        by_boxes = isinstance(w, WarpgroupTiling) and w.box_g
+        return (w.vec if w.aligned else 1), (w.vec if by_boxes else 1)
+    return 1, 1
+
+
+def _general(p: Problem, pass_: Pass, unit: int, unit_out: int) -> Problem | None:
+    """The layer at a size that a kernel for these multiples does not serve; None where it serves all sizes."""
+    for more in range(1, 65):
+        q = p.with_(size=(*p.size[:-1], p.size[-1] + more))
+        width = source_shape(q.with_(pass_=pass_))[-1] if pass_ != "grad-weight" else q.size[-1]
+        # A kernel for the input's rows at any alignment serves the output's too, but not the other way round.
+        if width % unit or (unit == 1 and q.out_size[-1] % unit_out):
+            return q
+    return None
+
+
+def _variant(name: str, pass_: Pass, choice: Choice, unit: int, unit_out: int) -> Variant:
+    (source,) = choice.sources()
+    entries = tuple(source.entries)
+    if isinstance(choice, (gather.Choice, direct.Choice)):
+        return Variant(name, pass_, choice, unit, unit_out, entries[0], entries[1], entries)
+    return Variant(name, pass_, choice, unit, unit_out, None, entries[0], entries)
+
+
+# --- C++ -------------------------------------------------------------------------------------------------------------
+
+PROTOTYPES = {
+    "pack": "void pack_{name}(const at::Tensor& weight, const at::Tensor& packed)",
+    "run": (
+        "void run_{name}(const at::Tensor& {source}, const at::Tensor& packed, const std::optional<at::Tensor>& bias,\n"
+        "{pad}const at::Tensor& out, int64_t blocks, const std::array<int64_t, {count}>& sizes)"
+    ),
+    "sum": (
+        "void run_{name}(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& partial, const at::Tensor& out,\n"
+        "{pad}int64_t blocks, const std::array<int64_t, {count}>& sizes)"
+    ),
+}
+
+LAUNCH = dedent(
+    """\
+    // --- launches --------------------------------------------------------------------------------------------------------
+
+    // A value as a kernel's parameter: pointers from void*, integers in range, tensor maps bit by bit.
+    template <typename To, typename From>
+    To parameter(const From& value) {
+      if constexpr (std::is_class_v<To>) {
+        static_assert(sizeof(To) == sizeof(From), "a tensor map has 128 bytes");
+        To to;
+        std::memcpy(&to, &value, sizeof(To));
+        return to;
+      } else if constexpr (std::is_integral_v<To>) {
+        TORCH_CHECK(value == static_cast<int64_t>(static_cast<To>(value)), "the tensor is too large: a size or the number of tiles is ", value);
+        return static_cast<To>(value);
+      } else {
+        return static_cast<To>(value);
+      }
+    }
+
+    template <typename... Parameters, typename Values, size_t... I>
+    void start(void (*kernel)(Parameters...), const cudaLaunchConfig_t& config, const Values& values, std::index_sequence<I...>) {
+      C10_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, parameter<Parameters>(std::get<I>(values))...));
+    }
+
+    // Launches a kernel on the tensor's device and that device's current stream.
+    template <auto Kernel, int Threads, int SharedBytes, typename Values>
+    void launch(const at::Tensor& on, int64_t blocks, const Values& values) {
+      TORCH_CHECK(0 < blocks && blocks < (int64_t(1) << 31), "the tensor is too large: its tiles make ", blocks, " blocks");
+      const c10::cuda::CUDAGuard guard(on.device());
+      if constexpr (SharedBytes > 48 * 1024) {  // more than the default wants to be asked for, once per device
+        static std::array<std::once_flag, 64> asked;
+        std::call_once(asked.at(on.get_device()), [] { C10_CUDA_CHECK(cudaFuncSetAttribute(Kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, SharedBytes)); });
+      }
+      cudaLaunchConfig_t config = {};
+      config.gridDim = dim3(static_cast<unsigned>(blocks));
+      config.blockDim = dim3(Threads);
+      config.dynamicSmemBytes = SharedBytes;
+      config.stream = c10::cuda::getCurrentCUDAStream(on.get_device()).stream();
+      start(Kernel, config, values, std::make_index_sequence<std::tuple_size_v<Values>>());
+    }
+
+    void* address(const std::optional<at::Tensor>& t) { return t ? t->data_ptr() : nullptr; }
+    """
+)
+
+TENSOR_MAP = dedent(
+    """\
+    // --- tensor maps: what the tensor copy engine must know of a tensor ---------------------------------------------------
+
+    // The driver's function, found at run time so that nothing links libcuda.
+    decltype(&cuTensorMapEncodeTiled) encode_tiled() {
+      static const auto found = [] {
+        void* function = nullptr;
+        cudaDriverEntryPointQueryResult status;
+    #if CUDART_VERSION >= 12050
+        C10_CUDA_CHECK(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &status));
+    #else
+        C10_CUDA_CHECK(cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &function, cudaEnableDefault, &status));
+    #endif
+        TORCH_CHECK(function != nullptr, "the CUDA driver must be 12.0 or newer: it has no tensor maps");
+        return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
+      }();
+      return found;
+    }
+
+    // A map over a dense tensor of dimensions `dims`, innermost first, and the box that one copy brings: `box` elements
+    // traversed by `steps` along each.
+    CUtensorMap tensor_map(const at::Tensor& t, CUtensorMapDataType type, const std::array<int64_t, 5>& dims,
+                           const std::array<cuuint32_t, 5>& box, const std::array<cuuint32_t, 5>& steps, CUtensorMapSwizzle swizzle) {
+      const c10::cuda::CUDAGuard guard(t.device());
+      C10_CUDA_CHECK(cudaSetDevice(t.get_device()));  // gives a thread that has called nothing yet its context
+      std::array<cuuint64_t, 5> counts;
+      std::array<cuuint64_t, 4> pitches;  // bytes from an element to the next along all dimensions but the innermost
+      cuuint64_t pitch = t.element_size();
+      for (int i = 0; i < 5; i++) {
+        counts[i] = dims[i];
+        pitch *= dims[i];
+        if (i < 4) pitches[i] = pitch;
+      }
+      CUtensorMap map;
+      const CUresult result = encode_tiled()(&map, type, 5, t.data_ptr(), counts.data(), pitches.data(), box.data(), steps.data(),
+                                             CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+                                             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+      TORCH_CHECK(result == CUDA_SUCCESS, "cuTensorMapEncodeTiled failed with error ", static_cast<int>(result));
+      return map;
+    }
+    """
+)
+
+
+def includes() -> str:
+    """The headers of the host code."""
+    standard = ("array", "cstring", "mutex", "optional", "tuple", "type_traits", "utility")
+    lines = [f"#include <{name}>" for name in standard]
+    lines += ["#include <c10/cuda/CUDAException.h>", "#include <c10/cuda/CUDAGuard.h>", "#include <c10/cuda/CUDAStream.h>"]
+    return "\n".join(lines)
+
+
+def helpers(found: tuple[Variant, ...]) -> str:
+    """What the launch functions share."""
+    maps = any(_maps(v) for v in found)
+    return "namespace {\n\n" + LAUNCH + ("\n" + TENSOR_MAP if maps else "") + "\n}  // namespace\n"
+
+
+def _maps(v: Variant) -> int:
+    """Tensor maps of a kernel."""
+    if isinstance(v.choice, gather.Choice):
+        return int(v.choice.tiling.tensor_map)
+    if isinstance(v.choice, wgrad.Choice) and isinstance(v.choice.tiling, WarpgroupTiling):
+        return 1 + v.choice.tiling.box_g
+    return 0
+
+
+def prototypes(v: Variant) -> tuple[str, ...]:
+    """The declarations of a variant's C++ functions."""
+    found = []
+    if v.pack is not None:
+        found.append(PROTOTYPES["pack"].format(name=v.name))
+    source = "grad" if v.pass_ == "grad-input" else "x"
+    text = PROTOTYPES["sum" if v.pass_ == "grad-weight" else "run"]
+    found.append(text.format(name=v.name, source=source, pad=" " * (10 + len(v.name)), count=_sizes(v)))
+    return tuple(found)
+
+
+def functions(v: Variant) -> tuple[str, ...]:
+    """The names of a variant's C++ functions."""
+    return ((f"pack_{v.name}",) if v.pack is not None else ()) + (f"run_{v.name}",)
+
+
+def _sizes(v: Variant) -> int:
+    return {
+        "Gather": 11, "Direct": 8, "DirectAny": 7, "DirectWalk": 8, "GradWeight": 12, "DirectGradInput": 8,
+        "DirectGradWeight": 9,
+    }[v.kind]  # fmt: skip
+
+
+def definitions(v: Variant) -> str:
+    """A variant's C++ functions."""
+    *pack, run = prototypes(v)
+    bodies = [f"{pack[0]} {{\n{indent(_pack(v), '  ')}}}\n"] if pack else []
+    body = {"grad-weight": _run_grad_weight}.get(v.pass_, _run)(v)
+    return "\n".join([*bodies, f"{run} {{\n{indent(body, '  ')}}}\n"])
+
+
+def _pack(v: Variant) -> str:
+    c = v.choice
+    kernel = f"{v.name}::{v.pack}"
+    words = packed_words(v)
+    if isinstance(c, gather.Choice):
+        return (
+            f"launch<{kernel}, 256, 0>(weight, {-(-words // 256)}, std::make_tuple(weight.data_ptr(), packed.data_ptr(), "
+            f"packed.numel()));\n"
+        )
+    full = (c.problem.weight_shape[0], c.problem.weight_shape[1], *_full(c.problem.kernel))
+    strides = [math.prod(full[i + 1 :]) for i in range(5)]
+    numbers = ", ".join(map(str, strides))
+    return (
+        f"const std::array<int64_t, 6> strides_and_count = {{{numbers}, packed.numel()}};\n"
+        f"launch<{kernel}, 256, 0>(weight, {min(-(-words // 256), 2**16)}, "
+        "std::tuple_cat(std::make_tuple(weight.data_ptr(), packed.data_ptr()), strides_and_count));\n"
+    )
+
+
+def _run(v: Variant) -> str:
+    c, source = v.choice, "grad" if v.pass_ == "grad-input" else "x"
+    threads, shared = _block(v)
+    pointers = f"{source}.data_ptr(), packed.data_ptr(), address(bias), out.data_ptr()"
+    if v.kind == "DirectGradInput":
+        pointers = f"{source}.data_ptr(), packed.data_ptr(), out.data_ptr()"
+    lines, last = [], ""
+    if isinstance(c, gather.Choice) and c.tiling.tensor_map:
+        lines.append(_gather_map(c.tiling, source))
+        last = ", std::make_tuple(map)"
+    lines.append(
+        f"launch<{v.name}::{v.entry}, {threads}, {shared}>({source}, blocks, "
+        f"std::tuple_cat(std::make_tuple({pointers}), sizes{last}));\n"
+    )
+    return "".join(lines)
+
+
+def _run_grad_weight(v: Variant) -> str:
+    c = v.choice
+    threads, shared = _block(v)
+    first = "x.data_ptr(), grad.data_ptr(), partial.data_ptr()"
+    lines, last = [], ""
+    if isinstance(c, wgrad.Choice) and isinstance(c.tiling, WarpgroupTiling):
+        t = c.tiling
+        first = "grad.data_ptr(), partial.data_ptr()"
+        lines.append(_wgrad_map(t, "x", False))
+        if t.box_g:
+            lines.append(_wgrad_map(t, "grad", True))
+            lines.append("const std::array<CUtensorMap, 2> maps = {map_x, map_grad};\n")
+        else:
+            lines.append("const std::array<CUtensorMap, 1> maps = {map_x};\n")
+        last = ", std::make_tuple(maps)"
+    lines.append(
+        f"launch<{v.name}::{v.entry}, {threads}, {shared}>(x, blocks, "
+        f"std::tuple_cat(std::make_tuple({first}), sizes{last}));\n"
+    )
+    runs = 32 if isinstance(c, wgrad.Choice) else 256  # weights of a block of the second step
+    lines.append("// The sums of all slices, always in the same order; out may have any dense memory format.\n")
+    lines.append(
+        f"launch<{v.name}::reduce, 256, 0>(x, (out.numel() + {runs - 1}) / {runs}, "
+        "std::make_tuple(partial.data_ptr(), out.data_ptr(), partial.size(0), out.stride(0), out.stride(1), "
+        "out.stride(-1)));\n"
+    )
+    return "".join(lines)
+
+
+def _block(v: Variant) -> tuple[int, int]:
+    """(threads, bytes of dynamic shared memory) of a block."""
+    c = v.choice
+    if isinstance(c, gather.Choice):
+        return (512 if c.tiling.wgmma else 384), c.tiling.shared_bytes
+    if isinstance(c, wgrad.Choice):
+        return c.tiling.threads, c.tiling.shared_bytes
+    if isinstance(c, direct_wgrad.Choice) or c.tile is None:
+        return 256, 0
+    m = c.macros()
+    if isinstance(c.tile, direct.Walk):
+        return m["THREADS"], 0
+    return m["THREADS"], direct.shared_words(m)[2] * (8 if c.problem.dtype is torch.float64 else 4)
+
+
+def _gather_map(t: Tiling, source: str) -> str:
+    p = t.problem
+    kind = {
+        torch.float32: "TFLOAT32" if t.channels_last and p.precision == "tf32" else "FLOAT32",
+        torch.bfloat16: "BFLOAT16",
+        torch.float16: "FLOAT16",
+    }[p.dtype]
+    swizzle = f"SWIZZLE_{t.row_bytes}B" if t.channels_last else "SWIZZLE_NONE"
+    # sizes: batch, depth, height and width of the source, ...
+    return _map("map", source, kind, source_shape(p)[1], ("sizes[3]", "sizes[2]", "sizes[1]"), t.channels_last,
+                t.box, t.box_steps, swizzle)  # fmt: skip
+
+
+def _wgrad_map(t: WarpgroupTiling, name: str, g: bool) -> str:
+    p = t.problem
+    kind = {torch.float32: "TFLOAT32", torch.bfloat16: "BFLOAT16", torch.float16: "FLOAT16"}[p.dtype]
+    span = t.g_width * t.element if g else t.segment
+    plain = not t.channels_last if g else t.turned
+    # sizes: batch, depth, height and width of the input, of the output, ...
+    size = ("sizes[6]", "sizes[5]", "sizes[4]") if g else ("sizes[3]", "sizes[2]", "sizes[1]")
+    return _map(f"map_{name}", name, kind, p.out_channels if g else p.in_channels, size, t.channels_last,
+                t.g_box if g else t.box, (1,) * 5, "SWIZZLE_NONE" if plain else f"SWIZZLE_{span}B")  # fmt: skip
+
+
+def _map(
+    name: str,
+    tensor: str,
+    kind: str,
+    channels: int,
+    size: tuple[str, str, str],
+    last: bool,
+    box: tuple[int, ...],
+    steps: tuple[int, ...],
+    swizzle: str,
+) -> str:
+    w, h, d = size
+    dims = (str(channels), w, h, d, "sizes[0]") if last else (w, h, d, str(channels), "sizes[0]")
+    lists = [", ".join(map(str, values)) for values in (dims, box, steps)]
+    return (
+        f"const CUtensorMap {name} = tensor_map({tensor}, CU_TENSOR_MAP_DATA_TYPE_{kind}, {{{lists[0]}}},\n"
+        f"{' ' * (len(name) + 32)}{{{lists[1]}}}, {{{lists[2]}}}, CU_TENSOR_MAP_{swizzle});\n"
+    )
+
+
+def _full(values: tuple[int, ...], fill: int = 1) -> tuple[int, int, int]:
+    d, h, w = (fill,) * (3 - len(values)) + values
+    return d, h, w
+
+
+# --- Python ----------------------------------------------------------------------------------------------------------
+
+CLASSES = {
+    "Gather": dedent(
+        '''\
+        class Gather(NamedTuple):
+            """Forward or gradient for the input on tensor cores: persistent blocks that take one tile after the other."""
+
+            name: str
+            unit: int  # the source's columns must be a multiple of it, so that rows begin at 16 bytes
+            tile: tuple[int, int, int, int]  # positions of a tile: images, depth, height, width
+            steps: tuple[int, int, int]  # results of a position along depth, height, width
+            m_groups: int  # sets of output channels and phases, each a tile of its own
+            resident: bool  # a block keeps the weights of one set, so that all sets have as many blocks
+            words: int  # of the packed weights
+            packed: torch.dtype
+
+            def launch(self, batch, source, result, processors):
+                """(blocks, the kernel's sizes); source and result are (depth, height, width)."""
+                counts = [ceil(size, step * tile) for size, step, tile in zip(result, self.steps, self.tile[1:])]
+                tiles = ceil(batch, self.tile[0]) * math.prod(counts) * self.m_groups
+                blocks = min(tiles, processors)
+                if self.resident:
+                    blocks = max(1, blocks // self.m_groups) * self.m_groups
+                return blocks, (batch, *source, *result, *counts, tiles)
+        '''
+    ),
+    "Direct": dedent(
+        '''\
+        class Direct(NamedTuple):
+            """Forward on CUDA cores: a block takes cells, the results between two strides, of one row of depth."""
+
+            name: str
+            unit: int
+            cells: tuple[int, int]  # of a block along height, width
+            stride: tuple[int, int]  # results of a cell along height, width
+            channel_blocks: int  # blocks that the output channels of a cell take
+            words: int  # of the packed weights
+            packed: torch.dtype
+
+            def launch(self, batch, source, result, processors):
+                """(blocks, the kernel's sizes); source and result are (depth, height, width)."""
+                rows, columns = (ceil(ceil(n, s), c) for n, s, c in zip(result[1:], self.stride, self.cells))
+                return batch * result[0] * self.channel_blocks * rows * columns, (*source, *result, rows, columns)
+        '''
+    ),
+    "DirectAny": dedent(
+        '''\
+        class DirectAny(NamedTuple):
+            """Forward on CUDA cores, a thread for each result."""
+
+            name: str
+            unit: int
+            channels: int  # of the result
+            words: int  # of the packed weights
+            packed: torch.dtype
+
+            def launch(self, batch, source, result, processors):
+                """(blocks, the kernel's sizes); source and result are (depth, height, width)."""
+                total = batch * self.channels * math.prod(result)
+                return min(ceil(total, 256), 2**20), (*source, *result, total)
+        '''
+    ),
+    "DirectWalk": dedent(
+        '''\
+        class DirectWalk(NamedTuple):
+            """Depthwise forward on CUDA cores: a thread walks down a strip of cells, the results between two strides."""
+
+            name: str
+            unit: int
+            cells: int  # of a thread along width
+            strip: int  # and along height
+            stride: tuple[int, int]  # results of a cell along height, width
+            channel_blocks: int  # threads for the channels of a cell
+            words: int  # of the packed weights
+            packed: torch.dtype
+
+            def launch(self, batch, source, result, processors):
+                """(blocks, the kernel's sizes); source and result are (depth, height, width)."""
+                runs = ceil(ceil(result[2], self.stride[1]), self.cells)
+                strips = ceil(ceil(result[1], self.stride[0]), self.strip)
+                threads = batch * self.channel_blocks * runs * strips
+                return ceil(threads, 128), (*source[1:], *result[1:], runs, strips, self.strip, threads)
+        '''
+    ),
+    "DirectGradInput": dedent(
+        '''\
+        class DirectGradInput(NamedTuple):
+            """Gradient for the input on CUDA cores: a thread takes some input channels of a pixel."""
+
+            name: str
+            unit: int
+            channel_blocks: int  # threads for the channels of a pixel
+
+            def launch(self, batch, source, result, processors):
+                """(blocks, the kernel's sizes); source and result are (depth, height, width)."""
+                threads = batch * math.prod(result) * self.channel_blocks
+                return ceil(threads, 256), (batch, *result, *source, threads)
+        '''
+    ),
+    "GradWeight": dedent(
+        '''\
+        class GradWeight(NamedTuple):
+            """Gradient for the weight on tensor cores: blocks share the pixels, in chunks; their sums are added after."""
+
+            name: str
+            unit: int  # the input's columns must be a multiple of it, so that rows begin at 16 bytes
+            unit_out: int  # and the output's
+            tile: tuple[int, int, int, int]  # pixels of a chunk: images, depth, height, width
+            blocks: int  # for the channels and taps of the weight, with every share of the pixels
+            slices: int  # of sums that a block writes
+            chunk_seconds: float  # by the planner's model
+
+            def launch(self, batch, size, out_size, processors):
+                """(blocks, slices of sums, the kernel's sizes); the sizes are (depth, height, width)."""
+                counts = [ceil(n, t) for n, t in zip((batch, *size), self.tile)]
+                chunks = math.prod(counts)
+                pixels = batch * (IN_CHANNELS * math.prod(size) + OUT_CHANNELS * math.prod(out_size))
+                shares = self.shares(chunks, pixels * DTYPE.itemsize / BANDWIDTH, processors)
+                sizes = (batch, *size, *out_size, *counts[1:], chunks, ceil(chunks, shares))
+                return self.blocks * shares, self.slices * shares, sizes
+
+            def shares(self, chunks, memory, processors):
+                """How many shares the pixels are cut in: the planner's model weighs waves of blocks against sums to add."""
+                slice_bytes = 4 * WEIGHTS * self.slices
+                most = max(1, min(chunks, SUM_BYTES // slice_bytes))
+                best = None
+                for n in sorted({min(most, max(1, processors * k // self.blocks)) for k in (1, 2, 3, 4)} | {1}):
+                    each = ceil(chunks, n)
+                    n = ceil(chunks, each)  # without shares that were empty
+                    work = ceil(self.blocks * n, processors) * each * self.chunk_seconds
+                    seconds = max(work, memory) + 0.15 * min(work, memory)
+                    seconds += n * slice_bytes / BANDWIDTH + n * self.slices / 8 * 0.15e-6
+                    if best is None or seconds < best[0]:
+                        best = seconds, n
+                return best[1]
+        '''
+    ),
+    "DirectGradWeight": dedent(
+        '''\
+        class DirectGradWeight(NamedTuple):
+            """Gradient for the weight on CUDA cores: blocks share the pixels; their sums are added after."""
+
+            name: str
+            unit: int
+            unit_out: int
+            blocks: int  # for the channels and taps of the weight, with every share of the pixels
+
+            def launch(self, batch, size, out_size, processors):
+                """(blocks, slices of sums, the kernel's sizes); the sizes are (depth, height, width)."""
+                pixels = batch * math.prod(size)
+                most = min(512, ceil(pixels, 256), max(1, (64 << 20) // (8 * WEIGHTS)))
+                shares = max(1, min(most, ceil(8 * processors, self.blocks)))
+                shares = ceil(pixels, ceil(pixels, shares))  # without shares that were empty
+                sizes = (batch, *size, *out_size, pixels, ceil(pixels, shares))
+                return self.blocks * shares, shares, sizes
+        '''
+    ),
+}
+
+
+def packed_words(v: Variant) -> int:
+    """Elements of a kernel's packed weights."""
+    c = v.choice
+    if isinstance(c, gather.Choice):
+        return c.tiling.packed_words
+    if isinstance(c, direct.Choice):
+        return c.problem.groups * c.problem.taps if isinstance(c.tile, direct.Walk) else direct.packed_words(c.macros())
+    return 0
+
+
+def record(v: Variant) -> str:
+    """A variant as a call of its class in the exported file."""
+    c = v.choice
+    given: dict[str, object] = {"name": v.name, "unit": v.unit}
+    if isinstance(c, gather.Choice):
+        t = c.tiling
+        given |= {"tile": t.tile, "steps": t.out_steps, "m_groups": t.m_groups, "resident": t.resident}
+    elif isinstance(c, wgrad.Choice):
+        w = c.tiling
+        seconds = wgrad._chunk_clocks(w)[0] / c.gpu.clock
+        given |= {"unit_out": v.unit_out, "tile": w.tile, "blocks": w.tiles, "slices": w.k_slices}
+        given |= {"chunk_seconds": seconds}
+    elif isinstance(c, direct_wgrad.Choice):
+        p = c.problem
+        if v.pass_ == "grad-input":
+            given |= {"channel_blocks": p.groups * -(-(p.in_channels // p.groups) // c.tile.ci)}
+        else:
+            given |= {"unit_out": v.unit_out, "blocks": direct_wgrad._weight_blocks(p, c.tile)}
+    elif c.tile is None:
+        given |= {"channels": c.problem.out_channels}
+    else:
+        p, (_, h, w_axis) = c.problem, direct.axes(c.problem)
+        stride = (h.stride, w_axis.stride)
+        if isinstance(c.tile, direct.Walk):
+            blocks = p.groups // c.tile.channels
+            given |= {"cells": c.tile.cells, "strip": c.tile.strip, "stride": stride, "channel_blocks": blocks}
+        else:
+            cells = (c.tile.block_h, c.tile.cells * c.tile.block_x)
+            blocks = -(-p.groups // c.tile.slots) * -(-p.out_channels // p.groups // c.tile.co)
+            given |= {"cells": cells, "stride": stride, "channel_blocks": blocks}
+    if v.pack is not None:
+        dtype = "torch.int32" if v.kind == "Gather" else "torch.float32"
+        if c.problem.dtype is torch.float64:
+            dtype = "torch.float64"
+        text = ", ".join(f"{key}={value!r}" for key, value in given.items())
+        return f"{v.kind}({text}, words={packed_words(v)}, packed={dtype})"
+    return f"{v.kind}({', '.join(f'{key}={value!r}' for key, value in given.items())})"

@@ -1,0 +1,462 @@
+"""The text of an exported file: constants, device code, launches, autograd and ``ModelNew``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+
+from upconv.cuda import wgrad
+from upconv.cuda.gpu import Gpu
+from upconv.export import host
+from upconv.export.signatures import Signature
+from upconv.export.specialise import specialise
+from upconv.problem import Problem
+
+WIDTH = 120
+
+
+def program(p: Problem, signature: Signature, gpu: Gpu, title: str) -> str:
+    """The file for a layer at every batch and spatial size, planned for ``p``'s.
+
+    Args:
+        p: the forward, with the precision and the layout that the file is to have.
+        signature: the constructor of ``ModelNew``.
+        gpu: the GPU that the kernels are chosen and compiled for.
+        title: the file's first sentence.
+
+    Raises:
+        ValueError: no kernel serves the layer.
+    """
+    found = host.variants(p, gpu)
+    kinds = dict.fromkeys(v.kind for v in found)
+    values = {
+        "HEAD": _head(p, signature, gpu, title, found),
+        "CONSTANTS": _constants(p, gpu, found),
+        "CUDA": cuda(found),
+        "DECLARATIONS": ";\n".join(text for v in found for text in host.prototypes(v)) + ";",
+        "FUNCTIONS": ", ".join(f'"{name}"' for v in found for name in host.functions(v)),
+        "ARCH": gpu.arch,
+        "CAPABILITY": _capability(gpu),
+        "DEVICES": _devices(gpu),
+        "CLASSES": "\n\n".join(host.CLASSES[kind] for kind in kinds),
+        "RECORDS": _records(found),
+        "PRECISION": _PRECISION.get(p.precision, ""),
+        "CHECK_PRECISION": "    check_precision()\n" if p.precision in _PRECISION else "",
+        "MODEL": signature.model(),
+        "ATTRIBUTE": signature.attribute,
+        "NAMES": _names(p.rank),
+        "EXPECTED": signature.expected(),
+    }
+    return _filled(_FILE, values)
+
+
+def cuda(found: tuple[host.Variant, ...]) -> str:
+    """The file's CUDA C++: device code of all kernels, each in its namespace, then the host's."""
+    units = []
+    for v in found:
+        (unit,) = v.choice.sources()
+        units.append((v, specialise(unit.source, v.name, v.entries)))
+    needed = dict.fromkeys(line for _, unit in units for line in unit.includes)
+    parts = [
+        host.includes() + "".join(f"\n{line}" for line in needed) + "\n",
+        *(f"{_banner(v)}\n{unit.text.strip()}\n" for v, unit in units),
+        host.helpers(found),
+        *(host.definitions(v) for v in found),
+    ]
+    return "\n".join(parts)
+
+
+def _banner(v: host.Variant) -> str:
+    what = {"fwd": "Forward", "grad-input": "Gradient for the input", "grad-weight": "Gradient for the weight"}[v.pass_]
+    name = v.name.removesuffix("_unaligned")
+    where = " where rows begin off 16 bytes" if name != v.name else ""
+    line = "// " + "=" * (WIDTH - 3)
+    return f"{line}\n// {what}{where}: {v.choice.summary.rsplit(', grid', 1)[0]}.\n{line}\n"
+
+
+def _filled(text: str, values: Mapping[str, str]) -> str:
+    for name, value in values.items():
+        text = text.replace(f"@{name}@", value)
+    return text
+
+
+def _names(rank: int) -> str:
+    return ("batch, channels, length", "batch, channels, height, width", "batch, channels, depth, height, width")[rank - 1]
+
+
+# --- the head --------------------------------------------------------------------------------------------------------
+
+_MULTIPLIED = {
+    "tf32": "Float32 values are rounded to TF32, to nearest even, and multiplied on tensor cores, as PyTorch's default is.",
+    "ieee": "Float32 values are multiplied in float32, or as two TF32 parts in three products on tensor cores, which is as exact.",
+    "fp16": "Float16 values are multiplied with sums in float32.",
+    "bf16": "Bfloat16 values are multiplied with sums in float32.",
+    "fp64": "Float64 values are multiplied in float64.",
+}
+
+
+def _head(p: Problem, signature: Signature, gpu: Gpu, title: str, found: tuple[host.Variant, ...]) -> str:
+    return title
+
+
+def _constants(p: Problem, gpu: Gpu, found: tuple[host.Variant, ...]) -> str:
+    layout = "contiguous_format" if p.layout == "nchw" else "channels_last" if p.rank == 2 else "channels_last_3d"
+    lines = [
+        f"IN_CHANNELS, OUT_CHANNELS, GROUPS = {p.in_channels}, {p.out_channels}, {p.groups}",
+        f"KERNEL, STRIDE, PADDING = {p.kernel}, {p.stride}, {p.padding}",
+        f"OUTPUT_PADDING, DILATION = {p.output_padding}, {p.dilation}",
+        f"DTYPE, FORMAT = {p.dtype}, torch.{layout}",
+        f"RANK, WEIGHTS = {p.rank}, {math.prod(p.weight_shape)}",
+    ]
+    if any(isinstance(v.choice, wgrad.Choice) for v in found):
+        lines.append(f"BANDWIDTH = {gpu.bandwidth:.2g}  # of the device memory in bytes/s, for the planner's model")
+        lines.append("SUM_BYTES = 96 << 20  # of the weight gradient's slices of sums, at most")
+    return "\n".join(lines)
+
+
+def _capability(gpu: Gpu) -> str:
+    return str(gpu.capability)
+
+
+def _devices(gpu: Gpu) -> str:
+    """The condition under which a device of capability ``have`` runs what is compiled for the GPU's."""
+    if gpu.arch.endswith("a"):
+        return "have == CAPABILITY"
+    return "have[0] == CAPABILITY[0] and have >= CAPABILITY"
+
+
+def _records(found: tuple[host.Variant, ...]) -> str:
+    lines = []
+    for pass_, name in host.NAMES.items():
+        mine = [host.record(v) for v in found if v.pass_ == pass_]
+        lines.append(f"{name.upper()} = (\n" + "".join(f"    {text},\n" for text in mine) + ")")
+    return "\n".join(lines)
+
+
+_PRECISION = {
+    "tf32": '''
+def check_precision() -> None:
+    """These kernels round float32 to TF32, as PyTorch does unless it is told not to."""
+    cudnn = torch.backends.cudnn
+    precision = cudnn.conv.fp32_precision if hasattr(cudnn, "conv") else "tf32" if cudnn.allow_tf32 else "ieee"
+    if precision != "tf32" or not cudnn.enabled:
+        raise RuntimeError(
+            "ModelNew multiplies in TF32, and torch.backends.cudnn.conv.fp32_precision (or allow_tf32, or cudnn.enabled) "
+            f"now asks for IEEE float32; got {precision!r}"
+        )
+
+'''
+}
+
+_FILE = '''"""@HEAD@"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+import os
+import shutil
+import threading
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils import cpp_extension
+
+# --- the layer that everything here is specialised for ---------------------------------------------------------------
+
+@CONSTANTS@
+CAPABILITY = @CAPABILITY@  # of the GPUs that the kernels are compiled for: sm_@ARCH@
+
+# --- CUDA C++ --------------------------------------------------------------------------------------------------------
+
+CUDA = r"""
+@CUDA@"""
+
+DECLARATIONS = r"""
+#include <array>
+#include <optional>
+@DECLARATIONS@
+"""
+
+FUNCTIONS = [@FUNCTIONS@]
+
+_lock = threading.Lock()
+_extension = None
+
+
+def build():
+    """Compiles the kernels and loads them; PyTorch keeps what is compiled in its folder for extensions.
+
+    The first call for a layer that needs them does it by itself, and takes a minute or two.
+
+    Raises:
+        RuntimeError: one sentence on what is missing, or the compiler's messages.
+    """
+    global _extension
+    with _lock:
+        if _extension is None:
+            if torch.version.cuda is None:
+                raise RuntimeError("ModelNew's kernels need a PyTorch with CUDA, and this one is built without.")
+            if cpp_extension.CUDA_HOME is None:
+                raise RuntimeError("ModelNew compiles its kernels with nvcc: install the CUDA toolkit or set CUDA_HOME.")
+            if not cpp_extension.is_ninja_available():
+                raise RuntimeError("ModelNew compiles its kernels with ninja, which is not installed: pip install ninja.")
+            if shutil.which(os.environ.get("CXX", "c++")) is None:
+                raise RuntimeError("ModelNew compiles its kernels with a C++ compiler, and there is none: set CXX.")
+            digest = hashlib.sha256((CUDA + DECLARATIONS).encode()).hexdigest()
+            _extension = cpp_extension.load_inline(
+                name=f"conv_transpose_{digest[:16]}",
+                cpp_sources=DECLARATIONS,
+                cuda_sources=CUDA,
+                functions=FUNCTIONS,
+                extra_cuda_cflags=["-O3", "-gencode=arch=compute_@ARCH@,code=sm_@ARCH@"],
+            )
+    return _extension
+
+
+# --- how much each kernel is launched with ---------------------------------------------------------------------------
+
+
+def ceil(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def output_size(size):
+    """Of every spatial dimension."""
+    axes = zip(size, KERNEL, STRIDE, PADDING, OUTPUT_PADDING, DILATION)
+    return tuple((n - 1) * s - 2 * p + d * (k - 1) + more + 1 for n, k, s, p, more, d in axes)
+
+
+def full(size):
+    """(depth, height, width); dimensions that the layer lacks have size 1."""
+    return (1,) * (3 - RANK) + tuple(size)
+
+
+@CLASSES@
+
+# For each pass its kernels; the first that fits the size is taken.
+@RECORDS@
+
+
+@functools.lru_cache(maxsize=1024)
+def forward_launch(batch, size, processors):
+    source, result = full(size), full(output_size(size))
+    kernel = next(k for k in FORWARD if source[2] % k.unit == 0)
+    return kernel, *kernel.launch(batch, source, result, processors)
+
+
+@functools.lru_cache(maxsize=1024)
+def grad_input_launch(batch, size, processors):
+    source, result = full(output_size(size)), full(size)
+    kernel = next(k for k in GRAD_INPUT if source[2] % k.unit == 0)
+    return kernel, *kernel.launch(batch, source, result, processors)
+
+
+@functools.lru_cache(maxsize=1024)
+def grad_weight_launch(batch, size, processors):
+    size, out_size = full(size), full(output_size(size))
+    kernel = next(k for k in GRAD_WEIGHT if size[2] % k.unit == 0 and out_size[2] % k.unit_out == 0)
+    return kernel, *kernel.launch(batch, size, out_size, processors)
+
+
+@functools.lru_cache(maxsize=None)
+def processors(device: int) -> int:
+    """Multiprocessors of a CUDA device, after a look whether the kernels run there."""
+    properties = torch.cuda.get_device_properties(device)
+    have = properties.major, properties.minor
+    if not (@DEVICES@):
+        raise RuntimeError(
+            f"ModelNew's kernels are compiled for sm_@ARCH@, and cuda:{device} ({properties.name}) has compute capability "
+            f"{have[0]}.{have[1]}."
+        )
+    return properties.multi_processor_count
+
+
+# --- the three passes on tensors -------------------------------------------------------------------------------------
+
+
+def dense(t: Tensor) -> Tensor:
+    """The tensor in the kernels' memory format, beginning at 16 bytes."""
+    t = t.contiguous(memory_format=FORMAT)
+    return t.clone() if t.data_ptr() % 16 else t
+
+
+def run(kernel, source: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, blocks: int, sizes) -> Tensor:
+    getattr(build_once(), f"run_{kernel.name}")(source, packed, bias, out, blocks, sizes)
+    return out
+
+
+def build_once():
+    return _extension or build()
+
+
+def pack(kernel, weight: Tensor) -> Tensor:
+    """The weights in the order in which a kernel reads them; some read them as they are."""
+    weight = weight.contiguous()
+    if not hasattr(kernel, "words"):
+        return weight
+    packed = weight.new_empty(kernel.words, dtype=kernel.packed)
+    getattr(build_once(), f"pack_{kernel.name}")(weight, packed)
+    return packed
+
+
+class Kept:
+    """Packed weights of calls without gradients, used again while nothing can have changed.
+
+    (PyTorch's version counter misses changes made through ``weight.data``.)
+    """
+
+    def __init__(self):
+        self.key, self.packed = None, None
+
+    def pack(self, kernel, weight: Tensor) -> Tensor:
+        if weight.is_inference() or torch.cuda.is_current_stream_capturing():  # a replayed graph must pack what is then there
+            return pack(kernel, weight)
+        stream = torch.cuda.current_stream(weight.device).cuda_stream
+        key = kernel.name, weight.data_ptr(), weight.stride(), weight._version, stream
+        if self.key != key:
+            # The alias keeps the weight's memory from being given to another tensor at the same address.
+            self.packed = pack(kernel, weight), weight.detach()
+            self.key = key
+        return self.packed[0]
+
+    def __deepcopy__(self, memo):
+        return Kept()
+
+    def __reduce__(self):
+        return Kept, ()
+
+
+def forward(x: Tensor, weight: Tensor, bias: Tensor | None, kept: Kept | None = None) -> Tensor:
+    """(batch, IN_CHANNELS, *size) -> (batch, OUT_CHANNELS, *output_size(size))."""
+    size = tuple(x.shape[2:])
+    shape = (x.shape[0], OUT_CHANNELS, *output_size(size))
+    out = torch.empty(shape, dtype=DTYPE, device=x.device, memory_format=FORMAT)
+    if out.numel() == 0:
+        return out
+    kernel, blocks, sizes = forward_launch(x.shape[0], size, processors(x.get_device()))
+    packed = pack(kernel, weight) if kept is None else kept.pack(kernel, weight)
+    return run(kernel, dense(x), packed, None if bias is None else bias.contiguous(), out, blocks, sizes)
+
+
+def grad_input(grad: Tensor, weight: Tensor, size) -> Tensor:
+    """(batch, OUT_CHANNELS, *output_size(size)) -> (batch, IN_CHANNELS, *size)."""
+    shape = (grad.shape[0], IN_CHANNELS, *size)
+    out = torch.empty(shape, dtype=DTYPE, device=grad.device, memory_format=FORMAT)
+    if out.numel() == 0:
+        return out
+    kernel, blocks, sizes = grad_input_launch(grad.shape[0], tuple(size), processors(grad.get_device()))
+    return run(kernel, dense(grad), pack(kernel, weight), None, out, blocks, sizes)
+
+
+def grad_weight(x: Tensor, grad: Tensor) -> Tensor:
+    """Inputs and gradients of the outputs -> (IN_CHANNELS, OUT_CHANNELS // GROUPS, *KERNEL)."""
+    shape = (IN_CHANNELS, OUT_CHANNELS // GROUPS, *KERNEL)
+    if x.numel() == 0:
+        return torch.zeros(shape, dtype=DTYPE, device=x.device)
+    out = torch.empty(shape, dtype=DTYPE, device=x.device, memory_format=FORMAT)
+    kernel, blocks, slices, sizes = grad_weight_launch(x.shape[0], tuple(x.shape[2:]), processors(x.get_device()))
+    sums = torch.float64 if DTYPE is torch.float64 else torch.float32
+    partial = torch.empty((slices, WEIGHTS), dtype=sums, device=x.device)
+    getattr(build_once(), f"run_{kernel.name}")(dense(x), dense(grad), partial, out, blocks, sizes)
+    return out
+
+
+# --- autograd: each of the three is linear in both of its tensors, and the derivatives are the other two --------------
+
+
+class Forward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias):
+        ctx.save_for_backward(x, weight)
+        return forward(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        by_x, by_weight, by_bias = ctx.needs_input_grad
+        return (
+            GradInput.apply(grad, weight, x.shape[2:]) if by_x else None,
+            GradWeight.apply(x, grad) if by_weight else None,
+            grad.sum((0, *range(2, grad.dim()))) if by_bias else None,
+        )
+
+
+class GradInput(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, grad, weight, size):
+        ctx.save_for_backward(grad, weight)
+        return grad_input(grad, weight, size)
+
+    @staticmethod
+    def backward(ctx, other):  # of the input's shape
+        grad, weight = ctx.saved_tensors
+        by_grad, by_weight, _ = ctx.needs_input_grad
+        return (
+            Forward.apply(other, weight, None) if by_grad else None,
+            GradWeight.apply(other, grad) if by_weight else None,
+            None,
+        )
+
+
+class GradWeight(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, grad):
+        ctx.save_for_backward(x, grad)
+        return grad_weight(x, grad)
+
+    @staticmethod
+    def backward(ctx, other):  # of the weight's shape
+        x, grad = ctx.saved_tensors
+        by_x, by_grad = ctx.needs_input_grad
+        return (
+            GradInput.apply(grad, other, x.shape[2:]) if by_x else None,
+            Forward.apply(x, other, None) if by_grad else None,
+        )
+
+
+# --- the module ------------------------------------------------------------------------------------------------------
+
+@PRECISION@
+def check(x: Tensor, weight: Tensor) -> None:
+    """Raises ValueError, in a sentence, for an input that the kernels cannot take."""
+    if x.dim() != RANK + 2:
+        raise ValueError(f"ModelNew takes inputs (@NAMES@), batched or not; got shape {tuple(x.shape)}")
+    if x.shape[1] != IN_CHANNELS:
+        raise ValueError(f"ModelNew takes inputs of {IN_CHANNELS} channels; got shape {tuple(x.shape)}")
+    if min(x.shape[2:]) < 1 or min(output_size(x.shape[2:])) < 1:
+        raise ValueError(f"ModelNew takes inputs that leave an output; got shape {tuple(x.shape)}")
+    if x.dtype != DTYPE or weight.dtype != DTYPE:
+        raise ValueError(f"ModelNew takes inputs and weights of {DTYPE}; got {x.dtype} and {weight.dtype}")
+    if not x.is_cuda or x.device != weight.device:
+        raise ValueError(f"ModelNew takes inputs and weights on one CUDA device; got {x.device} and {weight.device}")
+@CHECK_PRECISION@
+
+def check_layer(layer: nn.Module) -> None:
+    """Raises ValueError for another layer than the one that the kernels are specialised for."""
+    for name, value in EXPECTED.items():
+        if getattr(layer, name) != value:
+            raise ValueError(f"ModelNew is specialised for {name}={value!r}; got {getattr(layer, name)!r}")
+
+
+EXPECTED = @EXPECTED@
+
+
+@MODEL@
+        check_layer(self.@ATTRIBUTE@)
+        self._kept = Kept()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Shapes: (@NAMES@) or the same without batch, any sizes -> likewise."""
+        if x.dim() == RANK + 1:
+            return self(x.unsqueeze(0)).squeeze(0)
+        weight, bias = self.@ATTRIBUTE@.weight, self.@ATTRIBUTE@.bias
+        check(x, weight)
+        if torch.is_grad_enabled():
+            return Forward.apply(x, weight, bias)
+        return forward(x, weight, bias, self._kept)
+'''

@@ -1,0 +1,152 @@
+"""Constructors of ``ModelNew``: KernelBench's, and torch.nn's for any other layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from upconv.problem import Problem
+
+_ATTRIBUTES = {1: "conv1d_transpose", 2: "conv_transpose2d", 3: "conv_transpose3d"}
+
+
+@dataclass(frozen=True)
+class Signature:
+    """A constructor: its parameters with defaults, and what it hands on to torch.nn's layer."""
+
+    rank: int
+    parameters: tuple[tuple[str, str, str], ...]
+    """Name, type and default of each; an empty default for none."""
+    handed: tuple[tuple[str, str], ...]
+    """Argument and value of torch.nn's layer, behind the two channels."""
+    expected_: tuple[tuple[str, Any], ...]
+    """Attributes of torch.nn's layer that the kernels are specialised for."""
+    doc: str
+
+    @property
+    def attribute(self) -> str:
+        """The attribute that holds the layer."""
+        return _ATTRIBUTES[self.rank]
+
+    def expected(self) -> str:
+        """The attributes as a dict's source."""
+        body = "".join(f"    {name!r}: {value!r},\n" for name, value in self.expected_)
+        return "{\n" + body.replace("'", '"') + "}"
+
+    def model(self) -> str:
+        """The class up to the layer, as source."""
+        parameters = ",\n        ".join(
+            f"{name}: {kind}" + (f" = {default}" if default else "") for name, kind, default in self.parameters
+        )
+        handed = "".join(f"            {name}={value},\n" for name, value in self.handed)
+        return (
+            "class ModelNew(nn.Module):\n"
+            f'    """{self.doc}"""\n\n'
+            f"    def __init__(\n        self,\n        {parameters},\n    ) -> None:\n"
+            "        super().__init__()\n"
+            "        # It holds the parameters, which are drawn here in PyTorch's order; it is never called.\n"
+            f"        self.{self.attribute} = nn.ConvTranspose{self.rank}d(\n"
+            f"            in_channels,\n            out_channels,\n{handed}        )\n"
+        )
+
+
+def _expected(p: Problem) -> tuple[tuple[str, Any], ...]:
+    return (
+        ("in_channels", p.in_channels),
+        ("out_channels", p.out_channels),
+        ("kernel_size", p.kernel),
+        ("stride", p.stride),
+        ("padding", p.padding),
+        ("output_padding", p.output_padding),
+        ("dilation", p.dilation),
+        ("groups", p.groups),
+    )
+
+
+# (whether sizes are tuples: "int", "tuple", or "kernel" for the kernel's alone; the arguments behind kernel_size)
+_KERNELBENCH: dict[int, tuple[str, tuple[str, ...]]] = {
+    57: ("int", ("stride", "padding", "output_padding", "groups")),
+    58: ("tuple", ("stride", "padding", "output_padding", "groups")),
+    61: ("int", ("stride", "padding", "output_padding", "groups")),
+    64: ("int", ("stride", "padding", "output_padding", "groups")),
+    65: ("kernel", ("stride", "padding", "output_padding", "groups")),
+    68: ("tuple", ("stride", "padding", "output_padding", "groups")),
+    69: ("tuple", ("stride", "padding", "output_padding", "dilation", "groups")),
+    70: ("int", ("stride", "padding", "output_padding", "dilation", "groups")),
+    71: ("int", ("stride", "padding", "output_padding", "groups")),
+    72: ("tuple", ("stride", "padding", "output_padding", "groups")),
+    73: ("int", ("stride", "padding", "output_padding", "groups")),
+    74: ("int", ("stride", "padding", "dilation")),
+    75: ("tuple", ("stride", "padding", "dilation", "groups")),
+    77: ("int", ("stride", "padding", "dilation")),
+    78: ("tuple", ("stride", "padding")),
+    79: ("int", ("stride", "padding", "dilation")),
+    81: ("int", ("stride", "padding", "dilation")),
+}
+KERNELBENCH = tuple(_KERNELBENCH)
+"""The numbers of KernelBench's level-1 transposed convolutions."""
+
+_LEAST = {"stride": 1, "padding": 0, "output_padding": 0, "dilation": 1}
+
+
+def kernelbench(number: int, p: Problem) -> Signature:
+    """The constructor of a KernelBench level-1 problem, argument for argument."""
+    kind, names = _KERNELBENCH[number]
+    parameters = [("in_channels", "int", ""), ("out_channels", "int", "")]
+    parameters.append(("kernel_size", "int" if kind == "int" else "tuple", ""))
+    for name in names:
+        if name == "groups":
+            parameters.append((name, "int", "1"))
+        elif kind == "tuple":
+            parameters.append((name, "tuple", str((_LEAST[name],) * p.rank)))
+        else:
+            parameters.append((name, "int", str(_LEAST[name])))
+    parameters.append(("bias", "bool", "False"))
+    cubic = kind == "int" and p.rank == 3
+    handed = [("kernel_size", "(kernel_size, kernel_size, kernel_size)" if cubic else "kernel_size")]
+    handed += [(name, name) for name in (*names, "bias") if not (number == 73 and name == "output_padding")]
+    arguments = ", ".join(repr(v).replace("'", '"') for v in init_arguments(number, p))
+    doc = f"KernelBench level 1, problem {number}: ModelNew({arguments})."
+    if number == 73:
+        doc += (
+            "\n\n    As in the original, output_padding is not handed on to the layer; the benchmark's sixth argument, meant as"
+            "\n    groups, lands there.\n    "
+        )
+    return Signature(p.rank, tuple(parameters), tuple(handed), _expected(p), doc)
+
+
+def init_arguments(number: int, p: Problem) -> tuple[Any, ...]:
+    """What KernelBench constructs a problem's model with (``get_init_inputs``)."""
+    kind, names = _KERNELBENCH[number]
+    found: list[Any] = [p.in_channels, p.out_channels, p.kernel[0] if kind == "int" else p.kernel]
+    if number == 73:
+        return (*found, p.stride[0], p.padding[0], 4)
+    values = {name: getattr(p, name) for name in names}
+    changed = [i for i, name in enumerate(names) if set(_tuple(values[name])) != {_LEAST.get(name, 1)}]
+    for name in names[: changed[-1] + 1 if changed else 0]:
+        found.append(values[name] if kind == "tuple" or name == "groups" else values[name][0])
+    return tuple(found)
+
+
+def _tuple(value: int | tuple[int, ...]) -> Sequence[int]:
+    return (value,) if isinstance(value, int) else value
+
+
+def layer(p: Problem) -> Signature:
+    """torch.nn's constructor of a layer, all of whose defaults are the layer's own values."""
+    values: tuple[tuple[str, str, Any], ...] = (
+        ("in_channels", "int", p.in_channels),
+        ("out_channels", "int", p.out_channels),
+        ("kernel_size", "int | tuple", p.kernel),
+        ("stride", "int | tuple", p.stride),
+        ("padding", "int | tuple", p.padding),
+        ("output_padding", "int | tuple", p.output_padding),
+        ("groups", "int", p.groups),
+        ("bias", "bool", p.bias),
+        ("dilation", "int | tuple", p.dilation),
+    )
+    parameters = tuple((name, kind, repr(value)) for name, kind, value in values)
+    handed = tuple((name, name) for name, _, _ in values[2:])
+    doc = f"torch.nn.ConvTranspose{p.rank}d's arguments; the defaults are the layer's."
+    return Signature(p.rank, parameters, handed, _expected(p), doc)
