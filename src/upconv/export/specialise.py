@@ -1,0 +1,1072 @@
+"""A kernel's source as a person would have written it for one layer.
+
+The families' sources (``cuda/kernels``) serve every layer: macros choose among branches and name the numbers. Here the
+macros of one plan are put in: dead branches and what only they use go, constants become ``constexpr``, and what is left
+is wrapped in a namespace, so that several kernels can share a file. The machine code stays what it was.
+
+Written for the C++ of ``cuda/kernels``, no compiler's front end: one definition for a macro's name, line comments, and
+no name that shadows a constant.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Specialised:
+    """Device code for one namespace of a ``.cu`` file."""
+
+    includes: tuple[str, ...]
+    """System headers that it needs, without the angle brackets."""
+    text: str
+    """``namespace <name> { ... }`` and the ``#undef`` of the macros that are left."""
+
+
+def specialise(source: str, namespace: str, entries: Sequence[str], arch: str = "90a") -> Specialised:
+    """The parts of a source that its entries need, with its macros put in.
+
+    Args:
+        source: a whole source as ``jit.source`` makes it: macros on top, includes put in.
+        namespace: of the result.
+        entries: the kernels to keep; they lose their ``extern "C"``.
+        arch: what ``__CUDA_ARCH__`` is to mean, as in ``sm_<arch>``.
+
+    Errors: ValueError for a namespace that is no identifier, an entry that the source lacks, an ``#error`` that the
+    macros run into, and an ``#if`` that they do not decide.
+    """
+    if not re.fullmatch(r"[A-Za-z_]\w*", namespace):
+        raise ValueError(f"namespace must be an identifier; got {namespace!r}")
+    number = re.match(r"\d+", arch)
+    if number is None:
+        raise ValueError(f"arch must begin with a number such as 90a; got {arch!r}")
+    text, macros = _preprocess(source, {"__CUDA_ARCH__": f"{number[0]}0"})
+    includes = tuple(dict.fromkeys(_INCLUDE.findall(text)))
+    text = _INCLUDE.sub("", text)
+    nodes = _tree(_tokens(text))
+    nodes, functions = _inline_macros(nodes, macros)
+    constants = _Constants(macros)
+    while True:  # a constant that a fold has made plain may decide the next branch
+        constants.collect(nodes)
+        folder = _Folder(constants)
+        nodes = folder.block(nodes)
+        if not folder.changed:
+            break
+    kept = _kept(_items(nodes), entries, constants)
+    body, left = _render(kept, constants, functions)
+    undefs = "".join(f"#undef {name}\n" for name in left)
+    return Specialised(includes, f"namespace {namespace} {{\n\n{body}\n{undefs}}}  // namespace {namespace}\n")
+
+
+_INCLUDE = re.compile(r"^[ \t]*#[ \t]*include[ \t]*<([^>\n]+)>.*\n?", re.MULTILINE)
+
+
+# --- the preprocessor ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Macro:
+    name: str
+    parameters: tuple[str, ...] | None
+    """None for one without parentheses."""
+    body: str
+    index: int = 0
+
+
+_DEFINE = re.compile(r"#[ \t]*define[ \t]+(\w+)(\([^)]*\))?(.*)", re.DOTALL)
+_DIRECTIVE = re.compile(r"[ \t]*#[ \t]*(\w+)(.*)", re.DOTALL)
+
+
+def _logical_lines(text: str) -> Iterator[str]:
+    """Lines, those that end in a backslash joined to the next; each with its line break."""
+    line = ""
+    for part in text.splitlines(keepends=True):
+        line += part
+        if not part.rstrip("\n").endswith("\\"):
+            yield line
+            line = ""
+    if line:
+        yield line
+
+
+def _comment_of(text: str) -> tuple[str, str]:
+    """A directive's rest in two: code, and its trailing comment."""
+    quoted = False
+    for i, c in enumerate(text):
+        if c == '"' and text[i - 1 : i] != "\\":
+            quoted = not quoted
+        elif text.startswith("//", i) and not quoted:
+            return text[:i].strip(), text[i:].strip()
+    return text.strip(), ""
+
+
+def _macro(line: str) -> _Macro:
+    found = _DEFINE.match(line.strip())
+    assert found is not None, line
+    code, _ = _comment_of(found[3].replace("\\\n", "\n"))
+    parameters = None if found[2] is None else tuple(p.strip() for p in found[2][1:-1].split(",") if p.strip())
+    return _Macro(found[1], parameters, code)
+
+
+def _preprocess(source: str, given: Mapping[str, str]) -> tuple[str, dict[str, _Macro]]:
+    """The text of the live branches, and its macros; a branch's own comment stays where it is taken."""
+    macros = {name: _Macro(name, None, value) for name, value in given.items()}
+    defined: dict[str, _Macro] = {}
+    lines: list[str] = []
+    stack: list[list[bool]] = []  # of each #if: its surroundings are live, a branch was taken, this one is live
+    for line in _logical_lines(source):
+        found = _DIRECTIVE.match(line)
+        live = all(state[2] for state in stack)
+        if found is None or found[1] not in (
+            *("if", "ifdef", "ifndef", "elif", "else", "endif"),
+            *("define", "undef", "error", "line"),
+        ):
+            if live:
+                lines.append(line)
+            continue
+        word, (rest, comment) = found[1], _comment_of(found[2])
+        if word in ("if", "ifdef", "ifndef"):
+            taken = live and (_decides(rest, macros) if word == "if" else (rest in macros) == (word == "ifdef"))
+            stack.append([live, taken, taken])
+        elif word == "elif":
+            state = stack[-1]
+            state[2] = state[0] and not state[1] and _decides(rest, macros)
+            state[1] |= state[2]
+        elif word == "else":
+            state = stack[-1]
+            state[2] = state[0] and not state[1]
+            state[1] = True
+        elif word == "endif":
+            stack.pop()
+            continue
+        elif live and word == "error":
+            raise ValueError(f"source must suit its macros; it stops with #error {rest}")
+        elif live and word == "undef":
+            macros.pop(rest, None)
+        elif live and word == "define":
+            macro = _macro(line)
+            before = defined.get(macro.name)
+            if before is not None and before.body != macro.body:
+                raise ValueError(f"source must define a macro once; it defines {macro.name} twice")
+            macros[macro.name] = macro
+            if before is None and macro.name not in given:
+                defined[macro.name] = macro
+                lines.append(line)
+        if word in ("if", "ifdef", "ifndef", "elif", "else") and comment and stack[-1][2]:
+            lines.append(comment + "\n")
+    return "".join(lines), defined
+
+
+def _decides(condition: str, macros: Mapping[str, _Macro]) -> bool:
+    code = re.sub(r"\bdefined[ \t]*\(?[ \t]*(\w+)[ \t]*\)?", lambda m: str(int(m[1] in macros)), condition)
+    words = [t for t in _tokens(_expand(code, macros)) if t.kind not in ("space", "comment")]
+    value = _evaluate([_Token("number", "0") if t.kind == "name" else t for t in words], {}, {})
+    if value is None:
+        raise ValueError(f"source must decide its branches by its macros; it does not decide #if {condition}")
+    return bool(value)
+
+
+def _expand(code: str, macros: Mapping[str, _Macro], within: frozenset[str] = frozenset()) -> str:
+    """Code with every macro put in, as the preprocessor does it."""
+    tokens = list(_tokens(code))
+    out: list[str] = []
+    i = 0
+    while i < len(tokens):
+        token = tokens[i]
+        macro = macros.get(token.text) if token.kind == "name" and token.text not in within else None
+        if macro is None:
+            out.append(token.text)
+        elif macro.parameters is None:
+            out.append(_expand(macro.body, macros, within | {macro.name}))
+        else:
+            j = i + 1
+            while j < len(tokens) and tokens[j].kind == "space":
+                j += 1
+            if j == len(tokens) or tokens[j].text != "(":
+                out.append(token.text)
+            else:
+                arguments, i = _arguments(tokens, j)
+                values = [_expand(a.strip(), macros, within) for a in arguments]
+                put = dict(zip(macro.parameters, values))
+                body = "".join(put.get(t.text, t.text) for t in _tokens(macro.body))
+                out.append(_expand(body, macros, within | {macro.name}))
+        i += 1
+    return "".join(out)
+
+
+def _arguments(tokens: Sequence[_Token], i: int) -> tuple[list[str], int]:
+    """A call's arguments, from its opening parenthesis, and the place of the closing one."""
+    found, depth = [""], 0
+    for j in range(i, len(tokens)):
+        text = tokens[j].text
+        depth += (text in "([{") - (text in ")]}") if len(text) == 1 else 0
+        if depth == 0:
+            return found, j
+        if text == "," and depth == 1:
+            found.append("")
+        elif j > i:
+            found[-1] += text
+    raise ValueError("source must close its parentheses; it does not")
+
+
+# --- tokens and their tree -------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Token:
+    kind: str
+    """space, comment, directive, string, number, name or mark."""
+    text: str
+
+
+@dataclass
+class _Group:
+    """What stands between a pair of brackets."""
+
+    open: str
+    inside: list[_Node] = field(default_factory=list)
+    close: str = ""
+    folded: bool = False
+    """A choice within has been made, so that the brackets may have lost their purpose."""
+
+
+_Node = _Token | _Group
+
+_TOKEN = re.compile(
+    r"""(?P<space>\s+)|(?P<comment>//[^\n]*)|(?P<directive>\#(?:\\\n|[^\n])*)
+    |(?P<string>"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*')|(?P<number>\.?\d(?:[eEpP][+-]|[\w.])*)|(?P<name>[A-Za-z_]\w*)
+    |(?P<mark>::|<<=|>>=|->|\+\+|--|<<|>>|<=|>=|==|!=|&&|\|\||[-+*/%&|^]=|.)""",
+    re.VERBOSE,
+)
+
+
+def _tokens(text: str) -> Iterator[_Token]:
+    for found in _TOKEN.finditer(text):
+        assert found.lastgroup is not None
+        yield _Token(found.lastgroup, found[0])
+
+
+def _tree(tokens: Iterable[_Token]) -> list[_Node]:
+    top: list[_Node] = []
+    stack = [top]
+    for token in tokens:
+        if token.kind == "mark" and token.text in "([{":
+            group = _Group(token.text)
+            stack[-1].append(group)
+            stack.append(group.inside)
+        elif token.kind == "mark" and token.text in ")]}":
+            stack.pop()
+            if not stack:
+                raise ValueError(f"source must open what it closes; it has a {token.text!r} too many")
+            group = stack[-1][-1]  # type: ignore[assignment]
+            group.close = token.text
+        else:
+            stack[-1].append(token)
+    if len(stack) > 1:
+        raise ValueError("source must close its brackets; it does not")
+    return top
+
+
+def _flat(nodes: Iterable[_Node]) -> Iterator[_Token]:
+    for node in nodes:
+        if isinstance(node, _Token):
+            yield node
+        else:
+            yield _Token("mark", node.open)
+            yield from _flat(node.inside)
+            yield _Token("mark", node.close)
+
+
+def _text(nodes: Iterable[_Node]) -> str:
+    return "".join(t.text for t in _flat(nodes))
+
+
+def _is(node: _Node | None, *texts: str) -> bool:
+    return isinstance(node, _Token) and node.text in texts and node.kind in ("mark", "name")
+
+
+def _trivial(node: _Node) -> bool:
+    return isinstance(node, _Token) and node.kind in ("space", "comment")
+
+
+def _solid(nodes: Iterable[_Node]) -> list[_Node]:
+    return [node for node in nodes if not _trivial(node)]
+
+
+# --- macros in the text ----------------------------------------------------------------------------------------------
+
+
+def _inline_macros(nodes: list[_Node], macros: Mapping[str, _Macro]) -> tuple[list[_Node], dict[str, _Macro]]:
+    """Integers become ``constexpr``, macros with parameters stay, all others (types, lists, strings) are put in."""
+    functions = {name: m for name, m in macros.items() if m.parameters is not None}
+    integers = {
+        name
+        for name, m in macros.items()
+        if m.parameters is None and _evaluate(list(_tokens(_expand(m.body, macros))), {}, {}) is not None
+    }
+    others = {name: m for name, m in macros.items() if name not in functions and name not in integers}
+
+    def put(code: str) -> str:
+        return _expand(code, others)
+
+    out: list[str] = []
+    for token in _flat(nodes):
+        found = _DEFINE.match(token.text) if token.kind == "directive" else None
+        if found is None:
+            if token.kind == "name" and token.text in others:
+                value = put(token.text)
+                if not value and out and out[-1].endswith(" "):
+                    out[-1] = out[-1][:-1]
+                out.append(value)
+            else:
+                out.append(token.text)
+            continue
+        name = found[1]
+        if name in others:
+            out.append(f"{_GONE}")
+            continue
+        code, comment = _comment_of(found[3])
+        if name in functions:
+            head = f"#define {name}({', '.join(functions[name].parameters or ())})"
+            out.append(f"{head} {put(code)}" + (f"  {comment}" if comment else ""))
+        else:
+            out.append(f"constexpr int {name} = {_bare(put(code))};" + (f"  {comment}" if comment else ""))
+    return _tree(_tokens(_drop_gone("".join(out)))), functions
+
+
+_GONE = "\0"
+
+
+def _drop_gone(text: str) -> str:
+    """Without the lines of macros that were put in, and the comments that go on behind them."""
+    return re.sub(rf"^[ \t]*{_GONE}[^\n]*\n(?:[ \t]{{8,}}//[^\n]*\n)*", "", text, flags=re.MULTILINE)
+
+
+def _bare(code: str) -> str:
+    """An expression without parentheses around all of it."""
+    nodes = _tree(_tokens(code.strip()))
+    while len(nodes) == 1 and isinstance(nodes[0], _Group) and nodes[0].open == "(":
+        nodes = nodes[0].inside
+    return _text(nodes).strip()
+
+
+# --- values ----------------------------------------------------------------------------------------------------------
+
+_SIZES = {"char": 1, "short": 2, "int": 4, "float": 4, "double": 8, "u16": 2, "u32": 4, "u64": 8, "i64": 8}
+_CASTS = {"int", "bool", "unsigned", "u32", "i64", "u64", "long", "short", "float"}
+_BINARY: tuple[dict[str, Callable[[int, int], int]], ...] = (
+    {"|": lambda a, b: a | b},
+    {"^": lambda a, b: a ^ b},
+    {"&": lambda a, b: a & b},
+    {"==": lambda a, b: int(a == b), "!=": lambda a, b: int(a != b)},
+    {
+        "<": lambda a, b: int(a < b),
+        ">": lambda a, b: int(a > b),
+        "<=": lambda a, b: int(a <= b),
+        ">=": lambda a, b: int(a >= b),
+    },
+    {"<<": lambda a, b: a << b, ">>": lambda a, b: a >> b},
+    {"+": lambda a, b: a + b, "-": lambda a, b: a - b},
+    {
+        "*": lambda a, b: a * b,
+        "/": lambda a, b: abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1),
+        "%": lambda a, b: abs(a) % abs(b) * (1 if a >= 0 else -1),
+    },
+)
+
+
+class _Unknown(Exception):
+    """An expression that is no constant of type int."""
+
+
+def _evaluate(tokens: Sequence[_Token], names: Mapping[str, int], sizes: Mapping[str, int]) -> int | None:
+    """An expression of constants; None when it is none. What ``&&``, ``||`` and ``?:`` do not reach may be unknown."""
+    words = [t for t in tokens if t.kind not in ("space", "comment")]
+    if not words:
+        return None
+    try:
+        value, end = _Expression(words, names, sizes).choice(0)
+    except (_Unknown, IndexError, ZeroDivisionError):
+        return None
+    return value if end == len(words) and value is not None and -(2**31) <= value < 2**31 else None
+
+
+class _Expression:
+    """Recursive descent; a value of None is one that is not known."""
+
+    def __init__(self, words: Sequence[_Token], names: Mapping[str, int], sizes: Mapping[str, int]) -> None:
+        self.words, self.names, self.sizes = words, names, sizes
+
+    def at(self, i: int) -> str:
+        return self.words[i].text if i < len(self.words) else ""
+
+    def choice(self, i: int) -> tuple[int | None, int]:
+        value, i = self.logic(i, ("||", "&&"))
+        if self.at(i) != "?":
+            return value, i
+        first, i = self.choice(i + 1)
+        if self.at(i) != ":":
+            raise _Unknown
+        second, i = self.choice(i + 1)
+        return None if value is None else first if value else second, i
+
+    def logic(self, i: int, marks: tuple[str, ...]) -> tuple[int | None, int]:
+        if not marks:
+            return self.binary(i, 0)
+        value, i = self.logic(i, marks[1:])
+        while self.at(i) == marks[0]:
+            second, i = self.logic(i + 1, marks[1:])
+            decided = marks[0] == "||"
+            if (value is not None and bool(value) == decided) or (second is not None and bool(second) == decided):
+                value = int(decided)
+            else:
+                value = None if value is None or second is None else int(bool(second))
+        return value, i
+
+    def binary(self, i: int, level: int) -> tuple[int | None, int]:
+        if level == len(_BINARY):
+            return self.unary(i)
+        value, i = self.binary(i, level + 1)
+        while self.at(i) in _BINARY[level]:
+            work = _BINARY[level][self.at(i)]
+            second, i = self.binary(i + 1, level + 1)
+            value = None if value is None or second is None else work(value, second)
+        return value, i
+
+    def unary(self, i: int) -> tuple[int | None, int]:
+        word, kind = self.at(i), self.words[i].kind
+        if word in ("-", "+", "!", "~"):
+            value, i = self.unary(i + 1)
+            if value is None:
+                return None, i
+            return {"-": -value, "+": value, "!": int(not value), "~": ~value}[word], i
+        if word == "(":
+            if self.at(i + 1) in ("int", "bool") and self.at(i + 2) == ")":
+                value, end = self.unary(i + 3)
+                return int(bool(value)) if value is not None and self.at(i + 1) == "bool" else value, end
+            value, i = self.choice(i + 1)
+            if self.at(i) != ")":
+                raise _Unknown
+            return self.suffix(value, i + 1)
+        if word == "sizeof" and self.at(i + 1) == "(" and self.at(i + 3) == ")":
+            return self.sizes.get(self.at(i + 2), _SIZES.get(self.at(i + 2))), i + 4
+        if kind == "number":
+            if not re.fullmatch(r"0[xX][\da-fA-F]+|\d+", word):
+                raise _Unknown
+            return int(word, 0) if word.strip("0") else 0, i + 1
+        if kind == "name":
+            if word in ("true", "false"):
+                return int(word == "true"), i + 1
+            if word in _CASTS:
+                raise _Unknown
+            return self.suffix(self.names.get(word), i + 1)
+        raise _Unknown
+
+    def suffix(self, value: int | None, i: int) -> tuple[int | None, int]:
+        """Calls, subscripts and members have no known value."""
+        while self.at(i) in ("(", "[", ".", "->", "::"):
+            value = None
+            if self.at(i) in ("(", "["):
+                depth = 0
+                while True:
+                    depth += (self.words[i].text in ("(", "[")) - (self.words[i].text in (")", "]"))
+                    i += 1
+                    if depth == 0:
+                        break
+            else:
+                i += 2
+        return value, i
+
+
+class _Constants:
+    """What is known of the names of a text: constants of type int or bool, and sizes of its types."""
+
+    def __init__(self, macros: Mapping[str, _Macro]) -> None:
+        self._macros = {name: m for name, m in macros.items() if m.parameters is not None}
+        self.values: dict[str, int] = {}
+        self.sizes: dict[str, int] = {}
+
+    def collect(self, nodes: Sequence[_Node]) -> None:
+        bare = "".join(t.text for t in _flat(nodes) if t.kind != "comment")
+        for name, alias in re.findall(r"typedef\s+([\w ]+?)\s+(\w+);", bare):
+            size = _SIZES.get(name.split()[-1]) if "long long" not in name else 8
+            if size:
+                self.sizes[alias] = size
+        for line in re.findall(r"\bconstexpr (?:int|bool) (\w+ =[^;]*);", bare):
+            for declarator in _split(_tree(_tokens(line)), ","):
+                words = _solid(declarator)
+                if len(words) < 3 or not isinstance(words[0], _Token) or not _is(words[1], "="):
+                    continue
+                name = words[0].text
+                places = rf"\b(?:int|bool|short|long|unsigned|u16|u32|u64|i64|float|auto|T|Acc|class|typename)[\s&*]+{name}\b"
+                if len(re.findall(places, bare)) > 1:
+                    continue  # declared twice: its value may differ from place to place
+                value = self.value(words[2:])
+                if value is not None:
+                    self.values[name] = value
+
+    def value(self, nodes: Iterable[_Node]) -> int | None:
+        code = _text(_solid_text(nodes))
+        return _evaluate(list(_tokens(_expand(code, self._macros))), self.values, self.sizes)
+
+
+def _solid_text(nodes: Iterable[_Node]) -> Iterator[_Node]:
+    for token in _flat(nodes):
+        yield token if token.kind != "comment" else _Token("space", " ")
+
+
+def _split(nodes: Sequence[_Node], mark: str) -> list[list[_Node]]:
+    found: list[list[_Node]] = [[]]
+    for node in nodes:
+        if _is(node, mark):
+            found.append([])
+        else:
+            found[-1].append(node)
+    return found
+
+
+# --- folding ---------------------------------------------------------------------------------------------------------
+
+_HEADS = ("if", "for", "while", "switch")
+_SEPARATORS = {
+    *(";", ",", "=", "+=", "-=", "*=", "/=", "%=", "&=", "|=", "^=", "<<=", ">>=", "::", "return", "else", "do"),
+    *("case", "constexpr", *_HEADS),
+}
+
+
+class _Folder:
+    """Takes branches whose conditions are constants: ``if``, ``?:``, ``&&`` and ``||``."""
+
+    def __init__(self, constants: _Constants) -> None:
+        self.constants = constants
+        self.changed = False
+
+    # statements
+
+    def block(self, nodes: list[_Node]) -> list[_Node]:
+        """A list of statements (or of declarations)."""
+        nodes = self.expressions(nodes)
+        out: list[_Node] = []
+        i = 0
+        while i < len(nodes):
+            node = nodes[i]
+            found = self._branch(nodes, i) if _is(node, "if") else None
+            if found is None:
+                out.append(node)
+                i += 1
+                continue
+            self.changed = True
+            statement, i = found
+            alone = self._in_list(out)
+            if alone:
+                indent = _indent_at(out)
+                spliced = self._splice(statement, indent, nodes)
+                if _solid(spliced):
+                    out += spliced
+                else:
+                    _drop_comment_before(out)
+                    i = _skip_line(nodes, i, out)
+            else:
+                out += statement if _solid(statement) else [_Group("{", [], "}")]
+        return self._after_return(out)
+
+    def _branch(self, nodes: list[_Node], i: int) -> tuple[list[_Node], int] | None:
+        """The statement that an ``if`` at ``i`` comes down to, and where it ends; None if that is open."""
+        j = _next(nodes, i + 1)
+        if _is(nodes[j], "constexpr"):
+            j = _next(nodes, j + 1)
+        head = nodes[j]
+        assert isinstance(head, _Group)
+        value = self.constants.value(head.inside)
+        if value is None:
+            return None
+        begin = _next(nodes, j + 1)
+        end = _statement_end(nodes, begin)
+        otherwise = _next(nodes, end)
+        if otherwise >= len(nodes) or not _is(nodes[otherwise], "else"):
+            return (nodes[begin:end] if value else []), end
+        second = _next(nodes, otherwise + 1)
+        last = _statement_end(nodes, second)
+        return nodes[begin:end] if value else nodes[second:last], last
+
+    @staticmethod
+    def _in_list(before: Sequence[_Node]) -> bool:
+        """Whether a statement behind these stands in a list of statements, not under a head or an ``else``."""
+        solid = [n for n in _solid(before) if not (isinstance(n, _Token) and n.kind == "directive")]
+        if not solid:
+            return True
+        last = solid[-1]
+        return _is(last, ";") or (isinstance(last, _Group) and last.open == "{")
+
+    def _splice(self, statement: list[_Node], indent: int, around: Sequence[_Node]) -> list[_Node]:
+        solid = _solid(statement)
+        if len(solid) == 1 and isinstance(solid[0], _Group) and solid[0].open == "{":
+            inside = solid[0].inside
+            if _declares(inside) & _names_at(n for n in around if n not in statement):
+                return statement
+            statement = list(inside)
+            while statement and isinstance(statement[0], _Token) and statement[0].kind == "space":
+                statement.pop(0)
+            while statement and isinstance(statement[-1], _Token) and statement[-1].kind == "space":
+                statement.pop()
+            return _shift(statement, indent - _inner_indent(inside, indent))
+        return statement
+
+    def _after_return(self, nodes: list[_Node]) -> list[_Node]:
+        """Without what follows a ``return`` in its list."""
+        for i, node in enumerate(nodes):
+            if _is(node, "return") and self._in_list(nodes[:i]):
+                end = _statement_end(nodes, i)
+                if _solid(nodes[end:]) and not any(_is(n, "else") for n in nodes[end : _next(nodes, end) + 1]):
+                    before = [n for n in _solid(nodes[:i])]
+                    if before and _is_conditional(nodes, i):
+                        continue
+                    self.changed = True
+                    return [*nodes[:end], *_last_space(nodes)]
+        return nodes
+
+    # expressions
+
+    def expressions(self, nodes: list[_Node]) -> list[_Node]:
+        out: list[_Node] = []
+        segment: list[_Node] = []
+        head = False
+        for node in nodes:
+            if isinstance(node, _Group):
+                before, self.changed = self.changed, False
+                inside = self.block(node.inside) if node.open == "{" else self.expressions(node.inside)
+                node = _Group(node.open, inside, node.close, node.folded or (self.changed and node.open == "("))
+                self.changed |= before
+                if (head and node.open == "(") or node.open == "{":
+                    out += self.segment(segment) + [node]
+                    segment, head = [], False
+                    continue
+                segment.append(node)
+            elif (node.kind == "directive") or (node.kind in ("mark", "name") and node.text in _SEPARATORS):
+                out += self.segment(segment) + [node]
+                segment = []
+                if node.text in _HEADS:
+                    head = True
+            elif _is(node, ":") and not any(_is(n, "?") for n in segment):
+                out += self.segment(segment) + [node]
+                segment = []
+            else:
+                segment.append(node)
+        return out + self.segment(segment)
+
+    def segment(self, nodes: list[_Node]) -> list[_Node]:
+        """An expression between separators; white space around it stays."""
+        begin, end = 0, len(nodes)
+        while begin < end and _trivial(nodes[begin]):
+            begin += 1
+        while end > begin and _trivial(nodes[end - 1]):
+            end -= 1
+        core = nodes[begin:end]
+        if len(core) < 2:
+            return nodes
+        return [*nodes[:begin], *self.choice(core), *nodes[end:]]
+
+    def choice(self, nodes: list[_Node]) -> list[_Node]:
+        asks = next((i for i, n in enumerate(nodes) if _is(n, "?")), None)
+        if asks is None:
+            return self.logic(nodes)
+        depth = 0
+        for j in range(asks + 1, len(nodes)):
+            if _is(nodes[j], "?"):
+                depth += 1
+            elif _is(nodes[j], ":"):
+                if depth == 0:
+                    break
+                depth -= 1
+        else:
+            return nodes
+        condition, first, second = _strip(nodes[:asks]), _strip(nodes[asks + 1 : j]), _strip(nodes[j + 1 :])
+        value = self.constants.value(condition)
+        if value is not None:
+            self.changed = True
+            return self.choice(first if value else second)
+        spaced = nodes[asks - 1 : asks + 2], nodes[j - 1 : j + 2]
+        out = [*self.logic(condition), *[n for n in spaced[0] if _trivial(n) or _is(n, "?")]]
+        return [*out, *self.choice(first), *[n for n in spaced[1] if _trivial(n) or _is(n, ":")], *self.choice(second)]
+
+    def logic(self, nodes: list[_Node]) -> list[_Node]:
+        for mark in ("||", "&&"):
+            parts = _split(nodes, mark)
+            if len(parts) == 1:
+                continue
+            kept: list[list[_Node]] = []
+            dropped = False
+            for part in parts:
+                value = self.constants.value(part)
+                if value is None:
+                    kept.append(self.segment(part))
+                elif bool(value) == (mark == "||"):
+                    self.changed = True
+                    return [_Token("name", "true" if value else "false")]
+                else:
+                    dropped = True
+            if not kept:
+                self.changed = True
+                return [_Token("name", "false" if mark == "||" else "true")]
+            if dropped:
+                self.changed = True
+            out = _strip(kept[0]) if dropped else kept[0]
+            for part in kept[1:]:
+                if dropped:
+                    out = [*out, _Token("space", " "), _Token("mark", mark), _Token("space", " "), *_strip(part)]
+                else:
+                    out = [*out, _Token("mark", mark), *part]
+            return out
+        return self._plain(nodes)
+
+    def _plain(self, nodes: list[_Node]) -> list[_Node]:
+        """Parentheses that a choice stood in go when one word is left; a call's and a cast's stay."""
+        out: list[_Node] = []
+        for i, node in enumerate(nodes):
+            before = next((n for n in reversed(nodes[:i]) if not _trivial(n)), None)
+            apart = before is None or (_is(before, *"+-*/%<>&|!?:=") and not _is(before, ">"))
+            if isinstance(node, _Group) and node.folded and apart:
+                solid = _solid(node.inside)
+                if len(solid) == 1 and (isinstance(solid[0], _Group) or solid[0].kind != "comment"):
+                    node = solid[0]
+            out.append(node)
+        return out
+
+
+def _strip(nodes: Sequence[_Node]) -> list[_Node]:
+    begin, end = 0, len(nodes)
+    while begin < end and _trivial(nodes[begin]):
+        begin += 1
+    while end > begin and _trivial(nodes[end - 1]):
+        end -= 1
+    return list(nodes[begin:end])
+
+
+def _next(nodes: Sequence[_Node], i: int) -> int:
+    while i < len(nodes) and _trivial(nodes[i]):
+        i += 1
+    return i
+
+
+def _statement_end(nodes: Sequence[_Node], i: int) -> int:
+    """Where the statement that begins at or behind ``i`` ends."""
+    while i < len(nodes) and (_trivial(nodes[i]) or (isinstance(nodes[i], _Token) and nodes[i].kind == "directive")):  # type: ignore[union-attr]
+        i += 1
+    node = nodes[i]
+    if isinstance(node, _Group) and node.open == "{":
+        return i + 1
+    if _is(node, "if"):
+        j = _next(nodes, i + 1)
+        if _is(nodes[j], "constexpr"):
+            j = _next(nodes, j + 1)
+        end = _statement_end(nodes, j + 1)
+        after = _next(nodes, end)
+        return _statement_end(nodes, after + 1) if after < len(nodes) and _is(nodes[after], "else") else end
+    if _is(node, "for", "while", "switch"):
+        return _statement_end(nodes, _next(nodes, i + 1) + 1)
+    while i < len(nodes) and not _is(nodes[i], ";"):
+        i += 1
+    return i + 1
+
+
+def _is_conditional(nodes: Sequence[_Node], i: int) -> bool:
+    """Whether the statement at ``i`` is a part of a longer one."""
+    at = 0
+    while at < len(nodes):
+        begin = at
+        while begin < len(nodes) and (
+            _trivial(nodes[begin]) or (isinstance(nodes[begin], _Token) and nodes[begin].kind == "directive")  # type: ignore[union-attr]
+        ):
+            begin += 1
+        if begin >= i:
+            return begin > i
+        at = _statement_end(nodes, begin)
+    return True
+
+
+def _last_space(nodes: Sequence[_Node]) -> list[_Node]:
+    last = nodes[-1] if nodes else None
+    return [last] if isinstance(last, _Token) and last.kind == "space" else []
+
+
+def _indent_at(before: Sequence[_Node]) -> int:
+    for node in reversed(before):
+        if isinstance(node, _Token) and node.kind == "space" and "\n" in node.text:
+            return len(node.text) - node.text.rfind("\n") - 1
+    return 0
+
+
+def _inner_indent(inside: Sequence[_Node], default: int) -> int:
+    first = inside[0] if inside else None
+    if isinstance(first, _Token) and first.kind == "space" and "\n" in first.text:
+        return len(first.text) - first.text.rfind("\n") - 1
+    for node in inside:
+        if isinstance(node, _Token) and node.kind == "space" and "\n" in node.text:
+            return len(node.text) - node.text.rfind("\n") - 1
+    return default
+
+
+def _shift(nodes: Iterable[_Node], by: int) -> list[_Node]:
+    out: list[_Node] = []
+    nodes = list(nodes)
+    for i, node in enumerate(nodes):
+        if isinstance(node, _Group):
+            out.append(_Group(node.open, _shift(node.inside, by), node.close))
+        elif node.kind == "space" and "\n" in node.text:
+            following = nodes[i + 1] if i + 1 < len(nodes) else None
+            if isinstance(following, _Token) and following.kind == "directive":
+                out.append(node)
+                continue
+            head, _, indent = node.text.rpartition("\n")
+            out.append(_Token("space", f"{head}\n{' ' * max(0, len(indent) + by)}"))
+        else:
+            out.append(node)
+    return out
+
+
+def _drop_comment_before(out: list[_Node]) -> None:
+    """Takes the lines of comment off that stand right above a statement that is gone, and the statement's indent."""
+    while len(out) >= 2 and isinstance(out[-1], _Token) and isinstance(out[-2], _Token):
+        space, comment = out[-1], out[-2]
+        if space.kind != "space" or space.text.count("\n") != 1 or comment.kind not in ("comment", "directive"):
+            return
+        before = out[-3] if len(out) >= 3 else None
+        if not (isinstance(before, _Token) and before.kind == "space" and "\n" in before.text):
+            return
+        del out[-2:]
+
+
+def _skip_line(nodes: Sequence[_Node], i: int, out: list[_Node]) -> int:
+    """Past a statement that is gone: its trailing comment, and its line if it had one of its own."""
+    while i < len(nodes):
+        node = nodes[i]
+        if isinstance(node, _Token) and node.kind == "space" and "\n" not in node.text:
+            i += 1
+        elif isinstance(node, _Token) and node.kind == "comment":
+            i += 1
+        else:
+            break
+    if out and isinstance(out[-1], _Token) and out[-1].kind == "space" and "\n" in out[-1].text:
+        node = nodes[i] if i < len(nodes) else None
+        if isinstance(node, _Token) and node.kind == "space":
+            out.pop()
+    return i
+
+
+def _declares(nodes: Sequence[_Node]) -> set[str]:
+    """Names that a list of statements may declare for itself; some too many do no harm."""
+    found: set[str] = set()
+    words = [n for n in nodes if not _trivial(n)]
+    for i in range(1, len(words)):
+        word, before = words[i], words[i - 1]
+        if not (isinstance(word, _Token) and word.kind == "name"):
+            continue
+        if isinstance(before, _Token) and (
+            (before.kind == "name" and before.text not in ("return", "else", "constexpr", "const", "goto"))
+            or before.text in ("*", "&", ",", ">")
+        ):
+            found.add(word.text)
+    return found
+
+
+def _names_at(nodes: Iterable[_Node]) -> set[str]:
+    return _declares(list(nodes))
+
+
+# --- declarations ----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Item:
+    """A declaration with the comments that belong to it, or (no names, no code) a comment that stands for itself."""
+
+    lead: str
+    code: list[_Node]
+    trail: str
+    names: tuple[str, ...]
+    gap: int
+    """Blank lines before it."""
+
+    @property
+    def uses(self) -> set[str]:
+        found: set[str] = set()
+        for token in _flat(self.code):
+            if token.kind == "name":
+                found.add(token.text)
+            elif token.kind == "directive":
+                found.update(re.findall(r"[A-Za-z_]\w*", _comment_of(token.text)[0]))
+        return found - set(self.names)
+
+
+def _items(nodes: Sequence[_Node]) -> list[_Item]:
+    solid = _solid(nodes)
+    if len(solid) == 3 and _is(solid[0], "namespace") and isinstance(solid[2], _Group):
+        return _items(solid[2].inside)  # what this module has written
+    found: list[_Item] = []
+    lead = ""
+    gap = 0
+    i = 0
+    while i < len(nodes):
+        node = nodes[i]
+        if isinstance(node, _Token) and node.kind == "space":
+            blank = node.text.count("\n") - (1 if i and not (lead and nodes[i - 1] is not None and False) else 0)
+            if lead and node.text.count("\n") > 1:
+                found.append(_Item(lead, [], "", (), gap))
+                lead, gap = "", 0
+            gap = max(gap, blank) if not lead else gap
+            i += 1
+            continue
+        if isinstance(node, _Token) and node.kind == "comment":
+            lead += node.text + "\n"
+            i += 1
+            continue
+        if isinstance(node, _Token) and node.kind == "directive":
+            name = _DEFINE.match(node.text)
+            if node.text.startswith("#undef"):
+                i += 1
+                continue
+            found.append(_Item(lead, [node], "", (name[1],) if name else (), gap))
+            i += 1
+        else:
+            end = _declaration_end(nodes, i)
+            code = list(nodes[i:end])
+            trail, i = _trail(nodes, end)
+            found.append(_Item(lead, code, trail, _names_of(code), gap))
+        lead, gap = "", 0
+    if lead:
+        found.append(_Item(lead, [], "", (), gap))
+    return found
+
+
+def _trail(nodes: Sequence[_Node], i: int) -> tuple[str, int]:
+    """A comment on a declaration's last line, and those that go on below it."""
+    trail = ""
+    while i + 1 < len(nodes):
+        space, comment = nodes[i], nodes[i + 1]
+        if not (isinstance(space, _Token) and space.kind == "space"):
+            break
+        if not (isinstance(comment, _Token) and comment.kind == "comment"):
+            break
+        far = len(space.text) - space.text.rfind("\n") - 1
+        if "\n" in space.text and not (trail and space.text.count("\n") == 1 and far >= 8):
+            break
+        trail += ("\n" if trail else "") + comment.text
+        i += 2
+    return trail, i
+
+
+def _declaration_end(nodes: Sequence[_Node], i: int) -> int:
+    called = struct = assigned = False
+    for j in range(i, len(nodes)):
+        node = nodes[j]
+        if _is(node, "struct", "namespace", "union", "enum"):
+            struct = True
+        elif _is(node, "="):
+            assigned = True
+        elif isinstance(node, _Group) and node.open == "(":
+            called = True
+        elif _is(node, ";"):
+            return j + 1
+        elif isinstance(node, _Group) and node.open == "{" and called and not assigned and not struct:
+            return j + 1
+    return len(nodes)
+
+
+def _names_of(code: Sequence[_Node]) -> tuple[str, ...]:
+    words = _solid(code)
+    last = words[-1]
+    first = words[0]
+    if _is(first, "static_assert"):
+        return ()
+    if _is(first, "typedef"):
+        return (_word(words[-2]),)
+    if _is(first, "using", "namespace"):
+        return (_word(words[1]),)
+    if _is(first, "struct"):
+        at = 1
+        while _is(words[at], "alignas") or isinstance(words[at], _Group):
+            at += 1
+        return (_word(words[at]),)
+    if isinstance(last, _Group):  # a function: the word before its parameters
+        calls = [i for i, n in enumerate(words) if isinstance(n, _Group) and n.open == "("]
+        return (_word(words[calls[-1] - 1]),)
+    return tuple(name for part in _split(words[:-1], ",") for name in [_declarator(part)] if name)
+
+
+def _word(node: _Node) -> str:
+    return node.text if isinstance(node, _Token) else ""
+
+
+def _declarator(words: Sequence[_Node]) -> str:
+    end = next((i for i, n in enumerate(words) if _is(n, "=") or isinstance(n, _Group)), len(words))
+    names = [n.text for n in words[:end] if isinstance(n, _Token) and n.kind == "name"]
+    return names[-1] if names else ""
+
+
+def _kept(items: list[_Item], entries: Sequence[str], constants: _Constants) -> list[_Item]:
+    """The items that the entries reach, and the comments that still stand for something."""
+    by_name: dict[str, list[_Item]] = {}
+    for item in items:
+        for name in item.names:
+            by_name.setdefault(name, []).append(item)
+    for entry in entries:
+        if entry not in by_name:
+            raise ValueError(f"source must have every entry; it has no {entry!r}")
+    reached: set[int] = set()
+    todo = [item for entry in entries for item in by_name[entry]]
+    while todo:
+        item = todo.pop()
+        if id(item) in reached:
+            continue
+        reached.add(id(item))
+        for name in item.uses | set(item.names):
+            todo += by_name.get(name, [])
+    kept: list[_Item] = []
+    waiting: list[_Item] = []
+    for i, item in enumerate(items):
+        if not item.code:
+            if not any(i_.code for i_ in items[:i]):
+                kept.append(item)  # the head of the file
+                continue
+            waiting = [item]  # a heading stands for what follows up to the next one
+        elif id(item) in reached:
+            kept += waiting
+            waiting = []
+            kept.append(item)
+    return kept
+
+
+# --- the result ------------------------------------------------------------------------------------------------------
+
+
+def _render(items: Sequence[_Item], constants: _Constants, functions: Mapping[str, _Macro]) -> tuple[str, list[str]]:
+    """The text of the items, and the macros that it leaves defined."""
+    out: list[str] = []
+    left: list[str] = []
+    declared: set[str] = set()
+    for item in items:
+        text = _text(item.code).replace('extern "C" ', "")
+        if item.code and isinstance(item.code[0], _Token) and item.code[0].kind == "directive":
+            left += item.names
+        elif text.startswith("constexpr int ") and len(item.names) == 1 and item.names[0] in constants.values:
+            text = _constant(item, constants, declared)
+        declared.update(item.names)
+        out.append("\n" * min(item.gap, 1) + item.lead + text + (f"  {item.trail}" if item.trail else "") + "\n")
+    body = "".join(out)
+    return re.sub(r"\n{3,}", "\n\n", body).strip("\n") + "\n", left
+
+
+def _constant(item: _Item, constants: _Constants, declared: set[str]) -> str:
+    """A constant by its expression if that is simple and can be read here, else by its value."""
+    name = item.names[0]
+    value = constants.values[name]
+    words = _solid(item.code)
+    expression = words[words.index(next(n for n in words if _is(n, "="))) + 1 : -1]
+    names = {t.text for t in _flat(expression) if t.kind == "name"}
+    marks = {t.text for t in _flat(expression) if t.kind == "mark"}
+    simple = marks <= {"(", ")", "+", "-", "*", "/", "%"} and names <= declared and names <= set(constants.values)
+    if simple and names:
+        return _text(item.code)
+    return f"constexpr int {name} = {value};"
