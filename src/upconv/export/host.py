@@ -225,7 +225,11 @@ def includes() -> str:
     """The headers of the host code."""
     standard = ("array", "cstring", "mutex", "optional", "tuple", "type_traits", "utility")
     lines = [f"#include <{name}>" for name in standard]
-    lines += ["#include <c10/cuda/CUDAException.h>", "#include <c10/cuda/CUDAGuard.h>", "#include <c10/cuda/CUDAStream.h>"]
+    lines += [
+        "#include <c10/cuda/CUDAException.h>",
+        "#include <c10/cuda/CUDAGuard.h>",
+        "#include <c10/cuda/CUDAStream.h>",
+    ]
     return "\n".join(lines)
 
 

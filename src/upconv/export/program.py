@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Mapping
 
 import torch
@@ -17,14 +18,13 @@ from upconv.problem import Problem
 WIDTH = 120
 
 
-def program(p: Problem, signature: Signature, gpu: Gpu, title: str) -> str:
+def program(p: Problem, signature: Signature, gpu: Gpu) -> str:
     """The file for a layer at every batch and spatial size, planned for ``p``'s.
 
     Args:
         p: the forward, with the precision and the layout that the file is to have.
         signature: the constructor of ``ModelNew``.
         gpu: the GPU that the kernels are chosen and compiled for.
-        title: the file's first sentence.
 
     Raises:
         ValueError: no kernel serves the layer.
@@ -32,9 +32,9 @@ def program(p: Problem, signature: Signature, gpu: Gpu, title: str) -> str:
     found = host.variants(p, gpu)
     kinds = dict.fromkeys(v.kind for v in found)
     values = {
-        "HEAD": _head(p, signature, gpu, title, found),
+        "HEAD": _head(p, signature, gpu, found),
         "CONSTANTS": _constants(p, gpu, found),
-        "CUDA": cuda(found),
+        "CUDA": cuda(found, gpu.arch),
         "DECLARATIONS": ";\n".join(text for v in found for text in host.prototypes(v)) + ";",
         "FUNCTIONS": ", ".join(f'"{name}"' for v in found for name in host.functions(v)),
         "ARCH": gpu.arch,
@@ -44,7 +44,7 @@ def program(p: Problem, signature: Signature, gpu: Gpu, title: str) -> str:
         "RECORDS": _records(found),
         "PRECISION": _PRECISION.get(p.precision, ""),
         "CHECK_PRECISION": "    check_precision()\n" if p.precision in _PRECISION else "",
-        "MODEL": signature.model(),
+        "MODEL": signature.model().rstrip("\n"),
         "ATTRIBUTE": signature.attribute,
         "NAMES": _names(p.rank),
         "EXPECTED": signature.expected(),
@@ -52,15 +52,15 @@ def program(p: Problem, signature: Signature, gpu: Gpu, title: str) -> str:
     return _filled(_FILE, values)
 
 
-def cuda(found: tuple[host.Variant, ...]) -> str:
+def cuda(found: tuple[host.Variant, ...], arch: str) -> str:
     """The file's CUDA C++: device code of all kernels, each in its namespace, then the host's."""
     units = []
     for v in found:
         (unit,) = v.choice.sources()
-        units.append((v, specialise(unit.source, v.name, v.entries)))
-    needed = dict.fromkeys(line for _, unit in units for line in unit.includes)
+        units.append((v, specialise(unit.source, v.name, v.entries, arch)))
+    needed = dict.fromkeys(name for _, unit in units for name in unit.includes)
     parts = [
-        host.includes() + "".join(f"\n{line}" for line in needed) + "\n",
+        host.includes() + "".join(f"\n#include <{name}>" for name in needed) + "\n",
         *(f"{_banner(v)}\n{unit.text.strip()}\n" for v, unit in units),
         host.helpers(found),
         *(host.definitions(v) for v in found),
@@ -73,7 +73,14 @@ def _banner(v: host.Variant) -> str:
     name = v.name.removesuffix("_unaligned")
     where = " where rows begin off 16 bytes" if name != v.name else ""
     line = "// " + "=" * (WIDTH - 3)
-    return f"{line}\n// {what}{where}: {v.choice.summary.rsplit(', grid', 1)[0]}.\n{line}\n"
+    text = textwrap.fill(
+        f"{what}{where}: {v.choice.summary.rsplit(', grid', 1)[0]}.",
+        WIDTH,
+        initial_indent="// ",
+        subsequent_indent="// ",
+        break_on_hyphens=False,
+    )
+    return f"{line}\n{text}\n{line}\n"
 
 
 def _filled(text: str, values: Mapping[str, str]) -> str:
@@ -83,22 +90,69 @@ def _filled(text: str, values: Mapping[str, str]) -> str:
 
 
 def _names(rank: int) -> str:
-    return ("batch, channels, length", "batch, channels, height, width", "batch, channels, depth, height, width")[rank - 1]
+    return ("batch, channels, length", "batch, channels, height, width", "batch, channels, depth, height, width")[
+        rank - 1
+    ]
 
 
 # --- the head --------------------------------------------------------------------------------------------------------
 
 _MULTIPLIED = {
-    "tf32": "Float32 values are rounded to TF32, to nearest even, and multiplied on tensor cores, as PyTorch's default is.",
-    "ieee": "Float32 values are multiplied in float32, or as two TF32 parts in three products on tensor cores, which is as exact.",
-    "fp16": "Float16 values are multiplied with sums in float32.",
-    "bf16": "Bfloat16 values are multiplied with sums in float32.",
-    "fp64": "Float64 values are multiplied in float64.",
+    "tf32": (
+        "float32, rounded to TF32 (nearest even) and multiplied on tensor cores, as PyTorch's defaults have it; where its"
+        " flags ask for IEEE float32 a call raises"
+    ),
+    "ieee": (
+        "float32, multiplied as such or, on tensor cores, as two TF32 parts in three products, which keeps float32's"
+        " accuracy"
+    ),
+    "fp16": "float16, summed in float32",
+    "bf16": "bfloat16, summed in float32",
+    "fp64": "float64",
 }
+_PASSES = {"fwd": "forward", "grad-input": "gradient for the input", "grad-weight": "gradient for the weight"}
 
 
-def _head(p: Problem, signature: Signature, gpu: Gpu, title: str, found: tuple[host.Variant, ...]) -> str:
-    return title
+def _head(p: Problem, signature: Signature, gpu: Gpu, found: tuple[host.Variant, ...]) -> str:
+    """The file's docstring."""
+    arguments = [f"{p.in_channels}, {p.out_channels}, kernel_size={p.kernel}", f"stride={p.stride}"]
+    arguments += [f"padding={p.padding}", f"output_padding={p.output_padding}", f"dilation={p.dilation}"]
+    shape = " x ".join(map(str, p.input_shape))
+    multiplied = _MULTIPLIED[p.precision]
+    if p.precision == "ieee" and p.rank == 3:
+        multiplied += "; PyTorch runs 3-D convolutions in IEEE float32 whatever its TF32 flag says, so these kernels do"
+    layout = "contiguous" if p.layout == "nchw" else "channels_last"
+    plan = []
+    for v in found:
+        where = f" (other widths than multiples of {_unit(found, v)})" if v.name.endswith("_unaligned") else ""
+        plan.append((f"{_PASSES[v.pass_]}{where}", v.choice.summary.rsplit(", grid", 1)[0]))
+    paragraphs = [
+        f"{signature.title}: a transposed convolution with CUDA kernels of its own, in one file.",
+        f"Layer: ConvTranspose{p.rank}d({', '.join(arguments)}, groups={p.groups}).",
+        "ModelNew has the constructor, the parameters (equal under a seed) and the state_dict of the original, and computes"
+        f" forward, first and second gradients with the kernels below. They were chosen for inputs of {shape} on an"
+        f" {gpu.name} and serve every batch and spatial size.",
+        "Constraints:",
+        f"- CUDA devices of sm_{gpu.arch}; nvcc, a C++ compiler and ninja at the first call, which takes a minute or two.",
+        f"- Values: {multiplied}.",
+        f"- Tensors in other than the {layout} memory format are copied to it first; results are {layout}.",
+        "- Results are bit-equal from run to run. Under torch.autocast the layer wants its own dtype all the same.",
+        "Kernels:",
+        *(f"- {name}: {text}." for name, text in plan),
+        f"Measured by `{signature.measured}`.",
+    ]
+    lines: list[str] = []
+    for text in paragraphs:
+        bullet = text.startswith("- ")
+        if lines and not bullet:
+            lines.append("")
+        lines += textwrap.wrap(text, WIDTH - 4, subsequent_indent="  " if bullet else "", break_on_hyphens=False)
+    return "\n".join(lines) + "\n"
+
+
+def _unit(found: tuple[host.Variant, ...], v: host.Variant) -> int:
+    aligned = next(other for other in found if other.pass_ == v.pass_)
+    return max(aligned.unit, aligned.unit_out)
 
 
 def _constants(p: Problem, gpu: Gpu, found: tuple[host.Variant, ...]) -> str:
@@ -369,7 +423,7 @@ def grad_weight(x: Tensor, grad: Tensor) -> Tensor:
 # --- autograd: each of the three is linear in both of its tensors, and the derivatives are the other two --------------
 
 
-class Forward(torch.autograd.Function):
+class ForwardFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias):
         ctx.save_for_backward(x, weight)
@@ -380,13 +434,13 @@ class Forward(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         by_x, by_weight, by_bias = ctx.needs_input_grad
         return (
-            GradInput.apply(grad, weight, x.shape[2:]) if by_x else None,
-            GradWeight.apply(x, grad) if by_weight else None,
+            GradInputFunction.apply(grad, weight, x.shape[2:]) if by_x else None,
+            GradWeightFunction.apply(x, grad) if by_weight else None,
             grad.sum((0, *range(2, grad.dim()))) if by_bias else None,
         )
 
 
-class GradInput(torch.autograd.Function):
+class GradInputFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, grad, weight, size):
         ctx.save_for_backward(grad, weight)
@@ -397,13 +451,13 @@ class GradInput(torch.autograd.Function):
         grad, weight = ctx.saved_tensors
         by_grad, by_weight, _ = ctx.needs_input_grad
         return (
-            Forward.apply(other, weight, None) if by_grad else None,
-            GradWeight.apply(other, grad) if by_weight else None,
+            ForwardFunction.apply(other, weight, None) if by_grad else None,
+            GradWeightFunction.apply(other, grad) if by_weight else None,
             None,
         )
 
 
-class GradWeight(torch.autograd.Function):
+class GradWeightFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, grad):
         ctx.save_for_backward(x, grad)
@@ -414,8 +468,8 @@ class GradWeight(torch.autograd.Function):
         x, grad = ctx.saved_tensors
         by_x, by_grad = ctx.needs_input_grad
         return (
-            GradInput.apply(grad, other, x.shape[2:]) if by_x else None,
-            Forward.apply(x, other, None) if by_grad else None,
+            GradInputFunction.apply(grad, other, x.shape[2:]) if by_x else None,
+            ForwardFunction.apply(x, other, None) if by_grad else None,
         )
 
 
@@ -452,11 +506,14 @@ EXPECTED = @EXPECTED@
 
     def forward(self, x: Tensor) -> Tensor:
         """Shapes: (@NAMES@) or the same without batch, any sizes -> likewise."""
-        if x.dim() == RANK + 1:
-            return self(x.unsqueeze(0)).squeeze(0)
+        single = x.dim() == RANK + 1
+        if single:
+            x = x.unsqueeze(0)
         weight, bias = self.@ATTRIBUTE@.weight, self.@ATTRIBUTE@.bias
         check(x, weight)
         if torch.is_grad_enabled():
-            return Forward.apply(x, weight, bias)
-        return forward(x, weight, bias, self._kept)
+            out = ForwardFunction.apply(x, weight, bias)
+        else:
+            out = forward(x, weight, bias, self._kept)
+        return out.squeeze(0) if single else out
 '''

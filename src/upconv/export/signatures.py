@@ -23,6 +23,10 @@ class Signature:
     expected_: tuple[tuple[str, Any], ...]
     """Attributes of torch.nn's layer that the kernels are specialised for."""
     doc: str
+    title: str
+    """What the file is, to begin its first sentence."""
+    measured: str
+    """The command that measures it."""
 
     @property
     def attribute(self) -> str:
@@ -113,7 +117,9 @@ def kernelbench(number: int, p: Problem) -> Signature:
             "\n\n    As in the original, output_padding is not handed on to the layer; the benchmark's sixth argument, meant as"
             "\n    groups, lands there.\n    "
         )
-    return Signature(p.rank, tuple(parameters), tuple(handed), _expected(p), doc)
+    measured = "upconv bench --suite kernelbench --as-exported --device cuda"
+    title = f"KernelBench level 1, problem {number}"
+    return Signature(p.rank, tuple(parameters), tuple(handed), _expected(p), doc, title, measured)
 
 
 def init_arguments(number: int, p: Problem) -> tuple[Any, ...]:
@@ -149,4 +155,5 @@ def layer(p: Problem) -> Signature:
     parameters = tuple((name, kind, repr(value)) for name, kind, value in values)
     handed = tuple((name, name) for name, _, _ in values[2:])
     doc = f"torch.nn.ConvTranspose{p.rank}d's arguments; the defaults are the layer's."
-    return Signature(p.rank, parameters, handed, _expected(p), doc)
+    measured = 'upconv export --layer "..." --check'
+    return Signature(p.rank, parameters, handed, _expected(p), doc, str(p).split(" on ")[0], measured)

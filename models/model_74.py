@@ -1,0 +1,3924 @@
+"""KernelBench level 1, problem 74: a transposed convolution with CUDA kernels of its own, in one file.
+
+Layer: ConvTranspose1d(32, 64, kernel_size=(5,), stride=(1,), padding=(0,), output_padding=(0,), dilation=(3,),
+groups=1).
+
+ModelNew has the constructor, the parameters (equal under a seed) and the state_dict of the original, and computes
+forward, first and second gradients with the kernels below. They were chosen for inputs of 32 x 32 x 131072 on an
+NVIDIA H200 and serve every batch and spatial size.
+
+Constraints:
+- CUDA devices of sm_90a; nvcc, a C++ compiler and ninja at the first call, which takes a minute or two.
+- Values: float32, rounded to TF32 (nearest even) and multiplied on tensor cores, as PyTorch's defaults have it;
+  where its flags ask for IEEE float32 a call raises.
+- Tensors in other than the contiguous memory format are copied to it first; results are contiguous.
+- Results are bit-equal from run to run. Under torch.autocast the layer wants its own dtype all the same.
+
+Kernels:
+- forward: wgmma tf32, tile 1x1x1x512 (NxDxHxW of q) x 64 rows, chunk of 16 channels, pixels halved, weights
+  resident, 198 KB shared.
+- gradient for the input: wgmma tf32, tile 4x1x1x128 (NxDxHxW of q) x 64 rows, chunk of 16 channels, pixels halved,
+  weights ring of 3 x 8 fragments, 206 KB shared.
+- gradient for the input (other widths than multiples of 4): wgmma tf32, tile 1x1x1x512 (NxDxHxW of q) x 64 rows,
+  chunk of 16 channels, pixels halved, weights ring of 3 x 8 fragments, 198 KB shared.
+- gradient for the weight: wgmma tf32, 32x64 channels x 1x1x5 taps a block, chunks of 2x1x1x128 (NxDxHxW of q), K in
+  132 slices, 212 KB shared.
+- gradient for the weight (other widths than multiples of 4): mma.sync tf32, 32x64 channels x 1x1x5 taps a block,
+  chunks of 1x1x1x256 (NxDxHxW of q), K in 264 slices, 203 KB shared.
+
+Measured by `upconv bench --suite kernelbench --as-exported --device cuda`.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+import os
+import shutil
+import threading
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils import cpp_extension
+
+# --- the layer that everything here is specialised for ---------------------------------------------------------------
+
+IN_CHANNELS, OUT_CHANNELS, GROUPS = 32, 64, 1
+KERNEL, STRIDE, PADDING = (5,), (1,), (0,)
+OUTPUT_PADDING, DILATION = (0,), (3,)
+DTYPE, FORMAT = torch.float32, torch.contiguous_format
+RANK, WEIGHTS = 1, 10240
+BANDWIDTH = 4.2e+12  # of the device memory in bytes/s, for the planner's model
+SUM_BYTES = 96 << 20  # of the weight gradient's slices of sums, at most
+CAPABILITY = (9, 0)  # of the GPUs that the kernels are compiled for: sm_90a
+
+# --- CUDA C++ --------------------------------------------------------------------------------------------------------
+
+CUDA = r"""
+#include <array>
+#include <cstring>
+#include <mutex>
+#include <optional>
+#include <tuple>
+#include <type_traits>
+#include <utility>
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+
+// =====================================================================================================================
+// Forward: wgmma tf32, tile 1x1x1x512 (NxDxHxW of q) x 64 rows, chunk of 16 channels, pixels halved, weights resident,
+// 198 KB shared.
+// =====================================================================================================================
+
+namespace forward {
+
+constexpr int ELEMENT = 4;
+constexpr int PARTS = 1;
+constexpr int CIN = 32;
+constexpr int COUT = 64;
+constexpr int CIN_G = 32;
+constexpr int COUT_G = 64;
+constexpr int TAPS = 5;
+constexpr int CK = 16;
+constexpr int SUB_H = 1;
+constexpr int SUB_W = 64;
+constexpr int SUBS = 1;
+constexpr int ROWS_PER_SUB = 64;
+constexpr int W_SUBS = 1;
+constexpr int MB = 1;
+constexpr int VARIANTS = 1;
+constexpr int COUT_BLOCKS = 1;
+constexpr int M_GROUPS = 1;
+constexpr int STAGES_P = 2;
+constexpr int STAGES_S = 2;
+constexpr int STAGES_W = 3;
+constexpr int W_STAGE = 8;
+constexpr int RUN_GROUPS = 8;
+constexpr int ROWS_D = 1;
+constexpr int ROWS_H = 1;
+constexpr int ROW_STEP_D = 1;
+constexpr int ROW_STEP_H = 1;
+constexpr int FIRST_W = -12;
+constexpr int COLUMNS = 524;
+constexpr int COLUMN_PAD = 0;
+constexpr int PLANE = 524;
+constexpr int PLANES = 1;
+constexpr int FRAGMENT_SETS = 2;
+constexpr int PRODUCER_REGISTERS = 72;
+constexpr int CONSUMER_REGISTERS = 184;
+constexpr int OUT_STEP_D = 1;
+constexpr int IN_STEP_D = 1;
+constexpr int TILE_D = 1;
+constexpr int OUT_STEP_H = 1;
+constexpr int IN_STEP_H = 1;
+constexpr int TILE_H = 1;
+constexpr int OUT_STEP_W = 1;
+constexpr int IN_STEP_W = 1;
+constexpr int TILE_W = 512;
+constexpr int TILE_N = 1;
+
+// Gather-GEMM on tensor cores: out[o = OUT_STEP q + u] = sum over taps of W(u, tap) x in[i = IN_STEP q + offset(u, tap)],
+// for every axis; u < OUT_STEP are the sub-positions of q (the phases of a stride, or rows unrolled to fill a tile).
+// The gradient for the input is the same with exchanged steps: `in` is the output's gradient, CIN its channels, `out` the input's.
+//
+// Work of a block (persistent, `for tile`): TILE_N x TILE_D x TILE_H x TILE_W positions q times one M-group. An M-group is
+// MB blocks of 64 rows (for WGS_M = 2: a pair of them); a row is one output channel at one (d, h) sub-position, a block one
+// W sub-position. K is input channels x taps, in chunks of CK channels.
+//
+// Roles:
+//   producers  loads the input tile with its halo once per chunk. NCHW: 16-byte copies into a staging slot (bytes in flight:
+//              STAGES_S - 1 slots), then a pass of shared memory -> registers -> shared memory that turns pixels to rows of CK
+//              channels and rounds to TF32. Channels-last: copies straight to those rows.
+//   consumers  multiply: weights are A, from registers, packed in fragment order (one 16-byte load per thread and step);
+//              pixels are B, rows of CK channels in shared memory, swizzled. A tap is a shift of B's start by whole rows:
+//              the swizzle is a function of address bits, so any shift is right (measured: 32, 64 and 128 bytes).
+//   one thread streams the weights' fragments through a ring (or loads all of them once: RESIDENT).
+// SPLIT 0: both consumers share an M-group and halve the pixels. 1: they share the pixels. 2: ping-pong, whole tiles in turn,
+// so that one stores while the other multiplies.
+//
+// Constants come as macros (cuda/gather.py computes them and explains each); sizes of the input are arguments.
+
+// PTX in small wrappers, so that a kernel body reads as an algorithm. No headers: NVRTC compiles this in tens of ms.
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+// --- mbarriers: `count` arrivals (and the announced bytes) complete a phase; waits name the phase by its parity -------
+
+__device__ __forceinline__ void barrier_init(u32 barrier, int count) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;\n" ::"r"(barrier), "r"(count));
+}
+__device__ __forceinline__ void barrier_arrive(u32 barrier) {
+  asm volatile("{\n .reg .b64 state;\n mbarrier.arrive.shared.b64 state, [%0];\n}\n" ::"r"(barrier) : "memory");
+}
+__device__ __forceinline__ bool barrier_done(u32 barrier, u32 parity) {
+  u32 done;
+  asm volatile(
+      "{\n .reg .pred p;\n mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n selp.u32 %0, 1, 0, p;\n}\n"
+      : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+  return done;
+}
+__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
+  while (!barrier_done(barrier, parity)) {}
+}
+template <int ID, int THREADS>
+__device__ __forceinline__ void named_sync() { asm volatile("bar.sync %0, %1;\n" ::"n"(ID), "n"(THREADS) : "memory"); }
+__device__ __forceinline__ void named_sync(int id, int threads) {
+  asm volatile("bar.sync %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
+}
+
+// --- copies into shared memory ----------------------------------------------------------------------------------------
+
+__device__ __forceinline__ void copy16(u32 to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;\n" ::"r"(to), "l"(from) : "memory");
+}
+__device__ __forceinline__ void copy16(u32 to, const void* from, int bytes) {  // the rest of the 16 becomes zero
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
+template <int N> __device__ __forceinline__ void copy_wait() { asm volatile("cp.async.wait_group %0;\n" ::"n"(N) : "memory"); }
+__device__ __forceinline__ u32 load_shared_u32(u32 a) {
+  u32 v;
+  asm volatile("ld.shared.u32 %0, [%1];\n" : "=r"(v) : "r"(a) : "memory");
+  return v;
+}
+__device__ __forceinline__ void load_shared_128(u32 (&v)[4], u32 a) {
+  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];\n" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(a) : "memory");
+}
+__device__ __forceinline__ void load_shared_64(u32 (&v)[4], u32 a) {
+  asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];\n" : "=r"(v[0]), "=r"(v[1]) : "r"(a) : "memory");
+}
+__device__ __forceinline__ void store_shared_128(u32 a, u32 v0, u32 v1, u32 v2, u32 v3) {
+  asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};\n" ::"r"(a), "r"(v0), "r"(v1), "r"(v2), "r"(v3) : "memory");
+}
+__device__ __forceinline__ void store_shared_f32x2(u32 a, float v, float w) {
+  asm volatile("st.shared.v2.f32 [%0], {%1,%2};\n" ::"r"(a), "f"(v), "f"(w) : "memory");
+}
+
+// Stores under a predicate, never a branch (NOTES: ptxas made 250 branches of kb57's bfloat16 epilogue, 2.1 ms instead of 1.3).
+__device__ __forceinline__ void store_global_if(void* to, u32 v, bool ok) {
+  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %2, 0;\n @p st.global.u32 [%0], %1;\n}\n" ::"l"(to), "r"(v), "r"((u32)ok) : "memory");
+}
+__device__ __forceinline__ void store_global_64_if(void* to, const u32 (&v)[4], bool ok) {
+  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %3, 0;\n @p st.global.v2.u32 [%0], {%1,%2};\n}\n" ::"l"(to), "r"(v[0]), "r"(v[1]), "r"((u32)ok) : "memory");
+}
+__device__ __forceinline__ void store_global_128_if(void* to, const u32 (&v)[4], bool ok) {
+  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %5, 0;\n @p st.global.v4.u32 [%0], {%1,%2,%3,%4};\n}\n" ::"l"(to), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]), "r"((u32)ok) : "memory");
+}
+
+// --- numbers ----------------------------------------------------------------------------------------------------------
+
+// Nearest TF32, ties to even, as cuDNN rounds: with it results agree with cuDNN to 3e-6, with rna to 5e-5.
+__device__ __forceinline__ u32 to_tf32(float v) {
+  u32 r;
+  asm("cvt.rn.tf32.f32 %0, %1;\n" : "=r"(r) : "f"(v));
+  return r;
+}
+// What TF32 leaves of a float, in TF32 itself; nothing of infinities and NaNs, whose difference to themselves is a NaN.
+__device__ __forceinline__ u32 low_part(float v, u32 high) {
+  return (high & 0x7f800000u) == 0x7f800000u ? 0u : to_tf32(v - __uint_as_float(high));
+}
+
+// --- matrix instructions ----------------------------------------------------------------------------------------------
+
+// wgmma: one warpgroup, D[64 x 64] += A[64 x K] B[K x 64]; A from registers, B from shared memory by descriptor.
+// Fragments (g = lane / 4, t = lane % 4): D[4j + 2h + c] is row 16 warp + g + 8h, column 8j + 2t + c.
+#define ACCUMULATORS_64(d) \
+  "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),          \
+      "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]),          \
+      "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]),         \
+      "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+#define WGMMA_64(shape, tail) \
+  "wgmma.mma_async.sync.aligned." shape                                                                               \
+  " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,"  \
+  "%30,%31}, {%32,%33,%34,%35}, %36, " tail ";\n"
+
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory"); }
+template <int N> __device__ __forceinline__ void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(N) : "memory"); }
+constexpr int VEC = 16 / ELEMENT;  // elements of a 16-byte unit
+constexpr int ROW_BYTES = CK * ELEMENT;  // a pixel's row in a tile: 32, 64 or 128
+constexpr int UNITS_PER_ROW = ROW_BYTES / 16;
+constexpr int K_STEPS = ROW_BYTES / 32;  // a matrix instruction takes 32 bytes of K
+constexpr int SEGMENTS = TILE_N * ROWS_D * ROWS_H;
+// Columns of a segment with one residue modulo IN_STEP_W make a plane of PLANE neighbours; there are PLANES residues that some tap
+// reads. A segment has its planes one behind the other, but a strided box lands as one residue's planes of all segments.
+constexpr int PITCH = PLANES * PLANE;  // pixel rows from a segment to the next
+constexpr int PIXELS = SEGMENTS * PITCH;
+#define COLUMN(within) ((within) % PLANE * IN_STEP_W + (within) / PLANE)
+constexpr int PART_BYTES = (PIXELS * ROW_BYTES + 1023) / 1024 * 1024;
+constexpr int STAGE_BYTES = PARTS * PART_BYTES;
+// 16-byte units of a segment: a box begins COLUMN_PAD columns early, at whole units; threads take the units that hold the row,
+// whatever its alignment.
+constexpr int STAGING_UNITS = (COLUMNS + (2 * VEC - 2)) / VEC;
+constexpr int CHANNEL_BYTES = ROWS_D * ROWS_H * STAGING_UNITS * 16;  // a slot is [image][channel][row][column]
+constexpr int SLOT_BYTES = TILE_N * CK * CHANNEL_BYTES;
+constexpr int FRAGMENT = 2048;  // bytes: 64 rows of 32 bytes of K
+constexpr int CHUNKS = (CIN_G + CK - 1) / CK;
+constexpr int CONSUMERS = 2;
+constexpr int CONSUMER_THREADS = CONSUMERS * 128;
+// two warpgroups of 56 registers produce, so that the consumers have 200: six warps turn pixels, one loads them,
+// one loads the weights
+constexpr int PRODUCER_THREADS = 192;
+constexpr int WEIGHTS_WARP = 7;
+constexpr int FIRST_CONSUMER = 2;
+constexpr int PRODUCER_WARPS = PRODUCER_THREADS / 32;
+constexpr int THREADS = FIRST_CONSUMER * 128 + CONSUMER_THREADS;
+constexpr int SUBTILES = TILE_N * TILE_D * (TILE_H / SUB_H) * (TILE_W / SUB_W);
+constexpr int NB = SUBTILES / 2;
+constexpr int WGS_M = 1;
+constexpr int RELEASES = 2;  // consumers that read a stage
+constexpr int W_SUBTILES = TILE_W / SUB_W;
+constexpr int H_SUBTILES = TILE_H / SUB_H;
+__constant__ const int ENTRY[] = {0,5};  // [variant][MB + 1]: where a block's taps begin
+__constant__ const short SUB_D[] = {0};  // [variant][SUBS]: output offset of an M-row's sub-position
+__constant__ const short SUB_HH[] = {0};
+__constant__ const short U_W[] = {0};  // [variant]: first W sub-position
+__constant__ const int ROW_D[] = {0};  // input offset of a tile's rows
+__constant__ const int ROW_H[] = {0};
+
+struct Sizes {                                         // one layout for the packed argument block
+  int batch, in_d, in_h, in_w, out_d, out_h, out_w;
+  int tiles_d, tiles_h, tiles_w;                       // tiles of q per axis
+  int tiles;                                           // all of them, times M_GROUPS
+};
+
+struct Tile {
+  int group, cout_block, variant;                      // M-group
+  int n, d, h, w;                                      // first q
+};
+
+__device__ __forceinline__ Tile tile_at(int index, const Sizes& s) {
+  Tile t;
+  int m = index % M_GROUPS, q = index / M_GROUPS;
+  t.variant = m % VARIANTS;
+  t.cout_block = m / VARIANTS % COUT_BLOCKS;
+  t.group = m / (VARIANTS * COUT_BLOCKS);
+  t.w = q % s.tiles_w * TILE_W;  q /= s.tiles_w;
+  t.h = q % s.tiles_h * TILE_H;  q /= s.tiles_h;
+  t.d = q % s.tiles_d * TILE_D;
+  t.n = q / s.tiles_d * TILE_N;
+  return t;
+}
+
+__device__ __forceinline__ int entries_of(int variant) { return ENTRY[variant * (MB + 1) + MB] - ENTRY[variant * (MB + 1)]; }
+__device__ __forceinline__ int chunks_of(int variant) { return entries_of(variant) ? CHUNKS : 0; }  // 0: only the bias
+
+// Byte of the 16-byte unit `unit` of pixel row `p` in a tile.
+__device__ __forceinline__ u32 unit_at(int p, int unit) {
+  int swizzle = (p >> 1) & 3;
+  return p * ROW_BYTES + ((unit ^ swizzle) << 4);
+}
+
+// =====================================================================================================================
+// Packing: weight (CIN, COUT_G, taps), for GRAD_INPUT (COUT, CIN_G, taps), to fragments [group][cout block][variant][chunk][entry][k step][part][wgs][warp][lane]
+// =====================================================================================================================
+
+__constant__ const short TAP_INDEX[] = {4,3,2,1,0};  // [variant, block, tap][SUBS]: the kernel's tap, -1 for none
+
+__global__ void pack(const float* __restrict__ weight, u32* __restrict__ packed, int words) {
+  int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i >= words) return;
+  int r = i & 3, lane = i >> 2 & 31, warp = i >> 7 & 3, rest = i >> 9;
+  int wg = rest % WGS_M;  rest /= WGS_M;
+  int part = rest % PARTS;  rest /= PARTS;
+  int k_step = rest % K_STEPS;  rest /= K_STEPS;
+  int per_block = CHUNKS * ENTRY[VARIANTS * (MB + 1) - 1];
+  int block = rest / per_block, variant = 0, within = rest % per_block;
+  while (within >= CHUNKS * entries_of(variant)) within -= CHUNKS * entries_of(variant++);
+  int chunk = within / entries_of(variant), entry = ENTRY[variant * (MB + 1)] + within % entries_of(variant);
+  int cout_block = block % COUT_BLOCKS * WGS_M + wg, group = block / COUT_BLOCKS;
+  int row = warp * 16 + (lane >> 2) + (r & 1) * 8, k = (lane & 3) * (4 / ELEMENT) + (r >> 1) * (16 / ELEMENT);
+  int sub = row / ROWS_PER_SUB, cout = cout_block * ROWS_PER_SUB + row % ROWS_PER_SUB;
+  int tap = TAP_INDEX[entry * SUBS + sub];
+  u32 word = 0;
+#pragma unroll
+  for (int e = 0; e < 4 / ELEMENT; e++) {
+    int cin = chunk * CK + k_step * (32 / ELEMENT) + k + e;
+    if (cin >= CIN_G || cout >= COUT_G || tap < 0) continue;
+    float v = weight[((long long)(group * CIN_G + cin) * COUT_G + cout) * TAPS + tap];
+    word = to_tf32(v);
+    if (part) word = low_part(v, word);
+  }
+  packed[i] = word;
+}
+
+// A place in a ring of `count` stages, and the parity of its phase.
+struct Cursor {
+  u32 stage, parity;
+  __device__ __forceinline__ void next(u32 count) {
+    if (++stage == count) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+// =====================================================================================================================
+// Producer
+// =====================================================================================================================
+
+struct Source {                                        // where a tile's chunk lies in the input
+  int n, d, h, w;                                      // of the halo's corner, before the rows' offsets
+  int channel, left;                                   // first channel, channels left in the group
+};
+
+__device__ __forceinline__ Source source_of(const Tile& t, int chunk) {
+  return {t.n, t.d * IN_STEP_D, t.h * IN_STEP_H, t.w * IN_STEP_W + FIRST_W, t.group * CIN_G + chunk * CK, CIN_G - chunk * CK};
+}
+
+// The segment's (n, d, h), and whether that row of the input exists.
+__device__ __forceinline__ bool row_of(const Source& at, const Sizes& s, int packed, int& n, int& d, int& h) {
+  n = at.n + (packed >> 24);
+  d = at.d + ((packed << 8) >> 20);
+  h = at.h + ((packed << 20) >> 20);
+  return n < s.batch && (u32)d < (u32)s.in_d && (u32)h < (u32)s.in_h;
+}
+
+// Copies CK channels of every segment into a slot, in the 16-byte units of memory that hold them, so that any alignment is
+// served; units without a pixel of the row are left out. A segment then begins (address % 16) bytes into its place.
+__device__ __forceinline__ void stage(const char* __restrict__ x, const Sizes& s, const Source& at, const int* segments, u32 slot, int thread) {
+  long long plane = (long long)s.in_d * s.in_h * s.in_w;
+  for (int i = thread; i < SLOT_BYTES / 16; i += PRODUCER_THREADS) {
+    int unit = i % STAGING_UNITS, r = i / STAGING_UNITS, row = r % (ROWS_D * ROWS_H), c = r / (ROWS_D * ROWS_H) % CK, n, d, h;
+    int segment = r / (ROWS_D * ROWS_H * CK) * (ROWS_D * ROWS_H) + row;
+    if (!row_of(at, s, segments[segment], n, d, h) || c >= at.left) continue;
+    const char* p = x + (((long long)n * CIN + at.channel + c) * plane + ((long long)d * s.in_h + h) * s.in_w + at.w) * ELEMENT;
+    int misaligned = (int)((u64)p & 15);
+    int first = at.w + (unit * 16 - misaligned) / ELEMENT;  // column of the unit's first element
+    if (first + VEC > 0 && first < s.in_w) copy16(slot + i * 16, p - misaligned + unit * 16);
+  }
+}
+
+constexpr int OWN_PIXELS = (PIXELS + PRODUCER_THREADS - 1) / PRODUCER_THREADS;
+
+// A thread's pixels of a tile: where they lie in a slot and, for copies by threads, whether they are in the image and how their
+// row is aligned. Found once a tile, not a chunk.
+struct Pixels {
+  u32 from[OWN_PIXELS], ok;
+  u32 plane;                                            // channel c of a row begins at (phase + c * plane) % VEC of a unit
+  __device__ __forceinline__ void locate(const char* x, const Sizes& s, const Source& at, const int* segments, int thread) {
+    plane = (u32)s.in_d * s.in_h * s.in_w;
+    ok = 0;
+#pragma unroll
+    for (int k = 0; k < OWN_PIXELS; k++) {
+      int p = thread + k * PRODUCER_THREADS, segment = p / PITCH, within = p % PITCH;
+      int column = COLUMN(within), image = segment / (ROWS_D * ROWS_H);
+      if (p >= PIXELS) break;
+      from[k] = (segment + image * (CK - 1) * (ROWS_D * ROWS_H)) * STAGING_UNITS * 16 + (column + COLUMN_PAD) * ELEMENT;
+      int n, d, h;
+      bool in = row_of(at, s, segments[segment], n, d, h) && column < COLUMNS && (u32)(at.w + column) < (u32)s.in_w;
+      u32 first = ((u32)n * CIN + at.channel) * plane + ((u32)d * s.in_h + h) * s.in_w + at.w + (u32)((u64)x / ELEMENT);
+      from[k] |= (first & (VEC - 1)) << 24;             // the low 24 bits: the place in a slot; above: the phase
+      ok |= (u32)in << k;
+    }
+  }
+};
+
+// A slot's pixels to rows of CK channels, rounded: a lane takes a pixel, so that loads and stores meet all banks.
+template <bool ALIGNED>  // every channel of a row has the same misalignment
+__device__ __forceinline__ void turn(const Pixels& own, int channel, int left, u32 slot, u32 tile, int thread) {
+#pragma unroll
+  for (int k = 0; k < OWN_PIXELS; k++) {
+    int p = thread + k * PRODUCER_THREADS;
+    if (p >= PIXELS) break;
+    bool ok = own.ok >> k & 1;
+    u32 phase = own.from[k] >> 24, from = slot + (own.from[k] & 0xffffff) + (ALIGNED ? phase * ELEMENT : 0);
+#pragma unroll 2  // more of them spill
+    for (int unit = 0; unit < UNITS_PER_ROW; unit++) {
+      u32 v[VEC];
+#pragma unroll
+      for (int e = 0; e < VEC; e++) {
+        int c = unit * VEC + e;
+        bool have = ok;
+        u32 a = from + c * CHANNEL_BYTES;
+        if (!ALIGNED) a += ((phase + (channel + c) * own.plane) & (VEC - 1)) * ELEMENT;
+        v[e] = have ? load_shared_u32(a) : 0;
+      }
+      u32 hi[4];
+#pragma unroll
+      for (int e = 0; e < 4; e++) hi[e] = to_tf32(__uint_as_float(v[e]));
+      store_shared_128(tile + unit_at(p, unit), hi[0], hi[1], hi[2], hi[3]);
+    }
+  }
+}
+
+// A walk over (tile, chunk) in the order in which consumers take them.
+struct Walk {
+  int index, chunk;
+  Tile tile;
+  __device__ __forceinline__ void begin(int first, const Sizes& s) { index = first; chunk = 0; settle(s); }
+  __device__ __forceinline__ bool live(const Sizes& s) const { return index < s.tiles; }
+  __device__ __forceinline__ void settle(const Sizes& s) {  // past tiles without chunks
+    while (index < s.tiles) {
+      tile = tile_at(index, s);
+      if (chunk < chunks_of(tile.variant)) return;
+      index += gridDim.x;
+      chunk = 0;
+    }
+  }
+  __device__ __forceinline__ void next(const Sizes& s) {
+    if (++chunk >= CHUNKS) settle(s);
+  }
+};
+
+// The tile is written: make it visible to the matrix units and say so, once a warp.
+__device__ __forceinline__ void hand_over(u32 barrier, int lane) {
+  asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");
+  __syncwarp();
+  if (lane == 0) barrier_arrive(barrier);
+}
+
+struct Barriers { u32 full, empty, landed, left; };  // of tiles; of slots or boxes: `landed` by the copy engine
+
+__device__ __forceinline__ void produce(const char* __restrict__ x, const Sizes& s, const int* segments, u32 tiles, u32 slots, const Barriers& barriers, int thread) {
+  int lane = thread & 31;
+  Walk now;
+  Cursor tile = {0, 1};
+  Pixels own;
+  Cursor slot = {0, 0};
+  Walk ahead;
+  ahead.begin(blockIdx.x, s);
+  u32 next_slot = 0;
+#pragma unroll 1
+  for (int i = 0; i < STAGES_S - 1; i++) {
+    if (ahead.live(s)) {
+      stage(x, s, source_of(ahead.tile, ahead.chunk), segments, slots + i * SLOT_BYTES, thread);
+      ahead.next(s);
+    }
+    copy_commit();
+  }
+  next_slot = STAGES_S - 1;
+#pragma unroll 1
+  for (now.begin(blockIdx.x, s); now.live(s); now.next(s), tile.next(STAGES_P), slot.next(STAGES_S)) {
+    if (now.chunk == 0) own.locate(x, s, source_of(now.tile, 0), segments, thread);
+    copy_wait<STAGES_S - 2>();
+    named_sync<1, PRODUCER_THREADS>();                  // everyone's copies have landed, and everyone has left the next slot
+    if (ahead.live(s)) {
+      stage(x, s, source_of(ahead.tile, ahead.chunk), segments, slots + next_slot * SLOT_BYTES, thread);
+      ahead.next(s);
+    }
+    if (++next_slot == STAGES_S) next_slot = 0;
+    copy_commit();
+    barrier_wait(barriers.empty + tile.stage * 8, tile.parity);
+    int channel = now.chunk * CK;
+    if (own.plane % VEC == 0) {
+      turn<true>(own, channel, CIN_G - channel, slots + slot.stage * SLOT_BYTES, tiles + tile.stage * STAGE_BYTES, thread);
+    } else {
+      turn<false>(own, channel, CIN_G - channel, slots + slot.stage * SLOT_BYTES, tiles + tile.stage * STAGE_BYTES, thread);
+    }
+    hand_over(barriers.full + tile.stage * 8, lane);
+  }
+}
+
+// =====================================================================================================================
+// Weights: fragments in the order in which they are used
+// =====================================================================================================================
+
+#define FRAGMENTS(entries) ((entries) * CHUNKS * K_STEPS * PARTS)
+
+__device__ __forceinline__ const char* fragments_of(const char* packed, const Tile& t) {
+  long long before = (long long)(t.group * COUT_BLOCKS + t.cout_block) * FRAGMENTS(ENTRY[VARIANTS * (MB + 1) - 1]);
+  return packed + (before + FRAGMENTS(ENTRY[t.variant * (MB + 1)])) * (WGS_M * FRAGMENT);
+}
+
+// One thread: streams every tile's fragments through the ring, W_STAGE of them at a time; RESIDENT: loads them once.
+__device__ __forceinline__ void stream_weights(const char* packed, const Sizes& s, u32 ring, u32 full, u32 empty) {
+  Cursor cursor = {0, 1};
+#pragma unroll 1
+  for (int index = blockIdx.x; index < s.tiles; index += gridDim.x) {
+    Tile t = tile_at(index, s);
+    const char* from = fragments_of(packed, t);
+    int count = FRAGMENTS(entries_of(t.variant));
+#pragma unroll 1
+    for (int f = 0; f < count; f += W_STAGE, cursor.next(STAGES_W)) {
+      u32 bytes = (count - f < W_STAGE ? count - f : W_STAGE) * (WGS_M * FRAGMENT), barrier = full + cursor.stage * 8;
+      asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
+      asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::"r"(ring + cursor.stage * (W_STAGE * WGS_M * FRAGMENT)), "l"(from + (long long)f * (WGS_M * FRAGMENT)), "r"(bytes), "r"(barrier) : "memory");
+    }
+    return;
+  }
+}
+
+// The consumers' side. Before sm_90 fragments come straight from global memory (L2).
+struct Fragments {
+  u32 ring, full, empty;                               // of the ring: this thread's part of its first fragment; barriers
+  Cursor cursor;
+  int left;                                            // fragments left of the stage in hand
+  int coming;                                          // fragments of the tile not yet taken
+  u32 at;
+  const char* from;
+
+  __device__ __forceinline__ void begin(const char* packed, const Tile& t, int offset) {
+    coming = FRAGMENTS(entries_of(t.variant));
+    left = 0;
+    cursor = {0, 0};                     // stages stay: their barriers have completed phase 0 for good
+  }
+  __device__ __forceinline__ void take(u32 (&a)[4], int lane) {
+    if (left == 0) {
+      barrier_wait(full + cursor.stage * 8, cursor.parity);
+      at = ring + cursor.stage * (W_STAGE * WGS_M * FRAGMENT);
+      left = W_STAGE;
+    }
+    load_shared_128(a, at);
+    at += WGS_M * FRAGMENT;
+    left--;
+    coming--;
+    if (left == 0 || coming == 0) {                    // the last stage of a tile may be a partial one
+      cursor.next(STAGES_W);
+      cursor.parity = 0;
+      left = 0;
+    }
+  }
+  __device__ __forceinline__ void skip(int variant) {
+    for (int n = (FRAGMENTS(entries_of(variant)) + W_STAGE - 1) / W_STAGE; n > 0; n--) cursor.next(STAGES_W);
+  }
+};
+
+// =====================================================================================================================
+// Consumers
+// =====================================================================================================================
+
+struct Place { int n, d, h, w; };  // of a subtile in a tile, in q
+
+__device__ __forceinline__ constexpr Place place_of(int subtile) {
+  return {subtile / (W_SUBTILES * H_SUBTILES * TILE_D), subtile / (W_SUBTILES * H_SUBTILES) % TILE_D,
+          subtile / W_SUBTILES % H_SUBTILES * SUB_H, subtile % W_SUBTILES * SUB_W};
+}
+__device__ __forceinline__ constexpr int pixel_row_of(int subtile) {  // its first pixel's row in the tile, for a tap of shift 0
+  Place p = place_of(subtile);
+  return ((p.n * ROWS_D + p.d * ROW_STEP_D) * ROWS_H + p.h * ROW_STEP_H) * PITCH + p.w;
+}
+constexpr int GROUP_ROWS = 8;  // pixel rows from one group of eight columns to the next
+
+// acc[64 x 64 NB] += fragment x pixels; `shift` is the tap's, in pixel rows.
+__device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4], u32 tile, const int (&subtile_row)[NB], int shift, int k_step, int lane) {
+  const u64 upper = ((u64)(GROUP_ROWS * ROW_BYTES >> 4) << 32) | ((u64)(2) << 62) | (1ull << 16);
+#pragma unroll
+  for (int nb = 0; nb < NB; nb++) {
+    u32 start = tile + (subtile_row[nb] + shift) * ROW_BYTES + k_step * 32;
+    u64 b = upper | ((start & 0x3ffff) >> 4);
+    asm volatile(WGMMA_64("m64n64k8.f32.tf32.tf32", "1, 1, 1") : ACCUMULATORS_64(acc[nb]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+  }
+}
+
+// Steps without a loop around them: fragments take FRAGMENT_SETS sets of registers in turn, so that the next one is loaded while
+// the tensor cores have the steps of the others queued. (NOTES: in a loop over taps ptxas cannot see that a set is free again and serialises every wgmma,
+// C7513: kb57's multiplications took 2.9 ms instead of 1.6. So the pipeline drains once per stretch of code.)
+__device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[4], Fragments& weights, u32 tile, const int (&subtile_row)[NB], int shift, int k_step, int part, bool last, int lane) {
+  weights.take(a, lane);
+  wgmma_fence();
+  multiply(acc, a, tile, subtile_row, shift, k_step, lane);
+  wgmma_commit();
+  if (last) wgmma_wait<0>();
+  else wgmma_wait<FRAGMENT_SETS - 1>();                // the oldest set is free again
+}
+
+constexpr int STEPS_PER_TAP = K_STEPS * PARTS;
+// few steps: all blocks of a chunk are one stretch, for each variant its own
+__device__ constexpr int entry_at(int i) {
+  constexpr int entry[] = {0,5};
+  return entry[i];
+}
+__device__ constexpr int row_at(int i) {
+  constexpr int row[] = {0,3,6,9,12};
+  return row[i];
+}
+__device__ constexpr int block_of(int variant, int entry) {
+  int b = 0;
+  while (entry >= entry_at(variant * (MB + 1) + b + 1)) b++;
+  return b;
+}
+
+template <int VARIANT, int STEP>
+__device__ __forceinline__ void multiply_from(float (&acc)[MB][NB][32], u32 (&a)[FRAGMENT_SETS][4], Fragments& weights, u32 tile, const int (&subtile_row)[NB], int lane) {
+  constexpr int first = entry_at(VARIANT * (MB + 1)), steps = (entry_at(VARIANT * (MB + 1) + MB) - first) * STEPS_PER_TAP;
+  if constexpr (STEP < steps) {
+    constexpr int entry = first + STEP / STEPS_PER_TAP, block = block_of(VARIANT, entry);
+    step(acc[block], a[STEP % FRAGMENT_SETS], weights, tile, subtile_row, row_at(entry), STEP / PARTS % K_STEPS, STEP % PARTS, STEP + 1 == steps, lane);
+    multiply_from<VARIANT, STEP + 1>(acc, a, weights, tile, subtile_row, lane);
+  }
+}
+
+template <int VARIANT>
+__device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB][32], Fragments& weights, u32 tile, const int (&subtile_row)[NB], int lane) {
+  u32 a[FRAGMENT_SETS][4];
+  multiply_from<VARIANT, 0>(acc, a, weights, tile, subtile_row, lane);
+}
+
+// --- epilogue ---------------------------------------------------------------------------------------------------------
+// A warp holds 16 rows of M. It passes them through its own shared buffer, a run of pixels at a time, so that memory is
+// written in whole lines: NCHW 8 rows of RUN x W_SUBS consecutive outputs, channels-last RUN pixels of 16 channels.
+constexpr int RUN = RUN_GROUPS * 8;
+// Bytes of a row of the buffer (channels-last: of a pixel); the rest beyond whole 128 bytes lets rows meet different banks.
+constexpr int RUN_PITCH = (RUN * W_SUBS * ELEMENT + 127) / 128 * 128 + 32;
+constexpr int BUFFER_BYTES = 8 * RUN_PITCH;
+constexpr int RUN_SUBTILES = 1;  // neighbours along W that a run crosses
+constexpr int RUNS_OF_SUBTILE = 8 / RUN_GROUPS;
+// Group k of run i of subtiles r * RUN_SUBTILES ...: which subtile, and which of its groups of 8 columns.
+#define RUN_NB(r, i, k) ((r) * RUN_SUBTILES + (k) / 8)
+#define RUN_J(r, i, k) ((i) * RUN_GROUPS + (k))
+
+// A warp's 16 rows of M are output channels of one (d, h) sub-position (ROWS_PER_SUB is 64, 32 or 16).
+struct Slab {
+  int cout, couts;                                      // first channel in the group, and how many of the 16 exist
+  int od, oh;                                           // offsets of the sub-position
+};
+
+__device__ __forceinline__ Slab slab_of(const Tile& t, int cout_block, int warp) {
+  Slab slab;
+  int sub = warp * 16 / ROWS_PER_SUB;
+  slab.cout = cout_block * ROWS_PER_SUB + warp * 16 % ROWS_PER_SUB;
+  slab.couts = COUT_G - slab.cout < 16 ? COUT_G - slab.cout : 16;
+  slab.od = SUB_D[t.variant * SUBS + sub];
+  slab.oh = SUB_HH[t.variant * SUBS + sub];
+  return slab;
+}
+
+constexpr int OUTPUTS = RUN * W_SUBS;  // of a row of a run
+
+// Eight rows of a run, all of which begin at multiples of UNIT bytes: one instruction stores 32 units, of several rows if they
+// are short. A unit that the image's border cuts is stored output by output.
+template <int UNIT>
+__device__ __forceinline__ void store_unit(char* p, u32 from, int unit, int left, bool in) {
+  constexpr int outputs = UNIT / ELEMENT;
+  u32 v[4];
+  if (UNIT == 16) load_shared_128(v, from);
+  else if (UNIT == 8) load_shared_64(v, from);
+  else v[0] = load_shared_u32(from);
+  bool whole = in && (unit + 1) * outputs <= left;
+  if (UNIT == 16) store_global_128_if(p, v, whole);
+  else if (UNIT == 8) store_global_64_if(p, v, whole);
+  else store_global_if(p, v[0], whole);
+  if (outputs > 1 && left < OUTPUTS && left % outputs) {
+#pragma unroll
+    for (int e = 0; e < outputs - 1; e++) {
+      bool cut = in && !whole && unit * outputs + e < left;
+      store_global_if(p + e * 4, v[e & 3], cut);
+    }
+  }
+}
+
+template <int UNIT>
+__device__ __forceinline__ void store_units(char* to, long long plane, int rows, int left, u32 buffer, int lane) {
+  constexpr int per_row = OUTPUTS * ELEMENT / UNIT;
+  if (per_row >= 32) {
+#pragma unroll
+    for (int r = 0; r < 8; r++)
+#pragma unroll
+      for (int i = 0; i < (per_row + 31) / 32; i++) {
+        int unit = lane + 32 * i;
+        bool in = per_row % 32 == 0 || unit < per_row;
+        store_unit<UNIT>(to + r * plane + unit * UNIT, buffer + r * RUN_PITCH + (in ? unit : 0) * UNIT, unit, left, in);
+      }
+  } else {
+#pragma unroll
+    for (int i = 0; i < (8 * per_row + 31) / 32; i++) {
+      int index = lane + 32 * i, r = index / per_row, unit = index % per_row;
+      bool in = r < 8;
+      store_unit<UNIT>(to + r * plane + unit * UNIT, buffer + (in ? r : 0) * RUN_PITCH + unit * UNIT, unit, left, in);
+    }
+  }
+}
+
+// Eight rows (output channels) of a run from the buffer to memory; `to` is the first row's first output, rows lie `plane` bytes
+// apart.
+__device__ __forceinline__ void store_rows(char* to, long long plane, int rows, int left, u32 buffer, int lane) {
+  u32 misaligned = (u32)(u64)to | (u32)plane;
+  if ((misaligned & 15) == 0) return store_units<16>(to, plane, rows, left, buffer, lane);
+  if ((misaligned & 7) == 0) return store_units<8>(to, plane, rows, left, buffer, lane);
+  // Rows begin anywhere: each instruction begins at a sector's first output, since a sector written in parts is first read from
+  // memory (NOTES: loads and stores of kb57, with rows of 1026 outputs: 2.15 ms,
+  // with rows of 1024 1.44).
+  int end = left < OUTPUTS ? left : OUTPUTS;
+  rows = 8;
+  u32 first = (u32)(u64)to >> 2, step = (u32)plane >> 2;
+#pragma unroll
+  for (int i = 0; i < (OUTPUTS + 38) / 32; i++) {
+    u32 v[8];
+    int e[8];                                           // the lane's output of each row; some are before or behind it
+#pragma unroll
+    for (int r = 0; r < 8; r++) {
+      e[r] = lane + 32 * i - (int)((first + r * step) & 7);
+      v[r] = load_shared_u32(buffer + r * RUN_PITCH + ((u32)e[r] < (u32)end ? e[r] * 4 : 0));
+    }
+#pragma unroll
+    for (int r = 0; r < 8; r++) store_global_if(to + r * plane + (long long)e[r] * 4, v[r], (u32)e[r] < (u32)end && r < rows);
+  }
+}
+
+// Unrolled, since registers have no run-time index. (NOTES: with the stores once in a loop, and only the reading of registers in
+// branches, tiles of 8 x 8 took 20 to 100% longer and compiled no faster.)
+__device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* __restrict__ bias, char* __restrict__ y, const Sizes& s, const Tile& t, int cout_block, int first_subtile, u32 buffer, int warp, int lane) {
+  constexpr signed char blocks[] = {0};         // the block of a W sub-position, -1: it has no taps
+  int g = lane >> 2, q = lane & 3;
+  Slab slab = slab_of(t, cout_block, warp);
+  if (slab.couts <= 0) return;
+  float b[2] = {0.f, 0.f};
+#pragma unroll
+  for (int h = 0; h < 2; h++)
+    if (bias && g + 8 * h < slab.couts) b[h] = (float)(bias[t.group * COUT_G + slab.cout + g + 8 * h]);
+  if (bias) {
+#pragma unroll
+    for (int m = 0; m < MB; m++)
+#pragma unroll
+      for (int nb = 0; nb < NB; nb++)
+#pragma unroll
+        for (int e = 0; e < 32; e++) acc[m][nb][e] += b[e >> 1 & 1];
+  }
+  int channel = t.group * COUT_G + slab.cout;
+  long long plane = (long long)s.out_d * s.out_h * s.out_w * ELEMENT;
+#pragma unroll
+  for (int r = 0; r < NB / RUN_SUBTILES; r++) {
+    Place place = place_of(first_subtile + r * RUN_SUBTILES);
+    int n = t.n + place.n, od = OUT_STEP_D * (t.d + place.d) + slab.od;
+    bool image = n < s.batch && od < s.out_d;
+#pragma unroll
+    for (int i = 0; i < RUNS_OF_SUBTILE; i++) {
+      int oh = OUT_STEP_H * (t.h + place.h) + slab.oh;
+      int ow = OUT_STEP_W * (t.w + place.w + i * RUN) + U_W[t.variant], left = s.out_w - ow;
+      if (!image || oh >= s.out_h || left <= 0) continue;
+      char* to = y + (((long long)n * COUT + channel) * s.out_d + od) * s.out_h * s.out_w * ELEMENT + ((long long)oh * s.out_w + ow) * ELEMENT;
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+#pragma unroll
+        for (int k = 0; k < RUN_GROUPS; k++) {
+          const int nb = RUN_NB(r, i, k), j = RUN_J(r, i, k);
+          u32 at = buffer + g * RUN_PITCH + (k * 8 + 2 * q) * W_SUBS * ELEMENT;
+          float v[2 * W_SUBS];
+#pragma unroll
+          for (int c = 0; c < 2; c++)
+#pragma unroll
+            for (int u = 0; u < W_SUBS; u++) v[c * W_SUBS + u] = blocks[u] < 0 ? b[h] : acc[blocks[u] < 0 ? 0 : blocks[u]][nb][4 * j + 2 * h + c];
+#pragma unroll
+          for (int c = 0; c < W_SUBS; c++) {
+            store_shared_f32x2(at + c * 8, v[2 * c], v[2 * c + 1]);
+          }
+        }
+        __syncwarp();
+        store_rows(to + h * 8 * plane, plane, slab.couts < 8 * h + 8 ? slab.couts - 8 * h : 8, left, buffer, lane);
+        __syncwarp();
+      }
+    }
+  }
+}
+
+__device__ __forceinline__ void consume(const char* packed, const float* bias, char* y, const Sizes& s, u32 tiles, u32 full, u32 empty, Fragments& weights, u32 buffers, int wg, int thread) {
+  int warp = thread >> 5, lane = thread & 31;
+  int first_subtile = wg * NB, offset = thread * 16;
+  u32 buffer = buffers + (wg * 4 + warp) * BUFFER_BYTES;
+  int subtile_row[NB];
+#pragma unroll
+  for (int nb = 0; nb < NB; nb++) subtile_row[nb] = pixel_row_of(first_subtile + nb);
+  Cursor cursor = {0, 0};
+  weights.cursor = {0, 0};
+  weights.ring += offset;
+  int turn = 0;
+#pragma unroll 1
+  for (int index = blockIdx.x; index < s.tiles; index += gridDim.x, turn++) {
+    Tile t = tile_at(index, s);
+    int chunks = chunks_of(t.variant);
+    float acc[MB][NB][32];
+#pragma unroll
+    for (int b = 0; b < MB; b++)
+#pragma unroll
+      for (int nb = 0; nb < NB; nb++)
+#pragma unroll
+        for (int i = 0; i < 32; i++) {
+          acc[b][nb][i] = 0.f;
+        }
+    weights.begin(packed, t, offset);
+    int variant = __shfl_sync(0xffffffffu, t.variant, 0);  // so that ptxas knows that warps do not part over it
+#pragma unroll 1
+    for (int chunk = 0; chunk < chunks; chunk++, cursor.next(STAGES_P)) {
+      barrier_wait(full + cursor.stage * 8, cursor.parity);
+      u32 tile = tiles + cursor.stage * STAGE_BYTES;
+      multiply_chunk<0>(variant, acc, weights, tile, subtile_row, lane);
+      __syncwarp();
+      if (lane == 0) barrier_arrive(empty + cursor.stage * 8);
+    }
+    epilogue(acc, bias, y, s, t, t.cout_block * WGS_M, first_subtile, buffer, warp, lane);
+  }
+}
+
+// =====================================================================================================================
+
+constexpr int TILES_AT = 0;
+constexpr int RING_AT = TILES_AT + STAGES_P * STAGE_BYTES;
+constexpr int SLOTS_AT = RING_AT + STAGES_W * W_STAGE * WGS_M * FRAGMENT;
+constexpr int BUFFERS_AT = SLOTS_AT + STAGES_S * SLOT_BYTES;
+constexpr int BARRIERS_AT = BUFFERS_AT + CONSUMERS * 4 * BUFFER_BYTES;
+constexpr int SLOT_BARRIERS = 0;
+constexpr int SEGMENTS_AT = BARRIERS_AT + 16 * (STAGES_P + STAGES_W + SLOT_BARRIERS);
+
+__global__ void __launch_bounds__(THREADS, 1)
+gather(const char* __restrict__ x, const char* __restrict__ packed, const float* __restrict__ bias, char* __restrict__ y,
+       int batch, int in_d, int in_h, int in_w, int out_d, int out_h, int out_w, int tiles_d, int tiles_h, int tiles_w, int tile_count
+) {
+  extern __shared__ __align__(1024) unsigned char memory[];
+  const Sizes s = {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, tile_count};
+  u32 base = shared_address(memory);
+  u32 full = base + BARRIERS_AT, empty = full + 8 * STAGES_P, full_w = empty + 8 * STAGES_P, empty_w = full_w + 8 * STAGES_W;
+  const Barriers barriers = {full, empty, empty_w + 8 * STAGES_W, empty_w + 8 * (STAGES_W + SLOT_BARRIERS)};
+  int* segments = (int*)(memory + SEGMENTS_AT);
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < STAGES_P; i++) {
+      barrier_init(full + 8 * i, PRODUCER_WARPS);
+      barrier_init(empty + 8 * i, RELEASES * 4);
+    }
+    for (int i = 0; i < STAGES_W; i++) {
+      barrier_init(full_w + 8 * i, 1);
+      barrier_init(empty_w + 8 * i, RELEASES * 4);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
+  }
+  for (int i = threadIdx.x; i < SEGMENTS; i += THREADS)
+    segments[i] = (i / (ROWS_H * ROWS_D)) << 24 | (ROW_D[i / ROWS_H % ROWS_D] & 0xfff) << 12 | (ROW_H[i % ROWS_H] & 0xfff);
+  __syncthreads();
+  int role = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
+  if (role < FIRST_CONSUMER) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(PRODUCER_REGISTERS));
+    int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0);
+    if (warp < PRODUCER_WARPS) {
+      produce(x, s, segments, base + TILES_AT, base + SLOTS_AT, barriers, threadIdx.x);
+    }
+    else if (warp == WEIGHTS_WARP && (thread & 31) == 0) {
+      stream_weights(packed, s, base + RING_AT, full_w, empty_w);
+    }
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(CONSUMER_REGISTERS));
+    Fragments weights;
+    weights.ring = base + RING_AT;
+    weights.full = full_w;
+    weights.empty = empty_w;
+    consume(packed, bias, y, s, base + TILES_AT, full, empty, weights, base + BUFFERS_AT, role - FIRST_CONSUMER, thread);
+  }
+}
+
+#undef ACCUMULATORS_64
+#undef WGMMA_64
+#undef COLUMN
+#undef FRAGMENTS
+#undef RUN_NB
+#undef RUN_J
+}  // namespace forward
+
+// =====================================================================================================================
+// Gradient for the input: wgmma tf32, tile 4x1x1x128 (NxDxHxW of q) x 64 rows, chunk of 16 channels, pixels halved,
+// weights ring of 3 x 8 fragments, 206 KB shared.
+// =====================================================================================================================
+
+namespace grad_input {
+
+constexpr int ELEMENT = 4;
+constexpr int PARTS = 1;
+constexpr int FIRST_D = 0;
+constexpr int FIRST_H = 0;
+constexpr int COUT = 32;
+constexpr int CIN_G = 64;
+constexpr int COUT_G = 32;
+constexpr int TAPS = 5;
+constexpr int CK = 16;
+constexpr int SUB_H = 1;
+constexpr int SUB_W = 64;
+constexpr int SUBS = 1;
+constexpr int ROWS_PER_SUB = 64;
+constexpr int W_SUBS = 1;
+constexpr int MB = 1;
+constexpr int VARIANTS = 1;
+constexpr int COUT_BLOCKS = 1;
+constexpr int M_GROUPS = 1;
+constexpr int STAGES_P = 2;
+constexpr int STAGES_S = 2;
+constexpr int STAGES_W = 3;
+constexpr int W_STAGE = 8;
+constexpr int RUN_GROUPS = 8;
+constexpr int ROWS_D = 1;
+constexpr int ROWS_H = 1;
+constexpr int ROW_STEP_D = 1;
+constexpr int ROW_STEP_H = 1;
+constexpr int FIRST_W = 0;
+constexpr int COLUMNS = 140;
+constexpr int COLUMN_PAD = 0;
+constexpr int PLANE = 140;
+constexpr int PLANES = 1;
+constexpr int FRAGMENT_SETS = 2;
+constexpr int PRODUCER_REGISTERS = 48;
+constexpr int CONSUMER_REGISTERS = 208;
+constexpr int OUT_STEP_D = 1;
+constexpr int IN_STEP_D = 1;
+constexpr int TILE_D = 1;
+constexpr int OUT_STEP_H = 1;
+constexpr int IN_STEP_H = 1;
+constexpr int TILE_H = 1;
+constexpr int OUT_STEP_W = 1;
+constexpr int IN_STEP_W = 1;
+constexpr int TILE_W = 128;
+constexpr int TILE_N = 4;
+
+// Gather-GEMM on tensor cores: out[o = OUT_STEP q + u] = sum over taps of W(u, tap) x in[i = IN_STEP q + offset(u, tap)],
+// for every axis; u < OUT_STEP are the sub-positions of q (the phases of a stride, or rows unrolled to fill a tile).
+// The gradient for the input is the same with exchanged steps: `in` is the output's gradient, CIN its channels, `out` the input's.
+//
+// Work of a block (persistent, `for tile`): TILE_N x TILE_D x TILE_H x TILE_W positions q times one M-group. An M-group is
+// MB blocks of 64 rows (for WGS_M = 2: a pair of them); a row is one output channel at one (d, h) sub-position, a block one
+// W sub-position. K is input channels x taps, in chunks of CK channels.
+//
+// Roles:
+//   producers  loads the input tile with its halo once per chunk. NCHW: 16-byte copies into a staging slot (bytes in flight:
+//              STAGES_S - 1 slots), then a pass of shared memory -> registers -> shared memory that turns pixels to rows of CK
+//              channels and rounds to TF32. Channels-last: copies straight to those rows.
+//   consumers  multiply: weights are A, from registers, packed in fragment order (one 16-byte load per thread and step);
+//              pixels are B, rows of CK channels in shared memory, swizzled. A tap is a shift of B's start by whole rows:
+//              the swizzle is a function of address bits, so any shift is right (measured: 32, 64 and 128 bytes).
+//   one thread streams the weights' fragments through a ring (or loads all of them once: RESIDENT).
+// SPLIT 0: both consumers share an M-group and halve the pixels. 1: they share the pixels. 2: ping-pong, whole tiles in turn,
+// so that one stores while the other multiplies.
+//
+// Constants come as macros (cuda/gather.py computes them and explains each); sizes of the input are arguments.
+
+// PTX in small wrappers, so that a kernel body reads as an algorithm. No headers: NVRTC compiles this in tens of ms.
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+// --- mbarriers: `count` arrivals (and the announced bytes) complete a phase; waits name the phase by its parity -------
+
+__device__ __forceinline__ void barrier_init(u32 barrier, int count) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;\n" ::"r"(barrier), "r"(count));
+}
+__device__ __forceinline__ void barrier_arrive(u32 barrier) {
+  asm volatile("{\n .reg .b64 state;\n mbarrier.arrive.shared.b64 state, [%0];\n}\n" ::"r"(barrier) : "memory");
+}
+__device__ __forceinline__ bool barrier_done(u32 barrier, u32 parity) {
+  u32 done;
+  asm volatile(
+      "{\n .reg .pred p;\n mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n selp.u32 %0, 1, 0, p;\n}\n"
+      : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+  return done;
+}
+__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
+  while (!barrier_done(barrier, parity)) {}
+}
+
+// --- copies into shared memory ----------------------------------------------------------------------------------------
+
+__device__ __forceinline__ u32 load_shared_u32(u32 a) {
+  u32 v;
+  asm volatile("ld.shared.u32 %0, [%1];\n" : "=r"(v) : "r"(a) : "memory");
+  return v;
+}
+__device__ __forceinline__ void load_shared_128(u32 (&v)[4], u32 a) {
+  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];\n" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(a) : "memory");
+}
+__device__ __forceinline__ void load_shared_64(u32 (&v)[4], u32 a) {
+  asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];\n" : "=r"(v[0]), "=r"(v[1]) : "r"(a) : "memory");
+}
+__device__ __forceinline__ void store_shared_128(u32 a, u32 v0, u32 v1, u32 v2, u32 v3) {
+  asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};\n" ::"r"(a), "r"(v0), "r"(v1), "r"(v2), "r"(v3) : "memory");
+}
+__device__ __forceinline__ void store_shared_f32x2(u32 a, float v, float w) {
+  asm volatile("st.shared.v2.f32 [%0], {%1,%2};\n" ::"r"(a), "f"(v), "f"(w) : "memory");
+}
+
+// Stores under a predicate, never a branch (NOTES: ptxas made 250 branches of kb57's bfloat16 epilogue, 2.1 ms instead of 1.3).
+__device__ __forceinline__ void store_global_if(void* to, u32 v, bool ok) {
+  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %2, 0;\n @p st.global.u32 [%0], %1;\n}\n" ::"l"(to), "r"(v), "r"((u32)ok) : "memory");
+}
+__device__ __forceinline__ void store_global_64_if(void* to, const u32 (&v)[4], bool ok) {
+  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %3, 0;\n @p st.global.v2.u32 [%0], {%1,%2};\n}\n" ::"l"(to), "r"(v[0]), "r"(v[1]), "r"((u32)ok) : "memory");
+}
+__device__ __forceinline__ void store_global_128_if(void* to, const u32 (&v)[4], bool ok) {
+  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %5, 0;\n @p st.global.v4.u32 [%0], {%1,%2,%3,%4};\n}\n" ::"l"(to), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]), "r"((u32)ok) : "memory");
+}
+
+// --- numbers ----------------------------------------------------------------------------------------------------------
+
+// Nearest TF32, ties to even, as cuDNN rounds: with it results agree with cuDNN to 3e-6, with rna to 5e-5.
+__device__ __forceinline__ u32 to_tf32(float v) {
+  u32 r;
+  asm("cvt.rn.tf32.f32 %0, %1;\n" : "=r"(r) : "f"(v));
+  return r;
+}
+// What TF32 leaves of a float, in TF32 itself; nothing of infinities and NaNs, whose difference to themselves is a NaN.
+__device__ __forceinline__ u32 low_part(float v, u32 high) {
+  return (high & 0x7f800000u) == 0x7f800000u ? 0u : to_tf32(v - __uint_as_float(high));
+}
+
+// --- matrix instructions ----------------------------------------------------------------------------------------------
+
+// wgmma: one warpgroup, D[64 x 64] += A[64 x K] B[K x 64]; A from registers, B from shared memory by descriptor.
+// Fragments (g = lane / 4, t = lane % 4): D[4j + 2h + c] is row 16 warp + g + 8h, column 8j + 2t + c.
+#define ACCUMULATORS_64(d) \
+  "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),          \
+      "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]),          \
+      "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]),         \
+      "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+#define WGMMA_64(shape, tail) \
+  "wgmma.mma_async.sync.aligned." shape                                                                               \
+  " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,"  \
+  "%30,%31}, {%32,%33,%34,%35}, %36, " tail ";\n"
+
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory"); }
+template <int N> __device__ __forceinline__ void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(N) : "memory"); }
+constexpr int VEC = 16 / ELEMENT;  // elements of a 16-byte unit
+constexpr int ROW_BYTES = CK * ELEMENT;  // a pixel's row in a tile: 32, 64 or 128
+constexpr int UNITS_PER_ROW = ROW_BYTES / 16;
+constexpr int K_STEPS = ROW_BYTES / 32;  // a matrix instruction takes 32 bytes of K
+constexpr int SEGMENTS = TILE_N * ROWS_D * ROWS_H;
+// Columns of a segment with one residue modulo IN_STEP_W make a plane of PLANE neighbours; there are PLANES residues that some tap
+// reads. A segment has its planes one behind the other, but a strided box lands as one residue's planes of all segments.
+constexpr int PITCH = PLANES * PLANE;  // pixel rows from a segment to the next
+constexpr int PLANE_PITCH = PLANE;  // the swizzle's pattern begins every 8 rows
+constexpr int PIXELS = SEGMENTS * PITCH;
+#define COLUMN(within) ((within) % PLANE * IN_STEP_W + (within) / PLANE)
+constexpr int PART_BYTES = (PIXELS * ROW_BYTES + 1023) / 1024 * 1024;
+constexpr int STAGE_BYTES = PARTS * PART_BYTES;
+// 16-byte units of a segment: a box begins COLUMN_PAD columns early, at whole units; threads take the units that hold the row,
+// whatever its alignment.
+constexpr int STAGING_UNITS = (COLUMNS + (COLUMN_PAD + VEC - 1)) / VEC;
+constexpr int CHANNEL_BYTES = ROWS_D * ROWS_H * STAGING_UNITS * 16;  // a slot is [image][channel][row][column]
+constexpr int SLOT_BYTES = TILE_N * CK * CHANNEL_BYTES;
+constexpr int FRAGMENT = 2048;  // bytes: 64 rows of 32 bytes of K
+constexpr int CHUNKS = (CIN_G + CK - 1) / CK;
+constexpr int CONSUMERS = 2;
+constexpr int CONSUMER_THREADS = CONSUMERS * 128;
+// two warpgroups of 56 registers produce, so that the consumers have 200: six warps turn pixels, one loads them,
+// one loads the weights
+constexpr int PRODUCER_THREADS = 192;
+constexpr int LOADER_WARP = 6;
+constexpr int WEIGHTS_WARP = 7;
+constexpr int FIRST_CONSUMER = 2;
+constexpr int PRODUCER_WARPS = PRODUCER_THREADS / 32;
+constexpr int THREADS = FIRST_CONSUMER * 128 + CONSUMER_THREADS;
+constexpr int SUBTILES = TILE_N * TILE_D * (TILE_H / SUB_H) * (TILE_W / SUB_W);
+constexpr int NB = SUBTILES / 2;
+constexpr int WGS_M = 1;
+constexpr int RELEASES = 2;  // consumers that read a stage
+constexpr int W_SUBTILES = TILE_W / SUB_W;
+constexpr int H_SUBTILES = TILE_H / SUB_H;
+__constant__ const int ENTRY[] = {0,5};  // [variant][MB + 1]: where a block's taps begin
+__constant__ const short SUB_D[] = {0};  // [variant][SUBS]: output offset of an M-row's sub-position
+__constant__ const short SUB_HH[] = {0};
+__constant__ const short U_W[] = {0};  // [variant]: first W sub-position
+__constant__ const int ROW_D[] = {0};  // input offset of a tile's rows
+__constant__ const int ROW_H[] = {0};
+
+struct Sizes {                                         // one layout for the packed argument block
+  int batch, in_d, in_h, in_w, out_d, out_h, out_w;
+  int tiles_d, tiles_h, tiles_w;                       // tiles of q per axis
+  int tiles;                                           // all of them, times M_GROUPS
+};
+
+struct alignas(64) TensorMap { u64 opaque[16]; };  // a CUtensorMap; <cuda.h> does not compile under NVRTC
+
+struct Tile {
+  int group, cout_block, variant;                      // M-group
+  int n, d, h, w;                                      // first q
+};
+
+__device__ __forceinline__ Tile tile_at(int index, const Sizes& s) {
+  Tile t;
+  int m = index % M_GROUPS, q = index / M_GROUPS;
+  t.variant = m % VARIANTS;
+  t.cout_block = m / VARIANTS % COUT_BLOCKS;
+  t.group = m / (VARIANTS * COUT_BLOCKS);
+  t.w = q % s.tiles_w * TILE_W;  q /= s.tiles_w;
+  t.h = q % s.tiles_h * TILE_H;  q /= s.tiles_h;
+  t.d = q % s.tiles_d * TILE_D;
+  t.n = q / s.tiles_d * TILE_N;
+  return t;
+}
+
+__device__ __forceinline__ int entries_of(int variant) { return ENTRY[variant * (MB + 1) + MB] - ENTRY[variant * (MB + 1)]; }
+__device__ __forceinline__ int chunks_of(int variant) { return entries_of(variant) ? CHUNKS : 0; }  // 0: only the bias
+
+// Byte of the 16-byte unit `unit` of pixel row `p` in a tile.
+__device__ __forceinline__ u32 unit_at(int p, int unit) {
+  int swizzle = (p >> 1) & 3;
+  return p * ROW_BYTES + ((unit ^ swizzle) << 4);
+}
+
+// =====================================================================================================================
+// Packing: weight (CIN, COUT_G, taps), for GRAD_INPUT (COUT, CIN_G, taps), to fragments [group][cout block][variant][chunk][entry][k step][part][wgs][warp][lane]
+// =====================================================================================================================
+
+__constant__ const short TAP_INDEX[] = {0,1,2,3,4};  // [variant, block, tap][SUBS]: the kernel's tap, -1 for none
+
+__global__ void pack(const float* __restrict__ weight, u32* __restrict__ packed, int words) {
+  int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i >= words) return;
+  int r = i & 3, lane = i >> 2 & 31, warp = i >> 7 & 3, rest = i >> 9;
+  int wg = rest % WGS_M;  rest /= WGS_M;
+  int part = rest % PARTS;  rest /= PARTS;
+  int k_step = rest % K_STEPS;  rest /= K_STEPS;
+  int per_block = CHUNKS * ENTRY[VARIANTS * (MB + 1) - 1];
+  int block = rest / per_block, variant = 0, within = rest % per_block;
+  while (within >= CHUNKS * entries_of(variant)) within -= CHUNKS * entries_of(variant++);
+  int chunk = within / entries_of(variant), entry = ENTRY[variant * (MB + 1)] + within % entries_of(variant);
+  int cout_block = block % COUT_BLOCKS * WGS_M + wg, group = block / COUT_BLOCKS;
+  int row = warp * 16 + (lane >> 2) + (r & 1) * 8, k = (lane & 3) * (4 / ELEMENT) + (r >> 1) * (16 / ELEMENT);
+  int sub = row / ROWS_PER_SUB, cout = cout_block * ROWS_PER_SUB + row % ROWS_PER_SUB;
+  int tap = TAP_INDEX[entry * SUBS + sub];
+  u32 word = 0;
+#pragma unroll
+  for (int e = 0; e < 4 / ELEMENT; e++) {
+    int cin = chunk * CK + k_step * (32 / ELEMENT) + k + e;
+    if (cin >= CIN_G || cout >= COUT_G || tap < 0) continue;
+// the result's channels are the layer's input channels
+    float v = weight[((long long)(group * COUT_G + cout) * CIN_G + cin) * TAPS + tap];
+    word = to_tf32(v);
+    if (part) word = low_part(v, word);
+  }
+  packed[i] = word;
+}
+
+// A place in a ring of `count` stages, and the parity of its phase.
+struct Cursor {
+  u32 stage, parity;
+  __device__ __forceinline__ void next(u32 count) {
+    if (++stage == count) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+// =====================================================================================================================
+// Producer
+// =====================================================================================================================
+
+struct Source {                                        // where a tile's chunk lies in the input
+  int n, d, h, w;                                      // of the halo's corner, before the rows' offsets
+  int channel, left;                                   // first channel, channels left in the group
+};
+
+__device__ __forceinline__ Source source_of(const Tile& t, int chunk) {
+  return {t.n, t.d * IN_STEP_D, t.h * IN_STEP_H, t.w * IN_STEP_W + FIRST_W, t.group * CIN_G + chunk * CK, CIN_G - chunk * CK};
+}
+
+constexpr int OWN_PIXELS = (PIXELS + PRODUCER_THREADS - 1) / PRODUCER_THREADS;
+
+// A thread's pixels of a tile: where they lie in a slot and, for copies by threads, whether they are in the image and how their
+// row is aligned. Found once a tile, not a chunk.
+struct Pixels {
+  u32 from[OWN_PIXELS], ok;
+  u32 plane;                                            // channel c of a row begins at (phase + c * plane) % VEC of a unit
+  __device__ __forceinline__ void locate(const char* x, const Sizes& s, const Source& at, const int* segments, int thread) {
+    plane = 0;
+    ok = 0;
+#pragma unroll
+    for (int k = 0; k < OWN_PIXELS; k++) {
+      int p = thread + k * PRODUCER_THREADS, segment = p / PITCH, within = p % PITCH;
+      int column = COLUMN(within), image = segment / (ROWS_D * ROWS_H);
+      if (p >= PIXELS) break;
+      from[k] = (segment + image * (CK - 1) * (ROWS_D * ROWS_H)) * STAGING_UNITS * 16 + (column + COLUMN_PAD) * ELEMENT;
+    }
+  }
+};
+
+// A slot's pixels to rows of CK channels, rounded: a lane takes a pixel, so that loads and stores meet all banks.
+template <bool ALIGNED>  // every channel of a row has the same misalignment
+__device__ __forceinline__ void turn(const Pixels& own, int channel, int left, u32 slot, u32 tile, int thread) {
+#pragma unroll
+  for (int k = 0; k < OWN_PIXELS; k++) {
+    int p = thread + k * PRODUCER_THREADS;
+    if (p >= PIXELS) break;
+    bool ok = true;
+    u32 phase = own.from[k] >> 24, from = slot + (own.from[k] & 0xffffff) + (ALIGNED ? phase * ELEMENT : 0);
+#pragma unroll 2  // more of them spill
+    for (int unit = 0; unit < UNITS_PER_ROW; unit++) {
+      u32 v[VEC];
+#pragma unroll
+      for (int e = 0; e < VEC; e++) {
+        int c = unit * VEC + e;
+        bool have = ok;
+        u32 a = from + c * CHANNEL_BYTES;
+        if (!ALIGNED) a += ((phase + (channel + c) * own.plane) & (VEC - 1)) * ELEMENT;
+        v[e] = have ? load_shared_u32(a) : 0;
+      }
+      u32 hi[4];
+#pragma unroll
+      for (int e = 0; e < 4; e++) hi[e] = to_tf32(__uint_as_float(v[e]));
+      store_shared_128(tile + unit_at(p, unit), hi[0], hi[1], hi[2], hi[3]);
+    }
+  }
+}
+
+// A walk over (tile, chunk) in the order in which consumers take them.
+struct Walk {
+  int index, chunk;
+  Tile tile;
+  __device__ __forceinline__ void begin(int first, const Sizes& s) { index = first; chunk = 0; settle(s); }
+  __device__ __forceinline__ bool live(const Sizes& s) const { return index < s.tiles; }
+  __device__ __forceinline__ void settle(const Sizes& s) {  // past tiles without chunks
+    while (index < s.tiles) {
+      tile = tile_at(index, s);
+      if (chunk < chunks_of(tile.variant)) return;
+      index += gridDim.x;
+      chunk = 0;
+    }
+  }
+  __device__ __forceinline__ void next(const Sizes& s) {
+    if (++chunk >= CHUNKS) settle(s);
+  }
+};
+
+// The tile is written: make it visible to the matrix units and say so, once a warp.
+__device__ __forceinline__ void hand_over(u32 barrier, int lane) {
+  asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");
+  __syncwarp();
+  if (lane == 0) barrier_arrive(barrier);
+}
+
+struct Barriers { u32 full, empty, landed, left; };  // of tiles; of slots or boxes: `landed` by the copy engine
+
+// The loader, one thread: ahead of everyone by as many slots (NCHW) or tiles (channels-last) as are free. Channels-last pixels
+// whose taps step over columns come as a box for each residue, with the copy engine's element strides.
+__device__ __forceinline__ void load_boxes(const TensorMap* map, const Sizes& s, u32 to, u32 stage_bytes, u32 landed, u32 left) {
+  Walk walk;
+  Cursor cursor = {0, 1};                               // all are free at first
+#pragma unroll 1
+  for (walk.begin(blockIdx.x, s); walk.live(s); walk.next(s), cursor.next(STAGES_S)) {
+    Source at = source_of(walk.tile, walk.chunk);
+    u32 barrier = landed + cursor.stage * 8, bytes = SLOT_BYTES;
+    barrier_wait(left + cursor.stage * 8, cursor.parity);
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
+    int c = at.channel, w = at.w - COLUMN_PAD, h = at.h + FIRST_H, d = at.d + FIRST_D;
+#pragma unroll
+    for (int r = 0; r < 1; r++) {
+      asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5, %6}], [%7];\n"
+                   ::"r"(to + cursor.stage * stage_bytes + r * PLANE_PITCH * ROW_BYTES), "l"(map), "r"(w), "r"(h), "r"(d), "r"(c), "r"(at.n), "r"(barrier) : "memory");
+    }
+  }
+}
+
+__device__ __forceinline__ void produce(const char* __restrict__ x, const Sizes& s, const int* segments, u32 tiles, u32 slots, const Barriers& barriers, int thread) {
+  int lane = thread & 31;
+  Walk now;
+  Cursor tile = {0, 1};
+  Pixels own;
+  own.locate(x, s, Source(), segments, thread);
+  Cursor slot = {0, 0};
+#pragma unroll 1
+  for (now.begin(blockIdx.x, s); now.live(s); now.next(s), tile.next(STAGES_P), slot.next(STAGES_S)) {
+    barrier_wait(barriers.landed + slot.stage * 8, slot.parity);
+    barrier_wait(barriers.empty + tile.stage * 8, tile.parity);
+    int channel = now.chunk * CK;
+    if (own.plane % VEC == 0) {
+      turn<true>(own, channel, CIN_G - channel, slots + slot.stage * SLOT_BYTES, tiles + tile.stage * STAGE_BYTES, thread);
+    } else {
+      turn<false>(own, channel, CIN_G - channel, slots + slot.stage * SLOT_BYTES, tiles + tile.stage * STAGE_BYTES, thread);
+    }
+    hand_over(barriers.full + tile.stage * 8, lane);
+    if (lane == 0) barrier_arrive(barriers.left + slot.stage * 8);
+  }
+}
+
+// =====================================================================================================================
+// Weights: fragments in the order in which they are used
+// =====================================================================================================================
+
+#define FRAGMENTS(entries) ((entries) * CHUNKS * K_STEPS * PARTS)
+
+__device__ __forceinline__ const char* fragments_of(const char* packed, const Tile& t) {
+  long long before = (long long)(t.group * COUT_BLOCKS + t.cout_block) * FRAGMENTS(ENTRY[VARIANTS * (MB + 1) - 1]);
+  return packed + (before + FRAGMENTS(ENTRY[t.variant * (MB + 1)])) * (WGS_M * FRAGMENT);
+}
+
+// One thread: streams every tile's fragments through the ring, W_STAGE of them at a time; RESIDENT: loads them once.
+__device__ __forceinline__ void stream_weights(const char* packed, const Sizes& s, u32 ring, u32 full, u32 empty) {
+  Cursor cursor = {0, 1};
+#pragma unroll 1
+  for (int index = blockIdx.x; index < s.tiles; index += gridDim.x) {
+    Tile t = tile_at(index, s);
+    const char* from = fragments_of(packed, t);
+    int count = FRAGMENTS(entries_of(t.variant));
+#pragma unroll 1
+    for (int f = 0; f < count; f += W_STAGE, cursor.next(STAGES_W)) {
+      u32 bytes = (count - f < W_STAGE ? count - f : W_STAGE) * (WGS_M * FRAGMENT), barrier = full + cursor.stage * 8;
+      barrier_wait(empty + cursor.stage * 8, cursor.parity);
+      asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
+      asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::"r"(ring + cursor.stage * (W_STAGE * WGS_M * FRAGMENT)), "l"(from + (long long)f * (WGS_M * FRAGMENT)), "r"(bytes), "r"(barrier) : "memory");
+    }
+  }
+}
+
+// The consumers' side. Before sm_90 fragments come straight from global memory (L2).
+struct Fragments {
+  u32 ring, full, empty;                               // of the ring: this thread's part of its first fragment; barriers
+  Cursor cursor;
+  int left;                                            // fragments left of the stage in hand
+  int coming;                                          // fragments of the tile not yet taken
+  u32 at;
+  const char* from;
+
+  __device__ __forceinline__ void begin(const char* packed, const Tile& t, int offset) {
+    coming = FRAGMENTS(entries_of(t.variant));
+    left = 0;
+  }
+  __device__ __forceinline__ void take(u32 (&a)[4], int lane) {
+    if (left == 0) {
+      barrier_wait(full + cursor.stage * 8, cursor.parity);
+      at = ring + cursor.stage * (W_STAGE * WGS_M * FRAGMENT);
+      left = W_STAGE;
+    }
+    load_shared_128(a, at);
+    at += WGS_M * FRAGMENT;
+    left--;
+    coming--;
+    if (left == 0 || coming == 0) {                    // the last stage of a tile may be a partial one
+      __syncwarp();
+      if (lane == 0) barrier_arrive(empty + cursor.stage * 8);
+      cursor.next(STAGES_W);
+      left = 0;
+    }
+  }
+  __device__ __forceinline__ void skip(int variant) {
+    for (int n = (FRAGMENTS(entries_of(variant)) + W_STAGE - 1) / W_STAGE; n > 0; n--) cursor.next(STAGES_W);
+  }
+};
+
+// =====================================================================================================================
+// Consumers
+// =====================================================================================================================
+
+struct Place { int n, d, h, w; };  // of a subtile in a tile, in q
+
+__device__ __forceinline__ constexpr Place place_of(int subtile) {
+  return {subtile / (W_SUBTILES * H_SUBTILES * TILE_D), subtile / (W_SUBTILES * H_SUBTILES) % TILE_D,
+          subtile / W_SUBTILES % H_SUBTILES * SUB_H, subtile % W_SUBTILES * SUB_W};
+}
+__device__ __forceinline__ constexpr int pixel_row_of(int subtile) {  // its first pixel's row in the tile, for a tap of shift 0
+  Place p = place_of(subtile);
+  return ((p.n * ROWS_D + p.d * ROW_STEP_D) * ROWS_H + p.h * ROW_STEP_H) * PITCH + p.w;
+}
+constexpr int GROUP_ROWS = 8;  // pixel rows from one group of eight columns to the next
+
+// acc[64 x 64 NB] += fragment x pixels; `shift` is the tap's, in pixel rows.
+__device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4], u32 tile, const int (&subtile_row)[NB], int shift, int k_step, int lane) {
+  const u64 upper = ((u64)(GROUP_ROWS * ROW_BYTES >> 4) << 32) | ((u64)(2) << 62) | (1ull << 16);
+#pragma unroll
+  for (int nb = 0; nb < NB; nb++) {
+    u32 start = tile + (subtile_row[nb] + shift) * ROW_BYTES + k_step * 32;
+    u64 b = upper | ((start & 0x3ffff) >> 4);
+    asm volatile(WGMMA_64("m64n64k8.f32.tf32.tf32", "1, 1, 1") : ACCUMULATORS_64(acc[nb]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+  }
+}
+
+// Steps without a loop around them: fragments take FRAGMENT_SETS sets of registers in turn, so that the next one is loaded while
+// the tensor cores have the steps of the others queued. (NOTES: in a loop over taps ptxas cannot see that a set is free again and serialises every wgmma,
+// C7513: kb57's multiplications took 2.9 ms instead of 1.6. So the pipeline drains once per stretch of code.)
+__device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[4], Fragments& weights, u32 tile, const int (&subtile_row)[NB], int shift, int k_step, int part, bool last, int lane) {
+  weights.take(a, lane);
+  wgmma_fence();
+  multiply(acc, a, tile, subtile_row, shift, k_step, lane);
+  wgmma_commit();
+  if (last) wgmma_wait<0>();
+  else wgmma_wait<FRAGMENT_SETS - 1>();                // the oldest set is free again
+}
+
+constexpr int STEPS_PER_TAP = K_STEPS * PARTS;
+// few steps: all blocks of a chunk are one stretch, for each variant its own
+__device__ constexpr int entry_at(int i) {
+  constexpr int entry[] = {0,5};
+  return entry[i];
+}
+__device__ constexpr int row_at(int i) {
+  constexpr int row[] = {0,3,6,9,12};
+  return row[i];
+}
+__device__ constexpr int block_of(int variant, int entry) {
+  int b = 0;
+  while (entry >= entry_at(variant * (MB + 1) + b + 1)) b++;
+  return b;
+}
+
+template <int VARIANT, int STEP>
+__device__ __forceinline__ void multiply_from(float (&acc)[MB][NB][32], u32 (&a)[FRAGMENT_SETS][4], Fragments& weights, u32 tile, const int (&subtile_row)[NB], int lane) {
+  constexpr int first = entry_at(VARIANT * (MB + 1)), steps = (entry_at(VARIANT * (MB + 1) + MB) - first) * STEPS_PER_TAP;
+  if constexpr (STEP < steps) {
+    constexpr int entry = first + STEP / STEPS_PER_TAP, block = block_of(VARIANT, entry);
+    step(acc[block], a[STEP % FRAGMENT_SETS], weights, tile, subtile_row, row_at(entry), STEP / PARTS % K_STEPS, STEP % PARTS, STEP + 1 == steps, lane);
+    multiply_from<VARIANT, STEP + 1>(acc, a, weights, tile, subtile_row, lane);
+  }
+}
+
+template <int VARIANT>
+__device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB][32], Fragments& weights, u32 tile, const int (&subtile_row)[NB], int lane) {
+  u32 a[FRAGMENT_SETS][4];
+  multiply_from<VARIANT, 0>(acc, a, weights, tile, subtile_row, lane);
+}
+
+// --- epilogue ---------------------------------------------------------------------------------------------------------
+// A warp holds 16 rows of M. It passes them through its own shared buffer, a run of pixels at a time, so that memory is
+// written in whole lines: NCHW 8 rows of RUN x W_SUBS consecutive outputs, channels-last RUN pixels of 16 channels.
+constexpr int RUN = RUN_GROUPS * 8;
+// Bytes of a row of the buffer (channels-last: of a pixel); the rest beyond whole 128 bytes lets rows meet different banks.
+constexpr int RUN_PITCH = (RUN * W_SUBS * ELEMENT + 127) / 128 * 128 + 32;
+constexpr int BUFFER_BYTES = 8 * RUN_PITCH;
+constexpr int RUN_SUBTILES = 1;  // neighbours along W that a run crosses
+constexpr int RUNS_OF_SUBTILE = 8 / RUN_GROUPS;
+// Group k of run i of subtiles r * RUN_SUBTILES ...: which subtile, and which of its groups of 8 columns.
+#define RUN_NB(r, i, k) ((r) * RUN_SUBTILES + (k) / 8)
+#define RUN_J(r, i, k) ((i) * RUN_GROUPS + (k))
+
+// A warp's 16 rows of M are output channels of one (d, h) sub-position (ROWS_PER_SUB is 64, 32 or 16).
+struct Slab {
+  int cout, couts;                                      // first channel in the group, and how many of the 16 exist
+  int od, oh;                                           // offsets of the sub-position
+};
+
+__device__ __forceinline__ Slab slab_of(const Tile& t, int cout_block, int warp) {
+  Slab slab;
+  int sub = warp * 16 / ROWS_PER_SUB;
+  slab.cout = cout_block * ROWS_PER_SUB + warp * 16 % ROWS_PER_SUB;
+  slab.couts = COUT_G - slab.cout < 16 ? COUT_G - slab.cout : 16;
+  slab.od = SUB_D[t.variant * SUBS + sub];
+  slab.oh = SUB_HH[t.variant * SUBS + sub];
+  return slab;
+}
+
+constexpr int OUTPUTS = RUN * W_SUBS;  // of a row of a run
+
+// Eight rows of a run, all of which begin at multiples of UNIT bytes: one instruction stores 32 units, of several rows if they
+// are short. A unit that the image's border cuts is stored output by output.
+template <int UNIT>
+__device__ __forceinline__ void store_unit(char* p, u32 from, int unit, int left, bool in) {
+  constexpr int outputs = UNIT / ELEMENT;
+  u32 v[4];
+  if (UNIT == 16) load_shared_128(v, from);
+  else if (UNIT == 8) load_shared_64(v, from);
+  else v[0] = load_shared_u32(from);
+  bool whole = in && (unit + 1) * outputs <= left;
+  if (UNIT == 16) store_global_128_if(p, v, whole);
+  else if (UNIT == 8) store_global_64_if(p, v, whole);
+  else store_global_if(p, v[0], whole);
+  if (outputs > 1 && left < OUTPUTS && left % outputs) {
+#pragma unroll
+    for (int e = 0; e < outputs - 1; e++) {
+      bool cut = in && !whole && unit * outputs + e < left;
+      store_global_if(p + e * 4, v[e & 3], cut);
+    }
+  }
+}
+
+template <int UNIT>
+__device__ __forceinline__ void store_units(char* to, long long plane, int rows, int left, u32 buffer, int lane) {
+  constexpr int per_row = OUTPUTS * ELEMENT / UNIT;
+  if (per_row >= 32) {
+#pragma unroll
+    for (int r = 0; r < 8; r++)
+#pragma unroll
+      for (int i = 0; i < (per_row + 31) / 32; i++) {
+        int unit = lane + 32 * i;
+        bool in = per_row % 32 == 0 || unit < per_row;
+        store_unit<UNIT>(to + r * plane + unit * UNIT, buffer + r * RUN_PITCH + (in ? unit : 0) * UNIT, unit, left, in);
+      }
+  } else {
+#pragma unroll
+    for (int i = 0; i < (8 * per_row + 31) / 32; i++) {
+      int index = lane + 32 * i, r = index / per_row, unit = index % per_row;
+      bool in = r < 8;
+      store_unit<UNIT>(to + r * plane + unit * UNIT, buffer + (in ? r : 0) * RUN_PITCH + unit * UNIT, unit, left, in);
+    }
+  }
+}
+
+// Eight rows (output channels) of a run from the buffer to memory; `to` is the first row's first output, rows lie `plane` bytes
+// apart.
+__device__ __forceinline__ void store_rows(char* to, long long plane, int rows, int left, u32 buffer, int lane) {
+  u32 misaligned = (u32)(u64)to | (u32)plane;
+  if ((misaligned & 15) == 0) return store_units<16>(to, plane, rows, left, buffer, lane);
+  if ((misaligned & 7) == 0) return store_units<8>(to, plane, rows, left, buffer, lane);
+  // Rows begin anywhere: each instruction begins at a sector's first output, since a sector written in parts is first read from
+  // memory (NOTES: loads and stores of kb57, with rows of 1026 outputs: 2.15 ms,
+  // with rows of 1024 1.44).
+  int end = left < OUTPUTS ? left : OUTPUTS;
+  rows = 8;
+  u32 first = (u32)(u64)to >> 2, step = (u32)plane >> 2;
+#pragma unroll
+  for (int i = 0; i < (OUTPUTS + 38) / 32; i++) {
+    u32 v[8];
+    int e[8];                                           // the lane's output of each row; some are before or behind it
+#pragma unroll
+    for (int r = 0; r < 8; r++) {
+      e[r] = lane + 32 * i - (int)((first + r * step) & 7);
+      v[r] = load_shared_u32(buffer + r * RUN_PITCH + ((u32)e[r] < (u32)end ? e[r] * 4 : 0));
+    }
+#pragma unroll
+    for (int r = 0; r < 8; r++) store_global_if(to + r * plane + (long long)e[r] * 4, v[r], (u32)e[r] < (u32)end && r < rows);
+  }
+}
+
+// Unrolled, since registers have no run-time index. (NOTES: with the stores once in a loop, and only the reading of registers in
+// branches, tiles of 8 x 8 took 20 to 100% longer and compiled no faster.)
+__device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* __restrict__ bias, char* __restrict__ y, const Sizes& s, const Tile& t, int cout_block, int first_subtile, u32 buffer, int warp, int lane) {
+  constexpr signed char blocks[] = {0};         // the block of a W sub-position, -1: it has no taps
+  int g = lane >> 2, q = lane & 3;
+  Slab slab = slab_of(t, cout_block, warp);
+  if (slab.couts <= 0) return;
+  float b[2] = {0.f, 0.f};
+#pragma unroll
+  for (int h = 0; h < 2; h++)
+    if (bias && g + 8 * h < slab.couts) b[h] = (float)(bias[t.group * COUT_G + slab.cout + g + 8 * h]);
+  if (bias) {
+#pragma unroll
+    for (int m = 0; m < MB; m++)
+#pragma unroll
+      for (int nb = 0; nb < NB; nb++)
+#pragma unroll
+        for (int e = 0; e < 32; e++) acc[m][nb][e] += b[e >> 1 & 1];
+  }
+  int channel = t.group * COUT_G + slab.cout;
+  long long plane = (long long)s.out_d * s.out_h * s.out_w * ELEMENT;
+#pragma unroll
+  for (int r = 0; r < NB / RUN_SUBTILES; r++) {
+    Place place = place_of(first_subtile + r * RUN_SUBTILES);
+    int n = t.n + place.n, od = OUT_STEP_D * (t.d + place.d) + slab.od;
+    bool image = n < s.batch && od < s.out_d;
+#pragma unroll
+    for (int i = 0; i < RUNS_OF_SUBTILE; i++) {
+      int oh = OUT_STEP_H * (t.h + place.h) + slab.oh;
+      int ow = OUT_STEP_W * (t.w + place.w + i * RUN) + U_W[t.variant], left = s.out_w - ow;
+      if (!image || oh >= s.out_h || left <= 0) continue;
+      char* to = y + (((long long)n * COUT + channel) * s.out_d + od) * s.out_h * s.out_w * ELEMENT + ((long long)oh * s.out_w + ow) * ELEMENT;
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+#pragma unroll
+        for (int k = 0; k < RUN_GROUPS; k++) {
+          const int nb = RUN_NB(r, i, k), j = RUN_J(r, i, k);
+          u32 at = buffer + g * RUN_PITCH + (k * 8 + 2 * q) * W_SUBS * ELEMENT;
+          float v[2 * W_SUBS];
+#pragma unroll
+          for (int c = 0; c < 2; c++)
+#pragma unroll
+            for (int u = 0; u < W_SUBS; u++) v[c * W_SUBS + u] = blocks[u] < 0 ? b[h] : acc[blocks[u] < 0 ? 0 : blocks[u]][nb][4 * j + 2 * h + c];
+#pragma unroll
+          for (int c = 0; c < W_SUBS; c++) {
+            store_shared_f32x2(at + c * 8, v[2 * c], v[2 * c + 1]);
+          }
+        }
+        __syncwarp();
+        store_rows(to + h * 8 * plane, plane, slab.couts < 8 * h + 8 ? slab.couts - 8 * h : 8, left, buffer, lane);
+        __syncwarp();
+      }
+    }
+  }
+}
+
+__device__ __forceinline__ void consume(const char* packed, const float* bias, char* y, const Sizes& s, u32 tiles, u32 full, u32 empty, Fragments& weights, u32 buffers, int wg, int thread) {
+  int warp = thread >> 5, lane = thread & 31;
+  int first_subtile = wg * NB, offset = thread * 16;
+  u32 buffer = buffers + (wg * 4 + warp) * BUFFER_BYTES;
+  int subtile_row[NB];
+#pragma unroll
+  for (int nb = 0; nb < NB; nb++) subtile_row[nb] = pixel_row_of(first_subtile + nb);
+  Cursor cursor = {0, 0};
+  weights.cursor = {0, 0};
+  weights.ring += offset;
+  int turn = 0;
+#pragma unroll 1
+  for (int index = blockIdx.x; index < s.tiles; index += gridDim.x, turn++) {
+    Tile t = tile_at(index, s);
+    int chunks = chunks_of(t.variant);
+    float acc[MB][NB][32];
+#pragma unroll
+    for (int b = 0; b < MB; b++)
+#pragma unroll
+      for (int nb = 0; nb < NB; nb++)
+#pragma unroll
+        for (int i = 0; i < 32; i++) {
+          acc[b][nb][i] = 0.f;
+        }
+    weights.begin(packed, t, offset);
+    int variant = __shfl_sync(0xffffffffu, t.variant, 0);  // so that ptxas knows that warps do not part over it
+#pragma unroll 1
+    for (int chunk = 0; chunk < chunks; chunk++, cursor.next(STAGES_P)) {
+      barrier_wait(full + cursor.stage * 8, cursor.parity);
+      u32 tile = tiles + cursor.stage * STAGE_BYTES;
+      multiply_chunk<0>(variant, acc, weights, tile, subtile_row, lane);
+      __syncwarp();
+      if (lane == 0) barrier_arrive(empty + cursor.stage * 8);
+    }
+    epilogue(acc, bias, y, s, t, t.cout_block * WGS_M, first_subtile, buffer, warp, lane);
+  }
+}
+
+// =====================================================================================================================
+
+constexpr int TILES_AT = 0;
+constexpr int RING_AT = TILES_AT + STAGES_P * STAGE_BYTES;
+constexpr int SLOTS_AT = RING_AT + STAGES_W * W_STAGE * WGS_M * FRAGMENT;
+constexpr int BUFFERS_AT = SLOTS_AT + STAGES_S * SLOT_BYTES;
+constexpr int BARRIERS_AT = BUFFERS_AT + CONSUMERS * 4 * BUFFER_BYTES;
+constexpr int SLOT_BARRIERS = STAGES_S;
+constexpr int SEGMENTS_AT = BARRIERS_AT + 16 * (STAGES_P + STAGES_W + SLOT_BARRIERS);
+
+__global__ void __launch_bounds__(THREADS, 1)
+gather(const char* __restrict__ x, const char* __restrict__ packed, const float* __restrict__ bias, char* __restrict__ y,
+       int batch, int in_d, int in_h, int in_w, int out_d, int out_h, int out_w, int tiles_d, int tiles_h, int tiles_w, int tile_count
+       , const __grid_constant__ TensorMap map
+) {
+  extern __shared__ __align__(1024) unsigned char memory[];
+  const Sizes s = {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, tile_count};
+  u32 base = shared_address(memory);
+  u32 full = base + BARRIERS_AT, empty = full + 8 * STAGES_P, full_w = empty + 8 * STAGES_P, empty_w = full_w + 8 * STAGES_W;
+  const Barriers barriers = {full, empty, empty_w + 8 * STAGES_W, empty_w + 8 * (STAGES_W + SLOT_BARRIERS)};
+  int* segments = (int*)(memory + SEGMENTS_AT);
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < STAGES_P; i++) {
+      barrier_init(full + 8 * i, PRODUCER_WARPS);
+      barrier_init(empty + 8 * i, RELEASES * 4);
+    }
+    for (int i = 0; i < STAGES_W; i++) {
+      barrier_init(full_w + 8 * i, 1);
+      barrier_init(empty_w + 8 * i, RELEASES * 4);
+    }
+    for (int i = 0; i < SLOT_BARRIERS; i++) {
+      barrier_init(barriers.landed + 8 * i, 1);
+      barrier_init(barriers.left + 8 * i, PRODUCER_WARPS);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
+  }
+  for (int i = threadIdx.x; i < SEGMENTS; i += THREADS)
+    segments[i] = (i / (ROWS_H * ROWS_D)) << 24 | (ROW_D[i / ROWS_H % ROWS_D] & 0xfff) << 12 | (ROW_H[i % ROWS_H] & 0xfff);
+  __syncthreads();
+  int role = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
+  if (role < FIRST_CONSUMER) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(PRODUCER_REGISTERS));
+    int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0);
+    if (warp < PRODUCER_WARPS) {
+      produce(x, s, segments, base + TILES_AT, base + SLOTS_AT, barriers, threadIdx.x);
+    }
+    else if (warp == LOADER_WARP && (thread & 31) == 0) {
+      load_boxes(&map, s, base + SLOTS_AT, SLOT_BYTES, barriers.landed, barriers.left);
+    }
+    else if (warp == WEIGHTS_WARP && (thread & 31) == 0) {
+      stream_weights(packed, s, base + RING_AT, full_w, empty_w);
+    }
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(CONSUMER_REGISTERS));
+    Fragments weights;
+    weights.ring = base + RING_AT;
+    weights.full = full_w;
+    weights.empty = empty_w;
+    consume(packed, bias, y, s, base + TILES_AT, full, empty, weights, base + BUFFERS_AT, role - FIRST_CONSUMER, thread);
+  }
+}
+
+#undef ACCUMULATORS_64
+#undef WGMMA_64
+#undef COLUMN
+#undef FRAGMENTS
+#undef RUN_NB
+#undef RUN_J
+}  // namespace grad_input
+
+// =====================================================================================================================
+// Gradient for the input where rows begin off 16 bytes: wgmma tf32, tile 1x1x1x512 (NxDxHxW of q) x 64 rows, chunk of
+// 16 channels, pixels halved, weights ring of 3 x 8 fragments, 198 KB shared.
+// =====================================================================================================================
+
+namespace grad_input_unaligned {
+
+constexpr int ELEMENT = 4;
+constexpr int PARTS = 1;
+constexpr int CIN = 64;
+constexpr int COUT = 32;
+constexpr int CIN_G = 64;
+constexpr int COUT_G = 32;
+constexpr int TAPS = 5;
+constexpr int CK = 16;
+constexpr int SUB_H = 1;
+constexpr int SUB_W = 64;
+constexpr int SUBS = 1;
+constexpr int ROWS_PER_SUB = 64;
+constexpr int W_SUBS = 1;
+constexpr int MB = 1;
+constexpr int VARIANTS = 1;
+constexpr int COUT_BLOCKS = 1;
+constexpr int M_GROUPS = 1;
+constexpr int STAGES_P = 2;
+constexpr int STAGES_S = 2;
+constexpr int STAGES_W = 3;
+constexpr int W_STAGE = 8;
+constexpr int RUN_GROUPS = 8;
+constexpr int ROWS_D = 1;
+constexpr int ROWS_H = 1;
+constexpr int ROW_STEP_D = 1;
+constexpr int ROW_STEP_H = 1;
+constexpr int FIRST_W = 0;
+constexpr int COLUMNS = 524;
+constexpr int COLUMN_PAD = 0;
+constexpr int PLANE = 524;
+constexpr int PLANES = 1;
+constexpr int FRAGMENT_SETS = 2;
+constexpr int PRODUCER_REGISTERS = 72;
+constexpr int CONSUMER_REGISTERS = 184;
+constexpr int OUT_STEP_D = 1;
+constexpr int IN_STEP_D = 1;
+constexpr int TILE_D = 1;
+constexpr int OUT_STEP_H = 1;
+constexpr int IN_STEP_H = 1;
+constexpr int TILE_H = 1;
+constexpr int OUT_STEP_W = 1;
+constexpr int IN_STEP_W = 1;
+constexpr int TILE_W = 512;
+constexpr int TILE_N = 1;
+
+// Gather-GEMM on tensor cores: out[o = OUT_STEP q + u] = sum over taps of W(u, tap) x in[i = IN_STEP q + offset(u, tap)],
+// for every axis; u < OUT_STEP are the sub-positions of q (the phases of a stride, or rows unrolled to fill a tile).
+// The gradient for the input is the same with exchanged steps: `in` is the output's gradient, CIN its channels, `out` the input's.
+//
+// Work of a block (persistent, `for tile`): TILE_N x TILE_D x TILE_H x TILE_W positions q times one M-group. An M-group is
+// MB blocks of 64 rows (for WGS_M = 2: a pair of them); a row is one output channel at one (d, h) sub-position, a block one
+// W sub-position. K is input channels x taps, in chunks of CK channels.
+//
+// Roles:
+//   producers  loads the input tile with its halo once per chunk. NCHW: 16-byte copies into a staging slot (bytes in flight:
+//              STAGES_S - 1 slots), then a pass of shared memory -> registers -> shared memory that turns pixels to rows of CK
+//              channels and rounds to TF32. Channels-last: copies straight to those rows.
+//   consumers  multiply: weights are A, from registers, packed in fragment order (one 16-byte load per thread and step);
+//              pixels are B, rows of CK channels in shared memory, swizzled. A tap is a shift of B's start by whole rows:
+//              the swizzle is a function of address bits, so any shift is right (measured: 32, 64 and 128 bytes).
+//   one thread streams the weights' fragments through a ring (or loads all of them once: RESIDENT).
+// SPLIT 0: both consumers share an M-group and halve the pixels. 1: they share the pixels. 2: ping-pong, whole tiles in turn,
+// so that one stores while the other multiplies.
+//
+// Constants come as macros (cuda/gather.py computes them and explains each); sizes of the input are arguments.
+
+// PTX in small wrappers, so that a kernel body reads as an algorithm. No headers: NVRTC compiles this in tens of ms.
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+// --- mbarriers: `count` arrivals (and the announced bytes) complete a phase; waits name the phase by its parity -------
+
+__device__ __forceinline__ void barrier_init(u32 barrier, int count) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;\n" ::"r"(barrier), "r"(count));
+}
+__device__ __forceinline__ void barrier_arrive(u32 barrier) {
+  asm volatile("{\n .reg .b64 state;\n mbarrier.arrive.shared.b64 state, [%0];\n}\n" ::"r"(barrier) : "memory");
+}
+__device__ __forceinline__ bool barrier_done(u32 barrier, u32 parity) {
+  u32 done;
+  asm volatile(
+      "{\n .reg .pred p;\n mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n selp.u32 %0, 1, 0, p;\n}\n"
+      : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+  return done;
+}
+__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
+  while (!barrier_done(barrier, parity)) {}
+}
+template <int ID, int THREADS>
+__device__ __forceinline__ void named_sync() { asm volatile("bar.sync %0, %1;\n" ::"n"(ID), "n"(THREADS) : "memory"); }
+__device__ __forceinline__ void named_sync(int id, int threads) {
+  asm volatile("bar.sync %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
+}
+
+// --- copies into shared memory ----------------------------------------------------------------------------------------
+
+__device__ __forceinline__ void copy16(u32 to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;\n" ::"r"(to), "l"(from) : "memory");
+}
+__device__ __forceinline__ void copy16(u32 to, const void* from, int bytes) {  // the rest of the 16 becomes zero
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
+template <int N> __device__ __forceinline__ void copy_wait() { asm volatile("cp.async.wait_group %0;\n" ::"n"(N) : "memory"); }
+__device__ __forceinline__ u32 load_shared_u32(u32 a) {
+  u32 v;
+  asm volatile("ld.shared.u32 %0, [%1];\n" : "=r"(v) : "r"(a) : "memory");
+  return v;
+}
+__device__ __forceinline__ void load_shared_128(u32 (&v)[4], u32 a) {
+  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];\n" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(a) : "memory");
+}
+__device__ __forceinline__ void load_shared_64(u32 (&v)[4], u32 a) {
+  asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];\n" : "=r"(v[0]), "=r"(v[1]) : "r"(a) : "memory");
+}
+__device__ __forceinline__ void store_shared_128(u32 a, u32 v0, u32 v1, u32 v2, u32 v3) {
+  asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};\n" ::"r"(a), "r"(v0), "r"(v1), "r"(v2), "r"(v3) : "memory");
+}
+__device__ __forceinline__ void store_shared_f32x2(u32 a, float v, float w) {
+  asm volatile("st.shared.v2.f32 [%0], {%1,%2};\n" ::"r"(a), "f"(v), "f"(w) : "memory");
+}
+
+// Stores under a predicate, never a branch (NOTES: ptxas made 250 branches of kb57's bfloat16 epilogue, 2.1 ms instead of 1.3).
+__device__ __forceinline__ void store_global_if(void* to, u32 v, bool ok) {
+  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %2, 0;\n @p st.global.u32 [%0], %1;\n}\n" ::"l"(to), "r"(v), "r"((u32)ok) : "memory");
+}
+__device__ __forceinline__ void store_global_64_if(void* to, const u32 (&v)[4], bool ok) {
+  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %3, 0;\n @p st.global.v2.u32 [%0], {%1,%2};\n}\n" ::"l"(to), "r"(v[0]), "r"(v[1]), "r"((u32)ok) : "memory");
+}
+__device__ __forceinline__ void store_global_128_if(void* to, const u32 (&v)[4], bool ok) {
+  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %5, 0;\n @p st.global.v4.u32 [%0], {%1,%2,%3,%4};\n}\n" ::"l"(to), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]), "r"((u32)ok) : "memory");
+}
+
+// --- numbers ----------------------------------------------------------------------------------------------------------
+
+// Nearest TF32, ties to even, as cuDNN rounds: with it results agree with cuDNN to 3e-6, with rna to 5e-5.
+__device__ __forceinline__ u32 to_tf32(float v) {
+  u32 r;
+  asm("cvt.rn.tf32.f32 %0, %1;\n" : "=r"(r) : "f"(v));
+  return r;
+}
+// What TF32 leaves of a float, in TF32 itself; nothing of infinities and NaNs, whose difference to themselves is a NaN.
+__device__ __forceinline__ u32 low_part(float v, u32 high) {
+  return (high & 0x7f800000u) == 0x7f800000u ? 0u : to_tf32(v - __uint_as_float(high));
+}
+
+// --- matrix instructions ----------------------------------------------------------------------------------------------
+
+// wgmma: one warpgroup, D[64 x 64] += A[64 x K] B[K x 64]; A from registers, B from shared memory by descriptor.
+// Fragments (g = lane / 4, t = lane % 4): D[4j + 2h + c] is row 16 warp + g + 8h, column 8j + 2t + c.
+#define ACCUMULATORS_64(d) \
+  "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),          \
+      "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]),          \
+      "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]),         \
+      "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+#define WGMMA_64(shape, tail) \
+  "wgmma.mma_async.sync.aligned." shape                                                                               \
+  " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,"  \
+  "%30,%31}, {%32,%33,%34,%35}, %36, " tail ";\n"
+
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory"); }
+template <int N> __device__ __forceinline__ void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(N) : "memory"); }
+constexpr int VEC = 16 / ELEMENT;  // elements of a 16-byte unit
+constexpr int ROW_BYTES = CK * ELEMENT;  // a pixel's row in a tile: 32, 64 or 128
+constexpr int UNITS_PER_ROW = ROW_BYTES / 16;
+constexpr int K_STEPS = ROW_BYTES / 32;  // a matrix instruction takes 32 bytes of K
+constexpr int SEGMENTS = TILE_N * ROWS_D * ROWS_H;
+// Columns of a segment with one residue modulo IN_STEP_W make a plane of PLANE neighbours; there are PLANES residues that some tap
+// reads. A segment has its planes one behind the other, but a strided box lands as one residue's planes of all segments.
+constexpr int PITCH = PLANES * PLANE;  // pixel rows from a segment to the next
+constexpr int PIXELS = SEGMENTS * PITCH;
+#define COLUMN(within) ((within) % PLANE * IN_STEP_W + (within) / PLANE)
+constexpr int PART_BYTES = (PIXELS * ROW_BYTES + 1023) / 1024 * 1024;
+constexpr int STAGE_BYTES = PARTS * PART_BYTES;
+// 16-byte units of a segment: a box begins COLUMN_PAD columns early, at whole units; threads take the units that hold the row,
+// whatever its alignment.
+constexpr int STAGING_UNITS = (COLUMNS + (2 * VEC - 2)) / VEC;
+constexpr int CHANNEL_BYTES = ROWS_D * ROWS_H * STAGING_UNITS * 16;  // a slot is [image][channel][row][column]
+constexpr int SLOT_BYTES = TILE_N * CK * CHANNEL_BYTES;
+constexpr int FRAGMENT = 2048;  // bytes: 64 rows of 32 bytes of K
+constexpr int CHUNKS = (CIN_G + CK - 1) / CK;
+constexpr int CONSUMERS = 2;
+constexpr int CONSUMER_THREADS = CONSUMERS * 128;
+// two warpgroups of 56 registers produce, so that the consumers have 200: six warps turn pixels, one loads them,
+// one loads the weights
+constexpr int PRODUCER_THREADS = 192;
+constexpr int WEIGHTS_WARP = 7;
+constexpr int FIRST_CONSUMER = 2;
+constexpr int PRODUCER_WARPS = PRODUCER_THREADS / 32;
+constexpr int THREADS = FIRST_CONSUMER * 128 + CONSUMER_THREADS;
+constexpr int SUBTILES = TILE_N * TILE_D * (TILE_H / SUB_H) * (TILE_W / SUB_W);
+constexpr int NB = SUBTILES / 2;
+constexpr int WGS_M = 1;
+constexpr int RELEASES = 2;  // consumers that read a stage
+constexpr int W_SUBTILES = TILE_W / SUB_W;
+constexpr int H_SUBTILES = TILE_H / SUB_H;
+__constant__ const int ENTRY[] = {0,5};  // [variant][MB + 1]: where a block's taps begin
+__constant__ const short SUB_D[] = {0};  // [variant][SUBS]: output offset of an M-row's sub-position
+__constant__ const short SUB_HH[] = {0};
+__constant__ const short U_W[] = {0};  // [variant]: first W sub-position
+__constant__ const int ROW_D[] = {0};  // input offset of a tile's rows
+__constant__ const int ROW_H[] = {0};
+
+struct Sizes {                                         // one layout for the packed argument block
+  int batch, in_d, in_h, in_w, out_d, out_h, out_w;
+  int tiles_d, tiles_h, tiles_w;                       // tiles of q per axis
+  int tiles;                                           // all of them, times M_GROUPS
+};
+
+struct Tile {
+  int group, cout_block, variant;                      // M-group
+  int n, d, h, w;                                      // first q
+};
+
+__device__ __forceinline__ Tile tile_at(int index, const Sizes& s) {
+  Tile t;
+  int m = index % M_GROUPS, q = index / M_GROUPS;
+  t.variant = m % VARIANTS;
+  t.cout_block = m / VARIANTS % COUT_BLOCKS;
+  t.group = m / (VARIANTS * COUT_BLOCKS);
+  t.w = q % s.tiles_w * TILE_W;  q /= s.tiles_w;
+  t.h = q % s.tiles_h * TILE_H;  q /= s.tiles_h;
+  t.d = q % s.tiles_d * TILE_D;
+  t.n = q / s.tiles_d * TILE_N;
+  return t;
+}
+
+__device__ __forceinline__ int entries_of(int variant) { return ENTRY[variant * (MB + 1) + MB] - ENTRY[variant * (MB + 1)]; }
+__device__ __forceinline__ int chunks_of(int variant) { return entries_of(variant) ? CHUNKS : 0; }  // 0: only the bias
+
+// Byte of the 16-byte unit `unit` of pixel row `p` in a tile.
+__device__ __forceinline__ u32 unit_at(int p, int unit) {
+  int swizzle = (p >> 1) & 3;
+  return p * ROW_BYTES + ((unit ^ swizzle) << 4);
+}
+
+// =====================================================================================================================
+// Packing: weight (CIN, COUT_G, taps), for GRAD_INPUT (COUT, CIN_G, taps), to fragments [group][cout block][variant][chunk][entry][k step][part][wgs][warp][lane]
+// =====================================================================================================================
+
+__constant__ const short TAP_INDEX[] = {0,1,2,3,4};  // [variant, block, tap][SUBS]: the kernel's tap, -1 for none
+
+__global__ void pack(const float* __restrict__ weight, u32* __restrict__ packed, int words) {
+  int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i >= words) return;
+  int r = i & 3, lane = i >> 2 & 31, warp = i >> 7 & 3, rest = i >> 9;
+  int wg = rest % WGS_M;  rest /= WGS_M;
+  int part = rest % PARTS;  rest /= PARTS;
+  int k_step = rest % K_STEPS;  rest /= K_STEPS;
+  int per_block = CHUNKS * ENTRY[VARIANTS * (MB + 1) - 1];
+  int block = rest / per_block, variant = 0, within = rest % per_block;
+  while (within >= CHUNKS * entries_of(variant)) within -= CHUNKS * entries_of(variant++);
+  int chunk = within / entries_of(variant), entry = ENTRY[variant * (MB + 1)] + within % entries_of(variant);
+  int cout_block = block % COUT_BLOCKS * WGS_M + wg, group = block / COUT_BLOCKS;
+  int row = warp * 16 + (lane >> 2) + (r & 1) * 8, k = (lane & 3) * (4 / ELEMENT) + (r >> 1) * (16 / ELEMENT);
+  int sub = row / ROWS_PER_SUB, cout = cout_block * ROWS_PER_SUB + row % ROWS_PER_SUB;
+  int tap = TAP_INDEX[entry * SUBS + sub];
+  u32 word = 0;
+#pragma unroll
+  for (int e = 0; e < 4 / ELEMENT; e++) {
+    int cin = chunk * CK + k_step * (32 / ELEMENT) + k + e;
+    if (cin >= CIN_G || cout >= COUT_G || tap < 0) continue;
+// the result's channels are the layer's input channels
+    float v = weight[((long long)(group * COUT_G + cout) * CIN_G + cin) * TAPS + tap];
+    word = to_tf32(v);
+    if (part) word = low_part(v, word);
+  }
+  packed[i] = word;
+}
+
+// A place in a ring of `count` stages, and the parity of its phase.
+struct Cursor {
+  u32 stage, parity;
+  __device__ __forceinline__ void next(u32 count) {
+    if (++stage == count) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+// =====================================================================================================================
+// Producer
+// =====================================================================================================================
+
+struct Source {                                        // where a tile's chunk lies in the input
+  int n, d, h, w;                                      // of the halo's corner, before the rows' offsets
+  int channel, left;                                   // first channel, channels left in the group
+};
+
+__device__ __forceinline__ Source source_of(const Tile& t, int chunk) {
+  return {t.n, t.d * IN_STEP_D, t.h * IN_STEP_H, t.w * IN_STEP_W + FIRST_W, t.group * CIN_G + chunk * CK, CIN_G - chunk * CK};
+}
+
+// The segment's (n, d, h), and whether that row of the input exists.
+__device__ __forceinline__ bool row_of(const Source& at, const Sizes& s, int packed, int& n, int& d, int& h) {
+  n = at.n + (packed >> 24);
+  d = at.d + ((packed << 8) >> 20);
+  h = at.h + ((packed << 20) >> 20);
+  return n < s.batch && (u32)d < (u32)s.in_d && (u32)h < (u32)s.in_h;
+}
+
+// Copies CK channels of every segment into a slot, in the 16-byte units of memory that hold them, so that any alignment is
+// served; units without a pixel of the row are left out. A segment then begins (address % 16) bytes into its place.
+__device__ __forceinline__ void stage(const char* __restrict__ x, const Sizes& s, const Source& at, const int* segments, u32 slot, int thread) {
+  long long plane = (long long)s.in_d * s.in_h * s.in_w;
+  for (int i = thread; i < SLOT_BYTES / 16; i += PRODUCER_THREADS) {
+    int unit = i % STAGING_UNITS, r = i / STAGING_UNITS, row = r % (ROWS_D * ROWS_H), c = r / (ROWS_D * ROWS_H) % CK, n, d, h;
+    int segment = r / (ROWS_D * ROWS_H * CK) * (ROWS_D * ROWS_H) + row;
+    if (!row_of(at, s, segments[segment], n, d, h) || c >= at.left) continue;
+    const char* p = x + (((long long)n * CIN + at.channel + c) * plane + ((long long)d * s.in_h + h) * s.in_w + at.w) * ELEMENT;
+    int misaligned = (int)((u64)p & 15);
+    int first = at.w + (unit * 16 - misaligned) / ELEMENT;  // column of the unit's first element
+    if (first + VEC > 0 && first < s.in_w) copy16(slot + i * 16, p - misaligned + unit * 16);
+  }
+}
+
+constexpr int OWN_PIXELS = (PIXELS + PRODUCER_THREADS - 1) / PRODUCER_THREADS;
+
+// A thread's pixels of a tile: where they lie in a slot and, for copies by threads, whether they are in the image and how their
+// row is aligned. Found once a tile, not a chunk.
+struct Pixels {
+  u32 from[OWN_PIXELS], ok;
+  u32 plane;                                            // channel c of a row begins at (phase + c * plane) % VEC of a unit
+  __device__ __forceinline__ void locate(const char* x, const Sizes& s, const Source& at, const int* segments, int thread) {
+    plane = (u32)s.in_d * s.in_h * s.in_w;
+    ok = 0;
+#pragma unroll
+    for (int k = 0; k < OWN_PIXELS; k++) {
+      int p = thread + k * PRODUCER_THREADS, segment = p / PITCH, within = p % PITCH;
+      int column = COLUMN(within), image = segment / (ROWS_D * ROWS_H);
+      if (p >= PIXELS) break;
+      from[k] = (segment + image * (CK - 1) * (ROWS_D * ROWS_H)) * STAGING_UNITS * 16 + (column + COLUMN_PAD) * ELEMENT;
+      int n, d, h;
+      bool in = row_of(at, s, segments[segment], n, d, h) && column < COLUMNS && (u32)(at.w + column) < (u32)s.in_w;
+      u32 first = ((u32)n * CIN + at.channel) * plane + ((u32)d * s.in_h + h) * s.in_w + at.w + (u32)((u64)x / ELEMENT);
+      from[k] |= (first & (VEC - 1)) << 24;             // the low 24 bits: the place in a slot; above: the phase
+      ok |= (u32)in << k;
+    }
+  }
+};
+
+// A slot's pixels to rows of CK channels, rounded: a lane takes a pixel, so that loads and stores meet all banks.
+template <bool ALIGNED>  // every channel of a row has the same misalignment
+__device__ __forceinline__ void turn(const Pixels& own, int channel, int left, u32 slot, u32 tile, int thread) {
+#pragma unroll
+  for (int k = 0; k < OWN_PIXELS; k++) {
+    int p = thread + k * PRODUCER_THREADS;
+    if (p >= PIXELS) break;
+    bool ok = own.ok >> k & 1;
+    u32 phase = own.from[k] >> 24, from = slot + (own.from[k] & 0xffffff) + (ALIGNED ? phase * ELEMENT : 0);
+#pragma unroll 2  // more of them spill
+    for (int unit = 0; unit < UNITS_PER_ROW; unit++) {
+      u32 v[VEC];
+#pragma unroll
+      for (int e = 0; e < VEC; e++) {
+        int c = unit * VEC + e;
+        bool have = ok;
+        u32 a = from + c * CHANNEL_BYTES;
+        if (!ALIGNED) a += ((phase + (channel + c) * own.plane) & (VEC - 1)) * ELEMENT;
+        v[e] = have ? load_shared_u32(a) : 0;
+      }
+      u32 hi[4];
+#pragma unroll
+      for (int e = 0; e < 4; e++) hi[e] = to_tf32(__uint_as_float(v[e]));
+      store_shared_128(tile + unit_at(p, unit), hi[0], hi[1], hi[2], hi[3]);
+    }
+  }
+}
+
+// A walk over (tile, chunk) in the order in which consumers take them.
+struct Walk {
+  int index, chunk;
+  Tile tile;
+  __device__ __forceinline__ void begin(int first, const Sizes& s) { index = first; chunk = 0; settle(s); }
+  __device__ __forceinline__ bool live(const Sizes& s) const { return index < s.tiles; }
+  __device__ __forceinline__ void settle(const Sizes& s) {  // past tiles without chunks
+    while (index < s.tiles) {
+      tile = tile_at(index, s);
+      if (chunk < chunks_of(tile.variant)) return;
+      index += gridDim.x;
+      chunk = 0;
+    }
+  }
+  __device__ __forceinline__ void next(const Sizes& s) {
+    if (++chunk >= CHUNKS) settle(s);
+  }
+};
+
+// The tile is written: make it visible to the matrix units and say so, once a warp.
+__device__ __forceinline__ void hand_over(u32 barrier, int lane) {
+  asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");
+  __syncwarp();
+  if (lane == 0) barrier_arrive(barrier);
+}
+
+struct Barriers { u32 full, empty, landed, left; };  // of tiles; of slots or boxes: `landed` by the copy engine
+
+__device__ __forceinline__ void produce(const char* __restrict__ x, const Sizes& s, const int* segments, u32 tiles, u32 slots, const Barriers& barriers, int thread) {
+  int lane = thread & 31;
+  Walk now;
+  Cursor tile = {0, 1};
+  Pixels own;
+  Cursor slot = {0, 0};
+  Walk ahead;
+  ahead.begin(blockIdx.x, s);
+  u32 next_slot = 0;
+#pragma unroll 1
+  for (int i = 0; i < STAGES_S - 1; i++) {
+    if (ahead.live(s)) {
+      stage(x, s, source_of(ahead.tile, ahead.chunk), segments, slots + i * SLOT_BYTES, thread);
+      ahead.next(s);
+    }
+    copy_commit();
+  }
+  next_slot = STAGES_S - 1;
+#pragma unroll 1
+  for (now.begin(blockIdx.x, s); now.live(s); now.next(s), tile.next(STAGES_P), slot.next(STAGES_S)) {
+    if (now.chunk == 0) own.locate(x, s, source_of(now.tile, 0), segments, thread);
+    copy_wait<STAGES_S - 2>();
+    named_sync<1, PRODUCER_THREADS>();                  // everyone's copies have landed, and everyone has left the next slot
+    if (ahead.live(s)) {
+      stage(x, s, source_of(ahead.tile, ahead.chunk), segments, slots + next_slot * SLOT_BYTES, thread);
+      ahead.next(s);
+    }
+    if (++next_slot == STAGES_S) next_slot = 0;
+    copy_commit();
+    barrier_wait(barriers.empty + tile.stage * 8, tile.parity);
+    int channel = now.chunk * CK;
+    if (own.plane % VEC == 0) {
+      turn<true>(own, channel, CIN_G - channel, slots + slot.stage * SLOT_BYTES, tiles + tile.stage * STAGE_BYTES, thread);
+    } else {
+      turn<false>(own, channel, CIN_G - channel, slots + slot.stage * SLOT_BYTES, tiles + tile.stage * STAGE_BYTES, thread);
+    }
+    hand_over(barriers.full + tile.stage * 8, lane);
+  }
+}
+
+// =====================================================================================================================
+// Weights: fragments in the order in which they are used
+// =====================================================================================================================
+
+#define FRAGMENTS(entries) ((entries) * CHUNKS * K_STEPS * PARTS)
+
+__device__ __forceinline__ const char* fragments_of(const char* packed, const Tile& t) {
+  long long before = (long long)(t.group * COUT_BLOCKS + t.cout_block) * FRAGMENTS(ENTRY[VARIANTS * (MB + 1) - 1]);
+  return packed + (before + FRAGMENTS(ENTRY[t.variant * (MB + 1)])) * (WGS_M * FRAGMENT);
+}
+
+// One thread: streams every tile's fragments through the ring, W_STAGE of them at a time; RESIDENT: loads them once.
+__device__ __forceinline__ void stream_weights(const char* packed, const Sizes& s, u32 ring, u32 full, u32 empty) {
+  Cursor cursor = {0, 1};
+#pragma unroll 1
+  for (int index = blockIdx.x; index < s.tiles; index += gridDim.x) {
+    Tile t = tile_at(index, s);
+    const char* from = fragments_of(packed, t);
+    int count = FRAGMENTS(entries_of(t.variant));
+#pragma unroll 1
+    for (int f = 0; f < count; f += W_STAGE, cursor.next(STAGES_W)) {
+      u32 bytes = (count - f < W_STAGE ? count - f : W_STAGE) * (WGS_M * FRAGMENT), barrier = full + cursor.stage * 8;
+      barrier_wait(empty + cursor.stage * 8, cursor.parity);
+      asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
+      asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::"r"(ring + cursor.stage * (W_STAGE * WGS_M * FRAGMENT)), "l"(from + (long long)f * (WGS_M * FRAGMENT)), "r"(bytes), "r"(barrier) : "memory");
+    }
+  }
+}
+
+// The consumers' side. Before sm_90 fragments come straight from global memory (L2).
+struct Fragments {
+  u32 ring, full, empty;                               // of the ring: this thread's part of its first fragment; barriers
+  Cursor cursor;
+  int left;                                            // fragments left of the stage in hand
+  int coming;                                          // fragments of the tile not yet taken
+  u32 at;
+  const char* from;
+
+  __device__ __forceinline__ void begin(const char* packed, const Tile& t, int offset) {
+    coming = FRAGMENTS(entries_of(t.variant));
+    left = 0;
+  }
+  __device__ __forceinline__ void take(u32 (&a)[4], int lane) {
+    if (left == 0) {
+      barrier_wait(full + cursor.stage * 8, cursor.parity);
+      at = ring + cursor.stage * (W_STAGE * WGS_M * FRAGMENT);
+      left = W_STAGE;
+    }
+    load_shared_128(a, at);
+    at += WGS_M * FRAGMENT;
+    left--;
+    coming--;
+    if (left == 0 || coming == 0) {                    // the last stage of a tile may be a partial one
+      __syncwarp();
+      if (lane == 0) barrier_arrive(empty + cursor.stage * 8);
+      cursor.next(STAGES_W);
+      left = 0;
+    }
+  }
+  __device__ __forceinline__ void skip(int variant) {
+    for (int n = (FRAGMENTS(entries_of(variant)) + W_STAGE - 1) / W_STAGE; n > 0; n--) cursor.next(STAGES_W);
+  }
+};
+
+// =====================================================================================================================
+// Consumers
+// =====================================================================================================================
+
+struct Place { int n, d, h, w; };  // of a subtile in a tile, in q
+
+__device__ __forceinline__ constexpr Place place_of(int subtile) {
+  return {subtile / (W_SUBTILES * H_SUBTILES * TILE_D), subtile / (W_SUBTILES * H_SUBTILES) % TILE_D,
+          subtile / W_SUBTILES % H_SUBTILES * SUB_H, subtile % W_SUBTILES * SUB_W};
+}
+__device__ __forceinline__ constexpr int pixel_row_of(int subtile) {  // its first pixel's row in the tile, for a tap of shift 0
+  Place p = place_of(subtile);
+  return ((p.n * ROWS_D + p.d * ROW_STEP_D) * ROWS_H + p.h * ROW_STEP_H) * PITCH + p.w;
+}
+constexpr int GROUP_ROWS = 8;  // pixel rows from one group of eight columns to the next
+
+// acc[64 x 64 NB] += fragment x pixels; `shift` is the tap's, in pixel rows.
+__device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4], u32 tile, const int (&subtile_row)[NB], int shift, int k_step, int lane) {
+  const u64 upper = ((u64)(GROUP_ROWS * ROW_BYTES >> 4) << 32) | ((u64)(2) << 62) | (1ull << 16);
+#pragma unroll
+  for (int nb = 0; nb < NB; nb++) {
+    u32 start = tile + (subtile_row[nb] + shift) * ROW_BYTES + k_step * 32;
+    u64 b = upper | ((start & 0x3ffff) >> 4);
+    asm volatile(WGMMA_64("m64n64k8.f32.tf32.tf32", "1, 1, 1") : ACCUMULATORS_64(acc[nb]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+  }
+}
+
+// Steps without a loop around them: fragments take FRAGMENT_SETS sets of registers in turn, so that the next one is loaded while
+// the tensor cores have the steps of the others queued. (NOTES: in a loop over taps ptxas cannot see that a set is free again and serialises every wgmma,
+// C7513: kb57's multiplications took 2.9 ms instead of 1.6. So the pipeline drains once per stretch of code.)
+__device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[4], Fragments& weights, u32 tile, const int (&subtile_row)[NB], int shift, int k_step, int part, bool last, int lane) {
+  weights.take(a, lane);
+  wgmma_fence();
+  multiply(acc, a, tile, subtile_row, shift, k_step, lane);
+  wgmma_commit();
+  if (last) wgmma_wait<0>();
+  else wgmma_wait<FRAGMENT_SETS - 1>();                // the oldest set is free again
+}
+
+constexpr int STEPS_PER_TAP = K_STEPS * PARTS;
+// few steps: all blocks of a chunk are one stretch, for each variant its own
+__device__ constexpr int entry_at(int i) {
+  constexpr int entry[] = {0,5};
+  return entry[i];
+}
+__device__ constexpr int row_at(int i) {
+  constexpr int row[] = {0,3,6,9,12};
+  return row[i];
+}
+__device__ constexpr int block_of(int variant, int entry) {
+  int b = 0;
+  while (entry >= entry_at(variant * (MB + 1) + b + 1)) b++;
+  return b;
+}
+
+template <int VARIANT, int STEP>
+__device__ __forceinline__ void multiply_from(float (&acc)[MB][NB][32], u32 (&a)[FRAGMENT_SETS][4], Fragments& weights, u32 tile, const int (&subtile_row)[NB], int lane) {
+  constexpr int first = entry_at(VARIANT * (MB + 1)), steps = (entry_at(VARIANT * (MB + 1) + MB) - first) * STEPS_PER_TAP;
+  if constexpr (STEP < steps) {
+    constexpr int entry = first + STEP / STEPS_PER_TAP, block = block_of(VARIANT, entry);
+    step(acc[block], a[STEP % FRAGMENT_SETS], weights, tile, subtile_row, row_at(entry), STEP / PARTS % K_STEPS, STEP % PARTS, STEP + 1 == steps, lane);
+    multiply_from<VARIANT, STEP + 1>(acc, a, weights, tile, subtile_row, lane);
+  }
+}
+
+template <int VARIANT>
+__device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB][32], Fragments& weights, u32 tile, const int (&subtile_row)[NB], int lane) {
+  u32 a[FRAGMENT_SETS][4];
+  multiply_from<VARIANT, 0>(acc, a, weights, tile, subtile_row, lane);
+}
+
+// --- epilogue ---------------------------------------------------------------------------------------------------------
+// A warp holds 16 rows of M. It passes them through its own shared buffer, a run of pixels at a time, so that memory is
+// written in whole lines: NCHW 8 rows of RUN x W_SUBS consecutive outputs, channels-last RUN pixels of 16 channels.
+constexpr int RUN = RUN_GROUPS * 8;
+// Bytes of a row of the buffer (channels-last: of a pixel); the rest beyond whole 128 bytes lets rows meet different banks.
+constexpr int RUN_PITCH = (RUN * W_SUBS * ELEMENT + 127) / 128 * 128 + 32;
+constexpr int BUFFER_BYTES = 8 * RUN_PITCH;
+constexpr int RUN_SUBTILES = 1;  // neighbours along W that a run crosses
+constexpr int RUNS_OF_SUBTILE = 8 / RUN_GROUPS;
+// Group k of run i of subtiles r * RUN_SUBTILES ...: which subtile, and which of its groups of 8 columns.
+#define RUN_NB(r, i, k) ((r) * RUN_SUBTILES + (k) / 8)
+#define RUN_J(r, i, k) ((i) * RUN_GROUPS + (k))
+
+// A warp's 16 rows of M are output channels of one (d, h) sub-position (ROWS_PER_SUB is 64, 32 or 16).
+struct Slab {
+  int cout, couts;                                      // first channel in the group, and how many of the 16 exist
+  int od, oh;                                           // offsets of the sub-position
+};
+
+__device__ __forceinline__ Slab slab_of(const Tile& t, int cout_block, int warp) {
+  Slab slab;
+  int sub = warp * 16 / ROWS_PER_SUB;
+  slab.cout = cout_block * ROWS_PER_SUB + warp * 16 % ROWS_PER_SUB;
+  slab.couts = COUT_G - slab.cout < 16 ? COUT_G - slab.cout : 16;
+  slab.od = SUB_D[t.variant * SUBS + sub];
+  slab.oh = SUB_HH[t.variant * SUBS + sub];
+  return slab;
+}
+
+constexpr int OUTPUTS = RUN * W_SUBS;  // of a row of a run
+
+// Eight rows of a run, all of which begin at multiples of UNIT bytes: one instruction stores 32 units, of several rows if they
+// are short. A unit that the image's border cuts is stored output by output.
+template <int UNIT>
+__device__ __forceinline__ void store_unit(char* p, u32 from, int unit, int left, bool in) {
+  constexpr int outputs = UNIT / ELEMENT;
+  u32 v[4];
+  if (UNIT == 16) load_shared_128(v, from);
+  else if (UNIT == 8) load_shared_64(v, from);
+  else v[0] = load_shared_u32(from);
+  bool whole = in && (unit + 1) * outputs <= left;
+  if (UNIT == 16) store_global_128_if(p, v, whole);
+  else if (UNIT == 8) store_global_64_if(p, v, whole);
+  else store_global_if(p, v[0], whole);
+  if (outputs > 1 && left < OUTPUTS && left % outputs) {
+#pragma unroll
+    for (int e = 0; e < outputs - 1; e++) {
+      bool cut = in && !whole && unit * outputs + e < left;
+      store_global_if(p + e * 4, v[e & 3], cut);
+    }
+  }
+}
+
+template <int UNIT>
+__device__ __forceinline__ void store_units(char* to, long long plane, int rows, int left, u32 buffer, int lane) {
+  constexpr int per_row = OUTPUTS * ELEMENT / UNIT;
+  if (per_row >= 32) {
+#pragma unroll
+    for (int r = 0; r < 8; r++)
+#pragma unroll
+      for (int i = 0; i < (per_row + 31) / 32; i++) {
+        int unit = lane + 32 * i;
+        bool in = per_row % 32 == 0 || unit < per_row;
+        store_unit<UNIT>(to + r * plane + unit * UNIT, buffer + r * RUN_PITCH + (in ? unit : 0) * UNIT, unit, left, in);
+      }
+  } else {
+#pragma unroll
+    for (int i = 0; i < (8 * per_row + 31) / 32; i++) {
+      int index = lane + 32 * i, r = index / per_row, unit = index % per_row;
+      bool in = r < 8;
+      store_unit<UNIT>(to + r * plane + unit * UNIT, buffer + (in ? r : 0) * RUN_PITCH + unit * UNIT, unit, left, in);
+    }
+  }
+}
+
+// Eight rows (output channels) of a run from the buffer to memory; `to` is the first row's first output, rows lie `plane` bytes
+// apart.
+__device__ __forceinline__ void store_rows(char* to, long long plane, int rows, int left, u32 buffer, int lane) {
+  u32 misaligned = (u32)(u64)to | (u32)plane;
+  if ((misaligned & 15) == 0) return store_units<16>(to, plane, rows, left, buffer, lane);
+  if ((misaligned & 7) == 0) return store_units<8>(to, plane, rows, left, buffer, lane);
+  // Rows begin anywhere: each instruction begins at a sector's first output, since a sector written in parts is first read from
+  // memory (NOTES: loads and stores of kb57, with rows of 1026 outputs: 2.15 ms,
+  // with rows of 1024 1.44).
+  int end = left < OUTPUTS ? left : OUTPUTS;
+  rows = 8;
+  u32 first = (u32)(u64)to >> 2, step = (u32)plane >> 2;
+#pragma unroll
+  for (int i = 0; i < (OUTPUTS + 38) / 32; i++) {
+    u32 v[8];
+    int e[8];                                           // the lane's output of each row; some are before or behind it
+#pragma unroll
+    for (int r = 0; r < 8; r++) {
+      e[r] = lane + 32 * i - (int)((first + r * step) & 7);
+      v[r] = load_shared_u32(buffer + r * RUN_PITCH + ((u32)e[r] < (u32)end ? e[r] * 4 : 0));
+    }
+#pragma unroll
+    for (int r = 0; r < 8; r++) store_global_if(to + r * plane + (long long)e[r] * 4, v[r], (u32)e[r] < (u32)end && r < rows);
+  }
+}
+
+// Unrolled, since registers have no run-time index. (NOTES: with the stores once in a loop, and only the reading of registers in
+// branches, tiles of 8 x 8 took 20 to 100% longer and compiled no faster.)
+__device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* __restrict__ bias, char* __restrict__ y, const Sizes& s, const Tile& t, int cout_block, int first_subtile, u32 buffer, int warp, int lane) {
+  constexpr signed char blocks[] = {0};         // the block of a W sub-position, -1: it has no taps
+  int g = lane >> 2, q = lane & 3;
+  Slab slab = slab_of(t, cout_block, warp);
+  if (slab.couts <= 0) return;
+  float b[2] = {0.f, 0.f};
+#pragma unroll
+  for (int h = 0; h < 2; h++)
+    if (bias && g + 8 * h < slab.couts) b[h] = (float)(bias[t.group * COUT_G + slab.cout + g + 8 * h]);
+  if (bias) {
+#pragma unroll
+    for (int m = 0; m < MB; m++)
+#pragma unroll
+      for (int nb = 0; nb < NB; nb++)
+#pragma unroll
+        for (int e = 0; e < 32; e++) acc[m][nb][e] += b[e >> 1 & 1];
+  }
+  int channel = t.group * COUT_G + slab.cout;
+  long long plane = (long long)s.out_d * s.out_h * s.out_w * ELEMENT;
+#pragma unroll
+  for (int r = 0; r < NB / RUN_SUBTILES; r++) {
+    Place place = place_of(first_subtile + r * RUN_SUBTILES);
+    int n = t.n + place.n, od = OUT_STEP_D * (t.d + place.d) + slab.od;
+    bool image = n < s.batch && od < s.out_d;
+#pragma unroll
+    for (int i = 0; i < RUNS_OF_SUBTILE; i++) {
+      int oh = OUT_STEP_H * (t.h + place.h) + slab.oh;
+      int ow = OUT_STEP_W * (t.w + place.w + i * RUN) + U_W[t.variant], left = s.out_w - ow;
+      if (!image || oh >= s.out_h || left <= 0) continue;
+      char* to = y + (((long long)n * COUT + channel) * s.out_d + od) * s.out_h * s.out_w * ELEMENT + ((long long)oh * s.out_w + ow) * ELEMENT;
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+#pragma unroll
+        for (int k = 0; k < RUN_GROUPS; k++) {
+          const int nb = RUN_NB(r, i, k), j = RUN_J(r, i, k);
+          u32 at = buffer + g * RUN_PITCH + (k * 8 + 2 * q) * W_SUBS * ELEMENT;
+          float v[2 * W_SUBS];
+#pragma unroll
+          for (int c = 0; c < 2; c++)
+#pragma unroll
+            for (int u = 0; u < W_SUBS; u++) v[c * W_SUBS + u] = blocks[u] < 0 ? b[h] : acc[blocks[u] < 0 ? 0 : blocks[u]][nb][4 * j + 2 * h + c];
+#pragma unroll
+          for (int c = 0; c < W_SUBS; c++) {
+            store_shared_f32x2(at + c * 8, v[2 * c], v[2 * c + 1]);
+          }
+        }
+        __syncwarp();
+        store_rows(to + h * 8 * plane, plane, slab.couts < 8 * h + 8 ? slab.couts - 8 * h : 8, left, buffer, lane);
+        __syncwarp();
+      }
+    }
+  }
+}
+
+__device__ __forceinline__ void consume(const char* packed, const float* bias, char* y, const Sizes& s, u32 tiles, u32 full, u32 empty, Fragments& weights, u32 buffers, int wg, int thread) {
+  int warp = thread >> 5, lane = thread & 31;
+  int first_subtile = wg * NB, offset = thread * 16;
+  u32 buffer = buffers + (wg * 4 + warp) * BUFFER_BYTES;
+  int subtile_row[NB];
+#pragma unroll
+  for (int nb = 0; nb < NB; nb++) subtile_row[nb] = pixel_row_of(first_subtile + nb);
+  Cursor cursor = {0, 0};
+  weights.cursor = {0, 0};
+  weights.ring += offset;
+  int turn = 0;
+#pragma unroll 1
+  for (int index = blockIdx.x; index < s.tiles; index += gridDim.x, turn++) {
+    Tile t = tile_at(index, s);
+    int chunks = chunks_of(t.variant);
+    float acc[MB][NB][32];
+#pragma unroll
+    for (int b = 0; b < MB; b++)
+#pragma unroll
+      for (int nb = 0; nb < NB; nb++)
+#pragma unroll
+        for (int i = 0; i < 32; i++) {
+          acc[b][nb][i] = 0.f;
+        }
+    weights.begin(packed, t, offset);
+    int variant = __shfl_sync(0xffffffffu, t.variant, 0);  // so that ptxas knows that warps do not part over it
+#pragma unroll 1
+    for (int chunk = 0; chunk < chunks; chunk++, cursor.next(STAGES_P)) {
+      barrier_wait(full + cursor.stage * 8, cursor.parity);
+      u32 tile = tiles + cursor.stage * STAGE_BYTES;
+      multiply_chunk<0>(variant, acc, weights, tile, subtile_row, lane);
+      __syncwarp();
+      if (lane == 0) barrier_arrive(empty + cursor.stage * 8);
+    }
+    epilogue(acc, bias, y, s, t, t.cout_block * WGS_M, first_subtile, buffer, warp, lane);
+  }
+}
+
+// =====================================================================================================================
+
+constexpr int TILES_AT = 0;
+constexpr int RING_AT = TILES_AT + STAGES_P * STAGE_BYTES;
+constexpr int SLOTS_AT = RING_AT + STAGES_W * W_STAGE * WGS_M * FRAGMENT;
+constexpr int BUFFERS_AT = SLOTS_AT + STAGES_S * SLOT_BYTES;
+constexpr int BARRIERS_AT = BUFFERS_AT + CONSUMERS * 4 * BUFFER_BYTES;
+constexpr int SLOT_BARRIERS = 0;
+constexpr int SEGMENTS_AT = BARRIERS_AT + 16 * (STAGES_P + STAGES_W + SLOT_BARRIERS);
+
+__global__ void __launch_bounds__(THREADS, 1)
+gather(const char* __restrict__ x, const char* __restrict__ packed, const float* __restrict__ bias, char* __restrict__ y,
+       int batch, int in_d, int in_h, int in_w, int out_d, int out_h, int out_w, int tiles_d, int tiles_h, int tiles_w, int tile_count
+) {
+  extern __shared__ __align__(1024) unsigned char memory[];
+  const Sizes s = {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, tile_count};
+  u32 base = shared_address(memory);
+  u32 full = base + BARRIERS_AT, empty = full + 8 * STAGES_P, full_w = empty + 8 * STAGES_P, empty_w = full_w + 8 * STAGES_W;
+  const Barriers barriers = {full, empty, empty_w + 8 * STAGES_W, empty_w + 8 * (STAGES_W + SLOT_BARRIERS)};
+  int* segments = (int*)(memory + SEGMENTS_AT);
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < STAGES_P; i++) {
+      barrier_init(full + 8 * i, PRODUCER_WARPS);
+      barrier_init(empty + 8 * i, RELEASES * 4);
+    }
+    for (int i = 0; i < STAGES_W; i++) {
+      barrier_init(full_w + 8 * i, 1);
+      barrier_init(empty_w + 8 * i, RELEASES * 4);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
+  }
+  for (int i = threadIdx.x; i < SEGMENTS; i += THREADS)
+    segments[i] = (i / (ROWS_H * ROWS_D)) << 24 | (ROW_D[i / ROWS_H % ROWS_D] & 0xfff) << 12 | (ROW_H[i % ROWS_H] & 0xfff);
+  __syncthreads();
+  int role = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
+  if (role < FIRST_CONSUMER) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(PRODUCER_REGISTERS));
+    int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0);
+    if (warp < PRODUCER_WARPS) {
+      produce(x, s, segments, base + TILES_AT, base + SLOTS_AT, barriers, threadIdx.x);
+    }
+    else if (warp == WEIGHTS_WARP && (thread & 31) == 0) {
+      stream_weights(packed, s, base + RING_AT, full_w, empty_w);
+    }
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(CONSUMER_REGISTERS));
+    Fragments weights;
+    weights.ring = base + RING_AT;
+    weights.full = full_w;
+    weights.empty = empty_w;
+    consume(packed, bias, y, s, base + TILES_AT, full, empty, weights, base + BUFFERS_AT, role - FIRST_CONSUMER, thread);
+  }
+}
+
+#undef ACCUMULATORS_64
+#undef WGMMA_64
+#undef COLUMN
+#undef FRAGMENTS
+#undef RUN_NB
+#undef RUN_J
+}  // namespace grad_input_unaligned
+
+// =====================================================================================================================
+// Gradient for the weight: wgmma tf32, 32x64 channels x 1x1x5 taps a block, chunks of 2x1x1x128 (NxDxHxW of q), K in
+// 132 slices, 212 KB shared.
+// =====================================================================================================================
+
+namespace grad_weight {
+
+constexpr int ELEMENT = 4;
+constexpr int GROUPS = 1;
+constexpr int CIN_G = 32;
+constexpr int COUT_G = 64;
+constexpr int BLOCK_CI = 32;
+constexpr int BLOCK_CO = 64;
+constexpr int TILE_N = 2;
+constexpr int KERNEL_D = 1;
+constexpr int STEP_D = 1;
+constexpr int DIL_D = 1;
+constexpr int PAD_D = 0;
+constexpr int TAPS_D = 1;
+constexpr int SETS_D = 1;
+constexpr int TILE_D = 1;
+constexpr int KERNEL_H = 1;
+constexpr int STEP_H = 1;
+constexpr int DIL_H = 1;
+constexpr int PAD_H = 0;
+constexpr int TAPS_H = 1;
+constexpr int SETS_H = 1;
+constexpr int TILE_H = 1;
+constexpr int KERNEL_W = 5;
+constexpr int STEP_W = 1;
+constexpr int DIL_W = 3;
+constexpr int PAD_W = 0;
+constexpr int TAPS_W = 5;
+constexpr int SETS_W = 1;
+constexpr int TILE_W = 128;
+constexpr int WGS = 3;
+constexpr int WGS_M = 1;
+constexpr int SUBS = 1;
+constexpr int ENTRIES = 2;
+constexpr int STAGES = 2;
+constexpr int STRETCH = 32;
+constexpr int PRODUCER_REGISTERS = 56;
+constexpr int CONSUMER_REGISTERS = 152;
+
+// What both grad-weight kernels share: the geometry of g's tile, copies by threads, and the second step.
+//
+// Rows of x and g in a chunk follow from TILE_*, TAPS_*, STEP_* (stride) and DIL_* (dilation); the sets of taps differ only in where
+// their chunks begin.
+
+// PTX in small wrappers, so that a kernel body reads as an algorithm. No headers: NVRTC compiles this in tens of ms.
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+// --- mbarriers: `count` arrivals (and the announced bytes) complete a phase; waits name the phase by its parity -------
+
+__device__ __forceinline__ void barrier_init(u32 barrier, int count) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;\n" ::"r"(barrier), "r"(count));
+}
+__device__ __forceinline__ void barrier_arrive(u32 barrier) {
+  asm volatile("{\n .reg .b64 state;\n mbarrier.arrive.shared.b64 state, [%0];\n}\n" ::"r"(barrier) : "memory");
+}
+__device__ __forceinline__ bool barrier_done(u32 barrier, u32 parity) {
+  u32 done;
+  asm volatile(
+      "{\n .reg .pred p;\n mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n selp.u32 %0, 1, 0, p;\n}\n"
+      : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+  return done;
+}
+__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
+  while (!barrier_done(barrier, parity)) {}
+}
+
+// --- matrix instructions ----------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory"); }
+template <int N> __device__ __forceinline__ void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(N) : "memory"); }
+
+constexpr int VEC = 16 / ELEMENT;  // elements of a 16-byte unit
+constexpr int TAPS = KERNEL_D * KERNEL_H * KERNEL_W;
+constexpr int SET_TAPS = TAPS_D * TAPS_H * TAPS_W;
+constexpr int SETS = SETS_D * SETS_H * SETS_W;
+constexpr int CIN = GROUPS * CIN_G;
+constexpr int COUT = GROUPS * COUT_G;
+
+// Rows of g's tile: every row between the first and the last (dense), or TAPS rows for each q when that is fewer.
+#define SPAN(tile, step, taps, dil) (((tile) - 1) * (step) + ((taps) - 1) * (dil) + 1)
+constexpr int G_ROWS_D = 1;
+constexpr int G_ROWS_H = 1;
+constexpr int G_COLUMNS = 140;
+constexpr int X_ROWS = TILE_N * TILE_D * TILE_H;
+constexpr int G_ROWS = TILE_N * G_ROWS_D * G_ROWS_H;
+#define ODD(n) ((n) | 1)
+constexpr int G_EXTENT = (G_COLUMNS + VEC - 1 + VEC - 1) / VEC;  // units of a row (NCHW)
+constexpr int G_UNITS = G_EXTENT;
+constexpr int G_PITCH = 148;
+constexpr int G_BYTES = G_ROWS * BLOCK_CO * G_PITCH * ELEMENT;
+struct Sizes {
+  int batch, in_d, in_h, in_w, out_d, out_h, out_w;
+  int tiles_d, tiles_h, tiles_w;           // chunks per axis
+  int chunks, per_split;                   // all of them; of one split
+};
+
+struct Chunk { int n, d, h, w; };  // first q
+
+__device__ __forceinline__ Chunk chunk_at(int i, const Sizes& s) {
+  Chunk c;
+  c.w = i % s.tiles_w * TILE_W;  i /= s.tiles_w;
+  c.h = i % s.tiles_h * TILE_H;  i /= s.tiles_h;
+  c.d = i % s.tiles_d * TILE_D;
+  c.n = i / s.tiles_d * TILE_N;
+  return c;
+}
+
+// One operand's tile: where it lies in its tensor. (n, d, h) of row `r` of the tile by its kind.
+struct Rows { int n, d, h; };
+__device__ __forceinline__ Rows x_row(int r) { return {r / (TILE_D * TILE_H), r / TILE_H % TILE_D, r % TILE_H}; }
+__device__ __forceinline__ Rows g_row(int r) {
+  int h = r % G_ROWS_H, d = r / G_ROWS_H % G_ROWS_D;
+  return {r / (G_ROWS_H * G_ROWS_D), d, h};
+}
+
+// =====================================================================================================================
+// Copies
+// =====================================================================================================================
+
+typedef u32 bits;
+
+// =====================================================================================================================
+// The second step: slices are added in the order of their index, eight runs of them side by side.
+// =====================================================================================================================
+
+constexpr int RUNS = 8;
+
+__global__ void __launch_bounds__(32 * RUNS)
+reduce(const float* __restrict__ partial, bits* __restrict__ out, int slices, long long stride_ci, long long stride_co, long long stride_tap) {
+  __shared__ float runs[RUNS][32];
+  const long long total = (long long)TAPS * CIN * COUT_G;
+  int lane = threadIdx.x & 31, run = threadIdx.x >> 5;
+  long long e = (long long)blockIdx.x * 32 + lane;
+  int each = (slices + RUNS - 1) / RUNS, begin = run * each, end = begin + each < slices ? begin + each : slices;
+  float sum = 0.f;
+  if (e < total) {
+#pragma unroll 8
+    for (int i = begin; i < end; i++) sum += partial[i * total + e];
+  }
+  runs[run][lane] = sum;
+  __syncthreads();
+  if (run || e >= total) return;
+#pragma unroll
+  for (int i = 1; i < RUNS; i++) sum += runs[i][lane];
+// [tap][COUT][CIN_G], else [tap][CIN][COUT_G]
+  int channel = (int)(e / CIN_G % COUT), co = channel % COUT_G, ci = channel / COUT_G * CIN_G + (int)(e % CIN_G);
+  long long tap = e / ((long long)COUT_G * CIN);
+  u32 v = __float_as_uint(sum);
+  out[ci * stride_ci + co * stride_co + tap * stride_tap] = (bits)v;
+}
+
+constexpr int ROWS_PER_SUB = 64 / SUBS;
+constexpr int THREADS = (1 + WGS) * 128;
+constexpr int CI_TILES = (CIN_G + BLOCK_CI - 1) / BLOCK_CI;
+constexpr int CO_TILES = (COUT_G + BLOCK_CO - 1) / BLOCK_CO;
+constexpr int NB = 1;
+constexpr int N_WIDTH = 32;  // of one matrix instruction
+
+// x in shared memory. NCHW: boxes of BLOCK_CI rows of SEGMENT bytes (pixels of a row; a box of several shorter rows would
+// pad each to the swizzle's span).
+// CHANNELS_LAST: for each N_WIDTH channels a box of the chunk's pixels.
+constexpr int PIXELS = X_ROWS * TILE_W;
+constexpr int SEGMENT = 128;
+constexpr int BOXES = PIXELS * ELEMENT / SEGMENT;
+constexpr int BOX_BYTES = BLOCK_CI * SEGMENT;
+constexpr int X_TILE_BYTES = BOXES * BOX_BYTES;
+constexpr int G_BOX_BYTES = BLOCK_CO * G_PITCH * ELEMENT;
+constexpr int STAGE_BYTES = (X_TILE_BYTES + G_BYTES + 1023) / 1024 * 1024;
+constexpr int RAW_AT = STAGES * STAGE_BYTES;  // x's pixels before they are turned
+constexpr int RAW_BYTES = 0;
+constexpr int BARRIERS_AT = RAW_AT + RAW_BYTES;
+
+constexpr int K_STEPS = PIXELS * ELEMENT / 32;  // a matrix instruction takes 32 bytes of K: a strip of 8 columns, or two of 16-bit types
+constexpr int STEPS = K_STEPS * ENTRIES;
+constexpr int SETS_OF_FRAGMENTS = 3;  // a third set spills there
+constexpr int W_STRIPS = TILE_W / 8;
+
+struct alignas(64) TensorMap { u64 opaque[16]; };
+struct TensorMaps {
+  TensorMap x;
+  TensorMap g;
+};
+
+struct Work {                              // of a block
+  int group, ci, co;                       // first channels within the group
+  int tap_d, tap_h, tap_w;                 // first tap of the set
+};
+
+// =====================================================================================================================
+// Copies
+// =====================================================================================================================
+
+__device__ __forceinline__ void load_box(u32 to, const TensorMap* map, int a, int b, int c, int d, int e, u32 barrier) {
+  asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5, %6}], [%7];\n"
+      ::"r"(to), "l"(map), "r"(a), "r"(b), "r"(c), "r"(d), "r"(e), "r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ void load_boxes(const TensorMap* map_x, const TensorMap* map_g, const Chunk& c, const Work& work, u32 to, u32 barrier) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(X_TILE_BYTES + G_BYTES) : "memory");
+  int channel = work.group * CIN_G + work.ci;
+#pragma unroll 1
+  for (int i = 0; i < BOXES; i++) {
+    int strip = i * (SEGMENT / ELEMENT / 8);
+    Rows at = x_row(strip / W_STRIPS);
+    load_box(to + i * BOX_BYTES, map_x, c.w + strip % W_STRIPS * 8, c.h + at.h, c.d + at.d, channel, c.n + at.n, barrier);
+  }
+  int d = c.d * STEP_D + work.tap_d * DIL_D - PAD_D, h = c.h * STEP_H + work.tap_h * DIL_H - PAD_H, w = c.w * STEP_W + work.tap_w * DIL_W - PAD_W;
+  channel = work.group * COUT_G + work.co;
+  to += X_TILE_BYTES;
+#pragma unroll 1
+  for (int r = 0; r < G_ROWS; r++) {
+    Rows at = g_row(r);
+    load_box(to + r * G_BOX_BYTES, map_g, w - (w & (VEC - 1)), h + at.h, d + at.d, channel, c.n + at.n, barrier);
+  }
+}
+
+// =====================================================================================================================
+// Multiplications
+// =====================================================================================================================
+
+#define ACCUMULATORS_32(d) \
+  "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),          \
+      "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
+#define WGMMA_32(shape, tail) \
+  "wgmma.mma_async.sync.aligned." shape                                                                               \
+  " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, {%16,%17,%18,%19}, %20, " tail ";\n"
+
+__device__ __forceinline__ void multiply(float (&acc)[NB][N_WIDTH / 2], const u32 (&a)[4], u32 tile, int k_step) {
+  // Stride from 8 rows to the next 8: of channels (K-major), of pixels (MN-major, 8 of the 16 of a step).
+  const u64 upper = ((u64)(8 * SEGMENT >> 4) << 32) | ((u64)(8 * SEGMENT >> 4) << 16) | ((u64)(1) << 62);
+#pragma unroll
+  for (int nb = 0; nb < NB; nb++) {
+    u32 start = tile + k_step * 32 / SEGMENT * BOX_BYTES + nb * 64 * SEGMENT + k_step * 32 % SEGMENT;
+    u64 b = upper | ((start & 0x3ffff) >> 4);
+    asm volatile(WGMMA_32("m64n32" "k8.f32.tf32.tf32", "1, 1, 1") : ACCUMULATORS_32(acc[nb]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+  }
+}
+
+// A lane's view of its taps; the same for all chunks.
+struct Taps {
+  int at[ENTRIES];                         // of g's tile: elements (NCHW) or pixels (CHANNELS_LAST) by which the tap is shifted
+  u32 line[ENTRIES];                       // NCHW: rows of memory from a chunk's first row to the tap's, as elements modulo 2^32
+};
+
+// Place of a tile's row of q in g's tile, and in memory (NCHW), before the tap's own share; constants after unrolling.
+__device__ __forceinline__ int tile_row(const Rows& q) {
+  return (q.n * G_ROWS_D + q.d * STEP_D) * G_ROWS_H + q.h * STEP_H;
+}
+
+// The fragment of entry `e` at step `k_step` of K: rows g and g + 8 of the warp's sixteen; of the two halves of K, pixels
+// q and q + 4 of a strip (TF32), or 2q and 2q + 1 of two strips.
+__device__ __forceinline__ void load_fragment(u32 (&a)[4], const unsigned char* g_tile, const Taps& taps, const Sizes& s, u32 phase, int e, int k_step, int lane_at) {
+  const u32* words = (const u32*)g_tile;
+#pragma unroll
+  for (int k = 0; k < 2; k++) {
+    int strip = k_step;
+    Rows q = x_row(strip / W_STRIPS);
+    int column = (strip % W_STRIPS * 8 + 4 * k) * STEP_W;
+    // What is known only at run time, and constants that are even, so that the addresses are a register and an immediate.
+    int at = lane_at + taps.at[e];
+    const int constant = tile_row(q) * (BLOCK_CO * G_PITCH) + column;
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      u32 v = words[at + constant + h * 8 * G_PITCH];
+      a[2 * k + h] = v;  // boxes are rounded on their way
+    }
+  }
+}
+
+__device__ __forceinline__ void consume(float* __restrict__ partial, const Sizes& s, const Work& work, const char* g, u32 full, u32 empty, const unsigned char* memory, int split, int wg, int thread) {
+  int warp = thread >> 5, lane = thread & 31, row = lane >> 2, q = lane & 3;
+  int wg_m = wg % WGS_M, first_tap = wg / WGS_M * (ENTRIES * SUBS) + warp * 16 / ROWS_PER_SUB;  // taps of a warp: SUBS apart
+  int channel = wg_m * ROWS_PER_SUB + warp * 16 % ROWS_PER_SUB;                                // of the block's BLOCK_CO
+  Taps taps;
+#pragma unroll
+  for (int e = 0; e < ENTRIES; e++) {
+    int tap = first_tap + e * SUBS;
+    if (tap >= SET_TAPS) tap = SET_TAPS - 1;                                                   // its sums are not stored
+    int td = tap / (TAPS_H * TAPS_W), th = tap / TAPS_W % TAPS_H, tw = tap % TAPS_W;
+    int shift = (td * DIL_D) * G_ROWS_H + th * DIL_H;
+    taps.at[e] = shift * (BLOCK_CO * G_PITCH) + tw * DIL_W;
+    taps.line[e] = ((u32)(td * DIL_D) * s.out_h + th * DIL_H) * s.out_w;
+  }
+  int lane_at = (channel + row) * G_PITCH + q * STEP_W;
+  float acc[ENTRIES][NB][N_WIDTH / 2] = {};
+  int begin = split * s.per_split, end = begin + s.per_split < s.chunks ? begin + s.per_split : s.chunks;
+  u32 stage = 0, parity = 0;
+#pragma unroll 1
+  for (int i = begin; i < end; i++) {
+    u32 phase = 0;
+    // Rows 8 channels apart have the same alignment, so that a lane has one for each row of a tile.
+    Chunk c = chunk_at(i, s);
+    int d = c.d * STEP_D + work.tap_d * DIL_D - PAD_D, h = c.h * STEP_H + work.tap_h * DIL_H - PAD_H, w = c.w * STEP_W + work.tap_w * DIL_W - PAD_W;
+    phase = (u32)w & (VEC - 1);
+    const unsigned char* tile = memory + stage * STAGE_BYTES;
+    u32 x_tile = shared_address(tile);
+    barrier_wait(full + stage * 8, parity);
+#pragma unroll 1
+    for (int run = 0; run < STEPS / STRETCH; run++) {
+      u32 a[SETS_OF_FRAGMENTS][4];
+      // A run is some whole rows of q or a part of one, so that runs differ by an offset.
+      const int first = run * (STRETCH / ENTRIES);
+      const int strip = first * 1, column = strip % W_STRIPS * 8 * STEP_W;
+      Rows q0 = x_row(strip / W_STRIPS);
+      constexpr int pixel_bytes = 1, row_bytes = BLOCK_CO * G_PITCH * ELEMENT;  // pixels are counted in elements
+      const unsigned char* g_tile = tile + X_TILE_BYTES + tile_row(q0) * row_bytes;
+      u32 from = phase;
+      int lane_from = lane_at + column * pixel_bytes;
+      lane_from += phase;
+      u32 x_from = x_tile + (first * 32 / SEGMENT * BOX_BYTES + first * 32 % SEGMENT);
+#pragma unroll
+      for (int step = 0; step < STRETCH; step++) {
+        const int e = step % ENTRIES, k = step / ENTRIES;
+        load_fragment(a[step % SETS_OF_FRAGMENTS], g_tile, taps, s, from, e, k, lane_from);
+        wgmma_fence();
+        multiply(acc[e], a[step % SETS_OF_FRAGMENTS], x_from, k);
+        wgmma_commit();
+        if (step + 1 == STRETCH) wgmma_wait<0>();
+        else wgmma_wait<SETS_OF_FRAGMENTS - 1>();
+      }
+    }
+    __syncwarp();
+    if (lane == 0) barrier_arrive(empty + stage * 8);
+    if (++stage == STAGES) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+  long long slice = (long long)split * (TAPS * COUT * (long long)CIN_G);
+#pragma unroll
+  for (int e = 0; e < ENTRIES; e++) {
+    int tap = first_tap + e * SUBS;
+    int kd = work.tap_d + tap / (TAPS_H * TAPS_W), kh = work.tap_h + tap / TAPS_W % TAPS_H, kw = work.tap_w + tap % TAPS_W;
+    if (tap >= SET_TAPS || kd >= KERNEL_D || kh >= KERNEL_H || kw >= KERNEL_W) continue;
+    float* to = partial + slice + ((long long)((kd * KERNEL_H + kh) * KERNEL_W + kw) * COUT + work.group * COUT_G) * CIN_G;
+#pragma unroll
+    for (int nb = 0; nb < NB; nb++)
+#pragma unroll
+      for (int j = 0; j < N_WIDTH / 8; j++)
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+          int co = work.co + channel + row + 8 * h, ci = work.ci + nb * 64 + j * 8 + 2 * q;
+          if (co >= COUT_G) continue;
+          float* at = to + (long long)co * CIN_G + ci;
+          float v0 = acc[e][nb][4 * j + 2 * h], v1 = acc[e][nb][4 * j + 2 * h + 1];
+          if (ci < CIN_G) *(float2*)at = make_float2(v0, v1);
+        }
+  }
+}
+
+// partial: [SPLITS][TAPS][COUT][CIN_G] float32.
+__global__ void __launch_bounds__(THREADS, 1)
+wgrad(const char* __restrict__ g, float* __restrict__ partial, int batch, int in_d, int in_h, int in_w, int out_d, int out_h, int out_w,
+      int tiles_d, int tiles_h, int tiles_w, int chunks, int per_split, const __grid_constant__ TensorMaps maps) {
+  extern __shared__ __align__(1024) unsigned char memory[];
+  const Sizes s = {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, chunks, per_split};
+  int index = blockIdx.x;
+  Work work;                               // blocks of the same pixels are neighbours, for L2's sake
+  int set = index % SETS;  index /= SETS;
+  work.co = index % CO_TILES * BLOCK_CO;  index /= CO_TILES;
+  work.ci = index % CI_TILES * BLOCK_CI;  index /= CI_TILES;
+  work.group = index % GROUPS;
+  int split = index / GROUPS;
+  work.tap_w = set % SETS_W * TAPS_W;
+  work.tap_h = set / SETS_W % SETS_H * TAPS_H;
+  work.tap_d = set / (SETS_W * SETS_H) * TAPS_D;
+  u32 base = shared_address(memory), full = base + BARRIERS_AT, empty = full + 8 * STAGES;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < STAGES; i++) {
+      barrier_init(full + 8 * i, 1);
+      barrier_init(empty + 8 * i, WGS * 4);
+    }
+    barrier_init(base + BARRIERS_AT + 16 * STAGES, 1);
+    asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
+  }
+  __syncthreads();
+  int role = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
+  if (role == 0) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(PRODUCER_REGISTERS));
+    if (thread) return;                    // the others have nothing to do
+    int begin = split * per_split, end = begin + per_split < chunks ? begin + per_split : chunks;
+    u32 stage = 0, parity = 1;
+#pragma unroll 1
+    for (int i = begin; i < end; i++) {
+      Chunk c = chunk_at(i, s);
+      unsigned char* tile = memory + stage * STAGE_BYTES;
+      u32 barrier = full + stage * 8;
+      barrier_wait(empty + stage * 8, parity);
+      load_boxes(&maps.x, &maps.g, c, work, shared_address(tile), barrier);
+      if (++stage == STAGES) {
+        stage = 0;
+        parity ^= 1;
+      }
+    }
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(CONSUMER_REGISTERS));
+    consume(partial, s, work, g, full, empty, memory, split, role - 1, thread);
+  }
+}
+
+#undef SPAN
+#undef ODD
+#undef ACCUMULATORS_32
+#undef WGMMA_32
+}  // namespace grad_weight
+
+// =====================================================================================================================
+// Gradient for the weight where rows begin off 16 bytes: mma.sync tf32, 32x64 channels x 1x1x5 taps a block, chunks of
+// 1x1x1x256 (NxDxHxW of q), K in 264 slices, 203 KB shared.
+// =====================================================================================================================
+
+namespace grad_weight_unaligned {
+
+constexpr int ELEMENT = 4;
+constexpr int GROUPS = 1;
+constexpr int CIN_G = 32;
+constexpr int COUT_G = 64;
+constexpr int BLOCK_CI = 32;
+constexpr int BLOCK_CO = 64;
+constexpr int TILE_N = 1;
+constexpr int KERNEL_D = 1;
+constexpr int STEP_D = 1;
+constexpr int DIL_D = 1;
+constexpr int PAD_D = 0;
+constexpr int TAPS_D = 1;
+constexpr int SETS_D = 1;
+constexpr int TILE_D = 1;
+constexpr int KERNEL_H = 1;
+constexpr int STEP_H = 1;
+constexpr int DIL_H = 1;
+constexpr int PAD_H = 0;
+constexpr int TAPS_H = 1;
+constexpr int SETS_H = 1;
+constexpr int TILE_H = 1;
+constexpr int KERNEL_W = 5;
+constexpr int STEP_W = 1;
+constexpr int DIL_W = 3;
+constexpr int PAD_W = 0;
+constexpr int TAPS_W = 5;
+constexpr int SETS_W = 1;
+constexpr int TILE_W = 256;
+constexpr int WARP_M = 32;
+constexpr int WARP_N = 16;
+
+// Grad-weight on tensor cores: dW[ci, co, tap] = sum over images and positions q of x[ci, q] * g[co, q * STEP + tap * DIL - PAD].
+//
+// A GEMM whose K is the pixels: M = BLOCK_M input channels, N = BLOCK_N output channels, one accumulator for each tap of a set
+// (TAPS_D x TAPS_H x TAPS_W neighbouring taps). A block takes a tile of channels, a set of taps and a range of pixel tiles
+// (TILE_N x TILE_D x TILE_H x TILE_W positions q, a "chunk"): x's tile and g's with the halo of the set are copied to shared
+// memory once and serve all taps of the set. mma.sync takes both operands from registers, so that a tap may begin at any
+// column: fragments of x are read once a step and meet those of every tap.
+//
+// Shared memory: NCHW [row][channel][column], CHANNELS_LAST [row][column][channel]; pitches keep the eight rows of a fragment in
+// different banks. Copies of 16 bytes (cp.async), two stages. NCHW rows of any alignment: the 16-byte units of memory that
+// hold them are copied, and a row then begins (address % 16) bytes into its place.
+//
+// K is split over SPLITS ranges of chunks and WARPS_K warps; each writes its own partial sums, `reduce` adds them in the order of
+// their index: the same bits in every run, without atomics.
+constexpr int WARPS = 8;
+constexpr int COPIERS = WARPS * 32;  // threads that copy
+
+// What both grad-weight kernels share: the geometry of g's tile, copies by threads, and the second step.
+//
+// Rows of x and g in a chunk follow from TILE_*, TAPS_*, STEP_* (stride) and DIL_* (dilation); the sets of taps differ only in where
+// their chunks begin.
+
+// PTX in small wrappers, so that a kernel body reads as an algorithm. No headers: NVRTC compiles this in tens of ms.
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+// --- copies into shared memory ----------------------------------------------------------------------------------------
+
+__device__ __forceinline__ void copy16(u32 to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;\n" ::"r"(to), "l"(from) : "memory");
+}
+__device__ __forceinline__ void copy16(u32 to, const void* from, int bytes) {  // the rest of the 16 becomes zero
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
+template <int N> __device__ __forceinline__ void copy_wait() { asm volatile("cp.async.wait_group %0;\n" ::"n"(N) : "memory"); }
+
+// --- numbers ----------------------------------------------------------------------------------------------------------
+
+// Nearest TF32, ties to even, as cuDNN rounds: with it results agree with cuDNN to 3e-6, with rna to 5e-5.
+__device__ __forceinline__ u32 to_tf32(float v) {
+  u32 r;
+  asm("cvt.rn.tf32.f32 %0, %1;\n" : "=r"(r) : "f"(v));
+  return r;
+}
+
+// --- matrix instructions ----------------------------------------------------------------------------------------------
+
+constexpr int VEC = 16 / ELEMENT;  // elements of a 16-byte unit
+constexpr int TAPS = KERNEL_D * KERNEL_H * KERNEL_W;
+constexpr int SET_TAPS = TAPS_D * TAPS_H * TAPS_W;
+constexpr int SETS = SETS_D * SETS_H * SETS_W;
+constexpr int CIN = GROUPS * CIN_G;
+constexpr int COUT = GROUPS * COUT_G;
+
+// Rows of g's tile: every row between the first and the last (dense), or TAPS rows for each q when that is fewer.
+#define SPAN(tile, step, taps, dil) (((tile) - 1) * (step) + ((taps) - 1) * (dil) + 1)
+constexpr int G_ROWS_D = 1;
+constexpr int G_ROWS_H = 1;
+constexpr int G_COLUMNS = 268;
+constexpr int X_ROWS = TILE_N * TILE_D * TILE_H;
+constexpr int G_ROWS = TILE_N * G_ROWS_D * G_ROWS_H;
+#define ODD(n) ((n) | 1)
+constexpr int G_EXTENT = (G_COLUMNS + VEC - 1 + VEC - 1) / VEC;  // units of a row (NCHW)
+constexpr int X_UNITS = (TILE_W + (VEC - 1) + VEC - 1) / VEC;
+constexpr int G_UNITS = G_EXTENT;
+constexpr int X_PITCH = 260;
+constexpr int G_PITCH = 276;
+constexpr int X_BYTES = X_ROWS * BLOCK_CI * X_PITCH * ELEMENT;
+constexpr int G_BYTES = G_ROWS * BLOCK_CO * G_PITCH * ELEMENT;
+struct Sizes {
+  int batch, in_d, in_h, in_w, out_d, out_h, out_w;
+  int tiles_d, tiles_h, tiles_w;           // chunks per axis
+  int chunks, per_split;                   // all of them; of one split
+};
+
+struct Chunk { int n, d, h, w; };  // first q
+
+__device__ __forceinline__ Chunk chunk_at(int i, const Sizes& s) {
+  Chunk c;
+  c.w = i % s.tiles_w * TILE_W;  i /= s.tiles_w;
+  c.h = i % s.tiles_h * TILE_H;  i /= s.tiles_h;
+  c.d = i % s.tiles_d * TILE_D;
+  c.n = i / s.tiles_d * TILE_N;
+  return c;
+}
+
+// One operand's tile: where it lies in its tensor. (n, d, h) of row `r` of the tile by its kind.
+struct Rows { int n, d, h; };
+__device__ __forceinline__ Rows x_row(int r) { return {r / (TILE_D * TILE_H), r / TILE_H % TILE_D, r % TILE_H}; }
+__device__ __forceinline__ Rows g_row(int r) {
+  int h = r % G_ROWS_H, d = r / G_ROWS_H % G_ROWS_D;
+  return {r / (G_ROWS_H * G_ROWS_D), d, h};
+}
+
+// =====================================================================================================================
+// Copies
+// =====================================================================================================================
+
+typedef u32 bits;
+
+template <int ROWS, int BLOCK, int COLUMNS_OR_UNITS, int PITCH, int CHANNELS, int CHANNELS_G, bool IS_X>
+__device__ __forceinline__ void copy_tile(const char* __restrict__ tensor, int batch, int depth, int height, int width, int n0, int d0, int h0, int w0, int channel, int left, unsigned char* to, int thread) {
+  u32 to_address = shared_address(to);
+  // Units that hold a border are copied whole; `clear_borders` clears what lies beyond it when they have landed. (NOTES: in parts of 4
+  // bytes, some of a warp's threads each time: 1.04 ms instead of 0.37.)
+  // A thread keeps its channel and place in the row for all rows of the tile (NOTES: with an index for each unit, one warp on a
+  // scheduler took 850 clocks a round of 32 units, all of them address arithmetic: kb77's bfloat16 gradient 1.35 ms).
+  constexpr int UNITS = COLUMNS_OR_UNITS, ROWS_D = IS_X ? TILE_D : G_ROWS_D, ROWS_H = IS_X ? TILE_H : G_ROWS_H;
+  long long plane = (long long)depth * height * width;
+#pragma unroll 1
+  for (int i = thread; i < BLOCK * UNITS; i += COPIERS) {
+    int unit = i % UNITS, c = i / UNITS;
+    u32 offset = (c * PITCH + unit * VEC) * ELEMENT;
+#pragma unroll 1
+    for (int r = 0; r < ROWS / ROWS_H; r++) {
+      Rows at = IS_X ? x_row(r * ROWS_H) : g_row(r * ROWS_H);
+      int n = n0 + at.n, d = d0 + at.d;
+      bool slice = n < batch && (u32)d < (u32)depth && c < left;
+      const char* base = tensor + (((long long)n * CHANNELS + channel + c) * plane + (long long)d * height * width + w0) * ELEMENT;
+#pragma unroll 2
+      for (int rh = 0; rh < ROWS_H; rh++, offset += BLOCK * PITCH * ELEMENT) {
+        int h = h0 + rh;
+        const char* from = base + (long long)h * (width * ELEMENT);
+        int misaligned = (int)((u64)from & 15), first = w0 + (unit * 16 - misaligned) / ELEMENT;  // column of the first element
+        from += unit * 16 - misaligned;
+        bool in = slice && (u32)h < (u32)height && first + VEC > 0 && first < width;
+        copy16(to_address + offset, in ? from : tensor, in ? 16 : 0);
+      }
+    }
+  }
+}
+
+__device__ __forceinline__ bool has_borders(int w0, int columns, int width) { return w0 < 0 || w0 + columns > width; }
+
+// Clears elements before column 0 and from column `width` on, in the units that hold such a border.
+template <int ROWS, int BLOCK, int UNITS, int PITCH, int CHANNELS, bool IS_X>
+__device__ __forceinline__ void clear_borders(const char* tensor, int depth, int height, int width, int n0, int d0, int h0, int w0, int channel, unsigned char* to, int thread) {
+  u32 plane = (u32)depth * height * width;
+#pragma unroll 1
+  for (int i = thread; i < ROWS * BLOCK; i += COPIERS) {
+    int c = i % BLOCK, row = i / BLOCK;
+    Rows at = IS_X ? x_row(row) : g_row(row);
+    u32 first = (u32)((u64)tensor / ELEMENT) + ((u32)(n0 + at.n) * CHANNELS + channel + c) * plane + ((u32)(d0 + at.d) * height + h0 + at.h) * width + w0;
+    int zero = (int)(first & (VEC - 1)) - w0, end = zero + width;  // elements of column 0 and of the one behind the last
+    bits* line = (bits*)(to + (row * BLOCK + c) * PITCH * ELEMENT);
+    if (zero > 0 && zero < UNITS * VEC)
+      for (int e = zero & ~(VEC - 1); e < zero; e++) line[e] = 0;
+    if (end > 0 && end < UNITS * VEC)
+      for (int e = end; e & (VEC - 1); e++) line[e] = 0;
+  }
+}
+
+// =====================================================================================================================
+// The second step: slices are added in the order of their index, eight runs of them side by side.
+// =====================================================================================================================
+
+constexpr int RUNS = 8;
+
+__global__ void __launch_bounds__(32 * RUNS)
+reduce(const float* __restrict__ partial, bits* __restrict__ out, int slices, long long stride_ci, long long stride_co, long long stride_tap) {
+  __shared__ float runs[RUNS][32];
+  const long long total = (long long)TAPS * CIN * COUT_G;
+  int lane = threadIdx.x & 31, run = threadIdx.x >> 5;
+  long long e = (long long)blockIdx.x * 32 + lane;
+  int each = (slices + RUNS - 1) / RUNS, begin = run * each, end = begin + each < slices ? begin + each : slices;
+  float sum = 0.f;
+  if (e < total) {
+#pragma unroll 8
+    for (int i = begin; i < end; i++) sum += partial[i * total + e];
+  }
+  runs[run][lane] = sum;
+  __syncthreads();
+  if (run || e >= total) return;
+#pragma unroll
+  for (int i = 1; i < RUNS; i++) sum += runs[i][lane];
+  int co = (int)(e % COUT_G), ci = (int)(e / COUT_G % CIN);
+  long long tap = e / ((long long)COUT_G * CIN);
+  u32 v = __float_as_uint(sum);
+  out[ci * stride_ci + co * stride_co + tap * stride_tap] = (bits)v;
+}
+
+constexpr int THREADS = WARPS * 32;
+constexpr int WARPS_M = BLOCK_CI / WARP_M;
+constexpr int WARPS_N = BLOCK_CO / WARP_N;
+constexpr int WARPS_K = WARPS / (WARPS_M * WARPS_N);
+constexpr int M_FRAGMENTS = WARP_M / 16;
+constexpr int N_FRAGMENTS = WARP_N / 8;
+constexpr int M_TILES = (CIN_G + BLOCK_CI - 1) / BLOCK_CI;
+constexpr int N_TILES = (COUT_G + BLOCK_CO - 1) / BLOCK_CO;
+
+constexpr int STAGE_BYTES = X_BYTES + G_BYTES;
+
+constexpr int W_STRIPS = TILE_W / 8;  // a strip is 8 columns of a row
+constexpr int STRIPS = X_ROWS * W_STRIPS;
+constexpr int STEPS = STRIPS;  // a matrix instruction takes one strip of float32, two of 16-bit types
+constexpr int PARTS = 1;
+
+struct Work {                              // of a block
+  int group, m, n;                         // first channels within the group
+  int tap_d, tap_h, tap_w;                 // first tap of the set
+};
+
+__device__ __forceinline__ void copy_chunk(const char* __restrict__ x, const char* __restrict__ g, const Sizes& s, const Chunk& c, const Work& work, unsigned char* stage, int thread) {
+  constexpr int x_extent = X_UNITS, g_extent = G_UNITS;
+  copy_tile<X_ROWS, BLOCK_CI, x_extent, X_PITCH, CIN, CIN_G, true>(
+      x, s.batch, s.in_d, s.in_h, s.in_w, c.n, c.d, c.h, c.w, work.group * CIN_G + work.m, CIN_G - work.m, stage, thread);
+  copy_tile<G_ROWS, BLOCK_CO, g_extent, G_PITCH, COUT, COUT_G, false>(
+      g, s.batch, s.out_d, s.out_h, s.out_w, c.n, c.d * STEP_D + work.tap_d * DIL_D - PAD_D, c.h * STEP_H + work.tap_h * DIL_H - PAD_H,
+      c.w * STEP_W + work.tap_w * DIL_W - PAD_W, work.group * COUT_G + work.n, COUT_G - work.n, stage + X_BYTES, thread);
+}
+
+// =====================================================================================================================
+// Multiplications
+// =====================================================================================================================
+
+__device__ __forceinline__ void multiply(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+  asm volatile("mma.sync.aligned." "m16n8k8.row.col.f32.tf32.tf32.f32" " {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};\n"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+__device__ __forceinline__ u32 rounded(u32 v) {
+  return to_tf32(__uint_as_float(v));
+}
+
+__device__ __forceinline__ u32 element_pair(const u32* words, int e, int) { return words[e]; }
+
+// One chunk of a stage: all its steps that are this warp's.
+__device__ __forceinline__ void multiply_chunk(float (&acc)[SET_TAPS][M_FRAGMENTS][N_FRAGMENTS][4], const unsigned char* stage, const Sizes& s, u32 x_phase, u32 g_phase, int warp_m, int warp_n, int warp_k, int lane) {
+  const int g = lane >> 2, q = lane & 3;
+  const u32* xs = (const u32*)stage;
+  const u32* gs = (const u32*)(stage + X_BYTES);
+#pragma unroll 1
+  for (int step = warp_k; step < STEPS; step += WARPS_K) {
+    int x_at[2], g_row_n[2], row_d[2], row_h[2], column[2];  // of the two halves of K
+#pragma unroll
+    for (int k = 0; k < 2; k++) {
+      int strip = step, row = strip / W_STRIPS;
+      Rows at = x_row(row);
+      g_row_n[k] = at.n * G_ROWS_D;
+      row_d[k] = at.d * STEP_D;
+      row_h[k] = at.h * STEP_H;
+      column[k] = strip % W_STRIPS * 8 + 4 * k;
+      int phase = (x_phase + ((u32)(at.n * CIN) * s.in_d + at.d) * s.in_h * s.in_w + at.h * s.in_w) & (VEC - 1);
+      x_at[k] = row * BLOCK_CI * X_PITCH + column[k] + phase;
+    }
+    u32 a[M_FRAGMENTS][PARTS][4];
+#pragma unroll
+    for (int i = 0; i < M_FRAGMENTS; i++)
+#pragma unroll
+      for (int r = 0; r < 4; r++) {
+        int m = warp_m + i * 16 + (r & 1) * 8 + g, k = r >> 1;
+        u32 v = element_pair(xs, x_at[k] + m * X_PITCH + q, 1);
+        a[i][0][r] = rounded(v);
+      }
+#pragma unroll
+    for (int td = 0; td < TAPS_D; td++)
+#pragma unroll
+      for (int th = 0; th < TAPS_H; th++) {
+        int base[2];
+#pragma unroll
+        for (int k = 0; k < 2; k++) {
+          int d = row_d[k] + td * DIL_D, h = row_h[k] + th * DIL_H;
+          int row = (g_row_n[k] + d) * G_ROWS_H + h;
+          int image = g_row_n[k] / G_ROWS_D, at_d = d, at_h = h;
+          int phase = (g_phase + ((u32)(image * COUT) * s.out_d + at_d) * s.out_h * s.out_w + (u32)at_h * s.out_w) & (VEC - 1);
+          base[k] = row * BLOCK_CO * G_PITCH + column[k] * STEP_W + phase;
+        }
+#pragma unroll
+        for (int tw = 0; tw < TAPS_W; tw++) {
+          const int tap = (td * TAPS_H + th) * TAPS_W + tw;
+          u32 b[N_FRAGMENTS][PARTS][2];
+#pragma unroll
+          for (int j = 0; j < N_FRAGMENTS; j++)
+#pragma unroll
+            for (int k = 0; k < 2; k++) {
+              int n = warp_n + j * 8 + g;
+              u32 v = element_pair(gs, base[k] + n * G_PITCH + q * STEP_W + tw * DIL_W, STEP_W);
+              b[j][0][k] = rounded(v);
+            }
+#pragma unroll
+          for (int j = 0; j < N_FRAGMENTS; j++)
+#pragma unroll
+            for (int i = 0; i < M_FRAGMENTS; i++) {
+              multiply(acc[tap][i][j], a[i][0], b[j][0]);
+            }
+        }
+      }
+  }
+}
+
+// partial: [SPLITS * WARPS_K][TAPS][CIN][COUT_G] float32.
+__global__ void __launch_bounds__(THREADS, 1)
+wgrad(const char* __restrict__ x, const char* __restrict__ g, float* __restrict__ partial, int batch, int in_d, int in_h, int in_w,
+      int out_d, int out_h, int out_w, int tiles_d, int tiles_h, int tiles_w, int chunks, int per_split) {
+  extern __shared__ __align__(1024) unsigned char memory[];
+  const Sizes s = {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, chunks, per_split};
+  int index = blockIdx.x;
+  Work work;                               // blocks of the same pixels are neighbours, for L2's sake
+  int set = index % SETS;  index /= SETS;
+  work.n = index % N_TILES * BLOCK_CO;  index /= N_TILES;
+  work.m = index % M_TILES * BLOCK_CI;  index /= M_TILES;
+  work.group = index % GROUPS;
+  int split = index / GROUPS;
+  work.tap_w = set % SETS_W * TAPS_W;
+  work.tap_h = set / SETS_W % SETS_H * TAPS_H;
+  work.tap_d = set / (SETS_W * SETS_H) * TAPS_D;
+  int thread = threadIdx.x, warp = __shfl_sync(0xffffffffu, thread >> 5, 0), lane = thread & 31;
+  int warp_k = warp % WARPS_K, warp_n = warp / WARPS_K % WARPS_N * WARP_N, warp_m = warp / (WARPS_K * WARPS_N) * WARP_M;
+  int begin = split * per_split, end = begin + per_split < chunks ? begin + per_split : chunks;
+
+  float acc[SET_TAPS][M_FRAGMENTS][N_FRAGMENTS][4] = {};
+  if (begin < end) copy_chunk(x, g, s, chunk_at(begin, s), work, memory, thread);
+  copy_commit();
+#pragma unroll 1
+  for (int i = begin; i < end; i++) {
+    unsigned char* stage = memory + ((i - begin) & 1) * STAGE_BYTES;
+    if (i + 1 < end) copy_chunk(x, g, s, chunk_at(i + 1, s), work, memory + ((i + 1 - begin) & 1) * STAGE_BYTES, thread);
+    copy_commit();
+    copy_wait<1>();
+    __syncthreads();
+    u32 x_phase = 0, g_phase = 0;
+    Chunk c = chunk_at(i, s);
+    int d = c.d * STEP_D + work.tap_d * DIL_D - PAD_D, h = c.h * STEP_H + work.tap_h * DIL_H - PAD_H, w = c.w * STEP_W + work.tap_w * DIL_W - PAD_W;
+    int first_x = work.group * CIN_G + work.m, first_g = work.group * COUT_G + work.n;
+    bool borders_x = has_borders(c.w, TILE_W, in_w), borders_g = has_borders(w, G_COLUMNS, out_w);
+    if (borders_x) clear_borders<X_ROWS, BLOCK_CI, X_UNITS, X_PITCH, CIN, true>(x, in_d, in_h, in_w, c.n, c.d, c.h, c.w, first_x, stage, thread);
+    if (borders_g) clear_borders<G_ROWS, BLOCK_CO, G_UNITS, G_PITCH, COUT, false>(g, out_d, out_h, out_w, c.n, d, h, w, first_g, stage + X_BYTES, thread);
+    if (borders_x || borders_g) __syncthreads();
+    // Rows 8 channels apart have the same alignment, so that a lane has one for each row of a tile.
+    int channel_x = first_x + (lane >> 2), channel_g = first_g + (lane >> 2);
+    x_phase = (u32)((u64)x / ELEMENT) + (((u32)c.n * CIN + channel_x) * in_d + c.d) * in_h * in_w + (u32)c.h * in_w + c.w;
+    g_phase = (u32)((u64)g / ELEMENT) + (((u32)c.n * COUT + channel_g) * out_d + d) * out_h * out_w + (u32)h * out_w + w;
+    multiply_chunk(acc, stage, s, x_phase, g_phase, warp_m, warp_n, warp_k, lane);
+    __syncthreads();
+  }
+
+  const int row = lane >> 2, q = lane & 3;
+  long long slice = ((long long)split * WARPS_K + warp_k) * (TAPS * CIN * (long long)COUT_G);
+#pragma unroll
+  for (int tap = 0; tap < SET_TAPS; tap++) {
+    int kd = work.tap_d + tap / (TAPS_H * TAPS_W), kh = work.tap_h + tap / TAPS_W % TAPS_H, kw = work.tap_w + tap % TAPS_W;
+    if (kd >= KERNEL_D || kh >= KERNEL_H || kw >= KERNEL_W) continue;
+    float* to = partial + slice + ((long long)((kd * KERNEL_H + kh) * KERNEL_W + kw) * CIN + work.group * CIN_G) * COUT_G;
+#pragma unroll
+    for (int i = 0; i < M_FRAGMENTS; i++)
+#pragma unroll
+      for (int j = 0; j < N_FRAGMENTS; j++)
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+          int m = work.m + warp_m + i * 16 + row + 8 * h, n = work.n + warp_n + j * 8 + 2 * q;
+          float v0 = acc[tap][i][j][2 * h], v1 = acc[tap][i][j][2 * h + 1];
+          if (m >= CIN_G) continue;
+          float* at = to + (long long)m * COUT_G + n;
+          if (n < COUT_G) *(float2*)at = make_float2(v0, v1);
+        }
+  }
+}
+
+#undef SPAN
+#undef ODD
+}  // namespace grad_weight_unaligned
+
+namespace {
+
+// --- launches --------------------------------------------------------------------------------------------------------
+
+// A value as a kernel's parameter: pointers from void*, integers in range, tensor maps bit by bit.
+template <typename To, typename From>
+To parameter(const From& value) {
+  if constexpr (std::is_class_v<To>) {
+    static_assert(sizeof(To) == sizeof(From), "a tensor map has 128 bytes");
+    To to;
+    std::memcpy(&to, &value, sizeof(To));
+    return to;
+  } else if constexpr (std::is_integral_v<To>) {
+    TORCH_CHECK(value == static_cast<int64_t>(static_cast<To>(value)), "the tensor is too large: a size or the number of tiles is ", value);
+    return static_cast<To>(value);
+  } else {
+    return static_cast<To>(value);
+  }
+}
+
+template <typename... Parameters, typename Values, size_t... I>
+void start(void (*kernel)(Parameters...), const cudaLaunchConfig_t& config, const Values& values, std::index_sequence<I...>) {
+  C10_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, parameter<Parameters>(std::get<I>(values))...));
+}
+
+// Launches a kernel on the tensor's device and that device's current stream.
+template <auto Kernel, int Threads, int SharedBytes, typename Values>
+void launch(const at::Tensor& on, int64_t blocks, const Values& values) {
+  TORCH_CHECK(0 < blocks && blocks < (int64_t(1) << 31), "the tensor is too large: its tiles make ", blocks, " blocks");
+  const c10::cuda::CUDAGuard guard(on.device());
+  if constexpr (SharedBytes > 48 * 1024) {  // more than the default wants to be asked for, once per device
+    static std::array<std::once_flag, 64> asked;
+    std::call_once(asked.at(on.get_device()), [] { C10_CUDA_CHECK(cudaFuncSetAttribute(Kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, SharedBytes)); });
+  }
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.blockDim = dim3(Threads);
+  config.dynamicSmemBytes = SharedBytes;
+  config.stream = c10::cuda::getCurrentCUDAStream(on.get_device()).stream();
+  start(Kernel, config, values, std::make_index_sequence<std::tuple_size_v<Values>>());
+}
+
+void* address(const std::optional<at::Tensor>& t) { return t ? t->data_ptr() : nullptr; }
+
+// --- tensor maps: what the tensor copy engine must know of a tensor ---------------------------------------------------
+
+// The driver's function, found at run time so that nothing links libcuda.
+decltype(&cuTensorMapEncodeTiled) encode_tiled() {
+  static const auto found = [] {
+    void* function = nullptr;
+    cudaDriverEntryPointQueryResult status;
+#if CUDART_VERSION >= 12050
+    C10_CUDA_CHECK(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &status));
+#else
+    C10_CUDA_CHECK(cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &function, cudaEnableDefault, &status));
+#endif
+    TORCH_CHECK(function != nullptr, "the CUDA driver must be 12.0 or newer: it has no tensor maps");
+    return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
+  }();
+  return found;
+}
+
+// A map over a dense tensor of dimensions `dims`, innermost first, and the box that one copy brings: `box` elements
+// traversed by `steps` along each.
+CUtensorMap tensor_map(const at::Tensor& t, CUtensorMapDataType type, const std::array<int64_t, 5>& dims,
+                       const std::array<cuuint32_t, 5>& box, const std::array<cuuint32_t, 5>& steps, CUtensorMapSwizzle swizzle) {
+  const c10::cuda::CUDAGuard guard(t.device());
+  C10_CUDA_CHECK(cudaSetDevice(t.get_device()));  // gives a thread that has called nothing yet its context
+  std::array<cuuint64_t, 5> counts;
+  std::array<cuuint64_t, 4> pitches;  // bytes from an element to the next along all dimensions but the innermost
+  cuuint64_t pitch = t.element_size();
+  for (int i = 0; i < 5; i++) {
+    counts[i] = dims[i];
+    pitch *= dims[i];
+    if (i < 4) pitches[i] = pitch;
+  }
+  CUtensorMap map;
+  const CUresult result = encode_tiled()(&map, type, 5, t.data_ptr(), counts.data(), pitches.data(), box.data(), steps.data(),
+                                         CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+                                         CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  TORCH_CHECK(result == CUDA_SUCCESS, "cuTensorMapEncodeTiled failed with error ", static_cast<int>(result));
+  return map;
+}
+
+}  // namespace
+
+void pack_forward(const at::Tensor& weight, const at::Tensor& packed) {
+  launch<forward::pack, 256, 0>(weight, 40, std::make_tuple(weight.data_ptr(), packed.data_ptr(), packed.numel()));
+}
+
+void run_forward(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
+                 const at::Tensor& out, int64_t blocks, const std::array<int64_t, 11>& sizes) {
+  launch<forward::gather, 512, 202836>(x, blocks, std::tuple_cat(std::make_tuple(x.data_ptr(), packed.data_ptr(), address(bias), out.data_ptr()), sizes));
+}
+
+void pack_grad_input(const at::Tensor& weight, const at::Tensor& packed) {
+  launch<grad_input::pack, 256, 0>(weight, 80, std::make_tuple(weight.data_ptr(), packed.data_ptr(), packed.numel()));
+}
+
+void run_grad_input(const at::Tensor& grad, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
+                    const at::Tensor& out, int64_t blocks, const std::array<int64_t, 11>& sizes) {
+  const CUtensorMap map = tensor_map(grad, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, {sizes[3], sizes[2], sizes[1], 64, sizes[0]},
+                                     {140, 1, 1, 16, 4}, {1, 1, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_NONE);
+  launch<grad_input::gather, 512, 211072>(grad, blocks, std::tuple_cat(std::make_tuple(grad.data_ptr(), packed.data_ptr(), address(bias), out.data_ptr()), sizes, std::make_tuple(map)));
+}
+
+void pack_grad_input_unaligned(const at::Tensor& weight, const at::Tensor& packed) {
+  launch<grad_input_unaligned::pack, 256, 0>(weight, 80, std::make_tuple(weight.data_ptr(), packed.data_ptr(), packed.numel()));
+}
+
+void run_grad_input_unaligned(const at::Tensor& grad, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
+                              const at::Tensor& out, int64_t blocks, const std::array<int64_t, 11>& sizes) {
+  launch<grad_input_unaligned::gather, 512, 202836>(grad, blocks, std::tuple_cat(std::make_tuple(grad.data_ptr(), packed.data_ptr(), address(bias), out.data_ptr()), sizes));
+}
+
+void run_grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& partial, const at::Tensor& out,
+                     int64_t blocks, const std::array<int64_t, 12>& sizes) {
+  const CUtensorMap map_x = tensor_map(x, CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, {sizes[3], sizes[2], sizes[1], 32, sizes[0]},
+                                       {32, 1, 1, 32, 1}, {1, 1, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_128B);
+  const CUtensorMap map_grad = tensor_map(grad, CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, {sizes[6], sizes[5], sizes[4], 64, sizes[0]},
+                                          {148, 1, 1, 64, 1}, {1, 1, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_NONE);
+  const std::array<CUtensorMap, 2> maps = {map_x, map_grad};
+  launch<grad_weight::wgrad, 512, 217136>(x, blocks, std::tuple_cat(std::make_tuple(grad.data_ptr(), partial.data_ptr()), sizes, std::make_tuple(maps)));
+  // The sums of all slices, always in the same order; out may have any dense memory format.
+  launch<grad_weight::reduce, 256, 0>(x, (out.numel() + 31) / 32, std::make_tuple(partial.data_ptr(), out.data_ptr(), partial.size(0), out.stride(0), out.stride(1), out.stride(-1)));
+}
+
+void run_grad_weight_unaligned(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& partial, const at::Tensor& out,
+                               int64_t blocks, const std::array<int64_t, 12>& sizes) {
+  launch<grad_weight_unaligned::wgrad, 256, 207872>(x, blocks, std::tuple_cat(std::make_tuple(x.data_ptr(), grad.data_ptr(), partial.data_ptr()), sizes));
+  // The sums of all slices, always in the same order; out may have any dense memory format.
+  launch<grad_weight_unaligned::reduce, 256, 0>(x, (out.numel() + 31) / 32, std::make_tuple(partial.data_ptr(), out.data_ptr(), partial.size(0), out.stride(0), out.stride(1), out.stride(-1)));
+}
+"""
+
+DECLARATIONS = r"""
+#include <array>
+#include <optional>
+void pack_forward(const at::Tensor& weight, const at::Tensor& packed);
+void run_forward(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
+                 const at::Tensor& out, int64_t blocks, const std::array<int64_t, 11>& sizes);
+void pack_grad_input(const at::Tensor& weight, const at::Tensor& packed);
+void run_grad_input(const at::Tensor& grad, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
+                    const at::Tensor& out, int64_t blocks, const std::array<int64_t, 11>& sizes);
+void pack_grad_input_unaligned(const at::Tensor& weight, const at::Tensor& packed);
+void run_grad_input_unaligned(const at::Tensor& grad, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
+                              const at::Tensor& out, int64_t blocks, const std::array<int64_t, 11>& sizes);
+void run_grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& partial, const at::Tensor& out,
+                     int64_t blocks, const std::array<int64_t, 12>& sizes);
+void run_grad_weight_unaligned(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& partial, const at::Tensor& out,
+                               int64_t blocks, const std::array<int64_t, 12>& sizes);
+"""
+
+FUNCTIONS = ["pack_forward", "run_forward", "pack_grad_input", "run_grad_input", "pack_grad_input_unaligned", "run_grad_input_unaligned", "run_grad_weight", "run_grad_weight_unaligned"]
+
+_lock = threading.Lock()
+_extension = None
+
+
+def build():
+    """Compiles the kernels and loads them; PyTorch keeps what is compiled in its folder for extensions.
+
+    The first call for a layer that needs them does it by itself, and takes a minute or two.
+
+    Raises:
+        RuntimeError: one sentence on what is missing, or the compiler's messages.
+    """
+    global _extension
+    with _lock:
+        if _extension is None:
+            if torch.version.cuda is None:
+                raise RuntimeError("ModelNew's kernels need a PyTorch with CUDA, and this one is built without.")
+            if cpp_extension.CUDA_HOME is None:
+                raise RuntimeError("ModelNew compiles its kernels with nvcc: install the CUDA toolkit or set CUDA_HOME.")
+            if not cpp_extension.is_ninja_available():
+                raise RuntimeError("ModelNew compiles its kernels with ninja, which is not installed: pip install ninja.")
+            if shutil.which(os.environ.get("CXX", "c++")) is None:
+                raise RuntimeError("ModelNew compiles its kernels with a C++ compiler, and there is none: set CXX.")
+            digest = hashlib.sha256((CUDA + DECLARATIONS).encode()).hexdigest()
+            _extension = cpp_extension.load_inline(
+                name=f"conv_transpose_{digest[:16]}",
+                cpp_sources=DECLARATIONS,
+                cuda_sources=CUDA,
+                functions=FUNCTIONS,
+                extra_cuda_cflags=["-O3", "-gencode=arch=compute_90a,code=sm_90a"],
+            )
+    return _extension
+
+
+# --- how much each kernel is launched with ---------------------------------------------------------------------------
+
+
+def ceil(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def output_size(size):
+    """Of every spatial dimension."""
+    axes = zip(size, KERNEL, STRIDE, PADDING, OUTPUT_PADDING, DILATION)
+    return tuple((n - 1) * s - 2 * p + d * (k - 1) + more + 1 for n, k, s, p, more, d in axes)
+
+
+def full(size):
+    """(depth, height, width); dimensions that the layer lacks have size 1."""
+    return (1,) * (3 - RANK) + tuple(size)
+
+
+class Gather(NamedTuple):
+    """Forward or gradient for the input on tensor cores: persistent blocks that take one tile after the other."""
+
+    name: str
+    unit: int  # the source's columns must be a multiple of it, so that rows begin at 16 bytes
+    tile: tuple[int, int, int, int]  # positions of a tile: images, depth, height, width
+    steps: tuple[int, int, int]  # results of a position along depth, height, width
+    m_groups: int  # sets of output channels and phases, each a tile of its own
+    resident: bool  # a block keeps the weights of one set, so that all sets have as many blocks
+    words: int  # of the packed weights
+    packed: torch.dtype
+
+    def launch(self, batch, source, result, processors):
+        """(blocks, the kernel's sizes); source and result are (depth, height, width)."""
+        counts = [ceil(size, step * tile) for size, step, tile in zip(result, self.steps, self.tile[1:])]
+        tiles = ceil(batch, self.tile[0]) * math.prod(counts) * self.m_groups
+        blocks = min(tiles, processors)
+        if self.resident:
+            blocks = max(1, blocks // self.m_groups) * self.m_groups
+        return blocks, (batch, *source, *result, *counts, tiles)
+
+
+class GradWeight(NamedTuple):
+    """Gradient for the weight on tensor cores: blocks share the pixels, in chunks; their sums are added after."""
+
+    name: str
+    unit: int  # the input's columns must be a multiple of it, so that rows begin at 16 bytes
+    unit_out: int  # and the output's
+    tile: tuple[int, int, int, int]  # pixels of a chunk: images, depth, height, width
+    blocks: int  # for the channels and taps of the weight, with every share of the pixels
+    slices: int  # of sums that a block writes
+    chunk_seconds: float  # by the planner's model
+
+    def launch(self, batch, size, out_size, processors):
+        """(blocks, slices of sums, the kernel's sizes); the sizes are (depth, height, width)."""
+        counts = [ceil(n, t) for n, t in zip((batch, *size), self.tile)]
+        chunks = math.prod(counts)
+        pixels = batch * (IN_CHANNELS * math.prod(size) + OUT_CHANNELS * math.prod(out_size))
+        shares = self.shares(chunks, pixels * DTYPE.itemsize / BANDWIDTH, processors)
+        sizes = (batch, *size, *out_size, *counts[1:], chunks, ceil(chunks, shares))
+        return self.blocks * shares, self.slices * shares, sizes
+
+    def shares(self, chunks, memory, processors):
+        """How many shares the pixels are cut in: the planner's model weighs waves of blocks against sums to add."""
+        slice_bytes = 4 * WEIGHTS * self.slices
+        most = max(1, min(chunks, SUM_BYTES // slice_bytes))
+        best = None
+        for n in sorted({min(most, max(1, processors * k // self.blocks)) for k in (1, 2, 3, 4)} | {1}):
+            each = ceil(chunks, n)
+            n = ceil(chunks, each)  # without shares that were empty
+            work = ceil(self.blocks * n, processors) * each * self.chunk_seconds
+            seconds = max(work, memory) + 0.15 * min(work, memory)
+            seconds += n * slice_bytes / BANDWIDTH + n * self.slices / 8 * 0.15e-6
+            if best is None or seconds < best[0]:
+                best = seconds, n
+        return best[1]
+
+
+# For each pass its kernels; the first that fits the size is taken.
+FORWARD = (
+    Gather(name='forward', unit=1, tile=(1, 1, 1, 512), steps=(1, 1, 1), m_groups=1, resident=True, words=10240, packed=torch.int32),
+)
+GRAD_INPUT = (
+    Gather(name='grad_input', unit=4, tile=(4, 1, 1, 128), steps=(1, 1, 1), m_groups=1, resident=False, words=20480, packed=torch.int32),
+    Gather(name='grad_input_unaligned', unit=1, tile=(1, 1, 1, 512), steps=(1, 1, 1), m_groups=1, resident=False, words=20480, packed=torch.int32),
+)
+GRAD_WEIGHT = (
+    GradWeight(name='grad_weight', unit=4, unit_out=4, tile=(2, 1, 1, 128), blocks=1, slices=1, chunk_seconds=4.530215660882327e-06),
+    GradWeight(name='grad_weight_unaligned', unit=1, unit_out=1, tile=(1, 1, 1, 256), blocks=1, slices=2, chunk_seconds=7.055982905982906e-06),
+)
+
+
+@functools.lru_cache(maxsize=1024)
+def forward_launch(batch, size, processors):
+    source, result = full(size), full(output_size(size))
+    kernel = next(k for k in FORWARD if source[2] % k.unit == 0)
+    return kernel, *kernel.launch(batch, source, result, processors)
+
+
+@functools.lru_cache(maxsize=1024)
+def grad_input_launch(batch, size, processors):
+    source, result = full(output_size(size)), full(size)
+    kernel = next(k for k in GRAD_INPUT if source[2] % k.unit == 0)
+    return kernel, *kernel.launch(batch, source, result, processors)
+
+
+@functools.lru_cache(maxsize=1024)
+def grad_weight_launch(batch, size, processors):
+    size, out_size = full(size), full(output_size(size))
+    kernel = next(k for k in GRAD_WEIGHT if size[2] % k.unit == 0 and out_size[2] % k.unit_out == 0)
+    return kernel, *kernel.launch(batch, size, out_size, processors)
+
+
+@functools.lru_cache(maxsize=None)
+def processors(device: int) -> int:
+    """Multiprocessors of a CUDA device, after a look whether the kernels run there."""
+    properties = torch.cuda.get_device_properties(device)
+    have = properties.major, properties.minor
+    if not (have == CAPABILITY):
+        raise RuntimeError(
+            f"ModelNew's kernels are compiled for sm_90a, and cuda:{device} ({properties.name}) has compute capability "
+            f"{have[0]}.{have[1]}."
+        )
+    return properties.multi_processor_count
+
+
+# --- the three passes on tensors -------------------------------------------------------------------------------------
+
+
+def dense(t: Tensor) -> Tensor:
+    """The tensor in the kernels' memory format, beginning at 16 bytes."""
+    t = t.contiguous(memory_format=FORMAT)
+    return t.clone() if t.data_ptr() % 16 else t
+
+
+def run(kernel, source: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, blocks: int, sizes) -> Tensor:
+    getattr(build_once(), f"run_{kernel.name}")(source, packed, bias, out, blocks, sizes)
+    return out
+
+
+def build_once():
+    return _extension or build()
+
+
+def pack(kernel, weight: Tensor) -> Tensor:
+    """The weights in the order in which a kernel reads them; some read them as they are."""
+    weight = weight.contiguous()
+    if not hasattr(kernel, "words"):
+        return weight
+    packed = weight.new_empty(kernel.words, dtype=kernel.packed)
+    getattr(build_once(), f"pack_{kernel.name}")(weight, packed)
+    return packed
+
+
+class Kept:
+    """Packed weights of calls without gradients, used again while nothing can have changed.
+
+    (PyTorch's version counter misses changes made through ``weight.data``.)
+    """
+
+    def __init__(self):
+        self.key, self.packed = None, None
+
+    def pack(self, kernel, weight: Tensor) -> Tensor:
+        if weight.is_inference() or torch.cuda.is_current_stream_capturing():  # a replayed graph must pack what is then there
+            return pack(kernel, weight)
+        stream = torch.cuda.current_stream(weight.device).cuda_stream
+        key = kernel.name, weight.data_ptr(), weight.stride(), weight._version, stream
+        if self.key != key:
+            # The alias keeps the weight's memory from being given to another tensor at the same address.
+            self.packed = pack(kernel, weight), weight.detach()
+            self.key = key
+        return self.packed[0]
+
+    def __deepcopy__(self, memo):
+        return Kept()
+
+    def __reduce__(self):
+        return Kept, ()
+
+
+def forward(x: Tensor, weight: Tensor, bias: Tensor | None, kept: Kept | None = None) -> Tensor:
+    """(batch, IN_CHANNELS, *size) -> (batch, OUT_CHANNELS, *output_size(size))."""
+    size = tuple(x.shape[2:])
+    shape = (x.shape[0], OUT_CHANNELS, *output_size(size))
+    out = torch.empty(shape, dtype=DTYPE, device=x.device, memory_format=FORMAT)
+    if out.numel() == 0:
+        return out
+    kernel, blocks, sizes = forward_launch(x.shape[0], size, processors(x.get_device()))
+    packed = pack(kernel, weight) if kept is None else kept.pack(kernel, weight)
+    return run(kernel, dense(x), packed, None if bias is None else bias.contiguous(), out, blocks, sizes)
+
+
+def grad_input(grad: Tensor, weight: Tensor, size) -> Tensor:
+    """(batch, OUT_CHANNELS, *output_size(size)) -> (batch, IN_CHANNELS, *size)."""
+    shape = (grad.shape[0], IN_CHANNELS, *size)
+    out = torch.empty(shape, dtype=DTYPE, device=grad.device, memory_format=FORMAT)
+    if out.numel() == 0:
+        return out
+    kernel, blocks, sizes = grad_input_launch(grad.shape[0], tuple(size), processors(grad.get_device()))
+    return run(kernel, dense(grad), pack(kernel, weight), None, out, blocks, sizes)
+
+
+def grad_weight(x: Tensor, grad: Tensor) -> Tensor:
+    """Inputs and gradients of the outputs -> (IN_CHANNELS, OUT_CHANNELS // GROUPS, *KERNEL)."""
+    shape = (IN_CHANNELS, OUT_CHANNELS // GROUPS, *KERNEL)
+    if x.numel() == 0:
+        return torch.zeros(shape, dtype=DTYPE, device=x.device)
+    out = torch.empty(shape, dtype=DTYPE, device=x.device, memory_format=FORMAT)
+    kernel, blocks, slices, sizes = grad_weight_launch(x.shape[0], tuple(x.shape[2:]), processors(x.get_device()))
+    sums = torch.float64 if DTYPE is torch.float64 else torch.float32
+    partial = torch.empty((slices, WEIGHTS), dtype=sums, device=x.device)
+    getattr(build_once(), f"run_{kernel.name}")(dense(x), dense(grad), partial, out, blocks, sizes)
+    return out
+
+
+# --- autograd: each of the three is linear in both of its tensors, and the derivatives are the other two --------------
+
+
+class ForwardFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias):
+        ctx.save_for_backward(x, weight)
+        return forward(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        by_x, by_weight, by_bias = ctx.needs_input_grad
+        return (
+            GradInputFunction.apply(grad, weight, x.shape[2:]) if by_x else None,
+            GradWeightFunction.apply(x, grad) if by_weight else None,
+            grad.sum((0, *range(2, grad.dim()))) if by_bias else None,
+        )
+
+
+class GradInputFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, grad, weight, size):
+        ctx.save_for_backward(grad, weight)
+        return grad_input(grad, weight, size)
+
+    @staticmethod
+    def backward(ctx, other):  # of the input's shape
+        grad, weight = ctx.saved_tensors
+        by_grad, by_weight, _ = ctx.needs_input_grad
+        return (
+            ForwardFunction.apply(other, weight, None) if by_grad else None,
+            GradWeightFunction.apply(other, grad) if by_weight else None,
+            None,
+        )
+
+
+class GradWeightFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, grad):
+        ctx.save_for_backward(x, grad)
+        return grad_weight(x, grad)
+
+    @staticmethod
+    def backward(ctx, other):  # of the weight's shape
+        x, grad = ctx.saved_tensors
+        by_x, by_grad = ctx.needs_input_grad
+        return (
+            GradInputFunction.apply(grad, other, x.shape[2:]) if by_x else None,
+            ForwardFunction.apply(x, other, None) if by_grad else None,
+        )
+
+
+# --- the module ------------------------------------------------------------------------------------------------------
+
+
+def check_precision() -> None:
+    """These kernels round float32 to TF32, as PyTorch does unless it is told not to."""
+    cudnn = torch.backends.cudnn
+    precision = cudnn.conv.fp32_precision if hasattr(cudnn, "conv") else "tf32" if cudnn.allow_tf32 else "ieee"
+    if precision != "tf32" or not cudnn.enabled:
+        raise RuntimeError(
+            "ModelNew multiplies in TF32, and torch.backends.cudnn.conv.fp32_precision (or allow_tf32, or cudnn.enabled) "
+            f"now asks for IEEE float32; got {precision!r}"
+        )
+
+
+def check(x: Tensor, weight: Tensor) -> None:
+    """Raises ValueError, in a sentence, for an input that the kernels cannot take."""
+    if x.dim() != RANK + 2:
+        raise ValueError(f"ModelNew takes inputs (batch, channels, length), batched or not; got shape {tuple(x.shape)}")
+    if x.shape[1] != IN_CHANNELS:
+        raise ValueError(f"ModelNew takes inputs of {IN_CHANNELS} channels; got shape {tuple(x.shape)}")
+    if min(x.shape[2:]) < 1 or min(output_size(x.shape[2:])) < 1:
+        raise ValueError(f"ModelNew takes inputs that leave an output; got shape {tuple(x.shape)}")
+    if x.dtype != DTYPE or weight.dtype != DTYPE:
+        raise ValueError(f"ModelNew takes inputs and weights of {DTYPE}; got {x.dtype} and {weight.dtype}")
+    if not x.is_cuda or x.device != weight.device:
+        raise ValueError(f"ModelNew takes inputs and weights on one CUDA device; got {x.device} and {weight.device}")
+    check_precision()
+
+
+def check_layer(layer: nn.Module) -> None:
+    """Raises ValueError for another layer than the one that the kernels are specialised for."""
+    for name, value in EXPECTED.items():
+        if getattr(layer, name) != value:
+            raise ValueError(f"ModelNew is specialised for {name}={value!r}; got {getattr(layer, name)!r}")
+
+
+EXPECTED = {
+    "in_channels": 32,
+    "out_channels": 64,
+    "kernel_size": (5,),
+    "stride": (1,),
+    "padding": (0,),
+    "output_padding": (0,),
+    "dilation": (3,),
+    "groups": 1,
+}
+
+
+class ModelNew(nn.Module):
+    """KernelBench level 1, problem 74: ModelNew(32, 64, 5, 1, 0, 3)."""
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int,
+        stride: int = 1,
+        padding: int = 0,
+        dilation: int = 1,
+        bias: bool = False,
+    ) -> None:
+        super().__init__()
+        # It holds the parameters, which are drawn here in PyTorch's order; it is never called.
+        self.conv1d_transpose = nn.ConvTranspose1d(
+            in_channels,
+            out_channels,
+            kernel_size=kernel_size,
+            stride=stride,
+            padding=padding,
+            dilation=dilation,
+            bias=bias,
+        )
+        check_layer(self.conv1d_transpose)
+        self._kept = Kept()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Shapes: (batch, channels, length) or the same without batch, any sizes -> likewise."""
+        single = x.dim() == RANK + 1
+        if single:
+            x = x.unsqueeze(0)
+        weight, bias = self.conv1d_transpose.weight, self.conv1d_transpose.bias
+        check(x, weight)
+        if torch.is_grad_enabled():
+            out = ForwardFunction.apply(x, weight, bias)
+        else:
+            out = forward(x, weight, bias, self._kept)
+        return out.squeeze(0) if single else out
