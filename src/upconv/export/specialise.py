@@ -42,7 +42,7 @@ def specialise(source: str, namespace: str, entries: Sequence[str], arch: str = 
     number = re.match(r"\d+", arch)
     if number is None:
         raise ValueError(f"arch must begin with a number such as 90a; got {arch!r}")
-    text, macros = _preprocess(source, {"__CUDA_ARCH__": f"{number[0]}0"})
+    text, macros = _preprocess(source.removeprefix("// macros\n"), {"__CUDA_ARCH__": f"{number[0]}0"})
     includes = tuple(dict.fromkeys(_INCLUDE.findall(text)))
     text = _INCLUDE.sub("", text)
     nodes = _tree(_tokens(text))
@@ -154,6 +154,8 @@ def _preprocess(source: str, given: Mapping[str, str]) -> tuple[str, dict[str, _
             if before is None and macro.name not in given:
                 defined[macro.name] = macro
                 lines.append(line)
+        elif live and word == "line":
+            lines.append("\n")  # a file ends or goes on: what stands there are different comments
         if word in ("if", "ifdef", "ifndef", "elif", "else") and comment and stack[-1][2]:
             lines.append(comment + "\n")
     return "".join(lines), defined
@@ -329,11 +331,15 @@ def _inline_macros(nodes: list[_Node], macros: Mapping[str, _Macro]) -> tuple[li
             continue
         code, comment = _comment_of(found[3])
         if name in functions:
-            head = f"#define {name}({', '.join(functions[name].parameters or ())})"
-            out.append(f"{head} {put(code)}" + (f"  {comment}" if comment else ""))
+            parameters = f"({', '.join(functions[name].parameters or ())})"
+            out.append(_defined(name, parameters, put(code), comment))
         else:
             out.append(f"constexpr int {name} = {_bare(put(code))};" + (f"  {comment}" if comment else ""))
     return _tree(_tokens(_drop_gone("".join(out)))), functions
+
+
+def _defined(name: str, parameters: str, body: str, comment: str) -> str:
+    return f"#define {name}{parameters} {body}" + (f"  {comment}" if comment else "")
 
 
 _GONE = "\0"
@@ -480,6 +486,9 @@ class _Expression:
         return value, i
 
 
+_TYPES = "int|bool|short|long|unsigned|u16|u32|u64|i64|float|auto|T|Acc|class|typename"
+
+
 class _Constants:
     """What is known of the names of a text: constants of type int or bool, and sizes of its types."""
 
@@ -500,8 +509,7 @@ class _Constants:
                 if len(words) < 3 or not isinstance(words[0], _Token) or not _is(words[1], "="):
                     continue
                 name = words[0].text
-                places = rf"\b(?:int|bool|short|long|unsigned|u16|u32|u64|i64|float|auto|T|Acc|class|typename)[\s&*]+{name}\b"
-                if len(re.findall(places, bare)) > 1:
+                if len(re.findall(rf"\b(?:{_TYPES})[\s&*]+{name}\b", bare)) > 1:
                     continue  # declared twice: its value may differ from place to place
                 value = self.value(words[2:])
                 if value is not None:
@@ -552,7 +560,7 @@ class _Folder:
         i = 0
         while i < len(nodes):
             node = nodes[i]
-            found = self._branch(nodes, i) if _is(node, "if") else None
+            found = self._branch(nodes, i) if _is(node, "if") else self._loop(nodes, i) if _is(node, "for") else None
             if found is None:
                 out.append(node)
                 i += 1
@@ -591,6 +599,23 @@ class _Folder:
         last = _statement_end(nodes, second)
         return nodes[begin:end] if value else nodes[second:last], last
 
+    def _loop(self, nodes: list[_Node], i: int) -> tuple[list[_Node], int] | None:
+        """Nothing for a ``for`` at ``i`` that never runs, and where it ends."""
+        j = _next(nodes, i + 1)
+        head = nodes[j]
+        assert isinstance(head, _Group)
+        parts = [_solid(part) for part in _split(head.inside, ";")]
+        if len(parts) != 3 or not parts[1]:
+            return None
+        never = self.constants.value(parts[1]) == 0
+        first = parts[0]
+        if len(first) == 4 and _is(first[0], "int") and _is(first[2], "=") and len(parts[1]) >= 3:
+            begin, counter, compare = self.constants.value(first[3:]), parts[1][0], parts[1][1]
+            end = self.constants.value(parts[1][2:])
+            if _is(counter, _word(first[1])) and _is(compare, "<") and begin is not None and end is not None:
+                never |= begin >= end
+        return ([], _statement_end(nodes, j + 1)) if never else None
+
     @staticmethod
     def _in_list(before: Sequence[_Node]) -> bool:
         """Whether a statement behind these stands in a list of statements, not under a head or an ``else``."""
@@ -620,8 +645,7 @@ class _Folder:
             if _is(node, "return") and self._in_list(nodes[:i]):
                 end = _statement_end(nodes, i)
                 if _solid(nodes[end:]) and not any(_is(n, "else") for n in nodes[end : _next(nodes, end) + 1]):
-                    before = [n for n in _solid(nodes[:i])]
-                    if before and _is_conditional(nodes, i):
+                    if _is_conditional(nodes, i):
                         continue
                     self.changed = True
                     return [*nodes[:end], *_last_space(nodes)]
@@ -640,21 +664,33 @@ class _Folder:
                 node = _Group(node.open, inside, node.close, node.folded or (self.changed and node.open == "("))
                 self.changed |= before
                 if (head and node.open == "(") or node.open == "{":
-                    out += self.segment(segment) + [node]
+                    out += [*self.segment(segment), node]
                     segment, head = [], False
                     continue
                 segment.append(node)
-            elif (node.kind == "directive") or (node.kind in ("mark", "name") and node.text in _SEPARATORS):
-                out += self.segment(segment) + [node]
+            elif node.kind == "directive":
+                out += [*self.segment(segment), self._definition(node)]
+                segment = []
+            elif node.kind in ("mark", "name") and node.text in _SEPARATORS:
+                out += [*self.segment(segment), node]
                 segment = []
                 if node.text in _HEADS:
                     head = True
             elif _is(node, ":") and not any(_is(n, "?") for n in segment):
-                out += self.segment(segment) + [node]
+                out += [*self.segment(segment), node]
                 segment = []
             else:
                 segment.append(node)
         return out + self.segment(segment)
+
+    def _definition(self, node: _Token) -> _Token:
+        """A macro with its body folded, where that is an expression."""
+        found = _DEFINE.match(node.text)
+        if found is None or '"' in found[3] or "\\" in found[3]:
+            return node
+        code, comment = _comment_of(found[3])
+        body = _text(self.expressions(_tree(_tokens(code))))
+        return _Token("directive", node.text if body == code else _defined(found[1], found[2], body, comment))
 
     def segment(self, nodes: list[_Node]) -> list[_Node]:
         """An expression between separators; white space around it stays."""
@@ -713,6 +749,8 @@ class _Folder:
             if dropped:
                 self.changed = True
             out = _strip(kept[0]) if dropped else kept[0]
+            if dropped and len(kept) == 1 and len(out) == 1 and isinstance(out[0], _Group) and out[0].open == "(":
+                return _strip(out[0].inside)
             for part in kept[1:]:
                 if dropped:
                     out = [*out, _Token("space", " "), _Token("mark", mark), _Token("space", " "), *_strip(part)]
@@ -722,17 +760,47 @@ class _Folder:
         return self._plain(nodes)
 
     def _plain(self, nodes: list[_Node]) -> list[_Node]:
-        """Parentheses that a choice stood in go when one word is left; a call's and a cast's stay."""
+        """Without the parentheses and zeros that a choice has left without a purpose."""
         out: list[_Node] = []
         for i, node in enumerate(nodes):
             before = next((n for n in reversed(nodes[:i]) if not _trivial(n)), None)
-            apart = before is None or (_is(before, *"+-*/%<>&|!?:=") and not _is(before, ">"))
+            after = next((n for n in nodes[i + 1 :] if not _trivial(n)), None)
+            apart = before is None or _is(before, *"+-*/%<&|!?:", "==", "!=", "&&", "||", "<=", ">=", ">>", "<<")
             if isinstance(node, _Group) and node.folded and apart:
                 solid = _solid(node.inside)
+                marks = {n.text for n in solid if isinstance(n, _Token) and n.kind == "mark"}
                 if len(solid) == 1 and (isinstance(solid[0], _Group) or solid[0].kind != "comment"):
-                    node = solid[0]
+                    out.append(solid[0])
+                    continue
+                sum_around = (before is None or _is(before, "+", "==", "<")) and (after is None or _is(after, "+", "-"))
+                product = marks <= {"*", "/", "%"} and not any(
+                    isinstance(n, _Token) and n.kind == "comment" for n in solid
+                )
+                if product and sum_around and not (before is None and after is None):
+                    out += _strip(node.inside)
+                    continue
             out.append(node)
-        return out
+        return self._without_zeros(out)
+
+    def _without_zeros(self, nodes: list[_Node]) -> list[_Node]:
+        """``a + 0`` and ``0 + a`` are ``a``."""
+        for i, node in enumerate(nodes):
+            if not (isinstance(node, _Token) and node.kind == "number" and node.text == "0"):
+                continue
+            j, k = i - 1, _next(nodes, i + 1)
+            while j >= 0 and _trivial(nodes[j]):
+                j -= 1
+            before = nodes[j] if j >= 0 else None
+            after = nodes[k] if k < len(nodes) else None
+            if _is(before, "+") and j > 0 and (after is None or _is(after, "+", "-", "<", "==")):
+                while j > 0 and _trivial(nodes[j - 1]):
+                    j -= 1
+                self.changed = True
+                return self._without_zeros([*nodes[:j], *nodes[i + 1 :]])
+            if before is None and _is(after, "+"):
+                self.changed = True
+                return self._without_zeros(nodes[_next(nodes, k + 1) :])
+        return nodes
 
 
 def _strip(nodes: Sequence[_Node]) -> list[_Node]:
@@ -810,12 +878,12 @@ def _inner_indent(inside: Sequence[_Node], default: int) -> int:
 
 def _shift(nodes: Iterable[_Node], by: int) -> list[_Node]:
     out: list[_Node] = []
-    nodes = list(nodes)
-    for i, node in enumerate(nodes):
+    every = list(nodes)
+    for i, node in enumerate(every):
         if isinstance(node, _Group):
-            out.append(_Group(node.open, _shift(node.inside, by), node.close))
+            out.append(_Group(node.open, _shift(node.inside, by), node.close, node.folded))
         elif node.kind == "space" and "\n" in node.text:
-            following = nodes[i + 1] if i + 1 < len(nodes) else None
+            following = every[i + 1] if i + 1 < len(every) else None
             if isinstance(following, _Token) and following.kind == "directive":
                 out.append(node)
                 continue
@@ -842,15 +910,14 @@ def _skip_line(nodes: Sequence[_Node], i: int, out: list[_Node]) -> int:
     """Past a statement that is gone: its trailing comment, and its line if it had one of its own."""
     while i < len(nodes):
         node = nodes[i]
-        if isinstance(node, _Token) and node.kind == "space" and "\n" not in node.text:
-            i += 1
-        elif isinstance(node, _Token) and node.kind == "comment":
-            i += 1
-        else:
+        if not isinstance(node, _Token) or not (
+            node.kind == "comment" or (node.kind == "space" and "\n" not in node.text)
+        ):
             break
+        i += 1
     if out and isinstance(out[-1], _Token) and out[-1].kind == "space" and "\n" in out[-1].text:
-        node = nodes[i] if i < len(nodes) else None
-        if isinstance(node, _Token) and node.kind == "space":
+        following = nodes[i] if i < len(nodes) else None
+        if isinstance(following, _Token) and following.kind == "space":
             out.pop()
     return i
 
@@ -967,9 +1034,8 @@ def _declaration_end(nodes: Sequence[_Node], i: int) -> int:
             assigned = True
         elif isinstance(node, _Group) and node.open == "(":
             called = True
-        elif _is(node, ";"):
-            return j + 1
-        elif isinstance(node, _Group) and node.open == "{" and called and not assigned and not struct:
+        body = isinstance(node, _Group) and node.open == "{" and called and not assigned and not struct
+        if body or _is(node, ";"):
             return j + 1
     return len(nodes)
 
