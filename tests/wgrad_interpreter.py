@@ -1,0 +1,717 @@
+"""The grad-weight kernels in NumPy and float64: what `kernels/wgrad.cu` and `wgrad_wgmma.cu` do with a tiling's macros.
+
+It follows the kernels' own formulas: blocks, chunks, the rows and units of both tiles in shared memory with their
+borders, the registers of every lane, partial sums and the second step. Memory and shared memory hold NaNs wherever
+nothing was written, so that a wrong address shows. Barriers, stages and the order in which threads come are left out.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from itertools import product
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from upconv.cuda.wgrad_tiling import SyncTiling, WarpgroupTiling
+from upconv.problem import Problem
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+RUNS = 8
+LANE = np.arange(32)
+
+
+class Rows(NamedTuple):
+    """(n, d, h) of rows of a tile, counted from its chunk's first."""
+
+    n: Ints
+    d: Ints
+    h: Ints
+
+
+class Place(NamedTuple):
+    """A chunk's first image, slice, row and column, one for each chunk."""
+
+    n: Ints
+    d: Ints
+    h: Ints
+    w: Ints
+
+
+class Work(NamedTuple):
+    """A block's group, first channels within the group, and first tap."""
+
+    group: int
+    ci: int
+    co: int
+    tap: tuple[int, int, int]
+    split: int
+
+
+class Memory(NamedTuple):
+    """A tensor in memory: its elements between NaNs, and where the first one lies."""
+
+    words: Floats
+    base: int
+    batch: int
+    channels: int
+    size: tuple[int, int, int]
+
+
+def fragment_a(element: int) -> tuple[Ints, Ints]:
+    """(row, k) of [lane, register, element of the word] of A: PTX ISA, "Matrix fragments for mma.m16n8k8", "k16"."""
+    lane, r, e = LANE[:, None, None], np.arange(4)[:, None], np.arange(4 // element)
+    row = np.broadcast_to((lane >> 2) + (r & 1) * 8, (32, 4, 4 // element))
+    if element == 4:
+        return row, np.broadcast_to(lane % 4 + (r >> 1) * 4 + 0 * e, row.shape)
+    return row, np.broadcast_to(lane % 4 * 2 + e + (r >> 1) * 8, row.shape)
+
+
+def fragment_b(element: int) -> tuple[Ints, Ints]:
+    """(column, k) of [lane, register, element of the word] of B of the same instructions."""
+    rows, ks = fragment_a(element)
+    return rows[:, ::2], ks[:, ::2]
+
+
+def load_transposed(addresses: Ints, registers: int) -> Ints:
+    """Elements that ``ldmatrix.trans`` gives [..., lane, register, element] for the lanes' addresses [..., lane].
+
+    PTX ISA, "ldmatrix": lanes 8i to 8i + 7 address the rows of matrix i; with .trans lane L gets of it the elements
+    2 (L % 4) and 2 (L % 4) + 1 of column L / 4.
+    """
+    r, e = np.arange(registers)[:, None], np.arange(2)
+    row = 8 * r + 2 * (LANE % 4)[:, None, None] + e
+    return addresses[..., row] + (LANE // 4)[:, None, None]
+
+
+def swizzled(address: Ints, span: int) -> Ints:
+    """Where the tensor copy engine, and wgmma's descriptors, put the byte of a tile with rows of ``span`` bytes."""
+    return address ^ ((address >> 7 & span // 16 - 1) << 4)
+
+
+class Interpreter:
+    """One tiling. ``coarse`` is the step of the rounding that stands for TF32's where an operand has two parts."""
+
+    def __init__(self, tiling: SyncTiling | WarpgroupTiling, coarse: float = 0.25) -> None:
+        self.tiling, self.coarse = tiling, coarse
+        macros: dict[str, Any] = tiling.macros()
+        self.m = m = {name: int(value) for name, value in macros.items()}
+        self.wgmma = isinstance(tiling, WarpgroupTiling)
+        self.element, self.last = m["ELEMENT"], bool(m["CHANNELS_LAST"])
+        self.vec = 16 // self.element
+        self.k = 32 // self.element  # of a matrix instruction
+        self.parts = 2 if m["PRECISION"] == 1 else 1
+        self.taps = m["KERNEL_D"] * m["KERNEL_H"] * m["KERNEL_W"]
+        self.set_taps = m["TAPS_D"] * m["TAPS_H"] * m["TAPS_W"]
+        self.cin, self.cout = m["GROUPS"] * m["CIN_G"], m["GROUPS"] * m["COUT_G"]
+        self.dense, spans = {}, {}
+        for axis in "DHW":
+            count, taps = m[f"TILE_{axis}"], m[f"TAPS_{axis}"]
+            span = (count - 1) * m[f"STEP_{axis}"] + (taps - 1) * m[f"DIL_{axis}"] + 1
+            self.dense[axis] = axis == "W" or span <= count * taps
+            spans[axis] = span if self.dense[axis] else count * taps
+        self.g_rows_d, self.g_rows_h, self.g_columns = spans["D"], spans["H"], spans["W"]
+        self.x_rows = m["TILE_N"] * m["TILE_D"] * m["TILE_H"]
+        self.g_rows = m["TILE_N"] * self.g_rows_d * self.g_rows_h
+        self.w_strips = m["TILE_W"] // 8
+        self.pixels = self.x_rows * m["TILE_W"]
+        self.k_steps = self.pixels // self.k
+        assert m["TILE_W"] % 8 == 0
+        assert self.pixels % self.k == 0
+        self.box_g = bool(m.get("BOX_G", 0))
+        self.turn_x = self.wgmma and self.last and self.element == 4
+        self.pitches()
+        if self.wgmma:
+            self.wgmma_constants()
+        else:
+            self.sync_constants()
+
+    def pitches(self) -> None:
+        m, vec = self.m, self.vec
+        if self.last:
+            self.x_pitch, self.g_pitch = (
+                (n + 23) // 32 * 32 + 8 if self.element == 4 else n + 8 for n in (m["BLOCK_CI"], m["BLOCK_CO"])
+            )
+            if self.box_g:
+                self.g_pitch = m["BLOCK_CO"]
+            self.x_size = self.pixels * self.x_pitch
+            self.g_size = self.g_rows * self.g_columns * self.g_pitch
+        else:
+            self.x_units = (m["TILE_W"] + (0 if m.get("ALIGNED_X", 1) else vec - 1) + vec - 1) // vec
+            self.g_units = (self.g_columns + vec - 1 + vec - 1) // vec
+            self.x_pitch, self.g_pitch = (self.x_units | 1) * vec, (self.g_units | 1) * vec
+            self.x_size = self.x_rows * m["BLOCK_CI"] * self.x_pitch
+            self.g_size = self.g_rows * m["BLOCK_CO"] * self.g_pitch
+
+    def sync_constants(self) -> None:
+        m = self.m
+        warps_m, warps_n = m["BLOCK_CI"] // m["WARP_M"], m["BLOCK_CO"] // m["WARP_N"]
+        self.k_slices = 8 // (warps_m * warps_n)
+        assert warps_m * m["WARP_M"] == m["BLOCK_CI"]
+        assert warps_n * m["WARP_N"] == m["BLOCK_CO"]
+        assert self.k_slices * warps_m * warps_n == 8
+        assert 2 * (self.x_size + self.g_size) * self.element == m["SHARED_BYTES_PLANNED"]
+        self.g_at = self.x_size  # element of the stage at which g's tile begins
+        self.stage_size = self.x_size + self.g_size
+
+    def wgmma_constants(self) -> None:
+        m, element = self.m, self.element
+        self.k_slices = 1
+        self.rows_per_sub = 64 // m["SUBS"]
+        self.nb = 1 if m["BLOCK_CI"] < 64 else m["BLOCK_CI"] // 64
+        self.n_width = min(m["BLOCK_CI"], 64)
+        self.k_major = not self.last or self.turn_x
+        if self.k_major:
+            self.segment = min(m["TILE_W"] * element, 128)
+            self.boxes, self.box_bytes = self.pixels * element // self.segment, m["BLOCK_CI"] * self.segment
+        else:
+            self.segment = self.n_width * element
+            self.boxes, self.box_bytes = self.nb, self.pixels * self.segment
+        assert self.segment in (32, 64, 128)
+        assert self.box_bytes % (8 * self.segment) == 0, "a box begins where its swizzle does"
+        self.g_at = self.boxes * self.box_bytes // element
+        if self.last:
+            wide = m["BLOCK_CO"] % 64 == 0 and element == 2
+            self.g_width = 64 if wide else 32 if m["BLOCK_CO"] % 32 == 0 else 16
+            self.g_boxes = m["BLOCK_CO"] // self.g_width
+            self.g_box_bytes = -(-self.g_columns * self.g_width * element // 128) * 128
+            self.g_line = self.g_box_bytes // (self.g_width * element) if self.box_g else self.g_columns
+            if self.box_g:
+                self.g_size = self.g_rows * self.g_boxes * self.g_box_bytes // element
+        self.stage_size = -(-(self.g_at + self.g_size) * element // 1024) * 1024 // element
+        raw = self.pixels * m["BLOCK_CI"] * element if self.turn_x else 0
+        assert m["STAGES"] * (self.stage_size * element + 16) + raw + 16 == m["SHARED_BYTES_PLANNED"]
+
+    # --- rows --------------------------------------------------------------------------------------------------------
+
+    def x_row(self, r: Ints) -> Rows:
+        m = self.m
+        return Rows(r // (m["TILE_D"] * m["TILE_H"]), r // m["TILE_H"] % m["TILE_D"], r % m["TILE_H"])
+
+    def g_row(self, r: Ints) -> Rows:
+        m, h, d = self.m, r % self.g_rows_h, r // self.g_rows_h % self.g_rows_d
+        if not self.dense["D"]:
+            d = d // m["TAPS_D"] * m["STEP_D"] + d % m["TAPS_D"] * m["DIL_D"]
+        if not self.dense["H"]:
+            h = h // m["TAPS_H"] * m["STEP_H"] + h % m["TAPS_H"] * m["DIL_H"]
+        return Rows(r // (self.g_rows_h * self.g_rows_d), d, h)
+
+    def tile_row(self, q: Rows) -> Ints:
+        """Row of g's tile of the first tap of a row of q."""
+        m = self.m
+        d = q.d * (m["STEP_D"] if self.dense["D"] else m["TAPS_D"])
+        h = q.h * (m["STEP_H"] if self.dense["H"] else m["TAPS_H"])
+        return (q.n * self.g_rows_d + d) * self.g_rows_h + h
+
+    def g_place(self, c: Place, tap: tuple[int, int, int]) -> Place:
+        """Where a chunk's tile of g begins."""
+        m = self.m
+        found = (
+            at * m[f"STEP_{axis}"] + t * m[f"DIL_{axis}"] - m[f"PAD_{axis}"]
+            for axis, at, t in zip("DHW", (c.d, c.h, c.w), tap)
+        )
+        return Place(c.n, *found)
+
+    # --- copies ------------------------------------------------------------------------------------------------------
+
+    def element_at(self, t: Memory, n: Ints, channel: Ints, d: Ints, h: Ints, w: Ints) -> Ints:
+        depth, height, width = t.size
+        if self.last:
+            return t.base + (((n * depth + d) * height + h) * width + w) * t.channels + channel
+        return t.base + (((n * t.channels + channel) * depth + d) * height + h) * width + w
+
+    def read(self, t: Memory, at: Ints, inside: NDArray[np.bool_]) -> Floats:
+        """Elements, zeros where not ``inside``."""
+        found = np.zeros(inside.shape)
+        found[inside] = t.words[np.broadcast_to(at, inside.shape)[inside]]
+        return found
+
+    def box(self, t: Memory, n: Ints, channel: Ints, d: Ints, h: Ints, w: Ints) -> Floats:
+        """Elements by their coordinates, as the tensor copy engine gives them: zeros beyond the tensor."""
+        n, channel, d, h, w = np.broadcast_arrays(n, channel, d, h, w)
+        inside = (n >= 0) & (n < t.batch) & (channel >= 0) & (channel < t.channels)
+        for at, size in zip((d, h, w), t.size):
+            inside = inside & (at >= 0) & (at < size)
+        return self.read(t, self.element_at(t, n, channel, d, h, w), inside)
+
+    def copy_tile(
+        self, t: Memory, stage: Floats, at: int, is_x: bool, c: Place, channel: int, left: int, channels_g: int
+    ) -> None:
+        """``copy_tile`` and ``clear_borders``: threads copy the rows of a tile of all chunks, units of 16 bytes."""
+        m, vec = self.m, self.vec
+        rows, block = (self.x_rows, m["BLOCK_CI"]) if is_x else (self.g_rows, m["BLOCK_CO"])
+        pitch = self.x_pitch if is_x else self.g_pitch
+        r = np.arange(rows)
+        row = self.x_row(r) if is_x else self.g_row(r)
+        n, d, h = ((first[:, None] + step)[:, :, None, None, None] for first, step in zip(c[:3], row))
+        depth, height, width = t.size
+        inside = (n < t.batch) & (d >= 0) & (d < depth) & (h >= 0) & (h < height)
+        e = np.arange(vec)
+        if self.last:
+            columns = np.arange(m["TILE_W"] if is_x else self.g_columns)
+            units = np.arange(block // vec)
+            assert block % vec == 0
+            w = c.w[:, None, None, None, None] + columns[:, None, None]
+            have = left - units[:, None] * vec
+            inside = inside & (w >= 0) & (w < width) & (have > 0)
+            if t.channels % vec == 0 and channels_g % vec == 0:  # whole units
+                assert (t.base + channel) % vec == 0, "a copy of 16 bytes begins off 16 bytes"
+                inside = inside & (e >= 0)
+            else:
+                inside = inside & (e < have)
+            to = ((r[:, None, None] * len(columns) + columns[:, None]) * pitch + units * vec)[..., None] + e
+            values = self.read(t, self.element_at(t, n, channel + units[:, None] * vec + e, d, h, w), inside)
+            stage[:, at + to] = values
+            return
+        units = np.arange(self.x_units if is_x else self.g_units)
+        extent, columns_ = len(units) * vec, m["TILE_W"] if is_x else self.g_columns
+        b = np.arange(block)[:, None, None]
+        w0 = c.w[:, None, None, None, None]
+        start = self.element_at(t, n, channel + b, d, h, w0)
+        misaligned = start % vec
+        first = w0 + units[:, None] * vec - misaligned
+        inside = inside & (b < left) & (first + vec > 0) & (first < width)
+        from_ = start - misaligned + units[:, None] * vec
+        end = t.base + t.batch * t.channels * depth * height * width
+        touched = np.broadcast_to(from_, inside.shape)[inside]
+        assert ((touched + vec > t.base) & (touched < end)).all(), "a unit without an element of the tensor is read"
+        values = self.read(t, from_ + e, np.broadcast_to(inside, np.broadcast_shapes(inside.shape, (vec,))))
+        values = values.reshape(*values.shape[:3], extent)
+        border = (c.w < 0) | (c.w + columns_ > width)
+        zero = (misaligned - w0)[..., 0]
+        end_ = zero + width
+        place = np.arange(extent)
+        clear = (zero > 0) & (zero < extent) & (place >= zero // vec * vec) & (place < zero)
+        clear |= (end_ > 0) & (end_ < extent) & (place >= end_) & (place < -(-end_ // vec) * vec)
+        values[clear & border[:, None, None, None]] = 0
+        stage[:, at + (r[:, None] * block + b[:, 0, 0]).reshape(rows, block, 1) * pitch + place] = values
+
+    # --- registers ---------------------------------------------------------------------------------------------------
+
+    def matrix(self, registers: Ints, place: tuple[Ints, Ints]) -> Ints:
+        """[..., row, k] from [..., lane, register, element of the word]."""
+        rows, ks = place
+        found = np.full((*registers.shape[:-3], rows.max() + 1, self.k), -1)
+        found[..., rows, ks] = registers
+        assert (found >= 0).all()
+        return found
+
+    @property
+    def half(self) -> Ints:
+        """Of K's elements: the strip, or half strip, from which each comes."""
+        return np.arange(self.k) // (self.k // 2)
+
+    def strips(self) -> tuple[Ints, Ints]:
+        """(strip, column in the row) of [step, half of K]."""
+        step, k = np.arange(self.k_steps)[:, None], np.arange(2)
+        strip = step + 0 * k if self.element == 4 else 2 * step + k
+        return strip, strip % self.w_strips * 8 + (4 * k if self.element == 4 else 0)
+
+    @cached_property
+    def sync_a(self) -> Ints:
+        """Elements of the stage: x [step, channel of the block, k], before the rows' misalignments."""
+        m = self.m
+        strip, column = self.strips()
+        x_at = strip // self.w_strips * (m["TILE_W"] if self.last else m["BLOCK_CI"] * self.x_pitch) + column
+        g, q = LANE >> 2, LANE & 3
+        found = []
+        for first in range(0, m["BLOCK_CI"], 16):
+            if self.last and self.element == 2:
+                lane_at = x_at[:, LANE >> 4] + (LANE & 7)
+                registers = load_transposed(lane_at * self.x_pitch + first + (LANE >> 3 & 1) * 8, 4)
+            else:
+                r = np.arange(4)
+                channel = first + (r & 1) * 8 + g[:, None]
+                at = x_at[:, None, r >> 1]
+                if self.last:
+                    registers = ((at + q[:, None]) * self.x_pitch + channel)[..., None]
+                else:
+                    per = 4 // self.element
+                    registers = (at + channel * self.x_pitch + q[:, None] * per)[..., None] + np.arange(per)
+            found.append(self.matrix(registers, fragment_a(self.element)))
+        return np.concatenate(found, axis=1)
+
+    @cached_property
+    def sync_b(self) -> Ints:
+        """Elements of g's tile [step, tap of the set, output channel of the block, k], before misalignments."""
+        m = self.m
+        strip, column = self.strips()
+        row = self.tile_row(self.x_row(strip // self.w_strips))
+        g, q, per = LANE >> 2, LANE & 3, 4 // self.element
+        taps = []
+        for td, th, tw in product(*(range(m[f"TAPS_{axis}"]) for axis in "DHW")):
+            shift = (td * m["DIL_D"] if self.dense["D"] else td) * self.g_rows_h
+            shift += th * m["DIL_H"] if self.dense["H"] else th
+            base = (row + shift) * (self.g_columns if self.last else m["BLOCK_CO"] * self.g_pitch)
+            base = base + column * m["STEP_W"]
+            found = []
+            for warp_n in range(0, m["BLOCK_CO"], m["WARP_N"]):
+                fragments = m["WARP_N"] // 8
+                if self.last and self.element == 2:
+                    lane_at = base[:, LANE >> 3 & 1] + (LANE & 7) * m["STEP_W"] + tw * m["DIL_W"]
+                    address = lane_at * self.g_pitch + warp_n + (LANE >> 4) * 8
+                    for j in range(0, fragments - 1, 2):
+                        four = load_transposed(address + j * 8, 4)
+                        found += [four[..., :2, :], four[..., 2:, :]]
+                    if fragments % 2:
+                        found.append(load_transposed(address - (LANE >> 4) * 8 + (fragments - 1) * 8, 2))
+                    continue
+                for j in range(fragments):
+                    n = (warp_n + j * 8 + g)[:, None]
+                    at, column_ = base[:, None, :], q[:, None] * m["STEP_W"] + tw * m["DIL_W"]
+                    if self.last:
+                        found.append(((at + column_) * self.g_pitch + n)[..., None])
+                    else:
+                        column_ = q[:, None] * per * m["STEP_W"] + tw * m["DIL_W"]
+                        found.append((at + n * self.g_pitch + column_)[..., None] + np.arange(per) * m["STEP_W"])
+            taps.append(np.concatenate([self.matrix(r, fragment_b(self.element)) for r in found], axis=1))
+        return np.stack(taps, axis=1)
+
+    @cached_property
+    def wgmma_a(self) -> tuple[Ints, Ints]:
+        """Of g's tile, [warpgroup, entry, step, row of M, k]: bytes (CHANNELS_LAST with boxes) or elements.
+
+        Also the taps of [warpgroup, entry, row]. Rows' misalignments (NCHW) are left out.
+        """
+        m, element, per = self.m, self.element, 4 // self.element
+        g, q = LANE >> 2, LANE & 3
+        run_steps = m["STRETCH"] // m["ENTRIES"]
+        wgs_m = m["WGS_M"]
+        found = np.full((m["WGS"], m["ENTRIES"], self.k_steps, 64, self.k), -1)
+        taps = np.full((m["WGS"], m["ENTRIES"], 64), -1)
+        runs = self.k_steps * m["ENTRIES"] // m["STRETCH"]
+        for wg, warp, e in product(range(m["WGS"]), range(4), range(m["ENTRIES"])):
+            first_tap = wg // wgs_m * (m["ENTRIES"] * m["SUBS"]) + warp * 16 // self.rows_per_sub
+            channel = wg % wgs_m * self.rows_per_sub + warp * 16 % self.rows_per_sub
+            tap = first_tap + e * m["SUBS"]
+            taps[wg, e, warp * 16 : warp * 16 + 16] = tap
+            tap = min(tap, self.set_taps - 1)
+            td, th, tw = tap // (m["TAPS_H"] * m["TAPS_W"]), tap // m["TAPS_W"] % m["TAPS_H"], tap % m["TAPS_W"]
+            shift = (td * m["DIL_D"] if self.dense["D"] else td) * self.g_rows_h
+            shift += th * m["DIL_H"] if self.dense["H"] else th
+            if self.last:
+                tap_at = shift * self.g_line + tw * m["DIL_W"]
+            else:
+                tap_at = shift * m["BLOCK_CO"] * self.g_pitch + tw * m["DIL_W"]
+            for run, k_step in product(range(runs), range(run_steps)):
+                first = run * run_steps
+                strip = first if element == 4 else 2 * first
+                column = strip % self.w_strips * 8 * m["STEP_W"]
+                q0 = self.tile_row(self.x_row(np.array(strip // self.w_strips)))
+                if self.turn_x:
+                    bytes_ = self.turned_registers(channel, tap_at, q0, column, k_step)
+                    registers = bytes_[..., None]
+                elif self.last:
+                    strips = 2 * k_step + np.arange(2)
+                    rows = self.tile_row(self.x_row(strips // self.w_strips))
+                    pixel = tap_at + (rows * self.g_line + strips % self.w_strips * 8 * m["STEP_W"])[LANE >> 4]
+                    c8 = channel + (LANE >> 3 & 1) * 8
+                    if self.box_g:
+                        address = q0 * self.g_box_bytes + (pixel + column) * self.g_width * 2
+                        address = address + (LANE & 7) * m["STEP_W"] * self.g_width * 2
+                        address = address + c8 // self.g_width * (self.g_rows * self.g_box_bytes)
+                        address = swizzled(address + c8 % self.g_width * 2, self.g_width * 2)
+                        assert (address % 16 == 0).all()
+                        registers = load_transposed(address // 2, 4)
+                    else:
+                        address = (q0 * self.g_line + column + pixel + (LANE & 7) * m["STEP_W"]) * self.g_pitch + c8
+                        assert (address % 8 == 0).all()
+                        registers = load_transposed(address, 4)
+                else:
+                    k, h = np.arange(4) >> 1, np.arange(4) & 1
+                    strips = k_step + 0 * k if element == 4 else 2 * k_step + k
+                    constant = self.tile_row(self.x_row(strips // self.w_strips)) * m["BLOCK_CO"] * self.g_pitch
+                    constant += (strips % self.w_strips * 8 + (4 * k if element == 4 else 0)) * m["STEP_W"]
+                    constant += h * 8 * self.g_pitch
+                    assert element == 4 or (constant % 2 == 0).all(), "constants are whole words"
+                    lane_at = (channel + g) * self.g_pitch + q * per * m["STEP_W"] + column + tap_at
+                    at = q0 * m["BLOCK_CO"] * self.g_pitch + lane_at[:, None] + constant
+                    registers = at[..., None] + np.arange(per) * m["STEP_W"]
+                to = found[wg, e, first + k_step, warp * 16 : warp * 16 + 16]
+                to[:] = self.matrix(registers, fragment_a(element))
+        assert (found >= 0).all(), "runs leave steps out"
+        return found, taps
+
+    def turned_registers(self, channel: int, tap_at: int, q0: Ints, column: int, k_step: int) -> Ints:
+        """Elements of g's tile of [lane, register] where x is turned (TURN_X)."""
+        m = self.m
+        g, q = LANE >> 2, LANE & 3
+        row = self.tile_row(self.x_row(np.array(k_step // self.w_strips)))
+        pixel = tap_at + row * self.g_line + k_step % self.w_strips * 8 * m["STEP_W"] + column
+        first = q0 * self.g_box_bytes + (pixel + self.strip_pixel(q) * m["STEP_W"]) * self.g_width * 4
+        first = first + (channel + g) // self.g_width * (self.g_rows * self.g_box_bytes)
+        first = first + (channel + g) % self.g_width * 4
+        found = []
+        for k in range(2):
+            address = first + k * int(self.strip_pixel(np.array(4))) * m["STEP_W"] * self.g_width * 4
+            address = swizzled(address, self.g_width * 4)
+            found += [address // 4, (address ^ 32) // 4]
+        return np.stack(found, axis=-1)
+
+    def strip_pixel(self, j: Ints) -> Ints:
+        return j % 4 * 2 + j // 4 if self.m["STEP_W"] % 2 else j
+
+    @cached_property
+    def wgmma_b(self) -> Ints:
+        """Elements of the stage: x [step, channel of the block, k], as a descriptor addresses them.
+
+        PTX ISA, "Matrix descriptors": eight rows are 8 x SEGMENT bytes apart from the next eight.
+        """
+        step = np.arange(self.k_steps)[:, None, None]
+        channel, k = np.arange(self.m["BLOCK_CI"])[:, None], np.arange(self.k)
+        nb, n = channel // self.n_width, channel % self.n_width
+        if self.k_major:
+            start = step * 32 // self.segment * self.box_bytes + nb * 64 * self.segment + step * 32 % self.segment
+            address = start + n * self.segment + k * self.element
+        else:
+            start = nb * self.box_bytes + step * 16 * self.segment
+            address = start + k * self.segment + n * self.element
+        return swizzled(address, self.segment) // self.element
+
+    # --- the kernels -------------------------------------------------------------------------------------------------
+
+    def load_x(self, x: Memory, stage: Floats, c: Place, work: Work) -> None:
+        """x's tile by boxes, and turned (TURN_X)."""
+        m, element = self.m, self.element
+        first = work.group * m["CIN_G"] + work.ci
+        n, d, h, w = (a[:, None, None] for a in c)
+        channel = np.arange(m["BLOCK_CI"])
+        if not self.k_major or self.turn_x:
+            pixel = np.arange(self.pixels)
+            row = self.x_row(pixel // m["TILE_W"])
+            places = ((first + a[:, None] for first, a in zip((n, d, h), row)), w + (pixel % m["TILE_W"])[:, None])
+            (n, d, h), w = places
+            values = self.box(x, n, first + channel, d, h, w)  # [chunk, pixel, channel]
+            if self.turn_x:
+                j = np.arange(8)
+                order = np.arange(0, self.pixels, 8)[:, None] + self.strip_pixel(j)
+                quad = np.arange(self.pixels // 4)
+                address = quad * 16 // self.segment * self.box_bytes + quad * 16 % self.segment
+                address = swizzled(address[:, None] + channel * self.segment, self.segment) // element
+                four = values[:, order.reshape(-1, 4)].transpose(0, 1, 3, 2)
+                stage[:, address[..., None] + np.arange(4)] = four
+                return
+            box, inner = channel // self.n_width, channel % self.n_width
+            address = box * self.box_bytes + pixel[:, None] * self.segment + inner * element
+        else:
+            box = np.arange(self.boxes)[:, None, None]
+            strip = box * (self.segment // element // 8)
+            row = self.x_row(strip // self.w_strips)
+            column = np.arange(self.segment // element)
+            w = w[..., None] + strip % self.w_strips * 8 + column
+            n, d, h = (a[..., None] + b for a, b in zip((n, d, h), row))
+            values = self.box(x, n, first + channel[:, None], d, h, w)
+            address = box * self.box_bytes + channel[:, None] * self.segment + column * element
+        stage[:, swizzled(address, self.segment) // element] = values
+
+    def load_g(self, g: Memory, stage: Floats, c: Place, work: Work) -> None:
+        """g's tile by boxes, a row each."""
+        m, element = self.m, self.element
+        first = work.group * m["COUT_G"] + work.co
+        r = np.arange(self.g_rows)
+        row = self.g_row(r)
+        n, d, h = ((a[:, None] + b)[..., None, None] for a, b in zip(c[:3], row))
+        channel = np.arange(m["BLOCK_CO"])
+        if self.last:
+            column = np.arange(self.g_columns)[:, None]
+            values = self.box(g, n, first + channel, d, h, c.w[:, None, None, None] + column)
+            address = (channel // self.g_width * self.g_rows + r[:, None, None]) * self.g_box_bytes
+            address = address + column * self.g_width * element + channel % self.g_width * element
+            stage[:, self.g_at + swizzled(address, self.g_width * element) // element] = values
+        else:
+            column = np.arange(self.g_pitch)
+            w = c.w - c.w % self.vec
+            assert self.g_pitch <= 256
+            values = self.box(g, n, first + channel[:, None], d, h, w[:, None, None, None] + column)
+            to = (r[:, None, None] * m["BLOCK_CO"] + channel[:, None]) * self.g_pitch + column
+            stage[:, self.g_at + to] = values
+
+    def misaligned(self, t: Memory, c: Place, channel: int, row: Rows) -> Ints:
+        """By how many elements rows of memory are off 16 bytes: [chunk, *row's shape, channel modulo 8]."""
+        shape = (-1, *(1 for _ in row.h.shape), 1)
+        n, d, h, w = (a.reshape(shape) for a in c)
+        n, d, h = (a + b[..., None] for a, b in zip((n, d, h), row))
+        return self.element_at(t, n, channel + np.arange(8), d, h, w) % self.vec
+
+    def split_parts(self, values: Floats) -> tuple[Floats, ...]:
+        """The parts of an operand."""
+        if self.parts == 1:
+            return (values,)
+        high = np.round(values / self.coarse) * self.coarse
+        return high, values - high
+
+    def __call__(
+        self, p: Problem, x: Floats, g: Floats, splits: int, bases: tuple[int, int] = (0, 0)
+    ) -> tuple[Floats, Ints]:
+        """(the gradient (CIN, COUT_G, taps), how often each partial sum is stored) of a layer of any size.
+
+        ``bases``: elements by which x and g begin off 16 bytes.
+        """
+        m, t = self.m, self.tiling
+        full = (1,) * (3 - p.rank)
+        memory = []
+        for array, channels, size, base in (
+            (x, p.in_channels, (*full, *p.size), bases[0]),
+            (g, p.out_channels, (*full, *p.out_size), bases[1]),
+        ):
+            flat = array.reshape(p.batch, channels, *size)
+            flat = (flat.transpose(0, 2, 3, 4, 1) if self.last else flat).reshape(-1)
+            words = np.full(base + flat.size + 64, np.nan)
+            words[base : base + flat.size] = flat
+            memory.append(Memory(words, base, p.batch, channels, (size[0], size[1], size[2])))
+        counts = t.counts(p)
+        chunks = int(np.prod(counts))
+        per_split = -(-chunks // splits)
+        slices = splits * self.k_slices
+        numel = self.taps * self.cin * m["COUT_G"]
+        partial, stores = np.full(slices * numel, np.nan), np.zeros(slices * numel, np.int64)
+        for index in range(t.tiles * splits):
+            work = self.work_of(index)
+            chunk = np.arange(work.split * per_split, min((work.split + 1) * per_split, chunks))
+            for at, values in self.block(work, self.places(chunk, counts), *memory):
+                partial[at] = values
+                np.add.at(stores, at, 1)
+        return self.reduce(partial, slices), stores.reshape(slices, numel)
+
+    def work_of(self, index: int) -> Work:
+        m = self.m
+        sets = [m[f"SETS_{axis}"] for axis in "DHW"]
+        index, which = divmod(index, sets[0] * sets[1] * sets[2])
+        index, co = divmod(index, -(-m["COUT_G"] // m["BLOCK_CO"]))
+        index, ci = divmod(index, -(-m["CIN_G"] // m["BLOCK_CI"]))
+        split, group = divmod(index, m["GROUPS"])
+        tap = (
+            which // (sets[2] * sets[1]) * m["TAPS_D"],
+            which // sets[2] % sets[1] * m["TAPS_H"],
+            which % sets[2] * m["TAPS_W"],
+        )
+        return Work(group, ci * m["BLOCK_CI"], co * m["BLOCK_CO"], tap, split)
+
+    def places(self, i: Ints, counts: tuple[int, int, int, int]) -> Place:
+        m, (_, tiles_d, tiles_h, tiles_w) = self.m, counts
+        w, i = i % tiles_w * m["TILE_W"], i // tiles_w
+        h, i = i % tiles_h * m["TILE_H"], i // tiles_h
+        return Place(i // tiles_d * m["TILE_N"], i % tiles_d * m["TILE_D"], h, w)
+
+    def block(self, work: Work, c: Place, x: Memory, g: Memory) -> list[tuple[Ints, Floats]]:
+        """(where, partial sums) of one block."""
+        m = self.m
+        at_g = self.g_place(c, work.tap)
+        first_x, first_g = work.group * m["CIN_G"] + work.ci, work.group * m["COUT_G"] + work.co
+        stage = np.full((len(c.n), self.stage_size), np.nan)
+        if self.wgmma:
+            self.load_x(x, stage, c, work)
+        else:
+            self.copy_tile(x, stage, 0, True, c, first_x, m["CIN_G"] - work.ci, m["CIN_G"])
+        if self.box_g:
+            self.load_g(g, stage, at_g, work)
+        else:
+            self.copy_tile(g, stage, self.g_at, False, at_g, first_g, m["COUT_G"] - work.co, m["COUT_G"])
+        return self.warpgroups(work, c, at_g, stage, g) if self.wgmma else self.warps(work, c, at_g, stage, x, g)
+
+    def warps(
+        self, work: Work, c: Place, at_g: Place, stage: Floats, x: Memory, g: Memory
+    ) -> list[tuple[Ints, Floats]]:
+        m, chunks = self.m, np.arange(len(c.n))
+        a, b = self.sync_a[None], self.sync_b[None] + self.g_at
+        if not self.last:
+            strip, _ = self.strips()
+            row = self.x_row(strip // self.w_strips)
+            ci, co = np.arange(m["BLOCK_CI"]), np.arange(m["BLOCK_CO"])
+            if not m["ALIGNED_X"]:  # [chunk, step, half of K, channel % 8]
+                off = self.misaligned(x, c, work.group * m["CIN_G"] + work.ci, row)
+                a = a + off[:, :, self.half[None, :], (ci % 8)[:, None]]
+            found = []
+            for td, th, _ in product(*(range(m[f"TAPS_{axis}"]) for axis in "DHW")):
+                d, h = row.d * m["STEP_D"] + td * m["DIL_D"], row.h * m["STEP_H"] + th * m["DIL_H"]
+                off = self.misaligned(g, at_g, work.group * m["COUT_G"] + work.co, Rows(row.n, d, h))
+                found.append(off[:, :, self.half[None, :], (co % 8)[:, None]])
+            b = b + np.stack(found, axis=2)
+        x_parts, g_parts = (self.split_parts(stage[chunks.reshape(-1, *(1,) * (i.ndim - 1)), i]) for i in (a, b))
+        stored = []
+        for warp_k in range(self.k_slices):
+            own = slice(warp_k, None, self.k_slices)
+            acc = np.zeros((m["BLOCK_CI"], self.set_taps, m["BLOCK_CO"]))
+            for i, j in ((0, 0), (1, 0), (0, 1)) if self.parts == 2 else ((0, 0),):
+                acc += np.tensordot(x_parts[i][:, own], g_parts[j][:, own], ((0, 1, 3), (0, 1, 4)))
+            part = work.split * self.k_slices + warp_k
+            for tap in range(self.set_taps):
+                kernel_tap = self.kernel_tap(work, tap)
+                if kernel_tap is None:
+                    continue
+                ci, co = work.ci + np.arange(m["BLOCK_CI"])[:, None], work.co + np.arange(m["BLOCK_CO"])
+                ok = (ci < m["CIN_G"]) & (co < m["COUT_G"])
+                at = part * self.taps * self.cin * m["COUT_G"]
+                at = at + (kernel_tap * self.cin + work.group * m["CIN_G"] + ci) * m["COUT_G"] + co
+                assert m["COUT_G"] % 2 or (at[..., ::2] % 2 == 0).all(), "pairs begin at 8 bytes"
+                stored.append((at[ok], acc[:, tap][ok]))
+        return stored
+
+    def kernel_tap(self, work: Work, tap: int) -> int | None:
+        """Index in the kernel of a tap of the block's set; none of those beyond the kernel."""
+        m = self.m
+        within = (tap // (m["TAPS_H"] * m["TAPS_W"]), tap // m["TAPS_W"] % m["TAPS_H"], tap % m["TAPS_W"])
+        at = [first + t for first, t in zip(work.tap, within)]
+        if tap >= self.set_taps or any(i >= m[f"KERNEL_{axis}"] for i, axis in zip(at, "DHW")):
+            return None
+        return (at[0] * m["KERNEL_H"] + at[1]) * m["KERNEL_W"] + at[2]
+
+    def warpgroups(self, work: Work, c: Place, at_g: Place, stage: Floats, g: Memory) -> list[tuple[Ints, Floats]]:
+        m, chunks = self.m, np.arange(len(c.n))
+        a, taps = self.wgmma_a
+        a, b = a[None] + self.g_at, self.wgmma_b[None]
+        if not self.last:
+            if m["ALIGNED_G"]:
+                a = a + (at_g.w % self.vec).reshape(-1, 1, 1, 1, 1, 1)
+            else:  # [chunk, step, half of K, channel % 8] of each row's tap
+                strip, _ = self.strips()
+                row = self.x_row(strip // self.w_strips)
+                off = np.zeros((len(c.n), *a.shape[1:]), np.int64)
+                for wg, e, warp in product(range(m["WGS"]), range(m["ENTRIES"]), range(4)):
+                    tap = min(int(taps[wg, e, warp * 16]), self.set_taps - 1)
+                    td, th = tap // (m["TAPS_H"] * m["TAPS_W"]), tap // m["TAPS_W"] % m["TAPS_H"]
+                    d, h = row.d * m["STEP_D"] + td * m["DIL_D"], row.h * m["STEP_H"] + th * m["DIL_H"]
+                    found = self.misaligned(g, at_g, work.group * m["COUT_G"] + work.co, Rows(row.n, d, h))
+                    off[:, wg, e, :, warp * 16 : warp * 16 + 16] = found[
+                        :, :, self.half[None, :], (np.arange(16) % 8)[:, None]
+                    ]
+                a = a + off
+        g_values, x_values = (stage[chunks.reshape(-1, *(1,) * (i.ndim - 1)), i] for i in (a, b))
+        # [chunk, warpgroup, entry, step, row, k] by [chunk, step, channel, k]
+        acc = np.tensordot(g_values, x_values, ((0, 3, 5), (0, 1, 3)))
+        stored = []
+        for wg, e, warp in product(range(m["WGS"]), range(m["ENTRIES"]), range(4)):
+            kernel_tap = self.kernel_tap(work, int(taps[wg, e, warp * 16]))
+            if kernel_tap is None:
+                continue
+            channel = wg % m["WGS_M"] * self.rows_per_sub + warp * 16 % self.rows_per_sub
+            co = (work.co + channel + np.arange(16))[:, None]
+            ci = work.ci + np.arange(m["BLOCK_CI"])
+            ok = (co < m["COUT_G"]) & (ci < m["CIN_G"])
+            at = (work.split * self.taps + kernel_tap) * self.cout + work.group * m["COUT_G"] + co
+            at = at * m["CIN_G"] + ci
+            assert m["CIN_G"] % 2 or (at[..., ::2] % 2 == 0).all(), "pairs begin at 8 bytes"
+            stored.append((at[ok], acc[wg, e, warp * 16 : warp * 16 + 16][ok]))
+        return stored
+
+    def reduce(self, partial: Floats, slices: int) -> Floats:
+        """The second step: eight runs of slices, then the runs; (CIN, COUT_G, taps)."""
+        m = self.m
+        sums = partial.reshape(slices, -1)
+        each = -(-slices // RUNS)
+        total = np.zeros(sums.shape[1])
+        for run in range(RUNS):
+            total += sums[run * each : min((run + 1) * each, slices)].sum(0)
+        e = np.arange(total.size)
+        if self.wgmma:
+            channel = e // m["CIN_G"] % self.cout
+            co, ci = channel % m["COUT_G"], channel // m["COUT_G"] * m["CIN_G"] + e % m["CIN_G"]
+        else:
+            co, ci = e % m["COUT_G"], e // m["COUT_G"] % self.cin
+        tap = e // (m["COUT_G"] * self.cin)
+        out = np.full((self.cin, m["COUT_G"], self.taps), np.nan)
+        out[ci, co, tap] = total
+        return out
