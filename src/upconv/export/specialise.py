@@ -46,16 +46,18 @@ def specialise(source: str, namespace: str, entries: Sequence[str], arch: str = 
     includes = tuple(dict.fromkeys(_INCLUDE.findall(text)))
     text = _INCLUDE.sub("", text)
     nodes = _tree(_tokens(text))
-    nodes, functions = _inline_macros(nodes, macros)
+    nodes = _inline_macros(nodes, macros)
     constants = _Constants(macros)
     while True:  # a constant that a fold has made plain may decide the next branch
         constants.collect(nodes)
         folder = _Folder(constants)
         nodes = folder.block(nodes)
         if not folder.changed:
-            break
+            nodes, changed = _without_unused(nodes)
+            if not changed:
+                break
     kept = _kept(_items(nodes), entries, constants)
-    body, left = _render(kept, constants, functions)
+    body, left = _render(kept, entries, constants)
     undefs = "".join(f"#undef {name}\n" for name in left)
     return Specialised(includes, f"namespace {namespace} {{\n\n{body}\n{undefs}}}  // namespace {namespace}\n")
 
@@ -300,7 +302,7 @@ def _solid(nodes: Iterable[_Node]) -> list[_Node]:
 # --- macros in the text ----------------------------------------------------------------------------------------------
 
 
-def _inline_macros(nodes: list[_Node], macros: Mapping[str, _Macro]) -> tuple[list[_Node], dict[str, _Macro]]:
+def _inline_macros(nodes: list[_Node], macros: Mapping[str, _Macro]) -> list[_Node]:
     """Integers become ``constexpr``, macros with parameters stay, all others (types, lists, strings) are put in."""
     functions = {name: m for name, m in macros.items() if m.parameters is not None}
     integers = {
@@ -335,7 +337,7 @@ def _inline_macros(nodes: list[_Node], macros: Mapping[str, _Macro]) -> tuple[li
             out.append(_defined(name, parameters, put(code), comment))
         else:
             out.append(f"constexpr int {name} = {_bare(put(code))};" + (f"  {comment}" if comment else ""))
-    return _tree(_tokens(_drop_gone("".join(out)))), functions
+    return _tree(_tokens(_drop_gone("".join(out))))
 
 
 def _defined(name: str, parameters: str, body: str, comment: str) -> str:
@@ -567,7 +569,7 @@ class _Folder:
                 continue
             self.changed = True
             statement, i = found
-            alone = self._in_list(out)
+            alone = self.in_list(out)
             if alone:
                 indent = _indent_at(out)
                 spliced = self._splice(statement, indent, nodes)
@@ -617,7 +619,7 @@ class _Folder:
         return ([], _statement_end(nodes, j + 1)) if never else None
 
     @staticmethod
-    def _in_list(before: Sequence[_Node]) -> bool:
+    def in_list(before: Sequence[_Node]) -> bool:
         """Whether a statement behind these stands in a list of statements, not under a head or an ``else``."""
         solid = [n for n in _solid(before) if not (isinstance(n, _Token) and n.kind == "directive")]
         if not solid:
@@ -642,7 +644,7 @@ class _Folder:
     def _after_return(self, nodes: list[_Node]) -> list[_Node]:
         """Without what follows a ``return`` in its list."""
         for i, node in enumerate(nodes):
-            if _is(node, "return") and self._in_list(nodes[:i]):
+            if _is(node, "return") and self.in_list(nodes[:i]):
                 end = _statement_end(nodes, i)
                 if _solid(nodes[end:]) and not any(_is(n, "else") for n in nodes[end : _next(nodes, end) + 1]):
                     if _is_conditional(nodes, i):
@@ -942,6 +944,104 @@ def _names_at(nodes: Iterable[_Node]) -> set[str]:
     return _declares(list(nodes))
 
 
+# --- variables that nothing reads ------------------------------------------------------------------------------------
+
+_LOCAL = {"int", "bool", "u32", "u64", "i64", "float", "double", "T", "Acc", "uint2", "uint4", "Chunk"}
+
+
+def _without_unused(nodes: list[_Node]) -> tuple[list[_Node], bool]:
+    """Functions without variables that are never read, and whether there were any."""
+    changed = False
+    out: list[_Node] = []
+    struct = False
+    for node in nodes:
+        if _is(node, "struct", "=", ";"):
+            struct = not _is(node, ";")
+        if isinstance(node, _Group) and node.open == "{" and not struct:
+            counts: dict[str, int] = {}
+            before = ""
+            for token in _flat(node.inside):
+                member, before = before in (".", "->"), token.text
+                if token.kind == "name" and not member:
+                    counts[token.text] = counts.get(token.text, 0) + 1
+                elif token.kind == "directive":
+                    for name in re.findall(r"[A-Za-z_]\w*", token.text):
+                        counts[name] = counts.get(name, 0) + 1
+            inside = _prune(node.inside, counts)
+            changed |= inside is not node.inside
+            node = _Group(node.open, inside, node.close, node.folded)
+        out.append(node)
+    return out, changed
+
+
+def _prune(nodes: list[_Node], counts: Mapping[str, int]) -> list[_Node]:
+    """The same list where nothing went."""
+    out: list[_Node] = []
+    changed = False
+    i = 0
+    while i < len(nodes):
+        node = nodes[i]
+        if isinstance(node, _Group):
+            inside = _prune(node.inside, counts)
+            if inside is not node.inside:
+                node, changed = _Group(node.open, inside, node.close, node.folded), True
+        elif (
+            _Folder.in_list(out)
+            and node.kind == "name"
+            and (node.text in _LOCAL or node.text in ("const", "constexpr"))
+        ):
+            end = _statement_end(nodes, i)
+            statement = nodes[i:end]
+            kept = _pruned(statement, counts)
+            if kept is not statement:
+                changed, i = True, end
+                if kept:
+                    out += kept
+                else:
+                    i = _skip_line(nodes, i, out)
+                continue
+        out.append(node)
+        i += 1
+    return out if changed else nodes
+
+
+def _pruned(statement: list[_Node], counts: Mapping[str, int]) -> list[_Node]:
+    """A declaration without what is used nowhere else; its initial values must have no effects."""
+    words = _solid(statement)
+    at = 1 if _is(words[0], "const", "constexpr") else 0
+    if not (isinstance(words[at], _Token) and words[at].text in _LOCAL) or len(words) < at + 3:  # type: ignore[union-attr]
+        return statement
+    parts = _split(statement[statement.index(words[at]) + 1 : -1], ",")
+
+    def idle(part: list[_Node]) -> bool:
+        solid = _solid(part)
+        name = solid[0] if solid else None
+        if not isinstance(name, _Token) or name.kind != "name" or counts.get(name.text, 0) != 1:
+            return False
+        if any(_is(n, "++", "--") for n in _flat(solid)):
+            return False
+        calls = (
+            isinstance(b, _Group) and b.open == "(" and isinstance(a, _Token) and a.kind == "name"
+            for a, b in _pairs(solid)
+        )
+        return not any(calls)
+
+    kept = [part for part in parts if not idle(part)]
+    if len(kept) == len(parts):
+        return statement
+    if not kept:
+        return []
+    head = list(statement[: statement.index(words[at]) + 1])
+    out = [*head, _Token("space", " "), *_strip(kept[0])]
+    for part in kept[1:]:
+        out += [_Token("mark", ","), _Token("space", " "), *_strip(part)]
+    return [*out, _Token("mark", ";")]
+
+
+def _pairs(nodes: Sequence[_Node]) -> Iterator[tuple[_Node, _Node]]:
+    return zip(nodes, nodes[1:])
+
+
 # --- declarations ----------------------------------------------------------------------------------------------------
 
 
@@ -1106,9 +1206,17 @@ def _kept(items: list[_Item], entries: Sequence[str], constants: _Constants) -> 
 
 # --- the result ------------------------------------------------------------------------------------------------------
 
+WIDTH = 120
+"""Columns of a line."""
 
-def _render(items: Sequence[_Item], constants: _Constants, functions: Mapping[str, _Macro]) -> tuple[str, list[str]]:
+_AXES = "DHW"
+_ELSEWHERE = re.compile(r"NVRTC|\.py\b|\bplanner|come as macros")
+
+
+def _render(items: Sequence[_Item], entries: Sequence[str], constants: _Constants) -> tuple[str, list[str]]:
     """The text of the items, and the macros that it leaves defined."""
+    parts = [part for item in items for part in _apart(item)]
+    items = _headed(_explained(_grouped(parts, constants), entries))
     out: list[str] = []
     left: list[str] = []
     declared: set[str] = set()
@@ -1116,12 +1224,199 @@ def _render(items: Sequence[_Item], constants: _Constants, functions: Mapping[st
         text = _text(item.code).replace('extern "C" ', "")
         if item.code and isinstance(item.code[0], _Token) and item.code[0].kind == "directive":
             left += item.names
-        elif text.startswith("constexpr int ") and len(item.names) == 1 and item.names[0] in constants.values:
+        elif text.startswith("constexpr ") and len(item.names) == 1 and item.names[0] in constants.values:
             text = _constant(item, constants, declared)
+        lead, trail = _about(item.lead), _about(item.trail)
+        if not item.code and not lead:
+            continue
         declared.update(item.names)
-        out.append("\n" * min(item.gap, 1) + item.lead + text + (f"  {item.trail}" if item.trail else "") + "\n")
+        out.append("\n" * min(item.gap, 1) + lead + text + (f"  {trail.strip()}" if trail else "") + "\n")
     body = "".join(out)
-    return re.sub(r"\n{3,}", "\n\n", body).strip("\n") + "\n", left
+    for pattern, put in (
+        (r"\n[ \t]*, ", ", "),  # parameters that had an #if of their own
+        (r"(\w)\n\) \{", r"\1) {"),
+        (r"\}\n[ \t]*else\b", "} else"),
+        (r"\{\n\n+", "{\n"),
+        (r"\n\n+([ \t]*\})", r"\n\1"),
+        (r"[ \t]+\n", "\n"),
+        (r"\n{3,}", "\n\n"),
+    ):
+        body = re.sub(pattern, put, body)
+    lines = [part for line in body.strip("\n").splitlines() for part in _wrapped(line)]
+    return "\n".join(lines) + "\n", left
+
+
+def _explained(items: list[_Item], entries: Sequence[str]) -> list[_Item]:
+    """Comments for the constants that came as bare macros."""
+    meanings = {**_EVERYWHERE, **next((_MEANINGS[entry] for entry in entries if entry in _MEANINGS), {})}
+    for item in items:
+        if item.code and _is(item.code[0], "constexpr") and not item.trail and not item.lead:
+            stem = re.sub(r"_?[DHW]$", "", item.names[0]) if len(item.names) > 1 else item.names[0]
+            meaning = meanings.get(stem) or meanings.get(item.names[0])
+            item.trail = f"// {meaning}" if meaning else ""
+    return items
+
+
+# Of macros that a plan sets; what a source derives from them it explains itself.
+_EVERYWHERE = {
+    "ELEMENT": "bytes of an element",
+    "CIN": "channels of what is read",
+    "COUT": "channels of what is written",
+    "CIN_G": "channels of a group in what is read",
+    "COUT_G": "channels of a group in what is written",
+    "TAPS": "of the kernel, over all axes",
+    "PRODUCER_REGISTERS": "of a thread",
+    "CONSUMER_REGISTERS": "of a thread",
+    "TILE_N": "images of a tile",
+}
+_DIRECT = {
+    "CI": "input channels of a group",
+    "CO_GROUP": "output channels of a group",
+    "CO": "output channels of a block",
+    "K": "kernel",
+    "S": "stride",
+    "P": "padding",
+    "D": "dilation",
+    "CELLS": "neighbouring cells of a thread",
+    "BLOCK_X": "threads along W",
+    "BLOCK_H": "cells of a block along H",
+    "SLOTS": "groups of a block",
+    "CHUNK": "input channels of a stage",
+    "STAGES": "of shared memory",
+    "PHASES_H": "output rows of a thread",
+    "SPLIT": "sets of threads that share the channels of a stage",
+    "MIN": "first input row and column of cell 0",
+    "SPAN": "rows and columns of a halo",
+    "ROW_PITCH": "words from one input row to the next in shared memory",
+    "RUN_PITCH": "words from one thread's outputs to the next one's in shared memory",
+    "PART": "output channels that leave through shared memory together",
+    "MIN_BLOCKS": "of a multiprocessor",
+    "STEP_KH": "taps from one of a phase to the next",
+    "STEP_ROW": "input rows between them",
+}
+_LAYER = {"KERNEL": "the layer's", "STEP": "stride", "DIL": "dilation", "PAD": "padding"}
+_MEANINGS: dict[str, dict[str, str]] = {
+    "gather": {
+        "PARTS": "TF32 parts of an operand: 2 for IEEE float32, in three products",
+        "FIRST": "where a tile's halo begins, relative to IN_STEP q",
+        "CK": "channels of a chunk",
+        "SUB": "the 64 positions q that one matrix instruction takes",
+        "SUBS": "(d, h) sub-positions in a block of 64 rows of M",
+        "ROWS_PER_SUB": "output channels of a sub-position in a block",
+        "W_SUBS": "W sub-positions of a tile, neighbours in a thread",
+        "MB": "blocks of 64 rows that a consumer accumulates",
+        "VARIANTS": "M-groups that differ in their taps",
+        "COUT_BLOCKS": "M-groups that share the output channels of a group",
+        "M_GROUPS": "groups x COUT_BLOCKS x VARIANTS",
+        "STAGES_P": "input tiles in shared memory",
+        "STAGES_S": "staging slots",
+        "STAGES_W": "stages of the weights' ring",
+        "W_STAGE": "fragments of weights in a stage",
+        "RUN_GROUPS": "groups of 8 columns that the epilogue stores together",
+        "ROWS": "input rows of a tile",
+        "ROW_STEP": "rows of the tile from one q to the next",
+        "COLUMNS": "input columns of a tile with its halo",
+        "COLUMN_PAD": "columns by which a box begins early",
+        "PLANE": "columns with one residue modulo IN_STEP_W",
+        "PLANES": "residues that some tap reads",
+        "TAPS_UNROLLED": "taps in a stretch of code without a drain of the tensor cores",
+        "FRAGMENT_SETS": "sets of registers that weights take in turn",
+        "OUT_STEP": "outputs from one q to the next",
+        "IN_STEP": "inputs from one q to the next",
+        "TILE": "positions q of a tile",
+    },
+    "wgrad": {
+        **_LAYER,
+        "BLOCK_CI": "input channels of a block",
+        "BLOCK_CO": "output channels of a block",
+        "TAPS": "of a set, which a block multiplies",
+        "SETS": "of taps",
+        "TILE": "positions q of a chunk",
+        "WGS": "warpgroups that multiply",
+        "WGS_M": "of them, those that divide the output channels",
+        "SUBS": "taps that share the 64 rows of a matrix instruction",
+        "ENTRIES": "accumulators of 64 rows of a warpgroup",
+        "STAGES": "chunks in shared memory",
+        "STRETCH": "matrix instructions between whose ends the tensor cores do not drain",
+        "WARP_M": "input channels of a warp",
+        "WARP_N": "output channels of a warp",
+    },
+    "direct": _DIRECT,
+    "direct_walk": _DIRECT,
+    "direct_any": _DIRECT,
+    "grad_input": {**_LAYER, "CI_TILE": "input channels of a thread", "UNROLL": "taps in one stretch of code"},
+    "grad_weight": {
+        **_LAYER,
+        "CI_TILE": "input channels of a thread",
+        "CO_TILE": "output channels of a thread",
+        "TAP_TILE": "taps of a thread",
+    },
+}
+
+
+def _headed(items: list[_Item]) -> list[_Item]:
+    """The comment on the whole comes first, before the constants."""
+    at = next((i for i, item in enumerate(items) if not item.code), None)
+    if at is None or not all(_text(item.code).startswith("constexpr") for item in items[:at]):
+        return items
+    items[at].gap = 0
+    if items[:at]:
+        items[0].gap = 1
+    return [items[at], *items[:at], *items[at + 1 :]]
+
+
+def _apart(item: _Item) -> list[_Item]:
+    """An item for each constant of a declaration."""
+    words = _solid(item.code)
+    if len(item.names) < 2 or not _is(words[0], "constexpr"):
+        return [item]
+    parts = _split(words[2:-1], ",")
+    found = []
+    for i, (name, part) in enumerate(zip(item.names, parts)):
+        expression = _text(_spaced(part))
+        code = _tree(_tokens(f"constexpr {_word(words[1])} {expression};"))
+        lead, trail = item.lead if i == 0 else "", item.trail if i == len(parts) - 1 else ""
+        found.append(_Item(lead, code, trail, (name,), item.gap if i == 0 else 0))
+    return found
+
+
+def _spaced(words: Sequence[_Node]) -> list[_Node]:
+    """Words of a declarator with a space between them, as this module writes them."""
+    out: list[_Node] = []
+    for i, word in enumerate(words):
+        if i and not (_is(words[i - 1], "-", "!") and (i == 1 or _is(words[i - 2], "=", "?", ":"))):
+            out.append(_Token("space", " "))
+        out.append(word)
+    return out
+
+
+def _grouped(items: list[_Item], constants: _Constants) -> list[_Item]:
+    """Bare numbers of the three axes (``TILE_D``, ``TILE_H``, ``TILE_W``) share a line."""
+    plain = {item.names[0]: item for item in items if _number(item, constants)}
+    done: set[str] = set()
+    out: list[_Item] = []
+    for item in items:
+        name = item.names[0] if len(item.names) == 1 else ""
+        if name in done:
+            continue
+        stem = name[:-1] if re.fullmatch(r"\w+_[DHW]|[A-Z][DHW]", name) and name in plain else ""
+        mates = [plain[stem + axis] for axis in _AXES if stem and stem + axis in plain]
+        if len(mates) < 2:
+            out.append(item)
+            continue
+        done.update(mate.names[0] for mate in mates)
+        numbers = ", ".join(f"{mate.names[0]} = {constants.values[mate.names[0]]}" for mate in mates)
+        lead = "".join(mate.lead for mate in mates)
+        names = tuple(mate.names[0] for mate in mates)
+        trail = next((mate.trail for mate in mates if mate.trail), "")
+        out.append(_Item(lead, _tree(_tokens(f"constexpr int {numbers};")), trail, names, item.gap))
+    return out
+
+
+def _number(item: _Item, constants: _Constants) -> bool:
+    words = _solid(item.code)
+    found = len(item.names) == 1 and item.names[0] in constants.values and len(words) in (5, 6, 7)
+    return found and _is(words[0], "constexpr") and not item.lead and _text(words[-2:-1]).isdigit()
 
 
 def _constant(item: _Item, constants: _Constants, declared: set[str]) -> str:
@@ -1129,10 +1424,76 @@ def _constant(item: _Item, constants: _Constants, declared: set[str]) -> str:
     name = item.names[0]
     value = constants.values[name]
     words = _solid(item.code)
-    expression = words[words.index(next(n for n in words if _is(n, "="))) + 1 : -1]
+    kind = _word(words[1])
+    expression = item.code[item.code.index(next(n for n in words if _is(n, "="))) + 1 : -1]
     names = {t.text for t in _flat(expression) if t.kind == "name"}
     marks = {t.text for t in _flat(expression) if t.kind == "mark"}
     simple = marks <= {"(", ")", "+", "-", "*", "/", "%"} and names <= declared and names <= set(constants.values)
     if simple and names:
-        return _text(item.code)
-    return f"constexpr int {name} = {value};"
+        return f"constexpr {kind} {name} = {_text(expression).strip()};"
+    return f"constexpr {kind} {name} = {str(bool(value)).lower() if kind == 'bool' else value};"
+
+
+def _about(comment: str) -> str:
+    """A comment without what speaks of upconv's own files and compiler."""
+    if not _ELSEWHERE.search(comment) and "NOTES" not in comment:
+        return comment
+    comment = comment.replace("(NOTES: ", "(measured: ")
+    kept = []
+    for line in comment.splitlines():
+        body = line.removeprefix("//").strip()
+        if _ELSEWHERE.search(body):
+            body = " ".join(part for part in re.split(r"(?<=[.;]) ", body) if not _ELSEWHERE.search(part)).rstrip("; ")
+            if not body:
+                continue
+            line = f"// {body[0].upper()}{body[1:]}"
+        kept.append(line)
+    while kept and kept[-1].strip() == "//":
+        kept.pop()
+    return "".join(f"{line}\n" for line in kept) if kept else ""
+
+
+def _wrapped(line: str) -> list[str]:
+    """A line in parts of at most WIDTH columns, where it can be broken; macros' bodies stay."""
+    if len(line) <= WIDTH or line.lstrip().startswith("#") or line.endswith("\\"):
+        return [line]
+    indent = line[: len(line) - len(line.lstrip())]
+    if line.lstrip().startswith("//"):
+        rule = re.fullmatch(r"(.*?)[-=]{8,}", line)
+        if rule is not None:
+            return [line[:WIDTH]]
+        return [line] if len(line) <= WIDTH + 12 else _filled(line.lstrip()[2:].strip().split(), f"{indent}// ")
+    code, comment = _comment_of(line)
+    if comment:
+        return [*_wrapped(indent + comment), *_wrapped(indent + code)]
+    tokens = list(_tokens(line))
+    best: tuple[int, int, int] | None = None  # depth, rank, place
+    depth = column = 0
+    for i, token in enumerate(tokens):
+        column += len(token.text)
+        if token.kind == "mark" and token.text in "([{":
+            depth += 1
+        elif token.kind == "mark" and token.text in ")]}":
+            depth -= 1
+        following = tokens[i + 1] if i + 1 < len(tokens) else None
+        if following is None or following.kind != "space" or column > WIDTH:
+            continue
+        after = tokens[i + 2].text if i + 2 < len(tokens) else ""
+        rank = 0 if token.text in (",", ";") else 1 if after in ("?", ":", "&&", "||") or after == "" else 2
+        breaks = after in ("?", ":", "&&", "||", "+", "|") or token.text in (",", ";", "=")
+        if breaks and column > len(indent) + 20 and (best is None or (depth, rank) <= best[:2]):
+            best = (depth, rank, i + 1)
+    if best is None:
+        return [line]
+    first, rest = "".join(t.text for t in tokens[: best[2]]), "".join(t.text for t in tokens[best[2] + 1 :])
+    same = best[0] == 0 and first.endswith(";")
+    return [first, *_wrapped(indent + ("" if same else "    ") + rest)]
+
+
+def _filled(words: Sequence[str], begin: str) -> list[str]:
+    lines = [begin.rstrip()]
+    for word in words:
+        if len(lines[-1]) + 1 + len(word) > WIDTH:
+            lines.append(begin.rstrip())
+        lines[-1] += f" {word}"
+    return lines
