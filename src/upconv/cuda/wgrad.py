@@ -235,9 +235,11 @@ def _warpgroup_candidates(p: Problem, gpu: Gpu, aligned: bool, aligned_g: bool) 
     last = p.layout == "channels_last"
     if gpu.arch != "90a" or p.precision == "ieee":
         return
-    if p.in_channels % (16 // p.dtype.itemsize) if last else not aligned:
-        return  # the tensor copy engine wants pitches of whole 16 bytes
     cin, cout = p.in_channels // p.groups, p.out_channels // p.groups
+    # The tensor copy engine wants pitches of whole 16 bytes, and so must a box begin where its rows are swizzled: a
+    # group's that begins off 16 bytes is an illegal instruction (NOTES: 2 groups of 4 float16 channels).
+    if (p.in_channels if p.groups == 1 else cin) % (16 // p.dtype.itemsize) if last else not aligned:
+        return
     widths: tuple[int, ...] = (32,) if cin <= 32 else (64,) if cin <= 64 else (64, 128)
     # Where a position meets many outputs, few output channels by many input channels read the least.
     steep = math.prod(p.stride) >= 8
