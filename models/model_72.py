@@ -4,11 +4,11 @@ Layer: ConvTranspose3d(32, 32, kernel_size=(3, 5, 7), stride=(2, 2, 2), padding=
 dilation=(1, 1, 1), groups=4).
 
 ModelNew has the constructor, the parameters (equal under a seed) and the state_dict of the original, and computes
-forward, first and second gradients with the kernels below. They were chosen for inputs of 8 x 32 x 12 x 24 x 48 on
-an NVIDIA H200 and serve every batch and spatial size.
+forward, first and second gradients with the kernels below, chosen for inputs of 8 x 32 x 12 x 24 x 48 on an NVIDIA
+H200 and serve every batch and spatial size.
 
 Constraints:
-- CUDA devices of sm_90a; nvcc, a C++ compiler and ninja at the first call, which takes a minute or two.
+- CUDA devices of sm_90a; nvcc, a C++ compiler and ninja at the first call, which takes a minute.
 - Values: float32, multiplied as such or, on tensor cores, as two TF32 parts in three products, which keeps
   float32's accuracy; PyTorch runs 3-D convolutions in IEEE float32 whatever its TF32 flag says, so these kernels
   do.
@@ -47,7 +47,7 @@ KERNEL, STRIDE, PADDING = (3, 5, 7), (2, 2, 2), (1, 2, 3)
 OUTPUT_PADDING, DILATION = (1, 1, 1), (1, 1, 1)
 DTYPE, FORMAT = torch.float32, torch.contiguous_format
 RANK, WEIGHTS = 3, 26880
-BANDWIDTH = 4.2e+12  # of the device memory in bytes/s, for the planner's model
+BANDWIDTH = 4.2e12  # of the device memory in bytes/s, for the planner's model
 SUM_BYTES = 96 << 20  # of the weight gradient's slices of sums, at most
 CAPABILITY = (9, 0)  # of the GPUs that the kernels are compiled for: sm_90a
 
@@ -71,41 +71,31 @@ CUDA = r"""
 
 namespace forward {
 
-constexpr int GROUPS = 4;
-constexpr int CI = 8;
-constexpr int CO_GROUP = 8;
-constexpr int CO = 8;
-constexpr int KD = 3;
-constexpr int SD = 2;
-constexpr int PD = 1;
-constexpr int DD = 1;
-constexpr int KH = 5;
-constexpr int SH = 2;
-constexpr int PH = 2;
-constexpr int DH = 1;
-constexpr int KW = 7;
-constexpr int SW = 2;
-constexpr int PW = 3;
-constexpr int DW = 1;
-constexpr int THREADS = 128;
-constexpr int CELLS = 2;
-constexpr int BLOCK_X = 8;
-constexpr int BLOCK_H = 8;
-constexpr int SLOTS = 2;
-constexpr int CHUNK = 8;
-constexpr int PHASES_H = 2;
-constexpr int SPLIT = 1;
-constexpr int MIN_H = -1;
-constexpr int SPAN_H = 2;
-constexpr int MIN_W = -1;
-constexpr int SPAN_W = 3;
-constexpr int LEAD = 0;
-constexpr int ROW_PITCH = 56;
-constexpr int RUN_PITCH = 4;
-constexpr int PART = 8;
-constexpr int MIN_BLOCKS = 3;
-
 // What the direct kernels share: storage type T and accumulator Acc by DTYPE (0 float32, 1 bfloat16, 2 float16, 3 float64).
+
+constexpr int GROUPS = 4;
+constexpr int CI = 8;  // input channels of a group
+constexpr int CO_GROUP = 8;  // output channels of a group
+constexpr int CO = 8;  // output channels of a block
+constexpr int KD = 3, KH = 5, KW = 7;  // kernel
+constexpr int SD = 2, SH = 2, SW = 2;  // stride
+constexpr int PD = 1, PH = 2, PW = 3;  // padding
+constexpr int DD = 1, DH = 1, DW = 1;  // dilation
+constexpr int THREADS = 128;
+constexpr int CELLS = 2;  // neighbouring cells of a thread
+constexpr int BLOCK_X = 8;  // threads along W
+constexpr int BLOCK_H = 8;  // cells of a block along H
+constexpr int SLOTS = 2;  // groups of a block
+constexpr int CHUNK = 8;  // input channels of a stage
+constexpr int PHASES_H = 2;  // output rows of a thread
+constexpr int SPLIT = 1;  // sets of threads that share the channels of a stage
+constexpr int MIN_H = -1, MIN_W = -1;  // first input row and column of cell 0
+constexpr int SPAN_H = 2, SPAN_W = 3;  // rows and columns of a halo
+constexpr int LEAD = 0;
+constexpr int ROW_PITCH = 56;  // words from one input row to the next in shared memory
+constexpr int RUN_PITCH = 4;  // words from one thread's outputs to the next one's in shared memory
+constexpr int PART = 8;  // output channels that leave through shared memory together
+constexpr int MIN_BLOCKS = 3;  // of a multiprocessor
 
 typedef float T;
 typedef float Acc;
@@ -191,7 +181,6 @@ struct Source {
 __device__ __forceinline__ void copy_tile(Acc* tile, const Source& s, const T* x) {
     // Whole warps of columns row by row, the columns that are left, often a halo of two, over all rows at once.
     constexpr int REST = IN_COLS % 32, BODY = IN_COLS - REST;
-    const int lane = threadIdx.x % 32;
     constexpr int DIVISOR = REST;
 #pragma unroll 2
     for (int at = threadIdx.x; at < CHANNELS * IN_ROWS * REST; at += THREADS) {
@@ -226,7 +215,8 @@ __device__ __forceinline__ void store_segment(T* to, const Acc* from, int count,
 }
 
 __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-    direct(const T* __restrict__ x, const Acc* __restrict__ weight, const T* __restrict__ bias, T* __restrict__ out, int d,
+    direct(const T* __restrict__ x, const Acc* __restrict__ weight, const T* __restrict__ bias, T* __restrict__ out,
+        int d,
            int h, int w, int od_size, int oh_size, int ow_size, int tiles_h, int tiles_w) {
     extern __shared__ __align__(16) unsigned char shared_bytes[];
     Acc* shared = reinterpret_cast<Acc*>(shared_bytes);
@@ -253,8 +243,6 @@ __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const int tx = unit % BLOCK_X, my_row = unit / BLOCK_X;
     const int th = 0, jh = my_row;
     const bool computes = tid < SPLIT * SLOTS * UNITS;
-    int first_kh = KH;
-    const int first_row = jh + (th + PH - first_kh * DH - MIN_H * SH) / SH;  // exact where the phase has taps
 
     Acc sum[PHASES_H][CO][RUN];
 #pragma unroll
@@ -276,7 +264,6 @@ __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             if (depth < d) return;
         }
     };
-    uint2 held[1];
     // Starts the copies of the stage (kd, chunk); `finish` writes what they left in registers.
     const auto begin = [&](Acc* stage) {
         const int first = chunk * CHUNK;
@@ -378,7 +365,8 @@ __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const i64 out_plane = (i64)oh_size * ow_size;
     const int couts = CO_GROUP - cout_block * CO < CO ? CO_GROUP - cout_block * CO : CO;
     const i64 channel_step = od_size * out_plane;
-    const i64 first_at = ((image * (GROUPS * CO_GROUP) + (i64)g * CO_GROUP + cout_block * CO) * od_size + od) * out_plane +
+    const i64 first_at = ((image * (GROUPS * CO_GROUP) + (i64)g * CO_GROUP + cout_block * CO) * od_size
+        + od) * out_plane +
                          (i64)oh * ow_size;
 #pragma unroll
     for (int t = 0; t < PHASES_H; ++t) {
@@ -386,7 +374,8 @@ __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         const i64 row_at = row_stores ? first_at + (i64)t * ow_size : -1;
         if (!row_stores) continue;
         T* to = out + row_at + ow;
-        const bool whole = ow + RUN <= ow_size && ow_size % RUN == 0 && (unsigned long long)out % (RUN * sizeof(T)) == 0;
+        const bool whole = ow + RUN <= ow_size && ow_size % RUN == 0
+            && (unsigned long long)out % (RUN * sizeof(T)) == 0;
 #pragma unroll
         for (int c = 0; c < CO; ++c) {
             if (c < couts) {
@@ -423,7 +412,8 @@ __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                                     for (int v = 0; v < RUN; v += VEC) {
                                         Pack pack;
 #pragma unroll
-                                        for (int m = 0; m < VEC; ++m) pack.v[m] = sum[t][part + c][v + m < RUN ? v + m : 0];
+                                        for (int m = 0; m < VEC; ++m) pack.v[m] =
+                                            sum[t][part + c][v + m < RUN ? v + m : 0];
                                         *reinterpret_cast<Pack*>(to + v) = pack;
                                     }
             }
@@ -459,27 +449,17 @@ __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 
 namespace grad_input {
 
-constexpr int GROUPS = 4;
-constexpr int CIN_G = 8;
-constexpr int COUT_G = 8;
-constexpr int CI_TILE = 8;
-constexpr int KERNEL_D = 3;
-constexpr int STEP_D = 2;
-constexpr int DIL_D = 1;
-constexpr int PAD_D = 1;
-constexpr int KERNEL_H = 5;
-constexpr int STEP_H = 2;
-constexpr int DIL_H = 1;
-constexpr int PAD_H = 2;
-constexpr int KERNEL_W = 7;
-constexpr int STEP_W = 2;
-constexpr int DIL_W = 1;
-constexpr int PAD_W = 3;
-constexpr int UNROLL_D = 1;
-constexpr int UNROLL_H = 1;
-constexpr int UNROLL_W = 7;
-
 // What the direct kernels share: storage type T and accumulator Acc by DTYPE (0 float32, 1 bfloat16, 2 float16, 3 float64).
+
+constexpr int GROUPS = 4;
+constexpr int CIN_G = 8;  // channels of a group in what is read
+constexpr int COUT_G = 8;  // channels of a group in what is written
+constexpr int CI_TILE = 8;  // input channels of a thread
+constexpr int KERNEL_D = 3, KERNEL_H = 5, KERNEL_W = 7;  // the layer's
+constexpr int STEP_D = 2, STEP_H = 2, STEP_W = 2;  // stride
+constexpr int DIL_D = 1, DIL_H = 1, DIL_W = 1;  // dilation
+constexpr int PAD_D = 1, PAD_H = 2, PAD_W = 3;  // padding
+constexpr int UNROLL_D = 1, UNROLL_H = 1, UNROLL_W = 7;  // taps in one stretch of code
 
 typedef float T;
 typedef float Acc;
@@ -499,9 +479,9 @@ __device__ __forceinline__ Acc multiply_add(Acc a, Acc b, Acc c) {
     return fmaf(a, b, c);
 }
 
-constexpr int TAPS = KERNEL_D * KERNEL_H * KERNEL_W;
-constexpr int CIN = GROUPS * CIN_G;
-constexpr int COUT = GROUPS * COUT_G;
+constexpr int TAPS = KERNEL_D * KERNEL_H * KERNEL_W;  // of the kernel, over all axes
+constexpr int CIN = GROUPS * CIN_G;  // channels of what is read
+constexpr int COUT = GROUPS * COUT_G;  // channels of what is written
 constexpr int THREADS = 256;
 
 struct Sizes {
@@ -538,7 +518,8 @@ constexpr int G_COLUMN = 1;
 constexpr int CI_BLOCKS = (CIN_G + CI_TILE - 1) / CI_TILE;
 
 __global__ void __launch_bounds__(THREADS)
-grad_input(const T* __restrict__ g, const T* __restrict__ weight, T* __restrict__ gi, int batch, int in_d, int in_h, int in_w,
+grad_input(const T* __restrict__ g, const T* __restrict__ weight, T* __restrict__ gi, int batch, int in_d, int in_h,
+    int in_w,
            int out_d, int out_h, int out_w, i64 total) {
   const Sizes s = {batch, in_d, in_h, in_w, out_d, out_h, out_w};
   i64 index = (i64)blockIdx.x * THREADS + threadIdx.x;
@@ -598,36 +579,28 @@ grad_input(const T* __restrict__ g, const T* __restrict__ weight, T* __restrict_
 
 namespace grad_weight {
 
-constexpr int ELEMENT = 4;
+// What both grad-weight kernels share: the geometry of g's tile, copies by threads, and the second step.
+//
+// Rows of x and g in a chunk follow from TILE_*, TAPS_*, STEP_* (stride) and DIL_* (dilation); the sets of taps differ
+// only in where
+// their chunks begin.
+
+constexpr int ELEMENT = 4;  // bytes of an element
 constexpr int GROUPS = 4;
-constexpr int CIN_G = 8;
-constexpr int COUT_G = 8;
-constexpr int BLOCK_CI = 16;
-constexpr int BLOCK_CO = 8;
-constexpr int TILE_N = 2;
-constexpr int KERNEL_D = 3;
-constexpr int STEP_D = 2;
-constexpr int DIL_D = 1;
-constexpr int PAD_D = 1;
-constexpr int TAPS_D = 1;
-constexpr int SETS_D = 3;
-constexpr int TILE_D = 1;
-constexpr int KERNEL_H = 5;
-constexpr int STEP_H = 2;
-constexpr int DIL_H = 1;
-constexpr int PAD_H = 2;
-constexpr int TAPS_H = 2;
-constexpr int SETS_H = 3;
-constexpr int TILE_H = 8;
-constexpr int KERNEL_W = 7;
-constexpr int STEP_W = 2;
-constexpr int DIL_W = 1;
-constexpr int PAD_W = 3;
-constexpr int TAPS_W = 7;
-constexpr int SETS_W = 1;
-constexpr int TILE_W = 16;
-constexpr int WARP_M = 16;
-constexpr int WARP_N = 8;
+constexpr int CIN_G = 8;  // channels of a group in what is read
+constexpr int COUT_G = 8;  // channels of a group in what is written
+constexpr int BLOCK_CI = 16;  // input channels of a block
+constexpr int BLOCK_CO = 8;  // output channels of a block
+constexpr int TILE_N = 2;  // images of a tile
+constexpr int KERNEL_D = 3, KERNEL_H = 5, KERNEL_W = 7;  // the layer's
+constexpr int STEP_D = 2, STEP_H = 2, STEP_W = 2;  // stride
+constexpr int DIL_D = 1, DIL_H = 1, DIL_W = 1;  // dilation
+constexpr int PAD_D = 1, PAD_H = 2, PAD_W = 3;  // padding
+constexpr int TAPS_D = 1, TAPS_H = 2, TAPS_W = 7;  // of a set, which a block multiplies
+constexpr int SETS_D = 3, SETS_H = 3, SETS_W = 1;  // of taps
+constexpr int TILE_D = 1, TILE_H = 8, TILE_W = 16;  // positions q of a chunk
+constexpr int WARP_M = 16;  // input channels of a warp
+constexpr int WARP_N = 8;  // output channels of a warp
 
 // Grad-weight on tensor cores: dW[ci, co, tap] = sum over images and positions q of x[ci, q] * g[co, q * STEP + tap * DIL - PAD].
 //
@@ -646,18 +619,13 @@ constexpr int WARP_N = 8;
 constexpr int WARPS = 8;
 constexpr int COPIERS = WARPS * 32;  // threads that copy
 
-// What both grad-weight kernels share: the geometry of g's tile, copies by threads, and the second step.
-//
-// Rows of x and g in a chunk follow from TILE_*, TAPS_*, STEP_* (stride) and DIL_* (dilation); the sets of taps differ only in where
-// their chunks begin.
-
-// PTX in small wrappers, so that a kernel body reads as an algorithm. No headers: NVRTC compiles this in tens of ms.
+// PTX in small wrappers, so that a kernel body reads as an algorithm.
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
-// --- copies into shared memory ----------------------------------------------------------------------------------------
+// --- copies into shared memory ---------------------------------------------------------------------------------------
 
 __device__ __forceinline__ void copy16(u32 to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;\n" ::"r"(to), "l"(from) : "memory");
@@ -666,9 +634,10 @@ __device__ __forceinline__ void copy16(u32 to, const void* from, int bytes) {  /
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
 __device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
-template <int N> __device__ __forceinline__ void copy_wait() { asm volatile("cp.async.wait_group %0;\n" ::"n"(N) : "memory"); }
+template <int N> __device__ __forceinline__ void copy_wait() { asm volatile("cp.async.wait_group %0;\n" ::"n"(N)
+    : "memory"); }
 
-// --- numbers ----------------------------------------------------------------------------------------------------------
+// --- numbers ---------------------------------------------------------------------------------------------------------
 
 // Nearest TF32, ties to even, as cuDNN rounds: with it results agree with cuDNN to 3e-6, with rna to 5e-5.
 __device__ __forceinline__ u32 to_tf32(float v) {
@@ -681,14 +650,14 @@ __device__ __forceinline__ u32 low_part(float v, u32 high) {
   return (high & 0x7f800000u) == 0x7f800000u ? 0u : to_tf32(v - __uint_as_float(high));
 }
 
-// --- matrix instructions ----------------------------------------------------------------------------------------------
+// --- matrix instructions ---------------------------------------------------------------------------------------------
 
 constexpr int VEC = 16 / ELEMENT;  // elements of a 16-byte unit
-constexpr int TAPS = KERNEL_D * KERNEL_H * KERNEL_W;
+constexpr int TAPS = KERNEL_D * KERNEL_H * KERNEL_W;  // of a set, which a block multiplies
 constexpr int SET_TAPS = TAPS_D * TAPS_H * TAPS_W;
-constexpr int SETS = SETS_D * SETS_H * SETS_W;
-constexpr int CIN = GROUPS * CIN_G;
-constexpr int COUT = GROUPS * COUT_G;
+constexpr int SETS = SETS_D * SETS_H * SETS_W;  // of taps
+constexpr int CIN = GROUPS * CIN_G;  // channels of what is read
+constexpr int COUT = GROUPS * COUT_G;  // channels of what is written
 
 // Rows of g's tile: every row between the first and the last (dense), or TAPS rows for each q when that is fewer.
 #define SPAN(tile, step, taps, dil) (((tile) - 1) * (step) + ((taps) - 1) * (dil) + 1)
@@ -737,13 +706,15 @@ __device__ __forceinline__ Rows g_row(int r) {
 typedef u32 bits;
 
 template <int ROWS, int BLOCK, int COLUMNS_OR_UNITS, int PITCH, int CHANNELS, int CHANNELS_G, bool IS_X>
-__device__ __forceinline__ void copy_tile(const char* __restrict__ tensor, int batch, int depth, int height, int width, int n0, int d0, int h0, int w0, int channel, int left, unsigned char* to, int thread) {
+__device__ __forceinline__ void copy_tile(const char* __restrict__ tensor, int batch, int depth, int height, int width,
+    int n0, int d0, int h0, int w0, int channel, int left, unsigned char* to, int thread) {
   u32 to_address = shared_address(to);
-  // Units that hold a border are copied whole; `clear_borders` clears what lies beyond it when they have landed. (NOTES: in parts of 4
+  // Units that hold a border are copied whole; `clear_borders` clears what lies beyond it when they have landed.
+  // (NOTES: in parts of 4
   // bytes, some of a warp's threads each time: 1.04 ms instead of 0.37.)
   // A thread keeps its channel and place in the row for all rows of the tile (NOTES: with an index for each unit, one warp on a
   // scheduler took 850 clocks a round of 32 units, all of them address arithmetic: kb77's bfloat16 gradient 1.35 ms).
-  constexpr int UNITS = COLUMNS_OR_UNITS, ROWS_D = IS_X ? TILE_D : G_ROWS_D, ROWS_H = IS_X ? TILE_H : G_ROWS_H;
+  constexpr int UNITS = COLUMNS_OR_UNITS, ROWS_H = IS_X ? TILE_H : G_ROWS_H;
   long long plane = (long long)depth * height * width;
 #pragma unroll 1
   for (int i = thread; i < BLOCK * UNITS; i += COPIERS) {
@@ -754,12 +725,14 @@ __device__ __forceinline__ void copy_tile(const char* __restrict__ tensor, int b
       Rows at = IS_X ? x_row(r * ROWS_H) : g_row(r * ROWS_H);
       int n = n0 + at.n, d = d0 + at.d;
       bool slice = n < batch && (u32)d < (u32)depth && c < left;
-      const char* base = tensor + (((long long)n * CHANNELS + channel + c) * plane + (long long)d * height * width + w0) * ELEMENT;
+      const char* base = tensor
+          + (((long long)n * CHANNELS + channel + c) * plane + (long long)d * height * width + w0) * ELEMENT;
 #pragma unroll 2
       for (int rh = 0; rh < ROWS_H; rh++, offset += BLOCK * PITCH * ELEMENT) {
         int h = h0 + rh;
         const char* from = base + (long long)h * (width * ELEMENT);
-        int misaligned = (int)((u64)from & 15), first = w0 + (unit * 16 - misaligned) / ELEMENT;  // column of the first element
+        // column of the first element
+        int misaligned = (int)((u64)from & 15), first = w0 + (unit * 16 - misaligned) / ELEMENT;
         from += unit * 16 - misaligned;
         bool in = slice && (u32)h < (u32)height && first + VEC > 0 && first < width;
         copy16(to_address + offset, in ? from : tensor, in ? 16 : 0);
@@ -772,14 +745,17 @@ __device__ __forceinline__ bool has_borders(int w0, int columns, int width) { re
 
 // Clears elements before column 0 and from column `width` on, in the units that hold such a border.
 template <int ROWS, int BLOCK, int UNITS, int PITCH, int CHANNELS, bool IS_X>
-__device__ __forceinline__ void clear_borders(const char* tensor, int depth, int height, int width, int n0, int d0, int h0, int w0, int channel, unsigned char* to, int thread) {
+__device__ __forceinline__ void clear_borders(const char* tensor, int depth, int height, int width, int n0, int d0,
+    int h0, int w0, int channel, unsigned char* to, int thread) {
   u32 plane = (u32)depth * height * width;
 #pragma unroll 1
   for (int i = thread; i < ROWS * BLOCK; i += COPIERS) {
     int c = i % BLOCK, row = i / BLOCK;
     Rows at = IS_X ? x_row(row) : g_row(row);
-    u32 first = (u32)((u64)tensor / ELEMENT) + ((u32)(n0 + at.n) * CHANNELS + channel + c) * plane + ((u32)(d0 + at.d) * height + h0 + at.h) * width + w0;
-    int zero = (int)(first & (VEC - 1)) - w0, end = zero + width;  // elements of column 0 and of the one behind the last
+    u32 first = (u32)((u64)tensor / ELEMENT) + ((u32)(n0 + at.n) * CHANNELS + channel + c) * plane
+        + ((u32)(d0 + at.d) * height + h0 + at.h) * width + w0;
+    // elements of column 0 and of the one behind the last
+    int zero = (int)(first & (VEC - 1)) - w0, end = zero + width;
     bits* line = (bits*)(to + (row * BLOCK + c) * PITCH * ELEMENT);
     if (zero > 0 && zero < UNITS * VEC)
       for (int e = zero & ~(VEC - 1); e < zero; e++) line[e] = 0;
@@ -795,7 +771,8 @@ __device__ __forceinline__ void clear_borders(const char* tensor, int depth, int
 constexpr int RUNS = 8;
 
 __global__ void __launch_bounds__(32 * RUNS)
-reduce(const float* __restrict__ partial, bits* __restrict__ out, int slices, long long stride_ci, long long stride_co, long long stride_tap) {
+reduce(const float* __restrict__ partial, bits* __restrict__ out, int slices, long long stride_ci, long long stride_co,
+    long long stride_tap) {
   __shared__ float runs[RUNS][32];
   const long long total = (long long)TAPS * CIN * COUT_G;
   int lane = threadIdx.x & 31, run = threadIdx.x >> 5;
@@ -838,13 +815,17 @@ struct Work {                              // of a block
   int tap_d, tap_h, tap_w;                 // first tap of the set
 };
 
-__device__ __forceinline__ void copy_chunk(const char* __restrict__ x, const char* __restrict__ g, const Sizes& s, const Chunk& c, const Work& work, unsigned char* stage, int thread) {
+__device__ __forceinline__ void copy_chunk(const char* __restrict__ x, const char* __restrict__ g, const Sizes& s,
+    const Chunk& c, const Work& work, unsigned char* stage, int thread) {
   constexpr int x_extent = X_UNITS, g_extent = G_UNITS;
   copy_tile<X_ROWS, BLOCK_CI, x_extent, X_PITCH, CIN, CIN_G, true>(
-      x, s.batch, s.in_d, s.in_h, s.in_w, c.n, c.d, c.h, c.w, work.group * CIN_G + work.m, CIN_G - work.m, stage, thread);
+      x, s.batch, s.in_d, s.in_h, s.in_w, c.n, c.d, c.h, c.w, work.group * CIN_G + work.m, CIN_G - work.m, stage,
+          thread);
   copy_tile<G_ROWS, BLOCK_CO, g_extent, G_PITCH, COUT, COUT_G, false>(
-      g, s.batch, s.out_d, s.out_h, s.out_w, c.n, c.d * STEP_D + work.tap_d * DIL_D - PAD_D, c.h * STEP_H + work.tap_h * DIL_H - PAD_H,
-      c.w * STEP_W + work.tap_w * DIL_W - PAD_W, work.group * COUT_G + work.n, COUT_G - work.n, stage + X_BYTES, thread);
+      g, s.batch, s.out_d, s.out_h, s.out_w, c.n, c.d * STEP_D + work.tap_d * DIL_D - PAD_D,
+          c.h * STEP_H + work.tap_h * DIL_H - PAD_H,
+      c.w * STEP_W + work.tap_w * DIL_W - PAD_W, work.group * COUT_G + work.n, COUT_G - work.n, stage + X_BYTES,
+          thread);
 }
 
 // =====================================================================================================================
@@ -853,7 +834,8 @@ __device__ __forceinline__ void copy_chunk(const char* __restrict__ x, const cha
 
 __device__ __forceinline__ void multiply(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
   asm volatile("mma.sync.aligned." "m16n8k8.row.col.f32.tf32.tf32.f32" " {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};\n"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]),
+          "r"(b[1]));
 }
 
 __device__ __forceinline__ u32 rounded(u32 v) {
@@ -863,7 +845,9 @@ __device__ __forceinline__ u32 rounded(u32 v) {
 __device__ __forceinline__ u32 element_pair(const u32* words, int e, int) { return words[e]; }
 
 // One chunk of a stage: all its steps that are this warp's.
-__device__ __forceinline__ void multiply_chunk(float (&acc)[SET_TAPS][M_FRAGMENTS][N_FRAGMENTS][4], const unsigned char* stage, const Sizes& s, u32 x_phase, u32 g_phase, int warp_m, int warp_n, int warp_k, int lane) {
+__device__ __forceinline__ void multiply_chunk(float (&acc)[SET_TAPS][M_FRAGMENTS][N_FRAGMENTS][4],
+    const unsigned char* stage, const Sizes& s, u32 x_phase, u32 g_phase, int warp_m, int warp_n, int warp_k,
+        int lane) {
   const int g = lane >> 2, q = lane & 3;
   const u32* xs = (const u32*)stage;
   const u32* gs = (const u32*)(stage + X_BYTES);
@@ -901,7 +885,8 @@ __device__ __forceinline__ void multiply_chunk(float (&acc)[SET_TAPS][M_FRAGMENT
           int d = row_d[k] + td * DIL_D, h = row_h[k] + th * DIL_H;
           int row = (g_row_n[k] + d) * G_ROWS_H + h;
           int image = g_row_n[k] / G_ROWS_D, at_d = d, at_h = h;
-          int phase = (g_phase + ((u32)(image * COUT) * s.out_d + at_d) * s.out_h * s.out_w + (u32)at_h * s.out_w) & (VEC - 1);
+          int phase = (g_phase + ((u32)(image * COUT) * s.out_d + at_d) * s.out_h * s.out_w
+              + (u32)at_h * s.out_w) & (VEC - 1);
           base[k] = row * BLOCK_CO * G_PITCH + column[k] * STEP_W + phase;
         }
 #pragma unroll
@@ -933,7 +918,8 @@ __device__ __forceinline__ void multiply_chunk(float (&acc)[SET_TAPS][M_FRAGMENT
 
 // partial: [SPLITS * WARPS_K][TAPS][CIN][COUT_G] float32.
 __global__ void __launch_bounds__(THREADS, 1)
-wgrad(const char* __restrict__ x, const char* __restrict__ g, float* __restrict__ partial, int batch, int in_d, int in_h, int in_w,
+wgrad(const char* __restrict__ x, const char* __restrict__ g, float* __restrict__ partial, int batch, int in_d,
+    int in_h, int in_w,
       int out_d, int out_h, int out_w, int tiles_d, int tiles_h, int tiles_w, int chunks, int per_split) {
   extern __shared__ __align__(1024) unsigned char memory[];
   const Sizes s = {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, chunks, per_split};
@@ -958,22 +944,28 @@ wgrad(const char* __restrict__ x, const char* __restrict__ g, float* __restrict_
 #pragma unroll 1
   for (int i = begin; i < end; i++) {
     unsigned char* stage = memory + ((i - begin) & 1) * STAGE_BYTES;
-    if (i + 1 < end) copy_chunk(x, g, s, chunk_at(i + 1, s), work, memory + ((i + 1 - begin) & 1) * STAGE_BYTES, thread);
+    if (i + 1 < end) copy_chunk(x, g, s, chunk_at(i + 1, s), work, memory + ((i + 1 - begin) & 1) * STAGE_BYTES,
+        thread);
     copy_commit();
     copy_wait<1>();
     __syncthreads();
     u32 x_phase = 0, g_phase = 0;
     Chunk c = chunk_at(i, s);
-    int d = c.d * STEP_D + work.tap_d * DIL_D - PAD_D, h = c.h * STEP_H + work.tap_h * DIL_H - PAD_H, w = c.w * STEP_W + work.tap_w * DIL_W - PAD_W;
+    int d = c.d * STEP_D + work.tap_d * DIL_D - PAD_D, h = c.h * STEP_H + work.tap_h * DIL_H - PAD_H,
+        w = c.w * STEP_W + work.tap_w * DIL_W - PAD_W;
     int first_x = work.group * CIN_G + work.m, first_g = work.group * COUT_G + work.n;
     bool borders_x = has_borders(c.w, TILE_W, in_w), borders_g = has_borders(w, G_COLUMNS, out_w);
-    if (borders_x) clear_borders<X_ROWS, BLOCK_CI, X_UNITS, X_PITCH, CIN, true>(x, in_d, in_h, in_w, c.n, c.d, c.h, c.w, first_x, stage, thread);
-    if (borders_g) clear_borders<G_ROWS, BLOCK_CO, G_UNITS, G_PITCH, COUT, false>(g, out_d, out_h, out_w, c.n, d, h, w, first_g, stage + X_BYTES, thread);
+    if (borders_x) clear_borders<X_ROWS, BLOCK_CI, X_UNITS, X_PITCH, CIN,
+        true>(x, in_d, in_h, in_w, c.n, c.d, c.h, c.w, first_x, stage, thread);
+    if (borders_g) clear_borders<G_ROWS, BLOCK_CO, G_UNITS, G_PITCH, COUT,
+        false>(g, out_d, out_h, out_w, c.n, d, h, w, first_g, stage + X_BYTES, thread);
     if (borders_x || borders_g) __syncthreads();
     // Rows 8 channels apart have the same alignment, so that a lane has one for each row of a tile.
     int channel_x = first_x + (lane >> 2), channel_g = first_g + (lane >> 2);
-    x_phase = (u32)((u64)x / ELEMENT) + (((u32)c.n * CIN + channel_x) * in_d + c.d) * in_h * in_w + (u32)c.h * in_w + c.w;
-    g_phase = (u32)((u64)g / ELEMENT) + (((u32)c.n * COUT + channel_g) * out_d + d) * out_h * out_w + (u32)h * out_w + w;
+    x_phase = (u32)((u64)x / ELEMENT) + (((u32)c.n * CIN + channel_x) * in_d + c.d) * in_h * in_w + (u32)c.h * in_w
+        + c.w;
+    g_phase = (u32)((u64)g / ELEMENT) + (((u32)c.n * COUT + channel_g) * out_d + d) * out_h * out_w + (u32)h * out_w
+        + w;
     multiply_chunk(acc, stage, s, x_phase, g_phase, warp_m, warp_n, warp_k, lane);
 // tensor cores truncate their sums; these are rounded
 #pragma unroll
@@ -988,9 +980,11 @@ wgrad(const char* __restrict__ x, const char* __restrict__ g, float* __restrict_
   long long slice = ((long long)split * WARPS_K + warp_k) * (TAPS * CIN * (long long)COUT_G);
 #pragma unroll
   for (int tap = 0; tap < SET_TAPS; tap++) {
-    int kd = work.tap_d + tap / (TAPS_H * TAPS_W), kh = work.tap_h + tap / TAPS_W % TAPS_H, kw = work.tap_w + tap % TAPS_W;
+    int kd = work.tap_d + tap / (TAPS_H * TAPS_W), kh = work.tap_h + tap / TAPS_W % TAPS_H,
+        kw = work.tap_w + tap % TAPS_W;
     if (kd >= KERNEL_D || kh >= KERNEL_H || kw >= KERNEL_W) continue;
-    float* to = partial + slice + ((long long)((kd * KERNEL_H + kh) * KERNEL_W + kw) * CIN + work.group * CIN_G) * COUT_G;
+    float* to = partial + slice
+        + ((long long)((kd * KERNEL_H + kh) * KERNEL_W + kw) * CIN + work.group * CIN_G) * COUT_G;
 #pragma unroll
     for (int i = 0; i < M_FRAGMENTS; i++)
 #pragma unroll
@@ -1017,36 +1011,28 @@ wgrad(const char* __restrict__ x, const char* __restrict__ g, float* __restrict_
 
 namespace grad_weight_unaligned {
 
-constexpr int ELEMENT = 4;
+// What both grad-weight kernels share: the geometry of g's tile, copies by threads, and the second step.
+//
+// Rows of x and g in a chunk follow from TILE_*, TAPS_*, STEP_* (stride) and DIL_* (dilation); the sets of taps differ
+// only in where
+// their chunks begin.
+
+constexpr int ELEMENT = 4;  // bytes of an element
 constexpr int GROUPS = 4;
-constexpr int CIN_G = 8;
-constexpr int COUT_G = 8;
-constexpr int BLOCK_CI = 16;
-constexpr int BLOCK_CO = 8;
-constexpr int TILE_N = 4;
-constexpr int KERNEL_D = 3;
-constexpr int STEP_D = 2;
-constexpr int DIL_D = 1;
-constexpr int PAD_D = 1;
-constexpr int TAPS_D = 1;
-constexpr int SETS_D = 3;
-constexpr int TILE_D = 1;
-constexpr int KERNEL_H = 5;
-constexpr int STEP_H = 2;
-constexpr int DIL_H = 1;
-constexpr int PAD_H = 2;
-constexpr int TAPS_H = 2;
-constexpr int SETS_H = 3;
-constexpr int TILE_H = 8;
-constexpr int KERNEL_W = 7;
-constexpr int STEP_W = 2;
-constexpr int DIL_W = 1;
-constexpr int PAD_W = 3;
-constexpr int TAPS_W = 7;
-constexpr int SETS_W = 1;
-constexpr int TILE_W = 8;
-constexpr int WARP_M = 16;
-constexpr int WARP_N = 8;
+constexpr int CIN_G = 8;  // channels of a group in what is read
+constexpr int COUT_G = 8;  // channels of a group in what is written
+constexpr int BLOCK_CI = 16;  // input channels of a block
+constexpr int BLOCK_CO = 8;  // output channels of a block
+constexpr int TILE_N = 4;  // images of a tile
+constexpr int KERNEL_D = 3, KERNEL_H = 5, KERNEL_W = 7;  // the layer's
+constexpr int STEP_D = 2, STEP_H = 2, STEP_W = 2;  // stride
+constexpr int DIL_D = 1, DIL_H = 1, DIL_W = 1;  // dilation
+constexpr int PAD_D = 1, PAD_H = 2, PAD_W = 3;  // padding
+constexpr int TAPS_D = 1, TAPS_H = 2, TAPS_W = 7;  // of a set, which a block multiplies
+constexpr int SETS_D = 3, SETS_H = 3, SETS_W = 1;  // of taps
+constexpr int TILE_D = 1, TILE_H = 8, TILE_W = 8;  // positions q of a chunk
+constexpr int WARP_M = 16;  // input channels of a warp
+constexpr int WARP_N = 8;  // output channels of a warp
 
 // Grad-weight on tensor cores: dW[ci, co, tap] = sum over images and positions q of x[ci, q] * g[co, q * STEP + tap * DIL - PAD].
 //
@@ -1065,18 +1051,13 @@ constexpr int WARP_N = 8;
 constexpr int WARPS = 8;
 constexpr int COPIERS = WARPS * 32;  // threads that copy
 
-// What both grad-weight kernels share: the geometry of g's tile, copies by threads, and the second step.
-//
-// Rows of x and g in a chunk follow from TILE_*, TAPS_*, STEP_* (stride) and DIL_* (dilation); the sets of taps differ only in where
-// their chunks begin.
-
-// PTX in small wrappers, so that a kernel body reads as an algorithm. No headers: NVRTC compiles this in tens of ms.
+// PTX in small wrappers, so that a kernel body reads as an algorithm.
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
-// --- copies into shared memory ----------------------------------------------------------------------------------------
+// --- copies into shared memory ---------------------------------------------------------------------------------------
 
 __device__ __forceinline__ void copy16(u32 to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;\n" ::"r"(to), "l"(from) : "memory");
@@ -1085,9 +1066,10 @@ __device__ __forceinline__ void copy16(u32 to, const void* from, int bytes) {  /
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
 __device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
-template <int N> __device__ __forceinline__ void copy_wait() { asm volatile("cp.async.wait_group %0;\n" ::"n"(N) : "memory"); }
+template <int N> __device__ __forceinline__ void copy_wait() { asm volatile("cp.async.wait_group %0;\n" ::"n"(N)
+    : "memory"); }
 
-// --- numbers ----------------------------------------------------------------------------------------------------------
+// --- numbers ---------------------------------------------------------------------------------------------------------
 
 // Nearest TF32, ties to even, as cuDNN rounds: with it results agree with cuDNN to 3e-6, with rna to 5e-5.
 __device__ __forceinline__ u32 to_tf32(float v) {
@@ -1100,14 +1082,14 @@ __device__ __forceinline__ u32 low_part(float v, u32 high) {
   return (high & 0x7f800000u) == 0x7f800000u ? 0u : to_tf32(v - __uint_as_float(high));
 }
 
-// --- matrix instructions ----------------------------------------------------------------------------------------------
+// --- matrix instructions ---------------------------------------------------------------------------------------------
 
 constexpr int VEC = 16 / ELEMENT;  // elements of a 16-byte unit
-constexpr int TAPS = KERNEL_D * KERNEL_H * KERNEL_W;
+constexpr int TAPS = KERNEL_D * KERNEL_H * KERNEL_W;  // of a set, which a block multiplies
 constexpr int SET_TAPS = TAPS_D * TAPS_H * TAPS_W;
-constexpr int SETS = SETS_D * SETS_H * SETS_W;
-constexpr int CIN = GROUPS * CIN_G;
-constexpr int COUT = GROUPS * COUT_G;
+constexpr int SETS = SETS_D * SETS_H * SETS_W;  // of taps
+constexpr int CIN = GROUPS * CIN_G;  // channels of what is read
+constexpr int COUT = GROUPS * COUT_G;  // channels of what is written
 
 // Rows of g's tile: every row between the first and the last (dense), or TAPS rows for each q when that is fewer.
 #define SPAN(tile, step, taps, dil) (((tile) - 1) * (step) + ((taps) - 1) * (dil) + 1)
@@ -1156,13 +1138,15 @@ __device__ __forceinline__ Rows g_row(int r) {
 typedef u32 bits;
 
 template <int ROWS, int BLOCK, int COLUMNS_OR_UNITS, int PITCH, int CHANNELS, int CHANNELS_G, bool IS_X>
-__device__ __forceinline__ void copy_tile(const char* __restrict__ tensor, int batch, int depth, int height, int width, int n0, int d0, int h0, int w0, int channel, int left, unsigned char* to, int thread) {
+__device__ __forceinline__ void copy_tile(const char* __restrict__ tensor, int batch, int depth, int height, int width,
+    int n0, int d0, int h0, int w0, int channel, int left, unsigned char* to, int thread) {
   u32 to_address = shared_address(to);
-  // Units that hold a border are copied whole; `clear_borders` clears what lies beyond it when they have landed. (NOTES: in parts of 4
+  // Units that hold a border are copied whole; `clear_borders` clears what lies beyond it when they have landed.
+  // (NOTES: in parts of 4
   // bytes, some of a warp's threads each time: 1.04 ms instead of 0.37.)
   // A thread keeps its channel and place in the row for all rows of the tile (NOTES: with an index for each unit, one warp on a
   // scheduler took 850 clocks a round of 32 units, all of them address arithmetic: kb77's bfloat16 gradient 1.35 ms).
-  constexpr int UNITS = COLUMNS_OR_UNITS, ROWS_D = IS_X ? TILE_D : G_ROWS_D, ROWS_H = IS_X ? TILE_H : G_ROWS_H;
+  constexpr int UNITS = COLUMNS_OR_UNITS, ROWS_H = IS_X ? TILE_H : G_ROWS_H;
   long long plane = (long long)depth * height * width;
 #pragma unroll 1
   for (int i = thread; i < BLOCK * UNITS; i += COPIERS) {
@@ -1173,12 +1157,14 @@ __device__ __forceinline__ void copy_tile(const char* __restrict__ tensor, int b
       Rows at = IS_X ? x_row(r * ROWS_H) : g_row(r * ROWS_H);
       int n = n0 + at.n, d = d0 + at.d;
       bool slice = n < batch && (u32)d < (u32)depth && c < left;
-      const char* base = tensor + (((long long)n * CHANNELS + channel + c) * plane + (long long)d * height * width + w0) * ELEMENT;
+      const char* base = tensor
+          + (((long long)n * CHANNELS + channel + c) * plane + (long long)d * height * width + w0) * ELEMENT;
 #pragma unroll 2
       for (int rh = 0; rh < ROWS_H; rh++, offset += BLOCK * PITCH * ELEMENT) {
         int h = h0 + rh;
         const char* from = base + (long long)h * (width * ELEMENT);
-        int misaligned = (int)((u64)from & 15), first = w0 + (unit * 16 - misaligned) / ELEMENT;  // column of the first element
+        // column of the first element
+        int misaligned = (int)((u64)from & 15), first = w0 + (unit * 16 - misaligned) / ELEMENT;
         from += unit * 16 - misaligned;
         bool in = slice && (u32)h < (u32)height && first + VEC > 0 && first < width;
         copy16(to_address + offset, in ? from : tensor, in ? 16 : 0);
@@ -1191,14 +1177,17 @@ __device__ __forceinline__ bool has_borders(int w0, int columns, int width) { re
 
 // Clears elements before column 0 and from column `width` on, in the units that hold such a border.
 template <int ROWS, int BLOCK, int UNITS, int PITCH, int CHANNELS, bool IS_X>
-__device__ __forceinline__ void clear_borders(const char* tensor, int depth, int height, int width, int n0, int d0, int h0, int w0, int channel, unsigned char* to, int thread) {
+__device__ __forceinline__ void clear_borders(const char* tensor, int depth, int height, int width, int n0, int d0,
+    int h0, int w0, int channel, unsigned char* to, int thread) {
   u32 plane = (u32)depth * height * width;
 #pragma unroll 1
   for (int i = thread; i < ROWS * BLOCK; i += COPIERS) {
     int c = i % BLOCK, row = i / BLOCK;
     Rows at = IS_X ? x_row(row) : g_row(row);
-    u32 first = (u32)((u64)tensor / ELEMENT) + ((u32)(n0 + at.n) * CHANNELS + channel + c) * plane + ((u32)(d0 + at.d) * height + h0 + at.h) * width + w0;
-    int zero = (int)(first & (VEC - 1)) - w0, end = zero + width;  // elements of column 0 and of the one behind the last
+    u32 first = (u32)((u64)tensor / ELEMENT) + ((u32)(n0 + at.n) * CHANNELS + channel + c) * plane
+        + ((u32)(d0 + at.d) * height + h0 + at.h) * width + w0;
+    // elements of column 0 and of the one behind the last
+    int zero = (int)(first & (VEC - 1)) - w0, end = zero + width;
     bits* line = (bits*)(to + (row * BLOCK + c) * PITCH * ELEMENT);
     if (zero > 0 && zero < UNITS * VEC)
       for (int e = zero & ~(VEC - 1); e < zero; e++) line[e] = 0;
@@ -1214,7 +1203,8 @@ __device__ __forceinline__ void clear_borders(const char* tensor, int depth, int
 constexpr int RUNS = 8;
 
 __global__ void __launch_bounds__(32 * RUNS)
-reduce(const float* __restrict__ partial, bits* __restrict__ out, int slices, long long stride_ci, long long stride_co, long long stride_tap) {
+reduce(const float* __restrict__ partial, bits* __restrict__ out, int slices, long long stride_ci, long long stride_co,
+    long long stride_tap) {
   __shared__ float runs[RUNS][32];
   const long long total = (long long)TAPS * CIN * COUT_G;
   int lane = threadIdx.x & 31, run = threadIdx.x >> 5;
@@ -1257,13 +1247,17 @@ struct Work {                              // of a block
   int tap_d, tap_h, tap_w;                 // first tap of the set
 };
 
-__device__ __forceinline__ void copy_chunk(const char* __restrict__ x, const char* __restrict__ g, const Sizes& s, const Chunk& c, const Work& work, unsigned char* stage, int thread) {
+__device__ __forceinline__ void copy_chunk(const char* __restrict__ x, const char* __restrict__ g, const Sizes& s,
+    const Chunk& c, const Work& work, unsigned char* stage, int thread) {
   constexpr int x_extent = X_UNITS, g_extent = G_UNITS;
   copy_tile<X_ROWS, BLOCK_CI, x_extent, X_PITCH, CIN, CIN_G, true>(
-      x, s.batch, s.in_d, s.in_h, s.in_w, c.n, c.d, c.h, c.w, work.group * CIN_G + work.m, CIN_G - work.m, stage, thread);
+      x, s.batch, s.in_d, s.in_h, s.in_w, c.n, c.d, c.h, c.w, work.group * CIN_G + work.m, CIN_G - work.m, stage,
+          thread);
   copy_tile<G_ROWS, BLOCK_CO, g_extent, G_PITCH, COUT, COUT_G, false>(
-      g, s.batch, s.out_d, s.out_h, s.out_w, c.n, c.d * STEP_D + work.tap_d * DIL_D - PAD_D, c.h * STEP_H + work.tap_h * DIL_H - PAD_H,
-      c.w * STEP_W + work.tap_w * DIL_W - PAD_W, work.group * COUT_G + work.n, COUT_G - work.n, stage + X_BYTES, thread);
+      g, s.batch, s.out_d, s.out_h, s.out_w, c.n, c.d * STEP_D + work.tap_d * DIL_D - PAD_D,
+          c.h * STEP_H + work.tap_h * DIL_H - PAD_H,
+      c.w * STEP_W + work.tap_w * DIL_W - PAD_W, work.group * COUT_G + work.n, COUT_G - work.n, stage + X_BYTES,
+          thread);
 }
 
 // =====================================================================================================================
@@ -1272,7 +1266,8 @@ __device__ __forceinline__ void copy_chunk(const char* __restrict__ x, const cha
 
 __device__ __forceinline__ void multiply(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
   asm volatile("mma.sync.aligned." "m16n8k8.row.col.f32.tf32.tf32.f32" " {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};\n"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]),
+          "r"(b[1]));
 }
 
 __device__ __forceinline__ u32 rounded(u32 v) {
@@ -1282,7 +1277,9 @@ __device__ __forceinline__ u32 rounded(u32 v) {
 __device__ __forceinline__ u32 element_pair(const u32* words, int e, int) { return words[e]; }
 
 // One chunk of a stage: all its steps that are this warp's.
-__device__ __forceinline__ void multiply_chunk(float (&acc)[SET_TAPS][M_FRAGMENTS][N_FRAGMENTS][4], const unsigned char* stage, const Sizes& s, u32 x_phase, u32 g_phase, int warp_m, int warp_n, int warp_k, int lane) {
+__device__ __forceinline__ void multiply_chunk(float (&acc)[SET_TAPS][M_FRAGMENTS][N_FRAGMENTS][4],
+    const unsigned char* stage, const Sizes& s, u32 x_phase, u32 g_phase, int warp_m, int warp_n, int warp_k,
+        int lane) {
   const int g = lane >> 2, q = lane & 3;
   const u32* xs = (const u32*)stage;
   const u32* gs = (const u32*)(stage + X_BYTES);
@@ -1320,7 +1317,8 @@ __device__ __forceinline__ void multiply_chunk(float (&acc)[SET_TAPS][M_FRAGMENT
           int d = row_d[k] + td * DIL_D, h = row_h[k] + th * DIL_H;
           int row = (g_row_n[k] + d) * G_ROWS_H + h;
           int image = g_row_n[k] / G_ROWS_D, at_d = d, at_h = h;
-          int phase = (g_phase + ((u32)(image * COUT) * s.out_d + at_d) * s.out_h * s.out_w + (u32)at_h * s.out_w) & (VEC - 1);
+          int phase = (g_phase + ((u32)(image * COUT) * s.out_d + at_d) * s.out_h * s.out_w
+              + (u32)at_h * s.out_w) & (VEC - 1);
           base[k] = row * BLOCK_CO * G_PITCH + column[k] * STEP_W + phase;
         }
 #pragma unroll
@@ -1352,7 +1350,8 @@ __device__ __forceinline__ void multiply_chunk(float (&acc)[SET_TAPS][M_FRAGMENT
 
 // partial: [SPLITS * WARPS_K][TAPS][CIN][COUT_G] float32.
 __global__ void __launch_bounds__(THREADS, 1)
-wgrad(const char* __restrict__ x, const char* __restrict__ g, float* __restrict__ partial, int batch, int in_d, int in_h, int in_w,
+wgrad(const char* __restrict__ x, const char* __restrict__ g, float* __restrict__ partial, int batch, int in_d,
+    int in_h, int in_w,
       int out_d, int out_h, int out_w, int tiles_d, int tiles_h, int tiles_w, int chunks, int per_split) {
   extern __shared__ __align__(1024) unsigned char memory[];
   const Sizes s = {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, chunks, per_split};
@@ -1377,22 +1376,28 @@ wgrad(const char* __restrict__ x, const char* __restrict__ g, float* __restrict_
 #pragma unroll 1
   for (int i = begin; i < end; i++) {
     unsigned char* stage = memory + ((i - begin) & 1) * STAGE_BYTES;
-    if (i + 1 < end) copy_chunk(x, g, s, chunk_at(i + 1, s), work, memory + ((i + 1 - begin) & 1) * STAGE_BYTES, thread);
+    if (i + 1 < end) copy_chunk(x, g, s, chunk_at(i + 1, s), work, memory + ((i + 1 - begin) & 1) * STAGE_BYTES,
+        thread);
     copy_commit();
     copy_wait<1>();
     __syncthreads();
     u32 x_phase = 0, g_phase = 0;
     Chunk c = chunk_at(i, s);
-    int d = c.d * STEP_D + work.tap_d * DIL_D - PAD_D, h = c.h * STEP_H + work.tap_h * DIL_H - PAD_H, w = c.w * STEP_W + work.tap_w * DIL_W - PAD_W;
+    int d = c.d * STEP_D + work.tap_d * DIL_D - PAD_D, h = c.h * STEP_H + work.tap_h * DIL_H - PAD_H,
+        w = c.w * STEP_W + work.tap_w * DIL_W - PAD_W;
     int first_x = work.group * CIN_G + work.m, first_g = work.group * COUT_G + work.n;
     bool borders_x = has_borders(c.w, TILE_W, in_w), borders_g = has_borders(w, G_COLUMNS, out_w);
-    if (borders_x) clear_borders<X_ROWS, BLOCK_CI, X_UNITS, X_PITCH, CIN, true>(x, in_d, in_h, in_w, c.n, c.d, c.h, c.w, first_x, stage, thread);
-    if (borders_g) clear_borders<G_ROWS, BLOCK_CO, G_UNITS, G_PITCH, COUT, false>(g, out_d, out_h, out_w, c.n, d, h, w, first_g, stage + X_BYTES, thread);
+    if (borders_x) clear_borders<X_ROWS, BLOCK_CI, X_UNITS, X_PITCH, CIN,
+        true>(x, in_d, in_h, in_w, c.n, c.d, c.h, c.w, first_x, stage, thread);
+    if (borders_g) clear_borders<G_ROWS, BLOCK_CO, G_UNITS, G_PITCH, COUT,
+        false>(g, out_d, out_h, out_w, c.n, d, h, w, first_g, stage + X_BYTES, thread);
     if (borders_x || borders_g) __syncthreads();
     // Rows 8 channels apart have the same alignment, so that a lane has one for each row of a tile.
     int channel_x = first_x + (lane >> 2), channel_g = first_g + (lane >> 2);
-    x_phase = (u32)((u64)x / ELEMENT) + (((u32)c.n * CIN + channel_x) * in_d + c.d) * in_h * in_w + (u32)c.h * in_w + c.w;
-    g_phase = (u32)((u64)g / ELEMENT) + (((u32)c.n * COUT + channel_g) * out_d + d) * out_h * out_w + (u32)h * out_w + w;
+    x_phase = (u32)((u64)x / ELEMENT) + (((u32)c.n * CIN + channel_x) * in_d + c.d) * in_h * in_w + (u32)c.h * in_w
+        + c.w;
+    g_phase = (u32)((u64)g / ELEMENT) + (((u32)c.n * COUT + channel_g) * out_d + d) * out_h * out_w + (u32)h * out_w
+        + w;
     multiply_chunk(acc, stage, s, x_phase, g_phase, warp_m, warp_n, warp_k, lane);
 // tensor cores truncate their sums; these are rounded
 #pragma unroll
@@ -1407,9 +1412,11 @@ wgrad(const char* __restrict__ x, const char* __restrict__ g, float* __restrict_
   long long slice = ((long long)split * WARPS_K + warp_k) * (TAPS * CIN * (long long)COUT_G);
 #pragma unroll
   for (int tap = 0; tap < SET_TAPS; tap++) {
-    int kd = work.tap_d + tap / (TAPS_H * TAPS_W), kh = work.tap_h + tap / TAPS_W % TAPS_H, kw = work.tap_w + tap % TAPS_W;
+    int kd = work.tap_d + tap / (TAPS_H * TAPS_W), kh = work.tap_h + tap / TAPS_W % TAPS_H,
+        kw = work.tap_w + tap % TAPS_W;
     if (kd >= KERNEL_D || kh >= KERNEL_H || kw >= KERNEL_W) continue;
-    float* to = partial + slice + ((long long)((kd * KERNEL_H + kh) * KERNEL_W + kw) * CIN + work.group * CIN_G) * COUT_G;
+    float* to = partial + slice
+        + ((long long)((kd * KERNEL_H + kh) * KERNEL_W + kw) * CIN + work.group * CIN_G) * COUT_G;
 #pragma unroll
     for (int i = 0; i < M_FRAGMENTS; i++)
 #pragma unroll
@@ -1431,7 +1438,7 @@ wgrad(const char* __restrict__ x, const char* __restrict__ g, float* __restrict_
 
 namespace {
 
-// --- launches --------------------------------------------------------------------------------------------------------
+// --- launches ----------------------------------------------------------------------------------------------------
 
 // A value as a kernel's parameter: pointers from void*, integers in range, tensor maps bit by bit.
 template <typename To, typename From>
@@ -1442,26 +1449,30 @@ To parameter(const From& value) {
     std::memcpy(&to, &value, sizeof(To));
     return to;
   } else if constexpr (std::is_integral_v<To>) {
-    TORCH_CHECK(value == static_cast<int64_t>(static_cast<To>(value)), "the tensor is too large: a size or the number of tiles is ", value);
-    return static_cast<To>(value);
+    const To found = static_cast<To>(value);
+    TORCH_CHECK(found == value, "the tensor is too large: a size or the number of its tiles is ", value);
+    return found;
   } else {
     return static_cast<To>(value);
   }
 }
 
 template <typename... Parameters, typename Values, size_t... I>
-void start(void (*kernel)(Parameters...), const cudaLaunchConfig_t& config, const Values& values, std::index_sequence<I...>) {
+void start(void (*kernel)(Parameters...), const cudaLaunchConfig_t& config, const Values& values,
+           std::index_sequence<I...>) {
   C10_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, parameter<Parameters>(std::get<I>(values))...));
 }
 
 // Launches a kernel on the tensor's device and that device's current stream.
 template <auto Kernel, int Threads, int SharedBytes, typename Values>
 void launch(const at::Tensor& on, int64_t blocks, const Values& values) {
-  TORCH_CHECK(0 < blocks && blocks < (int64_t(1) << 31), "the tensor is too large: its tiles make ", blocks, " blocks");
+  TORCH_CHECK(0 < blocks && blocks < (int64_t(1) << 31), "the tensor is too large: it makes ", blocks, " blocks");
   const c10::cuda::CUDAGuard guard(on.device());
   if constexpr (SharedBytes > 48 * 1024) {  // more than the default wants to be asked for, once per device
     static std::array<std::once_flag, 64> asked;
-    std::call_once(asked.at(on.get_device()), [] { C10_CUDA_CHECK(cudaFuncSetAttribute(Kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, SharedBytes)); });
+    std::call_once(asked.at(on.get_device()), [] {
+      C10_CUDA_CHECK(cudaFuncSetAttribute(Kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, SharedBytes));
+    });
   }
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(blocks));
@@ -1490,15 +1501,15 @@ void run_grad_input(const at::Tensor& grad, const at::Tensor& packed, const std:
   launch<grad_input::grad_input, 256, 0>(grad, blocks, std::tuple_cat(std::make_tuple(grad.data_ptr(), packed.data_ptr(), out.data_ptr()), sizes));
 }
 
-void run_grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& partial, const at::Tensor& out,
-                     int64_t blocks, const std::array<int64_t, 12>& sizes) {
+void run_grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& partial,
+                     const at::Tensor& out, int64_t blocks, const std::array<int64_t, 12>& sizes) {
   launch<grad_weight::wgrad, 256, 131072>(x, blocks, std::tuple_cat(std::make_tuple(x.data_ptr(), grad.data_ptr(), partial.data_ptr()), sizes));
   // The sums of all slices, always in the same order; out may have any dense memory format.
   launch<grad_weight::reduce, 256, 0>(x, (out.numel() + 31) / 32, std::make_tuple(partial.data_ptr(), out.data_ptr(), partial.size(0), out.stride(0), out.stride(1), out.stride(-1)));
 }
 
-void run_grad_weight_unaligned(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& partial, const at::Tensor& out,
-                               int64_t blocks, const std::array<int64_t, 12>& sizes) {
+void run_grad_weight_unaligned(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& partial,
+                               const at::Tensor& out, int64_t blocks, const std::array<int64_t, 12>& sizes) {
   launch<grad_weight_unaligned::wgrad, 256, 163840>(x, blocks, std::tuple_cat(std::make_tuple(x.data_ptr(), grad.data_ptr(), partial.data_ptr()), sizes));
   // The sums of all slices, always in the same order; out may have any dense memory format.
   launch<grad_weight_unaligned::reduce, 256, 0>(x, (out.numel() + 31) / 32, std::make_tuple(partial.data_ptr(), out.data_ptr(), partial.size(0), out.stride(0), out.stride(1), out.stride(-1)));
@@ -1513,13 +1524,19 @@ void run_forward(const at::Tensor& x, const at::Tensor& packed, const std::optio
                  const at::Tensor& out, int64_t blocks, const std::array<int64_t, 8>& sizes);
 void run_grad_input(const at::Tensor& grad, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
                     const at::Tensor& out, int64_t blocks, const std::array<int64_t, 8>& sizes);
-void run_grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& partial, const at::Tensor& out,
-                     int64_t blocks, const std::array<int64_t, 12>& sizes);
-void run_grad_weight_unaligned(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& partial, const at::Tensor& out,
-                               int64_t blocks, const std::array<int64_t, 12>& sizes);
+void run_grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& partial,
+                     const at::Tensor& out, int64_t blocks, const std::array<int64_t, 12>& sizes);
+void run_grad_weight_unaligned(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& partial,
+                               const at::Tensor& out, int64_t blocks, const std::array<int64_t, 12>& sizes);
 """
 
-FUNCTIONS = ["pack_forward", "run_forward", "run_grad_input", "run_grad_weight", "run_grad_weight_unaligned"]
+FUNCTIONS = [
+    "pack_forward",
+    "run_forward",
+    "run_grad_input",
+    "run_grad_weight",
+    "run_grad_weight_unaligned",
+]
 
 _lock = threading.Lock()
 _extension = None
@@ -1528,7 +1545,7 @@ _extension = None
 def build():
     """Compiles the kernels and loads them; PyTorch keeps what is compiled in its folder for extensions.
 
-    The first call for a layer that needs them does it by itself, and takes a minute or two.
+    The first call of ModelNew does it by itself; it takes a minute or two.
 
     Raises:
         RuntimeError: one sentence on what is missing, or the compiler's messages.
@@ -1537,13 +1554,13 @@ def build():
     with _lock:
         if _extension is None:
             if torch.version.cuda is None:
-                raise RuntimeError("ModelNew's kernels need a PyTorch with CUDA, and this one is built without.")
+                raise RuntimeError("ModelNew's kernels need a PyTorch with CUDA, and this one is built without")
             if cpp_extension.CUDA_HOME is None:
-                raise RuntimeError("ModelNew compiles its kernels with nvcc: install the CUDA toolkit or set CUDA_HOME.")
+                raise RuntimeError("ModelNew compiles its kernels with nvcc; install the CUDA toolkit or set CUDA_HOME")
             if not cpp_extension.is_ninja_available():
-                raise RuntimeError("ModelNew compiles its kernels with ninja, which is not installed: pip install ninja.")
+                raise RuntimeError("ModelNew compiles its kernels with ninja, which is missing: pip install ninja")
             if shutil.which(os.environ.get("CXX", "c++")) is None:
-                raise RuntimeError("ModelNew compiles its kernels with a C++ compiler, and there is none: set CXX.")
+                raise RuntimeError("ModelNew compiles its kernels with a C++ compiler, and there is none; set CXX")
             digest = hashlib.sha256((CUDA + DECLARATIONS).encode()).hexdigest()
             _extension = cpp_extension.load_inline(
                 name=f"conv_transpose_{digest[:16]}",
@@ -1604,7 +1621,7 @@ class DirectGradInput(NamedTuple):
 
 
 class GradWeight(NamedTuple):
-    """Gradient for the weight on tensor cores: blocks share the pixels, in chunks; their sums are added after."""
+    """Gradient for the weight on tensor cores: blocks share the pixels; their sums are added after."""
 
     name: str
     unit: int  # the input's columns must be a multiple of it, so that rows begin at 16 bytes
@@ -1624,7 +1641,7 @@ class GradWeight(NamedTuple):
         return self.blocks * shares, self.slices * shares, sizes
 
     def shares(self, chunks, memory, processors):
-        """How many shares the pixels are cut in: the planner's model weighs waves of blocks against sums to add."""
+        """How many shares the pixels are cut in: the model weighs waves of blocks against sums to add."""
         slice_bytes = 4 * WEIGHTS * self.slices
         most = max(1, min(chunks, SUM_BYTES // slice_bytes))
         best = None
@@ -1641,14 +1658,42 @@ class GradWeight(NamedTuple):
 
 # For each pass its kernels; the first that fits the size is taken.
 FORWARD = (
-    Direct(name='forward', unit=1, cells=(8, 16), stride=(2, 2), channel_blocks=2, words=26880, packed=torch.float32),
+    Direct(
+        name="forward",
+        unit=1,
+        cells=(8, 16),
+        stride=(2, 2),
+        channel_blocks=2,
+        words=26880,
+        packed=torch.float32,
+    ),
 )
 GRAD_INPUT = (
-    DirectGradInput(name='grad_input', unit=1, channel_blocks=4),
+    DirectGradInput(
+        name="grad_input",
+        unit=1,
+        channel_blocks=4,
+    ),
 )
 GRAD_WEIGHT = (
-    GradWeight(name='grad_weight', unit=4, unit_out=1, tile=(2, 1, 8, 16), blocks=36, slices=8, chunk_seconds=3.845394112060778e-06),
-    GradWeight(name='grad_weight_unaligned', unit=1, unit_out=1, tile=(4, 1, 8, 8), blocks=36, slices=8, chunk_seconds=4.062678062678063e-06),
+    GradWeight(
+        name="grad_weight",
+        unit=4,
+        unit_out=1,
+        tile=(2, 1, 8, 16),
+        blocks=36,
+        slices=8,
+        chunk_seconds=3.845394112060778e-06,
+    ),
+    GradWeight(
+        name="grad_weight_unaligned",
+        unit=1,
+        unit_out=1,
+        tile=(4, 1, 8, 8),
+        blocks=36,
+        slices=8,
+        chunk_seconds=4.062678062678063e-06,
+    ),
 )
 
 
@@ -1673,15 +1718,15 @@ def grad_weight_launch(batch, size, processors):
     return kernel, *kernel.launch(batch, size, out_size, processors)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def processors(device: int) -> int:
     """Multiprocessors of a CUDA device, after a look whether the kernels run there."""
     properties = torch.cuda.get_device_properties(device)
     have = properties.major, properties.minor
     if not (have == CAPABILITY):
         raise RuntimeError(
-            f"ModelNew's kernels are compiled for sm_90a, and cuda:{device} ({properties.name}) has compute capability "
-            f"{have[0]}.{have[1]}."
+            f"ModelNew's kernels are compiled for sm_90a; got cuda:{device} ({properties.name}) of compute "
+            f"capability {have[0]}.{have[1]}"
         )
     return properties.multi_processor_count
 
@@ -1724,7 +1769,8 @@ class Kept:
         self.key, self.packed = None, None
 
     def pack(self, kernel, weight: Tensor) -> Tensor:
-        if weight.is_inference() or torch.cuda.is_current_stream_capturing():  # a replayed graph must pack what is then there
+        # A replayed graph must pack what the weights then are; inference tensors have no version.
+        if weight.is_inference() or torch.cuda.is_current_stream_capturing():
             return pack(kernel, weight)
         stream = torch.cuda.current_stream(weight.device).cuda_stream
         key = kernel.name, weight.data_ptr(), weight.stride(), weight._version, stream
@@ -1835,7 +1881,8 @@ class GradWeightFunction(torch.autograd.Function):
 def check(x: Tensor, weight: Tensor) -> None:
     """Raises ValueError, in a sentence, for an input that the kernels cannot take."""
     if x.dim() != RANK + 2:
-        raise ValueError(f"ModelNew takes inputs (batch, channels, depth, height, width), batched or not; got shape {tuple(x.shape)}")
+        shapes = "(batch, channels, depth, height, width), batched or not"
+        raise ValueError(f"ModelNew takes inputs {shapes}; got shape {tuple(x.shape)}")
     if x.shape[1] != IN_CHANNELS:
         raise ValueError(f"ModelNew takes inputs of {IN_CHANNELS} channels; got shape {tuple(x.shape)}")
     if min(x.shape[2:]) < 1 or min(output_size(x.shape[2:])) < 1:

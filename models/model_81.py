@@ -4,11 +4,11 @@ Layer: ConvTranspose2d(32, 64, kernel_size=(3, 3), stride=(5, 5), padding=(1, 1)
 dilation=(2, 2), groups=1).
 
 ModelNew has the constructor, the parameters (equal under a seed) and the state_dict of the original, and computes
-forward, first and second gradients with the kernels below. They were chosen for inputs of 16 x 32 x 64 x 128 on an
-NVIDIA H200 and serve every batch and spatial size.
+forward, first and second gradients with the kernels below, chosen for inputs of 16 x 32 x 64 x 128 on an NVIDIA
+H200 and serve every batch and spatial size.
 
 Constraints:
-- CUDA devices of sm_90a; nvcc, a C++ compiler and ninja at the first call, which takes a minute or two.
+- CUDA devices of sm_90a; nvcc, a C++ compiler and ninja at the first call, which takes a minute.
 - Values: float32, rounded to TF32 (nearest even) and multiplied on tensor cores, as PyTorch's defaults have it;
   where its flags ask for IEEE float32 a call raises.
 - Tensors in other than the contiguous memory format are copied to it first; results are contiguous.
@@ -50,7 +50,7 @@ KERNEL, STRIDE, PADDING = (3, 3), (5, 5), (1, 1)
 OUTPUT_PADDING, DILATION = (0, 0), (2, 2)
 DTYPE, FORMAT = torch.float32, torch.contiguous_format
 RANK, WEIGHTS = 2, 18432
-BANDWIDTH = 4.2e+12  # of the device memory in bytes/s, for the planner's model
+BANDWIDTH = 4.2e12  # of the device memory in bytes/s, for the planner's model
 SUM_BYTES = 96 << 20  # of the weight gradient's slices of sums, at most
 CAPABILITY = (9, 0)  # of the GPUs that the kernels are compiled for: sm_90a
 
@@ -75,52 +75,6 @@ CUDA = r"""
 
 namespace forward {
 
-constexpr int ELEMENT = 4;
-constexpr int PARTS = 1;
-constexpr int FIRST_D = 0;
-constexpr int FIRST_H = 0;
-constexpr int COUT = 64;
-constexpr int CIN_G = 32;
-constexpr int COUT_G = 64;
-constexpr int TAPS = 9;
-constexpr int CK = 32;
-constexpr int SUB_H = 1;
-constexpr int SUB_W = 64;
-constexpr int SUBS = 1;
-constexpr int ROWS_PER_SUB = 64;
-constexpr int W_SUBS = 5;
-constexpr int MB = 3;
-constexpr int VARIANTS = 5;
-constexpr int COUT_BLOCKS = 1;
-constexpr int M_GROUPS = 5;
-constexpr int STAGES_P = 2;
-constexpr int STAGES_S = 3;
-constexpr int STAGES_W = 3;
-constexpr int W_STAGE = 8;
-constexpr int RUN_GROUPS = 4;
-constexpr int ROWS_D = 1;
-constexpr int ROWS_H = 3;
-constexpr int ROW_STEP_D = 1;
-constexpr int ROW_STEP_H = 1;
-constexpr int FIRST_W = 0;
-constexpr int COLUMNS = 65;
-constexpr int COLUMN_PAD = 0;
-constexpr int PLANE = 65;
-constexpr int PLANES = 1;
-constexpr int FRAGMENT_SETS = 2;
-constexpr int PRODUCER_REGISTERS = 48;
-constexpr int CONSUMER_REGISTERS = 208;
-constexpr int OUT_STEP_D = 1;
-constexpr int IN_STEP_D = 1;
-constexpr int TILE_D = 1;
-constexpr int OUT_STEP_H = 5;
-constexpr int IN_STEP_H = 1;
-constexpr int TILE_H = 2;
-constexpr int OUT_STEP_W = 5;
-constexpr int IN_STEP_W = 1;
-constexpr int TILE_W = 64;
-constexpr int TILE_N = 1;
-
 // Gather-GEMM on tensor cores: out[o = OUT_STEP q + u] = sum over taps of W(u, tap) x in[i = IN_STEP q + offset(u, tap)],
 // for every axis; u < OUT_STEP are the sub-positions of q (the phases of a stride, or rows unrolled to fill a tile).
 // The gradient for the input is the same with exchanged steps: `in` is the output's gradient, CIN its channels, `out` the input's.
@@ -140,9 +94,44 @@ constexpr int TILE_N = 1;
 // SPLIT 0: both consumers share an M-group and halve the pixels. 1: they share the pixels. 2: ping-pong, whole tiles in turn,
 // so that one stores while the other multiplies.
 //
-// Constants come as macros (cuda/gather.py computes them and explains each); sizes of the input are arguments.
+// Sizes of the input are arguments.
 
-// PTX in small wrappers, so that a kernel body reads as an algorithm. No headers: NVRTC compiles this in tens of ms.
+constexpr int ELEMENT = 4;  // bytes of an element
+constexpr int PARTS = 1;  // TF32 parts of an operand: 2 for IEEE float32, in three products
+constexpr int FIRST_D = 0, FIRST_H = 0, FIRST_W = 0;  // where a tile's halo begins, relative to IN_STEP q
+constexpr int COUT = 64;  // channels of what is written
+constexpr int CIN_G = 32;  // channels of a group in what is read
+constexpr int COUT_G = 64;  // channels of a group in what is written
+constexpr int TAPS = 9;  // of the kernel, over all axes
+constexpr int CK = 32;  // channels of a chunk
+constexpr int SUB_H = 1, SUB_W = 64;  // the 64 positions q that one matrix instruction takes
+constexpr int SUBS = 1;  // (d, h) sub-positions in a block of 64 rows of M
+constexpr int ROWS_PER_SUB = 64;  // output channels of a sub-position in a block
+constexpr int W_SUBS = 5;  // W sub-positions of a tile, neighbours in a thread
+constexpr int MB = 3;  // blocks of 64 rows that a consumer accumulates
+constexpr int VARIANTS = 5;  // M-groups that differ in their taps
+constexpr int COUT_BLOCKS = 1;  // M-groups that share the output channels of a group
+constexpr int M_GROUPS = 5;  // groups x COUT_BLOCKS x VARIANTS
+constexpr int STAGES_P = 2;  // input tiles in shared memory
+constexpr int STAGES_S = 3;  // staging slots
+constexpr int STAGES_W = 3;  // stages of the weights' ring
+constexpr int W_STAGE = 8;  // fragments of weights in a stage
+constexpr int RUN_GROUPS = 4;  // groups of 8 columns that the epilogue stores together
+constexpr int ROWS_D = 1, ROWS_H = 3;  // input rows of a tile
+constexpr int ROW_STEP_D = 1, ROW_STEP_H = 1;  // rows of the tile from one q to the next
+constexpr int COLUMNS = 65;  // input columns of a tile with its halo
+constexpr int COLUMN_PAD = 0;  // columns by which a box begins early
+constexpr int PLANE = 65;  // columns with one residue modulo IN_STEP_W
+constexpr int PLANES = 1;  // residues that some tap reads
+constexpr int FRAGMENT_SETS = 2;  // sets of registers that weights take in turn
+constexpr int PRODUCER_REGISTERS = 48;  // of a thread
+constexpr int CONSUMER_REGISTERS = 208;  // of a thread
+constexpr int OUT_STEP_D = 1, OUT_STEP_H = 5, OUT_STEP_W = 5;  // outputs from one q to the next
+constexpr int IN_STEP_D = 1, IN_STEP_H = 1, IN_STEP_W = 1;  // inputs from one q to the next
+constexpr int TILE_D = 1, TILE_H = 2, TILE_W = 64;  // positions q of a tile
+constexpr int TILE_N = 1;  // images of a tile
+
+// PTX in small wrappers, so that a kernel body reads as an algorithm.
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
@@ -167,7 +156,7 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
   while (!barrier_done(barrier, parity)) {}
 }
 
-// --- copies into shared memory ----------------------------------------------------------------------------------------
+// --- copies into shared memory ---------------------------------------------------------------------------------------
 
 __device__ __forceinline__ u32 load_shared_u32(u32 a) {
   u32 v;
@@ -175,7 +164,8 @@ __device__ __forceinline__ u32 load_shared_u32(u32 a) {
   return v;
 }
 __device__ __forceinline__ void load_shared_128(u32 (&v)[4], u32 a) {
-  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];\n" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(a) : "memory");
+  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];\n" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]),
+      "=r"(v[3]) : "r"(a) : "memory");
 }
 __device__ __forceinline__ void load_shared_64(u32 (&v)[4], u32 a) {
   asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];\n" : "=r"(v[0]), "=r"(v[1]) : "r"(a) : "memory");
@@ -187,18 +177,21 @@ __device__ __forceinline__ void store_shared_f32x2(u32 a, float v, float w) {
   asm volatile("st.shared.v2.f32 [%0], {%1,%2};\n" ::"r"(a), "f"(v), "f"(w) : "memory");
 }
 
-// Stores under a predicate, never a branch (NOTES: ptxas made 250 branches of kb57's bfloat16 epilogue, 2.1 ms instead of 1.3).
+// Stores under a predicate, never a branch (measured: ptxas made 250 branches of kb57's bfloat16 epilogue, 2.1 ms instead of 1.3).
 __device__ __forceinline__ void store_global_if(void* to, u32 v, bool ok) {
-  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %2, 0;\n @p st.global.u32 [%0], %1;\n}\n" ::"l"(to), "r"(v), "r"((u32)ok) : "memory");
+  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %2, 0;\n @p st.global.u32 [%0], %1;\n}\n" ::"l"(to), "r"(v),
+      "r"((u32)ok) : "memory");
 }
 __device__ __forceinline__ void store_global_64_if(void* to, const u32 (&v)[4], bool ok) {
-  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %3, 0;\n @p st.global.v2.u32 [%0], {%1,%2};\n}\n" ::"l"(to), "r"(v[0]), "r"(v[1]), "r"((u32)ok) : "memory");
+  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %3, 0;\n @p st.global.v2.u32 [%0], {%1,%2};\n}\n" ::"l"(to),
+      "r"(v[0]), "r"(v[1]), "r"((u32)ok) : "memory");
 }
 __device__ __forceinline__ void store_global_128_if(void* to, const u32 (&v)[4], bool ok) {
-  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %5, 0;\n @p st.global.v4.u32 [%0], {%1,%2,%3,%4};\n}\n" ::"l"(to), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]), "r"((u32)ok) : "memory");
+  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %5, 0;\n @p st.global.v4.u32 [%0], {%1,%2,%3,%4};\n}\n" ::"l"(to),
+      "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]), "r"((u32)ok) : "memory");
 }
 
-// --- numbers ----------------------------------------------------------------------------------------------------------
+// --- numbers ---------------------------------------------------------------------------------------------------------
 
 // Nearest TF32, ties to even, as cuDNN rounds: with it results agree with cuDNN to 3e-6, with rna to 5e-5.
 __device__ __forceinline__ u32 to_tf32(float v) {
@@ -211,7 +204,7 @@ __device__ __forceinline__ u32 low_part(float v, u32 high) {
   return (high & 0x7f800000u) == 0x7f800000u ? 0u : to_tf32(v - __uint_as_float(high));
 }
 
-// --- matrix instructions ----------------------------------------------------------------------------------------------
+// --- matrix instructions ---------------------------------------------------------------------------------------------
 
 // wgmma: one warpgroup, D[64 x 64] += A[64 x K] B[K x 64]; A from registers, B from shared memory by descriptor.
 // Fragments (g = lane / 4, t = lane % 4): D[4j + 2h + c] is row 16 warp + g + 8h, column 8j + 2t + c.
@@ -264,7 +257,8 @@ constexpr int WGS_M = 1;
 constexpr int RELEASES = 2;  // consumers that read a stage
 constexpr int W_SUBTILES = TILE_W / SUB_W;
 constexpr int H_SUBTILES = TILE_H / SUB_H;
-__constant__ const int ENTRY[] = {0,0,0,0,0,1,2,3,3,3,3,3,3,4,5,6,6,7,8,9};  // [variant][MB + 1]: where a block's taps begin
+// [variant][MB + 1]: where a block's taps begin
+__constant__ const int ENTRY[] = {0,0,0,0,0,1,2,3,3,3,3,3,3,4,5,6,6,7,8,9};
 __constant__ const short SUB_D[] = {0,0,0,0,0};  // [variant][SUBS]: output offset of an M-row's sub-position
 __constant__ const short SUB_HH[] = {0,1,2,3,4};
 __constant__ const short U_W[] = {0,0,0,0,0};  // [variant]: first W sub-position
@@ -277,7 +271,7 @@ struct Sizes {                                         // one layout for the pac
   int tiles;                                           // all of them, times M_GROUPS
 };
 
-struct alignas(64) TensorMap { u64 opaque[16]; };  // a CUtensorMap; <cuda.h> does not compile under NVRTC
+struct alignas(64) TensorMap { u64 opaque[16]; };  // A CUtensorMap
 
 struct Tile {
   int group, cout_block, variant;                      // M-group
@@ -299,7 +293,8 @@ __device__ __forceinline__ Tile tile_at(int index, const Sizes& s) {
   return t;
 }
 
-__device__ __forceinline__ int entries_of(int variant) { return ENTRY[variant * (MB + 1) + MB] - ENTRY[variant * (MB + 1)]; }
+__device__ __forceinline__ int entries_of(int variant) { return ENTRY[variant * (MB + 1)
+    + MB] - ENTRY[variant * (MB + 1)]; }
 __device__ __forceinline__ int chunks_of(int variant) { return entries_of(variant) ? CHUNKS : 0; }  // 0: only the bias
 
 // Byte of the 16-byte unit `unit` of pixel row `p` in a tile.
@@ -309,10 +304,12 @@ __device__ __forceinline__ u32 unit_at(int p, int unit) {
 }
 
 // =====================================================================================================================
-// Packing: weight (CIN, COUT_G, taps), for GRAD_INPUT (COUT, CIN_G, taps), to fragments [group][cout block][variant][chunk][entry][k step][part][wgs][warp][lane]
+// Packing: weight (CIN, COUT_G, taps), for GRAD_INPUT (COUT, CIN_G, taps), to fragments [group][cout
+// block][variant][chunk][entry][k step][part][wgs][warp][lane]
 // =====================================================================================================================
 
-__constant__ const short TAP_INDEX[] = {4,5,3,7,8,6,1,2,0};  // [variant, block, tap][SUBS]: the kernel's tap, -1 for none
+// [variant, block, tap][SUBS]: the kernel's tap, -1 for none
+__constant__ const short TAP_INDEX[] = {4,5,3,7,8,6,1,2,0};
 
 __global__ void pack(const float* __restrict__ weight, u32* __restrict__ packed, int words) {
   int i = blockIdx.x * blockDim.x + threadIdx.x;
@@ -362,7 +359,8 @@ struct Source {                                        // where a tile's chunk l
 };
 
 __device__ __forceinline__ Source source_of(const Tile& t, int chunk) {
-  return {t.n, t.d * IN_STEP_D, t.h * IN_STEP_H, t.w * IN_STEP_W + FIRST_W, t.group * CIN_G + chunk * CK, CIN_G - chunk * CK};
+  return {t.n, t.d * IN_STEP_D, t.h * IN_STEP_H, t.w * IN_STEP_W + FIRST_W, t.group * CIN_G + chunk * CK,
+      CIN_G - chunk * CK};
 }
 
 constexpr int OWN_PIXELS = (PIXELS + PRODUCER_THREADS - 1) / PRODUCER_THREADS;
@@ -371,8 +369,10 @@ constexpr int OWN_PIXELS = (PIXELS + PRODUCER_THREADS - 1) / PRODUCER_THREADS;
 // row is aligned. Found once a tile, not a chunk.
 struct Pixels {
   u32 from[OWN_PIXELS], ok;
-  u32 plane;                                            // channel c of a row begins at (phase + c * plane) % VEC of a unit
-  __device__ __forceinline__ void locate(const char* x, const Sizes& s, const Source& at, const int* segments, int thread) {
+  // channel c of a row begins at (phase + c * plane) % VEC of a unit
+  u32 plane;
+  __device__ __forceinline__ void locate(const char* x, const Sizes& s, const Source& at, const int* segments,
+      int thread) {
     plane = 0;
     ok = 0;
 #pragma unroll
@@ -443,7 +443,8 @@ struct Barriers { u32 full, empty, landed, left; };  // of tiles; of slots or bo
 
 // The loader, one thread: ahead of everyone by as many slots (NCHW) or tiles (channels-last) as are free. Channels-last pixels
 // whose taps step over columns come as a box for each residue, with the copy engine's element strides.
-__device__ __forceinline__ void load_boxes(const TensorMap* map, const Sizes& s, u32 to, u32 stage_bytes, u32 landed, u32 left) {
+__device__ __forceinline__ void load_boxes(const TensorMap* map, const Sizes& s, u32 to, u32 stage_bytes, u32 landed,
+    u32 left) {
   Walk walk;
   Cursor cursor = {0, 1};                               // all are free at first
 #pragma unroll 1
@@ -456,12 +457,14 @@ __device__ __forceinline__ void load_boxes(const TensorMap* map, const Sizes& s,
 #pragma unroll
     for (int r = 0; r < 1; r++) {
       asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5, %6}], [%7];\n"
-                   ::"r"(to + cursor.stage * stage_bytes + r * PLANE_PITCH * ROW_BYTES), "l"(map), "r"(w), "r"(h), "r"(d), "r"(c), "r"(at.n), "r"(barrier) : "memory");
+                   ::"r"(to + cursor.stage * stage_bytes + r * PLANE_PITCH * ROW_BYTES), "l"(map), "r"(w), "r"(h),
+                       "r"(d), "r"(c), "r"(at.n), "r"(barrier) : "memory");
     }
   }
 }
 
-__device__ __forceinline__ void produce(const char* __restrict__ x, const Sizes& s, const int* segments, u32 tiles, u32 slots, const Barriers& barriers, int thread) {
+__device__ __forceinline__ void produce(const char* __restrict__ x, const Sizes& s, const int* segments, u32 tiles,
+    u32 slots, const Barriers& barriers, int thread) {
   int lane = thread & 31;
   Walk now;
   Cursor tile = {0, 1};
@@ -474,9 +477,11 @@ __device__ __forceinline__ void produce(const char* __restrict__ x, const Sizes&
     barrier_wait(barriers.empty + tile.stage * 8, tile.parity);
     int channel = now.chunk * CK;
     if (own.plane % VEC == 0) {
-      turn<true>(own, channel, CIN_G - channel, slots + slot.stage * SLOT_BYTES, tiles + tile.stage * STAGE_BYTES, thread);
+      turn<true>(own, channel, CIN_G - channel, slots + slot.stage * SLOT_BYTES, tiles + tile.stage * STAGE_BYTES,
+          thread);
     } else {
-      turn<false>(own, channel, CIN_G - channel, slots + slot.stage * SLOT_BYTES, tiles + tile.stage * STAGE_BYTES, thread);
+      turn<false>(own, channel, CIN_G - channel, slots + slot.stage * SLOT_BYTES, tiles + tile.stage * STAGE_BYTES,
+          thread);
     }
     hand_over(barriers.full + tile.stage * 8, lane);
     if (lane == 0) barrier_arrive(barriers.left + slot.stage * 8);
@@ -514,7 +519,8 @@ __device__ __forceinline__ void stream_weights(const char* packed, const Sizes& 
 
 // The consumers' side. Before sm_90 fragments come straight from global memory (L2).
 struct Fragments {
-  u32 ring, full, empty;                               // of the ring: this thread's part of its first fragment; barriers
+  // of the ring: this thread's part of its first fragment; barriers
+  u32 ring, full, empty;
   Cursor cursor;
   int left;                                            // fragments left of the stage in hand
   int coming;                                          // fragments of the tile not yet taken
@@ -557,27 +563,32 @@ __device__ __forceinline__ constexpr Place place_of(int subtile) {
   return {subtile / (W_SUBTILES * H_SUBTILES * TILE_D), subtile / (W_SUBTILES * H_SUBTILES) % TILE_D,
           subtile / W_SUBTILES % H_SUBTILES * SUB_H, subtile % W_SUBTILES * SUB_W};
 }
-__device__ __forceinline__ constexpr int pixel_row_of(int subtile) {  // its first pixel's row in the tile, for a tap of shift 0
+// its first pixel's row in the tile, for a tap of shift 0
+__device__ __forceinline__ constexpr int pixel_row_of(int subtile) {
   Place p = place_of(subtile);
   return ((p.n * ROWS_D + p.d * ROW_STEP_D) * ROWS_H + p.h * ROW_STEP_H) * PITCH + p.w;
 }
 constexpr int GROUP_ROWS = 8;  // pixel rows from one group of eight columns to the next
 
 // acc[64 x 64 NB] += fragment x pixels; `shift` is the tap's, in pixel rows.
-__device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4], u32 tile, const int (&subtile_row)[NB], int shift, int k_step, int lane) {
+__device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4], u32 tile,
+    const int (&subtile_row)[NB], int shift, int k_step, int lane) {
   const u64 upper = ((u64)(GROUP_ROWS * ROW_BYTES >> 4) << 32) | ((u64)(1) << 62) | (1ull << 16);
 #pragma unroll
   for (int nb = 0; nb < NB; nb++) {
     u32 start = tile + (subtile_row[nb] + shift) * ROW_BYTES + k_step * 32;
     u64 b = upper | ((start & 0x3ffff) >> 4);
-    asm volatile(WGMMA_64("m64n64k8.f32.tf32.tf32", "1, 1, 1") : ACCUMULATORS_64(acc[nb]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+    asm volatile(WGMMA_64("m64n64k8.f32.tf32.tf32", "1, 1, 1") : ACCUMULATORS_64(acc[nb]) : "r"(a[0]), "r"(a[1]),
+        "r"(a[2]), "r"(a[3]), "l"(b));
   }
 }
 
 // Steps without a loop around them: fragments take FRAGMENT_SETS sets of registers in turn, so that the next one is loaded while
-// the tensor cores have the steps of the others queued. (NOTES: in a loop over taps ptxas cannot see that a set is free again and serialises every wgmma,
+// the tensor cores have the steps of the others queued. (measured: in a loop over taps ptxas cannot see that a set is
+// free again and serialises every wgmma,
 // C7513: kb57's multiplications took 2.9 ms instead of 1.6. So the pipeline drains once per stretch of code.)
-__device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[4], Fragments& weights, u32 tile, const int (&subtile_row)[NB], int shift, int k_step, int part, bool last, int lane) {
+__device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[4], Fragments& weights, u32 tile,
+    const int (&subtile_row)[NB], int shift, int k_step, int part, bool last, int lane) {
   weights.take(a, lane);
   wgmma_fence();
   multiply(acc, a, tile, subtile_row, shift, k_step, lane);
@@ -603,17 +614,21 @@ __device__ constexpr int block_of(int variant, int entry) {
 }
 
 template <int VARIANT, int STEP>
-__device__ __forceinline__ void multiply_from(float (&acc)[MB][NB][32], u32 (&a)[FRAGMENT_SETS][4], Fragments& weights, u32 tile, const int (&subtile_row)[NB], int lane) {
-  constexpr int first = entry_at(VARIANT * (MB + 1)), steps = (entry_at(VARIANT * (MB + 1) + MB) - first) * STEPS_PER_TAP;
+__device__ __forceinline__ void multiply_from(float (&acc)[MB][NB][32], u32 (&a)[FRAGMENT_SETS][4], Fragments& weights,
+    u32 tile, const int (&subtile_row)[NB], int lane) {
+  constexpr int first = entry_at(VARIANT * (MB + 1)),
+      steps = (entry_at(VARIANT * (MB + 1) + MB) - first) * STEPS_PER_TAP;
   if constexpr (STEP < steps) {
     constexpr int entry = first + STEP / STEPS_PER_TAP, block = block_of(VARIANT, entry);
-    step(acc[block], a[STEP % FRAGMENT_SETS], weights, tile, subtile_row, row_at(entry), STEP / PARTS % K_STEPS, STEP % PARTS, STEP + 1 == steps, lane);
+    step(acc[block], a[STEP % FRAGMENT_SETS], weights, tile, subtile_row, row_at(entry), STEP / PARTS % K_STEPS,
+        STEP % PARTS, STEP + 1 == steps, lane);
     multiply_from<VARIANT, STEP + 1>(acc, a, weights, tile, subtile_row, lane);
   }
 }
 
 template <int VARIANT>
-__device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB][32], Fragments& weights, u32 tile, const int (&subtile_row)[NB], int lane) {
+__device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB][32], Fragments& weights, u32 tile,
+    const int (&subtile_row)[NB], int lane) {
   if (variant == VARIANT) {
     u32 a[FRAGMENT_SETS][4];
     multiply_from<VARIANT, 0>(acc, a, weights, tile, subtile_row, lane);
@@ -622,7 +637,7 @@ __device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB]
   }
 }
 
-// --- epilogue ---------------------------------------------------------------------------------------------------------
+// --- epilogue --------------------------------------------------------------------------------------------------------
 // A warp holds 16 rows of M. It passes them through its own shared buffer, a run of pixels at a time, so that memory is
 // written in whole lines: NCHW 8 rows of RUN x W_SUBS consecutive outputs, channels-last RUN pixels of 16 channels.
 constexpr int RUN = RUN_GROUPS * 8;
@@ -719,13 +734,15 @@ __device__ __forceinline__ void store_rows(char* to, long long plane, int rows, 
       v[r] = load_shared_u32(buffer + r * RUN_PITCH + ((u32)e[r] < (u32)end ? e[r] * 4 : 0));
     }
 #pragma unroll
-    for (int r = 0; r < 8; r++) store_global_if(to + r * plane + (long long)e[r] * 4, v[r], (u32)e[r] < (u32)end && r < rows);
+    for (int r = 0; r < 8; r++) store_global_if(to + r * plane + (long long)e[r] * 4, v[r],
+        (u32)e[r] < (u32)end && r < rows);
   }
 }
 
-// Unrolled, since registers have no run-time index. (NOTES: with the stores once in a loop, and only the reading of registers in
+// Unrolled, since registers have no run-time index. (measured: with the stores once in a loop, and only the reading of registers in
 // branches, tiles of 8 x 8 took 20 to 100% longer and compiled no faster.)
-__device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* __restrict__ bias, char* __restrict__ y, const Sizes& s, const Tile& t, int cout_block, int first_subtile, u32 buffer, int warp, int lane) {
+__device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* __restrict__ bias, char* __restrict__ y,
+    const Sizes& s, const Tile& t, int cout_block, int first_subtile, u32 buffer, int warp, int lane) {
   constexpr signed char blocks[] = {-1,0,-1,1,2};         // the block of a W sub-position, -1: it has no taps
   int g = lane >> 2, q = lane & 3;
   Slab slab = slab_of(t, cout_block, warp);
@@ -754,7 +771,8 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* 
       int oh = OUT_STEP_H * (t.h + place.h) + slab.oh;
       int ow = OUT_STEP_W * (t.w + place.w + i * RUN) + U_W[t.variant], left = s.out_w - ow;
       if (!image || oh >= s.out_h || left <= 0) continue;
-      char* to = y + (((long long)n * COUT + channel) * s.out_d + od) * s.out_h * s.out_w * ELEMENT + ((long long)oh * s.out_w + ow) * ELEMENT;
+      char* to = y + (((long long)n * COUT + channel) * s.out_d + od) * s.out_h * s.out_w * ELEMENT
+          + ((long long)oh * s.out_w + ow) * ELEMENT;
 #pragma unroll
       for (int h = 0; h < 2; h++) {
 #pragma unroll
@@ -765,7 +783,8 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* 
 #pragma unroll
           for (int c = 0; c < 2; c++)
 #pragma unroll
-            for (int u = 0; u < W_SUBS; u++) v[c * W_SUBS + u] = blocks[u] < 0 ? b[h] : acc[blocks[u] < 0 ? 0 : blocks[u]][nb][4 * j + 2 * h + c];
+            for (int u = 0; u < W_SUBS; u++) v[c * W_SUBS + u] = blocks[u] < 0 ? b[h]
+                : acc[blocks[u] < 0 ? 0 : blocks[u]][nb][4 * j + 2 * h + c];
 #pragma unroll
           for (int c = 0; c < W_SUBS; c++) {
             store_shared_f32x2(at + c * 8, v[2 * c], v[2 * c + 1]);
@@ -779,7 +798,8 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* 
   }
 }
 
-__device__ __forceinline__ void consume(const char* packed, const float* bias, char* y, const Sizes& s, u32 tiles, u32 full, u32 empty, Fragments& weights, u32 buffers, int wg, int thread) {
+__device__ __forceinline__ void consume(const char* packed, const float* bias, char* y, const Sizes& s, u32 tiles,
+    u32 full, u32 empty, Fragments& weights, u32 buffers, int wg, int thread) {
   int warp = thread >> 5, lane = thread & 31;
   int first_subtile = wg * NB, offset = thread * 16;
   u32 buffer = buffers + (wg * 4 + warp) * BUFFER_BYTES;
@@ -828,14 +848,15 @@ constexpr int SLOT_BARRIERS = STAGES_S;
 constexpr int SEGMENTS_AT = BARRIERS_AT + 16 * (STAGES_P + STAGES_W + SLOT_BARRIERS);
 
 __global__ void __launch_bounds__(THREADS, 1)
-gather(const char* __restrict__ x, const char* __restrict__ packed, const float* __restrict__ bias, char* __restrict__ y,
-       int batch, int in_d, int in_h, int in_w, int out_d, int out_h, int out_w, int tiles_d, int tiles_h, int tiles_w, int tile_count
-       , const __grid_constant__ TensorMap map
-) {
+gather(const char* __restrict__ x, const char* __restrict__ packed, const float* __restrict__ bias,
+    char* __restrict__ y,
+       int batch, int in_d, int in_h, int in_w, int out_d, int out_h, int out_w, int tiles_d, int tiles_h, int tiles_w,
+           int tile_count, const __grid_constant__ TensorMap map) {
   extern __shared__ __align__(1024) unsigned char memory[];
   const Sizes s = {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, tile_count};
   u32 base = shared_address(memory);
-  u32 full = base + BARRIERS_AT, empty = full + 8 * STAGES_P, full_w = empty + 8 * STAGES_P, empty_w = full_w + 8 * STAGES_W;
+  u32 full = base + BARRIERS_AT, empty = full + 8 * STAGES_P, full_w = empty + 8 * STAGES_P,
+      empty_w = full_w + 8 * STAGES_W;
   const Barriers barriers = {full, empty, empty_w + 8 * STAGES_W, empty_w + 8 * (STAGES_W + SLOT_BARRIERS)};
   int* segments = (int*)(memory + SEGMENTS_AT);
   if (threadIdx.x == 0) {
@@ -854,7 +875,8 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
     asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
   }
   for (int i = threadIdx.x; i < SEGMENTS; i += THREADS)
-    segments[i] = (i / (ROWS_H * ROWS_D)) << 24 | (ROW_D[i / ROWS_H % ROWS_D] & 0xfff) << 12 | (ROW_H[i % ROWS_H] & 0xfff);
+    segments[i] = (i / (ROWS_H * ROWS_D)) << 24 | (ROW_D[i / ROWS_H % ROWS_D] & 0xfff) << 12
+        | (ROW_H[i % ROWS_H] & 0xfff);
   __syncthreads();
   int role = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
   if (role < FIRST_CONSUMER) {
@@ -862,11 +884,9 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
     int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0);
     if (warp < PRODUCER_WARPS) {
       produce(x, s, segments, base + TILES_AT, base + SLOTS_AT, barriers, threadIdx.x);
-    }
-    else if (warp == LOADER_WARP && (thread & 31) == 0) {
+    } else if (warp == LOADER_WARP && (thread & 31) == 0) {
       load_boxes(&map, s, base + SLOTS_AT, SLOT_BYTES, barriers.landed, barriers.left);
-    }
-    else if (warp == WEIGHTS_WARP && (thread & 31) == 0) {
+    } else if (warp == WEIGHTS_WARP && (thread & 31) == 0) {
       stream_weights(packed, s, base + RING_AT, full_w, empty_w);
     }
   } else {
@@ -875,7 +895,8 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
     weights.ring = base + RING_AT;
     weights.full = full_w;
     weights.empty = empty_w;
-    consume(packed, bias, y, s, base + TILES_AT, full, empty, weights, base + BUFFERS_AT, role - FIRST_CONSUMER, thread);
+    consume(packed, bias, y, s, base + TILES_AT, full, empty, weights, base + BUFFERS_AT, role - FIRST_CONSUMER,
+        thread);
   }
 }
 
@@ -893,51 +914,6 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 // =====================================================================================================================
 
 namespace forward_unaligned {
-
-constexpr int ELEMENT = 4;
-constexpr int PARTS = 1;
-constexpr int CIN = 32;
-constexpr int COUT = 64;
-constexpr int CIN_G = 32;
-constexpr int COUT_G = 64;
-constexpr int TAPS = 9;
-constexpr int CK = 32;
-constexpr int SUB_H = 8;
-constexpr int SUB_W = 8;
-constexpr int SUBS = 1;
-constexpr int ROWS_PER_SUB = 64;
-constexpr int W_SUBS = 5;
-constexpr int MB = 3;
-constexpr int VARIANTS = 5;
-constexpr int COUT_BLOCKS = 1;
-constexpr int M_GROUPS = 5;
-constexpr int STAGES_P = 2;
-constexpr int STAGES_S = 3;
-constexpr int STAGES_W = 5;
-constexpr int W_STAGE = 8;
-constexpr int RUN_GROUPS = 1;
-constexpr int ROWS_D = 1;
-constexpr int ROWS_H = 9;
-constexpr int ROW_STEP_D = 1;
-constexpr int ROW_STEP_H = 1;
-constexpr int FIRST_W = 0;
-constexpr int COLUMNS = 9;
-constexpr int COLUMN_PAD = 0;
-constexpr int PLANE = 9;
-constexpr int PLANES = 1;
-constexpr int FRAGMENT_SETS = 2;
-constexpr int PRODUCER_REGISTERS = 72;
-constexpr int CONSUMER_REGISTERS = 184;
-constexpr int OUT_STEP_D = 1;
-constexpr int IN_STEP_D = 1;
-constexpr int TILE_D = 1;
-constexpr int OUT_STEP_H = 5;
-constexpr int IN_STEP_H = 1;
-constexpr int TILE_H = 8;
-constexpr int OUT_STEP_W = 5;
-constexpr int IN_STEP_W = 1;
-constexpr int TILE_W = 8;
-constexpr int TILE_N = 2;
 
 // Gather-GEMM on tensor cores: out[o = OUT_STEP q + u] = sum over taps of W(u, tap) x in[i = IN_STEP q + offset(u, tap)],
 // for every axis; u < OUT_STEP are the sub-positions of q (the phases of a stride, or rows unrolled to fill a tile).
@@ -958,9 +934,45 @@ constexpr int TILE_N = 2;
 // SPLIT 0: both consumers share an M-group and halve the pixels. 1: they share the pixels. 2: ping-pong, whole tiles in turn,
 // so that one stores while the other multiplies.
 //
-// Constants come as macros (cuda/gather.py computes them and explains each); sizes of the input are arguments.
+// Sizes of the input are arguments.
 
-// PTX in small wrappers, so that a kernel body reads as an algorithm. No headers: NVRTC compiles this in tens of ms.
+constexpr int ELEMENT = 4;  // bytes of an element
+constexpr int PARTS = 1;  // TF32 parts of an operand: 2 for IEEE float32, in three products
+constexpr int CIN = 32;  // channels of what is read
+constexpr int COUT = 64;  // channels of what is written
+constexpr int CIN_G = 32;  // channels of a group in what is read
+constexpr int COUT_G = 64;  // channels of a group in what is written
+constexpr int TAPS = 9;  // of the kernel, over all axes
+constexpr int CK = 32;  // channels of a chunk
+constexpr int SUB_H = 8, SUB_W = 8;  // the 64 positions q that one matrix instruction takes
+constexpr int SUBS = 1;  // (d, h) sub-positions in a block of 64 rows of M
+constexpr int ROWS_PER_SUB = 64;  // output channels of a sub-position in a block
+constexpr int W_SUBS = 5;  // W sub-positions of a tile, neighbours in a thread
+constexpr int MB = 3;  // blocks of 64 rows that a consumer accumulates
+constexpr int VARIANTS = 5;  // M-groups that differ in their taps
+constexpr int COUT_BLOCKS = 1;  // M-groups that share the output channels of a group
+constexpr int M_GROUPS = 5;  // groups x COUT_BLOCKS x VARIANTS
+constexpr int STAGES_P = 2;  // input tiles in shared memory
+constexpr int STAGES_S = 3;  // staging slots
+constexpr int STAGES_W = 5;  // stages of the weights' ring
+constexpr int W_STAGE = 8;  // fragments of weights in a stage
+constexpr int RUN_GROUPS = 1;  // groups of 8 columns that the epilogue stores together
+constexpr int ROWS_D = 1, ROWS_H = 9;  // input rows of a tile
+constexpr int ROW_STEP_D = 1, ROW_STEP_H = 1;  // rows of the tile from one q to the next
+constexpr int FIRST_W = 0;
+constexpr int COLUMNS = 9;  // input columns of a tile with its halo
+constexpr int COLUMN_PAD = 0;  // columns by which a box begins early
+constexpr int PLANE = 9;  // columns with one residue modulo IN_STEP_W
+constexpr int PLANES = 1;  // residues that some tap reads
+constexpr int FRAGMENT_SETS = 2;  // sets of registers that weights take in turn
+constexpr int PRODUCER_REGISTERS = 72;  // of a thread
+constexpr int CONSUMER_REGISTERS = 184;  // of a thread
+constexpr int OUT_STEP_D = 1, OUT_STEP_H = 5, OUT_STEP_W = 5;  // outputs from one q to the next
+constexpr int IN_STEP_D = 1, IN_STEP_H = 1, IN_STEP_W = 1;  // inputs from one q to the next
+constexpr int TILE_D = 1, TILE_H = 8, TILE_W = 8;  // positions q of a tile
+constexpr int TILE_N = 2;  // images of a tile
+
+// PTX in small wrappers, so that a kernel body reads as an algorithm.
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
@@ -990,7 +1002,7 @@ __device__ __forceinline__ void named_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
 }
 
-// --- copies into shared memory ----------------------------------------------------------------------------------------
+// --- copies into shared memory ---------------------------------------------------------------------------------------
 
 __device__ __forceinline__ void copy16(u32 to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;\n" ::"r"(to), "l"(from) : "memory");
@@ -999,14 +1011,16 @@ __device__ __forceinline__ void copy16(u32 to, const void* from, int bytes) {  /
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
 __device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
-template <int N> __device__ __forceinline__ void copy_wait() { asm volatile("cp.async.wait_group %0;\n" ::"n"(N) : "memory"); }
+template <int N> __device__ __forceinline__ void copy_wait() { asm volatile("cp.async.wait_group %0;\n" ::"n"(N)
+    : "memory"); }
 __device__ __forceinline__ u32 load_shared_u32(u32 a) {
   u32 v;
   asm volatile("ld.shared.u32 %0, [%1];\n" : "=r"(v) : "r"(a) : "memory");
   return v;
 }
 __device__ __forceinline__ void load_shared_128(u32 (&v)[4], u32 a) {
-  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];\n" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(a) : "memory");
+  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];\n" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]),
+      "=r"(v[3]) : "r"(a) : "memory");
 }
 __device__ __forceinline__ void load_shared_64(u32 (&v)[4], u32 a) {
   asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];\n" : "=r"(v[0]), "=r"(v[1]) : "r"(a) : "memory");
@@ -1018,18 +1032,21 @@ __device__ __forceinline__ void store_shared_f32x2(u32 a, float v, float w) {
   asm volatile("st.shared.v2.f32 [%0], {%1,%2};\n" ::"r"(a), "f"(v), "f"(w) : "memory");
 }
 
-// Stores under a predicate, never a branch (NOTES: ptxas made 250 branches of kb57's bfloat16 epilogue, 2.1 ms instead of 1.3).
+// Stores under a predicate, never a branch (measured: ptxas made 250 branches of kb57's bfloat16 epilogue, 2.1 ms instead of 1.3).
 __device__ __forceinline__ void store_global_if(void* to, u32 v, bool ok) {
-  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %2, 0;\n @p st.global.u32 [%0], %1;\n}\n" ::"l"(to), "r"(v), "r"((u32)ok) : "memory");
+  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %2, 0;\n @p st.global.u32 [%0], %1;\n}\n" ::"l"(to), "r"(v),
+      "r"((u32)ok) : "memory");
 }
 __device__ __forceinline__ void store_global_64_if(void* to, const u32 (&v)[4], bool ok) {
-  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %3, 0;\n @p st.global.v2.u32 [%0], {%1,%2};\n}\n" ::"l"(to), "r"(v[0]), "r"(v[1]), "r"((u32)ok) : "memory");
+  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %3, 0;\n @p st.global.v2.u32 [%0], {%1,%2};\n}\n" ::"l"(to),
+      "r"(v[0]), "r"(v[1]), "r"((u32)ok) : "memory");
 }
 __device__ __forceinline__ void store_global_128_if(void* to, const u32 (&v)[4], bool ok) {
-  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %5, 0;\n @p st.global.v4.u32 [%0], {%1,%2,%3,%4};\n}\n" ::"l"(to), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]), "r"((u32)ok) : "memory");
+  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %5, 0;\n @p st.global.v4.u32 [%0], {%1,%2,%3,%4};\n}\n" ::"l"(to),
+      "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]), "r"((u32)ok) : "memory");
 }
 
-// --- numbers ----------------------------------------------------------------------------------------------------------
+// --- numbers ---------------------------------------------------------------------------------------------------------
 
 // Nearest TF32, ties to even, as cuDNN rounds: with it results agree with cuDNN to 3e-6, with rna to 5e-5.
 __device__ __forceinline__ u32 to_tf32(float v) {
@@ -1042,7 +1059,7 @@ __device__ __forceinline__ u32 low_part(float v, u32 high) {
   return (high & 0x7f800000u) == 0x7f800000u ? 0u : to_tf32(v - __uint_as_float(high));
 }
 
-// --- matrix instructions ----------------------------------------------------------------------------------------------
+// --- matrix instructions ---------------------------------------------------------------------------------------------
 
 // wgmma: one warpgroup, D[64 x 64] += A[64 x K] B[K x 64]; A from registers, B from shared memory by descriptor.
 // Fragments (g = lane / 4, t = lane % 4): D[4j + 2h + c] is row 16 warp + g + 8h, column 8j + 2t + c.
@@ -1093,7 +1110,8 @@ constexpr int WGS_M = 1;
 constexpr int RELEASES = 2;  // consumers that read a stage
 constexpr int W_SUBTILES = TILE_W / SUB_W;
 constexpr int H_SUBTILES = TILE_H / SUB_H;
-__constant__ const int ENTRY[] = {0,0,0,0,0,1,2,3,3,3,3,3,3,4,5,6,6,7,8,9};  // [variant][MB + 1]: where a block's taps begin
+// [variant][MB + 1]: where a block's taps begin
+__constant__ const int ENTRY[] = {0,0,0,0,0,1,2,3,3,3,3,3,3,4,5,6,6,7,8,9};
 __constant__ const short SUB_D[] = {0,0,0,0,0};  // [variant][SUBS]: output offset of an M-row's sub-position
 __constant__ const short SUB_HH[] = {0,1,2,3,4};
 __constant__ const short U_W[] = {0,0,0,0,0};  // [variant]: first W sub-position
@@ -1126,7 +1144,8 @@ __device__ __forceinline__ Tile tile_at(int index, const Sizes& s) {
   return t;
 }
 
-__device__ __forceinline__ int entries_of(int variant) { return ENTRY[variant * (MB + 1) + MB] - ENTRY[variant * (MB + 1)]; }
+__device__ __forceinline__ int entries_of(int variant) { return ENTRY[variant * (MB + 1)
+    + MB] - ENTRY[variant * (MB + 1)]; }
 __device__ __forceinline__ int chunks_of(int variant) { return entries_of(variant) ? CHUNKS : 0; }  // 0: only the bias
 
 // Byte of the 16-byte unit `unit` of pixel row `p` in a tile.
@@ -1136,10 +1155,12 @@ __device__ __forceinline__ u32 unit_at(int p, int unit) {
 }
 
 // =====================================================================================================================
-// Packing: weight (CIN, COUT_G, taps), for GRAD_INPUT (COUT, CIN_G, taps), to fragments [group][cout block][variant][chunk][entry][k step][part][wgs][warp][lane]
+// Packing: weight (CIN, COUT_G, taps), for GRAD_INPUT (COUT, CIN_G, taps), to fragments [group][cout
+// block][variant][chunk][entry][k step][part][wgs][warp][lane]
 // =====================================================================================================================
 
-__constant__ const short TAP_INDEX[] = {4,5,3,7,8,6,1,2,0};  // [variant, block, tap][SUBS]: the kernel's tap, -1 for none
+// [variant, block, tap][SUBS]: the kernel's tap, -1 for none
+__constant__ const short TAP_INDEX[] = {4,5,3,7,8,6,1,2,0};
 
 __global__ void pack(const float* __restrict__ weight, u32* __restrict__ packed, int words) {
   int i = blockIdx.x * blockDim.x + threadIdx.x;
@@ -1189,7 +1210,8 @@ struct Source {                                        // where a tile's chunk l
 };
 
 __device__ __forceinline__ Source source_of(const Tile& t, int chunk) {
-  return {t.n, t.d * IN_STEP_D, t.h * IN_STEP_H, t.w * IN_STEP_W + FIRST_W, t.group * CIN_G + chunk * CK, CIN_G - chunk * CK};
+  return {t.n, t.d * IN_STEP_D, t.h * IN_STEP_H, t.w * IN_STEP_W + FIRST_W, t.group * CIN_G + chunk * CK,
+      CIN_G - chunk * CK};
 }
 
 // The segment's (n, d, h), and whether that row of the input exists.
@@ -1202,13 +1224,16 @@ __device__ __forceinline__ bool row_of(const Source& at, const Sizes& s, int pac
 
 // Copies CK channels of every segment into a slot, in the 16-byte units of memory that hold them, so that any alignment is
 // served; units without a pixel of the row are left out. A segment then begins (address % 16) bytes into its place.
-__device__ __forceinline__ void stage(const char* __restrict__ x, const Sizes& s, const Source& at, const int* segments, u32 slot, int thread) {
+__device__ __forceinline__ void stage(const char* __restrict__ x, const Sizes& s, const Source& at, const int* segments,
+    u32 slot, int thread) {
   long long plane = (long long)s.in_d * s.in_h * s.in_w;
   for (int i = thread; i < SLOT_BYTES / 16; i += PRODUCER_THREADS) {
-    int unit = i % STAGING_UNITS, r = i / STAGING_UNITS, row = r % (ROWS_D * ROWS_H), c = r / (ROWS_D * ROWS_H) % CK, n, d, h;
+    int unit = i % STAGING_UNITS, r = i / STAGING_UNITS, row = r % (ROWS_D * ROWS_H), c = r / (ROWS_D * ROWS_H) % CK, n,
+        d, h;
     int segment = r / (ROWS_D * ROWS_H * CK) * (ROWS_D * ROWS_H) + row;
     if (!row_of(at, s, segments[segment], n, d, h) || c >= at.left) continue;
-    const char* p = x + (((long long)n * CIN + at.channel + c) * plane + ((long long)d * s.in_h + h) * s.in_w + at.w) * ELEMENT;
+    const char* p = x + (((long long)n * CIN + at.channel + c) * plane + ((long long)d * s.in_h + h) * s.in_w
+        + at.w) * ELEMENT;
     int misaligned = (int)((u64)p & 15);
     int first = at.w + (unit * 16 - misaligned) / ELEMENT;  // column of the unit's first element
     if (first + VEC > 0 && first < s.in_w) copy16(slot + i * 16, p - misaligned + unit * 16);
@@ -1221,8 +1246,10 @@ constexpr int OWN_PIXELS = (PIXELS + PRODUCER_THREADS - 1) / PRODUCER_THREADS;
 // row is aligned. Found once a tile, not a chunk.
 struct Pixels {
   u32 from[OWN_PIXELS], ok;
-  u32 plane;                                            // channel c of a row begins at (phase + c * plane) % VEC of a unit
-  __device__ __forceinline__ void locate(const char* x, const Sizes& s, const Source& at, const int* segments, int thread) {
+  // channel c of a row begins at (phase + c * plane) % VEC of a unit
+  u32 plane;
+  __device__ __forceinline__ void locate(const char* x, const Sizes& s, const Source& at, const int* segments,
+      int thread) {
     plane = (u32)s.in_d * s.in_h * s.in_w;
     ok = 0;
 #pragma unroll
@@ -1296,7 +1323,8 @@ __device__ __forceinline__ void hand_over(u32 barrier, int lane) {
 
 struct Barriers { u32 full, empty, landed, left; };  // of tiles; of slots or boxes: `landed` by the copy engine
 
-__device__ __forceinline__ void produce(const char* __restrict__ x, const Sizes& s, const int* segments, u32 tiles, u32 slots, const Barriers& barriers, int thread) {
+__device__ __forceinline__ void produce(const char* __restrict__ x, const Sizes& s, const int* segments, u32 tiles,
+    u32 slots, const Barriers& barriers, int thread) {
   int lane = thread & 31;
   Walk now;
   Cursor tile = {0, 1};
@@ -1318,7 +1346,8 @@ __device__ __forceinline__ void produce(const char* __restrict__ x, const Sizes&
   for (now.begin(blockIdx.x, s); now.live(s); now.next(s), tile.next(STAGES_P), slot.next(STAGES_S)) {
     if (now.chunk == 0) own.locate(x, s, source_of(now.tile, 0), segments, thread);
     copy_wait<STAGES_S - 2>();
-    named_sync<1, PRODUCER_THREADS>();                  // everyone's copies have landed, and everyone has left the next slot
+    // everyone's copies have landed, and everyone has left the next slot
+    named_sync<1, PRODUCER_THREADS>();
     if (ahead.live(s)) {
       stage(x, s, source_of(ahead.tile, ahead.chunk), segments, slots + next_slot * SLOT_BYTES, thread);
       ahead.next(s);
@@ -1328,9 +1357,11 @@ __device__ __forceinline__ void produce(const char* __restrict__ x, const Sizes&
     barrier_wait(barriers.empty + tile.stage * 8, tile.parity);
     int channel = now.chunk * CK;
     if (own.plane % VEC == 0) {
-      turn<true>(own, channel, CIN_G - channel, slots + slot.stage * SLOT_BYTES, tiles + tile.stage * STAGE_BYTES, thread);
+      turn<true>(own, channel, CIN_G - channel, slots + slot.stage * SLOT_BYTES, tiles + tile.stage * STAGE_BYTES,
+          thread);
     } else {
-      turn<false>(own, channel, CIN_G - channel, slots + slot.stage * SLOT_BYTES, tiles + tile.stage * STAGE_BYTES, thread);
+      turn<false>(own, channel, CIN_G - channel, slots + slot.stage * SLOT_BYTES, tiles + tile.stage * STAGE_BYTES,
+          thread);
     }
     hand_over(barriers.full + tile.stage * 8, lane);
   }
@@ -1367,7 +1398,8 @@ __device__ __forceinline__ void stream_weights(const char* packed, const Sizes& 
 
 // The consumers' side. Before sm_90 fragments come straight from global memory (L2).
 struct Fragments {
-  u32 ring, full, empty;                               // of the ring: this thread's part of its first fragment; barriers
+  // of the ring: this thread's part of its first fragment; barriers
+  u32 ring, full, empty;
   Cursor cursor;
   int left;                                            // fragments left of the stage in hand
   int coming;                                          // fragments of the tile not yet taken
@@ -1410,27 +1442,32 @@ __device__ __forceinline__ constexpr Place place_of(int subtile) {
   return {subtile / (W_SUBTILES * H_SUBTILES * TILE_D), subtile / (W_SUBTILES * H_SUBTILES) % TILE_D,
           subtile / W_SUBTILES % H_SUBTILES * SUB_H, subtile % W_SUBTILES * SUB_W};
 }
-__device__ __forceinline__ constexpr int pixel_row_of(int subtile) {  // its first pixel's row in the tile, for a tap of shift 0
+// its first pixel's row in the tile, for a tap of shift 0
+__device__ __forceinline__ constexpr int pixel_row_of(int subtile) {
   Place p = place_of(subtile);
   return ((p.n * ROWS_D + p.d * ROW_STEP_D) * ROWS_H + p.h * ROW_STEP_H) * PITCH + p.w;
 }
 constexpr int GROUP_ROWS = ROW_STEP_H * PITCH;  // pixel rows from one group of eight columns to the next
 
 // acc[64 x 64 NB] += fragment x pixels; `shift` is the tap's, in pixel rows.
-__device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4], u32 tile, const int (&subtile_row)[NB], int shift, int k_step, int lane) {
+__device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4], u32 tile,
+    const int (&subtile_row)[NB], int shift, int k_step, int lane) {
   const u64 upper = ((u64)(GROUP_ROWS * ROW_BYTES >> 4) << 32) | ((u64)(1) << 62) | (1ull << 16);
 #pragma unroll
   for (int nb = 0; nb < NB; nb++) {
     u32 start = tile + (subtile_row[nb] + shift) * ROW_BYTES + k_step * 32;
     u64 b = upper | ((start & 0x3ffff) >> 4);
-    asm volatile(WGMMA_64("m64n64k8.f32.tf32.tf32", "1, 1, 1") : ACCUMULATORS_64(acc[nb]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+    asm volatile(WGMMA_64("m64n64k8.f32.tf32.tf32", "1, 1, 1") : ACCUMULATORS_64(acc[nb]) : "r"(a[0]), "r"(a[1]),
+        "r"(a[2]), "r"(a[3]), "l"(b));
   }
 }
 
 // Steps without a loop around them: fragments take FRAGMENT_SETS sets of registers in turn, so that the next one is loaded while
-// the tensor cores have the steps of the others queued. (NOTES: in a loop over taps ptxas cannot see that a set is free again and serialises every wgmma,
+// the tensor cores have the steps of the others queued. (measured: in a loop over taps ptxas cannot see that a set is
+// free again and serialises every wgmma,
 // C7513: kb57's multiplications took 2.9 ms instead of 1.6. So the pipeline drains once per stretch of code.)
-__device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[4], Fragments& weights, u32 tile, const int (&subtile_row)[NB], int shift, int k_step, int part, bool last, int lane) {
+__device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[4], Fragments& weights, u32 tile,
+    const int (&subtile_row)[NB], int shift, int k_step, int part, bool last, int lane) {
   weights.take(a, lane);
   wgmma_fence();
   multiply(acc, a, tile, subtile_row, shift, k_step, lane);
@@ -1456,17 +1493,21 @@ __device__ constexpr int block_of(int variant, int entry) {
 }
 
 template <int VARIANT, int STEP>
-__device__ __forceinline__ void multiply_from(float (&acc)[MB][NB][32], u32 (&a)[FRAGMENT_SETS][4], Fragments& weights, u32 tile, const int (&subtile_row)[NB], int lane) {
-  constexpr int first = entry_at(VARIANT * (MB + 1)), steps = (entry_at(VARIANT * (MB + 1) + MB) - first) * STEPS_PER_TAP;
+__device__ __forceinline__ void multiply_from(float (&acc)[MB][NB][32], u32 (&a)[FRAGMENT_SETS][4], Fragments& weights,
+    u32 tile, const int (&subtile_row)[NB], int lane) {
+  constexpr int first = entry_at(VARIANT * (MB + 1)),
+      steps = (entry_at(VARIANT * (MB + 1) + MB) - first) * STEPS_PER_TAP;
   if constexpr (STEP < steps) {
     constexpr int entry = first + STEP / STEPS_PER_TAP, block = block_of(VARIANT, entry);
-    step(acc[block], a[STEP % FRAGMENT_SETS], weights, tile, subtile_row, row_at(entry), STEP / PARTS % K_STEPS, STEP % PARTS, STEP + 1 == steps, lane);
+    step(acc[block], a[STEP % FRAGMENT_SETS], weights, tile, subtile_row, row_at(entry), STEP / PARTS % K_STEPS,
+        STEP % PARTS, STEP + 1 == steps, lane);
     multiply_from<VARIANT, STEP + 1>(acc, a, weights, tile, subtile_row, lane);
   }
 }
 
 template <int VARIANT>
-__device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB][32], Fragments& weights, u32 tile, const int (&subtile_row)[NB], int lane) {
+__device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB][32], Fragments& weights, u32 tile,
+    const int (&subtile_row)[NB], int lane) {
   if (variant == VARIANT) {
     u32 a[FRAGMENT_SETS][4];
     multiply_from<VARIANT, 0>(acc, a, weights, tile, subtile_row, lane);
@@ -1475,7 +1516,7 @@ __device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB]
   }
 }
 
-// --- epilogue ---------------------------------------------------------------------------------------------------------
+// --- epilogue --------------------------------------------------------------------------------------------------------
 // A warp holds 16 rows of M. It passes them through its own shared buffer, a run of pixels at a time, so that memory is
 // written in whole lines: NCHW 8 rows of RUN x W_SUBS consecutive outputs, channels-last RUN pixels of 16 channels.
 constexpr int RUN = RUN_GROUPS * 8;
@@ -1572,13 +1613,15 @@ __device__ __forceinline__ void store_rows(char* to, long long plane, int rows, 
       v[r] = load_shared_u32(buffer + r * RUN_PITCH + ((u32)e[r] < (u32)end ? e[r] * 4 : 0));
     }
 #pragma unroll
-    for (int r = 0; r < 8; r++) store_global_if(to + r * plane + (long long)e[r] * 4, v[r], (u32)e[r] < (u32)end && r < rows);
+    for (int r = 0; r < 8; r++) store_global_if(to + r * plane + (long long)e[r] * 4, v[r],
+        (u32)e[r] < (u32)end && r < rows);
   }
 }
 
-// Unrolled, since registers have no run-time index. (NOTES: with the stores once in a loop, and only the reading of registers in
+// Unrolled, since registers have no run-time index. (measured: with the stores once in a loop, and only the reading of registers in
 // branches, tiles of 8 x 8 took 20 to 100% longer and compiled no faster.)
-__device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* __restrict__ bias, char* __restrict__ y, const Sizes& s, const Tile& t, int cout_block, int first_subtile, u32 buffer, int warp, int lane) {
+__device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* __restrict__ bias, char* __restrict__ y,
+    const Sizes& s, const Tile& t, int cout_block, int first_subtile, u32 buffer, int warp, int lane) {
   constexpr signed char blocks[] = {-1,0,-1,1,2};         // the block of a W sub-position, -1: it has no taps
   int g = lane >> 2, q = lane & 3;
   Slab slab = slab_of(t, cout_block, warp);
@@ -1607,7 +1650,8 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* 
       int oh = OUT_STEP_H * (t.h + place.h + i) + slab.oh;
       int ow = OUT_STEP_W * (t.w + place.w) + U_W[t.variant], left = s.out_w - ow;
       if (!image || oh >= s.out_h || left <= 0) continue;
-      char* to = y + (((long long)n * COUT + channel) * s.out_d + od) * s.out_h * s.out_w * ELEMENT + ((long long)oh * s.out_w + ow) * ELEMENT;
+      char* to = y + (((long long)n * COUT + channel) * s.out_d + od) * s.out_h * s.out_w * ELEMENT
+          + ((long long)oh * s.out_w + ow) * ELEMENT;
 #pragma unroll
       for (int h = 0; h < 2; h++) {
 #pragma unroll
@@ -1618,7 +1662,8 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* 
 #pragma unroll
           for (int c = 0; c < 2; c++)
 #pragma unroll
-            for (int u = 0; u < W_SUBS; u++) v[c * W_SUBS + u] = blocks[u] < 0 ? b[h] : acc[blocks[u] < 0 ? 0 : blocks[u]][nb][4 * j + 2 * h + c];
+            for (int u = 0; u < W_SUBS; u++) v[c * W_SUBS + u] = blocks[u] < 0 ? b[h]
+                : acc[blocks[u] < 0 ? 0 : blocks[u]][nb][4 * j + 2 * h + c];
 #pragma unroll
           for (int c = 0; c < W_SUBS; c++) {
             store_shared_f32x2(at + c * 8, v[2 * c], v[2 * c + 1]);
@@ -1632,7 +1677,8 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* 
   }
 }
 
-__device__ __forceinline__ void consume(const char* packed, const float* bias, char* y, const Sizes& s, u32 tiles, u32 full, u32 empty, Fragments& weights, u32 buffers, int wg, int thread) {
+__device__ __forceinline__ void consume(const char* packed, const float* bias, char* y, const Sizes& s, u32 tiles,
+    u32 full, u32 empty, Fragments& weights, u32 buffers, int wg, int thread) {
   int warp = thread >> 5, lane = thread & 31;
   int first_subtile = wg * NB, offset = thread * 16;
   u32 buffer = buffers + (wg * 4 + warp) * BUFFER_BYTES;
@@ -1681,13 +1727,15 @@ constexpr int SLOT_BARRIERS = 0;
 constexpr int SEGMENTS_AT = BARRIERS_AT + 16 * (STAGES_P + STAGES_W + SLOT_BARRIERS);
 
 __global__ void __launch_bounds__(THREADS, 1)
-gather(const char* __restrict__ x, const char* __restrict__ packed, const float* __restrict__ bias, char* __restrict__ y,
-       int batch, int in_d, int in_h, int in_w, int out_d, int out_h, int out_w, int tiles_d, int tiles_h, int tiles_w, int tile_count
-) {
+gather(const char* __restrict__ x, const char* __restrict__ packed, const float* __restrict__ bias,
+    char* __restrict__ y,
+       int batch, int in_d, int in_h, int in_w, int out_d, int out_h, int out_w, int tiles_d, int tiles_h, int tiles_w,
+           int tile_count) {
   extern __shared__ __align__(1024) unsigned char memory[];
   const Sizes s = {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, tile_count};
   u32 base = shared_address(memory);
-  u32 full = base + BARRIERS_AT, empty = full + 8 * STAGES_P, full_w = empty + 8 * STAGES_P, empty_w = full_w + 8 * STAGES_W;
+  u32 full = base + BARRIERS_AT, empty = full + 8 * STAGES_P, full_w = empty + 8 * STAGES_P,
+      empty_w = full_w + 8 * STAGES_W;
   const Barriers barriers = {full, empty, empty_w + 8 * STAGES_W, empty_w + 8 * (STAGES_W + SLOT_BARRIERS)};
   int* segments = (int*)(memory + SEGMENTS_AT);
   if (threadIdx.x == 0) {
@@ -1702,7 +1750,8 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
     asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
   }
   for (int i = threadIdx.x; i < SEGMENTS; i += THREADS)
-    segments[i] = (i / (ROWS_H * ROWS_D)) << 24 | (ROW_D[i / ROWS_H % ROWS_D] & 0xfff) << 12 | (ROW_H[i % ROWS_H] & 0xfff);
+    segments[i] = (i / (ROWS_H * ROWS_D)) << 24 | (ROW_D[i / ROWS_H % ROWS_D] & 0xfff) << 12
+        | (ROW_H[i % ROWS_H] & 0xfff);
   __syncthreads();
   int role = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
   if (role < FIRST_CONSUMER) {
@@ -1710,8 +1759,7 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
     int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0);
     if (warp < PRODUCER_WARPS) {
       produce(x, s, segments, base + TILES_AT, base + SLOTS_AT, barriers, threadIdx.x);
-    }
-    else if (warp == WEIGHTS_WARP && (thread & 31) == 0) {
+    } else if (warp == WEIGHTS_WARP && (thread & 31) == 0) {
       stream_weights(packed, s, base + RING_AT, full_w, empty_w);
     }
   } else {
@@ -1720,7 +1768,8 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
     weights.ring = base + RING_AT;
     weights.full = full_w;
     weights.empty = empty_w;
-    consume(packed, bias, y, s, base + TILES_AT, full, empty, weights, base + BUFFERS_AT, role - FIRST_CONSUMER, thread);
+    consume(packed, bias, y, s, base + TILES_AT, full, empty, weights, base + BUFFERS_AT, role - FIRST_CONSUMER,
+        thread);
   }
 }
 
@@ -1738,51 +1787,6 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 // =====================================================================================================================
 
 namespace grad_input {
-
-constexpr int ELEMENT = 4;
-constexpr int PARTS = 1;
-constexpr int CIN = 64;
-constexpr int COUT = 32;
-constexpr int CIN_G = 64;
-constexpr int COUT_G = 32;
-constexpr int TAPS = 9;
-constexpr int CK = 8;
-constexpr int SUB_H = 1;
-constexpr int SUB_W = 64;
-constexpr int SUBS = 1;
-constexpr int ROWS_PER_SUB = 64;
-constexpr int W_SUBS = 1;
-constexpr int MB = 1;
-constexpr int VARIANTS = 1;
-constexpr int COUT_BLOCKS = 1;
-constexpr int M_GROUPS = 1;
-constexpr int STAGES_P = 2;
-constexpr int STAGES_S = 3;
-constexpr int STAGES_W = 4;
-constexpr int W_STAGE = 8;
-constexpr int RUN_GROUPS = 8;
-constexpr int ROWS_D = 1;
-constexpr int ROWS_H = 3;
-constexpr int ROW_STEP_D = 1;
-constexpr int ROW_STEP_H = 1;
-constexpr int FIRST_W = -1;
-constexpr int COLUMNS = 320;
-constexpr int COLUMN_PAD = 0;
-constexpr int PLANE = 64;
-constexpr int PLANES = 3;
-constexpr int FRAGMENT_SETS = 2;
-constexpr int PRODUCER_REGISTERS = 96;
-constexpr int CONSUMER_REGISTERS = 160;
-constexpr int OUT_STEP_D = 1;
-constexpr int IN_STEP_D = 1;
-constexpr int TILE_D = 1;
-constexpr int OUT_STEP_H = 1;
-constexpr int IN_STEP_H = 5;
-constexpr int TILE_H = 1;
-constexpr int OUT_STEP_W = 1;
-constexpr int IN_STEP_W = 5;
-constexpr int TILE_W = 64;
-constexpr int TILE_N = 1;
 
 // Gather-GEMM on tensor cores: out[o = OUT_STEP q + u] = sum over taps of W(u, tap) x in[i = IN_STEP q + offset(u, tap)],
 // for every axis; u < OUT_STEP are the sub-positions of q (the phases of a stride, or rows unrolled to fill a tile).
@@ -1803,9 +1807,45 @@ constexpr int TILE_N = 1;
 // SPLIT 0: both consumers share an M-group and halve the pixels. 1: they share the pixels. 2: ping-pong, whole tiles in turn,
 // so that one stores while the other multiplies.
 //
-// Constants come as macros (cuda/gather.py computes them and explains each); sizes of the input are arguments.
+// Sizes of the input are arguments.
 
-// PTX in small wrappers, so that a kernel body reads as an algorithm. No headers: NVRTC compiles this in tens of ms.
+constexpr int ELEMENT = 4;  // bytes of an element
+constexpr int PARTS = 1;  // TF32 parts of an operand: 2 for IEEE float32, in three products
+constexpr int CIN = 64;  // channels of what is read
+constexpr int COUT = 32;  // channels of what is written
+constexpr int CIN_G = 64;  // channels of a group in what is read
+constexpr int COUT_G = 32;  // channels of a group in what is written
+constexpr int TAPS = 9;  // of the kernel, over all axes
+constexpr int CK = 8;  // channels of a chunk
+constexpr int SUB_H = 1, SUB_W = 64;  // the 64 positions q that one matrix instruction takes
+constexpr int SUBS = 1;  // (d, h) sub-positions in a block of 64 rows of M
+constexpr int ROWS_PER_SUB = 64;  // output channels of a sub-position in a block
+constexpr int W_SUBS = 1;  // W sub-positions of a tile, neighbours in a thread
+constexpr int MB = 1;  // blocks of 64 rows that a consumer accumulates
+constexpr int VARIANTS = 1;  // M-groups that differ in their taps
+constexpr int COUT_BLOCKS = 1;  // M-groups that share the output channels of a group
+constexpr int M_GROUPS = 1;  // groups x COUT_BLOCKS x VARIANTS
+constexpr int STAGES_P = 2;  // input tiles in shared memory
+constexpr int STAGES_S = 3;  // staging slots
+constexpr int STAGES_W = 4;  // stages of the weights' ring
+constexpr int W_STAGE = 8;  // fragments of weights in a stage
+constexpr int RUN_GROUPS = 8;  // groups of 8 columns that the epilogue stores together
+constexpr int ROWS_D = 1, ROWS_H = 3;  // input rows of a tile
+constexpr int ROW_STEP_D = 1, ROW_STEP_H = 1;  // rows of the tile from one q to the next
+constexpr int FIRST_W = -1;
+constexpr int COLUMNS = 320;  // input columns of a tile with its halo
+constexpr int COLUMN_PAD = 0;  // columns by which a box begins early
+constexpr int PLANE = 64;  // columns with one residue modulo IN_STEP_W
+constexpr int PLANES = 3;  // residues that some tap reads
+constexpr int FRAGMENT_SETS = 2;  // sets of registers that weights take in turn
+constexpr int PRODUCER_REGISTERS = 96;  // of a thread
+constexpr int CONSUMER_REGISTERS = 160;  // of a thread
+constexpr int OUT_STEP_D = 1, OUT_STEP_H = 1, OUT_STEP_W = 1;  // outputs from one q to the next
+constexpr int IN_STEP_D = 1, IN_STEP_H = 5, IN_STEP_W = 5;  // inputs from one q to the next
+constexpr int TILE_D = 1, TILE_H = 1, TILE_W = 64;  // positions q of a tile
+constexpr int TILE_N = 1;  // images of a tile
+
+// PTX in small wrappers, so that a kernel body reads as an algorithm.
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
@@ -1838,7 +1878,7 @@ __device__ __forceinline__ void named_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
 }
 
-// --- copies into shared memory ----------------------------------------------------------------------------------------
+// --- copies into shared memory ---------------------------------------------------------------------------------------
 
 __device__ __forceinline__ void copy16(u32 to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;\n" ::"r"(to), "l"(from) : "memory");
@@ -1847,14 +1887,16 @@ __device__ __forceinline__ void copy16(u32 to, const void* from, int bytes) {  /
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
 __device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
-template <int N> __device__ __forceinline__ void copy_wait() { asm volatile("cp.async.wait_group %0;\n" ::"n"(N) : "memory"); }
+template <int N> __device__ __forceinline__ void copy_wait() { asm volatile("cp.async.wait_group %0;\n" ::"n"(N)
+    : "memory"); }
 __device__ __forceinline__ u32 load_shared_u32(u32 a) {
   u32 v;
   asm volatile("ld.shared.u32 %0, [%1];\n" : "=r"(v) : "r"(a) : "memory");
   return v;
 }
 __device__ __forceinline__ void load_shared_128(u32 (&v)[4], u32 a) {
-  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];\n" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(a) : "memory");
+  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];\n" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]),
+      "=r"(v[3]) : "r"(a) : "memory");
 }
 __device__ __forceinline__ void load_shared_64(u32 (&v)[4], u32 a) {
   asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];\n" : "=r"(v[0]), "=r"(v[1]) : "r"(a) : "memory");
@@ -1866,18 +1908,21 @@ __device__ __forceinline__ void store_shared_f32x2(u32 a, float v, float w) {
   asm volatile("st.shared.v2.f32 [%0], {%1,%2};\n" ::"r"(a), "f"(v), "f"(w) : "memory");
 }
 
-// Stores under a predicate, never a branch (NOTES: ptxas made 250 branches of kb57's bfloat16 epilogue, 2.1 ms instead of 1.3).
+// Stores under a predicate, never a branch (measured: ptxas made 250 branches of kb57's bfloat16 epilogue, 2.1 ms instead of 1.3).
 __device__ __forceinline__ void store_global_if(void* to, u32 v, bool ok) {
-  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %2, 0;\n @p st.global.u32 [%0], %1;\n}\n" ::"l"(to), "r"(v), "r"((u32)ok) : "memory");
+  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %2, 0;\n @p st.global.u32 [%0], %1;\n}\n" ::"l"(to), "r"(v),
+      "r"((u32)ok) : "memory");
 }
 __device__ __forceinline__ void store_global_64_if(void* to, const u32 (&v)[4], bool ok) {
-  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %3, 0;\n @p st.global.v2.u32 [%0], {%1,%2};\n}\n" ::"l"(to), "r"(v[0]), "r"(v[1]), "r"((u32)ok) : "memory");
+  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %3, 0;\n @p st.global.v2.u32 [%0], {%1,%2};\n}\n" ::"l"(to),
+      "r"(v[0]), "r"(v[1]), "r"((u32)ok) : "memory");
 }
 __device__ __forceinline__ void store_global_128_if(void* to, const u32 (&v)[4], bool ok) {
-  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %5, 0;\n @p st.global.v4.u32 [%0], {%1,%2,%3,%4};\n}\n" ::"l"(to), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]), "r"((u32)ok) : "memory");
+  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %5, 0;\n @p st.global.v4.u32 [%0], {%1,%2,%3,%4};\n}\n" ::"l"(to),
+      "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]), "r"((u32)ok) : "memory");
 }
 
-// --- numbers ----------------------------------------------------------------------------------------------------------
+// --- numbers ---------------------------------------------------------------------------------------------------------
 
 // Nearest TF32, ties to even, as cuDNN rounds: with it results agree with cuDNN to 3e-6, with rna to 5e-5.
 __device__ __forceinline__ u32 to_tf32(float v) {
@@ -1890,7 +1935,7 @@ __device__ __forceinline__ u32 low_part(float v, u32 high) {
   return (high & 0x7f800000u) == 0x7f800000u ? 0u : to_tf32(v - __uint_as_float(high));
 }
 
-// --- matrix instructions ----------------------------------------------------------------------------------------------
+// --- matrix instructions ---------------------------------------------------------------------------------------------
 
 // wgmma: one warpgroup, D[64 x 64] += A[64 x K] B[K x 64]; A from registers, B from shared memory by descriptor.
 // Fragments (g = lane / 4, t = lane % 4): D[4j + 2h + c] is row 16 warp + g + 8h, column 8j + 2t + c.
@@ -1973,7 +2018,8 @@ __device__ __forceinline__ Tile tile_at(int index, const Sizes& s) {
   return t;
 }
 
-__device__ __forceinline__ int entries_of(int variant) { return ENTRY[variant * (MB + 1) + MB] - ENTRY[variant * (MB + 1)]; }
+__device__ __forceinline__ int entries_of(int variant) { return ENTRY[variant * (MB + 1)
+    + MB] - ENTRY[variant * (MB + 1)]; }
 __device__ __forceinline__ int chunks_of(int variant) { return entries_of(variant) ? CHUNKS : 0; }  // 0: only the bias
 
 // Byte of the 16-byte unit `unit` of pixel row `p` in a tile.
@@ -1983,10 +2029,12 @@ __device__ __forceinline__ u32 unit_at(int p, int unit) {
 }
 
 // =====================================================================================================================
-// Packing: weight (CIN, COUT_G, taps), for GRAD_INPUT (COUT, CIN_G, taps), to fragments [group][cout block][variant][chunk][entry][k step][part][wgs][warp][lane]
+// Packing: weight (CIN, COUT_G, taps), for GRAD_INPUT (COUT, CIN_G, taps), to fragments [group][cout
+// block][variant][chunk][entry][k step][part][wgs][warp][lane]
 // =====================================================================================================================
 
-__constant__ const short TAP_INDEX[] = {0,1,2,3,4,5,6,7,8};  // [variant, block, tap][SUBS]: the kernel's tap, -1 for none
+// [variant, block, tap][SUBS]: the kernel's tap, -1 for none
+__constant__ const short TAP_INDEX[] = {0,1,2,3,4,5,6,7,8};
 
 __global__ void pack(const float* __restrict__ weight, u32* __restrict__ packed, int words) {
   int i = blockIdx.x * blockDim.x + threadIdx.x;
@@ -2037,7 +2085,8 @@ struct Source {                                        // where a tile's chunk l
 };
 
 __device__ __forceinline__ Source source_of(const Tile& t, int chunk) {
-  return {t.n, t.d * IN_STEP_D, t.h * IN_STEP_H, t.w * IN_STEP_W + FIRST_W, t.group * CIN_G + chunk * CK, CIN_G - chunk * CK};
+  return {t.n, t.d * IN_STEP_D, t.h * IN_STEP_H, t.w * IN_STEP_W + FIRST_W, t.group * CIN_G + chunk * CK,
+      CIN_G - chunk * CK};
 }
 
 // The segment's (n, d, h), and whether that row of the input exists.
@@ -2050,13 +2099,16 @@ __device__ __forceinline__ bool row_of(const Source& at, const Sizes& s, int pac
 
 // Copies CK channels of every segment into a slot, in the 16-byte units of memory that hold them, so that any alignment is
 // served; units without a pixel of the row are left out. A segment then begins (address % 16) bytes into its place.
-__device__ __forceinline__ void stage(const char* __restrict__ x, const Sizes& s, const Source& at, const int* segments, u32 slot, int thread) {
+__device__ __forceinline__ void stage(const char* __restrict__ x, const Sizes& s, const Source& at, const int* segments,
+    u32 slot, int thread) {
   long long plane = (long long)s.in_d * s.in_h * s.in_w;
   for (int i = thread; i < SLOT_BYTES / 16; i += PRODUCER_THREADS) {
-    int unit = i % STAGING_UNITS, r = i / STAGING_UNITS, row = r % (ROWS_D * ROWS_H), c = r / (ROWS_D * ROWS_H) % CK, n, d, h;
+    int unit = i % STAGING_UNITS, r = i / STAGING_UNITS, row = r % (ROWS_D * ROWS_H), c = r / (ROWS_D * ROWS_H) % CK, n,
+        d, h;
     int segment = r / (ROWS_D * ROWS_H * CK) * (ROWS_D * ROWS_H) + row;
     if (!row_of(at, s, segments[segment], n, d, h) || c >= at.left) continue;
-    const char* p = x + (((long long)n * CIN + at.channel + c) * plane + ((long long)d * s.in_h + h) * s.in_w + at.w) * ELEMENT;
+    const char* p = x + (((long long)n * CIN + at.channel + c) * plane + ((long long)d * s.in_h + h) * s.in_w
+        + at.w) * ELEMENT;
     int misaligned = (int)((u64)p & 15);
     int first = at.w + (unit * 16 - misaligned) / ELEMENT;  // column of the unit's first element
     if (first + VEC > 0 && first < s.in_w) copy16(slot + i * 16, p - misaligned + unit * 16);
@@ -2069,8 +2121,10 @@ constexpr int OWN_PIXELS = (PIXELS + PRODUCER_THREADS - 1) / PRODUCER_THREADS;
 // row is aligned. Found once a tile, not a chunk.
 struct Pixels {
   u32 from[OWN_PIXELS], ok;
-  u32 plane;                                            // channel c of a row begins at (phase + c * plane) % VEC of a unit
-  __device__ __forceinline__ void locate(const char* x, const Sizes& s, const Source& at, const int* segments, int thread) {
+  // channel c of a row begins at (phase + c * plane) % VEC of a unit
+  u32 plane;
+  __device__ __forceinline__ void locate(const char* x, const Sizes& s, const Source& at, const int* segments,
+      int thread) {
     plane = (u32)s.in_d * s.in_h * s.in_w;
     ok = 0;
 #pragma unroll
@@ -2143,7 +2197,8 @@ __device__ __forceinline__ void hand_over(u32 barrier, int lane) {
 
 struct Barriers { u32 full, empty, landed, left; };  // of tiles; of slots or boxes: `landed` by the copy engine
 
-__device__ __forceinline__ void produce(const char* __restrict__ x, const Sizes& s, const int* segments, u32 tiles, u32 slots, const Barriers& barriers, int thread) {
+__device__ __forceinline__ void produce(const char* __restrict__ x, const Sizes& s, const int* segments, u32 tiles,
+    u32 slots, const Barriers& barriers, int thread) {
   int lane = thread & 31;
   Walk now;
   Cursor tile = {0, 1};
@@ -2165,7 +2220,8 @@ __device__ __forceinline__ void produce(const char* __restrict__ x, const Sizes&
   for (now.begin(blockIdx.x, s); now.live(s); now.next(s), tile.next(STAGES_P), slot.next(STAGES_S)) {
     if (now.chunk == 0) own.locate(x, s, source_of(now.tile, 0), segments, thread);
     copy_wait<STAGES_S - 2>();
-    named_sync<1, PRODUCER_THREADS>();                  // everyone's copies have landed, and everyone has left the next slot
+    // everyone's copies have landed, and everyone has left the next slot
+    named_sync<1, PRODUCER_THREADS>();
     if (ahead.live(s)) {
       stage(x, s, source_of(ahead.tile, ahead.chunk), segments, slots + next_slot * SLOT_BYTES, thread);
       ahead.next(s);
@@ -2175,9 +2231,11 @@ __device__ __forceinline__ void produce(const char* __restrict__ x, const Sizes&
     barrier_wait(barriers.empty + tile.stage * 8, tile.parity);
     int channel = now.chunk * CK;
     if (own.plane % VEC == 0) {
-      turn<true>(own, channel, CIN_G - channel, slots + slot.stage * SLOT_BYTES, tiles + tile.stage * STAGE_BYTES, thread);
+      turn<true>(own, channel, CIN_G - channel, slots + slot.stage * SLOT_BYTES, tiles + tile.stage * STAGE_BYTES,
+          thread);
     } else {
-      turn<false>(own, channel, CIN_G - channel, slots + slot.stage * SLOT_BYTES, tiles + tile.stage * STAGE_BYTES, thread);
+      turn<false>(own, channel, CIN_G - channel, slots + slot.stage * SLOT_BYTES, tiles + tile.stage * STAGE_BYTES,
+          thread);
     }
     hand_over(barriers.full + tile.stage * 8, lane);
   }
@@ -2214,7 +2272,8 @@ __device__ __forceinline__ void stream_weights(const char* packed, const Sizes& 
 
 // The consumers' side. Before sm_90 fragments come straight from global memory (L2).
 struct Fragments {
-  u32 ring, full, empty;                               // of the ring: this thread's part of its first fragment; barriers
+  // of the ring: this thread's part of its first fragment; barriers
+  u32 ring, full, empty;
   Cursor cursor;
   int left;                                            // fragments left of the stage in hand
   int coming;                                          // fragments of the tile not yet taken
@@ -2257,27 +2316,32 @@ __device__ __forceinline__ constexpr Place place_of(int subtile) {
   return {subtile / (W_SUBTILES * H_SUBTILES * TILE_D), subtile / (W_SUBTILES * H_SUBTILES) % TILE_D,
           subtile / W_SUBTILES % H_SUBTILES * SUB_H, subtile % W_SUBTILES * SUB_W};
 }
-__device__ __forceinline__ constexpr int pixel_row_of(int subtile) {  // its first pixel's row in the tile, for a tap of shift 0
+// its first pixel's row in the tile, for a tap of shift 0
+__device__ __forceinline__ constexpr int pixel_row_of(int subtile) {
   Place p = place_of(subtile);
   return ((p.n * ROWS_D + p.d * ROW_STEP_D) * ROWS_H + p.h * ROW_STEP_H) * PITCH + p.w;
 }
 constexpr int GROUP_ROWS = 8;  // pixel rows from one group of eight columns to the next
 
 // acc[64 x 64 NB] += fragment x pixels; `shift` is the tap's, in pixel rows.
-__device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4], u32 tile, const int (&subtile_row)[NB], int shift, int k_step, int lane) {
+__device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4], u32 tile,
+    const int (&subtile_row)[NB], int shift, int k_step, int lane) {
   const u64 upper = ((u64)(GROUP_ROWS * ROW_BYTES >> 4) << 32) | ((u64)(3) << 62) | (1ull << 16);
 #pragma unroll
   for (int nb = 0; nb < NB; nb++) {
     u32 start = tile + (subtile_row[nb] + shift) * ROW_BYTES + k_step * 32;
     u64 b = upper | ((start & 0x3ffff) >> 4);
-    asm volatile(WGMMA_64("m64n64k8.f32.tf32.tf32", "1, 1, 1") : ACCUMULATORS_64(acc[nb]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+    asm volatile(WGMMA_64("m64n64k8.f32.tf32.tf32", "1, 1, 1") : ACCUMULATORS_64(acc[nb]) : "r"(a[0]), "r"(a[1]),
+        "r"(a[2]), "r"(a[3]), "l"(b));
   }
 }
 
 // Steps without a loop around them: fragments take FRAGMENT_SETS sets of registers in turn, so that the next one is loaded while
-// the tensor cores have the steps of the others queued. (NOTES: in a loop over taps ptxas cannot see that a set is free again and serialises every wgmma,
+// the tensor cores have the steps of the others queued. (measured: in a loop over taps ptxas cannot see that a set is
+// free again and serialises every wgmma,
 // C7513: kb57's multiplications took 2.9 ms instead of 1.6. So the pipeline drains once per stretch of code.)
-__device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[4], Fragments& weights, u32 tile, const int (&subtile_row)[NB], int shift, int k_step, int part, bool last, int lane) {
+__device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[4], Fragments& weights, u32 tile,
+    const int (&subtile_row)[NB], int shift, int k_step, int part, bool last, int lane) {
   weights.take(a, lane);
   wgmma_fence();
   multiply(acc, a, tile, subtile_row, shift, k_step, lane);
@@ -2303,22 +2367,26 @@ __device__ constexpr int block_of(int variant, int entry) {
 }
 
 template <int VARIANT, int STEP>
-__device__ __forceinline__ void multiply_from(float (&acc)[MB][NB][32], u32 (&a)[FRAGMENT_SETS][4], Fragments& weights, u32 tile, const int (&subtile_row)[NB], int lane) {
-  constexpr int first = entry_at(VARIANT * (MB + 1)), steps = (entry_at(VARIANT * (MB + 1) + MB) - first) * STEPS_PER_TAP;
+__device__ __forceinline__ void multiply_from(float (&acc)[MB][NB][32], u32 (&a)[FRAGMENT_SETS][4], Fragments& weights,
+    u32 tile, const int (&subtile_row)[NB], int lane) {
+  constexpr int first = entry_at(VARIANT * (MB + 1)),
+      steps = (entry_at(VARIANT * (MB + 1) + MB) - first) * STEPS_PER_TAP;
   if constexpr (STEP < steps) {
     constexpr int entry = first + STEP / STEPS_PER_TAP, block = block_of(VARIANT, entry);
-    step(acc[block], a[STEP % FRAGMENT_SETS], weights, tile, subtile_row, row_at(entry), STEP / PARTS % K_STEPS, STEP % PARTS, STEP + 1 == steps, lane);
+    step(acc[block], a[STEP % FRAGMENT_SETS], weights, tile, subtile_row, row_at(entry), STEP / PARTS % K_STEPS,
+        STEP % PARTS, STEP + 1 == steps, lane);
     multiply_from<VARIANT, STEP + 1>(acc, a, weights, tile, subtile_row, lane);
   }
 }
 
 template <int VARIANT>
-__device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB][32], Fragments& weights, u32 tile, const int (&subtile_row)[NB], int lane) {
+__device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB][32], Fragments& weights, u32 tile,
+    const int (&subtile_row)[NB], int lane) {
   u32 a[FRAGMENT_SETS][4];
   multiply_from<VARIANT, 0>(acc, a, weights, tile, subtile_row, lane);
 }
 
-// --- epilogue ---------------------------------------------------------------------------------------------------------
+// --- epilogue --------------------------------------------------------------------------------------------------------
 // A warp holds 16 rows of M. It passes them through its own shared buffer, a run of pixels at a time, so that memory is
 // written in whole lines: NCHW 8 rows of RUN x W_SUBS consecutive outputs, channels-last RUN pixels of 16 channels.
 constexpr int RUN = RUN_GROUPS * 8;
@@ -2415,13 +2483,15 @@ __device__ __forceinline__ void store_rows(char* to, long long plane, int rows, 
       v[r] = load_shared_u32(buffer + r * RUN_PITCH + ((u32)e[r] < (u32)end ? e[r] * 4 : 0));
     }
 #pragma unroll
-    for (int r = 0; r < 8; r++) store_global_if(to + r * plane + (long long)e[r] * 4, v[r], (u32)e[r] < (u32)end && r < rows);
+    for (int r = 0; r < 8; r++) store_global_if(to + r * plane + (long long)e[r] * 4, v[r],
+        (u32)e[r] < (u32)end && r < rows);
   }
 }
 
-// Unrolled, since registers have no run-time index. (NOTES: with the stores once in a loop, and only the reading of registers in
+// Unrolled, since registers have no run-time index. (measured: with the stores once in a loop, and only the reading of registers in
 // branches, tiles of 8 x 8 took 20 to 100% longer and compiled no faster.)
-__device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* __restrict__ bias, char* __restrict__ y, const Sizes& s, const Tile& t, int cout_block, int first_subtile, u32 buffer, int warp, int lane) {
+__device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* __restrict__ bias, char* __restrict__ y,
+    const Sizes& s, const Tile& t, int cout_block, int first_subtile, u32 buffer, int warp, int lane) {
   constexpr signed char blocks[] = {0};         // the block of a W sub-position, -1: it has no taps
   int g = lane >> 2, q = lane & 3;
   Slab slab = slab_of(t, cout_block, warp);
@@ -2450,7 +2520,8 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* 
       int oh = OUT_STEP_H * (t.h + place.h) + slab.oh;
       int ow = OUT_STEP_W * (t.w + place.w + i * RUN) + U_W[t.variant], left = s.out_w - ow;
       if (!image || oh >= s.out_h || left <= 0) continue;
-      char* to = y + (((long long)n * COUT + channel) * s.out_d + od) * s.out_h * s.out_w * ELEMENT + ((long long)oh * s.out_w + ow) * ELEMENT;
+      char* to = y + (((long long)n * COUT + channel) * s.out_d + od) * s.out_h * s.out_w * ELEMENT
+          + ((long long)oh * s.out_w + ow) * ELEMENT;
 #pragma unroll
       for (int h = 0; h < 2; h++) {
 #pragma unroll
@@ -2461,7 +2532,8 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* 
 #pragma unroll
           for (int c = 0; c < 2; c++)
 #pragma unroll
-            for (int u = 0; u < W_SUBS; u++) v[c * W_SUBS + u] = blocks[u] < 0 ? b[h] : acc[blocks[u] < 0 ? 0 : blocks[u]][nb][4 * j + 2 * h + c];
+            for (int u = 0; u < W_SUBS; u++) v[c * W_SUBS + u] = blocks[u] < 0 ? b[h]
+                : acc[blocks[u] < 0 ? 0 : blocks[u]][nb][4 * j + 2 * h + c];
 #pragma unroll
           for (int c = 0; c < W_SUBS; c++) {
             store_shared_f32x2(at + c * 8, v[2 * c], v[2 * c + 1]);
@@ -2475,7 +2547,8 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* 
   }
 }
 
-__device__ __forceinline__ void consume(const char* packed, const float* bias, char* y, const Sizes& s, u32 tiles, u32 full, u32 empty, Fragments& weights, u32 buffers, int wg, int thread) {
+__device__ __forceinline__ void consume(const char* packed, const float* bias, char* y, const Sizes& s, u32 tiles,
+    u32 full, u32 empty, Fragments& weights, u32 buffers, int wg, int thread) {
   int warp = thread >> 5, lane = thread & 31;
   int first_subtile = 0, offset = thread * 16;
   u32 buffer = buffers + (wg * 4 + warp) * BUFFER_BYTES;
@@ -2532,13 +2605,15 @@ constexpr int SLOT_BARRIERS = 0;
 constexpr int SEGMENTS_AT = BARRIERS_AT + 16 * (STAGES_P + STAGES_W + SLOT_BARRIERS);
 
 __global__ void __launch_bounds__(THREADS, 1)
-gather(const char* __restrict__ x, const char* __restrict__ packed, const float* __restrict__ bias, char* __restrict__ y,
-       int batch, int in_d, int in_h, int in_w, int out_d, int out_h, int out_w, int tiles_d, int tiles_h, int tiles_w, int tile_count
-) {
+gather(const char* __restrict__ x, const char* __restrict__ packed, const float* __restrict__ bias,
+    char* __restrict__ y,
+       int batch, int in_d, int in_h, int in_w, int out_d, int out_h, int out_w, int tiles_d, int tiles_h, int tiles_w,
+           int tile_count) {
   extern __shared__ __align__(1024) unsigned char memory[];
   const Sizes s = {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, tile_count};
   u32 base = shared_address(memory);
-  u32 full = base + BARRIERS_AT, empty = full + 8 * STAGES_P, full_w = empty + 8 * STAGES_P, empty_w = full_w + 8 * STAGES_W;
+  u32 full = base + BARRIERS_AT, empty = full + 8 * STAGES_P, full_w = empty + 8 * STAGES_P,
+      empty_w = full_w + 8 * STAGES_W;
   const Barriers barriers = {full, empty, empty_w + 8 * STAGES_W, empty_w + 8 * (STAGES_W + SLOT_BARRIERS)};
   int* segments = (int*)(memory + SEGMENTS_AT);
   if (threadIdx.x == 0) {
@@ -2553,7 +2628,8 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
     asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
   }
   for (int i = threadIdx.x; i < SEGMENTS; i += THREADS)
-    segments[i] = (i / (ROWS_H * ROWS_D)) << 24 | (ROW_D[i / ROWS_H % ROWS_D] & 0xfff) << 12 | (ROW_H[i % ROWS_H] & 0xfff);
+    segments[i] = (i / (ROWS_H * ROWS_D)) << 24 | (ROW_D[i / ROWS_H % ROWS_D] & 0xfff) << 12
+        | (ROW_H[i % ROWS_H] & 0xfff);
   __syncthreads();
   int role = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
   if (role < FIRST_CONSUMER) {
@@ -2561,8 +2637,7 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
     int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0);
     if (warp < PRODUCER_WARPS) {
       produce(x, s, segments, base + TILES_AT, base + SLOTS_AT, barriers, threadIdx.x);
-    }
-    else if (warp == WEIGHTS_WARP && (thread & 31) == 0) {
+    } else if (warp == WEIGHTS_WARP && (thread & 31) == 0) {
       stream_weights(packed, s, base + RING_AT, full_w, empty_w);
     }
   } else {
@@ -2571,7 +2646,8 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
     weights.ring = base + RING_AT;
     weights.full = full_w;
     weights.empty = empty_w;
-    consume(packed, bias, y, s, base + TILES_AT, full, empty, weights, base + BUFFERS_AT, role - FIRST_CONSUMER, thread);
+    consume(packed, bias, y, s, base + TILES_AT, full, empty, weights, base + BUFFERS_AT, role - FIRST_CONSUMER,
+        thread);
   }
 }
 
@@ -2590,36 +2666,28 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 
 namespace grad_weight {
 
-constexpr int ELEMENT = 4;
+// What both grad-weight kernels share: the geometry of g's tile, copies by threads, and the second step.
+//
+// Rows of x and g in a chunk follow from TILE_*, TAPS_*, STEP_* (stride) and DIL_* (dilation); the sets of taps differ
+// only in where
+// their chunks begin.
+
+constexpr int ELEMENT = 4;  // bytes of an element
 constexpr int GROUPS = 1;
-constexpr int CIN_G = 32;
-constexpr int COUT_G = 64;
-constexpr int BLOCK_CI = 32;
-constexpr int BLOCK_CO = 64;
-constexpr int TILE_N = 1;
-constexpr int KERNEL_D = 1;
-constexpr int STEP_D = 1;
-constexpr int DIL_D = 1;
-constexpr int PAD_D = 0;
-constexpr int TAPS_D = 1;
-constexpr int SETS_D = 1;
-constexpr int TILE_D = 1;
-constexpr int KERNEL_H = 3;
-constexpr int STEP_H = 5;
-constexpr int DIL_H = 2;
-constexpr int PAD_H = 1;
-constexpr int TAPS_H = 1;
-constexpr int SETS_H = 3;
-constexpr int TILE_H = 1;
-constexpr int KERNEL_W = 3;
-constexpr int STEP_W = 5;
-constexpr int DIL_W = 2;
-constexpr int PAD_W = 1;
-constexpr int TAPS_W = 3;
-constexpr int SETS_W = 1;
-constexpr int TILE_W = 64;
-constexpr int WARP_M = 32;
-constexpr int WARP_N = 32;
+constexpr int CIN_G = 32;  // channels of a group in what is read
+constexpr int COUT_G = 64;  // channels of a group in what is written
+constexpr int BLOCK_CI = 32;  // input channels of a block
+constexpr int BLOCK_CO = 64;  // output channels of a block
+constexpr int TILE_N = 1;  // images of a tile
+constexpr int KERNEL_D = 1, KERNEL_H = 3, KERNEL_W = 3;  // the layer's
+constexpr int STEP_D = 1, STEP_H = 5, STEP_W = 5;  // stride
+constexpr int DIL_D = 1, DIL_H = 2, DIL_W = 2;  // dilation
+constexpr int PAD_D = 0, PAD_H = 1, PAD_W = 1;  // padding
+constexpr int TAPS_D = 1, TAPS_H = 1, TAPS_W = 3;  // of a set, which a block multiplies
+constexpr int SETS_D = 1, SETS_H = 3, SETS_W = 1;  // of taps
+constexpr int TILE_D = 1, TILE_H = 1, TILE_W = 64;  // positions q of a chunk
+constexpr int WARP_M = 32;  // input channels of a warp
+constexpr int WARP_N = 32;  // output channels of a warp
 
 // Grad-weight on tensor cores: dW[ci, co, tap] = sum over images and positions q of x[ci, q] * g[co, q * STEP + tap * DIL - PAD].
 //
@@ -2638,18 +2706,13 @@ constexpr int WARP_N = 32;
 constexpr int WARPS = 8;
 constexpr int COPIERS = WARPS * 32;  // threads that copy
 
-// What both grad-weight kernels share: the geometry of g's tile, copies by threads, and the second step.
-//
-// Rows of x and g in a chunk follow from TILE_*, TAPS_*, STEP_* (stride) and DIL_* (dilation); the sets of taps differ only in where
-// their chunks begin.
-
-// PTX in small wrappers, so that a kernel body reads as an algorithm. No headers: NVRTC compiles this in tens of ms.
+// PTX in small wrappers, so that a kernel body reads as an algorithm.
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
-// --- copies into shared memory ----------------------------------------------------------------------------------------
+// --- copies into shared memory ---------------------------------------------------------------------------------------
 
 __device__ __forceinline__ void copy16(u32 to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;\n" ::"r"(to), "l"(from) : "memory");
@@ -2658,9 +2721,10 @@ __device__ __forceinline__ void copy16(u32 to, const void* from, int bytes) {  /
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
 __device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
-template <int N> __device__ __forceinline__ void copy_wait() { asm volatile("cp.async.wait_group %0;\n" ::"n"(N) : "memory"); }
+template <int N> __device__ __forceinline__ void copy_wait() { asm volatile("cp.async.wait_group %0;\n" ::"n"(N)
+    : "memory"); }
 
-// --- numbers ----------------------------------------------------------------------------------------------------------
+// --- numbers ---------------------------------------------------------------------------------------------------------
 
 // Nearest TF32, ties to even, as cuDNN rounds: with it results agree with cuDNN to 3e-6, with rna to 5e-5.
 __device__ __forceinline__ u32 to_tf32(float v) {
@@ -2669,14 +2733,14 @@ __device__ __forceinline__ u32 to_tf32(float v) {
   return r;
 }
 
-// --- matrix instructions ----------------------------------------------------------------------------------------------
+// --- matrix instructions ---------------------------------------------------------------------------------------------
 
 constexpr int VEC = 16 / ELEMENT;  // elements of a 16-byte unit
-constexpr int TAPS = KERNEL_D * KERNEL_H * KERNEL_W;
+constexpr int TAPS = KERNEL_D * KERNEL_H * KERNEL_W;  // of a set, which a block multiplies
 constexpr int SET_TAPS = TAPS_D * TAPS_H * TAPS_W;
-constexpr int SETS = SETS_D * SETS_H * SETS_W;
-constexpr int CIN = GROUPS * CIN_G;
-constexpr int COUT = GROUPS * COUT_G;
+constexpr int SETS = SETS_D * SETS_H * SETS_W;  // of taps
+constexpr int CIN = GROUPS * CIN_G;  // channels of what is read
+constexpr int COUT = GROUPS * COUT_G;  // channels of what is written
 
 // Rows of g's tile: every row between the first and the last (dense), or TAPS rows for each q when that is fewer.
 #define SPAN(tile, step, taps, dil) (((tile) - 1) * (step) + ((taps) - 1) * (dil) + 1)
@@ -2725,13 +2789,15 @@ __device__ __forceinline__ Rows g_row(int r) {
 typedef u32 bits;
 
 template <int ROWS, int BLOCK, int COLUMNS_OR_UNITS, int PITCH, int CHANNELS, int CHANNELS_G, bool IS_X>
-__device__ __forceinline__ void copy_tile(const char* __restrict__ tensor, int batch, int depth, int height, int width, int n0, int d0, int h0, int w0, int channel, int left, unsigned char* to, int thread) {
+__device__ __forceinline__ void copy_tile(const char* __restrict__ tensor, int batch, int depth, int height, int width,
+    int n0, int d0, int h0, int w0, int channel, int left, unsigned char* to, int thread) {
   u32 to_address = shared_address(to);
-  // Units that hold a border are copied whole; `clear_borders` clears what lies beyond it when they have landed. (NOTES: in parts of 4
+  // Units that hold a border are copied whole; `clear_borders` clears what lies beyond it when they have landed.
+  // (NOTES: in parts of 4
   // bytes, some of a warp's threads each time: 1.04 ms instead of 0.37.)
   // A thread keeps its channel and place in the row for all rows of the tile (NOTES: with an index for each unit, one warp on a
   // scheduler took 850 clocks a round of 32 units, all of them address arithmetic: kb77's bfloat16 gradient 1.35 ms).
-  constexpr int UNITS = COLUMNS_OR_UNITS, ROWS_D = IS_X ? TILE_D : G_ROWS_D, ROWS_H = IS_X ? TILE_H : G_ROWS_H;
+  constexpr int UNITS = COLUMNS_OR_UNITS, ROWS_H = IS_X ? TILE_H : G_ROWS_H;
   long long plane = (long long)depth * height * width;
 #pragma unroll 1
   for (int i = thread; i < BLOCK * UNITS; i += COPIERS) {
@@ -2742,12 +2808,14 @@ __device__ __forceinline__ void copy_tile(const char* __restrict__ tensor, int b
       Rows at = IS_X ? x_row(r * ROWS_H) : g_row(r * ROWS_H);
       int n = n0 + at.n, d = d0 + at.d;
       bool slice = n < batch && (u32)d < (u32)depth && c < left;
-      const char* base = tensor + (((long long)n * CHANNELS + channel + c) * plane + (long long)d * height * width + w0) * ELEMENT;
+      const char* base = tensor
+          + (((long long)n * CHANNELS + channel + c) * plane + (long long)d * height * width + w0) * ELEMENT;
 #pragma unroll 2
       for (int rh = 0; rh < ROWS_H; rh++, offset += BLOCK * PITCH * ELEMENT) {
         int h = h0 + rh;
         const char* from = base + (long long)h * (width * ELEMENT);
-        int misaligned = (int)((u64)from & 15), first = w0 + (unit * 16 - misaligned) / ELEMENT;  // column of the first element
+        // column of the first element
+        int misaligned = (int)((u64)from & 15), first = w0 + (unit * 16 - misaligned) / ELEMENT;
         from += unit * 16 - misaligned;
         bool in = slice && (u32)h < (u32)height && first + VEC > 0 && first < width;
         copy16(to_address + offset, in ? from : tensor, in ? 16 : 0);
@@ -2760,14 +2828,17 @@ __device__ __forceinline__ bool has_borders(int w0, int columns, int width) { re
 
 // Clears elements before column 0 and from column `width` on, in the units that hold such a border.
 template <int ROWS, int BLOCK, int UNITS, int PITCH, int CHANNELS, bool IS_X>
-__device__ __forceinline__ void clear_borders(const char* tensor, int depth, int height, int width, int n0, int d0, int h0, int w0, int channel, unsigned char* to, int thread) {
+__device__ __forceinline__ void clear_borders(const char* tensor, int depth, int height, int width, int n0, int d0,
+    int h0, int w0, int channel, unsigned char* to, int thread) {
   u32 plane = (u32)depth * height * width;
 #pragma unroll 1
   for (int i = thread; i < ROWS * BLOCK; i += COPIERS) {
     int c = i % BLOCK, row = i / BLOCK;
     Rows at = IS_X ? x_row(row) : g_row(row);
-    u32 first = (u32)((u64)tensor / ELEMENT) + ((u32)(n0 + at.n) * CHANNELS + channel + c) * plane + ((u32)(d0 + at.d) * height + h0 + at.h) * width + w0;
-    int zero = (int)(first & (VEC - 1)) - w0, end = zero + width;  // elements of column 0 and of the one behind the last
+    u32 first = (u32)((u64)tensor / ELEMENT) + ((u32)(n0 + at.n) * CHANNELS + channel + c) * plane
+        + ((u32)(d0 + at.d) * height + h0 + at.h) * width + w0;
+    // elements of column 0 and of the one behind the last
+    int zero = (int)(first & (VEC - 1)) - w0, end = zero + width;
     bits* line = (bits*)(to + (row * BLOCK + c) * PITCH * ELEMENT);
     if (zero > 0 && zero < UNITS * VEC)
       for (int e = zero & ~(VEC - 1); e < zero; e++) line[e] = 0;
@@ -2783,7 +2854,8 @@ __device__ __forceinline__ void clear_borders(const char* tensor, int depth, int
 constexpr int RUNS = 8;
 
 __global__ void __launch_bounds__(32 * RUNS)
-reduce(const float* __restrict__ partial, bits* __restrict__ out, int slices, long long stride_ci, long long stride_co, long long stride_tap) {
+reduce(const float* __restrict__ partial, bits* __restrict__ out, int slices, long long stride_ci, long long stride_co,
+    long long stride_tap) {
   __shared__ float runs[RUNS][32];
   const long long total = (long long)TAPS * CIN * COUT_G;
   int lane = threadIdx.x & 31, run = threadIdx.x >> 5;
@@ -2826,13 +2898,17 @@ struct Work {                              // of a block
   int tap_d, tap_h, tap_w;                 // first tap of the set
 };
 
-__device__ __forceinline__ void copy_chunk(const char* __restrict__ x, const char* __restrict__ g, const Sizes& s, const Chunk& c, const Work& work, unsigned char* stage, int thread) {
+__device__ __forceinline__ void copy_chunk(const char* __restrict__ x, const char* __restrict__ g, const Sizes& s,
+    const Chunk& c, const Work& work, unsigned char* stage, int thread) {
   constexpr int x_extent = X_UNITS, g_extent = G_UNITS;
   copy_tile<X_ROWS, BLOCK_CI, x_extent, X_PITCH, CIN, CIN_G, true>(
-      x, s.batch, s.in_d, s.in_h, s.in_w, c.n, c.d, c.h, c.w, work.group * CIN_G + work.m, CIN_G - work.m, stage, thread);
+      x, s.batch, s.in_d, s.in_h, s.in_w, c.n, c.d, c.h, c.w, work.group * CIN_G + work.m, CIN_G - work.m, stage,
+          thread);
   copy_tile<G_ROWS, BLOCK_CO, g_extent, G_PITCH, COUT, COUT_G, false>(
-      g, s.batch, s.out_d, s.out_h, s.out_w, c.n, c.d * STEP_D + work.tap_d * DIL_D - PAD_D, c.h * STEP_H + work.tap_h * DIL_H - PAD_H,
-      c.w * STEP_W + work.tap_w * DIL_W - PAD_W, work.group * COUT_G + work.n, COUT_G - work.n, stage + X_BYTES, thread);
+      g, s.batch, s.out_d, s.out_h, s.out_w, c.n, c.d * STEP_D + work.tap_d * DIL_D - PAD_D,
+          c.h * STEP_H + work.tap_h * DIL_H - PAD_H,
+      c.w * STEP_W + work.tap_w * DIL_W - PAD_W, work.group * COUT_G + work.n, COUT_G - work.n, stage + X_BYTES,
+          thread);
 }
 
 // =====================================================================================================================
@@ -2841,7 +2917,8 @@ __device__ __forceinline__ void copy_chunk(const char* __restrict__ x, const cha
 
 __device__ __forceinline__ void multiply(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
   asm volatile("mma.sync.aligned." "m16n8k8.row.col.f32.tf32.tf32.f32" " {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};\n"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]),
+          "r"(b[1]));
 }
 
 __device__ __forceinline__ u32 rounded(u32 v) {
@@ -2851,7 +2928,9 @@ __device__ __forceinline__ u32 rounded(u32 v) {
 __device__ __forceinline__ u32 element_pair(const u32* words, int e, int) { return words[e]; }
 
 // One chunk of a stage: all its steps that are this warp's.
-__device__ __forceinline__ void multiply_chunk(float (&acc)[SET_TAPS][M_FRAGMENTS][N_FRAGMENTS][4], const unsigned char* stage, const Sizes& s, u32 x_phase, u32 g_phase, int warp_m, int warp_n, int warp_k, int lane) {
+__device__ __forceinline__ void multiply_chunk(float (&acc)[SET_TAPS][M_FRAGMENTS][N_FRAGMENTS][4],
+    const unsigned char* stage, const Sizes& s, u32 x_phase, u32 g_phase, int warp_m, int warp_n, int warp_k,
+        int lane) {
   const int g = lane >> 2, q = lane & 3;
   const u32* xs = (const u32*)stage;
   const u32* gs = (const u32*)(stage + X_BYTES);
@@ -2888,7 +2967,8 @@ __device__ __forceinline__ void multiply_chunk(float (&acc)[SET_TAPS][M_FRAGMENT
           int d = row_d[k] + td * DIL_D, h = row_h[k] + th * DIL_H;
           int row = (g_row_n[k] + d) * G_ROWS_H + h;
           int image = g_row_n[k] / G_ROWS_D, at_d = d, at_h = h;
-          int phase = (g_phase + ((u32)(image * COUT) * s.out_d + at_d) * s.out_h * s.out_w + (u32)at_h * s.out_w) & (VEC - 1);
+          int phase = (g_phase + ((u32)(image * COUT) * s.out_d + at_d) * s.out_h * s.out_w
+              + (u32)at_h * s.out_w) & (VEC - 1);
           base[k] = row * BLOCK_CO * G_PITCH + column[k] * STEP_W + phase;
         }
 #pragma unroll
@@ -2916,7 +2996,8 @@ __device__ __forceinline__ void multiply_chunk(float (&acc)[SET_TAPS][M_FRAGMENT
 
 // partial: [SPLITS * WARPS_K][TAPS][CIN][COUT_G] float32.
 __global__ void __launch_bounds__(THREADS, 1)
-wgrad(const char* __restrict__ x, const char* __restrict__ g, float* __restrict__ partial, int batch, int in_d, int in_h, int in_w,
+wgrad(const char* __restrict__ x, const char* __restrict__ g, float* __restrict__ partial, int batch, int in_d,
+    int in_h, int in_w,
       int out_d, int out_h, int out_w, int tiles_d, int tiles_h, int tiles_w, int chunks, int per_split) {
   extern __shared__ __align__(1024) unsigned char memory[];
   const Sizes s = {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, chunks, per_split};
@@ -2940,22 +3021,28 @@ wgrad(const char* __restrict__ x, const char* __restrict__ g, float* __restrict_
 #pragma unroll 1
   for (int i = begin; i < end; i++) {
     unsigned char* stage = memory + ((i - begin) & 1) * STAGE_BYTES;
-    if (i + 1 < end) copy_chunk(x, g, s, chunk_at(i + 1, s), work, memory + ((i + 1 - begin) & 1) * STAGE_BYTES, thread);
+    if (i + 1 < end) copy_chunk(x, g, s, chunk_at(i + 1, s), work, memory + ((i + 1 - begin) & 1) * STAGE_BYTES,
+        thread);
     copy_commit();
     copy_wait<1>();
     __syncthreads();
     u32 x_phase = 0, g_phase = 0;
     Chunk c = chunk_at(i, s);
-    int d = c.d * STEP_D + work.tap_d * DIL_D - PAD_D, h = c.h * STEP_H + work.tap_h * DIL_H - PAD_H, w = c.w * STEP_W + work.tap_w * DIL_W - PAD_W;
+    int d = c.d * STEP_D + work.tap_d * DIL_D - PAD_D, h = c.h * STEP_H + work.tap_h * DIL_H - PAD_H,
+        w = c.w * STEP_W + work.tap_w * DIL_W - PAD_W;
     int first_x = work.group * CIN_G + work.m, first_g = work.group * COUT_G + work.n;
     bool borders_x = has_borders(c.w, TILE_W, in_w), borders_g = has_borders(w, G_COLUMNS, out_w);
-    if (borders_x) clear_borders<X_ROWS, BLOCK_CI, X_UNITS, X_PITCH, CIN, true>(x, in_d, in_h, in_w, c.n, c.d, c.h, c.w, first_x, stage, thread);
-    if (borders_g) clear_borders<G_ROWS, BLOCK_CO, G_UNITS, G_PITCH, COUT, false>(g, out_d, out_h, out_w, c.n, d, h, w, first_g, stage + X_BYTES, thread);
+    if (borders_x) clear_borders<X_ROWS, BLOCK_CI, X_UNITS, X_PITCH, CIN,
+        true>(x, in_d, in_h, in_w, c.n, c.d, c.h, c.w, first_x, stage, thread);
+    if (borders_g) clear_borders<G_ROWS, BLOCK_CO, G_UNITS, G_PITCH, COUT,
+        false>(g, out_d, out_h, out_w, c.n, d, h, w, first_g, stage + X_BYTES, thread);
     if (borders_x || borders_g) __syncthreads();
     // Rows 8 channels apart have the same alignment, so that a lane has one for each row of a tile.
     int channel_x = first_x + (lane >> 2), channel_g = first_g + (lane >> 2);
-    x_phase = (u32)((u64)x / ELEMENT) + (((u32)c.n * CIN + channel_x) * in_d + c.d) * in_h * in_w + (u32)c.h * in_w + c.w;
-    g_phase = (u32)((u64)g / ELEMENT) + (((u32)c.n * COUT + channel_g) * out_d + d) * out_h * out_w + (u32)h * out_w + w;
+    x_phase = (u32)((u64)x / ELEMENT) + (((u32)c.n * CIN + channel_x) * in_d + c.d) * in_h * in_w + (u32)c.h * in_w
+        + c.w;
+    g_phase = (u32)((u64)g / ELEMENT) + (((u32)c.n * COUT + channel_g) * out_d + d) * out_h * out_w + (u32)h * out_w
+        + w;
     multiply_chunk(acc, stage, s, x_phase, g_phase, warp_m, warp_n, warp_k, lane);
     __syncthreads();
   }
@@ -2964,9 +3051,11 @@ wgrad(const char* __restrict__ x, const char* __restrict__ g, float* __restrict_
   long long slice = ((long long)split * WARPS_K + warp_k) * (TAPS * CIN * (long long)COUT_G);
 #pragma unroll
   for (int tap = 0; tap < SET_TAPS; tap++) {
-    int kd = work.tap_d + tap / (TAPS_H * TAPS_W), kh = work.tap_h + tap / TAPS_W % TAPS_H, kw = work.tap_w + tap % TAPS_W;
+    int kd = work.tap_d + tap / (TAPS_H * TAPS_W), kh = work.tap_h + tap / TAPS_W % TAPS_H,
+        kw = work.tap_w + tap % TAPS_W;
     if (kd >= KERNEL_D || kh >= KERNEL_H || kw >= KERNEL_W) continue;
-    float* to = partial + slice + ((long long)((kd * KERNEL_H + kh) * KERNEL_W + kw) * CIN + work.group * CIN_G) * COUT_G;
+    float* to = partial + slice
+        + ((long long)((kd * KERNEL_H + kh) * KERNEL_W + kw) * CIN + work.group * CIN_G) * COUT_G;
 #pragma unroll
     for (int i = 0; i < M_FRAGMENTS; i++)
 #pragma unroll
@@ -2993,36 +3082,28 @@ wgrad(const char* __restrict__ x, const char* __restrict__ g, float* __restrict_
 
 namespace grad_weight_unaligned {
 
-constexpr int ELEMENT = 4;
+// What both grad-weight kernels share: the geometry of g's tile, copies by threads, and the second step.
+//
+// Rows of x and g in a chunk follow from TILE_*, TAPS_*, STEP_* (stride) and DIL_* (dilation); the sets of taps differ
+// only in where
+// their chunks begin.
+
+constexpr int ELEMENT = 4;  // bytes of an element
 constexpr int GROUPS = 1;
-constexpr int CIN_G = 32;
-constexpr int COUT_G = 64;
-constexpr int BLOCK_CI = 32;
-constexpr int BLOCK_CO = 32;
-constexpr int TILE_N = 1;
-constexpr int KERNEL_D = 1;
-constexpr int STEP_D = 1;
-constexpr int DIL_D = 1;
-constexpr int PAD_D = 0;
-constexpr int TAPS_D = 1;
-constexpr int SETS_D = 1;
-constexpr int TILE_D = 1;
-constexpr int KERNEL_H = 3;
-constexpr int STEP_H = 5;
-constexpr int DIL_H = 2;
-constexpr int PAD_H = 1;
-constexpr int TAPS_H = 3;
-constexpr int SETS_H = 1;
-constexpr int TILE_H = 4;
-constexpr int KERNEL_W = 3;
-constexpr int STEP_W = 5;
-constexpr int DIL_W = 2;
-constexpr int PAD_W = 1;
-constexpr int TAPS_W = 3;
-constexpr int SETS_W = 1;
-constexpr int TILE_W = 8;
-constexpr int WARP_M = 32;
-constexpr int WARP_N = 16;
+constexpr int CIN_G = 32;  // channels of a group in what is read
+constexpr int COUT_G = 64;  // channels of a group in what is written
+constexpr int BLOCK_CI = 32;  // input channels of a block
+constexpr int BLOCK_CO = 32;  // output channels of a block
+constexpr int TILE_N = 1;  // images of a tile
+constexpr int KERNEL_D = 1, KERNEL_H = 3, KERNEL_W = 3;  // the layer's
+constexpr int STEP_D = 1, STEP_H = 5, STEP_W = 5;  // stride
+constexpr int DIL_D = 1, DIL_H = 2, DIL_W = 2;  // dilation
+constexpr int PAD_D = 0, PAD_H = 1, PAD_W = 1;  // padding
+constexpr int TAPS_D = 1, TAPS_H = 3, TAPS_W = 3;  // of a set, which a block multiplies
+constexpr int SETS_D = 1, SETS_H = 1, SETS_W = 1;  // of taps
+constexpr int TILE_D = 1, TILE_H = 4, TILE_W = 8;  // positions q of a chunk
+constexpr int WARP_M = 32;  // input channels of a warp
+constexpr int WARP_N = 16;  // output channels of a warp
 
 // Grad-weight on tensor cores: dW[ci, co, tap] = sum over images and positions q of x[ci, q] * g[co, q * STEP + tap * DIL - PAD].
 //
@@ -3041,18 +3122,13 @@ constexpr int WARP_N = 16;
 constexpr int WARPS = 8;
 constexpr int COPIERS = WARPS * 32;  // threads that copy
 
-// What both grad-weight kernels share: the geometry of g's tile, copies by threads, and the second step.
-//
-// Rows of x and g in a chunk follow from TILE_*, TAPS_*, STEP_* (stride) and DIL_* (dilation); the sets of taps differ only in where
-// their chunks begin.
-
-// PTX in small wrappers, so that a kernel body reads as an algorithm. No headers: NVRTC compiles this in tens of ms.
+// PTX in small wrappers, so that a kernel body reads as an algorithm.
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
-// --- copies into shared memory ----------------------------------------------------------------------------------------
+// --- copies into shared memory ---------------------------------------------------------------------------------------
 
 __device__ __forceinline__ void copy16(u32 to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;\n" ::"r"(to), "l"(from) : "memory");
@@ -3061,9 +3137,10 @@ __device__ __forceinline__ void copy16(u32 to, const void* from, int bytes) {  /
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
 __device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
-template <int N> __device__ __forceinline__ void copy_wait() { asm volatile("cp.async.wait_group %0;\n" ::"n"(N) : "memory"); }
+template <int N> __device__ __forceinline__ void copy_wait() { asm volatile("cp.async.wait_group %0;\n" ::"n"(N)
+    : "memory"); }
 
-// --- numbers ----------------------------------------------------------------------------------------------------------
+// --- numbers ---------------------------------------------------------------------------------------------------------
 
 // Nearest TF32, ties to even, as cuDNN rounds: with it results agree with cuDNN to 3e-6, with rna to 5e-5.
 __device__ __forceinline__ u32 to_tf32(float v) {
@@ -3072,14 +3149,14 @@ __device__ __forceinline__ u32 to_tf32(float v) {
   return r;
 }
 
-// --- matrix instructions ----------------------------------------------------------------------------------------------
+// --- matrix instructions ---------------------------------------------------------------------------------------------
 
 constexpr int VEC = 16 / ELEMENT;  // elements of a 16-byte unit
-constexpr int TAPS = KERNEL_D * KERNEL_H * KERNEL_W;
+constexpr int TAPS = KERNEL_D * KERNEL_H * KERNEL_W;  // of a set, which a block multiplies
 constexpr int SET_TAPS = TAPS_D * TAPS_H * TAPS_W;
-constexpr int SETS = SETS_D * SETS_H * SETS_W;
-constexpr int CIN = GROUPS * CIN_G;
-constexpr int COUT = GROUPS * COUT_G;
+constexpr int SETS = SETS_D * SETS_H * SETS_W;  // of taps
+constexpr int CIN = GROUPS * CIN_G;  // channels of what is read
+constexpr int COUT = GROUPS * COUT_G;  // channels of what is written
 
 // Rows of g's tile: every row between the first and the last (dense), or TAPS rows for each q when that is fewer.
 #define SPAN(tile, step, taps, dil) (((tile) - 1) * (step) + ((taps) - 1) * (dil) + 1)
@@ -3128,13 +3205,15 @@ __device__ __forceinline__ Rows g_row(int r) {
 typedef u32 bits;
 
 template <int ROWS, int BLOCK, int COLUMNS_OR_UNITS, int PITCH, int CHANNELS, int CHANNELS_G, bool IS_X>
-__device__ __forceinline__ void copy_tile(const char* __restrict__ tensor, int batch, int depth, int height, int width, int n0, int d0, int h0, int w0, int channel, int left, unsigned char* to, int thread) {
+__device__ __forceinline__ void copy_tile(const char* __restrict__ tensor, int batch, int depth, int height, int width,
+    int n0, int d0, int h0, int w0, int channel, int left, unsigned char* to, int thread) {
   u32 to_address = shared_address(to);
-  // Units that hold a border are copied whole; `clear_borders` clears what lies beyond it when they have landed. (NOTES: in parts of 4
+  // Units that hold a border are copied whole; `clear_borders` clears what lies beyond it when they have landed.
+  // (NOTES: in parts of 4
   // bytes, some of a warp's threads each time: 1.04 ms instead of 0.37.)
   // A thread keeps its channel and place in the row for all rows of the tile (NOTES: with an index for each unit, one warp on a
   // scheduler took 850 clocks a round of 32 units, all of them address arithmetic: kb77's bfloat16 gradient 1.35 ms).
-  constexpr int UNITS = COLUMNS_OR_UNITS, ROWS_D = IS_X ? TILE_D : G_ROWS_D, ROWS_H = IS_X ? TILE_H : G_ROWS_H;
+  constexpr int UNITS = COLUMNS_OR_UNITS, ROWS_H = IS_X ? TILE_H : G_ROWS_H;
   long long plane = (long long)depth * height * width;
 #pragma unroll 1
   for (int i = thread; i < BLOCK * UNITS; i += COPIERS) {
@@ -3145,12 +3224,14 @@ __device__ __forceinline__ void copy_tile(const char* __restrict__ tensor, int b
       Rows at = IS_X ? x_row(r * ROWS_H) : g_row(r * ROWS_H);
       int n = n0 + at.n, d = d0 + at.d;
       bool slice = n < batch && (u32)d < (u32)depth && c < left;
-      const char* base = tensor + (((long long)n * CHANNELS + channel + c) * plane + (long long)d * height * width + w0) * ELEMENT;
+      const char* base = tensor
+          + (((long long)n * CHANNELS + channel + c) * plane + (long long)d * height * width + w0) * ELEMENT;
 #pragma unroll 2
       for (int rh = 0; rh < ROWS_H; rh++, offset += BLOCK * PITCH * ELEMENT) {
         int h = h0 + (IS_X ? rh : rh / TAPS_H * STEP_H + rh % TAPS_H * DIL_H);
         const char* from = base + (long long)h * (width * ELEMENT);
-        int misaligned = (int)((u64)from & 15), first = w0 + (unit * 16 - misaligned) / ELEMENT;  // column of the first element
+        // column of the first element
+        int misaligned = (int)((u64)from & 15), first = w0 + (unit * 16 - misaligned) / ELEMENT;
         from += unit * 16 - misaligned;
         bool in = slice && (u32)h < (u32)height && first + VEC > 0 && first < width;
         copy16(to_address + offset, in ? from : tensor, in ? 16 : 0);
@@ -3163,14 +3244,17 @@ __device__ __forceinline__ bool has_borders(int w0, int columns, int width) { re
 
 // Clears elements before column 0 and from column `width` on, in the units that hold such a border.
 template <int ROWS, int BLOCK, int UNITS, int PITCH, int CHANNELS, bool IS_X>
-__device__ __forceinline__ void clear_borders(const char* tensor, int depth, int height, int width, int n0, int d0, int h0, int w0, int channel, unsigned char* to, int thread) {
+__device__ __forceinline__ void clear_borders(const char* tensor, int depth, int height, int width, int n0, int d0,
+    int h0, int w0, int channel, unsigned char* to, int thread) {
   u32 plane = (u32)depth * height * width;
 #pragma unroll 1
   for (int i = thread; i < ROWS * BLOCK; i += COPIERS) {
     int c = i % BLOCK, row = i / BLOCK;
     Rows at = IS_X ? x_row(row) : g_row(row);
-    u32 first = (u32)((u64)tensor / ELEMENT) + ((u32)(n0 + at.n) * CHANNELS + channel + c) * plane + ((u32)(d0 + at.d) * height + h0 + at.h) * width + w0;
-    int zero = (int)(first & (VEC - 1)) - w0, end = zero + width;  // elements of column 0 and of the one behind the last
+    u32 first = (u32)((u64)tensor / ELEMENT) + ((u32)(n0 + at.n) * CHANNELS + channel + c) * plane
+        + ((u32)(d0 + at.d) * height + h0 + at.h) * width + w0;
+    // elements of column 0 and of the one behind the last
+    int zero = (int)(first & (VEC - 1)) - w0, end = zero + width;
     bits* line = (bits*)(to + (row * BLOCK + c) * PITCH * ELEMENT);
     if (zero > 0 && zero < UNITS * VEC)
       for (int e = zero & ~(VEC - 1); e < zero; e++) line[e] = 0;
@@ -3186,7 +3270,8 @@ __device__ __forceinline__ void clear_borders(const char* tensor, int depth, int
 constexpr int RUNS = 8;
 
 __global__ void __launch_bounds__(32 * RUNS)
-reduce(const float* __restrict__ partial, bits* __restrict__ out, int slices, long long stride_ci, long long stride_co, long long stride_tap) {
+reduce(const float* __restrict__ partial, bits* __restrict__ out, int slices, long long stride_ci, long long stride_co,
+    long long stride_tap) {
   __shared__ float runs[RUNS][32];
   const long long total = (long long)TAPS * CIN * COUT_G;
   int lane = threadIdx.x & 31, run = threadIdx.x >> 5;
@@ -3229,13 +3314,17 @@ struct Work {                              // of a block
   int tap_d, tap_h, tap_w;                 // first tap of the set
 };
 
-__device__ __forceinline__ void copy_chunk(const char* __restrict__ x, const char* __restrict__ g, const Sizes& s, const Chunk& c, const Work& work, unsigned char* stage, int thread) {
+__device__ __forceinline__ void copy_chunk(const char* __restrict__ x, const char* __restrict__ g, const Sizes& s,
+    const Chunk& c, const Work& work, unsigned char* stage, int thread) {
   constexpr int x_extent = X_UNITS, g_extent = G_UNITS;
   copy_tile<X_ROWS, BLOCK_CI, x_extent, X_PITCH, CIN, CIN_G, true>(
-      x, s.batch, s.in_d, s.in_h, s.in_w, c.n, c.d, c.h, c.w, work.group * CIN_G + work.m, CIN_G - work.m, stage, thread);
+      x, s.batch, s.in_d, s.in_h, s.in_w, c.n, c.d, c.h, c.w, work.group * CIN_G + work.m, CIN_G - work.m, stage,
+          thread);
   copy_tile<G_ROWS, BLOCK_CO, g_extent, G_PITCH, COUT, COUT_G, false>(
-      g, s.batch, s.out_d, s.out_h, s.out_w, c.n, c.d * STEP_D + work.tap_d * DIL_D - PAD_D, c.h * STEP_H + work.tap_h * DIL_H - PAD_H,
-      c.w * STEP_W + work.tap_w * DIL_W - PAD_W, work.group * COUT_G + work.n, COUT_G - work.n, stage + X_BYTES, thread);
+      g, s.batch, s.out_d, s.out_h, s.out_w, c.n, c.d * STEP_D + work.tap_d * DIL_D - PAD_D,
+          c.h * STEP_H + work.tap_h * DIL_H - PAD_H,
+      c.w * STEP_W + work.tap_w * DIL_W - PAD_W, work.group * COUT_G + work.n, COUT_G - work.n, stage + X_BYTES,
+          thread);
 }
 
 // =====================================================================================================================
@@ -3244,7 +3333,8 @@ __device__ __forceinline__ void copy_chunk(const char* __restrict__ x, const cha
 
 __device__ __forceinline__ void multiply(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
   asm volatile("mma.sync.aligned." "m16n8k8.row.col.f32.tf32.tf32.f32" " {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};\n"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]),
+          "r"(b[1]));
 }
 
 __device__ __forceinline__ u32 rounded(u32 v) {
@@ -3254,7 +3344,9 @@ __device__ __forceinline__ u32 rounded(u32 v) {
 __device__ __forceinline__ u32 element_pair(const u32* words, int e, int) { return words[e]; }
 
 // One chunk of a stage: all its steps that are this warp's.
-__device__ __forceinline__ void multiply_chunk(float (&acc)[SET_TAPS][M_FRAGMENTS][N_FRAGMENTS][4], const unsigned char* stage, const Sizes& s, u32 x_phase, u32 g_phase, int warp_m, int warp_n, int warp_k, int lane) {
+__device__ __forceinline__ void multiply_chunk(float (&acc)[SET_TAPS][M_FRAGMENTS][N_FRAGMENTS][4],
+    const unsigned char* stage, const Sizes& s, u32 x_phase, u32 g_phase, int warp_m, int warp_n, int warp_k,
+        int lane) {
   const int g = lane >> 2, q = lane & 3;
   const u32* xs = (const u32*)stage;
   const u32* gs = (const u32*)(stage + X_BYTES);
@@ -3291,7 +3383,8 @@ __device__ __forceinline__ void multiply_chunk(float (&acc)[SET_TAPS][M_FRAGMENT
           int d = row_d[k] + td * DIL_D, h = row_h[k] + th;
           int row = (g_row_n[k] + d) * G_ROWS_H + h;
           int image = g_row_n[k] / G_ROWS_D, at_d = d, at_h = row_h[k] / TAPS_H * STEP_H + th * DIL_H;
-          int phase = (g_phase + ((u32)(image * COUT) * s.out_d + at_d) * s.out_h * s.out_w + (u32)at_h * s.out_w) & (VEC - 1);
+          int phase = (g_phase + ((u32)(image * COUT) * s.out_d + at_d) * s.out_h * s.out_w
+              + (u32)at_h * s.out_w) & (VEC - 1);
           base[k] = row * BLOCK_CO * G_PITCH + column[k] * STEP_W + phase;
         }
 #pragma unroll
@@ -3319,7 +3412,8 @@ __device__ __forceinline__ void multiply_chunk(float (&acc)[SET_TAPS][M_FRAGMENT
 
 // partial: [SPLITS * WARPS_K][TAPS][CIN][COUT_G] float32.
 __global__ void __launch_bounds__(THREADS, 1)
-wgrad(const char* __restrict__ x, const char* __restrict__ g, float* __restrict__ partial, int batch, int in_d, int in_h, int in_w,
+wgrad(const char* __restrict__ x, const char* __restrict__ g, float* __restrict__ partial, int batch, int in_d,
+    int in_h, int in_w,
       int out_d, int out_h, int out_w, int tiles_d, int tiles_h, int tiles_w, int chunks, int per_split) {
   extern __shared__ __align__(1024) unsigned char memory[];
   const Sizes s = {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, chunks, per_split};
@@ -3343,22 +3437,28 @@ wgrad(const char* __restrict__ x, const char* __restrict__ g, float* __restrict_
 #pragma unroll 1
   for (int i = begin; i < end; i++) {
     unsigned char* stage = memory + ((i - begin) & 1) * STAGE_BYTES;
-    if (i + 1 < end) copy_chunk(x, g, s, chunk_at(i + 1, s), work, memory + ((i + 1 - begin) & 1) * STAGE_BYTES, thread);
+    if (i + 1 < end) copy_chunk(x, g, s, chunk_at(i + 1, s), work, memory + ((i + 1 - begin) & 1) * STAGE_BYTES,
+        thread);
     copy_commit();
     copy_wait<1>();
     __syncthreads();
     u32 x_phase = 0, g_phase = 0;
     Chunk c = chunk_at(i, s);
-    int d = c.d * STEP_D + work.tap_d * DIL_D - PAD_D, h = c.h * STEP_H + work.tap_h * DIL_H - PAD_H, w = c.w * STEP_W + work.tap_w * DIL_W - PAD_W;
+    int d = c.d * STEP_D + work.tap_d * DIL_D - PAD_D, h = c.h * STEP_H + work.tap_h * DIL_H - PAD_H,
+        w = c.w * STEP_W + work.tap_w * DIL_W - PAD_W;
     int first_x = work.group * CIN_G + work.m, first_g = work.group * COUT_G + work.n;
     bool borders_x = has_borders(c.w, TILE_W, in_w), borders_g = has_borders(w, G_COLUMNS, out_w);
-    if (borders_x) clear_borders<X_ROWS, BLOCK_CI, X_UNITS, X_PITCH, CIN, true>(x, in_d, in_h, in_w, c.n, c.d, c.h, c.w, first_x, stage, thread);
-    if (borders_g) clear_borders<G_ROWS, BLOCK_CO, G_UNITS, G_PITCH, COUT, false>(g, out_d, out_h, out_w, c.n, d, h, w, first_g, stage + X_BYTES, thread);
+    if (borders_x) clear_borders<X_ROWS, BLOCK_CI, X_UNITS, X_PITCH, CIN,
+        true>(x, in_d, in_h, in_w, c.n, c.d, c.h, c.w, first_x, stage, thread);
+    if (borders_g) clear_borders<G_ROWS, BLOCK_CO, G_UNITS, G_PITCH, COUT,
+        false>(g, out_d, out_h, out_w, c.n, d, h, w, first_g, stage + X_BYTES, thread);
     if (borders_x || borders_g) __syncthreads();
     // Rows 8 channels apart have the same alignment, so that a lane has one for each row of a tile.
     int channel_x = first_x + (lane >> 2), channel_g = first_g + (lane >> 2);
-    x_phase = (u32)((u64)x / ELEMENT) + (((u32)c.n * CIN + channel_x) * in_d + c.d) * in_h * in_w + (u32)c.h * in_w + c.w;
-    g_phase = (u32)((u64)g / ELEMENT) + (((u32)c.n * COUT + channel_g) * out_d + d) * out_h * out_w + (u32)h * out_w + w;
+    x_phase = (u32)((u64)x / ELEMENT) + (((u32)c.n * CIN + channel_x) * in_d + c.d) * in_h * in_w + (u32)c.h * in_w
+        + c.w;
+    g_phase = (u32)((u64)g / ELEMENT) + (((u32)c.n * COUT + channel_g) * out_d + d) * out_h * out_w + (u32)h * out_w
+        + w;
     multiply_chunk(acc, stage, s, x_phase, g_phase, warp_m, warp_n, warp_k, lane);
     __syncthreads();
   }
@@ -3367,9 +3467,11 @@ wgrad(const char* __restrict__ x, const char* __restrict__ g, float* __restrict_
   long long slice = ((long long)split * WARPS_K + warp_k) * (TAPS * CIN * (long long)COUT_G);
 #pragma unroll
   for (int tap = 0; tap < SET_TAPS; tap++) {
-    int kd = work.tap_d + tap / (TAPS_H * TAPS_W), kh = work.tap_h + tap / TAPS_W % TAPS_H, kw = work.tap_w + tap % TAPS_W;
+    int kd = work.tap_d + tap / (TAPS_H * TAPS_W), kh = work.tap_h + tap / TAPS_W % TAPS_H,
+        kw = work.tap_w + tap % TAPS_W;
     if (kd >= KERNEL_D || kh >= KERNEL_H || kw >= KERNEL_W) continue;
-    float* to = partial + slice + ((long long)((kd * KERNEL_H + kh) * KERNEL_W + kw) * CIN + work.group * CIN_G) * COUT_G;
+    float* to = partial + slice
+        + ((long long)((kd * KERNEL_H + kh) * KERNEL_W + kw) * CIN + work.group * CIN_G) * COUT_G;
 #pragma unroll
     for (int i = 0; i < M_FRAGMENTS; i++)
 #pragma unroll
@@ -3391,7 +3493,7 @@ wgrad(const char* __restrict__ x, const char* __restrict__ g, float* __restrict_
 
 namespace {
 
-// --- launches --------------------------------------------------------------------------------------------------------
+// --- launches ----------------------------------------------------------------------------------------------------
 
 // A value as a kernel's parameter: pointers from void*, integers in range, tensor maps bit by bit.
 template <typename To, typename From>
@@ -3402,26 +3504,30 @@ To parameter(const From& value) {
     std::memcpy(&to, &value, sizeof(To));
     return to;
   } else if constexpr (std::is_integral_v<To>) {
-    TORCH_CHECK(value == static_cast<int64_t>(static_cast<To>(value)), "the tensor is too large: a size or the number of tiles is ", value);
-    return static_cast<To>(value);
+    const To found = static_cast<To>(value);
+    TORCH_CHECK(found == value, "the tensor is too large: a size or the number of its tiles is ", value);
+    return found;
   } else {
     return static_cast<To>(value);
   }
 }
 
 template <typename... Parameters, typename Values, size_t... I>
-void start(void (*kernel)(Parameters...), const cudaLaunchConfig_t& config, const Values& values, std::index_sequence<I...>) {
+void start(void (*kernel)(Parameters...), const cudaLaunchConfig_t& config, const Values& values,
+           std::index_sequence<I...>) {
   C10_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, parameter<Parameters>(std::get<I>(values))...));
 }
 
 // Launches a kernel on the tensor's device and that device's current stream.
 template <auto Kernel, int Threads, int SharedBytes, typename Values>
 void launch(const at::Tensor& on, int64_t blocks, const Values& values) {
-  TORCH_CHECK(0 < blocks && blocks < (int64_t(1) << 31), "the tensor is too large: its tiles make ", blocks, " blocks");
+  TORCH_CHECK(0 < blocks && blocks < (int64_t(1) << 31), "the tensor is too large: it makes ", blocks, " blocks");
   const c10::cuda::CUDAGuard guard(on.device());
   if constexpr (SharedBytes > 48 * 1024) {  // more than the default wants to be asked for, once per device
     static std::array<std::once_flag, 64> asked;
-    std::call_once(asked.at(on.get_device()), [] { C10_CUDA_CHECK(cudaFuncSetAttribute(Kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, SharedBytes)); });
+    std::call_once(asked.at(on.get_device()), [] {
+      C10_CUDA_CHECK(cudaFuncSetAttribute(Kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, SharedBytes));
+    });
   }
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(blocks));
@@ -3433,7 +3539,7 @@ void launch(const at::Tensor& on, int64_t blocks, const Values& values) {
 
 void* address(const std::optional<at::Tensor>& t) { return t ? t->data_ptr() : nullptr; }
 
-// --- tensor maps: what the tensor copy engine must know of a tensor ---------------------------------------------------
+// --- tensor maps: what the tensor copy engine must know of a tensor ----------------------------------------------
 
 // The driver's function, found at run time so that nothing links libcuda.
 decltype(&cuTensorMapEncodeTiled) encode_tiled() {
@@ -3441,7 +3547,8 @@ decltype(&cuTensorMapEncodeTiled) encode_tiled() {
     void* function = nullptr;
     cudaDriverEntryPointQueryResult status;
 #if CUDART_VERSION >= 12050
-    C10_CUDA_CHECK(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &status));
+    C10_CUDA_CHECK(
+        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &status));
 #else
     C10_CUDA_CHECK(cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &function, cudaEnableDefault, &status));
 #endif
@@ -3454,7 +3561,8 @@ decltype(&cuTensorMapEncodeTiled) encode_tiled() {
 // A map over a dense tensor of dimensions `dims`, innermost first, and the box that one copy brings: `box` elements
 // traversed by `steps` along each.
 CUtensorMap tensor_map(const at::Tensor& t, CUtensorMapDataType type, const std::array<int64_t, 5>& dims,
-                       const std::array<cuuint32_t, 5>& box, const std::array<cuuint32_t, 5>& steps, CUtensorMapSwizzle swizzle) {
+                       const std::array<cuuint32_t, 5>& box, const std::array<cuuint32_t, 5>& steps,
+                       CUtensorMapSwizzle swizzle) {
   const c10::cuda::CUDAGuard guard(t.device());
   C10_CUDA_CHECK(cudaSetDevice(t.get_device()));  // gives a thread that has called nothing yet its context
   std::array<cuuint64_t, 5> counts;
@@ -3466,9 +3574,10 @@ CUtensorMap tensor_map(const at::Tensor& t, CUtensorMapDataType type, const std:
     if (i < 4) pitches[i] = pitch;
   }
   CUtensorMap map;
-  const CUresult result = encode_tiled()(&map, type, 5, t.data_ptr(), counts.data(), pitches.data(), box.data(), steps.data(),
-                                         CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
-                                         CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result = encode_tiled()(
+      &map, type, 5, t.data_ptr(), counts.data(), pitches.data(), box.data(), steps.data(),
+      CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   TORCH_CHECK(result == CUDA_SUCCESS, "cuTensorMapEncodeTiled failed with error ", static_cast<int>(result));
   return map;
 }
@@ -3476,7 +3585,8 @@ CUtensorMap tensor_map(const at::Tensor& t, CUtensorMapDataType type, const std:
 }  // namespace
 
 void pack_forward(const at::Tensor& weight, const at::Tensor& packed) {
-  launch<forward::pack, 256, 0>(weight, 72, std::make_tuple(weight.data_ptr(), packed.data_ptr(), packed.numel()));
+  launch<forward::pack, 256, 0>(weight, 72,
+                              std::make_tuple(weight.data_ptr(), packed.data_ptr(), packed.numel()));
 }
 
 void run_forward(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
@@ -3487,7 +3597,8 @@ void run_forward(const at::Tensor& x, const at::Tensor& packed, const std::optio
 }
 
 void pack_forward_unaligned(const at::Tensor& weight, const at::Tensor& packed) {
-  launch<forward_unaligned::pack, 256, 0>(weight, 72, std::make_tuple(weight.data_ptr(), packed.data_ptr(), packed.numel()));
+  launch<forward_unaligned::pack, 256, 0>(weight, 72,
+                                        std::make_tuple(weight.data_ptr(), packed.data_ptr(), packed.numel()));
 }
 
 void run_forward_unaligned(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
@@ -3496,7 +3607,8 @@ void run_forward_unaligned(const at::Tensor& x, const at::Tensor& packed, const 
 }
 
 void pack_grad_input(const at::Tensor& weight, const at::Tensor& packed) {
-  launch<grad_input::pack, 256, 0>(weight, 144, std::make_tuple(weight.data_ptr(), packed.data_ptr(), packed.numel()));
+  launch<grad_input::pack, 256, 0>(weight, 144,
+                                 std::make_tuple(weight.data_ptr(), packed.data_ptr(), packed.numel()));
 }
 
 void run_grad_input(const at::Tensor& grad, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
@@ -3504,15 +3616,15 @@ void run_grad_input(const at::Tensor& grad, const at::Tensor& packed, const std:
   launch<grad_input::gather, 512, 214252>(grad, blocks, std::tuple_cat(std::make_tuple(grad.data_ptr(), packed.data_ptr(), address(bias), out.data_ptr()), sizes));
 }
 
-void run_grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& partial, const at::Tensor& out,
-                     int64_t blocks, const std::array<int64_t, 12>& sizes) {
+void run_grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& partial,
+                     const at::Tensor& out, int64_t blocks, const std::array<int64_t, 12>& sizes) {
   launch<grad_weight::wgrad, 256, 183296>(x, blocks, std::tuple_cat(std::make_tuple(x.data_ptr(), grad.data_ptr(), partial.data_ptr()), sizes));
   // The sums of all slices, always in the same order; out may have any dense memory format.
   launch<grad_weight::reduce, 256, 0>(x, (out.numel() + 31) / 32, std::make_tuple(partial.data_ptr(), out.data_ptr(), partial.size(0), out.stride(0), out.stride(1), out.stride(-1)));
 }
 
-void run_grad_weight_unaligned(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& partial, const at::Tensor& out,
-                               int64_t blocks, const std::array<int64_t, 12>& sizes) {
+void run_grad_weight_unaligned(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& partial,
+                               const at::Tensor& out, int64_t blocks, const std::array<int64_t, 12>& sizes) {
   launch<grad_weight_unaligned::wgrad, 256, 147456>(x, blocks, std::tuple_cat(std::make_tuple(x.data_ptr(), grad.data_ptr(), partial.data_ptr()), sizes));
   // The sums of all slices, always in the same order; out may have any dense memory format.
   launch<grad_weight_unaligned::reduce, 256, 0>(x, (out.numel() + 31) / 32, std::make_tuple(partial.data_ptr(), out.data_ptr(), partial.size(0), out.stride(0), out.stride(1), out.stride(-1)));
@@ -3531,13 +3643,22 @@ void run_forward_unaligned(const at::Tensor& x, const at::Tensor& packed, const 
 void pack_grad_input(const at::Tensor& weight, const at::Tensor& packed);
 void run_grad_input(const at::Tensor& grad, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
                     const at::Tensor& out, int64_t blocks, const std::array<int64_t, 11>& sizes);
-void run_grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& partial, const at::Tensor& out,
-                     int64_t blocks, const std::array<int64_t, 12>& sizes);
-void run_grad_weight_unaligned(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& partial, const at::Tensor& out,
-                               int64_t blocks, const std::array<int64_t, 12>& sizes);
+void run_grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& partial,
+                     const at::Tensor& out, int64_t blocks, const std::array<int64_t, 12>& sizes);
+void run_grad_weight_unaligned(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& partial,
+                               const at::Tensor& out, int64_t blocks, const std::array<int64_t, 12>& sizes);
 """
 
-FUNCTIONS = ["pack_forward", "run_forward", "pack_forward_unaligned", "run_forward_unaligned", "pack_grad_input", "run_grad_input", "run_grad_weight", "run_grad_weight_unaligned"]
+FUNCTIONS = [
+    "pack_forward",
+    "run_forward",
+    "pack_forward_unaligned",
+    "run_forward_unaligned",
+    "pack_grad_input",
+    "run_grad_input",
+    "run_grad_weight",
+    "run_grad_weight_unaligned",
+]
 
 _lock = threading.Lock()
 _extension = None
@@ -3546,7 +3667,7 @@ _extension = None
 def build():
     """Compiles the kernels and loads them; PyTorch keeps what is compiled in its folder for extensions.
 
-    The first call for a layer that needs them does it by itself, and takes a minute or two.
+    The first call of ModelNew does it by itself; it takes a minute or two.
 
     Raises:
         RuntimeError: one sentence on what is missing, or the compiler's messages.
@@ -3555,13 +3676,13 @@ def build():
     with _lock:
         if _extension is None:
             if torch.version.cuda is None:
-                raise RuntimeError("ModelNew's kernels need a PyTorch with CUDA, and this one is built without.")
+                raise RuntimeError("ModelNew's kernels need a PyTorch with CUDA, and this one is built without")
             if cpp_extension.CUDA_HOME is None:
-                raise RuntimeError("ModelNew compiles its kernels with nvcc: install the CUDA toolkit or set CUDA_HOME.")
+                raise RuntimeError("ModelNew compiles its kernels with nvcc; install the CUDA toolkit or set CUDA_HOME")
             if not cpp_extension.is_ninja_available():
-                raise RuntimeError("ModelNew compiles its kernels with ninja, which is not installed: pip install ninja.")
+                raise RuntimeError("ModelNew compiles its kernels with ninja, which is missing: pip install ninja")
             if shutil.which(os.environ.get("CXX", "c++")) is None:
-                raise RuntimeError("ModelNew compiles its kernels with a C++ compiler, and there is none: set CXX.")
+                raise RuntimeError("ModelNew compiles its kernels with a C++ compiler, and there is none; set CXX")
             digest = hashlib.sha256((CUDA + DECLARATIONS).encode()).hexdigest()
             _extension = cpp_extension.load_inline(
                 name=f"conv_transpose_{digest[:16]}",
@@ -3592,7 +3713,7 @@ def full(size):
 
 
 class Gather(NamedTuple):
-    """Forward or gradient for the input on tensor cores: persistent blocks that take one tile after the other."""
+    """Forward or gradient for the input on tensor cores: persistent blocks that take tile after tile."""
 
     name: str
     unit: int  # the source's columns must be a multiple of it, so that rows begin at 16 bytes
@@ -3614,7 +3735,7 @@ class Gather(NamedTuple):
 
 
 class GradWeight(NamedTuple):
-    """Gradient for the weight on tensor cores: blocks share the pixels, in chunks; their sums are added after."""
+    """Gradient for the weight on tensor cores: blocks share the pixels; their sums are added after."""
 
     name: str
     unit: int  # the input's columns must be a multiple of it, so that rows begin at 16 bytes
@@ -3634,7 +3755,7 @@ class GradWeight(NamedTuple):
         return self.blocks * shares, self.slices * shares, sizes
 
     def shares(self, chunks, memory, processors):
-        """How many shares the pixels are cut in: the planner's model weighs waves of blocks against sums to add."""
+        """How many shares the pixels are cut in: the model weighs waves of blocks against sums to add."""
         slice_bytes = 4 * WEIGHTS * self.slices
         most = max(1, min(chunks, SUM_BYTES // slice_bytes))
         best = None
@@ -3651,15 +3772,58 @@ class GradWeight(NamedTuple):
 
 # For each pass its kernels; the first that fits the size is taken.
 FORWARD = (
-    Gather(name='forward', unit=4, tile=(1, 1, 2, 64), steps=(1, 5, 5), m_groups=5, resident=False, words=18432, packed=torch.int32),
-    Gather(name='forward_unaligned', unit=1, tile=(2, 1, 8, 8), steps=(1, 5, 5), m_groups=5, resident=False, words=18432, packed=torch.int32),
+    Gather(
+        name="forward",
+        unit=4,
+        tile=(1, 1, 2, 64),
+        steps=(1, 5, 5),
+        m_groups=5,
+        resident=False,
+        words=18432,
+        packed=torch.int32,
+    ),
+    Gather(
+        name="forward_unaligned",
+        unit=1,
+        tile=(2, 1, 8, 8),
+        steps=(1, 5, 5),
+        m_groups=5,
+        resident=False,
+        words=18432,
+        packed=torch.int32,
+    ),
 )
 GRAD_INPUT = (
-    Gather(name='grad_input', unit=1, tile=(1, 1, 1, 64), steps=(1, 1, 1), m_groups=1, resident=False, words=36864, packed=torch.int32),
+    Gather(
+        name="grad_input",
+        unit=1,
+        tile=(1, 1, 1, 64),
+        steps=(1, 1, 1),
+        m_groups=1,
+        resident=False,
+        words=36864,
+        packed=torch.int32,
+    ),
 )
 GRAD_WEIGHT = (
-    GradWeight(name='grad_weight', unit=4, unit_out=1, tile=(1, 1, 1, 64), blocks=3, slices=4, chunk_seconds=3.943684710351378e-06),
-    GradWeight(name='grad_weight_unaligned', unit=1, unit_out=1, tile=(1, 1, 4, 8), blocks=2, slices=4, chunk_seconds=3.2304843304843304e-06),
+    GradWeight(
+        name="grad_weight",
+        unit=4,
+        unit_out=1,
+        tile=(1, 1, 1, 64),
+        blocks=3,
+        slices=4,
+        chunk_seconds=3.943684710351378e-06,
+    ),
+    GradWeight(
+        name="grad_weight_unaligned",
+        unit=1,
+        unit_out=1,
+        tile=(1, 1, 4, 8),
+        blocks=2,
+        slices=4,
+        chunk_seconds=3.2304843304843304e-06,
+    ),
 )
 
 
@@ -3684,15 +3848,15 @@ def grad_weight_launch(batch, size, processors):
     return kernel, *kernel.launch(batch, size, out_size, processors)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def processors(device: int) -> int:
     """Multiprocessors of a CUDA device, after a look whether the kernels run there."""
     properties = torch.cuda.get_device_properties(device)
     have = properties.major, properties.minor
     if not (have == CAPABILITY):
         raise RuntimeError(
-            f"ModelNew's kernels are compiled for sm_90a, and cuda:{device} ({properties.name}) has compute capability "
-            f"{have[0]}.{have[1]}."
+            f"ModelNew's kernels are compiled for sm_90a; got cuda:{device} ({properties.name}) of compute "
+            f"capability {have[0]}.{have[1]}"
         )
     return properties.multi_processor_count
 
@@ -3735,7 +3899,8 @@ class Kept:
         self.key, self.packed = None, None
 
     def pack(self, kernel, weight: Tensor) -> Tensor:
-        if weight.is_inference() or torch.cuda.is_current_stream_capturing():  # a replayed graph must pack what is then there
+        # A replayed graph must pack what the weights then are; inference tensors have no version.
+        if weight.is_inference() or torch.cuda.is_current_stream_capturing():
             return pack(kernel, weight)
         stream = torch.cuda.current_stream(weight.device).cuda_stream
         key = kernel.name, weight.data_ptr(), weight.stride(), weight._version, stream
@@ -3849,15 +4014,16 @@ def check_precision() -> None:
     precision = cudnn.conv.fp32_precision if hasattr(cudnn, "conv") else "tf32" if cudnn.allow_tf32 else "ieee"
     if precision != "tf32" or not cudnn.enabled:
         raise RuntimeError(
-            "ModelNew multiplies in TF32, and torch.backends.cudnn.conv.fp32_precision (or allow_tf32, or cudnn.enabled) "
-            f"now asks for IEEE float32; got {precision!r}"
+            "ModelNew multiplies in TF32, and torch.backends.cudnn (conv.fp32_precision, allow_tf32, enabled) now asks "
+            f"for IEEE float32; got {precision!r}"
         )
 
 
 def check(x: Tensor, weight: Tensor) -> None:
     """Raises ValueError, in a sentence, for an input that the kernels cannot take."""
     if x.dim() != RANK + 2:
-        raise ValueError(f"ModelNew takes inputs (batch, channels, height, width), batched or not; got shape {tuple(x.shape)}")
+        shapes = "(batch, channels, height, width), batched or not"
+        raise ValueError(f"ModelNew takes inputs {shapes}; got shape {tuple(x.shape)}")
     if x.shape[1] != IN_CHANNELS:
         raise ValueError(f"ModelNew takes inputs of {IN_CHANNELS} channels; got shape {tuple(x.shape)}")
     if min(x.shape[2:]) < 1 or min(output_size(x.shape[2:])) < 1:

@@ -1,8 +1,8 @@
 """The host code of an exported file: for each kernel its launch in C++, and in Python the sizes that it is given.
 
-C++ only checks, encodes tensor maps and launches; all arithmetic on sizes is Python's, so that it can be read and tested
-without a GPU. A kernel's *variant* is one choice of a kernel family in a namespace of its own. Families whose source
-depends on how rows are aligned have two: one for the example's alignment and one for any.
+C++ only checks, encodes tensor maps and launches; all arithmetic on sizes is Python's, so that it can be read and
+tested without a GPU. A kernel's *variant* is one choice of a kernel family in a namespace of its own. Families whose
+source depends on how rows are aligned have two: one for the example's alignment and one for any.
 """
 
 from __future__ import annotations
@@ -125,14 +125,14 @@ PROTOTYPES = {
         "{pad}const at::Tensor& out, int64_t blocks, const std::array<int64_t, {count}>& sizes)"
     ),
     "sum": (
-        "void run_{name}(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& partial, const at::Tensor& out,\n"
-        "{pad}int64_t blocks, const std::array<int64_t, {count}>& sizes)"
+        "void run_{name}(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& partial,\n"
+        "{pad}const at::Tensor& out, int64_t blocks, const std::array<int64_t, {count}>& sizes)"
     ),
 }
 
 LAUNCH = dedent(
     """\
-    // --- launches --------------------------------------------------------------------------------------------------------
+    // --- launches ----------------------------------------------------------------------------------------------------
 
     // A value as a kernel's parameter: pointers from void*, integers in range, tensor maps bit by bit.
     template <typename To, typename From>
@@ -143,26 +143,30 @@ LAUNCH = dedent(
         std::memcpy(&to, &value, sizeof(To));
         return to;
       } else if constexpr (std::is_integral_v<To>) {
-        TORCH_CHECK(value == static_cast<int64_t>(static_cast<To>(value)), "the tensor is too large: a size or the number of tiles is ", value);
-        return static_cast<To>(value);
+        const To found = static_cast<To>(value);
+        TORCH_CHECK(found == value, "the tensor is too large: a size or the number of its tiles is ", value);
+        return found;
       } else {
         return static_cast<To>(value);
       }
     }
 
     template <typename... Parameters, typename Values, size_t... I>
-    void start(void (*kernel)(Parameters...), const cudaLaunchConfig_t& config, const Values& values, std::index_sequence<I...>) {
+    void start(void (*kernel)(Parameters...), const cudaLaunchConfig_t& config, const Values& values,
+               std::index_sequence<I...>) {
       C10_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, parameter<Parameters>(std::get<I>(values))...));
     }
 
     // Launches a kernel on the tensor's device and that device's current stream.
     template <auto Kernel, int Threads, int SharedBytes, typename Values>
     void launch(const at::Tensor& on, int64_t blocks, const Values& values) {
-      TORCH_CHECK(0 < blocks && blocks < (int64_t(1) << 31), "the tensor is too large: its tiles make ", blocks, " blocks");
+      TORCH_CHECK(0 < blocks && blocks < (int64_t(1) << 31), "the tensor is too large: it makes ", blocks, " blocks");
       const c10::cuda::CUDAGuard guard(on.device());
       if constexpr (SharedBytes > 48 * 1024) {  // more than the default wants to be asked for, once per device
         static std::array<std::once_flag, 64> asked;
-        std::call_once(asked.at(on.get_device()), [] { C10_CUDA_CHECK(cudaFuncSetAttribute(Kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, SharedBytes)); });
+        std::call_once(asked.at(on.get_device()), [] {
+          C10_CUDA_CHECK(cudaFuncSetAttribute(Kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, SharedBytes));
+        });
       }
       cudaLaunchConfig_t config = {};
       config.gridDim = dim3(static_cast<unsigned>(blocks));
@@ -178,7 +182,7 @@ LAUNCH = dedent(
 
 TENSOR_MAP = dedent(
     """\
-    // --- tensor maps: what the tensor copy engine must know of a tensor ---------------------------------------------------
+    // --- tensor maps: what the tensor copy engine must know of a tensor ----------------------------------------------
 
     // The driver's function, found at run time so that nothing links libcuda.
     decltype(&cuTensorMapEncodeTiled) encode_tiled() {
@@ -186,7 +190,8 @@ TENSOR_MAP = dedent(
         void* function = nullptr;
         cudaDriverEntryPointQueryResult status;
     #if CUDART_VERSION >= 12050
-        C10_CUDA_CHECK(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &status));
+        C10_CUDA_CHECK(
+            cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &status));
     #else
         C10_CUDA_CHECK(cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &function, cudaEnableDefault, &status));
     #endif
@@ -199,7 +204,8 @@ TENSOR_MAP = dedent(
     // A map over a dense tensor of dimensions `dims`, innermost first, and the box that one copy brings: `box` elements
     // traversed by `steps` along each.
     CUtensorMap tensor_map(const at::Tensor& t, CUtensorMapDataType type, const std::array<int64_t, 5>& dims,
-                           const std::array<cuuint32_t, 5>& box, const std::array<cuuint32_t, 5>& steps, CUtensorMapSwizzle swizzle) {
+                           const std::array<cuuint32_t, 5>& box, const std::array<cuuint32_t, 5>& steps,
+                           CUtensorMapSwizzle swizzle) {
       const c10::cuda::CUDAGuard guard(t.device());
       C10_CUDA_CHECK(cudaSetDevice(t.get_device()));  // gives a thread that has called nothing yet its context
       std::array<cuuint64_t, 5> counts;
@@ -211,9 +217,10 @@ TENSOR_MAP = dedent(
         if (i < 4) pitches[i] = pitch;
       }
       CUtensorMap map;
-      const CUresult result = encode_tiled()(&map, type, 5, t.data_ptr(), counts.data(), pitches.data(), box.data(), steps.data(),
-                                             CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
-                                             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+      const CUresult result = encode_tiled()(
+          &map, type, 5, t.data_ptr(), counts.data(), pitches.data(), box.data(), steps.data(),
+          CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+          CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
       TORCH_CHECK(result == CUDA_SUCCESS, "cuTensorMapEncodeTiled failed with error ", static_cast<int>(result));
       return map;
     }
@@ -285,8 +292,8 @@ def _pack(v: Variant) -> str:
     words = packed_words(v)
     if isinstance(c, gather.Choice):
         return (
-            f"launch<{kernel}, 256, 0>(weight, {-(-words // 256)}, std::make_tuple(weight.data_ptr(), packed.data_ptr(), "
-            f"packed.numel()));\n"
+            f"launch<{kernel}, 256, 0>(weight, {-(-words // 256)},\n"
+            f"{' ' * (15 + len(kernel))}std::make_tuple(weight.data_ptr(), packed.data_ptr(), packed.numel()));\n"
         )
     full = (c.problem.weight_shape[0], c.problem.weight_shape[1], *_full(c.problem.kernel))
     strides = [math.prod(full[i + 1 :]) for i in range(5)]
@@ -414,7 +421,7 @@ CLASSES = {
     "Gather": dedent(
         '''\
         class Gather(NamedTuple):
-            """Forward or gradient for the input on tensor cores: persistent blocks that take one tile after the other."""
+            """Forward or gradient for the input on tensor cores: persistent blocks that take tile after tile."""
 
             name: str
             unit: int  # the source's columns must be a multiple of it, so that rows begin at 16 bytes
@@ -474,7 +481,7 @@ CLASSES = {
     "DirectWalk": dedent(
         '''\
         class DirectWalk(NamedTuple):
-            """Depthwise forward on CUDA cores: a thread walks down a strip of cells, the results between two strides."""
+            """Depthwise forward on CUDA cores: a thread walks down cells, the results between two strides."""
 
             name: str
             unit: int
@@ -511,7 +518,7 @@ CLASSES = {
     "GradWeight": dedent(
         '''\
         class GradWeight(NamedTuple):
-            """Gradient for the weight on tensor cores: blocks share the pixels, in chunks; their sums are added after."""
+            """Gradient for the weight on tensor cores: blocks share the pixels; their sums are added after."""
 
             name: str
             unit: int  # the input's columns must be a multiple of it, so that rows begin at 16 bytes
@@ -531,7 +538,7 @@ CLASSES = {
                 return self.blocks * shares, self.slices * shares, sizes
 
             def shares(self, chunks, memory, processors):
-                """How many shares the pixels are cut in: the planner's model weighs waves of blocks against sums to add."""
+                """How many shares the pixels are cut in: the model weighs waves of blocks against sums to add."""
                 slice_bytes = 4 * WEIGHTS * self.slices
                 most = max(1, min(chunks, SUM_BYTES // slice_bytes))
                 best = None
@@ -613,6 +620,14 @@ def record(v: Variant) -> str:
         dtype = "torch.int32" if v.kind == "Gather" else "torch.float32"
         if c.problem.dtype is torch.float64:
             dtype = "torch.float64"
-        text = ", ".join(f"{key}={value!r}" for key, value in given.items())
-        return f"{v.kind}({text}, words={packed_words(v)}, packed={dtype})"
-    return f"{v.kind}({', '.join(f'{key}={value!r}' for key, value in given.items())})"
+        given |= {"words": packed_words(v), "packed": _Literal(dtype)}
+    lines = "".join(f"    {key}={_literal(value)},\n" for key, value in given.items())
+    return f"{v.kind}(\n{lines})"
+
+
+class _Literal(str):
+    """Source as it is."""
+
+
+def _literal(value: object) -> str:
+    return value if isinstance(value, _Literal) else repr(value).replace("'", '"')

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Mapping
-
-import torch
+from textwrap import indent
 
 from upconv.cuda import wgrad
 from upconv.cuda.gpu import Gpu
@@ -36,7 +35,7 @@ def program(p: Problem, signature: Signature, gpu: Gpu) -> str:
         "CONSTANTS": _constants(p, gpu, found),
         "CUDA": cuda(found, gpu.arch),
         "DECLARATIONS": ";\n".join(text for v in found for text in host.prototypes(v)) + ";",
-        "FUNCTIONS": ", ".join(f'"{name}"' for v in found for name in host.functions(v)),
+        "FUNCTIONS": "".join(f'    "{name}",\n' for v in found for name in host.functions(v)),
         "ARCH": gpu.arch,
         "CAPABILITY": _capability(gpu),
         "DEVICES": _devices(gpu),
@@ -99,8 +98,8 @@ def _names(rank: int) -> str:
 
 _MULTIPLIED = {
     "tf32": (
-        "float32, rounded to TF32 (nearest even) and multiplied on tensor cores, as PyTorch's defaults have it; where its"
-        " flags ask for IEEE float32 a call raises"
+        "float32, rounded to TF32 (nearest even) and multiplied on tensor cores, as PyTorch's defaults have it; where"
+        " its flags ask for IEEE float32 a call raises"
     ),
     "ieee": (
         "float32, multiplied as such or, on tensor cores, as two TF32 parts in three products, which keeps float32's"
@@ -129,11 +128,11 @@ def _head(p: Problem, signature: Signature, gpu: Gpu, found: tuple[host.Variant,
     paragraphs = [
         f"{signature.title}: a transposed convolution with CUDA kernels of its own, in one file.",
         f"Layer: ConvTranspose{p.rank}d({', '.join(arguments)}, groups={p.groups}).",
-        "ModelNew has the constructor, the parameters (equal under a seed) and the state_dict of the original, and computes"
-        f" forward, first and second gradients with the kernels below. They were chosen for inputs of {shape} on an"
-        f" {gpu.name} and serve every batch and spatial size.",
+        "ModelNew has the constructor, the parameters (equal under a seed) and the state_dict of the original, and"
+        f" computes forward, first and second gradients with the kernels below, chosen for inputs of {shape} on"
+        f" an {gpu.name} and serve every batch and spatial size.",
         "Constraints:",
-        f"- CUDA devices of sm_{gpu.arch}; nvcc, a C++ compiler and ninja at the first call, which takes a minute or two.",
+        f"- CUDA devices of sm_{gpu.arch}; nvcc, a C++ compiler and ninja at the first call, which takes a minute.",
         f"- Values: {multiplied}.",
         f"- Tensors in other than the {layout} memory format are copied to it first; results are {layout}.",
         "- Results are bit-equal from run to run. Under torch.autocast the layer wants its own dtype all the same.",
@@ -165,7 +164,9 @@ def _constants(p: Problem, gpu: Gpu, found: tuple[host.Variant, ...]) -> str:
         f"RANK, WEIGHTS = {p.rank}, {math.prod(p.weight_shape)}",
     ]
     if any(isinstance(v.choice, wgrad.Choice) for v in found):
-        lines.append(f"BANDWIDTH = {gpu.bandwidth:.2g}  # of the device memory in bytes/s, for the planner's model")
+        lines.append(
+            f"BANDWIDTH = {gpu.bandwidth / 1e12!r}e12  # of the device memory in bytes/s, for the planner's model"
+        )
         lines.append("SUM_BYTES = 96 << 20  # of the weight gradient's slices of sums, at most")
     return "\n".join(lines)
 
@@ -185,7 +186,7 @@ def _records(found: tuple[host.Variant, ...]) -> str:
     lines = []
     for pass_, name in host.NAMES.items():
         mine = [host.record(v) for v in found if v.pass_ == pass_]
-        lines.append(f"{name.upper()} = (\n" + "".join(f"    {text},\n" for text in mine) + ")")
+        lines.append(f"{name.upper()} = (\n" + "".join(f"{indent(text, '    ')},\n" for text in mine) + ")")
     return "\n".join(lines)
 
 
@@ -197,8 +198,8 @@ def check_precision() -> None:
     precision = cudnn.conv.fp32_precision if hasattr(cudnn, "conv") else "tf32" if cudnn.allow_tf32 else "ieee"
     if precision != "tf32" or not cudnn.enabled:
         raise RuntimeError(
-            "ModelNew multiplies in TF32, and torch.backends.cudnn.conv.fp32_precision (or allow_tf32, or cudnn.enabled) "
-            f"now asks for IEEE float32; got {precision!r}"
+            "ModelNew multiplies in TF32, and torch.backends.cudnn (conv.fp32_precision, allow_tf32, enabled) now asks "
+            f"for IEEE float32; got {precision!r}"
         )
 
 '''
@@ -236,7 +237,8 @@ DECLARATIONS = r"""
 @DECLARATIONS@
 """
 
-FUNCTIONS = [@FUNCTIONS@]
+FUNCTIONS = [
+@FUNCTIONS@]
 
 _lock = threading.Lock()
 _extension = None
@@ -245,7 +247,7 @@ _extension = None
 def build():
     """Compiles the kernels and loads them; PyTorch keeps what is compiled in its folder for extensions.
 
-    The first call for a layer that needs them does it by itself, and takes a minute or two.
+    The first call of ModelNew does it by itself; it takes a minute or two.
 
     Raises:
         RuntimeError: one sentence on what is missing, or the compiler's messages.
@@ -254,13 +256,13 @@ def build():
     with _lock:
         if _extension is None:
             if torch.version.cuda is None:
-                raise RuntimeError("ModelNew's kernels need a PyTorch with CUDA, and this one is built without.")
+                raise RuntimeError("ModelNew's kernels need a PyTorch with CUDA, and this one is built without")
             if cpp_extension.CUDA_HOME is None:
-                raise RuntimeError("ModelNew compiles its kernels with nvcc: install the CUDA toolkit or set CUDA_HOME.")
+                raise RuntimeError("ModelNew compiles its kernels with nvcc; install the CUDA toolkit or set CUDA_HOME")
             if not cpp_extension.is_ninja_available():
-                raise RuntimeError("ModelNew compiles its kernels with ninja, which is not installed: pip install ninja.")
+                raise RuntimeError("ModelNew compiles its kernels with ninja, which is missing: pip install ninja")
             if shutil.which(os.environ.get("CXX", "c++")) is None:
-                raise RuntimeError("ModelNew compiles its kernels with a C++ compiler, and there is none: set CXX.")
+                raise RuntimeError("ModelNew compiles its kernels with a C++ compiler, and there is none; set CXX")
             digest = hashlib.sha256((CUDA + DECLARATIONS).encode()).hexdigest()
             _extension = cpp_extension.load_inline(
                 name=f"conv_transpose_{digest[:16]}",
@@ -317,15 +319,15 @@ def grad_weight_launch(batch, size, processors):
     return kernel, *kernel.launch(batch, size, out_size, processors)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def processors(device: int) -> int:
     """Multiprocessors of a CUDA device, after a look whether the kernels run there."""
     properties = torch.cuda.get_device_properties(device)
     have = properties.major, properties.minor
     if not (@DEVICES@):
         raise RuntimeError(
-            f"ModelNew's kernels are compiled for sm_@ARCH@, and cuda:{device} ({properties.name}) has compute capability "
-            f"{have[0]}.{have[1]}."
+            f"ModelNew's kernels are compiled for sm_@ARCH@; got cuda:{device} ({properties.name}) of compute "
+            f"capability {have[0]}.{have[1]}"
         )
     return properties.multi_processor_count
 
@@ -368,7 +370,8 @@ class Kept:
         self.key, self.packed = None, None
 
     def pack(self, kernel, weight: Tensor) -> Tensor:
-        if weight.is_inference() or torch.cuda.is_current_stream_capturing():  # a replayed graph must pack what is then there
+        # A replayed graph must pack what the weights then are; inference tensors have no version.
+        if weight.is_inference() or torch.cuda.is_current_stream_capturing():
             return pack(kernel, weight)
         stream = torch.cuda.current_stream(weight.device).cuda_stream
         key = kernel.name, weight.data_ptr(), weight.stride(), weight._version, stream
@@ -479,7 +482,8 @@ class GradWeightFunction(torch.autograd.Function):
 def check(x: Tensor, weight: Tensor) -> None:
     """Raises ValueError, in a sentence, for an input that the kernels cannot take."""
     if x.dim() != RANK + 2:
-        raise ValueError(f"ModelNew takes inputs (@NAMES@), batched or not; got shape {tuple(x.shape)}")
+        shapes = "(@NAMES@), batched or not"
+        raise ValueError(f"ModelNew takes inputs {shapes}; got shape {tuple(x.shape)}")
     if x.shape[1] != IN_CHANNELS:
         raise ValueError(f"ModelNew takes inputs of {IN_CHANNELS} channels; got shape {tuple(x.shape)}")
     if min(x.shape[2:]) < 1 or min(output_size(x.shape[2:])) < 1:

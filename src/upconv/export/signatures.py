@@ -114,8 +114,8 @@ def kernelbench(number: int, p: Problem) -> Signature:
     doc = f"KernelBench level 1, problem {number}: ModelNew({arguments})."
     if number == 73:
         doc += (
-            "\n\n    As in the original, output_padding is not handed on to the layer; the benchmark's sixth argument, meant as"
-            "\n    groups, lands there.\n    "
+            "\n\n    As in the original, output_padding is not handed on to the layer; the benchmark's sixth argument,"
+            "\n    meant as groups, lands there.\n    "
         )
     measured = "upconv bench --suite kernelbench --as-exported --device cuda"
     title = f"KernelBench level 1, problem {number}"
@@ -130,8 +130,8 @@ def init_arguments(number: int, p: Problem) -> tuple[Any, ...]:
         return (*found, p.stride[0], p.padding[0], 4)
     values = {name: getattr(p, name) for name in names}
     changed = [i for i, name in enumerate(names) if set(_tuple(values[name])) != {_LEAST.get(name, 1)}]
-    for name in names[: changed[-1] + 1 if changed else 0]:
-        found.append(values[name] if kind == "tuple" or name == "groups" else values[name][0])
+    given = names[: changed[-1] + 1 if changed else 0]
+    found += [values[name] if kind == "tuple" or name == "groups" else values[name][0] for name in given]
     return tuple(found)
 
 
