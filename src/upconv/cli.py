@@ -1,4 +1,4 @@
-"""The command ``upconv``: bench, explain, env, cache.
+"""The command ``upconv``: bench, explain, export, env, cache.
 
 Exit codes: 0 all right, 1 a wrong result (or a case that could not run), 2 bad arguments.
 """
@@ -167,6 +167,8 @@ Examples:
 
   upconv bench --suite training --json training.json
 
+  upconv bench --suite kernelbench --as-exported --models models --pass step --json exported.json
+
   upconv bench --from models.json --plot models.svg
 """
 
@@ -228,6 +230,15 @@ def bench(
     shapes: Annotated[
         bool, typer.Option("--shapes", help="Measure instead the first calls of a layer on ten new input sizes.")
     ] = False,
+    as_exported: Annotated[
+        bool,
+        typer.Option(
+            "--as-exported", help="Judge the files of suite kernelbench by its rules; --pass step: gradients."
+        ),
+    ] = False,
+    models: Annotated[
+        str, typer.Option("--models", metavar="DIR", help="Where --as-exported finds model_57.py and its like.")
+    ] = "models",
     json: Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write the report as JSON.")] = None,
     plot: Annotated[
         str | None, typer.Option("--plot", metavar="FILE", help="Draw speed-ups and a roofline, .png or .svg.")
@@ -264,6 +275,13 @@ def bench(
                 if len(suite) > 1 or case or layer or picture:
                     raise ValueError("--suite training is a run of its own, without --case, --layer and --plot")
                 _training(where, small, file, console)
+                return
+            if as_exported:
+                if list(suite or ()) != ["kernelbench"] or layer or picture:
+                    raise ValueError("--as-exported goes with --suite kernelbench alone, without --layer and --plot")
+                if list(pass_ or ["fwd"]) not in (["fwd"], ["step"]):
+                    raise ValueError(f"--pass must be fwd or step with --as-exported; got {', '.join(pass_ or [])}")
+                _exported(where, Path(models), case, "step" in (pass_ or ()), file, console)
                 return
             kind = _one("--inputs", inputs, INPUTS)
             what = _sweep(where, dtype, precision, layout, pass_)
@@ -329,6 +347,28 @@ def _training(device: torch.device, small: bool, file: Path | None, console: Con
     latency.show(found, console)
     if file:
         latency.save(found, file)
+        console.print(f"written: {file}")
+    if any(row["failure"] for row in found["rows"]):
+        raise typer.Exit(1)
+
+
+def _exported(
+    device: torch.device,
+    folder: Path,
+    case: Sequence[str] | None,
+    gradients: bool,
+    file: Path | None,
+    console: Console,
+) -> None:
+    """KernelBench's rules for exported files."""
+    from upconv.bench import exported
+
+    every = exported.files(folder, case)
+    with console.status("") as status:
+        found = exported.measure(every, device, gradients=gradients, progress=lambda line: status.update(line))
+    exported.show(found, console)
+    if file:
+        exported.save(found, file)
         console.print(f"written: {file}")
     if any(row["failure"] for row in found["rows"]):
         raise typer.Exit(1)
@@ -465,6 +505,77 @@ def explain(
         plan = planner.plan(problem, planner.Device("cuda", gpu=named))
         rates = known or estimated_ceilings(named)
     Console(highlight=False).print(Explanation(problem, plan, rates))
+
+
+# --- export ----------------------------------------------------------------------------------------------------------
+
+_EXPORT_HELP = """Write one layer as a self-contained Python file: ModelNew with its CUDA kernels inline.
+
+The file imports torch and the standard library alone, and serves every batch and spatial size.
+
+Examples:
+
+  upconv export --kernelbench 57 -o model_57.py --check
+
+  upconv export --layer "64,64,(3,7),stride=2,bias=False" --input 8x64x512x512 -o layer.py
+"""
+
+
+@app.command(help=_EXPORT_HELP)
+def export(
+    output: Annotated[str, typer.Option("--output", "-o", metavar="FILE.py", help="The file to write.")],
+    number: Annotated[
+        int | None,
+        typer.Option(
+            "--kernelbench", metavar="NUMBER", help="A transposed convolution of KernelBench level 1, like 57."
+        ),
+    ] = None,
+    layer: Annotated[
+        str | None,
+        typer.Option("--layer", metavar="LAYER", help='Like "64,64,(3,7),stride=2,padding=1,bias=False".'),
+    ] = None,
+    input: Annotated[
+        str | None,
+        typer.Option("--input", metavar="NxCxHxW", help="The input to plan for; others run as well."),
+    ] = None,
+    dtype: Annotated[
+        str, typer.Option("--dtype", metavar="DTYPE", help="Of --layer: float32, bfloat16, float16, float64.")
+    ] = "float32",
+    precision: Annotated[
+        str | None,
+        typer.Option(
+            "--precision", metavar="KIND", help="Of --layer in float32: tf32, ieee; default tf32, in 3-D ieee."
+        ),
+    ] = None,
+    arch: Annotated[
+        str | None,
+        typer.Option(
+            "--arch", metavar="ARCH", help="80, 86, 89, 90a, 100a, 120; default this machine's GPU, else 90a."
+        ),
+    ] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Compile the file, compare it with PyTorch and time both.")
+    ] = False,
+) -> None:
+    from upconv.export import command
+
+    try:
+        path = _output_file("--output", output, (".py",))
+        made = command.make(number, layer, input, dtype, precision, arch)
+        if check:
+            command.need_gpu()
+    except ValueError as error:
+        _stop(error)
+    made.write(path)
+    print(f"{path}: {made.summary}")
+    if check:
+        try:
+            found = made.check()
+        except RuntimeError as error:
+            _stop(error, 1)
+        print(found.text)
+        if not found.passed:
+            raise typer.Exit(1)
 
 
 # --- env -------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,469 @@
+"""Exported files judged by KernelBench's rules: ``upconv bench --suite kernelbench --as-exported``.
+
+The rules (github.com/ScalingIntelligence/KernelBench, ``src/eval.py``): the file is run by ``exec`` and may call no
+convolution of PyTorch's; parameters are drawn under seed 42 for both models and never copied; outputs on five inputs
+agree within ``atol = rtol = 1e-4`` with PyTorch's under its default flags; then 100 runs are timed by CUDA events, the
+L2 cache flushed before each, under ``no_grad``. What differs: inputs are drawn on the GPU (KernelBench draws up to 2 GB
+on the CPU and copies them, seconds each), the sides run in turn in one process, and medians are reported.
+
+Beside the original model and the file's the library's own layer runs on the same input and weights. In 3-D, where
+PyTorch multiplies float32 as IEEE 754 has it whatever its flags say, the files do too, and the library is told to.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime, timezone
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple, TypedDict
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor, nn
+
+import upconv
+from upconv import env
+from upconv.bench import report, suites, timing
+from upconv.bench.suites import Case
+from upconv.bench.timing import Clock, Repeats
+from upconv.problem import Precision
+
+SEED = 42
+TRIALS = 5
+TOLERANCE = 1e-4
+"""Absolute and relative, of outputs in float32."""
+GRADIENT = 2e-3
+"""Largest norm of a gradient's difference from PyTorch's over its norm: four times TF32's unit roundoff."""
+RUNS = Repeats(math.inf, 100, 100)
+WITHIN = 1.05
+"""An exported file is to take at most this many times the library's own layer."""
+
+Value = str | int | float | bool | None
+KEYS = (
+    "case", "file", "layer", "failure", "build_s", "worst", "torch_ms", "ours_ms", "library_ms", "ratio",
+    "library_precision", "grad_input_error", "grad_weight_error", "runs",
+)  # fmt: skip
+"""A row. ``worst`` is the largest difference from PyTorch's outputs in units of the tolerance, so that above 1 is
+wrong; ``ratio`` is PyTorch's median over the file's; ``failure`` says in a sentence why there are no times."""
+
+
+class Exported(TypedDict):
+    """A run as JSON holds it; `KEYS` has its rows' keys."""
+
+    schema: int
+    kind: str
+    when: str
+    commit: str | None
+    device: dict[str, env.Value]
+    versions: dict[str, env.Value]
+    rows: list[dict[str, Value]]
+
+
+# --- the files -------------------------------------------------------------------------------------------------------
+
+
+class File(NamedTuple):
+    """An exported model and the case that it is for."""
+
+    case: Case
+    path: Path
+
+    @property
+    def number(self) -> int:
+        """KernelBench's number of the problem."""
+        return int(self.case.name.removeprefix("kb"))
+
+
+def files(folder: Path, names: Sequence[str] | None = None) -> list[File]:
+    """The ``model_<number>.py`` of a folder, in the suite's order.
+
+    Args:
+        folder: where they are.
+        names: of the cases (``kb57``); None for all that the folder has.
+
+    Raises:
+        ValueError: the folder has none, or lacks one that is named; in one sentence.
+    """
+    cases = {case.name: case for case in suites.SUITES["kernelbench"]}
+    for name in names or ():
+        if name not in cases:
+            raise ValueError(f"--case must be one of {', '.join(cases)}; got {name!r}")
+    wanted = [case for name, case in cases.items() if not names or name in names]
+    found = [File(case, folder / f"model_{case.name.removeprefix('kb')}.py") for case in wanted]
+    missing = [file.path.name for file in found if not file.path.is_file()]
+    if missing and (names or len(missing) == len(found)):
+        raise ValueError(f"--models must be a folder with {missing[0]}, as `upconv export` writes it; got {folder}")
+    return [file for file in found if file.path.is_file()]
+
+
+_LAYERS = ("conv_transpose2d", "conv1d_transpose", "conv_transpose3d")
+_CONVOLUTIONS = re.compile(r"(\w*conv(_transpose)?[123]d|_?(cudnn|mkldnn|miopen)_convolution\w*|_?convolution\w*)\Z")
+_NATIVE = re.compile(r"\b(?:at|torch)::(?:\w+::)*\w*conv\w*|\bcudnn\w*\s*\(|#\s*include\s*[<\"]cudnn", re.IGNORECASE)
+
+
+def refusal(text: str) -> str | None:
+    """Why KernelBench's static check, or its intent, would refuse a file; None when it would not.
+
+    Refused are calls of a convolution of PyTorch's (also of a layer that the model holds), ``torch.nn.functional``,
+    ``try`` (which could fall back), imports beside torch and the standard library, and convolutions of PyTorch's or
+    cuDNN's in C++ text.
+    """
+    try:
+        tree = ast.parse(text)
+    except SyntaxError as error:
+        return f"line {error.lineno} is no Python: {error.msg}"
+    for node in ast.walk(tree):
+        line = f"line {getattr(node, 'lineno', 0)}"
+        if isinstance(node, ast.Try):
+            return f"{line} has a try, which could fall back to PyTorch"
+        if isinstance(node, ast.Call):
+            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if called in _LAYERS or _CONVOLUTIONS.match(called):
+                return f"{line} calls {ast.unparse(node.func)}"
+        if (
+            isinstance(node, ast.Attribute)
+            and node.attr == "functional"
+            and ast.unparse(node).endswith("nn.functional")
+        ):
+            return f"{line} uses torch.nn.functional"
+        modules: list[str] = []
+        if isinstance(node, ast.Import):
+            modules = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            modules = [f"{node.module or ''}.{alias.name}".strip(".") for alias in node.names]
+        for module in modules:
+            if module.startswith("torch.nn.functional"):
+                return f"{line} imports torch.nn.functional"
+            if module.split(".")[0] not in {"torch", *sys.stdlib_module_names}:
+                return f"{line} imports {module}"
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            native = _NATIVE.search(node.value)
+            if native is not None and "\n" in node.value:
+                return f"the text that begins in {line} calls {native[0].strip()}"
+    return None
+
+
+def model(text: str, path: Path) -> Callable[..., nn.Module]:
+    """The ``ModelNew`` of a file, run by ``exec`` in an empty namespace as KernelBench does.
+
+    Raises:
+        ValueError: the file is refused, or has no ``ModelNew``; in one sentence.
+    """
+    reason = refusal(text)
+    if reason is not None:
+        raise ValueError(f"{path.name} is refused: {reason}")
+    namespace: dict[str, Any] = {}
+    exec(compile(text, str(path), "exec"), namespace)
+    if "ModelNew" not in namespace:
+        raise ValueError(f"{path.name} must define ModelNew; it does not")
+    made: Callable[..., nn.Module] = namespace["ModelNew"]
+    return made
+
+
+class Original(nn.Module):
+    """KernelBench's ``Model``: one layer under the attribute that its problems use, sizes of a rank from 1 to 3."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        p = case.problem
+        layers = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+        self._name = ("conv1d_transpose", "conv_transpose2d", "conv_transpose3d")[p.rank - 1]
+        setattr(self, self._name, layers[p.rank - 1](**_arguments(case)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = getattr(self, self._name)(x)
+        return result
+
+
+def _arguments(case: Case) -> dict[str, Any]:
+    p = case.problem
+    return {
+        "in_channels": p.in_channels,
+        "out_channels": p.out_channels,
+        "kernel_size": p.kernel,
+        "stride": p.stride,
+        "padding": p.padding,
+        "output_padding": p.output_padding,
+        "groups": p.groups,
+        "bias": p.bias,
+        "dilation": p.dilation,
+    }
+
+
+# --- building --------------------------------------------------------------------------------------------------------
+
+_BUILD = "import runpy, sys; runpy.run_path(sys.argv[1], run_name='model')['build']()"
+
+
+def build(
+    every: Sequence[File], progress: Callable[[str], object] = lambda line: None
+) -> dict[Path, tuple[float, str]]:
+    """Compiles all files' extensions at once, a process for each; they stay in PyTorch's folder for extensions.
+
+    Returns:
+        For each file its seconds, and the last lines of what went wrong (empty when nothing did).
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    settings = {**os.environ, "MAX_JOBS": "2"}
+
+    def one(file: File) -> tuple[float, str]:
+        begin = time.perf_counter()
+        done = subprocess.run(
+            [sys.executable, "-c", _BUILD, str(file.path)], env=settings, capture_output=True, text=True, check=False
+        )
+        seconds = time.perf_counter() - begin
+        progress(f"{file.path.name} built in {seconds:.0f} s")
+        return seconds, "" if done.returncode == 0 else "\n".join(
+            (done.stderr or done.stdout).strip().splitlines()[-12:]
+        )
+
+    with ThreadPoolExecutor(max(1, cores)) as pool:
+        return dict(zip([file.path for file in every], pool.map(one, every)))
+
+
+# --- measuring -------------------------------------------------------------------------------------------------------
+
+
+def measure(
+    every: Sequence[File],
+    device: torch.device,
+    *,
+    gradients: bool = False,
+    repeats: Repeats = RUNS,
+    progress: Callable[[str], object] = lambda line: None,
+) -> Exported:
+    """Builds the files, then judges and times them one after the other.
+
+    Args:
+        every: the files.
+        device: a CUDA device.
+        gradients: also compare gradients for input and weight with PyTorch's.
+        repeats: how often a side is timed.
+        progress: hears of each file as it is built and as it begins.
+
+    Raises:
+        ValueError: ``device`` is no CUDA device.
+    """
+    if device.type != "cuda":
+        raise ValueError(f"--as-exported needs a CUDA GPU, for which the files are written; got {device}")
+    built = build(every, progress)
+    rows = []
+    for file in every:
+        progress(file.case.name)
+        seconds, failure = built[file.path]
+        row: dict[str, Value] = dict.fromkeys(KEYS)
+        row.update(case=file.case.name, file=file.path.name, layer=str(file.case.problem), build_s=round(seconds, 1))
+        if failure:
+            row["failure"] = f"build failed: {failure.splitlines()[-1]}"
+        else:
+            try:
+                row.update(judge(file, device, gradients=gradients, repeats=repeats))
+            except Exception as error:  # one file's fault is one row's
+                row["failure"] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        torch.cuda.empty_cache()
+        rows.append(row)
+    return Exported(
+        schema=report.SCHEMA,
+        kind="exported",
+        when=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        commit=env.commit(),
+        device=env.device(device),
+        versions=env.versions(),
+        rows=rows,
+    )
+
+
+def judge(file: File, device: torch.device, *, gradients: bool, repeats: Repeats) -> dict[str, Value]:
+    """Correctness by the rules, and times if it is given."""
+    from upconv.export.signatures import init_arguments
+
+    p = file.case.problem
+    made = model(file.path.read_text(encoding="utf-8"), file.path)
+    torch.manual_seed(SEED)
+    theirs = Original(file.case).to(device)
+    torch.manual_seed(SEED)
+    ours = made(*init_arguments(file.number, p)).to(device)
+    mine, other = ours.state_dict(), theirs.state_dict()
+    if list(mine) != list(other) or not all(torch.equal(mine[name], other[name]) for name in other):
+        return {"failure": "its parameters under seed 42 are not the original's"}
+    torch.manual_seed(SEED)
+    seeds = [int(torch.randint(0, 2**32 - 1, (1,)).item()) for _ in range(TRIALS)]
+    found: dict[str, Value] = {"worst": 0.0}
+    with torch.no_grad():
+        for seed in seeds:
+            x = draw(p.input_shape, device, seed)
+            wrong = difference(ours(x), theirs(x))
+            found["worst"] = max(float(found["worst"] or 0), wrong)
+    if not float(found["worst"] or 0) <= 1:
+        share = float(found["worst"] or 0)
+        found["worst"] = share if math.isfinite(share) else None
+        return {**found, "failure": f"its output differs by {share:.3g} of the tolerance"}
+    if gradients:
+        errors = _gradient_errors(ours, theirs, draw(p.input_shape, device, seeds[0]), seeds[1])
+        found["grad_input_error"], found["grad_weight_error"] = errors
+        if not max(errors) <= GRADIENT:
+            return {**found, "failure": f"its gradients differ by {max(errors):.3g} in norm"}
+    precision: Precision = "ieee" if p.rank == 3 else "tf32"
+    medians = _times(
+        ours, theirs, _library(file.case, theirs, device), draw(p.input_shape, device, SEED), precision, repeats
+    )
+    found |= {f"{name}_ms": 1e3 * value for name, value in medians.items()}
+    found |= {"ratio": medians["torch"] / medians["ours"], "library_precision": precision, "runs": repeats.most}
+    return found
+
+
+def draw(shape: Sequence[int], device: torch.device, seed: int) -> Tensor:
+    """An input of KernelBench's: uniform on [0, 1), drawn on the device."""
+    return torch.rand(shape, generator=torch.Generator(device).manual_seed(seed), device=device)
+
+
+def difference(ours: Tensor, theirs: Tensor) -> float:
+    """The largest difference in units of the tolerance, as ``torch.allclose`` has it; infinite where that is no number
+    or the shapes differ. Image by image, since a difference as large as the output may not fit."""
+    if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+        return math.inf
+    worst = 0.0
+    for a, b in zip(ours, theirs):
+        share = float(((a - b).abs() / (TOLERANCE + TOLERANCE * b.abs())).max())
+        worst = max(worst, share if math.isfinite(share) else math.inf)
+    return worst
+
+
+def _gradient_errors(ours: nn.Module, theirs: nn.Module, x: Tensor, seed: int) -> tuple[float, float]:
+    found: list[list[Tensor]] = []
+    for side in (ours, theirs):
+        leaf = x.detach().requires_grad_()
+        out = side(leaf)
+        generator = torch.Generator(x.device).manual_seed(seed)
+        grad = torch.randn(out.shape, generator=generator, device=x.device)
+        found.append(list(torch.autograd.grad(out, [leaf, next(side.parameters())], grad)))
+        del out, grad
+    errors = [float((a - b).norm() / b.norm()) for a, b in zip(*found)]
+    return errors[0], errors[1]
+
+
+def _library(case: Case, theirs: nn.Module, device: torch.device) -> nn.Module:
+    layers = (upconv.ConvTranspose1d, upconv.ConvTranspose2d, upconv.ConvTranspose3d)
+    layer = layers[case.problem.rank - 1](**_arguments(case)).to(device)
+    layer.load_state_dict({name.split(".", 1)[1]: value for name, value in theirs.state_dict().items()})
+    return layer
+
+
+def _times(
+    ours: nn.Module, theirs: nn.Module, library: nn.Module, x: Tensor, precision: Precision, repeats: Repeats
+) -> dict[str, float]:
+    """Median seconds of the sides ``torch``, ``ours`` and ``library`` on one input."""
+    take = timing.clock(x.device)
+
+    def at(run: Callable[[], object]) -> float:
+        with timing.precision_flags(precision):
+            return take(run)
+
+    clocks: dict[str, Clock] = {"torch": take, "ours": take, "library": at if precision == "ieee" else take}
+    sides = {"torch": theirs, "ours": ours, "library": library}
+    with torch.no_grad():
+        runs = {name: [lambda side=side: side(x)] for name, side in sides.items()}
+        for name, works in runs.items():  # kernels are loaded and weights packed in the first call
+            clocks[name](works[0])
+        taken = timing.interleave(runs, clocks, repeats)
+    return {name: median(values) for name, values in taken.items()}
+
+
+# --- files and the terminal ------------------------------------------------------------------------------------------
+
+
+def save(found: Exported, path: Path) -> None:
+    """Writes the report as JSON, in one step."""
+    text = json.dumps(found, indent=1, allow_nan=False) + "\n"
+    report.publish(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+
+
+def load(path: str | Path) -> Exported:
+    """Reads a report.
+
+    Raises:
+        ValueError: the file is missing, is no JSON, or holds no such report; in one sentence.
+    """
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON: {error}") from None
+    kind = found.get("kind") if isinstance(found, dict) else None
+    if kind != "exported" or found.get("schema") != report.SCHEMA:
+        raise ValueError(f"{path} must be a report of kind exported, got {kind!r}")
+    missing = Exported.__required_keys__ - set(found) or {
+        f"rows[].{key}" for row in found["rows"] for key in KEYS if key not in row
+    }
+    if missing:
+        raise ValueError(f"{path} lacks {', '.join(sorted(missing))}")
+    loaded: Exported = found
+    return loaded
+
+
+Column = tuple[str, Callable[[Mapping[str, Any]], str]]
+
+
+def columns(found: Exported) -> list[Column]:
+    """What a table of the report shows; gradients' errors only where they were asked for."""
+
+    def number(key: str, form: str = ".3g") -> Callable[[Mapping[str, Any]], str]:
+        return lambda row: "" if row[key] is None else format(row[key], form)
+
+    def times_library(row: Mapping[str, Any]) -> str:
+        return "" if row["library_ms"] is None else f"{row['ours_ms'] / row['library_ms']:.2f}x"
+
+    shown: list[Column] = [
+        ("case", lambda row: row["case"]),
+        ("layer", lambda row: row["layer"].rsplit(" ", 1)[0]),
+        ("PyTorch ms", number("torch_ms", ".3f")),
+        ("exported ms", number("ours_ms", ".3f")),
+        ("ratio", lambda row: row["failure"] or f"{row['ratio']:.2f}x"),
+        ("upconv ms", number("library_ms", ".3f")),
+        ("exported / upconv", times_library),
+        ("of tolerance", number("worst")),
+    ]
+    for head, key in (("grad-input error", "grad_input_error"), ("grad-weight error", "grad_weight_error")):
+        if any(row[key] is not None for row in found["rows"]):
+            shown.append((head, number(key, ".1e")))
+    return shown
+
+
+def summary(found: Exported) -> str:
+    """How many files are right, their geometric mean, and how many keep within 5% of the library; in a line."""
+    right = [row for row in found["rows"] if not row["failure"]]
+    text = f"{len(right)} of {len(found['rows'])} files correct"
+    if right:
+        ratios = [float(row["ratio"] or 0) for row in right]
+        near = sum(float(row["ours_ms"] or 0) <= WITHIN * float(row["library_ms"] or 0) for row in right)
+        text += (
+            f", geometric mean {report.geometric_mean(ratios):.2f}x over PyTorch; {near} within 5% of upconv's layer"
+        )
+    return text
+
+
+def show(found: Exported, console: Console) -> None:
+    """Prints the table and its conditions."""
+    console.print(Text("upconv bench · exported files by KernelBench's rules", style="bold"))
+    console.print(Text(report.conditions(found), style="dim"))
+    grid = Table(header_style="bold", pad_edge=False)
+    shown = columns(found)
+    for head, _ in shown:
+        grid.add_column(head, justify="left" if head in ("case", "layer") else "right")
+    for row in found["rows"]:
+        grid.add_row(*(text(row) for _, text in shown))
+    console.print(grid)
+    console.print(summary(found))
