@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import math
+import os
+import pickle
 import random
+import re
+from dataclasses import replace
 from functools import lru_cache
-from itertools import islice
+from itertools import islice, product
 
 import numpy as np
 import pytest
 import torch
 
-from upconv.cuda import wgrad
-from upconv.cuda.gpu import H200
-from upconv.cuda.wgrad_tiling import SyncTiling, WarpgroupTiling
+from upconv.bench.suites import SUITES
+from upconv.cuda import jit, wgrad
+from upconv.cuda.gpu import A100, B200, H200, RTX3090, RTX4090, RTX5090, Gpu
+from upconv.cuda.wgrad_tiling import WARPS, SyncTiling, WarpgroupTiling
 from upconv.problem import Precision, Problem, output_length
 from wgrad_interpreter import Floats, Interpreter
 
@@ -137,3 +142,214 @@ def test_interpreted_tilings_compute_the_gradient(first: int, warpgroups: bool) 
                 check(tiling, q, rng)
                 done += 1
     assert done >= 8
+
+
+# --- candidates ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(120, 150))
+def test_candidates_keep_the_hardwares_limits(seed: int) -> None:
+    """Shared memory, registers, boxes of the tensor copy engine, and whole matrix instructions."""
+    every = layer(seed)[1]
+    assert every
+    for t in every:
+        assert t.shared_bytes <= H200.shared_bytes
+        assert math.prod(t.tile) % (32 // t.element) == 0
+        assert t.tile[3] % 8 == 0
+        if isinstance(t, SyncTiling):
+            assert WARPS % t.warps == 0
+            assert t.warps * t.warp[0] * t.warp[1] == t.block[0] * t.block[1]
+            assert t.accumulators <= 144
+            assert t.k_steps >= t.k_slices
+            continue
+        producer, consumer = t.registers
+        assert 128 * (producer + t.warpgroups * consumer) <= 65536
+        assert producer % 8 == consumer % 8 == 0
+        assert t.accumulators < consumer
+        assert t.k_steps * t.entries % t.stretch == 0
+        assert t.stretch % t.entries == 0
+        assert t.warpgroups % t.split_m == 0
+        # 2 to the power of 8 elements at most, whole 16 bytes, and no more than the swizzle's span.
+        for box, span in ((t.box, None if t.turned else t.segment), (t.g_box, None)) if t.box_g else ((t.box, None),):
+            assert max(box) <= 256
+            assert box[0] * t.element % 16 == 0
+            assert span is None or box[0] * t.element <= span
+
+
+@pytest.mark.parametrize("seed", range(150, 170))
+def test_constants_do_not_depend_on_the_size(seed: int) -> None:
+    """One compiled kernel serves a layer at every batch, and at every image size whose rows are aligned alike."""
+    rng = random.Random(seed)
+    p, every = layer(seed)
+    other = other_size(p, rng)
+    assert wgrad._any_size(p) == wgrad._any_size(other)
+    for t in rng.sample(every, min(20, len(every))):
+        assert replace(t, problem=other).macros() == t.macros()
+        sources = [wgrad.Choice(t, q, H200, n, 0.0, "").sources() for q, n in ((p, 1), (other, 7))]
+        assert [unit.source for unit in sources[0]] == [unit.source for unit in sources[1]]
+
+
+# --- what is chosen --------------------------------------------------------------------------------------------------
+
+SUITE = tuple({c.problem: c for name in ("kernelbench", "models") for c in SUITES[name]}.values())
+GPUS = (H200, A100, RTX3090, RTX4090, B200, RTX5090)
+EVERY = os.environ.get("UPCONV_TEST_EVERY", "") not in ("", "0")
+"""Whether every layer, dtype, layout and GPU is tested, or a sample in which each appears."""
+
+
+BOUNDS = {"bytes", "tensor cores", "shared memory", "L2", "copies"}
+
+
+def versions(p: Problem) -> list[Problem]:
+    """A layer's weight gradient in every precision and layout."""
+    layouts = ("nchw", "channels_last") if p.rank > 1 else ("nchw",)
+    return [
+        p.with_(dtype=DTYPES[a], precision=a, layout=b, bias=False, pass_="grad-weight")
+        for a, b in product(DTYPES, layouts)
+    ]
+
+
+def sample(count: int) -> list[tuple[Problem, Gpu]]:
+    """For each layer `count` of its versions, each for one GPU; every other one for the H200."""
+    cases = []
+    for i, case in enumerate(SUITE):
+        every = versions(case.problem)
+        if EVERY:
+            cases += list(product(every, GPUS))
+            continue
+        for k in range(count):
+            at = i * count + k
+            cases.append((every[(at // 2 + at) % len(every)], H200 if at % 2 == 0 else GPUS[1 + at // 2 % 5]))
+    return cases
+
+
+def case_id(value: object) -> str:
+    return value.name if isinstance(value, Gpu) else f"{value} {value.precision}"  # type: ignore[attr-defined]
+
+
+def test_the_sample_has_every_precision_layout_and_gpu() -> None:
+    found = {(p.precision, p.layout, gpu is H200) for p, gpu in sample(2) if p.rank == 2}
+    assert len(found) == 16
+    assert {gpu for _, gpu in sample(2)} == set(GPUS)
+
+
+def refused(p: Problem, gpu: Gpu) -> str | None:
+    """What `choose` must say of layers of the suites that have no tiling.
+
+    kb75 in TF32 and channels_last: with few taps a warp takes a whole block, and eight warps that divide K need 64
+    positions, whose g at a stride of 5 takes 112 KB.
+    """
+    if p.in_channels == p.groups > 1:
+        return "1 input channels per group leave most of a matrix instruction empty"
+    if gpu.shared_bytes < 100 * 1024 and p.stride == (5, 5) and (p.precision, p.layout) == ("tf32", "channels_last"):
+        return "no tile of this layer with its halo fits in 99 KB of shared memory"
+    return None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("p,gpu", sample(2), ids=case_id)
+def test_choices_are_sound(p: Problem, gpu: Gpu) -> None:
+    choice = wgrad.choose(p, gpu)
+    if isinstance(choice, str):
+        assert choice == refused(p, gpu)
+        return
+    t = choice.tiling
+    assert isinstance(t, WarpgroupTiling) <= (gpu is H200 and p.precision != "ieee")
+    assert t.shared_bytes <= gpu.shared_bytes
+    chunks = math.prod(t.counts(p))
+    per_split = -(-chunks // choice.splits)  # as the kernel takes them
+    ranges = [range(i * per_split, min((i + 1) * per_split, chunks)) for i in range(choice.splits)]
+    assert all(ranges), "a split without work"
+    assert sum(map(len, ranges)) == chunks
+    partial = 4 * choice.splits * t.k_slices * math.prod(p.weight_shape)
+    assert choice.splits == 1 or partial <= wgrad._MAX_SLICE_BYTES
+    assert choice.seconds >= p.dtype.itemsize * (math.prod(p.input_shape) + math.prod(p.output_shape)) / gpu.bandwidth
+    assert choice.bound in BOUNDS
+    for part in (p.precision, f"{t.block[0]}x{t.block[1]}", f"grid {t.tiles * choice.splits}"):
+        assert part in choice.summary
+
+
+@pytest.mark.parametrize("index", range(0, len(SUITE), 6))
+def test_the_same_choice_twice(index: int) -> None:
+    """Nothing but the problem and the GPU decides, and a choice can be a key and go to another process."""
+    p = versions(SUITE[index].problem)[0]
+    found = []
+    for _ in range(2):
+        wgrad._choose.cache_clear()
+        wgrad._tilings.cache_clear()
+        found.append(wgrad.choose(p, H200))
+    assert found[0] == found[1]
+    assert hash(found[0]) == hash(found[1])
+    assert pickle.loads(pickle.dumps(found[0])) == found[0]
+
+
+def test_refusals_are_sentences() -> None:
+    p = Problem.make(2, 8, 8, (9, 9), 3, precision="tf32", pass_="grad-weight")
+    old = replace(A100, capability=(7, 5), arch="75")
+    for q, gpu, sentence in (
+        (
+            p.with_(dtype=torch.float64, precision="fp64"),
+            H200,
+            "tensor cores multiply float64 only by mma.m8n8k4, which this family does not use",
+        ),
+        (p, old, "tensor cores of compute capability 7.5 lack TF32 and bfloat16"),
+        (p.with_(groups=4), H200, "2 input channels per group leave most of a matrix instruction empty"),
+        (
+            Problem.make(1, 8, 8, (40,), 3, 1000, precision="tf32", pass_="grad-weight"),
+            A100,
+            "no tile of this layer with its halo fits in 163 KB of shared memory",
+        ),
+    ):
+        assert wgrad.choose(q, gpu) == sentence
+    assert not isinstance(wgrad.choose(p.with_(in_channels=3, out_channels=3), H200), str), "few channels, one group"
+
+
+@pytest.mark.xfail(raises=ZeroDivisionError, strict=True, reason="no chunks: K is split by a division by zero")
+@pytest.mark.parametrize("change", [{"batch": 0}, {"size": (0, 4)}], ids=str)
+def test_empty_inputs_are_refused(change: dict[str, object]) -> None:
+    p = Problem.make(2, 8, 8, (9, 9), 3, precision="tf32", pass_="grad-weight").with_(**change)
+    assert isinstance(wgrad.choose(p, H200), str)
+
+
+# --- what is compiled ------------------------------------------------------------------------------------------------
+
+needs_nvrtc = pytest.mark.skipif(jit.unavailable() is not None, reason=str(jit.unavailable()))
+INSTRUCTIONS = {
+    ("tf32", True): r"wgmma\.mma_async\.sync\.aligned\.m64n(32|64)k8\.f32\.tf32\.tf32",
+    ("fp16", True): r"wgmma\.mma_async\.sync\.aligned\.m64n(32|64)k16\.f32\.f16\.f16",
+    ("bf16", True): r"wgmma\.mma_async\.sync\.aligned\.m64n(32|64)k16\.f32\.bf16\.bf16",
+    ("tf32", False): r"mma\.sync\.aligned\.m16n8k8\.row\.col\.f32\.tf32\.tf32\.f32",
+    ("fp16", False): r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.f16\.f16\.f32",
+    ("bf16", False): r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.bf16\.bf16\.f32",
+}
+
+
+def check_compiled(tiling: AnyTiling, source: str, gpu: Gpu, ptx: bool = True) -> None:
+    """Both kernels compile, without spills, with the precision's matrix instruction and no other."""
+    found = jit.inspect(jit.cubin(source, gpu.arch, "wgrad"))
+    assert set(found) == {"wgrad", "reduce"}
+    for entry, (registers, local, shared) in found.items():
+        assert 0 < registers <= 255
+        assert local == 0, f"{entry} for sm_{gpu.arch} has {local} bytes of local memory: {tiling}"
+        assert shared == (1024 if entry == "reduce" else 0)
+    assert tiling.shared_bytes <= gpu.shared_bytes
+    if not ptx:
+        return
+    text = jit.ptx(source, gpu.arch, "wgrad")
+    precision = "tf32" if tiling.problem.precision == "ieee" else tiling.problem.precision
+    present = {key for key, name in INSTRUCTIONS.items() if re.search(rf"(?<![.\w]){name}(?![.\w])", text)}
+    assert present == {(precision, isinstance(tiling, WarpgroupTiling))}
+    assert ("cp.async.bulk.tensor" in text) == isinstance(tiling, WarpgroupTiling)
+
+
+@needs_nvrtc
+@pytest.mark.slow
+@pytest.mark.parametrize("p,gpu", sample(2), ids=case_id)
+def test_chosen_kernels_compile_without_spills(p: Problem, gpu: Gpu) -> None:
+    choice = wgrad.choose(p, gpu)
+    if isinstance(choice, str):
+        assert choice == refused(p, gpu)
+        return
+    (unit,) = choice.sources()
+    assert set(unit.entries) == {"wgrad", "reduce"}
+    check_compiled(choice.tiling, unit.source, gpu)
