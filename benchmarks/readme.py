@@ -22,7 +22,7 @@ from typing import Any
 
 import curves
 
-from upconv.bench import latency, report
+from upconv.bench import exported, latency, report
 from upconv.bench.run import Row
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -31,6 +31,7 @@ TARGETS = ROOT / "benchmarks" / "targets.json"
 DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
 LATENCY = {f"h200-{kind}" for kind in latency.KINDS}
 TRAINING = "h200-training"
+EXPORTED = "h200-exported"
 CURVES = curves.REPORT.stem
 SUMMARY = "h200-summary"
 PICTURE = "h200-fwd"
@@ -244,8 +245,26 @@ def trained(found: latency.Latency) -> str:
     return "\n\n".join(["\n".join(lines), *verdicts, closing])
 
 
-def _rows(found: latency.Latency) -> list[Row]:
-    """Training's rows as far as `Group` reads them."""
+def files(found: exported.Exported) -> str:
+    """The table of the exported files under KernelBench's rules, with what was to be reached."""
+    by_case = {row["case"]: row for row in found["rows"]}
+    judged_by = [group for group in groups(EXPORTED, _rows(found)) if group.targets]
+    shown = exported.columns(found)
+    lines = [_line([*(head for head, _ in shown), "target"])]
+    lines.append(_line(["---" if head in ("case", "layer") else "---:" for head, _ in shown] + ["---"]))
+    for group in judged_by:
+        for case, target in group.targets.items():
+            row = by_case.get(case)
+            if row is not None:
+                mark = "missed" if case in group.missed else "met"
+                lines.append(_line([*(text(row) for _, text in shown), f"{target:g}x {mark}"]))
+    verdicts = [f"{group.title}: {_verdict(group)}" for group in judged_by]
+    closing = f"{exported.summary(found)}. {report.conditions(found)}."
+    return "\n\n".join(["\n".join(lines), *verdicts, closing])
+
+
+def _rows(found: latency.Latency | exported.Exported) -> list[Row]:
+    """Rows of training and of exported files as far as `Group` reads them; of a file that is wrong without a ratio."""
     plain: Any = [{"rel_error": None, "torch_rel_error": None, "tolerance_used": None, **row} for row in found["rows"]]
     rows: list[Row] = plain
     return rows
@@ -256,6 +275,8 @@ def measured_rows(name: str) -> list[Row]:
     path = RESULTS / f"{name}.json"
     if not path.exists():
         return []
+    if name == EXPORTED:
+        return _rows(exported.load(path))
     return _rows(latency.load(path)) if name == TRAINING else report.load(path)["rows"]
 
 
@@ -289,6 +310,8 @@ def sections() -> Iterator[tuple[str, str]]:
             yield name, curves.stated(curves.load(path))
         elif name == TRAINING:
             yield name, trained(latency.load(path))
+        elif name == EXPORTED:
+            yield name, files(exported.load(path))
         elif name in LATENCY:
             yield name, waiting(latency.load(path))
         else:

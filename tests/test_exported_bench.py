@@ -1,0 +1,271 @@
+"""Exported files under KernelBench's rules: what is refused, what is judged wrong, what a report says."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from torch import nn
+from typer.testing import CliRunner
+
+from upconv.bench import exported, suites, timing
+from upconv.bench.suites import Case
+from upconv.bench.timing import Repeats
+from upconv.cli import app
+from upconv.problem import Problem
+
+CPU = torch.device("cpu")
+SHORT = Repeats(0.0, 3, 3)
+MODELS = Path(__file__).resolve().parent.parent / "models"
+SMALL = Case("kb57", Problem.make(2, 3, 4, (9, 10), 3))
+# What a file looks like, with PyTorch's own gradient of a convolution in its kernel's place (refused, see `judged`).
+GOOD = """
+import torch
+from torch import nn
+
+class ModelNew(nn.Module):
+    def __init__(self, in_channels, out_channels, kernel_size, bias=False):
+        super().__init__()
+        self.conv_transpose2d = nn.ConvTranspose2d(in_channels, out_channels, kernel_size, bias=bias)
+
+    def forward(self, x):
+        return RUN(self.conv_transpose2d, x)
+
+def build():
+    pass
+"""
+
+
+@pytest.fixture
+def judged(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Judges a file for a small layer on the CPU; its kernel is the function given, its static check is off."""
+
+    monkeypatch.setattr(exported, "refusal", lambda text: None)
+
+    def judge(run: Any, text: str = GOOD, gradients: bool = False) -> dict[str, exported.Value]:
+        path = tmp_path / "model_57.py"
+        path.write_text(text)
+        real = exported.model
+
+        def model(text: str, path: Path) -> Any:
+            made = real(text, path)
+            made.forward.__globals__["RUN"] = run  # type: ignore[attr-defined]
+            return made
+
+        monkeypatch.setattr(exported, "model", model)
+        try:
+            return exported.judge(exported.File(SMALL, path), CPU, gradients=gradients, repeats=SHORT)
+        finally:
+            monkeypatch.setattr(exported, "model", real)
+
+    return judge
+
+
+def test_a_right_file_is_timed_beside_pytorch_and_the_library(judged) -> None:
+    found = judged(lambda layer, x: layer(x), gradients=True)
+    assert found["worst"] == 0 and "failure" not in found
+    assert found["grad_input_error"] == found["grad_weight_error"] == 0
+    assert all(float(found[f"{side}_ms"] or 0) > 0 for side in ("ours", "torch", "library"))
+    assert found["ratio"] == pytest.approx(found["torch_ms"] / found["ours_ms"])
+    assert found["library_precision"] == "tf32" and found["runs"] == 3
+
+
+def test_what_differs_by_more_than_the_tolerance_is_wrong_and_not_timed(judged) -> None:
+    assert "failure" not in judged(lambda layer, x: layer(x) * (1 + 5e-5))
+    found = judged(lambda layer, x: layer(x) + 2e-3)
+    assert "differs" in found["failure"] and found["worst"] > 1 and "ours_ms" not in found
+    cut = judged(lambda layer, x: layer(x)[..., :-1])
+    assert cut["worst"] is None and "differs" in cut["failure"]
+    nan = judged(lambda layer, x: layer(x) * math.nan)
+    assert nan["worst"] is None and "differs" in nan["failure"]
+    json.dumps([found, cut, nan], allow_nan=False)
+
+
+def test_a_wrong_gradient_is_seen_when_asked_for(judged) -> None:
+    class Halved(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            return grad / 2
+
+    def run(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = layer(Halved.apply(x))
+        return out
+
+    assert "failure" not in judged(run)
+    found = judged(run, gradients=True)
+    assert "gradients" in found["failure"] and found["grad_input_error"] == pytest.approx(0.5)
+    assert found["grad_weight_error"] == 0
+
+
+def test_parameters_must_be_those_that_the_seed_draws(judged) -> None:
+    other = GOOD.replace("super().__init__()", "super().__init__(); torch.rand(1)")
+    assert "parameters" in judged(lambda layer, x: layer(x), other)["failure"]
+    renamed = GOOD.replace("conv_transpose2d", "layer")
+    assert "parameters" in judged(lambda layer, x: layer(x), renamed)["failure"]
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("y = torch.nn.functional.pad(x, (1, 1))", "torch.nn.functional"),
+        ("y = nn.functional.conv2d(x, w)", "conv2d"),
+        ("y = torch.conv_transpose2d(x, w)", "conv_transpose2d"),
+        ("y = self.conv_transpose2d(x)", "self.conv_transpose2d"),
+        ("y = self.conv1d_transpose(x)", "self.conv1d_transpose"),
+        ("y = torch.ops.aten.convolution_backward(x)", "convolution_backward"),
+        ("y = torch.cudnn_convolution_transpose(x)", "cudnn_convolution_transpose"),
+        ("import torch.nn.functional as F", "torch.nn.functional"),
+        ("from torch.nn import functional as F", "torch.nn.functional"),
+        ("import numpy", "numpy"),
+        ("import upconv", "upconv"),
+        ("try:\n    pass\nexcept RuntimeError:\n    pass", "try"),
+        ('CUDA = """\nauto y = at::conv_transpose2d(x);\n"""', "at::conv_transpose2d"),
+        ('CUDA = """\ncudnnConvolutionForward(h);\n"""', "cudnnConvolutionForward"),
+        ("y = (", "no Python"),
+    ],
+)
+def test_what_calls_pytorchs_convolution_is_refused(line: str, reason: str) -> None:
+    assert reason in str(exported.refusal(f"import torch\nfrom torch import nn\n{line}\n"))
+
+
+def test_a_file_may_hold_the_layer_and_import_the_standard_library() -> None:
+    assert exported.refusal(GOOD + "import math, functools\nfrom torch.utils import cpp_extension\n") is None
+    with pytest.raises(ValueError, match="must define ModelNew"):
+        exported.model("x = 1\n", Path("model_57.py"))
+    with pytest.raises(ValueError, match=r"model_57\.py is refused: line 1 imports numpy"):
+        exported.model("import numpy\n", Path("model_57.py"))
+
+
+@pytest.mark.skipif(not MODELS.is_dir(), reason="the exported models are not there")
+def test_the_exported_models_are_not_refused() -> None:
+    found = exported.files(MODELS)
+    assert [file.case.name for file in found] == [case.name for case in suites.SUITES["kernelbench"]]
+    for file in found:
+        made = exported.model(file.path.read_text(encoding="utf-8"), file.path)
+        torch.manual_seed(exported.SEED)
+        theirs = exported.Original(file.case)
+        torch.manual_seed(exported.SEED)
+        from upconv.export.signatures import init_arguments
+
+        ours = made(*init_arguments(file.number, file.case.problem))
+        assert list(ours.state_dict()) == list(theirs.state_dict())
+        assert all(torch.equal(a, b) for a, b in zip(ours.state_dict().values(), theirs.state_dict().values()))
+
+
+def test_originals_compute_their_case() -> None:
+    for case in suites.SUITES["kernelbench"]:
+        p = case.problem.with_(batch=1, size=(2,) * case.problem.rank)
+        small = Case(case.name, p)
+        out = exported.Original(small)(torch.rand(p.input_shape))
+        assert tuple(out.shape) == p.output_shape
+
+
+def test_builds_run_side_by_side_and_say_what_went_wrong(tmp_path: Path) -> None:
+    right, wrong = tmp_path / "model_57.py", tmp_path / "model_65.py"
+    right.write_text("from __future__ import annotations\ndef build():\n    open(__file__ + '.built', 'w').close()\n")
+    wrong.write_text("def build():\n    raise RuntimeError('no nvcc here')\n")
+    heard: list[str] = []
+    every = exported.files(tmp_path)
+    found = exported.build(every, heard.append)
+    assert Path(f"{right}.built").exists() and found[right][1] == ""
+    assert found[wrong][1].endswith("RuntimeError: no nvcc here") and len(heard) == 2
+
+
+def row(name: str, **values: exported.Value) -> dict[str, exported.Value]:
+    found: dict[str, exported.Value] = dict.fromkeys(exported.KEYS)
+    found.update(case=name, file=f"model_{name[2:]}.py", layer="64->64 k3 s1 p0 on 8x64x8x8", build_s=60.0)
+    return {**found, **values}
+
+
+def report(*rows: dict[str, exported.Value]) -> exported.Exported:
+    device: dict[str, Any] = {"type": "cuda", "name": "NVIDIA H200"}
+    versions: dict[str, Any] = {"upconv": "0", "torch": "2.11", "cudnn": "9"}
+    return exported.Exported(
+        schema=exported.report.SCHEMA, kind="exported", when="2026-01-01T00:00:00", commit="abc", device=device,
+        versions=versions, rows=list(rows),
+    )  # fmt: skip
+
+
+TIMED: dict[str, exported.Value] = {
+    "torch_ms": 4.0, "ours_ms": 2.0, "library_ms": 1.95, "ratio": 2.0, "worst": 0.5, "library_precision": "tf32",
+    "runs": 100,
+}  # fmt: skip
+
+
+def test_a_report_survives_its_file_and_shows_what_failed(tmp_path: Path) -> None:
+    found = report(
+        row("kb57", **TIMED), row("kb65", **{**TIMED, "library_ms": 1.0}), row("kb69", failure="build failed: no nvcc")
+    )
+    path = tmp_path / "exported.json"
+    exported.save(found, path)
+    assert exported.load(path) == found
+    console = Console(width=200, record=True, file=(tmp_path / "out").open("w"))
+    exported.show(found, console)
+    text = console.export_text()
+    assert "build failed: no nvcc" in text and "1.03x" in text and "grad-input" not in text
+    assert "2 of 3 files correct, geometric mean 2.00x over PyTorch; 1 within 5% of upconv's layer" in text
+    shown = exported.columns(report(row("kb57", **TIMED, grad_input_error=1e-4, grad_weight_error=2e-4)))
+    assert [head for head, _ in shown][-2:] == ["grad-input error", "grad-weight error"]
+    path.write_text(json.dumps({**found, "rows": [{"case": "kb57"}]}))
+    with pytest.raises(ValueError, match=r"lacks rows\[\]"):
+        exported.load(path)
+    path.write_text("{}")
+    with pytest.raises(ValueError, match="kind exported"):
+        exported.load(path)
+    with pytest.raises(ValueError, match="cannot be read"):
+        exported.load(tmp_path / "none.json")
+
+
+def test_the_readme_s_table_is_judged_by_its_targets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(MODELS.parent / "benchmarks"))
+    import readme
+
+    monkeypatch.setattr(readme, "RESULTS", tmp_path)
+    found = report(
+        row("kb57", **{**TIMED, "ratio": 2.5}), row("kb65", **{**TIMED, "ratio": 1.5}), row("kb69", failure="wrong")
+    )
+    exported.save(found, tmp_path / "h200-exported.json")
+    text = readme.rewritten("<!-- h200-exported -->\n\n<!-- /h200-exported -->")
+    lines = {line.split(" | ")[0]: line for line in text.splitlines()}
+    assert "2.50x" in lines["| kb57"] and lines["| kb57"].endswith("2.2x met |")
+    assert lines["| kb65"].endswith("1.7x missed |") and "wrong" in lines["| kb69"]
+    assert "missed: kb65, kb69, kb71" in text and "2 of 3 files correct" in text
+    assert "| Exported files by KernelBench's rules, 2-D |" in readme.summary()
+
+
+def test_the_command_needs_a_gpu_and_the_files(tmp_path: Path) -> None:
+    def said(*arguments: str) -> str:
+        result = CliRunner().invoke(app, ["bench", *arguments])
+        assert result.exit_code == 2
+        return " ".join(result.output.split())
+
+    begin = ("--suite", "kernelbench", "--as-exported", "--device", "cpu")
+    assert "--models must be a folder with model_57.py" in said(*begin, "--models", str(tmp_path))
+    (tmp_path / "model_57.py").write_text(GOOD)
+    assert "--as-exported needs a CUDA GPU" in said(*begin, "--models", str(tmp_path))
+    assert "model_65.py" in said(*begin, "--models", str(tmp_path), "--case", "kb65")
+    assert "--case must be one of kb57" in said(*begin, "--models", str(tmp_path), "--case", "pix")
+    assert "--suite kernelbench alone" in said("--as-exported")
+    assert "--pass must be fwd or step" in said(*begin, "--pass", "grad-input")
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_library_is_timed_with_the_precision_that_the_files_have() -> None:
+    device = torch.device("cuda")
+    case = Case("kb61", Problem.make(1, 8, 8, (6, 6, 6), 3))
+    theirs = exported.Original(case).to(device)
+    library = exported._library(case, theirs, device)
+    x = exported.draw(case.problem.input_shape, device, 0)
+    with torch.no_grad(), timing.precision_flags("ieee"):
+        assert exported.difference(library(x), theirs(x)) <= 1
+    found = exported._times(library, theirs, library, x, "ieee", SHORT)
+    assert set(found) == {"torch", "ours", "library"} and min(found.values()) > 0
