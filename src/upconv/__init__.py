@@ -8,6 +8,7 @@ Importing the package initialises no device, writes nothing and prints nothing.
 
 from upconv._version import __version__
 from upconv.convert import accelerate, fold_batchnorm, restore, warmup
+from upconv.export import export
 from upconv.functional import conv_transpose1d, conv_transpose2d, conv_transpose3d
 from upconv.modules import (
     ConvTranspose1d,
@@ -31,6 +32,7 @@ __all__ = [
     "conv_transpose1d",
     "conv_transpose2d",
     "conv_transpose3d",
+    "export",
     "fold_batchnorm",
     "restore",
     "strict",

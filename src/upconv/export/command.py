@@ -1,0 +1,125 @@
+"""What ``upconv export`` does with its arguments."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from upconv.bench import suites
+from upconv.export import _SIZES, default_precision, gpu_of, kernelbench_problem, publish, signatures
+from upconv.export.check import Comparison, compare
+from upconv.export.program import program
+from upconv.problem import PRECISIONS, Precision, Problem
+
+
+@dataclass(frozen=True)
+class Made:
+    """An exported file, not written yet."""
+
+    problem: Problem
+    signature: signatures.Signature
+    arguments: tuple[Any, ...]
+    """What ``ModelNew`` is constructed with."""
+    text: str
+    arch: str
+
+    @property
+    def summary(self) -> str:
+        p = self.problem
+        return f"ModelNew for {str(p).rsplit(' ', 2)[0]} ({p.precision}, {p.layout}), sm_{self.arch}"
+
+    def write(self, path: Path) -> None:
+        publish(path, self.text)
+
+    def check(self) -> Checked:
+        """Compiles the file and compares it with PyTorch. Errors: RuntimeError where it cannot be compiled."""
+        found = compare(self.text, self.problem, self.signature.attribute, self.arguments, torch.device("cuda", 0))
+        return Checked(self.problem, found)
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A comparison in words."""
+
+    problem: Problem
+    found: Comparison
+
+    @property
+    def passed(self) -> bool:
+        return self.found.passed
+
+    @property
+    def text(self) -> str:
+        f = self.found
+        verdict = "within" if f.passed else "NOT within"
+        return (
+            f"outputs {verdict} {f.tolerance:g} of PyTorch's, absolute and relative (they take up to {f.worst:.1%})\n"
+            f"gradients differ from PyTorch's by {f.gradients[0]:.1e} (input) and {f.gradients[1]:.1e} (weight)\n"
+            f"forward {1e3 * f.seconds:.3f} ms, PyTorch {1e3 * f.torch_seconds:.3f} ms, ratio {f.ratio:.2f} on "
+            f"{torch.cuda.get_device_name(0)}"
+        )
+
+
+def need_gpu() -> None:
+    """Raises ValueError where there is no GPU to check on."""
+    if not torch.cuda.is_available():
+        raise ValueError("--check must have a CUDA device to run on, and PyTorch finds none")
+
+
+def make(
+    number: int | None, layer: str | None, input: str | None, dtype: str, precision: str | None, arch: str | None
+) -> Made:
+    """The file that the command's arguments describe. Errors: ValueError, in one sentence."""
+    if (number is None) == (layer is None):
+        raise ValueError("either --kernelbench or --layer must be given, and not both")
+    gpu = gpu_of(arch)
+    if number is not None:
+        if dtype != "float32" or precision is not None:
+            raise ValueError(
+                "--dtype and --precision go with --layer; KernelBench's problems are PyTorch's default float32"
+            )
+        p = kernelbench_problem(number)
+        if input is not None:
+            shape = suites.parse_input(input)
+            if len(shape) != p.rank + 2 or shape[1] != p.in_channels:
+                raise ValueError(f"--input must have {p.rank} sizes behind {p.in_channels} channels; got {input!r}")
+            p = p.with_(batch=shape[0], size=shape[2:])
+        signature, arguments = signatures.kernelbench(number, p), signatures.init_arguments(number, p)
+    else:
+        assert layer is not None
+        p = _layer(layer, input, dtype, precision)
+        signature, arguments = signatures.layer(p), ()
+    return Made(p, signature, arguments, program(p, signature, gpu), gpu.arch)
+
+
+def _layer(layer: str, input: str | None, dtype: str, precision: str | None) -> Problem:
+    dtypes = {str(d).removeprefix("torch."): d for d in PRECISIONS}
+    if dtype not in dtypes:
+        raise ValueError(f"--dtype must be one of {', '.join(dtypes)}; got {dtype!r}")
+    p = suites.parse_layer(layer, input or _some_input(layer))
+    kinds: dict[str, Precision] = {kind: kind for kind in PRECISIONS[dtypes[dtype]]}
+    if precision is not None and precision not in kinds:
+        raise ValueError(f"--precision must be one of {', '.join(kinds)} for {dtype}; got {precision!r}")
+    chosen = kinds[precision] if precision else default_precision(dtypes[dtype], p.rank)
+    return p.with_(dtype=dtypes[dtype], precision=chosen)
+
+
+def _some_input(layer: str) -> str:
+    """An input for a layer that was given none; some argument must tell the rank."""
+    lengths = {len(values) for values in _tuples(layer) if len(values) > 1}
+    first = re.match(r"\s*(?:in_channels\s*=\s*)?(\d+)", layer)
+    if len(lengths) != 1 or not lengths <= set(_SIZES) or first is None:
+        raise ValueError(
+            "without --input the layer's kernel_size must have a value for each spatial dimension, like "
+            f'"64,64,(3,3)"; got {layer!r}'
+        )
+    return "x".join(map(str, (8, int(first[1]), *_SIZES[lengths.pop()])))
+
+
+def _tuples(layer: str) -> list[Sequence[str]]:
+    return [[v for v in text.split(",") if v.strip()] for text in re.findall(r"[(\[]([^()\[\]]*)[)\]]", layer)]
