@@ -236,7 +236,7 @@ def test_the_sample_has_every_precision_layout_and_gpu() -> None:
 def refused(p: Problem, gpu: Gpu) -> str | None:
     """What `choose` must say of layers of the suites that have no tiling.
 
-    kb75 in TF32 and channels_last: with few taps a warp takes a whole block, and eight warps that divide K need 64
+    kb81 in TF32 and channels_last: with few taps a warp takes a whole block, and eight warps that divide K need 64
     positions, whose g at a stride of 5 takes 112 KB.
     """
     if p.in_channels == p.groups > 1:
