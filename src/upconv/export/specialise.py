@@ -11,6 +11,7 @@ no name that shadows a constant.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -45,7 +46,7 @@ def specialise(source: str, namespace: str, entries: Sequence[str], arch: str = 
     text, macros = _preprocess(source.removeprefix("// macros\n"), {"__CUDA_ARCH__": f"{number[0]}0"})
     includes = tuple(dict.fromkeys(_INCLUDE.findall(text)))
     text = _INCLUDE.sub("", text)
-    nodes = _tree(_tokens(text))
+    nodes = _unwrapped(_tree(_tokens(text)))
     nodes = _inline_macros(nodes, macros)
     constants = _Constants(macros)
     while True:  # a constant that a fold has made plain may decide the next branch
@@ -56,10 +57,12 @@ def specialise(source: str, namespace: str, entries: Sequence[str], arch: str = 
             nodes, changed = _without_unused(nodes)
             if not changed:
                 break
-    kept = _kept(_items(nodes), entries, constants)
+    items = [part for item in _items(nodes) for part in _apart(item)]
+    _settle(items, constants)
+    kept = _kept(items, entries)
     body, left = _render(kept, entries, constants)
-    undefs = "".join(f"#undef {name}\n" for name in left)
-    return Specialised(includes, f"namespace {namespace} {{\n\n{body}\n{undefs}}}  // namespace {namespace}\n")
+    undefs = "\n" + "".join(f"#undef {name}\n" for name in left) if left else ""
+    return Specialised(includes, f"namespace {namespace} {{\n\n{body}{undefs}}}  // namespace {namespace}\n")
 
 
 _INCLUDE = re.compile(r"^[ \t]*#[ \t]*include[ \t]*<([^>\n]+)>.*\n?", re.MULTILINE)
@@ -505,13 +508,14 @@ class _Constants:
             size = _SIZES.get(name.split()[-1]) if "long long" not in name else 8
             if size:
                 self.sizes[alias] = size
+        declared = Counter(re.findall(rf"\b(?:{_TYPES})[\s&*]+(\w+)\b", bare))
         for line in re.findall(r"\bconstexpr (?:int|bool) (\w+ =[^;]*);", bare):
             for declarator in _split(_tree(_tokens(line)), ","):
                 words = _solid(declarator)
                 if len(words) < 3 or not isinstance(words[0], _Token) or not _is(words[1], "="):
                     continue
                 name = words[0].text
-                if len(re.findall(rf"\b(?:{_TYPES})[\s&*]+{name}\b", bare)) > 1:
+                if declared[name] > 1:
                     continue  # declared twice: its value may differ from place to place
                 value = self.value(words[2:])
                 if value is not None:
@@ -1067,10 +1071,15 @@ class _Item:
         return found - set(self.names)
 
 
-def _items(nodes: Sequence[_Node]) -> list[_Item]:
+def _unwrapped(nodes: list[_Node]) -> list[_Node]:
+    """What a namespace around everything holds: the text may be one that this module has written."""
     solid = _solid(nodes)
     if len(solid) == 3 and _is(solid[0], "namespace") and isinstance(solid[2], _Group):
-        return _items(solid[2].inside)  # what this module has written
+        return solid[2].inside
+    return nodes
+
+
+def _items(nodes: Sequence[_Node]) -> list[_Item]:
     found: list[_Item] = []
     lead = ""
     gap = 0
@@ -1171,7 +1180,7 @@ def _declarator(words: Sequence[_Node]) -> str:
     return names[-1] if names else ""
 
 
-def _kept(items: list[_Item], entries: Sequence[str], constants: _Constants) -> list[_Item]:
+def _kept(items: list[_Item], entries: Sequence[str]) -> list[_Item]:
     """The items that the entries reach, and the comments that still stand for something."""
     by_name: dict[str, list[_Item]] = {}
     for item in items:
@@ -1215,23 +1224,18 @@ _ELSEWHERE = re.compile(r"NVRTC|\.py\b|\bplanner|come as macros")
 
 def _render(items: Sequence[_Item], entries: Sequence[str], constants: _Constants) -> tuple[str, list[str]]:
     """The text of the items, and the macros that it leaves defined."""
-    parts = [part for item in items for part in _apart(item)]
-    items = _headed(_explained(_grouped(parts, constants), entries))
+    items = _headed(_explained(_grouped(list(items), constants), entries))
     out: list[str] = []
     left: list[str] = []
-    declared: set[str] = set()
     for item in items:
         text = _text(item.code).replace('extern "C" ', "")
         if item.code and isinstance(item.code[0], _Token) and item.code[0].kind == "directive":
             left += item.names
-        elif text.startswith("constexpr ") and len(item.names) == 1 and item.names[0] in constants.values:
-            text = _constant(item, constants, declared)
         lead, trail = _about(item.lead), _about(item.trail)
         if not item.code and not lead:
             continue
-        declared.update(item.names)
         out.append("\n" * min(item.gap, 1) + lead + text + (f"  {trail.strip()}" if trail else "") + "\n")
-    body = "".join(out)
+    body = "".join(out).replace("(NOTES: ", "(measured: ")
     for pattern, put in (
         (r"\n[ \t]*, ", ", "),  # parameters that had an #if of their own
         (r"(\w)\n\) \{", r"\1) {"),
@@ -1419,6 +1423,16 @@ def _number(item: _Item, constants: _Constants) -> bool:
     return found and _is(words[0], "constexpr") and not item.lead and _text(words[-2:-1]).isdigit()
 
 
+def _settle(items: Sequence[_Item], constants: _Constants) -> None:
+    """Gives every constant the form that it will have, which decides what else is needed."""
+    declared: set[str] = set()
+    for item in items:
+        named = len(item.names) == 1 and item.names[0] in constants.values
+        if named and _is(item.code[0], "constexpr"):
+            item.code = _tree(_tokens(_constant(item, constants, declared)))
+        declared.update(item.names)
+
+
 def _constant(item: _Item, constants: _Constants, declared: set[str]) -> str:
     """A constant by its expression if that is simple and can be read here, else by its value."""
     name = item.names[0]
@@ -1436,9 +1450,8 @@ def _constant(item: _Item, constants: _Constants, declared: set[str]) -> str:
 
 def _about(comment: str) -> str:
     """A comment without what speaks of upconv's own files and compiler."""
-    if not _ELSEWHERE.search(comment) and "NOTES" not in comment:
+    if not _ELSEWHERE.search(comment):
         return comment
-    comment = comment.replace("(NOTES: ", "(measured: ")
     kept = []
     for line in comment.splitlines():
         body = line.removeprefix("//").strip()
