@@ -1,0 +1,597 @@
+"""Exported files: their text, constructors, weights, launches and errors; on a GPU what they compute."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import math
+import random
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from typer.testing import CliRunner
+
+import upconv
+from upconv.bench.suites import SUITES, parse_layer
+from upconv.bench.timing import precision_flags
+from upconv.cli import app
+from upconv.cuda import direct, direct_wgrad, gather, jit, wgrad
+from upconv.cuda.gpu import A100, H200, Gpu
+from upconv.export import gpu_of, host, kernelbench, kernelbench_problem, problem_of, program, signatures, source
+from upconv.export.check import load
+from upconv.problem import Problem
+
+MODELS = Path(__file__).parent.parent / "models"
+NUMBERS = signatures.KERNELBENCH
+ATTRIBUTES = {1: "conv1d_transpose", 2: "conv_transpose2d", 3: "conv_transpose3d"}
+
+# Layers whose passes are served by every kernel family and by both of a family's alignments.
+LAYERS = {
+    "strided": ("64,64,4,2,1", "4x64x32x32", "tf32"),
+    "odd": ("24,40,(3,5),stride=(2,3),padding=(1,2),output_padding=1", "2x24x21x33", "tf32"),
+    "depthwise": ("64,64,4,2,1,groups=64", "4x64x33x40", "tf32"),
+    "few": ("16,3,(4,4),stride=2,padding=1", "4x16x64x64", "ieee"),
+    "1-D": ("32,64,5,dilation=3", "8x32x4096", "tf32"),
+    "3-D": ("32,32,(3,5,7),stride=2,padding=(1,2,3),output_padding=1,groups=4", "2x32x6x12x24", "ieee"),
+    "huge": ("3,2,(40,41)", "1x3x20x20", "ieee"),
+}
+
+
+def layer(name: str, **changes: Any) -> Problem:
+    text, shape, precision = LAYERS[name]
+    return parse_layer(text, shape).with_(**{"precision": precision, **changes})
+
+
+@cache
+def exported(number: int) -> str:
+    return kernelbench(number)
+
+
+@cache
+def names(number: int) -> dict[str, Any]:
+    return load(exported(number))
+
+
+def original(number: int) -> nn.Module:
+    """KernelBench's Model as far as its parameters go."""
+    p = kernelbench_problem(number)
+    model = nn.Module()
+    kind: Any = getattr(nn, f"ConvTranspose{p.rank}d")
+    built = kind(
+        p.in_channels,
+        p.out_channels,
+        p.kernel,
+        p.stride,
+        p.padding,
+        p.output_padding,
+        p.groups,
+        False,
+        p.dilation,
+    )
+    setattr(model, ATTRIBUTES[p.rank], built)
+    return model
+
+
+# --- text ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_suite_and_the_constructors_name_the_same_problems() -> None:
+    assert list(NUMBERS) == [int(case.name[2:]) for case in SUITES["kernelbench"]]
+    assert {f.name for f in MODELS.glob("*.py")} == {f"model_{n}.py" for n in NUMBERS}
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_models_are_what_the_export_writes(number: int) -> None:
+    found = (MODELS / f"model_{number}.py").read_text(encoding="utf-8")
+    if found != exported(number):  # without a diff, which would take pytest a minute
+        pytest.fail(f"models/model_{number}.py is stale: python -m upconv.export models")
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_files_import_nothing_else_and_call_no_convolution(number: int) -> None:
+    tree = ast.parse(exported(number))
+    imported = {a.name for node in ast.walk(tree) if isinstance(node, ast.Import) for a in node.names}
+    imported |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    tops = {name.split(".")[0] for name in imported}
+    assert tops <= {"torch", *sys.stdlib_module_names}, tops
+    rank = kernelbench_problem(number).rank
+    called = [ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    convolutions = [name for name in called if "conv" in name.lower()]
+    assert convolutions == [f"nn.ConvTranspose{rank}d"]
+    assert not [node for node in ast.walk(tree) if isinstance(node, ast.Try)]  # no way around the kernels
+    assert "functional" not in imported and not re.search(r"\bF\.|aten|cudnn_convolution", exported(number))
+
+
+def test_every_kernel_has_a_namespace_and_a_launch() -> None:
+    cuda, declared = names(57)["CUDA"], names(57)["FUNCTIONS"]
+    spaces = ("forward", "forward_unaligned", "grad_input", "grad_weight", "grad_weight_unaligned")
+    for space in spaces:
+        assert re.search(rf"^namespace {space} {{", cuda, re.M)
+        assert f"run_{space}" in declared and f"void run_{space}(" in names(57)["DECLARATIONS"]
+    assert 'extern "C"' not in cuda
+    assert not re.search(r"^#\s*if(?!\s+CUDART_VERSION)", cuda, re.M)  # only the host's for the toolkit's version
+
+
+@pytest.mark.parametrize("number", (58, 72, 75))
+def test_device_code_compiles(number: int) -> None:
+    reason = jit.unavailable()
+    if reason is not None and "NVRTC" in reason:
+        pytest.skip(reason)
+    cuda: str = names(number)["CUDA"]
+    device = cuda[cuda.index("// ====") : cuda.index("namespace {\n\n// --- launches")]
+    image = jit.cubin(device, "90a", f"model_{number}")
+    resources = jit._resources(image)
+    assert len(resources) >= 5
+    for name, (registers, spilled, _) in resources.items():
+        assert 0 < registers <= 255 and spilled == 0, name
+
+
+# --- constructors and weights ----------------------------------------------------------------------------------------
+
+CONSTRUCTORS = {
+    57: "in_channels, out_channels, kernel_size, stride=1, padding=0, output_padding=0, groups=1, bias=False",
+    65: "in_channels, out_channels, kernel_size, stride=1, padding=0, output_padding=0, groups=1, bias=False",
+    69: "in_channels, out_channels, kernel_size, stride=(1, 1), padding=(0, 0), output_padding=(0, 0), "
+    "dilation=(1, 1), groups=1, bias=False",
+    71: "in_channels, out_channels, kernel_size, stride=1, padding=0, output_padding=0, groups=1, bias=False",
+    75: "in_channels, out_channels, kernel_size, stride=(1, 1), padding=(0, 0), dilation=(1, 1), groups=1, bias=False",
+    70: "in_channels, out_channels, kernel_size, stride=1, padding=0, output_padding=0, dilation=1, groups=1, "
+    "bias=False",
+    72: "in_channels, out_channels, kernel_size, stride=(1, 1, 1), padding=(0, 0, 0), output_padding=(0, 0, 0), "
+    "groups=1, bias=False",
+    79: "in_channels, out_channels, kernel_size, stride=1, padding=0, dilation=1, bias=False",
+    78: "in_channels, out_channels, kernel_size, stride=(1, 1), padding=(0, 0), bias=False",
+}
+ARGUMENTS = {
+    57: (64, 64, 3),
+    65: (64, 64, (3, 7)),
+    69: (64, 128, (3, 5)),
+    71: (32, 32, 3),
+    75: (32, 64, (3, 5), (2, 3), (1, 2), (2, 1), 4),
+    72: (32, 32, (3, 5, 7), (2, 2, 2), (1, 2, 3), (1, 1, 1), 4),
+    73: (32, 32, 3, 2, 1, 4),
+    74: (32, 64, 5, 1, 0, 3),
+    78: (32, 32, (3, 7), (1, 1), (1, 3)),
+    81: (32, 64, 3, 5, 1, 2),
+}
+
+
+@pytest.mark.parametrize("number", CONSTRUCTORS)
+def test_constructors_are_kernelbenchs(number: int) -> None:
+    parameters = inspect.signature(names(number)["ModelNew"]).parameters.values()
+    found = ", ".join(p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in parameters)
+    assert found == CONSTRUCTORS[number]
+
+
+@pytest.mark.parametrize("number", ARGUMENTS)
+def test_arguments_are_kernelbenchs(number: int) -> None:
+    assert signatures.init_arguments(number, kernelbench_problem(number)) == ARGUMENTS[number]
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_weights_under_a_seed_are_the_originals(number: int) -> None:
+    torch.manual_seed(42)
+    wanted = original(number).state_dict()
+    torch.manual_seed(42)
+    model = names(number)["ModelNew"](*signatures.init_arguments(number, kernelbench_problem(number)))
+    found = model.state_dict()
+    assert list(found) == list(wanted)
+    assert all(torch.equal(found[key], wanted[key]) for key in wanted)
+    assert torch.equal(torch.rand(4), torch.rand(4)) is False  # drawn from; now both generators stand alike
+    model.load_state_dict(wanted)
+    original(number).load_state_dict(model.state_dict())
+
+
+def test_another_layer_than_the_exported_one_is_refused() -> None:
+    model: Any = names(57)["ModelNew"]
+    assert model(64, 64, 3, bias=True).conv_transpose2d.bias is not None  # kernels add a bias where there is one
+    for arguments, word in (((64, 64, 5), "kernel_size"), ((64, 32, 3), "out_channels"), ((64, 64, 3, 2), "stride")):
+        with pytest.raises(ValueError, match=rf"specialised for {word}=.*; got"):
+            model(*arguments)
+
+
+def test_inputs_are_checked_in_a_sentence() -> None:
+    model = names(57)["ModelNew"](64, 64, 3)
+    cases = {
+        (8, 64): "(batch, channels, height, width), batched or not; got shape (8, 64)",
+        (1, 32, 8, 8): "64 channels; got shape (1, 32, 8, 8)",
+        (1, 64, 0, 8): "leave an output; got shape (1, 64, 0, 8)",
+        (1, 64, 8, 8): "one CUDA device; got cpu and cpu",
+        (64, 8, 8): "one CUDA device",
+    }
+    for shape, words in cases.items():
+        with pytest.raises(ValueError, match=re.escape(words)):
+            model(torch.zeros(shape))
+    with pytest.raises(ValueError, match=r"torch.float32; got torch.float16"):
+        model(torch.zeros(1, 64, 8, 8, dtype=torch.float16))
+
+
+def test_what_is_missing_to_compile_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.utils import cpp_extension
+
+    module = load(exported(72))
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.raises(RuntimeError, match="PyTorch with CUDA"):
+        module["build"]()
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(cpp_extension, "CUDA_HOME", None)
+    with pytest.raises(RuntimeError, match="nvcc"):
+        module["build"]()
+    monkeypatch.setattr(cpp_extension, "CUDA_HOME", "/nowhere")
+    monkeypatch.setattr(cpp_extension, "is_ninja_available", lambda: False)
+    with pytest.raises(RuntimeError, match="ninja"):
+        module["build"]()
+    monkeypatch.setattr(cpp_extension, "is_ninja_available", lambda: True)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(RuntimeError, match=r"C\+\+ compiler"):
+        module["build"]()
+    given: dict[str, Any] = {}
+    monkeypatch.setenv("CXX", sys.executable)
+    monkeypatch.setattr(cpp_extension, "load_inline", lambda **arguments: given.update(arguments) or given)
+    assert module["build"]() is given and module["build"]() is given
+    assert "-gencode=arch=compute_90a,code=sm_90a" in given["extra_cuda_cflags"]
+
+
+def test_flags_that_ask_for_ieee_are_not_answered_in_tf32() -> None:
+    check = names(57)["check_precision"]
+    with precision_flags("tf32"):
+        check()
+    with precision_flags("ieee"), pytest.raises(RuntimeError, match="got 'ieee'"):
+        check()
+    assert "check_precision" not in names(58)  # IEEE kernels are right under every flag
+
+
+# --- launches: the file's arithmetic against the library's -----------------------------------------------------------
+
+
+class Recorder:
+    """Stands for a Launcher: notes what a kernel would have been launched with."""
+
+    def __init__(self, kernel: object, block: int, shared: int, arguments: str) -> None:
+        self.entry, self.block, self.shared, self.codes = kernel, block, shared, arguments
+        self.calls: list[tuple[int, tuple[Any, ...]]] = []
+        made.append(self)
+
+    def __call__(self, device: int, grid: int, args: tuple[Any, ...]) -> None:
+        integers = [a for a, code in zip(args, self.codes) if code in "iq"]
+        self.calls.append((grid, tuple(integers)))
+
+
+made: list[Recorder] = []
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Recorder]:
+    made.clear()
+    for family in (gather, direct, wgrad, direct_wgrad):
+        monkeypatch.setattr(family, "Launcher", Recorder)
+        monkeypatch.setattr(family, "gpu_of", lambda device: H200)
+    for family in (gather, wgrad):
+        monkeypatch.setattr(family, "tensor_map", lambda *arguments: (0,) * 16)
+        monkeypatch.setattr(family, "bind", lambda device: None)
+    monkeypatch.setattr(jit, "kernel", lambda text, entry, arch, label: entry)
+    monkeypatch.setattr(program, "cuda", lambda variants, arch: "")  # specialising takes seconds
+    return made
+
+
+def library_choice(v: host.Variant, q: Problem, gpu: Gpu) -> Any:
+    """The library's choice with a variant's tile for a problem of another size."""
+    c: Any = v.choice
+    if isinstance(c, wgrad.Choice):
+        splits = wgrad._whole(c.tiling, wgrad._chunk_clocks(c.tiling), q, gpu)[2]
+        return replace(c, problem=q, splits=splits)
+    if isinstance(c, direct_wgrad.Choice):
+        return direct_wgrad.choose(q, gpu)
+    return replace(c, problem=q)
+
+
+def other_sizes(p: Problem, count: int) -> list[Problem]:
+    chance = random.Random(str(p))
+    found = [p]
+    while len(found) < count:
+        size = tuple(max(1, chance.choice((1, 2, n, n + 1, n - 1, 2 * n, 3 * n + 1))) for n in p.size)
+        try:
+            found.append(p.with_(batch=chance.choice((1, 2, 5, p.batch)), size=size))
+        except ValueError:  # no output
+            continue
+    return found
+
+
+def check_launches(p: Problem, text: str, recorded: list[Recorder], count: int = 25) -> set[str]:
+    """Compares every launch of a file with the library's; returns the variants that were met."""
+    module = load(text)
+    found = {v.name: v for v in host.variants(p, H200)}
+    met = set()
+    for q in other_sizes(p, count):
+        for pass_, name in host.NAMES.items():
+            kernel, blocks, *rest = module[f"{name}_launch"](q.batch, q.size, H200.multiprocessors)
+            v = found[kernel.name]
+            met.add(v.name)
+            recorded.clear()
+            problem = q.with_(pass_=pass_, bias=False)
+            prepared = library_choice(v, problem, H200).prepare(0)
+            x, grad, weight = (
+                torch.empty(shape, dtype=q.dtype) for shape in (q.input_shape, q.output_shape, q.weight_shape)
+            )
+            if pass_ == "grad-weight":
+                prepared.run(x, grad, weight)
+            else:
+                packed = prepared.pack(weight)
+                prepared.run(*((x, packed, None, grad) if pass_ == "fwd" else (grad, packed, None, x)))
+                if hasattr(kernel, "words"):
+                    assert packed.shape == (kernel.words,) and packed.dtype == kernel.packed
+            by_entry = {r.entry: r for r in recorded}
+            main = by_entry[v.entry]
+            ((grid, integers),) = main.calls
+            sizes = rest[-1]
+            maps = 16 * host._maps(v)
+            assert (blocks, tuple(sizes)) == (grid, integers[: len(integers) - maps]), (str(q), v.name)
+            assert (main.block, main.shared) == host._block(v)
+            if pass_ == "grad-weight":
+                ((grid, (slices, *_)),) = by_entry["reduce"].calls
+                assert slices == rest[0]
+    return met
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_launches_of_models_are_the_librarys(number: int, recorded: list[Recorder]) -> None:
+    # With batches and sizes at a quarter, since the library is handed real tensors.
+    p = kernelbench_problem(number)
+    small = p.with_(batch=2, size=tuple(max(8, n // (64 if p.rank == 1 else 8)) for n in p.size))
+    text = kernelbench(number, shape=(small.batch, small.in_channels, *small.size))
+    met = check_launches(small, text, recorded, 8)
+    assert {"forward", "grad_input", "grad_weight"} <= met
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_launches_are_the_librarys(name: str, recorded: list[Recorder]) -> None:
+    p = layer(name)
+    text = source(p, "90a")
+    met = check_launches(p, text, recorded)
+    assert met == {v.name for v in host.variants(p, H200)}  # every kernel is of use at some size
+
+
+def test_files_together_use_every_family() -> None:
+    kinds = {v.kind for name in LAYERS for v in host.variants(layer(name), H200)}
+    kinds |= {v.kind for v in host.variants(layer("few", dtype=torch.float64, precision="fp64"), A100)}
+    assert kinds == set(host.CLASSES)
+
+
+@pytest.mark.parametrize("name", ("strided", "odd"))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_channels_last_files(name: str, dtype: torch.dtype, recorded: list[Recorder]) -> None:
+    kinds: Any = {torch.float32: "tf32", torch.bfloat16: "bf16"}
+    p = layer(name, layout="channels_last", dtype=dtype, precision=kinds[dtype])
+    text = source(p, "90a")
+    assert "FORMAT = " in text and "torch.channels_last" in text
+    check_launches(p, text, recorded, 6)
+
+
+# --- the function and the command ------------------------------------------------------------------------------------
+
+
+def test_export_writes_a_layer(tmp_path: Path) -> None:
+    module = nn.ConvTranspose2d(24, 40, 3, stride=2, padding=1)
+    path = tmp_path / "layer.py"
+    path.write_text("before")
+    upconv.export(module, torch.zeros(2, 24, 20, 20), path, arch="90a")
+    found = load(path.read_text(encoding="utf-8"))
+    torch.manual_seed(3)
+    ours = found["ModelNew"]()
+    torch.manual_seed(3)
+    theirs = nn.ConvTranspose2d(24, 40, 3, stride=2, padding=1)
+    assert torch.equal(ours.conv_transpose2d.weight, theirs.weight)
+    assert torch.equal(ours.conv_transpose2d.bias, theirs.bias)
+    assert [f.name for f in tmp_path.iterdir()] == ["layer.py"]
+    upconv.export(upconv.ConvTranspose2d(24, 40, 3, 2, 1), (2, 24, 20, 20), tmp_path / "again.py", arch="90a")
+    assert (tmp_path / "again.py").read_text(encoding="utf-8") == path.read_text(encoding="utf-8")
+
+
+def test_export_says_what_is_wrong(tmp_path: Path) -> None:
+    module, path = nn.ConvTranspose2d(8, 4, 3), tmp_path / "x.py"
+    with pytest.raises(TypeError, match="ConvTranspose1d, ConvTranspose2d or ConvTranspose3d, got Sequential"):
+        upconv.export(nn.Sequential(module), None, path)
+    with pytest.raises(ValueError, match=r"8 channels, got shape \(1, 4, 9, 9\)"):
+        upconv.export(module, torch.zeros(1, 4, 9, 9), path)
+    with pytest.raises(ValueError, match=r"4 dimensions .* got shape \(8, 9, 9\)"):
+        upconv.export(module, (8, 9, 9), path)
+    with pytest.raises(ValueError, match=r"dtype torch.float32, got torch.float16"):
+        upconv.export(module, torch.zeros(1, 8, 9, 9, dtype=torch.float16), path)
+    with pytest.raises(ValueError, match=r"arch must be one of .*; got '70'"):
+        upconv.export(module, None, path, arch="70")
+    with pytest.raises(OSError):
+        upconv.export(module, None, tmp_path / "no" / "x.py", arch="90a")
+    with pytest.raises(ValueError, match=r"must be one of 57, .*; got 50"):
+        kernelbench(50)
+    assert not list(tmp_path.iterdir())
+
+
+def test_examples_decide_layout_and_size() -> None:
+    module = nn.ConvTranspose2d(8, 4, 3)
+    assert problem_of(module).size == (256, 256)
+    p = problem_of(module, torch.zeros(2, 8, 9, 10).to(memory_format=torch.channels_last))
+    assert (p.layout, p.size, p.precision) == ("channels_last", (9, 10), "tf32")
+    assert problem_of(nn.ConvTranspose3d(8, 4, 3)).precision == "ieee"
+    assert problem_of(module.to(torch.bfloat16)).precision == "bf16"
+    assert gpu_of("80") == A100
+
+
+def test_the_command_writes_models(tmp_path: Path) -> None:
+    out = tmp_path / "model.py"
+    run = CliRunner().invoke(app, ["export", "--kernelbench", "72", "--arch", "90a", "-o", str(out)])
+    assert run.exit_code == 0, run.output
+    assert out.read_text(encoding="utf-8") == exported(72)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "either --kernelbench or --layer"),
+        (["--kernelbench", "57", "--layer", "8,4,(3,3)"], "either --kernelbench or --layer"),
+        (["--kernelbench", "58", "--input", "8x8x8x8"], "3 sizes behind 32 channels"),
+        (["--kernelbench", "57", "--dtype", "float16"], "go with --layer"),
+        (["--layer", "8,4,3"], "without --input"),
+        (["--layer", "8,4,(3,3)", "--dtype", "int8"], "--dtype must be one of"),
+        (["--layer", "8,4,(3,3)", "--precision", "bf16"], "--precision must be one of ieee, tf32"),
+        (["--layer", "8,4,(3,3)", "--arch", "1"], "arch must be one of"),
+    ],
+)
+def test_the_command_says_what_is_wrong(arguments: list[str], words: str, tmp_path: Path) -> None:
+    run = CliRunner().invoke(app, ["export", *arguments, "-o", str(tmp_path / "x.py")])
+    assert run.exit_code == 2 and words in run.stderr
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to check on")
+def test_checking_needs_a_gpu(tmp_path: Path) -> None:
+    run = CliRunner().invoke(app, ["export", "--kernelbench", "72", "--check", "-o", str(tmp_path / "x.py")])
+    assert run.exit_code == 2 and "--check must have a CUDA device" in run.stderr
+
+
+# --- on a GPU --------------------------------------------------------------------------------------------------------
+
+gpu_only = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+# name: layer, input, dtype. Few, since each takes nvcc a minute.
+ON_GPU: dict[str, tuple[str, str, torch.dtype]] = {
+    "tensor cores": ("64,64,(3,5),stride=(2,1),padding=1", "2x64x20x64", torch.float32),
+    "grouped": ("32,64,(3,5),stride=(2,3),padding=(1,2),dilation=(2,1),groups=4", "2x32x16x64", torch.float32),
+    "exact": ("6,5,3,2,1,output_padding=1", "2x6x7x9", torch.float64),
+    "3-D": ("16,24,(3,3,2),stride=(1,2,2)", "2x16x5x8x12", torch.float32),
+    "halves": ("64,48,4,2,1", "2x64x16x32", torch.bfloat16),
+}
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
+    """Loads a file of ``ON_GPU``; all of them are compiled in parallel first."""
+    folder = tmp_path_factory.mktemp("exported")
+    modules: dict[str, dict[str, Any]] = {}
+    running = []
+    for name, (text, shape, dtype) in ON_GPU.items():
+        p = parse_layer(text, shape).with_(dtype=dtype)
+        p = p.with_(
+            precision={torch.float64: "fp64", torch.bfloat16: "bf16"}.get(dtype, "tf32" if p.rank < 3 else "ieee")
+        )
+        path = folder / f"{len(running)}.py"
+        path.write_text(source(p), encoding="utf-8")
+        code = f"names = {{}}; exec(open({str(path)!r}).read(), names); names['build']()"
+        running.append((name, path, subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE)))
+    for name, path, process in running:
+        _, errors = process.communicate(timeout=550)
+        assert process.returncode == 0, f"{name}: {errors.decode()[-3000:]}"
+        modules[name] = load(path.read_text(encoding="utf-8"))
+    return modules.__getitem__
+
+
+def _truth(model: nn.Module, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Output and gradients (input, weight, bias) in float64, on the CPU."""
+    (layer_,) = model.children()
+    twin: Any = getattr(nn, type(layer_).__name__)(
+        layer_.in_channels, layer_.out_channels, layer_.kernel_size, layer_.stride, layer_.padding,
+        layer_.output_padding, layer_.groups, True, layer_.dilation, dtype=torch.float64,
+    )  # fmt: skip
+    twin.load_state_dict(layer_.state_dict())
+    x = x.detach().cpu().double().requires_grad_()
+    y = twin(x)
+    return (y, *torch.autograd.grad(y, (x, twin.weight, twin.bias), grad.cpu().double()))
+
+
+def _relative(found: Tensor, truth: Tensor) -> float:
+    return float((found.cpu().double() - truth).norm() / truth.norm())
+
+
+BOUNDS = {torch.float32: 1e-3, torch.float64: 1e-13, torch.bfloat16: 6e-3}
+
+
+class TestOnGpu:
+    pytestmark = gpu_only
+
+    @pytest.mark.parametrize("name", ON_GPU)
+    def test_outputs_and_gradients(self, name: str, built: Callable[[str], dict[str, Any]]) -> None:
+        text, shape, dtype = ON_GPU[name]
+        p = parse_layer(text, shape)
+        model = built(name)["ModelNew"](bias=True).to("cuda", dtype)
+        bound = 5e-6 if p.rank == 3 else BOUNDS[dtype]
+        sizes = [(p.batch, p.size), (1, p.size), (3, tuple(n + 1 for n in p.size)), (1, (1,) * p.rank)]
+        sizes += [(2, (*p.size[:-1], p.size[-1] + k)) for k in (2, 3, 4)]
+        for batch, size in sizes:
+            if min(p.with_(size=size).out_size) < 1:
+                continue
+            x = torch.randn(batch, p.in_channels, *size, device="cuda", dtype=dtype, requires_grad=True)
+            y = model(x)
+            grad = torch.randn_like(y)
+            found = (y, *torch.autograd.grad(y, (x, *model.parameters()), grad))
+            for mine, truth, what in zip(found, _truth(model, x, grad), ("output", "input", "weight", "bias")):
+                assert mine.shape == truth.shape
+                assert _relative(mine, truth) < bound, (name, batch, size, what)
+            with torch.no_grad():
+                assert torch.equal(model(x), y) and torch.equal(model(x), y)
+            assert torch.equal(model(x[0]), model(x[:1])[0])
+            away = torch.empty(x.numel() + 1, device="cuda", dtype=dtype)[1:].view_as(x).copy_(x.detach())
+            assert torch.equal(model(away), y)
+
+    def test_changed_weights_are_packed_again(self, built: Callable[[str], dict[str, Any]]) -> None:
+        model = built("tensor cores")["ModelNew"]().cuda()
+        x = torch.randn(2, 64, 20, 64, device="cuda")
+        with torch.no_grad():
+            before = model(x)
+            next(model.parameters()).mul_(2)
+            assert torch.allclose(model(x), 2 * before, rtol=1e-5, atol=1e-6)
+            model.load_state_dict({k: v / 2 for k, v in model.state_dict().items()})
+            assert torch.equal(model(x), before)
+
+    def test_second_gradients(self, built: Callable[[str], dict[str, Any]]) -> None:
+        model = built("exact")["ModelNew"]().to("cuda", torch.float64)
+        x = torch.randn(1, 6, 3, 4, device="cuda", dtype=torch.float64, requires_grad=True)
+        parameters = dict(model.named_parameters())
+
+        def call(x: Tensor, *values: Tensor) -> Tensor:
+            return torch.func.functional_call(model, dict(zip(parameters, values)), (x,))  # type: ignore[no-any-return]
+
+        assert torch.autograd.gradgradcheck(call, (x, *parameters.values()))
+
+    def test_graphs_and_streams(self, built: Callable[[str], dict[str, Any]]) -> None:
+        model = built("tensor cores")["ModelNew"]().cuda()
+        x = torch.randn(2, 64, 20, 64, device="cuda")
+        with torch.no_grad():
+            wanted = model(x)
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                beside = model(x)
+            torch.cuda.current_stream().wait_stream(stream)
+            assert torch.equal(beside, wanted)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                captured = model(x)
+            x.mul_(2)
+            graph.replay()
+            assert torch.allclose(captured, model(x))
+
+    @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+    def test_the_tensors_device_is_used(self, built: Callable[[str], dict[str, Any]]) -> None:
+        model = built("tensor cores")["ModelNew"]()
+        x = torch.randn(2, 64, 20, 64)
+        first, second = (model.to(f"cuda:{i}")(x.to(f"cuda:{i}")) for i in (0, 1))
+        assert second.device.index == 1 and torch.equal(first.cpu(), second.cpu())
+        with pytest.raises(ValueError, match="one CUDA device; got cuda:0 and cuda:1"):
+            model(x.to("cuda:0"))
+
+    def test_weights_elsewhere_are_refused(self, built: Callable[[str], dict[str, Any]]) -> None:
+        with pytest.raises(ValueError, match="one CUDA device; got cuda:0 and cpu"):
+            built("tensor cores")["ModelNew"]()(torch.zeros(2, 64, 20, 64, device="cuda"))
+
+
+def test_elements_of_a_file_are_counted_once() -> None:
+    p = kernelbench_problem(57)
+    assert names(57)["WEIGHTS"] == math.prod(p.weight_shape)
