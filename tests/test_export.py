@@ -42,7 +42,8 @@ LAYERS = {
     "few": ("16,3,(4,4),stride=2,padding=1", "4x16x64x64", "ieee"),
     "1-D": ("32,64,5,dilation=3", "8x32x4096", "tf32"),
     "3-D": ("32,32,(3,5,7),stride=2,padding=(1,2,3),output_padding=1,groups=4", "2x32x6x12x24", "ieee"),
-    "huge": ("3,2,(40,41)", "1x3x20x20", "ieee"),
+    "walk": ("256,256,3,1,1,groups=256", "32x256x64x64", "tf32"),
+    "far": ("2,2,(2,60),stride=1,dilation=(1,50),groups=2", "1x2x20x20", "ieee"),
 }
 
 
