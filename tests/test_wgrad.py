@@ -19,7 +19,7 @@ from upconv.bench.suites import SUITES
 from upconv.cuda import jit, wgrad
 from upconv.cuda.gpu import A100, B200, H200, RTX3090, RTX4090, RTX5090, Gpu
 from upconv.cuda.wgrad_tiling import WARPS, SyncTiling, WarpgroupTiling
-from upconv.problem import Precision, Problem, output_length
+from upconv.problem import Layout, Precision, Problem, output_length
 from wgrad_interpreter import Floats, Interpreter
 
 DTYPES = {"tf32": torch.float32, "ieee": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -142,6 +142,35 @@ def test_interpreted_tilings_compute_the_gradient(first: int, warpgroups: bool) 
                 check(tiling, q, rng)
                 done += 1
     assert done >= 8
+
+
+# Ways in which g comes to shared memory and x is laid out there: (precision, layout, step along W, output channels).
+WAYS = [
+    *(("tf32", "channels_last", step, cout) for step, cout in product((1, 2), (16, 32))),
+    *(("bf16", "channels_last", step, cout) for step, cout in ((1, 16), (1, 32), (1, 64), (1, 20), (2, 64))),
+    *((precision, "nchw", step, 24) for precision, step in product(("tf32", "fp16"), (1, 2))),
+]
+
+
+@pytest.mark.parametrize("precision,layout,step,cout", WAYS)
+def test_every_way_of_copying(precision: Precision, layout: Layout, step: int, cout: int) -> None:
+    """wgmma's tilings by boxes and by threads, of every width of a box."""
+    rng = random.Random(f"{precision} {layout} {step} {cout}")
+    p = Problem.make(
+        2, 32, cout, (5, 16), 2 + step, (1, step), (1, 1), dtype=DTYPES[precision], precision=precision, layout=layout,
+        pass_="grad-weight",
+    )  # fmt: skip
+    own = [t for t in tilings(p) if isinstance(t, WarpgroupTiling)]
+    ways = {}
+    for t in rng.sample(own, len(own)):
+        if work(t, p) < 1e6:
+            ways[t.box_g, t.g_width if layout == "channels_last" else 0, t.segment] = t
+    aligned = cout % 8 == 0 if layout == "channels_last" else p.out_size[-1] * p.dtype.itemsize % 16 == 0
+    assert {box for box, *_ in ways} == {aligned}
+    if layout == "channels_last" and aligned:
+        assert min(width for _, width, _ in ways) == min(cout // 16 * 16, 32 if precision == "tf32" else 64)
+    for t in ways.values():
+        check(t, p, rng)
 
 
 # --- candidates ------------------------------------------------------------------------------------------------------
