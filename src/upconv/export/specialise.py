@@ -1231,7 +1231,7 @@ def _render(items: Sequence[_Item], entries: Sequence[str], constants: _Constant
         text = _text(item.code).replace('extern "C" ', "")
         if item.code and isinstance(item.code[0], _Token) and item.code[0].kind == "directive":
             left += item.names
-        lead, trail = _about(item.lead), _about(item.trail)
+        lead, trail = _about(item.lead), _about(item.trail, begins=False)
         if not item.code and not lead:
             continue
         out.append("\n" * min(item.gap, 1) + lead + text + (f"  {trail.strip()}" if trail else "") + "\n")
@@ -1448,8 +1448,8 @@ def _constant(item: _Item, constants: _Constants, declared: set[str]) -> str:
     return f"constexpr {kind} {name} = {str(bool(value)).lower() if kind == 'bool' else value};"
 
 
-def _about(comment: str) -> str:
-    """A comment without what speaks of upconv's own files and compiler."""
+def _about(comment: str, *, begins: bool = True) -> str:
+    """A comment without what speaks of upconv's own files and compiler; ``begins``: its lines begin with a capital."""
     if not _ELSEWHERE.search(comment):
         return comment
     kept = []
@@ -1459,7 +1459,7 @@ def _about(comment: str) -> str:
             body = " ".join(part for part in re.split(r"(?<=[.;]) ", body) if not _ELSEWHERE.search(part)).rstrip("; ")
             if not body:
                 continue
-            line = f"// {body[0].upper()}{body[1:]}"
+            line = f"// {body[0].upper() if begins else body[0]}{body[1:]}"
         kept.append(line)
     while kept and kept[-1].strip() == "//":
         kept.pop()
@@ -1478,7 +1478,11 @@ def _wrapped(line: str) -> list[str]:
         return [line] if len(line) <= WIDTH + 12 else _filled(line.lstrip()[2:].strip().split(), f"{indent}// ")
     code, comment = _comment_of(line)
     if comment:
-        return [*_wrapped(indent + comment), *_wrapped(indent + code)]
+        near = f"{indent}{code}  {comment}"  # comments may stand far off, in a column of their own
+        return [near] if len(near) <= WIDTH else [*_wrapped(indent + comment), *_wrapped(indent + code)]
+    short = re.fullmatch(r"(.*\)(?: const)? \{) (.*;) \}", line)
+    if short is not None:
+        return [*_wrapped(short[1]), *_wrapped(f"{indent}  {short[2]}"), f"{indent}}}"]
     tokens = list(_tokens(line))
     best: tuple[int, int, int] | None = None  # depth, rank, place
     depth = column = 0
@@ -1492,8 +1496,8 @@ def _wrapped(line: str) -> list[str]:
         if following is None or following.kind != "space" or column > WIDTH:
             continue
         after = tokens[i + 2].text if i + 2 < len(tokens) else ""
-        rank = 0 if token.text in (",", ";") else 1 if after in ("?", ":", "&&", "||") or after == "" else 2
-        breaks = after in ("?", ":", "&&", "||", "+", "|") or token.text in (",", ";", "=")
+        rank = 0 if token.text in (",", ";") or after == "::" else 1 if after in ("?", ":", "&&", "||") else 2
+        breaks = after in ("?", ":", "::", "&&", "||", "+", "|") or token.text in (",", ";", "=")
         if breaks and column > len(indent) + 20 and (best is None or (depth, rank) <= best[:2]):
             best = (depth, rank, i + 1)
     if best is None:
