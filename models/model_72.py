@@ -54,6 +54,7 @@ CAPABILITY = (9, 0)  # of the GPUs that the kernels are compiled for: sm_90a
 # --- CUDA C++ --------------------------------------------------------------------------------------------------------
 
 CUDA = r"""
+#include <algorithm>
 #include <array>
 #include <cstring>
 #include <mutex>
@@ -440,7 +441,6 @@ __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         }
     }
 }
-
 }  // namespace forward
 
 // =====================================================================================================================
@@ -634,8 +634,9 @@ __device__ __forceinline__ void copy16(u32 to, const void* from, int bytes) {  /
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
 __device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
-template <int N> __device__ __forceinline__ void copy_wait() { asm volatile("cp.async.wait_group %0;\n" ::"n"(N)
-    : "memory"); }
+template <int N> __device__ __forceinline__ void copy_wait() {
+  asm volatile("cp.async.wait_group %0;\n" ::"n"(N) : "memory");
+}
 
 // --- numbers ---------------------------------------------------------------------------------------------------------
 
@@ -658,15 +659,10 @@ constexpr int SET_TAPS = TAPS_D * TAPS_H * TAPS_W;
 constexpr int SETS = SETS_D * SETS_H * SETS_W;  // of taps
 constexpr int CIN = GROUPS * CIN_G;  // channels of what is read
 constexpr int COUT = GROUPS * COUT_G;  // channels of what is written
-
-// Rows of g's tile: every row between the first and the last (dense), or TAPS rows for each q when that is fewer.
-#define SPAN(tile, step, taps, dil) (((tile) - 1) * (step) + ((taps) - 1) * (dil) + 1)
-constexpr int G_ROWS_D = 1;
-constexpr int G_ROWS_H = 16;
+constexpr int G_ROWS_D = 1, G_ROWS_H = 16;
 constexpr int G_COLUMNS = 37;
 constexpr int X_ROWS = TILE_N * TILE_D * TILE_H;
 constexpr int G_ROWS = TILE_N * G_ROWS_D * G_ROWS_H;
-#define ODD(n) ((n) | 1)
 constexpr int G_EXTENT = (G_COLUMNS + VEC - 1 + VEC - 1) / VEC;  // units of a row (NCHW)
 constexpr int X_UNITS = (TILE_W + VEC - 1) / VEC;
 constexpr int G_UNITS = G_EXTENT;
@@ -710,9 +706,9 @@ __device__ __forceinline__ void copy_tile(const char* __restrict__ tensor, int b
     int n0, int d0, int h0, int w0, int channel, int left, unsigned char* to, int thread) {
   u32 to_address = shared_address(to);
   // Units that hold a border are copied whole; `clear_borders` clears what lies beyond it when they have landed.
-  // (NOTES: in parts of 4
+  // (measured: in parts of 4
   // bytes, some of a warp's threads each time: 1.04 ms instead of 0.37.)
-  // A thread keeps its channel and place in the row for all rows of the tile (NOTES: with an index for each unit, one warp on a
+  // A thread keeps its channel and place in the row for all rows of the tile (measured: with an index for each unit, one warp on a
   // scheduler took 850 clocks a round of 32 units, all of them address arithmetic: kb77's bfloat16 gradient 1.35 ms).
   constexpr int UNITS = COLUMNS_OR_UNITS, ROWS_H = IS_X ? TILE_H : G_ROWS_H;
   long long plane = (long long)depth * height * width;
@@ -999,9 +995,6 @@ wgrad(const char* __restrict__ x, const char* __restrict__ g, float* __restrict_
         }
   }
 }
-
-#undef SPAN
-#undef ODD
 }  // namespace grad_weight
 
 // =====================================================================================================================
@@ -1066,8 +1059,9 @@ __device__ __forceinline__ void copy16(u32 to, const void* from, int bytes) {  /
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
 __device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
-template <int N> __device__ __forceinline__ void copy_wait() { asm volatile("cp.async.wait_group %0;\n" ::"n"(N)
-    : "memory"); }
+template <int N> __device__ __forceinline__ void copy_wait() {
+  asm volatile("cp.async.wait_group %0;\n" ::"n"(N) : "memory");
+}
 
 // --- numbers ---------------------------------------------------------------------------------------------------------
 
@@ -1090,15 +1084,10 @@ constexpr int SET_TAPS = TAPS_D * TAPS_H * TAPS_W;
 constexpr int SETS = SETS_D * SETS_H * SETS_W;  // of taps
 constexpr int CIN = GROUPS * CIN_G;  // channels of what is read
 constexpr int COUT = GROUPS * COUT_G;  // channels of what is written
-
-// Rows of g's tile: every row between the first and the last (dense), or TAPS rows for each q when that is fewer.
-#define SPAN(tile, step, taps, dil) (((tile) - 1) * (step) + ((taps) - 1) * (dil) + 1)
-constexpr int G_ROWS_D = 1;
-constexpr int G_ROWS_H = 16;
+constexpr int G_ROWS_D = 1, G_ROWS_H = 16;
 constexpr int G_COLUMNS = 21;
 constexpr int X_ROWS = TILE_N * TILE_D * TILE_H;
 constexpr int G_ROWS = TILE_N * G_ROWS_D * G_ROWS_H;
-#define ODD(n) ((n) | 1)
 constexpr int G_EXTENT = (G_COLUMNS + VEC - 1 + VEC - 1) / VEC;  // units of a row (NCHW)
 constexpr int X_UNITS = (TILE_W + (VEC - 1) + VEC - 1) / VEC;
 constexpr int G_UNITS = G_EXTENT;
@@ -1142,9 +1131,9 @@ __device__ __forceinline__ void copy_tile(const char* __restrict__ tensor, int b
     int n0, int d0, int h0, int w0, int channel, int left, unsigned char* to, int thread) {
   u32 to_address = shared_address(to);
   // Units that hold a border are copied whole; `clear_borders` clears what lies beyond it when they have landed.
-  // (NOTES: in parts of 4
+  // (measured: in parts of 4
   // bytes, some of a warp's threads each time: 1.04 ms instead of 0.37.)
-  // A thread keeps its channel and place in the row for all rows of the tile (NOTES: with an index for each unit, one warp on a
+  // A thread keeps its channel and place in the row for all rows of the tile (measured: with an index for each unit, one warp on a
   // scheduler took 850 clocks a round of 32 units, all of them address arithmetic: kb77's bfloat16 gradient 1.35 ms).
   constexpr int UNITS = COLUMNS_OR_UNITS, ROWS_H = IS_X ? TILE_H : G_ROWS_H;
   long long plane = (long long)depth * height * width;
@@ -1431,9 +1420,6 @@ wgrad(const char* __restrict__ x, const char* __restrict__ g, float* __restrict_
         }
   }
 }
-
-#undef SPAN
-#undef ODD
 }  // namespace grad_weight_unaligned
 
 namespace {
@@ -1463,9 +1449,10 @@ void start(void (*kernel)(Parameters...), const cudaLaunchConfig_t& config, cons
   C10_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, parameter<Parameters>(std::get<I>(values))...));
 }
 
-// Launches a kernel on the tensor's device and that device's current stream.
-template <auto Kernel, int Threads, int SharedBytes, typename Values>
-void launch(const at::Tensor& on, int64_t blocks, const Values& values) {
+// Launches a kernel on the tensor's device and that device's current stream. The kernel's arguments come as tuples
+// and arrays, which are joined.
+template <auto Kernel, int Threads, int SharedBytes, typename... Arguments>
+void launch(const at::Tensor& on, int64_t blocks, const Arguments&... arguments) {
   TORCH_CHECK(0 < blocks && blocks < (int64_t(1) << 31), "the tensor is too large: it makes ", blocks, " blocks");
   const c10::cuda::CUDAGuard guard(on.device());
   if constexpr (SharedBytes > 48 * 1024) {  // more than the default wants to be asked for, once per device
@@ -1479,7 +1466,8 @@ void launch(const at::Tensor& on, int64_t blocks, const Values& values) {
   config.blockDim = dim3(Threads);
   config.dynamicSmemBytes = SharedBytes;
   config.stream = c10::cuda::getCurrentCUDAStream(on.get_device()).stream();
-  start(Kernel, config, values, std::make_index_sequence<std::tuple_size_v<Values>>());
+  const auto values = std::tuple_cat(arguments...);
+  start(Kernel, config, values, std::make_index_sequence<std::tuple_size_v<decltype(values)>>());
 }
 
 void* address(const std::optional<at::Tensor>& t) { return t ? t->data_ptr() : nullptr; }
@@ -1487,32 +1475,41 @@ void* address(const std::optional<at::Tensor>& t) { return t ? t->data_ptr() : n
 }  // namespace
 
 void pack_forward(const at::Tensor& weight, const at::Tensor& packed) {
+  const auto pointers = std::make_tuple(weight.data_ptr(), packed.data_ptr());
   const std::array<int64_t, 6> strides_and_count = {840, 105, 35, 7, 1, packed.numel()};
-  launch<forward::direct_pack, 256, 0>(weight, 105, std::tuple_cat(std::make_tuple(weight.data_ptr(), packed.data_ptr()), strides_and_count));
+  launch<forward::direct_pack, 256, 0>(weight, std::min<int64_t>((packed.numel() + 255) / 256, 65536), pointers, strides_and_count);
 }
 
 void run_forward(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
                  const at::Tensor& out, int64_t blocks, const std::array<int64_t, 8>& sizes) {
-  launch<forward::direct, 128, 107648>(x, blocks, std::tuple_cat(std::make_tuple(x.data_ptr(), packed.data_ptr(), address(bias), out.data_ptr()), sizes));
+  const auto pointers = std::make_tuple(x.data_ptr(), packed.data_ptr(), address(bias), out.data_ptr());
+  launch<forward::direct, 128, 107648>(x, blocks, pointers, sizes);
 }
 
 void run_grad_input(const at::Tensor& grad, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
                     const at::Tensor& out, int64_t blocks, const std::array<int64_t, 8>& sizes) {
-  launch<grad_input::grad_input, 256, 0>(grad, blocks, std::tuple_cat(std::make_tuple(grad.data_ptr(), packed.data_ptr(), out.data_ptr()), sizes));
+  const auto pointers = std::make_tuple(grad.data_ptr(), packed.data_ptr(), out.data_ptr());
+  launch<grad_input::grad_input, 256, 0>(grad, blocks, pointers, sizes);
 }
 
 void run_grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& partial,
                      const at::Tensor& out, int64_t blocks, const std::array<int64_t, 12>& sizes) {
-  launch<grad_weight::wgrad, 256, 131072>(x, blocks, std::tuple_cat(std::make_tuple(x.data_ptr(), grad.data_ptr(), partial.data_ptr()), sizes));
-  // The sums of all slices, always in the same order; out may have any dense memory format.
-  launch<grad_weight::reduce, 256, 0>(x, (out.numel() + 31) / 32, std::make_tuple(partial.data_ptr(), out.data_ptr(), partial.size(0), out.stride(0), out.stride(1), out.stride(-1)));
+  const auto pointers = std::make_tuple(x.data_ptr(), grad.data_ptr(), partial.data_ptr());
+  launch<grad_weight::wgrad, 256, 131072>(x, blocks, pointers, sizes);
+  // Adds the slices of sums, always in the same order; out may have any dense memory format.
+  const auto sums = std::make_tuple(partial.data_ptr(), out.data_ptr(), partial.size(0));
+  const auto strides = std::make_tuple(out.stride(0), out.stride(1), out.stride(-1));
+  launch<grad_weight::reduce, 256, 0>(x, (out.numel() + 31) / 32, sums, strides);
 }
 
 void run_grad_weight_unaligned(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& partial,
                                const at::Tensor& out, int64_t blocks, const std::array<int64_t, 12>& sizes) {
-  launch<grad_weight_unaligned::wgrad, 256, 163840>(x, blocks, std::tuple_cat(std::make_tuple(x.data_ptr(), grad.data_ptr(), partial.data_ptr()), sizes));
-  // The sums of all slices, always in the same order; out may have any dense memory format.
-  launch<grad_weight_unaligned::reduce, 256, 0>(x, (out.numel() + 31) / 32, std::make_tuple(partial.data_ptr(), out.data_ptr(), partial.size(0), out.stride(0), out.stride(1), out.stride(-1)));
+  const auto pointers = std::make_tuple(x.data_ptr(), grad.data_ptr(), partial.data_ptr());
+  launch<grad_weight_unaligned::wgrad, 256, 163840>(x, blocks, pointers, sizes);
+  // Adds the slices of sums, always in the same order; out may have any dense memory format.
+  const auto sums = std::make_tuple(partial.data_ptr(), out.data_ptr(), partial.size(0));
+  const auto strides = std::make_tuple(out.stride(0), out.stride(1), out.stride(-1));
+  launch<grad_weight_unaligned::reduce, 256, 0>(x, (out.numel() + 31) / 32, sums, strides);
 }
 """
 

@@ -57,6 +57,7 @@ CAPABILITY = (9, 0)  # of the GPUs that the kernels are compiled for: sm_90a
 # --- CUDA C++ --------------------------------------------------------------------------------------------------------
 
 CUDA = r"""
+#include <algorithm>
 #include <array>
 #include <cstring>
 #include <mutex>
@@ -220,7 +221,9 @@ __device__ __forceinline__ u32 low_part(float v, u32 high) {
 
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory"); }
-template <int N> __device__ __forceinline__ void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(N) : "memory"); }
+template <int N> __device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(N) : "memory");
+}
 constexpr int VEC = 16 / ELEMENT;  // elements of a 16-byte unit
 constexpr int ROW_BYTES = CK * ELEMENT;  // a pixel's row in a tile: 32, 64 or 128
 constexpr int UNITS_PER_ROW = ROW_BYTES / 16;
@@ -271,7 +274,7 @@ struct Sizes {                                         // one layout for the pac
   int tiles;                                           // all of them, times M_GROUPS
 };
 
-struct alignas(64) TensorMap { u64 opaque[16]; };  // A CUtensorMap
+struct alignas(64) TensorMap { u64 opaque[16]; };  // a CUtensorMap
 
 struct Tile {
   int group, cout_block, variant;                      // M-group
@@ -293,8 +296,9 @@ __device__ __forceinline__ Tile tile_at(int index, const Sizes& s) {
   return t;
 }
 
-__device__ __forceinline__ int entries_of(int variant) { return ENTRY[variant * (MB + 1)
-    + MB] - ENTRY[variant * (MB + 1)]; }
+__device__ __forceinline__ int entries_of(int variant) {
+  return ENTRY[variant * (MB + 1) + MB] - ENTRY[variant * (MB + 1)];
+}
 __device__ __forceinline__ int chunks_of(int variant) { return entries_of(variant) ? CHUNKS : 0; }  // 0: only the bias
 
 // Byte of the 16-byte unit `unit` of pixel row `p` in a tile.
@@ -369,8 +373,7 @@ constexpr int OWN_PIXELS = (PIXELS + PRODUCER_THREADS - 1) / PRODUCER_THREADS;
 // row is aligned. Found once a tile, not a chunk.
 struct Pixels {
   u32 from[OWN_PIXELS], ok;
-  // channel c of a row begins at (phase + c * plane) % VEC of a unit
-  u32 plane;
+  u32 plane;  // channel c of a row begins at (phase + c * plane) % VEC of a unit
   __device__ __forceinline__ void locate(const char* x, const Sizes& s, const Source& at, const int* segments,
       int thread) {
     plane = 0;
@@ -512,15 +515,16 @@ __device__ __forceinline__ void stream_weights(const char* packed, const Sizes& 
       u32 bytes = (count - f < W_STAGE ? count - f : W_STAGE) * (WGS_M * FRAGMENT), barrier = full + cursor.stage * 8;
       barrier_wait(empty + cursor.stage * 8, cursor.parity);
       asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
-      asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::"r"(ring + cursor.stage * (W_STAGE * WGS_M * FRAGMENT)), "l"(from + (long long)f * (WGS_M * FRAGMENT)), "r"(bytes), "r"(barrier) : "memory");
+      asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n"
+          ::"r"(ring + cursor.stage * (W_STAGE * WGS_M * FRAGMENT)), "l"(from + (long long)f * (WGS_M * FRAGMENT)),
+              "r"(bytes), "r"(barrier) : "memory");
     }
   }
 }
 
 // The consumers' side. Before sm_90 fragments come straight from global memory (L2).
 struct Fragments {
-  // of the ring: this thread's part of its first fragment; barriers
-  u32 ring, full, empty;
+  u32 ring, full, empty;  // of the ring: this thread's part of its first fragment; barriers
   Cursor cursor;
   int left;                                            // fragments left of the stage in hand
   int coming;                                          // fragments of the tile not yet taken
@@ -719,7 +723,7 @@ __device__ __forceinline__ void store_rows(char* to, long long plane, int rows, 
   if ((misaligned & 15) == 0) return store_units<16>(to, plane, rows, left, buffer, lane);
   if ((misaligned & 7) == 0) return store_units<8>(to, plane, rows, left, buffer, lane);
   // Rows begin anywhere: each instruction begins at a sector's first output, since a sector written in parts is first read from
-  // memory (NOTES: loads and stores of kb57, with rows of 1026 outputs: 2.15 ms,
+  // memory (measured: loads and stores of kb57, with rows of 1026 outputs: 2.15 ms,
   // with rows of 1024 1.44).
   int end = left < OUTPUTS ? left : OUTPUTS;
   rows = 8;
@@ -1011,8 +1015,9 @@ __device__ __forceinline__ void copy16(u32 to, const void* from, int bytes) {  /
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
 __device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
-template <int N> __device__ __forceinline__ void copy_wait() { asm volatile("cp.async.wait_group %0;\n" ::"n"(N)
-    : "memory"); }
+template <int N> __device__ __forceinline__ void copy_wait() {
+  asm volatile("cp.async.wait_group %0;\n" ::"n"(N) : "memory");
+}
 __device__ __forceinline__ u32 load_shared_u32(u32 a) {
   u32 v;
   asm volatile("ld.shared.u32 %0, [%1];\n" : "=r"(v) : "r"(a) : "memory");
@@ -1075,7 +1080,9 @@ __device__ __forceinline__ u32 low_part(float v, u32 high) {
 
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory"); }
-template <int N> __device__ __forceinline__ void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(N) : "memory"); }
+template <int N> __device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(N) : "memory");
+}
 constexpr int VEC = 16 / ELEMENT;  // elements of a 16-byte unit
 constexpr int ROW_BYTES = CK * ELEMENT;  // a pixel's row in a tile: 32, 64 or 128
 constexpr int UNITS_PER_ROW = ROW_BYTES / 16;
@@ -1144,8 +1151,9 @@ __device__ __forceinline__ Tile tile_at(int index, const Sizes& s) {
   return t;
 }
 
-__device__ __forceinline__ int entries_of(int variant) { return ENTRY[variant * (MB + 1)
-    + MB] - ENTRY[variant * (MB + 1)]; }
+__device__ __forceinline__ int entries_of(int variant) {
+  return ENTRY[variant * (MB + 1) + MB] - ENTRY[variant * (MB + 1)];
+}
 __device__ __forceinline__ int chunks_of(int variant) { return entries_of(variant) ? CHUNKS : 0; }  // 0: only the bias
 
 // Byte of the 16-byte unit `unit` of pixel row `p` in a tile.
@@ -1235,19 +1243,25 @@ __device__ __forceinline__ void stage(const char* __restrict__ x, const Sizes& s
     int thread) {
   long long slice = (long long)s.in_h * s.in_w * ELEMENT, plane = slice * s.in_d;
   const char* corner = x + ((long long)at.n * CIN + at.channel) * plane + (long long)at.w * ELEMENT;
-  // A thread keeps its channel and place in the row for all rows (NOTES: found anew for each unit they took 42 clocks of a warp).
+  // A thread keeps its channel and place in the row for all rows (measured: found anew for each unit, kb57's gradient
+  // for the input took
+  // 3.25 ms instead of 2.27). Where rows are short, threads share them out.
+  constexpr int PLACES = CK * STAGING_UNITS, SHARES = PRODUCER_THREADS / PLACES;
+  constexpr int SLICES = TILE_N * ROWS_D, BY_SLICE = SHARES, BY_ROW = 1;
+  int share = thread / PLACES, place_of = thread % PLACES;
+  if (share >= SHARES) return;
 #pragma unroll 1
-  for (int unit = thread % STAGING_UNITS, c = thread / STAGING_UNITS; c < CK;) {
+  for (int unit = place_of % STAGING_UNITS, c = place_of / STAGING_UNITS; c < CK;) {
     const char* place = corner + c * plane + unit * 16;
     int column = at.w + unit * VEC;                   // of the unit's first element, were the row aligned
     u32 to = slot + c * CHANNEL_BYTES + unit * 16;
 #pragma unroll 1
-    for (int r = 0; r < TILE_N * ROWS_D; r++) {
+    for (int r = share; r < SLICES; r += BY_SLICE) {
       int image = r / ROWS_D, d = at.d + ROW_D[r % ROWS_D];
       bool exists = at.n + image < s.batch && (u32)d < (u32)s.in_d;
       const char* line = place + image * (CIN * plane) + d * slice;
 #pragma unroll ROWS_H % 5 == 0 ? 5 : ROWS_H % 4 == 0 ? 4 : ROWS_H % 3 == 0 ? 3 : 2
-      for (int j = 0; j < ROWS_H; j++) {
+      for (int j = 0; j < ROWS_H; j += BY_ROW) {
         int h = at.h + ROW_H[j];
         u64 p = multiply_add_wide(h, s.in_w * ELEMENT, (u64)line);
         int first = column - (int)(p & 15) / ELEMENT;
@@ -1256,6 +1270,7 @@ __device__ __forceinline__ void stage(const char* __restrict__ x, const Sizes& s
               (const char*)(p & ~15ull));
       }
     }
+    break;
     unit += PRODUCER_THREADS % STAGING_UNITS;
     c += PRODUCER_THREADS / STAGING_UNITS;
     if (unit >= STAGING_UNITS) {
@@ -1271,8 +1286,7 @@ constexpr int OWN_PIXELS = (PIXELS + PRODUCER_THREADS - 1) / PRODUCER_THREADS;
 // row is aligned. Found once a tile, not a chunk.
 struct Pixels {
   u32 from[OWN_PIXELS], ok;
-  // channel c of a row begins at (phase + c * plane) % VEC of a unit
-  u32 plane;
+  u32 plane;  // channel c of a row begins at (phase + c * plane) % VEC of a unit
   __device__ __forceinline__ void locate(const char* x, const Sizes& s, const Source& at, const int* segments,
       int thread) {
     plane = (u32)s.in_d * s.in_h * s.in_w;
@@ -1371,8 +1385,7 @@ __device__ __forceinline__ void produce(const char* __restrict__ x, const Sizes&
   for (now.begin(blockIdx.x, s); now.live(s); now.next(s), tile.next(STAGES_P), slot.next(STAGES_S)) {
     if (now.chunk == 0) own.locate(x, s, source_of(now.tile, 0), segments, thread);
     copy_wait<STAGES_S - 2>();
-    // everyone's copies have landed, and everyone has left the next slot
-    named_sync<1, PRODUCER_THREADS>();
+    named_sync<1, PRODUCER_THREADS>();  // everyone's copies have landed, and everyone has left the next slot
     if (ahead.live(s)) {
       stage(x, s, source_of(ahead.tile, ahead.chunk), slots + next_slot * SLOT_BYTES, thread);
       ahead.next(s);
@@ -1416,15 +1429,16 @@ __device__ __forceinline__ void stream_weights(const char* packed, const Sizes& 
       u32 bytes = (count - f < W_STAGE ? count - f : W_STAGE) * (WGS_M * FRAGMENT), barrier = full + cursor.stage * 8;
       barrier_wait(empty + cursor.stage * 8, cursor.parity);
       asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
-      asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::"r"(ring + cursor.stage * (W_STAGE * WGS_M * FRAGMENT)), "l"(from + (long long)f * (WGS_M * FRAGMENT)), "r"(bytes), "r"(barrier) : "memory");
+      asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n"
+          ::"r"(ring + cursor.stage * (W_STAGE * WGS_M * FRAGMENT)), "l"(from + (long long)f * (WGS_M * FRAGMENT)),
+              "r"(bytes), "r"(barrier) : "memory");
     }
   }
 }
 
 // The consumers' side. Before sm_90 fragments come straight from global memory (L2).
 struct Fragments {
-  // of the ring: this thread's part of its first fragment; barriers
-  u32 ring, full, empty;
+  u32 ring, full, empty;  // of the ring: this thread's part of its first fragment; barriers
   Cursor cursor;
   int left;                                            // fragments left of the stage in hand
   int coming;                                          // fragments of the tile not yet taken
@@ -1623,7 +1637,7 @@ __device__ __forceinline__ void store_rows(char* to, long long plane, int rows, 
   if ((misaligned & 15) == 0) return store_units<16>(to, plane, rows, left, buffer, lane);
   if ((misaligned & 7) == 0) return store_units<8>(to, plane, rows, left, buffer, lane);
   // Rows begin anywhere: each instruction begins at a sector's first output, since a sector written in parts is first read from
-  // memory (NOTES: loads and stores of kb57, with rows of 1026 outputs: 2.15 ms,
+  // memory (measured: loads and stores of kb57, with rows of 1026 outputs: 2.15 ms,
   // with rows of 1024 1.44).
   int end = left < OUTPUTS ? left : OUTPUTS;
   rows = 8;
@@ -1912,8 +1926,9 @@ __device__ __forceinline__ void copy16(u32 to, const void* from, int bytes) {  /
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
 __device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
-template <int N> __device__ __forceinline__ void copy_wait() { asm volatile("cp.async.wait_group %0;\n" ::"n"(N)
-    : "memory"); }
+template <int N> __device__ __forceinline__ void copy_wait() {
+  asm volatile("cp.async.wait_group %0;\n" ::"n"(N) : "memory");
+}
 __device__ __forceinline__ u32 load_shared_u32(u32 a) {
   u32 v;
   asm volatile("ld.shared.u32 %0, [%1];\n" : "=r"(v) : "r"(a) : "memory");
@@ -1976,7 +1991,9 @@ __device__ __forceinline__ u32 low_part(float v, u32 high) {
 
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory"); }
-template <int N> __device__ __forceinline__ void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(N) : "memory"); }
+template <int N> __device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(N) : "memory");
+}
 constexpr int VEC = 16 / ELEMENT;  // elements of a 16-byte unit
 constexpr int ROW_BYTES = CK * ELEMENT;  // a pixel's row in a tile: 32, 64 or 128
 constexpr int UNITS_PER_ROW = ROW_BYTES / 16;
@@ -2043,8 +2060,9 @@ __device__ __forceinline__ Tile tile_at(int index, const Sizes& s) {
   return t;
 }
 
-__device__ __forceinline__ int entries_of(int variant) { return ENTRY[variant * (MB + 1)
-    + MB] - ENTRY[variant * (MB + 1)]; }
+__device__ __forceinline__ int entries_of(int variant) {
+  return ENTRY[variant * (MB + 1) + MB] - ENTRY[variant * (MB + 1)];
+}
 __device__ __forceinline__ int chunks_of(int variant) { return entries_of(variant) ? CHUNKS : 0; }  // 0: only the bias
 
 // Byte of the 16-byte unit `unit` of pixel row `p` in a tile.
@@ -2135,19 +2153,25 @@ __device__ __forceinline__ void stage(const char* __restrict__ x, const Sizes& s
     int thread) {
   long long slice = (long long)s.in_h * s.in_w * ELEMENT, plane = slice * s.in_d;
   const char* corner = x + ((long long)at.n * CIN + at.channel) * plane + (long long)at.w * ELEMENT;
-  // A thread keeps its channel and place in the row for all rows (NOTES: found anew for each unit they took 42 clocks of a warp).
+  // A thread keeps its channel and place in the row for all rows (measured: found anew for each unit, kb57's gradient
+  // for the input took
+  // 3.25 ms instead of 2.27). Where rows are short, threads share them out.
+  constexpr int SHARES = 1;
+  constexpr int SLICES = TILE_N * ROWS_D, BY_SLICE = SHARES, BY_ROW = SHARES;
+  int share = 0, place_of = thread;
+  if (share >= SHARES) return;
 #pragma unroll 1
-  for (int unit = thread % STAGING_UNITS, c = thread / STAGING_UNITS; c < CK;) {
+  for (int unit = place_of % STAGING_UNITS, c = place_of / STAGING_UNITS; c < CK;) {
     const char* place = corner + c * plane + unit * 16;
     int column = at.w + unit * VEC;                   // of the unit's first element, were the row aligned
     u32 to = slot + c * CHANNEL_BYTES + unit * 16;
 #pragma unroll 1
-    for (int r = 0; r < TILE_N * ROWS_D; r++) {
+    for (int r = 0; r < SLICES; r += BY_SLICE) {
       int image = r / ROWS_D, d = at.d + ROW_D[r % ROWS_D];
       bool exists = at.n + image < s.batch && (u32)d < (u32)s.in_d;
       const char* line = place + image * (CIN * plane) + d * slice;
 #pragma unroll ROWS_H % 5 == 0 ? 5 : ROWS_H % 4 == 0 ? 4 : ROWS_H % 3 == 0 ? 3 : 2
-      for (int j = 0; j < ROWS_H; j++) {
+      for (int j = 0; j < ROWS_H; j += BY_ROW) {
         int h = at.h + ROW_H[j];
         u64 p = multiply_add_wide(h, s.in_w * ELEMENT, (u64)line);
         int first = column - (int)(p & 15) / ELEMENT;
@@ -2171,8 +2195,7 @@ constexpr int OWN_PIXELS = (PIXELS + PRODUCER_THREADS - 1) / PRODUCER_THREADS;
 // row is aligned. Found once a tile, not a chunk.
 struct Pixels {
   u32 from[OWN_PIXELS], ok;
-  // channel c of a row begins at (phase + c * plane) % VEC of a unit
-  u32 plane;
+  u32 plane;  // channel c of a row begins at (phase + c * plane) % VEC of a unit
   __device__ __forceinline__ void locate(const char* x, const Sizes& s, const Source& at, const int* segments,
       int thread) {
     plane = (u32)s.in_d * s.in_h * s.in_w;
@@ -2270,8 +2293,7 @@ __device__ __forceinline__ void produce(const char* __restrict__ x, const Sizes&
   for (now.begin(blockIdx.x, s); now.live(s); now.next(s), tile.next(STAGES_P), slot.next(STAGES_S)) {
     if (now.chunk == 0) own.locate(x, s, source_of(now.tile, 0), segments, thread);
     copy_wait<STAGES_S - 2>();
-    // everyone's copies have landed, and everyone has left the next slot
-    named_sync<1, PRODUCER_THREADS>();
+    named_sync<1, PRODUCER_THREADS>();  // everyone's copies have landed, and everyone has left the next slot
     if (ahead.live(s)) {
       stage(x, s, source_of(ahead.tile, ahead.chunk), slots + next_slot * SLOT_BYTES, thread);
       ahead.next(s);
@@ -2315,15 +2337,16 @@ __device__ __forceinline__ void stream_weights(const char* packed, const Sizes& 
       u32 bytes = (count - f < W_STAGE ? count - f : W_STAGE) * (WGS_M * FRAGMENT), barrier = full + cursor.stage * 8;
       barrier_wait(empty + cursor.stage * 8, cursor.parity);
       asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
-      asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::"r"(ring + cursor.stage * (W_STAGE * WGS_M * FRAGMENT)), "l"(from + (long long)f * (WGS_M * FRAGMENT)), "r"(bytes), "r"(barrier) : "memory");
+      asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n"
+          ::"r"(ring + cursor.stage * (W_STAGE * WGS_M * FRAGMENT)), "l"(from + (long long)f * (WGS_M * FRAGMENT)),
+              "r"(bytes), "r"(barrier) : "memory");
     }
   }
 }
 
 // The consumers' side. Before sm_90 fragments come straight from global memory (L2).
 struct Fragments {
-  // of the ring: this thread's part of its first fragment; barriers
-  u32 ring, full, empty;
+  u32 ring, full, empty;  // of the ring: this thread's part of its first fragment; barriers
   Cursor cursor;
   int left;                                            // fragments left of the stage in hand
   int coming;                                          // fragments of the tile not yet taken
@@ -2518,7 +2541,7 @@ __device__ __forceinline__ void store_rows(char* to, long long plane, int rows, 
   if ((misaligned & 15) == 0) return store_units<16>(to, plane, rows, left, buffer, lane);
   if ((misaligned & 7) == 0) return store_units<8>(to, plane, rows, left, buffer, lane);
   // Rows begin anywhere: each instruction begins at a sector's first output, since a sector written in parts is first read from
-  // memory (NOTES: loads and stores of kb57, with rows of 1026 outputs: 2.15 ms,
+  // memory (measured: loads and stores of kb57, with rows of 1026 outputs: 2.15 ms,
   // with rows of 1024 1.44).
   int end = left < OUTPUTS ? left : OUTPUTS;
   rows = 8;
@@ -2771,8 +2794,9 @@ __device__ __forceinline__ void copy16(u32 to, const void* from, int bytes) {  /
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
 __device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
-template <int N> __device__ __forceinline__ void copy_wait() { asm volatile("cp.async.wait_group %0;\n" ::"n"(N)
-    : "memory"); }
+template <int N> __device__ __forceinline__ void copy_wait() {
+  asm volatile("cp.async.wait_group %0;\n" ::"n"(N) : "memory");
+}
 
 // --- numbers ---------------------------------------------------------------------------------------------------------
 
@@ -2791,15 +2815,10 @@ constexpr int SET_TAPS = TAPS_D * TAPS_H * TAPS_W;
 constexpr int SETS = SETS_D * SETS_H * SETS_W;  // of taps
 constexpr int CIN = GROUPS * CIN_G;  // channels of what is read
 constexpr int COUT = GROUPS * COUT_G;  // channels of what is written
-
-// Rows of g's tile: every row between the first and the last (dense), or TAPS rows for each q when that is fewer.
-#define SPAN(tile, step, taps, dil) (((tile) - 1) * (step) + ((taps) - 1) * (dil) + 1)
-constexpr int G_ROWS_D = 1;
-constexpr int G_ROWS_H = 1;
+constexpr int G_ROWS_D = 1, G_ROWS_H = 1;
 constexpr int G_COLUMNS = 320;
 constexpr int X_ROWS = TILE_N * TILE_D * TILE_H;
 constexpr int G_ROWS = TILE_N * G_ROWS_D * G_ROWS_H;
-#define ODD(n) ((n) | 1)
 constexpr int G_EXTENT = (G_COLUMNS + VEC - 1 + VEC - 1) / VEC;  // units of a row (NCHW)
 constexpr int X_UNITS = (TILE_W + VEC - 1) / VEC;
 constexpr int G_UNITS = G_EXTENT;
@@ -2843,9 +2862,9 @@ __device__ __forceinline__ void copy_tile(const char* __restrict__ tensor, int b
     int n0, int d0, int h0, int w0, int channel, int left, unsigned char* to, int thread) {
   u32 to_address = shared_address(to);
   // Units that hold a border are copied whole; `clear_borders` clears what lies beyond it when they have landed.
-  // (NOTES: in parts of 4
+  // (measured: in parts of 4
   // bytes, some of a warp's threads each time: 1.04 ms instead of 0.37.)
-  // A thread keeps its channel and place in the row for all rows of the tile (NOTES: with an index for each unit, one warp on a
+  // A thread keeps its channel and place in the row for all rows of the tile (measured: with an index for each unit, one warp on a
   // scheduler took 850 clocks a round of 32 units, all of them address arithmetic: kb77's bfloat16 gradient 1.35 ms).
   constexpr int UNITS = COLUMNS_OR_UNITS, ROWS_H = IS_X ? TILE_H : G_ROWS_H;
   long long plane = (long long)depth * height * width;
@@ -3120,9 +3139,6 @@ wgrad(const char* __restrict__ x, const char* __restrict__ g, float* __restrict_
         }
   }
 }
-
-#undef SPAN
-#undef ODD
 }  // namespace grad_weight
 
 // =====================================================================================================================
@@ -3187,8 +3203,9 @@ __device__ __forceinline__ void copy16(u32 to, const void* from, int bytes) {  /
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
 __device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
-template <int N> __device__ __forceinline__ void copy_wait() { asm volatile("cp.async.wait_group %0;\n" ::"n"(N)
-    : "memory"); }
+template <int N> __device__ __forceinline__ void copy_wait() {
+  asm volatile("cp.async.wait_group %0;\n" ::"n"(N) : "memory");
+}
 
 // --- numbers ---------------------------------------------------------------------------------------------------------
 
@@ -3207,15 +3224,11 @@ constexpr int SET_TAPS = TAPS_D * TAPS_H * TAPS_W;
 constexpr int SETS = SETS_D * SETS_H * SETS_W;  // of taps
 constexpr int CIN = GROUPS * CIN_G;  // channels of what is read
 constexpr int COUT = GROUPS * COUT_G;  // channels of what is written
-
-// Rows of g's tile: every row between the first and the last (dense), or TAPS rows for each q when that is fewer.
-#define SPAN(tile, step, taps, dil) (((tile) - 1) * (step) + ((taps) - 1) * (dil) + 1)
 constexpr int G_ROWS_D = 1;
 constexpr int G_ROWS_H = TILE_H * TAPS_H;
 constexpr int G_COLUMNS = 40;
 constexpr int X_ROWS = TILE_N * TILE_D * TILE_H;
 constexpr int G_ROWS = TILE_N * G_ROWS_D * G_ROWS_H;
-#define ODD(n) ((n) | 1)
 constexpr int G_EXTENT = (G_COLUMNS + VEC - 1 + VEC - 1) / VEC;  // units of a row (NCHW)
 constexpr int X_UNITS = (TILE_W + (VEC - 1) + VEC - 1) / VEC;
 constexpr int G_UNITS = G_EXTENT;
@@ -3259,9 +3272,9 @@ __device__ __forceinline__ void copy_tile(const char* __restrict__ tensor, int b
     int n0, int d0, int h0, int w0, int channel, int left, unsigned char* to, int thread) {
   u32 to_address = shared_address(to);
   // Units that hold a border are copied whole; `clear_borders` clears what lies beyond it when they have landed.
-  // (NOTES: in parts of 4
+  // (measured: in parts of 4
   // bytes, some of a warp's threads each time: 1.04 ms instead of 0.37.)
-  // A thread keeps its channel and place in the row for all rows of the tile (NOTES: with an index for each unit, one warp on a
+  // A thread keeps its channel and place in the row for all rows of the tile (measured: with an index for each unit, one warp on a
   // scheduler took 850 clocks a round of 32 units, all of them address arithmetic: kb77's bfloat16 gradient 1.35 ms).
   constexpr int UNITS = COLUMNS_OR_UNITS, ROWS_H = IS_X ? TILE_H : G_ROWS_H;
   long long plane = (long long)depth * height * width;
@@ -3536,9 +3549,6 @@ wgrad(const char* __restrict__ x, const char* __restrict__ g, float* __restrict_
         }
   }
 }
-
-#undef SPAN
-#undef ODD
 }  // namespace grad_weight_unaligned
 
 namespace {
@@ -3568,9 +3578,10 @@ void start(void (*kernel)(Parameters...), const cudaLaunchConfig_t& config, cons
   C10_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, parameter<Parameters>(std::get<I>(values))...));
 }
 
-// Launches a kernel on the tensor's device and that device's current stream.
-template <auto Kernel, int Threads, int SharedBytes, typename Values>
-void launch(const at::Tensor& on, int64_t blocks, const Values& values) {
+// Launches a kernel on the tensor's device and that device's current stream. The kernel's arguments come as tuples
+// and arrays, which are joined.
+template <auto Kernel, int Threads, int SharedBytes, typename... Arguments>
+void launch(const at::Tensor& on, int64_t blocks, const Arguments&... arguments) {
   TORCH_CHECK(0 < blocks && blocks < (int64_t(1) << 31), "the tensor is too large: it makes ", blocks, " blocks");
   const c10::cuda::CUDAGuard guard(on.device());
   if constexpr (SharedBytes > 48 * 1024) {  // more than the default wants to be asked for, once per device
@@ -3584,7 +3595,8 @@ void launch(const at::Tensor& on, int64_t blocks, const Values& values) {
   config.blockDim = dim3(Threads);
   config.dynamicSmemBytes = SharedBytes;
   config.stream = c10::cuda::getCurrentCUDAStream(on.get_device()).stream();
-  start(Kernel, config, values, std::make_index_sequence<std::tuple_size_v<Values>>());
+  const auto values = std::tuple_cat(arguments...);
+  start(Kernel, config, values, std::make_index_sequence<std::tuple_size_v<decltype(values)>>());
 }
 
 void* address(const std::optional<at::Tensor>& t) { return t ? t->data_ptr() : nullptr; }
@@ -3635,49 +3647,58 @@ CUtensorMap tensor_map(const at::Tensor& t, CUtensorMapDataType type, const std:
 }  // namespace
 
 void pack_forward(const at::Tensor& weight, const at::Tensor& packed) {
-  launch<forward::pack, 256, 0>(weight, 72,
-                              std::make_tuple(weight.data_ptr(), packed.data_ptr(), packed.numel()));
+  const auto pointers = std::make_tuple(weight.data_ptr(), packed.data_ptr());
+  launch<forward::pack, 256, 0>(weight, (packed.numel() + 255) / 256, pointers, std::make_tuple(packed.numel()));
 }
 
 void run_forward(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
                  const at::Tensor& out, int64_t blocks, const std::array<int64_t, 11>& sizes) {
   const CUtensorMap map = tensor_map(x, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, {sizes[3], sizes[2], sizes[1], 32, sizes[0]},
                                      {68, 3, 1, 32, 1}, {1, 1, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_NONE);
-  launch<forward::gather, 512, 221836>(x, blocks, std::tuple_cat(std::make_tuple(x.data_ptr(), packed.data_ptr(), address(bias), out.data_ptr()), sizes, std::make_tuple(map)));
+  const auto pointers = std::make_tuple(x.data_ptr(), packed.data_ptr(), address(bias), out.data_ptr());
+  launch<forward::gather, 512, 221836>(x, blocks, pointers, sizes, std::make_tuple(map));
 }
 
 void pack_forward_unaligned(const at::Tensor& weight, const at::Tensor& packed) {
-  launch<forward_unaligned::pack, 256, 0>(weight, 72,
-                                        std::make_tuple(weight.data_ptr(), packed.data_ptr(), packed.numel()));
+  const auto pointers = std::make_tuple(weight.data_ptr(), packed.data_ptr());
+  launch<forward_unaligned::pack, 256, 0>(weight, (packed.numel() + 255) / 256, pointers, std::make_tuple(packed.numel()));
 }
 
 void run_forward_unaligned(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
                            const at::Tensor& out, int64_t blocks, const std::array<int64_t, 11>& sizes) {
-  launch<forward_unaligned::gather, 512, 226488>(x, blocks, std::tuple_cat(std::make_tuple(x.data_ptr(), packed.data_ptr(), address(bias), out.data_ptr()), sizes));
+  const auto pointers = std::make_tuple(x.data_ptr(), packed.data_ptr(), address(bias), out.data_ptr());
+  launch<forward_unaligned::gather, 512, 226488>(x, blocks, pointers, sizes);
 }
 
 void pack_grad_input(const at::Tensor& weight, const at::Tensor& packed) {
-  launch<grad_input::pack, 256, 0>(weight, 144,
-                                 std::make_tuple(weight.data_ptr(), packed.data_ptr(), packed.numel()));
+  const auto pointers = std::make_tuple(weight.data_ptr(), packed.data_ptr());
+  launch<grad_input::pack, 256, 0>(weight, (packed.numel() + 255) / 256, pointers, std::make_tuple(packed.numel()));
 }
 
 void run_grad_input(const at::Tensor& grad, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
                     const at::Tensor& out, int64_t blocks, const std::array<int64_t, 11>& sizes) {
-  launch<grad_input::gather, 512, 214252>(grad, blocks, std::tuple_cat(std::make_tuple(grad.data_ptr(), packed.data_ptr(), address(bias), out.data_ptr()), sizes));
+  const auto pointers = std::make_tuple(grad.data_ptr(), packed.data_ptr(), address(bias), out.data_ptr());
+  launch<grad_input::gather, 512, 214252>(grad, blocks, pointers, sizes);
 }
 
 void run_grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& partial,
                      const at::Tensor& out, int64_t blocks, const std::array<int64_t, 12>& sizes) {
-  launch<grad_weight::wgrad, 256, 183296>(x, blocks, std::tuple_cat(std::make_tuple(x.data_ptr(), grad.data_ptr(), partial.data_ptr()), sizes));
-  // The sums of all slices, always in the same order; out may have any dense memory format.
-  launch<grad_weight::reduce, 256, 0>(x, (out.numel() + 31) / 32, std::make_tuple(partial.data_ptr(), out.data_ptr(), partial.size(0), out.stride(0), out.stride(1), out.stride(-1)));
+  const auto pointers = std::make_tuple(x.data_ptr(), grad.data_ptr(), partial.data_ptr());
+  launch<grad_weight::wgrad, 256, 183296>(x, blocks, pointers, sizes);
+  // Adds the slices of sums, always in the same order; out may have any dense memory format.
+  const auto sums = std::make_tuple(partial.data_ptr(), out.data_ptr(), partial.size(0));
+  const auto strides = std::make_tuple(out.stride(0), out.stride(1), out.stride(-1));
+  launch<grad_weight::reduce, 256, 0>(x, (out.numel() + 31) / 32, sums, strides);
 }
 
 void run_grad_weight_unaligned(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& partial,
                                const at::Tensor& out, int64_t blocks, const std::array<int64_t, 12>& sizes) {
-  launch<grad_weight_unaligned::wgrad, 256, 147456>(x, blocks, std::tuple_cat(std::make_tuple(x.data_ptr(), grad.data_ptr(), partial.data_ptr()), sizes));
-  // The sums of all slices, always in the same order; out may have any dense memory format.
-  launch<grad_weight_unaligned::reduce, 256, 0>(x, (out.numel() + 31) / 32, std::make_tuple(partial.data_ptr(), out.data_ptr(), partial.size(0), out.stride(0), out.stride(1), out.stride(-1)));
+  const auto pointers = std::make_tuple(x.data_ptr(), grad.data_ptr(), partial.data_ptr());
+  launch<grad_weight_unaligned::wgrad, 256, 147456>(x, blocks, pointers, sizes);
+  // Adds the slices of sums, always in the same order; out may have any dense memory format.
+  const auto sums = std::make_tuple(partial.data_ptr(), out.data_ptr(), partial.size(0));
+  const auto strides = std::make_tuple(out.stride(0), out.stride(1), out.stride(-1));
+  launch<grad_weight_unaligned::reduce, 256, 0>(x, (out.numel() + 31) / 32, sums, strides);
 }
 """
 

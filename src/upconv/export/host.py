@@ -157,9 +157,10 @@ LAUNCH = dedent(
       C10_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, parameter<Parameters>(std::get<I>(values))...));
     }
 
-    // Launches a kernel on the tensor's device and that device's current stream.
-    template <auto Kernel, int Threads, int SharedBytes, typename Values>
-    void launch(const at::Tensor& on, int64_t blocks, const Values& values) {
+    // Launches a kernel on the tensor's device and that device's current stream. The kernel's arguments come as tuples
+    // and arrays, which are joined.
+    template <auto Kernel, int Threads, int SharedBytes, typename... Arguments>
+    void launch(const at::Tensor& on, int64_t blocks, const Arguments&... arguments) {
       TORCH_CHECK(0 < blocks && blocks < (int64_t(1) << 31), "the tensor is too large: it makes ", blocks, " blocks");
       const c10::cuda::CUDAGuard guard(on.device());
       if constexpr (SharedBytes > 48 * 1024) {  // more than the default wants to be asked for, once per device
@@ -173,7 +174,8 @@ LAUNCH = dedent(
       config.blockDim = dim3(Threads);
       config.dynamicSmemBytes = SharedBytes;
       config.stream = c10::cuda::getCurrentCUDAStream(on.get_device()).stream();
-      start(Kernel, config, values, std::make_index_sequence<std::tuple_size_v<Values>>());
+      const auto values = std::tuple_cat(arguments...);
+      start(Kernel, config, values, std::make_index_sequence<std::tuple_size_v<decltype(values)>>());
     }
 
     void* address(const std::optional<at::Tensor>& t) { return t ? t->data_ptr() : nullptr; }
@@ -230,7 +232,7 @@ TENSOR_MAP = dedent(
 
 def includes() -> str:
     """The headers of the host code."""
-    standard = ("array", "cstring", "mutex", "optional", "tuple", "type_traits", "utility")
+    standard = ("algorithm", "array", "cstring", "mutex", "optional", "tuple", "type_traits", "utility")
     lines = [f"#include <{name}>" for name in standard]
     lines += [
         "#include <c10/cuda/CUDAException.h>",
@@ -289,44 +291,35 @@ def definitions(v: Variant) -> str:
 def _pack(v: Variant) -> str:
     c = v.choice
     kernel = f"{v.name}::{v.pack}"
-    words = packed_words(v)
-    if isinstance(c, gather.Choice):
-        return (
-            f"launch<{kernel}, 256, 0>(weight, {-(-words // 256)},\n"
-            f"{' ' * (15 + len(kernel))}std::make_tuple(weight.data_ptr(), packed.data_ptr(), packed.numel()));\n"
-        )
-    full = (c.problem.weight_shape[0], c.problem.weight_shape[1], *_full(c.problem.kernel))
-    strides = [math.prod(full[i + 1 :]) for i in range(5)]
-    numbers = ", ".join(map(str, strides))
-    return (
-        f"const std::array<int64_t, 6> strides_and_count = {{{numbers}, packed.numel()}};\n"
-        f"launch<{kernel}, 256, 0>(weight, {min(-(-words // 256), 2**16)}, "
-        "std::tuple_cat(std::make_tuple(weight.data_ptr(), packed.data_ptr()), strides_and_count));\n"
-    )
+    lines = ["const auto pointers = std::make_tuple(weight.data_ptr(), packed.data_ptr());\n"]
+    blocks, rest = "(packed.numel() + 255) / 256", "std::make_tuple(packed.numel())"
+    if isinstance(c, direct.Choice):
+        full = (*c.problem.weight_shape[:2], *_full(c.problem.kernel))
+        strides = ", ".join(str(math.prod(full[i + 1 :])) for i in range(5))
+        lines.append(f"const std::array<int64_t, 6> strides_and_count = {{{strides}, packed.numel()}};\n")
+        blocks, rest = f"std::min<int64_t>({blocks}, 65536)", "strides_and_count"
+    lines.append(_launch(kernel, (256, 0), "weight", blocks, "pointers", rest))
+    return "".join(lines)
 
 
 def _run(v: Variant) -> str:
     c, source = v.choice, "grad" if v.pass_ == "grad-input" else "x"
-    threads, shared = _block(v)
-    pointers = f"{source}.data_ptr(), packed.data_ptr(), address(bias), out.data_ptr()"
+    pointers = [f"{source}.data_ptr()", "packed.data_ptr()", "address(bias)", "out.data_ptr()"]
     if v.kind == "DirectGradInput":
-        pointers = f"{source}.data_ptr(), packed.data_ptr(), out.data_ptr()"
-    lines, last = [], ""
+        pointers.remove("address(bias)")
+    lines, last = [], []
     if isinstance(c, gather.Choice) and c.tiling.tensor_map:
         lines.append(_gather_map(c.tiling, source))
-        last = ", std::make_tuple(map)"
-    lines.append(
-        f"launch<{v.name}::{v.entry}, {threads}, {shared}>({source}, blocks, "
-        f"std::tuple_cat(std::make_tuple({pointers}), sizes{last}));\n"
-    )
+        last.append("std::make_tuple(map)")
+    lines.append(f"const auto pointers = std::make_tuple({', '.join(pointers)});\n")
+    lines.append(_launch(f"{v.name}::{v.entry}", _block(v), source, "blocks", "pointers", "sizes", *last))
     return "".join(lines)
 
 
 def _run_grad_weight(v: Variant) -> str:
     c = v.choice
-    threads, shared = _block(v)
     first = "x.data_ptr(), grad.data_ptr(), partial.data_ptr()"
-    lines, last = [], ""
+    lines, last = [], []
     if isinstance(c, wgrad.Choice) and isinstance(c.tiling, WarpgroupTiling):
         t = c.tiling
         first = "grad.data_ptr(), partial.data_ptr()"
@@ -336,19 +329,20 @@ def _run_grad_weight(v: Variant) -> str:
             lines.append("const std::array<CUtensorMap, 2> maps = {map_x, map_grad};\n")
         else:
             lines.append("const std::array<CUtensorMap, 1> maps = {map_x};\n")
-        last = ", std::make_tuple(maps)"
-    lines.append(
-        f"launch<{v.name}::{v.entry}, {threads}, {shared}>(x, blocks, "
-        f"std::tuple_cat(std::make_tuple({first}), sizes{last}));\n"
-    )
+        last.append("std::make_tuple(maps)")
+    lines.append(f"const auto pointers = std::make_tuple({first});\n")
+    lines.append(_launch(f"{v.name}::{v.entry}", _block(v), "x", "blocks", "pointers", "sizes", *last))
     runs = 32 if isinstance(c, wgrad.Choice) else 256  # weights of a block of the second step
-    lines.append("// The sums of all slices, always in the same order; out may have any dense memory format.\n")
-    lines.append(
-        f"launch<{v.name}::reduce, 256, 0>(x, (out.numel() + {runs - 1}) / {runs}, "
-        "std::make_tuple(partial.data_ptr(), out.data_ptr(), partial.size(0), out.stride(0), out.stride(1), "
-        "out.stride(-1)));\n"
-    )
+    lines.append("// Adds the slices of sums, always in the same order; out may have any dense memory format.\n")
+    lines.append("const auto sums = std::make_tuple(partial.data_ptr(), out.data_ptr(), partial.size(0));\n")
+    lines.append("const auto strides = std::make_tuple(out.stride(0), out.stride(1), out.stride(-1));\n")
+    blocks = f"(out.numel() + {runs - 1}) / {runs}"
+    lines.append(_launch(f"{v.name}::reduce", (256, 0), "x", blocks, "sums", "strides"))
     return "".join(lines)
+
+
+def _launch(kernel: str, block: tuple[int, int], on: str, blocks: str, *arguments: str) -> str:
+    return f"launch<{kernel}, {block[0]}, {block[1]}>({', '.join((on, blocks, *arguments))});\n"
 
 
 def _block(v: Variant) -> tuple[int, int]:
