@@ -81,6 +81,7 @@ class _Macro:
 
 
 _DEFINE = re.compile(r"#[ \t]*define[ \t]+(\w+)(\([^)]*\))?(.*)", re.DOTALL)
+_UNROLL = re.compile(r"#[ \t]*pragma[ \t]+unroll\b[ \t]*([^\n]*)")
 _DIRECTIVE = re.compile(r"[ \t]*#[ \t]*(\w+)(.*)", re.DOTALL)
 
 
@@ -690,7 +691,14 @@ class _Folder:
         return out + self.segment(segment)
 
     def _definition(self, node: _Token) -> _Token:
-        """A macro with its body folded, where that is an expression."""
+        """A macro with its body folded, where that is an expression; a loop's unrolling as a number."""
+        pragma = _UNROLL.match(node.text)
+        if pragma is not None:
+            code, comment = _comment_of(pragma[1])
+            times = self.constants.value(_tree(_tokens(code)))
+            if times is not None and not re.fullmatch(r"\w+", code):
+                node = _Token("directive", f"#pragma unroll {times}" + (f"  {comment}" if comment else ""))
+            return node
         found = _DEFINE.match(node.text)
         if found is None or '"' in found[3] or "\\" in found[3]:
             return node
