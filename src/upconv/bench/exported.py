@@ -264,7 +264,12 @@ def measure(
         progress(file.case.name)
         seconds, failure = built[file.path]
         row: dict[str, Value] = dict.fromkeys(KEYS)
-        row.update(case=file.case.name, file=file.path.name, layer=str(file.case.problem), build_s=round(seconds, 1))
+        row.update(
+            case=file.case.name,
+            file=file.path.name,
+            layer=str(file.case.problem).rsplit(" ", 3)[0],
+            build_s=round(seconds, 1),
+        )
         if failure:
             row["failure"] = f"build failed: {failure.splitlines()[-1]}"
         else:
@@ -428,7 +433,7 @@ def columns(found: Exported) -> list[Column]:
 
     shown: list[Column] = [
         ("case", lambda row: row["case"]),
-        ("layer", lambda row: row["layer"].rsplit(" ", 1)[0]),
+        ("layer", lambda row: row["layer"]),
         ("PyTorch ms", number("torch_ms", ".3f")),
         ("exported ms", number("ours_ms", ".3f")),
         ("ratio", lambda row: row["failure"] or f"{row['ratio']:.2f}x"),
