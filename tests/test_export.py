@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import copy
 import inspect
 import math
 import random
@@ -375,6 +376,197 @@ def test_channels_last_files(name: str, dtype: torch.dtype, recorded: list[Recor
     text = source(p, "90a")
     assert "FORMAT = " in text and "torch.channels_last" in text
     check_launches(p, text, recorded, 6)
+
+
+class FakeDriver:
+    """Stands for cuda.bindings' driver as far as tensor maps go; its constants are their own names."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("cuuint"):
+            return int
+        return name if name.startswith("CU_") or name == "cuTensorMapEncodeTiled" else self
+
+
+def encoded(monkeypatch: pytest.MonkeyPatch, tensor_map: Callable[..., Any], *arguments: Any) -> tuple[Any, ...]:
+    """(type, dims, box, steps, swizzle) that the library encodes a tensor map with."""
+    seen: list[Any] = []
+
+    def drive(function: str, *given: Any) -> Any:
+        seen.extend(given)
+        return type("Map", (), {"opaque": (0,) * 16})
+
+    monkeypatch.setattr(jit, "_driver", FakeDriver)
+    monkeypatch.setattr(jit, "_drive", drive)
+    tensor_map(*arguments)
+    kind, five, _, dims, pitches, box, steps, _, swizzle, *_ = seen
+    assert five == 5
+    return kind, dims, pitches, box, steps, swizzle
+
+
+MAP = re.compile(
+    r"const CUtensorMap (\w+) = tensor_map\((\w+), CU_TENSOR_MAP_DATA_TYPE_(\w+), \{([^}]*)\},\s*"
+    r"\{([^}]*)\}, \{([^}]*)\}, (CU_TENSOR_MAP_SWIZZLE_\w+)\);"
+)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("kind", ("tf32", "bf16", "channels_last tf32", "channels_last bf16"))
+def test_tensor_maps_are_the_librarys(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    p = layer(name)
+    dtype = torch.float32 if "tf32" in kind else torch.bfloat16
+    precision = "bf16" if dtype is torch.bfloat16 else p.precision
+    if p.rank == 1 and "last" in kind:
+        pytest.skip("1-D layers have one layout")
+    p = p.with_(dtype=dtype, precision=precision, layout="channels_last" if "last" in kind else "nchw")
+    for v in host.variants(p, H200):
+        text = host.definitions(v)
+        found = {m[1]: m for m in MAP.finditer(text)}
+        assert len(found) == host._maps(v)
+        c: Any = v.choice
+        for which, match in found.items():
+            d, h, w = (1,) * (3 - p.rank) + p.size
+            od, oh, ow = (1,) * (3 - p.rank) + p.out_size
+            if v.pass_ == "grad-weight":
+                sizes = [p.batch, d, h, w, od, oh, ow]
+                wanted = encoded(monkeypatch, real_wgrad_map, c.tiling, p, 0, which == "map_grad")
+                assert match[2] == ("grad" if which == "map_grad" else "x")
+            else:
+                sizes = [p.batch, d, h, w] if v.pass_ == "fwd" else [p.batch, od, oh, ow]
+                wanted = encoded(monkeypatch, real_gather_map, c.tiling, p.with_(pass_=v.pass_), 0)
+            dims = [eval(text, {"sizes": sizes}) for text in match[4].split(", ")]
+            pitches = [math.prod(dims[: i + 1]) * p.dtype.itemsize for i in range(4)]
+            box, steps = ([int(n) for n in match[i].split(", ")] for i in (5, 6))
+            assert (f"CU_TENSOR_MAP_DATA_TYPE_{match[3]}", dims, pitches, box, steps, match[7]) == wanted
+
+
+real_gather_map, real_wgrad_map = gather.tensor_map, wgrad.tensor_map
+
+
+# --- autograd, with PyTorch's operators in the kernels' place --------------------------------------------------------
+
+
+class FakeExtension:
+    """Computes a file's kernels with PyTorch; packed weights hold the weights."""
+
+    def __init__(self, p: Problem) -> None:
+        self.p = p
+        self.packs = 0
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        what, _, kernel = name.partition("_")
+        kernel = kernel.removesuffix("_unaligned")
+        return {"pack": self.pack, "run": getattr(self, f"_{kernel}", None)}[what]  # type: ignore[return-value]
+
+    def pack(self, weight: Tensor, packed: Tensor) -> None:
+        self.packs += 1
+        packed[: weight.numel()] = weight.flatten()
+
+    def _forward(self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, *_: Any) -> None:
+        out.copy_(self.convolve(x, self.weight(packed), bias))
+
+    def _grad_input(self, grad: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, *_: Any) -> None:
+        with torch.enable_grad():
+            x = torch.zeros_like(out).requires_grad_()
+            out.copy_(torch.autograd.grad(self.convolve(x, self.weight(packed), bias), x, grad)[0])
+
+    def _grad_weight(self, x: Tensor, grad: Tensor, partial: Tensor, out: Tensor, *_: Any) -> None:
+        assert partial.shape[1] == out.numel()
+        with torch.enable_grad():
+            weight = torch.zeros_like(out).requires_grad_()
+            out.copy_(torch.autograd.grad(self.convolve(x, weight, None), weight, grad)[0])
+
+    def weight(self, packed: Tensor) -> Tensor:
+        shape = self.p.weight_shape
+        return packed.flatten()[: math.prod(shape)].view(shape)
+
+    def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        p = self.p
+        call: Any = getattr(nn.functional, f"conv_transpose{p.rank}d")
+        return call(x, weight, bias, p.stride, p.padding, p.output_padding, p.groups, p.dilation)  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def faked(monkeypatch: pytest.MonkeyPatch) -> Callable[[Problem], dict[str, Any]]:
+    """Loads a file whose kernels are PyTorch's, to run on the CPU."""
+    monkeypatch.setattr(program, "cuda", lambda variants, arch: "")
+    stream = type("Stream", (), {"cuda_stream": 7})
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: stream)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+    def make(p: Problem) -> dict[str, Any]:
+        found = load(source(p, "90a"))
+        found.update(_extension=FakeExtension(p), processors=lambda device: 132, check=lambda x, weight: None)
+        return found
+
+    return make
+
+
+@pytest.mark.parametrize("text", ("4,6,3,2,1,output_padding=1,groups=2", "3,2,(2,3),bias=False"))
+def test_first_and_second_gradients(text: str, faked: Callable[[Problem], dict[str, Any]]) -> None:
+    p = parse_layer(text, f"2x{text[0]}x3x4").with_(dtype=torch.float64, precision="fp64")
+    model = faked(p)["ModelNew"]().double()
+    x = torch.randn(p.input_shape, dtype=torch.float64, requires_grad=True)
+    parameters = dict(model.named_parameters())
+
+    def call(x: Tensor, *values: Tensor) -> Tensor:
+        return torch.func.functional_call(model, dict(zip(parameters, values)), (x,))
+
+    assert torch.autograd.gradcheck(call, (x, *parameters.values()))
+    assert torch.autograd.gradgradcheck(call, (x, *parameters.values()))
+    assert torch.equal(model(x[0]), model(x)[0])
+
+
+def test_gradients_that_nobody_asked_for_are_not_computed(faked: Callable[[Problem], dict[str, Any]]) -> None:
+    p = parse_layer("4,6,3", "2x4x5x6").with_(dtype=torch.float64, precision="fp64")
+    module = faked(p)
+    model = module["ModelNew"]().double()
+    calls: list[str] = []
+    for name in ("grad_input", "grad_weight"):
+        whole = module[name]
+        module[name] = lambda *given, name=name, whole=whole: calls.append(name) or whole(*given)
+    model(torch.randn(p.input_shape, dtype=torch.float64)).sum().backward()
+    assert calls == ["grad_weight"]
+    model.requires_grad_(False)
+    model(torch.randn(p.input_shape, dtype=torch.float64, requires_grad=True)).sum().backward()
+    assert calls == ["grad_weight", "grad_input"]
+    assert not model(torch.zeros(p.input_shape, dtype=torch.float64)).requires_grad
+
+
+def test_an_empty_batch_has_an_output_and_gradients(faked: Callable[[Problem], dict[str, Any]]) -> None:
+    p = parse_layer("4,6,3", "2x4x5x6").with_(dtype=torch.float64, precision="fp64")
+    model = faked(p)["ModelNew"]().double()
+    y = model(torch.zeros(0, 4, 5, 6, dtype=torch.float64, requires_grad=True))
+    y.sum().backward()
+    assert y.shape == (0, 6, 7, 8)
+    assert all(float(t.grad.abs().sum()) == 0 for t in model.parameters())
+
+
+def test_weights_are_packed_when_they_may_have_changed(faked: Callable[[Problem], dict[str, Any]]) -> None:
+    p = parse_layer("4,6,3,bias=False", "2x4x5x6").with_(dtype=torch.float64, precision="fp64")
+    module = faked(p)
+    model, extension = module["ModelNew"]().double(), module["_extension"]
+    x = torch.randn(p.input_shape, dtype=torch.float64)
+    weight = model.conv_transpose2d.weight
+
+    def packs() -> int:
+        before = extension.packs
+        with torch.no_grad():
+            assert torch.equal(model(x), extension.convolve(x, model.conv_transpose2d.weight, None))
+        return int(extension.packs - before)
+
+    assert [packs(), packs()] == [1, 0]
+    with torch.no_grad():
+        weight.mul_(2)
+    assert [packs(), packs()] == [1, 0]
+    model.load_state_dict({"conv_transpose2d.weight": torch.randn_like(weight)})
+    assert [packs(), packs()] == [1, 0]
+    model.conv_transpose2d.weight = nn.Parameter(torch.randn_like(weight))
+    assert [packs(), packs()] == [1, 0]
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        twin.conv_transpose2d.weight.add_(1)
+        assert torch.equal(twin(x), extension.convolve(x, twin.conv_transpose2d.weight, None))
+    assert packs() == 0
 
 
 # --- the function and the command ------------------------------------------------------------------------------------
