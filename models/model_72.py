@@ -1763,7 +1763,7 @@ class Kept:
     """
 
     def __init__(self):
-        self.key, self.packed = None, None
+        self.entry = None, None, None
 
     def pack(self, kernel, weight: Tensor) -> Tensor:
         # A replayed graph must pack what the weights then are; inference tensors have no version.
@@ -1771,11 +1771,11 @@ class Kept:
             return pack(kernel, weight)
         stream = torch.cuda.current_stream(weight.device).cuda_stream
         key = kernel.name, weight.data_ptr(), weight.stride(), weight._version, stream
-        if self.key != key:
+        entry = self.entry  # read and set as a whole, so that threads may share the module
+        if entry[0] != key:
             # The alias keeps the weight's memory from being given to another tensor at the same address.
-            self.packed = pack(kernel, weight), weight.detach()
-            self.key = key
-        return self.packed[0]
+            self.entry = entry = key, pack(kernel, weight), weight.detach()
+        return entry[1]
 
     def __deepcopy__(self, memo):
         return Kept()
