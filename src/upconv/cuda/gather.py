@@ -40,6 +40,7 @@ _TILE_OVERHEAD = 1800.0  # clocks a tile costs otherwise
 _LAUNCH = 3.5e-6  # seconds
 _CHUNK = 240.0  # clocks a chunk costs: the pipeline of matrix instructions drains, the next chunk is waited for
 _AHEAD = 4500.0  # clocks that the rings should look ahead
+_COPY = 250.0  # clocks for a copy of 16 bytes by each producer, where rows are not aligned
 _LATENCY = 550.0  # clocks from a request to its use
 
 
@@ -360,7 +361,7 @@ def _tile_clocks(t: Tiling, alignment: int) -> tuple[float, str]:
     turned = t.parts * t.k_steps * (2 if not t.channels_last else (t.parts == 2) * 0.7)
     turn = -(-t.pixels // producers) * turned * (22.0 if t.element == 4 else 34.0) + 250
     if not t.tensor_map:
-        turn += staged / 16 / producers * 250.0
+        turn += staged / 16 / producers * _COPY
         if t.channels_last and not t.aligned_channels:
             turn *= 4
     fragment_time = t.nb * 64 * products / t.parts

@@ -205,6 +205,8 @@ def refusal(p: Problem, gpu: Gpu) -> str | None:
         return "tensor cores multiply float64 only by mma.m8n8k4, which this family does not use"
     if gpu.capability < (8, 0):
         return f"tensor cores of compute capability {gpu.capability[0]}.{gpu.capability[1]} lack TF32 and bfloat16"
+    if p.batch == 0 or 0 in p.size:
+        return "an empty input has no work"
     if p.in_channels // p.groups < 4 and p.groups > 1:
         return f"{p.in_channels // p.groups} input channels per group leave most of a matrix instruction empty"
     return None
