@@ -1488,6 +1488,10 @@ def _wrapped(line: str) -> list[str]:
     if comment:
         near = f"{indent}{code}  {comment}"  # comments may stand far off, in a column of their own
         return [near] if len(near) <= WIDTH else [*_wrapped(indent + comment), *_wrapped(indent + code)]
+    numbers = re.fullmatch(r"(.* = \{)([-\d,]+)(\};)", line)
+    if numbers is not None:
+        rows = _filled(numbers[2].replace(",", ", ").split(), f"{indent}   ")
+        return [numbers[1], *rows, f"{indent}{numbers[3]}"]
     short = re.fullmatch(r"(.*\)(?: const)? \{) (.*;) \}", line)
     if short is not None:
         return [*_wrapped(short[1]), *_wrapped(f"{indent}  {short[2]}"), f"{indent}}}"]
@@ -1516,9 +1520,10 @@ def _wrapped(line: str) -> list[str]:
 
 
 def _filled(words: Sequence[str], begin: str) -> list[str]:
-    lines = [begin.rstrip()]
+    begin = begin if begin.isspace() else begin.rstrip()
+    lines = [begin]
     for word in words:
         if len(lines[-1]) + 1 + len(word) > WIDTH:
-            lines.append(begin.rstrip())
+            lines.append(begin)
         lines[-1] += f" {word}"
     return lines
