@@ -22,12 +22,24 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import upconv
+from upconv.bench import timing
 from upconv.bench.suites import SUITES, parse_layer
 from upconv.bench.timing import precision_flags
 from upconv.cli import app
 from upconv.cuda import direct, direct_wgrad, gather, jit, wgrad
 from upconv.cuda.gpu import A100, H200, Gpu
-from upconv.export import gpu_of, host, kernelbench, kernelbench_problem, problem_of, program, signatures, source
+from upconv.export import (
+    check,
+    command,
+    gpu_of,
+    host,
+    kernelbench,
+    kernelbench_problem,
+    problem_of,
+    program,
+    signatures,
+    source,
+)
 from upconv.export.check import load
 from upconv.problem import Problem
 
@@ -245,11 +257,11 @@ def test_what_is_missing_to_compile_is_said(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_flags_that_ask_for_ieee_are_not_answered_in_tf32() -> None:
-    check = names(57)["check_precision"]
+    look = names(57)["check_precision"]
     with precision_flags("tf32"):
-        check()
+        look()
     with precision_flags("ieee"), pytest.raises(RuntimeError, match="got 'ieee'"):
-        check()
+        look()
     assert "check_precision" not in names(58)  # IEEE kernels are right under every flag
 
 
@@ -568,6 +580,29 @@ def test_weights_are_packed_when_they_may_have_changed(faked: Callable[[Problem]
         twin.conv_transpose2d.weight.add_(1)
         assert torch.equal(twin(x), extension.convolve(x, twin.conv_transpose2d.weight, None))
     assert packs() == 0
+
+
+@pytest.mark.parametrize("wrong", (None, "_forward", "_grad_weight"))
+def test_a_check_tells_right_from_wrong(
+    wrong: str | None, faked: Callable[[Problem], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    p = parse_layer("4,6,3,bias=False", "2x4x5x6").with_(dtype=torch.float64, precision="fp64")
+    module = faked(p)
+    if wrong is not None:
+        whole = getattr(module["_extension"], wrong)
+
+        def spoiled(*given: Any) -> None:
+            whole(*given)
+            (given[3]).mul_(1.01)  # the result, of each of them
+
+        setattr(module["_extension"], wrong, spoiled)
+    monkeypatch.setattr(check, "load", lambda text: module)
+    monkeypatch.setattr(timing, "SWEEP", timing.Repeats(0.0, 3, 3))
+    found = check.compare("", p, "conv_transpose2d", (), torch.device("cpu"))
+    assert found.passed is (wrong is None)
+    assert found.ratio > 0 and (found.worst > 1) is (wrong == "_forward")
+    text = command.Checked(found, "some GPU").text
+    assert ("NOT within" in text) is (wrong is not None) and "on some GPU" in text
 
 
 # --- the function and the command ------------------------------------------------------------------------------------

@@ -10,11 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from upconv.bench.timing import SWEEP, clock, cudnn_clocks, interleave
+from upconv.bench import timing
+from upconv.bench.timing import clock, cudnn_clocks, interleave, precision_flags
 from upconv.problem import Problem
 
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4, torch.float16: 1e-2, torch.bfloat16: 1e-2}
 """Absolute and relative, KernelBench's by dtype."""
+GRADIENTS = {torch.float32: 2e-3, torch.float64: 1e-9, torch.float16: 1e-2, torch.bfloat16: 2e-2}
+"""Largest norm of a gradient's difference from PyTorch's over its norm; both round."""
 SEEDS = 5
 
 
@@ -31,10 +34,11 @@ class Comparison:
     torch_seconds: float
     """PyTorch's, the better of ``cudnn.benchmark`` on and off."""
     tolerance: float
+    gradient_tolerance: float
 
     @property
     def passed(self) -> bool:
-        return self.worst <= 1
+        return self.worst <= 1 and max(self.gradients) <= self.gradient_tolerance
 
     @property
     def ratio(self) -> float:
@@ -49,7 +53,7 @@ def load(source: str) -> dict[str, Any]:
 
 
 def compare(source: str, p: Problem, attribute: str, arguments: Sequence[Any], device: torch.device) -> Comparison:
-    """Compiles a file, compares its outputs and gradients with PyTorch's under PyTorch's flags, and times both.
+    """Compiles a file, compares its outputs and gradients with PyTorch's in the same precision, and times both.
 
     Args:
         source: the file's text.
@@ -61,7 +65,13 @@ def compare(source: str, p: Problem, attribute: str, arguments: Sequence[Any], d
     Raises:
         RuntimeError: the file could not be compiled.
     """
-    names = load(source)
+    with precision_flags(p.precision):
+        return _compare(load(source), p, attribute, arguments, device)
+
+
+def _compare(
+    names: dict[str, Any], p: Problem, attribute: str, arguments: Sequence[Any], device: torch.device
+) -> Comparison:
     torch.manual_seed(42)
     ours: nn.Module = names["ModelNew"](*arguments)
     ours = ours.to(device, p.dtype)
@@ -90,9 +100,10 @@ def compare(source: str, p: Problem, attribute: str, arguments: Sequence[Any], d
         clocks = cudnn_clocks(clock(device))
         runs = {"ours": [lambda: ours(x)], "off": [lambda: _without_grad(reference, x)]}
         runs["on"] = runs["off"]
-        taken = interleave(runs, {"ours": clocks["off"], **clocks}, SWEEP)
+        taken = interleave(runs, {"ours": clocks["off"], **clocks}, timing.SWEEP)
     medians = {name: statistics.median(values) for name, values in taken.items()}
-    return Comparison(worst, gradients, medians["ours"], min(medians["off"], medians["on"]), tolerance)
+    theirs = min(medians["off"], medians["on"])
+    return Comparison(worst, gradients, medians["ours"], theirs, tolerance, GRADIENTS[p.dtype])
 
 
 def _without_grad(module: Any, x: Tensor) -> Tensor:

@@ -39,15 +39,15 @@ class Made:
     def check(self) -> Checked:
         """Compiles the file and compares it with PyTorch. Errors: RuntimeError where it cannot be compiled."""
         found = compare(self.text, self.problem, self.signature.attribute, self.arguments, torch.device("cuda", 0))
-        return Checked(self.problem, found)
+        return Checked(found, torch.cuda.get_device_name(0))
 
 
 @dataclass(frozen=True)
 class Checked:
     """A comparison in words."""
 
-    problem: Problem
     found: Comparison
+    gpu: str
 
     @property
     def passed(self) -> bool:
@@ -56,12 +56,15 @@ class Checked:
     @property
     def text(self) -> str:
         f = self.found
-        verdict = "within" if f.passed else "NOT within"
+        verdict, by_norm = (
+            "within" if well else "NOT within" for well in (f.worst <= 1, max(f.gradients) <= f.gradient_tolerance)
+        )
         return (
             f"outputs {verdict} {f.tolerance:g} of PyTorch's, absolute and relative (they take up to {f.worst:.1%})\n"
-            f"gradients differ from PyTorch's by {f.gradients[0]:.1e} (input) and {f.gradients[1]:.1e} (weight)\n"
+            f"gradients {by_norm} {f.gradient_tolerance:g} of PyTorch's, by norm: {f.gradients[0]:.1e} (input), "
+            f"{f.gradients[1]:.1e} (weight)\n"
             f"forward {1e3 * f.seconds:.3f} ms, PyTorch {1e3 * f.torch_seconds:.3f} ms, ratio {f.ratio:.2f} on "
-            f"{torch.cuda.get_device_name(0)}"
+            f"{self.gpu}"
         )
 
 
