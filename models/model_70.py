@@ -264,8 +264,10 @@ constexpr int W_SUBTILES = TILE_W / SUB_W;
 constexpr int H_SUBTILES = TILE_H / SUB_H;
 
 // [variant, block, tap]: the tap's shift in pixel rows
-__constant__ const short TAP_ROW[] =
-    {0,1,2,10,11,12,20,21,22,30,31,32,180,181,182,190,191,192,200,201,202,210,211,212,360,361,362,370,371,372,380,381,382,390,391,392};
+__constant__ const short TAP_ROW[] = {
+    0, 1, 2, 10, 11, 12, 20, 21, 22, 30, 31, 32, 180, 181, 182, 190, 191, 192, 200, 201, 202, 210, 211, 212, 360, 361,
+    362, 370, 371, 372, 380, 381, 382, 390, 391, 392
+};
 __constant__ const int ENTRY[] = {0,36};  // [variant][MB + 1]: where a block's taps begin
 __constant__ const short SUB_D[] = {0,0};  // [variant][SUBS]: output offset of an M-row's sub-position
 __constant__ const short SUB_HH[] = {0,1};
@@ -316,8 +318,11 @@ __device__ __forceinline__ u32 unit_at(int p, int unit) {
 // =====================================================================================================================
 
 // [variant, block, tap][SUBS]: the kernel's tap, -1 for none
-__constant__ const short TAP_INDEX[] =
-    {26,-1,25,-1,24,-1,23,26,22,25,21,24,20,23,19,22,18,21,-1,20,-1,19,-1,18,17,-1,16,-1,15,-1,14,17,13,16,12,15,11,14,10,13,9,12,-1,11,-1,10,-1,9,8,-1,7,-1,6,-1,5,8,4,7,3,6,2,5,1,4,0,3,-1,2,-1,1,-1,0};
+__constant__ const short TAP_INDEX[] = {
+    26, -1, 25, -1, 24, -1, 23, 26, 22, 25, 21, 24, 20, 23, 19, 22, 18, 21, -1, 20, -1, 19, -1, 18, 17, -1, 16, -1, 15,
+    -1, 14, 17, 13, 16, 12, 15, 11, 14, 10, 13, 9, 12, -1, 11, -1, 10, -1, 9, 8, -1, 7, -1, 6, -1, 5, 8, 4, 7, 3, 6, 2,
+    5, 1, 4, 0, 3, -1, 2, -1, 1, -1, 0
+};
 
 __global__ void pack(const float* __restrict__ weight, u32* __restrict__ packed, int words) {
   int i = blockIdx.x * blockDim.x + threadIdx.x;
@@ -1126,8 +1131,10 @@ constexpr int W_SUBTILES = TILE_W / SUB_W;
 constexpr int H_SUBTILES = TILE_H / SUB_H;
 
 // [variant, block, tap]: the tap's shift in pixel rows
-__constant__ const short TAP_ROW[] =
-    {0,1,2,10,11,12,20,21,22,30,31,32,180,181,182,190,191,192,200,201,202,210,211,212,360,361,362,370,371,372,380,381,382,390,391,392};
+__constant__ const short TAP_ROW[] = {
+    0, 1, 2, 10, 11, 12, 20, 21, 22, 30, 31, 32, 180, 181, 182, 190, 191, 192, 200, 201, 202, 210, 211, 212, 360, 361,
+    362, 370, 371, 372, 380, 381, 382, 390, 391, 392
+};
 __constant__ const int ENTRY[] = {0,36};  // [variant][MB + 1]: where a block's taps begin
 __constant__ const short SUB_D[] = {0,0};  // [variant][SUBS]: output offset of an M-row's sub-position
 __constant__ const short SUB_HH[] = {0,1};
@@ -1176,8 +1183,11 @@ __device__ __forceinline__ u32 unit_at(int p, int unit) {
 // =====================================================================================================================
 
 // [variant, block, tap][SUBS]: the kernel's tap, -1 for none
-__constant__ const short TAP_INDEX[] =
-    {26,-1,25,-1,24,-1,23,26,22,25,21,24,20,23,19,22,18,21,-1,20,-1,19,-1,18,17,-1,16,-1,15,-1,14,17,13,16,12,15,11,14,10,13,9,12,-1,11,-1,10,-1,9,8,-1,7,-1,6,-1,5,8,4,7,3,6,2,5,1,4,0,3,-1,2,-1,1,-1,0};
+__constant__ const short TAP_INDEX[] = {
+    26, -1, 25, -1, 24, -1, 23, 26, 22, 25, 21, 24, 20, 23, 19, 22, 18, 21, -1, 20, -1, 19, -1, 18, 17, -1, 16, -1, 15,
+    -1, 14, 17, 13, 16, 12, 15, 11, 14, 10, 13, 9, 12, -1, 11, -1, 10, -1, 9, 8, -1, 7, -1, 6, -1, 5, 8, 4, 7, 3, 6, 2,
+    5, 1, 4, 0, 3, -1, 2, -1, 1, -1, 0
+};
 
 __global__ void pack(const float* __restrict__ weight, u32* __restrict__ packed, int words) {
   int i = blockIdx.x * blockDim.x + threadIdx.x;
@@ -2039,8 +2049,10 @@ constexpr int W_SUBTILES = TILE_W / SUB_W;
 constexpr int H_SUBTILES = TILE_H / SUB_H;
 
 // [variant, block, tap]: the tap's shift in pixel rows
-__constant__ const short TAP_ROW[] =
-    {0,1,2,18,19,20,36,37,38,180,181,182,198,199,200,216,217,218,360,361,362,378,379,380,396,397,398};
+__constant__ const short TAP_ROW[] = {
+    0, 1, 2, 18, 19, 20, 36, 37, 38, 180, 181, 182, 198, 199, 200, 216, 217, 218, 360, 361, 362, 378, 379, 380, 396,
+    397, 398
+};
 __constant__ const int ENTRY[] = {0,27};  // [variant][MB + 1]: where a block's taps begin
 __constant__ const short SUB_D[] = {0};  // [variant][SUBS]: output offset of an M-row's sub-position
 __constant__ const short SUB_HH[] = {0};

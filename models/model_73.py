@@ -317,8 +317,10 @@ __device__ __forceinline__ u32 unit_at(int p, int unit) {
 // =====================================================================================================================
 
 // [variant, block, tap][SUBS]: the kernel's tap, -1 for none
-__constant__ const short TAP_INDEX[] =
-    {13,16,-1,10,14,17,12,15,-1,11,-1,9,22,25,-1,19,4,7,-1,1,23,26,21,24,-1,20,-1,18,5,8,3,6,-1,2,-1,0};
+__constant__ const short TAP_INDEX[] = {
+    13, 16, -1, 10, 14, 17, 12, 15, -1, 11, -1, 9, 22, 25, -1, 19, 4, 7, -1, 1, 23, 26, 21, 24, -1, 20, -1, 18, 5, 8, 3,
+    6, -1, 2, -1, 0
+};
 
 __global__ void pack(const float* __restrict__ weight, u32* __restrict__ packed, int words) {
   int i = blockIdx.x * blockDim.x + threadIdx.x;
@@ -1179,8 +1181,10 @@ __device__ __forceinline__ u32 unit_at(int p, int unit) {
 // =====================================================================================================================
 
 // [variant, block, tap][SUBS]: the kernel's tap, -1 for none
-__constant__ const short TAP_INDEX[] =
-    {13,16,-1,10,14,17,12,15,-1,11,-1,9,22,25,-1,19,4,7,-1,1,23,26,21,24,-1,20,-1,18,5,8,3,6,-1,2,-1,0};
+__constant__ const short TAP_INDEX[] = {
+    13, 16, -1, 10, 14, 17, 12, 15, -1, 11, -1, 9, 22, 25, -1, 19, 4, 7, -1, 1, 23, 26, 21, 24, -1, 20, -1, 18, 5, 8, 3,
+    6, -1, 2, -1, 0
+};
 
 __global__ void pack(const float* __restrict__ weight, u32* __restrict__ packed, int words) {
   int i = blockIdx.x * blockDim.x + threadIdx.x;
@@ -2046,8 +2050,10 @@ constexpr int W_SUBTILES = TILE_W / SUB_W;
 constexpr int H_SUBTILES = TILE_H / SUB_H;
 
 // [variant, block, tap]: the tap's shift in pixel rows
-__constant__ const short TAP_ROW[] =
-    {0,9,1,18,27,19,36,45,37,306,315,307,324,333,325,342,351,343,612,621,613,630,639,631,648,657,649};
+__constant__ const short TAP_ROW[] = {
+    0, 9, 1, 18, 27, 19, 36, 45, 37, 306, 315, 307, 324, 333, 325, 342, 351, 343, 612, 621, 613, 630, 639, 631, 648,
+    657, 649
+};
 __constant__ const int ENTRY[] = {0,27};  // [variant][MB + 1]: where a block's taps begin
 __constant__ const short SUB_D[] = {0};  // [variant][SUBS]: output offset of an M-row's sub-position
 __constant__ const short SUB_HH[] = {0};

@@ -264,8 +264,10 @@ constexpr int W_SUBTILES = TILE_W / SUB_W;
 constexpr int H_SUBTILES = TILE_H / SUB_H;
 
 // [variant, block, tap]: the tap's shift in pixel rows
-__constant__ const short TAP_ROW[] =
-    {0,1,2,10,11,12,20,21,22,100,101,102,110,111,112,120,121,122,200,201,202,210,211,212,220,221,222};
+__constant__ const short TAP_ROW[] = {
+    0, 1, 2, 10, 11, 12, 20, 21, 22, 100, 101, 102, 110, 111, 112, 120, 121, 122, 200, 201, 202, 210, 211, 212, 220,
+    221, 222
+};
 __constant__ const int ENTRY[] = {0,0,0,0,0,0,0,27};  // [variant][MB + 1]: where a block's taps begin
 __constant__ const short SUB_D[] = {0,0,1,1};  // [variant][SUBS]: output offset of an M-row's sub-position
 __constant__ const short SUB_HH[] = {0,1,0,1};
@@ -1128,8 +1130,10 @@ constexpr int W_SUBTILES = TILE_W / SUB_W;
 constexpr int H_SUBTILES = TILE_H / SUB_H;
 
 // [variant, block, tap]: the tap's shift in pixel rows
-__constant__ const short TAP_ROW[] =
-    {0,1,2,10,11,12,20,21,22,100,101,102,110,111,112,120,121,122,200,201,202,210,211,212,220,221,222};
+__constant__ const short TAP_ROW[] = {
+    0, 1, 2, 10, 11, 12, 20, 21, 22, 100, 101, 102, 110, 111, 112, 120, 121, 122, 200, 201, 202, 210, 211, 212, 220,
+    221, 222
+};
 __constant__ const int ENTRY[] = {0,0,0,0,0,0,0,27};  // [variant][MB + 1]: where a block's taps begin
 __constant__ const short SUB_D[] = {0,0,1,1};  // [variant][SUBS]: output offset of an M-row's sub-position
 __constant__ const short SUB_HH[] = {0,1,0,1};
@@ -2043,8 +2047,10 @@ constexpr int W_SUBTILES = TILE_W / SUB_W;
 constexpr int H_SUBTILES = TILE_H / SUB_H;
 
 // [variant, block, tap]: the tap's shift in pixel rows
-__constant__ const short TAP_ROW[] =
-    {0,1,2,10,11,12,20,21,22,100,101,102,110,111,112,120,121,122,200,201,202,210,211,212,220,221,222};
+__constant__ const short TAP_ROW[] = {
+    0, 1, 2, 10, 11, 12, 20, 21, 22, 100, 101, 102, 110, 111, 112, 120, 121, 122, 200, 201, 202, 210, 211, 212, 220,
+    221, 222
+};
 __constant__ const int ENTRY[] = {0,27};  // [variant][MB + 1]: where a block's taps begin
 __constant__ const short SUB_D[] = {0};  // [variant][SUBS]: output offset of an M-row's sub-position
 __constant__ const short SUB_HH[] = {0};

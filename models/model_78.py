@@ -265,8 +265,10 @@ constexpr int W_SUBTILES = TILE_W / SUB_W;
 constexpr int H_SUBTILES = TILE_H / SUB_H;
 
 // [variant, block, tap]: the tap's shift in pixel rows
-__constant__ const short TAP_ROW[] =
-    {0,1,2,3,4,5,6,70,71,72,73,74,75,76,140,141,142,143,144,145,146,210,211,212,213,214,215,216};
+__constant__ const short TAP_ROW[] = {
+    0, 1, 2, 3, 4, 5, 6, 70, 71, 72, 73, 74, 75, 76, 140, 141, 142, 143, 144, 145, 146, 210, 211, 212, 213, 214, 215,
+    216
+};
 __constant__ const int ENTRY[] = {0,28};  // [variant][MB + 1]: where a block's taps begin
 __constant__ const short SUB_D[] = {0,0};  // [variant][SUBS]: output offset of an M-row's sub-position
 __constant__ const short SUB_HH[] = {0,1};
@@ -317,8 +319,10 @@ __device__ __forceinline__ u32 unit_at(int p, int unit) {
 // =====================================================================================================================
 
 // [variant, block, tap][SUBS]: the kernel's tap, -1 for none
-__constant__ const short TAP_INDEX[] =
-    {20,-1,19,-1,18,-1,17,-1,16,-1,15,-1,14,-1,13,20,12,19,11,18,10,17,9,16,8,15,7,14,6,13,5,12,4,11,3,10,2,9,1,8,0,7,-1,6,-1,5,-1,4,-1,3,-1,2,-1,1,-1,0};
+__constant__ const short TAP_INDEX[] = {
+    20, -1, 19, -1, 18, -1, 17, -1, 16, -1, 15, -1, 14, -1, 13, 20, 12, 19, 11, 18, 10, 17, 9, 16, 8, 15, 7, 14, 6, 13,
+    5, 12, 4, 11, 3, 10, 2, 9, 1, 8, 0, 7, -1, 6, -1, 5, -1, 4, -1, 3, -1, 2, -1, 1, -1, 0
+};
 
 __global__ void pack(const float* __restrict__ weight, u32* __restrict__ packed, int words) {
   int i = blockIdx.x * blockDim.x + threadIdx.x;
@@ -1109,8 +1113,10 @@ constexpr int W_SUBTILES = TILE_W / SUB_W;
 constexpr int H_SUBTILES = TILE_H / SUB_H;
 
 // [variant, block, tap]: the tap's shift in pixel rows
-__constant__ const short TAP_ROW[] =
-    {0,1,2,3,4,5,6,70,71,72,73,74,75,76,140,141,142,143,144,145,146,210,211,212,213,214,215,216};
+__constant__ const short TAP_ROW[] = {
+    0, 1, 2, 3, 4, 5, 6, 70, 71, 72, 73, 74, 75, 76, 140, 141, 142, 143, 144, 145, 146, 210, 211, 212, 213, 214, 215,
+    216
+};
 __constant__ const int ENTRY[] = {0,28};  // [variant][MB + 1]: where a block's taps begin
 __constant__ const short SUB_D[] = {0,0};  // [variant][SUBS]: output offset of an M-row's sub-position
 __constant__ const short SUB_HH[] = {0,1};
@@ -1159,8 +1165,10 @@ __device__ __forceinline__ u32 unit_at(int p, int unit) {
 // =====================================================================================================================
 
 // [variant, block, tap][SUBS]: the kernel's tap, -1 for none
-__constant__ const short TAP_INDEX[] =
-    {20,-1,19,-1,18,-1,17,-1,16,-1,15,-1,14,-1,13,20,12,19,11,18,10,17,9,16,8,15,7,14,6,13,5,12,4,11,3,10,2,9,1,8,0,7,-1,6,-1,5,-1,4,-1,3,-1,2,-1,1,-1,0};
+__constant__ const short TAP_INDEX[] = {
+    20, -1, 19, -1, 18, -1, 17, -1, 16, -1, 15, -1, 14, -1, 13, 20, 12, 19, 11, 18, 10, 17, 9, 16, 8, 15, 7, 14, 6, 13,
+    5, 12, 4, 11, 3, 10, 2, 9, 1, 8, 0, 7, -1, 6, -1, 5, -1, 4, -1, 3, -1, 2, -1, 1, -1, 0
+};
 
 __global__ void pack(const float* __restrict__ weight, u32* __restrict__ packed, int words) {
   int i = blockIdx.x * blockDim.x + threadIdx.x;
@@ -1989,8 +1997,10 @@ constexpr int W_SUBTILES = TILE_W / SUB_W;
 constexpr int H_SUBTILES = TILE_H / SUB_H;
 
 // [variant, block, tap]: the tap's shift in pixel rows
-__constant__ const short TAP_ROW[] =
-    {0,1,2,3,4,5,6,70,71,72,73,74,75,76,140,141,142,143,144,145,146,210,211,212,213,214,215,216};
+__constant__ const short TAP_ROW[] = {
+    0, 1, 2, 3, 4, 5, 6, 70, 71, 72, 73, 74, 75, 76, 140, 141, 142, 143, 144, 145, 146, 210, 211, 212, 213, 214, 215,
+    216
+};
 __constant__ const int ENTRY[] = {0,28};  // [variant][MB + 1]: where a block's taps begin
 __constant__ const short SUB_D[] = {0,0};  // [variant][SUBS]: output offset of an M-row's sub-position
 __constant__ const short SUB_HH[] = {0,1};
@@ -2041,8 +2051,10 @@ __device__ __forceinline__ u32 unit_at(int p, int unit) {
 // =====================================================================================================================
 
 // [variant, block, tap][SUBS]: the kernel's tap, -1 for none
-__constant__ const short TAP_INDEX[] =
-    {0,-1,1,-1,2,-1,3,-1,4,-1,5,-1,6,-1,7,0,8,1,9,2,10,3,11,4,12,5,13,6,14,7,15,8,16,9,17,10,18,11,19,12,20,13,-1,14,-1,15,-1,16,-1,17,-1,18,-1,19,-1,20};
+__constant__ const short TAP_INDEX[] = {
+    0, -1, 1, -1, 2, -1, 3, -1, 4, -1, 5, -1, 6, -1, 7, 0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15, 8, 16, 9,
+    17, 10, 18, 11, 19, 12, 20, 13, -1, 14, -1, 15, -1, 16, -1, 17, -1, 18, -1, 19, -1, 20
+};
 
 __global__ void pack(const float* __restrict__ weight, u32* __restrict__ packed, int words) {
   int i = blockIdx.x * blockDim.x + threadIdx.x;
@@ -2834,8 +2846,10 @@ constexpr int W_SUBTILES = TILE_W / SUB_W;
 constexpr int H_SUBTILES = TILE_H / SUB_H;
 
 // [variant, block, tap]: the tap's shift in pixel rows
-__constant__ const short TAP_ROW[] =
-    {0,1,2,3,4,5,6,70,71,72,73,74,75,76,140,141,142,143,144,145,146,210,211,212,213,214,215,216};
+__constant__ const short TAP_ROW[] = {
+    0, 1, 2, 3, 4, 5, 6, 70, 71, 72, 73, 74, 75, 76, 140, 141, 142, 143, 144, 145, 146, 210, 211, 212, 213, 214, 215,
+    216
+};
 __constant__ const int ENTRY[] = {0,28};  // [variant][MB + 1]: where a block's taps begin
 __constant__ const short SUB_D[] = {0,0};  // [variant][SUBS]: output offset of an M-row's sub-position
 __constant__ const short SUB_HH[] = {0,1};
@@ -2884,8 +2898,10 @@ __device__ __forceinline__ u32 unit_at(int p, int unit) {
 // =====================================================================================================================
 
 // [variant, block, tap][SUBS]: the kernel's tap, -1 for none
-__constant__ const short TAP_INDEX[] =
-    {0,-1,1,-1,2,-1,3,-1,4,-1,5,-1,6,-1,7,0,8,1,9,2,10,3,11,4,12,5,13,6,14,7,15,8,16,9,17,10,18,11,19,12,20,13,-1,14,-1,15,-1,16,-1,17,-1,18,-1,19,-1,20};
+__constant__ const short TAP_INDEX[] = {
+    0, -1, 1, -1, 2, -1, 3, -1, 4, -1, 5, -1, 6, -1, 7, 0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15, 8, 16, 9,
+    17, 10, 18, 11, 19, 12, 20, 13, -1, 14, -1, 15, -1, 16, -1, 17, -1, 18, -1, 19, -1, 20
+};
 
 __global__ void pack(const float* __restrict__ weight, u32* __restrict__ packed, int words) {
   int i = blockIdx.x * blockDim.x + threadIdx.x;
