@@ -38,14 +38,17 @@ from upconv import env
 from upconv.bench import report, suites, timing
 from upconv.bench.suites import Case
 from upconv.bench.timing import Clock, Repeats
+from upconv.export import kernelbench_problem
 from upconv.problem import Precision
 
 SEED = 42
 TRIALS = 5
 TOLERANCE = 1e-4
 """Absolute and relative, of outputs in float32."""
-GRADIENT = 2e-3
-"""Largest norm of a gradient's difference from PyTorch's over its norm: four times TF32's unit roundoff."""
+GRADIENT = 4e-3
+"""Largest norm of a gradient's difference from PyTorch's over its norm: eight times TF32's unit roundoff (NOTES: cuDNN's
+gradient for kb57's weight is 1.9e-3 away on an H200).
+"""
 RUNS = Repeats(math.inf, 100, 100)
 WITHIN = 1.05
 """An exported file is to take at most this many times the library's own layer."""
@@ -320,7 +323,7 @@ def judge(file: File, device: torch.device, *, gradients: bool, repeats: Repeats
         found["grad_input_error"], found["grad_weight_error"] = errors
         if not max(errors) <= GRADIENT:
             return {**found, "failure": f"its gradients differ by {max(errors):.3g} in norm"}
-    precision: Precision = "ieee" if p.rank == 3 else "tf32"
+    precision = kernelbench_problem(file.number).precision  # the file's own
     medians = _times(
         ours, theirs, _library(file.case, theirs, device), draw(p.input_shape, device, SEED), precision, repeats
     )

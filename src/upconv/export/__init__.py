@@ -127,14 +127,17 @@ def kernelbench(number: int, arch: str | None = "90a", shape: Sequence[int] | No
 
 
 def kernelbench_problem(number: int) -> Problem:
-    """A KernelBench level-1 problem at its own size, multiplied as PyTorch does it by default."""
+    """A KernelBench level-1 problem at its own size, multiplied as PyTorch does it by default.
+
+    Its grouped kernels know no TF32 either: 75's output in TF32 is not within KernelBench's 1e-4 of PyTorch's.
+    """
     from upconv.bench.suites import SUITES
 
     found = {case.name: case.problem for case in SUITES["kernelbench"]}.get(f"kb{number}")
     if found is None:
         numbers = ", ".join(case.name[2:] for case in SUITES["kernelbench"])
         raise ValueError(f"the KernelBench problem must be one of {numbers}; got {number}")
-    return found.with_(precision=default_precision(found.dtype, found.rank))
+    return found.with_(precision="ieee" if found.groups > 1 else default_precision(found.dtype, found.rank))
 
 
 def gpu_of(arch: str | None) -> Gpu:
