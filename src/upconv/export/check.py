@@ -16,8 +16,8 @@ from upconv.problem import Problem
 
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4, torch.float16: 1e-2, torch.bfloat16: 1e-2}
 """Absolute and relative, KernelBench's by dtype."""
-GRADIENTS = {torch.float32: 2e-3, torch.float64: 1e-9, torch.float16: 1e-2, torch.bfloat16: 2e-2}
-"""Largest norm of a gradient's difference from PyTorch's over its norm; both round."""
+GRADIENTS = {torch.float32: 4e-3, torch.float64: 1e-9, torch.float16: 1e-2, torch.bfloat16: 2e-2}
+"""Largest norm of a gradient's difference from PyTorch's over its norm; both round (as in `upconv.bench.exported`)."""
 SEEDS = 5
 
 
