@@ -10,7 +10,7 @@ import random
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -744,6 +744,11 @@ BOUNDS = {torch.float32: 1e-3, torch.float64: 1e-13, torch.bfloat16: 6e-3}
 
 class TestOnGpu:
     pytestmark = gpu_only
+
+    @pytest.fixture(autouse=True)
+    def _default_flags(self) -> Iterator[None]:
+        with precision_flags("tf32"):
+            yield
 
     @pytest.mark.parametrize("name", ON_GPU)
     def test_outputs_and_gradients(self, name: str, built: Callable[[str], dict[str, Any]]) -> None:
