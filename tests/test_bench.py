@@ -645,7 +645,7 @@ def test_first_calls_are_counted_per_shape(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"s\.json lacks rows\[\]\.engine, "):
         latency.load(path)
     path.write_text(json.dumps({"schema": 1}))
-    with pytest.raises(ValueError, match="must be a report of kind host or shapes, got None"):
+    with pytest.raises(ValueError, match="must be a report of kind host or shapes or training, got None"):
         latency.load(path)
 
 
@@ -672,16 +672,17 @@ def test_training_steps(tmp_path: Path) -> None:
     assert "hifigan bf16" in text and "Adam" in text
 
 
-def test_a_model_that_trains_wrongly_has_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("factor", "what"), [(3, "losses"), (1.5, "gradients' norms")])
+def test_a_model_that_trains_wrongly_has_no_time(factor: float, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = training.cases(8)[2]
 
     def wrong(network: Any) -> Any:
-        network[-1].weight.data.mul_(3)
+        list(network.parameters())[-2].data.mul_(factor)  # the last layer's weight
         return network
 
     monkeypatch.setattr(training.upconv, "accelerate", wrong)
     row = training.measure(CPU, [case], SHORT, compiled=False)["rows"][0]
-    assert str(row["failure"]).startswith("wrong: ") and row["ours_ms"] is None
+    assert str(row["failure"]).startswith(f"wrong: the first {what} differ by ") and row["ours_ms"] is None
 
 
 def test_training_cases_are_the_targets() -> None:

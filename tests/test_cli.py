@@ -138,7 +138,10 @@ def test_peaks_are_in_the_report(fast: None, monkeypatch, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ("bench --suite foo", "--suite must be one of founding, kernelbench, models, cuda, cpu, custom; got 'foo'"),
+        (
+            "bench --suite foo",
+            "--suite must be one of founding, kernelbench, models, cuda, cpu, custom, training; got 'foo'",
+        ),
         ("bench --dtype float8", "--dtype must be one of float32, bfloat16, float16, float64, all; got 'float8'"),
         ("bench --layout nhwc", "--layout must be one of nchw, channels_last, all; got 'nhwc'"),
         ("bench --pass bwd", "--pass must be one of fwd, grad-input, grad-weight, step, all; got 'bwd'"),
