@@ -418,14 +418,18 @@ def _epilogue_clocks(t: Tiling, alignment: int) -> float:
     outputs = t.runs * 8 * t.width_subs
     if t.channels_last:
         return 2.0 * (t.nb * 8 / t.runs * t.width_subs) * (t.runs * 6 + t.runs * 8 * 16 / t.vec / 32 * 14 + 60)
+    buffer = t.runs * t.width_subs * 2
     if t.width_subs < t.out_steps[2]:
         stores = -(-outputs // 32) * 8 * 8.0
-    elif alignment >= 2 * t.element:
-        unit = 16 if alignment >= 16 else 8 if t.element == 4 else 4
-        stores = -(-8 * outputs * t.element // unit // 32) * 10.0
-    else:
-        stores = (outputs + 38) // (128 // t.element) * 8 * (11.0 if t.element == 4 else 18.0)
-    return 2.0 * (t.nb * 8 / t.runs * 2) * (t.runs * t.width_subs * 2 + stores + 60)
+    elif alignment >= 16:
+        stores = -(-8 * outputs * t.element // 512) * 10.0
+    else:  # the sectors of eight rows and then their ends, or short rows in the units at which they begin
+        unit = min(2 * t.element, alignment)
+        sectors = (outputs * t.element + 63 - unit) // 32
+        ends = 8 // unit
+        stores = 12.0 * min(-(-8 * outputs * t.element // unit // 32), -(-sectors // 2) + ends)
+        buffer *= 2 * t.element // unit
+    return 2.0 * (t.nb * 8 / t.runs * 2) * (buffer + stores + 60)
 
 
 def choose(p: Problem, gpu: Gpu) -> Choice | str:

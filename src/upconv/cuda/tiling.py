@@ -439,7 +439,7 @@ class Tiling:
         if self.tensor_map:
             slot_barriers = self.stages_p if self.channels_last else self.stages_s
         run = self.runs * 8
-        row = -(-run * self.width_subs * self.element // 128) * 128 + (32 if self.element == 4 else 16)
+        row = -(-run * self.width_subs * self.element // 128) * 128 + (32 if self.element == 4 else 48)
         buffer = run * 80 if self.channels_last else 8 * row
         return (
             tiles

@@ -756,8 +756,9 @@ __device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB]
 // A warp holds 16 rows of M. It passes them through its own shared buffer, a run of pixels at a time, so that memory is
 // written in whole lines: NCHW 8 rows of RUN x W_SUBS consecutive outputs, channels-last RUN pixels of 16 channels.
 #define RUN (RUN_GROUPS * 8)
-// Bytes of a row of the buffer (channels-last: of a pixel); the rest beyond whole 128 bytes lets rows meet different banks.
-#define RUN_PITCH (CHANNELS_LAST ? 80 : (RUN * W_SUBS * ELEMENT + 127) / 128 * 128 + (ELEMENT == 4 ? 32 : 16))
+// Bytes of a row of the buffer (channels-last: of a pixel); the rest beyond whole 128 bytes lets rows meet different banks, and
+// a row begin up to 31 bytes late.
+#define RUN_PITCH (CHANNELS_LAST ? 80 : (RUN * W_SUBS * ELEMENT + 127) / 128 * 128 + (ELEMENT == 4 ? 32 : 48))
 #define BUFFER_BYTES ((CHANNELS_LAST ? RUN : 8) * RUN_PITCH)
 #define RUN_SUBTILES (SUB_H == 8 ? RUN_GROUPS : RUN_GROUPS > 8 ? RUN_GROUPS / 8 : 1)  // neighbours along W that a run crosses
 #define RUNS_OF_SUBTILE (SUB_H == 8 ? 8 : RUN_GROUPS > 8 ? 1 : 8 / RUN_GROUPS)
@@ -784,100 +785,49 @@ __device__ __forceinline__ Slab slab_of(const Tile& t, int cout_block, int warp)
 #if !CHANNELS_LAST
 #define OUTPUTS (RUN * W_SUBS)                          // of a row of a run
 
-#if W_SUBS == OUT_STEP_W
-// Eight rows of a run, all of which begin at multiples of UNIT bytes: one instruction stores 32 units, of several rows if they
-// are short. A unit that the image's border cuts is stored output by output.
+#define CONTIGUOUS (W_SUBS == OUT_STEP_W)                // a tile's outputs of a row are neighbours in memory
+
+// UNIT, below: bytes at multiples of which all rows of a run begin and end: 16, two outputs or one.
+#define TOGETHER(unit) ((unit) > ELEMENT ? 2 : 1)       // outputs that a thread stores to the buffer together
+
+// Which of a thread's outputs of a row go first to the buffer, as an exclusive or of their order, so that the lanes of an
+// instruction meet different banks: rows lie 8 banks apart (half precision: 12), the outputs of neighbouring lanes 2 W_SUBS.
 template <int UNIT>
-__device__ __forceinline__ void store_unit(char* p, u32 from, int unit, int left, bool in) {
-  constexpr int outputs = UNIT / ELEMENT;
-  u32 v[4];
-  if (UNIT == 16) load_shared_128(v, from);
-  else if (UNIT == 8) load_shared_64(v, from);
-  else v[0] = load_shared_u32(from);
-  bool whole = in && (unit + 1) * outputs <= left;
-  if (UNIT == 16) store_global_128_if(p, v, whole);
-  else if (UNIT == 8) store_global_64_if(p, v, whole);
-  else store_global_if(p, v[0], whole);
-  if (outputs > 1 && left < OUTPUTS && left % outputs) {
-#pragma unroll
-    for (int e = 0; e < outputs - 1; e++) {
-      bool cut = in && !whole && unit * outputs + e < left;
-      if (ELEMENT == 4) store_global_if(p + e * 4, v[e & 3], cut);
-      else store_global_16_if(p + e * 2, v[e >> 1 & 3] >> (e & 1) * 16, cut);
-    }
-  }
+__device__ __forceinline__ int order_of(int g, int q) {
+  if (ELEMENT == 2) return W_SUBS % 2 == 0 ? (g & 1) << 1 : 0;
+  int by_column = W_SUBS % 4 == 0 ? q << 1 : W_SUBS % 2 == 0 ? q & 2 : 0;
+  return TOGETHER(UNIT) == 2 ? by_column : by_column | g >> 2;
 }
 
+// One thread's 2 W_SUBS neighbouring outputs to the buffer.
 template <int UNIT>
-__device__ __forceinline__ void store_units(char* to, long long plane, int rows, int left, u32 buffer, int lane) {
-  constexpr int per_row = OUTPUTS * ELEMENT / UNIT;
-  if (per_row >= 32) {
+__device__ __forceinline__ void put(float (&v)[2 * W_SUBS], u32 at, int order) {
 #pragma unroll
-    for (int r = 0; r < 8; r++)
+  for (int bit = TOGETHER(UNIT); bit < 8 && W_SUBS % bit == 0; bit *= 2) {
 #pragma unroll
-      for (int i = 0; i < (per_row + 31) / 32; i++) {
-        int unit = lane + 32 * i;
-        bool in = (per_row % 32 == 0 || unit < per_row) && (COUT_G % 16 == 0 || r < rows);
-        store_unit<UNIT>(to + r * plane + unit * UNIT, buffer + r * RUN_PITCH + (in ? unit : 0) * UNIT, unit, left, in);
-      }
-  } else {
-#pragma unroll
-    for (int i = 0; i < (8 * per_row + 31) / 32; i++) {
-      int index = lane + 32 * i, r = index / per_row, unit = index % per_row;
-      bool in = r < (COUT_G % 16 ? rows : 8);
-      store_unit<UNIT>(to + r * plane + unit * UNIT, buffer + (in ? r : 0) * RUN_PITCH + unit * UNIT, unit, left, in);
+    for (int i = 0; i < 2 * W_SUBS; i++) {
+      if (i & bit) continue;
+      float low = v[i], high = v[i ^ bit];
+      v[i] = order & bit ? high : low;
+      v[i ^ bit] = order & bit ? low : high;
     }
   }
-}
-#endif
-
-// Eight rows (output channels) of a run from the buffer to memory; `to` is the first row's first output, rows lie `plane` bytes
-// apart.
-__device__ __forceinline__ void store_rows(char* to, long long plane, int rows, int left, u32 buffer, int lane) {
-#if W_SUBS == OUT_STEP_W
-  u32 misaligned = (u32)(u64)to | (u32)plane;
-  if ((misaligned & 15) == 0) return store_units<16>(to, plane, rows, left, buffer, lane);
+#pragma unroll
+  for (int i = 0; i < 2 * W_SUBS; i += TOGETHER(UNIT)) {
+    u32 to = at + (i ^ order) * ELEMENT;
 #if ELEMENT == 4
-  if ((misaligned & 7) == 0) return store_units<8>(to, plane, rows, left, buffer, lane);
-  // Rows begin anywhere: each instruction begins at a sector's first output, since a sector written in parts is first read from
-  // memory (NOTES: loads and stores of kb57, with rows of 1026 outputs: 2.15 ms,
-  // with rows of 1024 1.44).
-  int end = left < OUTPUTS ? left : OUTPUTS;
-  if (COUT_G % 16 == 0) rows = 8;
-  u32 first = (u32)(u64)to >> 2, step = (u32)plane >> 2;
-#pragma unroll
-  for (int i = 0; i < (OUTPUTS + 38) / 32; i++) {
-    u32 v[8];
-    int e[8];                                           // the lane's output of each row; some are before or behind it
-#pragma unroll
-    for (int r = 0; r < 8; r++) {
-      e[r] = lane + 32 * i - (int)((first + r * step) & 7);
-      v[r] = load_shared_u32(buffer + r * RUN_PITCH + ((u32)e[r] < (u32)end ? e[r] * 4 : 0));
-    }
-#pragma unroll
-    for (int r = 0; r < 8; r++) store_global_if(to + r * plane + (long long)e[r] * 4, v[r], (u32)e[r] < (u32)end && r < rows);
-  }
+    if (TOGETHER(UNIT) == 2) store_shared_f32x2(to, v[i], v[i ^ 1]);
+    else store_shared_f32(to, v[i]);
 #else
-  if ((misaligned & 3) == 0) return store_units<4>(to, plane, rows, left, buffer, lane);
-  // Rows begin in the middle of words: two neighbours make one.
-  int end = left < OUTPUTS ? left : OUTPUTS;
-  if (COUT_G % 16 == 0) rows = 8;
-#pragma unroll 1
-  for (int i = 0; i < OUTPUTS / 64 + 1; i++) {
-#pragma unroll
-    for (int r = 0; r < 8; r++) {
-      char* row = to + r * plane;
-      int odd = (int)((u64)row >> 1 & 1), e = 2 * (lane + 32 * i) - odd, word = e >> 1;  // of an odd row, the word of e is before it
-      u32 from = buffer + r * RUN_PITCH, low = load_shared_u32(from + (word < 0 ? 0 : e < end ? word * 4 : 0));
-      u32 high = odd ? load_shared_u32(from + (e + 1 < end ? (word + 1) * 4 : 0)) : 0;
-      u32 v = odd ? low >> 16 | high << 16 : low;
-      store_global_if(row + e * 2, v, e >= 0 && e + 1 < end && r < rows);
-      store_global_16_if(row + e * 2, v, e >= 0 && e == end - 1 && r < rows);
-      store_global_16_if(row + e * 2 + 2, v >> 16, e == -1 && end > 0 && r < rows);
-    }
-  }
+    if (TOGETHER(UNIT) == 2) store_shared_u32(to, pack_pair(make_float2(v[i], v[i ^ 1])));
+    else store_shared_u16(to, STORE_BITS(v[i]));
 #endif
-#else  // other tiles have the sub-positions between
+  }
+}
+
+#if !CONTIGUOUS
+// Eight rows with the other tiles' sub-positions between.
+__device__ __forceinline__ void store_spread(char* to, long long plane, int rows, int left, u32 buffer, int lane) {
 #pragma unroll
   for (int i = 0; i < (OUTPUTS + 31) / 32; i++) {
     int e = lane + 32 * i, o = e / W_SUBS * OUT_STEP_W + e % W_SUBS;
@@ -891,8 +841,71 @@ __device__ __forceinline__ void store_rows(char* to, long long plane, int rows, 
       else store_global_16_if(p, load_shared_u16(from), ok);
     }
   }
-#endif
 }
+#else
+template <int UNIT>
+__device__ __forceinline__ void copy_unit(char* to, u32 from, bool ok) {
+  u32 v[4];
+  if (UNIT == 16) load_shared_128(v, from);
+  else if (UNIT == 8) load_shared_64(v, from);
+  else v[0] = UNIT == 4 ? load_shared_u32(from) : load_shared_u16(from);
+  if (UNIT == 16) store_global_128_if(to, v, ok);
+  else if (UNIT == 8) store_global_64_if(to, v, ok);
+  else if (UNIT == 4) store_global_if(to, v[0], ok);
+  else store_global_16_if(to, v[0], ok);
+}
+
+// Eight rows in units: an instruction stores 32 of them, of several rows if they are short.
+template <int UNIT>
+__device__ __forceinline__ void store_units(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
+  constexpr int PER_ROW = OUTPUTS * ELEMENT / UNIT;
+#pragma unroll
+  for (int i = 0; i < (8 * PER_ROW + 31) / 32; i++) {
+    int index = lane + 32 * i, r = index / PER_ROW, at = index % PER_ROW * UNIT;
+    char* row = to + r * plane;
+    u32 shift = UNIT == 16 ? 0 : (u32)(u64)row & 31;
+    bool in = PER_ROW % 4 == 0 || r < 8;
+    copy_unit<UNIT>(row + at, in ? buffer + r * RUN_PITCH + shift + at : buffer, in && at < end && r < rows);
+  }
+}
+
+// Eight rows that begin anywhere. The buffer has a row where memory has it in its first sector of 32 bytes, so that 16 bytes of
+// the one are 16 of the other; two lanes have a sector, since one that is written in parts is first read from memory (NOTES:
+// loads and stores of kb57 with rows of 1026 outputs 2.15 ms, of 1024 1.44). What a row's first and last 16 bytes have of it
+// follows in units.
+template <int UNIT>
+__device__ __forceinline__ void store_shifted(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
+  constexpr int PER_ROW = (OUTPUTS * ELEMENT + 32 - UNIT + 31) / 32 * 2, ENDS = 16 / UNIT;
+#pragma unroll
+  for (int i = 0; i < (8 * PER_ROW + 31) / 32; i++) {
+    int index = lane + 32 * i, r = index / PER_ROW, unit = index % PER_ROW;
+    char* row = to + r * plane;
+    int at = unit * 16 - (int)((u64)row & 31);          // in the row
+    bool in = PER_ROW % 4 == 0 || r < 8;
+    copy_unit<16>(row + at, in ? buffer + r * RUN_PITCH + unit * 16 : buffer, in && at >= 0 && at + 16 <= end && r < rows);
+  }
+#pragma unroll
+  for (int i = 0; i < 8 * 2 * ENDS / 32; i++) {         // ENDS lanes for either end of a row
+    int r = (lane + 32 * i) / (2 * ENDS), at = lane % ENDS * UNIT;
+    char* row = to + r * plane;
+    int phase = (int)((u64)row & 15), head = -phase & 15;
+    bool tail = lane & ENDS;
+    if (tail) at += ((phase + end) & ~15) - phase;
+    bool ok = (tail ? at >= head : at < head) && at < end && r < rows;
+    copy_unit<UNIT>(row + at, buffer + r * RUN_PITCH + ((u32)(u64)row & 31) + (ok ? at : 0), ok);
+  }
+}
+
+// Eight rows (output channels) of a run from the buffer to memory: `end` bytes of each. `to` is the first row's first output, rows
+// lie `plane` bytes apart.
+template <int UNIT>
+__device__ __forceinline__ void store_rows(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
+  constexpr int whole = (8 * (OUTPUTS * ELEMENT / UNIT) + 31) / 32;
+  constexpr int shifted = ((OUTPUTS * ELEMENT + 32 - UNIT + 31) / 32 * 16 + 31) / 32 + 16 * (16 / UNIT) / 32;
+  if (UNIT == 16 || whole <= shifted) store_units<UNIT>(to, plane, rows, end, buffer, lane);
+  else store_shifted<UNIT>(to, plane, rows, end, buffer, lane);
+}
+#endif
 #else
 // RUN pixels of 16 channels from the buffer to memory; pixels lie OUT_STEP_W apart.
 __device__ __forceinline__ void store_pixels(char* to, int couts, int left, u32 buffer, int lane) {
@@ -923,10 +936,41 @@ __device__ __forceinline__ void store_pixels(char* to, int couts, int left, u32 
 }
 #endif
 
+#if !CHANNELS_LAST
+// Rows h * 8 ... of run i of subtiles r * RUN_SUBTILES ...: a thread's outputs of its row to the buffer.
+template <int UNIT>
+__device__ __forceinline__ void put_rows(float (&acc)[MB][NB][32], float bias, int r, int i, int h, u32 row, int lane) {
+  constexpr signed char blocks[] = BLOCKS_OF_W;         // the block of a W sub-position, -1: it has no taps
+  int g = lane >> 2, q = lane & 3, order = order_of<UNIT>(g, q);
+#pragma unroll
+  for (int k = 0; k < RUN_GROUPS; k++) {
+    const int nb = RUN_NB(r, i, k), j = RUN_J(r, i, k);
+    float v[2 * W_SUBS];
+#pragma unroll
+    for (int c = 0; c < 2; c++)
+#pragma unroll
+      for (int u = 0; u < W_SUBS; u++) v[c * W_SUBS + u] = blocks[u] < 0 ? bias : acc[blocks[u] < 0 ? 0 : blocks[u]][nb][4 * j + 2 * h + c];
+    put<UNIT>(v, row + (k * 8 + 2 * q) * W_SUBS * ELEMENT, order);
+  }
+}
+
+#if CONTIGUOUS
+template <int UNIT>
+__device__ __forceinline__ void pass_rows(float (&acc)[MB][NB][32], float bias, int r, int i, int h, u32 row, char* to, long long plane, int rows, int end, u32 buffer, int lane) {
+  put_rows<UNIT>(acc, bias, r, i, h, row, lane);
+  __syncwarp();
+  store_rows<UNIT>(to, plane, rows, end, buffer, lane);
+}
+#endif
+#endif
+
 // Unrolled, since registers have no run-time index. (NOTES: with the stores once in a loop, and only the reading of registers in
 // branches, tiles of 8 x 8 took 20 to 100% longer and compiled no faster.)
 __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const ELEMENT_TYPE* __restrict__ bias, char* __restrict__ y, const Sizes& s, const Tile& t, int cout_block, int first_subtile, u32 buffer, int warp, int lane) {
+#if CHANNELS_LAST
   constexpr signed char blocks[] = BLOCKS_OF_W;         // the block of a W sub-position, -1: it has no taps
+#endif
+  asm volatile("" : "+r"(lane));                        // what follows from it is found here, not kept from tile to tile (spills)
   int g = lane >> 2, q = lane & 3;
   Slab slab = slab_of(t, cout_block, warp);
   if (slab.couts <= 0) return;
@@ -956,28 +1000,23 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const ELEMENT
       if (!image || oh >= s.out_h || left <= 0) continue;
 #if !CHANNELS_LAST
       char* to = y + (((long long)n * COUT + channel) * s.out_d + od) * s.out_h * s.out_w * ELEMENT + ((long long)oh * s.out_w + ow) * ELEMENT;
+      int end = (left < OUTPUTS ? left : OUTPUTS) * ELEMENT;
+      u32 misaligned = (u32)(u64)to | (u32)plane | end;  // multiples of what all rows begin and end at
 #pragma unroll
       for (int h = 0; h < 2; h++) {
-#pragma unroll
-        for (int k = 0; k < RUN_GROUPS; k++) {
-          const int nb = RUN_NB(r, i, k), j = RUN_J(r, i, k);
-          u32 at = buffer + g * RUN_PITCH + (k * 8 + 2 * q) * W_SUBS * ELEMENT;
-          float v[2 * W_SUBS];
-#pragma unroll
-          for (int c = 0; c < 2; c++)
-#pragma unroll
-            for (int u = 0; u < W_SUBS; u++) v[c * W_SUBS + u] = blocks[u] < 0 ? b[h] : acc[blocks[u] < 0 ? 0 : blocks[u]][nb][4 * j + 2 * h + c];
-#pragma unroll
-          for (int c = 0; c < W_SUBS; c++) {
-#if ELEMENT == 4
-            store_shared_f32x2(at + c * 8, v[2 * c], v[2 * c + 1]);
+        char* first = to + h * 8 * plane;
+        int rows = COUT_G % 16 && slab.couts < 8 * h + 8 ? slab.couts - 8 * h : 8;
+        u32 row = buffer + g * RUN_PITCH;
+#if CONTIGUOUS
+        u32 shifted = row + ((u32)(u64)(first + g * plane) & 31);
+        if ((misaligned & 15) == 0) pass_rows<16>(acc, b[h], r, i, h, row, first, plane, rows, end, buffer, lane);
+        else if ((misaligned & (2 * ELEMENT - 1)) == 0) pass_rows<2 * ELEMENT>(acc, b[h], r, i, h, shifted, first, plane, rows, end, buffer, lane);
+        else pass_rows<ELEMENT>(acc, b[h], r, i, h, shifted, first, plane, rows, end, buffer, lane);
 #else
-            store_shared_u32(at + c * 4, pack_pair(make_float2(v[2 * c], v[2 * c + 1])));
-#endif
-          }
-        }
+        put_rows<16>(acc, b[h], r, i, h, row, lane);
         __syncwarp();
-        store_rows(to + h * 8 * plane, plane, slab.couts < 8 * h + 8 ? slab.couts - 8 * h : 8, left, buffer, lane);
+        store_spread(first, plane, rows, left, buffer, lane);
+#endif
         __syncwarp();
       }
 #else
