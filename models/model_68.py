@@ -139,6 +139,7 @@ constexpr int TILE_N = 1;  // images of a tile
 // PTX in small wrappers, so that a kernel body reads as an algorithm.
 typedef unsigned int u32;
 typedef unsigned long long u64;
+typedef unsigned short u16;
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
@@ -168,6 +169,11 @@ __device__ __forceinline__ u32 load_shared_u32(u32 a) {
   asm volatile("ld.shared.u32 %0, [%1];\n" : "=r"(v) : "r"(a) : "memory");
   return v;
 }
+__device__ __forceinline__ u32 load_shared_u16(u32 a) {
+  u16 v;
+  asm volatile("ld.shared.u16 %0, [%1];\n" : "=h"(v) : "r"(a) : "memory");
+  return v;
+}
 __device__ __forceinline__ void load_shared_128(u32 (&v)[4], u32 a) {
   asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];\n" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]),
       "=r"(v[3]) : "r"(a) : "memory");
@@ -177,6 +183,9 @@ __device__ __forceinline__ void load_shared_64(u32 (&v)[4], u32 a) {
 }
 __device__ __forceinline__ void store_shared_128(u32 a, u32 v0, u32 v1, u32 v2, u32 v3) {
   asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};\n" ::"r"(a), "r"(v0), "r"(v1), "r"(v2), "r"(v3) : "memory");
+}
+__device__ __forceinline__ void store_shared_f32(u32 a, float v) {
+  asm volatile("st.shared.f32 [%0], %1;\n" ::"r"(a), "f"(v) : "memory");
 }
 __device__ __forceinline__ void store_shared_f32x2(u32 a, float v, float w) {
   asm volatile("st.shared.v2.f32 [%0], {%1,%2};\n" ::"r"(a), "f"(v), "f"(w) : "memory");
@@ -194,6 +203,10 @@ __device__ __forceinline__ void store_global_64_if(void* to, const u32 (&v)[4], 
 __device__ __forceinline__ void store_global_128_if(void* to, const u32 (&v)[4], bool ok) {
   asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %5, 0;\n @p st.global.v4.u32 [%0], {%1,%2,%3,%4};\n}\n" ::"l"(to),
       "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]), "r"((u32)ok) : "memory");
+}
+__device__ __forceinline__ void store_global_16_if(void* to, u32 v, bool ok) {
+  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %2, 0;\n @p st.global.u16 [%0], %1;\n}\n" ::"l"(to), "h"((u16)v),
+      "r"((u32)ok) : "memory");
 }
 
 // --- numbers ---------------------------------------------------------------------------------------------------------
@@ -658,7 +671,8 @@ __device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB]
 // A warp holds 16 rows of M. It passes them through its own shared buffer, a run of pixels at a time, so that memory is
 // written in whole lines: NCHW 8 rows of RUN x W_SUBS consecutive outputs, channels-last RUN pixels of 16 channels.
 constexpr int RUN = RUN_GROUPS * 8;
-// Bytes of a row of the buffer (channels-last: of a pixel); the rest beyond whole 128 bytes lets rows meet different banks.
+// Bytes of a row of the buffer (channels-last: of a pixel); the rest beyond whole 128 bytes lets rows meet different banks, and
+// a row begin up to 31 bytes late.
 constexpr int RUN_PITCH = (RUN * W_SUBS * ELEMENT + 127) / 128 * 128 + 32;
 constexpr int BUFFER_BYTES = 8 * RUN_PITCH;
 constexpr int RUN_SUBTILES = RUN_GROUPS;  // neighbours along W that a run crosses
@@ -685,83 +699,134 @@ __device__ __forceinline__ Slab slab_of(const Tile& t, int cout_block, int warp)
 
 constexpr int OUTPUTS = RUN * W_SUBS;  // of a row of a run
 
-// Eight rows of a run, all of which begin at multiples of UNIT bytes: one instruction stores 32 units, of several rows if they
-// are short. A unit that the image's border cuts is stored output by output.
+// UNIT, below: bytes at multiples of which all rows of a run begin and end: 16, two outputs or one.
+#define TOGETHER(unit) ((unit) > ELEMENT ? 2 : 1)  // outputs that a thread stores to the buffer together
+
+// Which of a thread's outputs of a row go first to the buffer, as an exclusive or of their order, so that the lanes of an
+// instruction meet different banks: rows lie 8 banks apart (half precision: 12), the outputs of neighbouring lanes 2 W_SUBS.
 template <int UNIT>
-__device__ __forceinline__ void store_unit(char* p, u32 from, int unit, int left, bool in) {
-  constexpr int outputs = UNIT / ELEMENT;
+__device__ __forceinline__ int order_of(int g, int q) {
+  int by_column = 0;
+  return TOGETHER(UNIT) == 2 ? by_column : by_column | g >> 2;
+}
+
+// One thread's 2 W_SUBS neighbouring outputs to the buffer.
+template <int UNIT>
+__device__ __forceinline__ void put(float (&v)[2 * W_SUBS], u32 at, int order) {
+#pragma unroll
+  for (int bit = TOGETHER(UNIT); bit < 8 && W_SUBS % bit == 0; bit *= 2) {
+#pragma unroll
+    for (int i = 0; i < 2 * W_SUBS; i++) {
+      if (i & bit) continue;
+      float low = v[i], high = v[i ^ bit];
+      v[i] = order & bit ? high : low;
+      v[i ^ bit] = order & bit ? low : high;
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 2 * W_SUBS; i += TOGETHER(UNIT)) {
+    u32 to = at + (i ^ order) * ELEMENT;
+    if (TOGETHER(UNIT) == 2) store_shared_f32x2(to, v[i], v[i ^ 1]);
+    else store_shared_f32(to, v[i]);
+  }
+}
+
+template <int UNIT>
+__device__ __forceinline__ void copy_unit(char* to, u32 from, bool ok) {
   u32 v[4];
   if (UNIT == 16) load_shared_128(v, from);
   else if (UNIT == 8) load_shared_64(v, from);
-  else v[0] = load_shared_u32(from);
-  bool whole = in && (unit + 1) * outputs <= left;
-  if (UNIT == 16) store_global_128_if(p, v, whole);
-  else if (UNIT == 8) store_global_64_if(p, v, whole);
-  else store_global_if(p, v[0], whole);
-  if (outputs > 1 && left < OUTPUTS && left % outputs) {
+  else v[0] = UNIT == 4 ? load_shared_u32(from) : load_shared_u16(from);
+  if (UNIT == 16) store_global_128_if(to, v, ok);
+  else if (UNIT == 8) store_global_64_if(to, v, ok);
+  else if (UNIT == 4) store_global_if(to, v[0], ok);
+  else store_global_16_if(to, v[0], ok);
+}
+
+// Eight rows in units: an instruction stores 32 of them, of several rows if they are short.
+template <int UNIT>
+__device__ __forceinline__ void store_units(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
+  constexpr int PER_ROW = OUTPUTS * ELEMENT / UNIT;
 #pragma unroll
-    for (int e = 0; e < outputs - 1; e++) {
-      bool cut = in && !whole && unit * outputs + e < left;
-      store_global_if(p + e * 4, v[e & 3], cut);
-    }
+  for (int i = 0; i < (8 * PER_ROW + 31) / 32; i++) {
+    int index = lane + 32 * i, r = index / PER_ROW, at = index % PER_ROW * UNIT;
+    char* row = to + r * plane;
+    u32 shift = UNIT == 16 ? 0 : (u32)(u64)row & 31;
+    bool in = PER_ROW % 4 == 0 || r < 8;
+    copy_unit<UNIT>(row + at, in ? buffer + r * RUN_PITCH + shift + at : buffer, in && at < end && r < rows);
+  }
+}
+
+// Eight rows that begin anywhere. The buffer has a row where memory has it in its first sector of 32 bytes, so that 16 bytes of
+// the one are 16 of the other; two lanes have a sector, since one that is written in parts is first read from memory
+// (measured: loads and stores of kb57 with rows of 1026 outputs 2.15 ms, of 1024 1.44). What a row's first and last 16 bytes have
+// of it follows in units.
+template <int UNIT>
+__device__ __forceinline__ void store_shifted(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
+  constexpr int PER_ROW = (OUTPUTS * ELEMENT + 32 - UNIT + 31) / 32 * 2, ENDS = 16 / UNIT;
+#pragma unroll
+  for (int i = 0; i < (8 * PER_ROW + 31) / 32; i++) {
+    int index = lane + 32 * i, r = index / PER_ROW, unit = index % PER_ROW;
+    char* row = to + r * plane;
+    int at = unit * 16 - (int)((u64)row & 31);          // in the row
+    bool in = PER_ROW % 4 == 0 || r < 8;
+    copy_unit<16>(row + at, in ? buffer + r * RUN_PITCH + unit * 16 : buffer,
+        in && at >= 0 && at + 16 <= end && r < rows);
+  }
+#pragma unroll
+  for (int i = 0; i < 8 * 2 * ENDS / 32; i++) {         // ENDS lanes for either end of a row
+    int r = (lane + 32 * i) / (2 * ENDS), at = lane % ENDS * UNIT;
+    char* row = to + r * plane;
+    int phase = (int)((u64)row & 15), head = -phase & 15;
+    bool tail = lane & ENDS;
+    if (tail) at += ((phase + end) & ~15) - phase;
+    bool ok = (tail ? at >= head : at < head) && at < end && r < rows;
+    copy_unit<UNIT>(row + at, buffer + r * RUN_PITCH + ((u32)(u64)row & 31) + (ok ? at : 0), ok);
+  }
+}
+
+// Eight rows (output channels) of a run from the buffer to memory: `end` bytes of each. `to` is the first row's first output, rows
+// lie `plane` bytes apart.
+template <int UNIT>
+__device__ __forceinline__ void store_rows(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
+  constexpr int whole = (8 * (OUTPUTS * ELEMENT / UNIT) + 31) / 32;
+  constexpr int shifted = ((OUTPUTS * ELEMENT + 32 - UNIT + 31) / 32 * 16 + 31) / 32 + 16 * (16 / UNIT) / 32;
+  if (UNIT == 16 || whole <= shifted) store_units<UNIT>(to, plane, rows, end, buffer, lane);
+  else store_shifted<UNIT>(to, plane, rows, end, buffer, lane);
+}
+
+// Rows h * 8 ... of run i of subtiles r * RUN_SUBTILES ...: a thread's outputs of its row to the buffer.
+template <int UNIT>
+__device__ __forceinline__ void put_rows(float (&acc)[MB][NB][32], float bias, int r, int i, int h, u32 row, int lane) {
+  constexpr signed char blocks[] = {0};         // the block of a W sub-position, -1: it has no taps
+  int g = lane >> 2, q = lane & 3, order = order_of<UNIT>(g, q);
+#pragma unroll
+  for (int k = 0; k < RUN_GROUPS; k++) {
+    const int nb = RUN_NB(r, i, k), j = RUN_J(r, i, k);
+    float v[2 * W_SUBS];
+#pragma unroll
+    for (int c = 0; c < 2; c++)
+#pragma unroll
+      for (int u = 0; u < W_SUBS; u++) v[c * W_SUBS + u] = blocks[u] < 0 ? bias
+          : acc[blocks[u] < 0 ? 0 : blocks[u]][nb][4 * j + 2 * h + c];
+    put<UNIT>(v, row + (k * 8 + 2 * q) * W_SUBS * ELEMENT, order);
   }
 }
 
 template <int UNIT>
-__device__ __forceinline__ void store_units(char* to, long long plane, int rows, int left, u32 buffer, int lane) {
-  constexpr int per_row = OUTPUTS * ELEMENT / UNIT;
-  if (per_row >= 32) {
-#pragma unroll
-    for (int r = 0; r < 8; r++)
-#pragma unroll
-      for (int i = 0; i < (per_row + 31) / 32; i++) {
-        int unit = lane + 32 * i;
-        bool in = per_row % 32 == 0 || unit < per_row;
-        store_unit<UNIT>(to + r * plane + unit * UNIT, buffer + r * RUN_PITCH + (in ? unit : 0) * UNIT, unit, left, in);
-      }
-  } else {
-#pragma unroll
-    for (int i = 0; i < (8 * per_row + 31) / 32; i++) {
-      int index = lane + 32 * i, r = index / per_row, unit = index % per_row;
-      bool in = r < 8;
-      store_unit<UNIT>(to + r * plane + unit * UNIT, buffer + (in ? r : 0) * RUN_PITCH + unit * UNIT, unit, left, in);
-    }
-  }
-}
-
-// Eight rows (output channels) of a run from the buffer to memory; `to` is the first row's first output, rows lie `plane` bytes
-// apart.
-__device__ __forceinline__ void store_rows(char* to, long long plane, int rows, int left, u32 buffer, int lane) {
-  u32 misaligned = (u32)(u64)to | (u32)plane;
-  if ((misaligned & 15) == 0) return store_units<16>(to, plane, rows, left, buffer, lane);
-  if ((misaligned & 7) == 0) return store_units<8>(to, plane, rows, left, buffer, lane);
-  // Rows begin anywhere: each instruction begins at a sector's first output, since a sector written in parts is first read from
-  // memory (measured: loads and stores of kb57, with rows of 1026 outputs: 2.15 ms,
-  // with rows of 1024 1.44).
-  int end = left < OUTPUTS ? left : OUTPUTS;
-  rows = 8;
-  u32 first = (u32)(u64)to >> 2, step = (u32)plane >> 2;
-#pragma unroll
-  for (int i = 0; i < (OUTPUTS + 38) / 32; i++) {
-    u32 v[8];
-    int e[8];                                           // the lane's output of each row; some are before or behind it
-#pragma unroll
-    for (int r = 0; r < 8; r++) {
-      e[r] = lane + 32 * i - (int)((first + r * step) & 7);
-      v[r] = load_shared_u32(buffer + r * RUN_PITCH + ((u32)e[r] < (u32)end ? e[r] * 4 : 0));
-    }
-#pragma unroll
-    for (int r = 0; r < 8; r++) store_global_if(to + r * plane + (long long)e[r] * 4, v[r],
-        (u32)e[r] < (u32)end && r < rows);
-  }
+__device__ __forceinline__ void pass_rows(float (&acc)[MB][NB][32], float bias, int r, int i, int h, u32 row, char* to,
+    long long plane, int rows, int end, u32 buffer, int lane) {
+  put_rows<UNIT>(acc, bias, r, i, h, row, lane);
+  __syncwarp();
+  store_rows<UNIT>(to, plane, rows, end, buffer, lane);
 }
 
 // Unrolled, since registers have no run-time index. (measured: with the stores once in a loop, and only the reading of registers in
 // branches, tiles of 8 x 8 took 20 to 100% longer and compiled no faster.)
 __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* __restrict__ bias, char* __restrict__ y,
     const Sizes& s, const Tile& t, int cout_block, int first_subtile, u32 buffer, int warp, int lane) {
-  constexpr signed char blocks[] = {0};         // the block of a W sub-position, -1: it has no taps
-  int g = lane >> 2, q = lane & 3;
+  asm volatile("" : "+r"(lane));  // what follows from it is found here, not kept from tile to tile (spills)
+  int g = lane >> 2;
   Slab slab = slab_of(t, cout_block, warp);
   if (slab.couts <= 0) return;
   float b[2] = {0.f, 0.f};
@@ -790,25 +855,18 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* 
       if (!image || oh >= s.out_h || left <= 0) continue;
       char* to = y + (((long long)n * COUT + channel) * s.out_d + od) * s.out_h * s.out_w * ELEMENT
           + ((long long)oh * s.out_w + ow) * ELEMENT;
+      int end = (left < OUTPUTS ? left : OUTPUTS) * ELEMENT;
+      u32 misaligned = (u32)(u64)to | (u32)plane | end;  // multiples of what all rows begin and end at
 #pragma unroll
       for (int h = 0; h < 2; h++) {
-#pragma unroll
-        for (int k = 0; k < RUN_GROUPS; k++) {
-          const int nb = RUN_NB(r, i, k), j = RUN_J(r, i, k);
-          u32 at = buffer + g * RUN_PITCH + (k * 8 + 2 * q) * W_SUBS * ELEMENT;
-          float v[2 * W_SUBS];
-#pragma unroll
-          for (int c = 0; c < 2; c++)
-#pragma unroll
-            for (int u = 0; u < W_SUBS; u++) v[c * W_SUBS + u] = blocks[u] < 0 ? b[h]
-                : acc[blocks[u] < 0 ? 0 : blocks[u]][nb][4 * j + 2 * h + c];
-#pragma unroll
-          for (int c = 0; c < W_SUBS; c++) {
-            store_shared_f32x2(at + c * 8, v[2 * c], v[2 * c + 1]);
-          }
-        }
-        __syncwarp();
-        store_rows(to + h * 8 * plane, plane, slab.couts < 8 * h + 8 ? slab.couts - 8 * h : 8, left, buffer, lane);
+        char* first = to + h * 8 * plane;
+        int rows = 8;
+        u32 row = buffer + g * RUN_PITCH;
+        u32 shifted = row + ((u32)(u64)(first + g * plane) & 31);
+        if ((misaligned & 15) == 0) pass_rows<16>(acc, b[h], r, i, h, row, first, plane, rows, end, buffer, lane);
+        else if ((misaligned & (2 * ELEMENT - 1)) == 0) pass_rows<2 * ELEMENT>(acc, b[h], r, i, h, shifted, first,
+            plane, rows, end, buffer, lane);
+        else pass_rows<ELEMENT>(acc, b[h], r, i, h, shifted, first, plane, rows, end, buffer, lane);
         __syncwarp();
       }
     }
@@ -925,6 +983,7 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 #undef FRAGMENTS
 #undef RUN_NB
 #undef RUN_J
+#undef TOGETHER
 }  // namespace forward
 
 // =====================================================================================================================
@@ -995,6 +1054,7 @@ constexpr int TILE_N = 1;  // images of a tile
 // PTX in small wrappers, so that a kernel body reads as an algorithm.
 typedef unsigned int u32;
 typedef unsigned long long u64;
+typedef unsigned short u16;
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
@@ -1039,6 +1099,11 @@ __device__ __forceinline__ u32 load_shared_u32(u32 a) {
   asm volatile("ld.shared.u32 %0, [%1];\n" : "=r"(v) : "r"(a) : "memory");
   return v;
 }
+__device__ __forceinline__ u32 load_shared_u16(u32 a) {
+  u16 v;
+  asm volatile("ld.shared.u16 %0, [%1];\n" : "=h"(v) : "r"(a) : "memory");
+  return v;
+}
 __device__ __forceinline__ void load_shared_128(u32 (&v)[4], u32 a) {
   asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];\n" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]),
       "=r"(v[3]) : "r"(a) : "memory");
@@ -1048,6 +1113,9 @@ __device__ __forceinline__ void load_shared_64(u32 (&v)[4], u32 a) {
 }
 __device__ __forceinline__ void store_shared_128(u32 a, u32 v0, u32 v1, u32 v2, u32 v3) {
   asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};\n" ::"r"(a), "r"(v0), "r"(v1), "r"(v2), "r"(v3) : "memory");
+}
+__device__ __forceinline__ void store_shared_f32(u32 a, float v) {
+  asm volatile("st.shared.f32 [%0], %1;\n" ::"r"(a), "f"(v) : "memory");
 }
 __device__ __forceinline__ void store_shared_f32x2(u32 a, float v, float w) {
   asm volatile("st.shared.v2.f32 [%0], {%1,%2};\n" ::"r"(a), "f"(v), "f"(w) : "memory");
@@ -1065,6 +1133,10 @@ __device__ __forceinline__ void store_global_64_if(void* to, const u32 (&v)[4], 
 __device__ __forceinline__ void store_global_128_if(void* to, const u32 (&v)[4], bool ok) {
   asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %5, 0;\n @p st.global.v4.u32 [%0], {%1,%2,%3,%4};\n}\n" ::"l"(to),
       "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]), "r"((u32)ok) : "memory");
+}
+__device__ __forceinline__ void store_global_16_if(void* to, u32 v, bool ok) {
+  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %2, 0;\n @p st.global.u16 [%0], %1;\n}\n" ::"l"(to), "h"((u16)v),
+      "r"((u32)ok) : "memory");
 }
 
 // --- numbers ---------------------------------------------------------------------------------------------------------
@@ -1584,7 +1656,8 @@ __device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB]
 // A warp holds 16 rows of M. It passes them through its own shared buffer, a run of pixels at a time, so that memory is
 // written in whole lines: NCHW 8 rows of RUN x W_SUBS consecutive outputs, channels-last RUN pixels of 16 channels.
 constexpr int RUN = RUN_GROUPS * 8;
-// Bytes of a row of the buffer (channels-last: of a pixel); the rest beyond whole 128 bytes lets rows meet different banks.
+// Bytes of a row of the buffer (channels-last: of a pixel); the rest beyond whole 128 bytes lets rows meet different banks, and
+// a row begin up to 31 bytes late.
 constexpr int RUN_PITCH = (RUN * W_SUBS * ELEMENT + 127) / 128 * 128 + 32;
 constexpr int BUFFER_BYTES = 8 * RUN_PITCH;
 constexpr int RUN_SUBTILES = RUN_GROUPS;  // neighbours along W that a run crosses
@@ -1611,83 +1684,134 @@ __device__ __forceinline__ Slab slab_of(const Tile& t, int cout_block, int warp)
 
 constexpr int OUTPUTS = RUN * W_SUBS;  // of a row of a run
 
-// Eight rows of a run, all of which begin at multiples of UNIT bytes: one instruction stores 32 units, of several rows if they
-// are short. A unit that the image's border cuts is stored output by output.
+// UNIT, below: bytes at multiples of which all rows of a run begin and end: 16, two outputs or one.
+#define TOGETHER(unit) ((unit) > ELEMENT ? 2 : 1)  // outputs that a thread stores to the buffer together
+
+// Which of a thread's outputs of a row go first to the buffer, as an exclusive or of their order, so that the lanes of an
+// instruction meet different banks: rows lie 8 banks apart (half precision: 12), the outputs of neighbouring lanes 2 W_SUBS.
 template <int UNIT>
-__device__ __forceinline__ void store_unit(char* p, u32 from, int unit, int left, bool in) {
-  constexpr int outputs = UNIT / ELEMENT;
+__device__ __forceinline__ int order_of(int g, int q) {
+  int by_column = 0;
+  return TOGETHER(UNIT) == 2 ? by_column : by_column | g >> 2;
+}
+
+// One thread's 2 W_SUBS neighbouring outputs to the buffer.
+template <int UNIT>
+__device__ __forceinline__ void put(float (&v)[2 * W_SUBS], u32 at, int order) {
+#pragma unroll
+  for (int bit = TOGETHER(UNIT); bit < 8 && W_SUBS % bit == 0; bit *= 2) {
+#pragma unroll
+    for (int i = 0; i < 2 * W_SUBS; i++) {
+      if (i & bit) continue;
+      float low = v[i], high = v[i ^ bit];
+      v[i] = order & bit ? high : low;
+      v[i ^ bit] = order & bit ? low : high;
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 2 * W_SUBS; i += TOGETHER(UNIT)) {
+    u32 to = at + (i ^ order) * ELEMENT;
+    if (TOGETHER(UNIT) == 2) store_shared_f32x2(to, v[i], v[i ^ 1]);
+    else store_shared_f32(to, v[i]);
+  }
+}
+
+template <int UNIT>
+__device__ __forceinline__ void copy_unit(char* to, u32 from, bool ok) {
   u32 v[4];
   if (UNIT == 16) load_shared_128(v, from);
   else if (UNIT == 8) load_shared_64(v, from);
-  else v[0] = load_shared_u32(from);
-  bool whole = in && (unit + 1) * outputs <= left;
-  if (UNIT == 16) store_global_128_if(p, v, whole);
-  else if (UNIT == 8) store_global_64_if(p, v, whole);
-  else store_global_if(p, v[0], whole);
-  if (outputs > 1 && left < OUTPUTS && left % outputs) {
+  else v[0] = UNIT == 4 ? load_shared_u32(from) : load_shared_u16(from);
+  if (UNIT == 16) store_global_128_if(to, v, ok);
+  else if (UNIT == 8) store_global_64_if(to, v, ok);
+  else if (UNIT == 4) store_global_if(to, v[0], ok);
+  else store_global_16_if(to, v[0], ok);
+}
+
+// Eight rows in units: an instruction stores 32 of them, of several rows if they are short.
+template <int UNIT>
+__device__ __forceinline__ void store_units(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
+  constexpr int PER_ROW = OUTPUTS * ELEMENT / UNIT;
 #pragma unroll
-    for (int e = 0; e < outputs - 1; e++) {
-      bool cut = in && !whole && unit * outputs + e < left;
-      store_global_if(p + e * 4, v[e & 3], cut);
-    }
+  for (int i = 0; i < (8 * PER_ROW + 31) / 32; i++) {
+    int index = lane + 32 * i, r = index / PER_ROW, at = index % PER_ROW * UNIT;
+    char* row = to + r * plane;
+    u32 shift = UNIT == 16 ? 0 : (u32)(u64)row & 31;
+    bool in = PER_ROW % 4 == 0 || r < 8;
+    copy_unit<UNIT>(row + at, in ? buffer + r * RUN_PITCH + shift + at : buffer, in && at < end && r < rows);
+  }
+}
+
+// Eight rows that begin anywhere. The buffer has a row where memory has it in its first sector of 32 bytes, so that 16 bytes of
+// the one are 16 of the other; two lanes have a sector, since one that is written in parts is first read from memory
+// (measured: loads and stores of kb57 with rows of 1026 outputs 2.15 ms, of 1024 1.44). What a row's first and last 16 bytes have
+// of it follows in units.
+template <int UNIT>
+__device__ __forceinline__ void store_shifted(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
+  constexpr int PER_ROW = (OUTPUTS * ELEMENT + 32 - UNIT + 31) / 32 * 2, ENDS = 16 / UNIT;
+#pragma unroll
+  for (int i = 0; i < (8 * PER_ROW + 31) / 32; i++) {
+    int index = lane + 32 * i, r = index / PER_ROW, unit = index % PER_ROW;
+    char* row = to + r * plane;
+    int at = unit * 16 - (int)((u64)row & 31);          // in the row
+    bool in = PER_ROW % 4 == 0 || r < 8;
+    copy_unit<16>(row + at, in ? buffer + r * RUN_PITCH + unit * 16 : buffer,
+        in && at >= 0 && at + 16 <= end && r < rows);
+  }
+#pragma unroll
+  for (int i = 0; i < 8 * 2 * ENDS / 32; i++) {         // ENDS lanes for either end of a row
+    int r = (lane + 32 * i) / (2 * ENDS), at = lane % ENDS * UNIT;
+    char* row = to + r * plane;
+    int phase = (int)((u64)row & 15), head = -phase & 15;
+    bool tail = lane & ENDS;
+    if (tail) at += ((phase + end) & ~15) - phase;
+    bool ok = (tail ? at >= head : at < head) && at < end && r < rows;
+    copy_unit<UNIT>(row + at, buffer + r * RUN_PITCH + ((u32)(u64)row & 31) + (ok ? at : 0), ok);
+  }
+}
+
+// Eight rows (output channels) of a run from the buffer to memory: `end` bytes of each. `to` is the first row's first output, rows
+// lie `plane` bytes apart.
+template <int UNIT>
+__device__ __forceinline__ void store_rows(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
+  constexpr int whole = (8 * (OUTPUTS * ELEMENT / UNIT) + 31) / 32;
+  constexpr int shifted = ((OUTPUTS * ELEMENT + 32 - UNIT + 31) / 32 * 16 + 31) / 32 + 16 * (16 / UNIT) / 32;
+  if (UNIT == 16 || whole <= shifted) store_units<UNIT>(to, plane, rows, end, buffer, lane);
+  else store_shifted<UNIT>(to, plane, rows, end, buffer, lane);
+}
+
+// Rows h * 8 ... of run i of subtiles r * RUN_SUBTILES ...: a thread's outputs of its row to the buffer.
+template <int UNIT>
+__device__ __forceinline__ void put_rows(float (&acc)[MB][NB][32], float bias, int r, int i, int h, u32 row, int lane) {
+  constexpr signed char blocks[] = {0};         // the block of a W sub-position, -1: it has no taps
+  int g = lane >> 2, q = lane & 3, order = order_of<UNIT>(g, q);
+#pragma unroll
+  for (int k = 0; k < RUN_GROUPS; k++) {
+    const int nb = RUN_NB(r, i, k), j = RUN_J(r, i, k);
+    float v[2 * W_SUBS];
+#pragma unroll
+    for (int c = 0; c < 2; c++)
+#pragma unroll
+      for (int u = 0; u < W_SUBS; u++) v[c * W_SUBS + u] = blocks[u] < 0 ? bias
+          : acc[blocks[u] < 0 ? 0 : blocks[u]][nb][4 * j + 2 * h + c];
+    put<UNIT>(v, row + (k * 8 + 2 * q) * W_SUBS * ELEMENT, order);
   }
 }
 
 template <int UNIT>
-__device__ __forceinline__ void store_units(char* to, long long plane, int rows, int left, u32 buffer, int lane) {
-  constexpr int per_row = OUTPUTS * ELEMENT / UNIT;
-  if (per_row >= 32) {
-#pragma unroll
-    for (int r = 0; r < 8; r++)
-#pragma unroll
-      for (int i = 0; i < (per_row + 31) / 32; i++) {
-        int unit = lane + 32 * i;
-        bool in = per_row % 32 == 0 || unit < per_row;
-        store_unit<UNIT>(to + r * plane + unit * UNIT, buffer + r * RUN_PITCH + (in ? unit : 0) * UNIT, unit, left, in);
-      }
-  } else {
-#pragma unroll
-    for (int i = 0; i < (8 * per_row + 31) / 32; i++) {
-      int index = lane + 32 * i, r = index / per_row, unit = index % per_row;
-      bool in = r < 8;
-      store_unit<UNIT>(to + r * plane + unit * UNIT, buffer + (in ? r : 0) * RUN_PITCH + unit * UNIT, unit, left, in);
-    }
-  }
-}
-
-// Eight rows (output channels) of a run from the buffer to memory; `to` is the first row's first output, rows lie `plane` bytes
-// apart.
-__device__ __forceinline__ void store_rows(char* to, long long plane, int rows, int left, u32 buffer, int lane) {
-  u32 misaligned = (u32)(u64)to | (u32)plane;
-  if ((misaligned & 15) == 0) return store_units<16>(to, plane, rows, left, buffer, lane);
-  if ((misaligned & 7) == 0) return store_units<8>(to, plane, rows, left, buffer, lane);
-  // Rows begin anywhere: each instruction begins at a sector's first output, since a sector written in parts is first read from
-  // memory (measured: loads and stores of kb57, with rows of 1026 outputs: 2.15 ms,
-  // with rows of 1024 1.44).
-  int end = left < OUTPUTS ? left : OUTPUTS;
-  rows = 8;
-  u32 first = (u32)(u64)to >> 2, step = (u32)plane >> 2;
-#pragma unroll
-  for (int i = 0; i < (OUTPUTS + 38) / 32; i++) {
-    u32 v[8];
-    int e[8];                                           // the lane's output of each row; some are before or behind it
-#pragma unroll
-    for (int r = 0; r < 8; r++) {
-      e[r] = lane + 32 * i - (int)((first + r * step) & 7);
-      v[r] = load_shared_u32(buffer + r * RUN_PITCH + ((u32)e[r] < (u32)end ? e[r] * 4 : 0));
-    }
-#pragma unroll
-    for (int r = 0; r < 8; r++) store_global_if(to + r * plane + (long long)e[r] * 4, v[r],
-        (u32)e[r] < (u32)end && r < rows);
-  }
+__device__ __forceinline__ void pass_rows(float (&acc)[MB][NB][32], float bias, int r, int i, int h, u32 row, char* to,
+    long long plane, int rows, int end, u32 buffer, int lane) {
+  put_rows<UNIT>(acc, bias, r, i, h, row, lane);
+  __syncwarp();
+  store_rows<UNIT>(to, plane, rows, end, buffer, lane);
 }
 
 // Unrolled, since registers have no run-time index. (measured: with the stores once in a loop, and only the reading of registers in
 // branches, tiles of 8 x 8 took 20 to 100% longer and compiled no faster.)
 __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* __restrict__ bias, char* __restrict__ y,
     const Sizes& s, const Tile& t, int cout_block, int first_subtile, u32 buffer, int warp, int lane) {
-  constexpr signed char blocks[] = {0};         // the block of a W sub-position, -1: it has no taps
-  int g = lane >> 2, q = lane & 3;
+  asm volatile("" : "+r"(lane));  // what follows from it is found here, not kept from tile to tile (spills)
+  int g = lane >> 2;
   Slab slab = slab_of(t, cout_block, warp);
   if (slab.couts <= 0) return;
   float b[2] = {0.f, 0.f};
@@ -1716,25 +1840,18 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* 
       if (!image || oh >= s.out_h || left <= 0) continue;
       char* to = y + (((long long)n * COUT + channel) * s.out_d + od) * s.out_h * s.out_w * ELEMENT
           + ((long long)oh * s.out_w + ow) * ELEMENT;
+      int end = (left < OUTPUTS ? left : OUTPUTS) * ELEMENT;
+      u32 misaligned = (u32)(u64)to | (u32)plane | end;  // multiples of what all rows begin and end at
 #pragma unroll
       for (int h = 0; h < 2; h++) {
-#pragma unroll
-        for (int k = 0; k < RUN_GROUPS; k++) {
-          const int nb = RUN_NB(r, i, k), j = RUN_J(r, i, k);
-          u32 at = buffer + g * RUN_PITCH + (k * 8 + 2 * q) * W_SUBS * ELEMENT;
-          float v[2 * W_SUBS];
-#pragma unroll
-          for (int c = 0; c < 2; c++)
-#pragma unroll
-            for (int u = 0; u < W_SUBS; u++) v[c * W_SUBS + u] = blocks[u] < 0 ? b[h]
-                : acc[blocks[u] < 0 ? 0 : blocks[u]][nb][4 * j + 2 * h + c];
-#pragma unroll
-          for (int c = 0; c < W_SUBS; c++) {
-            store_shared_f32x2(at + c * 8, v[2 * c], v[2 * c + 1]);
-          }
-        }
-        __syncwarp();
-        store_rows(to + h * 8 * plane, plane, slab.couts < 8 * h + 8 ? slab.couts - 8 * h : 8, left, buffer, lane);
+        char* first = to + h * 8 * plane;
+        int rows = 8;
+        u32 row = buffer + g * RUN_PITCH;
+        u32 shifted = row + ((u32)(u64)(first + g * plane) & 31);
+        if ((misaligned & 15) == 0) pass_rows<16>(acc, b[h], r, i, h, row, first, plane, rows, end, buffer, lane);
+        else if ((misaligned & (2 * ELEMENT - 1)) == 0) pass_rows<2 * ELEMENT>(acc, b[h], r, i, h, shifted, first,
+            plane, rows, end, buffer, lane);
+        else pass_rows<ELEMENT>(acc, b[h], r, i, h, shifted, first, plane, rows, end, buffer, lane);
         __syncwarp();
       }
     }
@@ -1845,6 +1962,7 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 #undef FRAGMENTS
 #undef RUN_NB
 #undef RUN_J
+#undef TOGETHER
 }  // namespace forward_unaligned
 
 // =====================================================================================================================
@@ -1914,6 +2032,7 @@ constexpr int TILE_N = 1;  // images of a tile
 // PTX in small wrappers, so that a kernel body reads as an algorithm.
 typedef unsigned int u32;
 typedef unsigned long long u64;
+typedef unsigned short u16;
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
@@ -1943,6 +2062,11 @@ __device__ __forceinline__ u32 load_shared_u32(u32 a) {
   asm volatile("ld.shared.u32 %0, [%1];\n" : "=r"(v) : "r"(a) : "memory");
   return v;
 }
+__device__ __forceinline__ u32 load_shared_u16(u32 a) {
+  u16 v;
+  asm volatile("ld.shared.u16 %0, [%1];\n" : "=h"(v) : "r"(a) : "memory");
+  return v;
+}
 __device__ __forceinline__ void load_shared_128(u32 (&v)[4], u32 a) {
   asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];\n" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]),
       "=r"(v[3]) : "r"(a) : "memory");
@@ -1952,6 +2076,9 @@ __device__ __forceinline__ void load_shared_64(u32 (&v)[4], u32 a) {
 }
 __device__ __forceinline__ void store_shared_128(u32 a, u32 v0, u32 v1, u32 v2, u32 v3) {
   asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};\n" ::"r"(a), "r"(v0), "r"(v1), "r"(v2), "r"(v3) : "memory");
+}
+__device__ __forceinline__ void store_shared_f32(u32 a, float v) {
+  asm volatile("st.shared.f32 [%0], %1;\n" ::"r"(a), "f"(v) : "memory");
 }
 __device__ __forceinline__ void store_shared_f32x2(u32 a, float v, float w) {
   asm volatile("st.shared.v2.f32 [%0], {%1,%2};\n" ::"r"(a), "f"(v), "f"(w) : "memory");
@@ -1969,6 +2096,10 @@ __device__ __forceinline__ void store_global_64_if(void* to, const u32 (&v)[4], 
 __device__ __forceinline__ void store_global_128_if(void* to, const u32 (&v)[4], bool ok) {
   asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %5, 0;\n @p st.global.v4.u32 [%0], {%1,%2,%3,%4};\n}\n" ::"l"(to),
       "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]), "r"((u32)ok) : "memory");
+}
+__device__ __forceinline__ void store_global_16_if(void* to, u32 v, bool ok) {
+  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %2, 0;\n @p st.global.u16 [%0], %1;\n}\n" ::"l"(to), "h"((u16)v),
+      "r"((u32)ok) : "memory");
 }
 
 // --- numbers ---------------------------------------------------------------------------------------------------------
@@ -2438,7 +2569,8 @@ __device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB]
 // A warp holds 16 rows of M. It passes them through its own shared buffer, a run of pixels at a time, so that memory is
 // written in whole lines: NCHW 8 rows of RUN x W_SUBS consecutive outputs, channels-last RUN pixels of 16 channels.
 constexpr int RUN = RUN_GROUPS * 8;
-// Bytes of a row of the buffer (channels-last: of a pixel); the rest beyond whole 128 bytes lets rows meet different banks.
+// Bytes of a row of the buffer (channels-last: of a pixel); the rest beyond whole 128 bytes lets rows meet different banks, and
+// a row begin up to 31 bytes late.
 constexpr int RUN_PITCH = (RUN * W_SUBS * ELEMENT + 127) / 128 * 128 + 32;
 constexpr int BUFFER_BYTES = 8 * RUN_PITCH;
 constexpr int RUN_SUBTILES = RUN_GROUPS;  // neighbours along W that a run crosses
@@ -2465,83 +2597,134 @@ __device__ __forceinline__ Slab slab_of(const Tile& t, int cout_block, int warp)
 
 constexpr int OUTPUTS = RUN * W_SUBS;  // of a row of a run
 
-// Eight rows of a run, all of which begin at multiples of UNIT bytes: one instruction stores 32 units, of several rows if they
-// are short. A unit that the image's border cuts is stored output by output.
+// UNIT, below: bytes at multiples of which all rows of a run begin and end: 16, two outputs or one.
+#define TOGETHER(unit) ((unit) > ELEMENT ? 2 : 1)  // outputs that a thread stores to the buffer together
+
+// Which of a thread's outputs of a row go first to the buffer, as an exclusive or of their order, so that the lanes of an
+// instruction meet different banks: rows lie 8 banks apart (half precision: 12), the outputs of neighbouring lanes 2 W_SUBS.
 template <int UNIT>
-__device__ __forceinline__ void store_unit(char* p, u32 from, int unit, int left, bool in) {
-  constexpr int outputs = UNIT / ELEMENT;
+__device__ __forceinline__ int order_of(int g, int q) {
+  int by_column = 0;
+  return TOGETHER(UNIT) == 2 ? by_column : by_column | g >> 2;
+}
+
+// One thread's 2 W_SUBS neighbouring outputs to the buffer.
+template <int UNIT>
+__device__ __forceinline__ void put(float (&v)[2 * W_SUBS], u32 at, int order) {
+#pragma unroll
+  for (int bit = TOGETHER(UNIT); bit < 8 && W_SUBS % bit == 0; bit *= 2) {
+#pragma unroll
+    for (int i = 0; i < 2 * W_SUBS; i++) {
+      if (i & bit) continue;
+      float low = v[i], high = v[i ^ bit];
+      v[i] = order & bit ? high : low;
+      v[i ^ bit] = order & bit ? low : high;
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 2 * W_SUBS; i += TOGETHER(UNIT)) {
+    u32 to = at + (i ^ order) * ELEMENT;
+    if (TOGETHER(UNIT) == 2) store_shared_f32x2(to, v[i], v[i ^ 1]);
+    else store_shared_f32(to, v[i]);
+  }
+}
+
+template <int UNIT>
+__device__ __forceinline__ void copy_unit(char* to, u32 from, bool ok) {
   u32 v[4];
   if (UNIT == 16) load_shared_128(v, from);
   else if (UNIT == 8) load_shared_64(v, from);
-  else v[0] = load_shared_u32(from);
-  bool whole = in && (unit + 1) * outputs <= left;
-  if (UNIT == 16) store_global_128_if(p, v, whole);
-  else if (UNIT == 8) store_global_64_if(p, v, whole);
-  else store_global_if(p, v[0], whole);
-  if (outputs > 1 && left < OUTPUTS && left % outputs) {
+  else v[0] = UNIT == 4 ? load_shared_u32(from) : load_shared_u16(from);
+  if (UNIT == 16) store_global_128_if(to, v, ok);
+  else if (UNIT == 8) store_global_64_if(to, v, ok);
+  else if (UNIT == 4) store_global_if(to, v[0], ok);
+  else store_global_16_if(to, v[0], ok);
+}
+
+// Eight rows in units: an instruction stores 32 of them, of several rows if they are short.
+template <int UNIT>
+__device__ __forceinline__ void store_units(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
+  constexpr int PER_ROW = OUTPUTS * ELEMENT / UNIT;
 #pragma unroll
-    for (int e = 0; e < outputs - 1; e++) {
-      bool cut = in && !whole && unit * outputs + e < left;
-      store_global_if(p + e * 4, v[e & 3], cut);
-    }
+  for (int i = 0; i < (8 * PER_ROW + 31) / 32; i++) {
+    int index = lane + 32 * i, r = index / PER_ROW, at = index % PER_ROW * UNIT;
+    char* row = to + r * plane;
+    u32 shift = UNIT == 16 ? 0 : (u32)(u64)row & 31;
+    bool in = PER_ROW % 4 == 0 || r < 8;
+    copy_unit<UNIT>(row + at, in ? buffer + r * RUN_PITCH + shift + at : buffer, in && at < end && r < rows);
+  }
+}
+
+// Eight rows that begin anywhere. The buffer has a row where memory has it in its first sector of 32 bytes, so that 16 bytes of
+// the one are 16 of the other; two lanes have a sector, since one that is written in parts is first read from memory
+// (measured: loads and stores of kb57 with rows of 1026 outputs 2.15 ms, of 1024 1.44). What a row's first and last 16 bytes have
+// of it follows in units.
+template <int UNIT>
+__device__ __forceinline__ void store_shifted(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
+  constexpr int PER_ROW = (OUTPUTS * ELEMENT + 32 - UNIT + 31) / 32 * 2, ENDS = 16 / UNIT;
+#pragma unroll
+  for (int i = 0; i < (8 * PER_ROW + 31) / 32; i++) {
+    int index = lane + 32 * i, r = index / PER_ROW, unit = index % PER_ROW;
+    char* row = to + r * plane;
+    int at = unit * 16 - (int)((u64)row & 31);          // in the row
+    bool in = PER_ROW % 4 == 0 || r < 8;
+    copy_unit<16>(row + at, in ? buffer + r * RUN_PITCH + unit * 16 : buffer,
+        in && at >= 0 && at + 16 <= end && r < rows);
+  }
+#pragma unroll
+  for (int i = 0; i < 8 * 2 * ENDS / 32; i++) {         // ENDS lanes for either end of a row
+    int r = (lane + 32 * i) / (2 * ENDS), at = lane % ENDS * UNIT;
+    char* row = to + r * plane;
+    int phase = (int)((u64)row & 15), head = -phase & 15;
+    bool tail = lane & ENDS;
+    if (tail) at += ((phase + end) & ~15) - phase;
+    bool ok = (tail ? at >= head : at < head) && at < end && r < rows;
+    copy_unit<UNIT>(row + at, buffer + r * RUN_PITCH + ((u32)(u64)row & 31) + (ok ? at : 0), ok);
+  }
+}
+
+// Eight rows (output channels) of a run from the buffer to memory: `end` bytes of each. `to` is the first row's first output, rows
+// lie `plane` bytes apart.
+template <int UNIT>
+__device__ __forceinline__ void store_rows(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
+  constexpr int whole = (8 * (OUTPUTS * ELEMENT / UNIT) + 31) / 32;
+  constexpr int shifted = ((OUTPUTS * ELEMENT + 32 - UNIT + 31) / 32 * 16 + 31) / 32 + 16 * (16 / UNIT) / 32;
+  if (UNIT == 16 || whole <= shifted) store_units<UNIT>(to, plane, rows, end, buffer, lane);
+  else store_shifted<UNIT>(to, plane, rows, end, buffer, lane);
+}
+
+// Rows h * 8 ... of run i of subtiles r * RUN_SUBTILES ...: a thread's outputs of its row to the buffer.
+template <int UNIT>
+__device__ __forceinline__ void put_rows(float (&acc)[MB][NB][32], float bias, int r, int i, int h, u32 row, int lane) {
+  constexpr signed char blocks[] = {0};         // the block of a W sub-position, -1: it has no taps
+  int g = lane >> 2, q = lane & 3, order = order_of<UNIT>(g, q);
+#pragma unroll
+  for (int k = 0; k < RUN_GROUPS; k++) {
+    const int nb = RUN_NB(r, i, k), j = RUN_J(r, i, k);
+    float v[2 * W_SUBS];
+#pragma unroll
+    for (int c = 0; c < 2; c++)
+#pragma unroll
+      for (int u = 0; u < W_SUBS; u++) v[c * W_SUBS + u] = blocks[u] < 0 ? bias
+          : acc[blocks[u] < 0 ? 0 : blocks[u]][nb][4 * j + 2 * h + c];
+    put<UNIT>(v, row + (k * 8 + 2 * q) * W_SUBS * ELEMENT, order);
   }
 }
 
 template <int UNIT>
-__device__ __forceinline__ void store_units(char* to, long long plane, int rows, int left, u32 buffer, int lane) {
-  constexpr int per_row = OUTPUTS * ELEMENT / UNIT;
-  if (per_row >= 32) {
-#pragma unroll
-    for (int r = 0; r < 8; r++)
-#pragma unroll
-      for (int i = 0; i < (per_row + 31) / 32; i++) {
-        int unit = lane + 32 * i;
-        bool in = per_row % 32 == 0 || unit < per_row;
-        store_unit<UNIT>(to + r * plane + unit * UNIT, buffer + r * RUN_PITCH + (in ? unit : 0) * UNIT, unit, left, in);
-      }
-  } else {
-#pragma unroll
-    for (int i = 0; i < (8 * per_row + 31) / 32; i++) {
-      int index = lane + 32 * i, r = index / per_row, unit = index % per_row;
-      bool in = r < 8;
-      store_unit<UNIT>(to + r * plane + unit * UNIT, buffer + (in ? r : 0) * RUN_PITCH + unit * UNIT, unit, left, in);
-    }
-  }
-}
-
-// Eight rows (output channels) of a run from the buffer to memory; `to` is the first row's first output, rows lie `plane` bytes
-// apart.
-__device__ __forceinline__ void store_rows(char* to, long long plane, int rows, int left, u32 buffer, int lane) {
-  u32 misaligned = (u32)(u64)to | (u32)plane;
-  if ((misaligned & 15) == 0) return store_units<16>(to, plane, rows, left, buffer, lane);
-  if ((misaligned & 7) == 0) return store_units<8>(to, plane, rows, left, buffer, lane);
-  // Rows begin anywhere: each instruction begins at a sector's first output, since a sector written in parts is first read from
-  // memory (measured: loads and stores of kb57, with rows of 1026 outputs: 2.15 ms,
-  // with rows of 1024 1.44).
-  int end = left < OUTPUTS ? left : OUTPUTS;
-  rows = 8;
-  u32 first = (u32)(u64)to >> 2, step = (u32)plane >> 2;
-#pragma unroll
-  for (int i = 0; i < (OUTPUTS + 38) / 32; i++) {
-    u32 v[8];
-    int e[8];                                           // the lane's output of each row; some are before or behind it
-#pragma unroll
-    for (int r = 0; r < 8; r++) {
-      e[r] = lane + 32 * i - (int)((first + r * step) & 7);
-      v[r] = load_shared_u32(buffer + r * RUN_PITCH + ((u32)e[r] < (u32)end ? e[r] * 4 : 0));
-    }
-#pragma unroll
-    for (int r = 0; r < 8; r++) store_global_if(to + r * plane + (long long)e[r] * 4, v[r],
-        (u32)e[r] < (u32)end && r < rows);
-  }
+__device__ __forceinline__ void pass_rows(float (&acc)[MB][NB][32], float bias, int r, int i, int h, u32 row, char* to,
+    long long plane, int rows, int end, u32 buffer, int lane) {
+  put_rows<UNIT>(acc, bias, r, i, h, row, lane);
+  __syncwarp();
+  store_rows<UNIT>(to, plane, rows, end, buffer, lane);
 }
 
 // Unrolled, since registers have no run-time index. (measured: with the stores once in a loop, and only the reading of registers in
 // branches, tiles of 8 x 8 took 20 to 100% longer and compiled no faster.)
 __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* __restrict__ bias, char* __restrict__ y,
     const Sizes& s, const Tile& t, int cout_block, int first_subtile, u32 buffer, int warp, int lane) {
-  constexpr signed char blocks[] = {0};         // the block of a W sub-position, -1: it has no taps
-  int g = lane >> 2, q = lane & 3;
+  asm volatile("" : "+r"(lane));  // what follows from it is found here, not kept from tile to tile (spills)
+  int g = lane >> 2;
   Slab slab = slab_of(t, cout_block, warp);
   if (slab.couts <= 0) return;
   float b[2] = {0.f, 0.f};
@@ -2570,25 +2753,18 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* 
       if (!image || oh >= s.out_h || left <= 0) continue;
       char* to = y + (((long long)n * COUT + channel) * s.out_d + od) * s.out_h * s.out_w * ELEMENT
           + ((long long)oh * s.out_w + ow) * ELEMENT;
+      int end = (left < OUTPUTS ? left : OUTPUTS) * ELEMENT;
+      u32 misaligned = (u32)(u64)to | (u32)plane | end;  // multiples of what all rows begin and end at
 #pragma unroll
       for (int h = 0; h < 2; h++) {
-#pragma unroll
-        for (int k = 0; k < RUN_GROUPS; k++) {
-          const int nb = RUN_NB(r, i, k), j = RUN_J(r, i, k);
-          u32 at = buffer + g * RUN_PITCH + (k * 8 + 2 * q) * W_SUBS * ELEMENT;
-          float v[2 * W_SUBS];
-#pragma unroll
-          for (int c = 0; c < 2; c++)
-#pragma unroll
-            for (int u = 0; u < W_SUBS; u++) v[c * W_SUBS + u] = blocks[u] < 0 ? b[h]
-                : acc[blocks[u] < 0 ? 0 : blocks[u]][nb][4 * j + 2 * h + c];
-#pragma unroll
-          for (int c = 0; c < W_SUBS; c++) {
-            store_shared_f32x2(at + c * 8, v[2 * c], v[2 * c + 1]);
-          }
-        }
-        __syncwarp();
-        store_rows(to + h * 8 * plane, plane, slab.couts < 8 * h + 8 ? slab.couts - 8 * h : 8, left, buffer, lane);
+        char* first = to + h * 8 * plane;
+        int rows = 8;
+        u32 row = buffer + g * RUN_PITCH;
+        u32 shifted = row + ((u32)(u64)(first + g * plane) & 31);
+        if ((misaligned & 15) == 0) pass_rows<16>(acc, b[h], r, i, h, row, first, plane, rows, end, buffer, lane);
+        else if ((misaligned & (2 * ELEMENT - 1)) == 0) pass_rows<2 * ELEMENT>(acc, b[h], r, i, h, shifted, first,
+            plane, rows, end, buffer, lane);
+        else pass_rows<ELEMENT>(acc, b[h], r, i, h, shifted, first, plane, rows, end, buffer, lane);
         __syncwarp();
       }
     }
@@ -2705,6 +2881,7 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 #undef FRAGMENTS
 #undef RUN_NB
 #undef RUN_J
+#undef TOGETHER
 }  // namespace grad_input
 
 // =====================================================================================================================
@@ -2775,6 +2952,7 @@ constexpr int TILE_N = 1;  // images of a tile
 // PTX in small wrappers, so that a kernel body reads as an algorithm.
 typedef unsigned int u32;
 typedef unsigned long long u64;
+typedef unsigned short u16;
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
@@ -2819,6 +2997,11 @@ __device__ __forceinline__ u32 load_shared_u32(u32 a) {
   asm volatile("ld.shared.u32 %0, [%1];\n" : "=r"(v) : "r"(a) : "memory");
   return v;
 }
+__device__ __forceinline__ u32 load_shared_u16(u32 a) {
+  u16 v;
+  asm volatile("ld.shared.u16 %0, [%1];\n" : "=h"(v) : "r"(a) : "memory");
+  return v;
+}
 __device__ __forceinline__ void load_shared_128(u32 (&v)[4], u32 a) {
   asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];\n" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]),
       "=r"(v[3]) : "r"(a) : "memory");
@@ -2828,6 +3011,9 @@ __device__ __forceinline__ void load_shared_64(u32 (&v)[4], u32 a) {
 }
 __device__ __forceinline__ void store_shared_128(u32 a, u32 v0, u32 v1, u32 v2, u32 v3) {
   asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};\n" ::"r"(a), "r"(v0), "r"(v1), "r"(v2), "r"(v3) : "memory");
+}
+__device__ __forceinline__ void store_shared_f32(u32 a, float v) {
+  asm volatile("st.shared.f32 [%0], %1;\n" ::"r"(a), "f"(v) : "memory");
 }
 __device__ __forceinline__ void store_shared_f32x2(u32 a, float v, float w) {
   asm volatile("st.shared.v2.f32 [%0], {%1,%2};\n" ::"r"(a), "f"(v), "f"(w) : "memory");
@@ -2845,6 +3031,10 @@ __device__ __forceinline__ void store_global_64_if(void* to, const u32 (&v)[4], 
 __device__ __forceinline__ void store_global_128_if(void* to, const u32 (&v)[4], bool ok) {
   asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %5, 0;\n @p st.global.v4.u32 [%0], {%1,%2,%3,%4};\n}\n" ::"l"(to),
       "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]), "r"((u32)ok) : "memory");
+}
+__device__ __forceinline__ void store_global_16_if(void* to, u32 v, bool ok) {
+  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %2, 0;\n @p st.global.u16 [%0], %1;\n}\n" ::"l"(to), "h"((u16)v),
+      "r"((u32)ok) : "memory");
 }
 
 // --- numbers ---------------------------------------------------------------------------------------------------------
@@ -3365,7 +3555,8 @@ __device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB]
 // A warp holds 16 rows of M. It passes them through its own shared buffer, a run of pixels at a time, so that memory is
 // written in whole lines: NCHW 8 rows of RUN x W_SUBS consecutive outputs, channels-last RUN pixels of 16 channels.
 constexpr int RUN = RUN_GROUPS * 8;
-// Bytes of a row of the buffer (channels-last: of a pixel); the rest beyond whole 128 bytes lets rows meet different banks.
+// Bytes of a row of the buffer (channels-last: of a pixel); the rest beyond whole 128 bytes lets rows meet different banks, and
+// a row begin up to 31 bytes late.
 constexpr int RUN_PITCH = (RUN * W_SUBS * ELEMENT + 127) / 128 * 128 + 32;
 constexpr int BUFFER_BYTES = 8 * RUN_PITCH;
 constexpr int RUN_SUBTILES = RUN_GROUPS;  // neighbours along W that a run crosses
@@ -3392,83 +3583,134 @@ __device__ __forceinline__ Slab slab_of(const Tile& t, int cout_block, int warp)
 
 constexpr int OUTPUTS = RUN * W_SUBS;  // of a row of a run
 
-// Eight rows of a run, all of which begin at multiples of UNIT bytes: one instruction stores 32 units, of several rows if they
-// are short. A unit that the image's border cuts is stored output by output.
+// UNIT, below: bytes at multiples of which all rows of a run begin and end: 16, two outputs or one.
+#define TOGETHER(unit) ((unit) > ELEMENT ? 2 : 1)  // outputs that a thread stores to the buffer together
+
+// Which of a thread's outputs of a row go first to the buffer, as an exclusive or of their order, so that the lanes of an
+// instruction meet different banks: rows lie 8 banks apart (half precision: 12), the outputs of neighbouring lanes 2 W_SUBS.
 template <int UNIT>
-__device__ __forceinline__ void store_unit(char* p, u32 from, int unit, int left, bool in) {
-  constexpr int outputs = UNIT / ELEMENT;
+__device__ __forceinline__ int order_of(int g, int q) {
+  int by_column = 0;
+  return TOGETHER(UNIT) == 2 ? by_column : by_column | g >> 2;
+}
+
+// One thread's 2 W_SUBS neighbouring outputs to the buffer.
+template <int UNIT>
+__device__ __forceinline__ void put(float (&v)[2 * W_SUBS], u32 at, int order) {
+#pragma unroll
+  for (int bit = TOGETHER(UNIT); bit < 8 && W_SUBS % bit == 0; bit *= 2) {
+#pragma unroll
+    for (int i = 0; i < 2 * W_SUBS; i++) {
+      if (i & bit) continue;
+      float low = v[i], high = v[i ^ bit];
+      v[i] = order & bit ? high : low;
+      v[i ^ bit] = order & bit ? low : high;
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 2 * W_SUBS; i += TOGETHER(UNIT)) {
+    u32 to = at + (i ^ order) * ELEMENT;
+    if (TOGETHER(UNIT) == 2) store_shared_f32x2(to, v[i], v[i ^ 1]);
+    else store_shared_f32(to, v[i]);
+  }
+}
+
+template <int UNIT>
+__device__ __forceinline__ void copy_unit(char* to, u32 from, bool ok) {
   u32 v[4];
   if (UNIT == 16) load_shared_128(v, from);
   else if (UNIT == 8) load_shared_64(v, from);
-  else v[0] = load_shared_u32(from);
-  bool whole = in && (unit + 1) * outputs <= left;
-  if (UNIT == 16) store_global_128_if(p, v, whole);
-  else if (UNIT == 8) store_global_64_if(p, v, whole);
-  else store_global_if(p, v[0], whole);
-  if (outputs > 1 && left < OUTPUTS && left % outputs) {
+  else v[0] = UNIT == 4 ? load_shared_u32(from) : load_shared_u16(from);
+  if (UNIT == 16) store_global_128_if(to, v, ok);
+  else if (UNIT == 8) store_global_64_if(to, v, ok);
+  else if (UNIT == 4) store_global_if(to, v[0], ok);
+  else store_global_16_if(to, v[0], ok);
+}
+
+// Eight rows in units: an instruction stores 32 of them, of several rows if they are short.
+template <int UNIT>
+__device__ __forceinline__ void store_units(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
+  constexpr int PER_ROW = OUTPUTS * ELEMENT / UNIT;
 #pragma unroll
-    for (int e = 0; e < outputs - 1; e++) {
-      bool cut = in && !whole && unit * outputs + e < left;
-      store_global_if(p + e * 4, v[e & 3], cut);
-    }
+  for (int i = 0; i < (8 * PER_ROW + 31) / 32; i++) {
+    int index = lane + 32 * i, r = index / PER_ROW, at = index % PER_ROW * UNIT;
+    char* row = to + r * plane;
+    u32 shift = UNIT == 16 ? 0 : (u32)(u64)row & 31;
+    bool in = PER_ROW % 4 == 0 || r < 8;
+    copy_unit<UNIT>(row + at, in ? buffer + r * RUN_PITCH + shift + at : buffer, in && at < end && r < rows);
+  }
+}
+
+// Eight rows that begin anywhere. The buffer has a row where memory has it in its first sector of 32 bytes, so that 16 bytes of
+// the one are 16 of the other; two lanes have a sector, since one that is written in parts is first read from memory
+// (measured: loads and stores of kb57 with rows of 1026 outputs 2.15 ms, of 1024 1.44). What a row's first and last 16 bytes have
+// of it follows in units.
+template <int UNIT>
+__device__ __forceinline__ void store_shifted(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
+  constexpr int PER_ROW = (OUTPUTS * ELEMENT + 32 - UNIT + 31) / 32 * 2, ENDS = 16 / UNIT;
+#pragma unroll
+  for (int i = 0; i < (8 * PER_ROW + 31) / 32; i++) {
+    int index = lane + 32 * i, r = index / PER_ROW, unit = index % PER_ROW;
+    char* row = to + r * plane;
+    int at = unit * 16 - (int)((u64)row & 31);          // in the row
+    bool in = PER_ROW % 4 == 0 || r < 8;
+    copy_unit<16>(row + at, in ? buffer + r * RUN_PITCH + unit * 16 : buffer,
+        in && at >= 0 && at + 16 <= end && r < rows);
+  }
+#pragma unroll
+  for (int i = 0; i < 8 * 2 * ENDS / 32; i++) {         // ENDS lanes for either end of a row
+    int r = (lane + 32 * i) / (2 * ENDS), at = lane % ENDS * UNIT;
+    char* row = to + r * plane;
+    int phase = (int)((u64)row & 15), head = -phase & 15;
+    bool tail = lane & ENDS;
+    if (tail) at += ((phase + end) & ~15) - phase;
+    bool ok = (tail ? at >= head : at < head) && at < end && r < rows;
+    copy_unit<UNIT>(row + at, buffer + r * RUN_PITCH + ((u32)(u64)row & 31) + (ok ? at : 0), ok);
+  }
+}
+
+// Eight rows (output channels) of a run from the buffer to memory: `end` bytes of each. `to` is the first row's first output, rows
+// lie `plane` bytes apart.
+template <int UNIT>
+__device__ __forceinline__ void store_rows(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
+  constexpr int whole = (8 * (OUTPUTS * ELEMENT / UNIT) + 31) / 32;
+  constexpr int shifted = ((OUTPUTS * ELEMENT + 32 - UNIT + 31) / 32 * 16 + 31) / 32 + 16 * (16 / UNIT) / 32;
+  if (UNIT == 16 || whole <= shifted) store_units<UNIT>(to, plane, rows, end, buffer, lane);
+  else store_shifted<UNIT>(to, plane, rows, end, buffer, lane);
+}
+
+// Rows h * 8 ... of run i of subtiles r * RUN_SUBTILES ...: a thread's outputs of its row to the buffer.
+template <int UNIT>
+__device__ __forceinline__ void put_rows(float (&acc)[MB][NB][32], float bias, int r, int i, int h, u32 row, int lane) {
+  constexpr signed char blocks[] = {0};         // the block of a W sub-position, -1: it has no taps
+  int g = lane >> 2, q = lane & 3, order = order_of<UNIT>(g, q);
+#pragma unroll
+  for (int k = 0; k < RUN_GROUPS; k++) {
+    const int nb = RUN_NB(r, i, k), j = RUN_J(r, i, k);
+    float v[2 * W_SUBS];
+#pragma unroll
+    for (int c = 0; c < 2; c++)
+#pragma unroll
+      for (int u = 0; u < W_SUBS; u++) v[c * W_SUBS + u] = blocks[u] < 0 ? bias
+          : acc[blocks[u] < 0 ? 0 : blocks[u]][nb][4 * j + 2 * h + c];
+    put<UNIT>(v, row + (k * 8 + 2 * q) * W_SUBS * ELEMENT, order);
   }
 }
 
 template <int UNIT>
-__device__ __forceinline__ void store_units(char* to, long long plane, int rows, int left, u32 buffer, int lane) {
-  constexpr int per_row = OUTPUTS * ELEMENT / UNIT;
-  if (per_row >= 32) {
-#pragma unroll
-    for (int r = 0; r < 8; r++)
-#pragma unroll
-      for (int i = 0; i < (per_row + 31) / 32; i++) {
-        int unit = lane + 32 * i;
-        bool in = per_row % 32 == 0 || unit < per_row;
-        store_unit<UNIT>(to + r * plane + unit * UNIT, buffer + r * RUN_PITCH + (in ? unit : 0) * UNIT, unit, left, in);
-      }
-  } else {
-#pragma unroll
-    for (int i = 0; i < (8 * per_row + 31) / 32; i++) {
-      int index = lane + 32 * i, r = index / per_row, unit = index % per_row;
-      bool in = r < 8;
-      store_unit<UNIT>(to + r * plane + unit * UNIT, buffer + (in ? r : 0) * RUN_PITCH + unit * UNIT, unit, left, in);
-    }
-  }
-}
-
-// Eight rows (output channels) of a run from the buffer to memory; `to` is the first row's first output, rows lie `plane` bytes
-// apart.
-__device__ __forceinline__ void store_rows(char* to, long long plane, int rows, int left, u32 buffer, int lane) {
-  u32 misaligned = (u32)(u64)to | (u32)plane;
-  if ((misaligned & 15) == 0) return store_units<16>(to, plane, rows, left, buffer, lane);
-  if ((misaligned & 7) == 0) return store_units<8>(to, plane, rows, left, buffer, lane);
-  // Rows begin anywhere: each instruction begins at a sector's first output, since a sector written in parts is first read from
-  // memory (measured: loads and stores of kb57, with rows of 1026 outputs: 2.15 ms,
-  // with rows of 1024 1.44).
-  int end = left < OUTPUTS ? left : OUTPUTS;
-  rows = 8;
-  u32 first = (u32)(u64)to >> 2, step = (u32)plane >> 2;
-#pragma unroll
-  for (int i = 0; i < (OUTPUTS + 38) / 32; i++) {
-    u32 v[8];
-    int e[8];                                           // the lane's output of each row; some are before or behind it
-#pragma unroll
-    for (int r = 0; r < 8; r++) {
-      e[r] = lane + 32 * i - (int)((first + r * step) & 7);
-      v[r] = load_shared_u32(buffer + r * RUN_PITCH + ((u32)e[r] < (u32)end ? e[r] * 4 : 0));
-    }
-#pragma unroll
-    for (int r = 0; r < 8; r++) store_global_if(to + r * plane + (long long)e[r] * 4, v[r],
-        (u32)e[r] < (u32)end && r < rows);
-  }
+__device__ __forceinline__ void pass_rows(float (&acc)[MB][NB][32], float bias, int r, int i, int h, u32 row, char* to,
+    long long plane, int rows, int end, u32 buffer, int lane) {
+  put_rows<UNIT>(acc, bias, r, i, h, row, lane);
+  __syncwarp();
+  store_rows<UNIT>(to, plane, rows, end, buffer, lane);
 }
 
 // Unrolled, since registers have no run-time index. (measured: with the stores once in a loop, and only the reading of registers in
 // branches, tiles of 8 x 8 took 20 to 100% longer and compiled no faster.)
 __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* __restrict__ bias, char* __restrict__ y,
     const Sizes& s, const Tile& t, int cout_block, int first_subtile, u32 buffer, int warp, int lane) {
-  constexpr signed char blocks[] = {0};         // the block of a W sub-position, -1: it has no taps
-  int g = lane >> 2, q = lane & 3;
+  asm volatile("" : "+r"(lane));  // what follows from it is found here, not kept from tile to tile (spills)
+  int g = lane >> 2;
   Slab slab = slab_of(t, cout_block, warp);
   if (slab.couts <= 0) return;
   float b[2] = {0.f, 0.f};
@@ -3497,25 +3739,18 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* 
       if (!image || oh >= s.out_h || left <= 0) continue;
       char* to = y + (((long long)n * COUT + channel) * s.out_d + od) * s.out_h * s.out_w * ELEMENT
           + ((long long)oh * s.out_w + ow) * ELEMENT;
+      int end = (left < OUTPUTS ? left : OUTPUTS) * ELEMENT;
+      u32 misaligned = (u32)(u64)to | (u32)plane | end;  // multiples of what all rows begin and end at
 #pragma unroll
       for (int h = 0; h < 2; h++) {
-#pragma unroll
-        for (int k = 0; k < RUN_GROUPS; k++) {
-          const int nb = RUN_NB(r, i, k), j = RUN_J(r, i, k);
-          u32 at = buffer + g * RUN_PITCH + (k * 8 + 2 * q) * W_SUBS * ELEMENT;
-          float v[2 * W_SUBS];
-#pragma unroll
-          for (int c = 0; c < 2; c++)
-#pragma unroll
-            for (int u = 0; u < W_SUBS; u++) v[c * W_SUBS + u] = blocks[u] < 0 ? b[h]
-                : acc[blocks[u] < 0 ? 0 : blocks[u]][nb][4 * j + 2 * h + c];
-#pragma unroll
-          for (int c = 0; c < W_SUBS; c++) {
-            store_shared_f32x2(at + c * 8, v[2 * c], v[2 * c + 1]);
-          }
-        }
-        __syncwarp();
-        store_rows(to + h * 8 * plane, plane, slab.couts < 8 * h + 8 ? slab.couts - 8 * h : 8, left, buffer, lane);
+        char* first = to + h * 8 * plane;
+        int rows = 8;
+        u32 row = buffer + g * RUN_PITCH;
+        u32 shifted = row + ((u32)(u64)(first + g * plane) & 31);
+        if ((misaligned & 15) == 0) pass_rows<16>(acc, b[h], r, i, h, row, first, plane, rows, end, buffer, lane);
+        else if ((misaligned & (2 * ELEMENT - 1)) == 0) pass_rows<2 * ELEMENT>(acc, b[h], r, i, h, shifted, first,
+            plane, rows, end, buffer, lane);
+        else pass_rows<ELEMENT>(acc, b[h], r, i, h, shifted, first, plane, rows, end, buffer, lane);
         __syncwarp();
       }
     }
@@ -3626,6 +3861,7 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 #undef FRAGMENTS
 #undef RUN_NB
 #undef RUN_J
+#undef TOGETHER
 }  // namespace grad_input_unaligned
 
 // =====================================================================================================================

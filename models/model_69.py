@@ -21,8 +21,8 @@ Kernels:
   channels, output channels halved, weights ring of 4 x 4 fragments, 224 KB shared.
 - gradient for the input: wgmma tf32, tile 1x1x16x32 (NxDxHxW of q) x 64 rows, chunk of 8 channels, pixels halved,
   weights ring of 3 x 8 fragments, 140 KB shared.
-- gradient for the input (other widths than multiples of 4): wgmma tf32, tile 1x1x16x32 (NxDxHxW of q) x 64 rows,
-  chunk of 8 channels, pixels halved, weights ring of 3 x 8 fragments, 145 KB shared.
+- gradient for the input (other widths than multiples of 4): wgmma tf32, tile 8x1x8x8 (NxDxHxW of q) x 64 rows,
+  chunk of 8 channels, pixels halved, weights ring of 3 x 8 fragments, 198 KB shared.
 - gradient for the weight: wgmma tf32, 64x128 channels x 1x1x5 taps a block, chunks of 1x1x2x64 (NxDxHxW of q), K in
   44 slices, 216 KB shared.
 - gradient for the weight (other widths than multiples of 4): mma.sync tf32, 64x32 channels x 1x3x5 taps a block,
@@ -138,6 +138,7 @@ constexpr int TILE_N = 1;  // images of a tile
 // PTX in small wrappers, so that a kernel body reads as an algorithm.
 typedef unsigned int u32;
 typedef unsigned long long u64;
+typedef unsigned short u16;
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
@@ -167,6 +168,11 @@ __device__ __forceinline__ u32 load_shared_u32(u32 a) {
   asm volatile("ld.shared.u32 %0, [%1];\n" : "=r"(v) : "r"(a) : "memory");
   return v;
 }
+__device__ __forceinline__ u32 load_shared_u16(u32 a) {
+  u16 v;
+  asm volatile("ld.shared.u16 %0, [%1];\n" : "=h"(v) : "r"(a) : "memory");
+  return v;
+}
 __device__ __forceinline__ void load_shared_128(u32 (&v)[4], u32 a) {
   asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];\n" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]),
       "=r"(v[3]) : "r"(a) : "memory");
@@ -176,6 +182,9 @@ __device__ __forceinline__ void load_shared_64(u32 (&v)[4], u32 a) {
 }
 __device__ __forceinline__ void store_shared_128(u32 a, u32 v0, u32 v1, u32 v2, u32 v3) {
   asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};\n" ::"r"(a), "r"(v0), "r"(v1), "r"(v2), "r"(v3) : "memory");
+}
+__device__ __forceinline__ void store_shared_f32(u32 a, float v) {
+  asm volatile("st.shared.f32 [%0], %1;\n" ::"r"(a), "f"(v) : "memory");
 }
 __device__ __forceinline__ void store_shared_f32x2(u32 a, float v, float w) {
   asm volatile("st.shared.v2.f32 [%0], {%1,%2};\n" ::"r"(a), "f"(v), "f"(w) : "memory");
@@ -193,6 +202,10 @@ __device__ __forceinline__ void store_global_64_if(void* to, const u32 (&v)[4], 
 __device__ __forceinline__ void store_global_128_if(void* to, const u32 (&v)[4], bool ok) {
   asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %5, 0;\n @p st.global.v4.u32 [%0], {%1,%2,%3,%4};\n}\n" ::"l"(to),
       "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]), "r"((u32)ok) : "memory");
+}
+__device__ __forceinline__ void store_global_16_if(void* to, u32 v, bool ok) {
+  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %2, 0;\n @p st.global.u16 [%0], %1;\n}\n" ::"l"(to), "h"((u16)v),
+      "r"((u32)ok) : "memory");
 }
 
 // --- numbers ---------------------------------------------------------------------------------------------------------
@@ -632,7 +645,8 @@ __device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB]
 // A warp holds 16 rows of M. It passes them through its own shared buffer, a run of pixels at a time, so that memory is
 // written in whole lines: NCHW 8 rows of RUN x W_SUBS consecutive outputs, channels-last RUN pixels of 16 channels.
 constexpr int RUN = RUN_GROUPS * 8;
-// Bytes of a row of the buffer (channels-last: of a pixel); the rest beyond whole 128 bytes lets rows meet different banks.
+// Bytes of a row of the buffer (channels-last: of a pixel); the rest beyond whole 128 bytes lets rows meet different banks, and
+// a row begin up to 31 bytes late.
 constexpr int RUN_PITCH = (RUN * W_SUBS * ELEMENT + 127) / 128 * 128 + 32;
 constexpr int BUFFER_BYTES = 8 * RUN_PITCH;
 constexpr int RUN_SUBTILES = RUN_GROUPS;  // neighbours along W that a run crosses
@@ -659,83 +673,134 @@ __device__ __forceinline__ Slab slab_of(const Tile& t, int cout_block, int warp)
 
 constexpr int OUTPUTS = RUN * W_SUBS;  // of a row of a run
 
-// Eight rows of a run, all of which begin at multiples of UNIT bytes: one instruction stores 32 units, of several rows if they
-// are short. A unit that the image's border cuts is stored output by output.
+// UNIT, below: bytes at multiples of which all rows of a run begin and end: 16, two outputs or one.
+#define TOGETHER(unit) ((unit) > ELEMENT ? 2 : 1)  // outputs that a thread stores to the buffer together
+
+// Which of a thread's outputs of a row go first to the buffer, as an exclusive or of their order, so that the lanes of an
+// instruction meet different banks: rows lie 8 banks apart (half precision: 12), the outputs of neighbouring lanes 2 W_SUBS.
 template <int UNIT>
-__device__ __forceinline__ void store_unit(char* p, u32 from, int unit, int left, bool in) {
-  constexpr int outputs = UNIT / ELEMENT;
+__device__ __forceinline__ int order_of(int g, int q) {
+  int by_column = 0;
+  return TOGETHER(UNIT) == 2 ? by_column : by_column | g >> 2;
+}
+
+// One thread's 2 W_SUBS neighbouring outputs to the buffer.
+template <int UNIT>
+__device__ __forceinline__ void put(float (&v)[2 * W_SUBS], u32 at, int order) {
+#pragma unroll
+  for (int bit = TOGETHER(UNIT); bit < 8 && W_SUBS % bit == 0; bit *= 2) {
+#pragma unroll
+    for (int i = 0; i < 2 * W_SUBS; i++) {
+      if (i & bit) continue;
+      float low = v[i], high = v[i ^ bit];
+      v[i] = order & bit ? high : low;
+      v[i ^ bit] = order & bit ? low : high;
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 2 * W_SUBS; i += TOGETHER(UNIT)) {
+    u32 to = at + (i ^ order) * ELEMENT;
+    if (TOGETHER(UNIT) == 2) store_shared_f32x2(to, v[i], v[i ^ 1]);
+    else store_shared_f32(to, v[i]);
+  }
+}
+
+template <int UNIT>
+__device__ __forceinline__ void copy_unit(char* to, u32 from, bool ok) {
   u32 v[4];
   if (UNIT == 16) load_shared_128(v, from);
   else if (UNIT == 8) load_shared_64(v, from);
-  else v[0] = load_shared_u32(from);
-  bool whole = in && (unit + 1) * outputs <= left;
-  if (UNIT == 16) store_global_128_if(p, v, whole);
-  else if (UNIT == 8) store_global_64_if(p, v, whole);
-  else store_global_if(p, v[0], whole);
-  if (outputs > 1 && left < OUTPUTS && left % outputs) {
+  else v[0] = UNIT == 4 ? load_shared_u32(from) : load_shared_u16(from);
+  if (UNIT == 16) store_global_128_if(to, v, ok);
+  else if (UNIT == 8) store_global_64_if(to, v, ok);
+  else if (UNIT == 4) store_global_if(to, v[0], ok);
+  else store_global_16_if(to, v[0], ok);
+}
+
+// Eight rows in units: an instruction stores 32 of them, of several rows if they are short.
+template <int UNIT>
+__device__ __forceinline__ void store_units(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
+  constexpr int PER_ROW = OUTPUTS * ELEMENT / UNIT;
 #pragma unroll
-    for (int e = 0; e < outputs - 1; e++) {
-      bool cut = in && !whole && unit * outputs + e < left;
-      store_global_if(p + e * 4, v[e & 3], cut);
-    }
+  for (int i = 0; i < (8 * PER_ROW + 31) / 32; i++) {
+    int index = lane + 32 * i, r = index / PER_ROW, at = index % PER_ROW * UNIT;
+    char* row = to + r * plane;
+    u32 shift = UNIT == 16 ? 0 : (u32)(u64)row & 31;
+    bool in = PER_ROW % 4 == 0 || r < 8;
+    copy_unit<UNIT>(row + at, in ? buffer + r * RUN_PITCH + shift + at : buffer, in && at < end && r < rows);
+  }
+}
+
+// Eight rows that begin anywhere. The buffer has a row where memory has it in its first sector of 32 bytes, so that 16 bytes of
+// the one are 16 of the other; two lanes have a sector, since one that is written in parts is first read from memory
+// (measured: loads and stores of kb57 with rows of 1026 outputs 2.15 ms, of 1024 1.44). What a row's first and last 16 bytes have
+// of it follows in units.
+template <int UNIT>
+__device__ __forceinline__ void store_shifted(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
+  constexpr int PER_ROW = (OUTPUTS * ELEMENT + 32 - UNIT + 31) / 32 * 2, ENDS = 16 / UNIT;
+#pragma unroll
+  for (int i = 0; i < (8 * PER_ROW + 31) / 32; i++) {
+    int index = lane + 32 * i, r = index / PER_ROW, unit = index % PER_ROW;
+    char* row = to + r * plane;
+    int at = unit * 16 - (int)((u64)row & 31);          // in the row
+    bool in = PER_ROW % 4 == 0 || r < 8;
+    copy_unit<16>(row + at, in ? buffer + r * RUN_PITCH + unit * 16 : buffer,
+        in && at >= 0 && at + 16 <= end && r < rows);
+  }
+#pragma unroll
+  for (int i = 0; i < 8 * 2 * ENDS / 32; i++) {         // ENDS lanes for either end of a row
+    int r = (lane + 32 * i) / (2 * ENDS), at = lane % ENDS * UNIT;
+    char* row = to + r * plane;
+    int phase = (int)((u64)row & 15), head = -phase & 15;
+    bool tail = lane & ENDS;
+    if (tail) at += ((phase + end) & ~15) - phase;
+    bool ok = (tail ? at >= head : at < head) && at < end && r < rows;
+    copy_unit<UNIT>(row + at, buffer + r * RUN_PITCH + ((u32)(u64)row & 31) + (ok ? at : 0), ok);
+  }
+}
+
+// Eight rows (output channels) of a run from the buffer to memory: `end` bytes of each. `to` is the first row's first output, rows
+// lie `plane` bytes apart.
+template <int UNIT>
+__device__ __forceinline__ void store_rows(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
+  constexpr int whole = (8 * (OUTPUTS * ELEMENT / UNIT) + 31) / 32;
+  constexpr int shifted = ((OUTPUTS * ELEMENT + 32 - UNIT + 31) / 32 * 16 + 31) / 32 + 16 * (16 / UNIT) / 32;
+  if (UNIT == 16 || whole <= shifted) store_units<UNIT>(to, plane, rows, end, buffer, lane);
+  else store_shifted<UNIT>(to, plane, rows, end, buffer, lane);
+}
+
+// Rows h * 8 ... of run i of subtiles r * RUN_SUBTILES ...: a thread's outputs of its row to the buffer.
+template <int UNIT>
+__device__ __forceinline__ void put_rows(float (&acc)[MB][NB][32], float bias, int r, int i, int h, u32 row, int lane) {
+  constexpr signed char blocks[] = {0};         // the block of a W sub-position, -1: it has no taps
+  int g = lane >> 2, q = lane & 3, order = order_of<UNIT>(g, q);
+#pragma unroll
+  for (int k = 0; k < RUN_GROUPS; k++) {
+    const int nb = RUN_NB(r, i, k), j = RUN_J(r, i, k);
+    float v[2 * W_SUBS];
+#pragma unroll
+    for (int c = 0; c < 2; c++)
+#pragma unroll
+      for (int u = 0; u < W_SUBS; u++) v[c * W_SUBS + u] = blocks[u] < 0 ? bias
+          : acc[blocks[u] < 0 ? 0 : blocks[u]][nb][4 * j + 2 * h + c];
+    put<UNIT>(v, row + (k * 8 + 2 * q) * W_SUBS * ELEMENT, order);
   }
 }
 
 template <int UNIT>
-__device__ __forceinline__ void store_units(char* to, long long plane, int rows, int left, u32 buffer, int lane) {
-  constexpr int per_row = OUTPUTS * ELEMENT / UNIT;
-  if (per_row >= 32) {
-#pragma unroll
-    for (int r = 0; r < 8; r++)
-#pragma unroll
-      for (int i = 0; i < (per_row + 31) / 32; i++) {
-        int unit = lane + 32 * i;
-        bool in = per_row % 32 == 0 || unit < per_row;
-        store_unit<UNIT>(to + r * plane + unit * UNIT, buffer + r * RUN_PITCH + (in ? unit : 0) * UNIT, unit, left, in);
-      }
-  } else {
-#pragma unroll
-    for (int i = 0; i < (8 * per_row + 31) / 32; i++) {
-      int index = lane + 32 * i, r = index / per_row, unit = index % per_row;
-      bool in = r < 8;
-      store_unit<UNIT>(to + r * plane + unit * UNIT, buffer + (in ? r : 0) * RUN_PITCH + unit * UNIT, unit, left, in);
-    }
-  }
-}
-
-// Eight rows (output channels) of a run from the buffer to memory; `to` is the first row's first output, rows lie `plane` bytes
-// apart.
-__device__ __forceinline__ void store_rows(char* to, long long plane, int rows, int left, u32 buffer, int lane) {
-  u32 misaligned = (u32)(u64)to | (u32)plane;
-  if ((misaligned & 15) == 0) return store_units<16>(to, plane, rows, left, buffer, lane);
-  if ((misaligned & 7) == 0) return store_units<8>(to, plane, rows, left, buffer, lane);
-  // Rows begin anywhere: each instruction begins at a sector's first output, since a sector written in parts is first read from
-  // memory (measured: loads and stores of kb57, with rows of 1026 outputs: 2.15 ms,
-  // with rows of 1024 1.44).
-  int end = left < OUTPUTS ? left : OUTPUTS;
-  rows = 8;
-  u32 first = (u32)(u64)to >> 2, step = (u32)plane >> 2;
-#pragma unroll
-  for (int i = 0; i < (OUTPUTS + 38) / 32; i++) {
-    u32 v[8];
-    int e[8];                                           // the lane's output of each row; some are before or behind it
-#pragma unroll
-    for (int r = 0; r < 8; r++) {
-      e[r] = lane + 32 * i - (int)((first + r * step) & 7);
-      v[r] = load_shared_u32(buffer + r * RUN_PITCH + ((u32)e[r] < (u32)end ? e[r] * 4 : 0));
-    }
-#pragma unroll
-    for (int r = 0; r < 8; r++) store_global_if(to + r * plane + (long long)e[r] * 4, v[r],
-        (u32)e[r] < (u32)end && r < rows);
-  }
+__device__ __forceinline__ void pass_rows(float (&acc)[MB][NB][32], float bias, int r, int i, int h, u32 row, char* to,
+    long long plane, int rows, int end, u32 buffer, int lane) {
+  put_rows<UNIT>(acc, bias, r, i, h, row, lane);
+  __syncwarp();
+  store_rows<UNIT>(to, plane, rows, end, buffer, lane);
 }
 
 // Unrolled, since registers have no run-time index. (measured: with the stores once in a loop, and only the reading of registers in
 // branches, tiles of 8 x 8 took 20 to 100% longer and compiled no faster.)
 __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* __restrict__ bias, char* __restrict__ y,
     const Sizes& s, const Tile& t, int cout_block, int first_subtile, u32 buffer, int warp, int lane) {
-  constexpr signed char blocks[] = {0};         // the block of a W sub-position, -1: it has no taps
-  int g = lane >> 2, q = lane & 3;
+  asm volatile("" : "+r"(lane));  // what follows from it is found here, not kept from tile to tile (spills)
+  int g = lane >> 2;
   Slab slab = slab_of(t, cout_block, warp);
   if (slab.couts <= 0) return;
   float b[2] = {0.f, 0.f};
@@ -764,25 +829,18 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* 
       if (!image || oh >= s.out_h || left <= 0) continue;
       char* to = y + (((long long)n * COUT + channel) * s.out_d + od) * s.out_h * s.out_w * ELEMENT
           + ((long long)oh * s.out_w + ow) * ELEMENT;
+      int end = (left < OUTPUTS ? left : OUTPUTS) * ELEMENT;
+      u32 misaligned = (u32)(u64)to | (u32)plane | end;  // multiples of what all rows begin and end at
 #pragma unroll
       for (int h = 0; h < 2; h++) {
-#pragma unroll
-        for (int k = 0; k < RUN_GROUPS; k++) {
-          const int nb = RUN_NB(r, i, k), j = RUN_J(r, i, k);
-          u32 at = buffer + g * RUN_PITCH + (k * 8 + 2 * q) * W_SUBS * ELEMENT;
-          float v[2 * W_SUBS];
-#pragma unroll
-          for (int c = 0; c < 2; c++)
-#pragma unroll
-            for (int u = 0; u < W_SUBS; u++) v[c * W_SUBS + u] = blocks[u] < 0 ? b[h]
-                : acc[blocks[u] < 0 ? 0 : blocks[u]][nb][4 * j + 2 * h + c];
-#pragma unroll
-          for (int c = 0; c < W_SUBS; c++) {
-            store_shared_f32x2(at + c * 8, v[2 * c], v[2 * c + 1]);
-          }
-        }
-        __syncwarp();
-        store_rows(to + h * 8 * plane, plane, slab.couts < 8 * h + 8 ? slab.couts - 8 * h : 8, left, buffer, lane);
+        char* first = to + h * 8 * plane;
+        int rows = 8;
+        u32 row = buffer + g * RUN_PITCH;
+        u32 shifted = row + ((u32)(u64)(first + g * plane) & 31);
+        if ((misaligned & 15) == 0) pass_rows<16>(acc, b[h], r, i, h, row, first, plane, rows, end, buffer, lane);
+        else if ((misaligned & (2 * ELEMENT - 1)) == 0) pass_rows<2 * ELEMENT>(acc, b[h], r, i, h, shifted, first,
+            plane, rows, end, buffer, lane);
+        else pass_rows<ELEMENT>(acc, b[h], r, i, h, shifted, first, plane, rows, end, buffer, lane);
         __syncwarp();
       }
     }
@@ -897,6 +955,7 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 #undef FRAGMENTS
 #undef RUN_NB
 #undef RUN_J
+#undef TOGETHER
 }  // namespace forward
 
 // =====================================================================================================================
@@ -967,6 +1026,7 @@ constexpr int TILE_N = 1;  // images of a tile
 // PTX in small wrappers, so that a kernel body reads as an algorithm.
 typedef unsigned int u32;
 typedef unsigned long long u64;
+typedef unsigned short u16;
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
@@ -1011,6 +1071,11 @@ __device__ __forceinline__ u32 load_shared_u32(u32 a) {
   asm volatile("ld.shared.u32 %0, [%1];\n" : "=r"(v) : "r"(a) : "memory");
   return v;
 }
+__device__ __forceinline__ u32 load_shared_u16(u32 a) {
+  u16 v;
+  asm volatile("ld.shared.u16 %0, [%1];\n" : "=h"(v) : "r"(a) : "memory");
+  return v;
+}
 __device__ __forceinline__ void load_shared_128(u32 (&v)[4], u32 a) {
   asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];\n" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]),
       "=r"(v[3]) : "r"(a) : "memory");
@@ -1020,6 +1085,9 @@ __device__ __forceinline__ void load_shared_64(u32 (&v)[4], u32 a) {
 }
 __device__ __forceinline__ void store_shared_128(u32 a, u32 v0, u32 v1, u32 v2, u32 v3) {
   asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};\n" ::"r"(a), "r"(v0), "r"(v1), "r"(v2), "r"(v3) : "memory");
+}
+__device__ __forceinline__ void store_shared_f32(u32 a, float v) {
+  asm volatile("st.shared.f32 [%0], %1;\n" ::"r"(a), "f"(v) : "memory");
 }
 __device__ __forceinline__ void store_shared_f32x2(u32 a, float v, float w) {
   asm volatile("st.shared.v2.f32 [%0], {%1,%2};\n" ::"r"(a), "f"(v), "f"(w) : "memory");
@@ -1037,6 +1105,10 @@ __device__ __forceinline__ void store_global_64_if(void* to, const u32 (&v)[4], 
 __device__ __forceinline__ void store_global_128_if(void* to, const u32 (&v)[4], bool ok) {
   asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %5, 0;\n @p st.global.v4.u32 [%0], {%1,%2,%3,%4};\n}\n" ::"l"(to),
       "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]), "r"((u32)ok) : "memory");
+}
+__device__ __forceinline__ void store_global_16_if(void* to, u32 v, bool ok) {
+  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %2, 0;\n @p st.global.u16 [%0], %1;\n}\n" ::"l"(to), "h"((u16)v),
+      "r"((u32)ok) : "memory");
 }
 
 // --- numbers ---------------------------------------------------------------------------------------------------------
@@ -1530,7 +1602,8 @@ __device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB]
 // A warp holds 16 rows of M. It passes them through its own shared buffer, a run of pixels at a time, so that memory is
 // written in whole lines: NCHW 8 rows of RUN x W_SUBS consecutive outputs, channels-last RUN pixels of 16 channels.
 constexpr int RUN = RUN_GROUPS * 8;
-// Bytes of a row of the buffer (channels-last: of a pixel); the rest beyond whole 128 bytes lets rows meet different banks.
+// Bytes of a row of the buffer (channels-last: of a pixel); the rest beyond whole 128 bytes lets rows meet different banks, and
+// a row begin up to 31 bytes late.
 constexpr int RUN_PITCH = (RUN * W_SUBS * ELEMENT + 127) / 128 * 128 + 32;
 constexpr int BUFFER_BYTES = 8 * RUN_PITCH;
 constexpr int RUN_SUBTILES = RUN_GROUPS;  // neighbours along W that a run crosses
@@ -1557,83 +1630,134 @@ __device__ __forceinline__ Slab slab_of(const Tile& t, int cout_block, int warp)
 
 constexpr int OUTPUTS = RUN * W_SUBS;  // of a row of a run
 
-// Eight rows of a run, all of which begin at multiples of UNIT bytes: one instruction stores 32 units, of several rows if they
-// are short. A unit that the image's border cuts is stored output by output.
+// UNIT, below: bytes at multiples of which all rows of a run begin and end: 16, two outputs or one.
+#define TOGETHER(unit) ((unit) > ELEMENT ? 2 : 1)  // outputs that a thread stores to the buffer together
+
+// Which of a thread's outputs of a row go first to the buffer, as an exclusive or of their order, so that the lanes of an
+// instruction meet different banks: rows lie 8 banks apart (half precision: 12), the outputs of neighbouring lanes 2 W_SUBS.
 template <int UNIT>
-__device__ __forceinline__ void store_unit(char* p, u32 from, int unit, int left, bool in) {
-  constexpr int outputs = UNIT / ELEMENT;
+__device__ __forceinline__ int order_of(int g, int q) {
+  int by_column = 0;
+  return TOGETHER(UNIT) == 2 ? by_column : by_column | g >> 2;
+}
+
+// One thread's 2 W_SUBS neighbouring outputs to the buffer.
+template <int UNIT>
+__device__ __forceinline__ void put(float (&v)[2 * W_SUBS], u32 at, int order) {
+#pragma unroll
+  for (int bit = TOGETHER(UNIT); bit < 8 && W_SUBS % bit == 0; bit *= 2) {
+#pragma unroll
+    for (int i = 0; i < 2 * W_SUBS; i++) {
+      if (i & bit) continue;
+      float low = v[i], high = v[i ^ bit];
+      v[i] = order & bit ? high : low;
+      v[i ^ bit] = order & bit ? low : high;
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 2 * W_SUBS; i += TOGETHER(UNIT)) {
+    u32 to = at + (i ^ order) * ELEMENT;
+    if (TOGETHER(UNIT) == 2) store_shared_f32x2(to, v[i], v[i ^ 1]);
+    else store_shared_f32(to, v[i]);
+  }
+}
+
+template <int UNIT>
+__device__ __forceinline__ void copy_unit(char* to, u32 from, bool ok) {
   u32 v[4];
   if (UNIT == 16) load_shared_128(v, from);
   else if (UNIT == 8) load_shared_64(v, from);
-  else v[0] = load_shared_u32(from);
-  bool whole = in && (unit + 1) * outputs <= left;
-  if (UNIT == 16) store_global_128_if(p, v, whole);
-  else if (UNIT == 8) store_global_64_if(p, v, whole);
-  else store_global_if(p, v[0], whole);
-  if (outputs > 1 && left < OUTPUTS && left % outputs) {
+  else v[0] = UNIT == 4 ? load_shared_u32(from) : load_shared_u16(from);
+  if (UNIT == 16) store_global_128_if(to, v, ok);
+  else if (UNIT == 8) store_global_64_if(to, v, ok);
+  else if (UNIT == 4) store_global_if(to, v[0], ok);
+  else store_global_16_if(to, v[0], ok);
+}
+
+// Eight rows in units: an instruction stores 32 of them, of several rows if they are short.
+template <int UNIT>
+__device__ __forceinline__ void store_units(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
+  constexpr int PER_ROW = OUTPUTS * ELEMENT / UNIT;
 #pragma unroll
-    for (int e = 0; e < outputs - 1; e++) {
-      bool cut = in && !whole && unit * outputs + e < left;
-      store_global_if(p + e * 4, v[e & 3], cut);
-    }
+  for (int i = 0; i < (8 * PER_ROW + 31) / 32; i++) {
+    int index = lane + 32 * i, r = index / PER_ROW, at = index % PER_ROW * UNIT;
+    char* row = to + r * plane;
+    u32 shift = UNIT == 16 ? 0 : (u32)(u64)row & 31;
+    bool in = PER_ROW % 4 == 0 || r < 8;
+    copy_unit<UNIT>(row + at, in ? buffer + r * RUN_PITCH + shift + at : buffer, in && at < end && r < rows);
+  }
+}
+
+// Eight rows that begin anywhere. The buffer has a row where memory has it in its first sector of 32 bytes, so that 16 bytes of
+// the one are 16 of the other; two lanes have a sector, since one that is written in parts is first read from memory
+// (measured: loads and stores of kb57 with rows of 1026 outputs 2.15 ms, of 1024 1.44). What a row's first and last 16 bytes have
+// of it follows in units.
+template <int UNIT>
+__device__ __forceinline__ void store_shifted(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
+  constexpr int PER_ROW = (OUTPUTS * ELEMENT + 32 - UNIT + 31) / 32 * 2, ENDS = 16 / UNIT;
+#pragma unroll
+  for (int i = 0; i < (8 * PER_ROW + 31) / 32; i++) {
+    int index = lane + 32 * i, r = index / PER_ROW, unit = index % PER_ROW;
+    char* row = to + r * plane;
+    int at = unit * 16 - (int)((u64)row & 31);          // in the row
+    bool in = PER_ROW % 4 == 0 || r < 8;
+    copy_unit<16>(row + at, in ? buffer + r * RUN_PITCH + unit * 16 : buffer,
+        in && at >= 0 && at + 16 <= end && r < rows);
+  }
+#pragma unroll
+  for (int i = 0; i < 8 * 2 * ENDS / 32; i++) {         // ENDS lanes for either end of a row
+    int r = (lane + 32 * i) / (2 * ENDS), at = lane % ENDS * UNIT;
+    char* row = to + r * plane;
+    int phase = (int)((u64)row & 15), head = -phase & 15;
+    bool tail = lane & ENDS;
+    if (tail) at += ((phase + end) & ~15) - phase;
+    bool ok = (tail ? at >= head : at < head) && at < end && r < rows;
+    copy_unit<UNIT>(row + at, buffer + r * RUN_PITCH + ((u32)(u64)row & 31) + (ok ? at : 0), ok);
+  }
+}
+
+// Eight rows (output channels) of a run from the buffer to memory: `end` bytes of each. `to` is the first row's first output, rows
+// lie `plane` bytes apart.
+template <int UNIT>
+__device__ __forceinline__ void store_rows(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
+  constexpr int whole = (8 * (OUTPUTS * ELEMENT / UNIT) + 31) / 32;
+  constexpr int shifted = ((OUTPUTS * ELEMENT + 32 - UNIT + 31) / 32 * 16 + 31) / 32 + 16 * (16 / UNIT) / 32;
+  if (UNIT == 16 || whole <= shifted) store_units<UNIT>(to, plane, rows, end, buffer, lane);
+  else store_shifted<UNIT>(to, plane, rows, end, buffer, lane);
+}
+
+// Rows h * 8 ... of run i of subtiles r * RUN_SUBTILES ...: a thread's outputs of its row to the buffer.
+template <int UNIT>
+__device__ __forceinline__ void put_rows(float (&acc)[MB][NB][32], float bias, int r, int i, int h, u32 row, int lane) {
+  constexpr signed char blocks[] = {0};         // the block of a W sub-position, -1: it has no taps
+  int g = lane >> 2, q = lane & 3, order = order_of<UNIT>(g, q);
+#pragma unroll
+  for (int k = 0; k < RUN_GROUPS; k++) {
+    const int nb = RUN_NB(r, i, k), j = RUN_J(r, i, k);
+    float v[2 * W_SUBS];
+#pragma unroll
+    for (int c = 0; c < 2; c++)
+#pragma unroll
+      for (int u = 0; u < W_SUBS; u++) v[c * W_SUBS + u] = blocks[u] < 0 ? bias
+          : acc[blocks[u] < 0 ? 0 : blocks[u]][nb][4 * j + 2 * h + c];
+    put<UNIT>(v, row + (k * 8 + 2 * q) * W_SUBS * ELEMENT, order);
   }
 }
 
 template <int UNIT>
-__device__ __forceinline__ void store_units(char* to, long long plane, int rows, int left, u32 buffer, int lane) {
-  constexpr int per_row = OUTPUTS * ELEMENT / UNIT;
-  if (per_row >= 32) {
-#pragma unroll
-    for (int r = 0; r < 8; r++)
-#pragma unroll
-      for (int i = 0; i < (per_row + 31) / 32; i++) {
-        int unit = lane + 32 * i;
-        bool in = per_row % 32 == 0 || unit < per_row;
-        store_unit<UNIT>(to + r * plane + unit * UNIT, buffer + r * RUN_PITCH + (in ? unit : 0) * UNIT, unit, left, in);
-      }
-  } else {
-#pragma unroll
-    for (int i = 0; i < (8 * per_row + 31) / 32; i++) {
-      int index = lane + 32 * i, r = index / per_row, unit = index % per_row;
-      bool in = r < 8;
-      store_unit<UNIT>(to + r * plane + unit * UNIT, buffer + (in ? r : 0) * RUN_PITCH + unit * UNIT, unit, left, in);
-    }
-  }
-}
-
-// Eight rows (output channels) of a run from the buffer to memory; `to` is the first row's first output, rows lie `plane` bytes
-// apart.
-__device__ __forceinline__ void store_rows(char* to, long long plane, int rows, int left, u32 buffer, int lane) {
-  u32 misaligned = (u32)(u64)to | (u32)plane;
-  if ((misaligned & 15) == 0) return store_units<16>(to, plane, rows, left, buffer, lane);
-  if ((misaligned & 7) == 0) return store_units<8>(to, plane, rows, left, buffer, lane);
-  // Rows begin anywhere: each instruction begins at a sector's first output, since a sector written in parts is first read from
-  // memory (measured: loads and stores of kb57, with rows of 1026 outputs: 2.15 ms,
-  // with rows of 1024 1.44).
-  int end = left < OUTPUTS ? left : OUTPUTS;
-  rows = 8;
-  u32 first = (u32)(u64)to >> 2, step = (u32)plane >> 2;
-#pragma unroll
-  for (int i = 0; i < (OUTPUTS + 38) / 32; i++) {
-    u32 v[8];
-    int e[8];                                           // the lane's output of each row; some are before or behind it
-#pragma unroll
-    for (int r = 0; r < 8; r++) {
-      e[r] = lane + 32 * i - (int)((first + r * step) & 7);
-      v[r] = load_shared_u32(buffer + r * RUN_PITCH + ((u32)e[r] < (u32)end ? e[r] * 4 : 0));
-    }
-#pragma unroll
-    for (int r = 0; r < 8; r++) store_global_if(to + r * plane + (long long)e[r] * 4, v[r],
-        (u32)e[r] < (u32)end && r < rows);
-  }
+__device__ __forceinline__ void pass_rows(float (&acc)[MB][NB][32], float bias, int r, int i, int h, u32 row, char* to,
+    long long plane, int rows, int end, u32 buffer, int lane) {
+  put_rows<UNIT>(acc, bias, r, i, h, row, lane);
+  __syncwarp();
+  store_rows<UNIT>(to, plane, rows, end, buffer, lane);
 }
 
 // Unrolled, since registers have no run-time index. (measured: with the stores once in a loop, and only the reading of registers in
 // branches, tiles of 8 x 8 took 20 to 100% longer and compiled no faster.)
 __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* __restrict__ bias, char* __restrict__ y,
     const Sizes& s, const Tile& t, int cout_block, int first_subtile, u32 buffer, int warp, int lane) {
-  constexpr signed char blocks[] = {0};         // the block of a W sub-position, -1: it has no taps
-  int g = lane >> 2, q = lane & 3;
+  asm volatile("" : "+r"(lane));  // what follows from it is found here, not kept from tile to tile (spills)
+  int g = lane >> 2;
   Slab slab = slab_of(t, cout_block, warp);
   if (slab.couts <= 0) return;
   float b[2] = {0.f, 0.f};
@@ -1662,25 +1786,18 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* 
       if (!image || oh >= s.out_h || left <= 0) continue;
       char* to = y + (((long long)n * COUT + channel) * s.out_d + od) * s.out_h * s.out_w * ELEMENT
           + ((long long)oh * s.out_w + ow) * ELEMENT;
+      int end = (left < OUTPUTS ? left : OUTPUTS) * ELEMENT;
+      u32 misaligned = (u32)(u64)to | (u32)plane | end;  // multiples of what all rows begin and end at
 #pragma unroll
       for (int h = 0; h < 2; h++) {
-#pragma unroll
-        for (int k = 0; k < RUN_GROUPS; k++) {
-          const int nb = RUN_NB(r, i, k), j = RUN_J(r, i, k);
-          u32 at = buffer + g * RUN_PITCH + (k * 8 + 2 * q) * W_SUBS * ELEMENT;
-          float v[2 * W_SUBS];
-#pragma unroll
-          for (int c = 0; c < 2; c++)
-#pragma unroll
-            for (int u = 0; u < W_SUBS; u++) v[c * W_SUBS + u] = blocks[u] < 0 ? b[h]
-                : acc[blocks[u] < 0 ? 0 : blocks[u]][nb][4 * j + 2 * h + c];
-#pragma unroll
-          for (int c = 0; c < W_SUBS; c++) {
-            store_shared_f32x2(at + c * 8, v[2 * c], v[2 * c + 1]);
-          }
-        }
-        __syncwarp();
-        store_rows(to + h * 8 * plane, plane, slab.couts < 8 * h + 8 ? slab.couts - 8 * h : 8, left, buffer, lane);
+        char* first = to + h * 8 * plane;
+        int rows = 8;
+        u32 row = buffer + g * RUN_PITCH;
+        u32 shifted = row + ((u32)(u64)(first + g * plane) & 31);
+        if ((misaligned & 15) == 0) pass_rows<16>(acc, b[h], r, i, h, row, first, plane, rows, end, buffer, lane);
+        else if ((misaligned & (2 * ELEMENT - 1)) == 0) pass_rows<2 * ELEMENT>(acc, b[h], r, i, h, shifted, first,
+            plane, rows, end, buffer, lane);
+        else pass_rows<ELEMENT>(acc, b[h], r, i, h, shifted, first, plane, rows, end, buffer, lane);
         __syncwarp();
       }
     }
@@ -1789,6 +1906,7 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 #undef FRAGMENTS
 #undef RUN_NB
 #undef RUN_J
+#undef TOGETHER
 }  // namespace forward_unaligned
 
 // =====================================================================================================================
@@ -1857,6 +1975,7 @@ constexpr int TILE_N = 1;  // images of a tile
 // PTX in small wrappers, so that a kernel body reads as an algorithm.
 typedef unsigned int u32;
 typedef unsigned long long u64;
+typedef unsigned short u16;
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
@@ -1886,6 +2005,11 @@ __device__ __forceinline__ u32 load_shared_u32(u32 a) {
   asm volatile("ld.shared.u32 %0, [%1];\n" : "=r"(v) : "r"(a) : "memory");
   return v;
 }
+__device__ __forceinline__ u32 load_shared_u16(u32 a) {
+  u16 v;
+  asm volatile("ld.shared.u16 %0, [%1];\n" : "=h"(v) : "r"(a) : "memory");
+  return v;
+}
 __device__ __forceinline__ void load_shared_128(u32 (&v)[4], u32 a) {
   asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];\n" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]),
       "=r"(v[3]) : "r"(a) : "memory");
@@ -1895,6 +2019,9 @@ __device__ __forceinline__ void load_shared_64(u32 (&v)[4], u32 a) {
 }
 __device__ __forceinline__ void store_shared_128(u32 a, u32 v0, u32 v1, u32 v2, u32 v3) {
   asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};\n" ::"r"(a), "r"(v0), "r"(v1), "r"(v2), "r"(v3) : "memory");
+}
+__device__ __forceinline__ void store_shared_f32(u32 a, float v) {
+  asm volatile("st.shared.f32 [%0], %1;\n" ::"r"(a), "f"(v) : "memory");
 }
 __device__ __forceinline__ void store_shared_f32x2(u32 a, float v, float w) {
   asm volatile("st.shared.v2.f32 [%0], {%1,%2};\n" ::"r"(a), "f"(v), "f"(w) : "memory");
@@ -1912,6 +2039,10 @@ __device__ __forceinline__ void store_global_64_if(void* to, const u32 (&v)[4], 
 __device__ __forceinline__ void store_global_128_if(void* to, const u32 (&v)[4], bool ok) {
   asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %5, 0;\n @p st.global.v4.u32 [%0], {%1,%2,%3,%4};\n}\n" ::"l"(to),
       "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]), "r"((u32)ok) : "memory");
+}
+__device__ __forceinline__ void store_global_16_if(void* to, u32 v, bool ok) {
+  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %2, 0;\n @p st.global.u16 [%0], %1;\n}\n" ::"l"(to), "h"((u16)v),
+      "r"((u32)ok) : "memory");
 }
 
 // --- numbers ---------------------------------------------------------------------------------------------------------
@@ -2361,7 +2492,8 @@ __device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB]
 // A warp holds 16 rows of M. It passes them through its own shared buffer, a run of pixels at a time, so that memory is
 // written in whole lines: NCHW 8 rows of RUN x W_SUBS consecutive outputs, channels-last RUN pixels of 16 channels.
 constexpr int RUN = RUN_GROUPS * 8;
-// Bytes of a row of the buffer (channels-last: of a pixel); the rest beyond whole 128 bytes lets rows meet different banks.
+// Bytes of a row of the buffer (channels-last: of a pixel); the rest beyond whole 128 bytes lets rows meet different banks, and
+// a row begin up to 31 bytes late.
 constexpr int RUN_PITCH = (RUN * W_SUBS * ELEMENT + 127) / 128 * 128 + 32;
 constexpr int BUFFER_BYTES = 8 * RUN_PITCH;
 constexpr int RUN_SUBTILES = RUN_GROUPS;  // neighbours along W that a run crosses
@@ -2388,83 +2520,134 @@ __device__ __forceinline__ Slab slab_of(const Tile& t, int cout_block, int warp)
 
 constexpr int OUTPUTS = RUN * W_SUBS;  // of a row of a run
 
-// Eight rows of a run, all of which begin at multiples of UNIT bytes: one instruction stores 32 units, of several rows if they
-// are short. A unit that the image's border cuts is stored output by output.
+// UNIT, below: bytes at multiples of which all rows of a run begin and end: 16, two outputs or one.
+#define TOGETHER(unit) ((unit) > ELEMENT ? 2 : 1)  // outputs that a thread stores to the buffer together
+
+// Which of a thread's outputs of a row go first to the buffer, as an exclusive or of their order, so that the lanes of an
+// instruction meet different banks: rows lie 8 banks apart (half precision: 12), the outputs of neighbouring lanes 2 W_SUBS.
 template <int UNIT>
-__device__ __forceinline__ void store_unit(char* p, u32 from, int unit, int left, bool in) {
-  constexpr int outputs = UNIT / ELEMENT;
+__device__ __forceinline__ int order_of(int g, int q) {
+  int by_column = 0;
+  return TOGETHER(UNIT) == 2 ? by_column : by_column | g >> 2;
+}
+
+// One thread's 2 W_SUBS neighbouring outputs to the buffer.
+template <int UNIT>
+__device__ __forceinline__ void put(float (&v)[2 * W_SUBS], u32 at, int order) {
+#pragma unroll
+  for (int bit = TOGETHER(UNIT); bit < 8 && W_SUBS % bit == 0; bit *= 2) {
+#pragma unroll
+    for (int i = 0; i < 2 * W_SUBS; i++) {
+      if (i & bit) continue;
+      float low = v[i], high = v[i ^ bit];
+      v[i] = order & bit ? high : low;
+      v[i ^ bit] = order & bit ? low : high;
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 2 * W_SUBS; i += TOGETHER(UNIT)) {
+    u32 to = at + (i ^ order) * ELEMENT;
+    if (TOGETHER(UNIT) == 2) store_shared_f32x2(to, v[i], v[i ^ 1]);
+    else store_shared_f32(to, v[i]);
+  }
+}
+
+template <int UNIT>
+__device__ __forceinline__ void copy_unit(char* to, u32 from, bool ok) {
   u32 v[4];
   if (UNIT == 16) load_shared_128(v, from);
   else if (UNIT == 8) load_shared_64(v, from);
-  else v[0] = load_shared_u32(from);
-  bool whole = in && (unit + 1) * outputs <= left;
-  if (UNIT == 16) store_global_128_if(p, v, whole);
-  else if (UNIT == 8) store_global_64_if(p, v, whole);
-  else store_global_if(p, v[0], whole);
-  if (outputs > 1 && left < OUTPUTS && left % outputs) {
+  else v[0] = UNIT == 4 ? load_shared_u32(from) : load_shared_u16(from);
+  if (UNIT == 16) store_global_128_if(to, v, ok);
+  else if (UNIT == 8) store_global_64_if(to, v, ok);
+  else if (UNIT == 4) store_global_if(to, v[0], ok);
+  else store_global_16_if(to, v[0], ok);
+}
+
+// Eight rows in units: an instruction stores 32 of them, of several rows if they are short.
+template <int UNIT>
+__device__ __forceinline__ void store_units(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
+  constexpr int PER_ROW = OUTPUTS * ELEMENT / UNIT;
 #pragma unroll
-    for (int e = 0; e < outputs - 1; e++) {
-      bool cut = in && !whole && unit * outputs + e < left;
-      store_global_if(p + e * 4, v[e & 3], cut);
-    }
+  for (int i = 0; i < (8 * PER_ROW + 31) / 32; i++) {
+    int index = lane + 32 * i, r = index / PER_ROW, at = index % PER_ROW * UNIT;
+    char* row = to + r * plane;
+    u32 shift = UNIT == 16 ? 0 : (u32)(u64)row & 31;
+    bool in = PER_ROW % 4 == 0 || r < 8;
+    copy_unit<UNIT>(row + at, in ? buffer + r * RUN_PITCH + shift + at : buffer, in && at < end && r < rows);
+  }
+}
+
+// Eight rows that begin anywhere. The buffer has a row where memory has it in its first sector of 32 bytes, so that 16 bytes of
+// the one are 16 of the other; two lanes have a sector, since one that is written in parts is first read from memory
+// (measured: loads and stores of kb57 with rows of 1026 outputs 2.15 ms, of 1024 1.44). What a row's first and last 16 bytes have
+// of it follows in units.
+template <int UNIT>
+__device__ __forceinline__ void store_shifted(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
+  constexpr int PER_ROW = (OUTPUTS * ELEMENT + 32 - UNIT + 31) / 32 * 2, ENDS = 16 / UNIT;
+#pragma unroll
+  for (int i = 0; i < (8 * PER_ROW + 31) / 32; i++) {
+    int index = lane + 32 * i, r = index / PER_ROW, unit = index % PER_ROW;
+    char* row = to + r * plane;
+    int at = unit * 16 - (int)((u64)row & 31);          // in the row
+    bool in = PER_ROW % 4 == 0 || r < 8;
+    copy_unit<16>(row + at, in ? buffer + r * RUN_PITCH + unit * 16 : buffer,
+        in && at >= 0 && at + 16 <= end && r < rows);
+  }
+#pragma unroll
+  for (int i = 0; i < 8 * 2 * ENDS / 32; i++) {         // ENDS lanes for either end of a row
+    int r = (lane + 32 * i) / (2 * ENDS), at = lane % ENDS * UNIT;
+    char* row = to + r * plane;
+    int phase = (int)((u64)row & 15), head = -phase & 15;
+    bool tail = lane & ENDS;
+    if (tail) at += ((phase + end) & ~15) - phase;
+    bool ok = (tail ? at >= head : at < head) && at < end && r < rows;
+    copy_unit<UNIT>(row + at, buffer + r * RUN_PITCH + ((u32)(u64)row & 31) + (ok ? at : 0), ok);
+  }
+}
+
+// Eight rows (output channels) of a run from the buffer to memory: `end` bytes of each. `to` is the first row's first output, rows
+// lie `plane` bytes apart.
+template <int UNIT>
+__device__ __forceinline__ void store_rows(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
+  constexpr int whole = (8 * (OUTPUTS * ELEMENT / UNIT) + 31) / 32;
+  constexpr int shifted = ((OUTPUTS * ELEMENT + 32 - UNIT + 31) / 32 * 16 + 31) / 32 + 16 * (16 / UNIT) / 32;
+  if (UNIT == 16 || whole <= shifted) store_units<UNIT>(to, plane, rows, end, buffer, lane);
+  else store_shifted<UNIT>(to, plane, rows, end, buffer, lane);
+}
+
+// Rows h * 8 ... of run i of subtiles r * RUN_SUBTILES ...: a thread's outputs of its row to the buffer.
+template <int UNIT>
+__device__ __forceinline__ void put_rows(float (&acc)[MB][NB][32], float bias, int r, int i, int h, u32 row, int lane) {
+  constexpr signed char blocks[] = {0};         // the block of a W sub-position, -1: it has no taps
+  int g = lane >> 2, q = lane & 3, order = order_of<UNIT>(g, q);
+#pragma unroll
+  for (int k = 0; k < RUN_GROUPS; k++) {
+    const int nb = RUN_NB(r, i, k), j = RUN_J(r, i, k);
+    float v[2 * W_SUBS];
+#pragma unroll
+    for (int c = 0; c < 2; c++)
+#pragma unroll
+      for (int u = 0; u < W_SUBS; u++) v[c * W_SUBS + u] = blocks[u] < 0 ? bias
+          : acc[blocks[u] < 0 ? 0 : blocks[u]][nb][4 * j + 2 * h + c];
+    put<UNIT>(v, row + (k * 8 + 2 * q) * W_SUBS * ELEMENT, order);
   }
 }
 
 template <int UNIT>
-__device__ __forceinline__ void store_units(char* to, long long plane, int rows, int left, u32 buffer, int lane) {
-  constexpr int per_row = OUTPUTS * ELEMENT / UNIT;
-  if (per_row >= 32) {
-#pragma unroll
-    for (int r = 0; r < 8; r++)
-#pragma unroll
-      for (int i = 0; i < (per_row + 31) / 32; i++) {
-        int unit = lane + 32 * i;
-        bool in = per_row % 32 == 0 || unit < per_row;
-        store_unit<UNIT>(to + r * plane + unit * UNIT, buffer + r * RUN_PITCH + (in ? unit : 0) * UNIT, unit, left, in);
-      }
-  } else {
-#pragma unroll
-    for (int i = 0; i < (8 * per_row + 31) / 32; i++) {
-      int index = lane + 32 * i, r = index / per_row, unit = index % per_row;
-      bool in = r < 8;
-      store_unit<UNIT>(to + r * plane + unit * UNIT, buffer + (in ? r : 0) * RUN_PITCH + unit * UNIT, unit, left, in);
-    }
-  }
-}
-
-// Eight rows (output channels) of a run from the buffer to memory; `to` is the first row's first output, rows lie `plane` bytes
-// apart.
-__device__ __forceinline__ void store_rows(char* to, long long plane, int rows, int left, u32 buffer, int lane) {
-  u32 misaligned = (u32)(u64)to | (u32)plane;
-  if ((misaligned & 15) == 0) return store_units<16>(to, plane, rows, left, buffer, lane);
-  if ((misaligned & 7) == 0) return store_units<8>(to, plane, rows, left, buffer, lane);
-  // Rows begin anywhere: each instruction begins at a sector's first output, since a sector written in parts is first read from
-  // memory (measured: loads and stores of kb57, with rows of 1026 outputs: 2.15 ms,
-  // with rows of 1024 1.44).
-  int end = left < OUTPUTS ? left : OUTPUTS;
-  rows = 8;
-  u32 first = (u32)(u64)to >> 2, step = (u32)plane >> 2;
-#pragma unroll
-  for (int i = 0; i < (OUTPUTS + 38) / 32; i++) {
-    u32 v[8];
-    int e[8];                                           // the lane's output of each row; some are before or behind it
-#pragma unroll
-    for (int r = 0; r < 8; r++) {
-      e[r] = lane + 32 * i - (int)((first + r * step) & 7);
-      v[r] = load_shared_u32(buffer + r * RUN_PITCH + ((u32)e[r] < (u32)end ? e[r] * 4 : 0));
-    }
-#pragma unroll
-    for (int r = 0; r < 8; r++) store_global_if(to + r * plane + (long long)e[r] * 4, v[r],
-        (u32)e[r] < (u32)end && r < rows);
-  }
+__device__ __forceinline__ void pass_rows(float (&acc)[MB][NB][32], float bias, int r, int i, int h, u32 row, char* to,
+    long long plane, int rows, int end, u32 buffer, int lane) {
+  put_rows<UNIT>(acc, bias, r, i, h, row, lane);
+  __syncwarp();
+  store_rows<UNIT>(to, plane, rows, end, buffer, lane);
 }
 
 // Unrolled, since registers have no run-time index. (measured: with the stores once in a loop, and only the reading of registers in
 // branches, tiles of 8 x 8 took 20 to 100% longer and compiled no faster.)
 __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* __restrict__ bias, char* __restrict__ y,
     const Sizes& s, const Tile& t, int cout_block, int first_subtile, u32 buffer, int warp, int lane) {
-  constexpr signed char blocks[] = {0};         // the block of a W sub-position, -1: it has no taps
-  int g = lane >> 2, q = lane & 3;
+  asm volatile("" : "+r"(lane));  // what follows from it is found here, not kept from tile to tile (spills)
+  int g = lane >> 2;
   Slab slab = slab_of(t, cout_block, warp);
   if (slab.couts <= 0) return;
   float b[2] = {0.f, 0.f};
@@ -2493,25 +2676,18 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* 
       if (!image || oh >= s.out_h || left <= 0) continue;
       char* to = y + (((long long)n * COUT + channel) * s.out_d + od) * s.out_h * s.out_w * ELEMENT
           + ((long long)oh * s.out_w + ow) * ELEMENT;
+      int end = (left < OUTPUTS ? left : OUTPUTS) * ELEMENT;
+      u32 misaligned = (u32)(u64)to | (u32)plane | end;  // multiples of what all rows begin and end at
 #pragma unroll
       for (int h = 0; h < 2; h++) {
-#pragma unroll
-        for (int k = 0; k < RUN_GROUPS; k++) {
-          const int nb = RUN_NB(r, i, k), j = RUN_J(r, i, k);
-          u32 at = buffer + g * RUN_PITCH + (k * 8 + 2 * q) * W_SUBS * ELEMENT;
-          float v[2 * W_SUBS];
-#pragma unroll
-          for (int c = 0; c < 2; c++)
-#pragma unroll
-            for (int u = 0; u < W_SUBS; u++) v[c * W_SUBS + u] = blocks[u] < 0 ? b[h]
-                : acc[blocks[u] < 0 ? 0 : blocks[u]][nb][4 * j + 2 * h + c];
-#pragma unroll
-          for (int c = 0; c < W_SUBS; c++) {
-            store_shared_f32x2(at + c * 8, v[2 * c], v[2 * c + 1]);
-          }
-        }
-        __syncwarp();
-        store_rows(to + h * 8 * plane, plane, slab.couts < 8 * h + 8 ? slab.couts - 8 * h : 8, left, buffer, lane);
+        char* first = to + h * 8 * plane;
+        int rows = 8;
+        u32 row = buffer + g * RUN_PITCH;
+        u32 shifted = row + ((u32)(u64)(first + g * plane) & 31);
+        if ((misaligned & 15) == 0) pass_rows<16>(acc, b[h], r, i, h, row, first, plane, rows, end, buffer, lane);
+        else if ((misaligned & (2 * ELEMENT - 1)) == 0) pass_rows<2 * ELEMENT>(acc, b[h], r, i, h, shifted, first,
+            plane, rows, end, buffer, lane);
+        else pass_rows<ELEMENT>(acc, b[h], r, i, h, shifted, first, plane, rows, end, buffer, lane);
         __syncwarp();
       }
     }
@@ -2626,11 +2802,12 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 #undef FRAGMENTS
 #undef RUN_NB
 #undef RUN_J
+#undef TOGETHER
 }  // namespace grad_input
 
 // =====================================================================================================================
-// Gradient for the input where rows begin off 16 bytes: wgmma tf32, tile 1x1x16x32 (NxDxHxW of q) x 64 rows, chunk of 8
-// channels, pixels halved, weights ring of 3 x 8 fragments, 145 KB shared.
+// Gradient for the input where rows begin off 16 bytes: wgmma tf32, tile 8x1x8x8 (NxDxHxW of q) x 64 rows, chunk of 8
+// channels, pixels halved, weights ring of 3 x 8 fragments, 198 KB shared.
 // =====================================================================================================================
 
 namespace grad_input_unaligned {
@@ -2676,25 +2853,26 @@ constexpr int STAGES_P = 2;  // input tiles in shared memory
 constexpr int STAGES_S = 2;  // staging slots
 constexpr int STAGES_W = 3;  // stages of the weights' ring
 constexpr int W_STAGE = 8;  // fragments of weights in a stage
-constexpr int RUN_GROUPS = 4;  // groups of 8 columns that the epilogue stores together
-constexpr int ROWS_D = 1, ROWS_H = 18;  // input rows of a tile
+constexpr int RUN_GROUPS = 1;  // groups of 8 columns that the epilogue stores together
+constexpr int ROWS_D = 1, ROWS_H = 10;  // input rows of a tile
 constexpr int ROW_STEP_D = 1, ROW_STEP_H = 1;  // rows of the tile from one q to the next
 constexpr int FIRST_W = 0;
-constexpr int COLUMNS = 36;  // input columns of a tile with its halo
+constexpr int COLUMNS = 12;  // input columns of a tile with its halo
 constexpr int COLUMN_PAD = 0;  // columns by which a box begins early
-constexpr int PLANE = 36;  // columns with one residue modulo IN_STEP_W
+constexpr int PLANE = 12;  // columns with one residue modulo IN_STEP_W
 constexpr int PLANES = 1;  // residues that some tap reads
 constexpr int FRAGMENT_SETS = 2;  // sets of registers that weights take in turn
 constexpr int PRODUCER_REGISTERS = 72;  // of a thread
 constexpr int CONSUMER_REGISTERS = 184;  // of a thread
 constexpr int OUT_STEP_D = 1, OUT_STEP_H = 1, OUT_STEP_W = 1;  // outputs from one q to the next
 constexpr int IN_STEP_D = 1, IN_STEP_H = 1, IN_STEP_W = 1;  // inputs from one q to the next
-constexpr int TILE_D = 1, TILE_H = 16, TILE_W = 32;  // positions q of a tile
-constexpr int TILE_N = 1;  // images of a tile
+constexpr int TILE_D = 1, TILE_H = 8, TILE_W = 8;  // positions q of a tile
+constexpr int TILE_N = 8;  // images of a tile
 
 // PTX in small wrappers, so that a kernel body reads as an algorithm.
 typedef unsigned int u32;
 typedef unsigned long long u64;
+typedef unsigned short u16;
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
@@ -2739,6 +2917,11 @@ __device__ __forceinline__ u32 load_shared_u32(u32 a) {
   asm volatile("ld.shared.u32 %0, [%1];\n" : "=r"(v) : "r"(a) : "memory");
   return v;
 }
+__device__ __forceinline__ u32 load_shared_u16(u32 a) {
+  u16 v;
+  asm volatile("ld.shared.u16 %0, [%1];\n" : "=h"(v) : "r"(a) : "memory");
+  return v;
+}
 __device__ __forceinline__ void load_shared_128(u32 (&v)[4], u32 a) {
   asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];\n" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]),
       "=r"(v[3]) : "r"(a) : "memory");
@@ -2748,6 +2931,9 @@ __device__ __forceinline__ void load_shared_64(u32 (&v)[4], u32 a) {
 }
 __device__ __forceinline__ void store_shared_128(u32 a, u32 v0, u32 v1, u32 v2, u32 v3) {
   asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};\n" ::"r"(a), "r"(v0), "r"(v1), "r"(v2), "r"(v3) : "memory");
+}
+__device__ __forceinline__ void store_shared_f32(u32 a, float v) {
+  asm volatile("st.shared.f32 [%0], %1;\n" ::"r"(a), "f"(v) : "memory");
 }
 __device__ __forceinline__ void store_shared_f32x2(u32 a, float v, float w) {
   asm volatile("st.shared.v2.f32 [%0], {%1,%2};\n" ::"r"(a), "f"(v), "f"(w) : "memory");
@@ -2765,6 +2951,10 @@ __device__ __forceinline__ void store_global_64_if(void* to, const u32 (&v)[4], 
 __device__ __forceinline__ void store_global_128_if(void* to, const u32 (&v)[4], bool ok) {
   asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %5, 0;\n @p st.global.v4.u32 [%0], {%1,%2,%3,%4};\n}\n" ::"l"(to),
       "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]), "r"((u32)ok) : "memory");
+}
+__device__ __forceinline__ void store_global_16_if(void* to, u32 v, bool ok) {
+  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %2, 0;\n @p st.global.u16 [%0], %1;\n}\n" ::"l"(to), "h"((u16)v),
+      "r"((u32)ok) : "memory");
 }
 
 // --- numbers ---------------------------------------------------------------------------------------------------------
@@ -2838,7 +3028,7 @@ __constant__ const short SUB_D[] = {0};  // [variant][SUBS]: output offset of an
 __constant__ const short SUB_HH[] = {0};
 __constant__ const short U_W[] = {0};  // [variant]: first W sub-position
 __constant__ const int ROW_D[] = {0};  // input offset of a tile's rows
-__constant__ const int ROW_H[] = {0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,17};
+__constant__ const int ROW_H[] = {0,1,2,3,4,5,6,7,8,9};
 
 struct Sizes {                                         // one layout for the packed argument block
   int batch, in_d, in_h, in_w, out_d, out_h, out_w;
@@ -2961,7 +3151,7 @@ __device__ __forceinline__ void stage(const char* __restrict__ x, const Sizes& s
   // for the input took
   // 3.25 ms instead of 2.27). Where rows are short, threads share them out.
   constexpr int PLACES = CK * STAGING_UNITS, SHARES = PRODUCER_THREADS / PLACES;
-  constexpr int SLICES = TILE_N * ROWS_D, BY_SLICE = 1, BY_ROW = SHARES;
+  constexpr int SLICES = TILE_N * ROWS_D, BY_SLICE = SHARES, BY_ROW = 1;
   int share = thread / PLACES, place_of = thread % PLACES;
   if (share >= SHARES) return;
 #pragma unroll 1
@@ -2970,12 +3160,12 @@ __device__ __forceinline__ void stage(const char* __restrict__ x, const Sizes& s
     int column = at.w + unit * VEC;                   // of the unit's first element, were the row aligned
     u32 to = slot + c * CHANNEL_BYTES + unit * 16;
 #pragma unroll 1
-    for (int r = 0; r < SLICES; r += BY_SLICE) {
+    for (int r = share; r < SLICES; r += BY_SLICE) {
       int image = r / ROWS_D, d = at.d + ROW_D[r % ROWS_D];
       bool exists = at.n + image < s.batch && (u32)d < (u32)s.in_d;
       const char* line = place + image * (CIN * plane) + d * slice;
-#pragma unroll 3
-      for (int j = share; j < ROWS_H; j += BY_ROW) {
+#pragma unroll 5
+      for (int j = 0; j < ROWS_H; j += BY_ROW) {
         int h = at.h + ROW_H[j];
         u64 p = multiply_add_wide(h, s.in_w * ELEMENT, (u64)line);
         int first = column - (int)(p & 15) / ELEMENT;
@@ -3026,7 +3216,6 @@ __device__ __forceinline__ void turn(const Pixels& own, int channel, int left, u
 #pragma unroll
   for (int k = 0; k < OWN_PIXELS; k++) {
     int p = thread + k * PRODUCER_THREADS;
-    if (p >= PIXELS) break;
     bool ok = own.ok >> k & 1;
     u32 phase = own.from[k] >> 24, from = slot + (own.from[k] & 0xffffff) + (ALIGNED ? phase * ELEMENT : 0);
 #pragma unroll 2  // more of them spill
@@ -3236,7 +3425,7 @@ __device__ constexpr int entry_at(int i) {
   return entry[i];
 }
 __device__ constexpr int row_at(int i) {
-  constexpr int row[] = {0,1,2,3,4,36,37,38,39,40,72,73,74,75,76};
+  constexpr int row[] = {0,1,2,3,4,12,13,14,15,16,24,25,26,27,28};
   return row[i];
 }
 __device__ constexpr int block_of(int variant, int entry) {
@@ -3269,7 +3458,8 @@ __device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB]
 // A warp holds 16 rows of M. It passes them through its own shared buffer, a run of pixels at a time, so that memory is
 // written in whole lines: NCHW 8 rows of RUN x W_SUBS consecutive outputs, channels-last RUN pixels of 16 channels.
 constexpr int RUN = RUN_GROUPS * 8;
-// Bytes of a row of the buffer (channels-last: of a pixel); the rest beyond whole 128 bytes lets rows meet different banks.
+// Bytes of a row of the buffer (channels-last: of a pixel); the rest beyond whole 128 bytes lets rows meet different banks, and
+// a row begin up to 31 bytes late.
 constexpr int RUN_PITCH = (RUN * W_SUBS * ELEMENT + 127) / 128 * 128 + 32;
 constexpr int BUFFER_BYTES = 8 * RUN_PITCH;
 constexpr int RUN_SUBTILES = RUN_GROUPS;  // neighbours along W that a run crosses
@@ -3296,83 +3486,134 @@ __device__ __forceinline__ Slab slab_of(const Tile& t, int cout_block, int warp)
 
 constexpr int OUTPUTS = RUN * W_SUBS;  // of a row of a run
 
-// Eight rows of a run, all of which begin at multiples of UNIT bytes: one instruction stores 32 units, of several rows if they
-// are short. A unit that the image's border cuts is stored output by output.
+// UNIT, below: bytes at multiples of which all rows of a run begin and end: 16, two outputs or one.
+#define TOGETHER(unit) ((unit) > ELEMENT ? 2 : 1)  // outputs that a thread stores to the buffer together
+
+// Which of a thread's outputs of a row go first to the buffer, as an exclusive or of their order, so that the lanes of an
+// instruction meet different banks: rows lie 8 banks apart (half precision: 12), the outputs of neighbouring lanes 2 W_SUBS.
 template <int UNIT>
-__device__ __forceinline__ void store_unit(char* p, u32 from, int unit, int left, bool in) {
-  constexpr int outputs = UNIT / ELEMENT;
+__device__ __forceinline__ int order_of(int g, int q) {
+  int by_column = 0;
+  return TOGETHER(UNIT) == 2 ? by_column : by_column | g >> 2;
+}
+
+// One thread's 2 W_SUBS neighbouring outputs to the buffer.
+template <int UNIT>
+__device__ __forceinline__ void put(float (&v)[2 * W_SUBS], u32 at, int order) {
+#pragma unroll
+  for (int bit = TOGETHER(UNIT); bit < 8 && W_SUBS % bit == 0; bit *= 2) {
+#pragma unroll
+    for (int i = 0; i < 2 * W_SUBS; i++) {
+      if (i & bit) continue;
+      float low = v[i], high = v[i ^ bit];
+      v[i] = order & bit ? high : low;
+      v[i ^ bit] = order & bit ? low : high;
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 2 * W_SUBS; i += TOGETHER(UNIT)) {
+    u32 to = at + (i ^ order) * ELEMENT;
+    if (TOGETHER(UNIT) == 2) store_shared_f32x2(to, v[i], v[i ^ 1]);
+    else store_shared_f32(to, v[i]);
+  }
+}
+
+template <int UNIT>
+__device__ __forceinline__ void copy_unit(char* to, u32 from, bool ok) {
   u32 v[4];
   if (UNIT == 16) load_shared_128(v, from);
   else if (UNIT == 8) load_shared_64(v, from);
-  else v[0] = load_shared_u32(from);
-  bool whole = in && (unit + 1) * outputs <= left;
-  if (UNIT == 16) store_global_128_if(p, v, whole);
-  else if (UNIT == 8) store_global_64_if(p, v, whole);
-  else store_global_if(p, v[0], whole);
-  if (outputs > 1 && left < OUTPUTS && left % outputs) {
+  else v[0] = UNIT == 4 ? load_shared_u32(from) : load_shared_u16(from);
+  if (UNIT == 16) store_global_128_if(to, v, ok);
+  else if (UNIT == 8) store_global_64_if(to, v, ok);
+  else if (UNIT == 4) store_global_if(to, v[0], ok);
+  else store_global_16_if(to, v[0], ok);
+}
+
+// Eight rows in units: an instruction stores 32 of them, of several rows if they are short.
+template <int UNIT>
+__device__ __forceinline__ void store_units(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
+  constexpr int PER_ROW = OUTPUTS * ELEMENT / UNIT;
 #pragma unroll
-    for (int e = 0; e < outputs - 1; e++) {
-      bool cut = in && !whole && unit * outputs + e < left;
-      store_global_if(p + e * 4, v[e & 3], cut);
-    }
+  for (int i = 0; i < (8 * PER_ROW + 31) / 32; i++) {
+    int index = lane + 32 * i, r = index / PER_ROW, at = index % PER_ROW * UNIT;
+    char* row = to + r * plane;
+    u32 shift = UNIT == 16 ? 0 : (u32)(u64)row & 31;
+    bool in = PER_ROW % 4 == 0 || r < 8;
+    copy_unit<UNIT>(row + at, in ? buffer + r * RUN_PITCH + shift + at : buffer, in && at < end && r < rows);
+  }
+}
+
+// Eight rows that begin anywhere. The buffer has a row where memory has it in its first sector of 32 bytes, so that 16 bytes of
+// the one are 16 of the other; two lanes have a sector, since one that is written in parts is first read from memory
+// (measured: loads and stores of kb57 with rows of 1026 outputs 2.15 ms, of 1024 1.44). What a row's first and last 16 bytes have
+// of it follows in units.
+template <int UNIT>
+__device__ __forceinline__ void store_shifted(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
+  constexpr int PER_ROW = (OUTPUTS * ELEMENT + 32 - UNIT + 31) / 32 * 2, ENDS = 16 / UNIT;
+#pragma unroll
+  for (int i = 0; i < (8 * PER_ROW + 31) / 32; i++) {
+    int index = lane + 32 * i, r = index / PER_ROW, unit = index % PER_ROW;
+    char* row = to + r * plane;
+    int at = unit * 16 - (int)((u64)row & 31);          // in the row
+    bool in = PER_ROW % 4 == 0 || r < 8;
+    copy_unit<16>(row + at, in ? buffer + r * RUN_PITCH + unit * 16 : buffer,
+        in && at >= 0 && at + 16 <= end && r < rows);
+  }
+#pragma unroll
+  for (int i = 0; i < 8 * 2 * ENDS / 32; i++) {         // ENDS lanes for either end of a row
+    int r = (lane + 32 * i) / (2 * ENDS), at = lane % ENDS * UNIT;
+    char* row = to + r * plane;
+    int phase = (int)((u64)row & 15), head = -phase & 15;
+    bool tail = lane & ENDS;
+    if (tail) at += ((phase + end) & ~15) - phase;
+    bool ok = (tail ? at >= head : at < head) && at < end && r < rows;
+    copy_unit<UNIT>(row + at, buffer + r * RUN_PITCH + ((u32)(u64)row & 31) + (ok ? at : 0), ok);
+  }
+}
+
+// Eight rows (output channels) of a run from the buffer to memory: `end` bytes of each. `to` is the first row's first output, rows
+// lie `plane` bytes apart.
+template <int UNIT>
+__device__ __forceinline__ void store_rows(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
+  constexpr int whole = (8 * (OUTPUTS * ELEMENT / UNIT) + 31) / 32;
+  constexpr int shifted = ((OUTPUTS * ELEMENT + 32 - UNIT + 31) / 32 * 16 + 31) / 32 + 16 * (16 / UNIT) / 32;
+  if (UNIT == 16 || whole <= shifted) store_units<UNIT>(to, plane, rows, end, buffer, lane);
+  else store_shifted<UNIT>(to, plane, rows, end, buffer, lane);
+}
+
+// Rows h * 8 ... of run i of subtiles r * RUN_SUBTILES ...: a thread's outputs of its row to the buffer.
+template <int UNIT>
+__device__ __forceinline__ void put_rows(float (&acc)[MB][NB][32], float bias, int r, int i, int h, u32 row, int lane) {
+  constexpr signed char blocks[] = {0};         // the block of a W sub-position, -1: it has no taps
+  int g = lane >> 2, q = lane & 3, order = order_of<UNIT>(g, q);
+#pragma unroll
+  for (int k = 0; k < RUN_GROUPS; k++) {
+    const int nb = RUN_NB(r, i, k), j = RUN_J(r, i, k);
+    float v[2 * W_SUBS];
+#pragma unroll
+    for (int c = 0; c < 2; c++)
+#pragma unroll
+      for (int u = 0; u < W_SUBS; u++) v[c * W_SUBS + u] = blocks[u] < 0 ? bias
+          : acc[blocks[u] < 0 ? 0 : blocks[u]][nb][4 * j + 2 * h + c];
+    put<UNIT>(v, row + (k * 8 + 2 * q) * W_SUBS * ELEMENT, order);
   }
 }
 
 template <int UNIT>
-__device__ __forceinline__ void store_units(char* to, long long plane, int rows, int left, u32 buffer, int lane) {
-  constexpr int per_row = OUTPUTS * ELEMENT / UNIT;
-  if (per_row >= 32) {
-#pragma unroll
-    for (int r = 0; r < 8; r++)
-#pragma unroll
-      for (int i = 0; i < (per_row + 31) / 32; i++) {
-        int unit = lane + 32 * i;
-        bool in = per_row % 32 == 0 || unit < per_row;
-        store_unit<UNIT>(to + r * plane + unit * UNIT, buffer + r * RUN_PITCH + (in ? unit : 0) * UNIT, unit, left, in);
-      }
-  } else {
-#pragma unroll
-    for (int i = 0; i < (8 * per_row + 31) / 32; i++) {
-      int index = lane + 32 * i, r = index / per_row, unit = index % per_row;
-      bool in = r < 8;
-      store_unit<UNIT>(to + r * plane + unit * UNIT, buffer + (in ? r : 0) * RUN_PITCH + unit * UNIT, unit, left, in);
-    }
-  }
-}
-
-// Eight rows (output channels) of a run from the buffer to memory; `to` is the first row's first output, rows lie `plane` bytes
-// apart.
-__device__ __forceinline__ void store_rows(char* to, long long plane, int rows, int left, u32 buffer, int lane) {
-  u32 misaligned = (u32)(u64)to | (u32)plane;
-  if ((misaligned & 15) == 0) return store_units<16>(to, plane, rows, left, buffer, lane);
-  if ((misaligned & 7) == 0) return store_units<8>(to, plane, rows, left, buffer, lane);
-  // Rows begin anywhere: each instruction begins at a sector's first output, since a sector written in parts is first read from
-  // memory (measured: loads and stores of kb57, with rows of 1026 outputs: 2.15 ms,
-  // with rows of 1024 1.44).
-  int end = left < OUTPUTS ? left : OUTPUTS;
-  rows = 8;
-  u32 first = (u32)(u64)to >> 2, step = (u32)plane >> 2;
-#pragma unroll
-  for (int i = 0; i < (OUTPUTS + 38) / 32; i++) {
-    u32 v[8];
-    int e[8];                                           // the lane's output of each row; some are before or behind it
-#pragma unroll
-    for (int r = 0; r < 8; r++) {
-      e[r] = lane + 32 * i - (int)((first + r * step) & 7);
-      v[r] = load_shared_u32(buffer + r * RUN_PITCH + ((u32)e[r] < (u32)end ? e[r] * 4 : 0));
-    }
-#pragma unroll
-    for (int r = 0; r < 8; r++) store_global_if(to + r * plane + (long long)e[r] * 4, v[r],
-        (u32)e[r] < (u32)end && r < rows);
-  }
+__device__ __forceinline__ void pass_rows(float (&acc)[MB][NB][32], float bias, int r, int i, int h, u32 row, char* to,
+    long long plane, int rows, int end, u32 buffer, int lane) {
+  put_rows<UNIT>(acc, bias, r, i, h, row, lane);
+  __syncwarp();
+  store_rows<UNIT>(to, plane, rows, end, buffer, lane);
 }
 
 // Unrolled, since registers have no run-time index. (measured: with the stores once in a loop, and only the reading of registers in
 // branches, tiles of 8 x 8 took 20 to 100% longer and compiled no faster.)
 __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* __restrict__ bias, char* __restrict__ y,
     const Sizes& s, const Tile& t, int cout_block, int first_subtile, u32 buffer, int warp, int lane) {
-  constexpr signed char blocks[] = {0};         // the block of a W sub-position, -1: it has no taps
-  int g = lane >> 2, q = lane & 3;
+  asm volatile("" : "+r"(lane));  // what follows from it is found here, not kept from tile to tile (spills)
+  int g = lane >> 2;
   Slab slab = slab_of(t, cout_block, warp);
   if (slab.couts <= 0) return;
   float b[2] = {0.f, 0.f};
@@ -3401,25 +3642,18 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* 
       if (!image || oh >= s.out_h || left <= 0) continue;
       char* to = y + (((long long)n * COUT + channel) * s.out_d + od) * s.out_h * s.out_w * ELEMENT
           + ((long long)oh * s.out_w + ow) * ELEMENT;
+      int end = (left < OUTPUTS ? left : OUTPUTS) * ELEMENT;
+      u32 misaligned = (u32)(u64)to | (u32)plane | end;  // multiples of what all rows begin and end at
 #pragma unroll
       for (int h = 0; h < 2; h++) {
-#pragma unroll
-        for (int k = 0; k < RUN_GROUPS; k++) {
-          const int nb = RUN_NB(r, i, k), j = RUN_J(r, i, k);
-          u32 at = buffer + g * RUN_PITCH + (k * 8 + 2 * q) * W_SUBS * ELEMENT;
-          float v[2 * W_SUBS];
-#pragma unroll
-          for (int c = 0; c < 2; c++)
-#pragma unroll
-            for (int u = 0; u < W_SUBS; u++) v[c * W_SUBS + u] = blocks[u] < 0 ? b[h]
-                : acc[blocks[u] < 0 ? 0 : blocks[u]][nb][4 * j + 2 * h + c];
-#pragma unroll
-          for (int c = 0; c < W_SUBS; c++) {
-            store_shared_f32x2(at + c * 8, v[2 * c], v[2 * c + 1]);
-          }
-        }
-        __syncwarp();
-        store_rows(to + h * 8 * plane, plane, slab.couts < 8 * h + 8 ? slab.couts - 8 * h : 8, left, buffer, lane);
+        char* first = to + h * 8 * plane;
+        int rows = 8;
+        u32 row = buffer + g * RUN_PITCH;
+        u32 shifted = row + ((u32)(u64)(first + g * plane) & 31);
+        if ((misaligned & 15) == 0) pass_rows<16>(acc, b[h], r, i, h, row, first, plane, rows, end, buffer, lane);
+        else if ((misaligned & (2 * ELEMENT - 1)) == 0) pass_rows<2 * ELEMENT>(acc, b[h], r, i, h, shifted, first,
+            plane, rows, end, buffer, lane);
+        else pass_rows<ELEMENT>(acc, b[h], r, i, h, shifted, first, plane, rows, end, buffer, lane);
         __syncwarp();
       }
     }
@@ -3528,6 +3762,7 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 #undef FRAGMENTS
 #undef RUN_NB
 #undef RUN_J
+#undef TOGETHER
 }  // namespace grad_input_unaligned
 
 // =====================================================================================================================
@@ -4491,7 +4726,7 @@ void pack_grad_input_unaligned(const at::Tensor& weight, const at::Tensor& packe
 void run_grad_input_unaligned(const at::Tensor& grad, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
                               const at::Tensor& out, int64_t blocks, const std::array<int64_t, 11>& sizes) {
   const auto pointers = std::make_tuple(grad.data_ptr(), packed.data_ptr(), address(bias), out.data_ptr());
-  launch<grad_input_unaligned::gather, 512, 148632>(grad, blocks, pointers, sizes);
+  launch<grad_input_unaligned::gather, 512, 203152>(grad, blocks, pointers, sizes);
 }
 
 void run_grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& partial,
@@ -4701,7 +4936,7 @@ GRAD_INPUT = (
     Gather(
         name="grad_input_unaligned",
         unit=1,
-        tile=(1, 1, 16, 32),
+        tile=(8, 1, 8, 8),
         steps=(1, 1, 1),
         m_groups=1,
         resident=False,

@@ -123,6 +123,13 @@ def assert_sentence(reason: str) -> None:
     assert len(reason) > 15 and not reason.endswith(".") and "\n" not in reason, reason
 
 
+def test_gradients_are_planned_when_somebody_asks() -> None:
+    p = Problem.make(3, 19, 21, (23, 29), 3, 2, 1, dtype=torch.float32).with_(precision="tf32")  # no other test's
+    plan = planner.plan(p, Device("cuda", gpu=gpu.H200))
+    assert "grad_input" not in vars(plan)
+    assert plan.grad_input is not None and "grad_input" in vars(plan)
+
+
 @pytest.mark.parametrize("name", list(dict.fromkeys(case.name for case in CUDA_LAYERS)))
 def test_on_a_gpu_nothing_is_left_to_pytorch(name: str) -> None:
     whole = next(case.problem for case in CUDA_LAYERS if case.name == name)
@@ -131,7 +138,7 @@ def test_on_a_gpu_nothing_is_left_to_pytorch(name: str) -> None:
         assert plan.forward in engine.FAMILIES, p
         assert plan.choice is not None and plan.choice.family == plan.forward
         assert plan.engine("fwd") == f"cuda:{plan.forward}"
-        assert plan.backward == planner.FAMILIES and "grad_input" not in vars(plan), "planned for who may never ask"
+        assert plan.backward == planner.FAMILIES
         assert not plan.delegates
         roof = p.roof_seconds(2e15, 4.8e12)  # beyond any rate that an H200 has
         assert plan.seconds is not None and roof < plan.seconds < 1.0

@@ -870,9 +870,9 @@ __device__ __forceinline__ void store_units(char* to, long long plane, int rows,
 }
 
 // Eight rows that begin anywhere. The buffer has a row where memory has it in its first sector of 32 bytes, so that 16 bytes of
-// the one are 16 of the other; two lanes have a sector, since one that is written in parts is first read from memory (NOTES:
-// loads and stores of kb57 with rows of 1026 outputs 2.15 ms, of 1024 1.44). What a row's first and last 16 bytes have of it
-// follows in units.
+// the one are 16 of the other; two lanes have a sector, since one that is written in parts is first read from memory
+// (NOTES: loads and stores of kb57 with rows of 1026 outputs 2.15 ms, of 1024 1.44). What a row's first and last 16 bytes have
+// of it follows in units.
 template <int UNIT>
 __device__ __forceinline__ void store_shifted(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
   constexpr int PER_ROW = (OUTPUTS * ELEMENT + 32 - UNIT + 31) / 32 * 2, ENDS = 16 / UNIT;

@@ -1,0 +1,101 @@
+// gather.cu's epilogue for one tiling, on random tiles of random images: each accumulator must arrive at the output that
+// the fragment layout of wgmma and the tiling's definition give it, and nothing else may be written.
+#include "warp.h"
+
+#include "kernel.h"  // the tiling's macros and the epilogue, cut from gather.cu by test_epilogue.py
+
+static u32 pack_pair(float2 v) { return STORE_BITS(v.x) | STORE_BITS(v.y) << 16; }
+
+#include "epilogue.h"
+
+static float accumulators[32][MB][NB][32];
+static std::vector<ELEMENT_TYPE> bias;
+static bool has_bias;
+static char* y;
+static Sizes sizes;
+static Tile tile;
+static int cout_block, first_subtile, warp;
+
+static void body(int lane) {
+  float acc[MB][NB][32];
+  memcpy(acc, accumulators[lane], sizeof acc);
+  epilogue(acc, has_bias ? bias.data() : nullptr, y, sizes, tile, cout_block, first_subtile, 0, warp, lane);
+}
+
+static unsigned seed;
+static int below(int n) {
+  seed = seed * 1103515245u + 12345u;
+  return (int)((seed >> 8) % (unsigned)n);
+}
+static ELEMENT_TYPE stored(float v) {
+  u32 bits = STORE_BITS(v);
+  ELEMENT_TYPE element;
+  memcpy(&element, &bits, ELEMENT);
+  return element;
+}
+static int first_q(int out, int step, int tile) { return below((out + step * tile - 1) / (step * tile)) * tile; }
+
+static long long one_tile() {
+  constexpr signed char blocks[] = BLOCKS_OF_W;
+  int widths[] = {1 + below(2 * OUT_STEP_W * TILE_W), 1 + below(40), 2 + 2 * below(OUT_STEP_W * TILE_W), 16 * (1 + below(OUT_STEP_W * TILE_W / 8))};
+  sizes = {};
+  sizes.batch = 1 + below(2 * TILE_N);
+  sizes.out_d = 1 + below(2 * OUT_STEP_D * TILE_D);
+  sizes.out_h = 1 + below(2 * OUT_STEP_H * TILE_H);
+  sizes.out_w = widths[below(4)];
+  tile.group = below(COUT / COUT_G);
+  tile.variant = below(VARIANTS);
+  tile.n = first_q(sizes.batch, 1, TILE_N);
+  tile.d = first_q(sizes.out_d, OUT_STEP_D, TILE_D);
+  tile.h = first_q(sizes.out_h, OUT_STEP_H, TILE_H);
+  tile.w = first_q(sizes.out_w, OUT_STEP_W, TILE_W);
+  cout_block = below(COUT_BLOCKS * WGS_M);
+  first_subtile = SPLIT == 0 ? below(2) * NB : 0;
+  warp = below(4);
+  has_bias = below(2);
+
+  long long count = (long long)sizes.batch * COUT * sizes.out_d * sizes.out_h * sizes.out_w;
+  if (count > 4000000) return 0;
+  global_memory.assign((count + 64) * ELEMENT + 256, 0);
+  written.assign(global_memory.size(), 0);
+  y = (char*)(((u64)global_memory.data() + 255) / 128 * 128) + (below(3) ? 0 : below(32 / ELEMENT) * ELEMENT);
+  bias.resize(COUT);
+  for (ELEMENT_TYPE& b : bias) b = stored((float)below(8));
+  for (auto& lane : accumulators)
+    for (auto& block : lane)
+      for (auto& subtile : block)
+        for (float& v : subtile) v = (float)(1 + below(200));
+  shared_memory.assign(BUFFER_BYTES, 0xdd);
+  run_warp(body);
+
+  long long checked = 0, bytes = 0;
+  for (unsigned char w : written) bytes += w;
+  for (int lane = 0; lane < 32; lane++)
+    for (int nb = 0; nb < NB; nb++)
+      for (int e = 0; e < 32; e++)
+        for (int u = 0; u < W_SUBS; u++) {
+          int row = warp * 16 + lane / 4 + 8 * (e >> 1 & 1), column = 8 * (e >> 2) + 2 * (lane % 4) + (e & 1);
+          int sub = row / ROWS_PER_SUB, cout = cout_block * ROWS_PER_SUB + row % ROWS_PER_SUB;
+          Place place = place_of(first_subtile + nb);
+          int q_h = tile.h + place.h + (SUB_H == 8 ? column / 8 : 0), q_w = tile.w + place.w + (SUB_H == 8 ? column % 8 : column);
+          int n = tile.n + place.n, d = OUT_STEP_D * (tile.d + place.d) + SUB_D[tile.variant * SUBS + sub];
+          int h = OUT_STEP_H * q_h + SUB_HH[tile.variant * SUBS + sub], w = OUT_STEP_W * q_w + U_W[tile.variant] + u;
+          if (cout >= COUT_G || n >= sizes.batch || d >= sizes.out_d || h >= sizes.out_h || w >= sizes.out_w) continue;
+          int channel = tile.group * COUT_G + cout;
+          float v = (blocks[u] < 0 ? 0.f : accumulators[lane][blocks[u]][nb][e]) + (has_bias ? VALUE(bias[channel]) : 0.f);
+          long long at = CHANNELS_LAST ? ((((long long)n * sizes.out_d + d) * sizes.out_h + h) * sizes.out_w + w) * COUT + channel
+                                       : ((((long long)n * COUT + channel) * sizes.out_d + d) * sizes.out_h + h) * sizes.out_w + w;
+          ELEMENT_TYPE want = stored(v);
+          if (memcmp(y + at * ELEMENT, &want, ELEMENT)) fail("a wrong value");
+          checked++;
+        }
+  if (!CHANNELS_LAST && bytes != checked * ELEMENT) fail("stores beside the tile");
+  return checked;
+}
+
+int main(int, char** arguments) {
+  seed = atoi(arguments[1]);
+  long long checked = 0;
+  for (int i = atoi(arguments[2]); i > 0; i--) checked += one_tile();
+  printf("%lld\n", checked);
+}
