@@ -254,7 +254,8 @@ constexpr int STAGE_BYTES = PARTS * PART_BYTES;
 // whatever its alignment.
 constexpr int STAGING_UNITS = (COLUMNS + (COLUMN_PAD + VEC - 1)) / VEC;
 constexpr int CHANNEL_BYTES = ROWS_D * ROWS_H * STAGING_UNITS * 16;  // a slot is [image][channel][row][column]
-constexpr int SLOT_BYTES = TILE_N * CK * CHANNEL_BYTES;
+constexpr int SLOT_BOXES = 1;
+constexpr int SLOT_BYTES = SLOT_BOXES * TILE_N * CK * CHANNEL_BYTES;
 constexpr int FRAGMENT = 2048;  // bytes: 64 rows of 32 bytes of K
 constexpr int CHUNKS = (CIN_G + CK - 1) / CK;
 constexpr int CONSUMERS = 2;
@@ -468,9 +469,9 @@ __device__ __forceinline__ void load_boxes(const TensorMap* map, const Sizes& s,
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
     int c = at.channel, w = at.w - COLUMN_PAD, h = at.h + FIRST_H, d = at.d + FIRST_D;
 #pragma unroll
-    for (int r = 0; r < 1; r++) {
+    for (int r = 0; r < SLOT_BOXES; r++) {
       asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5, %6}], [%7];\n"
-                   ::"r"(to + cursor.stage * stage_bytes + r * PLANE_PITCH * ROW_BYTES), "l"(map), "r"(w), "r"(h),
+                   ::"r"(to + cursor.stage * stage_bytes + r * (PLANE_PITCH * ROW_BYTES)), "l"(map), "r"(w), "r"(h),
                        "r"(d), "r"(c), "r"(at.n), "r"(barrier) : "memory");
     }
   }
@@ -1164,7 +1165,8 @@ constexpr int STAGE_BYTES = PARTS * PART_BYTES;
 // whatever its alignment.
 constexpr int STAGING_UNITS = (COLUMNS + (2 * VEC - 2)) / VEC;
 constexpr int CHANNEL_BYTES = ROWS_D * ROWS_H * STAGING_UNITS * 16;  // a slot is [image][channel][row][column]
-constexpr int SLOT_BYTES = TILE_N * CK * CHANNEL_BYTES;
+constexpr int SLOT_BOXES = 1;
+constexpr int SLOT_BYTES = SLOT_BOXES * TILE_N * CK * CHANNEL_BYTES;
 constexpr int FRAGMENT = 2048;  // bytes: 64 rows of 32 bytes of K
 constexpr int CHUNKS = (CIN_G + CK - 1) / CK;
 constexpr int CONSUMERS = 2;
@@ -2123,7 +2125,8 @@ constexpr int STAGE_BYTES = PARTS * PART_BYTES;
 // whatever its alignment.
 constexpr int STAGING_UNITS = (COLUMNS + (2 * VEC - 2)) / VEC;
 constexpr int CHANNEL_BYTES = ROWS_D * ROWS_H * STAGING_UNITS * 16;  // a slot is [image][channel][row][column]
-constexpr int SLOT_BYTES = TILE_N * CK * CHANNEL_BYTES;
+constexpr int SLOT_BOXES = 1;
+constexpr int SLOT_BYTES = SLOT_BOXES * TILE_N * CK * CHANNEL_BYTES;
 constexpr int FRAGMENT = 2048;  // bytes: 64 rows of 32 bytes of K
 constexpr int CHUNKS = (CIN_G + CK - 1) / CK;
 constexpr int CONSUMERS = 2;

@@ -267,7 +267,8 @@ constexpr int STAGE_BYTES = PARTS * PART_BYTES;
 // whatever its alignment.
 constexpr int STAGING_UNITS = (COLUMNS + (2 * VEC - 2)) / VEC;
 constexpr int CHANNEL_BYTES = ROWS_D * ROWS_H * STAGING_UNITS * 16;  // a slot is [image][channel][row][column]
-constexpr int SLOT_BYTES = TILE_N * CK * CHANNEL_BYTES;
+constexpr int SLOT_BOXES = 1;
+constexpr int SLOT_BYTES = SLOT_BOXES * TILE_N * CK * CHANNEL_BYTES;
 constexpr int FRAGMENT = 2048;  // bytes: 64 rows of 32 bytes of K
 constexpr int CHUNKS = (CIN_G + CK - 1) / CK;
 constexpr int CONSUMERS = 2;
@@ -1225,7 +1226,8 @@ constexpr int STAGE_BYTES = PARTS * PART_BYTES;
 // whatever its alignment.
 constexpr int STAGING_UNITS = (COLUMNS + (2 * VEC - 2)) / VEC;
 constexpr int CHANNEL_BYTES = ROWS_D * ROWS_H * STAGING_UNITS * 16;  // a slot is [image][channel][row][column]
-constexpr int SLOT_BYTES = TILE_N * CK * CHANNEL_BYTES;
+constexpr int SLOT_BOXES = 1;
+constexpr int SLOT_BYTES = SLOT_BOXES * TILE_N * CK * CHANNEL_BYTES;
 constexpr int FRAGMENT = 2048;  // bytes: 64 rows of 32 bytes of K
 constexpr int CHUNKS = (CIN_G + CK - 1) / CK;
 constexpr int CONSUMERS = 2;

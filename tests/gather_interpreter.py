@@ -197,7 +197,7 @@ class Interpreter:
         m = self.m
         batch, _, in_d, in_h, in_w = x.shape
         i = np.arange(self.segments)
-        if m["TENSOR_MAP"]:  # a box of rows at even distances
+        if m["TENSOR_MAP"] and not m["WHOLE"]:  # a box of rows at even distances
             steps = self.tiling.box_steps
             assert max(self.tiling.box) <= 256 and max(steps) <= 8
             box = [-(-n // step) for n, step in zip(self.tiling.box, steps)]
@@ -220,6 +220,10 @@ class Interpreter:
             packed = packed.astype(np.uint32).astype(np.int32)
             assert (packed >> 24 == i // (m["ROWS_H"] * m["ROWS_D"])).all()
             offset_d, offset_h = (packed << 8) >> 20, (packed << 20) >> 20
+        if m["WHOLE"]:  # all pixels of an image in one or more boxes
+            assert (m["IMAGE_D"], m["IMAGE_H"], m["IMAGE_W"]) == (in_d, in_h, in_w) and not (t.d | t.h | t.w).any()
+            assert in_d * in_h * in_w % m["BOX_PIXELS"] == 0 and max(self.tiling.box) <= 256
+            assert m["BOX_PIXELS"] * self.tiling.element % 16 == 0, "a channel begins at 16 bytes"
         within = np.arange(m["PLANES"] * m["PLANE"])
         column = within % m["PLANE"] * m["IN_STEP_W"] + m["RESIDUES"][within // m["PLANE"]]
         whole_box = bool(m["TENSOR_MAP"] and m["CHANNELS_LAST"])

@@ -41,6 +41,7 @@ from upconv.export import (
     source,
 )
 from upconv.export.check import load
+from upconv.planner import Device, plan
 from upconv.problem import Problem
 
 MODELS = Path(__file__).parent.parent / "models"
@@ -623,6 +624,16 @@ def test_export_writes_a_layer(tmp_path: Path) -> None:
     assert [f.name for f in tmp_path.iterdir()] == ["layer.py"]
     upconv.export(upconv.ConvTranspose2d(24, 40, 3, 2, 1), (2, 24, 20, 20), tmp_path / "again.py", arch="90a")
     assert (tmp_path / "again.py").read_text(encoding="utf-8") == path.read_text(encoding="utf-8")
+
+
+def test_kernels_for_one_size_are_not_exported() -> None:
+    """Small images have tiles that serve their size alone; a file serves all."""
+    p = parse_layer("512,256,4,stride=2,padding=1,bias=False", "128x512x8x8").with_(precision="tf32")
+    for pass_ in ("fwd", "grad-input"):
+        selected = plan(p, Device("cuda", gpu=H200)).selection(pass_).choice
+        assert isinstance(selected, gather.Choice) and selected.tiling.whole is not None
+    for v in host.variants(p, H200):
+        assert not isinstance(v.choice, gather.Choice) or v.choice.tiling.whole is None
 
 
 def test_export_says_what_is_wrong(tmp_path: Path) -> None:

@@ -164,6 +164,28 @@ def test_strided_boxes() -> None:
         by_rows += max(tiling.box_steps[2:4]) > 1
 
 
+def test_tiles_of_whole_images() -> None:
+    """Small images, whose pixels come without a halo."""
+    rng = random.Random(0)
+    done = several = 0
+    while done < 80:
+        p = draw_problem(rng)
+        size = tuple(rng.choice((4, 8, 16) if p.rank > 1 else (8, 32, 128)) for _ in p.size)
+        try:
+            p = p.with_(size=size, layout="nchw")
+        except ValueError:
+            continue
+        every = list(gather.candidates(gather._any_size(p), H200, size=p.size))
+        if not every:
+            continue
+        tiling = rng.choice(every)
+        assert tiling.whole == (1,) * (3 - p.rank) + source_shape(p)[2:]
+        check(tiling, p, done)
+        done += 1
+        several += tiling.whole_pixels > tiling.box_pixels
+    assert several
+
+
 def test_far_taps_with_unrolled_rows() -> None:
     """Tiles that hold only the rows that some tap reads, where a step of q is more than a row."""
     rng = random.Random(0)
@@ -438,9 +460,11 @@ def case_id(value: object) -> str:
     return value.name if isinstance(value, Gpu) else f"{value} {value.precision}"  # type: ignore[attr-defined]
 
 
-def small(tiling: Tiling) -> Problem:
+def small(tiling: Tiling, chosen_for: Problem) -> Problem:
     """The layer on few tiles, with borders inside of a tile and across several."""
     p, lead = tiling.problem, 3 - tiling.problem.rank
+    if tiling.whole is not None:
+        return chosen_for.with_(batch=min(chosen_for.batch, tiling.tile[0] + 1))
     size = []
     for i, n in enumerate(p.size):
         outputs = tiling.tile[1 + lead + i] * tiling.out_steps[lead + i] + tiling.out_steps[lead + i] // 2 + 1
@@ -471,7 +495,7 @@ def test_chosen_tilings_compute_their_layers(p: Problem, gpu: Gpu) -> None:
         return
     assert choice.tiling.checked(gpu.shared_bytes).wgmma == (gpu is H200)
     assert choice.seconds >= p.bytes / gpu.bandwidth
-    check(choice.tiling, small(choice.tiling), 0)
+    check(choice.tiling, small(choice.tiling, p), 0)
 
 
 @needs_nvrtc

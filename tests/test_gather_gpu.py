@@ -48,6 +48,11 @@ LAYERS = {
     "3-D s2": (2, 32, 32, (5, 9, 35), 3, 2, 1),
     "k1s2": (2, 32, 64, (19, 70), 1, 2),
     "s2 d2": (2, 64, 32, (17, 66), 3, 2, 1, 1, 2),
+    "8x8 whole": (9, 64, 96, (8, 8), 4, 2, 1),
+    "4x16 whole": (5, 40, 64, (4, 16), (3, 4), (1, 2), 1),
+    "16x16 whole": (3, 24, 32, (16, 16), 3, 1, 1),
+    "1-D whole": (6, 72, 64, (32,), 16, 8, 4),
+    "3-D whole": (3, 32, 40, (4, 8, 8), 3, 1, 1),
     "s3 d2 op": (1, 72, 40, (11, 35), (4, 3), 3, (2, 0), (1, 2), (3, 2)),
 }
 
@@ -100,6 +105,9 @@ def test_tilings(name: str, precision: str, layout: str, pass_: Pass) -> None:
     tilings = [chosen.tiling, *random.Random(zlib.crc32(str(p).encode())).sample(others, min(2, len(others)))]
     tilings += [t for t in others if t.strided_box or t.split == 2][:1]
     tilings += list(gather.candidates(p, chip, scarce=True))[:1]
+    whole = list(gather.candidates(p, chip, size=p.size))
+    tilings += random.Random(1).sample(whole, min(3, len(whole)))
+    assert whole or "whole" not in name or layout != "nchw" or p.pass_ != "fwd"
     for tiling in tilings:
         prepared = gather.Choice(tiling, p, chip, 0.0, "").prepare(0)
         outs = []

@@ -115,6 +115,7 @@ static void store_shared_f32x2(u32 a, float v, float w) {
   memcpy(p.v + 1, &w, 4);
   store_shared<Pair>(a, p);
 }
+static void store_shared_128(u32 a, u32 v0, u32 v1, u32 v2, u32 v3) { store_shared<Quad>(a, {{v0, v1, v2, v3}}); }
 static void store_global_16_if(void* to, u32 v, bool ok) {
   u16 low = (u16)v;
   store_global(to, &low, 2, ok);

@@ -21,7 +21,7 @@ from upconv.cuda import jit
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.gpu import gpu as gpu_of
 from upconv.cuda.launch import Launcher, bind
-from upconv.cuda.tiling import FRAGMENT, Tiling, Triple, Unfit, result_shape, source_shape
+from upconv.cuda.tiling import FRAGMENT, Tiling, Triple, Unfit, result_shape, source_shape, whole_source
 from upconv.problem import Problem
 
 _ACCUMULATORS = 4  # blocks of 64 x 64 that a consumer warpgroup holds: 128 registers of a thread's 200
@@ -83,7 +83,7 @@ class Choice:
     @property
     def summary(self) -> str:
         t = self.tiling
-        shape = "x".join(str(v) for v in t.tile)
+        shape = "x".join(str(v) for v in t.tile) + (" of whole images" if t.whole else "")
         split = ("pixels halved", "output channels halved", "in turn")[t.split]
         weights = "resident" if t.resident else f"ring of {t.ring_stages} x {t.w_stage} fragments" if t.wgmma else "L2"
         instruction = "wgmma" if t.wgmma else "mma.sync"
@@ -168,7 +168,7 @@ def tensor_map(t: Tiling, p: Problem, address: int) -> tuple[int, ...]:
     swizzle = swizzles.CU_TENSOR_MAP_SWIZZLE_NONE
     channels, *size = source_shape(p)[1:]
     d, h, w = (1,) * (3 - p.rank) + tuple(size)
-    dims = (w, h, d, channels, p.batch)
+    dims = (w, h, d, channels, p.batch) if t.whole is None else (w * h * d, 1, 1, channels, p.batch)
     if t.channels_last:
         dims = (channels, w, h, d, p.batch)
         swizzle = {
@@ -220,18 +220,31 @@ def refusal(p: Problem, gpu: Gpu) -> str | None:
 
 
 def candidates(
-    p: Problem, gpu: Gpu, wgmma: bool | None = None, aligned: bool | None = None, scarce: bool = False
+    p: Problem,
+    gpu: Gpu,
+    wgmma: bool | None = None,
+    aligned: bool | None = None,
+    scarce: bool = False,
+    size: tuple[int, ...] | None = None,
 ) -> Iterator[Tiling]:
     """Every tiling worth a look. ``aligned``: rows of an NCHW source begin at 16 bytes; by default as ``p``'s do.
 
     ``scarce``: those with one pixel tile in shared memory, so that producers and consumers wait for each other; for
     layers whose halo leaves no room for two (NCHW alone: channels-last producers load ahead into the second).
+    ``size``: those for an input of this size alone, which hold whole images of the source; none where it is not small.
     """
     fast = gpu.arch == "90a" if wgmma is None else wgmma
     cout_g, cin_g = result_shape(p)[1] // p.groups, source_shape(p)[1] // p.groups
     steps = (1,) * (3 - p.rank) + p.stride if p.pass_ == "fwd" else (1, 1, 1)
     if aligned is None:
         aligned = _aligned(p)
+    whole: Triple | None = None
+    result: tuple[int, ...] = ()
+    if size is not None:
+        whole = whole_source(p.with_(size=size))
+        if whole is None or not fast:
+            return
+        result = (1,) * (3 - p.rank) + result_shape(p.with_(size=size))[2:]
     far = p.pass_ != "fwd" and max(p.stride) > 1
     per_32 = 32 // p.dtype.itemsize
     chunks = [c for c in (per_32, 2 * per_32, 4 * per_32) if c == per_32 or c < 2 * cin_g]
@@ -249,7 +262,9 @@ def candidates(
             continue
         if min(unroll[1], 2) > 1 and sub == (8, 8) and tile[2] > 8:
             continue  # the rows of an unrolled tile are many already
-        base = Tiling(p, sub, tile, split, chunk, subs, w_subs, unroll, aligned_rows=aligned, wgmma=fast)
+        if size is not None and any(n > s * u * t for n, s, u, t in zip(result, steps, unroll, tile[1:])):
+            continue
+        base = Tiling(p, sub, tile, split, chunk, subs, w_subs, unroll, aligned_rows=aligned, wgmma=fast, whole=whole)
         if base.mb * base.nb > accumulators or base.mb * base.nb < 1:
             continue
         even = len(set(base.variant_entries)) == 1
@@ -357,7 +372,7 @@ def _tile_clocks(t: Tiling, alignment: int) -> tuple[float, str]:
     total = 0.0
     producers = 192 if t.wgmma else 128
     per_tile_out = math.prod(t.tile) * t.width_subs * t.subs * t.element * min(t.cout_g, t.rows_per_sub * t.wgs_m)
-    staged = t.pixels * t.row_bytes if t.channels_last else t.segments * t.staging_units * 16 * t.chunk
+    staged = t.pixels * t.row_bytes if t.channels_last else t.slot_bytes
     turned = t.parts * t.k_steps * (2 if not t.channels_last else (t.parts == 2) * 0.7)
     turn = -(-t.pixels // producers) * turned * (22.0 if t.element == 4 else 34.0) + 250
     if not t.tensor_map:
@@ -432,19 +447,24 @@ def _epilogue_clocks(t: Tiling, alignment: int) -> float:
     return 2.0 * (t.nb * 8 / t.runs * 2) * (buffer + stores + 60)
 
 
-def choose(p: Problem, gpu: Gpu) -> Choice | str:
-    """The cheapest tiling by the model, or the sentence why tensor cores cannot serve the problem."""
-    return _choose(p, gpu)
+def choose(p: Problem, gpu: Gpu, general: bool = False) -> Choice | str:
+    """The cheapest tiling by the model, or the sentence why tensor cores cannot serve the problem.
+
+    ``general``: of those that serve every size of the input.
+    """
+    return _choose(p, gpu, general)
 
 
 @lru_cache(maxsize=4096)
-def _choose(p: Problem, gpu: Gpu) -> Choice | str:
+def _choose(p: Problem, gpu: Gpu, general: bool) -> Choice | str:
     refused = refusal(p, gpu)
     if refused:
         return refused
     best: tuple[float, str, Tiling] | None = None
     aligned = _aligned(p)
-    for t, clocks in _tilings(_any_size(p), gpu, aligned, _alignment(p)):
+    layer = _any_size(p)
+    small = () if general else _small_tilings(layer, gpu, p.size)
+    for t, clocks in _tilings(layer, gpu, aligned, _alignment(p)) + small:
         seconds, bound = _whole(t, clocks, p, gpu)
         if best is None or seconds < best[0]:
             best = seconds, bound, t
@@ -463,6 +483,13 @@ def _any_size(p: Problem) -> Problem:
 def _tilings(layer: Problem, gpu: Gpu, aligned: bool, alignment: int) -> tuple[tuple[Tiling, tuple[float, str]], ...]:
     """A layer's tilings with the clocks of their tiles: up to a second once, then a few milliseconds for each size."""
     return tuple((t, _tile_clocks(t, alignment)) for t in _layer_tilings(layer, gpu, aligned))
+
+
+@lru_cache(maxsize=256)
+def _small_tilings(layer: Problem, gpu: Gpu, size: tuple[int, ...]) -> tuple[tuple[Tiling, tuple[float, str]], ...]:
+    """As `_tilings`, those for this size of the input alone; a few milliseconds."""
+    alignment = _alignment(layer.with_(size=size))
+    return tuple((t, _tile_clocks(t, alignment)) for t in candidates(layer, gpu, size=size))
 
 
 @lru_cache(maxsize=256)

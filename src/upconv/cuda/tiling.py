@@ -31,6 +31,8 @@ _STEPS_UNROLLED = 12  # code and compile time grow with it
 _STEPS_PROMOTED = 8  # after which IEEE sums leave the tensor cores; half of them carry two products, the others one
 _MAX_BOX = 256  # elements that the tensor copy engine traverses along a dimension
 _MAX_BOX_STEP = 8  # and its largest step
+_WHOLE = (4, 8, 16, 32)  # sizes of images that are copied whole; few, since each is a kernel
+_MAX_WHOLE = 1024  # pixels
 _MAX_OFFSET = 2000  # rows' offsets are packed in 12 bits, signed
 
 
@@ -56,6 +58,15 @@ def source_shape(p: Problem) -> tuple[int, ...]:
 def result_shape(p: Problem) -> tuple[int, ...]:
     """Shape of the tensor that a pass writes: the output, or the gradient for the input."""
     return p.output_shape if p.pass_ == "fwd" else p.input_shape
+
+
+def whole_source(p: Problem) -> Triple | None:
+    """The source's size (D, H, W) where tiles may hold whole images; the leading axes of 1-D and 2-D problems are 1."""
+    size = source_shape(p)[2:]
+    if p.layout == "channels_last" or any(n not in _WHOLE for n in size) or math.prod(size) > _MAX_WHOLE:
+        return None
+    d, h, w = (1,) * (3 - p.rank) + size
+    return d, h, w
 
 
 def gather_axes(p: Problem, unroll: Triple = (1, 1, 1)) -> tuple[Axis, Axis, Axis]:
@@ -115,6 +126,8 @@ class Tiling:
     """NCHW: rows of the source begin at 16 bytes, so that the tensor copy engine can load them."""
     wgmma: bool = True
     """Multiply with wgmma (sm_90a), else with mma.sync (sm_80 and up)."""
+    whole: Triple | None = None
+    """NCHW: size (D, H, W) of small sources, of which a tile holds whole images: copied as lines, without a halo."""
 
     # --- types -------------------------------------------------------------------------------------------------------
 
@@ -358,7 +371,7 @@ class Tiling:
 
     @property
     def staging_units(self) -> int:
-        if self.tensor_map:
+        if self.tensor_map and self.whole is None:
             return self.box[0] // self.vec
         return (self.columns + 2 * self.vec - 2) // self.vec
 
@@ -374,6 +387,8 @@ class Tiling:
         """Whether the tensor copy engine loads a chunk as one box, or one for each residue of columns (sm_90)."""
         if not self.wgmma:
             return False
+        if self.whole is not None:
+            return self.problem.groups == 1 or self.cin_g % self.chunk == 0
         even = all(len({b - a for a, b in zip(rows, rows[1:])}) <= 1 for rows, _, _ in self.rows)
         # A chunk that ended in the next group would bring its values, and 0 times infinity is no 0.
         whole = self.problem.groups == 1 or self.cin_g % self.chunk == 0
@@ -398,6 +413,8 @@ class Tiling:
         These are the elements traversed: of ``n`` along a dimension of step ``s``, ``ceil(n / s)`` are copied. (CUDA
         driver API, cuTensorMapEncodeTiled: ``elementStrides``.)
         """
+        if self.whole is not None:
+            return self.box_pixels, 1, 1, self.chunk, self.tile[0]
         (rows_d, _, _), (rows_h, _, _) = self.rows
         if self.channels_last:
             counts = (self.chunk, self.plane, len(rows_h), len(rows_d), self.tile[0])
@@ -411,8 +428,27 @@ class Tiling:
     @property
     def box_steps(self) -> tuple[int, int, int, int, int]:
         """From one element of a box to the next along each of its dimensions."""
+        if self.whole is not None:
+            return 1, 1, 1, 1, 1
         d, h = (rows[1] - rows[0] if len(rows) > 1 else 1 for rows, _, _ in self.rows)
         return (1, self.in_steps[2], h, d, 1) if self.channels_last else (1, h, d, 1, 1)
+
+    @property
+    def whole_pixels(self) -> int:
+        """Pixels of an image that is copied whole."""
+        return math.prod(self.whole or (0,))
+
+    @property
+    def box_pixels(self) -> int:
+        """Of them, those of one box."""
+        return min(self.whole_pixels, _MAX_BOX)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a staging slot: a chunk as it comes from memory (NCHW)."""
+        if self.whole is not None:
+            return self.tile[0] * self.chunk * self.whole_pixels * self.element
+        return self.chunk * self.segments * self.staging_units * 16
 
     # --- the kernel's shared memory ----------------------------------------------------------------------------------
 
@@ -434,7 +470,7 @@ class Tiling:
         part = -(-self.pixels * self.row_bytes // 1024) * 1024
         tiles = self.stages_p * self.parts * part
         ring = self.ring_stages * self.w_stage * self.wgs_m * FRAGMENT
-        slots = 0 if self.channels_last else self.stages_s * self.chunk * self.segments * self.staging_units * 16
+        slots = 0 if self.channels_last else self.stages_s * self.slot_bytes
         slot_barriers = 0
         if self.tensor_map:
             slot_barriers = self.stages_p if self.channels_last else self.stages_s
@@ -557,7 +593,14 @@ class Tiling:
             "ROW_STEP_H": step_h,
             "FIRST_W": f"({self.first_w})",
             "COLUMNS": self.columns,
-            "COLUMN_PAD": self.first_w % self.vec if self.tensor_map and not self.channels_last else 0,
+            "COLUMN_PAD": self.first_w % self.vec
+            if self.tensor_map and not self.channels_last and not self.whole
+            else 0,
+            "WHOLE": int(self.whole is not None),
+            "IMAGE_D": (self.whole or (0, 0, 0))[0],
+            "IMAGE_H": (self.whole or (0, 0, 0))[1],
+            "IMAGE_W": (self.whole or (0, 0, 0))[2],
+            "BOX_PIXELS": max(1, self.box_pixels),
             "PLANE": self.plane,
             "PLANES": len(self.residues),
             "RESIDUES": _list(self.residues),

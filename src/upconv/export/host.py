@@ -76,7 +76,9 @@ def variants(p: Problem, gpu: Gpu) -> tuple[Variant, ...]:
 
 def _choice(p: Problem, pass_: Pass, gpu: Gpu) -> Choice:
     selection = plan(p.with_(pass_="fwd"), Device("cuda", gpu=gpu)).selection(pass_)
-    choice = selection.choice
+    choice: object = selection.choice
+    if isinstance(choice, gather.Choice) and choice.tiling.whole is not None:
+        choice = gather.choose(choice.problem, gpu, general=True)  # the file serves all sizes
     if not isinstance(choice, (gather.Choice, direct.Choice, direct_wgrad.Choice, wgrad.Choice)):
         reason = "; ".join(c.reason for c in selection.candidates)
         raise ValueError(f"the layer must have kernels to be exported, and for {pass_} there is none: {reason}")

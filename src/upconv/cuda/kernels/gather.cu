@@ -37,8 +37,14 @@
 // 16-byte units of a segment: a box begins COLUMN_PAD columns early, at whole units; threads take the units that hold the row,
 // whatever its alignment.
 #define STAGING_UNITS ((COLUMNS + (SLOTS_BY_BOX ? COLUMN_PAD + VEC - 1 : 2 * VEC - 2)) / VEC)
+#if WHOLE  // of small images all pixels are copied, without a halo: a slot is [box][image][channel][pixel]
+#define CHANNEL_BYTES (BOX_PIXELS * ELEMENT)
+#define SLOT_BOXES (IMAGE_D * IMAGE_H * IMAGE_W / BOX_PIXELS)
+#else
 #define CHANNEL_BYTES (ROWS_D * ROWS_H * STAGING_UNITS * 16)  // a slot is [image][channel][row][column]
-#define SLOT_BYTES (TILE_N * CK * CHANNEL_BYTES)
+#define SLOT_BOXES 1
+#endif
+#define SLOT_BYTES (SLOT_BOXES * TILE_N * CK * CHANNEL_BYTES)
 #define FRAGMENT (64 * 32)              // bytes: 64 rows of 32 bytes of K
 #define CHUNKS ((CIN_G + CK - 1) / CK)
 #define CONSUMERS 2
@@ -274,7 +280,16 @@ struct Pixels {
       int p = thread + k * PRODUCER_THREADS, segment = p / PITCH, within = p % PITCH;
       int column = COLUMN(within), image = segment / (ROWS_D * ROWS_H);
       if (p >= PIXELS) break;
+#if WHOLE
+      // The copy engine fills images beyond the batch with zeros; what lies beyond an image's borders is nowhere.
+      int d = (segments[segment] << 8) >> 20, h = (segments[segment] << 20) >> 20, w = FIRST_W + column;
+      bool inside = (u32)d < IMAGE_D && (u32)h < IMAGE_H && (u32)w < IMAGE_W;
+      int pixel = inside ? (d * IMAGE_H + h) * IMAGE_W + w : 0;
+      from[k] = ((pixel / BOX_PIXELS * TILE_N + image) * CK * BOX_PIXELS + pixel % BOX_PIXELS) * ELEMENT;
+      ok |= (u32)inside << k;
+#else
       from[k] = (segment + image * (CK - 1) * (ROWS_D * ROWS_H)) * STAGING_UNITS * 16 + (column + COLUMN_PAD) * ELEMENT;
+#endif
 #if !SLOTS_BY_BOX
       int n, d, h;
       bool in = row_of(at, s, segments[segment], n, d, h) && column < COLUMNS && (u32)(at.w + column) < (u32)s.in_w;
@@ -293,7 +308,7 @@ __device__ __forceinline__ void turn(const Pixels& own, int channel, int left, u
   for (int k = 0; k < OWN_PIXELS; k++) {
     int p = thread + k * PRODUCER_THREADS;
     if (PIXELS % PRODUCER_THREADS && p >= PIXELS) break;
-    bool ok = SLOTS_BY_BOX || (own.ok >> k & 1);
+    bool ok = (SLOTS_BY_BOX && !WHOLE) || (own.ok >> k & 1);
     u32 phase = own.from[k] >> 24, from = slot + (own.from[k] & 0xffffff) + (ALIGNED ? phase * ELEMENT : 0);
 #pragma unroll 2  // more of them spill
     for (int unit = 0; unit < UNITS_PER_ROW; unit++) {
@@ -415,10 +430,11 @@ __device__ __forceinline__ void load_boxes(const TensorMap* map, const Sizes& s,
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
     int c = at.channel, w = at.w - COLUMN_PAD, h = at.h + FIRST_H, d = at.d + FIRST_D;
 #pragma unroll
-    for (int r = 0; r < (CHANNELS_LAST ? PLANES : 1); r++) {
+    for (int r = 0; r < (CHANNELS_LAST ? PLANES : SLOT_BOXES); r++) {
       if (CHANNELS_LAST) w = at.w + RESIDUE[r];
+      if (WHOLE) w = r * BOX_PIXELS, h = 0, d = 0;
       asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5, %6}], [%7];\n"
-                   ::"r"(to + cursor.stage * stage_bytes + r * PLANE_PITCH * ROW_BYTES), "l"(map), "r"(CHANNELS_LAST ? c : w), "r"(CHANNELS_LAST ? w : h), "r"(CHANNELS_LAST ? h : d), "r"(CHANNELS_LAST ? d : c), "r"(at.n), "r"(barrier) : "memory");
+                   ::"r"(to + cursor.stage * stage_bytes + r * (WHOLE ? SLOT_BYTES / SLOT_BOXES : PLANE_PITCH * ROW_BYTES)), "l"(map), "r"(CHANNELS_LAST ? c : w), "r"(CHANNELS_LAST ? w : h), "r"(CHANNELS_LAST ? h : d), "r"(CHANNELS_LAST ? d : c), "r"(at.n), "r"(barrier) : "memory");
     }
   }
 }

@@ -1,0 +1,109 @@
+// gather.cu's pass from a staging slot to rows of channels, for one tiling: slots are filled as the tensor copy engine fills
+// them (a box, zeros beyond the tensor), and every pixel row of the tile must have its source's channels, zeros in the halo.
+#include "warp.h"
+
+static u32 to_tf32(float v) {
+  u32 b = __float_as_uint(v);
+  return (b + 0xfffu + (b >> 13 & 1)) & 0xffffe000u;
+}
+static u32 low_part(float v, u32 high) { return to_tf32(v - __uint_as_float(high)); }
+
+#include "kernel.h"  // the tiling's macros, its box, and the pass, cut from gather.cu by test_host.py
+
+static unsigned seed;
+static int below(int n) {
+  seed = seed * 1103515245u + 12345u;
+  return (int)((seed >> 8) % (unsigned)n);
+}
+
+static Sizes sizes;
+static std::vector<float> x;  // (N, CIN, D, H, W)
+
+static float source(int n, int c, int d, int h, int w) {
+  if (n >= sizes.batch || c >= CIN || (u32)d >= (u32)sizes.in_d || (u32)h >= (u32)sizes.in_h || (u32)w >= (u32)sizes.in_w || n < 0 || c < 0) return 0.f;
+  return x[((((size_t)n * CIN + c) * sizes.in_d + d) * sizes.in_h + h) * sizes.in_w + w];
+}
+static u32 bits_of(float v) { return ELEMENT == 4 ? __float_as_uint(v) : STORE_BITS(v); }
+
+// One box of the copy engine: dimension 0 innermost, `steps` between the elements that are copied, dense in shared memory.
+static void box(u32 to, const int (&start)[5]) {
+  static const int extents[] = COPY_BOX, steps[] = COPY_STEPS;
+  int count[5];
+  for (int i = 0; i < 5; i++) count[i] = (extents[i] + steps[i] - 1) / steps[i];
+  if (to % 128 || start[0] * ELEMENT % 16) fail("a misaligned box");
+  for (int e = 0; e < count[4]; e++)
+    for (int d = 0; d < count[3]; d++)
+      for (int c = 0; c < count[2]; c++)
+        for (int b = 0; b < count[1]; b++)
+          for (int a = 0; a < count[0]; a++, to += ELEMENT) {
+            int at[] = {start[0] + a * steps[0], start[1] + b * steps[1], start[2] + c * steps[2], start[3] + d * steps[3], start[4] + e * steps[4]};
+            float v;
+            if (WHOLE) {  // an image is a line
+              int pixel = at[0];
+              v = at[1] || at[2] || pixel >= IMAGE_D * IMAGE_H * IMAGE_W ? 0.f : source(at[4], at[3], pixel / (IMAGE_H * IMAGE_W), pixel / IMAGE_W % IMAGE_H, pixel % IMAGE_W);
+            } else {
+              v = source(at[4], at[3], at[2], at[1], at[0]);
+            }
+            u32 word = bits_of(v);
+            memcpy(shared_at(to, ELEMENT), &word, ELEMENT);
+          }
+}
+
+static long long one_chunk() {
+  sizes = {};
+  sizes.batch = 1 + below(2 * TILE_N);
+  sizes.in_d = WHOLE ? IMAGE_D : 1 + below(2 * TILE_D * IN_STEP_D);
+  sizes.in_h = WHOLE ? IMAGE_H : 1 + below(2 * TILE_H * IN_STEP_H);
+  sizes.in_w = WHOLE ? IMAGE_W : 16 / ELEMENT * (1 + below(TILE_W * IN_STEP_W / 2));
+  size_t count = (size_t)sizes.batch * CIN * sizes.in_d * sizes.in_h * sizes.in_w;
+  if (count > 4000000) return 0;
+  x.resize(count);
+  for (float& v : x) v = (float)(1 + below(250)) / 2 + (PARTS == 2 ? (float)(1 + below(60)) / 16384 : 0.f);
+  Tile tile = {};
+  tile.group = below(CIN / CIN_G);
+  tile.n = below((sizes.batch + TILE_N - 1) / TILE_N) * TILE_N;
+  if (!WHOLE) {
+    tile.d = below(sizes.in_d / (TILE_D * IN_STEP_D) + 1) * TILE_D;
+    tile.h = below(sizes.in_h / (TILE_H * IN_STEP_H) + 1) * TILE_H;
+    tile.w = below(sizes.in_w / (TILE_W * IN_STEP_W) + 1) * TILE_W;
+  }
+  int chunk = below(CHUNKS);
+  Source at = source_of(tile, chunk);
+  shared_memory.assign((SLOT_BYTES + 1023) / 1024 * 1024 + STAGE_BYTES, 0xdd);
+  for (int i = 0; i < SLOT_BOXES; i++) {
+    if (WHOLE) box(i * (SLOT_BYTES / SLOT_BOXES), {i * BOX_PIXELS, 0, 0, at.channel, at.n});
+    else box(0, {at.w - COLUMN_PAD, at.h + FIRST_H, at.d + FIRST_D, at.channel, at.n});
+  }
+  u32 rows = (SLOT_BYTES + 1023) / 1024 * 1024;
+  int segments[SEGMENTS];
+  for (int i = 0; i < SEGMENTS; i++)
+    segments[i] = (i / (ROWS_H * ROWS_D)) << 24 | (ROW_D[i / ROWS_H % ROWS_D] & 0xfff) << 12 | (ROW_H[i % ROWS_H] & 0xfff);
+  for (int thread = 0; thread < PRODUCER_THREADS; thread++) {
+    Pixels own;
+    own.locate(nullptr, sizes, Source(), segments, thread);
+    turn<true>(own, chunk * CK, CIN_G - chunk * CK, 0, rows, thread);
+  }
+  long long checked = 0;
+  for (int p = 0; p < PIXELS; p++) {
+    int segment = p / PITCH, within = p % PITCH, column = COLUMN(within);
+    if (column >= COLUMNS) continue;  // no tap reads it
+    int n = at.n + segment / (ROWS_D * ROWS_H), d = at.d + ROW_D[segment / ROWS_H % ROWS_D], h = at.h + ROW_H[segment % ROWS_H], w = at.w + column;
+    for (int c = 0; c < CK; c++) {
+      float v = c < at.left ? source(n, at.channel + c, d, h, w) : 0.f;
+      u32 from = rows + unit_at(p, c / VEC) + c % VEC * ELEMENT, got = 0;
+      u32 want = ELEMENT == 4 ? to_tf32(v) : bits_of(v);
+      memcpy(&got, shared_at(from, ELEMENT), ELEMENT);
+      if (got != want) fail("a wrong value");
+      if (PARTS == 2 && load_shared_u32(from + PART_BYTES) != low_part(v, want)) fail("a wrong low part");
+      checked += v != 0.f;
+    }
+  }
+  return checked;
+}
+
+int main(int, char** arguments) {
+  seed = atoi(arguments[1]);
+  long long checked = 0;
+  for (int i = atoi(arguments[2]); i > 0; i--) checked += one_chunk();
+  printf("%lld\n", checked);
+}

@@ -1,0 +1,157 @@
+"""Parts of the gather-GEMM, compiled for the host from the very source: what it stores, and its staging slots.
+
+The plan interpreter walks neither, and a GPU is not always at hand; alignment, borders and the order in which lanes
+fill buffers are tried here on every kind of row.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from upconv.cuda import gather, jit
+from upconv.cuda.gpu import H200
+from upconv.cuda.tiling import Tiling
+from upconv.problem import Problem
+
+HOST = Path(__file__).resolve().parent / "host"
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+
+KINDS = ((torch.float32, "tf32"), (torch.bfloat16, "bf16"), (torch.float16, "fp16"))
+
+
+def cut(source: str, first: str, end: str) -> str:
+    """Of a source the part from one text up to another."""
+    begin = source.index(first)
+    return source[begin : source.index(end, begin)]
+
+
+SOURCE = (Path(jit.__file__).parent / "kernels" / "gather.cu").read_text()
+
+
+def defined(tiling: Tiling) -> str:
+    return "".join(f"#define {name} {value}\n" for name, value in tiling.macros().items())
+
+
+def compiled(program: str, folder: Path) -> Path:
+    """tests/host/{program}.cpp with the parts of the kernel that are in the folder."""
+    paths = [f"-I{folder}", f"-I{HOST}", str(HOST / f"{program}.cpp"), "-o", str(folder / program)]
+    done = subprocess.run(["g++", "-std=c++17", "-O1", "-w", *paths], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[:4000]
+    return folder / program
+
+
+def epilogue(tiling: Tiling, folder: Path) -> Path:
+    """A program that runs the epilogue of a tiling."""
+    source, macros = SOURCE, defined(tiling)
+    types = cut(
+        source, "#if PRECISION == 0 || PRECISION == 1", "#if ELEMENT == 2\n__device__ __forceinline__ u32 pack_pair"
+    )
+    tables = cut(source, "__constant__ const short SUB_D[]", "__constant__ const int ROW_D[]")
+    structs = cut(source, "struct Sizes {", "struct alignas(64) TensorMap")
+    tile = cut(source, "struct Tile {", "__device__ __forceinline__ Tile tile_at")
+    constants = cut(source, "#define WORDS 4", "__constant__ const short TAP_ROW[]")
+    (folder / "kernel.h").write_text(macros + constants + tables + types + structs + tile)
+    places = cut(source, "struct Place {", "#define GROUP_ROWS")
+    epilogue = cut(source, "#define RUN (RUN_GROUPS * 8)", "__device__ __forceinline__ void consume")
+    (folder / "epilogue.h").write_text(places + re.sub(r'asm volatile\(""[^;]*;', "", epilogue))
+    return compiled("epilogue", folder)
+
+
+def turn(tiling: Tiling, folder: Path) -> Path:
+    """A program that runs a tiling's pass from a slot of the tensor copy engine to rows of channels."""
+    constants = cut(SOURCE, "#define WORDS 4", "__constant__ const short TAP_ROW[]")
+    types = cut(
+        SOURCE, "#if PRECISION == 0 || PRECISION == 1", "#if ELEMENT == 2\n__device__ __forceinline__ u32 pack_pair"
+    )
+    tables = cut(SOURCE, "__constant__ const int ROW_D[]", "#if PRECISION == 0 || PRECISION == 1")
+    sizes = cut(SOURCE, "struct Sizes {", "struct alignas(64) TensorMap")
+    tile = cut(SOURCE, "struct Tile {", "__device__ __forceinline__ Tile tile_at")
+    rows = cut(SOURCE, "// Byte of the 16-byte unit", "// =====")
+    places = cut(SOURCE, "struct Source {", "#if !CHANNELS_LAST\n#if !SLOTS_BY_BOX")
+    pixels = cut(SOURCE, "#define OWN_PIXELS", "#else\n// Copies pixel rows straight")
+    box = "".join(
+        f"#define {name} {{{','.join(map(str, values))}}}\n"
+        for name, values in (("COPY_BOX", tiling.box), ("COPY_STEPS", tiling.box_steps))
+    )
+    (folder / "kernel.h").write_text(
+        defined(tiling) + box + constants + tables + types + sizes + tile + rows + places + pixels
+    )
+    return compiled("turn", folder)
+
+
+def tiles(program: Path, seed: int, count: int) -> int:
+    """Numbers checked in so many random tiles."""
+    done = subprocess.run([str(program), str(seed), str(count)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+    return int(done.stdout)
+
+
+def tiling_of(seed: int, fit: Callable[[Tiling], bool] = lambda t: True) -> Tiling:
+    """A random tiling of a random layer, whose sizes mean nothing here."""
+    r = random.Random(seed)
+    dtype, precision = KINDS[seed % 3]
+    while True:
+        rank, groups, stride = r.choice((1, 2, 3)), r.choice((1, 1, 2)), r.choice((1, 1, 2, 3, 4, 5))
+        kernel = tuple(r.randint(1, 5) for _ in range(rank))
+        channels = groups * r.choice((4, 8, 40)), groups * r.choice((3, 8, 16, 40, 64))
+        size = tuple(r.choice((4, 8, 16)) for _ in range(rank))
+        try:
+            p = Problem.make(2, *channels, size, kernel, stride, 1, 0, r.choice((1, 2)), groups, dtype=dtype)
+        except ValueError:
+            continue
+        layout = "channels_last" if rank > 1 and r.random() < 0.2 else "nchw"
+        p = p.with_(precision=precision, layout=layout, pass_=r.choice(("fwd", "fwd", "grad-input")), bias=False)
+        if dtype is torch.float32 and r.random() < 0.2:
+            p = p.with_(precision="ieee")
+        layer = gather._any_size(p)
+        every = [*gather.candidates(layer, H200), *gather.candidates(layer, H200, size=p.size)]
+        found = [t for t in every if fit(t)]
+        if found:
+            return r.choice(found)
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_every_output_arrives_and_nothing_else_is_written(seed: int, tmp_path: Path) -> None:
+    assert tiles(epilogue(tiling_of(seed), tmp_path), seed, 80) > 500
+
+
+@pytest.mark.parametrize("dtype", [0, 1])
+@pytest.mark.parametrize("stride", [1, 2, 3, 4])
+def test_long_rows_at_any_alignment(dtype: int, stride: int, tmp_path: Path) -> None:
+    """Rows of 64 positions, of which the buffer holds a whole number of sectors."""
+    kind, precision = KINDS[dtype]
+    p = Problem.make(1, 16, 16, (9, 9), 4, stride, 1, dtype=kind).with_(precision=precision, bias=False)
+    every = [
+        t
+        for t in gather.candidates(gather._any_size(p), H200)
+        if t.sub == (1, 64) and t.width_subs == stride and t.runs > 2
+    ]
+    assert every
+    assert tiles(epilogue(every[0], tmp_path), 1, 60) > 1000
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["halo", "whole images"])
+@pytest.mark.parametrize("seed", range(9))
+def test_a_slot_becomes_rows_of_channels(seed: int, whole: bool, tmp_path: Path) -> None:
+    def fit(t: Tiling) -> bool:
+        return t.tensor_map and not t.channels_last and (t.whole is not None) == whole
+
+    assert tiles(turn(tiling_of(seed, fit), tmp_path), seed, 40) > 500
+
+
+def test_whole_images_of_several_boxes(tmp_path: Path) -> None:
+    """A gradient's source of 32 x 32 comes in four boxes, each with all images of the tile."""
+    p = Problem.make(4, 8, 8, (8, 8), 4, 4, dtype=torch.float32).with_(precision="tf32", pass_="grad-input", bias=False)
+    tiling = next(gather.candidates(gather._any_size(p), H200, size=p.size))
+    assert tiling.whole == (1, 32, 32)
+    two_images = replace(tiling, tile=(2, *tiling.tile[1:]))  # more than fits in shared memory today
+    assert tiles(turn(two_images, tmp_path), 1, 20) > 10_000
