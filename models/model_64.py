@@ -3194,8 +3194,8 @@ __device__ __forceinline__ void load_boxes(const TensorMap* map_x, const TensorM
   for (int i = 0; i < BOXES; i++) {
     int strip = i * (SEGMENT / ELEMENT / 8);
     Rows at = x_row(strip / W_STRIPS);
-    load_box(to + i * BOX_BYTES, map_x, c.w + strip % W_STRIPS * 8, c.h + at.h, c.d + at.d, channel, c.n + at.n,
-        barrier);
+    int column = c.w + strip % W_STRIPS * 8, row = c.h + at.h;
+    load_box(to + i * BOX_BYTES, map_x, column, row, c.d + at.d, channel, c.n + at.n, barrier);
   }
 }
 

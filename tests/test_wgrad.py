@@ -68,7 +68,7 @@ def draw_problem(rng: random.Random) -> Problem:
 def tilings(p: Problem) -> list[AnyTiling]:
     """All candidates of a layer."""
     aligned, aligned_g = (size[-1] * p.dtype.itemsize % 16 == 0 for size in (p.size, p.out_size))
-    return list(wgrad.candidates(wgrad._any_size(p), H200, aligned, aligned_g))
+    return list(wgrad.candidates(wgrad._any_size(p), H200, aligned, aligned_g, wgrad._narrow(p)))
 
 
 def other_size(p: Problem, rng: random.Random) -> Problem:
@@ -115,6 +115,11 @@ def check(tiling: AnyTiling, p: Problem, rng: random.Random) -> None:
     assert error <= 1e-11 * max(1.0, truth.abs().max().item()), f"error {error}: {about}"
 
 
+def serves(t: AnyTiling, p: Problem, q: Problem) -> bool:
+    """Whether a tiling of a layer at one size serves it at another."""
+    return not (isinstance(t, WarpgroupTiling) and t.lines) or p.size[-1] == q.size[-1]
+
+
 def work(tiling: AnyTiling, p: Problem) -> int:
     """What interpreting costs, in elements of operands."""
     taps = tiling.set_taps * tiling.block[1] + tiling.block[0]
@@ -137,11 +142,34 @@ def test_interpreted_tilings_compute_the_gradient(first: int, warpgroups: bool) 
         p, every = layer(seed)
         own = [t for t in every if isinstance(t, WarpgroupTiling) == warpgroups]
         for q in (p, other_size(p, rng)):
-            few = (t for t in rng.sample(own, min(60, len(own))) if t.tiles <= 30 and work(t, q) < 3e6)
+            fit = [t for t in own if serves(t, p, q)]
+            few = (t for t in rng.sample(fit, min(60, len(fit))) if t.tiles <= 30 and work(t, q) < 3e6)
             for tiling in islice(few, 2 if warpgroups else 1):
                 check(tiling, q, rng)
                 done += 1
     assert done >= 8
+
+
+@pytest.mark.parametrize("precision,width", [("tf32", 8), ("tf32", 16), ("bf16", 8), ("bf16", 16), ("bf16", 32)])
+def test_rows_of_narrow_images_are_one_line(precision: Precision, width: int) -> None:
+    """Images as wide as a chunk, at heights that are no multiple of its rows; half precision then has 8 columns too."""
+    rng = random.Random(f"{precision} {width}")
+    done = 0
+    while done < 6:
+        p = draw_problem(rng)
+        if p.rank == 1 or p.precision != "tf32" or p.layout != "nchw":
+            continue
+        heights = tuple(rng.randint(1, 11) for _ in p.size[:-1])
+        try:
+            p = p.with_(size=(*heights, width), dtype=DTYPES[precision], precision=precision)
+        except ValueError:  # no output
+            continue
+        own = [t for t in tilings(p) if isinstance(t, WarpgroupTiling) and t.lines]
+        assert all(t.tile[3] == width and t.segment > width * t.element for t in own)
+        few = (t for t in rng.sample(own, min(60, len(own))) if t.tiles <= 30 and work(t, p) < 3e6)
+        for tiling in islice(few, 1):
+            check(tiling, p, rng)
+            done += 1
 
 
 # Ways in which g comes to shared memory and x is laid out there: (precision, layout, step along W, output channels).

@@ -141,7 +141,7 @@ WIDE = ((4, 5, 8, 16, 17, 32, 40, 64, 96, 130), (1, 3, 5, 8, 16, 24, 32, 64, 72,
 def drawn(p: Problem, rng: random.Random) -> Iterator[wgrad.Choice]:
     """A few tilings of each kind, by splits of K that do not divide its chunks."""
     aligned, aligned_g = (size[-1] * p.dtype.itemsize % 16 == 0 for size in (p.size, p.out_size))
-    every = list(wgrad.candidates(wgrad._any_size(p), gpu(0), aligned, aligned_g))
+    every = list(wgrad.candidates(wgrad._any_size(p), gpu(0), aligned, aligned_g, wgrad._narrow(p)))
     for kind, count in ((True, 2), (False, 1)):
         tilings = [t for t in every if isinstance(t, WarpgroupTiling) == kind]
         for t in rng.sample(tilings, min(count, len(tilings))):
@@ -173,6 +173,8 @@ CORNERS = (
     Problem.make(2, 32, 32, (24, 32), 3, 1, 4, 0, 4),
     Problem.make(2, 64, 64, (9, 40), 3, (1, 9), 1, 0, (9, 1)),
     Problem.make(300, 32, 32, (1, 1), 4, 1),
+    Problem.make(5, 136, 72, (7, 8), 4, 2, 1),
+    Problem.make(2, 64, 40, (3, 9, 16), 3, 1, 1),
 )
 
 

@@ -165,7 +165,7 @@ class Interpreter:
         self.n_width = min(m["BLOCK_CI"], 64)
         self.k_major = not self.last or self.turn_x
         if self.k_major:
-            self.segment = min(m["TILE_W"] * element, 128)
+            self.segment = min(m["TILE_W"] * (m["TILE_H"] if m["LINES"] else 1) * element, 128)
             self.boxes, self.box_bytes = self.pixels * element // self.segment, m["BLOCK_CI"] * self.segment
         else:
             self.segment = self.n_width * element
@@ -503,6 +503,10 @@ class Interpreter:
             column = np.arange(self.segment // element)
             w = w[..., None] + strip % self.w_strips * 8 + column
             n, d, h = (a[..., None] + b for a, b in zip((n, d, h), row))
+            if m["LINES"]:  # the image is a line; one beyond its end lies in no row
+                assert x.size[2] == m["TILE_W"] and (c.w == 0).all()
+                pixel = h * m["TILE_W"] + w
+                h, w = pixel // m["TILE_W"], pixel % m["TILE_W"]
             values = self.box(x, n, first + channel[:, None], d, h, w)
             address = box * self.box_bytes + channel[:, None] * self.segment + column * element
         stage[:, swizzled(address, self.segment) // element] = values

@@ -177,6 +177,8 @@ def tensor_map(t: WarpgroupTiling, p: Problem, address: int, g: bool) -> tuple[i
     d, h, w = (1,) * (3 - p.rank) + (p.out_size if g else p.size)
     c = p.out_channels if g else p.in_channels
     dims = (c, w, h, d, p.batch) if t.channels_last else (w, h, d, c, p.batch)
+    if t.lines and not g:
+        dims = (w * h, 1, d, c, p.batch)
     strides = [math.prod(dims[:i]) * t.element for i in range(1, 5)]
     made = jit._drive(
         driver.cuTensorMapEncodeTiled,
@@ -212,12 +214,13 @@ def refusal(p: Problem, gpu: Gpu) -> str | None:
     return None
 
 
-def candidates(p: Problem, gpu: Gpu, aligned: bool, aligned_g: bool) -> Iterator[AnyTiling]:
+def candidates(p: Problem, gpu: Gpu, aligned: bool, aligned_g: bool, width: int = 0) -> Iterator[AnyTiling]:
     """Every tiling worth a look.
 
-    ``aligned``, ``aligned_g``: rows of an NCHW input and output begin at 16 bytes.
+    ``aligned``, ``aligned_g``: rows of an NCHW input and output begin at 16 bytes. ``width``: of images so narrow that
+    a chunk takes whole rows (`_narrow`); some tilings then serve this width alone.
     """
-    yield from _warpgroup_candidates(p, gpu, aligned, aligned_g)
+    yield from _warpgroup_candidates(p, gpu, aligned, aligned_g, width)
     yield from _sync_candidates(p, gpu, aligned and p.layout == "nchw")
 
 
@@ -233,7 +236,15 @@ def _sync_candidates(p: Problem, gpu: Gpu, aligned: bool) -> Iterator[SyncTiling
                 yield t
 
 
-def _warpgroup_candidates(p: Problem, gpu: Gpu, aligned: bool, aligned_g: bool) -> Iterator[WarpgroupTiling]:
+def _narrow(p: Problem) -> int:
+    """The width of images whose rows a chunk takes whole, or 0; few, since each is a kernel."""
+    width = p.size[-1]
+    return width if p.rank > 1 and p.layout == "nchw" and width in (8, 16, 32) else 0
+
+
+def _warpgroup_candidates(
+    p: Problem, gpu: Gpu, aligned: bool, aligned_g: bool, width: int
+) -> Iterator[WarpgroupTiling]:
     last = p.layout == "channels_last"
     if gpu.arch != "90a" or p.precision == "ieee":
         return
@@ -258,10 +269,12 @@ def _warpgroup_candidates(p: Problem, gpu: Gpu, aligned: bool, aligned_g: bool) 
         if base.entries * subs * (groups // split_m) > 1.5 * base.set_taps:
             continue
         for tile in _tiles(p):
-            t = replace(base, tile=tile, aligned_g=aligned_g and not last)
+            # Rows of 128 bytes rather than of 32: the tensor copy engine takes as long for either.
+            lines = tile[3] == width and tile[2] > 1 and width * p.dtype.itemsize < 128
+            t = replace(base, tile=tile, aligned_g=aligned_g and not last, lines=lines)
             if (t.aligned_g or t.turned) and not t.box_g:
                 continue
-            if ((not last or t.turned) and tile[3] * t.element < 32) or (t.element == 2 and t.strips % 2):
+            if ((not last or t.turned) and t.segment < 32) or (t.element == 2 and t.strips % 2):
                 continue
             if last and max(tile) > 256:
                 continue
@@ -394,19 +407,22 @@ def _whole(t: AnyTiling, chunk: tuple[float, str], p: Problem, gpu: Gpu) -> tupl
     return found
 
 
-def choose(p: Problem, gpu: Gpu) -> Choice | str:
-    """The cheapest tiling by the model, or the sentence why tensor cores cannot serve the problem."""
-    return _choose(p, gpu)
+def choose(p: Problem, gpu: Gpu, general: bool = False) -> Choice | str:
+    """The cheapest tiling by the model, or the sentence why tensor cores cannot serve the problem.
+
+    ``general``: of those that serve every size of the input.
+    """
+    return _choose(p, gpu, general)
 
 
 @lru_cache(maxsize=4096)
-def _choose(p: Problem, gpu: Gpu) -> Choice | str:
+def _choose(p: Problem, gpu: Gpu, general: bool) -> Choice | str:
     refused = refusal(p, gpu)
     if refused:
         return refused
     best: tuple[float, str, int, AnyTiling] | None = None
     aligned, aligned_g = (size[-1] * p.dtype.itemsize % 16 == 0 for size in (p.size, p.out_size))
-    for t, clocks in _tilings(_any_size(p), gpu, aligned, aligned_g):
+    for t, clocks in _tilings(_any_size(p), gpu, aligned, aligned_g, 0 if general else _narrow(p)):
         seconds, bound, splits = _whole(t, clocks, p, gpu)
         if best is None or seconds < best[0]:
             best = seconds, bound, splits, t
@@ -424,7 +440,7 @@ def _any_size(p: Problem) -> Problem:
 
 @lru_cache(maxsize=256)
 def _tilings(
-    layer: Problem, gpu: Gpu, aligned: bool, aligned_g: bool
+    layer: Problem, gpu: Gpu, aligned: bool, aligned_g: bool, width: int
 ) -> tuple[tuple[AnyTiling, tuple[float, str]], ...]:
     """A layer's tilings with the clocks of their chunks."""
-    return tuple((t, _chunk_clocks(t)) for t in candidates(layer, gpu, aligned, aligned_g))
+    return tuple((t, _chunk_clocks(t)) for t in candidates(layer, gpu, aligned, aligned_g, width))

@@ -261,6 +261,8 @@ class WarpgroupTiling(Tiling):
     stages: int = 2
     aligned_g: bool = False
     """NCHW: rows of the output begin at 16 bytes."""
+    lines: bool = False
+    """NCHW: a chunk is as wide as the image, whose rows so are one line: a row of x's tile has several of them."""
 
     @property
     def threads(self) -> int:
@@ -295,7 +297,7 @@ class WarpgroupTiling(Tiling):
         """Bytes of a row of x's tile, which is also the swizzle's span."""
         if self.channels_last and not self.turned:
             return self.width * self.element
-        return min(128, self.tile[3] * self.element)
+        return min(128, self.tile[3] * self.element * (self.tile[2] if self.lines else 1))
 
     @property
     def box(self) -> tuple[int, int, int, int, int]:
@@ -375,6 +377,7 @@ class WarpgroupTiling(Tiling):
             "STAGES": self.stages,
             "STRETCH": self.stretch,
             "ALIGNED_G": int(self.aligned_g),
+            "LINES": int(self.lines),
             "BOX_G": int(self.box_g),
             "PRODUCER_REGISTERS": self.registers[0],
             "CONSUMER_REGISTERS": self.registers[1],

@@ -34,7 +34,8 @@
 #define BOXES NB
 #define BOX_BYTES (PIXELS * SEGMENT)
 #else
-#define SEGMENT (TILE_W * ELEMENT < 128 ? TILE_W * ELEMENT : 128)
+#define LINE_BYTES (TILE_W * (LINES ? TILE_H : 1) * ELEMENT)  // LINES: the image is as wide as a chunk, and its rows one line
+#define SEGMENT (LINE_BYTES < 128 ? LINE_BYTES : 128)
 #define BOXES (PIXELS * ELEMENT / SEGMENT)
 #define BOX_BYTES (BLOCK_CI * SEGMENT)
 #endif
@@ -99,7 +100,8 @@ __device__ __forceinline__ void load_boxes(const TensorMap* map_x, const TensorM
 #else
     int strip = i * (SEGMENT / ELEMENT / 8);
     Rows at = x_row(strip / W_STRIPS);
-    load_box(to + i * BOX_BYTES, map_x, c.w + strip % W_STRIPS * 8, c.h + at.h, c.d + at.d, channel, c.n + at.n, barrier);
+    int column = c.w + strip % W_STRIPS * 8, row = c.h + at.h;
+    load_box(to + i * BOX_BYTES, map_x, LINES ? row * TILE_W + column : column, LINES ? 0 : row, c.d + at.d, channel, c.n + at.n, barrier);
 #endif
   }
 #endif
