@@ -20,10 +20,10 @@ Kernels:
   x 8 fragments, 220 KB shared.
 - forward (other widths than multiples of 4): wgmma ieee, tile 1x4x8x8 (NxDxHxW of q) x 64 rows, chunk of 8
   channels, pixels halved, weights ring of 2 x 8 fragments, 222 KB shared.
-- gradient for the input: wgmma ieee, tile 1x2x8x8 (NxDxHxW of q) x 64 rows, chunk of 8 channels, pixels halved,
-  weights ring of 2 x 8 fragments, 222 KB shared.
-- gradient for the input (other widths than multiples of 4): wgmma ieee, tile 1x4x8x8 (NxDxHxW of q) x 64 rows,
-  chunk of 8 channels, pixels halved, weights ring of 2 x 8 fragments, 222 KB shared.
+- gradient for the input: wgmma ieee, tile 1x2x8x16 (NxDxHxW of q) x 64 rows, chunk of 8 channels, pixels halved,
+  weights ring of 2 x 4 fragments, 226 KB shared.
+- gradient for the input (other widths than multiples of 4): wgmma ieee, tile 1x2x8x8 (NxDxHxW of q) x 64 rows,
+  chunk of 8 channels, pixels halved, weights ring of 8 x 4 fragments, 214 KB shared.
 - gradient for the weight: mma.sync ieee, 32x64 channels x 1x1x5 taps a block, chunks of 1x1x4x64 (NxDxHxW of q), K
   in 35 slices, 220 KB shared.
 - gradient for the weight (other widths than multiples of 4): mma.sync ieee, 32x64 channels x 1x1x5 taps a block,
@@ -1968,8 +1968,8 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 }  // namespace forward_unaligned
 
 // =====================================================================================================================
-// Gradient for the input: wgmma ieee, tile 1x2x8x8 (NxDxHxW of q) x 64 rows, chunk of 8 channels, pixels halved,
-// weights ring of 2 x 8 fragments, 222 KB shared.
+// Gradient for the input: wgmma ieee, tile 1x2x8x16 (NxDxHxW of q) x 64 rows, chunk of 8 channels, pixels halved,
+// weights ring of 2 x 4 fragments, 226 KB shared.
 // =====================================================================================================================
 
 namespace grad_input {
@@ -2011,16 +2011,16 @@ constexpr int MB = 1;  // blocks of 64 rows that a consumer accumulates
 constexpr int VARIANTS = 1;  // M-groups that differ in their taps
 constexpr int COUT_BLOCKS = 1;  // M-groups that share the output channels of a group
 constexpr int M_GROUPS = 1;  // groups x COUT_BLOCKS x VARIANTS
-constexpr int STAGES_P = 2;  // input tiles in shared memory
+constexpr int STAGES_P = 1;  // input tiles in shared memory
 constexpr int STAGES_S = 2;  // staging slots
 constexpr int STAGES_W = 2;  // stages of the weights' ring
-constexpr int W_STAGE = 8;  // fragments of weights in a stage
-constexpr int RUN_GROUPS = 1;  // groups of 8 columns that the epilogue stores together
+constexpr int W_STAGE = 4;  // fragments of weights in a stage
+constexpr int RUN_GROUPS = 2;  // groups of 8 columns that the epilogue stores together
 constexpr int ROWS_D = 4, ROWS_H = 20;  // input rows of a tile
 constexpr int ROW_STEP_D = 1, ROW_STEP_H = 2;  // rows of the tile from one q to the next
-constexpr int COLUMNS = 12;  // input columns of a tile with its halo
+constexpr int COLUMNS = 20;  // input columns of a tile with its halo
 constexpr int COLUMN_PAD = 0;  // columns by which a box begins early
-constexpr int PLANE = 12;  // columns with one residue modulo IN_STEP_W
+constexpr int PLANE = 20;  // columns with one residue modulo IN_STEP_W
 constexpr int PLANES = 1;  // residues that some tap reads
 constexpr int TAPS_UNROLLED = 3;  // taps in a stretch of code without a drain of the tensor cores
 constexpr int FRAGMENT_SETS = 2;  // sets of registers that weights take in turn
@@ -2028,7 +2028,7 @@ constexpr int PRODUCER_REGISTERS = 72;  // of a thread
 constexpr int CONSUMER_REGISTERS = 184;  // of a thread
 constexpr int OUT_STEP_D = 1, OUT_STEP_H = 2, OUT_STEP_W = 1;  // outputs from one q to the next
 constexpr int IN_STEP_D = 1, IN_STEP_H = 2, IN_STEP_W = 1;  // inputs from one q to the next
-constexpr int TILE_D = 2, TILE_H = 8, TILE_W = 8;  // positions q of a tile
+constexpr int TILE_D = 2, TILE_H = 8, TILE_W = 16;  // positions q of a tile
 constexpr int TILE_N = 1;  // images of a tile
 
 // PTX in small wrappers, so that a kernel body reads as an algorithm.
@@ -2176,10 +2176,10 @@ constexpr int H_SUBTILES = TILE_H / SUB_H;
 
 // [variant, block, tap]: the tap's shift in pixel rows
 __constant__ const short TAP_ROW[] = {
-    0, 1, 2, 3, 4, 12, 13, 14, 15, 16, 24, 25, 26, 27, 28, 36, 37, 38, 39, 40, 48, 49, 50, 51, 52, 60, 61, 62, 63, 64,
-    240, 241, 242, 243, 244, 252, 253, 254, 255, 256, 264, 265, 266, 267, 268, 276, 277, 278, 279, 280, 288, 289, 290,
-    291, 292, 300, 301, 302, 303, 304, 480, 481, 482, 483, 484, 492, 493, 494, 495, 496, 504, 505, 506, 507, 508, 516,
-    517, 518, 519, 520, 528, 529, 530, 531, 532, 540, 541, 542, 543, 544
+    0, 1, 2, 3, 4, 20, 21, 22, 23, 24, 40, 41, 42, 43, 44, 60, 61, 62, 63, 64, 80, 81, 82, 83, 84, 100, 101, 102, 103,
+    104, 400, 401, 402, 403, 404, 420, 421, 422, 423, 424, 440, 441, 442, 443, 444, 460, 461, 462, 463, 464, 480, 481,
+    482, 483, 484, 500, 501, 502, 503, 504, 800, 801, 802, 803, 804, 820, 821, 822, 823, 824, 840, 841, 842, 843, 844,
+    860, 861, 862, 863, 864, 880, 881, 882, 883, 884, 900, 901, 902, 903, 904
 };
 __constant__ const int ENTRY[] = {0,90};  // [variant][MB + 1]: where a block's taps begin
 __constant__ const short SUB_D[] = {0,0};  // [variant][SUBS]: output offset of an M-row's sub-position
@@ -2321,6 +2321,7 @@ __device__ __forceinline__ void turn(const Pixels& own, int channel, int left, u
 #pragma unroll
   for (int k = 0; k < OWN_PIXELS; k++) {
     int p = thread + k * PRODUCER_THREADS;
+    if (p >= PIXELS) break;
     bool ok = true;
     u32 phase = own.from[k] >> 24, from = slot + (own.from[k] & 0xffffff) + (ALIGNED ? phase * ELEMENT : 0);
 #pragma unroll 2  // more of them spill
@@ -2888,8 +2889,8 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 }  // namespace grad_input
 
 // =====================================================================================================================
-// Gradient for the input where rows begin off 16 bytes: wgmma ieee, tile 1x4x8x8 (NxDxHxW of q) x 64 rows, chunk of 8
-// channels, pixels halved, weights ring of 2 x 8 fragments, 222 KB shared.
+// Gradient for the input where rows begin off 16 bytes: wgmma ieee, tile 1x2x8x8 (NxDxHxW of q) x 64 rows, chunk of 8
+// channels, pixels halved, weights ring of 8 x 4 fragments, 214 KB shared.
 // =====================================================================================================================
 
 namespace grad_input_unaligned {
@@ -2924,20 +2925,20 @@ constexpr int COUT_G = 32;  // channels of a group in what is written
 constexpr int TAPS = 75;  // of the kernel, over all axes
 constexpr int CK = 8;  // channels of a chunk
 constexpr int SUB_H = 8, SUB_W = 8;  // the 64 positions q that one matrix instruction takes
-constexpr int SUBS = 1;  // (d, h) sub-positions in a block of 64 rows of M
-constexpr int ROWS_PER_SUB = 64;  // output channels of a sub-position in a block
+constexpr int SUBS = 2;  // (d, h) sub-positions in a block of 64 rows of M
+constexpr int ROWS_PER_SUB = 32;  // output channels of a sub-position in a block
 constexpr int W_SUBS = 1;  // W sub-positions of a tile, neighbours in a thread
 constexpr int MB = 1;  // blocks of 64 rows that a consumer accumulates
 constexpr int VARIANTS = 1;  // M-groups that differ in their taps
 constexpr int COUT_BLOCKS = 1;  // M-groups that share the output channels of a group
 constexpr int M_GROUPS = 1;  // groups x COUT_BLOCKS x VARIANTS
-constexpr int STAGES_P = 2;  // input tiles in shared memory
+constexpr int STAGES_P = 1;  // input tiles in shared memory
 constexpr int STAGES_S = 2;  // staging slots
-constexpr int STAGES_W = 2;  // stages of the weights' ring
-constexpr int W_STAGE = 8;  // fragments of weights in a stage
+constexpr int STAGES_W = 8;  // stages of the weights' ring
+constexpr int W_STAGE = 4;  // fragments of weights in a stage
 constexpr int RUN_GROUPS = 1;  // groups of 8 columns that the epilogue stores together
-constexpr int ROWS_D = 6, ROWS_H = 12;  // input rows of a tile
-constexpr int ROW_STEP_D = 1, ROW_STEP_H = 1;  // rows of the tile from one q to the next
+constexpr int ROWS_D = 4, ROWS_H = 20;  // input rows of a tile
+constexpr int ROW_STEP_D = 1, ROW_STEP_H = 2;  // rows of the tile from one q to the next
 constexpr int FIRST_W = 0;
 constexpr int COLUMNS = 12;  // input columns of a tile with its halo
 constexpr int COLUMN_PAD = 0;  // columns by which a box begins early
@@ -2945,11 +2946,11 @@ constexpr int PLANE = 12;  // columns with one residue modulo IN_STEP_W
 constexpr int PLANES = 1;  // residues that some tap reads
 constexpr int TAPS_UNROLLED = 3;  // taps in a stretch of code without a drain of the tensor cores
 constexpr int FRAGMENT_SETS = 2;  // sets of registers that weights take in turn
-constexpr int PRODUCER_REGISTERS = 72;  // of a thread
-constexpr int CONSUMER_REGISTERS = 184;  // of a thread
-constexpr int OUT_STEP_D = 1, OUT_STEP_H = 1, OUT_STEP_W = 1;  // outputs from one q to the next
-constexpr int IN_STEP_D = 1, IN_STEP_H = 1, IN_STEP_W = 1;  // inputs from one q to the next
-constexpr int TILE_D = 4, TILE_H = 8, TILE_W = 8;  // positions q of a tile
+constexpr int PRODUCER_REGISTERS = 96;  // of a thread
+constexpr int CONSUMER_REGISTERS = 160;  // of a thread
+constexpr int OUT_STEP_D = 1, OUT_STEP_H = 2, OUT_STEP_W = 1;  // outputs from one q to the next
+constexpr int IN_STEP_D = 1, IN_STEP_H = 2, IN_STEP_W = 1;  // inputs from one q to the next
+constexpr int TILE_D = 2, TILE_H = 8, TILE_W = 8;  // positions q of a tile
 constexpr int TILE_N = 1;  // images of a tile
 
 // PTX in small wrappers, so that a kernel body reads as an algorithm.
@@ -3110,16 +3111,17 @@ constexpr int H_SUBTILES = TILE_H / SUB_H;
 
 // [variant, block, tap]: the tap's shift in pixel rows
 __constant__ const short TAP_ROW[] = {
-    0, 1, 2, 3, 4, 12, 13, 14, 15, 16, 24, 25, 26, 27, 28, 36, 37, 38, 39, 40, 48, 49, 50, 51, 52, 144, 145, 146, 147,
-    148, 156, 157, 158, 159, 160, 168, 169, 170, 171, 172, 180, 181, 182, 183, 184, 192, 193, 194, 195, 196, 288, 289,
-    290, 291, 292, 300, 301, 302, 303, 304, 312, 313, 314, 315, 316, 324, 325, 326, 327, 328, 336, 337, 338, 339, 340
+    0, 1, 2, 3, 4, 12, 13, 14, 15, 16, 24, 25, 26, 27, 28, 36, 37, 38, 39, 40, 48, 49, 50, 51, 52, 60, 61, 62, 63, 64,
+    240, 241, 242, 243, 244, 252, 253, 254, 255, 256, 264, 265, 266, 267, 268, 276, 277, 278, 279, 280, 288, 289, 290,
+    291, 292, 300, 301, 302, 303, 304, 480, 481, 482, 483, 484, 492, 493, 494, 495, 496, 504, 505, 506, 507, 508, 516,
+    517, 518, 519, 520, 528, 529, 530, 531, 532, 540, 541, 542, 543, 544
 };
-__constant__ const int ENTRY[] = {0,75};  // [variant][MB + 1]: where a block's taps begin
-__constant__ const short SUB_D[] = {0};  // [variant][SUBS]: output offset of an M-row's sub-position
-__constant__ const short SUB_HH[] = {0};
+__constant__ const int ENTRY[] = {0,90};  // [variant][MB + 1]: where a block's taps begin
+__constant__ const short SUB_D[] = {0,0};  // [variant][SUBS]: output offset of an M-row's sub-position
+__constant__ const short SUB_HH[] = {0,1};
 __constant__ const short U_W[] = {0};  // [variant]: first W sub-position
-__constant__ const int ROW_D[] = {0,1,2,3,4,5};  // input offset of a tile's rows
-__constant__ const int ROW_H[] = {0,1,2,3,4,5,6,7,8,9,10,11};
+__constant__ const int ROW_D[] = {0,1,2,3};  // input offset of a tile's rows
+__constant__ const int ROW_H[] = {0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19};
 
 struct Sizes {                                         // one layout for the packed argument block
   int batch, in_d, in_h, in_w, out_d, out_h, out_w;
@@ -3163,9 +3165,13 @@ __device__ __forceinline__ u32 unit_at(int p, int unit) {
 
 // [variant, block, tap][SUBS]: the kernel's tap, -1 for none
 __constant__ const short TAP_INDEX[] = {
-    0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30,
-    31, 32, 33, 34, 35, 36, 37, 38, 39, 40, 41, 42, 43, 44, 45, 46, 47, 48, 49, 50, 51, 52, 53, 54, 55, 56, 57, 58, 59,
-    60, 61, 62, 63, 64, 65, 66, 67, 68, 69, 70, 71, 72, 73, 74
+    0, -1, 1, -1, 2, -1, 3, -1, 4, -1, 5, 0, 6, 1, 7, 2, 8, 3, 9, 4, 10, 5, 11, 6, 12, 7, 13, 8, 14, 9, 15, 10, 16, 11,
+    17, 12, 18, 13, 19, 14, 20, 15, 21, 16, 22, 17, 23, 18, 24, 19, -1, 20, -1, 21, -1, 22, -1, 23, -1, 24, 25, -1, 26,
+    -1, 27, -1, 28, -1, 29, -1, 30, 25, 31, 26, 32, 27, 33, 28, 34, 29, 35, 30, 36, 31, 37, 32, 38, 33, 39, 34, 40, 35,
+    41, 36, 42, 37, 43, 38, 44, 39, 45, 40, 46, 41, 47, 42, 48, 43, 49, 44, -1, 45, -1, 46, -1, 47, -1, 48, -1, 49, 50,
+    -1, 51, -1, 52, -1, 53, -1, 54, -1, 55, 50, 56, 51, 57, 52, 58, 53, 59, 54, 60, 55, 61, 56, 62, 57, 63, 58, 64, 59,
+    65, 60, 66, 61, 67, 62, 68, 63, 69, 64, 70, 65, 71, 66, 72, 67, 73, 68, 74, 69, -1, 70, -1, 71, -1, 72, -1, 73, -1,
+    74
 };
 
 __global__ void pack(const float* __restrict__ weight, u32* __restrict__ packed, int words) {
@@ -3246,7 +3252,7 @@ __device__ __forceinline__ void stage(const char* __restrict__ x, const Sizes& s
   // for the input took
   // 3.25 ms instead of 2.27). Where rows are short, threads share them out.
   constexpr int PLACES = CK * STAGING_UNITS, SHARES = PRODUCER_THREADS / PLACES;
-  constexpr int SLICES = TILE_N * ROWS_D, BY_SLICE = SHARES, BY_ROW = 1;
+  constexpr int SLICES = TILE_N * ROWS_D, BY_SLICE = 1, BY_ROW = SHARES;
   int share = thread / PLACES, place_of = thread % PLACES;
   if (share >= SHARES) return;
 #pragma unroll 1
@@ -3255,12 +3261,12 @@ __device__ __forceinline__ void stage(const char* __restrict__ x, const Sizes& s
     int column = at.w + unit * VEC;                   // of the unit's first element, were the row aligned
     u32 to = slot + c * CHANNEL_BYTES + unit * 16;
 #pragma unroll 1
-    for (int r = share; r < SLICES; r += BY_SLICE) {
+    for (int r = 0; r < SLICES; r += BY_SLICE) {
       int image = r / ROWS_D, d = at.d + ROW_D[r % ROWS_D];
       bool exists = at.n + image < s.batch && (u32)d < (u32)s.in_d;
       const char* line = place + image * (CIN * plane) + d * slice;
-#pragma unroll 4
-      for (int j = 0; j < ROWS_H; j += BY_ROW) {
+#pragma unroll 5
+      for (int j = share; j < ROWS_H; j += BY_ROW) {
         int h = at.h + ROW_H[j];
         u64 p = multiply_add_wide(h, s.in_w * ELEMENT, (u64)line);
         int first = column - (int)(p & 15) / ELEMENT;
@@ -3311,7 +3317,6 @@ __device__ __forceinline__ void turn(const Pixels& own, int channel, int left, u
 #pragma unroll
   for (int k = 0; k < OWN_PIXELS; k++) {
     int p = thread + k * PRODUCER_THREADS;
-    if (p >= PIXELS) break;
     bool ok = own.ok >> k & 1;
     u32 phase = own.from[k] >> 24, from = slot + (own.from[k] & 0xffffff) + (ALIGNED ? phase * ELEMENT : 0);
 #pragma unroll 2  // more of them spill
@@ -4845,9 +4850,9 @@ void pack_grad_input(const at::Tensor& weight, const at::Tensor& packed) {
 void run_grad_input(const at::Tensor& grad, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
                     const at::Tensor& out, int64_t blocks, const std::array<int64_t, 11>& sizes) {
   const CUtensorMap map = tensor_map(grad, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, {sizes[3], sizes[2], sizes[1], 64, sizes[0]},
-                                     {12, 20, 4, 8, 1}, {1, 1, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_NONE);
+                                     {20, 20, 4, 8, 1}, {1, 1, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_NONE);
   const auto pointers = std::make_tuple(grad.data_ptr(), packed.data_ptr(), address(bias), out.data_ptr());
-  launch<grad_input::gather, 512, 227744>(grad, blocks, pointers, sizes, std::make_tuple(map));
+  launch<grad_input::gather, 512, 231824>(grad, blocks, pointers, sizes, std::make_tuple(map));
 }
 
 void pack_grad_input_unaligned(const at::Tensor& weight, const at::Tensor& packed) {
@@ -4858,7 +4863,7 @@ void pack_grad_input_unaligned(const at::Tensor& weight, const at::Tensor& packe
 void run_grad_input_unaligned(const at::Tensor& grad, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
                               const at::Tensor& out, int64_t blocks, const std::array<int64_t, 11>& sizes) {
   const auto pointers = std::make_tuple(grad.data_ptr(), packed.data_ptr(), address(bias), out.data_ptr());
-  launch<grad_input_unaligned::gather, 512, 227680>(grad, blocks, pointers, sizes);
+  launch<grad_input_unaligned::gather, 512, 219600>(grad, blocks, pointers, sizes);
 }
 
 void run_grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& partial,
@@ -5053,7 +5058,7 @@ GRAD_INPUT = (
     Gather(
         name="grad_input",
         unit=4,
-        tile=(1, 2, 8, 8),
+        tile=(1, 2, 8, 16),
         steps=(1, 2, 1),
         m_groups=1,
         resident=False,
@@ -5063,11 +5068,11 @@ GRAD_INPUT = (
     Gather(
         name="grad_input_unaligned",
         unit=1,
-        tile=(1, 4, 8, 8),
-        steps=(1, 1, 1),
+        tile=(1, 2, 8, 8),
+        steps=(1, 2, 1),
         m_groups=1,
         resident=False,
-        words=614400,
+        words=737280,
         packed=torch.int32,
     ),
 )

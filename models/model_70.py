@@ -16,8 +16,8 @@ Constraints:
 - Results are bit-equal from run to run. Under torch.autocast the layer wants its own dtype all the same.
 
 Kernels:
-- forward: wgmma ieee, tile 1x2x8x8 (NxDxHxW of q) x 64 rows, chunk of 8 channels, pixels halved, weights ring of 4
-  x 8 fragments, 220 KB shared.
+- forward: wgmma ieee, tile 1x4x8x8 (NxDxHxW of q) x 64 rows, chunk of 8 channels, pixels halved, weights ring of 6
+  x 4 fragments, 207 KB shared.
 - forward (other widths than multiples of 4): wgmma ieee, tile 1x2x8x8 (NxDxHxW of q) x 64 rows, chunk of 8
   channels, pixels halved, weights ring of 3 x 8 fragments, 222 KB shared.
 - gradient for the input: wgmma ieee, tile 1x2x8x16 (NxDxHxW of q) x 64 rows, chunk of 8 channels, pixels halved,
@@ -71,8 +71,8 @@ CUDA = r"""
 #include <c10/cuda/CUDAStream.h>
 
 // =====================================================================================================================
-// Forward: wgmma ieee, tile 1x2x8x8 (NxDxHxW of q) x 64 rows, chunk of 8 channels, pixels halved, weights ring of 4 x 8
-// fragments, 220 KB shared.
+// Forward: wgmma ieee, tile 1x4x8x8 (NxDxHxW of q) x 64 rows, chunk of 8 channels, pixels halved, weights ring of 6 x 4
+// fragments, 207 KB shared.
 // =====================================================================================================================
 
 namespace forward {
@@ -114,12 +114,12 @@ constexpr int MB = 1;  // blocks of 64 rows that a consumer accumulates
 constexpr int VARIANTS = 1;  // M-groups that differ in their taps
 constexpr int COUT_BLOCKS = 1;  // M-groups that share the output channels of a group
 constexpr int M_GROUPS = 1;  // groups x COUT_BLOCKS x VARIANTS
-constexpr int STAGES_P = 2;  // input tiles in shared memory
+constexpr int STAGES_P = 1;  // input tiles in shared memory
 constexpr int STAGES_S = 2;  // staging slots
-constexpr int STAGES_W = 4;  // stages of the weights' ring
-constexpr int W_STAGE = 8;  // fragments of weights in a stage
+constexpr int STAGES_W = 6;  // stages of the weights' ring
+constexpr int W_STAGE = 4;  // fragments of weights in a stage
 constexpr int RUN_GROUPS = 1;  // groups of 8 columns that the epilogue stores together
-constexpr int ROWS_D = 4, ROWS_H = 18;  // input rows of a tile
+constexpr int ROWS_D = 6, ROWS_H = 18;  // input rows of a tile
 constexpr int ROW_STEP_D = 1, ROW_STEP_H = 2;  // rows of the tile from one q to the next
 constexpr int COLUMNS = 10;  // input columns of a tile with its halo
 constexpr int COLUMN_PAD = 2;  // columns by which a box begins early
@@ -131,7 +131,7 @@ constexpr int PRODUCER_REGISTERS = 72;  // of a thread
 constexpr int CONSUMER_REGISTERS = 184;  // of a thread
 constexpr int OUT_STEP_D = 1, OUT_STEP_H = 2, OUT_STEP_W = 1;  // outputs from one q to the next
 constexpr int IN_STEP_D = 1, IN_STEP_H = 2, IN_STEP_W = 1;  // inputs from one q to the next
-constexpr int TILE_D = 2, TILE_H = 8, TILE_W = 8;  // positions q of a tile
+constexpr int TILE_D = 4, TILE_H = 8, TILE_W = 8;  // positions q of a tile
 constexpr int TILE_N = 1;  // images of a tile
 
 // PTX in small wrappers, so that a kernel body reads as an algorithm.
@@ -286,7 +286,7 @@ __constant__ const int ENTRY[] = {0,36};  // [variant][MB + 1]: where a block's 
 __constant__ const short SUB_D[] = {0,0};  // [variant][SUBS]: output offset of an M-row's sub-position
 __constant__ const short SUB_HH[] = {0,1};
 __constant__ const short U_W[] = {0};  // [variant]: first W sub-position
-__constant__ const int ROW_D[] = {-2,-1,0,1};  // input offset of a tile's rows
+__constant__ const int ROW_D[] = {-2,-1,0,1,2,3};  // input offset of a tile's rows
 __constant__ const int ROW_H[] = {-2,-1,0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15};
 
 struct Sizes {                                         // one layout for the packed argument block
@@ -3892,9 +3892,9 @@ void pack_forward(const at::Tensor& weight, const at::Tensor& packed) {
 void run_forward(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
                  const at::Tensor& out, int64_t blocks, const std::array<int64_t, 11>& sizes) {
   const CUtensorMap map = tensor_map(x, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, {sizes[3], sizes[2], sizes[1], 48, sizes[0]},
-                                     {12, 18, 4, 8, 1}, {1, 1, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_NONE);
+                                     {12, 18, 6, 8, 1}, {1, 1, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_NONE);
   const auto pointers = std::make_tuple(x.data_ptr(), packed.data_ptr(), address(bias), out.data_ptr());
-  launch<forward::gather, 512, 225696>(x, blocks, pointers, sizes, std::make_tuple(map));
+  launch<forward::gather, 512, 212544>(x, blocks, pointers, sizes, std::make_tuple(map));
 }
 
 void pack_forward_unaligned(const at::Tensor& weight, const at::Tensor& packed) {
@@ -4084,7 +4084,7 @@ FORWARD = (
     Gather(
         name="forward",
         unit=4,
-        tile=(1, 2, 8, 8),
+        tile=(1, 4, 8, 8),
         steps=(1, 2, 1),
         m_groups=1,
         resident=False,

@@ -16,8 +16,8 @@ Constraints:
 - Results are bit-equal from run to run. Under torch.autocast the layer wants its own dtype all the same.
 
 Kernels:
-- forward: wgmma ieee, tile 1x4x8x8 (NxDxHxW of q) x 64 rows, chunk of 8 channels, pixels halved, weights ring of 3
-  x 8 fragments, 194 KB shared.
+- forward: wgmma ieee, tile 4x1x8x8 (NxDxHxW of q) x 64 rows, chunk of 8 channels, pixels halved, weights ring of 2
+  x 4 fragments, 222 KB shared.
 - forward (other widths than multiples of 4): wgmma ieee, tile 1x4x8x8 (NxDxHxW of q) x 64 rows, chunk of 8
   channels, pixels halved, weights ring of 3 x 8 fragments, 194 KB shared.
 - gradient for the input: wgmma ieee, tile 1x4x8x8 (NxDxHxW of q) x 64 rows, chunk of 8 channels, pixels halved,
@@ -71,8 +71,8 @@ CUDA = r"""
 #include <c10/cuda/CUDAStream.h>
 
 // =====================================================================================================================
-// Forward: wgmma ieee, tile 1x4x8x8 (NxDxHxW of q) x 64 rows, chunk of 8 channels, pixels halved, weights ring of 3 x 8
-// fragments, 194 KB shared.
+// Forward: wgmma ieee, tile 4x1x8x8 (NxDxHxW of q) x 64 rows, chunk of 8 channels, pixels halved, weights ring of 2 x 4
+// fragments, 222 KB shared.
 // =====================================================================================================================
 
 namespace forward {
@@ -114,12 +114,12 @@ constexpr int MB = 1;  // blocks of 64 rows that a consumer accumulates
 constexpr int VARIANTS = 4;  // M-groups that differ in their taps
 constexpr int COUT_BLOCKS = 1;  // M-groups that share the output channels of a group
 constexpr int M_GROUPS = 4;  // groups x COUT_BLOCKS x VARIANTS
-constexpr int STAGES_P = 2;  // input tiles in shared memory
+constexpr int STAGES_P = 1;  // input tiles in shared memory
 constexpr int STAGES_S = 2;  // staging slots
-constexpr int STAGES_W = 3;  // stages of the weights' ring
-constexpr int W_STAGE = 8;  // fragments of weights in a stage
+constexpr int STAGES_W = 2;  // stages of the weights' ring
+constexpr int W_STAGE = 4;  // fragments of weights in a stage
 constexpr int RUN_GROUPS = 1;  // groups of 8 columns that the epilogue stores together
-constexpr int ROWS_D = 6, ROWS_H = 10;  // input rows of a tile
+constexpr int ROWS_D = 3, ROWS_H = 10;  // input rows of a tile
 constexpr int ROW_STEP_D = 1, ROW_STEP_H = 1;  // rows of the tile from one q to the next
 constexpr int COLUMNS = 10;  // input columns of a tile with its halo
 constexpr int COLUMN_PAD = 3;  // columns by which a box begins early
@@ -131,8 +131,8 @@ constexpr int PRODUCER_REGISTERS = 72;  // of a thread
 constexpr int CONSUMER_REGISTERS = 184;  // of a thread
 constexpr int OUT_STEP_D = 2, OUT_STEP_H = 2, OUT_STEP_W = 2;  // outputs from one q to the next
 constexpr int IN_STEP_D = 1, IN_STEP_H = 1, IN_STEP_W = 1;  // inputs from one q to the next
-constexpr int TILE_D = 4, TILE_H = 8, TILE_W = 8;  // positions q of a tile
-constexpr int TILE_N = 1;  // images of a tile
+constexpr int TILE_D = 1, TILE_H = 8, TILE_W = 8;  // positions q of a tile
+constexpr int TILE_N = 4;  // images of a tile
 
 // PTX in small wrappers, so that a kernel body reads as an algorithm.
 typedef unsigned int u32;
@@ -286,7 +286,7 @@ __constant__ const int ENTRY[] = {0,0,0,0,0,0,0,27};  // [variant][MB + 1]: wher
 __constant__ const short SUB_D[] = {0,0,1,1};  // [variant][SUBS]: output offset of an M-row's sub-position
 __constant__ const short SUB_HH[] = {0,1,0,1};
 __constant__ const short U_W[] = {0,0,0,0};  // [variant]: first W sub-position
-__constant__ const int ROW_D[] = {-1,0,1,2,3,4};  // input offset of a tile's rows
+__constant__ const int ROW_D[] = {-1,0,1};  // input offset of a tile's rows
 __constant__ const int ROW_H[] = {-1,0,1,2,3,4,5,6,7,8};
 
 struct Sizes {                                         // one layout for the packed argument block
@@ -3890,9 +3890,9 @@ void pack_forward(const at::Tensor& weight, const at::Tensor& packed) {
 void run_forward(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
                  const at::Tensor& out, int64_t blocks, const std::array<int64_t, 11>& sizes) {
   const CUtensorMap map = tensor_map(x, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, {sizes[3], sizes[2], sizes[1], 32, sizes[0]},
-                                     {16, 10, 6, 8, 1}, {1, 1, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_NONE);
+                                     {16, 10, 3, 8, 4}, {1, 1, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_NONE);
   const auto pointers = std::make_tuple(x.data_ptr(), packed.data_ptr(), address(bias), out.data_ptr());
-  launch<forward::gather, 512, 199008>(x, blocks, pointers, sizes, std::make_tuple(map));
+  launch<forward::gather, 512, 227888>(x, blocks, pointers, sizes, std::make_tuple(map));
 }
 
 void pack_forward_unaligned(const at::Tensor& weight, const at::Tensor& packed) {
@@ -4082,7 +4082,7 @@ FORWARD = (
     Gather(
         name="forward",
         unit=4,
-        tile=(1, 4, 8, 8),
+        tile=(4, 1, 8, 8),
         steps=(2, 2, 2),
         m_groups=4,
         resident=False,

@@ -19,8 +19,8 @@ Kernels:
   3 x 8 fragments, 216 KB shared.
 - forward (other widths than multiples of 4): wgmma tf32, tile 2x1x8x8 (NxDxHxW of q) x 192 rows, chunk of 32
   channels, pixels halved, weights ring of 5 x 8 fragments, 221 KB shared.
-- gradient for the input: wgmma tf32, tile 1x1x1x64 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights
-  ring of 4 x 8 fragments, 209 KB shared.
+- gradient for the input: wgmma tf32, tile 1x1x2x64 (NxDxHxW of q) x 64 rows, chunk of 8 channels, pixels halved,
+  weights ring of 5 x 4 fragments, 215 KB shared.
 - gradient for the weight: mma.sync tf32, 32x64 channels x 1x1x3 taps a block, chunks of 1x1x1x64 (NxDxHxW of q), K
   in 176 slices, 179 KB shared.
 - gradient for the weight (other widths than multiples of 4): mma.sync tf32, 32x32 channels x 1x3x3 taps a block,
@@ -1941,8 +1941,8 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 }  // namespace forward_unaligned
 
 // =====================================================================================================================
-// Gradient for the input: wgmma tf32, tile 1x1x1x64 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights
-// ring of 4 x 8 fragments, 209 KB shared.
+// Gradient for the input: wgmma tf32, tile 1x1x2x64 (NxDxHxW of q) x 64 rows, chunk of 8 channels, pixels halved,
+// weights ring of 5 x 4 fragments, 215 KB shared.
 // =====================================================================================================================
 
 namespace grad_input {
@@ -1984,12 +1984,12 @@ constexpr int MB = 1;  // blocks of 64 rows that a consumer accumulates
 constexpr int VARIANTS = 1;  // M-groups that differ in their taps
 constexpr int COUT_BLOCKS = 1;  // M-groups that share the output channels of a group
 constexpr int M_GROUPS = 1;  // groups x COUT_BLOCKS x VARIANTS
-constexpr int STAGES_P = 2;  // input tiles in shared memory
-constexpr int STAGES_S = 3;  // staging slots
-constexpr int STAGES_W = 4;  // stages of the weights' ring
-constexpr int W_STAGE = 8;  // fragments of weights in a stage
+constexpr int STAGES_P = 1;  // input tiles in shared memory
+constexpr int STAGES_S = 2;  // staging slots
+constexpr int STAGES_W = 5;  // stages of the weights' ring
+constexpr int W_STAGE = 4;  // fragments of weights in a stage
 constexpr int RUN_GROUPS = 8;  // groups of 8 columns that the epilogue stores together
-constexpr int ROWS_D = 1, ROWS_H = 3;  // input rows of a tile
+constexpr int ROWS_D = 1, ROWS_H = 6;  // input rows of a tile
 constexpr int ROW_STEP_D = 1, ROW_STEP_H = 1;  // rows of the tile from one q to the next
 constexpr int FIRST_W = -1;
 constexpr int COLUMNS = 320;  // input columns of a tile with its halo
@@ -2001,7 +2001,7 @@ constexpr int PRODUCER_REGISTERS = 96;  // of a thread
 constexpr int CONSUMER_REGISTERS = 160;  // of a thread
 constexpr int OUT_STEP_D = 1, OUT_STEP_H = 1, OUT_STEP_W = 1;  // outputs from one q to the next
 constexpr int IN_STEP_D = 1, IN_STEP_H = 5, IN_STEP_W = 5;  // inputs from one q to the next
-constexpr int TILE_D = 1, TILE_H = 1, TILE_W = 64;  // positions q of a tile
+constexpr int TILE_D = 1, TILE_H = 2, TILE_W = 64;  // positions q of a tile
 constexpr int TILE_N = 1;  // images of a tile
 
 // PTX in small wrappers, so that a kernel body reads as an algorithm.
@@ -2033,9 +2033,6 @@ template <int ID, int THREADS>
 __device__ __forceinline__ void named_sync() { asm volatile("bar.sync %0, %1;\n" ::"n"(ID), "n"(THREADS) : "memory"); }
 __device__ __forceinline__ void named_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
-}
-__device__ __forceinline__ void named_arrive(int id, int threads) {
-  asm volatile("bar.arrive %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
 }
 
 // --- copies into shared memory ---------------------------------------------------------------------------------------
@@ -2157,9 +2154,9 @@ constexpr int FIRST_CONSUMER = 2;
 constexpr int PRODUCER_WARPS = PRODUCER_THREADS / 32;
 constexpr int THREADS = FIRST_CONSUMER * 128 + CONSUMER_THREADS;
 constexpr int SUBTILES = TILE_N * TILE_D * (TILE_H / SUB_H) * (TILE_W / SUB_W);
-constexpr int NB = SUBTILES;
+constexpr int NB = SUBTILES / 2;
 constexpr int WGS_M = 1;
-constexpr int RELEASES = 1;  // consumers that read a stage
+constexpr int RELEASES = 2;  // consumers that read a stage
 constexpr int W_SUBTILES = TILE_W / SUB_W;
 constexpr int H_SUBTILES = TILE_H / SUB_H;
 __constant__ const int ENTRY[] = {0,9};  // [variant][MB + 1]: where a block's taps begin
@@ -2167,7 +2164,7 @@ __constant__ const short SUB_D[] = {0};  // [variant][SUBS]: output offset of an
 __constant__ const short SUB_HH[] = {0};
 __constant__ const short U_W[] = {0};  // [variant]: first W sub-position
 __constant__ const int ROW_D[] = {0};  // input offset of a tile's rows
-__constant__ const int ROW_H[] = {-1,1,3};
+__constant__ const int ROW_H[] = {-1,4,1,6,3,8};
 __constant__ const int RESIDUE[] = {0,2,4};  // of a tile's columns, counted from the first, by plane
 
 struct Sizes {                                         // one layout for the packed argument block
@@ -2564,7 +2561,7 @@ __device__ constexpr int entry_at(int i) {
   return entry[i];
 }
 __device__ constexpr int row_at(int i) {
-  constexpr int row[] = {0,64,128,192,256,320,384,448,512};
+  constexpr int row[] = {0,64,128,384,448,512,768,832,896};
   return row[i];
 }
 __device__ constexpr int block_of(int variant, int entry) {
@@ -2802,7 +2799,7 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* 
 __device__ __forceinline__ void consume(const char* packed, const float* bias, char* y, const Sizes& s, u32 tiles,
     u32 full, u32 empty, Fragments& weights, u32 buffers, int wg, int thread) {
   int warp = thread >> 5, lane = thread & 31;
-  int first_subtile = 0, offset = thread * 16;
+  int first_subtile = wg * NB, offset = thread * 16;
   u32 buffer = buffers + (wg * 4 + warp) * BUFFER_BYTES;
   int subtile_row[NB];
 #pragma unroll
@@ -2811,16 +2808,10 @@ __device__ __forceinline__ void consume(const char* packed, const float* bias, c
   weights.cursor = {0, 0};
   weights.ring += offset;
   int turn = 0;
-  if (wg == 1) named_arrive(2, CONSUMER_THREADS);  // the first turn is warpgroup 0's
 #pragma unroll 1
   for (int index = blockIdx.x; index < s.tiles; index += gridDim.x, turn++) {
     Tile t = tile_at(index, s);
     int chunks = chunks_of(t.variant);
-    if ((turn & 1) != wg) {
-      for (int i = 0; i < chunks; i++) cursor.next(STAGES_P);
-      weights.skip(t.variant);
-      continue;
-    }
     float acc[MB][NB][32];
 #pragma unroll
     for (int b = 0; b < MB; b++)
@@ -2830,7 +2821,6 @@ __device__ __forceinline__ void consume(const char* packed, const float* bias, c
         for (int i = 0; i < 32; i++) {
           acc[b][nb][i] = 0.f;
         }
-    named_sync(2 + wg, CONSUMER_THREADS);
     weights.begin(packed, t, offset);
     int variant = __shfl_sync(0xffffffffu, t.variant, 0);  // so that ptxas knows that warps do not part over it
 #pragma unroll 1
@@ -2841,7 +2831,6 @@ __device__ __forceinline__ void consume(const char* packed, const float* bias, c
       __syncwarp();
       if (lane == 0) barrier_arrive(empty + cursor.stage * 8);
     }
-    named_arrive(2 + (wg ^ 1), CONSUMER_THREADS);
     epilogue(acc, bias, y, s, t, t.cout_block * WGS_M, first_subtile, buffer, warp, lane);
   }
 }
@@ -3858,7 +3847,7 @@ void pack_grad_input(const at::Tensor& weight, const at::Tensor& packed) {
 void run_grad_input(const at::Tensor& grad, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
                     const at::Tensor& out, int64_t blocks, const std::array<int64_t, 11>& sizes) {
   const auto pointers = std::make_tuple(grad.data_ptr(), packed.data_ptr(), address(bias), out.data_ptr());
-  launch<grad_input::gather, 512, 214252>(grad, blocks, pointers, sizes);
+  launch<grad_input::gather, 512, 220792>(grad, blocks, pointers, sizes);
 }
 
 void run_grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& partial,
@@ -4048,7 +4037,7 @@ GRAD_INPUT = (
     Gather(
         name="grad_input",
         unit=1,
-        tile=(1, 1, 1, 64),
+        tile=(1, 1, 2, 64),
         steps=(1, 1, 1),
         m_groups=1,
         resident=False,

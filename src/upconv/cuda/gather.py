@@ -229,8 +229,8 @@ def candidates(
 ) -> Iterator[Tiling]:
     """Every tiling worth a look. ``aligned``: rows of an NCHW source begin at 16 bytes; by default as ``p``'s do.
 
-    ``scarce``: those with one pixel tile in shared memory, so that producers and consumers wait for each other; for
-    layers whose halo leaves no room for two (NCHW alone: channels-last producers load ahead into the second).
+    Where shared memory has no room for a second pixel tile, producers and consumers share one and wait for each other;
+    ``scarce``: all with one alone (NCHW: channels-last producers load ahead into the second).
     ``size``: those for an input of this size alone, which hold whole images of the source; none where it is not small.
     """
     fast = gpu.arch == "90a" if wgmma is None else wgmma
@@ -269,7 +269,9 @@ def candidates(
             continue
         even = len(set(base.variant_entries)) == 1
         for resident in (False, True) if even or base.m_groups == 1 else (False,):
-            t = _fitted(replace(base, resident=resident), gpu, scarce)
+            t = None if scarce else _fitted(replace(base, resident=resident), gpu)
+            if t is None and not base.channels_last and not resident:
+                t = _fitted(base, gpu, scarce=True)
             if t is not None:
                 yield t
 
@@ -310,26 +312,20 @@ def _tiles(p: Problem) -> tuple[tuple[tuple[int, int], tuple[int, int, int, int]
     return tuple(shapes)
 
 
-def _fitted(t: Tiling, gpu: Gpu, scarce: bool) -> Tiling | None:
+def _fitted(t: Tiling, gpu: Gpu, scarce: bool = False) -> Tiling | None:
     """The tiling with stages that look ahead far enough, as shared memory allows; None when it does not fit at all.
 
     A load takes about a thousand clocks from its request to its use (NOTES: with rings of 1,000 clocks unet1 took 0.48
-    ms, of 4,000 0.30), so stages go where the least time lies ahead.
+    ms, of 4,000 0.30), so stages go where the least time lies ahead. ``scarce``: with one pixel tile.
     """
     fragment_time = t.nb * 64 * (3 if t.parts == 2 else 1) / t.parts  # both consumers'
     chunk_time = max(t.variant_entries) * t.k_steps * t.parts * fragment_time
-    w_stage = 8 if t.wgs_m == 1 else 4
+    w_stage = 8 if t.wgs_m == 1 and not scarce else 4
     run_groups = 8 if t.width_subs < 3 else 4
     pixels, weights = 2, 2
     best: Tiling | None = None
-    if scarce:
-        try:
-            least = replace(t, stages_p=1, stages_s=2, stages_w=2, w_stage=4, run_groups=min(run_groups, 4))
-            return None if t.channels_last else least.checked(gpu.shared_bytes)
-        except Unfit:
-            return None
     while pixels <= 8 and weights <= 8:
-        stages = (pixels, 2) if t.channels_last else (2, pixels)
+        stages = (pixels, 2) if t.channels_last else (1 if scarce else 2, pixels)
         made = replace(
             t, stages_p=stages[0], stages_s=stages[1], stages_w=weights, w_stage=w_stage, run_groups=run_groups
         )
@@ -494,5 +490,4 @@ def _small_tilings(layer: Problem, gpu: Gpu, size: tuple[int, ...]) -> tuple[tup
 
 @lru_cache(maxsize=256)
 def _layer_tilings(layer: Problem, gpu: Gpu, aligned: bool) -> tuple[Tiling, ...]:
-    found = tuple(candidates(layer, gpu, aligned=aligned))
-    return found or tuple(candidates(layer, gpu, aligned=aligned, scarce=True))
+    return tuple(candidates(layer, gpu, aligned=aligned))
