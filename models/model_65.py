@@ -2932,8 +2932,8 @@ constexpr int CONSUMER_REGISTERS = 216;  // of a thread
 //      rounded to TF32 on the way; CHANNELS_LAST of 16 bits: rows of a pixel's channels (MN-major). TF32 has no MN-major form, so
 //      that CHANNELS_LAST float32 is turned by the copying warpgroup (TURN_X).
 // g comes by boxes too, a row each (BOX_G), or by threads where its rows begin off 16 bytes.
-// Roles: one warpgroup copies, WGS warpgroups multiply: WGS_M of them divide
-// the output channels of a block, the others its taps, ENTRIES x SUBS taps each.
+// Roles: one warpgroup copies, WGS warpgroups multiply: WGS_M of them divide the output channels of a block, the others its taps,
+// ENTRIES x SUBS taps each: ENTRIES neighbours for each of SUBS bands of rows.
 //
 // K is split over ranges of chunks; each split writes partial sums, `reduce` adds them in the order of their index.
 constexpr int COPIERS = 128;
@@ -3256,13 +3256,12 @@ __device__ __forceinline__ void load_fragment(u32 (&a)[4], const unsigned char* 
 __device__ __forceinline__ void consume(float* __restrict__ partial, const Sizes& s, const Work& work, const char* g,
     u32 full, u32 empty, const unsigned char* memory, int split, int wg, int thread) {
   int warp = thread >> 5, lane = thread & 31, row = lane >> 2, q = lane & 3;
-  // taps of a warp: SUBS apart
-  int wg_m = wg % WGS_M, first_tap = wg / WGS_M * (ENTRIES * SUBS) + warp * 16 / ROWS_PER_SUB;
+  int wg_m = wg % WGS_M, first_tap = (wg / WGS_M * SUBS + warp * 16 / ROWS_PER_SUB) * ENTRIES;
   int channel = wg_m * ROWS_PER_SUB + warp * 16 % ROWS_PER_SUB;  // of the block's BLOCK_CO
   Taps taps;
 #pragma unroll
   for (int e = 0; e < ENTRIES; e++) {
-    int tap = first_tap + e * SUBS;
+    int tap = first_tap + e;
     if (tap >= SET_TAPS) tap = SET_TAPS - 1;  // its sums are not stored
     int td = tap / (TAPS_H * TAPS_W), th = tap / TAPS_W % TAPS_H, tw = tap % TAPS_W;
     int shift = (td * DIL_D) * G_ROWS_H + th * DIL_H;
@@ -3320,7 +3319,7 @@ __device__ __forceinline__ void consume(float* __restrict__ partial, const Sizes
   long long slice = (long long)split * (TAPS * COUT * (long long)CIN_G);
 #pragma unroll
   for (int e = 0; e < ENTRIES; e++) {
-    int tap = first_tap + e * SUBS;
+    int tap = first_tap + e;
     int kd = work.tap_d + tap / (TAPS_H * TAPS_W), kh = work.tap_h + tap / TAPS_W % TAPS_H,
         kw = work.tap_w + tap % TAPS_W;
     if (tap >= SET_TAPS || kd >= KERNEL_D || kh >= KERNEL_H || kw >= KERNEL_W) continue;

@@ -4047,13 +4047,12 @@ __device__ __forceinline__ void load_fragment(u32 (&a)[4], const unsigned char* 
 __device__ __forceinline__ void consume(float* __restrict__ partial, const Sizes& s, const Work& work, const char* g,
     u32 full, u32 empty, const unsigned char* memory, int split, int wg, int thread) {
   int warp = thread >> 5, lane = thread & 31, row = lane >> 2, q = lane & 3;
-  // taps of a warp: SUBS apart
-  int wg_m = wg % WGS_M, first_tap = wg / WGS_M * (ENTRIES * SUBS) + warp * 16 / ROWS_PER_SUB;
+  int wg_m = wg % WGS_M, first_tap = (wg / WGS_M * SUBS + warp * 16 / ROWS_PER_SUB) * ENTRIES;
   int channel = wg_m * ROWS_PER_SUB + warp * 16 % ROWS_PER_SUB;  // of the block's BLOCK_CO
   Taps taps;
 #pragma unroll
   for (int e = 0; e < ENTRIES; e++) {
-    int tap = first_tap + e * SUBS;
+    int tap = first_tap + e;
     if (tap >= SET_TAPS) tap = SET_TAPS - 1;  // its sums are not stored
     int td = tap / (TAPS_H * TAPS_W), th = tap / TAPS_W % TAPS_H, tw = tap % TAPS_W;
     int shift = (td * DIL_D) * G_ROWS_H + th * DIL_H;
@@ -4108,7 +4107,7 @@ __device__ __forceinline__ void consume(float* __restrict__ partial, const Sizes
   long long slice = (long long)split * (TAPS * COUT * (long long)CIN_G);
 #pragma unroll
   for (int e = 0; e < ENTRIES; e++) {
-    int tap = first_tap + e * SUBS;
+    int tap = first_tap + e;
     int kd = work.tap_d + tap / (TAPS_H * TAPS_W), kh = work.tap_h + tap / TAPS_W % TAPS_H,
         kw = work.tap_w + tap % TAPS_W;
     if (tap >= SET_TAPS || kd >= KERNEL_D || kh >= KERNEL_H || kw >= KERNEL_W) continue;

@@ -1,4 +1,4 @@
-"""Parts of the gather-GEMM, compiled for the host from the very source: what it stores, and its staging slots.
+"""Parts of the kernels, compiled for the host from the very source: what they store, staging slots, fragments.
 
 The plan interpreter walks neither, and a GPU is not always at hand; alignment, borders and the order in which lanes
 fill buffers are tried here on every kind of row.
@@ -17,9 +17,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from upconv.cuda import gather, jit
+from upconv.cuda import gather, jit, wgrad
 from upconv.cuda.gpu import H200
 from upconv.cuda.tiling import Tiling
+from upconv.cuda.wgrad_tiling import WarpgroupTiling
 from upconv.problem import Problem
 
 HOST = Path(__file__).resolve().parent / "host"
@@ -34,10 +35,11 @@ def cut(source: str, first: str, end: str) -> str:
     return source[begin : source.index(end, begin)]
 
 
-SOURCE = (Path(jit.__file__).parent / "kernels" / "gather.cu").read_text()
+KERNELS = Path(jit.__file__).parent / "kernels"
+SOURCE = (KERNELS / "gather.cu").read_text()
 
 
-def defined(tiling: Tiling) -> str:
+def defined(tiling: Tiling | WarpgroupTiling) -> str:
     return "".join(f"#define {name} {value}\n" for name, value in tiling.macros().items())
 
 
@@ -86,6 +88,17 @@ def turn(tiling: Tiling, folder: Path) -> Path:
         defined(tiling) + box + constants + tables + types + sizes + tile + rows + places + pixels
     )
     return compiled("turn", folder)
+
+
+def fragments(tiling: WarpgroupTiling, folder: Path) -> Path:
+    """A program that compares a tiling's ways to fragments of the output's gradient."""
+    shared, own = ((KERNELS / name).read_text() for name in ("wgrad.cuh", "wgrad_wgmma.cu"))
+    head = "#define COPIERS 128\n#define CI_INNERMOST 1\n"
+    geometry = cut(shared, "#define VEC", "// =====")
+    constants = cut(own, "#define ROWS_PER_SUB", "struct alignas(64) TensorMap")
+    taps = cut(own, "struct Taps {", "__device__ __forceinline__ void consume")
+    (folder / "kernel.h").write_text(defined(tiling) + head + geometry + constants + taps)
+    return compiled("fragments", folder)
 
 
 def tiles(program: Path, seed: int, count: int) -> int:
@@ -155,3 +168,20 @@ def test_whole_images_of_several_boxes(tmp_path: Path) -> None:
     assert tiling.whole == (1, 32, 32)
     two_images = replace(tiling, tile=(2, *tiling.tile[1:]))  # more than fits in shared memory today
     assert tiles(turn(two_images, tmp_path), 1, 20) > 10_000
+
+
+@pytest.mark.parametrize("aligned", [False, True], ids=["rows anywhere", "aligned rows"])
+@pytest.mark.parametrize("stride", [1, 2, 3])
+@pytest.mark.parametrize("seed", range(3))
+def test_taps_shift_their_fragments_out_of_common_words(seed: int, stride: int, aligned: bool, tmp_path: Path) -> None:
+    r = random.Random(seed)
+    while True:
+        rank, k = r.choice((1, 2)), r.randint(2, 7)
+        kernel = (k,) if rank == 1 else (r.randint(1, 3), k)
+        p = Problem.make(2, 64, 64, (64,) * rank, kernel, stride, r.randint(0, 1), 0, r.choice((1, 1, 2, 3)))
+        p = p.with_(dtype=torch.bfloat16, precision="bf16", pass_="grad-weight", bias=False)
+        every = [t for t in wgrad.candidates(p, H200, True, aligned) if isinstance(t, WarpgroupTiling)]
+        tiling = r.choice(every)
+        if tiling.shared_words and tiling.aligned_g == aligned:
+            break
+    assert tiles(fragments(tiling, tmp_path), seed, 200) > 1000

@@ -384,9 +384,9 @@ class Interpreter:
         taps = np.full((m["WGS"], m["ENTRIES"], 64), -1)
         runs = self.k_steps * m["ENTRIES"] // m["STRETCH"]
         for wg, warp, e in product(range(m["WGS"]), range(4), range(m["ENTRIES"])):
-            first_tap = wg // wgs_m * (m["ENTRIES"] * m["SUBS"]) + warp * 16 // self.rows_per_sub
+            first_tap = (wg // wgs_m * m["SUBS"] + warp * 16 // self.rows_per_sub) * m["ENTRIES"]
             channel = wg % wgs_m * self.rows_per_sub + warp * 16 % self.rows_per_sub
-            tap = first_tap + e * m["SUBS"]
+            tap = first_tap + e
             taps[wg, e, warp * 16 : warp * 16 + 16] = tap
             tap = min(tap, self.set_taps - 1)
             td, th, tw = tap // (m["TAPS_H"] * m["TAPS_W"]), tap // m["TAPS_W"] % m["TAPS_H"], tap % m["TAPS_W"]

@@ -345,6 +345,8 @@ def _conflict(t: AnyTiling) -> float:
     if t.channels_last:
         return 1.0 if step % 2 or (isinstance(t, WarpgroupTiling) and t.turned and step % 4) else 2.0
     if t.element == 2:
+        if isinstance(t, WarpgroupTiling) and t.shared_words:
+            return t.run_words / t.run * (1.0 if step == 1 else 1.25)
         return 2.0 if step == 1 else 2.5
     return 1.0 if step % 2 else 2.0 if step % 8 else 4.0
 

@@ -355,6 +355,28 @@ class WarpgroupTiling(Tiling):
         return self.x_bytes if self.turned else 0
 
     @property
+    def run(self) -> int:
+        """Entries of a warpgroup that are neighbours along W."""
+        width, entries = self.taps[2], self.entries
+        if self.set_taps == width or width % entries == 0:
+            return entries
+        return width if entries % width == 0 else 1
+
+    @property
+    def run_words(self) -> int:
+        """Words of two pixels (half precision, NCHW) that a run of taps takes for one of its registers."""
+        step, dilation, run = self.steps[2], self.dilation[2], self.run
+        even_sets = self.sets[2] == 1 or self.taps[2] * dilation % 2 == 0
+        known = self.aligned_g and step % 2 == 0 and run * dilation % 2 == 0 and even_sets
+        odd = self.padding[2] % 2 if known else 1
+        return (odd + (run - 1) * dilation + step) // 2 + 1
+
+    @property
+    def shared_words(self) -> bool:
+        """Whether neighbouring taps shift their fragments out of words that they load together."""
+        return self.element == 2 and not self.channels_last and self.run > 1 and self.run_words < 2 * self.run
+
+    @property
     def stretch(self) -> int:
         """Steps of a warpgroup in one stretch of code: as many of K as fit, a power of two."""
         k = self.k_steps

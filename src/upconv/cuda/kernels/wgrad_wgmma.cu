@@ -7,8 +7,8 @@
 //      rounded to TF32 on the way; CHANNELS_LAST of 16 bits: rows of a pixel's channels (MN-major). TF32 has no MN-major form, so
 //      that CHANNELS_LAST float32 is turned by the copying warpgroup (TURN_X).
 // g comes by boxes too, a row each (BOX_G), or by threads where its rows begin off 16 bytes.
-// Roles: one warpgroup copies, WGS warpgroups multiply: WGS_M of them divide
-// the output channels of a block, the others its taps, ENTRIES x SUBS taps each.
+// Roles: one warpgroup copies, WGS warpgroups multiply: WGS_M of them divide the output channels of a block, the others its taps,
+// ENTRIES x SUBS taps each: ENTRIES neighbours for each of SUBS bands of rows.
 //
 // K is split over ranges of chunks; each split writes partial sums, `reduce` adds them in the order of their index.
 #define COPIERS 128
@@ -66,6 +66,14 @@
 #define STEPS (K_STEPS * ENTRIES)
 #define SETS_OF_FRAGMENTS (ELEMENT == 2 && !CHANNELS_LAST && WGS == 3 ? 2 : 3)  // a third set spills there
 #define W_STRIPS (TILE_W / 8)
+
+// Half precision, NCHW: K is two pixels a word, and a tap begins at any. Entries that are neighbours along W (W_RUN of them) have
+// nearly all their words in common, so these are loaded once and shifted in registers.
+#define W_RUN (TAPS_D * TAPS_H == 1 ? ENTRIES : TAPS_W % ENTRIES == 0 ? ENTRIES : ENTRIES % TAPS_W == 0 ? TAPS_W : 1)
+// Whether a run begins at odd elements, where that is the same for all.
+#define PARITY_KNOWN (ALIGNED_G && STEP_W % 2 == 0 && W_RUN * DIL_W % 2 == 0 && (SETS_W == 1 || TAPS_W * DIL_W % 2 == 0))
+#define RUN_WORDS (((PARITY_KNOWN ? PAD_W % 2 : 1) + (W_RUN - 1) * DIL_W + STEP_W) / 2 + 1)
+#define SHARED_WORDS (ELEMENT == 2 && !CHANNELS_LAST && W_RUN > 1 && RUN_WORDS < 2 * W_RUN)
 
 struct alignas(64) TensorMap { u64 opaque[16]; };
 struct TensorMaps {
@@ -260,14 +268,57 @@ __device__ __forceinline__ void load_fragment(u32 (&a)[4], const unsigned char* 
 #endif
 }
 
+#if SHARED_WORDS
+struct Words {
+  u32 word[2][2][RUN_WORDS];               // of a step's two strips, of rows g and g + 8: all words of a run of taps
+  bool odd[2];                             // whether the run begins in the middle of the first
+};
+
+// The words of the run that begins with entry `e`.
+__device__ __forceinline__ void load_words(Words& run, const unsigned char* g_tile, const Taps& taps, const Sizes& s, u32 phase, int e, int k_step, int lane_at) {
+  const u32* words = (const u32*)g_tile;
+#pragma unroll
+  for (int k = 0; k < 2; k++) {
+    int strip = 2 * k_step + k;
+    Rows q = x_row(strip / W_STRIPS);
+    int at = lane_at + taps.at[e];
+    const int constant = tile_row(q) * (BLOCK_CO * G_PITCH) + strip % W_STRIPS * 8 * STEP_W;
+#if !ALIGNED_G
+    at += (phase + taps.line[e] + ((u32)(q.n * COUT) * s.out_d + q.d * STEP_D) * s.out_h * s.out_w + (u32)(q.h * STEP_H) * s.out_w) & (VEC - 1);
+#endif
+    run.odd[k] = PARITY_KNOWN ? PAD_W & 1 : at & 1;
+#pragma unroll
+    for (int h = 0; h < 2; h++)
+#pragma unroll
+      for (int j = 0; j < RUN_WORDS; j++) run.word[k][h][j] = words[(at >> 1) + (constant + h * 8 * G_PITCH) / 2 + j];
+  }
+}
+
+// The fragment of the run's tap `i`, as `load_fragment` would load it.
+__device__ __forceinline__ void shift_words(u32 (&a)[4], const Words& run, int i) {
+  const int first = i * DIL_W, second = first + STEP_W;  // elements from the run's own first to the two of a word of K
+#pragma unroll
+  for (int k = 0; k < 2; k++) {
+    bool odd = run.odd[k];
+    u32 selector = (odd == (first % 2 == 0) ? 0x32u : 0x10u) | (odd == (second % 2 == 0) ? 0x7600u : 0x5400u);
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      u32 low = first % 2 && odd ? run.word[k][h][(first + 1) / 2] : run.word[k][h][first / 2];
+      u32 high = second % 2 && odd ? run.word[k][h][(second + 1) / 2] : run.word[k][h][second / 2];
+      a[2 * k + h] = __byte_perm(low, high, selector);
+    }
+  }
+}
+#endif
+
 __device__ __forceinline__ void consume(float* __restrict__ partial, const Sizes& s, const Work& work, const char* g, u32 full, u32 empty, const unsigned char* memory, int split, int wg, int thread) {
   int warp = thread >> 5, lane = thread & 31, row = lane >> 2, q = lane & 3;
-  int wg_m = wg % WGS_M, first_tap = wg / WGS_M * (ENTRIES * SUBS) + warp * 16 / ROWS_PER_SUB;  // taps of a warp: SUBS apart
+  int wg_m = wg % WGS_M, first_tap = (wg / WGS_M * SUBS + warp * 16 / ROWS_PER_SUB) * ENTRIES;
   int channel = wg_m * ROWS_PER_SUB + warp * 16 % ROWS_PER_SUB;                                // of the block's BLOCK_CO
   Taps taps;
 #pragma unroll
   for (int e = 0; e < ENTRIES; e++) {
-    int tap = first_tap + e * SUBS;
+    int tap = first_tap + e;
     if (tap >= SET_TAPS) tap = SET_TAPS - 1;                                                   // its sums are not stored
     int td = tap / (TAPS_H * TAPS_W), th = tap / TAPS_W % TAPS_H, tw = tap % TAPS_W;
     int shift = (DENSE_D ? td * DIL_D : td) * G_ROWS_H + (DENSE_H ? th * DIL_H : th);
@@ -312,6 +363,9 @@ __device__ __forceinline__ void consume(float* __restrict__ partial, const Sizes
 #pragma unroll 1
     for (int run = 0; run < STEPS / STRETCH; run++) {
       u32 a[SETS_OF_FRAGMENTS][4];
+#if SHARED_WORDS
+      Words words;
+#endif
       // A run is some whole rows of q or a part of one, so that runs differ by an offset.
       const int first = run * (STRETCH / ENTRIES);
       const int strip = first * (ELEMENT == 4 ? 1 : 2), column = strip % W_STRIPS * 8 * STEP_W;
@@ -337,7 +391,12 @@ __device__ __forceinline__ void consume(float* __restrict__ partial, const Sizes
 #pragma unroll
       for (int step = 0; step < STRETCH; step++) {
         const int e = step % ENTRIES, k = step / ENTRIES;
+#if SHARED_WORDS
+        if (e % W_RUN == 0) load_words(words, g_tile, taps, s, from, e, k, lane_from);
+        shift_words(a[step % SETS_OF_FRAGMENTS], words, e % W_RUN);
+#else
         load_fragment(a[step % SETS_OF_FRAGMENTS], g_tile, taps, s, from, e, k, lane_from);
+#endif
         wgmma_fence();
         multiply(acc[e], a[step % SETS_OF_FRAGMENTS], x_from, k);
         wgmma_commit();
@@ -355,7 +414,7 @@ __device__ __forceinline__ void consume(float* __restrict__ partial, const Sizes
   long long slice = (long long)split * (TAPS * COUT * (long long)CIN_G);
 #pragma unroll
   for (int e = 0; e < ENTRIES; e++) {
-    int tap = first_tap + e * SUBS;
+    int tap = first_tap + e;
     int kd = work.tap_d + tap / (TAPS_H * TAPS_W), kh = work.tap_h + tap / TAPS_W % TAPS_H, kw = work.tap_w + tap % TAPS_W;
     if (tap >= SET_TAPS || kd >= KERNEL_D || kh >= KERNEL_H || kw >= KERNEL_W) continue;
     float* to = partial + slice + ((long long)((kd * KERNEL_H + kh) * KERNEL_W + kw) * COUT + work.group * COUT_G) * CIN_G;
