@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import math
 import random
 import re
 from collections.abc import Iterator
@@ -170,7 +171,7 @@ def test_tiles_of_whole_images() -> None:
     done = several = 0
     while done < 80:
         p = draw_problem(rng)
-        size = tuple(rng.choice((4, 8, 16) if p.rank > 1 else (8, 32, 128)) for _ in p.size)
+        size = tuple(rng.choice((4, 8, 16) if p.rank > 1 else (4, 8, 32)) for _ in p.size)
         try:
             p = p.with_(size=size, layout="nchw")
         except ValueError:
@@ -180,6 +181,7 @@ def test_tiles_of_whole_images() -> None:
             continue
         tiling = rng.choice(every)
         assert tiling.whole == (1,) * (3 - p.rank) + source_shape(p)[2:]
+        assert math.prod(tiling.whole) * tiling.element % 16 == 0, "channels begin at 16 bytes"
         check(tiling, p, done)
         done += 1
         several += tiling.whole_pixels > tiling.box_pixels

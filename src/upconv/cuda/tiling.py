@@ -63,7 +63,10 @@ def result_shape(p: Problem) -> tuple[int, ...]:
 def whole_source(p: Problem) -> Triple | None:
     """The source's size (D, H, W) where tiles may hold whole images; the leading axes of 1-D and 2-D problems are 1."""
     size = source_shape(p)[2:]
-    if p.layout == "channels_last" or any(n not in _WHOLE for n in size) or math.prod(size) > _MAX_WHOLE:
+    pixels = math.prod(size)
+    if p.layout == "channels_last" or any(n not in _WHOLE for n in size) or pixels > _MAX_WHOLE:
+        return None
+    if pixels * p.dtype.itemsize % 16:  # the tensor copy engine's pitch of channels
         return None
     d, h, w = (1,) * (3 - p.rank) + size
     return d, h, w
