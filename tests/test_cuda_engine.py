@@ -812,6 +812,30 @@ def test_gpu_gradients_and_formats_are_pytorchs(rank: int, dtype: torch.dtype, i
 
 
 @CUDA
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("last", (False, True), ids=("weight contiguous", "weight channels_last"))
+def test_gpu_images_of_one_pixel(dtype: torch.dtype, last: bool, ieee: None) -> None:
+    """A GAN's first layer, whose batch is taken as pixels; gradients too, the weight's in its own format."""
+    p = Problem.make(70, 40, 24, (1, 1), 4, dtype=dtype)
+    for pass_ in ("fwd", "grad-weight"):
+        chosen = planner.plan(p, planner.cuda_device(0)).selection(pass_).choice
+        assert chosen is not None and "the batch as pixels" in chosen.summary
+    x, w, _, g = on_gpu(p)
+    if last:
+        w = w.contiguous(memory_format=torch.channels_last)
+    x.requires_grad_(), w.requires_grad_()
+    out = served_call(p, x, w, None)
+    out.backward(g)
+    truths = reference.forward(p, x.detach(), w.detach(), None), *reference.gradients(p, g, x.detach(), w.detach())[:2]
+    for found, truth in zip((out.detach(), x.grad, w.grad), truths):
+        assert found is not None
+        assert reference.relative_error(found, truth) < (2e-6 if dtype is torch.float32 else 4e-3)
+    theirs = [t.detach().clone().requires_grad_() for t in (x, w)]
+    their_call(p, *theirs, None).backward(g)
+    assert [x.grad.stride(), w.grad.stride()] == [t.grad.stride() for t in theirs]  # type: ignore[union-attr]
+
+
+@CUDA
 def test_gpu_output_padding_beyond_the_stride(ieee: None) -> None:
     """PyTorch leaves cuDNN here, and with it its memory formats."""
     for rank, last in ((1, None), (2, torch.channels_last), (3, torch.channels_last_3d)):

@@ -71,6 +71,31 @@ def test_reference_equals_pytorch_in_float64(p: Problem) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("kernel,stride", [((4, 4), 1), ((2, 3), 5), ((8,), 1), ((2, 1, 3), 2)])
+def test_images_of_one_pixel_are_a_matrix(kernel: tuple[int, ...], stride: int) -> None:
+    """Input and output of the flat problem have the same bytes in the same places."""
+    p = Problem.make(5, 7, 3, (1,) * len(kernel), kernel, stride, dtype=torch.float64)
+    flat = p.flat
+    assert flat is not None and flat.layout == "channels_last" and flat.size == (1, 5)
+    x, w = torch.randn(p.input_shape, dtype=p.dtype), torch.randn(p.weight_shape, dtype=p.dtype)
+    rows = x.as_strided(flat.input_shape, (35, 1, 35, 7))
+    assert rows.is_contiguous(memory_format=torch.channels_last)
+    out = reference.forward(flat, rows, w.view(flat.weight_shape), None)
+    assert torch.equal(out.permute(0, 2, 3, 1).reshape(p.output_shape), reference.forward(p, x, w, None))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"size": (1, 2)}, {"padding": (1, 1)}, {"output_padding": (1, 0), "stride": (2, 2)}, {"dilation": (2, 1)},
+        {"bias": True}, {"layout": "channels_last"}, {"kernel": (1, 1)}, {"groups": 2, "in_channels": 8},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_other_layers_are_not_flat(changes: dict[str, object]) -> None:
+    assert Problem.make(5, 7, 4, (1, 1), 4).with_(**changes).flat is None
+
+
 def test_relative_error_of_zeros_and_of_the_truth() -> None:
     truth = torch.randn(5, dtype=torch.float64)
     assert reference.relative_error(truth, truth) == 0

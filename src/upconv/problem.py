@@ -255,6 +255,23 @@ class Problem:
         """Taps of the whole kernel."""
         return math.prod(self.kernel)
 
+    @property
+    def flat(self) -> Problem | None:
+        """The same pass as a layer of kernel 1 whose pixels are this one's batch; None unless images have one pixel.
+
+        Where the taps of an image's only pixel are its outputs, input and output are matrices of a row for each image,
+        which is channels_last: of ``in_channels`` and of ``out_channels * taps`` columns. Every tensor has the same
+        bytes in the same places, the weight if it is contiguous.
+        """
+        one = self.layout == "nchw" and self.groups == 1 and not self.bias and set(self.size) == {1} and self.taps > 1
+        if not one or self.out_size != self.kernel or any(self.padding) or any(self.output_padding):
+            return None
+        columns, pixels = self.out_channels * self.taps, (1, self.batch)
+        return replace(
+            self, batch=1, out_channels=columns, size=pixels, kernel=(1, 1), stride=(1, 1), padding=(0, 0),
+            output_padding=(0, 0), dilation=(1, 1), layout="channels_last",
+        )  # fmt: skip
+
     # --- the roof's two terms ----------------------------------------------------------------------------------------
 
     @property

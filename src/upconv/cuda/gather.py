@@ -65,6 +65,8 @@ class Choice:
     """The model's estimate."""
     bound: str
     """What limits it, by the model."""
+    flat: bool = False
+    """Whether the problem is another's `Problem.flat`."""
 
     @property
     def family(self) -> str:
@@ -86,7 +88,7 @@ class Choice:
         shape = "x".join(str(v) for v in t.tile) + (" of whole images" if t.whole else "")
         split = ("pixels halved", "output channels halved", "in turn")[t.split]
         weights = "resident" if t.resident else f"ring of {t.ring_stages} x {t.w_stage} fragments" if t.wgmma else "L2"
-        instruction = "wgmma" if t.wgmma else "mma.sync"
+        instruction = ("the batch as pixels: " if self.flat else "") + ("wgmma" if t.wgmma else "mma.sync")
         return (
             f"{instruction} {t.problem.precision}, tile {shape} (NxDxHxW of q) x {t.mb * t.wgs_m * 64} rows, chunk of "
             f"{t.chunk} channels, {split}, weights {weights}, {t.shared_bytes // 1024} KB shared, grid {self.grid}"
@@ -119,7 +121,17 @@ class Prepared:
         self._grid = choice.grid
         self._sizes = t.arguments(p)
         self._maps: dict[int, tuple[int, ...]] = {}
-        self.packing = (t.entries, t.chunk, t.parts, t.split == 1, t.subs, p.precision, p.groups, p.pass_)
+        self.packing = (
+            t.entries,
+            t.chunk,
+            t.parts,
+            t.split == 1,
+            t.subs,
+            p.precision,
+            p.groups,
+            p.pass_,
+            p.out_channels,
+        )
         """What `pack`'s result depends on beside the weight."""
 
     def pack(self, weight: Tensor) -> Tensor:
@@ -446,9 +458,15 @@ def _epilogue_clocks(t: Tiling, alignment: int) -> float:
 def choose(p: Problem, gpu: Gpu, general: bool = False) -> Choice | str:
     """The cheapest tiling by the model, or the sentence why tensor cores cannot serve the problem.
 
-    ``general``: of those that serve every size of the input.
+    ``general``: of those that serve every size of the input. Images of one pixel may be taken as pixels of another
+    problem (`Problem.flat`), which the choice then has.
     """
-    return _choose(p, gpu, general)
+    found, flat = _choose(p, gpu, general), None if general else p.flat
+    if flat is not None:
+        other = _choose(flat, gpu, False)
+        if not isinstance(other, str) and (isinstance(found, str) or other.seconds < found.seconds):
+            return replace(other, flat=True)
+    return found
 
 
 @lru_cache(maxsize=4096)

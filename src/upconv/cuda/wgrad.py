@@ -71,6 +71,8 @@ class Choice:
     """The model's estimate."""
     bound: str
     """What limits it, by the model."""
+    flat: bool = False
+    """Whether the problem is another's `Problem.flat`."""
     family: str = field(default="wgrad", init=False)
 
     @property
@@ -78,6 +80,7 @@ class Choice:
         t = self.tiling
         shape, taps = "x".join(map(str, t.tile)), "x".join(map(str, t.taps))
         instruction = "wgmma" if isinstance(t, WarpgroupTiling) else "mma.sync"
+        instruction = ("the batch as pixels: " if self.flat else "") + instruction
         return (
             f"{instruction} {t.problem.precision}, {t.block[0]}x{t.block[1]} channels x {taps} taps a block, chunks of "
             f"{shape} (NxDxHxW of q), K in {self.splits * t.k_slices} slices, {t.shared_bytes // 1024} KB shared, "
@@ -121,6 +124,12 @@ class Prepared:
 
         ``x`` (the input) and ``grad`` (the output's gradient) are dense in the problem's layout.
         """
+        if out.shape != (flat := self._problem.weight_shape):  # `Problem.flat`
+            dense = out.contiguous()
+            self.run(x, grad, dense.view(flat))
+            if dense is not out:
+                out.copy_(dense)
+            return
         at_x, at_grad = x.data_ptr(), grad.data_ptr()
         if (at_x | at_grad) & 15 and self._tiling.needs_alignment:
             x, grad = x.clone(), grad.clone()
@@ -412,9 +421,15 @@ def _whole(t: AnyTiling, chunk: tuple[float, str], p: Problem, gpu: Gpu) -> tupl
 def choose(p: Problem, gpu: Gpu, general: bool = False) -> Choice | str:
     """The cheapest tiling by the model, or the sentence why tensor cores cannot serve the problem.
 
-    ``general``: of those that serve every size of the input.
+    ``general``: of those that serve every size of the input. Images of one pixel may be taken as pixels of another
+    problem (`Problem.flat`), which the choice then has.
     """
-    return _choose(p, gpu, general)
+    found, flat = _choose(p, gpu, general), None if general else p.flat
+    if flat is not None:
+        other = _choose(flat, gpu, False)
+        if not isinstance(other, str) and (isinstance(found, str) or other.seconds < found.seconds):
+            return replace(other, flat=True)
+    return found
 
 
 @lru_cache(maxsize=4096)

@@ -78,10 +78,10 @@ def _choice(p: Problem, pass_: Pass, gpu: Gpu) -> Choice:
     selection = plan(p.with_(pass_="fwd"), Device("cuda", gpu=gpu)).selection(pass_)
     choice: object = selection.choice
     # The file serves all sizes, and has no kernels for one.
-    if isinstance(choice, gather.Choice) and choice.tiling.whole is not None:
-        choice = gather.choose(choice.problem, gpu, general=True)
-    if isinstance(choice, wgrad.Choice) and isinstance(choice.tiling, WarpgroupTiling) and choice.tiling.lines:
-        choice = wgrad.choose(choice.problem, gpu, general=True)
+    if isinstance(choice, gather.Choice) and (choice.flat or choice.tiling.whole is not None):
+        choice = gather.choose(p.with_(pass_=pass_), gpu, general=True)
+    if isinstance(choice, wgrad.Choice) and (choice.flat or getattr(choice.tiling, "lines", False)):
+        choice = wgrad.choose(p.with_(pass_=pass_), gpu, general=True)
     if not isinstance(choice, (gather.Choice, direct.Choice, direct_wgrad.Choice, wgrad.Choice)):
         reason = "; ".join(c.reason for c in selection.candidates)
         raise ValueError(f"the layer must have kernels to be exported, and for {pass_} there is none: {reason}")
