@@ -221,6 +221,7 @@ class Interpreter:
             assert (packed >> 24 == i // (m["ROWS_H"] * m["ROWS_D"])).all()
             offset_d, offset_h = (packed << 8) >> 20, (packed << 20) >> 20
         if m["WHOLE"]:  # all pixels of an image in one or more boxes
+            assert m["TENSOR_MAP"], "threads copy rows with their halo"
             assert (m["IMAGE_D"], m["IMAGE_H"], m["IMAGE_W"]) == (in_d, in_h, in_w) and not (t.d | t.h | t.w).any()
             assert in_d * in_h * in_w % m["BOX_PIXELS"] == 0 and max(self.tiling.box) <= 256
             assert m["BOX_PIXELS"] * self.tiling.element % 16 == 0, "a channel begins at 16 bytes"

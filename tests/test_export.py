@@ -626,14 +626,27 @@ def test_export_writes_a_layer(tmp_path: Path) -> None:
     assert (tmp_path / "again.py").read_text(encoding="utf-8") == path.read_text(encoding="utf-8")
 
 
-def test_kernels_for_one_size_are_not_exported() -> None:
-    """Small images have tiles that serve their size alone; a file serves all."""
-    p = parse_layer("512,256,4,stride=2,padding=1,bias=False", "128x512x8x8").with_(precision="tf32")
-    for pass_ in ("fwd", "grad-input"):
-        selected = plan(p, Device("cuda", gpu=H200)).selection(pass_).choice
-        assert isinstance(selected, gather.Choice) and selected.tiling.whole is not None
+@pytest.mark.parametrize(
+    "layer,input,why",
+    [
+        ("512,256,4,stride=2,padding=1,bias=False", "128x512x8x8", "whole images"),
+        ("100,512,4,bias=False", "128x100x1x1", "the batch as pixels"),
+    ],
+)
+def test_kernels_for_one_size_are_not_exported(layer: str, input: str, why: str) -> None:
+    """Small images have kernels that serve their size alone; a file serves all."""
+    p = parse_layer(layer, input).with_(precision="tf32")
+    selected = plan(p, Device("cuda", gpu=H200)).selection("fwd").choice
+    assert selected is not None and why in selected.summary
     for v in host.variants(p, H200):
-        assert not isinstance(v.choice, gather.Choice) or v.choice.tiling.whole is None
+        assert not isinstance(v.choice, (gather.Choice, wgrad.Choice)) or not v.choice.flat
+        assert not getattr(v.choice.tiling, "whole", None) if isinstance(v.choice, gather.Choice) else True
+        assert not getattr(v.choice.tiling, "lines", False) if isinstance(v.choice, wgrad.Choice) else True
+
+
+def test_a_layer_that_only_a_flat_kernel_of_the_tensor_cores_serves_is_exported_by_another_family() -> None:
+    p = Problem.make(4, 100, 16, (1, 1), 45, precision="tf32")  # 2,025 taps
+    assert isinstance(host.variants(p, H200)[0].choice, direct.Choice)
 
 
 def test_export_says_what_is_wrong(tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ class Plan:
         if self.backward != FAMILIES:
             reason = _no_kernels(self.problem, self.device) or _UNPLANNED
             return Selection("native", None, (Candidate("native", True, reason),))
-        return _select(self.problem.with_(pass_=pass_, bias=False), self.device)
+        return select(self.problem.with_(pass_=pass_, bias=False), self.device)
 
     def selection(self, pass_: Pass) -> Selection:
         """How ``fwd``, ``grad-input`` or ``grad-weight`` is computed on a GPU."""
@@ -206,7 +206,7 @@ FAMILIES = "families"
 
 def _plan_cuda(p: Problem, device: Device) -> Plan:
     """Every pass by the cheapest family; the gradients' are looked for when somebody asks."""
-    forward = _select(p.with_(pass_="fwd"), device)
+    forward = select(p.with_(pass_="fwd"), device)
     backward = "native" if forward.choice is None else FAMILIES
     found = Plan(p, device, forward.name, backward, forward.candidates, forward.choice)
     if p.pass_ == "fwd":
@@ -221,12 +221,15 @@ def _plan_cuda(p: Problem, device: Device) -> Plan:
     return replace(found, candidates=(*forward.candidates, *gradients))
 
 
-def _select(p: Problem, device: Device) -> Selection:
-    """The family whose cost model expects the least time; PyTorch's operator only where no kernel of ours fits."""
+def select(p: Problem, device: Device, general: bool = False) -> Selection:
+    """The family whose cost model expects the least time; PyTorch's operator only where no kernel of ours fits.
+
+    ``general``: among kernels that serve every size of the input.
+    """
     found: dict[str, engine.Choice | str] = {}
     reason = _no_kernels(p, device)
     if reason is None and device.gpu is not None:
-        found = engine.choose(p, device.gpu)
+        found = engine.choose(p, device.gpu, general)
         reason = "none of upconv's kernels fits"
     fitting = {name: choice for name, choice in found.items() if not isinstance(choice, str)}
     # The direct kernels' model is the more hopeful one near a tie (NOTES: dcganO 42 us by it, 72 measured;

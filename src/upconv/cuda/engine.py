@@ -104,8 +104,11 @@ class Choice(Protocol):
         """A `Prepared`, for ``grad-weight`` a `PreparedWeight`."""
 
 
-def choose(p: Problem, gpu: Gpu) -> dict[str, Choice | str]:
-    """Each family's best configuration for a problem, or the sentence why it has none."""
+def choose(p: Problem, gpu: Gpu, general: bool = False) -> dict[str, Choice | str]:
+    """Each family's best configuration for a problem, or the sentence why it has none.
+
+    ``general``: of those that serve every size of the input (the CUDA-core families have no others).
+    """
     found: dict[str, Choice | str] = {}
     for name in WEIGHT_FAMILIES if p.pass_ == "grad-weight" else FAMILIES:
         if find_spec(f"upconv.cuda.{name}") is None:
@@ -116,6 +119,8 @@ def choose(p: Problem, gpu: Gpu) -> dict[str, Choice | str]:
         if name == "direct" and p.pass_ == "fwd" and (least := family.least_seconds(p, gpu)) > fastest:
             # Its search would take 50 ms at every new size of the image.
             found[name] = f"slower: its multiply-adds alone take {least * 1e3:.3g} ms on CUDA cores"
+        elif general and name in ("gather", "wgrad"):
+            found[name] = family.choose(p, gpu, general=True)
         else:
             found[name] = family.choose(p, gpu)
     return found

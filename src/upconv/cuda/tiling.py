@@ -520,6 +520,8 @@ class Tiling:
             raise Unfit("no output has a tap")
         if max(abs(r) for axis in self.rows for r in axis[0]) > _MAX_OFFSET:
             raise Unfit(f"the taps reach more than {_MAX_OFFSET} rows away")
+        if self.whole is not None and not self.tensor_map:
+            raise Unfit("whole images come by boxes, of which none may end in the next group")
         if self.parts == 2 and self.split == 1:
             raise Unfit("IEEE accumulators leave no room for two blocks")
         if self.shared_bytes > shared_limit:

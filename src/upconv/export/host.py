@@ -17,7 +17,7 @@ from upconv.cuda import direct, direct_wgrad, gather, wgrad
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.tiling import Tiling, source_shape
 from upconv.cuda.wgrad_tiling import WarpgroupTiling
-from upconv.planner import Device, plan
+from upconv.planner import Device, select
 from upconv.problem import Pass, Problem
 
 Choice = gather.Choice | direct.Choice | direct_wgrad.Choice | wgrad.Choice
@@ -75,13 +75,9 @@ def variants(p: Problem, gpu: Gpu) -> tuple[Variant, ...]:
 
 
 def _choice(p: Problem, pass_: Pass, gpu: Gpu) -> Choice:
-    selection = plan(p.with_(pass_="fwd"), Device("cuda", gpu=gpu)).selection(pass_)
-    choice: object = selection.choice
-    # The file serves all sizes, and has no kernels for one.
-    if isinstance(choice, gather.Choice) and (choice.flat or choice.tiling.whole is not None):
-        choice = gather.choose(p.with_(pass_=pass_), gpu, general=True)
-    if isinstance(choice, wgrad.Choice) and (choice.flat or getattr(choice.tiling, "lines", False)):
-        choice = wgrad.choose(p.with_(pass_=pass_), gpu, general=True)
+    wanted = p.with_(pass_="fwd") if pass_ == "fwd" else p.with_(pass_=pass_, bias=False)
+    selection = select(wanted, Device("cuda", gpu=gpu), general=True)
+    choice = selection.choice
     if not isinstance(choice, (gather.Choice, direct.Choice, direct_wgrad.Choice, wgrad.Choice)):
         reason = "; ".join(c.reason for c in selection.candidates)
         raise ValueError(f"the layer must have kernels to be exported, and for {pass_} there is none: {reason}")

@@ -1123,6 +1123,9 @@ __device__ __forceinline__ void consume(const char* packed, const ELEMENT_TYPE* 
 #define SLOT_BARRIERS (BOX ? (CHANNELS_LAST ? STAGES_P : STAGES_S) : 0)
 #define SEGMENTS_AT (BARRIERS_AT + 16 * (STAGES_P + STAGES_W + SLOT_BARRIERS))
 #define SHARED_BYTES (SEGMENTS_AT + SEGMENTS * 4)
+#if WHOLE && !SLOTS_BY_BOX
+#error "whole images come by boxes"
+#endif
 #if SHARED_BYTES_PLANNED != SHARED_BYTES
 #error "the planner's shared memory is not the kernel's"
 #endif
