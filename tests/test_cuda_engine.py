@@ -495,7 +495,7 @@ def cuda_plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Proble
     """The problem that a call would be on an H200."""
     _forget_plans()
     monkeypatch.setattr(planner, "cuda_device", lambda index: Device("cuda", gpu=gpu.H200))
-    monkeypatch.setattr(engine, "choose", lambda p, g: {"stand-in": Choice(p)})
+    monkeypatch.setattr(engine, "choose", lambda p, g, general=False: {"stand-in": Choice(p)})
 
     def find(x: Tensor, w: Tensor, **kwargs: Any) -> Problem | None:
         arguments = {"stride": 1, "padding": 0, "output_padding": 0, "groups": 1, "dilation": 1, **kwargs}

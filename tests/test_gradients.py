@@ -116,7 +116,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernels]:
     """Every call on CPU tensors is planned as for a GPU whose kernels are the stand-ins."""
     found = Kernels()
 
-    def choose(p: Problem, g: gpu.Gpu) -> dict[str, Any]:
+    def choose(p: Problem, g: gpu.Gpu, general: bool = False) -> dict[str, Any]:
         found.planned.append(p.pass_)
         return {"stand-in": found.lacking.get(p.pass_) or StandIn(p, found.log)}
 

@@ -172,13 +172,13 @@ def test_the_cheaper_family_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for times in ({"gather": 2.0, "direct": 1.0}, {"gather": 1.0, "direct": 2.0}, {"gather": 3.0, "direct": 3.0}):
         answers = {name: fixed(name, seconds) for name, seconds in times.items()}
-        monkeypatch.setattr(engine, "choose", lambda p, g, answers=answers: answers)
+        monkeypatch.setattr(engine, "choose", lambda p, g, general=False, answers=answers: answers)
         plan = planner._plan_cuda(p, Device("cuda", gpu=gpu.H200))
         best = min(times, key=times.__getitem__)
         assert plan.forward == best and plan.seconds == times[best]
         (other,) = (c for c in plan.candidates if c.name in times and c.name != best)
         assert other.reason.startswith("slower: ") and not other.chosen
-    monkeypatch.setattr(engine, "choose", lambda p, g: {"gather": "too odd", "direct": "far too odd"})
+    monkeypatch.setattr(engine, "choose", lambda p, g, general=False: {"gather": "too odd", "direct": "far too odd"})
     plan = planner._plan_cuda(p, Device("cuda", gpu=gpu.H200))
     assert plan.delegates and plan.choice is None and plan.seconds is None
     assert [c.reason for c in plan.candidates] == ["none of upconv's kernels fits", "too odd", "far too odd"]
@@ -212,7 +212,7 @@ def _fixed(family: str, seconds: float) -> SimpleNamespace:
 def test_each_gradient_on_cuda_has_a_choice_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    def choose(p: Problem, g: gpu.Gpu) -> dict[str, Any]:
+    def choose(p: Problem, g: gpu.Gpu, general: bool = False) -> dict[str, Any]:
         asked.append(p.pass_)
         if p.pass_ == "grad-weight":
             return {"wgrad": "too odd", "direct_wgrad": "far too odd"}
