@@ -25,11 +25,12 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import count, product
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -48,6 +49,7 @@ Of equals the first is taken.
 """
 WEIGHT_FAMILIES = ("wgrad", "direct_wgrad")
 """As `FAMILIES`, of the gradient for the weight."""
+_TENSOR_CORES = ("gather", "wgrad")  # which have kernels for one size of the input alone
 
 KEEP_PACKED = True
 """Whether packed weights are kept at all."""
@@ -119,11 +121,23 @@ def choose(p: Problem, gpu: Gpu, general: bool = False) -> dict[str, Choice | st
         if name == "direct" and p.pass_ == "fwd" and (least := family.least_seconds(p, gpu)) > fastest:
             # Its search would take 50 ms at every new size of the image.
             found[name] = f"slower: its multiply-adds alone take {least * 1e3:.3g} ms on CUDA cores"
-        elif general and name in ("gather", "wgrad"):
-            found[name] = family.choose(p, gpu, general=True)
+        elif name in _TENSOR_CORES:
+            found[name] = _choose_sized(family, p, gpu, general)
         else:
             found[name] = family.choose(p, gpu)
     return found
+
+
+def _choose_sized(family: Any, p: Problem, gpu: Gpu, general: bool) -> Choice | str:
+    """The configuration of a family that has some for one size alone, unless ``general``.
+
+    Images of one pixel may be taken as the pixels of another problem (`Problem.flat`), which the choice then has.
+    """
+    chosen, flat = family.choose(p, gpu, general), None if general else p.flat
+    other = "" if flat is None else family.choose(flat, gpu)
+    if isinstance(other, str) or (not isinstance(chosen, str) and chosen.seconds <= other.seconds):
+        return cast("Choice | str", chosen)
+    return cast(Choice, replace(other, flat=True))
 
 
 # --- the call --------------------------------------------------------------------------------------------------------

@@ -458,15 +458,9 @@ def _epilogue_clocks(t: Tiling, alignment: int) -> float:
 def choose(p: Problem, gpu: Gpu, general: bool = False) -> Choice | str:
     """The cheapest tiling by the model, or the sentence why tensor cores cannot serve the problem.
 
-    ``general``: of those that serve every size of the input. Images of one pixel may be taken as pixels of another
-    problem (`Problem.flat`), which the choice then has.
+    ``general``: of those that serve every size of the input.
     """
-    found, flat = _choose(p, gpu, general), None if general else p.flat
-    if flat is not None:
-        other = _choose(flat, gpu, False)
-        if not isinstance(other, str) and (isinstance(found, str) or other.seconds < found.seconds):
-            return replace(other, flat=True)
-    return found
+    return _choose(p, gpu, general)
 
 
 @lru_cache(maxsize=4096)
