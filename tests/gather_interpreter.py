@@ -258,12 +258,13 @@ class Interpreter:
 
     def place_of(self, subtile: Ints) -> tuple[Ints, Ints, Ints, Ints]:
         m, plane = self.m, self.w_subtiles * self.h_subtiles
-        return (
-            subtile // (plane * m["TILE_D"]),
-            subtile // plane % m["TILE_D"],
-            subtile // self.w_subtiles % self.h_subtiles * m["SUB_H"],
-            subtile % self.w_subtiles * m["SUB_W"],
-        )
+        across, down = subtile % self.w_subtiles, subtile // self.w_subtiles % self.h_subtiles
+        if m["PAIRED"]:  # one below the other
+            across, down = (
+                subtile % plane // 2 % self.w_subtiles,
+                subtile % plane // (2 * self.w_subtiles) * 2 + subtile % 2,
+            )
+        return subtile // (plane * m["TILE_D"]), subtile // plane % m["TILE_D"], down * m["SUB_H"], across * m["SUB_W"]
 
     @cached_property
     def columns(self) -> Columns:
@@ -273,7 +274,11 @@ class Interpreter:
         nb, column = np.arange(self.nb)[:, None], np.arange(64)
         n, d, h, w = self.place_of(first + nb)
         row = ((n * m["ROWS_D"] + d * m["ROW_STEP_D"]) * m["ROWS_H"] + h * m["ROW_STEP_H"]) * self.pitch + w
-        pixel = row + column // 8 * (8 if wide else m["ROW_STEP_H"] * self.pitch) + column % 8
+        group_rows = 8 if wide else m["ROW_STEP_H"] * self.pitch
+        pixel = row + column // 8 * group_rows + column % 8
+        if m["WIDE"]:  # a matrix instruction's sixteen groups of columns lie evenly
+            groups_at = pixel[..., ::8].reshape(len(first), self.nb // 2, 16)
+            assert (np.diff(groups_at) == group_rows).all()
         groups = m["RUN_GROUPS"]
         if wide and groups <= 8:  # runs of a subtile
             run, k = column // 8 // groups, column // 8 % groups
@@ -282,9 +287,13 @@ class Interpreter:
             w = w + run * groups * 8
         else:  # runs over subtiles that are neighbours along W
             across = groups // 8 if wide else groups
-            run, k = nb // across, nb % across
+            run, k, begin = nb // across, nb % across, nb // across * across
+            if m["PAIRED"]:
+                k = nb % (2 * across) // 2
+                begin = nb // (2 * across) * (2 * across) + nb % 2
+                run = nb // (2 * across) * 2 + nb % 2
             kept = np.broadcast_to(run < self.nb // across, pixel.shape)
-            n, d, h, w = self.place_of(first + run * across)
+            n, d, h, w = self.place_of(first + begin)
             if wide:
                 k = k * 8 + column // 8
             else:

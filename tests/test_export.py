@@ -731,10 +731,9 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str,
     modules: dict[str, dict[str, Any]] = {}
     running = []
     for name, (text, shape, dtype) in ON_GPU.items():
-        p = parse_layer(text, shape).with_(dtype=dtype)
-        p = p.with_(
-            precision={torch.float64: "fp64", torch.bfloat16: "bf16"}.get(dtype, "tf32" if p.rank < 3 else "ieee")
-        )
+        p = parse_layer(text, shape)
+        precision = {torch.float64: "fp64", torch.bfloat16: "bf16"}.get(dtype, "tf32" if p.rank < 3 else "ieee")
+        p = p.with_(dtype=dtype, precision=precision)
         path = folder / f"{len(running)}.py"
         path.write_text(source(p), encoding="utf-8")
         code = f"names = {{}}; exec(open({str(path)!r}).read(), names); names['build']()"

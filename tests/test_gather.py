@@ -100,6 +100,7 @@ def draw_tiling(p: Problem, rng: random.Random) -> Tiling | None:
             run_groups=rng.choice((1, 2, 4, 8, 8, 16, 32)),
             aligned_rows=rng.random() < 0.5,
             wgmma=rng.random() < 0.7,
+            paired=sub == (8, 8) and tile[2] % 16 == 0 and rng.random() < 0.7,
         )
         try:
             return tiling.checked(H200.shared_bytes)
@@ -346,9 +347,9 @@ def test_ldmatrix_gives_operand_b(element: int, row_bytes: int) -> None:
 
 needs_nvrtc = pytest.mark.skipif(jit.unavailable() is not None, reason=str(jit.unavailable()))
 INSTRUCTIONS = {
-    ("tf32", True): "wgmma.mma_async.sync.aligned.m64n64k8.f32.tf32.tf32",
-    ("fp16", True): "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16",
-    ("bf16", True): "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16",
+    ("tf32", True): "wgmma.mma_async.sync.aligned.m64n(64|128)k8.f32.tf32.tf32",
+    ("fp16", True): "wgmma.mma_async.sync.aligned.m64n(64|128)k16.f32.f16.f16",
+    ("bf16", True): "wgmma.mma_async.sync.aligned.m64n(64|128)k16.f32.bf16.bf16",
     ("tf32", False): "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32",
     ("fp16", False): "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32",
     ("bf16", False): "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32",

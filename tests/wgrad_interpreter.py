@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from upconv.cuda import wgrad
 from upconv.cuda.wgrad_tiling import SyncTiling, WarpgroupTiling
 from upconv.problem import Problem
 
@@ -702,20 +703,31 @@ class Interpreter:
         return stored
 
     def reduce(self, partial: Floats, slices: int) -> Floats:
-        """The second step: eight runs of slices, then the runs; (CIN, COUT_G, taps)."""
+        """The second step: slices, or eight runs of them, in their order; (CIN, COUT_G, taps)."""
         m = self.m
-        sums = partial.reshape(slices, -1)
-        each = -(-slices // RUNS)
-        total = np.zeros(sums.shape[1])
-        for run in range(RUNS):
-            total += sums[run * each : min((run + 1) * each, slices)].sum(0)
-        e = np.arange(total.size)
+        innermost, outer = (m["CIN_G"], self.cout) if self.wgmma else (m["COUT_G"], self.cin)
+        sums = partial.reshape(slices, self.taps, outer, innermost)
+        many = slices >= wgrad.MANY_SLICES
+        each = -(-slices // RUNS) if many else slices
+        total = np.zeros(sums.shape[1:])
+        for begin in range(0, slices, each):
+            total += sums[begin : begin + each].sum(0)
+        columns, rows = wgrad.reduce_shape(self.tiling)
+        assert (columns - 1) * 32 < innermost <= columns * 32 and rows == outer * self.taps
+        per_block = wgrad.REDUCE_ROWS[many]
+        blocks = np.arange(wgrad.reduce_blocks(self.tiling, slices))
+        c = (blocks % columns * 32)[:, None, None] + np.arange(32)
+        row = (blocks // columns * per_block)[:, None, None] + np.arange(per_block)[:, None]
+        c, row = np.broadcast_arrays(c, row)
+        c, row = (a[(c < innermost) & (row < rows)] for a in (c, row))
         if self.wgmma:
-            channel = e // m["CIN_G"] % self.cout
-            co, ci = channel % m["COUT_G"], channel // m["COUT_G"] * m["CIN_G"] + e % m["CIN_G"]
+            group, j = row // (m["COUT_G"] * self.taps), row % (m["COUT_G"] * self.taps)
+            co, tap, ci = j // self.taps, j % self.taps, group * innermost + c
+            found = total[tap, group * m["COUT_G"] + co, c]
         else:
-            co, ci = e % m["COUT_G"], e // m["COUT_G"] % self.cin
-        tap = e // (m["COUT_G"] * self.cin)
+            ci, tap, co = row // self.taps, row % self.taps, c
+            found = total[tap, ci, c]
         out = np.full((self.cin, m["COUT_G"], self.taps), np.nan)
-        out[ci, co, tap] = total
+        assert len(found) == out.size, "every weight is written once"
+        out[ci, co, tap] = found
         return out

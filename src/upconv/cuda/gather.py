@@ -30,8 +30,8 @@ _MAX_TAPS = 2000  # of all phases; the tables lie in constant memory
 
 # --- the model's constants, fitted to 300 timed tilings of the suites on an H200 (mean error 17%) --------------------
 _WGMMA_RATE = 0.92  # of the peak, in stretches of a dozen steps
-_STEP_OVERHEAD = 15.0  # clocks a step costs beyond its matrix instructions
-_DRAIN = 130.0  # clocks at the end of a stretch, half of them hidden by the other consumer
+_STEP_OVERHEAD = 20.0, 8.0  # clocks a step costs beyond its matrix instructions: of 64 columns, of 128 (`Tiling.wide`)
+_DRAIN = 130.0, 100.0  # clocks at the end of a stretch, half of them hidden by the other consumer
 _MMA_SYNC = 0.45  # of wgmma's rate: four warps read the same pixels
 _L2 = 24.0  # bytes a clock and multiprocessor
 _STORE = 42.0  # bytes a clock that the epilogue stores
@@ -280,7 +280,10 @@ def candidates(
         if base.mb * base.nb > accumulators or base.mb * base.nb < 1:
             continue
         even = len(set(base.variant_entries)) == 1
-        for resident in (False, True) if even or base.m_groups == 1 else (False,):
+        residence = (False, True) if even or base.m_groups == 1 else (False,)
+        pairs = (False, True) if fast and sub == (8, 8) and tile[2] % 16 == 0 and base.nb % 2 == 0 else (False,)
+        for resident, paired in product(residence, pairs):
+            base = replace(base, paired=paired)
             t = None if scarce else _fitted(replace(base, resident=resident), gpu)
             if t is None and not base.channels_last and not resident:
                 t = _fitted(base, gpu, scarce=True)
@@ -395,7 +398,7 @@ def _tile_clocks(t: Tiling, alignment: int) -> tuple[float, str]:
         matrix = steps * fragment_time
         if t.wgmma:
             drains = 0.0 if t.straight else steps / stretch
-            matrix = matrix / _WGMMA_RATE + steps * _STEP_OVERHEAD + drains * _DRAIN
+            matrix = matrix / _WGMMA_RATE + steps * _STEP_OVERHEAD[t.wide] + drains * _DRAIN[t.wide]
         else:
             matrix = matrix / _MMA_SYNC
         l2 = (chunks * staged + (0 if t.resident else steps * t.wgs_m * FRAGMENT) + per_tile_out) / _L2

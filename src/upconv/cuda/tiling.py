@@ -131,6 +131,8 @@ class Tiling:
     """Multiply with wgmma (sm_90a), else with mma.sync (sm_80 and up)."""
     whole: Triple | None = None
     """NCHW: size (D, H, W) of small sources, of which a tile holds whole images: copied as lines, without a halo."""
+    paired: bool = False
+    """Sub (8, 8): subtiles lie in pairs, one below the other, so that one matrix instruction takes both (`wide`)."""
 
     # --- types -------------------------------------------------------------------------------------------------------
 
@@ -298,6 +300,30 @@ class Tiling:
         """Subtiles of 64 pixels that a consumer accumulates."""
         return self.subtiles // 2 if self.split == 0 else self.subtiles
 
+    def pixel_row(self, subtile: int) -> int:
+        """The tile's pixel row of a subtile's first pixel, for a tap of shift 0."""
+        _, d_of_tile, h_of_tile, w_of_tile = self.tile
+        across, down = w_of_tile // self.sub[1], h_of_tile // self.sub[0]
+        plane, within = divmod(subtile, across * down)
+        n, d = divmod(plane, d_of_tile)
+        if self.paired:
+            pair, below = divmod(within, 2)
+            h, w = pair // across * 2 + below, pair % across
+        else:
+            h, w = divmod(within, across)
+        (rows_d, step_d, _), (rows_h, step_h, _) = self.rows
+        row = (n * len(rows_d) + d * step_d) * len(rows_h) + h * self.sub[0] * step_h
+        return row * self.pitch + w * self.sub[1]
+
+    @cached_property
+    def wide(self) -> bool:
+        """Whether one matrix instruction takes two subtiles: the pixel rows of their groups of 8 columns lie evenly."""
+        if not self.wgmma or self.nb % 2:
+            return False
+        apart = 8 * (self.rows[1][1] * self.pitch if self.sub[0] == 8 else 8)
+        rows = [self.pixel_row(i) for i in range(self.subtiles)]
+        return all(b - a == apart for a, b in zip(rows[::2], rows[1::2]))
+
     def _offsets(self, axis: int) -> list[int]:
         return sorted({entry[0][axis] for blocks in self.entries for block in blocks for entry in block}) or [0]
 
@@ -458,7 +484,9 @@ class Tiling:
     @property
     def runs(self) -> int:
         """Groups of 8 columns in one run of the epilogue."""
-        return min(self.tile[3] // 8, self.nb) if self.sub[0] == 8 else self.run_groups
+        if self.sub[0] == 1:
+            return self.run_groups
+        return min(self.tile[3] // 8, self.nb // 2 if self.paired else self.nb)
 
     @property
     def ring_stages(self) -> int:
@@ -510,7 +538,9 @@ class Tiling:
             and (self.nb % (self.run_groups // 8) or self.tile[3] // 64 % (self.run_groups // 8))
         ):
             raise Unfit(f"a run of {self.run_groups} groups crosses rows")
-        if self.sub[0] == 8 and (self.nb % self.runs or (w // 8) % self.runs):
+        if self.paired and (self.sub[0] == 1 or self.nb % 2 or h % 16):
+            raise Unfit(f"the subtiles of tile {self.tile} are no pairs one below the other")
+        if self.sub[0] == 8 and (self.nb % (self.runs * (2 if self.paired else 1)) or (w // 8) % self.runs):
             raise Unfit("strips of a consumer are not whole runs along W")
         if self.axes[0].out_step * self.axes[1].out_step % self.subs or self.axes[2].out_step % self.width_subs:
             raise Unfit("sub-positions do not fill the blocks")
@@ -578,6 +608,8 @@ class Tiling:
             "CK": self.chunk,
             "SUB_H": self.sub[0],
             "SUB_W": self.sub[1],
+            "PAIRED": int(self.paired),
+            "WIDE": int(self.wide),
             "SPLIT": self.split,
             "SUBS": self.subs,
             "ROWS_PER_SUB": self.rows_per_sub,

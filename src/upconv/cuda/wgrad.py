@@ -26,7 +26,9 @@ from upconv.cuda.wgrad_tiling import WARPS, SyncTiling, Triple, WarpgroupTiling
 from upconv.problem import Problem
 
 _ACCUMULATORS = 144  # registers of a thread of the mma.sync kernel; beside them fragments and addresses
-_RUNS = 8  # of the second step, side by side
+_RUNS = 8  # warps of a block of the second step
+MANY_SLICES = 16  # from here on they divide the slices
+REDUCE_ROWS = 64, 8  # of a block of the second step: with few slices, with many
 _MAX_SLICE_BYTES = 96 << 20  # of partial sums
 
 # --- the model's constants -------------------------------------------------------------------------------------------
@@ -118,6 +120,7 @@ class Prepared:
         self._slices = choice.splits * t.k_slices
         self._maps: dict[tuple[int, bool], tuple[int, ...]] = {}
         self._numel = math.prod(p.weight_shape)
+        self._blocks = reduce_blocks(t, self._slices)
 
     def run(self, x: Tensor, grad: Tensor, out: Tensor) -> None:
         """Writes the weight's gradient into ``out`` (contiguous or channels_last).
@@ -146,7 +149,7 @@ class Prepared:
         strides = out.stride()
         self._reduce(
             self._device,
-            -(-self._numel // 32),
+            self._blocks,
             (partial.data_ptr(), out.data_ptr(), self._slices, strides[0], strides[1], strides[-1]),
         )
 
@@ -160,6 +163,19 @@ class Prepared:
             bind(self._device)  # encoding wants a context
             found = self._maps[address, g] = tensor_map(self._tiling, self._problem, address, g)
         return found
+
+
+def reduce_shape(t: AnyTiling) -> tuple[int, int]:
+    """(columns of 32 innermost channels, rows) of a slice of partial sums, as the second step divides it."""
+    p = t.problem
+    innermost = t.channels[0 if isinstance(t, WarpgroupTiling) else 1]
+    return -(-innermost // 32), math.prod(p.weight_shape) // innermost
+
+
+def reduce_blocks(t: AnyTiling, slices: int) -> int:
+    """Blocks of the second step."""
+    columns, rows = reduce_shape(t)
+    return columns * -(-rows // REDUCE_ROWS[slices >= MANY_SLICES])
 
 
 def tensor_map(t: WarpgroupTiling, p: Problem, address: int, g: bool) -> tuple[int, ...]:

@@ -333,11 +333,14 @@ def _run_grad_weight(v: Variant) -> str:
         last.append("std::make_tuple(maps)")
     lines.append(f"const auto pointers = std::make_tuple({first});\n")
     lines.append(_launch(f"{v.name}::{v.entry}", _block(v), "x", "blocks", "pointers", "sizes", *last))
-    runs = 32 if isinstance(c, wgrad.Choice) else 256  # weights of a block of the second step
+    blocks = "(out.numel() + 255) / 256"
+    if isinstance(c, wgrad.Choice):
+        columns, rows = wgrad.reduce_shape(c.tiling)
+        few, many = (-(-rows // each) for each in wgrad.REDUCE_ROWS)
+        blocks = f"{columns} * (partial.size(0) < {wgrad.MANY_SLICES} ? {few} : {many})"
     lines.append("// Adds the slices of sums, always in the same order; out may have any dense memory format.\n")
     lines.append("const auto sums = std::make_tuple(partial.data_ptr(), out.data_ptr(), partial.size(0));\n")
     lines.append("const auto strides = std::make_tuple(out.stride(0), out.stride(1), out.stride(-1));\n")
-    blocks = f"(out.numel() + {runs - 1}) / {runs}"
     lines.append(_launch(f"{v.name}::reduce", (256, 0), "x", blocks, "sums", "strides"))
     return "".join(lines)
 

@@ -608,9 +608,11 @@ struct Fragments {
 
 struct Place { int n, d, h, w; };                      // of a subtile in a tile, in q
 
+// PAIRED: subtiles one below the other are neighbours, so that one matrix instruction takes both (WIDE).
 __device__ __forceinline__ constexpr Place place_of(int subtile) {
   return {subtile / (W_SUBTILES * H_SUBTILES * TILE_D), subtile / (W_SUBTILES * H_SUBTILES) % TILE_D,
-          subtile / W_SUBTILES % H_SUBTILES * SUB_H, subtile % W_SUBTILES * SUB_W};
+          PAIRED ? (subtile / (2 * W_SUBTILES) % ((H_SUBTILES + 1) / 2) * 2 + subtile % 2) * SUB_H : subtile / W_SUBTILES % H_SUBTILES * SUB_H,
+          (PAIRED ? subtile / 2 : subtile) % W_SUBTILES * SUB_W};
 }
 __device__ __forceinline__ constexpr int pixel_row_of(int subtile) {  // its first pixel's row in the tile, for a tap of shift 0
   Place p = place_of(subtile);
@@ -622,16 +624,23 @@ __device__ __forceinline__ constexpr int pixel_row_of(int subtile) {  // its fir
 __device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4], u32 tile, const int (&subtile_row)[NB], int shift, int k_step, int lane) {
 #if WGMMA
   const u64 upper = ((u64)(GROUP_ROWS * ROW_BYTES >> 4) << 32) | ((u64)(ROW_BYTES == 32 ? 3 : ROW_BYTES == 64 ? 2 : 1) << 62) | (1ull << 16);
+#if WIDE  // groups of columns lie evenly over two neighbouring subtiles (NOTES: kb78 0.80 -> 0.72 ms, pix 0.28 -> 0.265)
+#define SUBTILES_OF_WGMMA 2
+#define WGMMA_PIXELS(types, tail) asm volatile(WGMMA_128("m64n128" types, tail) : ACCUMULATORS_64(acc[nb]), ACCUMULATORS_64(acc[nb + 1]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
+#else
+#define SUBTILES_OF_WGMMA 1
+#define WGMMA_PIXELS(types, tail) asm volatile(WGMMA_64("m64n64" types, tail) : ACCUMULATORS_64(acc[nb]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
+#endif
 #pragma unroll
-  for (int nb = 0; nb < NB; nb++) {
+  for (int nb = 0; nb < NB; nb += SUBTILES_OF_WGMMA) {
     u32 start = tile + (subtile_row[nb] + shift) * ROW_BYTES + k_step * 32;
     u64 b = upper | ((start & 0x3ffff) >> 4);
 #if PRECISION < 2
-    asm volatile(WGMMA_64("m64n64k8.f32.tf32.tf32", "1, 1, 1") : ACCUMULATORS_64(acc[nb]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+    WGMMA_PIXELS("k8.f32.tf32.tf32", "1, 1, 1");
 #elif PRECISION == 2
-    asm volatile(WGMMA_64("m64n64k16.f32.f16.f16", "1, 1, 1, 0") : ACCUMULATORS_64(acc[nb]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+    WGMMA_PIXELS("k16.f32.f16.f16", "1, 1, 1, 0");
 #else
-    asm volatile(WGMMA_64("m64n64k16.f32.bf16.bf16", "1, 1, 1, 0") : ACCUMULATORS_64(acc[nb]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+    WGMMA_PIXELS("k16.f32.bf16.bf16", "1, 1, 1, 0");
 #endif
   }
 #else
@@ -778,8 +787,9 @@ __device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB]
 #define BUFFER_BYTES ((CHANNELS_LAST ? RUN : 8) * RUN_PITCH)
 #define RUN_SUBTILES (SUB_H == 8 ? RUN_GROUPS : RUN_GROUPS > 8 ? RUN_GROUPS / 8 : 1)  // neighbours along W that a run crosses
 #define RUNS_OF_SUBTILE (SUB_H == 8 ? 8 : RUN_GROUPS > 8 ? 1 : 8 / RUN_GROUPS)
-// Group k of run i of subtiles r * RUN_SUBTILES ...: which subtile, and which of its groups of 8 columns.
-#define RUN_NB(r, i, k) (SUB_H == 8 ? (r) * RUN_SUBTILES + (k) : (r) * RUN_SUBTILES + (k) / 8)
+// Group k of run i of subtiles RUN_FIRST(r) ...: which subtile, and which of its groups of 8 columns.
+#define RUN_FIRST(r) (PAIRED ? (r) / 2 * (2 * RUN_SUBTILES) + (r) % 2 : (r) * RUN_SUBTILES)  // subtile of a run's first group
+#define RUN_NB(r, i, k) (PAIRED ? RUN_FIRST(r) + 2 * (k) : SUB_H == 8 ? RUN_FIRST(r) + (k) : RUN_FIRST(r) + (k) / 8)
 #define RUN_J(r, i, k) (SUB_H == 8 ? (i) : RUN_GROUPS > 8 ? (k) % 8 : (i) * RUN_GROUPS + (k))
 
 // A warp's 16 rows of M are output channels of one (d, h) sub-position (ROWS_PER_SUB is 64, 32 or 16).
@@ -804,7 +814,8 @@ __device__ __forceinline__ Slab slab_of(const Tile& t, int cout_block, int warp)
 #define CONTIGUOUS (W_SUBS == OUT_STEP_W)                // a tile's outputs of a row are neighbours in memory
 
 // UNIT, below: bytes at multiples of which all rows of a run begin and end: 16, two outputs or one.
-#define TOGETHER(unit) ((unit) > ELEMENT ? 2 : 1)       // outputs that a thread stores to the buffer together
+#define SHIFTED(unit) (ELEMENT == 2 && (unit) == 2)     // rows lie in the buffer as they do in their first sector
+#define TOGETHER(unit) (SHIFTED(unit) ? 1 : 2)          // outputs that a thread stores to the buffer together
 
 // Which of a thread's outputs of a row go first to the buffer, as an exclusive or of their order, so that the lanes of an
 // instruction meet different banks: rows lie 8 banks apart (half precision: 12), the outputs of neighbouring lanes 2 W_SUBS.
@@ -877,18 +888,37 @@ __device__ __forceinline__ void store_units(char* to, long long plane, int rows,
   constexpr int PER_ROW = OUTPUTS * ELEMENT / UNIT;
 #pragma unroll
   for (int i = 0; i < (8 * PER_ROW + 31) / 32; i++) {
-    int index = lane + 32 * i, r = index / PER_ROW, at = index % PER_ROW * UNIT;
-    char* row = to + r * plane;
-    u32 shift = UNIT == 16 ? 0 : (u32)(u64)row & 31;
+    bool one_row = PER_ROW % 32 == 0;                   // known without the lane
+    int index = lane + 32 * i, r = one_row ? 32 * i / PER_ROW : index / PER_ROW;
+    int at = (one_row ? 32 * i % PER_ROW + lane : index % PER_ROW) * UNIT;
     bool in = PER_ROW % 4 == 0 || r < 8;
-    copy_unit<UNIT>(row + at, in ? buffer + r * RUN_PITCH + shift + at : buffer, in && at < end && r < rows);
+    copy_unit<UNIT>(to + r * plane + at, in ? buffer + r * RUN_PITCH + at : buffer, in && at < end && (COUT_G % 16 == 0 || r < rows));
   }
 }
 
-// Eight rows that begin anywhere. The buffer has a row where memory has it in its first sector of 32 bytes, so that 16 bytes of
-// the one are 16 of the other; two lanes have a sector, since one that is written in parts is first read from memory
-// (NOTES: loads and stores of kb57 with rows of 1026 outputs 2.15 ms, of 1024 1.44). What a row's first and last 16 bytes have
-// of it follows in units.
+#if ELEMENT == 4
+// Eight rows that begin anywhere, a lane an output: each instruction begins at a sector's first output, since a sector of 32
+// bytes that is written in parts is first read from memory (NOTES: loads and stores of kb57 with rows of 1026 outputs 2.15 ms, of 1024
+// 1.44; 16 bytes a lane and the ends of rows by themselves, as below, took 8 to 20% longer: kb57 2.00 -> 2.20 ms).
+__device__ __forceinline__ void store_sectors(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
+  u32 first = (u32)(u64)to, step = (u32)plane;
+#pragma unroll
+  for (int i = 0; i < (OUTPUTS + 38) / 32; i++) {
+    u32 v[8];
+    int at[8];                                          // the lane's output of each row; some are before or behind it
+#pragma unroll
+    for (int r = 0; r < 8; r++) {
+      at[r] = (lane + 32 * i) * 4 - (int)((first + r * step) & 31);
+      v[r] = load_shared_u32(buffer + r * RUN_PITCH + ((u32)at[r] < (u32)end ? at[r] : 0));
+    }
+#pragma unroll
+    for (int r = 0; r < 8; r++) store_global_if(to + r * plane + at[r], v[r], (u32)at[r] < (u32)end && (COUT_G % 16 == 0 || r < rows));
+  }
+}
+#else
+// Eight rows that begin between words. The buffer has a row where memory has it in its first sector of 32 bytes, so that 16 bytes
+// of the one are 16 of the other; two lanes have a sector. What a row's first and last 16 bytes have of it follows in
+// units (NOTES: instead of words made of their neighbours: kb79 bfloat16 0.44 -> 0.34 ms, kb77 0.55 -> 0.44).
 template <int UNIT>
 __device__ __forceinline__ void store_shifted(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
   constexpr int PER_ROW = (OUTPUTS * ELEMENT + 32 - UNIT + 31) / 32 * 2, ENDS = 16 / UNIT;
@@ -911,15 +941,18 @@ __device__ __forceinline__ void store_shifted(char* to, long long plane, int row
     copy_unit<UNIT>(row + at, buffer + r * RUN_PITCH + ((u32)(u64)row & 31) + (ok ? at : 0), ok);
   }
 }
+#endif
 
 // Eight rows (output channels) of a run from the buffer to memory: `end` bytes of each. `to` is the first row's first output, rows
 // lie `plane` bytes apart.
 template <int UNIT>
 __device__ __forceinline__ void store_rows(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
-  constexpr int whole = (8 * (OUTPUTS * ELEMENT / UNIT) + 31) / 32;
-  constexpr int shifted = ((OUTPUTS * ELEMENT + 32 - UNIT + 31) / 32 * 16 + 31) / 32 + 16 * (16 / UNIT) / 32;
-  if (UNIT == 16 || whole <= shifted) store_units<UNIT>(to, plane, rows, end, buffer, lane);
-  else store_shifted<UNIT>(to, plane, rows, end, buffer, lane);
+#if ELEMENT == 4
+  if (UNIT == 4) store_sectors(to, plane, rows, end, buffer, lane);
+#else
+  if (SHIFTED(UNIT)) store_shifted<UNIT>(to, plane, rows, end, buffer, lane);
+#endif
+  else store_units<UNIT>(to, plane, rows, end, buffer, lane);
 }
 #endif
 #else
@@ -953,7 +986,7 @@ __device__ __forceinline__ void store_pixels(char* to, int couts, int left, u32 
 #endif
 
 #if !CHANNELS_LAST
-// Rows h * 8 ... of run i of subtiles r * RUN_SUBTILES ...: a thread's outputs of its row to the buffer.
+// Rows h * 8 ... of run i of subtiles RUN_FIRST(r) ...: a thread's outputs of its row to the buffer.
 template <int UNIT>
 __device__ __forceinline__ void put_rows(float (&acc)[MB][NB][32], float bias, int r, int i, int h, u32 row, int lane) {
   constexpr signed char blocks[] = BLOCKS_OF_W;         // the block of a W sub-position, -1: it has no taps
@@ -1006,7 +1039,7 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const ELEMENT
   long long plane = (long long)s.out_d * s.out_h * s.out_w * ELEMENT;
 #pragma unroll
   for (int r = 0; r < NB / RUN_SUBTILES; r++) {
-    Place place = place_of(first_subtile + r * RUN_SUBTILES);
+    Place place = place_of(first_subtile + RUN_FIRST(r));
     int n = t.n + place.n, od = OUT_STEP_D * (t.d + place.d) + slab.od;
     bool image = n < s.batch && od < s.out_d;
 #pragma unroll
@@ -1024,10 +1057,9 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const ELEMENT
         int rows = COUT_G % 16 && slab.couts < 8 * h + 8 ? slab.couts - 8 * h : 8;
         u32 row = buffer + g * RUN_PITCH;
 #if CONTIGUOUS
-        u32 shifted = row + ((u32)(u64)(first + g * plane) & 31);
         if ((misaligned & 15) == 0) pass_rows<16>(acc, b[h], r, i, h, row, first, plane, rows, end, buffer, lane);
-        else if ((misaligned & (2 * ELEMENT - 1)) == 0) pass_rows<2 * ELEMENT>(acc, b[h], r, i, h, shifted, first, plane, rows, end, buffer, lane);
-        else pass_rows<ELEMENT>(acc, b[h], r, i, h, shifted, first, plane, rows, end, buffer, lane);
+        else if ((misaligned & (2 * ELEMENT - 1)) == 0) pass_rows<2 * ELEMENT>(acc, b[h], r, i, h, row, first, plane, rows, end, buffer, lane);
+        else pass_rows<ELEMENT>(acc, b[h], r, i, h, row + (SHIFTED(ELEMENT) ? (u32)(u64)(first + g * plane) & 31 : 0), first, plane, rows, end, buffer, lane);
 #else
         put_rows<16>(acc, b[h], r, i, h, row, lane);
         __syncwarp();

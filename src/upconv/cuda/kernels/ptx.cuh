@@ -154,6 +154,11 @@ __device__ __forceinline__ float bfloat_value(u32 bits) { return __uint_as_float
   "wgmma.mma_async.sync.aligned." shape                                                                               \
   " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,"  \
   "%30,%31}, {%32,%33,%34,%35}, %36, " tail ";\n"
+#define WGMMA_128(shape, tail)                                                                                        \
+  "wgmma.mma_async.sync.aligned." shape                                                                               \
+  " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,"  \
+  "%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,"  \
+  "%56,%57,%58,%59,%60,%61,%62,%63}, {%64,%65,%66,%67}, %68, " tail ";\n"
 
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory"); }
