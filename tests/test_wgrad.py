@@ -228,7 +228,7 @@ def test_candidates_keep_the_hardwares_limits(seed: int) -> None:
         assert t.warpgroups % t.split_m == 0
         # 2 to the power of 8 elements at most, whole 16 bytes, and no more than the swizzle's span.
         for box, span in ((t.box, None if t.turned else t.segment), (t.g_box, None)) if t.box_g else ((t.box, None),):
-            assert max(box) <= 256
+            assert max(box) <= 256 and max(t.g_box_steps) <= 8
             assert box[0] * t.element % 16 == 0
             assert span is None or box[0] * t.element <= span
 

@@ -126,8 +126,12 @@ def check_weight(choice: wgrad.Choice | direct_wgrad.Choice, x: Tensor, g: Tenso
         guarded(out)
         found.append(out)
     about = f"{p} {p.precision}\n{choice}"
-    error = reference.relative_error(found[0], truth)
-    assert error < BOUNDS[p.precision], f"error {error:.2e} of {about}"
+    error, bound = reference.relative_error(found[0], truth), BOUNDS[p.precision]
+    if p.precision == "ieee" and isinstance(choice, wgrad.Choice):
+        # A sum's chunks are added one by one, and each addition rounds: 2^-25 for each, in any direction. A choice of
+        # the planner's has splits enough; drawn ones have sums of 50,000.
+        bound = max(bound, 2**-25 * math.sqrt(math.prod(choice.tiling.counts(p)) / choice.splits))
+    assert error < bound, f"error {error:.2e} of {about}"
     again, unaligned = (torch.equal(found[0], other) for other in found[1:])
     assert again, f"not bit-equal from run to run: {about}"
     assert unaligned, f"not bit-equal off alignment: {about}"

@@ -513,11 +513,18 @@ class Interpreter:
         stage[:, swizzled(address, self.segment) // element] = values
 
     def load_g(self, g: Memory, stage: Floats, c: Place, work: Work) -> None:
-        """g's tile by boxes, a row each."""
+        """g's tile by boxes, a row each or all of it."""
         m, element = self.m, self.element
         first = work.group * m["COUT_G"] + work.co
         r = np.arange(self.g_rows)
         row = self.g_row(r)
+        if m["G_ONE_BOX"]:  # what the box brings, in its order
+            t = self.tiling
+            assert isinstance(t, WarpgroupTiling)
+            _, _, count_h, count_d, count_n = (-(-n // step) for n, step in zip(t.g_box, t.g_box_steps))
+            i = np.indices((count_n, count_d, count_h)).reshape(3, -1)
+            row = Rows(i[0], i[1] * t.g_box_steps[3], i[2] * t.g_box_steps[2])
+            assert i.shape[1] == self.g_rows
         n, d, h = ((a[:, None] + b)[..., None, None] for a, b in zip(c[:3], row))
         channel = np.arange(m["BLOCK_CO"])
         if self.last:

@@ -42,6 +42,7 @@ _STEP = 40.0  # clocks a step of mma.sync costs beside its instructions
 _WARPGROUP_STEP = 25.0  # clocks a step of wgmma costs: the fragment is waited for
 _DRAIN = 130.0  # clocks at the end of a stretch of wgmma
 _L2 = 24.0  # bytes a clock and multiprocessor, copied by threads
+_BOX = 320.0  # clocks of a box, however small
 _BOX_L2 = 33.0  # by boxes (NOTES: unet1, pix, vae and dcgan3 reach 32 to 36)
 _SYNC_NCHW = 1.25  # what the mma.sync kernel takes beyond its model: fragments off 16 bytes
 _SYNC_NCHW_16 = 2.2  # and where each is put together from two words
@@ -201,19 +202,21 @@ def tensor_map(t: WarpgroupTiling, p: Problem, address: int, g: bool) -> tuple[i
     swizzle = swizzles.CU_TENSOR_MAP_SWIZZLE_NONE if plain else spans[span]
     d, h, w = (1,) * (3 - p.rank) + (p.out_size if g else p.size)
     c = p.out_channels if g else p.in_channels
-    dims = (c, w, h, d, p.batch) if t.channels_last else (w, h, d, c, p.batch)
+    dims = [c, w, h, d, p.batch] if t.channels_last else [w, h, d, c, p.batch]
     if t.lines and not g:
-        dims = (w * h, 1, d, c, p.batch)
-    strides = [math.prod(dims[:i]) * t.element for i in range(1, 5)]
+        dims = [w * h, 1, d, c, p.batch]
+    pitches = [math.prod(dims[:i]) * t.element for i in range(5)]
+    if g and not t.channels_last:  # a row of all channels is a box, or a part of one
+        dims, pitches = ([a[0], a[3], a[1], a[2], a[4]] for a in (dims, pitches))
     made = jit._drive(
         driver.cuTensorMapEncodeTiled,
         kind,
         5,
         address,
         [driver.cuuint64_t(n) for n in dims],
-        [driver.cuuint64_t(n) for n in strides],
+        [driver.cuuint64_t(n) for n in pitches[1:]],
         [driver.cuuint32_t(n) for n in (t.g_box if g else t.box)],
-        [driver.cuuint32_t(1)] * 5,
+        [driver.cuuint32_t(n) for n in (t.g_box_steps if g else (1,) * 5)],
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
         swizzle,
         driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
@@ -403,7 +406,7 @@ def _warpgroup_clocks(t: WarpgroupTiling) -> tuple[float, str]:
     if t.turned:
         shared += t.x_bytes / 64
     l2 = (t.g_units * 16 + t.x_bytes) / (_BOX_L2 if t.box_g else _L2)
-    copies = 0.0 if t.box_g else t.g_units * _COPY * _ragged(t, t.channels[1])
+    copies = t.boxes * _BOX if t.box_g else t.g_units * _COPY * _ragged(t, t.channels[1])
     parts = {"tensor cores": matrix, "shared memory": shared, "L2": l2, "copies": copies}
     bound = max(parts, key=lambda name: parts[name])
     total = max(parts.values()) + 0.1 * (sum(parts.values()) - max(parts.values()))

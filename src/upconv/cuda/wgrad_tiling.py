@@ -16,6 +16,7 @@ from upconv.problem import Problem
 Triple = tuple[int, int, int]
 
 WARPS = 8  # of the mma.sync kernel
+_MAX_BOX_STEP = 8  # the tensor copy engine's, along a dimension
 _PRECISIONS = {"tf32": 0, "ieee": 1, "fp16": 2, "bf16": 3}
 _STRETCH = 40  # matrix instructions of a warpgroup between whose ends the tensor cores do not drain
 
@@ -315,12 +316,60 @@ class WarpgroupTiling(Tiling):
             return aligned and (self.problem.groups == 1 or self.channels[1] % self.vec == 0) and self.g_box[1] <= 256
         return self.aligned_g and self.g_box[0] <= 256
 
+    @cached_property
+    def g_row_steps(self) -> tuple[int, int] | None:
+        """NCHW: from one row of g's tile to the next along D and H, where one box can bring all of them; else None."""
+        if self.channels_last:
+            return None
+        found = []
+        for count, taps, step, dilation, rows in zip(
+            self.tile[1:3], self.taps, self.steps, self.dilation, self._spans()
+        ):
+            dense = rows == (count - 1) * step + (taps - 1) * dilation + 1
+            if not (dense or taps == 1 or count == 1 or step == taps * dilation):
+                return None
+            found.append(1 if dense or rows == 1 else step if taps == 1 else dilation)
+        d, h = found
+        return (d, h) if max(found) <= _MAX_BOX_STEP else None
+
+    @property
+    def g_one_box(self) -> bool:
+        """Whether one box brings g's tile, not one for each row (NOTES: 320 clocks a box, kb57 and GANs)."""
+        return self.g_row_steps is not None and max(self._g_whole_box(*self.g_row_steps)) <= 256
+
+    def _g_whole_box(self, step_d: int, step_h: int) -> tuple[int, int, int, int, int]:
+        rows_d, rows_h, _ = self._spans()
+        row = (self.units[1] | 1) * self.vec
+        # Elements traversed: of n along a dimension of step s, ceil(n / s) are copied.
+        return row, self.block[1], (rows_h - 1) * step_h + 1, (rows_d - 1) * step_d + 1, self.tile[0]
+
     @property
     def g_box(self) -> tuple[int, int, int, int, int]:
-        """The box of g, a row of the tile, innermost first."""
+        """The box of g, innermost first: channels, W, H, D, images of a row of the tile (channels_last), or W,
+        channels, H, D, images of all of it or of a row."""
         if self.channels_last:
             return self.g_width, self._spans()[2], 1, 1, 1
-        return (self.units[1] | 1) * self.vec, 1, 1, self.block[1], 1
+        if self.g_one_box and self.g_row_steps:
+            return self._g_whole_box(*self.g_row_steps)
+        return (self.units[1] | 1) * self.vec, self.block[1], 1, 1, 1
+
+    @property
+    def g_box_steps(self) -> tuple[int, int, int, int, int]:
+        """From one element of a box of g to the next along each of its dimensions."""
+        d, h = self.g_row_steps if self.g_one_box and self.g_row_steps else (1, 1)
+        return 1, 1, h, d, 1
+
+    @property
+    def boxes(self) -> int:
+        """Copies of the tensor copy engine for a chunk."""
+        found = self.block[0] // self.width if self.channels_last else self.x_bytes // (self.segment * self.block[0])
+        if self.turned:
+            found = 1
+        if self.box_g:
+            rows_d, rows_h, _ = self._spans()
+            rows = self.tile[0] * rows_d * rows_h
+            found += rows * (self.block[1] // self.g_width) if self.channels_last else 1 if self.g_one_box else rows
+        return found
 
     @property
     def g_width(self) -> int:
@@ -401,6 +450,7 @@ class WarpgroupTiling(Tiling):
             "ALIGNED_G": int(self.aligned_g),
             "LINES": int(self.lines),
             "BOX_G": int(self.box_g),
+            "G_ONE_BOX": int(self.box_g and self.g_one_box),
             "PRODUCER_REGISTERS": self.registers[0],
             "CONSUMER_REGISTERS": self.registers[1],
             "SHARED_BYTES_PLANNED": self.shared_bytes,

@@ -205,10 +205,10 @@ TENSOR_MAP = dedent(
     }
 
     // A map over a dense tensor of dimensions `dims`, innermost first, and the box that one copy brings: `box` elements
-    // traversed by `steps` along each.
+    // traversed by `steps` along each. `channels_second`: the map has the fourth dimension second, and so has the box.
     CUtensorMap tensor_map(const at::Tensor& t, CUtensorMapDataType type, const std::array<int64_t, 5>& dims,
                            const std::array<cuuint32_t, 5>& box, const std::array<cuuint32_t, 5>& steps,
-                           CUtensorMapSwizzle swizzle) {
+                           CUtensorMapSwizzle swizzle, bool channels_second = false) {
       const c10::cuda::CUDAGuard guard(t.device());
       C10_CUDA_CHECK(cudaSetDevice(t.get_device()));  // gives a thread that has called nothing yet its context
       std::array<cuuint64_t, 5> counts;
@@ -218,6 +218,10 @@ TENSOR_MAP = dedent(
         counts[i] = dims[i];
         pitch *= dims[i];
         if (i < 4) pitches[i] = pitch;
+      }
+      if (channels_second) {
+        std::rotate(counts.begin() + 1, counts.begin() + 3, counts.begin() + 4);
+        std::rotate(pitches.begin(), pitches.begin() + 2, pitches.begin() + 3);
       }
       CUtensorMap map;
       const CUresult result = encode_tiled()(
@@ -385,7 +389,8 @@ def _wgrad_map(t: WarpgroupTiling, name: str, g: bool) -> str:
     # sizes: batch, depth, height and width of the input, of the output, ...
     size = ("sizes[6]", "sizes[5]", "sizes[4]") if g else ("sizes[3]", "sizes[2]", "sizes[1]")
     return _map(f"map_{name}", name, kind, p.out_channels if g else p.in_channels, size, t.channels_last,
-                t.g_box if g else t.box, (1,) * 5, "SWIZZLE_NONE" if plain else f"SWIZZLE_{span}B")  # fmt: skip
+                t.g_box if g else t.box, t.g_box_steps if g else (1,) * 5,
+                "SWIZZLE_NONE" if plain else f"SWIZZLE_{span}B", g and not t.channels_last)  # fmt: skip
 
 
 def _map(
@@ -398,13 +403,15 @@ def _map(
     box: tuple[int, ...],
     steps: tuple[int, ...],
     swizzle: str,
+    channels_second: bool = False,
 ) -> str:
     w, h, d = size
     dims = (str(channels), w, h, d, "sizes[0]") if last else (w, h, d, str(channels), "sizes[0]")
     lists = [", ".join(map(str, values)) for values in (dims, box, steps)]
+    last_argument = ", true" if channels_second else ""
     return (
         f"const CUtensorMap {name} = tensor_map({tensor}, CU_TENSOR_MAP_DATA_TYPE_{kind}, {{{lists[0]}}},\n"
-        f"{' ' * (len(name) + 32)}{{{lists[1]}}}, {{{lists[2]}}}, CU_TENSOR_MAP_{swizzle});\n"
+        f"{' ' * (len(name) + 32)}{{{lists[1]}}}, {{{lists[2]}}}, CU_TENSOR_MAP_{swizzle}{last_argument});\n"
     )
 
 

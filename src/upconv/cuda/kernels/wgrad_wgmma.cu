@@ -6,7 +6,7 @@
 //   B, from shared memory by descriptor: x's tile as the tensor copy engine leaves it. NCHW: rows of a channel's pixels (K-major),
 //      rounded to TF32 on the way; CHANNELS_LAST of 16 bits: rows of a pixel's channels (MN-major). TF32 has no MN-major form, so
 //      that CHANNELS_LAST float32 is turned by the copying warpgroup (TURN_X).
-// g comes by boxes too, a row each (BOX_G), or by threads where its rows begin off 16 bytes.
+// g comes by boxes too (BOX_G), NCHW by one where its rows lie evenly (G_ONE_BOX), or by threads where rows begin off 16 bytes.
 // Roles: one warpgroup copies, WGS warpgroups multiply: WGS_M of them divide the output channels of a block, the others its taps,
 // ENTRIES x SUBS taps each: ENTRIES neighbours for each of SUBS bands of rows.
 //
@@ -117,6 +117,9 @@ __device__ __forceinline__ void load_boxes(const TensorMap* map_x, const TensorM
   int d = c.d * STEP_D + work.tap_d * DIL_D - PAD_D, h = c.h * STEP_H + work.tap_h * DIL_H - PAD_H, w = c.w * STEP_W + work.tap_w * DIL_W - PAD_W;
   channel = work.group * COUT_G + work.co;
   to += X_TILE_BYTES;
+#if G_ONE_BOX
+  load_box(to, map_g, w - (w & (VEC - 1)), channel, h, d, c.n, barrier);
+#else
 #pragma unroll 1
   for (int r = 0; r < G_ROWS; r++) {
     Rows at = g_row(r);
@@ -124,9 +127,10 @@ __device__ __forceinline__ void load_boxes(const TensorMap* map_x, const TensorM
     for (int i = 0; i < G_BOXES; i++)
       load_box(to + (i * G_ROWS + r) * G_BOX_BYTES, map_g, channel + i * G_WIDTH, w, h + at.h, d + at.d, c.n + at.n, barrier);
 #else
-    load_box(to + r * G_BOX_BYTES, map_g, w - (w & (VEC - 1)), h + at.h, d + at.d, channel, c.n + at.n, barrier);
+    load_box(to + r * G_BOX_BYTES, map_g, w - (w & (VEC - 1)), channel, h + at.h, d + at.d, c.n + at.n, barrier);
 #endif
   }
+#endif
 #endif
 }
 
