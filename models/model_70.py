@@ -182,9 +182,6 @@ __device__ __forceinline__ void load_shared_64(u32 (&v)[4], u32 a) {
 __device__ __forceinline__ void store_shared_128(u32 a, u32 v0, u32 v1, u32 v2, u32 v3) {
   asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};\n" ::"r"(a), "r"(v0), "r"(v1), "r"(v2), "r"(v3) : "memory");
 }
-__device__ __forceinline__ void store_shared_f32(u32 a, float v) {
-  asm volatile("st.shared.f32 [%0], %1;\n" ::"r"(a), "f"(v) : "memory");
-}
 __device__ __forceinline__ void store_shared_f32x2(u32 a, float v, float w) {
   asm volatile("st.shared.v2.f32 [%0], {%1,%2};\n" ::"r"(a), "f"(v), "f"(w) : "memory");
 }
@@ -589,9 +586,11 @@ struct Fragments {
 
 struct Place { int n, d, h, w; };  // of a subtile in a tile, in q
 
+// PAIRED: subtiles one below the other are neighbours, so that one matrix instruction takes both (WIDE).
 __device__ __forceinline__ constexpr Place place_of(int subtile) {
   return {subtile / (W_SUBTILES * H_SUBTILES * TILE_D), subtile / (W_SUBTILES * H_SUBTILES) % TILE_D,
-          subtile / W_SUBTILES % H_SUBTILES * SUB_H, subtile % W_SUBTILES * SUB_W};
+          subtile / W_SUBTILES % H_SUBTILES * SUB_H,
+          subtile % W_SUBTILES * SUB_W};
 }
 // its first pixel's row in the tile, for a tap of shift 0
 __device__ __forceinline__ constexpr int pixel_row_of(int subtile) {
@@ -604,12 +603,13 @@ constexpr int GROUP_ROWS = ROW_STEP_H * PITCH;  // pixel rows from one group of 
 __device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4], u32 tile,
     const int (&subtile_row)[NB], int shift, int k_step, int lane) {
   const u64 upper = ((u64)(GROUP_ROWS * ROW_BYTES >> 4) << 32) | ((u64)(3) << 62) | (1ull << 16);
+constexpr int SUBTILES_OF_WGMMA = 1;
+#define WGMMA_PIXELS(types, tail) asm volatile(WGMMA_64("m64n64" types, tail) : ACCUMULATORS_64(acc[nb]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
 #pragma unroll
-  for (int nb = 0; nb < NB; nb++) {
+  for (int nb = 0; nb < NB; nb += SUBTILES_OF_WGMMA) {
     u32 start = tile + (subtile_row[nb] + shift) * ROW_BYTES + k_step * 32;
     u64 b = upper | ((start & 0x3ffff) >> 4);
-    asm volatile(WGMMA_64("m64n64k8.f32.tf32.tf32", "1, 1, 1") : ACCUMULATORS_64(acc[nb]) : "r"(a[0]), "r"(a[1]),
-        "r"(a[2]), "r"(a[3]), "l"(b));
+    WGMMA_PIXELS("k8.f32.tf32.tf32", "1, 1, 1");
   }
 }
 
@@ -675,8 +675,9 @@ constexpr int RUN_PITCH = (RUN * W_SUBS * ELEMENT + 127) / 128 * 128 + 32;
 constexpr int BUFFER_BYTES = 8 * RUN_PITCH;
 constexpr int RUN_SUBTILES = RUN_GROUPS;  // neighbours along W that a run crosses
 constexpr int RUNS_OF_SUBTILE = 8;
-// Group k of run i of subtiles r * RUN_SUBTILES ...: which subtile, and which of its groups of 8 columns.
-#define RUN_NB(r, i, k) ((r) * RUN_SUBTILES + (k))
+// Group k of run i of subtiles RUN_FIRST(r) ...: which subtile, and which of its groups of 8 columns.
+#define RUN_FIRST(r) ((r) * RUN_SUBTILES)  // subtile of a run's first group
+#define RUN_NB(r, i, k) (RUN_FIRST(r) + (k))
 #define RUN_J(r, i, k) ((i))
 
 // A warp's 16 rows of M are output channels of one (d, h) sub-position (ROWS_PER_SUB is 64, 32 or 16).
@@ -696,16 +697,14 @@ __device__ __forceinline__ Slab slab_of(const Tile& t, int cout_block, int warp)
 }
 
 constexpr int OUTPUTS = RUN * W_SUBS;  // of a row of a run
-
-// UNIT, below: bytes at multiples of which all rows of a run begin and end: 16, two outputs or one.
-#define TOGETHER(unit) ((unit) > ELEMENT ? 2 : 1)  // outputs that a thread stores to the buffer together
+#define TOGETHER(unit) (2)  // outputs that a thread stores to the buffer together
 
 // Which of a thread's outputs of a row go first to the buffer, as an exclusive or of their order, so that the lanes of an
 // instruction meet different banks: rows lie 8 banks apart (half precision: 12), the outputs of neighbouring lanes 2 W_SUBS.
 template <int UNIT>
 __device__ __forceinline__ int order_of(int g, int q) {
   int by_column = 0;
-  return TOGETHER(UNIT) == 2 ? by_column : by_column | g >> 2;
+  return by_column;
 }
 
 // One thread's 2 W_SUBS neighbouring outputs to the buffer.
@@ -724,8 +723,7 @@ __device__ __forceinline__ void put(float (&v)[2 * W_SUBS], u32 at, int order) {
 #pragma unroll
   for (int i = 0; i < 2 * W_SUBS; i += TOGETHER(UNIT)) {
     u32 to = at + (i ^ order) * ELEMENT;
-    if (TOGETHER(UNIT) == 2) store_shared_f32x2(to, v[i], v[i ^ 1]);
-    else store_shared_f32(to, v[i]);
+    store_shared_f32x2(to, v[i], v[i ^ 1]);
   }
 }
 
@@ -747,39 +745,31 @@ __device__ __forceinline__ void store_units(char* to, long long plane, int rows,
   constexpr int PER_ROW = OUTPUTS * ELEMENT / UNIT;
 #pragma unroll
   for (int i = 0; i < (8 * PER_ROW + 31) / 32; i++) {
-    int index = lane + 32 * i, r = index / PER_ROW, at = index % PER_ROW * UNIT;
-    char* row = to + r * plane;
-    u32 shift = UNIT == 16 ? 0 : (u32)(u64)row & 31;
+    bool one_row = PER_ROW % 32 == 0;                   // known without the lane
+    int index = lane + 32 * i, r = one_row ? 32 * i / PER_ROW : index / PER_ROW;
+    int at = (one_row ? 32 * i % PER_ROW + lane : index % PER_ROW) * UNIT;
     bool in = PER_ROW % 4 == 0 || r < 8;
-    copy_unit<UNIT>(row + at, in ? buffer + r * RUN_PITCH + shift + at : buffer, in && at < end && r < rows);
+    copy_unit<UNIT>(to + r * plane + at, in ? buffer + r * RUN_PITCH + at : buffer, in && at < end && (r < rows));
   }
 }
 
-// Eight rows that begin anywhere. The buffer has a row where memory has it in its first sector of 32 bytes, so that 16 bytes of
-// the one are 16 of the other; two lanes have a sector, since one that is written in parts is first read from memory
-// (measured: loads and stores of kb57 with rows of 1026 outputs 2.15 ms, of 1024 1.44). What a row's first and last 16 bytes have
-// of it follows in units.
-template <int UNIT>
-__device__ __forceinline__ void store_shifted(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
-  constexpr int PER_ROW = (OUTPUTS * ELEMENT + 32 - UNIT + 31) / 32 * 2, ENDS = 16 / UNIT;
+// Eight rows that begin anywhere, a lane an output: each instruction begins at a sector's first output, since a sector of 32
+// bytes that is written in parts is first read from memory (measured: loads and stores of kb57 with rows of 1026
+// outputs 2.15 ms, of 1024
+// 1.44; 16 bytes a lane and the ends of rows by themselves, as below, took 8 to 20% longer: kb57 2.00 -> 2.20 ms).
+__device__ __forceinline__ void store_sectors(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
+  u32 first = (u32)(u64)to, step = (u32)plane;
 #pragma unroll
-  for (int i = 0; i < (8 * PER_ROW + 31) / 32; i++) {
-    int index = lane + 32 * i, r = index / PER_ROW, unit = index % PER_ROW;
-    char* row = to + r * plane;
-    int at = unit * 16 - (int)((u64)row & 31);          // in the row
-    bool in = PER_ROW % 4 == 0 || r < 8;
-    copy_unit<16>(row + at, in ? buffer + r * RUN_PITCH + unit * 16 : buffer,
-        in && at >= 0 && at + 16 <= end && r < rows);
-  }
+  for (int i = 0; i < (OUTPUTS + 38) / 32; i++) {
+    u32 v[8];
+    int at[8];                                          // the lane's output of each row; some are before or behind it
 #pragma unroll
-  for (int i = 0; i < 8 * 2 * ENDS / 32; i++) {         // ENDS lanes for either end of a row
-    int r = (lane + 32 * i) / (2 * ENDS), at = lane % ENDS * UNIT;
-    char* row = to + r * plane;
-    int phase = (int)((u64)row & 15), head = -phase & 15;
-    bool tail = lane & ENDS;
-    if (tail) at += ((phase + end) & ~15) - phase;
-    bool ok = (tail ? at >= head : at < head) && at < end && r < rows;
-    copy_unit<UNIT>(row + at, buffer + r * RUN_PITCH + ((u32)(u64)row & 31) + (ok ? at : 0), ok);
+    for (int r = 0; r < 8; r++) {
+      at[r] = (lane + 32 * i) * 4 - (int)((first + r * step) & 31);
+      v[r] = load_shared_u32(buffer + r * RUN_PITCH + ((u32)at[r] < (u32)end ? at[r] : 0));
+    }
+#pragma unroll
+    for (int r = 0; r < 8; r++) store_global_if(to + r * plane + at[r], v[r], (u32)at[r] < (u32)end && (r < rows));
   }
 }
 
@@ -787,13 +777,11 @@ __device__ __forceinline__ void store_shifted(char* to, long long plane, int row
 // lie `plane` bytes apart.
 template <int UNIT>
 __device__ __forceinline__ void store_rows(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
-  constexpr int whole = (8 * (OUTPUTS * ELEMENT / UNIT) + 31) / 32;
-  constexpr int shifted = ((OUTPUTS * ELEMENT + 32 - UNIT + 31) / 32 * 16 + 31) / 32 + 16 * (16 / UNIT) / 32;
-  if (UNIT == 16 || whole <= shifted) store_units<UNIT>(to, plane, rows, end, buffer, lane);
-  else store_shifted<UNIT>(to, plane, rows, end, buffer, lane);
+  if (UNIT == 4) store_sectors(to, plane, rows, end, buffer, lane);
+  else store_units<UNIT>(to, plane, rows, end, buffer, lane);
 }
 
-// Rows h * 8 ... of run i of subtiles r * RUN_SUBTILES ...: a thread's outputs of its row to the buffer.
+// Rows h * 8 ... of run i of subtiles RUN_FIRST(r) ...: a thread's outputs of its row to the buffer.
 template <int UNIT>
 __device__ __forceinline__ void put_rows(float (&acc)[MB][NB][32], float bias, int r, int i, int h, u32 row, int lane) {
   constexpr signed char blocks[] = {0};         // the block of a W sub-position, -1: it has no taps
@@ -843,7 +831,7 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* 
   long long plane = (long long)s.out_d * s.out_h * s.out_w * ELEMENT;
 #pragma unroll
   for (int r = 0; r < NB / RUN_SUBTILES; r++) {
-    Place place = place_of(first_subtile + r * RUN_SUBTILES);
+    Place place = place_of(first_subtile + RUN_FIRST(r));
     int n = t.n + place.n, od = OUT_STEP_D * (t.d + place.d) + slab.od;
     bool image = n < s.batch && od < s.out_d;
 #pragma unroll
@@ -860,11 +848,10 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* 
         char* first = to + h * 8 * plane;
         int rows = slab.couts < 8 * h + 8 ? slab.couts - 8 * h : 8;
         u32 row = buffer + g * RUN_PITCH;
-        u32 shifted = row + ((u32)(u64)(first + g * plane) & 31);
         if ((misaligned & 15) == 0) pass_rows<16>(acc, b[h], r, i, h, row, first, plane, rows, end, buffer, lane);
-        else if ((misaligned & (2 * ELEMENT - 1)) == 0) pass_rows<2 * ELEMENT>(acc, b[h], r, i, h, shifted, first,
-            plane, rows, end, buffer, lane);
-        else pass_rows<ELEMENT>(acc, b[h], r, i, h, shifted, first, plane, rows, end, buffer, lane);
+        else if ((misaligned & (2 * ELEMENT - 1)) == 0) pass_rows<2 * ELEMENT>(acc, b[h], r, i, h, row, first, plane,
+            rows, end, buffer, lane);
+        else pass_rows<ELEMENT>(acc, b[h], r, i, h, row, first, plane, rows, end, buffer, lane);
         __syncwarp();
       }
     }
@@ -979,6 +966,7 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 #undef WGMMA_64
 #undef COLUMN
 #undef FRAGMENTS
+#undef RUN_FIRST
 #undef RUN_NB
 #undef RUN_J
 #undef TOGETHER
@@ -1111,9 +1099,6 @@ __device__ __forceinline__ void load_shared_64(u32 (&v)[4], u32 a) {
 }
 __device__ __forceinline__ void store_shared_128(u32 a, u32 v0, u32 v1, u32 v2, u32 v3) {
   asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};\n" ::"r"(a), "r"(v0), "r"(v1), "r"(v2), "r"(v3) : "memory");
-}
-__device__ __forceinline__ void store_shared_f32(u32 a, float v) {
-  asm volatile("st.shared.f32 [%0], %1;\n" ::"r"(a), "f"(v) : "memory");
 }
 __device__ __forceinline__ void store_shared_f32x2(u32 a, float v, float w) {
   asm volatile("st.shared.v2.f32 [%0], {%1,%2};\n" ::"r"(a), "f"(v), "f"(w) : "memory");
@@ -1574,9 +1559,11 @@ struct Fragments {
 
 struct Place { int n, d, h, w; };  // of a subtile in a tile, in q
 
+// PAIRED: subtiles one below the other are neighbours, so that one matrix instruction takes both (WIDE).
 __device__ __forceinline__ constexpr Place place_of(int subtile) {
   return {subtile / (W_SUBTILES * H_SUBTILES * TILE_D), subtile / (W_SUBTILES * H_SUBTILES) % TILE_D,
-          subtile / W_SUBTILES % H_SUBTILES * SUB_H, subtile % W_SUBTILES * SUB_W};
+          subtile / W_SUBTILES % H_SUBTILES * SUB_H,
+          subtile % W_SUBTILES * SUB_W};
 }
 // its first pixel's row in the tile, for a tap of shift 0
 __device__ __forceinline__ constexpr int pixel_row_of(int subtile) {
@@ -1589,12 +1576,13 @@ constexpr int GROUP_ROWS = ROW_STEP_H * PITCH;  // pixel rows from one group of 
 __device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4], u32 tile,
     const int (&subtile_row)[NB], int shift, int k_step, int lane) {
   const u64 upper = ((u64)(GROUP_ROWS * ROW_BYTES >> 4) << 32) | ((u64)(3) << 62) | (1ull << 16);
+constexpr int SUBTILES_OF_WGMMA = 1;
+#define WGMMA_PIXELS(types, tail) asm volatile(WGMMA_64("m64n64" types, tail) : ACCUMULATORS_64(acc[nb]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
 #pragma unroll
-  for (int nb = 0; nb < NB; nb++) {
+  for (int nb = 0; nb < NB; nb += SUBTILES_OF_WGMMA) {
     u32 start = tile + (subtile_row[nb] + shift) * ROW_BYTES + k_step * 32;
     u64 b = upper | ((start & 0x3ffff) >> 4);
-    asm volatile(WGMMA_64("m64n64k8.f32.tf32.tf32", "1, 1, 1") : ACCUMULATORS_64(acc[nb]) : "r"(a[0]), "r"(a[1]),
-        "r"(a[2]), "r"(a[3]), "l"(b));
+    WGMMA_PIXELS("k8.f32.tf32.tf32", "1, 1, 1");
   }
 }
 
@@ -1660,8 +1648,9 @@ constexpr int RUN_PITCH = (RUN * W_SUBS * ELEMENT + 127) / 128 * 128 + 32;
 constexpr int BUFFER_BYTES = 8 * RUN_PITCH;
 constexpr int RUN_SUBTILES = RUN_GROUPS;  // neighbours along W that a run crosses
 constexpr int RUNS_OF_SUBTILE = 8;
-// Group k of run i of subtiles r * RUN_SUBTILES ...: which subtile, and which of its groups of 8 columns.
-#define RUN_NB(r, i, k) ((r) * RUN_SUBTILES + (k))
+// Group k of run i of subtiles RUN_FIRST(r) ...: which subtile, and which of its groups of 8 columns.
+#define RUN_FIRST(r) ((r) * RUN_SUBTILES)  // subtile of a run's first group
+#define RUN_NB(r, i, k) (RUN_FIRST(r) + (k))
 #define RUN_J(r, i, k) ((i))
 
 // A warp's 16 rows of M are output channels of one (d, h) sub-position (ROWS_PER_SUB is 64, 32 or 16).
@@ -1681,16 +1670,14 @@ __device__ __forceinline__ Slab slab_of(const Tile& t, int cout_block, int warp)
 }
 
 constexpr int OUTPUTS = RUN * W_SUBS;  // of a row of a run
-
-// UNIT, below: bytes at multiples of which all rows of a run begin and end: 16, two outputs or one.
-#define TOGETHER(unit) ((unit) > ELEMENT ? 2 : 1)  // outputs that a thread stores to the buffer together
+#define TOGETHER(unit) (2)  // outputs that a thread stores to the buffer together
 
 // Which of a thread's outputs of a row go first to the buffer, as an exclusive or of their order, so that the lanes of an
 // instruction meet different banks: rows lie 8 banks apart (half precision: 12), the outputs of neighbouring lanes 2 W_SUBS.
 template <int UNIT>
 __device__ __forceinline__ int order_of(int g, int q) {
   int by_column = 0;
-  return TOGETHER(UNIT) == 2 ? by_column : by_column | g >> 2;
+  return by_column;
 }
 
 // One thread's 2 W_SUBS neighbouring outputs to the buffer.
@@ -1709,8 +1696,7 @@ __device__ __forceinline__ void put(float (&v)[2 * W_SUBS], u32 at, int order) {
 #pragma unroll
   for (int i = 0; i < 2 * W_SUBS; i += TOGETHER(UNIT)) {
     u32 to = at + (i ^ order) * ELEMENT;
-    if (TOGETHER(UNIT) == 2) store_shared_f32x2(to, v[i], v[i ^ 1]);
-    else store_shared_f32(to, v[i]);
+    store_shared_f32x2(to, v[i], v[i ^ 1]);
   }
 }
 
@@ -1732,39 +1718,31 @@ __device__ __forceinline__ void store_units(char* to, long long plane, int rows,
   constexpr int PER_ROW = OUTPUTS * ELEMENT / UNIT;
 #pragma unroll
   for (int i = 0; i < (8 * PER_ROW + 31) / 32; i++) {
-    int index = lane + 32 * i, r = index / PER_ROW, at = index % PER_ROW * UNIT;
-    char* row = to + r * plane;
-    u32 shift = UNIT == 16 ? 0 : (u32)(u64)row & 31;
+    bool one_row = PER_ROW % 32 == 0;                   // known without the lane
+    int index = lane + 32 * i, r = one_row ? 32 * i / PER_ROW : index / PER_ROW;
+    int at = (one_row ? 32 * i % PER_ROW + lane : index % PER_ROW) * UNIT;
     bool in = PER_ROW % 4 == 0 || r < 8;
-    copy_unit<UNIT>(row + at, in ? buffer + r * RUN_PITCH + shift + at : buffer, in && at < end && r < rows);
+    copy_unit<UNIT>(to + r * plane + at, in ? buffer + r * RUN_PITCH + at : buffer, in && at < end && (r < rows));
   }
 }
 
-// Eight rows that begin anywhere. The buffer has a row where memory has it in its first sector of 32 bytes, so that 16 bytes of
-// the one are 16 of the other; two lanes have a sector, since one that is written in parts is first read from memory
-// (measured: loads and stores of kb57 with rows of 1026 outputs 2.15 ms, of 1024 1.44). What a row's first and last 16 bytes have
-// of it follows in units.
-template <int UNIT>
-__device__ __forceinline__ void store_shifted(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
-  constexpr int PER_ROW = (OUTPUTS * ELEMENT + 32 - UNIT + 31) / 32 * 2, ENDS = 16 / UNIT;
+// Eight rows that begin anywhere, a lane an output: each instruction begins at a sector's first output, since a sector of 32
+// bytes that is written in parts is first read from memory (measured: loads and stores of kb57 with rows of 1026
+// outputs 2.15 ms, of 1024
+// 1.44; 16 bytes a lane and the ends of rows by themselves, as below, took 8 to 20% longer: kb57 2.00 -> 2.20 ms).
+__device__ __forceinline__ void store_sectors(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
+  u32 first = (u32)(u64)to, step = (u32)plane;
 #pragma unroll
-  for (int i = 0; i < (8 * PER_ROW + 31) / 32; i++) {
-    int index = lane + 32 * i, r = index / PER_ROW, unit = index % PER_ROW;
-    char* row = to + r * plane;
-    int at = unit * 16 - (int)((u64)row & 31);          // in the row
-    bool in = PER_ROW % 4 == 0 || r < 8;
-    copy_unit<16>(row + at, in ? buffer + r * RUN_PITCH + unit * 16 : buffer,
-        in && at >= 0 && at + 16 <= end && r < rows);
-  }
+  for (int i = 0; i < (OUTPUTS + 38) / 32; i++) {
+    u32 v[8];
+    int at[8];                                          // the lane's output of each row; some are before or behind it
 #pragma unroll
-  for (int i = 0; i < 8 * 2 * ENDS / 32; i++) {         // ENDS lanes for either end of a row
-    int r = (lane + 32 * i) / (2 * ENDS), at = lane % ENDS * UNIT;
-    char* row = to + r * plane;
-    int phase = (int)((u64)row & 15), head = -phase & 15;
-    bool tail = lane & ENDS;
-    if (tail) at += ((phase + end) & ~15) - phase;
-    bool ok = (tail ? at >= head : at < head) && at < end && r < rows;
-    copy_unit<UNIT>(row + at, buffer + r * RUN_PITCH + ((u32)(u64)row & 31) + (ok ? at : 0), ok);
+    for (int r = 0; r < 8; r++) {
+      at[r] = (lane + 32 * i) * 4 - (int)((first + r * step) & 31);
+      v[r] = load_shared_u32(buffer + r * RUN_PITCH + ((u32)at[r] < (u32)end ? at[r] : 0));
+    }
+#pragma unroll
+    for (int r = 0; r < 8; r++) store_global_if(to + r * plane + at[r], v[r], (u32)at[r] < (u32)end && (r < rows));
   }
 }
 
@@ -1772,13 +1750,11 @@ __device__ __forceinline__ void store_shifted(char* to, long long plane, int row
 // lie `plane` bytes apart.
 template <int UNIT>
 __device__ __forceinline__ void store_rows(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
-  constexpr int whole = (8 * (OUTPUTS * ELEMENT / UNIT) + 31) / 32;
-  constexpr int shifted = ((OUTPUTS * ELEMENT + 32 - UNIT + 31) / 32 * 16 + 31) / 32 + 16 * (16 / UNIT) / 32;
-  if (UNIT == 16 || whole <= shifted) store_units<UNIT>(to, plane, rows, end, buffer, lane);
-  else store_shifted<UNIT>(to, plane, rows, end, buffer, lane);
+  if (UNIT == 4) store_sectors(to, plane, rows, end, buffer, lane);
+  else store_units<UNIT>(to, plane, rows, end, buffer, lane);
 }
 
-// Rows h * 8 ... of run i of subtiles r * RUN_SUBTILES ...: a thread's outputs of its row to the buffer.
+// Rows h * 8 ... of run i of subtiles RUN_FIRST(r) ...: a thread's outputs of its row to the buffer.
 template <int UNIT>
 __device__ __forceinline__ void put_rows(float (&acc)[MB][NB][32], float bias, int r, int i, int h, u32 row, int lane) {
   constexpr signed char blocks[] = {0};         // the block of a W sub-position, -1: it has no taps
@@ -1828,7 +1804,7 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* 
   long long plane = (long long)s.out_d * s.out_h * s.out_w * ELEMENT;
 #pragma unroll
   for (int r = 0; r < NB / RUN_SUBTILES; r++) {
-    Place place = place_of(first_subtile + r * RUN_SUBTILES);
+    Place place = place_of(first_subtile + RUN_FIRST(r));
     int n = t.n + place.n, od = OUT_STEP_D * (t.d + place.d) + slab.od;
     bool image = n < s.batch && od < s.out_d;
 #pragma unroll
@@ -1845,11 +1821,10 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* 
         char* first = to + h * 8 * plane;
         int rows = slab.couts < 8 * h + 8 ? slab.couts - 8 * h : 8;
         u32 row = buffer + g * RUN_PITCH;
-        u32 shifted = row + ((u32)(u64)(first + g * plane) & 31);
         if ((misaligned & 15) == 0) pass_rows<16>(acc, b[h], r, i, h, row, first, plane, rows, end, buffer, lane);
-        else if ((misaligned & (2 * ELEMENT - 1)) == 0) pass_rows<2 * ELEMENT>(acc, b[h], r, i, h, shifted, first,
-            plane, rows, end, buffer, lane);
-        else pass_rows<ELEMENT>(acc, b[h], r, i, h, shifted, first, plane, rows, end, buffer, lane);
+        else if ((misaligned & (2 * ELEMENT - 1)) == 0) pass_rows<2 * ELEMENT>(acc, b[h], r, i, h, row, first, plane,
+            rows, end, buffer, lane);
+        else pass_rows<ELEMENT>(acc, b[h], r, i, h, row, first, plane, rows, end, buffer, lane);
         __syncwarp();
       }
     }
@@ -1958,6 +1933,7 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 #undef WGMMA_64
 #undef COLUMN
 #undef FRAGMENTS
+#undef RUN_FIRST
 #undef RUN_NB
 #undef RUN_J
 #undef TOGETHER
@@ -2090,9 +2066,6 @@ __device__ __forceinline__ void load_shared_64(u32 (&v)[4], u32 a) {
 }
 __device__ __forceinline__ void store_shared_128(u32 a, u32 v0, u32 v1, u32 v2, u32 v3) {
   asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};\n" ::"r"(a), "r"(v0), "r"(v1), "r"(v2), "r"(v3) : "memory");
-}
-__device__ __forceinline__ void store_shared_f32(u32 a, float v) {
-  asm volatile("st.shared.f32 [%0], %1;\n" ::"r"(a), "f"(v) : "memory");
 }
 __device__ __forceinline__ void store_shared_f32x2(u32 a, float v, float w) {
   asm volatile("st.shared.v2.f32 [%0], {%1,%2};\n" ::"r"(a), "f"(v), "f"(w) : "memory");
@@ -2550,9 +2523,11 @@ struct Fragments {
 
 struct Place { int n, d, h, w; };  // of a subtile in a tile, in q
 
+// PAIRED: subtiles one below the other are neighbours, so that one matrix instruction takes both (WIDE).
 __device__ __forceinline__ constexpr Place place_of(int subtile) {
   return {subtile / (W_SUBTILES * H_SUBTILES * TILE_D), subtile / (W_SUBTILES * H_SUBTILES) % TILE_D,
-          subtile / W_SUBTILES % H_SUBTILES * SUB_H, subtile % W_SUBTILES * SUB_W};
+          subtile / W_SUBTILES % H_SUBTILES * SUB_H,
+          subtile % W_SUBTILES * SUB_W};
 }
 // its first pixel's row in the tile, for a tap of shift 0
 __device__ __forceinline__ constexpr int pixel_row_of(int subtile) {
@@ -2565,12 +2540,13 @@ constexpr int GROUP_ROWS = ROW_STEP_H * PITCH;  // pixel rows from one group of 
 __device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4], u32 tile,
     const int (&subtile_row)[NB], int shift, int k_step, int lane) {
   const u64 upper = ((u64)(GROUP_ROWS * ROW_BYTES >> 4) << 32) | ((u64)(3) << 62) | (1ull << 16);
+constexpr int SUBTILES_OF_WGMMA = 1;
+#define WGMMA_PIXELS(types, tail) asm volatile(WGMMA_64("m64n64" types, tail) : ACCUMULATORS_64(acc[nb]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
 #pragma unroll
-  for (int nb = 0; nb < NB; nb++) {
+  for (int nb = 0; nb < NB; nb += SUBTILES_OF_WGMMA) {
     u32 start = tile + (subtile_row[nb] + shift) * ROW_BYTES + k_step * 32;
     u64 b = upper | ((start & 0x3ffff) >> 4);
-    asm volatile(WGMMA_64("m64n64k8.f32.tf32.tf32", "1, 1, 1") : ACCUMULATORS_64(acc[nb]) : "r"(a[0]), "r"(a[1]),
-        "r"(a[2]), "r"(a[3]), "l"(b));
+    WGMMA_PIXELS("k8.f32.tf32.tf32", "1, 1, 1");
   }
 }
 
@@ -2636,8 +2612,9 @@ constexpr int RUN_PITCH = (RUN * W_SUBS * ELEMENT + 127) / 128 * 128 + 32;
 constexpr int BUFFER_BYTES = 8 * RUN_PITCH;
 constexpr int RUN_SUBTILES = RUN_GROUPS;  // neighbours along W that a run crosses
 constexpr int RUNS_OF_SUBTILE = 8;
-// Group k of run i of subtiles r * RUN_SUBTILES ...: which subtile, and which of its groups of 8 columns.
-#define RUN_NB(r, i, k) ((r) * RUN_SUBTILES + (k))
+// Group k of run i of subtiles RUN_FIRST(r) ...: which subtile, and which of its groups of 8 columns.
+#define RUN_FIRST(r) ((r) * RUN_SUBTILES)  // subtile of a run's first group
+#define RUN_NB(r, i, k) (RUN_FIRST(r) + (k))
 #define RUN_J(r, i, k) ((i))
 
 // A warp's 16 rows of M are output channels of one (d, h) sub-position (ROWS_PER_SUB is 64, 32 or 16).
@@ -2657,16 +2634,14 @@ __device__ __forceinline__ Slab slab_of(const Tile& t, int cout_block, int warp)
 }
 
 constexpr int OUTPUTS = RUN * W_SUBS;  // of a row of a run
-
-// UNIT, below: bytes at multiples of which all rows of a run begin and end: 16, two outputs or one.
-#define TOGETHER(unit) ((unit) > ELEMENT ? 2 : 1)  // outputs that a thread stores to the buffer together
+#define TOGETHER(unit) (2)  // outputs that a thread stores to the buffer together
 
 // Which of a thread's outputs of a row go first to the buffer, as an exclusive or of their order, so that the lanes of an
 // instruction meet different banks: rows lie 8 banks apart (half precision: 12), the outputs of neighbouring lanes 2 W_SUBS.
 template <int UNIT>
 __device__ __forceinline__ int order_of(int g, int q) {
   int by_column = 0;
-  return TOGETHER(UNIT) == 2 ? by_column : by_column | g >> 2;
+  return by_column;
 }
 
 // One thread's 2 W_SUBS neighbouring outputs to the buffer.
@@ -2685,8 +2660,7 @@ __device__ __forceinline__ void put(float (&v)[2 * W_SUBS], u32 at, int order) {
 #pragma unroll
   for (int i = 0; i < 2 * W_SUBS; i += TOGETHER(UNIT)) {
     u32 to = at + (i ^ order) * ELEMENT;
-    if (TOGETHER(UNIT) == 2) store_shared_f32x2(to, v[i], v[i ^ 1]);
-    else store_shared_f32(to, v[i]);
+    store_shared_f32x2(to, v[i], v[i ^ 1]);
   }
 }
 
@@ -2708,39 +2682,31 @@ __device__ __forceinline__ void store_units(char* to, long long plane, int rows,
   constexpr int PER_ROW = OUTPUTS * ELEMENT / UNIT;
 #pragma unroll
   for (int i = 0; i < (8 * PER_ROW + 31) / 32; i++) {
-    int index = lane + 32 * i, r = index / PER_ROW, at = index % PER_ROW * UNIT;
-    char* row = to + r * plane;
-    u32 shift = UNIT == 16 ? 0 : (u32)(u64)row & 31;
+    bool one_row = PER_ROW % 32 == 0;                   // known without the lane
+    int index = lane + 32 * i, r = one_row ? 32 * i / PER_ROW : index / PER_ROW;
+    int at = (one_row ? 32 * i % PER_ROW + lane : index % PER_ROW) * UNIT;
     bool in = PER_ROW % 4 == 0 || r < 8;
-    copy_unit<UNIT>(row + at, in ? buffer + r * RUN_PITCH + shift + at : buffer, in && at < end && r < rows);
+    copy_unit<UNIT>(to + r * plane + at, in ? buffer + r * RUN_PITCH + at : buffer, in && at < end);
   }
 }
 
-// Eight rows that begin anywhere. The buffer has a row where memory has it in its first sector of 32 bytes, so that 16 bytes of
-// the one are 16 of the other; two lanes have a sector, since one that is written in parts is first read from memory
-// (measured: loads and stores of kb57 with rows of 1026 outputs 2.15 ms, of 1024 1.44). What a row's first and last 16 bytes have
-// of it follows in units.
-template <int UNIT>
-__device__ __forceinline__ void store_shifted(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
-  constexpr int PER_ROW = (OUTPUTS * ELEMENT + 32 - UNIT + 31) / 32 * 2, ENDS = 16 / UNIT;
+// Eight rows that begin anywhere, a lane an output: each instruction begins at a sector's first output, since a sector of 32
+// bytes that is written in parts is first read from memory (measured: loads and stores of kb57 with rows of 1026
+// outputs 2.15 ms, of 1024
+// 1.44; 16 bytes a lane and the ends of rows by themselves, as below, took 8 to 20% longer: kb57 2.00 -> 2.20 ms).
+__device__ __forceinline__ void store_sectors(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
+  u32 first = (u32)(u64)to, step = (u32)plane;
 #pragma unroll
-  for (int i = 0; i < (8 * PER_ROW + 31) / 32; i++) {
-    int index = lane + 32 * i, r = index / PER_ROW, unit = index % PER_ROW;
-    char* row = to + r * plane;
-    int at = unit * 16 - (int)((u64)row & 31);          // in the row
-    bool in = PER_ROW % 4 == 0 || r < 8;
-    copy_unit<16>(row + at, in ? buffer + r * RUN_PITCH + unit * 16 : buffer,
-        in && at >= 0 && at + 16 <= end && r < rows);
-  }
+  for (int i = 0; i < (OUTPUTS + 38) / 32; i++) {
+    u32 v[8];
+    int at[8];                                          // the lane's output of each row; some are before or behind it
 #pragma unroll
-  for (int i = 0; i < 8 * 2 * ENDS / 32; i++) {         // ENDS lanes for either end of a row
-    int r = (lane + 32 * i) / (2 * ENDS), at = lane % ENDS * UNIT;
-    char* row = to + r * plane;
-    int phase = (int)((u64)row & 15), head = -phase & 15;
-    bool tail = lane & ENDS;
-    if (tail) at += ((phase + end) & ~15) - phase;
-    bool ok = (tail ? at >= head : at < head) && at < end && r < rows;
-    copy_unit<UNIT>(row + at, buffer + r * RUN_PITCH + ((u32)(u64)row & 31) + (ok ? at : 0), ok);
+    for (int r = 0; r < 8; r++) {
+      at[r] = (lane + 32 * i) * 4 - (int)((first + r * step) & 31);
+      v[r] = load_shared_u32(buffer + r * RUN_PITCH + ((u32)at[r] < (u32)end ? at[r] : 0));
+    }
+#pragma unroll
+    for (int r = 0; r < 8; r++) store_global_if(to + r * plane + at[r], v[r], (u32)at[r] < (u32)end);
   }
 }
 
@@ -2748,13 +2714,11 @@ __device__ __forceinline__ void store_shifted(char* to, long long plane, int row
 // lie `plane` bytes apart.
 template <int UNIT>
 __device__ __forceinline__ void store_rows(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
-  constexpr int whole = (8 * (OUTPUTS * ELEMENT / UNIT) + 31) / 32;
-  constexpr int shifted = ((OUTPUTS * ELEMENT + 32 - UNIT + 31) / 32 * 16 + 31) / 32 + 16 * (16 / UNIT) / 32;
-  if (UNIT == 16 || whole <= shifted) store_units<UNIT>(to, plane, rows, end, buffer, lane);
-  else store_shifted<UNIT>(to, plane, rows, end, buffer, lane);
+  if (UNIT == 4) store_sectors(to, plane, rows, end, buffer, lane);
+  else store_units<UNIT>(to, plane, rows, end, buffer, lane);
 }
 
-// Rows h * 8 ... of run i of subtiles r * RUN_SUBTILES ...: a thread's outputs of its row to the buffer.
+// Rows h * 8 ... of run i of subtiles RUN_FIRST(r) ...: a thread's outputs of its row to the buffer.
 template <int UNIT>
 __device__ __forceinline__ void put_rows(float (&acc)[MB][NB][32], float bias, int r, int i, int h, u32 row, int lane) {
   constexpr signed char blocks[] = {0};         // the block of a W sub-position, -1: it has no taps
@@ -2804,7 +2768,7 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* 
   long long plane = (long long)s.out_d * s.out_h * s.out_w * ELEMENT;
 #pragma unroll
   for (int r = 0; r < NB / RUN_SUBTILES; r++) {
-    Place place = place_of(first_subtile + r * RUN_SUBTILES);
+    Place place = place_of(first_subtile + RUN_FIRST(r));
     int n = t.n + place.n, od = OUT_STEP_D * (t.d + place.d) + slab.od;
     bool image = n < s.batch && od < s.out_d;
 #pragma unroll
@@ -2821,11 +2785,10 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* 
         char* first = to + h * 8 * plane;
         int rows = 8;
         u32 row = buffer + g * RUN_PITCH;
-        u32 shifted = row + ((u32)(u64)(first + g * plane) & 31);
         if ((misaligned & 15) == 0) pass_rows<16>(acc, b[h], r, i, h, row, first, plane, rows, end, buffer, lane);
-        else if ((misaligned & (2 * ELEMENT - 1)) == 0) pass_rows<2 * ELEMENT>(acc, b[h], r, i, h, shifted, first,
-            plane, rows, end, buffer, lane);
-        else pass_rows<ELEMENT>(acc, b[h], r, i, h, shifted, first, plane, rows, end, buffer, lane);
+        else if ((misaligned & (2 * ELEMENT - 1)) == 0) pass_rows<2 * ELEMENT>(acc, b[h], r, i, h, row, first, plane,
+            rows, end, buffer, lane);
+        else pass_rows<ELEMENT>(acc, b[h], r, i, h, row, first, plane, rows, end, buffer, lane);
         __syncwarp();
       }
     }
@@ -2934,6 +2897,7 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 #undef WGMMA_64
 #undef COLUMN
 #undef FRAGMENTS
+#undef RUN_FIRST
 #undef RUN_NB
 #undef RUN_J
 #undef TOGETHER
@@ -3128,33 +3092,73 @@ __device__ __forceinline__ void clear_borders(const char* tensor, int depth, int
 }
 
 // =====================================================================================================================
-// The second step: slices are added in the order of their index, eight runs of them side by side.
+// The second step: slices are added in the order of their index. A block takes 32 of the innermost channels of some rows of a
+// slice, and turns them through shared memory, so that slices are read and the weight is written in whole sectors (measured: stores
+// of single elements, a block for 32 of them: 40 of dcgan1's 200 us).
 // =====================================================================================================================
 
-constexpr int RUNS = 8;
+constexpr int RUNS = 8;  // warps of a block
+constexpr int ROWS_EACH = 8;  // rows of a warp
+constexpr int MANY_SLICES = 16;  // from here on the warps of a block divide the slices, not the rows
+
+constexpr int INNERMOST = COUT_G;
+constexpr int SLICE_ROWS = CIN * TAPS;
+
+struct SliceRow {
+  long long from, to;                      // first element in a slice, and in the weight
+};
+
+// Rows are counted as the weight has them.
+__device__ __forceinline__ SliceRow slice_row(int row, long long stride_ci, long long stride_co, long long stride_tap) {
+  int ci = row / TAPS, tap = row % TAPS;
+  return {((long long)tap * CIN + ci) * COUT_G, ci * stride_ci + tap * stride_tap};
+}
 
 __global__ void __launch_bounds__(32 * RUNS)
 reduce(const float* __restrict__ partial, bits* __restrict__ out, int slices, long long stride_ci, long long stride_co,
     long long stride_tap) {
-  __shared__ float runs[RUNS][32];
+  __shared__ float sums[RUNS * ROWS_EACH][33];
   const long long total = (long long)TAPS * CIN * COUT_G;
-  int lane = threadIdx.x & 31, run = threadIdx.x >> 5;
-  long long e = (long long)blockIdx.x * 32 + lane;
-  int each = (slices + RUNS - 1) / RUNS, begin = run * each, end = begin + each < slices ? begin + each : slices;
-  float sum = 0.f;
-  if (e < total) {
-#pragma unroll 8
-    for (int i = begin; i < end; i++) sum += partial[i * total + e];
-  }
-  runs[run][lane] = sum;
-  __syncthreads();
-  if (run || e >= total) return;
+  constexpr int COLUMNS_OF_BLOCKS = (INNERMOST + 31) / 32;
+  bool many = slices >= MANY_SLICES;
+  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, rows = many ? ROWS_EACH : RUNS * ROWS_EACH;
+  int c = blockIdx.x % COLUMNS_OF_BLOCKS * 32 + lane, first = blockIdx.x / COLUMNS_OF_BLOCKS * rows;
+  int each = many ? (slices + RUNS - 1) / RUNS : slices, begin = many ? warp * each : 0,
+      end = begin + each < slices ? begin + each : slices;
+  long long from[ROWS_EACH];
+  float sum[ROWS_EACH];
 #pragma unroll
-  for (int i = 1; i < RUNS; i++) sum += runs[i][lane];
-  int co = (int)(e % COUT_G), ci = (int)(e / COUT_G % CIN);
-  long long tap = e / ((long long)COUT_G * CIN);
-  u32 v = __float_as_uint(sum);
-  out[ci * stride_ci + co * stride_co + tap * stride_tap] = (bits)v;
+  for (int k = 0; k < ROWS_EACH; k++) {
+    int row = first + (many ? k : warp + k * RUNS);
+    from[k] = row < SLICE_ROWS && c < INNERMOST ? slice_row(row, stride_ci, stride_co, stride_tap).from + c : -1;
+    sum[k] = 0.f;
+  }
+#pragma unroll 2
+  for (int i = begin; i < end; i++)
+#pragma unroll
+    for (int k = 0; k < ROWS_EACH; k++)
+      if (from[k] >= 0) sum[k] += partial[i * total + from[k]];
+#pragma unroll
+  for (int k = 0; k < ROWS_EACH; k++) sums[many ? warp * ROWS_EACH + k : warp + k * RUNS][lane] = sum[k];
+  __syncthreads();
+  if (many) {                              // a warp a row: the runs in their order
+    float all = 0.f;
+#pragma unroll
+    for (int run = 0; run < RUNS; run++) all += sums[run * ROWS_EACH + warp][lane];
+    __syncthreads();
+    sums[warp][lane] = all;
+    __syncthreads();
+  }
+  long long stride_c = stride_co;
+  c -= lane;
+#pragma unroll 1
+  for (int i = threadIdx.x; i < rows * 32; i += 32 * RUNS) {  // neighbouring threads write neighbours
+    int row = stride_c == 1 ? i / 32 : i % rows, column = stride_c == 1 ? i % 32 : i / rows;
+    if (first + row >= SLICE_ROWS || c + column >= INNERMOST) continue;
+    float v = sums[row][column];
+    u32 stored = __float_as_uint(v);
+    out[slice_row(first + row, stride_ci, stride_co, stride_tap).to + (c + column) * stride_c] = (bits)stored;
+  }
 }
 
 constexpr int THREADS = WARPS * 32;
@@ -3553,33 +3557,73 @@ __device__ __forceinline__ void clear_borders(const char* tensor, int depth, int
 }
 
 // =====================================================================================================================
-// The second step: slices are added in the order of their index, eight runs of them side by side.
+// The second step: slices are added in the order of their index. A block takes 32 of the innermost channels of some rows of a
+// slice, and turns them through shared memory, so that slices are read and the weight is written in whole sectors (measured: stores
+// of single elements, a block for 32 of them: 40 of dcgan1's 200 us).
 // =====================================================================================================================
 
-constexpr int RUNS = 8;
+constexpr int RUNS = 8;  // warps of a block
+constexpr int ROWS_EACH = 8;  // rows of a warp
+constexpr int MANY_SLICES = 16;  // from here on the warps of a block divide the slices, not the rows
+
+constexpr int INNERMOST = COUT_G;
+constexpr int SLICE_ROWS = CIN * TAPS;
+
+struct SliceRow {
+  long long from, to;                      // first element in a slice, and in the weight
+};
+
+// Rows are counted as the weight has them.
+__device__ __forceinline__ SliceRow slice_row(int row, long long stride_ci, long long stride_co, long long stride_tap) {
+  int ci = row / TAPS, tap = row % TAPS;
+  return {((long long)tap * CIN + ci) * COUT_G, ci * stride_ci + tap * stride_tap};
+}
 
 __global__ void __launch_bounds__(32 * RUNS)
 reduce(const float* __restrict__ partial, bits* __restrict__ out, int slices, long long stride_ci, long long stride_co,
     long long stride_tap) {
-  __shared__ float runs[RUNS][32];
+  __shared__ float sums[RUNS * ROWS_EACH][33];
   const long long total = (long long)TAPS * CIN * COUT_G;
-  int lane = threadIdx.x & 31, run = threadIdx.x >> 5;
-  long long e = (long long)blockIdx.x * 32 + lane;
-  int each = (slices + RUNS - 1) / RUNS, begin = run * each, end = begin + each < slices ? begin + each : slices;
-  float sum = 0.f;
-  if (e < total) {
-#pragma unroll 8
-    for (int i = begin; i < end; i++) sum += partial[i * total + e];
-  }
-  runs[run][lane] = sum;
-  __syncthreads();
-  if (run || e >= total) return;
+  constexpr int COLUMNS_OF_BLOCKS = (INNERMOST + 31) / 32;
+  bool many = slices >= MANY_SLICES;
+  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, rows = many ? ROWS_EACH : RUNS * ROWS_EACH;
+  int c = blockIdx.x % COLUMNS_OF_BLOCKS * 32 + lane, first = blockIdx.x / COLUMNS_OF_BLOCKS * rows;
+  int each = many ? (slices + RUNS - 1) / RUNS : slices, begin = many ? warp * each : 0,
+      end = begin + each < slices ? begin + each : slices;
+  long long from[ROWS_EACH];
+  float sum[ROWS_EACH];
 #pragma unroll
-  for (int i = 1; i < RUNS; i++) sum += runs[i][lane];
-  int co = (int)(e % COUT_G), ci = (int)(e / COUT_G % CIN);
-  long long tap = e / ((long long)COUT_G * CIN);
-  u32 v = __float_as_uint(sum);
-  out[ci * stride_ci + co * stride_co + tap * stride_tap] = (bits)v;
+  for (int k = 0; k < ROWS_EACH; k++) {
+    int row = first + (many ? k : warp + k * RUNS);
+    from[k] = row < SLICE_ROWS && c < INNERMOST ? slice_row(row, stride_ci, stride_co, stride_tap).from + c : -1;
+    sum[k] = 0.f;
+  }
+#pragma unroll 2
+  for (int i = begin; i < end; i++)
+#pragma unroll
+    for (int k = 0; k < ROWS_EACH; k++)
+      if (from[k] >= 0) sum[k] += partial[i * total + from[k]];
+#pragma unroll
+  for (int k = 0; k < ROWS_EACH; k++) sums[many ? warp * ROWS_EACH + k : warp + k * RUNS][lane] = sum[k];
+  __syncthreads();
+  if (many) {                              // a warp a row: the runs in their order
+    float all = 0.f;
+#pragma unroll
+    for (int run = 0; run < RUNS; run++) all += sums[run * ROWS_EACH + warp][lane];
+    __syncthreads();
+    sums[warp][lane] = all;
+    __syncthreads();
+  }
+  long long stride_c = stride_co;
+  c -= lane;
+#pragma unroll 1
+  for (int i = threadIdx.x; i < rows * 32; i += 32 * RUNS) {  // neighbouring threads write neighbours
+    int row = stride_c == 1 ? i / 32 : i % rows, column = stride_c == 1 ? i % 32 : i / rows;
+    if (first + row >= SLICE_ROWS || c + column >= INNERMOST) continue;
+    float v = sums[row][column];
+    u32 stored = __float_as_uint(v);
+    out[slice_row(first + row, stride_ci, stride_co, stride_tap).to + (c + column) * stride_c] = (bits)stored;
+  }
 }
 
 constexpr int THREADS = WARPS * 32;
@@ -3859,10 +3903,10 @@ decltype(&cuTensorMapEncodeTiled) encode_tiled() {
 }
 
 // A map over a dense tensor of dimensions `dims`, innermost first, and the box that one copy brings: `box` elements
-// traversed by `steps` along each.
+// traversed by `steps` along each. `channels_second`: the map has the fourth dimension second, and so has the box.
 CUtensorMap tensor_map(const at::Tensor& t, CUtensorMapDataType type, const std::array<int64_t, 5>& dims,
                        const std::array<cuuint32_t, 5>& box, const std::array<cuuint32_t, 5>& steps,
-                       CUtensorMapSwizzle swizzle) {
+                       CUtensorMapSwizzle swizzle, bool channels_second = false) {
   const c10::cuda::CUDAGuard guard(t.device());
   C10_CUDA_CHECK(cudaSetDevice(t.get_device()));  // gives a thread that has called nothing yet its context
   std::array<cuuint64_t, 5> counts;
@@ -3872,6 +3916,10 @@ CUtensorMap tensor_map(const at::Tensor& t, CUtensorMapDataType type, const std:
     counts[i] = dims[i];
     pitch *= dims[i];
     if (i < 4) pitches[i] = pitch;
+  }
+  if (channels_second) {
+    std::rotate(counts.begin() + 1, counts.begin() + 3, counts.begin() + 4);
+    std::rotate(pitches.begin(), pitches.begin() + 2, pitches.begin() + 3);
   }
   CUtensorMap map;
   const CUresult result = encode_tiled()(
@@ -3926,7 +3974,7 @@ void run_grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tens
   // Adds the slices of sums, always in the same order; out may have any dense memory format.
   const auto sums = std::make_tuple(partial.data_ptr(), out.data_ptr(), partial.size(0));
   const auto strides = std::make_tuple(out.stride(0), out.stride(1), out.stride(-1));
-  launch<grad_weight::reduce, 256, 0>(x, (out.numel() + 31) / 32, sums, strides);
+  launch<grad_weight::reduce, 256, 0>(x, 1 * (partial.size(0) < 16 ? 21 : 162), sums, strides);
 }
 
 void run_grad_weight_unaligned(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& partial,
@@ -3936,7 +3984,7 @@ void run_grad_weight_unaligned(const at::Tensor& x, const at::Tensor& grad, cons
   // Adds the slices of sums, always in the same order; out may have any dense memory format.
   const auto sums = std::make_tuple(partial.data_ptr(), out.data_ptr(), partial.size(0));
   const auto strides = std::make_tuple(out.stride(0), out.stride(1), out.stride(-1));
-  launch<grad_weight_unaligned::reduce, 256, 0>(x, (out.numel() + 31) / 32, sums, strides);
+  launch<grad_weight_unaligned::reduce, 256, 0>(x, 1 * (partial.size(0) < 16 ? 21 : 162), sums, strides);
 }
 """
 

@@ -761,33 +761,73 @@ __device__ __forceinline__ void clear_borders(const char* tensor, int depth, int
 }
 
 // =====================================================================================================================
-// The second step: slices are added in the order of their index, eight runs of them side by side.
+// The second step: slices are added in the order of their index. A block takes 32 of the innermost channels of some rows of a
+// slice, and turns them through shared memory, so that slices are read and the weight is written in whole sectors (measured: stores
+// of single elements, a block for 32 of them: 40 of dcgan1's 200 us).
 // =====================================================================================================================
 
-constexpr int RUNS = 8;
+constexpr int RUNS = 8;  // warps of a block
+constexpr int ROWS_EACH = 8;  // rows of a warp
+constexpr int MANY_SLICES = 16;  // from here on the warps of a block divide the slices, not the rows
+
+constexpr int INNERMOST = COUT_G;
+constexpr int SLICE_ROWS = CIN * TAPS;
+
+struct SliceRow {
+  long long from, to;                      // first element in a slice, and in the weight
+};
+
+// Rows are counted as the weight has them.
+__device__ __forceinline__ SliceRow slice_row(int row, long long stride_ci, long long stride_co, long long stride_tap) {
+  int ci = row / TAPS, tap = row % TAPS;
+  return {((long long)tap * CIN + ci) * COUT_G, ci * stride_ci + tap * stride_tap};
+}
 
 __global__ void __launch_bounds__(32 * RUNS)
 reduce(const float* __restrict__ partial, bits* __restrict__ out, int slices, long long stride_ci, long long stride_co,
     long long stride_tap) {
-  __shared__ float runs[RUNS][32];
+  __shared__ float sums[RUNS * ROWS_EACH][33];
   const long long total = (long long)TAPS * CIN * COUT_G;
-  int lane = threadIdx.x & 31, run = threadIdx.x >> 5;
-  long long e = (long long)blockIdx.x * 32 + lane;
-  int each = (slices + RUNS - 1) / RUNS, begin = run * each, end = begin + each < slices ? begin + each : slices;
-  float sum = 0.f;
-  if (e < total) {
-#pragma unroll 8
-    for (int i = begin; i < end; i++) sum += partial[i * total + e];
-  }
-  runs[run][lane] = sum;
-  __syncthreads();
-  if (run || e >= total) return;
+  constexpr int COLUMNS_OF_BLOCKS = (INNERMOST + 31) / 32;
+  bool many = slices >= MANY_SLICES;
+  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, rows = many ? ROWS_EACH : RUNS * ROWS_EACH;
+  int c = blockIdx.x % COLUMNS_OF_BLOCKS * 32 + lane, first = blockIdx.x / COLUMNS_OF_BLOCKS * rows;
+  int each = many ? (slices + RUNS - 1) / RUNS : slices, begin = many ? warp * each : 0,
+      end = begin + each < slices ? begin + each : slices;
+  long long from[ROWS_EACH];
+  float sum[ROWS_EACH];
 #pragma unroll
-  for (int i = 1; i < RUNS; i++) sum += runs[i][lane];
-  int co = (int)(e % COUT_G), ci = (int)(e / COUT_G % CIN);
-  long long tap = e / ((long long)COUT_G * CIN);
-  u32 v = __float_as_uint(sum);
-  out[ci * stride_ci + co * stride_co + tap * stride_tap] = (bits)v;
+  for (int k = 0; k < ROWS_EACH; k++) {
+    int row = first + (many ? k : warp + k * RUNS);
+    from[k] = row < SLICE_ROWS && c < INNERMOST ? slice_row(row, stride_ci, stride_co, stride_tap).from + c : -1;
+    sum[k] = 0.f;
+  }
+#pragma unroll 2
+  for (int i = begin; i < end; i++)
+#pragma unroll
+    for (int k = 0; k < ROWS_EACH; k++)
+      if (from[k] >= 0) sum[k] += partial[i * total + from[k]];
+#pragma unroll
+  for (int k = 0; k < ROWS_EACH; k++) sums[many ? warp * ROWS_EACH + k : warp + k * RUNS][lane] = sum[k];
+  __syncthreads();
+  if (many) {                              // a warp a row: the runs in their order
+    float all = 0.f;
+#pragma unroll
+    for (int run = 0; run < RUNS; run++) all += sums[run * ROWS_EACH + warp][lane];
+    __syncthreads();
+    sums[warp][lane] = all;
+    __syncthreads();
+  }
+  long long stride_c = stride_co;
+  c -= lane;
+#pragma unroll 1
+  for (int i = threadIdx.x; i < rows * 32; i += 32 * RUNS) {  // neighbouring threads write neighbours
+    int row = stride_c == 1 ? i / 32 : i % rows, column = stride_c == 1 ? i % 32 : i / rows;
+    if (first + row >= SLICE_ROWS || c + column >= INNERMOST) continue;
+    float v = sums[row][column];
+    u32 stored = __float_as_uint(v);
+    out[slice_row(first + row, stride_ci, stride_co, stride_tap).to + (c + column) * stride_c] = (bits)stored;
+  }
 }
 
 constexpr int THREADS = WARPS * 32;
@@ -1186,33 +1226,73 @@ __device__ __forceinline__ void clear_borders(const char* tensor, int depth, int
 }
 
 // =====================================================================================================================
-// The second step: slices are added in the order of their index, eight runs of them side by side.
+// The second step: slices are added in the order of their index. A block takes 32 of the innermost channels of some rows of a
+// slice, and turns them through shared memory, so that slices are read and the weight is written in whole sectors (measured: stores
+// of single elements, a block for 32 of them: 40 of dcgan1's 200 us).
 // =====================================================================================================================
 
-constexpr int RUNS = 8;
+constexpr int RUNS = 8;  // warps of a block
+constexpr int ROWS_EACH = 8;  // rows of a warp
+constexpr int MANY_SLICES = 16;  // from here on the warps of a block divide the slices, not the rows
+
+constexpr int INNERMOST = COUT_G;
+constexpr int SLICE_ROWS = CIN * TAPS;
+
+struct SliceRow {
+  long long from, to;                      // first element in a slice, and in the weight
+};
+
+// Rows are counted as the weight has them.
+__device__ __forceinline__ SliceRow slice_row(int row, long long stride_ci, long long stride_co, long long stride_tap) {
+  int ci = row / TAPS, tap = row % TAPS;
+  return {((long long)tap * CIN + ci) * COUT_G, ci * stride_ci + tap * stride_tap};
+}
 
 __global__ void __launch_bounds__(32 * RUNS)
 reduce(const float* __restrict__ partial, bits* __restrict__ out, int slices, long long stride_ci, long long stride_co,
     long long stride_tap) {
-  __shared__ float runs[RUNS][32];
+  __shared__ float sums[RUNS * ROWS_EACH][33];
   const long long total = (long long)TAPS * CIN * COUT_G;
-  int lane = threadIdx.x & 31, run = threadIdx.x >> 5;
-  long long e = (long long)blockIdx.x * 32 + lane;
-  int each = (slices + RUNS - 1) / RUNS, begin = run * each, end = begin + each < slices ? begin + each : slices;
-  float sum = 0.f;
-  if (e < total) {
-#pragma unroll 8
-    for (int i = begin; i < end; i++) sum += partial[i * total + e];
-  }
-  runs[run][lane] = sum;
-  __syncthreads();
-  if (run || e >= total) return;
+  constexpr int COLUMNS_OF_BLOCKS = (INNERMOST + 31) / 32;
+  bool many = slices >= MANY_SLICES;
+  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, rows = many ? ROWS_EACH : RUNS * ROWS_EACH;
+  int c = blockIdx.x % COLUMNS_OF_BLOCKS * 32 + lane, first = blockIdx.x / COLUMNS_OF_BLOCKS * rows;
+  int each = many ? (slices + RUNS - 1) / RUNS : slices, begin = many ? warp * each : 0,
+      end = begin + each < slices ? begin + each : slices;
+  long long from[ROWS_EACH];
+  float sum[ROWS_EACH];
 #pragma unroll
-  for (int i = 1; i < RUNS; i++) sum += runs[i][lane];
-  int co = (int)(e % COUT_G), ci = (int)(e / COUT_G % CIN);
-  long long tap = e / ((long long)COUT_G * CIN);
-  u32 v = __float_as_uint(sum);
-  out[ci * stride_ci + co * stride_co + tap * stride_tap] = (bits)v;
+  for (int k = 0; k < ROWS_EACH; k++) {
+    int row = first + (many ? k : warp + k * RUNS);
+    from[k] = row < SLICE_ROWS && c < INNERMOST ? slice_row(row, stride_ci, stride_co, stride_tap).from + c : -1;
+    sum[k] = 0.f;
+  }
+#pragma unroll 2
+  for (int i = begin; i < end; i++)
+#pragma unroll
+    for (int k = 0; k < ROWS_EACH; k++)
+      if (from[k] >= 0) sum[k] += partial[i * total + from[k]];
+#pragma unroll
+  for (int k = 0; k < ROWS_EACH; k++) sums[many ? warp * ROWS_EACH + k : warp + k * RUNS][lane] = sum[k];
+  __syncthreads();
+  if (many) {                              // a warp a row: the runs in their order
+    float all = 0.f;
+#pragma unroll
+    for (int run = 0; run < RUNS; run++) all += sums[run * ROWS_EACH + warp][lane];
+    __syncthreads();
+    sums[warp][lane] = all;
+    __syncthreads();
+  }
+  long long stride_c = stride_co;
+  c -= lane;
+#pragma unroll 1
+  for (int i = threadIdx.x; i < rows * 32; i += 32 * RUNS) {  // neighbouring threads write neighbours
+    int row = stride_c == 1 ? i / 32 : i % rows, column = stride_c == 1 ? i % 32 : i / rows;
+    if (first + row >= SLICE_ROWS || c + column >= INNERMOST) continue;
+    float v = sums[row][column];
+    u32 stored = __float_as_uint(v);
+    out[slice_row(first + row, stride_ci, stride_co, stride_tap).to + (c + column) * stride_c] = (bits)stored;
+  }
 }
 
 constexpr int THREADS = WARPS * 32;
@@ -1499,7 +1579,7 @@ void run_grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tens
   // Adds the slices of sums, always in the same order; out may have any dense memory format.
   const auto sums = std::make_tuple(partial.data_ptr(), out.data_ptr(), partial.size(0));
   const auto strides = std::make_tuple(out.stride(0), out.stride(1), out.stride(-1));
-  launch<grad_weight::reduce, 256, 0>(x, (out.numel() + 31) / 32, sums, strides);
+  launch<grad_weight::reduce, 256, 0>(x, 1 * (partial.size(0) < 16 ? 53 : 420), sums, strides);
 }
 
 void run_grad_weight_unaligned(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& partial,
@@ -1509,7 +1589,7 @@ void run_grad_weight_unaligned(const at::Tensor& x, const at::Tensor& grad, cons
   // Adds the slices of sums, always in the same order; out may have any dense memory format.
   const auto sums = std::make_tuple(partial.data_ptr(), out.data_ptr(), partial.size(0));
   const auto strides = std::make_tuple(out.stride(0), out.stride(1), out.stride(-1));
-  launch<grad_weight_unaligned::reduce, 256, 0>(x, (out.numel() + 31) / 32, sums, strides);
+  launch<grad_weight_unaligned::reduce, 256, 0>(x, 1 * (partial.size(0) < 16 ? 53 : 420), sums, strides);
 }
 """
 

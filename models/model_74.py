@@ -17,8 +17,8 @@ Constraints:
 Kernels:
 - forward: wgmma tf32, tile 1x1x1x512 (NxDxHxW of q) x 64 rows, chunk of 16 channels, pixels halved, weights
   resident, 198 KB shared.
-- gradient for the input: wgmma tf32, tile 4x1x1x128 (NxDxHxW of q) x 64 rows, chunk of 16 channels, pixels halved,
-  weights ring of 3 x 8 fragments, 206 KB shared.
+- gradient for the input: wgmma tf32, tile 4x1x1x128 (NxDxHxW of q) x 64 rows, chunk of 8 channels, pixels halved,
+  weights resident, 204 KB shared.
 - gradient for the input (other widths than multiples of 4): wgmma tf32, tile 1x1x1x512 (NxDxHxW of q) x 64 rows,
   chunk of 16 channels, pixels halved, weights ring of 3 x 8 fragments, 198 KB shared.
 - gradient for the weight: wgmma tf32, 32x64 channels x 1x1x5 taps a block, chunks of 2x1x1x128 (NxDxHxW of q), K in
@@ -196,9 +196,6 @@ __device__ __forceinline__ void load_shared_64(u32 (&v)[4], u32 a) {
 __device__ __forceinline__ void store_shared_128(u32 a, u32 v0, u32 v1, u32 v2, u32 v3) {
   asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};\n" ::"r"(a), "r"(v0), "r"(v1), "r"(v2), "r"(v3) : "memory");
 }
-__device__ __forceinline__ void store_shared_f32(u32 a, float v) {
-  asm volatile("st.shared.f32 [%0], %1;\n" ::"r"(a), "f"(v) : "memory");
-}
 __device__ __forceinline__ void store_shared_f32x2(u32 a, float v, float w) {
   asm volatile("st.shared.v2.f32 [%0], {%1,%2};\n" ::"r"(a), "f"(v), "f"(w) : "memory");
 }
@@ -243,10 +240,11 @@ __device__ __forceinline__ u32 low_part(float v, u32 high) {
       "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]),          \
       "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]),         \
       "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
-#define WGMMA_64(shape, tail) \
+#define WGMMA_128(shape, tail) \
   "wgmma.mma_async.sync.aligned." shape                                                                               \
-  " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,"  \
-  "%30,%31}, {%32,%33,%34,%35}, %36, " tail ";\n"
+  " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,"  \
+  "%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,"  \
+  "%56,%57,%58,%59,%60,%61,%62,%63}, {%64,%65,%66,%67}, %68, " tail ";\n"
 
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory"); }
@@ -643,9 +641,11 @@ struct Fragments {
 
 struct Place { int n, d, h, w; };  // of a subtile in a tile, in q
 
+// PAIRED: subtiles one below the other are neighbours, so that one matrix instruction takes both (WIDE).
 __device__ __forceinline__ constexpr Place place_of(int subtile) {
   return {subtile / (W_SUBTILES * H_SUBTILES * TILE_D), subtile / (W_SUBTILES * H_SUBTILES) % TILE_D,
-          subtile / W_SUBTILES % H_SUBTILES * SUB_H, subtile % W_SUBTILES * SUB_W};
+          subtile / W_SUBTILES % H_SUBTILES * SUB_H,
+          subtile % W_SUBTILES * SUB_W};
 }
 // its first pixel's row in the tile, for a tap of shift 0
 __device__ __forceinline__ constexpr int pixel_row_of(int subtile) {
@@ -658,12 +658,14 @@ constexpr int GROUP_ROWS = 8;  // pixel rows from one group of eight columns to 
 __device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4], u32 tile,
     const int (&subtile_row)[NB], int shift, int k_step, int lane) {
   const u64 upper = ((u64)(GROUP_ROWS * ROW_BYTES >> 4) << 32) | ((u64)(2) << 62) | (1ull << 16);
+// groups of columns lie evenly over two neighbouring subtiles (measured: kb78 0.80 -> 0.72 ms, pix 0.28 -> 0.265)
+constexpr int SUBTILES_OF_WGMMA = 2;
+#define WGMMA_PIXELS(types, tail) asm volatile(WGMMA_128("m64n128" types, tail) : ACCUMULATORS_64(acc[nb]), ACCUMULATORS_64(acc[nb + 1]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
 #pragma unroll
-  for (int nb = 0; nb < NB; nb++) {
+  for (int nb = 0; nb < NB; nb += SUBTILES_OF_WGMMA) {
     u32 start = tile + (subtile_row[nb] + shift) * ROW_BYTES + k_step * 32;
     u64 b = upper | ((start & 0x3ffff) >> 4);
-    asm volatile(WGMMA_64("m64n64k8.f32.tf32.tf32", "1, 1, 1") : ACCUMULATORS_64(acc[nb]) : "r"(a[0]), "r"(a[1]),
-        "r"(a[2]), "r"(a[3]), "l"(b));
+    WGMMA_PIXELS("k8.f32.tf32.tf32", "1, 1, 1");
   }
 }
 
@@ -727,8 +729,9 @@ constexpr int RUN_PITCH = (RUN * W_SUBS * ELEMENT + 127) / 128 * 128 + 32;
 constexpr int BUFFER_BYTES = 8 * RUN_PITCH;
 constexpr int RUN_SUBTILES = 1;  // neighbours along W that a run crosses
 constexpr int RUNS_OF_SUBTILE = 8 / RUN_GROUPS;
-// Group k of run i of subtiles r * RUN_SUBTILES ...: which subtile, and which of its groups of 8 columns.
-#define RUN_NB(r, i, k) ((r) * RUN_SUBTILES + (k) / 8)
+// Group k of run i of subtiles RUN_FIRST(r) ...: which subtile, and which of its groups of 8 columns.
+#define RUN_FIRST(r) ((r) * RUN_SUBTILES)  // subtile of a run's first group
+#define RUN_NB(r, i, k) (RUN_FIRST(r) + (k) / 8)
 #define RUN_J(r, i, k) ((i) * RUN_GROUPS + (k))
 
 // A warp's 16 rows of M are output channels of one (d, h) sub-position (ROWS_PER_SUB is 64, 32 or 16).
@@ -748,16 +751,14 @@ __device__ __forceinline__ Slab slab_of(const Tile& t, int cout_block, int warp)
 }
 
 constexpr int OUTPUTS = RUN * W_SUBS;  // of a row of a run
-
-// UNIT, below: bytes at multiples of which all rows of a run begin and end: 16, two outputs or one.
-#define TOGETHER(unit) ((unit) > ELEMENT ? 2 : 1)  // outputs that a thread stores to the buffer together
+#define TOGETHER(unit) (2)  // outputs that a thread stores to the buffer together
 
 // Which of a thread's outputs of a row go first to the buffer, as an exclusive or of their order, so that the lanes of an
 // instruction meet different banks: rows lie 8 banks apart (half precision: 12), the outputs of neighbouring lanes 2 W_SUBS.
 template <int UNIT>
 __device__ __forceinline__ int order_of(int g, int q) {
   int by_column = 0;
-  return TOGETHER(UNIT) == 2 ? by_column : by_column | g >> 2;
+  return by_column;
 }
 
 // One thread's 2 W_SUBS neighbouring outputs to the buffer.
@@ -776,8 +777,7 @@ __device__ __forceinline__ void put(float (&v)[2 * W_SUBS], u32 at, int order) {
 #pragma unroll
   for (int i = 0; i < 2 * W_SUBS; i += TOGETHER(UNIT)) {
     u32 to = at + (i ^ order) * ELEMENT;
-    if (TOGETHER(UNIT) == 2) store_shared_f32x2(to, v[i], v[i ^ 1]);
-    else store_shared_f32(to, v[i]);
+    store_shared_f32x2(to, v[i], v[i ^ 1]);
   }
 }
 
@@ -799,39 +799,31 @@ __device__ __forceinline__ void store_units(char* to, long long plane, int rows,
   constexpr int PER_ROW = OUTPUTS * ELEMENT / UNIT;
 #pragma unroll
   for (int i = 0; i < (8 * PER_ROW + 31) / 32; i++) {
-    int index = lane + 32 * i, r = index / PER_ROW, at = index % PER_ROW * UNIT;
-    char* row = to + r * plane;
-    u32 shift = UNIT == 16 ? 0 : (u32)(u64)row & 31;
+    bool one_row = PER_ROW % 32 == 0;                   // known without the lane
+    int index = lane + 32 * i, r = one_row ? 32 * i / PER_ROW : index / PER_ROW;
+    int at = (one_row ? 32 * i % PER_ROW + lane : index % PER_ROW) * UNIT;
     bool in = PER_ROW % 4 == 0 || r < 8;
-    copy_unit<UNIT>(row + at, in ? buffer + r * RUN_PITCH + shift + at : buffer, in && at < end && r < rows);
+    copy_unit<UNIT>(to + r * plane + at, in ? buffer + r * RUN_PITCH + at : buffer, in && at < end);
   }
 }
 
-// Eight rows that begin anywhere. The buffer has a row where memory has it in its first sector of 32 bytes, so that 16 bytes of
-// the one are 16 of the other; two lanes have a sector, since one that is written in parts is first read from memory
-// (measured: loads and stores of kb57 with rows of 1026 outputs 2.15 ms, of 1024 1.44). What a row's first and last 16 bytes have
-// of it follows in units.
-template <int UNIT>
-__device__ __forceinline__ void store_shifted(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
-  constexpr int PER_ROW = (OUTPUTS * ELEMENT + 32 - UNIT + 31) / 32 * 2, ENDS = 16 / UNIT;
+// Eight rows that begin anywhere, a lane an output: each instruction begins at a sector's first output, since a sector of 32
+// bytes that is written in parts is first read from memory (measured: loads and stores of kb57 with rows of 1026
+// outputs 2.15 ms, of 1024
+// 1.44; 16 bytes a lane and the ends of rows by themselves, as below, took 8 to 20% longer: kb57 2.00 -> 2.20 ms).
+__device__ __forceinline__ void store_sectors(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
+  u32 first = (u32)(u64)to, step = (u32)plane;
 #pragma unroll
-  for (int i = 0; i < (8 * PER_ROW + 31) / 32; i++) {
-    int index = lane + 32 * i, r = index / PER_ROW, unit = index % PER_ROW;
-    char* row = to + r * plane;
-    int at = unit * 16 - (int)((u64)row & 31);          // in the row
-    bool in = PER_ROW % 4 == 0 || r < 8;
-    copy_unit<16>(row + at, in ? buffer + r * RUN_PITCH + unit * 16 : buffer,
-        in && at >= 0 && at + 16 <= end && r < rows);
-  }
+  for (int i = 0; i < (OUTPUTS + 38) / 32; i++) {
+    u32 v[8];
+    int at[8];                                          // the lane's output of each row; some are before or behind it
 #pragma unroll
-  for (int i = 0; i < 8 * 2 * ENDS / 32; i++) {         // ENDS lanes for either end of a row
-    int r = (lane + 32 * i) / (2 * ENDS), at = lane % ENDS * UNIT;
-    char* row = to + r * plane;
-    int phase = (int)((u64)row & 15), head = -phase & 15;
-    bool tail = lane & ENDS;
-    if (tail) at += ((phase + end) & ~15) - phase;
-    bool ok = (tail ? at >= head : at < head) && at < end && r < rows;
-    copy_unit<UNIT>(row + at, buffer + r * RUN_PITCH + ((u32)(u64)row & 31) + (ok ? at : 0), ok);
+    for (int r = 0; r < 8; r++) {
+      at[r] = (lane + 32 * i) * 4 - (int)((first + r * step) & 31);
+      v[r] = load_shared_u32(buffer + r * RUN_PITCH + ((u32)at[r] < (u32)end ? at[r] : 0));
+    }
+#pragma unroll
+    for (int r = 0; r < 8; r++) store_global_if(to + r * plane + at[r], v[r], (u32)at[r] < (u32)end);
   }
 }
 
@@ -839,13 +831,11 @@ __device__ __forceinline__ void store_shifted(char* to, long long plane, int row
 // lie `plane` bytes apart.
 template <int UNIT>
 __device__ __forceinline__ void store_rows(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
-  constexpr int whole = (8 * (OUTPUTS * ELEMENT / UNIT) + 31) / 32;
-  constexpr int shifted = ((OUTPUTS * ELEMENT + 32 - UNIT + 31) / 32 * 16 + 31) / 32 + 16 * (16 / UNIT) / 32;
-  if (UNIT == 16 || whole <= shifted) store_units<UNIT>(to, plane, rows, end, buffer, lane);
-  else store_shifted<UNIT>(to, plane, rows, end, buffer, lane);
+  if (UNIT == 4) store_sectors(to, plane, rows, end, buffer, lane);
+  else store_units<UNIT>(to, plane, rows, end, buffer, lane);
 }
 
-// Rows h * 8 ... of run i of subtiles r * RUN_SUBTILES ...: a thread's outputs of its row to the buffer.
+// Rows h * 8 ... of run i of subtiles RUN_FIRST(r) ...: a thread's outputs of its row to the buffer.
 template <int UNIT>
 __device__ __forceinline__ void put_rows(float (&acc)[MB][NB][32], float bias, int r, int i, int h, u32 row, int lane) {
   constexpr signed char blocks[] = {0};         // the block of a W sub-position, -1: it has no taps
@@ -895,7 +885,7 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* 
   long long plane = (long long)s.out_d * s.out_h * s.out_w * ELEMENT;
 #pragma unroll
   for (int r = 0; r < NB / RUN_SUBTILES; r++) {
-    Place place = place_of(first_subtile + r * RUN_SUBTILES);
+    Place place = place_of(first_subtile + RUN_FIRST(r));
     int n = t.n + place.n, od = OUT_STEP_D * (t.d + place.d) + slab.od;
     bool image = n < s.batch && od < s.out_d;
 #pragma unroll
@@ -912,11 +902,10 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* 
         char* first = to + h * 8 * plane;
         int rows = 8;
         u32 row = buffer + g * RUN_PITCH;
-        u32 shifted = row + ((u32)(u64)(first + g * plane) & 31);
         if ((misaligned & 15) == 0) pass_rows<16>(acc, b[h], r, i, h, row, first, plane, rows, end, buffer, lane);
-        else if ((misaligned & (2 * ELEMENT - 1)) == 0) pass_rows<2 * ELEMENT>(acc, b[h], r, i, h, shifted, first,
-            plane, rows, end, buffer, lane);
-        else pass_rows<ELEMENT>(acc, b[h], r, i, h, shifted, first, plane, rows, end, buffer, lane);
+        else if ((misaligned & (2 * ELEMENT - 1)) == 0) pass_rows<2 * ELEMENT>(acc, b[h], r, i, h, row, first, plane,
+            rows, end, buffer, lane);
+        else pass_rows<ELEMENT>(acc, b[h], r, i, h, row, first, plane, rows, end, buffer, lane);
         __syncwarp();
       }
     }
@@ -1020,17 +1009,18 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 }
 
 #undef ACCUMULATORS_64
-#undef WGMMA_64
+#undef WGMMA_128
 #undef COLUMN
 #undef FRAGMENTS
+#undef RUN_FIRST
 #undef RUN_NB
 #undef RUN_J
 #undef TOGETHER
 }  // namespace forward
 
 // =====================================================================================================================
-// Gradient for the input: wgmma tf32, tile 4x1x1x128 (NxDxHxW of q) x 64 rows, chunk of 16 channels, pixels halved,
-// weights ring of 3 x 8 fragments, 206 KB shared.
+// Gradient for the input: wgmma tf32, tile 4x1x1x128 (NxDxHxW of q) x 64 rows, chunk of 8 channels, pixels halved,
+// weights resident, 204 KB shared.
 // =====================================================================================================================
 
 namespace grad_input {
@@ -1063,7 +1053,7 @@ constexpr int COUT = 32;  // channels of what is written
 constexpr int CIN_G = 64;  // channels of a group in what is read
 constexpr int COUT_G = 32;  // channels of a group in what is written
 constexpr int TAPS = 5;  // of the kernel, over all axes
-constexpr int CK = 16;  // channels of a chunk
+constexpr int CK = 8;  // channels of a chunk
 constexpr int SUB_H = 1, SUB_W = 64;  // the 64 positions q that one matrix instruction takes
 constexpr int SUBS = 1;  // (d, h) sub-positions in a block of 64 rows of M
 constexpr int ROWS_PER_SUB = 64;  // output channels of a sub-position in a block
@@ -1073,8 +1063,8 @@ constexpr int VARIANTS = 1;  // M-groups that differ in their taps
 constexpr int COUT_BLOCKS = 1;  // M-groups that share the output channels of a group
 constexpr int M_GROUPS = 1;  // groups x COUT_BLOCKS x VARIANTS
 constexpr int STAGES_P = 2;  // input tiles in shared memory
-constexpr int STAGES_S = 2;  // staging slots
-constexpr int STAGES_W = 3;  // stages of the weights' ring
+constexpr int STAGES_S = 4;  // staging slots
+constexpr int STAGES_W = 5;  // stages of the weights' ring
 constexpr int W_STAGE = 8;  // fragments of weights in a stage
 constexpr int RUN_GROUPS = 8;  // groups of 8 columns that the epilogue stores together
 constexpr int ROWS_D = 1, ROWS_H = 1;  // input rows of a tile
@@ -1139,9 +1129,6 @@ __device__ __forceinline__ void load_shared_64(u32 (&v)[4], u32 a) {
 __device__ __forceinline__ void store_shared_128(u32 a, u32 v0, u32 v1, u32 v2, u32 v3) {
   asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};\n" ::"r"(a), "r"(v0), "r"(v1), "r"(v2), "r"(v3) : "memory");
 }
-__device__ __forceinline__ void store_shared_f32(u32 a, float v) {
-  asm volatile("st.shared.f32 [%0], %1;\n" ::"r"(a), "f"(v) : "memory");
-}
 __device__ __forceinline__ void store_shared_f32x2(u32 a, float v, float w) {
   asm volatile("st.shared.v2.f32 [%0], {%1,%2};\n" ::"r"(a), "f"(v), "f"(w) : "memory");
 }
@@ -1186,10 +1173,11 @@ __device__ __forceinline__ u32 low_part(float v, u32 high) {
       "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]),          \
       "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]),         \
       "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
-#define WGMMA_64(shape, tail) \
+#define WGMMA_128(shape, tail) \
   "wgmma.mma_async.sync.aligned." shape                                                                               \
-  " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,"  \
-  "%30,%31}, {%32,%33,%34,%35}, %36, " tail ";\n"
+  " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,"  \
+  "%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,"  \
+  "%56,%57,%58,%59,%60,%61,%62,%63}, {%64,%65,%66,%67}, %68, " tail ";\n"
 
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory"); }
@@ -1273,7 +1261,7 @@ __device__ __forceinline__ int chunks_of(int variant) { return entries_of(varian
 
 // Byte of the 16-byte unit `unit` of pixel row `p` in a tile.
 __device__ __forceinline__ u32 unit_at(int p, int unit) {
-  int swizzle = (p >> 1) & 3;
+  int swizzle = (p >> 2) & 1;
   return p * ROW_BYTES + ((unit ^ swizzle) << 4);
 }
 
@@ -1483,12 +1471,12 @@ __device__ __forceinline__ void stream_weights(const char* packed, const Sizes& 
 #pragma unroll 1
     for (int f = 0; f < count; f += W_STAGE, cursor.next(STAGES_W)) {
       u32 bytes = (count - f < W_STAGE ? count - f : W_STAGE) * (WGS_M * FRAGMENT), barrier = full + cursor.stage * 8;
-      barrier_wait(empty + cursor.stage * 8, cursor.parity);
       asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
       asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n"
           ::"r"(ring + cursor.stage * (W_STAGE * WGS_M * FRAGMENT)), "l"(from + (long long)f * (WGS_M * FRAGMENT)),
               "r"(bytes), "r"(barrier) : "memory");
     }
+    return;
   }
 }
 
@@ -1504,6 +1492,7 @@ struct Fragments {
   __device__ __forceinline__ void begin(const char* packed, const Tile& t, int offset) {
     coming = FRAGMENTS(entries_of(t.variant));
     left = 0;
+    cursor = {0, 0};                     // stages stay: their barriers have completed phase 0 for good
   }
   __device__ __forceinline__ void take(u32 (&a)[4], int lane) {
     if (left == 0) {
@@ -1516,9 +1505,8 @@ struct Fragments {
     left--;
     coming--;
     if (left == 0 || coming == 0) {                    // the last stage of a tile may be a partial one
-      __syncwarp();
-      if (lane == 0) barrier_arrive(empty + cursor.stage * 8);
       cursor.next(STAGES_W);
+      cursor.parity = 0;
       left = 0;
     }
   }
@@ -1533,9 +1521,11 @@ struct Fragments {
 
 struct Place { int n, d, h, w; };  // of a subtile in a tile, in q
 
+// PAIRED: subtiles one below the other are neighbours, so that one matrix instruction takes both (WIDE).
 __device__ __forceinline__ constexpr Place place_of(int subtile) {
   return {subtile / (W_SUBTILES * H_SUBTILES * TILE_D), subtile / (W_SUBTILES * H_SUBTILES) % TILE_D,
-          subtile / W_SUBTILES % H_SUBTILES * SUB_H, subtile % W_SUBTILES * SUB_W};
+          subtile / W_SUBTILES % H_SUBTILES * SUB_H,
+          subtile % W_SUBTILES * SUB_W};
 }
 // its first pixel's row in the tile, for a tap of shift 0
 __device__ __forceinline__ constexpr int pixel_row_of(int subtile) {
@@ -1547,13 +1537,15 @@ constexpr int GROUP_ROWS = 8;  // pixel rows from one group of eight columns to 
 // acc[64 x 64 NB] += fragment x pixels; `shift` is the tap's, in pixel rows.
 __device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4], u32 tile,
     const int (&subtile_row)[NB], int shift, int k_step, int lane) {
-  const u64 upper = ((u64)(GROUP_ROWS * ROW_BYTES >> 4) << 32) | ((u64)(2) << 62) | (1ull << 16);
+  const u64 upper = ((u64)(GROUP_ROWS * ROW_BYTES >> 4) << 32) | ((u64)(3) << 62) | (1ull << 16);
+// groups of columns lie evenly over two neighbouring subtiles (measured: kb78 0.80 -> 0.72 ms, pix 0.28 -> 0.265)
+constexpr int SUBTILES_OF_WGMMA = 2;
+#define WGMMA_PIXELS(types, tail) asm volatile(WGMMA_128("m64n128" types, tail) : ACCUMULATORS_64(acc[nb]), ACCUMULATORS_64(acc[nb + 1]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
 #pragma unroll
-  for (int nb = 0; nb < NB; nb++) {
+  for (int nb = 0; nb < NB; nb += SUBTILES_OF_WGMMA) {
     u32 start = tile + (subtile_row[nb] + shift) * ROW_BYTES + k_step * 32;
     u64 b = upper | ((start & 0x3ffff) >> 4);
-    asm volatile(WGMMA_64("m64n64k8.f32.tf32.tf32", "1, 1, 1") : ACCUMULATORS_64(acc[nb]) : "r"(a[0]), "r"(a[1]),
-        "r"(a[2]), "r"(a[3]), "l"(b));
+    WGMMA_PIXELS("k8.f32.tf32.tf32", "1, 1, 1");
   }
 }
 
@@ -1617,8 +1609,9 @@ constexpr int RUN_PITCH = (RUN * W_SUBS * ELEMENT + 127) / 128 * 128 + 32;
 constexpr int BUFFER_BYTES = 8 * RUN_PITCH;
 constexpr int RUN_SUBTILES = 1;  // neighbours along W that a run crosses
 constexpr int RUNS_OF_SUBTILE = 8 / RUN_GROUPS;
-// Group k of run i of subtiles r * RUN_SUBTILES ...: which subtile, and which of its groups of 8 columns.
-#define RUN_NB(r, i, k) ((r) * RUN_SUBTILES + (k) / 8)
+// Group k of run i of subtiles RUN_FIRST(r) ...: which subtile, and which of its groups of 8 columns.
+#define RUN_FIRST(r) ((r) * RUN_SUBTILES)  // subtile of a run's first group
+#define RUN_NB(r, i, k) (RUN_FIRST(r) + (k) / 8)
 #define RUN_J(r, i, k) ((i) * RUN_GROUPS + (k))
 
 // A warp's 16 rows of M are output channels of one (d, h) sub-position (ROWS_PER_SUB is 64, 32 or 16).
@@ -1638,16 +1631,14 @@ __device__ __forceinline__ Slab slab_of(const Tile& t, int cout_block, int warp)
 }
 
 constexpr int OUTPUTS = RUN * W_SUBS;  // of a row of a run
-
-// UNIT, below: bytes at multiples of which all rows of a run begin and end: 16, two outputs or one.
-#define TOGETHER(unit) ((unit) > ELEMENT ? 2 : 1)  // outputs that a thread stores to the buffer together
+#define TOGETHER(unit) (2)  // outputs that a thread stores to the buffer together
 
 // Which of a thread's outputs of a row go first to the buffer, as an exclusive or of their order, so that the lanes of an
 // instruction meet different banks: rows lie 8 banks apart (half precision: 12), the outputs of neighbouring lanes 2 W_SUBS.
 template <int UNIT>
 __device__ __forceinline__ int order_of(int g, int q) {
   int by_column = 0;
-  return TOGETHER(UNIT) == 2 ? by_column : by_column | g >> 2;
+  return by_column;
 }
 
 // One thread's 2 W_SUBS neighbouring outputs to the buffer.
@@ -1666,8 +1657,7 @@ __device__ __forceinline__ void put(float (&v)[2 * W_SUBS], u32 at, int order) {
 #pragma unroll
   for (int i = 0; i < 2 * W_SUBS; i += TOGETHER(UNIT)) {
     u32 to = at + (i ^ order) * ELEMENT;
-    if (TOGETHER(UNIT) == 2) store_shared_f32x2(to, v[i], v[i ^ 1]);
-    else store_shared_f32(to, v[i]);
+    store_shared_f32x2(to, v[i], v[i ^ 1]);
   }
 }
 
@@ -1689,39 +1679,31 @@ __device__ __forceinline__ void store_units(char* to, long long plane, int rows,
   constexpr int PER_ROW = OUTPUTS * ELEMENT / UNIT;
 #pragma unroll
   for (int i = 0; i < (8 * PER_ROW + 31) / 32; i++) {
-    int index = lane + 32 * i, r = index / PER_ROW, at = index % PER_ROW * UNIT;
-    char* row = to + r * plane;
-    u32 shift = UNIT == 16 ? 0 : (u32)(u64)row & 31;
+    bool one_row = PER_ROW % 32 == 0;                   // known without the lane
+    int index = lane + 32 * i, r = one_row ? 32 * i / PER_ROW : index / PER_ROW;
+    int at = (one_row ? 32 * i % PER_ROW + lane : index % PER_ROW) * UNIT;
     bool in = PER_ROW % 4 == 0 || r < 8;
-    copy_unit<UNIT>(row + at, in ? buffer + r * RUN_PITCH + shift + at : buffer, in && at < end && r < rows);
+    copy_unit<UNIT>(to + r * plane + at, in ? buffer + r * RUN_PITCH + at : buffer, in && at < end);
   }
 }
 
-// Eight rows that begin anywhere. The buffer has a row where memory has it in its first sector of 32 bytes, so that 16 bytes of
-// the one are 16 of the other; two lanes have a sector, since one that is written in parts is first read from memory
-// (measured: loads and stores of kb57 with rows of 1026 outputs 2.15 ms, of 1024 1.44). What a row's first and last 16 bytes have
-// of it follows in units.
-template <int UNIT>
-__device__ __forceinline__ void store_shifted(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
-  constexpr int PER_ROW = (OUTPUTS * ELEMENT + 32 - UNIT + 31) / 32 * 2, ENDS = 16 / UNIT;
+// Eight rows that begin anywhere, a lane an output: each instruction begins at a sector's first output, since a sector of 32
+// bytes that is written in parts is first read from memory (measured: loads and stores of kb57 with rows of 1026
+// outputs 2.15 ms, of 1024
+// 1.44; 16 bytes a lane and the ends of rows by themselves, as below, took 8 to 20% longer: kb57 2.00 -> 2.20 ms).
+__device__ __forceinline__ void store_sectors(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
+  u32 first = (u32)(u64)to, step = (u32)plane;
 #pragma unroll
-  for (int i = 0; i < (8 * PER_ROW + 31) / 32; i++) {
-    int index = lane + 32 * i, r = index / PER_ROW, unit = index % PER_ROW;
-    char* row = to + r * plane;
-    int at = unit * 16 - (int)((u64)row & 31);          // in the row
-    bool in = PER_ROW % 4 == 0 || r < 8;
-    copy_unit<16>(row + at, in ? buffer + r * RUN_PITCH + unit * 16 : buffer,
-        in && at >= 0 && at + 16 <= end && r < rows);
-  }
+  for (int i = 0; i < (OUTPUTS + 38) / 32; i++) {
+    u32 v[8];
+    int at[8];                                          // the lane's output of each row; some are before or behind it
 #pragma unroll
-  for (int i = 0; i < 8 * 2 * ENDS / 32; i++) {         // ENDS lanes for either end of a row
-    int r = (lane + 32 * i) / (2 * ENDS), at = lane % ENDS * UNIT;
-    char* row = to + r * plane;
-    int phase = (int)((u64)row & 15), head = -phase & 15;
-    bool tail = lane & ENDS;
-    if (tail) at += ((phase + end) & ~15) - phase;
-    bool ok = (tail ? at >= head : at < head) && at < end && r < rows;
-    copy_unit<UNIT>(row + at, buffer + r * RUN_PITCH + ((u32)(u64)row & 31) + (ok ? at : 0), ok);
+    for (int r = 0; r < 8; r++) {
+      at[r] = (lane + 32 * i) * 4 - (int)((first + r * step) & 31);
+      v[r] = load_shared_u32(buffer + r * RUN_PITCH + ((u32)at[r] < (u32)end ? at[r] : 0));
+    }
+#pragma unroll
+    for (int r = 0; r < 8; r++) store_global_if(to + r * plane + at[r], v[r], (u32)at[r] < (u32)end);
   }
 }
 
@@ -1729,13 +1711,11 @@ __device__ __forceinline__ void store_shifted(char* to, long long plane, int row
 // lie `plane` bytes apart.
 template <int UNIT>
 __device__ __forceinline__ void store_rows(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
-  constexpr int whole = (8 * (OUTPUTS * ELEMENT / UNIT) + 31) / 32;
-  constexpr int shifted = ((OUTPUTS * ELEMENT + 32 - UNIT + 31) / 32 * 16 + 31) / 32 + 16 * (16 / UNIT) / 32;
-  if (UNIT == 16 || whole <= shifted) store_units<UNIT>(to, plane, rows, end, buffer, lane);
-  else store_shifted<UNIT>(to, plane, rows, end, buffer, lane);
+  if (UNIT == 4) store_sectors(to, plane, rows, end, buffer, lane);
+  else store_units<UNIT>(to, plane, rows, end, buffer, lane);
 }
 
-// Rows h * 8 ... of run i of subtiles r * RUN_SUBTILES ...: a thread's outputs of its row to the buffer.
+// Rows h * 8 ... of run i of subtiles RUN_FIRST(r) ...: a thread's outputs of its row to the buffer.
 template <int UNIT>
 __device__ __forceinline__ void put_rows(float (&acc)[MB][NB][32], float bias, int r, int i, int h, u32 row, int lane) {
   constexpr signed char blocks[] = {0};         // the block of a W sub-position, -1: it has no taps
@@ -1785,7 +1765,7 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* 
   long long plane = (long long)s.out_d * s.out_h * s.out_w * ELEMENT;
 #pragma unroll
   for (int r = 0; r < NB / RUN_SUBTILES; r++) {
-    Place place = place_of(first_subtile + r * RUN_SUBTILES);
+    Place place = place_of(first_subtile + RUN_FIRST(r));
     int n = t.n + place.n, od = OUT_STEP_D * (t.d + place.d) + slab.od;
     bool image = n < s.batch && od < s.out_d;
 #pragma unroll
@@ -1802,11 +1782,10 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* 
         char* first = to + h * 8 * plane;
         int rows = 8;
         u32 row = buffer + g * RUN_PITCH;
-        u32 shifted = row + ((u32)(u64)(first + g * plane) & 31);
         if ((misaligned & 15) == 0) pass_rows<16>(acc, b[h], r, i, h, row, first, plane, rows, end, buffer, lane);
-        else if ((misaligned & (2 * ELEMENT - 1)) == 0) pass_rows<2 * ELEMENT>(acc, b[h], r, i, h, shifted, first,
-            plane, rows, end, buffer, lane);
-        else pass_rows<ELEMENT>(acc, b[h], r, i, h, shifted, first, plane, rows, end, buffer, lane);
+        else if ((misaligned & (2 * ELEMENT - 1)) == 0) pass_rows<2 * ELEMENT>(acc, b[h], r, i, h, row, first, plane,
+            rows, end, buffer, lane);
+        else pass_rows<ELEMENT>(acc, b[h], r, i, h, row, first, plane, rows, end, buffer, lane);
         __syncwarp();
       }
     }
@@ -1916,9 +1895,10 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 }
 
 #undef ACCUMULATORS_64
-#undef WGMMA_64
+#undef WGMMA_128
 #undef COLUMN
 #undef FRAGMENTS
+#undef RUN_FIRST
 #undef RUN_NB
 #undef RUN_J
 #undef TOGETHER
@@ -2051,9 +2031,6 @@ __device__ __forceinline__ void load_shared_64(u32 (&v)[4], u32 a) {
 __device__ __forceinline__ void store_shared_128(u32 a, u32 v0, u32 v1, u32 v2, u32 v3) {
   asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};\n" ::"r"(a), "r"(v0), "r"(v1), "r"(v2), "r"(v3) : "memory");
 }
-__device__ __forceinline__ void store_shared_f32(u32 a, float v) {
-  asm volatile("st.shared.f32 [%0], %1;\n" ::"r"(a), "f"(v) : "memory");
-}
 __device__ __forceinline__ void store_shared_f32x2(u32 a, float v, float w) {
   asm volatile("st.shared.v2.f32 [%0], {%1,%2};\n" ::"r"(a), "f"(v), "f"(w) : "memory");
 }
@@ -2098,10 +2075,11 @@ __device__ __forceinline__ u32 low_part(float v, u32 high) {
       "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]),          \
       "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]),         \
       "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
-#define WGMMA_64(shape, tail) \
+#define WGMMA_128(shape, tail) \
   "wgmma.mma_async.sync.aligned." shape                                                                               \
-  " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,"  \
-  "%30,%31}, {%32,%33,%34,%35}, %36, " tail ";\n"
+  " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,"  \
+  "%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,"  \
+  "%56,%57,%58,%59,%60,%61,%62,%63}, {%64,%65,%66,%67}, %68, " tail ";\n"
 
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory"); }
@@ -2499,9 +2477,11 @@ struct Fragments {
 
 struct Place { int n, d, h, w; };  // of a subtile in a tile, in q
 
+// PAIRED: subtiles one below the other are neighbours, so that one matrix instruction takes both (WIDE).
 __device__ __forceinline__ constexpr Place place_of(int subtile) {
   return {subtile / (W_SUBTILES * H_SUBTILES * TILE_D), subtile / (W_SUBTILES * H_SUBTILES) % TILE_D,
-          subtile / W_SUBTILES % H_SUBTILES * SUB_H, subtile % W_SUBTILES * SUB_W};
+          subtile / W_SUBTILES % H_SUBTILES * SUB_H,
+          subtile % W_SUBTILES * SUB_W};
 }
 // its first pixel's row in the tile, for a tap of shift 0
 __device__ __forceinline__ constexpr int pixel_row_of(int subtile) {
@@ -2514,12 +2494,14 @@ constexpr int GROUP_ROWS = 8;  // pixel rows from one group of eight columns to 
 __device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4], u32 tile,
     const int (&subtile_row)[NB], int shift, int k_step, int lane) {
   const u64 upper = ((u64)(GROUP_ROWS * ROW_BYTES >> 4) << 32) | ((u64)(2) << 62) | (1ull << 16);
+// groups of columns lie evenly over two neighbouring subtiles (measured: kb78 0.80 -> 0.72 ms, pix 0.28 -> 0.265)
+constexpr int SUBTILES_OF_WGMMA = 2;
+#define WGMMA_PIXELS(types, tail) asm volatile(WGMMA_128("m64n128" types, tail) : ACCUMULATORS_64(acc[nb]), ACCUMULATORS_64(acc[nb + 1]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
 #pragma unroll
-  for (int nb = 0; nb < NB; nb++) {
+  for (int nb = 0; nb < NB; nb += SUBTILES_OF_WGMMA) {
     u32 start = tile + (subtile_row[nb] + shift) * ROW_BYTES + k_step * 32;
     u64 b = upper | ((start & 0x3ffff) >> 4);
-    asm volatile(WGMMA_64("m64n64k8.f32.tf32.tf32", "1, 1, 1") : ACCUMULATORS_64(acc[nb]) : "r"(a[0]), "r"(a[1]),
-        "r"(a[2]), "r"(a[3]), "l"(b));
+    WGMMA_PIXELS("k8.f32.tf32.tf32", "1, 1, 1");
   }
 }
 
@@ -2583,8 +2565,9 @@ constexpr int RUN_PITCH = (RUN * W_SUBS * ELEMENT + 127) / 128 * 128 + 32;
 constexpr int BUFFER_BYTES = 8 * RUN_PITCH;
 constexpr int RUN_SUBTILES = 1;  // neighbours along W that a run crosses
 constexpr int RUNS_OF_SUBTILE = 8 / RUN_GROUPS;
-// Group k of run i of subtiles r * RUN_SUBTILES ...: which subtile, and which of its groups of 8 columns.
-#define RUN_NB(r, i, k) ((r) * RUN_SUBTILES + (k) / 8)
+// Group k of run i of subtiles RUN_FIRST(r) ...: which subtile, and which of its groups of 8 columns.
+#define RUN_FIRST(r) ((r) * RUN_SUBTILES)  // subtile of a run's first group
+#define RUN_NB(r, i, k) (RUN_FIRST(r) + (k) / 8)
 #define RUN_J(r, i, k) ((i) * RUN_GROUPS + (k))
 
 // A warp's 16 rows of M are output channels of one (d, h) sub-position (ROWS_PER_SUB is 64, 32 or 16).
@@ -2604,16 +2587,14 @@ __device__ __forceinline__ Slab slab_of(const Tile& t, int cout_block, int warp)
 }
 
 constexpr int OUTPUTS = RUN * W_SUBS;  // of a row of a run
-
-// UNIT, below: bytes at multiples of which all rows of a run begin and end: 16, two outputs or one.
-#define TOGETHER(unit) ((unit) > ELEMENT ? 2 : 1)  // outputs that a thread stores to the buffer together
+#define TOGETHER(unit) (2)  // outputs that a thread stores to the buffer together
 
 // Which of a thread's outputs of a row go first to the buffer, as an exclusive or of their order, so that the lanes of an
 // instruction meet different banks: rows lie 8 banks apart (half precision: 12), the outputs of neighbouring lanes 2 W_SUBS.
 template <int UNIT>
 __device__ __forceinline__ int order_of(int g, int q) {
   int by_column = 0;
-  return TOGETHER(UNIT) == 2 ? by_column : by_column | g >> 2;
+  return by_column;
 }
 
 // One thread's 2 W_SUBS neighbouring outputs to the buffer.
@@ -2632,8 +2613,7 @@ __device__ __forceinline__ void put(float (&v)[2 * W_SUBS], u32 at, int order) {
 #pragma unroll
   for (int i = 0; i < 2 * W_SUBS; i += TOGETHER(UNIT)) {
     u32 to = at + (i ^ order) * ELEMENT;
-    if (TOGETHER(UNIT) == 2) store_shared_f32x2(to, v[i], v[i ^ 1]);
-    else store_shared_f32(to, v[i]);
+    store_shared_f32x2(to, v[i], v[i ^ 1]);
   }
 }
 
@@ -2655,39 +2635,31 @@ __device__ __forceinline__ void store_units(char* to, long long plane, int rows,
   constexpr int PER_ROW = OUTPUTS * ELEMENT / UNIT;
 #pragma unroll
   for (int i = 0; i < (8 * PER_ROW + 31) / 32; i++) {
-    int index = lane + 32 * i, r = index / PER_ROW, at = index % PER_ROW * UNIT;
-    char* row = to + r * plane;
-    u32 shift = UNIT == 16 ? 0 : (u32)(u64)row & 31;
+    bool one_row = PER_ROW % 32 == 0;                   // known without the lane
+    int index = lane + 32 * i, r = one_row ? 32 * i / PER_ROW : index / PER_ROW;
+    int at = (one_row ? 32 * i % PER_ROW + lane : index % PER_ROW) * UNIT;
     bool in = PER_ROW % 4 == 0 || r < 8;
-    copy_unit<UNIT>(row + at, in ? buffer + r * RUN_PITCH + shift + at : buffer, in && at < end && r < rows);
+    copy_unit<UNIT>(to + r * plane + at, in ? buffer + r * RUN_PITCH + at : buffer, in && at < end);
   }
 }
 
-// Eight rows that begin anywhere. The buffer has a row where memory has it in its first sector of 32 bytes, so that 16 bytes of
-// the one are 16 of the other; two lanes have a sector, since one that is written in parts is first read from memory
-// (measured: loads and stores of kb57 with rows of 1026 outputs 2.15 ms, of 1024 1.44). What a row's first and last 16 bytes have
-// of it follows in units.
-template <int UNIT>
-__device__ __forceinline__ void store_shifted(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
-  constexpr int PER_ROW = (OUTPUTS * ELEMENT + 32 - UNIT + 31) / 32 * 2, ENDS = 16 / UNIT;
+// Eight rows that begin anywhere, a lane an output: each instruction begins at a sector's first output, since a sector of 32
+// bytes that is written in parts is first read from memory (measured: loads and stores of kb57 with rows of 1026
+// outputs 2.15 ms, of 1024
+// 1.44; 16 bytes a lane and the ends of rows by themselves, as below, took 8 to 20% longer: kb57 2.00 -> 2.20 ms).
+__device__ __forceinline__ void store_sectors(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
+  u32 first = (u32)(u64)to, step = (u32)plane;
 #pragma unroll
-  for (int i = 0; i < (8 * PER_ROW + 31) / 32; i++) {
-    int index = lane + 32 * i, r = index / PER_ROW, unit = index % PER_ROW;
-    char* row = to + r * plane;
-    int at = unit * 16 - (int)((u64)row & 31);          // in the row
-    bool in = PER_ROW % 4 == 0 || r < 8;
-    copy_unit<16>(row + at, in ? buffer + r * RUN_PITCH + unit * 16 : buffer,
-        in && at >= 0 && at + 16 <= end && r < rows);
-  }
+  for (int i = 0; i < (OUTPUTS + 38) / 32; i++) {
+    u32 v[8];
+    int at[8];                                          // the lane's output of each row; some are before or behind it
 #pragma unroll
-  for (int i = 0; i < 8 * 2 * ENDS / 32; i++) {         // ENDS lanes for either end of a row
-    int r = (lane + 32 * i) / (2 * ENDS), at = lane % ENDS * UNIT;
-    char* row = to + r * plane;
-    int phase = (int)((u64)row & 15), head = -phase & 15;
-    bool tail = lane & ENDS;
-    if (tail) at += ((phase + end) & ~15) - phase;
-    bool ok = (tail ? at >= head : at < head) && at < end && r < rows;
-    copy_unit<UNIT>(row + at, buffer + r * RUN_PITCH + ((u32)(u64)row & 31) + (ok ? at : 0), ok);
+    for (int r = 0; r < 8; r++) {
+      at[r] = (lane + 32 * i) * 4 - (int)((first + r * step) & 31);
+      v[r] = load_shared_u32(buffer + r * RUN_PITCH + ((u32)at[r] < (u32)end ? at[r] : 0));
+    }
+#pragma unroll
+    for (int r = 0; r < 8; r++) store_global_if(to + r * plane + at[r], v[r], (u32)at[r] < (u32)end);
   }
 }
 
@@ -2695,13 +2667,11 @@ __device__ __forceinline__ void store_shifted(char* to, long long plane, int row
 // lie `plane` bytes apart.
 template <int UNIT>
 __device__ __forceinline__ void store_rows(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
-  constexpr int whole = (8 * (OUTPUTS * ELEMENT / UNIT) + 31) / 32;
-  constexpr int shifted = ((OUTPUTS * ELEMENT + 32 - UNIT + 31) / 32 * 16 + 31) / 32 + 16 * (16 / UNIT) / 32;
-  if (UNIT == 16 || whole <= shifted) store_units<UNIT>(to, plane, rows, end, buffer, lane);
-  else store_shifted<UNIT>(to, plane, rows, end, buffer, lane);
+  if (UNIT == 4) store_sectors(to, plane, rows, end, buffer, lane);
+  else store_units<UNIT>(to, plane, rows, end, buffer, lane);
 }
 
-// Rows h * 8 ... of run i of subtiles r * RUN_SUBTILES ...: a thread's outputs of its row to the buffer.
+// Rows h * 8 ... of run i of subtiles RUN_FIRST(r) ...: a thread's outputs of its row to the buffer.
 template <int UNIT>
 __device__ __forceinline__ void put_rows(float (&acc)[MB][NB][32], float bias, int r, int i, int h, u32 row, int lane) {
   constexpr signed char blocks[] = {0};         // the block of a W sub-position, -1: it has no taps
@@ -2751,7 +2721,7 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* 
   long long plane = (long long)s.out_d * s.out_h * s.out_w * ELEMENT;
 #pragma unroll
   for (int r = 0; r < NB / RUN_SUBTILES; r++) {
-    Place place = place_of(first_subtile + r * RUN_SUBTILES);
+    Place place = place_of(first_subtile + RUN_FIRST(r));
     int n = t.n + place.n, od = OUT_STEP_D * (t.d + place.d) + slab.od;
     bool image = n < s.batch && od < s.out_d;
 #pragma unroll
@@ -2768,11 +2738,10 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* 
         char* first = to + h * 8 * plane;
         int rows = 8;
         u32 row = buffer + g * RUN_PITCH;
-        u32 shifted = row + ((u32)(u64)(first + g * plane) & 31);
         if ((misaligned & 15) == 0) pass_rows<16>(acc, b[h], r, i, h, row, first, plane, rows, end, buffer, lane);
-        else if ((misaligned & (2 * ELEMENT - 1)) == 0) pass_rows<2 * ELEMENT>(acc, b[h], r, i, h, shifted, first,
-            plane, rows, end, buffer, lane);
-        else pass_rows<ELEMENT>(acc, b[h], r, i, h, shifted, first, plane, rows, end, buffer, lane);
+        else if ((misaligned & (2 * ELEMENT - 1)) == 0) pass_rows<2 * ELEMENT>(acc, b[h], r, i, h, row, first, plane,
+            rows, end, buffer, lane);
+        else pass_rows<ELEMENT>(acc, b[h], r, i, h, row, first, plane, rows, end, buffer, lane);
         __syncwarp();
       }
     }
@@ -2876,9 +2845,10 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 }
 
 #undef ACCUMULATORS_64
-#undef WGMMA_64
+#undef WGMMA_128
 #undef COLUMN
 #undef FRAGMENTS
+#undef RUN_FIRST
 #undef RUN_NB
 #undef RUN_J
 #undef TOGETHER
@@ -2984,10 +2954,6 @@ __device__ __forceinline__ Chunk chunk_at(int i, const Sizes& s) {
 // One operand's tile: where it lies in its tensor. (n, d, h) of row `r` of the tile by its kind.
 struct Rows { int n, d, h; };
 __device__ __forceinline__ Rows x_row(int r) { return {r / (TILE_D * TILE_H), r / TILE_H % TILE_D, r % TILE_H}; }
-__device__ __forceinline__ Rows g_row(int r) {
-  int h = r % G_ROWS_H, d = r / G_ROWS_H % G_ROWS_D;
-  return {r / (G_ROWS_H * G_ROWS_D), d, h};
-}
 
 // =====================================================================================================================
 // Copies
@@ -2996,34 +2962,77 @@ __device__ __forceinline__ Rows g_row(int r) {
 typedef u32 bits;
 
 // =====================================================================================================================
-// The second step: slices are added in the order of their index, eight runs of them side by side.
+// The second step: slices are added in the order of their index. A block takes 32 of the innermost channels of some rows of a
+// slice, and turns them through shared memory, so that slices are read and the weight is written in whole sectors (measured: stores
+// of single elements, a block for 32 of them: 40 of dcgan1's 200 us).
 // =====================================================================================================================
 
-constexpr int RUNS = 8;
+constexpr int RUNS = 8;  // warps of a block
+constexpr int ROWS_EACH = 8;  // rows of a warp
+constexpr int MANY_SLICES = 16;  // from here on the warps of a block divide the slices, not the rows
+
+// slices: [tap][COUT][CIN_G], else [tap][CIN][COUT_G]
+constexpr int INNERMOST = CIN_G;
+constexpr int SLICE_ROWS = COUT * TAPS;
+
+struct SliceRow {
+  long long from, to;                      // first element in a slice, and in the weight
+};
+
+// Rows are counted as the weight has them.
+__device__ __forceinline__ SliceRow slice_row(int row, long long stride_ci, long long stride_co, long long stride_tap) {
+  int group = row / (COUT_G * TAPS), j = row % (COUT_G * TAPS);
+  bool taps_inside = stride_tap <= stride_co;
+  int co = taps_inside ? j / TAPS : j % COUT_G, tap = taps_inside ? j % TAPS : j / COUT_G;
+  return {((long long)tap * COUT + group * COUT_G + co) * CIN_G,
+      group * CIN_G * stride_ci + co * stride_co + tap * stride_tap};
+}
 
 __global__ void __launch_bounds__(32 * RUNS)
 reduce(const float* __restrict__ partial, bits* __restrict__ out, int slices, long long stride_ci, long long stride_co,
     long long stride_tap) {
-  __shared__ float runs[RUNS][32];
+  __shared__ float sums[RUNS * ROWS_EACH][33];
   const long long total = (long long)TAPS * CIN * COUT_G;
-  int lane = threadIdx.x & 31, run = threadIdx.x >> 5;
-  long long e = (long long)blockIdx.x * 32 + lane;
-  int each = (slices + RUNS - 1) / RUNS, begin = run * each, end = begin + each < slices ? begin + each : slices;
-  float sum = 0.f;
-  if (e < total) {
-#pragma unroll 8
-    for (int i = begin; i < end; i++) sum += partial[i * total + e];
-  }
-  runs[run][lane] = sum;
-  __syncthreads();
-  if (run || e >= total) return;
+  constexpr int COLUMNS_OF_BLOCKS = (INNERMOST + 31) / 32;
+  bool many = slices >= MANY_SLICES;
+  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, rows = many ? ROWS_EACH : RUNS * ROWS_EACH;
+  int c = blockIdx.x % COLUMNS_OF_BLOCKS * 32 + lane, first = blockIdx.x / COLUMNS_OF_BLOCKS * rows;
+  int each = many ? (slices + RUNS - 1) / RUNS : slices, begin = many ? warp * each : 0,
+      end = begin + each < slices ? begin + each : slices;
+  long long from[ROWS_EACH];
+  float sum[ROWS_EACH];
 #pragma unroll
-  for (int i = 1; i < RUNS; i++) sum += runs[i][lane];
-// [tap][COUT][CIN_G], else [tap][CIN][COUT_G]
-  int channel = (int)(e / CIN_G % COUT), co = channel % COUT_G, ci = channel / COUT_G * CIN_G + (int)(e % CIN_G);
-  long long tap = e / ((long long)COUT_G * CIN);
-  u32 v = __float_as_uint(sum);
-  out[ci * stride_ci + co * stride_co + tap * stride_tap] = (bits)v;
+  for (int k = 0; k < ROWS_EACH; k++) {
+    int row = first + (many ? k : warp + k * RUNS);
+    from[k] = row < SLICE_ROWS && c < INNERMOST ? slice_row(row, stride_ci, stride_co, stride_tap).from + c : -1;
+    sum[k] = 0.f;
+  }
+#pragma unroll 2
+  for (int i = begin; i < end; i++)
+#pragma unroll
+    for (int k = 0; k < ROWS_EACH; k++)
+      if (from[k] >= 0) sum[k] += partial[i * total + from[k]];
+#pragma unroll
+  for (int k = 0; k < ROWS_EACH; k++) sums[many ? warp * ROWS_EACH + k : warp + k * RUNS][lane] = sum[k];
+  __syncthreads();
+  if (many) {                              // a warp a row: the runs in their order
+    float all = 0.f;
+#pragma unroll
+    for (int run = 0; run < RUNS; run++) all += sums[run * ROWS_EACH + warp][lane];
+    __syncthreads();
+    sums[warp][lane] = all;
+    __syncthreads();
+  }
+  long long stride_c = stride_ci;
+  c -= lane;
+#pragma unroll 1
+  for (int i = threadIdx.x; i < rows * 32; i += 32 * RUNS) {  // neighbouring threads write neighbours
+    int row = stride_c == 1 ? i / 32 : i % rows, column = stride_c == 1 ? i % 32 : i / rows;
+    if (first + row >= SLICE_ROWS || c + column >= INNERMOST) continue;
+    float v = sums[row][column];
+    u32 stored = __float_as_uint(v);
+    out[slice_row(first + row, stride_ci, stride_co, stride_tap).to + (c + column) * stride_c] = (bits)stored;
+  }
 }
 
 constexpr int ROWS_PER_SUB = 64 / SUBS;
@@ -3041,7 +3050,6 @@ constexpr int SEGMENT = 128;
 constexpr int BOXES = PIXELS * ELEMENT / SEGMENT;
 constexpr int BOX_BYTES = BLOCK_CI * SEGMENT;
 constexpr int X_TILE_BYTES = BOXES * BOX_BYTES;
-constexpr int G_BOX_BYTES = BLOCK_CO * G_PITCH * ELEMENT;
 constexpr int STAGE_BYTES = (X_TILE_BYTES + G_BYTES + 1023) / 1024 * 1024;
 constexpr int RAW_AT = STAGES * STAGE_BYTES;  // x's pixels before they are turned
 constexpr int RAW_BYTES = 0;
@@ -3089,11 +3097,7 @@ __device__ __forceinline__ void load_boxes(const TensorMap* map_x, const TensorM
       w = c.w * STEP_W + work.tap_w * DIL_W - PAD_W;
   channel = work.group * COUT_G + work.co;
   to += X_TILE_BYTES;
-#pragma unroll 1
-  for (int r = 0; r < G_ROWS; r++) {
-    Rows at = g_row(r);
-    load_box(to + r * G_BOX_BYTES, map_g, w - (w & (VEC - 1)), h + at.h, d + at.d, channel, c.n + at.n, barrier);
-  }
+  load_box(to, map_g, w - (w & (VEC - 1)), channel, h, d, c.n, barrier);
 }
 
 // =====================================================================================================================
@@ -3475,33 +3479,73 @@ __device__ __forceinline__ void clear_borders(const char* tensor, int depth, int
 }
 
 // =====================================================================================================================
-// The second step: slices are added in the order of their index, eight runs of them side by side.
+// The second step: slices are added in the order of their index. A block takes 32 of the innermost channels of some rows of a
+// slice, and turns them through shared memory, so that slices are read and the weight is written in whole sectors (measured: stores
+// of single elements, a block for 32 of them: 40 of dcgan1's 200 us).
 // =====================================================================================================================
 
-constexpr int RUNS = 8;
+constexpr int RUNS = 8;  // warps of a block
+constexpr int ROWS_EACH = 8;  // rows of a warp
+constexpr int MANY_SLICES = 16;  // from here on the warps of a block divide the slices, not the rows
+
+constexpr int INNERMOST = COUT_G;
+constexpr int SLICE_ROWS = CIN * TAPS;
+
+struct SliceRow {
+  long long from, to;                      // first element in a slice, and in the weight
+};
+
+// Rows are counted as the weight has them.
+__device__ __forceinline__ SliceRow slice_row(int row, long long stride_ci, long long stride_co, long long stride_tap) {
+  int ci = row / TAPS, tap = row % TAPS;
+  return {((long long)tap * CIN + ci) * COUT_G, ci * stride_ci + tap * stride_tap};
+}
 
 __global__ void __launch_bounds__(32 * RUNS)
 reduce(const float* __restrict__ partial, bits* __restrict__ out, int slices, long long stride_ci, long long stride_co,
     long long stride_tap) {
-  __shared__ float runs[RUNS][32];
+  __shared__ float sums[RUNS * ROWS_EACH][33];
   const long long total = (long long)TAPS * CIN * COUT_G;
-  int lane = threadIdx.x & 31, run = threadIdx.x >> 5;
-  long long e = (long long)blockIdx.x * 32 + lane;
-  int each = (slices + RUNS - 1) / RUNS, begin = run * each, end = begin + each < slices ? begin + each : slices;
-  float sum = 0.f;
-  if (e < total) {
-#pragma unroll 8
-    for (int i = begin; i < end; i++) sum += partial[i * total + e];
-  }
-  runs[run][lane] = sum;
-  __syncthreads();
-  if (run || e >= total) return;
+  constexpr int COLUMNS_OF_BLOCKS = (INNERMOST + 31) / 32;
+  bool many = slices >= MANY_SLICES;
+  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, rows = many ? ROWS_EACH : RUNS * ROWS_EACH;
+  int c = blockIdx.x % COLUMNS_OF_BLOCKS * 32 + lane, first = blockIdx.x / COLUMNS_OF_BLOCKS * rows;
+  int each = many ? (slices + RUNS - 1) / RUNS : slices, begin = many ? warp * each : 0,
+      end = begin + each < slices ? begin + each : slices;
+  long long from[ROWS_EACH];
+  float sum[ROWS_EACH];
 #pragma unroll
-  for (int i = 1; i < RUNS; i++) sum += runs[i][lane];
-  int co = (int)(e % COUT_G), ci = (int)(e / COUT_G % CIN);
-  long long tap = e / ((long long)COUT_G * CIN);
-  u32 v = __float_as_uint(sum);
-  out[ci * stride_ci + co * stride_co + tap * stride_tap] = (bits)v;
+  for (int k = 0; k < ROWS_EACH; k++) {
+    int row = first + (many ? k : warp + k * RUNS);
+    from[k] = row < SLICE_ROWS && c < INNERMOST ? slice_row(row, stride_ci, stride_co, stride_tap).from + c : -1;
+    sum[k] = 0.f;
+  }
+#pragma unroll 2
+  for (int i = begin; i < end; i++)
+#pragma unroll
+    for (int k = 0; k < ROWS_EACH; k++)
+      if (from[k] >= 0) sum[k] += partial[i * total + from[k]];
+#pragma unroll
+  for (int k = 0; k < ROWS_EACH; k++) sums[many ? warp * ROWS_EACH + k : warp + k * RUNS][lane] = sum[k];
+  __syncthreads();
+  if (many) {                              // a warp a row: the runs in their order
+    float all = 0.f;
+#pragma unroll
+    for (int run = 0; run < RUNS; run++) all += sums[run * ROWS_EACH + warp][lane];
+    __syncthreads();
+    sums[warp][lane] = all;
+    __syncthreads();
+  }
+  long long stride_c = stride_co;
+  c -= lane;
+#pragma unroll 1
+  for (int i = threadIdx.x; i < rows * 32; i += 32 * RUNS) {  // neighbouring threads write neighbours
+    int row = stride_c == 1 ? i / 32 : i % rows, column = stride_c == 1 ? i % 32 : i / rows;
+    if (first + row >= SLICE_ROWS || c + column >= INNERMOST) continue;
+    float v = sums[row][column];
+    u32 stored = __float_as_uint(v);
+    out[slice_row(first + row, stride_ci, stride_co, stride_tap).to + (c + column) * stride_c] = (bits)stored;
+  }
 }
 
 constexpr int THREADS = WARPS * 32;
@@ -3769,10 +3813,10 @@ decltype(&cuTensorMapEncodeTiled) encode_tiled() {
 }
 
 // A map over a dense tensor of dimensions `dims`, innermost first, and the box that one copy brings: `box` elements
-// traversed by `steps` along each.
+// traversed by `steps` along each. `channels_second`: the map has the fourth dimension second, and so has the box.
 CUtensorMap tensor_map(const at::Tensor& t, CUtensorMapDataType type, const std::array<int64_t, 5>& dims,
                        const std::array<cuuint32_t, 5>& box, const std::array<cuuint32_t, 5>& steps,
-                       CUtensorMapSwizzle swizzle) {
+                       CUtensorMapSwizzle swizzle, bool channels_second = false) {
   const c10::cuda::CUDAGuard guard(t.device());
   C10_CUDA_CHECK(cudaSetDevice(t.get_device()));  // gives a thread that has called nothing yet its context
   std::array<cuuint64_t, 5> counts;
@@ -3782,6 +3826,10 @@ CUtensorMap tensor_map(const at::Tensor& t, CUtensorMapDataType type, const std:
     counts[i] = dims[i];
     pitch *= dims[i];
     if (i < 4) pitches[i] = pitch;
+  }
+  if (channels_second) {
+    std::rotate(counts.begin() + 1, counts.begin() + 3, counts.begin() + 4);
+    std::rotate(pitches.begin(), pitches.begin() + 2, pitches.begin() + 3);
   }
   CUtensorMap map;
   const CUresult result = encode_tiled()(
@@ -3813,9 +3861,9 @@ void pack_grad_input(const at::Tensor& weight, const at::Tensor& packed) {
 void run_grad_input(const at::Tensor& grad, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
                     const at::Tensor& out, int64_t blocks, const std::array<int64_t, 11>& sizes) {
   const CUtensorMap map = tensor_map(grad, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, {sizes[3], sizes[2], sizes[1], 64, sizes[0]},
-                                     {140, 1, 1, 16, 4}, {1, 1, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_NONE);
+                                     {140, 1, 1, 8, 4}, {1, 1, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_NONE);
   const auto pointers = std::make_tuple(grad.data_ptr(), packed.data_ptr(), address(bias), out.data_ptr());
-  launch<grad_input::gather, 512, 211072>(grad, blocks, pointers, sizes, std::make_tuple(map));
+  launch<grad_input::gather, 512, 209088>(grad, blocks, pointers, sizes, std::make_tuple(map));
 }
 
 void pack_grad_input_unaligned(const at::Tensor& weight, const at::Tensor& packed) {
@@ -3834,14 +3882,14 @@ void run_grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tens
   const CUtensorMap map_x = tensor_map(x, CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, {sizes[3], sizes[2], sizes[1], 32, sizes[0]},
                                        {32, 1, 1, 32, 1}, {1, 1, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_128B);
   const CUtensorMap map_grad = tensor_map(grad, CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, {sizes[6], sizes[5], sizes[4], 64, sizes[0]},
-                                          {148, 1, 1, 64, 1}, {1, 1, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_NONE);
+                                          {148, 64, 1, 1, 2}, {1, 1, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_NONE, true);
   const std::array<CUtensorMap, 2> maps = {map_x, map_grad};
   const auto pointers = std::make_tuple(grad.data_ptr(), partial.data_ptr());
   launch<grad_weight::wgrad, 512, 217136>(x, blocks, pointers, sizes, std::make_tuple(maps));
   // Adds the slices of sums, always in the same order; out may have any dense memory format.
   const auto sums = std::make_tuple(partial.data_ptr(), out.data_ptr(), partial.size(0));
   const auto strides = std::make_tuple(out.stride(0), out.stride(1), out.stride(-1));
-  launch<grad_weight::reduce, 256, 0>(x, (out.numel() + 31) / 32, sums, strides);
+  launch<grad_weight::reduce, 256, 0>(x, 1 * (partial.size(0) < 16 ? 5 : 40), sums, strides);
 }
 
 void run_grad_weight_unaligned(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& partial,
@@ -3851,7 +3899,7 @@ void run_grad_weight_unaligned(const at::Tensor& x, const at::Tensor& grad, cons
   // Adds the slices of sums, always in the same order; out may have any dense memory format.
   const auto sums = std::make_tuple(partial.data_ptr(), out.data_ptr(), partial.size(0));
   const auto strides = std::make_tuple(out.stride(0), out.stride(1), out.stride(-1));
-  launch<grad_weight_unaligned::reduce, 256, 0>(x, (out.numel() + 31) / 32, sums, strides);
+  launch<grad_weight_unaligned::reduce, 256, 0>(x, 2 * (partial.size(0) < 16 ? 3 : 20), sums, strides);
 }
 """
 
@@ -4014,7 +4062,7 @@ GRAD_INPUT = (
         tile=(4, 1, 1, 128),
         steps=(1, 1, 1),
         m_groups=1,
-        resident=False,
+        resident=True,
         words=20480,
         packed=torch.int32,
     ),
@@ -4037,7 +4085,7 @@ GRAD_WEIGHT = (
         tile=(2, 1, 1, 128),
         blocks=1,
         slices=1,
-        chunk_seconds=4.530215660882327e-06,
+        chunk_seconds=4.694318224984891e-06,
     ),
     GradWeight(
         name="grad_weight_unaligned",

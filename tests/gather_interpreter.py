@@ -205,9 +205,8 @@ class Interpreter:
                 assert np.prod(box) == self.segments * m["PLANE"] * m["CK"], "a box is a residue's plane"
                 assert steps[1] == m["IN_STEP_W"]
             else:
-                assert box[0] >= m["COLUMN_PAD"] + m["COLUMNS"] and np.prod(box[1:]) == self.segments * m["CK"], (
-                    "a box holds a chunk"
-                )
+                assert self.tiling.row_boxes * box[0] >= m["COLUMN_PAD"] + m["COLUMNS"], "boxes hold a row"
+                assert box[0] == m["BOX_UNITS"] * self.vec and np.prod(box[1:]) == self.segments * m["CK"]
                 first = t.w * m["IN_STEP_W"] + m["FIRST_W"] - m["COLUMN_PAD"]
                 assert (first % self.vec == 0).all(), "a box begins at 16 bytes"
             step_h, step_d = steps[2:4] if m["CHANNELS_LAST"] else steps[1:3]

@@ -21,7 +21,7 @@ from upconv.cuda import gather, jit, wgrad
 from upconv.cuda.gpu import H200
 from upconv.cuda.tiling import Tiling
 from upconv.cuda.wgrad_tiling import WarpgroupTiling
-from upconv.problem import Problem
+from upconv.problem import Precision, Problem
 
 HOST = Path(__file__).resolve().parent / "host"
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
@@ -159,6 +159,16 @@ def test_a_slot_becomes_rows_of_channels(seed: int, whole: bool, tmp_path: Path)
         return t.tensor_map and not t.channels_last and (t.whole is not None) == whole
 
     assert tiles(turn(tiling_of(seed, fit), tmp_path), seed, 40) > 500
+
+
+@pytest.mark.parametrize("precision,dtype", [("tf32", torch.float32), ("bf16", torch.bfloat16)])
+def test_rows_of_several_boxes(precision: Precision, dtype: torch.dtype, tmp_path: Path) -> None:
+    """A gradient's source of stride 8 has rows longer than a box; its columns are turned in their own order."""
+    p = Problem.make(2, 16, 24, (64,), 16, 8, 4, dtype=dtype).with_(precision=precision, pass_="grad-input", bias=False)
+    every = [t for t in gather.candidates(gather._any_size(p), H200) if t.tensor_map and t.row_boxes > 2]
+    assert every
+    for t in (every[0], every[-1]):
+        assert tiles(turn(t, tmp_path), 1, 30) > 10_000
 
 
 def test_whole_images_of_several_boxes(tmp_path: Path) -> None:

@@ -70,9 +70,9 @@ static long long one_chunk() {
   int chunk = below(CHUNKS);
   Source at = source_of(tile, chunk);
   shared_memory.assign((SLOT_BYTES + 1023) / 1024 * 1024 + STAGE_BYTES, 0xdd);
-  for (int i = 0; i < SLOT_BOXES; i++) {
+  for (int i = 0; i < SLOT_BOXES; i++) {  // several of small images, or of long rows
     if (WHOLE) box(i * (SLOT_BYTES / SLOT_BOXES), {i * BOX_PIXELS, 0, 0, at.channel, at.n});
-    else box(0, {at.w - COLUMN_PAD, at.h + FIRST_H, at.d + FIRST_D, at.channel, at.n});
+    else box(i * (SLOT_BYTES / SLOT_BOXES), {at.w - COLUMN_PAD + i * ROW_UNITS * VEC, at.h + FIRST_H, at.d + FIRST_D, at.channel, at.n});
   }
   u32 rows = (SLOT_BYTES + 1023) / 1024 * 1024;
   int segments[SEGMENTS];

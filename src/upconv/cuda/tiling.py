@@ -31,6 +31,7 @@ _STEPS_UNROLLED = 12  # code and compile time grow with it
 _STEPS_PROMOTED = 8  # after which IEEE sums leave the tensor cores; half of them carry two products, the others one
 _MAX_BOX = 256  # elements that the tensor copy engine traverses along a dimension
 _MAX_BOX_STEP = 8  # and its largest step
+_MAX_ROW_BOXES = 8
 _WHOLE = (4, 8, 16, 32)  # sizes of images that are copied whole; few, since each is a kernel
 _MAX_WHOLE = 1024  # pixels
 _MAX_OFFSET = 2000  # rows' offsets are packed in 12 bits, signed
@@ -401,8 +402,15 @@ class Tiling:
     @property
     def staging_units(self) -> int:
         if self.tensor_map and self.whole is None:
-            return self.box[0] // self.vec
+            return self.row_boxes * self.box[0] // self.vec
         return (self.columns + 2 * self.vec - 2) // self.vec
+
+    @property
+    def row_boxes(self) -> int:
+        """Boxes that a chunk's rows of an NCHW source take (those of small images aside)."""
+        if self.channels_last:
+            return 1
+        return -(-(self.columns + self.first_w % self.vec) // (_MAX_BOX // self.vec * self.vec))
 
     @property
     def aligned_channels(self) -> bool:
@@ -425,6 +433,7 @@ class Tiling:
             even
             and whole
             and max(self.box) <= _MAX_BOX
+            and self.row_boxes <= _MAX_ROW_BOXES
             and 1 <= min(self.box_steps) <= max(self.box_steps) <= _MAX_BOX_STEP
         ):
             return False
@@ -448,7 +457,7 @@ class Tiling:
         if self.channels_last:
             counts = (self.chunk, self.plane, len(rows_h), len(rows_d), self.tile[0])
         else:  # a box begins at 16 bytes, or the copy is an illegal instruction
-            columns = self.columns + self.first_w % self.vec
+            columns = -(-(self.columns + self.first_w % self.vec) // self.row_boxes)
             counts = (-(-columns // self.vec) * self.vec, len(rows_h), len(rows_d), self.chunk, self.tile[0])
         ends = (((n - 1) * step + 1, n * step) for n, step in zip(counts, self.box_steps))
         a, b, c, d, e = (max(least, min(most, _MAX_BOX)) for least, most in ends)
@@ -638,6 +647,9 @@ class Tiling:
             "IMAGE_H": (self.whole or (0, 0, 0))[1],
             "IMAGE_W": (self.whole or (0, 0, 0))[2],
             "BOX_PIXELS": max(1, self.box_pixels),
+            "BOX_UNITS": self.box[0] // self.vec
+            if self.tensor_map and not self.channels_last and self.whole is None
+            else 0,
             "PLANE": self.plane,
             "PLANES": len(self.residues),
             "RESIDUES": _list(self.residues),

@@ -34,15 +34,16 @@
 #define COLUMN(within) ((within) % PLANE * IN_STEP_W + (PLANES == IN_STEP_W ? (within) / PLANE : RESIDUE[(within) / PLANE]))
 #define PART_BYTES ((PIXELS * ROW_BYTES + 1023) / 1024 * 1024)
 #define STAGE_BYTES (PARTS * PART_BYTES)
-// 16-byte units of a segment: a box begins COLUMN_PAD columns early, at whole units; threads take the units that hold the row,
-// whatever its alignment.
+// 16-byte units of a segment: boxes of BOX_UNITS begin COLUMN_PAD columns early, at whole units; threads take the units that hold
+// the row, whatever its alignment.
 #define STAGING_UNITS ((COLUMNS + (SLOTS_BY_BOX ? COLUMN_PAD + VEC - 1 : 2 * VEC - 2)) / VEC)
+#define ROW_UNITS (SLOTS_BY_BOX ? BOX_UNITS : STAGING_UNITS)
 #if WHOLE  // of small images all pixels are copied, without a halo: a slot is [box][image][channel][pixel]
 #define CHANNEL_BYTES (BOX_PIXELS * ELEMENT)
 #define SLOT_BOXES (IMAGE_D * IMAGE_H * IMAGE_W / BOX_PIXELS)
 #else
-#define CHANNEL_BYTES (ROWS_D * ROWS_H * STAGING_UNITS * 16)  // a slot is [image][channel][row][column]
-#define SLOT_BOXES 1
+#define CHANNEL_BYTES (ROWS_D * ROWS_H * ROW_UNITS * 16)  // a slot is [box][image][channel][row][column]
+#define SLOT_BOXES ((STAGING_UNITS + ROW_UNITS - 1) / ROW_UNITS)  // several where rows are longer than a box
 #endif
 #define SLOT_BYTES (SLOT_BOXES * TILE_N * CK * CHANNEL_BYTES)
 #define FRAGMENT (64 * 32)              // bytes: 64 rows of 32 bytes of K
@@ -267,6 +268,13 @@ __device__ __forceinline__ void stage(const char* __restrict__ x, const Sizes& s
 
 #define OWN_PIXELS ((PIXELS + PRODUCER_THREADS - 1) / PRODUCER_THREADS)
 
+// The pixel row of a thread's pixel i: rows in their order, or, where the columns of neighbouring rows lie a multiple of four
+// apart, so that lanes would meet few banks, columns in theirs.
+#define BY_COLUMN (IN_STEP_W % 4 == 0)
+__device__ __forceinline__ int pixel_row(int i) {
+  return BY_COLUMN ? i / PITCH * PITCH + i % PITCH % PLANES * PLANE + i % PITCH / PLANES : i;
+}
+
 // A thread's pixels of a tile: where they lie in a slot and, for copies by threads, whether they are in the image and how their
 // row is aligned. Found once a tile, not a chunk.
 struct Pixels {
@@ -277,9 +285,9 @@ struct Pixels {
     ok = 0;
 #pragma unroll
     for (int k = 0; k < OWN_PIXELS; k++) {
-      int p = thread + k * PRODUCER_THREADS, segment = p / PITCH, within = p % PITCH;
+      int p = pixel_row(thread + k * PRODUCER_THREADS), segment = p / PITCH, within = p % PITCH;
       int column = COLUMN(within), image = segment / (ROWS_D * ROWS_H);
-      if (p >= PIXELS) break;
+      if (thread + k * PRODUCER_THREADS >= PIXELS) break;
 #if WHOLE
       // The copy engine fills images beyond the batch with zeros; what lies beyond an image's borders is nowhere.
       int d = (segments[segment] << 8) >> 20, h = (segments[segment] << 20) >> 20, w = FIRST_W + column;
@@ -288,7 +296,8 @@ struct Pixels {
       from[k] = ((pixel / BOX_PIXELS * TILE_N + image) * CK * BOX_PIXELS + pixel % BOX_PIXELS) * ELEMENT;
       ok |= (u32)inside << k;
 #else
-      from[k] = (segment + image * (CK - 1) * (ROWS_D * ROWS_H)) * STAGING_UNITS * 16 + (column + COLUMN_PAD) * ELEMENT;
+      int at_column = column + COLUMN_PAD, box = SLOT_BOXES > 1 ? at_column / (ROW_UNITS * VEC) : 0;
+      from[k] = box * (SLOT_BYTES / SLOT_BOXES) + (segment + image * (CK - 1) * (ROWS_D * ROWS_H)) * ROW_UNITS * 16 + (at_column - box * (ROW_UNITS * VEC)) * ELEMENT;
 #endif
 #if !SLOTS_BY_BOX
       int n, d, h;
@@ -306,8 +315,8 @@ template <bool ALIGNED>  // every channel of a row has the same misalignment
 __device__ __forceinline__ void turn(const Pixels& own, int channel, int left, u32 slot, u32 tile, int thread) {
 #pragma unroll
   for (int k = 0; k < OWN_PIXELS; k++) {
-    int p = thread + k * PRODUCER_THREADS;
-    if (PIXELS % PRODUCER_THREADS && p >= PIXELS) break;
+    int p = pixel_row(thread + k * PRODUCER_THREADS);
+    if (PIXELS % PRODUCER_THREADS && thread + k * PRODUCER_THREADS >= PIXELS) break;
     bool ok = (SLOTS_BY_BOX && !WHOLE) || (own.ok >> k & 1);
     u32 phase = own.from[k] >> 24, from = slot + (own.from[k] & 0xffffff) + (ALIGNED ? phase * ELEMENT : 0);
 #pragma unroll 2  // more of them spill
@@ -433,8 +442,9 @@ __device__ __forceinline__ void load_boxes(const TensorMap* map, const Sizes& s,
     for (int r = 0; r < (CHANNELS_LAST ? PLANES : SLOT_BOXES); r++) {
       if (CHANNELS_LAST) w = at.w + RESIDUE[r];
       if (WHOLE) w = r * BOX_PIXELS, h = 0, d = 0;
+      else if (SLOTS_BY_BOX && r) w += ROW_UNITS * VEC;
       asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5, %6}], [%7];\n"
-                   ::"r"(to + cursor.stage * stage_bytes + r * (WHOLE ? SLOT_BYTES / SLOT_BOXES : PLANE_PITCH * ROW_BYTES)), "l"(map), "r"(CHANNELS_LAST ? c : w), "r"(CHANNELS_LAST ? w : h), "r"(CHANNELS_LAST ? h : d), "r"(CHANNELS_LAST ? d : c), "r"(at.n), "r"(barrier) : "memory");
+                   ::"r"(to + cursor.stage * stage_bytes + r * (SLOTS_BY_BOX ? SLOT_BYTES / SLOT_BOXES : PLANE_PITCH * ROW_BYTES)), "l"(map), "r"(CHANNELS_LAST ? c : w), "r"(CHANNELS_LAST ? w : h), "r"(CHANNELS_LAST ? h : d), "r"(CHANNELS_LAST ? d : c), "r"(at.n), "r"(barrier) : "memory");
     }
   }
 }
