@@ -17,8 +17,10 @@ Constraints:
 Kernels:
 - forward: wgmma tf32, tile 1x1x1x512 (NxDxHxW of q) x 64 rows, chunk of 16 channels, pixels halved, weights
   resident, 198 KB shared.
-- gradient for the input: wgmma tf32, tile 4x1x1x128 (NxDxHxW of q) x 64 rows, chunk of 8 channels, pixels halved,
-  weights resident, 204 KB shared.
+- forward (other widths than multiples of 4): wgmma tf32, tile 1x1x1x512 (NxDxHxW of q) x 64 rows, chunk of 16
+  channels, pixels halved, weights resident, 198 KB shared.
+- gradient for the input: wgmma tf32, tile 1x1x1x512 (NxDxHxW of q) x 64 rows, chunk of 16 channels, pixels halved,
+  weights ring of 3 x 8 fragments, 198 KB shared.
 - gradient for the input (other widths than multiples of 4): wgmma tf32, tile 1x1x1x512 (NxDxHxW of q) x 64 rows,
   chunk of 16 channels, pixels halved, weights ring of 3 x 8 fragments, 198 KB shared.
 - gradient for the weight: wgmma tf32, 32x64 channels x 1x1x5 taps a block, chunks of 2x1x1x128 (NxDxHxW of q), K in
@@ -75,6 +77,898 @@ CUDA = r"""
 // =====================================================================================================================
 
 namespace forward {
+
+// Gather-GEMM on tensor cores: out[o = OUT_STEP q + u] = sum over taps of W(u, tap) x in[i = IN_STEP q + offset(u, tap)],
+// for every axis; u < OUT_STEP are the sub-positions of q (the phases of a stride, or rows unrolled to fill a tile).
+// The gradient for the input is the same with exchanged steps: `in` is the output's gradient, CIN its channels, `out` the input's.
+//
+// Work of a block (persistent, `for tile`): TILE_N x TILE_D x TILE_H x TILE_W positions q times one M-group. An M-group is
+// MB blocks of 64 rows (for WGS_M = 2: a pair of them); a row is one output channel at one (d, h) sub-position, a block one
+// W sub-position. K is input channels x taps, in chunks of CK channels.
+//
+// Roles:
+//   producers  loads the input tile with its halo once per chunk. NCHW: 16-byte copies into a staging slot (bytes in flight:
+//              STAGES_S - 1 slots), then a pass of shared memory -> registers -> shared memory that turns pixels to rows of CK
+//              channels and rounds to TF32. Channels-last: copies straight to those rows.
+//   consumers  multiply: weights are A, from registers, packed in fragment order (one 16-byte load per thread and step);
+//              pixels are B, rows of CK channels in shared memory, swizzled. A tap is a shift of B's start by whole rows:
+//              the swizzle is a function of address bits, so any shift is right (measured: 32, 64 and 128 bytes).
+//   one thread streams the weights' fragments through a ring (or loads all of them once: RESIDENT).
+// SPLIT 0: both consumers share an M-group and halve the pixels. 1: they share the pixels. 2: ping-pong, whole tiles in turn,
+// so that one stores while the other multiplies.
+//
+// Sizes of the input are arguments.
+
+constexpr int ELEMENT = 4;  // bytes of an element
+constexpr int PARTS = 1;  // TF32 parts of an operand: 2 for IEEE float32, in three products
+constexpr int FIRST_D = 0, FIRST_H = 0, FIRST_W = -12;  // where a tile's halo begins, relative to IN_STEP q
+constexpr int COUT = 64;  // channels of what is written
+constexpr int CIN_G = 32;  // channels of a group in what is read
+constexpr int COUT_G = 64;  // channels of a group in what is written
+constexpr int TAPS = 5;  // of the kernel, over all axes
+constexpr int CK = 16;  // channels of a chunk
+constexpr int SUB_H = 1, SUB_W = 64;  // the 64 positions q that one matrix instruction takes
+constexpr int SUBS = 1;  // (d, h) sub-positions in a block of 64 rows of M
+constexpr int ROWS_PER_SUB = 64;  // output channels of a sub-position in a block
+constexpr int W_SUBS = 1;  // W sub-positions of a tile, neighbours in a thread
+constexpr int MB = 1;  // blocks of 64 rows that a consumer accumulates
+constexpr int VARIANTS = 1;  // M-groups that differ in their taps
+constexpr int COUT_BLOCKS = 1;  // M-groups that share the output channels of a group
+constexpr int M_GROUPS = 1;  // groups x COUT_BLOCKS x VARIANTS
+constexpr int STAGES_P = 2;  // input tiles in shared memory
+constexpr int STAGES_S = 2;  // staging slots
+constexpr int STAGES_W = 3;  // stages of the weights' ring
+constexpr int W_STAGE = 8;  // fragments of weights in a stage
+constexpr int RUN_GROUPS = 8;  // groups of 8 columns that the epilogue stores together
+constexpr int ROWS_D = 1, ROWS_H = 1;  // input rows of a tile
+constexpr int ROW_STEP_D = 1, ROW_STEP_H = 1;  // rows of the tile from one q to the next
+constexpr int COLUMNS = 524;  // input columns of a tile with its halo
+constexpr int COLUMN_PAD = 0;  // columns by which a box begins early
+constexpr int BOX_UNITS = 44;
+constexpr int PLANE = 524;  // columns with one residue modulo IN_STEP_W
+constexpr int PLANES = 1;  // residues that some tap reads
+constexpr int FRAGMENT_SETS = 2;  // sets of registers that weights take in turn
+constexpr int PRODUCER_REGISTERS = 48;  // of a thread
+constexpr int CONSUMER_REGISTERS = 208;  // of a thread
+constexpr int OUT_STEP_D = 1, OUT_STEP_H = 1, OUT_STEP_W = 1;  // outputs from one q to the next
+constexpr int IN_STEP_D = 1, IN_STEP_H = 1, IN_STEP_W = 1;  // inputs from one q to the next
+constexpr int TILE_D = 1, TILE_H = 1, TILE_W = 512;  // positions q of a tile
+constexpr int TILE_N = 1;  // images of a tile
+
+// PTX in small wrappers, so that a kernel body reads as an algorithm.
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef unsigned short u16;
+
+__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+// --- mbarriers: `count` arrivals (and the announced bytes) complete a phase; waits name the phase by its parity -------
+
+__device__ __forceinline__ void barrier_init(u32 barrier, int count) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;\n" ::"r"(barrier), "r"(count));
+}
+__device__ __forceinline__ void barrier_arrive(u32 barrier) {
+  asm volatile("{\n .reg .b64 state;\n mbarrier.arrive.shared.b64 state, [%0];\n}\n" ::"r"(barrier) : "memory");
+}
+__device__ __forceinline__ bool barrier_done(u32 barrier, u32 parity) {
+  u32 done;
+  asm volatile(
+      "{\n .reg .pred p;\n mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n selp.u32 %0, 1, 0, p;\n}\n"
+      : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+  return done;
+}
+__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
+  while (!barrier_done(barrier, parity)) {}
+}
+
+// --- copies into shared memory ---------------------------------------------------------------------------------------
+
+__device__ __forceinline__ u32 load_shared_u32(u32 a) {
+  u32 v;
+  asm volatile("ld.shared.u32 %0, [%1];\n" : "=r"(v) : "r"(a) : "memory");
+  return v;
+}
+__device__ __forceinline__ u32 load_shared_u16(u32 a) {
+  u16 v;
+  asm volatile("ld.shared.u16 %0, [%1];\n" : "=h"(v) : "r"(a) : "memory");
+  return v;
+}
+__device__ __forceinline__ void load_shared_128(u32 (&v)[4], u32 a) {
+  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];\n" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]),
+      "=r"(v[3]) : "r"(a) : "memory");
+}
+__device__ __forceinline__ void load_shared_64(u32 (&v)[4], u32 a) {
+  asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];\n" : "=r"(v[0]), "=r"(v[1]) : "r"(a) : "memory");
+}
+__device__ __forceinline__ void store_shared_128(u32 a, u32 v0, u32 v1, u32 v2, u32 v3) {
+  asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};\n" ::"r"(a), "r"(v0), "r"(v1), "r"(v2), "r"(v3) : "memory");
+}
+__device__ __forceinline__ void store_shared_f32x2(u32 a, float v, float w) {
+  asm volatile("st.shared.v2.f32 [%0], {%1,%2};\n" ::"r"(a), "f"(v), "f"(w) : "memory");
+}
+
+// Stores under a predicate, never a branch (measured: ptxas made 250 branches of kb57's bfloat16 epilogue, 2.1 ms instead of 1.3).
+__device__ __forceinline__ void store_global_if(void* to, u32 v, bool ok) {
+  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %2, 0;\n @p st.global.u32 [%0], %1;\n}\n" ::"l"(to), "r"(v),
+      "r"((u32)ok) : "memory");
+}
+__device__ __forceinline__ void store_global_64_if(void* to, const u32 (&v)[4], bool ok) {
+  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %3, 0;\n @p st.global.v2.u32 [%0], {%1,%2};\n}\n" ::"l"(to),
+      "r"(v[0]), "r"(v[1]), "r"((u32)ok) : "memory");
+}
+__device__ __forceinline__ void store_global_128_if(void* to, const u32 (&v)[4], bool ok) {
+  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %5, 0;\n @p st.global.v4.u32 [%0], {%1,%2,%3,%4};\n}\n" ::"l"(to),
+      "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]), "r"((u32)ok) : "memory");
+}
+__device__ __forceinline__ void store_global_16_if(void* to, u32 v, bool ok) {
+  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %2, 0;\n @p st.global.u16 [%0], %1;\n}\n" ::"l"(to), "h"((u16)v),
+      "r"((u32)ok) : "memory");
+}
+
+// --- numbers ---------------------------------------------------------------------------------------------------------
+
+// Nearest TF32, ties to even, as cuDNN rounds: with it results agree with cuDNN to 3e-6, with rna to 5e-5.
+__device__ __forceinline__ u32 to_tf32(float v) {
+  u32 r;
+  asm("cvt.rn.tf32.f32 %0, %1;\n" : "=r"(r) : "f"(v));
+  return r;
+}
+// What TF32 leaves of a float, in TF32 itself; nothing of infinities and NaNs, whose difference to themselves is a NaN.
+__device__ __forceinline__ u32 low_part(float v, u32 high) {
+  return (high & 0x7f800000u) == 0x7f800000u ? 0u : to_tf32(v - __uint_as_float(high));
+}
+
+// --- matrix instructions ---------------------------------------------------------------------------------------------
+
+// wgmma: one warpgroup, D[64 x 64] += A[64 x K] B[K x 64]; A from registers, B from shared memory by descriptor.
+// Fragments (g = lane / 4, t = lane % 4): D[4j + 2h + c] is row 16 warp + g + 8h, column 8j + 2t + c.
+#define ACCUMULATORS_64(d) \
+  "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),          \
+      "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]),          \
+      "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]),         \
+      "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+#define WGMMA_128(shape, tail) \
+  "wgmma.mma_async.sync.aligned." shape                                                                               \
+  " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,"  \
+  "%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,"  \
+  "%56,%57,%58,%59,%60,%61,%62,%63}, {%64,%65,%66,%67}, %68, " tail ";\n"
+
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory"); }
+template <int N> __device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(N) : "memory");
+}
+constexpr int VEC = 16 / ELEMENT;  // elements of a 16-byte unit
+constexpr int ROW_BYTES = CK * ELEMENT;  // a pixel's row in a tile: 32, 64 or 128
+constexpr int UNITS_PER_ROW = ROW_BYTES / 16;
+constexpr int K_STEPS = ROW_BYTES / 32;  // a matrix instruction takes 32 bytes of K
+constexpr int SEGMENTS = TILE_N * ROWS_D * ROWS_H;
+// Columns of a segment with one residue modulo IN_STEP_W make a plane of PLANE neighbours; there are PLANES residues that some tap
+// reads. A segment has its planes one behind the other, but a strided box lands as one residue's planes of all segments.
+constexpr int PITCH = PLANES * PLANE;  // pixel rows from a segment to the next
+constexpr int PIXELS = SEGMENTS * PITCH;
+#define COLUMN(within) ((within) % PLANE * IN_STEP_W + (within) / PLANE)
+constexpr int PART_BYTES = (PIXELS * ROW_BYTES + 1023) / 1024 * 1024;
+constexpr int STAGE_BYTES = PARTS * PART_BYTES;
+// 16-byte units of a segment: boxes of BOX_UNITS begin COLUMN_PAD columns early, at whole units; threads take the units that hold
+// the row, whatever its alignment.
+constexpr int STAGING_UNITS = (COLUMNS + (COLUMN_PAD + VEC - 1)) / VEC;
+constexpr int ROW_UNITS = BOX_UNITS;
+constexpr int CHANNEL_BYTES = ROWS_D * ROWS_H * ROW_UNITS * 16;  // a slot is [box][image][channel][row][column]
+constexpr int SLOT_BOXES = (STAGING_UNITS + ROW_UNITS - 1) / ROW_UNITS;  // several where rows are longer than a box
+constexpr int SLOT_BYTES = SLOT_BOXES * TILE_N * CK * CHANNEL_BYTES;
+constexpr int FRAGMENT = 2048;  // bytes: 64 rows of 32 bytes of K
+constexpr int CHUNKS = (CIN_G + CK - 1) / CK;
+constexpr int CONSUMERS = 2;
+constexpr int CONSUMER_THREADS = CONSUMERS * 128;
+// two warpgroups of 56 registers produce, so that the consumers have 200: six warps turn pixels, one loads them,
+// one loads the weights
+constexpr int PRODUCER_THREADS = 192;
+constexpr int LOADER_WARP = 6;
+constexpr int WEIGHTS_WARP = 7;
+constexpr int FIRST_CONSUMER = 2;
+constexpr int PRODUCER_WARPS = PRODUCER_THREADS / 32;
+constexpr int THREADS = FIRST_CONSUMER * 128 + CONSUMER_THREADS;
+constexpr int SUBTILES = TILE_N * TILE_D * (TILE_H / SUB_H) * (TILE_W / SUB_W);
+constexpr int NB = SUBTILES / 2;
+constexpr int WGS_M = 1;
+constexpr int RELEASES = 2;  // consumers that read a stage
+constexpr int W_SUBTILES = TILE_W / SUB_W;
+constexpr int H_SUBTILES = TILE_H / SUB_H;
+__constant__ const int ENTRY[] = {0,5};  // [variant][MB + 1]: where a block's taps begin
+__constant__ const short SUB_D[] = {0};  // [variant][SUBS]: output offset of an M-row's sub-position
+__constant__ const short SUB_HH[] = {0};
+__constant__ const short U_W[] = {0};  // [variant]: first W sub-position
+__constant__ const int ROW_D[] = {0};  // input offset of a tile's rows
+__constant__ const int ROW_H[] = {0};
+
+struct Sizes {                                         // one layout for the packed argument block
+  int batch, in_d, in_h, in_w, out_d, out_h, out_w;
+  int tiles_d, tiles_h, tiles_w;                       // tiles of q per axis
+  int tiles;                                           // all of them, times M_GROUPS
+};
+
+struct alignas(64) TensorMap { u64 opaque[16]; };  // a CUtensorMap
+
+struct Tile {
+  int group, cout_block, variant;                      // M-group
+  int n, d, h, w;                                      // first q
+};
+
+__device__ __forceinline__ Tile tile_at(int index, const Sizes& s) {
+  Tile t;
+  int m = index % M_GROUPS, q = index / M_GROUPS;
+  t.variant = m % VARIANTS;
+  t.cout_block = m / VARIANTS % COUT_BLOCKS;
+  t.group = m / (VARIANTS * COUT_BLOCKS);
+  t.w = q % s.tiles_w * TILE_W;  q /= s.tiles_w;
+  t.h = q % s.tiles_h * TILE_H;  q /= s.tiles_h;
+  t.d = q % s.tiles_d * TILE_D;
+  t.n = q / s.tiles_d * TILE_N;
+  return t;
+}
+
+__device__ __forceinline__ int entries_of(int variant) {
+  return ENTRY[variant * (MB + 1) + MB] - ENTRY[variant * (MB + 1)];
+}
+__device__ __forceinline__ int chunks_of(int variant) { return entries_of(variant) ? CHUNKS : 0; }  // 0: only the bias
+
+// Byte of the 16-byte unit `unit` of pixel row `p` in a tile.
+__device__ __forceinline__ u32 unit_at(int p, int unit) {
+  int swizzle = (p >> 1) & 3;
+  return p * ROW_BYTES + ((unit ^ swizzle) << 4);
+}
+
+// =====================================================================================================================
+// Packing: weight (CIN, COUT_G, taps), for GRAD_INPUT (COUT, CIN_G, taps), to fragments [group][cout
+// block][variant][chunk][entry][k step][part][wgs][warp][lane]
+// =====================================================================================================================
+
+__constant__ const short TAP_INDEX[] = {4,3,2,1,0};  // [variant, block, tap][SUBS]: the kernel's tap, -1 for none
+
+__global__ void pack(const float* __restrict__ weight, u32* __restrict__ packed, int words) {
+  int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i >= words) return;
+  int r = i & 3, lane = i >> 2 & 31, warp = i >> 7 & 3, rest = i >> 9;
+  int wg = rest % WGS_M;  rest /= WGS_M;
+  int part = rest % PARTS;  rest /= PARTS;
+  int k_step = rest % K_STEPS;  rest /= K_STEPS;
+  int per_block = CHUNKS * ENTRY[VARIANTS * (MB + 1) - 1];
+  int block = rest / per_block, variant = 0, within = rest % per_block;
+  while (within >= CHUNKS * entries_of(variant)) within -= CHUNKS * entries_of(variant++);
+  int chunk = within / entries_of(variant), entry = ENTRY[variant * (MB + 1)] + within % entries_of(variant);
+  int cout_block = block % COUT_BLOCKS * WGS_M + wg, group = block / COUT_BLOCKS;
+  int row = warp * 16 + (lane >> 2) + (r & 1) * 8, k = (lane & 3) * (4 / ELEMENT) + (r >> 1) * (16 / ELEMENT);
+  int sub = row / ROWS_PER_SUB, cout = cout_block * ROWS_PER_SUB + row % ROWS_PER_SUB;
+  int tap = TAP_INDEX[entry * SUBS + sub];
+  u32 word = 0;
+#pragma unroll
+  for (int e = 0; e < 4 / ELEMENT; e++) {
+    int cin = chunk * CK + k_step * (32 / ELEMENT) + k + e;
+    if (cin >= CIN_G || cout >= COUT_G || tap < 0) continue;
+    float v = weight[((long long)(group * CIN_G + cin) * COUT_G + cout) * TAPS + tap];
+    word = to_tf32(v);
+    if (part) word = low_part(v, word);
+  }
+  packed[i] = word;
+}
+
+// A place in a ring of `count` stages, and the parity of its phase.
+struct Cursor {
+  u32 stage, parity;
+  __device__ __forceinline__ void next(u32 count) {
+    if (++stage == count) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+// =====================================================================================================================
+// Producer
+// =====================================================================================================================
+
+struct Source {                                        // where a tile's chunk lies in the input
+  int n, d, h, w;                                      // of the halo's corner, before the rows' offsets
+  int channel, left;                                   // first channel, channels left in the group
+};
+
+__device__ __forceinline__ Source source_of(const Tile& t, int chunk) {
+  return {t.n, t.d * IN_STEP_D, t.h * IN_STEP_H, t.w * IN_STEP_W + FIRST_W, t.group * CIN_G + chunk * CK,
+      CIN_G - chunk * CK};
+}
+
+constexpr int OWN_PIXELS = (PIXELS + PRODUCER_THREADS - 1) / PRODUCER_THREADS;
+__device__ __forceinline__ int pixel_row(int i) {
+  return i;
+}
+
+// A thread's pixels of a tile: where they lie in a slot and, for copies by threads, whether they are in the image and how their
+// row is aligned. Found once a tile, not a chunk.
+struct Pixels {
+  u32 from[OWN_PIXELS], ok;
+  u32 plane;  // channel c of a row begins at (phase + c * plane) % VEC of a unit
+  __device__ __forceinline__ void locate(const char* x, const Sizes& s, const Source& at, const int* segments,
+      int thread) {
+    plane = 0;
+    ok = 0;
+#pragma unroll
+    for (int k = 0; k < OWN_PIXELS; k++) {
+      int p = pixel_row(thread + k * PRODUCER_THREADS), segment = p / PITCH, within = p % PITCH;
+      int column = COLUMN(within), image = segment / (ROWS_D * ROWS_H);
+      if (thread + k * PRODUCER_THREADS >= PIXELS) break;
+      int at_column = column + COLUMN_PAD, box = at_column / (ROW_UNITS * VEC);
+      from[k] = box * (SLOT_BYTES / SLOT_BOXES) + (segment + image * (CK - 1) * (ROWS_D * ROWS_H)) * ROW_UNITS * 16
+          + (at_column - box * (ROW_UNITS * VEC)) * ELEMENT;
+    }
+  }
+};
+
+// A slot's pixels to rows of CK channels, rounded: a lane takes a pixel, so that loads and stores meet all banks.
+template <bool ALIGNED>  // every channel of a row has the same misalignment
+__device__ __forceinline__ void turn(const Pixels& own, int channel, int left, u32 slot, u32 tile, int thread) {
+#pragma unroll
+  for (int k = 0; k < OWN_PIXELS; k++) {
+    int p = pixel_row(thread + k * PRODUCER_THREADS);
+    if (thread + k * PRODUCER_THREADS >= PIXELS) break;
+    bool ok = true;
+    u32 phase = own.from[k] >> 24, from = slot + (own.from[k] & 0xffffff) + (ALIGNED ? phase * ELEMENT : 0);
+#pragma unroll 2  // more of them spill
+    for (int unit = 0; unit < UNITS_PER_ROW; unit++) {
+      u32 v[VEC];
+#pragma unroll
+      for (int e = 0; e < VEC; e++) {
+        int c = unit * VEC + e;
+        bool have = ok;
+        u32 a = from + c * CHANNEL_BYTES;
+        if (!ALIGNED) a += ((phase + (channel + c) * own.plane) & (VEC - 1)) * ELEMENT;
+        v[e] = have ? load_shared_u32(a) : 0;
+      }
+      u32 hi[4];
+#pragma unroll
+      for (int e = 0; e < 4; e++) hi[e] = to_tf32(__uint_as_float(v[e]));
+      store_shared_128(tile + unit_at(p, unit), hi[0], hi[1], hi[2], hi[3]);
+    }
+  }
+}
+
+// A walk over (tile, chunk) in the order in which consumers take them.
+struct Walk {
+  int index, chunk;
+  Tile tile;
+  __device__ __forceinline__ void begin(int first, const Sizes& s) { index = first; chunk = 0; settle(s); }
+  __device__ __forceinline__ bool live(const Sizes& s) const { return index < s.tiles; }
+  __device__ __forceinline__ void settle(const Sizes& s) {  // past tiles without chunks
+    while (index < s.tiles) {
+      tile = tile_at(index, s);
+      if (chunk < chunks_of(tile.variant)) return;
+      index += gridDim.x;
+      chunk = 0;
+    }
+  }
+  __device__ __forceinline__ void next(const Sizes& s) {
+    if (++chunk >= CHUNKS) settle(s);
+  }
+};
+
+// The tile is written: make it visible to the matrix units and say so, once a warp.
+__device__ __forceinline__ void hand_over(u32 barrier, int lane) {
+  asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");
+  __syncwarp();
+  if (lane == 0) barrier_arrive(barrier);
+}
+
+struct Barriers { u32 full, empty, landed, left; };  // of tiles; of slots or boxes: `landed` by the copy engine
+
+// The loader, one thread: ahead of everyone by as many slots (NCHW) or tiles (channels-last) as are free. Channels-last pixels
+// whose taps step over columns come as a box for each residue, with the copy engine's element strides.
+__device__ __forceinline__ void load_boxes(const TensorMap* map, const Sizes& s, u32 to, u32 stage_bytes, u32 landed,
+    u32 left) {
+  Walk walk;
+  Cursor cursor = {0, 1};                               // all are free at first
+#pragma unroll 1
+  for (walk.begin(blockIdx.x, s); walk.live(s); walk.next(s), cursor.next(STAGES_S)) {
+    Source at = source_of(walk.tile, walk.chunk);
+    u32 barrier = landed + cursor.stage * 8, bytes = SLOT_BYTES;
+    barrier_wait(left + cursor.stage * 8, cursor.parity);
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
+    int c = at.channel, w = at.w - COLUMN_PAD, h = at.h + FIRST_H, d = at.d + FIRST_D;
+#pragma unroll
+    for (int r = 0; r < SLOT_BOXES; r++) {
+      if (r) w += ROW_UNITS * VEC;
+      asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5, %6}], [%7];\n"
+                   ::"r"(to + cursor.stage * stage_bytes + r * (SLOT_BYTES / SLOT_BOXES)), "l"(map), "r"(w), "r"(h),
+                       "r"(d), "r"(c), "r"(at.n), "r"(barrier) : "memory");
+    }
+  }
+}
+
+__device__ __forceinline__ void produce(const char* __restrict__ x, const Sizes& s, const int* segments, u32 tiles,
+    u32 slots, const Barriers& barriers, int thread) {
+  int lane = thread & 31;
+  Walk now;
+  Cursor tile = {0, 1};
+  Pixels own;
+  own.locate(x, s, Source(), segments, thread);
+  Cursor slot = {0, 0};
+#pragma unroll 1
+  for (now.begin(blockIdx.x, s); now.live(s); now.next(s), tile.next(STAGES_P), slot.next(STAGES_S)) {
+    barrier_wait(barriers.landed + slot.stage * 8, slot.parity);
+    barrier_wait(barriers.empty + tile.stage * 8, tile.parity);
+    int channel = now.chunk * CK;
+    if (own.plane % VEC == 0) {
+      turn<true>(own, channel, CIN_G - channel, slots + slot.stage * SLOT_BYTES, tiles + tile.stage * STAGE_BYTES,
+          thread);
+    } else {
+      turn<false>(own, channel, CIN_G - channel, slots + slot.stage * SLOT_BYTES, tiles + tile.stage * STAGE_BYTES,
+          thread);
+    }
+    hand_over(barriers.full + tile.stage * 8, lane);
+    if (lane == 0) barrier_arrive(barriers.left + slot.stage * 8);
+  }
+}
+
+// =====================================================================================================================
+// Weights: fragments in the order in which they are used
+// =====================================================================================================================
+
+#define FRAGMENTS(entries) ((entries) * CHUNKS * K_STEPS * PARTS)
+
+__device__ __forceinline__ const char* fragments_of(const char* packed, const Tile& t) {
+  long long before = (long long)(t.group * COUT_BLOCKS + t.cout_block) * FRAGMENTS(ENTRY[VARIANTS * (MB + 1) - 1]);
+  return packed + (before + FRAGMENTS(ENTRY[t.variant * (MB + 1)])) * (WGS_M * FRAGMENT);
+}
+
+// One thread: streams every tile's fragments through the ring, W_STAGE of them at a time; RESIDENT: loads them once.
+__device__ __forceinline__ void stream_weights(const char* packed, const Sizes& s, u32 ring, u32 full, u32 empty) {
+  Cursor cursor = {0, 1};
+#pragma unroll 1
+  for (int index = blockIdx.x; index < s.tiles; index += gridDim.x) {
+    Tile t = tile_at(index, s);
+    const char* from = fragments_of(packed, t);
+    int count = FRAGMENTS(entries_of(t.variant));
+#pragma unroll 1
+    for (int f = 0; f < count; f += W_STAGE, cursor.next(STAGES_W)) {
+      u32 bytes = (count - f < W_STAGE ? count - f : W_STAGE) * (WGS_M * FRAGMENT), barrier = full + cursor.stage * 8;
+      asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
+      asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n"
+          ::"r"(ring + cursor.stage * (W_STAGE * WGS_M * FRAGMENT)), "l"(from + (long long)f * (WGS_M * FRAGMENT)),
+              "r"(bytes), "r"(barrier) : "memory");
+    }
+    return;
+  }
+}
+
+// The consumers' side. Before sm_90 fragments come straight from global memory (L2).
+struct Fragments {
+  u32 ring, full, empty;  // of the ring: this thread's part of its first fragment; barriers
+  Cursor cursor;
+  int left;                                            // fragments left of the stage in hand
+  int coming;                                          // fragments of the tile not yet taken
+  u32 at;
+  const char* from;
+
+  __device__ __forceinline__ void begin(const char* packed, const Tile& t, int offset) {
+    coming = FRAGMENTS(entries_of(t.variant));
+    left = 0;
+    cursor = {0, 0};                     // stages stay: their barriers have completed phase 0 for good
+  }
+  __device__ __forceinline__ void take(u32 (&a)[4], int lane) {
+    if (left == 0) {
+      barrier_wait(full + cursor.stage * 8, cursor.parity);
+      at = ring + cursor.stage * (W_STAGE * WGS_M * FRAGMENT);
+      left = W_STAGE;
+    }
+    load_shared_128(a, at);
+    at += WGS_M * FRAGMENT;
+    left--;
+    coming--;
+    if (left == 0 || coming == 0) {                    // the last stage of a tile may be a partial one
+      cursor.next(STAGES_W);
+      cursor.parity = 0;
+      left = 0;
+    }
+  }
+  __device__ __forceinline__ void skip(int variant) {
+    for (int n = (FRAGMENTS(entries_of(variant)) + W_STAGE - 1) / W_STAGE; n > 0; n--) cursor.next(STAGES_W);
+  }
+};
+
+// =====================================================================================================================
+// Consumers
+// =====================================================================================================================
+
+struct Place { int n, d, h, w; };  // of a subtile in a tile, in q
+
+// PAIRED: subtiles one below the other are neighbours, so that one matrix instruction takes both (WIDE).
+__device__ __forceinline__ constexpr Place place_of(int subtile) {
+  return {subtile / (W_SUBTILES * H_SUBTILES * TILE_D), subtile / (W_SUBTILES * H_SUBTILES) % TILE_D,
+          subtile / W_SUBTILES % H_SUBTILES * SUB_H,
+          subtile % W_SUBTILES * SUB_W};
+}
+// its first pixel's row in the tile, for a tap of shift 0
+__device__ __forceinline__ constexpr int pixel_row_of(int subtile) {
+  Place p = place_of(subtile);
+  return ((p.n * ROWS_D + p.d * ROW_STEP_D) * ROWS_H + p.h * ROW_STEP_H) * PITCH + p.w;
+}
+constexpr int GROUP_ROWS = 8;  // pixel rows from one group of eight columns to the next
+
+// acc[64 x 64 NB] += fragment x pixels; `shift` is the tap's, in pixel rows.
+__device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4], u32 tile,
+    const int (&subtile_row)[NB], int shift, int k_step, int lane) {
+  const u64 upper = ((u64)(GROUP_ROWS * ROW_BYTES >> 4) << 32) | ((u64)(2) << 62) | (1ull << 16);
+// groups of columns lie evenly over two neighbouring subtiles (measured: kb78 0.80 -> 0.72 ms, pix 0.28 -> 0.265)
+constexpr int SUBTILES_OF_WGMMA = 2;
+#define WGMMA_PIXELS(types, tail) asm volatile(WGMMA_128("m64n128" types, tail) : ACCUMULATORS_64(acc[nb]), ACCUMULATORS_64(acc[nb + 1]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
+#pragma unroll
+  for (int nb = 0; nb < NB; nb += SUBTILES_OF_WGMMA) {
+    u32 start = tile + (subtile_row[nb] + shift) * ROW_BYTES + k_step * 32;
+    u64 b = upper | ((start & 0x3ffff) >> 4);
+    WGMMA_PIXELS("k8.f32.tf32.tf32", "1, 1, 1");
+  }
+}
+
+// Steps without a loop around them: fragments take FRAGMENT_SETS sets of registers in turn, so that the next one is loaded while
+// the tensor cores have the steps of the others queued. (measured: in a loop over taps ptxas cannot see that a set is
+// free again and serialises every wgmma,
+// C7513: kb57's multiplications took 2.9 ms instead of 1.6. So the pipeline drains once per stretch of code.)
+__device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[4], Fragments& weights, u32 tile,
+    const int (&subtile_row)[NB], int shift, int k_step, int part, bool last, int lane) {
+  weights.take(a, lane);
+  wgmma_fence();
+  multiply(acc, a, tile, subtile_row, shift, k_step, lane);
+  wgmma_commit();
+  if (last) wgmma_wait<0>();
+  else wgmma_wait<FRAGMENT_SETS - 1>();                // the oldest set is free again
+}
+
+constexpr int STEPS_PER_TAP = K_STEPS * PARTS;
+// few steps: all blocks of a chunk are one stretch, for each variant its own
+__device__ constexpr int entry_at(int i) {
+  constexpr int entry[] = {0,5};
+  return entry[i];
+}
+__device__ constexpr int row_at(int i) {
+  constexpr int row[] = {0,3,6,9,12};
+  return row[i];
+}
+__device__ constexpr int block_of(int variant, int entry) {
+  int b = 0;
+  while (entry >= entry_at(variant * (MB + 1) + b + 1)) b++;
+  return b;
+}
+
+template <int VARIANT, int STEP>
+__device__ __forceinline__ void multiply_from(float (&acc)[MB][NB][32], u32 (&a)[FRAGMENT_SETS][4], Fragments& weights,
+    u32 tile, const int (&subtile_row)[NB], int lane) {
+  constexpr int first = entry_at(VARIANT * (MB + 1)),
+      steps = (entry_at(VARIANT * (MB + 1) + MB) - first) * STEPS_PER_TAP;
+  if constexpr (STEP < steps) {
+    constexpr int entry = first + STEP / STEPS_PER_TAP, block = block_of(VARIANT, entry);
+    step(acc[block], a[STEP % FRAGMENT_SETS], weights, tile, subtile_row, row_at(entry), STEP / PARTS % K_STEPS,
+        STEP % PARTS, STEP + 1 == steps, lane);
+    multiply_from<VARIANT, STEP + 1>(acc, a, weights, tile, subtile_row, lane);
+  }
+}
+
+template <int VARIANT>
+__device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB][32], Fragments& weights, u32 tile,
+    const int (&subtile_row)[NB], int lane) {
+  u32 a[FRAGMENT_SETS][4];
+  multiply_from<VARIANT, 0>(acc, a, weights, tile, subtile_row, lane);
+}
+
+// --- epilogue --------------------------------------------------------------------------------------------------------
+// A warp holds 16 rows of M. It passes them through its own shared buffer, a run of pixels at a time, so that memory is
+// written in whole lines: NCHW 8 rows of RUN x W_SUBS consecutive outputs, channels-last RUN pixels of 16 channels.
+constexpr int RUN = RUN_GROUPS * 8;
+// Bytes of a row of the buffer (channels-last: of a pixel); the rest beyond whole 128 bytes lets rows meet different banks, and
+// a row begin up to 31 bytes late.
+constexpr int RUN_PITCH = (RUN * W_SUBS * ELEMENT + 127) / 128 * 128 + 32;
+constexpr int BUFFER_BYTES = 8 * RUN_PITCH;
+constexpr int RUN_SUBTILES = 1;  // neighbours along W that a run crosses
+constexpr int RUNS_OF_SUBTILE = 8 / RUN_GROUPS;
+// Group k of run i of subtiles RUN_FIRST(r) ...: which subtile, and which of its groups of 8 columns.
+#define RUN_FIRST(r) ((r) * RUN_SUBTILES)  // subtile of a run's first group
+#define RUN_NB(r, i, k) (RUN_FIRST(r) + (k) / 8)
+#define RUN_J(r, i, k) ((i) * RUN_GROUPS + (k))
+
+// A warp's 16 rows of M are output channels of one (d, h) sub-position (ROWS_PER_SUB is 64, 32 or 16).
+struct Slab {
+  int cout, couts;                                      // first channel in the group, and how many of the 16 exist
+  int od, oh;                                           // offsets of the sub-position
+};
+
+__device__ __forceinline__ Slab slab_of(const Tile& t, int cout_block, int warp) {
+  Slab slab;
+  int sub = warp * 16 / ROWS_PER_SUB;
+  slab.cout = cout_block * ROWS_PER_SUB + warp * 16 % ROWS_PER_SUB;
+  slab.couts = COUT_G - slab.cout < 16 ? COUT_G - slab.cout : 16;
+  slab.od = SUB_D[t.variant * SUBS + sub];
+  slab.oh = SUB_HH[t.variant * SUBS + sub];
+  return slab;
+}
+
+constexpr int OUTPUTS = RUN * W_SUBS;  // of a row of a run
+#define TOGETHER(unit) (2)  // outputs that a thread stores to the buffer together
+
+// Which of a thread's outputs of a row go first to the buffer, as an exclusive or of their order, so that the lanes of an
+// instruction meet different banks: rows lie 8 banks apart (half precision: 12), the outputs of neighbouring lanes 2 W_SUBS.
+template <int UNIT>
+__device__ __forceinline__ int order_of(int g, int q) {
+  int by_column = 0;
+  return by_column;
+}
+
+// One thread's 2 W_SUBS neighbouring outputs to the buffer.
+template <int UNIT>
+__device__ __forceinline__ void put(float (&v)[2 * W_SUBS], u32 at, int order) {
+#pragma unroll
+  for (int bit = TOGETHER(UNIT); bit < 8 && W_SUBS % bit == 0; bit *= 2) {
+#pragma unroll
+    for (int i = 0; i < 2 * W_SUBS; i++) {
+      if (i & bit) continue;
+      float low = v[i], high = v[i ^ bit];
+      v[i] = order & bit ? high : low;
+      v[i ^ bit] = order & bit ? low : high;
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 2 * W_SUBS; i += TOGETHER(UNIT)) {
+    u32 to = at + (i ^ order) * ELEMENT;
+    store_shared_f32x2(to, v[i], v[i ^ 1]);
+  }
+}
+
+template <int UNIT>
+__device__ __forceinline__ void copy_unit(char* to, u32 from, bool ok) {
+  u32 v[4];
+  if (UNIT == 16) load_shared_128(v, from);
+  else if (UNIT == 8) load_shared_64(v, from);
+  else v[0] = UNIT == 4 ? load_shared_u32(from) : load_shared_u16(from);
+  if (UNIT == 16) store_global_128_if(to, v, ok);
+  else if (UNIT == 8) store_global_64_if(to, v, ok);
+  else if (UNIT == 4) store_global_if(to, v[0], ok);
+  else store_global_16_if(to, v[0], ok);
+}
+
+// Eight rows in units: an instruction stores 32 of them, of several rows if they are short.
+template <int UNIT>
+__device__ __forceinline__ void store_units(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
+  constexpr int PER_ROW = OUTPUTS * ELEMENT / UNIT;
+#pragma unroll
+  for (int i = 0; i < (8 * PER_ROW + 31) / 32; i++) {
+    bool one_row = PER_ROW % 32 == 0;                   // known without the lane
+    int index = lane + 32 * i, r = one_row ? 32 * i / PER_ROW : index / PER_ROW;
+    int at = (one_row ? 32 * i % PER_ROW + lane : index % PER_ROW) * UNIT;
+    bool in = PER_ROW % 4 == 0 || r < 8;
+    copy_unit<UNIT>(to + r * plane + at, in ? buffer + r * RUN_PITCH + at : buffer, in && at < end);
+  }
+}
+
+// Eight rows that begin anywhere, a lane an output: each instruction begins at a sector's first output, since a sector of 32
+// bytes that is written in parts is first read from memory (measured: loads and stores of kb57 with rows of 1026
+// outputs 2.15 ms, of 1024
+// 1.44; 16 bytes a lane and the ends of rows by themselves, as below, took 8 to 20% longer: kb57 2.00 -> 2.20 ms).
+__device__ __forceinline__ void store_sectors(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
+  u32 first = (u32)(u64)to, step = (u32)plane;
+#pragma unroll
+  for (int i = 0; i < (OUTPUTS + 38) / 32; i++) {
+    u32 v[8];
+    int at[8];                                          // the lane's output of each row; some are before or behind it
+#pragma unroll
+    for (int r = 0; r < 8; r++) {
+      at[r] = (lane + 32 * i) * 4 - (int)((first + r * step) & 31);
+      v[r] = load_shared_u32(buffer + r * RUN_PITCH + ((u32)at[r] < (u32)end ? at[r] : 0));
+    }
+#pragma unroll
+    for (int r = 0; r < 8; r++) store_global_if(to + r * plane + at[r], v[r], (u32)at[r] < (u32)end);
+  }
+}
+
+// Eight rows (output channels) of a run from the buffer to memory: `end` bytes of each. `to` is the first row's first output, rows
+// lie `plane` bytes apart.
+template <int UNIT>
+__device__ __forceinline__ void store_rows(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
+  if (UNIT == 4) store_sectors(to, plane, rows, end, buffer, lane);
+  else store_units<UNIT>(to, plane, rows, end, buffer, lane);
+}
+
+// Rows h * 8 ... of run i of subtiles RUN_FIRST(r) ...: a thread's outputs of its row to the buffer.
+template <int UNIT>
+__device__ __forceinline__ void put_rows(float (&acc)[MB][NB][32], float bias, int r, int i, int h, u32 row, int lane) {
+  constexpr signed char blocks[] = {0};         // the block of a W sub-position, -1: it has no taps
+  int g = lane >> 2, q = lane & 3, order = order_of<UNIT>(g, q);
+#pragma unroll
+  for (int k = 0; k < RUN_GROUPS; k++) {
+    const int nb = RUN_NB(r, i, k), j = RUN_J(r, i, k);
+    float v[2 * W_SUBS];
+#pragma unroll
+    for (int c = 0; c < 2; c++)
+#pragma unroll
+      for (int u = 0; u < W_SUBS; u++) v[c * W_SUBS + u] = blocks[u] < 0 ? bias
+          : acc[blocks[u] < 0 ? 0 : blocks[u]][nb][4 * j + 2 * h + c];
+    put<UNIT>(v, row + (k * 8 + 2 * q) * W_SUBS * ELEMENT, order);
+  }
+}
+
+template <int UNIT>
+__device__ __forceinline__ void pass_rows(float (&acc)[MB][NB][32], float bias, int r, int i, int h, u32 row, char* to,
+    long long plane, int rows, int end, u32 buffer, int lane) {
+  put_rows<UNIT>(acc, bias, r, i, h, row, lane);
+  __syncwarp();
+  store_rows<UNIT>(to, plane, rows, end, buffer, lane);
+}
+
+// Unrolled, since registers have no run-time index. (measured: with the stores once in a loop, and only the reading of registers in
+// branches, tiles of 8 x 8 took 20 to 100% longer and compiled no faster.)
+__device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* __restrict__ bias, char* __restrict__ y,
+    const Sizes& s, const Tile& t, int cout_block, int first_subtile, u32 buffer, int warp, int lane) {
+  asm volatile("" : "+r"(lane));  // what follows from it is found here, not kept from tile to tile (spills)
+  int g = lane >> 2;
+  Slab slab = slab_of(t, cout_block, warp);
+  if (slab.couts <= 0) return;
+  float b[2] = {0.f, 0.f};
+#pragma unroll
+  for (int h = 0; h < 2; h++)
+    if (bias && g + 8 * h < slab.couts) b[h] = (float)(bias[t.group * COUT_G + slab.cout + g + 8 * h]);
+  if (bias) {
+#pragma unroll
+    for (int m = 0; m < MB; m++)
+#pragma unroll
+      for (int nb = 0; nb < NB; nb++)
+#pragma unroll
+        for (int e = 0; e < 32; e++) acc[m][nb][e] += b[e >> 1 & 1];
+  }
+  int channel = t.group * COUT_G + slab.cout;
+  long long plane = (long long)s.out_d * s.out_h * s.out_w * ELEMENT;
+#pragma unroll
+  for (int r = 0; r < NB / RUN_SUBTILES; r++) {
+    Place place = place_of(first_subtile + RUN_FIRST(r));
+    int n = t.n + place.n, od = OUT_STEP_D * (t.d + place.d) + slab.od;
+    bool image = n < s.batch && od < s.out_d;
+#pragma unroll
+    for (int i = 0; i < RUNS_OF_SUBTILE; i++) {
+      int oh = OUT_STEP_H * (t.h + place.h) + slab.oh;
+      int ow = OUT_STEP_W * (t.w + place.w + i * RUN) + U_W[t.variant], left = s.out_w - ow;
+      if (!image || oh >= s.out_h || left <= 0) continue;
+      char* to = y + (((long long)n * COUT + channel) * s.out_d + od) * s.out_h * s.out_w * ELEMENT
+          + ((long long)oh * s.out_w + ow) * ELEMENT;
+      int end = (left < OUTPUTS ? left : OUTPUTS) * ELEMENT;
+      u32 misaligned = (u32)(u64)to | (u32)plane | end;  // multiples of what all rows begin and end at
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        char* first = to + h * 8 * plane;
+        int rows = 8;
+        u32 row = buffer + g * RUN_PITCH;
+        if ((misaligned & 15) == 0) pass_rows<16>(acc, b[h], r, i, h, row, first, plane, rows, end, buffer, lane);
+        else if ((misaligned & (2 * ELEMENT - 1)) == 0) pass_rows<2 * ELEMENT>(acc, b[h], r, i, h, row, first, plane,
+            rows, end, buffer, lane);
+        else pass_rows<ELEMENT>(acc, b[h], r, i, h, row, first, plane, rows, end, buffer, lane);
+        __syncwarp();
+      }
+    }
+  }
+}
+
+__device__ __forceinline__ void consume(const char* packed, const float* bias, char* y, const Sizes& s, u32 tiles,
+    u32 full, u32 empty, Fragments& weights, u32 buffers, int wg, int thread) {
+  int warp = thread >> 5, lane = thread & 31;
+  int first_subtile = wg * NB, offset = thread * 16;
+  u32 buffer = buffers + (wg * 4 + warp) * BUFFER_BYTES;
+  int subtile_row[NB];
+#pragma unroll
+  for (int nb = 0; nb < NB; nb++) subtile_row[nb] = pixel_row_of(first_subtile + nb);
+  Cursor cursor = {0, 0};
+  weights.cursor = {0, 0};
+  weights.ring += offset;
+  int turn = 0;
+#pragma unroll 1
+  for (int index = blockIdx.x; index < s.tiles; index += gridDim.x, turn++) {
+    Tile t = tile_at(index, s);
+    int chunks = chunks_of(t.variant);
+    float acc[MB][NB][32];
+#pragma unroll
+    for (int b = 0; b < MB; b++)
+#pragma unroll
+      for (int nb = 0; nb < NB; nb++)
+#pragma unroll
+        for (int i = 0; i < 32; i++) {
+          acc[b][nb][i] = 0.f;
+        }
+    weights.begin(packed, t, offset);
+    int variant = __shfl_sync(0xffffffffu, t.variant, 0);  // so that ptxas knows that warps do not part over it
+#pragma unroll 1
+    for (int chunk = 0; chunk < chunks; chunk++, cursor.next(STAGES_P)) {
+      barrier_wait(full + cursor.stage * 8, cursor.parity);
+      u32 tile = tiles + cursor.stage * STAGE_BYTES;
+      multiply_chunk<0>(variant, acc, weights, tile, subtile_row, lane);
+      __syncwarp();
+      if (lane == 0) barrier_arrive(empty + cursor.stage * 8);
+    }
+    epilogue(acc, bias, y, s, t, t.cout_block * WGS_M, first_subtile, buffer, warp, lane);
+  }
+}
+
+// =====================================================================================================================
+
+constexpr int TILES_AT = 0;
+constexpr int RING_AT = TILES_AT + STAGES_P * STAGE_BYTES;
+constexpr int SLOTS_AT = RING_AT + STAGES_W * W_STAGE * WGS_M * FRAGMENT;
+constexpr int BUFFERS_AT = SLOTS_AT + STAGES_S * SLOT_BYTES;
+constexpr int BARRIERS_AT = BUFFERS_AT + CONSUMERS * 4 * BUFFER_BYTES;
+constexpr int SLOT_BARRIERS = STAGES_S;
+constexpr int SEGMENTS_AT = BARRIERS_AT + 16 * (STAGES_P + STAGES_W + SLOT_BARRIERS);
+
+__global__ void __launch_bounds__(THREADS, 1)
+gather(const char* __restrict__ x, const char* __restrict__ packed, const float* __restrict__ bias,
+    char* __restrict__ y,
+       int batch, int in_d, int in_h, int in_w, int out_d, int out_h, int out_w, int tiles_d, int tiles_h, int tiles_w,
+           int tile_count, const __grid_constant__ TensorMap map) {
+  extern __shared__ __align__(1024) unsigned char memory[];
+  const Sizes s = {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, tile_count};
+  u32 base = shared_address(memory);
+  u32 full = base + BARRIERS_AT, empty = full + 8 * STAGES_P, full_w = empty + 8 * STAGES_P,
+      empty_w = full_w + 8 * STAGES_W;
+  const Barriers barriers = {full, empty, empty_w + 8 * STAGES_W, empty_w + 8 * (STAGES_W + SLOT_BARRIERS)};
+  int* segments = (int*)(memory + SEGMENTS_AT);
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < STAGES_P; i++) {
+      barrier_init(full + 8 * i, PRODUCER_WARPS);
+      barrier_init(empty + 8 * i, RELEASES * 4);
+    }
+    for (int i = 0; i < STAGES_W; i++) {
+      barrier_init(full_w + 8 * i, 1);
+      barrier_init(empty_w + 8 * i, RELEASES * 4);
+    }
+    for (int i = 0; i < SLOT_BARRIERS; i++) {
+      barrier_init(barriers.landed + 8 * i, 1);
+      barrier_init(barriers.left + 8 * i, PRODUCER_WARPS);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
+  }
+  for (int i = threadIdx.x; i < SEGMENTS; i += THREADS)
+    segments[i] = (i / (ROWS_H * ROWS_D)) << 24 | (ROW_D[i / ROWS_H % ROWS_D] & 0xfff) << 12
+        | (ROW_H[i % ROWS_H] & 0xfff);
+  __syncthreads();
+  int role = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
+  if (role < FIRST_CONSUMER) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(PRODUCER_REGISTERS));
+    int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0);
+    if (warp < PRODUCER_WARPS) {
+      produce(x, s, segments, base + TILES_AT, base + SLOTS_AT, barriers, threadIdx.x);
+    } else if (warp == LOADER_WARP && (thread & 31) == 0) {
+      load_boxes(&map, s, base + SLOTS_AT, SLOT_BYTES, barriers.landed, barriers.left);
+    } else if (warp == WEIGHTS_WARP && (thread & 31) == 0) {
+      stream_weights(packed, s, base + RING_AT, full_w, empty_w);
+    }
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(CONSUMER_REGISTERS));
+    Fragments weights;
+    weights.ring = base + RING_AT;
+    weights.full = full_w;
+    weights.empty = empty_w;
+    consume(packed, bias, y, s, base + TILES_AT, full, empty, weights, base + BUFFERS_AT, role - FIRST_CONSUMER,
+        thread);
+  }
+}
+
+#undef ACCUMULATORS_64
+#undef WGMMA_128
+#undef COLUMN
+#undef FRAGMENTS
+#undef RUN_FIRST
+#undef RUN_NB
+#undef RUN_J
+#undef TOGETHER
+}  // namespace forward
+
+// =====================================================================================================================
+// Forward where rows begin off 16 bytes: wgmma tf32, tile 1x1x1x512 (NxDxHxW of q) x 64 rows, chunk of 16 channels,
+// pixels halved, weights resident, 198 KB shared.
+// =====================================================================================================================
+
+namespace forward_unaligned {
 
 // Gather-GEMM on tensor cores: out[o = OUT_STEP q + u] = sum over taps of W(u, tap) x in[i = IN_STEP q + offset(u, tap)],
 // for every axis; u < OUT_STEP are the sub-positions of q (the phases of a stride, or rows unrolled to fill a tile).
@@ -263,11 +1157,12 @@ constexpr int PIXELS = SEGMENTS * PITCH;
 #define COLUMN(within) ((within) % PLANE * IN_STEP_W + (within) / PLANE)
 constexpr int PART_BYTES = (PIXELS * ROW_BYTES + 1023) / 1024 * 1024;
 constexpr int STAGE_BYTES = PARTS * PART_BYTES;
-// 16-byte units of a segment: a box begins COLUMN_PAD columns early, at whole units; threads take the units that hold the row,
-// whatever its alignment.
+// 16-byte units of a segment: boxes of BOX_UNITS begin COLUMN_PAD columns early, at whole units; threads take the units that hold
+// the row, whatever its alignment.
 constexpr int STAGING_UNITS = (COLUMNS + (2 * VEC - 2)) / VEC;
-constexpr int CHANNEL_BYTES = ROWS_D * ROWS_H * STAGING_UNITS * 16;  // a slot is [image][channel][row][column]
-constexpr int SLOT_BOXES = 1;
+constexpr int ROW_UNITS = STAGING_UNITS;
+constexpr int CHANNEL_BYTES = ROWS_D * ROWS_H * ROW_UNITS * 16;  // a slot is [box][image][channel][row][column]
+constexpr int SLOT_BOXES = (STAGING_UNITS + ROW_UNITS - 1) / ROW_UNITS;  // several where rows are longer than a box
 constexpr int SLOT_BYTES = SLOT_BOXES * TILE_N * CK * CHANNEL_BYTES;
 constexpr int FRAGMENT = 2048;  // bytes: 64 rows of 32 bytes of K
 constexpr int CHUNKS = (CIN_G + CK - 1) / CK;
@@ -445,6 +1340,9 @@ __device__ __forceinline__ void stage(const char* __restrict__ x, const Sizes& s
 }
 
 constexpr int OWN_PIXELS = (PIXELS + PRODUCER_THREADS - 1) / PRODUCER_THREADS;
+__device__ __forceinline__ int pixel_row(int i) {
+  return i;
+}
 
 // A thread's pixels of a tile: where they lie in a slot and, for copies by threads, whether they are in the image and how their
 // row is aligned. Found once a tile, not a chunk.
@@ -457,10 +1355,12 @@ struct Pixels {
     ok = 0;
 #pragma unroll
     for (int k = 0; k < OWN_PIXELS; k++) {
-      int p = thread + k * PRODUCER_THREADS, segment = p / PITCH, within = p % PITCH;
+      int p = pixel_row(thread + k * PRODUCER_THREADS), segment = p / PITCH, within = p % PITCH;
       int column = COLUMN(within), image = segment / (ROWS_D * ROWS_H);
-      if (p >= PIXELS) break;
-      from[k] = (segment + image * (CK - 1) * (ROWS_D * ROWS_H)) * STAGING_UNITS * 16 + (column + COLUMN_PAD) * ELEMENT;
+      if (thread + k * PRODUCER_THREADS >= PIXELS) break;
+      int at_column = column + COLUMN_PAD, box = 0;
+      from[k] = box * (SLOT_BYTES / SLOT_BOXES) + (segment + image * (CK - 1) * (ROWS_D * ROWS_H)) * ROW_UNITS * 16
+          + (at_column - box * (ROW_UNITS * VEC)) * ELEMENT;
       int n, d, h;
       bool in = row_of(at, s, segments[segment], n, d, h) && column < COLUMNS && (u32)(at.w + column) < (u32)s.in_w;
       u32 first = ((u32)n * CIN + at.channel) * plane + ((u32)d * s.in_h + h) * s.in_w + at.w + (u32)((u64)x / ELEMENT);
@@ -475,8 +1375,8 @@ template <bool ALIGNED>  // every channel of a row has the same misalignment
 __device__ __forceinline__ void turn(const Pixels& own, int channel, int left, u32 slot, u32 tile, int thread) {
 #pragma unroll
   for (int k = 0; k < OWN_PIXELS; k++) {
-    int p = thread + k * PRODUCER_THREADS;
-    if (p >= PIXELS) break;
+    int p = pixel_row(thread + k * PRODUCER_THREADS);
+    if (thread + k * PRODUCER_THREADS >= PIXELS) break;
     bool ok = own.ok >> k & 1;
     u32 phase = own.from[k] >> 24, from = slot + (own.from[k] & 0xffffff) + (ALIGNED ? phase * ELEMENT : 0);
 #pragma unroll 2  // more of them spill
@@ -1016,11 +1916,11 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 #undef RUN_NB
 #undef RUN_J
 #undef TOGETHER
-}  // namespace forward
+}  // namespace forward_unaligned
 
 // =====================================================================================================================
-// Gradient for the input: wgmma tf32, tile 4x1x1x128 (NxDxHxW of q) x 64 rows, chunk of 8 channels, pixels halved,
-// weights resident, 204 KB shared.
+// Gradient for the input: wgmma tf32, tile 1x1x1x512 (NxDxHxW of q) x 64 rows, chunk of 16 channels, pixels halved,
+// weights ring of 3 x 8 fragments, 198 KB shared.
 // =====================================================================================================================
 
 namespace grad_input {
@@ -1053,7 +1953,7 @@ constexpr int COUT = 32;  // channels of what is written
 constexpr int CIN_G = 64;  // channels of a group in what is read
 constexpr int COUT_G = 32;  // channels of a group in what is written
 constexpr int TAPS = 5;  // of the kernel, over all axes
-constexpr int CK = 8;  // channels of a chunk
+constexpr int CK = 16;  // channels of a chunk
 constexpr int SUB_H = 1, SUB_W = 64;  // the 64 positions q that one matrix instruction takes
 constexpr int SUBS = 1;  // (d, h) sub-positions in a block of 64 rows of M
 constexpr int ROWS_PER_SUB = 64;  // output channels of a sub-position in a block
@@ -1063,23 +1963,24 @@ constexpr int VARIANTS = 1;  // M-groups that differ in their taps
 constexpr int COUT_BLOCKS = 1;  // M-groups that share the output channels of a group
 constexpr int M_GROUPS = 1;  // groups x COUT_BLOCKS x VARIANTS
 constexpr int STAGES_P = 2;  // input tiles in shared memory
-constexpr int STAGES_S = 4;  // staging slots
-constexpr int STAGES_W = 5;  // stages of the weights' ring
+constexpr int STAGES_S = 2;  // staging slots
+constexpr int STAGES_W = 3;  // stages of the weights' ring
 constexpr int W_STAGE = 8;  // fragments of weights in a stage
 constexpr int RUN_GROUPS = 8;  // groups of 8 columns that the epilogue stores together
 constexpr int ROWS_D = 1, ROWS_H = 1;  // input rows of a tile
 constexpr int ROW_STEP_D = 1, ROW_STEP_H = 1;  // rows of the tile from one q to the next
-constexpr int COLUMNS = 140;  // input columns of a tile with its halo
+constexpr int COLUMNS = 524;  // input columns of a tile with its halo
 constexpr int COLUMN_PAD = 0;  // columns by which a box begins early
-constexpr int PLANE = 140;  // columns with one residue modulo IN_STEP_W
+constexpr int BOX_UNITS = 44;
+constexpr int PLANE = 524;  // columns with one residue modulo IN_STEP_W
 constexpr int PLANES = 1;  // residues that some tap reads
 constexpr int FRAGMENT_SETS = 2;  // sets of registers that weights take in turn
 constexpr int PRODUCER_REGISTERS = 48;  // of a thread
 constexpr int CONSUMER_REGISTERS = 208;  // of a thread
 constexpr int OUT_STEP_D = 1, OUT_STEP_H = 1, OUT_STEP_W = 1;  // outputs from one q to the next
 constexpr int IN_STEP_D = 1, IN_STEP_H = 1, IN_STEP_W = 1;  // inputs from one q to the next
-constexpr int TILE_D = 1, TILE_H = 1, TILE_W = 128;  // positions q of a tile
-constexpr int TILE_N = 4;  // images of a tile
+constexpr int TILE_D = 1, TILE_H = 1, TILE_W = 512;  // positions q of a tile
+constexpr int TILE_N = 1;  // images of a tile
 
 // PTX in small wrappers, so that a kernel body reads as an algorithm.
 typedef unsigned int u32;
@@ -1192,16 +2093,16 @@ constexpr int SEGMENTS = TILE_N * ROWS_D * ROWS_H;
 // Columns of a segment with one residue modulo IN_STEP_W make a plane of PLANE neighbours; there are PLANES residues that some tap
 // reads. A segment has its planes one behind the other, but a strided box lands as one residue's planes of all segments.
 constexpr int PITCH = PLANES * PLANE;  // pixel rows from a segment to the next
-constexpr int PLANE_PITCH = PLANE;  // the swizzle's pattern begins every 8 rows
 constexpr int PIXELS = SEGMENTS * PITCH;
 #define COLUMN(within) ((within) % PLANE * IN_STEP_W + (within) / PLANE)
 constexpr int PART_BYTES = (PIXELS * ROW_BYTES + 1023) / 1024 * 1024;
 constexpr int STAGE_BYTES = PARTS * PART_BYTES;
-// 16-byte units of a segment: a box begins COLUMN_PAD columns early, at whole units; threads take the units that hold the row,
-// whatever its alignment.
+// 16-byte units of a segment: boxes of BOX_UNITS begin COLUMN_PAD columns early, at whole units; threads take the units that hold
+// the row, whatever its alignment.
 constexpr int STAGING_UNITS = (COLUMNS + (COLUMN_PAD + VEC - 1)) / VEC;
-constexpr int CHANNEL_BYTES = ROWS_D * ROWS_H * STAGING_UNITS * 16;  // a slot is [image][channel][row][column]
-constexpr int SLOT_BOXES = 1;
+constexpr int ROW_UNITS = BOX_UNITS;
+constexpr int CHANNEL_BYTES = ROWS_D * ROWS_H * ROW_UNITS * 16;  // a slot is [box][image][channel][row][column]
+constexpr int SLOT_BOXES = (STAGING_UNITS + ROW_UNITS - 1) / ROW_UNITS;  // several where rows are longer than a box
 constexpr int SLOT_BYTES = SLOT_BOXES * TILE_N * CK * CHANNEL_BYTES;
 constexpr int FRAGMENT = 2048;  // bytes: 64 rows of 32 bytes of K
 constexpr int CHUNKS = (CIN_G + CK - 1) / CK;
@@ -1261,7 +2162,7 @@ __device__ __forceinline__ int chunks_of(int variant) { return entries_of(varian
 
 // Byte of the 16-byte unit `unit` of pixel row `p` in a tile.
 __device__ __forceinline__ u32 unit_at(int p, int unit) {
-  int swizzle = (p >> 2) & 1;
+  int swizzle = (p >> 1) & 3;
   return p * ROW_BYTES + ((unit ^ swizzle) << 4);
 }
 
@@ -1326,6 +2227,9 @@ __device__ __forceinline__ Source source_of(const Tile& t, int chunk) {
 }
 
 constexpr int OWN_PIXELS = (PIXELS + PRODUCER_THREADS - 1) / PRODUCER_THREADS;
+__device__ __forceinline__ int pixel_row(int i) {
+  return i;
+}
 
 // A thread's pixels of a tile: where they lie in a slot and, for copies by threads, whether they are in the image and how their
 // row is aligned. Found once a tile, not a chunk.
@@ -1338,10 +2242,12 @@ struct Pixels {
     ok = 0;
 #pragma unroll
     for (int k = 0; k < OWN_PIXELS; k++) {
-      int p = thread + k * PRODUCER_THREADS, segment = p / PITCH, within = p % PITCH;
+      int p = pixel_row(thread + k * PRODUCER_THREADS), segment = p / PITCH, within = p % PITCH;
       int column = COLUMN(within), image = segment / (ROWS_D * ROWS_H);
-      if (p >= PIXELS) break;
-      from[k] = (segment + image * (CK - 1) * (ROWS_D * ROWS_H)) * STAGING_UNITS * 16 + (column + COLUMN_PAD) * ELEMENT;
+      if (thread + k * PRODUCER_THREADS >= PIXELS) break;
+      int at_column = column + COLUMN_PAD, box = at_column / (ROW_UNITS * VEC);
+      from[k] = box * (SLOT_BYTES / SLOT_BOXES) + (segment + image * (CK - 1) * (ROWS_D * ROWS_H)) * ROW_UNITS * 16
+          + (at_column - box * (ROW_UNITS * VEC)) * ELEMENT;
     }
   }
 };
@@ -1351,8 +2257,8 @@ template <bool ALIGNED>  // every channel of a row has the same misalignment
 __device__ __forceinline__ void turn(const Pixels& own, int channel, int left, u32 slot, u32 tile, int thread) {
 #pragma unroll
   for (int k = 0; k < OWN_PIXELS; k++) {
-    int p = thread + k * PRODUCER_THREADS;
-    if (p >= PIXELS) break;
+    int p = pixel_row(thread + k * PRODUCER_THREADS);
+    if (thread + k * PRODUCER_THREADS >= PIXELS) break;
     bool ok = true;
     u32 phase = own.from[k] >> 24, from = slot + (own.from[k] & 0xffffff) + (ALIGNED ? phase * ELEMENT : 0);
 #pragma unroll 2  // more of them spill
@@ -1417,8 +2323,9 @@ __device__ __forceinline__ void load_boxes(const TensorMap* map, const Sizes& s,
     int c = at.channel, w = at.w - COLUMN_PAD, h = at.h + FIRST_H, d = at.d + FIRST_D;
 #pragma unroll
     for (int r = 0; r < SLOT_BOXES; r++) {
+      if (r) w += ROW_UNITS * VEC;
       asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5, %6}], [%7];\n"
-                   ::"r"(to + cursor.stage * stage_bytes + r * (PLANE_PITCH * ROW_BYTES)), "l"(map), "r"(w), "r"(h),
+                   ::"r"(to + cursor.stage * stage_bytes + r * (SLOT_BYTES / SLOT_BOXES)), "l"(map), "r"(w), "r"(h),
                        "r"(d), "r"(c), "r"(at.n), "r"(barrier) : "memory");
     }
   }
@@ -1471,12 +2378,12 @@ __device__ __forceinline__ void stream_weights(const char* packed, const Sizes& 
 #pragma unroll 1
     for (int f = 0; f < count; f += W_STAGE, cursor.next(STAGES_W)) {
       u32 bytes = (count - f < W_STAGE ? count - f : W_STAGE) * (WGS_M * FRAGMENT), barrier = full + cursor.stage * 8;
+      barrier_wait(empty + cursor.stage * 8, cursor.parity);
       asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
       asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n"
           ::"r"(ring + cursor.stage * (W_STAGE * WGS_M * FRAGMENT)), "l"(from + (long long)f * (WGS_M * FRAGMENT)),
               "r"(bytes), "r"(barrier) : "memory");
     }
-    return;
   }
 }
 
@@ -1492,7 +2399,6 @@ struct Fragments {
   __device__ __forceinline__ void begin(const char* packed, const Tile& t, int offset) {
     coming = FRAGMENTS(entries_of(t.variant));
     left = 0;
-    cursor = {0, 0};                     // stages stay: their barriers have completed phase 0 for good
   }
   __device__ __forceinline__ void take(u32 (&a)[4], int lane) {
     if (left == 0) {
@@ -1505,8 +2411,9 @@ struct Fragments {
     left--;
     coming--;
     if (left == 0 || coming == 0) {                    // the last stage of a tile may be a partial one
+      __syncwarp();
+      if (lane == 0) barrier_arrive(empty + cursor.stage * 8);
       cursor.next(STAGES_W);
-      cursor.parity = 0;
       left = 0;
     }
   }
@@ -1537,7 +2444,7 @@ constexpr int GROUP_ROWS = 8;  // pixel rows from one group of eight columns to 
 // acc[64 x 64 NB] += fragment x pixels; `shift` is the tap's, in pixel rows.
 __device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4], u32 tile,
     const int (&subtile_row)[NB], int shift, int k_step, int lane) {
-  const u64 upper = ((u64)(GROUP_ROWS * ROW_BYTES >> 4) << 32) | ((u64)(3) << 62) | (1ull << 16);
+  const u64 upper = ((u64)(GROUP_ROWS * ROW_BYTES >> 4) << 32) | ((u64)(2) << 62) | (1ull << 16);
 // groups of columns lie evenly over two neighbouring subtiles (measured: kb78 0.80 -> 0.72 ms, pix 0.28 -> 0.265)
 constexpr int SUBTILES_OF_WGMMA = 2;
 #define WGMMA_PIXELS(types, tail) asm volatile(WGMMA_128("m64n128" types, tail) : ACCUMULATORS_64(acc[nb]), ACCUMULATORS_64(acc[nb + 1]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
@@ -2098,11 +3005,12 @@ constexpr int PIXELS = SEGMENTS * PITCH;
 #define COLUMN(within) ((within) % PLANE * IN_STEP_W + (within) / PLANE)
 constexpr int PART_BYTES = (PIXELS * ROW_BYTES + 1023) / 1024 * 1024;
 constexpr int STAGE_BYTES = PARTS * PART_BYTES;
-// 16-byte units of a segment: a box begins COLUMN_PAD columns early, at whole units; threads take the units that hold the row,
-// whatever its alignment.
+// 16-byte units of a segment: boxes of BOX_UNITS begin COLUMN_PAD columns early, at whole units; threads take the units that hold
+// the row, whatever its alignment.
 constexpr int STAGING_UNITS = (COLUMNS + (2 * VEC - 2)) / VEC;
-constexpr int CHANNEL_BYTES = ROWS_D * ROWS_H * STAGING_UNITS * 16;  // a slot is [image][channel][row][column]
-constexpr int SLOT_BOXES = 1;
+constexpr int ROW_UNITS = STAGING_UNITS;
+constexpr int CHANNEL_BYTES = ROWS_D * ROWS_H * ROW_UNITS * 16;  // a slot is [box][image][channel][row][column]
+constexpr int SLOT_BOXES = (STAGING_UNITS + ROW_UNITS - 1) / ROW_UNITS;  // several where rows are longer than a box
 constexpr int SLOT_BYTES = SLOT_BOXES * TILE_N * CK * CHANNEL_BYTES;
 constexpr int FRAGMENT = 2048;  // bytes: 64 rows of 32 bytes of K
 constexpr int CHUNKS = (CIN_G + CK - 1) / CK;
@@ -2281,6 +3189,9 @@ __device__ __forceinline__ void stage(const char* __restrict__ x, const Sizes& s
 }
 
 constexpr int OWN_PIXELS = (PIXELS + PRODUCER_THREADS - 1) / PRODUCER_THREADS;
+__device__ __forceinline__ int pixel_row(int i) {
+  return i;
+}
 
 // A thread's pixels of a tile: where they lie in a slot and, for copies by threads, whether they are in the image and how their
 // row is aligned. Found once a tile, not a chunk.
@@ -2293,10 +3204,12 @@ struct Pixels {
     ok = 0;
 #pragma unroll
     for (int k = 0; k < OWN_PIXELS; k++) {
-      int p = thread + k * PRODUCER_THREADS, segment = p / PITCH, within = p % PITCH;
+      int p = pixel_row(thread + k * PRODUCER_THREADS), segment = p / PITCH, within = p % PITCH;
       int column = COLUMN(within), image = segment / (ROWS_D * ROWS_H);
-      if (p >= PIXELS) break;
-      from[k] = (segment + image * (CK - 1) * (ROWS_D * ROWS_H)) * STAGING_UNITS * 16 + (column + COLUMN_PAD) * ELEMENT;
+      if (thread + k * PRODUCER_THREADS >= PIXELS) break;
+      int at_column = column + COLUMN_PAD, box = 0;
+      from[k] = box * (SLOT_BYTES / SLOT_BOXES) + (segment + image * (CK - 1) * (ROWS_D * ROWS_H)) * ROW_UNITS * 16
+          + (at_column - box * (ROW_UNITS * VEC)) * ELEMENT;
       int n, d, h;
       bool in = row_of(at, s, segments[segment], n, d, h) && column < COLUMNS && (u32)(at.w + column) < (u32)s.in_w;
       u32 first = ((u32)n * CIN + at.channel) * plane + ((u32)d * s.in_h + h) * s.in_w + at.w + (u32)((u64)x / ELEMENT);
@@ -2311,8 +3224,8 @@ template <bool ALIGNED>  // every channel of a row has the same misalignment
 __device__ __forceinline__ void turn(const Pixels& own, int channel, int left, u32 slot, u32 tile, int thread) {
 #pragma unroll
   for (int k = 0; k < OWN_PIXELS; k++) {
-    int p = thread + k * PRODUCER_THREADS;
-    if (p >= PIXELS) break;
+    int p = pixel_row(thread + k * PRODUCER_THREADS);
+    if (thread + k * PRODUCER_THREADS >= PIXELS) break;
     bool ok = own.ok >> k & 1;
     u32 phase = own.from[k] >> 24, from = slot + (own.from[k] & 0xffffff) + (ALIGNED ? phase * ELEMENT : 0);
 #pragma unroll 2  // more of them spill
@@ -3849,8 +4762,21 @@ void pack_forward(const at::Tensor& weight, const at::Tensor& packed) {
 
 void run_forward(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
                  const at::Tensor& out, int64_t blocks, const std::array<int64_t, 11>& sizes) {
+  const CUtensorMap map = tensor_map(x, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, {sizes[3], sizes[2], sizes[1], 32, sizes[0]},
+                                     {176, 1, 1, 16, 1}, {1, 1, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_NONE);
   const auto pointers = std::make_tuple(x.data_ptr(), packed.data_ptr(), address(bias), out.data_ptr());
-  launch<forward::gather, 512, 202836>(x, blocks, pointers, sizes);
+  launch<forward::gather, 512, 202868>(x, blocks, pointers, sizes, std::make_tuple(map));
+}
+
+void pack_forward_unaligned(const at::Tensor& weight, const at::Tensor& packed) {
+  const auto pointers = std::make_tuple(weight.data_ptr(), packed.data_ptr());
+  launch<forward_unaligned::pack, 256, 0>(weight, (packed.numel() + 255) / 256, pointers, std::make_tuple(packed.numel()));
+}
+
+void run_forward_unaligned(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
+                           const at::Tensor& out, int64_t blocks, const std::array<int64_t, 11>& sizes) {
+  const auto pointers = std::make_tuple(x.data_ptr(), packed.data_ptr(), address(bias), out.data_ptr());
+  launch<forward_unaligned::gather, 512, 202836>(x, blocks, pointers, sizes);
 }
 
 void pack_grad_input(const at::Tensor& weight, const at::Tensor& packed) {
@@ -3861,9 +4787,9 @@ void pack_grad_input(const at::Tensor& weight, const at::Tensor& packed) {
 void run_grad_input(const at::Tensor& grad, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
                     const at::Tensor& out, int64_t blocks, const std::array<int64_t, 11>& sizes) {
   const CUtensorMap map = tensor_map(grad, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, {sizes[3], sizes[2], sizes[1], 64, sizes[0]},
-                                     {140, 1, 1, 8, 4}, {1, 1, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_NONE);
+                                     {176, 1, 1, 16, 1}, {1, 1, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_NONE);
   const auto pointers = std::make_tuple(grad.data_ptr(), packed.data_ptr(), address(bias), out.data_ptr());
-  launch<grad_input::gather, 512, 209088>(grad, blocks, pointers, sizes, std::make_tuple(map));
+  launch<grad_input::gather, 512, 202868>(grad, blocks, pointers, sizes, std::make_tuple(map));
 }
 
 void pack_grad_input_unaligned(const at::Tensor& weight, const at::Tensor& packed) {
@@ -3909,6 +4835,9 @@ DECLARATIONS = r"""
 void pack_forward(const at::Tensor& weight, const at::Tensor& packed);
 void run_forward(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
                  const at::Tensor& out, int64_t blocks, const std::array<int64_t, 11>& sizes);
+void pack_forward_unaligned(const at::Tensor& weight, const at::Tensor& packed);
+void run_forward_unaligned(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
+                           const at::Tensor& out, int64_t blocks, const std::array<int64_t, 11>& sizes);
 void pack_grad_input(const at::Tensor& weight, const at::Tensor& packed);
 void run_grad_input(const at::Tensor& grad, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
                     const at::Tensor& out, int64_t blocks, const std::array<int64_t, 11>& sizes);
@@ -3924,6 +4853,8 @@ void run_grad_weight_unaligned(const at::Tensor& x, const at::Tensor& grad, cons
 FUNCTIONS = [
     "pack_forward",
     "run_forward",
+    "pack_forward_unaligned",
+    "run_forward_unaligned",
     "pack_grad_input",
     "run_grad_input",
     "pack_grad_input_unaligned",
@@ -4046,6 +4977,16 @@ class GradWeight(NamedTuple):
 FORWARD = (
     Gather(
         name="forward",
+        unit=4,
+        tile=(1, 1, 1, 512),
+        steps=(1, 1, 1),
+        m_groups=1,
+        resident=True,
+        words=10240,
+        packed=torch.int32,
+    ),
+    Gather(
+        name="forward_unaligned",
         unit=1,
         tile=(1, 1, 1, 512),
         steps=(1, 1, 1),
@@ -4059,10 +5000,10 @@ GRAD_INPUT = (
     Gather(
         name="grad_input",
         unit=4,
-        tile=(4, 1, 1, 128),
+        tile=(1, 1, 1, 512),
         steps=(1, 1, 1),
         m_groups=1,
-        resident=True,
+        resident=False,
         words=20480,
         packed=torch.int32,
     ),

@@ -124,6 +124,7 @@ constexpr int ROWS_D = 1, ROWS_H = 10;  // input rows of a tile
 constexpr int ROW_STEP_D = 1, ROW_STEP_H = 2;  // rows of the tile from one q to the next
 constexpr int COLUMNS = 134;  // input columns of a tile with its halo
 constexpr int COLUMN_PAD = 1;  // columns by which a box begins early
+constexpr int BOX_UNITS = 34;
 constexpr int PLANE = 134;  // columns with one residue modulo IN_STEP_W
 constexpr int PLANES = 1;  // residues that some tap reads
 constexpr int TAPS_UNROLLED = 7;  // taps in a stretch of code without a drain of the tensor cores
@@ -246,16 +247,16 @@ constexpr int SEGMENTS = TILE_N * ROWS_D * ROWS_H;
 // Columns of a segment with one residue modulo IN_STEP_W make a plane of PLANE neighbours; there are PLANES residues that some tap
 // reads. A segment has its planes one behind the other, but a strided box lands as one residue's planes of all segments.
 constexpr int PITCH = PLANES * PLANE;  // pixel rows from a segment to the next
-constexpr int PLANE_PITCH = PLANE;  // the swizzle's pattern begins every 8 rows
 constexpr int PIXELS = SEGMENTS * PITCH;
 #define COLUMN(within) ((within) % PLANE * IN_STEP_W + (within) / PLANE)
 constexpr int PART_BYTES = (PIXELS * ROW_BYTES + 1023) / 1024 * 1024;
 constexpr int STAGE_BYTES = PARTS * PART_BYTES;
-// 16-byte units of a segment: a box begins COLUMN_PAD columns early, at whole units; threads take the units that hold the row,
-// whatever its alignment.
+// 16-byte units of a segment: boxes of BOX_UNITS begin COLUMN_PAD columns early, at whole units; threads take the units that hold
+// the row, whatever its alignment.
 constexpr int STAGING_UNITS = (COLUMNS + (COLUMN_PAD + VEC - 1)) / VEC;
-constexpr int CHANNEL_BYTES = ROWS_D * ROWS_H * STAGING_UNITS * 16;  // a slot is [image][channel][row][column]
-constexpr int SLOT_BOXES = 1;
+constexpr int ROW_UNITS = BOX_UNITS;
+constexpr int CHANNEL_BYTES = ROWS_D * ROWS_H * ROW_UNITS * 16;  // a slot is [box][image][channel][row][column]
+constexpr int SLOT_BOXES = (STAGING_UNITS + ROW_UNITS - 1) / ROW_UNITS;  // several where rows are longer than a box
 constexpr int SLOT_BYTES = SLOT_BOXES * TILE_N * CK * CHANNEL_BYTES;
 constexpr int FRAGMENT = 2048;  // bytes: 64 rows of 32 bytes of K
 constexpr int CHUNKS = (CIN_G + CK - 1) / CK;
@@ -389,6 +390,9 @@ __device__ __forceinline__ Source source_of(const Tile& t, int chunk) {
 }
 
 constexpr int OWN_PIXELS = (PIXELS + PRODUCER_THREADS - 1) / PRODUCER_THREADS;
+__device__ __forceinline__ int pixel_row(int i) {
+  return i;
+}
 
 // A thread's pixels of a tile: where they lie in a slot and, for copies by threads, whether they are in the image and how their
 // row is aligned. Found once a tile, not a chunk.
@@ -401,10 +405,12 @@ struct Pixels {
     ok = 0;
 #pragma unroll
     for (int k = 0; k < OWN_PIXELS; k++) {
-      int p = thread + k * PRODUCER_THREADS, segment = p / PITCH, within = p % PITCH;
+      int p = pixel_row(thread + k * PRODUCER_THREADS), segment = p / PITCH, within = p % PITCH;
       int column = COLUMN(within), image = segment / (ROWS_D * ROWS_H);
-      if (p >= PIXELS) break;
-      from[k] = (segment + image * (CK - 1) * (ROWS_D * ROWS_H)) * STAGING_UNITS * 16 + (column + COLUMN_PAD) * ELEMENT;
+      if (thread + k * PRODUCER_THREADS >= PIXELS) break;
+      int at_column = column + COLUMN_PAD, box = 0;
+      from[k] = box * (SLOT_BYTES / SLOT_BOXES) + (segment + image * (CK - 1) * (ROWS_D * ROWS_H)) * ROW_UNITS * 16
+          + (at_column - box * (ROW_UNITS * VEC)) * ELEMENT;
     }
   }
 };
@@ -414,8 +420,8 @@ template <bool ALIGNED>  // every channel of a row has the same misalignment
 __device__ __forceinline__ void turn(const Pixels& own, int channel, int left, u32 slot, u32 tile, int thread) {
 #pragma unroll
   for (int k = 0; k < OWN_PIXELS; k++) {
-    int p = thread + k * PRODUCER_THREADS;
-    if (p >= PIXELS) break;
+    int p = pixel_row(thread + k * PRODUCER_THREADS);
+    if (thread + k * PRODUCER_THREADS >= PIXELS) break;
     bool ok = true;
     u32 phase = own.from[k] >> 24, from = slot + (own.from[k] & 0xffffff) + (ALIGNED ? phase * ELEMENT : 0);
 #pragma unroll 2  // more of them spill
@@ -480,8 +486,9 @@ __device__ __forceinline__ void load_boxes(const TensorMap* map, const Sizes& s,
     int c = at.channel, w = at.w - COLUMN_PAD, h = at.h + FIRST_H, d = at.d + FIRST_D;
 #pragma unroll
     for (int r = 0; r < SLOT_BOXES; r++) {
+      if (r) w += ROW_UNITS * VEC;
       asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5, %6}], [%7];\n"
-                   ::"r"(to + cursor.stage * stage_bytes + r * (PLANE_PITCH * ROW_BYTES)), "l"(map), "r"(w), "r"(h),
+                   ::"r"(to + cursor.stage * stage_bytes + r * (SLOT_BYTES / SLOT_BOXES)), "l"(map), "r"(w), "r"(h),
                        "r"(d), "r"(c), "r"(at.n), "r"(barrier) : "memory");
     }
   }
@@ -1149,11 +1156,12 @@ constexpr int PIXELS = SEGMENTS * PITCH;
 #define COLUMN(within) ((within) % PLANE * IN_STEP_W + (within) / PLANE)
 constexpr int PART_BYTES = (PIXELS * ROW_BYTES + 1023) / 1024 * 1024;
 constexpr int STAGE_BYTES = PARTS * PART_BYTES;
-// 16-byte units of a segment: a box begins COLUMN_PAD columns early, at whole units; threads take the units that hold the row,
-// whatever its alignment.
+// 16-byte units of a segment: boxes of BOX_UNITS begin COLUMN_PAD columns early, at whole units; threads take the units that hold
+// the row, whatever its alignment.
 constexpr int STAGING_UNITS = (COLUMNS + (2 * VEC - 2)) / VEC;
-constexpr int CHANNEL_BYTES = ROWS_D * ROWS_H * STAGING_UNITS * 16;  // a slot is [image][channel][row][column]
-constexpr int SLOT_BOXES = 1;
+constexpr int ROW_UNITS = STAGING_UNITS;
+constexpr int CHANNEL_BYTES = ROWS_D * ROWS_H * ROW_UNITS * 16;  // a slot is [box][image][channel][row][column]
+constexpr int SLOT_BOXES = (STAGING_UNITS + ROW_UNITS - 1) / ROW_UNITS;  // several where rows are longer than a box
 constexpr int SLOT_BYTES = SLOT_BOXES * TILE_N * CK * CHANNEL_BYTES;
 constexpr int FRAGMENT = 2048;  // bytes: 64 rows of 32 bytes of K
 constexpr int CHUNKS = (CIN_G + CK - 1) / CK;
@@ -1341,6 +1349,9 @@ __device__ __forceinline__ void stage(const char* __restrict__ x, const Sizes& s
 }
 
 constexpr int OWN_PIXELS = (PIXELS + PRODUCER_THREADS - 1) / PRODUCER_THREADS;
+__device__ __forceinline__ int pixel_row(int i) {
+  return i;
+}
 
 // A thread's pixels of a tile: where they lie in a slot and, for copies by threads, whether they are in the image and how their
 // row is aligned. Found once a tile, not a chunk.
@@ -1353,10 +1364,12 @@ struct Pixels {
     ok = 0;
 #pragma unroll
     for (int k = 0; k < OWN_PIXELS; k++) {
-      int p = thread + k * PRODUCER_THREADS, segment = p / PITCH, within = p % PITCH;
+      int p = pixel_row(thread + k * PRODUCER_THREADS), segment = p / PITCH, within = p % PITCH;
       int column = COLUMN(within), image = segment / (ROWS_D * ROWS_H);
-      if (p >= PIXELS) break;
-      from[k] = (segment + image * (CK - 1) * (ROWS_D * ROWS_H)) * STAGING_UNITS * 16 + (column + COLUMN_PAD) * ELEMENT;
+      if (thread + k * PRODUCER_THREADS >= PIXELS) break;
+      int at_column = column + COLUMN_PAD, box = 0;
+      from[k] = box * (SLOT_BYTES / SLOT_BOXES) + (segment + image * (CK - 1) * (ROWS_D * ROWS_H)) * ROW_UNITS * 16
+          + (at_column - box * (ROW_UNITS * VEC)) * ELEMENT;
       int n, d, h;
       bool in = row_of(at, s, segments[segment], n, d, h) && column < COLUMNS && (u32)(at.w + column) < (u32)s.in_w;
       u32 first = ((u32)n * CIN + at.channel) * plane + ((u32)d * s.in_h + h) * s.in_w + at.w + (u32)((u64)x / ELEMENT);
@@ -1371,8 +1384,8 @@ template <bool ALIGNED>  // every channel of a row has the same misalignment
 __device__ __forceinline__ void turn(const Pixels& own, int channel, int left, u32 slot, u32 tile, int thread) {
 #pragma unroll
   for (int k = 0; k < OWN_PIXELS; k++) {
-    int p = thread + k * PRODUCER_THREADS;
-    if (p >= PIXELS) break;
+    int p = pixel_row(thread + k * PRODUCER_THREADS);
+    if (thread + k * PRODUCER_THREADS >= PIXELS) break;
     bool ok = own.ok >> k & 1;
     u32 phase = own.from[k] >> 24, from = slot + (own.from[k] & 0xffffff) + (ALIGNED ? phase * ELEMENT : 0);
 #pragma unroll 2  // more of them spill
@@ -1954,6 +1967,7 @@ constexpr int ROWS_D = 1, ROWS_H = 10;  // input rows of a tile
 constexpr int ROW_STEP_D = 1, ROW_STEP_H = 2;  // rows of the tile from one q to the next
 constexpr int COLUMNS = 134;  // input columns of a tile with its halo
 constexpr int COLUMN_PAD = 1;  // columns by which a box begins early
+constexpr int BOX_UNITS = 34;
 constexpr int PLANE = 134;  // columns with one residue modulo IN_STEP_W
 constexpr int PLANES = 1;  // residues that some tap reads
 constexpr int TAPS_UNROLLED = 7;  // taps in a stretch of code without a drain of the tensor cores
@@ -2076,16 +2090,16 @@ constexpr int SEGMENTS = TILE_N * ROWS_D * ROWS_H;
 // Columns of a segment with one residue modulo IN_STEP_W make a plane of PLANE neighbours; there are PLANES residues that some tap
 // reads. A segment has its planes one behind the other, but a strided box lands as one residue's planes of all segments.
 constexpr int PITCH = PLANES * PLANE;  // pixel rows from a segment to the next
-constexpr int PLANE_PITCH = PLANE;  // the swizzle's pattern begins every 8 rows
 constexpr int PIXELS = SEGMENTS * PITCH;
 #define COLUMN(within) ((within) % PLANE * IN_STEP_W + (within) / PLANE)
 constexpr int PART_BYTES = (PIXELS * ROW_BYTES + 1023) / 1024 * 1024;
 constexpr int STAGE_BYTES = PARTS * PART_BYTES;
-// 16-byte units of a segment: a box begins COLUMN_PAD columns early, at whole units; threads take the units that hold the row,
-// whatever its alignment.
+// 16-byte units of a segment: boxes of BOX_UNITS begin COLUMN_PAD columns early, at whole units; threads take the units that hold
+// the row, whatever its alignment.
 constexpr int STAGING_UNITS = (COLUMNS + (COLUMN_PAD + VEC - 1)) / VEC;
-constexpr int CHANNEL_BYTES = ROWS_D * ROWS_H * STAGING_UNITS * 16;  // a slot is [image][channel][row][column]
-constexpr int SLOT_BOXES = 1;
+constexpr int ROW_UNITS = BOX_UNITS;
+constexpr int CHANNEL_BYTES = ROWS_D * ROWS_H * ROW_UNITS * 16;  // a slot is [box][image][channel][row][column]
+constexpr int SLOT_BOXES = (STAGING_UNITS + ROW_UNITS - 1) / ROW_UNITS;  // several where rows are longer than a box
 constexpr int SLOT_BYTES = SLOT_BOXES * TILE_N * CK * CHANNEL_BYTES;
 constexpr int FRAGMENT = 2048;  // bytes: 64 rows of 32 bytes of K
 constexpr int CHUNKS = (CIN_G + CK - 1) / CK;
@@ -2220,6 +2234,9 @@ __device__ __forceinline__ Source source_of(const Tile& t, int chunk) {
 }
 
 constexpr int OWN_PIXELS = (PIXELS + PRODUCER_THREADS - 1) / PRODUCER_THREADS;
+__device__ __forceinline__ int pixel_row(int i) {
+  return i;
+}
 
 // A thread's pixels of a tile: where they lie in a slot and, for copies by threads, whether they are in the image and how their
 // row is aligned. Found once a tile, not a chunk.
@@ -2232,10 +2249,12 @@ struct Pixels {
     ok = 0;
 #pragma unroll
     for (int k = 0; k < OWN_PIXELS; k++) {
-      int p = thread + k * PRODUCER_THREADS, segment = p / PITCH, within = p % PITCH;
+      int p = pixel_row(thread + k * PRODUCER_THREADS), segment = p / PITCH, within = p % PITCH;
       int column = COLUMN(within), image = segment / (ROWS_D * ROWS_H);
-      if (p >= PIXELS) break;
-      from[k] = (segment + image * (CK - 1) * (ROWS_D * ROWS_H)) * STAGING_UNITS * 16 + (column + COLUMN_PAD) * ELEMENT;
+      if (thread + k * PRODUCER_THREADS >= PIXELS) break;
+      int at_column = column + COLUMN_PAD, box = 0;
+      from[k] = box * (SLOT_BYTES / SLOT_BOXES) + (segment + image * (CK - 1) * (ROWS_D * ROWS_H)) * ROW_UNITS * 16
+          + (at_column - box * (ROW_UNITS * VEC)) * ELEMENT;
     }
   }
 };
@@ -2245,8 +2264,8 @@ template <bool ALIGNED>  // every channel of a row has the same misalignment
 __device__ __forceinline__ void turn(const Pixels& own, int channel, int left, u32 slot, u32 tile, int thread) {
 #pragma unroll
   for (int k = 0; k < OWN_PIXELS; k++) {
-    int p = thread + k * PRODUCER_THREADS;
-    if (p >= PIXELS) break;
+    int p = pixel_row(thread + k * PRODUCER_THREADS);
+    if (thread + k * PRODUCER_THREADS >= PIXELS) break;
     bool ok = true;
     u32 phase = own.from[k] >> 24, from = slot + (own.from[k] & 0xffffff) + (ALIGNED ? phase * ELEMENT : 0);
 #pragma unroll 2  // more of them spill
@@ -2311,8 +2330,9 @@ __device__ __forceinline__ void load_boxes(const TensorMap* map, const Sizes& s,
     int c = at.channel, w = at.w - COLUMN_PAD, h = at.h + FIRST_H, d = at.d + FIRST_D;
 #pragma unroll
     for (int r = 0; r < SLOT_BOXES; r++) {
+      if (r) w += ROW_UNITS * VEC;
       asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5, %6}], [%7];\n"
-                   ::"r"(to + cursor.stage * stage_bytes + r * (PLANE_PITCH * ROW_BYTES)), "l"(map), "r"(w), "r"(h),
+                   ::"r"(to + cursor.stage * stage_bytes + r * (SLOT_BYTES / SLOT_BOXES)), "l"(map), "r"(w), "r"(h),
                        "r"(d), "r"(c), "r"(at.n), "r"(barrier) : "memory");
     }
   }
@@ -2980,11 +3000,12 @@ constexpr int PIXELS = SEGMENTS * PITCH;
 #define COLUMN(within) ((within) % PLANE * IN_STEP_W + (within) / PLANE)
 constexpr int PART_BYTES = (PIXELS * ROW_BYTES + 1023) / 1024 * 1024;
 constexpr int STAGE_BYTES = PARTS * PART_BYTES;
-// 16-byte units of a segment: a box begins COLUMN_PAD columns early, at whole units; threads take the units that hold the row,
-// whatever its alignment.
+// 16-byte units of a segment: boxes of BOX_UNITS begin COLUMN_PAD columns early, at whole units; threads take the units that hold
+// the row, whatever its alignment.
 constexpr int STAGING_UNITS = (COLUMNS + (2 * VEC - 2)) / VEC;
-constexpr int CHANNEL_BYTES = ROWS_D * ROWS_H * STAGING_UNITS * 16;  // a slot is [image][channel][row][column]
-constexpr int SLOT_BOXES = 1;
+constexpr int ROW_UNITS = STAGING_UNITS;
+constexpr int CHANNEL_BYTES = ROWS_D * ROWS_H * ROW_UNITS * 16;  // a slot is [box][image][channel][row][column]
+constexpr int SLOT_BOXES = (STAGING_UNITS + ROW_UNITS - 1) / ROW_UNITS;  // several where rows are longer than a box
 constexpr int SLOT_BYTES = SLOT_BOXES * TILE_N * CK * CHANNEL_BYTES;
 constexpr int FRAGMENT = 2048;  // bytes: 64 rows of 32 bytes of K
 constexpr int CHUNKS = (CIN_G + CK - 1) / CK;
@@ -3173,6 +3194,9 @@ __device__ __forceinline__ void stage(const char* __restrict__ x, const Sizes& s
 }
 
 constexpr int OWN_PIXELS = (PIXELS + PRODUCER_THREADS - 1) / PRODUCER_THREADS;
+__device__ __forceinline__ int pixel_row(int i) {
+  return i;
+}
 
 // A thread's pixels of a tile: where they lie in a slot and, for copies by threads, whether they are in the image and how their
 // row is aligned. Found once a tile, not a chunk.
@@ -3185,10 +3209,12 @@ struct Pixels {
     ok = 0;
 #pragma unroll
     for (int k = 0; k < OWN_PIXELS; k++) {
-      int p = thread + k * PRODUCER_THREADS, segment = p / PITCH, within = p % PITCH;
+      int p = pixel_row(thread + k * PRODUCER_THREADS), segment = p / PITCH, within = p % PITCH;
       int column = COLUMN(within), image = segment / (ROWS_D * ROWS_H);
-      if (p >= PIXELS) break;
-      from[k] = (segment + image * (CK - 1) * (ROWS_D * ROWS_H)) * STAGING_UNITS * 16 + (column + COLUMN_PAD) * ELEMENT;
+      if (thread + k * PRODUCER_THREADS >= PIXELS) break;
+      int at_column = column + COLUMN_PAD, box = 0;
+      from[k] = box * (SLOT_BYTES / SLOT_BOXES) + (segment + image * (CK - 1) * (ROWS_D * ROWS_H)) * ROW_UNITS * 16
+          + (at_column - box * (ROW_UNITS * VEC)) * ELEMENT;
       int n, d, h;
       bool in = row_of(at, s, segments[segment], n, d, h) && column < COLUMNS && (u32)(at.w + column) < (u32)s.in_w;
       u32 first = ((u32)n * CIN + at.channel) * plane + ((u32)d * s.in_h + h) * s.in_w + at.w + (u32)((u64)x / ELEMENT);
@@ -3203,8 +3229,8 @@ template <bool ALIGNED>  // every channel of a row has the same misalignment
 __device__ __forceinline__ void turn(const Pixels& own, int channel, int left, u32 slot, u32 tile, int thread) {
 #pragma unroll
   for (int k = 0; k < OWN_PIXELS; k++) {
-    int p = thread + k * PRODUCER_THREADS;
-    if (p >= PIXELS) break;
+    int p = pixel_row(thread + k * PRODUCER_THREADS);
+    if (thread + k * PRODUCER_THREADS >= PIXELS) break;
     bool ok = own.ok >> k & 1;
     u32 phase = own.from[k] >> 24, from = slot + (own.from[k] & 0xffffff) + (ALIGNED ? phase * ELEMENT : 0);
 #pragma unroll 2  // more of them spill
