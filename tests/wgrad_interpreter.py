@@ -714,15 +714,13 @@ class Interpreter:
         m = self.m
         innermost, outer = (m["CIN_G"], self.cout) if self.wgmma else (m["COUT_G"], self.cin)
         sums = partial.reshape(slices, self.taps, outer, innermost)
-        many = slices >= wgrad.MANY_SLICES
-        each = -(-slices // RUNS) if many else slices
+        columns, rows, per_block = wgrad.reduce_shape(self.tiling)
+        assert (columns - 1) * 32 < innermost <= columns * 32 and rows == outer * self.taps
+        each = slices if per_block > 1 else -(-slices // RUNS)
         total = np.zeros(sums.shape[1:])
         for begin in range(0, slices, each):
             total += sums[begin : begin + each].sum(0)
-        columns, rows = wgrad.reduce_shape(self.tiling)
-        assert (columns - 1) * 32 < innermost <= columns * 32 and rows == outer * self.taps
-        per_block = wgrad.REDUCE_ROWS[many]
-        blocks = np.arange(wgrad.reduce_blocks(self.tiling, slices))
+        blocks = np.arange(wgrad.reduce_blocks(self.tiling))
         c = (blocks % columns * 32)[:, None, None] + np.arange(32)
         row = (blocks // columns * per_block)[:, None, None] + np.arange(per_block)[:, None]
         c, row = np.broadcast_arrays(c, row)

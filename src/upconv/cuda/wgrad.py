@@ -27,8 +27,7 @@ from upconv.problem import Problem
 
 _ACCUMULATORS = 144  # registers of a thread of the mma.sync kernel; beside them fragments and addresses
 _RUNS = 8  # warps of a block of the second step
-MANY_SLICES = 16  # from here on they divide the slices
-REDUCE_ROWS = 64, 8  # of a block of the second step: with few slices, with many
+_LARGE = 1 << 18  # weights from here on are turned by the second step, 64 rows a block
 _MAX_SLICE_BYTES = 96 << 20  # of partial sums
 
 # --- the model's constants -------------------------------------------------------------------------------------------
@@ -42,7 +41,7 @@ _STEP = 40.0  # clocks a step of mma.sync costs beside its instructions
 _WARPGROUP_STEP = 25.0  # clocks a step of wgmma costs: the fragment is waited for
 _DRAIN = 130.0  # clocks at the end of a stretch of wgmma
 _L2 = 24.0  # bytes a clock and multiprocessor, copied by threads
-_BOX = 320.0  # clocks of a box, however small
+_BOX = 320.0, 160.0  # clocks of a small box: NCHW, of 64 and more rows; channels_last
 _BOX_L2 = 33.0  # by boxes (NOTES: unet1, pix, vae and dcgan3 reach 32 to 36)
 _SYNC_NCHW = 1.25  # what the mma.sync kernel takes beyond its model: fragments off 16 bytes
 _SYNC_NCHW_16 = 2.2  # and where each is put together from two words
@@ -121,7 +120,7 @@ class Prepared:
         self._slices = choice.splits * t.k_slices
         self._maps: dict[tuple[int, bool], tuple[int, ...]] = {}
         self._numel = math.prod(p.weight_shape)
-        self._blocks = reduce_blocks(t, self._slices)
+        self._blocks = reduce_blocks(t)
 
     def run(self, x: Tensor, grad: Tensor, out: Tensor) -> None:
         """Writes the weight's gradient into ``out`` (contiguous or channels_last).
@@ -166,17 +165,17 @@ class Prepared:
         return found
 
 
-def reduce_shape(t: AnyTiling) -> tuple[int, int]:
-    """(columns of 32 innermost channels, rows) of a slice of partial sums, as the second step divides it."""
+def reduce_shape(t: AnyTiling) -> tuple[int, int, int]:
+    """How the second step divides a slice of partial sums: columns of 32 innermost channels, rows, rows of a block."""
     p = t.problem
-    innermost = t.channels[0 if isinstance(t, WarpgroupTiling) else 1]
-    return -(-innermost // 32), math.prod(p.weight_shape) // innermost
+    innermost, numel = t.channels[0 if isinstance(t, WarpgroupTiling) else 1], math.prod(p.weight_shape)
+    return -(-innermost // 32), numel // innermost, 64 if numel >= _LARGE else 1
 
 
-def reduce_blocks(t: AnyTiling, slices: int) -> int:
+def reduce_blocks(t: AnyTiling) -> int:
     """Blocks of the second step."""
-    columns, rows = reduce_shape(t)
-    return columns * -(-rows // REDUCE_ROWS[slices >= MANY_SLICES])
+    columns, rows, of_block = reduce_shape(t)
+    return columns * -(-rows // of_block)
 
 
 def tensor_map(t: WarpgroupTiling, p: Problem, address: int, g: bool) -> tuple[int, ...]:
@@ -406,7 +405,7 @@ def _warpgroup_clocks(t: WarpgroupTiling) -> tuple[float, str]:
     if t.turned:
         shared += t.x_bytes / 64
     l2 = (t.g_units * 16 + t.x_bytes) / (_BOX_L2 if t.box_g else _L2)
-    copies = t.boxes * _BOX if t.box_g else t.g_units * _COPY * _ragged(t, t.channels[1])
+    copies = t.boxes * _BOX[t.channels_last] if t.box_g else t.g_units * _COPY * _ragged(t, t.channels[1])
     parts = {"tensor cores": matrix, "shared memory": shared, "L2": l2, "copies": copies}
     bound = max(parts, key=lambda name: parts[name])
     total = max(parts.values()) + 0.1 * (sum(parts.values()) - max(parts.values()))

@@ -339,9 +339,7 @@ def _run_grad_weight(v: Variant) -> str:
     lines.append(_launch(f"{v.name}::{v.entry}", _block(v), "x", "blocks", "pointers", "sizes", *last))
     blocks = "(out.numel() + 255) / 256"
     if isinstance(c, wgrad.Choice):
-        columns, rows = wgrad.reduce_shape(c.tiling)
-        few, many = (-(-rows // each) for each in wgrad.REDUCE_ROWS)
-        blocks = f"{columns} * (partial.size(0) < {wgrad.MANY_SLICES} ? {few} : {many})"
+        blocks = str(wgrad.reduce_blocks(c.tiling))
     lines.append("// Adds the slices of sums, always in the same order; out may have any dense memory format.\n")
     lines.append("const auto sums = std::make_tuple(partial.data_ptr(), out.data_ptr(), partial.size(0));\n")
     lines.append("const auto strides = std::make_tuple(out.stride(0), out.stride(1), out.stride(-1));\n")

@@ -159,13 +159,13 @@ __device__ __forceinline__ void clear_borders(const char* tensor, int depth, int
 
 // =====================================================================================================================
 // The second step: slices are added in the order of their index. A block takes 32 of the innermost channels of some rows of a
-// slice, and turns them through shared memory, so that slices are read and the weight is written in whole sectors (NOTES: stores
-// of single elements, a block for 32 of them: 40 of dcgan1's 200 us).
+// slice. Of large weights these are 64 rows, turned through shared memory, so that slices are read and the weight is written in
+// whole sectors (NOTES: stores of single elements: 40 of dcgan1's 200 us); of small ones it is one row, and the block's warps divide
+// the slices (NOTES: dcganO 29 us, with 8 rows 36).
 // =====================================================================================================================
 
 #define RUNS 8                             // warps of a block
-#define ROWS_EACH 8                        // rows of a warp
-#define MANY_SLICES 16                     // from here on the warps of a block divide the slices, not the rows
+#define ROWS ((long long)TAPS * CIN * COUT_G >= 1 << 18 ? 8 * RUNS : 1)
 
 #if CI_INNERMOST                           // slices: [tap][COUT][CIN_G], else [tap][CIN][COUT_G]
 #define INNERMOST CIN_G
@@ -194,42 +194,40 @@ __device__ __forceinline__ SliceRow slice_row(int row, long long stride_ci, long
 
 extern "C" __global__ void __launch_bounds__(32 * RUNS)
 reduce(const float* __restrict__ partial, bits* __restrict__ out, int slices, long long stride_ci, long long stride_co, long long stride_tap) {
-  __shared__ float sums[RUNS * ROWS_EACH][33];
+  __shared__ float sums[ROWS < RUNS ? RUNS : ROWS][33];
   const long long total = (long long)TAPS * CIN * COUT_G;
-  constexpr int COLUMNS_OF_BLOCKS = (INNERMOST + 31) / 32;
-  bool many = slices >= MANY_SLICES;
-  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, rows = many ? ROWS_EACH : RUNS * ROWS_EACH;
-  int c = blockIdx.x % COLUMNS_OF_BLOCKS * 32 + lane, first = blockIdx.x / COLUMNS_OF_BLOCKS * rows;
-  int each = many ? (slices + RUNS - 1) / RUNS : slices, begin = many ? warp * each : 0, end = begin + each < slices ? begin + each : slices;
-  long long from[ROWS_EACH];
-  float sum[ROWS_EACH];
+  constexpr int COLUMNS_OF_BLOCKS = (INNERMOST + 31) / 32, EACH = ROWS < RUNS ? 1 : ROWS / RUNS;
+  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  int c = blockIdx.x % COLUMNS_OF_BLOCKS * 32 + lane, first = blockIdx.x / COLUMNS_OF_BLOCKS * ROWS;
+  int share = ROWS == 1 ? (slices + RUNS - 1) / RUNS : slices, begin = ROWS == 1 ? warp * share : 0, end = begin + share < slices ? begin + share : slices;
+  long long from[EACH];
+  float sum[EACH];
 #pragma unroll
-  for (int k = 0; k < ROWS_EACH; k++) {
-    int row = first + (many ? k : warp + k * RUNS);
+  for (int k = 0; k < EACH; k++) {
+    int row = ROWS == 1 ? first : first + warp + k * RUNS;
     from[k] = row < SLICE_ROWS && c < INNERMOST ? slice_row(row, stride_ci, stride_co, stride_tap).from + c : -1;
     sum[k] = 0.f;
   }
-#pragma unroll 2
+#pragma unroll ROWS == 1 ? 8 : 2
   for (int i = begin; i < end; i++)
 #pragma unroll
-    for (int k = 0; k < ROWS_EACH; k++)
+    for (int k = 0; k < EACH; k++)
       if (from[k] >= 0) sum[k] += partial[i * total + from[k]];
 #pragma unroll
-  for (int k = 0; k < ROWS_EACH; k++) sums[many ? warp * ROWS_EACH + k : warp + k * RUNS][lane] = sum[k];
+  for (int k = 0; k < EACH; k++) sums[warp + k * RUNS][lane] = sum[k];
   __syncthreads();
-  if (many) {                              // a warp a row: the runs in their order
-    float all = 0.f;
+  if (ROWS == 1) {
+    if (warp) return;
 #pragma unroll
-    for (int run = 0; run < RUNS; run++) all += sums[run * ROWS_EACH + warp][lane];
-    __syncthreads();
-    sums[warp][lane] = all;
-    __syncthreads();
+    for (int run = 1; run < RUNS; run++) sum[0] += sums[run][lane];
+    sums[0][lane] = sum[0];
+    __syncwarp();
   }
   long long stride_c = CI_INNERMOST ? stride_ci : stride_co;
   c -= lane;
 #pragma unroll 1
-  for (int i = threadIdx.x; i < rows * 32; i += 32 * RUNS) {  // neighbouring threads write neighbours
-    int row = stride_c == 1 ? i / 32 : i % rows, column = stride_c == 1 ? i % 32 : i / rows;
+  for (int i = threadIdx.x; i < ROWS * 32; i += 32 * RUNS) {  // neighbouring threads write neighbours
+    int row = stride_c == 1 ? i / 32 : i % ROWS, column = stride_c == 1 ? i % 32 : i / ROWS;
     if (first + row >= SLICE_ROWS || c + column >= INNERMOST) continue;
     float v = sums[row][column];
 #if PRECISION == 0 || PRECISION == 1
