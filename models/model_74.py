@@ -3876,13 +3876,13 @@ typedef u32 bits;
 
 // =====================================================================================================================
 // The second step: slices are added in the order of their index. A block takes 32 of the innermost channels of some rows of a
-// slice, and turns them through shared memory, so that slices are read and the weight is written in whole sectors (measured: stores
-// of single elements, a block for 32 of them: 40 of dcgan1's 200 us).
+// slice. Of large weights these are 64 rows, turned through shared memory, so that slices are read and the weight is written in
+// whole sectors (measured: stores of single elements: 40 of dcgan1's 200 us); of small ones it is one row, and the
+// block's warps divide
+// the slices (measured: dcganO 29 us, with 8 rows 36).
 // =====================================================================================================================
 
 constexpr int RUNS = 8;  // warps of a block
-constexpr int ROWS_EACH = 8;  // rows of a warp
-constexpr int MANY_SLICES = 16;  // from here on the warps of a block divide the slices, not the rows
 
 // slices: [tap][COUT][CIN_G], else [tap][CIN][COUT_G]
 constexpr int INNERMOST = CIN_G;
@@ -3904,43 +3904,48 @@ __device__ __forceinline__ SliceRow slice_row(int row, long long stride_ci, long
 __global__ void __launch_bounds__(32 * RUNS)
 reduce(const float* __restrict__ partial, bits* __restrict__ out, int slices, long long stride_ci, long long stride_co,
     long long stride_tap) {
-  __shared__ float sums[RUNS * ROWS_EACH][33];
+  __shared__ float sums[((long long)TAPS * CIN * COUT_G >= 1 << 18 ? 8 * RUNS : 1) < RUNS ? RUNS
+      : ((long long)TAPS * CIN * COUT_G >= 1 << 18 ? 8 * RUNS : 1)][33];
   const long long total = (long long)TAPS * CIN * COUT_G;
-  constexpr int COLUMNS_OF_BLOCKS = (INNERMOST + 31) / 32;
-  bool many = slices >= MANY_SLICES;
-  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, rows = many ? ROWS_EACH : RUNS * ROWS_EACH;
-  int c = blockIdx.x % COLUMNS_OF_BLOCKS * 32 + lane, first = blockIdx.x / COLUMNS_OF_BLOCKS * rows;
-  int each = many ? (slices + RUNS - 1) / RUNS : slices, begin = many ? warp * each : 0,
-      end = begin + each < slices ? begin + each : slices;
-  long long from[ROWS_EACH];
-  float sum[ROWS_EACH];
+  constexpr int COLUMNS_OF_BLOCKS = (INNERMOST + 31) / 32,
+      EACH = ((long long)TAPS * CIN * COUT_G >= 1 << 18 ? 8 * RUNS : 1) < RUNS ? 1
+          : ((long long)TAPS * CIN * COUT_G >= 1 << 18 ? 8 * RUNS : 1) / RUNS;
+  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  int c = blockIdx.x % COLUMNS_OF_BLOCKS * 32 + lane,
+      first = blockIdx.x / COLUMNS_OF_BLOCKS * ((long long)TAPS * CIN * COUT_G >= 1 << 18 ? 8 * RUNS : 1);
+  int share = ((long long)TAPS * CIN * COUT_G >= 1 << 18 ? 8 * RUNS : 1) == 1 ? (slices + RUNS - 1) / RUNS : slices,
+      begin = ((long long)TAPS * CIN * COUT_G >= 1 << 18 ? 8 * RUNS : 1) == 1 ? warp * share : 0,
+          end = begin + share < slices ? begin + share : slices;
+  long long from[EACH];
+  float sum[EACH];
 #pragma unroll
-  for (int k = 0; k < ROWS_EACH; k++) {
-    int row = first + (many ? k : warp + k * RUNS);
+  for (int k = 0; k < EACH; k++) {
+    int row = ((long long)TAPS * CIN * COUT_G >= 1 << 18 ? 8 * RUNS : 1) == 1 ? first : first + warp + k * RUNS;
     from[k] = row < SLICE_ROWS && c < INNERMOST ? slice_row(row, stride_ci, stride_co, stride_tap).from + c : -1;
     sum[k] = 0.f;
   }
-#pragma unroll 2
+#pragma unroll ROWS == 1 ? 8 : 2
   for (int i = begin; i < end; i++)
 #pragma unroll
-    for (int k = 0; k < ROWS_EACH; k++)
+    for (int k = 0; k < EACH; k++)
       if (from[k] >= 0) sum[k] += partial[i * total + from[k]];
 #pragma unroll
-  for (int k = 0; k < ROWS_EACH; k++) sums[many ? warp * ROWS_EACH + k : warp + k * RUNS][lane] = sum[k];
+  for (int k = 0; k < EACH; k++) sums[warp + k * RUNS][lane] = sum[k];
   __syncthreads();
-  if (many) {                              // a warp a row: the runs in their order
-    float all = 0.f;
+  if (((long long)TAPS * CIN * COUT_G >= 1 << 18 ? 8 * RUNS : 1) == 1) {
+    if (warp) return;
 #pragma unroll
-    for (int run = 0; run < RUNS; run++) all += sums[run * ROWS_EACH + warp][lane];
-    __syncthreads();
-    sums[warp][lane] = all;
-    __syncthreads();
+    for (int run = 1; run < RUNS; run++) sum[0] += sums[run][lane];
+    sums[0][lane] = sum[0];
+    __syncwarp();
   }
   long long stride_c = stride_ci;
   c -= lane;
 #pragma unroll 1
-  for (int i = threadIdx.x; i < rows * 32; i += 32 * RUNS) {  // neighbouring threads write neighbours
-    int row = stride_c == 1 ? i / 32 : i % rows, column = stride_c == 1 ? i % 32 : i / rows;
+  // neighbouring threads write neighbours
+  for (int i = threadIdx.x; i < ((long long)TAPS * CIN * COUT_G >= 1 << 18 ? 8 * RUNS : 1) * 32; i += 32 * RUNS) {
+    int row = stride_c == 1 ? i / 32 : i % ((long long)TAPS * CIN * COUT_G >= 1 << 18 ? 8 * RUNS : 1),
+        column = stride_c == 1 ? i % 32 : i / ((long long)TAPS * CIN * COUT_G >= 1 << 18 ? 8 * RUNS : 1);
     if (first + row >= SLICE_ROWS || c + column >= INNERMOST) continue;
     float v = sums[row][column];
     u32 stored = __float_as_uint(v);
@@ -4332,7 +4337,8 @@ __device__ __forceinline__ Rows g_row(int r) {
 
 typedef u32 bits;
 
-template <int ROWS, int BLOCK, int COLUMNS_OR_UNITS, int PITCH, int CHANNELS, int CHANNELS_G, bool IS_X>
+template <int ((long long)TAPS * CIN * COUT_G >= 1 << 18 ? 8 * RUNS : 1), int BLOCK, int COLUMNS_OR_UNITS, int PITCH,
+    int CHANNELS, int CHANNELS_G, bool IS_X>
 __device__ __forceinline__ void copy_tile(const char* __restrict__ tensor, int batch, int depth, int height, int width,
     int n0, int d0, int h0, int w0, int channel, int left, unsigned char* to, int thread) {
   u32 to_address = shared_address(to);
@@ -4348,7 +4354,7 @@ __device__ __forceinline__ void copy_tile(const char* __restrict__ tensor, int b
     int unit = i % UNITS, c = i / UNITS;
     u32 offset = (c * PITCH + unit * VEC) * ELEMENT;
 #pragma unroll 1
-    for (int r = 0; r < ROWS / ROWS_H; r++) {
+    for (int r = 0; r < ((long long)TAPS * CIN * COUT_G >= 1 << 18 ? 8 * RUNS : 1) / ROWS_H; r++) {
       Rows at = IS_X ? x_row(r * ROWS_H) : g_row(r * ROWS_H);
       int n = n0 + at.n, d = d0 + at.d;
       bool slice = n < batch && (u32)d < (u32)depth && c < left;
@@ -4371,12 +4377,13 @@ __device__ __forceinline__ void copy_tile(const char* __restrict__ tensor, int b
 __device__ __forceinline__ bool has_borders(int w0, int columns, int width) { return w0 < 0 || w0 + columns > width; }
 
 // Clears elements before column 0 and from column `width` on, in the units that hold such a border.
-template <int ROWS, int BLOCK, int UNITS, int PITCH, int CHANNELS, bool IS_X>
+template <int ((long long)TAPS * CIN * COUT_G >= 1 << 18 ? 8 * RUNS : 1), int BLOCK, int UNITS, int PITCH, int CHANNELS,
+    bool IS_X>
 __device__ __forceinline__ void clear_borders(const char* tensor, int depth, int height, int width, int n0, int d0,
     int h0, int w0, int channel, unsigned char* to, int thread) {
   u32 plane = (u32)depth * height * width;
 #pragma unroll 1
-  for (int i = thread; i < ROWS * BLOCK; i += COPIERS) {
+  for (int i = thread; i < ((long long)TAPS * CIN * COUT_G >= 1 << 18 ? 8 * RUNS : 1) * BLOCK; i += COPIERS) {
     int c = i % BLOCK, row = i / BLOCK;
     Rows at = IS_X ? x_row(row) : g_row(row);
     u32 first = (u32)((u64)tensor / ELEMENT) + ((u32)(n0 + at.n) * CHANNELS + channel + c) * plane
@@ -4393,13 +4400,13 @@ __device__ __forceinline__ void clear_borders(const char* tensor, int depth, int
 
 // =====================================================================================================================
 // The second step: slices are added in the order of their index. A block takes 32 of the innermost channels of some rows of a
-// slice, and turns them through shared memory, so that slices are read and the weight is written in whole sectors (measured: stores
-// of single elements, a block for 32 of them: 40 of dcgan1's 200 us).
+// slice. Of large weights these are 64 rows, turned through shared memory, so that slices are read and the weight is written in
+// whole sectors (measured: stores of single elements: 40 of dcgan1's 200 us); of small ones it is one row, and the
+// block's warps divide
+// the slices (measured: dcganO 29 us, with 8 rows 36).
 // =====================================================================================================================
 
 constexpr int RUNS = 8;  // warps of a block
-constexpr int ROWS_EACH = 8;  // rows of a warp
-constexpr int MANY_SLICES = 16;  // from here on the warps of a block divide the slices, not the rows
 
 constexpr int INNERMOST = COUT_G;
 constexpr int SLICE_ROWS = CIN * TAPS;
@@ -4417,43 +4424,48 @@ __device__ __forceinline__ SliceRow slice_row(int row, long long stride_ci, long
 __global__ void __launch_bounds__(32 * RUNS)
 reduce(const float* __restrict__ partial, bits* __restrict__ out, int slices, long long stride_ci, long long stride_co,
     long long stride_tap) {
-  __shared__ float sums[RUNS * ROWS_EACH][33];
+  __shared__ float sums[((long long)TAPS * CIN * COUT_G >= 1 << 18 ? 8 * RUNS : 1) < RUNS ? RUNS
+      : ((long long)TAPS * CIN * COUT_G >= 1 << 18 ? 8 * RUNS : 1)][33];
   const long long total = (long long)TAPS * CIN * COUT_G;
-  constexpr int COLUMNS_OF_BLOCKS = (INNERMOST + 31) / 32;
-  bool many = slices >= MANY_SLICES;
-  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, rows = many ? ROWS_EACH : RUNS * ROWS_EACH;
-  int c = blockIdx.x % COLUMNS_OF_BLOCKS * 32 + lane, first = blockIdx.x / COLUMNS_OF_BLOCKS * rows;
-  int each = many ? (slices + RUNS - 1) / RUNS : slices, begin = many ? warp * each : 0,
-      end = begin + each < slices ? begin + each : slices;
-  long long from[ROWS_EACH];
-  float sum[ROWS_EACH];
+  constexpr int COLUMNS_OF_BLOCKS = (INNERMOST + 31) / 32,
+      EACH = ((long long)TAPS * CIN * COUT_G >= 1 << 18 ? 8 * RUNS : 1) < RUNS ? 1
+          : ((long long)TAPS * CIN * COUT_G >= 1 << 18 ? 8 * RUNS : 1) / RUNS;
+  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  int c = blockIdx.x % COLUMNS_OF_BLOCKS * 32 + lane,
+      first = blockIdx.x / COLUMNS_OF_BLOCKS * ((long long)TAPS * CIN * COUT_G >= 1 << 18 ? 8 * RUNS : 1);
+  int share = ((long long)TAPS * CIN * COUT_G >= 1 << 18 ? 8 * RUNS : 1) == 1 ? (slices + RUNS - 1) / RUNS : slices,
+      begin = ((long long)TAPS * CIN * COUT_G >= 1 << 18 ? 8 * RUNS : 1) == 1 ? warp * share : 0,
+          end = begin + share < slices ? begin + share : slices;
+  long long from[EACH];
+  float sum[EACH];
 #pragma unroll
-  for (int k = 0; k < ROWS_EACH; k++) {
-    int row = first + (many ? k : warp + k * RUNS);
+  for (int k = 0; k < EACH; k++) {
+    int row = ((long long)TAPS * CIN * COUT_G >= 1 << 18 ? 8 * RUNS : 1) == 1 ? first : first + warp + k * RUNS;
     from[k] = row < SLICE_ROWS && c < INNERMOST ? slice_row(row, stride_ci, stride_co, stride_tap).from + c : -1;
     sum[k] = 0.f;
   }
-#pragma unroll 2
+#pragma unroll ROWS == 1 ? 8 : 2
   for (int i = begin; i < end; i++)
 #pragma unroll
-    for (int k = 0; k < ROWS_EACH; k++)
+    for (int k = 0; k < EACH; k++)
       if (from[k] >= 0) sum[k] += partial[i * total + from[k]];
 #pragma unroll
-  for (int k = 0; k < ROWS_EACH; k++) sums[many ? warp * ROWS_EACH + k : warp + k * RUNS][lane] = sum[k];
+  for (int k = 0; k < EACH; k++) sums[warp + k * RUNS][lane] = sum[k];
   __syncthreads();
-  if (many) {                              // a warp a row: the runs in their order
-    float all = 0.f;
+  if (((long long)TAPS * CIN * COUT_G >= 1 << 18 ? 8 * RUNS : 1) == 1) {
+    if (warp) return;
 #pragma unroll
-    for (int run = 0; run < RUNS; run++) all += sums[run * ROWS_EACH + warp][lane];
-    __syncthreads();
-    sums[warp][lane] = all;
-    __syncthreads();
+    for (int run = 1; run < RUNS; run++) sum[0] += sums[run][lane];
+    sums[0][lane] = sum[0];
+    __syncwarp();
   }
   long long stride_c = stride_co;
   c -= lane;
 #pragma unroll 1
-  for (int i = threadIdx.x; i < rows * 32; i += 32 * RUNS) {  // neighbouring threads write neighbours
-    int row = stride_c == 1 ? i / 32 : i % rows, column = stride_c == 1 ? i % 32 : i / rows;
+  // neighbouring threads write neighbours
+  for (int i = threadIdx.x; i < ((long long)TAPS * CIN * COUT_G >= 1 << 18 ? 8 * RUNS : 1) * 32; i += 32 * RUNS) {
+    int row = stride_c == 1 ? i / 32 : i % ((long long)TAPS * CIN * COUT_G >= 1 << 18 ? 8 * RUNS : 1),
+        column = stride_c == 1 ? i % 32 : i / ((long long)TAPS * CIN * COUT_G >= 1 << 18 ? 8 * RUNS : 1);
     if (first + row >= SLICE_ROWS || c + column >= INNERMOST) continue;
     float v = sums[row][column];
     u32 stored = __float_as_uint(v);
@@ -4815,7 +4827,7 @@ void run_grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tens
   // Adds the slices of sums, always in the same order; out may have any dense memory format.
   const auto sums = std::make_tuple(partial.data_ptr(), out.data_ptr(), partial.size(0));
   const auto strides = std::make_tuple(out.stride(0), out.stride(1), out.stride(-1));
-  launch<grad_weight::reduce, 256, 0>(x, 1 * (partial.size(0) < 16 ? 5 : 40), sums, strides);
+  launch<grad_weight::reduce, 256, 0>(x, 320, sums, strides);
 }
 
 void run_grad_weight_unaligned(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& partial,
@@ -4825,7 +4837,7 @@ void run_grad_weight_unaligned(const at::Tensor& x, const at::Tensor& grad, cons
   // Adds the slices of sums, always in the same order; out may have any dense memory format.
   const auto sums = std::make_tuple(partial.data_ptr(), out.data_ptr(), partial.size(0));
   const auto strides = std::make_tuple(out.stride(0), out.stride(1), out.stride(-1));
-  launch<grad_weight_unaligned::reduce, 256, 0>(x, 2 * (partial.size(0) < 16 ? 3 : 20), sums, strides);
+  launch<grad_weight_unaligned::reduce, 256, 0>(x, 320, sums, strides);
 }
 """
 
