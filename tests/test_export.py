@@ -419,7 +419,7 @@ def encoded(monkeypatch: pytest.MonkeyPatch, tensor_map: Callable[..., Any], *ar
 
 MAP = re.compile(
     r"const CUtensorMap (\w+) = tensor_map\((\w+), CU_TENSOR_MAP_DATA_TYPE_(\w+), \{([^}]*)\},\s*"
-    r"\{([^}]*)\}, \{([^}]*)\}, (CU_TENSOR_MAP_SWIZZLE_\w+)\);"
+    r"\{([^}]*)\}, \{([^}]*)\}, (CU_TENSOR_MAP_SWIZZLE_\w+)(, true)?\);"
 )
 
 
@@ -449,6 +449,9 @@ def test_tensor_maps_are_the_librarys(name: str, kind: str, monkeypatch: pytest.
                 wanted = encoded(monkeypatch, real_gather_map, c.tiling, p.with_(pass_=v.pass_), 0)
             dims = [eval(text, {"sizes": sizes}) for text in match[4].split(", ")]
             pitches = [math.prod(dims[: i + 1]) * p.dtype.itemsize for i in range(4)]
+            if match[8]:  # channels second
+                dims.insert(1, dims.pop(3))
+                pitches.insert(0, pitches.pop(2))
             box, steps = ([int(n) for n in match[i].split(", ")] for i in (5, 6))
             assert (f"CU_TENSOR_MAP_DATA_TYPE_{match[3]}", dims, pitches, box, steps, match[7]) == wanted
 
