@@ -602,20 +602,20 @@ __device__ __forceinline__ constexpr int pixel_row_of(int subtile) {
   Place p = place_of(subtile);
   return ((p.n * ROWS_D + p.d * ROW_STEP_D) * ROWS_H + p.h * ROW_STEP_H) * PITCH + p.w;
 }
+constexpr int SUBTILES_OF_WGMMA = 2;  // that a matrix instruction takes
 constexpr int GROUP_ROWS = 8;  // pixel rows from one group of eight columns to the next
 
 // acc[64 x 64 NB] += fragment x pixels; `shift` is the tap's, in pixel rows.
 __device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4], u32 tile,
     const int (&subtile_row)[NB], int shift, int k_step, int lane) {
   const u64 upper = ((u64)(GROUP_ROWS * ROW_BYTES >> 4) << 32) | ((u64)(3) << 62) | (1ull << 16);
-// groups of columns lie evenly over two neighbouring subtiles (measured: kb78 0.80 -> 0.72 ms, pix 0.28 -> 0.265)
-constexpr int SUBTILES_OF_WGMMA = 2;
-#define WGMMA_PIXELS(types, tail) asm volatile(WGMMA_128("m64n128" types, tail) : ACCUMULATORS_64(acc[nb]), ACCUMULATORS_64(acc[nb + 1]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
 #pragma unroll
   for (int nb = 0; nb < NB; nb += SUBTILES_OF_WGMMA) {
     u32 start = tile + (subtile_row[nb] + shift) * ROW_BYTES + k_step * 32;
     u64 b = upper | ((start & 0x3ffff) >> 4);
-    WGMMA_PIXELS("k8.f32.tf32.tf32", "1, 1, 1");
+// groups of columns lie evenly over two neighbouring subtiles (measured: kb78 0.79 -> 0.71 ms, unet1 channels_last 0.244 -> 0.227)
+    asm volatile(WGMMA_128("m64n128k8.f32.tf32.tf32", "1, 1, 1") : ACCUMULATORS_64(acc[nb]),
+        ACCUMULATORS_64(acc[nb + 1]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
   }
 }
 
@@ -1561,19 +1561,19 @@ __device__ __forceinline__ constexpr int pixel_row_of(int subtile) {
   Place p = place_of(subtile);
   return ((p.n * ROWS_D + p.d * ROW_STEP_D) * ROWS_H + p.h * ROW_STEP_H) * PITCH + p.w;
 }
+constexpr int SUBTILES_OF_WGMMA = 1;  // that a matrix instruction takes
 constexpr int GROUP_ROWS = 8;  // pixel rows from one group of eight columns to the next
 
 // acc[64 x 64 NB] += fragment x pixels; `shift` is the tap's, in pixel rows.
 __device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4], u32 tile,
     const int (&subtile_row)[NB], int shift, int k_step, int lane) {
   const u64 upper = ((u64)(GROUP_ROWS * ROW_BYTES >> 4) << 32) | ((u64)(3) << 62) | (1ull << 16);
-constexpr int SUBTILES_OF_WGMMA = 1;
-#define WGMMA_PIXELS(types, tail) asm volatile(WGMMA_64("m64n64" types, tail) : ACCUMULATORS_64(acc[nb]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
 #pragma unroll
   for (int nb = 0; nb < NB; nb += SUBTILES_OF_WGMMA) {
     u32 start = tile + (subtile_row[nb] + shift) * ROW_BYTES + k_step * 32;
     u64 b = upper | ((start & 0x3ffff) >> 4);
-    WGMMA_PIXELS("k8.f32.tf32.tf32", "1, 1, 1");
+    asm volatile(WGMMA_64("m64n64k8.f32.tf32.tf32", "1, 1, 1") : ACCUMULATORS_64(acc[nb]) : "r"(a[0]), "r"(a[1]),
+        "r"(a[2]), "r"(a[3]), "l"(b));
   }
 }
 
@@ -2446,20 +2446,20 @@ __device__ __forceinline__ constexpr int pixel_row_of(int subtile) {
   Place p = place_of(subtile);
   return ((p.n * ROWS_D + p.d * ROW_STEP_D) * ROWS_H + p.h * ROW_STEP_H) * PITCH + p.w;
 }
+constexpr int SUBTILES_OF_WGMMA = 2;  // that a matrix instruction takes
 constexpr int GROUP_ROWS = 8;  // pixel rows from one group of eight columns to the next
 
 // acc[64 x 64 NB] += fragment x pixels; `shift` is the tap's, in pixel rows.
 __device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4], u32 tile,
     const int (&subtile_row)[NB], int shift, int k_step, int lane) {
   const u64 upper = ((u64)(GROUP_ROWS * ROW_BYTES >> 4) << 32) | ((u64)(3) << 62) | (1ull << 16);
-// groups of columns lie evenly over two neighbouring subtiles (measured: kb78 0.80 -> 0.72 ms, pix 0.28 -> 0.265)
-constexpr int SUBTILES_OF_WGMMA = 2;
-#define WGMMA_PIXELS(types, tail) asm volatile(WGMMA_128("m64n128" types, tail) : ACCUMULATORS_64(acc[nb]), ACCUMULATORS_64(acc[nb + 1]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
 #pragma unroll
   for (int nb = 0; nb < NB; nb += SUBTILES_OF_WGMMA) {
     u32 start = tile + (subtile_row[nb] + shift) * ROW_BYTES + k_step * 32;
     u64 b = upper | ((start & 0x3ffff) >> 4);
-    WGMMA_PIXELS("k8.f32.tf32.tf32", "1, 1, 1");
+// groups of columns lie evenly over two neighbouring subtiles (measured: kb78 0.79 -> 0.71 ms, unet1 channels_last 0.244 -> 0.227)
+    asm volatile(WGMMA_128("m64n128k8.f32.tf32.tf32", "1, 1, 1") : ACCUMULATORS_64(acc[nb]),
+        ACCUMULATORS_64(acc[nb + 1]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
   }
 }
 
@@ -3406,19 +3406,19 @@ __device__ __forceinline__ constexpr int pixel_row_of(int subtile) {
   Place p = place_of(subtile);
   return ((p.n * ROWS_D + p.d * ROW_STEP_D) * ROWS_H + p.h * ROW_STEP_H) * PITCH + p.w;
 }
+constexpr int SUBTILES_OF_WGMMA = 1;  // that a matrix instruction takes
 constexpr int GROUP_ROWS = 8;  // pixel rows from one group of eight columns to the next
 
 // acc[64 x 64 NB] += fragment x pixels; `shift` is the tap's, in pixel rows.
 __device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4], u32 tile,
     const int (&subtile_row)[NB], int shift, int k_step, int lane) {
   const u64 upper = ((u64)(GROUP_ROWS * ROW_BYTES >> 4) << 32) | ((u64)(3) << 62) | (1ull << 16);
-constexpr int SUBTILES_OF_WGMMA = 1;
-#define WGMMA_PIXELS(types, tail) asm volatile(WGMMA_64("m64n64" types, tail) : ACCUMULATORS_64(acc[nb]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
 #pragma unroll
   for (int nb = 0; nb < NB; nb += SUBTILES_OF_WGMMA) {
     u32 start = tile + (subtile_row[nb] + shift) * ROW_BYTES + k_step * 32;
     u64 b = upper | ((start & 0x3ffff) >> 4);
-    WGMMA_PIXELS("k8.f32.tf32.tf32", "1, 1, 1");
+    asm volatile(WGMMA_64("m64n64k8.f32.tf32.tf32", "1, 1, 1") : ACCUMULATORS_64(acc[nb]) : "r"(a[0]), "r"(a[1]),
+        "r"(a[2]), "r"(a[3]), "l"(b));
   }
 }
 
@@ -3778,6 +3778,7 @@ constexpr int CIN_G = 32;  // channels of a group in what is read
 constexpr int COUT_G = 32;  // channels of a group in what is written
 constexpr int BLOCK_CI = 32;  // input channels of a block
 constexpr int BLOCK_CO = 32;  // output channels of a block
+constexpr int REDUCE_ROWS = 1;
 constexpr int TILE_N = 1;  // images of a tile
 constexpr int KERNEL_D = 1, KERNEL_H = 3, KERNEL_W = 7;  // the layer's
 constexpr int STEP_D = 1, STEP_H = 1, STEP_W = 1;  // stride
@@ -3868,7 +3869,8 @@ typedef u32 bits;
 
 // =====================================================================================================================
 // The second step: slices are added in the order of their index. A block takes 32 of the innermost channels of some rows of a
-// slice. Of large weights these are 64 rows, turned through shared memory, so that slices are read and the weight is written in
+// slice. Of large weights these are 64 rows (REDUCE_ROWS), turned through shared memory, so that slices are read and
+// the weight is written in
 // whole sectors (measured: stores of single elements: 40 of dcgan1's 200 us); of small ones it is one row, and the
 // block's warps divide
 // the slices (measured: dcganO 29 us, with 8 rows 36).
@@ -3896,48 +3898,38 @@ __device__ __forceinline__ SliceRow slice_row(int row, long long stride_ci, long
 __global__ void __launch_bounds__(32 * RUNS)
 reduce(const float* __restrict__ partial, bits* __restrict__ out, int slices, long long stride_ci, long long stride_co,
     long long stride_tap) {
-  __shared__ float sums[((long long)TAPS * CIN * COUT_G >= 1 << 18 ? 8 * RUNS : 1) < RUNS ? RUNS
-      : ((long long)TAPS * CIN * COUT_G >= 1 << 18 ? 8 * RUNS : 1)][33];
+  __shared__ float sums[RUNS][33];
   const long long total = (long long)TAPS * CIN * COUT_G;
-  constexpr int COLUMNS_OF_BLOCKS = (INNERMOST + 31) / 32,
-      EACH = ((long long)TAPS * CIN * COUT_G >= 1 << 18 ? 8 * RUNS : 1) < RUNS ? 1
-          : ((long long)TAPS * CIN * COUT_G >= 1 << 18 ? 8 * RUNS : 1) / RUNS;
+  constexpr int COLUMNS_OF_BLOCKS = (INNERMOST + 31) / 32, ROWS_EACH = 1;
   int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  int c = blockIdx.x % COLUMNS_OF_BLOCKS * 32 + lane,
-      first = blockIdx.x / COLUMNS_OF_BLOCKS * ((long long)TAPS * CIN * COUT_G >= 1 << 18 ? 8 * RUNS : 1);
-  int share = ((long long)TAPS * CIN * COUT_G >= 1 << 18 ? 8 * RUNS : 1) == 1 ? (slices + RUNS - 1) / RUNS : slices,
-      begin = ((long long)TAPS * CIN * COUT_G >= 1 << 18 ? 8 * RUNS : 1) == 1 ? warp * share : 0,
-          end = begin + share < slices ? begin + share : slices;
-  long long from[EACH];
-  float sum[EACH];
+  int c = blockIdx.x % COLUMNS_OF_BLOCKS * 32 + lane, first = blockIdx.x / COLUMNS_OF_BLOCKS * REDUCE_ROWS;
+  int share = (slices + RUNS - 1) / RUNS, begin = warp * share, end = begin + share < slices ? begin + share : slices;
+  long long from[ROWS_EACH];
+  float sum[ROWS_EACH];
 #pragma unroll
-  for (int k = 0; k < EACH; k++) {
-    int row = ((long long)TAPS * CIN * COUT_G >= 1 << 18 ? 8 * RUNS : 1) == 1 ? first : first + warp + k * RUNS;
+  for (int k = 0; k < ROWS_EACH; k++) {
+    int row = first;
     from[k] = row < SLICE_ROWS && c < INNERMOST ? slice_row(row, stride_ci, stride_co, stride_tap).from + c : -1;
     sum[k] = 0.f;
   }
-#pragma unroll ROWS == 1 ? 8 : 2
+#pragma unroll 8
   for (int i = begin; i < end; i++)
 #pragma unroll
-    for (int k = 0; k < EACH; k++)
+    for (int k = 0; k < ROWS_EACH; k++)
       if (from[k] >= 0) sum[k] += partial[i * total + from[k]];
 #pragma unroll
-  for (int k = 0; k < EACH; k++) sums[warp + k * RUNS][lane] = sum[k];
+  for (int k = 0; k < ROWS_EACH; k++) sums[warp + k * RUNS][lane] = sum[k];
   __syncthreads();
-  if (((long long)TAPS * CIN * COUT_G >= 1 << 18 ? 8 * RUNS : 1) == 1) {
-    if (warp) return;
+  if (warp) return;
 #pragma unroll
-    for (int run = 1; run < RUNS; run++) sum[0] += sums[run][lane];
-    sums[0][lane] = sum[0];
-    __syncwarp();
-  }
+  for (int run = 1; run < RUNS; run++) sum[0] += sums[run][lane];
+  sums[0][lane] = sum[0];
+  __syncwarp();
   long long stride_c = stride_ci;
   c -= lane;
 #pragma unroll 1
-  // neighbouring threads write neighbours
-  for (int i = threadIdx.x; i < ((long long)TAPS * CIN * COUT_G >= 1 << 18 ? 8 * RUNS : 1) * 32; i += 32 * RUNS) {
-    int row = stride_c == 1 ? i / 32 : i % ((long long)TAPS * CIN * COUT_G >= 1 << 18 ? 8 * RUNS : 1),
-        column = stride_c == 1 ? i % 32 : i / ((long long)TAPS * CIN * COUT_G >= 1 << 18 ? 8 * RUNS : 1);
+  for (int i = threadIdx.x; i < REDUCE_ROWS * 32; i += 32 * RUNS) {  // neighbouring threads write neighbours
+    int row = stride_c == 1 ? i / 32 : i % REDUCE_ROWS, column = stride_c == 1 ? i % 32 : i / REDUCE_ROWS;
     if (first + row >= SLICE_ROWS || c + column >= INNERMOST) continue;
     float v = sums[row][column];
     u32 stored = __float_as_uint(v);
@@ -4223,6 +4215,7 @@ constexpr int CIN_G = 32;  // channels of a group in what is read
 constexpr int COUT_G = 32;  // channels of a group in what is written
 constexpr int BLOCK_CI = 32;  // input channels of a block
 constexpr int BLOCK_CO = 32;  // output channels of a block
+constexpr int REDUCE_ROWS = 1;
 constexpr int TILE_N = 1;  // images of a tile
 constexpr int KERNEL_D = 1, KERNEL_H = 3, KERNEL_W = 7;  // the layer's
 constexpr int STEP_D = 1, STEP_H = 1, STEP_W = 1;  // stride
@@ -4329,8 +4322,7 @@ __device__ __forceinline__ Rows g_row(int r) {
 
 typedef u32 bits;
 
-template <int ((long long)TAPS * CIN * COUT_G >= 1 << 18 ? 8 * RUNS : 1), int BLOCK, int COLUMNS_OR_UNITS, int PITCH,
-    int CHANNELS, int CHANNELS_G, bool IS_X>
+template <int ROWS, int BLOCK, int COLUMNS_OR_UNITS, int PITCH, int CHANNELS, int CHANNELS_G, bool IS_X>
 __device__ __forceinline__ void copy_tile(const char* __restrict__ tensor, int batch, int depth, int height, int width,
     int n0, int d0, int h0, int w0, int channel, int left, unsigned char* to, int thread) {
   u32 to_address = shared_address(to);
@@ -4346,7 +4338,7 @@ __device__ __forceinline__ void copy_tile(const char* __restrict__ tensor, int b
     int unit = i % UNITS, c = i / UNITS;
     u32 offset = (c * PITCH + unit * VEC) * ELEMENT;
 #pragma unroll 1
-    for (int r = 0; r < ((long long)TAPS * CIN * COUT_G >= 1 << 18 ? 8 * RUNS : 1) / ROWS_H; r++) {
+    for (int r = 0; r < ROWS / ROWS_H; r++) {
       Rows at = IS_X ? x_row(r * ROWS_H) : g_row(r * ROWS_H);
       int n = n0 + at.n, d = d0 + at.d;
       bool slice = n < batch && (u32)d < (u32)depth && c < left;
@@ -4369,13 +4361,12 @@ __device__ __forceinline__ void copy_tile(const char* __restrict__ tensor, int b
 __device__ __forceinline__ bool has_borders(int w0, int columns, int width) { return w0 < 0 || w0 + columns > width; }
 
 // Clears elements before column 0 and from column `width` on, in the units that hold such a border.
-template <int ((long long)TAPS * CIN * COUT_G >= 1 << 18 ? 8 * RUNS : 1), int BLOCK, int UNITS, int PITCH, int CHANNELS,
-    bool IS_X>
+template <int ROWS, int BLOCK, int UNITS, int PITCH, int CHANNELS, bool IS_X>
 __device__ __forceinline__ void clear_borders(const char* tensor, int depth, int height, int width, int n0, int d0,
     int h0, int w0, int channel, unsigned char* to, int thread) {
   u32 plane = (u32)depth * height * width;
 #pragma unroll 1
-  for (int i = thread; i < ((long long)TAPS * CIN * COUT_G >= 1 << 18 ? 8 * RUNS : 1) * BLOCK; i += COPIERS) {
+  for (int i = thread; i < ROWS * BLOCK; i += COPIERS) {
     int c = i % BLOCK, row = i / BLOCK;
     Rows at = IS_X ? x_row(row) : g_row(row);
     u32 first = (u32)((u64)tensor / ELEMENT) + ((u32)(n0 + at.n) * CHANNELS + channel + c) * plane
@@ -4392,7 +4383,8 @@ __device__ __forceinline__ void clear_borders(const char* tensor, int depth, int
 
 // =====================================================================================================================
 // The second step: slices are added in the order of their index. A block takes 32 of the innermost channels of some rows of a
-// slice. Of large weights these are 64 rows, turned through shared memory, so that slices are read and the weight is written in
+// slice. Of large weights these are 64 rows (REDUCE_ROWS), turned through shared memory, so that slices are read and
+// the weight is written in
 // whole sectors (measured: stores of single elements: 40 of dcgan1's 200 us); of small ones it is one row, and the
 // block's warps divide
 // the slices (measured: dcganO 29 us, with 8 rows 36).
@@ -4416,48 +4408,38 @@ __device__ __forceinline__ SliceRow slice_row(int row, long long stride_ci, long
 __global__ void __launch_bounds__(32 * RUNS)
 reduce(const float* __restrict__ partial, bits* __restrict__ out, int slices, long long stride_ci, long long stride_co,
     long long stride_tap) {
-  __shared__ float sums[((long long)TAPS * CIN * COUT_G >= 1 << 18 ? 8 * RUNS : 1) < RUNS ? RUNS
-      : ((long long)TAPS * CIN * COUT_G >= 1 << 18 ? 8 * RUNS : 1)][33];
+  __shared__ float sums[RUNS][33];
   const long long total = (long long)TAPS * CIN * COUT_G;
-  constexpr int COLUMNS_OF_BLOCKS = (INNERMOST + 31) / 32,
-      EACH = ((long long)TAPS * CIN * COUT_G >= 1 << 18 ? 8 * RUNS : 1) < RUNS ? 1
-          : ((long long)TAPS * CIN * COUT_G >= 1 << 18 ? 8 * RUNS : 1) / RUNS;
+  constexpr int COLUMNS_OF_BLOCKS = (INNERMOST + 31) / 32, ROWS_EACH = 1;
   int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  int c = blockIdx.x % COLUMNS_OF_BLOCKS * 32 + lane,
-      first = blockIdx.x / COLUMNS_OF_BLOCKS * ((long long)TAPS * CIN * COUT_G >= 1 << 18 ? 8 * RUNS : 1);
-  int share = ((long long)TAPS * CIN * COUT_G >= 1 << 18 ? 8 * RUNS : 1) == 1 ? (slices + RUNS - 1) / RUNS : slices,
-      begin = ((long long)TAPS * CIN * COUT_G >= 1 << 18 ? 8 * RUNS : 1) == 1 ? warp * share : 0,
-          end = begin + share < slices ? begin + share : slices;
-  long long from[EACH];
-  float sum[EACH];
+  int c = blockIdx.x % COLUMNS_OF_BLOCKS * 32 + lane, first = blockIdx.x / COLUMNS_OF_BLOCKS * REDUCE_ROWS;
+  int share = (slices + RUNS - 1) / RUNS, begin = warp * share, end = begin + share < slices ? begin + share : slices;
+  long long from[ROWS_EACH];
+  float sum[ROWS_EACH];
 #pragma unroll
-  for (int k = 0; k < EACH; k++) {
-    int row = ((long long)TAPS * CIN * COUT_G >= 1 << 18 ? 8 * RUNS : 1) == 1 ? first : first + warp + k * RUNS;
+  for (int k = 0; k < ROWS_EACH; k++) {
+    int row = first;
     from[k] = row < SLICE_ROWS && c < INNERMOST ? slice_row(row, stride_ci, stride_co, stride_tap).from + c : -1;
     sum[k] = 0.f;
   }
-#pragma unroll ROWS == 1 ? 8 : 2
+#pragma unroll 8
   for (int i = begin; i < end; i++)
 #pragma unroll
-    for (int k = 0; k < EACH; k++)
+    for (int k = 0; k < ROWS_EACH; k++)
       if (from[k] >= 0) sum[k] += partial[i * total + from[k]];
 #pragma unroll
-  for (int k = 0; k < EACH; k++) sums[warp + k * RUNS][lane] = sum[k];
+  for (int k = 0; k < ROWS_EACH; k++) sums[warp + k * RUNS][lane] = sum[k];
   __syncthreads();
-  if (((long long)TAPS * CIN * COUT_G >= 1 << 18 ? 8 * RUNS : 1) == 1) {
-    if (warp) return;
+  if (warp) return;
 #pragma unroll
-    for (int run = 1; run < RUNS; run++) sum[0] += sums[run][lane];
-    sums[0][lane] = sum[0];
-    __syncwarp();
-  }
+  for (int run = 1; run < RUNS; run++) sum[0] += sums[run][lane];
+  sums[0][lane] = sum[0];
+  __syncwarp();
   long long stride_c = stride_co;
   c -= lane;
 #pragma unroll 1
-  // neighbouring threads write neighbours
-  for (int i = threadIdx.x; i < ((long long)TAPS * CIN * COUT_G >= 1 << 18 ? 8 * RUNS : 1) * 32; i += 32 * RUNS) {
-    int row = stride_c == 1 ? i / 32 : i % ((long long)TAPS * CIN * COUT_G >= 1 << 18 ? 8 * RUNS : 1),
-        column = stride_c == 1 ? i % 32 : i / ((long long)TAPS * CIN * COUT_G >= 1 << 18 ? 8 * RUNS : 1);
+  for (int i = threadIdx.x; i < REDUCE_ROWS * 32; i += 32 * RUNS) {  // neighbouring threads write neighbours
+    int row = stride_c == 1 ? i / 32 : i % REDUCE_ROWS, column = stride_c == 1 ? i % 32 : i / REDUCE_ROWS;
     if (first + row >= SLICE_ROWS || c + column >= INNERMOST) continue;
     float v = sums[row][column];
     u32 stored = __float_as_uint(v);

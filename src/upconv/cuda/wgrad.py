@@ -27,7 +27,6 @@ from upconv.problem import Problem
 
 _ACCUMULATORS = 144  # registers of a thread of the mma.sync kernel; beside them fragments and addresses
 _RUNS = 8  # warps of a block of the second step
-_LARGE = 1 << 18  # weights from here on are turned by the second step, 64 rows a block
 _MAX_SLICE_BYTES = 96 << 20  # of partial sums
 
 # --- the model's constants -------------------------------------------------------------------------------------------
@@ -169,7 +168,7 @@ def reduce_shape(t: AnyTiling) -> tuple[int, int, int]:
     """How the second step divides a slice of partial sums: columns of 32 innermost channels, rows, rows of a block."""
     p = t.problem
     innermost, numel = t.channels[0 if isinstance(t, WarpgroupTiling) else 1], math.prod(p.weight_shape)
-    return -(-innermost // 32), numel // innermost, 64 if numel >= _LARGE else 1
+    return -(-innermost // 32), numel // innermost, t.reduce_rows
 
 
 def reduce_blocks(t: AnyTiling) -> int:

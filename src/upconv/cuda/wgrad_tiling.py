@@ -16,6 +16,7 @@ from upconv.problem import Problem
 Triple = tuple[int, int, int]
 
 WARPS = 8  # of the mma.sync kernel
+_LARGE = 1 << 18  # weights from here on are turned by the second step
 _MAX_BOX_STEP = 8  # the tensor copy engine's, along a dimension
 _PRECISIONS = {"tf32": 0, "ieee": 1, "fp16": 2, "bf16": 3}
 _STRETCH = 40  # matrix instructions of a warpgroup between whose ends the tensor cores do not drain
@@ -157,6 +158,11 @@ class Tiling:
         n, d, h, w = (-(-size // tile) for size, tile in zip((p.batch, *self._full(p.size, 1)), self.tile))
         return n, d, h, w
 
+    @property
+    def reduce_rows(self) -> int:
+        """Rows of a slice of partial sums that a block of the second step takes, 32 channels of each."""
+        return 64 if math.prod(self.problem.weight_shape) >= _LARGE else 1
+
     def macros(self) -> dict[str, int | float | str]:
         """The kernel's constants."""
         p = self.problem
@@ -170,6 +176,7 @@ class Tiling:
             "COUT_G": self.channels[1],
             "BLOCK_CI": self.block[0],
             "BLOCK_CO": self.block[1],
+            "REDUCE_ROWS": self.reduce_rows,
             "TILE_N": self.tile[0],
         }
         for i, axis in enumerate(axes):

@@ -628,29 +628,31 @@ __device__ __forceinline__ constexpr int pixel_row_of(int subtile) {  // its fir
   Place p = place_of(subtile);
   return ((p.n * ROWS_D + p.d * ROW_STEP_D) * ROWS_H + p.h * ROW_STEP_H) * PITCH + p.w;
 }
+#define SUBTILES_OF_WGMMA (WIDE ? 2 : 1)                   // that a matrix instruction takes
 #define GROUP_ROWS (SUB_H == 8 ? ROW_STEP_H * PITCH : 8)  // pixel rows from one group of eight columns to the next
 
 // acc[64 x 64 NB] += fragment x pixels; `shift` is the tap's, in pixel rows.
 __device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4], u32 tile, const int (&subtile_row)[NB], int shift, int k_step, int lane) {
 #if WGMMA
   const u64 upper = ((u64)(GROUP_ROWS * ROW_BYTES >> 4) << 32) | ((u64)(ROW_BYTES == 32 ? 3 : ROW_BYTES == 64 ? 2 : 1) << 62) | (1ull << 16);
-#if WIDE  // groups of columns lie evenly over two neighbouring subtiles (NOTES: kb78 0.80 -> 0.72 ms, pix 0.28 -> 0.265)
-#define SUBTILES_OF_WGMMA 2
-#define WGMMA_PIXELS(types, tail) asm volatile(WGMMA_128("m64n128" types, tail) : ACCUMULATORS_64(acc[nb]), ACCUMULATORS_64(acc[nb + 1]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
-#else
-#define SUBTILES_OF_WGMMA 1
-#define WGMMA_PIXELS(types, tail) asm volatile(WGMMA_64("m64n64" types, tail) : ACCUMULATORS_64(acc[nb]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
-#endif
 #pragma unroll
   for (int nb = 0; nb < NB; nb += SUBTILES_OF_WGMMA) {
     u32 start = tile + (subtile_row[nb] + shift) * ROW_BYTES + k_step * 32;
     u64 b = upper | ((start & 0x3ffff) >> 4);
+#if WIDE  // groups of columns lie evenly over two neighbouring subtiles (NOTES: kb78 0.79 -> 0.71 ms, unet1 channels_last 0.244 -> 0.227)
 #if PRECISION < 2
-    WGMMA_PIXELS("k8.f32.tf32.tf32", "1, 1, 1");
+    asm volatile(WGMMA_128("m64n128k8.f32.tf32.tf32", "1, 1, 1") : ACCUMULATORS_64(acc[nb]), ACCUMULATORS_64(acc[nb + 1]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 #elif PRECISION == 2
-    WGMMA_PIXELS("k16.f32.f16.f16", "1, 1, 1, 0");
+    asm volatile(WGMMA_128("m64n128k16.f32.f16.f16", "1, 1, 1, 0") : ACCUMULATORS_64(acc[nb]), ACCUMULATORS_64(acc[nb + 1]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 #else
-    WGMMA_PIXELS("k16.f32.bf16.bf16", "1, 1, 1, 0");
+    asm volatile(WGMMA_128("m64n128k16.f32.bf16.bf16", "1, 1, 1, 0") : ACCUMULATORS_64(acc[nb]), ACCUMULATORS_64(acc[nb + 1]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+#endif
+#elif PRECISION < 2
+    asm volatile(WGMMA_64("m64n64k8.f32.tf32.tf32", "1, 1, 1") : ACCUMULATORS_64(acc[nb]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+#elif PRECISION == 2
+    asm volatile(WGMMA_64("m64n64k16.f32.f16.f16", "1, 1, 1, 0") : ACCUMULATORS_64(acc[nb]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+#else
+    asm volatile(WGMMA_64("m64n64k16.f32.bf16.bf16", "1, 1, 1, 0") : ACCUMULATORS_64(acc[nb]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 #endif
   }
 #else

@@ -159,13 +159,12 @@ __device__ __forceinline__ void clear_borders(const char* tensor, int depth, int
 
 // =====================================================================================================================
 // The second step: slices are added in the order of their index. A block takes 32 of the innermost channels of some rows of a
-// slice. Of large weights these are 64 rows, turned through shared memory, so that slices are read and the weight is written in
+// slice. Of large weights these are 64 rows (REDUCE_ROWS), turned through shared memory, so that slices are read and the weight is written in
 // whole sectors (NOTES: stores of single elements: 40 of dcgan1's 200 us); of small ones it is one row, and the block's warps divide
 // the slices (NOTES: dcganO 29 us, with 8 rows 36).
 // =====================================================================================================================
 
 #define RUNS 8                             // warps of a block
-#define ROWS ((long long)TAPS * CIN * COUT_G >= 1 << 18 ? 8 * RUNS : 1)
 
 #if CI_INNERMOST                           // slices: [tap][COUT][CIN_G], else [tap][CIN][COUT_G]
 #define INNERMOST CIN_G
@@ -194,29 +193,29 @@ __device__ __forceinline__ SliceRow slice_row(int row, long long stride_ci, long
 
 extern "C" __global__ void __launch_bounds__(32 * RUNS)
 reduce(const float* __restrict__ partial, bits* __restrict__ out, int slices, long long stride_ci, long long stride_co, long long stride_tap) {
-  __shared__ float sums[ROWS < RUNS ? RUNS : ROWS][33];
+  __shared__ float sums[REDUCE_ROWS < RUNS ? RUNS : REDUCE_ROWS][33];
   const long long total = (long long)TAPS * CIN * COUT_G;
-  constexpr int COLUMNS_OF_BLOCKS = (INNERMOST + 31) / 32, EACH = ROWS < RUNS ? 1 : ROWS / RUNS;
+  constexpr int COLUMNS_OF_BLOCKS = (INNERMOST + 31) / 32, ROWS_EACH = REDUCE_ROWS < RUNS ? 1 : REDUCE_ROWS / RUNS;
   int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  int c = blockIdx.x % COLUMNS_OF_BLOCKS * 32 + lane, first = blockIdx.x / COLUMNS_OF_BLOCKS * ROWS;
-  int share = ROWS == 1 ? (slices + RUNS - 1) / RUNS : slices, begin = ROWS == 1 ? warp * share : 0, end = begin + share < slices ? begin + share : slices;
-  long long from[EACH];
-  float sum[EACH];
+  int c = blockIdx.x % COLUMNS_OF_BLOCKS * 32 + lane, first = blockIdx.x / COLUMNS_OF_BLOCKS * REDUCE_ROWS;
+  int share = REDUCE_ROWS == 1 ? (slices + RUNS - 1) / RUNS : slices, begin = REDUCE_ROWS == 1 ? warp * share : 0, end = begin + share < slices ? begin + share : slices;
+  long long from[ROWS_EACH];
+  float sum[ROWS_EACH];
 #pragma unroll
-  for (int k = 0; k < EACH; k++) {
-    int row = ROWS == 1 ? first : first + warp + k * RUNS;
+  for (int k = 0; k < ROWS_EACH; k++) {
+    int row = REDUCE_ROWS == 1 ? first : first + warp + k * RUNS;
     from[k] = row < SLICE_ROWS && c < INNERMOST ? slice_row(row, stride_ci, stride_co, stride_tap).from + c : -1;
     sum[k] = 0.f;
   }
-#pragma unroll ROWS == 1 ? 8 : 2
+#pragma unroll REDUCE_ROWS == 1 ? 8 : 2
   for (int i = begin; i < end; i++)
 #pragma unroll
-    for (int k = 0; k < EACH; k++)
+    for (int k = 0; k < ROWS_EACH; k++)
       if (from[k] >= 0) sum[k] += partial[i * total + from[k]];
 #pragma unroll
-  for (int k = 0; k < EACH; k++) sums[warp + k * RUNS][lane] = sum[k];
+  for (int k = 0; k < ROWS_EACH; k++) sums[warp + k * RUNS][lane] = sum[k];
   __syncthreads();
-  if (ROWS == 1) {
+  if (REDUCE_ROWS == 1) {
     if (warp) return;
 #pragma unroll
     for (int run = 1; run < RUNS; run++) sum[0] += sums[run][lane];
@@ -226,8 +225,8 @@ reduce(const float* __restrict__ partial, bits* __restrict__ out, int slices, lo
   long long stride_c = CI_INNERMOST ? stride_ci : stride_co;
   c -= lane;
 #pragma unroll 1
-  for (int i = threadIdx.x; i < ROWS * 32; i += 32 * RUNS) {  // neighbouring threads write neighbours
-    int row = stride_c == 1 ? i / 32 : i % ROWS, column = stride_c == 1 ? i % 32 : i / ROWS;
+  for (int i = threadIdx.x; i < REDUCE_ROWS * 32; i += 32 * RUNS) {  // neighbouring threads write neighbours
+    int row = stride_c == 1 ? i / 32 : i % REDUCE_ROWS, column = stride_c == 1 ? i % 32 : i / REDUCE_ROWS;
     if (first + row >= SLICE_ROWS || c + column >= INNERMOST) continue;
     float v = sums[row][column];
 #if PRECISION == 0 || PRECISION == 1
