@@ -9,23 +9,22 @@ H200 and serve every batch and spatial size.
 
 Constraints:
 - CUDA devices of sm_90a; nvcc, a C++ compiler and ninja at the first call, which takes a minute.
-- Values: float32, multiplied as such or, on tensor cores, as two TF32 parts in three products, which keeps
-  float32's accuracy; PyTorch runs 3-D convolutions in IEEE float32 whatever its TF32 flag says, so these kernels
-  do.
+- Values: float32, rounded to TF32 (nearest even) and multiplied on tensor cores, as PyTorch's defaults have it;
+  where its flags ask for IEEE float32 a call raises.
 - Tensors in other than the contiguous memory format are copied to it first; results are contiguous.
 - Results are bit-equal from run to run. Under torch.autocast the layer wants its own dtype all the same.
 
 Kernels:
-- forward: wgmma ieee, tile 1x2x8x8 (NxDxHxW of q) x 64 rows, chunk of 8 channels, pixels halved, weights ring of 8
-  x 4 fragments, 224 KB shared.
-- forward (other widths than multiples of 4): wgmma ieee, tile 1x2x8x8 (NxDxHxW of q) x 64 rows, chunk of 8
-  channels, pixels halved, weights ring of 5 x 4 fragments, 220 KB shared.
-- gradient for the input: wgmma ieee, tile 1x2x8x8 (NxDxHxW of q) x 64 rows, chunk of 8 channels, pixels halved,
-  weights ring of 5 x 4 fragments, 220 KB shared.
-- gradient for the weight: mma.sync ieee, 32x16 channels x 1x1x7 taps a block, chunks of 1x1x4x64 (NxDxHxW of q), K
-  in 140 slices, 106 KB shared.
-- gradient for the weight (other widths than multiples of 4): mma.sync ieee, 32x16 channels x 1x1x7 taps a block,
-  chunks of 4x1x8x8 (NxDxHxW of q), K in 140 slices, 176 KB shared.
+- forward: wgmma tf32, tile 1x2x8x8 (NxDxHxW of q) x 64 rows, chunk of 8 channels, pixels halved, weights ring of 5
+  x 4 fragments, 223 KB shared.
+- forward (other widths than multiples of 4): wgmma tf32, tile 1x1x8x16 (NxDxHxW of q) x 64 rows, chunk of 8
+  channels, pixels halved, weights ring of 2 x 4 fragments, 221 KB shared.
+- gradient for the input: wgmma tf32, tile 1x2x8x16 (NxDxHxW of q) x 64 rows, chunk of 8 channels, pixels halved,
+  weights ring of 2 x 4 fragments, 221 KB shared.
+- gradient for the weight: wgmma tf32, 32x16 channels x 1x5x7 taps a block, chunks of 1x1x8x32 (NxDxHxW of q), K in
+  44 slices, 195 KB shared.
+- gradient for the weight (other widths than multiples of 4): mma.sync tf32, 32x16 channels x 1x5x7 taps a block,
+  chunks of 4x1x8x8 (NxDxHxW of q), K in 88 slices, 216 KB shared.
 
 Measured by `upconv bench --suite kernelbench --as-exported --device cuda`.
 """
@@ -71,8 +70,8 @@ CUDA = r"""
 #include <c10/cuda/CUDAStream.h>
 
 // =====================================================================================================================
-// Forward: wgmma ieee, tile 1x2x8x8 (NxDxHxW of q) x 64 rows, chunk of 8 channels, pixels halved, weights ring of 8 x 4
-// fragments, 224 KB shared.
+// Forward: wgmma tf32, tile 1x2x8x8 (NxDxHxW of q) x 64 rows, chunk of 8 channels, pixels halved, weights ring of 5 x 4
+// fragments, 223 KB shared.
 // =====================================================================================================================
 
 namespace forward {
@@ -99,7 +98,7 @@ namespace forward {
 // Sizes of the input are arguments.
 
 constexpr int ELEMENT = 4;  // bytes of an element
-constexpr int PARTS = 2;  // TF32 parts of an operand: 2 for IEEE float32, in three products
+constexpr int PARTS = 1;  // TF32 parts of an operand: 2 for IEEE float32, in three products
 constexpr int FIRST_D = -2, FIRST_H = -4, FIRST_W = -6;  // where a tile's halo begins, relative to IN_STEP q
 constexpr int COUT = 16;  // channels of what is written
 constexpr int CIN_G = 32;  // channels of a group in what is read
@@ -107,8 +106,8 @@ constexpr int COUT_G = 16;  // channels of a group in what is written
 constexpr int TAPS = 105;  // of the kernel, over all axes
 constexpr int CK = 8;  // channels of a chunk
 constexpr int SUB_H = 8, SUB_W = 8;  // the 64 positions q that one matrix instruction takes
-constexpr int SUBS = 2;  // (d, h) sub-positions in a block of 64 rows of M
-constexpr int ROWS_PER_SUB = 32;  // output channels of a sub-position in a block
+constexpr int SUBS = 4;  // (d, h) sub-positions in a block of 64 rows of M
+constexpr int ROWS_PER_SUB = 16;  // output channels of a sub-position in a block
 constexpr int W_SUBS = 1;  // W sub-positions of a tile, neighbours in a thread
 constexpr int MB = 1;  // blocks of 64 rows that a consumer accumulates
 constexpr int VARIANTS = 1;  // M-groups that differ in their taps
@@ -116,22 +115,22 @@ constexpr int COUT_BLOCKS = 1;  // M-groups that share the output channels of a 
 constexpr int M_GROUPS = 1;  // groups x COUT_BLOCKS x VARIANTS
 constexpr int STAGES_P = 1;  // input tiles in shared memory
 constexpr int STAGES_S = 2;  // staging slots
-constexpr int STAGES_W = 8;  // stages of the weights' ring
+constexpr int STAGES_W = 5;  // stages of the weights' ring
 constexpr int W_STAGE = 4;  // fragments of weights in a stage
 constexpr int RUN_GROUPS = 1;  // groups of 8 columns that the epilogue stores together
-constexpr int ROWS_D = 4, ROWS_H = 20;  // input rows of a tile
-constexpr int ROW_STEP_D = 1, ROW_STEP_H = 2;  // rows of the tile from one q to the next
+constexpr int ROWS_D = 6, ROWS_H = 20;  // input rows of a tile
+constexpr int ROW_STEP_D = 2, ROW_STEP_H = 2;  // rows of the tile from one q to the next
 constexpr int COLUMNS = 14;  // input columns of a tile with its halo
 constexpr int COLUMN_PAD = 2;  // columns by which a box begins early
 constexpr int BOX_UNITS = 4;
 constexpr int PLANE = 14;  // columns with one residue modulo IN_STEP_W
 constexpr int PLANES = 1;  // residues that some tap reads
-constexpr int TAPS_UNROLLED = 3;  // taps in a stretch of code without a drain of the tensor cores
+constexpr int TAPS_UNROLLED = 12;  // taps in a stretch of code without a drain of the tensor cores
 constexpr int FRAGMENT_SETS = 2;  // sets of registers that weights take in turn
-constexpr int PRODUCER_REGISTERS = 72;  // of a thread
-constexpr int CONSUMER_REGISTERS = 184;  // of a thread
-constexpr int OUT_STEP_D = 1, OUT_STEP_H = 2, OUT_STEP_W = 1;  // outputs from one q to the next
-constexpr int IN_STEP_D = 1, IN_STEP_H = 2, IN_STEP_W = 1;  // inputs from one q to the next
+constexpr int PRODUCER_REGISTERS = 56;  // of a thread
+constexpr int CONSUMER_REGISTERS = 200;  // of a thread
+constexpr int OUT_STEP_D = 2, OUT_STEP_H = 2, OUT_STEP_W = 1;  // outputs from one q to the next
+constexpr int IN_STEP_D = 2, IN_STEP_H = 2, IN_STEP_W = 1;  // inputs from one q to the next
 constexpr int TILE_D = 2, TILE_H = 8, TILE_W = 8;  // positions q of a tile
 constexpr int TILE_N = 1;  // images of a tile
 
@@ -282,13 +281,14 @@ __constant__ const short TAP_ROW[] = {
     308, 309, 310, 311, 312, 313, 314, 322, 323, 324, 325, 326, 327, 328, 336, 337, 338, 339, 340, 341, 342, 350, 351,
     352, 353, 354, 355, 356, 560, 561, 562, 563, 564, 565, 566, 574, 575, 576, 577, 578, 579, 580, 588, 589, 590, 591,
     592, 593, 594, 602, 603, 604, 605, 606, 607, 608, 616, 617, 618, 619, 620, 621, 622, 630, 631, 632, 633, 634, 635,
-    636
+    636, 840, 841, 842, 843, 844, 845, 846, 854, 855, 856, 857, 858, 859, 860, 868, 869, 870, 871, 872, 873, 874, 882,
+    883, 884, 885, 886, 887, 888, 896, 897, 898, 899, 900, 901, 902, 910, 911, 912, 913, 914, 915, 916
 };
-__constant__ const int ENTRY[] = {0,126};  // [variant][MB + 1]: where a block's taps begin
-__constant__ const short SUB_D[] = {0,0};  // [variant][SUBS]: output offset of an M-row's sub-position
-__constant__ const short SUB_HH[] = {0,1};
+__constant__ const int ENTRY[] = {0,168};  // [variant][MB + 1]: where a block's taps begin
+__constant__ const short SUB_D[] = {0,0,1,1};  // [variant][SUBS]: output offset of an M-row's sub-position
+__constant__ const short SUB_HH[] = {0,1,0,1};
 __constant__ const short U_W[] = {0};  // [variant]: first W sub-position
-__constant__ const int ROW_D[] = {-2,-1,0,1};  // input offset of a tile's rows
+__constant__ const int ROW_D[] = {-2,-1,0,1,2,3};  // input offset of a tile's rows
 __constant__ const int ROW_H[] = {-4,-3,-2,-1,0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15};
 
 struct Sizes {                                         // one layout for the packed argument block
@@ -335,15 +335,29 @@ __device__ __forceinline__ u32 unit_at(int p, int unit) {
 
 // [variant, block, tap][SUBS]: the kernel's tap, -1 for none
 __constant__ const short TAP_INDEX[] = {
-    104, -1, 103, -1, 102, -1, 101, -1, 100, -1, 99, -1, 98, -1, 97, 104, 96, 103, 95, 102, 94, 101, 93, 100, 92, 99,
-    91, 98, 90, 97, 89, 96, 88, 95, 87, 94, 86, 93, 85, 92, 84, 91, 83, 90, 82, 89, 81, 88, 80, 87, 79, 86, 78, 85, 77,
-    84, 76, 83, 75, 82, 74, 81, 73, 80, 72, 79, 71, 78, 70, 77, -1, 76, -1, 75, -1, 74, -1, 73, -1, 72, -1, 71, -1, 70,
-    69, -1, 68, -1, 67, -1, 66, -1, 65, -1, 64, -1, 63, -1, 62, 69, 61, 68, 60, 67, 59, 66, 58, 65, 57, 64, 56, 63, 55,
-    62, 54, 61, 53, 60, 52, 59, 51, 58, 50, 57, 49, 56, 48, 55, 47, 54, 46, 53, 45, 52, 44, 51, 43, 50, 42, 49, 41, 48,
-    40, 47, 39, 46, 38, 45, 37, 44, 36, 43, 35, 42, -1, 41, -1, 40, -1, 39, -1, 38, -1, 37, -1, 36, -1, 35, 34, -1, 33,
-    -1, 32, -1, 31, -1, 30, -1, 29, -1, 28, -1, 27, 34, 26, 33, 25, 32, 24, 31, 23, 30, 22, 29, 21, 28, 20, 27, 19, 26,
-    18, 25, 17, 24, 16, 23, 15, 22, 14, 21, 13, 20, 12, 19, 11, 18, 10, 17, 9, 16, 8, 15, 7, 14, 6, 13, 5, 12, 4, 11, 3,
-    10, 2, 9, 1, 8, 0, 7, -1, 6, -1, 5, -1, 4, -1, 3, -1, 2, -1, 1, -1, 0
+    104, -1, -1, -1, 103, -1, -1, -1, 102, -1, -1, -1, 101, -1, -1, -1, 100, -1, -1, -1, 99, -1, -1, -1, 98, -1, -1, -1,
+    97, 104, -1, -1, 96, 103, -1, -1, 95, 102, -1, -1, 94, 101, -1, -1, 93, 100, -1, -1, 92, 99, -1, -1, 91, 98, -1, -1,
+    90, 97, -1, -1, 89, 96, -1, -1, 88, 95, -1, -1, 87, 94, -1, -1, 86, 93, -1, -1, 85, 92, -1, -1, 84, 91, -1, -1, 83,
+    90, -1, -1, 82, 89, -1, -1, 81, 88, -1, -1, 80, 87, -1, -1, 79, 86, -1, -1, 78, 85, -1, -1, 77, 84, -1, -1, 76, 83,
+    -1, -1, 75, 82, -1, -1, 74, 81, -1, -1, 73, 80, -1, -1, 72, 79, -1, -1, 71, 78, -1, -1, 70, 77, -1, -1, -1, 76, -1,
+    -1, -1, 75, -1, -1, -1, 74, -1, -1, -1, 73, -1, -1, -1, 72, -1, -1, -1, 71, -1, -1, -1, 70, -1, -1, 69, -1, 104, -1,
+    68, -1, 103, -1, 67, -1, 102, -1, 66, -1, 101, -1, 65, -1, 100, -1, 64, -1, 99, -1, 63, -1, 98, -1, 62, 69, 97, 104,
+    61, 68, 96, 103, 60, 67, 95, 102, 59, 66, 94, 101, 58, 65, 93, 100, 57, 64, 92, 99, 56, 63, 91, 98, 55, 62, 90, 97,
+    54, 61, 89, 96, 53, 60, 88, 95, 52, 59, 87, 94, 51, 58, 86, 93, 50, 57, 85, 92, 49, 56, 84, 91, 48, 55, 83, 90, 47,
+    54, 82, 89, 46, 53, 81, 88, 45, 52, 80, 87, 44, 51, 79, 86, 43, 50, 78, 85, 42, 49, 77, 84, 41, 48, 76, 83, 40, 47,
+    75, 82, 39, 46, 74, 81, 38, 45, 73, 80, 37, 44, 72, 79, 36, 43, 71, 78, 35, 42, 70, 77, -1, 41, -1, 76, -1, 40, -1,
+    75, -1, 39, -1, 74, -1, 38, -1, 73, -1, 37, -1, 72, -1, 36, -1, 71, -1, 35, -1, 70, 34, -1, 69, -1, 33, -1, 68, -1,
+    32, -1, 67, -1, 31, -1, 66, -1, 30, -1, 65, -1, 29, -1, 64, -1, 28, -1, 63, -1, 27, 34, 62, 69, 26, 33, 61, 68, 25,
+    32, 60, 67, 24, 31, 59, 66, 23, 30, 58, 65, 22, 29, 57, 64, 21, 28, 56, 63, 20, 27, 55, 62, 19, 26, 54, 61, 18, 25,
+    53, 60, 17, 24, 52, 59, 16, 23, 51, 58, 15, 22, 50, 57, 14, 21, 49, 56, 13, 20, 48, 55, 12, 19, 47, 54, 11, 18, 46,
+    53, 10, 17, 45, 52, 9, 16, 44, 51, 8, 15, 43, 50, 7, 14, 42, 49, 6, 13, 41, 48, 5, 12, 40, 47, 4, 11, 39, 46, 3, 10,
+    38, 45, 2, 9, 37, 44, 1, 8, 36, 43, 0, 7, 35, 42, -1, 6, -1, 41, -1, 5, -1, 40, -1, 4, -1, 39, -1, 3, -1, 38, -1, 2,
+    -1, 37, -1, 1, -1, 36, -1, 0, -1, 35, -1, -1, 34, -1, -1, -1, 33, -1, -1, -1, 32, -1, -1, -1, 31, -1, -1, -1, 30,
+    -1, -1, -1, 29, -1, -1, -1, 28, -1, -1, -1, 27, 34, -1, -1, 26, 33, -1, -1, 25, 32, -1, -1, 24, 31, -1, -1, 23, 30,
+    -1, -1, 22, 29, -1, -1, 21, 28, -1, -1, 20, 27, -1, -1, 19, 26, -1, -1, 18, 25, -1, -1, 17, 24, -1, -1, 16, 23, -1,
+    -1, 15, 22, -1, -1, 14, 21, -1, -1, 13, 20, -1, -1, 12, 19, -1, -1, 11, 18, -1, -1, 10, 17, -1, -1, 9, 16, -1, -1,
+    8, 15, -1, -1, 7, 14, -1, -1, 6, 13, -1, -1, 5, 12, -1, -1, 4, 11, -1, -1, 3, 10, -1, -1, 2, 9, -1, -1, 1, 8, -1,
+    -1, 0, 7, -1, -1, -1, 6, -1, -1, -1, 5, -1, -1, -1, 4, -1, -1, -1, 3, -1, -1, -1, 2, -1, -1, -1, 1, -1, -1, -1, 0
 };
 
 __global__ void pack(const float* __restrict__ weight, u32* __restrict__ packed, int words) {
@@ -448,9 +462,6 @@ __device__ __forceinline__ void turn(const Pixels& own, int channel, int left, u
 #pragma unroll
       for (int e = 0; e < 4; e++) hi[e] = to_tf32(__uint_as_float(v[e]));
       store_shared_128(tile + unit_at(p, unit), hi[0], hi[1], hi[2], hi[3]);
-#pragma unroll
-      for (int e = 0; e < 4; e++) v[e] = low_part(__uint_as_float(v[e]), hi[e]);
-      store_shared_128(tile + PART_BYTES + unit_at(p, unit), v[0], v[1], v[2], v[3]);
     }
   }
 }
@@ -638,7 +649,6 @@ __device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[4], Fragment
     const int (&subtile_row)[NB], int shift, int k_step, int part, bool last, int lane) {
   weights.take(a, lane);
   wgmma_fence();
-  if (part == 0) multiply(acc, a, tile + PART_BYTES, subtile_row, shift, k_step, lane);
   multiply(acc, a, tile, subtile_row, shift, k_step, lane);
   wgmma_commit();
   if (last) wgmma_wait<0>();
@@ -656,28 +666,15 @@ __device__ __forceinline__ void multiply_some(float (&acc)[NB][32], Fragments& w
         i % PARTS, i + 1 == COUNT * STEPS_PER_TAP, lane);
 }
 
-// Tensor cores truncate as they add, an error that grows with the length of a sum (measured: kb57's IEEE error was 3.8 times
-// PyTorch's with sums of 54 products of 8 channels). So sums are kept short, and added with rounding.
-__device__ __forceinline__ void promote(float (&acc)[NB][32], float (&sum)[NB][32]) {
-#pragma unroll
-  for (int nb = 0; nb < NB; nb++)
-#pragma unroll
-    for (int i = 0; i < 32; i++) {
-      sum[nb][i] += acc[nb][i];
-      acc[nb][i] = 0.f;
-    }
-}
-
 template <int FIRST>
-__device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB][32], float (&sum)[MB][NB][32],
-    Fragments& weights, u32 tile, const int (&subtile_row)[NB], int lane) {
+__device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB][32], Fragments& weights, u32 tile,
+    const int (&subtile_row)[NB], int lane) {
 #pragma unroll
   for (int b = 0; b < MB; b++) {
     int e = ENTRY[variant * (MB + 1) + b], last = ENTRY[variant * (MB + 1) + b + 1];
 #pragma unroll 1
     for (; e + TAPS_UNROLLED <= last; e += TAPS_UNROLLED) {
       multiply_some<TAPS_UNROLLED>(acc[b], weights, tile, subtile_row, e, lane);
-      promote(acc[b], sum[b]);
     }
   }
 }
@@ -892,7 +889,6 @@ __device__ __forceinline__ void consume(const char* packed, const float* bias, c
     Tile t = tile_at(index, s);
     int chunks = chunks_of(t.variant);
     float acc[MB][NB][32];
-    float sum[MB][NB][32];
 #pragma unroll
     for (int b = 0; b < MB; b++)
 #pragma unroll
@@ -900,7 +896,6 @@ __device__ __forceinline__ void consume(const char* packed, const float* bias, c
 #pragma unroll
         for (int i = 0; i < 32; i++) {
           acc[b][nb][i] = 0.f;
-          sum[b][nb][i] = 0.f;
         }
     weights.begin(packed, t, offset);
     int variant = __shfl_sync(0xffffffffu, t.variant, 0);  // so that ptxas knows that warps do not part over it
@@ -908,11 +903,11 @@ __device__ __forceinline__ void consume(const char* packed, const float* bias, c
     for (int chunk = 0; chunk < chunks; chunk++, cursor.next(STAGES_P)) {
       barrier_wait(full + cursor.stage * 8, cursor.parity);
       u32 tile = tiles + cursor.stage * STAGE_BYTES;
-      multiply_chunk<0>(variant, acc, sum, weights, tile, subtile_row, lane);
+      multiply_chunk<0>(variant, acc, weights, tile, subtile_row, lane);
       __syncwarp();
       if (lane == 0) barrier_arrive(empty + cursor.stage * 8);
     }
-    epilogue(sum, bias, y, s, t, t.cout_block, first_subtile, buffer, warp, lane);
+    epilogue(acc, bias, y, s, t, t.cout_block * WGS_M, first_subtile, buffer, warp, lane);
   }
 }
 
@@ -990,8 +985,8 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 }  // namespace forward
 
 // =====================================================================================================================
-// Forward where rows begin off 16 bytes: wgmma ieee, tile 1x2x8x8 (NxDxHxW of q) x 64 rows, chunk of 8 channels, pixels
-// halved, weights ring of 5 x 4 fragments, 220 KB shared.
+// Forward where rows begin off 16 bytes: wgmma tf32, tile 1x1x8x16 (NxDxHxW of q) x 64 rows, chunk of 8 channels,
+// pixels halved, weights ring of 2 x 4 fragments, 221 KB shared.
 // =====================================================================================================================
 
 namespace forward_unaligned {
@@ -1018,7 +1013,7 @@ namespace forward_unaligned {
 // Sizes of the input are arguments.
 
 constexpr int ELEMENT = 4;  // bytes of an element
-constexpr int PARTS = 2;  // TF32 parts of an operand: 2 for IEEE float32, in three products
+constexpr int PARTS = 1;  // TF32 parts of an operand: 2 for IEEE float32, in three products
 constexpr int CIN = 32;  // channels of what is read
 constexpr int COUT = 16;  // channels of what is written
 constexpr int CIN_G = 32;  // channels of a group in what is read
@@ -1026,8 +1021,8 @@ constexpr int COUT_G = 16;  // channels of a group in what is written
 constexpr int TAPS = 105;  // of the kernel, over all axes
 constexpr int CK = 8;  // channels of a chunk
 constexpr int SUB_H = 8, SUB_W = 8;  // the 64 positions q that one matrix instruction takes
-constexpr int SUBS = 2;  // (d, h) sub-positions in a block of 64 rows of M
-constexpr int ROWS_PER_SUB = 32;  // output channels of a sub-position in a block
+constexpr int SUBS = 4;  // (d, h) sub-positions in a block of 64 rows of M
+constexpr int ROWS_PER_SUB = 16;  // output channels of a sub-position in a block
 constexpr int W_SUBS = 1;  // W sub-positions of a tile, neighbours in a thread
 constexpr int MB = 1;  // blocks of 64 rows that a consumer accumulates
 constexpr int VARIANTS = 1;  // M-groups that differ in their taps
@@ -1035,23 +1030,23 @@ constexpr int COUT_BLOCKS = 1;  // M-groups that share the output channels of a 
 constexpr int M_GROUPS = 1;  // groups x COUT_BLOCKS x VARIANTS
 constexpr int STAGES_P = 1;  // input tiles in shared memory
 constexpr int STAGES_S = 2;  // staging slots
-constexpr int STAGES_W = 5;  // stages of the weights' ring
+constexpr int STAGES_W = 2;  // stages of the weights' ring
 constexpr int W_STAGE = 4;  // fragments of weights in a stage
 constexpr int RUN_GROUPS = 1;  // groups of 8 columns that the epilogue stores together
 constexpr int ROWS_D = 4, ROWS_H = 20;  // input rows of a tile
-constexpr int ROW_STEP_D = 1, ROW_STEP_H = 2;  // rows of the tile from one q to the next
+constexpr int ROW_STEP_D = 2, ROW_STEP_H = 2;  // rows of the tile from one q to the next
 constexpr int FIRST_W = -6;
-constexpr int COLUMNS = 14;  // input columns of a tile with its halo
+constexpr int COLUMNS = 22;  // input columns of a tile with its halo
 constexpr int COLUMN_PAD = 0;  // columns by which a box begins early
-constexpr int PLANE = 14;  // columns with one residue modulo IN_STEP_W
+constexpr int PLANE = 22;  // columns with one residue modulo IN_STEP_W
 constexpr int PLANES = 1;  // residues that some tap reads
-constexpr int TAPS_UNROLLED = 3;  // taps in a stretch of code without a drain of the tensor cores
+constexpr int TAPS_UNROLLED = 12;  // taps in a stretch of code without a drain of the tensor cores
 constexpr int FRAGMENT_SETS = 2;  // sets of registers that weights take in turn
 constexpr int PRODUCER_REGISTERS = 96;  // of a thread
 constexpr int CONSUMER_REGISTERS = 160;  // of a thread
-constexpr int OUT_STEP_D = 1, OUT_STEP_H = 2, OUT_STEP_W = 1;  // outputs from one q to the next
-constexpr int IN_STEP_D = 1, IN_STEP_H = 2, IN_STEP_W = 1;  // inputs from one q to the next
-constexpr int TILE_D = 2, TILE_H = 8, TILE_W = 8;  // positions q of a tile
+constexpr int OUT_STEP_D = 2, OUT_STEP_H = 2, OUT_STEP_W = 1;  // outputs from one q to the next
+constexpr int IN_STEP_D = 2, IN_STEP_H = 2, IN_STEP_W = 1;  // inputs from one q to the next
+constexpr int TILE_D = 1, TILE_H = 8, TILE_W = 16;  // positions q of a tile
 constexpr int TILE_N = 1;  // images of a tile
 
 // PTX in small wrappers, so that a kernel body reads as an algorithm.
@@ -1210,16 +1205,18 @@ constexpr int H_SUBTILES = TILE_H / SUB_H;
 
 // [variant, block, tap]: the tap's shift in pixel rows
 __constant__ const short TAP_ROW[] = {
-    0, 1, 2, 3, 4, 5, 6, 14, 15, 16, 17, 18, 19, 20, 28, 29, 30, 31, 32, 33, 34, 42, 43, 44, 45, 46, 47, 48, 56, 57, 58,
-    59, 60, 61, 62, 70, 71, 72, 73, 74, 75, 76, 280, 281, 282, 283, 284, 285, 286, 294, 295, 296, 297, 298, 299, 300,
-    308, 309, 310, 311, 312, 313, 314, 322, 323, 324, 325, 326, 327, 328, 336, 337, 338, 339, 340, 341, 342, 350, 351,
-    352, 353, 354, 355, 356, 560, 561, 562, 563, 564, 565, 566, 574, 575, 576, 577, 578, 579, 580, 588, 589, 590, 591,
-    592, 593, 594, 602, 603, 604, 605, 606, 607, 608, 616, 617, 618, 619, 620, 621, 622, 630, 631, 632, 633, 634, 635,
-    636
+    0, 1, 2, 3, 4, 5, 6, 22, 23, 24, 25, 26, 27, 28, 44, 45, 46, 47, 48, 49, 50, 66, 67, 68, 69, 70, 71, 72, 88, 89, 90,
+    91, 92, 93, 94, 110, 111, 112, 113, 114, 115, 116, 440, 441, 442, 443, 444, 445, 446, 462, 463, 464, 465, 466, 467,
+    468, 484, 485, 486, 487, 488, 489, 490, 506, 507, 508, 509, 510, 511, 512, 528, 529, 530, 531, 532, 533, 534, 550,
+    551, 552, 553, 554, 555, 556, 880, 881, 882, 883, 884, 885, 886, 902, 903, 904, 905, 906, 907, 908, 924, 925, 926,
+    927, 928, 929, 930, 946, 947, 948, 949, 950, 951, 952, 968, 969, 970, 971, 972, 973, 974, 990, 991, 992, 993, 994,
+    995, 996, 1320, 1321, 1322, 1323, 1324, 1325, 1326, 1342, 1343, 1344, 1345, 1346, 1347, 1348, 1364, 1365, 1366,
+    1367, 1368, 1369, 1370, 1386, 1387, 1388, 1389, 1390, 1391, 1392, 1408, 1409, 1410, 1411, 1412, 1413, 1414, 1430,
+    1431, 1432, 1433, 1434, 1435, 1436
 };
-__constant__ const int ENTRY[] = {0,126};  // [variant][MB + 1]: where a block's taps begin
-__constant__ const short SUB_D[] = {0,0};  // [variant][SUBS]: output offset of an M-row's sub-position
-__constant__ const short SUB_HH[] = {0,1};
+__constant__ const int ENTRY[] = {0,168};  // [variant][MB + 1]: where a block's taps begin
+__constant__ const short SUB_D[] = {0,0,1,1};  // [variant][SUBS]: output offset of an M-row's sub-position
+__constant__ const short SUB_HH[] = {0,1,0,1};
 __constant__ const short U_W[] = {0};  // [variant]: first W sub-position
 __constant__ const int ROW_D[] = {-2,-1,0,1};  // input offset of a tile's rows
 __constant__ const int ROW_H[] = {-4,-3,-2,-1,0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15};
@@ -1266,15 +1263,29 @@ __device__ __forceinline__ u32 unit_at(int p, int unit) {
 
 // [variant, block, tap][SUBS]: the kernel's tap, -1 for none
 __constant__ const short TAP_INDEX[] = {
-    104, -1, 103, -1, 102, -1, 101, -1, 100, -1, 99, -1, 98, -1, 97, 104, 96, 103, 95, 102, 94, 101, 93, 100, 92, 99,
-    91, 98, 90, 97, 89, 96, 88, 95, 87, 94, 86, 93, 85, 92, 84, 91, 83, 90, 82, 89, 81, 88, 80, 87, 79, 86, 78, 85, 77,
-    84, 76, 83, 75, 82, 74, 81, 73, 80, 72, 79, 71, 78, 70, 77, -1, 76, -1, 75, -1, 74, -1, 73, -1, 72, -1, 71, -1, 70,
-    69, -1, 68, -1, 67, -1, 66, -1, 65, -1, 64, -1, 63, -1, 62, 69, 61, 68, 60, 67, 59, 66, 58, 65, 57, 64, 56, 63, 55,
-    62, 54, 61, 53, 60, 52, 59, 51, 58, 50, 57, 49, 56, 48, 55, 47, 54, 46, 53, 45, 52, 44, 51, 43, 50, 42, 49, 41, 48,
-    40, 47, 39, 46, 38, 45, 37, 44, 36, 43, 35, 42, -1, 41, -1, 40, -1, 39, -1, 38, -1, 37, -1, 36, -1, 35, 34, -1, 33,
-    -1, 32, -1, 31, -1, 30, -1, 29, -1, 28, -1, 27, 34, 26, 33, 25, 32, 24, 31, 23, 30, 22, 29, 21, 28, 20, 27, 19, 26,
-    18, 25, 17, 24, 16, 23, 15, 22, 14, 21, 13, 20, 12, 19, 11, 18, 10, 17, 9, 16, 8, 15, 7, 14, 6, 13, 5, 12, 4, 11, 3,
-    10, 2, 9, 1, 8, 0, 7, -1, 6, -1, 5, -1, 4, -1, 3, -1, 2, -1, 1, -1, 0
+    104, -1, -1, -1, 103, -1, -1, -1, 102, -1, -1, -1, 101, -1, -1, -1, 100, -1, -1, -1, 99, -1, -1, -1, 98, -1, -1, -1,
+    97, 104, -1, -1, 96, 103, -1, -1, 95, 102, -1, -1, 94, 101, -1, -1, 93, 100, -1, -1, 92, 99, -1, -1, 91, 98, -1, -1,
+    90, 97, -1, -1, 89, 96, -1, -1, 88, 95, -1, -1, 87, 94, -1, -1, 86, 93, -1, -1, 85, 92, -1, -1, 84, 91, -1, -1, 83,
+    90, -1, -1, 82, 89, -1, -1, 81, 88, -1, -1, 80, 87, -1, -1, 79, 86, -1, -1, 78, 85, -1, -1, 77, 84, -1, -1, 76, 83,
+    -1, -1, 75, 82, -1, -1, 74, 81, -1, -1, 73, 80, -1, -1, 72, 79, -1, -1, 71, 78, -1, -1, 70, 77, -1, -1, -1, 76, -1,
+    -1, -1, 75, -1, -1, -1, 74, -1, -1, -1, 73, -1, -1, -1, 72, -1, -1, -1, 71, -1, -1, -1, 70, -1, -1, 69, -1, 104, -1,
+    68, -1, 103, -1, 67, -1, 102, -1, 66, -1, 101, -1, 65, -1, 100, -1, 64, -1, 99, -1, 63, -1, 98, -1, 62, 69, 97, 104,
+    61, 68, 96, 103, 60, 67, 95, 102, 59, 66, 94, 101, 58, 65, 93, 100, 57, 64, 92, 99, 56, 63, 91, 98, 55, 62, 90, 97,
+    54, 61, 89, 96, 53, 60, 88, 95, 52, 59, 87, 94, 51, 58, 86, 93, 50, 57, 85, 92, 49, 56, 84, 91, 48, 55, 83, 90, 47,
+    54, 82, 89, 46, 53, 81, 88, 45, 52, 80, 87, 44, 51, 79, 86, 43, 50, 78, 85, 42, 49, 77, 84, 41, 48, 76, 83, 40, 47,
+    75, 82, 39, 46, 74, 81, 38, 45, 73, 80, 37, 44, 72, 79, 36, 43, 71, 78, 35, 42, 70, 77, -1, 41, -1, 76, -1, 40, -1,
+    75, -1, 39, -1, 74, -1, 38, -1, 73, -1, 37, -1, 72, -1, 36, -1, 71, -1, 35, -1, 70, 34, -1, 69, -1, 33, -1, 68, -1,
+    32, -1, 67, -1, 31, -1, 66, -1, 30, -1, 65, -1, 29, -1, 64, -1, 28, -1, 63, -1, 27, 34, 62, 69, 26, 33, 61, 68, 25,
+    32, 60, 67, 24, 31, 59, 66, 23, 30, 58, 65, 22, 29, 57, 64, 21, 28, 56, 63, 20, 27, 55, 62, 19, 26, 54, 61, 18, 25,
+    53, 60, 17, 24, 52, 59, 16, 23, 51, 58, 15, 22, 50, 57, 14, 21, 49, 56, 13, 20, 48, 55, 12, 19, 47, 54, 11, 18, 46,
+    53, 10, 17, 45, 52, 9, 16, 44, 51, 8, 15, 43, 50, 7, 14, 42, 49, 6, 13, 41, 48, 5, 12, 40, 47, 4, 11, 39, 46, 3, 10,
+    38, 45, 2, 9, 37, 44, 1, 8, 36, 43, 0, 7, 35, 42, -1, 6, -1, 41, -1, 5, -1, 40, -1, 4, -1, 39, -1, 3, -1, 38, -1, 2,
+    -1, 37, -1, 1, -1, 36, -1, 0, -1, 35, -1, -1, 34, -1, -1, -1, 33, -1, -1, -1, 32, -1, -1, -1, 31, -1, -1, -1, 30,
+    -1, -1, -1, 29, -1, -1, -1, 28, -1, -1, -1, 27, 34, -1, -1, 26, 33, -1, -1, 25, 32, -1, -1, 24, 31, -1, -1, 23, 30,
+    -1, -1, 22, 29, -1, -1, 21, 28, -1, -1, 20, 27, -1, -1, 19, 26, -1, -1, 18, 25, -1, -1, 17, 24, -1, -1, 16, 23, -1,
+    -1, 15, 22, -1, -1, 14, 21, -1, -1, 13, 20, -1, -1, 12, 19, -1, -1, 11, 18, -1, -1, 10, 17, -1, -1, 9, 16, -1, -1,
+    8, 15, -1, -1, 7, 14, -1, -1, 6, 13, -1, -1, 5, 12, -1, -1, 4, 11, -1, -1, 3, 10, -1, -1, 2, 9, -1, -1, 1, 8, -1,
+    -1, 0, 7, -1, -1, -1, 6, -1, -1, -1, 5, -1, -1, -1, 4, -1, -1, -1, 3, -1, -1, -1, 2, -1, -1, -1, 1, -1, -1, -1, 0
 };
 
 __global__ void pack(const float* __restrict__ weight, u32* __restrict__ packed, int words) {
@@ -1442,9 +1453,6 @@ __device__ __forceinline__ void turn(const Pixels& own, int channel, int left, u
 #pragma unroll
       for (int e = 0; e < 4; e++) hi[e] = to_tf32(__uint_as_float(v[e]));
       store_shared_128(tile + unit_at(p, unit), hi[0], hi[1], hi[2], hi[3]);
-#pragma unroll
-      for (int e = 0; e < 4; e++) v[e] = low_part(__uint_as_float(v[e]), hi[e]);
-      store_shared_128(tile + PART_BYTES + unit_at(p, unit), v[0], v[1], v[2], v[3]);
     }
   }
 }
@@ -1627,7 +1635,6 @@ __device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[4], Fragment
     const int (&subtile_row)[NB], int shift, int k_step, int part, bool last, int lane) {
   weights.take(a, lane);
   wgmma_fence();
-  if (part == 0) multiply(acc, a, tile + PART_BYTES, subtile_row, shift, k_step, lane);
   multiply(acc, a, tile, subtile_row, shift, k_step, lane);
   wgmma_commit();
   if (last) wgmma_wait<0>();
@@ -1645,28 +1652,15 @@ __device__ __forceinline__ void multiply_some(float (&acc)[NB][32], Fragments& w
         i % PARTS, i + 1 == COUNT * STEPS_PER_TAP, lane);
 }
 
-// Tensor cores truncate as they add, an error that grows with the length of a sum (measured: kb57's IEEE error was 3.8 times
-// PyTorch's with sums of 54 products of 8 channels). So sums are kept short, and added with rounding.
-__device__ __forceinline__ void promote(float (&acc)[NB][32], float (&sum)[NB][32]) {
-#pragma unroll
-  for (int nb = 0; nb < NB; nb++)
-#pragma unroll
-    for (int i = 0; i < 32; i++) {
-      sum[nb][i] += acc[nb][i];
-      acc[nb][i] = 0.f;
-    }
-}
-
 template <int FIRST>
-__device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB][32], float (&sum)[MB][NB][32],
-    Fragments& weights, u32 tile, const int (&subtile_row)[NB], int lane) {
+__device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB][32], Fragments& weights, u32 tile,
+    const int (&subtile_row)[NB], int lane) {
 #pragma unroll
   for (int b = 0; b < MB; b++) {
     int e = ENTRY[variant * (MB + 1) + b], last = ENTRY[variant * (MB + 1) + b + 1];
 #pragma unroll 1
     for (; e + TAPS_UNROLLED <= last; e += TAPS_UNROLLED) {
       multiply_some<TAPS_UNROLLED>(acc[b], weights, tile, subtile_row, e, lane);
-      promote(acc[b], sum[b]);
     }
   }
 }
@@ -1881,7 +1875,6 @@ __device__ __forceinline__ void consume(const char* packed, const float* bias, c
     Tile t = tile_at(index, s);
     int chunks = chunks_of(t.variant);
     float acc[MB][NB][32];
-    float sum[MB][NB][32];
 #pragma unroll
     for (int b = 0; b < MB; b++)
 #pragma unroll
@@ -1889,7 +1882,6 @@ __device__ __forceinline__ void consume(const char* packed, const float* bias, c
 #pragma unroll
         for (int i = 0; i < 32; i++) {
           acc[b][nb][i] = 0.f;
-          sum[b][nb][i] = 0.f;
         }
     weights.begin(packed, t, offset);
     int variant = __shfl_sync(0xffffffffu, t.variant, 0);  // so that ptxas knows that warps do not part over it
@@ -1897,11 +1889,11 @@ __device__ __forceinline__ void consume(const char* packed, const float* bias, c
     for (int chunk = 0; chunk < chunks; chunk++, cursor.next(STAGES_P)) {
       barrier_wait(full + cursor.stage * 8, cursor.parity);
       u32 tile = tiles + cursor.stage * STAGE_BYTES;
-      multiply_chunk<0>(variant, acc, sum, weights, tile, subtile_row, lane);
+      multiply_chunk<0>(variant, acc, weights, tile, subtile_row, lane);
       __syncwarp();
       if (lane == 0) barrier_arrive(empty + cursor.stage * 8);
     }
-    epilogue(sum, bias, y, s, t, t.cout_block, first_subtile, buffer, warp, lane);
+    epilogue(acc, bias, y, s, t, t.cout_block * WGS_M, first_subtile, buffer, warp, lane);
   }
 }
 
@@ -1973,8 +1965,8 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 }  // namespace forward_unaligned
 
 // =====================================================================================================================
-// Gradient for the input: wgmma ieee, tile 1x2x8x8 (NxDxHxW of q) x 64 rows, chunk of 8 channels, pixels halved,
-// weights ring of 5 x 4 fragments, 220 KB shared.
+// Gradient for the input: wgmma tf32, tile 1x2x8x16 (NxDxHxW of q) x 64 rows, chunk of 8 channels, pixels halved,
+// weights ring of 2 x 4 fragments, 221 KB shared.
 // =====================================================================================================================
 
 namespace grad_input {
@@ -2001,7 +1993,7 @@ namespace grad_input {
 // Sizes of the input are arguments.
 
 constexpr int ELEMENT = 4;  // bytes of an element
-constexpr int PARTS = 2;  // TF32 parts of an operand: 2 for IEEE float32, in three products
+constexpr int PARTS = 1;  // TF32 parts of an operand: 2 for IEEE float32, in three products
 constexpr int CIN = 16;  // channels of what is read
 constexpr int COUT = 32;  // channels of what is written
 constexpr int CIN_G = 16;  // channels of a group in what is read
@@ -2018,23 +2010,23 @@ constexpr int COUT_BLOCKS = 1;  // M-groups that share the output channels of a 
 constexpr int M_GROUPS = 1;  // groups x COUT_BLOCKS x VARIANTS
 constexpr int STAGES_P = 1;  // input tiles in shared memory
 constexpr int STAGES_S = 2;  // staging slots
-constexpr int STAGES_W = 5;  // stages of the weights' ring
+constexpr int STAGES_W = 2;  // stages of the weights' ring
 constexpr int W_STAGE = 4;  // fragments of weights in a stage
-constexpr int RUN_GROUPS = 1;  // groups of 8 columns that the epilogue stores together
+constexpr int RUN_GROUPS = 2;  // groups of 8 columns that the epilogue stores together
 constexpr int ROWS_D = 4, ROWS_H = 20;  // input rows of a tile
 constexpr int ROW_STEP_D = 1, ROW_STEP_H = 2;  // rows of the tile from one q to the next
 constexpr int FIRST_W = 0;
-constexpr int COLUMNS = 14;  // input columns of a tile with its halo
+constexpr int COLUMNS = 22;  // input columns of a tile with its halo
 constexpr int COLUMN_PAD = 0;  // columns by which a box begins early
-constexpr int PLANE = 14;  // columns with one residue modulo IN_STEP_W
+constexpr int PLANE = 22;  // columns with one residue modulo IN_STEP_W
 constexpr int PLANES = 1;  // residues that some tap reads
-constexpr int TAPS_UNROLLED = 3;  // taps in a stretch of code without a drain of the tensor cores
+constexpr int TAPS_UNROLLED = 9;  // taps in a stretch of code without a drain of the tensor cores
 constexpr int FRAGMENT_SETS = 2;  // sets of registers that weights take in turn
 constexpr int PRODUCER_REGISTERS = 96;  // of a thread
 constexpr int CONSUMER_REGISTERS = 160;  // of a thread
 constexpr int OUT_STEP_D = 1, OUT_STEP_H = 2, OUT_STEP_W = 1;  // outputs from one q to the next
 constexpr int IN_STEP_D = 1, IN_STEP_H = 2, IN_STEP_W = 1;  // inputs from one q to the next
-constexpr int TILE_D = 2, TILE_H = 8, TILE_W = 8;  // positions q of a tile
+constexpr int TILE_D = 2, TILE_H = 8, TILE_W = 16;  // positions q of a tile
 constexpr int TILE_N = 1;  // images of a tile
 
 // PTX in small wrappers, so that a kernel body reads as an algorithm.
@@ -2193,12 +2185,12 @@ constexpr int H_SUBTILES = TILE_H / SUB_H;
 
 // [variant, block, tap]: the tap's shift in pixel rows
 __constant__ const short TAP_ROW[] = {
-    0, 1, 2, 3, 4, 5, 6, 14, 15, 16, 17, 18, 19, 20, 28, 29, 30, 31, 32, 33, 34, 42, 43, 44, 45, 46, 47, 48, 56, 57, 58,
-    59, 60, 61, 62, 70, 71, 72, 73, 74, 75, 76, 280, 281, 282, 283, 284, 285, 286, 294, 295, 296, 297, 298, 299, 300,
-    308, 309, 310, 311, 312, 313, 314, 322, 323, 324, 325, 326, 327, 328, 336, 337, 338, 339, 340, 341, 342, 350, 351,
-    352, 353, 354, 355, 356, 560, 561, 562, 563, 564, 565, 566, 574, 575, 576, 577, 578, 579, 580, 588, 589, 590, 591,
-    592, 593, 594, 602, 603, 604, 605, 606, 607, 608, 616, 617, 618, 619, 620, 621, 622, 630, 631, 632, 633, 634, 635,
-    636
+    0, 1, 2, 3, 4, 5, 6, 22, 23, 24, 25, 26, 27, 28, 44, 45, 46, 47, 48, 49, 50, 66, 67, 68, 69, 70, 71, 72, 88, 89, 90,
+    91, 92, 93, 94, 110, 111, 112, 113, 114, 115, 116, 440, 441, 442, 443, 444, 445, 446, 462, 463, 464, 465, 466, 467,
+    468, 484, 485, 486, 487, 488, 489, 490, 506, 507, 508, 509, 510, 511, 512, 528, 529, 530, 531, 532, 533, 534, 550,
+    551, 552, 553, 554, 555, 556, 880, 881, 882, 883, 884, 885, 886, 902, 903, 904, 905, 906, 907, 908, 924, 925, 926,
+    927, 928, 929, 930, 946, 947, 948, 949, 950, 951, 952, 968, 969, 970, 971, 972, 973, 974, 990, 991, 992, 993, 994,
+    995, 996
 };
 __constant__ const int ENTRY[] = {0,126};  // [variant][MB + 1]: where a block's taps begin
 __constant__ const short SUB_D[] = {0,0};  // [variant][SUBS]: output offset of an M-row's sub-position
@@ -2426,9 +2418,6 @@ __device__ __forceinline__ void turn(const Pixels& own, int channel, int left, u
 #pragma unroll
       for (int e = 0; e < 4; e++) hi[e] = to_tf32(__uint_as_float(v[e]));
       store_shared_128(tile + unit_at(p, unit), hi[0], hi[1], hi[2], hi[3]);
-#pragma unroll
-      for (int e = 0; e < 4; e++) v[e] = low_part(__uint_as_float(v[e]), hi[e]);
-      store_shared_128(tile + PART_BYTES + unit_at(p, unit), v[0], v[1], v[2], v[3]);
     }
   }
 }
@@ -2611,7 +2600,6 @@ __device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[4], Fragment
     const int (&subtile_row)[NB], int shift, int k_step, int part, bool last, int lane) {
   weights.take(a, lane);
   wgmma_fence();
-  if (part == 0) multiply(acc, a, tile + PART_BYTES, subtile_row, shift, k_step, lane);
   multiply(acc, a, tile, subtile_row, shift, k_step, lane);
   wgmma_commit();
   if (last) wgmma_wait<0>();
@@ -2629,28 +2617,15 @@ __device__ __forceinline__ void multiply_some(float (&acc)[NB][32], Fragments& w
         i % PARTS, i + 1 == COUNT * STEPS_PER_TAP, lane);
 }
 
-// Tensor cores truncate as they add, an error that grows with the length of a sum (measured: kb57's IEEE error was 3.8 times
-// PyTorch's with sums of 54 products of 8 channels). So sums are kept short, and added with rounding.
-__device__ __forceinline__ void promote(float (&acc)[NB][32], float (&sum)[NB][32]) {
-#pragma unroll
-  for (int nb = 0; nb < NB; nb++)
-#pragma unroll
-    for (int i = 0; i < 32; i++) {
-      sum[nb][i] += acc[nb][i];
-      acc[nb][i] = 0.f;
-    }
-}
-
 template <int FIRST>
-__device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB][32], float (&sum)[MB][NB][32],
-    Fragments& weights, u32 tile, const int (&subtile_row)[NB], int lane) {
+__device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB][32], Fragments& weights, u32 tile,
+    const int (&subtile_row)[NB], int lane) {
 #pragma unroll
   for (int b = 0; b < MB; b++) {
     int e = ENTRY[variant * (MB + 1) + b], last = ENTRY[variant * (MB + 1) + b + 1];
 #pragma unroll 1
     for (; e + TAPS_UNROLLED <= last; e += TAPS_UNROLLED) {
       multiply_some<TAPS_UNROLLED>(acc[b], weights, tile, subtile_row, e, lane);
-      promote(acc[b], sum[b]);
     }
   }
 }
@@ -2865,7 +2840,6 @@ __device__ __forceinline__ void consume(const char* packed, const float* bias, c
     Tile t = tile_at(index, s);
     int chunks = chunks_of(t.variant);
     float acc[MB][NB][32];
-    float sum[MB][NB][32];
 #pragma unroll
     for (int b = 0; b < MB; b++)
 #pragma unroll
@@ -2873,7 +2847,6 @@ __device__ __forceinline__ void consume(const char* packed, const float* bias, c
 #pragma unroll
         for (int i = 0; i < 32; i++) {
           acc[b][nb][i] = 0.f;
-          sum[b][nb][i] = 0.f;
         }
     weights.begin(packed, t, offset);
     int variant = __shfl_sync(0xffffffffu, t.variant, 0);  // so that ptxas knows that warps do not part over it
@@ -2881,11 +2854,11 @@ __device__ __forceinline__ void consume(const char* packed, const float* bias, c
     for (int chunk = 0; chunk < chunks; chunk++, cursor.next(STAGES_P)) {
       barrier_wait(full + cursor.stage * 8, cursor.parity);
       u32 tile = tiles + cursor.stage * STAGE_BYTES;
-      multiply_chunk<0>(variant, acc, sum, weights, tile, subtile_row, lane);
+      multiply_chunk<0>(variant, acc, weights, tile, subtile_row, lane);
       __syncwarp();
       if (lane == 0) barrier_arrive(empty + cursor.stage * 8);
     }
-    epilogue(sum, bias, y, s, t, t.cout_block, first_subtile, buffer, warp, lane);
+    epilogue(acc, bias, y, s, t, t.cout_block * WGS_M, first_subtile, buffer, warp, lane);
   }
 }
 
@@ -2957,8 +2930,8 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 }  // namespace grad_input
 
 // =====================================================================================================================
-// Gradient for the weight: mma.sync ieee, 32x16 channels x 1x1x7 taps a block, chunks of 1x1x4x64 (NxDxHxW of q), K in
-// 140 slices, 106 KB shared.
+// Gradient for the weight: wgmma tf32, 32x16 channels x 1x5x7 taps a block, chunks of 1x1x8x32 (NxDxHxW of q), K in 44
+// slices, 195 KB shared.
 // =====================================================================================================================
 
 namespace grad_weight {
@@ -2981,34 +2954,62 @@ constexpr int KERNEL_D = 3, KERNEL_H = 5, KERNEL_W = 7;  // the layer's
 constexpr int STEP_D = 1, STEP_H = 1, STEP_W = 1;  // stride
 constexpr int DIL_D = 1, DIL_H = 1, DIL_W = 1;  // dilation
 constexpr int PAD_D = 0, PAD_H = 0, PAD_W = 0;  // padding
-constexpr int TAPS_D = 1, TAPS_H = 1, TAPS_W = 7;  // of a set, which a block multiplies
-constexpr int SETS_D = 3, SETS_H = 5, SETS_W = 1;  // of taps
-constexpr int TILE_D = 1, TILE_H = 4, TILE_W = 64;  // positions q of a chunk
-constexpr int WARP_M = 32;  // input channels of a warp
-constexpr int WARP_N = 8;  // output channels of a warp
+constexpr int TAPS_D = 1, TAPS_H = 5, TAPS_W = 7;  // of a set, which a block multiplies
+constexpr int SETS_D = 3, SETS_H = 1, SETS_W = 1;  // of taps
+constexpr int TILE_D = 1, TILE_H = 8, TILE_W = 32;  // positions q of a chunk
+constexpr int WGS = 3;  // warpgroups that multiply
+constexpr int WGS_M = 1;  // of them, those that divide the output channels
+constexpr int SUBS = 4;  // taps that share the 64 rows of a matrix instruction
+constexpr int ENTRIES = 3;  // accumulators of 64 rows of a warpgroup
+constexpr int STAGES = 3;  // chunks in shared memory
+constexpr int STRETCH = 24;  // matrix instructions between whose ends the tensor cores do not drain
+constexpr int PRODUCER_REGISTERS = 56;  // of a thread
+constexpr int CONSUMER_REGISTERS = 152;  // of a thread
 
-// Grad-weight on tensor cores: dW[ci, co, tap] = sum over images and positions q of x[ci, q] * g[co, q * STEP + tap * DIL - PAD].
+// Grad-weight by wgmma (sm_90a): dW[ci, co, tap] = sum over images and positions q of x[ci, q] * g[co, q * STEP + tap * DIL - PAD].
 //
-// A GEMM whose K is the pixels: M = BLOCK_M input channels, N = BLOCK_N output channels, one accumulator for each tap of a set
-// (TAPS_D x TAPS_H x TAPS_W neighbouring taps). A block takes a tile of channels, a set of taps and a range of pixel tiles
-// (TILE_N x TILE_D x TILE_H x TILE_W positions q, a "chunk"): x's tile and g's with the halo of the set are copied to shared
-// memory once and serve all taps of the set. mma.sync takes both operands from registers, so that a tap may begin at any
-// column: fragments of x are read once a step and meet those of every tap.
+// The GEMM of wgrad.cu with the operands the other way round. M = 64 rows, an output channel at a tap each (SUBS taps of
+// 64 / SUBS channels), N = BLOCK_CI input channels, K = pixels.
+//   A, from registers: g's tile with its halo, read from shared memory at any column, so that a tap is an address.
+//   B, from shared memory by descriptor: x's tile as the tensor copy engine leaves it. NCHW: rows of a channel's pixels (K-major),
+//      rounded to TF32 on the way; CHANNELS_LAST of 16 bits: rows of a pixel's channels (MN-major). TF32 has no MN-major form, so
+//      that CHANNELS_LAST float32 is turned by the copying warpgroup (TURN_X).
+// g comes by boxes too (BOX_G), NCHW by one where its rows lie evenly (G_ONE_BOX), or by threads where rows begin off 16 bytes.
+// Roles: one warpgroup copies, WGS warpgroups multiply: WGS_M of them divide the output channels of a block, the others its taps,
+// ENTRIES x SUBS taps each: ENTRIES neighbours for each of SUBS bands of rows.
 //
-// Shared memory: NCHW [row][channel][column], CHANNELS_LAST [row][column][channel]; pitches keep the eight rows of a fragment in
-// different banks. Copies of 16 bytes (cp.async), two stages. NCHW rows of any alignment: the 16-byte units of memory that
-// hold them are copied, and a row then begins (address % 16) bytes into its place.
-//
-// K is split over SPLITS ranges of chunks and WARPS_K warps; each writes its own partial sums, `reduce` adds them in the order of
-// their index: the same bits in every run, without atomics.
-constexpr int WARPS = 8;
-constexpr int COPIERS = WARPS * 32;  // threads that copy
+// K is split over ranges of chunks; each split writes partial sums, `reduce` adds them in the order of their index.
+constexpr int COPIERS = 128;
 
 // PTX in small wrappers, so that a kernel body reads as an algorithm.
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+// --- mbarriers: `count` arrivals (and the announced bytes) complete a phase; waits name the phase by its parity -------
+
+__device__ __forceinline__ void barrier_init(u32 barrier, int count) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;\n" ::"r"(barrier), "r"(count));
+}
+__device__ __forceinline__ void barrier_arrive(u32 barrier) {
+  asm volatile("{\n .reg .b64 state;\n mbarrier.arrive.shared.b64 state, [%0];\n}\n" ::"r"(barrier) : "memory");
+}
+__device__ __forceinline__ bool barrier_done(u32 barrier, u32 parity) {
+  u32 done;
+  asm volatile(
+      "{\n .reg .pred p;\n mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n selp.u32 %0, 1, 0, p;\n}\n"
+      : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+  return done;
+}
+__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
+  while (!barrier_done(barrier, parity)) {}
+}
+template <int ID, int THREADS>
+__device__ __forceinline__ void named_sync() { asm volatile("bar.sync %0, %1;\n" ::"n"(ID), "n"(THREADS) : "memory"); }
+__device__ __forceinline__ void named_sync(int id, int threads) {
+  asm volatile("bar.sync %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
+}
 
 // --- copies into shared memory ---------------------------------------------------------------------------------------
 
@@ -3031,12 +3032,14 @@ __device__ __forceinline__ u32 to_tf32(float v) {
   asm("cvt.rn.tf32.f32 %0, %1;\n" : "=r"(r) : "f"(v));
   return r;
 }
-// What TF32 leaves of a float, in TF32 itself; nothing of infinities and NaNs, whose difference to themselves is a NaN.
-__device__ __forceinline__ u32 low_part(float v, u32 high) {
-  return (high & 0x7f800000u) == 0x7f800000u ? 0u : to_tf32(v - __uint_as_float(high));
-}
 
 // --- matrix instructions ---------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory"); }
+template <int N> __device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(N) : "memory");
+}
 
 constexpr int VEC = 16 / ELEMENT;  // elements of a 16-byte unit
 constexpr int TAPS = KERNEL_D * KERNEL_H * KERNEL_W;  // of a set, which a block multiplies
@@ -3044,16 +3047,13 @@ constexpr int SET_TAPS = TAPS_D * TAPS_H * TAPS_W;
 constexpr int SETS = SETS_D * SETS_H * SETS_W;  // of taps
 constexpr int CIN = GROUPS * CIN_G;  // channels of what is read
 constexpr int COUT = GROUPS * COUT_G;  // channels of what is written
-constexpr int G_ROWS_D = 1, G_ROWS_H = 4;
-constexpr int G_COLUMNS = 70;
+constexpr int G_ROWS_D = 1, G_ROWS_H = 12;
+constexpr int G_COLUMNS = 38;
 constexpr int X_ROWS = TILE_N * TILE_D * TILE_H;
 constexpr int G_ROWS = TILE_N * G_ROWS_D * G_ROWS_H;
 constexpr int G_EXTENT = (G_COLUMNS + VEC - 1 + VEC - 1) / VEC;  // units of a row (NCHW)
-constexpr int X_UNITS = (TILE_W + VEC - 1) / VEC;
 constexpr int G_UNITS = G_EXTENT;
-constexpr int X_PITCH = 68;
-constexpr int G_PITCH = 76;
-constexpr int X_BYTES = X_ROWS * BLOCK_CI * X_PITCH * ELEMENT;
+constexpr int G_PITCH = 44;
 constexpr int G_BYTES = G_ROWS * BLOCK_CO * G_PITCH * ELEMENT;
 struct Sizes {
   int batch, in_d, in_h, in_w, out_d, out_h, out_w;
@@ -3156,8 +3156,9 @@ __device__ __forceinline__ void clear_borders(const char* tensor, int depth, int
 
 constexpr int RUNS = 8;  // warps of a block
 
-constexpr int INNERMOST = COUT_G;
-constexpr int SLICE_ROWS = CIN * TAPS;
+// slices: [tap][COUT][CIN_G], else [tap][CIN][COUT_G]
+constexpr int INNERMOST = CIN_G;
+constexpr int SLICE_ROWS = COUT * TAPS;
 
 struct SliceRow {
   long long from, to;                      // first element in a slice, and in the weight
@@ -3165,8 +3166,11 @@ struct SliceRow {
 
 // Rows are counted as the weight has them.
 __device__ __forceinline__ SliceRow slice_row(int row, long long stride_ci, long long stride_co, long long stride_tap) {
-  int ci = row / TAPS, tap = row % TAPS;
-  return {((long long)tap * CIN + ci) * COUT_G, ci * stride_ci + tap * stride_tap};
+  int group = row / (COUT_G * TAPS), j = row % (COUT_G * TAPS);
+  bool taps_inside = stride_tap <= stride_co;
+  int co = taps_inside ? j / TAPS : j % COUT_G, tap = taps_inside ? j % TAPS : j / COUT_G;
+  return {((long long)tap * COUT + group * COUT_G + co) * CIN_G,
+      group * CIN_G * stride_ci + co * stride_co + tap * stride_tap};
 }
 
 __global__ void __launch_bounds__(32 * RUNS)
@@ -3199,7 +3203,7 @@ reduce(const float* __restrict__ partial, bits* __restrict__ out, int slices, lo
   for (int run = 1; run < RUNS; run++) sum[0] += sums[run][lane];
   sums[0][lane] = sum[0];
   __syncwarp();
-  long long stride_c = stride_co;
+  long long stride_c = stride_ci;
   c -= lane;
 #pragma unroll 1
   for (int i = threadIdx.x; i < REDUCE_ROWS * 32; i += 32 * RUNS) {  // neighbouring threads write neighbours
@@ -3211,216 +3215,281 @@ reduce(const float* __restrict__ partial, bits* __restrict__ out, int slices, lo
   }
 }
 
-constexpr int THREADS = WARPS * 32;
-constexpr int WARPS_M = BLOCK_CI / WARP_M;
-constexpr int WARPS_N = BLOCK_CO / WARP_N;
-constexpr int WARPS_K = WARPS / (WARPS_M * WARPS_N);
-constexpr int M_FRAGMENTS = WARP_M / 16;
-constexpr int N_FRAGMENTS = WARP_N / 8;
-constexpr int M_TILES = (CIN_G + BLOCK_CI - 1) / BLOCK_CI;
-constexpr int N_TILES = (COUT_G + BLOCK_CO - 1) / BLOCK_CO;
+constexpr int ROWS_PER_SUB = 64 / SUBS;
+constexpr int THREADS = (1 + WGS) * 128;
+constexpr int CI_TILES = (CIN_G + BLOCK_CI - 1) / BLOCK_CI;
+constexpr int CO_TILES = (COUT_G + BLOCK_CO - 1) / BLOCK_CO;
+constexpr int NB = 1;
+constexpr int N_WIDTH = 32;  // of one matrix instruction
 
-constexpr int STAGE_BYTES = X_BYTES + G_BYTES;
+// x in shared memory. NCHW: boxes of BLOCK_CI rows of SEGMENT bytes (pixels of a row; a box of several shorter rows would
+// pad each to the swizzle's span).
+// CHANNELS_LAST: for each N_WIDTH channels a box of the chunk's pixels.
+constexpr int PIXELS = X_ROWS * TILE_W;
+constexpr int SEGMENT = 128;
+constexpr int BOXES = PIXELS * ELEMENT / SEGMENT;
+constexpr int BOX_BYTES = BLOCK_CI * SEGMENT;
+constexpr int X_TILE_BYTES = BOXES * BOX_BYTES;
+constexpr int STAGE_BYTES = (X_TILE_BYTES + G_BYTES + 1023) / 1024 * 1024;
+constexpr int RAW_AT = STAGES * STAGE_BYTES;  // x's pixels before they are turned
+constexpr int RAW_BYTES = 0;
+constexpr int BARRIERS_AT = RAW_AT + RAW_BYTES;
 
-constexpr int W_STRIPS = TILE_W / 8;  // a strip is 8 columns of a row
-constexpr int STRIPS = X_ROWS * W_STRIPS;
-constexpr int STEPS = STRIPS;  // a matrix instruction takes one strip of float32, two of 16-bit types
-constexpr int PARTS = 2;
+// a matrix instruction takes 32 bytes of K: a strip of 8 columns, or two of 16-bit types
+constexpr int K_STEPS = PIXELS * ELEMENT / 32;
+constexpr int STEPS = K_STEPS * ENTRIES;
+constexpr int SETS_OF_FRAGMENTS = 3;  // a third set spills there
+constexpr int W_STRIPS = TILE_W / 8;
+
+struct alignas(64) TensorMap { u64 opaque[16]; };
+struct TensorMaps {
+  TensorMap x;
+};
 
 struct Work {                              // of a block
-  int group, m, n;                         // first channels within the group
+  int group, ci, co;                       // first channels within the group
   int tap_d, tap_h, tap_w;                 // first tap of the set
 };
 
-__device__ __forceinline__ void copy_chunk(const char* __restrict__ x, const char* __restrict__ g, const Sizes& s,
-    const Chunk& c, const Work& work, unsigned char* stage, int thread) {
-  constexpr int x_extent = X_UNITS, g_extent = G_UNITS;
-  copy_tile<X_ROWS, BLOCK_CI, x_extent, X_PITCH, CIN, CIN_G, true>(
-      x, s.batch, s.in_d, s.in_h, s.in_w, c.n, c.d, c.h, c.w, work.group * CIN_G + work.m, CIN_G - work.m, stage,
-          thread);
-  copy_tile<G_ROWS, BLOCK_CO, g_extent, G_PITCH, COUT, COUT_G, false>(
-      g, s.batch, s.out_d, s.out_h, s.out_w, c.n, c.d * STEP_D + work.tap_d * DIL_D - PAD_D,
-          c.h * STEP_H + work.tap_h * DIL_H - PAD_H,
-      c.w * STEP_W + work.tap_w * DIL_W - PAD_W, work.group * COUT_G + work.n, COUT_G - work.n, stage + X_BYTES,
-          thread);
+// =====================================================================================================================
+// Copies
+// =====================================================================================================================
+
+__device__ __forceinline__ void load_box(u32 to, const TensorMap* map, int a, int b, int c, int d, int e, u32 barrier) {
+  asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5, %6}], [%7];\n"
+      ::"r"(to), "l"(map), "r"(a), "r"(b), "r"(c), "r"(d), "r"(e), "r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ void load_boxes(const TensorMap* map_x, const TensorMap* map_g, const Chunk& c,
+    const Work& work, u32 to, u32 barrier) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(X_TILE_BYTES) : "memory");
+  int channel = work.group * CIN_G + work.ci;
+#pragma unroll 1
+  for (int i = 0; i < BOXES; i++) {
+    int strip = i * (SEGMENT / ELEMENT / 8);
+    Rows at = x_row(strip / W_STRIPS);
+    int column = c.w + strip % W_STRIPS * 8, row = c.h + at.h;
+    load_box(to + i * BOX_BYTES, map_x, column, row, c.d + at.d, channel, c.n + at.n, barrier);
+  }
 }
 
 // =====================================================================================================================
 // Multiplications
 // =====================================================================================================================
 
-__device__ __forceinline__ void multiply(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
-  asm volatile("mma.sync.aligned." "m16n8k8.row.col.f32.tf32.tf32.f32" " {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};\n"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]),
-          "r"(b[1]));
-}
+#define ACCUMULATORS_32(d) \
+  "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),          \
+      "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
+#define WGMMA_32(shape, tail) \
+  "wgmma.mma_async.sync.aligned." shape                                                                               \
+  " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, {%16,%17,%18,%19}, %20, " tail ";\n"
 
-__device__ __forceinline__ u32 rounded(u32 v) {
-  return to_tf32(__uint_as_float(v));
-}
-
-__device__ __forceinline__ u32 element_pair(const u32* words, int e, int) { return words[e]; }
-
-// One chunk of a stage: all its steps that are this warp's.
-__device__ __forceinline__ void multiply_chunk(float (&acc)[SET_TAPS][M_FRAGMENTS][N_FRAGMENTS][4],
-    const unsigned char* stage, const Sizes& s, u32 x_phase, u32 g_phase, int warp_m, int warp_n, int warp_k,
-        int lane) {
-  const int g = lane >> 2, q = lane & 3;
-  const u32* xs = (const u32*)stage;
-  const u32* gs = (const u32*)(stage + X_BYTES);
-#pragma unroll 1
-  for (int step = warp_k; step < STEPS; step += WARPS_K) {
-    int x_at[2], g_row_n[2], row_d[2], row_h[2], column[2];  // of the two halves of K
+__device__ __forceinline__ void multiply(float (&acc)[NB][N_WIDTH / 2], const u32 (&a)[4], u32 tile, int k_step) {
+  // Stride from 8 rows to the next 8: of channels (K-major), of pixels (MN-major, 8 of the 16 of a step).
+  const u64 upper = ((u64)(8 * SEGMENT >> 4) << 32) | ((u64)(8 * SEGMENT >> 4) << 16) | ((u64)(1) << 62);
 #pragma unroll
-    for (int k = 0; k < 2; k++) {
-      int strip = step, row = strip / W_STRIPS;
-      Rows at = x_row(row);
-      g_row_n[k] = at.n * G_ROWS_D;
-      row_d[k] = at.d * STEP_D;
-      row_h[k] = at.h * STEP_H;
-      column[k] = strip % W_STRIPS * 8 + 4 * k;
-      int phase = 0;
-      x_at[k] = row * BLOCK_CI * X_PITCH + column[k] + phase;
-    }
-    u32 a[M_FRAGMENTS][PARTS][4];
-#pragma unroll
-    for (int i = 0; i < M_FRAGMENTS; i++)
-#pragma unroll
-      for (int r = 0; r < 4; r++) {
-        int m = warp_m + i * 16 + (r & 1) * 8 + g, k = r >> 1;
-        u32 v = element_pair(xs, x_at[k] + m * X_PITCH + q, 1);
-        a[i][0][r] = rounded(v);
-        a[i][PARTS - 1][r] = low_part(__uint_as_float(v), a[i][0][r]);
-      }
-#pragma unroll
-    for (int td = 0; td < TAPS_D; td++)
-#pragma unroll
-      for (int th = 0; th < TAPS_H; th++) {
-        int base[2];
-#pragma unroll
-        for (int k = 0; k < 2; k++) {
-          int d = row_d[k] + td * DIL_D, h = row_h[k] + th * DIL_H;
-          int row = (g_row_n[k] + d) * G_ROWS_H + h;
-          int image = g_row_n[k] / G_ROWS_D, at_d = d, at_h = h;
-          int phase = (g_phase + ((u32)(image * COUT) * s.out_d + at_d) * s.out_h * s.out_w
-              + (u32)at_h * s.out_w) & (VEC - 1);
-          base[k] = row * BLOCK_CO * G_PITCH + column[k] * STEP_W + phase;
-        }
-#pragma unroll
-        for (int tw = 0; tw < TAPS_W; tw++) {
-          const int tap = (td * TAPS_H + th) * TAPS_W + tw;
-          u32 b[N_FRAGMENTS][PARTS][2];
-#pragma unroll
-          for (int j = 0; j < N_FRAGMENTS; j++)
-#pragma unroll
-            for (int k = 0; k < 2; k++) {
-              int n = warp_n + j * 8 + g;
-              u32 v = element_pair(gs, base[k] + n * G_PITCH + q * STEP_W + tw * DIL_W, STEP_W);
-              b[j][0][k] = rounded(v);
-              b[j][PARTS - 1][k] = low_part(__uint_as_float(v), b[j][0][k]);
-            }
-#pragma unroll
-          for (int j = 0; j < N_FRAGMENTS; j++)
-#pragma unroll
-            for (int i = 0; i < M_FRAGMENTS; i++) {
-              // the small products first
-              multiply(acc[tap][i][j], a[i][PARTS - 1], b[j][0]);
-              multiply(acc[tap][i][j], a[i][0], b[j][PARTS - 1]);
-              multiply(acc[tap][i][j], a[i][0], b[j][0]);
-            }
-        }
-      }
+  for (int nb = 0; nb < NB; nb++) {
+    u32 start = tile + k_step * 32 / SEGMENT * BOX_BYTES + nb * 64 * SEGMENT + k_step * 32 % SEGMENT;
+    u64 b = upper | ((start & 0x3ffff) >> 4);
+    asm volatile(WGMMA_32("m64n32" "k8.f32.tf32.tf32", "1, 1, 1") : ACCUMULATORS_32(acc[nb]) : "r"(a[0]), "r"(a[1]),
+        "r"(a[2]), "r"(a[3]), "l"(b));
   }
 }
 
-// partial: [SPLITS * WARPS_K][TAPS][CIN][COUT_G] float32.
+// A lane's view of its taps; the same for all chunks.
+struct Taps {
+  int at[ENTRIES];  // of g's tile: elements (NCHW) or pixels (CHANNELS_LAST) by which the tap is shifted
+  u32 line[ENTRIES];  // NCHW: rows of memory from a chunk's first row to the tap's, as elements modulo 2^32
+};
+
+// Place of a tile's row of q in g's tile, and in memory (NCHW), before the tap's own share; constants after unrolling.
+__device__ __forceinline__ int tile_row(const Rows& q) {
+  return (q.n * G_ROWS_D + q.d * STEP_D) * G_ROWS_H + q.h * STEP_H;
+}
+
+// The fragment of entry `e` at step `k_step` of K: rows g and g + 8 of the warp's sixteen; of the two halves of K, pixels
+// q and q + 4 of a strip (TF32), or 2q and 2q + 1 of two strips.
+__device__ __forceinline__ void load_fragment(u32 (&a)[4], const unsigned char* g_tile, const Taps& taps,
+    const Sizes& s, u32 phase, int e, int k_step, int lane_at) {
+  const u32* words = (const u32*)g_tile;
+#pragma unroll
+  for (int k = 0; k < 2; k++) {
+    int strip = k_step;
+    Rows q = x_row(strip / W_STRIPS);
+    int column = (strip % W_STRIPS * 8 + 4 * k) * STEP_W;
+    // What is known only at run time, and constants that are even, so that the addresses are a register and an immediate.
+    int at = lane_at + taps.at[e];
+    const int constant = tile_row(q) * (BLOCK_CO * G_PITCH) + column;
+    at += (phase + taps.line[e] + ((u32)(q.n * COUT) * s.out_d + q.d * STEP_D) * s.out_h * s.out_w
+        + (u32)(q.h * STEP_H) * s.out_w) & (VEC - 1);
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      u32 v = words[at + constant + h * 8 * G_PITCH];
+      a[2 * k + h] = to_tf32(__uint_as_float(v));  // boxes are rounded on their way
+    }
+  }
+}
+
+__device__ __forceinline__ void consume(float* __restrict__ partial, const Sizes& s, const Work& work, const char* g,
+    u32 full, u32 empty, const unsigned char* memory, int split, int wg, int thread) {
+  int warp = thread >> 5, lane = thread & 31, row = lane >> 2, q = lane & 3;
+  int wg_m = wg % WGS_M, first_tap = (wg / WGS_M * SUBS + warp * 16 / ROWS_PER_SUB) * ENTRIES;
+  int channel = wg_m * ROWS_PER_SUB + warp * 16 % ROWS_PER_SUB;  // of the block's BLOCK_CO
+  Taps taps;
+#pragma unroll
+  for (int e = 0; e < ENTRIES; e++) {
+    int tap = first_tap + e;
+    if (tap >= SET_TAPS) tap = SET_TAPS - 1;  // its sums are not stored
+    int td = tap / (TAPS_H * TAPS_W), th = tap / TAPS_W % TAPS_H, tw = tap % TAPS_W;
+    int shift = (td * DIL_D) * G_ROWS_H + th * DIL_H;
+    taps.at[e] = shift * (BLOCK_CO * G_PITCH) + tw * DIL_W;
+    taps.line[e] = ((u32)(td * DIL_D) * s.out_h + th * DIL_H) * s.out_w;
+  }
+  int lane_at = (channel + row) * G_PITCH + q * STEP_W;
+  float acc[ENTRIES][NB][N_WIDTH / 2] = {};
+  int begin = split * s.per_split, end = begin + s.per_split < s.chunks ? begin + s.per_split : s.chunks;
+  u32 stage = 0, parity = 0;
+#pragma unroll 1
+  for (int i = begin; i < end; i++) {
+    u32 phase = 0;
+    // Rows 8 channels apart have the same alignment, so that a lane has one for each row of a tile.
+    Chunk c = chunk_at(i, s);
+    int d = c.d * STEP_D + work.tap_d * DIL_D - PAD_D, h = c.h * STEP_H + work.tap_h * DIL_H - PAD_H,
+        w = c.w * STEP_W + work.tap_w * DIL_W - PAD_W;
+    phase = (u32)((u64)g / ELEMENT)
+        + (((u32)c.n * COUT + work.group * COUT_G + work.co + row) * s.out_d + d) * s.out_h * s.out_w + (u32)h * s.out_w
+            + w;
+    const unsigned char* tile = memory + stage * STAGE_BYTES;
+    u32 x_tile = shared_address(tile);
+    barrier_wait(full + stage * 8, parity);
+#pragma unroll 1
+    for (int run = 0; run < STEPS / STRETCH; run++) {
+      u32 a[SETS_OF_FRAGMENTS][4];
+      // A run is some whole rows of q or a part of one, so that runs differ by an offset.
+      const int first = run * (STRETCH / ENTRIES);
+      const int strip = first * 1, column = strip % W_STRIPS * 8 * STEP_W;
+      Rows q0 = x_row(strip / W_STRIPS);
+      constexpr int pixel_bytes = 1, row_bytes = BLOCK_CO * G_PITCH * ELEMENT;  // pixels are counted in elements
+      const unsigned char* g_tile = tile + X_TILE_BYTES + tile_row(q0) * row_bytes;
+      u32 from = phase;
+      int lane_from = lane_at + column * pixel_bytes;
+      from += ((u32)(q0.n * COUT) * s.out_d + q0.d * STEP_D) * s.out_h * s.out_w + (u32)(q0.h * STEP_H) * s.out_w;
+      u32 x_from = x_tile + (first * 32 / SEGMENT * BOX_BYTES + first * 32 % SEGMENT);
+#pragma unroll
+      for (int step = 0; step < STRETCH; step++) {
+        const int e = step % ENTRIES, k = step / ENTRIES;
+        load_fragment(a[step % SETS_OF_FRAGMENTS], g_tile, taps, s, from, e, k, lane_from);
+        wgmma_fence();
+        multiply(acc[e], a[step % SETS_OF_FRAGMENTS], x_from, k);
+        wgmma_commit();
+        if (step + 1 == STRETCH) wgmma_wait<0>();
+        else wgmma_wait<SETS_OF_FRAGMENTS - 1>();
+      }
+    }
+    __syncwarp();
+    if (lane == 0) barrier_arrive(empty + stage * 8);
+    if (++stage == STAGES) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+  long long slice = (long long)split * (TAPS * COUT * (long long)CIN_G);
+#pragma unroll
+  for (int e = 0; e < ENTRIES; e++) {
+    int tap = first_tap + e;
+    int kd = work.tap_d + tap / (TAPS_H * TAPS_W), kh = work.tap_h + tap / TAPS_W % TAPS_H,
+        kw = work.tap_w + tap % TAPS_W;
+    if (tap >= SET_TAPS || kd >= KERNEL_D || kh >= KERNEL_H || kw >= KERNEL_W) continue;
+    float* to = partial + slice
+        + ((long long)((kd * KERNEL_H + kh) * KERNEL_W + kw) * COUT + work.group * COUT_G) * CIN_G;
+#pragma unroll
+    for (int nb = 0; nb < NB; nb++)
+#pragma unroll
+      for (int j = 0; j < N_WIDTH / 8; j++)
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+          int co = work.co + channel + row + 8 * h, ci = work.ci + nb * 64 + j * 8 + 2 * q;
+          if (co >= COUT_G) continue;
+          float* at = to + (long long)co * CIN_G + ci;
+          float v0 = acc[e][nb][4 * j + 2 * h], v1 = acc[e][nb][4 * j + 2 * h + 1];
+          if (ci < CIN_G) *(float2*)at = make_float2(v0, v1);
+        }
+  }
+}
+
+// partial: [SPLITS][TAPS][COUT][CIN_G] float32.
 __global__ void __launch_bounds__(THREADS, 1)
-wgrad(const char* __restrict__ x, const char* __restrict__ g, float* __restrict__ partial, int batch, int in_d,
-    int in_h, int in_w,
-      int out_d, int out_h, int out_w, int tiles_d, int tiles_h, int tiles_w, int chunks, int per_split) {
+wgrad(const char* __restrict__ g, float* __restrict__ partial, int batch, int in_d, int in_h, int in_w, int out_d,
+    int out_h, int out_w,
+      int tiles_d, int tiles_h, int tiles_w, int chunks, int per_split, const __grid_constant__ TensorMaps maps) {
   extern __shared__ __align__(1024) unsigned char memory[];
   const Sizes s = {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, chunks, per_split};
   int index = blockIdx.x;
   Work work;                               // blocks of the same pixels are neighbours, for L2's sake
   int set = index % SETS;  index /= SETS;
-  work.n = index % N_TILES * BLOCK_CO;  index /= N_TILES;
-  work.m = index % M_TILES * BLOCK_CI;  index /= M_TILES;
+  work.co = index % CO_TILES * BLOCK_CO;  index /= CO_TILES;
+  work.ci = index % CI_TILES * BLOCK_CI;  index /= CI_TILES;
   work.group = index % GROUPS;
   int split = index / GROUPS;
   work.tap_w = set % SETS_W * TAPS_W;
   work.tap_h = set / SETS_W % SETS_H * TAPS_H;
   work.tap_d = set / (SETS_W * SETS_H) * TAPS_D;
-  int thread = threadIdx.x, warp = __shfl_sync(0xffffffffu, thread >> 5, 0), lane = thread & 31;
-  int warp_k = warp % WARPS_K, warp_n = warp / WARPS_K % WARPS_N * WARP_N, warp_m = warp / (WARPS_K * WARPS_N) * WARP_M;
-  int begin = split * per_split, end = begin + per_split < chunks ? begin + per_split : chunks;
-
-  float acc[SET_TAPS][M_FRAGMENTS][N_FRAGMENTS][4] = {};
-  float sum[SET_TAPS][M_FRAGMENTS][N_FRAGMENTS][4] = {};
-  if (begin < end) copy_chunk(x, g, s, chunk_at(begin, s), work, memory, thread);
-  copy_commit();
-#pragma unroll 1
-  for (int i = begin; i < end; i++) {
-    unsigned char* stage = memory + ((i - begin) & 1) * STAGE_BYTES;
-    if (i + 1 < end) copy_chunk(x, g, s, chunk_at(i + 1, s), work, memory + ((i + 1 - begin) & 1) * STAGE_BYTES,
-        thread);
-    copy_commit();
-    copy_wait<1>();
-    __syncthreads();
-    u32 x_phase = 0, g_phase = 0;
-    Chunk c = chunk_at(i, s);
-    int d = c.d * STEP_D + work.tap_d * DIL_D - PAD_D, h = c.h * STEP_H + work.tap_h * DIL_H - PAD_H,
-        w = c.w * STEP_W + work.tap_w * DIL_W - PAD_W;
-    int first_x = work.group * CIN_G + work.m, first_g = work.group * COUT_G + work.n;
-    bool borders_x = has_borders(c.w, TILE_W, in_w), borders_g = has_borders(w, G_COLUMNS, out_w);
-    if (borders_x) clear_borders<X_ROWS, BLOCK_CI, X_UNITS, X_PITCH, CIN,
-        true>(x, in_d, in_h, in_w, c.n, c.d, c.h, c.w, first_x, stage, thread);
-    if (borders_g) clear_borders<G_ROWS, BLOCK_CO, G_UNITS, G_PITCH, COUT,
-        false>(g, out_d, out_h, out_w, c.n, d, h, w, first_g, stage + X_BYTES, thread);
-    if (borders_x || borders_g) __syncthreads();
-    // Rows 8 channels apart have the same alignment, so that a lane has one for each row of a tile.
-    int channel_x = first_x + (lane >> 2), channel_g = first_g + (lane >> 2);
-    x_phase = (u32)((u64)x / ELEMENT) + (((u32)c.n * CIN + channel_x) * in_d + c.d) * in_h * in_w + (u32)c.h * in_w
-        + c.w;
-    g_phase = (u32)((u64)g / ELEMENT) + (((u32)c.n * COUT + channel_g) * out_d + d) * out_h * out_w + (u32)h * out_w
-        + w;
-    multiply_chunk(acc, stage, s, x_phase, g_phase, warp_m, warp_n, warp_k, lane);
-// tensor cores truncate their sums; these are rounded
-#pragma unroll
-    for (int e = 0; e < SET_TAPS * M_FRAGMENTS * N_FRAGMENTS * 4; e++) {
-      (&sum[0][0][0][0])[e] += (&acc[0][0][0][0])[e];
-      (&acc[0][0][0][0])[e] = 0.f;
+  u32 base = shared_address(memory), full = base + BARRIERS_AT, empty = full + 8 * STAGES;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < STAGES; i++) {
+      barrier_init(full + 8 * i, 2 * COPIERS + 1);
+      barrier_init(empty + 8 * i, WGS * 4);
     }
-    __syncthreads();
+    barrier_init(base + BARRIERS_AT + 16 * STAGES, 1);
+    asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
   }
-
-  const int row = lane >> 2, q = lane & 3;
-  long long slice = ((long long)split * WARPS_K + warp_k) * (TAPS * CIN * (long long)COUT_G);
-#pragma unroll
-  for (int tap = 0; tap < SET_TAPS; tap++) {
-    int kd = work.tap_d + tap / (TAPS_H * TAPS_W), kh = work.tap_h + tap / TAPS_W % TAPS_H,
-        kw = work.tap_w + tap % TAPS_W;
-    if (kd >= KERNEL_D || kh >= KERNEL_H || kw >= KERNEL_W) continue;
-    float* to = partial + slice
-        + ((long long)((kd * KERNEL_H + kh) * KERNEL_W + kw) * CIN + work.group * CIN_G) * COUT_G;
-#pragma unroll
-    for (int i = 0; i < M_FRAGMENTS; i++)
-#pragma unroll
-      for (int j = 0; j < N_FRAGMENTS; j++)
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-          int m = work.m + warp_m + i * 16 + row + 8 * h, n = work.n + warp_n + j * 8 + 2 * q;
-          float v0 = sum[tap][i][j][2 * h], v1 = sum[tap][i][j][2 * h + 1];
-          if (m >= CIN_G) continue;
-          float* at = to + (long long)m * COUT_G + n;
-          if (n < COUT_G) *(float2*)at = make_float2(v0, v1);
-        }
+  __syncthreads();
+  int role = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
+  if (role == 0) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(PRODUCER_REGISTERS));
+    int begin = split * per_split, end = begin + per_split < chunks ? begin + per_split : chunks;
+    u32 stage = 0, parity = 1;
+#pragma unroll 1
+    for (int i = begin; i < end; i++) {
+      Chunk c = chunk_at(i, s);
+      unsigned char* tile = memory + stage * STAGE_BYTES;
+      u32 barrier = full + stage * 8;
+      barrier_wait(empty + stage * 8, parity);
+      if (thread == 0) load_boxes(&maps.x, nullptr, c, work, shared_address(tile), barrier);
+      constexpr int extent = G_EXTENT;
+      int d = c.d * STEP_D + work.tap_d * DIL_D - PAD_D, h = c.h * STEP_H + work.tap_h * DIL_H - PAD_H,
+          w = c.w * STEP_W + work.tap_w * DIL_W - PAD_W;
+      int channel = work.group * COUT_G + work.co;
+      copy_tile<G_ROWS, BLOCK_CO, extent, G_PITCH, COUT, COUT_G, false>(
+          g, s.batch, s.out_d, s.out_h, s.out_w, c.n, d, h, w, channel, COUT_G - work.co, tile + X_TILE_BYTES, thread);
+      if (has_borders(w, G_COLUMNS, s.out_w)) {
+        copy_commit();
+        copy_wait<0>();
+        named_sync<1, COPIERS>();          // all have landed
+        clear_borders<G_ROWS, BLOCK_CO, G_UNITS, G_PITCH, COUT,
+            false>(g, s.out_d, s.out_h, s.out_w, c.n, d, h, w, channel, tile + X_TILE_BYTES, thread);
+      }
+      // when its copies have landed
+      asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];\n" ::"r"(barrier) : "memory");
+      barrier_arrive(barrier);                                                                  // what it stored itself
+      if (++stage == STAGES) {
+        stage = 0;
+        parity ^= 1;
+      }
+    }
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(CONSUMER_REGISTERS));
+    consume(partial, s, work, g, full, empty, memory, split, role - 1, thread);
   }
 }
+
+#undef ACCUMULATORS_32
+#undef WGMMA_32
 }  // namespace grad_weight
 
 // =====================================================================================================================
-// Gradient for the weight where rows begin off 16 bytes: mma.sync ieee, 32x16 channels x 1x1x7 taps a block, chunks of
-// 4x1x8x8 (NxDxHxW of q), K in 140 slices, 176 KB shared.
+// Gradient for the weight where rows begin off 16 bytes: mma.sync tf32, 32x16 channels x 1x5x7 taps a block, chunks of
+// 4x1x8x8 (NxDxHxW of q), K in 88 slices, 216 KB shared.
 // =====================================================================================================================
 
 namespace grad_weight_unaligned {
@@ -3443,10 +3512,10 @@ constexpr int KERNEL_D = 3, KERNEL_H = 5, KERNEL_W = 7;  // the layer's
 constexpr int STEP_D = 1, STEP_H = 1, STEP_W = 1;  // stride
 constexpr int DIL_D = 1, DIL_H = 1, DIL_W = 1;  // dilation
 constexpr int PAD_D = 0, PAD_H = 0, PAD_W = 0;  // padding
-constexpr int TAPS_D = 1, TAPS_H = 1, TAPS_W = 7;  // of a set, which a block multiplies
-constexpr int SETS_D = 3, SETS_H = 5, SETS_W = 1;  // of taps
+constexpr int TAPS_D = 1, TAPS_H = 5, TAPS_W = 7;  // of a set, which a block multiplies
+constexpr int SETS_D = 3, SETS_H = 1, SETS_W = 1;  // of taps
 constexpr int TILE_D = 1, TILE_H = 8, TILE_W = 8;  // positions q of a chunk
-constexpr int WARP_M = 32;  // input channels of a warp
+constexpr int WARP_M = 16;  // input channels of a warp
 constexpr int WARP_N = 8;  // output channels of a warp
 
 // Grad-weight on tensor cores: dW[ci, co, tap] = sum over images and positions q of x[ci, q] * g[co, q * STEP + tap * DIL - PAD].
@@ -3493,10 +3562,6 @@ __device__ __forceinline__ u32 to_tf32(float v) {
   asm("cvt.rn.tf32.f32 %0, %1;\n" : "=r"(r) : "f"(v));
   return r;
 }
-// What TF32 leaves of a float, in TF32 itself; nothing of infinities and NaNs, whose difference to themselves is a NaN.
-__device__ __forceinline__ u32 low_part(float v, u32 high) {
-  return (high & 0x7f800000u) == 0x7f800000u ? 0u : to_tf32(v - __uint_as_float(high));
-}
 
 // --- matrix instructions ---------------------------------------------------------------------------------------------
 
@@ -3506,7 +3571,7 @@ constexpr int SET_TAPS = TAPS_D * TAPS_H * TAPS_W;
 constexpr int SETS = SETS_D * SETS_H * SETS_W;  // of taps
 constexpr int CIN = GROUPS * CIN_G;  // channels of what is read
 constexpr int COUT = GROUPS * COUT_G;  // channels of what is written
-constexpr int G_ROWS_D = 1, G_ROWS_H = 8;
+constexpr int G_ROWS_D = 1, G_ROWS_H = 12;
 constexpr int G_COLUMNS = 14;
 constexpr int X_ROWS = TILE_N * TILE_D * TILE_H;
 constexpr int G_ROWS = TILE_N * G_ROWS_D * G_ROWS_H;
@@ -3687,7 +3752,7 @@ constexpr int STAGE_BYTES = X_BYTES + G_BYTES;
 constexpr int W_STRIPS = TILE_W / 8;  // a strip is 8 columns of a row
 constexpr int STRIPS = X_ROWS * W_STRIPS;
 constexpr int STEPS = STRIPS;  // a matrix instruction takes one strip of float32, two of 16-bit types
-constexpr int PARTS = 2;
+constexpr int PARTS = 1;
 
 struct Work {                              // of a block
   int group, m, n;                         // first channels within the group
@@ -3752,7 +3817,6 @@ __device__ __forceinline__ void multiply_chunk(float (&acc)[SET_TAPS][M_FRAGMENT
         int m = warp_m + i * 16 + (r & 1) * 8 + g, k = r >> 1;
         u32 v = element_pair(xs, x_at[k] + m * X_PITCH + q, 1);
         a[i][0][r] = rounded(v);
-        a[i][PARTS - 1][r] = low_part(__uint_as_float(v), a[i][0][r]);
       }
 #pragma unroll
     for (int td = 0; td < TAPS_D; td++)
@@ -3779,15 +3843,11 @@ __device__ __forceinline__ void multiply_chunk(float (&acc)[SET_TAPS][M_FRAGMENT
               int n = warp_n + j * 8 + g;
               u32 v = element_pair(gs, base[k] + n * G_PITCH + q * STEP_W + tw * DIL_W, STEP_W);
               b[j][0][k] = rounded(v);
-              b[j][PARTS - 1][k] = low_part(__uint_as_float(v), b[j][0][k]);
             }
 #pragma unroll
           for (int j = 0; j < N_FRAGMENTS; j++)
 #pragma unroll
             for (int i = 0; i < M_FRAGMENTS; i++) {
-              // the small products first
-              multiply(acc[tap][i][j], a[i][PARTS - 1], b[j][0]);
-              multiply(acc[tap][i][j], a[i][0], b[j][PARTS - 1]);
               multiply(acc[tap][i][j], a[i][0], b[j][0]);
             }
         }
@@ -3817,7 +3877,6 @@ wgrad(const char* __restrict__ x, const char* __restrict__ g, float* __restrict_
   int begin = split * per_split, end = begin + per_split < chunks ? begin + per_split : chunks;
 
   float acc[SET_TAPS][M_FRAGMENTS][N_FRAGMENTS][4] = {};
-  float sum[SET_TAPS][M_FRAGMENTS][N_FRAGMENTS][4] = {};
   if (begin < end) copy_chunk(x, g, s, chunk_at(begin, s), work, memory, thread);
   copy_commit();
 #pragma unroll 1
@@ -3846,12 +3905,6 @@ wgrad(const char* __restrict__ x, const char* __restrict__ g, float* __restrict_
     g_phase = (u32)((u64)g / ELEMENT) + (((u32)c.n * COUT + channel_g) * out_d + d) * out_h * out_w + (u32)h * out_w
         + w;
     multiply_chunk(acc, stage, s, x_phase, g_phase, warp_m, warp_n, warp_k, lane);
-// tensor cores truncate their sums; these are rounded
-#pragma unroll
-    for (int e = 0; e < SET_TAPS * M_FRAGMENTS * N_FRAGMENTS * 4; e++) {
-      (&sum[0][0][0][0])[e] += (&acc[0][0][0][0])[e];
-      (&acc[0][0][0][0])[e] = 0.f;
-    }
     __syncthreads();
   }
 
@@ -3871,7 +3924,7 @@ wgrad(const char* __restrict__ x, const char* __restrict__ g, float* __restrict_
 #pragma unroll
         for (int h = 0; h < 2; h++) {
           int m = work.m + warp_m + i * 16 + row + 8 * h, n = work.n + warp_n + j * 8 + 2 * q;
-          float v0 = sum[tap][i][j][2 * h], v1 = sum[tap][i][j][2 * h + 1];
+          float v0 = acc[tap][i][j][2 * h], v1 = acc[tap][i][j][2 * h + 1];
           if (m >= CIN_G) continue;
           float* at = to + (long long)m * COUT_G + n;
           if (n < COUT_G) *(float2*)at = make_float2(v0, v1);
@@ -3987,9 +4040,9 @@ void pack_forward(const at::Tensor& weight, const at::Tensor& packed) {
 void run_forward(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
                  const at::Tensor& out, int64_t blocks, const std::array<int64_t, 11>& sizes) {
   const CUtensorMap map = tensor_map(x, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, {sizes[3], sizes[2], sizes[1], 32, sizes[0]},
-                                     {16, 20, 4, 8, 1}, {1, 1, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_NONE);
+                                     {16, 20, 6, 8, 1}, {1, 1, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_NONE);
   const auto pointers = std::make_tuple(x.data_ptr(), packed.data_ptr(), address(bias), out.data_ptr());
-  launch<forward::gather, 512, 229872>(x, blocks, pointers, sizes, std::make_tuple(map));
+  launch<forward::gather, 512, 228960>(x, blocks, pointers, sizes, std::make_tuple(map));
 }
 
 void pack_forward_unaligned(const at::Tensor& weight, const at::Tensor& packed) {
@@ -4000,7 +4053,7 @@ void pack_forward_unaligned(const at::Tensor& weight, const at::Tensor& packed) 
 void run_forward_unaligned(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
                            const at::Tensor& out, int64_t blocks, const std::array<int64_t, 11>& sizes) {
   const auto pointers = std::make_tuple(x.data_ptr(), packed.data_ptr(), address(bias), out.data_ptr());
-  launch<forward_unaligned::gather, 512, 225696>(x, blocks, pointers, sizes);
+  launch<forward_unaligned::gather, 512, 226672>(x, blocks, pointers, sizes);
 }
 
 void pack_grad_input(const at::Tensor& weight, const at::Tensor& packed) {
@@ -4011,23 +4064,26 @@ void pack_grad_input(const at::Tensor& weight, const at::Tensor& packed) {
 void run_grad_input(const at::Tensor& grad, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
                     const at::Tensor& out, int64_t blocks, const std::array<int64_t, 11>& sizes) {
   const auto pointers = std::make_tuple(grad.data_ptr(), packed.data_ptr(), address(bias), out.data_ptr());
-  launch<grad_input::gather, 512, 225696>(grad, blocks, pointers, sizes);
+  launch<grad_input::gather, 512, 226672>(grad, blocks, pointers, sizes);
 }
 
 void run_grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& partial,
                      const at::Tensor& out, int64_t blocks, const std::array<int64_t, 12>& sizes) {
-  const auto pointers = std::make_tuple(x.data_ptr(), grad.data_ptr(), partial.data_ptr());
-  launch<grad_weight::wgrad, 256, 108544>(x, blocks, pointers, sizes);
+  const CUtensorMap map_x = tensor_map(x, CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, {sizes[3], sizes[2], sizes[1], 32, sizes[0]},
+                                       {32, 1, 1, 32, 1}, {1, 1, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_128B);
+  const std::array<CUtensorMap, 1> maps = {map_x};
+  const auto pointers = std::make_tuple(grad.data_ptr(), partial.data_ptr());
+  launch<grad_weight::wgrad, 512, 199744>(x, blocks, pointers, sizes, std::make_tuple(maps));
   // Adds the slices of sums, always in the same order; out may have any dense memory format.
   const auto sums = std::make_tuple(partial.data_ptr(), out.data_ptr(), partial.size(0));
   const auto strides = std::make_tuple(out.stride(0), out.stride(1), out.stride(-1));
-  launch<grad_weight::reduce, 256, 0>(x, 3360, sums, strides);
+  launch<grad_weight::reduce, 256, 0>(x, 1680, sums, strides);
 }
 
 void run_grad_weight_unaligned(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& partial,
                                const at::Tensor& out, int64_t blocks, const std::array<int64_t, 12>& sizes) {
   const auto pointers = std::make_tuple(x.data_ptr(), grad.data_ptr(), partial.data_ptr());
-  launch<grad_weight_unaligned::wgrad, 256, 180224>(x, blocks, pointers, sizes);
+  launch<grad_weight_unaligned::wgrad, 256, 221184>(x, blocks, pointers, sizes);
   // Adds the slices of sums, always in the same order; out may have any dense memory format.
   const auto sums = std::make_tuple(partial.data_ptr(), out.data_ptr(), partial.size(0));
   const auto strides = std::make_tuple(out.stride(0), out.stride(1), out.stride(-1));
@@ -4180,20 +4236,20 @@ FORWARD = (
         name="forward",
         unit=4,
         tile=(1, 2, 8, 8),
-        steps=(1, 2, 1),
+        steps=(2, 2, 1),
         m_groups=1,
         resident=False,
-        words=516096,
+        words=344064,
         packed=torch.int32,
     ),
     Gather(
         name="forward_unaligned",
         unit=1,
-        tile=(1, 2, 8, 8),
-        steps=(1, 2, 1),
+        tile=(1, 1, 8, 16),
+        steps=(2, 2, 1),
         m_groups=1,
         resident=False,
-        words=516096,
+        words=344064,
         packed=torch.int32,
     ),
 )
@@ -4201,11 +4257,11 @@ GRAD_INPUT = (
     Gather(
         name="grad_input",
         unit=1,
-        tile=(1, 2, 8, 8),
+        tile=(1, 2, 8, 16),
         steps=(1, 2, 1),
         m_groups=1,
         resident=False,
-        words=258048,
+        words=129024,
         packed=torch.int32,
     ),
 )
@@ -4214,19 +4270,19 @@ GRAD_WEIGHT = (
         name="grad_weight",
         unit=4,
         unit_out=1,
-        tile=(1, 1, 4, 64),
-        blocks=15,
-        slices=4,
-        chunk_seconds=5.965527065527065e-06,
+        tile=(1, 1, 8, 32),
+        blocks=3,
+        slices=1,
+        chunk_seconds=6.41758024691358e-06,
     ),
     GradWeight(
         name="grad_weight_unaligned",
         unit=1,
         unit_out=1,
         tile=(4, 1, 8, 8),
-        blocks=15,
-        slices=4,
-        chunk_seconds=6.467996201329534e-06,
+        blocks=3,
+        slices=2,
+        chunk_seconds=1.2284900284900286e-05,
     ),
 )
 
@@ -4412,6 +4468,17 @@ class GradWeightFunction(torch.autograd.Function):
 # --- the module ------------------------------------------------------------------------------------------------------
 
 
+def check_precision() -> None:
+    """These kernels round float32 to TF32, as PyTorch does unless it is told not to."""
+    cudnn = torch.backends.cudnn
+    precision = cudnn.conv.fp32_precision if hasattr(cudnn, "conv") else "tf32" if cudnn.allow_tf32 else "ieee"
+    if precision != "tf32" or not cudnn.enabled:
+        raise RuntimeError(
+            "ModelNew multiplies in TF32, and torch.backends.cudnn (conv.fp32_precision, allow_tf32, enabled) now asks "
+            f"for IEEE float32; got {precision!r}"
+        )
+
+
 def check(x: Tensor, weight: Tensor) -> None:
     """Raises ValueError, in a sentence, for an input that the kernels cannot take."""
     if x.dim() != RANK + 2:
@@ -4425,6 +4492,7 @@ def check(x: Tensor, weight: Tensor) -> None:
         raise ValueError(f"ModelNew takes inputs and weights of {DTYPE}; got {x.dtype} and {weight.dtype}")
     if not x.is_cuda or x.device != weight.device:
         raise ValueError(f"ModelNew takes inputs and weights on one CUDA device; got {x.device} and {weight.device}")
+    check_precision()
 
 
 def check_layer(layer: nn.Module) -> None:

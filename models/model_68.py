@@ -9,25 +9,24 @@ H200 and serve every batch and spatial size.
 
 Constraints:
 - CUDA devices of sm_90a; nvcc, a C++ compiler and ninja at the first call, which takes a minute.
-- Values: float32, multiplied as such or, on tensor cores, as two TF32 parts in three products, which keeps
-  float32's accuracy; PyTorch runs 3-D convolutions in IEEE float32 whatever its TF32 flag says, so these kernels
-  do.
+- Values: float32, rounded to TF32 (nearest even) and multiplied on tensor cores, as PyTorch's defaults have it;
+  where its flags ask for IEEE float32 a call raises.
 - Tensors in other than the contiguous memory format are copied to it first; results are contiguous.
 - Results are bit-equal from run to run. Under torch.autocast the layer wants its own dtype all the same.
 
 Kernels:
-- forward: wgmma ieee, tile 1x4x8x8 (NxDxHxW of q) x 64 rows, chunk of 8 channels, pixels halved, weights ring of 3
-  x 8 fragments, 220 KB shared.
-- forward (other widths than multiples of 4): wgmma ieee, tile 1x4x8x8 (NxDxHxW of q) x 64 rows, chunk of 8
+- forward: wgmma tf32, tile 1x2x8x24 (NxDxHxW of q) x 64 rows, chunk of 8 channels, pixels halved, weights ring of 3
+  x 8 fragments, 226 KB shared.
+- forward (other widths than multiples of 4): wgmma tf32, tile 1x2x8x24 (NxDxHxW of q) x 64 rows, chunk of 8
   channels, pixels halved, weights ring of 2 x 8 fragments, 222 KB shared.
-- gradient for the input: wgmma ieee, tile 1x2x8x16 (NxDxHxW of q) x 64 rows, chunk of 8 channels, pixels halved,
-  weights ring of 2 x 4 fragments, 226 KB shared.
-- gradient for the input (other widths than multiples of 4): wgmma ieee, tile 1x2x8x8 (NxDxHxW of q) x 64 rows,
-  chunk of 8 channels, pixels halved, weights ring of 8 x 4 fragments, 214 KB shared.
-- gradient for the weight: mma.sync ieee, 32x64 channels x 1x1x5 taps a block, chunks of 1x1x4x64 (NxDxHxW of q), K
-  in 35 slices, 220 KB shared.
-- gradient for the weight (other widths than multiples of 4): mma.sync ieee, 32x64 channels x 1x1x5 taps a block,
-  chunks of 2x1x8x8 (NxDxHxW of q), K in 35 slices, 208 KB shared.
+- gradient for the input: wgmma tf32, tile 1x4x8x8 (NxDxHxW of q) x 64 rows, chunk of 8 channels, pixels halved,
+  weights ring of 2 x 8 fragments, 222 KB shared.
+- gradient for the input (other widths than multiples of 4): wgmma tf32, tile 1x2x8x8 (NxDxHxW of q) x 64 rows,
+  chunk of 8 channels, pixels halved, weights ring of 4 x 8 fragments, 214 KB shared.
+- gradient for the weight: wgmma tf32, 32x64 channels x 1x3x5 taps a block, chunks of 1x1x4x32 (NxDxHxW of q), K in
+  22 slices, 164 KB shared.
+- gradient for the weight (other widths than multiples of 4): mma.sync tf32, 32x32 channels x 1x5x5 taps a block,
+  chunks of 2x1x8x8 (NxDxHxW of q), K in 22 slices, 168 KB shared.
 
 Measured by `upconv bench --suite kernelbench --as-exported --device cuda`.
 """
@@ -73,8 +72,8 @@ CUDA = r"""
 #include <c10/cuda/CUDAStream.h>
 
 // =====================================================================================================================
-// Forward: wgmma ieee, tile 1x4x8x8 (NxDxHxW of q) x 64 rows, chunk of 8 channels, pixels halved, weights ring of 3 x 8
-// fragments, 220 KB shared.
+// Forward: wgmma tf32, tile 1x2x8x24 (NxDxHxW of q) x 64 rows, chunk of 8 channels, pixels halved, weights ring of 3 x
+// 8 fragments, 226 KB shared.
 // =====================================================================================================================
 
 namespace forward {
@@ -101,7 +100,7 @@ namespace forward {
 // Sizes of the input are arguments.
 
 constexpr int ELEMENT = 4;  // bytes of an element
-constexpr int PARTS = 2;  // TF32 parts of an operand: 2 for IEEE float32, in three products
+constexpr int PARTS = 1;  // TF32 parts of an operand: 2 for IEEE float32, in three products
 constexpr int FIRST_D = -2, FIRST_H = -4, FIRST_W = -4;  // where a tile's halo begins, relative to IN_STEP q
 constexpr int COUT = 64;  // channels of what is written
 constexpr int CIN_G = 32;  // channels of a group in what is read
@@ -120,21 +119,21 @@ constexpr int STAGES_P = 2;  // input tiles in shared memory
 constexpr int STAGES_S = 2;  // staging slots
 constexpr int STAGES_W = 3;  // stages of the weights' ring
 constexpr int W_STAGE = 8;  // fragments of weights in a stage
-constexpr int RUN_GROUPS = 1;  // groups of 8 columns that the epilogue stores together
-constexpr int ROWS_D = 6, ROWS_H = 12;  // input rows of a tile
+constexpr int RUN_GROUPS = 3;  // groups of 8 columns that the epilogue stores together
+constexpr int ROWS_D = 4, ROWS_H = 12;  // input rows of a tile
 constexpr int ROW_STEP_D = 1, ROW_STEP_H = 1;  // rows of the tile from one q to the next
-constexpr int COLUMNS = 12;  // input columns of a tile with its halo
+constexpr int COLUMNS = 28;  // input columns of a tile with its halo
 constexpr int COLUMN_PAD = 0;  // columns by which a box begins early
-constexpr int BOX_UNITS = 3;
-constexpr int PLANE = 12;  // columns with one residue modulo IN_STEP_W
+constexpr int BOX_UNITS = 7;
+constexpr int PLANE = 28;  // columns with one residue modulo IN_STEP_W
 constexpr int PLANES = 1;  // residues that some tap reads
-constexpr int TAPS_UNROLLED = 3;  // taps in a stretch of code without a drain of the tensor cores
+constexpr int TAPS_UNROLLED = 5;  // taps in a stretch of code without a drain of the tensor cores
 constexpr int FRAGMENT_SETS = 2;  // sets of registers that weights take in turn
-constexpr int PRODUCER_REGISTERS = 72;  // of a thread
-constexpr int CONSUMER_REGISTERS = 184;  // of a thread
+constexpr int PRODUCER_REGISTERS = 56;  // of a thread
+constexpr int CONSUMER_REGISTERS = 200;  // of a thread
 constexpr int OUT_STEP_D = 1, OUT_STEP_H = 1, OUT_STEP_W = 1;  // outputs from one q to the next
 constexpr int IN_STEP_D = 1, IN_STEP_H = 1, IN_STEP_W = 1;  // inputs from one q to the next
-constexpr int TILE_D = 4, TILE_H = 8, TILE_W = 8;  // positions q of a tile
+constexpr int TILE_D = 2, TILE_H = 8, TILE_W = 24;  // positions q of a tile
 constexpr int TILE_N = 1;  // images of a tile
 
 // PTX in small wrappers, so that a kernel body reads as an algorithm.
@@ -279,15 +278,16 @@ constexpr int H_SUBTILES = TILE_H / SUB_H;
 
 // [variant, block, tap]: the tap's shift in pixel rows
 __constant__ const short TAP_ROW[] = {
-    0, 1, 2, 3, 4, 12, 13, 14, 15, 16, 24, 25, 26, 27, 28, 36, 37, 38, 39, 40, 48, 49, 50, 51, 52, 144, 145, 146, 147,
-    148, 156, 157, 158, 159, 160, 168, 169, 170, 171, 172, 180, 181, 182, 183, 184, 192, 193, 194, 195, 196, 288, 289,
-    290, 291, 292, 300, 301, 302, 303, 304, 312, 313, 314, 315, 316, 324, 325, 326, 327, 328, 336, 337, 338, 339, 340
+    0, 1, 2, 3, 4, 28, 29, 30, 31, 32, 56, 57, 58, 59, 60, 84, 85, 86, 87, 88, 112, 113, 114, 115, 116, 336, 337, 338,
+    339, 340, 364, 365, 366, 367, 368, 392, 393, 394, 395, 396, 420, 421, 422, 423, 424, 448, 449, 450, 451, 452, 672,
+    673, 674, 675, 676, 700, 701, 702, 703, 704, 728, 729, 730, 731, 732, 756, 757, 758, 759, 760, 784, 785, 786, 787,
+    788
 };
 __constant__ const int ENTRY[] = {0,75};  // [variant][MB + 1]: where a block's taps begin
 __constant__ const short SUB_D[] = {0};  // [variant][SUBS]: output offset of an M-row's sub-position
 __constant__ const short SUB_HH[] = {0};
 __constant__ const short U_W[] = {0};  // [variant]: first W sub-position
-__constant__ const int ROW_D[] = {-2,-1,0,1,2,3};  // input offset of a tile's rows
+__constant__ const int ROW_D[] = {-2,-1,0,1};  // input offset of a tile's rows
 __constant__ const int ROW_H[] = {-4,-3,-2,-1,0,1,2,3,4,5,6,7};
 
 struct Sizes {                                         // one layout for the packed argument block
@@ -423,7 +423,6 @@ __device__ __forceinline__ void turn(const Pixels& own, int channel, int left, u
 #pragma unroll
   for (int k = 0; k < OWN_PIXELS; k++) {
     int p = pixel_row(thread + k * PRODUCER_THREADS);
-    if (thread + k * PRODUCER_THREADS >= PIXELS) break;
     bool ok = true;
     u32 phase = own.from[k] >> 24, from = slot + (own.from[k] & 0xffffff) + (ALIGNED ? phase * ELEMENT : 0);
 #pragma unroll 2  // more of them spill
@@ -441,9 +440,6 @@ __device__ __forceinline__ void turn(const Pixels& own, int channel, int left, u
 #pragma unroll
       for (int e = 0; e < 4; e++) hi[e] = to_tf32(__uint_as_float(v[e]));
       store_shared_128(tile + unit_at(p, unit), hi[0], hi[1], hi[2], hi[3]);
-#pragma unroll
-      for (int e = 0; e < 4; e++) v[e] = low_part(__uint_as_float(v[e]), hi[e]);
-      store_shared_128(tile + PART_BYTES + unit_at(p, unit), v[0], v[1], v[2], v[3]);
     }
   }
 }
@@ -631,7 +627,6 @@ __device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[4], Fragment
     const int (&subtile_row)[NB], int shift, int k_step, int part, bool last, int lane) {
   weights.take(a, lane);
   wgmma_fence();
-  if (part == 0) multiply(acc, a, tile + PART_BYTES, subtile_row, shift, k_step, lane);
   multiply(acc, a, tile, subtile_row, shift, k_step, lane);
   wgmma_commit();
   if (last) wgmma_wait<0>();
@@ -649,28 +644,15 @@ __device__ __forceinline__ void multiply_some(float (&acc)[NB][32], Fragments& w
         i % PARTS, i + 1 == COUNT * STEPS_PER_TAP, lane);
 }
 
-// Tensor cores truncate as they add, an error that grows with the length of a sum (measured: kb57's IEEE error was 3.8 times
-// PyTorch's with sums of 54 products of 8 channels). So sums are kept short, and added with rounding.
-__device__ __forceinline__ void promote(float (&acc)[NB][32], float (&sum)[NB][32]) {
-#pragma unroll
-  for (int nb = 0; nb < NB; nb++)
-#pragma unroll
-    for (int i = 0; i < 32; i++) {
-      sum[nb][i] += acc[nb][i];
-      acc[nb][i] = 0.f;
-    }
-}
-
 template <int FIRST>
-__device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB][32], float (&sum)[MB][NB][32],
-    Fragments& weights, u32 tile, const int (&subtile_row)[NB], int lane) {
+__device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB][32], Fragments& weights, u32 tile,
+    const int (&subtile_row)[NB], int lane) {
 #pragma unroll
   for (int b = 0; b < MB; b++) {
     int e = ENTRY[variant * (MB + 1) + b], last = ENTRY[variant * (MB + 1) + b + 1];
 #pragma unroll 1
     for (; e + TAPS_UNROLLED <= last; e += TAPS_UNROLLED) {
       multiply_some<TAPS_UNROLLED>(acc[b], weights, tile, subtile_row, e, lane);
-      promote(acc[b], sum[b]);
     }
   }
 }
@@ -885,7 +867,6 @@ __device__ __forceinline__ void consume(const char* packed, const float* bias, c
     Tile t = tile_at(index, s);
     int chunks = chunks_of(t.variant);
     float acc[MB][NB][32];
-    float sum[MB][NB][32];
 #pragma unroll
     for (int b = 0; b < MB; b++)
 #pragma unroll
@@ -893,7 +874,6 @@ __device__ __forceinline__ void consume(const char* packed, const float* bias, c
 #pragma unroll
         for (int i = 0; i < 32; i++) {
           acc[b][nb][i] = 0.f;
-          sum[b][nb][i] = 0.f;
         }
     weights.begin(packed, t, offset);
     int variant = __shfl_sync(0xffffffffu, t.variant, 0);  // so that ptxas knows that warps do not part over it
@@ -901,11 +881,11 @@ __device__ __forceinline__ void consume(const char* packed, const float* bias, c
     for (int chunk = 0; chunk < chunks; chunk++, cursor.next(STAGES_P)) {
       barrier_wait(full + cursor.stage * 8, cursor.parity);
       u32 tile = tiles + cursor.stage * STAGE_BYTES;
-      multiply_chunk<0>(variant, acc, sum, weights, tile, subtile_row, lane);
+      multiply_chunk<0>(variant, acc, weights, tile, subtile_row, lane);
       __syncwarp();
       if (lane == 0) barrier_arrive(empty + cursor.stage * 8);
     }
-    epilogue(sum, bias, y, s, t, t.cout_block, first_subtile, buffer, warp, lane);
+    epilogue(acc, bias, y, s, t, t.cout_block * WGS_M, first_subtile, buffer, warp, lane);
   }
 }
 
@@ -983,8 +963,8 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 }  // namespace forward
 
 // =====================================================================================================================
-// Forward where rows begin off 16 bytes: wgmma ieee, tile 1x4x8x8 (NxDxHxW of q) x 64 rows, chunk of 8 channels, pixels
-// halved, weights ring of 2 x 8 fragments, 222 KB shared.
+// Forward where rows begin off 16 bytes: wgmma tf32, tile 1x2x8x24 (NxDxHxW of q) x 64 rows, chunk of 8 channels,
+// pixels halved, weights ring of 2 x 8 fragments, 222 KB shared.
 // =====================================================================================================================
 
 namespace forward_unaligned {
@@ -1011,7 +991,7 @@ namespace forward_unaligned {
 // Sizes of the input are arguments.
 
 constexpr int ELEMENT = 4;  // bytes of an element
-constexpr int PARTS = 2;  // TF32 parts of an operand: 2 for IEEE float32, in three products
+constexpr int PARTS = 1;  // TF32 parts of an operand: 2 for IEEE float32, in three products
 constexpr int CIN = 32;  // channels of what is read
 constexpr int COUT = 64;  // channels of what is written
 constexpr int CIN_G = 32;  // channels of a group in what is read
@@ -1030,21 +1010,21 @@ constexpr int STAGES_P = 2;  // input tiles in shared memory
 constexpr int STAGES_S = 2;  // staging slots
 constexpr int STAGES_W = 2;  // stages of the weights' ring
 constexpr int W_STAGE = 8;  // fragments of weights in a stage
-constexpr int RUN_GROUPS = 1;  // groups of 8 columns that the epilogue stores together
-constexpr int ROWS_D = 6, ROWS_H = 12;  // input rows of a tile
+constexpr int RUN_GROUPS = 3;  // groups of 8 columns that the epilogue stores together
+constexpr int ROWS_D = 4, ROWS_H = 12;  // input rows of a tile
 constexpr int ROW_STEP_D = 1, ROW_STEP_H = 1;  // rows of the tile from one q to the next
 constexpr int FIRST_W = -4;
-constexpr int COLUMNS = 12;  // input columns of a tile with its halo
+constexpr int COLUMNS = 28;  // input columns of a tile with its halo
 constexpr int COLUMN_PAD = 0;  // columns by which a box begins early
-constexpr int PLANE = 12;  // columns with one residue modulo IN_STEP_W
+constexpr int PLANE = 28;  // columns with one residue modulo IN_STEP_W
 constexpr int PLANES = 1;  // residues that some tap reads
-constexpr int TAPS_UNROLLED = 3;  // taps in a stretch of code without a drain of the tensor cores
+constexpr int TAPS_UNROLLED = 5;  // taps in a stretch of code without a drain of the tensor cores
 constexpr int FRAGMENT_SETS = 2;  // sets of registers that weights take in turn
 constexpr int PRODUCER_REGISTERS = 72;  // of a thread
 constexpr int CONSUMER_REGISTERS = 184;  // of a thread
 constexpr int OUT_STEP_D = 1, OUT_STEP_H = 1, OUT_STEP_W = 1;  // outputs from one q to the next
 constexpr int IN_STEP_D = 1, IN_STEP_H = 1, IN_STEP_W = 1;  // inputs from one q to the next
-constexpr int TILE_D = 4, TILE_H = 8, TILE_W = 8;  // positions q of a tile
+constexpr int TILE_D = 2, TILE_H = 8, TILE_W = 24;  // positions q of a tile
 constexpr int TILE_N = 1;  // images of a tile
 
 // PTX in small wrappers, so that a kernel body reads as an algorithm.
@@ -1203,15 +1183,16 @@ constexpr int H_SUBTILES = TILE_H / SUB_H;
 
 // [variant, block, tap]: the tap's shift in pixel rows
 __constant__ const short TAP_ROW[] = {
-    0, 1, 2, 3, 4, 12, 13, 14, 15, 16, 24, 25, 26, 27, 28, 36, 37, 38, 39, 40, 48, 49, 50, 51, 52, 144, 145, 146, 147,
-    148, 156, 157, 158, 159, 160, 168, 169, 170, 171, 172, 180, 181, 182, 183, 184, 192, 193, 194, 195, 196, 288, 289,
-    290, 291, 292, 300, 301, 302, 303, 304, 312, 313, 314, 315, 316, 324, 325, 326, 327, 328, 336, 337, 338, 339, 340
+    0, 1, 2, 3, 4, 28, 29, 30, 31, 32, 56, 57, 58, 59, 60, 84, 85, 86, 87, 88, 112, 113, 114, 115, 116, 336, 337, 338,
+    339, 340, 364, 365, 366, 367, 368, 392, 393, 394, 395, 396, 420, 421, 422, 423, 424, 448, 449, 450, 451, 452, 672,
+    673, 674, 675, 676, 700, 701, 702, 703, 704, 728, 729, 730, 731, 732, 756, 757, 758, 759, 760, 784, 785, 786, 787,
+    788
 };
 __constant__ const int ENTRY[] = {0,75};  // [variant][MB + 1]: where a block's taps begin
 __constant__ const short SUB_D[] = {0};  // [variant][SUBS]: output offset of an M-row's sub-position
 __constant__ const short SUB_HH[] = {0};
 __constant__ const short U_W[] = {0};  // [variant]: first W sub-position
-__constant__ const int ROW_D[] = {-2,-1,0,1,2,3};  // input offset of a tile's rows
+__constant__ const int ROW_D[] = {-2,-1,0,1};  // input offset of a tile's rows
 __constant__ const int ROW_H[] = {-4,-3,-2,-1,0,1,2,3,4,5,6,7};
 
 struct Sizes {                                         // one layout for the packed argument block
@@ -1408,7 +1389,6 @@ __device__ __forceinline__ void turn(const Pixels& own, int channel, int left, u
 #pragma unroll
   for (int k = 0; k < OWN_PIXELS; k++) {
     int p = pixel_row(thread + k * PRODUCER_THREADS);
-    if (thread + k * PRODUCER_THREADS >= PIXELS) break;
     bool ok = own.ok >> k & 1;
     u32 phase = own.from[k] >> 24, from = slot + (own.from[k] & 0xffffff) + (ALIGNED ? phase * ELEMENT : 0);
 #pragma unroll 2  // more of them spill
@@ -1426,9 +1406,6 @@ __device__ __forceinline__ void turn(const Pixels& own, int channel, int left, u
 #pragma unroll
       for (int e = 0; e < 4; e++) hi[e] = to_tf32(__uint_as_float(v[e]));
       store_shared_128(tile + unit_at(p, unit), hi[0], hi[1], hi[2], hi[3]);
-#pragma unroll
-      for (int e = 0; e < 4; e++) v[e] = low_part(__uint_as_float(v[e]), hi[e]);
-      store_shared_128(tile + PART_BYTES + unit_at(p, unit), v[0], v[1], v[2], v[3]);
     }
   }
 }
@@ -1611,7 +1588,6 @@ __device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[4], Fragment
     const int (&subtile_row)[NB], int shift, int k_step, int part, bool last, int lane) {
   weights.take(a, lane);
   wgmma_fence();
-  if (part == 0) multiply(acc, a, tile + PART_BYTES, subtile_row, shift, k_step, lane);
   multiply(acc, a, tile, subtile_row, shift, k_step, lane);
   wgmma_commit();
   if (last) wgmma_wait<0>();
@@ -1629,28 +1605,15 @@ __device__ __forceinline__ void multiply_some(float (&acc)[NB][32], Fragments& w
         i % PARTS, i + 1 == COUNT * STEPS_PER_TAP, lane);
 }
 
-// Tensor cores truncate as they add, an error that grows with the length of a sum (measured: kb57's IEEE error was 3.8 times
-// PyTorch's with sums of 54 products of 8 channels). So sums are kept short, and added with rounding.
-__device__ __forceinline__ void promote(float (&acc)[NB][32], float (&sum)[NB][32]) {
-#pragma unroll
-  for (int nb = 0; nb < NB; nb++)
-#pragma unroll
-    for (int i = 0; i < 32; i++) {
-      sum[nb][i] += acc[nb][i];
-      acc[nb][i] = 0.f;
-    }
-}
-
 template <int FIRST>
-__device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB][32], float (&sum)[MB][NB][32],
-    Fragments& weights, u32 tile, const int (&subtile_row)[NB], int lane) {
+__device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB][32], Fragments& weights, u32 tile,
+    const int (&subtile_row)[NB], int lane) {
 #pragma unroll
   for (int b = 0; b < MB; b++) {
     int e = ENTRY[variant * (MB + 1) + b], last = ENTRY[variant * (MB + 1) + b + 1];
 #pragma unroll 1
     for (; e + TAPS_UNROLLED <= last; e += TAPS_UNROLLED) {
       multiply_some<TAPS_UNROLLED>(acc[b], weights, tile, subtile_row, e, lane);
-      promote(acc[b], sum[b]);
     }
   }
 }
@@ -1865,7 +1828,6 @@ __device__ __forceinline__ void consume(const char* packed, const float* bias, c
     Tile t = tile_at(index, s);
     int chunks = chunks_of(t.variant);
     float acc[MB][NB][32];
-    float sum[MB][NB][32];
 #pragma unroll
     for (int b = 0; b < MB; b++)
 #pragma unroll
@@ -1873,7 +1835,6 @@ __device__ __forceinline__ void consume(const char* packed, const float* bias, c
 #pragma unroll
         for (int i = 0; i < 32; i++) {
           acc[b][nb][i] = 0.f;
-          sum[b][nb][i] = 0.f;
         }
     weights.begin(packed, t, offset);
     int variant = __shfl_sync(0xffffffffu, t.variant, 0);  // so that ptxas knows that warps do not part over it
@@ -1881,11 +1842,11 @@ __device__ __forceinline__ void consume(const char* packed, const float* bias, c
     for (int chunk = 0; chunk < chunks; chunk++, cursor.next(STAGES_P)) {
       barrier_wait(full + cursor.stage * 8, cursor.parity);
       u32 tile = tiles + cursor.stage * STAGE_BYTES;
-      multiply_chunk<0>(variant, acc, sum, weights, tile, subtile_row, lane);
+      multiply_chunk<0>(variant, acc, weights, tile, subtile_row, lane);
       __syncwarp();
       if (lane == 0) barrier_arrive(empty + cursor.stage * 8);
     }
-    epilogue(sum, bias, y, s, t, t.cout_block, first_subtile, buffer, warp, lane);
+    epilogue(acc, bias, y, s, t, t.cout_block * WGS_M, first_subtile, buffer, warp, lane);
   }
 }
 
@@ -1957,8 +1918,8 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 }  // namespace forward_unaligned
 
 // =====================================================================================================================
-// Gradient for the input: wgmma ieee, tile 1x2x8x16 (NxDxHxW of q) x 64 rows, chunk of 8 channels, pixels halved,
-// weights ring of 2 x 4 fragments, 226 KB shared.
+// Gradient for the input: wgmma tf32, tile 1x4x8x8 (NxDxHxW of q) x 64 rows, chunk of 8 channels, pixels halved,
+// weights ring of 2 x 8 fragments, 222 KB shared.
 // =====================================================================================================================
 
 namespace grad_input {
@@ -1985,7 +1946,7 @@ namespace grad_input {
 // Sizes of the input are arguments.
 
 constexpr int ELEMENT = 4;  // bytes of an element
-constexpr int PARTS = 2;  // TF32 parts of an operand: 2 for IEEE float32, in three products
+constexpr int PARTS = 1;  // TF32 parts of an operand: 2 for IEEE float32, in three products
 constexpr int FIRST_D = 0, FIRST_H = 0, FIRST_W = 0;  // where a tile's halo begins, relative to IN_STEP q
 constexpr int COUT = 32;  // channels of what is written
 constexpr int CIN_G = 64;  // channels of a group in what is read
@@ -2000,25 +1961,25 @@ constexpr int MB = 1;  // blocks of 64 rows that a consumer accumulates
 constexpr int VARIANTS = 1;  // M-groups that differ in their taps
 constexpr int COUT_BLOCKS = 1;  // M-groups that share the output channels of a group
 constexpr int M_GROUPS = 1;  // groups x COUT_BLOCKS x VARIANTS
-constexpr int STAGES_P = 1;  // input tiles in shared memory
+constexpr int STAGES_P = 2;  // input tiles in shared memory
 constexpr int STAGES_S = 2;  // staging slots
 constexpr int STAGES_W = 2;  // stages of the weights' ring
-constexpr int W_STAGE = 4;  // fragments of weights in a stage
-constexpr int RUN_GROUPS = 2;  // groups of 8 columns that the epilogue stores together
-constexpr int ROWS_D = 4, ROWS_H = 20;  // input rows of a tile
+constexpr int W_STAGE = 8;  // fragments of weights in a stage
+constexpr int RUN_GROUPS = 1;  // groups of 8 columns that the epilogue stores together
+constexpr int ROWS_D = 6, ROWS_H = 20;  // input rows of a tile
 constexpr int ROW_STEP_D = 1, ROW_STEP_H = 2;  // rows of the tile from one q to the next
-constexpr int COLUMNS = 20;  // input columns of a tile with its halo
+constexpr int COLUMNS = 12;  // input columns of a tile with its halo
 constexpr int COLUMN_PAD = 0;  // columns by which a box begins early
-constexpr int BOX_UNITS = 5;
-constexpr int PLANE = 20;  // columns with one residue modulo IN_STEP_W
+constexpr int BOX_UNITS = 3;
+constexpr int PLANE = 12;  // columns with one residue modulo IN_STEP_W
 constexpr int PLANES = 1;  // residues that some tap reads
-constexpr int TAPS_UNROLLED = 3;  // taps in a stretch of code without a drain of the tensor cores
+constexpr int TAPS_UNROLLED = 10;  // taps in a stretch of code without a drain of the tensor cores
 constexpr int FRAGMENT_SETS = 2;  // sets of registers that weights take in turn
-constexpr int PRODUCER_REGISTERS = 72;  // of a thread
-constexpr int CONSUMER_REGISTERS = 184;  // of a thread
+constexpr int PRODUCER_REGISTERS = 56;  // of a thread
+constexpr int CONSUMER_REGISTERS = 200;  // of a thread
 constexpr int OUT_STEP_D = 1, OUT_STEP_H = 2, OUT_STEP_W = 1;  // outputs from one q to the next
 constexpr int IN_STEP_D = 1, IN_STEP_H = 2, IN_STEP_W = 1;  // inputs from one q to the next
-constexpr int TILE_D = 2, TILE_H = 8, TILE_W = 16;  // positions q of a tile
+constexpr int TILE_D = 4, TILE_H = 8, TILE_W = 8;  // positions q of a tile
 constexpr int TILE_N = 1;  // images of a tile
 
 // PTX in small wrappers, so that a kernel body reads as an algorithm.
@@ -2163,16 +2124,16 @@ constexpr int H_SUBTILES = TILE_H / SUB_H;
 
 // [variant, block, tap]: the tap's shift in pixel rows
 __constant__ const short TAP_ROW[] = {
-    0, 1, 2, 3, 4, 20, 21, 22, 23, 24, 40, 41, 42, 43, 44, 60, 61, 62, 63, 64, 80, 81, 82, 83, 84, 100, 101, 102, 103,
-    104, 400, 401, 402, 403, 404, 420, 421, 422, 423, 424, 440, 441, 442, 443, 444, 460, 461, 462, 463, 464, 480, 481,
-    482, 483, 484, 500, 501, 502, 503, 504, 800, 801, 802, 803, 804, 820, 821, 822, 823, 824, 840, 841, 842, 843, 844,
-    860, 861, 862, 863, 864, 880, 881, 882, 883, 884, 900, 901, 902, 903, 904
+    0, 1, 2, 3, 4, 12, 13, 14, 15, 16, 24, 25, 26, 27, 28, 36, 37, 38, 39, 40, 48, 49, 50, 51, 52, 60, 61, 62, 63, 64,
+    240, 241, 242, 243, 244, 252, 253, 254, 255, 256, 264, 265, 266, 267, 268, 276, 277, 278, 279, 280, 288, 289, 290,
+    291, 292, 300, 301, 302, 303, 304, 480, 481, 482, 483, 484, 492, 493, 494, 495, 496, 504, 505, 506, 507, 508, 516,
+    517, 518, 519, 520, 528, 529, 530, 531, 532, 540, 541, 542, 543, 544
 };
 __constant__ const int ENTRY[] = {0,90};  // [variant][MB + 1]: where a block's taps begin
 __constant__ const short SUB_D[] = {0,0};  // [variant][SUBS]: output offset of an M-row's sub-position
 __constant__ const short SUB_HH[] = {0,1};
 __constant__ const short U_W[] = {0};  // [variant]: first W sub-position
-__constant__ const int ROW_D[] = {0,1,2,3};  // input offset of a tile's rows
+__constant__ const int ROW_D[] = {0,1,2,3,4,5};  // input offset of a tile's rows
 __constant__ const int ROW_H[] = {0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19};
 
 struct Sizes {                                         // one layout for the packed argument block
@@ -2331,9 +2292,6 @@ __device__ __forceinline__ void turn(const Pixels& own, int channel, int left, u
 #pragma unroll
       for (int e = 0; e < 4; e++) hi[e] = to_tf32(__uint_as_float(v[e]));
       store_shared_128(tile + unit_at(p, unit), hi[0], hi[1], hi[2], hi[3]);
-#pragma unroll
-      for (int e = 0; e < 4; e++) v[e] = low_part(__uint_as_float(v[e]), hi[e]);
-      store_shared_128(tile + PART_BYTES + unit_at(p, unit), v[0], v[1], v[2], v[3]);
     }
   }
 }
@@ -2521,7 +2479,6 @@ __device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[4], Fragment
     const int (&subtile_row)[NB], int shift, int k_step, int part, bool last, int lane) {
   weights.take(a, lane);
   wgmma_fence();
-  if (part == 0) multiply(acc, a, tile + PART_BYTES, subtile_row, shift, k_step, lane);
   multiply(acc, a, tile, subtile_row, shift, k_step, lane);
   wgmma_commit();
   if (last) wgmma_wait<0>();
@@ -2539,28 +2496,15 @@ __device__ __forceinline__ void multiply_some(float (&acc)[NB][32], Fragments& w
         i % PARTS, i + 1 == COUNT * STEPS_PER_TAP, lane);
 }
 
-// Tensor cores truncate as they add, an error that grows with the length of a sum (measured: kb57's IEEE error was 3.8 times
-// PyTorch's with sums of 54 products of 8 channels). So sums are kept short, and added with rounding.
-__device__ __forceinline__ void promote(float (&acc)[NB][32], float (&sum)[NB][32]) {
-#pragma unroll
-  for (int nb = 0; nb < NB; nb++)
-#pragma unroll
-    for (int i = 0; i < 32; i++) {
-      sum[nb][i] += acc[nb][i];
-      acc[nb][i] = 0.f;
-    }
-}
-
 template <int FIRST>
-__device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB][32], float (&sum)[MB][NB][32],
-    Fragments& weights, u32 tile, const int (&subtile_row)[NB], int lane) {
+__device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB][32], Fragments& weights, u32 tile,
+    const int (&subtile_row)[NB], int lane) {
 #pragma unroll
   for (int b = 0; b < MB; b++) {
     int e = ENTRY[variant * (MB + 1) + b], last = ENTRY[variant * (MB + 1) + b + 1];
 #pragma unroll 1
     for (; e + TAPS_UNROLLED <= last; e += TAPS_UNROLLED) {
       multiply_some<TAPS_UNROLLED>(acc[b], weights, tile, subtile_row, e, lane);
-      promote(acc[b], sum[b]);
     }
   }
 }
@@ -2775,7 +2719,6 @@ __device__ __forceinline__ void consume(const char* packed, const float* bias, c
     Tile t = tile_at(index, s);
     int chunks = chunks_of(t.variant);
     float acc[MB][NB][32];
-    float sum[MB][NB][32];
 #pragma unroll
     for (int b = 0; b < MB; b++)
 #pragma unroll
@@ -2783,7 +2726,6 @@ __device__ __forceinline__ void consume(const char* packed, const float* bias, c
 #pragma unroll
         for (int i = 0; i < 32; i++) {
           acc[b][nb][i] = 0.f;
-          sum[b][nb][i] = 0.f;
         }
     weights.begin(packed, t, offset);
     int variant = __shfl_sync(0xffffffffu, t.variant, 0);  // so that ptxas knows that warps do not part over it
@@ -2791,11 +2733,11 @@ __device__ __forceinline__ void consume(const char* packed, const float* bias, c
     for (int chunk = 0; chunk < chunks; chunk++, cursor.next(STAGES_P)) {
       barrier_wait(full + cursor.stage * 8, cursor.parity);
       u32 tile = tiles + cursor.stage * STAGE_BYTES;
-      multiply_chunk<0>(variant, acc, sum, weights, tile, subtile_row, lane);
+      multiply_chunk<0>(variant, acc, weights, tile, subtile_row, lane);
       __syncwarp();
       if (lane == 0) barrier_arrive(empty + cursor.stage * 8);
     }
-    epilogue(sum, bias, y, s, t, t.cout_block, first_subtile, buffer, warp, lane);
+    epilogue(acc, bias, y, s, t, t.cout_block * WGS_M, first_subtile, buffer, warp, lane);
   }
 }
 
@@ -2873,8 +2815,8 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 }  // namespace grad_input
 
 // =====================================================================================================================
-// Gradient for the input where rows begin off 16 bytes: wgmma ieee, tile 1x2x8x8 (NxDxHxW of q) x 64 rows, chunk of 8
-// channels, pixels halved, weights ring of 8 x 4 fragments, 214 KB shared.
+// Gradient for the input where rows begin off 16 bytes: wgmma tf32, tile 1x2x8x8 (NxDxHxW of q) x 64 rows, chunk of 8
+// channels, pixels halved, weights ring of 4 x 8 fragments, 214 KB shared.
 // =====================================================================================================================
 
 namespace grad_input_unaligned {
@@ -2901,7 +2843,7 @@ namespace grad_input_unaligned {
 // Sizes of the input are arguments.
 
 constexpr int ELEMENT = 4;  // bytes of an element
-constexpr int PARTS = 2;  // TF32 parts of an operand: 2 for IEEE float32, in three products
+constexpr int PARTS = 1;  // TF32 parts of an operand: 2 for IEEE float32, in three products
 constexpr int CIN = 64;  // channels of what is read
 constexpr int COUT = 32;  // channels of what is written
 constexpr int CIN_G = 64;  // channels of a group in what is read
@@ -2916,10 +2858,10 @@ constexpr int MB = 1;  // blocks of 64 rows that a consumer accumulates
 constexpr int VARIANTS = 1;  // M-groups that differ in their taps
 constexpr int COUT_BLOCKS = 1;  // M-groups that share the output channels of a group
 constexpr int M_GROUPS = 1;  // groups x COUT_BLOCKS x VARIANTS
-constexpr int STAGES_P = 1;  // input tiles in shared memory
+constexpr int STAGES_P = 2;  // input tiles in shared memory
 constexpr int STAGES_S = 2;  // staging slots
-constexpr int STAGES_W = 8;  // stages of the weights' ring
-constexpr int W_STAGE = 4;  // fragments of weights in a stage
+constexpr int STAGES_W = 4;  // stages of the weights' ring
+constexpr int W_STAGE = 8;  // fragments of weights in a stage
 constexpr int RUN_GROUPS = 1;  // groups of 8 columns that the epilogue stores together
 constexpr int ROWS_D = 4, ROWS_H = 20;  // input rows of a tile
 constexpr int ROW_STEP_D = 1, ROW_STEP_H = 2;  // rows of the tile from one q to the next
@@ -2928,7 +2870,7 @@ constexpr int COLUMNS = 12;  // input columns of a tile with its halo
 constexpr int COLUMN_PAD = 0;  // columns by which a box begins early
 constexpr int PLANE = 12;  // columns with one residue modulo IN_STEP_W
 constexpr int PLANES = 1;  // residues that some tap reads
-constexpr int TAPS_UNROLLED = 3;  // taps in a stretch of code without a drain of the tensor cores
+constexpr int TAPS_UNROLLED = 10;  // taps in a stretch of code without a drain of the tensor cores
 constexpr int FRAGMENT_SETS = 2;  // sets of registers that weights take in turn
 constexpr int PRODUCER_REGISTERS = 96;  // of a thread
 constexpr int CONSUMER_REGISTERS = 160;  // of a thread
@@ -3321,9 +3263,6 @@ __device__ __forceinline__ void turn(const Pixels& own, int channel, int left, u
 #pragma unroll
       for (int e = 0; e < 4; e++) hi[e] = to_tf32(__uint_as_float(v[e]));
       store_shared_128(tile + unit_at(p, unit), hi[0], hi[1], hi[2], hi[3]);
-#pragma unroll
-      for (int e = 0; e < 4; e++) v[e] = low_part(__uint_as_float(v[e]), hi[e]);
-      store_shared_128(tile + PART_BYTES + unit_at(p, unit), v[0], v[1], v[2], v[3]);
     }
   }
 }
@@ -3506,7 +3445,6 @@ __device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[4], Fragment
     const int (&subtile_row)[NB], int shift, int k_step, int part, bool last, int lane) {
   weights.take(a, lane);
   wgmma_fence();
-  if (part == 0) multiply(acc, a, tile + PART_BYTES, subtile_row, shift, k_step, lane);
   multiply(acc, a, tile, subtile_row, shift, k_step, lane);
   wgmma_commit();
   if (last) wgmma_wait<0>();
@@ -3524,28 +3462,15 @@ __device__ __forceinline__ void multiply_some(float (&acc)[NB][32], Fragments& w
         i % PARTS, i + 1 == COUNT * STEPS_PER_TAP, lane);
 }
 
-// Tensor cores truncate as they add, an error that grows with the length of a sum (measured: kb57's IEEE error was 3.8 times
-// PyTorch's with sums of 54 products of 8 channels). So sums are kept short, and added with rounding.
-__device__ __forceinline__ void promote(float (&acc)[NB][32], float (&sum)[NB][32]) {
-#pragma unroll
-  for (int nb = 0; nb < NB; nb++)
-#pragma unroll
-    for (int i = 0; i < 32; i++) {
-      sum[nb][i] += acc[nb][i];
-      acc[nb][i] = 0.f;
-    }
-}
-
 template <int FIRST>
-__device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB][32], float (&sum)[MB][NB][32],
-    Fragments& weights, u32 tile, const int (&subtile_row)[NB], int lane) {
+__device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB][32], Fragments& weights, u32 tile,
+    const int (&subtile_row)[NB], int lane) {
 #pragma unroll
   for (int b = 0; b < MB; b++) {
     int e = ENTRY[variant * (MB + 1) + b], last = ENTRY[variant * (MB + 1) + b + 1];
 #pragma unroll 1
     for (; e + TAPS_UNROLLED <= last; e += TAPS_UNROLLED) {
       multiply_some<TAPS_UNROLLED>(acc[b], weights, tile, subtile_row, e, lane);
-      promote(acc[b], sum[b]);
     }
   }
 }
@@ -3760,7 +3685,6 @@ __device__ __forceinline__ void consume(const char* packed, const float* bias, c
     Tile t = tile_at(index, s);
     int chunks = chunks_of(t.variant);
     float acc[MB][NB][32];
-    float sum[MB][NB][32];
 #pragma unroll
     for (int b = 0; b < MB; b++)
 #pragma unroll
@@ -3768,7 +3692,6 @@ __device__ __forceinline__ void consume(const char* packed, const float* bias, c
 #pragma unroll
         for (int i = 0; i < 32; i++) {
           acc[b][nb][i] = 0.f;
-          sum[b][nb][i] = 0.f;
         }
     weights.begin(packed, t, offset);
     int variant = __shfl_sync(0xffffffffu, t.variant, 0);  // so that ptxas knows that warps do not part over it
@@ -3776,11 +3699,11 @@ __device__ __forceinline__ void consume(const char* packed, const float* bias, c
     for (int chunk = 0; chunk < chunks; chunk++, cursor.next(STAGES_P)) {
       barrier_wait(full + cursor.stage * 8, cursor.parity);
       u32 tile = tiles + cursor.stage * STAGE_BYTES;
-      multiply_chunk<0>(variant, acc, sum, weights, tile, subtile_row, lane);
+      multiply_chunk<0>(variant, acc, weights, tile, subtile_row, lane);
       __syncwarp();
       if (lane == 0) barrier_arrive(empty + cursor.stage * 8);
     }
-    epilogue(sum, bias, y, s, t, t.cout_block, first_subtile, buffer, warp, lane);
+    epilogue(acc, bias, y, s, t, t.cout_block * WGS_M, first_subtile, buffer, warp, lane);
   }
 }
 
@@ -3852,8 +3775,8 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 }  // namespace grad_input_unaligned
 
 // =====================================================================================================================
-// Gradient for the weight: mma.sync ieee, 32x64 channels x 1x1x5 taps a block, chunks of 1x1x4x64 (NxDxHxW of q), K in
-// 35 slices, 220 KB shared.
+// Gradient for the weight: wgmma tf32, 32x64 channels x 1x3x5 taps a block, chunks of 1x1x4x32 (NxDxHxW of q), K in 22
+// slices, 164 KB shared.
 // =====================================================================================================================
 
 namespace grad_weight {
@@ -3876,28 +3799,17 @@ constexpr int KERNEL_D = 3, KERNEL_H = 5, KERNEL_W = 5;  // the layer's
 constexpr int STEP_D = 1, STEP_H = 1, STEP_W = 1;  // stride
 constexpr int DIL_D = 1, DIL_H = 1, DIL_W = 1;  // dilation
 constexpr int PAD_D = 0, PAD_H = 0, PAD_W = 0;  // padding
-constexpr int TAPS_D = 1, TAPS_H = 1, TAPS_W = 5;  // of a set, which a block multiplies
-constexpr int SETS_D = 3, SETS_H = 5, SETS_W = 1;  // of taps
-constexpr int TILE_D = 1, TILE_H = 4, TILE_W = 64;  // positions q of a chunk
-constexpr int WARP_M = 32;  // input channels of a warp
-constexpr int WARP_N = 8;  // output channels of a warp
-
-// Grad-weight on tensor cores: dW[ci, co, tap] = sum over images and positions q of x[ci, q] * g[co, q * STEP + tap * DIL - PAD].
-//
-// A GEMM whose K is the pixels: M = BLOCK_M input channels, N = BLOCK_N output channels, one accumulator for each tap of a set
-// (TAPS_D x TAPS_H x TAPS_W neighbouring taps). A block takes a tile of channels, a set of taps and a range of pixel tiles
-// (TILE_N x TILE_D x TILE_H x TILE_W positions q, a "chunk"): x's tile and g's with the halo of the set are copied to shared
-// memory once and serve all taps of the set. mma.sync takes both operands from registers, so that a tap may begin at any
-// column: fragments of x are read once a step and meet those of every tap.
-//
-// Shared memory: NCHW [row][channel][column], CHANNELS_LAST [row][column][channel]; pitches keep the eight rows of a fragment in
-// different banks. Copies of 16 bytes (cp.async), two stages. NCHW rows of any alignment: the 16-byte units of memory that
-// hold them are copied, and a row then begins (address % 16) bytes into its place.
-//
-// K is split over SPLITS ranges of chunks and WARPS_K warps; each writes its own partial sums, `reduce` adds them in the order of
-// their index: the same bits in every run, without atomics.
-constexpr int WARPS = 8;
-constexpr int COPIERS = WARPS * 32;  // threads that copy
+constexpr int TAPS_D = 1, TAPS_H = 3, TAPS_W = 5;  // of a set, which a block multiplies
+constexpr int SETS_D = 3, SETS_H = 2, SETS_W = 1;  // of taps
+constexpr int TILE_D = 1, TILE_H = 4, TILE_W = 32;  // positions q of a chunk
+constexpr int WGS = 3;  // warpgroups that multiply
+constexpr int WGS_M = 1;  // of them, those that divide the output channels
+constexpr int SUBS = 1;  // taps that share the 64 rows of a matrix instruction
+constexpr int ENTRIES = 5;  // accumulators of 64 rows of a warpgroup
+constexpr int STAGES = 2;  // chunks in shared memory
+constexpr int STRETCH = 40;  // matrix instructions between whose ends the tensor cores do not drain
+constexpr int PRODUCER_REGISTERS = 56;  // of a thread
+constexpr int CONSUMER_REGISTERS = 152;  // of a thread
 
 // PTX in small wrappers, so that a kernel body reads as an algorithm.
 typedef unsigned int u32;
@@ -3905,33 +3817,32 @@ typedef unsigned long long u64;
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
-// --- copies into shared memory ---------------------------------------------------------------------------------------
+// --- mbarriers: `count` arrivals (and the announced bytes) complete a phase; waits name the phase by its parity -------
 
-__device__ __forceinline__ void copy16(u32 to, const void* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;\n" ::"r"(to), "l"(from) : "memory");
+__device__ __forceinline__ void barrier_init(u32 barrier, int count) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;\n" ::"r"(barrier), "r"(count));
 }
-__device__ __forceinline__ void copy16(u32 to, const void* from, int bytes) {  // the rest of the 16 becomes zero
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+__device__ __forceinline__ void barrier_arrive(u32 barrier) {
+  asm volatile("{\n .reg .b64 state;\n mbarrier.arrive.shared.b64 state, [%0];\n}\n" ::"r"(barrier) : "memory");
 }
-__device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
-template <int N> __device__ __forceinline__ void copy_wait() {
-  asm volatile("cp.async.wait_group %0;\n" ::"n"(N) : "memory");
+__device__ __forceinline__ bool barrier_done(u32 barrier, u32 parity) {
+  u32 done;
+  asm volatile(
+      "{\n .reg .pred p;\n mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n selp.u32 %0, 1, 0, p;\n}\n"
+      : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+  return done;
 }
-
-// --- numbers ---------------------------------------------------------------------------------------------------------
-
-// Nearest TF32, ties to even, as cuDNN rounds: with it results agree with cuDNN to 3e-6, with rna to 5e-5.
-__device__ __forceinline__ u32 to_tf32(float v) {
-  u32 r;
-  asm("cvt.rn.tf32.f32 %0, %1;\n" : "=r"(r) : "f"(v));
-  return r;
-}
-// What TF32 leaves of a float, in TF32 itself; nothing of infinities and NaNs, whose difference to themselves is a NaN.
-__device__ __forceinline__ u32 low_part(float v, u32 high) {
-  return (high & 0x7f800000u) == 0x7f800000u ? 0u : to_tf32(v - __uint_as_float(high));
+__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
+  while (!barrier_done(barrier, parity)) {}
 }
 
 // --- matrix instructions ---------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory"); }
+template <int N> __device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(N) : "memory");
+}
 
 constexpr int VEC = 16 / ELEMENT;  // elements of a 16-byte unit
 constexpr int TAPS = KERNEL_D * KERNEL_H * KERNEL_W;  // of a set, which a block multiplies
@@ -3939,16 +3850,10 @@ constexpr int SET_TAPS = TAPS_D * TAPS_H * TAPS_W;
 constexpr int SETS = SETS_D * SETS_H * SETS_W;  // of taps
 constexpr int CIN = GROUPS * CIN_G;  // channels of what is read
 constexpr int COUT = GROUPS * COUT_G;  // channels of what is written
-constexpr int G_ROWS_D = 1, G_ROWS_H = 4;
-constexpr int G_COLUMNS = 68;
+constexpr int G_ROWS_D = 1, G_ROWS_H = 6;
 constexpr int X_ROWS = TILE_N * TILE_D * TILE_H;
 constexpr int G_ROWS = TILE_N * G_ROWS_D * G_ROWS_H;
-constexpr int G_EXTENT = (G_COLUMNS + VEC - 1 + VEC - 1) / VEC;  // units of a row (NCHW)
-constexpr int X_UNITS = (TILE_W + VEC - 1) / VEC;
-constexpr int G_UNITS = G_EXTENT;
-constexpr int X_PITCH = 68;
-constexpr int G_PITCH = 76;
-constexpr int X_BYTES = X_ROWS * BLOCK_CI * X_PITCH * ELEMENT;
+constexpr int G_PITCH = 44;
 constexpr int G_BYTES = G_ROWS * BLOCK_CO * G_PITCH * ELEMENT;
 struct Sizes {
   int batch, in_d, in_h, in_w, out_d, out_h, out_w;
@@ -3970,75 +3875,12 @@ __device__ __forceinline__ Chunk chunk_at(int i, const Sizes& s) {
 // One operand's tile: where it lies in its tensor. (n, d, h) of row `r` of the tile by its kind.
 struct Rows { int n, d, h; };
 __device__ __forceinline__ Rows x_row(int r) { return {r / (TILE_D * TILE_H), r / TILE_H % TILE_D, r % TILE_H}; }
-__device__ __forceinline__ Rows g_row(int r) {
-  int h = r % G_ROWS_H, d = r / G_ROWS_H % G_ROWS_D;
-  return {r / (G_ROWS_H * G_ROWS_D), d, h};
-}
 
 // =====================================================================================================================
 // Copies
 // =====================================================================================================================
 
 typedef u32 bits;
-
-template <int ROWS, int BLOCK, int COLUMNS_OR_UNITS, int PITCH, int CHANNELS, int CHANNELS_G, bool IS_X>
-__device__ __forceinline__ void copy_tile(const char* __restrict__ tensor, int batch, int depth, int height, int width,
-    int n0, int d0, int h0, int w0, int channel, int left, unsigned char* to, int thread) {
-  u32 to_address = shared_address(to);
-  // Units that hold a border are copied whole; `clear_borders` clears what lies beyond it when they have landed.
-  // (measured: in parts of 4
-  // bytes, some of a warp's threads each time: 1.04 ms instead of 0.37.)
-  // A thread keeps its channel and place in the row for all rows of the tile (measured: with an index for each unit, one warp on a
-  // scheduler took 850 clocks a round of 32 units, all of them address arithmetic: kb77's bfloat16 gradient 1.35 ms).
-  constexpr int UNITS = COLUMNS_OR_UNITS, ROWS_H = IS_X ? TILE_H : G_ROWS_H;
-  long long plane = (long long)depth * height * width;
-#pragma unroll 1
-  for (int i = thread; i < BLOCK * UNITS; i += COPIERS) {
-    int unit = i % UNITS, c = i / UNITS;
-    u32 offset = (c * PITCH + unit * VEC) * ELEMENT;
-#pragma unroll 1
-    for (int r = 0; r < ROWS / ROWS_H; r++) {
-      Rows at = IS_X ? x_row(r * ROWS_H) : g_row(r * ROWS_H);
-      int n = n0 + at.n, d = d0 + at.d;
-      bool slice = n < batch && (u32)d < (u32)depth && c < left;
-      const char* base = tensor
-          + (((long long)n * CHANNELS + channel + c) * plane + (long long)d * height * width + w0) * ELEMENT;
-#pragma unroll 2
-      for (int rh = 0; rh < ROWS_H; rh++, offset += BLOCK * PITCH * ELEMENT) {
-        int h = h0 + rh;
-        const char* from = base + (long long)h * (width * ELEMENT);
-        // column of the first element
-        int misaligned = (int)((u64)from & 15), first = w0 + (unit * 16 - misaligned) / ELEMENT;
-        from += unit * 16 - misaligned;
-        bool in = slice && (u32)h < (u32)height && first + VEC > 0 && first < width;
-        copy16(to_address + offset, in ? from : tensor, in ? 16 : 0);
-      }
-    }
-  }
-}
-
-__device__ __forceinline__ bool has_borders(int w0, int columns, int width) { return w0 < 0 || w0 + columns > width; }
-
-// Clears elements before column 0 and from column `width` on, in the units that hold such a border.
-template <int ROWS, int BLOCK, int UNITS, int PITCH, int CHANNELS, bool IS_X>
-__device__ __forceinline__ void clear_borders(const char* tensor, int depth, int height, int width, int n0, int d0,
-    int h0, int w0, int channel, unsigned char* to, int thread) {
-  u32 plane = (u32)depth * height * width;
-#pragma unroll 1
-  for (int i = thread; i < ROWS * BLOCK; i += COPIERS) {
-    int c = i % BLOCK, row = i / BLOCK;
-    Rows at = IS_X ? x_row(row) : g_row(row);
-    u32 first = (u32)((u64)tensor / ELEMENT) + ((u32)(n0 + at.n) * CHANNELS + channel + c) * plane
-        + ((u32)(d0 + at.d) * height + h0 + at.h) * width + w0;
-    // elements of column 0 and of the one behind the last
-    int zero = (int)(first & (VEC - 1)) - w0, end = zero + width;
-    bits* line = (bits*)(to + (row * BLOCK + c) * PITCH * ELEMENT);
-    if (zero > 0 && zero < UNITS * VEC)
-      for (int e = zero & ~(VEC - 1); e < zero; e++) line[e] = 0;
-    if (end > 0 && end < UNITS * VEC)
-      for (int e = end; e & (VEC - 1); e++) line[e] = 0;
-  }
-}
 
 // =====================================================================================================================
 // The second step: slices are added in the order of their index. A block takes 32 of the innermost channels of some rows of a
@@ -4051,8 +3893,9 @@ __device__ __forceinline__ void clear_borders(const char* tensor, int depth, int
 
 constexpr int RUNS = 8;  // warps of a block
 
-constexpr int INNERMOST = COUT_G;
-constexpr int SLICE_ROWS = CIN * TAPS;
+// slices: [tap][COUT][CIN_G], else [tap][CIN][COUT_G]
+constexpr int INNERMOST = CIN_G;
+constexpr int SLICE_ROWS = COUT * TAPS;
 
 struct SliceRow {
   long long from, to;                      // first element in a slice, and in the weight
@@ -4060,8 +3903,11 @@ struct SliceRow {
 
 // Rows are counted as the weight has them.
 __device__ __forceinline__ SliceRow slice_row(int row, long long stride_ci, long long stride_co, long long stride_tap) {
-  int ci = row / TAPS, tap = row % TAPS;
-  return {((long long)tap * CIN + ci) * COUT_G, ci * stride_ci + tap * stride_tap};
+  int group = row / (COUT_G * TAPS), j = row % (COUT_G * TAPS);
+  bool taps_inside = stride_tap <= stride_co;
+  int co = taps_inside ? j / TAPS : j % COUT_G, tap = taps_inside ? j % TAPS : j / COUT_G;
+  return {((long long)tap * COUT + group * COUT_G + co) * CIN_G,
+      group * CIN_G * stride_ci + co * stride_co + tap * stride_tap};
 }
 
 __global__ void __launch_bounds__(32 * RUNS)
@@ -4094,7 +3940,7 @@ reduce(const float* __restrict__ partial, bits* __restrict__ out, int slices, lo
   for (int run = 1; run < RUNS; run++) sum[0] += sums[run][lane];
   sums[0][lane] = sum[0];
   __syncwarp();
-  long long stride_c = stride_co;
+  long long stride_c = stride_ci;
   c -= lane;
 #pragma unroll 1
   for (int i = threadIdx.x; i < REDUCE_ROWS * 32; i += 32 * RUNS) {  // neighbouring threads write neighbours
@@ -4106,216 +3952,268 @@ reduce(const float* __restrict__ partial, bits* __restrict__ out, int slices, lo
   }
 }
 
-constexpr int THREADS = WARPS * 32;
-constexpr int WARPS_M = BLOCK_CI / WARP_M;
-constexpr int WARPS_N = BLOCK_CO / WARP_N;
-constexpr int WARPS_K = WARPS / (WARPS_M * WARPS_N);
-constexpr int M_FRAGMENTS = WARP_M / 16;
-constexpr int N_FRAGMENTS = WARP_N / 8;
-constexpr int M_TILES = (CIN_G + BLOCK_CI - 1) / BLOCK_CI;
-constexpr int N_TILES = (COUT_G + BLOCK_CO - 1) / BLOCK_CO;
+constexpr int ROWS_PER_SUB = 64 / SUBS;
+constexpr int THREADS = (1 + WGS) * 128;
+constexpr int CI_TILES = (CIN_G + BLOCK_CI - 1) / BLOCK_CI;
+constexpr int CO_TILES = (COUT_G + BLOCK_CO - 1) / BLOCK_CO;
+constexpr int NB = 1;
+constexpr int N_WIDTH = 32;  // of one matrix instruction
 
-constexpr int STAGE_BYTES = X_BYTES + G_BYTES;
+// x in shared memory. NCHW: boxes of BLOCK_CI rows of SEGMENT bytes (pixels of a row; a box of several shorter rows would
+// pad each to the swizzle's span).
+// CHANNELS_LAST: for each N_WIDTH channels a box of the chunk's pixels.
+constexpr int PIXELS = X_ROWS * TILE_W;
+constexpr int SEGMENT = 128;
+constexpr int BOXES = PIXELS * ELEMENT / SEGMENT;
+constexpr int BOX_BYTES = BLOCK_CI * SEGMENT;
+constexpr int X_TILE_BYTES = BOXES * BOX_BYTES;
+constexpr int STAGE_BYTES = (X_TILE_BYTES + G_BYTES + 1023) / 1024 * 1024;
+constexpr int RAW_AT = STAGES * STAGE_BYTES;  // x's pixels before they are turned
+constexpr int RAW_BYTES = 0;
+constexpr int BARRIERS_AT = RAW_AT + RAW_BYTES;
 
-constexpr int W_STRIPS = TILE_W / 8;  // a strip is 8 columns of a row
-constexpr int STRIPS = X_ROWS * W_STRIPS;
-constexpr int STEPS = STRIPS;  // a matrix instruction takes one strip of float32, two of 16-bit types
-constexpr int PARTS = 2;
+// a matrix instruction takes 32 bytes of K: a strip of 8 columns, or two of 16-bit types
+constexpr int K_STEPS = PIXELS * ELEMENT / 32;
+constexpr int STEPS = K_STEPS * ENTRIES;
+constexpr int SETS_OF_FRAGMENTS = 3;  // a third set spills there
+constexpr int W_STRIPS = TILE_W / 8;
+
+struct alignas(64) TensorMap { u64 opaque[16]; };
+struct TensorMaps {
+  TensorMap x;
+  TensorMap g;
+};
 
 struct Work {                              // of a block
-  int group, m, n;                         // first channels within the group
+  int group, ci, co;                       // first channels within the group
   int tap_d, tap_h, tap_w;                 // first tap of the set
 };
 
-__device__ __forceinline__ void copy_chunk(const char* __restrict__ x, const char* __restrict__ g, const Sizes& s,
-    const Chunk& c, const Work& work, unsigned char* stage, int thread) {
-  constexpr int x_extent = X_UNITS, g_extent = G_UNITS;
-  copy_tile<X_ROWS, BLOCK_CI, x_extent, X_PITCH, CIN, CIN_G, true>(
-      x, s.batch, s.in_d, s.in_h, s.in_w, c.n, c.d, c.h, c.w, work.group * CIN_G + work.m, CIN_G - work.m, stage,
-          thread);
-  copy_tile<G_ROWS, BLOCK_CO, g_extent, G_PITCH, COUT, COUT_G, false>(
-      g, s.batch, s.out_d, s.out_h, s.out_w, c.n, c.d * STEP_D + work.tap_d * DIL_D - PAD_D,
-          c.h * STEP_H + work.tap_h * DIL_H - PAD_H,
-      c.w * STEP_W + work.tap_w * DIL_W - PAD_W, work.group * COUT_G + work.n, COUT_G - work.n, stage + X_BYTES,
-          thread);
+// =====================================================================================================================
+// Copies
+// =====================================================================================================================
+
+__device__ __forceinline__ void load_box(u32 to, const TensorMap* map, int a, int b, int c, int d, int e, u32 barrier) {
+  asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5, %6}], [%7];\n"
+      ::"r"(to), "l"(map), "r"(a), "r"(b), "r"(c), "r"(d), "r"(e), "r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ void load_boxes(const TensorMap* map_x, const TensorMap* map_g, const Chunk& c,
+    const Work& work, u32 to, u32 barrier) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier),
+      "r"(X_TILE_BYTES + G_BYTES) : "memory");
+  int channel = work.group * CIN_G + work.ci;
+#pragma unroll 1
+  for (int i = 0; i < BOXES; i++) {
+    int strip = i * (SEGMENT / ELEMENT / 8);
+    Rows at = x_row(strip / W_STRIPS);
+    int column = c.w + strip % W_STRIPS * 8, row = c.h + at.h;
+    load_box(to + i * BOX_BYTES, map_x, column, row, c.d + at.d, channel, c.n + at.n, barrier);
+  }
+  int d = c.d * STEP_D + work.tap_d * DIL_D - PAD_D, h = c.h * STEP_H + work.tap_h * DIL_H - PAD_H,
+      w = c.w * STEP_W + work.tap_w * DIL_W - PAD_W;
+  channel = work.group * COUT_G + work.co;
+  to += X_TILE_BYTES;
+  load_box(to, map_g, w - (w & (VEC - 1)), channel, h, d, c.n, barrier);
 }
 
 // =====================================================================================================================
 // Multiplications
 // =====================================================================================================================
 
-__device__ __forceinline__ void multiply(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
-  asm volatile("mma.sync.aligned." "m16n8k8.row.col.f32.tf32.tf32.f32" " {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};\n"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]),
-          "r"(b[1]));
-}
+#define ACCUMULATORS_32(d) \
+  "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),          \
+      "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
+#define WGMMA_32(shape, tail) \
+  "wgmma.mma_async.sync.aligned." shape                                                                               \
+  " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, {%16,%17,%18,%19}, %20, " tail ";\n"
 
-__device__ __forceinline__ u32 rounded(u32 v) {
-  return to_tf32(__uint_as_float(v));
-}
-
-__device__ __forceinline__ u32 element_pair(const u32* words, int e, int) { return words[e]; }
-
-// One chunk of a stage: all its steps that are this warp's.
-__device__ __forceinline__ void multiply_chunk(float (&acc)[SET_TAPS][M_FRAGMENTS][N_FRAGMENTS][4],
-    const unsigned char* stage, const Sizes& s, u32 x_phase, u32 g_phase, int warp_m, int warp_n, int warp_k,
-        int lane) {
-  const int g = lane >> 2, q = lane & 3;
-  const u32* xs = (const u32*)stage;
-  const u32* gs = (const u32*)(stage + X_BYTES);
-#pragma unroll 1
-  for (int step = warp_k; step < STEPS; step += WARPS_K) {
-    int x_at[2], g_row_n[2], row_d[2], row_h[2], column[2];  // of the two halves of K
+__device__ __forceinline__ void multiply(float (&acc)[NB][N_WIDTH / 2], const u32 (&a)[4], u32 tile, int k_step) {
+  // Stride from 8 rows to the next 8: of channels (K-major), of pixels (MN-major, 8 of the 16 of a step).
+  const u64 upper = ((u64)(8 * SEGMENT >> 4) << 32) | ((u64)(8 * SEGMENT >> 4) << 16) | ((u64)(1) << 62);
 #pragma unroll
-    for (int k = 0; k < 2; k++) {
-      int strip = step, row = strip / W_STRIPS;
-      Rows at = x_row(row);
-      g_row_n[k] = at.n * G_ROWS_D;
-      row_d[k] = at.d * STEP_D;
-      row_h[k] = at.h * STEP_H;
-      column[k] = strip % W_STRIPS * 8 + 4 * k;
-      int phase = 0;
-      x_at[k] = row * BLOCK_CI * X_PITCH + column[k] + phase;
-    }
-    u32 a[M_FRAGMENTS][PARTS][4];
-#pragma unroll
-    for (int i = 0; i < M_FRAGMENTS; i++)
-#pragma unroll
-      for (int r = 0; r < 4; r++) {
-        int m = warp_m + i * 16 + (r & 1) * 8 + g, k = r >> 1;
-        u32 v = element_pair(xs, x_at[k] + m * X_PITCH + q, 1);
-        a[i][0][r] = rounded(v);
-        a[i][PARTS - 1][r] = low_part(__uint_as_float(v), a[i][0][r]);
-      }
-#pragma unroll
-    for (int td = 0; td < TAPS_D; td++)
-#pragma unroll
-      for (int th = 0; th < TAPS_H; th++) {
-        int base[2];
-#pragma unroll
-        for (int k = 0; k < 2; k++) {
-          int d = row_d[k] + td * DIL_D, h = row_h[k] + th * DIL_H;
-          int row = (g_row_n[k] + d) * G_ROWS_H + h;
-          int image = g_row_n[k] / G_ROWS_D, at_d = d, at_h = h;
-          int phase = (g_phase + ((u32)(image * COUT) * s.out_d + at_d) * s.out_h * s.out_w
-              + (u32)at_h * s.out_w) & (VEC - 1);
-          base[k] = row * BLOCK_CO * G_PITCH + column[k] * STEP_W + phase;
-        }
-#pragma unroll
-        for (int tw = 0; tw < TAPS_W; tw++) {
-          const int tap = (td * TAPS_H + th) * TAPS_W + tw;
-          u32 b[N_FRAGMENTS][PARTS][2];
-#pragma unroll
-          for (int j = 0; j < N_FRAGMENTS; j++)
-#pragma unroll
-            for (int k = 0; k < 2; k++) {
-              int n = warp_n + j * 8 + g;
-              u32 v = element_pair(gs, base[k] + n * G_PITCH + q * STEP_W + tw * DIL_W, STEP_W);
-              b[j][0][k] = rounded(v);
-              b[j][PARTS - 1][k] = low_part(__uint_as_float(v), b[j][0][k]);
-            }
-#pragma unroll
-          for (int j = 0; j < N_FRAGMENTS; j++)
-#pragma unroll
-            for (int i = 0; i < M_FRAGMENTS; i++) {
-              // the small products first
-              multiply(acc[tap][i][j], a[i][PARTS - 1], b[j][0]);
-              multiply(acc[tap][i][j], a[i][0], b[j][PARTS - 1]);
-              multiply(acc[tap][i][j], a[i][0], b[j][0]);
-            }
-        }
-      }
+  for (int nb = 0; nb < NB; nb++) {
+    u32 start = tile + k_step * 32 / SEGMENT * BOX_BYTES + nb * 64 * SEGMENT + k_step * 32 % SEGMENT;
+    u64 b = upper | ((start & 0x3ffff) >> 4);
+    asm volatile(WGMMA_32("m64n32" "k8.f32.tf32.tf32", "1, 1, 1") : ACCUMULATORS_32(acc[nb]) : "r"(a[0]), "r"(a[1]),
+        "r"(a[2]), "r"(a[3]), "l"(b));
   }
 }
 
-// partial: [SPLITS * WARPS_K][TAPS][CIN][COUT_G] float32.
+// A lane's view of its taps; the same for all chunks.
+struct Taps {
+  int at[ENTRIES];  // of g's tile: elements (NCHW) or pixels (CHANNELS_LAST) by which the tap is shifted
+  u32 line[ENTRIES];  // NCHW: rows of memory from a chunk's first row to the tap's, as elements modulo 2^32
+};
+
+// Place of a tile's row of q in g's tile, and in memory (NCHW), before the tap's own share; constants after unrolling.
+__device__ __forceinline__ int tile_row(const Rows& q) {
+  return (q.n * G_ROWS_D + q.d * STEP_D) * G_ROWS_H + q.h * STEP_H;
+}
+
+// The fragment of entry `e` at step `k_step` of K: rows g and g + 8 of the warp's sixteen; of the two halves of K, pixels
+// q and q + 4 of a strip (TF32), or 2q and 2q + 1 of two strips.
+__device__ __forceinline__ void load_fragment(u32 (&a)[4], const unsigned char* g_tile, const Taps& taps,
+    const Sizes& s, u32 phase, int e, int k_step, int lane_at) {
+  const u32* words = (const u32*)g_tile;
+#pragma unroll
+  for (int k = 0; k < 2; k++) {
+    int strip = k_step;
+    Rows q = x_row(strip / W_STRIPS);
+    int column = (strip % W_STRIPS * 8 + 4 * k) * STEP_W;
+    // What is known only at run time, and constants that are even, so that the addresses are a register and an immediate.
+    int at = lane_at + taps.at[e];
+    const int constant = tile_row(q) * (BLOCK_CO * G_PITCH) + column;
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      u32 v = words[at + constant + h * 8 * G_PITCH];
+      a[2 * k + h] = v;  // boxes are rounded on their way
+    }
+  }
+}
+
+__device__ __forceinline__ void consume(float* __restrict__ partial, const Sizes& s, const Work& work, const char* g,
+    u32 full, u32 empty, const unsigned char* memory, int split, int wg, int thread) {
+  int warp = thread >> 5, lane = thread & 31, row = lane >> 2, q = lane & 3;
+  int wg_m = wg % WGS_M, first_tap = (wg / WGS_M * SUBS + warp * 16 / ROWS_PER_SUB) * ENTRIES;
+  int channel = wg_m * ROWS_PER_SUB + warp * 16 % ROWS_PER_SUB;  // of the block's BLOCK_CO
+  Taps taps;
+#pragma unroll
+  for (int e = 0; e < ENTRIES; e++) {
+    int tap = first_tap + e;
+    if (tap >= SET_TAPS) tap = SET_TAPS - 1;  // its sums are not stored
+    int td = tap / (TAPS_H * TAPS_W), th = tap / TAPS_W % TAPS_H, tw = tap % TAPS_W;
+    int shift = (td * DIL_D) * G_ROWS_H + th * DIL_H;
+    taps.at[e] = shift * (BLOCK_CO * G_PITCH) + tw * DIL_W;
+    taps.line[e] = ((u32)(td * DIL_D) * s.out_h + th * DIL_H) * s.out_w;
+  }
+  int lane_at = (channel + row) * G_PITCH + q * STEP_W;
+  float acc[ENTRIES][NB][N_WIDTH / 2] = {};
+  int begin = split * s.per_split, end = begin + s.per_split < s.chunks ? begin + s.per_split : s.chunks;
+  u32 stage = 0, parity = 0;
+#pragma unroll 1
+  for (int i = begin; i < end; i++) {
+    u32 phase = 0;
+    // Rows 8 channels apart have the same alignment, so that a lane has one for each row of a tile.
+    Chunk c = chunk_at(i, s);
+    int h = c.h * STEP_H + work.tap_h * DIL_H - PAD_H, w = c.w * STEP_W + work.tap_w * DIL_W - PAD_W;
+    phase = (u32)w & (VEC - 1);
+    const unsigned char* tile = memory + stage * STAGE_BYTES;
+    u32 x_tile = shared_address(tile);
+    barrier_wait(full + stage * 8, parity);
+#pragma unroll 1
+    for (int run = 0; run < STEPS / STRETCH; run++) {
+      u32 a[SETS_OF_FRAGMENTS][4];
+      // A run is some whole rows of q or a part of one, so that runs differ by an offset.
+      const int first = run * (STRETCH / ENTRIES);
+      const int strip = first * 1, column = strip % W_STRIPS * 8 * STEP_W;
+      Rows q0 = x_row(strip / W_STRIPS);
+      constexpr int pixel_bytes = 1, row_bytes = BLOCK_CO * G_PITCH * ELEMENT;  // pixels are counted in elements
+      const unsigned char* g_tile = tile + X_TILE_BYTES + tile_row(q0) * row_bytes;
+      u32 from = phase;
+      int lane_from = lane_at + column * pixel_bytes;
+      lane_from += phase;
+      u32 x_from = x_tile + (first * 32 / SEGMENT * BOX_BYTES + first * 32 % SEGMENT);
+#pragma unroll
+      for (int step = 0; step < STRETCH; step++) {
+        const int e = step % ENTRIES, k = step / ENTRIES;
+        load_fragment(a[step % SETS_OF_FRAGMENTS], g_tile, taps, s, from, e, k, lane_from);
+        wgmma_fence();
+        multiply(acc[e], a[step % SETS_OF_FRAGMENTS], x_from, k);
+        wgmma_commit();
+        if (step + 1 == STRETCH) wgmma_wait<0>();
+        else wgmma_wait<SETS_OF_FRAGMENTS - 1>();
+      }
+    }
+    __syncwarp();
+    if (lane == 0) barrier_arrive(empty + stage * 8);
+    if (++stage == STAGES) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+  long long slice = (long long)split * (TAPS * COUT * (long long)CIN_G);
+#pragma unroll
+  for (int e = 0; e < ENTRIES; e++) {
+    int tap = first_tap + e;
+    int kd = work.tap_d + tap / (TAPS_H * TAPS_W), kh = work.tap_h + tap / TAPS_W % TAPS_H,
+        kw = work.tap_w + tap % TAPS_W;
+    if (tap >= SET_TAPS || kd >= KERNEL_D || kh >= KERNEL_H || kw >= KERNEL_W) continue;
+    float* to = partial + slice
+        + ((long long)((kd * KERNEL_H + kh) * KERNEL_W + kw) * COUT + work.group * COUT_G) * CIN_G;
+#pragma unroll
+    for (int nb = 0; nb < NB; nb++)
+#pragma unroll
+      for (int j = 0; j < N_WIDTH / 8; j++)
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+          int co = work.co + channel + row + 8 * h, ci = work.ci + nb * 64 + j * 8 + 2 * q;
+          if (co >= COUT_G) continue;
+          float* at = to + (long long)co * CIN_G + ci;
+          float v0 = acc[e][nb][4 * j + 2 * h], v1 = acc[e][nb][4 * j + 2 * h + 1];
+          if (ci < CIN_G) *(float2*)at = make_float2(v0, v1);
+        }
+  }
+}
+
+// partial: [SPLITS][TAPS][COUT][CIN_G] float32.
 __global__ void __launch_bounds__(THREADS, 1)
-wgrad(const char* __restrict__ x, const char* __restrict__ g, float* __restrict__ partial, int batch, int in_d,
-    int in_h, int in_w,
-      int out_d, int out_h, int out_w, int tiles_d, int tiles_h, int tiles_w, int chunks, int per_split) {
+wgrad(const char* __restrict__ g, float* __restrict__ partial, int batch, int in_d, int in_h, int in_w, int out_d,
+    int out_h, int out_w,
+      int tiles_d, int tiles_h, int tiles_w, int chunks, int per_split, const __grid_constant__ TensorMaps maps) {
   extern __shared__ __align__(1024) unsigned char memory[];
   const Sizes s = {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, chunks, per_split};
   int index = blockIdx.x;
   Work work;                               // blocks of the same pixels are neighbours, for L2's sake
   int set = index % SETS;  index /= SETS;
-  work.n = index % N_TILES * BLOCK_CO;  index /= N_TILES;
-  work.m = index % M_TILES * BLOCK_CI;  index /= M_TILES;
+  work.co = index % CO_TILES * BLOCK_CO;  index /= CO_TILES;
+  work.ci = index % CI_TILES * BLOCK_CI;  index /= CI_TILES;
   work.group = index % GROUPS;
   int split = index / GROUPS;
   work.tap_w = set % SETS_W * TAPS_W;
   work.tap_h = set / SETS_W % SETS_H * TAPS_H;
   work.tap_d = set / (SETS_W * SETS_H) * TAPS_D;
-  int thread = threadIdx.x, warp = __shfl_sync(0xffffffffu, thread >> 5, 0), lane = thread & 31;
-  int warp_k = warp % WARPS_K, warp_n = warp / WARPS_K % WARPS_N * WARP_N, warp_m = warp / (WARPS_K * WARPS_N) * WARP_M;
-  int begin = split * per_split, end = begin + per_split < chunks ? begin + per_split : chunks;
-
-  float acc[SET_TAPS][M_FRAGMENTS][N_FRAGMENTS][4] = {};
-  float sum[SET_TAPS][M_FRAGMENTS][N_FRAGMENTS][4] = {};
-  if (begin < end) copy_chunk(x, g, s, chunk_at(begin, s), work, memory, thread);
-  copy_commit();
-#pragma unroll 1
-  for (int i = begin; i < end; i++) {
-    unsigned char* stage = memory + ((i - begin) & 1) * STAGE_BYTES;
-    if (i + 1 < end) copy_chunk(x, g, s, chunk_at(i + 1, s), work, memory + ((i + 1 - begin) & 1) * STAGE_BYTES,
-        thread);
-    copy_commit();
-    copy_wait<1>();
-    __syncthreads();
-    u32 x_phase = 0, g_phase = 0;
-    Chunk c = chunk_at(i, s);
-    int d = c.d * STEP_D + work.tap_d * DIL_D - PAD_D, h = c.h * STEP_H + work.tap_h * DIL_H - PAD_H,
-        w = c.w * STEP_W + work.tap_w * DIL_W - PAD_W;
-    int first_x = work.group * CIN_G + work.m, first_g = work.group * COUT_G + work.n;
-    bool borders_x = has_borders(c.w, TILE_W, in_w), borders_g = has_borders(w, G_COLUMNS, out_w);
-    if (borders_x) clear_borders<X_ROWS, BLOCK_CI, X_UNITS, X_PITCH, CIN,
-        true>(x, in_d, in_h, in_w, c.n, c.d, c.h, c.w, first_x, stage, thread);
-    if (borders_g) clear_borders<G_ROWS, BLOCK_CO, G_UNITS, G_PITCH, COUT,
-        false>(g, out_d, out_h, out_w, c.n, d, h, w, first_g, stage + X_BYTES, thread);
-    if (borders_x || borders_g) __syncthreads();
-    // Rows 8 channels apart have the same alignment, so that a lane has one for each row of a tile.
-    int channel_x = first_x + (lane >> 2), channel_g = first_g + (lane >> 2);
-    x_phase = (u32)((u64)x / ELEMENT) + (((u32)c.n * CIN + channel_x) * in_d + c.d) * in_h * in_w + (u32)c.h * in_w
-        + c.w;
-    g_phase = (u32)((u64)g / ELEMENT) + (((u32)c.n * COUT + channel_g) * out_d + d) * out_h * out_w + (u32)h * out_w
-        + w;
-    multiply_chunk(acc, stage, s, x_phase, g_phase, warp_m, warp_n, warp_k, lane);
-// tensor cores truncate their sums; these are rounded
-#pragma unroll
-    for (int e = 0; e < SET_TAPS * M_FRAGMENTS * N_FRAGMENTS * 4; e++) {
-      (&sum[0][0][0][0])[e] += (&acc[0][0][0][0])[e];
-      (&acc[0][0][0][0])[e] = 0.f;
+  u32 base = shared_address(memory), full = base + BARRIERS_AT, empty = full + 8 * STAGES;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < STAGES; i++) {
+      barrier_init(full + 8 * i, 1);
+      barrier_init(empty + 8 * i, WGS * 4);
     }
-    __syncthreads();
+    barrier_init(base + BARRIERS_AT + 16 * STAGES, 1);
+    asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
   }
-
-  const int row = lane >> 2, q = lane & 3;
-  long long slice = ((long long)split * WARPS_K + warp_k) * (TAPS * CIN * (long long)COUT_G);
-#pragma unroll
-  for (int tap = 0; tap < SET_TAPS; tap++) {
-    int kd = work.tap_d + tap / (TAPS_H * TAPS_W), kh = work.tap_h + tap / TAPS_W % TAPS_H,
-        kw = work.tap_w + tap % TAPS_W;
-    if (kd >= KERNEL_D || kh >= KERNEL_H || kw >= KERNEL_W) continue;
-    float* to = partial + slice
-        + ((long long)((kd * KERNEL_H + kh) * KERNEL_W + kw) * CIN + work.group * CIN_G) * COUT_G;
-#pragma unroll
-    for (int i = 0; i < M_FRAGMENTS; i++)
-#pragma unroll
-      for (int j = 0; j < N_FRAGMENTS; j++)
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-          int m = work.m + warp_m + i * 16 + row + 8 * h, n = work.n + warp_n + j * 8 + 2 * q;
-          float v0 = sum[tap][i][j][2 * h], v1 = sum[tap][i][j][2 * h + 1];
-          if (m >= CIN_G) continue;
-          float* at = to + (long long)m * COUT_G + n;
-          if (n < COUT_G) *(float2*)at = make_float2(v0, v1);
-        }
+  __syncthreads();
+  int role = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
+  if (role == 0) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(PRODUCER_REGISTERS));
+    if (thread) return;                    // the others have nothing to do
+    int begin = split * per_split, end = begin + per_split < chunks ? begin + per_split : chunks;
+    u32 stage = 0, parity = 1;
+#pragma unroll 1
+    for (int i = begin; i < end; i++) {
+      Chunk c = chunk_at(i, s);
+      unsigned char* tile = memory + stage * STAGE_BYTES;
+      u32 barrier = full + stage * 8;
+      barrier_wait(empty + stage * 8, parity);
+      load_boxes(&maps.x, &maps.g, c, work, shared_address(tile), barrier);
+      if (++stage == STAGES) {
+        stage = 0;
+        parity ^= 1;
+      }
+    }
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(CONSUMER_REGISTERS));
+    consume(partial, s, work, g, full, empty, memory, split, role - 1, thread);
   }
 }
+
+#undef ACCUMULATORS_32
+#undef WGMMA_32
 }  // namespace grad_weight
 
 // =====================================================================================================================
-// Gradient for the weight where rows begin off 16 bytes: mma.sync ieee, 32x64 channels x 1x1x5 taps a block, chunks of
-// 2x1x8x8 (NxDxHxW of q), K in 35 slices, 208 KB shared.
+// Gradient for the weight where rows begin off 16 bytes: mma.sync tf32, 32x32 channels x 1x5x5 taps a block, chunks of
+// 2x1x8x8 (NxDxHxW of q), K in 22 slices, 168 KB shared.
 // =====================================================================================================================
 
 namespace grad_weight_unaligned {
@@ -4331,17 +4229,17 @@ constexpr int GROUPS = 1;
 constexpr int CIN_G = 32;  // channels of a group in what is read
 constexpr int COUT_G = 64;  // channels of a group in what is written
 constexpr int BLOCK_CI = 32;  // input channels of a block
-constexpr int BLOCK_CO = 64;  // output channels of a block
+constexpr int BLOCK_CO = 32;  // output channels of a block
 constexpr int REDUCE_ROWS = 1;
 constexpr int TILE_N = 2;  // images of a tile
 constexpr int KERNEL_D = 3, KERNEL_H = 5, KERNEL_W = 5;  // the layer's
 constexpr int STEP_D = 1, STEP_H = 1, STEP_W = 1;  // stride
 constexpr int DIL_D = 1, DIL_H = 1, DIL_W = 1;  // dilation
 constexpr int PAD_D = 0, PAD_H = 0, PAD_W = 0;  // padding
-constexpr int TAPS_D = 1, TAPS_H = 1, TAPS_W = 5;  // of a set, which a block multiplies
-constexpr int SETS_D = 3, SETS_H = 5, SETS_W = 1;  // of taps
+constexpr int TAPS_D = 1, TAPS_H = 5, TAPS_W = 5;  // of a set, which a block multiplies
+constexpr int SETS_D = 3, SETS_H = 1, SETS_W = 1;  // of taps
 constexpr int TILE_D = 1, TILE_H = 8, TILE_W = 8;  // positions q of a chunk
-constexpr int WARP_M = 32;  // input channels of a warp
+constexpr int WARP_M = 16;  // input channels of a warp
 constexpr int WARP_N = 8;  // output channels of a warp
 
 // Grad-weight on tensor cores: dW[ci, co, tap] = sum over images and positions q of x[ci, q] * g[co, q * STEP + tap * DIL - PAD].
@@ -4388,10 +4286,6 @@ __device__ __forceinline__ u32 to_tf32(float v) {
   asm("cvt.rn.tf32.f32 %0, %1;\n" : "=r"(r) : "f"(v));
   return r;
 }
-// What TF32 leaves of a float, in TF32 itself; nothing of infinities and NaNs, whose difference to themselves is a NaN.
-__device__ __forceinline__ u32 low_part(float v, u32 high) {
-  return (high & 0x7f800000u) == 0x7f800000u ? 0u : to_tf32(v - __uint_as_float(high));
-}
 
 // --- matrix instructions ---------------------------------------------------------------------------------------------
 
@@ -4401,7 +4295,7 @@ constexpr int SET_TAPS = TAPS_D * TAPS_H * TAPS_W;
 constexpr int SETS = SETS_D * SETS_H * SETS_W;  // of taps
 constexpr int CIN = GROUPS * CIN_G;  // channels of what is read
 constexpr int COUT = GROUPS * COUT_G;  // channels of what is written
-constexpr int G_ROWS_D = 1, G_ROWS_H = 8;
+constexpr int G_ROWS_D = 1, G_ROWS_H = 12;
 constexpr int G_COLUMNS = 12;
 constexpr int X_ROWS = TILE_N * TILE_D * TILE_H;
 constexpr int G_ROWS = TILE_N * G_ROWS_D * G_ROWS_H;
@@ -4582,7 +4476,7 @@ constexpr int STAGE_BYTES = X_BYTES + G_BYTES;
 constexpr int W_STRIPS = TILE_W / 8;  // a strip is 8 columns of a row
 constexpr int STRIPS = X_ROWS * W_STRIPS;
 constexpr int STEPS = STRIPS;  // a matrix instruction takes one strip of float32, two of 16-bit types
-constexpr int PARTS = 2;
+constexpr int PARTS = 1;
 
 struct Work {                              // of a block
   int group, m, n;                         // first channels within the group
@@ -4647,7 +4541,6 @@ __device__ __forceinline__ void multiply_chunk(float (&acc)[SET_TAPS][M_FRAGMENT
         int m = warp_m + i * 16 + (r & 1) * 8 + g, k = r >> 1;
         u32 v = element_pair(xs, x_at[k] + m * X_PITCH + q, 1);
         a[i][0][r] = rounded(v);
-        a[i][PARTS - 1][r] = low_part(__uint_as_float(v), a[i][0][r]);
       }
 #pragma unroll
     for (int td = 0; td < TAPS_D; td++)
@@ -4674,15 +4567,11 @@ __device__ __forceinline__ void multiply_chunk(float (&acc)[SET_TAPS][M_FRAGMENT
               int n = warp_n + j * 8 + g;
               u32 v = element_pair(gs, base[k] + n * G_PITCH + q * STEP_W + tw * DIL_W, STEP_W);
               b[j][0][k] = rounded(v);
-              b[j][PARTS - 1][k] = low_part(__uint_as_float(v), b[j][0][k]);
             }
 #pragma unroll
           for (int j = 0; j < N_FRAGMENTS; j++)
 #pragma unroll
             for (int i = 0; i < M_FRAGMENTS; i++) {
-              // the small products first
-              multiply(acc[tap][i][j], a[i][PARTS - 1], b[j][0]);
-              multiply(acc[tap][i][j], a[i][0], b[j][PARTS - 1]);
               multiply(acc[tap][i][j], a[i][0], b[j][0]);
             }
         }
@@ -4712,7 +4601,6 @@ wgrad(const char* __restrict__ x, const char* __restrict__ g, float* __restrict_
   int begin = split * per_split, end = begin + per_split < chunks ? begin + per_split : chunks;
 
   float acc[SET_TAPS][M_FRAGMENTS][N_FRAGMENTS][4] = {};
-  float sum[SET_TAPS][M_FRAGMENTS][N_FRAGMENTS][4] = {};
   if (begin < end) copy_chunk(x, g, s, chunk_at(begin, s), work, memory, thread);
   copy_commit();
 #pragma unroll 1
@@ -4741,12 +4629,6 @@ wgrad(const char* __restrict__ x, const char* __restrict__ g, float* __restrict_
     g_phase = (u32)((u64)g / ELEMENT) + (((u32)c.n * COUT + channel_g) * out_d + d) * out_h * out_w + (u32)h * out_w
         + w;
     multiply_chunk(acc, stage, s, x_phase, g_phase, warp_m, warp_n, warp_k, lane);
-// tensor cores truncate their sums; these are rounded
-#pragma unroll
-    for (int e = 0; e < SET_TAPS * M_FRAGMENTS * N_FRAGMENTS * 4; e++) {
-      (&sum[0][0][0][0])[e] += (&acc[0][0][0][0])[e];
-      (&acc[0][0][0][0])[e] = 0.f;
-    }
     __syncthreads();
   }
 
@@ -4766,7 +4648,7 @@ wgrad(const char* __restrict__ x, const char* __restrict__ g, float* __restrict_
 #pragma unroll
         for (int h = 0; h < 2; h++) {
           int m = work.m + warp_m + i * 16 + row + 8 * h, n = work.n + warp_n + j * 8 + 2 * q;
-          float v0 = sum[tap][i][j][2 * h], v1 = sum[tap][i][j][2 * h + 1];
+          float v0 = acc[tap][i][j][2 * h], v1 = acc[tap][i][j][2 * h + 1];
           if (m >= CIN_G) continue;
           float* at = to + (long long)m * COUT_G + n;
           if (n < COUT_G) *(float2*)at = make_float2(v0, v1);
@@ -4882,9 +4764,9 @@ void pack_forward(const at::Tensor& weight, const at::Tensor& packed) {
 void run_forward(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
                  const at::Tensor& out, int64_t blocks, const std::array<int64_t, 11>& sizes) {
   const CUtensorMap map = tensor_map(x, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, {sizes[3], sizes[2], sizes[1], 32, sizes[0]},
-                                     {12, 12, 6, 8, 1}, {1, 1, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_NONE);
+                                     {28, 12, 4, 8, 1}, {1, 1, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_NONE);
   const auto pointers = std::make_tuple(x.data_ptr(), packed.data_ptr(), address(bias), out.data_ptr());
-  launch<forward::gather, 512, 225680>(x, blocks, pointers, sizes, std::make_tuple(map));
+  launch<forward::gather, 512, 231728>(x, blocks, pointers, sizes, std::make_tuple(map));
 }
 
 void pack_forward_unaligned(const at::Tensor& weight, const at::Tensor& packed) {
@@ -4895,7 +4777,7 @@ void pack_forward_unaligned(const at::Tensor& weight, const at::Tensor& packed) 
 void run_forward_unaligned(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
                            const at::Tensor& out, int64_t blocks, const std::array<int64_t, 11>& sizes) {
   const auto pointers = std::make_tuple(x.data_ptr(), packed.data_ptr(), address(bias), out.data_ptr());
-  launch<forward_unaligned::gather, 512, 227680>(x, blocks, pointers, sizes);
+  launch<forward_unaligned::gather, 512, 227584>(x, blocks, pointers, sizes);
 }
 
 void pack_grad_input(const at::Tensor& weight, const at::Tensor& packed) {
@@ -4906,9 +4788,9 @@ void pack_grad_input(const at::Tensor& weight, const at::Tensor& packed) {
 void run_grad_input(const at::Tensor& grad, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
                     const at::Tensor& out, int64_t blocks, const std::array<int64_t, 11>& sizes) {
   const CUtensorMap map = tensor_map(grad, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, {sizes[3], sizes[2], sizes[1], 64, sizes[0]},
-                                     {20, 20, 4, 8, 1}, {1, 1, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_NONE);
+                                     {12, 20, 6, 8, 1}, {1, 1, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_NONE);
   const auto pointers = std::make_tuple(grad.data_ptr(), packed.data_ptr(), address(bias), out.data_ptr());
-  launch<grad_input::gather, 512, 231824>(grad, blocks, pointers, sizes, std::make_tuple(map));
+  launch<grad_input::gather, 512, 227904>(grad, blocks, pointers, sizes, std::make_tuple(map));
 }
 
 void pack_grad_input_unaligned(const at::Tensor& weight, const at::Tensor& packed) {
@@ -4919,13 +4801,18 @@ void pack_grad_input_unaligned(const at::Tensor& weight, const at::Tensor& packe
 void run_grad_input_unaligned(const at::Tensor& grad, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
                               const at::Tensor& out, int64_t blocks, const std::array<int64_t, 11>& sizes) {
   const auto pointers = std::make_tuple(grad.data_ptr(), packed.data_ptr(), address(bias), out.data_ptr());
-  launch<grad_input_unaligned::gather, 512, 219600>(grad, blocks, pointers, sizes);
+  launch<grad_input_unaligned::gather, 512, 219552>(grad, blocks, pointers, sizes);
 }
 
 void run_grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& partial,
                      const at::Tensor& out, int64_t blocks, const std::array<int64_t, 12>& sizes) {
-  const auto pointers = std::make_tuple(x.data_ptr(), grad.data_ptr(), partial.data_ptr());
-  launch<grad_weight::wgrad, 256, 225280>(x, blocks, pointers, sizes);
+  const CUtensorMap map_x = tensor_map(x, CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, {sizes[3], sizes[2], sizes[1], 32, sizes[0]},
+                                       {32, 1, 1, 32, 1}, {1, 1, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_128B);
+  const CUtensorMap map_grad = tensor_map(grad, CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, {sizes[6], sizes[5], sizes[4], 64, sizes[0]},
+                                          {44, 64, 6, 1, 1}, {1, 1, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_NONE, true);
+  const std::array<CUtensorMap, 2> maps = {map_x, map_grad};
+  const auto pointers = std::make_tuple(grad.data_ptr(), partial.data_ptr());
+  launch<grad_weight::wgrad, 512, 167984>(x, blocks, pointers, sizes, std::make_tuple(maps));
   // Adds the slices of sums, always in the same order; out may have any dense memory format.
   const auto sums = std::make_tuple(partial.data_ptr(), out.data_ptr(), partial.size(0));
   const auto strides = std::make_tuple(out.stride(0), out.stride(1), out.stride(-1));
@@ -4935,7 +4822,7 @@ void run_grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tens
 void run_grad_weight_unaligned(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& partial,
                                const at::Tensor& out, int64_t blocks, const std::array<int64_t, 12>& sizes) {
   const auto pointers = std::make_tuple(x.data_ptr(), grad.data_ptr(), partial.data_ptr());
-  launch<grad_weight_unaligned::wgrad, 256, 212992>(x, blocks, pointers, sizes);
+  launch<grad_weight_unaligned::wgrad, 256, 172032>(x, blocks, pointers, sizes);
   // Adds the slices of sums, always in the same order; out may have any dense memory format.
   const auto sums = std::make_tuple(partial.data_ptr(), out.data_ptr(), partial.size(0));
   const auto strides = std::make_tuple(out.stride(0), out.stride(1), out.stride(-1));
@@ -5092,21 +4979,21 @@ FORWARD = (
     Gather(
         name="forward",
         unit=4,
-        tile=(1, 4, 8, 8),
+        tile=(1, 2, 8, 24),
         steps=(1, 1, 1),
         m_groups=1,
         resident=False,
-        words=307200,
+        words=153600,
         packed=torch.int32,
     ),
     Gather(
         name="forward_unaligned",
         unit=1,
-        tile=(1, 4, 8, 8),
+        tile=(1, 2, 8, 24),
         steps=(1, 1, 1),
         m_groups=1,
         resident=False,
-        words=307200,
+        words=153600,
         packed=torch.int32,
     ),
 )
@@ -5114,11 +5001,11 @@ GRAD_INPUT = (
     Gather(
         name="grad_input",
         unit=4,
-        tile=(1, 2, 8, 16),
+        tile=(1, 4, 8, 8),
         steps=(1, 2, 1),
         m_groups=1,
         resident=False,
-        words=737280,
+        words=368640,
         packed=torch.int32,
     ),
     Gather(
@@ -5128,7 +5015,7 @@ GRAD_INPUT = (
         steps=(1, 2, 1),
         m_groups=1,
         resident=False,
-        words=737280,
+        words=368640,
         packed=torch.int32,
     ),
 )
@@ -5136,20 +5023,20 @@ GRAD_WEIGHT = (
     GradWeight(
         name="grad_weight",
         unit=4,
-        unit_out=1,
-        tile=(1, 1, 4, 64),
-        blocks=15,
+        unit_out=4,
+        tile=(1, 1, 4, 32),
+        blocks=6,
         slices=1,
-        chunk_seconds=1.6065337132003798e-05,
+        chunk_seconds=5.325411378744712e-06,
     ),
     GradWeight(
         name="grad_weight_unaligned",
         unit=1,
         unit_out=1,
         tile=(2, 1, 8, 8),
-        blocks=15,
+        blocks=6,
         slices=1,
-        chunk_seconds=8.720987654320988e-06,
+        chunk_seconds=9.02108262108262e-06,
     ),
 )
 
@@ -5335,6 +5222,17 @@ class GradWeightFunction(torch.autograd.Function):
 # --- the module ------------------------------------------------------------------------------------------------------
 
 
+def check_precision() -> None:
+    """These kernels round float32 to TF32, as PyTorch does unless it is told not to."""
+    cudnn = torch.backends.cudnn
+    precision = cudnn.conv.fp32_precision if hasattr(cudnn, "conv") else "tf32" if cudnn.allow_tf32 else "ieee"
+    if precision != "tf32" or not cudnn.enabled:
+        raise RuntimeError(
+            "ModelNew multiplies in TF32, and torch.backends.cudnn (conv.fp32_precision, allow_tf32, enabled) now asks "
+            f"for IEEE float32; got {precision!r}"
+        )
+
+
 def check(x: Tensor, weight: Tensor) -> None:
     """Raises ValueError, in a sentence, for an input that the kernels cannot take."""
     if x.dim() != RANK + 2:
@@ -5348,6 +5246,7 @@ def check(x: Tensor, weight: Tensor) -> None:
         raise ValueError(f"ModelNew takes inputs and weights of {DTYPE}; got {x.dtype} and {weight.dtype}")
     if not x.is_cuda or x.device != weight.device:
         raise ValueError(f"ModelNew takes inputs and weights on one CUDA device; got {x.device} and {weight.device}")
+    check_precision()
 
 
 def check_layer(layer: nn.Module) -> None:

@@ -10,8 +10,7 @@ H200 and serve every batch and spatial size.
 Constraints:
 - CUDA devices of sm_90a; nvcc, a C++ compiler and ninja at the first call, which takes a minute.
 - Values: float32, multiplied as such or, on tensor cores, as two TF32 parts in three products, which keeps
-  float32's accuracy; PyTorch runs 3-D convolutions in IEEE float32 whatever its TF32 flag says, so these kernels
-  do.
+  float32's accuracy; PyTorch's kernel for these groups is IEEE float32 whatever its TF32 flag says, so these are.
 - Tensors in other than the contiguous memory format are copied to it first; results are contiguous.
 - Results are bit-equal from run to run. Under torch.autocast the layer wants its own dtype all the same.
 

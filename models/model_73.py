@@ -9,23 +9,22 @@ H200 and serve every batch and spatial size.
 
 Constraints:
 - CUDA devices of sm_90a; nvcc, a C++ compiler and ninja at the first call, which takes a minute.
-- Values: float32, multiplied as such or, on tensor cores, as two TF32 parts in three products, which keeps
-  float32's accuracy; PyTorch runs 3-D convolutions in IEEE float32 whatever its TF32 flag says, so these kernels
-  do.
+- Values: float32, rounded to TF32 (nearest even) and multiplied on tensor cores, as PyTorch's defaults have it;
+  where its flags ask for IEEE float32 a call raises.
 - Tensors in other than the contiguous memory format are copied to it first; results are contiguous.
 - Results are bit-equal from run to run. Under torch.autocast the layer wants its own dtype all the same.
 
 Kernels:
-- forward: wgmma ieee, tile 1x1x2x64 (NxDxHxW of q) x 128 rows, chunk of 16 channels, pixels halved, weights ring of
-  2 x 8 fragments, 217 KB shared.
-- forward (other widths than multiples of 4): wgmma ieee, tile 1x2x8x8 (NxDxHxW of q) x 128 rows, chunk of 16
-  channels, pixels halved, weights ring of 6 x 8 fragments, 210 KB shared.
-- gradient for the input: wgmma ieee, tile 1x1x8x8 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights
-  ring of 2 x 8 fragments, 222 KB shared.
-- gradient for the weight: mma.sync ieee, 32x32 channels x 1x3x3 taps a block, chunks of 1x1x4x32 (NxDxHxW of q), K
-  in 88 slices, 189 KB shared.
-- gradient for the weight (other widths than multiples of 4): mma.sync ieee, 32x32 channels x 1x3x3 taps a block,
-  chunks of 2x1x8x8 (NxDxHxW of q), K in 88 slices, 218 KB shared.
+- forward: wgmma tf32, tile 1x2x2x64 (NxDxHxW of q) x 128 rows, chunk of 16 channels, pixels halved, weights ring of
+  2 x 8 fragments, 216 KB shared.
+- forward (other widths than multiples of 4): wgmma tf32, tile 1x2x8x16 (NxDxHxW of q) x 128 rows, chunk of 16
+  channels, pixels halved, weights ring of 5 x 8 fragments, 215 KB shared.
+- gradient for the input: wgmma tf32, tile 1x2x8x8 (NxDxHxW of q) x 64 rows, chunk of 8 channels, pixels halved,
+  weights ring of 7 x 4 fragments, 220 KB shared.
+- gradient for the weight: mma.sync tf32, 32x32 channels x 1x3x3 taps a block, chunks of 1x1x4x32 (NxDxHxW of q), K
+  in 176 slices, 189 KB shared.
+- gradient for the weight (other widths than multiples of 4): mma.sync tf32, 32x32 channels x 1x3x3 taps a block,
+  chunks of 1x1x8x16 (NxDxHxW of q), K in 176 slices, 193 KB shared.
 
 Measured by `upconv bench --suite kernelbench --as-exported --device cuda`.
 """
@@ -71,8 +70,8 @@ CUDA = r"""
 #include <c10/cuda/CUDAStream.h>
 
 // =====================================================================================================================
-// Forward: wgmma ieee, tile 1x1x2x64 (NxDxHxW of q) x 128 rows, chunk of 16 channels, pixels halved, weights ring of 2
-// x 8 fragments, 217 KB shared.
+// Forward: wgmma tf32, tile 1x2x2x64 (NxDxHxW of q) x 128 rows, chunk of 16 channels, pixels halved, weights ring of 2
+// x 8 fragments, 216 KB shared.
 // =====================================================================================================================
 
 namespace forward {
@@ -99,7 +98,7 @@ namespace forward {
 // Sizes of the input are arguments.
 
 constexpr int ELEMENT = 4;  // bytes of an element
-constexpr int PARTS = 2;  // TF32 parts of an operand: 2 for IEEE float32, in three products
+constexpr int PARTS = 1;  // TF32 parts of an operand: 2 for IEEE float32, in three products
 constexpr int FIRST_D = 0, FIRST_H = 0, FIRST_W = 0;  // where a tile's halo begins, relative to IN_STEP q
 constexpr int COUT = 32;  // channels of what is written
 constexpr int CIN_G = 32;  // channels of a group in what is read
@@ -119,20 +118,19 @@ constexpr int STAGES_S = 2;  // staging slots
 constexpr int STAGES_W = 2;  // stages of the weights' ring
 constexpr int W_STAGE = 8;  // fragments of weights in a stage
 constexpr int RUN_GROUPS = 8;  // groups of 8 columns that the epilogue stores together
-constexpr int ROWS_D = 2, ROWS_H = 3;  // input rows of a tile
+constexpr int ROWS_D = 3, ROWS_H = 3;  // input rows of a tile
 constexpr int ROW_STEP_D = 1, ROW_STEP_H = 1;  // rows of the tile from one q to the next
 constexpr int COLUMNS = 65;  // input columns of a tile with its halo
 constexpr int COLUMN_PAD = 0;  // columns by which a box begins early
 constexpr int BOX_UNITS = 17;
 constexpr int PLANE = 65;  // columns with one residue modulo IN_STEP_W
 constexpr int PLANES = 1;  // residues that some tap reads
-constexpr int TAPS_UNROLLED = 2;  // taps in a stretch of code without a drain of the tensor cores
 constexpr int FRAGMENT_SETS = 2;  // sets of registers that weights take in turn
-constexpr int PRODUCER_REGISTERS = 72;  // of a thread
-constexpr int CONSUMER_REGISTERS = 184;  // of a thread
+constexpr int PRODUCER_REGISTERS = 48;  // of a thread
+constexpr int CONSUMER_REGISTERS = 208;  // of a thread
 constexpr int OUT_STEP_D = 2, OUT_STEP_H = 2, OUT_STEP_W = 2;  // outputs from one q to the next
 constexpr int IN_STEP_D = 1, IN_STEP_H = 1, IN_STEP_W = 1;  // inputs from one q to the next
-constexpr int TILE_D = 1, TILE_H = 2, TILE_W = 64;  // positions q of a tile
+constexpr int TILE_D = 2, TILE_H = 2, TILE_W = 64;  // positions q of a tile
 constexpr int TILE_N = 1;  // images of a tile
 
 // PTX in small wrappers, so that a kernel body reads as an algorithm.
@@ -274,14 +272,11 @@ constexpr int WGS_M = 1;
 constexpr int RELEASES = 2;  // consumers that read a stage
 constexpr int W_SUBTILES = TILE_W / SUB_W;
 constexpr int H_SUBTILES = TILE_H / SUB_H;
-
-// [variant, block, tap]: the tap's shift in pixel rows
-__constant__ const short TAP_ROW[] = {0,65,0,1,65,66,0,65,195,260,0,1,65,66,195,196,260,261};
 __constant__ const int ENTRY[] = {0,2,6,6,10,18};  // [variant][MB + 1]: where a block's taps begin
 __constant__ const short SUB_D[] = {0,0,1,1};  // [variant][SUBS]: output offset of an M-row's sub-position
 __constant__ const short SUB_HH[] = {0,1,0,1};
 __constant__ const short U_W[] = {0,0};  // [variant]: first W sub-position
-__constant__ const int ROW_D[] = {0,1};  // input offset of a tile's rows
+__constant__ const int ROW_D[] = {0,1,2};  // input offset of a tile's rows
 __constant__ const int ROW_H[] = {0,1,2};
 
 struct Sizes {                                         // one layout for the packed argument block
@@ -436,9 +431,6 @@ __device__ __forceinline__ void turn(const Pixels& own, int channel, int left, u
 #pragma unroll
       for (int e = 0; e < 4; e++) hi[e] = to_tf32(__uint_as_float(v[e]));
       store_shared_128(tile + unit_at(p, unit), hi[0], hi[1], hi[2], hi[3]);
-#pragma unroll
-      for (int e = 0; e < 4; e++) v[e] = low_part(__uint_as_float(v[e]), hi[e]);
-      store_shared_128(tile + PART_BYTES + unit_at(p, unit), v[0], v[1], v[2], v[3]);
     }
   }
 }
@@ -626,7 +618,6 @@ __device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[4], Fragment
     const int (&subtile_row)[NB], int shift, int k_step, int part, bool last, int lane) {
   weights.take(a, lane);
   wgmma_fence();
-  if (part == 0) multiply(acc, a, tile + PART_BYTES, subtile_row, shift, k_step, lane);
   multiply(acc, a, tile, subtile_row, shift, k_step, lane);
   wgmma_commit();
   if (last) wgmma_wait<0>();
@@ -634,39 +625,42 @@ __device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[4], Fragment
 }
 
 constexpr int STEPS_PER_TAP = K_STEPS * PARTS;
-template <int COUNT>
-__device__ __forceinline__ void multiply_some(float (&acc)[NB][32], Fragments& weights, u32 tile,
-    const int (&subtile_row)[NB], int entry, int lane) {
-  u32 a[FRAGMENT_SETS][4];
-#pragma unroll
-  for (int i = 0; i < COUNT * STEPS_PER_TAP; i++)
-    step(acc, a[i % FRAGMENT_SETS], weights, tile, subtile_row, TAP_ROW[entry + i / STEPS_PER_TAP], i / PARTS % K_STEPS,
-        i % PARTS, i + 1 == COUNT * STEPS_PER_TAP, lane);
+// few steps: all blocks of a chunk are one stretch, for each variant its own
+__device__ constexpr int entry_at(int i) {
+  constexpr int entry[] = {0,2,6,6,10,18};
+  return entry[i];
+}
+__device__ constexpr int row_at(int i) {
+  constexpr int row[] = {0,65,0,1,65,66,0,65,195,260,0,1,65,66,195,196,260,261};
+  return row[i];
+}
+__device__ constexpr int block_of(int variant, int entry) {
+  int b = 0;
+  while (entry >= entry_at(variant * (MB + 1) + b + 1)) b++;
+  return b;
 }
 
-// Tensor cores truncate as they add, an error that grows with the length of a sum (measured: kb57's IEEE error was 3.8 times
-// PyTorch's with sums of 54 products of 8 channels). So sums are kept short, and added with rounding.
-__device__ __forceinline__ void promote(float (&acc)[NB][32], float (&sum)[NB][32]) {
-#pragma unroll
-  for (int nb = 0; nb < NB; nb++)
-#pragma unroll
-    for (int i = 0; i < 32; i++) {
-      sum[nb][i] += acc[nb][i];
-      acc[nb][i] = 0.f;
-    }
+template <int VARIANT, int STEP>
+__device__ __forceinline__ void multiply_from(float (&acc)[MB][NB][32], u32 (&a)[FRAGMENT_SETS][4], Fragments& weights,
+    u32 tile, const int (&subtile_row)[NB], int lane) {
+  constexpr int first = entry_at(VARIANT * (MB + 1)),
+      steps = (entry_at(VARIANT * (MB + 1) + MB) - first) * STEPS_PER_TAP;
+  if constexpr (STEP < steps) {
+    constexpr int entry = first + STEP / STEPS_PER_TAP, block = block_of(VARIANT, entry);
+    step(acc[block], a[STEP % FRAGMENT_SETS], weights, tile, subtile_row, row_at(entry), STEP / PARTS % K_STEPS,
+        STEP % PARTS, STEP + 1 == steps, lane);
+    multiply_from<VARIANT, STEP + 1>(acc, a, weights, tile, subtile_row, lane);
+  }
 }
 
-template <int FIRST>
-__device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB][32], float (&sum)[MB][NB][32],
-    Fragments& weights, u32 tile, const int (&subtile_row)[NB], int lane) {
-#pragma unroll
-  for (int b = 0; b < MB; b++) {
-    int e = ENTRY[variant * (MB + 1) + b], last = ENTRY[variant * (MB + 1) + b + 1];
-#pragma unroll 1
-    for (; e + TAPS_UNROLLED <= last; e += TAPS_UNROLLED) {
-      multiply_some<TAPS_UNROLLED>(acc[b], weights, tile, subtile_row, e, lane);
-      promote(acc[b], sum[b]);
-    }
+template <int VARIANT>
+__device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB][32], Fragments& weights, u32 tile,
+    const int (&subtile_row)[NB], int lane) {
+  if (variant == VARIANT) {
+    u32 a[FRAGMENT_SETS][4];
+    multiply_from<VARIANT, 0>(acc, a, weights, tile, subtile_row, lane);
+  } else if constexpr (VARIANT + 1 < VARIANTS) {
+    multiply_chunk<VARIANT + 1>(variant, acc, weights, tile, subtile_row, lane);
   }
 }
 
@@ -880,7 +874,6 @@ __device__ __forceinline__ void consume(const char* packed, const float* bias, c
     Tile t = tile_at(index, s);
     int chunks = chunks_of(t.variant);
     float acc[MB][NB][32];
-    float sum[MB][NB][32];
 #pragma unroll
     for (int b = 0; b < MB; b++)
 #pragma unroll
@@ -888,7 +881,6 @@ __device__ __forceinline__ void consume(const char* packed, const float* bias, c
 #pragma unroll
         for (int i = 0; i < 32; i++) {
           acc[b][nb][i] = 0.f;
-          sum[b][nb][i] = 0.f;
         }
     weights.begin(packed, t, offset);
     int variant = __shfl_sync(0xffffffffu, t.variant, 0);  // so that ptxas knows that warps do not part over it
@@ -896,11 +888,11 @@ __device__ __forceinline__ void consume(const char* packed, const float* bias, c
     for (int chunk = 0; chunk < chunks; chunk++, cursor.next(STAGES_P)) {
       barrier_wait(full + cursor.stage * 8, cursor.parity);
       u32 tile = tiles + cursor.stage * STAGE_BYTES;
-      multiply_chunk<0>(variant, acc, sum, weights, tile, subtile_row, lane);
+      multiply_chunk<0>(variant, acc, weights, tile, subtile_row, lane);
       __syncwarp();
       if (lane == 0) barrier_arrive(empty + cursor.stage * 8);
     }
-    epilogue(sum, bias, y, s, t, t.cout_block, first_subtile, buffer, warp, lane);
+    epilogue(acc, bias, y, s, t, t.cout_block * WGS_M, first_subtile, buffer, warp, lane);
   }
 }
 
@@ -978,8 +970,8 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 }  // namespace forward
 
 // =====================================================================================================================
-// Forward where rows begin off 16 bytes: wgmma ieee, tile 1x2x8x8 (NxDxHxW of q) x 128 rows, chunk of 16 channels,
-// pixels halved, weights ring of 6 x 8 fragments, 210 KB shared.
+// Forward where rows begin off 16 bytes: wgmma tf32, tile 1x2x8x16 (NxDxHxW of q) x 128 rows, chunk of 16 channels,
+// pixels halved, weights ring of 5 x 8 fragments, 215 KB shared.
 // =====================================================================================================================
 
 namespace forward_unaligned {
@@ -1006,7 +998,7 @@ namespace forward_unaligned {
 // Sizes of the input are arguments.
 
 constexpr int ELEMENT = 4;  // bytes of an element
-constexpr int PARTS = 2;  // TF32 parts of an operand: 2 for IEEE float32, in three products
+constexpr int PARTS = 1;  // TF32 parts of an operand: 2 for IEEE float32, in three products
 constexpr int CIN = 32;  // channels of what is read
 constexpr int COUT = 32;  // channels of what is written
 constexpr int CIN_G = 32;  // channels of a group in what is read
@@ -1023,23 +1015,22 @@ constexpr int COUT_BLOCKS = 1;  // M-groups that share the output channels of a 
 constexpr int M_GROUPS = 2;  // groups x COUT_BLOCKS x VARIANTS
 constexpr int STAGES_P = 2;  // input tiles in shared memory
 constexpr int STAGES_S = 2;  // staging slots
-constexpr int STAGES_W = 6;  // stages of the weights' ring
+constexpr int STAGES_W = 5;  // stages of the weights' ring
 constexpr int W_STAGE = 8;  // fragments of weights in a stage
-constexpr int RUN_GROUPS = 1;  // groups of 8 columns that the epilogue stores together
+constexpr int RUN_GROUPS = 2;  // groups of 8 columns that the epilogue stores together
 constexpr int ROWS_D = 3, ROWS_H = 9;  // input rows of a tile
 constexpr int ROW_STEP_D = 1, ROW_STEP_H = 1;  // rows of the tile from one q to the next
 constexpr int FIRST_W = 0;
-constexpr int COLUMNS = 9;  // input columns of a tile with its halo
+constexpr int COLUMNS = 17;  // input columns of a tile with its halo
 constexpr int COLUMN_PAD = 0;  // columns by which a box begins early
-constexpr int PLANE = 9;  // columns with one residue modulo IN_STEP_W
+constexpr int PLANE = 17;  // columns with one residue modulo IN_STEP_W
 constexpr int PLANES = 1;  // residues that some tap reads
-constexpr int TAPS_UNROLLED = 2;  // taps in a stretch of code without a drain of the tensor cores
 constexpr int FRAGMENT_SETS = 2;  // sets of registers that weights take in turn
 constexpr int PRODUCER_REGISTERS = 72;  // of a thread
 constexpr int CONSUMER_REGISTERS = 184;  // of a thread
 constexpr int OUT_STEP_D = 2, OUT_STEP_H = 2, OUT_STEP_W = 2;  // outputs from one q to the next
 constexpr int IN_STEP_D = 1, IN_STEP_H = 1, IN_STEP_W = 1;  // inputs from one q to the next
-constexpr int TILE_D = 2, TILE_H = 8, TILE_W = 8;  // positions q of a tile
+constexpr int TILE_D = 2, TILE_H = 8, TILE_W = 16;  // positions q of a tile
 constexpr int TILE_N = 1;  // images of a tile
 
 // PTX in small wrappers, so that a kernel body reads as an algorithm.
@@ -1195,9 +1186,6 @@ constexpr int WGS_M = 1;
 constexpr int RELEASES = 2;  // consumers that read a stage
 constexpr int W_SUBTILES = TILE_W / SUB_W;
 constexpr int H_SUBTILES = TILE_H / SUB_H;
-
-// [variant, block, tap]: the tap's shift in pixel rows
-__constant__ const short TAP_ROW[] = {0,9,0,1,9,10,0,9,81,90,0,1,9,10,81,82,90,91};
 __constant__ const int ENTRY[] = {0,2,6,6,10,18};  // [variant][MB + 1]: where a block's taps begin
 __constant__ const short SUB_D[] = {0,0,1,1};  // [variant][SUBS]: output offset of an M-row's sub-position
 __constant__ const short SUB_HH[] = {0,1,0,1};
@@ -1330,7 +1318,7 @@ __device__ __forceinline__ void stage(const char* __restrict__ x, const Sizes& s
   // for the input took
   // 3.25 ms instead of 2.27). Where rows are short, threads share them out.
   constexpr int PLACES = CK * STAGING_UNITS, SHARES = PRODUCER_THREADS / PLACES;
-  constexpr int SLICES = TILE_N * ROWS_D, BY_SLICE = 1, BY_ROW = SHARES;
+  constexpr int SLICES = TILE_N * ROWS_D, BY_SLICE = SHARES, BY_ROW = 1;
   int share = thread / PLACES, place_of = thread % PLACES;
   if (share >= SHARES) return;
 #pragma unroll 1
@@ -1339,12 +1327,12 @@ __device__ __forceinline__ void stage(const char* __restrict__ x, const Sizes& s
     int column = at.w + unit * VEC;                   // of the unit's first element, were the row aligned
     u32 to = slot + c * CHANNEL_BYTES + unit * 16;
 #pragma unroll 1
-    for (int r = 0; r < SLICES; r += BY_SLICE) {
+    for (int r = share; r < SLICES; r += BY_SLICE) {
       int image = r / ROWS_D, d = at.d + ROW_D[r % ROWS_D];
       bool exists = at.n + image < s.batch && (u32)d < (u32)s.in_d;
       const char* line = place + image * (CIN * plane) + d * slice;
 #pragma unroll 3
-      for (int j = share; j < ROWS_H; j += BY_ROW) {
+      for (int j = 0; j < ROWS_H; j += BY_ROW) {
         int h = at.h + ROW_H[j];
         u64 p = multiply_add_wide(h, s.in_w * ELEMENT, (u64)line);
         int first = column - (int)(p & 15) / ELEMENT;
@@ -1418,9 +1406,6 @@ __device__ __forceinline__ void turn(const Pixels& own, int channel, int left, u
 #pragma unroll
       for (int e = 0; e < 4; e++) hi[e] = to_tf32(__uint_as_float(v[e]));
       store_shared_128(tile + unit_at(p, unit), hi[0], hi[1], hi[2], hi[3]);
-#pragma unroll
-      for (int e = 0; e < 4; e++) v[e] = low_part(__uint_as_float(v[e]), hi[e]);
-      store_shared_128(tile + PART_BYTES + unit_at(p, unit), v[0], v[1], v[2], v[3]);
     }
   }
 }
@@ -1603,7 +1588,6 @@ __device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[4], Fragment
     const int (&subtile_row)[NB], int shift, int k_step, int part, bool last, int lane) {
   weights.take(a, lane);
   wgmma_fence();
-  if (part == 0) multiply(acc, a, tile + PART_BYTES, subtile_row, shift, k_step, lane);
   multiply(acc, a, tile, subtile_row, shift, k_step, lane);
   wgmma_commit();
   if (last) wgmma_wait<0>();
@@ -1611,39 +1595,42 @@ __device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[4], Fragment
 }
 
 constexpr int STEPS_PER_TAP = K_STEPS * PARTS;
-template <int COUNT>
-__device__ __forceinline__ void multiply_some(float (&acc)[NB][32], Fragments& weights, u32 tile,
-    const int (&subtile_row)[NB], int entry, int lane) {
-  u32 a[FRAGMENT_SETS][4];
-#pragma unroll
-  for (int i = 0; i < COUNT * STEPS_PER_TAP; i++)
-    step(acc, a[i % FRAGMENT_SETS], weights, tile, subtile_row, TAP_ROW[entry + i / STEPS_PER_TAP], i / PARTS % K_STEPS,
-        i % PARTS, i + 1 == COUNT * STEPS_PER_TAP, lane);
+// few steps: all blocks of a chunk are one stretch, for each variant its own
+__device__ constexpr int entry_at(int i) {
+  constexpr int entry[] = {0,2,6,6,10,18};
+  return entry[i];
+}
+__device__ constexpr int row_at(int i) {
+  constexpr int row[] = {0,17,0,1,17,18,0,17,153,170,0,1,17,18,153,154,170,171};
+  return row[i];
+}
+__device__ constexpr int block_of(int variant, int entry) {
+  int b = 0;
+  while (entry >= entry_at(variant * (MB + 1) + b + 1)) b++;
+  return b;
 }
 
-// Tensor cores truncate as they add, an error that grows with the length of a sum (measured: kb57's IEEE error was 3.8 times
-// PyTorch's with sums of 54 products of 8 channels). So sums are kept short, and added with rounding.
-__device__ __forceinline__ void promote(float (&acc)[NB][32], float (&sum)[NB][32]) {
-#pragma unroll
-  for (int nb = 0; nb < NB; nb++)
-#pragma unroll
-    for (int i = 0; i < 32; i++) {
-      sum[nb][i] += acc[nb][i];
-      acc[nb][i] = 0.f;
-    }
+template <int VARIANT, int STEP>
+__device__ __forceinline__ void multiply_from(float (&acc)[MB][NB][32], u32 (&a)[FRAGMENT_SETS][4], Fragments& weights,
+    u32 tile, const int (&subtile_row)[NB], int lane) {
+  constexpr int first = entry_at(VARIANT * (MB + 1)),
+      steps = (entry_at(VARIANT * (MB + 1) + MB) - first) * STEPS_PER_TAP;
+  if constexpr (STEP < steps) {
+    constexpr int entry = first + STEP / STEPS_PER_TAP, block = block_of(VARIANT, entry);
+    step(acc[block], a[STEP % FRAGMENT_SETS], weights, tile, subtile_row, row_at(entry), STEP / PARTS % K_STEPS,
+        STEP % PARTS, STEP + 1 == steps, lane);
+    multiply_from<VARIANT, STEP + 1>(acc, a, weights, tile, subtile_row, lane);
+  }
 }
 
-template <int FIRST>
-__device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB][32], float (&sum)[MB][NB][32],
-    Fragments& weights, u32 tile, const int (&subtile_row)[NB], int lane) {
-#pragma unroll
-  for (int b = 0; b < MB; b++) {
-    int e = ENTRY[variant * (MB + 1) + b], last = ENTRY[variant * (MB + 1) + b + 1];
-#pragma unroll 1
-    for (; e + TAPS_UNROLLED <= last; e += TAPS_UNROLLED) {
-      multiply_some<TAPS_UNROLLED>(acc[b], weights, tile, subtile_row, e, lane);
-      promote(acc[b], sum[b]);
-    }
+template <int VARIANT>
+__device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB][32], Fragments& weights, u32 tile,
+    const int (&subtile_row)[NB], int lane) {
+  if (variant == VARIANT) {
+    u32 a[FRAGMENT_SETS][4];
+    multiply_from<VARIANT, 0>(acc, a, weights, tile, subtile_row, lane);
+  } else if constexpr (VARIANT + 1 < VARIANTS) {
+    multiply_chunk<VARIANT + 1>(variant, acc, weights, tile, subtile_row, lane);
   }
 }
 
@@ -1857,7 +1844,6 @@ __device__ __forceinline__ void consume(const char* packed, const float* bias, c
     Tile t = tile_at(index, s);
     int chunks = chunks_of(t.variant);
     float acc[MB][NB][32];
-    float sum[MB][NB][32];
 #pragma unroll
     for (int b = 0; b < MB; b++)
 #pragma unroll
@@ -1865,7 +1851,6 @@ __device__ __forceinline__ void consume(const char* packed, const float* bias, c
 #pragma unroll
         for (int i = 0; i < 32; i++) {
           acc[b][nb][i] = 0.f;
-          sum[b][nb][i] = 0.f;
         }
     weights.begin(packed, t, offset);
     int variant = __shfl_sync(0xffffffffu, t.variant, 0);  // so that ptxas knows that warps do not part over it
@@ -1873,11 +1858,11 @@ __device__ __forceinline__ void consume(const char* packed, const float* bias, c
     for (int chunk = 0; chunk < chunks; chunk++, cursor.next(STAGES_P)) {
       barrier_wait(full + cursor.stage * 8, cursor.parity);
       u32 tile = tiles + cursor.stage * STAGE_BYTES;
-      multiply_chunk<0>(variant, acc, sum, weights, tile, subtile_row, lane);
+      multiply_chunk<0>(variant, acc, weights, tile, subtile_row, lane);
       __syncwarp();
       if (lane == 0) barrier_arrive(empty + cursor.stage * 8);
     }
-    epilogue(sum, bias, y, s, t, t.cout_block, first_subtile, buffer, warp, lane);
+    epilogue(acc, bias, y, s, t, t.cout_block * WGS_M, first_subtile, buffer, warp, lane);
   }
 }
 
@@ -1949,8 +1934,8 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 }  // namespace forward_unaligned
 
 // =====================================================================================================================
-// Gradient for the input: wgmma ieee, tile 1x1x8x8 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights ring
-// of 2 x 8 fragments, 222 KB shared.
+// Gradient for the input: wgmma tf32, tile 1x2x8x8 (NxDxHxW of q) x 64 rows, chunk of 8 channels, pixels halved,
+// weights ring of 7 x 4 fragments, 220 KB shared.
 // =====================================================================================================================
 
 namespace grad_input {
@@ -1977,7 +1962,7 @@ namespace grad_input {
 // Sizes of the input are arguments.
 
 constexpr int ELEMENT = 4;  // bytes of an element
-constexpr int PARTS = 2;  // TF32 parts of an operand: 2 for IEEE float32, in three products
+constexpr int PARTS = 1;  // TF32 parts of an operand: 2 for IEEE float32, in three products
 constexpr int CIN = 32;  // channels of what is read
 constexpr int COUT = 32;  // channels of what is written
 constexpr int CIN_G = 32;  // channels of a group in what is read
@@ -1992,25 +1977,25 @@ constexpr int MB = 1;  // blocks of 64 rows that a consumer accumulates
 constexpr int VARIANTS = 1;  // M-groups that differ in their taps
 constexpr int COUT_BLOCKS = 1;  // M-groups that share the output channels of a group
 constexpr int M_GROUPS = 1;  // groups x COUT_BLOCKS x VARIANTS
-constexpr int STAGES_P = 2;  // input tiles in shared memory
+constexpr int STAGES_P = 1;  // input tiles in shared memory
 constexpr int STAGES_S = 2;  // staging slots
-constexpr int STAGES_W = 2;  // stages of the weights' ring
-constexpr int W_STAGE = 8;  // fragments of weights in a stage
+constexpr int STAGES_W = 7;  // stages of the weights' ring
+constexpr int W_STAGE = 4;  // fragments of weights in a stage
 constexpr int RUN_GROUPS = 1;  // groups of 8 columns that the epilogue stores together
-constexpr int ROWS_D = 3, ROWS_H = 17;  // input rows of a tile
+constexpr int ROWS_D = 5, ROWS_H = 17;  // input rows of a tile
 constexpr int ROW_STEP_D = 2, ROW_STEP_H = 2;  // rows of the tile from one q to the next
 constexpr int FIRST_W = -1;
 constexpr int COLUMNS = 17;  // input columns of a tile with its halo
 constexpr int COLUMN_PAD = 0;  // columns by which a box begins early
 constexpr int PLANE = 9;  // columns with one residue modulo IN_STEP_W
 constexpr int PLANES = 2;  // residues that some tap reads
-constexpr int TAPS_UNROLLED = 3;  // taps in a stretch of code without a drain of the tensor cores
+constexpr int TAPS_UNROLLED = 9;  // taps in a stretch of code without a drain of the tensor cores
 constexpr int FRAGMENT_SETS = 2;  // sets of registers that weights take in turn
 constexpr int PRODUCER_REGISTERS = 96;  // of a thread
 constexpr int CONSUMER_REGISTERS = 160;  // of a thread
 constexpr int OUT_STEP_D = 1, OUT_STEP_H = 1, OUT_STEP_W = 1;  // outputs from one q to the next
 constexpr int IN_STEP_D = 2, IN_STEP_H = 2, IN_STEP_W = 2;  // inputs from one q to the next
-constexpr int TILE_D = 1, TILE_H = 8, TILE_W = 8;  // positions q of a tile
+constexpr int TILE_D = 2, TILE_H = 8, TILE_W = 8;  // positions q of a tile
 constexpr int TILE_N = 1;  // images of a tile
 
 // PTX in small wrappers, so that a kernel body reads as an algorithm.
@@ -2042,9 +2027,6 @@ template <int ID, int THREADS>
 __device__ __forceinline__ void named_sync() { asm volatile("bar.sync %0, %1;\n" ::"n"(ID), "n"(THREADS) : "memory"); }
 __device__ __forceinline__ void named_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
-}
-__device__ __forceinline__ void named_arrive(int id, int threads) {
-  asm volatile("bar.arrive %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
 }
 
 // --- copies into shared memory ---------------------------------------------------------------------------------------
@@ -2164,9 +2146,9 @@ constexpr int FIRST_CONSUMER = 2;
 constexpr int PRODUCER_WARPS = PRODUCER_THREADS / 32;
 constexpr int THREADS = FIRST_CONSUMER * 128 + CONSUMER_THREADS;
 constexpr int SUBTILES = TILE_N * TILE_D * (TILE_H / SUB_H) * (TILE_W / SUB_W);
-constexpr int NB = SUBTILES;
+constexpr int NB = SUBTILES / 2;
 constexpr int WGS_M = 1;
-constexpr int RELEASES = 1;  // consumers that read a stage
+constexpr int RELEASES = 2;  // consumers that read a stage
 constexpr int W_SUBTILES = TILE_W / SUB_W;
 constexpr int H_SUBTILES = TILE_H / SUB_H;
 
@@ -2179,7 +2161,7 @@ __constant__ const int ENTRY[] = {0,27};  // [variant][MB + 1]: where a block's 
 __constant__ const short SUB_D[] = {0};  // [variant][SUBS]: output offset of an M-row's sub-position
 __constant__ const short SUB_HH[] = {0};
 __constant__ const short U_W[] = {0};  // [variant]: first W sub-position
-__constant__ const int ROW_D[] = {-1,0,1};  // input offset of a tile's rows
+__constant__ const int ROW_D[] = {-1,0,1,2,3};  // input offset of a tile's rows
 __constant__ const int ROW_H[] = {-1,0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15};
 
 struct Sizes {                                         // one layout for the packed argument block
@@ -2303,7 +2285,7 @@ __device__ __forceinline__ void stage(const char* __restrict__ x, const Sizes& s
   // for the input took
   // 3.25 ms instead of 2.27). Where rows are short, threads share them out.
   constexpr int PLACES = CK * STAGING_UNITS, SHARES = PRODUCER_THREADS / PLACES;
-  constexpr int SLICES = TILE_N * ROWS_D, BY_SLICE = 1, BY_ROW = SHARES;
+  constexpr int SLICES = TILE_N * ROWS_D, BY_SLICE = SHARES, BY_ROW = 1;
   int share = thread / PLACES, place_of = thread % PLACES;
   if (share >= SHARES) return;
 #pragma unroll 1
@@ -2312,12 +2294,12 @@ __device__ __forceinline__ void stage(const char* __restrict__ x, const Sizes& s
     int column = at.w + unit * VEC;                   // of the unit's first element, were the row aligned
     u32 to = slot + c * CHANNEL_BYTES + unit * 16;
 #pragma unroll 1
-    for (int r = 0; r < SLICES; r += BY_SLICE) {
+    for (int r = share; r < SLICES; r += BY_SLICE) {
       int image = r / ROWS_D, d = at.d + ROW_D[r % ROWS_D];
       bool exists = at.n + image < s.batch && (u32)d < (u32)s.in_d;
       const char* line = place + image * (CIN * plane) + d * slice;
 #pragma unroll 2
-      for (int j = share; j < ROWS_H; j += BY_ROW) {
+      for (int j = 0; j < ROWS_H; j += BY_ROW) {
         int h = at.h + ROW_H[j];
         u64 p = multiply_add_wide(h, s.in_w * ELEMENT, (u64)line);
         int first = column - (int)(p & 15) / ELEMENT;
@@ -2391,9 +2373,6 @@ __device__ __forceinline__ void turn(const Pixels& own, int channel, int left, u
 #pragma unroll
       for (int e = 0; e < 4; e++) hi[e] = to_tf32(__uint_as_float(v[e]));
       store_shared_128(tile + unit_at(p, unit), hi[0], hi[1], hi[2], hi[3]);
-#pragma unroll
-      for (int e = 0; e < 4; e++) v[e] = low_part(__uint_as_float(v[e]), hi[e]);
-      store_shared_128(tile + PART_BYTES + unit_at(p, unit), v[0], v[1], v[2], v[3]);
     }
   }
 }
@@ -2576,7 +2555,6 @@ __device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[4], Fragment
     const int (&subtile_row)[NB], int shift, int k_step, int part, bool last, int lane) {
   weights.take(a, lane);
   wgmma_fence();
-  if (part == 0) multiply(acc, a, tile + PART_BYTES, subtile_row, shift, k_step, lane);
   multiply(acc, a, tile, subtile_row, shift, k_step, lane);
   wgmma_commit();
   if (last) wgmma_wait<0>();
@@ -2594,28 +2572,15 @@ __device__ __forceinline__ void multiply_some(float (&acc)[NB][32], Fragments& w
         i % PARTS, i + 1 == COUNT * STEPS_PER_TAP, lane);
 }
 
-// Tensor cores truncate as they add, an error that grows with the length of a sum (measured: kb57's IEEE error was 3.8 times
-// PyTorch's with sums of 54 products of 8 channels). So sums are kept short, and added with rounding.
-__device__ __forceinline__ void promote(float (&acc)[NB][32], float (&sum)[NB][32]) {
-#pragma unroll
-  for (int nb = 0; nb < NB; nb++)
-#pragma unroll
-    for (int i = 0; i < 32; i++) {
-      sum[nb][i] += acc[nb][i];
-      acc[nb][i] = 0.f;
-    }
-}
-
 template <int FIRST>
-__device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB][32], float (&sum)[MB][NB][32],
-    Fragments& weights, u32 tile, const int (&subtile_row)[NB], int lane) {
+__device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB][32], Fragments& weights, u32 tile,
+    const int (&subtile_row)[NB], int lane) {
 #pragma unroll
   for (int b = 0; b < MB; b++) {
     int e = ENTRY[variant * (MB + 1) + b], last = ENTRY[variant * (MB + 1) + b + 1];
 #pragma unroll 1
     for (; e + TAPS_UNROLLED <= last; e += TAPS_UNROLLED) {
       multiply_some<TAPS_UNROLLED>(acc[b], weights, tile, subtile_row, e, lane);
-      promote(acc[b], sum[b]);
     }
   }
 }
@@ -2816,7 +2781,7 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* 
 __device__ __forceinline__ void consume(const char* packed, const float* bias, char* y, const Sizes& s, u32 tiles,
     u32 full, u32 empty, Fragments& weights, u32 buffers, int wg, int thread) {
   int warp = thread >> 5, lane = thread & 31;
-  int first_subtile = 0, offset = thread * 16;
+  int first_subtile = wg * NB, offset = thread * 16;
   u32 buffer = buffers + (wg * 4 + warp) * BUFFER_BYTES;
   int subtile_row[NB];
 #pragma unroll
@@ -2825,18 +2790,11 @@ __device__ __forceinline__ void consume(const char* packed, const float* bias, c
   weights.cursor = {0, 0};
   weights.ring += offset;
   int turn = 0;
-  if (wg == 1) named_arrive(2, CONSUMER_THREADS);  // the first turn is warpgroup 0's
 #pragma unroll 1
   for (int index = blockIdx.x; index < s.tiles; index += gridDim.x, turn++) {
     Tile t = tile_at(index, s);
     int chunks = chunks_of(t.variant);
-    if ((turn & 1) != wg) {
-      for (int i = 0; i < chunks; i++) cursor.next(STAGES_P);
-      weights.skip(t.variant);
-      continue;
-    }
     float acc[MB][NB][32];
-    float sum[MB][NB][32];
 #pragma unroll
     for (int b = 0; b < MB; b++)
 #pragma unroll
@@ -2844,21 +2802,18 @@ __device__ __forceinline__ void consume(const char* packed, const float* bias, c
 #pragma unroll
         for (int i = 0; i < 32; i++) {
           acc[b][nb][i] = 0.f;
-          sum[b][nb][i] = 0.f;
         }
-    named_sync(2 + wg, CONSUMER_THREADS);
     weights.begin(packed, t, offset);
     int variant = __shfl_sync(0xffffffffu, t.variant, 0);  // so that ptxas knows that warps do not part over it
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks; chunk++, cursor.next(STAGES_P)) {
       barrier_wait(full + cursor.stage * 8, cursor.parity);
       u32 tile = tiles + cursor.stage * STAGE_BYTES;
-      multiply_chunk<0>(variant, acc, sum, weights, tile, subtile_row, lane);
+      multiply_chunk<0>(variant, acc, weights, tile, subtile_row, lane);
       __syncwarp();
       if (lane == 0) barrier_arrive(empty + cursor.stage * 8);
     }
-    named_arrive(2 + (wg ^ 1), CONSUMER_THREADS);
-    epilogue(sum, bias, y, s, t, t.cout_block, first_subtile, buffer, warp, lane);
+    epilogue(acc, bias, y, s, t, t.cout_block * WGS_M, first_subtile, buffer, warp, lane);
   }
 }
 
@@ -2930,8 +2885,8 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 }  // namespace grad_input
 
 // =====================================================================================================================
-// Gradient for the weight: mma.sync ieee, 32x32 channels x 1x3x3 taps a block, chunks of 1x1x4x32 (NxDxHxW of q), K in
-// 88 slices, 189 KB shared.
+// Gradient for the weight: mma.sync tf32, 32x32 channels x 1x3x3 taps a block, chunks of 1x1x4x32 (NxDxHxW of q), K in
+// 176 slices, 189 KB shared.
 // =====================================================================================================================
 
 namespace grad_weight {
@@ -2958,7 +2913,7 @@ constexpr int TAPS_D = 1, TAPS_H = 3, TAPS_W = 3;  // of a set, which a block mu
 constexpr int SETS_D = 3, SETS_H = 1, SETS_W = 1;  // of taps
 constexpr int TILE_D = 1, TILE_H = 4, TILE_W = 32;  // positions q of a chunk
 constexpr int WARP_M = 32;  // input channels of a warp
-constexpr int WARP_N = 8;  // output channels of a warp
+constexpr int WARP_N = 16;  // output channels of a warp
 
 // Grad-weight on tensor cores: dW[ci, co, tap] = sum over images and positions q of x[ci, q] * g[co, q * STEP + tap * DIL - PAD].
 //
@@ -3003,10 +2958,6 @@ __device__ __forceinline__ u32 to_tf32(float v) {
   u32 r;
   asm("cvt.rn.tf32.f32 %0, %1;\n" : "=r"(r) : "f"(v));
   return r;
-}
-// What TF32 leaves of a float, in TF32 itself; nothing of infinities and NaNs, whose difference to themselves is a NaN.
-__device__ __forceinline__ u32 low_part(float v, u32 high) {
-  return (high & 0x7f800000u) == 0x7f800000u ? 0u : to_tf32(v - __uint_as_float(high));
 }
 
 // --- matrix instructions ---------------------------------------------------------------------------------------------
@@ -3198,7 +3149,7 @@ constexpr int STAGE_BYTES = X_BYTES + G_BYTES;
 constexpr int W_STRIPS = TILE_W / 8;  // a strip is 8 columns of a row
 constexpr int STRIPS = X_ROWS * W_STRIPS;
 constexpr int STEPS = STRIPS;  // a matrix instruction takes one strip of float32, two of 16-bit types
-constexpr int PARTS = 2;
+constexpr int PARTS = 1;
 
 struct Work {                              // of a block
   int group, m, n;                         // first channels within the group
@@ -3263,7 +3214,6 @@ __device__ __forceinline__ void multiply_chunk(float (&acc)[SET_TAPS][M_FRAGMENT
         int m = warp_m + i * 16 + (r & 1) * 8 + g, k = r >> 1;
         u32 v = element_pair(xs, x_at[k] + m * X_PITCH + q, 1);
         a[i][0][r] = rounded(v);
-        a[i][PARTS - 1][r] = low_part(__uint_as_float(v), a[i][0][r]);
       }
 #pragma unroll
     for (int td = 0; td < TAPS_D; td++)
@@ -3290,15 +3240,11 @@ __device__ __forceinline__ void multiply_chunk(float (&acc)[SET_TAPS][M_FRAGMENT
               int n = warp_n + j * 8 + g;
               u32 v = element_pair(gs, base[k] + n * G_PITCH + q * STEP_W + tw * DIL_W, STEP_W);
               b[j][0][k] = rounded(v);
-              b[j][PARTS - 1][k] = low_part(__uint_as_float(v), b[j][0][k]);
             }
 #pragma unroll
           for (int j = 0; j < N_FRAGMENTS; j++)
 #pragma unroll
             for (int i = 0; i < M_FRAGMENTS; i++) {
-              // the small products first
-              multiply(acc[tap][i][j], a[i][PARTS - 1], b[j][0]);
-              multiply(acc[tap][i][j], a[i][0], b[j][PARTS - 1]);
               multiply(acc[tap][i][j], a[i][0], b[j][0]);
             }
         }
@@ -3328,7 +3274,6 @@ wgrad(const char* __restrict__ x, const char* __restrict__ g, float* __restrict_
   int begin = split * per_split, end = begin + per_split < chunks ? begin + per_split : chunks;
 
   float acc[SET_TAPS][M_FRAGMENTS][N_FRAGMENTS][4] = {};
-  float sum[SET_TAPS][M_FRAGMENTS][N_FRAGMENTS][4] = {};
   if (begin < end) copy_chunk(x, g, s, chunk_at(begin, s), work, memory, thread);
   copy_commit();
 #pragma unroll 1
@@ -3357,12 +3302,6 @@ wgrad(const char* __restrict__ x, const char* __restrict__ g, float* __restrict_
     g_phase = (u32)((u64)g / ELEMENT) + (((u32)c.n * COUT + channel_g) * out_d + d) * out_h * out_w + (u32)h * out_w
         + w;
     multiply_chunk(acc, stage, s, x_phase, g_phase, warp_m, warp_n, warp_k, lane);
-// tensor cores truncate their sums; these are rounded
-#pragma unroll
-    for (int e = 0; e < SET_TAPS * M_FRAGMENTS * N_FRAGMENTS * 4; e++) {
-      (&sum[0][0][0][0])[e] += (&acc[0][0][0][0])[e];
-      (&acc[0][0][0][0])[e] = 0.f;
-    }
     __syncthreads();
   }
 
@@ -3382,7 +3321,7 @@ wgrad(const char* __restrict__ x, const char* __restrict__ g, float* __restrict_
 #pragma unroll
         for (int h = 0; h < 2; h++) {
           int m = work.m + warp_m + i * 16 + row + 8 * h, n = work.n + warp_n + j * 8 + 2 * q;
-          float v0 = sum[tap][i][j][2 * h], v1 = sum[tap][i][j][2 * h + 1];
+          float v0 = acc[tap][i][j][2 * h], v1 = acc[tap][i][j][2 * h + 1];
           if (m >= CIN_G) continue;
           float* at = to + (long long)m * COUT_G + n;
           if (n < COUT_G) *(float2*)at = make_float2(v0, v1);
@@ -3392,8 +3331,8 @@ wgrad(const char* __restrict__ x, const char* __restrict__ g, float* __restrict_
 }  // namespace grad_weight
 
 // =====================================================================================================================
-// Gradient for the weight where rows begin off 16 bytes: mma.sync ieee, 32x32 channels x 1x3x3 taps a block, chunks of
-// 2x1x8x8 (NxDxHxW of q), K in 88 slices, 218 KB shared.
+// Gradient for the weight where rows begin off 16 bytes: mma.sync tf32, 32x32 channels x 1x3x3 taps a block, chunks of
+// 1x1x8x16 (NxDxHxW of q), K in 176 slices, 193 KB shared.
 // =====================================================================================================================
 
 namespace grad_weight_unaligned {
@@ -3411,16 +3350,16 @@ constexpr int COUT_G = 32;  // channels of a group in what is written
 constexpr int BLOCK_CI = 32;  // input channels of a block
 constexpr int BLOCK_CO = 32;  // output channels of a block
 constexpr int REDUCE_ROWS = 1;
-constexpr int TILE_N = 2;  // images of a tile
+constexpr int TILE_N = 1;  // images of a tile
 constexpr int KERNEL_D = 3, KERNEL_H = 3, KERNEL_W = 3;  // the layer's
 constexpr int STEP_D = 2, STEP_H = 2, STEP_W = 2;  // stride
 constexpr int DIL_D = 1, DIL_H = 1, DIL_W = 1;  // dilation
 constexpr int PAD_D = 1, PAD_H = 1, PAD_W = 1;  // padding
 constexpr int TAPS_D = 1, TAPS_H = 3, TAPS_W = 3;  // of a set, which a block multiplies
 constexpr int SETS_D = 3, SETS_H = 1, SETS_W = 1;  // of taps
-constexpr int TILE_D = 1, TILE_H = 8, TILE_W = 8;  // positions q of a chunk
+constexpr int TILE_D = 1, TILE_H = 8, TILE_W = 16;  // positions q of a chunk
 constexpr int WARP_M = 32;  // input channels of a warp
-constexpr int WARP_N = 8;  // output channels of a warp
+constexpr int WARP_N = 16;  // output channels of a warp
 
 // Grad-weight on tensor cores: dW[ci, co, tap] = sum over images and positions q of x[ci, q] * g[co, q * STEP + tap * DIL - PAD].
 //
@@ -3466,10 +3405,6 @@ __device__ __forceinline__ u32 to_tf32(float v) {
   asm("cvt.rn.tf32.f32 %0, %1;\n" : "=r"(r) : "f"(v));
   return r;
 }
-// What TF32 leaves of a float, in TF32 itself; nothing of infinities and NaNs, whose difference to themselves is a NaN.
-__device__ __forceinline__ u32 low_part(float v, u32 high) {
-  return (high & 0x7f800000u) == 0x7f800000u ? 0u : to_tf32(v - __uint_as_float(high));
-}
 
 // --- matrix instructions ---------------------------------------------------------------------------------------------
 
@@ -3480,14 +3415,14 @@ constexpr int SETS = SETS_D * SETS_H * SETS_W;  // of taps
 constexpr int CIN = GROUPS * CIN_G;  // channels of what is read
 constexpr int COUT = GROUPS * COUT_G;  // channels of what is written
 constexpr int G_ROWS_D = 1, G_ROWS_H = 17;
-constexpr int G_COLUMNS = 17;
+constexpr int G_COLUMNS = 33;
 constexpr int X_ROWS = TILE_N * TILE_D * TILE_H;
 constexpr int G_ROWS = TILE_N * G_ROWS_D * G_ROWS_H;
 constexpr int G_EXTENT = (G_COLUMNS + VEC - 1 + VEC - 1) / VEC;  // units of a row (NCHW)
 constexpr int X_UNITS = (TILE_W + (VEC - 1) + VEC - 1) / VEC;
 constexpr int G_UNITS = G_EXTENT;
-constexpr int X_PITCH = 12;
-constexpr int G_PITCH = 20;
+constexpr int X_PITCH = 20;
+constexpr int G_PITCH = 36;
 constexpr int X_BYTES = X_ROWS * BLOCK_CI * X_PITCH * ELEMENT;
 constexpr int G_BYTES = G_ROWS * BLOCK_CO * G_PITCH * ELEMENT;
 struct Sizes {
@@ -3660,7 +3595,7 @@ constexpr int STAGE_BYTES = X_BYTES + G_BYTES;
 constexpr int W_STRIPS = TILE_W / 8;  // a strip is 8 columns of a row
 constexpr int STRIPS = X_ROWS * W_STRIPS;
 constexpr int STEPS = STRIPS;  // a matrix instruction takes one strip of float32, two of 16-bit types
-constexpr int PARTS = 2;
+constexpr int PARTS = 1;
 
 struct Work {                              // of a block
   int group, m, n;                         // first channels within the group
@@ -3725,7 +3660,6 @@ __device__ __forceinline__ void multiply_chunk(float (&acc)[SET_TAPS][M_FRAGMENT
         int m = warp_m + i * 16 + (r & 1) * 8 + g, k = r >> 1;
         u32 v = element_pair(xs, x_at[k] + m * X_PITCH + q, 1);
         a[i][0][r] = rounded(v);
-        a[i][PARTS - 1][r] = low_part(__uint_as_float(v), a[i][0][r]);
       }
 #pragma unroll
     for (int td = 0; td < TAPS_D; td++)
@@ -3752,15 +3686,11 @@ __device__ __forceinline__ void multiply_chunk(float (&acc)[SET_TAPS][M_FRAGMENT
               int n = warp_n + j * 8 + g;
               u32 v = element_pair(gs, base[k] + n * G_PITCH + q * STEP_W + tw * DIL_W, STEP_W);
               b[j][0][k] = rounded(v);
-              b[j][PARTS - 1][k] = low_part(__uint_as_float(v), b[j][0][k]);
             }
 #pragma unroll
           for (int j = 0; j < N_FRAGMENTS; j++)
 #pragma unroll
             for (int i = 0; i < M_FRAGMENTS; i++) {
-              // the small products first
-              multiply(acc[tap][i][j], a[i][PARTS - 1], b[j][0]);
-              multiply(acc[tap][i][j], a[i][0], b[j][PARTS - 1]);
               multiply(acc[tap][i][j], a[i][0], b[j][0]);
             }
         }
@@ -3790,7 +3720,6 @@ wgrad(const char* __restrict__ x, const char* __restrict__ g, float* __restrict_
   int begin = split * per_split, end = begin + per_split < chunks ? begin + per_split : chunks;
 
   float acc[SET_TAPS][M_FRAGMENTS][N_FRAGMENTS][4] = {};
-  float sum[SET_TAPS][M_FRAGMENTS][N_FRAGMENTS][4] = {};
   if (begin < end) copy_chunk(x, g, s, chunk_at(begin, s), work, memory, thread);
   copy_commit();
 #pragma unroll 1
@@ -3819,12 +3748,6 @@ wgrad(const char* __restrict__ x, const char* __restrict__ g, float* __restrict_
     g_phase = (u32)((u64)g / ELEMENT) + (((u32)c.n * COUT + channel_g) * out_d + d) * out_h * out_w + (u32)h * out_w
         + w;
     multiply_chunk(acc, stage, s, x_phase, g_phase, warp_m, warp_n, warp_k, lane);
-// tensor cores truncate their sums; these are rounded
-#pragma unroll
-    for (int e = 0; e < SET_TAPS * M_FRAGMENTS * N_FRAGMENTS * 4; e++) {
-      (&sum[0][0][0][0])[e] += (&acc[0][0][0][0])[e];
-      (&acc[0][0][0][0])[e] = 0.f;
-    }
     __syncthreads();
   }
 
@@ -3844,7 +3767,7 @@ wgrad(const char* __restrict__ x, const char* __restrict__ g, float* __restrict_
 #pragma unroll
         for (int h = 0; h < 2; h++) {
           int m = work.m + warp_m + i * 16 + row + 8 * h, n = work.n + warp_n + j * 8 + 2 * q;
-          float v0 = sum[tap][i][j][2 * h], v1 = sum[tap][i][j][2 * h + 1];
+          float v0 = acc[tap][i][j][2 * h], v1 = acc[tap][i][j][2 * h + 1];
           if (m >= CIN_G) continue;
           float* at = to + (long long)m * COUT_G + n;
           if (n < COUT_G) *(float2*)at = make_float2(v0, v1);
@@ -3960,9 +3883,9 @@ void pack_forward(const at::Tensor& weight, const at::Tensor& packed) {
 void run_forward(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
                  const at::Tensor& out, int64_t blocks, const std::array<int64_t, 11>& sizes) {
   const CUtensorMap map = tensor_map(x, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, {sizes[3], sizes[2], sizes[1], 32, sizes[0]},
-                                     {68, 3, 2, 16, 1}, {1, 1, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_NONE);
+                                     {68, 3, 3, 16, 1}, {1, 1, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_NONE);
   const auto pointers = std::make_tuple(x.data_ptr(), packed.data_ptr(), address(bias), out.data_ptr());
-  launch<forward::gather, 512, 222328>(x, blocks, pointers, sizes, std::make_tuple(map));
+  launch<forward::gather, 512, 221828>(x, blocks, pointers, sizes, std::make_tuple(map));
 }
 
 void pack_forward_unaligned(const at::Tensor& weight, const at::Tensor& packed) {
@@ -3973,7 +3896,7 @@ void pack_forward_unaligned(const at::Tensor& weight, const at::Tensor& packed) 
 void run_forward_unaligned(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
                            const at::Tensor& out, int64_t blocks, const std::array<int64_t, 11>& sizes) {
   const auto pointers = std::make_tuple(x.data_ptr(), packed.data_ptr(), address(bias), out.data_ptr());
-  launch<forward_unaligned::gather, 512, 215788>(x, blocks, pointers, sizes);
+  launch<forward_unaligned::gather, 512, 220892>(x, blocks, pointers, sizes);
 }
 
 void pack_grad_input(const at::Tensor& weight, const at::Tensor& packed) {
@@ -3984,7 +3907,7 @@ void pack_grad_input(const at::Tensor& weight, const at::Tensor& packed) {
 void run_grad_input(const at::Tensor& grad, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
                     const at::Tensor& out, int64_t blocks, const std::array<int64_t, 11>& sizes) {
   const auto pointers = std::make_tuple(grad.data_ptr(), packed.data_ptr(), address(bias), out.data_ptr());
-  launch<grad_input::gather, 512, 227340>(grad, blocks, pointers, sizes);
+  launch<grad_input::gather, 512, 226004>(grad, blocks, pointers, sizes);
 }
 
 void run_grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& partial,
@@ -4000,7 +3923,7 @@ void run_grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tens
 void run_grad_weight_unaligned(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& partial,
                                const at::Tensor& out, int64_t blocks, const std::array<int64_t, 12>& sizes) {
   const auto pointers = std::make_tuple(x.data_ptr(), grad.data_ptr(), partial.data_ptr());
-  launch<grad_weight_unaligned::wgrad, 256, 223232>(x, blocks, pointers, sizes);
+  launch<grad_weight_unaligned::wgrad, 256, 197632>(x, blocks, pointers, sizes);
   // Adds the slices of sums, always in the same order; out may have any dense memory format.
   const auto sums = std::make_tuple(partial.data_ptr(), out.data_ptr(), partial.size(0));
   const auto strides = std::make_tuple(out.stride(0), out.stride(1), out.stride(-1));
@@ -4152,21 +4075,21 @@ FORWARD = (
     Gather(
         name="forward",
         unit=4,
-        tile=(1, 1, 2, 64),
+        tile=(1, 2, 2, 64),
         steps=(2, 2, 2),
         m_groups=2,
         resident=False,
-        words=73728,
+        words=36864,
         packed=torch.int32,
     ),
     Gather(
         name="forward_unaligned",
         unit=1,
-        tile=(1, 2, 8, 8),
+        tile=(1, 2, 8, 16),
         steps=(2, 2, 2),
         m_groups=2,
         resident=False,
-        words=73728,
+        words=36864,
         packed=torch.int32,
     ),
 )
@@ -4174,11 +4097,11 @@ GRAD_INPUT = (
     Gather(
         name="grad_input",
         unit=1,
-        tile=(1, 1, 8, 8),
+        tile=(1, 2, 8, 8),
         steps=(1, 1, 1),
         m_groups=1,
         resident=False,
-        words=110592,
+        words=55296,
         packed=torch.int32,
     ),
 )
@@ -4189,17 +4112,17 @@ GRAD_WEIGHT = (
         unit_out=1,
         tile=(1, 1, 4, 32),
         blocks=3,
-        slices=2,
-        chunk_seconds=8.075546058879391e-06,
+        slices=4,
+        chunk_seconds=4.850474833808166e-06,
     ),
     GradWeight(
         name="grad_weight_unaligned",
         unit=1,
         unit_out=1,
-        tile=(2, 1, 8, 8),
+        tile=(1, 1, 8, 16),
         blocks=3,
-        slices=2,
-        chunk_seconds=8.299620132953465e-06,
+        slices=4,
+        chunk_seconds=4.99596391263058e-06,
     ),
 )
 
@@ -4385,6 +4308,17 @@ class GradWeightFunction(torch.autograd.Function):
 # --- the module ------------------------------------------------------------------------------------------------------
 
 
+def check_precision() -> None:
+    """These kernels round float32 to TF32, as PyTorch does unless it is told not to."""
+    cudnn = torch.backends.cudnn
+    precision = cudnn.conv.fp32_precision if hasattr(cudnn, "conv") else "tf32" if cudnn.allow_tf32 else "ieee"
+    if precision != "tf32" or not cudnn.enabled:
+        raise RuntimeError(
+            "ModelNew multiplies in TF32, and torch.backends.cudnn (conv.fp32_precision, allow_tf32, enabled) now asks "
+            f"for IEEE float32; got {precision!r}"
+        )
+
+
 def check(x: Tensor, weight: Tensor) -> None:
     """Raises ValueError, in a sentence, for an input that the kernels cannot take."""
     if x.dim() != RANK + 2:
@@ -4398,6 +4332,7 @@ def check(x: Tensor, weight: Tensor) -> None:
         raise ValueError(f"ModelNew takes inputs and weights of {DTYPE}; got {x.dtype} and {weight.dtype}")
     if not x.is_cuda or x.device != weight.device:
         raise ValueError(f"ModelNew takes inputs and weights on one CUDA device; got {x.device} and {weight.device}")
+    check_precision()
 
 
 def check_layer(layer: nn.Module) -> None:

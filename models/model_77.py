@@ -9,23 +9,22 @@ H200 and serve every batch and spatial size.
 
 Constraints:
 - CUDA devices of sm_90a; nvcc, a C++ compiler and ninja at the first call, which takes a minute.
-- Values: float32, multiplied as such or, on tensor cores, as two TF32 parts in three products, which keeps
-  float32's accuracy; PyTorch runs 3-D convolutions in IEEE float32 whatever its TF32 flag says, so these kernels
-  do.
+- Values: float32, rounded to TF32 (nearest even) and multiplied on tensor cores, as PyTorch's defaults have it;
+  where its flags ask for IEEE float32 a call raises.
 - Tensors in other than the contiguous memory format are copied to it first; results are contiguous.
 - Results are bit-equal from run to run. Under torch.autocast the layer wants its own dtype all the same.
 
 Kernels:
-- forward: wgmma ieee, tile 4x1x8x8 (NxDxHxW of q) x 64 rows, chunk of 8 channels, pixels halved, weights ring of 2
-  x 4 fragments, 222 KB shared.
-- forward (other widths than multiples of 4): wgmma ieee, tile 1x4x8x8 (NxDxHxW of q) x 64 rows, chunk of 8
-  channels, pixels halved, weights ring of 3 x 8 fragments, 194 KB shared.
-- gradient for the input: wgmma ieee, tile 1x4x8x8 (NxDxHxW of q) x 64 rows, chunk of 8 channels, pixels halved,
-  weights ring of 3 x 8 fragments, 224 KB shared.
-- gradient for the weight: mma.sync ieee, 32x64 channels x 1x3x3 taps a block, chunks of 1x1x1x32 (NxDxHxW of q), K
-  in 44 slices, 123 KB shared.
-- gradient for the weight (other widths than multiples of 4): mma.sync ieee, 32x32 channels x 1x3x3 taps a block,
-  chunks of 1x1x8x8 (NxDxHxW of q), K in 44 slices, 157 KB shared.
+- forward: wgmma tf32, tile 1x2x8x24 (NxDxHxW of q) x 64 rows, chunk of 8 channels, pixels halved, weights ring of 3
+  x 8 fragments, 212 KB shared.
+- forward (other widths than multiples of 4): wgmma tf32, tile 1x2x8x24 (NxDxHxW of q) x 64 rows, chunk of 8
+  channels, pixels halved, weights ring of 3 x 8 fragments, 212 KB shared.
+- gradient for the input: wgmma tf32, tile 1x2x8x16 (NxDxHxW of q) x 64 rows, chunk of 8 channels, pixels halved,
+  weights ring of 4 x 8 fragments, 220 KB shared.
+- gradient for the weight: mma.sync tf32, 32x64 channels x 1x3x3 taps a block, chunks of 1x1x1x32 (NxDxHxW of q), K
+  in 88 slices, 123 KB shared.
+- gradient for the weight (other widths than multiples of 4): mma.sync tf32, 32x32 channels x 1x3x3 taps a block,
+  chunks of 1x1x8x8 (NxDxHxW of q), K in 88 slices, 157 KB shared.
 
 Measured by `upconv bench --suite kernelbench --as-exported --device cuda`.
 """
@@ -71,8 +70,8 @@ CUDA = r"""
 #include <c10/cuda/CUDAStream.h>
 
 // =====================================================================================================================
-// Forward: wgmma ieee, tile 4x1x8x8 (NxDxHxW of q) x 64 rows, chunk of 8 channels, pixels halved, weights ring of 2 x 4
-// fragments, 222 KB shared.
+// Forward: wgmma tf32, tile 1x2x8x24 (NxDxHxW of q) x 64 rows, chunk of 8 channels, pixels halved, weights ring of 3 x
+// 8 fragments, 212 KB shared.
 // =====================================================================================================================
 
 namespace forward {
@@ -99,7 +98,7 @@ namespace forward {
 // Sizes of the input are arguments.
 
 constexpr int ELEMENT = 4;  // bytes of an element
-constexpr int PARTS = 2;  // TF32 parts of an operand: 2 for IEEE float32, in three products
+constexpr int PARTS = 1;  // TF32 parts of an operand: 2 for IEEE float32, in three products
 constexpr int FIRST_D = -1, FIRST_H = -1, FIRST_W = -1;  // where a tile's halo begins, relative to IN_STEP q
 constexpr int COUT = 64;  // channels of what is written
 constexpr int CIN_G = 32;  // channels of a group in what is read
@@ -114,26 +113,26 @@ constexpr int MB = 1;  // blocks of 64 rows that a consumer accumulates
 constexpr int VARIANTS = 4;  // M-groups that differ in their taps
 constexpr int COUT_BLOCKS = 1;  // M-groups that share the output channels of a group
 constexpr int M_GROUPS = 4;  // groups x COUT_BLOCKS x VARIANTS
-constexpr int STAGES_P = 1;  // input tiles in shared memory
+constexpr int STAGES_P = 2;  // input tiles in shared memory
 constexpr int STAGES_S = 2;  // staging slots
-constexpr int STAGES_W = 2;  // stages of the weights' ring
-constexpr int W_STAGE = 4;  // fragments of weights in a stage
-constexpr int RUN_GROUPS = 1;  // groups of 8 columns that the epilogue stores together
-constexpr int ROWS_D = 3, ROWS_H = 10;  // input rows of a tile
+constexpr int STAGES_W = 3;  // stages of the weights' ring
+constexpr int W_STAGE = 8;  // fragments of weights in a stage
+constexpr int RUN_GROUPS = 3;  // groups of 8 columns that the epilogue stores together
+constexpr int ROWS_D = 4, ROWS_H = 10;  // input rows of a tile
 constexpr int ROW_STEP_D = 1, ROW_STEP_H = 1;  // rows of the tile from one q to the next
-constexpr int COLUMNS = 10;  // input columns of a tile with its halo
+constexpr int COLUMNS = 26;  // input columns of a tile with its halo
 constexpr int COLUMN_PAD = 3;  // columns by which a box begins early
-constexpr int BOX_UNITS = 4;
-constexpr int PLANE = 10;  // columns with one residue modulo IN_STEP_W
+constexpr int BOX_UNITS = 8;
+constexpr int PLANE = 26;  // columns with one residue modulo IN_STEP_W
 constexpr int PLANES = 1;  // residues that some tap reads
-constexpr int TAPS_UNROLLED = 3;  // taps in a stretch of code without a drain of the tensor cores
+constexpr int TAPS_UNROLLED = 9;  // taps in a stretch of code without a drain of the tensor cores
 constexpr int FRAGMENT_SETS = 2;  // sets of registers that weights take in turn
-constexpr int PRODUCER_REGISTERS = 72;  // of a thread
-constexpr int CONSUMER_REGISTERS = 184;  // of a thread
+constexpr int PRODUCER_REGISTERS = 56;  // of a thread
+constexpr int CONSUMER_REGISTERS = 200;  // of a thread
 constexpr int OUT_STEP_D = 2, OUT_STEP_H = 2, OUT_STEP_W = 2;  // outputs from one q to the next
 constexpr int IN_STEP_D = 1, IN_STEP_H = 1, IN_STEP_W = 1;  // inputs from one q to the next
-constexpr int TILE_D = 1, TILE_H = 8, TILE_W = 8;  // positions q of a tile
-constexpr int TILE_N = 4;  // images of a tile
+constexpr int TILE_D = 2, TILE_H = 8, TILE_W = 24;  // positions q of a tile
+constexpr int TILE_N = 1;  // images of a tile
 
 // PTX in small wrappers, so that a kernel body reads as an algorithm.
 typedef unsigned int u32;
@@ -277,14 +276,14 @@ constexpr int H_SUBTILES = TILE_H / SUB_H;
 
 // [variant, block, tap]: the tap's shift in pixel rows
 __constant__ const short TAP_ROW[] = {
-    0, 1, 2, 10, 11, 12, 20, 21, 22, 100, 101, 102, 110, 111, 112, 120, 121, 122, 200, 201, 202, 210, 211, 212, 220,
-    221, 222
+    0, 1, 2, 26, 27, 28, 52, 53, 54, 260, 261, 262, 286, 287, 288, 312, 313, 314, 520, 521, 522, 546, 547, 548, 572,
+    573, 574
 };
 __constant__ const int ENTRY[] = {0,0,0,0,0,0,0,27};  // [variant][MB + 1]: where a block's taps begin
 __constant__ const short SUB_D[] = {0,0,1,1};  // [variant][SUBS]: output offset of an M-row's sub-position
 __constant__ const short SUB_HH[] = {0,1,0,1};
 __constant__ const short U_W[] = {0,0,0,0};  // [variant]: first W sub-position
-__constant__ const int ROW_D[] = {-1,0,1};  // input offset of a tile's rows
+__constant__ const int ROW_D[] = {-1,0,1,2};  // input offset of a tile's rows
 __constant__ const int ROW_H[] = {-1,0,1,2,3,4,5,6,7,8};
 
 struct Sizes {                                         // one layout for the packed argument block
@@ -436,9 +435,6 @@ __device__ __forceinline__ void turn(const Pixels& own, int channel, int left, u
 #pragma unroll
       for (int e = 0; e < 4; e++) hi[e] = to_tf32(__uint_as_float(v[e]));
       store_shared_128(tile + unit_at(p, unit), hi[0], hi[1], hi[2], hi[3]);
-#pragma unroll
-      for (int e = 0; e < 4; e++) v[e] = low_part(__uint_as_float(v[e]), hi[e]);
-      store_shared_128(tile + PART_BYTES + unit_at(p, unit), v[0], v[1], v[2], v[3]);
     }
   }
 }
@@ -626,7 +622,6 @@ __device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[4], Fragment
     const int (&subtile_row)[NB], int shift, int k_step, int part, bool last, int lane) {
   weights.take(a, lane);
   wgmma_fence();
-  if (part == 0) multiply(acc, a, tile + PART_BYTES, subtile_row, shift, k_step, lane);
   multiply(acc, a, tile, subtile_row, shift, k_step, lane);
   wgmma_commit();
   if (last) wgmma_wait<0>();
@@ -644,28 +639,15 @@ __device__ __forceinline__ void multiply_some(float (&acc)[NB][32], Fragments& w
         i % PARTS, i + 1 == COUNT * STEPS_PER_TAP, lane);
 }
 
-// Tensor cores truncate as they add, an error that grows with the length of a sum (measured: kb57's IEEE error was 3.8 times
-// PyTorch's with sums of 54 products of 8 channels). So sums are kept short, and added with rounding.
-__device__ __forceinline__ void promote(float (&acc)[NB][32], float (&sum)[NB][32]) {
-#pragma unroll
-  for (int nb = 0; nb < NB; nb++)
-#pragma unroll
-    for (int i = 0; i < 32; i++) {
-      sum[nb][i] += acc[nb][i];
-      acc[nb][i] = 0.f;
-    }
-}
-
 template <int FIRST>
-__device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB][32], float (&sum)[MB][NB][32],
-    Fragments& weights, u32 tile, const int (&subtile_row)[NB], int lane) {
+__device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB][32], Fragments& weights, u32 tile,
+    const int (&subtile_row)[NB], int lane) {
 #pragma unroll
   for (int b = 0; b < MB; b++) {
     int e = ENTRY[variant * (MB + 1) + b], last = ENTRY[variant * (MB + 1) + b + 1];
 #pragma unroll 1
     for (; e + TAPS_UNROLLED <= last; e += TAPS_UNROLLED) {
       multiply_some<TAPS_UNROLLED>(acc[b], weights, tile, subtile_row, e, lane);
-      promote(acc[b], sum[b]);
     }
   }
 }
@@ -880,7 +862,6 @@ __device__ __forceinline__ void consume(const char* packed, const float* bias, c
     Tile t = tile_at(index, s);
     int chunks = chunks_of(t.variant);
     float acc[MB][NB][32];
-    float sum[MB][NB][32];
 #pragma unroll
     for (int b = 0; b < MB; b++)
 #pragma unroll
@@ -888,7 +869,6 @@ __device__ __forceinline__ void consume(const char* packed, const float* bias, c
 #pragma unroll
         for (int i = 0; i < 32; i++) {
           acc[b][nb][i] = 0.f;
-          sum[b][nb][i] = 0.f;
         }
     weights.begin(packed, t, offset);
     int variant = __shfl_sync(0xffffffffu, t.variant, 0);  // so that ptxas knows that warps do not part over it
@@ -896,11 +876,11 @@ __device__ __forceinline__ void consume(const char* packed, const float* bias, c
     for (int chunk = 0; chunk < chunks; chunk++, cursor.next(STAGES_P)) {
       barrier_wait(full + cursor.stage * 8, cursor.parity);
       u32 tile = tiles + cursor.stage * STAGE_BYTES;
-      multiply_chunk<0>(variant, acc, sum, weights, tile, subtile_row, lane);
+      multiply_chunk<0>(variant, acc, weights, tile, subtile_row, lane);
       __syncwarp();
       if (lane == 0) barrier_arrive(empty + cursor.stage * 8);
     }
-    epilogue(sum, bias, y, s, t, t.cout_block, first_subtile, buffer, warp, lane);
+    epilogue(acc, bias, y, s, t, t.cout_block * WGS_M, first_subtile, buffer, warp, lane);
   }
 }
 
@@ -978,8 +958,8 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 }  // namespace forward
 
 // =====================================================================================================================
-// Forward where rows begin off 16 bytes: wgmma ieee, tile 1x4x8x8 (NxDxHxW of q) x 64 rows, chunk of 8 channels, pixels
-// halved, weights ring of 3 x 8 fragments, 194 KB shared.
+// Forward where rows begin off 16 bytes: wgmma tf32, tile 1x2x8x24 (NxDxHxW of q) x 64 rows, chunk of 8 channels,
+// pixels halved, weights ring of 3 x 8 fragments, 212 KB shared.
 // =====================================================================================================================
 
 namespace forward_unaligned {
@@ -1006,7 +986,7 @@ namespace forward_unaligned {
 // Sizes of the input are arguments.
 
 constexpr int ELEMENT = 4;  // bytes of an element
-constexpr int PARTS = 2;  // TF32 parts of an operand: 2 for IEEE float32, in three products
+constexpr int PARTS = 1;  // TF32 parts of an operand: 2 for IEEE float32, in three products
 constexpr int CIN = 32;  // channels of what is read
 constexpr int COUT = 64;  // channels of what is written
 constexpr int CIN_G = 32;  // channels of a group in what is read
@@ -1025,21 +1005,21 @@ constexpr int STAGES_P = 2;  // input tiles in shared memory
 constexpr int STAGES_S = 2;  // staging slots
 constexpr int STAGES_W = 3;  // stages of the weights' ring
 constexpr int W_STAGE = 8;  // fragments of weights in a stage
-constexpr int RUN_GROUPS = 1;  // groups of 8 columns that the epilogue stores together
-constexpr int ROWS_D = 6, ROWS_H = 10;  // input rows of a tile
+constexpr int RUN_GROUPS = 3;  // groups of 8 columns that the epilogue stores together
+constexpr int ROWS_D = 4, ROWS_H = 10;  // input rows of a tile
 constexpr int ROW_STEP_D = 1, ROW_STEP_H = 1;  // rows of the tile from one q to the next
 constexpr int FIRST_W = -1;
-constexpr int COLUMNS = 10;  // input columns of a tile with its halo
+constexpr int COLUMNS = 26;  // input columns of a tile with its halo
 constexpr int COLUMN_PAD = 0;  // columns by which a box begins early
-constexpr int PLANE = 10;  // columns with one residue modulo IN_STEP_W
+constexpr int PLANE = 26;  // columns with one residue modulo IN_STEP_W
 constexpr int PLANES = 1;  // residues that some tap reads
-constexpr int TAPS_UNROLLED = 3;  // taps in a stretch of code without a drain of the tensor cores
+constexpr int TAPS_UNROLLED = 9;  // taps in a stretch of code without a drain of the tensor cores
 constexpr int FRAGMENT_SETS = 2;  // sets of registers that weights take in turn
 constexpr int PRODUCER_REGISTERS = 72;  // of a thread
 constexpr int CONSUMER_REGISTERS = 184;  // of a thread
 constexpr int OUT_STEP_D = 2, OUT_STEP_H = 2, OUT_STEP_W = 2;  // outputs from one q to the next
 constexpr int IN_STEP_D = 1, IN_STEP_H = 1, IN_STEP_W = 1;  // inputs from one q to the next
-constexpr int TILE_D = 4, TILE_H = 8, TILE_W = 8;  // positions q of a tile
+constexpr int TILE_D = 2, TILE_H = 8, TILE_W = 24;  // positions q of a tile
 constexpr int TILE_N = 1;  // images of a tile
 
 // PTX in small wrappers, so that a kernel body reads as an algorithm.
@@ -1198,14 +1178,14 @@ constexpr int H_SUBTILES = TILE_H / SUB_H;
 
 // [variant, block, tap]: the tap's shift in pixel rows
 __constant__ const short TAP_ROW[] = {
-    0, 1, 2, 10, 11, 12, 20, 21, 22, 100, 101, 102, 110, 111, 112, 120, 121, 122, 200, 201, 202, 210, 211, 212, 220,
-    221, 222
+    0, 1, 2, 26, 27, 28, 52, 53, 54, 260, 261, 262, 286, 287, 288, 312, 313, 314, 520, 521, 522, 546, 547, 548, 572,
+    573, 574
 };
 __constant__ const int ENTRY[] = {0,0,0,0,0,0,0,27};  // [variant][MB + 1]: where a block's taps begin
 __constant__ const short SUB_D[] = {0,0,1,1};  // [variant][SUBS]: output offset of an M-row's sub-position
 __constant__ const short SUB_HH[] = {0,1,0,1};
 __constant__ const short U_W[] = {0,0,0,0};  // [variant]: first W sub-position
-__constant__ const int ROW_D[] = {-1,0,1,2,3,4};  // input offset of a tile's rows
+__constant__ const int ROW_D[] = {-1,0,1,2};  // input offset of a tile's rows
 __constant__ const int ROW_H[] = {-1,0,1,2,3,4,5,6,7,8};
 
 struct Sizes {                                         // one layout for the packed argument block
@@ -1418,9 +1398,6 @@ __device__ __forceinline__ void turn(const Pixels& own, int channel, int left, u
 #pragma unroll
       for (int e = 0; e < 4; e++) hi[e] = to_tf32(__uint_as_float(v[e]));
       store_shared_128(tile + unit_at(p, unit), hi[0], hi[1], hi[2], hi[3]);
-#pragma unroll
-      for (int e = 0; e < 4; e++) v[e] = low_part(__uint_as_float(v[e]), hi[e]);
-      store_shared_128(tile + PART_BYTES + unit_at(p, unit), v[0], v[1], v[2], v[3]);
     }
   }
 }
@@ -1603,7 +1580,6 @@ __device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[4], Fragment
     const int (&subtile_row)[NB], int shift, int k_step, int part, bool last, int lane) {
   weights.take(a, lane);
   wgmma_fence();
-  if (part == 0) multiply(acc, a, tile + PART_BYTES, subtile_row, shift, k_step, lane);
   multiply(acc, a, tile, subtile_row, shift, k_step, lane);
   wgmma_commit();
   if (last) wgmma_wait<0>();
@@ -1621,28 +1597,15 @@ __device__ __forceinline__ void multiply_some(float (&acc)[NB][32], Fragments& w
         i % PARTS, i + 1 == COUNT * STEPS_PER_TAP, lane);
 }
 
-// Tensor cores truncate as they add, an error that grows with the length of a sum (measured: kb57's IEEE error was 3.8 times
-// PyTorch's with sums of 54 products of 8 channels). So sums are kept short, and added with rounding.
-__device__ __forceinline__ void promote(float (&acc)[NB][32], float (&sum)[NB][32]) {
-#pragma unroll
-  for (int nb = 0; nb < NB; nb++)
-#pragma unroll
-    for (int i = 0; i < 32; i++) {
-      sum[nb][i] += acc[nb][i];
-      acc[nb][i] = 0.f;
-    }
-}
-
 template <int FIRST>
-__device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB][32], float (&sum)[MB][NB][32],
-    Fragments& weights, u32 tile, const int (&subtile_row)[NB], int lane) {
+__device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB][32], Fragments& weights, u32 tile,
+    const int (&subtile_row)[NB], int lane) {
 #pragma unroll
   for (int b = 0; b < MB; b++) {
     int e = ENTRY[variant * (MB + 1) + b], last = ENTRY[variant * (MB + 1) + b + 1];
 #pragma unroll 1
     for (; e + TAPS_UNROLLED <= last; e += TAPS_UNROLLED) {
       multiply_some<TAPS_UNROLLED>(acc[b], weights, tile, subtile_row, e, lane);
-      promote(acc[b], sum[b]);
     }
   }
 }
@@ -1857,7 +1820,6 @@ __device__ __forceinline__ void consume(const char* packed, const float* bias, c
     Tile t = tile_at(index, s);
     int chunks = chunks_of(t.variant);
     float acc[MB][NB][32];
-    float sum[MB][NB][32];
 #pragma unroll
     for (int b = 0; b < MB; b++)
 #pragma unroll
@@ -1865,7 +1827,6 @@ __device__ __forceinline__ void consume(const char* packed, const float* bias, c
 #pragma unroll
         for (int i = 0; i < 32; i++) {
           acc[b][nb][i] = 0.f;
-          sum[b][nb][i] = 0.f;
         }
     weights.begin(packed, t, offset);
     int variant = __shfl_sync(0xffffffffu, t.variant, 0);  // so that ptxas knows that warps do not part over it
@@ -1873,11 +1834,11 @@ __device__ __forceinline__ void consume(const char* packed, const float* bias, c
     for (int chunk = 0; chunk < chunks; chunk++, cursor.next(STAGES_P)) {
       barrier_wait(full + cursor.stage * 8, cursor.parity);
       u32 tile = tiles + cursor.stage * STAGE_BYTES;
-      multiply_chunk<0>(variant, acc, sum, weights, tile, subtile_row, lane);
+      multiply_chunk<0>(variant, acc, weights, tile, subtile_row, lane);
       __syncwarp();
       if (lane == 0) barrier_arrive(empty + cursor.stage * 8);
     }
-    epilogue(sum, bias, y, s, t, t.cout_block, first_subtile, buffer, warp, lane);
+    epilogue(acc, bias, y, s, t, t.cout_block * WGS_M, first_subtile, buffer, warp, lane);
   }
 }
 
@@ -1949,8 +1910,8 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 }  // namespace forward_unaligned
 
 // =====================================================================================================================
-// Gradient for the input: wgmma ieee, tile 1x4x8x8 (NxDxHxW of q) x 64 rows, chunk of 8 channels, pixels halved,
-// weights ring of 3 x 8 fragments, 224 KB shared.
+// Gradient for the input: wgmma tf32, tile 1x2x8x16 (NxDxHxW of q) x 64 rows, chunk of 8 channels, pixels halved,
+// weights ring of 4 x 8 fragments, 220 KB shared.
 // =====================================================================================================================
 
 namespace grad_input {
@@ -1977,7 +1938,7 @@ namespace grad_input {
 // Sizes of the input are arguments.
 
 constexpr int ELEMENT = 4;  // bytes of an element
-constexpr int PARTS = 2;  // TF32 parts of an operand: 2 for IEEE float32, in three products
+constexpr int PARTS = 1;  // TF32 parts of an operand: 2 for IEEE float32, in three products
 constexpr int CIN = 64;  // channels of what is read
 constexpr int COUT = 32;  // channels of what is written
 constexpr int CIN_G = 64;  // channels of a group in what is read
@@ -1994,23 +1955,23 @@ constexpr int COUT_BLOCKS = 1;  // M-groups that share the output channels of a 
 constexpr int M_GROUPS = 1;  // groups x COUT_BLOCKS x VARIANTS
 constexpr int STAGES_P = 2;  // input tiles in shared memory
 constexpr int STAGES_S = 2;  // staging slots
-constexpr int STAGES_W = 3;  // stages of the weights' ring
+constexpr int STAGES_W = 4;  // stages of the weights' ring
 constexpr int W_STAGE = 8;  // fragments of weights in a stage
-constexpr int RUN_GROUPS = 1;  // groups of 8 columns that the epilogue stores together
-constexpr int ROWS_D = 6, ROWS_H = 10;  // input rows of a tile
+constexpr int RUN_GROUPS = 2;  // groups of 8 columns that the epilogue stores together
+constexpr int ROWS_D = 4, ROWS_H = 10;  // input rows of a tile
 constexpr int ROW_STEP_D = 1, ROW_STEP_H = 1;  // rows of the tile from one q to the next
 constexpr int FIRST_W = -1;
-constexpr int COLUMNS = 19;  // input columns of a tile with its halo
+constexpr int COLUMNS = 35;  // input columns of a tile with its halo
 constexpr int COLUMN_PAD = 0;  // columns by which a box begins early
-constexpr int PLANE = 10;  // columns with one residue modulo IN_STEP_W
+constexpr int PLANE = 18;  // columns with one residue modulo IN_STEP_W
 constexpr int PLANES = 1;  // residues that some tap reads
-constexpr int TAPS_UNROLLED = 3;  // taps in a stretch of code without a drain of the tensor cores
+constexpr int TAPS_UNROLLED = 9;  // taps in a stretch of code without a drain of the tensor cores
 constexpr int FRAGMENT_SETS = 2;  // sets of registers that weights take in turn
-constexpr int PRODUCER_REGISTERS = 72;  // of a thread
-constexpr int CONSUMER_REGISTERS = 184;  // of a thread
+constexpr int PRODUCER_REGISTERS = 96;  // of a thread
+constexpr int CONSUMER_REGISTERS = 160;  // of a thread
 constexpr int OUT_STEP_D = 1, OUT_STEP_H = 1, OUT_STEP_W = 1;  // outputs from one q to the next
 constexpr int IN_STEP_D = 2, IN_STEP_H = 2, IN_STEP_W = 2;  // inputs from one q to the next
-constexpr int TILE_D = 4, TILE_H = 8, TILE_W = 8;  // positions q of a tile
+constexpr int TILE_D = 2, TILE_H = 8, TILE_W = 16;  // positions q of a tile
 constexpr int TILE_N = 1;  // images of a tile
 
 // PTX in small wrappers, so that a kernel body reads as an algorithm.
@@ -2169,14 +2130,14 @@ constexpr int H_SUBTILES = TILE_H / SUB_H;
 
 // [variant, block, tap]: the tap's shift in pixel rows
 __constant__ const short TAP_ROW[] = {
-    0, 1, 2, 10, 11, 12, 20, 21, 22, 100, 101, 102, 110, 111, 112, 120, 121, 122, 200, 201, 202, 210, 211, 212, 220,
-    221, 222
+    0, 1, 2, 18, 19, 20, 36, 37, 38, 180, 181, 182, 198, 199, 200, 216, 217, 218, 360, 361, 362, 378, 379, 380, 396,
+    397, 398
 };
 __constant__ const int ENTRY[] = {0,27};  // [variant][MB + 1]: where a block's taps begin
 __constant__ const short SUB_D[] = {0};  // [variant][SUBS]: output offset of an M-row's sub-position
 __constant__ const short SUB_HH[] = {0};
 __constant__ const short U_W[] = {0};  // [variant]: first W sub-position
-__constant__ const int ROW_D[] = {-1,1,3,5,7,9};  // input offset of a tile's rows
+__constant__ const int ROW_D[] = {-1,1,3,5};  // input offset of a tile's rows
 __constant__ const int ROW_H[] = {-1,1,3,5,7,9,11,13,15,17};
 __constant__ const int RESIDUE[] = {0};  // of a tile's columns, counted from the first, by plane
 
@@ -2389,9 +2350,6 @@ __device__ __forceinline__ void turn(const Pixels& own, int channel, int left, u
 #pragma unroll
       for (int e = 0; e < 4; e++) hi[e] = to_tf32(__uint_as_float(v[e]));
       store_shared_128(tile + unit_at(p, unit), hi[0], hi[1], hi[2], hi[3]);
-#pragma unroll
-      for (int e = 0; e < 4; e++) v[e] = low_part(__uint_as_float(v[e]), hi[e]);
-      store_shared_128(tile + PART_BYTES + unit_at(p, unit), v[0], v[1], v[2], v[3]);
     }
   }
 }
@@ -2574,7 +2532,6 @@ __device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[4], Fragment
     const int (&subtile_row)[NB], int shift, int k_step, int part, bool last, int lane) {
   weights.take(a, lane);
   wgmma_fence();
-  if (part == 0) multiply(acc, a, tile + PART_BYTES, subtile_row, shift, k_step, lane);
   multiply(acc, a, tile, subtile_row, shift, k_step, lane);
   wgmma_commit();
   if (last) wgmma_wait<0>();
@@ -2592,28 +2549,15 @@ __device__ __forceinline__ void multiply_some(float (&acc)[NB][32], Fragments& w
         i % PARTS, i + 1 == COUNT * STEPS_PER_TAP, lane);
 }
 
-// Tensor cores truncate as they add, an error that grows with the length of a sum (measured: kb57's IEEE error was 3.8 times
-// PyTorch's with sums of 54 products of 8 channels). So sums are kept short, and added with rounding.
-__device__ __forceinline__ void promote(float (&acc)[NB][32], float (&sum)[NB][32]) {
-#pragma unroll
-  for (int nb = 0; nb < NB; nb++)
-#pragma unroll
-    for (int i = 0; i < 32; i++) {
-      sum[nb][i] += acc[nb][i];
-      acc[nb][i] = 0.f;
-    }
-}
-
 template <int FIRST>
-__device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB][32], float (&sum)[MB][NB][32],
-    Fragments& weights, u32 tile, const int (&subtile_row)[NB], int lane) {
+__device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB][32], Fragments& weights, u32 tile,
+    const int (&subtile_row)[NB], int lane) {
 #pragma unroll
   for (int b = 0; b < MB; b++) {
     int e = ENTRY[variant * (MB + 1) + b], last = ENTRY[variant * (MB + 1) + b + 1];
 #pragma unroll 1
     for (; e + TAPS_UNROLLED <= last; e += TAPS_UNROLLED) {
       multiply_some<TAPS_UNROLLED>(acc[b], weights, tile, subtile_row, e, lane);
-      promote(acc[b], sum[b]);
     }
   }
 }
@@ -2828,7 +2772,6 @@ __device__ __forceinline__ void consume(const char* packed, const float* bias, c
     Tile t = tile_at(index, s);
     int chunks = chunks_of(t.variant);
     float acc[MB][NB][32];
-    float sum[MB][NB][32];
 #pragma unroll
     for (int b = 0; b < MB; b++)
 #pragma unroll
@@ -2836,7 +2779,6 @@ __device__ __forceinline__ void consume(const char* packed, const float* bias, c
 #pragma unroll
         for (int i = 0; i < 32; i++) {
           acc[b][nb][i] = 0.f;
-          sum[b][nb][i] = 0.f;
         }
     weights.begin(packed, t, offset);
     int variant = __shfl_sync(0xffffffffu, t.variant, 0);  // so that ptxas knows that warps do not part over it
@@ -2844,11 +2786,11 @@ __device__ __forceinline__ void consume(const char* packed, const float* bias, c
     for (int chunk = 0; chunk < chunks; chunk++, cursor.next(STAGES_P)) {
       barrier_wait(full + cursor.stage * 8, cursor.parity);
       u32 tile = tiles + cursor.stage * STAGE_BYTES;
-      multiply_chunk<0>(variant, acc, sum, weights, tile, subtile_row, lane);
+      multiply_chunk<0>(variant, acc, weights, tile, subtile_row, lane);
       __syncwarp();
       if (lane == 0) barrier_arrive(empty + cursor.stage * 8);
     }
-    epilogue(sum, bias, y, s, t, t.cout_block, first_subtile, buffer, warp, lane);
+    epilogue(acc, bias, y, s, t, t.cout_block * WGS_M, first_subtile, buffer, warp, lane);
   }
 }
 
@@ -2920,8 +2862,8 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 }  // namespace grad_input
 
 // =====================================================================================================================
-// Gradient for the weight: mma.sync ieee, 32x64 channels x 1x3x3 taps a block, chunks of 1x1x1x32 (NxDxHxW of q), K in
-// 44 slices, 123 KB shared.
+// Gradient for the weight: mma.sync tf32, 32x64 channels x 1x3x3 taps a block, chunks of 1x1x1x32 (NxDxHxW of q), K in
+// 88 slices, 123 KB shared.
 // =====================================================================================================================
 
 namespace grad_weight {
@@ -2948,7 +2890,7 @@ constexpr int TAPS_D = 1, TAPS_H = 3, TAPS_W = 3;  // of a set, which a block mu
 constexpr int SETS_D = 3, SETS_H = 1, SETS_W = 1;  // of taps
 constexpr int TILE_D = 1, TILE_H = 1, TILE_W = 32;  // positions q of a chunk
 constexpr int WARP_M = 32;  // input channels of a warp
-constexpr int WARP_N = 8;  // output channels of a warp
+constexpr int WARP_N = 16;  // output channels of a warp
 
 // Grad-weight on tensor cores: dW[ci, co, tap] = sum over images and positions q of x[ci, q] * g[co, q * STEP + tap * DIL - PAD].
 //
@@ -2993,10 +2935,6 @@ __device__ __forceinline__ u32 to_tf32(float v) {
   u32 r;
   asm("cvt.rn.tf32.f32 %0, %1;\n" : "=r"(r) : "f"(v));
   return r;
-}
-// What TF32 leaves of a float, in TF32 itself; nothing of infinities and NaNs, whose difference to themselves is a NaN.
-__device__ __forceinline__ u32 low_part(float v, u32 high) {
-  return (high & 0x7f800000u) == 0x7f800000u ? 0u : to_tf32(v - __uint_as_float(high));
 }
 
 // --- matrix instructions ---------------------------------------------------------------------------------------------
@@ -3189,7 +3127,7 @@ constexpr int STAGE_BYTES = X_BYTES + G_BYTES;
 constexpr int W_STRIPS = TILE_W / 8;  // a strip is 8 columns of a row
 constexpr int STRIPS = X_ROWS * W_STRIPS;
 constexpr int STEPS = STRIPS;  // a matrix instruction takes one strip of float32, two of 16-bit types
-constexpr int PARTS = 2;
+constexpr int PARTS = 1;
 
 struct Work {                              // of a block
   int group, m, n;                         // first channels within the group
@@ -3254,7 +3192,6 @@ __device__ __forceinline__ void multiply_chunk(float (&acc)[SET_TAPS][M_FRAGMENT
         int m = warp_m + i * 16 + (r & 1) * 8 + g, k = r >> 1;
         u32 v = element_pair(xs, x_at[k] + m * X_PITCH + q, 1);
         a[i][0][r] = rounded(v);
-        a[i][PARTS - 1][r] = low_part(__uint_as_float(v), a[i][0][r]);
       }
 #pragma unroll
     for (int td = 0; td < TAPS_D; td++)
@@ -3281,15 +3218,11 @@ __device__ __forceinline__ void multiply_chunk(float (&acc)[SET_TAPS][M_FRAGMENT
               int n = warp_n + j * 8 + g;
               u32 v = element_pair(gs, base[k] + n * G_PITCH + q * STEP_W + tw * DIL_W, STEP_W);
               b[j][0][k] = rounded(v);
-              b[j][PARTS - 1][k] = low_part(__uint_as_float(v), b[j][0][k]);
             }
 #pragma unroll
           for (int j = 0; j < N_FRAGMENTS; j++)
 #pragma unroll
             for (int i = 0; i < M_FRAGMENTS; i++) {
-              // the small products first
-              multiply(acc[tap][i][j], a[i][PARTS - 1], b[j][0]);
-              multiply(acc[tap][i][j], a[i][0], b[j][PARTS - 1]);
               multiply(acc[tap][i][j], a[i][0], b[j][0]);
             }
         }
@@ -3319,7 +3252,6 @@ wgrad(const char* __restrict__ x, const char* __restrict__ g, float* __restrict_
   int begin = split * per_split, end = begin + per_split < chunks ? begin + per_split : chunks;
 
   float acc[SET_TAPS][M_FRAGMENTS][N_FRAGMENTS][4] = {};
-  float sum[SET_TAPS][M_FRAGMENTS][N_FRAGMENTS][4] = {};
   if (begin < end) copy_chunk(x, g, s, chunk_at(begin, s), work, memory, thread);
   copy_commit();
 #pragma unroll 1
@@ -3348,12 +3280,6 @@ wgrad(const char* __restrict__ x, const char* __restrict__ g, float* __restrict_
     g_phase = (u32)((u64)g / ELEMENT) + (((u32)c.n * COUT + channel_g) * out_d + d) * out_h * out_w + (u32)h * out_w
         + w;
     multiply_chunk(acc, stage, s, x_phase, g_phase, warp_m, warp_n, warp_k, lane);
-// tensor cores truncate their sums; these are rounded
-#pragma unroll
-    for (int e = 0; e < SET_TAPS * M_FRAGMENTS * N_FRAGMENTS * 4; e++) {
-      (&sum[0][0][0][0])[e] += (&acc[0][0][0][0])[e];
-      (&acc[0][0][0][0])[e] = 0.f;
-    }
     __syncthreads();
   }
 
@@ -3373,7 +3299,7 @@ wgrad(const char* __restrict__ x, const char* __restrict__ g, float* __restrict_
 #pragma unroll
         for (int h = 0; h < 2; h++) {
           int m = work.m + warp_m + i * 16 + row + 8 * h, n = work.n + warp_n + j * 8 + 2 * q;
-          float v0 = sum[tap][i][j][2 * h], v1 = sum[tap][i][j][2 * h + 1];
+          float v0 = acc[tap][i][j][2 * h], v1 = acc[tap][i][j][2 * h + 1];
           if (m >= CIN_G) continue;
           float* at = to + (long long)m * COUT_G + n;
           if (n < COUT_G) *(float2*)at = make_float2(v0, v1);
@@ -3383,8 +3309,8 @@ wgrad(const char* __restrict__ x, const char* __restrict__ g, float* __restrict_
 }  // namespace grad_weight
 
 // =====================================================================================================================
-// Gradient for the weight where rows begin off 16 bytes: mma.sync ieee, 32x32 channels x 1x3x3 taps a block, chunks of
-// 1x1x8x8 (NxDxHxW of q), K in 44 slices, 157 KB shared.
+// Gradient for the weight where rows begin off 16 bytes: mma.sync tf32, 32x32 channels x 1x3x3 taps a block, chunks of
+// 1x1x8x8 (NxDxHxW of q), K in 88 slices, 157 KB shared.
 // =====================================================================================================================
 
 namespace grad_weight_unaligned {
@@ -3411,7 +3337,7 @@ constexpr int TAPS_D = 1, TAPS_H = 3, TAPS_W = 3;  // of a set, which a block mu
 constexpr int SETS_D = 3, SETS_H = 1, SETS_W = 1;  // of taps
 constexpr int TILE_D = 1, TILE_H = 8, TILE_W = 8;  // positions q of a chunk
 constexpr int WARP_M = 32;  // input channels of a warp
-constexpr int WARP_N = 8;  // output channels of a warp
+constexpr int WARP_N = 16;  // output channels of a warp
 
 // Grad-weight on tensor cores: dW[ci, co, tap] = sum over images and positions q of x[ci, q] * g[co, q * STEP + tap * DIL - PAD].
 //
@@ -3456,10 +3382,6 @@ __device__ __forceinline__ u32 to_tf32(float v) {
   u32 r;
   asm("cvt.rn.tf32.f32 %0, %1;\n" : "=r"(r) : "f"(v));
   return r;
-}
-// What TF32 leaves of a float, in TF32 itself; nothing of infinities and NaNs, whose difference to themselves is a NaN.
-__device__ __forceinline__ u32 low_part(float v, u32 high) {
-  return (high & 0x7f800000u) == 0x7f800000u ? 0u : to_tf32(v - __uint_as_float(high));
 }
 
 // --- matrix instructions ---------------------------------------------------------------------------------------------
@@ -3651,7 +3573,7 @@ constexpr int STAGE_BYTES = X_BYTES + G_BYTES;
 constexpr int W_STRIPS = TILE_W / 8;  // a strip is 8 columns of a row
 constexpr int STRIPS = X_ROWS * W_STRIPS;
 constexpr int STEPS = STRIPS;  // a matrix instruction takes one strip of float32, two of 16-bit types
-constexpr int PARTS = 2;
+constexpr int PARTS = 1;
 
 struct Work {                              // of a block
   int group, m, n;                         // first channels within the group
@@ -3716,7 +3638,6 @@ __device__ __forceinline__ void multiply_chunk(float (&acc)[SET_TAPS][M_FRAGMENT
         int m = warp_m + i * 16 + (r & 1) * 8 + g, k = r >> 1;
         u32 v = element_pair(xs, x_at[k] + m * X_PITCH + q, 1);
         a[i][0][r] = rounded(v);
-        a[i][PARTS - 1][r] = low_part(__uint_as_float(v), a[i][0][r]);
       }
 #pragma unroll
     for (int td = 0; td < TAPS_D; td++)
@@ -3743,15 +3664,11 @@ __device__ __forceinline__ void multiply_chunk(float (&acc)[SET_TAPS][M_FRAGMENT
               int n = warp_n + j * 8 + g;
               u32 v = element_pair(gs, base[k] + n * G_PITCH + q * STEP_W + tw * DIL_W, STEP_W);
               b[j][0][k] = rounded(v);
-              b[j][PARTS - 1][k] = low_part(__uint_as_float(v), b[j][0][k]);
             }
 #pragma unroll
           for (int j = 0; j < N_FRAGMENTS; j++)
 #pragma unroll
             for (int i = 0; i < M_FRAGMENTS; i++) {
-              // the small products first
-              multiply(acc[tap][i][j], a[i][PARTS - 1], b[j][0]);
-              multiply(acc[tap][i][j], a[i][0], b[j][PARTS - 1]);
               multiply(acc[tap][i][j], a[i][0], b[j][0]);
             }
         }
@@ -3781,7 +3698,6 @@ wgrad(const char* __restrict__ x, const char* __restrict__ g, float* __restrict_
   int begin = split * per_split, end = begin + per_split < chunks ? begin + per_split : chunks;
 
   float acc[SET_TAPS][M_FRAGMENTS][N_FRAGMENTS][4] = {};
-  float sum[SET_TAPS][M_FRAGMENTS][N_FRAGMENTS][4] = {};
   if (begin < end) copy_chunk(x, g, s, chunk_at(begin, s), work, memory, thread);
   copy_commit();
 #pragma unroll 1
@@ -3810,12 +3726,6 @@ wgrad(const char* __restrict__ x, const char* __restrict__ g, float* __restrict_
     g_phase = (u32)((u64)g / ELEMENT) + (((u32)c.n * COUT + channel_g) * out_d + d) * out_h * out_w + (u32)h * out_w
         + w;
     multiply_chunk(acc, stage, s, x_phase, g_phase, warp_m, warp_n, warp_k, lane);
-// tensor cores truncate their sums; these are rounded
-#pragma unroll
-    for (int e = 0; e < SET_TAPS * M_FRAGMENTS * N_FRAGMENTS * 4; e++) {
-      (&sum[0][0][0][0])[e] += (&acc[0][0][0][0])[e];
-      (&acc[0][0][0][0])[e] = 0.f;
-    }
     __syncthreads();
   }
 
@@ -3835,7 +3745,7 @@ wgrad(const char* __restrict__ x, const char* __restrict__ g, float* __restrict_
 #pragma unroll
         for (int h = 0; h < 2; h++) {
           int m = work.m + warp_m + i * 16 + row + 8 * h, n = work.n + warp_n + j * 8 + 2 * q;
-          float v0 = sum[tap][i][j][2 * h], v1 = sum[tap][i][j][2 * h + 1];
+          float v0 = acc[tap][i][j][2 * h], v1 = acc[tap][i][j][2 * h + 1];
           if (m >= CIN_G) continue;
           float* at = to + (long long)m * COUT_G + n;
           if (n < COUT_G) *(float2*)at = make_float2(v0, v1);
@@ -3951,9 +3861,9 @@ void pack_forward(const at::Tensor& weight, const at::Tensor& packed) {
 void run_forward(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
                  const at::Tensor& out, int64_t blocks, const std::array<int64_t, 11>& sizes) {
   const CUtensorMap map = tensor_map(x, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, {sizes[3], sizes[2], sizes[1], 32, sizes[0]},
-                                     {16, 10, 3, 8, 4}, {1, 1, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_NONE);
+                                     {32, 10, 4, 8, 1}, {1, 1, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_NONE);
   const auto pointers = std::make_tuple(x.data_ptr(), packed.data_ptr(), address(bias), out.data_ptr());
-  launch<forward::gather, 512, 227888>(x, blocks, pointers, sizes, std::make_tuple(map));
+  launch<forward::gather, 512, 217360>(x, blocks, pointers, sizes, std::make_tuple(map));
 }
 
 void pack_forward_unaligned(const at::Tensor& weight, const at::Tensor& packed) {
@@ -3964,7 +3874,7 @@ void pack_forward_unaligned(const at::Tensor& weight, const at::Tensor& packed) 
 void run_forward_unaligned(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
                            const at::Tensor& out, int64_t blocks, const std::array<int64_t, 11>& sizes) {
   const auto pointers = std::make_tuple(x.data_ptr(), packed.data_ptr(), address(bias), out.data_ptr());
-  launch<forward_unaligned::gather, 512, 198976>(x, blocks, pointers, sizes);
+  launch<forward_unaligned::gather, 512, 217328>(x, blocks, pointers, sizes);
 }
 
 void pack_grad_input(const at::Tensor& weight, const at::Tensor& packed) {
@@ -3975,7 +3885,7 @@ void pack_grad_input(const at::Tensor& weight, const at::Tensor& packed) {
 void run_grad_input(const at::Tensor& grad, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
                     const at::Tensor& out, int64_t blocks, const std::array<int64_t, 11>& sizes) {
   const auto pointers = std::make_tuple(grad.data_ptr(), packed.data_ptr(), address(bias), out.data_ptr());
-  launch<grad_input::gather, 512, 229696>(grad, blocks, pointers, sizes);
+  launch<grad_input::gather, 512, 225536>(grad, blocks, pointers, sizes);
 }
 
 void run_grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& partial,
@@ -4143,21 +4053,21 @@ FORWARD = (
     Gather(
         name="forward",
         unit=4,
-        tile=(4, 1, 8, 8),
+        tile=(1, 2, 8, 24),
         steps=(2, 2, 2),
         m_groups=4,
         resident=False,
-        words=110592,
+        words=55296,
         packed=torch.int32,
     ),
     Gather(
         name="forward_unaligned",
         unit=1,
-        tile=(1, 4, 8, 8),
+        tile=(1, 2, 8, 24),
         steps=(2, 2, 2),
         m_groups=4,
         resident=False,
-        words=110592,
+        words=55296,
         packed=torch.int32,
     ),
 )
@@ -4165,11 +4075,11 @@ GRAD_INPUT = (
     Gather(
         name="grad_input",
         unit=1,
-        tile=(1, 4, 8, 8),
+        tile=(1, 2, 8, 16),
         steps=(1, 1, 1),
         m_groups=1,
         resident=False,
-        words=221184,
+        words=110592,
         packed=torch.int32,
     ),
 )
@@ -4180,8 +4090,8 @@ GRAD_WEIGHT = (
         unit_out=1,
         tile=(1, 1, 1, 32),
         blocks=3,
-        slices=1,
-        chunk_seconds=4.396771130104463e-06,
+        slices=2,
+        chunk_seconds=3.0520417853751187e-06,
     ),
     GradWeight(
         name="grad_weight_unaligned",
@@ -4189,8 +4099,8 @@ GRAD_WEIGHT = (
         unit_out=1,
         tile=(1, 1, 8, 8),
         blocks=6,
-        slices=2,
-        chunk_seconds=4.546153846153846e-06,
+        slices=4,
+        chunk_seconds=3.452136752136752e-06,
     ),
 )
 
@@ -4376,6 +4286,17 @@ class GradWeightFunction(torch.autograd.Function):
 # --- the module ------------------------------------------------------------------------------------------------------
 
 
+def check_precision() -> None:
+    """These kernels round float32 to TF32, as PyTorch does unless it is told not to."""
+    cudnn = torch.backends.cudnn
+    precision = cudnn.conv.fp32_precision if hasattr(cudnn, "conv") else "tf32" if cudnn.allow_tf32 else "ieee"
+    if precision != "tf32" or not cudnn.enabled:
+        raise RuntimeError(
+            "ModelNew multiplies in TF32, and torch.backends.cudnn (conv.fp32_precision, allow_tf32, enabled) now asks "
+            f"for IEEE float32; got {precision!r}"
+        )
+
+
 def check(x: Tensor, weight: Tensor) -> None:
     """Raises ValueError, in a sentence, for an input that the kernels cannot take."""
     if x.dim() != RANK + 2:
@@ -4389,6 +4310,7 @@ def check(x: Tensor, weight: Tensor) -> None:
         raise ValueError(f"ModelNew takes inputs and weights of {DTYPE}; got {x.dtype} and {weight.dtype}")
     if not x.is_cuda or x.device != weight.device:
         raise ValueError(f"ModelNew takes inputs and weights on one CUDA device; got {x.device} and {weight.device}")
+    check_precision()
 
 
 def check_layer(layer: nn.Module) -> None:

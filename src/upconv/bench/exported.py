@@ -6,8 +6,8 @@ agree within ``atol = rtol = 1e-4`` with PyTorch's under its default flags; then
 L2 cache flushed before each, under ``no_grad``. What differs: inputs are drawn on the GPU (KernelBench draws up to 2 GB
 on the CPU and copies them, seconds each), the sides run in turn in one process, and medians are reported.
 
-Beside the original model and the file's the library's own layer runs on the same input and weights. In 3-D, where
-PyTorch multiplies float32 as IEEE 754 has it whatever its flags say, the files do too, and the library is told to.
+Beside the original model and the file's the library's own layer runs on the same input and weights. With groups, where
+cuDNN multiplies float32 as IEEE 754 has it whatever the flags say, the files do too, and the library is told to.
 """
 
 from __future__ import annotations

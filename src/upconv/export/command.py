@@ -108,7 +108,7 @@ def _layer(layer: str, input: str | None, dtype: str, precision: str | None) -> 
     kinds: dict[str, Precision] = {kind: kind for kind in PRECISIONS[dtypes[dtype]]}
     if precision is not None and precision not in kinds:
         raise ValueError(f"--precision must be one of {', '.join(kinds)} for {dtype}; got {precision!r}")
-    chosen = kinds[precision] if precision else default_precision(dtypes[dtype], p.rank)
+    chosen = kinds[precision] if precision else default_precision(dtypes[dtype])
     return p.with_(dtype=dtypes[dtype], precision=chosen)
 
 

@@ -118,9 +118,7 @@ def _head(p: Problem, signature: Signature, gpu: Gpu, found: tuple[host.Variant,
     arguments += [f"padding={p.padding}", f"output_padding={p.output_padding}", f"dilation={p.dilation}"]
     shape = " x ".join(map(str, p.input_shape))
     multiplied = _MULTIPLIED[p.precision]
-    if p.precision == "ieee" and p.rank == 3:
-        multiplied += "; PyTorch runs 3-D convolutions in IEEE float32 whatever its TF32 flag says, so these kernels do"
-    elif p.precision == "ieee" and p.groups > 1:
+    if p.precision == "ieee" and p.groups > 1:
         multiplied += "; PyTorch's kernel for these groups is IEEE float32 whatever its TF32 flag says, so these are"
     layout = "contiguous" if p.layout == "nchw" else "channels_last"
     plan = []
