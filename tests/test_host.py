@@ -171,6 +171,16 @@ def test_rows_of_several_boxes(precision: Precision, dtype: torch.dtype, tmp_pat
         assert tiles(turn(t, tmp_path), 1, 30) > 10_000
 
 
+def test_columns_behind_the_last_box_are_not_looked_for(tmp_path: Path) -> None:
+    """Planes are filled up to one length; 462 columns of which taps read 456, in two boxes of 228."""
+    p = Problem.make(8, 128, 64, (32, 512), (2, 8), (2, 7), dilation=(1, 2), dtype=torch.float32)
+    p = p.with_(precision="tf32", pass_="grad-input", bias=False)
+    every = [t for t in gather.candidates(gather._any_size(p), H200) if t.tensor_map and t.row_boxes > 1]
+    found = next(t for t in every if t.tile == (1, 1, 2, 64))
+    assert found.columns == 456 and found.box[0] == 228
+    assert tiles(turn(found, tmp_path), 1, 20) > 10_000
+
+
 def test_whole_images_of_several_boxes(tmp_path: Path) -> None:
     """A gradient's source of 32 x 32 comes in four boxes, each with all images of the tile."""
     p = Problem.make(4, 8, 8, (8, 8), 4, 4, dtype=torch.float32).with_(precision="tf32", pass_="grad-input", bias=False)

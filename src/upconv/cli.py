@@ -543,9 +543,7 @@ def export(
     ] = "float32",
     precision: Annotated[
         str | None,
-        typer.Option(
-            "--precision", metavar="KIND", help="Of --layer in float32: tf32, ieee; default tf32, in 3-D ieee."
-        ),
+        typer.Option("--precision", metavar="KIND", help="Of --layer in float32: tf32, ieee; default tf32."),
     ] = None,
     arch: Annotated[
         str | None,

@@ -69,19 +69,20 @@ static long long one_chunk() {
   }
   int chunk = below(CHUNKS);
   Source at = source_of(tile, chunk);
-  shared_memory.assign((SLOT_BYTES + 1023) / 1024 * 1024 + STAGE_BYTES, 0xdd);
+  // The slot lies last: columns past the last that a tap reads may be read, and a few elements behind them, but no more.
+  u32 rows = 0, slot = (STAGE_BYTES + 1023) / 1024 * 1024;
+  shared_memory.assign(slot + SLOT_BYTES + IN_STEP_W * ELEMENT, 0xdd);
   for (int i = 0; i < SLOT_BOXES; i++) {  // several of small images, or of long rows
-    if (WHOLE) box(i * (SLOT_BYTES / SLOT_BOXES), {i * BOX_PIXELS, 0, 0, at.channel, at.n});
-    else box(i * (SLOT_BYTES / SLOT_BOXES), {at.w - COLUMN_PAD + i * ROW_UNITS * VEC, at.h + FIRST_H, at.d + FIRST_D, at.channel, at.n});
+    if (WHOLE) box(slot + i * (SLOT_BYTES / SLOT_BOXES), {i * BOX_PIXELS, 0, 0, at.channel, at.n});
+    else box(slot + i * (SLOT_BYTES / SLOT_BOXES), {at.w - COLUMN_PAD + i * ROW_UNITS * VEC, at.h + FIRST_H, at.d + FIRST_D, at.channel, at.n});
   }
-  u32 rows = (SLOT_BYTES + 1023) / 1024 * 1024;
   int segments[SEGMENTS];
   for (int i = 0; i < SEGMENTS; i++)
     segments[i] = (i / (ROWS_H * ROWS_D)) << 24 | (ROW_D[i / ROWS_H % ROWS_D] & 0xfff) << 12 | (ROW_H[i % ROWS_H] & 0xfff);
   for (int thread = 0; thread < PRODUCER_THREADS; thread++) {
     Pixels own;
     own.locate(nullptr, sizes, Source(), segments, thread);
-    turn<true>(own, chunk * CK, CIN_G - chunk * CK, 0, rows, thread);
+    turn<true>(own, chunk * CK, CIN_G - chunk * CK, slot, rows, thread);
   }
   long long checked = 0;
   for (int p = 0; p < PIXELS; p++) {

@@ -297,6 +297,7 @@ struct Pixels {
       ok |= (u32)inside << k;
 #else
       int at_column = column + COLUMN_PAD, box = SLOT_BOXES > 1 ? at_column / (ROW_UNITS * VEC) : 0;
+      if (SLOT_BOXES > 1 && IN_STEP_W > 1 && box == SLOT_BOXES) box--;  // a column that only fills a plane up
       from[k] = box * (SLOT_BYTES / SLOT_BOXES) + (segment + image * (CK - 1) * (ROWS_D * ROWS_H)) * ROW_UNITS * 16 + (at_column - box * (ROW_UNITS * VEC)) * ELEMENT;
 #endif
 #if !SLOTS_BY_BOX
