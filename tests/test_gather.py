@@ -518,6 +518,8 @@ def test_chosen_kernels_compile_without_spills(p: Problem, gpu: Gpu) -> None:
         return
     for unit in choice.sources():
         assert set(unit.entries) == {"gather", "pack"}
-        # NCHW gradients on sm_90a with 4 accumulators, or 7 pixels for a thread to turn, do spill a little.
+        # NCHW gradients on sm_90a with 4 accumulators, or 7 pixels for a thread to turn, do spill a little; kb58
+        # in half precision, with both, 112 bytes.
         spilling = p.pass_ == "grad-input" and p.layout == "nchw" and choice.tiling.wgmma
-        check_compiled(choice.tiling, unit.source, gpu.arch, 112 if spilling else 0)
+        most = 112 if choice.tiling.mb * choice.tiling.nb == 4 and choice.tiling.pixels > 7 * 192 else 72
+        check_compiled(choice.tiling, unit.source, gpu.arch, most if spilling else 0)

@@ -29,8 +29,8 @@ _MOST_ACCUMULATORS = 5  # 64 x 64 each, 32 registers of a consumer's thread
 _MAX_PIXELS = 12 * 192  # a producer thread keeps track of 12
 _STEPS_UNROLLED = 12  # code and compile time grow with it
 _STEPS_PROMOTED = 8  # after which IEEE sums leave the tensor cores; half of them carry two products, the others one
-_MAX_BOX = 256  # elements that the tensor copy engine traverses along a dimension
-_MAX_BOX_STEP = 8  # and its largest step
+MAX_BOX = 256  # elements that the tensor copy engine traverses along a dimension
+MAX_BOX_STEP = 8  # and its largest step
 _MAX_ROW_BOXES = 8
 _WHOLE = (4, 8, 16, 32)  # sizes of images that are copied whole; few, since each is a kernel
 _MAX_WHOLE = 1024  # pixels
@@ -301,7 +301,7 @@ class Tiling:
         """Subtiles of 64 pixels that a consumer accumulates."""
         return self.subtiles // 2 if self.split == 0 else self.subtiles
 
-    def pixel_row(self, subtile: int) -> int:
+    def pixel_row_of(self, subtile: int) -> int:
         """The tile's pixel row of a subtile's first pixel, for a tap of shift 0."""
         _, d_of_tile, h_of_tile, w_of_tile = self.tile
         across, down = w_of_tile // self.sub[1], h_of_tile // self.sub[0]
@@ -322,7 +322,7 @@ class Tiling:
         if not self.wgmma or self.nb % 2:
             return False
         apart = 8 * (self.rows[1][1] * self.pitch if self.sub[0] == 8 else 8)
-        rows = [self.pixel_row(i) for i in range(self.subtiles)]
+        rows = [self.pixel_row_of(i) for i in range(self.subtiles)]
         return all(b - a == apart for a, b in zip(rows[::2], rows[1::2]))
 
     def _offsets(self, axis: int) -> list[int]:
@@ -410,7 +410,12 @@ class Tiling:
         """Boxes that a chunk's rows of an NCHW source take (those of small images aside)."""
         if self.channels_last:
             return 1
-        return -(-(self.columns + self.first_w % self.vec) // (_MAX_BOX // self.vec * self.vec))
+        return -(-self._columns_from_unit // MAX_BOX)
+
+    @property
+    def _columns_from_unit(self) -> int:
+        """Columns of a row from the 16-byte unit on that has its first: there a box begins."""
+        return self.columns + self.first_w % self.vec
 
     @property
     def aligned_channels(self) -> bool:
@@ -432,9 +437,9 @@ class Tiling:
         if not (
             even
             and whole
-            and max(self.box) <= _MAX_BOX
+            and max(self.box) <= MAX_BOX
             and self.row_boxes <= _MAX_ROW_BOXES
-            and 1 <= min(self.box_steps) <= max(self.box_steps) <= _MAX_BOX_STEP
+            and 1 <= min(self.box_steps) <= max(self.box_steps) <= MAX_BOX_STEP
         ):
             return False
         return self.aligned_channels if self.channels_last else self.aligned_rows
@@ -457,10 +462,10 @@ class Tiling:
         if self.channels_last:
             counts = (self.chunk, self.plane, len(rows_h), len(rows_d), self.tile[0])
         else:  # a box begins at 16 bytes, or the copy is an illegal instruction
-            columns = -(-(self.columns + self.first_w % self.vec) // self.row_boxes)
+            columns = -(-self._columns_from_unit // self.row_boxes)
             counts = (-(-columns // self.vec) * self.vec, len(rows_h), len(rows_d), self.chunk, self.tile[0])
         ends = (((n - 1) * step + 1, n * step) for n, step in zip(counts, self.box_steps))
-        a, b, c, d, e = (max(least, min(most, _MAX_BOX)) for least, most in ends)
+        a, b, c, d, e = (max(least, min(most, MAX_BOX)) for least, most in ends)
         return a, b, c, d, e
 
     @property
@@ -479,7 +484,7 @@ class Tiling:
     @property
     def box_pixels(self) -> int:
         """Of them, those of one box."""
-        return min(self.whole_pixels, _MAX_BOX)
+        return min(self.whole_pixels, MAX_BOX)
 
     @property
     def slot_bytes(self) -> int:

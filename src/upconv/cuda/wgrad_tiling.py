@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
+from upconv.cuda.tiling import MAX_BOX, MAX_BOX_STEP
 from upconv.problem import Problem
 
 Triple = tuple[int, int, int]
 
 WARPS = 8  # of the mma.sync kernel
 _LARGE = 1 << 18  # weights from here on are turned by the second step
-_MAX_BOX_STEP = 8  # the tensor copy engine's, along a dimension
 _PRECISIONS = {"tf32": 0, "ieee": 1, "fp16": 2, "bf16": 3}
 _STRETCH = 40  # matrix instructions of a warpgroup between whose ends the tensor cores do not drain
 
@@ -127,10 +127,15 @@ class Tiling:
         return -(-x // self.vec), -(-(self._spans()[2] + self.vec - 1) // self.vec)
 
     @cached_property
+    def g_rows(self) -> int:
+        """Rows of g's tile, of all images."""
+        rows_d, rows_h, _ = self._spans()
+        return self.tile[0] * rows_d * rows_h
+
+    @cached_property
     def g_bytes(self) -> int:
         """Bytes of g's tile in shared memory."""
-        rows_d, rows_h, columns = self._spans()
-        rows = self.tile[0] * rows_d * rows_h
+        rows, columns = self.g_rows, self._spans()[2]
         if self.channels_last:
             return rows * columns * self._pitch(self.block[1]) * self.element
         return rows * self.block[1] * (self.units[1] | 1) * 16
@@ -142,8 +147,7 @@ class Tiling:
     @cached_property
     def g_units(self) -> int:
         """16-byte copies of g's tile."""
-        rows_d, rows_h, columns = self._spans()
-        rows = self.tile[0] * rows_d * rows_h
+        rows, columns = self.g_rows, self._spans()[2]
         if self.channels_last:
             return rows * columns * -(-self.block[1] // self.vec)
         return rows * self.block[1] * self.units[1]
@@ -323,48 +327,51 @@ class WarpgroupTiling(Tiling):
             return aligned and (self.problem.groups == 1 or self.channels[1] % self.vec == 0) and self.g_box[1] <= 256
         return self.aligned_g and self.g_box[0] <= 256
 
-    @cached_property
-    def g_row_steps(self) -> tuple[int, int] | None:
-        """NCHW: from one row of g's tile to the next along D and H, where one box can bring all of them; else None."""
-        if self.channels_last:
-            return None
-        found = []
-        for count, taps, step, dilation, rows in zip(
-            self.tile[1:3], self.taps, self.steps, self.dilation, self._spans()
-        ):
-            dense = rows == (count - 1) * step + (taps - 1) * dilation + 1
-            if not (dense or taps == 1 or count == 1 or step == taps * dilation):
-                return None
-            found.append(1 if dense or rows == 1 else step if taps == 1 else dilation)
-        d, h = found
-        return (d, h) if max(found) <= _MAX_BOX_STEP else None
-
-    @property
-    def g_one_box(self) -> bool:
-        """Whether one box brings g's tile, not one for each row (NOTES: 320 clocks a box, kb57 and GANs)."""
-        return self.g_row_steps is not None and max(self._g_whole_box(*self.g_row_steps)) <= 256
-
-    def _g_whole_box(self, step_d: int, step_h: int) -> tuple[int, int, int, int, int]:
-        rows_d, rows_h, _ = self._spans()
-        row = (self.units[1] | 1) * self.vec
-        # Elements traversed: of n along a dimension of step s, ceil(n / s) are copied.
-        return row, self.block[1], (rows_h - 1) * step_h + 1, (rows_d - 1) * step_d + 1, self.tile[0]
-
     @property
     def g_box(self) -> tuple[int, int, int, int, int]:
         """The box of g, innermost first: channels, W, H, D, images of a row of the tile (channels_last), or W,
-        channels, H, D, images of all of it or of a row."""
+        channels, H, D, images of all of it (`g_one_box`) or of a row."""
         if self.channels_last:
             return self.g_width, self._spans()[2], 1, 1, 1
-        if self.g_one_box and self.g_row_steps:
-            return self._g_whole_box(*self.g_row_steps)
-        return (self.units[1] | 1) * self.vec, self.block[1], 1, 1, 1
+        row = (self.units[1] | 1) * self.vec
+        return self._g_whole_box or (row, self.block[1], 1, 1, 1)
 
     @property
     def g_box_steps(self) -> tuple[int, int, int, int, int]:
         """From one element of a box of g to the next along each of its dimensions."""
-        d, h = self.g_row_steps if self.g_one_box and self.g_row_steps else (1, 1)
+        d, h = self._g_row_steps if self.g_one_box else (1, 1)
         return 1, 1, h, d, 1
+
+    @property
+    def g_one_box(self) -> bool:
+        """Whether one box brings g's tile, not one for each row (NOTES: 320 clocks a box, 16 in dcgan1's chunk)."""
+        return self._g_whole_box is not None
+
+    @cached_property
+    def _g_row_steps(self) -> tuple[int, int]:
+        """From one row of g's tile to the next along D and H; 0 where rows do not lie evenly."""
+        found = []
+        axes = zip(self.tile[1:3], self.taps, self.steps, self.dilation, self._spans())
+        for count, taps, step, dilation, rows in axes:
+            if rows == (count - 1) * step + (taps - 1) * dilation + 1:  # every row
+                found.append(1)
+            elif taps == 1:
+                found.append(step)
+            else:
+                found.append(dilation if count == 1 or step == taps * dilation else 0)
+        return found[0], found[1]
+
+    @cached_property
+    def _g_whole_box(self) -> tuple[int, int, int, int, int] | None:
+        """NCHW: the box that brings all rows of g's tile, if one can."""
+        d, h = self._g_row_steps
+        if self.channels_last or not 1 <= min(d, h) <= max(d, h) <= MAX_BOX_STEP:
+            return None
+        rows_d, rows_h, _ = self._spans()
+        row = (self.units[1] | 1) * self.vec
+        # Elements traversed: of n along a dimension of step s, ceil(n / s) are copied.
+        box = row, self.block[1], (rows_h - 1) * h + 1, (rows_d - 1) * d + 1, self.tile[0]
+        return box if max(box) <= MAX_BOX else None
 
     @property
     def boxes(self) -> int:
@@ -373,9 +380,8 @@ class WarpgroupTiling(Tiling):
         if self.turned:
             found = 1
         if self.box_g:
-            rows_d, rows_h, _ = self._spans()
-            rows = self.tile[0] * rows_d * rows_h
-            found += rows * (self.block[1] // self.g_width) if self.channels_last else 1 if self.g_one_box else rows
+            per_row = self.block[1] // self.g_width if self.channels_last else 1
+            found += 1 if self.g_one_box else self.g_rows * per_row
         return found
 
     @property
@@ -387,9 +393,8 @@ class WarpgroupTiling(Tiling):
     def g_bytes(self) -> int:
         """Bytes of g's tile in shared memory."""
         if self.channels_last and self.box_g:
-            rows_d, rows_h, columns = self._spans()
-            box = -(-columns * self.g_width * self.element // 128) * 128
-            return self.tile[0] * rows_d * rows_h * self.block[1] // self.g_width * box
+            box = -(-self._spans()[2] * self.g_width * self.element // 128) * 128
+            return self.g_rows * self.block[1] // self.g_width * box
         return super().g_bytes
 
     @property
