@@ -87,7 +87,7 @@ class Choice:
         t = self.tiling
         shape = "x".join(str(v) for v in t.tile) + (" of whole images" if t.whole else "")
         split = ("pixels halved", "output channels halved", "in turn")[t.split]
-        weights = "resident" if t.resident else f"ring of {t.ring_stages} x {t.w_stage} fragments" if t.wgmma else "L2"
+        weights = "resident" if t.resident else f"ring of {t.stages_w} x {t.w_stage} fragments" if t.wgmma else "L2"
         instruction = ("the batch as pixels: " if self.flat else "") + ("wgmma" if t.wgmma else "mma.sync")
         return (
             f"{instruction} {t.problem.precision}, tile {shape} (NxDxHxW of q) x {t.mb * t.wgs_m * 64} rows, chunk of "
@@ -335,7 +335,8 @@ def _fitted(t: Tiling, gpu: Gpu, scarce: bool = False) -> Tiling | None:
     """
     fragment_time = t.nb * 64 * (3 if t.parts == 2 else 1) / t.parts  # both consumers'
     chunk_time = max(t.variant_entries) * t.k_steps * t.parts * fragment_time
-    w_stage = 8 if t.wgs_m == 1 and not scarce else 4
+    most = 8 if t.wgs_m == 1 and not scarce else 4
+    w_stage = -(-t.longest_stretch // -(-t.longest_stretch // most))  # a stretch ends with its last stage
     run_groups = 8 if t.width_subs < 3 else 4
     pixels, weights = 2, 2
     best: Tiling | None = None

@@ -27,7 +27,8 @@ Triple = tuple[int, int, int]
 FRAGMENT = 2048  # bytes of weights that a warpgroup takes at a step: 64 rows x 32 bytes of K
 _MOST_ACCUMULATORS = 5  # 64 x 64 each, 32 registers of a consumer's thread
 _MAX_PIXELS = 12 * 192  # a producer thread keeps track of 12
-_STEPS_UNROLLED = 12  # code and compile time grow with it
+_STEPS_UNROLLED = 25  # code and compile time grow with it
+_STEPS_STRAIGHT = 32, 64  # of a variant, of all
 _STEPS_PROMOTED = 8  # after which IEEE sums leave the tensor cores; half of them carry two products, the others one
 MAX_BOX = 256  # elements that the tensor copy engine traverses along a dimension
 MAX_BOX_STEP = 8  # and its largest step
@@ -119,7 +120,7 @@ class Tiling:
     stages_s: int = 3
     """Staging slots (NCHW)."""
     stages_w: int = 3
-    """Stages of the weights' ring; `resident` sizes it by itself."""
+    """Stages of the weights' ring, where they are not `resident`."""
     w_stage: int = 8
     """Fragments of a stage of the weights' ring."""
     resident: bool = False
@@ -267,7 +268,14 @@ class Tiling:
     def straight(self) -> bool:
         """Whether a chunk's steps are one stretch of code for every variant."""
         steps = [n * self.k_steps * self.parts for n in self.variant_entries]
-        return self.wgmma and self.parts == 1 and max(steps) <= 24 and sum(steps) <= 48
+        return self.wgmma and self.parts == 1 and max(steps) <= _STEPS_STRAIGHT[0] and sum(steps) <= _STEPS_STRAIGHT[1]
+
+    @property
+    def longest_stretch(self) -> int:
+        """Most steps of a stretch of code without a loop."""
+        if self.straight:
+            return max(self.variant_entries) * self.k_steps * self.parts
+        return self.taps_unrolled * self.k_steps * self.parts
 
     @property
     def taps_unrolled(self) -> int:
@@ -511,15 +519,22 @@ class Tiling:
     def ring_stages(self) -> int:
         if not self.wgmma:
             return 0
+        return self.chunks if self.resident else self.stages_w
+
+    @property
+    def ring_fragments(self) -> int:
+        """Fragments of weights that shared memory holds, for each warpgroup along M."""
+        if not self.wgmma:
+            return 0
         if self.resident:
-            return -(-max(self.fragments(v) for v in range(len(self.variants))) // self.w_stage)
-        return self.stages_w
+            return max(self.fragments(v) for v in range(len(self.variants)))
+        return self.stages_w * self.w_stage
 
     @cached_property
     def shared_bytes(self) -> int:
         part = -(-self.pixels * self.row_bytes // 1024) * 1024
         tiles = self.stages_p * self.parts * part
-        ring = self.ring_stages * self.w_stage * self.wgs_m * FRAGMENT
+        ring = self.ring_fragments * self.wgs_m * FRAGMENT
         slots = 0 if self.channels_last else self.stages_s * self.slot_bytes
         slot_barriers = 0
         if self.tensor_map:
@@ -642,6 +657,7 @@ class Tiling:
             "STAGES_S": self.stages_s,
             "STAGES_W": max(1, self.ring_stages) if self.wgmma else 0,
             "W_STAGE": self.w_stage,
+            "RING_FRAGMENTS": self.ring_fragments,
             "RESIDENT": int(self.resident),
             "RUN_GROUPS": self.runs,
             "ROWS_D": len(rows_d),
@@ -667,7 +683,7 @@ class Tiling:
             "TAPS_UNROLLED": self.taps_unrolled,
             "TAPS_LEFT": int(any(len(b) % self.taps_unrolled for blocks in self.entries for b in blocks)),
             "STRAIGHT": int(self.straight),
-            "FRAGMENT_SETS": 2,
+            "FRAGMENT_SETS": 3,
             # Both warpgroups of each kind together have a block's 65,536.
             "PRODUCER_REGISTERS": producer_registers,
             "CONSUMER_REGISTERS": 256 - producer_registers,

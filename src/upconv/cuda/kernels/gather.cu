@@ -85,7 +85,7 @@
 #define W_SUBTILES (TILE_W / SUB_W)
 #define H_SUBTILES (TILE_H / SUB_H)
 
-__constant__ const short TAP_ROW[] = TAP_ROWS;         // [variant, block, tap]: the tap's shift in pixel rows
+__constant__ const int TAP_ROW[] = TAP_ROWS;           // [variant, block, tap]: the tap's shift in pixel rows
 __constant__ const int ENTRY[] = ENTRIES;              // [variant][MB + 1]: where a block's taps begin
 __constant__ const short SUB_D[] = SUBS_D;             // [variant][SUBS]: output offset of an M-row's sub-position
 __constant__ const short SUB_HH[] = SUBS_H;
@@ -588,74 +588,109 @@ __device__ __forceinline__ const char* fragments_of(const char* packed, const Ti
   return packed + (before + FRAGMENTS(ENTRY[t.variant * (MB + 1)])) * (WGS_M * FRAGMENT);
 }
 
+#define STEPS_PER_TAP (K_STEPS * PARTS)
+// A stretch is a piece of code without a loop: matrix instructions are queued from its beginning to its end. STRAIGHT: all blocks
+// of a chunk; else TAPS_UNROLLED taps of a block, and single ones that are left. A stage of the ring holds W_STAGE fragments of a
+// stretch, its last one what is left, so that the code knows where stages begin. RESIDENT: a chunk is a stage, one behind the other.
+#define STAGE_FRAGMENTS(left) ((left) < W_STAGE ? (left) : W_STAGE)
+#define LONGEST_STRETCH (TAPS_UNROLLED * STEPS_PER_TAP)  // where not STRAIGHT
+
 #if WGMMA
-// One thread: streams every tile's fragments through the ring, W_STAGE of them at a time; RESIDENT: loads them once.
+__device__ __forceinline__ void bring(u32 to, const char* from, u32 bytes, u32 barrier) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
+}
+
+// One thread: streams every tile's fragments through the ring; RESIDENT: loads them once.
 __device__ __forceinline__ void stream_weights(const char* packed, const Sizes& s, u32 ring, u32 full, u32 empty) {
+#if RESIDENT
+  if (blockIdx.x >= s.tiles) return;
+  Tile t = tile_at(blockIdx.x, s);
+  const char* from = fragments_of(packed, t);
+  u32 bytes = entries_of(t.variant) * STEPS_PER_TAP * (WGS_M * FRAGMENT);
+  if (bytes == 0) return;
+#pragma unroll 1
+  for (int chunk = 0; chunk < CHUNKS; chunk++) bring(ring + chunk * bytes, from + (long long)chunk * bytes, bytes, full + chunk * 8);
+#else
   Cursor cursor = {0, 1};
 #pragma unroll 1
   for (int index = blockIdx.x; index < s.tiles; index += gridDim.x) {
     Tile t = tile_at(index, s);
     const char* from = fragments_of(packed, t);
-    int count = FRAGMENTS(entries_of(t.variant));
 #pragma unroll 1
-    for (int f = 0; f < count; f += W_STAGE, cursor.next(STAGES_W)) {
-      u32 bytes = (count - f < W_STAGE ? count - f : W_STAGE) * (WGS_M * FRAGMENT), barrier = full + cursor.stage * 8;
-      if (!RESIDENT) barrier_wait(empty + cursor.stage * 8, cursor.parity);
-      asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
-      asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::"r"(ring + cursor.stage * (W_STAGE * WGS_M * FRAGMENT)), "l"(from + (long long)f * (WGS_M * FRAGMENT)), "r"(bytes), "r"(barrier) : "memory");
+    for (int chunk = 0; chunk < chunks_of(t.variant); chunk++) {
+#pragma unroll 1
+      for (int b = 0; b < (STRAIGHT ? 1 : MB); b++) {
+        int left = STRAIGHT ? entries_of(t.variant) : ENTRY[t.variant * (MB + 1) + b + 1] - ENTRY[t.variant * (MB + 1) + b];
+        left *= STEPS_PER_TAP;
+#pragma unroll 1
+        while (left > 0) {
+          int stretch = STRAIGHT ? left : left >= LONGEST_STRETCH ? LONGEST_STRETCH : STEPS_PER_TAP;
+          left -= stretch;
+#pragma unroll 1
+          for (; stretch > 0; stretch -= W_STAGE, cursor.next(STAGES_W)) {
+            u32 bytes = STAGE_FRAGMENTS(stretch) * (WGS_M * FRAGMENT);
+            barrier_wait(empty + cursor.stage * 8, cursor.parity);
+            bring(ring + cursor.stage * (W_STAGE * WGS_M * FRAGMENT), from, bytes, full + cursor.stage * 8);
+            from += bytes;
+          }
+        }
+      }
     }
-    if (RESIDENT) return;
   }
+#endif
 }
 #endif
 
 // The consumers' side. Before sm_90 fragments come straight from global memory (L2).
 struct Fragments {
   u32 ring, full, empty;                               // of the ring: this thread's part of its first fragment; barriers
-  Cursor cursor;
-  int left;                                            // fragments left of the stage in hand
-  int coming;                                          // fragments of the tile not yet taken
-  u32 at;
+  Cursor cursor;                                       // the stage to be waited for next
+  u32 at;                                              // this thread's part of the first fragment of the stage in hand, or of the stretch
+  u32 in_hand;                                         // the barrier that says that the stage in hand is free
+  bool first;                                          // RESIDENT: the first tile waits for the weights
   const char* from;
 
   __device__ __forceinline__ void begin(const char* packed, const Tile& t, int offset) {
-    coming = FRAGMENTS(entries_of(t.variant));
-    left = 0;
-#if WGMMA
-    if (RESIDENT) cursor = {0, 0};                     // stages stay: their barriers have completed phase 0 for good
-#else
+#if !WGMMA
     from = fragments_of(packed, t) + offset;
+#elif RESIDENT
+    at = ring;
 #endif
   }
-  __device__ __forceinline__ void take(u32 (&a)[4], int lane) {
-#if WGMMA
-    if (left == 0) {
-      barrier_wait(full + cursor.stage * 8, cursor.parity);
-      at = ring + cursor.stage * (W_STAGE * WGS_M * FRAGMENT);
-      left = W_STAGE;
-    }
-    load_shared_128(a, at);
-    at += WGS_M * FRAGMENT;
-    left--;
-    coming--;
-    if (left == 0 || coming == 0) {                    // the last stage of a tile may be a partial one
-#else
+  __device__ __forceinline__ void begin_chunk(int chunk) {
+    if (WGMMA && RESIDENT && first) barrier_wait(full + chunk * 8, 0);
+  }
+  __device__ __forceinline__ void end() { first = false; }
+  // Fragment i of a stretch; a stage is waited for with its first.
+  __device__ __forceinline__ void load(u32 (&a)[4], int i) {
+#if !WGMMA
     const uint4 v = __ldg((const uint4*)from);
     a[0] = v.x; a[1] = v.y; a[2] = v.z; a[3] = v.w;
     from += WGS_M * FRAGMENT;
-    if (false) {
-#endif
-      if (!RESIDENT) {
-        __syncwarp();
-        if (lane == 0) barrier_arrive(empty + cursor.stage * 8);
-      }
+#elif RESIDENT
+    load_shared_128(a, at + i * (WGS_M * FRAGMENT));
+#else
+    if (i % W_STAGE == 0) {
+      barrier_wait(full + cursor.stage * 8, cursor.parity);
+      at = ring + cursor.stage * (W_STAGE * WGS_M * FRAGMENT);
+      in_hand = empty + cursor.stage * 8;
       cursor.next(STAGES_W);
-      if (RESIDENT) cursor.parity = 0;
-      left = 0;
     }
+    load_shared_128(a, at + i % W_STAGE * (WGS_M * FRAGMENT));
+#endif
   }
-  __device__ __forceinline__ void skip(int variant) {
-    for (int n = (FRAGMENTS(entries_of(variant)) + W_STAGE - 1) / W_STAGE; n > 0; n--) cursor.next(STAGES_W);
+  __device__ __forceinline__ void end_stretch(int steps) {
+    if (WGMMA && RESIDENT) at += steps * (WGS_M * FRAGMENT);
+  }
+  __device__ __forceinline__ void skip(int variant) {  // a tile
+    for (int chunk = 0; chunk < chunks_of(variant); chunk++)
+      for (int b = 0; b < (STRAIGHT ? 1 : MB); b++) {
+        int left = (STRAIGHT ? entries_of(variant) : ENTRY[variant * (MB + 1) + b + 1] - ENTRY[variant * (MB + 1) + b]) * STEPS_PER_TAP;
+        int longest = STRAIGHT ? left : LONGEST_STRETCH, whole = longest ? left / longest : 0;
+        int stages = whole * ((longest + W_STAGE - 1) / W_STAGE) + (STRAIGHT ? 0 : left % longest / STEPS_PER_TAP * ((STEPS_PER_TAP + W_STAGE - 1) / W_STAGE));
+        for (; stages > 0; stages--) cursor.next(STAGES_W);
+      }
   }
 };
 
@@ -678,14 +713,40 @@ __device__ __forceinline__ constexpr int pixel_row_of(int subtile) {  // its fir
 #define SUBTILES_OF_WGMMA (WIDE ? 2 : 1)                   // that a matrix instruction takes
 #define GROUP_ROWS (SUB_H == 8 ? ROW_STEP_H * PITCH : 8)  // pixel rows from one group of eight columns to the next
 
-// acc[64 x 64 NB] += fragment x pixels; `shift` is the tap's, in pixel rows.
-__device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4], u32 tile, const int (&subtile_row)[NB], int shift, int k_step, int lane) {
+// Where a consumer's pixels lie in a tile. `start`: of its first subtile; wgmma: the lower half of its descriptor, the same in all
+// threads; mma.sync: the tile's address.
+struct Columns {
+  u32 start;
+  int first;                                           // its first subtile
+};
+
+// Pixel rows from the consumer's first subtile to another of its: known to the compiler where both halves of a tile are alike.
+__device__ __forceinline__ constexpr bool halves_alike() {
+  for (int nb = 1; SPLIT == 0 && nb < NB; nb++)
+    if (pixel_row_of(NB + nb) - pixel_row_of(NB) != pixel_row_of(nb) - pixel_row_of(0)) return false;
+  return true;
+}
+__device__ __forceinline__ int rows_to(int nb, int first) {
+  constexpr bool alike = halves_alike();
+  return alike ? pixel_row_of(nb) - pixel_row_of(0) : pixel_row_of(first + nb) - pixel_row_of(first);
+}
+
+__device__ __forceinline__ Columns pixels_of(u32 tile, int first) {
 #if WGMMA
-  const u64 upper = ((u64)(GROUP_ROWS * ROW_BYTES >> 4) << 32) | ((u64)(ROW_BYTES == 32 ? 3 : ROW_BYTES == 64 ? 2 : 1) << 62) | (1ull << 16);
+  u32 start = (tile + pixel_row_of(first) * ROW_BYTES) >> 4 | 1u << 16;
+  return {__shfl_sync(0xffffffffu, start, 0), first};  // so that ptxas counts in uniform registers
+#else
+  return {tile, first};
+#endif
+}
+
+// acc[64 x 64 NB] += fragment x pixels; `shift` is the tap's, in pixel rows, `part` the pixels' part.
+__device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4], const Columns& pixels, int shift, int k_step, int part, int lane) {
+#if WGMMA
+  const u64 upper = ((u64)(GROUP_ROWS * ROW_BYTES >> 4) << 32) | ((u64)(ROW_BYTES == 32 ? 3 : ROW_BYTES == 64 ? 2 : 1) << 62);
 #pragma unroll
   for (int nb = 0; nb < NB; nb += SUBTILES_OF_WGMMA) {
-    u32 start = tile + (subtile_row[nb] + shift) * ROW_BYTES + k_step * 32;
-    u64 b = upper | ((start & 0x3ffff) >> 4);
+    u64 b = upper | (pixels.start + shift * (ROW_BYTES / 16) + (rows_to(nb, pixels.first) * ROW_BYTES + k_step * 32 + part * PART_BYTES) / 16);
 #if WIDE  // groups of columns lie evenly over two neighbouring subtiles (NOTES: kb78 0.79 -> 0.71 ms, unet1 channels_last 0.244 -> 0.227)
 #if PRECISION < 2
     asm volatile(WGMMA_128("m64n128k8.f32.tf32.tf32", "1, 1, 1") : ACCUMULATORS_64(acc[nb]), ACCUMULATORS_64(acc[nb + 1]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
@@ -706,11 +767,12 @@ __device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4]
   int matrix = lane >> 3;                              // ldmatrix: columns 8j.. of both halves of K, then columns 8j + 8..
 #pragma unroll
   for (int nb = 0; nb < NB; nb++) {
+    int row = pixel_row_of(pixels.first + nb) + shift;
 #pragma unroll
     for (int j = 0; j < 8; j += 2) {
-      int p = subtile_row[nb] + shift + (j + (matrix >> 1)) * GROUP_ROWS + (lane & 7);
+      int p = row + (j + (matrix >> 1)) * GROUP_ROWS + (lane & 7);
       u32 b[4];
-      asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];\n" : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3]) : "r"(tile + unit_at(p, k_step * 2 + (matrix & 1))) : "memory");
+      asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];\n" : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3]) : "r"(pixels.start + part * PART_BYTES + unit_at(p, k_step * 2 + (matrix & 1))) : "memory");
 #pragma unroll
       for (int i = 0; i < 2; i++) {
         float* d = &acc[nb][4 * (j + i)];
@@ -728,24 +790,34 @@ __device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4]
 #endif
 }
 
-// Steps without a loop around them: fragments take FRAGMENT_SETS sets of registers in turn, so that the next one is loaded while
-// the tensor cores have the steps of the others queued. (NOTES: in a loop over taps ptxas cannot see that a set is free again and serialises every wgmma,
-// C7513: kb57's multiplications took 2.9 ms instead of 1.6. So the pipeline drains once per stretch of code.)
-__device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[4], Fragments& weights, u32 tile, const int (&subtile_row)[NB], int shift, int k_step, int part, bool last, int lane) {
-  weights.take(a, lane);
+// Step i of a stretch of `steps`. Fragments take three sets of registers in turn: one is multiplied by, the one before may still
+// be, the next one is loaded. (NOTES: in a loop over taps ptxas cannot see that a set is free again and serialises every wgmma,
+// C7513: kb57's multiplications took 2.9 ms instead of 1.6. So the pipeline drains once per stretch.)
+__device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[FRAGMENT_SETS][4], Fragments& weights, const Columns& pixels, int shift, int i, int steps, int lane) {
+  int k_step = i / PARTS % K_STEPS, part = i % PARTS;
 #if WGMMA
   wgmma_fence();
+#else
+  weights.load(a[i % FRAGMENT_SETS], i);
 #endif
-  if (PARTS == 2 && part == 0) multiply(acc, a, tile + PART_BYTES, subtile_row, shift, k_step, lane);
-  multiply(acc, a, tile, subtile_row, shift, k_step, lane);
+  if (PARTS == 2 && part == 0) multiply(acc, a[i % FRAGMENT_SETS], pixels, shift, k_step, 1, lane);
+  multiply(acc, a[i % FRAGMENT_SETS], pixels, shift, k_step, 0, lane);
 #if WGMMA
   wgmma_commit();
-  if (last) wgmma_wait<0>();
-  else wgmma_wait<FRAGMENT_SETS - 1>();                // the oldest set is free again
+  u32 done = weights.in_hand;
+  if (i + 1 < steps) {
+    weights.load(a[(i + 1) % FRAGMENT_SETS], i + 1);
+    wgmma_wait<1>();
+  } else {
+    wgmma_wait<0>();
+  }
+  if (!RESIDENT && (i + 1 == steps || (i + 1) % W_STAGE == 0)) {
+    __syncwarp();
+    if (lane == 0) barrier_arrive(done);
+  }
 #endif
 }
 
-#define STEPS_PER_TAP (K_STEPS * PARTS)
 #if STRAIGHT
 #define SUM_ARGUMENT
 #endif
@@ -765,31 +837,39 @@ __device__ constexpr int block_of(int variant, int entry) {
 }
 
 template <int VARIANT, int STEP>
-__device__ __forceinline__ void multiply_from(float (&acc)[MB][NB][32], u32 (&a)[FRAGMENT_SETS][4], Fragments& weights, u32 tile, const int (&subtile_row)[NB], int lane) {
+__device__ __forceinline__ void multiply_from(float (&acc)[MB][NB][32], u32 (&a)[FRAGMENT_SETS][4], Fragments& weights, const Columns& pixels, int lane) {
   constexpr int first = entry_at(VARIANT * (MB + 1)), steps = (entry_at(VARIANT * (MB + 1) + MB) - first) * STEPS_PER_TAP;
   if constexpr (STEP < steps) {
     constexpr int entry = first + STEP / STEPS_PER_TAP, block = block_of(VARIANT, entry);
-    step(acc[block], a[STEP % FRAGMENT_SETS], weights, tile, subtile_row, row_at(entry), STEP / PARTS % K_STEPS, STEP % PARTS, STEP + 1 == steps, lane);
-    multiply_from<VARIANT, STEP + 1>(acc, a, weights, tile, subtile_row, lane);
+    step(acc[block], a, weights, pixels, row_at(entry), STEP, steps, lane);
+    multiply_from<VARIANT, STEP + 1>(acc, a, weights, pixels, lane);
+  } else {
+    weights.end_stretch(steps);
   }
 }
 
 template <int VARIANT>
-__device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB][32], Fragments& weights, u32 tile, const int (&subtile_row)[NB], int lane) {
+__device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB][32], Fragments& weights, const Columns& pixels, int lane) {
   if (VARIANTS == 1 || variant == VARIANT) {
     u32 a[FRAGMENT_SETS][4];
-    multiply_from<VARIANT, 0>(acc, a, weights, tile, subtile_row, lane);
+    weights.load(a[0], 0);
+    multiply_from<VARIANT, 0>(acc, a, weights, pixels, lane);
   } else if constexpr (VARIANT + 1 < VARIANTS) {
-    multiply_chunk<VARIANT + 1>(variant, acc, weights, tile, subtile_row, lane);
+    multiply_chunk<VARIANT + 1>(variant, acc, weights, pixels, lane);
   }
 }
 #else
 template <int COUNT>
-__device__ __forceinline__ void multiply_some(float (&acc)[NB][32], Fragments& weights, u32 tile, const int (&subtile_row)[NB], int entry, int lane) {
+__device__ __forceinline__ void multiply_some(float (&acc)[NB][32], Fragments& weights, const Columns& pixels, int entry, int lane) {
   u32 a[FRAGMENT_SETS][4];
+#if WGMMA
+  weights.load(a[0], 0);
+#endif
+  const int* taps = TAP_ROW + __shfl_sync(0xffffffffu, entry, 0);
 #pragma unroll
   for (int i = 0; i < COUNT * STEPS_PER_TAP; i++)
-    step(acc, a[i % FRAGMENT_SETS], weights, tile, subtile_row, TAP_ROW[entry + i / STEPS_PER_TAP], i / PARTS % K_STEPS, i % PARTS, i + 1 == COUNT * STEPS_PER_TAP, lane);
+    step(acc, a, weights, pixels, taps[i / STEPS_PER_TAP], i, COUNT * STEPS_PER_TAP, lane);
+  weights.end_stretch(COUNT * STEPS_PER_TAP);
 }
 
 #if PROMOTE
@@ -812,13 +892,13 @@ __device__ __forceinline__ void promote(float (&acc)[NB][32], float (&sum)[NB][3
 #endif
 
 template <int FIRST>
-__device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB][32], SUM_PARAMETER Fragments& weights, u32 tile, const int (&subtile_row)[NB], int lane) {
+__device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB][32], SUM_PARAMETER Fragments& weights, const Columns& pixels, int lane) {
 #pragma unroll
   for (int b = 0; b < MB; b++) {
     int e = ENTRY[variant * (MB + 1) + b], last = ENTRY[variant * (MB + 1) + b + 1];
 #pragma unroll 1
     for (; e + TAPS_UNROLLED <= last; e += TAPS_UNROLLED) {
-      multiply_some<TAPS_UNROLLED>(acc[b], weights, tile, subtile_row, e, lane);
+      multiply_some<TAPS_UNROLLED>(acc[b], weights, pixels, e, lane);
 #if PROMOTE
       promote(acc[b], sum[b]);
 #endif
@@ -826,7 +906,7 @@ __device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB]
 #if TAPS_LEFT                                           // some block has a number of taps that is no multiple
 #pragma unroll 1
     for (; e < last; e++) {
-      multiply_some<1>(acc[b], weights, tile, subtile_row, e, lane);
+      multiply_some<1>(acc[b], weights, pixels, e, lane);
 #if PROMOTE
       promote(acc[b], sum[b]);
 #endif
@@ -1152,12 +1232,10 @@ __device__ __forceinline__ void consume(const char* packed, const ELEMENT_TYPE* 
   int warp = thread >> 5, lane = thread & 31;
   int first_subtile = SPLIT == 0 ? wg * NB : 0, offset = (SPLIT == 1 ? wg * FRAGMENT : 0) + thread * 16;
   u32 buffer = buffers + (wg * 4 + warp) * BUFFER_BYTES;
-  int subtile_row[NB];
-#pragma unroll
-  for (int nb = 0; nb < NB; nb++) subtile_row[nb] = pixel_row_of(first_subtile + nb);
   Cursor cursor = {0, 0};
   weights.cursor = {0, 0};
   weights.ring += offset;
+  weights.first = true;
   int turn = 0;
   if (IN_TURN && wg == 1) named_arrive(2, CONSUMER_THREADS);  // the first turn is warpgroup 0's
 #if FREE
@@ -1208,8 +1286,8 @@ __device__ __forceinline__ void consume(const char* packed, const ELEMENT_TYPE* 
 #else
       barrier_wait(full + cursor.stage * 8, cursor.parity);
 #endif
-      u32 tile = tiles + cursor.stage * STAGE_BYTES;
-      multiply_chunk<0>(variant, acc, SUM_ARGUMENT weights, tile, subtile_row, lane);
+      weights.begin_chunk(chunk);
+      multiply_chunk<0>(variant, acc, SUM_ARGUMENT weights, pixels_of(tiles + cursor.stage * STAGE_BYTES, first_subtile), lane);
       __syncwarp();
       if (lane == 0) barrier_arrive(empty + cursor.stage * 8);
 #if INTERLEAVED
@@ -1217,6 +1295,7 @@ __device__ __forceinline__ void consume(const char* packed, const ELEMENT_TYPE* 
       step++;
 #endif
     }
+    weights.end();
 #if FREE && !INTERLEAVED
     for (int i = 0; i < CHUNKS; i++) cursor.next(STAGES_P);
 #endif
@@ -1233,7 +1312,7 @@ __device__ __forceinline__ void consume(const char* packed, const ELEMENT_TYPE* 
 
 #define TILES_AT 0
 #define RING_AT (TILES_AT + STAGES_P * STAGE_BYTES)
-#define SLOTS_AT (RING_AT + STAGES_W * W_STAGE * WGS_M * FRAGMENT)
+#define SLOTS_AT (RING_AT + RING_FRAGMENTS * WGS_M * FRAGMENT)
 #define BUFFERS_AT (SLOTS_AT + (CHANNELS_LAST ? 0 : STAGES_S * SLOT_BYTES))
 #define BARRIERS_AT (BUFFERS_AT + CONSUMERS * 4 * BUFFER_BYTES)
 #define SLOT_BARRIERS (BOX ? (CHANNELS_LAST ? STAGES_P : STAGES_S) : 0)
