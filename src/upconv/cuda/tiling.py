@@ -511,11 +511,6 @@ class Tiling:
         return min(self.tile[3] // 8, self.nb // 2 if self.paired else self.nb)
 
     @property
-    def free(self) -> bool:
-        """Whether consumers of whole tiles run freely, not in turn."""
-        return self.split == 2 and self.resident and self.wgmma
-
-    @property
     def ring_stages(self) -> int:
         if not self.wgmma:
             return 0
@@ -548,7 +543,6 @@ class Tiling:
             + slots
             + 8 * buffer
             + 16 * (self.stages_p + self.ring_stages + slot_barriers)
-            + 8 * self.stages_p * self.free
             + 4 * self.segments
         )
 

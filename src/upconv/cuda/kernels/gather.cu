@@ -74,14 +74,6 @@
 #define NB (SPLIT == 0 ? SUBTILES / 2 : SUBTILES)
 #define WGS_M (SPLIT == 1 ? 2 : 1)
 #define RELEASES (SPLIT == 2 ? 1 : 2)   // consumers that read a stage
-// Consumers of whole tiles: with weights of their own stage they wait for their turn; where all weights are resident they run freely,
-// so that one stores while the other multiplies, and both do when neither stores. Boxes of two tiles come in turn, one tile half a
-// tile behind the other.
-#define FREE (SPLIT == 2 && RESIDENT && WGMMA)
-#define IN_TURN (SPLIT == 2 && !FREE)
-#define INTERLEAVED (FREE && BOX)
-#define FULL_BARRIERS (FREE ? 2 * STAGES_P : STAGES_P)  // free consumers lag by whole rounds of the stages: each has its own
-#define BEHIND (CHUNKS / 2)             // chunks that the second stream lags
 #define W_SUBTILES (TILE_W / SUB_W)
 #define H_SUBTILES (TILE_H / SUB_H)
 
@@ -405,45 +397,10 @@ __device__ __forceinline__ void round_units(u32 tile, int thread) {
 #endif
 
 // A walk over (tile, chunk) in the order in which consumers take them.
-#if INTERLEAVED
-struct Streams {                                       // chunks of a block's even tiles (of consumer 0), and of its odd ones
-  int chunks[2];
-  __device__ __forceinline__ Streams(const Sizes& s) {
-    int count = (s.tiles - (int)blockIdx.x + (int)gridDim.x - 1) / (int)gridDim.x;
-    chunks[0] = (count + 1) / 2 * CHUNKS;
-    chunks[1] = count / 2 * CHUNKS;
-  }
-};
-
 struct Walk {
-  int done[2], wg, chunk;                              // chunks so far of each stream; the stream and chunk in hand
-  int first, second;                                   // chunks of each stream
+  int index, chunk;
   Tile tile;
-  __device__ __forceinline__ void begin(int, const Sizes& s) {
-    Streams streams(s);
-    first = streams.chunks[0];
-    second = streams.chunks[1];
-    done[0] = done[1] = wg = 0;
-    settle(s);
-  }
-  __device__ __forceinline__ bool live(const Sizes&) const { return done[0] < first || done[1] < second; }
-  __device__ __forceinline__ void settle(const Sizes& s) {
-    int at = wg ? done[1] : done[0];
-    chunk = at % CHUNKS;
-    tile = tile_at(blockIdx.x + (at / CHUNKS * 2 + wg) * gridDim.x, s);
-  }
-  __device__ __forceinline__ void next(const Sizes& s) {
-    if (wg) done[1]++;
-    else done[0]++;
-    wg = done[1] < second && (done[1] + BEHIND < done[0] || done[0] == first);
-    settle(s);
-  }
-};
-#else
-struct Walk {
-  int index, chunk, wg;
-  Tile tile;
-  __device__ __forceinline__ void begin(int first, const Sizes& s) { index = first; chunk = 0; wg = 0; settle(s); }
+  __device__ __forceinline__ void begin(int first, const Sizes& s) { index = first; chunk = 0; settle(s); }
   __device__ __forceinline__ bool live(const Sizes& s) const { return index < s.tiles; }
   __device__ __forceinline__ void settle(const Sizes& s) {  // past tiles without chunks
     while (index < s.tiles) {
@@ -451,15 +408,12 @@ struct Walk {
       if (chunk < chunks_of(tile.variant)) return;
       index += gridDim.x;
       chunk = 0;
-      wg ^= 1;
     }
   }
   __device__ __forceinline__ void next(const Sizes& s) {
     if (++chunk >= CHUNKS) settle(s);
   }
 };
-#endif
-#define FULL_OF(walk) (FREE ? (walk).wg * 8 * STAGES_P : 0)
 
 // The tile is written: make it visible to the matrix units and say so, once a warp.
 __device__ __forceinline__ void hand_over(u32 barrier, int lane) {
@@ -481,7 +435,7 @@ __device__ __forceinline__ void load_boxes(const TensorMap* map, const Sizes& s,
 #pragma unroll 1
   for (walk.begin(blockIdx.x, s); walk.live(s); walk.next(s), cursor.next(CHANNELS_LAST ? STAGES_P : STAGES_S)) {
     Source at = source_of(walk.tile, walk.chunk);
-    u32 barrier = landed + (DIRECT_BOX ? FULL_OF(walk) : 0) + cursor.stage * 8, bytes = CHANNELS_LAST ? PLANES * SEGMENTS * PLANE * ROW_BYTES : SLOT_BYTES;
+    u32 barrier = landed + cursor.stage * 8, bytes = CHANNELS_LAST ? PLANES * SEGMENTS * PLANE * ROW_BYTES : SLOT_BYTES;
     barrier_wait(left + cursor.stage * 8, cursor.parity);
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
     int c = at.channel, w = at.w - COLUMN_PAD, h = at.h + FIRST_H, d = at.d + FIRST_D;
@@ -541,7 +495,7 @@ __device__ __forceinline__ void produce(const char* __restrict__ x, const Sizes&
     } else {
       turn<false>(own, channel, CIN_G - channel, slots + slot.stage * SLOT_BYTES, tiles + tile.stage * STAGE_BYTES, thread);
     }
-    hand_over(barriers.full + FULL_OF(now) + tile.stage * 8, lane);
+    hand_over(barriers.full + tile.stage * 8, lane);
 #if SLOTS_BY_BOX
     if (lane == 0) barrier_arrive(barriers.left + slot.stage * 8);
 #endif
@@ -551,7 +505,7 @@ __device__ __forceinline__ void produce(const char* __restrict__ x, const Sizes&
   for (now.begin(blockIdx.x, s); now.live(s); now.next(s), tile.next(STAGES_P)) {
     barrier_wait(barriers.landed + tile.stage * 8, tile.parity ^ 1);
     round_units(tiles + tile.stage * STAGE_BYTES, thread);
-    hand_over(barriers.full + FULL_OF(now) + tile.stage * 8, lane);
+    hand_over(barriers.full + tile.stage * 8, lane);
   }
 #else
   Walk ahead;
@@ -572,7 +526,7 @@ __device__ __forceinline__ void produce(const char* __restrict__ x, const Sizes&
     }
     copy_wait<STAGES_P - 2>();
     round_units(tiles + tile.stage * STAGE_BYTES, thread);
-    hand_over(barriers.full + FULL_OF(now) + tile.stage * 8, lane);
+    hand_over(barriers.full + tile.stage * 8, lane);
   }
 #endif
 }
@@ -1237,25 +1191,12 @@ __device__ __forceinline__ void consume(const char* packed, const ELEMENT_TYPE* 
   weights.ring += offset;
   weights.first = true;
   int turn = 0;
-  if (IN_TURN && wg == 1) named_arrive(2, CONSUMER_THREADS);  // the first turn is warpgroup 0's
-#if FREE
-  u32 phases = 0;                                       // of each stage, as this consumer met it
-  full += wg * 8 * STAGES_P;
-#endif
-#if INTERLEAVED
-  Streams streams(s);
-  int step = 0, first_other = wg ? -BEHIND - 1 : BEHIND, end_other = first_other + streams.chunks[wg ^ 1];
-  if (wg)
-    for (int i = 0; i <= BEHIND; i++) cursor.next(STAGES_P);
-#elif FREE
-  if (wg)
-    for (int i = 0; i < CHUNKS; i++) cursor.next(STAGES_P);
-#endif
+  if (SPLIT == 2 && wg == 1) named_arrive(2, CONSUMER_THREADS);  // the first turn is warpgroup 0's
 #pragma unroll 1
-  for (int index = blockIdx.x + (FREE ? wg * gridDim.x : 0); index < s.tiles; index += (FREE ? 2 : 1) * gridDim.x, turn++) {
+  for (int index = blockIdx.x; index < s.tiles; index += gridDim.x, turn++) {
     Tile t = tile_at(index, s);
     int chunks = chunks_of(t.variant);
-    if (IN_TURN && (turn & 1) != wg) {
+    if (SPLIT == 2 && (turn & 1) != wg) {
       for (int i = 0; i < chunks; i++) cursor.next(STAGES_P);
       if (!RESIDENT) weights.skip(t.variant);
       continue;
@@ -1275,31 +1216,19 @@ __device__ __forceinline__ void consume(const char* packed, const ELEMENT_TYPE* 
           sum[b][nb][i] = 0.f;
 #endif
         }
-    if (IN_TURN) named_sync(2 + wg, CONSUMER_THREADS);
+    if (SPLIT == 2) named_sync(2 + wg, CONSUMER_THREADS);
     weights.begin(packed, t, offset);
     int variant = __shfl_sync(0xffffffffu, t.variant, 0);  // so that ptxas knows that warps do not part over it
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks; chunk++, cursor.next(STAGES_P)) {
-#if FREE
-      barrier_wait(full + cursor.stage * 8, phases >> cursor.stage & 1);
-      phases ^= 1u << cursor.stage;
-#else
       barrier_wait(full + cursor.stage * 8, cursor.parity);
-#endif
       weights.begin_chunk(chunk);
       multiply_chunk<0>(variant, acc, SUM_ARGUMENT weights, pixels_of(tiles + cursor.stage * STAGE_BYTES, first_subtile), lane);
       __syncwarp();
       if (lane == 0) barrier_arrive(empty + cursor.stage * 8);
-#if INTERLEAVED
-      if (step >= first_other && step < end_other) cursor.next(STAGES_P);  // a chunk of the other stream is between
-      step++;
-#endif
     }
     weights.end();
-#if FREE && !INTERLEAVED
-    for (int i = 0; i < CHUNKS; i++) cursor.next(STAGES_P);
-#endif
-    if (IN_TURN) named_arrive(2 + (wg ^ 1), CONSUMER_THREADS);
+    if (SPLIT == 2) named_arrive(2 + (wg ^ 1), CONSUMER_THREADS);
 #if PROMOTE
     epilogue(sum, bias, y, s, t, t.cout_block, first_subtile, buffer, warp, lane);
 #else
@@ -1316,7 +1245,7 @@ __device__ __forceinline__ void consume(const char* packed, const ELEMENT_TYPE* 
 #define BUFFERS_AT (SLOTS_AT + (CHANNELS_LAST ? 0 : STAGES_S * SLOT_BYTES))
 #define BARRIERS_AT (BUFFERS_AT + CONSUMERS * 4 * BUFFER_BYTES)
 #define SLOT_BARRIERS (BOX ? (CHANNELS_LAST ? STAGES_P : STAGES_S) : 0)
-#define SEGMENTS_AT (BARRIERS_AT + 8 * (FULL_BARRIERS + STAGES_P) + 16 * (STAGES_W + SLOT_BARRIERS))
+#define SEGMENTS_AT (BARRIERS_AT + 16 * (STAGES_P + STAGES_W + SLOT_BARRIERS))
 #define SHARED_BYTES (SEGMENTS_AT + SEGMENTS * 4)
 #if WHOLE && !SLOTS_BY_BOX
 #error "whole images come by boxes"
@@ -1335,12 +1264,14 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const ELEMEN
   extern __shared__ __align__(1024) unsigned char memory[];
   const Sizes s = {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, tile_count};
   u32 base = shared_address(memory);
-  u32 full = base + BARRIERS_AT, empty = full + 8 * FULL_BARRIERS, full_w = empty + 8 * STAGES_P, empty_w = full_w + 8 * STAGES_W;
+  u32 full = base + BARRIERS_AT, empty = full + 8 * STAGES_P, full_w = empty + 8 * STAGES_P, empty_w = full_w + 8 * STAGES_W;
   const Barriers barriers = {full, empty, empty_w + 8 * STAGES_W, empty_w + 8 * (STAGES_W + SLOT_BARRIERS)};
   int* segments = (int*)(memory + SEGMENTS_AT);
   if (threadIdx.x == 0) {
-    for (int i = 0; i < FULL_BARRIERS; i++) barrier_init(full + 8 * i, DIRECT_BOX ? 1 : PRODUCER_WARPS);
-    for (int i = 0; i < STAGES_P; i++) barrier_init(empty + 8 * i, RELEASES * 4);
+    for (int i = 0; i < STAGES_P; i++) {
+      barrier_init(full + 8 * i, DIRECT_BOX ? 1 : PRODUCER_WARPS);
+      barrier_init(empty + 8 * i, RELEASES * 4);
+    }
     for (int i = 0; i < STAGES_W; i++) {
       barrier_init(full_w + 8 * i, 1);
       barrier_init(empty_w + 8 * i, RELEASES * 4);
