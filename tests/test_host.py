@@ -6,6 +6,7 @@ fill buffers are tried here on every kind of row.
 
 from __future__ import annotations
 
+import contextlib
 import random
 import re
 import shutil
@@ -17,9 +18,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from test_gather import draw_problem, draw_tiling
 from upconv.cuda import gather, jit, wgrad
 from upconv.cuda.gpu import H200
-from upconv.cuda.tiling import Tiling
+from upconv.cuda.tiling import Tiling, Unfit
 from upconv.cuda.wgrad_tiling import WarpgroupTiling
 from upconv.problem import Precision, Problem
 
@@ -99,6 +101,24 @@ def fragments(tiling: WarpgroupTiling, folder: Path) -> Path:
     taps = cut(own, "struct Taps {", "__device__ __forceinline__ void consume")
     (folder / "kernel.h").write_text(defined(tiling) + head + geometry + constants + taps)
     return compiled("fragments", folder)
+
+
+def ring(tiling: Tiling, folder: Path) -> Path:
+    """A program that follows a tiling's weights from the packed ones through the ring to the consumers."""
+    constants = cut(SOURCE, "#define WORDS 4", "__constant__ const int TAP_ROW[]")
+    tables = cut(SOURCE, "__constant__ const int TAP_ROW[]", "__constant__ const short SUB_D[]")
+    sizes = cut(SOURCE, "struct Sizes {", "struct alignas(64) TensorMap")
+    tile = cut(SOURCE, "struct Tile {", "// Byte of the 16-byte unit")
+    cursor = cut(SOURCE, "// A place in a ring", "// =====")
+    stages = cut(SOURCE, "#define FRAGMENTS(entries)", "#if WGMMA\n__device__ __forceinline__ void bring")
+    stream = cut(SOURCE, "// One thread: streams every tile's", "#endif\n\n// The consumers' side")
+    side = cut(SOURCE, "// The consumers' side", "// acc[64 x 64 NB] +=")
+    multiply = "template <bool> static void multiply(float (&)[NB][32], const u32 (&)[4], const Columns&, int, int, int, int) {}\n"
+    steps = cut(SOURCE, "// Step i of a stretch", "// --- epilogue ---")
+    (folder / "kernel.h").write_text(
+        defined(tiling) + constants + tables + sizes + tile + cursor + stages + stream + side + multiply + steps
+    )
+    return compiled("ring", folder)
 
 
 def tiles(program: Path, seed: int, count: int) -> int:
@@ -205,3 +225,18 @@ def test_taps_shift_their_fragments_out_of_common_words(seed: int, stride: int, 
         if tiling.shared_words and tiling.aligned_g == aligned:
             break
     assert tiles(fragments(tiling, tmp_path), seed, 200) > 1000
+
+
+@pytest.mark.parametrize("seed", range(36))
+def test_consumers_find_the_weights_where_the_stream_puts_them(seed: int, tmp_path: Path) -> None:
+    """Every fragment of every tile is loaded once, in the packed order; stages are taken and given back in theirs."""
+    rng = random.Random(seed)
+    tiling = None
+    while tiling is None or not tiling.wgmma or tiling.split != seed % 3:
+        tiling = draw_tiling(draw_problem(rng), rng)
+    even = len(set(tiling.variant_entries)) == 1 or tiling.m_groups == 1
+    with contextlib.suppress(Unfit):
+        tiling = replace(tiling, w_stage=rng.randint(1, 9)).checked(H200.shared_bytes)
+        if seed % 2 and even:
+            tiling = replace(tiling, resident=True).checked(H200.shared_bytes)
+    assert tiles(ring(tiling, tmp_path), seed, 7) > 0

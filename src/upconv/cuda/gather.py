@@ -30,22 +30,22 @@ _MAX_TAPS = 2000  # of all phases; the tables lie in constant memory
 
 # --- the model's constants, fitted to 620 timed tilings of the suites on an H200 (mean error 18%; what it chooses takes
 # --- 2% longer than the best of a layer's four to six) ----------------------------------------------------------------
-_STEP_OVERHEAD = 18.0, 11.0  # clocks a step costs beyond its matrix instructions: of 64 columns, of 128 (`Tiling.wide`)
-_DRAIN = 70.0, 45.0  # clocks at the end of a stretch
+_STEP_OVERHEAD = 11.7, 10.9  # clocks a step costs beyond its matrix instructions: of 64 columns, of 128 (`Tiling.wide`)
+_DRAIN = 100.0, 57.0  # clocks at the end of a stretch
 _MMA_SYNC = 0.45  # of wgmma's rate: four warps read the same pixels
 _L2 = 29.0  # bytes a clock and multiprocessor
 _OVERLAP = 0.11  # of the lesser of matrix instructions and L2 that the other does not hide
 _STORE = 20.0  # bytes a clock that the epilogue stores
-_SECTOR = 250.0  # bytes of a run that the unfilled sectors at its ends cost
+_SECTOR = 295.0  # bytes of a run that the unfilled sectors at its ends cost
 _STORE_SHARE = 0.33  # of the epilogue that nothing hides where both consumers store at once
 _TILE_OVERHEAD = 1200.0  # clocks a tile costs otherwise
-_TURN = 135.0  # clocks from one consumer's turn to the other's
+_TURN = 190.0  # clocks from one consumer's turn to the other's
 _LAUNCH = 3.5e-6  # seconds
-_CHUNK = 215.0  # clocks a chunk costs: the pipeline of matrix instructions drains, the next chunk is waited for
+_CHUNK = 192.0  # clocks a chunk costs: the pipeline of matrix instructions drains, the next chunk is waited for
 _AHEAD = 4500.0  # clocks that the rings should look ahead
 _COPY = 265.0  # clocks for a copy of 16 bytes by each producer, where rows are not aligned
-_PASS = 625.0, 45.0, 66.0  # clocks of the producers' pass: of a chunk, of 32 bytes of a pixel, of float32 and of halves
-_LATENCY = 320.0  # clocks from a request to its use
+_PASS = 414.0, 90.0, 86.0  # clocks of the producers' pass: of a chunk, of 32 bytes of a pixel, of float32 and of halves
+_LATENCY = 354.0  # clocks from a request to its use
 
 
 @dataclass(frozen=True)

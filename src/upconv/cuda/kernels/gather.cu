@@ -694,13 +694,25 @@ __device__ __forceinline__ Columns pixels_of(u32 tile, int first) {
 #endif
 }
 
-// acc[64 x 64 NB] += fragment x pixels; `shift` is the tap's, in pixel rows, `part` the pixels' part.
+// acc[64 x 64 NB] += fragment x pixels; `shift` is the tap's, in pixel rows, `part` the pixels' part. FRESH: = instead of +=.
+template <bool FRESH>
 __device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4], const Columns& pixels, int shift, int k_step, int part, int lane) {
 #if WGMMA
   const u64 upper = ((u64)(GROUP_ROWS * ROW_BYTES >> 4) << 32) | ((u64)(ROW_BYTES == 32 ? 3 : ROW_BYTES == 64 ? 2 : 1) << 62);
 #pragma unroll
   for (int nb = 0; nb < NB; nb += SUBTILES_OF_WGMMA) {
     u64 b = upper | (pixels.start + shift * (ROW_BYTES / 16) + (rows_to(nb, pixels.first) * ROW_BYTES + k_step * 32 + part * PART_BYTES) / 16);
+#if PROMOTE && WIDE
+    if (FRESH) {
+      asm volatile(WGMMA_128("m64n128k8.f32.tf32.tf32", "0, 1, 1") : ACCUMULATORS_64(acc[nb]), ACCUMULATORS_64(acc[nb + 1]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+      continue;
+    }
+#elif PROMOTE
+    if (FRESH) {
+      asm volatile(WGMMA_64("m64n64k8.f32.tf32.tf32", "0, 1, 1") : ACCUMULATORS_64(acc[nb]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+      continue;
+    }
+#endif
 #if WIDE  // groups of columns lie evenly over two neighbouring subtiles (NOTES: kb78 0.79 -> 0.71 ms, unet1 channels_last 0.244 -> 0.227)
 #if PRECISION < 2
     asm volatile(WGMMA_128("m64n128k8.f32.tf32.tf32", "1, 1, 1") : ACCUMULATORS_64(acc[nb]), ACCUMULATORS_64(acc[nb + 1]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
@@ -754,8 +766,9 @@ __device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[FRAGMENT_SET
 #else
   weights.load(a[i % FRAGMENT_SETS], i);
 #endif
-  if (PARTS == 2 && part == 0) multiply(acc, a[i % FRAGMENT_SETS], pixels, shift, k_step, 1, lane);
-  multiply(acc, a[i % FRAGMENT_SETS], pixels, shift, k_step, 0, lane);
+  if (PARTS == 2 && i == 0) multiply<WGMMA>(acc, a[i % FRAGMENT_SETS], pixels, shift, k_step, 1, lane);
+  else if (PARTS == 2 && part == 0) multiply<false>(acc, a[i % FRAGMENT_SETS], pixels, shift, k_step, 1, lane);
+  multiply<false>(acc, a[i % FRAGMENT_SETS], pixels, shift, k_step, 0, lane);
 #if WGMMA
   wgmma_commit();
   u32 done = weights.in_hand;
@@ -835,7 +848,7 @@ __device__ __forceinline__ void promote(float (&acc)[NB][32], float (&sum)[NB][3
 #pragma unroll
     for (int i = 0; i < 32; i++) {
       sum[nb][i] += acc[nb][i];
-      acc[nb][i] = 0.f;
+      if (!WGMMA) acc[nb][i] = 0.f;                     // wgmma begins a stretch's sums anew
     }
 }
 #define SUM_PARAMETER float (&sum)[MB][NB][32],
@@ -1212,6 +1225,7 @@ __device__ __forceinline__ void consume(const char* packed, const ELEMENT_TYPE* 
 #pragma unroll
         for (int i = 0; i < 32; i++) {
           acc[b][nb][i] = 0.f;
+          asm volatile("" : "+f"(acc[b][nb][i]));       // here, not behind a fence of wgmma: ptxas would serialise all (C7519)
 #if PROMOTE
           sum[b][nb][i] = 0.f;
 #endif
