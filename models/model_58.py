@@ -15,12 +15,12 @@ Constraints:
 - Results are bit-equal from run to run. Under torch.autocast the layer wants its own dtype all the same.
 
 Kernels:
-- forward: wgmma tf32, tile 1x2x8x8 (NxDxHxW of q) x 64 rows, chunk of 8 channels, pixels halved, weights ring of 5
-  x 4 fragments, 223 KB shared.
-- forward (other widths than multiples of 4): wgmma tf32, tile 1x1x8x16 (NxDxHxW of q) x 64 rows, chunk of 8
-  channels, pixels halved, weights ring of 2 x 4 fragments, 221 KB shared.
-- gradient for the input: wgmma tf32, tile 1x2x8x16 (NxDxHxW of q) x 64 rows, chunk of 8 channels, pixels halved,
-  weights ring of 2 x 4 fragments, 221 KB shared.
+- forward: wgmma tf32, tile 1x2x8x8 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights ring of 5 x 4
+  fragments, 223 KB shared.
+- forward (other widths than multiples of 4): wgmma tf32, tile 1x2x8x8 (NxDxHxW of q) x 64 rows, chunk of 8
+  channels, in turn, weights ring of 3 x 7 fragments, 222 KB shared.
+- gradient for the input: wgmma tf32, tile 1x2x8x8 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights
+  ring of 3 x 7 fragments, 222 KB shared.
 - gradient for the weight: wgmma tf32, 32x16 channels x 1x5x7 taps a block, chunks of 1x1x8x32 (NxDxHxW of q), K in
   44 slices, 195 KB shared.
 - gradient for the weight (other widths than multiples of 4): mma.sync tf32, 32x16 channels x 1x5x7 taps a block,
@@ -70,7 +70,7 @@ CUDA = r"""
 #include <c10/cuda/CUDAStream.h>
 
 // =====================================================================================================================
-// Forward: wgmma tf32, tile 1x2x8x8 (NxDxHxW of q) x 64 rows, chunk of 8 channels, pixels halved, weights ring of 5 x 4
+// Forward: wgmma tf32, tile 1x2x8x8 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights ring of 5 x 4
 // fragments, 223 KB shared.
 // =====================================================================================================================
 
@@ -117,6 +117,7 @@ constexpr int STAGES_P = 1;  // input tiles in shared memory
 constexpr int STAGES_S = 2;  // staging slots
 constexpr int STAGES_W = 5;  // stages of the weights' ring
 constexpr int W_STAGE = 4;  // fragments of weights in a stage
+constexpr int RING_FRAGMENTS = 20;
 constexpr int RUN_GROUPS = 1;  // groups of 8 columns that the epilogue stores together
 constexpr int ROWS_D = 6, ROWS_H = 20;  // input rows of a tile
 constexpr int ROW_STEP_D = 2, ROW_STEP_H = 2;  // rows of the tile from one q to the next
@@ -125,8 +126,8 @@ constexpr int COLUMN_PAD = 2;  // columns by which a box begins early
 constexpr int BOX_UNITS = 4;
 constexpr int PLANE = 14;  // columns with one residue modulo IN_STEP_W
 constexpr int PLANES = 1;  // residues that some tap reads
-constexpr int TAPS_UNROLLED = 12;  // taps in a stretch of code without a drain of the tensor cores
-constexpr int FRAGMENT_SETS = 2;  // sets of registers that weights take in turn
+constexpr int TAPS_UNROLLED = 24;  // taps in a stretch of code without a drain of the tensor cores
+constexpr int FRAGMENT_SETS = 3;  // sets of registers that weights take in turn
 constexpr int PRODUCER_REGISTERS = 56;  // of a thread
 constexpr int CONSUMER_REGISTERS = 200;  // of a thread
 constexpr int OUT_STEP_D = 2, OUT_STEP_H = 2, OUT_STEP_W = 1;  // outputs from one q to the next
@@ -158,6 +159,14 @@ __device__ __forceinline__ bool barrier_done(u32 barrier, u32 parity) {
 }
 __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
   while (!barrier_done(barrier, parity)) {}
+}
+template <int ID, int THREADS>
+__device__ __forceinline__ void named_sync() { asm volatile("bar.sync %0, %1;\n" ::"n"(ID), "n"(THREADS) : "memory"); }
+__device__ __forceinline__ void named_sync(int id, int threads) {
+  asm volatile("bar.sync %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void named_arrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
 }
 
 // --- copies into shared memory ---------------------------------------------------------------------------------------
@@ -268,14 +277,14 @@ constexpr int FIRST_CONSUMER = 2;
 constexpr int PRODUCER_WARPS = PRODUCER_THREADS / 32;
 constexpr int THREADS = FIRST_CONSUMER * 128 + CONSUMER_THREADS;
 constexpr int SUBTILES = TILE_N * TILE_D * (TILE_H / SUB_H) * (TILE_W / SUB_W);
-constexpr int NB = SUBTILES / 2;
+constexpr int NB = SUBTILES;
 constexpr int WGS_M = 1;
-constexpr int RELEASES = 2;  // consumers that read a stage
+constexpr int RELEASES = 1;  // consumers that read a stage
 constexpr int W_SUBTILES = TILE_W / SUB_W;
 constexpr int H_SUBTILES = TILE_H / SUB_H;
 
 // [variant, block, tap]: the tap's shift in pixel rows
-__constant__ const short TAP_ROW[] = {
+__constant__ const int TAP_ROW[] = {
     0, 1, 2, 3, 4, 5, 6, 14, 15, 16, 17, 18, 19, 20, 28, 29, 30, 31, 32, 33, 34, 42, 43, 44, 45, 46, 47, 48, 56, 57, 58,
     59, 60, 61, 62, 70, 71, 72, 73, 74, 75, 76, 280, 281, 282, 283, 284, 285, 286, 294, 295, 296, 297, 298, 299, 300,
     308, 309, 310, 311, 312, 313, 314, 322, 323, 324, 325, 326, 327, 328, 336, 337, 338, 339, 340, 341, 342, 350, 351,
@@ -553,22 +562,46 @@ __device__ __forceinline__ const char* fragments_of(const char* packed, const Ti
   return packed + (before + FRAGMENTS(ENTRY[t.variant * (MB + 1)])) * (WGS_M * FRAGMENT);
 }
 
-// One thread: streams every tile's fragments through the ring, W_STAGE of them at a time; RESIDENT: loads them once.
+constexpr int STEPS_PER_TAP = K_STEPS * PARTS;
+// A stretch is a piece of code without a loop: matrix instructions are queued from its beginning to its end. STRAIGHT: all blocks
+// of a chunk; else TAPS_UNROLLED taps of a block, and single ones that are left. A stage of the ring holds W_STAGE fragments of a
+// stretch, its last one what is left, so that the code knows where stages begin. RESIDENT: a chunk is a stage, one
+// behind the other.
+#define STAGE_FRAGMENTS(left) ((left) < W_STAGE ? (left) : W_STAGE)
+constexpr int LONGEST_STRETCH = TAPS_UNROLLED * STEPS_PER_TAP;  // where not STRAIGHT
+
+__device__ __forceinline__ void bring(u32 to, const char* from, u32 bytes, u32 barrier) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::"r"(to),
+      "l"(from), "r"(bytes), "r"(barrier) : "memory");
+}
+
+// One thread: streams every tile's fragments through the ring; RESIDENT: loads them once.
 __device__ __forceinline__ void stream_weights(const char* packed, const Sizes& s, u32 ring, u32 full, u32 empty) {
   Cursor cursor = {0, 1};
 #pragma unroll 1
   for (int index = blockIdx.x; index < s.tiles; index += gridDim.x) {
     Tile t = tile_at(index, s);
     const char* from = fragments_of(packed, t);
-    int count = FRAGMENTS(entries_of(t.variant));
 #pragma unroll 1
-    for (int f = 0; f < count; f += W_STAGE, cursor.next(STAGES_W)) {
-      u32 bytes = (count - f < W_STAGE ? count - f : W_STAGE) * (WGS_M * FRAGMENT), barrier = full + cursor.stage * 8;
-      barrier_wait(empty + cursor.stage * 8, cursor.parity);
-      asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
-      asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n"
-          ::"r"(ring + cursor.stage * (W_STAGE * WGS_M * FRAGMENT)), "l"(from + (long long)f * (WGS_M * FRAGMENT)),
-              "r"(bytes), "r"(barrier) : "memory");
+    for (int chunk = 0; chunk < chunks_of(t.variant); chunk++) {
+#pragma unroll 1
+      for (int b = 0; b < MB; b++) {
+        int left = ENTRY[t.variant * (MB + 1) + b + 1] - ENTRY[t.variant * (MB + 1) + b];
+        left *= STEPS_PER_TAP;
+#pragma unroll 1
+        while (left > 0) {
+          int stretch = left >= LONGEST_STRETCH ? LONGEST_STRETCH : STEPS_PER_TAP;
+          left -= stretch;
+#pragma unroll 1
+          for (; stretch > 0; stretch -= W_STAGE, cursor.next(STAGES_W)) {
+            u32 bytes = STAGE_FRAGMENTS(stretch) * (WGS_M * FRAGMENT);
+            barrier_wait(empty + cursor.stage * 8, cursor.parity);
+            bring(ring + cursor.stage * (W_STAGE * WGS_M * FRAGMENT), from, bytes, full + cursor.stage * 8);
+            from += bytes;
+          }
+        }
+      }
     }
   }
 }
@@ -576,35 +609,38 @@ __device__ __forceinline__ void stream_weights(const char* packed, const Sizes& 
 // The consumers' side. Before sm_90 fragments come straight from global memory (L2).
 struct Fragments {
   u32 ring, full, empty;  // of the ring: this thread's part of its first fragment; barriers
-  Cursor cursor;
-  int left;                                            // fragments left of the stage in hand
-  int coming;                                          // fragments of the tile not yet taken
-  u32 at;
+  Cursor cursor;                                       // the stage to be waited for next
+  u32 at;  // this thread's part of the first fragment of the stage in hand, or of the stretch
+  u32 in_hand;                                         // the barrier that says that the stage in hand is free
+  bool first;                                          // RESIDENT: the first tile waits for the weights
   const char* from;
 
   __device__ __forceinline__ void begin(const char* packed, const Tile& t, int offset) {
-    coming = FRAGMENTS(entries_of(t.variant));
-    left = 0;
   }
-  __device__ __forceinline__ void take(u32 (&a)[4], int lane) {
-    if (left == 0) {
+  __device__ __forceinline__ void begin_chunk(int chunk) {
+  }
+  __device__ __forceinline__ void end() { first = false; }
+  // Fragment i of a stretch; a stage is waited for with its first.
+  __device__ __forceinline__ void load(u32 (&a)[4], int i) {
+    if (i % W_STAGE == 0) {
       barrier_wait(full + cursor.stage * 8, cursor.parity);
       at = ring + cursor.stage * (W_STAGE * WGS_M * FRAGMENT);
-      left = W_STAGE;
-    }
-    load_shared_128(a, at);
-    at += WGS_M * FRAGMENT;
-    left--;
-    coming--;
-    if (left == 0 || coming == 0) {                    // the last stage of a tile may be a partial one
-      __syncwarp();
-      if (lane == 0) barrier_arrive(empty + cursor.stage * 8);
+      in_hand = empty + cursor.stage * 8;
       cursor.next(STAGES_W);
-      left = 0;
     }
+    load_shared_128(a, at + i % W_STAGE * (WGS_M * FRAGMENT));
   }
-  __device__ __forceinline__ void skip(int variant) {
-    for (int n = (FRAGMENTS(entries_of(variant)) + W_STAGE - 1) / W_STAGE; n > 0; n--) cursor.next(STAGES_W);
+  __device__ __forceinline__ void end_stretch(int steps) {
+  }
+  __device__ __forceinline__ void skip(int variant) {  // a tile
+    for (int chunk = 0; chunk < chunks_of(variant); chunk++)
+      for (int b = 0; b < MB; b++) {
+        int left = (ENTRY[variant * (MB + 1) + b + 1] - ENTRY[variant * (MB + 1) + b]) * STEPS_PER_TAP;
+        int longest = LONGEST_STRETCH, whole = longest ? left / longest : 0;
+        int stages = whole * ((longest + W_STAGE - 1) / W_STAGE)
+            + left % longest / STEPS_PER_TAP * ((STEPS_PER_TAP + W_STAGE - 1) / W_STAGE);
+        for (; stages > 0; stages--) cursor.next(STAGES_W);
+      }
   }
 };
 
@@ -628,53 +664,84 @@ __device__ __forceinline__ constexpr int pixel_row_of(int subtile) {
 constexpr int SUBTILES_OF_WGMMA = 1;  // that a matrix instruction takes
 constexpr int GROUP_ROWS = ROW_STEP_H * PITCH;  // pixel rows from one group of eight columns to the next
 
-// acc[64 x 64 NB] += fragment x pixels; `shift` is the tap's, in pixel rows.
-__device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4], u32 tile,
-    const int (&subtile_row)[NB], int shift, int k_step, int lane) {
-  const u64 upper = ((u64)(GROUP_ROWS * ROW_BYTES >> 4) << 32) | ((u64)(3) << 62) | (1ull << 16);
+// Where a consumer's pixels lie in a tile. `start`: of its first subtile; wgmma: the lower half of its descriptor, the same in all
+// threads; mma.sync: the tile's address.
+struct Columns {
+  u32 start;
+  int first;                                           // its first subtile
+};
+
+// Pixel rows from the consumer's first subtile to another of its: known to the compiler where both halves of a tile are alike.
+__device__ __forceinline__ constexpr bool halves_alike() {
+  return true;
+}
+__device__ __forceinline__ int rows_to(int nb, int first) {
+  constexpr bool alike = halves_alike();
+  return alike ? pixel_row_of(nb) - pixel_row_of(0) : pixel_row_of(first + nb) - pixel_row_of(first);
+}
+
+__device__ __forceinline__ Columns pixels_of(u32 tile, int first) {
+  u32 start = (tile + pixel_row_of(first) * ROW_BYTES) >> 4 | 1u << 16;
+  return {__shfl_sync(0xffffffffu, start, 0), first};  // so that ptxas counts in uniform registers
+}
+
+// acc[64 x 64 NB] += fragment x pixels; `shift` is the tap's, in pixel rows, `part` the pixels' part. FRESH: = instead of +=.
+template <bool FRESH>
+__device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4], const Columns& pixels, int shift,
+    int k_step, int part, int lane) {
+  const u64 upper = ((u64)(GROUP_ROWS * ROW_BYTES >> 4) << 32) | ((u64)(3) << 62);
 #pragma unroll
   for (int nb = 0; nb < NB; nb += SUBTILES_OF_WGMMA) {
-    u32 start = tile + (subtile_row[nb] + shift) * ROW_BYTES + k_step * 32;
-    u64 b = upper | ((start & 0x3ffff) >> 4);
+    u64 b = upper | (pixels.start + shift * (ROW_BYTES / 16)
+        + (rows_to(nb, pixels.first) * ROW_BYTES + k_step * 32 + part * PART_BYTES) / 16);
     asm volatile(WGMMA_64("m64n64k8.f32.tf32.tf32", "1, 1, 1") : ACCUMULATORS_64(acc[nb]) : "r"(a[0]), "r"(a[1]),
         "r"(a[2]), "r"(a[3]), "l"(b));
   }
 }
 
-// Steps without a loop around them: fragments take FRAGMENT_SETS sets of registers in turn, so that the next one is loaded while
-// the tensor cores have the steps of the others queued. (measured: in a loop over taps ptxas cannot see that a set is
-// free again and serialises every wgmma,
-// C7513: kb57's multiplications took 2.9 ms instead of 1.6. So the pipeline drains once per stretch of code.)
-__device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[4], Fragments& weights, u32 tile,
-    const int (&subtile_row)[NB], int shift, int k_step, int part, bool last, int lane) {
-  weights.take(a, lane);
+// Step i of a stretch of `steps`. Fragments take three sets of registers in turn: one is multiplied by, the one before may still
+// be, the next one is loaded. (measured: in a loop over taps ptxas cannot see that a set is free again and serialises every wgmma,
+// C7513: kb57's multiplications took 2.9 ms instead of 1.6. So the pipeline drains once per stretch.)
+__device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[FRAGMENT_SETS][4], Fragments& weights,
+    const Columns& pixels, int shift, int i, int steps, int lane) {
+  int k_step = i / PARTS % K_STEPS;
   wgmma_fence();
-  multiply(acc, a, tile, subtile_row, shift, k_step, lane);
+  multiply<false>(acc, a[i % FRAGMENT_SETS], pixels, shift, k_step, 0, lane);
   wgmma_commit();
-  if (last) wgmma_wait<0>();
-  else wgmma_wait<FRAGMENT_SETS - 1>();                // the oldest set is free again
+  u32 done = weights.in_hand;
+  if (i + 1 < steps) {
+    weights.load(a[(i + 1) % FRAGMENT_SETS], i + 1);
+    wgmma_wait<1>();
+  } else {
+    wgmma_wait<0>();
+  }
+  if (i + 1 == steps || (i + 1) % W_STAGE == 0) {
+    __syncwarp();
+    if (lane == 0) barrier_arrive(done);
+  }
 }
 
-constexpr int STEPS_PER_TAP = K_STEPS * PARTS;
 template <int COUNT>
-__device__ __forceinline__ void multiply_some(float (&acc)[NB][32], Fragments& weights, u32 tile,
-    const int (&subtile_row)[NB], int entry, int lane) {
+__device__ __forceinline__ void multiply_some(float (&acc)[NB][32], Fragments& weights, const Columns& pixels,
+    int entry, int lane) {
   u32 a[FRAGMENT_SETS][4];
+  weights.load(a[0], 0);
+  const int* taps = TAP_ROW + __shfl_sync(0xffffffffu, entry, 0);
 #pragma unroll
   for (int i = 0; i < COUNT * STEPS_PER_TAP; i++)
-    step(acc, a[i % FRAGMENT_SETS], weights, tile, subtile_row, TAP_ROW[entry + i / STEPS_PER_TAP], i / PARTS % K_STEPS,
-        i % PARTS, i + 1 == COUNT * STEPS_PER_TAP, lane);
+    step(acc, a, weights, pixels, taps[i / STEPS_PER_TAP], i, COUNT * STEPS_PER_TAP, lane);
+  weights.end_stretch(COUNT * STEPS_PER_TAP);
 }
 
 template <int FIRST>
-__device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB][32], Fragments& weights, u32 tile,
-    const int (&subtile_row)[NB], int lane) {
+__device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB][32], Fragments& weights,
+    const Columns& pixels, int lane) {
 #pragma unroll
   for (int b = 0; b < MB; b++) {
     int e = ENTRY[variant * (MB + 1) + b], last = ENTRY[variant * (MB + 1) + b + 1];
 #pragma unroll 1
     for (; e + TAPS_UNROLLED <= last; e += TAPS_UNROLLED) {
-      multiply_some<TAPS_UNROLLED>(acc[b], weights, tile, subtile_row, e, lane);
+      multiply_some<TAPS_UNROLLED>(acc[b], weights, pixels, e, lane);
     }
   }
 }
@@ -875,19 +942,23 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* 
 __device__ __forceinline__ void consume(const char* packed, const float* bias, char* y, const Sizes& s, u32 tiles,
     u32 full, u32 empty, Fragments& weights, u32 buffers, int wg, int thread) {
   int warp = thread >> 5, lane = thread & 31;
-  int first_subtile = wg * NB, offset = thread * 16;
+  int first_subtile = 0, offset = thread * 16;
   u32 buffer = buffers + (wg * 4 + warp) * BUFFER_BYTES;
-  int subtile_row[NB];
-#pragma unroll
-  for (int nb = 0; nb < NB; nb++) subtile_row[nb] = pixel_row_of(first_subtile + nb);
   Cursor cursor = {0, 0};
   weights.cursor = {0, 0};
   weights.ring += offset;
+  weights.first = true;
   int turn = 0;
+  if (wg == 1) named_arrive(2, CONSUMER_THREADS);  // the first turn is warpgroup 0's
 #pragma unroll 1
   for (int index = blockIdx.x; index < s.tiles; index += gridDim.x, turn++) {
     Tile t = tile_at(index, s);
     int chunks = chunks_of(t.variant);
+    if ((turn & 1) != wg) {
+      for (int i = 0; i < chunks; i++) cursor.next(STAGES_P);
+      weights.skip(t.variant);
+      continue;
+    }
     float acc[MB][NB][32];
 #pragma unroll
     for (int b = 0; b < MB; b++)
@@ -896,17 +967,22 @@ __device__ __forceinline__ void consume(const char* packed, const float* bias, c
 #pragma unroll
         for (int i = 0; i < 32; i++) {
           acc[b][nb][i] = 0.f;
+          // here, not behind a fence of wgmma: ptxas would serialise all (C7519)
+          asm volatile("" : "+f"(acc[b][nb][i]));
         }
+    named_sync(2 + wg, CONSUMER_THREADS);
     weights.begin(packed, t, offset);
     int variant = __shfl_sync(0xffffffffu, t.variant, 0);  // so that ptxas knows that warps do not part over it
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks; chunk++, cursor.next(STAGES_P)) {
       barrier_wait(full + cursor.stage * 8, cursor.parity);
-      u32 tile = tiles + cursor.stage * STAGE_BYTES;
-      multiply_chunk<0>(variant, acc, weights, tile, subtile_row, lane);
+      weights.begin_chunk(chunk);
+      multiply_chunk<0>(variant, acc, weights, pixels_of(tiles + cursor.stage * STAGE_BYTES, first_subtile), lane);
       __syncwarp();
       if (lane == 0) barrier_arrive(empty + cursor.stage * 8);
     }
+    weights.end();
+    named_arrive(2 + (wg ^ 1), CONSUMER_THREADS);
     epilogue(acc, bias, y, s, t, t.cout_block * WGS_M, first_subtile, buffer, warp, lane);
   }
 }
@@ -915,7 +991,7 @@ __device__ __forceinline__ void consume(const char* packed, const float* bias, c
 
 constexpr int TILES_AT = 0;
 constexpr int RING_AT = TILES_AT + STAGES_P * STAGE_BYTES;
-constexpr int SLOTS_AT = RING_AT + STAGES_W * W_STAGE * WGS_M * FRAGMENT;
+constexpr int SLOTS_AT = RING_AT + RING_FRAGMENTS * WGS_M * FRAGMENT;
 constexpr int BUFFERS_AT = SLOTS_AT + STAGES_S * SLOT_BYTES;
 constexpr int BARRIERS_AT = BUFFERS_AT + CONSUMERS * 4 * BUFFER_BYTES;
 constexpr int SLOT_BARRIERS = STAGES_S;
@@ -978,6 +1054,7 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 #undef WGMMA_64
 #undef COLUMN
 #undef FRAGMENTS
+#undef STAGE_FRAGMENTS
 #undef RUN_FIRST
 #undef RUN_NB
 #undef RUN_J
@@ -985,8 +1062,8 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 }  // namespace forward
 
 // =====================================================================================================================
-// Forward where rows begin off 16 bytes: wgmma tf32, tile 1x1x8x16 (NxDxHxW of q) x 64 rows, chunk of 8 channels,
-// pixels halved, weights ring of 2 x 4 fragments, 221 KB shared.
+// Forward where rows begin off 16 bytes: wgmma tf32, tile 1x2x8x8 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in
+// turn, weights ring of 3 x 7 fragments, 222 KB shared.
 // =====================================================================================================================
 
 namespace forward_unaligned {
@@ -1021,32 +1098,33 @@ constexpr int COUT_G = 16;  // channels of a group in what is written
 constexpr int TAPS = 105;  // of the kernel, over all axes
 constexpr int CK = 8;  // channels of a chunk
 constexpr int SUB_H = 8, SUB_W = 8;  // the 64 positions q that one matrix instruction takes
-constexpr int SUBS = 4;  // (d, h) sub-positions in a block of 64 rows of M
-constexpr int ROWS_PER_SUB = 16;  // output channels of a sub-position in a block
+constexpr int SUBS = 2;  // (d, h) sub-positions in a block of 64 rows of M
+constexpr int ROWS_PER_SUB = 32;  // output channels of a sub-position in a block
 constexpr int W_SUBS = 1;  // W sub-positions of a tile, neighbours in a thread
 constexpr int MB = 1;  // blocks of 64 rows that a consumer accumulates
 constexpr int VARIANTS = 1;  // M-groups that differ in their taps
 constexpr int COUT_BLOCKS = 1;  // M-groups that share the output channels of a group
 constexpr int M_GROUPS = 1;  // groups x COUT_BLOCKS x VARIANTS
-constexpr int STAGES_P = 1;  // input tiles in shared memory
+constexpr int STAGES_P = 2;  // input tiles in shared memory
 constexpr int STAGES_S = 2;  // staging slots
-constexpr int STAGES_W = 2;  // stages of the weights' ring
-constexpr int W_STAGE = 4;  // fragments of weights in a stage
+constexpr int STAGES_W = 3;  // stages of the weights' ring
+constexpr int W_STAGE = 7;  // fragments of weights in a stage
+constexpr int RING_FRAGMENTS = 21;
 constexpr int RUN_GROUPS = 1;  // groups of 8 columns that the epilogue stores together
 constexpr int ROWS_D = 4, ROWS_H = 20;  // input rows of a tile
-constexpr int ROW_STEP_D = 2, ROW_STEP_H = 2;  // rows of the tile from one q to the next
+constexpr int ROW_STEP_D = 1, ROW_STEP_H = 2;  // rows of the tile from one q to the next
 constexpr int FIRST_W = -6;
-constexpr int COLUMNS = 22;  // input columns of a tile with its halo
+constexpr int COLUMNS = 14;  // input columns of a tile with its halo
 constexpr int COLUMN_PAD = 0;  // columns by which a box begins early
-constexpr int PLANE = 22;  // columns with one residue modulo IN_STEP_W
+constexpr int PLANE = 14;  // columns with one residue modulo IN_STEP_W
 constexpr int PLANES = 1;  // residues that some tap reads
-constexpr int TAPS_UNROLLED = 12;  // taps in a stretch of code without a drain of the tensor cores
-constexpr int FRAGMENT_SETS = 2;  // sets of registers that weights take in turn
+constexpr int TAPS_UNROLLED = 21;  // taps in a stretch of code without a drain of the tensor cores
+constexpr int FRAGMENT_SETS = 3;  // sets of registers that weights take in turn
 constexpr int PRODUCER_REGISTERS = 96;  // of a thread
 constexpr int CONSUMER_REGISTERS = 160;  // of a thread
-constexpr int OUT_STEP_D = 2, OUT_STEP_H = 2, OUT_STEP_W = 1;  // outputs from one q to the next
-constexpr int IN_STEP_D = 2, IN_STEP_H = 2, IN_STEP_W = 1;  // inputs from one q to the next
-constexpr int TILE_D = 1, TILE_H = 8, TILE_W = 16;  // positions q of a tile
+constexpr int OUT_STEP_D = 1, OUT_STEP_H = 2, OUT_STEP_W = 1;  // outputs from one q to the next
+constexpr int IN_STEP_D = 1, IN_STEP_H = 2, IN_STEP_W = 1;  // inputs from one q to the next
+constexpr int TILE_D = 2, TILE_H = 8, TILE_W = 8;  // positions q of a tile
 constexpr int TILE_N = 1;  // images of a tile
 
 // PTX in small wrappers, so that a kernel body reads as an algorithm.
@@ -1078,6 +1156,9 @@ template <int ID, int THREADS>
 __device__ __forceinline__ void named_sync() { asm volatile("bar.sync %0, %1;\n" ::"n"(ID), "n"(THREADS) : "memory"); }
 __device__ __forceinline__ void named_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void named_arrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
 }
 
 // --- copies into shared memory ---------------------------------------------------------------------------------------
@@ -1197,26 +1278,24 @@ constexpr int FIRST_CONSUMER = 2;
 constexpr int PRODUCER_WARPS = PRODUCER_THREADS / 32;
 constexpr int THREADS = FIRST_CONSUMER * 128 + CONSUMER_THREADS;
 constexpr int SUBTILES = TILE_N * TILE_D * (TILE_H / SUB_H) * (TILE_W / SUB_W);
-constexpr int NB = SUBTILES / 2;
+constexpr int NB = SUBTILES;
 constexpr int WGS_M = 1;
-constexpr int RELEASES = 2;  // consumers that read a stage
+constexpr int RELEASES = 1;  // consumers that read a stage
 constexpr int W_SUBTILES = TILE_W / SUB_W;
 constexpr int H_SUBTILES = TILE_H / SUB_H;
 
 // [variant, block, tap]: the tap's shift in pixel rows
-__constant__ const short TAP_ROW[] = {
-    0, 1, 2, 3, 4, 5, 6, 22, 23, 24, 25, 26, 27, 28, 44, 45, 46, 47, 48, 49, 50, 66, 67, 68, 69, 70, 71, 72, 88, 89, 90,
-    91, 92, 93, 94, 110, 111, 112, 113, 114, 115, 116, 440, 441, 442, 443, 444, 445, 446, 462, 463, 464, 465, 466, 467,
-    468, 484, 485, 486, 487, 488, 489, 490, 506, 507, 508, 509, 510, 511, 512, 528, 529, 530, 531, 532, 533, 534, 550,
-    551, 552, 553, 554, 555, 556, 880, 881, 882, 883, 884, 885, 886, 902, 903, 904, 905, 906, 907, 908, 924, 925, 926,
-    927, 928, 929, 930, 946, 947, 948, 949, 950, 951, 952, 968, 969, 970, 971, 972, 973, 974, 990, 991, 992, 993, 994,
-    995, 996, 1320, 1321, 1322, 1323, 1324, 1325, 1326, 1342, 1343, 1344, 1345, 1346, 1347, 1348, 1364, 1365, 1366,
-    1367, 1368, 1369, 1370, 1386, 1387, 1388, 1389, 1390, 1391, 1392, 1408, 1409, 1410, 1411, 1412, 1413, 1414, 1430,
-    1431, 1432, 1433, 1434, 1435, 1436
+__constant__ const int TAP_ROW[] = {
+    0, 1, 2, 3, 4, 5, 6, 14, 15, 16, 17, 18, 19, 20, 28, 29, 30, 31, 32, 33, 34, 42, 43, 44, 45, 46, 47, 48, 56, 57, 58,
+    59, 60, 61, 62, 70, 71, 72, 73, 74, 75, 76, 280, 281, 282, 283, 284, 285, 286, 294, 295, 296, 297, 298, 299, 300,
+    308, 309, 310, 311, 312, 313, 314, 322, 323, 324, 325, 326, 327, 328, 336, 337, 338, 339, 340, 341, 342, 350, 351,
+    352, 353, 354, 355, 356, 560, 561, 562, 563, 564, 565, 566, 574, 575, 576, 577, 578, 579, 580, 588, 589, 590, 591,
+    592, 593, 594, 602, 603, 604, 605, 606, 607, 608, 616, 617, 618, 619, 620, 621, 622, 630, 631, 632, 633, 634, 635,
+    636
 };
-__constant__ const int ENTRY[] = {0,168};  // [variant][MB + 1]: where a block's taps begin
-__constant__ const short SUB_D[] = {0,0,1,1};  // [variant][SUBS]: output offset of an M-row's sub-position
-__constant__ const short SUB_HH[] = {0,1,0,1};
+__constant__ const int ENTRY[] = {0,126};  // [variant][MB + 1]: where a block's taps begin
+__constant__ const short SUB_D[] = {0,0};  // [variant][SUBS]: output offset of an M-row's sub-position
+__constant__ const short SUB_HH[] = {0,1};
 __constant__ const short U_W[] = {0};  // [variant]: first W sub-position
 __constant__ const int ROW_D[] = {-2,-1,0,1};  // input offset of a tile's rows
 __constant__ const int ROW_H[] = {-4,-3,-2,-1,0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15};
@@ -1263,29 +1342,15 @@ __device__ __forceinline__ u32 unit_at(int p, int unit) {
 
 // [variant, block, tap][SUBS]: the kernel's tap, -1 for none
 __constant__ const short TAP_INDEX[] = {
-    104, -1, -1, -1, 103, -1, -1, -1, 102, -1, -1, -1, 101, -1, -1, -1, 100, -1, -1, -1, 99, -1, -1, -1, 98, -1, -1, -1,
-    97, 104, -1, -1, 96, 103, -1, -1, 95, 102, -1, -1, 94, 101, -1, -1, 93, 100, -1, -1, 92, 99, -1, -1, 91, 98, -1, -1,
-    90, 97, -1, -1, 89, 96, -1, -1, 88, 95, -1, -1, 87, 94, -1, -1, 86, 93, -1, -1, 85, 92, -1, -1, 84, 91, -1, -1, 83,
-    90, -1, -1, 82, 89, -1, -1, 81, 88, -1, -1, 80, 87, -1, -1, 79, 86, -1, -1, 78, 85, -1, -1, 77, 84, -1, -1, 76, 83,
-    -1, -1, 75, 82, -1, -1, 74, 81, -1, -1, 73, 80, -1, -1, 72, 79, -1, -1, 71, 78, -1, -1, 70, 77, -1, -1, -1, 76, -1,
-    -1, -1, 75, -1, -1, -1, 74, -1, -1, -1, 73, -1, -1, -1, 72, -1, -1, -1, 71, -1, -1, -1, 70, -1, -1, 69, -1, 104, -1,
-    68, -1, 103, -1, 67, -1, 102, -1, 66, -1, 101, -1, 65, -1, 100, -1, 64, -1, 99, -1, 63, -1, 98, -1, 62, 69, 97, 104,
-    61, 68, 96, 103, 60, 67, 95, 102, 59, 66, 94, 101, 58, 65, 93, 100, 57, 64, 92, 99, 56, 63, 91, 98, 55, 62, 90, 97,
-    54, 61, 89, 96, 53, 60, 88, 95, 52, 59, 87, 94, 51, 58, 86, 93, 50, 57, 85, 92, 49, 56, 84, 91, 48, 55, 83, 90, 47,
-    54, 82, 89, 46, 53, 81, 88, 45, 52, 80, 87, 44, 51, 79, 86, 43, 50, 78, 85, 42, 49, 77, 84, 41, 48, 76, 83, 40, 47,
-    75, 82, 39, 46, 74, 81, 38, 45, 73, 80, 37, 44, 72, 79, 36, 43, 71, 78, 35, 42, 70, 77, -1, 41, -1, 76, -1, 40, -1,
-    75, -1, 39, -1, 74, -1, 38, -1, 73, -1, 37, -1, 72, -1, 36, -1, 71, -1, 35, -1, 70, 34, -1, 69, -1, 33, -1, 68, -1,
-    32, -1, 67, -1, 31, -1, 66, -1, 30, -1, 65, -1, 29, -1, 64, -1, 28, -1, 63, -1, 27, 34, 62, 69, 26, 33, 61, 68, 25,
-    32, 60, 67, 24, 31, 59, 66, 23, 30, 58, 65, 22, 29, 57, 64, 21, 28, 56, 63, 20, 27, 55, 62, 19, 26, 54, 61, 18, 25,
-    53, 60, 17, 24, 52, 59, 16, 23, 51, 58, 15, 22, 50, 57, 14, 21, 49, 56, 13, 20, 48, 55, 12, 19, 47, 54, 11, 18, 46,
-    53, 10, 17, 45, 52, 9, 16, 44, 51, 8, 15, 43, 50, 7, 14, 42, 49, 6, 13, 41, 48, 5, 12, 40, 47, 4, 11, 39, 46, 3, 10,
-    38, 45, 2, 9, 37, 44, 1, 8, 36, 43, 0, 7, 35, 42, -1, 6, -1, 41, -1, 5, -1, 40, -1, 4, -1, 39, -1, 3, -1, 38, -1, 2,
-    -1, 37, -1, 1, -1, 36, -1, 0, -1, 35, -1, -1, 34, -1, -1, -1, 33, -1, -1, -1, 32, -1, -1, -1, 31, -1, -1, -1, 30,
-    -1, -1, -1, 29, -1, -1, -1, 28, -1, -1, -1, 27, 34, -1, -1, 26, 33, -1, -1, 25, 32, -1, -1, 24, 31, -1, -1, 23, 30,
-    -1, -1, 22, 29, -1, -1, 21, 28, -1, -1, 20, 27, -1, -1, 19, 26, -1, -1, 18, 25, -1, -1, 17, 24, -1, -1, 16, 23, -1,
-    -1, 15, 22, -1, -1, 14, 21, -1, -1, 13, 20, -1, -1, 12, 19, -1, -1, 11, 18, -1, -1, 10, 17, -1, -1, 9, 16, -1, -1,
-    8, 15, -1, -1, 7, 14, -1, -1, 6, 13, -1, -1, 5, 12, -1, -1, 4, 11, -1, -1, 3, 10, -1, -1, 2, 9, -1, -1, 1, 8, -1,
-    -1, 0, 7, -1, -1, -1, 6, -1, -1, -1, 5, -1, -1, -1, 4, -1, -1, -1, 3, -1, -1, -1, 2, -1, -1, -1, 1, -1, -1, -1, 0
+    104, -1, 103, -1, 102, -1, 101, -1, 100, -1, 99, -1, 98, -1, 97, 104, 96, 103, 95, 102, 94, 101, 93, 100, 92, 99,
+    91, 98, 90, 97, 89, 96, 88, 95, 87, 94, 86, 93, 85, 92, 84, 91, 83, 90, 82, 89, 81, 88, 80, 87, 79, 86, 78, 85, 77,
+    84, 76, 83, 75, 82, 74, 81, 73, 80, 72, 79, 71, 78, 70, 77, -1, 76, -1, 75, -1, 74, -1, 73, -1, 72, -1, 71, -1, 70,
+    69, -1, 68, -1, 67, -1, 66, -1, 65, -1, 64, -1, 63, -1, 62, 69, 61, 68, 60, 67, 59, 66, 58, 65, 57, 64, 56, 63, 55,
+    62, 54, 61, 53, 60, 52, 59, 51, 58, 50, 57, 49, 56, 48, 55, 47, 54, 46, 53, 45, 52, 44, 51, 43, 50, 42, 49, 41, 48,
+    40, 47, 39, 46, 38, 45, 37, 44, 36, 43, 35, 42, -1, 41, -1, 40, -1, 39, -1, 38, -1, 37, -1, 36, -1, 35, 34, -1, 33,
+    -1, 32, -1, 31, -1, 30, -1, 29, -1, 28, -1, 27, 34, 26, 33, 25, 32, 24, 31, 23, 30, 22, 29, 21, 28, 20, 27, 19, 26,
+    18, 25, 17, 24, 16, 23, 15, 22, 14, 21, 13, 20, 12, 19, 11, 18, 10, 17, 9, 16, 8, 15, 7, 14, 6, 13, 5, 12, 4, 11, 3,
+    10, 2, 9, 1, 8, 0, 7, -1, 6, -1, 5, -1, 4, -1, 3, -1, 2, -1, 1, -1, 0
 };
 
 __global__ void pack(const float* __restrict__ weight, u32* __restrict__ packed, int words) {
@@ -1539,22 +1604,46 @@ __device__ __forceinline__ const char* fragments_of(const char* packed, const Ti
   return packed + (before + FRAGMENTS(ENTRY[t.variant * (MB + 1)])) * (WGS_M * FRAGMENT);
 }
 
-// One thread: streams every tile's fragments through the ring, W_STAGE of them at a time; RESIDENT: loads them once.
+constexpr int STEPS_PER_TAP = K_STEPS * PARTS;
+// A stretch is a piece of code without a loop: matrix instructions are queued from its beginning to its end. STRAIGHT: all blocks
+// of a chunk; else TAPS_UNROLLED taps of a block, and single ones that are left. A stage of the ring holds W_STAGE fragments of a
+// stretch, its last one what is left, so that the code knows where stages begin. RESIDENT: a chunk is a stage, one
+// behind the other.
+#define STAGE_FRAGMENTS(left) ((left) < W_STAGE ? (left) : W_STAGE)
+constexpr int LONGEST_STRETCH = TAPS_UNROLLED * STEPS_PER_TAP;  // where not STRAIGHT
+
+__device__ __forceinline__ void bring(u32 to, const char* from, u32 bytes, u32 barrier) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::"r"(to),
+      "l"(from), "r"(bytes), "r"(barrier) : "memory");
+}
+
+// One thread: streams every tile's fragments through the ring; RESIDENT: loads them once.
 __device__ __forceinline__ void stream_weights(const char* packed, const Sizes& s, u32 ring, u32 full, u32 empty) {
   Cursor cursor = {0, 1};
 #pragma unroll 1
   for (int index = blockIdx.x; index < s.tiles; index += gridDim.x) {
     Tile t = tile_at(index, s);
     const char* from = fragments_of(packed, t);
-    int count = FRAGMENTS(entries_of(t.variant));
 #pragma unroll 1
-    for (int f = 0; f < count; f += W_STAGE, cursor.next(STAGES_W)) {
-      u32 bytes = (count - f < W_STAGE ? count - f : W_STAGE) * (WGS_M * FRAGMENT), barrier = full + cursor.stage * 8;
-      barrier_wait(empty + cursor.stage * 8, cursor.parity);
-      asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
-      asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n"
-          ::"r"(ring + cursor.stage * (W_STAGE * WGS_M * FRAGMENT)), "l"(from + (long long)f * (WGS_M * FRAGMENT)),
-              "r"(bytes), "r"(barrier) : "memory");
+    for (int chunk = 0; chunk < chunks_of(t.variant); chunk++) {
+#pragma unroll 1
+      for (int b = 0; b < MB; b++) {
+        int left = ENTRY[t.variant * (MB + 1) + b + 1] - ENTRY[t.variant * (MB + 1) + b];
+        left *= STEPS_PER_TAP;
+#pragma unroll 1
+        while (left > 0) {
+          int stretch = left >= LONGEST_STRETCH ? LONGEST_STRETCH : STEPS_PER_TAP;
+          left -= stretch;
+#pragma unroll 1
+          for (; stretch > 0; stretch -= W_STAGE, cursor.next(STAGES_W)) {
+            u32 bytes = STAGE_FRAGMENTS(stretch) * (WGS_M * FRAGMENT);
+            barrier_wait(empty + cursor.stage * 8, cursor.parity);
+            bring(ring + cursor.stage * (W_STAGE * WGS_M * FRAGMENT), from, bytes, full + cursor.stage * 8);
+            from += bytes;
+          }
+        }
+      }
     }
   }
 }
@@ -1562,35 +1651,38 @@ __device__ __forceinline__ void stream_weights(const char* packed, const Sizes& 
 // The consumers' side. Before sm_90 fragments come straight from global memory (L2).
 struct Fragments {
   u32 ring, full, empty;  // of the ring: this thread's part of its first fragment; barriers
-  Cursor cursor;
-  int left;                                            // fragments left of the stage in hand
-  int coming;                                          // fragments of the tile not yet taken
-  u32 at;
+  Cursor cursor;                                       // the stage to be waited for next
+  u32 at;  // this thread's part of the first fragment of the stage in hand, or of the stretch
+  u32 in_hand;                                         // the barrier that says that the stage in hand is free
+  bool first;                                          // RESIDENT: the first tile waits for the weights
   const char* from;
 
   __device__ __forceinline__ void begin(const char* packed, const Tile& t, int offset) {
-    coming = FRAGMENTS(entries_of(t.variant));
-    left = 0;
   }
-  __device__ __forceinline__ void take(u32 (&a)[4], int lane) {
-    if (left == 0) {
+  __device__ __forceinline__ void begin_chunk(int chunk) {
+  }
+  __device__ __forceinline__ void end() { first = false; }
+  // Fragment i of a stretch; a stage is waited for with its first.
+  __device__ __forceinline__ void load(u32 (&a)[4], int i) {
+    if (i % W_STAGE == 0) {
       barrier_wait(full + cursor.stage * 8, cursor.parity);
       at = ring + cursor.stage * (W_STAGE * WGS_M * FRAGMENT);
-      left = W_STAGE;
-    }
-    load_shared_128(a, at);
-    at += WGS_M * FRAGMENT;
-    left--;
-    coming--;
-    if (left == 0 || coming == 0) {                    // the last stage of a tile may be a partial one
-      __syncwarp();
-      if (lane == 0) barrier_arrive(empty + cursor.stage * 8);
+      in_hand = empty + cursor.stage * 8;
       cursor.next(STAGES_W);
-      left = 0;
     }
+    load_shared_128(a, at + i % W_STAGE * (WGS_M * FRAGMENT));
   }
-  __device__ __forceinline__ void skip(int variant) {
-    for (int n = (FRAGMENTS(entries_of(variant)) + W_STAGE - 1) / W_STAGE; n > 0; n--) cursor.next(STAGES_W);
+  __device__ __forceinline__ void end_stretch(int steps) {
+  }
+  __device__ __forceinline__ void skip(int variant) {  // a tile
+    for (int chunk = 0; chunk < chunks_of(variant); chunk++)
+      for (int b = 0; b < MB; b++) {
+        int left = (ENTRY[variant * (MB + 1) + b + 1] - ENTRY[variant * (MB + 1) + b]) * STEPS_PER_TAP;
+        int longest = LONGEST_STRETCH, whole = longest ? left / longest : 0;
+        int stages = whole * ((longest + W_STAGE - 1) / W_STAGE)
+            + left % longest / STEPS_PER_TAP * ((STEPS_PER_TAP + W_STAGE - 1) / W_STAGE);
+        for (; stages > 0; stages--) cursor.next(STAGES_W);
+      }
   }
 };
 
@@ -1614,53 +1706,84 @@ __device__ __forceinline__ constexpr int pixel_row_of(int subtile) {
 constexpr int SUBTILES_OF_WGMMA = 1;  // that a matrix instruction takes
 constexpr int GROUP_ROWS = ROW_STEP_H * PITCH;  // pixel rows from one group of eight columns to the next
 
-// acc[64 x 64 NB] += fragment x pixels; `shift` is the tap's, in pixel rows.
-__device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4], u32 tile,
-    const int (&subtile_row)[NB], int shift, int k_step, int lane) {
-  const u64 upper = ((u64)(GROUP_ROWS * ROW_BYTES >> 4) << 32) | ((u64)(3) << 62) | (1ull << 16);
+// Where a consumer's pixels lie in a tile. `start`: of its first subtile; wgmma: the lower half of its descriptor, the same in all
+// threads; mma.sync: the tile's address.
+struct Columns {
+  u32 start;
+  int first;                                           // its first subtile
+};
+
+// Pixel rows from the consumer's first subtile to another of its: known to the compiler where both halves of a tile are alike.
+__device__ __forceinline__ constexpr bool halves_alike() {
+  return true;
+}
+__device__ __forceinline__ int rows_to(int nb, int first) {
+  constexpr bool alike = halves_alike();
+  return alike ? pixel_row_of(nb) - pixel_row_of(0) : pixel_row_of(first + nb) - pixel_row_of(first);
+}
+
+__device__ __forceinline__ Columns pixels_of(u32 tile, int first) {
+  u32 start = (tile + pixel_row_of(first) * ROW_BYTES) >> 4 | 1u << 16;
+  return {__shfl_sync(0xffffffffu, start, 0), first};  // so that ptxas counts in uniform registers
+}
+
+// acc[64 x 64 NB] += fragment x pixels; `shift` is the tap's, in pixel rows, `part` the pixels' part. FRESH: = instead of +=.
+template <bool FRESH>
+__device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4], const Columns& pixels, int shift,
+    int k_step, int part, int lane) {
+  const u64 upper = ((u64)(GROUP_ROWS * ROW_BYTES >> 4) << 32) | ((u64)(3) << 62);
 #pragma unroll
   for (int nb = 0; nb < NB; nb += SUBTILES_OF_WGMMA) {
-    u32 start = tile + (subtile_row[nb] + shift) * ROW_BYTES + k_step * 32;
-    u64 b = upper | ((start & 0x3ffff) >> 4);
+    u64 b = upper | (pixels.start + shift * (ROW_BYTES / 16)
+        + (rows_to(nb, pixels.first) * ROW_BYTES + k_step * 32 + part * PART_BYTES) / 16);
     asm volatile(WGMMA_64("m64n64k8.f32.tf32.tf32", "1, 1, 1") : ACCUMULATORS_64(acc[nb]) : "r"(a[0]), "r"(a[1]),
         "r"(a[2]), "r"(a[3]), "l"(b));
   }
 }
 
-// Steps without a loop around them: fragments take FRAGMENT_SETS sets of registers in turn, so that the next one is loaded while
-// the tensor cores have the steps of the others queued. (measured: in a loop over taps ptxas cannot see that a set is
-// free again and serialises every wgmma,
-// C7513: kb57's multiplications took 2.9 ms instead of 1.6. So the pipeline drains once per stretch of code.)
-__device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[4], Fragments& weights, u32 tile,
-    const int (&subtile_row)[NB], int shift, int k_step, int part, bool last, int lane) {
-  weights.take(a, lane);
+// Step i of a stretch of `steps`. Fragments take three sets of registers in turn: one is multiplied by, the one before may still
+// be, the next one is loaded. (measured: in a loop over taps ptxas cannot see that a set is free again and serialises every wgmma,
+// C7513: kb57's multiplications took 2.9 ms instead of 1.6. So the pipeline drains once per stretch.)
+__device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[FRAGMENT_SETS][4], Fragments& weights,
+    const Columns& pixels, int shift, int i, int steps, int lane) {
+  int k_step = i / PARTS % K_STEPS;
   wgmma_fence();
-  multiply(acc, a, tile, subtile_row, shift, k_step, lane);
+  multiply<false>(acc, a[i % FRAGMENT_SETS], pixels, shift, k_step, 0, lane);
   wgmma_commit();
-  if (last) wgmma_wait<0>();
-  else wgmma_wait<FRAGMENT_SETS - 1>();                // the oldest set is free again
+  u32 done = weights.in_hand;
+  if (i + 1 < steps) {
+    weights.load(a[(i + 1) % FRAGMENT_SETS], i + 1);
+    wgmma_wait<1>();
+  } else {
+    wgmma_wait<0>();
+  }
+  if (i + 1 == steps || (i + 1) % W_STAGE == 0) {
+    __syncwarp();
+    if (lane == 0) barrier_arrive(done);
+  }
 }
 
-constexpr int STEPS_PER_TAP = K_STEPS * PARTS;
 template <int COUNT>
-__device__ __forceinline__ void multiply_some(float (&acc)[NB][32], Fragments& weights, u32 tile,
-    const int (&subtile_row)[NB], int entry, int lane) {
+__device__ __forceinline__ void multiply_some(float (&acc)[NB][32], Fragments& weights, const Columns& pixels,
+    int entry, int lane) {
   u32 a[FRAGMENT_SETS][4];
+  weights.load(a[0], 0);
+  const int* taps = TAP_ROW + __shfl_sync(0xffffffffu, entry, 0);
 #pragma unroll
   for (int i = 0; i < COUNT * STEPS_PER_TAP; i++)
-    step(acc, a[i % FRAGMENT_SETS], weights, tile, subtile_row, TAP_ROW[entry + i / STEPS_PER_TAP], i / PARTS % K_STEPS,
-        i % PARTS, i + 1 == COUNT * STEPS_PER_TAP, lane);
+    step(acc, a, weights, pixels, taps[i / STEPS_PER_TAP], i, COUNT * STEPS_PER_TAP, lane);
+  weights.end_stretch(COUNT * STEPS_PER_TAP);
 }
 
 template <int FIRST>
-__device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB][32], Fragments& weights, u32 tile,
-    const int (&subtile_row)[NB], int lane) {
+__device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB][32], Fragments& weights,
+    const Columns& pixels, int lane) {
 #pragma unroll
   for (int b = 0; b < MB; b++) {
     int e = ENTRY[variant * (MB + 1) + b], last = ENTRY[variant * (MB + 1) + b + 1];
 #pragma unroll 1
     for (; e + TAPS_UNROLLED <= last; e += TAPS_UNROLLED) {
-      multiply_some<TAPS_UNROLLED>(acc[b], weights, tile, subtile_row, e, lane);
+      multiply_some<TAPS_UNROLLED>(acc[b], weights, pixels, e, lane);
     }
   }
 }
@@ -1861,19 +1984,23 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* 
 __device__ __forceinline__ void consume(const char* packed, const float* bias, char* y, const Sizes& s, u32 tiles,
     u32 full, u32 empty, Fragments& weights, u32 buffers, int wg, int thread) {
   int warp = thread >> 5, lane = thread & 31;
-  int first_subtile = wg * NB, offset = thread * 16;
+  int first_subtile = 0, offset = thread * 16;
   u32 buffer = buffers + (wg * 4 + warp) * BUFFER_BYTES;
-  int subtile_row[NB];
-#pragma unroll
-  for (int nb = 0; nb < NB; nb++) subtile_row[nb] = pixel_row_of(first_subtile + nb);
   Cursor cursor = {0, 0};
   weights.cursor = {0, 0};
   weights.ring += offset;
+  weights.first = true;
   int turn = 0;
+  if (wg == 1) named_arrive(2, CONSUMER_THREADS);  // the first turn is warpgroup 0's
 #pragma unroll 1
   for (int index = blockIdx.x; index < s.tiles; index += gridDim.x, turn++) {
     Tile t = tile_at(index, s);
     int chunks = chunks_of(t.variant);
+    if ((turn & 1) != wg) {
+      for (int i = 0; i < chunks; i++) cursor.next(STAGES_P);
+      weights.skip(t.variant);
+      continue;
+    }
     float acc[MB][NB][32];
 #pragma unroll
     for (int b = 0; b < MB; b++)
@@ -1882,17 +2009,22 @@ __device__ __forceinline__ void consume(const char* packed, const float* bias, c
 #pragma unroll
         for (int i = 0; i < 32; i++) {
           acc[b][nb][i] = 0.f;
+          // here, not behind a fence of wgmma: ptxas would serialise all (C7519)
+          asm volatile("" : "+f"(acc[b][nb][i]));
         }
+    named_sync(2 + wg, CONSUMER_THREADS);
     weights.begin(packed, t, offset);
     int variant = __shfl_sync(0xffffffffu, t.variant, 0);  // so that ptxas knows that warps do not part over it
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks; chunk++, cursor.next(STAGES_P)) {
       barrier_wait(full + cursor.stage * 8, cursor.parity);
-      u32 tile = tiles + cursor.stage * STAGE_BYTES;
-      multiply_chunk<0>(variant, acc, weights, tile, subtile_row, lane);
+      weights.begin_chunk(chunk);
+      multiply_chunk<0>(variant, acc, weights, pixels_of(tiles + cursor.stage * STAGE_BYTES, first_subtile), lane);
       __syncwarp();
       if (lane == 0) barrier_arrive(empty + cursor.stage * 8);
     }
+    weights.end();
+    named_arrive(2 + (wg ^ 1), CONSUMER_THREADS);
     epilogue(acc, bias, y, s, t, t.cout_block * WGS_M, first_subtile, buffer, warp, lane);
   }
 }
@@ -1901,7 +2033,7 @@ __device__ __forceinline__ void consume(const char* packed, const float* bias, c
 
 constexpr int TILES_AT = 0;
 constexpr int RING_AT = TILES_AT + STAGES_P * STAGE_BYTES;
-constexpr int SLOTS_AT = RING_AT + STAGES_W * W_STAGE * WGS_M * FRAGMENT;
+constexpr int SLOTS_AT = RING_AT + RING_FRAGMENTS * WGS_M * FRAGMENT;
 constexpr int BUFFERS_AT = SLOTS_AT + STAGES_S * SLOT_BYTES;
 constexpr int BARRIERS_AT = BUFFERS_AT + CONSUMERS * 4 * BUFFER_BYTES;
 constexpr int SLOT_BARRIERS = 0;
@@ -1958,6 +2090,7 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 #undef WGMMA_64
 #undef COLUMN
 #undef FRAGMENTS
+#undef STAGE_FRAGMENTS
 #undef RUN_FIRST
 #undef RUN_NB
 #undef RUN_J
@@ -1965,8 +2098,8 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 }  // namespace forward_unaligned
 
 // =====================================================================================================================
-// Gradient for the input: wgmma tf32, tile 1x2x8x16 (NxDxHxW of q) x 64 rows, chunk of 8 channels, pixels halved,
-// weights ring of 2 x 4 fragments, 221 KB shared.
+// Gradient for the input: wgmma tf32, tile 1x2x8x8 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights ring
+// of 3 x 7 fragments, 222 KB shared.
 // =====================================================================================================================
 
 namespace grad_input {
@@ -2008,25 +2141,26 @@ constexpr int MB = 1;  // blocks of 64 rows that a consumer accumulates
 constexpr int VARIANTS = 1;  // M-groups that differ in their taps
 constexpr int COUT_BLOCKS = 1;  // M-groups that share the output channels of a group
 constexpr int M_GROUPS = 1;  // groups x COUT_BLOCKS x VARIANTS
-constexpr int STAGES_P = 1;  // input tiles in shared memory
+constexpr int STAGES_P = 2;  // input tiles in shared memory
 constexpr int STAGES_S = 2;  // staging slots
-constexpr int STAGES_W = 2;  // stages of the weights' ring
-constexpr int W_STAGE = 4;  // fragments of weights in a stage
-constexpr int RUN_GROUPS = 2;  // groups of 8 columns that the epilogue stores together
+constexpr int STAGES_W = 3;  // stages of the weights' ring
+constexpr int W_STAGE = 7;  // fragments of weights in a stage
+constexpr int RING_FRAGMENTS = 21;
+constexpr int RUN_GROUPS = 1;  // groups of 8 columns that the epilogue stores together
 constexpr int ROWS_D = 4, ROWS_H = 20;  // input rows of a tile
 constexpr int ROW_STEP_D = 1, ROW_STEP_H = 2;  // rows of the tile from one q to the next
 constexpr int FIRST_W = 0;
-constexpr int COLUMNS = 22;  // input columns of a tile with its halo
+constexpr int COLUMNS = 14;  // input columns of a tile with its halo
 constexpr int COLUMN_PAD = 0;  // columns by which a box begins early
-constexpr int PLANE = 22;  // columns with one residue modulo IN_STEP_W
+constexpr int PLANE = 14;  // columns with one residue modulo IN_STEP_W
 constexpr int PLANES = 1;  // residues that some tap reads
-constexpr int TAPS_UNROLLED = 9;  // taps in a stretch of code without a drain of the tensor cores
-constexpr int FRAGMENT_SETS = 2;  // sets of registers that weights take in turn
+constexpr int TAPS_UNROLLED = 21;  // taps in a stretch of code without a drain of the tensor cores
+constexpr int FRAGMENT_SETS = 3;  // sets of registers that weights take in turn
 constexpr int PRODUCER_REGISTERS = 96;  // of a thread
 constexpr int CONSUMER_REGISTERS = 160;  // of a thread
 constexpr int OUT_STEP_D = 1, OUT_STEP_H = 2, OUT_STEP_W = 1;  // outputs from one q to the next
 constexpr int IN_STEP_D = 1, IN_STEP_H = 2, IN_STEP_W = 1;  // inputs from one q to the next
-constexpr int TILE_D = 2, TILE_H = 8, TILE_W = 16;  // positions q of a tile
+constexpr int TILE_D = 2, TILE_H = 8, TILE_W = 8;  // positions q of a tile
 constexpr int TILE_N = 1;  // images of a tile
 
 // PTX in small wrappers, so that a kernel body reads as an algorithm.
@@ -2058,6 +2192,9 @@ template <int ID, int THREADS>
 __device__ __forceinline__ void named_sync() { asm volatile("bar.sync %0, %1;\n" ::"n"(ID), "n"(THREADS) : "memory"); }
 __device__ __forceinline__ void named_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void named_arrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
 }
 
 // --- copies into shared memory ---------------------------------------------------------------------------------------
@@ -2177,20 +2314,20 @@ constexpr int FIRST_CONSUMER = 2;
 constexpr int PRODUCER_WARPS = PRODUCER_THREADS / 32;
 constexpr int THREADS = FIRST_CONSUMER * 128 + CONSUMER_THREADS;
 constexpr int SUBTILES = TILE_N * TILE_D * (TILE_H / SUB_H) * (TILE_W / SUB_W);
-constexpr int NB = SUBTILES / 2;
+constexpr int NB = SUBTILES;
 constexpr int WGS_M = 1;
-constexpr int RELEASES = 2;  // consumers that read a stage
+constexpr int RELEASES = 1;  // consumers that read a stage
 constexpr int W_SUBTILES = TILE_W / SUB_W;
 constexpr int H_SUBTILES = TILE_H / SUB_H;
 
 // [variant, block, tap]: the tap's shift in pixel rows
-__constant__ const short TAP_ROW[] = {
-    0, 1, 2, 3, 4, 5, 6, 22, 23, 24, 25, 26, 27, 28, 44, 45, 46, 47, 48, 49, 50, 66, 67, 68, 69, 70, 71, 72, 88, 89, 90,
-    91, 92, 93, 94, 110, 111, 112, 113, 114, 115, 116, 440, 441, 442, 443, 444, 445, 446, 462, 463, 464, 465, 466, 467,
-    468, 484, 485, 486, 487, 488, 489, 490, 506, 507, 508, 509, 510, 511, 512, 528, 529, 530, 531, 532, 533, 534, 550,
-    551, 552, 553, 554, 555, 556, 880, 881, 882, 883, 884, 885, 886, 902, 903, 904, 905, 906, 907, 908, 924, 925, 926,
-    927, 928, 929, 930, 946, 947, 948, 949, 950, 951, 952, 968, 969, 970, 971, 972, 973, 974, 990, 991, 992, 993, 994,
-    995, 996
+__constant__ const int TAP_ROW[] = {
+    0, 1, 2, 3, 4, 5, 6, 14, 15, 16, 17, 18, 19, 20, 28, 29, 30, 31, 32, 33, 34, 42, 43, 44, 45, 46, 47, 48, 56, 57, 58,
+    59, 60, 61, 62, 70, 71, 72, 73, 74, 75, 76, 280, 281, 282, 283, 284, 285, 286, 294, 295, 296, 297, 298, 299, 300,
+    308, 309, 310, 311, 312, 313, 314, 322, 323, 324, 325, 326, 327, 328, 336, 337, 338, 339, 340, 341, 342, 350, 351,
+    352, 353, 354, 355, 356, 560, 561, 562, 563, 564, 565, 566, 574, 575, 576, 577, 578, 579, 580, 588, 589, 590, 591,
+    592, 593, 594, 602, 603, 604, 605, 606, 607, 608, 616, 617, 618, 619, 620, 621, 622, 630, 631, 632, 633, 634, 635,
+    636
 };
 __constant__ const int ENTRY[] = {0,126};  // [variant][MB + 1]: where a block's taps begin
 __constant__ const short SUB_D[] = {0,0};  // [variant][SUBS]: output offset of an M-row's sub-position
@@ -2504,22 +2641,46 @@ __device__ __forceinline__ const char* fragments_of(const char* packed, const Ti
   return packed + (before + FRAGMENTS(ENTRY[t.variant * (MB + 1)])) * (WGS_M * FRAGMENT);
 }
 
-// One thread: streams every tile's fragments through the ring, W_STAGE of them at a time; RESIDENT: loads them once.
+constexpr int STEPS_PER_TAP = K_STEPS * PARTS;
+// A stretch is a piece of code without a loop: matrix instructions are queued from its beginning to its end. STRAIGHT: all blocks
+// of a chunk; else TAPS_UNROLLED taps of a block, and single ones that are left. A stage of the ring holds W_STAGE fragments of a
+// stretch, its last one what is left, so that the code knows where stages begin. RESIDENT: a chunk is a stage, one
+// behind the other.
+#define STAGE_FRAGMENTS(left) ((left) < W_STAGE ? (left) : W_STAGE)
+constexpr int LONGEST_STRETCH = TAPS_UNROLLED * STEPS_PER_TAP;  // where not STRAIGHT
+
+__device__ __forceinline__ void bring(u32 to, const char* from, u32 bytes, u32 barrier) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::"r"(to),
+      "l"(from), "r"(bytes), "r"(barrier) : "memory");
+}
+
+// One thread: streams every tile's fragments through the ring; RESIDENT: loads them once.
 __device__ __forceinline__ void stream_weights(const char* packed, const Sizes& s, u32 ring, u32 full, u32 empty) {
   Cursor cursor = {0, 1};
 #pragma unroll 1
   for (int index = blockIdx.x; index < s.tiles; index += gridDim.x) {
     Tile t = tile_at(index, s);
     const char* from = fragments_of(packed, t);
-    int count = FRAGMENTS(entries_of(t.variant));
 #pragma unroll 1
-    for (int f = 0; f < count; f += W_STAGE, cursor.next(STAGES_W)) {
-      u32 bytes = (count - f < W_STAGE ? count - f : W_STAGE) * (WGS_M * FRAGMENT), barrier = full + cursor.stage * 8;
-      barrier_wait(empty + cursor.stage * 8, cursor.parity);
-      asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
-      asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n"
-          ::"r"(ring + cursor.stage * (W_STAGE * WGS_M * FRAGMENT)), "l"(from + (long long)f * (WGS_M * FRAGMENT)),
-              "r"(bytes), "r"(barrier) : "memory");
+    for (int chunk = 0; chunk < chunks_of(t.variant); chunk++) {
+#pragma unroll 1
+      for (int b = 0; b < MB; b++) {
+        int left = ENTRY[t.variant * (MB + 1) + b + 1] - ENTRY[t.variant * (MB + 1) + b];
+        left *= STEPS_PER_TAP;
+#pragma unroll 1
+        while (left > 0) {
+          int stretch = left >= LONGEST_STRETCH ? LONGEST_STRETCH : STEPS_PER_TAP;
+          left -= stretch;
+#pragma unroll 1
+          for (; stretch > 0; stretch -= W_STAGE, cursor.next(STAGES_W)) {
+            u32 bytes = STAGE_FRAGMENTS(stretch) * (WGS_M * FRAGMENT);
+            barrier_wait(empty + cursor.stage * 8, cursor.parity);
+            bring(ring + cursor.stage * (W_STAGE * WGS_M * FRAGMENT), from, bytes, full + cursor.stage * 8);
+            from += bytes;
+          }
+        }
+      }
     }
   }
 }
@@ -2527,35 +2688,38 @@ __device__ __forceinline__ void stream_weights(const char* packed, const Sizes& 
 // The consumers' side. Before sm_90 fragments come straight from global memory (L2).
 struct Fragments {
   u32 ring, full, empty;  // of the ring: this thread's part of its first fragment; barriers
-  Cursor cursor;
-  int left;                                            // fragments left of the stage in hand
-  int coming;                                          // fragments of the tile not yet taken
-  u32 at;
+  Cursor cursor;                                       // the stage to be waited for next
+  u32 at;  // this thread's part of the first fragment of the stage in hand, or of the stretch
+  u32 in_hand;                                         // the barrier that says that the stage in hand is free
+  bool first;                                          // RESIDENT: the first tile waits for the weights
   const char* from;
 
   __device__ __forceinline__ void begin(const char* packed, const Tile& t, int offset) {
-    coming = FRAGMENTS(entries_of(t.variant));
-    left = 0;
   }
-  __device__ __forceinline__ void take(u32 (&a)[4], int lane) {
-    if (left == 0) {
+  __device__ __forceinline__ void begin_chunk(int chunk) {
+  }
+  __device__ __forceinline__ void end() { first = false; }
+  // Fragment i of a stretch; a stage is waited for with its first.
+  __device__ __forceinline__ void load(u32 (&a)[4], int i) {
+    if (i % W_STAGE == 0) {
       barrier_wait(full + cursor.stage * 8, cursor.parity);
       at = ring + cursor.stage * (W_STAGE * WGS_M * FRAGMENT);
-      left = W_STAGE;
-    }
-    load_shared_128(a, at);
-    at += WGS_M * FRAGMENT;
-    left--;
-    coming--;
-    if (left == 0 || coming == 0) {                    // the last stage of a tile may be a partial one
-      __syncwarp();
-      if (lane == 0) barrier_arrive(empty + cursor.stage * 8);
+      in_hand = empty + cursor.stage * 8;
       cursor.next(STAGES_W);
-      left = 0;
     }
+    load_shared_128(a, at + i % W_STAGE * (WGS_M * FRAGMENT));
   }
-  __device__ __forceinline__ void skip(int variant) {
-    for (int n = (FRAGMENTS(entries_of(variant)) + W_STAGE - 1) / W_STAGE; n > 0; n--) cursor.next(STAGES_W);
+  __device__ __forceinline__ void end_stretch(int steps) {
+  }
+  __device__ __forceinline__ void skip(int variant) {  // a tile
+    for (int chunk = 0; chunk < chunks_of(variant); chunk++)
+      for (int b = 0; b < MB; b++) {
+        int left = (ENTRY[variant * (MB + 1) + b + 1] - ENTRY[variant * (MB + 1) + b]) * STEPS_PER_TAP;
+        int longest = LONGEST_STRETCH, whole = longest ? left / longest : 0;
+        int stages = whole * ((longest + W_STAGE - 1) / W_STAGE)
+            + left % longest / STEPS_PER_TAP * ((STEPS_PER_TAP + W_STAGE - 1) / W_STAGE);
+        for (; stages > 0; stages--) cursor.next(STAGES_W);
+      }
   }
 };
 
@@ -2579,53 +2743,84 @@ __device__ __forceinline__ constexpr int pixel_row_of(int subtile) {
 constexpr int SUBTILES_OF_WGMMA = 1;  // that a matrix instruction takes
 constexpr int GROUP_ROWS = ROW_STEP_H * PITCH;  // pixel rows from one group of eight columns to the next
 
-// acc[64 x 64 NB] += fragment x pixels; `shift` is the tap's, in pixel rows.
-__device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4], u32 tile,
-    const int (&subtile_row)[NB], int shift, int k_step, int lane) {
-  const u64 upper = ((u64)(GROUP_ROWS * ROW_BYTES >> 4) << 32) | ((u64)(3) << 62) | (1ull << 16);
+// Where a consumer's pixels lie in a tile. `start`: of its first subtile; wgmma: the lower half of its descriptor, the same in all
+// threads; mma.sync: the tile's address.
+struct Columns {
+  u32 start;
+  int first;                                           // its first subtile
+};
+
+// Pixel rows from the consumer's first subtile to another of its: known to the compiler where both halves of a tile are alike.
+__device__ __forceinline__ constexpr bool halves_alike() {
+  return true;
+}
+__device__ __forceinline__ int rows_to(int nb, int first) {
+  constexpr bool alike = halves_alike();
+  return alike ? pixel_row_of(nb) - pixel_row_of(0) : pixel_row_of(first + nb) - pixel_row_of(first);
+}
+
+__device__ __forceinline__ Columns pixels_of(u32 tile, int first) {
+  u32 start = (tile + pixel_row_of(first) * ROW_BYTES) >> 4 | 1u << 16;
+  return {__shfl_sync(0xffffffffu, start, 0), first};  // so that ptxas counts in uniform registers
+}
+
+// acc[64 x 64 NB] += fragment x pixels; `shift` is the tap's, in pixel rows, `part` the pixels' part. FRESH: = instead of +=.
+template <bool FRESH>
+__device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4], const Columns& pixels, int shift,
+    int k_step, int part, int lane) {
+  const u64 upper = ((u64)(GROUP_ROWS * ROW_BYTES >> 4) << 32) | ((u64)(3) << 62);
 #pragma unroll
   for (int nb = 0; nb < NB; nb += SUBTILES_OF_WGMMA) {
-    u32 start = tile + (subtile_row[nb] + shift) * ROW_BYTES + k_step * 32;
-    u64 b = upper | ((start & 0x3ffff) >> 4);
+    u64 b = upper | (pixels.start + shift * (ROW_BYTES / 16)
+        + (rows_to(nb, pixels.first) * ROW_BYTES + k_step * 32 + part * PART_BYTES) / 16);
     asm volatile(WGMMA_64("m64n64k8.f32.tf32.tf32", "1, 1, 1") : ACCUMULATORS_64(acc[nb]) : "r"(a[0]), "r"(a[1]),
         "r"(a[2]), "r"(a[3]), "l"(b));
   }
 }
 
-// Steps without a loop around them: fragments take FRAGMENT_SETS sets of registers in turn, so that the next one is loaded while
-// the tensor cores have the steps of the others queued. (measured: in a loop over taps ptxas cannot see that a set is
-// free again and serialises every wgmma,
-// C7513: kb57's multiplications took 2.9 ms instead of 1.6. So the pipeline drains once per stretch of code.)
-__device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[4], Fragments& weights, u32 tile,
-    const int (&subtile_row)[NB], int shift, int k_step, int part, bool last, int lane) {
-  weights.take(a, lane);
+// Step i of a stretch of `steps`. Fragments take three sets of registers in turn: one is multiplied by, the one before may still
+// be, the next one is loaded. (measured: in a loop over taps ptxas cannot see that a set is free again and serialises every wgmma,
+// C7513: kb57's multiplications took 2.9 ms instead of 1.6. So the pipeline drains once per stretch.)
+__device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[FRAGMENT_SETS][4], Fragments& weights,
+    const Columns& pixels, int shift, int i, int steps, int lane) {
+  int k_step = i / PARTS % K_STEPS;
   wgmma_fence();
-  multiply(acc, a, tile, subtile_row, shift, k_step, lane);
+  multiply<false>(acc, a[i % FRAGMENT_SETS], pixels, shift, k_step, 0, lane);
   wgmma_commit();
-  if (last) wgmma_wait<0>();
-  else wgmma_wait<FRAGMENT_SETS - 1>();                // the oldest set is free again
+  u32 done = weights.in_hand;
+  if (i + 1 < steps) {
+    weights.load(a[(i + 1) % FRAGMENT_SETS], i + 1);
+    wgmma_wait<1>();
+  } else {
+    wgmma_wait<0>();
+  }
+  if (i + 1 == steps || (i + 1) % W_STAGE == 0) {
+    __syncwarp();
+    if (lane == 0) barrier_arrive(done);
+  }
 }
 
-constexpr int STEPS_PER_TAP = K_STEPS * PARTS;
 template <int COUNT>
-__device__ __forceinline__ void multiply_some(float (&acc)[NB][32], Fragments& weights, u32 tile,
-    const int (&subtile_row)[NB], int entry, int lane) {
+__device__ __forceinline__ void multiply_some(float (&acc)[NB][32], Fragments& weights, const Columns& pixels,
+    int entry, int lane) {
   u32 a[FRAGMENT_SETS][4];
+  weights.load(a[0], 0);
+  const int* taps = TAP_ROW + __shfl_sync(0xffffffffu, entry, 0);
 #pragma unroll
   for (int i = 0; i < COUNT * STEPS_PER_TAP; i++)
-    step(acc, a[i % FRAGMENT_SETS], weights, tile, subtile_row, TAP_ROW[entry + i / STEPS_PER_TAP], i / PARTS % K_STEPS,
-        i % PARTS, i + 1 == COUNT * STEPS_PER_TAP, lane);
+    step(acc, a, weights, pixels, taps[i / STEPS_PER_TAP], i, COUNT * STEPS_PER_TAP, lane);
+  weights.end_stretch(COUNT * STEPS_PER_TAP);
 }
 
 template <int FIRST>
-__device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB][32], Fragments& weights, u32 tile,
-    const int (&subtile_row)[NB], int lane) {
+__device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB][32], Fragments& weights,
+    const Columns& pixels, int lane) {
 #pragma unroll
   for (int b = 0; b < MB; b++) {
     int e = ENTRY[variant * (MB + 1) + b], last = ENTRY[variant * (MB + 1) + b + 1];
 #pragma unroll 1
     for (; e + TAPS_UNROLLED <= last; e += TAPS_UNROLLED) {
-      multiply_some<TAPS_UNROLLED>(acc[b], weights, tile, subtile_row, e, lane);
+      multiply_some<TAPS_UNROLLED>(acc[b], weights, pixels, e, lane);
     }
   }
 }
@@ -2826,19 +3021,23 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* 
 __device__ __forceinline__ void consume(const char* packed, const float* bias, char* y, const Sizes& s, u32 tiles,
     u32 full, u32 empty, Fragments& weights, u32 buffers, int wg, int thread) {
   int warp = thread >> 5, lane = thread & 31;
-  int first_subtile = wg * NB, offset = thread * 16;
+  int first_subtile = 0, offset = thread * 16;
   u32 buffer = buffers + (wg * 4 + warp) * BUFFER_BYTES;
-  int subtile_row[NB];
-#pragma unroll
-  for (int nb = 0; nb < NB; nb++) subtile_row[nb] = pixel_row_of(first_subtile + nb);
   Cursor cursor = {0, 0};
   weights.cursor = {0, 0};
   weights.ring += offset;
+  weights.first = true;
   int turn = 0;
+  if (wg == 1) named_arrive(2, CONSUMER_THREADS);  // the first turn is warpgroup 0's
 #pragma unroll 1
   for (int index = blockIdx.x; index < s.tiles; index += gridDim.x, turn++) {
     Tile t = tile_at(index, s);
     int chunks = chunks_of(t.variant);
+    if ((turn & 1) != wg) {
+      for (int i = 0; i < chunks; i++) cursor.next(STAGES_P);
+      weights.skip(t.variant);
+      continue;
+    }
     float acc[MB][NB][32];
 #pragma unroll
     for (int b = 0; b < MB; b++)
@@ -2847,17 +3046,22 @@ __device__ __forceinline__ void consume(const char* packed, const float* bias, c
 #pragma unroll
         for (int i = 0; i < 32; i++) {
           acc[b][nb][i] = 0.f;
+          // here, not behind a fence of wgmma: ptxas would serialise all (C7519)
+          asm volatile("" : "+f"(acc[b][nb][i]));
         }
+    named_sync(2 + wg, CONSUMER_THREADS);
     weights.begin(packed, t, offset);
     int variant = __shfl_sync(0xffffffffu, t.variant, 0);  // so that ptxas knows that warps do not part over it
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks; chunk++, cursor.next(STAGES_P)) {
       barrier_wait(full + cursor.stage * 8, cursor.parity);
-      u32 tile = tiles + cursor.stage * STAGE_BYTES;
-      multiply_chunk<0>(variant, acc, weights, tile, subtile_row, lane);
+      weights.begin_chunk(chunk);
+      multiply_chunk<0>(variant, acc, weights, pixels_of(tiles + cursor.stage * STAGE_BYTES, first_subtile), lane);
       __syncwarp();
       if (lane == 0) barrier_arrive(empty + cursor.stage * 8);
     }
+    weights.end();
+    named_arrive(2 + (wg ^ 1), CONSUMER_THREADS);
     epilogue(acc, bias, y, s, t, t.cout_block * WGS_M, first_subtile, buffer, warp, lane);
   }
 }
@@ -2866,7 +3070,7 @@ __device__ __forceinline__ void consume(const char* packed, const float* bias, c
 
 constexpr int TILES_AT = 0;
 constexpr int RING_AT = TILES_AT + STAGES_P * STAGE_BYTES;
-constexpr int SLOTS_AT = RING_AT + STAGES_W * W_STAGE * WGS_M * FRAGMENT;
+constexpr int SLOTS_AT = RING_AT + RING_FRAGMENTS * WGS_M * FRAGMENT;
 constexpr int BUFFERS_AT = SLOTS_AT + STAGES_S * SLOT_BYTES;
 constexpr int BARRIERS_AT = BUFFERS_AT + CONSUMERS * 4 * BUFFER_BYTES;
 constexpr int SLOT_BARRIERS = 0;
@@ -2923,6 +3127,7 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 #undef WGMMA_64
 #undef COLUMN
 #undef FRAGMENTS
+#undef STAGE_FRAGMENTS
 #undef RUN_FIRST
 #undef RUN_NB
 #undef RUN_J
@@ -4053,7 +4258,7 @@ void pack_forward_unaligned(const at::Tensor& weight, const at::Tensor& packed) 
 void run_forward_unaligned(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
                            const at::Tensor& out, int64_t blocks, const std::array<int64_t, 11>& sizes) {
   const auto pointers = std::make_tuple(x.data_ptr(), packed.data_ptr(), address(bias), out.data_ptr());
-  launch<forward_unaligned::gather, 512, 226672>(x, blocks, pointers, sizes);
+  launch<forward_unaligned::gather, 512, 227728>(x, blocks, pointers, sizes);
 }
 
 void pack_grad_input(const at::Tensor& weight, const at::Tensor& packed) {
@@ -4064,7 +4269,7 @@ void pack_grad_input(const at::Tensor& weight, const at::Tensor& packed) {
 void run_grad_input(const at::Tensor& grad, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
                     const at::Tensor& out, int64_t blocks, const std::array<int64_t, 11>& sizes) {
   const auto pointers = std::make_tuple(grad.data_ptr(), packed.data_ptr(), address(bias), out.data_ptr());
-  launch<grad_input::gather, 512, 226672>(grad, blocks, pointers, sizes);
+  launch<grad_input::gather, 512, 227728>(grad, blocks, pointers, sizes);
 }
 
 void run_grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& partial,
@@ -4245,11 +4450,11 @@ FORWARD = (
     Gather(
         name="forward_unaligned",
         unit=1,
-        tile=(1, 1, 8, 16),
-        steps=(2, 2, 1),
+        tile=(1, 2, 8, 8),
+        steps=(1, 2, 1),
         m_groups=1,
         resident=False,
-        words=344064,
+        words=258048,
         packed=torch.int32,
     ),
 )
@@ -4257,7 +4462,7 @@ GRAD_INPUT = (
     Gather(
         name="grad_input",
         unit=1,
-        tile=(1, 2, 8, 16),
+        tile=(1, 2, 8, 8),
         steps=(1, 2, 1),
         m_groups=1,
         resident=False,

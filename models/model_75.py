@@ -16,8 +16,8 @@ Constraints:
 
 Kernels:
 - forward: 4x256 cells x 8 channels, 256 threads x 8x2x12 outputs, 1 stages of 8 channels, 4224 blocks.
-- gradient for the input: wgmma ieee, tile 1x1x8x16 (NxDxHxW of q) x 64 rows, chunk of 8 channels, pixels halved,
-  weights ring of 2 x 8 fragments, 221 KB shared.
+- gradient for the input: wgmma ieee, tile 1x1x8x16 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights
+  ring of 2 x 8 fragments, 221 KB shared.
 - gradient for the weight: mma.sync ieee, 16x16 channels x 1x3x5 taps a block, chunks of 1x1x8x16 (NxDxHxW of q), K
   in 132 slices, 162 KB shared.
 - gradient for the weight (other widths than multiples of 4): mma.sync ieee, 16x16 channels x 1x3x5 taps a block,
@@ -435,8 +435,8 @@ __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 }  // namespace forward
 
 // =====================================================================================================================
-// Gradient for the input: wgmma ieee, tile 1x1x8x16 (NxDxHxW of q) x 64 rows, chunk of 8 channels, pixels halved,
-// weights ring of 2 x 8 fragments, 221 KB shared.
+// Gradient for the input: wgmma ieee, tile 1x1x8x16 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights
+// ring of 2 x 8 fragments, 221 KB shared.
 // =====================================================================================================================
 
 namespace grad_input {
@@ -464,6 +464,7 @@ namespace grad_input {
 
 constexpr int ELEMENT = 4;  // bytes of an element
 constexpr int PARTS = 2;  // TF32 parts of an operand: 2 for IEEE float32, in three products
+constexpr int WGMMA = 1;
 constexpr int CIN = 64;  // channels of what is read
 constexpr int COUT = 32;  // channels of what is written
 constexpr int CIN_G = 16;  // channels of a group in what is read
@@ -482,7 +483,8 @@ constexpr int STAGES_P = 2;  // input tiles in shared memory
 constexpr int STAGES_S = 2;  // staging slots
 constexpr int STAGES_W = 2;  // stages of the weights' ring
 constexpr int W_STAGE = 8;  // fragments of weights in a stage
-constexpr int RUN_GROUPS = 1;  // groups of 8 columns that the epilogue stores together
+constexpr int RING_FRAGMENTS = 16;
+constexpr int RUN_GROUPS = 2;  // groups of 8 columns that the epilogue stores together
 constexpr int ROWS_D = 1, ROWS_H = 18;  // input rows of a tile
 constexpr int ROW_STEP_D = 1, ROW_STEP_H = 2;  // rows of the tile from one q to the next
 constexpr int FIRST_W = -2;
@@ -491,9 +493,9 @@ constexpr int COLUMN_PAD = 0;  // columns by which a box begins early
 constexpr int PLANE = 17;  // columns with one residue modulo IN_STEP_W
 constexpr int PLANES = 3;  // residues that some tap reads
 constexpr int TAPS_UNROLLED = 4;  // taps in a stretch of code without a drain of the tensor cores
-constexpr int FRAGMENT_SETS = 2;  // sets of registers that weights take in turn
-constexpr int PRODUCER_REGISTERS = 96;  // of a thread
-constexpr int CONSUMER_REGISTERS = 160;  // of a thread
+constexpr int FRAGMENT_SETS = 3;  // sets of registers that weights take in turn
+constexpr int PRODUCER_REGISTERS = 72;  // of a thread
+constexpr int CONSUMER_REGISTERS = 184;  // of a thread
 constexpr int OUT_STEP_D = 1, OUT_STEP_H = 2, OUT_STEP_W = 1;  // outputs from one q to the next
 constexpr int IN_STEP_D = 1, IN_STEP_H = 4, IN_STEP_W = 3;  // inputs from one q to the next
 constexpr int TILE_D = 1, TILE_H = 8, TILE_W = 16;  // positions q of a tile
@@ -528,6 +530,9 @@ template <int ID, int THREADS>
 __device__ __forceinline__ void named_sync() { asm volatile("bar.sync %0, %1;\n" ::"n"(ID), "n"(THREADS) : "memory"); }
 __device__ __forceinline__ void named_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void named_arrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
 }
 
 // --- copies into shared memory ---------------------------------------------------------------------------------------
@@ -647,14 +652,14 @@ constexpr int FIRST_CONSUMER = 2;
 constexpr int PRODUCER_WARPS = PRODUCER_THREADS / 32;
 constexpr int THREADS = FIRST_CONSUMER * 128 + CONSUMER_THREADS;
 constexpr int SUBTILES = TILE_N * TILE_D * (TILE_H / SUB_H) * (TILE_W / SUB_W);
-constexpr int NB = SUBTILES / 2;
+constexpr int NB = SUBTILES;
 constexpr int WGS_M = 1;
-constexpr int RELEASES = 2;  // consumers that read a stage
+constexpr int RELEASES = 1;  // consumers that read a stage
 constexpr int W_SUBTILES = TILE_W / SUB_W;
 constexpr int H_SUBTILES = TILE_H / SUB_H;
 
 // [variant, block, tap]: the tap's shift in pixel rows
-__constant__ const short TAP_ROW[] = {0,17,34,1,18,51,68,85,52,69,102,119,136,103,120,153,170,187,154,171};
+__constant__ const int TAP_ROW[] = {0,17,34,1,18,51,68,85,52,69,102,119,136,103,120,153,170,187,154,171};
 __constant__ const int ENTRY[] = {0,20};  // [variant][MB + 1]: where a block's taps begin
 __constant__ const short SUB_D[] = {0,0};  // [variant][SUBS]: output offset of an M-row's sub-position
 __constant__ const short SUB_HH[] = {0,1};
@@ -962,22 +967,46 @@ __device__ __forceinline__ const char* fragments_of(const char* packed, const Ti
   return packed + (before + FRAGMENTS(ENTRY[t.variant * (MB + 1)])) * (WGS_M * FRAGMENT);
 }
 
-// One thread: streams every tile's fragments through the ring, W_STAGE of them at a time; RESIDENT: loads them once.
+constexpr int STEPS_PER_TAP = K_STEPS * PARTS;
+// A stretch is a piece of code without a loop: matrix instructions are queued from its beginning to its end. STRAIGHT: all blocks
+// of a chunk; else TAPS_UNROLLED taps of a block, and single ones that are left. A stage of the ring holds W_STAGE fragments of a
+// stretch, its last one what is left, so that the code knows where stages begin. RESIDENT: a chunk is a stage, one
+// behind the other.
+#define STAGE_FRAGMENTS(left) ((left) < W_STAGE ? (left) : W_STAGE)
+constexpr int LONGEST_STRETCH = TAPS_UNROLLED * STEPS_PER_TAP;  // where not STRAIGHT
+
+__device__ __forceinline__ void bring(u32 to, const char* from, u32 bytes, u32 barrier) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::"r"(to),
+      "l"(from), "r"(bytes), "r"(barrier) : "memory");
+}
+
+// One thread: streams every tile's fragments through the ring; RESIDENT: loads them once.
 __device__ __forceinline__ void stream_weights(const char* packed, const Sizes& s, u32 ring, u32 full, u32 empty) {
   Cursor cursor = {0, 1};
 #pragma unroll 1
   for (int index = blockIdx.x; index < s.tiles; index += gridDim.x) {
     Tile t = tile_at(index, s);
     const char* from = fragments_of(packed, t);
-    int count = FRAGMENTS(entries_of(t.variant));
 #pragma unroll 1
-    for (int f = 0; f < count; f += W_STAGE, cursor.next(STAGES_W)) {
-      u32 bytes = (count - f < W_STAGE ? count - f : W_STAGE) * (WGS_M * FRAGMENT), barrier = full + cursor.stage * 8;
-      barrier_wait(empty + cursor.stage * 8, cursor.parity);
-      asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
-      asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n"
-          ::"r"(ring + cursor.stage * (W_STAGE * WGS_M * FRAGMENT)), "l"(from + (long long)f * (WGS_M * FRAGMENT)),
-              "r"(bytes), "r"(barrier) : "memory");
+    for (int chunk = 0; chunk < chunks_of(t.variant); chunk++) {
+#pragma unroll 1
+      for (int b = 0; b < MB; b++) {
+        int left = ENTRY[t.variant * (MB + 1) + b + 1] - ENTRY[t.variant * (MB + 1) + b];
+        left *= STEPS_PER_TAP;
+#pragma unroll 1
+        while (left > 0) {
+          int stretch = left >= LONGEST_STRETCH ? LONGEST_STRETCH : STEPS_PER_TAP;
+          left -= stretch;
+#pragma unroll 1
+          for (; stretch > 0; stretch -= W_STAGE, cursor.next(STAGES_W)) {
+            u32 bytes = STAGE_FRAGMENTS(stretch) * (WGS_M * FRAGMENT);
+            barrier_wait(empty + cursor.stage * 8, cursor.parity);
+            bring(ring + cursor.stage * (W_STAGE * WGS_M * FRAGMENT), from, bytes, full + cursor.stage * 8);
+            from += bytes;
+          }
+        }
+      }
     }
   }
 }
@@ -985,35 +1014,38 @@ __device__ __forceinline__ void stream_weights(const char* packed, const Sizes& 
 // The consumers' side. Before sm_90 fragments come straight from global memory (L2).
 struct Fragments {
   u32 ring, full, empty;  // of the ring: this thread's part of its first fragment; barriers
-  Cursor cursor;
-  int left;                                            // fragments left of the stage in hand
-  int coming;                                          // fragments of the tile not yet taken
-  u32 at;
+  Cursor cursor;                                       // the stage to be waited for next
+  u32 at;  // this thread's part of the first fragment of the stage in hand, or of the stretch
+  u32 in_hand;                                         // the barrier that says that the stage in hand is free
+  bool first;                                          // RESIDENT: the first tile waits for the weights
   const char* from;
 
   __device__ __forceinline__ void begin(const char* packed, const Tile& t, int offset) {
-    coming = FRAGMENTS(entries_of(t.variant));
-    left = 0;
   }
-  __device__ __forceinline__ void take(u32 (&a)[4], int lane) {
-    if (left == 0) {
+  __device__ __forceinline__ void begin_chunk(int chunk) {
+  }
+  __device__ __forceinline__ void end() { first = false; }
+  // Fragment i of a stretch; a stage is waited for with its first.
+  __device__ __forceinline__ void load(u32 (&a)[4], int i) {
+    if (i % W_STAGE == 0) {
       barrier_wait(full + cursor.stage * 8, cursor.parity);
       at = ring + cursor.stage * (W_STAGE * WGS_M * FRAGMENT);
-      left = W_STAGE;
-    }
-    load_shared_128(a, at);
-    at += WGS_M * FRAGMENT;
-    left--;
-    coming--;
-    if (left == 0 || coming == 0) {                    // the last stage of a tile may be a partial one
-      __syncwarp();
-      if (lane == 0) barrier_arrive(empty + cursor.stage * 8);
+      in_hand = empty + cursor.stage * 8;
       cursor.next(STAGES_W);
-      left = 0;
     }
+    load_shared_128(a, at + i % W_STAGE * (WGS_M * FRAGMENT));
   }
-  __device__ __forceinline__ void skip(int variant) {
-    for (int n = (FRAGMENTS(entries_of(variant)) + W_STAGE - 1) / W_STAGE; n > 0; n--) cursor.next(STAGES_W);
+  __device__ __forceinline__ void end_stretch(int steps) {
+  }
+  __device__ __forceinline__ void skip(int variant) {  // a tile
+    for (int chunk = 0; chunk < chunks_of(variant); chunk++)
+      for (int b = 0; b < MB; b++) {
+        int left = (ENTRY[variant * (MB + 1) + b + 1] - ENTRY[variant * (MB + 1) + b]) * STEPS_PER_TAP;
+        int longest = LONGEST_STRETCH, whole = longest ? left / longest : 0;
+        int stages = whole * ((longest + W_STAGE - 1) / W_STAGE)
+            + left % longest / STEPS_PER_TAP * ((STEPS_PER_TAP + W_STAGE - 1) / W_STAGE);
+        for (; stages > 0; stages--) cursor.next(STAGES_W);
+      }
   }
 };
 
@@ -1037,43 +1069,80 @@ __device__ __forceinline__ constexpr int pixel_row_of(int subtile) {
 constexpr int SUBTILES_OF_WGMMA = 1;  // that a matrix instruction takes
 constexpr int GROUP_ROWS = ROW_STEP_H * PITCH;  // pixel rows from one group of eight columns to the next
 
-// acc[64 x 64 NB] += fragment x pixels; `shift` is the tap's, in pixel rows.
-__device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4], u32 tile,
-    const int (&subtile_row)[NB], int shift, int k_step, int lane) {
-  const u64 upper = ((u64)(GROUP_ROWS * ROW_BYTES >> 4) << 32) | ((u64)(3) << 62) | (1ull << 16);
+// Where a consumer's pixels lie in a tile. `start`: of its first subtile; wgmma: the lower half of its descriptor, the same in all
+// threads; mma.sync: the tile's address.
+struct Columns {
+  u32 start;
+  int first;                                           // its first subtile
+};
+
+// Pixel rows from the consumer's first subtile to another of its: known to the compiler where both halves of a tile are alike.
+__device__ __forceinline__ constexpr bool halves_alike() {
+  return true;
+}
+__device__ __forceinline__ int rows_to(int nb, int first) {
+  constexpr bool alike = halves_alike();
+  return alike ? pixel_row_of(nb) - pixel_row_of(0) : pixel_row_of(first + nb) - pixel_row_of(first);
+}
+
+__device__ __forceinline__ Columns pixels_of(u32 tile, int first) {
+  u32 start = (tile + pixel_row_of(first) * ROW_BYTES) >> 4 | 1u << 16;
+  return {__shfl_sync(0xffffffffu, start, 0), first};  // so that ptxas counts in uniform registers
+}
+
+// acc[64 x 64 NB] += fragment x pixels; `shift` is the tap's, in pixel rows, `part` the pixels' part. FRESH: = instead of +=.
+template <bool FRESH>
+__device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4], const Columns& pixels, int shift,
+    int k_step, int part, int lane) {
+  const u64 upper = ((u64)(GROUP_ROWS * ROW_BYTES >> 4) << 32) | ((u64)(3) << 62);
 #pragma unroll
   for (int nb = 0; nb < NB; nb += SUBTILES_OF_WGMMA) {
-    u32 start = tile + (subtile_row[nb] + shift) * ROW_BYTES + k_step * 32;
-    u64 b = upper | ((start & 0x3ffff) >> 4);
+    u64 b = upper | (pixels.start + shift * (ROW_BYTES / 16)
+        + (rows_to(nb, pixels.first) * ROW_BYTES + k_step * 32 + part * PART_BYTES) / 16);
+    if (FRESH) {
+      asm volatile(WGMMA_64("m64n64k8.f32.tf32.tf32", "0, 1, 1") : ACCUMULATORS_64(acc[nb]) : "r"(a[0]), "r"(a[1]),
+          "r"(a[2]), "r"(a[3]), "l"(b));
+      continue;
+    }
     asm volatile(WGMMA_64("m64n64k8.f32.tf32.tf32", "1, 1, 1") : ACCUMULATORS_64(acc[nb]) : "r"(a[0]), "r"(a[1]),
         "r"(a[2]), "r"(a[3]), "l"(b));
   }
 }
 
-// Steps without a loop around them: fragments take FRAGMENT_SETS sets of registers in turn, so that the next one is loaded while
-// the tensor cores have the steps of the others queued. (measured: in a loop over taps ptxas cannot see that a set is
-// free again and serialises every wgmma,
-// C7513: kb57's multiplications took 2.9 ms instead of 1.6. So the pipeline drains once per stretch of code.)
-__device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[4], Fragments& weights, u32 tile,
-    const int (&subtile_row)[NB], int shift, int k_step, int part, bool last, int lane) {
-  weights.take(a, lane);
+// Step i of a stretch of `steps`. Fragments take three sets of registers in turn: one is multiplied by, the one before may still
+// be, the next one is loaded. (measured: in a loop over taps ptxas cannot see that a set is free again and serialises every wgmma,
+// C7513: kb57's multiplications took 2.9 ms instead of 1.6. So the pipeline drains once per stretch.)
+__device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[FRAGMENT_SETS][4], Fragments& weights,
+    const Columns& pixels, int shift, int i, int steps, int lane) {
+  int k_step = i / PARTS % K_STEPS, part = i % PARTS;
   wgmma_fence();
-  if (part == 0) multiply(acc, a, tile + PART_BYTES, subtile_row, shift, k_step, lane);
-  multiply(acc, a, tile, subtile_row, shift, k_step, lane);
+  if (i == 0) multiply<WGMMA>(acc, a[i % FRAGMENT_SETS], pixels, shift, k_step, 1, lane);
+  else if (part == 0) multiply<false>(acc, a[i % FRAGMENT_SETS], pixels, shift, k_step, 1, lane);
+  multiply<false>(acc, a[i % FRAGMENT_SETS], pixels, shift, k_step, 0, lane);
   wgmma_commit();
-  if (last) wgmma_wait<0>();
-  else wgmma_wait<FRAGMENT_SETS - 1>();                // the oldest set is free again
+  u32 done = weights.in_hand;
+  if (i + 1 < steps) {
+    weights.load(a[(i + 1) % FRAGMENT_SETS], i + 1);
+    wgmma_wait<1>();
+  } else {
+    wgmma_wait<0>();
+  }
+  if (i + 1 == steps || (i + 1) % W_STAGE == 0) {
+    __syncwarp();
+    if (lane == 0) barrier_arrive(done);
+  }
 }
 
-constexpr int STEPS_PER_TAP = K_STEPS * PARTS;
 template <int COUNT>
-__device__ __forceinline__ void multiply_some(float (&acc)[NB][32], Fragments& weights, u32 tile,
-    const int (&subtile_row)[NB], int entry, int lane) {
+__device__ __forceinline__ void multiply_some(float (&acc)[NB][32], Fragments& weights, const Columns& pixels,
+    int entry, int lane) {
   u32 a[FRAGMENT_SETS][4];
+  weights.load(a[0], 0);
+  const int* taps = TAP_ROW + __shfl_sync(0xffffffffu, entry, 0);
 #pragma unroll
   for (int i = 0; i < COUNT * STEPS_PER_TAP; i++)
-    step(acc, a[i % FRAGMENT_SETS], weights, tile, subtile_row, TAP_ROW[entry + i / STEPS_PER_TAP], i / PARTS % K_STEPS,
-        i % PARTS, i + 1 == COUNT * STEPS_PER_TAP, lane);
+    step(acc, a, weights, pixels, taps[i / STEPS_PER_TAP], i, COUNT * STEPS_PER_TAP, lane);
+  weights.end_stretch(COUNT * STEPS_PER_TAP);
 }
 
 // Tensor cores truncate as they add, an error that grows with the length of a sum (measured: kb57's IEEE error was 3.8 times
@@ -1084,19 +1153,18 @@ __device__ __forceinline__ void promote(float (&acc)[NB][32], float (&sum)[NB][3
 #pragma unroll
     for (int i = 0; i < 32; i++) {
       sum[nb][i] += acc[nb][i];
-      acc[nb][i] = 0.f;
     }
 }
 
 template <int FIRST>
 __device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB][32], float (&sum)[MB][NB][32],
-    Fragments& weights, u32 tile, const int (&subtile_row)[NB], int lane) {
+    Fragments& weights, const Columns& pixels, int lane) {
 #pragma unroll
   for (int b = 0; b < MB; b++) {
     int e = ENTRY[variant * (MB + 1) + b], last = ENTRY[variant * (MB + 1) + b + 1];
 #pragma unroll 1
     for (; e + TAPS_UNROLLED <= last; e += TAPS_UNROLLED) {
-      multiply_some<TAPS_UNROLLED>(acc[b], weights, tile, subtile_row, e, lane);
+      multiply_some<TAPS_UNROLLED>(acc[b], weights, pixels, e, lane);
       promote(acc[b], sum[b]);
     }
   }
@@ -1298,19 +1366,23 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* 
 __device__ __forceinline__ void consume(const char* packed, const float* bias, char* y, const Sizes& s, u32 tiles,
     u32 full, u32 empty, Fragments& weights, u32 buffers, int wg, int thread) {
   int warp = thread >> 5, lane = thread & 31;
-  int first_subtile = wg * NB, offset = thread * 16;
+  int first_subtile = 0, offset = thread * 16;
   u32 buffer = buffers + (wg * 4 + warp) * BUFFER_BYTES;
-  int subtile_row[NB];
-#pragma unroll
-  for (int nb = 0; nb < NB; nb++) subtile_row[nb] = pixel_row_of(first_subtile + nb);
   Cursor cursor = {0, 0};
   weights.cursor = {0, 0};
   weights.ring += offset;
+  weights.first = true;
   int turn = 0;
+  if (wg == 1) named_arrive(2, CONSUMER_THREADS);  // the first turn is warpgroup 0's
 #pragma unroll 1
   for (int index = blockIdx.x; index < s.tiles; index += gridDim.x, turn++) {
     Tile t = tile_at(index, s);
     int chunks = chunks_of(t.variant);
+    if ((turn & 1) != wg) {
+      for (int i = 0; i < chunks; i++) cursor.next(STAGES_P);
+      weights.skip(t.variant);
+      continue;
+    }
     float acc[MB][NB][32];
     float sum[MB][NB][32];
 #pragma unroll
@@ -1320,18 +1392,23 @@ __device__ __forceinline__ void consume(const char* packed, const float* bias, c
 #pragma unroll
         for (int i = 0; i < 32; i++) {
           acc[b][nb][i] = 0.f;
+          // here, not behind a fence of wgmma: ptxas would serialise all (C7519)
+          asm volatile("" : "+f"(acc[b][nb][i]));
           sum[b][nb][i] = 0.f;
         }
+    named_sync(2 + wg, CONSUMER_THREADS);
     weights.begin(packed, t, offset);
     int variant = __shfl_sync(0xffffffffu, t.variant, 0);  // so that ptxas knows that warps do not part over it
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks; chunk++, cursor.next(STAGES_P)) {
       barrier_wait(full + cursor.stage * 8, cursor.parity);
-      u32 tile = tiles + cursor.stage * STAGE_BYTES;
-      multiply_chunk<0>(variant, acc, sum, weights, tile, subtile_row, lane);
+      weights.begin_chunk(chunk);
+      multiply_chunk<0>(variant, acc, sum, weights, pixels_of(tiles + cursor.stage * STAGE_BYTES, first_subtile), lane);
       __syncwarp();
       if (lane == 0) barrier_arrive(empty + cursor.stage * 8);
     }
+    weights.end();
+    named_arrive(2 + (wg ^ 1), CONSUMER_THREADS);
     epilogue(sum, bias, y, s, t, t.cout_block, first_subtile, buffer, warp, lane);
   }
 }
@@ -1340,7 +1417,7 @@ __device__ __forceinline__ void consume(const char* packed, const float* bias, c
 
 constexpr int TILES_AT = 0;
 constexpr int RING_AT = TILES_AT + STAGES_P * STAGE_BYTES;
-constexpr int SLOTS_AT = RING_AT + STAGES_W * W_STAGE * WGS_M * FRAGMENT;
+constexpr int SLOTS_AT = RING_AT + RING_FRAGMENTS * WGS_M * FRAGMENT;
 constexpr int BUFFERS_AT = SLOTS_AT + STAGES_S * SLOT_BYTES;
 constexpr int BARRIERS_AT = BUFFERS_AT + CONSUMERS * 4 * BUFFER_BYTES;
 constexpr int SLOT_BARRIERS = 0;
@@ -1397,6 +1474,7 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 #undef WGMMA_64
 #undef COLUMN
 #undef FRAGMENTS
+#undef STAGE_FRAGMENTS
 #undef RUN_FIRST
 #undef RUN_NB
 #undef RUN_J

@@ -15,12 +15,12 @@ Constraints:
 - Results are bit-equal from run to run. Under torch.autocast the layer wants its own dtype all the same.
 
 Kernels:
-- forward: wgmma tf32, tile 1x2x8x24 (NxDxHxW of q) x 64 rows, chunk of 8 channels, pixels halved, weights ring of 3
-  x 8 fragments, 212 KB shared.
+- forward: wgmma tf32, tile 1x2x2x64 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights ring of 3 x 7
+  fragments, 214 KB shared.
 - forward (other widths than multiples of 4): wgmma tf32, tile 1x2x8x24 (NxDxHxW of q) x 64 rows, chunk of 8
-  channels, pixels halved, weights ring of 3 x 8 fragments, 212 KB shared.
-- gradient for the input: wgmma tf32, tile 1x2x8x16 (NxDxHxW of q) x 64 rows, chunk of 8 channels, pixels halved,
-  weights ring of 4 x 8 fragments, 220 KB shared.
+  channels, pixels halved, weights ring of 4 x 7 fragments, 220 KB shared.
+- gradient for the input: wgmma tf32, tile 1x4x8x8 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights
+  ring of 6 x 7 fragments, 222 KB shared.
 - gradient for the weight: mma.sync tf32, 32x64 channels x 1x3x3 taps a block, chunks of 1x1x1x32 (NxDxHxW of q), K
   in 88 slices, 123 KB shared.
 - gradient for the weight (other widths than multiples of 4): mma.sync tf32, 32x32 channels x 1x3x3 taps a block,
@@ -70,8 +70,8 @@ CUDA = r"""
 #include <c10/cuda/CUDAStream.h>
 
 // =====================================================================================================================
-// Forward: wgmma tf32, tile 1x2x8x24 (NxDxHxW of q) x 64 rows, chunk of 8 channels, pixels halved, weights ring of 3 x
-// 8 fragments, 212 KB shared.
+// Forward: wgmma tf32, tile 1x2x2x64 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights ring of 3 x 7
+// fragments, 214 KB shared.
 // =====================================================================================================================
 
 namespace forward {
@@ -105,7 +105,7 @@ constexpr int CIN_G = 32;  // channels of a group in what is read
 constexpr int COUT_G = 64;  // channels of a group in what is written
 constexpr int TAPS = 27;  // of the kernel, over all axes
 constexpr int CK = 8;  // channels of a chunk
-constexpr int SUB_H = 8, SUB_W = 8;  // the 64 positions q that one matrix instruction takes
+constexpr int SUB_H = 1, SUB_W = 64;  // the 64 positions q that one matrix instruction takes
 constexpr int SUBS = 1;  // (d, h) sub-positions in a block of 64 rows of M
 constexpr int ROWS_PER_SUB = 64;  // output channels of a sub-position in a block
 constexpr int W_SUBS = 2;  // W sub-positions of a tile, neighbours in a thread
@@ -116,22 +116,22 @@ constexpr int M_GROUPS = 4;  // groups x COUT_BLOCKS x VARIANTS
 constexpr int STAGES_P = 2;  // input tiles in shared memory
 constexpr int STAGES_S = 2;  // staging slots
 constexpr int STAGES_W = 3;  // stages of the weights' ring
-constexpr int W_STAGE = 8;  // fragments of weights in a stage
-constexpr int RUN_GROUPS = 3;  // groups of 8 columns that the epilogue stores together
-constexpr int ROWS_D = 4, ROWS_H = 10;  // input rows of a tile
+constexpr int W_STAGE = 7;  // fragments of weights in a stage
+constexpr int RING_FRAGMENTS = 21;
+constexpr int RUN_GROUPS = 8;  // groups of 8 columns that the epilogue stores together
+constexpr int ROWS_D = 4, ROWS_H = 4;  // input rows of a tile
 constexpr int ROW_STEP_D = 1, ROW_STEP_H = 1;  // rows of the tile from one q to the next
-constexpr int COLUMNS = 26;  // input columns of a tile with its halo
+constexpr int COLUMNS = 66;  // input columns of a tile with its halo
 constexpr int COLUMN_PAD = 3;  // columns by which a box begins early
-constexpr int BOX_UNITS = 8;
-constexpr int PLANE = 26;  // columns with one residue modulo IN_STEP_W
+constexpr int BOX_UNITS = 18;
+constexpr int PLANE = 66;  // columns with one residue modulo IN_STEP_W
 constexpr int PLANES = 1;  // residues that some tap reads
-constexpr int TAPS_UNROLLED = 9;  // taps in a stretch of code without a drain of the tensor cores
-constexpr int FRAGMENT_SETS = 2;  // sets of registers that weights take in turn
+constexpr int FRAGMENT_SETS = 3;  // sets of registers that weights take in turn
 constexpr int PRODUCER_REGISTERS = 56;  // of a thread
 constexpr int CONSUMER_REGISTERS = 200;  // of a thread
 constexpr int OUT_STEP_D = 2, OUT_STEP_H = 2, OUT_STEP_W = 2;  // outputs from one q to the next
 constexpr int IN_STEP_D = 1, IN_STEP_H = 1, IN_STEP_W = 1;  // inputs from one q to the next
-constexpr int TILE_D = 2, TILE_H = 8, TILE_W = 24;  // positions q of a tile
+constexpr int TILE_D = 2, TILE_H = 2, TILE_W = 64;  // positions q of a tile
 constexpr int TILE_N = 1;  // images of a tile
 
 // PTX in small wrappers, so that a kernel body reads as an algorithm.
@@ -158,6 +158,14 @@ __device__ __forceinline__ bool barrier_done(u32 barrier, u32 parity) {
 }
 __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
   while (!barrier_done(barrier, parity)) {}
+}
+template <int ID, int THREADS>
+__device__ __forceinline__ void named_sync() { asm volatile("bar.sync %0, %1;\n" ::"n"(ID), "n"(THREADS) : "memory"); }
+__device__ __forceinline__ void named_sync(int id, int threads) {
+  asm volatile("bar.sync %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void named_arrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
 }
 
 // --- copies into shared memory ---------------------------------------------------------------------------------------
@@ -268,23 +276,17 @@ constexpr int FIRST_CONSUMER = 2;
 constexpr int PRODUCER_WARPS = PRODUCER_THREADS / 32;
 constexpr int THREADS = FIRST_CONSUMER * 128 + CONSUMER_THREADS;
 constexpr int SUBTILES = TILE_N * TILE_D * (TILE_H / SUB_H) * (TILE_W / SUB_W);
-constexpr int NB = SUBTILES / 2;
+constexpr int NB = SUBTILES;
 constexpr int WGS_M = 1;
-constexpr int RELEASES = 2;  // consumers that read a stage
+constexpr int RELEASES = 1;  // consumers that read a stage
 constexpr int W_SUBTILES = TILE_W / SUB_W;
 constexpr int H_SUBTILES = TILE_H / SUB_H;
-
-// [variant, block, tap]: the tap's shift in pixel rows
-__constant__ const short TAP_ROW[] = {
-    0, 1, 2, 26, 27, 28, 52, 53, 54, 260, 261, 262, 286, 287, 288, 312, 313, 314, 520, 521, 522, 546, 547, 548, 572,
-    573, 574
-};
 __constant__ const int ENTRY[] = {0,0,0,0,0,0,0,27};  // [variant][MB + 1]: where a block's taps begin
 __constant__ const short SUB_D[] = {0,0,1,1};  // [variant][SUBS]: output offset of an M-row's sub-position
 __constant__ const short SUB_HH[] = {0,1,0,1};
 __constant__ const short U_W[] = {0,0,0,0};  // [variant]: first W sub-position
 __constant__ const int ROW_D[] = {-1,0,1,2};  // input offset of a tile's rows
-__constant__ const int ROW_H[] = {-1,0,1,2,3,4,5,6,7,8};
+__constant__ const int ROW_H[] = {-1,0,1,2};
 
 struct Sizes {                                         // one layout for the packed argument block
   int batch, in_d, in_h, in_w, out_d, out_h, out_w;
@@ -526,22 +528,45 @@ __device__ __forceinline__ const char* fragments_of(const char* packed, const Ti
   return packed + (before + FRAGMENTS(ENTRY[t.variant * (MB + 1)])) * (WGS_M * FRAGMENT);
 }
 
-// One thread: streams every tile's fragments through the ring, W_STAGE of them at a time; RESIDENT: loads them once.
+constexpr int STEPS_PER_TAP = K_STEPS * PARTS;
+// A stretch is a piece of code without a loop: matrix instructions are queued from its beginning to its end. STRAIGHT: all blocks
+// of a chunk; else TAPS_UNROLLED taps of a block, and single ones that are left. A stage of the ring holds W_STAGE fragments of a
+// stretch, its last one what is left, so that the code knows where stages begin. RESIDENT: a chunk is a stage, one
+// behind the other.
+#define STAGE_FRAGMENTS(left) ((left) < W_STAGE ? (left) : W_STAGE)
+
+__device__ __forceinline__ void bring(u32 to, const char* from, u32 bytes, u32 barrier) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::"r"(to),
+      "l"(from), "r"(bytes), "r"(barrier) : "memory");
+}
+
+// One thread: streams every tile's fragments through the ring; RESIDENT: loads them once.
 __device__ __forceinline__ void stream_weights(const char* packed, const Sizes& s, u32 ring, u32 full, u32 empty) {
   Cursor cursor = {0, 1};
 #pragma unroll 1
   for (int index = blockIdx.x; index < s.tiles; index += gridDim.x) {
     Tile t = tile_at(index, s);
     const char* from = fragments_of(packed, t);
-    int count = FRAGMENTS(entries_of(t.variant));
 #pragma unroll 1
-    for (int f = 0; f < count; f += W_STAGE, cursor.next(STAGES_W)) {
-      u32 bytes = (count - f < W_STAGE ? count - f : W_STAGE) * (WGS_M * FRAGMENT), barrier = full + cursor.stage * 8;
-      barrier_wait(empty + cursor.stage * 8, cursor.parity);
-      asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
-      asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n"
-          ::"r"(ring + cursor.stage * (W_STAGE * WGS_M * FRAGMENT)), "l"(from + (long long)f * (WGS_M * FRAGMENT)),
-              "r"(bytes), "r"(barrier) : "memory");
+    for (int chunk = 0; chunk < chunks_of(t.variant); chunk++) {
+#pragma unroll 1
+      for (int b = 0; b < 1; b++) {
+        int left = entries_of(t.variant);
+        left *= STEPS_PER_TAP;
+#pragma unroll 1
+        while (left > 0) {
+          int stretch = left;
+          left -= stretch;
+#pragma unroll 1
+          for (; stretch > 0; stretch -= W_STAGE, cursor.next(STAGES_W)) {
+            u32 bytes = STAGE_FRAGMENTS(stretch) * (WGS_M * FRAGMENT);
+            barrier_wait(empty + cursor.stage * 8, cursor.parity);
+            bring(ring + cursor.stage * (W_STAGE * WGS_M * FRAGMENT), from, bytes, full + cursor.stage * 8);
+            from += bytes;
+          }
+        }
+      }
     }
   }
 }
@@ -549,35 +574,37 @@ __device__ __forceinline__ void stream_weights(const char* packed, const Sizes& 
 // The consumers' side. Before sm_90 fragments come straight from global memory (L2).
 struct Fragments {
   u32 ring, full, empty;  // of the ring: this thread's part of its first fragment; barriers
-  Cursor cursor;
-  int left;                                            // fragments left of the stage in hand
-  int coming;                                          // fragments of the tile not yet taken
-  u32 at;
+  Cursor cursor;                                       // the stage to be waited for next
+  u32 at;  // this thread's part of the first fragment of the stage in hand, or of the stretch
+  u32 in_hand;                                         // the barrier that says that the stage in hand is free
+  bool first;                                          // RESIDENT: the first tile waits for the weights
   const char* from;
 
   __device__ __forceinline__ void begin(const char* packed, const Tile& t, int offset) {
-    coming = FRAGMENTS(entries_of(t.variant));
-    left = 0;
   }
-  __device__ __forceinline__ void take(u32 (&a)[4], int lane) {
-    if (left == 0) {
+  __device__ __forceinline__ void begin_chunk(int chunk) {
+  }
+  __device__ __forceinline__ void end() { first = false; }
+  // Fragment i of a stretch; a stage is waited for with its first.
+  __device__ __forceinline__ void load(u32 (&a)[4], int i) {
+    if (i % W_STAGE == 0) {
       barrier_wait(full + cursor.stage * 8, cursor.parity);
       at = ring + cursor.stage * (W_STAGE * WGS_M * FRAGMENT);
-      left = W_STAGE;
-    }
-    load_shared_128(a, at);
-    at += WGS_M * FRAGMENT;
-    left--;
-    coming--;
-    if (left == 0 || coming == 0) {                    // the last stage of a tile may be a partial one
-      __syncwarp();
-      if (lane == 0) barrier_arrive(empty + cursor.stage * 8);
+      in_hand = empty + cursor.stage * 8;
       cursor.next(STAGES_W);
-      left = 0;
     }
+    load_shared_128(a, at + i % W_STAGE * (WGS_M * FRAGMENT));
   }
-  __device__ __forceinline__ void skip(int variant) {
-    for (int n = (FRAGMENTS(entries_of(variant)) + W_STAGE - 1) / W_STAGE; n > 0; n--) cursor.next(STAGES_W);
+  __device__ __forceinline__ void end_stretch(int steps) {
+  }
+  __device__ __forceinline__ void skip(int variant) {  // a tile
+    for (int chunk = 0; chunk < chunks_of(variant); chunk++)
+      for (int b = 0; b < 1; b++) {
+        int left = (entries_of(variant)) * STEPS_PER_TAP;
+        int longest = left, whole = longest ? left / longest : 0;
+        int stages = whole * ((longest + W_STAGE - 1) / W_STAGE);
+        for (; stages > 0; stages--) cursor.next(STAGES_W);
+      }
   }
 };
 
@@ -599,56 +626,106 @@ __device__ __forceinline__ constexpr int pixel_row_of(int subtile) {
   return ((p.n * ROWS_D + p.d * ROW_STEP_D) * ROWS_H + p.h * ROW_STEP_H) * PITCH + p.w;
 }
 constexpr int SUBTILES_OF_WGMMA = 1;  // that a matrix instruction takes
-constexpr int GROUP_ROWS = ROW_STEP_H * PITCH;  // pixel rows from one group of eight columns to the next
+constexpr int GROUP_ROWS = 8;  // pixel rows from one group of eight columns to the next
 
-// acc[64 x 64 NB] += fragment x pixels; `shift` is the tap's, in pixel rows.
-__device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4], u32 tile,
-    const int (&subtile_row)[NB], int shift, int k_step, int lane) {
-  const u64 upper = ((u64)(GROUP_ROWS * ROW_BYTES >> 4) << 32) | ((u64)(3) << 62) | (1ull << 16);
+// Where a consumer's pixels lie in a tile. `start`: of its first subtile; wgmma: the lower half of its descriptor, the same in all
+// threads; mma.sync: the tile's address.
+struct Columns {
+  u32 start;
+  int first;                                           // its first subtile
+};
+
+// Pixel rows from the consumer's first subtile to another of its: known to the compiler where both halves of a tile are alike.
+__device__ __forceinline__ constexpr bool halves_alike() {
+  return true;
+}
+__device__ __forceinline__ int rows_to(int nb, int first) {
+  constexpr bool alike = halves_alike();
+  return alike ? pixel_row_of(nb) - pixel_row_of(0) : pixel_row_of(first + nb) - pixel_row_of(first);
+}
+
+__device__ __forceinline__ Columns pixels_of(u32 tile, int first) {
+  u32 start = (tile + pixel_row_of(first) * ROW_BYTES) >> 4 | 1u << 16;
+  return {__shfl_sync(0xffffffffu, start, 0), first};  // so that ptxas counts in uniform registers
+}
+
+// acc[64 x 64 NB] += fragment x pixels; `shift` is the tap's, in pixel rows, `part` the pixels' part. FRESH: = instead of +=.
+template <bool FRESH>
+__device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4], const Columns& pixels, int shift,
+    int k_step, int part, int lane) {
+  const u64 upper = ((u64)(GROUP_ROWS * ROW_BYTES >> 4) << 32) | ((u64)(3) << 62);
 #pragma unroll
   for (int nb = 0; nb < NB; nb += SUBTILES_OF_WGMMA) {
-    u32 start = tile + (subtile_row[nb] + shift) * ROW_BYTES + k_step * 32;
-    u64 b = upper | ((start & 0x3ffff) >> 4);
+    u64 b = upper | (pixels.start + shift * (ROW_BYTES / 16)
+        + (rows_to(nb, pixels.first) * ROW_BYTES + k_step * 32 + part * PART_BYTES) / 16);
     asm volatile(WGMMA_64("m64n64k8.f32.tf32.tf32", "1, 1, 1") : ACCUMULATORS_64(acc[nb]) : "r"(a[0]), "r"(a[1]),
         "r"(a[2]), "r"(a[3]), "l"(b));
   }
 }
 
-// Steps without a loop around them: fragments take FRAGMENT_SETS sets of registers in turn, so that the next one is loaded while
-// the tensor cores have the steps of the others queued. (measured: in a loop over taps ptxas cannot see that a set is
-// free again and serialises every wgmma,
-// C7513: kb57's multiplications took 2.9 ms instead of 1.6. So the pipeline drains once per stretch of code.)
-__device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[4], Fragments& weights, u32 tile,
-    const int (&subtile_row)[NB], int shift, int k_step, int part, bool last, int lane) {
-  weights.take(a, lane);
+// Step i of a stretch of `steps`. Fragments take three sets of registers in turn: one is multiplied by, the one before may still
+// be, the next one is loaded. (measured: in a loop over taps ptxas cannot see that a set is free again and serialises every wgmma,
+// C7513: kb57's multiplications took 2.9 ms instead of 1.6. So the pipeline drains once per stretch.)
+__device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[FRAGMENT_SETS][4], Fragments& weights,
+    const Columns& pixels, int shift, int i, int steps, int lane) {
+  int k_step = i / PARTS % K_STEPS;
   wgmma_fence();
-  multiply(acc, a, tile, subtile_row, shift, k_step, lane);
+  multiply<false>(acc, a[i % FRAGMENT_SETS], pixels, shift, k_step, 0, lane);
   wgmma_commit();
-  if (last) wgmma_wait<0>();
-  else wgmma_wait<FRAGMENT_SETS - 1>();                // the oldest set is free again
+  u32 done = weights.in_hand;
+  if (i + 1 < steps) {
+    weights.load(a[(i + 1) % FRAGMENT_SETS], i + 1);
+    wgmma_wait<1>();
+  } else {
+    wgmma_wait<0>();
+  }
+  if (i + 1 == steps || (i + 1) % W_STAGE == 0) {
+    __syncwarp();
+    if (lane == 0) barrier_arrive(done);
+  }
 }
 
-constexpr int STEPS_PER_TAP = K_STEPS * PARTS;
-template <int COUNT>
-__device__ __forceinline__ void multiply_some(float (&acc)[NB][32], Fragments& weights, u32 tile,
-    const int (&subtile_row)[NB], int entry, int lane) {
-  u32 a[FRAGMENT_SETS][4];
-#pragma unroll
-  for (int i = 0; i < COUNT * STEPS_PER_TAP; i++)
-    step(acc, a[i % FRAGMENT_SETS], weights, tile, subtile_row, TAP_ROW[entry + i / STEPS_PER_TAP], i / PARTS % K_STEPS,
-        i % PARTS, i + 1 == COUNT * STEPS_PER_TAP, lane);
+// few steps: all blocks of a chunk are one stretch, for each variant its own
+__device__ constexpr int entry_at(int i) {
+  constexpr int entry[] = {0,0,0,0,0,0,0,27};
+  return entry[i];
+}
+__device__ constexpr int row_at(int i) {
+  constexpr int row[] = {
+      0, 1, 2, 66, 67, 68, 132, 133, 134, 264, 265, 266, 330, 331, 332, 396, 397, 398, 528, 529, 530, 594, 595, 596,
+      660, 661, 662
+  };
+  return row[i];
+}
+__device__ constexpr int block_of(int variant, int entry) {
+  int b = 0;
+  while (entry >= entry_at(variant * (MB + 1) + b + 1)) b++;
+  return b;
 }
 
-template <int FIRST>
-__device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB][32], Fragments& weights, u32 tile,
-    const int (&subtile_row)[NB], int lane) {
-#pragma unroll
-  for (int b = 0; b < MB; b++) {
-    int e = ENTRY[variant * (MB + 1) + b], last = ENTRY[variant * (MB + 1) + b + 1];
-#pragma unroll 1
-    for (; e + TAPS_UNROLLED <= last; e += TAPS_UNROLLED) {
-      multiply_some<TAPS_UNROLLED>(acc[b], weights, tile, subtile_row, e, lane);
-    }
+template <int VARIANT, int STEP>
+__device__ __forceinline__ void multiply_from(float (&acc)[MB][NB][32], u32 (&a)[FRAGMENT_SETS][4], Fragments& weights,
+    const Columns& pixels, int lane) {
+  constexpr int first = entry_at(VARIANT * (MB + 1)),
+      steps = (entry_at(VARIANT * (MB + 1) + MB) - first) * STEPS_PER_TAP;
+  if constexpr (STEP < steps) {
+    constexpr int entry = first + STEP / STEPS_PER_TAP, block = block_of(VARIANT, entry);
+    step(acc[block], a, weights, pixels, row_at(entry), STEP, steps, lane);
+    multiply_from<VARIANT, STEP + 1>(acc, a, weights, pixels, lane);
+  } else {
+    weights.end_stretch(steps);
+  }
+}
+
+template <int VARIANT>
+__device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB][32], Fragments& weights,
+    const Columns& pixels, int lane) {
+  if (variant == VARIANT) {
+    u32 a[FRAGMENT_SETS][4];
+    weights.load(a[0], 0);
+    multiply_from<VARIANT, 0>(acc, a, weights, pixels, lane);
+  } else if constexpr (VARIANT + 1 < VARIANTS) {
+    multiply_chunk<VARIANT + 1>(variant, acc, weights, pixels, lane);
   }
 }
 
@@ -660,12 +737,12 @@ constexpr int RUN = RUN_GROUPS * 8;
 // a row begin up to 31 bytes late.
 constexpr int RUN_PITCH = (RUN * W_SUBS * ELEMENT + 127) / 128 * 128 + 32;
 constexpr int BUFFER_BYTES = 8 * RUN_PITCH;
-constexpr int RUN_SUBTILES = RUN_GROUPS;  // neighbours along W that a run crosses
-constexpr int RUNS_OF_SUBTILE = 8;
+constexpr int RUN_SUBTILES = 1;  // neighbours along W that a run crosses
+constexpr int RUNS_OF_SUBTILE = 8 / RUN_GROUPS;
 // Group k of run i of subtiles RUN_FIRST(r) ...: which subtile, and which of its groups of 8 columns.
 #define RUN_FIRST(r) ((r) * RUN_SUBTILES)  // subtile of a run's first group
-#define RUN_NB(r, i, k) (RUN_FIRST(r) + (k))
-#define RUN_J(r, i, k) ((i))
+#define RUN_NB(r, i, k) (RUN_FIRST(r) + (k) / 8)
+#define RUN_J(r, i, k) ((i) * RUN_GROUPS + (k))
 
 // A warp's 16 rows of M are output channels of one (d, h) sub-position (ROWS_PER_SUB is 64, 32 or 16).
 struct Slab {
@@ -823,8 +900,8 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* 
     bool image = n < s.batch && od < s.out_d;
 #pragma unroll
     for (int i = 0; i < RUNS_OF_SUBTILE; i++) {
-      int oh = OUT_STEP_H * (t.h + place.h + i) + slab.oh;
-      int ow = OUT_STEP_W * (t.w + place.w) + U_W[t.variant], left = s.out_w - ow;
+      int oh = OUT_STEP_H * (t.h + place.h) + slab.oh;
+      int ow = OUT_STEP_W * (t.w + place.w + i * RUN) + U_W[t.variant], left = s.out_w - ow;
       if (!image || oh >= s.out_h || left <= 0) continue;
       char* to = y + (((long long)n * COUT + channel) * s.out_d + od) * s.out_h * s.out_w * ELEMENT
           + ((long long)oh * s.out_w + ow) * ELEMENT;
@@ -848,19 +925,23 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* 
 __device__ __forceinline__ void consume(const char* packed, const float* bias, char* y, const Sizes& s, u32 tiles,
     u32 full, u32 empty, Fragments& weights, u32 buffers, int wg, int thread) {
   int warp = thread >> 5, lane = thread & 31;
-  int first_subtile = wg * NB, offset = thread * 16;
+  int first_subtile = 0, offset = thread * 16;
   u32 buffer = buffers + (wg * 4 + warp) * BUFFER_BYTES;
-  int subtile_row[NB];
-#pragma unroll
-  for (int nb = 0; nb < NB; nb++) subtile_row[nb] = pixel_row_of(first_subtile + nb);
   Cursor cursor = {0, 0};
   weights.cursor = {0, 0};
   weights.ring += offset;
+  weights.first = true;
   int turn = 0;
+  if (wg == 1) named_arrive(2, CONSUMER_THREADS);  // the first turn is warpgroup 0's
 #pragma unroll 1
   for (int index = blockIdx.x; index < s.tiles; index += gridDim.x, turn++) {
     Tile t = tile_at(index, s);
     int chunks = chunks_of(t.variant);
+    if ((turn & 1) != wg) {
+      for (int i = 0; i < chunks; i++) cursor.next(STAGES_P);
+      weights.skip(t.variant);
+      continue;
+    }
     float acc[MB][NB][32];
 #pragma unroll
     for (int b = 0; b < MB; b++)
@@ -869,17 +950,22 @@ __device__ __forceinline__ void consume(const char* packed, const float* bias, c
 #pragma unroll
         for (int i = 0; i < 32; i++) {
           acc[b][nb][i] = 0.f;
+          // here, not behind a fence of wgmma: ptxas would serialise all (C7519)
+          asm volatile("" : "+f"(acc[b][nb][i]));
         }
+    named_sync(2 + wg, CONSUMER_THREADS);
     weights.begin(packed, t, offset);
     int variant = __shfl_sync(0xffffffffu, t.variant, 0);  // so that ptxas knows that warps do not part over it
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks; chunk++, cursor.next(STAGES_P)) {
       barrier_wait(full + cursor.stage * 8, cursor.parity);
-      u32 tile = tiles + cursor.stage * STAGE_BYTES;
-      multiply_chunk<0>(variant, acc, weights, tile, subtile_row, lane);
+      weights.begin_chunk(chunk);
+      multiply_chunk<0>(variant, acc, weights, pixels_of(tiles + cursor.stage * STAGE_BYTES, first_subtile), lane);
       __syncwarp();
       if (lane == 0) barrier_arrive(empty + cursor.stage * 8);
     }
+    weights.end();
+    named_arrive(2 + (wg ^ 1), CONSUMER_THREADS);
     epilogue(acc, bias, y, s, t, t.cout_block * WGS_M, first_subtile, buffer, warp, lane);
   }
 }
@@ -888,7 +974,7 @@ __device__ __forceinline__ void consume(const char* packed, const float* bias, c
 
 constexpr int TILES_AT = 0;
 constexpr int RING_AT = TILES_AT + STAGES_P * STAGE_BYTES;
-constexpr int SLOTS_AT = RING_AT + STAGES_W * W_STAGE * WGS_M * FRAGMENT;
+constexpr int SLOTS_AT = RING_AT + RING_FRAGMENTS * WGS_M * FRAGMENT;
 constexpr int BUFFERS_AT = SLOTS_AT + STAGES_S * SLOT_BYTES;
 constexpr int BARRIERS_AT = BUFFERS_AT + CONSUMERS * 4 * BUFFER_BYTES;
 constexpr int SLOT_BARRIERS = STAGES_S;
@@ -951,6 +1037,7 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 #undef WGMMA_64
 #undef COLUMN
 #undef FRAGMENTS
+#undef STAGE_FRAGMENTS
 #undef RUN_FIRST
 #undef RUN_NB
 #undef RUN_J
@@ -959,7 +1046,7 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 
 // =====================================================================================================================
 // Forward where rows begin off 16 bytes: wgmma tf32, tile 1x2x8x24 (NxDxHxW of q) x 64 rows, chunk of 8 channels,
-// pixels halved, weights ring of 3 x 8 fragments, 212 KB shared.
+// pixels halved, weights ring of 4 x 7 fragments, 220 KB shared.
 // =====================================================================================================================
 
 namespace forward_unaligned {
@@ -1003,8 +1090,9 @@ constexpr int COUT_BLOCKS = 1;  // M-groups that share the output channels of a 
 constexpr int M_GROUPS = 4;  // groups x COUT_BLOCKS x VARIANTS
 constexpr int STAGES_P = 2;  // input tiles in shared memory
 constexpr int STAGES_S = 2;  // staging slots
-constexpr int STAGES_W = 3;  // stages of the weights' ring
-constexpr int W_STAGE = 8;  // fragments of weights in a stage
+constexpr int STAGES_W = 4;  // stages of the weights' ring
+constexpr int W_STAGE = 7;  // fragments of weights in a stage
+constexpr int RING_FRAGMENTS = 28;
 constexpr int RUN_GROUPS = 3;  // groups of 8 columns that the epilogue stores together
 constexpr int ROWS_D = 4, ROWS_H = 10;  // input rows of a tile
 constexpr int ROW_STEP_D = 1, ROW_STEP_H = 1;  // rows of the tile from one q to the next
@@ -1013,8 +1101,7 @@ constexpr int COLUMNS = 26;  // input columns of a tile with its halo
 constexpr int COLUMN_PAD = 0;  // columns by which a box begins early
 constexpr int PLANE = 26;  // columns with one residue modulo IN_STEP_W
 constexpr int PLANES = 1;  // residues that some tap reads
-constexpr int TAPS_UNROLLED = 9;  // taps in a stretch of code without a drain of the tensor cores
-constexpr int FRAGMENT_SETS = 2;  // sets of registers that weights take in turn
+constexpr int FRAGMENT_SETS = 3;  // sets of registers that weights take in turn
 constexpr int PRODUCER_REGISTERS = 72;  // of a thread
 constexpr int CONSUMER_REGISTERS = 184;  // of a thread
 constexpr int OUT_STEP_D = 2, OUT_STEP_H = 2, OUT_STEP_W = 2;  // outputs from one q to the next
@@ -1175,12 +1262,6 @@ constexpr int WGS_M = 1;
 constexpr int RELEASES = 2;  // consumers that read a stage
 constexpr int W_SUBTILES = TILE_W / SUB_W;
 constexpr int H_SUBTILES = TILE_H / SUB_H;
-
-// [variant, block, tap]: the tap's shift in pixel rows
-__constant__ const short TAP_ROW[] = {
-    0, 1, 2, 26, 27, 28, 52, 53, 54, 260, 261, 262, 286, 287, 288, 312, 313, 314, 520, 521, 522, 546, 547, 548, 572,
-    573, 574
-};
 __constant__ const int ENTRY[] = {0,0,0,0,0,0,0,27};  // [variant][MB + 1]: where a block's taps begin
 __constant__ const short SUB_D[] = {0,0,1,1};  // [variant][SUBS]: output offset of an M-row's sub-position
 __constant__ const short SUB_HH[] = {0,1,0,1};
@@ -1484,22 +1565,45 @@ __device__ __forceinline__ const char* fragments_of(const char* packed, const Ti
   return packed + (before + FRAGMENTS(ENTRY[t.variant * (MB + 1)])) * (WGS_M * FRAGMENT);
 }
 
-// One thread: streams every tile's fragments through the ring, W_STAGE of them at a time; RESIDENT: loads them once.
+constexpr int STEPS_PER_TAP = K_STEPS * PARTS;
+// A stretch is a piece of code without a loop: matrix instructions are queued from its beginning to its end. STRAIGHT: all blocks
+// of a chunk; else TAPS_UNROLLED taps of a block, and single ones that are left. A stage of the ring holds W_STAGE fragments of a
+// stretch, its last one what is left, so that the code knows where stages begin. RESIDENT: a chunk is a stage, one
+// behind the other.
+#define STAGE_FRAGMENTS(left) ((left) < W_STAGE ? (left) : W_STAGE)
+
+__device__ __forceinline__ void bring(u32 to, const char* from, u32 bytes, u32 barrier) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::"r"(to),
+      "l"(from), "r"(bytes), "r"(barrier) : "memory");
+}
+
+// One thread: streams every tile's fragments through the ring; RESIDENT: loads them once.
 __device__ __forceinline__ void stream_weights(const char* packed, const Sizes& s, u32 ring, u32 full, u32 empty) {
   Cursor cursor = {0, 1};
 #pragma unroll 1
   for (int index = blockIdx.x; index < s.tiles; index += gridDim.x) {
     Tile t = tile_at(index, s);
     const char* from = fragments_of(packed, t);
-    int count = FRAGMENTS(entries_of(t.variant));
 #pragma unroll 1
-    for (int f = 0; f < count; f += W_STAGE, cursor.next(STAGES_W)) {
-      u32 bytes = (count - f < W_STAGE ? count - f : W_STAGE) * (WGS_M * FRAGMENT), barrier = full + cursor.stage * 8;
-      barrier_wait(empty + cursor.stage * 8, cursor.parity);
-      asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
-      asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n"
-          ::"r"(ring + cursor.stage * (W_STAGE * WGS_M * FRAGMENT)), "l"(from + (long long)f * (WGS_M * FRAGMENT)),
-              "r"(bytes), "r"(barrier) : "memory");
+    for (int chunk = 0; chunk < chunks_of(t.variant); chunk++) {
+#pragma unroll 1
+      for (int b = 0; b < 1; b++) {
+        int left = entries_of(t.variant);
+        left *= STEPS_PER_TAP;
+#pragma unroll 1
+        while (left > 0) {
+          int stretch = left;
+          left -= stretch;
+#pragma unroll 1
+          for (; stretch > 0; stretch -= W_STAGE, cursor.next(STAGES_W)) {
+            u32 bytes = STAGE_FRAGMENTS(stretch) * (WGS_M * FRAGMENT);
+            barrier_wait(empty + cursor.stage * 8, cursor.parity);
+            bring(ring + cursor.stage * (W_STAGE * WGS_M * FRAGMENT), from, bytes, full + cursor.stage * 8);
+            from += bytes;
+          }
+        }
+      }
     }
   }
 }
@@ -1507,35 +1611,37 @@ __device__ __forceinline__ void stream_weights(const char* packed, const Sizes& 
 // The consumers' side. Before sm_90 fragments come straight from global memory (L2).
 struct Fragments {
   u32 ring, full, empty;  // of the ring: this thread's part of its first fragment; barriers
-  Cursor cursor;
-  int left;                                            // fragments left of the stage in hand
-  int coming;                                          // fragments of the tile not yet taken
-  u32 at;
+  Cursor cursor;                                       // the stage to be waited for next
+  u32 at;  // this thread's part of the first fragment of the stage in hand, or of the stretch
+  u32 in_hand;                                         // the barrier that says that the stage in hand is free
+  bool first;                                          // RESIDENT: the first tile waits for the weights
   const char* from;
 
   __device__ __forceinline__ void begin(const char* packed, const Tile& t, int offset) {
-    coming = FRAGMENTS(entries_of(t.variant));
-    left = 0;
   }
-  __device__ __forceinline__ void take(u32 (&a)[4], int lane) {
-    if (left == 0) {
+  __device__ __forceinline__ void begin_chunk(int chunk) {
+  }
+  __device__ __forceinline__ void end() { first = false; }
+  // Fragment i of a stretch; a stage is waited for with its first.
+  __device__ __forceinline__ void load(u32 (&a)[4], int i) {
+    if (i % W_STAGE == 0) {
       barrier_wait(full + cursor.stage * 8, cursor.parity);
       at = ring + cursor.stage * (W_STAGE * WGS_M * FRAGMENT);
-      left = W_STAGE;
-    }
-    load_shared_128(a, at);
-    at += WGS_M * FRAGMENT;
-    left--;
-    coming--;
-    if (left == 0 || coming == 0) {                    // the last stage of a tile may be a partial one
-      __syncwarp();
-      if (lane == 0) barrier_arrive(empty + cursor.stage * 8);
+      in_hand = empty + cursor.stage * 8;
       cursor.next(STAGES_W);
-      left = 0;
     }
+    load_shared_128(a, at + i % W_STAGE * (WGS_M * FRAGMENT));
   }
-  __device__ __forceinline__ void skip(int variant) {
-    for (int n = (FRAGMENTS(entries_of(variant)) + W_STAGE - 1) / W_STAGE; n > 0; n--) cursor.next(STAGES_W);
+  __device__ __forceinline__ void end_stretch(int steps) {
+  }
+  __device__ __forceinline__ void skip(int variant) {  // a tile
+    for (int chunk = 0; chunk < chunks_of(variant); chunk++)
+      for (int b = 0; b < 1; b++) {
+        int left = (entries_of(variant)) * STEPS_PER_TAP;
+        int longest = left, whole = longest ? left / longest : 0;
+        int stages = whole * ((longest + W_STAGE - 1) / W_STAGE);
+        for (; stages > 0; stages--) cursor.next(STAGES_W);
+      }
   }
 };
 
@@ -1559,54 +1665,106 @@ __device__ __forceinline__ constexpr int pixel_row_of(int subtile) {
 constexpr int SUBTILES_OF_WGMMA = 1;  // that a matrix instruction takes
 constexpr int GROUP_ROWS = ROW_STEP_H * PITCH;  // pixel rows from one group of eight columns to the next
 
-// acc[64 x 64 NB] += fragment x pixels; `shift` is the tap's, in pixel rows.
-__device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4], u32 tile,
-    const int (&subtile_row)[NB], int shift, int k_step, int lane) {
-  const u64 upper = ((u64)(GROUP_ROWS * ROW_BYTES >> 4) << 32) | ((u64)(3) << 62) | (1ull << 16);
+// Where a consumer's pixels lie in a tile. `start`: of its first subtile; wgmma: the lower half of its descriptor, the same in all
+// threads; mma.sync: the tile's address.
+struct Columns {
+  u32 start;
+  int first;                                           // its first subtile
+};
+
+// Pixel rows from the consumer's first subtile to another of its: known to the compiler where both halves of a tile are alike.
+__device__ __forceinline__ constexpr bool halves_alike() {
+  for (int nb = 1; nb < NB; nb++)
+    if (pixel_row_of(NB + nb) - pixel_row_of(NB) != pixel_row_of(nb) - pixel_row_of(0)) return false;
+  return true;
+}
+__device__ __forceinline__ int rows_to(int nb, int first) {
+  constexpr bool alike = halves_alike();
+  return alike ? pixel_row_of(nb) - pixel_row_of(0) : pixel_row_of(first + nb) - pixel_row_of(first);
+}
+
+__device__ __forceinline__ Columns pixels_of(u32 tile, int first) {
+  u32 start = (tile + pixel_row_of(first) * ROW_BYTES) >> 4 | 1u << 16;
+  return {__shfl_sync(0xffffffffu, start, 0), first};  // so that ptxas counts in uniform registers
+}
+
+// acc[64 x 64 NB] += fragment x pixels; `shift` is the tap's, in pixel rows, `part` the pixels' part. FRESH: = instead of +=.
+template <bool FRESH>
+__device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4], const Columns& pixels, int shift,
+    int k_step, int part, int lane) {
+  const u64 upper = ((u64)(GROUP_ROWS * ROW_BYTES >> 4) << 32) | ((u64)(3) << 62);
 #pragma unroll
   for (int nb = 0; nb < NB; nb += SUBTILES_OF_WGMMA) {
-    u32 start = tile + (subtile_row[nb] + shift) * ROW_BYTES + k_step * 32;
-    u64 b = upper | ((start & 0x3ffff) >> 4);
+    u64 b = upper | (pixels.start + shift * (ROW_BYTES / 16)
+        + (rows_to(nb, pixels.first) * ROW_BYTES + k_step * 32 + part * PART_BYTES) / 16);
     asm volatile(WGMMA_64("m64n64k8.f32.tf32.tf32", "1, 1, 1") : ACCUMULATORS_64(acc[nb]) : "r"(a[0]), "r"(a[1]),
         "r"(a[2]), "r"(a[3]), "l"(b));
   }
 }
 
-// Steps without a loop around them: fragments take FRAGMENT_SETS sets of registers in turn, so that the next one is loaded while
-// the tensor cores have the steps of the others queued. (measured: in a loop over taps ptxas cannot see that a set is
-// free again and serialises every wgmma,
-// C7513: kb57's multiplications took 2.9 ms instead of 1.6. So the pipeline drains once per stretch of code.)
-__device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[4], Fragments& weights, u32 tile,
-    const int (&subtile_row)[NB], int shift, int k_step, int part, bool last, int lane) {
-  weights.take(a, lane);
+// Step i of a stretch of `steps`. Fragments take three sets of registers in turn: one is multiplied by, the one before may still
+// be, the next one is loaded. (measured: in a loop over taps ptxas cannot see that a set is free again and serialises every wgmma,
+// C7513: kb57's multiplications took 2.9 ms instead of 1.6. So the pipeline drains once per stretch.)
+__device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[FRAGMENT_SETS][4], Fragments& weights,
+    const Columns& pixels, int shift, int i, int steps, int lane) {
+  int k_step = i / PARTS % K_STEPS;
   wgmma_fence();
-  multiply(acc, a, tile, subtile_row, shift, k_step, lane);
+  multiply<false>(acc, a[i % FRAGMENT_SETS], pixels, shift, k_step, 0, lane);
   wgmma_commit();
-  if (last) wgmma_wait<0>();
-  else wgmma_wait<FRAGMENT_SETS - 1>();                // the oldest set is free again
+  u32 done = weights.in_hand;
+  if (i + 1 < steps) {
+    weights.load(a[(i + 1) % FRAGMENT_SETS], i + 1);
+    wgmma_wait<1>();
+  } else {
+    wgmma_wait<0>();
+  }
+  if (i + 1 == steps || (i + 1) % W_STAGE == 0) {
+    __syncwarp();
+    if (lane == 0) barrier_arrive(done);
+  }
 }
 
-constexpr int STEPS_PER_TAP = K_STEPS * PARTS;
-template <int COUNT>
-__device__ __forceinline__ void multiply_some(float (&acc)[NB][32], Fragments& weights, u32 tile,
-    const int (&subtile_row)[NB], int entry, int lane) {
-  u32 a[FRAGMENT_SETS][4];
-#pragma unroll
-  for (int i = 0; i < COUNT * STEPS_PER_TAP; i++)
-    step(acc, a[i % FRAGMENT_SETS], weights, tile, subtile_row, TAP_ROW[entry + i / STEPS_PER_TAP], i / PARTS % K_STEPS,
-        i % PARTS, i + 1 == COUNT * STEPS_PER_TAP, lane);
+// few steps: all blocks of a chunk are one stretch, for each variant its own
+__device__ constexpr int entry_at(int i) {
+  constexpr int entry[] = {0,0,0,0,0,0,0,27};
+  return entry[i];
+}
+__device__ constexpr int row_at(int i) {
+  constexpr int row[] = {
+      0, 1, 2, 26, 27, 28, 52, 53, 54, 260, 261, 262, 286, 287, 288, 312, 313, 314, 520, 521, 522, 546, 547, 548, 572,
+      573, 574
+  };
+  return row[i];
+}
+__device__ constexpr int block_of(int variant, int entry) {
+  int b = 0;
+  while (entry >= entry_at(variant * (MB + 1) + b + 1)) b++;
+  return b;
 }
 
-template <int FIRST>
-__device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB][32], Fragments& weights, u32 tile,
-    const int (&subtile_row)[NB], int lane) {
-#pragma unroll
-  for (int b = 0; b < MB; b++) {
-    int e = ENTRY[variant * (MB + 1) + b], last = ENTRY[variant * (MB + 1) + b + 1];
-#pragma unroll 1
-    for (; e + TAPS_UNROLLED <= last; e += TAPS_UNROLLED) {
-      multiply_some<TAPS_UNROLLED>(acc[b], weights, tile, subtile_row, e, lane);
-    }
+template <int VARIANT, int STEP>
+__device__ __forceinline__ void multiply_from(float (&acc)[MB][NB][32], u32 (&a)[FRAGMENT_SETS][4], Fragments& weights,
+    const Columns& pixels, int lane) {
+  constexpr int first = entry_at(VARIANT * (MB + 1)),
+      steps = (entry_at(VARIANT * (MB + 1) + MB) - first) * STEPS_PER_TAP;
+  if constexpr (STEP < steps) {
+    constexpr int entry = first + STEP / STEPS_PER_TAP, block = block_of(VARIANT, entry);
+    step(acc[block], a, weights, pixels, row_at(entry), STEP, steps, lane);
+    multiply_from<VARIANT, STEP + 1>(acc, a, weights, pixels, lane);
+  } else {
+    weights.end_stretch(steps);
+  }
+}
+
+template <int VARIANT>
+__device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB][32], Fragments& weights,
+    const Columns& pixels, int lane) {
+  if (variant == VARIANT) {
+    u32 a[FRAGMENT_SETS][4];
+    weights.load(a[0], 0);
+    multiply_from<VARIANT, 0>(acc, a, weights, pixels, lane);
+  } else if constexpr (VARIANT + 1 < VARIANTS) {
+    multiply_chunk<VARIANT + 1>(variant, acc, weights, pixels, lane);
   }
 }
 
@@ -1808,12 +1966,10 @@ __device__ __forceinline__ void consume(const char* packed, const float* bias, c
   int warp = thread >> 5, lane = thread & 31;
   int first_subtile = wg * NB, offset = thread * 16;
   u32 buffer = buffers + (wg * 4 + warp) * BUFFER_BYTES;
-  int subtile_row[NB];
-#pragma unroll
-  for (int nb = 0; nb < NB; nb++) subtile_row[nb] = pixel_row_of(first_subtile + nb);
   Cursor cursor = {0, 0};
   weights.cursor = {0, 0};
   weights.ring += offset;
+  weights.first = true;
   int turn = 0;
 #pragma unroll 1
   for (int index = blockIdx.x; index < s.tiles; index += gridDim.x, turn++) {
@@ -1827,17 +1983,20 @@ __device__ __forceinline__ void consume(const char* packed, const float* bias, c
 #pragma unroll
         for (int i = 0; i < 32; i++) {
           acc[b][nb][i] = 0.f;
+          // here, not behind a fence of wgmma: ptxas would serialise all (C7519)
+          asm volatile("" : "+f"(acc[b][nb][i]));
         }
     weights.begin(packed, t, offset);
     int variant = __shfl_sync(0xffffffffu, t.variant, 0);  // so that ptxas knows that warps do not part over it
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks; chunk++, cursor.next(STAGES_P)) {
       barrier_wait(full + cursor.stage * 8, cursor.parity);
-      u32 tile = tiles + cursor.stage * STAGE_BYTES;
-      multiply_chunk<0>(variant, acc, weights, tile, subtile_row, lane);
+      weights.begin_chunk(chunk);
+      multiply_chunk<0>(variant, acc, weights, pixels_of(tiles + cursor.stage * STAGE_BYTES, first_subtile), lane);
       __syncwarp();
       if (lane == 0) barrier_arrive(empty + cursor.stage * 8);
     }
+    weights.end();
     epilogue(acc, bias, y, s, t, t.cout_block * WGS_M, first_subtile, buffer, warp, lane);
   }
 }
@@ -1846,7 +2005,7 @@ __device__ __forceinline__ void consume(const char* packed, const float* bias, c
 
 constexpr int TILES_AT = 0;
 constexpr int RING_AT = TILES_AT + STAGES_P * STAGE_BYTES;
-constexpr int SLOTS_AT = RING_AT + STAGES_W * W_STAGE * WGS_M * FRAGMENT;
+constexpr int SLOTS_AT = RING_AT + RING_FRAGMENTS * WGS_M * FRAGMENT;
 constexpr int BUFFERS_AT = SLOTS_AT + STAGES_S * SLOT_BYTES;
 constexpr int BARRIERS_AT = BUFFERS_AT + CONSUMERS * 4 * BUFFER_BYTES;
 constexpr int SLOT_BARRIERS = 0;
@@ -1903,6 +2062,7 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 #undef WGMMA_64
 #undef COLUMN
 #undef FRAGMENTS
+#undef STAGE_FRAGMENTS
 #undef RUN_FIRST
 #undef RUN_NB
 #undef RUN_J
@@ -1910,8 +2070,8 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 }  // namespace forward_unaligned
 
 // =====================================================================================================================
-// Gradient for the input: wgmma tf32, tile 1x2x8x16 (NxDxHxW of q) x 64 rows, chunk of 8 channels, pixels halved,
-// weights ring of 4 x 8 fragments, 220 KB shared.
+// Gradient for the input: wgmma tf32, tile 1x4x8x8 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights ring
+// of 6 x 7 fragments, 222 KB shared.
 // =====================================================================================================================
 
 namespace grad_input {
@@ -1955,23 +2115,23 @@ constexpr int COUT_BLOCKS = 1;  // M-groups that share the output channels of a 
 constexpr int M_GROUPS = 1;  // groups x COUT_BLOCKS x VARIANTS
 constexpr int STAGES_P = 2;  // input tiles in shared memory
 constexpr int STAGES_S = 2;  // staging slots
-constexpr int STAGES_W = 4;  // stages of the weights' ring
-constexpr int W_STAGE = 8;  // fragments of weights in a stage
-constexpr int RUN_GROUPS = 2;  // groups of 8 columns that the epilogue stores together
-constexpr int ROWS_D = 4, ROWS_H = 10;  // input rows of a tile
+constexpr int STAGES_W = 6;  // stages of the weights' ring
+constexpr int W_STAGE = 7;  // fragments of weights in a stage
+constexpr int RING_FRAGMENTS = 42;
+constexpr int RUN_GROUPS = 1;  // groups of 8 columns that the epilogue stores together
+constexpr int ROWS_D = 6, ROWS_H = 10;  // input rows of a tile
 constexpr int ROW_STEP_D = 1, ROW_STEP_H = 1;  // rows of the tile from one q to the next
 constexpr int FIRST_W = -1;
-constexpr int COLUMNS = 35;  // input columns of a tile with its halo
+constexpr int COLUMNS = 19;  // input columns of a tile with its halo
 constexpr int COLUMN_PAD = 0;  // columns by which a box begins early
-constexpr int PLANE = 18;  // columns with one residue modulo IN_STEP_W
+constexpr int PLANE = 10;  // columns with one residue modulo IN_STEP_W
 constexpr int PLANES = 1;  // residues that some tap reads
-constexpr int TAPS_UNROLLED = 9;  // taps in a stretch of code without a drain of the tensor cores
-constexpr int FRAGMENT_SETS = 2;  // sets of registers that weights take in turn
-constexpr int PRODUCER_REGISTERS = 96;  // of a thread
-constexpr int CONSUMER_REGISTERS = 160;  // of a thread
+constexpr int FRAGMENT_SETS = 3;  // sets of registers that weights take in turn
+constexpr int PRODUCER_REGISTERS = 72;  // of a thread
+constexpr int CONSUMER_REGISTERS = 184;  // of a thread
 constexpr int OUT_STEP_D = 1, OUT_STEP_H = 1, OUT_STEP_W = 1;  // outputs from one q to the next
 constexpr int IN_STEP_D = 2, IN_STEP_H = 2, IN_STEP_W = 2;  // inputs from one q to the next
-constexpr int TILE_D = 2, TILE_H = 8, TILE_W = 16;  // positions q of a tile
+constexpr int TILE_D = 4, TILE_H = 8, TILE_W = 8;  // positions q of a tile
 constexpr int TILE_N = 1;  // images of a tile
 
 // PTX in small wrappers, so that a kernel body reads as an algorithm.
@@ -2003,6 +2163,9 @@ template <int ID, int THREADS>
 __device__ __forceinline__ void named_sync() { asm volatile("bar.sync %0, %1;\n" ::"n"(ID), "n"(THREADS) : "memory"); }
 __device__ __forceinline__ void named_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void named_arrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
 }
 
 // --- copies into shared memory ---------------------------------------------------------------------------------------
@@ -2122,22 +2285,16 @@ constexpr int FIRST_CONSUMER = 2;
 constexpr int PRODUCER_WARPS = PRODUCER_THREADS / 32;
 constexpr int THREADS = FIRST_CONSUMER * 128 + CONSUMER_THREADS;
 constexpr int SUBTILES = TILE_N * TILE_D * (TILE_H / SUB_H) * (TILE_W / SUB_W);
-constexpr int NB = SUBTILES / 2;
+constexpr int NB = SUBTILES;
 constexpr int WGS_M = 1;
-constexpr int RELEASES = 2;  // consumers that read a stage
+constexpr int RELEASES = 1;  // consumers that read a stage
 constexpr int W_SUBTILES = TILE_W / SUB_W;
 constexpr int H_SUBTILES = TILE_H / SUB_H;
-
-// [variant, block, tap]: the tap's shift in pixel rows
-__constant__ const short TAP_ROW[] = {
-    0, 1, 2, 18, 19, 20, 36, 37, 38, 180, 181, 182, 198, 199, 200, 216, 217, 218, 360, 361, 362, 378, 379, 380, 396,
-    397, 398
-};
 __constant__ const int ENTRY[] = {0,27};  // [variant][MB + 1]: where a block's taps begin
 __constant__ const short SUB_D[] = {0};  // [variant][SUBS]: output offset of an M-row's sub-position
 __constant__ const short SUB_HH[] = {0};
 __constant__ const short U_W[] = {0};  // [variant]: first W sub-position
-__constant__ const int ROW_D[] = {-1,1,3,5};  // input offset of a tile's rows
+__constant__ const int ROW_D[] = {-1,1,3,5,7,9};  // input offset of a tile's rows
 __constant__ const int ROW_H[] = {-1,1,3,5,7,9,11,13,15,17};
 __constant__ const int RESIDUE[] = {0};  // of a tile's columns, counted from the first, by plane
 
@@ -2436,22 +2593,45 @@ __device__ __forceinline__ const char* fragments_of(const char* packed, const Ti
   return packed + (before + FRAGMENTS(ENTRY[t.variant * (MB + 1)])) * (WGS_M * FRAGMENT);
 }
 
-// One thread: streams every tile's fragments through the ring, W_STAGE of them at a time; RESIDENT: loads them once.
+constexpr int STEPS_PER_TAP = K_STEPS * PARTS;
+// A stretch is a piece of code without a loop: matrix instructions are queued from its beginning to its end. STRAIGHT: all blocks
+// of a chunk; else TAPS_UNROLLED taps of a block, and single ones that are left. A stage of the ring holds W_STAGE fragments of a
+// stretch, its last one what is left, so that the code knows where stages begin. RESIDENT: a chunk is a stage, one
+// behind the other.
+#define STAGE_FRAGMENTS(left) ((left) < W_STAGE ? (left) : W_STAGE)
+
+__device__ __forceinline__ void bring(u32 to, const char* from, u32 bytes, u32 barrier) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::"r"(to),
+      "l"(from), "r"(bytes), "r"(barrier) : "memory");
+}
+
+// One thread: streams every tile's fragments through the ring; RESIDENT: loads them once.
 __device__ __forceinline__ void stream_weights(const char* packed, const Sizes& s, u32 ring, u32 full, u32 empty) {
   Cursor cursor = {0, 1};
 #pragma unroll 1
   for (int index = blockIdx.x; index < s.tiles; index += gridDim.x) {
     Tile t = tile_at(index, s);
     const char* from = fragments_of(packed, t);
-    int count = FRAGMENTS(entries_of(t.variant));
 #pragma unroll 1
-    for (int f = 0; f < count; f += W_STAGE, cursor.next(STAGES_W)) {
-      u32 bytes = (count - f < W_STAGE ? count - f : W_STAGE) * (WGS_M * FRAGMENT), barrier = full + cursor.stage * 8;
-      barrier_wait(empty + cursor.stage * 8, cursor.parity);
-      asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
-      asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n"
-          ::"r"(ring + cursor.stage * (W_STAGE * WGS_M * FRAGMENT)), "l"(from + (long long)f * (WGS_M * FRAGMENT)),
-              "r"(bytes), "r"(barrier) : "memory");
+    for (int chunk = 0; chunk < chunks_of(t.variant); chunk++) {
+#pragma unroll 1
+      for (int b = 0; b < 1; b++) {
+        int left = entries_of(t.variant);
+        left *= STEPS_PER_TAP;
+#pragma unroll 1
+        while (left > 0) {
+          int stretch = left;
+          left -= stretch;
+#pragma unroll 1
+          for (; stretch > 0; stretch -= W_STAGE, cursor.next(STAGES_W)) {
+            u32 bytes = STAGE_FRAGMENTS(stretch) * (WGS_M * FRAGMENT);
+            barrier_wait(empty + cursor.stage * 8, cursor.parity);
+            bring(ring + cursor.stage * (W_STAGE * WGS_M * FRAGMENT), from, bytes, full + cursor.stage * 8);
+            from += bytes;
+          }
+        }
+      }
     }
   }
 }
@@ -2459,35 +2639,37 @@ __device__ __forceinline__ void stream_weights(const char* packed, const Sizes& 
 // The consumers' side. Before sm_90 fragments come straight from global memory (L2).
 struct Fragments {
   u32 ring, full, empty;  // of the ring: this thread's part of its first fragment; barriers
-  Cursor cursor;
-  int left;                                            // fragments left of the stage in hand
-  int coming;                                          // fragments of the tile not yet taken
-  u32 at;
+  Cursor cursor;                                       // the stage to be waited for next
+  u32 at;  // this thread's part of the first fragment of the stage in hand, or of the stretch
+  u32 in_hand;                                         // the barrier that says that the stage in hand is free
+  bool first;                                          // RESIDENT: the first tile waits for the weights
   const char* from;
 
   __device__ __forceinline__ void begin(const char* packed, const Tile& t, int offset) {
-    coming = FRAGMENTS(entries_of(t.variant));
-    left = 0;
   }
-  __device__ __forceinline__ void take(u32 (&a)[4], int lane) {
-    if (left == 0) {
+  __device__ __forceinline__ void begin_chunk(int chunk) {
+  }
+  __device__ __forceinline__ void end() { first = false; }
+  // Fragment i of a stretch; a stage is waited for with its first.
+  __device__ __forceinline__ void load(u32 (&a)[4], int i) {
+    if (i % W_STAGE == 0) {
       barrier_wait(full + cursor.stage * 8, cursor.parity);
       at = ring + cursor.stage * (W_STAGE * WGS_M * FRAGMENT);
-      left = W_STAGE;
-    }
-    load_shared_128(a, at);
-    at += WGS_M * FRAGMENT;
-    left--;
-    coming--;
-    if (left == 0 || coming == 0) {                    // the last stage of a tile may be a partial one
-      __syncwarp();
-      if (lane == 0) barrier_arrive(empty + cursor.stage * 8);
+      in_hand = empty + cursor.stage * 8;
       cursor.next(STAGES_W);
-      left = 0;
     }
+    load_shared_128(a, at + i % W_STAGE * (WGS_M * FRAGMENT));
   }
-  __device__ __forceinline__ void skip(int variant) {
-    for (int n = (FRAGMENTS(entries_of(variant)) + W_STAGE - 1) / W_STAGE; n > 0; n--) cursor.next(STAGES_W);
+  __device__ __forceinline__ void end_stretch(int steps) {
+  }
+  __device__ __forceinline__ void skip(int variant) {  // a tile
+    for (int chunk = 0; chunk < chunks_of(variant); chunk++)
+      for (int b = 0; b < 1; b++) {
+        int left = (entries_of(variant)) * STEPS_PER_TAP;
+        int longest = left, whole = longest ? left / longest : 0;
+        int stages = whole * ((longest + W_STAGE - 1) / W_STAGE);
+        for (; stages > 0; stages--) cursor.next(STAGES_W);
+      }
   }
 };
 
@@ -2511,55 +2693,101 @@ __device__ __forceinline__ constexpr int pixel_row_of(int subtile) {
 constexpr int SUBTILES_OF_WGMMA = 1;  // that a matrix instruction takes
 constexpr int GROUP_ROWS = ROW_STEP_H * PITCH;  // pixel rows from one group of eight columns to the next
 
-// acc[64 x 64 NB] += fragment x pixels; `shift` is the tap's, in pixel rows.
-__device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4], u32 tile,
-    const int (&subtile_row)[NB], int shift, int k_step, int lane) {
-  const u64 upper = ((u64)(GROUP_ROWS * ROW_BYTES >> 4) << 32) | ((u64)(3) << 62) | (1ull << 16);
+// Where a consumer's pixels lie in a tile. `start`: of its first subtile; wgmma: the lower half of its descriptor, the same in all
+// threads; mma.sync: the tile's address.
+struct Columns {
+  u32 start;
+  int first;                                           // its first subtile
+};
+
+// Pixel rows from the consumer's first subtile to another of its: known to the compiler where both halves of a tile are alike.
+__device__ __forceinline__ constexpr bool halves_alike() {
+  return true;
+}
+__device__ __forceinline__ int rows_to(int nb, int first) {
+  constexpr bool alike = halves_alike();
+  return alike ? pixel_row_of(nb) - pixel_row_of(0) : pixel_row_of(first + nb) - pixel_row_of(first);
+}
+
+__device__ __forceinline__ Columns pixels_of(u32 tile, int first) {
+  u32 start = (tile + pixel_row_of(first) * ROW_BYTES) >> 4 | 1u << 16;
+  return {__shfl_sync(0xffffffffu, start, 0), first};  // so that ptxas counts in uniform registers
+}
+
+// acc[64 x 64 NB] += fragment x pixels; `shift` is the tap's, in pixel rows, `part` the pixels' part. FRESH: = instead of +=.
+template <bool FRESH>
+__device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4], const Columns& pixels, int shift,
+    int k_step, int part, int lane) {
+  const u64 upper = ((u64)(GROUP_ROWS * ROW_BYTES >> 4) << 32) | ((u64)(3) << 62);
 #pragma unroll
   for (int nb = 0; nb < NB; nb += SUBTILES_OF_WGMMA) {
-    u32 start = tile + (subtile_row[nb] + shift) * ROW_BYTES + k_step * 32;
-    u64 b = upper | ((start & 0x3ffff) >> 4);
+    u64 b = upper | (pixels.start + shift * (ROW_BYTES / 16)
+        + (rows_to(nb, pixels.first) * ROW_BYTES + k_step * 32 + part * PART_BYTES) / 16);
     asm volatile(WGMMA_64("m64n64k8.f32.tf32.tf32", "1, 1, 1") : ACCUMULATORS_64(acc[nb]) : "r"(a[0]), "r"(a[1]),
         "r"(a[2]), "r"(a[3]), "l"(b));
   }
 }
 
-// Steps without a loop around them: fragments take FRAGMENT_SETS sets of registers in turn, so that the next one is loaded while
-// the tensor cores have the steps of the others queued. (measured: in a loop over taps ptxas cannot see that a set is
-// free again and serialises every wgmma,
-// C7513: kb57's multiplications took 2.9 ms instead of 1.6. So the pipeline drains once per stretch of code.)
-__device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[4], Fragments& weights, u32 tile,
-    const int (&subtile_row)[NB], int shift, int k_step, int part, bool last, int lane) {
-  weights.take(a, lane);
+// Step i of a stretch of `steps`. Fragments take three sets of registers in turn: one is multiplied by, the one before may still
+// be, the next one is loaded. (measured: in a loop over taps ptxas cannot see that a set is free again and serialises every wgmma,
+// C7513: kb57's multiplications took 2.9 ms instead of 1.6. So the pipeline drains once per stretch.)
+__device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[FRAGMENT_SETS][4], Fragments& weights,
+    const Columns& pixels, int shift, int i, int steps, int lane) {
+  int k_step = i / PARTS % K_STEPS;
   wgmma_fence();
-  multiply(acc, a, tile, subtile_row, shift, k_step, lane);
+  multiply<false>(acc, a[i % FRAGMENT_SETS], pixels, shift, k_step, 0, lane);
   wgmma_commit();
-  if (last) wgmma_wait<0>();
-  else wgmma_wait<FRAGMENT_SETS - 1>();                // the oldest set is free again
-}
-
-constexpr int STEPS_PER_TAP = K_STEPS * PARTS;
-template <int COUNT>
-__device__ __forceinline__ void multiply_some(float (&acc)[NB][32], Fragments& weights, u32 tile,
-    const int (&subtile_row)[NB], int entry, int lane) {
-  u32 a[FRAGMENT_SETS][4];
-#pragma unroll
-  for (int i = 0; i < COUNT * STEPS_PER_TAP; i++)
-    step(acc, a[i % FRAGMENT_SETS], weights, tile, subtile_row, TAP_ROW[entry + i / STEPS_PER_TAP], i / PARTS % K_STEPS,
-        i % PARTS, i + 1 == COUNT * STEPS_PER_TAP, lane);
-}
-
-template <int FIRST>
-__device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB][32], Fragments& weights, u32 tile,
-    const int (&subtile_row)[NB], int lane) {
-#pragma unroll
-  for (int b = 0; b < MB; b++) {
-    int e = ENTRY[variant * (MB + 1) + b], last = ENTRY[variant * (MB + 1) + b + 1];
-#pragma unroll 1
-    for (; e + TAPS_UNROLLED <= last; e += TAPS_UNROLLED) {
-      multiply_some<TAPS_UNROLLED>(acc[b], weights, tile, subtile_row, e, lane);
-    }
+  u32 done = weights.in_hand;
+  if (i + 1 < steps) {
+    weights.load(a[(i + 1) % FRAGMENT_SETS], i + 1);
+    wgmma_wait<1>();
+  } else {
+    wgmma_wait<0>();
   }
+  if (i + 1 == steps || (i + 1) % W_STAGE == 0) {
+    __syncwarp();
+    if (lane == 0) barrier_arrive(done);
+  }
+}
+
+// few steps: all blocks of a chunk are one stretch, for each variant its own
+__device__ constexpr int entry_at(int i) {
+  constexpr int entry[] = {0,27};
+  return entry[i];
+}
+__device__ constexpr int row_at(int i) {
+  constexpr int row[] = {
+      0, 1, 2, 10, 11, 12, 20, 21, 22, 100, 101, 102, 110, 111, 112, 120, 121, 122, 200, 201, 202, 210, 211, 212, 220,
+      221, 222
+  };
+  return row[i];
+}
+__device__ constexpr int block_of(int variant, int entry) {
+  int b = 0;
+  while (entry >= entry_at(variant * (MB + 1) + b + 1)) b++;
+  return b;
+}
+
+template <int VARIANT, int STEP>
+__device__ __forceinline__ void multiply_from(float (&acc)[MB][NB][32], u32 (&a)[FRAGMENT_SETS][4], Fragments& weights,
+    const Columns& pixels, int lane) {
+  constexpr int first = entry_at(VARIANT * (MB + 1)),
+      steps = (entry_at(VARIANT * (MB + 1) + MB) - first) * STEPS_PER_TAP;
+  if constexpr (STEP < steps) {
+    constexpr int entry = first + STEP / STEPS_PER_TAP, block = block_of(VARIANT, entry);
+    step(acc[block], a, weights, pixels, row_at(entry), STEP, steps, lane);
+    multiply_from<VARIANT, STEP + 1>(acc, a, weights, pixels, lane);
+  } else {
+    weights.end_stretch(steps);
+  }
+}
+
+template <int VARIANT>
+__device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB][32], Fragments& weights,
+    const Columns& pixels, int lane) {
+  u32 a[FRAGMENT_SETS][4];
+  weights.load(a[0], 0);
+  multiply_from<VARIANT, 0>(acc, a, weights, pixels, lane);
 }
 
 // --- epilogue --------------------------------------------------------------------------------------------------------
@@ -2758,19 +2986,23 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* 
 __device__ __forceinline__ void consume(const char* packed, const float* bias, char* y, const Sizes& s, u32 tiles,
     u32 full, u32 empty, Fragments& weights, u32 buffers, int wg, int thread) {
   int warp = thread >> 5, lane = thread & 31;
-  int first_subtile = wg * NB, offset = thread * 16;
+  int first_subtile = 0, offset = thread * 16;
   u32 buffer = buffers + (wg * 4 + warp) * BUFFER_BYTES;
-  int subtile_row[NB];
-#pragma unroll
-  for (int nb = 0; nb < NB; nb++) subtile_row[nb] = pixel_row_of(first_subtile + nb);
   Cursor cursor = {0, 0};
   weights.cursor = {0, 0};
   weights.ring += offset;
+  weights.first = true;
   int turn = 0;
+  if (wg == 1) named_arrive(2, CONSUMER_THREADS);  // the first turn is warpgroup 0's
 #pragma unroll 1
   for (int index = blockIdx.x; index < s.tiles; index += gridDim.x, turn++) {
     Tile t = tile_at(index, s);
     int chunks = chunks_of(t.variant);
+    if ((turn & 1) != wg) {
+      for (int i = 0; i < chunks; i++) cursor.next(STAGES_P);
+      weights.skip(t.variant);
+      continue;
+    }
     float acc[MB][NB][32];
 #pragma unroll
     for (int b = 0; b < MB; b++)
@@ -2779,17 +3011,22 @@ __device__ __forceinline__ void consume(const char* packed, const float* bias, c
 #pragma unroll
         for (int i = 0; i < 32; i++) {
           acc[b][nb][i] = 0.f;
+          // here, not behind a fence of wgmma: ptxas would serialise all (C7519)
+          asm volatile("" : "+f"(acc[b][nb][i]));
         }
+    named_sync(2 + wg, CONSUMER_THREADS);
     weights.begin(packed, t, offset);
     int variant = __shfl_sync(0xffffffffu, t.variant, 0);  // so that ptxas knows that warps do not part over it
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks; chunk++, cursor.next(STAGES_P)) {
       barrier_wait(full + cursor.stage * 8, cursor.parity);
-      u32 tile = tiles + cursor.stage * STAGE_BYTES;
-      multiply_chunk<0>(variant, acc, weights, tile, subtile_row, lane);
+      weights.begin_chunk(chunk);
+      multiply_chunk<0>(variant, acc, weights, pixels_of(tiles + cursor.stage * STAGE_BYTES, first_subtile), lane);
       __syncwarp();
       if (lane == 0) barrier_arrive(empty + cursor.stage * 8);
     }
+    weights.end();
+    named_arrive(2 + (wg ^ 1), CONSUMER_THREADS);
     epilogue(acc, bias, y, s, t, t.cout_block * WGS_M, first_subtile, buffer, warp, lane);
   }
 }
@@ -2798,7 +3035,7 @@ __device__ __forceinline__ void consume(const char* packed, const float* bias, c
 
 constexpr int TILES_AT = 0;
 constexpr int RING_AT = TILES_AT + STAGES_P * STAGE_BYTES;
-constexpr int SLOTS_AT = RING_AT + STAGES_W * W_STAGE * WGS_M * FRAGMENT;
+constexpr int SLOTS_AT = RING_AT + RING_FRAGMENTS * WGS_M * FRAGMENT;
 constexpr int BUFFERS_AT = SLOTS_AT + STAGES_S * SLOT_BYTES;
 constexpr int BARRIERS_AT = BUFFERS_AT + CONSUMERS * 4 * BUFFER_BYTES;
 constexpr int SLOT_BARRIERS = 0;
@@ -2855,6 +3092,7 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 #undef WGMMA_64
 #undef COLUMN
 #undef FRAGMENTS
+#undef STAGE_FRAGMENTS
 #undef RUN_FIRST
 #undef RUN_NB
 #undef RUN_J
@@ -3861,9 +4099,9 @@ void pack_forward(const at::Tensor& weight, const at::Tensor& packed) {
 void run_forward(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
                  const at::Tensor& out, int64_t blocks, const std::array<int64_t, 11>& sizes) {
   const CUtensorMap map = tensor_map(x, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, {sizes[3], sizes[2], sizes[1], 32, sizes[0]},
-                                     {32, 10, 4, 8, 1}, {1, 1, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_NONE);
+                                     {72, 4, 4, 8, 1}, {1, 1, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_NONE);
   const auto pointers = std::make_tuple(x.data_ptr(), packed.data_ptr(), address(bias), out.data_ptr());
-  launch<forward::gather, 512, 217360>(x, blocks, pointers, sizes, std::make_tuple(map));
+  launch<forward::gather, 512, 219312>(x, blocks, pointers, sizes, std::make_tuple(map));
 }
 
 void pack_forward_unaligned(const at::Tensor& weight, const at::Tensor& packed) {
@@ -3874,7 +4112,7 @@ void pack_forward_unaligned(const at::Tensor& weight, const at::Tensor& packed) 
 void run_forward_unaligned(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
                            const at::Tensor& out, int64_t blocks, const std::array<int64_t, 11>& sizes) {
   const auto pointers = std::make_tuple(x.data_ptr(), packed.data_ptr(), address(bias), out.data_ptr());
-  launch<forward_unaligned::gather, 512, 217328>(x, blocks, pointers, sizes);
+  launch<forward_unaligned::gather, 512, 225536>(x, blocks, pointers, sizes);
 }
 
 void pack_grad_input(const at::Tensor& weight, const at::Tensor& packed) {
@@ -3885,7 +4123,7 @@ void pack_grad_input(const at::Tensor& weight, const at::Tensor& packed) {
 void run_grad_input(const at::Tensor& grad, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
                     const at::Tensor& out, int64_t blocks, const std::array<int64_t, 11>& sizes) {
   const auto pointers = std::make_tuple(grad.data_ptr(), packed.data_ptr(), address(bias), out.data_ptr());
-  launch<grad_input::gather, 512, 225536>(grad, blocks, pointers, sizes);
+  launch<grad_input::gather, 512, 227696>(grad, blocks, pointers, sizes);
 }
 
 void run_grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& partial,
@@ -4053,7 +4291,7 @@ FORWARD = (
     Gather(
         name="forward",
         unit=4,
-        tile=(1, 2, 8, 24),
+        tile=(1, 2, 2, 64),
         steps=(2, 2, 2),
         m_groups=4,
         resident=False,
@@ -4075,7 +4313,7 @@ GRAD_INPUT = (
     Gather(
         name="grad_input",
         unit=1,
-        tile=(1, 2, 8, 16),
+        tile=(1, 4, 8, 8),
         steps=(1, 1, 1),
         m_groups=1,
         resident=False,

@@ -15,12 +15,12 @@ Constraints:
 - Results are bit-equal from run to run. Under torch.autocast the layer wants its own dtype all the same.
 
 Kernels:
-- forward: wgmma tf32, tile 1x1x1x512 (NxDxHxW of q) x 64 rows, chunk of 16 channels, pixels halved, weights
-  resident, 198 KB shared.
-- forward (other widths than multiples of 4): wgmma tf32, tile 1x1x1x512 (NxDxHxW of q) x 64 rows, chunk of 16
-  channels, pixels halved, weights resident, 197 KB shared.
-- gradient for the input: wgmma tf32, tile 2x1x1x192 (NxDxHxW of q) x 64 rows, chunk of 16 channels, pixels halved,
-  weights ring of 2 x 8 fragments, 198 KB shared.
+- forward: wgmma tf32, tile 1x1x1x256 (NxDxHxW of q) x 64 rows, chunk of 32 channels, in turn, weights resident, 223
+  KB shared.
+- forward (other widths than multiples of 4): wgmma tf32, tile 1x1x1x256 (NxDxHxW of q) x 64 rows, chunk of 32
+  channels, in turn, weights resident, 223 KB shared.
+- gradient for the input: wgmma tf32, tile 1x1x1x192 (NxDxHxW of q) x 64 rows, chunk of 32 channels, in turn,
+  weights ring of 4 x 6 fragments, 214 KB shared.
 - gradient for the weight: mma.sync tf32, 32x64 channels x 1x1x3 taps a block, chunks of 1x1x1x128 (NxDxHxW of q), K
   in 528 slices, 167 KB shared.
 - gradient for the weight (other widths than multiples of 4): mma.sync tf32, 32x64 channels x 1x1x3 taps a block,
@@ -70,8 +70,8 @@ CUDA = r"""
 #include <c10/cuda/CUDAStream.h>
 
 // =====================================================================================================================
-// Forward: wgmma tf32, tile 1x1x1x512 (NxDxHxW of q) x 64 rows, chunk of 16 channels, pixels halved, weights resident,
-// 198 KB shared.
+// Forward: wgmma tf32, tile 1x1x1x256 (NxDxHxW of q) x 64 rows, chunk of 32 channels, in turn, weights resident, 223 KB
+// shared.
 // =====================================================================================================================
 
 namespace forward {
@@ -104,7 +104,7 @@ constexpr int COUT = 64;  // channels of what is written
 constexpr int CIN_G = 32;  // channels of a group in what is read
 constexpr int COUT_G = 64;  // channels of a group in what is written
 constexpr int TAPS = 3;  // of the kernel, over all axes
-constexpr int CK = 16;  // channels of a chunk
+constexpr int CK = 32;  // channels of a chunk
 constexpr int SUB_H = 1, SUB_W = 64;  // the 64 positions q that one matrix instruction takes
 constexpr int SUBS = 1;  // (d, h) sub-positions in a block of 64 rows of M
 constexpr int ROWS_PER_SUB = 64;  // output channels of a sub-position in a block
@@ -114,23 +114,24 @@ constexpr int VARIANTS = 1;  // M-groups that differ in their taps
 constexpr int COUT_BLOCKS = 1;  // M-groups that share the output channels of a group
 constexpr int M_GROUPS = 1;  // groups x COUT_BLOCKS x VARIANTS
 constexpr int STAGES_P = 2;  // input tiles in shared memory
-constexpr int STAGES_S = 2;  // staging slots
-constexpr int STAGES_W = 2;  // stages of the weights' ring
-constexpr int W_STAGE = 8;  // fragments of weights in a stage
+constexpr int STAGES_S = 3;  // staging slots
+constexpr int STAGES_W = 1;  // stages of the weights' ring
+constexpr int W_STAGE = 6;  // fragments of weights in a stage
+constexpr int RING_FRAGMENTS = 12;
 constexpr int RUN_GROUPS = 8;  // groups of 8 columns that the epilogue stores together
 constexpr int ROWS_D = 1, ROWS_H = 1;  // input rows of a tile
 constexpr int ROW_STEP_D = 1, ROW_STEP_H = 1;  // rows of the tile from one q to the next
-constexpr int COLUMNS = 514;  // input columns of a tile with its halo
+constexpr int COLUMNS = 258;  // input columns of a tile with its halo
 constexpr int COLUMN_PAD = 3;  // columns by which a box begins early
-constexpr int BOX_UNITS = 44;
-constexpr int PLANE = 514;  // columns with one residue modulo IN_STEP_W
+constexpr int BOX_UNITS = 33;
+constexpr int PLANE = 258;  // columns with one residue modulo IN_STEP_W
 constexpr int PLANES = 1;  // residues that some tap reads
-constexpr int FRAGMENT_SETS = 2;  // sets of registers that weights take in turn
+constexpr int FRAGMENT_SETS = 3;  // sets of registers that weights take in turn
 constexpr int PRODUCER_REGISTERS = 48;  // of a thread
 constexpr int CONSUMER_REGISTERS = 208;  // of a thread
 constexpr int OUT_STEP_D = 1, OUT_STEP_H = 1, OUT_STEP_W = 2;  // outputs from one q to the next
 constexpr int IN_STEP_D = 1, IN_STEP_H = 1, IN_STEP_W = 1;  // inputs from one q to the next
-constexpr int TILE_D = 1, TILE_H = 1, TILE_W = 512;  // positions q of a tile
+constexpr int TILE_D = 1, TILE_H = 1, TILE_W = 256;  // positions q of a tile
 constexpr int TILE_N = 1;  // images of a tile
 
 // PTX in small wrappers, so that a kernel body reads as an algorithm.
@@ -157,6 +158,14 @@ __device__ __forceinline__ bool barrier_done(u32 barrier, u32 parity) {
 }
 __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
   while (!barrier_done(barrier, parity)) {}
+}
+template <int ID, int THREADS>
+__device__ __forceinline__ void named_sync() { asm volatile("bar.sync %0, %1;\n" ::"n"(ID), "n"(THREADS) : "memory"); }
+__device__ __forceinline__ void named_sync(int id, int threads) {
+  asm volatile("bar.sync %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void named_arrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
 }
 
 // --- copies into shared memory ---------------------------------------------------------------------------------------
@@ -268,9 +277,9 @@ constexpr int FIRST_CONSUMER = 2;
 constexpr int PRODUCER_WARPS = PRODUCER_THREADS / 32;
 constexpr int THREADS = FIRST_CONSUMER * 128 + CONSUMER_THREADS;
 constexpr int SUBTILES = TILE_N * TILE_D * (TILE_H / SUB_H) * (TILE_W / SUB_W);
-constexpr int NB = SUBTILES / 2;
+constexpr int NB = SUBTILES;
 constexpr int WGS_M = 1;
-constexpr int RELEASES = 2;  // consumers that read a stage
+constexpr int RELEASES = 1;  // consumers that read a stage
 constexpr int W_SUBTILES = TILE_W / SUB_W;
 constexpr int H_SUBTILES = TILE_H / SUB_H;
 __constant__ const int ENTRY[] = {0,3};  // [variant][MB + 1]: where a block's taps begin
@@ -313,7 +322,7 @@ __device__ __forceinline__ int chunks_of(int variant) { return entries_of(varian
 
 // Byte of the 16-byte unit `unit` of pixel row `p` in a tile.
 __device__ __forceinline__ u32 unit_at(int p, int unit) {
-  int swizzle = (p >> 1) & 3;
+  int swizzle = p & 7;
   return p * ROW_BYTES + ((unit ^ swizzle) << 4);
 }
 
@@ -517,58 +526,57 @@ __device__ __forceinline__ const char* fragments_of(const char* packed, const Ti
   return packed + (before + FRAGMENTS(ENTRY[t.variant * (MB + 1)])) * (WGS_M * FRAGMENT);
 }
 
-// One thread: streams every tile's fragments through the ring, W_STAGE of them at a time; RESIDENT: loads them once.
+constexpr int STEPS_PER_TAP = K_STEPS * PARTS;
+
+__device__ __forceinline__ void bring(u32 to, const char* from, u32 bytes, u32 barrier) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::"r"(to),
+      "l"(from), "r"(bytes), "r"(barrier) : "memory");
+}
+
+// One thread: streams every tile's fragments through the ring; RESIDENT: loads them once.
 __device__ __forceinline__ void stream_weights(const char* packed, const Sizes& s, u32 ring, u32 full, u32 empty) {
-  Cursor cursor = {0, 1};
+  if (blockIdx.x >= s.tiles) return;
+  Tile t = tile_at(blockIdx.x, s);
+  const char* from = fragments_of(packed, t);
+  u32 bytes = entries_of(t.variant) * STEPS_PER_TAP * (WGS_M * FRAGMENT);
+  if (bytes == 0) return;
 #pragma unroll 1
-  for (int index = blockIdx.x; index < s.tiles; index += gridDim.x) {
-    Tile t = tile_at(index, s);
-    const char* from = fragments_of(packed, t);
-    int count = FRAGMENTS(entries_of(t.variant));
-#pragma unroll 1
-    for (int f = 0; f < count; f += W_STAGE, cursor.next(STAGES_W)) {
-      u32 bytes = (count - f < W_STAGE ? count - f : W_STAGE) * (WGS_M * FRAGMENT), barrier = full + cursor.stage * 8;
-      asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
-      asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n"
-          ::"r"(ring + cursor.stage * (W_STAGE * WGS_M * FRAGMENT)), "l"(from + (long long)f * (WGS_M * FRAGMENT)),
-              "r"(bytes), "r"(barrier) : "memory");
-    }
-    return;
-  }
+  for (int chunk = 0; chunk < CHUNKS; chunk++) bring(ring + chunk * bytes, from + (long long)chunk * bytes, bytes,
+      full + chunk * 8);
 }
 
 // The consumers' side. Before sm_90 fragments come straight from global memory (L2).
 struct Fragments {
   u32 ring, full, empty;  // of the ring: this thread's part of its first fragment; barriers
-  Cursor cursor;
-  int left;                                            // fragments left of the stage in hand
-  int coming;                                          // fragments of the tile not yet taken
-  u32 at;
+  Cursor cursor;                                       // the stage to be waited for next
+  u32 at;  // this thread's part of the first fragment of the stage in hand, or of the stretch
+  u32 in_hand;                                         // the barrier that says that the stage in hand is free
+  bool first;                                          // RESIDENT: the first tile waits for the weights
   const char* from;
 
   __device__ __forceinline__ void begin(const char* packed, const Tile& t, int offset) {
-    coming = FRAGMENTS(entries_of(t.variant));
-    left = 0;
-    cursor = {0, 0};                     // stages stay: their barriers have completed phase 0 for good
+    at = ring;
   }
-  __device__ __forceinline__ void take(u32 (&a)[4], int lane) {
-    if (left == 0) {
-      barrier_wait(full + cursor.stage * 8, cursor.parity);
-      at = ring + cursor.stage * (W_STAGE * WGS_M * FRAGMENT);
-      left = W_STAGE;
-    }
-    load_shared_128(a, at);
-    at += WGS_M * FRAGMENT;
-    left--;
-    coming--;
-    if (left == 0 || coming == 0) {                    // the last stage of a tile may be a partial one
-      cursor.next(STAGES_W);
-      cursor.parity = 0;
-      left = 0;
-    }
+  __device__ __forceinline__ void begin_chunk(int chunk) {
+    if (first) barrier_wait(full + chunk * 8, 0);
   }
-  __device__ __forceinline__ void skip(int variant) {
-    for (int n = (FRAGMENTS(entries_of(variant)) + W_STAGE - 1) / W_STAGE; n > 0; n--) cursor.next(STAGES_W);
+  __device__ __forceinline__ void end() { first = false; }
+  // Fragment i of a stretch; a stage is waited for with its first.
+  __device__ __forceinline__ void load(u32 (&a)[4], int i) {
+    load_shared_128(a, at + i * (WGS_M * FRAGMENT));
+  }
+  __device__ __forceinline__ void end_stretch(int steps) {
+    at += steps * (WGS_M * FRAGMENT);
+  }
+  __device__ __forceinline__ void skip(int variant) {  // a tile
+    for (int chunk = 0; chunk < chunks_of(variant); chunk++)
+      for (int b = 0; b < 1; b++) {
+        int left = (entries_of(variant)) * STEPS_PER_TAP;
+        int longest = left, whole = longest ? left / longest : 0;
+        int stages = whole * ((longest + W_STAGE - 1) / W_STAGE);
+        for (; stages > 0; stages--) cursor.next(STAGES_W);
+      }
   }
 };
 
@@ -592,35 +600,59 @@ __device__ __forceinline__ constexpr int pixel_row_of(int subtile) {
 constexpr int SUBTILES_OF_WGMMA = 2;  // that a matrix instruction takes
 constexpr int GROUP_ROWS = 8;  // pixel rows from one group of eight columns to the next
 
-// acc[64 x 64 NB] += fragment x pixels; `shift` is the tap's, in pixel rows.
-__device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4], u32 tile,
-    const int (&subtile_row)[NB], int shift, int k_step, int lane) {
-  const u64 upper = ((u64)(GROUP_ROWS * ROW_BYTES >> 4) << 32) | ((u64)(2) << 62) | (1ull << 16);
+// Where a consumer's pixels lie in a tile. `start`: of its first subtile; wgmma: the lower half of its descriptor, the same in all
+// threads; mma.sync: the tile's address.
+struct Columns {
+  u32 start;
+  int first;                                           // its first subtile
+};
+
+// Pixel rows from the consumer's first subtile to another of its: known to the compiler where both halves of a tile are alike.
+__device__ __forceinline__ constexpr bool halves_alike() {
+  return true;
+}
+__device__ __forceinline__ int rows_to(int nb, int first) {
+  constexpr bool alike = halves_alike();
+  return alike ? pixel_row_of(nb) - pixel_row_of(0) : pixel_row_of(first + nb) - pixel_row_of(first);
+}
+
+__device__ __forceinline__ Columns pixels_of(u32 tile, int first) {
+  u32 start = (tile + pixel_row_of(first) * ROW_BYTES) >> 4 | 1u << 16;
+  return {__shfl_sync(0xffffffffu, start, 0), first};  // so that ptxas counts in uniform registers
+}
+
+// acc[64 x 64 NB] += fragment x pixels; `shift` is the tap's, in pixel rows, `part` the pixels' part. FRESH: = instead of +=.
+template <bool FRESH>
+__device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4], const Columns& pixels, int shift,
+    int k_step, int part, int lane) {
+  const u64 upper = ((u64)(GROUP_ROWS * ROW_BYTES >> 4) << 32) | ((u64)(1) << 62);
 #pragma unroll
   for (int nb = 0; nb < NB; nb += SUBTILES_OF_WGMMA) {
-    u32 start = tile + (subtile_row[nb] + shift) * ROW_BYTES + k_step * 32;
-    u64 b = upper | ((start & 0x3ffff) >> 4);
+    u64 b = upper | (pixels.start + shift * (ROW_BYTES / 16)
+        + (rows_to(nb, pixels.first) * ROW_BYTES + k_step * 32 + part * PART_BYTES) / 16);
 // groups of columns lie evenly over two neighbouring subtiles (measured: kb78 0.79 -> 0.71 ms, unet1 channels_last 0.244 -> 0.227)
     asm volatile(WGMMA_128("m64n128k8.f32.tf32.tf32", "1, 1, 1") : ACCUMULATORS_64(acc[nb]),
         ACCUMULATORS_64(acc[nb + 1]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
   }
 }
 
-// Steps without a loop around them: fragments take FRAGMENT_SETS sets of registers in turn, so that the next one is loaded while
-// the tensor cores have the steps of the others queued. (measured: in a loop over taps ptxas cannot see that a set is
-// free again and serialises every wgmma,
-// C7513: kb57's multiplications took 2.9 ms instead of 1.6. So the pipeline drains once per stretch of code.)
-__device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[4], Fragments& weights, u32 tile,
-    const int (&subtile_row)[NB], int shift, int k_step, int part, bool last, int lane) {
-  weights.take(a, lane);
+// Step i of a stretch of `steps`. Fragments take three sets of registers in turn: one is multiplied by, the one before may still
+// be, the next one is loaded. (measured: in a loop over taps ptxas cannot see that a set is free again and serialises every wgmma,
+// C7513: kb57's multiplications took 2.9 ms instead of 1.6. So the pipeline drains once per stretch.)
+__device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[FRAGMENT_SETS][4], Fragments& weights,
+    const Columns& pixels, int shift, int i, int steps, int lane) {
+  int k_step = i / PARTS % K_STEPS;
   wgmma_fence();
-  multiply(acc, a, tile, subtile_row, shift, k_step, lane);
+  multiply<false>(acc, a[i % FRAGMENT_SETS], pixels, shift, k_step, 0, lane);
   wgmma_commit();
-  if (last) wgmma_wait<0>();
-  else wgmma_wait<FRAGMENT_SETS - 1>();                // the oldest set is free again
+  if (i + 1 < steps) {
+    weights.load(a[(i + 1) % FRAGMENT_SETS], i + 1);
+    wgmma_wait<1>();
+  } else {
+    wgmma_wait<0>();
+  }
 }
 
-constexpr int STEPS_PER_TAP = K_STEPS * PARTS;
 // few steps: all blocks of a chunk are one stretch, for each variant its own
 __device__ constexpr int entry_at(int i) {
   constexpr int entry[] = {0,3};
@@ -638,22 +670,24 @@ __device__ constexpr int block_of(int variant, int entry) {
 
 template <int VARIANT, int STEP>
 __device__ __forceinline__ void multiply_from(float (&acc)[MB][NB][32], u32 (&a)[FRAGMENT_SETS][4], Fragments& weights,
-    u32 tile, const int (&subtile_row)[NB], int lane) {
+    const Columns& pixels, int lane) {
   constexpr int first = entry_at(VARIANT * (MB + 1)),
       steps = (entry_at(VARIANT * (MB + 1) + MB) - first) * STEPS_PER_TAP;
   if constexpr (STEP < steps) {
     constexpr int entry = first + STEP / STEPS_PER_TAP, block = block_of(VARIANT, entry);
-    step(acc[block], a[STEP % FRAGMENT_SETS], weights, tile, subtile_row, row_at(entry), STEP / PARTS % K_STEPS,
-        STEP % PARTS, STEP + 1 == steps, lane);
-    multiply_from<VARIANT, STEP + 1>(acc, a, weights, tile, subtile_row, lane);
+    step(acc[block], a, weights, pixels, row_at(entry), STEP, steps, lane);
+    multiply_from<VARIANT, STEP + 1>(acc, a, weights, pixels, lane);
+  } else {
+    weights.end_stretch(steps);
   }
 }
 
 template <int VARIANT>
-__device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB][32], Fragments& weights, u32 tile,
-    const int (&subtile_row)[NB], int lane) {
+__device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB][32], Fragments& weights,
+    const Columns& pixels, int lane) {
   u32 a[FRAGMENT_SETS][4];
-  multiply_from<VARIANT, 0>(acc, a, weights, tile, subtile_row, lane);
+  weights.load(a[0], 0);
+  multiply_from<VARIANT, 0>(acc, a, weights, pixels, lane);
 }
 
 // --- epilogue --------------------------------------------------------------------------------------------------------
@@ -852,19 +886,22 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* 
 __device__ __forceinline__ void consume(const char* packed, const float* bias, char* y, const Sizes& s, u32 tiles,
     u32 full, u32 empty, Fragments& weights, u32 buffers, int wg, int thread) {
   int warp = thread >> 5, lane = thread & 31;
-  int first_subtile = wg * NB, offset = thread * 16;
+  int first_subtile = 0, offset = thread * 16;
   u32 buffer = buffers + (wg * 4 + warp) * BUFFER_BYTES;
-  int subtile_row[NB];
-#pragma unroll
-  for (int nb = 0; nb < NB; nb++) subtile_row[nb] = pixel_row_of(first_subtile + nb);
   Cursor cursor = {0, 0};
   weights.cursor = {0, 0};
   weights.ring += offset;
+  weights.first = true;
   int turn = 0;
+  if (wg == 1) named_arrive(2, CONSUMER_THREADS);  // the first turn is warpgroup 0's
 #pragma unroll 1
   for (int index = blockIdx.x; index < s.tiles; index += gridDim.x, turn++) {
     Tile t = tile_at(index, s);
     int chunks = chunks_of(t.variant);
+    if ((turn & 1) != wg) {
+      for (int i = 0; i < chunks; i++) cursor.next(STAGES_P);
+      continue;
+    }
     float acc[MB][NB][32];
 #pragma unroll
     for (int b = 0; b < MB; b++)
@@ -873,17 +910,22 @@ __device__ __forceinline__ void consume(const char* packed, const float* bias, c
 #pragma unroll
         for (int i = 0; i < 32; i++) {
           acc[b][nb][i] = 0.f;
+          // here, not behind a fence of wgmma: ptxas would serialise all (C7519)
+          asm volatile("" : "+f"(acc[b][nb][i]));
         }
+    named_sync(2 + wg, CONSUMER_THREADS);
     weights.begin(packed, t, offset);
     int variant = __shfl_sync(0xffffffffu, t.variant, 0);  // so that ptxas knows that warps do not part over it
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks; chunk++, cursor.next(STAGES_P)) {
       barrier_wait(full + cursor.stage * 8, cursor.parity);
-      u32 tile = tiles + cursor.stage * STAGE_BYTES;
-      multiply_chunk<0>(variant, acc, weights, tile, subtile_row, lane);
+      weights.begin_chunk(chunk);
+      multiply_chunk<0>(variant, acc, weights, pixels_of(tiles + cursor.stage * STAGE_BYTES, first_subtile), lane);
       __syncwarp();
       if (lane == 0) barrier_arrive(empty + cursor.stage * 8);
     }
+    weights.end();
+    named_arrive(2 + (wg ^ 1), CONSUMER_THREADS);
     epilogue(acc, bias, y, s, t, t.cout_block * WGS_M, first_subtile, buffer, warp, lane);
   }
 }
@@ -892,7 +934,7 @@ __device__ __forceinline__ void consume(const char* packed, const float* bias, c
 
 constexpr int TILES_AT = 0;
 constexpr int RING_AT = TILES_AT + STAGES_P * STAGE_BYTES;
-constexpr int SLOTS_AT = RING_AT + STAGES_W * W_STAGE * WGS_M * FRAGMENT;
+constexpr int SLOTS_AT = RING_AT + RING_FRAGMENTS * WGS_M * FRAGMENT;
 constexpr int BUFFERS_AT = SLOTS_AT + STAGES_S * SLOT_BYTES;
 constexpr int BARRIERS_AT = BUFFERS_AT + CONSUMERS * 4 * BUFFER_BYTES;
 constexpr int SLOT_BARRIERS = STAGES_S;
@@ -962,8 +1004,8 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 }  // namespace forward
 
 // =====================================================================================================================
-// Forward where rows begin off 16 bytes: wgmma tf32, tile 1x1x1x512 (NxDxHxW of q) x 64 rows, chunk of 16 channels,
-// pixels halved, weights resident, 197 KB shared.
+// Forward where rows begin off 16 bytes: wgmma tf32, tile 1x1x1x256 (NxDxHxW of q) x 64 rows, chunk of 32 channels, in
+// turn, weights resident, 223 KB shared.
 // =====================================================================================================================
 
 namespace forward_unaligned {
@@ -996,7 +1038,7 @@ constexpr int COUT = 64;  // channels of what is written
 constexpr int CIN_G = 32;  // channels of a group in what is read
 constexpr int COUT_G = 64;  // channels of a group in what is written
 constexpr int TAPS = 3;  // of the kernel, over all axes
-constexpr int CK = 16;  // channels of a chunk
+constexpr int CK = 32;  // channels of a chunk
 constexpr int SUB_H = 1, SUB_W = 64;  // the 64 positions q that one matrix instruction takes
 constexpr int SUBS = 1;  // (d, h) sub-positions in a block of 64 rows of M
 constexpr int ROWS_PER_SUB = 64;  // output channels of a sub-position in a block
@@ -1006,23 +1048,24 @@ constexpr int VARIANTS = 1;  // M-groups that differ in their taps
 constexpr int COUT_BLOCKS = 1;  // M-groups that share the output channels of a group
 constexpr int M_GROUPS = 1;  // groups x COUT_BLOCKS x VARIANTS
 constexpr int STAGES_P = 2;  // input tiles in shared memory
-constexpr int STAGES_S = 2;  // staging slots
-constexpr int STAGES_W = 2;  // stages of the weights' ring
-constexpr int W_STAGE = 8;  // fragments of weights in a stage
+constexpr int STAGES_S = 3;  // staging slots
+constexpr int STAGES_W = 1;  // stages of the weights' ring
+constexpr int W_STAGE = 6;  // fragments of weights in a stage
+constexpr int RING_FRAGMENTS = 12;
 constexpr int RUN_GROUPS = 8;  // groups of 8 columns that the epilogue stores together
 constexpr int ROWS_D = 1, ROWS_H = 1;  // input rows of a tile
 constexpr int ROW_STEP_D = 1, ROW_STEP_H = 1;  // rows of the tile from one q to the next
 constexpr int FIRST_W = -1;
-constexpr int COLUMNS = 514;  // input columns of a tile with its halo
+constexpr int COLUMNS = 258;  // input columns of a tile with its halo
 constexpr int COLUMN_PAD = 0;  // columns by which a box begins early
-constexpr int PLANE = 514;  // columns with one residue modulo IN_STEP_W
+constexpr int PLANE = 258;  // columns with one residue modulo IN_STEP_W
 constexpr int PLANES = 1;  // residues that some tap reads
-constexpr int FRAGMENT_SETS = 2;  // sets of registers that weights take in turn
+constexpr int FRAGMENT_SETS = 3;  // sets of registers that weights take in turn
 constexpr int PRODUCER_REGISTERS = 72;  // of a thread
 constexpr int CONSUMER_REGISTERS = 184;  // of a thread
 constexpr int OUT_STEP_D = 1, OUT_STEP_H = 1, OUT_STEP_W = 2;  // outputs from one q to the next
 constexpr int IN_STEP_D = 1, IN_STEP_H = 1, IN_STEP_W = 1;  // inputs from one q to the next
-constexpr int TILE_D = 1, TILE_H = 1, TILE_W = 512;  // positions q of a tile
+constexpr int TILE_D = 1, TILE_H = 1, TILE_W = 256;  // positions q of a tile
 constexpr int TILE_N = 1;  // images of a tile
 
 // PTX in small wrappers, so that a kernel body reads as an algorithm.
@@ -1054,6 +1097,9 @@ template <int ID, int THREADS>
 __device__ __forceinline__ void named_sync() { asm volatile("bar.sync %0, %1;\n" ::"n"(ID), "n"(THREADS) : "memory"); }
 __device__ __forceinline__ void named_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void named_arrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
 }
 
 // --- copies into shared memory ---------------------------------------------------------------------------------------
@@ -1174,9 +1220,9 @@ constexpr int FIRST_CONSUMER = 2;
 constexpr int PRODUCER_WARPS = PRODUCER_THREADS / 32;
 constexpr int THREADS = FIRST_CONSUMER * 128 + CONSUMER_THREADS;
 constexpr int SUBTILES = TILE_N * TILE_D * (TILE_H / SUB_H) * (TILE_W / SUB_W);
-constexpr int NB = SUBTILES / 2;
+constexpr int NB = SUBTILES;
 constexpr int WGS_M = 1;
-constexpr int RELEASES = 2;  // consumers that read a stage
+constexpr int RELEASES = 1;  // consumers that read a stage
 constexpr int W_SUBTILES = TILE_W / SUB_W;
 constexpr int H_SUBTILES = TILE_H / SUB_H;
 __constant__ const int ENTRY[] = {0,3};  // [variant][MB + 1]: where a block's taps begin
@@ -1217,7 +1263,7 @@ __device__ __forceinline__ int chunks_of(int variant) { return entries_of(varian
 
 // Byte of the 16-byte unit `unit` of pixel row `p` in a tile.
 __device__ __forceinline__ u32 unit_at(int p, int unit) {
-  int swizzle = (p >> 1) & 3;
+  int swizzle = p & 7;
   return p * ROW_BYTES + ((unit ^ swizzle) << 4);
 }
 
@@ -1478,58 +1524,57 @@ __device__ __forceinline__ const char* fragments_of(const char* packed, const Ti
   return packed + (before + FRAGMENTS(ENTRY[t.variant * (MB + 1)])) * (WGS_M * FRAGMENT);
 }
 
-// One thread: streams every tile's fragments through the ring, W_STAGE of them at a time; RESIDENT: loads them once.
+constexpr int STEPS_PER_TAP = K_STEPS * PARTS;
+
+__device__ __forceinline__ void bring(u32 to, const char* from, u32 bytes, u32 barrier) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::"r"(to),
+      "l"(from), "r"(bytes), "r"(barrier) : "memory");
+}
+
+// One thread: streams every tile's fragments through the ring; RESIDENT: loads them once.
 __device__ __forceinline__ void stream_weights(const char* packed, const Sizes& s, u32 ring, u32 full, u32 empty) {
-  Cursor cursor = {0, 1};
+  if (blockIdx.x >= s.tiles) return;
+  Tile t = tile_at(blockIdx.x, s);
+  const char* from = fragments_of(packed, t);
+  u32 bytes = entries_of(t.variant) * STEPS_PER_TAP * (WGS_M * FRAGMENT);
+  if (bytes == 0) return;
 #pragma unroll 1
-  for (int index = blockIdx.x; index < s.tiles; index += gridDim.x) {
-    Tile t = tile_at(index, s);
-    const char* from = fragments_of(packed, t);
-    int count = FRAGMENTS(entries_of(t.variant));
-#pragma unroll 1
-    for (int f = 0; f < count; f += W_STAGE, cursor.next(STAGES_W)) {
-      u32 bytes = (count - f < W_STAGE ? count - f : W_STAGE) * (WGS_M * FRAGMENT), barrier = full + cursor.stage * 8;
-      asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
-      asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n"
-          ::"r"(ring + cursor.stage * (W_STAGE * WGS_M * FRAGMENT)), "l"(from + (long long)f * (WGS_M * FRAGMENT)),
-              "r"(bytes), "r"(barrier) : "memory");
-    }
-    return;
-  }
+  for (int chunk = 0; chunk < CHUNKS; chunk++) bring(ring + chunk * bytes, from + (long long)chunk * bytes, bytes,
+      full + chunk * 8);
 }
 
 // The consumers' side. Before sm_90 fragments come straight from global memory (L2).
 struct Fragments {
   u32 ring, full, empty;  // of the ring: this thread's part of its first fragment; barriers
-  Cursor cursor;
-  int left;                                            // fragments left of the stage in hand
-  int coming;                                          // fragments of the tile not yet taken
-  u32 at;
+  Cursor cursor;                                       // the stage to be waited for next
+  u32 at;  // this thread's part of the first fragment of the stage in hand, or of the stretch
+  u32 in_hand;                                         // the barrier that says that the stage in hand is free
+  bool first;                                          // RESIDENT: the first tile waits for the weights
   const char* from;
 
   __device__ __forceinline__ void begin(const char* packed, const Tile& t, int offset) {
-    coming = FRAGMENTS(entries_of(t.variant));
-    left = 0;
-    cursor = {0, 0};                     // stages stay: their barriers have completed phase 0 for good
+    at = ring;
   }
-  __device__ __forceinline__ void take(u32 (&a)[4], int lane) {
-    if (left == 0) {
-      barrier_wait(full + cursor.stage * 8, cursor.parity);
-      at = ring + cursor.stage * (W_STAGE * WGS_M * FRAGMENT);
-      left = W_STAGE;
-    }
-    load_shared_128(a, at);
-    at += WGS_M * FRAGMENT;
-    left--;
-    coming--;
-    if (left == 0 || coming == 0) {                    // the last stage of a tile may be a partial one
-      cursor.next(STAGES_W);
-      cursor.parity = 0;
-      left = 0;
-    }
+  __device__ __forceinline__ void begin_chunk(int chunk) {
+    if (first) barrier_wait(full + chunk * 8, 0);
   }
-  __device__ __forceinline__ void skip(int variant) {
-    for (int n = (FRAGMENTS(entries_of(variant)) + W_STAGE - 1) / W_STAGE; n > 0; n--) cursor.next(STAGES_W);
+  __device__ __forceinline__ void end() { first = false; }
+  // Fragment i of a stretch; a stage is waited for with its first.
+  __device__ __forceinline__ void load(u32 (&a)[4], int i) {
+    load_shared_128(a, at + i * (WGS_M * FRAGMENT));
+  }
+  __device__ __forceinline__ void end_stretch(int steps) {
+    at += steps * (WGS_M * FRAGMENT);
+  }
+  __device__ __forceinline__ void skip(int variant) {  // a tile
+    for (int chunk = 0; chunk < chunks_of(variant); chunk++)
+      for (int b = 0; b < 1; b++) {
+        int left = (entries_of(variant)) * STEPS_PER_TAP;
+        int longest = left, whole = longest ? left / longest : 0;
+        int stages = whole * ((longest + W_STAGE - 1) / W_STAGE);
+        for (; stages > 0; stages--) cursor.next(STAGES_W);
+      }
   }
 };
 
@@ -1553,35 +1598,59 @@ __device__ __forceinline__ constexpr int pixel_row_of(int subtile) {
 constexpr int SUBTILES_OF_WGMMA = 2;  // that a matrix instruction takes
 constexpr int GROUP_ROWS = 8;  // pixel rows from one group of eight columns to the next
 
-// acc[64 x 64 NB] += fragment x pixels; `shift` is the tap's, in pixel rows.
-__device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4], u32 tile,
-    const int (&subtile_row)[NB], int shift, int k_step, int lane) {
-  const u64 upper = ((u64)(GROUP_ROWS * ROW_BYTES >> 4) << 32) | ((u64)(2) << 62) | (1ull << 16);
+// Where a consumer's pixels lie in a tile. `start`: of its first subtile; wgmma: the lower half of its descriptor, the same in all
+// threads; mma.sync: the tile's address.
+struct Columns {
+  u32 start;
+  int first;                                           // its first subtile
+};
+
+// Pixel rows from the consumer's first subtile to another of its: known to the compiler where both halves of a tile are alike.
+__device__ __forceinline__ constexpr bool halves_alike() {
+  return true;
+}
+__device__ __forceinline__ int rows_to(int nb, int first) {
+  constexpr bool alike = halves_alike();
+  return alike ? pixel_row_of(nb) - pixel_row_of(0) : pixel_row_of(first + nb) - pixel_row_of(first);
+}
+
+__device__ __forceinline__ Columns pixels_of(u32 tile, int first) {
+  u32 start = (tile + pixel_row_of(first) * ROW_BYTES) >> 4 | 1u << 16;
+  return {__shfl_sync(0xffffffffu, start, 0), first};  // so that ptxas counts in uniform registers
+}
+
+// acc[64 x 64 NB] += fragment x pixels; `shift` is the tap's, in pixel rows, `part` the pixels' part. FRESH: = instead of +=.
+template <bool FRESH>
+__device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4], const Columns& pixels, int shift,
+    int k_step, int part, int lane) {
+  const u64 upper = ((u64)(GROUP_ROWS * ROW_BYTES >> 4) << 32) | ((u64)(1) << 62);
 #pragma unroll
   for (int nb = 0; nb < NB; nb += SUBTILES_OF_WGMMA) {
-    u32 start = tile + (subtile_row[nb] + shift) * ROW_BYTES + k_step * 32;
-    u64 b = upper | ((start & 0x3ffff) >> 4);
+    u64 b = upper | (pixels.start + shift * (ROW_BYTES / 16)
+        + (rows_to(nb, pixels.first) * ROW_BYTES + k_step * 32 + part * PART_BYTES) / 16);
 // groups of columns lie evenly over two neighbouring subtiles (measured: kb78 0.79 -> 0.71 ms, unet1 channels_last 0.244 -> 0.227)
     asm volatile(WGMMA_128("m64n128k8.f32.tf32.tf32", "1, 1, 1") : ACCUMULATORS_64(acc[nb]),
         ACCUMULATORS_64(acc[nb + 1]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
   }
 }
 
-// Steps without a loop around them: fragments take FRAGMENT_SETS sets of registers in turn, so that the next one is loaded while
-// the tensor cores have the steps of the others queued. (measured: in a loop over taps ptxas cannot see that a set is
-// free again and serialises every wgmma,
-// C7513: kb57's multiplications took 2.9 ms instead of 1.6. So the pipeline drains once per stretch of code.)
-__device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[4], Fragments& weights, u32 tile,
-    const int (&subtile_row)[NB], int shift, int k_step, int part, bool last, int lane) {
-  weights.take(a, lane);
+// Step i of a stretch of `steps`. Fragments take three sets of registers in turn: one is multiplied by, the one before may still
+// be, the next one is loaded. (measured: in a loop over taps ptxas cannot see that a set is free again and serialises every wgmma,
+// C7513: kb57's multiplications took 2.9 ms instead of 1.6. So the pipeline drains once per stretch.)
+__device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[FRAGMENT_SETS][4], Fragments& weights,
+    const Columns& pixels, int shift, int i, int steps, int lane) {
+  int k_step = i / PARTS % K_STEPS;
   wgmma_fence();
-  multiply(acc, a, tile, subtile_row, shift, k_step, lane);
+  multiply<false>(acc, a[i % FRAGMENT_SETS], pixels, shift, k_step, 0, lane);
   wgmma_commit();
-  if (last) wgmma_wait<0>();
-  else wgmma_wait<FRAGMENT_SETS - 1>();                // the oldest set is free again
+  if (i + 1 < steps) {
+    weights.load(a[(i + 1) % FRAGMENT_SETS], i + 1);
+    wgmma_wait<1>();
+  } else {
+    wgmma_wait<0>();
+  }
 }
 
-constexpr int STEPS_PER_TAP = K_STEPS * PARTS;
 // few steps: all blocks of a chunk are one stretch, for each variant its own
 __device__ constexpr int entry_at(int i) {
   constexpr int entry[] = {0,3};
@@ -1599,22 +1668,24 @@ __device__ constexpr int block_of(int variant, int entry) {
 
 template <int VARIANT, int STEP>
 __device__ __forceinline__ void multiply_from(float (&acc)[MB][NB][32], u32 (&a)[FRAGMENT_SETS][4], Fragments& weights,
-    u32 tile, const int (&subtile_row)[NB], int lane) {
+    const Columns& pixels, int lane) {
   constexpr int first = entry_at(VARIANT * (MB + 1)),
       steps = (entry_at(VARIANT * (MB + 1) + MB) - first) * STEPS_PER_TAP;
   if constexpr (STEP < steps) {
     constexpr int entry = first + STEP / STEPS_PER_TAP, block = block_of(VARIANT, entry);
-    step(acc[block], a[STEP % FRAGMENT_SETS], weights, tile, subtile_row, row_at(entry), STEP / PARTS % K_STEPS,
-        STEP % PARTS, STEP + 1 == steps, lane);
-    multiply_from<VARIANT, STEP + 1>(acc, a, weights, tile, subtile_row, lane);
+    step(acc[block], a, weights, pixels, row_at(entry), STEP, steps, lane);
+    multiply_from<VARIANT, STEP + 1>(acc, a, weights, pixels, lane);
+  } else {
+    weights.end_stretch(steps);
   }
 }
 
 template <int VARIANT>
-__device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB][32], Fragments& weights, u32 tile,
-    const int (&subtile_row)[NB], int lane) {
+__device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB][32], Fragments& weights,
+    const Columns& pixels, int lane) {
   u32 a[FRAGMENT_SETS][4];
-  multiply_from<VARIANT, 0>(acc, a, weights, tile, subtile_row, lane);
+  weights.load(a[0], 0);
+  multiply_from<VARIANT, 0>(acc, a, weights, pixels, lane);
 }
 
 // --- epilogue --------------------------------------------------------------------------------------------------------
@@ -1813,19 +1884,22 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* 
 __device__ __forceinline__ void consume(const char* packed, const float* bias, char* y, const Sizes& s, u32 tiles,
     u32 full, u32 empty, Fragments& weights, u32 buffers, int wg, int thread) {
   int warp = thread >> 5, lane = thread & 31;
-  int first_subtile = wg * NB, offset = thread * 16;
+  int first_subtile = 0, offset = thread * 16;
   u32 buffer = buffers + (wg * 4 + warp) * BUFFER_BYTES;
-  int subtile_row[NB];
-#pragma unroll
-  for (int nb = 0; nb < NB; nb++) subtile_row[nb] = pixel_row_of(first_subtile + nb);
   Cursor cursor = {0, 0};
   weights.cursor = {0, 0};
   weights.ring += offset;
+  weights.first = true;
   int turn = 0;
+  if (wg == 1) named_arrive(2, CONSUMER_THREADS);  // the first turn is warpgroup 0's
 #pragma unroll 1
   for (int index = blockIdx.x; index < s.tiles; index += gridDim.x, turn++) {
     Tile t = tile_at(index, s);
     int chunks = chunks_of(t.variant);
+    if ((turn & 1) != wg) {
+      for (int i = 0; i < chunks; i++) cursor.next(STAGES_P);
+      continue;
+    }
     float acc[MB][NB][32];
 #pragma unroll
     for (int b = 0; b < MB; b++)
@@ -1834,17 +1908,22 @@ __device__ __forceinline__ void consume(const char* packed, const float* bias, c
 #pragma unroll
         for (int i = 0; i < 32; i++) {
           acc[b][nb][i] = 0.f;
+          // here, not behind a fence of wgmma: ptxas would serialise all (C7519)
+          asm volatile("" : "+f"(acc[b][nb][i]));
         }
+    named_sync(2 + wg, CONSUMER_THREADS);
     weights.begin(packed, t, offset);
     int variant = __shfl_sync(0xffffffffu, t.variant, 0);  // so that ptxas knows that warps do not part over it
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks; chunk++, cursor.next(STAGES_P)) {
       barrier_wait(full + cursor.stage * 8, cursor.parity);
-      u32 tile = tiles + cursor.stage * STAGE_BYTES;
-      multiply_chunk<0>(variant, acc, weights, tile, subtile_row, lane);
+      weights.begin_chunk(chunk);
+      multiply_chunk<0>(variant, acc, weights, pixels_of(tiles + cursor.stage * STAGE_BYTES, first_subtile), lane);
       __syncwarp();
       if (lane == 0) barrier_arrive(empty + cursor.stage * 8);
     }
+    weights.end();
+    named_arrive(2 + (wg ^ 1), CONSUMER_THREADS);
     epilogue(acc, bias, y, s, t, t.cout_block * WGS_M, first_subtile, buffer, warp, lane);
   }
 }
@@ -1853,7 +1932,7 @@ __device__ __forceinline__ void consume(const char* packed, const float* bias, c
 
 constexpr int TILES_AT = 0;
 constexpr int RING_AT = TILES_AT + STAGES_P * STAGE_BYTES;
-constexpr int SLOTS_AT = RING_AT + STAGES_W * W_STAGE * WGS_M * FRAGMENT;
+constexpr int SLOTS_AT = RING_AT + RING_FRAGMENTS * WGS_M * FRAGMENT;
 constexpr int BUFFERS_AT = SLOTS_AT + STAGES_S * SLOT_BYTES;
 constexpr int BARRIERS_AT = BUFFERS_AT + CONSUMERS * 4 * BUFFER_BYTES;
 constexpr int SLOT_BARRIERS = 0;
@@ -1917,8 +1996,8 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 }  // namespace forward_unaligned
 
 // =====================================================================================================================
-// Gradient for the input: wgmma tf32, tile 2x1x1x192 (NxDxHxW of q) x 64 rows, chunk of 16 channels, pixels halved,
-// weights ring of 2 x 8 fragments, 198 KB shared.
+// Gradient for the input: wgmma tf32, tile 1x1x1x192 (NxDxHxW of q) x 64 rows, chunk of 32 channels, in turn, weights
+// ring of 4 x 6 fragments, 214 KB shared.
 // =====================================================================================================================
 
 namespace grad_input {
@@ -1951,7 +2030,7 @@ constexpr int COUT = 32;  // channels of what is written
 constexpr int CIN_G = 64;  // channels of a group in what is read
 constexpr int COUT_G = 32;  // channels of a group in what is written
 constexpr int TAPS = 3;  // of the kernel, over all axes
-constexpr int CK = 16;  // channels of a chunk
+constexpr int CK = 32;  // channels of a chunk
 constexpr int SUB_H = 1, SUB_W = 64;  // the 64 positions q that one matrix instruction takes
 constexpr int SUBS = 1;  // (d, h) sub-positions in a block of 64 rows of M
 constexpr int ROWS_PER_SUB = 64;  // output channels of a sub-position in a block
@@ -1962,8 +2041,9 @@ constexpr int COUT_BLOCKS = 1;  // M-groups that share the output channels of a 
 constexpr int M_GROUPS = 1;  // groups x COUT_BLOCKS x VARIANTS
 constexpr int STAGES_P = 2;  // input tiles in shared memory
 constexpr int STAGES_S = 2;  // staging slots
-constexpr int STAGES_W = 2;  // stages of the weights' ring
-constexpr int W_STAGE = 8;  // fragments of weights in a stage
+constexpr int STAGES_W = 4;  // stages of the weights' ring
+constexpr int W_STAGE = 6;  // fragments of weights in a stage
+constexpr int RING_FRAGMENTS = 24;
 constexpr int RUN_GROUPS = 8;  // groups of 8 columns that the epilogue stores together
 constexpr int ROWS_D = 1, ROWS_H = 1;  // input rows of a tile
 constexpr int ROW_STEP_D = 1, ROW_STEP_H = 1;  // rows of the tile from one q to the next
@@ -1972,13 +2052,13 @@ constexpr int COLUMNS = 387;  // input columns of a tile with its halo
 constexpr int COLUMN_PAD = 0;  // columns by which a box begins early
 constexpr int PLANE = 194;  // columns with one residue modulo IN_STEP_W
 constexpr int PLANES = 1;  // residues that some tap reads
-constexpr int FRAGMENT_SETS = 2;  // sets of registers that weights take in turn
+constexpr int FRAGMENT_SETS = 3;  // sets of registers that weights take in turn
 constexpr int PRODUCER_REGISTERS = 72;  // of a thread
 constexpr int CONSUMER_REGISTERS = 184;  // of a thread
 constexpr int OUT_STEP_D = 1, OUT_STEP_H = 1, OUT_STEP_W = 1;  // outputs from one q to the next
 constexpr int IN_STEP_D = 1, IN_STEP_H = 1, IN_STEP_W = 2;  // inputs from one q to the next
 constexpr int TILE_D = 1, TILE_H = 1, TILE_W = 192;  // positions q of a tile
-constexpr int TILE_N = 2;  // images of a tile
+constexpr int TILE_N = 1;  // images of a tile
 
 // PTX in small wrappers, so that a kernel body reads as an algorithm.
 typedef unsigned int u32;
@@ -2009,6 +2089,9 @@ template <int ID, int THREADS>
 __device__ __forceinline__ void named_sync() { asm volatile("bar.sync %0, %1;\n" ::"n"(ID), "n"(THREADS) : "memory"); }
 __device__ __forceinline__ void named_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void named_arrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
 }
 
 // --- copies into shared memory ---------------------------------------------------------------------------------------
@@ -2128,9 +2211,9 @@ constexpr int FIRST_CONSUMER = 2;
 constexpr int PRODUCER_WARPS = PRODUCER_THREADS / 32;
 constexpr int THREADS = FIRST_CONSUMER * 128 + CONSUMER_THREADS;
 constexpr int SUBTILES = TILE_N * TILE_D * (TILE_H / SUB_H) * (TILE_W / SUB_W);
-constexpr int NB = SUBTILES / 2;
+constexpr int NB = SUBTILES;
 constexpr int WGS_M = 1;
-constexpr int RELEASES = 2;  // consumers that read a stage
+constexpr int RELEASES = 1;  // consumers that read a stage
 constexpr int W_SUBTILES = TILE_W / SUB_W;
 constexpr int H_SUBTILES = TILE_H / SUB_H;
 __constant__ const int ENTRY[] = {0,3};  // [variant][MB + 1]: where a block's taps begin
@@ -2172,7 +2255,7 @@ __device__ __forceinline__ int chunks_of(int variant) { return entries_of(varian
 
 // Byte of the 16-byte unit `unit` of pixel row `p` in a tile.
 __device__ __forceinline__ u32 unit_at(int p, int unit) {
-  int swizzle = (p >> 1) & 3;
+  int swizzle = p & 7;
   return p * ROW_BYTES + ((unit ^ swizzle) << 4);
 }
 
@@ -2434,22 +2517,45 @@ __device__ __forceinline__ const char* fragments_of(const char* packed, const Ti
   return packed + (before + FRAGMENTS(ENTRY[t.variant * (MB + 1)])) * (WGS_M * FRAGMENT);
 }
 
-// One thread: streams every tile's fragments through the ring, W_STAGE of them at a time; RESIDENT: loads them once.
+constexpr int STEPS_PER_TAP = K_STEPS * PARTS;
+// A stretch is a piece of code without a loop: matrix instructions are queued from its beginning to its end. STRAIGHT: all blocks
+// of a chunk; else TAPS_UNROLLED taps of a block, and single ones that are left. A stage of the ring holds W_STAGE fragments of a
+// stretch, its last one what is left, so that the code knows where stages begin. RESIDENT: a chunk is a stage, one
+// behind the other.
+#define STAGE_FRAGMENTS(left) ((left) < W_STAGE ? (left) : W_STAGE)
+
+__device__ __forceinline__ void bring(u32 to, const char* from, u32 bytes, u32 barrier) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::"r"(to),
+      "l"(from), "r"(bytes), "r"(barrier) : "memory");
+}
+
+// One thread: streams every tile's fragments through the ring; RESIDENT: loads them once.
 __device__ __forceinline__ void stream_weights(const char* packed, const Sizes& s, u32 ring, u32 full, u32 empty) {
   Cursor cursor = {0, 1};
 #pragma unroll 1
   for (int index = blockIdx.x; index < s.tiles; index += gridDim.x) {
     Tile t = tile_at(index, s);
     const char* from = fragments_of(packed, t);
-    int count = FRAGMENTS(entries_of(t.variant));
 #pragma unroll 1
-    for (int f = 0; f < count; f += W_STAGE, cursor.next(STAGES_W)) {
-      u32 bytes = (count - f < W_STAGE ? count - f : W_STAGE) * (WGS_M * FRAGMENT), barrier = full + cursor.stage * 8;
-      barrier_wait(empty + cursor.stage * 8, cursor.parity);
-      asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
-      asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n"
-          ::"r"(ring + cursor.stage * (W_STAGE * WGS_M * FRAGMENT)), "l"(from + (long long)f * (WGS_M * FRAGMENT)),
-              "r"(bytes), "r"(barrier) : "memory");
+    for (int chunk = 0; chunk < chunks_of(t.variant); chunk++) {
+#pragma unroll 1
+      for (int b = 0; b < 1; b++) {
+        int left = entries_of(t.variant);
+        left *= STEPS_PER_TAP;
+#pragma unroll 1
+        while (left > 0) {
+          int stretch = left;
+          left -= stretch;
+#pragma unroll 1
+          for (; stretch > 0; stretch -= W_STAGE, cursor.next(STAGES_W)) {
+            u32 bytes = STAGE_FRAGMENTS(stretch) * (WGS_M * FRAGMENT);
+            barrier_wait(empty + cursor.stage * 8, cursor.parity);
+            bring(ring + cursor.stage * (W_STAGE * WGS_M * FRAGMENT), from, bytes, full + cursor.stage * 8);
+            from += bytes;
+          }
+        }
+      }
     }
   }
 }
@@ -2457,35 +2563,37 @@ __device__ __forceinline__ void stream_weights(const char* packed, const Sizes& 
 // The consumers' side. Before sm_90 fragments come straight from global memory (L2).
 struct Fragments {
   u32 ring, full, empty;  // of the ring: this thread's part of its first fragment; barriers
-  Cursor cursor;
-  int left;                                            // fragments left of the stage in hand
-  int coming;                                          // fragments of the tile not yet taken
-  u32 at;
+  Cursor cursor;                                       // the stage to be waited for next
+  u32 at;  // this thread's part of the first fragment of the stage in hand, or of the stretch
+  u32 in_hand;                                         // the barrier that says that the stage in hand is free
+  bool first;                                          // RESIDENT: the first tile waits for the weights
   const char* from;
 
   __device__ __forceinline__ void begin(const char* packed, const Tile& t, int offset) {
-    coming = FRAGMENTS(entries_of(t.variant));
-    left = 0;
   }
-  __device__ __forceinline__ void take(u32 (&a)[4], int lane) {
-    if (left == 0) {
+  __device__ __forceinline__ void begin_chunk(int chunk) {
+  }
+  __device__ __forceinline__ void end() { first = false; }
+  // Fragment i of a stretch; a stage is waited for with its first.
+  __device__ __forceinline__ void load(u32 (&a)[4], int i) {
+    if (i % W_STAGE == 0) {
       barrier_wait(full + cursor.stage * 8, cursor.parity);
       at = ring + cursor.stage * (W_STAGE * WGS_M * FRAGMENT);
-      left = W_STAGE;
-    }
-    load_shared_128(a, at);
-    at += WGS_M * FRAGMENT;
-    left--;
-    coming--;
-    if (left == 0 || coming == 0) {                    // the last stage of a tile may be a partial one
-      __syncwarp();
-      if (lane == 0) barrier_arrive(empty + cursor.stage * 8);
+      in_hand = empty + cursor.stage * 8;
       cursor.next(STAGES_W);
-      left = 0;
     }
+    load_shared_128(a, at + i % W_STAGE * (WGS_M * FRAGMENT));
   }
-  __device__ __forceinline__ void skip(int variant) {
-    for (int n = (FRAGMENTS(entries_of(variant)) + W_STAGE - 1) / W_STAGE; n > 0; n--) cursor.next(STAGES_W);
+  __device__ __forceinline__ void end_stretch(int steps) {
+  }
+  __device__ __forceinline__ void skip(int variant) {  // a tile
+    for (int chunk = 0; chunk < chunks_of(variant); chunk++)
+      for (int b = 0; b < 1; b++) {
+        int left = (entries_of(variant)) * STEPS_PER_TAP;
+        int longest = left, whole = longest ? left / longest : 0;
+        int stages = whole * ((longest + W_STAGE - 1) / W_STAGE);
+        for (; stages > 0; stages--) cursor.next(STAGES_W);
+      }
   }
 };
 
@@ -2509,34 +2617,63 @@ __device__ __forceinline__ constexpr int pixel_row_of(int subtile) {
 constexpr int SUBTILES_OF_WGMMA = 1;  // that a matrix instruction takes
 constexpr int GROUP_ROWS = 8;  // pixel rows from one group of eight columns to the next
 
-// acc[64 x 64 NB] += fragment x pixels; `shift` is the tap's, in pixel rows.
-__device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4], u32 tile,
-    const int (&subtile_row)[NB], int shift, int k_step, int lane) {
-  const u64 upper = ((u64)(GROUP_ROWS * ROW_BYTES >> 4) << 32) | ((u64)(2) << 62) | (1ull << 16);
+// Where a consumer's pixels lie in a tile. `start`: of its first subtile; wgmma: the lower half of its descriptor, the same in all
+// threads; mma.sync: the tile's address.
+struct Columns {
+  u32 start;
+  int first;                                           // its first subtile
+};
+
+// Pixel rows from the consumer's first subtile to another of its: known to the compiler where both halves of a tile are alike.
+__device__ __forceinline__ constexpr bool halves_alike() {
+  return true;
+}
+__device__ __forceinline__ int rows_to(int nb, int first) {
+  constexpr bool alike = halves_alike();
+  return alike ? pixel_row_of(nb) - pixel_row_of(0) : pixel_row_of(first + nb) - pixel_row_of(first);
+}
+
+__device__ __forceinline__ Columns pixels_of(u32 tile, int first) {
+  u32 start = (tile + pixel_row_of(first) * ROW_BYTES) >> 4 | 1u << 16;
+  return {__shfl_sync(0xffffffffu, start, 0), first};  // so that ptxas counts in uniform registers
+}
+
+// acc[64 x 64 NB] += fragment x pixels; `shift` is the tap's, in pixel rows, `part` the pixels' part. FRESH: = instead of +=.
+template <bool FRESH>
+__device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4], const Columns& pixels, int shift,
+    int k_step, int part, int lane) {
+  const u64 upper = ((u64)(GROUP_ROWS * ROW_BYTES >> 4) << 32) | ((u64)(1) << 62);
 #pragma unroll
   for (int nb = 0; nb < NB; nb += SUBTILES_OF_WGMMA) {
-    u32 start = tile + (subtile_row[nb] + shift) * ROW_BYTES + k_step * 32;
-    u64 b = upper | ((start & 0x3ffff) >> 4);
+    u64 b = upper | (pixels.start + shift * (ROW_BYTES / 16)
+        + (rows_to(nb, pixels.first) * ROW_BYTES + k_step * 32 + part * PART_BYTES) / 16);
     asm volatile(WGMMA_64("m64n64k8.f32.tf32.tf32", "1, 1, 1") : ACCUMULATORS_64(acc[nb]) : "r"(a[0]), "r"(a[1]),
         "r"(a[2]), "r"(a[3]), "l"(b));
   }
 }
 
-// Steps without a loop around them: fragments take FRAGMENT_SETS sets of registers in turn, so that the next one is loaded while
-// the tensor cores have the steps of the others queued. (measured: in a loop over taps ptxas cannot see that a set is
-// free again and serialises every wgmma,
-// C7513: kb57's multiplications took 2.9 ms instead of 1.6. So the pipeline drains once per stretch of code.)
-__device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[4], Fragments& weights, u32 tile,
-    const int (&subtile_row)[NB], int shift, int k_step, int part, bool last, int lane) {
-  weights.take(a, lane);
+// Step i of a stretch of `steps`. Fragments take three sets of registers in turn: one is multiplied by, the one before may still
+// be, the next one is loaded. (measured: in a loop over taps ptxas cannot see that a set is free again and serialises every wgmma,
+// C7513: kb57's multiplications took 2.9 ms instead of 1.6. So the pipeline drains once per stretch.)
+__device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[FRAGMENT_SETS][4], Fragments& weights,
+    const Columns& pixels, int shift, int i, int steps, int lane) {
+  int k_step = i / PARTS % K_STEPS;
   wgmma_fence();
-  multiply(acc, a, tile, subtile_row, shift, k_step, lane);
+  multiply<false>(acc, a[i % FRAGMENT_SETS], pixels, shift, k_step, 0, lane);
   wgmma_commit();
-  if (last) wgmma_wait<0>();
-  else wgmma_wait<FRAGMENT_SETS - 1>();                // the oldest set is free again
+  u32 done = weights.in_hand;
+  if (i + 1 < steps) {
+    weights.load(a[(i + 1) % FRAGMENT_SETS], i + 1);
+    wgmma_wait<1>();
+  } else {
+    wgmma_wait<0>();
+  }
+  if (i + 1 == steps || (i + 1) % W_STAGE == 0) {
+    __syncwarp();
+    if (lane == 0) barrier_arrive(done);
+  }
 }
 
-constexpr int STEPS_PER_TAP = K_STEPS * PARTS;
 // few steps: all blocks of a chunk are one stretch, for each variant its own
 __device__ constexpr int entry_at(int i) {
   constexpr int entry[] = {0,3};
@@ -2554,22 +2691,24 @@ __device__ constexpr int block_of(int variant, int entry) {
 
 template <int VARIANT, int STEP>
 __device__ __forceinline__ void multiply_from(float (&acc)[MB][NB][32], u32 (&a)[FRAGMENT_SETS][4], Fragments& weights,
-    u32 tile, const int (&subtile_row)[NB], int lane) {
+    const Columns& pixels, int lane) {
   constexpr int first = entry_at(VARIANT * (MB + 1)),
       steps = (entry_at(VARIANT * (MB + 1) + MB) - first) * STEPS_PER_TAP;
   if constexpr (STEP < steps) {
     constexpr int entry = first + STEP / STEPS_PER_TAP, block = block_of(VARIANT, entry);
-    step(acc[block], a[STEP % FRAGMENT_SETS], weights, tile, subtile_row, row_at(entry), STEP / PARTS % K_STEPS,
-        STEP % PARTS, STEP + 1 == steps, lane);
-    multiply_from<VARIANT, STEP + 1>(acc, a, weights, tile, subtile_row, lane);
+    step(acc[block], a, weights, pixels, row_at(entry), STEP, steps, lane);
+    multiply_from<VARIANT, STEP + 1>(acc, a, weights, pixels, lane);
+  } else {
+    weights.end_stretch(steps);
   }
 }
 
 template <int VARIANT>
-__device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB][32], Fragments& weights, u32 tile,
-    const int (&subtile_row)[NB], int lane) {
+__device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB][32], Fragments& weights,
+    const Columns& pixels, int lane) {
   u32 a[FRAGMENT_SETS][4];
-  multiply_from<VARIANT, 0>(acc, a, weights, tile, subtile_row, lane);
+  weights.load(a[0], 0);
+  multiply_from<VARIANT, 0>(acc, a, weights, pixels, lane);
 }
 
 // --- epilogue --------------------------------------------------------------------------------------------------------
@@ -2768,19 +2907,23 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* 
 __device__ __forceinline__ void consume(const char* packed, const float* bias, char* y, const Sizes& s, u32 tiles,
     u32 full, u32 empty, Fragments& weights, u32 buffers, int wg, int thread) {
   int warp = thread >> 5, lane = thread & 31;
-  int first_subtile = wg * NB, offset = thread * 16;
+  int first_subtile = 0, offset = thread * 16;
   u32 buffer = buffers + (wg * 4 + warp) * BUFFER_BYTES;
-  int subtile_row[NB];
-#pragma unroll
-  for (int nb = 0; nb < NB; nb++) subtile_row[nb] = pixel_row_of(first_subtile + nb);
   Cursor cursor = {0, 0};
   weights.cursor = {0, 0};
   weights.ring += offset;
+  weights.first = true;
   int turn = 0;
+  if (wg == 1) named_arrive(2, CONSUMER_THREADS);  // the first turn is warpgroup 0's
 #pragma unroll 1
   for (int index = blockIdx.x; index < s.tiles; index += gridDim.x, turn++) {
     Tile t = tile_at(index, s);
     int chunks = chunks_of(t.variant);
+    if ((turn & 1) != wg) {
+      for (int i = 0; i < chunks; i++) cursor.next(STAGES_P);
+      weights.skip(t.variant);
+      continue;
+    }
     float acc[MB][NB][32];
 #pragma unroll
     for (int b = 0; b < MB; b++)
@@ -2789,17 +2932,22 @@ __device__ __forceinline__ void consume(const char* packed, const float* bias, c
 #pragma unroll
         for (int i = 0; i < 32; i++) {
           acc[b][nb][i] = 0.f;
+          // here, not behind a fence of wgmma: ptxas would serialise all (C7519)
+          asm volatile("" : "+f"(acc[b][nb][i]));
         }
+    named_sync(2 + wg, CONSUMER_THREADS);
     weights.begin(packed, t, offset);
     int variant = __shfl_sync(0xffffffffu, t.variant, 0);  // so that ptxas knows that warps do not part over it
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks; chunk++, cursor.next(STAGES_P)) {
       barrier_wait(full + cursor.stage * 8, cursor.parity);
-      u32 tile = tiles + cursor.stage * STAGE_BYTES;
-      multiply_chunk<0>(variant, acc, weights, tile, subtile_row, lane);
+      weights.begin_chunk(chunk);
+      multiply_chunk<0>(variant, acc, weights, pixels_of(tiles + cursor.stage * STAGE_BYTES, first_subtile), lane);
       __syncwarp();
       if (lane == 0) barrier_arrive(empty + cursor.stage * 8);
     }
+    weights.end();
+    named_arrive(2 + (wg ^ 1), CONSUMER_THREADS);
     epilogue(acc, bias, y, s, t, t.cout_block * WGS_M, first_subtile, buffer, warp, lane);
   }
 }
@@ -2808,7 +2956,7 @@ __device__ __forceinline__ void consume(const char* packed, const float* bias, c
 
 constexpr int TILES_AT = 0;
 constexpr int RING_AT = TILES_AT + STAGES_P * STAGE_BYTES;
-constexpr int SLOTS_AT = RING_AT + STAGES_W * W_STAGE * WGS_M * FRAGMENT;
+constexpr int SLOTS_AT = RING_AT + RING_FRAGMENTS * WGS_M * FRAGMENT;
 constexpr int BUFFERS_AT = SLOTS_AT + STAGES_S * SLOT_BYTES;
 constexpr int BARRIERS_AT = BUFFERS_AT + CONSUMERS * 4 * BUFFER_BYTES;
 constexpr int SLOT_BARRIERS = 0;
@@ -2865,6 +3013,7 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 #undef WGMMA_64
 #undef COLUMN
 #undef FRAGMENTS
+#undef STAGE_FRAGMENTS
 #undef RUN_FIRST
 #undef RUN_NB
 #undef RUN_J
@@ -3870,9 +4019,9 @@ void pack_forward(const at::Tensor& weight, const at::Tensor& packed) {
 void run_forward(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
                  const at::Tensor& out, int64_t blocks, const std::array<int64_t, 11>& sizes) {
   const CUtensorMap map = tensor_map(x, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, {sizes[3], sizes[2], sizes[1], 32, sizes[0]},
-                                     {176, 1, 1, 16, 1}, {1, 1, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_NONE);
+                                     {132, 1, 1, 32, 1}, {1, 1, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_NONE);
   const auto pointers = std::make_tuple(x.data_ptr(), packed.data_ptr(), address(bias), out.data_ptr());
-  launch<forward::gather, 512, 202852>(x, blocks, pointers, sizes, std::make_tuple(map));
+  launch<forward::gather, 512, 228452>(x, blocks, pointers, sizes, std::make_tuple(map));
 }
 
 void pack_forward_unaligned(const at::Tensor& weight, const at::Tensor& packed) {
@@ -3883,7 +4032,7 @@ void pack_forward_unaligned(const at::Tensor& weight, const at::Tensor& packed) 
 void run_forward_unaligned(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
                            const at::Tensor& out, int64_t blocks, const std::array<int64_t, 11>& sizes) {
   const auto pointers = std::make_tuple(x.data_ptr(), packed.data_ptr(), address(bias), out.data_ptr());
-  launch<forward_unaligned::gather, 512, 201796>(x, blocks, pointers, sizes);
+  launch<forward_unaligned::gather, 512, 228404>(x, blocks, pointers, sizes);
 }
 
 void pack_grad_input(const at::Tensor& weight, const at::Tensor& packed) {
@@ -3894,7 +4043,7 @@ void pack_grad_input(const at::Tensor& weight, const at::Tensor& packed) {
 void run_grad_input(const at::Tensor& grad, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
                     const at::Tensor& out, int64_t blocks, const std::array<int64_t, 11>& sizes) {
   const auto pointers = std::make_tuple(grad.data_ptr(), packed.data_ptr(), address(bias), out.data_ptr());
-  launch<grad_input::gather, 512, 202824>(grad, blocks, pointers, sizes);
+  launch<grad_input::gather, 512, 219236>(grad, blocks, pointers, sizes);
 }
 
 void run_grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& partial,
@@ -4062,7 +4211,7 @@ FORWARD = (
     Gather(
         name="forward",
         unit=4,
-        tile=(1, 1, 1, 512),
+        tile=(1, 1, 1, 256),
         steps=(1, 1, 2),
         m_groups=1,
         resident=True,
@@ -4072,7 +4221,7 @@ FORWARD = (
     Gather(
         name="forward_unaligned",
         unit=1,
-        tile=(1, 1, 1, 512),
+        tile=(1, 1, 1, 256),
         steps=(1, 1, 2),
         m_groups=1,
         resident=True,
@@ -4084,7 +4233,7 @@ GRAD_INPUT = (
     Gather(
         name="grad_input",
         unit=1,
-        tile=(2, 1, 1, 192),
+        tile=(1, 1, 1, 192),
         steps=(1, 1, 1),
         m_groups=1,
         resident=False,

@@ -375,6 +375,7 @@ def check_compiled(tiling: Tiling, source: str, arch: str, most_local: int = 0) 
     assert present == {(precision, tiling.wgmma)}
     if tiling.wgmma:
         assert ("m64n128" in text) == tiling.wide
+        assert jit.compiled_as(source, arch)["serialised"] is None, tiling
     assert tiling.wgmma == (arch == "90a")
     assert ("cp.async.bulk.tensor" in text) == tiling.tensor_map
 

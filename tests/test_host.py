@@ -113,7 +113,8 @@ def ring(tiling: Tiling, folder: Path) -> Path:
     stages = cut(SOURCE, "#define FRAGMENTS(entries)", "#if WGMMA\n__device__ __forceinline__ void bring")
     stream = cut(SOURCE, "// One thread: streams every tile's", "#endif\n\n// The consumers' side")
     side = cut(SOURCE, "// The consumers' side", "// acc[64 x 64 NB] +=")
-    multiply = "template <bool> static void multiply(float (&)[NB][32], const u32 (&)[4], const Columns&, int, int, int, int) {}\n"
+    arguments = "float (&)[NB][32], const u32 (&)[4], const Columns&, int, int, int, int"
+    multiply = f"template <bool> static void multiply({arguments}) {{}}\n"
     steps = cut(SOURCE, "// Step i of a stretch", "// --- epilogue ---")
     (folder / "kernel.h").write_text(
         defined(tiling) + constants + tables + sizes + tile + cursor + stages + stream + side + multiply + steps

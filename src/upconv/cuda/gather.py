@@ -28,24 +28,25 @@ _ACCUMULATORS = 4  # blocks of 64 x 64 that a consumer warpgroup holds: 128 regi
 _MMA_ACCUMULATORS = 2  # without setmaxnreg a thread has 168 registers
 _MAX_TAPS = 2000  # of all phases; the tables lie in constant memory
 
-# --- the model's constants, fitted to 620 timed tilings of the suites on an H200 (mean error 18%; what it chooses takes
-# --- 2% longer than the best of a layer's four to six) ----------------------------------------------------------------
-_STEP_OVERHEAD = 11.7, 10.9  # clocks a step costs beyond its matrix instructions: of 64 columns, of 128 (`Tiling.wide`)
-_DRAIN = 100.0, 57.0  # clocks at the end of a stretch
+# --- the model's constants, fitted to 1,500 timed tilings of the suites on an H200 (mean error 17%; what it chooses
+# --- takes 2% longer than the best of a layer's three to six) --------------------------------------------------------
+_STEP_OVERHEAD = 6.1, 5.9  # clocks a step costs beyond its matrix instructions: of 64 columns, of 128 (`Tiling.wide`)
+_DRAIN = 190.0, 140.0  # clocks at the end of a stretch
 _MMA_SYNC = 0.45  # of wgmma's rate: four warps read the same pixels
 _L2 = 29.0  # bytes a clock and multiprocessor
-_OVERLAP = 0.11  # of the lesser of matrix instructions and L2 that the other does not hide
-_STORE = 20.0  # bytes a clock that the epilogue stores
-_SECTOR = 295.0  # bytes of a run that the unfilled sectors at its ends cost
+_OVERLAP = 0.14  # of the lesser of matrix instructions and L2 that the other does not hide
+_STORE = 15.0, 40.0  # bytes a clock that an epilogue stores; while the other consumer multiplies, at most
+_SECTOR = 213.0  # bytes of a run that the unfilled sectors at its ends cost
 _STORE_SHARE = 0.33  # of the epilogue that nothing hides where both consumers store at once
-_TILE_OVERHEAD = 1200.0  # clocks a tile costs otherwise
-_TURN = 190.0  # clocks from one consumer's turn to the other's
+_LAG = 2.9, 4.2  # clocks that an instruction of the epilogue costs a warp: both consumers store, one
+_TILE_OVERHEAD = 700.0  # clocks a tile costs otherwise
+_TURN = 177.0  # clocks from one consumer's turn to the other's
 _LAUNCH = 3.5e-6  # seconds
-_CHUNK = 192.0  # clocks a chunk costs: the pipeline of matrix instructions drains, the next chunk is waited for
+_CHUNK = 138.0  # clocks a chunk costs: the pipeline of matrix instructions drains, the next chunk is waited for
 _AHEAD = 4500.0  # clocks that the rings should look ahead
-_COPY = 265.0  # clocks for a copy of 16 bytes by each producer, where rows are not aligned
-_PASS = 414.0, 90.0, 86.0  # clocks of the producers' pass: of a chunk, of 32 bytes of a pixel, of float32 and of halves
-_LATENCY = 354.0  # clocks from a request to its use
+_COPY = 275.0  # clocks for a copy of 16 bytes by each producer, where rows are not aligned
+_PASS = 604.0, 93.0, 112.0  # clocks of the producers' pass: of a chunk; of 32 bytes of a pixel, float32, halves
+_LATENCY = 885.0  # clocks from a request to its use
 
 
 @dataclass(frozen=True)
@@ -396,8 +397,8 @@ def _tile_clocks(t: Tiling, alignment: int) -> tuple[float, str]:
         if t.channels_last and not t.aligned_channels:
             turn *= 4
     fragment_time = t.nb * (32 if t.split == 2 else 64) * products / t.parts
-    stores = per_tile_out * _ragged(t, alignment) / _STORE
-    store = max(stores, _epilogue_clocks(t, alignment))
+    stores = per_tile_out * _ragged(t, alignment)
+    store = max(stores / _STORE[0], _epilogue_clocks(t, alignment))
     for v, entries in enumerate(t.variant_entries):
         steps, chunks = t.fragments(v), t.chunks if entries else 0
         matrix = steps * fragment_time
@@ -416,7 +417,7 @@ def _tile_clocks(t: Tiling, alignment: int) -> tuple[float, str]:
         for name, value in zip(clocks, (matrix, l2, chunks * turn, store)):
             clocks[name] += value
         if t.split == 2:  # one stores while the other multiplies
-            total += max(body + _TURN, stores, (body + store + _TILE_OVERHEAD) / 2)
+            total += max(body + _TURN, stores / _STORE[1], (body + store + _TILE_OVERHEAD) / 2)
         else:
             total += body + _STORE_SHARE * store + _TILE_OVERHEAD
     return total / len(t.variants), max(clocks, key=lambda name: clocks[name])
@@ -450,23 +451,23 @@ def _ragged(t: Tiling, alignment: int) -> float:
 def _epilogue_clocks(t: Tiling, alignment: int) -> float:
     """Clocks that the instructions of a tile's epilogue take: both consumers' warps, two on each scheduler."""
     outputs = t.runs * 8 * t.width_subs
-    lag = 3.3 if t.split == 2 else 2.7  # one consumer alone hides less of each warp's latencies
+    lag = _LAG[t.split == 2]
     if t.channels_last:
-        return lag * (t.nb * 8 / t.runs * t.width_subs) * (t.runs * 6 + t.runs * 8 * 16 / t.vec / 32 * 14 + 140)
+        return lag * (t.nb * 8 / t.runs * t.width_subs) * (t.runs * 6 + t.runs * 8 * 16 / t.vec / 32 * 14 + 136)
     buffer = t.runs * t.width_subs * 2
     if t.width_subs < t.out_steps[2]:
-        stores = -(-outputs // 32) * 8 * 15.0
+        stores = -(-outputs // 32) * 8 * 11.6
     elif alignment >= 16:
-        stores = -(-8 * outputs * t.element // 512) * 17.0
+        stores = -(-8 * outputs * t.element // 512) * 11.5
     elif t.element == 4:  # a lane an output, from the sector that has the run's first
-        stores = 6.5 * ((outputs + 38) // 32) * 8
+        stores = 6.0 * ((outputs + 38) // 32) * 8
     else:  # the sectors of eight rows and then their ends, or short rows in the units at which they begin
         unit = min(2 * t.element, alignment)
         sectors = (outputs * t.element + 63 - unit) // 32
         ends = 8 // unit
-        stores = 13.0 * min(-(-8 * outputs * t.element // unit // 32), -(-sectors // 2) + ends)
+        stores = 12.0 * min(-(-8 * outputs * t.element // unit // 32), -(-sectors // 2) + ends)
         buffer *= 2 * t.element // unit
-    return lag * (t.nb * 8 / t.runs * 2) * (buffer + stores + 140)
+    return lag * (t.nb * 8 / t.runs * 2) * (buffer + stores + 136)
 
 
 def choose(p: Problem, gpu: Gpu, general: bool = False) -> Choice | str:

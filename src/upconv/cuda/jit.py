@@ -207,7 +207,7 @@ def _load_or_compile(source: str, arch: str, label: str, key: str) -> bytes:
         _tell(f"loaded {label} for sm_{arch} (cached)")
         return kept[0]
     start = time.perf_counter()
-    code = _compile(source, arch, label, key)
+    code, log = _compile(source, arch, label, key)
     seconds = time.perf_counter() - start
     _tell(f"compiled {label} for sm_{arch} in {seconds:.1f} s")
     meta = {
@@ -217,6 +217,7 @@ def _load_or_compile(source: str, arch: str, label: str, key: str) -> bytes:
         "nvrtc": _nvrtc_version(),
         "flags": list(_FLAGS),
         "seconds": round(seconds, 3),
+        "serialised": serialised(log),
     }
     cache.write(key, code, source, meta)
     return code
@@ -227,10 +228,22 @@ def ptx(source: str, arch: str, label: str = "") -> str:
     reason = unavailable()
     if reason:
         raise RuntimeError(reason)
-    return _compile(source, arch, label or "kernel", _key(source, arch), ptx=True).rstrip(b"\0").decode()
+    return _compile(source, arch, label or "kernel", _key(source, arch), ptx=True)[0].rstrip(b"\0").decode()
 
 
-def _compile(source: str, arch: str, label: str, key: str, ptx: bool = False) -> bytes:
+def serialised(log: str) -> str | None:
+    """Of NVRTC's log the line where ptxas says that it makes each wgmma wait for the one before; None without one."""
+    return next((line.strip() for line in log.splitlines() if "instructions are serialized" in line), None)
+
+
+def compiled_as(source: str, arch: str) -> dict[str, Any]:
+    """What the disk cache knows of a compiled source (see ``_load_or_compile``); empty where it is not there."""
+    kept = cache.read(_key(source, arch), arch)
+    return kept[1] if kept else {}
+
+
+def _compile(source: str, arch: str, label: str, key: str, ptx: bool = False) -> tuple[bytes, str]:
+    """The code and NVRTC's log."""
     nvrtc = _nvrtc()
     target = f"compute_{arch}" if ptx else f"sm_{arch}"
     flags = [f"--gpu-architecture={target}", *_FLAGS, *(f"-I{folder}" for folder in _include_folders())]
@@ -248,7 +261,7 @@ def _compile(source: str, arch: str, label: str, key: str, ptx: bool = False) ->
                 nvrtc.nvrtcGetCUBIN,
             )
         )
-        return _read(size_of, get, program)
+        return _read(size_of, get, program), _text(nvrtc, program)
     finally:
         nvrtc.nvrtcDestroyProgram(program)
 
