@@ -75,7 +75,9 @@ def cut(t: Tiling) -> str:
 
 def constants() -> str:
     """The constants of the gather family's model as its module has them. Errors: ValueError where it has none."""
-    found = re.search(r"^# --- the model's constants.*\n((?:_[A-Z].*\n)+)", inspect.getsource(gather), re.MULTILINE)
+    found = re.search(
+        r"^# --- the model's constants.*\n(?:#.*\n)*((?:_[A-Z].*\n)+)", inspect.getsource(gather), re.MULTILINE
+    )
     if found is None:
         raise ValueError("upconv/cuda/gather.py must have the model's constants under a heading of that name")
     return f"```python\n{found[1]}```"

@@ -98,7 +98,6 @@ namespace forward {
 
 constexpr int ELEMENT = 4;  // bytes of an element
 constexpr int PARTS = 2;  // TF32 parts of an operand: 2 for IEEE float32, in three products
-constexpr int WGMMA = 1;
 constexpr int FIRST_D = 0, FIRST_H = -1, FIRST_W = -1;  // where a tile's halo begins, relative to IN_STEP q
 constexpr int COUT = 32;  // channels of what is written
 constexpr int CIN_G = 8;  // channels of a group in what is read
@@ -684,7 +683,7 @@ __device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[FRAGMENT_SET
     const Columns& pixels, int shift, int i, int steps, int lane) {
   int k_step = i / PARTS % K_STEPS, part = i % PARTS;
   wgmma_fence();
-  if (i == 0) multiply<WGMMA>(acc, a[i % FRAGMENT_SETS], pixels, shift, k_step, 1, lane);
+  if (i == 0) multiply<true>(acc, a[i % FRAGMENT_SETS], pixels, shift, k_step, 1, lane);
   else if (part == 0) multiply<false>(acc, a[i % FRAGMENT_SETS], pixels, shift, k_step, 1, lane);
   multiply<false>(acc, a[i % FRAGMENT_SETS], pixels, shift, k_step, 0, lane);
   wgmma_commit();
@@ -1077,7 +1076,6 @@ namespace forward_unaligned {
 
 constexpr int ELEMENT = 4;  // bytes of an element
 constexpr int PARTS = 2;  // TF32 parts of an operand: 2 for IEEE float32, in three products
-constexpr int WGMMA = 1;
 constexpr int CIN = 32;  // channels of what is read
 constexpr int COUT = 32;  // channels of what is written
 constexpr int CIN_G = 8;  // channels of a group in what is read
@@ -1732,7 +1730,7 @@ __device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[FRAGMENT_SET
     const Columns& pixels, int shift, int i, int steps, int lane) {
   int k_step = i / PARTS % K_STEPS, part = i % PARTS;
   wgmma_fence();
-  if (i == 0) multiply<WGMMA>(acc, a[i % FRAGMENT_SETS], pixels, shift, k_step, 1, lane);
+  if (i == 0) multiply<true>(acc, a[i % FRAGMENT_SETS], pixels, shift, k_step, 1, lane);
   else if (part == 0) multiply<false>(acc, a[i % FRAGMENT_SETS], pixels, shift, k_step, 1, lane);
   multiply<false>(acc, a[i % FRAGMENT_SETS], pixels, shift, k_step, 0, lane);
   wgmma_commit();

@@ -464,7 +464,6 @@ namespace grad_input {
 
 constexpr int ELEMENT = 4;  // bytes of an element
 constexpr int PARTS = 2;  // TF32 parts of an operand: 2 for IEEE float32, in three products
-constexpr int WGMMA = 1;
 constexpr int CIN = 64;  // channels of what is read
 constexpr int COUT = 32;  // channels of what is written
 constexpr int CIN_G = 16;  // channels of a group in what is read
@@ -1116,7 +1115,7 @@ __device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[FRAGMENT_SET
     const Columns& pixels, int shift, int i, int steps, int lane) {
   int k_step = i / PARTS % K_STEPS, part = i % PARTS;
   wgmma_fence();
-  if (i == 0) multiply<WGMMA>(acc, a[i % FRAGMENT_SETS], pixels, shift, k_step, 1, lane);
+  if (i == 0) multiply<true>(acc, a[i % FRAGMENT_SETS], pixels, shift, k_step, 1, lane);
   else if (part == 0) multiply<false>(acc, a[i % FRAGMENT_SETS], pixels, shift, k_step, 1, lane);
   multiply<false>(acc, a[i % FRAGMENT_SETS], pixels, shift, k_step, 0, lane);
   wgmma_commit();

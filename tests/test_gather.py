@@ -426,14 +426,9 @@ def kernel_case(index: int) -> tuple[Tiling, Gpu]:
     return tiling.checked(gpu.shared_bytes), gpu
 
 
-# Where threads copy NCHW rows, producers have 72 registers and consumers 184: with 128 of these for accumulators, and
-# output channels that are no multiple of 16, the epilogue spills 160 to 270 bytes.
-RAGGED_CHANNELS = (pytest.mark.xfail(strict=True, reason="the epilogue of ragged channels spills at 184 registers"),)
-
-
 @needs_nvrtc
 @pytest.mark.slow
-@pytest.mark.parametrize("index", [pytest.param(i, marks=RAGGED_CHANNELS * (i in (8, 12))) for i in range(16)])
+@pytest.mark.parametrize("index", range(16))
 def test_kernels_compile_without_spills(index: int) -> None:
     tiling, gpu = kernel_case(index)
     check_compiled(tiling, jit.source("gather.cu", tiling.macros()), gpu.arch)

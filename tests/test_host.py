@@ -62,7 +62,7 @@ def epilogue(tiling: Tiling, folder: Path) -> Path:
     tables = cut(source, "__constant__ const short SUB_D[]", "__constant__ const int ROW_D[]")
     structs = cut(source, "struct Sizes {", "struct alignas(64) TensorMap")
     tile = cut(source, "struct Tile {", "__device__ __forceinline__ Tile tile_at")
-    constants = cut(source, "#define WORDS 4", "__constant__ const short TAP_ROW[]")
+    constants = cut(source, "#define WORDS 4", "__constant__ const int TAP_ROW[]")
     (folder / "kernel.h").write_text(macros + constants + tables + types + structs + tile)
     places = cut(source, "struct Place {", "#define GROUP_ROWS")
     epilogue = cut(source, "#define RUN (RUN_GROUPS * 8)", "__device__ __forceinline__ void consume")
@@ -72,7 +72,7 @@ def epilogue(tiling: Tiling, folder: Path) -> Path:
 
 def turn(tiling: Tiling, folder: Path) -> Path:
     """A program that runs a tiling's pass from a slot of the tensor copy engine to rows of channels."""
-    constants = cut(SOURCE, "#define WORDS 4", "__constant__ const short TAP_ROW[]")
+    constants = cut(SOURCE, "#define WORDS 4", "__constant__ const int TAP_ROW[]")
     types = cut(
         SOURCE, "#if PRECISION == 0 || PRECISION == 1", "#if ELEMENT == 2\n__device__ __forceinline__ u32 pack_pair"
     )

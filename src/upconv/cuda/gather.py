@@ -313,7 +313,7 @@ def _subs(p: Problem, cout_g: int, steps: tuple[int, ...]) -> Iterator[tuple[int
 
 
 def _w_subs(stride: int) -> tuple[int, ...]:
-    return tuple(n for n in (stride, 4, 2, 1) if stride % n == 0 and n <= stride) if stride > 1 else (1,)
+    return tuple(dict.fromkeys(n for n in (stride, 4, 2, 1) if stride % n == 0 and n <= stride)) if stride > 1 else (1,)
 
 
 def _tiles(p: Problem) -> tuple[tuple[tuple[int, int], tuple[int, int, int, int]], ...]:

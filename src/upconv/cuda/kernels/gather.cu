@@ -766,7 +766,7 @@ __device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[FRAGMENT_SET
 #else
   weights.load(a[i % FRAGMENT_SETS], i);
 #endif
-  if (PARTS == 2 && i == 0) multiply<WGMMA>(acc, a[i % FRAGMENT_SETS], pixels, shift, k_step, 1, lane);
+  if (PARTS == 2 && i == 0) multiply<true>(acc, a[i % FRAGMENT_SETS], pixels, shift, k_step, 1, lane);
   else if (PARTS == 2 && part == 0) multiply<false>(acc, a[i % FRAGMENT_SETS], pixels, shift, k_step, 1, lane);
   multiply<false>(acc, a[i % FRAGMENT_SETS], pixels, shift, k_step, 0, lane);
 #if WGMMA
