@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import product
 
 from upconv.problem import Problem
@@ -74,6 +74,7 @@ def whole_source(p: Problem) -> Triple | None:
     return d, h, w
 
 
+@lru_cache(maxsize=1024)
 def gather_axes(p: Problem, unroll: Triple = (1, 1, 1)) -> tuple[Axis, Axis, Axis]:
     """The axes (D, H, W) of a problem's pass, with `unroll` consecutive ``q`` of each axis made sub-positions."""
     lead = 3 - p.rank
@@ -91,6 +92,41 @@ def gather_axes(p: Problem, unroll: Triple = (1, 1, 1)) -> tuple[Axis, Axis, Axi
         subs = tuple(tuple((k, off + axis.in_step * t) for k, off in sub) for t in range(times) for sub in axis.taps)
         full.append(Axis(axis.out_step * times, axis.in_step * times, subs))
     return full[0], full[1], full[2]
+
+
+Entries = tuple[tuple[tuple[tuple[Triple, tuple[int, ...]], ...], ...], ...]
+
+
+@lru_cache(maxsize=1024)  # a layer's hundreds of tilings have a dozen of them (planning took twice as long)
+def _entries(
+    axes: tuple[Axis, Axis, Axis],
+    variants: tuple[tuple[tuple[tuple[int, int], ...], int], ...],
+    blocks_of_w: tuple[int, ...],
+    subs: int,
+    kernel: tuple[int, ...],
+) -> Entries:
+    axis_d, axis_h, axis_w = axes
+    result = []
+    for pairs, first_u in variants:
+        blocks = []
+        for u, block in enumerate(blocks_of_w):
+            if block < 0:
+                continue
+            found: dict[Triple, list[int]] = {}
+            for i, (ud, uh) in enumerate(pairs):
+                for (kd, od), (kh, oh), (kw, ow) in product(axis_d.taps[ud], axis_h.taps[uh], axis_w.taps[first_u + u]):
+                    taps = found.setdefault((od, oh, ow), [-1] * subs)
+                    taps[i] = (kd * kernel[1] + kh) * kernel[2] + kw
+            blocks.append(tuple((offsets, tuple(taps)) for offsets, taps in sorted(found.items())))
+        result.append(tuple(blocks))
+    return tuple(result)
+
+
+@lru_cache(maxsize=1024)
+def _offsets(entries: Entries) -> tuple[tuple[int, ...], ...]:
+    """Of each axis the offsets of all taps, in order."""
+    every = [entry[0] for blocks in entries for block in blocks for entry in block]
+    return tuple(tuple(sorted({offsets[axis] for offsets in every})) or (0,) for axis in range(3))
 
 
 @dataclass(frozen=True)
@@ -234,26 +270,10 @@ class Tiling:
         return max(self.blocks_of_w) + 1
 
     @cached_property
-    def entries(self) -> tuple[tuple[tuple[tuple[Triple, tuple[int, ...]], ...], ...], ...]:
+    def entries(self) -> Entries:
         """[variant][block]: the (offsets, kernel tap of every sub or -1) that the block multiplies, in order."""
         kernel = (1,) * (3 - self.problem.rank) + self.problem.kernel
-        axis_d, axis_h, axis_w = self.axes
-        result = []
-        for pairs, first_u in self.variants:
-            blocks = []
-            for u, block in enumerate(self.blocks_of_w):
-                if block < 0:
-                    continue
-                found: dict[Triple, list[int]] = {}
-                for i, (ud, uh) in enumerate(pairs):
-                    for (kd, od), (kh, oh), (kw, ow) in product(
-                        axis_d.taps[ud], axis_h.taps[uh], axis_w.taps[first_u + u]
-                    ):
-                        taps = found.setdefault((od, oh, ow), [-1] * self.subs)
-                        taps[i] = (kd * kernel[1] + kh) * kernel[2] + kw
-                blocks.append(tuple((offsets, tuple(taps)) for offsets, taps in sorted(found.items())))
-            result.append(tuple(blocks))
-        return tuple(result)
+        return _entries(self.axes, self.variants, self.blocks_of_w, self.subs, kernel)
 
     @property
     def m_groups(self) -> int:
@@ -333,8 +353,9 @@ class Tiling:
         rows = [self.pixel_row_of(i) for i in range(self.subtiles)]
         return all(b - a == apart for a, b in zip(rows[::2], rows[1::2]))
 
-    def _offsets(self, axis: int) -> list[int]:
-        return sorted({entry[0][axis] for blocks in self.entries for block in blocks for entry in block}) or [0]
+    @cached_property
+    def offsets(self) -> tuple[tuple[int, ...], ...]:
+        return _offsets(self.entries)
 
     @cached_property
     def rows(self) -> tuple[tuple[tuple[int, ...], int, dict[int, int]], ...]:
@@ -346,7 +367,7 @@ class Tiling:
         """
         result = []
         for axis in (0, 1):
-            count, step, offsets = self.tile[1 + axis], self.in_steps[axis], self._offsets(axis)
+            count, step, offsets = self.tile[1 + axis], self.in_steps[axis], self.offsets[axis]
             apart = math.gcd(step, *(off - offsets[0] for off in offsets))
             dense = tuple(range(offsets[0], offsets[-1] + (count - 1) * step + 1, apart))
             sparse = tuple(off + i * step for off in offsets for i in range(count))
@@ -358,18 +379,18 @@ class Tiling:
 
     @property
     def first_w(self) -> int:
-        return self._offsets(2)[0]
+        return self.offsets[2][0]
 
     @property
     def columns(self) -> int:
         """Input columns of a tile with its halo."""
-        offsets = self._offsets(2)
+        offsets = self.offsets[2]
         return (self.tile[3] - 1) * self.in_steps[2] + offsets[-1] - offsets[0] + 1
 
     @cached_property
     def residues(self) -> tuple[int, ...]:
         """Residues modulo the input step of the columns that some tap reads, counted from the first column."""
-        return tuple(sorted({(off - self.first_w) % self.in_steps[2] for off in self._offsets(2)}))
+        return tuple(sorted({(off - self.first_w) % self.in_steps[2] for off in self.offsets[2]}))
 
     @property
     def plane(self) -> int:
