@@ -115,9 +115,9 @@ constexpr int COUT_BLOCKS = 1;  // M-groups that share the output channels of a 
 constexpr int M_GROUPS = 1;  // groups x COUT_BLOCKS x VARIANTS
 constexpr int STAGES_P = 2;  // input tiles in shared memory
 constexpr int STAGES_S = 2;  // staging slots
-constexpr int STAGES_W = 6;  // stages of the weights' ring
-constexpr int W_STAGE = 7;  // fragments of weights in a stage
-constexpr int RING_FRAGMENTS = 42;
+constexpr int STAGES_W = 6;  // stages of the weights: of the ring, or chunks
+constexpr int W_STAGE = 7;  // fragments of weights in a stage of the ring, at most
+constexpr int RING_FRAGMENTS = 42;  // fragments of weights in shared memory
 constexpr int RUN_GROUPS = 2;  // groups of 8 columns that the epilogue stores together
 constexpr int ROWS_D = 1, ROWS_H = 18;  // input rows of a tile
 constexpr int ROW_STEP_D = 1, ROW_STEP_H = 1;  // rows of the tile from one q to the next
@@ -1083,9 +1083,9 @@ constexpr int COUT_BLOCKS = 1;  // M-groups that share the output channels of a 
 constexpr int M_GROUPS = 1;  // groups x COUT_BLOCKS x VARIANTS
 constexpr int STAGES_P = 2;  // input tiles in shared memory
 constexpr int STAGES_S = 2;  // staging slots
-constexpr int STAGES_W = 6;  // stages of the weights' ring
-constexpr int W_STAGE = 7;  // fragments of weights in a stage
-constexpr int RING_FRAGMENTS = 42;
+constexpr int STAGES_W = 6;  // stages of the weights: of the ring, or chunks
+constexpr int W_STAGE = 7;  // fragments of weights in a stage of the ring, at most
+constexpr int RING_FRAGMENTS = 42;  // fragments of weights in shared memory
 constexpr int RUN_GROUPS = 2;  // groups of 8 columns that the epilogue stores together
 constexpr int ROWS_D = 1, ROWS_H = 18;  // input rows of a tile
 constexpr int ROW_STEP_D = 1, ROW_STEP_H = 1;  // rows of the tile from one q to the next
@@ -2110,9 +2110,9 @@ constexpr int COUT_BLOCKS = 1;  // M-groups that share the output channels of a 
 constexpr int M_GROUPS = 1;  // groups x COUT_BLOCKS x VARIANTS
 constexpr int STAGES_P = 2;  // input tiles in shared memory
 constexpr int STAGES_S = 2;  // staging slots
-constexpr int STAGES_W = 3;  // stages of the weights' ring
-constexpr int W_STAGE = 7;  // fragments of weights in a stage
-constexpr int RING_FRAGMENTS = 21;
+constexpr int STAGES_W = 3;  // stages of the weights: of the ring, or chunks
+constexpr int W_STAGE = 7;  // fragments of weights in a stage of the ring, at most
+constexpr int RING_FRAGMENTS = 21;  // fragments of weights in shared memory
 constexpr int RUN_GROUPS = 8;  // groups of 8 columns that the epilogue stores together
 constexpr int ROWS_D = 1, ROWS_H = 6;  // input rows of a tile
 constexpr int ROW_STEP_D = 1, ROW_STEP_H = 1;  // rows of the tile from one q to the next

@@ -114,9 +114,9 @@ constexpr int COUT_BLOCKS = 1;  // M-groups that share the output channels of a 
 constexpr int M_GROUPS = 4;  // groups x COUT_BLOCKS x VARIANTS
 constexpr int STAGES_P = 2;  // input tiles in shared memory
 constexpr int STAGES_S = 2;  // staging slots
-constexpr int STAGES_W = 8;  // stages of the weights' ring
-constexpr int W_STAGE = 6;  // fragments of weights in a stage
-constexpr int RING_FRAGMENTS = 48;
+constexpr int STAGES_W = 8;  // stages of the weights: of the ring, or chunks
+constexpr int W_STAGE = 6;  // fragments of weights in a stage of the ring, at most
+constexpr int RING_FRAGMENTS = 48;  // fragments of weights in shared memory
 constexpr int RUN_GROUPS = 1;  // groups of 8 columns that the epilogue stores together
 constexpr int ROWS_D = 2, ROWS_H = 10;  // input rows of a tile
 constexpr int ROW_STEP_D = 1, ROW_STEP_H = 1;  // rows of the tile from one q to the next
@@ -1092,9 +1092,9 @@ constexpr int COUT_BLOCKS = 1;  // M-groups that share the output channels of a 
 constexpr int M_GROUPS = 4;  // groups x COUT_BLOCKS x VARIANTS
 constexpr int STAGES_P = 2;  // input tiles in shared memory
 constexpr int STAGES_S = 2;  // staging slots
-constexpr int STAGES_W = 7;  // stages of the weights' ring
-constexpr int W_STAGE = 6;  // fragments of weights in a stage
-constexpr int RING_FRAGMENTS = 42;
+constexpr int STAGES_W = 7;  // stages of the weights: of the ring, or chunks
+constexpr int W_STAGE = 6;  // fragments of weights in a stage of the ring, at most
+constexpr int RING_FRAGMENTS = 42;  // fragments of weights in shared memory
 constexpr int RUN_GROUPS = 8;  // groups of 8 columns that the epilogue stores together
 constexpr int ROWS_D = 2, ROWS_H = 4;  // input rows of a tile
 constexpr int ROW_STEP_D = 1, ROW_STEP_H = 1;  // rows of the tile from one q to the next

@@ -115,9 +115,9 @@ constexpr int COUT_BLOCKS = 1;  // M-groups that share the output channels of a 
 constexpr int M_GROUPS = 2;  // groups x COUT_BLOCKS x VARIANTS
 constexpr int STAGES_P = 2;  // input tiles in shared memory
 constexpr int STAGES_S = 2;  // staging slots
-constexpr int STAGES_W = 5;  // stages of the weights' ring
-constexpr int W_STAGE = 8;  // fragments of weights in a stage
-constexpr int RING_FRAGMENTS = 40;
+constexpr int STAGES_W = 5;  // stages of the weights: of the ring, or chunks
+constexpr int W_STAGE = 8;  // fragments of weights in a stage of the ring, at most
+constexpr int RING_FRAGMENTS = 40;  // fragments of weights in shared memory
 constexpr int RUN_GROUPS = 8;  // groups of 8 columns that the epilogue stores together
 constexpr int ROWS_D = 2, ROWS_H = 3;  // input rows of a tile
 constexpr int ROW_STEP_D = 1, ROW_STEP_H = 1;  // rows of the tile from one q to the next
@@ -1090,9 +1090,9 @@ constexpr int COUT_BLOCKS = 1;  // M-groups that share the output channels of a 
 constexpr int M_GROUPS = 2;  // groups x COUT_BLOCKS x VARIANTS
 constexpr int STAGES_P = 2;  // input tiles in shared memory
 constexpr int STAGES_S = 2;  // staging slots
-constexpr int STAGES_W = 5;  // stages of the weights' ring
-constexpr int W_STAGE = 8;  // fragments of weights in a stage
-constexpr int RING_FRAGMENTS = 40;
+constexpr int STAGES_W = 5;  // stages of the weights: of the ring, or chunks
+constexpr int W_STAGE = 8;  // fragments of weights in a stage of the ring, at most
+constexpr int RING_FRAGMENTS = 40;  // fragments of weights in shared memory
 constexpr int RUN_GROUPS = 2;  // groups of 8 columns that the epilogue stores together
 constexpr int ROWS_D = 3, ROWS_H = 9;  // input rows of a tile
 constexpr int ROW_STEP_D = 1, ROW_STEP_H = 1;  // rows of the tile from one q to the next
@@ -2115,9 +2115,9 @@ constexpr int COUT_BLOCKS = 1;  // M-groups that share the output channels of a 
 constexpr int M_GROUPS = 1;  // groups x COUT_BLOCKS x VARIANTS
 constexpr int STAGES_P = 1;  // input tiles in shared memory
 constexpr int STAGES_S = 2;  // staging slots
-constexpr int STAGES_W = 7;  // stages of the weights' ring
-constexpr int W_STAGE = 4;  // fragments of weights in a stage
-constexpr int RING_FRAGMENTS = 28;
+constexpr int STAGES_W = 7;  // stages of the weights: of the ring, or chunks
+constexpr int W_STAGE = 4;  // fragments of weights in a stage of the ring, at most
+constexpr int RING_FRAGMENTS = 28;  // fragments of weights in shared memory
 constexpr int RUN_GROUPS = 1;  // groups of 8 columns that the epilogue stores together
 constexpr int ROWS_D = 5, ROWS_H = 17;  // input rows of a tile
 constexpr int ROW_STEP_D = 2, ROW_STEP_H = 2;  // rows of the tile from one q to the next

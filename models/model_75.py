@@ -480,9 +480,9 @@ constexpr int COUT_BLOCKS = 1;  // M-groups that share the output channels of a 
 constexpr int M_GROUPS = 4;  // groups x COUT_BLOCKS x VARIANTS
 constexpr int STAGES_P = 2;  // input tiles in shared memory
 constexpr int STAGES_S = 2;  // staging slots
-constexpr int STAGES_W = 2;  // stages of the weights' ring
-constexpr int W_STAGE = 8;  // fragments of weights in a stage
-constexpr int RING_FRAGMENTS = 16;
+constexpr int STAGES_W = 2;  // stages of the weights: of the ring, or chunks
+constexpr int W_STAGE = 8;  // fragments of weights in a stage of the ring, at most
+constexpr int RING_FRAGMENTS = 16;  // fragments of weights in shared memory
 constexpr int RUN_GROUPS = 2;  // groups of 8 columns that the epilogue stores together
 constexpr int ROWS_D = 1, ROWS_H = 18;  // input rows of a tile
 constexpr int ROW_STEP_D = 1, ROW_STEP_H = 2;  // rows of the tile from one q to the next

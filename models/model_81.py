@@ -115,9 +115,9 @@ constexpr int COUT_BLOCKS = 1;  // M-groups that share the output channels of a 
 constexpr int M_GROUPS = 5;  // groups x COUT_BLOCKS x VARIANTS
 constexpr int STAGES_P = 2;  // input tiles in shared memory
 constexpr int STAGES_S = 4;  // staging slots
-constexpr int STAGES_W = 6;  // stages of the weights' ring
-constexpr int W_STAGE = 6;  // fragments of weights in a stage
-constexpr int RING_FRAGMENTS = 36;
+constexpr int STAGES_W = 6;  // stages of the weights: of the ring, or chunks
+constexpr int W_STAGE = 6;  // fragments of weights in a stage of the ring, at most
+constexpr int RING_FRAGMENTS = 36;  // fragments of weights in shared memory
 constexpr int RUN_GROUPS = 4;  // groups of 8 columns that the epilogue stores together
 constexpr int ROWS_D = 1, ROWS_H = 2;  // input rows of a tile
 constexpr int ROW_STEP_D = 1, ROW_STEP_H = 1;  // rows of the tile from one q to the next
@@ -1088,9 +1088,9 @@ constexpr int COUT_BLOCKS = 1;  // M-groups that share the output channels of a 
 constexpr int M_GROUPS = 5;  // groups x COUT_BLOCKS x VARIANTS
 constexpr int STAGES_P = 2;  // input tiles in shared memory
 constexpr int STAGES_S = 3;  // staging slots
-constexpr int STAGES_W = 6;  // stages of the weights' ring
-constexpr int W_STAGE = 6;  // fragments of weights in a stage
-constexpr int RING_FRAGMENTS = 36;
+constexpr int STAGES_W = 6;  // stages of the weights: of the ring, or chunks
+constexpr int W_STAGE = 6;  // fragments of weights in a stage of the ring, at most
+constexpr int RING_FRAGMENTS = 36;  // fragments of weights in shared memory
 constexpr int RUN_GROUPS = 1;  // groups of 8 columns that the epilogue stores together
 constexpr int ROWS_D = 1, ROWS_H = 9;  // input rows of a tile
 constexpr int ROW_STEP_D = 1, ROW_STEP_H = 1;  // rows of the tile from one q to the next
@@ -2109,9 +2109,9 @@ constexpr int COUT_BLOCKS = 1;  // M-groups that share the output channels of a 
 constexpr int M_GROUPS = 1;  // groups x COUT_BLOCKS x VARIANTS
 constexpr int STAGES_P = 2;  // input tiles in shared memory
 constexpr int STAGES_S = 3;  // staging slots
-constexpr int STAGES_W = 6;  // stages of the weights' ring
-constexpr int W_STAGE = 5;  // fragments of weights in a stage
-constexpr int RING_FRAGMENTS = 30;
+constexpr int STAGES_W = 6;  // stages of the weights: of the ring, or chunks
+constexpr int W_STAGE = 5;  // fragments of weights in a stage of the ring, at most
+constexpr int RING_FRAGMENTS = 30;  // fragments of weights in shared memory
 constexpr int RUN_GROUPS = 8;  // groups of 8 columns that the epilogue stores together
 constexpr int ROWS_D = 1, ROWS_H = 3;  // input rows of a tile
 constexpr int ROW_STEP_D = 1, ROW_STEP_H = 1;  // rows of the tile from one q to the next

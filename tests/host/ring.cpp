@@ -29,6 +29,7 @@ static std::vector<Fill> fills;
 static bool streaming;
 static long long taken, released;  // stages so far: of all tiles, the other consumer's included
 static u32 loads;                  // fragments loaded from the stage in hand
+static std::vector<bool> landed;   // RESIDENT: chunks that this consumer has waited for
 
 static void bring(u32 to, const char* from, u32 bytes, u32 barrier);
 static void barrier_wait(u32 barrier, u32 parity);
@@ -50,7 +51,11 @@ static void barrier_wait(u32 barrier, u32 parity) {
     if (barrier != EMPTY + 8 * (streamed % STAGES_W) || parity != 1 - (streamed / STAGES_W & 1)) fail("the stream waits for another stage");
     return;
   }
-  if (RESIDENT) return;
+  if (RESIDENT) {
+    if (parity || barrier < FULL || (barrier - FULL) % 8 || (barrier - FULL) / 8 >= landed.size()) fail("a consumer waits for no chunk's barrier");
+    landed[(barrier - FULL) / 8] = true;
+    return;
+  }
   if (barrier != FULL + 8 * (taken % STAGES_W) || parity != (taken / STAGES_W & 1)) fail("a consumer waits for another stage");
   taken++;
   loads = 0;
@@ -68,6 +73,7 @@ static void load_shared_128(u32 (&)[4], u32 address) {
     for (const Fill& f : fills)
       if (address >= f.to && address < f.to + f.bytes) fill = &f;
     if (!fill) fail("weights that nobody brought");
+    if (!landed[fill - fills.data()]) fail("a chunk's weights are loaded before they have landed");
   } else {
     fill = &fills[taken - 1];
     if (released >= taken) fail("a fragment of a stage that was given back");
@@ -86,6 +92,7 @@ static long long consume(const char* packed, const Sizes& s, int wg) {
   weights.empty = EMPTY;
   weights.cursor = {0, 0};
   weights.first = true;
+  landed.assign(fills.size(), false);
   static float acc[MB][NB][32];
 #if PROMOTE
   static float sum[MB][NB][32];

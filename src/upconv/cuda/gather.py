@@ -41,6 +41,7 @@ _STORE_SHARE = 0.33  # of the epilogue that nothing hides where both consumers s
 _LAG = 2.9, 4.2  # clocks that an instruction of the epilogue costs a warp: both consumers store, one
 _TILE_OVERHEAD = 700.0  # clocks a tile costs otherwise
 _TURN = 177.0  # clocks from one consumer's turn to the other's
+_MANY = 8  # tiles of a block, from which on the last one's tail is in the constants, fitted to such layers
 _LAUNCH = 3.5e-6  # seconds
 _CHUNK = 138.0  # clocks a chunk costs: the pipeline of matrix instructions drains, the next chunk is waited for
 _AHEAD = 4500.0  # clocks that the rings should look ahead
@@ -274,7 +275,8 @@ def candidates(
         wide = cout_g > 64 // subs and fast  # enough for two consumers
         if split == 1 and not wide:
             continue
-        # The halo of a strided source may leave room for no more than 64 pixels, which cannot be halved.
+        # Before Hopper only where the halo of a strided source leaves room for no more than 64 pixels, which cannot be
+        # halved: no epilogue is worth hiding there.
         if split == 2 and not fast and not (far and math.prod(tile) == 64):
             continue
         if min(unroll[1], 2) > 1 and sub == (8, 8) and tile[2] > 8:
@@ -341,7 +343,7 @@ def _fitted(t: Tiling, gpu: Gpu, scarce: bool = False) -> Tiling | None:
     A load takes about a thousand clocks from its request to its use (NOTES: with rings of 1,000 clocks unet1 took 0.48
     ms, of 4,000 0.30), so stages go where the least time lies ahead. ``scarce``: with one pixel tile.
     """
-    fragment_time = t.nb * (32 if t.split == 2 else 64) * (3 if t.parts == 2 else 1) / t.parts  # both consumers'
+    fragment_time = t.nb * (32 if t.split == 2 else 64) * (3 if t.parts == 2 else 1) / t.parts  # all consumers'
     chunk_time = max(t.variant_entries) * t.k_steps * t.parts * fragment_time
     most = 8 if t.wgs_m == 1 and not scarce else 4
     w_stage = -(-t.longest_stretch // -(-t.longest_stretch // most))  # a stretch ends with its last stage
@@ -382,11 +384,21 @@ def _alignment(p: Problem) -> int:
     return math.gcd(result_shape(p)[-1] * p.dtype.itemsize, 32)
 
 
-def _tile_clocks(t: Tiling, alignment: int) -> tuple[float, str]:
-    """(clocks of an average tile on its multiprocessor, what takes most of them); the same for all sizes."""
+@dataclass(frozen=True)
+class Clocks:
+    """Of a tiling's average tile on its multiprocessor; the same for all sizes."""
+
+    tile: float
+    bound: str
+    """What takes most of them."""
+    tail: float
+    """Of the last tile, beyond those: what a next tile would have hidden."""
+
+
+def _tile_clocks(t: Tiling, alignment: int) -> Clocks:
     products = 3 if t.parts == 2 else 1
     clocks: dict[str, float] = dict.fromkeys(("tensor cores", "L2", "shared memory", "stores"), 0.0)
-    total = 0.0
+    total = tail = 0.0
     producers = 192 if t.wgmma else 128
     per_tile_out = math.prod(t.tile) * t.width_subs * t.subs * t.element * min(t.cout_g, t.rows_per_sub * t.wgs_m)
     staged = t.pixels * t.row_bytes if t.channels_last else t.slot_bytes
@@ -417,18 +429,23 @@ def _tile_clocks(t: Tiling, alignment: int) -> tuple[float, str]:
         for name, value in zip(clocks, (matrix, l2, chunks * turn, store)):
             clocks[name] += value
         if t.split == 2:  # one stores while the other multiplies
-            total += max(body + _TURN, stores / _STORE[1], (body + store + _TILE_OVERHEAD) / 2)
+            tile = max(body + _TURN, stores / _STORE[1], (body + store + _TILE_OVERHEAD) / 2)
+            total += tile
+            tail += max(0.0, body + store + _TILE_OVERHEAD - tile)
         else:
             total += body + _STORE_SHARE * store + _TILE_OVERHEAD
-    return total / len(t.variants), max(clocks, key=lambda name: clocks[name])
+            tail += (1 - _STORE_SHARE) * store
+    bound = max(clocks, key=lambda name: clocks[name])
+    return Clocks(total / len(t.variants), bound, tail / len(t.variants))
 
 
-def _whole(t: Tiling, tile: tuple[float, str], p: Problem, gpu: Gpu) -> tuple[float, str]:
+def _whole(t: Tiling, clocks: Clocks, p: Problem, gpu: Gpu) -> tuple[float, str]:
     """(seconds, what bounds them): waves of tiles, or the bytes of the device memory."""
-    clocks, bound = tile
+    bound = clocks.bound
     tiles = math.prod(t.counts(p)) * t.m_groups
     waves = -(-tiles // gpu.multiprocessors)
-    seconds = clocks * waves / gpu.clock
+    tail = clocks.tail if waves < _MANY else 0.0
+    seconds = (clocks.tile * waves + tail) / gpu.clock
     ragged = 1.0 if t.channels_last or result_shape(p)[-1] * t.element % 32 == 0 else 1.25
     out, source = math.prod(result_shape(p)), math.prod(source_shape(p))
     memory = (out * ragged + source) * t.element / gpu.bandwidth
@@ -449,7 +466,7 @@ def _ragged(t: Tiling, alignment: int) -> float:
 
 
 def _epilogue_clocks(t: Tiling, alignment: int) -> float:
-    """Clocks that the instructions of a tile's epilogue take: both consumers' warps, two on each scheduler."""
+    """Clocks that the instructions of a tile's epilogue take: both consumers' warps, two on a scheduler, or one's."""
     outputs = t.runs * 8 * t.width_subs
     lag = _LAG[t.split == 2]
     if t.channels_last:
@@ -459,7 +476,7 @@ def _epilogue_clocks(t: Tiling, alignment: int) -> float:
         stores = -(-outputs // 32) * 8 * 11.6
     elif alignment >= 16:
         stores = -(-8 * outputs * t.element // 512) * 11.5
-    elif t.element == 4:  # a lane an output, from the sector that has the run's first
+    elif t.element == 4:  # a lane an output, or two at 8 bytes, from the sector that has the run's first
         stores = 6.0 * ((outputs + 38) // 32) * 8
     else:  # the sectors of eight rows and then their ends, or short rows in the units at which they begin
         unit = min(2 * t.element, alignment)
@@ -503,13 +520,13 @@ def _any_size(p: Problem) -> Problem:
 
 
 @lru_cache(maxsize=256)
-def _tilings(layer: Problem, gpu: Gpu, aligned: bool, alignment: int) -> tuple[tuple[Tiling, tuple[float, str]], ...]:
+def _tilings(layer: Problem, gpu: Gpu, aligned: bool, alignment: int) -> tuple[tuple[Tiling, Clocks], ...]:
     """A layer's tilings with the clocks of their tiles: up to a second once, then a few milliseconds for each size."""
     return tuple((t, _tile_clocks(t, alignment)) for t in _layer_tilings(layer, gpu, aligned))
 
 
 @lru_cache(maxsize=256)
-def _small_tilings(layer: Problem, gpu: Gpu, size: tuple[int, ...]) -> tuple[tuple[Tiling, tuple[float, str]], ...]:
+def _small_tilings(layer: Problem, gpu: Gpu, size: tuple[int, ...]) -> tuple[tuple[Tiling, Clocks], ...]:
     """As `_tilings`, those for this size of the input alone; a few milliseconds."""
     alignment = _alignment(layer.with_(size=size))
     return tuple((t, _tile_clocks(t, alignment)) for t in candidates(layer, gpu, size=size))

@@ -580,6 +580,8 @@ class Tiling:
             raise Unfit(f"runs of {self.run_groups} groups do not tile a subtile")
         if h % self.sub[0] or w % self.sub[1]:
             raise Unfit(f"tile {self.tile} is no multiple of {self.sub}")
+        if self.wgmma and not self.resident and self.stages_w < 2:
+            raise Unfit("a step waits for the next stage of the weights' ring before it gives back its own")
         if self.split == 0 and self.subtiles % 2:
             raise Unfit(f"{self.subtiles} subtiles cannot be halved")
         if (
