@@ -110,7 +110,7 @@ def test_a_bad_entry_is_deleted_and_built_again(folder: Path, monkeypatch: pytes
             "text": b"not an entry at all, though long enough to have a tail of the right length",
             "no tail": code,
             "other key": cache._seal(KEY, code, {"arch": "80"}),
-            "other target": cache._seal(key, jit._compile(SOURCE, "86", "f", key)[0], {"arch": "86"}),
+            "other target": cache._seal(key, jit._compile(SOURCE, "86", "f", key).code, {"arch": "86"}),
         }[damage]
     )
     assert cache.read(key, "80") is None and not path.exists()
@@ -124,7 +124,7 @@ def test_a_bad_entry_is_deleted_and_built_again(folder: Path, monkeypatch: pytes
 def test_a_cubin_for_another_target_than_its_description_says_is_built_again(folder: Path) -> None:
     code = jit.cubin(SOURCE, "80")
     (path,) = entries(folder)
-    foreign = jit._compile(SOURCE, "89", "f", path.stem)[0]
+    foreign = jit._compile(SOURCE, "89", "f", path.stem).code
     path.write_bytes(cache._seal(path.stem, foreign, {"arch": "80"}))
     assert compile_again() == code != foreign
 

@@ -363,19 +363,19 @@ def _pattern(name: str) -> str:
 
 def check_compiled(tiling: Tiling, source: str, arch: str, most_local: int = 0) -> None:
     """Both kernels compile, without spills, with the precision's matrix instruction and no other."""
-    found = jit.inspect(jit.cubin(source, arch, "gather"))
+    code, text, log = jit.built(source, arch, "gather")
+    found = jit.inspect(code)
     assert set(found) == {"gather", "pack"}
     for entry, (registers, local, shared) in found.items():
         assert 0 < registers <= 255
         assert local <= most_local, f"{entry} for sm_{arch} has {local} bytes of local memory: {tiling}"
         assert shared == 0
-    text = jit.ptx(source, arch, "gather")
     precision = "tf32" if tiling.problem.precision == "ieee" else tiling.problem.precision
     present = {key for key, name in INSTRUCTIONS.items() if re.search(rf"(?<![.\w]){_pattern(name)}(?![.\w])", text)}
     assert present == {(precision, tiling.wgmma)}
     if tiling.wgmma:
         assert ("m64n128" in text) == tiling.wide
-        assert jit.compiled_as(source, arch)["serialised"] is None, tiling
+        assert jit.serialised(log) is None, tiling
     assert tiling.wgmma == (arch == "90a")
     assert ("cp.async.bulk.tensor" in text) == tiling.tensor_map
 

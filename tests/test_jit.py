@@ -74,7 +74,7 @@ def compilations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     asked: list[str] = []
     real = jit._compile
 
-    def counted(source: str, arch: str, label: str, key: str, ptx: bool = False) -> tuple[bytes, str]:
+    def counted(source: str, arch: str, label: str, key: str, ptx: bool = False) -> jit.Built:
         asked.append(label)
         return real(source, arch, label, key, ptx)
 

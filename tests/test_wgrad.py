@@ -382,7 +382,9 @@ INSTRUCTIONS = {
 
 def check_compiled(tiling: AnyTiling, source: str, gpu: Gpu, ptx: bool = True) -> None:
     """Both kernels compile, without spills, with the precision's matrix instruction and no other."""
-    found = jit.inspect(jit.cubin(source, gpu.arch, "wgrad"))
+    code, text, log = jit.built(source, gpu.arch, "wgrad")
+    assert jit.serialised(log) is None, tiling
+    found = jit.inspect(code)
     assert set(found) == {"wgrad", "reduce"}
     for entry, (registers, local, shared) in found.items():
         assert 0 < registers <= 255
@@ -392,7 +394,6 @@ def check_compiled(tiling: AnyTiling, source: str, gpu: Gpu, ptx: bool = True) -
     assert tiling.shared_bytes <= gpu.shared_bytes
     if not ptx:
         return
-    text = jit.ptx(source, gpu.arch, "wgrad")
     precision = "tf32" if tiling.problem.precision == "ieee" else tiling.problem.precision
     present = {key for key, name in INSTRUCTIONS.items() if re.search(rf"(?<![.\w]){name}(?![.\w])", text)}
     assert present == {(precision, isinstance(tiling, WarpgroupTiling))}

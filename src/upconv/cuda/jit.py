@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from upconv.cuda import cache
 
@@ -207,7 +207,7 @@ def _load_or_compile(source: str, arch: str, label: str, key: str) -> bytes:
         _tell(f"loaded {label} for sm_{arch} (cached)")
         return kept[0]
     start = time.perf_counter()
-    code, log = _compile(source, arch, label, key)
+    code, _, log = _compile(source, arch, label, key)
     seconds = time.perf_counter() - start
     _tell(f"compiled {label} for sm_{arch} in {seconds:.1f} s")
     meta = {
@@ -228,7 +228,7 @@ def ptx(source: str, arch: str, label: str = "") -> str:
     reason = unavailable()
     if reason:
         raise RuntimeError(reason)
-    return _compile(source, arch, label or "kernel", _key(source, arch), ptx=True)[0].rstrip(b"\0").decode()
+    return _compile(source, arch, label or "kernel", _key(source, arch), ptx=True).ptx
 
 
 def serialised(log: str) -> str | None:
@@ -236,14 +236,24 @@ def serialised(log: str) -> str | None:
     return next((line.strip() for line in log.splitlines() if "instructions are serialized" in line), None)
 
 
-def compiled_as(source: str, arch: str) -> dict[str, Any]:
-    """What the disk cache knows of a compiled source (see ``_load_or_compile``); empty where it is not there."""
-    kept = cache.read(_key(source, arch), arch)
-    return kept[1] if kept else {}
+def built(source: str, arch: str, label: str = "") -> Built:
+    """The machine code with its PTX and NVRTC's log, never cached. Errors: those of ``cubin``."""
+    reason = unavailable()
+    if reason:
+        raise RuntimeError(reason)
+    return _compile(source, arch, label or "kernel", _key(source, arch))
 
 
-def _compile(source: str, arch: str, label: str, key: str, ptx: bool = False) -> tuple[bytes, str]:
-    """The code and NVRTC's log."""
+class Built(NamedTuple):
+    """What NVRTC makes of a source."""
+
+    code: bytes
+    """The machine code; empty where only PTX was asked for."""
+    ptx: str
+    log: str
+
+
+def _compile(source: str, arch: str, label: str, key: str, ptx: bool = False) -> Built:
     nvrtc = _nvrtc()
     target = f"compute_{arch}" if ptx else f"sm_{arch}"
     flags = [f"--gpu-architecture={target}", *_FLAGS, *(f"-I{folder}" for folder in _include_folders())]
@@ -253,15 +263,9 @@ def _compile(source: str, arch: str, label: str, key: str, ptx: bool = False) ->
         (error,) = nvrtc.nvrtcCompileProgram(program, len(flags), [flag.encode() for flag in flags])
         if error:
             raise CompileError(_complaint(_text(nvrtc, program), nvrtc, error, source, arch, label, key))
-        size_of, get = (
-            (nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX)
-            if ptx
-            else (
-                nvrtc.nvrtcGetCUBINSize,
-                nvrtc.nvrtcGetCUBIN,
-            )
-        )
-        return _read(size_of, get, program), _text(nvrtc, program)
+        text = _read(nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX, program).rstrip(b"\0").decode()
+        code = b"" if ptx else _read(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program)
+        return Built(code, text, _text(nvrtc, program))
     finally:
         nvrtc.nvrtcDestroyProgram(program)
 
