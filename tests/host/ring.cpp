@@ -28,7 +28,6 @@ struct Fill { u32 to; const char* from; u32 bytes; };
 static std::vector<Fill> fills;
 static bool streaming;
 static long long taken, released;  // stages so far: of all tiles, the other consumer's included
-static u32 loads;                  // fragments loaded from the stage in hand
 static std::vector<bool> landed;   // RESIDENT: chunks that this consumer has waited for
 
 static void bring(u32 to, const char* from, u32 bytes, u32 barrier);
@@ -58,7 +57,6 @@ static void barrier_wait(u32 barrier, u32 parity) {
   }
   if (barrier != FULL + 8 * (taken % STAGES_W) || parity != (taken / STAGES_W & 1)) fail("a consumer waits for another stage");
   taken++;
-  loads = 0;
 }
 static void barrier_arrive(u32 barrier) {
   if (RESIDENT) fail("resident weights are given back");
@@ -81,7 +79,6 @@ static void load_shared_128(u32 (&)[4], u32 address) {
   }
   if (fill->from + (address - fill->to) != expected) fail("another fragment than the tile's next");
   expected += WGS_M * FRAGMENT;
-  loads++;
 }
 
 // As `consume`, without pixels and sums.
@@ -133,12 +130,15 @@ int main(int, char** arguments) {
   s.tiles_d = s.tiles_h = s.tiles_w = 1;
   s.tiles = M_GROUPS * count;
   gridDim.x = RESIDENT ? M_GROUPS : 1 + seed % 5;
-  blockIdx.x = seed % gridDim.x;
   static char packed[1];
-  streaming = true;
-  stream_weights(packed, s, RING, FULL, EMPTY);
-  streaming = false;
   long long checked = 0;
-  for (int wg = 0; wg < (SPLIT == 2 ? 2 : 1); wg++) checked += consume(packed, s, wg);
+  for (blockIdx.x = 0; blockIdx.x < gridDim.x; blockIdx.x++) {
+    fills.clear();
+    streamed = 0;
+    streaming = true;
+    stream_weights(packed, s, RING, FULL, EMPTY);
+    streaming = false;
+    for (int wg = 0; wg < (SPLIT == 2 ? 2 : 1); wg++) checked += consume(packed, s, wg);
+  }
   printf("%lld\n", checked);
 }

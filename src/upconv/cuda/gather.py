@@ -337,13 +337,18 @@ def _tiles(p: Problem) -> tuple[tuple[tuple[int, int], tuple[int, int, int, int]
     return tuple(shapes)
 
 
+def _fragment_clocks(t: Tiling) -> float:
+    """Clocks of the tensor cores for a fragment of weights, with the pixels of all consumers that use it."""
+    return t.nb * (32 if t.split == 2 else 64) * (3 if t.parts == 2 else 1) / t.parts
+
+
 def _fitted(t: Tiling, gpu: Gpu, scarce: bool = False) -> Tiling | None:
     """The tiling with stages that look ahead far enough, as shared memory allows; None when it does not fit at all.
 
     A load takes about a thousand clocks from its request to its use (NOTES: with rings of 1,000 clocks unet1 took 0.48
     ms, of 4,000 0.30), so stages go where the least time lies ahead. ``scarce``: with one pixel tile.
     """
-    fragment_time = t.nb * (32 if t.split == 2 else 64) * (3 if t.parts == 2 else 1) / t.parts  # all consumers'
+    fragment_time = _fragment_clocks(t)
     chunk_time = max(t.variant_entries) * t.k_steps * t.parts * fragment_time
     most = 8 if t.wgs_m == 1 and not scarce else 4
     w_stage = -(-t.longest_stretch // -(-t.longest_stretch // most))  # a stretch ends with its last stage
@@ -396,7 +401,6 @@ class Clocks:
 
 
 def _tile_clocks(t: Tiling, alignment: int) -> Clocks:
-    products = 3 if t.parts == 2 else 1
     clocks: dict[str, float] = dict.fromkeys(("tensor cores", "L2", "shared memory", "stores"), 0.0)
     total = tail = 0.0
     producers = 192 if t.wgmma else 128
@@ -408,7 +412,7 @@ def _tile_clocks(t: Tiling, alignment: int) -> Clocks:
         turn += staged / 16 / producers * _COPY
         if t.channels_last and not t.aligned_channels:
             turn *= 4
-    fragment_time = t.nb * (32 if t.split == 2 else 64) * products / t.parts
+    fragment_time = _fragment_clocks(t)
     stores = per_tile_out * _ragged(t, alignment)
     store = max(stores / _STORE[0], _epilogue_clocks(t, alignment))
     for v, entries in enumerate(t.variant_entries):
@@ -431,7 +435,7 @@ def _tile_clocks(t: Tiling, alignment: int) -> Clocks:
         if t.split == 2:  # one stores while the other multiplies
             tile = max(body + _TURN, stores / _STORE[1], (body + store + _TILE_OVERHEAD) / 2)
             total += tile
-            tail += max(0.0, body + store + _TILE_OVERHEAD - tile)
+            tail += body + store + _TILE_OVERHEAD - tile
         else:
             total += body + _STORE_SHARE * store + _TILE_OVERHEAD
             tail += (1 - _STORE_SHARE) * store
