@@ -28,6 +28,9 @@ _MAX_BYTES = 64 << 20  # of partial sums
 _LAUNCH = 5e-6  # seconds
 _LOAD_CLOCKS = 1.6  # of a multiprocessor for a warp's load and its multiplications
 _PLACE_CLOCKS = 12.0  # for a warp's position: divisions, borders
+_MISSES = {("grad-input", "channels_last"): 3.4, ("grad-weight", "channels_last"): 3.4, ("grad-weight", "nchw"): 1.8}
+"""Times more that loads take where taps miss the first-level cache (NOTES: fcn8s channels_last 1,384 us, by the loads
+264)."""
 
 
 @dataclass(frozen=True)
@@ -192,6 +195,7 @@ def _seconds(p: Problem, gpu: Gpu, clocks: float) -> tuple[float, str]:
     """(the model's estimate, what limits it) from the clocks of all multiprocessors together."""
     memory = (math.prod(p.input_shape) + math.prod(p.output_shape)) * p.dtype.itemsize / gpu.bandwidth
     work = clocks * (2 if p.dtype is torch.float64 else 1) / gpu.multiprocessors / gpu.clock
+    work *= _MISSES.get((p.pass_, p.layout), 1.0)
     return max(memory, work) + 0.3 * min(memory, work) + _LAUNCH, "bytes" if memory > work else "loads"
 
 

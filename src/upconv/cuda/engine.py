@@ -42,12 +42,12 @@ from upconv.problem import Pass, Problem, is_channels_last
 if TYPE_CHECKING:
     from upconv.planner import Plan
 
-FAMILIES = ("gather", "direct")
+FAMILIES = ("gather", "direct", "staged")
 """The kernel families of the forward and of the gradient for the input, as modules of this package.
 
 Of equals the first is taken.
 """
-WEIGHT_FAMILIES = ("wgrad", "direct_wgrad")
+WEIGHT_FAMILIES = ("wgrad", "direct_wgrad", "staged")
 """As `FAMILIES`, of the gradient for the weight."""
 _TENSOR_CORES = ("gather", "wgrad")  # which have kernels for one size of the input alone
 
@@ -118,8 +118,9 @@ def choose(p: Problem, gpu: Gpu, general: bool = False) -> dict[str, Choice | st
             continue
         family = import_module(f"upconv.cuda.{name}")
         fastest = min((c.seconds for c in found.values() if not isinstance(c, str)), default=math.inf)
-        if name == "direct" and p.pass_ == "fwd" and (least := family.least_seconds(p, gpu)) > fastest:
-            # Its search would take 50 ms at every new size of the image.
+        searches = name == "staged" or (name == "direct" and p.pass_ == "fwd")
+        if searches and (least := family.least_seconds(p, gpu)) > fastest:
+            # The search would take up to 50 ms at every new size of the image.
             found[name] = f"slower: its multiply-adds alone take {least * 1e3:.3g} ms on CUDA cores"
         elif name in _TENSOR_CORES:
             found[name] = _choose_sized(family, p, gpu, general)
