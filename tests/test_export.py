@@ -26,8 +26,8 @@ from upconv.bench import timing
 from upconv.bench.suites import SUITES, parse_layer
 from upconv.bench.timing import precision_flags
 from upconv.cli import app
-from upconv.cuda import direct, direct_wgrad, gather, jit, wgrad
-from upconv.cuda.gpu import A100, H200, Gpu
+from upconv.cuda import direct, direct_wgrad, gather, jit, staged, wgrad
+from upconv.cuda.gpu import A100, H200, RTX4090, Gpu
 from upconv.export import (
     check,
     command,
@@ -57,6 +57,7 @@ LAYERS = {
     "1-D": ("32,64,5,dilation=3", "8x32x4096", "tf32"),
     "3-D": ("32,32,(3,5,7),stride=2,padding=(1,2,3),output_padding=1,groups=4", "2x32x6x12x24", "ieee"),
     "walk": ("256,256,3,1,1,groups=256", "32x256x64x64", "tf32"),
+    "image": ("56,1,9,stride=3,padding=4,output_padding=2", "2x56x32x32", "tf32"),
     "far": ("2,2,(2,60),stride=1,dilation=(1,50),groups=2", "1x2x20x20", "ieee"),
 }
 
@@ -288,7 +289,7 @@ made: list[Recorder] = []
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Recorder]:
     made.clear()
-    for family in (gather, direct, wgrad, direct_wgrad):
+    for family in (gather, direct, wgrad, direct_wgrad, staged):
         monkeypatch.setattr(family, "Launcher", Recorder)
         monkeypatch.setattr(family, "gpu_of", lambda device: H200)
     for family in (gather, wgrad):
@@ -307,6 +308,8 @@ def library_choice(v: host.Variant, q: Problem, gpu: Gpu) -> Any:
         return replace(c, problem=q, splits=splits)
     if isinstance(c, direct_wgrad.Choice):
         return direct_wgrad.choose(q, gpu)
+    if isinstance(c, staged.Choice):
+        return replace(c, problem=q, splits=staged._cost(q, c.tile, gpu)[2])
     return replace(c, problem=q)
 
 
@@ -382,7 +385,7 @@ def test_files_together_use_every_family() -> None:
     assert kinds == set(host.CLASSES)
 
 
-@pytest.mark.parametrize("name", ("strided", "odd"))
+@pytest.mark.parametrize("name", ("strided", "odd", "depthwise", "image"))
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 def test_channels_last_files(name: str, dtype: torch.dtype, recorded: list[Recorder]) -> None:
     kinds: Any = {torch.float32: "tf32", torch.bfloat16: "bf16"}
@@ -390,6 +393,72 @@ def test_channels_last_files(name: str, dtype: torch.dtype, recorded: list[Recor
     text = source(p, "90a")
     assert "FORMAT = " in text and "torch.channels_last" in text
     check_launches(p, text, recorded, 6)
+
+
+STAGED = {
+    f"{name} {layout} {precision}": layer(name, layout=layout, dtype=dtype, precision=precision)
+    for name in ("depthwise", "image")
+    for layout in ("nchw", "channels_last")
+    for dtype, precision in (
+        (torch.float32, "ieee"), (torch.bfloat16, "bf16"), (torch.float16, "fp16"), (torch.float64, "fp64")
+    )
+}  # fmt: skip
+
+
+def staged_variants(p: Problem, gpu: Gpu) -> tuple[host.Variant, ...]:
+    """Both gradients by staged kernels, whichever family the planner prefers."""
+    found = []
+    for pass_ in ("grad-input", "grad-weight"):
+        choice = staged.choose(p.with_(pass_=pass_, bias=False), gpu)
+        assert not isinstance(choice, str), choice
+        found.append(host._variant(host.NAMES[pass_], pass_, choice, 1, 1, gpu))
+    return tuple(found)
+
+
+@pytest.mark.parametrize("name", STAGED)
+@pytest.mark.parametrize("gpu", (H200, A100, RTX4090), ids=lambda gpu: gpu.arch)
+def test_staged_gradients_are_launched_as_the_librarys(
+    name: str, gpu: Gpu, recorded: list[Recorder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    p = STAGED[name]
+    found = staged_variants(p, gpu)
+    monkeypatch.setattr(host, "variants", lambda p, gpu: found)
+    module = load(source(p, gpu.arch))
+    whole = set()
+    for q in other_sizes(p, 25):
+        for v in found:
+            kernel, blocks, *rest = module[f"{v.name}_launch"](q.batch, q.size, gpu.multiprocessors)
+            recorded.clear()
+            prepared = library_choice(v, q.with_(pass_=v.pass_, bias=False), gpu).prepare(0)
+            x, grad, weight = (
+                torch.empty(shape, dtype=q.dtype) for shape in (q.input_shape, q.output_shape, q.weight_shape)
+            )
+            assert x.data_ptr() % 16 == grad.data_ptr() % 16 == 0
+            if v.pass_ == "grad-weight":
+                prepared.run(x, grad, weight)
+                main, reduce = recorded
+                ((_, (slices, *_)),) = reduce.calls
+                assert slices == rest[0]
+            else:
+                assert prepared.pack(weight) is weight and not hasattr(kernel, "words")
+                prepared.run(grad, weight, None, x)
+                (main,) = recorded
+            assert main.calls == [(blocks, tuple(rest[-1]))], (str(q), v.name)
+            assert (main.block, main.shared) == host._block(v) and len(rest[-1]) == host._sizes(v)
+            whole.add(rest[-1][9])
+    if p.layout == "nchw" and p.dtype is not torch.float64:  # whose units of 2 fit every width of a stride of 2
+        assert whole == {0, 1}
+
+
+@pytest.mark.skipif(jit.unavailable() is not None, reason=str(jit.unavailable()))
+@pytest.mark.parametrize("name", STAGED)
+def test_staged_device_code_compiles(name: str) -> None:
+    cuda = program.cuda(staged_variants(STAGED[name], H200), "90a")
+    device = cuda[cuda.index("// ====") : cuda.index("namespace {\n\n// --- launches")]
+    found = jit._resources(jit.cubin(device, "90a", name))
+    assert len(found) == 3
+    for entry, (registers, spilled, _) in found.items():
+        assert 0 < registers <= 255 and spilled == 0, entry
 
 
 class FakeDriver:
@@ -724,6 +793,8 @@ ON_GPU: dict[str, tuple[str, str, torch.dtype]] = {
     "exact": ("6,5,3,2,1,output_padding=1", "2x6x7x9", torch.float64),
     "3-D": ("16,24,(3,3,2),stride=(1,2,2)", "2x16x5x8x12", torch.float32),
     "halves": ("64,48,4,2,1", "2x64x16x32", torch.bfloat16),
+    "depthwise": ("64,64,4,2,1,groups=64", "4x64x33x40", torch.float32),
+    "image": ("56,1,9,stride=3,padding=4,output_padding=2", "2x56x32x32", torch.bfloat16),
 }
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from upconv.bench import suites
-from upconv.cuda import direct, direct_wgrad, engine, gather, gpu, jit, wgrad
+from upconv.cuda import direct, direct_wgrad, engine, gather, gpu, jit, staged, wgrad
 from upconv.export.specialise import WIDTH, Specialised, specialise
 from upconv.problem import Problem
 
@@ -26,7 +26,7 @@ def kb(name: str, pass_: str = "fwd", **changes: object) -> Problem:
 
 
 # Of every family and kernel file: a resident and a streamed gather, strides, IEEE, 16 bits, channels-last, both
-# grad-weights, the direct kernels.
+# grad-weights, the direct kernels, staged gradients whose lanes are columns or channels.
 SAMPLE: dict[str, tuple[Problem, object]] = {
     "gather": (kb("kb57"), gather),
     "gather strided": (kb("kb79"), gather),
@@ -44,6 +44,20 @@ SAMPLE: dict[str, tuple[Problem, object]] = {
     "direct any": (Problem.make(1, 2, 2, (4, 4), 65, 1, 32, dtype=torch.float64), direct),
     "direct grad-input": (kb("kb72", "grad-input"), direct_wgrad),
     "direct grad-weight": (CASES["depthw"].with_(pass_="grad-weight", precision="tf32"), direct_wgrad),
+    "staged grad-input": (kb("kb72", "grad-input"), staged),
+    "staged grad-weight": (CASES["depthw"].with_(pass_="grad-weight", precision="tf32"), staged),
+    "staged grad-input channels_last bf16": (
+        CASES["depthw"].with_(pass_="grad-input", dtype=torch.bfloat16, precision="bf16", layout="channels_last"),
+        staged,
+    ),
+    "staged grad-weight channels_last bf16": (
+        CASES["depthw"].with_(pass_="grad-weight", dtype=torch.bfloat16, precision="bf16", layout="channels_last"),
+        staged,
+    ),
+    "staged image": (CASES["fsrcnn"].with_(pass_="grad-input", precision="tf32"), staged),
+    "staged image halves": (
+        CASES["fsrcnn"].with_(pass_="grad-weight", dtype=torch.float16, precision="fp16"), staged
+    ),
 }  # fmt: skip
 
 
@@ -132,7 +146,7 @@ def test_no_branch_and_nothing_unused_is_left(name: str) -> None:
     assert 'extern "C"' not in made.text and "__CUDA_ARCH__" not in text
     assert set(re.findall(r"#define (\w+)", text)) == set(re.findall(r"#undef (\w+)", text))
     words = re.findall(r"\w+", re.sub(r"#undef \w+", "", text))
-    kinds = r"constexpr \w+|struct(?: alignas\(\w+\))?|#define|__constant__ const \w+"
+    kinds = r"constexpr \w+|struct(?: alignas\(.*?\))?|#define|__constant__ const \w+"
     declared = re.findall(rf"^(?:{kinds}) (\w+)", text, re.MULTILINE)
     declared += re.findall(r"^(?:template <[^>]*>\n?\s*)?__device__ [\w &*]*?(\w+)\(", text, re.MULTILINE)
     assert len(declared) > 10
@@ -242,6 +256,59 @@ def test_known_conditions_are_decided(before: str, after: list[str]) -> None:
     assert found == ["__global__ void run(int* x) {", *after, "}"]
 
 
+def test_loops_keep_their_unrolling_when_a_block_loses_its_braces() -> None:
+    body_ = (
+        "  for (int n = 0; n < 2; n++) {\n    if constexpr (A == 1) {\n#pragma unroll\n"
+        "      for (int i = 0; i < 4; i++) {\n        x[i] = n;\n      }\n    } else {\n      x[n] = 0;\n    }\n  }\n"
+    )
+    assert lines("#define A 1\n" + KERNEL.format(body=body_)) == [
+        "__global__ void run(int* x) {",
+        "  for (int n = 0; n < 2; n++) {",
+        "#pragma unroll",
+        "    for (int i = 0; i < 4; i++) {",
+        "      x[i] = n;",
+        "    }",
+        "  }",
+        "}",
+    ]
+
+
+def test_macros_of_constants_become_constants() -> None:
+    source = (
+        "#define CHANNELS 6\nconstexpr int VEC = 16 / (int)sizeof(float);\n"
+        "#define PADDED ((CHANNELS + VEC - 1) / VEC)\n" + KERNEL.format(body="  x[0] = PADDED;\n")
+    )
+    assert lines(source)[:3] == [
+        "constexpr int CHANNELS = 6;",
+        "constexpr int VEC = 4;",
+        "constexpr int PADDED = (CHANNELS + VEC - 1) / VEC;",
+    ]
+
+
+def test_long_lines_break_behind_heads_and_parameters_are_filled() -> None:
+    name, sum_ = "a" * 30, " + ".join(["x[123456789]"] * 6)
+    source = (
+        'extern "C" __global__ void\nrun('
+        + ", ".join(f"int {name}{i}" for i in range(4))
+        + f",\n    int* x) {{\n  if ({name}0 < {name}1) x[0] = {sum_};\n}}\n"
+    )
+    assert lines(source) == [
+        "__global__ void",
+        f"run(int {name}0, int {name}1, int {name}2,",
+        f"    int {name}3, int* x) {{",
+        f"  if ({name}0 < {name}1)",
+        f"    x[0] = {sum_};",
+        "}",
+    ]
+
+
+def test_the_head_of_a_file_comes_first_unless_it_speaks_of_others() -> None:
+    rest = "\n#define A 1\n\n// the rest\n\n" + KERNEL.format(body="  x[0] = A;\n")
+    text = lines("#define B 1\n// what it does\n" + rest.replace("= A", "= A + B"))
+    assert text[:3] == ["// what it does", "", "constexpr int B = 1;"] and "// the rest" in text
+    assert "// see planner.py" not in lines("#define B 1\n// see planner.py\n" + rest.replace("= A", "= A + B"))
+
+
 def test_what_is_not_known_stays() -> None:
     body_ = "  int n = x[0];\n  if (n > 1) x[1] = n ? n : -n;\n  x[2] = (n && x[1]) || x[3];\n"
     assert "\n".join(lines(KERNEL.format(body=body_))[1:-1]) + "\n" == body_
@@ -260,12 +327,13 @@ def test_functions_and_macros_that_nothing_reaches_go() -> None:
         "#define TWICE(v) ((v) * 2)\n#define THRICE(v) ((v) * 3)\n\n"
         "// used\n__device__ int used(int v) { return TWICE(v); }\n"
         "// only by what is unused\n__device__ int far(int v) { return THRICE(v); }\n"
+        "template <int N>\nstruct alignas(N * 4) Lost { int v[N]; };\nstruct alignas(8) Kept { int v; };\n"
         "__device__ int unused(int v) { return far(v); }\n\n// a heading\n\nstruct Gone { int v; };\n\n// another\n\n"
-        + KERNEL.format(body="  x[0] = used(x[1]);\n")
+        + KERNEL.format(body="  Kept k = {used(x[1])};\n  x[0] = k.v;\n")
     )
     text = "\n".join(lines(source))
     assert "TWICE" in text and "// used" in text and "#undef TWICE" in text
-    assert not re.search(r"THRICE|far|unused|Gone|heading", text) and "// another" in text
+    assert not re.search(r"THRICE|far|unused|Gone|Lost|heading", text) and "// another" in text
 
 
 @pytest.mark.parametrize(

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import math
+import pickle
 import random
 import shutil
 import subprocess
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from strategies import problems
-from upconv import reference
+from strategies import DTYPES, problems
+from upconv import planner, reference
+from upconv.bench.suites import SUITES, Case
 from upconv.cuda import jit, staged
-from upconv.cuda.gpu import A100, B200, H200, RTX3090, RTX4090, RTX5090
-from upconv.cuda.staged import Tile, Unfit
-from upconv.problem import Problem
+from upconv.cuda.gpu import A100, B200, H200, RTX3090, RTX4090, RTX5090, Gpu
+from upconv.cuda.staged import Choice, Tile, Unfit
+from upconv.problem import PRECISIONS, Problem
 
 HOST = Path(__file__).resolve().parent / "host"
 KERNELS = Path(jit.__file__).parent / "kernels"
@@ -90,28 +97,204 @@ def check_on_host(p: Problem, tile: Tile, splits: int, whole: bool, seed: int, f
     torch.testing.assert_close(out, expected.to(p.dtype).double(), rtol=0, atol=0)
 
 
-def draw(p: Problem, rng: random.Random) -> Tile:
-    """One of the tiles that are tried for a problem, with a fitting shared memory."""
+def draw(p: Problem, rng: random.Random) -> Tile | None:
+    """One of the tiles that are tried for a problem and fit; a weight's gradient of few positions has none."""
     fitting = []
     for tile in staged.tiles(p):
         try:
             fitting.append(tile.checked(H200.shared_bytes))
         except Unfit:
             continue
-    return rng.choice(fitting)
+    assert fitting or p.pass_ == "grad-weight"
+    return rng.choice(fitting) if fitting else None
 
 
-@needs_gxx
-@settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
-)
-@given(problems(), st.sampled_from(GRADIENTS), st.randoms(use_true_random=False))
-def test_tiles_compute_the_gradients(tmp_path: Path, p: Problem, pass_: str, rng: random.Random) -> None:
-    """The very source, every thread of it: any tile, units whole or not, as many ranges of tiles as there are tiles."""
-    p = p.with_(pass_=pass_)
+TOLERATED = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+
+
+@st.composite
+def depthwise(draw: st.DrawFn) -> Problem:
+    """Depthwise problems of ranks 2 and 3 with up to 40 channels, in both layouts."""
+    rank = draw(st.integers(2, 3))
+    groups = draw(st.sampled_from((9, 12, 21, 32, 40)))
+    axes = []
+    for axis in range(rank):
+        wide = axis == rank - 1 and draw(st.booleans())
+        kernel, stride = (16, 8) if wide else (draw(st.integers(1, 5)), draw(st.integers(1, 4)))
+        dilation = 1 if wide else draw(st.integers(1, 3))
+        axes.append((draw(st.integers(1, (12, 4)[rank - 2])), kernel, stride, 0 if kernel < 3 else 1, dilation))
+    size, kernels, strides, paddings, dilations = zip(*axes)
+    return Problem.make(
+        draw(st.integers(1, 2)), groups, groups, size, kernels, strides, paddings, 0, dilations, groups,
+        dtype=draw(st.sampled_from(DTYPES)), layout=draw(st.sampled_from(("nchw", "channels_last"))),
+    )  # fmt: skip
+
+
+def check_any_tile(p: Problem, rng: random.Random, folder: Path) -> None:
+    """One tile of those that are tried, units whole or not, up to as many ranges of tiles as there are tiles."""
     tile = draw(p, rng)
+    if tile is None:
+        return
     tiles = tile.blocks_of(p)[2]
     splits = min(tiles, rng.choice((1, 2, 3, 7, tiles)))
     splits = -(-tiles // -(-tiles // splits))
     whole = staged._whole_units(p, tile) and rng.random() < 0.7
-    check_on_host(p, tile, splits, whole, rng.randrange(1000), tmp_path)
+    check_on_host(p, tile, splits, whole, rng.randrange(1000), folder)
+
+
+@needs_gxx
+@settings(max_examples=40, deadline=None, suppress_health_check=TOLERATED)
+@given(problems(), st.sampled_from(GRADIENTS), st.randoms(use_true_random=False))
+def test_tiles_compute_the_gradients(tmp_path: Path, p: Problem, pass_: str, rng: random.Random) -> None:
+    """The very source, every thread of it, on small problems of every kind."""
+    check_any_tile(p.with_(pass_=pass_), rng, tmp_path)
+
+
+@needs_gxx
+@settings(max_examples=30, deadline=None, suppress_health_check=TOLERATED)
+@given(depthwise(), st.sampled_from(GRADIENTS), st.randoms(use_true_random=False))
+def test_depthwise_tiles_compute_the_gradients(tmp_path: Path, p: Problem, pass_: str, rng: random.Random) -> None:
+    """Lanes that are channels: a part of them, all of them, more than a warp has; and strides of whole planes."""
+    check_any_tile(p.with_(pass_=pass_), rng, tmp_path)
+
+
+# --- what is chosen --------------------------------------------------------------------------------------------------
+
+SUITE = tuple({c.problem: c for name in ("kernelbench", "models") for c in SUITES[name]}.values())
+
+
+def versions(p: Problem) -> Iterator[Problem]:
+    """A layer's gradients in every dtype and layout."""
+    for dtype, layout, pass_ in product(DTYPES, ("nchw", "channels_last"), GRADIENTS):
+        if p.rank > 1 or layout == "nchw":
+            yield p.with_(dtype=dtype, precision=PRECISIONS[dtype][0], layout=layout, pass_=pass_, bias=False)
+
+
+@pytest.mark.parametrize("index,case", list(enumerate(SUITE)), ids=lambda v: getattr(v, "name", ""))
+def test_choices_are_sound(index: int, case: Case) -> None:
+    for i, p in enumerate(versions(case.problem)):
+        if i % 3 != index % 3:
+            continue
+        gpu = GPUS[(i + index) % len(GPUS)]
+        choice = staged.choose(p, gpu)
+        assert isinstance(choice, Choice)
+        assert choice.family == "staged"
+        assert choice.bound in ("bytes", "loads", "instruction issue", "second-level cache")
+        memory = p.dtype.itemsize * (math.prod(p.input_shape) + math.prod(p.output_shape)) / gpu.bandwidth
+        assert memory <= choice.seconds < 10
+        assert choice.tile.checked(gpu.shared_bytes) is choice.tile
+        tiles = choice.tile.blocks_of(p)[2]
+        per_split = -(-tiles // choice.splits)  # as the kernel takes them
+        assert choice.splits * per_split >= tiles > (choice.splits - 1) * per_split
+        assert choice.tile.weight or choice.splits == 1
+        assert choice.splits * math.prod(p.weight_shape) * choice.tile.accumulator <= max(
+            staged._MAX_BYTES, math.prod(p.weight_shape) * choice.tile.accumulator
+        )
+
+
+@given(st.integers(1, 10**6), st.integers(1, 5000), st.integers(1, 512), st.integers(1, 2000))
+def test_ranges_cover_the_tiles(tiles: int, blocks: int, most: int, slots: int) -> None:
+    found = staged.ranges(tiles, blocks, most, slots)
+    each = -(-tiles // found)
+    assert 1 <= found <= max(1, min(most, tiles))
+    assert found * each >= tiles > (found - 1) * each
+
+
+@settings(max_examples=40, deadline=None)
+@given(problems(), st.sampled_from(GRADIENTS), st.integers(1, 5))
+def test_constants_do_not_depend_on_the_batch(p: Problem, pass_: str, batch: int) -> None:
+    """One tile, one kernel: what it computes by is the layer's, and the tile's own."""
+    p = p.with_(pass_=pass_)
+    for tile in list(staged.tiles(p))[:20]:
+        assert tile in list(staged.tiles(p.with_(batch=batch)))
+
+
+def test_the_same_choice_twice() -> None:
+    p = Problem.make(4, 32, 32, (31, 40), 4, 2, 1, groups=32, pass_="grad-weight")
+    found = []
+    for _ in range(2):
+        staged._choose.cache_clear()
+        found.append(staged.choose(p, H200))
+    assert found[0] == found[1]
+    assert hash(found[0]) == hash(found[1])
+    assert pickle.loads(pickle.dumps(found[0])) == found[0]
+
+
+def test_it_is_chosen_where_it_was_measured_to_be_faster() -> None:
+    """Depthwise and few channels; not where tensor cores have work, or where channels lie between columns."""
+    cases = {c.name: c.problem for c in SUITES["cuda"]}
+    wanted = {
+        ("depthw", "nchw", "grad-input"): "staged",
+        ("depthw", "channels_last", "grad-weight"): "staged",
+        ("fcn8s", "nchw", "grad-weight"): "staged",
+        ("fcn8s", "channels_last", "grad-input"): "staged",
+        ("fsrcnn", "nchw", "grad-input"): "staged",
+        ("kb57", "nchw", "grad-input"): "gather",
+        ("kb75", "channels_last", "grad-input"): "gather",
+        ("kb57", "nchw", "grad-weight"): "wgrad",
+    }
+    for (name, layout, pass_), family in wanted.items():
+        p = cases[name].with_(layout=layout, pass_=pass_, bias=False, precision="tf32")
+        assert planner.select(p, planner.Device("cuda", gpu=H200)).name == family, (name, layout, pass_)
+
+
+def test_refusals_are_sentences() -> None:
+    p = Problem.make(1, 2, 2, (4, 4), 3, pass_="grad-weight")
+    assert staged.choose(p.with_(pass_="fwd"), H200) == "these kernels compute gradients only, not fwd"
+    for empty in ({"batch": 0}, {"size": (0, 4)}):
+        for pass_ in GRADIENTS:
+            assert staged.choose(p.with_(pass_=pass_, **empty), H200) == "an empty input has no work"
+
+
+def test_tiles_that_do_not_fit_say_why() -> None:
+    p = Problem.make(1, 64, 64, (64, 64), 4, 2, 1, groups=64, pass_="grad-input")
+    tile = next(staged.tiles(p))
+    changes: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"h": 4096}, "shared memory"),
+        ({"ci": 512}, "sums of a thread"),
+        ({"warps": 32}, "warps cannot share"),
+        ({"rows": tile.rows * 3}, "positions by"),
+    )
+    for change, message in changes:
+        with pytest.raises(Unfit, match=message):
+            replace(tile, **change).checked(H200.shared_bytes)
+
+
+# --- what is compiled ------------------------------------------------------------------------------------------------
+
+
+def check_compiled(choice: Choice, gpu: Gpu, most: int) -> None:
+    p = choice.problem
+    (unit,) = choice.sources()
+    assert set(unit.entries) == ({"grad_input"} if p.pass_ == "grad-input" else {"grad_weight", "reduce"})
+    found = jit.inspect(jit.cubin(unit.source, gpu.arch, unit.label))
+    assert set(unit.entries) <= set(found)
+    for entry in unit.entries:
+        registers, local, shared = found[entry]
+        assert 0 < registers <= 255
+        assert local <= most, f"{entry} of {p} spills {local} bytes for {choice.tile} on sm_{gpu.arch}"
+        assert shared == 0
+
+
+@needs_nvrtc
+@pytest.mark.slow
+@pytest.mark.parametrize("index,case", list(enumerate(SUITE)), ids=lambda v: getattr(v, "name", ""))
+def test_chosen_kernels_compile_without_spills(index: int, case: Case) -> None:
+    """A sample: each layer on one GPU in two of its dtypes, layouts and passes; together all of them appear."""
+    every = list(versions(case.problem))
+    for i in range(2):
+        gpu = GPUS[(index + i * 2) % len(GPUS)]
+        choice = staged.choose(every[(index + i * 5) % len(every)], gpu)
+        assert isinstance(choice, Choice)
+        check_compiled(choice, gpu, 128)  # dense layers' sums, where tensor cores are chosen
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_depthwise_kernels_compile_without_spills(dtype: torch.dtype) -> None:
+    for kernel, stride, gpus in ((4, 2, GPUS), (16, 8, (H200,))):
+        for i, p in enumerate(versions(Problem.make(8, 64, 64, (32, 32), kernel, stride, 1, groups=64))):
+            if p.dtype is dtype:
+                choice = staged.choose(p, gpus[i % len(gpus)])
+                assert isinstance(choice, Choice)
+                check_compiled(choice, gpus[i % len(gpus)], 16)

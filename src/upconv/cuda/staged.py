@@ -14,6 +14,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -29,24 +30,24 @@ from upconv.problem import Problem
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 _UNROLLED = 512  # multiply-adds of a thread in a straight stretch of code (longer: registers spill)
 _SUMS = 72  # registers of a thread that hold sums (float64: half of them)
+_INPUTS = 16  # and the input's elements that meet them (grad-weight; 32 spill: fsrcnn 267 us instead of 167)
 _UNIT = 16  # bytes
+_SECTOR = 32  # bytes that memory brings at a time
 _BATCH_OF = (4, 20)  # units of 16 bytes, at least and at most, that a thread has on their way to shared memory
 _SHARED = 228 << 10  # bytes of a multiprocessor; others have less, which leaves registers of theirs unused
 _SPLITS = 512  # ranges of tiles at most; their partial sums are added in a second step
 _MAX_BYTES = 64 << 20  # of partial sums
 _MOST_WARPS = 16
 _LAUNCH = 4e-6  # seconds
-_LOADS, _ISSUE, _MIX = (
-    0.93,
-    1.6,
-    0.37,
-)  # clocks of a wavefront, of an instruction of all four schedulers, and of the lesser
-_OVERLAP = 0.48  # of the second of what limits, beside the first
-_L2 = 4.4e12  # bytes a second
-_LATENCY = 440.0  # clocks that a block waits for memory, for a batch of units
-_END = 300.0  # and for its last warps
+_LOADS, _ISSUE, _MIX = 1.0, 1.6, 0.2  # clocks of a wavefront, of four instructions, and of the lesser of both
+_OVERLAP = 0.2  # of the second of what limits, beside the first
+_SPREAD = 20.0  # clocks of a store whose lanes lie in a sector each
+_L2 = 3.3e12  # bytes a second
+_LATENCY = 520.0  # clocks that a block waits for memory, for a batch of units
+_END = 270.0  # and for its last warps
 _UNIT_ISSUE = 12.0  # instructions that bring a unit beside its stores
-_PASS_ISSUE = 58.0  # and a batch of them: its place, its borders
+_X_ISSUE = 38.0  # and an element of the input
+_PASS_ISSUE = 70.0  # and a batch of them: its place, its borders
 
 
 class Unfit(ValueError):
@@ -70,7 +71,7 @@ class Tile:
     """Input channels of a thread."""
     kh: int = 1
     kw: int = 1
-    """Taps of a thread along H and W (grad-weight)."""
+    """Taps of a thread along H (of grad-input all) and W."""
     warps: int = 8
     vector: int = 1
     """Elements of a unit."""
@@ -161,9 +162,19 @@ class Tile:
         return -(-self.axes[1][0] // self.kh) * -(-self.axes[2][0] // self.kw)
 
     @property
+    def parts(self) -> int:
+        """Of a block's threads, which share the columns of the taps (grad-input)."""
+        return -(-self.axes[2][0] // self.kw)
+
+    @property
     def sums(self) -> int:
         """Of a thread."""
         return self.kh * self.kw * self.ci if self.weight else self.rows * self.ci
+
+    @property
+    def stored(self) -> int:
+        """Input channels that a thread stores at a time (grad-input, CHANNELS_LAST)."""
+        return math.gcd(self.ci, self.cin_g, _UNIT // self.problem.dtype.itemsize)
 
     @property
     def weights(self) -> int:
@@ -176,12 +187,13 @@ class Tile:
     @cached_property
     def shared_bytes(self) -> int:
         g = -(-self.span[0] * self.row_pitch // 4) * 4
+        column = self.axes[1][0] * self.weights
         if self.weight:
             words = g + max(self.ci, self.channels) * self.h * self.w
             words = max(words, self.warps * self.sums * self.channels)
         else:
-            column = self.axes[1][0] * self.weights
             words = g + -(-column // 4) * 4 * self.axes[2][0]
+            words = max(words, (self.parts - 1) * self.sums * self.threads // self.parts)
         return -(-words * self.accumulator // 16) * 16
 
     @property
@@ -201,7 +213,7 @@ class Tile:
             raise Unfit(f"{self.warps} warps cannot share {self.tap_groups} groups of taps")
         lanes = 1 if self.lanes_are_channels else 32
         units = self.h * self.w // self.rows
-        if self.h % self.rows or units % lanes or (not self.weight and units != self.warps * lanes):
+        if self.h % self.rows or units % lanes or (not self.weight and units * self.parts != self.warps * lanes):
             raise Unfit(f"{self.h} x {self.w} positions by {self.rows} are not those of {self.warps} warps")
         return self
 
@@ -221,14 +233,14 @@ class Tile:
     def _registers(self) -> int:
         """Of a thread, those that units do not take."""
         words = self.accumulator // 4
+        _, step_h, dil_h, _ = self.axes[1]
         if self.weight:
             ahead, sums = max(self.ci, self.channels) * self.h * self.w, self.sums + self.rows * self.ci
+            sums += min((self.rows - 1) * step_h + (self.kh - 1) * dil_h + 1, 24)  # of g, on their way
         else:
-            ahead, sums = (
-                self.axes[1][0] * self.axes[2][0] * self.weights,
-                self.sums + (self.weights if self.ci > 1 else 0),
-            )
-        return words * (sums + -(-ahead // self.threads)) + 44
+            ahead, sums = self.axes[1][0] * self.axes[2][0] * self.weights, self.sums + 12
+            sums += self.weights if self.ci > 1 else 0
+        return words * (sums + -(-ahead // self.threads)) + 40
 
     @property
     def batch(self) -> int:
@@ -273,11 +285,12 @@ class Tile:
         if self.weight:
             found |= {"KH_TILE": self.kh, "KW_TILE": self.kw}
         else:
+            found |= {"KW_TILE": self.kw, "KW_PARTS": self.parts}
             found["WEIGHTS_READ"] = 1 if self.lanes_are_channels else self.weights
-            found["STORED"] = math.gcd(self.ci, self.cin_g, p.in_channels, _UNIT // p.dtype.itemsize)
+            found["STORED"] = self.stored
             column = taps_h * self.rows * self.ci
             found["UNROLL_H"] = taps_h if column <= _UNROLLED else 1
-            found["UNROLL_W"] = 2 if taps_w <= 4 and column <= _UNROLLED // 8 else 1
+            found["UNROLL_W"] = min(2, self.kw) if taps_w <= 4 and column <= _UNROLLED // 8 else 1
         for name, (kernel, step, dil, pad) in zip("DHW", self.axes):
             found |= {f"KERNEL_{name}": kernel, f"STEP_{name}": step, f"DIL_{name}": dil, f"PAD_{name}": pad}
         return found
@@ -483,13 +496,12 @@ def tiles(p: Problem) -> Iterator[Tile]:
         widths = sorted({max(1, most_w // n) for n in (1, 2, 4)})
     if p.pass_ == "grad-input":
         per = (1,) if cin == 1 else tuple({-(-cin // -(-cin // n)) for n in (4, 8, 16, 32)})
-        for ci in sorted(per):
-            for warps in (4, 8):
-                for r in rows:
-                    units = warps * (1 if probe.lanes_are_channels else 32)
-                    for w in widths:
-                        if w <= units and r * ci <= most:
-                            yield _with_units(p, Tile(layer, units // w * r, w, r, ci, warps=warps))
+        kernel_h, kernel_w = probe.axes[1][0], probe.axes[2][0]
+        for ci, parts, warps, r, w in product(sorted(per), (1, 2, 4), (4, 8), rows, widths):
+            kw = -(-kernel_w // parts)
+            units = warps * (1 if probe.lanes_are_channels else 32) // parts
+            if -(-kernel_w // kw) == parts and w <= units and r * ci <= most:
+                yield _with_units(p, Tile(layer, units // w * r, w, r, ci, kernel_h, kw, warps))
         return
     kernel_h, kernel_w = probe.axes[1][0], probe.axes[2][0]
     kh = -(-kernel_h // -(-kernel_h // 16))
@@ -500,86 +512,118 @@ def tiles(p: Problem) -> Iterator[Tile]:
                 continue
             warps = tile.tap_groups * max(1, 8 // tile.tap_groups)
             lanes = 1 if probe.lanes_are_channels else 32
-            for r in rows:
-                for w in widths:
-                    for h in (r, 2 * r, 4 * r, 8 * r, 16 * r):
-                        if h * w // r % lanes == 0 and h < 4 * height:
-                            yield _with_units(p, Tile(layer, h, w, r, ci, kh, kw, warps))
+            for r, w, groups in product(rows, widths, (1, 2, 4, 8, 16)):
+                if groups * w % lanes == 0 and groups * r < 4 * height and r * ci <= _INPUTS:
+                    yield _with_units(p, Tile(layer, groups * r, w, r, ci, kh, kw, warps))
+
+
+@dataclass(frozen=True)
+class _Slice:
+    """What a multiprocessor does for a block and a slice of g."""
+
+    loads: float
+    """Wavefronts of loads and stores, of shared memory above all."""
+    issue: float
+    """Clocks in which its schedulers issue instructions."""
+    rounds: int
+    """Times that the block waits for memory."""
+
+    @property
+    def clocks(self) -> float:
+        return max(_LOADS * self.loads, _ISSUE * self.issue) + _MIX * min(self.loads, self.issue)
+
+
+def _slice(tile: Tile, gpu: Gpu) -> _Slice:
+    element, wide = tile.problem.dtype.itemsize, tile.accumulator // 4
+    (kernel_h, step_h, dil_h, _), kernel_w = tile.axes[1], tile.axes[2][0]
+    words = tile.span[0] * tile.span[1] * tile.channels / 32
+    store, read = (1.0, 1) if tile.lanes_are_channels else tile._conflicts(tile.plane)
+    passes = math.prod(tile.passes) * tile.warps  # of warps
+    rounds = tile.passes[0] * -(-tile.passes[1] // tile.batch)
+    loads = words * store * wide + max(passes, words * element / 4 * _overread(tile.problem, tile))
+    issue = passes * (_UNIT_ISSUE + tile.vector * (1 if element == 4 else 2)) + rounds * tile.warps * _PASS_ISSUE
+    taps_h = tile.kh if tile.weight else kernel_h
+    rows = len({r * step_h + k * dil_h for r in range(tile.rows) for k in range(taps_h)})
+    reads = 1.0 * tile.kw * rows * read
+    products = tile.kw * taps_h * tile.rows * tile.ci
+    if tile.weight:
+        strips = tile.h * tile.w // tile.rows / (1 if tile.lanes_are_channels else 32)
+        groups = tile.warps // tile.tap_groups
+        walks: float = -(-strips // groups) * groups * tile.tap_groups  # of warps, which wait for the last
+        reads += tile.rows * tile.ci
+        x = tile.h * tile.w * max(tile.ci, tile.channels) / 32
+        loads += 2 * x
+        issue += _X_ISSUE * x
+    else:
+        walks = 1.0 * tile.warps
+        taps = kernel_h * tile.kw
+        reads += taps * (1.0 if tile.lanes_are_channels else tile.weights * tile.accumulator / 16)
+        reads += 2 * tile.sums if tile.parts > 1 else 0
+        weights = kernel_h * kernel_w * tile.weights / 32
+        loads += weights
+        issue += 8 * weights
+    loads += walks * reads * wide
+    lanes = _fma_lanes(gpu, tile.accumulator == 8)
+    issue = (issue + walks * (reads + (0 if tile.weight else 20))) / 4 + walks * products * 32 / lanes
+    return _Slice(loads, issue, rounds)
 
 
 def _cost(p: Problem, tile: Tile, gpu: Gpu) -> tuple[float, str, int]:
     """(seconds, what limits them, ranges of tiles) of a tile by the model."""
-    element = p.dtype.itemsize
-    double = tile.accumulator == 8
-    _, _, count = tile.blocks_of(p)
-    kernel_d, (kernel_h, step_h, dil_h, _), (kernel_w, _, _, _) = tile.axes[0][0], tile.axes[1], tile.axes[2]
-    staged = tile.span[0] * tile.span[1] * tile.channels
-    store, read = (1.0, 1) if tile.lanes_are_channels else tile._conflicts(tile.plane)
-    passes = math.prod(tile.passes) * tile.warps  # of warps
-    rounds = tile.passes[0] * -(-tile.passes[1] // tile.batch)
-    lsu = staged / 32 * store * (2 if double else 1) + max(passes, staged * element / 128)
-    issue = passes * (_UNIT_ISSUE + tile.vector * (1 if element == 4 else 2)) + rounds * tile.warps * _PASS_ISSUE
-    read_rows = len(
-        {r * step_h + k * dil_h for r in range(tile.rows) for k in range(tile.kh if tile.weight else kernel_h)}
+    one = _slice(tile, gpu)
+    count = tile.blocks_of(p)[2]
+    slices = 1 if tile.weight else tile.axes[0][0] * tile.cout_g
+    clocks = slices * one.clocks
+    if not tile.weight and p.layout == "channels_last" and not tile.lanes_are_channels:
+        clocks += _SPREAD * tile.warps * tile.sums / tile.stored  # lanes store a pixel apart
+    block = clocks + slices * (one.rounds * _LATENCY + _END)
+    by_shared = gpu.shared_per_sm // (tile.shared_bytes + 1024)
+    resident = max(1, min(tile.resident, by_shared, _threads_per_sm(gpu) // tile.threads))
+    blocks = _weight_blocks(p, tile) if tile.weight else tile.channel_blocks
+    moved = (
+        count * blocks * slices * tile.span[0] * tile.span[1] * tile.channels * p.dtype.itemsize * _overread(p, tile)
     )
+    splits, work, tail = 1, count * blocks, 0.0
     if tile.weight:
-        strips = tile.h * tile.w // tile.rows / (1 if tile.lanes_are_channels else 32)
-        groups = tile.warps // tile.tap_groups
-        strips = -(-strips // groups) * groups  # warps wait for the last
-        threads = strips * tile.tap_groups
-        reads = tile.kw * read_rows * read + tile.rows * tile.ci
-        fmas = tile.kw * tile.kh * tile.rows * tile.ci
-        x = tile.h * tile.w * max(tile.ci, tile.channels) / 32
-        lsu += 2 * x
-        issue += 10 * x
-        slices = 1
-    else:
-        threads = tile.warps
-        weights = (
-            kernel_w * kernel_h
-            if tile.lanes_are_channels
-            else kernel_w * kernel_h * tile.weights * tile.accumulator / 16
-        )
-        reads = kernel_w * read_rows * read + weights
-        fmas = kernel_h * kernel_w * tile.rows * tile.ci
-        slices = kernel_d * tile.cout_g
-        lsu += kernel_h * kernel_w * tile.weights / 32
-        issue += 8 * kernel_h * kernel_w * tile.weights / 32
-    lsu += threads * reads * (2 if double else 1)
-    rate = _fma_lanes(gpu, double) / 32
-    issue = (issue + threads * (reads + 20)) / 4 + threads * fmas / rate
-    clocks = slices * (max(_LOADS * lsu, _ISSUE * issue) + _MIX * min(lsu, issue))
-    block = clocks + slices * (rounds * _LATENCY + _END)
-    resident = max(
-        1, min(tile.resident, gpu.shared_per_sm // (tile.shared_bytes + 1024), _threads_per_sm(gpu) // tile.threads)
-    )
-    if tile.weight:
-        per_range = _weight_blocks(p, tile)
-        numel = math.prod(p.weight_shape)
-        most = max(1, min(count, _SPLITS, _MAX_BYTES // (numel * tile.accumulator)))
-        splits = max(1, min(most, round(2 * gpu.multiprocessors * resident / per_range)))
-        splits = -(-count // -(-count // splits))
-        work, each = per_range * splits, -(-count // splits)
+        splits = ranges(count, blocks, _most_ranges(p, tile), gpu.multiprocessors * resident)
+        each = -(-count // splits)
+        work = blocks * splits
         clocks, block = clocks * each, block * each + tile.sums * 12 * tile.warps + _LATENCY
-        tail = 2 * splits * numel * tile.accumulator / gpu.bandwidth + splits * 20e-9 + 2e-6
-    else:
-        work, splits, tail = count * tile.channel_blocks, 1, 0.0
+        tail = 2 * splits * math.prod(p.weight_shape) * tile.accumulator / gpu.bandwidth + splits * 20e-9 + 2e-6
     waves = work / gpu.multiprocessors
     busy = min(float(resident), max(1.0, waves))
     full = -(-waves // busy) * busy if waves < 8 * busy else waves + busy / 2  # of the fullest multiprocessor
     compute = full * max(clocks, block / busy) / gpu.clock
-    dram = (math.prod(p.input_shape) + math.prod(p.output_shape)) * element / gpu.bandwidth
-    l2 = count * tile.channel_blocks * slices * staged * element / _L2
-    if tile.weight:
-        l2 *= tile.cout_g * kernel_d
-    terms = sorted((compute, dram, l2))
-    bound = (
-        "bytes"
-        if terms[2] == dram
-        else "second-level cache"
-        if terms[2] == l2
-        else "loads"
-        if lsu > issue
-        else "instruction issue"
-    )
-    return terms[2] + _OVERLAP * terms[1] + tail + _LAUNCH, bound, splits
+    terms = {
+        "loads" if one.loads > one.issue else "instruction issue": compute,
+        "bytes": (math.prod(p.input_shape) + math.prod(p.output_shape)) * p.dtype.itemsize / gpu.bandwidth,
+        "second-level cache": moved / _L2,
+    }
+    bound = max(terms, key=lambda name: terms[name])
+    second = sorted(terms.values())[1]
+    return terms[bound] + _OVERLAP * second + tail + _LAUNCH, bound, splits
+
+
+def _overread(p: Problem, tile: Tile) -> float:
+    """Bytes of sectors over those of g's columns, where a column is every so many channels (CHANNELS_LAST)."""
+    if tile.lanes_are_channels or p.layout != "channels_last":
+        return 1.0
+    return min(_SECTOR / p.dtype.itemsize, p.out_channels)
+
+
+def _most_ranges(p: Problem, tile: Tile) -> int:
+    """Ranges of tiles whose partial sums take no more memory than they may."""
+    return max(1, min(_SPLITS, _MAX_BYTES // (math.prod(p.weight_shape) * tile.accumulator)))
+
+
+def ranges(tiles: int, blocks: int, most: int, slots: int) -> int:
+    """Ranges into which grad-weight's tiles are cut: so many that blocks fill a GPU's ``slots`` about twice.
+
+    Args:
+        tiles: of all images.
+        blocks: that one range takes.
+        most: ranges, for their partial sums' sake.
+        slots: blocks that a GPU holds at a time.
+    """
+    wanted = max(1, min(tiles, most, round(2 * slots / blocks)))
+    return -(-tiles // -(-tiles // wanted))

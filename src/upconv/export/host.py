@@ -13,14 +13,14 @@ from textwrap import dedent, indent
 
 import torch
 
-from upconv.cuda import direct, direct_wgrad, gather, wgrad
+from upconv.cuda import direct, direct_wgrad, gather, staged, wgrad
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.tiling import Tiling, source_shape
 from upconv.cuda.wgrad_tiling import WarpgroupTiling
 from upconv.planner import Device, select
 from upconv.problem import Pass, Problem
 
-Choice = gather.Choice | direct.Choice | direct_wgrad.Choice | wgrad.Choice
+Choice = gather.Choice | direct.Choice | direct_wgrad.Choice | wgrad.Choice | staged.Choice
 
 PASSES: tuple[Pass, ...] = ("fwd", "grad-input", "grad-weight")
 NAMES: dict[Pass, str] = {"fwd": "forward", "grad-input": "grad_input", "grad-weight": "grad_weight"}
@@ -42,6 +42,8 @@ class Variant:
     entry: str = ""
     """Entry that computes."""
     entries: tuple[str, ...] = field(default=())
+    resident: int = 1
+    """Blocks that a multiprocessor holds (of staged kernels alone)."""
 
     @property
     def kind(self) -> str:
@@ -53,6 +55,8 @@ class Variant:
             return "GradWeight"
         if isinstance(c, direct_wgrad.Choice):
             return "DirectGradInput" if self.pass_ == "grad-input" else "DirectGradWeight"
+        if isinstance(c, staged.Choice):
+            return "StagedGradInput" if self.pass_ == "grad-input" else "StagedGradWeight"
         return "DirectAny" if c.tile is None else "DirectWalk" if isinstance(c.tile, direct.Walk) else "Direct"
 
 
@@ -67,10 +71,10 @@ def variants(p: Problem, gpu: Gpu) -> tuple[Variant, ...]:
         choice = _choice(p, pass_, gpu)
         name = NAMES[pass_]
         unit, unit_out = _units(choice)
-        found.append(_variant(name, pass_, choice, unit, unit_out))
+        found.append(_variant(name, pass_, choice, unit, unit_out, gpu))
         general = _general(p, pass_, unit, unit_out)
         if general is not None:
-            found.append(_variant(f"{name}_unaligned", pass_, _choice(general, pass_, gpu), 1, 1))
+            found.append(_variant(f"{name}_unaligned", pass_, _choice(general, pass_, gpu), 1, 1, gpu))
     return tuple(found)
 
 
@@ -78,7 +82,7 @@ def _choice(p: Problem, pass_: Pass, gpu: Gpu) -> Choice:
     wanted = p.with_(pass_="fwd") if pass_ == "fwd" else p.with_(pass_=pass_, bias=False)
     selection = select(wanted, Device("cuda", gpu=gpu), general=True)
     choice = selection.choice
-    if not isinstance(choice, (gather.Choice, direct.Choice, direct_wgrad.Choice, wgrad.Choice)):
+    if not isinstance(choice, (gather.Choice, direct.Choice, direct_wgrad.Choice, wgrad.Choice, staged.Choice)):
         reason = "; ".join(c.reason for c in selection.candidates)
         raise ValueError(f"the layer must have kernels to be exported, and for {pass_} there is none: {reason}")
     return choice
@@ -109,12 +113,19 @@ def _general(p: Problem, pass_: Pass, unit: int, unit_out: int) -> Problem | Non
     return None
 
 
-def _variant(name: str, pass_: Pass, choice: Choice, unit: int, unit_out: int) -> Variant:
+def _variant(name: str, pass_: Pass, choice: Choice, unit: int, unit_out: int, gpu: Gpu) -> Variant:
     (source,) = choice.sources()
     entries = tuple(source.entries)
     if isinstance(choice, (gather.Choice, direct.Choice)):
         return Variant(name, pass_, choice, unit, unit_out, entries[0], entries[1], entries)
-    return Variant(name, pass_, choice, unit, unit_out, None, entries[0], entries)
+    resident = _resident(choice.tile, gpu) if isinstance(choice, staged.Choice) else 1
+    return Variant(name, pass_, choice, unit, unit_out, None, entries[0], entries, resident)
+
+
+def _resident(tile: staged.Tile, gpu: Gpu) -> int:
+    """Blocks of a tile that a multiprocessor holds."""
+    by_shared = gpu.shared_per_sm // (tile.shared_bytes + 1024)
+    return max(1, min(tile.resident, by_shared, direct._threads_per_sm(gpu) // tile.threads))
 
 
 # --- C++ -------------------------------------------------------------------------------------------------------------
@@ -281,7 +292,7 @@ def functions(v: Variant) -> tuple[str, ...]:
 def _sizes(v: Variant) -> int:
     return {
         "Gather": 11, "Direct": 8, "DirectAny": 7, "DirectWalk": 8, "GradWeight": 12, "DirectGradInput": 8,
-        "DirectGradWeight": 9,
+        "DirectGradWeight": 9, "StagedGradInput": 10, "StagedGradWeight": 11,
     }[v.kind]  # fmt: skip
 
 
@@ -310,7 +321,7 @@ def _pack(v: Variant) -> str:
 def _run(v: Variant) -> str:
     c, source = v.choice, "grad" if v.pass_ == "grad-input" else "x"
     pointers = [f"{source}.data_ptr()", "packed.data_ptr()", "address(bias)", "out.data_ptr()"]
-    if v.kind == "DirectGradInput":
+    if v.kind in ("DirectGradInput", "StagedGradInput"):
         pointers.remove("address(bias)")
     lines, last = [], []
     if isinstance(c, gather.Choice) and c.tiling.tensor_map:
@@ -358,6 +369,8 @@ def _block(v: Variant) -> tuple[int, int]:
         return (512 if c.tiling.wgmma else 384), c.tiling.shared_bytes
     if isinstance(c, wgrad.Choice):
         return c.tiling.threads, c.tiling.shared_bytes
+    if isinstance(c, staged.Choice):
+        return c.tile.threads, c.tile.shared_bytes
     if isinstance(c, direct_wgrad.Choice) or c.tile is None:
         return 256, 0
     m = c.macros()
@@ -576,6 +589,50 @@ CLASSES = {
                 return self.blocks * shares, shares, sizes
         '''
     ),
+    "StagedGradInput": dedent(
+        '''\
+        class StagedGradInput(NamedTuple):
+            """Gradient for the input on CUDA cores: a block takes a tile and what it needs of the output's gradient."""
+
+            name: str
+            unit: int
+            tile: tuple[int, int]  # positions of a tile: height, width
+            whole: int  # output rows of a multiple of so many columns are read in whole units; 0: none are
+            channel_blocks: int  # blocks for the channels of a tile
+
+            def launch(self, batch, source, result, processors):
+                """(blocks, the kernel's sizes); source and result are (depth, height, width)."""
+                counts = [ceil(n, t) for n, t in zip(result[1:], self.tile)]
+                blocks = batch * result[0] * math.prod(counts) * self.channel_blocks
+                whole = int(self.whole > 0 and source[2] % self.whole == 0)
+                return blocks, (batch, *result, *source, *counts, whole)
+        '''
+    ),
+    "StagedGradWeight": dedent(
+        '''\
+        class StagedGradWeight(NamedTuple):
+            """Gradient for the weight on CUDA cores: blocks share the tiles; their sums are added after."""
+
+            name: str
+            unit: int
+            unit_out: int
+            tile: tuple[int, int]  # positions of a tile: height, width
+            whole: int  # output rows of a multiple of so many columns are read in whole units; 0: none are
+            blocks: int  # for the channels and taps of the weight, with every share of the tiles
+            most: int  # shares, for the sake of the memory that their sums take
+            resident: int  # blocks that a processor holds
+
+            def launch(self, batch, size, out_size, processors):
+                """(blocks, slices of sums, the kernel's sizes); the sizes are (depth, height, width)."""
+                counts = [ceil(n, t) for n, t in zip(size[1:], self.tile)]
+                tiles = batch * size[0] * math.prod(counts)
+                shares = round(2 * processors * self.resident / self.blocks)  # which fill the processors about twice
+                shares = max(1, min(tiles, self.most, shares))
+                shares = ceil(tiles, ceil(tiles, shares))  # without shares that were empty
+                whole = int(self.whole > 0 and out_size[2] % self.whole == 0)
+                return self.blocks * shares, shares, (batch, *size, *out_size, *counts, whole, ceil(tiles, shares))
+        '''
+    ),
 }
 
 
@@ -607,6 +664,14 @@ def record(v: Variant) -> str:
             given |= {"channel_blocks": p.groups * -(-(p.in_channels // p.groups) // c.tile.ci)}
         else:
             given |= {"unit_out": v.unit_out, "blocks": direct_wgrad._weight_blocks(p, c.tile)}
+    elif isinstance(c, staged.Choice):
+        s = c.tile
+        if v.pass_ == "grad-input":
+            given |= {"tile": (s.h, s.w), "whole": _whole(c), "channel_blocks": s.channel_blocks}
+        else:
+            given |= {"unit_out": v.unit_out, "tile": (s.h, s.w), "whole": _whole(c)}
+            given |= {"blocks": staged._weight_blocks(c.problem, s), "most": staged._most_ranges(c.problem, s)}
+            given |= {"resident": v.resident}
     elif c.tile is None:
         given |= {"channels": c.problem.out_channels}
     else:
@@ -626,6 +691,19 @@ def record(v: Variant) -> str:
         given |= {"words": packed_words(v), "packed": _Literal(dtype)}
     lines = "".join(f"    {key}={_literal(value)},\n" for key, value in given.items())
     return f"{v.kind}(\n{lines})"
+
+
+def _whole(c: staged.Choice) -> int:
+    """Of which the columns of output rows must be a multiple to be read in whole units; 0 where they never are.
+
+    The file's tensors begin at 16 bytes, so that nothing else decides it.
+    """
+    p, tile = c.problem, c.tile
+    if tile.vector == 1:
+        return 0
+    if not tile.lanes_are_channels:
+        return tile.vector
+    return tile.vector // math.gcd(tile.vector, p.groups)
 
 
 class _Literal(str):

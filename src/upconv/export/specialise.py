@@ -309,10 +309,13 @@ def _solid(nodes: Iterable[_Node]) -> list[_Node]:
 def _inline_macros(nodes: list[_Node], macros: Mapping[str, _Macro]) -> list[_Node]:
     """Integers become ``constexpr``, macros with parameters stay, all others (types, lists, strings) are put in."""
     functions = {name: m for name, m in macros.items() if m.parameters is not None}
+    known = _Constants(macros)
+    known.collect(nodes)
     integers = {
         name
         for name, m in macros.items()
-        if m.parameters is None and _evaluate(list(_tokens(_expand(m.body, macros))), {}, {}) is not None
+        if m.parameters is None
+        and _evaluate(list(_tokens(_expand(m.body, macros))), known.values, known.sizes) is not None
     }
     others = {name: m for name, m in macros.items() if name not in functions and name not in integers}
 
@@ -579,6 +582,8 @@ class _Folder:
                 indent = _indent_at(out)
                 spliced = self._splice(statement, indent, nodes)
                 if _solid(spliced):
+                    if isinstance(spliced[0], _Token) and spliced[0].kind == "directive":
+                        _end_line(out)
                     out += spliced
                 else:
                     _drop_comment_before(out)
@@ -881,13 +886,19 @@ def _indent_at(before: Sequence[_Node]) -> int:
 
 
 def _inner_indent(inside: Sequence[_Node], default: int) -> int:
-    first = inside[0] if inside else None
-    if isinstance(first, _Token) and first.kind == "space" and "\n" in first.text:
-        return len(first.text) - first.text.rfind("\n") - 1
-    for node in inside:
+    for node, following in zip(inside, [*inside[1:], None]):
+        if isinstance(following, _Token) and following.kind == "directive":
+            continue  # those stand at the beginning of their lines
         if isinstance(node, _Token) and node.kind == "space" and "\n" in node.text:
             return len(node.text) - node.text.rfind("\n") - 1
     return default
+
+
+def _end_line(out: list[_Node]) -> None:
+    """Takes the indent off that a directive is not to have."""
+    last = out[-1] if out else None
+    if isinstance(last, _Token) and last.kind == "space" and "\n" in last.text:
+        out[-1] = _Token("space", last.text[: last.text.rfind("\n") + 1])
 
 
 def _shift(nodes: Iterable[_Node], by: int) -> list[_Node]:
@@ -1159,6 +1170,8 @@ def _declaration_end(nodes: Sequence[_Node], i: int) -> int:
 
 def _names_of(code: Sequence[_Node]) -> tuple[str, ...]:
     words = _solid(code)
+    if _is(words[0], "template"):
+        words = words[next(i for i, n in enumerate(words) if _is(n, ">")) + 1 :]
     last = words[-1]
     first = words[0]
     if _is(first, "static_assert"):
@@ -1210,8 +1223,10 @@ def _kept(items: list[_Item], entries: Sequence[str]) -> list[_Item]:
     waiting: list[_Item] = []
     for i, item in enumerate(items):
         if not item.code:
-            if not any(i_.code for i_ in items[:i]):
-                kept.append(item)  # the head of the file
+            # The head of the file; behind the macros, unless it speaks of other files.
+            first = all(_text(i_.code).startswith("constexpr") for i_ in items[:i])
+            if first and not (any(i_.code for i_ in items[:i]) and _ELSEWHERE.search(item.lead)):
+                kept.append(item)
                 continue
             waiting = [item]  # a heading stands for what follows up to the next one
         elif id(item) in reached:
@@ -1227,7 +1242,7 @@ WIDTH = 120
 """Columns of a line."""
 
 _AXES = "DHW"
-_ELSEWHERE = re.compile(r"NVRTC|\.py\b|\bplanner|come as macros")
+_ELSEWHERE = re.compile(r"NVRTC|\.py\b|\bplanner|come as macros|\bDTYPE\b")
 
 
 def _render(items: Sequence[_Item], entries: Sequence[str], constants: _Constants) -> tuple[str, list[str]]:
@@ -1254,6 +1269,7 @@ def _render(items: Sequence[_Item], entries: Sequence[str], constants: _Constant
         (r"\n{3,}", "\n\n"),
     ):
         body = re.sub(pattern, put, body)
+    body = _PARAMETERS.sub(_parameters, body)
     lines = [part for line in body.strip("\n").splitlines() for part in _wrapped(line)]
     return "\n".join(lines) + "\n", left
 
@@ -1307,6 +1323,26 @@ _DIRECT = {
     "STEP_ROW": "input rows between them",
 }
 _LAYER = {"KERNEL": "the layer's", "STEP": "stride", "DIL": "dilation", "PAD": "padding"}
+# Of the gradients on CUDA cores.
+_GRADIENT = {
+    **_LAYER,
+    "CIN": "the layer's input channels",
+    "COUT": "the layer's output channels",
+    "CIN_G": "input channels of a group",
+    "COUT_G": "output channels of a group",
+    "CI_TILE": "input channels of a thread",
+    "CHANNELS": "channels of a block: the lanes of a warp",
+    "TILE": "positions q of a tile",
+    "ROWS": "positions of a thread, one below the other",
+    "SPAN": "rows and columns of g that a tile needs",
+    "SHIFT": "columns by which a tile of g begins early, so that it begins at a unit",
+    "PLANE_PITCH": "words from one plane of g's columns to the next",
+    "VECTOR": "elements of a unit",
+    "BATCH": "units of a thread that are on their way at a time",
+    "THREADS": "of a block",
+    "WARPS": "of a block",
+    "MIN_BLOCKS": "of a multiprocessor",
+}
 _MEANINGS: dict[str, dict[str, str]] = {
     "gather": {
         "PARTS": "TF32 parts of an operand: 2 for IEEE float32, in three products",
@@ -1357,12 +1393,20 @@ _MEANINGS: dict[str, dict[str, str]] = {
     "direct": _DIRECT,
     "direct_walk": _DIRECT,
     "direct_any": _DIRECT,
-    "grad_input": {**_LAYER, "CI_TILE": "input channels of a thread", "UNROLL": "taps in one stretch of code"},
+    "grad_input": {
+        **_GRADIENT,
+        "UNROLL": "taps in one stretch of code",
+        "KW_TILE": "columns of the taps that a thread takes",
+        "KW_PARTS": "sets of threads that share the columns of the taps",
+        "WEIGHTS_READ": "words of a tap's weights that a thread reads",
+        "STORED": "input channels that are stored together",
+    },
     "grad_weight": {
-        **_LAYER,
-        "CI_TILE": "input channels of a thread",
+        **_GRADIENT,
         "CO_TILE": "output channels of a thread",
         "TAP_TILE": "taps of a thread",
+        "KH_TILE": "rows of the taps that a thread takes",
+        "KW_TILE": "columns of the taps that a thread takes",
     },
 }
 
@@ -1475,6 +1519,37 @@ def _about(comment: str, *, begins: bool = True) -> str:
     return "".join(f"{line}\n" for line in kept) if kept else ""
 
 
+_PARAMETERS = re.compile(r"^(\w[^\n(){};#]*\()([^(){};]*,\n[^(){};]*)(\) \{)$", re.MULTILINE)
+
+
+def _parameters(found: re.Match[str]) -> str:
+    """A function's parameters over several lines, filled anew where one is too long."""
+    if max(map(len, found[0].splitlines())) <= WIDTH:
+        return found[0]
+    begin, pad = found[1], " " * len(found[1])
+    lines = [begin]
+    parts = re.split(r",\s+", found[2])
+    for part, end in zip(parts, [*"," * (len(parts) - 1), found[3]]):
+        if len(f"{lines[-1]} {part}{end}") > WIDTH:
+            lines.append(pad)
+        lines[-1] += f"{'' if lines[-1] in (begin, pad) else ' '}{part}{end}"
+    return "\n".join(lines)
+
+
+def _head_end(code: str) -> int:
+    """Where a line's head ``if (...)`` or the like ends, if its statement follows; else 0."""
+    depth = place = 0
+    if re.match(r"\s*(?:if|for|while) \(", code) is None:
+        return 0
+    for token in _tokens(code):
+        place += len(token.text)
+        depth += (token.text in "([{") - (token.text in ")]}") if token.kind == "mark" else 0
+        if depth == 0 and token.text == ")":
+            rest = code[place:].strip()
+            return place if rest.endswith(";") and not rest.startswith(";") and " else " not in rest else 0
+    return 0
+
+
 def _wrapped(line: str) -> list[str]:
     """A line in parts of at most WIDTH columns, where it can be broken; macros' bodies stay."""
     if len(line) <= WIDTH or line.lstrip().startswith("#") or line.endswith("\\"):
@@ -1496,6 +1571,8 @@ def _wrapped(line: str) -> list[str]:
     short = re.fullmatch(r"(.*\)(?: const)? \{) (.*;) \}", line)
     if short is not None:
         return [*_wrapped(short[1]), *_wrapped(f"{indent}  {short[2]}"), f"{indent}}}"]
+    if end := _head_end(line):
+        return [*_wrapped(line[:end]), *_wrapped(f"{indent}  {line[end:].strip()}")]
     tokens = list(_tokens(line))
     best: tuple[int, int, int] | None = None  # depth, rank, place
     depth = column = 0

@@ -1,4 +1,4 @@
-// What the direct kernels share: storage type T and accumulator Acc by DTYPE (0 float32, 1 bfloat16, 2 float16, 3 float64).
+// What the kernels for CUDA cores share: storage type T and accumulator Acc. DTYPE: 0 float32, 1 bfloat16, 2 float16, 3 float64.
 #pragma once
 
 #if DTYPE == 0

@@ -237,12 +237,14 @@ grad_input(const T* __restrict__ g, const T* __restrict__ weight, T* __restrict_
   extern __shared__ __align__(16) unsigned char memory[];
   Acc *tile = (Acc*)memory, *weights = tile + G_WORDS;
   const Sizes s = {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_h, tiles_w};
+  // Threads of a part take a few columns of the taps for all positions; the parts' sums are added in the end.
+  const int part = threadIdx.x / (THREADS / KW_PARTS), worker = threadIdx.x % (THREADS / KW_PARTS);
 #if LANES_ARE_CHANNELS
-  const int lane = threadIdx.x & 31, place = threadIdx.x / 32;
+  const int lane = worker & 31, place = worker / 32;
   const int tx = place % TILE_W, ty = place / TILE_W * ROWS, mine = CHANNELS < 32 && lane >= CHANNELS ? CHANNELS - 1 : lane;
   const int at = ty * STEP_H * ROW_PITCH + tx * STEP_W * CHANNELS + mine;
 #else
-  const int tx = threadIdx.x % TILE_W, ty = threadIdx.x / TILE_W * ROWS;
+  const int tx = worker % TILE_W, ty = worker / TILE_W * ROWS;
   const int at = ty * STEP_H * ROW_PITCH + tx;
 #endif
   const Item item = item_of(blockIdx.x, s);
@@ -257,7 +259,9 @@ grad_input(const T* __restrict__ g, const T* __restrict__ weight, T* __restrict_
     store_weights(weights, taps);
     __syncthreads();
 #pragma unroll UNROLL_W
-    for (int kw = 0; kw < KERNEL_W; kw++) {
+    for (int j = 0; j < KW_TILE; j++) {
+      const int kw = part * KW_TILE + j;
+      if (KERNEL_W % KW_TILE && kw >= KERNEL_W) break;
       const Acc* column = tile + at + COLUMN_AT(SHIFT + kw * DIL_W);
 #pragma unroll UNROLL_H
       for (int kh = 0; kh < KERNEL_H; kh++) {
@@ -284,6 +288,22 @@ grad_input(const T* __restrict__ g, const T* __restrict__ weight, T* __restrict_
       }
     }
   }
+#if KW_PARTS > 1
+  __syncthreads();                         // the last slice has been read
+#pragma unroll
+  for (int r = 0; r < ROWS; r++)
+#pragma unroll
+    for (int i = 0; i < CI_TILE; i++)
+      if (part) tile[((part - 1) * (ROWS * CI_TILE) + r * CI_TILE + i) * (THREADS / KW_PARTS) + worker] = acc[r][i];
+  __syncthreads();
+  if (part) return;
+#pragma unroll
+  for (int r = 0; r < ROWS; r++)
+#pragma unroll
+    for (int i = 0; i < CI_TILE; i++)
+#pragma unroll
+      for (int p = 0; p < KW_PARTS - 1; p++) acc[r][i] += tile[(p * (ROWS * CI_TILE) + r * CI_TILE + i) * (THREADS / KW_PARTS) + worker];
+#endif
   const Tile& t = item.tile;
   const i64 pixels = (i64)s.in_d * s.in_h * s.in_w;
 #if LANES_ARE_CHANNELS
