@@ -848,8 +848,8 @@ __device__ __forceinline__ void put_rows(float (&acc)[MB][NB][32], float bias, i
 #pragma unroll
     for (int c = 0; c < 2; c++)
 #pragma unroll
-      for (int u = 0; u < W_SUBS; u++) v[c * W_SUBS + u] = blocks[u] < 0 ? bias
-          : acc[blocks[u] < 0 ? 0 : blocks[u]][nb][4 * j + 2 * h + c];
+      for (int u = 0; u < W_SUBS; u++)
+        v[c * W_SUBS + u] = blocks[u] < 0 ? bias : acc[blocks[u] < 0 ? 0 : blocks[u]][nb][4 * j + 2 * h + c];
     put<UNIT>(v, row + (k * 8 + 2 * q) * W_SUBS * ELEMENT, order);
   }
 }
@@ -973,9 +973,8 @@ constexpr int SEGMENTS_AT = BARRIERS_AT + 16 * (STAGES_P + STAGES_W + SLOT_BARRI
 
 __global__ void __launch_bounds__(THREADS, 1)
 gather(const char* __restrict__ x, const char* __restrict__ packed, const float* __restrict__ bias,
-    char* __restrict__ y,
-       int batch, int in_d, int in_h, int in_w, int out_d, int out_h, int out_w, int tiles_d, int tiles_h, int tiles_w,
-           int tile_count, const __grid_constant__ TensorMap map) {
+       char* __restrict__ y, int batch, int in_d, int in_h, int in_w, int out_d, int out_h, int out_w, int tiles_d,
+       int tiles_h, int tiles_w, int tile_count, const __grid_constant__ TensorMap map) {
   extern __shared__ __align__(1024) unsigned char memory[];
   const Sizes s = {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, tile_count};
   u32 base = shared_address(memory);
@@ -1871,8 +1870,8 @@ __device__ __forceinline__ void put_rows(float (&acc)[MB][NB][32], float bias, i
 #pragma unroll
     for (int c = 0; c < 2; c++)
 #pragma unroll
-      for (int u = 0; u < W_SUBS; u++) v[c * W_SUBS + u] = blocks[u] < 0 ? bias
-          : acc[blocks[u] < 0 ? 0 : blocks[u]][nb][4 * j + 2 * h + c];
+      for (int u = 0; u < W_SUBS; u++)
+        v[c * W_SUBS + u] = blocks[u] < 0 ? bias : acc[blocks[u] < 0 ? 0 : blocks[u]][nb][4 * j + 2 * h + c];
     put<UNIT>(v, row + (k * 8 + 2 * q) * W_SUBS * ELEMENT, order);
   }
 }
@@ -1996,9 +1995,8 @@ constexpr int SEGMENTS_AT = BARRIERS_AT + 16 * (STAGES_P + STAGES_W + SLOT_BARRI
 
 __global__ void __launch_bounds__(THREADS, 1)
 gather(const char* __restrict__ x, const char* __restrict__ packed, const float* __restrict__ bias,
-    char* __restrict__ y,
-       int batch, int in_d, int in_h, int in_w, int out_d, int out_h, int out_w, int tiles_d, int tiles_h, int tiles_w,
-           int tile_count) {
+       char* __restrict__ y, int batch, int in_d, int in_h, int in_w, int out_d, int out_h, int out_w, int tiles_d,
+       int tiles_h, int tiles_w, int tile_count) {
   extern __shared__ __align__(1024) unsigned char memory[];
   const Sizes s = {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, tile_count};
   u32 base = shared_address(memory);
@@ -2889,8 +2887,8 @@ __device__ __forceinline__ void put_rows(float (&acc)[MB][NB][32], float bias, i
 #pragma unroll
     for (int c = 0; c < 2; c++)
 #pragma unroll
-      for (int u = 0; u < W_SUBS; u++) v[c * W_SUBS + u] = blocks[u] < 0 ? bias
-          : acc[blocks[u] < 0 ? 0 : blocks[u]][nb][4 * j + 2 * h + c];
+      for (int u = 0; u < W_SUBS; u++)
+        v[c * W_SUBS + u] = blocks[u] < 0 ? bias : acc[blocks[u] < 0 ? 0 : blocks[u]][nb][4 * j + 2 * h + c];
     put<UNIT>(v, row + (k * 8 + 2 * q) * W_SUBS * ELEMENT, order);
   }
 }
@@ -3014,9 +3012,8 @@ constexpr int SEGMENTS_AT = BARRIERS_AT + 16 * (STAGES_P + STAGES_W + SLOT_BARRI
 
 __global__ void __launch_bounds__(THREADS, 1)
 gather(const char* __restrict__ x, const char* __restrict__ packed, const float* __restrict__ bias,
-    char* __restrict__ y,
-       int batch, int in_d, int in_h, int in_w, int out_d, int out_h, int out_w, int tiles_d, int tiles_h, int tiles_w,
-           int tile_count) {
+       char* __restrict__ y, int batch, int in_d, int in_h, int in_w, int out_d, int out_h, int out_w, int tiles_d,
+       int tiles_h, int tiles_w, int tile_count) {
   extern __shared__ __align__(1024) unsigned char memory[];
   const Sizes s = {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, tile_count};
   u32 base = shared_address(memory);
@@ -3566,8 +3563,8 @@ __device__ __forceinline__ void consume(float* __restrict__ partial, const Sizes
 // partial: [SPLITS][TAPS][COUT][CIN_G] float32.
 __global__ void __launch_bounds__(THREADS, 1)
 wgrad(const char* __restrict__ g, float* __restrict__ partial, int batch, int in_d, int in_h, int in_w, int out_d,
-    int out_h, int out_w,
-      int tiles_d, int tiles_h, int tiles_w, int chunks, int per_split, const __grid_constant__ TensorMaps maps) {
+      int out_h, int out_w, int tiles_d, int tiles_h, int tiles_w, int chunks, int per_split,
+      const __grid_constant__ TensorMaps maps) {
   extern __shared__ __align__(1024) unsigned char memory[];
   const Sizes s = {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, chunks, per_split};
   int index = blockIdx.x;
@@ -4004,8 +4001,8 @@ __device__ __forceinline__ void multiply_chunk(float (&acc)[SET_TAPS][M_FRAGMENT
 // partial: [SPLITS * WARPS_K][TAPS][CIN][COUT_G] float32.
 __global__ void __launch_bounds__(THREADS, 1)
 wgrad(const char* __restrict__ x, const char* __restrict__ g, float* __restrict__ partial, int batch, int in_d,
-    int in_h, int in_w,
-      int out_d, int out_h, int out_w, int tiles_d, int tiles_h, int tiles_w, int chunks, int per_split) {
+      int in_h, int in_w, int out_d, int out_h, int out_w, int tiles_d, int tiles_h, int tiles_w, int chunks,
+      int per_split) {
   extern __shared__ __align__(1024) unsigned char memory[];
   const Sizes s = {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, chunks, per_split};
   int index = blockIdx.x;
@@ -4028,8 +4025,8 @@ wgrad(const char* __restrict__ x, const char* __restrict__ g, float* __restrict_
 #pragma unroll 1
   for (int i = begin; i < end; i++) {
     unsigned char* stage = memory + ((i - begin) & 1) * STAGE_BYTES;
-    if (i + 1 < end) copy_chunk(x, g, s, chunk_at(i + 1, s), work, memory + ((i + 1 - begin) & 1) * STAGE_BYTES,
-        thread);
+    if (i + 1 < end)
+      copy_chunk(x, g, s, chunk_at(i + 1, s), work, memory + ((i + 1 - begin) & 1) * STAGE_BYTES, thread);
     copy_commit();
     copy_wait<1>();
     __syncthreads();
@@ -4039,10 +4036,12 @@ wgrad(const char* __restrict__ x, const char* __restrict__ g, float* __restrict_
         w = c.w * STEP_W + work.tap_w * DIL_W - PAD_W;
     int first_x = work.group * CIN_G + work.m, first_g = work.group * COUT_G + work.n;
     bool borders_x = has_borders(c.w, TILE_W, in_w), borders_g = has_borders(w, G_COLUMNS, out_w);
-    if (borders_x) clear_borders<X_ROWS, BLOCK_CI, X_UNITS, X_PITCH, CIN,
-        true>(x, in_d, in_h, in_w, c.n, c.d, c.h, c.w, first_x, stage, thread);
-    if (borders_g) clear_borders<G_ROWS, BLOCK_CO, G_UNITS, G_PITCH, COUT,
-        false>(g, out_d, out_h, out_w, c.n, d, h, w, first_g, stage + X_BYTES, thread);
+    if (borders_x)
+      clear_borders<X_ROWS, BLOCK_CI, X_UNITS, X_PITCH, CIN,
+          true>(x, in_d, in_h, in_w, c.n, c.d, c.h, c.w, first_x, stage, thread);
+    if (borders_g)
+      clear_borders<G_ROWS, BLOCK_CO, G_UNITS, G_PITCH, COUT,
+          false>(g, out_d, out_h, out_w, c.n, d, h, w, first_g, stage + X_BYTES, thread);
     if (borders_x || borders_g) __syncthreads();
     // Rows 8 channels apart have the same alignment, so that a lane has one for each row of a tile.
     int channel_x = first_x + (lane >> 2), channel_g = first_g + (lane >> 2);

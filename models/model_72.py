@@ -19,7 +19,8 @@ Kernels:
   8 x 6 fragments, 184 KB shared.
 - forward (other widths than multiples of 4): wgmma ieee, tile 1x1x2x64 (NxDxHxW of q) x 128 rows, chunk of 8
   channels, pixels halved, weights ring of 7 x 6 fragments, 222 KB shared.
-- gradient for the input: a thread takes 8 input channels of a position, 105 taps from L1.
+- gradient for the input: tiles of 8x16 positions in 4 KB, lanes are columns, a thread takes 1 rows x 8 input
+  channels.
 - gradient for the weight: mma.sync ieee, 16x8 channels x 1x2x7 taps a block, chunks of 2x1x8x16 (NxDxHxW of q), K
   in 88 slices, 128 KB shared.
 - gradient for the weight (other widths than multiples of 4): mma.sync ieee, 16x8 channels x 1x2x7 taps a block,
@@ -865,8 +866,8 @@ __device__ __forceinline__ void put_rows(float (&acc)[MB][NB][32], float bias, i
 #pragma unroll
     for (int c = 0; c < 2; c++)
 #pragma unroll
-      for (int u = 0; u < W_SUBS; u++) v[c * W_SUBS + u] = blocks[u] < 0 ? bias
-          : acc[blocks[u] < 0 ? 0 : blocks[u]][nb][4 * j + 2 * h + c];
+      for (int u = 0; u < W_SUBS; u++)
+        v[c * W_SUBS + u] = blocks[u] < 0 ? bias : acc[blocks[u] < 0 ? 0 : blocks[u]][nb][4 * j + 2 * h + c];
     put<UNIT>(v, row + (k * 8 + 2 * q) * W_SUBS * ELEMENT, order);
   }
 }
@@ -984,9 +985,8 @@ constexpr int SEGMENTS_AT = BARRIERS_AT + 16 * (STAGES_P + STAGES_W + SLOT_BARRI
 
 __global__ void __launch_bounds__(THREADS, 1)
 gather(const char* __restrict__ x, const char* __restrict__ packed, const float* __restrict__ bias,
-    char* __restrict__ y,
-       int batch, int in_d, int in_h, int in_w, int out_d, int out_h, int out_w, int tiles_d, int tiles_h, int tiles_w,
-           int tile_count, const __grid_constant__ TensorMap map) {
+       char* __restrict__ y, int batch, int in_d, int in_h, int in_w, int out_d, int out_h, int out_w, int tiles_d,
+       int tiles_h, int tiles_w, int tile_count, const __grid_constant__ TensorMap map) {
   extern __shared__ __align__(1024) unsigned char memory[];
   const Sizes s = {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, tile_count};
   u32 base = shared_address(memory);
@@ -1912,8 +1912,8 @@ __device__ __forceinline__ void put_rows(float (&acc)[MB][NB][32], float bias, i
 #pragma unroll
     for (int c = 0; c < 2; c++)
 #pragma unroll
-      for (int u = 0; u < W_SUBS; u++) v[c * W_SUBS + u] = blocks[u] < 0 ? bias
-          : acc[blocks[u] < 0 ? 0 : blocks[u]][nb][4 * j + 2 * h + c];
+      for (int u = 0; u < W_SUBS; u++)
+        v[c * W_SUBS + u] = blocks[u] < 0 ? bias : acc[blocks[u] < 0 ? 0 : blocks[u]][nb][4 * j + 2 * h + c];
     put<UNIT>(v, row + (k * 8 + 2 * q) * W_SUBS * ELEMENT, order);
   }
 }
@@ -2031,9 +2031,8 @@ constexpr int SEGMENTS_AT = BARRIERS_AT + 16 * (STAGES_P + STAGES_W + SLOT_BARRI
 
 __global__ void __launch_bounds__(THREADS, 1)
 gather(const char* __restrict__ x, const char* __restrict__ packed, const float* __restrict__ bias,
-    char* __restrict__ y,
-       int batch, int in_d, int in_h, int in_w, int out_d, int out_h, int out_w, int tiles_d, int tiles_h, int tiles_w,
-           int tile_count) {
+       char* __restrict__ y, int batch, int in_d, int in_h, int in_w, int out_d, int out_h, int out_w, int tiles_d,
+       int tiles_h, int tiles_w, int tile_count) {
   extern __shared__ __align__(1024) unsigned char memory[];
   const Sizes s = {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, tile_count};
   u32 base = shared_address(memory);
@@ -2088,22 +2087,46 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 }  // namespace forward_unaligned
 
 // =====================================================================================================================
-// Gradient for the input: a thread takes 8 input channels of a position, 105 taps from L1.
+// Gradient for the input: tiles of 8x16 positions in 4 KB, lanes are columns, a thread takes 1 rows x 8 input channels.
 // =====================================================================================================================
 
 namespace grad_input {
 
-// What the direct kernels share: storage type T and accumulator Acc by DTYPE (0 float32, 1 bfloat16, 2 float16, 3 float64).
+// Gradients on CUDA cores from tiles in shared memory: depthwise layers, small groups and few channels.
+//
+//   grad_input   gi[n, ci, q] = sum over co of the group and taps of g[n, co, q * STEP + tap * DIL - PAD] * w[ci, co, tap]
+//   grad_weight  dW[ci, co, tap] = sum over n and q of x[n, ci, q] * g[n, co, q * STEP + tap * DIL - PAD]
+//
+// A block brings what TILE_H x TILE_W positions q need of one slice of g (an image's, at a depth) into shared memory, in whole
+// units and once; taps read it there. A thread takes ROWS positions, one below the other.
+//   Lanes are columns: those of g lie in STEP_W planes of equal residue, so that lanes read neighbours at any stride.
+//   LANES_ARE_CHANNELS (depthwise, CHANNELS_LAST): a pixel's channels are neighbours as they are in memory.
+// grad_weight's warps divide a tile's taps (TAP_GROUPS) and its positions (POSITION_GROUPS). Its blocks take a range of tiles
+// each and write partial sums; `reduce` adds them in the order of their index, so that every run gives the same bits.
 
+constexpr int ELEMENT = 4;  // bytes of an element
 constexpr int GROUPS = 4;
-constexpr int CIN_G = 8;  // channels of a group in what is read
-constexpr int COUT_G = 8;  // channels of a group in what is written
+constexpr int CIN_G = 8;  // input channels of a group
+constexpr int COUT_G = 8;  // output channels of a group
+constexpr int TILE_H = 8, TILE_W = 16;  // positions q of a tile
+constexpr int ROWS = 1;  // positions of a thread, one below the other
 constexpr int CI_TILE = 8;  // input channels of a thread
+constexpr int SPAN_H = 19, SPAN_W = 40;  // rows and columns of g that a tile needs
+constexpr int SHIFT = 1;  // columns by which a tile of g begins early, so that it begins at a unit
+constexpr int PLANE_PITCH = 20;  // words from one plane of g's columns to the next
+constexpr int VECTOR = 4;  // elements of a unit
+constexpr int BATCH = 2;  // units of a thread that are on their way at a time
+constexpr int THREADS = 128;  // of a block
+constexpr int MIN_BLOCKS = 4;  // of a multiprocessor
+constexpr int KW_TILE = 7;  // columns of the taps that a thread takes
+constexpr int WEIGHTS_READ = 8;  // words of a tap's weights that a thread reads
+constexpr int UNROLL_H = 5, UNROLL_W = 1;  // taps in one stretch of code
 constexpr int KERNEL_D = 3, KERNEL_H = 5, KERNEL_W = 7;  // the layer's
 constexpr int STEP_D = 2, STEP_H = 2, STEP_W = 2;  // stride
 constexpr int DIL_D = 1, DIL_H = 1, DIL_W = 1;  // dilation
 constexpr int PAD_D = 1, PAD_H = 2, PAD_W = 3;  // padding
-constexpr int UNROLL_D = 1, UNROLL_H = 1, UNROLL_W = 7;  // taps in one stretch of code
+
+// What the kernels for CUDA cores share: storage type T and accumulator Acc.
 
 typedef float T;
 typedef float Acc;
@@ -2123,97 +2146,216 @@ __device__ __forceinline__ Acc multiply_add(Acc a, Acc b, Acc c) {
     return fmaf(a, b, c);
 }
 
-constexpr int TAPS = KERNEL_D * KERNEL_H * KERNEL_W;  // of the kernel, over all axes
-constexpr int CIN = GROUPS * CIN_G;  // channels of what is read
-constexpr int COUT = GROUPS * COUT_G;  // channels of what is written
-constexpr int THREADS = 256;
-
-struct Sizes {
-  int batch, in_d, in_h, in_w, out_d, out_h, out_w;
+constexpr int VEC = 4;  // accumulators in 16 bytes
+struct alignas(16) Pack {
+    Acc v[VEC];
 };
 
-struct Place { int n, d, h, w; };
+constexpr int TAPS = KERNEL_D * KERNEL_H * KERNEL_W;  // of the kernel, over all axes
+constexpr int CIN = GROUPS * CIN_G;  // the layer's input channels
+constexpr int COUT = GROUPS * COUT_G;  // the layer's output channels
+constexpr int G_COLUMN = 1;  // elements from one column of g to the next
 
-__device__ __forceinline__ Place place_of(i64 q, const Sizes& s) {
-  Place p;
-  if (q < 0x7fffffff) {  // divisions of 64 bits cost some 70 instructions each
-    u32 r = (u32)q;
-    p.w = r % s.in_w;  r /= s.in_w;
-    p.h = r % s.in_h;  r /= s.in_h;
-    p.d = r % s.in_d;
-    p.n = r / s.in_d;
-  } else {
-    p.w = (int)(q % s.in_w);  q /= s.in_w;
-    p.h = (int)(q % s.in_h);  q /= s.in_h;
-    p.d = (int)(q % s.in_d);
-    p.n = (int)(q / s.in_d);
-  }
-  return p;
+// Words of shared memory from row to row of g's tile, and where a column of it lies.
+constexpr int ROW_PITCH = STEP_W * PLANE_PITCH;
+#define COLUMN_AT(c) ((c) % STEP_W * PLANE_PITCH + (c) / STEP_W)
+constexpr int CHANNEL_BLOCKS = (CIN_G + CI_TILE - 1) / CI_TILE;  // of a group
+constexpr int G_WORDS = (SPAN_H * ROW_PITCH + 3) / 4 * 4;
+
+struct Sizes {
+  int batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_h, tiles_w;
+};
+
+struct Tile { int n, d, h, w; };  // first position
+
+__device__ __forceinline__ Tile tile_of(u32 index, const Sizes& s) {
+  Tile t;
+  t.w = index % s.tiles_w * TILE_W;  index /= s.tiles_w;
+  t.h = index % s.tiles_h * TILE_H;  index /= s.tiles_h;
+  t.d = index % s.in_d;
+  t.n = index / s.in_d;
+  return t;
 }
 
-// Elements from one column, row, slice and channel of the output's gradient to the next.
-constexpr int G_COLUMN = 1;
-#define G_CHANNEL(s) ((i64)(s).out_d * (s).out_h * (s).out_w)
+// The thread's index, anew: else every place of a batch, the same for all tiles, would be kept in registers between them.
+__device__ __forceinline__ int thread_index() {
+  int index = threadIdx.x;
+  asm volatile("" : "+r"(index));
+  return index;
+}
+
+// Elements that are loaded together, in words where there are some.
+struct alignas(VECTOR * ELEMENT) Loaded { T v[VECTOR]; };
+__device__ __forceinline__ Acc element(const Loaded& unit, int k) { return load_value(unit.v[k]); }
+
+// Units of a row of g's tile: of columns, of all channels of columns (ALL_CHANNELS), or of a block's channels of columns. As many
+// rows as they fit into the threads are loaded at a time; a thread has the same columns of all.
+constexpr int ROW_UNITS = SPAN_W / VECTOR;
+constexpr int PASSES_W = (ROW_UNITS + THREADS - 1) / THREADS;
+constexpr int ROWS_AT_ONCE = THREADS / ROW_UNITS;
+constexpr int PASSES_H = (SPAN_H + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
+
+// What the taps of slice `kd` meet of g's channels from `channel` on to shared memory, zeros beyond the borders; false where the
+// whole slice lies beyond them. Units are whole where g lies and its rows end at their multiples; else elements are loaded.
+__device__ __forceinline__ bool stage_gradient(Acc* tile, const T* g, const Tile& t, int kd, int channel, bool whole,
+    const Sizes& s) {
+  const int d = t.d * STEP_D + kd * DIL_D - PAD_D, h = t.h * STEP_H - PAD_H, w = t.w * STEP_W - PAD_W - SHIFT,
+      left = COUT - channel;
+  if ((u32)d >= (u32)s.out_d) return false;
+  const i64 pixels = (i64)s.out_d * s.out_h * s.out_w, slice = (i64)d * s.out_h * s.out_w,
+      line = (i64)s.out_w * G_COLUMN;
+  const T* from = g + (((i64)t.n * COUT + channel) * pixels + slice);
+  const int thread = thread_index(), first = thread / ROW_UNITS;
+  if (first >= ROWS_AT_ONCE) return true;  // the others have nothing to do
+#pragma unroll 1
+  for (int pass = 0; pass < PASSES_W; pass++) {
+    const int at = (thread % ROW_UNITS) * VECTOR;  // element of a row
+    if (whole) {
+      const int offset = (w + at) * G_COLUMN;
+      const bool in = (u32)(w + at) < (u32)s.out_w;
+      Acc* to = tile + first * ROW_PITCH + COLUMN_AT(at);
+      int row = h + first;
+#pragma unroll 1
+      for (int i = 0; i < PASSES_H; i += BATCH, row += BATCH * ROWS_AT_ONCE, to += BATCH * ROWS_AT_ONCE * ROW_PITCH) {
+        const T* place = from + row * line + offset;
+        Loaded unit[BATCH];                // all loads come first: a block waits for memory once in BATCH
+#pragma unroll
+        for (int b = 0; b < BATCH; b++) {
+          unit[b] = {};
+          if (in && (u32)(row + b * ROWS_AT_ONCE) < (u32)s.out_h)
+            unit[b] = *(const Loaded*)(place + b * ROWS_AT_ONCE * line);
+        }
+#pragma unroll
+        for (int b = 0; b < BATCH; b++) {
+          if (row + b * ROWS_AT_ONCE >= h + SPAN_H) break;
+#pragma unroll
+          for (int k = 0; k < VECTOR; k++) to[b * ROWS_AT_ONCE * ROW_PITCH + COLUMN_AT(k)] = element(unit[b], k);
+        }
+      }
+    } else {
+#pragma unroll 1
+      for (int row = first; row < SPAN_H; row += ROWS_AT_ONCE)
+#pragma unroll
+        for (int k = 0; k < VECTOR; k++) {
+          const int column = w + at + k, ch = 0;
+          const bool in = (u32)(h + row) < (u32)s.out_h && (u32)column < (u32)s.out_w && ch < left;
+          tile[row * ROW_PITCH + COLUMN_AT(at + k)] = in
+              ? load_value(from[(h + row) * line + (i64)column * G_COLUMN + ch]) : 0;
+        }
+    }
+  }
+  return true;
+}
 
 // =====================================================================================================================
 // The gradient for the input
 // =====================================================================================================================
 
-constexpr int CI_BLOCKS = (CIN_G + CI_TILE - 1) / CI_TILE;
+// A tap's weights, for the lanes' channels or a thread's; those of one channel lie by columns of taps, so that four are one load.
+constexpr int WEIGHTS = (CI_TILE + VEC - 1) / VEC * VEC;
+#define TAP_AT(kh, kw) (((kw) * KERNEL_H + (kh)) * WEIGHTS)
 
-__global__ void __launch_bounds__(THREADS)
+constexpr int TAP_WORDS = KERNEL_H * KERNEL_W * WEIGHTS;
+constexpr int TAP_BATCH = (TAP_WORDS + THREADS - 1) / THREADS;
+
+// What a block computes: channels (LANES_ARE_CHANNELS: from `ci` on; else of `group`) of a tile.
+struct Item {
+  Tile tile;
+  int group, ci;
+};
+
+__device__ __forceinline__ Item item_of(u32 index, const Sizes& s) {
+  Item item;
+  const int block = index % CHANNEL_BLOCKS;  index /= CHANNEL_BLOCKS;
+  // A channel's tiles are neighbours: what their halos share comes from L2.
+  const u32 tiles = s.tiles_w * s.tiles_h * s.in_d;
+  item.group = index / tiles % GROUPS;
+  item.ci = block * CI_TILE;
+  item.tile = tile_of(index % tiles, s);
+  item.tile.n = index / tiles / GROUPS;
+  return item;
+}
+
+// A slice's weights.
+__device__ __forceinline__ void load_weights(T (&v)[TAP_BATCH], const T* weight, const Item& item, int co, int kd) {
+  const int thread = thread_index();
+#pragma unroll
+  for (int b = 0; b < TAP_BATCH; b++) {
+    int i = thread + b * THREADS, c = i % WEIGHTS, tap = kd * (KERNEL_H * KERNEL_W) + i / WEIGHTS;
+    bool in = c < CI_TILE && item.ci + c < CIN_G;
+    const T* from = weight + ((i64)(item.group * CIN_G + item.ci + c) * COUT_G + co) * TAPS + tap;
+    v[b] = 0;
+    if (i < TAP_WORDS && in) v[b] = *from;
+  }
+}
+
+__device__ __forceinline__ void store_weights(Acc* weights, const T (&v)[TAP_BATCH]) {
+  const int thread = thread_index();
+#pragma unroll
+  for (int b = 0; b < TAP_BATCH; b++) {
+    int i = thread + b * THREADS, tap = i / WEIGHTS;
+    if (i < TAP_WORDS) weights[TAP_AT(tap / KERNEL_W, tap % KERNEL_W) + i % WEIGHTS] = load_value(v[b]);
+  }
+}
+
+__global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 grad_input(const T* __restrict__ g, const T* __restrict__ weight, T* __restrict__ gi, int batch, int in_d, int in_h,
-    int in_w,
-           int out_d, int out_h, int out_w, i64 total) {
-  const Sizes s = {batch, in_d, in_h, in_w, out_d, out_h, out_w};
-  i64 index = (i64)blockIdx.x * THREADS + threadIdx.x;
-  if (index >= total) return;
-  const i64 pixels = (i64)in_d * in_h * in_w;
-  int tile, group, ci;
-  Place p;
-  i64 q = index % pixels, rest = index / pixels;
-  tile = (int)(rest % (GROUPS * CI_BLOCKS));
-  p = place_of(q, s);
-  p.n = (int)(rest / (GROUPS * CI_BLOCKS));
-  group = tile / CI_BLOCKS;
-  ci = tile % CI_BLOCKS * CI_TILE;
-  const int first_d = p.d * STEP_D - PAD_D, first_h = p.h * STEP_H - PAD_H, first_w = p.w * STEP_W - PAD_W;
-  Acc acc[CI_TILE] = {};
-  const T* image = g + ((i64)p.n * COUT + group * COUT_G) * out_d * out_h * out_w;
-  const T* w_ci = weight + (i64)(group * CIN_G + ci) * COUT_G * TAPS;
+           int in_w, int out_d, int out_h, int out_w, int tiles_h, int tiles_w, int whole_units) {
+  extern __shared__ __align__(16) unsigned char memory[];
+  Acc *tile = (Acc*)memory, *weights = tile + G_WORDS;
+  const Sizes s = {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_h, tiles_w};
+  const int worker = threadIdx.x;
+  const int tx = worker % TILE_W, ty = worker / TILE_W * ROWS;
+  const int at = ty * STEP_H * ROW_PITCH + tx;
+  const Item item = item_of(blockIdx.x, s);
+  Acc acc[ROWS][CI_TILE] = {};
 #pragma unroll 1
-  for (int co = 0; co < COUT_G; co++, image += G_CHANNEL(s), w_ci += TAPS) {
-#pragma unroll UNROLL_D
-    for (int kd = 0; kd < KERNEL_D; kd++) {
-      int d = first_d + kd * DIL_D;
-      if ((u32)d >= (u32)out_d) continue;
+  for (int slice = 0; slice < COUT_G * KERNEL_D; slice++) {
+    const int co = slice / KERNEL_D, kd = slice % KERNEL_D;
+    T taps[TAP_BATCH];
+    load_weights(taps, weight, item, co, kd);
+    if (slice) __syncthreads();            // the slice before has been read
+    if (!stage_gradient(tile, g, item.tile, kd, item.group * COUT_G + co, whole_units, s)) continue;
+    store_weights(weights, taps);
+    __syncthreads();
+#pragma unroll UNROLL_W
+    for (int j = 0; j < KW_TILE; j++) {
+      const int kw = j;
+      const Acc* column = tile + at + COLUMN_AT(SHIFT + kw * DIL_W);
 #pragma unroll UNROLL_H
       for (int kh = 0; kh < KERNEL_H; kh++) {
-        int h = first_h + kh * DIL_H;
-        if ((u32)h >= (u32)out_h) continue;
-        const T* row = image + ((i64)d * out_h + h) * out_w * G_COLUMN;
-        const T* w_row = w_ci + (kd * KERNEL_H + kh) * KERNEL_W;
-#pragma unroll UNROLL_W
-        for (int kw = 0; kw < KERNEL_W; kw++) {
-          int w = first_w + kw * DIL_W;
-          if ((u32)w >= (u32)out_w) continue;
-          Acc v = load_value(row[(i64)w * G_COLUMN]);
+        Acc w[WEIGHTS_READ];
+        const Acc* from = weights + TAP_AT(kh, kw);
 #pragma unroll
-          for (int t = 0; t < CI_TILE; t++)
-            acc[t] = multiply_add(v, load_value(w_row[(i64)t * COUT_G * TAPS + kw]), acc[t]);
+        for (int i = 0; i < WEIGHTS_READ; i += VEC) {
+          Pack pack = *(const Pack*)(from + i);
+#pragma unroll
+          for (int k = 0; k < VEC; k++) w[i + k] = pack.v[k];
+        }
+#pragma unroll
+        for (int r = 0; r < ROWS; r++) {
+          Acc v = column[(r * STEP_H + kh * DIL_H) * ROW_PITCH];
+#pragma unroll
+          for (int i = 0; i < CI_TILE; i++) acc[r][i] = multiply_add(v, w[i], acc[r][i]);
         }
       }
     }
   }
-  const i64 at = ((i64)p.d * in_h + p.h) * in_w + p.w;
+  const Tile& t = item.tile;
+  const i64 pixels = (i64)s.in_d * s.in_h * s.in_w;
+  if (t.w + tx >= s.in_w) return;
 #pragma unroll
-  for (int t = 0; t < CI_TILE; t++) {
-    int channel = group * CIN_G + ci + t;
-    gi[((i64)p.n * CIN + channel) * pixels + at] = store_value(acc[t]);
+  for (int r = 0; r < ROWS; r++) {
+    if (t.h + ty + r >= s.in_h) break;
+    i64 q = ((i64)t.d * s.in_h + t.h + ty + r) * s.in_w + t.w + tx;
+#pragma unroll
+    for (int i = 0; i < CI_TILE; i++)
+      gi[((i64)t.n * CIN + item.group * CIN_G + item.ci + i) * pixels + q] = store_value(acc[r][i]);
   }
 }
 
-#undef G_CHANNEL
+#undef COLUMN_AT
+#undef TAP_AT
 }  // namespace grad_input
 
 // =====================================================================================================================
@@ -2596,8 +2738,8 @@ __device__ __forceinline__ void multiply_chunk(float (&acc)[SET_TAPS][M_FRAGMENT
 // partial: [SPLITS * WARPS_K][TAPS][CIN][COUT_G] float32.
 __global__ void __launch_bounds__(THREADS, 1)
 wgrad(const char* __restrict__ x, const char* __restrict__ g, float* __restrict__ partial, int batch, int in_d,
-    int in_h, int in_w,
-      int out_d, int out_h, int out_w, int tiles_d, int tiles_h, int tiles_w, int chunks, int per_split) {
+      int in_h, int in_w, int out_d, int out_h, int out_w, int tiles_d, int tiles_h, int tiles_w, int chunks,
+      int per_split) {
   extern __shared__ __align__(1024) unsigned char memory[];
   const Sizes s = {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, chunks, per_split};
   int index = blockIdx.x;
@@ -2621,8 +2763,8 @@ wgrad(const char* __restrict__ x, const char* __restrict__ g, float* __restrict_
 #pragma unroll 1
   for (int i = begin; i < end; i++) {
     unsigned char* stage = memory + ((i - begin) & 1) * STAGE_BYTES;
-    if (i + 1 < end) copy_chunk(x, g, s, chunk_at(i + 1, s), work, memory + ((i + 1 - begin) & 1) * STAGE_BYTES,
-        thread);
+    if (i + 1 < end)
+      copy_chunk(x, g, s, chunk_at(i + 1, s), work, memory + ((i + 1 - begin) & 1) * STAGE_BYTES, thread);
     copy_commit();
     copy_wait<1>();
     __syncthreads();
@@ -2632,10 +2774,12 @@ wgrad(const char* __restrict__ x, const char* __restrict__ g, float* __restrict_
         w = c.w * STEP_W + work.tap_w * DIL_W - PAD_W;
     int first_x = work.group * CIN_G + work.m, first_g = work.group * COUT_G + work.n;
     bool borders_x = has_borders(c.w, TILE_W, in_w), borders_g = has_borders(w, G_COLUMNS, out_w);
-    if (borders_x) clear_borders<X_ROWS, BLOCK_CI, X_UNITS, X_PITCH, CIN,
-        true>(x, in_d, in_h, in_w, c.n, c.d, c.h, c.w, first_x, stage, thread);
-    if (borders_g) clear_borders<G_ROWS, BLOCK_CO, G_UNITS, G_PITCH, COUT,
-        false>(g, out_d, out_h, out_w, c.n, d, h, w, first_g, stage + X_BYTES, thread);
+    if (borders_x)
+      clear_borders<X_ROWS, BLOCK_CI, X_UNITS, X_PITCH, CIN,
+          true>(x, in_d, in_h, in_w, c.n, c.d, c.h, c.w, first_x, stage, thread);
+    if (borders_g)
+      clear_borders<G_ROWS, BLOCK_CO, G_UNITS, G_PITCH, COUT,
+          false>(g, out_d, out_h, out_w, c.n, d, h, w, first_g, stage + X_BYTES, thread);
     if (borders_x || borders_g) __syncthreads();
     // Rows 8 channels apart have the same alignment, so that a lane has one for each row of a tile.
     int channel_x = first_x + (lane >> 2), channel_g = first_g + (lane >> 2);
@@ -3058,8 +3202,8 @@ __device__ __forceinline__ void multiply_chunk(float (&acc)[SET_TAPS][M_FRAGMENT
 // partial: [SPLITS * WARPS_K][TAPS][CIN][COUT_G] float32.
 __global__ void __launch_bounds__(THREADS, 1)
 wgrad(const char* __restrict__ x, const char* __restrict__ g, float* __restrict__ partial, int batch, int in_d,
-    int in_h, int in_w,
-      int out_d, int out_h, int out_w, int tiles_d, int tiles_h, int tiles_w, int chunks, int per_split) {
+      int in_h, int in_w, int out_d, int out_h, int out_w, int tiles_d, int tiles_h, int tiles_w, int chunks,
+      int per_split) {
   extern __shared__ __align__(1024) unsigned char memory[];
   const Sizes s = {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, chunks, per_split};
   int index = blockIdx.x;
@@ -3083,8 +3227,8 @@ wgrad(const char* __restrict__ x, const char* __restrict__ g, float* __restrict_
 #pragma unroll 1
   for (int i = begin; i < end; i++) {
     unsigned char* stage = memory + ((i - begin) & 1) * STAGE_BYTES;
-    if (i + 1 < end) copy_chunk(x, g, s, chunk_at(i + 1, s), work, memory + ((i + 1 - begin) & 1) * STAGE_BYTES,
-        thread);
+    if (i + 1 < end)
+      copy_chunk(x, g, s, chunk_at(i + 1, s), work, memory + ((i + 1 - begin) & 1) * STAGE_BYTES, thread);
     copy_commit();
     copy_wait<1>();
     __syncthreads();
@@ -3094,10 +3238,12 @@ wgrad(const char* __restrict__ x, const char* __restrict__ g, float* __restrict_
         w = c.w * STEP_W + work.tap_w * DIL_W - PAD_W;
     int first_x = work.group * CIN_G + work.m, first_g = work.group * COUT_G + work.n;
     bool borders_x = has_borders(c.w, TILE_W, in_w), borders_g = has_borders(w, G_COLUMNS, out_w);
-    if (borders_x) clear_borders<X_ROWS, BLOCK_CI, X_UNITS, X_PITCH, CIN,
-        true>(x, in_d, in_h, in_w, c.n, c.d, c.h, c.w, first_x, stage, thread);
-    if (borders_g) clear_borders<G_ROWS, BLOCK_CO, G_UNITS, G_PITCH, COUT,
-        false>(g, out_d, out_h, out_w, c.n, d, h, w, first_g, stage + X_BYTES, thread);
+    if (borders_x)
+      clear_borders<X_ROWS, BLOCK_CI, X_UNITS, X_PITCH, CIN,
+          true>(x, in_d, in_h, in_w, c.n, c.d, c.h, c.w, first_x, stage, thread);
+    if (borders_g)
+      clear_borders<G_ROWS, BLOCK_CO, G_UNITS, G_PITCH, COUT,
+          false>(g, out_d, out_h, out_w, c.n, d, h, w, first_g, stage + X_BYTES, thread);
     if (borders_x || borders_g) __syncthreads();
     // Rows 8 channels apart have the same alignment, so that a lane has one for each row of a tile.
     int channel_x = first_x + (lane >> 2), channel_g = first_g + (lane >> 2);
@@ -3264,9 +3410,9 @@ void run_forward_unaligned(const at::Tensor& x, const at::Tensor& packed, const 
 }
 
 void run_grad_input(const at::Tensor& grad, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
-                    const at::Tensor& out, int64_t blocks, const std::array<int64_t, 8>& sizes) {
+                    const at::Tensor& out, int64_t blocks, const std::array<int64_t, 10>& sizes) {
   const auto pointers = std::make_tuple(grad.data_ptr(), packed.data_ptr(), out.data_ptr());
-  launch<grad_input::grad_input, 256, 0>(grad, blocks, pointers, sizes);
+  launch<grad_input::grad_input, 128, 4160>(grad, blocks, pointers, sizes);
 }
 
 void run_grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& partial,
@@ -3300,7 +3446,7 @@ void pack_forward_unaligned(const at::Tensor& weight, const at::Tensor& packed);
 void run_forward_unaligned(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
                            const at::Tensor& out, int64_t blocks, const std::array<int64_t, 11>& sizes);
 void run_grad_input(const at::Tensor& grad, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
-                    const at::Tensor& out, int64_t blocks, const std::array<int64_t, 8>& sizes);
+                    const at::Tensor& out, int64_t blocks, const std::array<int64_t, 10>& sizes);
 void run_grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& partial,
                      const at::Tensor& out, int64_t blocks, const std::array<int64_t, 12>& sizes);
 void run_grad_weight_unaligned(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& partial,
@@ -3391,17 +3537,21 @@ class Gather(NamedTuple):
         return blocks, (batch, *source, *result, *counts, tiles)
 
 
-class DirectGradInput(NamedTuple):
-    """Gradient for the input on CUDA cores: a thread takes some input channels of a pixel."""
+class StagedGradInput(NamedTuple):
+    """Gradient for the input on CUDA cores: a block takes a tile and what it needs of the output's gradient."""
 
     name: str
     unit: int
-    channel_blocks: int  # threads for the channels of a pixel
+    tile: tuple[int, int]  # positions of a tile: height, width
+    whole: int  # output rows of a multiple of so many columns are read in whole units; 0: none are
+    channel_blocks: int  # blocks for the channels of a tile
 
     def launch(self, batch, source, result, processors):
         """(blocks, the kernel's sizes); source and result are (depth, height, width)."""
-        threads = batch * math.prod(result) * self.channel_blocks
-        return ceil(threads, 256), (batch, *result, *source, threads)
+        counts = [ceil(n, t) for n, t in zip(result[1:], self.tile)]
+        blocks = batch * result[0] * math.prod(counts) * self.channel_blocks
+        whole = int(self.whole > 0 and source[2] % self.whole == 0)
+        return blocks, (batch, *result, *source, *counts, whole)
 
 
 class GradWeight(NamedTuple):
@@ -3464,9 +3614,11 @@ FORWARD = (
     ),
 )
 GRAD_INPUT = (
-    DirectGradInput(
+    StagedGradInput(
         name="grad_input",
         unit=1,
+        tile=(8, 16),
+        whole=4,
         channel_blocks=4,
     ),
 )

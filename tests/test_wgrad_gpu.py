@@ -6,6 +6,7 @@ NaNs, so that what is read beyond a tensor, or never written, shows in the resul
 
 from __future__ import annotations
 
+import contextlib
 import math
 import random
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from upconv import cpu, reference
-from upconv.cuda import direct, direct_wgrad, wgrad
+from upconv.cuda import direct, direct_wgrad, staged, wgrad
 from upconv.cuda.gpu import gpu
 from upconv.cuda.wgrad_tiling import WarpgroupTiling
 from upconv.problem import Layout, Precision, Problem, output_length
@@ -112,7 +113,9 @@ def guarded(out: Tensor) -> None:
     assert tail.isnan().all(), "stores beyond the result"
 
 
-def check_weight(choice: wgrad.Choice | direct_wgrad.Choice, x: Tensor, g: Tensor, truth: Tensor) -> None:
+def check_weight(
+    choice: wgrad.Choice | direct_wgrad.Choice | staged.Choice, x: Tensor, g: Tensor, truth: Tensor
+) -> None:
     """A choice's gradient is the truth, and the same to the last bit again, from views off alignment too, and when it
     is written in the other memory format."""
     p = choice.problem
@@ -211,6 +214,20 @@ def draw_few(rng: random.Random, kind: str, precision: Precision, layout: Layout
     return p
 
 
+def any_tile(p: Problem, rng: random.Random) -> staged.Choice | None:
+    """A choice of any tile that fits; few positions have none for the weight's gradient."""
+    fitting = []
+    for tile in staged.tiles(p):
+        with contextlib.suppress(staged.Unfit):
+            fitting.append(tile.checked(gpu(0).shared_bytes))
+    if not fitting:
+        assert p.pass_ == "grad-weight"
+        return None
+    tile = rng.choice(fitting)
+    seconds, bound, splits = staged._cost(p, tile, gpu(0))
+    return staged.Choice("staged", seconds, "drawn", bound, p, tile, splits)
+
+
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("kind", list(FEW))
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -219,10 +236,14 @@ def test_weight_gradients_on_cuda_cores(precision: Precision, layout: Layout, ki
     rng = random.Random(f"{precision} {layout} {kind} {seed}")
     for i in range(2):
         p = draw_few(rng, kind, precision, layout)
+        x, g = operands(p, i)
+        truth = weight_truth(p, x, g)
         choice = direct_wgrad.choose(p, gpu(0))
         assert not isinstance(choice, str), choice
-        x, g = operands(p, i)
-        check_weight(choice, x, g, weight_truth(p, x, g))
+        check_weight(choice, x, g, truth)
+        for found in (staged.choose(p, gpu(0)), any_tile(p, rng)):
+            if isinstance(found, staged.Choice):
+                check_weight(found, x, g, truth)
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -233,42 +254,43 @@ def test_input_gradients_on_cuda_cores(precision: Precision, layout: Layout, kin
     rng = random.Random(f"input {precision} {layout} {kind} {seed}")
     for i in range(2):
         p = draw_few(rng, kind, precision, layout).with_(pass_="grad-input")
-        choice = direct.choose(p, gpu(0))
-        assert not isinstance(choice, str), choice
         x, g = operands(p, i)
         weight = (torch.randn(p.weight_shape, device="cuda", dtype=torch.float64) / 4).to(p.dtype)
         truth = reference.gradients(p, g, x, weight)[0]
-        prepared = choice.prepare(0)
         strided = weight.contiguous(memory_format=cpu.memory_format("channels_last" if p.rank > 1 else "nchw", p.rank))
-        found = []
-        for offset, w in ((0, weight), (0, strided), (1, weight)):
-            out = place(p.input_shape, p, p.layout, offset)
-            prepared.run(moved(g, p, offset), prepared.pack(w), None, out)
-            guarded(out)
-            found.append(out)
-        error = reference.relative_error(found[0], truth)
-        assert error < BOUNDS[precision], f"error {error:.2e} of {p}"
-        again, unaligned = (torch.equal(found[0], other) for other in found[1:])
-        assert again, f"not bit-equal from run to run: {p}"
-        assert unaligned, f"not bit-equal off alignment: {p}"
+        for choice in (direct.choose(p, gpu(0)), staged.choose(p, gpu(0)), any_tile(p, rng)):
+            assert choice is not None
+            assert not isinstance(choice, str), choice
+            prepared = choice.prepare(0)
+            found = []
+            for offset, w in ((0, weight), (0, strided), (1, weight)):
+                out = place(p.input_shape, p, p.layout, offset)
+                prepared.run(moved(g, p, offset), prepared.pack(w), None, out)
+                guarded(out)
+                found.append(out)
+            error = reference.relative_error(found[0], truth)
+            assert error < BOUNDS[precision], f"error {error:.2e} of {p} by {choice.family}"
+            again, unaligned = (torch.equal(found[0], other) for other in found[1:])
+            assert again, f"not bit-equal from run to run: {p} by {choice.family}"
+            assert unaligned, f"not bit-equal off alignment: {p} by {choice.family}"
 
 
 # --- sizes -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("family", ["wgrad", "direct_wgrad", "direct"])
+@pytest.mark.parametrize("family", ["wgrad", "direct_wgrad", "staged", "direct", "staged input"])
 @pytest.mark.parametrize("precision", ["ieee", "bf16"])
 def test_batches_beyond_65535(precision: Precision, family: str, layout: Layout) -> None:
     """No dimension of a grid but the first may follow the batch."""
     channels, groups = (8, 1) if family == "wgrad" else (4, 4)
     p = Problem.make(
-        70_001, channels, channels, (2, 4), 2, 2, groups=groups, dtype=DTYPES[precision], precision=precision,
-        layout=layout, pass_="grad-input" if family == "direct" else "grad-weight",
+        70_001, channels, channels, (4, 8) if "staged" in family else (2, 4), 2, 2, groups=groups, dtype=DTYPES[precision], precision=precision,
+        layout=layout, pass_="grad-input" if family in ("direct", "staged input") else "grad-weight",
     )  # fmt: skip
     x, g = operands(p)
-    if family == "direct":
-        choice = direct.choose(p, gpu(0))
+    if p.pass_ == "grad-input":
+        choice = direct.choose(p, gpu(0)) if family == "direct" else staged.choose(p, gpu(0))
         assert not isinstance(choice, str), choice
         weight = torch.randn(p.weight_shape, device="cuda").to(p.dtype)
         prepared, out = choice.prepare(0), place(p.input_shape, p, p.layout)
@@ -276,8 +298,8 @@ def test_batches_beyond_65535(precision: Precision, family: str, layout: Layout)
         assert reference.relative_error(out, reference.gradients(p, g, x, weight)[0]) < BOUNDS[precision]
         return
     truth = weight_truth(p, x, g)
-    if family == "direct_wgrad":
-        few = direct_wgrad.choose(p, gpu(0))
+    if family != "wgrad":
+        few = direct_wgrad.choose(p, gpu(0)) if family == "direct_wgrad" else staged.choose(p, gpu(0))
         assert not isinstance(few, str), few
         check_weight(few, x, g, truth)
         return
@@ -302,7 +324,7 @@ def test_tensors_of_more_than_2_31_elements(name: str, layout: Layout) -> None:
     assert math.prod(p.input_shape[1:]) * (p.batch - 1) > 2**31
     if torch.cuda.mem_get_info()[0] < 24 << 30:
         pytest.skip("needs 24 GB of free memory")
-    choice = direct_wgrad.choose(p, gpu(0)) if name == "depthwise" else wgrad.choose(p, gpu(0))
+    choice = staged.choose(p, gpu(0)) if name == "depthwise" else wgrad.choose(p, gpu(0))
     assert not isinstance(choice, str), choice
     last = p.with_(batch=1)
     tensors = []

@@ -577,21 +577,20 @@ def _cost(p: Problem, tile: Tile, gpu: Gpu) -> tuple[float, str, int]:
     if not tile.weight and p.layout == "channels_last" and not tile.lanes_are_channels:
         clocks += _SPREAD * tile.warps * tile.sums / tile.stored  # lanes store a pixel apart
     block = clocks + slices * (one.rounds * _LATENCY + _END)
-    by_shared = gpu.shared_per_sm // (tile.shared_bytes + 1024)
-    resident = max(1, min(tile.resident, by_shared, _threads_per_sm(gpu) // tile.threads))
+    held = resident(tile, gpu)
     blocks = _weight_blocks(p, tile) if tile.weight else tile.channel_blocks
     moved = (
         count * blocks * slices * tile.span[0] * tile.span[1] * tile.channels * p.dtype.itemsize * _overread(p, tile)
     )
     splits, work, tail = 1, count * blocks, 0.0
     if tile.weight:
-        splits = ranges(count, blocks, _most_ranges(p, tile), gpu.multiprocessors * resident)
+        splits = ranges(count, blocks, _most_ranges(p, tile), gpu.multiprocessors * held)
         each = -(-count // splits)
         work = blocks * splits
         clocks, block = clocks * each, block * each + tile.sums * 12 * tile.warps + _LATENCY
         tail = 2 * splits * math.prod(p.weight_shape) * tile.accumulator / gpu.bandwidth + splits * 20e-9 + 2e-6
     waves = work / gpu.multiprocessors
-    busy = min(float(resident), max(1.0, waves))
+    busy = min(float(held), max(1.0, waves))
     full = -(-waves // busy) * busy if waves < 8 * busy else waves + busy / 2  # of the fullest multiprocessor
     compute = full * max(clocks, block / busy) / gpu.clock
     terms = {
@@ -602,6 +601,12 @@ def _cost(p: Problem, tile: Tile, gpu: Gpu) -> tuple[float, str, int]:
     bound = max(terms, key=lambda name: terms[name])
     second = sorted(terms.values())[1]
     return terms[bound] + _OVERLAP * second + tail + _LAUNCH, bound, splits
+
+
+def resident(tile: Tile, gpu: Gpu) -> int:
+    """Blocks of a tile that a GPU's multiprocessor holds."""
+    by_shared = gpu.shared_per_sm // (tile.shared_bytes + 1024)
+    return max(1, min(tile.resident, by_shared, _threads_per_sm(gpu) // tile.threads))
 
 
 def _overread(p: Problem, tile: Tile) -> float:

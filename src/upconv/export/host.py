@@ -118,14 +118,8 @@ def _variant(name: str, pass_: Pass, choice: Choice, unit: int, unit_out: int, g
     entries = tuple(source.entries)
     if isinstance(choice, (gather.Choice, direct.Choice)):
         return Variant(name, pass_, choice, unit, unit_out, entries[0], entries[1], entries)
-    resident = _resident(choice.tile, gpu) if isinstance(choice, staged.Choice) else 1
+    resident = staged.resident(choice.tile, gpu) if isinstance(choice, staged.Choice) else 1
     return Variant(name, pass_, choice, unit, unit_out, None, entries[0], entries, resident)
-
-
-def _resident(tile: staged.Tile, gpu: Gpu) -> int:
-    """Blocks of a tile that a multiprocessor holds."""
-    by_shared = gpu.shared_per_sm // (tile.shared_bytes + 1024)
-    return max(1, min(tile.resident, by_shared, direct._threads_per_sm(gpu) // tile.threads))
 
 
 # --- C++ -------------------------------------------------------------------------------------------------------------

@@ -52,10 +52,11 @@ __device__ __forceinline__ int thread_index() {
   return index;
 }
 
-// Elements that are loaded or stored together, in words where there are some.
+// Elements that are stored together.
 template <int WIDTH>
 struct alignas(WIDTH * sizeof(T)) Unit { T v[WIDTH]; };
 
+// Elements that are loaded together, in words where there are some.
 #if VECTOR * ELEMENT >= 4 && ELEMENT == 2
 struct alignas(VECTOR * ELEMENT) Loaded { u32 word[VECTOR / 2]; };
 __device__ __forceinline__ Acc element(const Loaded& unit, int k) {
@@ -95,7 +96,7 @@ __device__ __forceinline__ bool stage_gradient(Acc* tile, const T* g, const Tile
   for (int pass = 0; pass < PASSES_W; pass++) {
     const int at = (ROW_UNITS < THREADS ? thread % ROW_UNITS : thread + pass * THREADS) * VECTOR;  // element of a row
     if (ROW_UNITS > THREADS && at >= ROW_UNITS * VECTOR) break;
-    if (whole) {
+    if (VECTOR == 1 || whole) {
 #if ALL_CHANNELS
       const int offset = w * COUT + at;
       const bool in = (u32)offset < (u32)(s.out_w * COUT);
@@ -237,8 +238,12 @@ grad_input(const T* __restrict__ g, const T* __restrict__ weight, T* __restrict_
   extern __shared__ __align__(16) unsigned char memory[];
   Acc *tile = (Acc*)memory, *weights = tile + G_WORDS;
   const Sizes s = {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_h, tiles_w};
+#if KW_PARTS > 1
   // Threads of a part take a few columns of the taps for all positions; the parts' sums are added in the end.
   const int part = threadIdx.x / (THREADS / KW_PARTS), worker = threadIdx.x % (THREADS / KW_PARTS);
+#else
+  const int part = 0, worker = threadIdx.x;
+#endif
 #if LANES_ARE_CHANNELS
   const int lane = worker & 31, place = worker / 32;
   const int tx = place % TILE_W, ty = place / TILE_W * ROWS, mine = CHANNELS < 32 && lane >= CHANNELS ? CHANNELS - 1 : lane;
@@ -255,12 +260,12 @@ grad_input(const T* __restrict__ g, const T* __restrict__ weight, T* __restrict_
     T taps[TAP_BATCH];
     load_weights(taps, weight, item, co, kd);
     if (slice) __syncthreads();            // the slice before has been read
-    if (!stage_gradient(tile, g, item.tile, kd, LANES_ARE_CHANNELS ? item.ci : item.group * COUT_G + co, VECTOR == 1 || whole_units, s)) continue;
+    if (!stage_gradient(tile, g, item.tile, kd, LANES_ARE_CHANNELS ? item.ci : item.group * COUT_G + co, whole_units, s)) continue;
     store_weights(weights, taps);
     __syncthreads();
 #pragma unroll UNROLL_W
     for (int j = 0; j < KW_TILE; j++) {
-      const int kw = part * KW_TILE + j;
+      const int kw = KW_PARTS > 1 ? part * KW_TILE + j : j;
       if (KERNEL_W % KW_TILE && kw >= KERNEL_W) break;
       const Acc* column = tile + at + COLUMN_AT(SHIFT + kw * DIL_W);
 #pragma unroll UNROLL_H
@@ -311,6 +316,9 @@ grad_input(const T* __restrict__ g, const T* __restrict__ weight, T* __restrict_
 #else
   if (t.w + tx >= s.in_w) return;
 #endif
+#if CHANNELS_LAST && !LANES_ARE_CHANNELS
+  const bool whole_stores = (i64)gi % (STORED * ELEMENT) == 0;
+#endif
 #pragma unroll
   for (int r = 0; r < ROWS; r++) {
     if (t.h + ty + r >= s.in_h) break;
@@ -318,13 +326,19 @@ grad_input(const T* __restrict__ g, const T* __restrict__ weight, T* __restrict_
 #if LANES_ARE_CHANNELS
     gi[(t.n * pixels + q) * CIN + item.ci + lane] = store_value(acc[r][0]);
 #elif CHANNELS_LAST
+    T* pixel = gi + (t.n * pixels + q) * CIN + item.group * CIN_G + item.ci;
 #pragma unroll
     for (int i = 0; i < CI_TILE; i += STORED) {
       if (CIN_G % CI_TILE && item.ci + i >= CIN_G) break;
       Unit<STORED> unit;
 #pragma unroll
       for (int k = 0; k < STORED; k++) unit.v[k] = store_value(acc[r][i + k]);
-      *(Unit<STORED>*)(gi + (t.n * pixels + q) * CIN + item.group * CIN_G + item.ci + i) = unit;
+      if (STORED == 1 || whole_stores) {
+        *(Unit<STORED>*)(pixel + i) = unit;
+      } else {
+#pragma unroll
+        for (int k = 0; k < STORED; k++) pixel[i + k] = unit.v[k];
+      }
     }
 #else
 #pragma unroll
@@ -428,7 +442,7 @@ grad_weight(const T* __restrict__ x, const T* __restrict__ g, Acc* __restrict__ 
     T values[X_BATCH];
     load_input(values, x, t, channel, left, s);
     __syncthreads();                       // the tile before has been read
-    if (!stage_gradient(tile, g, t, kd, first_co, VECTOR == 1 || whole_units, s)) continue;
+    if (!stage_gradient(tile, g, t, kd, first_co, whole_units, s)) continue;
     store_input(x_tile, values);
     __syncthreads();
     if (position_group >= POSITION_GROUPS) continue;
