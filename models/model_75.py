@@ -450,7 +450,8 @@ namespace grad_input {
 //   Lanes are columns: those of g lie in STEP_W planes of equal residue, so that lanes read neighbours at any stride.
 //   LANES_ARE_CHANNELS (depthwise, CHANNELS_LAST): a pixel's channels are neighbours as they are in memory.
 // grad_weight's warps divide a tile's taps (TAP_GROUPS) and its positions (POSITION_GROUPS). Its blocks take a range of tiles
-// each and write partial sums; `reduce` adds them in the order of their index, so that every run gives the same bits.
+// each and write partial sums; `reduce` adds them in the order of their index, so that every run gives the same bits. Positions of
+// a tile beyond the image are zeros of x that meet g where it is: an infinity there makes NaN of that tap's sum.
 
 constexpr int ELEMENT = 4;  // bytes of an element
 constexpr int GROUPS = 4;
@@ -559,7 +560,7 @@ __device__ __forceinline__ bool stage_gradient(Acc* tile, const T* g, const Tile
   for (int pass = 0; pass < PASSES_W; pass++) {
     const int at = (thread % ROW_UNITS) * VECTOR;  // element of a row
     if (whole) {
-      const int offset = (w + at) * G_COLUMN;
+      const i64 offset = (i64)(w + at) * G_COLUMN;
       const bool in = (u32)(w + at) < (u32)s.out_w;
       Acc* to = tile + first * ROW_PITCH + COLUMN_AT(at);
       int row = h + first;
@@ -616,10 +617,10 @@ struct Item {
 __device__ __forceinline__ Item item_of(u32 index, const Sizes& s) {
   Item item;
   const int block = index % CHANNEL_BLOCKS;  index /= CHANNEL_BLOCKS;
+  item.ci = block * CI_TILE;
   // A channel's tiles are neighbours: what their halos share comes from L2.
   const u32 tiles = s.tiles_w * s.tiles_h * s.in_d;
   item.group = index / tiles % GROUPS;
-  item.ci = block * CI_TILE;
   item.tile = tile_of(index % tiles, s);
   item.tile.n = index / tiles / GROUPS;
   return item;

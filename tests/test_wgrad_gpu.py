@@ -324,8 +324,8 @@ def test_tensors_of_more_than_2_31_elements(name: str, layout: Layout) -> None:
     assert math.prod(p.input_shape[1:]) * (p.batch - 1) > 2**31
     if torch.cuda.mem_get_info()[0] < 24 << 30:
         pytest.skip("needs 24 GB of free memory")
-    choice = staged.choose(p, gpu(0)) if name == "depthwise" else wgrad.choose(p, gpu(0))
-    assert not isinstance(choice, str), choice
+    few = name == "depthwise"
+    choices = (staged.choose(p, gpu(0)), direct_wgrad.choose(p, gpu(0))) if few else (wgrad.choose(p, gpu(0)),)
     last = p.with_(batch=1)
     tensors = []
     for shape, t in zip((p.input_shape, p.output_shape), operands(last)):
@@ -333,9 +333,24 @@ def test_tensors_of_more_than_2_31_elements(name: str, layout: Layout) -> None:
         whole.zero_()[-1:] = t
         tensors.append((whole, t))
     (x, last_x), (g, last_g) = tensors
-    out = place(p.weight_shape, p, p.layout)
-    choice.prepare(0).run(x, g, out)
-    guarded(out)
-    assert reference.relative_error(out, weight_truth(last, last_x, last_g)) < BOUNDS["bf16"]
+    truth = weight_truth(last, last_x, last_g)
+    for choice in choices:
+        assert not isinstance(choice, str), choice
+        out = place(p.weight_shape, p, p.layout)
+        choice.prepare(0).run(x, g, out)
+        guarded(out)
+        assert reference.relative_error(out, truth) < BOUNDS["bf16"]
+    if few:
+        by_input = staged.choose(p.with_(pass_="grad-input"), gpu(0))
+        assert not isinstance(by_input, str), by_input
+        weight = torch.randn(p.weight_shape, device="cuda").to(p.dtype)
+        found = torch.full_like(x, math.nan)
+        prepared = by_input.prepare(0)
+        prepared.run(g, prepared.pack(weight), None, found)
+        assert (
+            reference.relative_error(found[-1:], reference.gradients(last, last_g, last_x, weight)[0]) < BOUNDS["bf16"]
+        )
+        assert not found[:-1].any()
+        del found
     del x, g, tensors
     torch.cuda.empty_cache()

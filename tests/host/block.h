@@ -42,7 +42,7 @@ static void __syncthreads() {
   swapcontext(&threads[self].context, &scheduler);
 }
 
-// Runs `body` for every thread of every block. A thread may leave early only where no other waits any more.
+// Runs `body` for every thread of every block. All leave behind the same last barrier.
 static void run_grid(int blocks, int count, void (*body)()) {
   thread_body = body;
   threads.resize(count);
@@ -58,17 +58,22 @@ static void run_grid(int blocks, int count, void (*body)()) {
     }
     for (bool running = true; running;) {
       running = false;
+      bool finished = false;
       int waits = -1;
       for (int i = 0; i < count; i++) {
         Thread& t = threads[i];
         if (t.done) continue;
         threadIdx.x = i;
         swapcontext(&scheduler, &t.context);
-        if (t.done) continue;
+        if (t.done) {
+          finished = true;
+          continue;
+        }
         running = true;
         if (waits >= 0 && t.waits != waits) fail("threads part at a barrier");
         waits = t.waits;
       }
+      if (finished && running) fail("threads wait for those that have left");
     }
   }
 }

@@ -1,5 +1,5 @@
 // staged.cu whole, for one tile: argv are its integer arguments behind the pointers, whole units, ranges of
-// tiles and blocks last; the tensors come by standard input as elements of T, the result leaves as accumulators.
+// tiles and blocks last; the tensors come by standard input as elements of T, and the result leaves so.
 #include "block.h"
 
 alignas(16) static unsigned char memory[SHARED_BYTES + 64];
@@ -10,12 +10,14 @@ static std::vector<Acc> partial;
 static int sizes[9], whole_units, splits;
 static i64 tiles;
 
+static T* data(std::vector<T>& v) { return (T*)(((size_t)(v.data() + 16) + 15) / 16 * 16) + !whole_units; }
+// Between guards that are NaN, at 16 bytes or, where units are not whole, an element behind.
 static void read(std::vector<T>& to, size_t count) {
-  to.resize(count + 32);
-  T* at = (T*)(((size_t)to.data() + 15) / 16 * 16);  // moved to where units lie whole
+  to.resize(count + 64);
+  memset((void*)to.data(), 0xff, to.size() * sizeof(T));
+  T* at = data(to);
   if (fread(at, sizeof(T), count, stdin) != count) fail("too few elements");
 }
-static T* data(std::vector<T>& v) { return (T*)(((size_t)v.data() + 15) / 16 * 16); }
 
 #if GRAD_WEIGHT
 static void weight_body() {
@@ -27,7 +29,7 @@ static void reduce_body() {
 }
 #else
 static void input_body() {
-  grad_input(data(first), data(second), out.data(), sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6],
+  grad_input(data(first), data(second), data(out), sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6],
              sizes[7], sizes[8], whole_units);
 }
 #endif
@@ -53,11 +55,18 @@ int main(int, char** argv) {
 #else
   read(first, grad);
   read(second, weights);
-  out.resize(in);
+  out.resize(in + 64);
   memset((void*)out.data(), 0xff, out.size() * sizeof(T));
   run_grid(blocks, THREADS, input_body);
 #endif
   for (unsigned char* end = memory + SHARED_BYTES; end < memory + sizeof memory; end++)
     if (*end != 0xff) fail("a store behind the block's shared memory");
-  fwrite(out.data(), sizeof(T), out.size(), stdout);
+#if GRAD_WEIGHT
+  fwrite(out.data(), sizeof(T), weights, stdout);
+#else
+  for (T* at = out.data(); at < out.data() + out.size(); at++)
+    for (size_t k = 0; (at < data(out) || at >= data(out) + in) && k < sizeof(T); k++)
+      if (((unsigned char*)at)[k] != 0xff) fail("a store beside the result");
+  fwrite(data(out), sizeof(T), in, stdout);
+#endif
 }

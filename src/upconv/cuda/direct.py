@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from upconv.cuda import direct_wgrad, jit
-from upconv.cuda.gpu import Gpu
+from upconv.cuda.gpu import Gpu, fma_lanes, threads_per_sm
 from upconv.cuda.gpu import gpu as gpu_of
 from upconv.cuda.launch import Launcher
 from upconv.problem import Problem
@@ -302,17 +302,6 @@ def _walk_registers(p: Problem, walk: Walk) -> int:
 # --- the model -------------------------------------------------------------------------------------------------------
 
 
-def _fma_lanes(gpu: Gpu, double: bool) -> int:
-    """Multiply-adds per clock and multiprocessor. Source: CUDA C++ Programming Guide, "Arithmetic Instructions"."""
-    if double:
-        return {(8, 0): 32, (9, 0): 64, (10, 0): 64}.get(gpu.capability, 2)
-    return 64 if gpu.capability == (8, 0) else 128
-
-
-def _threads_per_sm(gpu: Gpu) -> int:
-    return 2048 if gpu.capability in ((8, 0), (9, 0), (10, 0), (10, 3)) else 1536
-
-
 @dataclass(frozen=True)
 class _Cost:
     seconds: float
@@ -355,7 +344,7 @@ def _cost(p: Problem, tile: Tile, facts: _Facts, gpu: Gpu) -> _Cost | None:
         return None
     threads, registers = m["THREADS"], facts.registers
     resident = min(
-        _resident(threads, registers), gpu.shared_per_sm // (shared + 1024), _threads_per_sm(gpu) // threads, 32
+        _resident(threads, registers), gpu.shared_per_sm // (shared + 1024), threads_per_sm(gpu) // threads, 32
     )
     if resident < 1:
         return None
@@ -428,7 +417,7 @@ def _cost(p: Problem, tile: Tile, facts: _Facts, gpu: Gpu) -> _Cost | None:
     terms = {
         "bytes": p.bytes / gpu.bandwidth,
         "L2 traffic": blocks * l2 / (1.4 * gpu.bandwidth),
-        "FMA throughput": blocks * fmas * 32 / (_fma_lanes(gpu, double) * clocks * 0.85 * hidden),
+        "FMA throughput": blocks * fmas * 32 / (fma_lanes(gpu, double) * clocks * 0.85 * hidden),
         "shared memory": blocks * passes / (clocks * 0.9 * hidden),
         "instruction issue": blocks * issues / (4 * clocks * 0.8 * hidden),
         "latency": blocks * latency / in_flight,
@@ -450,7 +439,7 @@ def _walk_cost(p: Problem, walk: Walk, gpu: Gpu) -> _Cost:
     blocks = -(-threads // _WALK_THREADS)
     warps = threads / 32
     resident = min(
-        _resident(_WALK_THREADS, _walk_registers(p, walk)), _threads_per_sm(gpu) // _WALK_THREADS, 32
+        _resident(_WALK_THREADS, _walk_registers(p, walk)), threads_per_sm(gpu) // _WALK_THREADS, 32
     )  # blocks per multiprocessor
     run, columns, steps = walk.cells * w.stride, walk.cells + w.span, min(walk.strip, h.cells)
     fmas = steps * p.taps * walk.cells * walk.channels
@@ -475,7 +464,7 @@ def _walk_cost(p: Problem, walk: Walk, gpu: Gpu) -> _Cost:
     terms = {
         "bytes": p.bytes / gpu.bandwidth,
         "L2 traffic": l2 / (1.4 * gpu.bandwidth),
-        "FMA throughput": warps * fmas * 32 / (_fma_lanes(gpu, double) * clocks * 0.85 * busy),
+        "FMA throughput": warps * fmas * 32 / (fma_lanes(gpu, double) * clocks * 0.85 * busy),
         "instruction issue": warps * issues / (4 * clocks * 0.8 * busy),
         "latency": blocks * (steps + 4) * 0.7e-6 / in_flight,
     }
@@ -692,7 +681,7 @@ def _costs(p: Problem, gpu: Gpu) -> Iterator[tuple[Tile | Walk, _Cost | None]]:
 
 def least_seconds(p: Problem, gpu: Gpu) -> float:
     """What a problem's multiply-adds alone take on CUDA cores, in seconds, by the model of `choose`."""
-    return p.flops / 2 / (_fma_lanes(gpu, p.dtype == torch.float64) * gpu.multiprocessors * gpu.clock * 0.85)
+    return p.flops / 2 / (fma_lanes(gpu, p.dtype == torch.float64) * gpu.multiprocessors * gpu.clock * 0.85)
 
 
 def _summary(p: Problem, tile: Tile | Walk, cost: _Cost) -> str:
@@ -714,7 +703,7 @@ def _summary(p: Problem, tile: Tile | Walk, cost: _Cost) -> str:
 def _choose_any(p: Problem, gpu: Gpu) -> Choice:
     """One thread per output: every tap costs a test, every product two loads that mostly hit the first-level cache."""
     outputs = math.prod(p.output_shape)
-    lanes = min(32, _fma_lanes(gpu, p.dtype == torch.float64))
+    lanes = min(32, fma_lanes(gpu, p.dtype == torch.float64))
     clocks = gpu.multiprocessors * gpu.clock
     products = outputs * math.prod(-(-k // s) for k, s in zip(p.kernel, p.stride)) * (p.in_channels // p.groups)
     seconds = 2e-6 + p.bytes / gpu.bandwidth + (2 * products + outputs * (p.taps + 40)) / (lanes * clocks)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from upconv.cuda import jit
-from upconv.cuda.gpu import Gpu
+from upconv.cuda.gpu import Gpu, fma_lanes
 from upconv.cuda.gpu import gpu as gpu_of
 from upconv.cuda.launch import Launcher
 from upconv.problem import Problem
@@ -196,6 +196,8 @@ def _seconds(p: Problem, gpu: Gpu, clocks: float) -> tuple[float, str]:
     memory = (math.prod(p.input_shape) + math.prod(p.output_shape)) * p.dtype.itemsize / gpu.bandwidth
     work = clocks * (2 if p.dtype is torch.float64 else 1) / gpu.multiprocessors / gpu.clock
     work *= _MISSES.get((p.pass_, p.layout), 1.0)
+    products = p.flops / 2 / (fma_lanes(gpu, p.dtype is torch.float64) * gpu.multiprocessors * gpu.clock)
+    work = max(work, products)
     return max(memory, work) + 0.3 * min(memory, work) + _LAUNCH, "bytes" if memory > work else "loads"
 
 

@@ -1,9 +1,9 @@
 """The CUDA engine: planned passes on tensors. It allocates, packs weights or finds them packed, and launches.
 
 A kernel family (`upconv.cuda.gather`, `upconv.cuda.direct`; for the gradient for the weight `upconv.cuda.wgrad`,
-`upconv.cuda.direct_wgrad`) answers a `Problem` with a `Choice`, which prepared for a device runs it. Everything between
-that and PyTorch is here: the result's memory format, dense operands, the current stream and device, graph capture,
-errors, and which packed weights may be used again.
+`upconv.cuda.direct_wgrad`; for both gradients `upconv.cuda.staged`) answers a `Problem` with a `Choice`, which prepared
+for a device runs it. Everything between that and PyTorch is here: the result's memory format, dense operands, the
+current stream and device, graph capture, errors, and which packed weights may be used again.
 
 **Packed weights** are kept as long as the weight's storage lives, and used again only where nothing can have changed:
 same storage, address, strides and version counter. They are made anew at every call
@@ -120,7 +120,7 @@ def choose(p: Problem, gpu: Gpu, general: bool = False) -> dict[str, Choice | st
         fastest = min((c.seconds for c in found.values() if not isinstance(c, str)), default=math.inf)
         searches = name == "staged" or (name == "direct" and p.pass_ == "fwd")
         if searches and (least := family.least_seconds(p, gpu)) > fastest:
-            # The search would take up to 50 ms at every new size of the image.
+            # The search would take 50 ms and more at every new size of the image.
             found[name] = f"slower: its multiply-adds alone take {least * 1e3:.3g} ms on CUDA cores"
         elif name in _TENSOR_CORES:
             found[name] = _choose_sized(family, p, gpu, general)

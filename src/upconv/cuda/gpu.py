@@ -122,3 +122,15 @@ RTX3090 = _known("NVIDIA GeForce RTX 3090", (8, 6), 82, "RTX 3090")
 RTX4090 = _known("NVIDIA GeForce RTX 4090", (8, 9), 128, "RTX 4090")
 B200 = _known("NVIDIA B200", (10, 0), 148, "B200")
 RTX5090 = _known("NVIDIA GeForce RTX 5090", (12, 0), 170, "RTX 5090")
+
+
+def fma_lanes(gpu: Gpu, double: bool) -> int:
+    """Multiply-adds per clock and multiprocessor. Source: CUDA C++ Programming Guide, "Arithmetic Instructions"."""
+    if double:
+        return {(8, 0): 32, (9, 0): 64, (10, 0): 64}.get(gpu.capability, 2)
+    return 64 if gpu.capability == (8, 0) else 128
+
+
+def threads_per_sm(gpu: Gpu) -> int:
+    """Threads that a multiprocessor holds. Source: as `fma_lanes`, its table of compute capabilities."""
+    return 2048 if gpu.capability in ((8, 0), (9, 0), (10, 0), (10, 3)) else 1536

@@ -20,9 +20,8 @@ import torch
 from torch import Tensor
 
 from upconv.cuda import jit
-from upconv.cuda.direct import _fma_lanes, _threads_per_sm
 from upconv.cuda.direct_wgrad import Unit
-from upconv.cuda.gpu import Gpu
+from upconv.cuda.gpu import Gpu, fma_lanes, threads_per_sm
 from upconv.cuda.gpu import gpu as gpu_of
 from upconv.cuda.launch import Launcher
 from upconv.problem import Problem
@@ -211,6 +210,8 @@ class Tile:
             raise Unfit(f"{self.sums} sums of a thread are too many")
         if not 1 <= self.warps <= _MOST_WARPS or (self.weight and self.tap_groups > self.warps):
             raise Unfit(f"{self.warps} warps cannot share {self.tap_groups} groups of taps")
+        if self._registers + 16 > min(255, 65536 // self.threads):
+            raise Unfit(f"a thread wants {self._registers} registers")
         lanes = 1 if self.lanes_are_channels else 32
         units = self.h * self.w // self.rows
         if self.h % self.rows or units % lanes or (not self.weight and units * self.parts != self.warps * lanes):
@@ -450,7 +451,7 @@ def choose(p: Problem, gpu: Gpu) -> Choice | str:
 
 def least_seconds(p: Problem, gpu: Gpu) -> float:
     """What a problem's multiply-adds alone take, in seconds, by the model of `choose`."""
-    rate = _fma_lanes(gpu, p.dtype is torch.float64) * gpu.multiprocessors * gpu.clock
+    rate = fma_lanes(gpu, p.dtype is torch.float64) * gpu.multiprocessors * gpu.clock
     return _ISSUE * p.flops / 2 / rate
 
 
@@ -463,9 +464,11 @@ def _choose(p: Problem, gpu: Gpu) -> Choice | str:
         except Unfit:
             continue
         seconds, bound, splits = _cost(p, tile, gpu)
+        if tile.blocks_of(p)[2] * tile.channel_blocks >= 2**31:  # of a grid, or their index
+            continue
         if best is None or seconds < best.seconds:
             best = Choice("staged", seconds, _summary(p, tile, splits), bound, p, tile, splits)
-    return best or "no tile fits shared memory"
+    return best or "no tile of positions and taps fits these kernels"
 
 
 def _summary(p: Problem, tile: Tile, splits: int) -> str:
@@ -563,7 +566,7 @@ def _slice(tile: Tile, gpu: Gpu) -> _Slice:
         loads += weights
         issue += 8 * weights
     loads += walks * reads * wide
-    lanes = _fma_lanes(gpu, tile.accumulator == 8)
+    lanes = fma_lanes(gpu, tile.accumulator == 8)
     issue = (issue + walks * (reads + (0 if tile.weight else 20))) / 4 + walks * products * 32 / lanes
     return _Slice(loads, issue, rounds)
 
@@ -579,9 +582,10 @@ def _cost(p: Problem, tile: Tile, gpu: Gpu) -> tuple[float, str, int]:
     block = clocks + slices * (one.rounds * _LATENCY + _END)
     held = resident(tile, gpu)
     blocks = _weight_blocks(p, tile) if tile.weight else tile.channel_blocks
-    moved = (
-        count * blocks * slices * tile.span[0] * tile.span[1] * tile.channels * p.dtype.itemsize * _overread(p, tile)
-    )
+    staged = slices * tile.span[0] * tile.span[1] * tile.channels * _overread(p, tile)
+    if tile.weight:
+        staged += tile.h * tile.w * max(tile.ci, tile.channels)
+    moved = count * blocks * staged * p.dtype.itemsize
     splits, work, tail = 1, count * blocks, 0.0
     if tile.weight:
         splits = ranges(count, blocks, _most_ranges(p, tile), gpu.multiprocessors * held)
@@ -596,7 +600,7 @@ def _cost(p: Problem, tile: Tile, gpu: Gpu) -> tuple[float, str, int]:
     terms = {
         "loads" if one.loads > one.issue else "instruction issue": compute,
         "bytes": (math.prod(p.input_shape) + math.prod(p.output_shape)) * p.dtype.itemsize / gpu.bandwidth,
-        "second-level cache": moved / _L2,
+        "second-level cache": moved / min(_L2, 2 * gpu.bandwidth),
     }
     bound = max(terms, key=lambda name: terms[name])
     second = sorted(terms.values())[1]
@@ -606,7 +610,7 @@ def _cost(p: Problem, tile: Tile, gpu: Gpu) -> tuple[float, str, int]:
 def resident(tile: Tile, gpu: Gpu) -> int:
     """Blocks of a tile that a GPU's multiprocessor holds."""
     by_shared = gpu.shared_per_sm // (tile.shared_bytes + 1024)
-    return max(1, min(tile.resident, by_shared, _threads_per_sm(gpu) // tile.threads))
+    return max(1, min(tile.resident, by_shared, threads_per_sm(gpu) // tile.threads))
 
 
 def _overread(p: Problem, tile: Tile) -> float:

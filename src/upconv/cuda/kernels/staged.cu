@@ -8,7 +8,8 @@
 //   Lanes are columns: those of g lie in STEP_W planes of equal residue, so that lanes read neighbours at any stride.
 //   LANES_ARE_CHANNELS (depthwise, CHANNELS_LAST): a pixel's channels are neighbours as they are in memory.
 // grad_weight's warps divide a tile's taps (TAP_GROUPS) and its positions (POSITION_GROUPS). Its blocks take a range of tiles
-// each and write partial sums; `reduce` adds them in the order of their index, so that every run gives the same bits.
+// each and write partial sums; `reduce` adds them in the order of their index, so that every run gives the same bits. Positions of
+// a tile beyond the image are zeros of x that meet g where it is: an infinity there makes NaN of that tap's sum.
 #include "direct.cuh"
 
 #define TAPS (KERNEL_D * KERNEL_H * KERNEL_W)
@@ -98,13 +99,14 @@ __device__ __forceinline__ bool stage_gradient(Acc* tile, const T* g, const Tile
     if (ROW_UNITS > THREADS && at >= ROW_UNITS * VECTOR) break;
     if (VECTOR == 1 || whole) {
 #if ALL_CHANNELS
-      const int offset = w * COUT + at;
-      const bool in = (u32)offset < (u32)(s.out_w * COUT);
+      const i64 offset = (i64)w * COUT + at;
+      const bool in = offset >= 0 && offset < line;
 #elif LANES_ARE_CHANNELS
-      const int column = w + at / CHANNELS, offset = column * COUT + at % CHANNELS;
+      const int column = w + at / CHANNELS;
+      const i64 offset = (i64)column * COUT + at % CHANNELS;
       const bool in = (u32)column < (u32)s.out_w && at % CHANNELS < left;
 #else
-      const int offset = (w + at) * G_COLUMN;
+      const i64 offset = (i64)(w + at) * G_COLUMN;
       const bool in = (u32)(w + at) < (u32)s.out_w;
 #endif
       Acc* to = tile + first * ROW_PITCH + (LANES_ARE_CHANNELS ? at : COLUMN_AT(at));
@@ -195,12 +197,18 @@ __device__ __forceinline__ Item item_of(u32 index, const Sizes& s) {
   item.ci = block * CHANNELS;
   item.tile = tile_of(index, s);
 #else
+  item.ci = block * CI_TILE;
+#if CHANNELS_LAST
+  // A pixel's channels are neighbours: groups that share its sectors find them in L2.
+  item.group = index % GROUPS;
+  item.tile = tile_of(index / GROUPS, s);
+#else
   // A channel's tiles are neighbours: what their halos share comes from L2.
   const u32 tiles = s.tiles_w * s.tiles_h * s.in_d;
   item.group = index / tiles % GROUPS;
-  item.ci = block * CI_TILE;
   item.tile = tile_of(index % tiles, s);
   item.tile.n = index / tiles / GROUPS;
+#endif
 #endif
   return item;
 }
