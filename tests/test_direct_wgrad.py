@@ -262,9 +262,9 @@ def check_compiled(choice: Choice, gpu: Gpu) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("index,case", list(enumerate(SUITE)), ids=lambda v: getattr(v, "name", ""))
 def test_chosen_kernels_compile_without_spills(index: int, case: Case) -> None:
-    """A sample: each layer on one GPU in three of its dtypes, layouts and passes; together all of them appear."""
+    """A sample: each layer on one GPU in one of its dtypes, layouts and passes; together all of them appear."""
     every = list(versions(case.problem))
-    for i in range(3):
+    for i in range(1):
         k = index + i * 5
         gpu = GPUS[(index + i * 2) % len(GPUS)]
         choice = direct_wgrad.choose(every[k % len(every)], gpu)

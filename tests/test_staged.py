@@ -143,7 +143,7 @@ def check_any_tile(p: Problem, rng: random.Random, folder: Path) -> None:
 
 
 @needs_gxx
-@settings(max_examples=40, deadline=None, suppress_health_check=TOLERATED)
+@settings(max_examples=24, deadline=None, suppress_health_check=TOLERATED)
 @given(problems(), st.sampled_from(GRADIENTS), st.randoms(use_true_random=False))
 def test_tiles_compute_the_gradients(tmp_path: Path, p: Problem, pass_: str, rng: random.Random) -> None:
     """The very source, every thread of it, on small problems of every kind."""
@@ -151,7 +151,7 @@ def test_tiles_compute_the_gradients(tmp_path: Path, p: Problem, pass_: str, rng
 
 
 @needs_gxx
-@settings(max_examples=30, deadline=None, suppress_health_check=TOLERATED)
+@settings(max_examples=16, deadline=None, suppress_health_check=TOLERATED)
 @given(depthwise(), st.sampled_from(GRADIENTS), st.randoms(use_true_random=False))
 def test_depthwise_tiles_compute_the_gradients(tmp_path: Path, p: Problem, pass_: str, rng: random.Random) -> None:
     """Lanes that are channels: a part of them, all of them, more than a warp has; and strides of whole planes."""
@@ -283,13 +283,11 @@ def check_compiled(choice: Choice, gpu: Gpu, most: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("index,case", list(enumerate(SUITE)), ids=lambda v: getattr(v, "name", ""))
 def test_chosen_kernels_compile_without_spills(index: int, case: Case) -> None:
-    """A sample: each layer on one GPU in two of its dtypes, layouts and passes; together all of them appear."""
+    """A sample: each layer on one GPU in one of its dtypes, layouts and passes; together all of them appear."""
     every = list(versions(case.problem))
-    for i in range(2):
-        gpu = GPUS[(index + i * 2) % len(GPUS)]
-        choice = staged.choose(every[(index + i * 5) % len(every)], gpu)
-        assert isinstance(choice, Choice)
-        check_compiled(choice, gpu, 128)  # dense layers' sums, where tensor cores are chosen
+    choice = staged.choose(every[index * 5 % len(every)], gpu := GPUS[index % len(GPUS)])
+    assert isinstance(choice, Choice)
+    check_compiled(choice, gpu, 128)  # dense layers' sums, where tensor cores are chosen
 
 
 @needs_nvrtc

@@ -285,8 +285,9 @@ def test_batches_beyond_65535(precision: Precision, family: str, layout: Layout)
     """No dimension of a grid but the first may follow the batch."""
     channels, groups = (8, 1) if family == "wgrad" else (4, 4)
     p = Problem.make(
-        70_001, channels, channels, (4, 8) if "staged" in family else (2, 4), 2, 2, groups=groups, dtype=DTYPES[precision], precision=precision,
-        layout=layout, pass_="grad-input" if family in ("direct", "staged input") else "grad-weight",
+        70_001, channels, channels, (4, 8) if "staged" in family else (2, 4), 2, 2, groups=groups,
+        dtype=DTYPES[precision], precision=precision, layout=layout,
+        pass_="grad-input" if family in ("direct", "staged input") else "grad-weight",
     )  # fmt: skip
     x, g = operands(p)
     if p.pass_ == "grad-input":
