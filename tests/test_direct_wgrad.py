@@ -151,7 +151,7 @@ def check_interpreted(p: Problem, tile: Tile, splits: int, seed: int) -> None:
     torch.testing.assert_close(torch.from_numpy(out), expected, rtol=1e-11, atol=1e-11)
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(problems(), st.sampled_from(GRADIENTS), st.randoms(use_true_random=False))
 def test_interpreted_tiles_compute_the_gradients(p: Problem, pass_: str, rng: random.Random) -> None:
     """Tiles that divide nothing, and as many ranges of positions as there are positions."""
@@ -161,7 +161,7 @@ def test_interpreted_tiles_compute_the_gradients(p: Problem, pass_: str, rng: ra
     check_interpreted(p, tile, min(positions, rng.choice((1, 2, 3, 7, positions))), rng.randrange(1000))
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(problems(), st.sampled_from(GRADIENTS))
 def test_interpreted_choice_computes_the_gradients(p: Problem, pass_: str) -> None:
     choice = direct_wgrad.choose(p.with_(pass_=pass_), H200)

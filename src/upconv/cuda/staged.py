@@ -37,6 +37,8 @@ _SHARED = 228 << 10  # bytes of a multiprocessor; others have less, which leaves
 _SPLITS = 512  # ranges of tiles at most; their partial sums are added in a second step
 _MAX_BYTES = 64 << 20  # of partial sums
 _MOST_WARPS = 16
+_POSITIONS = 256, 4096  # of a tile, at least and at most, where lanes are columns (grad-weight)
+_WIDE_KERNEL = 8  # columns from which on their taps may be cut into parts; none of fewer was faster so
 _LAUNCH = 4e-6  # seconds
 _LOADS, _ISSUE, _MIX = 1.0, 1.6, 0.2  # clocks of a wavefront, of four instructions, and of the lesser of both
 _OVERLAP = 0.2  # of the second of what limits, beside the first
@@ -500,7 +502,8 @@ def tiles(p: Problem) -> Iterator[Tile]:
     if p.pass_ == "grad-input":
         per = (1,) if cin == 1 else tuple({-(-cin // -(-cin // n)) for n in (4, 8, 16, 32)})
         kernel_h, kernel_w = probe.axes[1][0], probe.axes[2][0]
-        for ci, parts, warps, r, w in product(sorted(per), (1, 2, 4), (4, 8), rows, widths):
+        cuts = (1, 2, 4) if kernel_w >= _WIDE_KERNEL else (1,)
+        for ci, parts, warps, r, w in product(sorted(per), cuts, (4, 8), rows, widths):
             kw = -(-kernel_w // parts)
             units = warps * (1 if probe.lanes_are_channels else 32) // parts
             if -(-kernel_w // kw) == parts and w <= units and r * ci <= most:
@@ -516,6 +519,8 @@ def tiles(p: Problem) -> Iterator[Tile]:
             warps = tile.tap_groups * max(1, 8 // tile.tap_groups)
             lanes = 1 if probe.lanes_are_channels else 32
             for r, w, groups in product(rows, widths, (1, 2, 4, 8, 16)):
+                if lanes > 1 and not min(_POSITIONS[0], height * width) <= r * w * groups <= _POSITIONS[1]:
+                    continue
                 if groups * w % lanes == 0 and groups * r < 4 * height and r * ci <= _INPUTS:
                     yield _with_units(p, Tile(layer, groups * r, w, r, ci, kh, kw, warps))
 
