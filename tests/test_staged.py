@@ -7,9 +7,7 @@ import pickle
 import random
 import shutil
 import subprocess
-from collections.abc import Iterator
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +17,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from strategies import DTYPES, problems
+from test_direct_wgrad import GPUS, GRADIENTS, SUITE, needs_nvrtc, versions
 from upconv import planner, reference
 from upconv.bench.suites import SUITES, Case
 from upconv.cuda import jit, staged
-from upconv.cuda.gpu import A100, B200, H200, RTX3090, RTX4090, RTX5090, Gpu
+from upconv.cuda.gpu import H200, Gpu
 from upconv.cuda.staged import Choice, Tile, Unfit
-from upconv.problem import PRECISIONS, Problem
+from upconv.problem import Problem
 
 HOST = Path(__file__).resolve().parent / "host"
 KERNELS = Path(jit.__file__).parent / "kernels"
-GRADIENTS = ("grad-input", "grad-weight")
-GPUS = (H200, A100, RTX3090, RTX4090, B200, RTX5090)
 needs_gxx = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
-needs_nvrtc = pytest.mark.skipif(jit.unavailable() is not None, reason=str(jit.unavailable()))
 
 
 # --- the kernels, compiled for the host ------------------------------------------------------------------------------
@@ -99,12 +95,7 @@ def check_on_host(p: Problem, tile: Tile, splits: int, whole: bool, seed: int, f
 
 def draw(p: Problem, rng: random.Random) -> Tile | None:
     """One of the tiles that are tried for a problem and fit; a weight's gradient of few positions has none."""
-    fitting = []
-    for tile in staged.tiles(p):
-        try:
-            fitting.append(tile.checked(H200.shared_bytes))
-        except Unfit:
-            continue
+    fitting = list(staged.fitting(p, H200))
     assert fitting or p.pass_ == "grad-weight"
     return rng.choice(fitting) if fitting else None
 
@@ -159,15 +150,6 @@ def test_depthwise_tiles_compute_the_gradients(tmp_path: Path, p: Problem, pass_
 
 
 # --- what is chosen --------------------------------------------------------------------------------------------------
-
-SUITE = tuple({c.problem: c for name in ("kernelbench", "models") for c in SUITES[name]}.values())
-
-
-def versions(p: Problem) -> Iterator[Problem]:
-    """A layer's gradients in every dtype and layout."""
-    for dtype, layout, pass_ in product(DTYPES, ("nchw", "channels_last"), GRADIENTS):
-        if p.rank > 1 or layout == "nchw":
-            yield p.with_(dtype=dtype, precision=PRECISIONS[dtype][0], layout=layout, pass_=pass_, bias=False)
 
 
 @pytest.mark.parametrize("index,case", list(enumerate(SUITE)), ids=lambda v: getattr(v, "name", ""))

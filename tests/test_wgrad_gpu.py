@@ -6,7 +6,6 @@ NaNs, so that what is read beyond a tensor, or never written, shows in the resul
 
 from __future__ import annotations
 
-import contextlib
 import math
 import random
 from collections.abc import Iterator
@@ -216,10 +215,7 @@ def draw_few(rng: random.Random, kind: str, precision: Precision, layout: Layout
 
 def any_tile(p: Problem, rng: random.Random) -> staged.Choice | None:
     """A choice of any tile that fits; few positions have none for the weight's gradient."""
-    fitting = []
-    for tile in staged.tiles(p):
-        with contextlib.suppress(staged.Unfit):
-            fitting.append(tile.checked(gpu(0).shared_bytes))
+    fitting = list(staged.fitting(p, gpu(0)))
     if not fitting:
         assert p.pass_ == "grad-weight"
         return None

@@ -1,15 +1,7 @@
 // One warp of a CUDA kernel on the host: 32 fibers in turn, shared memory that checks bounds and alignment, global stores that
 // check both and that no byte is written twice. The names are those of ptx.cuh.
-#include <ucontext.h>
+#include "fibers.h"
 
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
-#include <vector>
-
-#define __device__
-#define __forceinline__ inline
-#define __restrict__
 #define __constant__
 
 typedef unsigned int u32;
@@ -21,52 +13,14 @@ static float2 make_float2(float x, float y) { return {x, y}; }
 struct uint4 { u32 x, y, z, w; };
 static uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 
-[[noreturn]] static void fail(const char* what) {
-  printf("%s\n", what);
-  exit(1);
-}
-
 // --- 32 lanes -----------------------------------------------------------------------------------------------------------
 
-struct Lane {
-  ucontext_t context;
-  std::vector<char> stack = std::vector<char>(1 << 18);
-  int waits = 0;
-  bool done = false;
-};
-static Lane lanes[32];
-static ucontext_t scheduler;
-static int this_lane;
 static void (*lane_body)(int);
-
-static void lane_entry() {
-  lane_body(this_lane);
-  lanes[this_lane].done = true;
-}
-static void __syncwarp() {
-  lanes[this_lane].waits++;
-  swapcontext(&lanes[this_lane].context, &scheduler);
-}
+static void __syncwarp() { wait_for_all(); }
 // Runs `body` for every lane; all lanes must meet at the same barriers.
 static void run_warp(void (*body)(int)) {
   lane_body = body;
-  for (Lane& lane : lanes) {
-    lane.waits = 0;
-    lane.done = false;
-    getcontext(&lane.context);
-    lane.context.uc_stack.ss_sp = lane.stack.data();
-    lane.context.uc_stack.ss_size = lane.stack.size();
-    lane.context.uc_link = &scheduler;
-    makecontext(&lane.context, lane_entry, 0);
-  }
-  while (!lanes[0].done) {
-    for (this_lane = 0; this_lane < 32; this_lane++) {
-      if (lanes[this_lane].done) fail("a lane left while others wait");
-      swapcontext(&scheduler, &lanes[this_lane].context);
-    }
-    for (const Lane& lane : lanes)
-      if (lane.done != lanes[0].done || lane.waits != lanes[0].waits) fail("lanes part at a barrier");
-  }
+  run_fibers(32, [] { lane_body(this_fiber); });
 }
 
 // --- memory -------------------------------------------------------------------------------------------------------------
@@ -123,33 +77,3 @@ static void store_global_16_if(void* to, u32 v, bool ok) {
 static void store_global_if(void* to, u32 v, bool ok) { store_global(to, &v, 4, ok); }
 static void store_global_64_if(void* to, const u32 (&v)[4], bool ok) { store_global(to, v, 8, ok); }
 static void store_global_128_if(void* to, const u32 (&v)[4], bool ok) { store_global(to, v, 16, ok); }
-
-// --- numbers ------------------------------------------------------------------------------------------------------------
-
-static u32 __float_as_uint(float v) {
-  u32 u;
-  memcpy(&u, &v, 4);
-  return u;
-}
-static float __uint_as_float(u32 u) {
-  float v;
-  memcpy(&v, &u, 4);
-  return v;
-}
-static u32 half_bits(float v) {
-  _Float16 h = (_Float16)v;
-  u16 u;
-  memcpy(&u, &h, 2);
-  return u;
-}
-static float half_value(u32 bits) {
-  u16 u = (u16)bits;
-  _Float16 h;
-  memcpy(&h, &u, 2);
-  return (float)h;
-}
-static u32 bfloat_bits(float v) {  // finite
-  u32 u = __float_as_uint(v);
-  return (u + 0x7fff + (u >> 16 & 1)) >> 16;
-}
-static float bfloat_value(u32 bits) { return __uint_as_float(bits << 16); }

@@ -20,7 +20,7 @@ from upconv.cuda.launch import Launcher
 from upconv.problem import Problem
 
 _THREADS = 256
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 _UNROLLED = 32  # taps in a straight stretch of code
 _SUMS = 32  # registers of a thread that hold sums (float64: half of them)
 _SPLITS = 512  # ranges of positions at most; their partial sums are added in a second step
@@ -82,7 +82,7 @@ def macros(p: Problem, tile: Tile) -> dict[str, int | float | str]:
     lead = 3 - p.rank
     taps = p.taps
     found: dict[str, int | float | str] = {
-        "DTYPE": _DTYPES[p.dtype],
+        "DTYPE": DTYPES[p.dtype],
         "CHANNELS_LAST": int(p.layout == "channels_last"),
         "GROUPS": p.groups,
         "CIN_G": p.in_channels // p.groups,
@@ -104,7 +104,8 @@ def macros(p: Problem, tile: Tile) -> dict[str, int | float | str]:
     return found
 
 
-def _full(values: tuple[int, ...]) -> tuple[int, ...]:
+def full(values: tuple[int, ...]) -> tuple[int, ...]:
+    """Sizes along D, H and W of those along the last axes."""
     return (1,) * (3 - len(values)) + values
 
 
@@ -120,7 +121,7 @@ class GradInput:
         blocks = p.groups * -(-(p.in_channels // p.groups) // choice.tile.ci)
         total = p.batch * math.prod(p.size) * blocks
         self._grid = -(-total // _THREADS)
-        self._sizes = (p.batch, *_full(p.size), *_full(p.out_size), total)
+        self._sizes = (p.batch, *full(p.size), *full(p.out_size), total)
         self.packing = ("contiguous", p.pass_)
         """What `pack`'s result depends on beside the weight."""
 
@@ -134,38 +135,52 @@ class GradInput:
         self._run(self._device, self._grid, (grad.data_ptr(), packed.data_ptr(), out.data_ptr(), *self._sizes))
 
 
+class Sums:
+    """The weight's gradient as one slice of sums for each range, and the kernel that adds them in their order."""
+
+    def __init__(self, p: Problem, unit: Unit, device: int, splits: int) -> None:
+        kernel = jit.kernel(unit.source, "reduce", gpu_of(device).arch, unit.label)
+        self._reduce = Launcher(kernel, _THREADS, 0, "PPiqqq")
+        self._device, self._splits = device, splits
+        self._numel = math.prod(p.weight_shape)
+        self._dtype = torch.float64 if p.dtype is torch.float64 else torch.float32
+
+    def slices(self, like: Tensor) -> Tensor:
+        """Memory for them on a tensor's device."""
+        return like.new_empty_strided((self._splits * self._numel,), (1,), dtype=self._dtype)
+
+    def add(self, slices: Tensor, out: Tensor) -> None:
+        """Writes their sum into ``out`` (contiguous or channels_last)."""
+        strides = out.stride()
+        self._reduce(
+            self._device,
+            -(-self._numel // _THREADS),
+            (slices.data_ptr(), out.data_ptr(), self._splits, strides[0], strides[1], strides[-1]),
+        )
+
+
 class GradWeight:
     """The gradient for the weight, its kernels loaded for a device."""
 
     def __init__(self, choice: Choice, device: int) -> None:
         p = choice.problem
         (unit,) = choice.sources()
-        arch = gpu_of(device).arch
         self._device = device
-        self._run = Launcher(
-            jit.kernel(unit.source, "grad_weight", arch, unit.label), _THREADS, 0, "PPP" + "i" * 7 + "qq"
-        )
-        self._reduce = Launcher(jit.kernel(unit.source, "reduce", arch, unit.label), _THREADS, 0, "PPiqqq")
+        kernel = jit.kernel(unit.source, "grad_weight", gpu_of(device).arch, unit.label)
+        self._run = Launcher(kernel, _THREADS, 0, "PPP" + "i" * 7 + "qq")
+        self._sums = Sums(p, unit, device, choice.splits)
         positions = p.batch * math.prod(p.size)
-        self._splits = choice.splits
         self._grid = _weight_blocks(p, choice.tile) * choice.splits
-        self._sizes = (p.batch, *_full(p.size), *_full(p.out_size), positions, -(-positions // choice.splits))
-        self._numel = math.prod(p.weight_shape)
-        self._dtype = torch.float64 if p.dtype is torch.float64 else torch.float32
+        self._sizes = (p.batch, *full(p.size), *full(p.out_size), positions, -(-positions // choice.splits))
 
     def run(self, x: Tensor, grad: Tensor, out: Tensor) -> None:
         """Writes the weight's gradient into ``out`` (contiguous or channels_last).
 
         ``x`` (the input) and ``grad`` (the output's gradient) are dense in the problem's layout.
         """
-        partial = x.new_empty_strided((self._splits * self._numel,), (1,), dtype=self._dtype)
-        self._run(self._device, self._grid, (x.data_ptr(), grad.data_ptr(), partial.data_ptr(), *self._sizes))
-        strides = out.stride()
-        self._reduce(
-            self._device,
-            -(-self._numel // _THREADS),
-            (partial.data_ptr(), out.data_ptr(), self._splits, strides[0], strides[1], strides[-1]),
-        )
+        slices = self._sums.slices(x)
+        self._run(self._device, self._grid, (x.data_ptr(), grad.data_ptr(), slices.data_ptr(), *self._sizes))
+        self._sums.add(slices, out)
 
 
 # --- the choice ------------------------------------------------------------------------------------------------------

@@ -118,7 +118,7 @@ def choose(p: Problem, gpu: Gpu, general: bool = False) -> dict[str, Choice | st
             continue
         family = import_module(f"upconv.cuda.{name}")
         fastest = min((c.seconds for c in found.values() if not isinstance(c, str)), default=math.inf)
-        searches = name == "staged" or (name == "direct" and p.pass_ == "fwd")
+        searches = name == ("direct" if p.pass_ == "fwd" else "staged")
         if searches and (least := family.least_seconds(p, gpu)) > fastest:
             # The search would take 50 ms and more at every new size of the image.
             found[name] = f"slower: its multiply-adds alone take {least * 1e3:.3g} ms on CUDA cores"

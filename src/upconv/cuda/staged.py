@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import product
@@ -20,13 +21,12 @@ import torch
 from torch import Tensor
 
 from upconv.cuda import jit
-from upconv.cuda.direct_wgrad import Unit
+from upconv.cuda.direct_wgrad import DTYPES, Sums, Unit, full
 from upconv.cuda.gpu import Gpu, fma_lanes, threads_per_sm
 from upconv.cuda.gpu import gpu as gpu_of
 from upconv.cuda.launch import Launcher
 from upconv.problem import Problem
 
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 _UNROLLED = 512  # multiply-adds of a thread in a straight stretch of code (longer: registers spill)
 _SUMS = 72  # registers of a thread that hold sums (float64: half of them)
 _INPUTS = 16  # and the input's elements that meet them (grad-weight; 32 spill: fsrcnn 267 us instead of 167)
@@ -263,7 +263,7 @@ class Tile:
         p = self.problem
         taps_h, taps_w = self.axes[1][0], self.axes[2][0]
         found: dict[str, int | float | str] = {
-            "DTYPE": _DTYPES[p.dtype],
+            "DTYPE": DTYPES[p.dtype],
             "ELEMENT": p.dtype.itemsize,
             "GRAD_WEIGHT": int(self.weight),
             "CHANNELS_LAST": int(p.layout == "channels_last"),
@@ -343,10 +343,6 @@ class Choice:
         return GradWeight(self, device) if self.tile.weight else GradInput(self, device)
 
 
-def _full(values: tuple[int, ...]) -> tuple[int, ...]:
-    return (1,) * (3 - len(values)) + values
-
-
 def _whole_units(p: Problem, tile: Tile) -> bool:
     """Whether rows of g end at whole units; a tensor that begins elsewhere is read element by element."""
     return _unit(p, tile) % tile.vector == 0
@@ -373,7 +369,7 @@ class _Prepared:
         self._units = tile.vector > 1 and _whole_units(p, tile)
         self._bytes = tile.vector * p.dtype.itemsize
         tiles_h, tiles_w, self._tiles = tile.blocks_of(p)
-        self._sizes = (p.batch, *_full(p.size), *_full(p.out_size), tiles_h, tiles_w)
+        self._sizes = (p.batch, *full(p.size), *full(p.out_size), tiles_h, tiles_w)
 
     def _whole(self, grad: Tensor) -> int:
         return int(self._units and grad.data_ptr() % self._bytes == 0)
@@ -408,30 +404,21 @@ class GradWeight(_Prepared):
     def __init__(self, choice: Choice, device: int) -> None:
         super().__init__(choice, device)
         (unit,), p, tile = choice.sources(), choice.problem, choice.tile
-        arch = gpu_of(device).arch
-        kernel = jit.kernel(unit.source, "grad_weight", arch, unit.label)
+        kernel = jit.kernel(unit.source, "grad_weight", gpu_of(device).arch, unit.label)
         self._run = Launcher(kernel, tile.threads, tile.shared_bytes, "PPP" + "i" * 11)
-        self._reduce = Launcher(jit.kernel(unit.source, "reduce", arch, unit.label), 256, 0, "PPiqqq")
-        self._splits = choice.splits
+        self._sums = Sums(p, unit, device, choice.splits)
         self._grid = _weight_blocks(p, tile) * choice.splits
         self._per_split = -(-self._tiles // choice.splits)
-        self._numel = math.prod(p.weight_shape)
-        self._dtype = torch.float64 if p.dtype is torch.float64 else torch.float32
 
     def run(self, x: Tensor, grad: Tensor, out: Tensor) -> None:
         """Writes the weight's gradient into ``out`` (contiguous or channels_last).
 
         ``x`` (the input) and ``grad`` (the output's gradient) are dense in the problem's layout.
         """
-        partial = x.new_empty_strided((self._splits * self._numel,), (1,), dtype=self._dtype)
-        pointers = (x.data_ptr(), grad.data_ptr(), partial.data_ptr())
+        slices = self._sums.slices(x)
+        pointers = (x.data_ptr(), grad.data_ptr(), slices.data_ptr())
         self._run(self._device, self._grid, (*pointers, *self._sizes, self._whole(grad), self._per_split))
-        strides = out.stride()
-        self._reduce(
-            self._device,
-            -(-self._numel // 256),
-            (partial.data_ptr(), out.data_ptr(), self._splits, strides[0], strides[1], strides[-1]),
-        )
+        self._sums.add(slices, out)
 
 
 # --- the choice ------------------------------------------------------------------------------------------------------
@@ -460,11 +447,7 @@ def least_seconds(p: Problem, gpu: Gpu) -> float:
 @lru_cache(maxsize=4096)
 def _choose(p: Problem, gpu: Gpu) -> Choice | str:
     best: Choice | None = None
-    for tile in tiles(p):
-        try:
-            tile.checked(gpu.shared_bytes)
-        except Unfit:
-            continue
+    for tile in fitting(p, gpu):
         seconds, bound, splits = _cost(p, tile, gpu)
         if tile.blocks_of(p)[2] * tile.channel_blocks >= 2**31:  # of a grid, or their index
             continue
@@ -481,6 +464,13 @@ def _summary(p: Problem, tile: Tile, splits: int) -> str:
         f"tiles of {tile.h}x{tile.w} positions in {tile.shared_bytes >> 10} KB, lanes are {lanes}, a thread takes "
         f"{tile.rows} rows x {each}{ranges}"
     )
+
+
+def fitting(p: Problem, gpu: Gpu) -> Iterator[Tile]:
+    """Those of `tiles` that a GPU can run."""
+    for tile in tiles(p):
+        with suppress(Unfit):
+            yield tile.checked(gpu.shared_bytes)
 
 
 def _with_units(p: Problem, tile: Tile) -> Tile:
