@@ -1,8 +1,8 @@
 """Timing two implementations against each other: interleaved in one process, on fresh random inputs, medians.
 
 On a CPU the clock is ``perf_counter``. On a GPU it is a pair of CUDA events behind two writes of 256 MB, which empty
-the L2 cache (50 MB on an H200) and keep the GPU busy while the host enqueues the call (120 us there; a call takes the
-host 10 to 30), so that the events enclose the kernels and not the host.
+the L2 cache (50 MB on an H200). A wait on the GPU ahead of them gives the host time to enqueue the call (10 to 30 us, a
+backward pass 100 to 300), so that the events enclose the kernels and not the host.
 
 PyTorch remembers a cuDNN plan per problem and thread, whether it was found with ``cudnn.benchmark`` on or off, and
 looks there first. So what runs with the flag on runs in a thread of its own: in the other thread it would find the plan
@@ -143,9 +143,20 @@ Clock = Callable[[Callable[[], object]], float]
 FLUSH_BYTES = 256 * 10**6
 
 
-def clock(device: torch.device, *, flush: bool = True) -> Clock:
-    """The clock for a device; on a GPU the L2 cache is flushed before each run unless ``flush`` is false."""
-    return _CudaClock(device, flush) if device.type == "cuda" else _cpu_clock
+WAIT_CYCLES = 1_200_000
+"""Of a GPU ahead of a run: 0.6 ms at 2 GHz (NOTES: behind the 120 us of the writes alone gradients of 100 us took 200)."""
+
+
+def clock(device: torch.device, *, flush: bool = True, wait: bool = True) -> Clock:
+    """The clock for a device.
+
+    Args:
+        device: where.
+        flush: on a GPU, whether the L2 cache is flushed before each run.
+        wait: on a GPU, whether the host has time to enqueue a run before its clock starts: else a run for which the
+            GPU waits for the host is timed as what it takes both.
+    """
+    return _CudaClock(device, flush, wait) if device.type == "cuda" else _cpu_clock
 
 
 def _cpu_clock(run: Callable[[], object]) -> float:
@@ -157,13 +168,15 @@ def _cpu_clock(run: Callable[[], object]) -> float:
 
 
 class _CudaClock:
-    def __init__(self, device: torch.device, flush: bool) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, flush: bool, wait: bool) -> None:
+        self.device, self.wait = device, wait
         self.buffer = torch.empty(FLUSH_BYTES if flush else 0, dtype=torch.uint8, device=device)
 
     def __call__(self, run: Callable[[], object]) -> float:
         with torch.cuda.device(self.device):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            if self.wait:
+                torch.cuda._sleep(WAIT_CYCLES)
             self.buffer.fill_(1)
             self.buffer.fill_(2)
             begin.record()

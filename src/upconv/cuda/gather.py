@@ -41,13 +41,20 @@ _STORE_SHARE = 0.33  # of the epilogue that nothing hides where both consumers s
 _LAG = 2.9, 4.2  # clocks that an instruction of the epilogue costs a warp: both consumers store, one
 _TILE_OVERHEAD = 700.0  # clocks a tile costs otherwise
 _TURN = 177.0  # clocks from one consumer's turn to the other's
+_RAGGED_TURN = 200.0  # more clocks of a tile, where it stores float32 rows that are not aligned
 _MANY = 8  # tiles of a block, from which on the last one's tail is in the constants, fitted to such layers
 _LAUNCH = 3.5e-6  # seconds
-_CHUNK = 138.0  # clocks a chunk costs: the pipeline of matrix instructions drains, the next chunk is waited for
+# Clocks a chunk costs: the pipeline of matrix instructions drains, the next chunk is waited for; where two consumers share
+# small ones (8 channels of TF32), the other multiplies meanwhile.
+_CHUNK = 138.0, 40.0
 _AHEAD = 4500.0  # clocks that the rings should look ahead
 _COPY = 275.0  # clocks for a copy of 16 bytes by each producer, where rows are not aligned
 _PASS = 604.0, 93.0, 112.0  # clocks of the producers' pass: of a chunk; of 32 bytes of a pixel, float32, halves
 _LATENCY = 885.0  # clocks from a request to its use
+# Channels-last chunks that take a part of a line of 128 bytes find the rest of it in the cache while the lines of all tiles
+# in work are fewer than so many of its bytes; where they are as many as the second number, all come anew.
+_LINE = 128
+_LINES = 0.3, 1.2
 
 
 @dataclass(frozen=True)
@@ -415,6 +422,8 @@ def _tile_clocks(t: Tiling, alignment: int) -> Clocks:
     fragment_time = _fragment_clocks(t)
     stores = per_tile_out * _ragged(t, alignment)
     store = max(stores / _STORE[0], _epilogue_clocks(t, alignment))
+    drained = _CHUNK[t.split != 2 and t.chunk == 8 and t.parts == 1]
+    ragged = 0.0 if t.channels_last or alignment >= 16 or t.element == 2 else _RAGGED_TURN
     for v, entries in enumerate(t.variant_entries):
         steps, chunks = t.fragments(v), t.chunks if entries else 0
         matrix = steps * fragment_time
@@ -427,13 +436,13 @@ def _tile_clocks(t: Tiling, alignment: int) -> Clocks:
         waits = chunks * _LATENCY / (t.stages_p if t.channels_last else t.stages_s)
         if t.wgmma and not t.resident:
             waits = max(waits, steps * _LATENCY / t.ring_fragments)
-        body = max(matrix, l2, chunks * turn, waits) + _OVERLAP * min(matrix, l2) + chunks * _CHUNK
+        body = max(matrix, l2, chunks * turn, waits) + _OVERLAP * min(matrix, l2) + chunks * drained
         if t.stages_p == 1:
             body += min(matrix, chunks * turn)
         for name, value in zip(clocks, (matrix, l2, chunks * turn, store)):
             clocks[name] += value
         if t.split == 2:  # one stores while the other multiplies
-            tile = max(body + _TURN, stores / _STORE[1], (body + store + _TILE_OVERHEAD) / 2)
+            tile = max(body + _TURN, stores / _STORE[1], (body + store + _TILE_OVERHEAD) / 2) + ragged
             total += tile
             tail += body + store + _TILE_OVERHEAD - tile
         else:
@@ -451,13 +460,31 @@ def _whole(t: Tiling, clocks: Clocks, p: Problem, gpu: Gpu) -> tuple[float, str]
     tail = clocks.tail if waves < _MANY else 0.0
     seconds = (clocks.tile * waves + tail) / gpu.clock
     ragged = 1.0 if t.channels_last or result_shape(p)[-1] * t.element % 32 == 0 else 1.25
-    out, source = math.prod(result_shape(p)), math.prod(source_shape(p))
+    out, source = math.prod(result_shape(p)), math.prod(source_shape(p)) * _read(t, min(tiles, gpu.multiprocessors), gpu)
     memory = (out * ragged + source) * t.element / gpu.bandwidth
     if memory > seconds:
         bound = "bytes"
     elif waves * gpu.multiprocessors > 1.5 * tiles:
         bound = "too few tiles"
     return max(memory, seconds) + 0.15 * min(memory, seconds) + _LAUNCH, bound
+
+
+def _read(t: Tiling, tiles: int, gpu: Gpu) -> float:
+    """How often the source is read from memory, on average, with so many tiles in work.
+
+    Rows and (channels-last) pixels that no tap reads are left out; lines that the cache has lost come again.
+    """
+    read = 1.0
+    for axis, (offsets, step) in enumerate(zip(t.offsets, t.in_steps)):
+        if axis < 2 or t.channels_last:
+            read *= len({offset % step for offset in offsets}) / step
+    line = min(_LINE, t.cin_g * t.element)
+    if t.channels_last and line > t.row_bytes:
+        # Tiles of one place and several M-groups are neighbours.
+        lines = tiles / (t.m_groups // t.problem.groups) * t.pixels * line / gpu.cache_bytes
+        least, most = _LINES
+        read *= 1 + (line / t.row_bytes - 1) * min(1.0, max(0.0, (lines - least) / (most - least)))
+    return read
 
 
 def _ragged(t: Tiling, alignment: int) -> float:

@@ -9,32 +9,34 @@ from typing import Any
 import torch
 
 _CHIPS = {
-    "H200": (4.2e12, 1.755e9),
-    "GH200": (3.6e12, 1.755e9),
-    "H100": (3.0e12, 1.755e9),
-    "H100 NVL": (3.4e12, 1.755e9),
-    "H100 PCIe": (1.8e12, 1.755e9),
-    "H800": (3.0e12, 1.755e9),
-    "H20": (3.6e12, 1.755e9),
-    "A100": (1.7e12, 1.41e9),
-    "A800": (1.7e12, 1.41e9),
-    "A30": (0.83e12, 1.44e9),
-    "A10": (0.54e12, 1.695e9),
-    "L40S": (0.78e12, 2.52e9),
-    "L40": (0.78e12, 2.49e9),
-    "L4": (0.27e12, 2.04e9),
-    "B200": (7.0e12, 1.85e9),
-    "GB200": (7.0e12, 1.85e9),
-    "B300": (7.0e12, 1.85e9),
-    "GB300": (7.0e12, 1.85e9),
-    "RTX 5090": (1.6e12, 2.407e9),
-    "RTX 4090": (0.92e12, 2.52e9),
-    "RTX 3090": (0.85e12, 1.695e9),
+    "H200": (4.2e12, 1.755e9, 50 << 20),
+    "GH200": (3.6e12, 1.755e9, 50 << 20),
+    "H100": (3.0e12, 1.755e9, 50 << 20),
+    "H100 NVL": (3.4e12, 1.755e9, 50 << 20),
+    "H100 PCIe": (1.8e12, 1.755e9, 50 << 20),
+    "H800": (3.0e12, 1.755e9, 50 << 20),
+    "H20": (3.6e12, 1.755e9, 60 << 20),
+    "A100": (1.7e12, 1.41e9, 40 << 20),
+    "A800": (1.7e12, 1.41e9, 40 << 20),
+    "A30": (0.83e12, 1.44e9, 24 << 20),
+    "A10": (0.54e12, 1.695e9, 6 << 20),
+    "L40S": (0.78e12, 2.52e9, 96 << 20),
+    "L40": (0.78e12, 2.49e9, 96 << 20),
+    "L4": (0.27e12, 2.04e9, 48 << 20),
+    "B200": (7.0e12, 1.85e9, 126 << 20),
+    "GB200": (7.0e12, 1.85e9, 126 << 20),
+    "B300": (7.0e12, 1.85e9, 126 << 20),
+    "GB300": (7.0e12, 1.85e9, 126 << 20),
+    "RTX 5090": (1.6e12, 2.407e9, 96 << 20),
+    "RTX 4090": (0.92e12, 2.52e9, 72 << 20),
+    "RTX 3090": (0.85e12, 1.695e9, 6 << 20),
 }
-"""Estimates by the words of the name: copy rate in bytes/s (85 to 90 % of the data sheets') and clock in Hz."""
+"""By the words of the name: estimates of the copy rate in bytes/s (85 to 90 % of the data sheets') and the clock in Hz,
+and the bytes of the second-level cache."""
 
 _UNKNOWN_BANDWIDTH = 1e12
 _UNKNOWN_CLOCK = 1.5e9
+_UNKNOWN_CACHE = 6 << 20
 
 # (opt-in maximum per block, total per SM) in bytes. Source: CUDA C++ Programming Guide, "Compute Capabilities". The
 # difference is the 1 KB that every resident block takes for the system.
@@ -71,6 +73,8 @@ class Gpu:
     """Copy rate of the device memory in bytes/s, an estimate."""
     clock: float
     """Multiprocessor clock in Hz."""
+    cache_bytes: int
+    """Of the second-level cache."""
 
 
 def arch_of(capability: tuple[int, int]) -> str:
@@ -87,7 +91,7 @@ def gpu(device_index: int) -> Gpu:
     properties = torch.cuda.get_device_properties(device_index)
     capability = (int(properties.major), int(properties.minor))
     known = _SHARED.get(capability, (49152, 65536))
-    bandwidth, clock = _rates(properties)
+    bandwidth, clock, cache_bytes = _rates(properties)
     return Gpu(
         name=str(properties.name),
         capability=capability,
@@ -97,11 +101,12 @@ def gpu(device_index: int) -> Gpu:
         shared_per_sm=int(getattr(properties, "shared_memory_per_multiprocessor", known[1])),
         bandwidth=bandwidth,
         clock=clock,
+        cache_bytes=cache_bytes,
     )
 
 
-def _rates(properties: Any) -> tuple[float, float]:
-    """(bytes/s, Hz) of a known chip by its name, else from what the driver says, else typical ones."""
+def _rates(properties: Any) -> tuple[float, float, int]:
+    """(bytes/s, Hz, bytes of cache) of a known chip by its name, else from what the driver says, else typical ones."""
     words = set(str(properties.name).replace("-", " ").split())
     for model in sorted(_CHIPS, key=lambda model: len(model.split()), reverse=True):
         if words.issuperset(model.split()):
@@ -109,7 +114,11 @@ def _rates(properties: Any) -> tuple[float, float]:
     kilohertz = float(getattr(properties, "memory_clock_rate", 0))
     bits = float(getattr(properties, "memory_bus_width", 0))
     sheet = 2 * 1e3 * kilohertz * bits / 8  # two transfers a clock
-    return 0.9 * sheet or _UNKNOWN_BANDWIDTH, 1e3 * float(getattr(properties, "clock_rate", 0)) or _UNKNOWN_CLOCK
+    return (
+        0.9 * sheet or _UNKNOWN_BANDWIDTH,
+        1e3 * float(getattr(properties, "clock_rate", 0)) or _UNKNOWN_CLOCK,
+        int(getattr(properties, "L2_cache_size", 0)) or _UNKNOWN_CACHE,
+    )
 
 
 def _known(name: str, capability: tuple[int, int], multiprocessors: int, chip: str) -> Gpu:
