@@ -99,7 +99,7 @@ class Interpreter:
         self.k_steps = m["CK"] * m["ELEMENT"] // 32
         self.step_k = 32 // m["ELEMENT"]
         self.segments = m["TILE_N"] * m["ROWS_D"] * m["ROWS_H"]
-        self.strided = bool(m["TENSOR_MAP"] and m["CHANNELS_LAST"] and m["IN_STEP_W"] > 1)
+        self.strided = bool(m["STRIDED_BOX"])
         self.pitch = m["PLANE"] if self.strided else m["PLANES"] * m["PLANE"]
         self.plane_pitch = -(-self.segments * m["PLANE"] // 8) * 8 if self.strided else m["PLANE"]
         self.pixels = m["PLANES"] * self.plane_pitch if self.strided else self.segments * self.pitch
@@ -202,7 +202,7 @@ class Interpreter:
             assert max(self.tiling.box) <= 256 and max(steps) <= 8
             box = [-(-n // step) for n, step in zip(self.tiling.box, steps)]
             if m["CHANNELS_LAST"]:
-                assert np.prod(box) == self.segments * m["PLANE"] * m["CK"], "a box is a residue's plane"
+                assert np.prod(box) == self.segments * m["PLANE"] * m["CK"], "a box is a plane"
                 assert steps[1] == m["IN_STEP_W"]
             else:
                 assert self.tiling.row_boxes * box[0] >= m["COLUMN_PAD"] + m["COLUMNS"], "boxes hold a row"
@@ -225,11 +225,15 @@ class Interpreter:
             assert in_d * in_h * in_w % m["BOX_PIXELS"] == 0 and max(self.tiling.box) <= 256
             assert m["BOX_PIXELS"] * self.tiling.element % 16 == 0, "a channel begins at 16 bytes"
         within = np.arange(m["PLANES"] * m["PLANE"])
+        offset_d, offset_h = offset_d[:, None], offset_h[:, None]
+        if self.strided:  # a plane has its own first rows
+            offset_d = offset_d - m["FIRST_D"] + m["PLANES_D"][within // m["PLANE"]]
+            offset_h = offset_h - m["FIRST_H"] + m["PLANES_H"][within // m["PLANE"]]
         column = within % m["PLANE"] * m["IN_STEP_W"] + m["RESIDUES"][within // m["PLANE"]]
         whole_box = bool(m["TENSOR_MAP"] and m["CHANNELS_LAST"])
         n = (t.n[:, None] + i // (m["ROWS_H"] * m["ROWS_D"]))[:, :, None]
-        d = (t.d[:, None] * m["IN_STEP_D"] + offset_d)[:, :, None]
-        h = (t.h[:, None] * m["IN_STEP_H"] + offset_h)[:, :, None]
+        d = t.d[:, None, None] * m["IN_STEP_D"] + offset_d
+        h = t.h[:, None, None] * m["IN_STEP_H"] + offset_h
         w = (t.w[:, None] * m["IN_STEP_W"] + m["FIRST_W"] + column)[:, None, :]
         ok = (
             (n < batch)

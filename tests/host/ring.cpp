@@ -58,7 +58,13 @@ static void barrier_wait(u32 barrier, u32 parity) {
   if (barrier != FULL + 8 * (taken % STAGES_W) || parity != (taken / STAGES_W & 1)) fail("a consumer waits for another stage");
   taken++;
 }
+static const u32 CHUNK_BEFORE = 1u << 30;  // the barrier of the chunk before
+static int given_back;
 static void barrier_arrive(u32 barrier) {
+  if (barrier == CHUNK_BEFORE) {
+    given_back++;
+    return;
+  }
   if (RESIDENT) fail("resident weights are given back");
   if (barrier != EMPTY + 8 * (released % STAGES_W)) fail("another stage is given back");
   released++;
@@ -111,7 +117,9 @@ static long long consume(const char* packed, const Sizes& s, int wg) {
       weights.begin(packed, t, 0);
       for (int chunk = 0; chunk < chunks_of(t.variant); chunk++) {
         weights.begin_chunk(chunk);
-        multiply_chunk<0>(t.variant, acc, SUM_ARGUMENT weights, Columns(), 0);
+        given_back = 0;
+        multiply_chunk<0>(t.variant, acc, SUM_ARGUMENT weights, Columns(), CONTINUED && chunk ? CHUNK_BEFORE : 0, 0);
+        if (given_back != (CONTINUED && chunk ? 1 : 0)) fail("the pixels of the chunk before are given back once");
       }
       weights.end();
       long long bytes = expected - fragments_of(packed, t);

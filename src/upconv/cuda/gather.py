@@ -52,9 +52,10 @@ _COPY = 275.0  # clocks for a copy of 16 bytes by each producer, where rows are 
 _PASS = 604.0, 93.0, 112.0  # clocks of the producers' pass: of a chunk; of 32 bytes of a pixel, float32, halves
 _LATENCY = 885.0  # clocks from a request to its use
 # Channels-last chunks that take a part of a line of 128 bytes find the rest of it in the cache while the lines of all tiles
-# in work are fewer than so many of its bytes; where they are as many as the second number, all come anew.
+# in work are fewer than so many of its bytes; where they are as many as the second number, this share comes anew.
 _LINE = 128
-_LINES = 0.3, 1.2
+_LINES = 0.2, 1.2
+_LOST = 0.5
 
 
 @dataclass(frozen=True)
@@ -483,7 +484,7 @@ def _read(t: Tiling, tiles: int, gpu: Gpu) -> float:
         # Tiles of one place and several M-groups are neighbours.
         lines = tiles / (t.m_groups // t.problem.groups) * t.pixels * line / gpu.cache_bytes
         least, most = _LINES
-        read *= 1 + (line / t.row_bytes - 1) * min(1.0, max(0.0, (lines - least) / (most - least)))
+        read *= 1 + _LOST * (line / t.row_bytes - 1) * min(1.0, max(0.0, (lines - least) / (most - least)))
     return read
 
 

@@ -29,10 +29,12 @@ _MOST_ACCUMULATORS = 5  # 64 x 64 each, 32 registers of a consumer's thread
 _MAX_PIXELS = 12 * 192  # a producer thread keeps track of 12
 _STEPS_UNROLLED = 25  # code and compile time grow with it
 _STEPS_STRAIGHT = 32, 64  # of a variant, of all
+_STEPS_CONTINUED = 12
 _STEPS_PROMOTED = 8  # after which IEEE sums leave the tensor cores; half of them carry two products, the others one
 MAX_BOX = 256  # elements that the tensor copy engine traverses along a dimension
 MAX_BOX_STEP = 8  # and its largest step
 _MAX_ROW_BOXES = 8
+_MAX_PLANES = 32
 _WHOLE = (4, 8, 16, 32)  # sizes of images that are copied whole; few, since each is a kernel
 _MAX_WHOLE = 1024  # pixels
 _MAX_OFFSET = 2000  # rows' offsets are packed in 12 bits, signed
@@ -291,6 +293,26 @@ class Tiling:
         return self.wgmma and self.parts == 1 and max(steps) <= _STEPS_STRAIGHT[0] and sum(steps) <= _STEPS_STRAIGHT[1]
 
     @property
+    def fragment_sets(self) -> int:
+        """Sets of registers that fragments take in turn."""
+        steps = [n * self.k_steps for n in self.variant_entries]
+        return 4 if self.split == 2 and self.straight and any(n % 3 for n in steps) and not any(n % 4 for n in steps) else 3
+
+    @property
+    def continued(self) -> bool:
+        """Whether a chunk's last step is multiplied while the next chunk begins: then sets come round with every chunk.
+
+        A chunk's pixel tile is given back in the next chunk, which must have one of its own. Where consumers share chunks
+        each fills the other's gaps, and of few steps the late return costs more than it gains (NOTES: kb57 2.04 -> 1.99
+        ms, kb69 1.61 -> 1.57; consumers that share, unet1's gradient for the input 282 -> 304 us; 9 steps, kb81's in
+        bfloat16 126 -> 156).
+        """
+        steps = [n * self.k_steps for n in self.variant_entries if n]
+        if not self.straight or self.split != 2 or self.stages_p < 2 or min(steps) < _STEPS_CONTINUED:
+            return False
+        return all(n % self.fragment_sets == 0 for n in steps)
+
+    @property
     def longest_stretch(self) -> int:
         """Most steps of a stretch of code without a loop."""
         if self.straight:
@@ -358,23 +380,37 @@ class Tiling:
         return _offsets(self.entries)
 
     @cached_property
-    def rows(self) -> tuple[tuple[tuple[int, ...], int, dict[int, int]], ...]:
-        """For D and H: (input offset of each row of the tile, rows from q to q + 1, first row of each tap offset).
+    def bands(self) -> tuple[tuple[tuple[int, ...], int, int], ...]:
+        """For D and H: the input offset of each band's first row, the rows of a band, and from one of them to the next.
 
-        A dense axis holds every row of the halo, or, where steps and offsets have a common divisor (a stride of 2 with
-        a dilation of 2), every second. With a large dilation only the rows that some tap reads are held: for each
-        offset one run of rows.
+        A dense axis is one band of every row of the halo, or, where steps and offsets have a common divisor (a stride of 2
+        with a dilation of 2), of every second. With a large dilation only the rows that some tap reads are held: a band
+        for each offset.
         """
         result = []
         for axis in (0, 1):
             count, step, offsets = self.tile[1 + axis], self.in_steps[axis], self.offsets[axis]
             apart = math.gcd(step, *(off - offsets[0] for off in offsets))
-            dense = tuple(range(offsets[0], offsets[-1] + (count - 1) * step + 1, apart))
-            sparse = tuple(off + i * step for off in offsets for i in range(count))
-            if len(dense) <= len(sparse):
-                result.append((dense, step // apart, {off: (off - offsets[0]) // apart for off in offsets}))
+            dense = (offsets[-1] - offsets[0] + (count - 1) * step) // apart + 1
+            result.append(((offsets[0],), dense, apart) if dense <= count * len(offsets) else (offsets, count, step))
+        return tuple(result)
+
+    @cached_property
+    def rows(self) -> tuple[tuple[tuple[int, ...], int, dict[int, int]], ...]:
+        """For D and H: (input offset of each row of the tile, rows from q to q + 1, first row of each tap offset).
+
+        Where bands are boxes of their own, these are the rows of the first.
+        """
+        result = []
+        for axis, (firsts, count, apart) in enumerate(self.bands):
+            offsets = self.offsets[axis]
+            if len(firsts) == 1:
+                first = {off: (off - firsts[0]) // apart for off in offsets}
             else:
-                result.append((sparse, 1, {off: j * count for j, off in enumerate(offsets)}))
+                first = {off: 0 if self.strided_box else j * count for j, off in enumerate(offsets)}
+            held = firsts[:1] if self.strided_box else firsts
+            rows = tuple(off + i * apart for off in held for i in range(count))
+            result.append((rows, self.in_steps[axis] // apart, first))
         return tuple(result)
 
     @property
@@ -399,8 +435,14 @@ class Tiling:
 
     @cached_property
     def strided_box(self) -> bool:
-        """Whether a chunk is one box for each residue, which lands as a plane of the whole tile."""
-        return self.tensor_map and self.channels_last and self.in_steps[2] > 1
+        """Whether a chunk is several boxes, one for each of `planes`, which lands as a plane of the whole tile."""
+        return self.tensor_map and self.channels_last and (self.in_steps[2] > 1 or len(self.planes) > 1)
+
+    @cached_property
+    def planes(self) -> tuple[Triple, ...]:
+        """Channels-last: the first row of D and H and the residue of columns of each box."""
+        (bands_d, _, _), (bands_h, _, _) = self.bands
+        return tuple(product(bands_d, bands_h, self.residues))
 
     @property
     def pitch(self) -> int:
@@ -419,13 +461,17 @@ class Tiling:
     @property
     def pixels(self) -> int:
         """Pixel rows of a tile in shared memory."""
-        return len(self.residues) * self.plane_pitch if self.strided_box else self.segments * self.pitch
+        return len(self.planes) * self.plane_pitch if self.strided_box else self.segments * self.pitch
 
     def shift(self, offsets: Triple) -> int:
         """A tap's shift in pixel rows."""
         column = offsets[2] - self.first_w
         row = self.rows[0][2][offsets[0]] * len(self.rows[1][0]) + self.rows[1][2][offsets[1]]
-        plane = self.residues.index(column % self.in_steps[2])
+        residue = column % self.in_steps[2]
+        plane = self.residues.index(residue)
+        if self.strided_box:
+            d, h = (off if len(firsts) > 1 else firsts[0] for off, (firsts, _, _) in zip(offsets, self.bands))
+            plane = self.planes.index((d, h, residue))
         return row * self.pitch + plane * self.plane_pitch + column // self.in_steps[2]
 
     @property
@@ -460,7 +506,7 @@ class Tiling:
             return False
         if self.whole is not None:
             return self.problem.groups == 1 or self.cin_g % self.chunk == 0
-        even = all(len({b - a for a, b in zip(rows, rows[1:])}) <= 1 for rows, _, _ in self.rows)
+        even = self.channels_last or all(len(firsts) == 1 for firsts, _, _ in self.bands)
         # A chunk that ended in the next group would bring its values, and 0 times infinity is no 0.
         whole = self.problem.groups == 1 or self.cin_g % self.chunk == 0
         if not (
@@ -468,6 +514,7 @@ class Tiling:
             and whole
             and max(self.box) <= MAX_BOX
             and self.row_boxes <= _MAX_ROW_BOXES
+            and (not self.channels_last or len(self.planes) <= _MAX_PLANES)
             and 1 <= min(self.box_steps) <= max(self.box_steps) <= MAX_BOX_STEP
         ):
             return False
@@ -487,12 +534,12 @@ class Tiling:
         """
         if self.whole is not None:
             return self.box_pixels, 1, 1, self.chunk, self.tile[0]
-        (rows_d, _, _), (rows_h, _, _) = self.rows
+        (_, rows_d, _), (_, rows_h, _) = self.bands
         if self.channels_last:
-            counts = (self.chunk, self.plane, len(rows_h), len(rows_d), self.tile[0])
+            counts = (self.chunk, self.plane, rows_h, rows_d, self.tile[0])
         else:  # a box begins at 16 bytes, or the copy is an illegal instruction
             columns = -(-self._columns_from_unit // self.row_boxes)
-            counts = (-(-columns // self.vec) * self.vec, len(rows_h), len(rows_d), self.chunk, self.tile[0])
+            counts = (-(-columns // self.vec) * self.vec, rows_h, rows_d, self.chunk, self.tile[0])
         ends = (((n - 1) * step + 1, n * step) for n, step in zip(counts, self.box_steps))
         a, b, c, d, e = (max(least, min(most, MAX_BOX)) for least, most in ends)
         return a, b, c, d, e
@@ -502,7 +549,7 @@ class Tiling:
         """From one element of a box to the next along each of its dimensions."""
         if self.whole is not None:
             return 1, 1, 1, 1, 1
-        d, h = (rows[1] - rows[0] if len(rows) > 1 else 1 for rows, _, _ in self.rows)
+        d, h = (apart if rows > 1 else 1 for _, rows, apart in self.bands)
         return (1, self.in_steps[2], h, d, 1) if self.channels_last else (1, h, d, 1, 1)
 
     @property
@@ -695,12 +742,16 @@ class Tiling:
             if self.tensor_map and not self.channels_last and self.whole is None
             else 0,
             "PLANE": self.plane,
-            "PLANES": len(self.residues),
-            "RESIDUES": _list(self.residues),
+            "STRIDED_BOX": int(self.strided_box),
+            "PLANES": len(self.planes) if self.strided_box else len(self.residues),
+            "RESIDUES": _list(w for _, _, w in self.planes) if self.strided_box else _list(self.residues),
+            "PLANES_D": _list(d for d, _, _ in self.planes),
+            "PLANES_H": _list(h for _, h, _ in self.planes),
             "TAPS_UNROLLED": self.taps_unrolled,
             "TAPS_LEFT": int(any(len(b) % self.taps_unrolled for blocks in self.entries for b in blocks)),
             "STRAIGHT": int(self.straight),
-            "FRAGMENT_SETS": 3,
+            "FRAGMENT_SETS": self.fragment_sets,
+            "CONTINUED": int(self.continued),
             # Both warpgroups of each kind together have a block's 65,536.
             "PRODUCER_REGISTERS": producer_registers,
             "CONSUMER_REGISTERS": 256 - producer_registers,

@@ -1367,7 +1367,7 @@ _MEANINGS: dict[str, dict[str, str]] = {
         "COLUMNS": "input columns of a tile with its halo",
         "COLUMN_PAD": "columns by which a box begins early",
         "PLANE": "columns with one residue modulo IN_STEP_W",
-        "PLANES": "residues that some tap reads",
+        "PLANES": "residues (or boxes of rows and residues) that some tap reads",
         "TAPS_UNROLLED": "taps in a stretch of code without a drain of the tensor cores",
         "FRAGMENT_SETS": "sets of registers that weights take in turn",
         "OUT_STEP": "outputs from one q to the next",

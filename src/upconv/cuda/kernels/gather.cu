@@ -27,7 +27,7 @@
 #define K_STEPS (ROW_BYTES / 32)        // a matrix instruction takes 32 bytes of K
 #define SEGMENTS (TILE_N * ROWS_D * ROWS_H)
 // Columns of a segment with one residue modulo IN_STEP_W make a plane of PLANE neighbours; there are PLANES residues that some tap
-// reads. A segment has its planes one behind the other, but a strided box lands as one residue's planes of all segments.
+// reads. A segment has its planes one behind the other. STRIDED_BOX: a plane is a box, of all segments of a band of rows.
 #define PITCH (STRIDED_BOX ? PLANE : PLANES * PLANE)  // pixel rows from a segment to the next
 #define PLANE_PITCH (STRIDED_BOX ? (SEGMENTS * PLANE + 7) / 8 * 8 : PLANE)  // the swizzle's pattern begins every 8 rows
 #define PIXELS (STRIDED_BOX ? PLANES * PLANE_PITCH : SEGMENTS * PITCH)
@@ -65,7 +65,6 @@
 // row pitches of whole 16 bytes. Else threads copy. (Bulk copies of single rows are no way: 69 clocks each, 3.4 ms on kb57.)
 #define BOX (WGMMA && TENSOR_MAP)
 #define SLOTS_BY_BOX (BOX && !CHANNELS_LAST)
-#define STRIDED_BOX (BOX && CHANNELS_LAST && IN_STEP_W > 1)
 // The box is the tile: nothing to turn, and float32 is rounded to TF32, to nearest even, on its way (NOTES: 6 to 16% on seven
 // channels-last layers); IEEE needs both parts.
 #define DIRECT_BOX (BOX && CHANNELS_LAST && PRECISION != 1)
@@ -85,6 +84,10 @@ __constant__ const short U_W[] = SUBS_W;               // [variant]: first W sub
 __constant__ const int ROW_D[] = OFFSETS_D;            // input offset of a tile's rows
 __constant__ const int ROW_H[] = OFFSETS_H;
 __constant__ const int RESIDUE[] = RESIDUES;           // of a tile's columns, counted from the first, by plane
+#if STRIDED_BOX
+__constant__ const int PLANE_D[] = PLANES_D;           // a plane's first row
+__constant__ const int PLANE_H[] = PLANES_H;
+#endif
 
 #if PRECISION == 0 || PRECISION == 1                   // tf32, ieee
 #define STORE_BITS(v) __float_as_uint(v)
@@ -428,7 +431,7 @@ struct Barriers { u32 full, empty, landed, left; };      // of tiles; of slots o
 
 #if BOX
 // The loader, one thread: ahead of everyone by as many slots (NCHW) or tiles (channels-last) as are free. Channels-last pixels
-// whose taps step over columns come as a box for each residue, with the copy engine's element strides.
+// whose taps step over columns or rows come as a box for each plane, with the copy engine's element strides.
 __device__ __forceinline__ void load_boxes(const TensorMap* map, const Sizes& s, u32 to, u32 stage_bytes, u32 landed, u32 left) {
   Walk walk;
   Cursor cursor = {0, 1};                               // all are free at first
@@ -441,6 +444,9 @@ __device__ __forceinline__ void load_boxes(const TensorMap* map, const Sizes& s,
     int c = at.channel, w = at.w - COLUMN_PAD, h = at.h + FIRST_H, d = at.d + FIRST_D;
 #pragma unroll
     for (int r = 0; r < (CHANNELS_LAST ? PLANES : SLOT_BOXES); r++) {
+#if STRIDED_BOX
+      d = at.d + PLANE_D[r], h = at.h + PLANE_H[r];
+#endif
       if (CHANNELS_LAST) w = at.w + RESIDUE[r];
       if (WHOLE) w = r * BOX_PIXELS, h = 0, d = 0;
       else if (SLOTS_BY_BOX && r) w += ROW_UNITS * VEC;
@@ -756,9 +762,10 @@ __device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4]
 #endif
 }
 
-// Step i of a stretch of `steps`. Fragments take three sets of registers in turn: one is multiplied by, the one before may still
-// be, the next one is loaded. (NOTES: in a loop over taps ptxas cannot see that a set is free again and serialises every wgmma,
-// C7513: kb57's multiplications took 2.9 ms instead of 1.6. So the pipeline drains once per stretch.)
+// Step i of a stretch of `steps`. Fragments take FRAGMENT_SETS sets of registers in turn: one is multiplied by, the one before may
+// still be, the next one is loaded. At the end of a stretch the pipeline drains, since in a loop ptxas cannot see that a set is
+// free again and serialises every wgmma (C7513; NOTES: kb57's multiplications took 2.9 ms instead of 1.6). CONTINUED: where the
+// steps of a chunk are a multiple of the sets it sees it, and a chunk's last step is multiplied while the next chunk begins.
 __device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[FRAGMENT_SETS][4], Fragments& weights, const Columns& pixels, int shift, int i, int steps, int lane) {
   int k_step = i / PARTS % K_STEPS, part = i % PARTS;
 #if WGMMA
@@ -775,6 +782,8 @@ __device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[FRAGMENT_SET
   if (i + 1 < steps) {
     weights.load(a[(i + 1) % FRAGMENT_SETS], i + 1);
     wgmma_wait<1>();
+  } else if (CONTINUED) {
+    wgmma_wait<1>();
   } else {
     wgmma_wait<0>();
   }
@@ -788,6 +797,12 @@ __device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[FRAGMENT_SET
 #if STRAIGHT
 #define SUM_ARGUMENT
 #endif
+// A pixel tile that no matrix instruction reads any more, by its barrier; 0: none.
+__device__ __forceinline__ void give_back(u32 barrier, int lane) {
+  __syncwarp();
+  if (lane == 0 && (!CONTINUED || barrier)) barrier_arrive(barrier);
+}
+
 #if STRAIGHT  // few steps: all blocks of a chunk are one stretch, for each variant its own
 __device__ constexpr int entry_at(int i) {
   constexpr int entry[] = ENTRIES;
@@ -804,25 +819,26 @@ __device__ constexpr int block_of(int variant, int entry) {
 }
 
 template <int VARIANT, int STEP>
-__device__ __forceinline__ void multiply_from(float (&acc)[MB][NB][32], u32 (&a)[FRAGMENT_SETS][4], Fragments& weights, const Columns& pixels, int lane) {
+__device__ __forceinline__ void multiply_from(float (&acc)[MB][NB][32], u32 (&a)[FRAGMENT_SETS][4], Fragments& weights, const Columns& pixels, u32 behind, int lane) {
   constexpr int first = entry_at(VARIANT * (MB + 1)), steps = (entry_at(VARIANT * (MB + 1) + MB) - first) * STEPS_PER_TAP;
   if constexpr (STEP < steps) {
     constexpr int entry = first + STEP / STEPS_PER_TAP, block = block_of(VARIANT, entry);
     step(acc[block], a, weights, pixels, row_at(entry), STEP, steps, lane);
-    multiply_from<VARIANT, STEP + 1>(acc, a, weights, pixels, lane);
+    if (CONTINUED && STEP == 0) give_back(behind, lane);
+    multiply_from<VARIANT, STEP + 1>(acc, a, weights, pixels, behind, lane);
   } else {
     weights.end_stretch(steps);
   }
 }
 
 template <int VARIANT>
-__device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB][32], Fragments& weights, const Columns& pixels, int lane) {
+__device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB][32], Fragments& weights, const Columns& pixels, u32 behind, int lane) {
   if (VARIANTS == 1 || variant == VARIANT) {
     u32 a[FRAGMENT_SETS][4];
     weights.load(a[0], 0);
-    multiply_from<VARIANT, 0>(acc, a, weights, pixels, lane);
+    multiply_from<VARIANT, 0>(acc, a, weights, pixels, behind, lane);
   } else if constexpr (VARIANT + 1 < VARIANTS) {
-    multiply_chunk<VARIANT + 1>(variant, acc, weights, pixels, lane);
+    multiply_chunk<VARIANT + 1>(variant, acc, weights, pixels, behind, lane);
   }
 }
 #else
@@ -859,7 +875,7 @@ __device__ __forceinline__ void promote(float (&acc)[NB][32], float (&sum)[NB][3
 #endif
 
 template <int FIRST>
-__device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB][32], SUM_PARAMETER Fragments& weights, const Columns& pixels, int lane) {
+__device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB][32], SUM_PARAMETER Fragments& weights, const Columns& pixels, u32 behind, int lane) {
 #pragma unroll
   for (int b = 0; b < MB; b++) {
     int e = ENTRY[variant * (MB + 1) + b], last = ENTRY[variant * (MB + 1) + b + 1];
@@ -1233,16 +1249,21 @@ __device__ __forceinline__ void consume(const char* packed, const ELEMENT_TYPE* 
     if (SPLIT == 2) named_sync(2 + wg, CONSUMER_THREADS);
     weights.begin(packed, t, offset);
     int variant = __shfl_sync(0xffffffffu, t.variant, 0);  // so that ptxas knows that warps do not part over it
+    u32 behind = 0;                                      // CONTINUED: the chunk that the last step may still read
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks; chunk++, cursor.next(STAGES_P)) {
       barrier_wait(full + cursor.stage * 8, cursor.parity);
       weights.begin_chunk(chunk);
-      multiply_chunk<0>(variant, acc, SUM_ARGUMENT weights, pixels_of(tiles + cursor.stage * STAGE_BYTES, first_subtile), lane);
-      __syncwarp();
-      if (lane == 0) barrier_arrive(empty + cursor.stage * 8);
+      multiply_chunk<0>(variant, acc, SUM_ARGUMENT weights, pixels_of(tiles + cursor.stage * STAGE_BYTES, first_subtile), behind, lane);
+      if (CONTINUED) behind = empty + cursor.stage * 8;
+      else give_back(empty + cursor.stage * 8, lane);
     }
     weights.end();
     if (SPLIT == 2) named_arrive(2 + (wg ^ 1), CONSUMER_THREADS);
+#if CONTINUED
+    wgmma_wait<0>();
+    give_back(behind, lane);
+#endif
 #if PROMOTE
     epilogue(sum, bias, y, s, t, t.cout_block, first_subtile, buffer, warp, lane);
 #else
