@@ -206,10 +206,16 @@ class Interpreter:
                 assert steps[1] == m["IN_STEP_W"]
             else:
                 assert self.tiling.row_boxes * box[0] >= m["COLUMN_PAD"] + m["COLUMNS"], "boxes hold a row"
-                assert box[0] == m["BOX_UNITS"] * self.vec and np.prod(box[1:]) == self.segments * m["CK"]
+                classes = m["ROW_CLASSES"] * m["CHANNEL_CLASSES"]
+                copied = box[0] * np.prod(box[1:]) * classes
+                assert box[0] == m["BOX_UNITS"] * self.vec and copied >= box[0] * self.segments * m["CK"]
                 first = t.w * m["IN_STEP_W"] + m["FIRST_W"] - m["COLUMN_PAD"]
-                assert (first % self.vec == 0).all(), "a box begins at 16 bytes"
+                assert m["CLASSED"] or (first % self.vec == 0).all(), "a box begins at 16 bytes"
             step_h, step_d = steps[2:4] if m["CHANNELS_LAST"] else steps[1:3]
+            if m["CLASSED"]:  # a box has every so manieth row, whose neighbours are in the other classes' boxes
+                assert step_h * m["ROW_PERIOD"] == m["ROWS_APART"] * m["ROW_CLASSES"]
+                assert m["TILE_H"] * m["IN_STEP_H"] % m["ROW_PERIOD"] == 0 == m["CK"] % m["CHANNEL_CLASSES"]
+                step_h = m["ROWS_APART"]
             offset_d = m["FIRST_D"] + i // m["ROWS_H"] % m["ROWS_D"] * step_d
             offset_h = m["FIRST_H"] + i % m["ROWS_H"] * step_h
         else:

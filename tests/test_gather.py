@@ -98,7 +98,7 @@ def draw_tiling(p: Problem, rng: random.Random) -> Tiling | None:
             unroll=(unroll[0], unroll[1], unroll[2]),
             stages_s=2,
             run_groups=rng.choice((1, 2, 4, 8, 8, 16, 32)),
-            aligned_rows=rng.random() < 0.5,
+            classes=rng.choice(((1, 1), (1, 2), (2, 1), (4, 2), None)),
             wgmma=rng.random() < 0.7,
             paired=sub == (8, 8) and tile[2] % 16 == 0 and rng.random() < 0.7,
         )
@@ -420,7 +420,7 @@ def kernel_case(index: int) -> tuple[Tiling, Gpu]:
         unroll,
         stages_s=2,
         run_groups=4,
-        aligned_rows=False,
+        classes=None,
         wgmma=gpu is H200,
     )
     return tiling.checked(gpu.shared_bytes), gpu

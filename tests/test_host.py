@@ -23,7 +23,7 @@ from upconv.cuda import gather, jit, wgrad
 from upconv.cuda.gpu import H200
 from upconv.cuda.tiling import Tiling, Unfit
 from upconv.cuda.wgrad_tiling import WarpgroupTiling
-from upconv.problem import Precision, Problem
+from upconv.problem import Pass, Precision, Problem
 
 HOST = Path(__file__).resolve().parent / "host"
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
@@ -80,6 +80,7 @@ def turn(tiling: Tiling, folder: Path) -> Path:
     rows = cut(SOURCE, "// Byte of the 16-byte unit", "// =====")
     places = cut(SOURCE, "struct Source {", "#if !CHANNELS_LAST\n#if !SLOTS_BY_BOX")
     pixels = cut(SOURCE, "#define OWN_PIXELS", "#else\n// Copies pixel rows straight")
+    pixels += cut(SOURCE, "#if CLASSED\n// Where box r begins", "struct Barriers {")
     box = "".join(
         f"#define {name} {{{','.join(map(str, values))}}}\n"
         for name, values in (("COPY_BOX", tiling.box), ("COPY_STEPS", tiling.box_steps))
@@ -176,6 +177,29 @@ def test_a_slot_becomes_rows_of_channels(seed: int, whole: bool, tmp_path: Path)
         return t.tensor_map and not t.channels_last and (t.whole is not None) == whole
 
     assert tiles(turn(tiling_of(seed, fit), tmp_path), seed, 40) > 500
+
+
+@pytest.mark.parametrize("classes", [(1, 2), (2, 1), (2, 2), (4, 1), (4, 2), (1, 4)])
+@pytest.mark.parametrize("dtype", [0, 1])
+@pytest.mark.parametrize("pass_", ["fwd", "grad-input"])
+def test_rows_that_begin_at_several_places_of_a_unit(
+    classes: tuple[int, int], dtype: int, pass_: Pass, tmp_path: Path
+) -> None:
+    r = random.Random(f"{classes} {dtype} {pass_}")
+    checked = 0
+    for stride, dilation, padding in ((1, 1, 0), (1, 1, 2), (2, 1, 1), (1, 2, 1), ((2, 3), (2, 1), (1, 2)), (3, 1, 2)):
+        if classes[0] == 1:
+            stride, dilation, padding = (v if isinstance(v, int) else v[1] for v in (stride, dilation, padding))
+        size = (40,) if classes[0] == 1 else (40, 40)
+        kind, precision = KINDS[dtype]
+        p = Problem.make(2, 16, 16, size, 3, stride, padding, dilation=dilation, dtype=kind)
+        layer = gather._any_size(p.with_(precision=precision, pass_=pass_, bias=False))
+        found = [t for t in gather.candidates(layer, H200, classes=classes) if t.tensor_map and t.classed]
+        if found:
+            folder = tmp_path / str(checked)
+            folder.mkdir()
+            checked += tiles(turn(r.choice(found), folder), 1, 20)
+    assert checked > 20_000
 
 
 @pytest.mark.parametrize("precision,dtype", [("tf32", torch.float32), ("bf16", torch.bfloat16)])

@@ -44,15 +44,16 @@ _TURN = 177.0  # clocks from one consumer's turn to the other's
 _RAGGED_TURN = 200.0  # more clocks of a tile, where it stores float32 rows that are not aligned
 _MANY = 8  # tiles of a block, from which on the last one's tail is in the constants, fitted to such layers
 _LAUNCH = 3.5e-6  # seconds
-# Clocks a chunk costs: the pipeline of matrix instructions drains, the next chunk is waited for; where two consumers share
-# small ones (8 channels of TF32), the other multiplies meanwhile.
+# Clocks a chunk costs: the pipeline of matrix instructions drains, the next chunk is waited for; where two consumers
+# share small ones (8 channels of TF32), the other multiplies meanwhile.
 _CHUNK = 138.0, 40.0
 _AHEAD = 4500.0  # clocks that the rings should look ahead
 _COPY = 275.0  # clocks for a copy of 16 bytes by each producer, where rows are not aligned
 _PASS = 604.0, 93.0, 112.0  # clocks of the producers' pass: of a chunk; of 32 bytes of a pixel, float32, halves
 _LATENCY = 885.0  # clocks from a request to its use
-# Channels-last chunks that take a part of a line of 128 bytes find the rest of it in the cache while the lines of all tiles
-# in work are fewer than so many of its bytes; where they are as many as the second number, this share comes anew.
+_SHORT_ROWS = 64  # bytes, up to which threads may copy rows that begin anywhere better than boxes
+# Channels-last chunks that take a part of a line of 128 bytes find the rest of it in the cache while the lines of all
+# tiles in work are fewer than so many of its bytes; where they are as many as the second number, this share comes anew.
 _LINE = 128
 _LINES = 0.2, 1.2
 _LOST = 0.5
@@ -130,10 +131,11 @@ class Prepared:
         self._tiling, self._problem = t, p
         self._pack = Launcher(jit.kernel(unit.source, "pack", arch, unit.label), 256, 0, "PPi")
         threads = 512 if t.wgmma else 384
-        codes = "PPPP" + "i" * 11 + ("q" * 16 if t.tensor_map else "")
+        codes = "PPPP" + "i" * 11 + "q" * 16 * len(tensors(t, p))
         self._run = Launcher(jit.kernel(unit.source, "gather", arch, unit.label), threads, t.shared_bytes, codes)
         self._grid = choice.grid
         self._sizes = t.arguments(p)
+        self._tensors = tensors(t, p)
         self._maps: dict[int, tuple[int, ...]] = {}
         self.packing = (
             t.entries,
@@ -170,18 +172,68 @@ class Prepared:
         self._run(self._device, self._grid, args)
 
     def _map(self, address: int) -> tuple[int, ...]:
-        """The tensor map of the input at an address, as the 16 words of a ``CUtensorMap``."""
+        """The tensor maps of the input at an address, each as the 16 words of a ``CUtensorMap``."""
         found = self._maps.get(address)
         if found is None:
             if len(self._maps) >= 256:  # allocations come back to the same addresses; 128 bytes each
                 self._maps.clear()
             bind(self._device)  # encoding wants a context
-            found = self._maps[address] = tensor_map(self._tiling, self._problem, address)
+            maps = (tensor_map(self._tiling, self._problem, address, tensor) for tensor in self._tensors)
+            found = self._maps[address] = tuple(word for words in maps for word in words)
         return found
 
 
-def tensor_map(t: Tiling, p: Problem, address: int) -> tuple[int, ...]:
-    """A ``CUtensorMap`` over the whole source, with the tiling's box, as 16 signed words."""
+@dataclass(frozen=True)
+class Tensor5:
+    """A source, or one class of its rows and channels, as the tensor copy engine sees it."""
+
+    begin: int
+    """Bytes from the source's begin."""
+    dims: tuple[int, int, int, int, int]
+    strides: tuple[int, int, int, int]
+    """In bytes, of all dimensions but the first."""
+
+
+def tensors(t: Tiling, p: Problem) -> tuple[Tensor5, ...]:
+    """The tensors that a tiling's boxes are cut from; none where threads copy."""
+    if not t.tensor_map:
+        return ()
+    channels, *size = source_shape(p)[1:]
+    d, h, w = (1,) * (3 - p.rank) + tuple(size)
+    if t.channels_last:
+        dims = (channels, w, h, d, p.batch)
+    elif t.whole is not None:
+        dims = (w * h * d, 1, 1, channels, p.batch)
+    else:
+        dims = (w, h, d, channels, p.batch)
+    if not t.classed:
+        a, b, c, e = (math.prod(dims[:i]) * t.element for i in range(1, 5))
+        return (Tensor5(0, dims, (a, b, c, e)),)
+    assert t.classes is not None
+    rows, of_channels = t.classes
+    first, _, apart = t.bands[1]
+    row, channel = w * t.element, d * h * w * t.element
+    found = []
+    for k, j in product(range(t.channel_classes), range(t.row_classes)):
+        of_h = (first[0] + j * apart) % rows
+        begin = k * channel + of_h * row
+        lead = begin % 16 // t.element  # of the row before, which a box may bring
+        dims = (w + lead, -(-(h - of_h) // rows), d, -(-(channels - k) // of_channels), p.batch)
+        slice_ = h * row if d > 1 else of_channels * channel  # of one slice any number of units
+        strides = (
+            rows * row,
+            slice_,
+            of_channels * channel,
+            channels * channel if p.batch > 1 else of_channels * channel,
+        )
+        found.append(Tensor5(begin - begin % 16, dims, strides))
+    return tuple(found)
+
+
+def tensor_map(t: Tiling, p: Problem, address: int, tensor: Tensor5 | None = None) -> tuple[int, ...]:
+    """A ``CUtensorMap`` over the source (or one of its `tensors`), with the tiling's box, as 16 signed words."""
+    if tensor is None:
+        (tensor,) = tensors(t, p)
     driver: Any = jit._driver()
     types = driver.CUtensorMapDataType
     direct = t.channels_last and p.precision == "tf32"  # the box is the tile, rounded on its way
@@ -192,24 +244,19 @@ def tensor_map(t: Tiling, p: Problem, address: int) -> tuple[int, ...]:
     }[p.dtype]
     swizzles = driver.CUtensorMapSwizzle
     swizzle = swizzles.CU_TENSOR_MAP_SWIZZLE_NONE
-    channels, *size = source_shape(p)[1:]
-    d, h, w = (1,) * (3 - p.rank) + tuple(size)
-    dims = (w, h, d, channels, p.batch) if t.whole is None else (w * h * d, 1, 1, channels, p.batch)
     if t.channels_last:
-        dims = (channels, w, h, d, p.batch)
         swizzle = {
             32: swizzles.CU_TENSOR_MAP_SWIZZLE_32B,
             64: swizzles.CU_TENSOR_MAP_SWIZZLE_64B,
             128: swizzles.CU_TENSOR_MAP_SWIZZLE_128B,
         }[t.row_bytes]
-    strides = [math.prod(dims[:i]) * t.element for i in range(1, 5)]
     made = jit._drive(
         driver.cuTensorMapEncodeTiled,
         kind,
         5,
-        address,
-        [driver.cuuint64_t(n) for n in dims],
-        [driver.cuuint64_t(n) for n in strides],
+        address + tensor.begin,
+        [driver.cuuint64_t(n) for n in tensor.dims],
+        [driver.cuuint64_t(n) for n in tensor.strides],
         [driver.cuuint32_t(n) for n in t.box],
         [driver.cuuint32_t(n) for n in t.box_steps],
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
@@ -249,11 +296,11 @@ def candidates(
     p: Problem,
     gpu: Gpu,
     wgmma: bool | None = None,
-    aligned: bool | None = None,
+    classes: tuple[int, int] | None = (0, 0),
     scarce: bool = False,
     size: tuple[int, ...] | None = None,
 ) -> Iterator[Tiling]:
-    """Every tiling worth a look. ``aligned``: rows of an NCHW source begin at 16 bytes; by default as ``p``'s do.
+    """Every tiling worth a look. ``classes``: of an NCHW source's rows (`Tiling.classes`); by default as ``p``'s are.
 
     Where shared memory has no room for a second pixel tile, producers and consumers share one and wait for each other;
     ``scarce``: all with one alone (NCHW: channels-last producers load ahead into the second).
@@ -262,8 +309,8 @@ def candidates(
     fast = gpu.arch == "90a" if wgmma is None else wgmma
     cout_g, cin_g = result_shape(p)[1] // p.groups, source_shape(p)[1] // p.groups
     steps = (1,) * (3 - p.rank) + p.stride if p.pass_ == "fwd" else (1, 1, 1)
-    if aligned is None:
-        aligned = _aligned(p)
+    if classes == (0, 0):
+        classes = _classes(p)
     whole: Triple | None = None
     result: tuple[int, ...] = ()
     if size is not None:
@@ -277,8 +324,9 @@ def candidates(
     accumulators = _ACCUMULATORS if fast else _MMA_ACCUMULATORS
     if p.precision == "ieee":
         accumulators = accumulators // 2
-    for (subs, unroll), w_subs, (sub, tile), split, chunk in product(
-        _subs(p, cout_g, steps), _w_subs(steps[2]), _tiles(p), (0, 1, 2), chunks
+    ways = (classes,) if classes in (None, (1, 1)) or p.layout != "nchw" else (classes, None)
+    for (subs, unroll), w_subs, (sub, tile), split, chunk, by in product(
+        _subs(p, cout_g, steps), _w_subs(steps[2]), _tiles(p), (0, 1, 2), chunks, ways
     ):
         wide = cout_g > 64 // subs and fast  # enough for two consumers
         if split == 1 and not wide:
@@ -291,7 +339,9 @@ def candidates(
             continue  # the rows of an unrolled tile are many already
         if size is not None and any(n > s * u * t for n, s, u, t in zip(result, steps, unroll, tile[1:])):
             continue
-        base = Tiling(p, sub, tile, split, chunk, subs, w_subs, unroll, aligned_rows=aligned, wgmma=fast, whole=whole)
+        base = Tiling(p, sub, tile, split, chunk, subs, w_subs, unroll, classes=by, wgmma=fast, whole=whole)
+        if by is None and classes is not None and base.staging_units * 16 > _SHORT_ROWS:
+            continue
         if base.mb * base.nb > accumulators or base.mb * base.nb < 1:
             continue
         even = len(set(base.variant_entries)) == 1
@@ -387,9 +437,19 @@ def estimate(t: Tiling, p: Problem, gpu: Gpu) -> tuple[float, str]:
     return _whole(t, _tile_clocks(t, _alignment(p)), p, gpu)
 
 
-def _aligned(p: Problem) -> bool:
-    """Whether rows of an NCHW source begin at 16 bytes."""
-    return source_shape(p)[-1] * p.dtype.itemsize % 16 == 0
+def _classes(p: Problem, general: bool = False) -> tuple[int, int] | None:
+    """`Tiling.classes` of an NCHW source. ``general``: none where they are several, since they are a size's."""
+    batch, channels, *size = source_shape(p)
+    d, h, w = (1,) * (3 - p.rank) + tuple(size)
+    row = w * p.dtype.itemsize
+    slice_, channel = h * row, d * h * row
+    if row % 16 == 0:
+        return 1, 1
+    rows = 16 // math.gcd(16, row) if p.rank > 1 else 1
+    both = rows, 16 // math.gcd(16, channel)
+    # Beside rows and channels, tensors have slices and images; and a class of nothing is no tensor.
+    whole = (slice_ % 16 == 0 or d == 1) and (channels * channel % 16 == 0 or batch == 1)
+    return both if whole and not general and h >= both[0] and channels >= both[1] else None
 
 
 def _alignment(p: Problem) -> int:
@@ -414,6 +474,8 @@ def _tile_clocks(t: Tiling, alignment: int) -> Clocks:
     producers = 192 if t.wgmma else 128
     per_tile_out = math.prod(t.tile) * t.width_subs * t.subs * t.element * min(t.cout_g, t.rows_per_sub * t.wgs_m)
     staged = t.pixels * t.row_bytes if t.channels_last else t.slot_bytes
+    # Boxes of rows that begin anywhere bring parts of sectors (NOTES: kb68 bfloat16, rows of 48 bytes: 3.08 -> 3.92 ms).
+    copied = staged * (1 + 32 / (t.staging_units * 16)) if t.tensor_map and t.classed else staged
     turned = t.parts * t.k_steps * (2 if not t.channels_last else (t.parts == 2) * 0.7)
     turn = -(-t.pixels // producers) * turned * _PASS[1 if t.element == 4 else 2] + _PASS[0]
     if not t.tensor_map:
@@ -433,7 +495,7 @@ def _tile_clocks(t: Tiling, alignment: int) -> Clocks:
             matrix += steps * _STEP_OVERHEAD[t.wide] + drains * _DRAIN[t.wide]
         else:
             matrix = matrix / _MMA_SYNC
-        l2 = (chunks * staged + (0 if t.resident else steps * t.wgs_m * FRAGMENT) + per_tile_out) / _L2
+        l2 = (chunks * copied + (0 if t.resident else steps * t.wgs_m * FRAGMENT) + per_tile_out) / _L2
         waits = chunks * _LATENCY / (t.stages_p if t.channels_last else t.stages_s)
         if t.wgmma and not t.resident:
             waits = max(waits, steps * _LATENCY / t.ring_fragments)
@@ -461,7 +523,10 @@ def _whole(t: Tiling, clocks: Clocks, p: Problem, gpu: Gpu) -> tuple[float, str]
     tail = clocks.tail if waves < _MANY else 0.0
     seconds = (clocks.tile * waves + tail) / gpu.clock
     ragged = 1.0 if t.channels_last or result_shape(p)[-1] * t.element % 32 == 0 else 1.25
-    out, source = math.prod(result_shape(p)), math.prod(source_shape(p)) * _read(t, min(tiles, gpu.multiprocessors), gpu)
+    out, source = (
+        math.prod(result_shape(p)),
+        math.prod(source_shape(p)) * _read(t, min(tiles, gpu.multiprocessors), gpu),
+    )
     memory = (out * ragged + source) * t.element / gpu.bandwidth
     if memory > seconds:
         bound = "bytes"
@@ -533,10 +598,10 @@ def _choose(p: Problem, gpu: Gpu, general: bool) -> Choice | str:
     if refused:
         return refused
     best: tuple[float, str, Tiling] | None = None
-    aligned = _aligned(p)
+    classes = _classes(p, general) if p.layout == "nchw" else (1, 1)
     layer = _any_size(p)
     small = () if general else _small_tilings(layer, gpu, p.size)
-    for t, clocks in _tilings(layer, gpu, aligned, _alignment(p)) + small:
+    for t, clocks in _tilings(layer, gpu, classes, _alignment(p)) + small:
         seconds, bound = _whole(t, clocks, p, gpu)
         if best is None or seconds < best[0]:
             best = seconds, bound, t
@@ -552,9 +617,11 @@ def _any_size(p: Problem) -> Problem:
 
 
 @lru_cache(maxsize=256)
-def _tilings(layer: Problem, gpu: Gpu, aligned: bool, alignment: int) -> tuple[tuple[Tiling, Clocks], ...]:
+def _tilings(
+    layer: Problem, gpu: Gpu, classes: tuple[int, int] | None, alignment: int
+) -> tuple[tuple[Tiling, Clocks], ...]:
     """A layer's tilings with the clocks of their tiles: up to a second once, then a few milliseconds for each size."""
-    return tuple((t, _tile_clocks(t, alignment)) for t in _layer_tilings(layer, gpu, aligned))
+    return tuple((t, _tile_clocks(t, alignment)) for t in _layer_tilings(layer, gpu, classes))
 
 
 @lru_cache(maxsize=256)
@@ -565,5 +632,5 @@ def _small_tilings(layer: Problem, gpu: Gpu, size: tuple[int, ...]) -> tuple[tup
 
 
 @lru_cache(maxsize=256)
-def _layer_tilings(layer: Problem, gpu: Gpu, aligned: bool) -> tuple[Tiling, ...]:
-    return tuple(candidates(layer, gpu, aligned=aligned))
+def _layer_tilings(layer: Problem, gpu: Gpu, classes: tuple[int, int] | None) -> tuple[Tiling, ...]:
+    return tuple(candidates(layer, gpu, classes=classes))

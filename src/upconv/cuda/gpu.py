@@ -122,7 +122,9 @@ def _rates(properties: Any) -> tuple[float, float, int]:
 
 
 def _known(name: str, capability: tuple[int, int], multiprocessors: int, chip: str) -> Gpu:
-    return Gpu(name, capability, arch_of(capability), multiprocessors, *_SHARED[capability], *_CHIPS[chip])
+    bandwidth, clock, cache_bytes = _CHIPS[chip]
+    shared = _SHARED[capability]
+    return Gpu(name, capability, arch_of(capability), multiprocessors, *shared, bandwidth, clock, cache_bytes)
 
 
 H200 = _known("NVIDIA H200", (9, 0), 132, "H200")

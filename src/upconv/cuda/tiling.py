@@ -35,6 +35,7 @@ MAX_BOX = 256  # elements that the tensor copy engine traverses along a dimensio
 MAX_BOX_STEP = 8  # and its largest step
 _MAX_ROW_BOXES = 8
 _MAX_PLANES = 32
+_MAX_CLASSES = 8  # of rows and channels; each has a tensor map of 128 bytes among the kernel's arguments
 _WHOLE = (4, 8, 16, 32)  # sizes of images that are copied whole; few, since each is a kernel
 _MAX_WHOLE = 1024  # pixels
 _MAX_OFFSET = 2000  # rows' offsets are packed in 12 bits, signed
@@ -165,8 +166,9 @@ class Tiling:
     """All weights of an M-group stay in shared memory."""
     run_groups: int = 8
     """Groups of 8 columns that the epilogue passes through shared memory together, for sub (1, 64)."""
-    aligned_rows: bool = True
-    """NCHW: rows of the source begin at 16 bytes, so that the tensor copy engine can load them."""
+    classes: tuple[int, int] | None = (1, 1)
+    """NCHW: classes of rows along H, and of channels, by where they begin in units of 16 bytes. The tensor copy engine,
+    whose strides are whole units, has a map for each; None: too many, threads copy."""
     wgmma: bool = True
     """Multiply with wgmma (sm_90a), else with mma.sync (sm_80 and up)."""
     whole: Triple | None = None
@@ -296,16 +298,20 @@ class Tiling:
     def fragment_sets(self) -> int:
         """Sets of registers that fragments take in turn."""
         steps = [n * self.k_steps for n in self.variant_entries]
-        return 4 if self.split == 2 and self.straight and any(n % 3 for n in steps) and not any(n % 4 for n in steps) else 3
+        return (
+            4
+            if self.split == 2 and self.straight and any(n % 3 for n in steps) and not any(n % 4 for n in steps)
+            else 3
+        )
 
     @property
     def continued(self) -> bool:
         """Whether a chunk's last step is multiplied while the next chunk begins: then sets come round with every chunk.
 
-        A chunk's pixel tile is given back in the next chunk, which must have one of its own. Where consumers share chunks
-        each fills the other's gaps, and of few steps the late return costs more than it gains (NOTES: kb57 2.04 -> 1.99
-        ms, kb69 1.61 -> 1.57; consumers that share, unet1's gradient for the input 282 -> 304 us; 9 steps, kb81's in
-        bfloat16 126 -> 156).
+        A chunk's pixel tile is given back in the next chunk, which must have one of its own. Where consumers share
+        chunks each fills the other's gaps, and of few steps the late return costs more than it gains (NOTES: kb57 2.04
+        -> 1.99 ms, kb69 1.61 -> 1.57; consumers that share, unet1's gradient for the input 282 -> 304 us; 9 steps,
+        kb81's in bfloat16 126 -> 156).
         """
         steps = [n * self.k_steps for n in self.variant_entries if n]
         if not self.straight or self.split != 2 or self.stages_p < 2 or min(steps) < _STEPS_CONTINUED:
@@ -383,9 +389,9 @@ class Tiling:
     def bands(self) -> tuple[tuple[tuple[int, ...], int, int], ...]:
         """For D and H: the input offset of each band's first row, the rows of a band, and from one of them to the next.
 
-        A dense axis is one band of every row of the halo, or, where steps and offsets have a common divisor (a stride of 2
-        with a dilation of 2), of every second. With a large dilation only the rows that some tap reads are held: a band
-        for each offset.
+        A dense axis is one band of every row of the halo, or, where steps and offsets have a common divisor (a stride of
+        2 with a dilation of 2), of every second. With a large dilation only the rows that some tap reads are held: a
+        band for each offset.
         """
         result = []
         for axis in (0, 1):
@@ -476,14 +482,37 @@ class Tiling:
 
     @property
     def staging_units(self) -> int:
-        if self.tensor_map and self.whole is None:
+        if self.tensor_map and self.whole is None and not self.classed:
             return self.row_boxes * self.box[0] // self.vec
+        return self._units_at_any_alignment
+
+    @property
+    def _units_at_any_alignment(self) -> int:
         return (self.columns + 2 * self.vec - 2) // self.vec
 
     @property
+    def classed(self) -> bool:
+        """Whether rows begin at several places of a unit, so that boxes are of one class of rows and channels each."""
+        return not self.channels_last and self.whole is None and self.classes not in (None, (1, 1))
+
+    @property
+    def row_classes(self) -> int:
+        """Classes that a tile's rows have, which take turns."""
+        return self.classes[0] // math.gcd(self.classes[0], self.bands[1][2]) if self.classes and self.classed else 1
+
+    @property
+    def channel_classes(self) -> int:
+        return self.classes[1] if self.classes and self.classed else 1
+
+    @property
+    def class_rows(self) -> int:
+        """Rows of a tile (along H) of one class."""
+        return -(-self.bands[1][1] // self.row_classes)
+
+    @property
     def row_boxes(self) -> int:
-        """Boxes that a chunk's rows of an NCHW source take (those of small images aside)."""
-        if self.channels_last:
+        """Boxes that a row of an NCHW source takes (those of small images aside)."""
+        if self.channels_last or self.classed:
             return 1
         return -(-self._columns_from_unit // MAX_BOX)
 
@@ -518,7 +547,16 @@ class Tiling:
             and 1 <= min(self.box_steps) <= max(self.box_steps) <= MAX_BOX_STEP
         ):
             return False
-        return self.aligned_channels if self.channels_last else self.aligned_rows
+        return self.aligned_channels if self.channels_last else self._classes_fit
+
+    @property
+    def _classes_fit(self) -> bool:
+        """NCHW: whether every tile and chunk has its rows and channels in the same classes, and these are few."""
+        if self.classes is None:
+            return False
+        rows, channels = self.classes
+        few = self.row_classes * self.channel_classes <= _MAX_CLASSES
+        return few and self.chunk % channels == 0 and self.tile[2] * self.in_steps[1] % rows == 0
 
     @property
     def needs_alignment(self) -> bool:
@@ -537,6 +575,9 @@ class Tiling:
         (_, rows_d, _), (_, rows_h, _) = self.bands
         if self.channels_last:
             counts = (self.chunk, self.plane, rows_h, rows_d, self.tile[0])
+        elif self.classed:
+            units, channels = self._units_at_any_alignment, self.chunk // self.channel_classes
+            counts = (units * self.vec, self.class_rows, rows_d, channels, self.tile[0])
         else:  # a box begins at 16 bytes, or the copy is an illegal instruction
             columns = -(-self._columns_from_unit // self.row_boxes)
             counts = (-(-columns // self.vec) * self.vec, rows_h, rows_d, self.chunk, self.tile[0])
@@ -550,6 +591,8 @@ class Tiling:
         if self.whole is not None:
             return 1, 1, 1, 1, 1
         d, h = (apart if rows > 1 else 1 for _, rows, apart in self.bands)
+        if self.classed and self.classes:
+            h = self.bands[1][2] * self.row_classes // self.classes[0]  # a class is a tensor of its own
         return (1, self.in_steps[2], h, d, 1) if self.channels_last else (1, h, d, 1, 1)
 
     @property
@@ -567,6 +610,10 @@ class Tiling:
         """Bytes of a staging slot: a chunk as it comes from memory (NCHW)."""
         if self.whole is not None:
             return self.tile[0] * self.chunk * self.whole_pixels * self.element
+        if self.tensor_map and self.classed:
+            rows = self.tile[0] * (self.chunk // self.channel_classes) * self.bands[0][1] * self.class_rows
+            box = -(-rows * self.staging_units * 16 // 128) * 128
+            return self.row_classes * self.channel_classes * box
         return self.chunk * self.segments * self.staging_units * 16
 
     # --- the kernel's shared memory ----------------------------------------------------------------------------------
@@ -676,6 +723,7 @@ class Tiling:
         (rows_d, step_d, _), (rows_h, step_h, _) = self.rows
         alignment = self.vec
         grouped = p.groups > 1
+        classed = self.tensor_map and self.classed
         value = {"fp16": "half_value", "bf16": "bfloat_value"}.get(p.precision, "(float)")
         # Producers that copy rows, or make two parts of each value, need most; those that know few pixels, least.
         producer_registers = 72
@@ -731,8 +779,13 @@ class Tiling:
             "FIRST_W": f"({self.first_w})",
             "COLUMNS": self.columns,
             "COLUMN_PAD": self.first_w % self.vec
-            if self.tensor_map and not self.channels_last and not self.whole
+            if self.tensor_map and not self.channels_last and not self.whole and not self.classed
             else 0,
+            "CLASSED": int(classed),
+            "ROW_CLASSES": self.row_classes if classed else 1,
+            "CHANNEL_CLASSES": self.channel_classes if classed else 1,
+            "ROW_PERIOD": self.classes[0] if classed and self.classes else 1,
+            "ROWS_APART": self.bands[1][2],
             "WHOLE": int(self.whole is not None),
             "IMAGE_D": (self.whole or (0, 0, 0))[0],
             "IMAGE_H": (self.whole or (0, 0, 0))[1],

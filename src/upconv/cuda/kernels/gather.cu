@@ -36,16 +36,21 @@
 #define STAGE_BYTES (PARTS * PART_BYTES)
 // 16-byte units of a segment: boxes of BOX_UNITS begin COLUMN_PAD columns early, at whole units; threads take the units that hold
 // the row, whatever its alignment.
-#define STAGING_UNITS ((COLUMNS + (SLOTS_BY_BOX ? COLUMN_PAD + VEC - 1 : 2 * VEC - 2)) / VEC)
+#define STAGING_UNITS ((COLUMNS + (SLOTS_BY_BOX && !CLASSED ? COLUMN_PAD + VEC - 1 : 2 * VEC - 2)) / VEC)
 #define ROW_UNITS (SLOTS_BY_BOX ? BOX_UNITS : STAGING_UNITS)
 #if WHOLE  // of small images all pixels are copied, without a halo: a slot is [box][image][channel][pixel]
 #define CHANNEL_BYTES (BOX_PIXELS * ELEMENT)
 #define SLOT_BOXES (IMAGE_D * IMAGE_H * IMAGE_W / BOX_PIXELS)
 #else
-#define CHANNEL_BYTES (ROWS_D * ROWS_H * ROW_UNITS * 16)  // a slot is [box][image][channel][row][column]
-#define SLOT_BOXES ((STAGING_UNITS + ROW_UNITS - 1) / ROW_UNITS)  // several where rows are longer than a box
+// A slot is [box][image][channel][row][column]. There are several boxes where rows are longer than one; or, CLASSED, where rows do
+// not all begin at the same place of a 16-byte unit: then rows and channels of one class, which do, are a tensor and a box.
+#define CLASS_ROWS ((ROWS_H + ROW_CLASSES - 1) / ROW_CLASSES)
+#define CHANNEL_BYTES (ROWS_D * CLASS_ROWS * ROW_UNITS * 16)
+#define SLOT_BOXES (CLASSED ? ROW_CLASSES * CHANNEL_CLASSES : (STAGING_UNITS + ROW_UNITS - 1) / ROW_UNITS)
 #endif
-#define SLOT_BYTES (SLOT_BOXES * TILE_N * CK * CHANNEL_BYTES)
+#define COPIED_BYTES (TILE_N * (CK / CHANNEL_CLASSES) * CHANNEL_BYTES)  // of a box
+#define SLOT_BOX_BYTES ((COPIED_BYTES + 127) / 128 * 128)
+#define SLOT_BYTES (SLOT_BOXES * SLOT_BOX_BYTES)
 #define FRAGMENT (64 * 32)              // bytes: 64 rows of 32 bytes of K
 #define CHUNKS ((CIN_G + CK - 1) / CK)
 #define CONSUMERS 2
@@ -114,6 +119,8 @@ struct Sizes {                                         // one layout for the pac
 };
 
 struct alignas(64) TensorMap { u64 opaque[16]; };        // a CUtensorMap; <cuda.h> does not compile under NVRTC
+#define MAPS (CLASSED ? ROW_CLASSES * CHANNEL_CLASSES : 1)
+struct TensorMaps { TensorMap of[MAPS]; };
 
 struct Tile {
   int group, cout_block, variant;                      // M-group
@@ -284,7 +291,7 @@ struct Pixels {
   u32 from[OWN_PIXELS], ok;
   u32 plane;                                            // channel c of a row begins at (phase + c * plane) % VEC of a unit
   __device__ __forceinline__ void locate(const char* x, const Sizes& s, const Source& at, const int* segments, int thread) {
-    plane = SLOTS_BY_BOX ? 0 : (u32)s.in_d * s.in_h * s.in_w;
+    plane = SLOTS_BY_BOX && !CLASSED ? 0 : (u32)s.in_d * s.in_h * s.in_w;
     ok = 0;
 #pragma unroll
     for (int k = 0; k < OWN_PIXELS; k++) {
@@ -298,10 +305,16 @@ struct Pixels {
       int pixel = inside ? (d * IMAGE_H + h) * IMAGE_W + w : 0;
       from[k] = ((pixel / BOX_PIXELS * TILE_N + image) * CK * BOX_PIXELS + pixel % BOX_PIXELS) * ELEMENT;
       ok |= (u32)inside << k;
+#elif SLOTS_BY_BOX && CLASSED
+      // The row's class and place in it; in a class with a lead the columns ahead of a row are no zeros but the row's before.
+      int j = segment % ROWS_H, row = segment / ROWS_H % ROWS_D * CLASS_ROWS + j / ROW_CLASSES;
+      from[k] = j % ROW_CLASSES * SLOT_BOX_BYTES + (image * (CK / CHANNEL_CLASSES) * (ROWS_D * CLASS_ROWS) + row) * ROW_UNITS * 16 + column * ELEMENT;
+      from[k] |= (u32)((FIRST_W + (FIRST_H + j * ROWS_APART) * s.in_w) & (VEC - 1)) << 24;
+      ok |= (u32)(FIRST_W + column >= 0) << k;
 #else
       int at_column = column + COLUMN_PAD, box = SLOT_BOXES > 1 ? at_column / (ROW_UNITS * VEC) : 0;
       if (SLOT_BOXES > 1 && IN_STEP_W > 1 && box == SLOT_BOXES) box--;  // a column that only fills a plane up
-      from[k] = box * (SLOT_BYTES / SLOT_BOXES) + (segment + image * (CK - 1) * (ROWS_D * ROWS_H)) * ROW_UNITS * 16 + (at_column - box * (ROW_UNITS * VEC)) * ELEMENT;
+      from[k] = box * SLOT_BOX_BYTES + (segment + image * (CK - 1) * (ROWS_D * ROWS_H)) * ROW_UNITS * 16 + (at_column - box * (ROW_UNITS * VEC)) * ELEMENT;
 #endif
 #if !SLOTS_BY_BOX
       int n, d, h;
@@ -316,12 +329,12 @@ struct Pixels {
 
 // A slot's pixels to rows of CK channels, rounded: a lane takes a pixel, so that loads and stores meet all banks.
 template <bool ALIGNED>  // every channel of a row has the same misalignment
-__device__ __forceinline__ void turn(const Pixels& own, int channel, int left, u32 slot, u32 tile, int thread) {
+__device__ __forceinline__ void turn(const Pixels& own, u32 exist, int channel, int left, u32 slot, u32 tile, int thread) {
 #pragma unroll
   for (int k = 0; k < OWN_PIXELS; k++) {
     int p = pixel_row(thread + k * PRODUCER_THREADS);
     if (PIXELS % PRODUCER_THREADS && thread + k * PRODUCER_THREADS >= PIXELS) break;
-    bool ok = (SLOTS_BY_BOX && !WHOLE) || (own.ok >> k & 1);
+    bool ok = exist >> k & 1;
     u32 phase = own.from[k] >> 24, from = slot + (own.from[k] & 0xffffff) + (ALIGNED ? phase * ELEMENT : 0);
 #pragma unroll 2  // more of them spill
     for (int unit = 0; unit < UNITS_PER_ROW; unit++) {
@@ -330,8 +343,9 @@ __device__ __forceinline__ void turn(const Pixels& own, int channel, int left, u
       for (int e = 0; e < VEC; e++) {
         int c = unit * VEC + e;
         bool have = ok && (CIN_G % CK == 0 || c < left);
-        u32 a = from + c * CHANNEL_BYTES;
-        if (!ALIGNED) a += ((phase + (channel + c) * own.plane) & (VEC - 1)) * ELEMENT;
+        u32 a = from + c / CHANNEL_CLASSES * CHANNEL_BYTES + c % CHANNEL_CLASSES * (ROW_CLASSES * SLOT_BOX_BYTES);
+        if (!ALIGNED && CLASSED) a += ((phase + c % CHANNEL_CLASSES * own.plane) & (VEC - 1)) * ELEMENT;
+        else if (!ALIGNED) a += ((phase + (channel + c) * own.plane) & (VEC - 1)) * ELEMENT;
 #if ELEMENT == 4
         v[e] = have ? load_shared_u32(a) : 0;
 #else
@@ -427,18 +441,28 @@ __device__ __forceinline__ void hand_over(u32 barrier, int lane) {
   if (lane == 0) barrier_arrive(barrier);
 }
 
+#if CLASSED
+// Where box r begins in the tensor of its class: the column at a whole unit, and the row among the class's.
+struct ClassedBox { int w, h; };
+__device__ __forceinline__ ClassedBox classed_box(const Source& at, const Sizes& s, int r) {
+  int row = at.h + FIRST_H + r % ROW_CLASSES * ROWS_APART, plane = s.in_d * s.in_h * s.in_w;
+  int lead = (r / ROW_CLASSES * plane + row * s.in_w) & (VEC - 1);  // of the tensor, ahead of each row's first column
+  return {(at.w + lead) & ~(VEC - 1), (row - (row & (ROW_PERIOD - 1))) / ROW_PERIOD};
+}
+#endif
+
 struct Barriers { u32 full, empty, landed, left; };      // of tiles; of slots or boxes: `landed` by the copy engine
 
 #if BOX
 // The loader, one thread: ahead of everyone by as many slots (NCHW) or tiles (channels-last) as are free. Channels-last pixels
 // whose taps step over columns or rows come as a box for each plane, with the copy engine's element strides.
-__device__ __forceinline__ void load_boxes(const TensorMap* map, const Sizes& s, u32 to, u32 stage_bytes, u32 landed, u32 left) {
+__device__ __forceinline__ void load_boxes(const TensorMaps& maps, const Sizes& s, u32 to, u32 stage_bytes, u32 landed, u32 left) {
   Walk walk;
   Cursor cursor = {0, 1};                               // all are free at first
 #pragma unroll 1
   for (walk.begin(blockIdx.x, s); walk.live(s); walk.next(s), cursor.next(CHANNELS_LAST ? STAGES_P : STAGES_S)) {
     Source at = source_of(walk.tile, walk.chunk);
-    u32 barrier = landed + cursor.stage * 8, bytes = CHANNELS_LAST ? PLANES * SEGMENTS * PLANE * ROW_BYTES : SLOT_BYTES;
+    u32 barrier = landed + cursor.stage * 8, bytes = CHANNELS_LAST ? PLANES * SEGMENTS * PLANE * ROW_BYTES : SLOT_BOXES * COPIED_BYTES;
     barrier_wait(left + cursor.stage * 8, cursor.parity);
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
     int c = at.channel, w = at.w - COLUMN_PAD, h = at.h + FIRST_H, d = at.d + FIRST_D;
@@ -449,9 +473,13 @@ __device__ __forceinline__ void load_boxes(const TensorMap* map, const Sizes& s,
 #endif
       if (CHANNELS_LAST) w = at.w + RESIDUE[r];
       if (WHOLE) w = r * BOX_PIXELS, h = 0, d = 0;
-      else if (SLOTS_BY_BOX && r) w += ROW_UNITS * VEC;
+      else if (SLOTS_BY_BOX && !CLASSED && r) w += ROW_UNITS * VEC;
+#if CLASSED
+      const ClassedBox box = classed_box(at, s, r);
+      w = box.w, h = box.h, c = at.channel / CHANNEL_CLASSES;
+#endif
       asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5, %6}], [%7];\n"
-                   ::"r"(to + cursor.stage * stage_bytes + r * (SLOTS_BY_BOX ? SLOT_BYTES / SLOT_BOXES : PLANE_PITCH * ROW_BYTES)), "l"(map), "r"(CHANNELS_LAST ? c : w), "r"(CHANNELS_LAST ? w : h), "r"(CHANNELS_LAST ? h : d), "r"(CHANNELS_LAST ? d : c), "r"(at.n), "r"(barrier) : "memory");
+                   ::"r"(to + cursor.stage * stage_bytes + r * (SLOTS_BY_BOX ? SLOT_BOX_BYTES : PLANE_PITCH * ROW_BYTES)), "l"(maps.of + (CLASSED ? r : 0)), "r"(CHANNELS_LAST ? c : w), "r"(CHANNELS_LAST ? w : h), "r"(CHANNELS_LAST ? h : d), "r"(CHANNELS_LAST ? d : c), "r"(at.n), "r"(barrier) : "memory");
     }
   }
 }
@@ -496,10 +524,12 @@ __device__ __forceinline__ void produce(const char* __restrict__ x, const Sizes&
 #endif
     barrier_wait(barriers.empty + tile.stage * 8, tile.parity);
     int channel = now.chunk * CK;
-    if (own.plane % VEC == 0) {
-      turn<true>(own, channel, CIN_G - channel, slots + slot.stage * SLOT_BYTES, tiles + tile.stage * STAGE_BYTES, thread);
+    u32 exist = own.ok;                                  // pixels; boxes bring zeros for those that are not
+    if (SLOTS_BY_BOX && !WHOLE && (!CLASSED || FIRST_W >= 0 || now.tile.w > 0)) exist = 0xffffffffu;
+    if (CLASSED ? CHANNEL_CLASSES == 1 : own.plane % VEC == 0) {
+      turn<true>(own, exist, channel, CIN_G - channel, slots + slot.stage * SLOT_BYTES, tiles + tile.stage * STAGE_BYTES, thread);
     } else {
-      turn<false>(own, channel, CIN_G - channel, slots + slot.stage * SLOT_BYTES, tiles + tile.stage * STAGE_BYTES, thread);
+      turn<false>(own, exist, channel, CIN_G - channel, slots + slot.stage * SLOT_BYTES, tiles + tile.stage * STAGE_BYTES, thread);
     }
     hand_over(barriers.full + tile.stage * 8, lane);
 #if SLOTS_BY_BOX
@@ -1293,7 +1323,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 gather(const char* __restrict__ x, const char* __restrict__ packed, const ELEMENT_TYPE* __restrict__ bias, char* __restrict__ y,
        int batch, int in_d, int in_h, int in_w, int out_d, int out_h, int out_w, int tiles_d, int tiles_h, int tiles_w, int tile_count
 #if BOX
-       , const __grid_constant__ TensorMap map
+       , const __grid_constant__ TensorMaps maps
 #endif
 ) {
   extern __shared__ __align__(1024) unsigned char memory[];
@@ -1334,9 +1364,9 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const ELEMEN
 #if BOX
     else if (warp == LOADER_WARP && (thread & 31) == 0) {
 #if CHANNELS_LAST
-      load_boxes(&map, s, base + TILES_AT, STAGE_BYTES, DIRECT_BOX ? full : barriers.landed, empty);
+      load_boxes(maps, s, base + TILES_AT, STAGE_BYTES, DIRECT_BOX ? full : barriers.landed, empty);
 #else
-      load_boxes(&map, s, base + SLOTS_AT, SLOT_BYTES, barriers.landed, barriers.left);
+      load_boxes(maps, s, base + SLOTS_AT, SLOT_BYTES, barriers.landed, barriers.left);
 #endif
     }
 #endif
