@@ -123,9 +123,9 @@ constexpr int ROWS_D = 1, ROWS_H = 1;  // input rows of a tile
 constexpr int ROW_STEP_D = 1, ROW_STEP_H = 1;  // rows of the tile from one q to the next
 constexpr int COLUMNS = 258;  // input columns of a tile with its halo
 constexpr int COLUMN_PAD = 2;  // columns by which a box begins early
-constexpr int BOX_UNITS = 33;
+constexpr int BOX_UNITS = 33;  // 16-byte units of a row of a box
 constexpr int PLANE = 258;  // columns with one residue modulo IN_STEP_W
-constexpr int PLANES = 1;  // residues that some tap reads
+constexpr int PLANES = 1;  // residues that some tap reads; of several boxes all
 constexpr int FRAGMENT_SETS = 3;  // sets of registers that weights take in turn
 constexpr int PRODUCER_REGISTERS = 48;  // of a thread
 constexpr int CONSUMER_REGISTERS = 208;  // of a thread
@@ -243,7 +243,7 @@ constexpr int UNITS_PER_ROW = ROW_BYTES / 16;
 constexpr int K_STEPS = ROW_BYTES / 32;  // a matrix instruction takes 32 bytes of K
 constexpr int SEGMENTS = TILE_N * ROWS_D * ROWS_H;
 // Columns of a segment with one residue modulo IN_STEP_W make a plane of PLANE neighbours; there are PLANES residues that some tap
-// reads. A segment has its planes one behind the other, but a strided box lands as one residue's planes of all segments.
+// reads. A segment has its planes one behind the other. STRIDED_BOX: a plane is a box, of all segments of a band of rows.
 constexpr int PITCH = PLANES * PLANE;  // pixel rows from a segment to the next
 constexpr int PIXELS = SEGMENTS * PITCH;
 #define COLUMN(within) ((within) % PLANE * IN_STEP_W + (within) / PLANE)
@@ -253,9 +253,14 @@ constexpr int STAGE_BYTES = PARTS * PART_BYTES;
 // the row, whatever its alignment.
 constexpr int STAGING_UNITS = (COLUMNS + (COLUMN_PAD + VEC - 1)) / VEC;
 constexpr int ROW_UNITS = BOX_UNITS;
-constexpr int CHANNEL_BYTES = ROWS_D * ROWS_H * ROW_UNITS * 16;  // a slot is [box][image][channel][row][column]
-constexpr int SLOT_BOXES = (STAGING_UNITS + ROW_UNITS - 1) / ROW_UNITS;  // several where rows are longer than a box
-constexpr int SLOT_BYTES = SLOT_BOXES * TILE_N * CK * CHANNEL_BYTES;
+// A slot is [box][image][channel][row][column]. There are several boxes where rows are longer than one; or, CLASSED, where rows do
+// not all begin at the same place of a 16-byte unit: then rows and channels of one class, which do, are a tensor and a box.
+constexpr int CLASS_ROWS = ROWS_H;
+constexpr int CHANNEL_BYTES = ROWS_D * CLASS_ROWS * ROW_UNITS * 16;
+constexpr int SLOT_BOXES = (STAGING_UNITS + ROW_UNITS - 1) / ROW_UNITS;
+constexpr int COPIED_BYTES = TILE_N * CK * CHANNEL_BYTES;  // of a box
+constexpr int SLOT_BOX_BYTES = (COPIED_BYTES + 127) / 128 * 128;
+constexpr int SLOT_BYTES = SLOT_BOXES * SLOT_BOX_BYTES;
 constexpr int FRAGMENT = 2048;  // bytes: 64 rows of 32 bytes of K
 constexpr int CHUNKS = (CIN_G + CK - 1) / CK;
 constexpr int CONSUMERS = 2;
@@ -288,6 +293,8 @@ struct Sizes {                                         // one layout for the pac
 };
 
 struct alignas(64) TensorMap { u64 opaque[16]; };  // a CUtensorMap
+constexpr int MAPS = 1;
+struct TensorMaps { TensorMap of[MAPS]; };
 
 struct Tile {
   int group, cout_block, variant;                      // M-group
@@ -397,7 +404,7 @@ struct Pixels {
       int column = COLUMN(within), image = segment / (ROWS_D * ROWS_H);
       if (thread + k * PRODUCER_THREADS >= PIXELS) break;
       int at_column = column + COLUMN_PAD, box = at_column / (ROW_UNITS * VEC);
-      from[k] = box * (SLOT_BYTES / SLOT_BOXES) + (segment + image * (CK - 1) * (ROWS_D * ROWS_H)) * ROW_UNITS * 16
+      from[k] = box * SLOT_BOX_BYTES + (segment + image * (CK - 1) * (ROWS_D * ROWS_H)) * ROW_UNITS * 16
           + (at_column - box * (ROW_UNITS * VEC)) * ELEMENT;
     }
   }
@@ -405,12 +412,13 @@ struct Pixels {
 
 // A slot's pixels to rows of CK channels, rounded: a lane takes a pixel, so that loads and stores meet all banks.
 template <bool ALIGNED>  // every channel of a row has the same misalignment
-__device__ __forceinline__ void turn(const Pixels& own, int channel, int left, u32 slot, u32 tile, int thread) {
+__device__ __forceinline__ void turn(const Pixels& own, u32 exist, int channel, int left, u32 slot, u32 tile,
+    int thread) {
 #pragma unroll
   for (int k = 0; k < OWN_PIXELS; k++) {
     int p = pixel_row(thread + k * PRODUCER_THREADS);
     if (thread + k * PRODUCER_THREADS >= PIXELS) break;
-    bool ok = true;
+    bool ok = exist >> k & 1;
     u32 phase = own.from[k] >> 24, from = slot + (own.from[k] & 0xffffff) + (ALIGNED ? phase * ELEMENT : 0);
 #pragma unroll 2  // more of them spill
     for (int unit = 0; unit < UNITS_PER_ROW; unit++) {
@@ -460,15 +468,15 @@ __device__ __forceinline__ void hand_over(u32 barrier, int lane) {
 struct Barriers { u32 full, empty, landed, left; };  // of tiles; of slots or boxes: `landed` by the copy engine
 
 // The loader, one thread: ahead of everyone by as many slots (NCHW) or tiles (channels-last) as are free. Channels-last pixels
-// whose taps step over columns come as a box for each residue, with the copy engine's element strides.
-__device__ __forceinline__ void load_boxes(const TensorMap* map, const Sizes& s, u32 to, u32 stage_bytes, u32 landed,
+// whose taps step over columns or rows come as a box for each plane, with the copy engine's element strides.
+__device__ __forceinline__ void load_boxes(const TensorMaps& maps, const Sizes& s, u32 to, u32 stage_bytes, u32 landed,
     u32 left) {
   Walk walk;
   Cursor cursor = {0, 1};                               // all are free at first
 #pragma unroll 1
   for (walk.begin(blockIdx.x, s); walk.live(s); walk.next(s), cursor.next(STAGES_S)) {
     Source at = source_of(walk.tile, walk.chunk);
-    u32 barrier = landed + cursor.stage * 8, bytes = SLOT_BYTES;
+    u32 barrier = landed + cursor.stage * 8, bytes = SLOT_BOXES * COPIED_BYTES;
     barrier_wait(left + cursor.stage * 8, cursor.parity);
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
     int c = at.channel, w = at.w - COLUMN_PAD, h = at.h + FIRST_H, d = at.d + FIRST_D;
@@ -476,8 +484,8 @@ __device__ __forceinline__ void load_boxes(const TensorMap* map, const Sizes& s,
     for (int r = 0; r < SLOT_BOXES; r++) {
       if (r) w += ROW_UNITS * VEC;
       asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5, %6}], [%7];\n"
-                   ::"r"(to + cursor.stage * stage_bytes + r * (SLOT_BYTES / SLOT_BOXES)), "l"(map), "r"(w), "r"(h),
-                       "r"(d), "r"(c), "r"(at.n), "r"(barrier) : "memory");
+                   ::"r"(to + cursor.stage * stage_bytes + r * SLOT_BOX_BYTES), "l"(maps.of), "r"(w), "r"(h), "r"(d),
+                       "r"(c), "r"(at.n), "r"(barrier) : "memory");
     }
   }
 }
@@ -495,12 +503,14 @@ __device__ __forceinline__ void produce(const char* __restrict__ x, const Sizes&
     barrier_wait(barriers.landed + slot.stage * 8, slot.parity);
     barrier_wait(barriers.empty + tile.stage * 8, tile.parity);
     int channel = now.chunk * CK;
+    // Boxes bring zeros for pixels that do not exist, but for those ahead of a class's rows.
+    u32 exist = 0xffffffffu;
     if (own.plane % VEC == 0) {
-      turn<true>(own, channel, CIN_G - channel, slots + slot.stage * SLOT_BYTES, tiles + tile.stage * STAGE_BYTES,
-          thread);
+      turn<true>(own, exist, channel, CIN_G - channel, slots + slot.stage * SLOT_BYTES,
+          tiles + tile.stage * STAGE_BYTES, thread);
     } else {
-      turn<false>(own, channel, CIN_G - channel, slots + slot.stage * SLOT_BYTES, tiles + tile.stage * STAGE_BYTES,
-          thread);
+      turn<false>(own, exist, channel, CIN_G - channel, slots + slot.stage * SLOT_BYTES,
+          tiles + tile.stage * STAGE_BYTES, thread);
     }
     hand_over(barriers.full + tile.stage * 8, lane);
     if (lane == 0) barrier_arrive(barriers.left + slot.stage * 8);
@@ -654,9 +664,10 @@ __device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4]
   }
 }
 
-// Step i of a stretch of `steps`. Fragments take three sets of registers in turn: one is multiplied by, the one before may still
-// be, the next one is loaded. (measured: in a loop over taps ptxas cannot see that a set is free again and serialises every wgmma,
-// C7513: kb57's multiplications took 2.9 ms instead of 1.6. So the pipeline drains once per stretch.)
+// Step i of a stretch of `steps`. Fragments take FRAGMENT_SETS sets of registers in turn: one is multiplied by, the one before may
+// still be, the next one is loaded. At the end of a stretch the pipeline drains, since in a loop ptxas cannot see that a set is
+// free again and serialises every wgmma, C7513 (measured: kb57's multiplications took 2.9 ms instead of 1.6). CONTINUED: where the
+// steps of a chunk are a multiple of the sets it can, and a chunk's last step is multiplied while the next chunk begins.
 __device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[FRAGMENT_SETS][4], Fragments& weights,
     const Columns& pixels, int shift, int i, int steps, int lane) {
   int k_step = i / PARTS % K_STEPS;
@@ -676,6 +687,12 @@ __device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[FRAGMENT_SET
   }
 }
 
+// A pixel tile that no matrix instruction reads any more, by its barrier; 0: none.
+__device__ __forceinline__ void give_back(u32 barrier, int lane) {
+  __syncwarp();
+  if (lane == 0) barrier_arrive(barrier);
+}
+
 // few steps: all blocks of a chunk are one stretch, for each variant its own
 __device__ constexpr int entry_at(int i) {
   constexpr int entry[] = {0,3};
@@ -693,13 +710,13 @@ __device__ constexpr int block_of(int variant, int entry) {
 
 template <int VARIANT, int STEP>
 __device__ __forceinline__ void multiply_from(float (&acc)[MB][NB][32], u32 (&a)[FRAGMENT_SETS][4], Fragments& weights,
-    const Columns& pixels, int lane) {
+    const Columns& pixels, u32 behind, int lane) {
   constexpr int first = entry_at(VARIANT * (MB + 1)),
       steps = (entry_at(VARIANT * (MB + 1) + MB) - first) * STEPS_PER_TAP;
   if constexpr (STEP < steps) {
     constexpr int entry = first + STEP / STEPS_PER_TAP, block = block_of(VARIANT, entry);
     step(acc[block], a, weights, pixels, row_at(entry), STEP, steps, lane);
-    multiply_from<VARIANT, STEP + 1>(acc, a, weights, pixels, lane);
+    multiply_from<VARIANT, STEP + 1>(acc, a, weights, pixels, behind, lane);
   } else {
     weights.end_stretch(steps);
   }
@@ -707,10 +724,10 @@ __device__ __forceinline__ void multiply_from(float (&acc)[MB][NB][32], u32 (&a)
 
 template <int VARIANT>
 __device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB][32], Fragments& weights,
-    const Columns& pixels, int lane) {
+    const Columns& pixels, u32 behind, int lane) {
   u32 a[FRAGMENT_SETS][4];
   weights.load(a[0], 0);
-  multiply_from<VARIANT, 0>(acc, a, weights, pixels, lane);
+  multiply_from<VARIANT, 0>(acc, a, weights, pixels, behind, lane);
 }
 
 // --- epilogue --------------------------------------------------------------------------------------------------------
@@ -933,13 +950,14 @@ __device__ __forceinline__ void consume(const char* packed, const float* bias, c
         }
     weights.begin(packed, t, offset);
     int variant = __shfl_sync(0xffffffffu, t.variant, 0);  // so that ptxas knows that warps do not part over it
+    u32 behind = 0;                                      // CONTINUED: the chunk that the last step may still read
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks; chunk++, cursor.next(STAGES_P)) {
       barrier_wait(full + cursor.stage * 8, cursor.parity);
       weights.begin_chunk(chunk);
-      multiply_chunk<0>(variant, acc, weights, pixels_of(tiles + cursor.stage * STAGE_BYTES, first_subtile), lane);
-      __syncwarp();
-      if (lane == 0) barrier_arrive(empty + cursor.stage * 8);
+      multiply_chunk<0>(variant, acc, weights, pixels_of(tiles + cursor.stage * STAGE_BYTES, first_subtile), behind,
+          lane);
+      give_back(empty + cursor.stage * 8, lane);
     }
     weights.end();
     epilogue(acc, bias, y, s, t, t.cout_block * WGS_M + wg, first_subtile, buffer, warp, lane);
@@ -959,7 +977,7 @@ constexpr int SEGMENTS_AT = BARRIERS_AT + 16 * (STAGES_P + STAGES_W + SLOT_BARRI
 __global__ void __launch_bounds__(THREADS, 1)
 gather(const char* __restrict__ x, const char* __restrict__ packed, const float* __restrict__ bias,
        char* __restrict__ y, int batch, int in_d, int in_h, int in_w, int out_d, int out_h, int out_w, int tiles_d,
-       int tiles_h, int tiles_w, int tile_count, const __grid_constant__ TensorMap map) {
+       int tiles_h, int tiles_w, int tile_count, const __grid_constant__ TensorMaps maps) {
   extern __shared__ __align__(1024) unsigned char memory[];
   const Sizes s = {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, tile_count};
   u32 base = shared_address(memory);
@@ -993,7 +1011,7 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
     if (warp < PRODUCER_WARPS) {
       produce(x, s, segments, base + TILES_AT, base + SLOTS_AT, barriers, threadIdx.x);
     } else if (warp == LOADER_WARP && (thread & 31) == 0) {
-      load_boxes(&map, s, base + SLOTS_AT, SLOT_BYTES, barriers.landed, barriers.left);
+      load_boxes(maps, s, base + SLOTS_AT, SLOT_BYTES, barriers.landed, barriers.left);
     } else if (warp == WEIGHTS_WARP && (thread & 31) == 0) {
       stream_weights(packed, s, base + RING_AT, full_w, empty_w);
     }
@@ -1075,7 +1093,7 @@ constexpr int FIRST_W = -2;
 constexpr int COLUMNS = 258;  // input columns of a tile with its halo
 constexpr int COLUMN_PAD = 0;  // columns by which a box begins early
 constexpr int PLANE = 258;  // columns with one residue modulo IN_STEP_W
-constexpr int PLANES = 1;  // residues that some tap reads
+constexpr int PLANES = 1;  // residues that some tap reads; of several boxes all
 constexpr int FRAGMENT_SETS = 3;  // sets of registers that weights take in turn
 constexpr int PRODUCER_REGISTERS = 72;  // of a thread
 constexpr int CONSUMER_REGISTERS = 184;  // of a thread
@@ -1208,7 +1226,7 @@ constexpr int UNITS_PER_ROW = ROW_BYTES / 16;
 constexpr int K_STEPS = ROW_BYTES / 32;  // a matrix instruction takes 32 bytes of K
 constexpr int SEGMENTS = TILE_N * ROWS_D * ROWS_H;
 // Columns of a segment with one residue modulo IN_STEP_W make a plane of PLANE neighbours; there are PLANES residues that some tap
-// reads. A segment has its planes one behind the other, but a strided box lands as one residue's planes of all segments.
+// reads. A segment has its planes one behind the other. STRIDED_BOX: a plane is a box, of all segments of a band of rows.
 constexpr int PITCH = PLANES * PLANE;  // pixel rows from a segment to the next
 constexpr int PIXELS = SEGMENTS * PITCH;
 #define COLUMN(within) ((within) % PLANE * IN_STEP_W + (within) / PLANE)
@@ -1218,9 +1236,14 @@ constexpr int STAGE_BYTES = PARTS * PART_BYTES;
 // the row, whatever its alignment.
 constexpr int STAGING_UNITS = (COLUMNS + (2 * VEC - 2)) / VEC;
 constexpr int ROW_UNITS = STAGING_UNITS;
-constexpr int CHANNEL_BYTES = ROWS_D * ROWS_H * ROW_UNITS * 16;  // a slot is [box][image][channel][row][column]
-constexpr int SLOT_BOXES = (STAGING_UNITS + ROW_UNITS - 1) / ROW_UNITS;  // several where rows are longer than a box
-constexpr int SLOT_BYTES = SLOT_BOXES * TILE_N * CK * CHANNEL_BYTES;
+// A slot is [box][image][channel][row][column]. There are several boxes where rows are longer than one; or, CLASSED, where rows do
+// not all begin at the same place of a 16-byte unit: then rows and channels of one class, which do, are a tensor and a box.
+constexpr int CLASS_ROWS = ROWS_H;
+constexpr int CHANNEL_BYTES = ROWS_D * CLASS_ROWS * ROW_UNITS * 16;
+constexpr int SLOT_BOXES = (STAGING_UNITS + ROW_UNITS - 1) / ROW_UNITS;
+constexpr int COPIED_BYTES = TILE_N * CK * CHANNEL_BYTES;  // of a box
+constexpr int SLOT_BOX_BYTES = (COPIED_BYTES + 127) / 128 * 128;
+constexpr int SLOT_BYTES = SLOT_BOXES * SLOT_BOX_BYTES;
 constexpr int FRAGMENT = 2048;  // bytes: 64 rows of 32 bytes of K
 constexpr int CHUNKS = (CIN_G + CK - 1) / CK;
 constexpr int CONSUMERS = 2;
@@ -1416,7 +1439,7 @@ struct Pixels {
       int column = COLUMN(within), image = segment / (ROWS_D * ROWS_H);
       if (thread + k * PRODUCER_THREADS >= PIXELS) break;
       int at_column = column + COLUMN_PAD, box = 0;
-      from[k] = box * (SLOT_BYTES / SLOT_BOXES) + (segment + image * (CK - 1) * (ROWS_D * ROWS_H)) * ROW_UNITS * 16
+      from[k] = box * SLOT_BOX_BYTES + (segment + image * (CK - 1) * (ROWS_D * ROWS_H)) * ROW_UNITS * 16
           + (at_column - box * (ROW_UNITS * VEC)) * ELEMENT;
       int n, d, h;
       bool in = row_of(at, s, segments[segment], n, d, h) && column < COLUMNS && (u32)(at.w + column) < (u32)s.in_w;
@@ -1429,12 +1452,13 @@ struct Pixels {
 
 // A slot's pixels to rows of CK channels, rounded: a lane takes a pixel, so that loads and stores meet all banks.
 template <bool ALIGNED>  // every channel of a row has the same misalignment
-__device__ __forceinline__ void turn(const Pixels& own, int channel, int left, u32 slot, u32 tile, int thread) {
+__device__ __forceinline__ void turn(const Pixels& own, u32 exist, int channel, int left, u32 slot, u32 tile,
+    int thread) {
 #pragma unroll
   for (int k = 0; k < OWN_PIXELS; k++) {
     int p = pixel_row(thread + k * PRODUCER_THREADS);
     if (thread + k * PRODUCER_THREADS >= PIXELS) break;
-    bool ok = own.ok >> k & 1;
+    bool ok = exist >> k & 1;
     u32 phase = own.from[k] >> 24, from = slot + (own.from[k] & 0xffffff) + (ALIGNED ? phase * ELEMENT : 0);
 #pragma unroll 2  // more of them spill
     for (int unit = 0; unit < UNITS_PER_ROW; unit++) {
@@ -1515,12 +1539,14 @@ __device__ __forceinline__ void produce(const char* __restrict__ x, const Sizes&
     copy_commit();
     barrier_wait(barriers.empty + tile.stage * 8, tile.parity);
     int channel = now.chunk * CK;
+    // Boxes bring zeros for pixels that do not exist, but for those ahead of a class's rows.
+    u32 exist = own.ok;
     if (own.plane % VEC == 0) {
-      turn<true>(own, channel, CIN_G - channel, slots + slot.stage * SLOT_BYTES, tiles + tile.stage * STAGE_BYTES,
-          thread);
+      turn<true>(own, exist, channel, CIN_G - channel, slots + slot.stage * SLOT_BYTES,
+          tiles + tile.stage * STAGE_BYTES, thread);
     } else {
-      turn<false>(own, channel, CIN_G - channel, slots + slot.stage * SLOT_BYTES, tiles + tile.stage * STAGE_BYTES,
-          thread);
+      turn<false>(own, exist, channel, CIN_G - channel, slots + slot.stage * SLOT_BYTES,
+          tiles + tile.stage * STAGE_BYTES, thread);
     }
     hand_over(barriers.full + tile.stage * 8, lane);
   }
@@ -1673,9 +1699,10 @@ __device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4]
   }
 }
 
-// Step i of a stretch of `steps`. Fragments take three sets of registers in turn: one is multiplied by, the one before may still
-// be, the next one is loaded. (measured: in a loop over taps ptxas cannot see that a set is free again and serialises every wgmma,
-// C7513: kb57's multiplications took 2.9 ms instead of 1.6. So the pipeline drains once per stretch.)
+// Step i of a stretch of `steps`. Fragments take FRAGMENT_SETS sets of registers in turn: one is multiplied by, the one before may
+// still be, the next one is loaded. At the end of a stretch the pipeline drains, since in a loop ptxas cannot see that a set is
+// free again and serialises every wgmma, C7513 (measured: kb57's multiplications took 2.9 ms instead of 1.6). CONTINUED: where the
+// steps of a chunk are a multiple of the sets it can, and a chunk's last step is multiplied while the next chunk begins.
 __device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[FRAGMENT_SETS][4], Fragments& weights,
     const Columns& pixels, int shift, int i, int steps, int lane) {
   int k_step = i / PARTS % K_STEPS;
@@ -1695,6 +1722,12 @@ __device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[FRAGMENT_SET
   }
 }
 
+// A pixel tile that no matrix instruction reads any more, by its barrier; 0: none.
+__device__ __forceinline__ void give_back(u32 barrier, int lane) {
+  __syncwarp();
+  if (lane == 0) barrier_arrive(barrier);
+}
+
 // few steps: all blocks of a chunk are one stretch, for each variant its own
 __device__ constexpr int entry_at(int i) {
   constexpr int entry[] = {0,3};
@@ -1712,13 +1745,13 @@ __device__ constexpr int block_of(int variant, int entry) {
 
 template <int VARIANT, int STEP>
 __device__ __forceinline__ void multiply_from(float (&acc)[MB][NB][32], u32 (&a)[FRAGMENT_SETS][4], Fragments& weights,
-    const Columns& pixels, int lane) {
+    const Columns& pixels, u32 behind, int lane) {
   constexpr int first = entry_at(VARIANT * (MB + 1)),
       steps = (entry_at(VARIANT * (MB + 1) + MB) - first) * STEPS_PER_TAP;
   if constexpr (STEP < steps) {
     constexpr int entry = first + STEP / STEPS_PER_TAP, block = block_of(VARIANT, entry);
     step(acc[block], a, weights, pixels, row_at(entry), STEP, steps, lane);
-    multiply_from<VARIANT, STEP + 1>(acc, a, weights, pixels, lane);
+    multiply_from<VARIANT, STEP + 1>(acc, a, weights, pixels, behind, lane);
   } else {
     weights.end_stretch(steps);
   }
@@ -1726,10 +1759,10 @@ __device__ __forceinline__ void multiply_from(float (&acc)[MB][NB][32], u32 (&a)
 
 template <int VARIANT>
 __device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB][32], Fragments& weights,
-    const Columns& pixels, int lane) {
+    const Columns& pixels, u32 behind, int lane) {
   u32 a[FRAGMENT_SETS][4];
   weights.load(a[0], 0);
-  multiply_from<VARIANT, 0>(acc, a, weights, pixels, lane);
+  multiply_from<VARIANT, 0>(acc, a, weights, pixels, behind, lane);
 }
 
 // --- epilogue --------------------------------------------------------------------------------------------------------
@@ -1952,13 +1985,14 @@ __device__ __forceinline__ void consume(const char* packed, const float* bias, c
         }
     weights.begin(packed, t, offset);
     int variant = __shfl_sync(0xffffffffu, t.variant, 0);  // so that ptxas knows that warps do not part over it
+    u32 behind = 0;                                      // CONTINUED: the chunk that the last step may still read
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks; chunk++, cursor.next(STAGES_P)) {
       barrier_wait(full + cursor.stage * 8, cursor.parity);
       weights.begin_chunk(chunk);
-      multiply_chunk<0>(variant, acc, weights, pixels_of(tiles + cursor.stage * STAGE_BYTES, first_subtile), lane);
-      __syncwarp();
-      if (lane == 0) barrier_arrive(empty + cursor.stage * 8);
+      multiply_chunk<0>(variant, acc, weights, pixels_of(tiles + cursor.stage * STAGE_BYTES, first_subtile), behind,
+          lane);
+      give_back(empty + cursor.stage * 8, lane);
     }
     weights.end();
     epilogue(acc, bias, y, s, t, t.cout_block * WGS_M + wg, first_subtile, buffer, warp, lane);
@@ -2088,7 +2122,7 @@ constexpr int FIRST_W = 0;
 constexpr int COLUMNS = 258;  // input columns of a tile with its halo
 constexpr int COLUMN_PAD = 0;  // columns by which a box begins early
 constexpr int PLANE = 258;  // columns with one residue modulo IN_STEP_W
-constexpr int PLANES = 1;  // residues that some tap reads
+constexpr int PLANES = 1;  // residues that some tap reads; of several boxes all
 constexpr int FRAGMENT_SETS = 3;  // sets of registers that weights take in turn
 constexpr int PRODUCER_REGISTERS = 72;  // of a thread
 constexpr int CONSUMER_REGISTERS = 184;  // of a thread
@@ -2221,7 +2255,7 @@ constexpr int UNITS_PER_ROW = ROW_BYTES / 16;
 constexpr int K_STEPS = ROW_BYTES / 32;  // a matrix instruction takes 32 bytes of K
 constexpr int SEGMENTS = TILE_N * ROWS_D * ROWS_H;
 // Columns of a segment with one residue modulo IN_STEP_W make a plane of PLANE neighbours; there are PLANES residues that some tap
-// reads. A segment has its planes one behind the other, but a strided box lands as one residue's planes of all segments.
+// reads. A segment has its planes one behind the other. STRIDED_BOX: a plane is a box, of all segments of a band of rows.
 constexpr int PITCH = PLANES * PLANE;  // pixel rows from a segment to the next
 constexpr int PIXELS = SEGMENTS * PITCH;
 #define COLUMN(within) ((within) % PLANE * IN_STEP_W + (within) / PLANE)
@@ -2231,9 +2265,14 @@ constexpr int STAGE_BYTES = PARTS * PART_BYTES;
 // the row, whatever its alignment.
 constexpr int STAGING_UNITS = (COLUMNS + (2 * VEC - 2)) / VEC;
 constexpr int ROW_UNITS = STAGING_UNITS;
-constexpr int CHANNEL_BYTES = ROWS_D * ROWS_H * ROW_UNITS * 16;  // a slot is [box][image][channel][row][column]
-constexpr int SLOT_BOXES = (STAGING_UNITS + ROW_UNITS - 1) / ROW_UNITS;  // several where rows are longer than a box
-constexpr int SLOT_BYTES = SLOT_BOXES * TILE_N * CK * CHANNEL_BYTES;
+// A slot is [box][image][channel][row][column]. There are several boxes where rows are longer than one; or, CLASSED, where rows do
+// not all begin at the same place of a 16-byte unit: then rows and channels of one class, which do, are a tensor and a box.
+constexpr int CLASS_ROWS = ROWS_H;
+constexpr int CHANNEL_BYTES = ROWS_D * CLASS_ROWS * ROW_UNITS * 16;
+constexpr int SLOT_BOXES = (STAGING_UNITS + ROW_UNITS - 1) / ROW_UNITS;
+constexpr int COPIED_BYTES = TILE_N * CK * CHANNEL_BYTES;  // of a box
+constexpr int SLOT_BOX_BYTES = (COPIED_BYTES + 127) / 128 * 128;
+constexpr int SLOT_BYTES = SLOT_BOXES * SLOT_BOX_BYTES;
 constexpr int FRAGMENT = 2048;  // bytes: 64 rows of 32 bytes of K
 constexpr int CHUNKS = (CIN_G + CK - 1) / CK;
 constexpr int CONSUMERS = 2;
@@ -2430,7 +2469,7 @@ struct Pixels {
       int column = COLUMN(within), image = segment / (ROWS_D * ROWS_H);
       if (thread + k * PRODUCER_THREADS >= PIXELS) break;
       int at_column = column + COLUMN_PAD, box = 0;
-      from[k] = box * (SLOT_BYTES / SLOT_BOXES) + (segment + image * (CK - 1) * (ROWS_D * ROWS_H)) * ROW_UNITS * 16
+      from[k] = box * SLOT_BOX_BYTES + (segment + image * (CK - 1) * (ROWS_D * ROWS_H)) * ROW_UNITS * 16
           + (at_column - box * (ROW_UNITS * VEC)) * ELEMENT;
       int n, d, h;
       bool in = row_of(at, s, segments[segment], n, d, h) && column < COLUMNS && (u32)(at.w + column) < (u32)s.in_w;
@@ -2443,12 +2482,13 @@ struct Pixels {
 
 // A slot's pixels to rows of CK channels, rounded: a lane takes a pixel, so that loads and stores meet all banks.
 template <bool ALIGNED>  // every channel of a row has the same misalignment
-__device__ __forceinline__ void turn(const Pixels& own, int channel, int left, u32 slot, u32 tile, int thread) {
+__device__ __forceinline__ void turn(const Pixels& own, u32 exist, int channel, int left, u32 slot, u32 tile,
+    int thread) {
 #pragma unroll
   for (int k = 0; k < OWN_PIXELS; k++) {
     int p = pixel_row(thread + k * PRODUCER_THREADS);
     if (thread + k * PRODUCER_THREADS >= PIXELS) break;
-    bool ok = own.ok >> k & 1;
+    bool ok = exist >> k & 1;
     u32 phase = own.from[k] >> 24, from = slot + (own.from[k] & 0xffffff) + (ALIGNED ? phase * ELEMENT : 0);
 #pragma unroll 2  // more of them spill
     for (int unit = 0; unit < UNITS_PER_ROW; unit++) {
@@ -2529,12 +2569,14 @@ __device__ __forceinline__ void produce(const char* __restrict__ x, const Sizes&
     copy_commit();
     barrier_wait(barriers.empty + tile.stage * 8, tile.parity);
     int channel = now.chunk * CK;
+    // Boxes bring zeros for pixels that do not exist, but for those ahead of a class's rows.
+    u32 exist = own.ok;
     if (own.plane % VEC == 0) {
-      turn<true>(own, channel, CIN_G - channel, slots + slot.stage * SLOT_BYTES, tiles + tile.stage * STAGE_BYTES,
-          thread);
+      turn<true>(own, exist, channel, CIN_G - channel, slots + slot.stage * SLOT_BYTES,
+          tiles + tile.stage * STAGE_BYTES, thread);
     } else {
-      turn<false>(own, channel, CIN_G - channel, slots + slot.stage * SLOT_BYTES, tiles + tile.stage * STAGE_BYTES,
-          thread);
+      turn<false>(own, exist, channel, CIN_G - channel, slots + slot.stage * SLOT_BYTES,
+          tiles + tile.stage * STAGE_BYTES, thread);
     }
     hand_over(barriers.full + tile.stage * 8, lane);
   }
@@ -2687,9 +2729,10 @@ __device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4]
   }
 }
 
-// Step i of a stretch of `steps`. Fragments take three sets of registers in turn: one is multiplied by, the one before may still
-// be, the next one is loaded. (measured: in a loop over taps ptxas cannot see that a set is free again and serialises every wgmma,
-// C7513: kb57's multiplications took 2.9 ms instead of 1.6. So the pipeline drains once per stretch.)
+// Step i of a stretch of `steps`. Fragments take FRAGMENT_SETS sets of registers in turn: one is multiplied by, the one before may
+// still be, the next one is loaded. At the end of a stretch the pipeline drains, since in a loop ptxas cannot see that a set is
+// free again and serialises every wgmma, C7513 (measured: kb57's multiplications took 2.9 ms instead of 1.6). CONTINUED: where the
+// steps of a chunk are a multiple of the sets it can, and a chunk's last step is multiplied while the next chunk begins.
 __device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[FRAGMENT_SETS][4], Fragments& weights,
     const Columns& pixels, int shift, int i, int steps, int lane) {
   int k_step = i / PARTS % K_STEPS;
@@ -2709,6 +2752,12 @@ __device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[FRAGMENT_SET
   }
 }
 
+// A pixel tile that no matrix instruction reads any more, by its barrier; 0: none.
+__device__ __forceinline__ void give_back(u32 barrier, int lane) {
+  __syncwarp();
+  if (lane == 0) barrier_arrive(barrier);
+}
+
 // few steps: all blocks of a chunk are one stretch, for each variant its own
 __device__ constexpr int entry_at(int i) {
   constexpr int entry[] = {0,3};
@@ -2726,13 +2775,13 @@ __device__ constexpr int block_of(int variant, int entry) {
 
 template <int VARIANT, int STEP>
 __device__ __forceinline__ void multiply_from(float (&acc)[MB][NB][32], u32 (&a)[FRAGMENT_SETS][4], Fragments& weights,
-    const Columns& pixels, int lane) {
+    const Columns& pixels, u32 behind, int lane) {
   constexpr int first = entry_at(VARIANT * (MB + 1)),
       steps = (entry_at(VARIANT * (MB + 1) + MB) - first) * STEPS_PER_TAP;
   if constexpr (STEP < steps) {
     constexpr int entry = first + STEP / STEPS_PER_TAP, block = block_of(VARIANT, entry);
     step(acc[block], a, weights, pixels, row_at(entry), STEP, steps, lane);
-    multiply_from<VARIANT, STEP + 1>(acc, a, weights, pixels, lane);
+    multiply_from<VARIANT, STEP + 1>(acc, a, weights, pixels, behind, lane);
   } else {
     weights.end_stretch(steps);
   }
@@ -2740,10 +2789,10 @@ __device__ __forceinline__ void multiply_from(float (&acc)[MB][NB][32], u32 (&a)
 
 template <int VARIANT>
 __device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB][32], Fragments& weights,
-    const Columns& pixels, int lane) {
+    const Columns& pixels, u32 behind, int lane) {
   u32 a[FRAGMENT_SETS][4];
   weights.load(a[0], 0);
-  multiply_from<VARIANT, 0>(acc, a, weights, pixels, lane);
+  multiply_from<VARIANT, 0>(acc, a, weights, pixels, behind, lane);
 }
 
 // --- epilogue --------------------------------------------------------------------------------------------------------
@@ -2966,13 +3015,14 @@ __device__ __forceinline__ void consume(const char* packed, const float* bias, c
         }
     weights.begin(packed, t, offset);
     int variant = __shfl_sync(0xffffffffu, t.variant, 0);  // so that ptxas knows that warps do not part over it
+    u32 behind = 0;                                      // CONTINUED: the chunk that the last step may still read
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks; chunk++, cursor.next(STAGES_P)) {
       barrier_wait(full + cursor.stage * 8, cursor.parity);
       weights.begin_chunk(chunk);
-      multiply_chunk<0>(variant, acc, weights, pixels_of(tiles + cursor.stage * STAGE_BYTES, first_subtile), lane);
-      __syncwarp();
-      if (lane == 0) barrier_arrive(empty + cursor.stage * 8);
+      multiply_chunk<0>(variant, acc, weights, pixels_of(tiles + cursor.stage * STAGE_BYTES, first_subtile), behind,
+          lane);
+      give_back(empty + cursor.stage * 8, lane);
     }
     weights.end();
     epilogue(acc, bias, y, s, t, t.cout_block * WGS_M + wg, first_subtile, buffer, warp, lane);

@@ -15,8 +15,8 @@ Constraints:
 - Results are bit-equal from run to run. Under torch.autocast the layer wants its own dtype all the same.
 
 Kernels:
-- forward: wgmma tf32, tile 1x1x2x64 (NxDxHxW of q) x 128 rows, chunk of 16 channels, in turn, weights ring of 5 x 8
-  fragments, 215 KB shared.
+- forward: wgmma tf32, tile 1x2x2x64 (NxDxHxW of q) x 128 rows, chunk of 8 channels, pixels halved, weights ring of
+  6 x 6 fragments, 201 KB shared.
 - forward (other widths than multiples of 4): wgmma tf32, tile 1x2x8x16 (NxDxHxW of q) x 128 rows, chunk of 16
   channels, pixels halved, weights ring of 5 x 8 fragments, 215 KB shared.
 - gradient for the input: wgmma tf32, tile 1x2x8x8 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights
@@ -70,8 +70,8 @@ CUDA = r"""
 #include <c10/cuda/CUDAStream.h>
 
 // =====================================================================================================================
-// Forward: wgmma tf32, tile 1x1x2x64 (NxDxHxW of q) x 128 rows, chunk of 16 channels, in turn, weights ring of 5 x 8
-// fragments, 215 KB shared.
+// Forward: wgmma tf32, tile 1x2x2x64 (NxDxHxW of q) x 128 rows, chunk of 8 channels, pixels halved, weights ring of 6 x
+// 6 fragments, 201 KB shared.
 // =====================================================================================================================
 
 namespace forward {
@@ -104,7 +104,7 @@ constexpr int COUT = 32;  // channels of what is written
 constexpr int CIN_G = 32;  // channels of a group in what is read
 constexpr int COUT_G = 32;  // channels of a group in what is written
 constexpr int TAPS = 27;  // of the kernel, over all axes
-constexpr int CK = 16;  // channels of a chunk
+constexpr int CK = 8;  // channels of a chunk
 constexpr int SUB_H = 1, SUB_W = 64;  // the 64 positions q that one matrix instruction takes
 constexpr int SUBS = 2;  // (d, h) sub-positions in a block of 64 rows of M
 constexpr int ROWS_PER_SUB = 32;  // output channels of a sub-position in a block
@@ -114,24 +114,24 @@ constexpr int VARIANTS = 2;  // M-groups that differ in their taps
 constexpr int COUT_BLOCKS = 1;  // M-groups that share the output channels of a group
 constexpr int M_GROUPS = 2;  // groups x COUT_BLOCKS x VARIANTS
 constexpr int STAGES_P = 2;  // input tiles in shared memory
-constexpr int STAGES_S = 2;  // staging slots
-constexpr int STAGES_W = 5;  // stages of the weights: of the ring, or chunks
-constexpr int W_STAGE = 8;  // fragments of weights in a stage of the ring, at most
-constexpr int RING_FRAGMENTS = 40;  // fragments of weights in shared memory
+constexpr int STAGES_S = 3;  // staging slots
+constexpr int STAGES_W = 6;  // stages of the weights: of the ring, or chunks
+constexpr int W_STAGE = 6;  // fragments of weights in a stage of the ring, at most
+constexpr int RING_FRAGMENTS = 36;  // fragments of weights in shared memory
 constexpr int RUN_GROUPS = 8;  // groups of 8 columns that the epilogue stores together
-constexpr int ROWS_D = 2, ROWS_H = 3;  // input rows of a tile
+constexpr int ROWS_D = 3, ROWS_H = 3;  // input rows of a tile
 constexpr int ROW_STEP_D = 1, ROW_STEP_H = 1;  // rows of the tile from one q to the next
 constexpr int COLUMNS = 65;  // input columns of a tile with its halo
 constexpr int COLUMN_PAD = 0;  // columns by which a box begins early
-constexpr int BOX_UNITS = 17;
+constexpr int BOX_UNITS = 17;  // 16-byte units of a row of a box
 constexpr int PLANE = 65;  // columns with one residue modulo IN_STEP_W
-constexpr int PLANES = 1;  // residues that some tap reads
+constexpr int PLANES = 1;  // residues that some tap reads; of several boxes all
 constexpr int FRAGMENT_SETS = 3;  // sets of registers that weights take in turn
 constexpr int PRODUCER_REGISTERS = 48;  // of a thread
 constexpr int CONSUMER_REGISTERS = 208;  // of a thread
 constexpr int OUT_STEP_D = 2, OUT_STEP_H = 2, OUT_STEP_W = 2;  // outputs from one q to the next
 constexpr int IN_STEP_D = 1, IN_STEP_H = 1, IN_STEP_W = 1;  // inputs from one q to the next
-constexpr int TILE_D = 1, TILE_H = 2, TILE_W = 64;  // positions q of a tile
+constexpr int TILE_D = 2, TILE_H = 2, TILE_W = 64;  // positions q of a tile
 constexpr int TILE_N = 1;  // images of a tile
 
 // PTX in small wrappers, so that a kernel body reads as an algorithm.
@@ -158,14 +158,6 @@ __device__ __forceinline__ bool barrier_done(u32 barrier, u32 parity) {
 }
 __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
   while (!barrier_done(barrier, parity)) {}
-}
-template <int ID, int THREADS>
-__device__ __forceinline__ void named_sync() { asm volatile("bar.sync %0, %1;\n" ::"n"(ID), "n"(THREADS) : "memory"); }
-__device__ __forceinline__ void named_sync(int id, int threads) {
-  asm volatile("bar.sync %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
-}
-__device__ __forceinline__ void named_arrive(int id, int threads) {
-  asm volatile("bar.arrive %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
 }
 
 // --- copies into shared memory ---------------------------------------------------------------------------------------
@@ -250,7 +242,7 @@ constexpr int UNITS_PER_ROW = ROW_BYTES / 16;
 constexpr int K_STEPS = ROW_BYTES / 32;  // a matrix instruction takes 32 bytes of K
 constexpr int SEGMENTS = TILE_N * ROWS_D * ROWS_H;
 // Columns of a segment with one residue modulo IN_STEP_W make a plane of PLANE neighbours; there are PLANES residues that some tap
-// reads. A segment has its planes one behind the other, but a strided box lands as one residue's planes of all segments.
+// reads. A segment has its planes one behind the other. STRIDED_BOX: a plane is a box, of all segments of a band of rows.
 constexpr int PITCH = PLANES * PLANE;  // pixel rows from a segment to the next
 constexpr int PIXELS = SEGMENTS * PITCH;
 #define COLUMN(within) ((within) % PLANE * IN_STEP_W + (within) / PLANE)
@@ -260,9 +252,14 @@ constexpr int STAGE_BYTES = PARTS * PART_BYTES;
 // the row, whatever its alignment.
 constexpr int STAGING_UNITS = (COLUMNS + (COLUMN_PAD + VEC - 1)) / VEC;
 constexpr int ROW_UNITS = BOX_UNITS;
-constexpr int CHANNEL_BYTES = ROWS_D * ROWS_H * ROW_UNITS * 16;  // a slot is [box][image][channel][row][column]
-constexpr int SLOT_BOXES = (STAGING_UNITS + ROW_UNITS - 1) / ROW_UNITS;  // several where rows are longer than a box
-constexpr int SLOT_BYTES = SLOT_BOXES * TILE_N * CK * CHANNEL_BYTES;
+// A slot is [box][image][channel][row][column]. There are several boxes where rows are longer than one; or, CLASSED, where rows do
+// not all begin at the same place of a 16-byte unit: then rows and channels of one class, which do, are a tensor and a box.
+constexpr int CLASS_ROWS = ROWS_H;
+constexpr int CHANNEL_BYTES = ROWS_D * CLASS_ROWS * ROW_UNITS * 16;
+constexpr int SLOT_BOXES = (STAGING_UNITS + ROW_UNITS - 1) / ROW_UNITS;
+constexpr int COPIED_BYTES = TILE_N * CK * CHANNEL_BYTES;  // of a box
+constexpr int SLOT_BOX_BYTES = (COPIED_BYTES + 127) / 128 * 128;
+constexpr int SLOT_BYTES = SLOT_BOXES * SLOT_BOX_BYTES;
 constexpr int FRAGMENT = 2048;  // bytes: 64 rows of 32 bytes of K
 constexpr int CHUNKS = (CIN_G + CK - 1) / CK;
 constexpr int CONSUMERS = 2;
@@ -276,16 +273,16 @@ constexpr int FIRST_CONSUMER = 2;
 constexpr int PRODUCER_WARPS = PRODUCER_THREADS / 32;
 constexpr int THREADS = FIRST_CONSUMER * 128 + CONSUMER_THREADS;
 constexpr int SUBTILES = TILE_N * TILE_D * (TILE_H / SUB_H) * (TILE_W / SUB_W);
-constexpr int NB = SUBTILES;
+constexpr int NB = SUBTILES / 2;
 constexpr int WGS_M = 1;
-constexpr int RELEASES = 1;  // consumers that read a stage
+constexpr int RELEASES = 2;  // consumers that read a stage
 constexpr int W_SUBTILES = TILE_W / SUB_W;
 constexpr int H_SUBTILES = TILE_H / SUB_H;
 __constant__ const int ENTRY[] = {0,2,6,6,10,18};  // [variant][MB + 1]: where a block's taps begin
 __constant__ const short SUB_D[] = {0,0,1,1};  // [variant][SUBS]: output offset of an M-row's sub-position
 __constant__ const short SUB_HH[] = {0,1,0,1};
 __constant__ const short U_W[] = {0,0};  // [variant]: first W sub-position
-__constant__ const int ROW_D[] = {0,1};  // input offset of a tile's rows
+__constant__ const int ROW_D[] = {0,1,2};  // input offset of a tile's rows
 __constant__ const int ROW_H[] = {0,1,2};
 
 struct Sizes {                                         // one layout for the packed argument block
@@ -295,6 +292,8 @@ struct Sizes {                                         // one layout for the pac
 };
 
 struct alignas(64) TensorMap { u64 opaque[16]; };  // a CUtensorMap
+constexpr int MAPS = 1;
+struct TensorMaps { TensorMap of[MAPS]; };
 
 struct Tile {
   int group, cout_block, variant;                      // M-group
@@ -323,7 +322,7 @@ __device__ __forceinline__ int chunks_of(int variant) { return entries_of(varian
 
 // Byte of the 16-byte unit `unit` of pixel row `p` in a tile.
 __device__ __forceinline__ u32 unit_at(int p, int unit) {
-  int swizzle = (p >> 1) & 3;
+  int swizzle = (p >> 2) & 1;
   return p * ROW_BYTES + ((unit ^ swizzle) << 4);
 }
 
@@ -410,7 +409,7 @@ struct Pixels {
       int column = COLUMN(within), image = segment / (ROWS_D * ROWS_H);
       if (thread + k * PRODUCER_THREADS >= PIXELS) break;
       int at_column = column + COLUMN_PAD, box = 0;
-      from[k] = box * (SLOT_BYTES / SLOT_BOXES) + (segment + image * (CK - 1) * (ROWS_D * ROWS_H)) * ROW_UNITS * 16
+      from[k] = box * SLOT_BOX_BYTES + (segment + image * (CK - 1) * (ROWS_D * ROWS_H)) * ROW_UNITS * 16
           + (at_column - box * (ROW_UNITS * VEC)) * ELEMENT;
     }
   }
@@ -418,12 +417,13 @@ struct Pixels {
 
 // A slot's pixels to rows of CK channels, rounded: a lane takes a pixel, so that loads and stores meet all banks.
 template <bool ALIGNED>  // every channel of a row has the same misalignment
-__device__ __forceinline__ void turn(const Pixels& own, int channel, int left, u32 slot, u32 tile, int thread) {
+__device__ __forceinline__ void turn(const Pixels& own, u32 exist, int channel, int left, u32 slot, u32 tile,
+    int thread) {
 #pragma unroll
   for (int k = 0; k < OWN_PIXELS; k++) {
     int p = pixel_row(thread + k * PRODUCER_THREADS);
     if (thread + k * PRODUCER_THREADS >= PIXELS) break;
-    bool ok = true;
+    bool ok = exist >> k & 1;
     u32 phase = own.from[k] >> 24, from = slot + (own.from[k] & 0xffffff) + (ALIGNED ? phase * ELEMENT : 0);
 #pragma unroll 2  // more of them spill
     for (int unit = 0; unit < UNITS_PER_ROW; unit++) {
@@ -473,15 +473,15 @@ __device__ __forceinline__ void hand_over(u32 barrier, int lane) {
 struct Barriers { u32 full, empty, landed, left; };  // of tiles; of slots or boxes: `landed` by the copy engine
 
 // The loader, one thread: ahead of everyone by as many slots (NCHW) or tiles (channels-last) as are free. Channels-last pixels
-// whose taps step over columns come as a box for each residue, with the copy engine's element strides.
-__device__ __forceinline__ void load_boxes(const TensorMap* map, const Sizes& s, u32 to, u32 stage_bytes, u32 landed,
+// whose taps step over columns or rows come as a box for each plane, with the copy engine's element strides.
+__device__ __forceinline__ void load_boxes(const TensorMaps& maps, const Sizes& s, u32 to, u32 stage_bytes, u32 landed,
     u32 left) {
   Walk walk;
   Cursor cursor = {0, 1};                               // all are free at first
 #pragma unroll 1
   for (walk.begin(blockIdx.x, s); walk.live(s); walk.next(s), cursor.next(STAGES_S)) {
     Source at = source_of(walk.tile, walk.chunk);
-    u32 barrier = landed + cursor.stage * 8, bytes = SLOT_BYTES;
+    u32 barrier = landed + cursor.stage * 8, bytes = SLOT_BOXES * COPIED_BYTES;
     barrier_wait(left + cursor.stage * 8, cursor.parity);
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
     int c = at.channel, w = at.w - COLUMN_PAD, h = at.h + FIRST_H, d = at.d + FIRST_D;
@@ -489,8 +489,8 @@ __device__ __forceinline__ void load_boxes(const TensorMap* map, const Sizes& s,
     for (int r = 0; r < SLOT_BOXES; r++) {
       if (r) w += ROW_UNITS * VEC;
       asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5, %6}], [%7];\n"
-                   ::"r"(to + cursor.stage * stage_bytes + r * (SLOT_BYTES / SLOT_BOXES)), "l"(map), "r"(w), "r"(h),
-                       "r"(d), "r"(c), "r"(at.n), "r"(barrier) : "memory");
+                   ::"r"(to + cursor.stage * stage_bytes + r * SLOT_BOX_BYTES), "l"(maps.of), "r"(w), "r"(h), "r"(d),
+                       "r"(c), "r"(at.n), "r"(barrier) : "memory");
     }
   }
 }
@@ -508,12 +508,14 @@ __device__ __forceinline__ void produce(const char* __restrict__ x, const Sizes&
     barrier_wait(barriers.landed + slot.stage * 8, slot.parity);
     barrier_wait(barriers.empty + tile.stage * 8, tile.parity);
     int channel = now.chunk * CK;
+    // Boxes bring zeros for pixels that do not exist, but for those ahead of a class's rows.
+    u32 exist = 0xffffffffu;
     if (own.plane % VEC == 0) {
-      turn<true>(own, channel, CIN_G - channel, slots + slot.stage * SLOT_BYTES, tiles + tile.stage * STAGE_BYTES,
-          thread);
+      turn<true>(own, exist, channel, CIN_G - channel, slots + slot.stage * SLOT_BYTES,
+          tiles + tile.stage * STAGE_BYTES, thread);
     } else {
-      turn<false>(own, channel, CIN_G - channel, slots + slot.stage * SLOT_BYTES, tiles + tile.stage * STAGE_BYTES,
-          thread);
+      turn<false>(own, exist, channel, CIN_G - channel, slots + slot.stage * SLOT_BYTES,
+          tiles + tile.stage * STAGE_BYTES, thread);
     }
     hand_over(barriers.full + tile.stage * 8, lane);
     if (lane == 0) barrier_arrive(barriers.left + slot.stage * 8);
@@ -640,6 +642,8 @@ struct Columns {
 
 // Pixel rows from the consumer's first subtile to another of its: known to the compiler where both halves of a tile are alike.
 __device__ __forceinline__ constexpr bool halves_alike() {
+  for (int nb = 1; nb < NB; nb++)
+    if (pixel_row_of(NB + nb) - pixel_row_of(NB) != pixel_row_of(nb) - pixel_row_of(0)) return false;
   return true;
 }
 __device__ __forceinline__ int rows_to(int nb, int first) {
@@ -656,7 +660,7 @@ __device__ __forceinline__ Columns pixels_of(u32 tile, int first) {
 template <bool FRESH>
 __device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4], const Columns& pixels, int shift,
     int k_step, int part, int lane) {
-  const u64 upper = ((u64)(GROUP_ROWS * ROW_BYTES >> 4) << 32) | ((u64)(2) << 62);
+  const u64 upper = ((u64)(GROUP_ROWS * ROW_BYTES >> 4) << 32) | ((u64)(3) << 62);
 #pragma unroll
   for (int nb = 0; nb < NB; nb += SUBTILES_OF_WGMMA) {
     u64 b = upper | (pixels.start + shift * (ROW_BYTES / 16)
@@ -666,9 +670,10 @@ __device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4]
   }
 }
 
-// Step i of a stretch of `steps`. Fragments take three sets of registers in turn: one is multiplied by, the one before may still
-// be, the next one is loaded. (measured: in a loop over taps ptxas cannot see that a set is free again and serialises every wgmma,
-// C7513: kb57's multiplications took 2.9 ms instead of 1.6. So the pipeline drains once per stretch.)
+// Step i of a stretch of `steps`. Fragments take FRAGMENT_SETS sets of registers in turn: one is multiplied by, the one before may
+// still be, the next one is loaded. At the end of a stretch the pipeline drains, since in a loop ptxas cannot see that a set is
+// free again and serialises every wgmma, C7513 (measured: kb57's multiplications took 2.9 ms instead of 1.6). CONTINUED: where the
+// steps of a chunk are a multiple of the sets it can, and a chunk's last step is multiplied while the next chunk begins.
 __device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[FRAGMENT_SETS][4], Fragments& weights,
     const Columns& pixels, int shift, int i, int steps, int lane) {
   int k_step = i / PARTS % K_STEPS;
@@ -688,6 +693,12 @@ __device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[FRAGMENT_SET
   }
 }
 
+// A pixel tile that no matrix instruction reads any more, by its barrier; 0: none.
+__device__ __forceinline__ void give_back(u32 barrier, int lane) {
+  __syncwarp();
+  if (lane == 0) barrier_arrive(barrier);
+}
+
 // few steps: all blocks of a chunk are one stretch, for each variant its own
 __device__ constexpr int entry_at(int i) {
   constexpr int entry[] = {0,2,6,6,10,18};
@@ -705,13 +716,13 @@ __device__ constexpr int block_of(int variant, int entry) {
 
 template <int VARIANT, int STEP>
 __device__ __forceinline__ void multiply_from(float (&acc)[MB][NB][32], u32 (&a)[FRAGMENT_SETS][4], Fragments& weights,
-    const Columns& pixels, int lane) {
+    const Columns& pixels, u32 behind, int lane) {
   constexpr int first = entry_at(VARIANT * (MB + 1)),
       steps = (entry_at(VARIANT * (MB + 1) + MB) - first) * STEPS_PER_TAP;
   if constexpr (STEP < steps) {
     constexpr int entry = first + STEP / STEPS_PER_TAP, block = block_of(VARIANT, entry);
     step(acc[block], a, weights, pixels, row_at(entry), STEP, steps, lane);
-    multiply_from<VARIANT, STEP + 1>(acc, a, weights, pixels, lane);
+    multiply_from<VARIANT, STEP + 1>(acc, a, weights, pixels, behind, lane);
   } else {
     weights.end_stretch(steps);
   }
@@ -719,13 +730,13 @@ __device__ __forceinline__ void multiply_from(float (&acc)[MB][NB][32], u32 (&a)
 
 template <int VARIANT>
 __device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB][32], Fragments& weights,
-    const Columns& pixels, int lane) {
+    const Columns& pixels, u32 behind, int lane) {
   if (variant == VARIANT) {
     u32 a[FRAGMENT_SETS][4];
     weights.load(a[0], 0);
-    multiply_from<VARIANT, 0>(acc, a, weights, pixels, lane);
+    multiply_from<VARIANT, 0>(acc, a, weights, pixels, behind, lane);
   } else if constexpr (VARIANT + 1 < VARIANTS) {
-    multiply_chunk<VARIANT + 1>(variant, acc, weights, pixels, lane);
+    multiply_chunk<VARIANT + 1>(variant, acc, weights, pixels, behind, lane);
   }
 }
 
@@ -925,23 +936,17 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* 
 __device__ __forceinline__ void consume(const char* packed, const float* bias, char* y, const Sizes& s, u32 tiles,
     u32 full, u32 empty, Fragments& weights, u32 buffers, int wg, int thread) {
   int warp = thread >> 5, lane = thread & 31;
-  int first_subtile = 0, offset = thread * 16;
+  int first_subtile = wg * NB, offset = thread * 16;
   u32 buffer = buffers + (wg * 4 + warp) * BUFFER_BYTES;
   Cursor cursor = {0, 0};
   weights.cursor = {0, 0};
   weights.ring += offset;
   weights.first = true;
   int turn = 0;
-  if (wg == 1) named_arrive(2, CONSUMER_THREADS);  // the first turn is warpgroup 0's
 #pragma unroll 1
   for (int index = blockIdx.x; index < s.tiles; index += gridDim.x, turn++) {
     Tile t = tile_at(index, s);
     int chunks = chunks_of(t.variant);
-    if ((turn & 1) != wg) {
-      for (int i = 0; i < chunks; i++) cursor.next(STAGES_P);
-      weights.skip(t.variant);
-      continue;
-    }
     float acc[MB][NB][32];
 #pragma unroll
     for (int b = 0; b < MB; b++)
@@ -953,19 +958,18 @@ __device__ __forceinline__ void consume(const char* packed, const float* bias, c
           // here, not behind a fence of wgmma: ptxas would serialise all (C7519)
           asm volatile("" : "+f"(acc[b][nb][i]));
         }
-    named_sync(2 + wg, CONSUMER_THREADS);
     weights.begin(packed, t, offset);
     int variant = __shfl_sync(0xffffffffu, t.variant, 0);  // so that ptxas knows that warps do not part over it
+    u32 behind = 0;                                      // CONTINUED: the chunk that the last step may still read
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks; chunk++, cursor.next(STAGES_P)) {
       barrier_wait(full + cursor.stage * 8, cursor.parity);
       weights.begin_chunk(chunk);
-      multiply_chunk<0>(variant, acc, weights, pixels_of(tiles + cursor.stage * STAGE_BYTES, first_subtile), lane);
-      __syncwarp();
-      if (lane == 0) barrier_arrive(empty + cursor.stage * 8);
+      multiply_chunk<0>(variant, acc, weights, pixels_of(tiles + cursor.stage * STAGE_BYTES, first_subtile), behind,
+          lane);
+      give_back(empty + cursor.stage * 8, lane);
     }
     weights.end();
-    named_arrive(2 + (wg ^ 1), CONSUMER_THREADS);
     epilogue(acc, bias, y, s, t, t.cout_block * WGS_M, first_subtile, buffer, warp, lane);
   }
 }
@@ -983,7 +987,7 @@ constexpr int SEGMENTS_AT = BARRIERS_AT + 16 * (STAGES_P + STAGES_W + SLOT_BARRI
 __global__ void __launch_bounds__(THREADS, 1)
 gather(const char* __restrict__ x, const char* __restrict__ packed, const float* __restrict__ bias,
        char* __restrict__ y, int batch, int in_d, int in_h, int in_w, int out_d, int out_h, int out_w, int tiles_d,
-       int tiles_h, int tiles_w, int tile_count, const __grid_constant__ TensorMap map) {
+       int tiles_h, int tiles_w, int tile_count, const __grid_constant__ TensorMaps maps) {
   extern __shared__ __align__(1024) unsigned char memory[];
   const Sizes s = {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, tile_count};
   u32 base = shared_address(memory);
@@ -1017,7 +1021,7 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
     if (warp < PRODUCER_WARPS) {
       produce(x, s, segments, base + TILES_AT, base + SLOTS_AT, barriers, threadIdx.x);
     } else if (warp == LOADER_WARP && (thread & 31) == 0) {
-      load_boxes(&map, s, base + SLOTS_AT, SLOT_BYTES, barriers.landed, barriers.left);
+      load_boxes(maps, s, base + SLOTS_AT, SLOT_BYTES, barriers.landed, barriers.left);
     } else if (warp == WEIGHTS_WARP && (thread & 31) == 0) {
       stream_weights(packed, s, base + RING_AT, full_w, empty_w);
     }
@@ -1099,7 +1103,7 @@ constexpr int FIRST_W = 0;
 constexpr int COLUMNS = 17;  // input columns of a tile with its halo
 constexpr int COLUMN_PAD = 0;  // columns by which a box begins early
 constexpr int PLANE = 17;  // columns with one residue modulo IN_STEP_W
-constexpr int PLANES = 1;  // residues that some tap reads
+constexpr int PLANES = 1;  // residues that some tap reads; of several boxes all
 constexpr int FRAGMENT_SETS = 3;  // sets of registers that weights take in turn
 constexpr int PRODUCER_REGISTERS = 72;  // of a thread
 constexpr int CONSUMER_REGISTERS = 184;  // of a thread
@@ -1231,7 +1235,7 @@ constexpr int UNITS_PER_ROW = ROW_BYTES / 16;
 constexpr int K_STEPS = ROW_BYTES / 32;  // a matrix instruction takes 32 bytes of K
 constexpr int SEGMENTS = TILE_N * ROWS_D * ROWS_H;
 // Columns of a segment with one residue modulo IN_STEP_W make a plane of PLANE neighbours; there are PLANES residues that some tap
-// reads. A segment has its planes one behind the other, but a strided box lands as one residue's planes of all segments.
+// reads. A segment has its planes one behind the other. STRIDED_BOX: a plane is a box, of all segments of a band of rows.
 constexpr int PITCH = PLANES * PLANE;  // pixel rows from a segment to the next
 constexpr int PIXELS = SEGMENTS * PITCH;
 #define COLUMN(within) ((within) % PLANE * IN_STEP_W + (within) / PLANE)
@@ -1241,9 +1245,14 @@ constexpr int STAGE_BYTES = PARTS * PART_BYTES;
 // the row, whatever its alignment.
 constexpr int STAGING_UNITS = (COLUMNS + (2 * VEC - 2)) / VEC;
 constexpr int ROW_UNITS = STAGING_UNITS;
-constexpr int CHANNEL_BYTES = ROWS_D * ROWS_H * ROW_UNITS * 16;  // a slot is [box][image][channel][row][column]
-constexpr int SLOT_BOXES = (STAGING_UNITS + ROW_UNITS - 1) / ROW_UNITS;  // several where rows are longer than a box
-constexpr int SLOT_BYTES = SLOT_BOXES * TILE_N * CK * CHANNEL_BYTES;
+// A slot is [box][image][channel][row][column]. There are several boxes where rows are longer than one; or, CLASSED, where rows do
+// not all begin at the same place of a 16-byte unit: then rows and channels of one class, which do, are a tensor and a box.
+constexpr int CLASS_ROWS = ROWS_H;
+constexpr int CHANNEL_BYTES = ROWS_D * CLASS_ROWS * ROW_UNITS * 16;
+constexpr int SLOT_BOXES = (STAGING_UNITS + ROW_UNITS - 1) / ROW_UNITS;
+constexpr int COPIED_BYTES = TILE_N * CK * CHANNEL_BYTES;  // of a box
+constexpr int SLOT_BOX_BYTES = (COPIED_BYTES + 127) / 128 * 128;
+constexpr int SLOT_BYTES = SLOT_BOXES * SLOT_BOX_BYTES;
 constexpr int FRAGMENT = 2048;  // bytes: 64 rows of 32 bytes of K
 constexpr int CHUNKS = (CIN_G + CK - 1) / CK;
 constexpr int CONSUMERS = 2;
@@ -1446,7 +1455,7 @@ struct Pixels {
       int column = COLUMN(within), image = segment / (ROWS_D * ROWS_H);
       if (thread + k * PRODUCER_THREADS >= PIXELS) break;
       int at_column = column + COLUMN_PAD, box = 0;
-      from[k] = box * (SLOT_BYTES / SLOT_BOXES) + (segment + image * (CK - 1) * (ROWS_D * ROWS_H)) * ROW_UNITS * 16
+      from[k] = box * SLOT_BOX_BYTES + (segment + image * (CK - 1) * (ROWS_D * ROWS_H)) * ROW_UNITS * 16
           + (at_column - box * (ROW_UNITS * VEC)) * ELEMENT;
       int n, d, h;
       bool in = row_of(at, s, segments[segment], n, d, h) && column < COLUMNS && (u32)(at.w + column) < (u32)s.in_w;
@@ -1459,12 +1468,13 @@ struct Pixels {
 
 // A slot's pixels to rows of CK channels, rounded: a lane takes a pixel, so that loads and stores meet all banks.
 template <bool ALIGNED>  // every channel of a row has the same misalignment
-__device__ __forceinline__ void turn(const Pixels& own, int channel, int left, u32 slot, u32 tile, int thread) {
+__device__ __forceinline__ void turn(const Pixels& own, u32 exist, int channel, int left, u32 slot, u32 tile,
+    int thread) {
 #pragma unroll
   for (int k = 0; k < OWN_PIXELS; k++) {
     int p = pixel_row(thread + k * PRODUCER_THREADS);
     if (thread + k * PRODUCER_THREADS >= PIXELS) break;
-    bool ok = own.ok >> k & 1;
+    bool ok = exist >> k & 1;
     u32 phase = own.from[k] >> 24, from = slot + (own.from[k] & 0xffffff) + (ALIGNED ? phase * ELEMENT : 0);
 #pragma unroll 2  // more of them spill
     for (int unit = 0; unit < UNITS_PER_ROW; unit++) {
@@ -1545,12 +1555,14 @@ __device__ __forceinline__ void produce(const char* __restrict__ x, const Sizes&
     copy_commit();
     barrier_wait(barriers.empty + tile.stage * 8, tile.parity);
     int channel = now.chunk * CK;
+    // Boxes bring zeros for pixels that do not exist, but for those ahead of a class's rows.
+    u32 exist = own.ok;
     if (own.plane % VEC == 0) {
-      turn<true>(own, channel, CIN_G - channel, slots + slot.stage * SLOT_BYTES, tiles + tile.stage * STAGE_BYTES,
-          thread);
+      turn<true>(own, exist, channel, CIN_G - channel, slots + slot.stage * SLOT_BYTES,
+          tiles + tile.stage * STAGE_BYTES, thread);
     } else {
-      turn<false>(own, channel, CIN_G - channel, slots + slot.stage * SLOT_BYTES, tiles + tile.stage * STAGE_BYTES,
-          thread);
+      turn<false>(own, exist, channel, CIN_G - channel, slots + slot.stage * SLOT_BYTES,
+          tiles + tile.stage * STAGE_BYTES, thread);
     }
     hand_over(barriers.full + tile.stage * 8, lane);
   }
@@ -1704,9 +1716,10 @@ __device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4]
   }
 }
 
-// Step i of a stretch of `steps`. Fragments take three sets of registers in turn: one is multiplied by, the one before may still
-// be, the next one is loaded. (measured: in a loop over taps ptxas cannot see that a set is free again and serialises every wgmma,
-// C7513: kb57's multiplications took 2.9 ms instead of 1.6. So the pipeline drains once per stretch.)
+// Step i of a stretch of `steps`. Fragments take FRAGMENT_SETS sets of registers in turn: one is multiplied by, the one before may
+// still be, the next one is loaded. At the end of a stretch the pipeline drains, since in a loop ptxas cannot see that a set is
+// free again and serialises every wgmma, C7513 (measured: kb57's multiplications took 2.9 ms instead of 1.6). CONTINUED: where the
+// steps of a chunk are a multiple of the sets it can, and a chunk's last step is multiplied while the next chunk begins.
 __device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[FRAGMENT_SETS][4], Fragments& weights,
     const Columns& pixels, int shift, int i, int steps, int lane) {
   int k_step = i / PARTS % K_STEPS;
@@ -1726,6 +1739,12 @@ __device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[FRAGMENT_SET
   }
 }
 
+// A pixel tile that no matrix instruction reads any more, by its barrier; 0: none.
+__device__ __forceinline__ void give_back(u32 barrier, int lane) {
+  __syncwarp();
+  if (lane == 0) barrier_arrive(barrier);
+}
+
 // few steps: all blocks of a chunk are one stretch, for each variant its own
 __device__ constexpr int entry_at(int i) {
   constexpr int entry[] = {0,2,6,6,10,18};
@@ -1743,13 +1762,13 @@ __device__ constexpr int block_of(int variant, int entry) {
 
 template <int VARIANT, int STEP>
 __device__ __forceinline__ void multiply_from(float (&acc)[MB][NB][32], u32 (&a)[FRAGMENT_SETS][4], Fragments& weights,
-    const Columns& pixels, int lane) {
+    const Columns& pixels, u32 behind, int lane) {
   constexpr int first = entry_at(VARIANT * (MB + 1)),
       steps = (entry_at(VARIANT * (MB + 1) + MB) - first) * STEPS_PER_TAP;
   if constexpr (STEP < steps) {
     constexpr int entry = first + STEP / STEPS_PER_TAP, block = block_of(VARIANT, entry);
     step(acc[block], a, weights, pixels, row_at(entry), STEP, steps, lane);
-    multiply_from<VARIANT, STEP + 1>(acc, a, weights, pixels, lane);
+    multiply_from<VARIANT, STEP + 1>(acc, a, weights, pixels, behind, lane);
   } else {
     weights.end_stretch(steps);
   }
@@ -1757,13 +1776,13 @@ __device__ __forceinline__ void multiply_from(float (&acc)[MB][NB][32], u32 (&a)
 
 template <int VARIANT>
 __device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB][32], Fragments& weights,
-    const Columns& pixels, int lane) {
+    const Columns& pixels, u32 behind, int lane) {
   if (variant == VARIANT) {
     u32 a[FRAGMENT_SETS][4];
     weights.load(a[0], 0);
-    multiply_from<VARIANT, 0>(acc, a, weights, pixels, lane);
+    multiply_from<VARIANT, 0>(acc, a, weights, pixels, behind, lane);
   } else if constexpr (VARIANT + 1 < VARIANTS) {
-    multiply_chunk<VARIANT + 1>(variant, acc, weights, pixels, lane);
+    multiply_chunk<VARIANT + 1>(variant, acc, weights, pixels, behind, lane);
   }
 }
 
@@ -1987,13 +2006,14 @@ __device__ __forceinline__ void consume(const char* packed, const float* bias, c
         }
     weights.begin(packed, t, offset);
     int variant = __shfl_sync(0xffffffffu, t.variant, 0);  // so that ptxas knows that warps do not part over it
+    u32 behind = 0;                                      // CONTINUED: the chunk that the last step may still read
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks; chunk++, cursor.next(STAGES_P)) {
       barrier_wait(full + cursor.stage * 8, cursor.parity);
       weights.begin_chunk(chunk);
-      multiply_chunk<0>(variant, acc, weights, pixels_of(tiles + cursor.stage * STAGE_BYTES, first_subtile), lane);
-      __syncwarp();
-      if (lane == 0) barrier_arrive(empty + cursor.stage * 8);
+      multiply_chunk<0>(variant, acc, weights, pixels_of(tiles + cursor.stage * STAGE_BYTES, first_subtile), behind,
+          lane);
+      give_back(empty + cursor.stage * 8, lane);
     }
     weights.end();
     epilogue(acc, bias, y, s, t, t.cout_block * WGS_M, first_subtile, buffer, warp, lane);
@@ -2123,7 +2143,7 @@ constexpr int FIRST_W = -1;
 constexpr int COLUMNS = 17;  // input columns of a tile with its halo
 constexpr int COLUMN_PAD = 0;  // columns by which a box begins early
 constexpr int PLANE = 9;  // columns with one residue modulo IN_STEP_W
-constexpr int PLANES = 2;  // residues that some tap reads
+constexpr int PLANES = 2;  // residues that some tap reads; of several boxes all
 constexpr int FRAGMENT_SETS = 3;  // sets of registers that weights take in turn
 constexpr int PRODUCER_REGISTERS = 96;  // of a thread
 constexpr int CONSUMER_REGISTERS = 160;  // of a thread
@@ -2258,7 +2278,7 @@ constexpr int UNITS_PER_ROW = ROW_BYTES / 16;
 constexpr int K_STEPS = ROW_BYTES / 32;  // a matrix instruction takes 32 bytes of K
 constexpr int SEGMENTS = TILE_N * ROWS_D * ROWS_H;
 // Columns of a segment with one residue modulo IN_STEP_W make a plane of PLANE neighbours; there are PLANES residues that some tap
-// reads. A segment has its planes one behind the other, but a strided box lands as one residue's planes of all segments.
+// reads. A segment has its planes one behind the other. STRIDED_BOX: a plane is a box, of all segments of a band of rows.
 constexpr int PITCH = PLANES * PLANE;  // pixel rows from a segment to the next
 constexpr int PIXELS = SEGMENTS * PITCH;
 #define COLUMN(within) ((within) % PLANE * IN_STEP_W + (within) / PLANE)
@@ -2268,9 +2288,14 @@ constexpr int STAGE_BYTES = PARTS * PART_BYTES;
 // the row, whatever its alignment.
 constexpr int STAGING_UNITS = (COLUMNS + (2 * VEC - 2)) / VEC;
 constexpr int ROW_UNITS = STAGING_UNITS;
-constexpr int CHANNEL_BYTES = ROWS_D * ROWS_H * ROW_UNITS * 16;  // a slot is [box][image][channel][row][column]
-constexpr int SLOT_BOXES = (STAGING_UNITS + ROW_UNITS - 1) / ROW_UNITS;  // several where rows are longer than a box
-constexpr int SLOT_BYTES = SLOT_BOXES * TILE_N * CK * CHANNEL_BYTES;
+// A slot is [box][image][channel][row][column]. There are several boxes where rows are longer than one; or, CLASSED, where rows do
+// not all begin at the same place of a 16-byte unit: then rows and channels of one class, which do, are a tensor and a box.
+constexpr int CLASS_ROWS = ROWS_H;
+constexpr int CHANNEL_BYTES = ROWS_D * CLASS_ROWS * ROW_UNITS * 16;
+constexpr int SLOT_BOXES = (STAGING_UNITS + ROW_UNITS - 1) / ROW_UNITS;
+constexpr int COPIED_BYTES = TILE_N * CK * CHANNEL_BYTES;  // of a box
+constexpr int SLOT_BOX_BYTES = (COPIED_BYTES + 127) / 128 * 128;
+constexpr int SLOT_BYTES = SLOT_BOXES * SLOT_BOX_BYTES;
 constexpr int FRAGMENT = 2048;  // bytes: 64 rows of 32 bytes of K
 constexpr int CHUNKS = (CIN_G + CK - 1) / CK;
 constexpr int CONSUMERS = 2;
@@ -2469,7 +2494,7 @@ struct Pixels {
       int column = COLUMN(within), image = segment / (ROWS_D * ROWS_H);
       if (thread + k * PRODUCER_THREADS >= PIXELS) break;
       int at_column = column + COLUMN_PAD, box = 0;
-      from[k] = box * (SLOT_BYTES / SLOT_BOXES) + (segment + image * (CK - 1) * (ROWS_D * ROWS_H)) * ROW_UNITS * 16
+      from[k] = box * SLOT_BOX_BYTES + (segment + image * (CK - 1) * (ROWS_D * ROWS_H)) * ROW_UNITS * 16
           + (at_column - box * (ROW_UNITS * VEC)) * ELEMENT;
       int n, d, h;
       bool in = row_of(at, s, segments[segment], n, d, h) && column < COLUMNS && (u32)(at.w + column) < (u32)s.in_w;
@@ -2482,12 +2507,13 @@ struct Pixels {
 
 // A slot's pixels to rows of CK channels, rounded: a lane takes a pixel, so that loads and stores meet all banks.
 template <bool ALIGNED>  // every channel of a row has the same misalignment
-__device__ __forceinline__ void turn(const Pixels& own, int channel, int left, u32 slot, u32 tile, int thread) {
+__device__ __forceinline__ void turn(const Pixels& own, u32 exist, int channel, int left, u32 slot, u32 tile,
+    int thread) {
 #pragma unroll
   for (int k = 0; k < OWN_PIXELS; k++) {
     int p = pixel_row(thread + k * PRODUCER_THREADS);
     if (thread + k * PRODUCER_THREADS >= PIXELS) break;
-    bool ok = own.ok >> k & 1;
+    bool ok = exist >> k & 1;
     u32 phase = own.from[k] >> 24, from = slot + (own.from[k] & 0xffffff) + (ALIGNED ? phase * ELEMENT : 0);
 #pragma unroll 2  // more of them spill
     for (int unit = 0; unit < UNITS_PER_ROW; unit++) {
@@ -2568,12 +2594,14 @@ __device__ __forceinline__ void produce(const char* __restrict__ x, const Sizes&
     copy_commit();
     barrier_wait(barriers.empty + tile.stage * 8, tile.parity);
     int channel = now.chunk * CK;
+    // Boxes bring zeros for pixels that do not exist, but for those ahead of a class's rows.
+    u32 exist = own.ok;
     if (own.plane % VEC == 0) {
-      turn<true>(own, channel, CIN_G - channel, slots + slot.stage * SLOT_BYTES, tiles + tile.stage * STAGE_BYTES,
-          thread);
+      turn<true>(own, exist, channel, CIN_G - channel, slots + slot.stage * SLOT_BYTES,
+          tiles + tile.stage * STAGE_BYTES, thread);
     } else {
-      turn<false>(own, channel, CIN_G - channel, slots + slot.stage * SLOT_BYTES, tiles + tile.stage * STAGE_BYTES,
-          thread);
+      turn<false>(own, exist, channel, CIN_G - channel, slots + slot.stage * SLOT_BYTES,
+          tiles + tile.stage * STAGE_BYTES, thread);
     }
     hand_over(barriers.full + tile.stage * 8, lane);
   }
@@ -2725,9 +2753,10 @@ __device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4]
   }
 }
 
-// Step i of a stretch of `steps`. Fragments take three sets of registers in turn: one is multiplied by, the one before may still
-// be, the next one is loaded. (measured: in a loop over taps ptxas cannot see that a set is free again and serialises every wgmma,
-// C7513: kb57's multiplications took 2.9 ms instead of 1.6. So the pipeline drains once per stretch.)
+// Step i of a stretch of `steps`. Fragments take FRAGMENT_SETS sets of registers in turn: one is multiplied by, the one before may
+// still be, the next one is loaded. At the end of a stretch the pipeline drains, since in a loop ptxas cannot see that a set is
+// free again and serialises every wgmma, C7513 (measured: kb57's multiplications took 2.9 ms instead of 1.6). CONTINUED: where the
+// steps of a chunk are a multiple of the sets it can, and a chunk's last step is multiplied while the next chunk begins.
 __device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[FRAGMENT_SETS][4], Fragments& weights,
     const Columns& pixels, int shift, int i, int steps, int lane) {
   int k_step = i / PARTS % K_STEPS;
@@ -2745,6 +2774,12 @@ __device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[FRAGMENT_SET
     __syncwarp();
     if (lane == 0) barrier_arrive(done);
   }
+}
+
+// A pixel tile that no matrix instruction reads any more, by its barrier; 0: none.
+__device__ __forceinline__ void give_back(u32 barrier, int lane) {
+  __syncwarp();
+  if (lane == 0) barrier_arrive(barrier);
 }
 
 // few steps: all blocks of a chunk are one stretch, for each variant its own
@@ -2767,13 +2802,13 @@ __device__ constexpr int block_of(int variant, int entry) {
 
 template <int VARIANT, int STEP>
 __device__ __forceinline__ void multiply_from(float (&acc)[MB][NB][32], u32 (&a)[FRAGMENT_SETS][4], Fragments& weights,
-    const Columns& pixels, int lane) {
+    const Columns& pixels, u32 behind, int lane) {
   constexpr int first = entry_at(VARIANT * (MB + 1)),
       steps = (entry_at(VARIANT * (MB + 1) + MB) - first) * STEPS_PER_TAP;
   if constexpr (STEP < steps) {
     constexpr int entry = first + STEP / STEPS_PER_TAP, block = block_of(VARIANT, entry);
     step(acc[block], a, weights, pixels, row_at(entry), STEP, steps, lane);
-    multiply_from<VARIANT, STEP + 1>(acc, a, weights, pixels, lane);
+    multiply_from<VARIANT, STEP + 1>(acc, a, weights, pixels, behind, lane);
   } else {
     weights.end_stretch(steps);
   }
@@ -2781,10 +2816,10 @@ __device__ __forceinline__ void multiply_from(float (&acc)[MB][NB][32], u32 (&a)
 
 template <int VARIANT>
 __device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB][32], Fragments& weights,
-    const Columns& pixels, int lane) {
+    const Columns& pixels, u32 behind, int lane) {
   u32 a[FRAGMENT_SETS][4];
   weights.load(a[0], 0);
-  multiply_from<VARIANT, 0>(acc, a, weights, pixels, lane);
+  multiply_from<VARIANT, 0>(acc, a, weights, pixels, behind, lane);
 }
 
 // --- epilogue --------------------------------------------------------------------------------------------------------
@@ -3014,13 +3049,14 @@ __device__ __forceinline__ void consume(const char* packed, const float* bias, c
     named_sync(2 + wg, CONSUMER_THREADS);
     weights.begin(packed, t, offset);
     int variant = __shfl_sync(0xffffffffu, t.variant, 0);  // so that ptxas knows that warps do not part over it
+    u32 behind = 0;                                      // CONTINUED: the chunk that the last step may still read
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks; chunk++, cursor.next(STAGES_P)) {
       barrier_wait(full + cursor.stage * 8, cursor.parity);
       weights.begin_chunk(chunk);
-      multiply_chunk<0>(variant, acc, weights, pixels_of(tiles + cursor.stage * STAGE_BYTES, first_subtile), lane);
-      __syncwarp();
-      if (lane == 0) barrier_arrive(empty + cursor.stage * 8);
+      multiply_chunk<0>(variant, acc, weights, pixels_of(tiles + cursor.stage * STAGE_BYTES, first_subtile), behind,
+          lane);
+      give_back(empty + cursor.stage * 8, lane);
     }
     weights.end();
     named_arrive(2 + (wg ^ 1), CONSUMER_THREADS);
@@ -4098,9 +4134,9 @@ void pack_forward(const at::Tensor& weight, const at::Tensor& packed) {
 void run_forward(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
                  const at::Tensor& out, int64_t blocks, const std::array<int64_t, 11>& sizes) {
   const CUtensorMap map = tensor_map(x, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, {sizes[3], sizes[2], sizes[1], 32, sizes[0]},
-                                     {68, 3, 2, 16, 1}, {1, 1, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_NONE);
+                                     {68, 3, 3, 8, 1}, {1, 1, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_NONE);
   const auto pointers = std::make_tuple(x.data_ptr(), packed.data_ptr(), address(bias), out.data_ptr());
-  launch<forward::gather, 512, 220328>(x, blocks, pointers, sizes, std::make_tuple(map));
+  launch<forward::gather, 512, 206420>(x, blocks, pointers, sizes, std::make_tuple(map));
 }
 
 void pack_forward_unaligned(const at::Tensor& weight, const at::Tensor& packed) {
@@ -4290,7 +4326,7 @@ FORWARD = (
     Gather(
         name="forward",
         unit=4,
-        tile=(1, 1, 2, 64),
+        tile=(1, 2, 2, 64),
         steps=(2, 2, 2),
         m_groups=2,
         resident=False,

@@ -474,7 +474,7 @@ def _tile_clocks(t: Tiling, alignment: int) -> Clocks:
     producers = 192 if t.wgmma else 128
     per_tile_out = math.prod(t.tile) * t.width_subs * t.subs * t.element * min(t.cout_g, t.rows_per_sub * t.wgs_m)
     staged = t.pixels * t.row_bytes if t.channels_last else t.slot_bytes
-    # Boxes of rows that begin anywhere bring parts of sectors (NOTES: kb68 bfloat16, rows of 48 bytes: 3.08 -> 3.92 ms).
+    # Boxes of rows that begin anywhere bring parts of sectors (NOTES: kb68 bfloat16, 48-byte rows: 3.08 -> 3.92 ms).
     copied = staged * (1 + 32 / (t.staging_units * 16)) if t.tensor_map and t.classed else staged
     turned = t.parts * t.k_steps * (2 if not t.channels_last else (t.parts == 2) * 0.7)
     turn = -(-t.pixels // producers) * turned * _PASS[1 if t.element == 4 else 2] + _PASS[0]

@@ -389,8 +389,8 @@ class Tiling:
     def bands(self) -> tuple[tuple[tuple[int, ...], int, int], ...]:
         """For D and H: the input offset of each band's first row, the rows of a band, and from one of them to the next.
 
-        A dense axis is one band of every row of the halo, or, where steps and offsets have a common divisor (a stride of
-        2 with a dilation of 2), of every second. With a large dilation only the rows that some tap reads are held: a
+        A dense axis is one band of every row of the halo, or, where steps and offsets have a common divisor (a stride
+        of 2 with a dilation of 2), of every second. With a large dilation only the rows that some tap reads are held: a
         band for each offset.
         """
         result = []

@@ -44,11 +44,11 @@
 #else
 // A slot is [box][image][channel][row][column]. There are several boxes where rows are longer than one; or, CLASSED, where rows do
 // not all begin at the same place of a 16-byte unit: then rows and channels of one class, which do, are a tensor and a box.
-#define CLASS_ROWS ((ROWS_H + ROW_CLASSES - 1) / ROW_CLASSES)
+#define CLASS_ROWS (CLASSED ? (ROWS_H + ROW_CLASSES - 1) / ROW_CLASSES : ROWS_H)
 #define CHANNEL_BYTES (ROWS_D * CLASS_ROWS * ROW_UNITS * 16)
 #define SLOT_BOXES (CLASSED ? ROW_CLASSES * CHANNEL_CLASSES : (STAGING_UNITS + ROW_UNITS - 1) / ROW_UNITS)
 #endif
-#define COPIED_BYTES (TILE_N * (CK / CHANNEL_CLASSES) * CHANNEL_BYTES)  // of a box
+#define COPIED_BYTES (TILE_N * (CLASSED ? CK / CHANNEL_CLASSES : CK) * CHANNEL_BYTES)  // of a box
 #define SLOT_BOX_BYTES ((COPIED_BYTES + 127) / 128 * 128)
 #define SLOT_BYTES (SLOT_BOXES * SLOT_BOX_BYTES)
 #define FRAGMENT (64 * 32)              // bytes: 64 rows of 32 bytes of K
@@ -343,7 +343,7 @@ __device__ __forceinline__ void turn(const Pixels& own, u32 exist, int channel, 
       for (int e = 0; e < VEC; e++) {
         int c = unit * VEC + e;
         bool have = ok && (CIN_G % CK == 0 || c < left);
-        u32 a = from + c / CHANNEL_CLASSES * CHANNEL_BYTES + c % CHANNEL_CLASSES * (ROW_CLASSES * SLOT_BOX_BYTES);
+        u32 a = from + (CLASSED ? c / CHANNEL_CLASSES * CHANNEL_BYTES + c % CHANNEL_CLASSES * (ROW_CLASSES * SLOT_BOX_BYTES) : c * CHANNEL_BYTES);
         if (!ALIGNED && CLASSED) a += ((phase + c % CHANNEL_CLASSES * own.plane) & (VEC - 1)) * ELEMENT;
         else if (!ALIGNED) a += ((phase + (channel + c) * own.plane) & (VEC - 1)) * ELEMENT;
 #if ELEMENT == 4
@@ -479,7 +479,7 @@ __device__ __forceinline__ void load_boxes(const TensorMaps& maps, const Sizes& 
       w = box.w, h = box.h, c = at.channel / CHANNEL_CLASSES;
 #endif
       asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5, %6}], [%7];\n"
-                   ::"r"(to + cursor.stage * stage_bytes + r * (SLOTS_BY_BOX ? SLOT_BOX_BYTES : PLANE_PITCH * ROW_BYTES)), "l"(maps.of + (CLASSED ? r : 0)), "r"(CHANNELS_LAST ? c : w), "r"(CHANNELS_LAST ? w : h), "r"(CHANNELS_LAST ? h : d), "r"(CHANNELS_LAST ? d : c), "r"(at.n), "r"(barrier) : "memory");
+                   ::"r"(to + cursor.stage * stage_bytes + r * (SLOTS_BY_BOX ? SLOT_BOX_BYTES : PLANE_PITCH * ROW_BYTES)), "l"(CLASSED ? maps.of + r : maps.of), "r"(CHANNELS_LAST ? c : w), "r"(CHANNELS_LAST ? w : h), "r"(CHANNELS_LAST ? h : d), "r"(CHANNELS_LAST ? d : c), "r"(at.n), "r"(barrier) : "memory");
     }
   }
 }
@@ -524,8 +524,8 @@ __device__ __forceinline__ void produce(const char* __restrict__ x, const Sizes&
 #endif
     barrier_wait(barriers.empty + tile.stage * 8, tile.parity);
     int channel = now.chunk * CK;
-    u32 exist = own.ok;                                  // pixels; boxes bring zeros for those that are not
-    if (SLOTS_BY_BOX && !WHOLE && (!CLASSED || FIRST_W >= 0 || now.tile.w > 0)) exist = 0xffffffffu;
+    // Boxes bring zeros for pixels that do not exist, but for those ahead of a class's rows.
+    u32 exist = SLOTS_BY_BOX && !WHOLE && (!CLASSED || FIRST_W >= 0 || now.tile.w > 0) ? 0xffffffffu : own.ok;
     if (CLASSED ? CHANNEL_CLASSES == 1 : own.plane % VEC == 0) {
       turn<true>(own, exist, channel, CIN_G - channel, slots + slot.stage * SLOT_BYTES, tiles + tile.stage * STAGE_BYTES, thread);
     } else {
@@ -794,8 +794,8 @@ __device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4]
 
 // Step i of a stretch of `steps`. Fragments take FRAGMENT_SETS sets of registers in turn: one is multiplied by, the one before may
 // still be, the next one is loaded. At the end of a stretch the pipeline drains, since in a loop ptxas cannot see that a set is
-// free again and serialises every wgmma (C7513; NOTES: kb57's multiplications took 2.9 ms instead of 1.6). CONTINUED: where the
-// steps of a chunk are a multiple of the sets it sees it, and a chunk's last step is multiplied while the next chunk begins.
+// free again and serialises every wgmma, C7513 (NOTES: kb57's multiplications took 2.9 ms instead of 1.6). CONTINUED: where the
+// steps of a chunk are a multiple of the sets it can, and a chunk's last step is multiplied while the next chunk begins.
 __device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[FRAGMENT_SETS][4], Fragments& weights, const Columns& pixels, int shift, int i, int steps, int lane) {
   int k_step = i / PARTS % K_STEPS, part = i % PARTS;
 #if WGMMA
