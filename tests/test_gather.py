@@ -166,6 +166,45 @@ def test_strided_boxes() -> None:
         by_rows += max(tiling.box_steps[2:4]) > 1
 
 
+def test_tensors_of_rows_that_begin_anywhere() -> None:
+    """The copy engine's rules for each class's tensor, and that together they have every element once."""
+    rng = random.Random(0)
+    seen: set[tuple[int, int]] = set()
+    while len(seen) < 9:
+        p = draw_problem(rng)
+        if p.layout != "nchw":
+            continue
+        channels, sizes = rng.choice((4, 6, 16)), tuple(rng.randint(4, 40) for _ in p.size)
+        try:
+            p = p.with_(groups=1, in_channels=channels, out_channels=channels, size=sizes)
+        except ValueError:  # no output
+            continue
+        if p.dtype.itemsize > 4 or max(p.output_shape[2:]) > 200:
+            continue
+        classes = gather._classes(p)
+        for t in gather.candidates(gather._any_size(p), H200, classes=classes):
+            if not (t.tensor_map and t.classed):
+                continue
+            assert classes is not None
+            seen.add(classes)
+            shape, element = source_shape(p), p.dtype.itemsize
+            found = []
+            for tensor in gather.tensors(t, p):
+                assert tensor.begin % 16 == 0 and all(stride % 16 == 0 for stride in tensor.strides)
+                assert all(n > 0 for n in tensor.dims)
+                strides = (1, *(stride // element for stride in tensor.strides))
+                at = sum(np.ogrid[tuple(slice(n) for n in tensor.dims)][i] * strides[i] for i in range(5))
+                places = np.asarray(at) + tensor.begin // element
+                lead = tensor.dims[0] - shape[-1]
+                assert 0 <= lead < t.vec and places.max() < math.prod(shape)
+                found.append(places[lead:].ravel())
+            taken = np.concatenate(found)
+            assert len(np.unique(taken)) == len(taken)
+            if t.row_classes == classes[0]:
+                assert len(taken) == math.prod(shape)
+            break
+
+
 def test_tiles_of_whole_images() -> None:
     """Small images, whose pixels come without a halo."""
     rng = random.Random(0)

@@ -55,6 +55,11 @@ LAYERS = {
     "8x8 g3": (5, 120, 96, (8, 8), 4, 2, 1, 0, 1, 3),
     "8x8 g4 whole": (5, 128, 96, (8, 8), 3, 1, 1, 0, 1, 4),
     "3-D whole": (3, 32, 40, (4, 8, 8), 3, 1, 1),
+    "rows at 4 places": (2, 32, 48, (20, 33), (3, 5), 1, (1, 2)),
+    "rows at 2 places": (2, 24, 40, (18, 34), 3),
+    "s2 rows at 2 places": (2, 16, 64, (9, 33), (3, 5), (2, 2), (1, 3)),
+    "1-D odd": (2, 64, 32, (303,), 5, 1, 2),
+    "3-D odd": (1, 24, 32, (6, 16, 17), 3, 1, 1),
     "s3 d2 op": (1, 72, 40, (11, 35), (4, 3), 3, (2, 0), (1, 2), (3, 2)),
 }
 
@@ -106,6 +111,9 @@ def test_tilings(name: str, precision: str, layout: str, pass_: Pass) -> None:
     others = list(gather.candidates(p, chip)) + list(gather.candidates(p, chip, wgmma=False))
     tilings = [chosen.tiling, *random.Random(zlib.crc32(str(p).encode())).sample(others, min(2, len(others)))]
     tilings += [t for t in others if t.strided_box or t.split == 2][:1]
+    tilings += [t for t in others if t.tensor_map and t.classed][:2]
+    tilings += [t for t in others if t.strided_box and len(t.bands[1][0]) > 1][:1]
+    tilings += [t for t in others if t.continued][:1]
     tilings += list(gather.candidates(p, chip, scarce=True))[:1]
     whole = list(gather.candidates(p, chip, size=p.size))
     tilings += random.Random(1).sample(whole, min(3, len(whole)))

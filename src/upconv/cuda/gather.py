@@ -219,12 +219,12 @@ def tensors(t: Tiling, p: Problem) -> tuple[Tensor5, ...]:
         begin = k * channel + of_h * row
         lead = begin % 16 // t.element  # of the row before, which a box may bring
         dims = (w + lead, -(-(h - of_h) // rows), d, -(-(channels - k) // of_channels), p.batch)
-        slice_ = h * row if d > 1 else of_channels * channel  # of one slice any number of units
+        units = of_channels * channel  # of a dimension of one the stride means nothing, but must be whole units
         strides = (
-            rows * row,
-            slice_,
-            of_channels * channel,
-            channels * channel if p.batch > 1 else of_channels * channel,
+            rows * row if h > 1 else units,
+            h * row if d > 1 else units,
+            units,
+            channels * channel if p.batch > 1 else units,
         )
         found.append(Tensor5(begin - begin % 16, dims, strides))
     return tuple(found)
