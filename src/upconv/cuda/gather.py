@@ -44,19 +44,15 @@ _TURN = 177.0  # clocks from one consumer's turn to the other's
 _RAGGED_TURN = 200.0  # more clocks of a tile, where it stores float32 rows that are not aligned
 _MANY = 8  # tiles of a block, from which on the last one's tail is in the constants, fitted to such layers
 _LAUNCH = 3.5e-6  # seconds
-# Clocks a chunk costs: the pipeline of matrix instructions drains, the next chunk is waited for; where two consumers
-# share small ones (8 channels of TF32), the other multiplies meanwhile.
-_CHUNK = 138.0, 40.0
+_CHUNK = 138.0, 40.0  # clocks a chunk costs, as the next is waited for; of 8 channels in TF32, shared by consumers
 _AHEAD = 4500.0  # clocks that the rings should look ahead
 _COPY = 275.0  # clocks for a copy of 16 bytes by each producer, where rows are not aligned
 _PASS = 604.0, 93.0, 112.0  # clocks of the producers' pass: of a chunk; of 32 bytes of a pixel, float32, halves
 _LATENCY = 885.0  # clocks from a request to its use
 _SHORT_ROWS = 64  # bytes, up to which threads may copy rows that begin anywhere better than boxes
-# Channels-last chunks that take a part of a line of 128 bytes find the rest of it in the cache while the lines of all
-# tiles in work are fewer than so many of its bytes; where they are as many as the second number, this share comes anew.
-_LINE = 128
-_LINES = 0.2, 1.2
-_LOST = 0.5
+_LINE = 128  # bytes that come from memory together, of which a channels-last chunk may take a part
+_LINES = 0.2, 1.2  # bytes of such lines of all tiles in work over the cache's: none of the rest is lost, most is
+_LOST = 0.5  # share of it that comes anew then
 
 
 @dataclass(frozen=True)
