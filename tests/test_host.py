@@ -187,7 +187,8 @@ def test_rows_that_begin_at_several_places_of_a_unit(
 ) -> None:
     r = random.Random(f"{classes} {dtype} {pass_}")
     checked = 0
-    for stride, dilation, padding in ((1, 1, 0), (1, 1, 2), (2, 1, 1), (1, 2, 1), ((2, 3), (2, 1), (1, 2)), (3, 1, 2)):
+    layers = ((1, 1, 0), (1, 1, 2), (2, 1, 1), (1, 2, 1), ((2, 3), (2, 1), (1, 2)), (3, 1, 2), (1, 9, 9), (1, 20, 20))
+    for stride, dilation, padding in layers:
         if classes[0] == 1:
             stride, dilation, padding = (v if isinstance(v, int) else v[1] for v in (stride, dilation, padding))
         size = (40,) if classes[0] == 1 else (40, 40)

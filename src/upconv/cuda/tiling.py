@@ -556,7 +556,9 @@ class Tiling:
             return False
         rows, channels = self.classes
         few = self.row_classes * self.channel_classes <= _MAX_CLASSES
-        return few and self.chunk % channels == 0 and self.tile[2] * self.in_steps[1] % rows == 0
+        # Only the first tile of a row reads ahead of the image, where a lead is to be masked.
+        once = self.tile[3] * self.in_steps[2] + self.first_w >= 0
+        return few and once and self.chunk % channels == 0 and self.tile[2] * self.in_steps[1] % rows == 0
 
     @property
     def needs_alignment(self) -> bool:

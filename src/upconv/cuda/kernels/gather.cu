@@ -445,8 +445,9 @@ __device__ __forceinline__ void hand_over(u32 barrier, int lane) {
 // Where box r begins in the tensor of its class: the column at a whole unit, and the row among the class's.
 struct ClassedBox { int w, h; };
 __device__ __forceinline__ ClassedBox classed_box(const Source& at, const Sizes& s, int r) {
-  int row = at.h + FIRST_H + r % ROW_CLASSES * ROWS_APART, plane = s.in_d * s.in_h * s.in_w;
-  int lead = (r / ROW_CLASSES * plane + row * s.in_w) & (VEC - 1);  // of the tensor, ahead of each row's first column
+  int row = at.h + FIRST_H + r % ROW_CLASSES * ROWS_APART;
+  u32 plane = (u32)s.in_d * s.in_h * s.in_w;
+  int lead = (r / ROW_CLASSES * plane + (u32)row * s.in_w) & (VEC - 1);  // of the tensor, ahead of each row's first column
   return {(at.w + lead) & ~(VEC - 1), (row - (row & (ROW_PERIOD - 1))) / ROW_PERIOD};
 }
 #endif
