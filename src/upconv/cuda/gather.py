@@ -519,10 +519,8 @@ def _whole(t: Tiling, clocks: Clocks, p: Problem, gpu: Gpu) -> tuple[float, str]
     tail = clocks.tail if waves < _MANY else 0.0
     seconds = (clocks.tile * waves + tail) / gpu.clock
     ragged = 1.0 if t.channels_last or result_shape(p)[-1] * t.element % 32 == 0 else 1.25
-    out, source = (
-        math.prod(result_shape(p)),
-        math.prod(source_shape(p)) * _read(t, min(tiles, gpu.multiprocessors), gpu),
-    )
+    out = math.prod(result_shape(p))
+    source = math.prod(source_shape(p)) * _read(t, min(tiles, gpu.multiprocessors), gpu)
     memory = (out * ragged + source) * t.element / gpu.bandwidth
     if memory > seconds:
         bound = "bytes"

@@ -29,7 +29,7 @@ _MOST_ACCUMULATORS = 5  # 64 x 64 each, 32 registers of a consumer's thread
 _MAX_PIXELS = 12 * 192  # a producer thread keeps track of 12
 _STEPS_UNROLLED = 25  # code and compile time grow with it
 _STEPS_STRAIGHT = 32, 64  # of a variant, of all
-_STEPS_CONTINUED = 12
+_STEPS_CONTINUED = 12  # of a chunk, from which on the pipeline of matrix instructions does not drain behind it
 _STEPS_PROMOTED = 8  # after which IEEE sums leave the tensor cores; half of them carry two products, the others one
 MAX_BOX = 256  # elements that the tensor copy engine traverses along a dimension
 MAX_BOX_STEP = 8  # and its largest step
@@ -298,11 +298,8 @@ class Tiling:
     def fragment_sets(self) -> int:
         """Sets of registers that fragments take in turn."""
         steps = [n * self.k_steps for n in self.variant_entries]
-        return (
-            4
-            if self.split == 2 and self.straight and any(n % 3 for n in steps) and not any(n % 4 for n in steps)
-            else 3
-        )
+        fours = any(n % 3 for n in steps) and not any(n % 4 for n in steps)
+        return 4 if self.split == 2 and self.straight and fours else 3
 
     @property
     def continued(self) -> bool:
@@ -556,8 +553,8 @@ class Tiling:
             return False
         rows, channels = self.classes
         few = self.row_classes * self.channel_classes <= _MAX_CLASSES
-        # Only the first tile of a row reads ahead of the image, where a lead is to be masked.
-        once = self.tile[3] * self.in_steps[2] + self.first_w >= 0
+        # Only the first tile of a row may read ahead of the image, where a lead is to be masked.
+        once = not self.classed or self.tile[3] * self.in_steps[2] + self.first_w >= 0
         return few and once and self.chunk % channels == 0 and self.tile[2] * self.in_steps[1] % rows == 0
 
     @property
