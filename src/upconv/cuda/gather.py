@@ -127,11 +127,11 @@ class Prepared:
         self._tiling, self._problem = t, p
         self._pack = Launcher(jit.kernel(unit.source, "pack", arch, unit.label), 256, 0, "PPi")
         threads = 512 if t.wgmma else 384
-        codes = "PPPP" + "i" * 11 + "q" * 16 * len(tensors(t, p))
+        self._tensors = tensors(t, p)
+        codes = "PPPP" + "i" * 11 + "q" * 16 * len(self._tensors)
         self._run = Launcher(jit.kernel(unit.source, "gather", arch, unit.label), threads, t.shared_bytes, codes)
         self._grid = choice.grid
         self._sizes = t.arguments(p)
-        self._tensors = tensors(t, p)
         self._maps: dict[int, tuple[int, ...]] = {}
         self.packing = (
             t.entries,
@@ -227,7 +227,7 @@ def tensors(t: Tiling, p: Problem) -> tuple[Tensor5, ...]:
 
 
 def tensor_map(t: Tiling, p: Problem, address: int, tensor: Tensor5 | None = None) -> tuple[int, ...]:
-    """A ``CUtensorMap`` over the source (or one of its `tensors`), with the tiling's box, as 16 signed words."""
+    """A ``CUtensorMap`` over one of a tiling's `tensors` (else the only one), with its box, as 16 signed words."""
     if tensor is None:
         (tensor,) = tensors(t, p)
     driver: Any = jit._driver()

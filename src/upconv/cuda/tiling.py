@@ -527,7 +527,7 @@ class Tiling:
 
     @cached_property
     def tensor_map(self) -> bool:
-        """Whether the tensor copy engine loads a chunk as one box, or one for each residue of columns (sm_90)."""
+        """Whether the tensor copy engine loads a chunk (sm_90), as a box or several: of planes, classes, long rows."""
         if not self.wgmma:
             return False
         if self.whole is not None:
