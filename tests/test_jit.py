@@ -419,7 +419,7 @@ def test_properties_that_a_release_of_pytorch_lacks_have_defaults(monkeypatch: p
     gpu.cache_clear()
     found = gpu(0)
     gpu.cache_clear()
-    assert found == Gpu("Unheard of", (9, 0), "90a", 1, 232448, 233472, 1e12, 1.5e9)
+    assert found == Gpu("Unheard of", (9, 0), "90a", 1, 232448, 233472, 1e12, 1.5e9, 6 << 20)
 
 
 def test_known_gpus_can_be_keys() -> None:
