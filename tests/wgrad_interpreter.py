@@ -114,14 +114,19 @@ class Interpreter:
             span = (count - 1) * m[f"STEP_{axis}"] + (taps - 1) * m[f"DIL_{axis}"] + 1
             self.dense[axis] = axis == "W" or span <= count * taps
             spans[axis] = span if self.dense[axis] else count * taps
+        self.stacked = bool(m.get("STACKED", 0))
+        self.stack = -(-m["TAPS_H"] // m["STEP_H"]) if self.stacked else 1
+        if self.stacked:
+            self.dense["H"], spans["H"] = True, m["TILE_H"] * m["STEP_H"]
+        self.x_rows_h = m["TILE_H"] + self.stack - 1
         self.g_rows_d, self.g_rows_h, self.g_columns = spans["D"], spans["H"], spans["W"]
-        self.x_rows = m["TILE_N"] * m["TILE_D"] * m["TILE_H"]
+        self.x_rows = m["TILE_N"] * m["TILE_D"] * self.x_rows_h
         self.g_rows = m["TILE_N"] * self.g_rows_d * self.g_rows_h
         self.w_strips = m["TILE_W"] // 8
         self.pixels = self.x_rows * m["TILE_W"]
-        self.k_steps = self.pixels // self.k
+        self.k_steps = m["TILE_N"] * m["TILE_D"] * m["TILE_H"] * m["TILE_W"] // self.k
         assert m["TILE_W"] % 8 == 0
-        assert self.pixels % self.k == 0
+        assert m["TILE_N"] * m["TILE_D"] * m["TILE_H"] * m["TILE_W"] % self.k == 0
         self.box_g = bool(m.get("BOX_G", 0))
         self.turn_x = self.wgmma and self.last and self.element == 4
         self.pitches()
@@ -162,15 +167,20 @@ class Interpreter:
         m, element = self.m, self.element
         self.k_slices = 1
         self.rows_per_sub = 64 // m["SUBS"]
-        self.nb = 1 if m["BLOCK_CI"] < 64 else m["BLOCK_CI"] // 64
         self.n_width = min(m["BLOCK_CI"], 64)
         self.k_major = not self.last or self.turn_x
+        self.of_unit = m["TAPS_H"] if self.stacked else 1
+        self.unit_count, self.set_units = m["ENTRIES"] // self.of_unit, self.set_taps // self.of_unit
         if self.k_major:
-            self.segment = min(m["TILE_W"] * (m["TILE_H"] if m["LINES"] else 1) * element, 128)
-            self.boxes, self.box_bytes = self.pixels * element // self.segment, m["BLOCK_CI"] * self.segment
+            self.line_bytes = m["TILE_W"] * (m["TILE_H"] if m["LINES"] else 1) * element
+            self.segment = min(self.line_bytes, 128)
+            self.boxes = self.line_bytes // self.segment
+            self.box_bytes = self.pixels * m["BLOCK_CI"] * element // self.boxes
+            self.x_row_bytes = m["BLOCK_CI"] * self.segment
         else:
             self.segment = self.n_width * element
-            self.boxes, self.box_bytes = self.nb, self.pixels * self.segment
+            self.boxes, self.box_bytes = m["BLOCK_CI"] // self.n_width, self.pixels * self.segment
+            self.x_row_bytes = m["TILE_W"] * self.segment
         assert self.segment in (32, 64, 128)
         assert self.box_bytes % (8 * self.segment) == 0, "a box begins where its swizzle does"
         self.g_at = self.boxes * self.box_bytes // element
@@ -190,7 +200,8 @@ class Interpreter:
 
     def x_row(self, r: Ints) -> Rows:
         m = self.m
-        return Rows(r // (m["TILE_D"] * m["TILE_H"]), r // m["TILE_H"] % m["TILE_D"], r % m["TILE_H"])
+        rows = self.x_rows_h
+        return Rows(r // (m["TILE_D"] * rows), r // rows % m["TILE_D"], r % rows)
 
     def g_row(self, r: Ints) -> Rows:
         m, h, d = self.m, r % self.g_rows_h, r // self.g_rows_h % self.g_rows_d
@@ -371,78 +382,93 @@ class Interpreter:
             taps.append(np.concatenate([self.matrix(r, fragment_b(self.element)) for r in found], axis=1))
         return np.stack(taps, axis=1)
 
+    def steps_of_rows(self, tap_h: int) -> tuple[Ints, Ints, Ints, Ints]:
+        """STACKED: image, slice, row of x's tile and row of g's slice for every step of K that a tap takes part in."""
+        m = self.m
+        i = np.arange(self.k_steps)
+        row_steps = m["TILE_W"] // self.k
+        q, slice_ = i // row_steps % m["TILE_H"], i // (row_steps * m["TILE_H"])
+        remainder, above = tap_h % m["STEP_H"], tap_h // m["STEP_H"]
+        of = -(-(m["TAPS_H"] - remainder) // m["STEP_H"])
+        first = q + self.stack - of  # of the instruction's rows of x; a tap further down meets a row further up
+        x_row = first + of - 1 - above
+        return slice_ // m["TILE_D"], slice_ % m["TILE_D"], x_row, q * m["STEP_H"] + remainder
+
     @cached_property
     def wgmma_a(self) -> tuple[Ints, Ints]:
         """Of g's tile, [warpgroup, entry, step, row of M, k]: bytes (CHANNELS_LAST with boxes) or elements.
 
-        Also the taps of [warpgroup, entry, row]. Rows' misalignments (NCHW) are left out.
+        Also the taps of [warpgroup, entry, row]. Rows' misalignments (NCHW) are left out. STACKED: an entry's steps are
+        those of its own rows of g.
         """
         m, element, per = self.m, self.element, 4 // self.element
         g, q = LANE >> 2, LANE & 3
-        run_steps = m["STRETCH"] // m["ENTRIES"]
         wgs_m = m["WGS_M"]
         found = np.full((m["WGS"], m["ENTRIES"], self.k_steps, 64, self.k), -1)
         taps = np.full((m["WGS"], m["ENTRIES"], 64), -1)
-        runs = self.k_steps * m["ENTRIES"] // m["STRETCH"]
-        for wg, warp, e in product(range(m["WGS"]), range(4), range(m["ENTRIES"])):
-            first_tap = (wg // wgs_m * m["SUBS"] + warp * 16 // self.rows_per_sub) * m["ENTRIES"]
+        for wg, warp, u, i in product(range(m["WGS"]), range(4), range(self.unit_count), range(self.of_unit)):
+            first_unit = (wg // wgs_m * m["SUBS"] + warp * 16 // self.rows_per_sub) * self.unit_count
             channel = wg % wgs_m * self.rows_per_sub + warp * 16 % self.rows_per_sub
-            tap = first_tap + e
-            taps[wg, e, warp * 16 : warp * 16 + 16] = tap
-            tap = min(tap, self.set_taps - 1)
-            td, th, tw = tap // (m["TAPS_H"] * m["TAPS_W"]), tap // m["TAPS_W"] % m["TAPS_H"], tap % m["TAPS_W"]
+            entry = u * self.of_unit + i
+            taps[wg, entry, warp * 16 : warp * 16 + 16] = self.tap_of(first_unit + u, i)
+            unit = min(first_unit + u, self.set_units - 1)
+            td, tw = unit // (self.set_units // m["TAPS_D"]), unit % m["TAPS_W"]
+            th = 0 if self.stacked else unit // m["TAPS_W"] % m["TAPS_H"]
             shift = (td * m["DIL_D"] if self.dense["D"] else td) * self.g_rows_h
             shift += th * m["DIL_H"] if self.dense["H"] else th
             if self.last:
                 tap_at = shift * self.g_line + tw * m["DIL_W"]
             else:
                 tap_at = shift * m["BLOCK_CO"] * self.g_pitch + tw * m["DIL_W"]
-            for run, k_step in product(range(runs), range(run_steps)):
-                first = run * run_steps
-                strip = first if element == 4 else 2 * first
-                column = strip % self.w_strips * 8 * m["STEP_W"]
-                q0 = self.tile_row(self.x_row(np.array(strip // self.w_strips)))
-                if self.turn_x:
-                    bytes_ = self.turned_registers(channel, tap_at, q0, column, k_step)
-                    registers = bytes_[..., None]
-                elif self.last:
-                    strips = 2 * k_step + np.arange(2)
+            for k_step in range(self.k_steps):
+                strips = k_step + np.zeros(2, np.int64) if element == 4 else 2 * k_step + np.arange(2)
+                columns = strips % self.w_strips * 8 * m["STEP_W"]
+                if self.stacked:
+                    n, d, _, r = (a[k_step] for a in self.steps_of_rows(i))
+                    zero = np.zeros(2, np.int64)
+                    rows = self.tile_row(Rows(n + zero, d + zero, zero)) + r
+                else:
                     rows = self.tile_row(self.x_row(strips // self.w_strips))
-                    pixel = tap_at + (rows * self.g_line + strips % self.w_strips * 8 * m["STEP_W"])[LANE >> 4]
+                if self.turn_x:
+                    registers = self.turned_registers(channel, tap_at, int(rows[0]), int(columns[0]))[..., None]
+                elif self.last:
+                    pixel = tap_at + (rows * self.g_line + columns)[LANE >> 4] + (LANE & 7) * m["STEP_W"]
                     c8 = channel + (LANE >> 3 & 1) * 8
                     if self.box_g:
-                        address = q0 * self.g_box_bytes + (pixel + column) * self.g_width * 2
-                        address = address + (LANE & 7) * m["STEP_W"] * self.g_width * 2
-                        address = address + c8 // self.g_width * (self.g_rows * self.g_box_bytes)
+                        address = pixel * self.g_width * 2 + c8 // self.g_width * (self.g_rows * self.g_box_bytes)
                         address = swizzled(address + c8 % self.g_width * 2, self.g_width * 2)
                         assert (address % 16 == 0).all()
                         registers = load_transposed(address // 2, 4)
                     else:
-                        address = (q0 * self.g_line + column + pixel + (LANE & 7) * m["STEP_W"]) * self.g_pitch + c8
+                        address = pixel * self.g_pitch + c8
                         assert (address % 8 == 0).all()
                         registers = load_transposed(address, 4)
                 else:
                     k, h = np.arange(4) >> 1, np.arange(4) & 1
-                    strips = k_step + 0 * k if element == 4 else 2 * k_step + k
-                    constant = self.tile_row(self.x_row(strips // self.w_strips)) * m["BLOCK_CO"] * self.g_pitch
-                    constant += (strips % self.w_strips * 8 + (4 * k if element == 4 else 0)) * m["STEP_W"]
-                    constant += h * 8 * self.g_pitch
+                    constant = rows[k] * m["BLOCK_CO"] * self.g_pitch + columns[k] + h * 8 * self.g_pitch
+                    constant += 4 * k * m["STEP_W"] if element == 4 else 0
                     assert element == 4 or (constant % 2 == 0).all(), "constants are whole words"
-                    lane_at = (channel + g) * self.g_pitch + q * per * m["STEP_W"] + column + tap_at
-                    at = q0 * m["BLOCK_CO"] * self.g_pitch + lane_at[:, None] + constant
-                    registers = at[..., None] + np.arange(per) * m["STEP_W"]
-                to = found[wg, e, first + k_step, warp * 16 : warp * 16 + 16]
+                    lane_at = (channel + g) * self.g_pitch + q * per * m["STEP_W"] + tap_at
+                    registers = (lane_at[:, None] + constant)[..., None] + np.arange(per) * m["STEP_W"]
+                to = found[wg, entry, k_step, warp * 16 : warp * 16 + 16]
                 to[:] = self.matrix(registers, fragment_a(element))
-        assert (found >= 0).all(), "runs leave steps out"
         return found, taps
 
-    def turned_registers(self, channel: int, tap_at: int, q0: Ints, column: int, k_step: int) -> Ints:
+    def tap_of(self, unit: int, i: int) -> int:
+        """Index within the set of a unit's tap; the set's own number of taps where there is none."""
+        if unit >= self.set_units:
+            return self.set_taps
+        if not self.stacked:
+            return unit
+        taps_w, taps_h = self.m["TAPS_W"], self.m["TAPS_H"]
+        return (unit // taps_w * taps_h + i) * taps_w + unit % taps_w
+
+    def turned_registers(self, channel: int, tap_at: int, row: int, column: int) -> Ints:
         """Elements of g's tile of [lane, register] where x is turned (TURN_X)."""
         m = self.m
         g, q = LANE >> 2, LANE & 3
-        row = self.tile_row(self.x_row(np.array(k_step // self.w_strips)))
-        pixel = tap_at + row * self.g_line + k_step % self.w_strips * 8 * m["STEP_W"] + column
-        first = q0 * self.g_box_bytes + (pixel + self.strip_pixel(q) * m["STEP_W"]) * self.g_width * 4
+        pixel = tap_at + row * self.g_line + column
+        first = (pixel + self.strip_pixel(q) * m["STEP_W"]) * self.g_width * 4
         first = first + (channel + g) // self.g_width * (self.g_rows * self.g_box_bytes)
         first = first + (channel + g) % self.g_width * 4
         found = []
@@ -457,20 +483,36 @@ class Interpreter:
 
     @cached_property
     def wgmma_b(self) -> Ints:
-        """Elements of the stage: x [step, channel of the block, k], as a descriptor addresses them.
+        """Elements of the stage: x [tap of a unit, step, channel of the block, k], as a descriptor addresses them.
 
-        PTX ISA, "Matrix descriptors": eight rows are 8 x SEGMENT bytes apart from the next eight.
+        PTX ISA, "Matrix descriptors": eight rows are 8 x SEGMENT bytes apart from the next eight; of MN-major tiles so
+        are eight of K, and the columns beyond a swizzled line lie in the next row of x. STACKED: a tap's columns are
+        those of its own row of x.
         """
-        step = np.arange(self.k_steps)[:, None, None]
         channel, k = np.arange(self.m["BLOCK_CI"])[:, None], np.arange(self.k)
         nb, n = channel // self.n_width, channel % self.n_width
-        if self.k_major:
-            start = step * 32 // self.segment * self.box_bytes + nb * 64 * self.segment + step * 32 % self.segment
-            address = start + n * self.segment + k * self.element
-        else:
-            start = nb * self.box_bytes + step * 16 * self.segment
-            address = start + k * self.segment + n * self.element
-        return swizzled(address, self.segment) // self.element
+        found = []
+        for i in range(self.of_unit):
+            start = self.x_at(np.arange(self.k_steps))
+            if self.stacked:
+                image, d, row, _ = self.steps_of_rows(i)
+                row = (image * self.m["TILE_D"] + d) * self.x_rows_h + row
+                start = self.x_at(np.arange(self.k_steps) % (self.m["TILE_W"] // self.k)) + row * self.x_row_bytes
+            start = start[:, None, None]
+            if self.k_major:
+                address = start + (nb * self.n_width + n) * self.segment + k * self.element
+            else:
+                address = start + nb * self.box_bytes + k * self.segment + n * self.element
+            found.append(swizzled(address, self.segment) // self.element)
+        return np.stack(found)
+
+    def x_at(self, k_step: Ints) -> Ints:
+        """Byte at which a step of K begins in x's tile."""
+        if not self.k_major:
+            return k_step * 16 * self.segment
+        steps = self.line_bytes // 32
+        within = k_step % steps * 32
+        return within // self.segment * self.box_bytes + k_step // steps * self.x_row_bytes + within % self.segment
 
     # --- the kernels -------------------------------------------------------------------------------------------------
 
@@ -479,6 +521,7 @@ class Interpreter:
         m, element = self.m, self.element
         first = work.group * m["CIN_G"] + work.ci
         n, d, h, w = (a[:, None, None] for a in c)
+        h = h - (self.stack - 1)
         channel = np.arange(m["BLOCK_CI"])
         if not self.k_major or self.turn_x:
             pixel = np.arange(self.pixels)
@@ -490,7 +533,7 @@ class Interpreter:
                 j = np.arange(8)
                 order = np.arange(0, self.pixels, 8)[:, None] + self.strip_pixel(j)
                 quad = np.arange(self.pixels // 4)
-                address = quad * 16 // self.segment * self.box_bytes + quad * 16 % self.segment
+                address = self.x_at(quad // 2) + quad % 2 * 16
                 address = swizzled(address[:, None] + channel * self.segment, self.segment) // element
                 four = values[:, order.reshape(-1, 4)].transpose(0, 1, 3, 2)
                 stage[:, address[..., None] + np.arange(4)] = four
@@ -498,18 +541,20 @@ class Interpreter:
             box, inner = channel // self.n_width, channel % self.n_width
             address = box * self.box_bytes + pixel[:, None] * self.segment + inner * element
         else:
-            box = np.arange(self.boxes)[:, None, None]
-            strip = box * (self.segment // element // 8)
-            row = self.x_row(strip // self.w_strips)
+            box = np.arange(self.boxes)[:, None, None, None]
+            lines = self.x_rows // (m["TILE_H"] if m["LINES"] else 1)
+            line = np.arange(lines)[:, None, None]
+            row = self.x_row(line * (m["TILE_H"] if m["LINES"] else 1))
             column = np.arange(self.segment // element)
-            w = w[..., None] + strip % self.w_strips * 8 + column
-            n, d, h = (a[..., None] + b for a, b in zip((n, d, h), row))
+            w = w[..., None, None] + box * (self.segment // element) + column
+            n, d, h = (a[..., None, None] + b for a, b in zip((n, d, h), row))
             if m["LINES"]:  # the image is a line; one beyond its end lies in no row
                 assert x.size[2] == m["TILE_W"] and (c.w == 0).all()
                 pixel = h * m["TILE_W"] + w
                 h, w = pixel // m["TILE_W"], pixel % m["TILE_W"]
             values = self.box(x, n, first + channel[:, None], d, h, w)
-            address = box * self.box_bytes + channel[:, None] * self.segment + column * element
+            address = box * self.box_bytes + line * self.x_row_bytes + channel[:, None] * self.segment
+            address = address + column * element
         stage[:, swizzled(address, self.segment) // element] = values
 
     def load_g(self, g: Memory, stage: Floats, c: Place, work: Work) -> None:
@@ -674,26 +719,29 @@ class Interpreter:
     def warpgroups(self, work: Work, c: Place, at_g: Place, stage: Floats, g: Memory) -> list[tuple[Ints, Floats]]:
         m, chunks = self.m, np.arange(len(c.n))
         a, taps = self.wgmma_a
-        a, b = a[None] + self.g_at, self.wgmma_b[None]
+        a, b = a[None] + self.g_at, self.wgmma_b[:, None]
         if not self.last:
             if m["ALIGNED_G"]:
                 a = a + (at_g.w % self.vec).reshape(-1, 1, 1, 1, 1, 1)
             else:  # [chunk, step, half of K, channel % 8] of each row's tap
-                strip, _ = self.strips()
-                row = self.x_row(strip // self.w_strips)
                 off = np.zeros((len(c.n), *a.shape[1:]), np.int64)
                 for wg, e, warp in product(range(m["WGS"]), range(m["ENTRIES"]), range(4)):
-                    tap = min(int(taps[wg, e, warp * 16]), self.set_taps - 1)
-                    td, th = tap // (m["TAPS_H"] * m["TAPS_W"]), tap // m["TAPS_W"] % m["TAPS_H"]
-                    d, h = row.d * m["STEP_D"] + td * m["DIL_D"], row.h * m["STEP_H"] + th * m["DIL_H"]
-                    found = self.misaligned(g, at_g, work.group * m["COUT_G"] + work.co, Rows(row.n, d, h))
+                    row = self.memory_rows(min(int(taps[wg, e, warp * 16]), self.set_taps - 1))
+                    found = self.misaligned(g, at_g, work.group * m["COUT_G"] + work.co, row)
                     off[:, wg, e, :, warp * 16 : warp * 16 + 16] = found[
                         :, :, self.half[None, :], (np.arange(16) % 8)[:, None]
                     ]
                 a = a + off
-        g_values, x_values = (stage[chunks.reshape(-1, *(1,) * (i.ndim - 1)), i] for i in (a, b))
-        # [chunk, warpgroup, entry, step, row, k] by [chunk, step, channel, k]
-        acc = np.tensordot(g_values, x_values, ((0, 3, 5), (0, 1, 3)))
+        g_values = stage[chunks.reshape(-1, *(1,) * (a.ndim - 1)), a]
+        x_values = stage[chunks.reshape(1, -1, 1, 1, 1), b]
+        # [chunk, warpgroup, entry, step, row, k] by [entry's tap of a unit, chunk, step, channel, k]
+        acc = np.stack(
+            [
+                np.tensordot(g_values[:, :, e], x_values[e % self.of_unit], ((0, 2, 4), (0, 1, 3)))
+                for e in range(m["ENTRIES"])
+            ],
+            axis=1,
+        )
         stored = []
         for wg, e, warp in product(range(m["WGS"]), range(m["ENTRIES"]), range(4)):
             kernel_tap = self.kernel_tap(work, int(taps[wg, e, warp * 16]))
@@ -708,6 +756,16 @@ class Interpreter:
             assert m["CIN_G"] % 2 or (at[..., ::2] % 2 == 0).all(), "pairs begin at 8 bytes"
             stored.append((at[ok], acc[wg, e, warp * 16 : warp * 16 + 16][ok]))
         return stored
+
+    def memory_rows(self, tap: int) -> Rows:
+        """Rows of g in memory, from a chunk's first, of [step, half of K] of a tap."""
+        m = self.m
+        td, th = tap // (m["TAPS_H"] * m["TAPS_W"]), tap // m["TAPS_W"] % m["TAPS_H"]
+        if self.stacked:
+            n, d, _, r = (a[:, None] + np.zeros(2, np.int64) for a in self.steps_of_rows(th))
+            return Rows(n, d * m["STEP_D"] + td * m["DIL_D"], r)
+        row = self.x_row(self.strips()[0] // self.w_strips)
+        return Rows(row.n, row.d * m["STEP_D"] + td * m["DIL_D"], row.h * m["STEP_H"] + th * m["DIL_H"])
 
     def reduce(self, partial: Floats, slices: int) -> Floats:
         """The second step: slices, or eight runs of them, in their order; (CIN, COUT_G, taps)."""

@@ -37,6 +37,7 @@ _ISSUE = 0.1  # clocks of a multiprocessor for each 16-byte copy by threads that
 _COPY = 1.5  # clocks for a 16-byte copy by a warpgroup of its own
 _CHUNK = 700.0  # clocks a chunk costs: barriers, the first fragments
 _STEP = 40.0  # clocks a step of mma.sync costs beside its instructions
+_STACKED = 1.03, 8.0  # of the matrix instructions' own clocks where rows share one, and clocks of each beside them
 _WARPGROUP_STEP = 25.0  # clocks a step of wgmma costs: the fragment is waited for
 _DRAIN = 130.0  # clocks at the end of a stretch of wgmma
 _L2 = 24.0  # bytes a clock and multiprocessor, copied by threads
@@ -81,6 +82,8 @@ class Choice:
         t = self.tiling
         shape, taps = "x".join(map(str, t.tile)), "x".join(map(str, t.taps))
         instruction = "wgmma" if isinstance(t, WarpgroupTiling) else "mma.sync"
+        if isinstance(t, WarpgroupTiling) and t.stacked:
+            instruction += f" of up to {t.stack} rows"
         instruction = ("the batch as pixels: " if self.flat else "") + instruction
         return (
             f"{instruction} {t.problem.precision}, {t.block[0]}x{t.block[1]} channels x {taps} taps a block, chunks of "
@@ -204,7 +207,7 @@ def tensor_map(t: WarpgroupTiling, p: Problem, address: int, g: bool) -> tuple[i
     if t.lines and not g:
         dims = [w * h, 1, d, c, p.batch]
     pitches = [math.prod(dims[:i]) * t.element for i in range(5)]
-    if g and not t.channels_last:  # a row of all channels is a box, or a part of one
+    if not t.channels_last:  # rows of all channels are a box
         dims, pitches = ([a[0], a[3], a[1], a[2], a[4]] for a in (dims, pitches))
     made = jit._drive(
         driver.cuTensorMapEncodeTiled,
@@ -284,12 +287,14 @@ def _warpgroup_candidates(
     steep = math.prod(p.stride) >= 8
     if steep and cin > 128:
         widths += (256,)
-    for ci, (groups, split_m), subs, taps in product(
-        widths, ((2, 1), (2, 2), (3, 1), (3, 3)), (1, 2, 4), _tap_sets(p, 36)
+    sets = [(taps, False) for taps in _tap_sets(p, 36)] + [(taps, True) for taps in _column_sets(p)]
+    for ci, (groups, split_m), subs, (taps, stacked) in product(
+        widths, ((2, 1), (2, 2), (3, 1), (3, 3)), (1, 2, 4), sets
     ):
         if (subs > 1 and cout > 64 // subs and not steep) or (split_m > 1 and cout <= 64 // subs * (split_m - 1)):
             continue
-        base = WarpgroupTiling(p, (ci, 64 // subs * split_m), taps, (1, 1, 1, 8), aligned, groups, split_m, subs)
+        block = ci, 64 // subs * split_m
+        base = WarpgroupTiling(p, block, taps, (1, 1, 1, 8), aligned, groups, split_m, subs, stacked=stacked)
         if base.accumulators > (160 if groups == 2 else 104):
             continue
         if base.entries * subs * (groups // split_m) > 1.5 * base.set_taps:
@@ -303,6 +308,8 @@ def _warpgroup_candidates(
             if ((not last or t.turned) and t.segment < 32) or (t.element == 2 and t.strips % 2):
                 continue
             if last and max(tile) > 256:
+                continue
+            if stacked and not t.stackable:
                 continue
             stages = min(4, (gpu.shared_bytes - t.raw_bytes - 16) // (t.stage_bytes + 16))
             if stages >= 2:
@@ -330,6 +337,19 @@ def _tap_sets(p: Problem, most: int = 36) -> tuple[Triple, ...]:
     if 1 not in wide or w == 2:
         found += [(1, v, 1) for v in parts(h)]
     return tuple(dict.fromkeys(t for t in found if math.prod(t) <= most))
+
+
+def _column_sets(p: Problem) -> tuple[Triple, ...]:
+    """Boxes of columns of taps, whose rows of x an instruction may take together."""
+    d, h, w = (1,) * (3 - p.rank) + p.kernel
+
+    def parts(k: int) -> list[int]:
+        return sorted({-(-k // n) for n in range(1, k + 1)})
+
+    heights = [v for v in parts(h) if v > p.stride[-2]] if p.rank > 1 and p.dilation[-2] == 1 else []
+    found = [(1, v, u) for v in heights for u in parts(w)]
+    found += [(v, h, u) for v in parts(d)[1:] for u in (1, w) if h in heights]
+    return tuple(dict.fromkeys(t for t in found if math.prod(t) <= 36))
 
 
 def _warps(p: Problem, block: tuple[int, int], taps: int) -> tuple[int, int] | None:
@@ -398,9 +418,15 @@ def _sync_clocks(t: SyncTiling) -> tuple[float, str]:
 
 def _warpgroup_clocks(t: WarpgroupTiling) -> tuple[float, str]:
     steps = t.k_steps * t.entries * t.warpgroups
-    matrix = steps * t.block[0] / 2 * _WGMMA
-    reads = 16 * _conflict(t) + t.block[0] / 4
-    shared = steps * reads * _LOAD + (t.g_units * 16 + t.x_bytes) / 128
+    columns = steps * t.block[0] / 2 * t.activity  # clocks of the tensor cores for all of them
+    if t.stacked:
+        fragments = t.tile[3] * t.element / 32 * t.row_steps * t.warpgroups * t.activity
+        stretches = t.tile[3] * t.element / 32 / t.stretch
+        matrix = columns * _STACKED[0] + fragments * _STACKED[1]
+    else:
+        fragments, stretches = steps * t.activity, t.k_steps * t.entries / t.stretch
+        matrix = columns * _WGMMA
+    shared = (fragments * 16 * _conflict(t) + columns / 2) * _LOAD + (t.g_units * 16 + t.x_bytes) / 128
     if t.turned:
         shared += t.x_bytes / 64
     l2 = (t.g_units * 16 + t.x_bytes) / (_BOX_L2 if t.box_g else _L2)
@@ -408,7 +434,7 @@ def _warpgroup_clocks(t: WarpgroupTiling) -> tuple[float, str]:
     parts = {"tensor cores": matrix, "shared memory": shared, "L2": l2, "copies": copies}
     bound = max(parts, key=lambda name: parts[name])
     total = max(parts.values()) + 0.1 * (sum(parts.values()) - max(parts.values()))
-    waits = steps / t.warpgroups * _WARPGROUP_STEP / t.warpgroups + t.k_steps * t.entries / t.stretch * _DRAIN
+    waits = fragments / t.warpgroups * _WARPGROUP_STEP / t.warpgroups + stretches * _DRAIN
     return total + waits + _CHUNK / 2, bound
 
 

@@ -19,6 +19,7 @@ Triple = tuple[int, int, int]
 WARPS = 8  # of the mma.sync kernel
 _LARGE = 1 << 18  # weights from here on are turned by the second step
 _PRECISIONS = {"tf32": 0, "ieee": 1, "fp16": 2, "bf16": 3}
+_MAX_STACK = 5  # rows of x in one instruction's columns
 _STRETCH = 40  # matrix instructions of a warpgroup between whose ends the tensor cores do not drain
 
 
@@ -111,6 +112,11 @@ class Tiling:
             spans.append(dense if axis == 2 else min(dense, count * taps))
         return spans[0], spans[1], spans[2]
 
+    @property
+    def halo(self) -> int:
+        """Rows of x's tile ahead of the chunk's own."""
+        return 0
+
     @cached_property
     def strips(self) -> int:
         """Strips of 8 positions of a row."""
@@ -159,7 +165,9 @@ class Tiling:
 
     def counts(self, p: Problem) -> tuple[int, int, int, int]:
         """Chunks per axis: images, D, H, W."""
-        n, d, h, w = (-(-size // tile) for size, tile in zip((p.batch, *self._full(p.size, 1)), self.tile))
+        d, h, w = self._full(p.size, 1)
+        sizes = p.batch, d, h + self.halo, w
+        n, d, h, w = (-(-size // tile) for size, tile in zip(sizes, self.tile))
         return n, d, h, w
 
     @property
@@ -273,6 +281,8 @@ class WarpgroupTiling(Tiling):
     stages: int = 2
     aligned_g: bool = False
     """NCHW: rows of the output begin at 16 bytes."""
+    stacked: bool = False
+    """Whether the rows of x that a row of g meets by a column of taps are columns of one matrix instruction."""
     lines: bool = False
     """NCHW: a chunk is as wide as the image, whose rows so are one line: a row of x's tile has several of them."""
 
@@ -285,9 +295,42 @@ class WarpgroupTiling(Tiling):
         return 1
 
     @property
+    def of_unit(self) -> int:
+        """Taps that share their fragments of g: a column of them, or one."""
+        return self.taps[1] if self.stacked else 1
+
+    @property
+    def unit_count(self) -> int:
+        """Fragments of g of a warpgroup, for each step of K."""
+        return -(-self.set_taps // (self.of_unit * self.subs * (self.warpgroups // self.split_m)))
+
+    @property
     def entries(self) -> int:
         """Accumulators of 64 rows of a warpgroup."""
-        return -(-self.set_taps // (self.subs * (self.warpgroups // self.split_m)))
+        return self.unit_count * self.of_unit
+
+    @property
+    def stack(self) -> int:
+        """Rows of x that a row of g may meet by a column of taps."""
+        return -(-self.taps[1] // self.steps[1])
+
+    @property
+    def halo(self) -> int:
+        return self.stack - 1 if self.stacked else 0
+
+    def _spans(self) -> Triple:
+        d, h, w = super()._spans()
+        return d, self.tile[2] * self.steps[1] if self.stacked else h, w
+
+    @property
+    def stackable(self) -> bool:
+        """Whether `stacked` is of use, and rows of x can follow each other in an instruction's columns."""
+        width = self.block[0] if not self.channels_last or self.turned else self.width
+        whole_steps = self.tile[3] * self.element % 32 == 0
+        # Neighbours by taps are to be neighbours in shared memory.
+        if not whole_steps or self.dilation[1] > 1 or self.stack < 2 or self.lines:
+            return False
+        return self.stack <= _MAX_STACK and self.stack * width <= 256
 
     @property
     def accumulators(self) -> int:
@@ -313,11 +356,11 @@ class WarpgroupTiling(Tiling):
 
     @property
     def box(self) -> tuple[int, int, int, int, int]:
-        """The box of x, innermost first: channels, W, H, D, images, or W, H, D, channels, images."""
+        """The box of x, innermost first: channels, W, H, D, images, or W (`segment` of it), channels, H, D, images."""
         n, d, h, w = self.tile
         if self.channels_last:
-            return self.block[0] if self.turned else self.width, w, h, d, n
-        return self.segment // self.element, 1, 1, self.block[0], 1
+            return self.block[0] if self.turned else self.width, w, h + self.halo, d, n
+        return self.segment // self.element, self.block[0], 1 if self.lines else h + self.halo, d, n
 
     @property
     def box_g(self) -> bool:
@@ -353,7 +396,7 @@ class WarpgroupTiling(Tiling):
         found = []
         axes = zip(self.tile[1:3], self.taps, self.steps, self.dilation, self._spans())
         for count, taps, step, dilation, rows in axes:
-            if rows == (count - 1) * step + (taps - 1) * dilation + 1:  # every row
+            if rows == (count - 1) * step + (taps - 1) * dilation + 1 or (self.stacked and len(found)):  # every row
                 found.append(1)
             elif taps == 1:
                 found.append(step)
@@ -376,7 +419,8 @@ class WarpgroupTiling(Tiling):
     @property
     def boxes(self) -> int:
         """Copies of the tensor copy engine for a chunk."""
-        found = self.block[0] // self.width if self.channels_last else self.x_bytes // (self.segment * self.block[0])
+        line = self.tile[3] * (self.tile[2] if self.lines else 1) * self.element
+        found = self.block[0] // self.width if self.channels_last else line // self.segment
         if self.turned:
             found = 1
         if self.box_g:
@@ -400,7 +444,8 @@ class WarpgroupTiling(Tiling):
     @property
     def x_bytes(self) -> int:
         """Bytes of x's tile in shared memory."""
-        return math.prod(self.tile) * self.block[0] * self.element
+        n, d, h, w = self.tile
+        return n * d * (h + self.halo) * w * self.block[0] * self.element
 
     @property
     def stage_bytes(self) -> int:
@@ -417,11 +462,11 @@ class WarpgroupTiling(Tiling):
 
     @property
     def run(self) -> int:
-        """Entries of a warpgroup that are neighbours along W."""
-        width, entries = self.taps[2], self.entries
-        if self.set_taps == width or width % entries == 0:
-            return entries
-        return width if entries % width == 0 else 1
+        """Units of a warpgroup that are neighbours along W."""
+        width, units = self.taps[2], self.unit_count
+        if self.set_taps == width * self.of_unit or width % units == 0:
+            return units
+        return width if units % width == 0 else 1
 
     @property
     def run_words(self) -> int:
@@ -439,11 +484,37 @@ class WarpgroupTiling(Tiling):
 
     @property
     def stretch(self) -> int:
-        """Steps of a warpgroup in one stretch of code: as many of K as fit, a power of two."""
+        """Steps of a warpgroup in one stretch of code: as many of K as fit, a power of two.
+
+        ``stacked``: steps of K of every row.
+        """
+        if self.stacked:
+            k = self.tile[3] * self.element // 32
+            while k > 1 and k * self.row_steps > _STRETCH:
+                k //= 2
+            return k
         k = self.k_steps
         while k > 1 and k * self.entries > _STRETCH:
             k //= 2
         return k * self.entries
+
+    @property
+    def row_steps(self) -> int:
+        """``stacked``: fragments of a warpgroup for one column of K."""
+        return self.tile[0] * self.tile[1] * self._spans()[1] * self.unit_count
+
+    @property
+    def activity(self) -> float:
+        """Share of the warpgroups' work that is not left out because all of its taps lie beyond the kernel."""
+        of_group, groups = self.subs * self.unit_count, self.warpgroups // self.split_m
+        width = self.taps[2]
+        busy = 0
+        for first in range(0, self.sets[2] * width, width):
+            taps = self.set_taps // self.of_unit
+            if taps == width:
+                taps = min(width, self.kernel[2] - first)
+            busy += min(groups, -(-taps // of_group))
+        return busy / (groups * self.sets[2])
 
     @property
     def registers(self) -> tuple[int, int]:
@@ -461,6 +532,7 @@ class WarpgroupTiling(Tiling):
             "STRETCH": self.stretch,
             "ALIGNED_G": int(self.aligned_g),
             "LINES": int(self.lines),
+            "STACKED": int(self.stacked),
             "BOX_G": int(self.box_g),
             "G_ONE_BOX": int(self.box_g and self.g_one_box),
             "PRODUCER_REGISTERS": self.registers[0],

@@ -16,6 +16,8 @@
 #define COPIERS (WARPS * 32)             // threads that copy
 #define CI_INNERMOST 0
 #define BOX_G 0
+#define STACKED 0
+#define X_ROWS_H TILE_H                  // of x's tile in a slice
 #include "wgrad.cuh"
 
 #define THREADS (WARPS * 32)

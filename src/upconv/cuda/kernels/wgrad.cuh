@@ -14,11 +14,11 @@
 // Rows of g's tile: every row between the first and the last (dense), or TAPS rows for each q when that is fewer.
 #define SPAN(tile, step, taps, dil) (((tile) - 1) * (step) + ((taps) - 1) * (dil) + 1)
 #define DENSE_D (SPAN(TILE_D, STEP_D, TAPS_D, DIL_D) <= TILE_D * TAPS_D)
-#define DENSE_H (SPAN(TILE_H, STEP_H, TAPS_H, DIL_H) <= TILE_H * TAPS_H)
+#define DENSE_H (STACKED || SPAN(TILE_H, STEP_H, TAPS_H, DIL_H) <= TILE_H * TAPS_H)
 #define G_ROWS_D (DENSE_D ? SPAN(TILE_D, STEP_D, TAPS_D, DIL_D) : TILE_D * TAPS_D)
-#define G_ROWS_H (DENSE_H ? SPAN(TILE_H, STEP_H, TAPS_H, DIL_H) : TILE_H * TAPS_H)
+#define G_ROWS_H (STACKED ? TILE_H * STEP_H : DENSE_H ? SPAN(TILE_H, STEP_H, TAPS_H, DIL_H) : TILE_H * TAPS_H)
 #define G_COLUMNS SPAN(TILE_W, STEP_W, TAPS_W, DIL_W)
-#define X_ROWS (TILE_N * TILE_D * TILE_H)
+#define X_ROWS (TILE_N * TILE_D * X_ROWS_H)
 #define G_ROWS (TILE_N * G_ROWS_D * G_ROWS_H)
 #define ODD(n) ((n) | 1)
 #define G_EXTENT ((G_COLUMNS + VEC - 1 + VEC - 1) / VEC)  // units of a row (NCHW)
@@ -63,7 +63,7 @@ __device__ __forceinline__ Chunk chunk_at(int i, const Sizes& s) {
 
 // One operand's tile: where it lies in its tensor. (n, d, h) of row `r` of the tile by its kind.
 struct Rows { int n, d, h; };
-__device__ __forceinline__ Rows x_row(int r) { return {r / (TILE_D * TILE_H), r / TILE_H % TILE_D, r % TILE_H}; }
+__device__ __forceinline__ Rows x_row(int r) { return {r / (TILE_D * X_ROWS_H), r / X_ROWS_H % TILE_D, r % X_ROWS_H}; }
 __device__ __forceinline__ Rows g_row(int r) {
   int h = r % G_ROWS_H, d = r / G_ROWS_H % G_ROWS_D;
   return {r / (G_ROWS_H * G_ROWS_D), DENSE_D ? d : d / TAPS_D * STEP_D + d % TAPS_D * DIL_D, DENSE_H ? h : h / TAPS_H * STEP_H + h % TAPS_H * DIL_H};
@@ -109,7 +109,7 @@ __device__ __forceinline__ void copy_tile(const char* __restrict__ tensor, int b
   // bytes, some of a warp's threads each time: 1.04 ms instead of 0.37.)
   // A thread keeps its channel and place in the row for all rows of the tile (NOTES: with an index for each unit, one warp on a
   // scheduler took 850 clocks a round of 32 units, all of them address arithmetic: kb77's bfloat16 gradient 1.35 ms).
-  constexpr int UNITS = COLUMNS_OR_UNITS, ROWS_D = IS_X ? TILE_D : G_ROWS_D, ROWS_H = IS_X ? TILE_H : G_ROWS_H;
+  constexpr int UNITS = COLUMNS_OR_UNITS, ROWS_D = IS_X ? TILE_D : G_ROWS_D, ROWS_H = IS_X ? X_ROWS_H : G_ROWS_H;
   long long plane = (long long)depth * height * width;
 #pragma unroll 1
   for (int i = thread; i < BLOCK * UNITS; i += COPIERS) {

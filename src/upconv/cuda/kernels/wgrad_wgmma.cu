@@ -8,11 +8,17 @@
 //      that CHANNELS_LAST float32 is turned by the copying warpgroup (TURN_X).
 // g comes by boxes too (BOX_G), NCHW by one where its rows lie evenly (G_ONE_BOX), or by threads where rows begin off 16 bytes.
 // Roles: one warpgroup copies, WGS warpgroups multiply: WGS_M of them divide the output channels of a block, the others its taps,
-// ENTRIES x SUBS taps each: ENTRIES neighbours for each of SUBS bands of rows.
+// UNITS x SUBS fragments of A at a time: UNITS neighbours for each of SUBS bands of rows. A unit is a tap; or, STACKED, a column of
+// taps: the rows of x that a row of g meets by them follow each other in shared memory, and so are columns of one instruction. Then
+// a fragment is read once, not once a tap (NOTES: reads of A take as long as a multiplication by 64 channels, of B half of it).
+// STACKED chunks are of rows of g, STEP_H at a time, and it is x's tile that has a halo: an instruction always takes all of its rows
+// (NOTES: ptxas waits for each instruction where some that share sums differ in shape, C7511); rows beyond the image are zeros.
 //
 // K is split over ranges of chunks; each split writes partial sums, `reduce` adds them in the order of their index.
 #define COPIERS 128
 #define CI_INNERMOST 1
+#define STACK (STACKED ? (TAPS_H + STEP_H - 1) / STEP_H : 1)  // rows of x that may meet a row of g
+#define X_ROWS_H (TILE_H + STACK - 1)
 #include "wgrad.cuh"
 
 #define ROWS_PER_SUB (64 / SUBS)
@@ -20,24 +26,30 @@
 #define THREADS ((1 + WGS) * 128)
 #define CI_TILES ((CIN_G + BLOCK_CI - 1) / BLOCK_CI)
 #define CO_TILES ((COUT_G + BLOCK_CO - 1) / BLOCK_CO)
-#define NB (BLOCK_CI < 64 ? 1 : BLOCK_CI / 64)
-#define N_WIDTH (BLOCK_CI < 64 ? 32 : 64)  // of one matrix instruction
-
-// x in shared memory. NCHW: boxes of BLOCK_CI rows of SEGMENT bytes (pixels of a row; a box of several shorter rows would
-// pad each to the swizzle's span).
-// CHANNELS_LAST: for each N_WIDTH channels a box of the chunk's pixels.
-#define PIXELS (X_ROWS * TILE_W)
 #define TURN_X (CHANNELS_LAST && ELEMENT == 4)
 #define K_MAJOR (!CHANNELS_LAST || TURN_X)
+#define N_WIDTH (BLOCK_CI < 64 ? 32 : STACKED && K_MAJOR ? BLOCK_CI : 64)  // of one matrix instruction; STACKED: for each row of x
+#define NB (BLOCK_CI / N_WIDTH)
+#define OF_UNIT (STACKED ? TAPS_H : 1)     // taps of a unit
+#define UNITS (ENTRIES / OF_UNIT)
+#define SET_UNITS (SET_TAPS / OF_UNIT)
+
+// x in shared memory. Rows of a channel's pixels (K-major): for each SEGMENT bytes of a row a box of [row][channel][SEGMENT].
+// CHANNELS_LAST of 16 bits: for each N_WIDTH channels a box of the chunk's pixels.
+#define PIXELS (X_ROWS * TILE_W)
 #if !K_MAJOR
 #define SEGMENT (N_WIDTH * ELEMENT)
 #define BOXES NB
 #define BOX_BYTES (PIXELS * SEGMENT)
+#define X_ROW_BYTES (TILE_W * SEGMENT)     // from one row of the tile to the next
+#define STEP_BYTES (16 * SEGMENT)          // and from one step of K to the next
 #else
 #define LINE_BYTES (TILE_W * (LINES ? TILE_H : 1) * ELEMENT)  // LINES: the image is as wide as a chunk, and its rows one line
 #define SEGMENT (LINE_BYTES < 128 ? LINE_BYTES : 128)
-#define BOXES (PIXELS * ELEMENT / SEGMENT)
-#define BOX_BYTES (BLOCK_CI * SEGMENT)
+#define BOXES (LINE_BYTES / SEGMENT)
+#define BOX_BYTES (PIXELS * BLOCK_CI * ELEMENT / BOXES)
+#define X_ROW_BYTES (BLOCK_CI * SEGMENT)
+#define STEP_BYTES 32
 #endif
 #define X_TILE_BYTES (BOXES * BOX_BYTES)
 #if CHANNELS_LAST
@@ -53,6 +65,17 @@
 #define G_BOXES 1
 #define G_BOX_BYTES (BLOCK_CO * G_PITCH * ELEMENT)
 #endif
+// From one pixel of g's tile to the next (of NCHW counted in elements), and from one row to the next.
+#if !CHANNELS_LAST
+#define G_PIXEL_BYTES 1
+#define G_ROW_BYTES G_BOX_BYTES
+#elif BOX_G
+#define G_PIXEL_BYTES (G_WIDTH * ELEMENT)
+#define G_ROW_BYTES G_BOX_BYTES
+#else
+#define G_PIXEL_BYTES (G_PITCH * ELEMENT)
+#define G_ROW_BYTES (G_LINE * G_PIXEL_BYTES)
+#endif
 #define STAGE_BYTES ((X_TILE_BYTES + G_BYTES + 1023) / 1024 * 1024)
 #define RAW_AT (STAGES * STAGE_BYTES)       // x's pixels before they are turned
 #define RAW_BYTES (TURN_X ? PIXELS * BLOCK_CI * ELEMENT : 0)
@@ -64,12 +87,13 @@
 
 #define K_STEPS (PIXELS * ELEMENT / 32)    // a matrix instruction takes 32 bytes of K: a strip of 8 columns, or two of 16-bit types
 #define STEPS (K_STEPS * ENTRIES)
+#define ROW_STEPS (TILE_W * ELEMENT / 32)  // STACKED: of a row
 #define SETS_OF_FRAGMENTS (ELEMENT == 2 && !CHANNELS_LAST && WGS == 3 ? 2 : 3)  // a third set spills there
 #define W_STRIPS (TILE_W / 8)
 
-// Half precision, NCHW: K is two pixels a word, and a tap begins at any. Entries that are neighbours along W (W_RUN of them) have
+// Half precision, NCHW: K is two pixels a word, and a tap begins at any. Units that are neighbours along W (W_RUN of them) have
 // nearly all their words in common, so these are loaded once and shifted in registers.
-#define W_RUN (TAPS_D * TAPS_H == 1 ? ENTRIES : TAPS_W % ENTRIES == 0 ? ENTRIES : ENTRIES % TAPS_W == 0 ? TAPS_W : 1)
+#define W_RUN (SET_UNITS == TAPS_W ? UNITS : TAPS_W % UNITS == 0 ? UNITS : UNITS % TAPS_W == 0 ? TAPS_W : 1)
 // Whether a run begins at odd elements, where that is the same for all.
 #define PARITY_KNOWN (ALIGNED_G && STEP_W % 2 == 0 && W_RUN * DIL_W % 2 == 0 && (SETS_W == 1 || TAPS_W * DIL_W % 2 == 0))
 #define RUN_WORDS (((PARITY_KNOWN ? PAD_W % 2 : 1) + (W_RUN - 1) * DIL_W + STEP_W) / 2 + 1)
@@ -104,12 +128,10 @@ __device__ __forceinline__ void load_boxes(const TensorMap* map_x, const TensorM
 #pragma unroll 1
   for (int i = 0; i < BOXES; i++) {
 #if CHANNELS_LAST
-    load_box(to + i * BOX_BYTES, map_x, channel + i * N_WIDTH, c.w, c.h, c.d, c.n, barrier);
+    load_box(to + i * BOX_BYTES, map_x, channel + i * N_WIDTH, c.w, c.h - STACK + 1, c.d, c.n, barrier);
 #else
-    int strip = i * (SEGMENT / ELEMENT / 8);
-    Rows at = x_row(strip / W_STRIPS);
-    int column = c.w + strip % W_STRIPS * 8, row = c.h + at.h;
-    load_box(to + i * BOX_BYTES, map_x, LINES ? row * TILE_W + column : column, LINES ? 0 : row, c.d + at.d, channel, c.n + at.n, barrier);
+    int w = (LINES ? c.h * TILE_W : c.w) + i * (SEGMENT / ELEMENT);
+    load_box(to + i * BOX_BYTES, map_x, w, channel, LINES ? 0 : c.h - STACK + 1, c.d, c.n, barrier);
 #endif
   }
 #endif
@@ -134,6 +156,16 @@ __device__ __forceinline__ void load_boxes(const TensorMap* map_x, const TensorM
 #endif
 }
 
+// Where step `k_step` of K begins in x's tile. Bits of the step choose rows, segments and what lies in them: sums are of steps as of places.
+__device__ __forceinline__ u32 x_at(int k_step) {
+#if K_MAJOR
+  int line = k_step / (LINE_BYTES / 32), within = k_step % (LINE_BYTES / 32) * 32;
+  return within / SEGMENT * BOX_BYTES + line * X_ROW_BYTES + within % SEGMENT;
+#else
+  return k_step * STEP_BYTES;
+#endif
+}
+
 #if TURN_X
 // Pixels of a strip in the order of K: even ones first, so that a fragment's four lie in different banks of g's swizzled rows
 // (they are two rows apart; where a stride already parts them, in their own order).
@@ -141,7 +173,7 @@ __device__ __forceinline__ void load_boxes(const TensorMap* map_x, const TensorM
 
 __device__ __forceinline__ void load_raw(const TensorMap* map_x, const Chunk& c, const Work& work, u32 to, u32 barrier) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(RAW_BYTES) : "memory");
-  load_box(to, map_x, work.group * CIN_G + work.ci, c.w, c.h, c.d, c.n, barrier);
+  load_box(to, map_x, work.group * CIN_G + work.ci, c.w, c.h - STACK + 1, c.d, c.n, barrier);
 }
 
 // Rows of a pixel's channels to rows of a channel's pixels: a lane takes a channel, four pixels at a time.
@@ -155,7 +187,7 @@ __device__ __forceinline__ void turn(u32 raw, u32 tile, int thread) {
       int pixel = strip * 8 + (half ? STRIP_PIXEL(j + 4) : STRIP_PIXEL(j));
       v[j] = load_shared_u32(raw + (pixel * BLOCK_CI + c) * 4);
     }
-    u32 to = tile + quad * 16 / SEGMENT * BOX_BYTES + c * SEGMENT + quad * 16 % SEGMENT;
+    u32 to = tile + x_at(strip) + half * 16 + c * SEGMENT;
     store_shared_128(to ^ (to >> 7 & (SEGMENT / 16 - 1)) << 4, v[0], v[1], v[2], v[3]);
   }
   asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");  // the tensor cores read by descriptor
@@ -166,12 +198,6 @@ __device__ __forceinline__ void turn(u32 raw, u32 tile, int thread) {
 // Multiplications
 // =====================================================================================================================
 
-#define ACCUMULATORS_32(d)                                                                                            \
-  "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),          \
-      "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
-#define WGMMA_32(shape, tail)                                                                                         \
-  "wgmma.mma_async.sync.aligned." shape                                                                               \
-  " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, {%16,%17,%18,%19}, %20, " tail ";\n"
 #if CHANNELS_LAST
 #define TAIL_16 "1, 1, 1, 1"
 #else
@@ -188,42 +214,121 @@ __device__ __forceinline__ void turn(u32 raw, u32 tile, int thread) {
 #define TAIL TAIL_16
 #endif
 
-__device__ __forceinline__ void multiply(float (&acc)[NB][N_WIDTH / 2], const u32 (&a)[4], u32 tile, int k_step) {
-  // Stride from 8 rows to the next 8: of channels (K-major), of pixels (MN-major, 8 of the 16 of a step).
-  const u64 upper = ((u64)(8 * SEGMENT >> 4) << 32) | ((u64)(8 * SEGMENT >> 4) << 16) | ((u64)(SEGMENT == 32 ? 3 : SEGMENT == 64 ? 2 : 1) << 62);
+// wgmma of 64 rows and 32 to 256 columns: its registers in blocks of 16 (R, D), those of A, B's descriptor.
+#define R0 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
+#define R1 "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define R2 "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
+#define R3 "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define R4 "%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79"
+#define R5 "%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
+#define R6 "%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111"
+#define R7 "%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
+#define D(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]),           \
+    "+f"(d[i + 6]), "+f"(d[i + 7]), "+f"(d[i + 8]), "+f"(d[i + 9]), "+f"(d[i + 10]), "+f"(d[i + 11]),                 \
+    "+f"(d[i + 12]), "+f"(d[i + 13]), "+f"(d[i + 14]), "+f"(d[i + 15])
+#define WGMMA(n, registers, a0, a1, a2, a3, b0) \
+  "wgmma.mma_async.sync.aligned.m64n" n TYPES " {" registers "}, {" a0 "," a1 "," a2 "," a3 "}, " b0 ", " TAIL ";\n"
+#define OPERANDS(a, b) "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)
+#define MULTIPLY_32(d, a, b) asm volatile(WGMMA("32", R0, "%16", "%17", "%18", "%19", "%20") : D(d, 0) : OPERANDS(a, b))
+#define MULTIPLY_64(d, a, b) asm volatile(WGMMA("64", R0 "," R1, "%32", "%33", "%34", "%35", "%36") : D(d, 0), D(d, 16) : OPERANDS(a, b))
+#define MULTIPLY_96(d, a, b) asm volatile(WGMMA("96", R0 "," R1 "," R2, "%48", "%49", "%50", "%51", "%52") : D(d, 0), D(d, 16), D(d, 32) : OPERANDS(a, b))
+#define MULTIPLY_128(d, a, b) asm volatile(WGMMA("128", R0 "," R1 "," R2 "," R3, "%64", "%65", "%66", "%67", "%68") : D(d, 0), D(d, 16), D(d, 32), D(d, 48) : OPERANDS(a, b))
+#define MULTIPLY_160(d, a, b) asm volatile(WGMMA("160", R0 "," R1 "," R2 "," R3 "," R4, "%80", "%81", "%82", "%83", "%84") : D(d, 0), D(d, 16), D(d, 32), D(d, 48), D(d, 64) : OPERANDS(a, b))
+#define MULTIPLY_192(d, a, b) asm volatile(WGMMA("192", R0 "," R1 "," R2 "," R3 "," R4 "," R5, "%96", "%97", "%98", "%99", "%100") : D(d, 0), D(d, 16), D(d, 32), D(d, 48), D(d, 64), D(d, 80) : OPERANDS(a, b))
+#define MULTIPLY_224(d, a, b) asm volatile(WGMMA("224", R0 "," R1 "," R2 "," R3 "," R4 "," R5 "," R6, "%112", "%113", "%114", "%115", "%116") : D(d, 0), D(d, 16), D(d, 32), D(d, 48), D(d, 64), D(d, 80), D(d, 96) : OPERANDS(a, b))
+#define MULTIPLY_256(d, a, b) asm volatile(WGMMA("256", R0 "," R1 "," R2 "," R3 "," R4 "," R5 "," R6 "," R7, "%128", "%129", "%130", "%131", "%132") : D(d, 0), D(d, 16), D(d, 32), D(d, 48), D(d, 64), D(d, 80), D(d, 96), D(d, 112) : OPERANDS(a, b))
+#if N_WIDTH == 32
+#define MULTIPLY_ROWS_1 MULTIPLY_32
+#define MULTIPLY_ROWS_2 MULTIPLY_64
+#define MULTIPLY_ROWS_3 MULTIPLY_96
+#define MULTIPLY_ROWS_4 MULTIPLY_128
+#define MULTIPLY_ROWS_5 MULTIPLY_160
+#elif N_WIDTH == 64
+#define MULTIPLY_ROWS_1 MULTIPLY_64
+#define MULTIPLY_ROWS_2 MULTIPLY_128
+#define MULTIPLY_ROWS_3 MULTIPLY_192
+#define MULTIPLY_ROWS_4 MULTIPLY_256
+#else
+#define MULTIPLY_ROWS_1 MULTIPLY_128
+#define MULTIPLY_ROWS_2 MULTIPLY_256
+#endif
+
+// A fragment by `rows` rows of x, whose first begins at `x`: their sums follow each other from `first` rows on.
+__device__ __forceinline__ void multiply(float (&acc)[NB][OF_UNIT * (N_WIDTH / 2)], int first, int rows, const u32 (&a)[4], u32 x) {
+  // From 8 channels or pixels to the next 8; MN-major also from one row of x to the next, its 64 channels those of one swizzled line.
+  const u64 strides = ((u64)(8 * SEGMENT >> 4) << 32) | ((u64)((K_MAJOR ? 8 * SEGMENT : X_ROW_BYTES) >> 4) << 16);
+  const u64 upper = strides | ((u64)(SEGMENT == 32 ? 3 : SEGMENT == 64 ? 2 : 1) << 62);
 #pragma unroll
   for (int nb = 0; nb < NB; nb++) {
-#if !K_MAJOR
-    u32 start = tile + nb * BOX_BYTES + k_step * 16 * SEGMENT;
-#else
-    u32 start = tile + k_step * 32 / SEGMENT * BOX_BYTES + nb * 64 * SEGMENT + k_step * 32 % SEGMENT;
+    u64 b = upper | (((x + nb * (K_MAJOR ? N_WIDTH * SEGMENT : BOX_BYTES)) & 0x3ffff) >> 4);
+    float* d = &acc[nb][first * (N_WIDTH / 2)];
+    if (rows == 1) MULTIPLY_ROWS_1(d, a, b);
+#if STACK >= 2
+    if (rows == 2) MULTIPLY_ROWS_2(d, a, b);
 #endif
-    u64 b = upper | ((start & 0x3ffff) >> 4);
-#if BLOCK_CI < 64
-    asm volatile(WGMMA_32("m64n32" TYPES, TAIL) : ACCUMULATORS_32(acc[nb]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-#else
-    asm volatile(WGMMA_64("m64n64" TYPES, TAIL) : ACCUMULATORS_64(acc[nb]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+#if STACK >= 3
+    if (rows == 3) MULTIPLY_ROWS_3(d, a, b);
+#endif
+#if STACK >= 4
+    if (rows == 4) MULTIPLY_ROWS_4(d, a, b);
+#endif
+#if STACK >= 5
+    if (rows == 5) MULTIPLY_ROWS_5(d, a, b);
 #endif
   }
 }
 
 // A lane's view of its taps; the same for all chunks.
 struct Taps {
-  int at[ENTRIES];                         // of g's tile: elements (NCHW) or pixels (CHANNELS_LAST) by which the tap is shifted
-  u32 line[ENTRIES];                       // NCHW: rows of memory from a chunk's first row to the tap's, as elements modulo 2^32
+  int at[UNITS];                           // of g's tile: elements (NCHW) or pixels (CHANNELS_LAST) by which the unit is shifted
+  u32 line[UNITS];                         // NCHW: rows of memory from a chunk's first row to the unit's, as elements modulo 2^32
 };
 
-// Place of a tile's row of q in g's tile, and in memory (NCHW), before the tap's own share; constants after unrolling.
+// Half of a step's K: where it lies in g's tile before the tap's share, and (NCHW) in memory; constants after unrolling.
+struct Half {
+  int row, column;
+  Rows memory;
+};
+struct Step { Half half[2]; };
+
+// Place of a tile's row of q in g's tile before the tap's own share; STACKED of the first row of a slice.
 __device__ __forceinline__ int tile_row(const Rows& q) {
   return (q.n * G_ROWS_D + q.d * (DENSE_D ? STEP_D : TAPS_D)) * G_ROWS_H + q.h * (DENSE_H ? STEP_H : TAPS_H);
 }
 
-// The fragment of entry `e` at step `k_step` of K: rows g and g + 8 of the warp's sixteen; of the two halves of K, pixels
-// q and q + 4 of a strip (TF32), or 2q and 2q + 1 of two strips.
-__device__ __forceinline__ void load_fragment(u32 (&a)[4], const unsigned char* g_tile, const Taps& taps, const Sizes& s, u32 phase, int e, int k_step, int lane_at) {
+// Step `k_step` of a chunk's positions: a strip of 8, or two of 16-bit types.
+__device__ __forceinline__ Step step_of(int k_step) {
+  Step step;
+#pragma unroll
+  for (int k = 0; k < 2; k++) {
+    int strip = ELEMENT == 4 ? k_step : 2 * k_step + k;
+    Rows q = x_row(strip / W_STRIPS);
+    step.half[k] = {tile_row(q), (strip % W_STRIPS * 8 + (ELEMENT == 4 ? 4 * k : 0)) * STEP_W, {q.n, q.d * STEP_D, q.h * STEP_H}};
+  }
+  return step;
+}
+
+// STACKED: step `column` of row `r` of g's slice that belongs to image `n` and slice `d` of q.
+__device__ __forceinline__ Step step_of_row(int n, int d, int r, int column) {
+  Step step;
+#pragma unroll
+  for (int k = 0; k < 2; k++)
+    step.half[k] = {tile_row({n, d, 0}) + r, (ELEMENT == 4 ? 8 * column + 4 * k : 16 * column + 8 * k) * STEP_W, {n, d * STEP_D, r}};
+  return step;
+}
+
+#if !CHANNELS_LAST && !ALIGNED_G
+// By how much a row of a tile begins off 16 bytes, in elements; `phase` is of the chunk's first.
+__device__ __forceinline__ int misaligned(u32 phase, const Rows& row, const Sizes& s) {
+  return (phase + ((u32)(row.n * COUT) * s.out_d + row.d) * s.out_h * s.out_w + (u32)row.h * s.out_w) & (VEC - 1);
+}
+#endif
+
+// The fragment of unit `u` at a step: rows g and g + 8 of the warp's sixteen; of the two halves of K, pixels q and q + 4 of a strip
+// (TF32), or 2q and 2q + 1 of two strips.
+__device__ __forceinline__ void load_fragment(u32 (&a)[4], const unsigned char* g_tile, const Taps& taps, const Sizes& s, u32 phase, int u, const Step& step, int lane_at) {
 #if TURN_X
-  Rows row = x_row(k_step / W_STRIPS);
-  u32 first = shared_address(g_tile) + (taps.at[e] + tile_row(row) * G_LINE + k_step % W_STRIPS * 8 * STEP_W) * (G_WIDTH * 4) + lane_at;
+  u32 first = shared_address(g_tile) + (taps.at[u] + step.half[0].row * G_LINE + step.half[0].column) * (G_WIDTH * 4) + lane_at;
 #pragma unroll
   for (int k = 0; k < 2; k++) {
     u32 address = first + k * (STRIP_PIXEL(4) * STEP_W * G_WIDTH * 4);
@@ -233,9 +338,8 @@ __device__ __forceinline__ void load_fragment(u32 (&a)[4], const unsigned char* 
   }
 #elif CHANNELS_LAST
   // Lanes address rows of 8 channels: of pixels 0-7 and 8-15 (lane / 16), of channels 0-7 and 8-15 (lane / 8 % 2).
-  Rows q0 = x_row(2 * k_step / W_STRIPS), q1 = x_row((2 * k_step + 1) / W_STRIPS);
-  int p0 = tile_row(q0) * G_LINE + 2 * k_step % W_STRIPS * 8 * STEP_W, p1 = tile_row(q1) * G_LINE + (2 * k_step + 1) % W_STRIPS * 8 * STEP_W;
-  int p = taps.at[e] + p0 + ((threadIdx.x & 16) ? p1 - p0 : 0);
+  int p0 = step.half[0].row * G_LINE + step.half[0].column, p1 = step.half[1].row * G_LINE + step.half[1].column;
+  int p = taps.at[u] + p0 + ((threadIdx.x & 16) ? p1 - p0 : 0);
 #if BOX_G
   u32 address = shared_address(g_tile) + p * (G_WIDTH * 2) + lane_at;
   address ^= (address >> 7 & (G_WIDTH / 8 - 1)) << 4;   // the engine's swizzle, a function of the address
@@ -247,14 +351,11 @@ __device__ __forceinline__ void load_fragment(u32 (&a)[4], const unsigned char* 
   const u32* words = (const u32*)g_tile;
 #pragma unroll
   for (int k = 0; k < 2; k++) {
-    int strip = ELEMENT == 4 ? k_step : 2 * k_step + k;
-    Rows q = x_row(strip / W_STRIPS);
-    int column = (strip % W_STRIPS * 8 + (ELEMENT == 4 ? 4 * k : 0)) * STEP_W;
     // What is known only at run time, and constants that are even, so that the addresses are a register and an immediate.
-    int at = lane_at + taps.at[e];
-    const int constant = tile_row(q) * (BLOCK_CO * G_PITCH) + column;
+    int at = lane_at + taps.at[u];
+    const int constant = step.half[k].row * (BLOCK_CO * G_PITCH) + step.half[k].column;
 #if !ALIGNED_G
-    at += (phase + taps.line[e] + ((u32)(q.n * COUT) * s.out_d + q.d * STEP_D) * s.out_h * s.out_w + (u32)(q.h * STEP_H) * s.out_w) & (VEC - 1);
+    at += misaligned(phase + taps.line[u], step.half[k].memory, s);
 #endif
 #pragma unroll
     for (int h = 0; h < 2; h++) {
@@ -278,17 +379,15 @@ struct Words {
   bool odd[2];                             // whether the run begins in the middle of the first
 };
 
-// The words of the run that begins with entry `e`.
-__device__ __forceinline__ void load_words(Words& run, const unsigned char* g_tile, const Taps& taps, const Sizes& s, u32 phase, int e, int k_step, int lane_at) {
+// The words of the run that begins with unit `u`.
+__device__ __forceinline__ void load_words(Words& run, const unsigned char* g_tile, const Taps& taps, const Sizes& s, u32 phase, int u, const Step& step, int lane_at) {
   const u32* words = (const u32*)g_tile;
 #pragma unroll
   for (int k = 0; k < 2; k++) {
-    int strip = 2 * k_step + k;
-    Rows q = x_row(strip / W_STRIPS);
-    int at = lane_at + taps.at[e];
-    const int constant = tile_row(q) * (BLOCK_CO * G_PITCH) + strip % W_STRIPS * 8 * STEP_W;
+    int at = lane_at + taps.at[u];
+    const int constant = step.half[k].row * (BLOCK_CO * G_PITCH) + step.half[k].column;
 #if !ALIGNED_G
-    at += (phase + taps.line[e] + ((u32)(q.n * COUT) * s.out_d + q.d * STEP_D) * s.out_h * s.out_w + (u32)(q.h * STEP_H) * s.out_w) & (VEC - 1);
+    at += misaligned(phase + taps.line[u], step.half[k].memory, s);
 #endif
     run.odd[k] = PARITY_KNOWN ? PAD_W & 1 : at & 1;
 #pragma unroll
@@ -315,48 +414,94 @@ __device__ __forceinline__ void shift_words(u32 (&a)[4], const Words& run, int i
 }
 #endif
 
+#if STACKED
+// Rows of x that a row of g meets by a column of taps: for each remainder r of the row by STEP_H those of taps r, r + STEP_H, ..., each
+// a row above the one before; their sums lie in the order of the rows.
+#define STACK_OF(r) (TAPS_H / STEP_H + ((r) < TAPS_H % STEP_H))
+#define STACK_BEGIN(r) ((r) * (TAPS_H / STEP_H) + ((r) < TAPS_H % STEP_H ? (r) : TAPS_H % STEP_H))
+#define STACK_PLACE(tap) (STACK_BEGIN((tap) % STEP_H) + STACK_OF((tap) % STEP_H) - 1 - (tap) / STEP_H)
+
+// STRETCH steps of every row of a chunk.
+__device__ __forceinline__ void multiply_rows(float (&acc)[UNITS][NB][OF_UNIT * (N_WIDTH / 2)], const unsigned char* g_tile, const Taps& taps, const Sizes& s, u32 phase, int lane_at, u32 x_tile) {
+  u32 a[SETS_OF_FRAGMENTS][4];
+#if SHARED_WORDS
+  Words words;
+#endif
+  int step = 0;                            // a constant after unrolling
+#pragma unroll
+  for (int remainder = 0; remainder < STEP_H && remainder < TAPS_H; remainder++)
+#pragma unroll
+    for (int i = 0; i < TILE_N * TILE_D * TILE_H * STRETCH; i++) {
+      const int column = i % STRETCH, q = i / STRETCH % TILE_H, slice = i / (STRETCH * TILE_H);
+      const Step at = step_of_row(slice / TILE_D, slice % TILE_D, q * STEP_H + remainder, column);
+      const u32 x = x_tile + x_at(column) + (slice * X_ROWS_H + q + STACK - STACK_OF(remainder)) * X_ROW_BYTES;
+#pragma unroll
+      for (int u = 0; u < UNITS; u++) {
+        u32 (&fragment)[4] = a[step++ % SETS_OF_FRAGMENTS];
+#if SHARED_WORDS
+        if (u % W_RUN == 0) load_words(words, g_tile, taps, s, phase, u, at, lane_at);
+        shift_words(fragment, words, u % W_RUN);
+#else
+        load_fragment(fragment, g_tile, taps, s, phase, u, at, lane_at);
+#endif
+        wgmma_fence();
+        multiply(acc[u], STACK_BEGIN(remainder), STACK_OF(remainder), fragment, x);
+        wgmma_commit();
+        wgmma_wait<SETS_OF_FRAGMENTS - 1>();
+      }
+    }
+  wgmma_wait<0>();
+}
+#else
+#define STACK_PLACE(tap) 0
+#endif
+
 __device__ __forceinline__ void consume(float* __restrict__ partial, const Sizes& s, const Work& work, const char* g, u32 full, u32 empty, const unsigned char* memory, int split, int wg, int thread) {
   int warp = thread >> 5, lane = thread & 31, row = lane >> 2, q = lane & 3;
-  int wg_m = wg % WGS_M, first_tap = (wg / WGS_M * SUBS + warp * 16 / ROWS_PER_SUB) * ENTRIES;
+  int wg_m = wg % WGS_M, first_unit = (wg / WGS_M * SUBS + warp * 16 / ROWS_PER_SUB) * UNITS;
   int channel = wg_m * ROWS_PER_SUB + warp * 16 % ROWS_PER_SUB;                                // of the block's BLOCK_CO
   Taps taps;
 #pragma unroll
-  for (int e = 0; e < ENTRIES; e++) {
-    int tap = first_tap + e;
-    if (tap >= SET_TAPS) tap = SET_TAPS - 1;                                                   // its sums are not stored
-    int td = tap / (TAPS_H * TAPS_W), th = tap / TAPS_W % TAPS_H, tw = tap % TAPS_W;
+  for (int u = 0; u < UNITS; u++) {
+    int unit = first_unit + u;
+    if (unit >= SET_UNITS) unit = SET_UNITS - 1;                                               // its sums are not stored
+    int td = unit / (SET_UNITS / TAPS_D), th = STACKED ? 0 : unit / TAPS_W % TAPS_H, tw = unit % TAPS_W;
     int shift = (DENSE_D ? td * DIL_D : td) * G_ROWS_H + (DENSE_H ? th * DIL_H : th);
-    #if CHANNELS_LAST
-    taps.at[e] = shift * G_LINE + tw * DIL_W;
+#if CHANNELS_LAST
+    taps.at[u] = shift * G_LINE + tw * DIL_W;
 #else
-    taps.at[e] = shift * (BLOCK_CO * G_PITCH) + tw * DIL_W;
+    taps.at[u] = shift * (BLOCK_CO * G_PITCH) + tw * DIL_W;
 #endif
-    taps.line[e] = ((u32)(td * DIL_D) * s.out_h + th * DIL_H) * s.out_w;
+    taps.line[u] = ((u32)(td * DIL_D) * s.out_h + th * DIL_H) * s.out_w;
   }
 #if TURN_X
-  int lane_at = STRIP_PIXEL(q) * STEP_W * (G_WIDTH * 4) + (channel + row) / G_WIDTH * (G_ROWS * G_BOX_BYTES) + (channel + row) % G_WIDTH * 4;
+  const int lane_first = STRIP_PIXEL(q) * STEP_W * (G_WIDTH * 4) + (channel + row) / G_WIDTH * (G_ROWS * G_BOX_BYTES) + (channel + row) % G_WIDTH * 4;
 #elif CHANNELS_LAST
   int c8 = channel + (lane >> 3 & 1) * 8;  // a lane's 8 channels
 #if BOX_G
-  int lane_at = (lane & 7) * STEP_W * (G_WIDTH * 2) + c8 / G_WIDTH * (G_ROWS * G_BOX_BYTES) + c8 % G_WIDTH * 2;
+  const int lane_first = (lane & 7) * STEP_W * (G_WIDTH * 2) + c8 / G_WIDTH * (G_ROWS * G_BOX_BYTES) + c8 % G_WIDTH * 2;
 #else
-  int lane_at = (lane & 7) * STEP_W * (G_PITCH * 2) + c8 * 2;
+  const int lane_first = (lane & 7) * STEP_W * (G_PITCH * 2) + c8 * 2;
 #endif
 #else
-  int lane_at = (channel + row) * G_PITCH + (ELEMENT == 4 ? q : 2 * q) * STEP_W;
+  const int lane_first = (channel + row) * G_PITCH + (ELEMENT == 4 ? q : 2 * q) * STEP_W;
 #endif
-  float acc[ENTRIES][NB][N_WIDTH / 2] = {};
+  float acc[UNITS][NB][OF_UNIT * (N_WIDTH / 2)] = {};
   int begin = split * s.per_split, end = begin + s.per_split < s.chunks ? begin + s.per_split : s.chunks;
   u32 stage = 0, parity = 0;
+  // A warpgroup whose taps are all beyond the kernel leaves the tensor cores to the others.
+  const int units_before = wg / WGS_M * (SUBS * UNITS);
+  const bool idle = units_before >= SET_UNITS || (SET_UNITS == TAPS_W && work.tap_w + units_before >= KERNEL_W);
 #pragma unroll 1
   for (int i = begin; i < end; i++) {
+    int lane_at = lane_first;
     u32 phase = 0;
 #if !CHANNELS_LAST
     // Rows 8 channels apart have the same alignment, so that a lane has one for each row of a tile.
     Chunk c = chunk_at(i, s);
     int d = c.d * STEP_D + work.tap_d * DIL_D - PAD_D, h = c.h * STEP_H + work.tap_h * DIL_H - PAD_H, w = c.w * STEP_W + work.tap_w * DIL_W - PAD_W;
 #if ALIGNED_G
-    phase = (u32)w & (VEC - 1);
+    lane_at += w & (VEC - 1);
 #else
     phase = (u32)((u64)g / ELEMENT) + (((u32)c.n * COUT + work.group * COUT_G + work.co + row) * s.out_d + d) * s.out_h * s.out_w + (u32)h * s.out_w + w;
 #endif
@@ -364,50 +509,45 @@ __device__ __forceinline__ void consume(float* __restrict__ partial, const Sizes
     const unsigned char* tile = memory + stage * STAGE_BYTES;
     u32 x_tile = shared_address(tile);
     barrier_wait(full + stage * 8, parity);
+#if STACKED
 #pragma unroll 1
-    for (int run = 0; run < STEPS / STRETCH; run++) {
+    for (int first = idle ? ROW_STEPS : 0; first < ROW_STEPS; first += STRETCH) {
+      multiply_rows(acc, tile + X_TILE_BYTES, taps, s, phase, lane_at + first * (32 / ELEMENT * STEP_W) * G_PIXEL_BYTES, x_tile + x_at(first));
+    }
+#else
+#pragma unroll 1
+    for (int run = idle ? STEPS / STRETCH : 0; run < STEPS / STRETCH; run++) {
       u32 a[SETS_OF_FRAGMENTS][4];
 #if SHARED_WORDS
       Words words;
 #endif
       // A run is some whole rows of q or a part of one, so that runs differ by an offset.
       const int first = run * (STRETCH / ENTRIES);
-      const int strip = first * (ELEMENT == 4 ? 1 : 2), column = strip % W_STRIPS * 8 * STEP_W;
-      Rows q0 = x_row(strip / W_STRIPS);
-      #if CHANNELS_LAST && BOX_G
-      constexpr int pixel_bytes = G_WIDTH * ELEMENT, row_bytes = G_BOX_BYTES;
-#elif CHANNELS_LAST
-      constexpr int pixel_bytes = G_PITCH * ELEMENT, row_bytes = G_LINE * pixel_bytes;
-#else
-      constexpr int pixel_bytes = 1, row_bytes = BLOCK_CO * G_PITCH * ELEMENT;  // pixels are counted in elements
+      const Half from = step_of(first).half[0];
+      const unsigned char* g_tile = tile + X_TILE_BYTES + from.row * G_ROW_BYTES;
+      u32 run_phase = phase;
+#if !CHANNELS_LAST && !ALIGNED_G
+      run_phase += ((u32)(from.memory.n * COUT) * s.out_d + from.memory.d) * s.out_h * s.out_w + (u32)from.memory.h * s.out_w;
 #endif
-      const unsigned char* g_tile = tile + X_TILE_BYTES + tile_row(q0) * row_bytes;
-      u32 from = phase;
-      int lane_from = lane_at + column * pixel_bytes;
-#if !CHANNELS_LAST
-#if ALIGNED_G
-      lane_from += phase;
-#else
-      from += ((u32)(q0.n * COUT) * s.out_d + q0.d * STEP_D) * s.out_h * s.out_w + (u32)(q0.h * STEP_H) * s.out_w;
-#endif
-#endif
-      u32 x_from = x_tile + (!K_MAJOR ? first * 16 * SEGMENT : first * 32 / SEGMENT * BOX_BYTES + first * 32 % SEGMENT);
+      int lane_from = lane_at + from.column * G_PIXEL_BYTES;
+      u32 x_from = x_tile + x_at(first);
 #pragma unroll
       for (int step = 0; step < STRETCH; step++) {
         const int e = step % ENTRIES, k = step / ENTRIES;
 #if SHARED_WORDS
-        if (e % W_RUN == 0) load_words(words, g_tile, taps, s, from, e, k, lane_from);
+        if (e % W_RUN == 0) load_words(words, g_tile, taps, s, run_phase, e, step_of(k), lane_from);
         shift_words(a[step % SETS_OF_FRAGMENTS], words, e % W_RUN);
 #else
-        load_fragment(a[step % SETS_OF_FRAGMENTS], g_tile, taps, s, from, e, k, lane_from);
+        load_fragment(a[step % SETS_OF_FRAGMENTS], g_tile, taps, s, run_phase, e, step_of(k), lane_from);
 #endif
         wgmma_fence();
-        multiply(acc[e], a[step % SETS_OF_FRAGMENTS], x_from, k);
+        multiply(acc[e], 0, 1, a[step % SETS_OF_FRAGMENTS], x_from + x_at(k));
         wgmma_commit();
         if (step + 1 == STRETCH) wgmma_wait<0>();
         else wgmma_wait<SETS_OF_FRAGMENTS - 1>();
       }
     }
+#endif
     __syncwarp();
     if (lane == 0) barrier_arrive(empty + stage * 8);
     if (++stage == STAGES) {
@@ -417,28 +557,33 @@ __device__ __forceinline__ void consume(float* __restrict__ partial, const Sizes
   }
   long long slice = (long long)split * (TAPS * COUT * (long long)CIN_G);
 #pragma unroll
-  for (int e = 0; e < ENTRIES; e++) {
-    int tap = first_tap + e;
-    int kd = work.tap_d + tap / (TAPS_H * TAPS_W), kh = work.tap_h + tap / TAPS_W % TAPS_H, kw = work.tap_w + tap % TAPS_W;
-    if (tap >= SET_TAPS || kd >= KERNEL_D || kh >= KERNEL_H || kw >= KERNEL_W) continue;
-    float* to = partial + slice + ((long long)((kd * KERNEL_H + kh) * KERNEL_W + kw) * COUT + work.group * COUT_G) * CIN_G;
+  for (int u = 0; u < UNITS; u++) {
+    int unit = first_unit + u;
+    int kd = work.tap_d + unit / (SET_UNITS / TAPS_D), kw = work.tap_w + unit % TAPS_W;
+    if (unit >= SET_UNITS || kd >= KERNEL_D || kw >= KERNEL_W) continue;
 #pragma unroll
-    for (int nb = 0; nb < NB; nb++)
+    for (int i = 0; i < OF_UNIT; i++) {
+      int th = STACKED ? i : unit / TAPS_W % TAPS_H, kh = work.tap_h + th;
+      if (kh >= KERNEL_H) continue;
+      float* to = partial + slice + ((long long)((kd * KERNEL_H + kh) * KERNEL_W + kw) * COUT + work.group * COUT_G) * CIN_G;
 #pragma unroll
-      for (int j = 0; j < N_WIDTH / 8; j++)
+      for (int nb = 0; nb < NB; nb++)
 #pragma unroll
-        for (int h = 0; h < 2; h++) {
-          int co = work.co + channel + row + 8 * h, ci = work.ci + nb * 64 + j * 8 + 2 * q;
-          if (co >= COUT_G) continue;
-          float* at = to + (long long)co * CIN_G + ci;
-          float v0 = acc[e][nb][4 * j + 2 * h], v1 = acc[e][nb][4 * j + 2 * h + 1];
-          if (CIN_G % 2 == 0) {
-            if (ci < CIN_G) *(float2*)at = make_float2(v0, v1);
-          } else {
-            if (ci < CIN_G) at[0] = v0;
-            if (ci + 1 < CIN_G) at[1] = v1;
+        for (int j = 0; j < N_WIDTH / 8; j++)
+#pragma unroll
+          for (int h = 0; h < 2; h++) {
+            int co = work.co + channel + row + 8 * h, ci = work.ci + nb * N_WIDTH + j * 8 + 2 * q;
+            if (co >= COUT_G) continue;
+            float* at = to + (long long)co * CIN_G + ci;
+            const float* sums = &acc[u][nb][STACK_PLACE(i) * (N_WIDTH / 2) + 4 * j + 2 * h];
+            if (CIN_G % 2 == 0) {
+              if (ci < CIN_G) *(float2*)at = make_float2(sums[0], sums[1]);
+            } else {
+              if (ci < CIN_G) at[0] = sums[0];
+              if (ci + 1 < CIN_G) at[1] = sums[1];
+            }
           }
-        }
+    }
   }
 }
 
