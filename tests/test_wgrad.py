@@ -68,7 +68,7 @@ def draw_problem(rng: random.Random) -> Problem:
 def tilings(p: Problem) -> list[AnyTiling]:
     """All candidates of a layer."""
     aligned, aligned_g = (size[-1] * p.dtype.itemsize % 16 == 0 for size in (p.size, p.out_size))
-    return list(wgrad.candidates(wgrad._any_size(p), H200, aligned, aligned_g, wgrad._narrow(p)))
+    return list(wgrad.candidates(wgrad._any_size(p), H200, aligned, aligned_g, wgrad._narrow(p), wgrad._classes(p)))
 
 
 def other_size(p: Problem, rng: random.Random) -> Problem:
@@ -117,7 +117,9 @@ def check(tiling: AnyTiling, p: Problem, rng: random.Random) -> None:
 
 def serves(t: AnyTiling, p: Problem, q: Problem) -> bool:
     """Whether a tiling of a layer at one size serves it at another."""
-    return not (isinstance(t, WarpgroupTiling) and t.lines) or p.size[-1] == q.size[-1]
+    if not isinstance(t, WarpgroupTiling):
+        return True
+    return (not t.lines or p.size[-1] == q.size[-1]) and (not t.classed or wgrad._classes(q) == t.classes)
 
 
 def work(tiling: AnyTiling, p: Problem) -> int:
@@ -172,6 +174,61 @@ def test_rows_of_narrow_images_are_one_line(precision: Precision, width: int) ->
             done += 1
 
 
+@pytest.mark.parametrize("precision", ["tf32", "bf16"])
+@pytest.mark.parametrize("layout", ["nchw", "channels_last"])
+@pytest.mark.parametrize("kernel,step", [(3, 1), (5, 1), (4, 2), (5, 3), (3, 2)])
+def test_rows_of_x_side_by_side(precision: Precision, layout: Layout, kernel: int, step: int) -> None:
+    """Columns of taps in one instruction: of every stride along H, in two and three dimensions, at odd heights."""
+    rng = random.Random(f"{precision} {layout} {kernel} {step}")
+    done, stacks = 0, set()
+    while done < 4:
+        rank = rng.choice((2, 2, 3))
+        size = [rng.randint(1, 9) for _ in range(rank - 1)]
+        p = Problem.make(
+            rng.randint(1, 3), rng.choice((16, 24, 40, 64)), rng.choice((16, 32, 40)),
+            (*size, rng.choice((16, 24, 40))), (*[2] * (rank - 2), kernel, rng.randint(1, 4)),
+            (*[1] * (rank - 2), step, rng.randint(1, 2)), (*[0] * (rank - 2), rng.randint(0, 1), rng.randint(0, 1)),
+            dtype=DTYPES[precision], precision=precision, layout=layout, pass_="grad-weight",
+        )  # fmt: skip
+        own = [t for t in tilings(p) if isinstance(t, WarpgroupTiling) and t.stacked]
+        assert all(t.stack == -(-t.taps[1] // step) > 1 and t.halo == t.stack - 1 for t in own)
+        few = [t for t in rng.sample(own, min(60, len(own))) if t.tiles <= 30 and work(t, p) < 3e6]
+        for tiling in few[:2]:
+            check(tiling, p, rng)
+            stacks.add(tiling.stack)
+            done += 1
+    assert stacks
+
+
+@pytest.mark.parametrize(
+    "precision,width,height", [("tf32", 23, 8), ("tf32", 30, 7), ("bf16", 30, 6), ("bf16", 28, 9), ("fp16", 60, 5)]
+)
+def test_rows_off_16_bytes_come_by_classes(precision: Precision, width: int, height: int) -> None:
+    """Boxes of two and four classes of rows, and of channels; of groups, and of sets of taps at any place."""
+    rng = random.Random(f"{precision} {width} {height}")
+    done = 0
+    for _ in range(60):
+        rank, groups = rng.choice((1, 2, 2, 3)), rng.choice((1, 1, 2))
+        kernel, x_width = rng.randint(1, 3), width + 1 if precision == "tf32" else width
+        size = (*[rng.randint(1, 3)] * (rank == 3), *[height] * (rank > 1), -(-x_width // 8) * 8)
+        # The output's width, which is not a multiple of 16 bytes.
+        output_padding = (*[0] * (rank - 1), 0)
+        p = Problem.make(
+            rng.randint(1, 2), groups * rng.choice((16, 24)), groups * rng.choice((32, 48)), size,
+            (*[rng.randint(1, 2)] * (rank == 3), *[rng.randint(2, 4)] * (rank > 1), kernel + 1), 1,
+            (*[0] * (rank == 3), *[rng.randint(0, 1)] * (rank > 1), 0), output_padding, 1, groups,
+            dtype=DTYPES[precision], precision=precision, pass_="grad-weight",
+        )  # fmt: skip
+        own = [t for t in tilings(p) if isinstance(t, WarpgroupTiling) and t.classed]
+        assert bool(own) <= (wgrad._classes(p) != (1, 1))
+        few = [t for t in rng.sample(own, min(60, len(own))) if t.tiles <= 30 and work(t, p) < 2e6]
+        for tiling in few[:1]:
+            assert tiling.box_g and tiling.classes == wgrad._classes(p)
+            check(tiling, p, rng)
+            done += 1
+    assert done >= 8
+
+
 # Ways in which g comes to shared memory and x is laid out there: (precision, layout, step along W, output channels).
 WAYS = [
     *(("tf32", "channels_last", step, cout) for step, cout in product((1, 2), (16, 32))),
@@ -223,8 +280,12 @@ def test_candidates_keep_the_hardwares_limits(seed: int) -> None:
         assert 128 * (producer + t.warpgroups * consumer) <= 65536
         assert producer % 8 == consumer % 8 == 0
         assert t.accumulators < consumer
-        assert t.k_steps * t.entries % t.stretch == 0
-        assert t.stretch % t.entries == 0
+        if t.stacked:
+            assert t.tile[3] * t.element // 32 % t.stretch == 0
+            assert t.stack * (t.block[0] if t.turned or not t.channels_last else t.width) <= 256
+        else:
+            assert t.k_steps * t.entries % t.stretch == 0
+            assert t.stretch % t.entries == 0
         assert t.warpgroups % t.split_m == 0
         # 2 to the power of 8 elements at most, whole 16 bytes, and no more than the swizzle's span.
         for box, span in ((t.box, None if t.turned else t.segment), (t.g_box, None)) if t.box_g else ((t.box, None),):

@@ -121,7 +121,11 @@ class Interpreter:
         self.x_rows_h = m["TILE_H"] + self.stack - 1
         self.g_rows_d, self.g_rows_h, self.g_columns = spans["D"], spans["H"], spans["W"]
         self.x_rows = m["TILE_N"] * m["TILE_D"] * self.x_rows_h
-        self.g_rows = m["TILE_N"] * self.g_rows_d * self.g_rows_h
+        self.row_classes, self.channel_classes = m.get("ROW_CLASSES", 1), m.get("CHANNEL_CLASSES", 1)
+        self.classed = bool(m.get("CLASSED", 0))
+        self.class_rows = -(-self.g_rows_h // self.row_classes)
+        self.g_rows = m["TILE_N"] * self.g_rows_d * self.row_classes * self.class_rows
+        self.g_channels = m["BLOCK_CO"] // self.channel_classes
         self.w_strips = m["TILE_W"] // 8
         self.pixels = self.x_rows * m["TILE_W"]
         self.k_steps = m["TILE_N"] * m["TILE_D"] * m["TILE_H"] * m["TILE_W"] // self.k
@@ -216,7 +220,7 @@ class Interpreter:
         m = self.m
         d = q.d * (m["STEP_D"] if self.dense["D"] else m["TAPS_D"])
         h = q.h * (m["STEP_H"] if self.dense["H"] else m["TAPS_H"])
-        return (q.n * self.g_rows_d + d) * self.g_rows_h + h
+        return (q.n * self.g_rows_d + d) * self.class_rows + h
 
     def g_place(self, c: Place, tap: tuple[int, int, int]) -> Place:
         """Where a chunk's tile of g begins."""
@@ -414,19 +418,20 @@ class Interpreter:
             unit = min(first_unit + u, self.set_units - 1)
             td, tw = unit // (self.set_units // m["TAPS_D"]), unit % m["TAPS_W"]
             th = 0 if self.stacked else unit // m["TAPS_W"] % m["TAPS_H"]
-            shift = (td * m["DIL_D"] if self.dense["D"] else td) * self.g_rows_h
+            shift = (td * m["DIL_D"] if self.dense["D"] else td) * self.class_rows
             shift += th * m["DIL_H"] if self.dense["H"] else th
             if self.last:
                 tap_at = shift * self.g_line + tw * m["DIL_W"]
             else:
-                tap_at = shift * m["BLOCK_CO"] * self.g_pitch + tw * m["DIL_W"]
+                tap_at = shift * self.g_channels * self.g_pitch + tw * m["DIL_W"]
             for k_step in range(self.k_steps):
                 strips = k_step + np.zeros(2, np.int64) if element == 4 else 2 * k_step + np.arange(2)
                 columns = strips % self.w_strips * 8 * m["STEP_W"]
                 if self.stacked:
                     n, d, _, r = (a[k_step] for a in self.steps_of_rows(i))
                     zero = np.zeros(2, np.int64)
-                    rows = self.tile_row(Rows(n + zero, d + zero, zero)) + r
+                    rows = self.tile_row(Rows(n + zero, d + zero, zero)) + r // self.row_classes
+                    rows = rows + r % self.row_classes * (self.g_rows // self.row_classes)
                 else:
                     rows = self.tile_row(self.x_row(strips // self.w_strips))
                 if self.turn_x:
@@ -445,10 +450,11 @@ class Interpreter:
                         registers = load_transposed(address, 4)
                 else:
                     k, h = np.arange(4) >> 1, np.arange(4) & 1
-                    constant = rows[k] * m["BLOCK_CO"] * self.g_pitch + columns[k] + h * 8 * self.g_pitch
+                    constant = rows[k] * self.g_channels * self.g_pitch + columns[k] + h * 8 * self.g_pitch
                     constant += 4 * k * m["STEP_W"] if element == 4 else 0
                     assert element == 4 or (constant % 2 == 0).all(), "constants are whole words"
-                    lane_at = (channel + g) * self.g_pitch + q * per * m["STEP_W"] + tap_at
+                    lane_at = (channel + g) // self.g_channels * (self.g_size // self.channel_classes)
+                    lane_at = lane_at + (channel + g) % self.g_channels * self.g_pitch + q * per * m["STEP_W"] + tap_at
                     registers = (lane_at[:, None] + constant)[..., None] + np.arange(per) * m["STEP_W"]
                 to = found[wg, entry, k_step, warp * 16 : warp * 16 + 16]
                 to[:] = self.matrix(registers, fragment_a(element))
@@ -557,10 +563,43 @@ class Interpreter:
             address = address + column * element
         stage[:, swizzled(address, self.segment) // element] = values
 
+    def class_of(self, g: Memory, row: Ints, channel: Ints, w: Ints) -> tuple[Ints, Ints]:
+        """(elements by which a class's rows begin early, those by which a tile of it begins off 16 bytes)."""
+        depth, height, width = g.size
+        of_rows, of_channels = row % self.row_classes, channel % self.channel_classes
+        lead = (of_channels * depth * height * width + of_rows * width) % self.vec
+        return lead, (w + lead) % self.vec
+
+    def load_classes(self, g: Memory, stage: Floats, c: Place, first: int) -> None:
+        """CLASSED: a box for each class of rows and channels; what a row has ahead of it is the memory before."""
+        t, (_, height, width) = self.tiling, g.size
+        assert isinstance(t, WarpgroupTiling)
+        i = np.arange(self.g_rows // self.row_classes)
+        slices = i // self.class_rows
+        step = t.g_box_steps[3]
+        n = (c.n[:, None] + slices // self.g_rows_d)[..., None, None]
+        d = (c.d[:, None] + slices % self.g_rows_d * step)[..., None, None]
+        column = np.arange(self.g_pitch)
+        for k, j in product(range(self.channel_classes), range(self.row_classes)):
+            h = (c.h[:, None] + j + i % self.class_rows * self.row_classes)[..., None, None]
+            channel = (first + k + np.arange(self.g_channels) * self.channel_classes)[:, None]
+            lead, phase = (
+                a[:, None, None, None] for a in self.class_of(g, c.h + j, np.array(first + k), c.w)
+            )
+            at = c.w[:, None, None, None] + lead - phase + column  # of the class's own rows
+            inside = (n < g.batch) & (d >= 0) & (d < g.size[0]) & (h >= 0) & (h < height) & (channel < g.channels)
+            inside = inside & (at >= 0) & (at < width + lead)
+            values = self.read(g, self.element_at(g, n, channel, d, h, at - lead), inside)
+            to = (i[:, None, None] * self.g_channels + np.arange(self.g_channels)[:, None]) * self.g_pitch + column
+            box = (k * self.row_classes + j) * (self.g_size // (self.row_classes * self.channel_classes))
+            stage[:, self.g_at + box + to] = values
+
     def load_g(self, g: Memory, stage: Floats, c: Place, work: Work) -> None:
         """g's tile by boxes, a row each or all of it."""
         m, element = self.m, self.element
         first = work.group * m["COUT_G"] + work.co
+        if self.classed:
+            return self.load_classes(g, stage, c, first)
         r = np.arange(self.g_rows)
         row = self.g_row(r)
         if m["G_ONE_BOX"]:  # what the box brings, in its order
@@ -727,10 +766,16 @@ class Interpreter:
                 off = np.zeros((len(c.n), *a.shape[1:]), np.int64)
                 for wg, e, warp in product(range(m["WGS"]), range(m["ENTRIES"]), range(4)):
                     row = self.memory_rows(min(int(taps[wg, e, warp * 16]), self.set_taps - 1))
+                    rows = slice(warp * 16, warp * 16 + 16)
+                    if self.classed:
+                        channel = wg % m["WGS_M"] * self.rows_per_sub + warp * 16 % self.rows_per_sub
+                        of_channels = work.group * m["COUT_G"] + work.co + channel // self.g_channels
+                        h, w = at_g.h[:, None, None] + row.h, at_g.w[:, None, None]
+                        _, phase = self.class_of(g, h, np.array(of_channels), w)
+                        off[:, wg, e, :, rows] = phase[:, :, None, self.half]
+                        continue
                     found = self.misaligned(g, at_g, work.group * m["COUT_G"] + work.co, row)
-                    off[:, wg, e, :, warp * 16 : warp * 16 + 16] = found[
-                        :, :, self.half[None, :], (np.arange(16) % 8)[:, None]
-                    ]
+                    off[:, wg, e, :, rows] = found[:, :, self.half[None, :], (np.arange(16) % 8)[:, None]]
                 a = a + off
         g_values = stage[chunks.reshape(-1, *(1,) * (a.ndim - 1)), a]
         x_values = stage[chunks.reshape(1, -1, 1, 1, 1), b]
@@ -748,7 +793,8 @@ class Interpreter:
             if kernel_tap is None:
                 continue
             channel = wg % m["WGS_M"] * self.rows_per_sub + warp * 16 % self.rows_per_sub
-            co = (work.co + channel + np.arange(16))[:, None]
+            row = channel + np.arange(16)
+            co = (work.co + row % self.g_channels * self.channel_classes + row // self.g_channels)[:, None]
             ci = work.ci + np.arange(m["BLOCK_CI"])
             ok = (co < m["COUT_G"]) & (ci < m["CIN_G"])
             at = (work.split * self.taps + kernel_tap) * self.cout + work.group * m["COUT_G"] + co

@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 
 from upconv.cuda import jit
+from upconv.cuda.gather import Tensor5
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.gpu import gpu as gpu_of
 from upconv.cuda.launch import Launcher, bind
-from upconv.cuda.wgrad_tiling import WARPS, SyncTiling, Triple, WarpgroupTiling
+from upconv.cuda.wgrad_tiling import MAX_CLASSES, WARPS, SyncTiling, Triple, WarpgroupTiling
 from upconv.problem import Problem
 
 _ACCUMULATORS = 144  # registers of a thread of the mma.sync kernel; beside them fragments and addresses
@@ -110,7 +111,7 @@ class Prepared:
         (unit,) = choice.sources()
         arch = gpu_of(device).arch
         self._device, self._tiling, self._problem = device, t, p
-        self._boxes = 0 if isinstance(t, SyncTiling) else 1 + t.box_g
+        self._boxes = 0 if isinstance(t, SyncTiling) else 1 + t.box_g * math.prod(t.classes)
         codes = "PP" + "i" * 12 + "q" * 16 * self._boxes if self._boxes else "PPP" + "i" * 12
         self._wgrad = Launcher(jit.kernel(unit.source, "wgrad", arch, unit.label), t.threads, t.shared_bytes, codes)
         self._reduce = Launcher(jit.kernel(unit.source, "reduce", arch, unit.label), 32 * _RUNS, 0, "PPiqqq")
@@ -143,7 +144,7 @@ class Prepared:
         args: tuple[int, ...] = (at_grad, partial.data_ptr(), *self._sizes)
         if self._boxes:
             args += self._map(at_x, False)
-            if self._boxes == 2:
+            if self._boxes > 1:
                 args += self._map(at_grad, True)
         else:
             args = (at_x, *args)
@@ -156,14 +157,14 @@ class Prepared:
         )
 
     def _map(self, address: int, g: bool) -> tuple[int, ...]:
-        """The tensor map of the input (or of the output's gradient) at an address, as 16 words."""
+        """The tensor map of the input (or those of the output's gradient) at an address, 16 words each."""
         found = self._maps.get((address, g))
         if found is None:
             if len(self._maps) >= 256:  # allocations come back to the same addresses; 128 bytes each
                 self._maps.clear()
             assert isinstance(self._tiling, WarpgroupTiling)
             bind(self._device)  # encoding wants a context
-            found = self._maps[address, g] = tensor_map(self._tiling, self._problem, address, g)
+            found = self._maps[address, g] = tensor_maps(self._tiling, self._problem, address, g)
         return found
 
 
@@ -180,11 +181,48 @@ def reduce_blocks(t: AnyTiling) -> int:
     return columns * -(-rows // of_block)
 
 
-def tensor_map(t: WarpgroupTiling, p: Problem, address: int, g: bool) -> tuple[int, ...]:
-    """A ``CUtensorMap`` over the whole input (or of the output's gradient ``g``), with the tiling's box, as 16 words.
+def tensors(t: WarpgroupTiling, p: Problem, g: bool) -> tuple[Tensor5, ...]:
+    """The tensors that a tiling's boxes of the input (or of the output's gradient ``g``) are cut from."""
+    d, h, w = (1,) * (3 - p.rank) + (p.out_size if g else p.size)
+    channels = p.out_channels if g else p.in_channels
+    if t.channels_last:
+        dims = (channels, w, h, d, p.batch)
+        return (Tensor5(0, dims, _strides(dims, t.element)),)
+    if t.lines and not g:
+        h, w = 1, h * w
+    # Rows of all channels are a box.
+    row, channel = w * t.element, d * h * w * t.element
+    of_rows, of_channels = t.classes if g else (1, 1)
+    found = []
+    for k, j in product(range(of_channels), range(of_rows)):
+        begin = k * channel + j * row
+        lead = begin % 16 // t.element
+        dims = (w + lead, -(-(channels - k) // of_channels), -(-(h - j) // of_rows), d, p.batch)
+        units = of_channels * channel  # of a dimension of one the stride means nothing, but must be whole units
+        strides = (
+            units,
+            of_rows * row if h > 1 else units,
+            h * row if d > 1 else units,
+            channels * channel if p.batch > 1 else units,
+        )
+        found.append(Tensor5(begin - begin % 16, dims, strides))
+    return tuple(found)
+
+
+def _strides(dims: tuple[int, ...], element: int) -> tuple[int, int, int, int]:
+    a, b, c, d = (math.prod(dims[:i]) * element for i in range(1, 5))
+    return a, b, c, d
+
+
+def tensor_maps(t: WarpgroupTiling, p: Problem, address: int, g: bool) -> tuple[int, ...]:
+    """A ``CUtensorMap`` over each of a tiling's `tensors`, with its box, as 16 words each.
 
     float32 is rounded to TF32, to nearest even, on its way.
     """
+    return tuple(word for tensor in tensors(t, p, g) for word in _tensor_map(t, p, address, g, tensor))
+
+
+def _tensor_map(t: WarpgroupTiling, p: Problem, address: int, g: bool, tensor: Tensor5) -> tuple[int, ...]:
     driver: Any = jit._driver()
     types = driver.CUtensorMapDataType
     kind = {
@@ -201,21 +239,13 @@ def tensor_map(t: WarpgroupTiling, p: Problem, address: int, g: bool) -> tuple[i
     span = t.g_width * t.element if g else t.segment
     plain = not t.channels_last if g else t.turned
     swizzle = swizzles.CU_TENSOR_MAP_SWIZZLE_NONE if plain else spans[span]
-    d, h, w = (1,) * (3 - p.rank) + (p.out_size if g else p.size)
-    c = p.out_channels if g else p.in_channels
-    dims = [c, w, h, d, p.batch] if t.channels_last else [w, h, d, c, p.batch]
-    if t.lines and not g:
-        dims = [w * h, 1, d, c, p.batch]
-    pitches = [math.prod(dims[:i]) * t.element for i in range(5)]
-    if not t.channels_last:  # rows of all channels are a box
-        dims, pitches = ([a[0], a[3], a[1], a[2], a[4]] for a in (dims, pitches))
     made = jit._drive(
         driver.cuTensorMapEncodeTiled,
         kind,
         5,
-        address,
-        [driver.cuuint64_t(n) for n in dims],
-        [driver.cuuint64_t(n) for n in pitches[1:]],
+        address + tensor.begin,
+        [driver.cuuint64_t(n) for n in tensor.dims],
+        [driver.cuuint64_t(n) for n in tensor.strides],
         [driver.cuuint32_t(n) for n in (t.g_box if g else t.box)],
         [driver.cuuint32_t(n) for n in (t.g_box_steps if g else (1,) * 5)],
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
@@ -243,13 +273,16 @@ def refusal(p: Problem, gpu: Gpu) -> str | None:
     return None
 
 
-def candidates(p: Problem, gpu: Gpu, aligned: bool, aligned_g: bool, width: int = 0) -> Iterator[AnyTiling]:
+def candidates(
+    p: Problem, gpu: Gpu, aligned: bool, aligned_g: bool, width: int = 0, classes: tuple[int, int] = (1, 1)
+) -> Iterator[AnyTiling]:
     """Every tiling worth a look.
 
     ``aligned``, ``aligned_g``: rows of an NCHW input and output begin at 16 bytes. ``width``: of images so narrow that
-    a chunk takes whole rows (`_narrow`); some tilings then serve this width alone.
+    a chunk takes whole rows (`_narrow`); some tilings then serve this width alone. ``classes``: of the rows of an NCHW
+    output that are not aligned (`_classes`); some tilings serve these alone.
     """
-    yield from _warpgroup_candidates(p, gpu, aligned, aligned_g, width)
+    yield from _warpgroup_candidates(p, gpu, aligned, aligned_g, width, classes)
     yield from _sync_candidates(p, gpu, aligned and p.layout == "nchw")
 
 
@@ -271,8 +304,26 @@ def _narrow(p: Problem) -> int:
     return width if p.rank > 1 and p.layout == "nchw" and width in (8, 16, 32) else 0
 
 
+def _classes(p: Problem, general: bool = False) -> tuple[int, int]:
+    """`WarpgroupTiling.classes` of an NCHW output; (1, 1) where rows are aligned, or classes too many.
+
+    ``general``: (1, 1), since they are a size's.
+    """
+    d, h, w = (1,) * (3 - p.rank) + p.out_size
+    row = w * p.dtype.itemsize
+    slice_, channel = h * row, d * h * row
+    if general or p.layout != "nchw" or row % 16 == 0:
+        return 1, 1
+    rows = 16 // math.gcd(16, row) if p.rank > 1 else 1
+    channels = 16 // math.gcd(16, channel)
+    # Beside rows and channels, tensors have slices and images; and a class of nothing is no tensor.
+    whole = (slice_ % 16 == 0 or d == 1) and (p.out_channels * channel % 16 == 0 or p.batch == 1)
+    fit = whole and h >= rows and p.out_channels >= channels and rows * channels <= MAX_CLASSES
+    return (rows, channels) if fit else (1, 1)
+
+
 def _warpgroup_candidates(
-    p: Problem, gpu: Gpu, aligned: bool, aligned_g: bool, width: int
+    p: Problem, gpu: Gpu, aligned: bool, aligned_g: bool, width: int, classes: tuple[int, int]
 ) -> Iterator[WarpgroupTiling]:
     last = p.layout == "channels_last"
     if gpu.arch != "90a" or p.precision == "ieee":
@@ -302,8 +353,10 @@ def _warpgroup_candidates(
         for tile in _tiles(p):
             # Rows of 128 bytes rather than of 32: the tensor copy engine takes as long for either.
             lines = tile[3] == width and tile[2] > 1 and width * p.dtype.itemsize < 128
-            t = replace(base, tile=tile, aligned_g=aligned_g and not last, lines=lines)
-            if (t.aligned_g or t.turned) and not t.box_g:
+            t = replace(base, tile=tile, aligned_g=aligned_g and not last, lines=lines, classes=classes)
+            if t.classed and not t.classes_fit:
+                t = replace(t, classes=(1, 1))
+            if (t.aligned_g or t.classed or t.turned) and not t.box_g:
                 continue
             if ((not last or t.turned) and t.segment < 32) or (t.element == 2 and t.strips % 2):
                 continue
@@ -476,7 +529,8 @@ def _choose(p: Problem, gpu: Gpu, general: bool) -> Choice | str:
         return refused
     best: tuple[float, str, int, AnyTiling] | None = None
     aligned, aligned_g = (size[-1] * p.dtype.itemsize % 16 == 0 for size in (p.size, p.out_size))
-    for t, clocks in _tilings(_any_size(p), gpu, aligned, aligned_g, 0 if general else _narrow(p)):
+    width, classes = 0 if general else _narrow(p), _classes(p, general)
+    for t, clocks in _tilings(_any_size(p), gpu, aligned, aligned_g, width, classes):
         seconds, bound, splits = _whole(t, clocks, p, gpu)
         if best is None or seconds < best[0]:
             best = seconds, bound, splits, t
@@ -494,7 +548,7 @@ def _any_size(p: Problem) -> Problem:
 
 @lru_cache(maxsize=256)
 def _tilings(
-    layer: Problem, gpu: Gpu, aligned: bool, aligned_g: bool, width: int
+    layer: Problem, gpu: Gpu, aligned: bool, aligned_g: bool, width: int, classes: tuple[int, int]
 ) -> tuple[tuple[AnyTiling, tuple[float, str]], ...]:
     """A layer's tilings with the clocks of their chunks."""
-    return tuple((t, _chunk_clocks(t)) for t in candidates(layer, gpu, aligned, aligned_g, width))
+    return tuple((t, _chunk_clocks(t)) for t in candidates(layer, gpu, aligned, aligned_g, width, classes))

@@ -19,6 +19,7 @@ Triple = tuple[int, int, int]
 WARPS = 8  # of the mma.sync kernel
 _LARGE = 1 << 18  # weights from here on are turned by the second step
 _PRECISIONS = {"tf32": 0, "ieee": 1, "fp16": 2, "bf16": 3}
+MAX_CLASSES = 8  # of rows and channels: a box and a tensor map each
 _MAX_STACK = 5  # rows of x in one instruction's columns
 _STRETCH = 40  # matrix instructions of a warpgroup between whose ends the tensor cores do not drain
 
@@ -283,6 +284,9 @@ class WarpgroupTiling(Tiling):
     """NCHW: rows of the output begin at 16 bytes."""
     stacked: bool = False
     """Whether the rows of x that a row of g meets by a column of taps are columns of one matrix instruction."""
+    classes: tuple[int, int] = (1, 1)
+    """NCHW, where rows of the output do not begin at 16 bytes: classes of rows along H, and of channels, by where they
+    begin. The tensor copy engine brings each by a box of its own; (1, 1): threads copy."""
     lines: bool = False
     """NCHW: a chunk is as wide as the image, whose rows so are one line: a row of x's tile has several of them."""
 
@@ -368,7 +372,21 @@ class WarpgroupTiling(Tiling):
         if self.channels_last:
             aligned = self.problem.out_channels % self.vec == 0
             return aligned and (self.problem.groups == 1 or self.channels[1] % self.vec == 0) and self.g_box[1] <= 256
-        return self.aligned_g and self.g_box[0] <= 256
+        return (self.aligned_g or self.classed) and max(self.g_box) <= MAX_BOX
+
+    @property
+    def classed(self) -> bool:
+        """Whether g comes by a box for each class."""
+        return self.classes != (1, 1)
+
+    @property
+    def classes_fit(self) -> bool:
+        """Whether rows and channels of a fragment are in a class known beforehand, and a box brings all of a class."""
+        rows, channels = self.classes
+        # A class's rows begin early, which shows to the left of the image.
+        few = rows * channels <= MAX_CLASSES and self.padding[2] == 0
+        known = (rows == 1 or self.stacked) and self.block[1] // channels >= 16
+        return few and known and self.g_one_box and self._g_row_steps[1] == 1
 
     @property
     def g_box(self) -> tuple[int, int, int, int, int]:
@@ -413,7 +431,9 @@ class WarpgroupTiling(Tiling):
         rows_d, rows_h, _ = self._spans()
         row = (self.units[1] | 1) * self.vec
         # Elements traversed: of n along a dimension of step s, ceil(n / s) are copied.
-        box = row, self.block[1], (rows_h - 1) * h + 1, (rows_d - 1) * d + 1, self.tile[0]
+        of_rows, of_channels = self.classes
+        rows_h = -(-rows_h // of_rows)
+        box = row, self.block[1] // of_channels, (rows_h - 1) * h + 1, (rows_d - 1) * d + 1, self.tile[0]
         return box if max(box) <= MAX_BOX else None
 
     @property
@@ -425,7 +445,7 @@ class WarpgroupTiling(Tiling):
             found = 1
         if self.box_g:
             per_row = self.block[1] // self.g_width if self.channels_last else 1
-            found += 1 if self.g_one_box else self.g_rows * per_row
+            found += math.prod(self.classes) if self.g_one_box else self.g_rows * per_row
         return found
 
     @property
@@ -436,6 +456,11 @@ class WarpgroupTiling(Tiling):
     @cached_property
     def g_bytes(self) -> int:
         """Bytes of g's tile in shared memory."""
+        if self.classed:
+            rows_d, rows_h, _ = self._spans()
+            of_rows, _ = self.classes
+            rows = self.tile[0] * rows_d * -(-rows_h // of_rows) * of_rows
+            return rows * self.block[1] * (self.units[1] | 1) * 16
         if self.channels_last and self.box_g:
             box = -(-self._spans()[2] * self.g_width * self.element // 128) * 128
             return self.g_rows * self.block[1] // self.g_width * box
@@ -533,6 +558,9 @@ class WarpgroupTiling(Tiling):
             "ALIGNED_G": int(self.aligned_g),
             "LINES": int(self.lines),
             "STACKED": int(self.stacked),
+            "CLASSED": int(self.classed),
+            "ROW_CLASSES": self.classes[0],
+            "CHANNEL_CLASSES": self.classes[1],
             "BOX_G": int(self.box_g),
             "G_ONE_BOX": int(self.box_g and self.g_one_box),
             "PRODUCER_REGISTERS": self.registers[0],

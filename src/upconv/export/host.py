@@ -395,7 +395,7 @@ def _wgrad_map(t: WarpgroupTiling, name: str, g: bool) -> str:
     size = ("sizes[6]", "sizes[5]", "sizes[4]") if g else ("sizes[3]", "sizes[2]", "sizes[1]")
     return _map(f"map_{name}", name, kind, p.out_channels if g else p.in_channels, size, t.channels_last,
                 t.g_box if g else t.box, t.g_box_steps if g else (1,) * 5,
-                "SWIZZLE_NONE" if plain else f"SWIZZLE_{span}B", g and not t.channels_last)  # fmt: skip
+                "SWIZZLE_NONE" if plain else f"SWIZZLE_{span}B", not t.channels_last)  # fmt: skip
 
 
 def _map(
@@ -534,13 +534,15 @@ CLASSES = {
             unit: int  # the input's columns must be a multiple of it, so that rows begin at 16 bytes
             unit_out: int  # and the output's
             tile: tuple[int, int, int, int]  # pixels of a chunk: images, depth, height, width
+            halo: int  # rows that chunks reach beyond the input
             blocks: int  # for the channels and taps of the weight, with every share of the pixels
             slices: int  # of sums that a block writes
             chunk_seconds: float  # by the planner's model
 
             def launch(self, batch, size, out_size, processors):
                 """(blocks, slices of sums, the kernel's sizes); the sizes are (depth, height, width)."""
-                counts = [ceil(n, t) for n, t in zip((batch, *size), self.tile)]
+                depth, height, width = size
+                counts = [ceil(n, t) for n, t in zip((batch, depth, height + self.halo, width), self.tile)]
                 chunks = math.prod(counts)
                 pixels = batch * (IN_CHANNELS * math.prod(size) + OUT_CHANNELS * math.prod(out_size))
                 shares = self.shares(chunks, pixels * DTYPE.itemsize / BANDWIDTH, processors)
@@ -650,7 +652,7 @@ def record(v: Variant) -> str:
     elif isinstance(c, wgrad.Choice):
         w = c.tiling
         seconds = wgrad._chunk_clocks(w)[0] / c.gpu.clock
-        given |= {"unit_out": v.unit_out, "tile": w.tile, "blocks": w.tiles, "slices": w.k_slices}
+        given |= {"unit_out": v.unit_out, "tile": w.tile, "halo": w.halo, "blocks": w.tiles, "slices": w.k_slices}
         given |= {"chunk_seconds": seconds}
     elif isinstance(c, direct_wgrad.Choice):
         p = c.problem

@@ -1386,6 +1386,7 @@ _MEANINGS: dict[str, dict[str, str]] = {
         "WGS_M": "of them, those that divide the output channels",
         "SUBS": "taps that share the 64 rows of a matrix instruction",
         "ENTRIES": "accumulators of 64 rows of a warpgroup",
+        "STACK": "rows of x that may meet a row of g",
         "STAGES": "chunks in shared memory",
         "STRETCH": "matrix instructions between whose ends the tensor cores do not drain",
         "WARP_M": "input channels of a warp",

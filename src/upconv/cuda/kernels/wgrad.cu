@@ -17,6 +17,7 @@
 #define CI_INNERMOST 0
 #define BOX_G 0
 #define STACKED 0
+#define ROW_CLASSES 1
 #define X_ROWS_H TILE_H                  // of x's tile in a slice
 #include "wgrad.cuh"
 

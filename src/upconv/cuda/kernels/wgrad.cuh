@@ -19,7 +19,8 @@
 #define G_ROWS_H (STACKED ? TILE_H * STEP_H : DENSE_H ? SPAN(TILE_H, STEP_H, TAPS_H, DIL_H) : TILE_H * TAPS_H)
 #define G_COLUMNS SPAN(TILE_W, STEP_W, TAPS_W, DIL_W)
 #define X_ROWS (TILE_N * TILE_D * X_ROWS_H)
-#define G_ROWS (TILE_N * G_ROWS_D * G_ROWS_H)
+#define CLASS_ROWS ((G_ROWS_H + ROW_CLASSES - 1) / ROW_CLASSES)
+#define G_ROWS (TILE_N * G_ROWS_D * (ROW_CLASSES * CLASS_ROWS))
 #define ODD(n) ((n) | 1)
 #define G_EXTENT ((G_COLUMNS + VEC - 1 + VEC - 1) / VEC)  // units of a row (NCHW)
 #if CHANNELS_LAST

@@ -62,8 +62,13 @@
 #define G_LINE G_COLUMNS
 #endif
 #else
+// CLASSED: rows that begin off 16 bytes, which the tensor copy engine does not read, by a box for each class of rows along H and of
+// channels: those of a class begin alike, and are a tensor of their own, whose rows then begin early (its lead).
+#define G_CHANNELS (BLOCK_CO / CHANNEL_CLASSES)  // of a class
+#define CLASSES (ROW_CLASSES * CHANNEL_CLASSES)
+#define CLASS_BYTES (G_BYTES / CLASSES)
 #define G_BOXES 1
-#define G_BOX_BYTES (BLOCK_CO * G_PITCH * ELEMENT)
+#define G_BOX_BYTES (G_CHANNELS * G_PITCH * ELEMENT)
 #endif
 // From one pixel of g's tile to the next (of NCHW counted in elements), and from one row to the next.
 #if !CHANNELS_LAST
@@ -103,7 +108,7 @@ struct alignas(64) TensorMap { u64 opaque[16]; };
 struct TensorMaps {
   TensorMap x;
 #if BOX_G
-  TensorMap g;
+  TensorMap g[CLASSES];
 #endif
 };
 
@@ -121,7 +126,21 @@ __device__ __forceinline__ void load_box(u32 to, const TensorMap* map, int a, in
       ::"r"(to), "l"(map), "r"(a), "r"(b), "r"(c), "r"(d), "r"(e), "r"(barrier) : "memory");
 }
 
-__device__ __forceinline__ void load_boxes(const TensorMap* map_x, const TensorMap* map_g, const Chunk& c, const Work& work, u32 to, u32 barrier) {
+#if CLASSED
+struct Class {
+  int index, lead;                         // its map; elements by which its rows begin early
+  int phase;                               // of a tile: elements by which its first column begins off 16 bytes
+};
+
+// The class of a row along H and a channel, and a tile of it that begins at column `w`.
+__device__ __forceinline__ Class class_of(int row, int channel, int w, const Sizes& s) {
+  int of_rows = row & (ROW_CLASSES - 1), of_channels = channel & (CHANNEL_CLASSES - 1);
+  int lead = ((u32)of_channels * s.out_d * s.out_h * s.out_w + (u32)of_rows * s.out_w) & (VEC - 1);
+  return {of_channels * ROW_CLASSES + of_rows, lead, (w + lead) & (VEC - 1)};
+}
+#endif
+
+__device__ __forceinline__ void load_boxes(const TensorMap* map_x, const TensorMap* map_g, const Sizes& s, const Chunk& c, const Work& work, u32 to, u32 barrier) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"((TURN_X ? 0 : X_TILE_BYTES) + (!BOX_G ? 0 : CHANNELS_LAST ? G_ROWS * G_COLUMNS * BLOCK_CO * ELEMENT : G_BYTES)) : "memory");
   int channel = work.group * CIN_G + work.ci;
 #if !TURN_X
@@ -139,7 +158,14 @@ __device__ __forceinline__ void load_boxes(const TensorMap* map_x, const TensorM
   int d = c.d * STEP_D + work.tap_d * DIL_D - PAD_D, h = c.h * STEP_H + work.tap_h * DIL_H - PAD_H, w = c.w * STEP_W + work.tap_w * DIL_W - PAD_W;
   channel = work.group * COUT_G + work.co;
   to += X_TILE_BYTES;
-#if G_ONE_BOX
+#if CLASSED
+#pragma unroll 1
+  for (int i = 0; i < CLASSES; i++) {
+    int row = h + i % ROW_CLASSES, first = channel + i / ROW_CLASSES;  // of the class in this chunk
+    Class at = class_of(row, first, w, s);
+    load_box(to + i * CLASS_BYTES, map_g + at.index, w + at.lead - at.phase, first / CHANNEL_CLASSES, (row - (row & (ROW_CLASSES - 1))) / ROW_CLASSES, d, c.n, barrier);
+  }
+#elif G_ONE_BOX
   load_box(to, map_g, w - (w & (VEC - 1)), channel, h, d, c.n, barrier);
 #else
 #pragma unroll 1
@@ -293,7 +319,7 @@ struct Step { Half half[2]; };
 
 // Place of a tile's row of q in g's tile before the tap's own share; STACKED of the first row of a slice.
 __device__ __forceinline__ int tile_row(const Rows& q) {
-  return (q.n * G_ROWS_D + q.d * (DENSE_D ? STEP_D : TAPS_D)) * G_ROWS_H + q.h * (DENSE_H ? STEP_H : TAPS_H);
+  return (q.n * G_ROWS_D + q.d * (DENSE_D ? STEP_D : TAPS_D)) * CLASS_ROWS + q.h * (DENSE_H ? STEP_H : TAPS_H);
 }
 
 // Step `k_step` of a chunk's positions: a strip of 8, or two of 16-bit types.
@@ -313,20 +339,27 @@ __device__ __forceinline__ Step step_of_row(int n, int d, int r, int column) {
   Step step;
 #pragma unroll
   for (int k = 0; k < 2; k++)
-    step.half[k] = {tile_row({n, d, 0}) + r, (ELEMENT == 4 ? 8 * column + 4 * k : 16 * column + 8 * k) * STEP_W, {n, d * STEP_D, r}};
+    step.half[k] = {r % ROW_CLASSES * (TILE_N * G_ROWS_D * CLASS_ROWS) + tile_row({n, d, 0}) + r / ROW_CLASSES, (ELEMENT == 4 ? 8 * column + 4 * k : 16 * column + 8 * k) * STEP_W, {n, d * STEP_D, r}};
   return step;
 }
 
+// By how much rows of a chunk's tile begin off 16 bytes, in elements, for a lane's channels: each class of rows (CLASSED); or the
+// chunk's first row, from which others follow.
+struct Phases { u32 of[ROW_CLASSES]; };
+
 #if !CHANNELS_LAST && !ALIGNED_G
-// By how much a row of a tile begins off 16 bytes, in elements; `phase` is of the chunk's first.
-__device__ __forceinline__ int misaligned(u32 phase, const Rows& row, const Sizes& s) {
-  return (phase + ((u32)(row.n * COUT) * s.out_d + row.d) * s.out_h * s.out_w + (u32)row.h * s.out_w) & (VEC - 1);
+__device__ __forceinline__ int misaligned(const Phases& phases, u32 line, const Rows& row, const Sizes& s) {
+#if CLASSED
+  return phases.of[row.h % ROW_CLASSES];
+#else
+  return (phases.of[0] + line + ((u32)(row.n * COUT) * s.out_d + row.d) * s.out_h * s.out_w + (u32)row.h * s.out_w) & (VEC - 1);
+#endif
 }
 #endif
 
 // The fragment of unit `u` at a step: rows g and g + 8 of the warp's sixteen; of the two halves of K, pixels q and q + 4 of a strip
 // (TF32), or 2q and 2q + 1 of two strips.
-__device__ __forceinline__ void load_fragment(u32 (&a)[4], const unsigned char* g_tile, const Taps& taps, const Sizes& s, u32 phase, int u, const Step& step, int lane_at) {
+__device__ __forceinline__ void load_fragment(u32 (&a)[4], const unsigned char* g_tile, const Taps& taps, const Sizes& s, const Phases& phases, int u, const Step& step, int lane_at) {
 #if TURN_X
   u32 first = shared_address(g_tile) + (taps.at[u] + step.half[0].row * G_LINE + step.half[0].column) * (G_WIDTH * 4) + lane_at;
 #pragma unroll
@@ -353,9 +386,9 @@ __device__ __forceinline__ void load_fragment(u32 (&a)[4], const unsigned char* 
   for (int k = 0; k < 2; k++) {
     // What is known only at run time, and constants that are even, so that the addresses are a register and an immediate.
     int at = lane_at + taps.at[u];
-    const int constant = step.half[k].row * (BLOCK_CO * G_PITCH) + step.half[k].column;
+    const int constant = step.half[k].row * (G_CHANNELS * G_PITCH) + step.half[k].column;
 #if !ALIGNED_G
-    at += misaligned(phase + taps.line[u], step.half[k].memory, s);
+    at += misaligned(phases, taps.line[u], step.half[k].memory, s);
 #endif
 #pragma unroll
     for (int h = 0; h < 2; h++) {
@@ -380,14 +413,14 @@ struct Words {
 };
 
 // The words of the run that begins with unit `u`.
-__device__ __forceinline__ void load_words(Words& run, const unsigned char* g_tile, const Taps& taps, const Sizes& s, u32 phase, int u, const Step& step, int lane_at) {
+__device__ __forceinline__ void load_words(Words& run, const unsigned char* g_tile, const Taps& taps, const Sizes& s, const Phases& phases, int u, const Step& step, int lane_at) {
   const u32* words = (const u32*)g_tile;
 #pragma unroll
   for (int k = 0; k < 2; k++) {
     int at = lane_at + taps.at[u];
-    const int constant = step.half[k].row * (BLOCK_CO * G_PITCH) + step.half[k].column;
+    const int constant = step.half[k].row * (G_CHANNELS * G_PITCH) + step.half[k].column;
 #if !ALIGNED_G
-    at += misaligned(phase + taps.line[u], step.half[k].memory, s);
+    at += misaligned(phases, taps.line[u], step.half[k].memory, s);
 #endif
     run.odd[k] = PARITY_KNOWN ? PAD_W & 1 : at & 1;
 #pragma unroll
@@ -422,7 +455,7 @@ __device__ __forceinline__ void shift_words(u32 (&a)[4], const Words& run, int i
 #define STACK_PLACE(tap) (STACK_BEGIN((tap) % STEP_H) + STACK_OF((tap) % STEP_H) - 1 - (tap) / STEP_H)
 
 // STRETCH steps of every row of a chunk.
-__device__ __forceinline__ void multiply_rows(float (&acc)[UNITS][NB][OF_UNIT * (N_WIDTH / 2)], const unsigned char* g_tile, const Taps& taps, const Sizes& s, u32 phase, int lane_at, u32 x_tile) {
+__device__ __forceinline__ void multiply_rows(float (&acc)[UNITS][NB][OF_UNIT * (N_WIDTH / 2)], const unsigned char* g_tile, const Taps& taps, const Sizes& s, const Phases& phases, int lane_at, u32 x_tile) {
   u32 a[SETS_OF_FRAGMENTS][4];
 #if SHARED_WORDS
   Words words;
@@ -439,10 +472,10 @@ __device__ __forceinline__ void multiply_rows(float (&acc)[UNITS][NB][OF_UNIT * 
       for (int u = 0; u < UNITS; u++) {
         u32 (&fragment)[4] = a[step++ % SETS_OF_FRAGMENTS];
 #if SHARED_WORDS
-        if (u % W_RUN == 0) load_words(words, g_tile, taps, s, phase, u, at, lane_at);
+        if (u % W_RUN == 0) load_words(words, g_tile, taps, s, phases, u, at, lane_at);
         shift_words(fragment, words, u % W_RUN);
 #else
-        load_fragment(fragment, g_tile, taps, s, phase, u, at, lane_at);
+        load_fragment(fragment, g_tile, taps, s, phases, u, at, lane_at);
 #endif
         wgmma_fence();
         multiply(acc[u], STACK_BEGIN(remainder), STACK_OF(remainder), fragment, x);
@@ -466,11 +499,11 @@ __device__ __forceinline__ void consume(float* __restrict__ partial, const Sizes
     int unit = first_unit + u;
     if (unit >= SET_UNITS) unit = SET_UNITS - 1;                                               // its sums are not stored
     int td = unit / (SET_UNITS / TAPS_D), th = STACKED ? 0 : unit / TAPS_W % TAPS_H, tw = unit % TAPS_W;
-    int shift = (DENSE_D ? td * DIL_D : td) * G_ROWS_H + (DENSE_H ? th * DIL_H : th);
+    int shift = (DENSE_D ? td * DIL_D : td) * CLASS_ROWS + (DENSE_H ? th * DIL_H : th);
 #if CHANNELS_LAST
     taps.at[u] = shift * G_LINE + tw * DIL_W;
 #else
-    taps.at[u] = shift * (BLOCK_CO * G_PITCH) + tw * DIL_W;
+    taps.at[u] = shift * (G_CHANNELS * G_PITCH) + tw * DIL_W;
 #endif
     taps.line[u] = ((u32)(td * DIL_D) * s.out_h + th * DIL_H) * s.out_w;
   }
@@ -484,7 +517,8 @@ __device__ __forceinline__ void consume(float* __restrict__ partial, const Sizes
   const int lane_first = (lane & 7) * STEP_W * (G_PITCH * 2) + c8 * 2;
 #endif
 #else
-  const int lane_first = (channel + row) * G_PITCH + (ELEMENT == 4 ? q : 2 * q) * STEP_W;
+  const int of_channels = (channel + row) / G_CHANNELS;  // the lane's class
+  const int lane_first = of_channels * (CLASS_BYTES / ELEMENT * ROW_CLASSES) + (channel + row) % G_CHANNELS * G_PITCH + (ELEMENT == 4 ? q : 2 * q) * STEP_W;
 #endif
   float acc[UNITS][NB][OF_UNIT * (N_WIDTH / 2)] = {};
   int begin = split * s.per_split, end = begin + s.per_split < s.chunks ? begin + s.per_split : s.chunks;
@@ -495,15 +529,18 @@ __device__ __forceinline__ void consume(float* __restrict__ partial, const Sizes
 #pragma unroll 1
   for (int i = begin; i < end; i++) {
     int lane_at = lane_first;
-    u32 phase = 0;
+    Phases phases = {};
 #if !CHANNELS_LAST
     // Rows 8 channels apart have the same alignment, so that a lane has one for each row of a tile.
     Chunk c = chunk_at(i, s);
     int d = c.d * STEP_D + work.tap_d * DIL_D - PAD_D, h = c.h * STEP_H + work.tap_h * DIL_H - PAD_H, w = c.w * STEP_W + work.tap_w * DIL_W - PAD_W;
 #if ALIGNED_G
     lane_at += w & (VEC - 1);
+#elif CLASSED
+#pragma unroll
+    for (int j = 0; j < ROW_CLASSES; j++) phases.of[j] = class_of(h + j, work.group * COUT_G + work.co + of_channels, w, s).phase;
 #else
-    phase = (u32)((u64)g / ELEMENT) + (((u32)c.n * COUT + work.group * COUT_G + work.co + row) * s.out_d + d) * s.out_h * s.out_w + (u32)h * s.out_w + w;
+    phases.of[0] = (u32)((u64)g / ELEMENT) + (((u32)c.n * COUT + work.group * COUT_G + work.co + row) * s.out_d + d) * s.out_h * s.out_w + (u32)h * s.out_w + w;
 #endif
 #endif
     const unsigned char* tile = memory + stage * STAGE_BYTES;
@@ -512,7 +549,7 @@ __device__ __forceinline__ void consume(float* __restrict__ partial, const Sizes
 #if STACKED
 #pragma unroll 1
     for (int first = idle ? ROW_STEPS : 0; first < ROW_STEPS; first += STRETCH) {
-      multiply_rows(acc, tile + X_TILE_BYTES, taps, s, phase, lane_at + first * (32 / ELEMENT * STEP_W) * G_PIXEL_BYTES, x_tile + x_at(first));
+      multiply_rows(acc, tile + X_TILE_BYTES, taps, s, phases, lane_at + first * (32 / ELEMENT * STEP_W) * G_PIXEL_BYTES, x_tile + x_at(first));
     }
 #else
 #pragma unroll 1
@@ -525,9 +562,9 @@ __device__ __forceinline__ void consume(float* __restrict__ partial, const Sizes
       const int first = run * (STRETCH / ENTRIES);
       const Half from = step_of(first).half[0];
       const unsigned char* g_tile = tile + X_TILE_BYTES + from.row * G_ROW_BYTES;
-      u32 run_phase = phase;
-#if !CHANNELS_LAST && !ALIGNED_G
-      run_phase += ((u32)(from.memory.n * COUT) * s.out_d + from.memory.d) * s.out_h * s.out_w + (u32)from.memory.h * s.out_w;
+      Phases run_phases = phases;
+#if !CHANNELS_LAST && !ALIGNED_G && !CLASSED
+      run_phases.of[0] += ((u32)(from.memory.n * COUT) * s.out_d + from.memory.d) * s.out_h * s.out_w + (u32)from.memory.h * s.out_w;
 #endif
       int lane_from = lane_at + from.column * G_PIXEL_BYTES;
       u32 x_from = x_tile + x_at(first);
@@ -535,10 +572,10 @@ __device__ __forceinline__ void consume(float* __restrict__ partial, const Sizes
       for (int step = 0; step < STRETCH; step++) {
         const int e = step % ENTRIES, k = step / ENTRIES;
 #if SHARED_WORDS
-        if (e % W_RUN == 0) load_words(words, g_tile, taps, s, run_phase, e, step_of(k), lane_from);
+        if (e % W_RUN == 0) load_words(words, g_tile, taps, s, run_phases, e, step_of(k), lane_from);
         shift_words(a[step % SETS_OF_FRAGMENTS], words, e % W_RUN);
 #else
-        load_fragment(a[step % SETS_OF_FRAGMENTS], g_tile, taps, s, run_phase, e, step_of(k), lane_from);
+        load_fragment(a[step % SETS_OF_FRAGMENTS], g_tile, taps, s, run_phases, e, step_of(k), lane_from);
 #endif
         wgmma_fence();
         multiply(acc[e], 0, 1, a[step % SETS_OF_FRAGMENTS], x_from + x_at(k));
@@ -572,7 +609,12 @@ __device__ __forceinline__ void consume(float* __restrict__ partial, const Sizes
         for (int j = 0; j < N_WIDTH / 8; j++)
 #pragma unroll
           for (int h = 0; h < 2; h++) {
-            int co = work.co + channel + row + 8 * h, ci = work.ci + nb * N_WIDTH + j * 8 + 2 * q;
+            int m = channel + row + 8 * h, ci = work.ci + nb * N_WIDTH + j * 8 + 2 * q;
+#if CHANNELS_LAST
+            int co = work.co + m;
+#else
+            int co = work.co + m % G_CHANNELS * CHANNEL_CLASSES + m / G_CHANNELS;
+#endif
             if (co >= COUT_G) continue;
             float* at = to + (long long)co * CIN_G + ci;
             const float* sums = &acc[u][nb][STACK_PLACE(i) * (N_WIDTH / 2) + 4 * j + 2 * h];
@@ -631,16 +673,16 @@ wgrad(const char* __restrict__ g, float* __restrict__ partial, int batch, int in
       u32 barrier = full + stage * 8;
       barrier_wait(empty + stage * 8, parity);
 #if TURN_X
-      if (thread == 0) load_boxes(&maps.x, &maps.g, c, work, shared_address(tile), barrier);
+      if (thread == 0) load_boxes(&maps.x, maps.g, s, c, work, shared_address(tile), barrier);
       barrier_wait(raw_full, (i - begin) & 1);
       turn(raw, shared_address(tile), thread);
       barrier_arrive(barrier);
       named_sync<1, COPIERS>();            // all have read
       if (thread == 0 && i + 1 < end) load_raw(&maps.x, chunk_at(i + 1, s), work, raw, raw_full);
 #elif BOX_G
-      load_boxes(&maps.x, &maps.g, c, work, shared_address(tile), barrier);
+      load_boxes(&maps.x, maps.g, s, c, work, shared_address(tile), barrier);
 #else
-      if (thread == 0) load_boxes(&maps.x, nullptr, c, work, shared_address(tile), barrier);
+      if (thread == 0) load_boxes(&maps.x, nullptr, s, c, work, shared_address(tile), barrier);
       constexpr int extent = CHANNELS_LAST ? G_COLUMNS : G_EXTENT;
       int d = c.d * STEP_D + work.tap_d * DIL_D - PAD_D, h = c.h * STEP_H + work.tap_h * DIL_H - PAD_H, w = c.w * STEP_W + work.tap_w * DIL_W - PAD_W;
       int channel = work.group * COUT_G + work.co;
