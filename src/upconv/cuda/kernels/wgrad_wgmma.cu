@@ -65,7 +65,6 @@
 // CLASSED: rows that begin off 16 bytes, which the tensor copy engine does not read, by a box for each class of rows along H and of
 // channels: those of a class begin alike, and are a tensor of their own, whose rows then begin early (its lead).
 #define G_CHANNELS (BLOCK_CO / CHANNEL_CLASSES)  // of a class
-#define CLASSES (ROW_CLASSES * CHANNEL_CLASSES)
 #define CLASS_BYTES (G_BYTES / CLASSES)
 #define G_BOXES 1
 #define G_BOX_BYTES (G_CHANNELS * G_PITCH * ELEMENT)
@@ -103,6 +102,8 @@
 #define PARITY_KNOWN (ALIGNED_G && STEP_W % 2 == 0 && W_RUN * DIL_W % 2 == 0 && (SETS_W == 1 || TAPS_W * DIL_W % 2 == 0))
 #define RUN_WORDS (((PARITY_KNOWN ? PAD_W % 2 : 1) + (W_RUN - 1) * DIL_W + STEP_W) / 2 + 1)
 #define SHARED_WORDS (ELEMENT == 2 && !CHANNELS_LAST && W_RUN > 1 && RUN_WORDS < 2 * W_RUN)
+
+#define CLASSES (ROW_CLASSES * CHANNEL_CLASSES)
 
 struct alignas(64) TensorMap { u64 opaque[16]; };
 struct TensorMaps {
