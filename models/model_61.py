@@ -21,8 +21,8 @@ Kernels:
   channels, pixels halved, weights ring of 4 x 7 fragments, 212 KB shared.
 - gradient for the input: wgmma tf32, tile 1x2x8x32 (NxDxHxW of q) x 64 rows, chunk of 8 channels, pixels halved,
   weights ring of 2 x 7 fragments, 224 KB shared.
-- gradient for the weight: wgmma tf32, 64x64 channels x 1x3x3 taps a block, chunks of 1x1x4x32 (NxDxHxW of q), K in
-  44 slices, 196 KB shared.
+- gradient for the weight: wgmma of up to 3 rows tf32, 64x64 channels x 1x3x3 taps a block, chunks of 1x1x2x64
+  (NxDxHxW of q), K in 44 slices, 204 KB shared.
 - gradient for the weight (other widths than multiples of 4): mma.sync tf32, 64x16 channels x 3x3x3 taps a block,
   chunks of 1x4x4x8 (NxDxHxW of q), K in 44 slices, 186 KB shared.
 
@@ -245,7 +245,8 @@ constexpr int SEGMENTS = TILE_N * ROWS_D * ROWS_H;
 // reads. A segment has its planes one behind the other. STRIDED_BOX: a plane is a box, of all segments of a band of rows.
 constexpr int PITCH = PLANES * PLANE;  // pixel rows from a segment to the next
 constexpr int PIXELS = SEGMENTS * PITCH;
-#define COLUMN(within) ((within) % PLANE * IN_STEP_W + (within) / PLANE)
+#define COLUMN(within) ((within) % PLANE * IN_STEP_W + (PLANES == IN_STEP_W ? (within) / PLANE : RESIDUE[(within) \
+    / PLANE]))
 constexpr int PART_BYTES = (PIXELS * ROW_BYTES + 1023) / 1024 * 1024;
 constexpr int STAGE_BYTES = PARTS * PART_BYTES;
 // 16-byte units of a segment: boxes of BOX_UNITS begin COLUMN_PAD columns early, at whole units; threads take the units that hold
@@ -284,6 +285,7 @@ __constant__ const short SUB_HH[] = {0};
 __constant__ const short U_W[] = {0};  // [variant]: first W sub-position
 __constant__ const int ROW_D[] = {-2,-1,0,1};  // input offset of a tile's rows
 __constant__ const int ROW_H[] = {-2,-1,0,1,2,3,4,5,6,7};
+__constant__ const int RESIDUE[] = {0};  // of a tile's columns, counted from the first, by plane
 
 struct Sizes {                                         // one layout for the packed argument block
   int batch, in_d, in_h, in_w, out_d, out_h, out_w;
@@ -1232,7 +1234,8 @@ constexpr int SEGMENTS = TILE_N * ROWS_D * ROWS_H;
 // reads. A segment has its planes one behind the other. STRIDED_BOX: a plane is a box, of all segments of a band of rows.
 constexpr int PITCH = PLANES * PLANE;  // pixel rows from a segment to the next
 constexpr int PIXELS = SEGMENTS * PITCH;
-#define COLUMN(within) ((within) % PLANE * IN_STEP_W + (within) / PLANE)
+#define COLUMN(within) ((within) % PLANE * IN_STEP_W + (PLANES == IN_STEP_W ? (within) / PLANE : RESIDUE[(within) \
+    / PLANE]))
 constexpr int PART_BYTES = (PIXELS * ROW_BYTES + 1023) / 1024 * 1024;
 constexpr int STAGE_BYTES = PARTS * PART_BYTES;
 // 16-byte units of a segment: boxes of BOX_UNITS begin COLUMN_PAD columns early, at whole units; threads take the units that hold
@@ -1270,6 +1273,7 @@ __constant__ const short SUB_HH[] = {0};
 __constant__ const short U_W[] = {0};  // [variant]: first W sub-position
 __constant__ const int ROW_D[] = {-2,-1,0,1};  // input offset of a tile's rows
 __constant__ const int ROW_H[] = {-2,-1,0,1,2,3,4,5,6,7};
+__constant__ const int RESIDUE[] = {0};  // of a tile's columns, counted from the first, by plane
 
 struct Sizes {                                         // one layout for the packed argument block
   int batch, in_d, in_h, in_w, out_d, out_h, out_w;
@@ -2266,7 +2270,8 @@ constexpr int SEGMENTS = TILE_N * ROWS_D * ROWS_H;
 // reads. A segment has its planes one behind the other. STRIDED_BOX: a plane is a box, of all segments of a band of rows.
 constexpr int PITCH = PLANES * PLANE;  // pixel rows from a segment to the next
 constexpr int PIXELS = SEGMENTS * PITCH;
-#define COLUMN(within) ((within) % PLANE * IN_STEP_W + (within) / PLANE)
+#define COLUMN(within) ((within) % PLANE * IN_STEP_W + (PLANES == IN_STEP_W ? (within) / PLANE : RESIDUE[(within) \
+    / PLANE]))
 constexpr int PART_BYTES = (PIXELS * ROW_BYTES + 1023) / 1024 * 1024;
 constexpr int STAGE_BYTES = PARTS * PART_BYTES;
 // 16-byte units of a segment: boxes of BOX_UNITS begin COLUMN_PAD columns early, at whole units; threads take the units that hold
@@ -2304,6 +2309,7 @@ __constant__ const short SUB_HH[] = {0};
 __constant__ const short U_W[] = {0};  // [variant]: first W sub-position
 __constant__ const int ROW_D[] = {0,1,2,3};  // input offset of a tile's rows
 __constant__ const int ROW_H[] = {0,1,2,3,4,5,6,7,8,9};
+__constant__ const int RESIDUE[] = {0};  // of a tile's columns, counted from the first, by plane
 
 struct Sizes {                                         // one layout for the packed argument block
   int batch, in_d, in_h, in_w, out_d, out_h, out_w;
@@ -3111,8 +3117,8 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 }  // namespace grad_input
 
 // =====================================================================================================================
-// Gradient for the weight: wgmma tf32, 64x64 channels x 1x3x3 taps a block, chunks of 1x1x4x32 (NxDxHxW of q), K in 44
-// slices, 196 KB shared.
+// Gradient for the weight: wgmma of up to 3 rows tf32, 64x64 channels x 1x3x3 taps a block, chunks of 1x1x2x64 (NxDxHxW
+// of q), K in 44 slices, 204 KB shared.
 // =====================================================================================================================
 
 namespace grad_weight {
@@ -3137,13 +3143,15 @@ constexpr int DIL_D = 1, DIL_H = 1, DIL_W = 1;  // dilation
 constexpr int PAD_D = 0, PAD_H = 0, PAD_W = 0;  // padding
 constexpr int TAPS_D = 1, TAPS_H = 3, TAPS_W = 3;  // of a set, which a block multiplies
 constexpr int SETS_D = 3, SETS_H = 1, SETS_W = 1;  // of taps
-constexpr int TILE_D = 1, TILE_H = 4, TILE_W = 32;  // positions q of a chunk
+constexpr int TILE_D = 1, TILE_H = 2, TILE_W = 64;  // positions q of a chunk
 constexpr int WGS = 3;  // warpgroups that multiply
 constexpr int WGS_M = 1;  // of them, those that divide the output channels
 constexpr int SUBS = 1;  // taps that share the 64 rows of a matrix instruction
 constexpr int ENTRIES = 3;  // accumulators of 64 rows of a warpgroup
 constexpr int STAGES = 2;  // chunks in shared memory
-constexpr int STRETCH = 24;  // matrix instructions between whose ends the tensor cores do not drain
+constexpr int STRETCH = 8;  // matrix instructions between whose ends the tensor cores do not drain
+constexpr int ROW_CLASSES = 1;  // of rows of g along H, by where they begin in 16 bytes
+constexpr int CHANNEL_CLASSES = 1;  // and of channels
 constexpr int PRODUCER_REGISTERS = 56;  // of a thread
 constexpr int CONSUMER_REGISTERS = 152;  // of a thread
 
@@ -3157,10 +3165,17 @@ constexpr int CONSUMER_REGISTERS = 152;  // of a thread
 //      that CHANNELS_LAST float32 is turned by the copying warpgroup (TURN_X).
 // g comes by boxes too (BOX_G), NCHW by one where its rows lie evenly (G_ONE_BOX), or by threads where rows begin off 16 bytes.
 // Roles: one warpgroup copies, WGS warpgroups multiply: WGS_M of them divide the output channels of a block, the others its taps,
-// ENTRIES x SUBS taps each: ENTRIES neighbours for each of SUBS bands of rows.
+// UNITS x SUBS fragments of A at a time: UNITS neighbours for each of SUBS bands of rows. A unit is a tap; or, STACKED, a column of
+// taps: the rows of x that a row of g meets by them follow each other in shared memory, and so are columns of one instruction. Then
+// a fragment is read once, not once a tap (measured: reads of A take as long as a multiplication by 64 channels, of B half of it).
+// STACKED chunks are of rows of g, STEP_H at a time, and it is x's tile that has a halo: an instruction always takes
+// all of its rows
+// (measured: ptxas waits for each instruction where some that share sums differ in shape, C7511); rows beyond the image are zeros.
 //
 // K is split over ranges of chunks; each split writes partial sums, `reduce` adds them in the order of their index.
 constexpr int COPIERS = 128;
+constexpr int STACK = (TAPS_H + STEP_H - 1) / STEP_H;  // rows of x that may meet a row of g
+constexpr int X_ROWS_H = TILE_H + STACK - 1;
 
 // PTX in small wrappers, so that a kernel body reads as an algorithm.
 typedef unsigned int u32;
@@ -3216,18 +3231,6 @@ __device__ __forceinline__ u32 to_tf32(float v) {
 
 // --- matrix instructions ---------------------------------------------------------------------------------------------
 
-// wgmma: one warpgroup, D[64 x 64] += A[64 x K] B[K x 64]; A from registers, B from shared memory by descriptor.
-// Fragments (g = lane / 4, t = lane % 4): D[4j + 2h + c] is row 16 warp + g + 8h, column 8j + 2t + c.
-#define ACCUMULATORS_64(d) \
-  "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),          \
-      "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]),          \
-      "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]),         \
-      "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
-#define WGMMA_64(shape, tail) \
-  "wgmma.mma_async.sync.aligned." shape                                                                               \
-  " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,"  \
-  "%30,%31}, {%32,%33,%34,%35}, %36, " tail ";\n"
-
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory"); }
 template <int N> __device__ __forceinline__ void wgmma_wait() {
@@ -3240,13 +3243,15 @@ constexpr int SET_TAPS = TAPS_D * TAPS_H * TAPS_W;
 constexpr int SETS = SETS_D * SETS_H * SETS_W;  // of taps
 constexpr int CIN = GROUPS * CIN_G;  // channels of what is read
 constexpr int COUT = GROUPS * COUT_G;  // channels of what is written
-constexpr int G_ROWS_D = 1, G_ROWS_H = 6;
-constexpr int G_COLUMNS = 34;
-constexpr int X_ROWS = TILE_N * TILE_D * TILE_H;
-constexpr int G_ROWS = TILE_N * G_ROWS_D * G_ROWS_H;
+constexpr int G_ROWS_D = 1;
+constexpr int G_ROWS_H = TILE_H * STEP_H;
+constexpr int G_COLUMNS = 66;
+constexpr int X_ROWS = TILE_N * TILE_D * X_ROWS_H;
+constexpr int CLASS_ROWS = (G_ROWS_H + ROW_CLASSES - 1) / ROW_CLASSES;
+constexpr int G_ROWS = TILE_N * G_ROWS_D * (ROW_CLASSES * CLASS_ROWS);
 constexpr int G_EXTENT = (G_COLUMNS + VEC - 1 + VEC - 1) / VEC;  // units of a row (NCHW)
 constexpr int G_UNITS = G_EXTENT;
-constexpr int G_PITCH = 44;
+constexpr int G_PITCH = 76;
 constexpr int G_BYTES = G_ROWS * BLOCK_CO * G_PITCH * ELEMENT;
 struct Sizes {
   int batch, in_d, in_h, in_w, out_d, out_h, out_w;
@@ -3267,7 +3272,7 @@ __device__ __forceinline__ Chunk chunk_at(int i, const Sizes& s) {
 
 // One operand's tile: where it lies in its tensor. (n, d, h) of row `r` of the tile by its kind.
 struct Rows { int n, d, h; };
-__device__ __forceinline__ Rows x_row(int r) { return {r / (TILE_D * TILE_H), r / TILE_H % TILE_D, r % TILE_H}; }
+__device__ __forceinline__ Rows x_row(int r) { return {r / (TILE_D * X_ROWS_H), r / X_ROWS_H % TILE_D, r % X_ROWS_H}; }
 __device__ __forceinline__ Rows g_row(int r) {
   int h = r % G_ROWS_H, d = r / G_ROWS_H % G_ROWS_D;
   return {r / (G_ROWS_H * G_ROWS_D), d, h};
@@ -3288,7 +3293,7 @@ __device__ __forceinline__ void copy_tile(const char* __restrict__ tensor, int b
   // bytes, some of a warp's threads each time: 1.04 ms instead of 0.37.)
   // A thread keeps its channel and place in the row for all rows of the tile (measured: with an index for each unit, one warp on a
   // scheduler took 850 clocks a round of 32 units, all of them address arithmetic: kb77's bfloat16 gradient 1.35 ms).
-  constexpr int UNITS = COLUMNS_OR_UNITS, ROWS_H = IS_X ? TILE_H : G_ROWS_H;
+  constexpr int UNITS = COLUMNS_OR_UNITS, ROWS_H = IS_X ? X_ROWS_H : G_ROWS_H;
   long long plane = (long long)depth * height * width;
 #pragma unroll 1
   for (int i = thread; i < BLOCK * UNITS; i += COPIERS) {
@@ -3412,27 +3417,33 @@ constexpr int ROWS_PER_SUB = 64 / SUBS;
 constexpr int THREADS = (1 + WGS) * 128;
 constexpr int CI_TILES = (CIN_G + BLOCK_CI - 1) / BLOCK_CI;
 constexpr int CO_TILES = (COUT_G + BLOCK_CO - 1) / BLOCK_CO;
-constexpr int NB = BLOCK_CI / 64;
-constexpr int N_WIDTH = 64;  // of one matrix instruction
+constexpr int N_WIDTH = BLOCK_CI;  // of one matrix instruction; STACKED: for each row of x
+constexpr int NB = BLOCK_CI / N_WIDTH;
+constexpr int OF_UNIT = TAPS_H;  // taps of a unit
+constexpr int UNITS = ENTRIES / OF_UNIT;
+constexpr int SET_UNITS = SET_TAPS / OF_UNIT;
 
-// x in shared memory. NCHW: boxes of BLOCK_CI rows of SEGMENT bytes (pixels of a row; a box of several shorter rows would
-// pad each to the swizzle's span).
-// CHANNELS_LAST: for each N_WIDTH channels a box of the chunk's pixels.
+// x in shared memory. Rows of a channel's pixels (K-major): for each SEGMENT bytes of a row a box of [row][channel][SEGMENT].
+// CHANNELS_LAST of 16 bits: for each N_WIDTH channels a box of the chunk's pixels.
 constexpr int PIXELS = X_ROWS * TILE_W;
+constexpr int LINE_BYTES = TILE_W * 1 * ELEMENT;  // LINES: the image is as wide as a chunk, and its rows one line
 constexpr int SEGMENT = 128;
-constexpr int BOXES = PIXELS * ELEMENT / SEGMENT;
-constexpr int BOX_BYTES = BLOCK_CI * SEGMENT;
+constexpr int BOXES = LINE_BYTES / SEGMENT;
+constexpr int BOX_BYTES = PIXELS * BLOCK_CI * ELEMENT / BOXES;
+constexpr int X_ROW_BYTES = BLOCK_CI * SEGMENT;
 constexpr int X_TILE_BYTES = BOXES * BOX_BYTES;
+// CLASSED: rows that begin off 16 bytes, which the tensor copy engine does not read, by a box for each class of rows along H and of
+// channels: those of a class begin alike, and are a tensor of their own, whose rows then begin early (its lead).
+constexpr int G_CHANNELS = BLOCK_CO / CHANNEL_CLASSES;  // of a class
+constexpr int CLASS_BYTES = 38912;
+// From one pixel of g's tile to the next (of NCHW counted in elements), and from one row to the next.
+constexpr int G_PIXEL_BYTES = 1;
 constexpr int STAGE_BYTES = (X_TILE_BYTES + G_BYTES + 1023) / 1024 * 1024;
 constexpr int RAW_AT = STAGES * STAGE_BYTES;  // x's pixels before they are turned
 constexpr int RAW_BYTES = 0;
 constexpr int BARRIERS_AT = RAW_AT + RAW_BYTES;
-
-// a matrix instruction takes 32 bytes of K: a strip of 8 columns, or two of 16-bit types
-constexpr int K_STEPS = PIXELS * ELEMENT / 32;
-constexpr int STEPS = K_STEPS * ENTRIES;
+constexpr int ROW_STEPS = TILE_W * ELEMENT / 32;  // STACKED: of a row
 constexpr int SETS_OF_FRAGMENTS = 3;  // a third set spills there
-constexpr int W_STRIPS = TILE_W / 8;
 
 struct alignas(64) TensorMap { u64 opaque[16]; };
 struct TensorMaps {
@@ -3453,61 +3464,107 @@ __device__ __forceinline__ void load_box(u32 to, const TensorMap* map, int a, in
       ::"r"(to), "l"(map), "r"(a), "r"(b), "r"(c), "r"(d), "r"(e), "r"(barrier) : "memory");
 }
 
-__device__ __forceinline__ void load_boxes(const TensorMap* map_x, const TensorMap* map_g, const Chunk& c,
-    const Work& work, u32 to, u32 barrier) {
+__device__ __forceinline__ void load_boxes(const TensorMap* map_x, const TensorMap* map_g, const Sizes& s,
+    const Chunk& c, const Work& work, u32 to, u32 barrier) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(X_TILE_BYTES) : "memory");
   int channel = work.group * CIN_G + work.ci;
 #pragma unroll 1
   for (int i = 0; i < BOXES; i++) {
-    int strip = i * (SEGMENT / ELEMENT / 8);
-    Rows at = x_row(strip / W_STRIPS);
-    int column = c.w + strip % W_STRIPS * 8, row = c.h + at.h;
-    load_box(to + i * BOX_BYTES, map_x, column, row, c.d + at.d, channel, c.n + at.n, barrier);
+    int w = (c.w) + i * (SEGMENT / ELEMENT);
+    load_box(to + i * BOX_BYTES, map_x, w, channel, c.h - STACK + 1, c.d, c.n, barrier);
   }
+}
+
+// Where step `k_step` of K begins in x's tile. Bits of the step choose rows, segments and what lies in them: sums are
+// of steps as of places.
+__device__ __forceinline__ u32 x_at(int k_step) {
+  int line = k_step / (LINE_BYTES / 32), within = k_step % (LINE_BYTES / 32) * 32;
+  return within / SEGMENT * BOX_BYTES + line * X_ROW_BYTES + within % SEGMENT;
 }
 
 // =====================================================================================================================
 // Multiplications
 // =====================================================================================================================
 
-__device__ __forceinline__ void multiply(float (&acc)[NB][N_WIDTH / 2], const u32 (&a)[4], u32 tile, int k_step) {
-  // Stride from 8 rows to the next 8: of channels (K-major), of pixels (MN-major, 8 of the 16 of a step).
-  const u64 upper = ((u64)(8 * SEGMENT >> 4) << 32) | ((u64)(8 * SEGMENT >> 4) << 16) | ((u64)(1) << 62);
+// wgmma of 64 rows and 32 to 256 columns: its registers in blocks of 16 (R, D), those of A, B's descriptor.
+#define D(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]),           \
+    "+f"(d[i + 6]), "+f"(d[i + 7]), "+f"(d[i + 8]), "+f"(d[i + 9]), "+f"(d[i + 10]), "+f"(d[i + 11]),                 \
+    "+f"(d[i + 12]), "+f"(d[i + 13]), "+f"(d[i + 14]), "+f"(d[i + 15])
+#define INSTRUCTION(n, registers, a0, a1, a2, a3, b0) \
+  "wgmma.mma_async.sync.aligned.m64n" n "k8.f32.tf32.tf32" " {" registers "}, {" a0 "," a1 "," a2 "," a3 "}, " b0 ", " "1, 1, 1" ";\n"
+#define OPERANDS(a, b) "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)
+#define MULTIPLY_192(d, a, b) asm volatile(INSTRUCTION("192", \
+    "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15" "," \
+    "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31" "," \
+    "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47" "," \
+    "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63" "," \
+    "%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79" "," \
+    "%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95", "%96", "%97", "%98", "%99", "%100") : D(d, 0), \
+    D(d, 16), D(d, 32), D(d, 48), D(d, 64), D(d, 80) : OPERANDS(a, b))
+
+// A fragment by `rows` rows of x, whose first begins at `x`: their sums follow each other from `first` rows on.
+__device__ __forceinline__ void multiply(float (&acc)[NB][OF_UNIT * (N_WIDTH / 2)], int first, int rows,
+    const u32 (&a)[4], u32 x) {
+  // From 8 channels or pixels to the next 8; MN-major also from one row of x to the next, its 64 channels those of one
+  // swizzled line.
+  const u64 strides = ((u64)(8 * SEGMENT >> 4) << 32) | ((u64)((8 * SEGMENT) >> 4) << 16);
+  const u64 upper = strides | ((u64)(1) << 62);
 #pragma unroll
   for (int nb = 0; nb < NB; nb++) {
-    u32 start = tile + k_step * 32 / SEGMENT * BOX_BYTES + nb * 64 * SEGMENT + k_step * 32 % SEGMENT;
-    u64 b = upper | ((start & 0x3ffff) >> 4);
-    asm volatile(WGMMA_64("m64n64" "k8.f32.tf32.tf32", "1, 1, 1") : ACCUMULATORS_64(acc[nb]) : "r"(a[0]), "r"(a[1]),
-        "r"(a[2]), "r"(a[3]), "l"(b));
+    u64 b = upper | (((x + nb * (N_WIDTH * SEGMENT)) & 0x3ffff) >> 4);
+    float* d = &acc[nb][first * (N_WIDTH / 2)];
+    if (rows == 3) MULTIPLY_192(d, a, b);
   }
 }
 
 // A lane's view of its taps; the same for all chunks.
 struct Taps {
-  int at[ENTRIES];  // of g's tile: elements (NCHW) or pixels (CHANNELS_LAST) by which the tap is shifted
-  u32 line[ENTRIES];  // NCHW: rows of memory from a chunk's first row to the tap's, as elements modulo 2^32
+  int at[UNITS];  // of g's tile: elements (NCHW) or pixels (CHANNELS_LAST) by which the unit is shifted
+  u32 line[UNITS];  // NCHW: rows of memory from a chunk's first row to the unit's, as elements modulo 2^32
 };
 
-// Place of a tile's row of q in g's tile, and in memory (NCHW), before the tap's own share; constants after unrolling.
+// Half of a step's K: where it lies in g's tile before the tap's share, and (NCHW) in memory; constants after unrolling.
+struct Half {
+  int row, column;
+  Rows memory;
+};
+struct Step { Half half[2]; };
+
+// Place of a tile's row of q in g's tile before the tap's own share; STACKED of the first row of a slice.
 __device__ __forceinline__ int tile_row(const Rows& q) {
-  return (q.n * G_ROWS_D + q.d * STEP_D) * G_ROWS_H + q.h * STEP_H;
+  return (q.n * G_ROWS_D + q.d * STEP_D) * CLASS_ROWS + q.h * STEP_H;
 }
 
-// The fragment of entry `e` at step `k_step` of K: rows g and g + 8 of the warp's sixteen; of the two halves of K, pixels
-// q and q + 4 of a strip (TF32), or 2q and 2q + 1 of two strips.
+// STACKED: step `column` of row `r` of g's slice that belongs to image `n` and slice `d` of q.
+__device__ __forceinline__ Step step_of_row(int n, int d, int r, int column) {
+  Step step;
+#pragma unroll
+  for (int k = 0; k < 2; k++)
+    step.half[k] = {r % ROW_CLASSES * (TILE_N * G_ROWS_D * CLASS_ROWS) + tile_row({n, d, 0}) + r / ROW_CLASSES,
+        (8 * column + 4 * k) * STEP_W, {n, d * STEP_D, r}};
+  return step;
+}
+
+// By how much rows of a chunk's tile begin off 16 bytes, in elements, for a lane's channels: each class of rows (CLASSED); or the
+// chunk's first row, from which others follow.
+struct Phases { u32 of[ROW_CLASSES]; };
+
+__device__ __forceinline__ int misaligned(const Phases& phases, u32 line, const Rows& row, const Sizes& s) {
+  return (phases.of[0] + line + ((u32)(row.n * COUT) * s.out_d + row.d) * s.out_h * s.out_w
+      + (u32)row.h * s.out_w) & (VEC - 1);
+}
+
+// The fragment of unit `u` at a step: rows g and g + 8 of the warp's sixteen; of the two halves of K, pixels q and q + 4 of a strip
+// (TF32), or 2q and 2q + 1 of two strips.
 __device__ __forceinline__ void load_fragment(u32 (&a)[4], const unsigned char* g_tile, const Taps& taps,
-    const Sizes& s, u32 phase, int e, int k_step, int lane_at) {
+    const Sizes& s, const Phases& phases, int u, const Step& step, int lane_at) {
   const u32* words = (const u32*)g_tile;
 #pragma unroll
   for (int k = 0; k < 2; k++) {
-    int strip = k_step;
-    Rows q = x_row(strip / W_STRIPS);
-    int column = (strip % W_STRIPS * 8 + 4 * k) * STEP_W;
     // What is known only at run time, and constants that are even, so that the addresses are a register and an immediate.
-    int at = lane_at + taps.at[e];
-    const int constant = tile_row(q) * (BLOCK_CO * G_PITCH) + column;
-    at += (phase + taps.line[e] + ((u32)(q.n * COUT) * s.out_d + q.d * STEP_D) * s.out_h * s.out_w
-        + (u32)(q.h * STEP_H) * s.out_w) & (VEC - 1);
+    int at = lane_at + taps.at[u];
+    const int constant = step.half[k].row * (G_CHANNELS * G_PITCH) + step.half[k].column;
+    at += misaligned(phases, taps.line[u], step.half[k].memory, s);
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       u32 v = words[at + constant + h * 8 * G_PITCH];
@@ -3516,61 +3573,80 @@ __device__ __forceinline__ void load_fragment(u32 (&a)[4], const unsigned char* 
   }
 }
 
+// Rows of x that a row of g meets by a column of taps: for each remainder r of the row by STEP_H those of taps r, r +
+// STEP_H, ..., each
+// a row above the one before; their sums lie in the order of the rows.
+#define STACK_OF(r) (TAPS_H / STEP_H + ((r) < TAPS_H % STEP_H))
+#define STACK_BEGIN(r) ((r) * (TAPS_H / STEP_H) + ((r) < TAPS_H % STEP_H ? (r) : TAPS_H % STEP_H))
+#define STACK_PLACE(tap) (STACK_BEGIN((tap) % STEP_H) + STACK_OF((tap) % STEP_H) - 1 - (tap) / STEP_H)
+
+// STRETCH steps of every row of a chunk.
+__device__ __forceinline__ void multiply_rows(float (&acc)[UNITS][NB][OF_UNIT * (N_WIDTH / 2)],
+    const unsigned char* g_tile, const Taps& taps, const Sizes& s, const Phases& phases, int lane_at, u32 x_tile) {
+  u32 a[SETS_OF_FRAGMENTS][4];
+  int step = 0;                            // a constant after unrolling
+#pragma unroll
+  for (int remainder = 0; remainder < STEP_H && remainder < TAPS_H; remainder++)
+#pragma unroll
+    for (int i = 0; i < TILE_N * TILE_D * TILE_H * STRETCH; i++) {
+      const int column = i % STRETCH, q = i / STRETCH % TILE_H, slice = i / (STRETCH * TILE_H);
+      const Step at = step_of_row(slice / TILE_D, slice % TILE_D, q * STEP_H + remainder, column);
+      const u32 x = x_tile + x_at(column) + (slice * X_ROWS_H + q + STACK - STACK_OF(remainder)) * X_ROW_BYTES;
+#pragma unroll
+      for (int u = 0; u < UNITS; u++) {
+        u32 (&fragment)[4] = a[step++ % SETS_OF_FRAGMENTS];
+        load_fragment(fragment, g_tile, taps, s, phases, u, at, lane_at);
+        wgmma_fence();
+        multiply(acc[u], STACK_BEGIN(remainder), STACK_OF(remainder), fragment, x);
+        wgmma_commit();
+        wgmma_wait<SETS_OF_FRAGMENTS - 1>();
+      }
+    }
+  wgmma_wait<0>();
+}
+
 __device__ __forceinline__ void consume(float* __restrict__ partial, const Sizes& s, const Work& work, const char* g,
     u32 full, u32 empty, const unsigned char* memory, int split, int wg, int thread) {
   int warp = thread >> 5, lane = thread & 31, row = lane >> 2, q = lane & 3;
-  int wg_m = wg % WGS_M, first_tap = (wg / WGS_M * SUBS + warp * 16 / ROWS_PER_SUB) * ENTRIES;
+  int wg_m = wg % WGS_M, first_unit = (wg / WGS_M * SUBS + warp * 16 / ROWS_PER_SUB) * UNITS;
   int channel = wg_m * ROWS_PER_SUB + warp * 16 % ROWS_PER_SUB;  // of the block's BLOCK_CO
   Taps taps;
 #pragma unroll
-  for (int e = 0; e < ENTRIES; e++) {
-    int tap = first_tap + e;
-    if (tap >= SET_TAPS) tap = SET_TAPS - 1;  // its sums are not stored
-    int td = tap / (TAPS_H * TAPS_W), th = tap / TAPS_W % TAPS_H, tw = tap % TAPS_W;
-    int shift = (td * DIL_D) * G_ROWS_H + th * DIL_H;
-    taps.at[e] = shift * (BLOCK_CO * G_PITCH) + tw * DIL_W;
-    taps.line[e] = ((u32)(td * DIL_D) * s.out_h + th * DIL_H) * s.out_w;
+  for (int u = 0; u < UNITS; u++) {
+    int unit = first_unit + u;
+    if (unit >= SET_UNITS) unit = SET_UNITS - 1;  // its sums are not stored
+    int td = unit / (SET_UNITS / TAPS_D), th = 0, tw = unit % TAPS_W;
+    int shift = (td * DIL_D) * CLASS_ROWS + th * DIL_H;
+    taps.at[u] = shift * (G_CHANNELS * G_PITCH) + tw * DIL_W;
+    taps.line[u] = ((u32)(td * DIL_D) * s.out_h + th * DIL_H) * s.out_w;
   }
-  int lane_at = (channel + row) * G_PITCH + q * STEP_W;
-  float acc[ENTRIES][NB][N_WIDTH / 2] = {};
+  const int of_channels = (channel + row) / G_CHANNELS;  // the lane's class
+  const int lane_first = of_channels * (CLASS_BYTES / ELEMENT * ROW_CLASSES) + (channel + row) % G_CHANNELS * G_PITCH
+      + q * STEP_W;
+  float acc[UNITS][NB][OF_UNIT * (N_WIDTH / 2)] = {};
   int begin = split * s.per_split, end = begin + s.per_split < s.chunks ? begin + s.per_split : s.chunks;
   u32 stage = 0, parity = 0;
+  // A warpgroup whose taps are all beyond the kernel leaves the tensor cores to the others.
+  const int units_before = wg / WGS_M * (SUBS * UNITS);
+  const bool idle = units_before >= SET_UNITS || (work.tap_w + units_before >= KERNEL_W);
 #pragma unroll 1
   for (int i = begin; i < end; i++) {
-    u32 phase = 0;
+    int lane_at = lane_first;
+    Phases phases = {};
     // Rows 8 channels apart have the same alignment, so that a lane has one for each row of a tile.
     Chunk c = chunk_at(i, s);
     int d = c.d * STEP_D + work.tap_d * DIL_D - PAD_D, h = c.h * STEP_H + work.tap_h * DIL_H - PAD_H,
         w = c.w * STEP_W + work.tap_w * DIL_W - PAD_W;
-    phase = (u32)((u64)g / ELEMENT)
+    phases.of[0] = (u32)((u64)g / ELEMENT)
         + (((u32)c.n * COUT + work.group * COUT_G + work.co + row) * s.out_d + d) * s.out_h * s.out_w + (u32)h * s.out_w
             + w;
     const unsigned char* tile = memory + stage * STAGE_BYTES;
     u32 x_tile = shared_address(tile);
     barrier_wait(full + stage * 8, parity);
 #pragma unroll 1
-    for (int run = 0; run < STEPS / STRETCH; run++) {
-      u32 a[SETS_OF_FRAGMENTS][4];
-      // A run is some whole rows of q or a part of one, so that runs differ by an offset.
-      const int first = run * (STRETCH / ENTRIES);
-      const int strip = first * 1, column = strip % W_STRIPS * 8 * STEP_W;
-      Rows q0 = x_row(strip / W_STRIPS);
-      constexpr int pixel_bytes = 1, row_bytes = BLOCK_CO * G_PITCH * ELEMENT;  // pixels are counted in elements
-      const unsigned char* g_tile = tile + X_TILE_BYTES + tile_row(q0) * row_bytes;
-      u32 from = phase;
-      int lane_from = lane_at + column * pixel_bytes;
-      from += ((u32)(q0.n * COUT) * s.out_d + q0.d * STEP_D) * s.out_h * s.out_w + (u32)(q0.h * STEP_H) * s.out_w;
-      u32 x_from = x_tile + (first * 32 / SEGMENT * BOX_BYTES + first * 32 % SEGMENT);
-#pragma unroll
-      for (int step = 0; step < STRETCH; step++) {
-        const int e = step % ENTRIES, k = step / ENTRIES;
-        load_fragment(a[step % SETS_OF_FRAGMENTS], g_tile, taps, s, from, e, k, lane_from);
-        wgmma_fence();
-        multiply(acc[e], a[step % SETS_OF_FRAGMENTS], x_from, k);
-        wgmma_commit();
-        if (step + 1 == STRETCH) wgmma_wait<0>();
-        else wgmma_wait<SETS_OF_FRAGMENTS - 1>();
-      }
+    for (int first = idle ? ROW_STEPS : 0; first < ROW_STEPS; first += STRETCH) {
+      multiply_rows(acc, tile + X_TILE_BYTES, taps, s, phases,
+          lane_at + first * (32 / ELEMENT * STEP_W) * G_PIXEL_BYTES, x_tile + x_at(first));
     }
     __syncwarp();
     if (lane == 0) barrier_arrive(empty + stage * 8);
@@ -3581,25 +3657,30 @@ __device__ __forceinline__ void consume(float* __restrict__ partial, const Sizes
   }
   long long slice = (long long)split * (TAPS * COUT * (long long)CIN_G);
 #pragma unroll
-  for (int e = 0; e < ENTRIES; e++) {
-    int tap = first_tap + e;
-    int kd = work.tap_d + tap / (TAPS_H * TAPS_W), kh = work.tap_h + tap / TAPS_W % TAPS_H,
-        kw = work.tap_w + tap % TAPS_W;
-    if (tap >= SET_TAPS || kd >= KERNEL_D || kh >= KERNEL_H || kw >= KERNEL_W) continue;
-    float* to = partial + slice
-        + ((long long)((kd * KERNEL_H + kh) * KERNEL_W + kw) * COUT + work.group * COUT_G) * CIN_G;
+  for (int u = 0; u < UNITS; u++) {
+    int unit = first_unit + u;
+    int kd = work.tap_d + unit / (SET_UNITS / TAPS_D), kw = work.tap_w + unit % TAPS_W;
+    if (unit >= SET_UNITS || kd >= KERNEL_D || kw >= KERNEL_W) continue;
 #pragma unroll
-    for (int nb = 0; nb < NB; nb++)
+    for (int i = 0; i < OF_UNIT; i++) {
+      int th = i, kh = work.tap_h + th;
+      if (kh >= KERNEL_H) continue;
+      float* to = partial + slice
+          + ((long long)((kd * KERNEL_H + kh) * KERNEL_W + kw) * COUT + work.group * COUT_G) * CIN_G;
 #pragma unroll
-      for (int j = 0; j < N_WIDTH / 8; j++)
+      for (int nb = 0; nb < NB; nb++)
 #pragma unroll
-        for (int h = 0; h < 2; h++) {
-          int co = work.co + channel + row + 8 * h, ci = work.ci + nb * 64 + j * 8 + 2 * q;
-          if (co >= COUT_G) continue;
-          float* at = to + (long long)co * CIN_G + ci;
-          float v0 = acc[e][nb][4 * j + 2 * h], v1 = acc[e][nb][4 * j + 2 * h + 1];
-          if (ci < CIN_G) *(float2*)at = make_float2(v0, v1);
-        }
+        for (int j = 0; j < N_WIDTH / 8; j++)
+#pragma unroll
+          for (int h = 0; h < 2; h++) {
+            int m = channel + row + 8 * h, ci = work.ci + nb * N_WIDTH + j * 8 + 2 * q;
+            int co = work.co + m % G_CHANNELS * CHANNEL_CLASSES + m / G_CHANNELS;
+            if (co >= COUT_G) continue;
+            float* at = to + (long long)co * CIN_G + ci;
+            const float* sums = &acc[u][nb][STACK_PLACE(i) * (N_WIDTH / 2) + 4 * j + 2 * h];
+            if (ci < CIN_G) *(float2*)at = make_float2(sums[0], sums[1]);
+          }
+    }
   }
 }
 
@@ -3641,7 +3722,7 @@ wgrad(const char* __restrict__ g, float* __restrict__ partial, int batch, int in
       unsigned char* tile = memory + stage * STAGE_BYTES;
       u32 barrier = full + stage * 8;
       barrier_wait(empty + stage * 8, parity);
-      if (thread == 0) load_boxes(&maps.x, nullptr, c, work, shared_address(tile), barrier);
+      if (thread == 0) load_boxes(&maps.x, nullptr, s, c, work, shared_address(tile), barrier);
       constexpr int extent = G_EXTENT;
       int d = c.d * STEP_D + work.tap_d * DIL_D - PAD_D, h = c.h * STEP_H + work.tap_h * DIL_H - PAD_H,
           w = c.w * STEP_W + work.tap_w * DIL_W - PAD_W;
@@ -3669,8 +3750,13 @@ wgrad(const char* __restrict__ g, float* __restrict__ partial, int batch, int in
   }
 }
 
-#undef ACCUMULATORS_64
-#undef WGMMA_64
+#undef D
+#undef INSTRUCTION
+#undef OPERANDS
+#undef MULTIPLY_192
+#undef STACK_OF
+#undef STACK_BEGIN
+#undef STACK_PLACE
 }  // namespace grad_weight
 
 // =====================================================================================================================
@@ -3720,6 +3806,8 @@ constexpr int WARP_N = 8;  // output channels of a warp
 // their index: the same bits in every run, without atomics.
 constexpr int WARPS = 8;
 constexpr int COPIERS = WARPS * 32;  // threads that copy
+constexpr int ROW_CLASSES = 1;  // of rows of g along H, by where they begin in 16 bytes
+constexpr int X_ROWS_H = TILE_H;  // of x's tile in a slice
 
 // PTX in small wrappers, so that a kernel body reads as an algorithm.
 typedef unsigned int u32;
@@ -3759,8 +3847,9 @@ constexpr int CIN = GROUPS * CIN_G;  // channels of what is read
 constexpr int COUT = GROUPS * COUT_G;  // channels of what is written
 constexpr int G_ROWS_D = 6, G_ROWS_H = 6;
 constexpr int G_COLUMNS = 10;
-constexpr int X_ROWS = TILE_N * TILE_D * TILE_H;
-constexpr int G_ROWS = TILE_N * G_ROWS_D * G_ROWS_H;
+constexpr int X_ROWS = TILE_N * TILE_D * X_ROWS_H;
+constexpr int CLASS_ROWS = (G_ROWS_H + ROW_CLASSES - 1) / ROW_CLASSES;
+constexpr int G_ROWS = TILE_N * G_ROWS_D * (ROW_CLASSES * CLASS_ROWS);
 constexpr int G_EXTENT = (G_COLUMNS + VEC - 1 + VEC - 1) / VEC;  // units of a row (NCHW)
 constexpr int X_UNITS = (TILE_W + (VEC - 1) + VEC - 1) / VEC;
 constexpr int G_UNITS = G_EXTENT;
@@ -3787,7 +3876,7 @@ __device__ __forceinline__ Chunk chunk_at(int i, const Sizes& s) {
 
 // One operand's tile: where it lies in its tensor. (n, d, h) of row `r` of the tile by its kind.
 struct Rows { int n, d, h; };
-__device__ __forceinline__ Rows x_row(int r) { return {r / (TILE_D * TILE_H), r / TILE_H % TILE_D, r % TILE_H}; }
+__device__ __forceinline__ Rows x_row(int r) { return {r / (TILE_D * X_ROWS_H), r / X_ROWS_H % TILE_D, r % X_ROWS_H}; }
 __device__ __forceinline__ Rows g_row(int r) {
   int h = r % G_ROWS_H, d = r / G_ROWS_H % G_ROWS_D;
   return {r / (G_ROWS_H * G_ROWS_D), d, h};
@@ -3808,7 +3897,7 @@ __device__ __forceinline__ void copy_tile(const char* __restrict__ tensor, int b
   // bytes, some of a warp's threads each time: 1.04 ms instead of 0.37.)
   // A thread keeps its channel and place in the row for all rows of the tile (measured: with an index for each unit, one warp on a
   // scheduler took 850 clocks a round of 32 units, all of them address arithmetic: kb77's bfloat16 gradient 1.35 ms).
-  constexpr int UNITS = COLUMNS_OR_UNITS, ROWS_H = IS_X ? TILE_H : G_ROWS_H;
+  constexpr int UNITS = COLUMNS_OR_UNITS, ROWS_H = IS_X ? X_ROWS_H : G_ROWS_H;
   long long plane = (long long)depth * height * width;
 #pragma unroll 1
   for (int i = thread; i < BLOCK * UNITS; i += COPIERS) {
@@ -4258,10 +4347,10 @@ void run_grad_input(const at::Tensor& grad, const at::Tensor& packed, const std:
 void run_grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& partial,
                      const at::Tensor& out, int64_t blocks, const std::array<int64_t, 12>& sizes) {
   const CUtensorMap map_x = tensor_map(x, CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, {sizes[3], sizes[2], sizes[1], 48, sizes[0]},
-                                       {32, 1, 1, 64, 1}, {1, 1, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_128B);
+                                       {32, 64, 4, 1, 1}, {1, 1, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_128B, true);
   const std::array<CUtensorMap, 1> maps = {map_x};
   const auto pointers = std::make_tuple(grad.data_ptr(), partial.data_ptr());
-  launch<grad_weight::wgrad, 512, 200752>(x, blocks, pointers, sizes, std::make_tuple(maps));
+  launch<grad_weight::wgrad, 512, 208944>(x, blocks, pointers, sizes, std::make_tuple(maps));
   // Adds the slices of sums, always in the same order; out may have any dense memory format.
   const auto sums = std::make_tuple(partial.data_ptr(), out.data_ptr(), partial.size(0));
   const auto strides = std::make_tuple(out.stride(0), out.stride(1), out.stride(-1));
@@ -4389,13 +4478,15 @@ class GradWeight(NamedTuple):
     unit: int  # the input's columns must be a multiple of it, so that rows begin at 16 bytes
     unit_out: int  # and the output's
     tile: tuple[int, int, int, int]  # pixels of a chunk: images, depth, height, width
+    halo: int  # rows that chunks reach beyond the input
     blocks: int  # for the channels and taps of the weight, with every share of the pixels
     slices: int  # of sums that a block writes
     chunk_seconds: float  # by the planner's model
 
     def launch(self, batch, size, out_size, processors):
         """(blocks, slices of sums, the kernel's sizes); the sizes are (depth, height, width)."""
-        counts = [ceil(n, t) for n, t in zip((batch, *size), self.tile)]
+        depth, height, width = size
+        counts = [ceil(n, t) for n, t in zip((batch, depth, height + self.halo, width), self.tile)]
         chunks = math.prod(counts)
         pixels = batch * (IN_CHANNELS * math.prod(size) + OUT_CHANNELS * math.prod(out_size))
         shares = self.shares(chunks, pixels * DTYPE.itemsize / BANDWIDTH, processors)
@@ -4458,16 +4549,18 @@ GRAD_WEIGHT = (
         name="grad_weight",
         unit=4,
         unit_out=1,
-        tile=(1, 1, 4, 32),
+        tile=(1, 1, 2, 64),
+        halo=2,
         blocks=3,
         slices=1,
-        chunk_seconds=4.868178537511871e-06,
+        chunk_seconds=3.7315555555555556e-06,
     ),
     GradWeight(
         name="grad_weight_unaligned",
         unit=1,
         unit_out=1,
         tile=(1, 4, 4, 8),
+        halo=0,
         blocks=3,
         slices=1,
         chunk_seconds=9.75954415954416e-06,

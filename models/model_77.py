@@ -253,7 +253,8 @@ constexpr int SEGMENTS = TILE_N * ROWS_D * ROWS_H;
 // reads. A segment has its planes one behind the other. STRIDED_BOX: a plane is a box, of all segments of a band of rows.
 constexpr int PITCH = PLANES * PLANE;  // pixel rows from a segment to the next
 constexpr int PIXELS = SEGMENTS * PITCH;
-#define COLUMN(within) ((within) % PLANE * IN_STEP_W + (within) / PLANE)
+#define COLUMN(within) ((within) % PLANE * IN_STEP_W + (PLANES == IN_STEP_W ? (within) / PLANE : RESIDUE[(within) \
+    / PLANE]))
 constexpr int PART_BYTES = (PIXELS * ROW_BYTES + 1023) / 1024 * 1024;
 constexpr int STAGE_BYTES = PARTS * PART_BYTES;
 // 16-byte units of a segment: boxes of BOX_UNITS begin COLUMN_PAD columns early, at whole units; threads take the units that hold
@@ -292,6 +293,7 @@ __constant__ const short SUB_HH[] = {0,1,0,1};
 __constant__ const short U_W[] = {0,0,0,0};  // [variant]: first W sub-position
 __constant__ const int ROW_D[] = {-1,0,1,2};  // input offset of a tile's rows
 __constant__ const int ROW_H[] = {-1,0,1,2};
+__constant__ const int RESIDUE[] = {0};  // of a tile's columns, counted from the first, by plane
 
 struct Sizes {                                         // one layout for the packed argument block
   int batch, in_d, in_h, in_w, out_d, out_h, out_w;
@@ -1255,7 +1257,8 @@ constexpr int SEGMENTS = TILE_N * ROWS_D * ROWS_H;
 // reads. A segment has its planes one behind the other. STRIDED_BOX: a plane is a box, of all segments of a band of rows.
 constexpr int PITCH = PLANES * PLANE;  // pixel rows from a segment to the next
 constexpr int PIXELS = SEGMENTS * PITCH;
-#define COLUMN(within) ((within) % PLANE * IN_STEP_W + (within) / PLANE)
+#define COLUMN(within) ((within) % PLANE * IN_STEP_W + (PLANES == IN_STEP_W ? (within) / PLANE : RESIDUE[(within) \
+    / PLANE]))
 constexpr int PART_BYTES = (PIXELS * ROW_BYTES + 1023) / 1024 * 1024;
 constexpr int STAGE_BYTES = PARTS * PART_BYTES;
 // 16-byte units of a segment: boxes of BOX_UNITS begin COLUMN_PAD columns early, at whole units; threads take the units that hold
@@ -1293,6 +1296,7 @@ __constant__ const short SUB_HH[] = {0,1,0,1};
 __constant__ const short U_W[] = {0,0,0,0};  // [variant]: first W sub-position
 __constant__ const int ROW_D[] = {-1,0,1,2};  // input offset of a tile's rows
 __constant__ const int ROW_H[] = {-1,0,1,2,3,4,5,6,7,8};
+__constant__ const int RESIDUE[] = {0};  // of a tile's columns, counted from the first, by plane
 
 struct Sizes {                                         // one layout for the packed argument block
   int batch, in_d, in_h, in_w, out_d, out_h, out_w;
@@ -2298,7 +2302,8 @@ constexpr int SEGMENTS = TILE_N * ROWS_D * ROWS_H;
 // reads. A segment has its planes one behind the other. STRIDED_BOX: a plane is a box, of all segments of a band of rows.
 constexpr int PITCH = PLANES * PLANE;  // pixel rows from a segment to the next
 constexpr int PIXELS = SEGMENTS * PITCH;
-#define COLUMN(within) ((within) % PLANE * IN_STEP_W + RESIDUE[(within) / PLANE])
+#define COLUMN(within) ((within) % PLANE * IN_STEP_W + (PLANES == IN_STEP_W ? (within) / PLANE : RESIDUE[(within) \
+    / PLANE]))
 constexpr int PART_BYTES = (PIXELS * ROW_BYTES + 1023) / 1024 * 1024;
 constexpr int STAGE_BYTES = PARTS * PART_BYTES;
 // 16-byte units of a segment: boxes of BOX_UNITS begin COLUMN_PAD columns early, at whole units; threads take the units that hold
@@ -3199,6 +3204,8 @@ constexpr int WARP_N = 16;  // output channels of a warp
 // their index: the same bits in every run, without atomics.
 constexpr int WARPS = 8;
 constexpr int COPIERS = WARPS * 32;  // threads that copy
+constexpr int ROW_CLASSES = 1;  // of rows of g along H, by where they begin in 16 bytes
+constexpr int X_ROWS_H = TILE_H;  // of x's tile in a slice
 
 // PTX in small wrappers, so that a kernel body reads as an algorithm.
 typedef unsigned int u32;
@@ -3239,8 +3246,9 @@ constexpr int COUT = GROUPS * COUT_G;  // channels of what is written
 constexpr int G_ROWS_D = 1;
 constexpr int G_ROWS_H = TILE_H * TAPS_H;
 constexpr int G_COLUMNS = 67;
-constexpr int X_ROWS = TILE_N * TILE_D * TILE_H;
-constexpr int G_ROWS = TILE_N * G_ROWS_D * G_ROWS_H;
+constexpr int X_ROWS = TILE_N * TILE_D * X_ROWS_H;
+constexpr int CLASS_ROWS = (G_ROWS_H + ROW_CLASSES - 1) / ROW_CLASSES;
+constexpr int G_ROWS = TILE_N * G_ROWS_D * (ROW_CLASSES * CLASS_ROWS);
 constexpr int G_EXTENT = (G_COLUMNS + VEC - 1 + VEC - 1) / VEC;  // units of a row (NCHW)
 constexpr int X_UNITS = (TILE_W + VEC - 1) / VEC;
 constexpr int G_UNITS = G_EXTENT;
@@ -3267,7 +3275,7 @@ __device__ __forceinline__ Chunk chunk_at(int i, const Sizes& s) {
 
 // One operand's tile: where it lies in its tensor. (n, d, h) of row `r` of the tile by its kind.
 struct Rows { int n, d, h; };
-__device__ __forceinline__ Rows x_row(int r) { return {r / (TILE_D * TILE_H), r / TILE_H % TILE_D, r % TILE_H}; }
+__device__ __forceinline__ Rows x_row(int r) { return {r / (TILE_D * X_ROWS_H), r / X_ROWS_H % TILE_D, r % X_ROWS_H}; }
 __device__ __forceinline__ Rows g_row(int r) {
   int h = r % G_ROWS_H, d = r / G_ROWS_H % G_ROWS_D;
   return {r / (G_ROWS_H * G_ROWS_D), d, h / TAPS_H * STEP_H + h % TAPS_H * DIL_H};
@@ -3288,7 +3296,7 @@ __device__ __forceinline__ void copy_tile(const char* __restrict__ tensor, int b
   // bytes, some of a warp's threads each time: 1.04 ms instead of 0.37.)
   // A thread keeps its channel and place in the row for all rows of the tile (measured: with an index for each unit, one warp on a
   // scheduler took 850 clocks a round of 32 units, all of them address arithmetic: kb77's bfloat16 gradient 1.35 ms).
-  constexpr int UNITS = COLUMNS_OR_UNITS, ROWS_H = IS_X ? TILE_H : G_ROWS_H;
+  constexpr int UNITS = COLUMNS_OR_UNITS, ROWS_H = IS_X ? X_ROWS_H : G_ROWS_H;
   long long plane = (long long)depth * height * width;
 #pragma unroll 1
   for (int i = thread; i < BLOCK * UNITS; i += COPIERS) {
@@ -3648,6 +3656,8 @@ constexpr int WARP_N = 16;  // output channels of a warp
 // their index: the same bits in every run, without atomics.
 constexpr int WARPS = 8;
 constexpr int COPIERS = WARPS * 32;  // threads that copy
+constexpr int ROW_CLASSES = 1;  // of rows of g along H, by where they begin in 16 bytes
+constexpr int X_ROWS_H = TILE_H;  // of x's tile in a slice
 
 // PTX in small wrappers, so that a kernel body reads as an algorithm.
 typedef unsigned int u32;
@@ -3687,8 +3697,9 @@ constexpr int CIN = GROUPS * CIN_G;  // channels of what is read
 constexpr int COUT = GROUPS * COUT_G;  // channels of what is written
 constexpr int G_ROWS_D = 1, G_ROWS_H = 19;
 constexpr int G_COLUMNS = 19;
-constexpr int X_ROWS = TILE_N * TILE_D * TILE_H;
-constexpr int G_ROWS = TILE_N * G_ROWS_D * G_ROWS_H;
+constexpr int X_ROWS = TILE_N * TILE_D * X_ROWS_H;
+constexpr int CLASS_ROWS = (G_ROWS_H + ROW_CLASSES - 1) / ROW_CLASSES;
+constexpr int G_ROWS = TILE_N * G_ROWS_D * (ROW_CLASSES * CLASS_ROWS);
 constexpr int G_EXTENT = (G_COLUMNS + VEC - 1 + VEC - 1) / VEC;  // units of a row (NCHW)
 constexpr int X_UNITS = (TILE_W + (VEC - 1) + VEC - 1) / VEC;
 constexpr int G_UNITS = G_EXTENT;
@@ -3715,7 +3726,7 @@ __device__ __forceinline__ Chunk chunk_at(int i, const Sizes& s) {
 
 // One operand's tile: where it lies in its tensor. (n, d, h) of row `r` of the tile by its kind.
 struct Rows { int n, d, h; };
-__device__ __forceinline__ Rows x_row(int r) { return {r / (TILE_D * TILE_H), r / TILE_H % TILE_D, r % TILE_H}; }
+__device__ __forceinline__ Rows x_row(int r) { return {r / (TILE_D * X_ROWS_H), r / X_ROWS_H % TILE_D, r % X_ROWS_H}; }
 __device__ __forceinline__ Rows g_row(int r) {
   int h = r % G_ROWS_H, d = r / G_ROWS_H % G_ROWS_D;
   return {r / (G_ROWS_H * G_ROWS_D), d, h};
@@ -3736,7 +3747,7 @@ __device__ __forceinline__ void copy_tile(const char* __restrict__ tensor, int b
   // bytes, some of a warp's threads each time: 1.04 ms instead of 0.37.)
   // A thread keeps its channel and place in the row for all rows of the tile (measured: with an index for each unit, one warp on a
   // scheduler took 850 clocks a round of 32 units, all of them address arithmetic: kb77's bfloat16 gradient 1.35 ms).
-  constexpr int UNITS = COLUMNS_OR_UNITS, ROWS_H = IS_X ? TILE_H : G_ROWS_H;
+  constexpr int UNITS = COLUMNS_OR_UNITS, ROWS_H = IS_X ? X_ROWS_H : G_ROWS_H;
   long long plane = (long long)depth * height * width;
 #pragma unroll 1
   for (int i = thread; i < BLOCK * UNITS; i += COPIERS) {
@@ -4314,13 +4325,15 @@ class GradWeight(NamedTuple):
     unit: int  # the input's columns must be a multiple of it, so that rows begin at 16 bytes
     unit_out: int  # and the output's
     tile: tuple[int, int, int, int]  # pixels of a chunk: images, depth, height, width
+    halo: int  # rows that chunks reach beyond the input
     blocks: int  # for the channels and taps of the weight, with every share of the pixels
     slices: int  # of sums that a block writes
     chunk_seconds: float  # by the planner's model
 
     def launch(self, batch, size, out_size, processors):
         """(blocks, slices of sums, the kernel's sizes); the sizes are (depth, height, width)."""
-        counts = [ceil(n, t) for n, t in zip((batch, *size), self.tile)]
+        depth, height, width = size
+        counts = [ceil(n, t) for n, t in zip((batch, depth, height + self.halo, width), self.tile)]
         chunks = math.prod(counts)
         pixels = batch * (IN_CHANNELS * math.prod(size) + OUT_CHANNELS * math.prod(out_size))
         shares = self.shares(chunks, pixels * DTYPE.itemsize / BANDWIDTH, processors)
@@ -4384,6 +4397,7 @@ GRAD_WEIGHT = (
         unit=4,
         unit_out=1,
         tile=(1, 1, 1, 32),
+        halo=0,
         blocks=3,
         slices=2,
         chunk_seconds=3.0520417853751187e-06,
@@ -4393,6 +4407,7 @@ GRAD_WEIGHT = (
         unit=1,
         unit_out=1,
         tile=(1, 1, 8, 8),
+        halo=0,
         blocks=6,
         slices=4,
         chunk_seconds=3.452136752136752e-06,

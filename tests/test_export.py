@@ -292,8 +292,8 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Recorder]:
     for family in (gather, direct, wgrad, direct_wgrad, staged):
         monkeypatch.setattr(family, "Launcher", Recorder)
         monkeypatch.setattr(family, "gpu_of", lambda device: H200)
-    for family in (gather, wgrad):
-        monkeypatch.setattr(family, "tensor_map", lambda *arguments: (0,) * 16)
+    for family, name in ((gather, "tensor_map"), (wgrad, "tensor_maps")):
+        monkeypatch.setattr(family, name, lambda *arguments: (0,) * 16)
         monkeypatch.setattr(family, "bind", lambda device: None)
     monkeypatch.setattr(jit, "kernel", lambda text, entry, arch, label: entry)
     monkeypatch.setattr(program, "cuda", lambda variants, arch: "")  # specialising takes seconds
@@ -525,7 +525,7 @@ def test_tensor_maps_are_the_librarys(name: str, kind: str, monkeypatch: pytest.
             assert (f"CU_TENSOR_MAP_DATA_TYPE_{match[3]}", dims, pitches, box, steps, match[7]) == wanted
 
 
-real_gather_map, real_wgrad_map = gather.tensor_map, wgrad.tensor_map
+real_gather_map, real_wgrad_map = gather.tensor_map, wgrad.tensor_maps
 
 
 # --- autograd, with PyTorch's operators in the kernels' place --------------------------------------------------------

@@ -583,9 +583,7 @@ class Interpreter:
         for k, j in product(range(self.channel_classes), range(self.row_classes)):
             h = (c.h[:, None] + j + i % self.class_rows * self.row_classes)[..., None, None]
             channel = (first + k + np.arange(self.g_channels) * self.channel_classes)[:, None]
-            lead, phase = (
-                a[:, None, None, None] for a in self.class_of(g, c.h + j, np.array(first + k), c.w)
-            )
+            lead, phase = (a[:, None, None, None] for a in self.class_of(g, c.h + j, np.array(first + k), c.w))
             at = c.w[:, None, None, None] + lead - phase + column  # of the class's own rows
             inside = (n < g.batch) & (d >= 0) & (d < g.size[0]) & (h >= 0) & (h < height) & (channel < g.channels)
             inside = inside & (at >= 0) & (at < width + lead)

@@ -38,11 +38,13 @@ _ISSUE = 0.1  # clocks of a multiprocessor for each 16-byte copy by threads that
 _COPY = 1.5  # clocks for a 16-byte copy by a warpgroup of its own
 _CHUNK = 700.0  # clocks a chunk costs: barriers, the first fragments
 _STEP = 40.0  # clocks a step of mma.sync costs beside its instructions
-_STACKED = 1.03, 8.0  # of the matrix instructions' own clocks where rows share one, and clocks of each beside them
+_LATENCY = 1500.0  # clocks from a copy's begin to its first bytes
+_STACKED = 1.0, 4.0  # of the matrix instructions' own clocks where rows share one, and clocks of each beside them
 _WARPGROUP_STEP = 25.0  # clocks a step of wgmma costs: the fragment is waited for
-_DRAIN = 130.0  # clocks at the end of a stretch of wgmma
+_DRAIN = 130.0, 60.0  # clocks at the end of a stretch of wgmma: of taps one by one; of rows together, or by classes
 _L2 = 24.0  # bytes a clock and multiprocessor, copied by threads
 _BOX = 320.0, 160.0  # clocks of a small box: NCHW, of 64 and more rows; channels_last
+_LINE = 2.8  # clocks of the tensor copy engine for a line of 128 bytes; a row that takes half of one costs half
 _BOX_L2 = 33.0  # by boxes (NOTES: unet1, pix, vae and dcgan3 reach 32 to 36)
 _SYNC_NCHW = 1.25  # what the mma.sync kernel takes beyond its model: fragments off 16 bytes
 _SYNC_NCHW_16 = 2.2  # and where each is put together from two words
@@ -471,24 +473,29 @@ def _sync_clocks(t: SyncTiling) -> tuple[float, str]:
 
 def _warpgroup_clocks(t: WarpgroupTiling) -> tuple[float, str]:
     steps = t.k_steps * t.entries * t.warpgroups
-    columns = steps * t.block[0] / 2 * t.activity  # clocks of the tensor cores for all of them
+    columns = steps * t.block[0] / 2  # clocks of the tensor cores for all of them
     if t.stacked:
-        fragments = t.tile[3] * t.element / 32 * t.row_steps * t.warpgroups * t.activity
+        fragments = t.tile[3] * t.element / 32 * t.row_steps * t.warpgroups
         stretches = t.tile[3] * t.element / 32 / t.stretch
         matrix = columns * _STACKED[0] + fragments * _STACKED[1]
     else:
-        fragments, stretches = steps * t.activity, t.k_steps * t.entries / t.stretch
+        fragments, stretches = steps, t.k_steps * t.entries / t.stretch
         matrix = columns * _WGMMA
     shared = (fragments * 16 * _conflict(t) + columns / 2) * _LOAD + (t.g_units * 16 + t.x_bytes) / 128
     if t.turned:
         shared += t.x_bytes / 64
     l2 = (t.g_units * 16 + t.x_bytes) / (_BOX_L2 if t.box_g else _L2)
     copies = t.boxes * _BOX[t.channels_last] if t.box_g else t.g_units * _COPY * _ragged(t, t.channels[1])
+    if t.stacked or t.classed:  # what the engine takes for a line shows where the tensor cores wait for nothing else
+        copies = max(copies, t.lines_of_boxes * _LINE)
     parts = {"tensor cores": matrix, "shared memory": shared, "L2": l2, "copies": copies}
     bound = max(parts, key=lambda name: parts[name])
     total = max(parts.values()) + 0.1 * (sum(parts.values()) - max(parts.values()))
-    waits = fragments / t.warpgroups * _WARPGROUP_STEP / t.warpgroups + stretches * _DRAIN
-    return total + waits + _CHUNK / 2, bound
+    drain = _DRAIN[t.stacked or t.classed]
+    total += fragments / t.warpgroups * _WARPGROUP_STEP / t.warpgroups + stretches * drain + _CHUNK / 2
+    if t.stacked or t.classed:  # with two stages a chunk's copies begin when the one before is done with
+        total = max(total, (copies + _LATENCY) / (t.stages - 1))
+    return total, bound
 
 
 def _whole(t: AnyTiling, chunk: tuple[float, str], p: Problem, gpu: Gpu) -> tuple[float, str, int]:

@@ -449,6 +449,22 @@ class WarpgroupTiling(Tiling):
         return found
 
     @property
+    def lines_of_boxes(self) -> float:
+        """Lines of 128 bytes that the boxes of a chunk touch, in units of which a row counts half at least."""
+
+        def touched(rows: float, span: int, begin: int) -> float:
+            """Of rows of ``span`` bytes that begin at multiples of ``begin``."""
+            return rows * (max(0.5, span / 128) if span <= begin else 1 + (span - min(begin, 128)) / 128)
+
+        if self.channels_last:
+            span = self.block[0] * self.element if self.turned else self.segment
+            found = touched(self.x_bytes / span, span, 128 if span >= 128 else span)
+            row = self.g_width * self.element
+            return found + touched(self.g_rows * self._spans()[2] * self.block[1] / self.g_width, row, row)
+        found = touched(self.x_bytes / self.segment, self.segment, self.segment)
+        return found + touched(self.g_rows * self.block[1], (self.units[1] | 1) * 16, 16)
+
+    @property
     def g_width(self) -> int:
         """Output channels of a box (channels_last)."""
         return next(w for w in (64, 32, 16) if self.block[1] % w == 0 and w * self.element <= 128)
@@ -527,19 +543,6 @@ class WarpgroupTiling(Tiling):
     def row_steps(self) -> int:
         """``stacked``: fragments of a warpgroup for one column of K."""
         return self.tile[0] * self.tile[1] * self._spans()[1] * self.unit_count
-
-    @property
-    def activity(self) -> float:
-        """Share of the warpgroups' work that is not left out because all of its taps lie beyond the kernel."""
-        of_group, groups = self.subs * self.unit_count, self.warpgroups // self.split_m
-        width = self.taps[2]
-        busy = 0
-        for first in range(0, self.sets[2] * width, width):
-            taps = self.set_taps // self.of_unit
-            if taps == width:
-                taps = min(width, self.kernel[2] - first)
-            busy += min(groups, -(-taps // of_group))
-        return busy / (groups * self.sets[2])
 
     @property
     def registers(self) -> tuple[int, int]:

@@ -11,6 +11,7 @@ no name that shadows a constant.
 from __future__ import annotations
 
 import re
+import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -348,7 +349,10 @@ def _inline_macros(nodes: list[_Node], macros: Mapping[str, _Macro]) -> list[_No
 
 
 def _defined(name: str, parameters: str, body: str, comment: str) -> str:
-    return f"#define {name}{parameters} {body}" + (f"  {comment}" if comment else "")
+    line = f"#define {name}{parameters} {body}" + (f"  {comment}" if comment else "")
+    if len(line) <= WIDTH or comment or "\n" in body:
+        return line
+    return " \\\n    ".join(textwrap.wrap(line, WIDTH - 6, break_long_words=False, break_on_hyphens=False))
 
 
 _GONE = "\0"
@@ -1388,6 +1392,8 @@ _MEANINGS: dict[str, dict[str, str]] = {
         "ENTRIES": "accumulators of 64 rows of a warpgroup",
         "STACK": "rows of x that may meet a row of g",
         "STAGES": "chunks in shared memory",
+        "ROW_CLASSES": "of rows of g along H, by where they begin in 16 bytes",
+        "CHANNEL_CLASSES": "and of channels",
         "STRETCH": "matrix instructions between whose ends the tensor cores do not drain",
         "WARP_M": "input channels of a warp",
         "WARP_N": "output channels of a warp",

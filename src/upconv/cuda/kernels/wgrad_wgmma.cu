@@ -253,17 +253,17 @@ __device__ __forceinline__ void turn(u32 raw, u32 tile, int thread) {
 #define D(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]),           \
     "+f"(d[i + 6]), "+f"(d[i + 7]), "+f"(d[i + 8]), "+f"(d[i + 9]), "+f"(d[i + 10]), "+f"(d[i + 11]),                 \
     "+f"(d[i + 12]), "+f"(d[i + 13]), "+f"(d[i + 14]), "+f"(d[i + 15])
-#define WGMMA(n, registers, a0, a1, a2, a3, b0) \
+#define INSTRUCTION(n, registers, a0, a1, a2, a3, b0) \
   "wgmma.mma_async.sync.aligned.m64n" n TYPES " {" registers "}, {" a0 "," a1 "," a2 "," a3 "}, " b0 ", " TAIL ";\n"
 #define OPERANDS(a, b) "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)
-#define MULTIPLY_32(d, a, b) asm volatile(WGMMA("32", R0, "%16", "%17", "%18", "%19", "%20") : D(d, 0) : OPERANDS(a, b))
-#define MULTIPLY_64(d, a, b) asm volatile(WGMMA("64", R0 "," R1, "%32", "%33", "%34", "%35", "%36") : D(d, 0), D(d, 16) : OPERANDS(a, b))
-#define MULTIPLY_96(d, a, b) asm volatile(WGMMA("96", R0 "," R1 "," R2, "%48", "%49", "%50", "%51", "%52") : D(d, 0), D(d, 16), D(d, 32) : OPERANDS(a, b))
-#define MULTIPLY_128(d, a, b) asm volatile(WGMMA("128", R0 "," R1 "," R2 "," R3, "%64", "%65", "%66", "%67", "%68") : D(d, 0), D(d, 16), D(d, 32), D(d, 48) : OPERANDS(a, b))
-#define MULTIPLY_160(d, a, b) asm volatile(WGMMA("160", R0 "," R1 "," R2 "," R3 "," R4, "%80", "%81", "%82", "%83", "%84") : D(d, 0), D(d, 16), D(d, 32), D(d, 48), D(d, 64) : OPERANDS(a, b))
-#define MULTIPLY_192(d, a, b) asm volatile(WGMMA("192", R0 "," R1 "," R2 "," R3 "," R4 "," R5, "%96", "%97", "%98", "%99", "%100") : D(d, 0), D(d, 16), D(d, 32), D(d, 48), D(d, 64), D(d, 80) : OPERANDS(a, b))
-#define MULTIPLY_224(d, a, b) asm volatile(WGMMA("224", R0 "," R1 "," R2 "," R3 "," R4 "," R5 "," R6, "%112", "%113", "%114", "%115", "%116") : D(d, 0), D(d, 16), D(d, 32), D(d, 48), D(d, 64), D(d, 80), D(d, 96) : OPERANDS(a, b))
-#define MULTIPLY_256(d, a, b) asm volatile(WGMMA("256", R0 "," R1 "," R2 "," R3 "," R4 "," R5 "," R6 "," R7, "%128", "%129", "%130", "%131", "%132") : D(d, 0), D(d, 16), D(d, 32), D(d, 48), D(d, 64), D(d, 80), D(d, 96), D(d, 112) : OPERANDS(a, b))
+#define MULTIPLY_32(d, a, b) asm volatile(INSTRUCTION("32", R0, "%16", "%17", "%18", "%19", "%20") : D(d, 0) : OPERANDS(a, b))
+#define MULTIPLY_64(d, a, b) asm volatile(INSTRUCTION("64", R0 "," R1, "%32", "%33", "%34", "%35", "%36") : D(d, 0), D(d, 16) : OPERANDS(a, b))
+#define MULTIPLY_96(d, a, b) asm volatile(INSTRUCTION("96", R0 "," R1 "," R2, "%48", "%49", "%50", "%51", "%52") : D(d, 0), D(d, 16), D(d, 32) : OPERANDS(a, b))
+#define MULTIPLY_128(d, a, b) asm volatile(INSTRUCTION("128", R0 "," R1 "," R2 "," R3, "%64", "%65", "%66", "%67", "%68") : D(d, 0), D(d, 16), D(d, 32), D(d, 48) : OPERANDS(a, b))
+#define MULTIPLY_160(d, a, b) asm volatile(INSTRUCTION("160", R0 "," R1 "," R2 "," R3 "," R4, "%80", "%81", "%82", "%83", "%84") : D(d, 0), D(d, 16), D(d, 32), D(d, 48), D(d, 64) : OPERANDS(a, b))
+#define MULTIPLY_192(d, a, b) asm volatile(INSTRUCTION("192", R0 "," R1 "," R2 "," R3 "," R4 "," R5, "%96", "%97", "%98", "%99", "%100") : D(d, 0), D(d, 16), D(d, 32), D(d, 48), D(d, 64), D(d, 80) : OPERANDS(a, b))
+#define MULTIPLY_224(d, a, b) asm volatile(INSTRUCTION("224", R0 "," R1 "," R2 "," R3 "," R4 "," R5 "," R6, "%112", "%113", "%114", "%115", "%116") : D(d, 0), D(d, 16), D(d, 32), D(d, 48), D(d, 64), D(d, 80), D(d, 96) : OPERANDS(a, b))
+#define MULTIPLY_256(d, a, b) asm volatile(INSTRUCTION("256", R0 "," R1 "," R2 "," R3 "," R4 "," R5 "," R6 "," R7, "%128", "%129", "%130", "%131", "%132") : D(d, 0), D(d, 16), D(d, 32), D(d, 48), D(d, 64), D(d, 80), D(d, 96), D(d, 112) : OPERANDS(a, b))
 #if N_WIDTH == 32
 #define MULTIPLY_ROWS_1 MULTIPLY_32
 #define MULTIPLY_ROWS_2 MULTIPLY_64
@@ -280,6 +280,8 @@ __device__ __forceinline__ void turn(u32 raw, u32 tile, int thread) {
 #define MULTIPLY_ROWS_2 MULTIPLY_256
 #endif
 
+#define STACKS(rows) (STACKED ? TAPS_H / STEP_H == (rows) || STACK == (rows) : (rows) == 1)
+
 // A fragment by `rows` rows of x, whose first begins at `x`: their sums follow each other from `first` rows on.
 __device__ __forceinline__ void multiply(float (&acc)[NB][OF_UNIT * (N_WIDTH / 2)], int first, int rows, const u32 (&a)[4], u32 x) {
   // From 8 channels or pixels to the next 8; MN-major also from one row of x to the next, its 64 channels those of one swizzled line.
@@ -289,17 +291,19 @@ __device__ __forceinline__ void multiply(float (&acc)[NB][OF_UNIT * (N_WIDTH / 2
   for (int nb = 0; nb < NB; nb++) {
     u64 b = upper | (((x + nb * (K_MAJOR ? N_WIDTH * SEGMENT : BOX_BYTES)) & 0x3ffff) >> 4);
     float* d = &acc[nb][first * (N_WIDTH / 2)];
+#if STACKS(1)
     if (rows == 1) MULTIPLY_ROWS_1(d, a, b);
-#if STACK >= 2
+#endif
+#if STACKS(2)
     if (rows == 2) MULTIPLY_ROWS_2(d, a, b);
 #endif
-#if STACK >= 3
+#if STACKS(3)
     if (rows == 3) MULTIPLY_ROWS_3(d, a, b);
 #endif
-#if STACK >= 4
+#if STACKS(4)
     if (rows == 4) MULTIPLY_ROWS_4(d, a, b);
 #endif
-#if STACK >= 5
+#if STACKS(5)
     if (rows == 5) MULTIPLY_ROWS_5(d, a, b);
 #endif
   }
