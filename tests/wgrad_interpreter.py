@@ -597,7 +597,8 @@ class Interpreter:
         m, element = self.m, self.element
         first = work.group * m["COUT_G"] + work.co
         if self.classed:
-            return self.load_classes(g, stage, c, first)
+            self.load_classes(g, stage, c, first)
+            return
         r = np.arange(self.g_rows)
         row = self.g_row(r)
         if m["G_ONE_BOX"]:  # what the box brings, in its order

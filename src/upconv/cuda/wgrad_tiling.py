@@ -411,7 +411,7 @@ class WarpgroupTiling(Tiling):
     @cached_property
     def _g_row_steps(self) -> tuple[int, int]:
         """From one row of g's tile to the next along D and H; 0 where rows do not lie evenly."""
-        found = []
+        found: list[int] = []
         axes = zip(self.tile[1:3], self.taps, self.steps, self.dilation, self._spans())
         for count, taps, step, dilation, rows in axes:
             if rows == (count - 1) * step + (taps - 1) * dilation + 1 or (self.stacked and len(found)):  # every row
