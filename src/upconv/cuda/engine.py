@@ -40,6 +40,7 @@ from upconv.cuda.gpu import Gpu
 from upconv.problem import Pass, Problem, is_channels_last
 
 if TYPE_CHECKING:
+    from upconv.cuda.bias import BiasRunner
     from upconv.planner import Plan
 
 FAMILIES = ("gather", "direct", "staged")
@@ -204,7 +205,8 @@ def gradients(
         found = cpu.gradients(plan.problem, "native", grad, x, weight, rest)
         grad_input, grad_weight = found[0] if rest[0] else grad_input, found[1] if rest[1] else grad_weight
     if mask[2]:
-        grad_bias = grad.sum((0, *range(2, grad.dim())))
+        by_bias = runners.bias
+        grad_bias = grad.sum((0, *range(2, grad.dim()))) if by_bias is None else by_bias(_dense(grad, runners.format))
     return grad_input, grad_weight, grad_bias
 
 
@@ -213,6 +215,15 @@ class Gradients:
 
     def __init__(self, plan: Plan, index: int) -> None:
         self.plan, self.index = plan, index
+        self.format = cpu.memory_format(plan.problem.layout, plan.problem.rank)
+
+    @cached_property
+    def bias(self) -> BiasRunner | None:
+        """Sums by a kernel of our own; None for PyTorch's, which small tensors are left to."""
+        from upconv.cuda import bias
+
+        with _preparing, torch.cuda.device(self.index):
+            return bias.BiasRunner(self.plan.problem, self.index) if bias.serves(self.plan.problem) else None
 
     @cached_property
     def input(self) -> Runner | None:
@@ -527,7 +538,7 @@ def compile_all(
             _runner(plan, index)
         if training:
             loaded = _gradients(plan, index)
-            _ = loaded.input, loaded.weight
+            _ = loaded.input, loaded.weight, loaded.bias
     return sorted(lines)
 
 

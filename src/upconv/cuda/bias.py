@@ -1,0 +1,94 @@
+"""The gradient for the bias on a GPU: a kernel of our own for tensors whose bytes are the work. It is ``bias.cu``.
+
+``torch.sum`` over an NCHW tensor's images and pixels reaches half of the memory's bandwidth (kb64's takes 0.85 ms, its
+bytes 0.45), which is a tenth of a layer's training step. Small tensors are left to it: one launch, where this takes
+two.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from upconv.cuda import jit
+from upconv.cuda.gpu import Gpu
+from upconv.cuda.gpu import gpu as gpu_of
+from upconv.cuda.launch import Launcher
+from upconv.problem import Problem
+
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
+_THREADS, _UNROLL = 256, 8
+_LEAST_BYTES = 16 << 20
+"""Of the output's gradient: below it the second launch costs more than the first saves."""
+_BLOCKS = 8  # of a multiprocessor, which so has all of its threads
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How a tensor is divided among blocks."""
+
+    blocks: int
+    """Of a range."""
+    ranges: int
+    arguments: tuple[int, ...]
+    """Of ``sum``, beside the tensors."""
+
+
+def serves(p: Problem) -> bool:
+    """Whether the kernel takes the layer's gradient for the bias."""
+    if p.dtype not in _DTYPES or math.prod(p.output_shape) * p.dtype.itemsize < _LEAST_BYTES:
+        return False
+    return p.layout == "nchw" or p.out_channels * p.dtype.itemsize % 16 == 0
+
+
+def shape(p: Problem, gpu: Gpu) -> Shape:
+    """The blocks of a layer's sums."""
+    each, channels = 16 // p.dtype.itemsize, p.out_channels
+    pixels, most = math.prod(p.out_size), _BLOCKS * gpu.multiprocessors
+    if p.layout == "channels_last":
+        pixels *= p.batch
+        blocks = -(-channels // each // _THREADS)
+        rows = max(1, _THREADS // (channels // each)) * _UNROLL
+        share = max(rows, -(-pixels // max(1, most // blocks)))
+        return Shape(blocks, -(-pixels // share), (channels, pixels, share))
+    share = _THREADS * _UNROLL * each  # which a block loads at a time
+    pieces = -(-pixels // share)
+    if pieces == 1:
+        share = -(-pixels // each) * each
+    width = min(_THREADS, 1 << max(3, (-(-pixels // each) - 1).bit_length()))
+    every = p.batch * pieces
+    items = max(_THREADS // width, -(-every // max(1, most // channels)))
+    return Shape(channels, -(-every // items), (channels, pixels, share, pieces, every, items, width))
+
+
+class BiasRunner:
+    """The sums of a layer's output gradients on one device."""
+
+    def __init__(self, p: Problem, index: int) -> None:
+        gpu = gpu_of(index)
+        last = p.layout == "channels_last"
+        self.index, self.channels = index, p.out_channels
+        self.anywhere = not last
+        """Whether the tensor may begin anywhere."""
+        self.sums = torch.float64 if p.dtype is torch.float64 else torch.float32
+        self.shape = shape(p, gpu)
+        source = jit.source("bias.cu", {"DTYPE": _DTYPES[p.dtype], "CHANNELS_LAST": int(last)})
+        label = f"bias {p.precision} {p.layout}"
+        codes = "PPiqq" if last else "PPiqqiiii"
+        self._sum = Launcher(jit.kernel(source, "sum", gpu.arch, label), _THREADS, 0, codes)
+        self._finish = Launcher(jit.kernel(source, "finish", gpu.arch, label), _THREADS, 0, "PPii")
+
+    def __call__(self, grad: Tensor) -> Tensor:
+        """``grad``: the output's gradient, dense in the problem's layout. Returns ``(out_channels)`` in its dtype."""
+        if grad.data_ptr() & 15 and not self.anywhere:
+            grad = grad.clone()  # a view that begins off 16 bytes; PyTorch's allocations never do
+        s = self.shape
+        partial = grad.new_empty_strided((s.ranges * self.channels,), (1,), dtype=self.sums)
+        out = grad.new_empty_strided((self.channels,), (1,))
+        self._sum(self.index, s.blocks * s.ranges, (grad.data_ptr(), partial.data_ptr(), *s.arguments))
+        grid = -(-self.channels // (_THREADS // 32))
+        self._finish(self.index, grid, (partial.data_ptr(), out.data_ptr(), self.channels, s.ranges))
+        return out

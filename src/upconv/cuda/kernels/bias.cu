@@ -1,0 +1,126 @@
+// The gradient for the bias: sums of the output's gradient over everything but channels; a read of the tensor, and little more.
+//
+// `sum`: a block adds a range of the tensor in a fixed order and writes partial[range][channel]. NCHW: its one channel, of which each
+// image is a run of memory, cut in pieces. CHANNELS_LAST: 16-byte units of neighbouring channels, a range of the pixels of all images.
+// `finish`: a warp for each channel adds the ranges in the order of their index, so that every run gives the same bits.
+#include "direct.cuh"
+
+#define THREADS 256
+#define UNROLL 8                           // loads of 16 bytes of a thread that are on their way at a time
+#define EACH (16 / (int)sizeof(T))         // elements of a unit of 16 bytes
+
+struct Unit { u32 words[4]; };
+
+__device__ __forceinline__ Unit load_unit(const T* from) {
+  uint4 v = __ldcs((const uint4*)from);
+  return {{v.x, v.y, v.z, v.w}};
+}
+
+__device__ __forceinline__ Acc value(const Unit& u, int e) {
+#if DTYPE == 0
+  return __uint_as_float(u.words[e]);
+#elif DTYPE == 3
+  return __hiloint2double(u.words[2 * e + 1], u.words[2 * e]);
+#else
+  return load_value((T)(u.words[e / 2] >> e % 2 * 16));
+#endif
+}
+
+#if CHANNELS_LAST
+// share: pixels of a range.
+extern "C" __global__ void __launch_bounds__(THREADS, 4)
+sum(const T* __restrict__ g, Acc* __restrict__ partial, int channels, i64 pixels, i64 share) {
+  __shared__ Acc shared[THREADS][EACH];
+  const int units = channels / EACH, tiles = (units + THREADS - 1) / THREADS;
+  int first = blockIdx.x % tiles * THREADS, range = blockIdx.x / tiles;
+  int width = units - first < THREADS ? units - first : THREADS, rows = THREADS / width;  // pixels at a time
+  int unit = threadIdx.x % width, row = threadIdx.x / width;
+  i64 begin = range * share, end = begin + share < pixels ? begin + share : pixels, next = (i64)rows * channels;
+  Acc acc[EACH] = {};
+  if (row < rows) {
+    const T* from = g + (begin + row) * channels + (first + unit) * EACH;
+    i64 left = end - begin - row;
+    for (; left > (UNROLL - 1) * rows; left -= UNROLL * rows, from += UNROLL * next) {
+      Unit u[UNROLL];
+#pragma unroll
+      for (int k = 0; k < UNROLL; k++) u[k] = load_unit(from + k * next);
+#pragma unroll
+      for (int k = 0; k < UNROLL; k++)
+#pragma unroll
+        for (int e = 0; e < EACH; e++) acc[e] += value(u[k], e);
+    }
+    for (; left > 0; left -= rows, from += next) {
+      Unit u = load_unit(from);
+#pragma unroll
+      for (int e = 0; e < EACH; e++) acc[e] += value(u, e);
+    }
+  }
+#pragma unroll
+  for (int e = 0; e < EACH; e++) shared[threadIdx.x][e] = acc[e];
+  __syncthreads();
+  if (row) return;
+  for (int r = 1; r < rows; r++)
+#pragma unroll
+    for (int e = 0; e < EACH; e++) acc[e] += shared[r * width + unit][e];
+#pragma unroll
+  for (int e = 0; e < EACH; e++) partial[(i64)range * channels + (first + unit) * EACH + e] = acc[e];
+}
+#else
+// Items are pieces of `share` elements (whole units) of an image's run, `pieces` of them; a block takes `items` one behind the other,
+// `width` threads each.
+extern "C" __global__ void __launch_bounds__(THREADS, 4)
+sum(const T* __restrict__ g, Acc* __restrict__ partial, int channels, i64 pixels, i64 share, int pieces, int all, int items, int width) {
+  __shared__ Acc shared[THREADS / 32];
+  int channel = blockIdx.x % channels, range = blockIdx.x / channels, lane = threadIdx.x % width;
+  int begin = range * items, end = begin + items < all ? begin + items : all;
+  Acc acc = 0;
+#pragma unroll 4
+  for (int item = begin + threadIdx.x / width; item < end; item += THREADS / width) {
+    int piece = item % pieces;
+    const T* run = g + ((i64)(item / pieces) * channels + channel) * pixels;
+    // Pieces are cut where memory has 16 bytes; the first also has what is ahead of and behind all whole units.
+    i64 ahead = (16 - ((unsigned long long)run & 15)) % 16 / sizeof(T);
+    if (ahead > pixels) ahead = pixels;
+    i64 whole = ahead + (pixels - ahead) / EACH * EACH, at = ahead + piece * share, stop = at + share < whole ? at + share : whole;
+    if (piece == 0) {
+      if (lane < ahead) acc += load_value(run[lane]);
+      if (whole + lane < pixels) acc += load_value(run[whole + lane]);
+    }
+    const i64 next = (i64)width * EACH;
+    for (at += lane * EACH; at + (UNROLL - 1) * next < stop; at += UNROLL * next) {
+      Unit u[UNROLL];
+#pragma unroll
+      for (int k = 0; k < UNROLL; k++) u[k] = load_unit(run + at + k * next);
+#pragma unroll
+      for (int k = 0; k < UNROLL; k++)
+#pragma unroll
+        for (int e = 0; e < EACH; e++) acc += value(u[k], e);
+    }
+    for (; at < stop; at += next) {
+      Unit u = load_unit(run + at);
+#pragma unroll
+      for (int e = 0; e < EACH; e++) acc += value(u, e);
+    }
+  }
+#pragma unroll
+  for (int d = 16; d; d /= 2) acc += __shfl_xor_sync(0xffffffffu, acc, d);
+  if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = acc;
+  __syncthreads();
+  if (threadIdx.x) return;
+#pragma unroll
+  for (int i = 1; i < THREADS / 32; i++) acc += shared[i];
+  partial[(i64)range * channels + channel] = acc;
+}
+#endif
+
+extern "C" __global__ void __launch_bounds__(THREADS, 4)
+finish(const Acc* __restrict__ partial, T* __restrict__ out, int channels, int ranges) {
+  int channel = blockIdx.x * (THREADS / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (channel >= channels) return;
+  Acc v = 0;
+#pragma unroll 4
+  for (int i = lane; i < ranges; i += 32) v += partial[(i64)i * channels + channel];
+#pragma unroll
+  for (int d = 16; d; d /= 2) v += __shfl_xor_sync(0xffffffffu, v, d);
+  if (lane == 0) out[channel] = store_value(v);
+}

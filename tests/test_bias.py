@@ -1,0 +1,113 @@
+"""The gradient for the bias: which tensor's elements a block adds, compiled kernels, and sums on a GPU."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from upconv import cpu
+from upconv.cuda import bias, jit
+from upconv.cuda.gpu import A100, B200, H200, RTX3090, RTX4090, RTX5090
+from upconv.problem import Layout, Problem
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+needs_nvrtc = pytest.mark.skipif(jit.unavailable() is not None, reason=str(jit.unavailable()))
+
+
+def layer(batch: int, channels: int, size: tuple[int, ...], dtype: torch.dtype, layout: Layout = "nchw") -> Problem:
+    """One whose output has this size."""
+    return Problem.make(batch, 8, channels, size, 1, dtype=dtype, layout=layout)
+
+
+def counted(p: Problem, s: bias.Shape, base: int) -> np.ndarray:
+    """How often ``sum`` adds each element of a tensor that begins ``base`` elements off 16 bytes."""
+    each = 16 // p.dtype.itemsize
+    pixels = int(np.prod(p.out_size))
+    if p.layout == "channels_last":
+        found = np.zeros((p.batch * pixels, p.out_channels), np.int64)
+        channels, total, share = s.arguments
+        units = channels // each
+        assert total == len(found) and s.blocks == -(-units // 256)
+        for block in range(s.blocks * s.ranges):
+            first, begin = block % s.blocks * 256, block // s.blocks * share
+            width = min(256, units - first)
+            rows, end = 256 // width, min(begin + share, total)
+            for row in range(rows):
+                found[begin + row : end : rows, first * each : (first + width) * each] += 1
+        return found
+    found = np.zeros((p.batch, p.out_channels, pixels), np.int64)
+    channels, total, share, pieces, every, items, width = s.arguments
+    assert total == pixels and share % each == 0 and 256 % width == 0
+    for block in range(s.blocks * s.ranges):
+        channel, begin = block % channels, block // channels * items
+        for item in range(begin, min(begin + items, every)):
+            n, piece = divmod(item, pieces)
+            ahead = min(-(base + (n * channels + channel) * pixels) % each, pixels)
+            whole = ahead + (pixels - ahead) // each * each
+            at = ahead + piece * share
+            if piece == 0:
+                assert ahead <= width and pixels - whole <= width
+                found[n, channel, :ahead] += 1
+                found[n, channel, whole:] += 1
+            found[n, channel, at : min(at + share, whole)] += 1
+    return found
+
+
+@pytest.mark.parametrize("layout", ["nchw", "channels_last"])
+@pytest.mark.parametrize("seed", range(12))
+def test_every_element_is_added_once(seed: int, layout: Layout) -> None:
+    r = random.Random(f"{seed} {layout}")
+    dtype = r.choice(DTYPES)
+    size = r.choice([(7, 9), (1, 1), (64, 67), (5, 131), (130, 140)])
+    channels = r.choice((8, 24, 40, 2048 + 64)) if layout == "channels_last" else r.choice((1, 3, 8, 40))
+    p = layer(r.randint(1, 5), channels, size, dtype, layout)
+    base = 0 if layout == "channels_last" else r.randrange(16 // dtype.itemsize)
+    assert (counted(p, bias.shape(p, H200), base) == 1).all()
+
+
+def test_small_tensors_and_channels_off_16_bytes_are_pytorchs() -> None:
+    assert bias.serves(layer(8, 64, (128, 128), torch.float32))
+    assert not bias.serves(layer(1, 64, (32, 32), torch.float32))
+    assert not bias.serves(layer(64, 65, (128, 128), torch.float32, "channels_last"))
+    assert bias.serves(layer(64, 65, (128, 128), torch.float32))
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("gpu", [A100, RTX3090, RTX4090, H200, B200, RTX5090], ids=lambda gpu: gpu.name)
+def test_kernels_compile_without_spills(gpu: object) -> None:
+    for dtype in range(4):
+        for last in (0, 1):
+            source = jit.source("bias.cu", {"DTYPE": dtype, "CHANNELS_LAST": last})
+            found = jit.inspect(jit.cubin(source, gpu.arch, "bias"))  # type: ignore[attr-defined]
+            assert set(found) == {"sum", "finish"}
+            assert all(local == 0 for _, local, _ in found.values())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("layout", ["nchw", "channels_last"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_sums_on_a_gpu(dtype: torch.dtype, layout: Layout) -> None:
+    """Against float64, bit-equal the second time; memory around the tensor is NaN, and so is the result's before."""
+    r = random.Random(f"{dtype} {layout}")
+    for _ in range(12):
+        size = r.choice([(7, 9), (64, 67), (5, 131), (130, 140), (4, 1000)])
+        channels = r.choice((8, 24, 40, 2048 + 64)) if layout == "channels_last" else r.choice((1, 3, 8, 40))
+        p = layer(r.randint(1, 9), channels, size, dtype, layout)
+        offset = r.randrange(16)
+        shape = (p.batch, channels, *size)
+        memory = torch.full((int(np.prod(shape)) + 64,), torch.nan, dtype=dtype, device="cuda")
+        like = torch.empty(shape, device="meta").contiguous(memory_format=cpu.memory_format(layout, 2))
+        grad = memory.as_strided(shape, like.stride(), offset)
+        grad.copy_(torch.randn(shape, device="cuda"))
+        runner = bias.BiasRunner(p, 0)
+        found, again = runner(grad), runner(grad)
+        assert torch.equal(found, again)
+        assert found.dtype is dtype and found.shape == (channels,)
+        exact, most = grad.double().sum((0, 2, 3)), grad.double().abs().sum((0, 2, 3))
+        rounding = {torch.float32: 0.0, torch.float64: 0.0, torch.bfloat16: 2**-8, torch.float16: 2**-11}[dtype]
+        exactness = 1e-14 if dtype is torch.float64 else 2e-6
+        assert ((found.double() - exact).abs() <= rounding * exact.abs() + exactness * most).all(), str(p)
