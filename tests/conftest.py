@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor
 
 import upconv
 from upconv import cpu, ops, planner
+from upconv.cuda import jit
 from upconv.planner import Candidate, Device, Plan
 from upconv.problem import Problem
 
@@ -244,3 +246,17 @@ def each_plan(request: pytest.FixtureRequest) -> Iterator[list[Problem]]:
     """The test runs once for every plan of `PLANS`, forced on all its calls that admit it."""
     with forced_plans(*request.param) as forced:
         yield forced
+
+
+def host_header() -> str:
+    """``direct.cuh`` for a C++ compiler: conversions by the functions of tests/host instead of PTX."""
+    text = (Path(jit.__file__).parent / "kernels" / "direct.cuh").read_text().replace("#pragma once", "")
+    half = "    _Float16 h;\n    memcpy(&h, &v, 2);\n    return (float)h;\n"
+    changes = {'    float f;\n    asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(v));\n    return f;\n': half}
+    for name, value in (("bf16", "bfloat_bits(v)"), ("f16", "half_bits(v)")):
+        asm = f'    T r;\n    asm("cvt.rn.{name}.f32 %0, %1;" : "=h"(r) : "f"(v));\n    return r;\n'
+        changes[asm] = f"    return {value};\n"
+    for asm, instead in changes.items():
+        assert text.count(asm) == 1
+        text = text.replace(asm, instead)
+    return text

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import random
+import shutil
+import subprocess
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from conftest import host_header
 from upconv import cpu
 from upconv.cuda import bias, jit
 from upconv.cuda.gpu import A100, B200, H200, RTX3090, RTX4090, RTX5090
 from upconv.problem import Layout, Problem
 
+HOST = Path(__file__).resolve().parent / "host"
+KERNELS = Path(jit.__file__).parent / "kernels"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 needs_nvrtc = pytest.mark.skipif(jit.unavailable() is not None, reason=str(jit.unavailable()))
 
@@ -66,6 +73,44 @@ def test_every_element_is_added_once(seed: int, layout: Layout) -> None:
     p = layer(r.randint(1, 5), channels, size, dtype, layout)
     base = 0 if layout == "channels_last" else r.randrange(16 // dtype.itemsize)
     assert (counted(p, bias.shape(p, H200), base) == 1).all()
+
+
+def program(dtype: torch.dtype, last: bool, folder: Path) -> Path:
+    """The kernels as a program of their own."""
+    heads = f"#define DTYPE {DTYPES.index(dtype)}\n#define CHANNELS_LAST {int(last)}\n"
+    body = (KERNELS / "bias.cu").read_text().replace('#include "direct.cuh"', "")
+    (folder / "kernel.h").write_text(heads + host_header() + body)
+    (folder / "bias.cpp").write_text(heads + (HOST / "bias.cpp").read_text())
+    paths = [f"-I{folder}", f"-I{HOST}", str(folder / "bias.cpp"), "-o", str(folder / "bias")]
+    done = subprocess.run(["g++", "-std=c++17", "-O1", "-w", *paths], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[:4000]
+    return folder / "bias"
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+@pytest.mark.parametrize("layout", ["nchw", "channels_last"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_kernels_on_the_host(dtype: torch.dtype, layout: Layout, tmp_path: Path) -> None:
+    """The kernels' own text, thread by thread: sums of numbers that are exact in every type, with NaNs around them."""
+    r = random.Random(f"{dtype} {layout}")
+    last, each = layout == "channels_last", 16 // dtype.itemsize
+    made = program(dtype, last, tmp_path)
+    few = replace(H200, multiprocessors=2)  # so that blocks have several pieces
+    for size in ((7, 9), (1, 1), (64, 67), (5, 131), (150, 290)):
+        channels = r.choice((8, 24, 2048 + 64)) if last else r.choice((1, 3, 8))
+        if size == (150, 290):
+            channels = 8 if last else 2
+        p = layer(r.randint(1, 3), channels, size, dtype, layout)
+        s = bias.shape(p, r.choice((few, H200)))
+        grad = torch.from_numpy(np.random.default_rng(r.randrange(99)).integers(-4, 5, (p.batch, channels, *size)) / 2)
+        flat = (grad.movedim(1, -1) if last else grad).to(dtype).contiguous()
+        given = (flat.view(torch.int16) if dtype.itemsize == 2 else flat).numpy().tobytes()
+        offset = 0 if last else r.randrange(each)
+        arguments = (s.blocks * s.ranges, -(-channels // 8), channels, s.ranges, offset, *s.arguments[1:])
+        done = subprocess.run([str(made), *map(str, arguments)], input=given, capture_output=True)
+        assert done.returncode == 0, done.stdout[:400]
+        found = torch.frombuffer(bytearray(done.stdout), dtype=torch.int16 if dtype.itemsize == 2 else dtype)
+        assert torch.equal(found.view(dtype), grad.sum((0, 2, 3)).to(dtype)), (p, s)
 
 
 def test_small_tensors_and_channels_off_16_bytes_are_pytorchs() -> None:

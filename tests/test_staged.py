@@ -16,6 +16,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from conftest import host_header
 from strategies import DTYPES, problems
 from test_direct_wgrad import GPUS, GRADIENTS, SUITE, needs_nvrtc, versions
 from upconv import planner, reference
@@ -38,17 +39,9 @@ def program(tile: Tile, folder: Path) -> Path:
     macros = {**tile.macros(), "SHARED_BYTES": tile.shared_bytes}
     body = "".join(f"#define {name} {value}\n" for name, value in macros.items())
     body += (KERNELS / "staged.cu").read_text().replace('#include "direct.cuh"', "").replace("extern __shared__", "//")
-    shared = (KERNELS / "direct.cuh").read_text().replace("#pragma once", "")
-    asm = '    float f;\n    asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(v));\n    return f;\n'
-    assert asm in shared
-    shared = shared.replace(asm, "    _Float16 h;\n    memcpy(&h, &v, 2);\n    return (float)h;\n")
-    for name, value in (("bf16", "bfloat_bits(v)"), ("f16", "half_bits(v)")):
-        asm = f'    T r;\n    asm("cvt.rn.{name}.f32 %0, %1;" : "=h"(r) : "f"(v));\n    return r;\n'
-        assert asm in shared
-        shared = shared.replace(asm, f"    return {value};\n")
     heads = "".join(f"#define {name} {value}\n" for name, value in macros.items())
     main = (HOST / "staged.cpp").read_text()
-    (folder / "kernel.h").write_text(shared + body[len(heads) :])
+    (folder / "kernel.h").write_text(host_header() + body[len(heads) :])
     (folder / "staged.cpp").write_text(heads + main)
     paths = [f"-I{folder}", f"-I{HOST}", str(folder / "staged.cpp"), "-o", str(folder / "staged")]
     done = subprocess.run(["g++", "-std=c++17", "-O1", "-w", *paths], capture_output=True, text=True)

@@ -116,11 +116,10 @@ sum(const T* __restrict__ g, Acc* __restrict__ partial, int channels, i64 pixels
 extern "C" __global__ void __launch_bounds__(THREADS, 4)
 finish(const Acc* __restrict__ partial, T* __restrict__ out, int channels, int ranges) {
   int channel = blockIdx.x * (THREADS / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
-  if (channel >= channels) return;
   Acc v = 0;
 #pragma unroll 4
-  for (int i = lane; i < ranges; i += 32) v += partial[(i64)i * channels + channel];
+  for (int i = channel < channels ? lane : ranges; i < ranges; i += 32) v += partial[(i64)i * channels + channel];
 #pragma unroll
   for (int d = 16; d; d /= 2) v += __shfl_xor_sync(0xffffffffu, v, d);
-  if (lane == 0) out[channel] = store_value(v);
+  if (lane == 0 && channel < channels) out[channel] = store_value(v);
 }
