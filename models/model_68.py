@@ -256,8 +256,7 @@ constexpr int SEGMENTS = TILE_N * ROWS_D * ROWS_H;
 // reads. A segment has its planes one behind the other. STRIDED_BOX: a plane is a box, of all segments of a band of rows.
 constexpr int PITCH = PLANES * PLANE;  // pixel rows from a segment to the next
 constexpr int PIXELS = SEGMENTS * PITCH;
-#define COLUMN(within) ((within) % PLANE * IN_STEP_W + (PLANES == IN_STEP_W ? (within) / PLANE : RESIDUE[(within) \
-    / PLANE]))
+#define COLUMN(within) ((within) % PLANE * IN_STEP_W + (within) / PLANE)
 constexpr int PART_BYTES = (PIXELS * ROW_BYTES + 1023) / 1024 * 1024;
 constexpr int STAGE_BYTES = PARTS * PART_BYTES;
 // 16-byte units of a segment: boxes of BOX_UNITS begin COLUMN_PAD columns early, at whole units; threads take the units that hold
@@ -303,7 +302,6 @@ __constant__ const short SUB_HH[] = {0};
 __constant__ const short U_W[] = {0};  // [variant]: first W sub-position
 __constant__ const int ROW_D[] = {-2,-1,0,1,2,3};  // input offset of a tile's rows
 __constant__ const int ROW_H[] = {-4,-3,-2,-1,0,1,2,3,4,5,6,7};
-__constant__ const int RESIDUE[] = {0};  // of a tile's columns, counted from the first, by plane
 
 struct Sizes {                                         // one layout for the packed argument block
   int batch, in_d, in_h, in_w, out_d, out_h, out_w;
@@ -1250,8 +1248,7 @@ constexpr int SEGMENTS = TILE_N * ROWS_D * ROWS_H;
 // reads. A segment has its planes one behind the other. STRIDED_BOX: a plane is a box, of all segments of a band of rows.
 constexpr int PITCH = PLANES * PLANE;  // pixel rows from a segment to the next
 constexpr int PIXELS = SEGMENTS * PITCH;
-#define COLUMN(within) ((within) % PLANE * IN_STEP_W + (PLANES == IN_STEP_W ? (within) / PLANE : RESIDUE[(within) \
-    / PLANE]))
+#define COLUMN(within) ((within) % PLANE * IN_STEP_W + (within) / PLANE)
 constexpr int PART_BYTES = (PIXELS * ROW_BYTES + 1023) / 1024 * 1024;
 constexpr int STAGE_BYTES = PARTS * PART_BYTES;
 // 16-byte units of a segment: boxes of BOX_UNITS begin COLUMN_PAD columns early, at whole units; threads take the units that hold
@@ -1297,7 +1294,6 @@ __constant__ const short SUB_HH[] = {0};
 __constant__ const short U_W[] = {0};  // [variant]: first W sub-position
 __constant__ const int ROW_D[] = {-2,-1,0,1};  // input offset of a tile's rows
 __constant__ const int ROW_H[] = {-4,-3,-2,-1,0,1,2,3,4,5,6,7};
-__constant__ const int RESIDUE[] = {0};  // of a tile's columns, counted from the first, by plane
 
 struct Sizes {                                         // one layout for the packed argument block
   int batch, in_d, in_h, in_w, out_d, out_h, out_w;
@@ -2278,8 +2274,7 @@ constexpr int SEGMENTS = TILE_N * ROWS_D * ROWS_H;
 // reads. A segment has its planes one behind the other. STRIDED_BOX: a plane is a box, of all segments of a band of rows.
 constexpr int PITCH = PLANES * PLANE;  // pixel rows from a segment to the next
 constexpr int PIXELS = SEGMENTS * PITCH;
-#define COLUMN(within) ((within) % PLANE * IN_STEP_W + (PLANES == IN_STEP_W ? (within) / PLANE : RESIDUE[(within) \
-    / PLANE]))
+#define COLUMN(within) ((within) % PLANE * IN_STEP_W + (within) / PLANE)
 constexpr int PART_BYTES = (PIXELS * ROW_BYTES + 1023) / 1024 * 1024;
 constexpr int STAGE_BYTES = PARTS * PART_BYTES;
 // 16-byte units of a segment: boxes of BOX_UNITS begin COLUMN_PAD columns early, at whole units; threads take the units that hold
@@ -2326,7 +2321,6 @@ __constant__ const short SUB_HH[] = {0,1};
 __constant__ const short U_W[] = {0};  // [variant]: first W sub-position
 __constant__ const int ROW_D[] = {0,1,2,3,4,5};  // input offset of a tile's rows
 __constant__ const int ROW_H[] = {0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19};
-__constant__ const int RESIDUE[] = {0};  // of a tile's columns, counted from the first, by plane
 
 struct Sizes {                                         // one layout for the packed argument block
   int batch, in_d, in_h, in_w, out_d, out_h, out_w;
@@ -3281,8 +3275,7 @@ constexpr int SEGMENTS = TILE_N * ROWS_D * ROWS_H;
 // reads. A segment has its planes one behind the other. STRIDED_BOX: a plane is a box, of all segments of a band of rows.
 constexpr int PITCH = PLANES * PLANE;  // pixel rows from a segment to the next
 constexpr int PIXELS = SEGMENTS * PITCH;
-#define COLUMN(within) ((within) % PLANE * IN_STEP_W + (PLANES == IN_STEP_W ? (within) / PLANE : RESIDUE[(within) \
-    / PLANE]))
+#define COLUMN(within) ((within) % PLANE * IN_STEP_W + (within) / PLANE)
 constexpr int PART_BYTES = (PIXELS * ROW_BYTES + 1023) / 1024 * 1024;
 constexpr int STAGE_BYTES = PARTS * PART_BYTES;
 // 16-byte units of a segment: boxes of BOX_UNITS begin COLUMN_PAD columns early, at whole units; threads take the units that hold
@@ -3328,7 +3321,6 @@ __constant__ const short SUB_HH[] = {0,1};
 __constant__ const short U_W[] = {0};  // [variant]: first W sub-position
 __constant__ const int ROW_D[] = {0,1,2,3};  // input offset of a tile's rows
 __constant__ const int ROW_H[] = {0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19};
-__constant__ const int RESIDUE[] = {0};  // of a tile's columns, counted from the first, by plane
 
 struct Sizes {                                         // one layout for the packed argument block
   int batch, in_d, in_h, in_w, out_d, out_h, out_w;
@@ -4337,8 +4329,8 @@ constexpr int BOXES = LINE_BYTES / SEGMENT;
 constexpr int BOX_BYTES = PIXELS * BLOCK_CI * ELEMENT / BOXES;
 constexpr int X_ROW_BYTES = BLOCK_CI * SEGMENT;
 constexpr int X_TILE_BYTES = BOXES * BOX_BYTES;
-// CLASSED: rows that begin off 16 bytes, which the tensor copy engine does not read, by a box for each class of rows along H and of
-// channels: those of a class begin alike, and are a tensor of their own, whose rows then begin early (its lead).
+// CLASSED: rows off 16 bytes, where the tensor copy engine reads none, by a box for each class of rows along H and of channels:
+// those of a class begin alike, and are a tensor of their own, whose rows then begin early (its lead).
 constexpr int G_CHANNELS = BLOCK_CO / CHANNEL_CLASSES;  // of a class
 constexpr int CLASS_BYTES = 61440;
 // From one pixel of g's tile to the next (of NCHW counted in elements), and from one row to the next.

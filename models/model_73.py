@@ -245,8 +245,7 @@ constexpr int SEGMENTS = TILE_N * ROWS_D * ROWS_H;
 // reads. A segment has its planes one behind the other. STRIDED_BOX: a plane is a box, of all segments of a band of rows.
 constexpr int PITCH = PLANES * PLANE;  // pixel rows from a segment to the next
 constexpr int PIXELS = SEGMENTS * PITCH;
-#define COLUMN(within) ((within) % PLANE * IN_STEP_W + (PLANES == IN_STEP_W ? (within) / PLANE : RESIDUE[(within) \
-    / PLANE]))
+#define COLUMN(within) ((within) % PLANE * IN_STEP_W + (within) / PLANE)
 constexpr int PART_BYTES = (PIXELS * ROW_BYTES + 1023) / 1024 * 1024;
 constexpr int STAGE_BYTES = PARTS * PART_BYTES;
 // 16-byte units of a segment: boxes of BOX_UNITS begin COLUMN_PAD columns early, at whole units; threads take the units that hold
@@ -285,7 +284,6 @@ __constant__ const short SUB_HH[] = {0,1,0,1};
 __constant__ const short U_W[] = {0,0};  // [variant]: first W sub-position
 __constant__ const int ROW_D[] = {0,1,2};  // input offset of a tile's rows
 __constant__ const int ROW_H[] = {0,1,2};
-__constant__ const int RESIDUE[] = {0};  // of a tile's columns, counted from the first, by plane
 
 struct Sizes {                                         // one layout for the packed argument block
   int batch, in_d, in_h, in_w, out_d, out_h, out_w;
@@ -1240,8 +1238,7 @@ constexpr int SEGMENTS = TILE_N * ROWS_D * ROWS_H;
 // reads. A segment has its planes one behind the other. STRIDED_BOX: a plane is a box, of all segments of a band of rows.
 constexpr int PITCH = PLANES * PLANE;  // pixel rows from a segment to the next
 constexpr int PIXELS = SEGMENTS * PITCH;
-#define COLUMN(within) ((within) % PLANE * IN_STEP_W + (PLANES == IN_STEP_W ? (within) / PLANE : RESIDUE[(within) \
-    / PLANE]))
+#define COLUMN(within) ((within) % PLANE * IN_STEP_W + (within) / PLANE)
 constexpr int PART_BYTES = (PIXELS * ROW_BYTES + 1023) / 1024 * 1024;
 constexpr int STAGE_BYTES = PARTS * PART_BYTES;
 // 16-byte units of a segment: boxes of BOX_UNITS begin COLUMN_PAD columns early, at whole units; threads take the units that hold
@@ -1279,7 +1276,6 @@ __constant__ const short SUB_HH[] = {0,1,0,1};
 __constant__ const short U_W[] = {0,0};  // [variant]: first W sub-position
 __constant__ const int ROW_D[] = {0,1,2};  // input offset of a tile's rows
 __constant__ const int ROW_H[] = {0,1,2,3,4,5,6,7,8};
-__constant__ const int RESIDUE[] = {0};  // of a tile's columns, counted from the first, by plane
 
 struct Sizes {                                         // one layout for the packed argument block
   int batch, in_d, in_h, in_w, out_d, out_h, out_w;
@@ -2285,8 +2281,7 @@ constexpr int SEGMENTS = TILE_N * ROWS_D * ROWS_H;
 // reads. A segment has its planes one behind the other. STRIDED_BOX: a plane is a box, of all segments of a band of rows.
 constexpr int PITCH = PLANES * PLANE;  // pixel rows from a segment to the next
 constexpr int PIXELS = SEGMENTS * PITCH;
-#define COLUMN(within) ((within) % PLANE * IN_STEP_W + (PLANES == IN_STEP_W ? (within) / PLANE : RESIDUE[(within) \
-    / PLANE]))
+#define COLUMN(within) ((within) % PLANE * IN_STEP_W + (within) / PLANE)
 constexpr int PART_BYTES = (PIXELS * ROW_BYTES + 1023) / 1024 * 1024;
 constexpr int STAGE_BYTES = PARTS * PART_BYTES;
 // 16-byte units of a segment: boxes of BOX_UNITS begin COLUMN_PAD columns early, at whole units; threads take the units that hold
@@ -2324,7 +2319,6 @@ __constant__ const short SUB_HH[] = {0};
 __constant__ const short U_W[] = {0};  // [variant]: first W sub-position
 __constant__ const int ROW_D[] = {-1,0,1,2,3};  // input offset of a tile's rows
 __constant__ const int ROW_H[] = {-1,0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15};
-__constant__ const int RESIDUE[] = {0,1};  // of a tile's columns, counted from the first, by plane
 
 struct Sizes {                                         // one layout for the packed argument block
   int batch, in_d, in_h, in_w, out_d, out_h, out_w;
@@ -3189,9 +3183,9 @@ constexpr int CONSUMER_REGISTERS = 152;  // of a thread
 // UNITS x SUBS fragments of A at a time: UNITS neighbours for each of SUBS bands of rows. A unit is a tap; or, STACKED, a column of
 // taps: the rows of x that a row of g meets by them follow each other in shared memory, and so are columns of one instruction. Then
 // a fragment is read once, not once a tap (measured: reads of A take as long as a multiplication by 64 channels, of B half of it).
-// STACKED chunks are of rows of g, STEP_H at a time, and it is x's tile that has a halo: an instruction always takes
-// all of its rows
-// (measured: ptxas waits for each instruction where some that share sums differ in shape, C7511); rows beyond the image are zeros.
+// STACKED chunks are of rows of g, STEP_H at a time, and it is x's tile that has a halo, so that an instruction always takes all
+// of its rows (measured: ptxas waits for each one where some that share sums differ in shape, C7511); rows beyond the
+// image are zeros.
 //
 // K is split over ranges of chunks; each split writes partial sums, `reduce` adds them in the order of their index.
 constexpr int COPIERS = 128;
@@ -3453,8 +3447,8 @@ constexpr int BOXES = LINE_BYTES / SEGMENT;
 constexpr int BOX_BYTES = PIXELS * BLOCK_CI * ELEMENT / BOXES;
 constexpr int X_ROW_BYTES = BLOCK_CI * SEGMENT;
 constexpr int X_TILE_BYTES = BOXES * BOX_BYTES;
-// CLASSED: rows that begin off 16 bytes, which the tensor copy engine does not read, by a box for each class of rows along H and of
-// channels: those of a class begin alike, and are a tensor of their own, whose rows then begin early (its lead).
+// CLASSED: rows off 16 bytes, where the tensor copy engine reads none, by a box for each class of rows along H and of channels:
+// those of a class begin alike, and are a tensor of their own, whose rows then begin early (its lead).
 constexpr int G_CHANNELS = BLOCK_CO / CHANNEL_CLASSES;  // of a class
 constexpr int CLASS_BYTES = 82944;
 // From one pixel of g's tile to the next (of NCHW counted in elements), and from one row to the next.

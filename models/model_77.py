@@ -253,8 +253,7 @@ constexpr int SEGMENTS = TILE_N * ROWS_D * ROWS_H;
 // reads. A segment has its planes one behind the other. STRIDED_BOX: a plane is a box, of all segments of a band of rows.
 constexpr int PITCH = PLANES * PLANE;  // pixel rows from a segment to the next
 constexpr int PIXELS = SEGMENTS * PITCH;
-#define COLUMN(within) ((within) % PLANE * IN_STEP_W + (PLANES == IN_STEP_W ? (within) / PLANE : RESIDUE[(within) \
-    / PLANE]))
+#define COLUMN(within) ((within) % PLANE * IN_STEP_W + (within) / PLANE)
 constexpr int PART_BYTES = (PIXELS * ROW_BYTES + 1023) / 1024 * 1024;
 constexpr int STAGE_BYTES = PARTS * PART_BYTES;
 // 16-byte units of a segment: boxes of BOX_UNITS begin COLUMN_PAD columns early, at whole units; threads take the units that hold
@@ -293,7 +292,6 @@ __constant__ const short SUB_HH[] = {0,1,0,1};
 __constant__ const short U_W[] = {0,0,0,0};  // [variant]: first W sub-position
 __constant__ const int ROW_D[] = {-1,0,1,2};  // input offset of a tile's rows
 __constant__ const int ROW_H[] = {-1,0,1,2};
-__constant__ const int RESIDUE[] = {0};  // of a tile's columns, counted from the first, by plane
 
 struct Sizes {                                         // one layout for the packed argument block
   int batch, in_d, in_h, in_w, out_d, out_h, out_w;
@@ -1257,8 +1255,7 @@ constexpr int SEGMENTS = TILE_N * ROWS_D * ROWS_H;
 // reads. A segment has its planes one behind the other. STRIDED_BOX: a plane is a box, of all segments of a band of rows.
 constexpr int PITCH = PLANES * PLANE;  // pixel rows from a segment to the next
 constexpr int PIXELS = SEGMENTS * PITCH;
-#define COLUMN(within) ((within) % PLANE * IN_STEP_W + (PLANES == IN_STEP_W ? (within) / PLANE : RESIDUE[(within) \
-    / PLANE]))
+#define COLUMN(within) ((within) % PLANE * IN_STEP_W + (within) / PLANE)
 constexpr int PART_BYTES = (PIXELS * ROW_BYTES + 1023) / 1024 * 1024;
 constexpr int STAGE_BYTES = PARTS * PART_BYTES;
 // 16-byte units of a segment: boxes of BOX_UNITS begin COLUMN_PAD columns early, at whole units; threads take the units that hold
@@ -1296,7 +1293,6 @@ __constant__ const short SUB_HH[] = {0,1,0,1};
 __constant__ const short U_W[] = {0,0,0,0};  // [variant]: first W sub-position
 __constant__ const int ROW_D[] = {-1,0,1,2};  // input offset of a tile's rows
 __constant__ const int ROW_H[] = {-1,0,1,2,3,4,5,6,7,8};
-__constant__ const int RESIDUE[] = {0};  // of a tile's columns, counted from the first, by plane
 
 struct Sizes {                                         // one layout for the packed argument block
   int batch, in_d, in_h, in_w, out_d, out_h, out_w;
@@ -2302,8 +2298,7 @@ constexpr int SEGMENTS = TILE_N * ROWS_D * ROWS_H;
 // reads. A segment has its planes one behind the other. STRIDED_BOX: a plane is a box, of all segments of a band of rows.
 constexpr int PITCH = PLANES * PLANE;  // pixel rows from a segment to the next
 constexpr int PIXELS = SEGMENTS * PITCH;
-#define COLUMN(within) ((within) % PLANE * IN_STEP_W + (PLANES == IN_STEP_W ? (within) / PLANE : RESIDUE[(within) \
-    / PLANE]))
+#define COLUMN(within) ((within) % PLANE * IN_STEP_W + RESIDUE[(within) / PLANE])
 constexpr int PART_BYTES = (PIXELS * ROW_BYTES + 1023) / 1024 * 1024;
 constexpr int STAGE_BYTES = PARTS * PART_BYTES;
 // 16-byte units of a segment: boxes of BOX_UNITS begin COLUMN_PAD columns early, at whole units; threads take the units that hold

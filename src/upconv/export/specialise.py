@@ -349,10 +349,7 @@ def _inline_macros(nodes: list[_Node], macros: Mapping[str, _Macro]) -> list[_No
 
 
 def _defined(name: str, parameters: str, body: str, comment: str) -> str:
-    line = f"#define {name}{parameters} {body}" + (f"  {comment}" if comment else "")
-    if len(line) <= WIDTH or comment or "\n" in body:
-        return line
-    return " \\\n    ".join(textwrap.wrap(line, WIDTH - 6, break_long_words=False, break_on_hyphens=False))
+    return f"#define {name}{parameters} {body}" + (f"  {comment}" if comment else "")
 
 
 _GONE = "\0"
@@ -1559,7 +1556,10 @@ def _head_end(code: str) -> int:
 
 
 def _wrapped(line: str) -> list[str]:
-    """A line in parts of at most WIDTH columns, where it can be broken; macros' bodies stay."""
+    """A line in parts of at most WIDTH columns, where it can be broken; macros that have several lines stay."""
+    if len(line) > WIDTH and line.startswith("#define") and not line.endswith("\\") and "//" not in line:
+        parts = textwrap.wrap(line, WIDTH - 6, break_long_words=False, break_on_hyphens=False)
+        return " \\\n    ".join(parts).split("\n")
     if len(line) <= WIDTH or line.lstrip().startswith("#") or line.endswith("\\"):
         return [line]
     indent = line[: len(line) - len(line.lstrip())]

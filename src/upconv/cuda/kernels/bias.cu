@@ -1,7 +1,7 @@
 // The gradient for the bias: sums of the output's gradient over everything but channels; a read of the tensor, and little more.
 //
-// `sum`: a block adds a range of the tensor in a fixed order and writes partial[range][channel]. NCHW: its one channel, of which each
-// image is a run of memory, cut in pieces. CHANNELS_LAST: 16-byte units of neighbouring channels, a range of the pixels of all images.
+// `sum`: a block adds a range of the tensor in a fixed order and writes partial[range][channel]. NCHW: its one channel, of which
+// each image is a run of memory, cut in pieces. CHANNELS_LAST: 16-byte units of neighbouring channels, a range of all pixels.
 // `finish`: a warp for each channel adds the ranges in the order of their index, so that every run gives the same bits.
 #include "direct.cuh"
 
@@ -66,8 +66,8 @@ sum(const T* __restrict__ g, Acc* __restrict__ partial, int channels, i64 pixels
   for (int e = 0; e < EACH; e++) partial[(i64)range * channels + (first + unit) * EACH + e] = acc[e];
 }
 #else
-// Items are pieces of `share` elements (whole units) of an image's run, `pieces` of them; a block takes `items` one behind the other,
-// `width` threads each.
+// Items are pieces of `share` elements (whole units) of an image's run, `pieces` of them; a block takes `items` of them, `width`
+// threads each.
 extern "C" __global__ void __launch_bounds__(THREADS, 4)
 sum(const T* __restrict__ g, Acc* __restrict__ partial, int channels, i64 pixels, i64 share, int pieces, int all, int items, int width) {
   __shared__ Acc shared[THREADS / 32];

@@ -11,8 +11,8 @@
 // UNITS x SUBS fragments of A at a time: UNITS neighbours for each of SUBS bands of rows. A unit is a tap; or, STACKED, a column of
 // taps: the rows of x that a row of g meets by them follow each other in shared memory, and so are columns of one instruction. Then
 // a fragment is read once, not once a tap (NOTES: reads of A take as long as a multiplication by 64 channels, of B half of it).
-// STACKED chunks are of rows of g, STEP_H at a time, and it is x's tile that has a halo: an instruction always takes all of its rows
-// (NOTES: ptxas waits for each instruction where some that share sums differ in shape, C7511); rows beyond the image are zeros.
+// STACKED chunks are of rows of g, STEP_H at a time, and it is x's tile that has a halo, so that an instruction always takes all
+// of its rows (NOTES: ptxas waits for each one where some that share sums differ in shape, C7511); rows beyond the image are zeros.
 //
 // K is split over ranges of chunks; each split writes partial sums, `reduce` adds them in the order of their index.
 #define COPIERS 128
@@ -62,8 +62,8 @@
 #define G_LINE G_COLUMNS
 #endif
 #else
-// CLASSED: rows that begin off 16 bytes, which the tensor copy engine does not read, by a box for each class of rows along H and of
-// channels: those of a class begin alike, and are a tensor of their own, whose rows then begin early (its lead).
+// CLASSED: rows off 16 bytes, where the tensor copy engine reads none, by a box for each class of rows along H and of channels:
+// those of a class begin alike, and are a tensor of their own, whose rows then begin early (its lead).
 #define G_CHANNELS (BLOCK_CO / CHANNEL_CLASSES)  // of a class
 #define CLASS_BYTES (G_BYTES / CLASSES)
 #define G_BOXES 1
