@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from upconv.cuda import jit
+from upconv.cuda.boxes import Tensor5, alignment_classes, encode
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.gpu import gpu as gpu_of
 from upconv.cuda.launch import Launcher, bind
@@ -179,17 +179,6 @@ class Prepared:
         return found
 
 
-@dataclass(frozen=True)
-class Tensor5:
-    """A source, or one class of its rows and channels, as the tensor copy engine sees it."""
-
-    begin: int
-    """Bytes from the source's begin."""
-    dims: tuple[int, int, int, int, int]
-    strides: tuple[int, int, int, int]
-    """In bytes, of all dimensions but the first."""
-
-
 def tensors(t: Tiling, p: Problem) -> tuple[Tensor5, ...]:
     """The tensors that a tiling's boxes are cut from; none where threads copy."""
     if not t.tensor_map:
@@ -230,38 +219,9 @@ def tensor_map(t: Tiling, p: Problem, address: int, tensor: Tensor5 | None = Non
     """A ``CUtensorMap`` over one of a tiling's `tensors` (else the only one), with its box, as 16 signed words."""
     if tensor is None:
         (tensor,) = tensors(t, p)
-    driver: Any = jit._driver()
-    types = driver.CUtensorMapDataType
-    direct = t.channels_last and p.precision == "tf32"  # the box is the tile, rounded on its way
-    kind = {
-        torch.float32: types.CU_TENSOR_MAP_DATA_TYPE_TFLOAT32 if direct else types.CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
-        torch.bfloat16: types.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-        torch.float16: types.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-    }[p.dtype]
-    swizzles = driver.CUtensorMapSwizzle
-    swizzle = swizzles.CU_TENSOR_MAP_SWIZZLE_NONE
-    if t.channels_last:
-        swizzle = {
-            32: swizzles.CU_TENSOR_MAP_SWIZZLE_32B,
-            64: swizzles.CU_TENSOR_MAP_SWIZZLE_64B,
-            128: swizzles.CU_TENSOR_MAP_SWIZZLE_128B,
-        }[t.row_bytes]
-    made = jit._drive(
-        driver.cuTensorMapEncodeTiled,
-        kind,
-        5,
-        address + tensor.begin,
-        [driver.cuuint64_t(n) for n in tensor.dims],
-        [driver.cuuint64_t(n) for n in tensor.strides],
-        [driver.cuuint32_t(n) for n in t.box],
-        [driver.cuuint32_t(n) for n in t.box_steps],
-        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-        swizzle,
-        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
-        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-    )
-    words = (int(word) for word in made.opaque)
-    return tuple(word - (1 << 64) if word >> 63 else word for word in words)
+    rounded = t.channels_last and p.precision == "tf32"  # the box is the tile
+    span = t.row_bytes if t.channels_last else 0
+    return encode(tensor, address, p.dtype, t.box, t.box_steps, span, rounded)
 
 
 def _layer(p: Problem) -> str:
@@ -436,16 +396,8 @@ def estimate(t: Tiling, p: Problem, gpu: Gpu) -> tuple[float, str]:
 def _classes(p: Problem, general: bool = False) -> tuple[int, int] | None:
     """`Tiling.classes` of an NCHW source. ``general``: none where they are several, since they are a size's."""
     batch, channels, *size = source_shape(p)
-    d, h, w = (1,) * (3 - p.rank) + tuple(size)
-    row = w * p.dtype.itemsize
-    slice_, channel = h * row, d * h * row
-    if row % 16 == 0:
-        return 1, 1
-    rows = 16 // math.gcd(16, row) if p.rank > 1 else 1
-    both = rows, 16 // math.gcd(16, channel)
-    # Beside rows and channels, tensors have slices and images; and a class of nothing is no tensor.
-    whole = (slice_ % 16 == 0 or d == 1) and (channels * channel % 16 == 0 or batch == 1)
-    return both if whole and not general and h >= both[0] and channels >= both[1] else None
+    found = alignment_classes(batch, channels, size, p.dtype.itemsize)
+    return None if general and found != (1, 1) else found
 
 
 def _alignment(p: Problem) -> int:

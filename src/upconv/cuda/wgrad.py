@@ -13,13 +13,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import product
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from upconv.cuda import jit
-from upconv.cuda.gather import Tensor5
+from upconv.cuda.boxes import Tensor5, alignment_classes, encode
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.gpu import gpu as gpu_of
 from upconv.cuda.launch import Launcher, bind
@@ -225,38 +224,10 @@ def tensor_maps(t: WarpgroupTiling, p: Problem, address: int, g: bool) -> tuple[
 
 
 def _tensor_map(t: WarpgroupTiling, p: Problem, address: int, g: bool, tensor: Tensor5) -> tuple[int, ...]:
-    driver: Any = jit._driver()
-    types = driver.CUtensorMapDataType
-    kind = {
-        torch.float32: types.CU_TENSOR_MAP_DATA_TYPE_TFLOAT32,
-        torch.bfloat16: types.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-        torch.float16: types.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-    }[p.dtype]
-    swizzles = driver.CUtensorMapSwizzle
-    spans = {
-        32: swizzles.CU_TENSOR_MAP_SWIZZLE_32B,
-        64: swizzles.CU_TENSOR_MAP_SWIZZLE_64B,
-        128: swizzles.CU_TENSOR_MAP_SWIZZLE_128B,
-    }
-    span = t.g_width * t.element if g else t.segment
-    plain = not t.channels_last if g else t.turned
-    swizzle = swizzles.CU_TENSOR_MAP_SWIZZLE_NONE if plain else spans[span]
-    made = jit._drive(
-        driver.cuTensorMapEncodeTiled,
-        kind,
-        5,
-        address + tensor.begin,
-        [driver.cuuint64_t(n) for n in tensor.dims],
-        [driver.cuuint64_t(n) for n in tensor.strides],
-        [driver.cuuint32_t(n) for n in (t.g_box if g else t.box)],
-        [driver.cuuint32_t(n) for n in (t.g_box_steps if g else (1,) * 5)],
-        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-        swizzle,
-        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
-        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-    )
-    words = (int(word) for word in made.opaque)
-    return tuple(word - (1 << 64) if word >> 63 else word for word in words)
+    if g:
+        span = t.g_width * t.element if t.channels_last else 0
+        return encode(tensor, address, p.dtype, t.g_box, t.g_box_steps, span, rounded=True)
+    return encode(tensor, address, p.dtype, t.box, (1,) * 5, 0 if t.turned else t.segment, rounded=True)
 
 
 # --- candidates ------------------------------------------------------------------------------------------------------
@@ -311,17 +282,10 @@ def _classes(p: Problem, general: bool = False) -> tuple[int, int]:
 
     ``general``: (1, 1), since they are a size's.
     """
-    d, h, w = (1,) * (3 - p.rank) + p.out_size
-    row = w * p.dtype.itemsize
-    slice_, channel = h * row, d * h * row
-    if general or p.layout != "nchw" or row % 16 == 0:
-        return 1, 1
-    rows = 16 // math.gcd(16, row) if p.rank > 1 else 1
-    channels = 16 // math.gcd(16, channel)
-    # Beside rows and channels, tensors have slices and images; and a class of nothing is no tensor.
-    whole = (slice_ % 16 == 0 or d == 1) and (p.out_channels * channel % 16 == 0 or p.batch == 1)
-    fit = whole and h >= rows and p.out_channels >= channels and rows * channels <= MAX_CLASSES
-    return (rows, channels) if fit else (1, 1)
+    found = None
+    if p.layout == "nchw" and not general:
+        found = alignment_classes(p.batch, p.out_channels, p.out_size, p.dtype.itemsize)
+    return found if found is not None and math.prod(found) <= MAX_CLASSES else (1, 1)
 
 
 def _warpgroup_candidates(

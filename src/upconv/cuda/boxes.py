@@ -1,0 +1,89 @@
+"""What the tensor copy engine reads: tensors of five dimensions, and the maps by which a kernel names their boxes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from upconv.cuda import jit
+
+Five = tuple[int, int, int, int, int]
+
+
+@dataclass(frozen=True)
+class Tensor5:
+    """A tensor, or one class of its rows and channels, as the tensor copy engine sees it, innermost dimension first."""
+
+    begin: int
+    """Bytes from the tensor's begin."""
+    dims: Five
+    strides: tuple[int, int, int, int]
+    """In bytes, of all dimensions but the first."""
+
+
+def alignment_classes(batch: int, channels: int, size: Sequence[int], element: int) -> tuple[int, int] | None:
+    """Classes of rows along H, and of channels, of a dense NCHW tensor, by where they begin in units of 16 bytes.
+
+    Those of a class are a tensor that the engine reads. ``size``: spatial; ``element``: in bytes. (1, 1) where every
+    row begins at 16 bytes; None where slices or images have classes too, or one would be of nothing.
+    """
+    d, h, w = (1,) * (3 - len(size)) + tuple(size)
+    row = w * element
+    slice_, channel = h * row, d * h * row
+    if row % 16 == 0:
+        return 1, 1
+    rows, of_channels = 16 // math.gcd(16, row) if len(size) > 1 else 1, 16 // math.gcd(16, channel)
+    whole = (slice_ % 16 == 0 or d == 1) and (channels * channel % 16 == 0 or batch == 1)
+    return (rows, of_channels) if whole and h >= rows and channels >= of_channels else None
+
+
+def encode(
+    tensor: Tensor5, address: int, dtype: torch.dtype, box: Five, steps: Five, span: int = 0, rounded: bool = False
+) -> tuple[int, ...]:
+    """A ``CUtensorMap`` over a tensor, as 16 signed words.
+
+    Args:
+        tensor: what is copied from.
+        address: of the tensor that it is a part of, in bytes.
+        dtype: of its elements.
+        box: elements that a copy traverses along each dimension.
+        steps: from one of them that is copied to the next.
+        span: bytes of the swizzle, 32, 64 or 128; 0: none.
+        rounded: float32 becomes TF32 on its way, to nearest even.
+
+    Errors: RuntimeError with CUDA's error, for what the engine does not read.
+    """
+    driver: Any = jit._driver()
+    types = driver.CUtensorMapDataType
+    kind = {
+        torch.float32: types.CU_TENSOR_MAP_DATA_TYPE_TFLOAT32 if rounded else types.CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
+        torch.bfloat16: types.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        torch.float16: types.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+    }[dtype]
+    swizzles = driver.CUtensorMapSwizzle
+    swizzle = {
+        0: swizzles.CU_TENSOR_MAP_SWIZZLE_NONE,
+        32: swizzles.CU_TENSOR_MAP_SWIZZLE_32B,
+        64: swizzles.CU_TENSOR_MAP_SWIZZLE_64B,
+        128: swizzles.CU_TENSOR_MAP_SWIZZLE_128B,
+    }[span]
+    made = jit._drive(
+        driver.cuTensorMapEncodeTiled,
+        kind,
+        5,
+        address + tensor.begin,
+        [driver.cuuint64_t(n) for n in tensor.dims],
+        [driver.cuuint64_t(n) for n in tensor.strides],
+        [driver.cuuint32_t(n) for n in box],
+        [driver.cuuint32_t(n) for n in steps],
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        swizzle,
+        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )
+    words = (int(word) for word in made.opaque)
+    return tuple(word - (1 << 64) if word >> 63 else word for word in words)
