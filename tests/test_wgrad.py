@@ -430,9 +430,9 @@ def test_empty_inputs_are_refused(change: dict[str, object]) -> None:
 
 needs_nvrtc = pytest.mark.skipif(jit.unavailable() is not None, reason=str(jit.unavailable()))
 INSTRUCTIONS = {
-    ("tf32", True): r"wgmma\.mma_async\.sync\.aligned\.m64n\d+k8\.f32\.tf32\.tf32",
-    ("fp16", True): r"wgmma\.mma_async\.sync\.aligned\.m64n\d+k16\.f32\.f16\.f16",
-    ("bf16", True): r"wgmma\.mma_async\.sync\.aligned\.m64n\d+k16\.f32\.bf16\.bf16",
+    ("tf32", True): r"wgmma\.mma_async\.sync\.aligned\.m64n(32|64|96|128|160|192|256)k8\.f32\.tf32\.tf32",
+    ("fp16", True): r"wgmma\.mma_async\.sync\.aligned\.m64n(32|64|96|128|160|192|256)k16\.f32\.f16\.f16",
+    ("bf16", True): r"wgmma\.mma_async\.sync\.aligned\.m64n(32|64|96|128|160|192|256)k16\.f32\.bf16\.bf16",
     ("tf32", False): r"mma\.sync\.aligned\.m16n8k8\.row\.col\.f32\.tf32\.tf32\.f32",
     ("fp16", False): r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.f16\.f16\.f32",
     ("bf16", False): r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.bf16\.bf16\.f32",

@@ -71,8 +71,8 @@ class BiasRunner:
         gpu = gpu_of(index)
         last = p.layout == "channels_last"
         self.index, self.channels = index, p.out_channels
-        self.anywhere = not last
-        """Whether the tensor may begin anywhere."""
+        self.aligned = last
+        """Whether the tensor must begin at 16 bytes."""
         self.sums = torch.float64 if p.dtype is torch.float64 else torch.float32
         self.shape = shape(p, gpu)
         source = jit.source("bias.cu", {"DTYPE": _DTYPES[p.dtype], "CHANNELS_LAST": int(last)})
@@ -83,7 +83,7 @@ class BiasRunner:
 
     def __call__(self, grad: Tensor) -> Tensor:
         """``grad``: the output's gradient, dense in the problem's layout. Returns ``(out_channels)`` in its dtype."""
-        if grad.data_ptr() & 15 and not self.anywhere:
+        if self.aligned and grad.data_ptr() & 15:
             grad = grad.clone()  # a view that begins off 16 bytes; PyTorch's allocations never do
         s = self.shape
         partial = grad.new_empty_strided((s.ranges * self.channels,), (1,), dtype=self.sums)

@@ -24,6 +24,34 @@ class Tensor5:
     strides: tuple[int, int, int, int]
     """In bytes, of all dimensions but the first."""
 
+    def channels_second(self) -> Tensor5:
+        """Of W, H, D, channels and images the same with channels behind W, so that a box has rows of all channels."""
+        (w, h, d, c, n), (row, slice_, channel, image) = self.dims, self.strides
+        return Tensor5(self.begin, (w, c, h, d, n), (channel, row, slice_, image))
+
+
+def of_class(
+    batch: int, channels: int, size: Sequence[int], element: int, rows: tuple[int, int], channels_: tuple[int, int]
+) -> Tensor5:
+    """One class of a dense NCHW tensor's rows along H and of its channels: W, H, D, channels, images.
+
+    ``rows``, ``channels_``: how many classes there are, and which. Its rows begin at 16 bytes and so early: with the
+    end of the row before (their lead).
+    """
+    (of_rows, j), (of_channels, k) = rows, channels_
+    d, h, w = (1,) * (3 - len(size)) + tuple(size)
+    row, channel = w * element, d * h * w * element
+    begin = k * channel + j * row
+    dims = (w + begin % 16 // element, -(-(h - j) // of_rows), d, -(-(channels - k) // of_channels), batch)
+    units = of_channels * channel  # of a dimension of one the stride means nothing, but must be whole units
+    strides = (
+        of_rows * row if h > 1 else units,
+        h * row if d > 1 else units,
+        units,
+        channels * channel if batch > 1 else units,
+    )
+    return Tensor5(begin - begin % 16, dims, strides)
+
 
 def alignment_classes(batch: int, channels: int, size: Sequence[int], element: int) -> tuple[int, int] | None:
     """Classes of rows along H, and of channels, of a dense NCHW tensor, by where they begin in units of 16 bytes.

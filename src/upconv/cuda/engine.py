@@ -195,7 +195,7 @@ def gradients(
     by_input = runners.input if mask[0] else None
     by_weight = runners.weight if mask[1] else None
     if by_input is not None or by_weight is not None:  # once for both
-        grad = _dense(grad, (by_input or by_weight).format)  # type: ignore[union-attr]
+        grad = _dense(grad, runners.format)
     if by_weight is not None:  # first, so that its partial sums are gone when the input's gradient is allocated
         grad_weight = by_weight(x, grad)
     if by_input is not None:

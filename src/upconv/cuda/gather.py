@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from upconv.cuda import jit
-from upconv.cuda.boxes import Tensor5, alignment_classes, encode
+from upconv.cuda.boxes import Tensor5, alignment_classes, encode, of_class
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.gpu import gpu as gpu_of
 from upconv.cuda.launch import Launcher, bind
@@ -197,22 +197,10 @@ def tensors(t: Tiling, p: Problem) -> tuple[Tensor5, ...]:
     assert t.classes is not None
     rows, of_channels = t.classes
     first, _, apart = t.bands[1]
-    row, channel = w * t.element, d * h * w * t.element
-    found = []
-    for k, j in product(range(t.channel_classes), range(t.row_classes)):
-        of_h = (first[0] + j * apart) % rows
-        begin = k * channel + of_h * row
-        lead = begin % 16 // t.element  # of the row before, which a box may bring
-        dims = (w + lead, -(-(h - of_h) // rows), d, -(-(channels - k) // of_channels), p.batch)
-        units = of_channels * channel  # of a dimension of one the stride means nothing, but must be whole units
-        strides = (
-            rows * row if h > 1 else units,
-            h * row if d > 1 else units,
-            units,
-            channels * channel if p.batch > 1 else units,
-        )
-        found.append(Tensor5(begin - begin % 16, dims, strides))
-    return tuple(found)
+    return tuple(
+        of_class(p.batch, channels, size, t.element, (rows, (first[0] + j * apart) % rows), (of_channels, k))
+        for k, j in product(range(t.channel_classes), range(t.row_classes))
+    )
 
 
 def tensor_map(t: Tiling, p: Problem, address: int, tensor: Tensor5 | None = None) -> tuple[int, ...]:

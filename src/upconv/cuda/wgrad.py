@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from upconv.cuda import jit
-from upconv.cuda.boxes import Tensor5, alignment_classes, encode
+from upconv.cuda.boxes import Tensor5, alignment_classes, encode, of_class
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.gpu import gpu as gpu_of
 from upconv.cuda.launch import Launcher, bind
@@ -184,35 +184,20 @@ def reduce_blocks(t: AnyTiling) -> int:
 
 def tensors(t: WarpgroupTiling, p: Problem, g: bool) -> tuple[Tensor5, ...]:
     """The tensors that a tiling's boxes of the input (or of the output's gradient ``g``) are cut from."""
-    d, h, w = (1,) * (3 - p.rank) + (p.out_size if g else p.size)
+    size = p.out_size if g else p.size
     channels = p.out_channels if g else p.in_channels
     if t.channels_last:
+        d, h, w = (1,) * (3 - p.rank) + size
         dims = (channels, w, h, d, p.batch)
-        return (Tensor5(0, dims, _strides(dims, t.element)),)
+        a, b, c, e = (math.prod(dims[:i]) * t.element for i in range(1, 5))
+        return (Tensor5(0, dims, (a, b, c, e)),)
     if t.lines and not g:
-        h, w = 1, h * w
-    # Rows of all channels are a box.
-    row, channel = w * t.element, d * h * w * t.element
+        size = (*size[:-2], 1, size[-2] * size[-1])
     of_rows, of_channels = t.classes if g else (1, 1)
-    found = []
-    for k, j in product(range(of_channels), range(of_rows)):
-        begin = k * channel + j * row
-        lead = begin % 16 // t.element
-        dims = (w + lead, -(-(channels - k) // of_channels), -(-(h - j) // of_rows), d, p.batch)
-        units = of_channels * channel  # of a dimension of one the stride means nothing, but must be whole units
-        strides = (
-            units,
-            of_rows * row if h > 1 else units,
-            h * row if d > 1 else units,
-            channels * channel if p.batch > 1 else units,
-        )
-        found.append(Tensor5(begin - begin % 16, dims, strides))
-    return tuple(found)
-
-
-def _strides(dims: tuple[int, ...], element: int) -> tuple[int, int, int, int]:
-    a, b, c, d = (math.prod(dims[:i]) * element for i in range(1, 5))
-    return a, b, c, d
+    return tuple(
+        of_class(p.batch, channels, size, t.element, (of_rows, j), (of_channels, k)).channels_second()
+        for k, j in product(range(of_channels), range(of_rows))
+    )
 
 
 def tensor_maps(t: WarpgroupTiling, p: Problem, address: int, g: bool) -> tuple[int, ...]:
