@@ -19,6 +19,7 @@
 //
 // Constants come as macros (cuda/gather.py computes them and explains each); sizes of the input are arguments.
 #include "ptx.cuh"
+#include "wgmma.cuh"
 
 #define WORDS 4                         // 32-bit words of a 16-byte unit
 #define VEC (16 / ELEMENT)              // elements of a 16-byte unit
@@ -731,6 +732,17 @@ __device__ __forceinline__ Columns pixels_of(u32 tile, int first) {
 #endif
 }
 
+#if PRECISION < 2
+#define TAIL ", 1, 1"
+#else
+#define TAIL ", 1, 1, 0"
+#endif
+#if WIDE  // groups of columns lie evenly over two neighbouring subtiles (NOTES: kb78 0.79 -> 0.71 ms, unet1 channels_last 0.244 -> 0.227)
+#define MULTIPLY_SUBTILES MULTIPLY_128
+#else
+#define MULTIPLY_SUBTILES MULTIPLY_64
+#endif
+
 // acc[64 x 64 NB] += fragment x pixels; `shift` is the tap's, in pixel rows, `part` the pixels' part. FRESH: = instead of +=.
 template <bool FRESH>
 __device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4], const Columns& pixels, int shift, int k_step, int part, int lane) {
@@ -739,31 +751,12 @@ __device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4]
 #pragma unroll
   for (int nb = 0; nb < NB; nb += SUBTILES_OF_WGMMA) {
     u64 b = upper | (pixels.start + shift * (ROW_BYTES / 16) + (rows_to(nb, pixels.first) * ROW_BYTES + k_step * 32 + part * PART_BYTES) / 16);
-#if PROMOTE && WIDE
-    if (FRESH) {
-      asm volatile(WGMMA_128("m64n128k8.f32.tf32.tf32", "0, 1, 1") : ACCUMULATORS_64(acc[nb]), ACCUMULATORS_64(acc[nb + 1]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-      continue;
-    }
-#elif PROMOTE
-    if (FRESH) {
-      asm volatile(WGMMA_64("m64n64k8.f32.tf32.tf32", "0, 1, 1") : ACCUMULATORS_64(acc[nb]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-      continue;
-    }
-#endif
-#if WIDE  // groups of columns lie evenly over two neighbouring subtiles (NOTES: kb78 0.79 -> 0.71 ms, unet1 channels_last 0.244 -> 0.227)
-#if PRECISION < 2
-    asm volatile(WGMMA_128("m64n128k8.f32.tf32.tf32", "1, 1, 1") : ACCUMULATORS_64(acc[nb]), ACCUMULATORS_64(acc[nb + 1]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-#elif PRECISION == 2
-    asm volatile(WGMMA_128("m64n128k16.f32.f16.f16", "1, 1, 1, 0") : ACCUMULATORS_64(acc[nb]), ACCUMULATORS_64(acc[nb + 1]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+    float* d = acc[nb];
+#if PROMOTE
+    if (FRESH) MULTIPLY_SUBTILES(d, a, b, "0");
+    else MULTIPLY_SUBTILES(d, a, b, "1");
 #else
-    asm volatile(WGMMA_128("m64n128k16.f32.bf16.bf16", "1, 1, 1, 0") : ACCUMULATORS_64(acc[nb]), ACCUMULATORS_64(acc[nb + 1]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-#endif
-#elif PRECISION < 2
-    asm volatile(WGMMA_64("m64n64k8.f32.tf32.tf32", "1, 1, 1") : ACCUMULATORS_64(acc[nb]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-#elif PRECISION == 2
-    asm volatile(WGMMA_64("m64n64k16.f32.f16.f16", "1, 1, 1, 0") : ACCUMULATORS_64(acc[nb]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-#else
-    asm volatile(WGMMA_64("m64n64k16.f32.bf16.bf16", "1, 1, 1, 0") : ACCUMULATORS_64(acc[nb]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+    MULTIPLY_SUBTILES(d, a, b, "1");
 #endif
   }
 #else

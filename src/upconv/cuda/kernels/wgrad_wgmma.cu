@@ -21,6 +21,7 @@
 #define STACK (STACKED ? (TAPS_H + STEP_H - 1) / STEP_H : 1)  // rows of x that may meet a row of g
 #define X_ROWS_H (TILE_H + STACK - 1)
 #include "wgrad.cuh"
+#include "wgmma.cuh"
 
 #define ROWS_PER_SUB (64 / SUBS)
 #define WGS_T (WGS / WGS_M)                // warpgroups that divide the taps
@@ -226,45 +227,13 @@ __device__ __forceinline__ void turn(u32 raw, u32 tile, int thread) {
 // Multiplications
 // =====================================================================================================================
 
-#if CHANNELS_LAST
-#define TAIL_16 "1, 1, 1, 1"
-#else
-#define TAIL_16 "1, 1, 1, 0"
-#endif
 #if PRECISION == 0
-#define TYPES "k8.f32.tf32.tf32"
-#define TAIL "1, 1, 1"
-#elif PRECISION == 2
-#define TYPES "k16.f32.f16.f16"
-#define TAIL TAIL_16
+#define TAIL ", 1, 1"
+#elif CHANNELS_LAST  // x's pixels are rows of channels
+#define TAIL ", 1, 1, 1"
 #else
-#define TYPES "k16.f32.bf16.bf16"
-#define TAIL TAIL_16
+#define TAIL ", 1, 1, 0"
 #endif
-
-// wgmma of 64 rows and 32 to 256 columns: its registers in blocks of 16 (R, D), those of A, B's descriptor.
-#define R0 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
-#define R1 "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
-#define R2 "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
-#define R3 "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
-#define R4 "%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79"
-#define R5 "%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
-#define R6 "%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111"
-#define R7 "%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
-#define D(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]),           \
-    "+f"(d[i + 6]), "+f"(d[i + 7]), "+f"(d[i + 8]), "+f"(d[i + 9]), "+f"(d[i + 10]), "+f"(d[i + 11]),                 \
-    "+f"(d[i + 12]), "+f"(d[i + 13]), "+f"(d[i + 14]), "+f"(d[i + 15])
-#define INSTRUCTION(n, registers, a0, a1, a2, a3, b0) \
-  "wgmma.mma_async.sync.aligned.m64n" n TYPES " {" registers "}, {" a0 "," a1 "," a2 "," a3 "}, " b0 ", " TAIL ";\n"
-#define OPERANDS(a, b) "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)
-#define MULTIPLY_32(d, a, b) asm volatile(INSTRUCTION("32", R0, "%16", "%17", "%18", "%19", "%20") : D(d, 0) : OPERANDS(a, b))
-#define MULTIPLY_64(d, a, b) asm volatile(INSTRUCTION("64", R0 "," R1, "%32", "%33", "%34", "%35", "%36") : D(d, 0), D(d, 16) : OPERANDS(a, b))
-#define MULTIPLY_96(d, a, b) asm volatile(INSTRUCTION("96", R0 "," R1 "," R2, "%48", "%49", "%50", "%51", "%52") : D(d, 0), D(d, 16), D(d, 32) : OPERANDS(a, b))
-#define MULTIPLY_128(d, a, b) asm volatile(INSTRUCTION("128", R0 "," R1 "," R2 "," R3, "%64", "%65", "%66", "%67", "%68") : D(d, 0), D(d, 16), D(d, 32), D(d, 48) : OPERANDS(a, b))
-#define MULTIPLY_160(d, a, b) asm volatile(INSTRUCTION("160", R0 "," R1 "," R2 "," R3 "," R4, "%80", "%81", "%82", "%83", "%84") : D(d, 0), D(d, 16), D(d, 32), D(d, 48), D(d, 64) : OPERANDS(a, b))
-#define MULTIPLY_192(d, a, b) asm volatile(INSTRUCTION("192", R0 "," R1 "," R2 "," R3 "," R4 "," R5, "%96", "%97", "%98", "%99", "%100") : D(d, 0), D(d, 16), D(d, 32), D(d, 48), D(d, 64), D(d, 80) : OPERANDS(a, b))
-#define MULTIPLY_224(d, a, b) asm volatile(INSTRUCTION("224", R0 "," R1 "," R2 "," R3 "," R4 "," R5 "," R6, "%112", "%113", "%114", "%115", "%116") : D(d, 0), D(d, 16), D(d, 32), D(d, 48), D(d, 64), D(d, 80), D(d, 96) : OPERANDS(a, b))
-#define MULTIPLY_256(d, a, b) asm volatile(INSTRUCTION("256", R0 "," R1 "," R2 "," R3 "," R4 "," R5 "," R6 "," R7, "%128", "%129", "%130", "%131", "%132") : D(d, 0), D(d, 16), D(d, 32), D(d, 48), D(d, 64), D(d, 80), D(d, 96), D(d, 112) : OPERANDS(a, b))
 #if N_WIDTH == 32
 #define MULTIPLY_ROWS_1 MULTIPLY_32
 #define MULTIPLY_ROWS_2 MULTIPLY_64
@@ -293,19 +262,19 @@ __device__ __forceinline__ void multiply(float (&acc)[NB][OF_UNIT * (N_WIDTH / 2
     u64 b = upper | (((x + nb * (K_MAJOR ? N_WIDTH * SEGMENT : BOX_BYTES)) & 0x3ffff) >> 4);
     float* d = &acc[nb][first * (N_WIDTH / 2)];
 #if STACKS(1)
-    if (rows == 1) MULTIPLY_ROWS_1(d, a, b);
+    if (rows == 1) MULTIPLY_ROWS_1(d, a, b, "1");
 #endif
 #if STACKS(2)
-    if (rows == 2) MULTIPLY_ROWS_2(d, a, b);
+    if (rows == 2) MULTIPLY_ROWS_2(d, a, b, "1");
 #endif
 #if STACKS(3)
-    if (rows == 3) MULTIPLY_ROWS_3(d, a, b);
+    if (rows == 3) MULTIPLY_ROWS_3(d, a, b, "1");
 #endif
 #if STACKS(4)
-    if (rows == 4) MULTIPLY_ROWS_4(d, a, b);
+    if (rows == 4) MULTIPLY_ROWS_4(d, a, b, "1");
 #endif
 #if STACKS(5)
-    if (rows == 5) MULTIPLY_ROWS_5(d, a, b);
+    if (rows == 5) MULTIPLY_ROWS_5(d, a, b, "1");
 #endif
   }
 }
