@@ -602,23 +602,27 @@ __device__ __forceinline__ u32 low_part(float v, u32 high) {
 
 // --- matrix instructions ---------------------------------------------------------------------------------------------
 
-// wgmma: one warpgroup, D[64 x 64] += A[64 x K] B[K x 64]; A from registers, B from shared memory by descriptor.
-// Fragments (g = lane / 4, t = lane % 4): D[4j + 2h + c] is row 16 warp + g + 8h, column 8j + 2t + c.
-#define ACCUMULATORS_64(d) \
-  "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),          \
-      "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]),          \
-      "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]),         \
-      "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
-#define WGMMA_64(shape, tail) \
-  "wgmma.mma_async.sync.aligned." shape                                                                               \
-  " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,"  \
-  "%30,%31}, {%32,%33,%34,%35}, %36, " tail ";\n"
-
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory"); }
 template <int N> __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(N) : "memory");
 }
+
+// A kernel that includes this defines PRECISION, and TAIL: the signs of A and B and, for halves, how B lies.
+
+// wgmma: one warpgroup, D[64 x N] += A[64 x K] B[K x N], N = 32 to 256; A from registers, B from shared memory by descriptor.
+// Fragments (g = lane / 4, t = lane % 4): D[4j + 2h + c] is row 16 warp + g + 8h, column 8j + 2t + c.
+// Its registers in blocks of 16, those of A, B's descriptor; `scale` 0: D = A B instead.
+#define SUMS(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]),        \
+    "+f"(d[i + 6]), "+f"(d[i + 7]), "+f"(d[i + 8]), "+f"(d[i + 9]), "+f"(d[i + 10]), "+f"(d[i + 11]),                 \
+    "+f"(d[i + 12]), "+f"(d[i + 13]), "+f"(d[i + 14]), "+f"(d[i + 15])
+#define INSTRUCTION(n, registers, a0, a1, a2, a3, b0, scale) \
+  "wgmma.mma_async.sync.aligned.m64n" n "k8.f32.tf32.tf32" " {" registers "}, {" a0 "," a1 "," a2 "," a3 "}, " b0 ", " scale ", 1, 1" ";\n"
+#define OPERANDS(a, b) "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)
+#define MULTIPLY_64(d, a, b, scale) asm volatile(INSTRUCTION("64", \
+    "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15" "," \
+    "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31", "%32", "%33", "%34", "%35", "%36", scale) : \
+    SUMS(d, 0), SUMS(d, 16) : OPERANDS(a, b))
 constexpr int VEC = 16 / ELEMENT;  // elements of a 16-byte unit
 constexpr int ROW_BYTES = CK * ELEMENT;  // a pixel's row in a tile: 32, 64 or 128
 constexpr int UNITS_PER_ROW = ROW_BYTES / 16;
@@ -716,32 +720,65 @@ __constant__ const short TAP_INDEX[] = {
     -1, 12, -1, 13, -1, 14
 };
 
-__global__ void pack(const float* __restrict__ weight, u32* __restrict__ packed, int words) {
-  int i = blockIdx.x * blockDim.x + threadIdx.x;
-  if (i >= words) return;
-  int r = i & 3, lane = i >> 2 & 31, warp = i >> 7 & 3, rest = i >> 9;
+// A block packs 16 rows of M, those of a warp, for one step of K. It brings their weights to shared memory in the order of
+// memory, then writes its quarter of each fragment as one piece, two fragments at a time.
+constexpr int PACK_THREADS = 256;
+constexpr int QUARTER = FRAGMENT / 4 / 4;  // words
+constexpr int PACK_K = 32 / ELEMENT;  // input channels of a step
+constexpr int PACK_TAPS = TAPS;  // at once
+constexpr int PACK_PITCH = 15;  // odd, so that a warp's rows and channels meet different banks
+constexpr int PACK_INNER = PACK_K;  // of a block along the weight's second dimension
+constexpr int PACK_PLANE = CIN_G * TAPS;  // elements from one index of its first dimension to the next
+
+// Weights are dense, contiguous or channels-last: `inner_step` and `tap_step` are the elements from one index of the second
+// dimension and from one tap to the next, of which one is 1.
+__global__ void __launch_bounds__(PACK_THREADS) pack(const float* __restrict__ weight, u32* __restrict__ packed,
+    int inner_step, int tap_step) {
+  __shared__ float tile[16 * PACK_K * PACK_PITCH];
+  int thread = threadIdx.x, rest = blockIdx.x;
+  int warp = rest % 4;  rest /= 4;
   int wg = rest % WGS_M;  rest /= WGS_M;
-  int part = rest % PARTS;  rest /= PARTS;
   int k_step = rest % K_STEPS;  rest /= K_STEPS;
-  int per_block = CHUNKS * ENTRY[VARIANTS * (MB + 1) - 1];
-  int block = rest / per_block, variant = 0, within = rest % per_block;
-  while (within >= CHUNKS * entries_of(variant)) within -= CHUNKS * entries_of(variant++);
-  int chunk = within / entries_of(variant), entry = ENTRY[variant * (MB + 1)] + within % entries_of(variant);
-  int cout_block = block % COUT_BLOCKS * WGS_M + wg, group = block / COUT_BLOCKS;
-  int row = warp * 16 + (lane >> 2) + (r & 1) * 8, k = (lane & 3) * (4 / ELEMENT) + (r >> 1) * (16 / ELEMENT);
-  int sub = row / ROWS_PER_SUB, cout = cout_block * ROWS_PER_SUB + row % ROWS_PER_SUB;
-  int tap = TAP_INDEX[entry * SUBS + sub];
-  u32 word = 0;
-#pragma unroll
-  for (int e = 0; e < 4 / ELEMENT; e++) {
-    int cin = chunk * CK + k_step * (32 / ELEMENT) + k + e;
-    if (cin >= CIN_G || cout >= COUT_G || tap < 0) continue;
-// the result's channels are the layer's input channels
-    float v = weight[((long long)(group * COUT_G + cout) * CIN_G + cin) * TAPS + tap];
-    word = to_tf32(v);
-    if (part) word = low_part(v, word);
+  int chunk = rest % CHUNKS, block = rest / CHUNKS, group = block / COUT_BLOCKS;
+  int sub = warp * 16 / ROWS_PER_SUB;
+  int cout = (block % COUT_BLOCKS * WGS_M + wg) * ROWS_PER_SUB + warp * 16 % ROWS_PER_SUB,
+      cin = chunk * CK + k_step * PACK_K;
+  int first = group * COUT_G + cout;  // in the weight's first dimension
+  const float* from = weight + (long long)first * PACK_PLANE + cin * inner_step;
+  int word = thread % QUARTER, r = word & 3, lane = word >> 2;  // the thread's of a fragment: these rows and channels
+  const float* own = tile
+      + (((lane >> 2) + (r & 1) * 8) * PACK_K + (lane & 3) * (4 / ELEMENT) + (r >> 1) * (16 / ELEMENT)) * PACK_PITCH;
+  const int entries = ENTRY[VARIANTS * (MB + 1) - 1];
+#pragma unroll 1
+  for (int begin = 0; begin < TAPS; begin += PACK_TAPS) {
+    if (begin) __syncthreads();
+#pragma unroll 16  // loads in flight
+    for (int i = thread; i < 16 * PACK_K * PACK_TAPS; i += PACK_THREADS) {
+      int outer = i / (PACK_INNER * PACK_TAPS), within = i % (PACK_INNER * PACK_TAPS);
+      int inner = tap_step == 1 ? within / PACK_TAPS : within % PACK_INNER,
+          tap = tap_step == 1 ? within % PACK_TAPS : within / PACK_INNER;
+      int row = outer, k = inner;
+      bool exists = cout + row < COUT_G && cin + k < CIN_G && begin + tap < TAPS;
+      tile[(row * PACK_K + k) * PACK_PITCH + tap] = exists
+          ? from[(long long)outer * PACK_PLANE + inner * inner_step + (begin + tap) * tap_step] : 0;
+    }
+    __syncthreads();
+#pragma unroll 1
+    for (int variant = 0; variant < VARIANTS; variant++) {
+      int of = entries_of(variant), before = ENTRY[variant * (MB + 1)];
+#pragma unroll 4
+      for (int e = thread / QUARTER; e < of; e += PACK_THREADS / QUARTER) {
+        int tap = TAP_INDEX[(before + e) * SUBS + sub] - begin;  // negative: zeros, or written already
+        if (tap < 0 ? begin > 0 : tap >= PACK_TAPS) continue;
+        int fragment = ((block * entries + before) * CHUNKS + chunk * of + e) * K_STEPS + k_step;
+        u32* to = packed + (long long)((fragment * PARTS * WGS_M + wg) * 4 + warp) * QUARTER + word;
+        float v = tap < 0 ? 0.f : own[tap];
+        u32 high = to_tf32(v);
+        *to = high;
+        to[WGS_M * (FRAGMENT / 4)] = low_part(v, high);
+      }
+    }
   }
-  packed[i] = word;
 }
 
 // A place in a ring of `count` stages, and the parity of its phase.
@@ -1105,13 +1142,9 @@ __device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4]
   for (int nb = 0; nb < NB; nb += SUBTILES_OF_WGMMA) {
     u64 b = upper | (pixels.start + shift * (ROW_BYTES / 16)
         + (rows_to(nb, pixels.first) * ROW_BYTES + k_step * 32 + part * PART_BYTES) / 16);
-    if (FRESH) {
-      asm volatile(WGMMA_64("m64n64k8.f32.tf32.tf32", "0, 1, 1") : ACCUMULATORS_64(acc[nb]) : "r"(a[0]), "r"(a[1]),
-          "r"(a[2]), "r"(a[3]), "l"(b));
-      continue;
-    }
-    asm volatile(WGMMA_64("m64n64k8.f32.tf32.tf32", "1, 1, 1") : ACCUMULATORS_64(acc[nb]) : "r"(a[0]), "r"(a[1]),
-        "r"(a[2]), "r"(a[3]), "l"(b));
+    float* d = acc[nb];
+    if (FRESH) MULTIPLY_64(d, a, b, "0");
+    else MULTIPLY_64(d, a, b, "1");
   }
 }
 
@@ -1483,8 +1516,10 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
   }
 }
 
-#undef ACCUMULATORS_64
-#undef WGMMA_64
+#undef SUMS
+#undef INSTRUCTION
+#undef OPERANDS
+#undef MULTIPLY_64
 #undef COLUMN
 #undef FRAGMENTS
 #undef STAGE_FRAGMENTS
@@ -2494,7 +2529,7 @@ void run_forward(const at::Tensor& x, const at::Tensor& packed, const std::optio
 
 void pack_grad_input(const at::Tensor& weight, const at::Tensor& packed) {
   const auto pointers = std::make_tuple(weight.data_ptr(), packed.data_ptr());
-  launch<grad_input::pack, 256, 0>(weight, (packed.numel() + 255) / 256, pointers, std::make_tuple(packed.numel()));
+  launch<grad_input::pack, 256, 0>(weight, 32, pointers, std::make_tuple(15, 1));
 }
 
 void run_grad_input(const at::Tensor& grad, const at::Tensor& packed, const std::optional<at::Tensor>& bias,

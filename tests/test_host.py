@@ -15,9 +15,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+from gather_interpreter import Interpreter
 from test_gather import draw_problem, draw_tiling
 from upconv.cuda import gather, jit, wgrad
 from upconv.cuda.gpu import H200
@@ -89,6 +91,15 @@ def turn(tiling: Tiling, folder: Path) -> Path:
         defined(tiling) + box + CONSTANTS + tables + types + SIZES + tile + rows + places + pixels
     )
     return compiled("turn", folder)
+
+
+def packing(tiling: Tiling, folder: Path) -> Path:
+    """A program that packs a tiling's weights."""
+    entries = cut(SOURCE, "__constant__ const int ENTRY[]", "__constant__ const short SUB_D[]")
+    counts = cut(SOURCE, "__device__ __forceinline__ int entries_of", "__device__ __forceinline__ int chunks_of")
+    pack = cut(SOURCE, "__constant__ const short TAP_INDEX[]", "// A place in a ring of")
+    (folder / "kernel.h").write_text(defined(tiling) + CONSTANTS + entries + counts + pack)
+    return compiled("pack", folder)
 
 
 def fragments(tiling: WarpgroupTiling, folder: Path) -> Path:
@@ -255,6 +266,35 @@ def test_taps_shift_their_fragments_out_of_common_words(seed: int, stride: int, 
         if tiling.shared_words and tiling.aligned_g == aligned:
             break
     assert tiles(fragments(tiling, tmp_path), seed, 200) > 1000
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_weights_are_packed(seed: int, tmp_path: Path) -> None:
+    """Every word is the interpreter's, from contiguous weights and from channels-last ones."""
+    r = random.Random(seed)
+    tiling = None
+    while tiling is None or tiling.packed_words > 60_000:
+        p = draw_problem(r)
+        if seed == 0 and p.rank == 2:  # more taps than a block takes at once
+            p = p.with_(kernel=(9, 8), stride=(2, 1), padding=(2, 3), output_padding=(0, 0))
+        tiling = draw_tiling(p, r) if seed or p.taps == 72 else None
+    p = tiling.problem
+    # TF32 has the even numbers from 2,048 to 4,096; IEEE's second part is what it leaves of the odd ones.
+    least, most = (1, 250) if p.dtype.itemsize == 2 else (2048, 4096)
+    weight = torch.randint(least, most, p.weight_shape, generator=torch.Generator().manual_seed(seed))
+    weight = (weight // 2 * 2 if p.precision == "tf32" else weight).to(p.dtype)
+    interpreter = Interpreter(tiling, coarse=2.0)
+    expected = interpreter.pack(weight.double().numpy())
+    program = packing(tiling, tmp_path)
+    kind = torch.int16 if p.dtype.itemsize == 2 else torch.float32
+    steps = {(p.taps, 1): weight.flatten(2), (1, p.weight_shape[1]): weight.flatten(2).mT}
+    for (inner, tap), given in steps.items():
+        arguments = map(str, (tiling.pack_blocks, inner, tap, tiling.packed_words))
+        data = given.contiguous().view(kind).numpy().tobytes()
+        done = subprocess.run([str(program), *arguments], input=data, capture_output=True)
+        assert done.returncode == 0, done.stdout[:400]
+        words = torch.frombuffer(bytearray(done.stdout), dtype=p.dtype).view(-1, 4 // p.dtype.itemsize)
+        assert np.array_equal(words.double().numpy(), expected), tiling
 
 
 @pytest.mark.parametrize("seed", range(36))

@@ -21,7 +21,7 @@ from upconv.cuda.boxes import Tensor5, alignment_classes, encode, of_class
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.gpu import gpu as gpu_of
 from upconv.cuda.launch import Launcher, bind
-from upconv.cuda.tiling import FRAGMENT, Tiling, Triple, Unfit, result_shape, source_shape, whole_source
+from upconv.cuda.tiling import FRAGMENT, PACK_THREADS, Tiling, Triple, Unfit, result_shape, source_shape, whole_source
 from upconv.problem import Problem
 
 _ACCUMULATORS = 4  # blocks of 64 x 64 that a consumer warpgroup holds: 128 registers of a thread's 200
@@ -123,9 +123,10 @@ class Prepared:
         (unit,) = choice.sources()
         arch = gpu_of(device).arch
         self._device = device
-        self._words = t.packed_words
+        self._words, self._taps = t.packed_words, p.taps
+        self._last = {2: torch.channels_last, 3: torch.channels_last_3d}.get(p.rank)
         self._tiling, self._problem = t, p
-        self._pack = Launcher(jit.kernel(unit.source, "pack", arch, unit.label), 256, 0, "PPi")
+        self._pack = Launcher(jit.kernel(unit.source, "pack", arch, unit.label), PACK_THREADS, 0, "PPii")
         threads = 512 if t.wgmma else 384
         self._tensors = tensors(t, p)
         codes = "PPPP" + "i" * 11 + "q" * 16 * len(self._tensors)
@@ -148,9 +149,15 @@ class Prepared:
 
     def pack(self, weight: Tensor) -> Tensor:
         """The weights in fragment order: int32 words, launched on the current stream."""
-        weight = weight.contiguous()
+        inner, tap = self._taps, 1
+        if not weight.is_contiguous():
+            last = self._last is not None and weight.is_contiguous(memory_format=self._last)
+            if last and weight.shape == self._problem.weight_shape:
+                inner, tap = 1, weight.shape[1]
+            else:
+                weight = weight.contiguous()
         packed = weight.new_empty_strided((self._words,), (1,), dtype=torch.int32)  # 2 us less than torch.empty
-        self._pack(self._device, -(-self._words // 256), (weight.data_ptr(), packed.data_ptr(), self._words))
+        self._pack(self._device, self._tiling.pack_blocks, (weight.data_ptr(), packed.data_ptr(), inner, tap))
         return packed
 
     def run(self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor) -> None:

@@ -24,6 +24,7 @@ from upconv.problem import Problem
 
 Triple = tuple[int, int, int]
 
+PACK_THREADS = 256  # of a block that packs weights
 FRAGMENT = 2048  # bytes of weights that a warpgroup takes at a step: 64 rows x 32 bytes of K
 _MOST_ACCUMULATORS = 5  # 64 x 64 each, 32 registers of a consumer's thread
 _MAX_PIXELS = 12 * 192  # a producer thread keeps track of 12
@@ -341,6 +342,11 @@ class Tiling:
         """32-bit words of the packed weights."""
         per_block = sum(self.fragments(v) for v in range(len(self.variants))) * self.wgs_m
         return self.problem.groups * self.cout_blocks * per_block * (FRAGMENT // 4)
+
+    @property
+    def pack_blocks(self) -> int:
+        """Blocks that pack weights: each 16 rows of M, one step of K, all taps."""
+        return self.problem.groups * self.cout_blocks * self.chunks * self.k_steps * self.wgs_m * 4
 
     # --- N: pixels ---------------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ import torch
 
 from upconv.cuda import direct, direct_wgrad, gather, staged, wgrad
 from upconv.cuda.gpu import Gpu
-from upconv.cuda.tiling import Tiling, source_shape
+from upconv.cuda.tiling import PACK_THREADS, Tiling, source_shape
 from upconv.cuda.wgrad_tiling import WarpgroupTiling
 from upconv.planner import Device, select
 from upconv.problem import Pass, Problem
@@ -302,6 +302,10 @@ def _pack(v: Variant) -> str:
     c = v.choice
     kernel = f"{v.name}::{v.pack}"
     lines = ["const auto pointers = std::make_tuple(weight.data_ptr(), packed.data_ptr());\n"]
+    if isinstance(c, gather.Choice):  # elements from a channel to the next, from a tap to the next
+        block, blocks = (PACK_THREADS, 0), str(c.tiling.pack_blocks)
+        lines.append(_launch(kernel, block, "weight", blocks, "pointers", f"std::make_tuple({c.problem.taps}, 1)"))
+        return "".join(lines)
     blocks, rest = "(packed.numel() + 255) / 256", "std::make_tuple(packed.numel())"
     if isinstance(c, direct.Choice):
         full = (*c.problem.weight_shape[:2], *_full(c.problem.kernel))

@@ -158,39 +158,64 @@ __device__ __forceinline__ u32 unit_at(int p, int unit) {
 
 __constant__ const short TAP_INDEX[] = TAP_INDICES;    // [variant, block, tap][SUBS]: the kernel's tap, -1 for none
 
-extern "C" __global__ void pack(const ELEMENT_TYPE* __restrict__ weight, u32* __restrict__ packed, int words) {
-  int i = blockIdx.x * blockDim.x + threadIdx.x;
-  if (i >= words) return;
-  int r = i & 3, lane = i >> 2 & 31, warp = i >> 7 & 3, rest = i >> 9;
+// A block packs 16 rows of M, those of a warp, for one step of K. It brings their weights to shared memory in the order of
+// memory, then writes its quarter of each fragment as one piece, two fragments at a time.
+#define PACK_THREADS 256
+#define QUARTER (FRAGMENT / 4 / 4)                     // words
+#define PACK_K (32 / ELEMENT)                          // input channels of a step
+#define PACK_TAPS (TAPS < 64 ? TAPS : 64)              // at once
+#define PACK_PITCH (PACK_TAPS | 1)                     // odd, so that a warp's rows and channels meet different banks
+#define PACK_INNER (GRAD_INPUT ? PACK_K : 16)          // of a block along the weight's second dimension
+#define PACK_PLANE ((GRAD_INPUT ? CIN_G : COUT_G) * TAPS)  // elements from one index of its first dimension to the next
+
+// Weights are dense, contiguous or channels-last: `inner_step` and `tap_step` are the elements from one index of the second
+// dimension and from one tap to the next, of which one is 1.
+extern "C" __global__ void __launch_bounds__(PACK_THREADS) pack(const ELEMENT_TYPE* __restrict__ weight, u32* __restrict__ packed, int inner_step, int tap_step) {
+  __shared__ ELEMENT_TYPE tile[16 * PACK_K * PACK_PITCH];
+  int thread = threadIdx.x, rest = blockIdx.x;
+  int warp = rest % 4;  rest /= 4;
   int wg = rest % WGS_M;  rest /= WGS_M;
-  int part = rest % PARTS;  rest /= PARTS;
   int k_step = rest % K_STEPS;  rest /= K_STEPS;
-  int per_block = CHUNKS * ENTRY[VARIANTS * (MB + 1) - 1];
-  int block = rest / per_block, variant = 0, within = rest % per_block;
-  while (within >= CHUNKS * entries_of(variant)) within -= CHUNKS * entries_of(variant++);
-  int chunk = within / entries_of(variant), entry = ENTRY[variant * (MB + 1)] + within % entries_of(variant);
-  int cout_block = block % COUT_BLOCKS * WGS_M + wg, group = block / COUT_BLOCKS;
-  int row = warp * 16 + (lane >> 2) + (r & 1) * 8, k = (lane & 3) * (4 / ELEMENT) + (r >> 1) * (16 / ELEMENT);
-  int sub = row / ROWS_PER_SUB, cout = cout_block * ROWS_PER_SUB + row % ROWS_PER_SUB;
-  int tap = TAP_INDEX[entry * SUBS + sub];
-  u32 word = 0;
-#pragma unroll
-  for (int e = 0; e < 4 / ELEMENT; e++) {
-    int cin = chunk * CK + k_step * (32 / ELEMENT) + k + e;
-    if (cin >= CIN_G || cout >= COUT_G || tap < 0) continue;
-#if GRAD_INPUT  // the result's channels are the layer's input channels
-    ELEMENT_TYPE v = weight[((long long)(group * COUT_G + cout) * CIN_G + cin) * TAPS + tap];
-#else
-    ELEMENT_TYPE v = weight[((long long)(group * CIN_G + cin) * COUT_G + cout) * TAPS + tap];
-#endif
+  int chunk = rest % CHUNKS, block = rest / CHUNKS, group = block / COUT_BLOCKS;
+  int sub = warp * 16 / ROWS_PER_SUB;
+  int cout = (block % COUT_BLOCKS * WGS_M + wg) * ROWS_PER_SUB + warp * 16 % ROWS_PER_SUB, cin = chunk * CK + k_step * PACK_K;
+  int first = GRAD_INPUT ? group * COUT_G + cout : group * CIN_G + cin;  // in the weight's first dimension
+  const ELEMENT_TYPE* from = weight + (long long)first * PACK_PLANE + (GRAD_INPUT ? cin : cout) * inner_step;
+  int word = thread % QUARTER, r = word & 3, lane = word >> 2;  // the thread's of a fragment: these rows and channels
+  const ELEMENT_TYPE* own = tile + (((lane >> 2) + (r & 1) * 8) * PACK_K + (lane & 3) * (4 / ELEMENT) + (r >> 1) * (16 / ELEMENT)) * PACK_PITCH;
+  const int entries = ENTRY[VARIANTS * (MB + 1) - 1];
+#pragma unroll 1
+  for (int begin = 0; begin < TAPS; begin += PACK_TAPS) {
+    if (begin) __syncthreads();
+#pragma unroll 16  // loads in flight
+    for (int i = thread; i < 16 * PACK_K * PACK_TAPS; i += PACK_THREADS) {
+      int outer = i / (PACK_INNER * PACK_TAPS), within = i % (PACK_INNER * PACK_TAPS);
+      int inner = tap_step == 1 ? within / PACK_TAPS : within % PACK_INNER, tap = tap_step == 1 ? within % PACK_TAPS : within / PACK_INNER;
+      int row = GRAD_INPUT ? outer : inner, k = GRAD_INPUT ? inner : outer;
+      bool exists = cout + row < COUT_G && cin + k < CIN_G && begin + tap < TAPS;
+      tile[(row * PACK_K + k) * PACK_PITCH + tap] = exists ? from[(long long)outer * PACK_PLANE + inner * inner_step + (begin + tap) * tap_step] : 0;
+    }
+    __syncthreads();
+#pragma unroll 1
+    for (int variant = 0; variant < VARIANTS; variant++) {
+      int of = entries_of(variant), before = ENTRY[variant * (MB + 1)];
+#pragma unroll 4
+      for (int e = thread / QUARTER; e < of; e += PACK_THREADS / QUARTER) {
+        int tap = TAP_INDEX[(before + e) * SUBS + sub] - begin;  // negative: zeros, or written already
+        if (tap < 0 ? begin > 0 : tap >= PACK_TAPS) continue;
+        int fragment = ((block * entries + before) * CHUNKS + chunk * of + e) * K_STEPS + k_step;
+        u32* to = packed + (long long)((fragment * PARTS * WGS_M + wg) * 4 + warp) * QUARTER + word;
 #if ELEMENT == 4
-    word = to_tf32(v);
-    if (part) word = low_part(v, word);
+        float v = tap < 0 ? 0.f : own[tap];
+        u32 high = to_tf32(v);
+        *to = high;
+        if (PARTS == 2) to[WGS_M * (FRAGMENT / 4)] = low_part(v, high);
 #else
-    word |= (u32)v << (16 * e);
+        *to = tap < 0 ? 0u : own[tap] | (u32)own[PACK_PITCH + tap] << 16;
 #endif
+      }
+    }
   }
-  packed[i] = word;
 }
 
 // A place in a ring of `count` stages, and the parity of its phase.

@@ -1,5 +1,3 @@
-// wgmma: one warpgroup, D[64 x N] += A[64 x K] B[K x N], N = 32 to 256; A from registers, B from shared memory by descriptor.
-// Fragments (g = lane / 4, t = lane % 4): D[4j + 2h + c] is row 16 warp + g + 8h, column 8j + 2t + c.
 // A kernel that includes this defines PRECISION, and TAIL: the signs of A and B and, for halves, how B lies.
 #if PRECISION < 2
 #define TYPES "k8.f32.tf32.tf32"
@@ -9,6 +7,8 @@
 #define TYPES "k16.f32.bf16.bf16"
 #endif
 
+// wgmma: one warpgroup, D[64 x N] += A[64 x K] B[K x N], N = 32 to 256; A from registers, B from shared memory by descriptor.
+// Fragments (g = lane / 4, t = lane % 4): D[4j + 2h + c] is row 16 warp + g + 8h, column 8j + 2t + c.
 // Its registers in blocks of 16, those of A, B's descriptor; `scale` 0: D = A B instead.
 #define REGISTERS_0 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
 #define REGISTERS_1 "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
