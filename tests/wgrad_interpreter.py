@@ -111,7 +111,7 @@ class Interpreter:
         self.dense, spans = {}, {}
         for axis in "DHW":
             count, taps = m[f"TILE_{axis}"], m[f"TAPS_{axis}"]
-            span = (count - 1) * m[f"STEP_{axis}"] + (taps - 1) * m[f"DIL_{axis}"] + 1
+            span = ((count - 1) * m[f"STEP_{axis}"] + (taps - 1) * m[f"DIL_{axis}"]) // m[f"APART_{axis}"] + 1
             self.dense[axis] = axis == "W" or span <= count * taps
             spans[axis] = span if self.dense[axis] else count * taps
         self.stacked = bool(m.get("STACKED", 0))
@@ -209,17 +209,19 @@ class Interpreter:
 
     def g_row(self, r: Ints) -> Rows:
         m, h, d = self.m, r % self.g_rows_h, r // self.g_rows_h % self.g_rows_d
-        if not self.dense["D"]:
-            d = d // m["TAPS_D"] * m["STEP_D"] + d % m["TAPS_D"] * m["DIL_D"]
-        if not self.dense["H"]:
-            h = h // m["TAPS_H"] * m["STEP_H"] + h % m["TAPS_H"] * m["DIL_H"]
+        d, h = (
+            at * m[f"APART_{axis}"]
+            if self.dense[axis]
+            else at // m[f"TAPS_{axis}"] * m[f"STEP_{axis}"] + at % m[f"TAPS_{axis}"] * m[f"DIL_{axis}"]
+            for axis, at in (("D", d), ("H", h))
+        )
         return Rows(r // (self.g_rows_h * self.g_rows_d), d, h)
 
     def tile_row(self, q: Rows) -> Ints:
         """Row of g's tile of the first tap of a row of q."""
         m = self.m
-        d = q.d * (m["STEP_D"] if self.dense["D"] else m["TAPS_D"])
-        h = q.h * (m["STEP_H"] if self.dense["H"] else m["TAPS_H"])
+        d = q.d * (m["STEP_D"] // m["APART_D"] if self.dense["D"] else m["TAPS_D"])
+        h = q.h * (m["STEP_H"] // m["APART_H"] if self.dense["H"] else m["TAPS_H"])
         return (q.n * self.g_rows_d + d) * self.class_rows + h
 
     def g_place(self, c: Place, tap: tuple[int, int, int]) -> Place:
@@ -359,8 +361,8 @@ class Interpreter:
         g, q, per = LANE >> 2, LANE & 3, 4 // self.element
         taps = []
         for td, th, tw in product(*(range(m[f"TAPS_{axis}"]) for axis in "DHW")):
-            shift = (td * m["DIL_D"] if self.dense["D"] else td) * self.g_rows_h
-            shift += th * m["DIL_H"] if self.dense["H"] else th
+            shift = (td * (m["DIL_D"] // m["APART_D"]) if self.dense["D"] else td) * self.g_rows_h
+            shift += th * (m["DIL_H"] // m["APART_H"]) if self.dense["H"] else th
             base = (row + shift) * (self.g_columns if self.last else m["BLOCK_CO"] * self.g_pitch)
             base = base + column * m["STEP_W"]
             found = []
@@ -418,8 +420,8 @@ class Interpreter:
             unit = min(first_unit + u, self.set_units - 1)
             td, tw = unit // (self.set_units // m["TAPS_D"]), unit % m["TAPS_W"]
             th = 0 if self.stacked else unit // m["TAPS_W"] % m["TAPS_H"]
-            shift = (td * m["DIL_D"] if self.dense["D"] else td) * self.class_rows
-            shift += th * m["DIL_H"] if self.dense["H"] else th
+            shift = (td * (m["DIL_D"] // m["APART_D"]) if self.dense["D"] else td) * self.class_rows
+            shift += th * (m["DIL_H"] // m["APART_H"]) if self.dense["H"] else th
             if self.last:
                 tap_at = shift * self.g_line + tw * m["DIL_W"]
             else:

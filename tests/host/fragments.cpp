@@ -30,7 +30,7 @@ static long long one_step(const std::vector<u16>& tile) {
   for (int u = 0; u < UNITS; u++) {  // as `consume` has it
     int unit = first_unit + u < SET_UNITS ? first_unit + u : SET_UNITS - 1;
     int td = unit / (SET_UNITS / TAPS_D), th = STACKED ? 0 : unit / TAPS_W % TAPS_H, tw = unit % TAPS_W;
-    int shift = (DENSE_D ? td * DIL_D : td) * CLASS_ROWS + (DENSE_H ? th * DIL_H : th);
+    int shift = (DENSE_D ? td * (DIL_D / APART_D) : td) * CLASS_ROWS + (DENSE_H ? th * (DIL_H / APART_H) : th);
     taps.at[u] = shift * (G_CHANNELS * G_PITCH) + tw * DIL_W;
     taps.line[u] = ((u32)(td * DIL_D) * s.out_h + th * DIL_H) * s.out_w;
   }

@@ -64,6 +64,12 @@ class Tiling:
         return self._full(self.problem.padding, 0)
 
     @cached_property
+    def apart(self) -> Triple:
+        """From one row of g (D, H) that some tap reads to the next; columns are all held."""
+        d, h, _ = (math.gcd(*pair) for pair in zip(self.steps, self.dilation))
+        return d, h, 1
+
+    @cached_property
     def element(self) -> int:
         return self.problem.dtype.itemsize
 
@@ -109,7 +115,7 @@ class Tiling:
         spans = []
         for axis in range(3):
             count, taps = self.tile[1 + axis], self.taps[axis]
-            dense = (count - 1) * self.steps[axis] + (taps - 1) * self.dilation[axis] + 1
+            dense = ((count - 1) * self.steps[axis] + (taps - 1) * self.dilation[axis]) // self.apart[axis] + 1
             spans.append(dense if axis == 2 else min(dense, count * taps))
         return spans[0], spans[1], spans[2]
 
@@ -201,6 +207,7 @@ class Tiling:
                 f"TAPS_{axis}": self.taps[i],
                 f"SETS_{axis}": self.sets[i],
                 f"TILE_{axis}": self.tile[1 + i],
+                f"APART_{axis}": self.apart[i],
             }
         return found
 
@@ -412,10 +419,10 @@ class WarpgroupTiling(Tiling):
     def _g_row_steps(self) -> tuple[int, int]:
         """From one row of g's tile to the next along D and H; 0 where rows do not lie evenly."""
         found: list[int] = []
-        axes = zip(self.tile[1:3], self.taps, self.steps, self.dilation, self._spans())
-        for count, taps, step, dilation, rows in axes:
-            if rows == (count - 1) * step + (taps - 1) * dilation + 1 or (self.stacked and len(found)):  # every row
-                found.append(1)
+        axes = zip(self.tile[1:3], self.taps, self.steps, self.dilation, self.apart, self._spans())
+        for count, taps, step, dilation, apart, rows in axes:
+            if rows == ((count - 1) * step + (taps - 1) * dilation) // apart + 1 or (self.stacked and len(found)):
+                found.append(apart)  # dense
             elif taps == 1:
                 found.append(step)
             else:

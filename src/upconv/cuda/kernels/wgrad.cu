@@ -119,8 +119,8 @@ __device__ __forceinline__ void multiply_chunk(float (&acc)[SET_TAPS][M_FRAGMENT
       int strip = ELEMENT == 4 ? step : 2 * step + k, row = strip / W_STRIPS;
       Rows at = x_row(row);
       g_row_n[k] = at.n * G_ROWS_D;
-      row_d[k] = at.d * (DENSE_D ? STEP_D : TAPS_D);
-      row_h[k] = at.h * (DENSE_H ? STEP_H : TAPS_H);
+      row_d[k] = at.d * (DENSE_D ? STEP_D / APART_D : TAPS_D);
+      row_h[k] = at.h * (DENSE_H ? STEP_H / APART_H : TAPS_H);
       column[k] = strip % W_STRIPS * 8 + (ELEMENT == 4 ? 4 * k : 0);
 #if CHANNELS_LAST
       x_at[k] = row * TILE_W + column[k];
@@ -165,12 +165,12 @@ __device__ __forceinline__ void multiply_chunk(float (&acc)[SET_TAPS][M_FRAGMENT
         int base[2];
 #pragma unroll
         for (int k = 0; k < 2; k++) {
-          int d = row_d[k] + (DENSE_D ? td * DIL_D : td), h = row_h[k] + (DENSE_H ? th * DIL_H : th);
+          int d = row_d[k] + (DENSE_D ? td * (DIL_D / APART_D) : td), h = row_h[k] + (DENSE_H ? th * (DIL_H / APART_H) : th);
           int row = (g_row_n[k] + d) * G_ROWS_H + h;
 #if CHANNELS_LAST
           base[k] = row * G_COLUMNS + column[k] * STEP_W;
 #else
-          int image = g_row_n[k] / G_ROWS_D, at_d = DENSE_D ? d : row_d[k] / TAPS_D * STEP_D + td * DIL_D, at_h = DENSE_H ? h : row_h[k] / TAPS_H * STEP_H + th * DIL_H;
+          int image = g_row_n[k] / G_ROWS_D, at_d = DENSE_D ? d * APART_D : row_d[k] / TAPS_D * STEP_D + td * DIL_D, at_h = DENSE_H ? h * APART_H : row_h[k] / TAPS_H * STEP_H + th * DIL_H;
           int phase = (g_phase + ((u32)(image * COUT) * s.out_d + at_d) * s.out_h * s.out_w + (u32)at_h * s.out_w) & (VEC - 1);
           base[k] = row * BLOCK_CO * G_PITCH + column[k] * STEP_W + phase;
 #endif

@@ -11,12 +11,15 @@
 #define CIN (GROUPS * CIN_G)
 #define COUT (GROUPS * COUT_G)
 
-// Rows of g's tile: every row between the first and the last (dense), or TAPS rows for each q when that is fewer.
+// Rows of g's tile: every APART-th row between the first and the last (dense), the greatest common divisor of stride and dilation
+// apart; or TAPS rows for each q when that is fewer.
 #define SPAN(tile, step, taps, dil) (((tile) - 1) * (step) + ((taps) - 1) * (dil) + 1)
-#define DENSE_D (SPAN(TILE_D, STEP_D, TAPS_D, DIL_D) <= TILE_D * TAPS_D)
-#define DENSE_H (STACKED || SPAN(TILE_H, STEP_H, TAPS_H, DIL_H) <= TILE_H * TAPS_H)
-#define G_ROWS_D (DENSE_D ? SPAN(TILE_D, STEP_D, TAPS_D, DIL_D) : TILE_D * TAPS_D)
-#define G_ROWS_H (STACKED ? TILE_H * STEP_H : DENSE_H ? SPAN(TILE_H, STEP_H, TAPS_H, DIL_H) : TILE_H * TAPS_H)
+#define SPAN_D SPAN(TILE_D, STEP_D / APART_D, TAPS_D, DIL_D / APART_D)
+#define SPAN_H SPAN(TILE_H, STEP_H / APART_H, TAPS_H, DIL_H / APART_H)
+#define DENSE_D (SPAN_D <= TILE_D * TAPS_D)
+#define DENSE_H (STACKED || SPAN_H <= TILE_H * TAPS_H)
+#define G_ROWS_D (DENSE_D ? SPAN_D : TILE_D * TAPS_D)
+#define G_ROWS_H (STACKED ? TILE_H * STEP_H : DENSE_H ? SPAN_H : TILE_H * TAPS_H)
 #define G_COLUMNS SPAN(TILE_W, STEP_W, TAPS_W, DIL_W)
 #define X_ROWS (TILE_N * TILE_D * X_ROWS_H)
 #define CLASS_ROWS ((G_ROWS_H + ROW_CLASSES - 1) / ROW_CLASSES)
@@ -67,7 +70,8 @@ struct Rows { int n, d, h; };
 __device__ __forceinline__ Rows x_row(int r) { return {r / (TILE_D * X_ROWS_H), r / X_ROWS_H % TILE_D, r % X_ROWS_H}; }
 __device__ __forceinline__ Rows g_row(int r) {
   int h = r % G_ROWS_H, d = r / G_ROWS_H % G_ROWS_D;
-  return {r / (G_ROWS_H * G_ROWS_D), DENSE_D ? d : d / TAPS_D * STEP_D + d % TAPS_D * DIL_D, DENSE_H ? h : h / TAPS_H * STEP_H + h % TAPS_H * DIL_H};
+  return {r / (G_ROWS_H * G_ROWS_D), DENSE_D ? d * APART_D : d / TAPS_D * STEP_D + d % TAPS_D * DIL_D,
+          DENSE_H ? h * APART_H : h / TAPS_H * STEP_H + h % TAPS_H * DIL_H};
 }
 
 // =====================================================================================================================
@@ -124,7 +128,7 @@ __device__ __forceinline__ void copy_tile(const char* __restrict__ tensor, int b
       const char* base = tensor + (((long long)n * CHANNELS + channel + c) * plane + (long long)d * height * width + w0) * ELEMENT;
 #pragma unroll 2
       for (int rh = 0; rh < ROWS_H; rh++, offset += BLOCK * PITCH * ELEMENT) {
-        int h = h0 + (IS_X || DENSE_H ? rh : rh / TAPS_H * STEP_H + rh % TAPS_H * DIL_H);
+        int h = h0 + (IS_X ? rh : DENSE_H ? rh * APART_H : rh / TAPS_H * STEP_H + rh % TAPS_H * DIL_H);
         const char* from = base + (long long)h * (width * ELEMENT);
         int misaligned = (int)((u64)from & 15), first = w0 + (unit * 16 - misaligned) / ELEMENT;  // column of the first element
         from += unit * 16 - misaligned;

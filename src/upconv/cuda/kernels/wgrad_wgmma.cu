@@ -294,7 +294,7 @@ struct Step { Half half[2]; };
 
 // Place of a tile's row of q in g's tile before the tap's own share; STACKED of the first row of a slice.
 __device__ __forceinline__ int tile_row(const Rows& q) {
-  return (q.n * G_ROWS_D + q.d * (DENSE_D ? STEP_D : TAPS_D)) * CLASS_ROWS + q.h * (DENSE_H ? STEP_H : TAPS_H);
+  return (q.n * G_ROWS_D + q.d * (DENSE_D ? STEP_D / APART_D : TAPS_D)) * CLASS_ROWS + q.h * (DENSE_H ? STEP_H / APART_H : TAPS_H);
 }
 
 // Step `k_step` of a chunk's positions: a strip of 8, or two of 16-bit types.
@@ -474,7 +474,7 @@ __device__ __forceinline__ void consume(float* __restrict__ partial, const Sizes
     int unit = first_unit + u;
     if (unit >= SET_UNITS) unit = SET_UNITS - 1;                                               // its sums are not stored
     int td = unit / (SET_UNITS / TAPS_D), th = STACKED ? 0 : unit / TAPS_W % TAPS_H, tw = unit % TAPS_W;
-    int shift = (DENSE_D ? td * DIL_D : td) * CLASS_ROWS + (DENSE_H ? th * DIL_H : th);
+    int shift = (DENSE_D ? td * (DIL_D / APART_D) : td) * CLASS_ROWS + (DENSE_H ? th * (DIL_H / APART_H) : th);
 #if CHANNELS_LAST
     taps.at[u] = shift * G_LINE + tw * DIL_W;
 #else
