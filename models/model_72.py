@@ -2493,6 +2493,7 @@ constexpr int PAD_D = 1, PAD_H = 2, PAD_W = 3;  // padding
 constexpr int TAPS_D = 1, TAPS_H = 2, TAPS_W = 7;  // of a set, which a block multiplies
 constexpr int SETS_D = 3, SETS_H = 3, SETS_W = 1;  // of taps
 constexpr int TILE_D = 1, TILE_H = 8, TILE_W = 16;  // positions q of a chunk
+constexpr int APART_D = 1, APART_H = 1;
 constexpr int WARP_M = 16;  // input channels of a warp
 constexpr int WARP_N = 8;  // output channels of a warp
 
@@ -2555,7 +2556,9 @@ constexpr int SET_TAPS = TAPS_D * TAPS_H * TAPS_W;
 constexpr int SETS = SETS_D * SETS_H * SETS_W;  // of taps
 constexpr int CIN = GROUPS * CIN_G;  // channels of what is read
 constexpr int COUT = GROUPS * COUT_G;  // channels of what is written
-constexpr int G_ROWS_D = 1, G_ROWS_H = 16;
+constexpr int SPAN_D = 1, SPAN_H = 16;
+constexpr int G_ROWS_D = SPAN_D;
+constexpr int G_ROWS_H = SPAN_H;
 constexpr int G_COLUMNS = 37;
 constexpr int X_ROWS = TILE_N * TILE_D * X_ROWS_H;
 constexpr int CLASS_ROWS = (G_ROWS_H + ROW_CLASSES - 1) / ROW_CLASSES;
@@ -2589,7 +2592,8 @@ struct Rows { int n, d, h; };
 __device__ __forceinline__ Rows x_row(int r) { return {r / (TILE_D * X_ROWS_H), r / X_ROWS_H % TILE_D, r % X_ROWS_H}; }
 __device__ __forceinline__ Rows g_row(int r) {
   int h = r % G_ROWS_H, d = r / G_ROWS_H % G_ROWS_D;
-  return {r / (G_ROWS_H * G_ROWS_D), d, h};
+  return {r / (G_ROWS_H * G_ROWS_D), d * APART_D,
+          h * APART_H};
 }
 
 // =====================================================================================================================
@@ -2622,7 +2626,7 @@ __device__ __forceinline__ void copy_tile(const char* __restrict__ tensor, int b
           + (((long long)n * CHANNELS + channel + c) * plane + (long long)d * height * width + w0) * ELEMENT;
 #pragma unroll 2
       for (int rh = 0; rh < ROWS_H; rh++, offset += BLOCK * PITCH * ELEMENT) {
-        int h = h0 + rh;
+        int h = h0 + (IS_X ? rh : rh * APART_H);
         const char* from = base + (long long)h * (width * ELEMENT);
         // column of the first element
         int misaligned = (int)((u64)from & 15), first = w0 + (unit * 16 - misaligned) / ELEMENT;
@@ -2788,8 +2792,8 @@ __device__ __forceinline__ void multiply_chunk(float (&acc)[SET_TAPS][M_FRAGMENT
       int strip = step, row = strip / W_STRIPS;
       Rows at = x_row(row);
       g_row_n[k] = at.n * G_ROWS_D;
-      row_d[k] = at.d * STEP_D;
-      row_h[k] = at.h * STEP_H;
+      row_d[k] = at.d * (STEP_D / APART_D);
+      row_h[k] = at.h * (STEP_H / APART_H);
       column[k] = strip % W_STRIPS * 8 + 4 * k;
       int phase = 0;
       x_at[k] = row * BLOCK_CI * X_PITCH + column[k] + phase;
@@ -2811,9 +2815,9 @@ __device__ __forceinline__ void multiply_chunk(float (&acc)[SET_TAPS][M_FRAGMENT
         int base[2];
 #pragma unroll
         for (int k = 0; k < 2; k++) {
-          int d = row_d[k] + td * DIL_D, h = row_h[k] + th * DIL_H;
+          int d = row_d[k] + td * (DIL_D / APART_D), h = row_h[k] + th * (DIL_H / APART_H);
           int row = (g_row_n[k] + d) * G_ROWS_H + h;
-          int image = g_row_n[k] / G_ROWS_D, at_d = d, at_h = h;
+          int image = g_row_n[k] / G_ROWS_D, at_d = d * APART_D, at_h = h * APART_H;
           int phase = (g_phase + ((u32)(image * COUT) * s.out_d + at_d) * s.out_h * s.out_w
               + (u32)at_h * s.out_w) & (VEC - 1);
           base[k] = row * BLOCK_CO * G_PITCH + column[k] * STEP_W + phase;
@@ -2960,6 +2964,7 @@ constexpr int PAD_D = 1, PAD_H = 2, PAD_W = 3;  // padding
 constexpr int TAPS_D = 1, TAPS_H = 2, TAPS_W = 7;  // of a set, which a block multiplies
 constexpr int SETS_D = 3, SETS_H = 3, SETS_W = 1;  // of taps
 constexpr int TILE_D = 1, TILE_H = 8, TILE_W = 8;  // positions q of a chunk
+constexpr int APART_D = 1, APART_H = 1;
 constexpr int WARP_M = 16;  // input channels of a warp
 constexpr int WARP_N = 8;  // output channels of a warp
 
@@ -3022,7 +3027,9 @@ constexpr int SET_TAPS = TAPS_D * TAPS_H * TAPS_W;
 constexpr int SETS = SETS_D * SETS_H * SETS_W;  // of taps
 constexpr int CIN = GROUPS * CIN_G;  // channels of what is read
 constexpr int COUT = GROUPS * COUT_G;  // channels of what is written
-constexpr int G_ROWS_D = 1, G_ROWS_H = 16;
+constexpr int SPAN_D = 1, SPAN_H = 16;
+constexpr int G_ROWS_D = SPAN_D;
+constexpr int G_ROWS_H = SPAN_H;
 constexpr int G_COLUMNS = 21;
 constexpr int X_ROWS = TILE_N * TILE_D * X_ROWS_H;
 constexpr int CLASS_ROWS = (G_ROWS_H + ROW_CLASSES - 1) / ROW_CLASSES;
@@ -3056,7 +3063,8 @@ struct Rows { int n, d, h; };
 __device__ __forceinline__ Rows x_row(int r) { return {r / (TILE_D * X_ROWS_H), r / X_ROWS_H % TILE_D, r % X_ROWS_H}; }
 __device__ __forceinline__ Rows g_row(int r) {
   int h = r % G_ROWS_H, d = r / G_ROWS_H % G_ROWS_D;
-  return {r / (G_ROWS_H * G_ROWS_D), d, h};
+  return {r / (G_ROWS_H * G_ROWS_D), d * APART_D,
+          h * APART_H};
 }
 
 // =====================================================================================================================
@@ -3089,7 +3097,7 @@ __device__ __forceinline__ void copy_tile(const char* __restrict__ tensor, int b
           + (((long long)n * CHANNELS + channel + c) * plane + (long long)d * height * width + w0) * ELEMENT;
 #pragma unroll 2
       for (int rh = 0; rh < ROWS_H; rh++, offset += BLOCK * PITCH * ELEMENT) {
-        int h = h0 + rh;
+        int h = h0 + (IS_X ? rh : rh * APART_H);
         const char* from = base + (long long)h * (width * ELEMENT);
         // column of the first element
         int misaligned = (int)((u64)from & 15), first = w0 + (unit * 16 - misaligned) / ELEMENT;
@@ -3255,8 +3263,8 @@ __device__ __forceinline__ void multiply_chunk(float (&acc)[SET_TAPS][M_FRAGMENT
       int strip = step, row = strip / W_STRIPS;
       Rows at = x_row(row);
       g_row_n[k] = at.n * G_ROWS_D;
-      row_d[k] = at.d * STEP_D;
-      row_h[k] = at.h * STEP_H;
+      row_d[k] = at.d * (STEP_D / APART_D);
+      row_h[k] = at.h * (STEP_H / APART_H);
       column[k] = strip % W_STRIPS * 8 + 4 * k;
       int phase = (x_phase + ((u32)(at.n * CIN) * s.in_d + at.d) * s.in_h * s.in_w + at.h * s.in_w) & (VEC - 1);
       x_at[k] = row * BLOCK_CI * X_PITCH + column[k] + phase;
@@ -3278,9 +3286,9 @@ __device__ __forceinline__ void multiply_chunk(float (&acc)[SET_TAPS][M_FRAGMENT
         int base[2];
 #pragma unroll
         for (int k = 0; k < 2; k++) {
-          int d = row_d[k] + td * DIL_D, h = row_h[k] + th * DIL_H;
+          int d = row_d[k] + td * (DIL_D / APART_D), h = row_h[k] + th * (DIL_H / APART_H);
           int row = (g_row_n[k] + d) * G_ROWS_H + h;
-          int image = g_row_n[k] / G_ROWS_D, at_d = d, at_h = h;
+          int image = g_row_n[k] / G_ROWS_D, at_d = d * APART_D, at_h = h * APART_H;
           int phase = (g_phase + ((u32)(image * COUT) * s.out_d + at_d) * s.out_h * s.out_w
               + (u32)at_h * s.out_w) & (VEC - 1);
           base[k] = row * BLOCK_CO * G_PITCH + column[k] * STEP_W + phase;

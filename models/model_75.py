@@ -18,10 +18,10 @@ Kernels:
 - forward: 4x256 cells x 8 channels, 256 threads x 8x2x12 outputs, 1 stages of 8 channels, 4224 blocks.
 - gradient for the input: wgmma ieee, tile 1x1x8x16 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights
   ring of 2 x 8 fragments, 221 KB shared.
-- gradient for the weight: mma.sync ieee, 16x16 channels x 1x3x5 taps a block, chunks of 1x1x8x16 (NxDxHxW of q), K
-  in 132 slices, 162 KB shared.
+- gradient for the weight: mma.sync ieee, 16x16 channels x 1x3x5 taps a block, chunks of 1x1x8x32 (NxDxHxW of q), K
+  in 132 slices, 171 KB shared.
 - gradient for the weight (other widths than multiples of 4): mma.sync ieee, 16x16 channels x 1x3x5 taps a block,
-  chunks of 1x1x8x16 (NxDxHxW of q), K in 132 slices, 162 KB shared.
+  chunks of 2x1x8x16 (NxDxHxW of q), K in 132 slices, 190 KB shared.
 
 Measured by `upconv bench --suite kernelbench --as-exported --device cuda`.
 """
@@ -1530,8 +1530,8 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 }  // namespace grad_input
 
 // =====================================================================================================================
-// Gradient for the weight: mma.sync ieee, 16x16 channels x 1x3x5 taps a block, chunks of 1x1x8x16 (NxDxHxW of q), K in
-// 132 slices, 162 KB shared.
+// Gradient for the weight: mma.sync ieee, 16x16 channels x 1x3x5 taps a block, chunks of 1x1x8x32 (NxDxHxW of q), K in
+// 132 slices, 171 KB shared.
 // =====================================================================================================================
 
 namespace grad_weight {
@@ -1556,7 +1556,8 @@ constexpr int DIL_D = 1, DIL_H = 2, DIL_W = 1;  // dilation
 constexpr int PAD_D = 0, PAD_H = 1, PAD_W = 2;  // padding
 constexpr int TAPS_D = 1, TAPS_H = 3, TAPS_W = 5;  // of a set, which a block multiplies
 constexpr int SETS_D = 1, SETS_H = 1, SETS_W = 1;  // of taps
-constexpr int TILE_D = 1, TILE_H = 8, TILE_W = 16;  // positions q of a chunk
+constexpr int TILE_D = 1, TILE_H = 8, TILE_W = 32;  // positions q of a chunk
+constexpr int APART_D = 1, APART_H = 2;
 constexpr int WARP_M = 16;  // input channels of a warp
 constexpr int WARP_N = 8;  // output channels of a warp
 
@@ -1619,16 +1620,18 @@ constexpr int SET_TAPS = TAPS_D * TAPS_H * TAPS_W;
 constexpr int SETS = SETS_D * SETS_H * SETS_W;  // of taps
 constexpr int CIN = GROUPS * CIN_G;  // channels of what is read
 constexpr int COUT = GROUPS * COUT_G;  // channels of what is written
-constexpr int G_ROWS_D = 1, G_ROWS_H = 19;
-constexpr int G_COLUMNS = 50;
+constexpr int SPAN_D = 1, SPAN_H = 10;
+constexpr int G_ROWS_D = SPAN_D;
+constexpr int G_ROWS_H = SPAN_H;
+constexpr int G_COLUMNS = 98;
 constexpr int X_ROWS = TILE_N * TILE_D * X_ROWS_H;
 constexpr int CLASS_ROWS = (G_ROWS_H + ROW_CLASSES - 1) / ROW_CLASSES;
 constexpr int G_ROWS = TILE_N * G_ROWS_D * (ROW_CLASSES * CLASS_ROWS);
 constexpr int G_EXTENT = (G_COLUMNS + VEC - 1 + VEC - 1) / VEC;  // units of a row (NCHW)
 constexpr int X_UNITS = (TILE_W + VEC - 1) / VEC;
 constexpr int G_UNITS = G_EXTENT;
-constexpr int X_PITCH = 20;
-constexpr int G_PITCH = 60;
+constexpr int X_PITCH = 36;
+constexpr int G_PITCH = 108;
 constexpr int X_BYTES = X_ROWS * BLOCK_CI * X_PITCH * ELEMENT;
 constexpr int G_BYTES = G_ROWS * BLOCK_CO * G_PITCH * ELEMENT;
 struct Sizes {
@@ -1653,7 +1656,8 @@ struct Rows { int n, d, h; };
 __device__ __forceinline__ Rows x_row(int r) { return {r / (TILE_D * X_ROWS_H), r / X_ROWS_H % TILE_D, r % X_ROWS_H}; }
 __device__ __forceinline__ Rows g_row(int r) {
   int h = r % G_ROWS_H, d = r / G_ROWS_H % G_ROWS_D;
-  return {r / (G_ROWS_H * G_ROWS_D), d, h};
+  return {r / (G_ROWS_H * G_ROWS_D), d * APART_D,
+          h * APART_H};
 }
 
 // =====================================================================================================================
@@ -1686,7 +1690,7 @@ __device__ __forceinline__ void copy_tile(const char* __restrict__ tensor, int b
           + (((long long)n * CHANNELS + channel + c) * plane + (long long)d * height * width + w0) * ELEMENT;
 #pragma unroll 2
       for (int rh = 0; rh < ROWS_H; rh++, offset += BLOCK * PITCH * ELEMENT) {
-        int h = h0 + rh;
+        int h = h0 + (IS_X ? rh : rh * APART_H);
         const char* from = base + (long long)h * (width * ELEMENT);
         // column of the first element
         int misaligned = (int)((u64)from & 15), first = w0 + (unit * 16 - misaligned) / ELEMENT;
@@ -1852,8 +1856,8 @@ __device__ __forceinline__ void multiply_chunk(float (&acc)[SET_TAPS][M_FRAGMENT
       int strip = step, row = strip / W_STRIPS;
       Rows at = x_row(row);
       g_row_n[k] = at.n * G_ROWS_D;
-      row_d[k] = at.d * STEP_D;
-      row_h[k] = at.h * STEP_H;
+      row_d[k] = at.d * (STEP_D / APART_D);
+      row_h[k] = at.h * (STEP_H / APART_H);
       column[k] = strip % W_STRIPS * 8 + 4 * k;
       int phase = 0;
       x_at[k] = row * BLOCK_CI * X_PITCH + column[k] + phase;
@@ -1875,9 +1879,9 @@ __device__ __forceinline__ void multiply_chunk(float (&acc)[SET_TAPS][M_FRAGMENT
         int base[2];
 #pragma unroll
         for (int k = 0; k < 2; k++) {
-          int d = row_d[k] + td * DIL_D, h = row_h[k] + th * DIL_H;
+          int d = row_d[k] + td * (DIL_D / APART_D), h = row_h[k] + th * (DIL_H / APART_H);
           int row = (g_row_n[k] + d) * G_ROWS_H + h;
-          int image = g_row_n[k] / G_ROWS_D, at_d = d, at_h = h;
+          int image = g_row_n[k] / G_ROWS_D, at_d = d * APART_D, at_h = h * APART_H;
           int phase = (g_phase + ((u32)(image * COUT) * s.out_d + at_d) * s.out_h * s.out_w
               + (u32)at_h * s.out_w) & (VEC - 1);
           base[k] = row * BLOCK_CO * G_PITCH + column[k] * STEP_W + phase;
@@ -1998,7 +2002,7 @@ wgrad(const char* __restrict__ x, const char* __restrict__ g, float* __restrict_
 
 // =====================================================================================================================
 // Gradient for the weight where rows begin off 16 bytes: mma.sync ieee, 16x16 channels x 1x3x5 taps a block, chunks of
-// 1x1x8x16 (NxDxHxW of q), K in 132 slices, 162 KB shared.
+// 2x1x8x16 (NxDxHxW of q), K in 132 slices, 190 KB shared.
 // =====================================================================================================================
 
 namespace grad_weight_unaligned {
@@ -2016,7 +2020,7 @@ constexpr int COUT_G = 16;  // channels of a group in what is written
 constexpr int BLOCK_CI = 16;  // input channels of a block
 constexpr int BLOCK_CO = 16;  // output channels of a block
 constexpr int REDUCE_ROWS = 1;
-constexpr int TILE_N = 1;  // images of a tile
+constexpr int TILE_N = 2;  // images of a tile
 constexpr int KERNEL_D = 1, KERNEL_H = 3, KERNEL_W = 5;  // the layer's
 constexpr int STEP_D = 1, STEP_H = 2, STEP_W = 3;  // stride
 constexpr int DIL_D = 1, DIL_H = 2, DIL_W = 1;  // dilation
@@ -2024,6 +2028,7 @@ constexpr int PAD_D = 0, PAD_H = 1, PAD_W = 2;  // padding
 constexpr int TAPS_D = 1, TAPS_H = 3, TAPS_W = 5;  // of a set, which a block multiplies
 constexpr int SETS_D = 1, SETS_H = 1, SETS_W = 1;  // of taps
 constexpr int TILE_D = 1, TILE_H = 8, TILE_W = 16;  // positions q of a chunk
+constexpr int APART_D = 1, APART_H = 2;
 constexpr int WARP_M = 16;  // input channels of a warp
 constexpr int WARP_N = 8;  // output channels of a warp
 
@@ -2086,7 +2091,9 @@ constexpr int SET_TAPS = TAPS_D * TAPS_H * TAPS_W;
 constexpr int SETS = SETS_D * SETS_H * SETS_W;  // of taps
 constexpr int CIN = GROUPS * CIN_G;  // channels of what is read
 constexpr int COUT = GROUPS * COUT_G;  // channels of what is written
-constexpr int G_ROWS_D = 1, G_ROWS_H = 19;
+constexpr int SPAN_D = 1, SPAN_H = 10;
+constexpr int G_ROWS_D = SPAN_D;
+constexpr int G_ROWS_H = SPAN_H;
 constexpr int G_COLUMNS = 50;
 constexpr int X_ROWS = TILE_N * TILE_D * X_ROWS_H;
 constexpr int CLASS_ROWS = (G_ROWS_H + ROW_CLASSES - 1) / ROW_CLASSES;
@@ -2120,7 +2127,8 @@ struct Rows { int n, d, h; };
 __device__ __forceinline__ Rows x_row(int r) { return {r / (TILE_D * X_ROWS_H), r / X_ROWS_H % TILE_D, r % X_ROWS_H}; }
 __device__ __forceinline__ Rows g_row(int r) {
   int h = r % G_ROWS_H, d = r / G_ROWS_H % G_ROWS_D;
-  return {r / (G_ROWS_H * G_ROWS_D), d, h};
+  return {r / (G_ROWS_H * G_ROWS_D), d * APART_D,
+          h * APART_H};
 }
 
 // =====================================================================================================================
@@ -2153,7 +2161,7 @@ __device__ __forceinline__ void copy_tile(const char* __restrict__ tensor, int b
           + (((long long)n * CHANNELS + channel + c) * plane + (long long)d * height * width + w0) * ELEMENT;
 #pragma unroll 2
       for (int rh = 0; rh < ROWS_H; rh++, offset += BLOCK * PITCH * ELEMENT) {
-        int h = h0 + rh;
+        int h = h0 + (IS_X ? rh : rh * APART_H);
         const char* from = base + (long long)h * (width * ELEMENT);
         // column of the first element
         int misaligned = (int)((u64)from & 15), first = w0 + (unit * 16 - misaligned) / ELEMENT;
@@ -2319,8 +2327,8 @@ __device__ __forceinline__ void multiply_chunk(float (&acc)[SET_TAPS][M_FRAGMENT
       int strip = step, row = strip / W_STRIPS;
       Rows at = x_row(row);
       g_row_n[k] = at.n * G_ROWS_D;
-      row_d[k] = at.d * STEP_D;
-      row_h[k] = at.h * STEP_H;
+      row_d[k] = at.d * (STEP_D / APART_D);
+      row_h[k] = at.h * (STEP_H / APART_H);
       column[k] = strip % W_STRIPS * 8 + 4 * k;
       int phase = (x_phase + ((u32)(at.n * CIN) * s.in_d + at.d) * s.in_h * s.in_w + at.h * s.in_w) & (VEC - 1);
       x_at[k] = row * BLOCK_CI * X_PITCH + column[k] + phase;
@@ -2342,9 +2350,9 @@ __device__ __forceinline__ void multiply_chunk(float (&acc)[SET_TAPS][M_FRAGMENT
         int base[2];
 #pragma unroll
         for (int k = 0; k < 2; k++) {
-          int d = row_d[k] + td * DIL_D, h = row_h[k] + th * DIL_H;
+          int d = row_d[k] + td * (DIL_D / APART_D), h = row_h[k] + th * (DIL_H / APART_H);
           int row = (g_row_n[k] + d) * G_ROWS_H + h;
-          int image = g_row_n[k] / G_ROWS_D, at_d = d, at_h = h;
+          int image = g_row_n[k] / G_ROWS_D, at_d = d * APART_D, at_h = h * APART_H;
           int phase = (g_phase + ((u32)(image * COUT) * s.out_d + at_d) * s.out_h * s.out_w
               + (u32)at_h * s.out_w) & (VEC - 1);
           base[k] = row * BLOCK_CO * G_PITCH + column[k] * STEP_W + phase;
@@ -2541,7 +2549,7 @@ void run_grad_input(const at::Tensor& grad, const at::Tensor& packed, const std:
 void run_grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& partial,
                      const at::Tensor& out, int64_t blocks, const std::array<int64_t, 12>& sizes) {
   const auto pointers = std::make_tuple(x.data_ptr(), grad.data_ptr(), partial.data_ptr());
-  launch<grad_weight::wgrad, 256, 166400>(x, blocks, pointers, sizes);
+  launch<grad_weight::wgrad, 256, 175104>(x, blocks, pointers, sizes);
   // Adds the slices of sums, always in the same order; out may have any dense memory format.
   const auto sums = std::make_tuple(partial.data_ptr(), out.data_ptr(), partial.size(0));
   const auto strides = std::make_tuple(out.stride(0), out.stride(1), out.stride(-1));
@@ -2551,7 +2559,7 @@ void run_grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tens
 void run_grad_weight_unaligned(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& partial,
                                const at::Tensor& out, int64_t blocks, const std::array<int64_t, 12>& sizes) {
   const auto pointers = std::make_tuple(x.data_ptr(), grad.data_ptr(), partial.data_ptr());
-  launch<grad_weight_unaligned::wgrad, 256, 166400>(x, blocks, pointers, sizes);
+  launch<grad_weight_unaligned::wgrad, 256, 194560>(x, blocks, pointers, sizes);
   // Adds the slices of sums, always in the same order; out may have any dense memory format.
   const auto sums = std::make_tuple(partial.data_ptr(), out.data_ptr(), partial.size(0));
   const auto strides = std::make_tuple(out.stride(0), out.stride(1), out.stride(-1));
@@ -2741,21 +2749,21 @@ GRAD_WEIGHT = (
         name="grad_weight",
         unit=4,
         unit_out=1,
-        tile=(1, 1, 8, 16),
+        tile=(1, 1, 8, 32),
         halo=0,
         blocks=4,
         slices=4,
-        chunk_seconds=4.0835232668566e-06,
+        chunk_seconds=6.844729344729344e-06,
     ),
     GradWeight(
         name="grad_weight_unaligned",
         unit=1,
         unit_out=1,
-        tile=(1, 1, 8, 16),
+        tile=(2, 1, 8, 16),
         halo=0,
         blocks=4,
         slices=4,
-        chunk_seconds=4.11068376068376e-06,
+        chunk_seconds=6.9669515669515655e-06,
     ),
 )
 

@@ -3251,6 +3251,7 @@ constexpr int PAD_D = 0, PAD_H = 1, PAD_W = 1;  // padding
 constexpr int TAPS_D = 1, TAPS_H = 1, TAPS_W = 3;  // of a set, which a block multiplies
 constexpr int SETS_D = 1, SETS_H = 3, SETS_W = 1;  // of taps
 constexpr int TILE_D = 1, TILE_H = 1, TILE_W = 64;  // positions q of a chunk
+constexpr int APART_D = 1, APART_H = 1;
 constexpr int WARP_M = 32;  // input channels of a warp
 constexpr int WARP_N = 32;  // output channels of a warp
 
@@ -3309,7 +3310,9 @@ constexpr int SET_TAPS = TAPS_D * TAPS_H * TAPS_W;
 constexpr int SETS = SETS_D * SETS_H * SETS_W;  // of taps
 constexpr int CIN = GROUPS * CIN_G;  // channels of what is read
 constexpr int COUT = GROUPS * COUT_G;  // channels of what is written
-constexpr int G_ROWS_D = 1, G_ROWS_H = 1;
+constexpr int SPAN_D = 1, SPAN_H = 1;
+constexpr int G_ROWS_D = SPAN_D;
+constexpr int G_ROWS_H = SPAN_H;
 constexpr int G_COLUMNS = 320;
 constexpr int X_ROWS = TILE_N * TILE_D * X_ROWS_H;
 constexpr int CLASS_ROWS = (G_ROWS_H + ROW_CLASSES - 1) / ROW_CLASSES;
@@ -3343,7 +3346,8 @@ struct Rows { int n, d, h; };
 __device__ __forceinline__ Rows x_row(int r) { return {r / (TILE_D * X_ROWS_H), r / X_ROWS_H % TILE_D, r % X_ROWS_H}; }
 __device__ __forceinline__ Rows g_row(int r) {
   int h = r % G_ROWS_H, d = r / G_ROWS_H % G_ROWS_D;
-  return {r / (G_ROWS_H * G_ROWS_D), d, h};
+  return {r / (G_ROWS_H * G_ROWS_D), d * APART_D,
+          h * APART_H};
 }
 
 // =====================================================================================================================
@@ -3376,7 +3380,7 @@ __device__ __forceinline__ void copy_tile(const char* __restrict__ tensor, int b
           + (((long long)n * CHANNELS + channel + c) * plane + (long long)d * height * width + w0) * ELEMENT;
 #pragma unroll 2
       for (int rh = 0; rh < ROWS_H; rh++, offset += BLOCK * PITCH * ELEMENT) {
-        int h = h0 + rh;
+        int h = h0 + (IS_X ? rh : rh * APART_H);
         const char* from = base + (long long)h * (width * ELEMENT);
         // column of the first element
         int misaligned = (int)((u64)from & 15), first = w0 + (unit * 16 - misaligned) / ELEMENT;
@@ -3542,8 +3546,8 @@ __device__ __forceinline__ void multiply_chunk(float (&acc)[SET_TAPS][M_FRAGMENT
       int strip = step, row = strip / W_STRIPS;
       Rows at = x_row(row);
       g_row_n[k] = at.n * G_ROWS_D;
-      row_d[k] = at.d * STEP_D;
-      row_h[k] = at.h * STEP_H;
+      row_d[k] = at.d * (STEP_D / APART_D);
+      row_h[k] = at.h * (STEP_H / APART_H);
       column[k] = strip % W_STRIPS * 8 + 4 * k;
       int phase = 0;
       x_at[k] = row * BLOCK_CI * X_PITCH + column[k] + phase;
@@ -3564,9 +3568,9 @@ __device__ __forceinline__ void multiply_chunk(float (&acc)[SET_TAPS][M_FRAGMENT
         int base[2];
 #pragma unroll
         for (int k = 0; k < 2; k++) {
-          int d = row_d[k] + td * DIL_D, h = row_h[k] + th * DIL_H;
+          int d = row_d[k] + td * (DIL_D / APART_D), h = row_h[k] + th * (DIL_H / APART_H);
           int row = (g_row_n[k] + d) * G_ROWS_H + h;
-          int image = g_row_n[k] / G_ROWS_D, at_d = d, at_h = h;
+          int image = g_row_n[k] / G_ROWS_D, at_d = d * APART_D, at_h = h * APART_H;
           int phase = (g_phase + ((u32)(image * COUT) * s.out_d + at_d) * s.out_h * s.out_w
               + (u32)at_h * s.out_w) & (VEC - 1);
           base[k] = row * BLOCK_CO * G_PITCH + column[k] * STEP_W + phase;
@@ -3702,6 +3706,7 @@ constexpr int PAD_D = 0, PAD_H = 1, PAD_W = 1;  // padding
 constexpr int TAPS_D = 1, TAPS_H = 3, TAPS_W = 3;  // of a set, which a block multiplies
 constexpr int SETS_D = 1, SETS_H = 1, SETS_W = 1;  // of taps
 constexpr int TILE_D = 1, TILE_H = 4, TILE_W = 8;  // positions q of a chunk
+constexpr int APART_D = 1;
 constexpr int WARP_M = 32;  // input channels of a warp
 constexpr int WARP_N = 16;  // output channels of a warp
 
@@ -3760,7 +3765,8 @@ constexpr int SET_TAPS = TAPS_D * TAPS_H * TAPS_W;
 constexpr int SETS = SETS_D * SETS_H * SETS_W;  // of taps
 constexpr int CIN = GROUPS * CIN_G;  // channels of what is read
 constexpr int COUT = GROUPS * COUT_G;  // channels of what is written
-constexpr int G_ROWS_D = 1;
+constexpr int SPAN_D = 1;
+constexpr int G_ROWS_D = SPAN_D;
 constexpr int G_ROWS_H = TILE_H * TAPS_H;
 constexpr int G_COLUMNS = 40;
 constexpr int X_ROWS = TILE_N * TILE_D * X_ROWS_H;
@@ -3795,7 +3801,8 @@ struct Rows { int n, d, h; };
 __device__ __forceinline__ Rows x_row(int r) { return {r / (TILE_D * X_ROWS_H), r / X_ROWS_H % TILE_D, r % X_ROWS_H}; }
 __device__ __forceinline__ Rows g_row(int r) {
   int h = r % G_ROWS_H, d = r / G_ROWS_H % G_ROWS_D;
-  return {r / (G_ROWS_H * G_ROWS_D), d, h / TAPS_H * STEP_H + h % TAPS_H * DIL_H};
+  return {r / (G_ROWS_H * G_ROWS_D), d * APART_D,
+          h / TAPS_H * STEP_H + h % TAPS_H * DIL_H};
 }
 
 // =====================================================================================================================
@@ -3994,7 +4001,7 @@ __device__ __forceinline__ void multiply_chunk(float (&acc)[SET_TAPS][M_FRAGMENT
       int strip = step, row = strip / W_STRIPS;
       Rows at = x_row(row);
       g_row_n[k] = at.n * G_ROWS_D;
-      row_d[k] = at.d * STEP_D;
+      row_d[k] = at.d * (STEP_D / APART_D);
       row_h[k] = at.h * TAPS_H;
       column[k] = strip % W_STRIPS * 8 + 4 * k;
       int phase = (x_phase + ((u32)(at.n * CIN) * s.in_d + at.d) * s.in_h * s.in_w + at.h * s.in_w) & (VEC - 1);
@@ -4016,9 +4023,9 @@ __device__ __forceinline__ void multiply_chunk(float (&acc)[SET_TAPS][M_FRAGMENT
         int base[2];
 #pragma unroll
         for (int k = 0; k < 2; k++) {
-          int d = row_d[k] + td * DIL_D, h = row_h[k] + th;
+          int d = row_d[k] + td * (DIL_D / APART_D), h = row_h[k] + th;
           int row = (g_row_n[k] + d) * G_ROWS_H + h;
-          int image = g_row_n[k] / G_ROWS_D, at_d = d, at_h = row_h[k] / TAPS_H * STEP_H + th * DIL_H;
+          int image = g_row_n[k] / G_ROWS_D, at_d = d * APART_D, at_h = row_h[k] / TAPS_H * STEP_H + th * DIL_H;
           int phase = (g_phase + ((u32)(image * COUT) * s.out_d + at_d) * s.out_h * s.out_w
               + (u32)at_h * s.out_w) & (VEC - 1);
           base[k] = row * BLOCK_CO * G_PITCH + column[k] * STEP_W + phase;
