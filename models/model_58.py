@@ -104,6 +104,7 @@ constexpr int COUT = 16;  // channels of what is written
 constexpr int CIN_G = 32;  // channels of a group in what is read
 constexpr int COUT_G = 16;  // channels of a group in what is written
 constexpr int TAPS = 105;  // of the kernel, over all axes
+constexpr int PACK_TAPS = 4;
 constexpr int CK = 8;  // channels of a chunk
 constexpr int SUB_H = 8, SUB_W = 8;  // the 64 positions q that one matrix instruction takes
 constexpr int SUBS = 4;  // (d, h) sub-positions in a block of 64 rows of M
@@ -376,62 +377,77 @@ __constant__ const short TAP_INDEX[] = {
     -1, 0, 7, -1, -1, -1, 6, -1, -1, -1, 5, -1, -1, -1, 4, -1, -1, -1, 3, -1, -1, -1, 2, -1, -1, -1, 1, -1, -1, -1, 0
 };
 
-// A block packs 16 rows of M, those of a warp, for one step of K. It brings their weights to shared memory in the order of
-// memory, then writes its quarter of each fragment as one piece, two fragments at a time.
+// A block packs 16 rows of M, those of a warp, for one step of K and PACK_TAPS taps. It brings their weights to shared
+// memory in the
+// order of memory, then writes its quarter of each of these taps' fragments as one piece, two fragments at a time.
 constexpr int PACK_THREADS = 256;
-constexpr int QUARTER = FRAGMENT / 4 / 4;  // words
+constexpr int PACK_SPLITS = (TAPS + PACK_TAPS - 1) / PACK_TAPS;  // blocks that share the taps
+constexpr int PACK_PITCH = 5;  // odd, so that a warp's rows and channels meet different banks
 constexpr int PACK_K = 32 / ELEMENT;  // input channels of a step
-constexpr int PACK_TAPS = 64;  // at once
-constexpr int PACK_PITCH = 65;  // odd, so that a warp's rows and channels meet different banks
-constexpr int PACK_INNER = 16;  // of a block along the weight's second dimension
+constexpr int PACK_OUTER = PACK_K;  // of a block along the weight's first dimension
+constexpr int PACK_INNER = 16;  // and along its second
 constexpr int PACK_PLANE = COUT_G * TAPS;  // elements from one index of its first dimension to the next
+constexpr int QUARTER = FRAGMENT / 4 / 4;  // words
 
-// Weights are dense, contiguous or channels-last: `inner_step` and `tap_step` are the elements from one index of the second
-// dimension and from one tap to the next, of which one is 1.
+// A block's weights to shared memory, [row of M][channel][tap]; `outer`, `inner` and `taps` of them exist. A warp takes
+// an index of the
+// first dimension, whose elements it reads in the order of memory: taps innermost, or (LAST) channels, with taps `tap_step` apart.
+template <bool LAST>
+__device__ __forceinline__ void bring_weights(float* tile, const float* __restrict__ from, int outer, int inner,
+    int taps, int tap_step, int thread) {
+  constexpr int COUNT = PACK_INNER * PACK_TAPS;
+#pragma unroll
+  for (int j = 0; j < PACK_OUTER / (PACK_THREADS / 32); j++) {
+    int o = thread / 32 + j * (PACK_THREADS / 32);
+#pragma unroll 16  // loads in flight
+    for (int k = 0; k < (COUNT + 31) / 32; k++) {
+      int e = thread % 32 + k * 32, i = LAST ? e % PACK_INNER : e / PACK_TAPS,
+          tap = LAST ? e / PACK_INNER : e % PACK_TAPS;
+      if (COUNT % 32 && e >= COUNT) break;
+      bool exists = o < outer && i < inner && (tap < taps);
+      tile[(i * PACK_K + o) * PACK_PITCH + tap] = exists
+          ? from[o * PACK_PLANE + (LAST ? i + tap * tap_step : i * TAPS + tap)] : 0;
+    }
+  }
+}
+
+// Weights are dense: contiguous, taps one element apart, or channels-last, `tap_step` elements.
 __global__ void __launch_bounds__(PACK_THREADS) pack(const float* __restrict__ weight, u32* __restrict__ packed,
-    int inner_step, int tap_step) {
+    int tap_step) {
   __shared__ float tile[16 * PACK_K * PACK_PITCH];
   int thread = threadIdx.x, rest = blockIdx.x;
+  int begin = rest % PACK_SPLITS * PACK_TAPS;  rest /= PACK_SPLITS;
   int warp = rest % 4;  rest /= 4;
   int wg = rest % WGS_M;  rest /= WGS_M;
   int k_step = rest % K_STEPS;  rest /= K_STEPS;
   int chunk = rest % CHUNKS, block = rest / CHUNKS, group = block / COUT_BLOCKS;
-  int sub = warp * 16 / ROWS_PER_SUB;
   int cout = (block % COUT_BLOCKS * WGS_M + wg) * ROWS_PER_SUB + warp * 16 % ROWS_PER_SUB,
       cin = chunk * CK + k_step * PACK_K;
-  int first = group * CIN_G + cin;  // in the weight's first dimension
-  const float* from = weight + (long long)first * PACK_PLANE + cout * inner_step;
+  int outer = cin, inner = cout;  // the group's first along the weight's dimensions
+  const float* from = weight + (long long)(group * CIN_G + outer) * PACK_PLANE;
+  int outer_left = CIN_G - outer, inner_left = COUT_G - inner;
+  if (tap_step == 1)
+    bring_weights<false>(tile, from + (inner * TAPS + begin), outer_left, inner_left, TAPS - begin, 1, thread);
+  else bring_weights<true>(tile, from + (inner + begin * tap_step), outer_left, inner_left, TAPS - begin, tap_step,
+      thread);
+  __syncthreads();
+  int sub = warp * 16 / ROWS_PER_SUB, entries = ENTRY[VARIANTS * (MB + 1) - 1];
   int word = thread % QUARTER, r = word & 3, lane = word >> 2;  // the thread's of a fragment: these rows and channels
   const float* own = tile
       + (((lane >> 2) + (r & 1) * 8) * PACK_K + (lane & 3) * (4 / ELEMENT) + (r >> 1) * (16 / ELEMENT)) * PACK_PITCH;
-  const int entries = ENTRY[VARIANTS * (MB + 1) - 1];
 #pragma unroll 1
-  for (int begin = 0; begin < TAPS; begin += PACK_TAPS) {
-    if (begin) __syncthreads();
-#pragma unroll 16  // loads in flight
-    for (int i = thread; i < 16 * PACK_K * PACK_TAPS; i += PACK_THREADS) {
-      int outer = i / (PACK_INNER * PACK_TAPS), within = i % (PACK_INNER * PACK_TAPS);
-      int inner = tap_step == 1 ? within / PACK_TAPS : within % PACK_INNER,
-          tap = tap_step == 1 ? within % PACK_TAPS : within / PACK_INNER;
-      int row = inner, k = outer;
-      bool exists = cout + row < COUT_G && cin + k < CIN_G && begin + tap < TAPS;
-      tile[(row * PACK_K + k) * PACK_PITCH + tap] = exists
-          ? from[(long long)outer * PACK_PLANE + inner * inner_step + (begin + tap) * tap_step] : 0;
-    }
-    __syncthreads();
-#pragma unroll 1
-    for (int variant = 0; variant < VARIANTS; variant++) {
-      int of = entries_of(variant), before = ENTRY[variant * (MB + 1)];
+  for (int variant = 0; variant < VARIANTS; variant++) {
+    int of = entries_of(variant), before = ENTRY[variant * (MB + 1)];
 #pragma unroll 4
-      for (int e = thread / QUARTER; e < of; e += PACK_THREADS / QUARTER) {
-        int tap = TAP_INDEX[(before + e) * SUBS + sub] - begin;  // negative: zeros, or written already
-        if (tap < 0 ? begin > 0 : tap >= PACK_TAPS) continue;
-        int fragment = ((block * entries + before) * CHUNKS + chunk * of + e) * K_STEPS + k_step;
-        u32* to = packed + (long long)((fragment * PARTS * WGS_M + wg) * 4 + warp) * QUARTER + word;
-        float v = tap < 0 ? 0.f : own[tap];
-        u32 high = to_tf32(v);
-        *to = high;
-      }
+    for (int e = thread / QUARTER; e < of; e += PACK_THREADS / QUARTER) {
+      int tap = TAP_INDEX[(before + e) * SUBS + sub];   // -1: zeros, which the first of the blocks writes
+      if (tap < 0 ? begin > 0 : (u32)(tap - begin) >= PACK_TAPS) continue;
+      int fragment = ((block * entries + before) * CHUNKS + chunk * of + e) * K_STEPS + k_step;
+      u32* to = packed + (long long)((fragment * PARTS * WGS_M + wg) * 4 + warp) * QUARTER + word;
+      const float* at = own + (tap - begin);
+      float v = tap < 0 ? 0.f : *at;
+      u32 high = to_tf32(v);
+      *to = high;
     }
   }
 }
@@ -1148,6 +1164,7 @@ constexpr int COUT = 16;  // channels of what is written
 constexpr int CIN_G = 32;  // channels of a group in what is read
 constexpr int COUT_G = 16;  // channels of a group in what is written
 constexpr int TAPS = 105;  // of the kernel, over all axes
+constexpr int PACK_TAPS = 4;
 constexpr int CK = 8;  // channels of a chunk
 constexpr int SUB_H = 8, SUB_W = 8;  // the 64 positions q that one matrix instruction takes
 constexpr int SUBS = 2;  // (d, h) sub-positions in a block of 64 rows of M
@@ -1410,62 +1427,77 @@ __constant__ const short TAP_INDEX[] = {
     10, 2, 9, 1, 8, 0, 7, -1, 6, -1, 5, -1, 4, -1, 3, -1, 2, -1, 1, -1, 0
 };
 
-// A block packs 16 rows of M, those of a warp, for one step of K. It brings their weights to shared memory in the order of
-// memory, then writes its quarter of each fragment as one piece, two fragments at a time.
+// A block packs 16 rows of M, those of a warp, for one step of K and PACK_TAPS taps. It brings their weights to shared
+// memory in the
+// order of memory, then writes its quarter of each of these taps' fragments as one piece, two fragments at a time.
 constexpr int PACK_THREADS = 256;
-constexpr int QUARTER = FRAGMENT / 4 / 4;  // words
+constexpr int PACK_SPLITS = (TAPS + PACK_TAPS - 1) / PACK_TAPS;  // blocks that share the taps
+constexpr int PACK_PITCH = 5;  // odd, so that a warp's rows and channels meet different banks
 constexpr int PACK_K = 32 / ELEMENT;  // input channels of a step
-constexpr int PACK_TAPS = 64;  // at once
-constexpr int PACK_PITCH = 65;  // odd, so that a warp's rows and channels meet different banks
-constexpr int PACK_INNER = 16;  // of a block along the weight's second dimension
+constexpr int PACK_OUTER = PACK_K;  // of a block along the weight's first dimension
+constexpr int PACK_INNER = 16;  // and along its second
 constexpr int PACK_PLANE = COUT_G * TAPS;  // elements from one index of its first dimension to the next
+constexpr int QUARTER = FRAGMENT / 4 / 4;  // words
 
-// Weights are dense, contiguous or channels-last: `inner_step` and `tap_step` are the elements from one index of the second
-// dimension and from one tap to the next, of which one is 1.
+// A block's weights to shared memory, [row of M][channel][tap]; `outer`, `inner` and `taps` of them exist. A warp takes
+// an index of the
+// first dimension, whose elements it reads in the order of memory: taps innermost, or (LAST) channels, with taps `tap_step` apart.
+template <bool LAST>
+__device__ __forceinline__ void bring_weights(float* tile, const float* __restrict__ from, int outer, int inner,
+    int taps, int tap_step, int thread) {
+  constexpr int COUNT = PACK_INNER * PACK_TAPS;
+#pragma unroll
+  for (int j = 0; j < PACK_OUTER / (PACK_THREADS / 32); j++) {
+    int o = thread / 32 + j * (PACK_THREADS / 32);
+#pragma unroll 16  // loads in flight
+    for (int k = 0; k < (COUNT + 31) / 32; k++) {
+      int e = thread % 32 + k * 32, i = LAST ? e % PACK_INNER : e / PACK_TAPS,
+          tap = LAST ? e / PACK_INNER : e % PACK_TAPS;
+      if (COUNT % 32 && e >= COUNT) break;
+      bool exists = o < outer && i < inner && (tap < taps);
+      tile[(i * PACK_K + o) * PACK_PITCH + tap] = exists
+          ? from[o * PACK_PLANE + (LAST ? i + tap * tap_step : i * TAPS + tap)] : 0;
+    }
+  }
+}
+
+// Weights are dense: contiguous, taps one element apart, or channels-last, `tap_step` elements.
 __global__ void __launch_bounds__(PACK_THREADS) pack(const float* __restrict__ weight, u32* __restrict__ packed,
-    int inner_step, int tap_step) {
+    int tap_step) {
   __shared__ float tile[16 * PACK_K * PACK_PITCH];
   int thread = threadIdx.x, rest = blockIdx.x;
+  int begin = rest % PACK_SPLITS * PACK_TAPS;  rest /= PACK_SPLITS;
   int warp = rest % 4;  rest /= 4;
   int wg = rest % WGS_M;  rest /= WGS_M;
   int k_step = rest % K_STEPS;  rest /= K_STEPS;
   int chunk = rest % CHUNKS, block = rest / CHUNKS, group = block / COUT_BLOCKS;
-  int sub = warp * 16 / ROWS_PER_SUB;
   int cout = (block % COUT_BLOCKS * WGS_M + wg) * ROWS_PER_SUB + warp * 16 % ROWS_PER_SUB,
       cin = chunk * CK + k_step * PACK_K;
-  int first = group * CIN_G + cin;  // in the weight's first dimension
-  const float* from = weight + (long long)first * PACK_PLANE + cout * inner_step;
+  int outer = cin, inner = cout;  // the group's first along the weight's dimensions
+  const float* from = weight + (long long)(group * CIN_G + outer) * PACK_PLANE;
+  int outer_left = CIN_G - outer, inner_left = COUT_G - inner;
+  if (tap_step == 1)
+    bring_weights<false>(tile, from + (inner * TAPS + begin), outer_left, inner_left, TAPS - begin, 1, thread);
+  else bring_weights<true>(tile, from + (inner + begin * tap_step), outer_left, inner_left, TAPS - begin, tap_step,
+      thread);
+  __syncthreads();
+  int sub = warp * 16 / ROWS_PER_SUB, entries = ENTRY[VARIANTS * (MB + 1) - 1];
   int word = thread % QUARTER, r = word & 3, lane = word >> 2;  // the thread's of a fragment: these rows and channels
   const float* own = tile
       + (((lane >> 2) + (r & 1) * 8) * PACK_K + (lane & 3) * (4 / ELEMENT) + (r >> 1) * (16 / ELEMENT)) * PACK_PITCH;
-  const int entries = ENTRY[VARIANTS * (MB + 1) - 1];
 #pragma unroll 1
-  for (int begin = 0; begin < TAPS; begin += PACK_TAPS) {
-    if (begin) __syncthreads();
-#pragma unroll 16  // loads in flight
-    for (int i = thread; i < 16 * PACK_K * PACK_TAPS; i += PACK_THREADS) {
-      int outer = i / (PACK_INNER * PACK_TAPS), within = i % (PACK_INNER * PACK_TAPS);
-      int inner = tap_step == 1 ? within / PACK_TAPS : within % PACK_INNER,
-          tap = tap_step == 1 ? within % PACK_TAPS : within / PACK_INNER;
-      int row = inner, k = outer;
-      bool exists = cout + row < COUT_G && cin + k < CIN_G && begin + tap < TAPS;
-      tile[(row * PACK_K + k) * PACK_PITCH + tap] = exists
-          ? from[(long long)outer * PACK_PLANE + inner * inner_step + (begin + tap) * tap_step] : 0;
-    }
-    __syncthreads();
-#pragma unroll 1
-    for (int variant = 0; variant < VARIANTS; variant++) {
-      int of = entries_of(variant), before = ENTRY[variant * (MB + 1)];
+  for (int variant = 0; variant < VARIANTS; variant++) {
+    int of = entries_of(variant), before = ENTRY[variant * (MB + 1)];
 #pragma unroll 4
-      for (int e = thread / QUARTER; e < of; e += PACK_THREADS / QUARTER) {
-        int tap = TAP_INDEX[(before + e) * SUBS + sub] - begin;  // negative: zeros, or written already
-        if (tap < 0 ? begin > 0 : tap >= PACK_TAPS) continue;
-        int fragment = ((block * entries + before) * CHUNKS + chunk * of + e) * K_STEPS + k_step;
-        u32* to = packed + (long long)((fragment * PARTS * WGS_M + wg) * 4 + warp) * QUARTER + word;
-        float v = tap < 0 ? 0.f : own[tap];
-        u32 high = to_tf32(v);
-        *to = high;
-      }
+    for (int e = thread / QUARTER; e < of; e += PACK_THREADS / QUARTER) {
+      int tap = TAP_INDEX[(before + e) * SUBS + sub];   // -1: zeros, which the first of the blocks writes
+      if (tap < 0 ? begin > 0 : (u32)(tap - begin) >= PACK_TAPS) continue;
+      int fragment = ((block * entries + before) * CHUNKS + chunk * of + e) * K_STEPS + k_step;
+      u32* to = packed + (long long)((fragment * PARTS * WGS_M + wg) * 4 + warp) * QUARTER + word;
+      const float* at = own + (tap - begin);
+      float v = tap < 0 ? 0.f : *at;
+      u32 high = to_tf32(v);
+      *to = high;
     }
   }
 }
@@ -2234,6 +2266,7 @@ constexpr int COUT = 32;  // channels of what is written
 constexpr int CIN_G = 16;  // channels of a group in what is read
 constexpr int COUT_G = 32;  // channels of a group in what is written
 constexpr int TAPS = 105;  // of the kernel, over all axes
+constexpr int PACK_TAPS = 4;
 constexpr int CK = 8;  // channels of a chunk
 constexpr int SUB_H = 8, SUB_W = 8;  // the 64 positions q that one matrix instruction takes
 constexpr int SUBS = 2;  // (d, h) sub-positions in a block of 64 rows of M
@@ -2496,62 +2529,77 @@ __constant__ const short TAP_INDEX[] = {
     104, 97, -1, 98, -1, 99, -1, 100, -1, 101, -1, 102, -1, 103, -1, 104
 };
 
-// A block packs 16 rows of M, those of a warp, for one step of K. It brings their weights to shared memory in the order of
-// memory, then writes its quarter of each fragment as one piece, two fragments at a time.
+// A block packs 16 rows of M, those of a warp, for one step of K and PACK_TAPS taps. It brings their weights to shared
+// memory in the
+// order of memory, then writes its quarter of each of these taps' fragments as one piece, two fragments at a time.
 constexpr int PACK_THREADS = 256;
-constexpr int QUARTER = FRAGMENT / 4 / 4;  // words
+constexpr int PACK_SPLITS = (TAPS + PACK_TAPS - 1) / PACK_TAPS;  // blocks that share the taps
+constexpr int PACK_PITCH = 5;  // odd, so that a warp's rows and channels meet different banks
 constexpr int PACK_K = 32 / ELEMENT;  // input channels of a step
-constexpr int PACK_TAPS = 64;  // at once
-constexpr int PACK_PITCH = 65;  // odd, so that a warp's rows and channels meet different banks
-constexpr int PACK_INNER = PACK_K;  // of a block along the weight's second dimension
+constexpr int PACK_OUTER = 16;  // of a block along the weight's first dimension
+constexpr int PACK_INNER = PACK_K;  // and along its second
 constexpr int PACK_PLANE = CIN_G * TAPS;  // elements from one index of its first dimension to the next
+constexpr int QUARTER = FRAGMENT / 4 / 4;  // words
 
-// Weights are dense, contiguous or channels-last: `inner_step` and `tap_step` are the elements from one index of the second
-// dimension and from one tap to the next, of which one is 1.
+// A block's weights to shared memory, [row of M][channel][tap]; `outer`, `inner` and `taps` of them exist. A warp takes
+// an index of the
+// first dimension, whose elements it reads in the order of memory: taps innermost, or (LAST) channels, with taps `tap_step` apart.
+template <bool LAST>
+__device__ __forceinline__ void bring_weights(float* tile, const float* __restrict__ from, int outer, int inner,
+    int taps, int tap_step, int thread) {
+  constexpr int COUNT = PACK_INNER * PACK_TAPS;
+#pragma unroll
+  for (int j = 0; j < PACK_OUTER / (PACK_THREADS / 32); j++) {
+    int o = thread / 32 + j * (PACK_THREADS / 32);
+#pragma unroll 16  // loads in flight
+    for (int k = 0; k < (COUNT + 31) / 32; k++) {
+      int e = thread % 32 + k * 32, i = LAST ? e % PACK_INNER : e / PACK_TAPS,
+          tap = LAST ? e / PACK_INNER : e % PACK_TAPS;
+      if (COUNT % 32 && e >= COUNT) break;
+      bool exists = o < outer && i < inner && (tap < taps);
+      tile[(o * PACK_K + i) * PACK_PITCH + tap] = exists
+          ? from[o * PACK_PLANE + (LAST ? i + tap * tap_step : i * TAPS + tap)] : 0;
+    }
+  }
+}
+
+// Weights are dense: contiguous, taps one element apart, or channels-last, `tap_step` elements.
 __global__ void __launch_bounds__(PACK_THREADS) pack(const float* __restrict__ weight, u32* __restrict__ packed,
-    int inner_step, int tap_step) {
+    int tap_step) {
   __shared__ float tile[16 * PACK_K * PACK_PITCH];
   int thread = threadIdx.x, rest = blockIdx.x;
+  int begin = rest % PACK_SPLITS * PACK_TAPS;  rest /= PACK_SPLITS;
   int warp = rest % 4;  rest /= 4;
   int wg = rest % WGS_M;  rest /= WGS_M;
   int k_step = rest % K_STEPS;  rest /= K_STEPS;
   int chunk = rest % CHUNKS, block = rest / CHUNKS, group = block / COUT_BLOCKS;
-  int sub = warp * 16 / ROWS_PER_SUB;
   int cout = (block % COUT_BLOCKS * WGS_M + wg) * ROWS_PER_SUB + warp * 16 % ROWS_PER_SUB,
       cin = chunk * CK + k_step * PACK_K;
-  int first = group * COUT_G + cout;  // in the weight's first dimension
-  const float* from = weight + (long long)first * PACK_PLANE + cin * inner_step;
+  int outer = cout, inner = cin;  // the group's first along the weight's dimensions
+  const float* from = weight + (long long)(group * COUT_G + outer) * PACK_PLANE;
+  int outer_left = COUT_G - outer, inner_left = CIN_G - inner;
+  if (tap_step == 1)
+    bring_weights<false>(tile, from + (inner * TAPS + begin), outer_left, inner_left, TAPS - begin, 1, thread);
+  else bring_weights<true>(tile, from + (inner + begin * tap_step), outer_left, inner_left, TAPS - begin, tap_step,
+      thread);
+  __syncthreads();
+  int sub = warp * 16 / ROWS_PER_SUB, entries = ENTRY[VARIANTS * (MB + 1) - 1];
   int word = thread % QUARTER, r = word & 3, lane = word >> 2;  // the thread's of a fragment: these rows and channels
   const float* own = tile
       + (((lane >> 2) + (r & 1) * 8) * PACK_K + (lane & 3) * (4 / ELEMENT) + (r >> 1) * (16 / ELEMENT)) * PACK_PITCH;
-  const int entries = ENTRY[VARIANTS * (MB + 1) - 1];
 #pragma unroll 1
-  for (int begin = 0; begin < TAPS; begin += PACK_TAPS) {
-    if (begin) __syncthreads();
-#pragma unroll 16  // loads in flight
-    for (int i = thread; i < 16 * PACK_K * PACK_TAPS; i += PACK_THREADS) {
-      int outer = i / (PACK_INNER * PACK_TAPS), within = i % (PACK_INNER * PACK_TAPS);
-      int inner = tap_step == 1 ? within / PACK_TAPS : within % PACK_INNER,
-          tap = tap_step == 1 ? within % PACK_TAPS : within / PACK_INNER;
-      int row = outer, k = inner;
-      bool exists = cout + row < COUT_G && cin + k < CIN_G && begin + tap < TAPS;
-      tile[(row * PACK_K + k) * PACK_PITCH + tap] = exists
-          ? from[(long long)outer * PACK_PLANE + inner * inner_step + (begin + tap) * tap_step] : 0;
-    }
-    __syncthreads();
-#pragma unroll 1
-    for (int variant = 0; variant < VARIANTS; variant++) {
-      int of = entries_of(variant), before = ENTRY[variant * (MB + 1)];
+  for (int variant = 0; variant < VARIANTS; variant++) {
+    int of = entries_of(variant), before = ENTRY[variant * (MB + 1)];
 #pragma unroll 4
-      for (int e = thread / QUARTER; e < of; e += PACK_THREADS / QUARTER) {
-        int tap = TAP_INDEX[(before + e) * SUBS + sub] - begin;  // negative: zeros, or written already
-        if (tap < 0 ? begin > 0 : tap >= PACK_TAPS) continue;
-        int fragment = ((block * entries + before) * CHUNKS + chunk * of + e) * K_STEPS + k_step;
-        u32* to = packed + (long long)((fragment * PARTS * WGS_M + wg) * 4 + warp) * QUARTER + word;
-        float v = tap < 0 ? 0.f : own[tap];
-        u32 high = to_tf32(v);
-        *to = high;
-      }
+    for (int e = thread / QUARTER; e < of; e += PACK_THREADS / QUARTER) {
+      int tap = TAP_INDEX[(before + e) * SUBS + sub];   // -1: zeros, which the first of the blocks writes
+      if (tap < 0 ? begin > 0 : (u32)(tap - begin) >= PACK_TAPS) continue;
+      int fragment = ((block * entries + before) * CHUNKS + chunk * of + e) * K_STEPS + k_step;
+      u32* to = packed + (long long)((fragment * PARTS * WGS_M + wg) * 4 + warp) * QUARTER + word;
+      const float* at = own + (tap - begin);
+      float v = tap < 0 ? 0.f : *at;
+      u32 high = to_tf32(v);
+      *to = high;
     }
   }
 }
@@ -4491,7 +4539,7 @@ CUtensorMap tensor_map(const at::Tensor& t, CUtensorMapDataType type, const std:
 
 void pack_forward(const at::Tensor& weight, const at::Tensor& packed) {
   const auto pointers = std::make_tuple(weight.data_ptr(), packed.data_ptr());
-  launch<forward::pack, 256, 0>(weight, 16, pointers, std::make_tuple(105, 1));
+  launch<forward::pack, 256, 0>(weight, 432, pointers, std::make_tuple(1));
 }
 
 void run_forward(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
@@ -4504,7 +4552,7 @@ void run_forward(const at::Tensor& x, const at::Tensor& packed, const std::optio
 
 void pack_forward_unaligned(const at::Tensor& weight, const at::Tensor& packed) {
   const auto pointers = std::make_tuple(weight.data_ptr(), packed.data_ptr());
-  launch<forward_unaligned::pack, 256, 0>(weight, 16, pointers, std::make_tuple(105, 1));
+  launch<forward_unaligned::pack, 256, 0>(weight, 432, pointers, std::make_tuple(1));
 }
 
 void run_forward_unaligned(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
@@ -4515,7 +4563,7 @@ void run_forward_unaligned(const at::Tensor& x, const at::Tensor& packed, const 
 
 void pack_grad_input(const at::Tensor& weight, const at::Tensor& packed) {
   const auto pointers = std::make_tuple(weight.data_ptr(), packed.data_ptr());
-  launch<grad_input::pack, 256, 0>(weight, 8, pointers, std::make_tuple(105, 1));
+  launch<grad_input::pack, 256, 0>(weight, 216, pointers, std::make_tuple(1));
 }
 
 void run_grad_input(const at::Tensor& grad, const at::Tensor& packed, const std::optional<at::Tensor>& bias,

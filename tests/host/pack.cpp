@@ -1,4 +1,4 @@
-// gather.cu's `pack`, for one tiling: argv are its blocks, the weights' steps, and how many words it writes; weights come by standard
+// gather.cu's `pack`, for one tiling: argv are its blocks, the taps' step, and how many words it writes; weights come by standard
 // input, words leave by standard output, those that nothing wrote as all ones.
 #include "warp.h"
 #include "block.h"
@@ -13,13 +13,13 @@ static u32 low_part(float v, u32 high) { return to_tf32(v - __uint_as_float(high
 
 static std::vector<ELEMENT_TYPE> weight;
 static std::vector<u32> packed;
-static int inner_step, tap_step;
+static int tap_step;
 
 int main(int, char** argv) {
   int blocks = atoi(argv[1]);
-  inner_step = atoi(argv[2]), tap_step = atoi(argv[3]);
-  packed.assign(atoi(argv[4]), ~0u);
+  tap_step = atoi(argv[2]);
+  packed.assign(atoi(argv[3]), ~0u);
   for (ELEMENT_TYPE v; fread(&v, sizeof v, 1, stdin) == 1;) weight.push_back(v);
-  run_grid(blocks, PACK_THREADS, [] { pack(weight.data(), packed.data(), inner_step, tap_step); });
+  run_grid(blocks, PACK_THREADS, [] { pack(weight.data(), packed.data(), tap_step); });
   fwrite(packed.data(), sizeof(u32), packed.size(), stdout);
 }

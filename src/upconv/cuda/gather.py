@@ -123,10 +123,10 @@ class Prepared:
         (unit,) = choice.sources()
         arch = gpu_of(device).arch
         self._device = device
-        self._words, self._taps = t.packed_words, p.taps
+        self._words = t.packed_words
         self._last = {2: torch.channels_last, 3: torch.channels_last_3d}.get(p.rank)
         self._tiling, self._problem = t, p
-        self._pack = Launcher(jit.kernel(unit.source, "pack", arch, unit.label), PACK_THREADS, 0, "PPii")
+        self._pack = Launcher(jit.kernel(unit.source, "pack", arch, unit.label), PACK_THREADS, 0, "PPi")
         threads = 512 if t.wgmma else 384
         self._tensors = tensors(t, p)
         codes = "PPPP" + "i" * 11 + "q" * 16 * len(self._tensors)
@@ -149,15 +149,15 @@ class Prepared:
 
     def pack(self, weight: Tensor) -> Tensor:
         """The weights in fragment order: int32 words, launched on the current stream."""
-        inner, tap = self._taps, 1
+        tap_step = 1
         if not weight.is_contiguous():
             last = self._last is not None and weight.is_contiguous(memory_format=self._last)
             if last and weight.shape == self._problem.weight_shape:
-                inner, tap = 1, weight.shape[1]
+                tap_step = weight.shape[1]
             else:
                 weight = weight.contiguous()
         packed = weight.new_empty_strided((self._words,), (1,), dtype=torch.int32)  # 2 us less than torch.empty
-        self._pack(self._device, self._tiling.pack_blocks, (weight.data_ptr(), packed.data_ptr(), inner, tap))
+        self._pack(self._device, self._tiling.pack_blocks, (weight.data_ptr(), packed.data_ptr(), tap_step))
         return packed
 
     def run(self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor) -> None:

@@ -25,6 +25,8 @@ from upconv.problem import Problem
 Triple = tuple[int, int, int]
 
 PACK_THREADS = 256  # of a block that packs weights
+_PACK_BLOCKS = 512  # wanted
+_MOST_PACK_TAPS, _LEAST_PACK_TAPS = 64, 4  # of a block: shared memory is 33 KB; less would read parts of sectors
 FRAGMENT = 2048  # bytes of weights that a warpgroup takes at a step: 64 rows x 32 bytes of K
 _MOST_ACCUMULATORS = 5  # 64 x 64 each, 32 registers of a consumer's thread
 _MAX_PIXELS = 12 * 192  # a producer thread keeps track of 12
@@ -344,8 +346,19 @@ class Tiling:
         return self.problem.groups * self.cout_blocks * per_block * (FRAGMENT // 4)
 
     @property
+    def pack_taps(self) -> int:
+        """Taps that a block of `pack` takes: few where weights are small, so that a GPU has blocks enough."""
+        taps, shares = self.problem.taps, -(-_PACK_BLOCKS // self._pack_tiles)
+        return min(taps, _MOST_PACK_TAPS, max(_LEAST_PACK_TAPS, -(-taps // shares)))
+
+    @property
     def pack_blocks(self) -> int:
-        """Blocks that pack weights: each 16 rows of M, one step of K, all taps."""
+        """Blocks that pack weights."""
+        return self._pack_tiles * -(-self.problem.taps // self.pack_taps)
+
+    @property
+    def _pack_tiles(self) -> int:
+        """Tiles of 16 rows of M and a step of K."""
         return self.problem.groups * self.cout_blocks * self.chunks * self.k_steps * self.wgs_m * 4
 
     # --- N: pixels ---------------------------------------------------------------------------------------------------
@@ -756,6 +769,7 @@ class Tiling:
             "CIN_G": self.cin_g,
             "COUT_G": self.cout_g,
             "TAPS": p.taps,
+            "PACK_TAPS": self.pack_taps,
             "GRAD_INPUT": int(p.pass_ != "fwd"),
             "CK": self.chunk,
             "SUB_H": self.sub[0],

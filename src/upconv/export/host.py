@@ -302,9 +302,9 @@ def _pack(v: Variant) -> str:
     c = v.choice
     kernel = f"{v.name}::{v.pack}"
     lines = ["const auto pointers = std::make_tuple(weight.data_ptr(), packed.data_ptr());\n"]
-    if isinstance(c, gather.Choice):  # elements from a channel to the next, from a tap to the next
+    if isinstance(c, gather.Choice):  # of contiguous weights, whose taps are one element apart
         block, blocks = (PACK_THREADS, 0), str(c.tiling.pack_blocks)
-        lines.append(_launch(kernel, block, "weight", blocks, "pointers", f"std::make_tuple({c.problem.taps}, 1)"))
+        lines.append(_launch(kernel, block, "weight", blocks, "pointers", "std::make_tuple(1)"))
         return "".join(lines)
     blocks, rest = "(packed.numel() + 255) / 256", "std::make_tuple(packed.numel())"
     if isinstance(c, direct.Choice):
