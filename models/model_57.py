@@ -4720,7 +4720,7 @@ GRAD_WEIGHT = (
         halo=2,
         blocks=1,
         slices=1,
-        chunk_seconds=3.7187920227920223e-06,
+        chunk_seconds=3.71879202e-06,
     ),
     GradWeight(
         name="grad_weight_unaligned",
@@ -4730,7 +4730,7 @@ GRAD_WEIGHT = (
         halo=0,
         blocks=1,
         slices=1,
-        chunk_seconds=1.0561443494776828e-05,
+        chunk_seconds=1.05614435e-05,
     ),
 )
 

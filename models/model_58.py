@@ -4781,7 +4781,7 @@ GRAD_WEIGHT = (
         halo=4,
         blocks=3,
         slices=1,
-        chunk_seconds=4.114127255460589e-06,
+        chunk_seconds=4.11412726e-06,
     ),
     GradWeight(
         name="grad_weight_unaligned",
@@ -4791,7 +4791,7 @@ GRAD_WEIGHT = (
         halo=0,
         blocks=3,
         slices=2,
-        chunk_seconds=1.2284900284900286e-05,
+        chunk_seconds=1.22849003e-05,
     ),
 )
 

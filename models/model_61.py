@@ -4708,7 +4708,7 @@ GRAD_WEIGHT = (
         halo=2,
         blocks=3,
         slices=1,
-        chunk_seconds=3.7315555555555556e-06,
+        chunk_seconds=3.73155556e-06,
     ),
     GradWeight(
         name="grad_weight_unaligned",
@@ -4718,7 +4718,7 @@ GRAD_WEIGHT = (
         halo=0,
         blocks=3,
         slices=1,
-        chunk_seconds=9.75954415954416e-06,
+        chunk_seconds=9.75954416e-06,
     ),
 )
 

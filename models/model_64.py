@@ -4693,7 +4693,7 @@ GRAD_WEIGHT = (
         halo=0,
         blocks=2,
         slices=1,
-        chunk_seconds=3.31493257359924e-06,
+        chunk_seconds=3.31493257e-06,
     ),
     GradWeight(
         name="grad_weight_unaligned",
@@ -4703,7 +4703,7 @@ GRAD_WEIGHT = (
         halo=0,
         blocks=2,
         slices=1,
-        chunk_seconds=7.887939221272554e-06,
+        chunk_seconds=7.88793922e-06,
     ),
 )
 

@@ -4739,7 +4739,7 @@ GRAD_WEIGHT = (
         halo=2,
         blocks=3,
         slices=1,
-        chunk_seconds=3.7315555555555556e-06,
+        chunk_seconds=3.73155556e-06,
     ),
     GradWeight(
         name="grad_weight_unaligned",
@@ -4749,7 +4749,7 @@ GRAD_WEIGHT = (
         halo=0,
         blocks=3,
         slices=1,
-        chunk_seconds=8.724786324786323e-06,
+        chunk_seconds=8.72478632e-06,
     ),
 )
 

@@ -5676,7 +5676,7 @@ GRAD_WEIGHT = (
         halo=4,
         blocks=5,
         slices=1,
-        chunk_seconds=3.4062567555900883e-06,
+        chunk_seconds=3.40625676e-06,
     ),
     GradWeight(
         name="grad_weight_unaligned",
@@ -5686,7 +5686,7 @@ GRAD_WEIGHT = (
         halo=0,
         blocks=6,
         slices=1,
-        chunk_seconds=9.02108262108262e-06,
+        chunk_seconds=9.02108262e-06,
     ),
 )
 

@@ -5663,7 +5663,7 @@ GRAD_WEIGHT = (
         halo=2,
         blocks=4,
         slices=1,
-        chunk_seconds=3.6163853923853925e-06,
+        chunk_seconds=3.61638539e-06,
     ),
     GradWeight(
         name="grad_weight_unaligned",
@@ -5673,7 +5673,7 @@ GRAD_WEIGHT = (
         halo=0,
         blocks=4,
         slices=1,
-        chunk_seconds=9.245204178537512e-06,
+        chunk_seconds=9.24520418e-06,
     ),
 )
 

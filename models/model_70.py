@@ -4729,7 +4729,7 @@ GRAD_WEIGHT = (
         halo=2,
         blocks=2,
         slices=1,
-        chunk_seconds=3.6814131054131056e-06,
+        chunk_seconds=3.68141311e-06,
     ),
     GradWeight(
         name="grad_weight_unaligned",
@@ -4739,7 +4739,7 @@ GRAD_WEIGHT = (
         halo=0,
         blocks=3,
         slices=2,
-        chunk_seconds=1.0170180436847102e-05,
+        chunk_seconds=1.01701804e-05,
     ),
 )
 

@@ -4702,7 +4702,7 @@ GRAD_WEIGHT = (
         halo=2,
         blocks=1,
         slices=1,
-        chunk_seconds=3.112706552706553e-06,
+        chunk_seconds=3.11270655e-06,
     ),
     GradWeight(
         name="grad_weight_unaligned",
@@ -4712,7 +4712,7 @@ GRAD_WEIGHT = (
         halo=0,
         blocks=1,
         slices=4,
-        chunk_seconds=6.100094966761633e-06,
+        chunk_seconds=6.10009497e-06,
     ),
 )
 

@@ -3786,7 +3786,7 @@ GRAD_WEIGHT = (
         halo=0,
         blocks=36,
         slices=8,
-        chunk_seconds=3.845394112060778e-06,
+        chunk_seconds=3.84539411e-06,
     ),
     GradWeight(
         name="grad_weight_unaligned",
@@ -3796,7 +3796,7 @@ GRAD_WEIGHT = (
         halo=0,
         blocks=36,
         slices=8,
-        chunk_seconds=4.062678062678063e-06,
+        chunk_seconds=4.06267806e-06,
     ),
 )
 

@@ -4730,7 +4730,7 @@ GRAD_WEIGHT = (
         halo=1,
         blocks=2,
         slices=1,
-        chunk_seconds=5.54941690408357e-06,
+        chunk_seconds=5.5494169e-06,
     ),
     GradWeight(
         name="grad_weight_unaligned",
@@ -4740,7 +4740,7 @@ GRAD_WEIGHT = (
         halo=0,
         blocks=3,
         slices=4,
-        chunk_seconds=4.99596391263058e-06,
+        chunk_seconds=4.99596391e-06,
     ),
 )
 

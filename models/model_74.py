@@ -5606,7 +5606,7 @@ GRAD_WEIGHT = (
         halo=0,
         blocks=1,
         slices=1,
-        chunk_seconds=4.621383752050419e-06,
+        chunk_seconds=4.62138375e-06,
     ),
     GradWeight(
         name="grad_weight_unaligned",
@@ -5616,7 +5616,7 @@ GRAD_WEIGHT = (
         halo=0,
         blocks=1,
         slices=2,
-        chunk_seconds=7.055982905982906e-06,
+        chunk_seconds=7.05598291e-06,
     ),
 )
 

@@ -2769,7 +2769,7 @@ GRAD_WEIGHT = (
         halo=0,
         blocks=4,
         slices=4,
-        chunk_seconds=6.844729344729344e-06,
+        chunk_seconds=6.84472934e-06,
     ),
     GradWeight(
         name="grad_weight_unaligned",
@@ -2779,7 +2779,7 @@ GRAD_WEIGHT = (
         halo=0,
         blocks=4,
         slices=4,
-        chunk_seconds=6.9669515669515655e-06,
+        chunk_seconds=6.96695157e-06,
     ),
 )
 

@@ -4739,7 +4739,7 @@ GRAD_WEIGHT = (
         halo=0,
         blocks=4,
         slices=1,
-        chunk_seconds=5.077257359924026e-06,
+        chunk_seconds=5.07725736e-06,
     ),
     GradWeight(
         name="grad_weight_unaligned",
@@ -4749,7 +4749,7 @@ GRAD_WEIGHT = (
         halo=0,
         blocks=3,
         slices=2,
-        chunk_seconds=4.344159544159544e-06,
+        chunk_seconds=4.34415954e-06,
     ),
 )
 

@@ -5700,7 +5700,7 @@ GRAD_WEIGHT = (
         halo=2,
         blocks=1,
         slices=1,
-        chunk_seconds=5.170632823966157e-06,
+        chunk_seconds=5.17063282e-06,
     ),
     GradWeight(
         name="grad_weight_unaligned",
@@ -5710,7 +5710,7 @@ GRAD_WEIGHT = (
         halo=0,
         blocks=1,
         slices=1,
-        chunk_seconds=1.4600189933523268e-05,
+        chunk_seconds=1.46001899e-05,
     ),
 )
 

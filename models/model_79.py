@@ -4482,7 +4482,7 @@ GRAD_WEIGHT = (
         halo=0,
         blocks=1,
         slices=4,
-        chunk_seconds=4.154036087369421e-06,
+        chunk_seconds=4.15403609e-06,
     ),
     GradWeight(
         name="grad_weight_unaligned",
@@ -4492,7 +4492,7 @@ GRAD_WEIGHT = (
         halo=0,
         blocks=1,
         slices=4,
-        chunk_seconds=4.1722222222222225e-06,
+        chunk_seconds=4.17222222e-06,
     ),
 )
 

@@ -4518,7 +4518,7 @@ GRAD_WEIGHT = (
         halo=0,
         blocks=3,
         slices=4,
-        chunk_seconds=3.943684710351378e-06,
+        chunk_seconds=3.94368471e-06,
     ),
     GradWeight(
         name="grad_weight_unaligned",
@@ -4528,7 +4528,7 @@ GRAD_WEIGHT = (
         halo=0,
         blocks=2,
         slices=4,
-        chunk_seconds=3.2304843304843304e-06,
+        chunk_seconds=3.23048433e-06,
     ),
 )
 

@@ -123,7 +123,7 @@ class Prepared:
         (unit,) = choice.sources()
         arch = gpu_of(device).arch
         self._device = device
-        self._words = t.packed_words
+        self._words, self._pack_blocks = t.packed_words, t.pack_blocks
         self._last = {2: torch.channels_last, 3: torch.channels_last_3d}.get(p.rank)
         self._tiling, self._problem = t, p
         self._pack = Launcher(jit.kernel(unit.source, "pack", arch, unit.label), PACK_THREADS, 0, "PPi")
@@ -157,7 +157,7 @@ class Prepared:
             else:
                 weight = weight.contiguous()
         packed = weight.new_empty_strided((self._words,), (1,), dtype=torch.int32)  # 2 us less than torch.empty
-        self._pack(self._device, self._tiling.pack_blocks, (weight.data_ptr(), packed.data_ptr(), tap_step))
+        self._pack(self._device, self._pack_blocks, (weight.data_ptr(), packed.data_ptr(), tap_step))
         return packed
 
     def run(self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor) -> None:

@@ -657,7 +657,8 @@ def record(v: Variant) -> str:
         w = c.tiling
         seconds = wgrad._chunk_clocks(w)[0] / c.gpu.clock
         given |= {"unit_out": v.unit_out, "tile": w.tile, "halo": w.halo, "blocks": w.tiles, "slices": w.k_slices}
-        given |= {"chunk_seconds": seconds}
+        # Python 3.12 adds floats otherwise than 3.11; a file is the same by both.
+        given |= {"chunk_seconds": float(f"{seconds:.9g}")}
     elif isinstance(c, direct_wgrad.Choice):
         p = c.problem
         if v.pass_ == "grad-input":
