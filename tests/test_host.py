@@ -1,4 +1,4 @@
-"""Parts of the kernels, compiled for the host from the very source: what they store, staging slots, fragments.
+"""Parts of the kernels, compiled for the host from the very source: stores, staging slots, packed weights, fragments.
 
 The plan interpreter walks neither, and a GPU is not always at hand; alignment, borders and the order in which lanes
 fill buffers are tried here on every kind of row.
@@ -23,7 +23,7 @@ from gather_interpreter import Interpreter
 from test_gather import draw_problem, draw_tiling
 from upconv.cuda import gather, jit, wgrad
 from upconv.cuda.gpu import H200
-from upconv.cuda.tiling import Tiling, Unfit
+from upconv.cuda.tiling import PACK_THREADS, Tiling, Unfit
 from upconv.cuda.wgrad_tiling import WarpgroupTiling
 from upconv.problem import Pass, Precision, Problem
 
@@ -268,33 +268,50 @@ def test_taps_shift_their_fragments_out_of_common_words(seed: int, stride: int, 
     assert tiles(fragments(tiling, tmp_path), seed, 200) > 1000
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_weights_are_packed(seed: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("at_once", [1, 5, 64])
+@pytest.mark.parametrize("pass_", ["fwd", "grad-input"])
+@pytest.mark.parametrize("precision", ["tf32", "ieee", "fp16", "bf16"])
+def test_weights_are_packed(
+    precision: Precision, pass_: Pass, at_once: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every word is the interpreter's, from contiguous weights and from channels-last ones."""
-    r = random.Random(seed)
+    monkeypatch.setattr(Tiling, "pack_taps", property(lambda tiling: min(at_once, tiling.problem.taps)))
+    r = random.Random(f"{precision} {pass_} {at_once}")
+    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(precision, torch.float32)
     tiling = None
-    while tiling is None or tiling.packed_words > 60_000:
-        p = draw_problem(r)
-        if seed == 0 and p.rank == 2:  # more taps than a block takes at once
+    # Rows of two warpgroups; several sub-positions in a block; many taps.
+    while (
+        tiling is None
+        or tiling.packed_words > (200_000 if at_once == 64 else 60_000)
+        or min(tiling.problem.taps, tiling.problem.weight_shape[1]) < 2
+        or (at_once == 1 and precision != "ieee" and tiling.wgs_m == 1)
+        or (at_once == 5 and tiling.subs == 1)
+    ):
+        p = draw_problem(r).with_(pass_=pass_, precision=precision, dtype=dtype)
+        if at_once == 64:
+            if p.rank != 2:
+                continue
             p = p.with_(kernel=(9, 8), stride=(2, 1), padding=(2, 3), output_padding=(0, 0))
-        tiling = draw_tiling(p, r) if seed or p.taps == 72 else None
+        tiling = draw_tiling(p, r)
     p = tiling.problem
     # TF32 has the even numbers from 2,048 to 4,096; IEEE's second part is what it leaves of the odd ones.
     least, most = (1, 250) if p.dtype.itemsize == 2 else (2048, 4096)
-    weight = torch.randint(least, most, p.weight_shape, generator=torch.Generator().manual_seed(seed))
-    weight = (weight // 2 * 2 if p.precision == "tf32" else weight).to(p.dtype)
-    interpreter = Interpreter(tiling, coarse=2.0)
-    expected = interpreter.pack(weight.double().numpy())
+    weight = torch.randint(least, most, p.weight_shape, generator=torch.Generator().manual_seed(at_once))
+    weight = (weight // 2 * 2 if precision == "tf32" else weight).to(dtype)
+    expected = Interpreter(tiling, coarse=2.0).pack(weight.double().numpy())
     program = packing(tiling, tmp_path)
-    kind = torch.int16 if p.dtype.itemsize == 2 else torch.float32
-    steps = {1: weight.flatten(2), p.weight_shape[1]: weight.flatten(2).mT}
-    for step, given in steps.items():
+    kind = torch.int16 if dtype.itemsize == 2 else torch.float32
+    for step, given in ((1, weight.flatten(2)), (p.weight_shape[1], weight.flatten(2).mT)):
         arguments = map(str, (tiling.pack_blocks, step, tiling.packed_words))
         data = given.contiguous().view(kind).numpy().tobytes()
         done = subprocess.run([str(program), *arguments], input=data, capture_output=True)
         assert done.returncode == 0, done.stdout[:400]
-        words = torch.frombuffer(bytearray(done.stdout), dtype=p.dtype).view(-1, 4 // p.dtype.itemsize)
+        words = torch.frombuffer(bytearray(done.stdout), dtype=dtype).view(-1, 4 // dtype.itemsize)
         assert np.array_equal(words.double().numpy(), expected), tiling
+
+
+def test_blocks_that_pack_have_the_kernels_threads() -> None:
+    assert f"#define PACK_THREADS {PACK_THREADS}\n" in SOURCE
 
 
 @pytest.mark.parametrize("seed", range(36))

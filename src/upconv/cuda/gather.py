@@ -124,7 +124,7 @@ class Prepared:
         arch = gpu_of(device).arch
         self._device = device
         self._words, self._pack_blocks = t.packed_words, t.pack_blocks
-        self._last = {2: torch.channels_last, 3: torch.channels_last_3d}.get(p.rank)
+        self._weight_last = {2: torch.channels_last, 3: torch.channels_last_3d}.get(p.rank)
         self._tiling, self._problem = t, p
         self._pack = Launcher(jit.kernel(unit.source, "pack", arch, unit.label), PACK_THREADS, 0, "PPi")
         threads = 512 if t.wgmma else 384
@@ -151,7 +151,7 @@ class Prepared:
         """The weights in fragment order: int32 words, launched on the current stream."""
         tap_step = 1
         if not weight.is_contiguous():
-            last = self._last is not None and weight.is_contiguous(memory_format=self._last)
+            last = self._weight_last is not None and weight.is_contiguous(memory_format=self._weight_last)
             if last and weight.shape == self._problem.weight_shape:
                 tap_step = weight.shape[1]
             else:

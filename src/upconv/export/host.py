@@ -657,7 +657,7 @@ def record(v: Variant) -> str:
         w = c.tiling
         seconds = wgrad._chunk_clocks(w)[0] / c.gpu.clock
         given |= {"unit_out": v.unit_out, "tile": w.tile, "halo": w.halo, "blocks": w.tiles, "slices": w.k_slices}
-        # Python 3.12 adds floats otherwise than 3.11; a file is the same by both.
+        # Python 3.12 adds floats otherwise than 3.11, in the last digits; a file is to be the same by both.
         given |= {"chunk_seconds": float(f"{seconds:.9g}")}
     elif isinstance(c, direct_wgrad.Choice):
         p = c.problem
