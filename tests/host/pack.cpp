@@ -3,12 +3,6 @@
 #include "warp.h"
 #include "block.h"
 
-static u32 to_tf32(float v) {
-  u32 b = __float_as_uint(v);
-  return (b + 0xfffu + (b >> 13 & 1)) & 0xffffe000u;
-}
-static u32 low_part(float v, u32 high) { return to_tf32(v - __uint_as_float(high)); }
-
 #include "kernel.h"  // the tiling's macros and what packs, cut from gather.cu by test_host.py
 
 static std::vector<ELEMENT_TYPE> weight;

@@ -77,3 +77,11 @@ static void store_global_16_if(void* to, u32 v, bool ok) {
 static void store_global_if(void* to, u32 v, bool ok) { store_global(to, &v, 4, ok); }
 static void store_global_64_if(void* to, const u32 (&v)[4], bool ok) { store_global(to, v, 8, ok); }
 static void store_global_128_if(void* to, const u32 (&v)[4], bool ok) { store_global(to, v, 16, ok); }
+
+// --- numbers ------------------------------------------------------------------------------------------------------------
+
+static u32 to_tf32(float v) {
+  u32 b = __float_as_uint(v);
+  return (b + 0xfffu + (b >> 13 & 1)) & 0xffffe000u;
+}
+static u32 low_part(float v, u32 high) { return to_tf32(v - __uint_as_float(high)); }

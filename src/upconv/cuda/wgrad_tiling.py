@@ -114,10 +114,14 @@ class Tiling:
         """Rows (D, H) and columns of g that a chunk holds."""
         spans = []
         for axis in range(3):
-            count, taps = self.tile[1 + axis], self.taps[axis]
-            dense = ((count - 1) * self.steps[axis] + (taps - 1) * self.dilation[axis]) // self.apart[axis] + 1
-            spans.append(dense if axis == 2 else min(dense, count * taps))
+            dense = self._dense(axis)
+            spans.append(dense if axis == 2 else min(dense, self.tile[1 + axis] * self.taps[axis]))
         return spans[0], spans[1], spans[2]
+
+    def _dense(self, axis: int) -> int:
+        """Rows, or columns, of g from the first that a chunk's taps read to the last, `apart` from each other."""
+        count, taps = self.tile[1 + axis], self.taps[axis]
+        return ((count - 1) * self.steps[axis] + (taps - 1) * self.dilation[axis]) // self.apart[axis] + 1
 
     @property
     def halo(self) -> int:
@@ -419,10 +423,10 @@ class WarpgroupTiling(Tiling):
     def _g_row_steps(self) -> tuple[int, int]:
         """From one row of g's tile to the next along D and H; 0 where rows do not lie evenly."""
         found: list[int] = []
-        axes = zip(self.tile[1:3], self.taps, self.steps, self.dilation, self.apart, self._spans())
-        for count, taps, step, dilation, apart, rows in axes:
-            if rows == ((count - 1) * step + (taps - 1) * dilation) // apart + 1 or (self.stacked and len(found)):
-                found.append(apart)  # dense
+        axes = zip(self.tile[1:3], self.taps, self.steps, self.dilation, self._spans())
+        for axis, (count, taps, step, dilation, rows) in enumerate(axes):
+            if rows == self._dense(axis) or (self.stacked and axis == 1):
+                found.append(self.apart[axis])
             elif taps == 1:
                 found.append(step)
             else:
