@@ -2539,6 +2539,16 @@ void* address(const std::optional<at::Tensor>& t) { return t ? t->data_ptr() : n
 
 }  // namespace
 
+// The current stream of a tensor's device; none while a graph is captured on it.
+std::optional<int64_t> stream_of(const at::Tensor& t) {
+  const c10::cuda::CUDAGuard guard(t.device());
+  const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream(t.get_device());
+  cudaStreamCaptureStatus status;
+  C10_CUDA_CHECK(cudaStreamIsCapturing(stream.stream(), &status));
+  if (status != cudaStreamCaptureStatusNone) return std::nullopt;
+  return reinterpret_cast<intptr_t>(stream.stream());
+}
+
 void pack_forward(const at::Tensor& weight, const at::Tensor& packed) {
   const auto pointers = std::make_tuple(weight.data_ptr(), packed.data_ptr());
   const std::array<int64_t, 6> strides_and_count = {240, 15, 15, 5, 1, packed.numel()};
@@ -2586,6 +2596,7 @@ void run_grad_weight_unaligned(const at::Tensor& x, const at::Tensor& grad, cons
 DECLARATIONS = r"""
 #include <array>
 #include <optional>
+std::optional<int64_t> stream_of(const at::Tensor& t);
 void pack_forward(const at::Tensor& weight, const at::Tensor& packed);
 void run_forward(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
                  const at::Tensor& out, int64_t blocks, const std::array<int64_t, 8>& sizes);
@@ -2599,6 +2610,7 @@ void run_grad_weight_unaligned(const at::Tensor& x, const at::Tensor& grad, cons
 """
 
 FUNCTIONS = [
+    "stream_of",
     "pack_forward",
     "run_forward",
     "pack_grad_input",
@@ -2648,6 +2660,7 @@ def ceil(a: int, b: int) -> int:
     return -(-a // b)
 
 
+@functools.lru_cache(maxsize=1024)
 def output_size(size):
     """Of every spatial dimension."""
     axes = zip(size, KERNEL, STRIDE, PADDING, OUTPUT_PADDING, DILATION)
@@ -2856,10 +2869,10 @@ class Kept:
         self.entry = None, None, None
 
     def pack(self, kernel, weight: Tensor) -> Tensor:
+        stream = build_once().stream_of(weight)
         # A replayed graph must pack what the weights then are; inference tensors have no version.
-        if weight.is_inference() or torch.cuda.is_current_stream_capturing():
+        if stream is None or weight.is_inference():
             return pack(kernel, weight)
-        stream = torch.cuda.current_stream(weight.device).cuda_stream
         key = kernel.name, weight.data_ptr(), weight.stride(), weight._version, stream
         entry = self.entry  # read and set as a whole, so that threads may share the module
         if entry[0] != key:
@@ -2876,7 +2889,7 @@ class Kept:
 
 def forward(x: Tensor, weight: Tensor, bias: Tensor | None, kept: Kept | None = None) -> Tensor:
     """(batch, IN_CHANNELS, *size) -> (batch, OUT_CHANNELS, *output_size(size))."""
-    size = tuple(x.shape[2:])
+    size = x.shape[2:]
     shape = (x.shape[0], OUT_CHANNELS, *output_size(size))
     out = torch.empty(shape, dtype=DTYPE, device=x.device, memory_format=FORMAT)
     if out.numel() == 0:
@@ -3033,7 +3046,8 @@ class ModelNew(nn.Module):
         single = x.dim() == RANK + 1
         if single:
             x = x.unsqueeze(0)
-        weight, bias = self.conv_transpose2d.weight, self.conv_transpose2d.bias
+        layer = self.conv_transpose2d
+        weight, bias = layer.weight, layer.bias
         check(x, weight)
         if torch.is_grad_enabled():
             out = ForwardFunction.apply(x, weight, bias)

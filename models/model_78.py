@@ -5426,6 +5426,16 @@ CUtensorMap tensor_map(const at::Tensor& t, CUtensorMapDataType type, const std:
 
 }  // namespace
 
+// The current stream of a tensor's device; none while a graph is captured on it.
+std::optional<int64_t> stream_of(const at::Tensor& t) {
+  const c10::cuda::CUDAGuard guard(t.device());
+  const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream(t.get_device());
+  cudaStreamCaptureStatus status;
+  C10_CUDA_CHECK(cudaStreamIsCapturing(stream.stream(), &status));
+  if (status != cudaStreamCaptureStatusNone) return std::nullopt;
+  return reinterpret_cast<intptr_t>(stream.stream());
+}
+
 void pack_forward(const at::Tensor& weight, const at::Tensor& packed) {
   const auto pointers = std::make_tuple(weight.data_ptr(), packed.data_ptr());
   launch<forward::pack, 256, 0>(weight, 96, pointers, std::make_tuple(1));
@@ -5503,6 +5513,7 @@ void run_grad_weight_unaligned(const at::Tensor& x, const at::Tensor& grad, cons
 DECLARATIONS = r"""
 #include <array>
 #include <optional>
+std::optional<int64_t> stream_of(const at::Tensor& t);
 void pack_forward(const at::Tensor& weight, const at::Tensor& packed);
 void run_forward(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
                  const at::Tensor& out, int64_t blocks, const std::array<int64_t, 11>& sizes);
@@ -5522,6 +5533,7 @@ void run_grad_weight_unaligned(const at::Tensor& x, const at::Tensor& grad, cons
 """
 
 FUNCTIONS = [
+    "stream_of",
     "pack_forward",
     "run_forward",
     "pack_forward_unaligned",
@@ -5575,6 +5587,7 @@ def ceil(a: int, b: int) -> int:
     return -(-a // b)
 
 
+@functools.lru_cache(maxsize=1024)
 def output_size(size):
     """Of every spatial dimension."""
     axes = zip(size, KERNEL, STRIDE, PADDING, OUTPUT_PADDING, DILATION)
@@ -5787,10 +5800,10 @@ class Kept:
         self.entry = None, None, None
 
     def pack(self, kernel, weight: Tensor) -> Tensor:
+        stream = build_once().stream_of(weight)
         # A replayed graph must pack what the weights then are; inference tensors have no version.
-        if weight.is_inference() or torch.cuda.is_current_stream_capturing():
+        if stream is None or weight.is_inference():
             return pack(kernel, weight)
-        stream = torch.cuda.current_stream(weight.device).cuda_stream
         key = kernel.name, weight.data_ptr(), weight.stride(), weight._version, stream
         entry = self.entry  # read and set as a whole, so that threads may share the module
         if entry[0] != key:
@@ -5807,7 +5820,7 @@ class Kept:
 
 def forward(x: Tensor, weight: Tensor, bias: Tensor | None, kept: Kept | None = None) -> Tensor:
     """(batch, IN_CHANNELS, *size) -> (batch, OUT_CHANNELS, *output_size(size))."""
-    size = tuple(x.shape[2:])
+    size = x.shape[2:]
     shape = (x.shape[0], OUT_CHANNELS, *output_size(size))
     out = torch.empty(shape, dtype=DTYPE, device=x.device, memory_format=FORMAT)
     if out.numel() == 0:
@@ -5972,7 +5985,8 @@ class ModelNew(nn.Module):
         single = x.dim() == RANK + 1
         if single:
             x = x.unsqueeze(0)
-        weight, bias = self.conv_transpose2d.weight, self.conv_transpose2d.bias
+        layer = self.conv_transpose2d
+        weight, bias = layer.weight, layer.bias
         check(x, weight)
         if torch.is_grad_enabled():
             out = ForwardFunction.apply(x, weight, bias)

@@ -537,6 +537,10 @@ class FakeExtension:
     def __init__(self, p: Problem) -> None:
         self.p = p
         self.packs = 0
+        self.stream: int | None = 7  # none while a graph is captured
+
+    def stream_of(self, t: Tensor) -> int | None:
+        return self.stream
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         what, _, kernel = name.partition("_")
@@ -575,9 +579,6 @@ class FakeExtension:
 def faked(monkeypatch: pytest.MonkeyPatch) -> Callable[[Problem], dict[str, Any]]:
     """Loads a file whose kernels are PyTorch's, to run on the CPU."""
     monkeypatch.setattr(program, "cuda", lambda variants, arch: "")
-    stream = type("Stream", (), {"cuda_stream": 7})
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: stream)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
     def make(p: Problem) -> dict[str, Any]:
         found = load(source(p, "90a"))
@@ -652,6 +653,12 @@ def test_weights_are_packed_when_they_may_have_changed(faked: Callable[[Problem]
     with torch.no_grad():
         twin.conv_transpose2d.weight.add_(1)
         assert torch.equal(twin(x), extension.convolve(x, twin.conv_transpose2d.weight, None))
+    assert packs() == 0
+    extension.stream = 8
+    assert [packs(), packs()] == [1, 0]
+    extension.stream = None
+    assert [packs(), packs()] == [1, 1]
+    extension.stream = 8
     assert packs() == 0
 
 

@@ -239,6 +239,19 @@ TENSOR_MAP = dedent(
     """
 )
 
+STREAM_OF = "std::optional<int64_t> stream_of(const at::Tensor& t)"
+# One call, where torch.cuda has two in Python.
+CURRENT = f"""// The current stream of a tensor's device; none while a graph is captured on it.
+{STREAM_OF} {{
+  const c10::cuda::CUDAGuard guard(t.device());
+  const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream(t.get_device());
+  cudaStreamCaptureStatus status;
+  C10_CUDA_CHECK(cudaStreamIsCapturing(stream.stream(), &status));
+  if (status != cudaStreamCaptureStatusNone) return std::nullopt;
+  return reinterpret_cast<intptr_t>(stream.stream());
+}}
+"""
+
 
 def includes() -> str:
     """The headers of the host code."""
@@ -255,7 +268,7 @@ def includes() -> str:
 def helpers(found: tuple[Variant, ...]) -> str:
     """What the launch functions share."""
     maps = any(_maps(v) for v in found)
-    return "namespace {\n\n" + LAUNCH + ("\n" + TENSOR_MAP if maps else "") + "\n}  // namespace\n"
+    return "namespace {\n\n" + LAUNCH + ("\n" + TENSOR_MAP if maps else "") + "\n}  // namespace\n\n" + CURRENT
 
 
 def _maps(v: Variant) -> int:
@@ -278,9 +291,12 @@ def prototypes(v: Variant) -> tuple[str, ...]:
     return tuple(found)
 
 
-def functions(v: Variant) -> tuple[str, ...]:
-    """The names of a variant's C++ functions."""
-    return ((f"pack_{v.name}",) if v.pack is not None else ()) + (f"run_{v.name}",)
+def functions(found: tuple[Variant, ...]) -> tuple[str, ...]:
+    """The names of the C++ functions that Python calls."""
+    names = ["stream_of"]
+    for v in found:
+        names += [f"pack_{v.name}"] * (v.pack is not None) + [f"run_{v.name}"]
+    return tuple(names)
 
 
 def _sizes(v: Variant) -> int:

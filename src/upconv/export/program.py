@@ -34,8 +34,8 @@ def program(p: Problem, signature: Signature, gpu: Gpu) -> str:
         "HEAD": _head(p, signature, gpu, found),
         "CONSTANTS": _constants(p, gpu, found),
         "CUDA": cuda(found, gpu.arch),
-        "DECLARATIONS": ";\n".join(text for v in found for text in host.prototypes(v)) + ";",
-        "FUNCTIONS": "".join(f'    "{name}",\n' for v in found for name in host.functions(v)),
+        "DECLARATIONS": ";\n".join((host.STREAM_OF, *(text for v in found for text in host.prototypes(v)))) + ";",
+        "FUNCTIONS": "".join(f'    "{name}",\n' for name in host.functions(found)),
         "ARCH": gpu.arch,
         "CAPABILITY": _capability(gpu),
         "DEVICES": _devices(gpu),
@@ -281,6 +281,7 @@ def ceil(a: int, b: int) -> int:
     return -(-a // b)
 
 
+@functools.lru_cache(maxsize=1024)
 def output_size(size):
     """Of every spatial dimension."""
     axes = zip(size, KERNEL, STRIDE, PADDING, OUTPUT_PADDING, DILATION)
@@ -370,10 +371,10 @@ class Kept:
         self.entry = None, None, None
 
     def pack(self, kernel, weight: Tensor) -> Tensor:
+        stream = build_once().stream_of(weight)
         # A replayed graph must pack what the weights then are; inference tensors have no version.
-        if weight.is_inference() or torch.cuda.is_current_stream_capturing():
+        if stream is None or weight.is_inference():
             return pack(kernel, weight)
-        stream = torch.cuda.current_stream(weight.device).cuda_stream
         key = kernel.name, weight.data_ptr(), weight.stride(), weight._version, stream
         entry = self.entry  # read and set as a whole, so that threads may share the module
         if entry[0] != key:
@@ -390,7 +391,7 @@ class Kept:
 
 def forward(x: Tensor, weight: Tensor, bias: Tensor | None, kept: Kept | None = None) -> Tensor:
     """(batch, IN_CHANNELS, *size) -> (batch, OUT_CHANNELS, *output_size(size))."""
-    size = tuple(x.shape[2:])
+    size = x.shape[2:]
     shape = (x.shape[0], OUT_CHANNELS, *output_size(size))
     out = torch.empty(shape, dtype=DTYPE, device=x.device, memory_format=FORMAT)
     if out.numel() == 0:
@@ -513,7 +514,8 @@ EXPECTED = @EXPECTED@
         single = x.dim() == RANK + 1
         if single:
             x = x.unsqueeze(0)
-        weight, bias = self.@ATTRIBUTE@.weight, self.@ATTRIBUTE@.bias
+        layer = self.@ATTRIBUTE@
+        weight, bias = layer.weight, layer.bias
         check(x, weight)
         if torch.is_grad_enabled():
             out = ForwardFunction.apply(x, weight, bias)
