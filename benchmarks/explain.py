@@ -4,18 +4,18 @@
     python benchmarks/explain.py --check  exit code 1 when the planner says something else by now
 
 A section between ``<!-- explain-kb57 -->`` and ``<!-- /explain-kb57 -->`` belongs to this program, and so does that of
-``gather-constants``, lines of ``upconv/cuda/gather.py``. No GPU is needed: plans are made by the cost models, for TF32
+``gather-constants``, a table of ``upconv/cuda/costs.py``. No GPU is needed: plans are made by the cost models, for TF32
 and NCHW, and the roof is the data sheet's (`upconv.explain.estimated_ceilings`). Below what the command prints stands
 how the gather family cuts the layer.
 """
 
 from __future__ import annotations
 
-import inspect
 import io
 import re
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
@@ -23,7 +23,7 @@ from rich.console import Console
 from upconv import planner
 from upconv.bench import report
 from upconv.bench.suites import SUITES
-from upconv.cuda import gather
+from upconv.cuda import costs, gather
 from upconv.cuda.gpu import H200
 from upconv.cuda.tiling import Tiling, useful
 from upconv.explain import Explanation, estimated_ceilings
@@ -74,13 +74,15 @@ def cut(t: Tiling) -> str:
 
 
 def constants() -> str:
-    """The constants of the gather family's model as its module has them. Errors: ValueError where it has none."""
-    found = re.search(
-        r"^# --- the model's constants.*\n(?:#.*\n)*((?:_[A-Z].*\n)+)", inspect.getsource(gather), re.MULTILINE
-    )
-    if found is None:
-        raise ValueError("upconv/cuda/gather.py must have the model's constants under a heading of that name")
-    return f"```python\n{found[1]}```"
+    """The sets of constants of the gather family's model, a column for each."""
+    columns = [asdict(found) for found in costs.SETS.values()]
+    rows = [["", *costs.SETS], ["---"] * (len(columns) + 1)]
+    rows += [[f"`{name}`", *(_number(column[name]) for column in columns)] for name in columns[0]]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _number(value: float | tuple[float, ...]) -> str:
+    return ", ".join(f"{v:g}" for v in value) if isinstance(value, tuple) else f"{value:g}"
 
 
 def sections() -> Iterator[tuple[str, str]]:

@@ -19,8 +19,8 @@ Kernels:
   fragments, 147 KB shared.
 - forward (other widths than multiples of 4): wgmma tf32, tile 1x1x16x16 (NxDxHxW of q) x 64 rows, chunk of 8
   channels, in turn, weights ring of 6 x 7 fragments, 151 KB shared.
-- gradient for the input: wgmma tf32, tile 1x1x4x128 (NxDxHxW of q) x 64 rows, chunk of 8 channels, pixels halved,
-  weights ring of 3 x 7 fragments, 164 KB shared.
+- gradient for the input: wgmma tf32, tile 1x1x8x64 (NxDxHxW of q) x 64 rows, chunk of 8 channels, pixels halved,
+  weights ring of 3 x 7 fragments, 151 KB shared.
 - gradient for the weight: wgmma of up to 3 rows tf32, 64x64 channels x 1x3x3 taps a block, chunks of 1x1x2x64
   (NxDxHxW of q), K in 44 slices, 204 KB shared.
 - gradient for the weight (other widths than multiples of 4): mma.sync tf32, 64x64 channels x 1x1x7 taps a block,
@@ -241,12 +241,10 @@ template <int N> __device__ __forceinline__ void wgmma_wait() {
 #define INSTRUCTION(n, registers, a0, a1, a2, a3, b0, scale) \
   "wgmma.mma_async.sync.aligned.m64n" n "k8.f32.tf32.tf32" " {" registers "}, {" a0 "," a1 "," a2 "," a3 "}, " b0 ", " scale ", 1, 1" ";\n"
 #define OPERANDS(a, b) "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)
-#define MULTIPLY_128(d, a, b, scale) asm volatile(INSTRUCTION("128", \
+#define MULTIPLY_64(d, a, b, scale) asm volatile(INSTRUCTION("64", \
     "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15" "," \
-    "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31" "," \
-    "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47" "," \
-    "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63", "%64", "%65", "%66", "%67", "%68", scale) : \
-    SUMS(d, 0), SUMS(d, 16), SUMS(d, 32), SUMS(d, 48) : OPERANDS(a, b))
+    "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31", "%32", "%33", "%34", "%35", "%36", scale) : \
+    SUMS(d, 0), SUMS(d, 16) : OPERANDS(a, b))
 constexpr int VEC = 16 / ELEMENT;  // elements of a 16-byte unit
 constexpr int ROW_BYTES = CK * ELEMENT;  // a pixel's row in a tile: 32, 64 or 128
 constexpr int UNITS_PER_ROW = ROW_BYTES / 16;
@@ -675,15 +673,15 @@ struct Place { int n, d, h, w; };  // of a subtile in a tile, in q
 // PAIRED: subtiles one below the other are neighbours, so that one matrix instruction takes both (WIDE).
 __device__ __forceinline__ constexpr Place place_of(int subtile) {
   return {subtile / (W_SUBTILES * H_SUBTILES * TILE_D), subtile / (W_SUBTILES * H_SUBTILES) % TILE_D,
-          (subtile / (2 * W_SUBTILES) % ((H_SUBTILES + 1) / 2) * 2 + subtile % 2) * SUB_H,
-          (subtile / 2) % W_SUBTILES * SUB_W};
+          subtile / W_SUBTILES % H_SUBTILES * SUB_H,
+          subtile % W_SUBTILES * SUB_W};
 }
 // its first pixel's row in the tile, for a tap of shift 0
 __device__ __forceinline__ constexpr int pixel_row_of(int subtile) {
   Place p = place_of(subtile);
   return ((p.n * ROWS_D + p.d * ROW_STEP_D) * ROWS_H + p.h * ROW_STEP_H) * PITCH + p.w;
 }
-constexpr int SUBTILES_OF_WGMMA = 2;  // that a matrix instruction takes
+constexpr int SUBTILES_OF_WGMMA = 1;  // that a matrix instruction takes
 constexpr int GROUP_ROWS = ROW_STEP_H * PITCH;  // pixel rows from one group of eight columns to the next
 
 // Where a consumer's pixels lie in a tile. `start`: of its first subtile; wgmma: the lower half of its descriptor, the same in all
@@ -707,8 +705,6 @@ __device__ __forceinline__ Columns pixels_of(u32 tile, int first) {
   return {__shfl_sync(0xffffffffu, start, 0), first};  // so that ptxas counts in uniform registers
 }
 
-// groups of columns lie evenly over two neighbouring subtiles (measured: kb78 0.79 -> 0.71 ms, unet1 channels_last 0.244 -> 0.227)
-
 // acc[64 x 64 NB] += fragment x pixels; `shift` is the tap's, in pixel rows, `part` the pixels' part. FRESH: = instead of +=.
 template <bool FRESH>
 __device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4], const Columns& pixels, int shift,
@@ -719,7 +715,7 @@ __device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4]
     u64 b = upper | (pixels.start + shift * (ROW_BYTES / 16)
         + (rows_to(nb, pixels.first) * ROW_BYTES + k_step * 32 + part * PART_BYTES) / 16);
     float* d = acc[nb];
-    MULTIPLY_128(d, a, b, "1");
+    MULTIPLY_64(d, a, b, "1");
   }
 }
 
@@ -801,8 +797,8 @@ constexpr int BUFFER_BYTES = 8 * RUN_PITCH;
 constexpr int RUN_SUBTILES = RUN_GROUPS;  // neighbours along W that a run crosses
 constexpr int RUNS_OF_SUBTILE = 8;
 // Group k of run i of subtiles RUN_FIRST(r) ...: which subtile, and which of its groups of 8 columns.
-#define RUN_FIRST(r) ((r) / 2 * (2 * RUN_SUBTILES) + (r) % 2)  // subtile of a run's first group
-#define RUN_NB(r, i, k) (RUN_FIRST(r) + 2 * (k))
+#define RUN_FIRST(r) ((r) * RUN_SUBTILES)  // subtile of a run's first group
+#define RUN_NB(r, i, k) (RUN_FIRST(r) + (k))
 #define RUN_J(r, i, k) ((i))
 
 // A warp's 16 rows of M are output channels of one (d, h) sub-position (ROWS_PER_SUB is 64, 32 or 16).
@@ -1099,7 +1095,7 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 #undef SUMS
 #undef INSTRUCTION
 #undef OPERANDS
-#undef MULTIPLY_128
+#undef MULTIPLY_64
 #undef COLUMN
 #undef FRAGMENTS
 #undef STAGE_FRAGMENTS
@@ -1291,12 +1287,10 @@ template <int N> __device__ __forceinline__ void wgmma_wait() {
 #define INSTRUCTION(n, registers, a0, a1, a2, a3, b0, scale) \
   "wgmma.mma_async.sync.aligned.m64n" n "k8.f32.tf32.tf32" " {" registers "}, {" a0 "," a1 "," a2 "," a3 "}, " b0 ", " scale ", 1, 1" ";\n"
 #define OPERANDS(a, b) "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)
-#define MULTIPLY_128(d, a, b, scale) asm volatile(INSTRUCTION("128", \
+#define MULTIPLY_64(d, a, b, scale) asm volatile(INSTRUCTION("64", \
     "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15" "," \
-    "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31" "," \
-    "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47" "," \
-    "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63", "%64", "%65", "%66", "%67", "%68", scale) : \
-    SUMS(d, 0), SUMS(d, 16), SUMS(d, 32), SUMS(d, 48) : OPERANDS(a, b))
+    "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31", "%32", "%33", "%34", "%35", "%36", scale) : \
+    SUMS(d, 0), SUMS(d, 16) : OPERANDS(a, b))
 constexpr int VEC = 16 / ELEMENT;  // elements of a 16-byte unit
 constexpr int ROW_BYTES = CK * ELEMENT;  // a pixel's row in a tile: 32, 64 or 128
 constexpr int UNITS_PER_ROW = ROW_BYTES / 16;
@@ -1778,15 +1772,15 @@ struct Place { int n, d, h, w; };  // of a subtile in a tile, in q
 // PAIRED: subtiles one below the other are neighbours, so that one matrix instruction takes both (WIDE).
 __device__ __forceinline__ constexpr Place place_of(int subtile) {
   return {subtile / (W_SUBTILES * H_SUBTILES * TILE_D), subtile / (W_SUBTILES * H_SUBTILES) % TILE_D,
-          (subtile / (2 * W_SUBTILES) % ((H_SUBTILES + 1) / 2) * 2 + subtile % 2) * SUB_H,
-          (subtile / 2) % W_SUBTILES * SUB_W};
+          subtile / W_SUBTILES % H_SUBTILES * SUB_H,
+          subtile % W_SUBTILES * SUB_W};
 }
 // its first pixel's row in the tile, for a tap of shift 0
 __device__ __forceinline__ constexpr int pixel_row_of(int subtile) {
   Place p = place_of(subtile);
   return ((p.n * ROWS_D + p.d * ROW_STEP_D) * ROWS_H + p.h * ROW_STEP_H) * PITCH + p.w;
 }
-constexpr int SUBTILES_OF_WGMMA = 2;  // that a matrix instruction takes
+constexpr int SUBTILES_OF_WGMMA = 1;  // that a matrix instruction takes
 constexpr int GROUP_ROWS = ROW_STEP_H * PITCH;  // pixel rows from one group of eight columns to the next
 
 // Where a consumer's pixels lie in a tile. `start`: of its first subtile; wgmma: the lower half of its descriptor, the same in all
@@ -1810,8 +1804,6 @@ __device__ __forceinline__ Columns pixels_of(u32 tile, int first) {
   return {__shfl_sync(0xffffffffu, start, 0), first};  // so that ptxas counts in uniform registers
 }
 
-// groups of columns lie evenly over two neighbouring subtiles (measured: kb78 0.79 -> 0.71 ms, unet1 channels_last 0.244 -> 0.227)
-
 // acc[64 x 64 NB] += fragment x pixels; `shift` is the tap's, in pixel rows, `part` the pixels' part. FRESH: = instead of +=.
 template <bool FRESH>
 __device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4], const Columns& pixels, int shift,
@@ -1822,7 +1814,7 @@ __device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4]
     u64 b = upper | (pixels.start + shift * (ROW_BYTES / 16)
         + (rows_to(nb, pixels.first) * ROW_BYTES + k_step * 32 + part * PART_BYTES) / 16);
     float* d = acc[nb];
-    MULTIPLY_128(d, a, b, "1");
+    MULTIPLY_64(d, a, b, "1");
   }
 }
 
@@ -1904,8 +1896,8 @@ constexpr int BUFFER_BYTES = 8 * RUN_PITCH;
 constexpr int RUN_SUBTILES = RUN_GROUPS;  // neighbours along W that a run crosses
 constexpr int RUNS_OF_SUBTILE = 8;
 // Group k of run i of subtiles RUN_FIRST(r) ...: which subtile, and which of its groups of 8 columns.
-#define RUN_FIRST(r) ((r) / 2 * (2 * RUN_SUBTILES) + (r) % 2)  // subtile of a run's first group
-#define RUN_NB(r, i, k) (RUN_FIRST(r) + 2 * (k))
+#define RUN_FIRST(r) ((r) * RUN_SUBTILES)  // subtile of a run's first group
+#define RUN_NB(r, i, k) (RUN_FIRST(r) + (k))
 #define RUN_J(r, i, k) ((i))
 
 // A warp's 16 rows of M are output channels of one (d, h) sub-position (ROWS_PER_SUB is 64, 32 or 16).
@@ -2196,7 +2188,7 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 #undef SUMS
 #undef INSTRUCTION
 #undef OPERANDS
-#undef MULTIPLY_128
+#undef MULTIPLY_64
 #undef COLUMN
 #undef FRAGMENTS
 #undef STAGE_FRAGMENTS
@@ -2207,8 +2199,8 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 }  // namespace forward_unaligned
 
 // =====================================================================================================================
-// Gradient for the input: wgmma tf32, tile 1x1x4x128 (NxDxHxW of q) x 64 rows, chunk of 8 channels, pixels halved,
-// weights ring of 3 x 7 fragments, 164 KB shared.
+// Gradient for the input: wgmma tf32, tile 1x1x8x64 (NxDxHxW of q) x 64 rows, chunk of 8 channels, pixels halved,
+// weights ring of 3 x 7 fragments, 151 KB shared.
 // =====================================================================================================================
 
 namespace grad_input {
@@ -2257,19 +2249,19 @@ constexpr int STAGES_W = 3;  // stages of the weights: of the ring, or chunks
 constexpr int W_STAGE = 7;  // fragments of weights in a stage of the ring, at most
 constexpr int RING_FRAGMENTS = 21;  // fragments of weights in shared memory
 constexpr int RUN_GROUPS = 8;  // groups of 8 columns that the epilogue stores together
-constexpr int ROWS_D = 1, ROWS_H = 6;  // input rows of a tile
+constexpr int ROWS_D = 1, ROWS_H = 10;  // input rows of a tile
 constexpr int ROW_STEP_D = 1, ROW_STEP_H = 1;  // rows of the tile from one q to the next
 constexpr int FIRST_W = 0;
-constexpr int COLUMNS = 134;  // input columns of a tile with its halo
+constexpr int COLUMNS = 70;  // input columns of a tile with its halo
 constexpr int COLUMN_PAD = 0;  // columns by which a box begins early
-constexpr int PLANE = 134;  // columns with one residue modulo IN_STEP_W
+constexpr int PLANE = 70;  // columns with one residue modulo IN_STEP_W
 constexpr int PLANES = 1;  // residues that some tap reads; of several boxes all
 constexpr int FRAGMENT_SETS = 3;  // sets of registers that weights take in turn
 constexpr int PRODUCER_REGISTERS = 72;  // of a thread
 constexpr int CONSUMER_REGISTERS = 184;  // of a thread
 constexpr int OUT_STEP_D = 1, OUT_STEP_H = 1, OUT_STEP_W = 1;  // outputs from one q to the next
 constexpr int IN_STEP_D = 1, IN_STEP_H = 1, IN_STEP_W = 1;  // inputs from one q to the next
-constexpr int TILE_D = 1, TILE_H = 4, TILE_W = 128;  // positions q of a tile
+constexpr int TILE_D = 1, TILE_H = 8, TILE_W = 64;  // positions q of a tile
 constexpr int TILE_N = 1;  // images of a tile
 
 // PTX in small wrappers, so that a kernel body reads as an algorithm.
@@ -2385,12 +2377,10 @@ template <int N> __device__ __forceinline__ void wgmma_wait() {
 #define INSTRUCTION(n, registers, a0, a1, a2, a3, b0, scale) \
   "wgmma.mma_async.sync.aligned.m64n" n "k8.f32.tf32.tf32" " {" registers "}, {" a0 "," a1 "," a2 "," a3 "}, " b0 ", " scale ", 1, 1" ";\n"
 #define OPERANDS(a, b) "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)
-#define MULTIPLY_128(d, a, b, scale) asm volatile(INSTRUCTION("128", \
+#define MULTIPLY_64(d, a, b, scale) asm volatile(INSTRUCTION("64", \
     "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15" "," \
-    "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31" "," \
-    "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47" "," \
-    "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63", "%64", "%65", "%66", "%67", "%68", scale) : \
-    SUMS(d, 0), SUMS(d, 16), SUMS(d, 32), SUMS(d, 48) : OPERANDS(a, b))
+    "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31", "%32", "%33", "%34", "%35", "%36", scale) : \
+    SUMS(d, 0), SUMS(d, 16) : OPERANDS(a, b))
 constexpr int VEC = 16 / ELEMENT;  // elements of a 16-byte unit
 constexpr int ROW_BYTES = CK * ELEMENT;  // a pixel's row in a tile: 32, 64 or 128
 constexpr int UNITS_PER_ROW = ROW_BYTES / 16;
@@ -2437,7 +2427,7 @@ __constant__ const short SUB_D[] = {0};  // [variant][SUBS]: output offset of an
 __constant__ const short SUB_HH[] = {0};
 __constant__ const short U_W[] = {0};  // [variant]: first W sub-position
 __constant__ const int ROW_D[] = {0};  // input offset of a tile's rows
-__constant__ const int ROW_H[] = {0,1,2,3,4,5};
+__constant__ const int ROW_H[] = {0,1,2,3,4,5,6,7,8,9};
 
 struct Sizes {                                         // one layout for the packed argument block
   int batch, in_d, in_h, in_w, out_d, out_h, out_w;
@@ -2605,7 +2595,7 @@ __device__ __forceinline__ void stage(const char* __restrict__ x, const Sizes& s
   // A thread keeps its channel and place in the row for all rows (measured: found anew for each unit, kb57's gradient
   // for the input took
   // 3.25 ms instead of 2.27). Where rows are short, threads share them out.
-  constexpr int SHARES = 1;
+  constexpr int PLACES = CK * STAGING_UNITS, SHARES = PRODUCER_THREADS / PLACES;
   constexpr int SLICES = TILE_N * ROWS_D, BY_SLICE = SHARES, BY_ROW = SHARES;
   int share = 0, place_of = thread;
   if (share >= SHARES) return;
@@ -2619,7 +2609,7 @@ __device__ __forceinline__ void stage(const char* __restrict__ x, const Sizes& s
       int image = r / ROWS_D, d = at.d + ROW_D[r % ROWS_D];
       bool exists = at.n + image < s.batch && (u32)d < (u32)s.in_d;
       const char* line = place + image * (CIN * plane) + d * slice;
-#pragma unroll 3
+#pragma unroll 5
       for (int j = 0; j < ROWS_H; j += BY_ROW) {
         int h = at.h + ROW_H[j];
         u64 p = multiply_add_wide(h, s.in_w * ELEMENT, (u64)line);
@@ -2879,7 +2869,7 @@ __device__ __forceinline__ constexpr int pixel_row_of(int subtile) {
   Place p = place_of(subtile);
   return ((p.n * ROWS_D + p.d * ROW_STEP_D) * ROWS_H + p.h * ROW_STEP_H) * PITCH + p.w;
 }
-constexpr int SUBTILES_OF_WGMMA = 2;  // that a matrix instruction takes
+constexpr int SUBTILES_OF_WGMMA = 1;  // that a matrix instruction takes
 constexpr int GROUP_ROWS = 8;  // pixel rows from one group of eight columns to the next
 
 // Where a consumer's pixels lie in a tile. `start`: of its first subtile; wgmma: the lower half of its descriptor, the same in all
@@ -2905,8 +2895,6 @@ __device__ __forceinline__ Columns pixels_of(u32 tile, int first) {
   return {__shfl_sync(0xffffffffu, start, 0), first};  // so that ptxas counts in uniform registers
 }
 
-// groups of columns lie evenly over two neighbouring subtiles (measured: kb78 0.79 -> 0.71 ms, unet1 channels_last 0.244 -> 0.227)
-
 // acc[64 x 64 NB] += fragment x pixels; `shift` is the tap's, in pixel rows, `part` the pixels' part. FRESH: = instead of +=.
 template <bool FRESH>
 __device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4], const Columns& pixels, int shift,
@@ -2917,7 +2905,7 @@ __device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4]
     u64 b = upper | (pixels.start + shift * (ROW_BYTES / 16)
         + (rows_to(nb, pixels.first) * ROW_BYTES + k_step * 32 + part * PART_BYTES) / 16);
     float* d = acc[nb];
-    MULTIPLY_128(d, a, b, "1");
+    MULTIPLY_64(d, a, b, "1");
   }
 }
 
@@ -2956,7 +2944,7 @@ __device__ constexpr int entry_at(int i) {
   return entry[i];
 }
 __device__ constexpr int row_at(int i) {
-  constexpr int row[] = {0,1,2,3,4,5,6,134,135,136,137,138,139,140,268,269,270,271,272,273,274};
+  constexpr int row[] = {0,1,2,3,4,5,6,70,71,72,73,74,75,76,140,141,142,143,144,145,146};
   return row[i];
 }
 __device__ constexpr int block_of(int variant, int entry) {
@@ -3280,7 +3268,7 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 #undef SUMS
 #undef INSTRUCTION
 #undef OPERANDS
-#undef MULTIPLY_128
+#undef MULTIPLY_64
 #undef COLUMN
 #undef FRAGMENTS
 #undef STAGE_FRAGMENTS
@@ -4537,7 +4525,7 @@ void pack_grad_input(const at::Tensor& weight, const at::Tensor& packed) {
 void run_grad_input(const at::Tensor& grad, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
                     const at::Tensor& out, int64_t blocks, const std::array<int64_t, 11>& sizes) {
   const auto pointers = std::make_tuple(grad.data_ptr(), packed.data_ptr(), address(bias), out.data_ptr());
-  launch<grad_input::gather, 512, 168552>(grad, blocks, pointers, sizes);
+  launch<grad_input::gather, 512, 155256>(grad, blocks, pointers, sizes);
 }
 
 void run_grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& partial,
@@ -4735,7 +4723,7 @@ GRAD_INPUT = (
     Gather(
         name="grad_input",
         unit=1,
-        tile=(1, 1, 4, 128),
+        tile=(1, 1, 8, 64),
         steps=(1, 1, 1),
         m_groups=1,
         resident=False,

@@ -17,8 +17,8 @@ Constraints:
 Kernels:
 - forward: wgmma tf32, tile 1x1x8x24 (NxDxHxW of q) x 64 rows, chunk of 16 channels, in turn, weights ring of 6 x 8
   fragments, 177 KB shared.
-- forward (other widths than multiples of 4): wgmma tf32, tile 1x1x8x24 (NxDxHxW of q) x 64 rows, chunk of 16
-  channels, in turn, weights ring of 6 x 8 fragments, 182 KB shared.
+- forward (other widths than multiples of 4): wgmma tf32, tile 1x1x8x32 (NxDxHxW of q) x 64 rows, chunk of 16
+  channels, in turn, weights ring of 5 x 8 fragments, 186 KB shared.
 - gradient for the input: wgmma tf32, tile 1x1x16x32 (NxDxHxW of q) x 64 rows, chunk of 16 channels, pixels halved,
   weights ring of 3 x 8 fragments, 221 KB shared.
 - gradient for the input (other widths than multiples of 4): wgmma tf32, tile 1x1x16x16 (NxDxHxW of q) x 64 rows,
@@ -1108,8 +1108,8 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 }  // namespace forward
 
 // =====================================================================================================================
-// Forward where rows begin off 16 bytes: wgmma tf32, tile 1x1x8x24 (NxDxHxW of q) x 64 rows, chunk of 16 channels, in
-// turn, weights ring of 6 x 8 fragments, 182 KB shared.
+// Forward where rows begin off 16 bytes: wgmma tf32, tile 1x1x8x32 (NxDxHxW of q) x 64 rows, chunk of 16 channels, in
+// turn, weights ring of 5 x 8 fragments, 186 KB shared.
 // =====================================================================================================================
 
 namespace forward_unaligned {
@@ -1154,23 +1154,23 @@ constexpr int COUT_BLOCKS = 2;  // M-groups that share the output channels of a 
 constexpr int M_GROUPS = 2;  // groups x COUT_BLOCKS x VARIANTS
 constexpr int STAGES_P = 2;  // input tiles in shared memory
 constexpr int STAGES_S = 2;  // staging slots
-constexpr int STAGES_W = 6;  // stages of the weights: of the ring, or chunks
+constexpr int STAGES_W = 5;  // stages of the weights: of the ring, or chunks
 constexpr int W_STAGE = 8;  // fragments of weights in a stage of the ring, at most
-constexpr int RING_FRAGMENTS = 48;  // fragments of weights in shared memory
-constexpr int RUN_GROUPS = 3;  // groups of 8 columns that the epilogue stores together
+constexpr int RING_FRAGMENTS = 40;  // fragments of weights in shared memory
+constexpr int RUN_GROUPS = 4;  // groups of 8 columns that the epilogue stores together
 constexpr int ROWS_D = 1, ROWS_H = 10;  // input rows of a tile
 constexpr int ROW_STEP_D = 1, ROW_STEP_H = 1;  // rows of the tile from one q to the next
 constexpr int FIRST_W = -4;
-constexpr int COLUMNS = 28;  // input columns of a tile with its halo
+constexpr int COLUMNS = 36;  // input columns of a tile with its halo
 constexpr int COLUMN_PAD = 0;  // columns by which a box begins early
-constexpr int PLANE = 28;  // columns with one residue modulo IN_STEP_W
+constexpr int PLANE = 36;  // columns with one residue modulo IN_STEP_W
 constexpr int PLANES = 1;  // residues that some tap reads; of several boxes all
 constexpr int FRAGMENT_SETS = 3;  // sets of registers that weights take in turn
 constexpr int PRODUCER_REGISTERS = 72;  // of a thread
 constexpr int CONSUMER_REGISTERS = 184;  // of a thread
 constexpr int OUT_STEP_D = 1, OUT_STEP_H = 1, OUT_STEP_W = 1;  // outputs from one q to the next
 constexpr int IN_STEP_D = 1, IN_STEP_H = 1, IN_STEP_W = 1;  // inputs from one q to the next
-constexpr int TILE_D = 1, TILE_H = 8, TILE_W = 24;  // positions q of a tile
+constexpr int TILE_D = 1, TILE_H = 8, TILE_W = 32;  // positions q of a tile
 constexpr int TILE_N = 1;  // images of a tile
 
 // PTX in small wrappers, so that a kernel body reads as an algorithm.
@@ -1854,7 +1854,7 @@ __device__ constexpr int entry_at(int i) {
   return entry[i];
 }
 __device__ constexpr int row_at(int i) {
-  constexpr int row[] = {0,1,2,3,4,28,29,30,31,32,56,57,58,59,60};
+  constexpr int row[] = {0,1,2,3,4,36,37,38,39,40,72,73,74,75,76};
   return row[i];
 }
 __device__ constexpr int block_of(int variant, int entry) {
@@ -3400,12 +3400,10 @@ template <int N> __device__ __forceinline__ void wgmma_wait() {
 #define INSTRUCTION(n, registers, a0, a1, a2, a3, b0, scale) \
   "wgmma.mma_async.sync.aligned.m64n" n "k8.f32.tf32.tf32" " {" registers "}, {" a0 "," a1 "," a2 "," a3 "}, " b0 ", " scale ", 1, 1" ";\n"
 #define OPERANDS(a, b) "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)
-#define MULTIPLY_128(d, a, b, scale) asm volatile(INSTRUCTION("128", \
+#define MULTIPLY_64(d, a, b, scale) asm volatile(INSTRUCTION("64", \
     "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15" "," \
-    "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31" "," \
-    "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47" "," \
-    "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63", "%64", "%65", "%66", "%67", "%68", scale) : \
-    SUMS(d, 0), SUMS(d, 16), SUMS(d, 32), SUMS(d, 48) : OPERANDS(a, b))
+    "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31", "%32", "%33", "%34", "%35", "%36", scale) : \
+    SUMS(d, 0), SUMS(d, 16) : OPERANDS(a, b))
 constexpr int VEC = 16 / ELEMENT;  // elements of a 16-byte unit
 constexpr int ROW_BYTES = CK * ELEMENT;  // a pixel's row in a tile: 32, 64 or 128
 constexpr int UNITS_PER_ROW = ROW_BYTES / 16;
@@ -3887,15 +3885,15 @@ struct Place { int n, d, h, w; };  // of a subtile in a tile, in q
 // PAIRED: subtiles one below the other are neighbours, so that one matrix instruction takes both (WIDE).
 __device__ __forceinline__ constexpr Place place_of(int subtile) {
   return {subtile / (W_SUBTILES * H_SUBTILES * TILE_D), subtile / (W_SUBTILES * H_SUBTILES) % TILE_D,
-          (subtile / (2 * W_SUBTILES) % ((H_SUBTILES + 1) / 2) * 2 + subtile % 2) * SUB_H,
-          (subtile / 2) % W_SUBTILES * SUB_W};
+          subtile / W_SUBTILES % H_SUBTILES * SUB_H,
+          subtile % W_SUBTILES * SUB_W};
 }
 // its first pixel's row in the tile, for a tap of shift 0
 __device__ __forceinline__ constexpr int pixel_row_of(int subtile) {
   Place p = place_of(subtile);
   return ((p.n * ROWS_D + p.d * ROW_STEP_D) * ROWS_H + p.h * ROW_STEP_H) * PITCH + p.w;
 }
-constexpr int SUBTILES_OF_WGMMA = 2;  // that a matrix instruction takes
+constexpr int SUBTILES_OF_WGMMA = 1;  // that a matrix instruction takes
 constexpr int GROUP_ROWS = ROW_STEP_H * PITCH;  // pixel rows from one group of eight columns to the next
 
 // Where a consumer's pixels lie in a tile. `start`: of its first subtile; wgmma: the lower half of its descriptor, the same in all
@@ -3919,8 +3917,6 @@ __device__ __forceinline__ Columns pixels_of(u32 tile, int first) {
   return {__shfl_sync(0xffffffffu, start, 0), first};  // so that ptxas counts in uniform registers
 }
 
-// groups of columns lie evenly over two neighbouring subtiles (measured: kb78 0.79 -> 0.71 ms, unet1 channels_last 0.244 -> 0.227)
-
 // acc[64 x 64 NB] += fragment x pixels; `shift` is the tap's, in pixel rows, `part` the pixels' part. FRESH: = instead of +=.
 template <bool FRESH>
 __device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4], const Columns& pixels, int shift,
@@ -3931,7 +3927,7 @@ __device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4]
     u64 b = upper | (pixels.start + shift * (ROW_BYTES / 16)
         + (rows_to(nb, pixels.first) * ROW_BYTES + k_step * 32 + part * PART_BYTES) / 16);
     float* d = acc[nb];
-    MULTIPLY_128(d, a, b, "1");
+    MULTIPLY_64(d, a, b, "1");
   }
 }
 
@@ -4013,8 +4009,8 @@ constexpr int BUFFER_BYTES = 8 * RUN_PITCH;
 constexpr int RUN_SUBTILES = RUN_GROUPS;  // neighbours along W that a run crosses
 constexpr int RUNS_OF_SUBTILE = 8;
 // Group k of run i of subtiles RUN_FIRST(r) ...: which subtile, and which of its groups of 8 columns.
-#define RUN_FIRST(r) ((r) / 2 * (2 * RUN_SUBTILES) + (r) % 2)  // subtile of a run's first group
-#define RUN_NB(r, i, k) (RUN_FIRST(r) + 2 * (k))
+#define RUN_FIRST(r) ((r) * RUN_SUBTILES)  // subtile of a run's first group
+#define RUN_NB(r, i, k) (RUN_FIRST(r) + (k))
 #define RUN_J(r, i, k) ((i))
 
 // A warp's 16 rows of M are output channels of one (d, h) sub-position (ROWS_PER_SUB is 64, 32 or 16).
@@ -4305,7 +4301,7 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 #undef SUMS
 #undef INSTRUCTION
 #undef OPERANDS
-#undef MULTIPLY_128
+#undef MULTIPLY_64
 #undef COLUMN
 #undef FRAGMENTS
 #undef STAGE_FRAGMENTS
@@ -5420,7 +5416,7 @@ void pack_forward_unaligned(const at::Tensor& weight, const at::Tensor& packed) 
 void run_forward_unaligned(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
                            const at::Tensor& out, int64_t blocks, const std::array<int64_t, 11>& sizes) {
   const auto pointers = std::make_tuple(x.data_ptr(), packed.data_ptr(), address(bias), out.data_ptr());
-  launch<forward_unaligned::gather, 512, 186536>(x, blocks, pointers, sizes);
+  launch<forward_unaligned::gather, 512, 190616>(x, blocks, pointers, sizes);
 }
 
 void pack_grad_input(const at::Tensor& weight, const at::Tensor& packed) {
@@ -5637,7 +5633,7 @@ FORWARD = (
     Gather(
         name="forward_unaligned",
         unit=1,
-        tile=(1, 1, 8, 24),
+        tile=(1, 1, 8, 32),
         steps=(1, 1, 1),
         m_groups=2,
         resident=False,

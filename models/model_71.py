@@ -19,8 +19,8 @@ Kernels:
   KB shared.
 - forward (other widths than multiples of 4): wgmma tf32, tile 1x1x4x64 (NxDxHxW of q) x 64 rows, chunk of 16
   channels, in turn, weights ring of 2 x 8 fragments, 224 KB shared.
-- gradient for the input: wgmma tf32, tile 1x1x4x64 (NxDxHxW of q) x 64 rows, chunk of 16 channels, in turn, weights
-  ring of 2 x 8 fragments, 224 KB shared.
+- gradient for the input: wgmma tf32, tile 1x1x8x32 (NxDxHxW of q) x 64 rows, chunk of 16 channels, in turn, weights
+  ring of 3 x 8 fragments, 226 KB shared.
 - gradient for the weight: wgmma of up to 3 rows tf32, 32x32 channels x 1x3x3 taps a block, chunks of 1x1x4x64
   (NxDxHxW of q), K in 132 slices, 172 KB shared.
 - gradient for the weight (other widths than multiples of 4): mma.sync tf32, 32x32 channels x 1x3x3 taps a block,
@@ -2165,8 +2165,8 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 }  // namespace forward_unaligned
 
 // =====================================================================================================================
-// Gradient for the input: wgmma tf32, tile 1x1x4x64 (NxDxHxW of q) x 64 rows, chunk of 16 channels, in turn, weights
-// ring of 2 x 8 fragments, 224 KB shared.
+// Gradient for the input: wgmma tf32, tile 1x1x8x32 (NxDxHxW of q) x 64 rows, chunk of 16 channels, in turn, weights
+// ring of 3 x 8 fragments, 226 KB shared.
 // =====================================================================================================================
 
 namespace grad_input {
@@ -2201,7 +2201,7 @@ constexpr int COUT_G = 32;  // channels of a group in what is written
 constexpr int TAPS = 9;  // of the kernel, over all axes
 constexpr int PACK_TAPS = 4;
 constexpr int CK = 16;  // channels of a chunk
-constexpr int SUB_H = 1, SUB_W = 64;  // the 64 positions q that one matrix instruction takes
+constexpr int SUB_H = 8, SUB_W = 8;  // the 64 positions q that one matrix instruction takes
 constexpr int SUBS = 2;  // (d, h) sub-positions in a block of 64 rows of M
 constexpr int ROWS_PER_SUB = 32;  // output channels of a sub-position in a block
 constexpr int W_SUBS = 1;  // W sub-positions of a tile, neighbours in a thread
@@ -2211,23 +2211,23 @@ constexpr int COUT_BLOCKS = 1;  // M-groups that share the output channels of a 
 constexpr int M_GROUPS = 1;  // groups x COUT_BLOCKS x VARIANTS
 constexpr int STAGES_P = 2;  // input tiles in shared memory
 constexpr int STAGES_S = 2;  // staging slots
-constexpr int STAGES_W = 2;  // stages of the weights: of the ring, or chunks
+constexpr int STAGES_W = 3;  // stages of the weights: of the ring, or chunks
 constexpr int W_STAGE = 8;  // fragments of weights in a stage of the ring, at most
-constexpr int RING_FRAGMENTS = 16;  // fragments of weights in shared memory
-constexpr int RUN_GROUPS = 8;  // groups of 8 columns that the epilogue stores together
-constexpr int ROWS_D = 1, ROWS_H = 10;  // input rows of a tile
+constexpr int RING_FRAGMENTS = 24;  // fragments of weights in shared memory
+constexpr int RUN_GROUPS = 4;  // groups of 8 columns that the epilogue stores together
+constexpr int ROWS_D = 1, ROWS_H = 18;  // input rows of a tile
 constexpr int ROW_STEP_D = 1, ROW_STEP_H = 2;  // rows of the tile from one q to the next
 constexpr int FIRST_W = 0;
-constexpr int COLUMNS = 66;  // input columns of a tile with its halo
+constexpr int COLUMNS = 34;  // input columns of a tile with its halo
 constexpr int COLUMN_PAD = 0;  // columns by which a box begins early
-constexpr int PLANE = 66;  // columns with one residue modulo IN_STEP_W
+constexpr int PLANE = 34;  // columns with one residue modulo IN_STEP_W
 constexpr int PLANES = 1;  // residues that some tap reads; of several boxes all
 constexpr int FRAGMENT_SETS = 3;  // sets of registers that weights take in turn
 constexpr int PRODUCER_REGISTERS = 72;  // of a thread
 constexpr int CONSUMER_REGISTERS = 184;  // of a thread
 constexpr int OUT_STEP_D = 1, OUT_STEP_H = 2, OUT_STEP_W = 1;  // outputs from one q to the next
 constexpr int IN_STEP_D = 1, IN_STEP_H = 2, IN_STEP_W = 1;  // inputs from one q to the next
-constexpr int TILE_D = 1, TILE_H = 4, TILE_W = 64;  // positions q of a tile
+constexpr int TILE_D = 1, TILE_H = 8, TILE_W = 32;  // positions q of a tile
 constexpr int TILE_N = 1;  // images of a tile
 
 // PTX in small wrappers, so that a kernel body reads as an algorithm.
@@ -2396,7 +2396,7 @@ __constant__ const short SUB_D[] = {0,0};  // [variant][SUBS]: output offset of 
 __constant__ const short SUB_HH[] = {0,1};
 __constant__ const short U_W[] = {0};  // [variant]: first W sub-position
 __constant__ const int ROW_D[] = {0};  // input offset of a tile's rows
-__constant__ const int ROW_H[] = {0,1,2,3,4,5,6,7,8,9};
+__constant__ const int ROW_H[] = {0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,17};
 
 struct Sizes {                                         // one layout for the packed argument block
   int batch, in_d, in_h, in_w, out_d, out_h, out_w;
@@ -2564,7 +2564,7 @@ __device__ __forceinline__ void stage(const char* __restrict__ x, const Sizes& s
   // A thread keeps its channel and place in the row for all rows (measured: found anew for each unit, kb57's gradient
   // for the input took
   // 3.25 ms instead of 2.27). Where rows are short, threads share them out.
-  constexpr int SHARES = 1;
+  constexpr int PLACES = CK * STAGING_UNITS, SHARES = PRODUCER_THREADS / PLACES;
   constexpr int SLICES = TILE_N * ROWS_D, BY_SLICE = SHARES, BY_ROW = SHARES;
   int share = 0, place_of = thread;
   if (share >= SHARES) return;
@@ -2578,7 +2578,7 @@ __device__ __forceinline__ void stage(const char* __restrict__ x, const Sizes& s
       int image = r / ROWS_D, d = at.d + ROW_D[r % ROWS_D];
       bool exists = at.n + image < s.batch && (u32)d < (u32)s.in_d;
       const char* line = place + image * (CIN * plane) + d * slice;
-#pragma unroll 5
+#pragma unroll 3
       for (int j = 0; j < ROWS_H; j += BY_ROW) {
         int h = at.h + ROW_H[j];
         u64 p = multiply_add_wide(h, s.in_w * ELEMENT, (u64)line);
@@ -2839,7 +2839,7 @@ __device__ __forceinline__ constexpr int pixel_row_of(int subtile) {
   return ((p.n * ROWS_D + p.d * ROW_STEP_D) * ROWS_H + p.h * ROW_STEP_H) * PITCH + p.w;
 }
 constexpr int SUBTILES_OF_WGMMA = 1;  // that a matrix instruction takes
-constexpr int GROUP_ROWS = 8;  // pixel rows from one group of eight columns to the next
+constexpr int GROUP_ROWS = ROW_STEP_H * PITCH;  // pixel rows from one group of eight columns to the next
 
 // Where a consumer's pixels lie in a tile. `start`: of its first subtile; wgmma: the lower half of its descriptor, the same in all
 // threads; mma.sync: the tile's address.
@@ -2911,7 +2911,7 @@ __device__ constexpr int entry_at(int i) {
   return entry[i];
 }
 __device__ constexpr int row_at(int i) {
-  constexpr int row[] = {0,1,2,66,67,68,132,133,134,198,199,200};
+  constexpr int row[] = {0,1,2,34,35,36,68,69,70,102,103,104};
   return row[i];
 }
 __device__ constexpr int block_of(int variant, int entry) {
@@ -2951,12 +2951,12 @@ constexpr int RUN = RUN_GROUPS * 8;
 // a row begin up to 31 bytes late.
 constexpr int RUN_PITCH = (RUN * W_SUBS * ELEMENT + 127) / 128 * 128 + 32;
 constexpr int BUFFER_BYTES = 8 * RUN_PITCH;
-constexpr int RUN_SUBTILES = 1;  // neighbours along W that a run crosses
-constexpr int RUNS_OF_SUBTILE = 8 / RUN_GROUPS;
+constexpr int RUN_SUBTILES = RUN_GROUPS;  // neighbours along W that a run crosses
+constexpr int RUNS_OF_SUBTILE = 8;
 // Group k of run i of subtiles RUN_FIRST(r) ...: which subtile, and which of its groups of 8 columns.
 #define RUN_FIRST(r) ((r) * RUN_SUBTILES)  // subtile of a run's first group
-#define RUN_NB(r, i, k) (RUN_FIRST(r) + (k) / 8)
-#define RUN_J(r, i, k) ((i) * RUN_GROUPS + (k))
+#define RUN_NB(r, i, k) (RUN_FIRST(r) + (k))
+#define RUN_J(r, i, k) ((i))
 
 // A warp's 16 rows of M are output channels of one (d, h) sub-position (ROWS_PER_SUB is 64, 32 or 16).
 struct Slab {
@@ -3114,8 +3114,8 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* 
     bool image = n < s.batch && od < s.out_d;
 #pragma unroll
     for (int i = 0; i < RUNS_OF_SUBTILE; i++) {
-      int oh = OUT_STEP_H * (t.h + place.h) + slab.oh;
-      int ow = OUT_STEP_W * (t.w + place.w + i * RUN) + U_W[t.variant], left = s.out_w - ow;
+      int oh = OUT_STEP_H * (t.h + place.h + i) + slab.oh;
+      int ow = OUT_STEP_W * (t.w + place.w) + U_W[t.variant], left = s.out_w - ow;
       if (!image || oh >= s.out_h || left <= 0) continue;
       char* to = y + (((long long)n * COUT + channel) * s.out_d + od) * s.out_h * s.out_w * ELEMENT
           + ((long long)oh * s.out_w + ow) * ELEMENT;
@@ -4500,7 +4500,7 @@ void pack_grad_input(const at::Tensor& weight, const at::Tensor& packed) {
 void run_grad_input(const at::Tensor& grad, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
                     const at::Tensor& out, int64_t blocks, const std::array<int64_t, 11>& sizes) {
   const auto pointers = std::make_tuple(grad.data_ptr(), packed.data_ptr(), address(bias), out.data_ptr());
-  launch<grad_input::gather, 512, 229480>(grad, blocks, pointers, sizes);
+  launch<grad_input::gather, 512, 231576>(grad, blocks, pointers, sizes);
 }
 
 void run_grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& partial,
@@ -4698,7 +4698,7 @@ GRAD_INPUT = (
     Gather(
         name="grad_input",
         unit=1,
-        tile=(1, 1, 4, 64),
+        tile=(1, 1, 8, 32),
         steps=(1, 2, 1),
         m_groups=1,
         resident=False,

@@ -18,11 +18,11 @@ Kernels:
 - forward: wgmma tf32, tile 1x1x1x256 (NxDxHxW of q) x 64 rows, chunk of 32 channels, in turn, weights resident, 210
   KB shared.
 - forward (other widths than multiples of 4): wgmma tf32, tile 1x1x1x256 (NxDxHxW of q) x 64 rows, chunk of 32
-  channels, in turn, weights ring of 4 x 7 fragments, 226 KB shared.
-- gradient for the input: wgmma tf32, tile 1x1x1x256 (NxDxHxW of q) x 64 rows, chunk of 16 channels, in turn,
-  weights resident, 216 KB shared.
-- gradient for the input (other widths than multiples of 4): wgmma tf32, tile 1x1x1x256 (NxDxHxW of q) x 64 rows,
-  chunk of 32 channels, in turn, weights ring of 5 x 7 fragments, 224 KB shared.
+  channels, in turn, weights resident, 210 KB shared.
+- gradient for the input: wgmma tf32, tile 1x1x1x256 (NxDxHxW of q) x 64 rows, chunk of 32 channels, in turn,
+  weights ring of 4 x 7 fragments, 226 KB shared.
+- gradient for the input (other widths than multiples of 4): wgmma tf32, tile 1x1x1x512 (NxDxHxW of q) x 64 rows,
+  chunk of 16 channels, pixels halved, weights ring of 4 x 5 fragments, 206 KB shared.
 - gradient for the weight: wgmma tf32, 32x64 channels x 1x1x5 taps a block, chunks of 2x1x1x128 (NxDxHxW of q), K in
   132 slices, 212 KB shared.
 - gradient for the weight (other widths than multiples of 4): mma.sync tf32, 32x64 channels x 1x1x5 taps a block,
@@ -1079,7 +1079,7 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 
 // =====================================================================================================================
 // Forward where rows begin off 16 bytes: wgmma tf32, tile 1x1x1x256 (NxDxHxW of q) x 64 rows, chunk of 32 channels, in
-// turn, weights ring of 4 x 7 fragments, 226 KB shared.
+// turn, weights resident, 210 KB shared.
 // =====================================================================================================================
 
 namespace forward_unaligned {
@@ -1124,9 +1124,9 @@ constexpr int COUT_BLOCKS = 1;  // M-groups that share the output channels of a 
 constexpr int M_GROUPS = 1;  // groups x COUT_BLOCKS x VARIANTS
 constexpr int STAGES_P = 2;  // input tiles in shared memory
 constexpr int STAGES_S = 2;  // staging slots
-constexpr int STAGES_W = 4;  // stages of the weights: of the ring, or chunks
+constexpr int STAGES_W = 1;  // stages of the weights: of the ring, or chunks
 constexpr int W_STAGE = 7;  // fragments of weights in a stage of the ring, at most
-constexpr int RING_FRAGMENTS = 28;  // fragments of weights in shared memory
+constexpr int RING_FRAGMENTS = 20;  // fragments of weights in shared memory
 constexpr int RUN_GROUPS = 16;  // groups of 8 columns that the epilogue stores together
 constexpr int ROWS_D = 1, ROWS_H = 1;  // input rows of a tile
 constexpr int ROW_STEP_D = 1, ROW_STEP_H = 1;  // rows of the tile from one q to the next
@@ -1656,6 +1656,1006 @@ __device__ __forceinline__ const char* fragments_of(const char* packed, const Ti
 }
 
 constexpr int STEPS_PER_TAP = K_STEPS * PARTS;
+
+__device__ __forceinline__ void bring(u32 to, const char* from, u32 bytes, u32 barrier) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::"r"(to),
+      "l"(from), "r"(bytes), "r"(barrier) : "memory");
+}
+
+// One thread: streams every tile's fragments through the ring; RESIDENT: loads them once.
+__device__ __forceinline__ void stream_weights(const char* packed, const Sizes& s, u32 ring, u32 full, u32 empty) {
+  if (blockIdx.x >= s.tiles) return;
+  Tile t = tile_at(blockIdx.x, s);
+  const char* from = fragments_of(packed, t);
+  u32 bytes = entries_of(t.variant) * STEPS_PER_TAP * (WGS_M * FRAGMENT);
+  if (bytes == 0) return;
+#pragma unroll 1
+  for (int chunk = 0; chunk < CHUNKS; chunk++)
+    bring(ring + chunk * bytes, from + (long long)chunk * bytes, bytes, full + chunk * 8);
+}
+
+// The consumers' side. Before sm_90 fragments come straight from global memory (L2).
+struct Fragments {
+  u32 ring, full, empty;  // of the ring: this thread's part of its first fragment; barriers
+  Cursor cursor;                                       // the stage to be waited for next
+  u32 at;  // this thread's part of the first fragment of the stage in hand, or of the stretch
+  u32 in_hand;                                         // the barrier that says that the stage in hand is free
+  bool first;                                          // RESIDENT: the first tile waits for the weights
+  const char* from;
+
+  __device__ __forceinline__ void begin(const char* packed, const Tile& t, int offset) {
+    at = ring;
+  }
+  __device__ __forceinline__ void begin_chunk(int chunk) {
+    if (first) barrier_wait(full + chunk * 8, 0);
+  }
+  __device__ __forceinline__ void end() { first = false; }
+  // Fragment i of a stretch; a stage is waited for with its first.
+  __device__ __forceinline__ void load(u32 (&a)[4], int i) {
+    load_shared_128(a, at + i * (WGS_M * FRAGMENT));
+  }
+  __device__ __forceinline__ void end_stretch(int steps) {
+    at += steps * (WGS_M * FRAGMENT);
+  }
+  __device__ __forceinline__ void skip(int variant) {  // a tile
+    for (int chunk = 0; chunk < chunks_of(variant); chunk++)
+      for (int b = 0; b < 1; b++) {
+        int left = (entries_of(variant)) * STEPS_PER_TAP;
+        int longest = left, whole = longest ? left / longest : 0;
+        int stages = whole * ((longest + W_STAGE - 1) / W_STAGE);
+        for (; stages > 0; stages--) cursor.next(STAGES_W);
+      }
+  }
+};
+
+// =====================================================================================================================
+// Consumers
+// =====================================================================================================================
+
+struct Place { int n, d, h, w; };  // of a subtile in a tile, in q
+
+// PAIRED: subtiles one below the other are neighbours, so that one matrix instruction takes both (WIDE).
+__device__ __forceinline__ constexpr Place place_of(int subtile) {
+  return {subtile / (W_SUBTILES * H_SUBTILES * TILE_D), subtile / (W_SUBTILES * H_SUBTILES) % TILE_D,
+          subtile / W_SUBTILES % H_SUBTILES * SUB_H,
+          subtile % W_SUBTILES * SUB_W};
+}
+// its first pixel's row in the tile, for a tap of shift 0
+__device__ __forceinline__ constexpr int pixel_row_of(int subtile) {
+  Place p = place_of(subtile);
+  return ((p.n * ROWS_D + p.d * ROW_STEP_D) * ROWS_H + p.h * ROW_STEP_H) * PITCH + p.w;
+}
+constexpr int SUBTILES_OF_WGMMA = 2;  // that a matrix instruction takes
+constexpr int GROUP_ROWS = 8;  // pixel rows from one group of eight columns to the next
+
+// Where a consumer's pixels lie in a tile. `start`: of its first subtile; wgmma: the lower half of its descriptor, the same in all
+// threads; mma.sync: the tile's address.
+struct Columns {
+  u32 start;
+  int first;                                           // its first subtile
+};
+
+// Pixel rows from the consumer's first subtile to another of its: known to the compiler where both halves of a tile are alike.
+__device__ __forceinline__ constexpr bool halves_alike() {
+  return true;
+}
+__device__ __forceinline__ int rows_to(int nb, int first) {
+  constexpr bool alike = halves_alike();
+  return alike ? pixel_row_of(nb) - pixel_row_of(0) : pixel_row_of(first + nb) - pixel_row_of(first);
+}
+
+__device__ __forceinline__ Columns pixels_of(u32 tile, int first) {
+  u32 start = (tile + pixel_row_of(first) * ROW_BYTES) >> 4 | 1u << 16;
+  return {__shfl_sync(0xffffffffu, start, 0), first};  // so that ptxas counts in uniform registers
+}
+
+// groups of columns lie evenly over two neighbouring subtiles (measured: kb78 0.79 -> 0.71 ms, unet1 channels_last 0.244 -> 0.227)
+
+// acc[64 x 64 NB] += fragment x pixels; `shift` is the tap's, in pixel rows, `part` the pixels' part. FRESH: = instead of +=.
+template <bool FRESH>
+__device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4], const Columns& pixels, int shift,
+    int k_step, int part, int lane) {
+  const u64 upper = ((u64)(GROUP_ROWS * ROW_BYTES >> 4) << 32) | ((u64)(1) << 62);
+#pragma unroll
+  for (int nb = 0; nb < NB; nb += SUBTILES_OF_WGMMA) {
+    u64 b = upper | (pixels.start + shift * (ROW_BYTES / 16)
+        + (rows_to(nb, pixels.first) * ROW_BYTES + k_step * 32 + part * PART_BYTES) / 16);
+    float* d = acc[nb];
+    MULTIPLY_128(d, a, b, "1");
+  }
+}
+
+// Step i of a stretch of `steps`. Fragments take FRAGMENT_SETS sets of registers in turn: one is multiplied by, the one before may
+// still be, the next one is loaded. At the end of a stretch the pipeline drains, since in a loop ptxas cannot see that a set is
+// free again and serialises every wgmma, C7513 (measured: kb57's multiplications took 2.9 ms instead of 1.6). CONTINUED: where the
+// steps of a chunk are a multiple of the sets it can, and a chunk's last step is multiplied while the next chunk begins.
+__device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[FRAGMENT_SETS][4], Fragments& weights,
+    const Columns& pixels, int shift, int i, int steps, int lane) {
+  int k_step = i / PARTS % K_STEPS;
+  wgmma_fence();
+  multiply<false>(acc, a[i % FRAGMENT_SETS], pixels, shift, k_step, 0, lane);
+  wgmma_commit();
+  if (i + 1 < steps) {
+    weights.load(a[(i + 1) % FRAGMENT_SETS], i + 1);
+    wgmma_wait<1>();
+  } else {
+    wgmma_wait<1>();
+  }
+}
+
+// A pixel tile that no matrix instruction reads any more, by its barrier; 0: none.
+__device__ __forceinline__ void give_back(u32 barrier, int lane) {
+  __syncwarp();
+  if (lane == 0 && (barrier)) barrier_arrive(barrier);
+}
+
+// few steps: all blocks of a chunk are one stretch, for each variant its own
+__device__ constexpr int entry_at(int i) {
+  constexpr int entry[] = {0,5};
+  return entry[i];
+}
+__device__ constexpr int row_at(int i) {
+  constexpr int row[] = {0,3,6,9,12};
+  return row[i];
+}
+__device__ constexpr int block_of(int variant, int entry) {
+  int b = 0;
+  while (entry >= entry_at(variant * (MB + 1) + b + 1)) b++;
+  return b;
+}
+
+template <int VARIANT, int STEP>
+__device__ __forceinline__ void multiply_from(float (&acc)[MB][NB][32], u32 (&a)[FRAGMENT_SETS][4], Fragments& weights,
+    const Columns& pixels, u32 behind, int lane) {
+  constexpr int first = entry_at(VARIANT * (MB + 1)),
+      steps = (entry_at(VARIANT * (MB + 1) + MB) - first) * STEPS_PER_TAP;
+  if constexpr (STEP < steps) {
+    constexpr int entry = first + STEP / STEPS_PER_TAP, block = block_of(VARIANT, entry);
+    step(acc[block], a, weights, pixels, row_at(entry), STEP, steps, lane);
+    if (STEP == 0) give_back(behind, lane);
+    multiply_from<VARIANT, STEP + 1>(acc, a, weights, pixels, behind, lane);
+  } else {
+    weights.end_stretch(steps);
+  }
+}
+
+template <int VARIANT>
+__device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB][32], Fragments& weights,
+    const Columns& pixels, u32 behind, int lane) {
+  u32 a[FRAGMENT_SETS][4];
+  weights.load(a[0], 0);
+  multiply_from<VARIANT, 0>(acc, a, weights, pixels, behind, lane);
+}
+
+// --- epilogue --------------------------------------------------------------------------------------------------------
+// A warp holds 16 rows of M. It passes them through its own shared buffer, a run of pixels at a time, so that memory is
+// written in whole lines: NCHW 8 rows of RUN x W_SUBS consecutive outputs, channels-last RUN pixels of 16 channels.
+constexpr int RUN = RUN_GROUPS * 8;
+// Bytes of a row of the buffer (channels-last: of a pixel); the rest beyond whole 128 bytes lets rows meet different banks, and
+// a row begin up to 31 bytes late.
+constexpr int RUN_PITCH = (RUN * W_SUBS * ELEMENT + 127) / 128 * 128 + 32;
+constexpr int BUFFER_BYTES = 8 * RUN_PITCH;
+constexpr int RUN_SUBTILES = RUN_GROUPS / 8;  // neighbours along W that a run crosses
+constexpr int RUNS_OF_SUBTILE = 1;
+// Group k of run i of subtiles RUN_FIRST(r) ...: which subtile, and which of its groups of 8 columns.
+#define RUN_FIRST(r) ((r) * RUN_SUBTILES)  // subtile of a run's first group
+#define RUN_NB(r, i, k) (RUN_FIRST(r) + (k) / 8)
+#define RUN_J(r, i, k) ((k) % 8)
+
+// A warp's 16 rows of M are output channels of one (d, h) sub-position (ROWS_PER_SUB is 64, 32 or 16).
+struct Slab {
+  int cout, couts;                                      // first channel in the group, and how many of the 16 exist
+  int od, oh;                                           // offsets of the sub-position
+};
+
+__device__ __forceinline__ Slab slab_of(const Tile& t, int cout_block, int warp) {
+  Slab slab;
+  int sub = warp * 16 / ROWS_PER_SUB;
+  slab.cout = cout_block * ROWS_PER_SUB + warp * 16 % ROWS_PER_SUB;
+  slab.couts = COUT_G - slab.cout < 16 ? COUT_G - slab.cout : 16;
+  slab.od = SUB_D[t.variant * SUBS + sub];
+  slab.oh = SUB_HH[t.variant * SUBS + sub];
+  return slab;
+}
+
+constexpr int OUTPUTS = RUN * W_SUBS;  // of a row of a run
+#define TOGETHER(unit) (2)  // outputs that a thread stores to the buffer together
+
+// Which of a thread's outputs of a row go first to the buffer, as an exclusive or of their order, so that the lanes of an
+// instruction meet different banks: rows lie 8 banks apart (half precision: 12), the outputs of neighbouring lanes 2 W_SUBS.
+template <int UNIT>
+__device__ __forceinline__ int order_of(int g, int q) {
+  int by_column = 0;
+  return by_column;
+}
+
+// One thread's 2 W_SUBS neighbouring outputs to the buffer.
+template <int UNIT>
+__device__ __forceinline__ void put(float (&v)[2 * W_SUBS], u32 at, int order) {
+#pragma unroll
+  for (int bit = TOGETHER(UNIT); bit < 8 && W_SUBS % bit == 0; bit *= 2) {
+#pragma unroll
+    for (int i = 0; i < 2 * W_SUBS; i++) {
+      if (i & bit) continue;
+      float low = v[i], high = v[i ^ bit];
+      v[i] = order & bit ? high : low;
+      v[i ^ bit] = order & bit ? low : high;
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 2 * W_SUBS; i += TOGETHER(UNIT)) {
+    u32 to = at + (i ^ order) * ELEMENT;
+    store_shared_f32x2(to, v[i], v[i ^ 1]);
+  }
+}
+
+template <int UNIT>
+__device__ __forceinline__ void copy_unit(char* to, u32 from, bool ok) {
+  u32 v[4];
+  if (UNIT == 16) load_shared_128(v, from);
+  else if (UNIT == 8) load_shared_64(v, from);
+  else v[0] = UNIT == 4 ? load_shared_u32(from) : load_shared_u16(from);
+  if (UNIT == 16) store_global_128_if(to, v, ok);
+  else if (UNIT == 8) store_global_64_if(to, v, ok);
+  else if (UNIT == 4) store_global_if(to, v[0], ok);
+  else store_global_16_if(to, v[0], ok);
+}
+
+// Eight rows in units: an instruction stores 32 of them, of several rows if they are short.
+template <int UNIT>
+__device__ __forceinline__ void store_units(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
+  constexpr int PER_ROW = OUTPUTS * ELEMENT / UNIT;
+#pragma unroll
+  for (int i = 0; i < (8 * PER_ROW + 31) / 32; i++) {
+    bool one_row = PER_ROW % 32 == 0;                   // known without the lane
+    int index = lane + 32 * i, r = one_row ? 32 * i / PER_ROW : index / PER_ROW;
+    int at = (one_row ? 32 * i % PER_ROW + lane : index % PER_ROW) * UNIT;
+    bool in = PER_ROW % 4 == 0 || r < 8;
+    copy_unit<UNIT>(to + r * plane + at, in ? buffer + r * RUN_PITCH + at : buffer, in && at < end);
+  }
+}
+
+// Eight rows that begin anywhere, a lane an output: each instruction begins at a sector's first output, since a sector of 32
+// bytes that is written in parts is first read from memory (measured: loads and stores of kb57 with rows of 1026
+// outputs 2.15 ms, of 1024
+// 1.44; 16 bytes a lane and the ends of rows by themselves, as below, took 8 to 20% longer: kb57 2.00 -> 2.20 ms).
+__device__ __forceinline__ void store_sectors(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
+  u32 first = (u32)(u64)to, step = (u32)plane;
+#pragma unroll
+  for (int i = 0; i < (OUTPUTS + 38) / 32; i++) {
+    u32 v[8];
+    int at[8];                                          // the lane's output of each row; some are before or behind it
+#pragma unroll
+    for (int r = 0; r < 8; r++) {
+      at[r] = (lane + 32 * i) * 4 - (int)((first + r * step) & 31);
+      v[r] = load_shared_u32(buffer + r * RUN_PITCH + ((u32)at[r] < (u32)end ? at[r] : 0));
+    }
+#pragma unroll
+    for (int r = 0; r < 8; r++) store_global_if(to + r * plane + at[r], v[r], (u32)at[r] < (u32)end);
+  }
+}
+
+// Eight rows (output channels) of a run from the buffer to memory: `end` bytes of each. `to` is the first row's first output, rows
+// lie `plane` bytes apart.
+template <int UNIT>
+__device__ __forceinline__ void store_rows(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
+  if (UNIT == 4) store_sectors(to, plane, rows, end, buffer, lane);
+  else store_units<UNIT>(to, plane, rows, end, buffer, lane);
+}
+
+// Rows h * 8 ... of run i of subtiles RUN_FIRST(r) ...: a thread's outputs of its row to the buffer.
+template <int UNIT>
+__device__ __forceinline__ void put_rows(float (&acc)[MB][NB][32], float bias, int r, int i, int h, u32 row, int lane) {
+  constexpr signed char blocks[] = {0};         // the block of a W sub-position, -1: it has no taps
+  int g = lane >> 2, q = lane & 3, order = order_of<UNIT>(g, q);
+#pragma unroll
+  for (int k = 0; k < RUN_GROUPS; k++) {
+    const int nb = RUN_NB(r, i, k), j = RUN_J(r, i, k);
+    float v[2 * W_SUBS];
+#pragma unroll
+    for (int c = 0; c < 2; c++)
+#pragma unroll
+      for (int u = 0; u < W_SUBS; u++)
+        v[c * W_SUBS + u] = blocks[u] < 0 ? bias : acc[blocks[u] < 0 ? 0 : blocks[u]][nb][4 * j + 2 * h + c];
+    put<UNIT>(v, row + (k * 8 + 2 * q) * W_SUBS * ELEMENT, order);
+  }
+}
+
+template <int UNIT>
+__device__ __forceinline__ void pass_rows(float (&acc)[MB][NB][32], float bias, int r, int i, int h, u32 row, char* to,
+    long long plane, int rows, int end, u32 buffer, int lane) {
+  put_rows<UNIT>(acc, bias, r, i, h, row, lane);
+  __syncwarp();
+  store_rows<UNIT>(to, plane, rows, end, buffer, lane);
+}
+
+// Unrolled, since registers have no run-time index. (measured: with the stores once in a loop, and only the reading of registers in
+// branches, tiles of 8 x 8 took 20 to 100% longer and compiled no faster.)
+__device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* __restrict__ bias, char* __restrict__ y,
+    const Sizes& s, const Tile& t, int cout_block, int first_subtile, u32 buffer, int warp, int lane) {
+  asm volatile("" : "+r"(lane));  // what follows from it is found here, not kept from tile to tile (spills)
+  int g = lane >> 2;
+  Slab slab = slab_of(t, cout_block, warp);
+  if (slab.couts <= 0) return;
+  float b[2] = {0.f, 0.f};
+#pragma unroll
+  for (int h = 0; h < 2; h++)
+    if (bias && g + 8 * h < slab.couts) b[h] = (float)(bias[t.group * COUT_G + slab.cout + g + 8 * h]);
+  if (bias) {
+#pragma unroll
+    for (int m = 0; m < MB; m++)
+#pragma unroll
+      for (int nb = 0; nb < NB; nb++)
+#pragma unroll
+        for (int e = 0; e < 32; e++) acc[m][nb][e] += b[e >> 1 & 1];
+  }
+  int channel = t.group * COUT_G + slab.cout;
+  long long plane = (long long)s.out_d * s.out_h * s.out_w * ELEMENT;
+#pragma unroll
+  for (int r = 0; r < NB / RUN_SUBTILES; r++) {
+    Place place = place_of(first_subtile + RUN_FIRST(r));
+    int n = t.n + place.n, od = OUT_STEP_D * (t.d + place.d) + slab.od;
+    bool image = n < s.batch && od < s.out_d;
+#pragma unroll
+    for (int i = 0; i < RUNS_OF_SUBTILE; i++) {
+      int oh = OUT_STEP_H * (t.h + place.h) + slab.oh;
+      int ow = OUT_STEP_W * (t.w + place.w + i * RUN) + U_W[t.variant], left = s.out_w - ow;
+      if (!image || oh >= s.out_h || left <= 0) continue;
+      char* to = y + (((long long)n * COUT + channel) * s.out_d + od) * s.out_h * s.out_w * ELEMENT
+          + ((long long)oh * s.out_w + ow) * ELEMENT;
+      int end = (left < OUTPUTS ? left : OUTPUTS) * ELEMENT;
+      u32 misaligned = (u32)(u64)to | (u32)plane | end;  // multiples of what all rows begin and end at
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        char* first = to + h * 8 * plane;
+        int rows = 8;
+        u32 row = buffer + g * RUN_PITCH;
+        if ((misaligned & 15) == 0) pass_rows<16>(acc, b[h], r, i, h, row, first, plane, rows, end, buffer, lane);
+        else if ((misaligned & (2 * ELEMENT - 1)) == 0) pass_rows<2 * ELEMENT>(acc, b[h], r, i, h, row, first, plane,
+            rows, end, buffer, lane);
+        else pass_rows<ELEMENT>(acc, b[h], r, i, h, row, first, plane, rows, end, buffer, lane);
+        __syncwarp();
+      }
+    }
+  }
+}
+
+__device__ __forceinline__ void consume(const char* packed, const float* bias, char* y, const Sizes& s, u32 tiles,
+    u32 full, u32 empty, Fragments& weights, u32 buffers, int wg, int thread) {
+  int warp = thread >> 5, lane = thread & 31;
+  int first_subtile = 0, offset = thread * 16;
+  u32 buffer = buffers + (wg * 4 + warp) * BUFFER_BYTES;
+  Cursor cursor = {0, 0};
+  weights.cursor = {0, 0};
+  weights.ring += offset;
+  weights.first = true;
+  int turn = 0;
+  if (wg == 1) named_arrive(2, CONSUMER_THREADS);  // the first turn is warpgroup 0's
+#pragma unroll 1
+  for (int index = blockIdx.x; index < s.tiles; index += gridDim.x, turn++) {
+    Tile t = tile_at(index, s);
+    int chunks = chunks_of(t.variant);
+    if ((turn & 1) != wg) {
+      for (int i = 0; i < chunks; i++) cursor.next(STAGES_P);
+      continue;
+    }
+    float acc[MB][NB][32];
+#pragma unroll
+    for (int b = 0; b < MB; b++)
+#pragma unroll
+      for (int nb = 0; nb < NB; nb++)
+#pragma unroll
+        for (int i = 0; i < 32; i++) {
+          acc[b][nb][i] = 0.f;
+          // here, not behind a fence of wgmma: ptxas would serialise all (C7519)
+          asm volatile("" : "+f"(acc[b][nb][i]));
+        }
+    named_sync(2 + wg, CONSUMER_THREADS);
+    weights.begin(packed, t, offset);
+    int variant = __shfl_sync(0xffffffffu, t.variant, 0);  // so that ptxas knows that warps do not part over it
+    u32 behind = 0;                                      // CONTINUED: the chunk that the last step may still read
+#pragma unroll 1
+    for (int chunk = 0; chunk < chunks; chunk++, cursor.next(STAGES_P)) {
+      barrier_wait(full + cursor.stage * 8, cursor.parity);
+      weights.begin_chunk(chunk);
+      multiply_chunk<0>(variant, acc, weights, pixels_of(tiles + cursor.stage * STAGE_BYTES, first_subtile), behind,
+          lane);
+      behind = empty + cursor.stage * 8;
+    }
+    weights.end();
+    named_arrive(2 + (wg ^ 1), CONSUMER_THREADS);
+    wgmma_wait<0>();
+    give_back(behind, lane);
+    epilogue(acc, bias, y, s, t, t.cout_block * WGS_M, first_subtile, buffer, warp, lane);
+  }
+}
+
+// =====================================================================================================================
+
+constexpr int TILES_AT = 0;
+constexpr int RING_AT = TILES_AT + STAGES_P * STAGE_BYTES;
+constexpr int SLOTS_AT = RING_AT + RING_FRAGMENTS * WGS_M * FRAGMENT;
+constexpr int BUFFERS_AT = SLOTS_AT + STAGES_S * SLOT_BYTES;
+constexpr int BARRIERS_AT = BUFFERS_AT + CONSUMERS * 4 * BUFFER_BYTES;
+constexpr int SLOT_BARRIERS = 0;
+constexpr int SEGMENTS_AT = BARRIERS_AT + 16 * (STAGES_P + STAGES_W + SLOT_BARRIERS);
+
+__global__ void __launch_bounds__(THREADS, 1)
+gather(const char* __restrict__ x, const char* __restrict__ packed, const float* __restrict__ bias,
+       char* __restrict__ y, int batch, int in_d, int in_h, int in_w, int out_d, int out_h, int out_w, int tiles_d,
+       int tiles_h, int tiles_w, int tile_count) {
+  extern __shared__ __align__(1024) unsigned char memory[];
+  const Sizes s = {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, tile_count};
+  u32 base = shared_address(memory);
+  u32 full = base + BARRIERS_AT, empty = full + 8 * STAGES_P, full_w = empty + 8 * STAGES_P,
+      empty_w = full_w + 8 * STAGES_W;
+  const Barriers barriers = {full, empty, empty_w + 8 * STAGES_W, empty_w + 8 * (STAGES_W + SLOT_BARRIERS)};
+  int* segments = (int*)(memory + SEGMENTS_AT);
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < STAGES_P; i++) {
+      barrier_init(full + 8 * i, PRODUCER_WARPS);
+      barrier_init(empty + 8 * i, RELEASES * 4);
+    }
+    for (int i = 0; i < STAGES_W; i++) {
+      barrier_init(full_w + 8 * i, 1);
+      barrier_init(empty_w + 8 * i, RELEASES * 4);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
+  }
+  for (int i = threadIdx.x; i < SEGMENTS; i += THREADS)
+    segments[i] = (i / (ROWS_H * ROWS_D)) << 24 | (ROW_D[i / ROWS_H % ROWS_D] & 0xfff) << 12
+        | (ROW_H[i % ROWS_H] & 0xfff);
+  __syncthreads();
+  int role = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
+  if (role < FIRST_CONSUMER) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(PRODUCER_REGISTERS));
+    int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0);
+    if (warp < PRODUCER_WARPS) {
+      produce(x, s, segments, base + TILES_AT, base + SLOTS_AT, barriers, threadIdx.x);
+    } else if (warp == WEIGHTS_WARP && (thread & 31) == 0) {
+      stream_weights(packed, s, base + RING_AT, full_w, empty_w);
+    }
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(CONSUMER_REGISTERS));
+    Fragments weights;
+    weights.ring = base + RING_AT;
+    weights.full = full_w;
+    weights.empty = empty_w;
+    consume(packed, bias, y, s, base + TILES_AT, full, empty, weights, base + BUFFERS_AT, role - FIRST_CONSUMER,
+        thread);
+  }
+}
+
+#undef SUMS
+#undef INSTRUCTION
+#undef OPERANDS
+#undef MULTIPLY_128
+#undef COLUMN
+#undef FRAGMENTS
+#undef RUN_FIRST
+#undef RUN_NB
+#undef RUN_J
+#undef TOGETHER
+}  // namespace forward_unaligned
+
+// =====================================================================================================================
+// Gradient for the input: wgmma tf32, tile 1x1x1x256 (NxDxHxW of q) x 64 rows, chunk of 32 channels, in turn, weights
+// ring of 4 x 7 fragments, 226 KB shared.
+// =====================================================================================================================
+
+namespace grad_input {
+
+// Gather-GEMM on tensor cores: out[o = OUT_STEP q + u] = sum over taps of W(u, tap) x in[i = IN_STEP q + offset(u, tap)],
+// for every axis; u < OUT_STEP are the sub-positions of q (the phases of a stride, or rows unrolled to fill a tile).
+// The gradient for the input is the same with exchanged steps: `in` is the output's gradient, CIN its channels, `out` the input's.
+//
+// Work of a block (persistent, `for tile`): TILE_N x TILE_D x TILE_H x TILE_W positions q times one M-group. An M-group is
+// MB blocks of 64 rows (for WGS_M = 2: a pair of them); a row is one output channel at one (d, h) sub-position, a block one
+// W sub-position. K is input channels x taps, in chunks of CK channels.
+//
+// Roles:
+//   producers  loads the input tile with its halo once per chunk. NCHW: 16-byte copies into a staging slot (bytes in flight:
+//              STAGES_S - 1 slots), then a pass of shared memory -> registers -> shared memory that turns pixels to rows of CK
+//              channels and rounds to TF32. Channels-last: copies straight to those rows.
+//   consumers  multiply: weights are A, from registers, packed in fragment order (one 16-byte load per thread and step);
+//              pixels are B, rows of CK channels in shared memory, swizzled. A tap is a shift of B's start by whole rows:
+//              the swizzle is a function of address bits, so any shift is right (measured: 32, 64 and 128 bytes).
+//   one thread streams the weights' fragments through a ring (or loads all of them once: RESIDENT).
+// SPLIT 0: both consumers share an M-group and halve the pixels. 1: they share the pixels. 2: ping-pong, whole tiles in turn,
+// so that one stores while the other multiplies.
+//
+// Sizes of the input are arguments.
+
+constexpr int ELEMENT = 4;  // bytes of an element
+constexpr int PARTS = 1;  // TF32 parts of an operand: 2 for IEEE float32, in three products
+constexpr int FIRST_D = 0, FIRST_H = 0, FIRST_W = 0;  // where a tile's halo begins, relative to IN_STEP q
+constexpr int COUT = 32;  // channels of what is written
+constexpr int CIN_G = 64;  // channels of a group in what is read
+constexpr int COUT_G = 32;  // channels of a group in what is written
+constexpr int TAPS = 5;  // of the kernel, over all axes
+constexpr int PACK_TAPS = 4;
+constexpr int CK = 32;  // channels of a chunk
+constexpr int SUB_H = 1, SUB_W = 64;  // the 64 positions q that one matrix instruction takes
+constexpr int SUBS = 1;  // (d, h) sub-positions in a block of 64 rows of M
+constexpr int ROWS_PER_SUB = 64;  // output channels of a sub-position in a block
+constexpr int W_SUBS = 1;  // W sub-positions of a tile, neighbours in a thread
+constexpr int MB = 1;  // blocks of 64 rows that a consumer accumulates
+constexpr int VARIANTS = 1;  // M-groups that differ in their taps
+constexpr int COUT_BLOCKS = 1;  // M-groups that share the output channels of a group
+constexpr int M_GROUPS = 1;  // groups x COUT_BLOCKS x VARIANTS
+constexpr int STAGES_P = 2;  // input tiles in shared memory
+constexpr int STAGES_S = 2;  // staging slots
+constexpr int STAGES_W = 4;  // stages of the weights: of the ring, or chunks
+constexpr int W_STAGE = 7;  // fragments of weights in a stage of the ring, at most
+constexpr int RING_FRAGMENTS = 28;  // fragments of weights in shared memory
+constexpr int RUN_GROUPS = 16;  // groups of 8 columns that the epilogue stores together
+constexpr int ROWS_D = 1, ROWS_H = 1;  // input rows of a tile
+constexpr int ROW_STEP_D = 1, ROW_STEP_H = 1;  // rows of the tile from one q to the next
+constexpr int COLUMNS = 268;  // input columns of a tile with its halo
+constexpr int COLUMN_PAD = 0;  // columns by which a box begins early
+constexpr int BOX_UNITS = 34;  // 16-byte units of a row of a box
+constexpr int PLANE = 268;  // columns with one residue modulo IN_STEP_W
+constexpr int PLANES = 1;  // residues that some tap reads; of several boxes all
+constexpr int FRAGMENT_SETS = 4;  // sets of registers that weights take in turn
+constexpr int PRODUCER_REGISTERS = 48;  // of a thread
+constexpr int CONSUMER_REGISTERS = 208;  // of a thread
+constexpr int OUT_STEP_D = 1, OUT_STEP_H = 1, OUT_STEP_W = 1;  // outputs from one q to the next
+constexpr int IN_STEP_D = 1, IN_STEP_H = 1, IN_STEP_W = 1;  // inputs from one q to the next
+constexpr int TILE_D = 1, TILE_H = 1, TILE_W = 256;  // positions q of a tile
+constexpr int TILE_N = 1;  // images of a tile
+
+// PTX in small wrappers, so that a kernel body reads as an algorithm.
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef unsigned short u16;
+
+__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+// --- mbarriers: `count` arrivals (and the announced bytes) complete a phase; waits name the phase by its parity -------
+
+__device__ __forceinline__ void barrier_init(u32 barrier, int count) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;\n" ::"r"(barrier), "r"(count));
+}
+__device__ __forceinline__ void barrier_arrive(u32 barrier) {
+  asm volatile("{\n .reg .b64 state;\n mbarrier.arrive.shared.b64 state, [%0];\n}\n" ::"r"(barrier) : "memory");
+}
+__device__ __forceinline__ bool barrier_done(u32 barrier, u32 parity) {
+  u32 done;
+  asm volatile(
+      "{\n .reg .pred p;\n mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n selp.u32 %0, 1, 0, p;\n}\n"
+      : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+  return done;
+}
+__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
+  while (!barrier_done(barrier, parity)) {}
+}
+template <int ID, int THREADS>
+__device__ __forceinline__ void named_sync() { asm volatile("bar.sync %0, %1;\n" ::"n"(ID), "n"(THREADS) : "memory"); }
+__device__ __forceinline__ void named_sync(int id, int threads) {
+  asm volatile("bar.sync %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void named_arrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
+}
+
+// --- copies into shared memory ---------------------------------------------------------------------------------------
+
+__device__ __forceinline__ u32 load_shared_u32(u32 a) {
+  u32 v;
+  asm volatile("ld.shared.u32 %0, [%1];\n" : "=r"(v) : "r"(a) : "memory");
+  return v;
+}
+__device__ __forceinline__ u32 load_shared_u16(u32 a) {
+  u16 v;
+  asm volatile("ld.shared.u16 %0, [%1];\n" : "=h"(v) : "r"(a) : "memory");
+  return v;
+}
+__device__ __forceinline__ void load_shared_128(u32 (&v)[4], u32 a) {
+  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];\n" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]),
+      "=r"(v[3]) : "r"(a) : "memory");
+}
+__device__ __forceinline__ void load_shared_64(u32 (&v)[4], u32 a) {
+  asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];\n" : "=r"(v[0]), "=r"(v[1]) : "r"(a) : "memory");
+}
+__device__ __forceinline__ void store_shared_128(u32 a, u32 v0, u32 v1, u32 v2, u32 v3) {
+  asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};\n" ::"r"(a), "r"(v0), "r"(v1), "r"(v2), "r"(v3) : "memory");
+}
+__device__ __forceinline__ void store_shared_f32x2(u32 a, float v, float w) {
+  asm volatile("st.shared.v2.f32 [%0], {%1,%2};\n" ::"r"(a), "f"(v), "f"(w) : "memory");
+}
+
+// Stores under a predicate, never a branch (measured: ptxas made 250 branches of kb57's bfloat16 epilogue, 2.1 ms instead of 1.3).
+__device__ __forceinline__ void store_global_if(void* to, u32 v, bool ok) {
+  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %2, 0;\n @p st.global.u32 [%0], %1;\n}\n" ::"l"(to), "r"(v),
+      "r"((u32)ok) : "memory");
+}
+__device__ __forceinline__ void store_global_64_if(void* to, const u32 (&v)[4], bool ok) {
+  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %3, 0;\n @p st.global.v2.u32 [%0], {%1,%2};\n}\n" ::"l"(to),
+      "r"(v[0]), "r"(v[1]), "r"((u32)ok) : "memory");
+}
+__device__ __forceinline__ void store_global_128_if(void* to, const u32 (&v)[4], bool ok) {
+  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %5, 0;\n @p st.global.v4.u32 [%0], {%1,%2,%3,%4};\n}\n" ::"l"(to),
+      "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]), "r"((u32)ok) : "memory");
+}
+__device__ __forceinline__ void store_global_16_if(void* to, u32 v, bool ok) {
+  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %2, 0;\n @p st.global.u16 [%0], %1;\n}\n" ::"l"(to), "h"((u16)v),
+      "r"((u32)ok) : "memory");
+}
+
+// --- numbers ---------------------------------------------------------------------------------------------------------
+
+// Nearest TF32, ties to even, as cuDNN rounds: with it results agree with cuDNN to 3e-6, with rna to 5e-5.
+__device__ __forceinline__ u32 to_tf32(float v) {
+  u32 r;
+  asm("cvt.rn.tf32.f32 %0, %1;\n" : "=r"(r) : "f"(v));
+  return r;
+}
+
+// --- matrix instructions ---------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory"); }
+template <int N> __device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(N) : "memory");
+}
+
+// A kernel that includes this defines PRECISION, and TAIL: the signs of A and B and, for halves, how B lies.
+
+// wgmma: one warpgroup, D[64 x N] += A[64 x K] B[K x N], N = 32 to 256; A from registers, B from shared memory by descriptor.
+// Fragments (g = lane / 4, t = lane % 4): D[4j + 2h + c] is row 16 warp + g + 8h, column 8j + 2t + c.
+// Its registers in blocks of 16, those of A, B's descriptor; `scale` 0: D = A B instead.
+#define SUMS(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]),        \
+    "+f"(d[i + 6]), "+f"(d[i + 7]), "+f"(d[i + 8]), "+f"(d[i + 9]), "+f"(d[i + 10]), "+f"(d[i + 11]),                 \
+    "+f"(d[i + 12]), "+f"(d[i + 13]), "+f"(d[i + 14]), "+f"(d[i + 15])
+#define INSTRUCTION(n, registers, a0, a1, a2, a3, b0, scale) \
+  "wgmma.mma_async.sync.aligned.m64n" n "k8.f32.tf32.tf32" " {" registers "}, {" a0 "," a1 "," a2 "," a3 "}, " b0 ", " scale ", 1, 1" ";\n"
+#define OPERANDS(a, b) "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)
+#define MULTIPLY_128(d, a, b, scale) asm volatile(INSTRUCTION("128", \
+    "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15" "," \
+    "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31" "," \
+    "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47" "," \
+    "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63", "%64", "%65", "%66", "%67", "%68", scale) : \
+    SUMS(d, 0), SUMS(d, 16), SUMS(d, 32), SUMS(d, 48) : OPERANDS(a, b))
+constexpr int VEC = 16 / ELEMENT;  // elements of a 16-byte unit
+constexpr int ROW_BYTES = CK * ELEMENT;  // a pixel's row in a tile: 32, 64 or 128
+constexpr int UNITS_PER_ROW = ROW_BYTES / 16;
+constexpr int K_STEPS = ROW_BYTES / 32;  // a matrix instruction takes 32 bytes of K
+constexpr int SEGMENTS = TILE_N * ROWS_D * ROWS_H;
+// Columns of a segment with one residue modulo IN_STEP_W make a plane of PLANE neighbours; there are PLANES residues that some tap
+// reads. A segment has its planes one behind the other. STRIDED_BOX: a plane is a box, of all segments of a band of rows.
+constexpr int PITCH = PLANES * PLANE;  // pixel rows from a segment to the next
+constexpr int PIXELS = SEGMENTS * PITCH;
+#define COLUMN(within) ((within) % PLANE * IN_STEP_W + (within) / PLANE)
+constexpr int PART_BYTES = (PIXELS * ROW_BYTES + 1023) / 1024 * 1024;
+constexpr int STAGE_BYTES = PARTS * PART_BYTES;
+// 16-byte units of a segment: boxes of BOX_UNITS begin COLUMN_PAD columns early, at whole units; threads take the units that hold
+// the row, whatever its alignment.
+constexpr int STAGING_UNITS = (COLUMNS + (COLUMN_PAD + VEC - 1)) / VEC;
+constexpr int ROW_UNITS = BOX_UNITS;
+// A slot is [box][image][channel][row][column]. There are several boxes where rows are longer than one; or, CLASSED, where rows do
+// not all begin at the same place of a 16-byte unit: then rows and channels of one class, which do, are a tensor and a box.
+constexpr int CLASS_ROWS = ROWS_H;
+constexpr int CHANNEL_BYTES = ROWS_D * CLASS_ROWS * ROW_UNITS * 16;
+constexpr int SLOT_BOXES = (STAGING_UNITS + ROW_UNITS - 1) / ROW_UNITS;
+constexpr int COPIED_BYTES = TILE_N * CK * CHANNEL_BYTES;  // of a box
+constexpr int SLOT_BOX_BYTES = (COPIED_BYTES + 127) / 128 * 128;
+constexpr int SLOT_BYTES = SLOT_BOXES * SLOT_BOX_BYTES;
+constexpr int FRAGMENT = 2048;  // bytes: 64 rows of 32 bytes of K
+constexpr int CHUNKS = (CIN_G + CK - 1) / CK;
+constexpr int CONSUMERS = 2;
+constexpr int CONSUMER_THREADS = CONSUMERS * 128;
+// two warpgroups of 56 registers produce, so that the consumers have 200: six warps turn pixels, one loads them,
+// one loads the weights
+constexpr int PRODUCER_THREADS = 192;
+constexpr int LOADER_WARP = 6;
+constexpr int WEIGHTS_WARP = 7;
+constexpr int FIRST_CONSUMER = 2;
+constexpr int PRODUCER_WARPS = PRODUCER_THREADS / 32;
+constexpr int THREADS = FIRST_CONSUMER * 128 + CONSUMER_THREADS;
+constexpr int SUBTILES = TILE_N * TILE_D * (TILE_H / SUB_H) * (TILE_W / SUB_W);
+constexpr int NB = SUBTILES;
+constexpr int WGS_M = 1;
+constexpr int RELEASES = 1;  // consumers that read a stage
+constexpr int W_SUBTILES = TILE_W / SUB_W;
+constexpr int H_SUBTILES = TILE_H / SUB_H;
+__constant__ const int ENTRY[] = {0,5};  // [variant][MB + 1]: where a block's taps begin
+__constant__ const short SUB_D[] = {0};  // [variant][SUBS]: output offset of an M-row's sub-position
+__constant__ const short SUB_HH[] = {0};
+__constant__ const short U_W[] = {0};  // [variant]: first W sub-position
+__constant__ const int ROW_D[] = {0};  // input offset of a tile's rows
+__constant__ const int ROW_H[] = {0};
+
+struct Sizes {                                         // one layout for the packed argument block
+  int batch, in_d, in_h, in_w, out_d, out_h, out_w;
+  int tiles_d, tiles_h, tiles_w;                       // tiles of q per axis
+  int tiles;                                           // all of them, times M_GROUPS
+};
+
+struct alignas(64) TensorMap { u64 opaque[16]; };  // a CUtensorMap
+constexpr int MAPS = 1;
+struct TensorMaps { TensorMap of[MAPS]; };
+
+struct Tile {
+  int group, cout_block, variant;                      // M-group
+  int n, d, h, w;                                      // first q
+};
+
+__device__ __forceinline__ Tile tile_at(int index, const Sizes& s) {
+  Tile t;
+  int m = index % M_GROUPS, q = index / M_GROUPS;
+  t.variant = m % VARIANTS;
+  t.cout_block = m / VARIANTS % COUT_BLOCKS;
+  t.group = m / (VARIANTS * COUT_BLOCKS);
+  t.w = q % s.tiles_w * TILE_W;  q /= s.tiles_w;
+  t.h = q % s.tiles_h * TILE_H;  q /= s.tiles_h;
+  t.d = q % s.tiles_d * TILE_D;
+  t.n = q / s.tiles_d * TILE_N;
+  return t;
+}
+
+__device__ __forceinline__ int entries_of(int variant) {
+  return ENTRY[variant * (MB + 1) + MB] - ENTRY[variant * (MB + 1)];
+}
+__device__ __forceinline__ int chunks_of(int variant) { return entries_of(variant) ? CHUNKS : 0; }  // 0: only the bias
+
+// Byte of the 16-byte unit `unit` of pixel row `p` in a tile.
+__device__ __forceinline__ u32 unit_at(int p, int unit) {
+  int swizzle = p & 7;
+  return p * ROW_BYTES + ((unit ^ swizzle) << 4);
+}
+
+// =====================================================================================================================
+// Packing: weight (CIN, COUT_G, taps), for GRAD_INPUT (COUT, CIN_G, taps), to fragments [group][cout
+// block][variant][chunk][entry][k step][part][wgs][warp][lane]
+// =====================================================================================================================
+
+__constant__ const short TAP_INDEX[] = {0,1,2,3,4};  // [variant, block, tap][SUBS]: the kernel's tap, -1 for none
+
+// A block packs 16 rows of M, those of a warp, for one step of K and PACK_TAPS taps. It brings their weights to shared
+// memory in the
+// order of memory, then writes its quarter of each of these taps' fragments as one piece, two fragments at a time.
+constexpr int PACK_THREADS = 256;
+constexpr int PACK_SPLITS = (TAPS + PACK_TAPS - 1) / PACK_TAPS;  // blocks that share the taps
+constexpr int PACK_PITCH = 5;  // odd, so that a warp's rows and channels meet different banks
+constexpr int PACK_K = 32 / ELEMENT;  // input channels of a step
+constexpr int PACK_OUTER = 16;  // of a block along the weight's first dimension
+constexpr int PACK_INNER = PACK_K;  // and along its second
+constexpr int PACK_PLANE = CIN_G * TAPS;  // elements from one index of its first dimension to the next
+constexpr int QUARTER = FRAGMENT / 4 / 4;  // words
+
+// A block's weights to shared memory, [row of M][channel][tap]; `outer`, `inner` and `taps` of them exist. A warp takes
+// an index of the
+// first dimension, whose elements it reads in the order of memory: taps innermost, or (LAST) channels, with taps `tap_step` apart.
+template <bool LAST>
+__device__ __forceinline__ void bring_weights(float* tile, const float* __restrict__ from, int outer, int inner,
+    int taps, int tap_step, int thread) {
+  constexpr int COUNT = PACK_INNER * PACK_TAPS;
+#pragma unroll
+  for (int j = 0; j < PACK_OUTER / (PACK_THREADS / 32); j++) {
+    int o = thread / 32 + j * (PACK_THREADS / 32);
+#pragma unroll 16  // loads in flight
+    for (int k = 0; k < (COUNT + 31) / 32; k++) {
+      int e = thread % 32 + k * 32, i = LAST ? e % PACK_INNER : e / PACK_TAPS,
+          tap = LAST ? e / PACK_INNER : e % PACK_TAPS;
+      bool exists = o < outer && i < inner && (tap < taps);
+      tile[(o * PACK_K + i) * PACK_PITCH + tap] = exists
+          ? from[o * PACK_PLANE + (LAST ? i + tap * tap_step : i * TAPS + tap)] : 0;
+    }
+  }
+}
+
+// Weights are dense: contiguous, taps one element apart, or channels-last, `tap_step` elements.
+__global__ void __launch_bounds__(PACK_THREADS) pack(const float* __restrict__ weight, u32* __restrict__ packed,
+    int tap_step) {
+  __shared__ float tile[16 * PACK_K * PACK_PITCH];
+  int thread = threadIdx.x, rest = blockIdx.x;
+  int begin = rest % PACK_SPLITS * PACK_TAPS;  rest /= PACK_SPLITS;
+  int warp = rest % 4;  rest /= 4;
+  int wg = rest % WGS_M;  rest /= WGS_M;
+  int k_step = rest % K_STEPS;  rest /= K_STEPS;
+  int chunk = rest % CHUNKS, block = rest / CHUNKS, group = block / COUT_BLOCKS;
+  int cout = (block % COUT_BLOCKS * WGS_M + wg) * ROWS_PER_SUB + warp * 16 % ROWS_PER_SUB,
+      cin = chunk * CK + k_step * PACK_K;
+  int outer = cout, inner = cin;  // the group's first along the weight's dimensions
+  const float* from = weight + (long long)(group * COUT_G + outer) * PACK_PLANE;
+  int outer_left = COUT_G - outer, inner_left = CIN_G - inner;
+  if (tap_step == 1)
+    bring_weights<false>(tile, from + (inner * TAPS + begin), outer_left, inner_left, TAPS - begin, 1, thread);
+  else bring_weights<true>(tile, from + (inner + begin * tap_step), outer_left, inner_left, TAPS - begin, tap_step,
+      thread);
+  __syncthreads();
+  int sub = warp * 16 / ROWS_PER_SUB, entries = ENTRY[VARIANTS * (MB + 1) - 1];
+  int word = thread % QUARTER, r = word & 3, lane = word >> 2;  // the thread's of a fragment: these rows and channels
+  const float* own = tile
+      + (((lane >> 2) + (r & 1) * 8) * PACK_K + (lane & 3) * (4 / ELEMENT) + (r >> 1) * (16 / ELEMENT)) * PACK_PITCH;
+#pragma unroll 1
+  for (int variant = 0; variant < VARIANTS; variant++) {
+    int of = entries_of(variant), before = ENTRY[variant * (MB + 1)];
+#pragma unroll 4
+    for (int e = thread / QUARTER; e < of; e += PACK_THREADS / QUARTER) {
+      int tap = TAP_INDEX[(before + e) * SUBS + sub];   // -1: zeros, which the first of the blocks writes
+      if (tap < 0 ? begin > 0 : (u32)(tap - begin) >= PACK_TAPS) continue;
+      int fragment = ((block * entries + before) * CHUNKS + chunk * of + e) * K_STEPS + k_step;
+      u32* to = packed + (long long)((fragment * PARTS * WGS_M + wg) * 4 + warp) * QUARTER + word;
+      const float* at = own + (tap - begin);
+      float v = tap < 0 ? 0.f : *at;
+      u32 high = to_tf32(v);
+      *to = high;
+    }
+  }
+}
+
+// A place in a ring of `count` stages, and the parity of its phase.
+struct Cursor {
+  u32 stage, parity;
+  __device__ __forceinline__ void next(u32 count) {
+    if (++stage == count) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+// =====================================================================================================================
+// Producer
+// =====================================================================================================================
+
+struct Source {                                        // where a tile's chunk lies in the input
+  int n, d, h, w;                                      // of the halo's corner, before the rows' offsets
+  int channel, left;                                   // first channel, channels left in the group
+};
+
+__device__ __forceinline__ Source source_of(const Tile& t, int chunk) {
+  return {t.n, t.d * IN_STEP_D, t.h * IN_STEP_H, t.w * IN_STEP_W + FIRST_W, t.group * CIN_G + chunk * CK,
+      CIN_G - chunk * CK};
+}
+
+constexpr int OWN_PIXELS = (PIXELS + PRODUCER_THREADS - 1) / PRODUCER_THREADS;
+__device__ __forceinline__ int pixel_row(int i) {
+  return i;
+}
+
+// A thread's pixels of a tile: where they lie in a slot and, for copies by threads, whether they are in the image and how their
+// row is aligned. Found once a tile, not a chunk.
+struct Pixels {
+  u32 from[OWN_PIXELS], ok;
+  u32 plane;  // channel c of a row begins at (phase + c * plane) % VEC of a unit
+  __device__ __forceinline__ void locate(const char* x, const Sizes& s, const Source& at, const int* segments,
+      int thread) {
+    plane = 0;
+    ok = 0;
+#pragma unroll
+    for (int k = 0; k < OWN_PIXELS; k++) {
+      int p = pixel_row(thread + k * PRODUCER_THREADS), segment = p / PITCH, within = p % PITCH;
+      int column = COLUMN(within), image = segment / (ROWS_D * ROWS_H);
+      if (thread + k * PRODUCER_THREADS >= PIXELS) break;
+      int at_column = column + COLUMN_PAD, box = at_column / (ROW_UNITS * VEC);
+      from[k] = box * SLOT_BOX_BYTES + (segment + image * (CK - 1) * (ROWS_D * ROWS_H)) * ROW_UNITS * 16
+          + (at_column - box * (ROW_UNITS * VEC)) * ELEMENT;
+    }
+  }
+};
+
+// A slot's pixels to rows of CK channels, rounded: a lane takes a pixel, so that loads and stores meet all banks.
+template <bool ALIGNED>  // every channel of a row has the same misalignment
+__device__ __forceinline__ void turn(const Pixels& own, u32 exist, int channel, int left, u32 slot, u32 tile,
+    int thread) {
+#pragma unroll
+  for (int k = 0; k < OWN_PIXELS; k++) {
+    int p = pixel_row(thread + k * PRODUCER_THREADS);
+    if (thread + k * PRODUCER_THREADS >= PIXELS) break;
+    bool ok = exist >> k & 1;
+    u32 phase = own.from[k] >> 24, from = slot + (own.from[k] & 0xffffff) + (ALIGNED ? phase * ELEMENT : 0);
+#pragma unroll 2  // more of them spill
+    for (int unit = 0; unit < UNITS_PER_ROW; unit++) {
+      u32 v[VEC];
+#pragma unroll
+      for (int e = 0; e < VEC; e++) {
+        int c = unit * VEC + e;
+        bool have = ok;
+        u32 a = from + c * CHANNEL_BYTES;
+        if (!ALIGNED) a += ((phase + (channel + c) * own.plane) & (VEC - 1)) * ELEMENT;
+        v[e] = have ? load_shared_u32(a) : 0;
+      }
+      u32 hi[4];
+#pragma unroll
+      for (int e = 0; e < 4; e++) hi[e] = to_tf32(__uint_as_float(v[e]));
+      store_shared_128(tile + unit_at(p, unit), hi[0], hi[1], hi[2], hi[3]);
+    }
+  }
+}
+
+// A walk over (tile, chunk) in the order in which consumers take them.
+struct Walk {
+  int index, chunk;
+  Tile tile;
+  __device__ __forceinline__ void begin(int first, const Sizes& s) { index = first; chunk = 0; settle(s); }
+  __device__ __forceinline__ bool live(const Sizes& s) const { return index < s.tiles; }
+  __device__ __forceinline__ void settle(const Sizes& s) {  // past tiles without chunks
+    while (index < s.tiles) {
+      tile = tile_at(index, s);
+      if (chunk < chunks_of(tile.variant)) return;
+      index += gridDim.x;
+      chunk = 0;
+    }
+  }
+  __device__ __forceinline__ void next(const Sizes& s) {
+    if (++chunk >= CHUNKS) settle(s);
+  }
+};
+
+// The tile is written: make it visible to the matrix units and say so, once a warp.
+__device__ __forceinline__ void hand_over(u32 barrier, int lane) {
+  asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");
+  __syncwarp();
+  if (lane == 0) barrier_arrive(barrier);
+}
+
+struct Barriers { u32 full, empty, landed, left; };  // of tiles; of slots or boxes: `landed` by the copy engine
+
+// The loader, one thread: ahead of everyone by as many slots (NCHW) or tiles (channels-last) as are free. Channels-last pixels
+// whose taps step over columns or rows come as a box for each plane, with the copy engine's element strides.
+__device__ __forceinline__ void load_boxes(const TensorMaps& maps, const Sizes& s, u32 to, u32 stage_bytes, u32 landed,
+    u32 left) {
+  Walk walk;
+  Cursor cursor = {0, 1};                               // all are free at first
+#pragma unroll 1
+  for (walk.begin(blockIdx.x, s); walk.live(s); walk.next(s), cursor.next(STAGES_S)) {
+    Source at = source_of(walk.tile, walk.chunk);
+    u32 barrier = landed + cursor.stage * 8, bytes = SLOT_BOXES * COPIED_BYTES;
+    barrier_wait(left + cursor.stage * 8, cursor.parity);
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
+    int c = at.channel, w = at.w - COLUMN_PAD, h = at.h + FIRST_H, d = at.d + FIRST_D;
+#pragma unroll
+    for (int r = 0; r < SLOT_BOXES; r++) {
+      if (r) w += ROW_UNITS * VEC;
+      asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5, %6}], [%7];\n"
+                   ::"r"(to + cursor.stage * stage_bytes + r * SLOT_BOX_BYTES), "l"(maps.of), "r"(w), "r"(h), "r"(d),
+                       "r"(c), "r"(at.n), "r"(barrier) : "memory");
+    }
+  }
+}
+
+__device__ __forceinline__ void produce(const char* __restrict__ x, const Sizes& s, const int* segments, u32 tiles,
+    u32 slots, const Barriers& barriers, int thread) {
+  int lane = thread & 31;
+  Walk now;
+  Cursor tile = {0, 1};
+  Pixels own;
+  own.locate(x, s, Source(), segments, thread);
+  Cursor slot = {0, 0};
+#pragma unroll 1
+  for (now.begin(blockIdx.x, s); now.live(s); now.next(s), tile.next(STAGES_P), slot.next(STAGES_S)) {
+    barrier_wait(barriers.landed + slot.stage * 8, slot.parity);
+    barrier_wait(barriers.empty + tile.stage * 8, tile.parity);
+    int channel = now.chunk * CK;
+    // Boxes bring zeros for pixels that do not exist, but for those ahead of a class's rows.
+    u32 exist = 0xffffffffu;
+    if (own.plane % VEC == 0) {
+      turn<true>(own, exist, channel, CIN_G - channel, slots + slot.stage * SLOT_BYTES,
+          tiles + tile.stage * STAGE_BYTES, thread);
+    } else {
+      turn<false>(own, exist, channel, CIN_G - channel, slots + slot.stage * SLOT_BYTES,
+          tiles + tile.stage * STAGE_BYTES, thread);
+    }
+    hand_over(barriers.full + tile.stage * 8, lane);
+    if (lane == 0) barrier_arrive(barriers.left + slot.stage * 8);
+  }
+}
+
+// =====================================================================================================================
+// Weights: fragments in the order in which they are used
+// =====================================================================================================================
+
+#define FRAGMENTS(entries) ((entries) * CHUNKS * K_STEPS * PARTS)
+
+__device__ __forceinline__ const char* fragments_of(const char* packed, const Tile& t) {
+  long long before = (long long)(t.group * COUT_BLOCKS + t.cout_block) * FRAGMENTS(ENTRY[VARIANTS * (MB + 1) - 1]);
+  return packed + (before + FRAGMENTS(ENTRY[t.variant * (MB + 1)])) * (WGS_M * FRAGMENT);
+}
+
+constexpr int STEPS_PER_TAP = K_STEPS * PARTS;
 // A stretch is a piece of code without a loop: matrix instructions are queued from its beginning to its end. STRAIGHT: all blocks
 // of a chunk; else TAPS_UNROLLED taps of a block, and single ones that are left. A stage of the ring holds W_STAGE fragments of a
 // stretch, its last one what is left, so that the code knows where stages begin. RESIDENT: a chunk is a stage, one
@@ -2110,1004 +3110,6 @@ constexpr int RING_AT = TILES_AT + STAGES_P * STAGE_BYTES;
 constexpr int SLOTS_AT = RING_AT + RING_FRAGMENTS * WGS_M * FRAGMENT;
 constexpr int BUFFERS_AT = SLOTS_AT + STAGES_S * SLOT_BYTES;
 constexpr int BARRIERS_AT = BUFFERS_AT + CONSUMERS * 4 * BUFFER_BYTES;
-constexpr int SLOT_BARRIERS = 0;
-constexpr int SEGMENTS_AT = BARRIERS_AT + 16 * (STAGES_P + STAGES_W + SLOT_BARRIERS);
-
-__global__ void __launch_bounds__(THREADS, 1)
-gather(const char* __restrict__ x, const char* __restrict__ packed, const float* __restrict__ bias,
-       char* __restrict__ y, int batch, int in_d, int in_h, int in_w, int out_d, int out_h, int out_w, int tiles_d,
-       int tiles_h, int tiles_w, int tile_count) {
-  extern __shared__ __align__(1024) unsigned char memory[];
-  const Sizes s = {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, tile_count};
-  u32 base = shared_address(memory);
-  u32 full = base + BARRIERS_AT, empty = full + 8 * STAGES_P, full_w = empty + 8 * STAGES_P,
-      empty_w = full_w + 8 * STAGES_W;
-  const Barriers barriers = {full, empty, empty_w + 8 * STAGES_W, empty_w + 8 * (STAGES_W + SLOT_BARRIERS)};
-  int* segments = (int*)(memory + SEGMENTS_AT);
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < STAGES_P; i++) {
-      barrier_init(full + 8 * i, PRODUCER_WARPS);
-      barrier_init(empty + 8 * i, RELEASES * 4);
-    }
-    for (int i = 0; i < STAGES_W; i++) {
-      barrier_init(full_w + 8 * i, 1);
-      barrier_init(empty_w + 8 * i, RELEASES * 4);
-    }
-    asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
-  }
-  for (int i = threadIdx.x; i < SEGMENTS; i += THREADS)
-    segments[i] = (i / (ROWS_H * ROWS_D)) << 24 | (ROW_D[i / ROWS_H % ROWS_D] & 0xfff) << 12
-        | (ROW_H[i % ROWS_H] & 0xfff);
-  __syncthreads();
-  int role = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
-  if (role < FIRST_CONSUMER) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(PRODUCER_REGISTERS));
-    int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0);
-    if (warp < PRODUCER_WARPS) {
-      produce(x, s, segments, base + TILES_AT, base + SLOTS_AT, barriers, threadIdx.x);
-    } else if (warp == WEIGHTS_WARP && (thread & 31) == 0) {
-      stream_weights(packed, s, base + RING_AT, full_w, empty_w);
-    }
-  } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(CONSUMER_REGISTERS));
-    Fragments weights;
-    weights.ring = base + RING_AT;
-    weights.full = full_w;
-    weights.empty = empty_w;
-    consume(packed, bias, y, s, base + TILES_AT, full, empty, weights, base + BUFFERS_AT, role - FIRST_CONSUMER,
-        thread);
-  }
-}
-
-#undef SUMS
-#undef INSTRUCTION
-#undef OPERANDS
-#undef MULTIPLY_128
-#undef COLUMN
-#undef FRAGMENTS
-#undef STAGE_FRAGMENTS
-#undef RUN_FIRST
-#undef RUN_NB
-#undef RUN_J
-#undef TOGETHER
-}  // namespace forward_unaligned
-
-// =====================================================================================================================
-// Gradient for the input: wgmma tf32, tile 1x1x1x256 (NxDxHxW of q) x 64 rows, chunk of 16 channels, in turn, weights
-// resident, 216 KB shared.
-// =====================================================================================================================
-
-namespace grad_input {
-
-// Gather-GEMM on tensor cores: out[o = OUT_STEP q + u] = sum over taps of W(u, tap) x in[i = IN_STEP q + offset(u, tap)],
-// for every axis; u < OUT_STEP are the sub-positions of q (the phases of a stride, or rows unrolled to fill a tile).
-// The gradient for the input is the same with exchanged steps: `in` is the output's gradient, CIN its channels, `out` the input's.
-//
-// Work of a block (persistent, `for tile`): TILE_N x TILE_D x TILE_H x TILE_W positions q times one M-group. An M-group is
-// MB blocks of 64 rows (for WGS_M = 2: a pair of them); a row is one output channel at one (d, h) sub-position, a block one
-// W sub-position. K is input channels x taps, in chunks of CK channels.
-//
-// Roles:
-//   producers  loads the input tile with its halo once per chunk. NCHW: 16-byte copies into a staging slot (bytes in flight:
-//              STAGES_S - 1 slots), then a pass of shared memory -> registers -> shared memory that turns pixels to rows of CK
-//              channels and rounds to TF32. Channels-last: copies straight to those rows.
-//   consumers  multiply: weights are A, from registers, packed in fragment order (one 16-byte load per thread and step);
-//              pixels are B, rows of CK channels in shared memory, swizzled. A tap is a shift of B's start by whole rows:
-//              the swizzle is a function of address bits, so any shift is right (measured: 32, 64 and 128 bytes).
-//   one thread streams the weights' fragments through a ring (or loads all of them once: RESIDENT).
-// SPLIT 0: both consumers share an M-group and halve the pixels. 1: they share the pixels. 2: ping-pong, whole tiles in turn,
-// so that one stores while the other multiplies.
-//
-// Sizes of the input are arguments.
-
-constexpr int ELEMENT = 4;  // bytes of an element
-constexpr int PARTS = 1;  // TF32 parts of an operand: 2 for IEEE float32, in three products
-constexpr int FIRST_D = 0, FIRST_H = 0, FIRST_W = 0;  // where a tile's halo begins, relative to IN_STEP q
-constexpr int COUT = 32;  // channels of what is written
-constexpr int CIN_G = 64;  // channels of a group in what is read
-constexpr int COUT_G = 32;  // channels of a group in what is written
-constexpr int TAPS = 5;  // of the kernel, over all axes
-constexpr int PACK_TAPS = 4;
-constexpr int CK = 16;  // channels of a chunk
-constexpr int SUB_H = 1, SUB_W = 64;  // the 64 positions q that one matrix instruction takes
-constexpr int SUBS = 1;  // (d, h) sub-positions in a block of 64 rows of M
-constexpr int ROWS_PER_SUB = 64;  // output channels of a sub-position in a block
-constexpr int W_SUBS = 1;  // W sub-positions of a tile, neighbours in a thread
-constexpr int MB = 1;  // blocks of 64 rows that a consumer accumulates
-constexpr int VARIANTS = 1;  // M-groups that differ in their taps
-constexpr int COUT_BLOCKS = 1;  // M-groups that share the output channels of a group
-constexpr int M_GROUPS = 1;  // groups x COUT_BLOCKS x VARIANTS
-constexpr int STAGES_P = 2;  // input tiles in shared memory
-constexpr int STAGES_S = 4;  // staging slots
-constexpr int STAGES_W = 4;  // stages of the weights: of the ring, or chunks
-constexpr int W_STAGE = 5;  // fragments of weights in a stage of the ring, at most
-constexpr int RING_FRAGMENTS = 40;  // fragments of weights in shared memory
-constexpr int RUN_GROUPS = 16;  // groups of 8 columns that the epilogue stores together
-constexpr int ROWS_D = 1, ROWS_H = 1;  // input rows of a tile
-constexpr int ROW_STEP_D = 1, ROW_STEP_H = 1;  // rows of the tile from one q to the next
-constexpr int COLUMNS = 268;  // input columns of a tile with its halo
-constexpr int COLUMN_PAD = 0;  // columns by which a box begins early
-constexpr int BOX_UNITS = 34;  // 16-byte units of a row of a box
-constexpr int PLANE = 268;  // columns with one residue modulo IN_STEP_W
-constexpr int PLANES = 1;  // residues that some tap reads; of several boxes all
-constexpr int FRAGMENT_SETS = 3;  // sets of registers that weights take in turn
-constexpr int PRODUCER_REGISTERS = 48;  // of a thread
-constexpr int CONSUMER_REGISTERS = 208;  // of a thread
-constexpr int OUT_STEP_D = 1, OUT_STEP_H = 1, OUT_STEP_W = 1;  // outputs from one q to the next
-constexpr int IN_STEP_D = 1, IN_STEP_H = 1, IN_STEP_W = 1;  // inputs from one q to the next
-constexpr int TILE_D = 1, TILE_H = 1, TILE_W = 256;  // positions q of a tile
-constexpr int TILE_N = 1;  // images of a tile
-
-// PTX in small wrappers, so that a kernel body reads as an algorithm.
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef unsigned short u16;
-
-__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-
-// --- mbarriers: `count` arrivals (and the announced bytes) complete a phase; waits name the phase by its parity -------
-
-__device__ __forceinline__ void barrier_init(u32 barrier, int count) {
-  asm volatile("mbarrier.init.shared.b64 [%0], %1;\n" ::"r"(barrier), "r"(count));
-}
-__device__ __forceinline__ void barrier_arrive(u32 barrier) {
-  asm volatile("{\n .reg .b64 state;\n mbarrier.arrive.shared.b64 state, [%0];\n}\n" ::"r"(barrier) : "memory");
-}
-__device__ __forceinline__ bool barrier_done(u32 barrier, u32 parity) {
-  u32 done;
-  asm volatile(
-      "{\n .reg .pred p;\n mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n selp.u32 %0, 1, 0, p;\n}\n"
-      : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
-  return done;
-}
-__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
-  while (!barrier_done(barrier, parity)) {}
-}
-template <int ID, int THREADS>
-__device__ __forceinline__ void named_sync() { asm volatile("bar.sync %0, %1;\n" ::"n"(ID), "n"(THREADS) : "memory"); }
-__device__ __forceinline__ void named_sync(int id, int threads) {
-  asm volatile("bar.sync %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
-}
-__device__ __forceinline__ void named_arrive(int id, int threads) {
-  asm volatile("bar.arrive %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
-}
-
-// --- copies into shared memory ---------------------------------------------------------------------------------------
-
-__device__ __forceinline__ u32 load_shared_u32(u32 a) {
-  u32 v;
-  asm volatile("ld.shared.u32 %0, [%1];\n" : "=r"(v) : "r"(a) : "memory");
-  return v;
-}
-__device__ __forceinline__ u32 load_shared_u16(u32 a) {
-  u16 v;
-  asm volatile("ld.shared.u16 %0, [%1];\n" : "=h"(v) : "r"(a) : "memory");
-  return v;
-}
-__device__ __forceinline__ void load_shared_128(u32 (&v)[4], u32 a) {
-  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];\n" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]),
-      "=r"(v[3]) : "r"(a) : "memory");
-}
-__device__ __forceinline__ void load_shared_64(u32 (&v)[4], u32 a) {
-  asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];\n" : "=r"(v[0]), "=r"(v[1]) : "r"(a) : "memory");
-}
-__device__ __forceinline__ void store_shared_128(u32 a, u32 v0, u32 v1, u32 v2, u32 v3) {
-  asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};\n" ::"r"(a), "r"(v0), "r"(v1), "r"(v2), "r"(v3) : "memory");
-}
-__device__ __forceinline__ void store_shared_f32x2(u32 a, float v, float w) {
-  asm volatile("st.shared.v2.f32 [%0], {%1,%2};\n" ::"r"(a), "f"(v), "f"(w) : "memory");
-}
-
-// Stores under a predicate, never a branch (measured: ptxas made 250 branches of kb57's bfloat16 epilogue, 2.1 ms instead of 1.3).
-__device__ __forceinline__ void store_global_if(void* to, u32 v, bool ok) {
-  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %2, 0;\n @p st.global.u32 [%0], %1;\n}\n" ::"l"(to), "r"(v),
-      "r"((u32)ok) : "memory");
-}
-__device__ __forceinline__ void store_global_64_if(void* to, const u32 (&v)[4], bool ok) {
-  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %3, 0;\n @p st.global.v2.u32 [%0], {%1,%2};\n}\n" ::"l"(to),
-      "r"(v[0]), "r"(v[1]), "r"((u32)ok) : "memory");
-}
-__device__ __forceinline__ void store_global_128_if(void* to, const u32 (&v)[4], bool ok) {
-  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %5, 0;\n @p st.global.v4.u32 [%0], {%1,%2,%3,%4};\n}\n" ::"l"(to),
-      "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]), "r"((u32)ok) : "memory");
-}
-__device__ __forceinline__ void store_global_16_if(void* to, u32 v, bool ok) {
-  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %2, 0;\n @p st.global.u16 [%0], %1;\n}\n" ::"l"(to), "h"((u16)v),
-      "r"((u32)ok) : "memory");
-}
-
-// --- numbers ---------------------------------------------------------------------------------------------------------
-
-// Nearest TF32, ties to even, as cuDNN rounds: with it results agree with cuDNN to 3e-6, with rna to 5e-5.
-__device__ __forceinline__ u32 to_tf32(float v) {
-  u32 r;
-  asm("cvt.rn.tf32.f32 %0, %1;\n" : "=r"(r) : "f"(v));
-  return r;
-}
-
-// --- matrix instructions ---------------------------------------------------------------------------------------------
-
-__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory"); }
-__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory"); }
-template <int N> __device__ __forceinline__ void wgmma_wait() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(N) : "memory");
-}
-
-// A kernel that includes this defines PRECISION, and TAIL: the signs of A and B and, for halves, how B lies.
-
-// wgmma: one warpgroup, D[64 x N] += A[64 x K] B[K x N], N = 32 to 256; A from registers, B from shared memory by descriptor.
-// Fragments (g = lane / 4, t = lane % 4): D[4j + 2h + c] is row 16 warp + g + 8h, column 8j + 2t + c.
-// Its registers in blocks of 16, those of A, B's descriptor; `scale` 0: D = A B instead.
-#define SUMS(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]),        \
-    "+f"(d[i + 6]), "+f"(d[i + 7]), "+f"(d[i + 8]), "+f"(d[i + 9]), "+f"(d[i + 10]), "+f"(d[i + 11]),                 \
-    "+f"(d[i + 12]), "+f"(d[i + 13]), "+f"(d[i + 14]), "+f"(d[i + 15])
-#define INSTRUCTION(n, registers, a0, a1, a2, a3, b0, scale) \
-  "wgmma.mma_async.sync.aligned.m64n" n "k8.f32.tf32.tf32" " {" registers "}, {" a0 "," a1 "," a2 "," a3 "}, " b0 ", " scale ", 1, 1" ";\n"
-#define OPERANDS(a, b) "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)
-#define MULTIPLY_128(d, a, b, scale) asm volatile(INSTRUCTION("128", \
-    "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15" "," \
-    "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31" "," \
-    "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47" "," \
-    "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63", "%64", "%65", "%66", "%67", "%68", scale) : \
-    SUMS(d, 0), SUMS(d, 16), SUMS(d, 32), SUMS(d, 48) : OPERANDS(a, b))
-constexpr int VEC = 16 / ELEMENT;  // elements of a 16-byte unit
-constexpr int ROW_BYTES = CK * ELEMENT;  // a pixel's row in a tile: 32, 64 or 128
-constexpr int UNITS_PER_ROW = ROW_BYTES / 16;
-constexpr int K_STEPS = ROW_BYTES / 32;  // a matrix instruction takes 32 bytes of K
-constexpr int SEGMENTS = TILE_N * ROWS_D * ROWS_H;
-// Columns of a segment with one residue modulo IN_STEP_W make a plane of PLANE neighbours; there are PLANES residues that some tap
-// reads. A segment has its planes one behind the other. STRIDED_BOX: a plane is a box, of all segments of a band of rows.
-constexpr int PITCH = PLANES * PLANE;  // pixel rows from a segment to the next
-constexpr int PIXELS = SEGMENTS * PITCH;
-#define COLUMN(within) ((within) % PLANE * IN_STEP_W + (within) / PLANE)
-constexpr int PART_BYTES = (PIXELS * ROW_BYTES + 1023) / 1024 * 1024;
-constexpr int STAGE_BYTES = PARTS * PART_BYTES;
-// 16-byte units of a segment: boxes of BOX_UNITS begin COLUMN_PAD columns early, at whole units; threads take the units that hold
-// the row, whatever its alignment.
-constexpr int STAGING_UNITS = (COLUMNS + (COLUMN_PAD + VEC - 1)) / VEC;
-constexpr int ROW_UNITS = BOX_UNITS;
-// A slot is [box][image][channel][row][column]. There are several boxes where rows are longer than one; or, CLASSED, where rows do
-// not all begin at the same place of a 16-byte unit: then rows and channels of one class, which do, are a tensor and a box.
-constexpr int CLASS_ROWS = ROWS_H;
-constexpr int CHANNEL_BYTES = ROWS_D * CLASS_ROWS * ROW_UNITS * 16;
-constexpr int SLOT_BOXES = (STAGING_UNITS + ROW_UNITS - 1) / ROW_UNITS;
-constexpr int COPIED_BYTES = TILE_N * CK * CHANNEL_BYTES;  // of a box
-constexpr int SLOT_BOX_BYTES = (COPIED_BYTES + 127) / 128 * 128;
-constexpr int SLOT_BYTES = SLOT_BOXES * SLOT_BOX_BYTES;
-constexpr int FRAGMENT = 2048;  // bytes: 64 rows of 32 bytes of K
-constexpr int CHUNKS = (CIN_G + CK - 1) / CK;
-constexpr int CONSUMERS = 2;
-constexpr int CONSUMER_THREADS = CONSUMERS * 128;
-// two warpgroups of 56 registers produce, so that the consumers have 200: six warps turn pixels, one loads them,
-// one loads the weights
-constexpr int PRODUCER_THREADS = 192;
-constexpr int LOADER_WARP = 6;
-constexpr int WEIGHTS_WARP = 7;
-constexpr int FIRST_CONSUMER = 2;
-constexpr int PRODUCER_WARPS = PRODUCER_THREADS / 32;
-constexpr int THREADS = FIRST_CONSUMER * 128 + CONSUMER_THREADS;
-constexpr int SUBTILES = TILE_N * TILE_D * (TILE_H / SUB_H) * (TILE_W / SUB_W);
-constexpr int NB = SUBTILES;
-constexpr int WGS_M = 1;
-constexpr int RELEASES = 1;  // consumers that read a stage
-constexpr int W_SUBTILES = TILE_W / SUB_W;
-constexpr int H_SUBTILES = TILE_H / SUB_H;
-__constant__ const int ENTRY[] = {0,5};  // [variant][MB + 1]: where a block's taps begin
-__constant__ const short SUB_D[] = {0};  // [variant][SUBS]: output offset of an M-row's sub-position
-__constant__ const short SUB_HH[] = {0};
-__constant__ const short U_W[] = {0};  // [variant]: first W sub-position
-__constant__ const int ROW_D[] = {0};  // input offset of a tile's rows
-__constant__ const int ROW_H[] = {0};
-
-struct Sizes {                                         // one layout for the packed argument block
-  int batch, in_d, in_h, in_w, out_d, out_h, out_w;
-  int tiles_d, tiles_h, tiles_w;                       // tiles of q per axis
-  int tiles;                                           // all of them, times M_GROUPS
-};
-
-struct alignas(64) TensorMap { u64 opaque[16]; };  // a CUtensorMap
-constexpr int MAPS = 1;
-struct TensorMaps { TensorMap of[MAPS]; };
-
-struct Tile {
-  int group, cout_block, variant;                      // M-group
-  int n, d, h, w;                                      // first q
-};
-
-__device__ __forceinline__ Tile tile_at(int index, const Sizes& s) {
-  Tile t;
-  int m = index % M_GROUPS, q = index / M_GROUPS;
-  t.variant = m % VARIANTS;
-  t.cout_block = m / VARIANTS % COUT_BLOCKS;
-  t.group = m / (VARIANTS * COUT_BLOCKS);
-  t.w = q % s.tiles_w * TILE_W;  q /= s.tiles_w;
-  t.h = q % s.tiles_h * TILE_H;  q /= s.tiles_h;
-  t.d = q % s.tiles_d * TILE_D;
-  t.n = q / s.tiles_d * TILE_N;
-  return t;
-}
-
-__device__ __forceinline__ int entries_of(int variant) {
-  return ENTRY[variant * (MB + 1) + MB] - ENTRY[variant * (MB + 1)];
-}
-__device__ __forceinline__ int chunks_of(int variant) { return entries_of(variant) ? CHUNKS : 0; }  // 0: only the bias
-
-// Byte of the 16-byte unit `unit` of pixel row `p` in a tile.
-__device__ __forceinline__ u32 unit_at(int p, int unit) {
-  int swizzle = (p >> 1) & 3;
-  return p * ROW_BYTES + ((unit ^ swizzle) << 4);
-}
-
-// =====================================================================================================================
-// Packing: weight (CIN, COUT_G, taps), for GRAD_INPUT (COUT, CIN_G, taps), to fragments [group][cout
-// block][variant][chunk][entry][k step][part][wgs][warp][lane]
-// =====================================================================================================================
-
-__constant__ const short TAP_INDEX[] = {0,1,2,3,4};  // [variant, block, tap][SUBS]: the kernel's tap, -1 for none
-
-// A block packs 16 rows of M, those of a warp, for one step of K and PACK_TAPS taps. It brings their weights to shared
-// memory in the
-// order of memory, then writes its quarter of each of these taps' fragments as one piece, two fragments at a time.
-constexpr int PACK_THREADS = 256;
-constexpr int PACK_SPLITS = (TAPS + PACK_TAPS - 1) / PACK_TAPS;  // blocks that share the taps
-constexpr int PACK_PITCH = 5;  // odd, so that a warp's rows and channels meet different banks
-constexpr int PACK_K = 32 / ELEMENT;  // input channels of a step
-constexpr int PACK_OUTER = 16;  // of a block along the weight's first dimension
-constexpr int PACK_INNER = PACK_K;  // and along its second
-constexpr int PACK_PLANE = CIN_G * TAPS;  // elements from one index of its first dimension to the next
-constexpr int QUARTER = FRAGMENT / 4 / 4;  // words
-
-// A block's weights to shared memory, [row of M][channel][tap]; `outer`, `inner` and `taps` of them exist. A warp takes
-// an index of the
-// first dimension, whose elements it reads in the order of memory: taps innermost, or (LAST) channels, with taps `tap_step` apart.
-template <bool LAST>
-__device__ __forceinline__ void bring_weights(float* tile, const float* __restrict__ from, int outer, int inner,
-    int taps, int tap_step, int thread) {
-  constexpr int COUNT = PACK_INNER * PACK_TAPS;
-#pragma unroll
-  for (int j = 0; j < PACK_OUTER / (PACK_THREADS / 32); j++) {
-    int o = thread / 32 + j * (PACK_THREADS / 32);
-#pragma unroll 16  // loads in flight
-    for (int k = 0; k < (COUNT + 31) / 32; k++) {
-      int e = thread % 32 + k * 32, i = LAST ? e % PACK_INNER : e / PACK_TAPS,
-          tap = LAST ? e / PACK_INNER : e % PACK_TAPS;
-      bool exists = o < outer && i < inner && (tap < taps);
-      tile[(o * PACK_K + i) * PACK_PITCH + tap] = exists
-          ? from[o * PACK_PLANE + (LAST ? i + tap * tap_step : i * TAPS + tap)] : 0;
-    }
-  }
-}
-
-// Weights are dense: contiguous, taps one element apart, or channels-last, `tap_step` elements.
-__global__ void __launch_bounds__(PACK_THREADS) pack(const float* __restrict__ weight, u32* __restrict__ packed,
-    int tap_step) {
-  __shared__ float tile[16 * PACK_K * PACK_PITCH];
-  int thread = threadIdx.x, rest = blockIdx.x;
-  int begin = rest % PACK_SPLITS * PACK_TAPS;  rest /= PACK_SPLITS;
-  int warp = rest % 4;  rest /= 4;
-  int wg = rest % WGS_M;  rest /= WGS_M;
-  int k_step = rest % K_STEPS;  rest /= K_STEPS;
-  int chunk = rest % CHUNKS, block = rest / CHUNKS, group = block / COUT_BLOCKS;
-  int cout = (block % COUT_BLOCKS * WGS_M + wg) * ROWS_PER_SUB + warp * 16 % ROWS_PER_SUB,
-      cin = chunk * CK + k_step * PACK_K;
-  int outer = cout, inner = cin;  // the group's first along the weight's dimensions
-  const float* from = weight + (long long)(group * COUT_G + outer) * PACK_PLANE;
-  int outer_left = COUT_G - outer, inner_left = CIN_G - inner;
-  if (tap_step == 1)
-    bring_weights<false>(tile, from + (inner * TAPS + begin), outer_left, inner_left, TAPS - begin, 1, thread);
-  else bring_weights<true>(tile, from + (inner + begin * tap_step), outer_left, inner_left, TAPS - begin, tap_step,
-      thread);
-  __syncthreads();
-  int sub = warp * 16 / ROWS_PER_SUB, entries = ENTRY[VARIANTS * (MB + 1) - 1];
-  int word = thread % QUARTER, r = word & 3, lane = word >> 2;  // the thread's of a fragment: these rows and channels
-  const float* own = tile
-      + (((lane >> 2) + (r & 1) * 8) * PACK_K + (lane & 3) * (4 / ELEMENT) + (r >> 1) * (16 / ELEMENT)) * PACK_PITCH;
-#pragma unroll 1
-  for (int variant = 0; variant < VARIANTS; variant++) {
-    int of = entries_of(variant), before = ENTRY[variant * (MB + 1)];
-#pragma unroll 4
-    for (int e = thread / QUARTER; e < of; e += PACK_THREADS / QUARTER) {
-      int tap = TAP_INDEX[(before + e) * SUBS + sub];   // -1: zeros, which the first of the blocks writes
-      if (tap < 0 ? begin > 0 : (u32)(tap - begin) >= PACK_TAPS) continue;
-      int fragment = ((block * entries + before) * CHUNKS + chunk * of + e) * K_STEPS + k_step;
-      u32* to = packed + (long long)((fragment * PARTS * WGS_M + wg) * 4 + warp) * QUARTER + word;
-      const float* at = own + (tap - begin);
-      float v = tap < 0 ? 0.f : *at;
-      u32 high = to_tf32(v);
-      *to = high;
-    }
-  }
-}
-
-// A place in a ring of `count` stages, and the parity of its phase.
-struct Cursor {
-  u32 stage, parity;
-  __device__ __forceinline__ void next(u32 count) {
-    if (++stage == count) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
-};
-
-// =====================================================================================================================
-// Producer
-// =====================================================================================================================
-
-struct Source {                                        // where a tile's chunk lies in the input
-  int n, d, h, w;                                      // of the halo's corner, before the rows' offsets
-  int channel, left;                                   // first channel, channels left in the group
-};
-
-__device__ __forceinline__ Source source_of(const Tile& t, int chunk) {
-  return {t.n, t.d * IN_STEP_D, t.h * IN_STEP_H, t.w * IN_STEP_W + FIRST_W, t.group * CIN_G + chunk * CK,
-      CIN_G - chunk * CK};
-}
-
-constexpr int OWN_PIXELS = (PIXELS + PRODUCER_THREADS - 1) / PRODUCER_THREADS;
-__device__ __forceinline__ int pixel_row(int i) {
-  return i;
-}
-
-// A thread's pixels of a tile: where they lie in a slot and, for copies by threads, whether they are in the image and how their
-// row is aligned. Found once a tile, not a chunk.
-struct Pixels {
-  u32 from[OWN_PIXELS], ok;
-  u32 plane;  // channel c of a row begins at (phase + c * plane) % VEC of a unit
-  __device__ __forceinline__ void locate(const char* x, const Sizes& s, const Source& at, const int* segments,
-      int thread) {
-    plane = 0;
-    ok = 0;
-#pragma unroll
-    for (int k = 0; k < OWN_PIXELS; k++) {
-      int p = pixel_row(thread + k * PRODUCER_THREADS), segment = p / PITCH, within = p % PITCH;
-      int column = COLUMN(within), image = segment / (ROWS_D * ROWS_H);
-      if (thread + k * PRODUCER_THREADS >= PIXELS) break;
-      int at_column = column + COLUMN_PAD, box = at_column / (ROW_UNITS * VEC);
-      from[k] = box * SLOT_BOX_BYTES + (segment + image * (CK - 1) * (ROWS_D * ROWS_H)) * ROW_UNITS * 16
-          + (at_column - box * (ROW_UNITS * VEC)) * ELEMENT;
-    }
-  }
-};
-
-// A slot's pixels to rows of CK channels, rounded: a lane takes a pixel, so that loads and stores meet all banks.
-template <bool ALIGNED>  // every channel of a row has the same misalignment
-__device__ __forceinline__ void turn(const Pixels& own, u32 exist, int channel, int left, u32 slot, u32 tile,
-    int thread) {
-#pragma unroll
-  for (int k = 0; k < OWN_PIXELS; k++) {
-    int p = pixel_row(thread + k * PRODUCER_THREADS);
-    if (thread + k * PRODUCER_THREADS >= PIXELS) break;
-    bool ok = exist >> k & 1;
-    u32 phase = own.from[k] >> 24, from = slot + (own.from[k] & 0xffffff) + (ALIGNED ? phase * ELEMENT : 0);
-#pragma unroll 2  // more of them spill
-    for (int unit = 0; unit < UNITS_PER_ROW; unit++) {
-      u32 v[VEC];
-#pragma unroll
-      for (int e = 0; e < VEC; e++) {
-        int c = unit * VEC + e;
-        bool have = ok;
-        u32 a = from + c * CHANNEL_BYTES;
-        if (!ALIGNED) a += ((phase + (channel + c) * own.plane) & (VEC - 1)) * ELEMENT;
-        v[e] = have ? load_shared_u32(a) : 0;
-      }
-      u32 hi[4];
-#pragma unroll
-      for (int e = 0; e < 4; e++) hi[e] = to_tf32(__uint_as_float(v[e]));
-      store_shared_128(tile + unit_at(p, unit), hi[0], hi[1], hi[2], hi[3]);
-    }
-  }
-}
-
-// A walk over (tile, chunk) in the order in which consumers take them.
-struct Walk {
-  int index, chunk;
-  Tile tile;
-  __device__ __forceinline__ void begin(int first, const Sizes& s) { index = first; chunk = 0; settle(s); }
-  __device__ __forceinline__ bool live(const Sizes& s) const { return index < s.tiles; }
-  __device__ __forceinline__ void settle(const Sizes& s) {  // past tiles without chunks
-    while (index < s.tiles) {
-      tile = tile_at(index, s);
-      if (chunk < chunks_of(tile.variant)) return;
-      index += gridDim.x;
-      chunk = 0;
-    }
-  }
-  __device__ __forceinline__ void next(const Sizes& s) {
-    if (++chunk >= CHUNKS) settle(s);
-  }
-};
-
-// The tile is written: make it visible to the matrix units and say so, once a warp.
-__device__ __forceinline__ void hand_over(u32 barrier, int lane) {
-  asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");
-  __syncwarp();
-  if (lane == 0) barrier_arrive(barrier);
-}
-
-struct Barriers { u32 full, empty, landed, left; };  // of tiles; of slots or boxes: `landed` by the copy engine
-
-// The loader, one thread: ahead of everyone by as many slots (NCHW) or tiles (channels-last) as are free. Channels-last pixels
-// whose taps step over columns or rows come as a box for each plane, with the copy engine's element strides.
-__device__ __forceinline__ void load_boxes(const TensorMaps& maps, const Sizes& s, u32 to, u32 stage_bytes, u32 landed,
-    u32 left) {
-  Walk walk;
-  Cursor cursor = {0, 1};                               // all are free at first
-#pragma unroll 1
-  for (walk.begin(blockIdx.x, s); walk.live(s); walk.next(s), cursor.next(STAGES_S)) {
-    Source at = source_of(walk.tile, walk.chunk);
-    u32 barrier = landed + cursor.stage * 8, bytes = SLOT_BOXES * COPIED_BYTES;
-    barrier_wait(left + cursor.stage * 8, cursor.parity);
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
-    int c = at.channel, w = at.w - COLUMN_PAD, h = at.h + FIRST_H, d = at.d + FIRST_D;
-#pragma unroll
-    for (int r = 0; r < SLOT_BOXES; r++) {
-      if (r) w += ROW_UNITS * VEC;
-      asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5, %6}], [%7];\n"
-                   ::"r"(to + cursor.stage * stage_bytes + r * SLOT_BOX_BYTES), "l"(maps.of), "r"(w), "r"(h), "r"(d),
-                       "r"(c), "r"(at.n), "r"(barrier) : "memory");
-    }
-  }
-}
-
-__device__ __forceinline__ void produce(const char* __restrict__ x, const Sizes& s, const int* segments, u32 tiles,
-    u32 slots, const Barriers& barriers, int thread) {
-  int lane = thread & 31;
-  Walk now;
-  Cursor tile = {0, 1};
-  Pixels own;
-  own.locate(x, s, Source(), segments, thread);
-  Cursor slot = {0, 0};
-#pragma unroll 1
-  for (now.begin(blockIdx.x, s); now.live(s); now.next(s), tile.next(STAGES_P), slot.next(STAGES_S)) {
-    barrier_wait(barriers.landed + slot.stage * 8, slot.parity);
-    barrier_wait(barriers.empty + tile.stage * 8, tile.parity);
-    int channel = now.chunk * CK;
-    // Boxes bring zeros for pixels that do not exist, but for those ahead of a class's rows.
-    u32 exist = 0xffffffffu;
-    if (own.plane % VEC == 0) {
-      turn<true>(own, exist, channel, CIN_G - channel, slots + slot.stage * SLOT_BYTES,
-          tiles + tile.stage * STAGE_BYTES, thread);
-    } else {
-      turn<false>(own, exist, channel, CIN_G - channel, slots + slot.stage * SLOT_BYTES,
-          tiles + tile.stage * STAGE_BYTES, thread);
-    }
-    hand_over(barriers.full + tile.stage * 8, lane);
-    if (lane == 0) barrier_arrive(barriers.left + slot.stage * 8);
-  }
-}
-
-// =====================================================================================================================
-// Weights: fragments in the order in which they are used
-// =====================================================================================================================
-
-#define FRAGMENTS(entries) ((entries) * CHUNKS * K_STEPS * PARTS)
-
-__device__ __forceinline__ const char* fragments_of(const char* packed, const Tile& t) {
-  long long before = (long long)(t.group * COUT_BLOCKS + t.cout_block) * FRAGMENTS(ENTRY[VARIANTS * (MB + 1) - 1]);
-  return packed + (before + FRAGMENTS(ENTRY[t.variant * (MB + 1)])) * (WGS_M * FRAGMENT);
-}
-
-constexpr int STEPS_PER_TAP = K_STEPS * PARTS;
-
-__device__ __forceinline__ void bring(u32 to, const char* from, u32 bytes, u32 barrier) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::"r"(to),
-      "l"(from), "r"(bytes), "r"(barrier) : "memory");
-}
-
-// One thread: streams every tile's fragments through the ring; RESIDENT: loads them once.
-__device__ __forceinline__ void stream_weights(const char* packed, const Sizes& s, u32 ring, u32 full, u32 empty) {
-  if (blockIdx.x >= s.tiles) return;
-  Tile t = tile_at(blockIdx.x, s);
-  const char* from = fragments_of(packed, t);
-  u32 bytes = entries_of(t.variant) * STEPS_PER_TAP * (WGS_M * FRAGMENT);
-  if (bytes == 0) return;
-#pragma unroll 1
-  for (int chunk = 0; chunk < CHUNKS; chunk++)
-    bring(ring + chunk * bytes, from + (long long)chunk * bytes, bytes, full + chunk * 8);
-}
-
-// The consumers' side. Before sm_90 fragments come straight from global memory (L2).
-struct Fragments {
-  u32 ring, full, empty;  // of the ring: this thread's part of its first fragment; barriers
-  Cursor cursor;                                       // the stage to be waited for next
-  u32 at;  // this thread's part of the first fragment of the stage in hand, or of the stretch
-  u32 in_hand;                                         // the barrier that says that the stage in hand is free
-  bool first;                                          // RESIDENT: the first tile waits for the weights
-  const char* from;
-
-  __device__ __forceinline__ void begin(const char* packed, const Tile& t, int offset) {
-    at = ring;
-  }
-  __device__ __forceinline__ void begin_chunk(int chunk) {
-    if (first) barrier_wait(full + chunk * 8, 0);
-  }
-  __device__ __forceinline__ void end() { first = false; }
-  // Fragment i of a stretch; a stage is waited for with its first.
-  __device__ __forceinline__ void load(u32 (&a)[4], int i) {
-    load_shared_128(a, at + i * (WGS_M * FRAGMENT));
-  }
-  __device__ __forceinline__ void end_stretch(int steps) {
-    at += steps * (WGS_M * FRAGMENT);
-  }
-  __device__ __forceinline__ void skip(int variant) {  // a tile
-    for (int chunk = 0; chunk < chunks_of(variant); chunk++)
-      for (int b = 0; b < 1; b++) {
-        int left = (entries_of(variant)) * STEPS_PER_TAP;
-        int longest = left, whole = longest ? left / longest : 0;
-        int stages = whole * ((longest + W_STAGE - 1) / W_STAGE);
-        for (; stages > 0; stages--) cursor.next(STAGES_W);
-      }
-  }
-};
-
-// =====================================================================================================================
-// Consumers
-// =====================================================================================================================
-
-struct Place { int n, d, h, w; };  // of a subtile in a tile, in q
-
-// PAIRED: subtiles one below the other are neighbours, so that one matrix instruction takes both (WIDE).
-__device__ __forceinline__ constexpr Place place_of(int subtile) {
-  return {subtile / (W_SUBTILES * H_SUBTILES * TILE_D), subtile / (W_SUBTILES * H_SUBTILES) % TILE_D,
-          subtile / W_SUBTILES % H_SUBTILES * SUB_H,
-          subtile % W_SUBTILES * SUB_W};
-}
-// its first pixel's row in the tile, for a tap of shift 0
-__device__ __forceinline__ constexpr int pixel_row_of(int subtile) {
-  Place p = place_of(subtile);
-  return ((p.n * ROWS_D + p.d * ROW_STEP_D) * ROWS_H + p.h * ROW_STEP_H) * PITCH + p.w;
-}
-constexpr int SUBTILES_OF_WGMMA = 2;  // that a matrix instruction takes
-constexpr int GROUP_ROWS = 8;  // pixel rows from one group of eight columns to the next
-
-// Where a consumer's pixels lie in a tile. `start`: of its first subtile; wgmma: the lower half of its descriptor, the same in all
-// threads; mma.sync: the tile's address.
-struct Columns {
-  u32 start;
-  int first;                                           // its first subtile
-};
-
-// Pixel rows from the consumer's first subtile to another of its: known to the compiler where both halves of a tile are alike.
-__device__ __forceinline__ constexpr bool halves_alike() {
-  return true;
-}
-__device__ __forceinline__ int rows_to(int nb, int first) {
-  constexpr bool alike = halves_alike();
-  return alike ? pixel_row_of(nb) - pixel_row_of(0) : pixel_row_of(first + nb) - pixel_row_of(first);
-}
-
-__device__ __forceinline__ Columns pixels_of(u32 tile, int first) {
-  u32 start = (tile + pixel_row_of(first) * ROW_BYTES) >> 4 | 1u << 16;
-  return {__shfl_sync(0xffffffffu, start, 0), first};  // so that ptxas counts in uniform registers
-}
-
-// groups of columns lie evenly over two neighbouring subtiles (measured: kb78 0.79 -> 0.71 ms, unet1 channels_last 0.244 -> 0.227)
-
-// acc[64 x 64 NB] += fragment x pixels; `shift` is the tap's, in pixel rows, `part` the pixels' part. FRESH: = instead of +=.
-template <bool FRESH>
-__device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4], const Columns& pixels, int shift,
-    int k_step, int part, int lane) {
-  const u64 upper = ((u64)(GROUP_ROWS * ROW_BYTES >> 4) << 32) | ((u64)(2) << 62);
-#pragma unroll
-  for (int nb = 0; nb < NB; nb += SUBTILES_OF_WGMMA) {
-    u64 b = upper | (pixels.start + shift * (ROW_BYTES / 16)
-        + (rows_to(nb, pixels.first) * ROW_BYTES + k_step * 32 + part * PART_BYTES) / 16);
-    float* d = acc[nb];
-    MULTIPLY_128(d, a, b, "1");
-  }
-}
-
-// Step i of a stretch of `steps`. Fragments take FRAGMENT_SETS sets of registers in turn: one is multiplied by, the one before may
-// still be, the next one is loaded. At the end of a stretch the pipeline drains, since in a loop ptxas cannot see that a set is
-// free again and serialises every wgmma, C7513 (measured: kb57's multiplications took 2.9 ms instead of 1.6). CONTINUED: where the
-// steps of a chunk are a multiple of the sets it can, and a chunk's last step is multiplied while the next chunk begins.
-__device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[FRAGMENT_SETS][4], Fragments& weights,
-    const Columns& pixels, int shift, int i, int steps, int lane) {
-  int k_step = i / PARTS % K_STEPS;
-  wgmma_fence();
-  multiply<false>(acc, a[i % FRAGMENT_SETS], pixels, shift, k_step, 0, lane);
-  wgmma_commit();
-  if (i + 1 < steps) {
-    weights.load(a[(i + 1) % FRAGMENT_SETS], i + 1);
-    wgmma_wait<1>();
-  } else {
-    wgmma_wait<0>();
-  }
-}
-
-// A pixel tile that no matrix instruction reads any more, by its barrier; 0: none.
-__device__ __forceinline__ void give_back(u32 barrier, int lane) {
-  __syncwarp();
-  if (lane == 0) barrier_arrive(barrier);
-}
-
-// few steps: all blocks of a chunk are one stretch, for each variant its own
-__device__ constexpr int entry_at(int i) {
-  constexpr int entry[] = {0,5};
-  return entry[i];
-}
-__device__ constexpr int row_at(int i) {
-  constexpr int row[] = {0,3,6,9,12};
-  return row[i];
-}
-__device__ constexpr int block_of(int variant, int entry) {
-  int b = 0;
-  while (entry >= entry_at(variant * (MB + 1) + b + 1)) b++;
-  return b;
-}
-
-template <int VARIANT, int STEP>
-__device__ __forceinline__ void multiply_from(float (&acc)[MB][NB][32], u32 (&a)[FRAGMENT_SETS][4], Fragments& weights,
-    const Columns& pixels, u32 behind, int lane) {
-  constexpr int first = entry_at(VARIANT * (MB + 1)),
-      steps = (entry_at(VARIANT * (MB + 1) + MB) - first) * STEPS_PER_TAP;
-  if constexpr (STEP < steps) {
-    constexpr int entry = first + STEP / STEPS_PER_TAP, block = block_of(VARIANT, entry);
-    step(acc[block], a, weights, pixels, row_at(entry), STEP, steps, lane);
-    multiply_from<VARIANT, STEP + 1>(acc, a, weights, pixels, behind, lane);
-  } else {
-    weights.end_stretch(steps);
-  }
-}
-
-template <int VARIANT>
-__device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB][32], Fragments& weights,
-    const Columns& pixels, u32 behind, int lane) {
-  u32 a[FRAGMENT_SETS][4];
-  weights.load(a[0], 0);
-  multiply_from<VARIANT, 0>(acc, a, weights, pixels, behind, lane);
-}
-
-// --- epilogue --------------------------------------------------------------------------------------------------------
-// A warp holds 16 rows of M. It passes them through its own shared buffer, a run of pixels at a time, so that memory is
-// written in whole lines: NCHW 8 rows of RUN x W_SUBS consecutive outputs, channels-last RUN pixels of 16 channels.
-constexpr int RUN = RUN_GROUPS * 8;
-// Bytes of a row of the buffer (channels-last: of a pixel); the rest beyond whole 128 bytes lets rows meet different banks, and
-// a row begin up to 31 bytes late.
-constexpr int RUN_PITCH = (RUN * W_SUBS * ELEMENT + 127) / 128 * 128 + 32;
-constexpr int BUFFER_BYTES = 8 * RUN_PITCH;
-constexpr int RUN_SUBTILES = RUN_GROUPS / 8;  // neighbours along W that a run crosses
-constexpr int RUNS_OF_SUBTILE = 1;
-// Group k of run i of subtiles RUN_FIRST(r) ...: which subtile, and which of its groups of 8 columns.
-#define RUN_FIRST(r) ((r) * RUN_SUBTILES)  // subtile of a run's first group
-#define RUN_NB(r, i, k) (RUN_FIRST(r) + (k) / 8)
-#define RUN_J(r, i, k) ((k) % 8)
-
-// A warp's 16 rows of M are output channels of one (d, h) sub-position (ROWS_PER_SUB is 64, 32 or 16).
-struct Slab {
-  int cout, couts;                                      // first channel in the group, and how many of the 16 exist
-  int od, oh;                                           // offsets of the sub-position
-};
-
-__device__ __forceinline__ Slab slab_of(const Tile& t, int cout_block, int warp) {
-  Slab slab;
-  int sub = warp * 16 / ROWS_PER_SUB;
-  slab.cout = cout_block * ROWS_PER_SUB + warp * 16 % ROWS_PER_SUB;
-  slab.couts = COUT_G - slab.cout < 16 ? COUT_G - slab.cout : 16;
-  slab.od = SUB_D[t.variant * SUBS + sub];
-  slab.oh = SUB_HH[t.variant * SUBS + sub];
-  return slab;
-}
-
-constexpr int OUTPUTS = RUN * W_SUBS;  // of a row of a run
-#define TOGETHER(unit) (2)  // outputs that a thread stores to the buffer together
-
-// Which of a thread's outputs of a row go first to the buffer, as an exclusive or of their order, so that the lanes of an
-// instruction meet different banks: rows lie 8 banks apart (half precision: 12), the outputs of neighbouring lanes 2 W_SUBS.
-template <int UNIT>
-__device__ __forceinline__ int order_of(int g, int q) {
-  int by_column = 0;
-  return by_column;
-}
-
-// One thread's 2 W_SUBS neighbouring outputs to the buffer.
-template <int UNIT>
-__device__ __forceinline__ void put(float (&v)[2 * W_SUBS], u32 at, int order) {
-#pragma unroll
-  for (int bit = TOGETHER(UNIT); bit < 8 && W_SUBS % bit == 0; bit *= 2) {
-#pragma unroll
-    for (int i = 0; i < 2 * W_SUBS; i++) {
-      if (i & bit) continue;
-      float low = v[i], high = v[i ^ bit];
-      v[i] = order & bit ? high : low;
-      v[i ^ bit] = order & bit ? low : high;
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < 2 * W_SUBS; i += TOGETHER(UNIT)) {
-    u32 to = at + (i ^ order) * ELEMENT;
-    store_shared_f32x2(to, v[i], v[i ^ 1]);
-  }
-}
-
-template <int UNIT>
-__device__ __forceinline__ void copy_unit(char* to, u32 from, bool ok) {
-  u32 v[4];
-  if (UNIT == 16) load_shared_128(v, from);
-  else if (UNIT == 8) load_shared_64(v, from);
-  else v[0] = UNIT == 4 ? load_shared_u32(from) : load_shared_u16(from);
-  if (UNIT == 16) store_global_128_if(to, v, ok);
-  else if (UNIT == 8) store_global_64_if(to, v, ok);
-  else if (UNIT == 4) store_global_if(to, v[0], ok);
-  else store_global_16_if(to, v[0], ok);
-}
-
-// Eight rows in units: an instruction stores 32 of them, of several rows if they are short.
-template <int UNIT>
-__device__ __forceinline__ void store_units(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
-  constexpr int PER_ROW = OUTPUTS * ELEMENT / UNIT;
-#pragma unroll
-  for (int i = 0; i < (8 * PER_ROW + 31) / 32; i++) {
-    bool one_row = PER_ROW % 32 == 0;                   // known without the lane
-    int index = lane + 32 * i, r = one_row ? 32 * i / PER_ROW : index / PER_ROW;
-    int at = (one_row ? 32 * i % PER_ROW + lane : index % PER_ROW) * UNIT;
-    bool in = PER_ROW % 4 == 0 || r < 8;
-    copy_unit<UNIT>(to + r * plane + at, in ? buffer + r * RUN_PITCH + at : buffer, in && at < end);
-  }
-}
-
-// Eight rows that begin anywhere, a lane an output: each instruction begins at a sector's first output, since a sector of 32
-// bytes that is written in parts is first read from memory (measured: loads and stores of kb57 with rows of 1026
-// outputs 2.15 ms, of 1024
-// 1.44; 16 bytes a lane and the ends of rows by themselves, as below, took 8 to 20% longer: kb57 2.00 -> 2.20 ms).
-__device__ __forceinline__ void store_sectors(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
-  u32 first = (u32)(u64)to, step = (u32)plane;
-#pragma unroll
-  for (int i = 0; i < (OUTPUTS + 38) / 32; i++) {
-    u32 v[8];
-    int at[8];                                          // the lane's output of each row; some are before or behind it
-#pragma unroll
-    for (int r = 0; r < 8; r++) {
-      at[r] = (lane + 32 * i) * 4 - (int)((first + r * step) & 31);
-      v[r] = load_shared_u32(buffer + r * RUN_PITCH + ((u32)at[r] < (u32)end ? at[r] : 0));
-    }
-#pragma unroll
-    for (int r = 0; r < 8; r++) store_global_if(to + r * plane + at[r], v[r], (u32)at[r] < (u32)end);
-  }
-}
-
-// Eight rows (output channels) of a run from the buffer to memory: `end` bytes of each. `to` is the first row's first output, rows
-// lie `plane` bytes apart.
-template <int UNIT>
-__device__ __forceinline__ void store_rows(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
-  if (UNIT == 4) store_sectors(to, plane, rows, end, buffer, lane);
-  else store_units<UNIT>(to, plane, rows, end, buffer, lane);
-}
-
-// Rows h * 8 ... of run i of subtiles RUN_FIRST(r) ...: a thread's outputs of its row to the buffer.
-template <int UNIT>
-__device__ __forceinline__ void put_rows(float (&acc)[MB][NB][32], float bias, int r, int i, int h, u32 row, int lane) {
-  constexpr signed char blocks[] = {0};         // the block of a W sub-position, -1: it has no taps
-  int g = lane >> 2, q = lane & 3, order = order_of<UNIT>(g, q);
-#pragma unroll
-  for (int k = 0; k < RUN_GROUPS; k++) {
-    const int nb = RUN_NB(r, i, k), j = RUN_J(r, i, k);
-    float v[2 * W_SUBS];
-#pragma unroll
-    for (int c = 0; c < 2; c++)
-#pragma unroll
-      for (int u = 0; u < W_SUBS; u++)
-        v[c * W_SUBS + u] = blocks[u] < 0 ? bias : acc[blocks[u] < 0 ? 0 : blocks[u]][nb][4 * j + 2 * h + c];
-    put<UNIT>(v, row + (k * 8 + 2 * q) * W_SUBS * ELEMENT, order);
-  }
-}
-
-template <int UNIT>
-__device__ __forceinline__ void pass_rows(float (&acc)[MB][NB][32], float bias, int r, int i, int h, u32 row, char* to,
-    long long plane, int rows, int end, u32 buffer, int lane) {
-  put_rows<UNIT>(acc, bias, r, i, h, row, lane);
-  __syncwarp();
-  store_rows<UNIT>(to, plane, rows, end, buffer, lane);
-}
-
-// Unrolled, since registers have no run-time index. (measured: with the stores once in a loop, and only the reading of registers in
-// branches, tiles of 8 x 8 took 20 to 100% longer and compiled no faster.)
-__device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* __restrict__ bias, char* __restrict__ y,
-    const Sizes& s, const Tile& t, int cout_block, int first_subtile, u32 buffer, int warp, int lane) {
-  asm volatile("" : "+r"(lane));  // what follows from it is found here, not kept from tile to tile (spills)
-  int g = lane >> 2;
-  Slab slab = slab_of(t, cout_block, warp);
-  if (slab.couts <= 0) return;
-  float b[2] = {0.f, 0.f};
-#pragma unroll
-  for (int h = 0; h < 2; h++)
-    if (bias && g + 8 * h < slab.couts) b[h] = (float)(bias[t.group * COUT_G + slab.cout + g + 8 * h]);
-  if (bias) {
-#pragma unroll
-    for (int m = 0; m < MB; m++)
-#pragma unroll
-      for (int nb = 0; nb < NB; nb++)
-#pragma unroll
-        for (int e = 0; e < 32; e++) acc[m][nb][e] += b[e >> 1 & 1];
-  }
-  int channel = t.group * COUT_G + slab.cout;
-  long long plane = (long long)s.out_d * s.out_h * s.out_w * ELEMENT;
-#pragma unroll
-  for (int r = 0; r < NB / RUN_SUBTILES; r++) {
-    Place place = place_of(first_subtile + RUN_FIRST(r));
-    int n = t.n + place.n, od = OUT_STEP_D * (t.d + place.d) + slab.od;
-    bool image = n < s.batch && od < s.out_d;
-#pragma unroll
-    for (int i = 0; i < RUNS_OF_SUBTILE; i++) {
-      int oh = OUT_STEP_H * (t.h + place.h) + slab.oh;
-      int ow = OUT_STEP_W * (t.w + place.w + i * RUN) + U_W[t.variant], left = s.out_w - ow;
-      if (!image || oh >= s.out_h || left <= 0) continue;
-      char* to = y + (((long long)n * COUT + channel) * s.out_d + od) * s.out_h * s.out_w * ELEMENT
-          + ((long long)oh * s.out_w + ow) * ELEMENT;
-      int end = (left < OUTPUTS ? left : OUTPUTS) * ELEMENT;
-      u32 misaligned = (u32)(u64)to | (u32)plane | end;  // multiples of what all rows begin and end at
-#pragma unroll
-      for (int h = 0; h < 2; h++) {
-        char* first = to + h * 8 * plane;
-        int rows = 8;
-        u32 row = buffer + g * RUN_PITCH;
-        if ((misaligned & 15) == 0) pass_rows<16>(acc, b[h], r, i, h, row, first, plane, rows, end, buffer, lane);
-        else if ((misaligned & (2 * ELEMENT - 1)) == 0) pass_rows<2 * ELEMENT>(acc, b[h], r, i, h, row, first, plane,
-            rows, end, buffer, lane);
-        else pass_rows<ELEMENT>(acc, b[h], r, i, h, row, first, plane, rows, end, buffer, lane);
-        __syncwarp();
-      }
-    }
-  }
-}
-
-__device__ __forceinline__ void consume(const char* packed, const float* bias, char* y, const Sizes& s, u32 tiles,
-    u32 full, u32 empty, Fragments& weights, u32 buffers, int wg, int thread) {
-  int warp = thread >> 5, lane = thread & 31;
-  int first_subtile = 0, offset = thread * 16;
-  u32 buffer = buffers + (wg * 4 + warp) * BUFFER_BYTES;
-  Cursor cursor = {0, 0};
-  weights.cursor = {0, 0};
-  weights.ring += offset;
-  weights.first = true;
-  int turn = 0;
-  if (wg == 1) named_arrive(2, CONSUMER_THREADS);  // the first turn is warpgroup 0's
-#pragma unroll 1
-  for (int index = blockIdx.x; index < s.tiles; index += gridDim.x, turn++) {
-    Tile t = tile_at(index, s);
-    int chunks = chunks_of(t.variant);
-    if ((turn & 1) != wg) {
-      for (int i = 0; i < chunks; i++) cursor.next(STAGES_P);
-      continue;
-    }
-    float acc[MB][NB][32];
-#pragma unroll
-    for (int b = 0; b < MB; b++)
-#pragma unroll
-      for (int nb = 0; nb < NB; nb++)
-#pragma unroll
-        for (int i = 0; i < 32; i++) {
-          acc[b][nb][i] = 0.f;
-          // here, not behind a fence of wgmma: ptxas would serialise all (C7519)
-          asm volatile("" : "+f"(acc[b][nb][i]));
-        }
-    named_sync(2 + wg, CONSUMER_THREADS);
-    weights.begin(packed, t, offset);
-    int variant = __shfl_sync(0xffffffffu, t.variant, 0);  // so that ptxas knows that warps do not part over it
-    u32 behind = 0;                                      // CONTINUED: the chunk that the last step may still read
-#pragma unroll 1
-    for (int chunk = 0; chunk < chunks; chunk++, cursor.next(STAGES_P)) {
-      barrier_wait(full + cursor.stage * 8, cursor.parity);
-      weights.begin_chunk(chunk);
-      multiply_chunk<0>(variant, acc, weights, pixels_of(tiles + cursor.stage * STAGE_BYTES, first_subtile), behind,
-          lane);
-      give_back(empty + cursor.stage * 8, lane);
-    }
-    weights.end();
-    named_arrive(2 + (wg ^ 1), CONSUMER_THREADS);
-    epilogue(acc, bias, y, s, t, t.cout_block * WGS_M, first_subtile, buffer, warp, lane);
-  }
-}
-
-// =====================================================================================================================
-
-constexpr int TILES_AT = 0;
-constexpr int RING_AT = TILES_AT + STAGES_P * STAGE_BYTES;
-constexpr int SLOTS_AT = RING_AT + RING_FRAGMENTS * WGS_M * FRAGMENT;
-constexpr int BUFFERS_AT = SLOTS_AT + STAGES_S * SLOT_BYTES;
-constexpr int BARRIERS_AT = BUFFERS_AT + CONSUMERS * 4 * BUFFER_BYTES;
 constexpr int SLOT_BARRIERS = STAGES_S;
 constexpr int SEGMENTS_AT = BARRIERS_AT + 16 * (STAGES_P + STAGES_W + SLOT_BARRIERS);
 
@@ -3169,6 +3171,7 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 #undef MULTIPLY_128
 #undef COLUMN
 #undef FRAGMENTS
+#undef STAGE_FRAGMENTS
 #undef RUN_FIRST
 #undef RUN_NB
 #undef RUN_J
@@ -3176,8 +3179,8 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 }  // namespace grad_input
 
 // =====================================================================================================================
-// Gradient for the input where rows begin off 16 bytes: wgmma tf32, tile 1x1x1x256 (NxDxHxW of q) x 64 rows, chunk of
-// 32 channels, in turn, weights ring of 5 x 7 fragments, 224 KB shared.
+// Gradient for the input where rows begin off 16 bytes: wgmma tf32, tile 1x1x1x512 (NxDxHxW of q) x 64 rows, chunk of
+// 16 channels, pixels halved, weights ring of 4 x 5 fragments, 206 KB shared.
 // =====================================================================================================================
 
 namespace grad_input_unaligned {
@@ -3211,7 +3214,7 @@ constexpr int CIN_G = 64;  // channels of a group in what is read
 constexpr int COUT_G = 32;  // channels of a group in what is written
 constexpr int TAPS = 5;  // of the kernel, over all axes
 constexpr int PACK_TAPS = 4;
-constexpr int CK = 32;  // channels of a chunk
+constexpr int CK = 16;  // channels of a chunk
 constexpr int SUB_H = 1, SUB_W = 64;  // the 64 positions q that one matrix instruction takes
 constexpr int SUBS = 1;  // (d, h) sub-positions in a block of 64 rows of M
 constexpr int ROWS_PER_SUB = 64;  // output channels of a sub-position in a block
@@ -3222,23 +3225,23 @@ constexpr int COUT_BLOCKS = 1;  // M-groups that share the output channels of a 
 constexpr int M_GROUPS = 1;  // groups x COUT_BLOCKS x VARIANTS
 constexpr int STAGES_P = 2;  // input tiles in shared memory
 constexpr int STAGES_S = 2;  // staging slots
-constexpr int STAGES_W = 5;  // stages of the weights: of the ring, or chunks
-constexpr int W_STAGE = 7;  // fragments of weights in a stage of the ring, at most
-constexpr int RING_FRAGMENTS = 35;  // fragments of weights in shared memory
-constexpr int RUN_GROUPS = 8;  // groups of 8 columns that the epilogue stores together
+constexpr int STAGES_W = 4;  // stages of the weights: of the ring, or chunks
+constexpr int W_STAGE = 5;  // fragments of weights in a stage of the ring, at most
+constexpr int RING_FRAGMENTS = 20;  // fragments of weights in shared memory
+constexpr int RUN_GROUPS = 16;  // groups of 8 columns that the epilogue stores together
 constexpr int ROWS_D = 1, ROWS_H = 1;  // input rows of a tile
 constexpr int ROW_STEP_D = 1, ROW_STEP_H = 1;  // rows of the tile from one q to the next
 constexpr int FIRST_W = 0;
-constexpr int COLUMNS = 268;  // input columns of a tile with its halo
+constexpr int COLUMNS = 524;  // input columns of a tile with its halo
 constexpr int COLUMN_PAD = 0;  // columns by which a box begins early
-constexpr int PLANE = 268;  // columns with one residue modulo IN_STEP_W
+constexpr int PLANE = 524;  // columns with one residue modulo IN_STEP_W
 constexpr int PLANES = 1;  // residues that some tap reads; of several boxes all
-constexpr int FRAGMENT_SETS = 4;  // sets of registers that weights take in turn
+constexpr int FRAGMENT_SETS = 3;  // sets of registers that weights take in turn
 constexpr int PRODUCER_REGISTERS = 72;  // of a thread
 constexpr int CONSUMER_REGISTERS = 184;  // of a thread
 constexpr int OUT_STEP_D = 1, OUT_STEP_H = 1, OUT_STEP_W = 1;  // outputs from one q to the next
 constexpr int IN_STEP_D = 1, IN_STEP_H = 1, IN_STEP_W = 1;  // inputs from one q to the next
-constexpr int TILE_D = 1, TILE_H = 1, TILE_W = 256;  // positions q of a tile
+constexpr int TILE_D = 1, TILE_H = 1, TILE_W = 512;  // positions q of a tile
 constexpr int TILE_N = 1;  // images of a tile
 
 // PTX in small wrappers, so that a kernel body reads as an algorithm.
@@ -3270,9 +3273,6 @@ template <int ID, int THREADS>
 __device__ __forceinline__ void named_sync() { asm volatile("bar.sync %0, %1;\n" ::"n"(ID), "n"(THREADS) : "memory"); }
 __device__ __forceinline__ void named_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
-}
-__device__ __forceinline__ void named_arrive(int id, int threads) {
-  asm volatile("bar.arrive %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
 }
 
 // --- copies into shared memory ---------------------------------------------------------------------------------------
@@ -3399,9 +3399,9 @@ constexpr int FIRST_CONSUMER = 2;
 constexpr int PRODUCER_WARPS = PRODUCER_THREADS / 32;
 constexpr int THREADS = FIRST_CONSUMER * 128 + CONSUMER_THREADS;
 constexpr int SUBTILES = TILE_N * TILE_D * (TILE_H / SUB_H) * (TILE_W / SUB_W);
-constexpr int NB = SUBTILES;
+constexpr int NB = SUBTILES / 2;
 constexpr int WGS_M = 1;
-constexpr int RELEASES = 1;  // consumers that read a stage
+constexpr int RELEASES = 2;  // consumers that read a stage
 constexpr int W_SUBTILES = TILE_W / SUB_W;
 constexpr int H_SUBTILES = TILE_H / SUB_H;
 __constant__ const int ENTRY[] = {0,5};  // [variant][MB + 1]: where a block's taps begin
@@ -3442,7 +3442,7 @@ __device__ __forceinline__ int chunks_of(int variant) { return entries_of(varian
 
 // Byte of the 16-byte unit `unit` of pixel row `p` in a tile.
 __device__ __forceinline__ u32 unit_at(int p, int unit) {
-  int swizzle = p & 7;
+  int swizzle = (p >> 1) & 3;
   return p * ROW_BYTES + ((unit ^ swizzle) << 4);
 }
 
@@ -3862,6 +3862,8 @@ struct Columns {
 
 // Pixel rows from the consumer's first subtile to another of its: known to the compiler where both halves of a tile are alike.
 __device__ __forceinline__ constexpr bool halves_alike() {
+  for (int nb = 1; nb < NB; nb++)
+    if (pixel_row_of(NB + nb) - pixel_row_of(NB) != pixel_row_of(nb) - pixel_row_of(0)) return false;
   return true;
 }
 __device__ __forceinline__ int rows_to(int nb, int first) {
@@ -3880,7 +3882,7 @@ __device__ __forceinline__ Columns pixels_of(u32 tile, int first) {
 template <bool FRESH>
 __device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4], const Columns& pixels, int shift,
     int k_step, int part, int lane) {
-  const u64 upper = ((u64)(GROUP_ROWS * ROW_BYTES >> 4) << 32) | ((u64)(1) << 62);
+  const u64 upper = ((u64)(GROUP_ROWS * ROW_BYTES >> 4) << 32) | ((u64)(2) << 62);
 #pragma unroll
   for (int nb = 0; nb < NB; nb += SUBTILES_OF_WGMMA) {
     u64 b = upper | (pixels.start + shift * (ROW_BYTES / 16)
@@ -3905,7 +3907,7 @@ __device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[FRAGMENT_SET
     weights.load(a[(i + 1) % FRAGMENT_SETS], i + 1);
     wgmma_wait<1>();
   } else {
-    wgmma_wait<1>();
+    wgmma_wait<0>();
   }
   if (i + 1 == steps || (i + 1) % W_STAGE == 0) {
     __syncwarp();
@@ -3916,7 +3918,7 @@ __device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[FRAGMENT_SET
 // A pixel tile that no matrix instruction reads any more, by its barrier; 0: none.
 __device__ __forceinline__ void give_back(u32 barrier, int lane) {
   __syncwarp();
-  if (lane == 0 && (barrier)) barrier_arrive(barrier);
+  if (lane == 0) barrier_arrive(barrier);
 }
 
 // few steps: all blocks of a chunk are one stretch, for each variant its own
@@ -3942,7 +3944,6 @@ __device__ __forceinline__ void multiply_from(float (&acc)[MB][NB][32], u32 (&a)
   if constexpr (STEP < steps) {
     constexpr int entry = first + STEP / STEPS_PER_TAP, block = block_of(VARIANT, entry);
     step(acc[block], a, weights, pixels, row_at(entry), STEP, steps, lane);
-    if (STEP == 0) give_back(behind, lane);
     multiply_from<VARIANT, STEP + 1>(acc, a, weights, pixels, behind, lane);
   } else {
     weights.end_stretch(steps);
@@ -3965,12 +3966,12 @@ constexpr int RUN = RUN_GROUPS * 8;
 // a row begin up to 31 bytes late.
 constexpr int RUN_PITCH = (RUN * W_SUBS * ELEMENT + 127) / 128 * 128 + 32;
 constexpr int BUFFER_BYTES = 8 * RUN_PITCH;
-constexpr int RUN_SUBTILES = 1;  // neighbours along W that a run crosses
-constexpr int RUNS_OF_SUBTILE = 8 / RUN_GROUPS;
+constexpr int RUN_SUBTILES = RUN_GROUPS / 8;  // neighbours along W that a run crosses
+constexpr int RUNS_OF_SUBTILE = 1;
 // Group k of run i of subtiles RUN_FIRST(r) ...: which subtile, and which of its groups of 8 columns.
 #define RUN_FIRST(r) ((r) * RUN_SUBTILES)  // subtile of a run's first group
 #define RUN_NB(r, i, k) (RUN_FIRST(r) + (k) / 8)
-#define RUN_J(r, i, k) ((i) * RUN_GROUPS + (k))
+#define RUN_J(r, i, k) ((k) % 8)
 
 // A warp's 16 rows of M are output channels of one (d, h) sub-position (ROWS_PER_SUB is 64, 32 or 16).
 struct Slab {
@@ -4153,23 +4154,17 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* 
 __device__ __forceinline__ void consume(const char* packed, const float* bias, char* y, const Sizes& s, u32 tiles,
     u32 full, u32 empty, Fragments& weights, u32 buffers, int wg, int thread) {
   int warp = thread >> 5, lane = thread & 31;
-  int first_subtile = 0, offset = thread * 16;
+  int first_subtile = wg * NB, offset = thread * 16;
   u32 buffer = buffers + (wg * 4 + warp) * BUFFER_BYTES;
   Cursor cursor = {0, 0};
   weights.cursor = {0, 0};
   weights.ring += offset;
   weights.first = true;
   int turn = 0;
-  if (wg == 1) named_arrive(2, CONSUMER_THREADS);  // the first turn is warpgroup 0's
 #pragma unroll 1
   for (int index = blockIdx.x; index < s.tiles; index += gridDim.x, turn++) {
     Tile t = tile_at(index, s);
     int chunks = chunks_of(t.variant);
-    if ((turn & 1) != wg) {
-      for (int i = 0; i < chunks; i++) cursor.next(STAGES_P);
-      weights.skip(t.variant);
-      continue;
-    }
     float acc[MB][NB][32];
 #pragma unroll
     for (int b = 0; b < MB; b++)
@@ -4181,7 +4176,6 @@ __device__ __forceinline__ void consume(const char* packed, const float* bias, c
           // here, not behind a fence of wgmma: ptxas would serialise all (C7519)
           asm volatile("" : "+f"(acc[b][nb][i]));
         }
-    named_sync(2 + wg, CONSUMER_THREADS);
     weights.begin(packed, t, offset);
     int variant = __shfl_sync(0xffffffffu, t.variant, 0);  // so that ptxas knows that warps do not part over it
     u32 behind = 0;                                      // CONTINUED: the chunk that the last step may still read
@@ -4191,12 +4185,9 @@ __device__ __forceinline__ void consume(const char* packed, const float* bias, c
       weights.begin_chunk(chunk);
       multiply_chunk<0>(variant, acc, weights, pixels_of(tiles + cursor.stage * STAGE_BYTES, first_subtile), behind,
           lane);
-      behind = empty + cursor.stage * 8;
+      give_back(empty + cursor.stage * 8, lane);
     }
     weights.end();
-    named_arrive(2 + (wg ^ 1), CONSUMER_THREADS);
-    wgmma_wait<0>();
-    give_back(behind, lane);
     epilogue(acc, bias, y, s, t, t.cout_block * WGS_M, first_subtile, buffer, warp, lane);
   }
 }
@@ -5363,7 +5354,7 @@ void pack_forward_unaligned(const at::Tensor& weight, const at::Tensor& packed) 
 void run_forward_unaligned(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
                            const at::Tensor& out, int64_t blocks, const std::array<int64_t, 11>& sizes) {
   const auto pointers = std::make_tuple(x.data_ptr(), packed.data_ptr(), address(bias), out.data_ptr());
-  launch<forward_unaligned::gather, 512, 231524>(x, blocks, pointers, sizes);
+  launch<forward_unaligned::gather, 512, 215092>(x, blocks, pointers, sizes);
 }
 
 void pack_grad_input(const at::Tensor& weight, const at::Tensor& packed) {
@@ -5374,9 +5365,9 @@ void pack_grad_input(const at::Tensor& weight, const at::Tensor& packed) {
 void run_grad_input(const at::Tensor& grad, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
                     const at::Tensor& out, int64_t blocks, const std::array<int64_t, 11>& sizes) {
   const CUtensorMap map = tensor_map(grad, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, {sizes[3], sizes[2], sizes[1], 64, sizes[0]},
-                                     {136, 1, 1, 16, 1}, {1, 1, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_NONE);
+                                     {136, 1, 1, 32, 1}, {1, 1, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_NONE);
   const auto pointers = std::make_tuple(grad.data_ptr(), packed.data_ptr(), address(bias), out.data_ptr());
-  launch<grad_input::gather, 512, 221348>(grad, blocks, pointers, sizes, std::make_tuple(map));
+  launch<grad_input::gather, 512, 231556>(grad, blocks, pointers, sizes, std::make_tuple(map));
 }
 
 void pack_grad_input_unaligned(const at::Tensor& weight, const at::Tensor& packed) {
@@ -5387,7 +5378,7 @@ void pack_grad_input_unaligned(const at::Tensor& weight, const at::Tensor& packe
 void run_grad_input_unaligned(const at::Tensor& grad, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
                               const at::Tensor& out, int64_t blocks, const std::array<int64_t, 11>& sizes) {
   const auto pointers = std::make_tuple(grad.data_ptr(), packed.data_ptr(), address(bias), out.data_ptr());
-  launch<grad_input_unaligned::gather, 512, 229492>(grad, blocks, pointers, sizes);
+  launch<grad_input_unaligned::gather, 512, 211044>(grad, blocks, pointers, sizes);
 }
 
 void run_grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& partial,
@@ -5583,7 +5574,7 @@ FORWARD = (
         tile=(1, 1, 1, 256),
         steps=(1, 1, 1),
         m_groups=1,
-        resident=False,
+        resident=True,
         words=10240,
         packed=torch.int32,
     ),
@@ -5595,14 +5586,14 @@ GRAD_INPUT = (
         tile=(1, 1, 1, 256),
         steps=(1, 1, 1),
         m_groups=1,
-        resident=True,
+        resident=False,
         words=20480,
         packed=torch.int32,
     ),
     Gather(
         name="grad_input_unaligned",
         unit=1,
-        tile=(1, 1, 1, 256),
+        tile=(1, 1, 1, 512),
         steps=(1, 1, 1),
         m_groups=1,
         resident=False,

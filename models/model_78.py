@@ -15,14 +15,14 @@ Constraints:
 - Results are bit-equal from run to run. Under torch.autocast the layer wants its own dtype all the same.
 
 Kernels:
-- forward: wgmma tf32, tile 1x1x2x128 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights ring of 6 x 7
-  fragments, 205 KB shared.
+- forward: wgmma tf32, tile 1x1x4x64 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights ring of 6 x 7
+  fragments, 191 KB shared.
 - forward (other widths than multiples of 4): wgmma tf32, tile 1x1x8x32 (NxDxHxW of q) x 64 rows, chunk of 8
   channels, in turn, weights ring of 6 x 7 fragments, 187 KB shared.
-- gradient for the input: wgmma tf32, tile 1x1x2x128 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights
-  ring of 6 x 7 fragments, 205 KB shared.
-- gradient for the input (other widths than multiples of 4): wgmma tf32, tile 1x1x8x32 (NxDxHxW of q) x 64 rows,
-  chunk of 8 channels, in turn, weights ring of 6 x 7 fragments, 187 KB shared.
+- gradient for the input: wgmma tf32, tile 1x1x4x64 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights
+  ring of 6 x 7 fragments, 191 KB shared.
+- gradient for the input (other widths than multiples of 4): wgmma tf32, tile 1x1x4x64 (NxDxHxW of q) x 64 rows,
+  chunk of 8 channels, in turn, weights ring of 6 x 7 fragments, 193 KB shared.
 - gradient for the weight: wgmma of up to 3 rows tf32, 32x32 channels x 1x3x7 taps a block, chunks of 1x1x4x64
   (NxDxHxW of q), K in 132 slices, 172 KB shared.
 - gradient for the weight (other widths than multiples of 4): mma.sync tf32, 32x32 channels x 1x3x7 taps a block,
@@ -72,8 +72,8 @@ CUDA = r"""
 #include <c10/cuda/CUDAStream.h>
 
 // =====================================================================================================================
-// Forward: wgmma tf32, tile 1x1x2x128 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights ring of 6 x 7
-// fragments, 205 KB shared.
+// Forward: wgmma tf32, tile 1x1x4x64 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights ring of 6 x 7
+// fragments, 191 KB shared.
 // =====================================================================================================================
 
 namespace forward {
@@ -122,19 +122,19 @@ constexpr int STAGES_W = 6;  // stages of the weights: of the ring, or chunks
 constexpr int W_STAGE = 7;  // fragments of weights in a stage of the ring, at most
 constexpr int RING_FRAGMENTS = 42;  // fragments of weights in shared memory
 constexpr int RUN_GROUPS = 8;  // groups of 8 columns that the epilogue stores together
-constexpr int ROWS_D = 1, ROWS_H = 6;  // input rows of a tile
+constexpr int ROWS_D = 1, ROWS_H = 10;  // input rows of a tile
 constexpr int ROW_STEP_D = 1, ROW_STEP_H = 2;  // rows of the tile from one q to the next
-constexpr int COLUMNS = 134;  // input columns of a tile with its halo
+constexpr int COLUMNS = 70;  // input columns of a tile with its halo
 constexpr int COLUMN_PAD = 1;  // columns by which a box begins early
-constexpr int BOX_UNITS = 34;  // 16-byte units of a row of a box
-constexpr int PLANE = 134;  // columns with one residue modulo IN_STEP_W
+constexpr int BOX_UNITS = 18;  // 16-byte units of a row of a box
+constexpr int PLANE = 70;  // columns with one residue modulo IN_STEP_W
 constexpr int PLANES = 1;  // residues that some tap reads; of several boxes all
 constexpr int FRAGMENT_SETS = 4;  // sets of registers that weights take in turn
-constexpr int PRODUCER_REGISTERS = 56;  // of a thread
-constexpr int CONSUMER_REGISTERS = 200;  // of a thread
+constexpr int PRODUCER_REGISTERS = 48;  // of a thread
+constexpr int CONSUMER_REGISTERS = 208;  // of a thread
 constexpr int OUT_STEP_D = 1, OUT_STEP_H = 2, OUT_STEP_W = 1;  // outputs from one q to the next
 constexpr int IN_STEP_D = 1, IN_STEP_H = 2, IN_STEP_W = 1;  // inputs from one q to the next
-constexpr int TILE_D = 1, TILE_H = 2, TILE_W = 128;  // positions q of a tile
+constexpr int TILE_D = 1, TILE_H = 4, TILE_W = 64;  // positions q of a tile
 constexpr int TILE_N = 1;  // images of a tile
 
 // PTX in small wrappers, so that a kernel body reads as an algorithm.
@@ -243,12 +243,10 @@ template <int N> __device__ __forceinline__ void wgmma_wait() {
 #define INSTRUCTION(n, registers, a0, a1, a2, a3, b0, scale) \
   "wgmma.mma_async.sync.aligned.m64n" n "k8.f32.tf32.tf32" " {" registers "}, {" a0 "," a1 "," a2 "," a3 "}, " b0 ", " scale ", 1, 1" ";\n"
 #define OPERANDS(a, b) "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)
-#define MULTIPLY_128(d, a, b, scale) asm volatile(INSTRUCTION("128", \
+#define MULTIPLY_64(d, a, b, scale) asm volatile(INSTRUCTION("64", \
     "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15" "," \
-    "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31" "," \
-    "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47" "," \
-    "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63", "%64", "%65", "%66", "%67", "%68", scale) : \
-    SUMS(d, 0), SUMS(d, 16), SUMS(d, 32), SUMS(d, 48) : OPERANDS(a, b))
+    "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31", "%32", "%33", "%34", "%35", "%36", scale) : \
+    SUMS(d, 0), SUMS(d, 16) : OPERANDS(a, b))
 constexpr int VEC = 16 / ELEMENT;  // elements of a 16-byte unit
 constexpr int ROW_BYTES = CK * ELEMENT;  // a pixel's row in a tile: 32, 64 or 128
 constexpr int UNITS_PER_ROW = ROW_BYTES / 16;
@@ -296,7 +294,7 @@ __constant__ const short SUB_D[] = {0,0};  // [variant][SUBS]: output offset of 
 __constant__ const short SUB_HH[] = {0,1};
 __constant__ const short U_W[] = {0};  // [variant]: first W sub-position
 __constant__ const int ROW_D[] = {0};  // input offset of a tile's rows
-__constant__ const int ROW_H[] = {-1,0,1,2,3,4};
+__constant__ const int ROW_H[] = {-1,0,1,2,3,4,5,6,7,8};
 
 struct Sizes {                                         // one layout for the packed argument block
   int batch, in_d, in_h, in_w, out_d, out_h, out_w;
@@ -688,7 +686,7 @@ __device__ __forceinline__ constexpr int pixel_row_of(int subtile) {
   Place p = place_of(subtile);
   return ((p.n * ROWS_D + p.d * ROW_STEP_D) * ROWS_H + p.h * ROW_STEP_H) * PITCH + p.w;
 }
-constexpr int SUBTILES_OF_WGMMA = 2;  // that a matrix instruction takes
+constexpr int SUBTILES_OF_WGMMA = 1;  // that a matrix instruction takes
 constexpr int GROUP_ROWS = 8;  // pixel rows from one group of eight columns to the next
 
 // Where a consumer's pixels lie in a tile. `start`: of its first subtile; wgmma: the lower half of its descriptor, the same in all
@@ -712,8 +710,6 @@ __device__ __forceinline__ Columns pixels_of(u32 tile, int first) {
   return {__shfl_sync(0xffffffffu, start, 0), first};  // so that ptxas counts in uniform registers
 }
 
-// groups of columns lie evenly over two neighbouring subtiles (measured: kb78 0.79 -> 0.71 ms, unet1 channels_last 0.244 -> 0.227)
-
 // acc[64 x 64 NB] += fragment x pixels; `shift` is the tap's, in pixel rows, `part` the pixels' part. FRESH: = instead of +=.
 template <bool FRESH>
 __device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4], const Columns& pixels, int shift,
@@ -724,7 +720,7 @@ __device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4]
     u64 b = upper | (pixels.start + shift * (ROW_BYTES / 16)
         + (rows_to(nb, pixels.first) * ROW_BYTES + k_step * 32 + part * PART_BYTES) / 16);
     float* d = acc[nb];
-    MULTIPLY_128(d, a, b, "1");
+    MULTIPLY_64(d, a, b, "1");
   }
 }
 
@@ -763,10 +759,7 @@ __device__ constexpr int entry_at(int i) {
   return entry[i];
 }
 __device__ constexpr int row_at(int i) {
-  constexpr int row[] = {
-      0, 1, 2, 3, 4, 5, 6, 134, 135, 136, 137, 138, 139, 140, 268, 269, 270, 271, 272, 273, 274, 402, 403, 404, 405,
-      406, 407, 408
-  };
+  constexpr int row[] = {0,1,2,3,4,5,6,70,71,72,73,74,75,76,140,141,142,143,144,145,146,210,211,212,213,214,215,216};
   return row[i];
 }
 __device__ constexpr int block_of(int variant, int entry) {
@@ -1107,7 +1100,7 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 #undef SUMS
 #undef INSTRUCTION
 #undef OPERANDS
-#undef MULTIPLY_128
+#undef MULTIPLY_64
 #undef COLUMN
 #undef FRAGMENTS
 #undef STAGE_FRAGMENTS
@@ -2214,8 +2207,8 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 }  // namespace forward_unaligned
 
 // =====================================================================================================================
-// Gradient for the input: wgmma tf32, tile 1x1x2x128 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights
-// ring of 6 x 7 fragments, 205 KB shared.
+// Gradient for the input: wgmma tf32, tile 1x1x4x64 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights
+// ring of 6 x 7 fragments, 191 KB shared.
 // =====================================================================================================================
 
 namespace grad_input {
@@ -2264,19 +2257,19 @@ constexpr int STAGES_W = 6;  // stages of the weights: of the ring, or chunks
 constexpr int W_STAGE = 7;  // fragments of weights in a stage of the ring, at most
 constexpr int RING_FRAGMENTS = 42;  // fragments of weights in shared memory
 constexpr int RUN_GROUPS = 8;  // groups of 8 columns that the epilogue stores together
-constexpr int ROWS_D = 1, ROWS_H = 6;  // input rows of a tile
+constexpr int ROWS_D = 1, ROWS_H = 10;  // input rows of a tile
 constexpr int ROW_STEP_D = 1, ROW_STEP_H = 2;  // rows of the tile from one q to the next
-constexpr int COLUMNS = 134;  // input columns of a tile with its halo
+constexpr int COLUMNS = 70;  // input columns of a tile with its halo
 constexpr int COLUMN_PAD = 1;  // columns by which a box begins early
-constexpr int BOX_UNITS = 34;  // 16-byte units of a row of a box
-constexpr int PLANE = 134;  // columns with one residue modulo IN_STEP_W
+constexpr int BOX_UNITS = 18;  // 16-byte units of a row of a box
+constexpr int PLANE = 70;  // columns with one residue modulo IN_STEP_W
 constexpr int PLANES = 1;  // residues that some tap reads; of several boxes all
 constexpr int FRAGMENT_SETS = 4;  // sets of registers that weights take in turn
-constexpr int PRODUCER_REGISTERS = 56;  // of a thread
-constexpr int CONSUMER_REGISTERS = 200;  // of a thread
+constexpr int PRODUCER_REGISTERS = 48;  // of a thread
+constexpr int CONSUMER_REGISTERS = 208;  // of a thread
 constexpr int OUT_STEP_D = 1, OUT_STEP_H = 2, OUT_STEP_W = 1;  // outputs from one q to the next
 constexpr int IN_STEP_D = 1, IN_STEP_H = 2, IN_STEP_W = 1;  // inputs from one q to the next
-constexpr int TILE_D = 1, TILE_H = 2, TILE_W = 128;  // positions q of a tile
+constexpr int TILE_D = 1, TILE_H = 4, TILE_W = 64;  // positions q of a tile
 constexpr int TILE_N = 1;  // images of a tile
 
 // PTX in small wrappers, so that a kernel body reads as an algorithm.
@@ -2385,12 +2378,10 @@ template <int N> __device__ __forceinline__ void wgmma_wait() {
 #define INSTRUCTION(n, registers, a0, a1, a2, a3, b0, scale) \
   "wgmma.mma_async.sync.aligned.m64n" n "k8.f32.tf32.tf32" " {" registers "}, {" a0 "," a1 "," a2 "," a3 "}, " b0 ", " scale ", 1, 1" ";\n"
 #define OPERANDS(a, b) "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)
-#define MULTIPLY_128(d, a, b, scale) asm volatile(INSTRUCTION("128", \
+#define MULTIPLY_64(d, a, b, scale) asm volatile(INSTRUCTION("64", \
     "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15" "," \
-    "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31" "," \
-    "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47" "," \
-    "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63", "%64", "%65", "%66", "%67", "%68", scale) : \
-    SUMS(d, 0), SUMS(d, 16), SUMS(d, 32), SUMS(d, 48) : OPERANDS(a, b))
+    "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31", "%32", "%33", "%34", "%35", "%36", scale) : \
+    SUMS(d, 0), SUMS(d, 16) : OPERANDS(a, b))
 constexpr int VEC = 16 / ELEMENT;  // elements of a 16-byte unit
 constexpr int ROW_BYTES = CK * ELEMENT;  // a pixel's row in a tile: 32, 64 or 128
 constexpr int UNITS_PER_ROW = ROW_BYTES / 16;
@@ -2438,7 +2429,7 @@ __constant__ const short SUB_D[] = {0,0};  // [variant][SUBS]: output offset of 
 __constant__ const short SUB_HH[] = {0,1};
 __constant__ const short U_W[] = {0};  // [variant]: first W sub-position
 __constant__ const int ROW_D[] = {0};  // input offset of a tile's rows
-__constant__ const int ROW_H[] = {-1,0,1,2,3,4};
+__constant__ const int ROW_H[] = {-1,0,1,2,3,4,5,6,7,8};
 
 struct Sizes {                                         // one layout for the packed argument block
   int batch, in_d, in_h, in_w, out_d, out_h, out_w;
@@ -2830,7 +2821,7 @@ __device__ __forceinline__ constexpr int pixel_row_of(int subtile) {
   Place p = place_of(subtile);
   return ((p.n * ROWS_D + p.d * ROW_STEP_D) * ROWS_H + p.h * ROW_STEP_H) * PITCH + p.w;
 }
-constexpr int SUBTILES_OF_WGMMA = 2;  // that a matrix instruction takes
+constexpr int SUBTILES_OF_WGMMA = 1;  // that a matrix instruction takes
 constexpr int GROUP_ROWS = 8;  // pixel rows from one group of eight columns to the next
 
 // Where a consumer's pixels lie in a tile. `start`: of its first subtile; wgmma: the lower half of its descriptor, the same in all
@@ -2854,8 +2845,6 @@ __device__ __forceinline__ Columns pixels_of(u32 tile, int first) {
   return {__shfl_sync(0xffffffffu, start, 0), first};  // so that ptxas counts in uniform registers
 }
 
-// groups of columns lie evenly over two neighbouring subtiles (measured: kb78 0.79 -> 0.71 ms, unet1 channels_last 0.244 -> 0.227)
-
 // acc[64 x 64 NB] += fragment x pixels; `shift` is the tap's, in pixel rows, `part` the pixels' part. FRESH: = instead of +=.
 template <bool FRESH>
 __device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4], const Columns& pixels, int shift,
@@ -2866,7 +2855,7 @@ __device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4]
     u64 b = upper | (pixels.start + shift * (ROW_BYTES / 16)
         + (rows_to(nb, pixels.first) * ROW_BYTES + k_step * 32 + part * PART_BYTES) / 16);
     float* d = acc[nb];
-    MULTIPLY_128(d, a, b, "1");
+    MULTIPLY_64(d, a, b, "1");
   }
 }
 
@@ -2905,10 +2894,7 @@ __device__ constexpr int entry_at(int i) {
   return entry[i];
 }
 __device__ constexpr int row_at(int i) {
-  constexpr int row[] = {
-      0, 1, 2, 3, 4, 5, 6, 134, 135, 136, 137, 138, 139, 140, 268, 269, 270, 271, 272, 273, 274, 402, 403, 404, 405,
-      406, 407, 408
-  };
+  constexpr int row[] = {0,1,2,3,4,5,6,70,71,72,73,74,75,76,140,141,142,143,144,145,146,210,211,212,213,214,215,216};
   return row[i];
 }
 __device__ constexpr int block_of(int variant, int entry) {
@@ -3249,7 +3235,7 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 #undef SUMS
 #undef INSTRUCTION
 #undef OPERANDS
-#undef MULTIPLY_128
+#undef MULTIPLY_64
 #undef COLUMN
 #undef FRAGMENTS
 #undef STAGE_FRAGMENTS
@@ -3260,8 +3246,8 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 }  // namespace grad_input
 
 // =====================================================================================================================
-// Gradient for the input where rows begin off 16 bytes: wgmma tf32, tile 1x1x8x32 (NxDxHxW of q) x 64 rows, chunk of 8
-// channels, in turn, weights ring of 6 x 7 fragments, 187 KB shared.
+// Gradient for the input where rows begin off 16 bytes: wgmma tf32, tile 1x1x4x64 (NxDxHxW of q) x 64 rows, chunk of 8
+// channels, in turn, weights ring of 6 x 7 fragments, 193 KB shared.
 // =====================================================================================================================
 
 namespace grad_input_unaligned {
@@ -3296,7 +3282,7 @@ constexpr int COUT_G = 32;  // channels of a group in what is written
 constexpr int TAPS = 21;  // of the kernel, over all axes
 constexpr int PACK_TAPS = 4;
 constexpr int CK = 8;  // channels of a chunk
-constexpr int SUB_H = 8, SUB_W = 8;  // the 64 positions q that one matrix instruction takes
+constexpr int SUB_H = 1, SUB_W = 64;  // the 64 positions q that one matrix instruction takes
 constexpr int SUBS = 2;  // (d, h) sub-positions in a block of 64 rows of M
 constexpr int ROWS_PER_SUB = 32;  // output channels of a sub-position in a block
 constexpr int W_SUBS = 1;  // W sub-positions of a tile, neighbours in a thread
@@ -3309,20 +3295,20 @@ constexpr int STAGES_S = 2;  // staging slots
 constexpr int STAGES_W = 6;  // stages of the weights: of the ring, or chunks
 constexpr int W_STAGE = 7;  // fragments of weights in a stage of the ring, at most
 constexpr int RING_FRAGMENTS = 42;  // fragments of weights in shared memory
-constexpr int RUN_GROUPS = 4;  // groups of 8 columns that the epilogue stores together
-constexpr int ROWS_D = 1, ROWS_H = 18;  // input rows of a tile
+constexpr int RUN_GROUPS = 8;  // groups of 8 columns that the epilogue stores together
+constexpr int ROWS_D = 1, ROWS_H = 10;  // input rows of a tile
 constexpr int ROW_STEP_D = 1, ROW_STEP_H = 2;  // rows of the tile from one q to the next
 constexpr int FIRST_W = -3;
-constexpr int COLUMNS = 38;  // input columns of a tile with its halo
+constexpr int COLUMNS = 70;  // input columns of a tile with its halo
 constexpr int COLUMN_PAD = 0;  // columns by which a box begins early
-constexpr int PLANE = 38;  // columns with one residue modulo IN_STEP_W
+constexpr int PLANE = 70;  // columns with one residue modulo IN_STEP_W
 constexpr int PLANES = 1;  // residues that some tap reads; of several boxes all
 constexpr int FRAGMENT_SETS = 4;  // sets of registers that weights take in turn
 constexpr int PRODUCER_REGISTERS = 72;  // of a thread
 constexpr int CONSUMER_REGISTERS = 184;  // of a thread
 constexpr int OUT_STEP_D = 1, OUT_STEP_H = 2, OUT_STEP_W = 1;  // outputs from one q to the next
 constexpr int IN_STEP_D = 1, IN_STEP_H = 2, IN_STEP_W = 1;  // inputs from one q to the next
-constexpr int TILE_D = 1, TILE_H = 8, TILE_W = 32;  // positions q of a tile
+constexpr int TILE_D = 1, TILE_H = 4, TILE_W = 64;  // positions q of a tile
 constexpr int TILE_N = 1;  // images of a tile
 
 // PTX in small wrappers, so that a kernel body reads as an algorithm.
@@ -3491,7 +3477,7 @@ __constant__ const short SUB_D[] = {0,0};  // [variant][SUBS]: output offset of 
 __constant__ const short SUB_HH[] = {0,1};
 __constant__ const short U_W[] = {0};  // [variant]: first W sub-position
 __constant__ const int ROW_D[] = {0};  // input offset of a tile's rows
-__constant__ const int ROW_H[] = {-1,0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16};
+__constant__ const int ROW_H[] = {-1,0,1,2,3,4,5,6,7,8};
 
 struct Sizes {                                         // one layout for the packed argument block
   int batch, in_d, in_h, in_w, out_d, out_h, out_w;
@@ -3663,8 +3649,8 @@ __device__ __forceinline__ void stage(const char* __restrict__ x, const Sizes& s
   // for the input took
   // 3.25 ms instead of 2.27). Where rows are short, threads share them out.
   constexpr int PLACES = CK * STAGING_UNITS, SHARES = PRODUCER_THREADS / PLACES;
-  constexpr int SLICES = TILE_N * ROWS_D, BY_SLICE = 1, BY_ROW = SHARES;
-  int share = thread / PLACES, place_of = thread % PLACES;
+  constexpr int SLICES = TILE_N * ROWS_D, BY_SLICE = SHARES, BY_ROW = SHARES;
+  int share = 0, place_of = thread;
   if (share >= SHARES) return;
 #pragma unroll 1
   for (int unit = place_of % STAGING_UNITS, c = place_of / STAGING_UNITS; c < CK;) {
@@ -3676,8 +3662,8 @@ __device__ __forceinline__ void stage(const char* __restrict__ x, const Sizes& s
       int image = r / ROWS_D, d = at.d + ROW_D[r % ROWS_D];
       bool exists = at.n + image < s.batch && (u32)d < (u32)s.in_d;
       const char* line = place + image * (CIN * plane) + d * slice;
-#pragma unroll 3
-      for (int j = share; j < ROWS_H; j += BY_ROW) {
+#pragma unroll 5
+      for (int j = 0; j < ROWS_H; j += BY_ROW) {
         int h = at.h + ROW_H[j];
         u64 p = multiply_add_wide(h, s.in_w * ELEMENT, (u64)line);
         int first = column - (int)(p & 15) / ELEMENT;
@@ -3686,7 +3672,6 @@ __device__ __forceinline__ void stage(const char* __restrict__ x, const Sizes& s
               (const char*)(p & ~15ull));
       }
     }
-    break;
     unit += PRODUCER_THREADS % STAGING_UNITS;
     c += PRODUCER_THREADS / STAGING_UNITS;
     if (unit >= STAGING_UNITS) {
@@ -3938,7 +3923,7 @@ __device__ __forceinline__ constexpr int pixel_row_of(int subtile) {
   return ((p.n * ROWS_D + p.d * ROW_STEP_D) * ROWS_H + p.h * ROW_STEP_H) * PITCH + p.w;
 }
 constexpr int SUBTILES_OF_WGMMA = 1;  // that a matrix instruction takes
-constexpr int GROUP_ROWS = ROW_STEP_H * PITCH;  // pixel rows from one group of eight columns to the next
+constexpr int GROUP_ROWS = 8;  // pixel rows from one group of eight columns to the next
 
 // Where a consumer's pixels lie in a tile. `start`: of its first subtile; wgmma: the lower half of its descriptor, the same in all
 // threads; mma.sync: the tile's address.
@@ -4010,7 +3995,7 @@ __device__ constexpr int entry_at(int i) {
   return entry[i];
 }
 __device__ constexpr int row_at(int i) {
-  constexpr int row[] = {0,1,2,3,4,5,6,38,39,40,41,42,43,44,76,77,78,79,80,81,82,114,115,116,117,118,119,120};
+  constexpr int row[] = {0,1,2,3,4,5,6,70,71,72,73,74,75,76,140,141,142,143,144,145,146,210,211,212,213,214,215,216};
   return row[i];
 }
 __device__ constexpr int block_of(int variant, int entry) {
@@ -4050,12 +4035,12 @@ constexpr int RUN = RUN_GROUPS * 8;
 // a row begin up to 31 bytes late.
 constexpr int RUN_PITCH = (RUN * W_SUBS * ELEMENT + 127) / 128 * 128 + 32;
 constexpr int BUFFER_BYTES = 8 * RUN_PITCH;
-constexpr int RUN_SUBTILES = RUN_GROUPS;  // neighbours along W that a run crosses
-constexpr int RUNS_OF_SUBTILE = 8;
+constexpr int RUN_SUBTILES = 1;  // neighbours along W that a run crosses
+constexpr int RUNS_OF_SUBTILE = 8 / RUN_GROUPS;
 // Group k of run i of subtiles RUN_FIRST(r) ...: which subtile, and which of its groups of 8 columns.
 #define RUN_FIRST(r) ((r) * RUN_SUBTILES)  // subtile of a run's first group
-#define RUN_NB(r, i, k) (RUN_FIRST(r) + (k))
-#define RUN_J(r, i, k) ((i))
+#define RUN_NB(r, i, k) (RUN_FIRST(r) + (k) / 8)
+#define RUN_J(r, i, k) ((i) * RUN_GROUPS + (k))
 
 // A warp's 16 rows of M are output channels of one (d, h) sub-position (ROWS_PER_SUB is 64, 32 or 16).
 struct Slab {
@@ -4213,8 +4198,8 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* 
     bool image = n < s.batch && od < s.out_d;
 #pragma unroll
     for (int i = 0; i < RUNS_OF_SUBTILE; i++) {
-      int oh = OUT_STEP_H * (t.h + place.h + i) + slab.oh;
-      int ow = OUT_STEP_W * (t.w + place.w) + U_W[t.variant], left = s.out_w - ow;
+      int oh = OUT_STEP_H * (t.h + place.h) + slab.oh;
+      int ow = OUT_STEP_W * (t.w + place.w + i * RUN) + U_W[t.variant], left = s.out_w - ow;
       if (!image || oh >= s.out_h || left <= 0) continue;
       char* to = y + (((long long)n * COUT + channel) * s.out_d + od) * s.out_h * s.out_w * ELEMENT
           + ((long long)oh * s.out_w + ow) * ELEMENT;
@@ -5444,9 +5429,9 @@ void pack_forward(const at::Tensor& weight, const at::Tensor& packed) {
 void run_forward(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
                  const at::Tensor& out, int64_t blocks, const std::array<int64_t, 11>& sizes) {
   const CUtensorMap map = tensor_map(x, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, {sizes[3], sizes[2], sizes[1], 32, sizes[0]},
-                                     {136, 6, 1, 8, 1}, {1, 1, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_NONE);
+                                     {72, 10, 1, 8, 1}, {1, 1, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_NONE);
   const auto pointers = std::make_tuple(x.data_ptr(), packed.data_ptr(), address(bias), out.data_ptr());
-  launch<forward::gather, 512, 210104>(x, blocks, pointers, sizes, std::make_tuple(map));
+  launch<forward::gather, 512, 195784>(x, blocks, pointers, sizes, std::make_tuple(map));
 }
 
 void pack_forward_unaligned(const at::Tensor& weight, const at::Tensor& packed) {
@@ -5468,9 +5453,9 @@ void pack_grad_input(const at::Tensor& weight, const at::Tensor& packed) {
 void run_grad_input(const at::Tensor& grad, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
                     const at::Tensor& out, int64_t blocks, const std::array<int64_t, 11>& sizes) {
   const CUtensorMap map = tensor_map(grad, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, {sizes[3], sizes[2], sizes[1], 32, sizes[0]},
-                                     {136, 6, 1, 8, 1}, {1, 1, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_NONE);
+                                     {72, 10, 1, 8, 1}, {1, 1, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_NONE);
   const auto pointers = std::make_tuple(grad.data_ptr(), packed.data_ptr(), address(bias), out.data_ptr());
-  launch<grad_input::gather, 512, 210104>(grad, blocks, pointers, sizes, std::make_tuple(map));
+  launch<grad_input::gather, 512, 195784>(grad, blocks, pointers, sizes, std::make_tuple(map));
 }
 
 void pack_grad_input_unaligned(const at::Tensor& weight, const at::Tensor& packed) {
@@ -5481,7 +5466,7 @@ void pack_grad_input_unaligned(const at::Tensor& weight, const at::Tensor& packe
 void run_grad_input_unaligned(const at::Tensor& grad, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
                               const at::Tensor& out, int64_t blocks, const std::array<int64_t, 11>& sizes) {
   const auto pointers = std::make_tuple(grad.data_ptr(), packed.data_ptr(), address(bias), out.data_ptr());
-  launch<grad_input_unaligned::gather, 512, 192200>(grad, blocks, pointers, sizes);
+  launch<grad_input_unaligned::gather, 512, 198312>(grad, blocks, pointers, sizes);
 }
 
 void run_grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& partial,
@@ -5664,7 +5649,7 @@ FORWARD = (
     Gather(
         name="forward",
         unit=4,
-        tile=(1, 1, 2, 128),
+        tile=(1, 1, 4, 64),
         steps=(1, 2, 1),
         m_groups=1,
         resident=False,
@@ -5686,7 +5671,7 @@ GRAD_INPUT = (
     Gather(
         name="grad_input",
         unit=4,
-        tile=(1, 1, 2, 128),
+        tile=(1, 1, 4, 64),
         steps=(1, 2, 1),
         m_groups=1,
         resident=False,
@@ -5696,7 +5681,7 @@ GRAD_INPUT = (
     Gather(
         name="grad_input_unaligned",
         unit=1,
-        tile=(1, 1, 8, 32),
+        tile=(1, 1, 4, 64),
         steps=(1, 2, 1),
         m_groups=1,
         resident=False,

@@ -15,12 +15,12 @@ Constraints:
 - Results are bit-equal from run to run. Under torch.autocast the layer wants its own dtype all the same.
 
 Kernels:
-- forward: wgmma tf32, tile 1x1x2x64 (NxDxHxW of q) x 192 rows, chunk of 32 channels, pixels halved, weights ring of
-  4 x 6 fragments, 216 KB shared.
+- forward: wgmma tf32, tile 1x1x1x64 (NxDxHxW of q) x 192 rows, chunk of 32 channels, in turn, weights ring of 6 x 6
+  fragments, 216 KB shared.
 - forward (other widths than multiples of 4): wgmma tf32, tile 2x1x8x8 (NxDxHxW of q) x 192 rows, chunk of 32
   channels, pixels halved, weights ring of 6 x 6 fragments, 213 KB shared.
-- gradient for the input: wgmma tf32, tile 1x1x1x64 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights
-  ring of 6 x 5 fragments, 205 KB shared.
+- gradient for the input: wgmma tf32, tile 1x1x2x64 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights
+  ring of 6 x 3 fragments, 211 KB shared.
 - gradient for the weight: mma.sync tf32, 32x64 channels x 1x1x3 taps a block, chunks of 1x1x1x64 (NxDxHxW of q), K
   in 176 slices, 179 KB shared.
 - gradient for the weight (other widths than multiples of 4): mma.sync tf32, 32x32 channels x 1x3x3 taps a block,
@@ -70,8 +70,8 @@ CUDA = r"""
 #include <c10/cuda/CUDAStream.h>
 
 // =====================================================================================================================
-// Forward: wgmma tf32, tile 1x1x2x64 (NxDxHxW of q) x 192 rows, chunk of 32 channels, pixels halved, weights ring of 4
-// x 6 fragments, 216 KB shared.
+// Forward: wgmma tf32, tile 1x1x1x64 (NxDxHxW of q) x 192 rows, chunk of 32 channels, in turn, weights ring of 6 x 6
+// fragments, 216 KB shared.
 // =====================================================================================================================
 
 namespace forward {
@@ -115,12 +115,12 @@ constexpr int VARIANTS = 5;  // M-groups that differ in their taps
 constexpr int COUT_BLOCKS = 1;  // M-groups that share the output channels of a group
 constexpr int M_GROUPS = 5;  // groups x COUT_BLOCKS x VARIANTS
 constexpr int STAGES_P = 2;  // input tiles in shared memory
-constexpr int STAGES_S = 3;  // staging slots
-constexpr int STAGES_W = 4;  // stages of the weights: of the ring, or chunks
+constexpr int STAGES_S = 4;  // staging slots
+constexpr int STAGES_W = 6;  // stages of the weights: of the ring, or chunks
 constexpr int W_STAGE = 6;  // fragments of weights in a stage of the ring, at most
-constexpr int RING_FRAGMENTS = 24;  // fragments of weights in shared memory
+constexpr int RING_FRAGMENTS = 36;  // fragments of weights in shared memory
 constexpr int RUN_GROUPS = 4;  // groups of 8 columns that the epilogue stores together
-constexpr int ROWS_D = 1, ROWS_H = 3;  // input rows of a tile
+constexpr int ROWS_D = 1, ROWS_H = 2;  // input rows of a tile
 constexpr int ROW_STEP_D = 1, ROW_STEP_H = 1;  // rows of the tile from one q to the next
 constexpr int COLUMNS = 65;  // input columns of a tile with its halo
 constexpr int COLUMN_PAD = 0;  // columns by which a box begins early
@@ -132,7 +132,7 @@ constexpr int PRODUCER_REGISTERS = 48;  // of a thread
 constexpr int CONSUMER_REGISTERS = 208;  // of a thread
 constexpr int OUT_STEP_D = 1, OUT_STEP_H = 5, OUT_STEP_W = 5;  // outputs from one q to the next
 constexpr int IN_STEP_D = 1, IN_STEP_H = 1, IN_STEP_W = 1;  // inputs from one q to the next
-constexpr int TILE_D = 1, TILE_H = 2, TILE_W = 64;  // positions q of a tile
+constexpr int TILE_D = 1, TILE_H = 1, TILE_W = 64;  // positions q of a tile
 constexpr int TILE_N = 1;  // images of a tile
 
 // PTX in small wrappers, so that a kernel body reads as an algorithm.
@@ -159,6 +159,14 @@ __device__ __forceinline__ bool barrier_done(u32 barrier, u32 parity) {
 }
 __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
   while (!barrier_done(barrier, parity)) {}
+}
+template <int ID, int THREADS>
+__device__ __forceinline__ void named_sync() { asm volatile("bar.sync %0, %1;\n" ::"n"(ID), "n"(THREADS) : "memory"); }
+__device__ __forceinline__ void named_sync(int id, int threads) {
+  asm volatile("bar.sync %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void named_arrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
 }
 
 // --- copies into shared memory ---------------------------------------------------------------------------------------
@@ -274,9 +282,9 @@ constexpr int FIRST_CONSUMER = 2;
 constexpr int PRODUCER_WARPS = PRODUCER_THREADS / 32;
 constexpr int THREADS = FIRST_CONSUMER * 128 + CONSUMER_THREADS;
 constexpr int SUBTILES = TILE_N * TILE_D * (TILE_H / SUB_H) * (TILE_W / SUB_W);
-constexpr int NB = SUBTILES / 2;
+constexpr int NB = SUBTILES;
 constexpr int WGS_M = 1;
-constexpr int RELEASES = 2;  // consumers that read a stage
+constexpr int RELEASES = 1;  // consumers that read a stage
 constexpr int W_SUBTILES = TILE_W / SUB_W;
 constexpr int H_SUBTILES = TILE_H / SUB_H;
 // [variant][MB + 1]: where a block's taps begin
@@ -285,7 +293,7 @@ __constant__ const short SUB_D[] = {0,0,0,0,0};  // [variant][SUBS]: output offs
 __constant__ const short SUB_HH[] = {0,1,2,3,4};
 __constant__ const short U_W[] = {0,0,0,0,0};  // [variant]: first W sub-position
 __constant__ const int ROW_D[] = {0};  // input offset of a tile's rows
-__constant__ const int ROW_H[] = {0,1,2};
+__constant__ const int ROW_H[] = {0,1};
 
 struct Sizes {                                         // one layout for the packed argument block
   int batch, in_d, in_h, in_w, out_d, out_h, out_w;
@@ -729,7 +737,7 @@ __device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[FRAGMENT_SET
     weights.load(a[(i + 1) % FRAGMENT_SETS], i + 1);
     wgmma_wait<1>();
   } else {
-    wgmma_wait<0>();
+    wgmma_wait<1>();
   }
   if (i + 1 == steps || (i + 1) % W_STAGE == 0) {
     __syncwarp();
@@ -740,7 +748,7 @@ __device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[FRAGMENT_SET
 // A pixel tile that no matrix instruction reads any more, by its barrier; 0: none.
 __device__ __forceinline__ void give_back(u32 barrier, int lane) {
   __syncwarp();
-  if (lane == 0) barrier_arrive(barrier);
+  if (lane == 0 && (barrier)) barrier_arrive(barrier);
 }
 
 // few steps: all blocks of a chunk are one stretch, for each variant its own
@@ -766,6 +774,7 @@ __device__ __forceinline__ void multiply_from(float (&acc)[MB][NB][32], u32 (&a)
   if constexpr (STEP < steps) {
     constexpr int entry = first + STEP / STEPS_PER_TAP, block = block_of(VARIANT, entry);
     step(acc[block], a, weights, pixels, row_at(entry), STEP, steps, lane);
+    if (STEP == 0) give_back(behind, lane);
     multiply_from<VARIANT, STEP + 1>(acc, a, weights, pixels, behind, lane);
   } else {
     weights.end_stretch(steps);
@@ -980,17 +989,23 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* 
 __device__ __forceinline__ void consume(const char* packed, const float* bias, char* y, const Sizes& s, u32 tiles,
     u32 full, u32 empty, Fragments& weights, u32 buffers, int wg, int thread) {
   int warp = thread >> 5, lane = thread & 31;
-  int first_subtile = wg * NB, offset = thread * 16;
+  int first_subtile = 0, offset = thread * 16;
   u32 buffer = buffers + (wg * 4 + warp) * BUFFER_BYTES;
   Cursor cursor = {0, 0};
   weights.cursor = {0, 0};
   weights.ring += offset;
   weights.first = true;
   int turn = 0;
+  if (wg == 1) named_arrive(2, CONSUMER_THREADS);  // the first turn is warpgroup 0's
 #pragma unroll 1
   for (int index = blockIdx.x; index < s.tiles; index += gridDim.x, turn++) {
     Tile t = tile_at(index, s);
     int chunks = chunks_of(t.variant);
+    if ((turn & 1) != wg) {
+      for (int i = 0; i < chunks; i++) cursor.next(STAGES_P);
+      weights.skip(t.variant);
+      continue;
+    }
     float acc[MB][NB][32];
 #pragma unroll
     for (int b = 0; b < MB; b++)
@@ -1002,6 +1017,7 @@ __device__ __forceinline__ void consume(const char* packed, const float* bias, c
           // here, not behind a fence of wgmma: ptxas would serialise all (C7519)
           asm volatile("" : "+f"(acc[b][nb][i]));
         }
+    named_sync(2 + wg, CONSUMER_THREADS);
     weights.begin(packed, t, offset);
     int variant = __shfl_sync(0xffffffffu, t.variant, 0);  // so that ptxas knows that warps do not part over it
     u32 behind = 0;                                      // CONTINUED: the chunk that the last step may still read
@@ -1011,9 +1027,12 @@ __device__ __forceinline__ void consume(const char* packed, const float* bias, c
       weights.begin_chunk(chunk);
       multiply_chunk<0>(variant, acc, weights, pixels_of(tiles + cursor.stage * STAGE_BYTES, first_subtile), behind,
           lane);
-      give_back(empty + cursor.stage * 8, lane);
+      behind = empty + cursor.stage * 8;
     }
     weights.end();
+    named_arrive(2 + (wg ^ 1), CONSUMER_THREADS);
+    wgmma_wait<0>();
+    give_back(behind, lane);
     epilogue(acc, bias, y, s, t, t.cout_block * WGS_M, first_subtile, buffer, warp, lane);
   }
 }
@@ -2180,8 +2199,8 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 }  // namespace forward_unaligned
 
 // =====================================================================================================================
-// Gradient for the input: wgmma tf32, tile 1x1x1x64 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights
-// ring of 6 x 5 fragments, 205 KB shared.
+// Gradient for the input: wgmma tf32, tile 1x1x2x64 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights
+// ring of 6 x 3 fragments, 211 KB shared.
 // =====================================================================================================================
 
 namespace grad_input {
@@ -2224,13 +2243,13 @@ constexpr int MB = 1;  // blocks of 64 rows that a consumer accumulates
 constexpr int VARIANTS = 1;  // M-groups that differ in their taps
 constexpr int COUT_BLOCKS = 1;  // M-groups that share the output channels of a group
 constexpr int M_GROUPS = 1;  // groups x COUT_BLOCKS x VARIANTS
-constexpr int STAGES_P = 2;  // input tiles in shared memory
-constexpr int STAGES_S = 3;  // staging slots
+constexpr int STAGES_P = 1;  // input tiles in shared memory
+constexpr int STAGES_S = 2;  // staging slots
 constexpr int STAGES_W = 6;  // stages of the weights: of the ring, or chunks
-constexpr int W_STAGE = 5;  // fragments of weights in a stage of the ring, at most
-constexpr int RING_FRAGMENTS = 30;  // fragments of weights in shared memory
+constexpr int W_STAGE = 3;  // fragments of weights in a stage of the ring, at most
+constexpr int RING_FRAGMENTS = 18;  // fragments of weights in shared memory
 constexpr int RUN_GROUPS = 8;  // groups of 8 columns that the epilogue stores together
-constexpr int ROWS_D = 1, ROWS_H = 3;  // input rows of a tile
+constexpr int ROWS_D = 1, ROWS_H = 6;  // input rows of a tile
 constexpr int ROW_STEP_D = 1, ROW_STEP_H = 1;  // rows of the tile from one q to the next
 constexpr int FIRST_W = -1;
 constexpr int COLUMNS = 320;  // input columns of a tile with its halo
@@ -2242,7 +2261,7 @@ constexpr int PRODUCER_REGISTERS = 96;  // of a thread
 constexpr int CONSUMER_REGISTERS = 160;  // of a thread
 constexpr int OUT_STEP_D = 1, OUT_STEP_H = 1, OUT_STEP_W = 1;  // outputs from one q to the next
 constexpr int IN_STEP_D = 1, IN_STEP_H = 5, IN_STEP_W = 5;  // inputs from one q to the next
-constexpr int TILE_D = 1, TILE_H = 1, TILE_W = 64;  // positions q of a tile
+constexpr int TILE_D = 1, TILE_H = 2, TILE_W = 64;  // positions q of a tile
 constexpr int TILE_N = 1;  // images of a tile
 
 // PTX in small wrappers, so that a kernel body reads as an algorithm.
@@ -2411,7 +2430,7 @@ __constant__ const short SUB_D[] = {0};  // [variant][SUBS]: output offset of an
 __constant__ const short SUB_HH[] = {0};
 __constant__ const short U_W[] = {0};  // [variant]: first W sub-position
 __constant__ const int ROW_D[] = {0};  // input offset of a tile's rows
-__constant__ const int ROW_H[] = {-1,1,3};
+__constant__ const int ROW_H[] = {-1,4,1,6,3,8};
 __constant__ const int RESIDUE[] = {0,2,4};  // of a tile's columns, counted from the first, by plane
 
 struct Sizes {                                         // one layout for the packed argument block
@@ -2926,7 +2945,7 @@ __device__ constexpr int entry_at(int i) {
   return entry[i];
 }
 __device__ constexpr int row_at(int i) {
-  constexpr int row[] = {0,64,128,192,256,320,384,448,512};
+  constexpr int row[] = {0,64,128,384,448,512,768,832,896};
   return row[i];
 }
 __device__ constexpr int block_of(int variant, int entry) {
@@ -4295,9 +4314,9 @@ void pack_forward(const at::Tensor& weight, const at::Tensor& packed) {
 void run_forward(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
                  const at::Tensor& out, int64_t blocks, const std::array<int64_t, 11>& sizes) {
   const CUtensorMap map = tensor_map(x, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, {sizes[3], sizes[2], sizes[1], 32, sizes[0]},
-                                     {68, 3, 1, 32, 1}, {1, 1, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_NONE);
+                                     {68, 2, 1, 32, 1}, {1, 1, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_NONE);
   const auto pointers = std::make_tuple(x.data_ptr(), packed.data_ptr(), address(bias), out.data_ptr());
-  launch<forward::gather, 512, 221852>(x, blocks, pointers, sizes, std::make_tuple(map));
+  launch<forward::gather, 512, 221384>(x, blocks, pointers, sizes, std::make_tuple(map));
 }
 
 void pack_forward_unaligned(const at::Tensor& weight, const at::Tensor& packed) {
@@ -4319,7 +4338,7 @@ void pack_grad_input(const at::Tensor& weight, const at::Tensor& packed) {
 void run_grad_input(const at::Tensor& grad, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
                     const at::Tensor& out, int64_t blocks, const std::array<int64_t, 11>& sizes) {
   const auto pointers = std::make_tuple(grad.data_ptr(), packed.data_ptr(), address(bias), out.data_ptr());
-  launch<grad_input::gather, 512, 210188>(grad, blocks, pointers, sizes);
+  launch<grad_input::gather, 512, 216712>(grad, blocks, pointers, sizes);
 }
 
 void run_grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& partial,
@@ -4492,7 +4511,7 @@ FORWARD = (
     Gather(
         name="forward",
         unit=4,
-        tile=(1, 1, 2, 64),
+        tile=(1, 1, 1, 64),
         steps=(1, 5, 5),
         m_groups=5,
         resident=False,
@@ -4514,7 +4533,7 @@ GRAD_INPUT = (
     Gather(
         name="grad_input",
         unit=1,
-        tile=(1, 1, 1, 64),
+        tile=(1, 1, 2, 64),
         steps=(1, 1, 1),
         m_groups=1,
         resident=False,

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 
 from upconv.bench import latency, report, roofline, run
 from upconv.bench.suites import SUITES
+from upconv.cuda import costs
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -119,8 +121,22 @@ def test_the_picture_is_linked_once_there_is_something_to_draw(readme, tmp_path:
 
 def test_docs_explain_has_a_place_for_every_layer() -> None:
     page = (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")
-    for name in ("gather-constants", *(f"explain-kb{n}" for n in (57, 65, 69, 71, 75, 78, 81))):
+    for name in (f"explain-kb{n}" for n in (57, 65, 69, 71, 75, 78, 81)):
         assert page.count(f"<!-- {name} -->\n```") == page.count(f"```\n<!-- /{name} -->") == 1
+    assert page.count("<!-- gather-constants -->\n|  |") == page.count(" |\n<!-- /gather-constants -->") == 1
+
+
+def test_the_tables_constants_are_the_models() -> None:
+    page = (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")
+    table = page.split("<!-- gather-constants -->\n")[1].split("\n<!-- /gather-constants -->")[0]
+    head, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines())
+    assert head[1:] == list(costs.SETS)
+    for name, *cells in rows:
+        for cell, found in zip(cells, costs.SETS.values(), strict=True):
+            value = getattr(found, name.strip("`"))
+            wanted = value if isinstance(value, tuple) else (value,)
+            assert tuple(float(part) for part in cell.split(",")) == pytest.approx(wanted, rel=1e-5)
+    assert [name.strip("`") for name, *_ in rows] == [field.name for field in fields(costs.Constants)]
 
 
 def test_its_python_runs() -> None:

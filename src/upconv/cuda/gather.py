@@ -18,6 +18,7 @@ from torch import Tensor
 
 from upconv.cuda import jit
 from upconv.cuda.boxes import Tensor5, alignment_classes, encode, of_class
+from upconv.cuda.costs import constants
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.gpu import gpu as gpu_of
 from upconv.cuda.launch import Launcher, bind
@@ -28,31 +29,15 @@ _ACCUMULATORS = 4  # blocks of 64 x 64 that a consumer warpgroup holds: 128 regi
 _MMA_ACCUMULATORS = 2  # without setmaxnreg a thread has 168 registers
 _MAX_TAPS = 2000  # of all phases; the tables lie in constant memory
 
-# --- the model's constants, fitted to 1,500 timed tilings of the suites on an H200 (mean error 17%; what it chooses
-# --- takes 2% longer than the best of a layer's three to six) --------------------------------------------------------
-_STEP_OVERHEAD = 6.1, 5.9  # clocks a step costs beyond its matrix instructions: of 64 columns, of 128 (`Tiling.wide`)
-_DRAIN = 190.0, 140.0  # clocks at the end of a stretch
+# --- the model's, beside costs.py's ---------------------------------------------------------------------------------
 _MMA_SYNC = 0.45  # of wgmma's rate: four warps read the same pixels
-_L2 = 29.0  # bytes a clock and multiprocessor
-_OVERLAP = 0.14  # of the lesser of matrix instructions and L2 that the other does not hide
-_STORE = 15.0, 40.0  # bytes a clock that an epilogue stores; while the other consumer multiplies, at most
-_SECTOR = 213.0  # bytes of a run that the unfilled sectors at its ends cost
-_STORE_SHARE = 0.33  # of the epilogue that nothing hides where both consumers store at once
-_LAG = 2.9, 4.2  # clocks that an instruction of the epilogue costs a warp: both consumers store, one
-_TILE_OVERHEAD = 700.0  # clocks a tile costs otherwise
-_TURN = 177.0  # clocks from one consumer's turn to the other's
-_RAGGED_TURN = 200.0  # more clocks of a tile, where it stores float32 rows that are not aligned
 _MANY = 8  # tiles of a block, from which on the last one's tail is in the constants, fitted to such layers
 _LAUNCH = 3.5e-6  # seconds
-_CHUNK = 138.0, 40.0  # clocks a chunk costs, as the next is waited for; of 8 channels in TF32, shared by consumers
 _AHEAD = 4500.0  # clocks that the rings should look ahead
 _COPY = 275.0  # clocks for a copy of 16 bytes by each producer, where rows are not aligned
-_PASS = 604.0, 93.0, 112.0  # clocks of the producers' pass: of a chunk; of 32 bytes of a pixel, float32, halves
-_LATENCY = 885.0  # clocks from a request to its use
 _SHORT_ROWS = 64  # bytes, up to which threads may copy rows that begin anywhere better than boxes
 _LINE = 128  # bytes that come from memory together, of which a channels-last chunk may take a part
 _LINES = 0.2, 1.2  # bytes of such lines of all tiles in work over the cache's: none of the rest is lost, most is
-_LOST = 0.5  # share of it that comes anew then
 
 
 @dataclass(frozen=True)
@@ -412,6 +397,7 @@ class Clocks:
 
 
 def _tile_clocks(t: Tiling, alignment: int) -> Clocks:
+    c = constants(t)
     clocks: dict[str, float] = dict.fromkeys(("tensor cores", "L2", "shared memory", "stores"), 0.0)
     total = tail = 0.0
     producers = 192 if t.wgmma else 128
@@ -419,43 +405,48 @@ def _tile_clocks(t: Tiling, alignment: int) -> Clocks:
     staged = t.pixels * t.row_bytes if t.channels_last else t.slot_bytes
     # Boxes of rows that begin anywhere bring parts of sectors (NOTES: kb68 bfloat16, 48-byte rows: 3.08 -> 3.92 ms).
     copied = staged * (1 + 32 / (t.staging_units * 16)) if t.tensor_map and t.classed else staged
+    if t.channels_last:
+        copied += t.pixels * c.row
     turned = t.parts * t.k_steps * (2 if not t.channels_last else (t.parts == 2) * 0.7)
-    turn = -(-t.pixels // producers) * turned * _PASS[1 if t.element == 4 else 2] + _PASS[0]
+    turn = -(-t.pixels // producers) * turned * c.turning[1 if t.element == 4 else 2] + c.turning[0]
     if not t.tensor_map:
         turn += staged / 16 / producers * _COPY
         if t.channels_last and not t.aligned_channels:
             turn *= 4
     fragment_time = _fragment_clocks(t)
     stores = per_tile_out * _ragged(t, alignment)
-    store = max(stores / _STORE[0], _epilogue_clocks(t, alignment))
-    drained = _CHUNK[t.split != 2 and t.chunk == 8 and t.parts == 1]
-    ragged = 0.0 if t.channels_last or alignment >= 16 or t.element == 2 else _RAGGED_TURN
+    store = max(stores / c.store[0], _epilogue_clocks(t, alignment))
+    drained = c.chunk[t.split != 2 and t.chunk == 8 and t.parts == 1]
+    ragged = 0.0 if t.channels_last or alignment >= 16 or t.element == 2 else c.ragged_turn
     for v, entries in enumerate(t.variant_entries):
         steps, chunks = t.fragments(v), t.chunks if entries else 0
         matrix = steps * fragment_time
         if t.wgmma:
             drains = chunks if t.straight else steps / t.longest_stretch
-            matrix += steps * _STEP_OVERHEAD[t.wide] + drains * _DRAIN[t.wide]
+            matrix += steps * c.step[t.wide] + drains * c.drain[t.wide]
         else:
             matrix = matrix / _MMA_SYNC
-        l2 = (chunks * copied + (0 if t.resident else steps * t.wgs_m * FRAGMENT) + per_tile_out) / _L2
-        waits = chunks * _LATENCY / (t.stages_p if t.channels_last else t.stages_s)
+        streamed = 0 if t.resident else steps * t.wgs_m * FRAGMENT
+        l2 = (chunks * copied + per_tile_out) / c.l2 + streamed / c.l2_weights
+        waits = chunks * c.latency / (t.stages_p if t.channels_last else t.stages_s)
         if t.wgmma and not t.resident:
-            waits = max(waits, steps * _LATENCY / t.ring_fragments)
-        body = max(matrix, l2, chunks * turn, waits) + _OVERLAP * min(matrix, l2) + chunks * drained
+            waits = max(waits, steps * c.latency / t.ring_fragments)
+        body = (
+            max(matrix, l2, chunks * turn, waits) + c.overlap * min(matrix, l2) + c.exposed * waits + chunks * drained
+        )
         if t.stages_p == 1:
             body += min(matrix, chunks * turn)
         for name, value in zip(clocks, (matrix, l2, chunks * turn, store)):
             clocks[name] += value
         if t.split == 2:  # one stores while the other multiplies
-            tile = max(body + _TURN, stores / _STORE[1], (body + store + _TILE_OVERHEAD) / 2) + ragged
+            tile = max(body + c.turn, stores / c.store[1], (body + store + c.tile) / 2) + ragged
             total += tile
-            tail += body + store + _TILE_OVERHEAD - tile
+            tail += body + store + c.tile - tile
         else:
-            total += body + _STORE_SHARE * store + _TILE_OVERHEAD
-            tail += (1 - _STORE_SHARE) * store
+            total += body + c.store_share * store + c.tile
+            tail += (1 - c.store_share) * store
     bound = max(clocks, key=lambda name: clocks[name])
-    return Clocks(total / len(t.variants), bound, tail / len(t.variants))
+    return Clocks(c.scale * total / len(t.variants), bound, c.scale * tail / len(t.variants))
 
 
 def _whole(t: Tiling, clocks: Clocks, p: Problem, gpu: Gpu) -> tuple[float, str]:
@@ -490,7 +481,7 @@ def _read(t: Tiling, tiles: int, gpu: Gpu) -> float:
         # Tiles of one place and several M-groups are neighbours.
         lines = tiles / (t.m_groups // t.problem.groups) * t.pixels * line / gpu.cache_bytes
         least, most = _LINES
-        read *= 1 + _LOST * (line / t.row_bytes - 1) * min(1.0, max(0.0, (lines - least) / (most - least)))
+        read *= 1 + constants(t).lost * (line / t.row_bytes - 1) * min(1.0, max(0.0, (lines - least) / (most - least)))
     return read
 
 
@@ -500,13 +491,13 @@ def _ragged(t: Tiling, alignment: int) -> float:
         return 1.0 if t.cout_g * t.element % 32 == 0 else 1.5
     if t.width_subs < t.out_steps[2]:
         return 32 / (t.element * t.width_subs)
-    return 1.0 if alignment == 32 else 1 + _SECTOR / (t.runs * 8 * t.width_subs * t.element)
+    return 1.0 if alignment == 32 else 1 + constants(t).sector / (t.runs * 8 * t.width_subs * t.element)
 
 
 def _epilogue_clocks(t: Tiling, alignment: int) -> float:
     """Clocks that the instructions of a tile's epilogue take: both consumers' warps, two on a scheduler, or one's."""
     outputs = t.runs * 8 * t.width_subs
-    lag = _LAG[t.split == 2]
+    lag = constants(t).lag[t.split == 2]
     if t.channels_last:
         return lag * (t.nb * 8 / t.runs * t.width_subs) * (t.runs * 6 + t.runs * 8 * 16 / t.vec / 32 * 14 + 136)
     buffer = t.runs * t.width_subs * 2
