@@ -11,6 +11,8 @@ how the gather family cuts the layer.
 
 from __future__ import annotations
 
+import ast
+import inspect
 import io
 import re
 import sys
@@ -74,11 +76,24 @@ def cut(t: Tiling) -> str:
 
 
 def constants() -> str:
-    """The sets of constants of the gather family's model, a column for each."""
+    """The sets of constants of the gather family's model, a column for each, and what they are."""
     columns = [asdict(found) for found in costs.SETS.values()]
-    rows = [["", *costs.SETS], ["---"] * (len(columns) + 1)]
-    rows += [[f"`{name}`", *(_number(column[name]) for column in columns)] for name in columns[0]]
+    meanings = _meanings()
+    rows = [["", *costs.SETS, "clocks, or as it says"], ["---"] * (len(columns) + 2)]
+    rows += [[f"`{name}`", *(_number(column[name]) for column in columns), meanings[name]] for name in columns[0]]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _meanings() -> dict[str, str]:
+    """The first sentence of each field's docstring."""
+    (found,) = ast.parse(inspect.getsource(costs.Constants)).body
+    assert isinstance(found, ast.ClassDef)
+    named = {}
+    for field, text in zip(found.body, found.body[1:]):
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr):
+            line = " ".join(str(ast.literal_eval(text.value)).split())
+            named[field.target.id] = line.split(" (")[0].removesuffix(".")
+    return named
 
 
 def _number(value: float | tuple[float, ...]) -> str:

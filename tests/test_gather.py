@@ -8,6 +8,7 @@ import random
 import re
 from collections.abc import Iterator
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,8 +16,8 @@ import torch
 
 from gather_interpreter import Floats, Interpreter
 from upconv import reference
-from upconv.bench.suites import SUITES
-from upconv.cuda import gather, jit
+from upconv.bench.suites import SUITES, parse_layer
+from upconv.cuda import costs, gather, jit
 from upconv.cuda.gpu import A100, B200, H200, RTX3090, RTX4090, RTX5090, Gpu
 from upconv.cuda.tiling import Tiling, Unfit, result_shape, source_shape
 from upconv.problem import Pass, Precision, Problem, output_length
@@ -568,3 +569,25 @@ def test_chosen_kernels_compile_without_spills(p: Problem, gpu: Gpu) -> None:
         spilling = p.pass_ == "grad-input" and p.layout == "nchw" and choice.tiling.wgmma
         most = 112 if choice.tiling.mb * choice.tiling.nb == 4 and choice.tiling.pixels > 7 * 192 else 72
         check_compiled(choice.tiling, unit.source, gpu.arch, most if spilling else 0)
+
+
+@pytest.mark.parametrize(
+    ("text", "size", "settings", "wgmma", "wanted"),
+    (
+        ("64,64,3", "1x64x8x8", {}, True, "1-D, 2-D forward"),
+        ("64,64,3", "1x64x99", {}, True, "1-D, 2-D forward"),
+        ("64,64,3", "1x64x8x8x8", {}, True, "3-D forward, mma.sync"),
+        ("64,64,3", "1x64x8x8x8", {"pass_": "grad-input"}, True, "gradient for the input"),
+        ("64,64,3", "1x64x8x8", {"pass_": "grad-input"}, True, "gradient for the input"),
+        ("64,64,3", "1x64x8x8", {"layout": "channels_last"}, True, "channels_last"),
+        ("64,64,3", "1x64x8x8x8", {"layout": "channels_last", "pass_": "grad-input"}, True, "channels_last"),
+        ("64,64,3", "1x64x8x8", {}, False, "3-D forward, mma.sync"),
+        ("64,64,3", "1x64x8x8", {"layout": "channels_last", "pass_": "grad-input"}, False, "3-D forward, mma.sync"),
+    ),
+)
+def test_each_source_has_its_set_of_costs(
+    text: str, size: str, settings: dict[str, Any], wgmma: bool, wanted: str
+) -> None:
+    p = parse_layer(text + ",bias=False", size).with_(precision="tf32", **settings)
+    found = list(gather.candidates(p, H200 if wgmma else A100))
+    assert found and all(costs.constants(t) is costs.SETS[wanted] for t in found)

@@ -29,7 +29,7 @@ _ACCUMULATORS = 4  # blocks of 64 x 64 that a consumer warpgroup holds: 128 regi
 _MMA_ACCUMULATORS = 2  # without setmaxnreg a thread has 168 registers
 _MAX_TAPS = 2000  # of all phases; the tables lie in constant memory
 
-# --- the model's, beside costs.py's ---------------------------------------------------------------------------------
+# --- the model's other constants (the fitted sets are in `costs`) ----------------------------------------------------
 _MMA_SYNC = 0.45  # of wgmma's rate: four warps read the same pixels
 _MANY = 8  # tiles of a block, from which on the last one's tail is in the constants, fitted to such layers
 _LAUNCH = 3.5e-6  # seconds

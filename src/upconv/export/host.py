@@ -266,7 +266,7 @@ def includes() -> str:
 
 
 def helpers(found: tuple[Variant, ...]) -> str:
-    """What the launch functions share."""
+    """What the launch functions share, and `STREAM_OF`."""
     maps = any(_maps(v) for v in found)
     return "namespace {\n\n" + LAUNCH + ("\n" + TENSOR_MAP if maps else "") + "\n}  // namespace\n\n" + CURRENT
 
