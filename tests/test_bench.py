@@ -674,7 +674,7 @@ def test_training_steps(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("factor", "what"), [(3, "losses"), (1.5, "gradients' norms")])
 def test_a_model_that_trains_wrongly_has_no_time(factor: float, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = training.cases(8)[2]
+    case = next(case for case in training.cases(8) if case.name == "vae")
 
     def wrong(network: Any) -> Any:
         list(network.parameters())[-2].data.mul_(factor)  # the last layer's weight

@@ -126,6 +126,19 @@ def test_docs_explain_has_a_place_for_every_layer() -> None:
     assert page.count("<!-- gather-constants -->\n|  |") == page.count(" |\n<!-- /gather-constants -->") == 1
 
 
+def test_docs_say_what_the_planner_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans of the seven 2-D layers and the model's constants: stale where `benchmarks/explain.py` was not run."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import explain
+
+    page = (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")
+    assert explain.rewritten(page) == page
+    stale = page.replace("| `l2_weights` |", "| `l2_weights` | 7 |", 1)
+    assert stale != page and explain.rewritten(stale) == page
+    with pytest.raises(ValueError, match="markers of explain-kb57 once; it has them 0 times"):
+        explain.rewritten(page.replace("<!-- explain-kb57 -->\n", ""))
+
+
 def test_the_tables_constants_are_the_models() -> None:
     page = (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")
     table = page.split("<!-- gather-constants -->\n")[1].split("\n<!-- /gather-constants -->")[0]
