@@ -153,3 +153,25 @@ def test_gradients_of_narrow_images_are_sound(p: Problem, dtype: torch.dtype) ->
         del poison
         out = FUNCTIONS[p.rank](*leaves, p.stride, p.padding, p.output_padding, p.groups, p.dilation)
         assert gradient_excess(p, torch.autograd.grad(out, leaves, g), g, x, w) <= 1
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("channels", [(1, 2), (2, 2), (16, 16)], ids=str)
+@pytest.mark.parametrize(("depth", "kernel", "padding"), [(4, 3, 2), (5, 4, 3), (6, 5, 3), (8, 7, 4)])
+def test_gradients_where_the_padding_reaches_half_the_depth(
+    one_thread: None, depth: int, kernel: int, padding: int, channels: tuple[int, int]
+) -> None:
+    """PyTorch's own gradient for the weight is wrong there, by as much as itself (2.13, bfloat16, one thread)."""
+    p = Problem.make(1, *channels, (depth, 4, 4), (kernel, 1, 1), 1, (padding, 0, 0), bias=True, dtype=torch.bfloat16,
+                     layout="channels_last")  # fmt: skip
+    x, w, b, g = operands(p)
+    leaves = [t.clone().requires_grad_() for t in (x, w, b)]
+    out = upconv.conv_transpose3d(*leaves, p.stride, p.padding)
+    assert gradient_excess(p, torch.autograd.grad(out, leaves, g), g, x, w) <= 1

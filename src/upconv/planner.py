@@ -418,7 +418,7 @@ def _choose_strided(p: Problem, device: Device) -> tuple[str, str]:
 def _choose_backward(p: Problem, device: Device) -> tuple[str, str]:
     """How the gradients are taken together."""
     if p.dtype in device.onednn and cpu.untrusted_gradients(p):
-        return "wide", "oneDNN's gradients read unwritten memory on images this narrow, and float64 goes without oneDNN"
+        return "wide", "oneDNN's gradients may be wrong on images so narrow or so padded; float64 goes without oneDNN"
     if not p.bias:
         return "native", "PyTorch's operator computes both gradients with forward-shaped kernels"
     if p.dtype not in device.onednn:
