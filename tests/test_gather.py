@@ -7,6 +7,7 @@ import os
 import random
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -165,6 +166,28 @@ def test_strided_boxes() -> None:
         check(tiling, p, by_columns)
         by_columns += tiling.strided_box
         by_rows += max(tiling.box_steps[2:4]) > 1
+
+
+def test_planes_that_come_one_by_one() -> None:
+    """Every residue of rows and columns as a box of its own, in whose order taps are multiplied."""
+    rng = random.Random(0)
+    done = [0, 0, 0]
+    while done[1] < 50 or done[2] < 10:
+        p = draw_problem(rng)
+        if p.pass_ != "grad-input" or p.rank == 1 or p.dtype.itemsize > 4 or p.precision == "ieee":
+            continue
+        p = p.with_(groups=1, in_channels=rng.choice((3, 70)), out_channels=8, layout="channels_last")
+        tiling = draw_tiling(p, rng)
+        if tiling is None or not tiling.tensor_map:
+            continue
+        try:
+            tiling = replace(tiling, planewise=True).checked(H200.shared_bytes)
+        except Unfit:
+            continue
+        planes = [[tiling.plane_of(offsets) for offsets, _ in block] for (block,) in tiling.entries]
+        assert all(found == sorted(found) and {*found} == {*range(len(tiling.planes))} for found in planes)
+        check(tiling, p, done[1])
+        done[sum(len(firsts) > 1 for firsts, _, _ in tiling.bands)] += 1
 
 
 def test_tensors_of_rows_that_begin_anywhere() -> None:

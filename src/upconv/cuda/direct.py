@@ -637,7 +637,7 @@ class Prepared:
         self._pack(self._device, min(-(-self._words // 256), 2**16), arguments)
         return packed
 
-    def run(self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    def run(self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, fresh: bool = False) -> None:
         """Computes ``out`` from ``x``, both batched and dense in the problem's layout, on the current stream."""
         at = 0 if bias is None else bias.data_ptr()
         self._run(self._device, self._grid, (x.data_ptr(), packed.data_ptr(), at, out.data_ptr(), *self._tail))

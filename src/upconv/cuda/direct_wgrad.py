@@ -129,7 +129,7 @@ class GradInput:
         """The weight itself, contiguous."""
         return weight.contiguous()
 
-    def run(self, grad: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    def run(self, grad: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, fresh: bool = False) -> None:
         """Launches the kernel: ``grad`` and ``out`` dense in the problem's layout; there is never a bias."""
         assert bias is None
         self._run(self._device, self._grid, (grad.data_ptr(), packed.data_ptr(), out.data_ptr(), *self._sizes))

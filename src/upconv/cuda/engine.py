@@ -69,7 +69,8 @@ class Unit(Protocol):
 class Prepared(Protocol):
     """A choice for ``fwd`` or ``grad-input`` whose kernels are loaded on a device.
 
-    `run` reads ``x`` and writes ``out``: the input and the output, or their gradients the other way round.
+    `run` reads ``x`` and writes ``out``: the input and the output, or their gradients the other way round. ``fresh``:
+    `pack` was the last to launch anything on the current stream.
 
     It may have an attribute ``packing``: what `pack`'s result depends on beside the weight, hashable. Choices of equal
     packing share packed weights; without it only equal choices do.
@@ -77,7 +78,7 @@ class Prepared(Protocol):
 
     def pack(self, weight: Tensor) -> Tensor: ...
 
-    def run(self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor) -> None: ...
+    def run(self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, fresh: bool = False) -> None: ...
 
 
 class PreparedWeight(Protocol):
@@ -311,10 +312,10 @@ class Runner:
         x = _dense(x, self.format)
         if bias is not None and (bias.is_neg() or not bias.is_contiguous()):
             bias = bias.resolve_neg().contiguous()
-        packed = self.packed(weight, keep)
+        packed, fresh = self.packed(weight, keep)
         out = x.new_empty_strided(self.shape, self.strides)  # 0.5 us less than torch.empty_strided
         try:
-            self.prepared.run(x, packed, bias, out)
+            self.prepared.run(x, packed, bias, out, fresh)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
@@ -323,10 +324,13 @@ class Runner:
 
     # --- packed weights ----------------------------------------------------------------------------------------------
 
-    def packed(self, weight: Tensor, keep: bool) -> Tensor:
-        """The weights as the kernel wants them, from an earlier call where nothing can have changed since."""
+    def packed(self, weight: Tensor, keep: bool) -> tuple[Tensor, bool]:
+        """The weights as the kernel wants them, from an earlier call where nothing can have changed since.
+
+        And whether packing them was the last thing launched.
+        """
         if not (keep and KEEP_PACKED) or weight.is_inference() or _capturing():
-            return self._pack(weight)
+            return self._pack(weight), True
         storage = weight.untyped_storage()
         stream = _current_stream(self.index)
         key = (self.packing, weight.data_ptr(), weight.stride())
@@ -337,11 +341,11 @@ class Runner:
             if found is not None and found.version == version and found.negative == weight.is_neg():
                 if stream not in found.streams:
                     found.follow(stream, self.index)
-                return found.tensor
+                return found.tensor, False
         tensor = self._pack(weight)
         if tensor.untyped_storage() is not storage:  # else the weights are what the kernel wants: nothing to keep
             _put(storage, key, _Packed(tensor, version, weight.is_neg(), stream, self.index))
-        return tensor
+        return tensor, False  # an event behind it
 
     def _pack(self, weight: Tensor) -> Tensor:
         try:

@@ -108,6 +108,8 @@ class Prepared:
         (unit,) = choice.sources()
         arch = gpu_of(device).arch
         self._device = device
+        self._overlaps = gpu_of(device).capability >= (9, 0)
+        """Whether the kernel may begin beside `pack`."""
         self._words, self._pack_blocks = t.packed_words, t.pack_blocks
         self._weight_last = {2: torch.channels_last, 3: torch.channels_last_3d}.get(p.rank)
         self._tiling, self._problem = t, p
@@ -145,19 +147,21 @@ class Prepared:
         self._pack(self._device, self._pack_blocks, (weight.data_ptr(), packed.data_ptr(), tap_step))
         return packed
 
-    def run(self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    def run(self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, fresh: bool = False) -> None:
         """Launches the kernel: ``x`` and ``out`` dense in the problem's layout.
 
-        For pass "grad-input" they are the output's gradient and the input's, and there is no bias.
+        For pass "grad-input" they are the output's gradient and the input's, and there is no bias. ``fresh``: `pack`
+        was launched just before, and the kernel loads its first pixels beside it.
         """
         address = x.data_ptr()
         if address & 15 and self._tiling.needs_alignment:
+            fresh = False  # it waits for this
             x = x.clone()  # a view that begins off 16 bytes; PyTorch's allocations never do
             address = x.data_ptr()
         args = (address, packed.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(), *self._sizes)
         if self._tiling.tensor_map:
             args += self._map(address)
-        self._run(self._device, self._grid, args)
+        self._run(self._device, self._grid, args, fresh and self._overlaps)
 
     def _map(self, address: int) -> tuple[int, ...]:
         """The tensor maps of the input at an address, each as the 16 words of a ``CUtensorMap``."""
@@ -260,6 +264,7 @@ def candidates(
     accumulators = _ACCUMULATORS if fast else _MMA_ACCUMULATORS
     if p.precision == "ieee":
         accumulators = accumulators // 2
+    planewise = (False, True) if far and fast and p.layout == "channels_last" and p.precision != "ieee" else (False,)
     ways = (classes,) if classes in (None, (1, 1)) or p.layout != "nchw" else (classes, None)
     for (subs, unroll), w_subs, (sub, tile), split, chunk, by in product(
         _subs(p, cout_g, steps), _w_subs(steps[2]), _tiles(p), (0, 1, 2), chunks, ways
@@ -286,8 +291,8 @@ def candidates(
         # Runs of two subtiles, where rows are long enough for them.
         long = fast and not base.channels_last and sub == (1, 64) and tile[3] % 128 == 0 and base.width_subs == 1
         groups = (8, 16) if long and base.nb % 2 == 0 else (8 if base.width_subs < 3 else 4,)
-        for resident, paired, run_groups in product(residence, pairs, groups):
-            base = replace(base, paired=paired, run_groups=run_groups)
+        for resident, paired, run_groups, by_plane in product(residence, pairs, groups, planewise):
+            base = replace(base, paired=paired, run_groups=run_groups, planewise=by_plane)
             t = None if scarce else _fitted(replace(base, resident=resident), gpu)
             if t is None and not base.channels_last and not resident:
                 t = _fitted(base, gpu, scarce=True)
@@ -346,7 +351,7 @@ def _fitted(t: Tiling, gpu: Gpu, scarce: bool = False) -> Tiling | None:
     chunk_time = max(t.variant_entries) * t.k_steps * t.parts * fragment_time
     most = 8 if t.wgs_m == 1 and not scarce else 4
     w_stage = -(-t.longest_stretch // -(-t.longest_stretch // most))  # a stretch ends with its last stage
-    pixels, weights = 2, 2
+    pixels, weights = 1 if t.planewise else 2, 2
     best: Tiling | None = None
     while pixels <= 8 and weights <= 8:
         stages = (pixels, 2) if t.channels_last else (1 if scarce else 2, pixels)
@@ -355,7 +360,7 @@ def _fitted(t: Tiling, gpu: Gpu, scarce: bool = False) -> Tiling | None:
             best = made.checked(gpu.shared_bytes)
         except Unfit:
             break
-        ahead = pixels * chunk_time, weights * w_stage * fragment_time
+        ahead = (pixels - (1 / t.plane_barriers if t.planewise else 0)) * chunk_time, weights * w_stage * fragment_time
         if min(ahead) >= _AHEAD or (t.resident and ahead[0] >= _AHEAD):
             break
         if t.resident or not t.wgmma or ahead[0] <= ahead[1]:
@@ -428,7 +433,7 @@ def _tile_clocks(t: Tiling, alignment: int) -> Clocks:
             matrix = matrix / _MMA_SYNC
         streamed = 0 if t.resident else steps * t.wgs_m * FRAGMENT
         l2 = (chunks * copied + per_tile_out) / c.l2 + streamed / c.l2_weights
-        waits = chunks * c.latency / (t.stages_p if t.channels_last else t.stages_s)
+        waits = chunks * c.latency / (t.stages_p * t.plane_barriers if t.channels_last else t.stages_s)
         if t.wgmma and not t.resident:
             waits = max(waits, steps * c.latency / t.ring_fragments)
         body = (

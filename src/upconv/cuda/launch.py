@@ -57,11 +57,15 @@ class Launcher:
         self._ready: set[int] = set()
         driver = jit._driver()
         self._launch = driver.cuLaunchKernel
+        self._launch_ex = driver.cuLaunchKernelEx
         self._function = driver.CUfunction(kernel.handle)
         self._stream_type = driver.CUstream
 
-    def __call__(self, device: int, grid: int, args: tuple[Any, ...]) -> None:
+    def __call__(self, device: int, grid: int, args: tuple[Any, ...], dependent: bool = False) -> None:
         """Launches ``grid`` blocks on PyTorch's current stream of the device, with ``args`` in the parameters' order.
+
+        ``dependent``: of the kernel that was launched just before on the same stream, whose end this one need not wait
+        for, since it waits for its results itself (sm_90 and up).
 
         Thread-safe; may be captured in a graph. Errors: LaunchError; torch.OutOfMemoryError; struct.error for arguments
         that do not fit their letters.
@@ -83,7 +87,10 @@ class Launcher:
             if len(streams) >= _STREAMS:
                 streams.clear()
             stream = streams[raw] = self._stream_type(raw)
-        (error,) = self._launch(self._function, grid, 1, 1, self.block, 1, 1, self.shared, stream, pointers, 0)
+        if dependent:
+            (error,) = self._launch_ex(self._configuration(grid, stream), self._function, pointers, 0)
+        else:
+            (error,) = self._launch(self._function, grid, 1, 1, self.block, 1, 1, self.shared, stream, pointers, 0)
         if error:
             self._failed(error, device, grid, stream, pointers)
         return None
@@ -95,6 +102,21 @@ class Launcher:
         start = ctypes.addressof(buffer)
         pointers = (ctypes.c_void_p * max(count, 1))(*(start + 8 * i for i in range(count)))
         return buffer, ctypes.addressof(pointers), {}, pointers
+
+    def _configuration(self, grid: int, stream: Any) -> Any:
+        """How a dependent is launched; one for each thread."""
+        config = getattr(self._local, "config", None)
+        if config is None:
+            driver = jit._driver()
+            attribute = driver.CUlaunchAttribute()
+            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            attribute.value.programmaticStreamSerializationAllowed = 1
+            config = self._local.config = driver.CUlaunchConfig()
+            config.gridDimY = config.gridDimZ = config.blockDimY = config.blockDimZ = 1
+            config.blockDimX, config.sharedMemBytes = self.block, self.shared
+            config.attrs, config.numAttrs = [attribute], 1
+        config.gridDimX, config.hStream = grid, stream
+        return config
 
     def _failed(self, error: Any, device: int, grid: int, stream: Any, pointers: int) -> None:
         driver = jit._driver()

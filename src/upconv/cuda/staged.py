@@ -394,7 +394,7 @@ class GradInput(_Prepared):
         """The weight itself, contiguous."""
         return weight.contiguous()
 
-    def run(self, grad: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    def run(self, grad: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, fresh: bool = False) -> None:
         """Launches the kernel: ``grad`` and ``out`` dense in the problem's layout; there is never a bias."""
         assert bias is None
         pointers = (grad.data_ptr(), packed.data_ptr(), out.data_ptr())

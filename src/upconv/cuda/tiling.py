@@ -178,6 +178,9 @@ class Tiling:
     """NCHW: size (D, H, W) of small sources, of which a tile holds whole images: copied as lines, without a halo."""
     paired: bool = False
     """Sub (8, 8): subtiles lie in pairs, one below the other, so that one matrix instruction takes both (`wide`)."""
+    planewise: bool = False
+    """Channels-last, where taps step over rows and columns: every residue of these is a box and a plane of its own, which
+    is waited for and given back by itself, so that a chunk's first plane is loaded anew while its last is multiplied."""
 
     # --- types -------------------------------------------------------------------------------------------------------
 
@@ -279,6 +282,16 @@ class Tiling:
     @cached_property
     def entries(self) -> Entries:
         """[variant][block]: the (offsets, kernel tap of every sub or -1) that the block multiplies, in order."""
+        if not self.planewise:
+            return self._entries
+        return tuple(
+            tuple(tuple(sorted(block, key=lambda entry: self.plane_of(entry[0]))) for block in blocks)
+            for blocks in self._entries
+        )
+
+    @cached_property
+    def _entries(self) -> Entries:
+        """`entries` in the order of their offsets."""
         kernel = (1,) * (3 - self.problem.rank) + self.problem.kernel
         return _entries(self.axes, self.variants, self.blocks_of_w, self.subs, kernel)
 
@@ -289,7 +302,7 @@ class Tiling:
     @cached_property
     def variant_entries(self) -> tuple[int, ...]:
         """Entries of all blocks of each variant."""
-        return tuple(sum(len(b) for b in blocks) for blocks in self.entries)
+        return tuple(sum(len(b) for b in blocks) for blocks in self._entries)
 
     @property
     def straight(self) -> bool:
@@ -314,7 +327,7 @@ class Tiling:
         elsewhere, kb57 2.04 -> 1.99 ms, is of separate runs and within their spread).
         """
         steps = [n * self.k_steps for n in self.variant_entries if n]
-        if not self.straight or self.split != 2 or self.stages_p < 2 or min(steps) < _STEPS_CONTINUED:
+        if not self.straight or self.split != 2 or self.stages_p * self.plane_barriers < 2 or min(steps) < _STEPS_CONTINUED:
             return False
         return all(n % self.fragment_sets == 0 for n in steps)
 
@@ -399,7 +412,7 @@ class Tiling:
 
     @cached_property
     def offsets(self) -> tuple[tuple[int, ...], ...]:
-        return _offsets(self.entries)
+        return _offsets(self._entries)
 
     @cached_property
     def bands(self) -> tuple[tuple[tuple[int, ...], int, int], ...]:
@@ -407,11 +420,17 @@ class Tiling:
 
         A dense axis is one band of every row of the halo, or, where steps and offsets have a common divisor (a stride
         of 2 with a dilation of 2), of every second. With a large dilation only the rows that some tap reads are held: a
-        band for each offset.
+        band for each offset. `planewise`: a band for each residue modulo the step, where that is no more.
         """
         result = []
         for axis in (0, 1):
             count, step, offsets = self.tile[1 + axis], self.in_steps[axis], self.offsets[axis]
+            if self.planewise and step > 1:
+                firsts = tuple(sorted({off % step: off for off in reversed(offsets)}.values()))
+                reach = max((off - f) // step for off in offsets for f in firsts if (off - f) % step == 0)
+                if (count + reach) * len(firsts) <= count * len(offsets):
+                    result.append((firsts, count + reach, step))
+                    continue
             apart = math.gcd(step, *(off - offsets[0] for off in offsets))
             dense = (offsets[-1] - offsets[0] + (count - 1) * step) // apart + 1
             result.append(((offsets[0],), dense, apart) if dense <= count * len(offsets) else (offsets, count, step))
@@ -425,15 +444,21 @@ class Tiling:
         """
         result = []
         for axis, (firsts, count, apart) in enumerate(self.bands):
-            offsets = self.offsets[axis]
-            if len(firsts) == 1:
-                first = {off: (off - firsts[0]) // apart for off in offsets}
-            else:
-                first = {off: 0 if self.strided_box else j * count for j, off in enumerate(offsets)}
+            first = {}
+            for off in self.offsets[axis]:
+                band = self.band_of(axis, off)
+                first[off] = (off - firsts[band]) // apart + (0 if self.strided_box else band * count)
             held = firsts[:1] if self.strided_box else firsts
             rows = tuple(off + i * apart for off in held for i in range(count))
             result.append((rows, self.in_steps[axis] // apart, first))
         return tuple(result)
+
+    def band_of(self, axis: int, offset: int) -> int:
+        """The band that has an offset's rows."""
+        firsts, _, apart = self.bands[axis]
+        if len(firsts) == 1:
+            return 0
+        return firsts.index(offset if offset in firsts else max(f for f in firsts if f < offset and (offset - f) % apart == 0))
 
     @property
     def first_w(self) -> int:
@@ -489,12 +514,20 @@ class Tiling:
         """A tap's shift in pixel rows."""
         column = offsets[2] - self.first_w
         row = self.rows[0][2][offsets[0]] * len(self.rows[1][0]) + self.rows[1][2][offsets[1]]
-        residue = column % self.in_steps[2]
-        plane = self.residues.index(residue)
-        if self.strided_box:
-            d, h = (off if len(firsts) > 1 else firsts[0] for off, (firsts, _, _) in zip(offsets, self.bands))
-            plane = self.planes.index((d, h, residue))
-        return row * self.pitch + plane * self.plane_pitch + column // self.in_steps[2]
+        return row * self.pitch + self.plane_of(offsets) * self.plane_pitch + column // self.in_steps[2]
+
+    def plane_of(self, offsets: Triple) -> int:
+        """The plane that a tap reads."""
+        residue = self.residues.index((offsets[2] - self.first_w) % self.in_steps[2])
+        if not self.strided_box:
+            return residue
+        d, h = self.band_of(0, offsets[0]), self.band_of(1, offsets[1])
+        return (d * len(self.bands[1][0]) + h) * len(self.residues) + residue
+
+    @property
+    def plane_barriers(self) -> int:
+        """Pairs of barriers of a pixel tile."""
+        return len(self.planes) if self.planewise else 1
 
     @property
     def staging_units(self) -> int:
@@ -675,7 +708,7 @@ class Tiling:
             + ring
             + slots
             + 8 * buffer
-            + 16 * (self.stages_p + self.ring_stages + slot_barriers)
+            + 16 * (self.stages_p * self.plane_barriers + self.ring_stages + slot_barriers)
             + 4 * self.segments
         )
 
@@ -716,6 +749,8 @@ class Tiling:
             raise Unfit(f"the taps reach more than {_MAX_OFFSET} rows away")
         if self.whole is not None and not self.tensor_map:
             raise Unfit("whole images come by boxes, of which none may end in the next group")
+        if self.planewise and not self._planes_in_turn:
+            raise Unfit("not every variant reads all planes in turn in one stretch of code")
         if self.parts == 2 and self.split == 1:
             raise Unfit("IEEE accumulators leave no room for two blocks")
         if self.shared_bytes > shared_limit:
@@ -723,6 +758,12 @@ class Tiling:
         if self.pixels > _MAX_PIXELS and not self.channels_last:
             raise Unfit(f"the tile has {self.pixels} pixels with its halo, more than {_MAX_PIXELS}")
         return self
+
+    @property
+    def _planes_in_turn(self) -> bool:
+        if not (self.strided_box and self.straight and self.mb == 1 and len(self.planes) > 1):
+            return False
+        return all(len({self.plane_of(off) for off, _ in block}) == len(self.planes) for (block,) in self.entries)
 
     # --- the kernel's macros -----------------------------------------------------------------------------------------
 
@@ -817,6 +858,8 @@ class Tiling:
             "STRIDED_BOX": int(self.strided_box),
             "PLANES": len(self.planes) if self.strided_box else len(self.residues),
             "RESIDUES": _list(w for _, _, w in self.planes) if self.strided_box else _list(self.residues),
+            "PLANE_BARRIERS": self.plane_barriers,
+            "PLANES_OF_ENTRIES": _list(self.plane_of(off) if self.planewise else 0 for off, _ in flat),
             "PLANES_D": _list(d for d, _, _ in self.planes),
             "PLANES_H": _list(h for _, h, _ in self.planes),
             "TAPS_UNROLLED": self.taps_unrolled,

@@ -90,6 +90,9 @@ __constant__ const short U_W[] = SUBS_W;               // [variant]: first W sub
 __constant__ const int ROW_D[] = OFFSETS_D;            // input offset of a tile's rows
 __constant__ const int ROW_H[] = OFFSETS_H;
 __constant__ const int RESIDUE[] = RESIDUES;           // of a tile's columns, counted from the first, by plane
+#if PLANE_BARRIERS > 1 && !(DIRECT_BOX && STRIDED_BOX && STRAIGHT && PLANE_BARRIERS == PLANES)
+#error "planes have barriers of their own where boxes bring them and a chunk is one stretch"
+#endif
 #if STRIDED_BOX
 __constant__ const int PLANE_D[] = PLANES_D;           // a plane's first row
 __constant__ const int PLANE_H[] = PLANES_H;
@@ -190,6 +193,7 @@ __device__ __forceinline__ void bring_weights(ELEMENT_TYPE* tile, const ELEMENT_
 // Weights are dense: contiguous, taps one element apart, or channels-last, `tap_step` elements.
 extern "C" __global__ void __launch_bounds__(PACK_THREADS) pack(const ELEMENT_TYPE* __restrict__ weight, u32* __restrict__ packed, int tap_step) {
   __shared__ ELEMENT_TYPE tile[16 * PACK_K * PACK_PITCH];
+  let_dependent_begin();                                // `gather`, which waits for the weights alone
   int thread = threadIdx.x, rest = blockIdx.x;
   int begin = rest % PACK_SPLITS * PACK_TAPS;  rest /= PACK_SPLITS;
   int warp = rest % 4;  rest /= 4;
@@ -500,11 +504,18 @@ __device__ __forceinline__ void load_boxes(const TensorMaps& maps, const Sizes& 
   for (walk.begin(blockIdx.x, s); walk.live(s); walk.next(s), cursor.next(CHANNELS_LAST ? STAGES_P : STAGES_S)) {
     Source at = source_of(walk.tile, walk.chunk);
     u32 barrier = landed + cursor.stage * 8, bytes = CHANNELS_LAST ? PLANES * SEGMENTS * PLANE * ROW_BYTES : SLOT_BOXES * COPIED_BYTES;
+#if PLANE_BARRIERS == 1
     barrier_wait(left + cursor.stage * 8, cursor.parity);
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
+#endif
     int c = at.channel, w = at.w - COLUMN_PAD, h = at.h + FIRST_H, d = at.d + FIRST_D;
 #pragma unroll
     for (int r = 0; r < (CHANNELS_LAST ? PLANES : SLOT_BOXES); r++) {
+#if PLANE_BARRIERS > 1
+      barrier = landed + (cursor.stage * PLANE_BARRIERS + r) * 8;
+      barrier_wait(left + (cursor.stage * PLANE_BARRIERS + r) * 8, cursor.parity);
+      asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes / PLANES) : "memory");
+#endif
 #if STRIDED_BOX
       d = at.d + PLANE_D[r], h = at.h + PLANE_H[r];
 #endif
@@ -630,6 +641,7 @@ __device__ __forceinline__ void bring(u32 to, const char* from, u32 bytes, u32 b
 
 // One thread: streams every tile's fragments through the ring; RESIDENT: loads them once.
 __device__ __forceinline__ void stream_weights(const char* packed, const Sizes& s, u32 ring, u32 full, u32 empty) {
+  wait_for_results();                                   // of `pack`
 #if RESIDENT
   if (blockIdx.x >= s.tiles) return;
   Tile t = tile_at(blockIdx.x, s);
@@ -745,6 +757,9 @@ __device__ __forceinline__ constexpr int pixel_row_of(int subtile) {  // its fir
 struct Columns {
   u32 start;
   int first;                                           // its first subtile
+#if PLANE_BARRIERS > 1
+  u32 full, empty, parity;                             // of the tile's first plane
+#endif
 };
 
 // Pixel rows from the consumer's first subtile to another of its: known to the compiler where both halves of a tile are alike.
@@ -877,13 +892,28 @@ __device__ constexpr int block_of(int variant, int entry) {
   return b;
 }
 
+#if PLANE_BARRIERS > 1
+__device__ constexpr int plane_at(int i) {
+  constexpr int plane[] = PLANES_OF_ENTRIES;
+  return plane[i];
+}
+#endif
+
 template <int VARIANT, int STEP>
 __device__ __forceinline__ void multiply_from(float (&acc)[MB][NB][32], u32 (&a)[FRAGMENT_SETS][4], Fragments& weights, const Columns& pixels, u32 behind, int lane) {
   constexpr int first = entry_at(VARIANT * (MB + 1)), steps = (entry_at(VARIANT * (MB + 1) + MB) - first) * STEPS_PER_TAP;
   if constexpr (STEP < steps) {
     constexpr int entry = first + STEP / STEPS_PER_TAP, block = block_of(VARIANT, entry);
+#if PLANE_BARRIERS > 1  // a plane is waited for with its first step; behind it no instruction reads the plane before
+    constexpr int plane = plane_at(entry);
+    constexpr bool begins = STEP % STEPS_PER_TAP == 0 && (STEP == 0 || plane_at(entry - (STEP > 0)) != plane);
+    if (begins) barrier_wait(pixels.full + plane * 8, pixels.parity);
+#endif
     step(acc[block], a, weights, pixels, row_at(entry), STEP, steps, lane);
     if (CONTINUED && STEP == 0) give_back(behind, lane);
+#if PLANE_BARRIERS > 1
+    if (begins && STEP > 0) give_back(pixels.empty + (plane - 1) * 8, lane);
+#endif
     multiply_from<VARIANT, STEP + 1>(acc, a, weights, pixels, behind, lane);
   } else {
     weights.end_stretch(steps);
@@ -1311,11 +1341,17 @@ __device__ __forceinline__ void consume(const char* packed, const ELEMENT_TYPE* 
     u32 behind = 0;                                      // CONTINUED: the chunk that the last step may still read
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks; chunk++, cursor.next(STAGES_P)) {
-      barrier_wait(full + cursor.stage * 8, cursor.parity);
+      Columns pixels = pixels_of(tiles + cursor.stage * STAGE_BYTES, first_subtile);
+      const u32 at = cursor.stage * (PLANE_BARRIERS * 8), last = empty + at + (PLANE_BARRIERS - 1) * 8;
+#if PLANE_BARRIERS > 1
+      pixels.full = full + at, pixels.empty = empty + at, pixels.parity = cursor.parity;
+#else
+      barrier_wait(full + at, cursor.parity);
+#endif
       weights.begin_chunk(chunk);
-      multiply_chunk<0>(variant, acc, SUM_ARGUMENT weights, pixels_of(tiles + cursor.stage * STAGE_BYTES, first_subtile), behind, lane);
-      if (CONTINUED) behind = empty + cursor.stage * 8;
-      else give_back(empty + cursor.stage * 8, lane);
+      multiply_chunk<0>(variant, acc, SUM_ARGUMENT weights, pixels, behind, lane);
+      if (CONTINUED) behind = last;
+      else give_back(last, lane);
     }
     weights.end();
     if (SPLIT == 2) named_arrive(2 + (wg ^ 1), CONSUMER_THREADS);
@@ -1339,7 +1375,7 @@ __device__ __forceinline__ void consume(const char* packed, const ELEMENT_TYPE* 
 #define BUFFERS_AT (SLOTS_AT + (CHANNELS_LAST ? 0 : STAGES_S * SLOT_BYTES))
 #define BARRIERS_AT (BUFFERS_AT + CONSUMERS * 4 * BUFFER_BYTES)
 #define SLOT_BARRIERS (BOX ? (CHANNELS_LAST ? STAGES_P : STAGES_S) : 0)
-#define SEGMENTS_AT (BARRIERS_AT + 16 * (STAGES_P + STAGES_W + SLOT_BARRIERS))
+#define SEGMENTS_AT (BARRIERS_AT + 16 * (STAGES_P * PLANE_BARRIERS + STAGES_W + SLOT_BARRIERS))
 #define SHARED_BYTES (SEGMENTS_AT + SEGMENTS * 4)
 #if WHOLE && !SLOTS_BY_BOX
 #error "whole images come by boxes"
@@ -1358,11 +1394,11 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const ELEMEN
   extern __shared__ __align__(1024) unsigned char memory[];
   const Sizes s = {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, tile_count};
   u32 base = shared_address(memory);
-  u32 full = base + BARRIERS_AT, empty = full + 8 * STAGES_P, full_w = empty + 8 * STAGES_P, empty_w = full_w + 8 * STAGES_W;
+  u32 full = base + BARRIERS_AT, empty = full + 8 * STAGES_P * PLANE_BARRIERS, full_w = empty + 8 * STAGES_P * PLANE_BARRIERS, empty_w = full_w + 8 * STAGES_W;
   const Barriers barriers = {full, empty, empty_w + 8 * STAGES_W, empty_w + 8 * (STAGES_W + SLOT_BARRIERS)};
   int* segments = (int*)(memory + SEGMENTS_AT);
   if (threadIdx.x == 0) {
-    for (int i = 0; i < STAGES_P; i++) {
+    for (int i = 0; i < STAGES_P * PLANE_BARRIERS; i++) {
       barrier_init(full + 8 * i, DIRECT_BOX ? 1 : PRODUCER_WARPS);
       barrier_init(empty + 8 * i, RELEASES * 4);
     }
@@ -1405,6 +1441,7 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const ELEMEN
     }
 #endif
   } else {
+    wait_for_results();                                 // of `pack`
 #if WGMMA
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(CONSUMER_REGISTERS));
 #endif
