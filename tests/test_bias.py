@@ -149,10 +149,14 @@ def test_sums_on_a_gpu(dtype: torch.dtype, layout: Layout) -> None:
         grad = memory.as_strided(shape, like.stride(), offset)
         grad.copy_(torch.randn(shape, device="cuda"))
         runner = bias.BiasRunner(p, 0)
-        found, again = runner(grad), runner(grad)
+        found, again = runner(grad, dtype), runner(grad, dtype)
         assert torch.equal(found, again)
         assert found.dtype is dtype and found.shape == (channels,)
         exact, most = grad.double().sum((0, 2, 3)), grad.double().abs().sum((0, 2, 3))
         rounding = {torch.float32: 0.0, torch.float64: 0.0, torch.bfloat16: 2**-8, torch.float16: 2**-11}[dtype]
         exactness = 1e-14 if dtype is torch.float64 else 2e-6
         assert ((found.double() - exact).abs() <= rounding * exact.abs() + exactness * most).all(), str(p)
+        if dtype.itemsize == 2:  # the gradient of autocast's float32 bias
+            single = runner(grad, torch.float32)
+            assert single.dtype is torch.float32 and torch.equal(single.to(dtype), found)
+            assert ((single.double() - exact).abs() <= exactness * most).all(), str(p)

@@ -67,7 +67,7 @@ class Prepared:
         self.choice.log.append("pack")
         return weight.detach() if self.choice.identity else weight.detach().clone(memory_format=torch.contiguous_format)
 
-    def run(self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    def run(self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, fresh: bool = False) -> None:
         p = self.choice.problem
         self.choice.log.append("run")
         if self.choice.failure is not None:

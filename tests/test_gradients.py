@@ -6,6 +6,8 @@ planner, engine and autograd.
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -20,9 +22,9 @@ from torch.autograd import gradcheck, gradgradcheck
 from torch.utils.checkpoint import checkpoint
 
 import upconv
-from conftest import OURS, THEIRS, _forget_plans, assert_close, forced_plans
+from conftest import OURS, THEIRS, Call, _forget_plans, assert_close, assert_equal, forced_plans, make_call
 from strategies import excess, gradient_excess, operands, problems
-from upconv import cpu, planner, reference
+from upconv import cpu, ops, planner, reference
 from upconv.cuda import engine, gather, gpu, jit
 from upconv.planner import Device
 from upconv.problem import Pass, Problem
@@ -65,17 +67,28 @@ class StandIn:
 class Data:
     """``fwd`` and ``grad-input``."""
 
+    casts = False
+
     def __init__(self, choice: StandIn) -> None:
         self.choice = choice
 
-    def pack(self, weight: Tensor) -> Tensor:
-        self.choice.log.append(("pack", self.choice.problem.pass_))
-        return weight.detach().clone()
+    def pack(self, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        p = self.choice.problem
+        self.choice.log.append(("pack", p.pass_))
+        assert weight.dtype is p.dtype or (self.casts and weight.dtype is torch.float32)
+        assert bias is None or weight.dtype is bias.dtype is torch.float32
+        parts = [t.detach().to(p.dtype).flatten() for t in (weight, bias) if t is not None]
+        return torch.cat(parts)
 
-    def run(self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    def run(self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, fresh: bool = False) -> None:
         p = self.choice.problem
         self.choice.log.append(("run", p.pass_))
         self.choice.check(x, out)
+        count = math.prod(p.weight_shape)
+        if bias is not None and bias.dtype is not p.dtype:  # it went with the weights
+            bias = packed[count:]
+            assert len(bias) == p.out_channels
+        packed = packed[:count].view(p.weight_shape)
         if p.pass_ == "fwd":
             out.copy_(reference.forward(p, x, packed, bias))
         else:
@@ -86,6 +99,8 @@ class Data:
 class Weight:
     """``grad-weight``."""
 
+    casts = False
+
     def __init__(self, choice: StandIn) -> None:
         self.choice = choice
 
@@ -93,6 +108,7 @@ class Weight:
         p = self.choice.problem
         self.choice.log.append(("run", p.pass_))
         self.choice.check(x, grad)
+        assert out.dtype is p.dtype or (self.casts and out.dtype is torch.float32)
         out.copy_(reference.gradients(p, grad, x, torch.zeros(p.weight_shape))[1])
 
 
@@ -420,6 +436,89 @@ def test_third_derivatives(kernels: Kernels) -> None:
         torch.testing.assert_close(a, b_, rtol=1e-9, atol=1e-9 * b_.abs().max().item())
 
 
+@pytest.fixture(params=(True, False), ids=("by the kernel", "by the engine"))
+def rounding(request: pytest.FixtureRequest, kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> Kernels:
+    """The stand-ins, whose engine takes autocast's float32 weights as a GPU's does."""
+    monkeypatch.setattr(ops, "_ROUNDING", ("cpu",))
+    for stand_in in (Data, Weight):
+        monkeypatch.setattr(stand_in, "casts", request.param)
+    return kernels
+
+
+@pytest.mark.parametrize("bias", (True, False))
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
+@pytest.mark.parametrize("asked", (("input", "weight", "bias"), ("input",), ("weight",), ("bias",)), ids=str)
+def test_weights_that_autocast_leaves_to_the_engine(
+    asked: tuple[str, ...], dtype: torch.dtype, bias: bool, rounding: Kernels
+) -> None:
+    """The same output as of a rounded weight, to the bit; gradients in float32, of float64 within 16-bit operands."""
+    if asked == ("bias",) and not bias:
+        pytest.skip("there is none")
+    call = make_call((2, 4, 5, 6), (4, 3, 3, 3), bias, stride=2, padding=1)
+    operands = {"input": call.input, "weight": call.weight, "bias": call.bias}
+    leaves = {name: operands[name] for name in asked if operands[name] is not None}
+    for name, t in operands.items():
+        if t is not None:
+            t.requires_grad_(name in asked)
+    with torch.autocast("cpu", dtype=dtype):
+        out = call.run(OURS)
+    assert out.dtype is dtype and "fwd" in rounding.ran()
+    rounded = [None if t is None else t.detach().to(dtype) for t in operands.values()]
+    assert_equal(out.detach(), upconv.conv_transpose2d(*rounded, **call.kwargs))  # type: ignore[arg-type]
+    grad = torch.randn_like(out)
+    found = torch.autograd.grad(out, list(leaves.values()), grad)
+    p = Problem.make(2, 4, 3, (5, 6), 3, 2, 1, bias=bias)
+    truth = dict(zip(operands, reference.gradients(p, grad, rounded[0], rounded[1])))  # type: ignore[arg-type]
+    for (name, leaf), g in zip(leaves.items(), found):
+        assert g.dtype is torch.float32 and g.shape == leaf.shape
+        rounded_to_16_bits = name == "input" or (name == "weight" and not Weight.casts)
+        assert reference.relative_error(g, truth[name]) < (2e-2 if rounded_to_16_bits else 1e-5)
+
+
+def test_rounded_weights_are_kept_in_inference(rounding: Kernels) -> None:
+    layer, x = upconv.ConvTranspose2d(4, 6, 3, stride=2), torch.randn(2, 4, 5, 5)
+
+    def packs() -> int:
+        rounding.log.clear()
+        with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+            out = layer(x)
+        with torch.no_grad():
+            rounded = (t.detach().bfloat16() for t in (x, layer.weight, layer.bias))
+            assert_equal(out, upconv.conv_transpose2d(*rounded, stride=2))
+        return rounding.log[: rounding.log.index(("run", "fwd"))].count(("pack", "fwd"))
+
+    assert [packs(), packs()] == [1, 0 if Data.casts else 1]
+    with torch.no_grad():
+        layer.weight.mul_(2)
+        assert packs() == 1
+        layer.bias.mul_(2)  # no part of what is kept
+    assert packs() == (0 if Data.casts else 1)
+
+
+def test_a_float32_weight_outside_of_autocast_is_pytorchs_error(rounding: Kernels) -> None:
+    call = make_call((2, 4, 5, 6), (4, 3, 3, 3))
+    x = call.input.bfloat16()
+    with pytest.raises(RuntimeError) as theirs:
+        torch.conv_transpose2d(x, call.weight, call.bias)
+    with pytest.raises(RuntimeError, match=re.escape(str(theirs.value))):
+        upconv.conv_transpose2d(x, call.weight, call.bias)
+
+
+def test_the_second_derivative_of_rounded_weights(rounding: Kernels) -> None:
+    call = make_call((2, 4, 5, 6), (4, 3, 3, 3), stride=2)
+    found = []
+    for functions in (OURS, THEIRS):
+        x, w = call.input.detach().requires_grad_(), call.weight.detach().requires_grad_()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = Call(x, w, call.bias, call.kwargs).run(functions)
+            (g,) = torch.autograd.grad(out.float().square().sum(), x, create_graph=True)
+            penalty = g.float().square().sum()
+        found.append(torch.autograd.grad(penalty, (x, w)))
+    assert {t.dtype for t in found[0]} == {torch.float32}
+    for ours, theirs in zip(*found):
+        assert reference.relative_error(ours, theirs) < 3e-2
+
+
 def test_a_gradient_penalty_under_autocast(kernels: Kernels) -> None:
     """WGAN-GP's second derivative, whose backward runs inside autocast as PyTorch's does: in the tensors' own dtype."""
     layer = upconv.ConvTranspose2d(4, 6, 3, stride=2).double()
@@ -631,6 +730,48 @@ def test_gpu_training_follows_pytorchs(dtype: torch.dtype | None) -> None:
         losses.append(history)
     assert losses[0] == pytest.approx(losses[1], rel=2e-3 if dtype is None else 2e-2)
     assert losses[0][-1] < 0.99 * losses[0][0]
+
+
+@CUDA
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
+@pytest.mark.parametrize("last", (False, True), ids=("NCHW", "channels_last"))
+@pytest.mark.parametrize(
+    "layer",
+    (
+        ((2, 48, 9, 14), (48, 40, 4, 4), {"stride": 2, "padding": 1}),  # tensor cores
+        ((2, 20, 5, 6, 7), (20, 12, 3, 3, 3), {"stride": 2, "padding": 1}),
+        ((2, 64, 13, 11), (64, 16, 3, 3), {"groups": 2, "dilation": 2}),
+        ((3, 32, 12, 10), (32, 1, 4, 4), {"stride": 2, "padding": 1, "groups": 32}),  # CUDA cores
+    ),
+    ids=str,
+)
+def test_gpu_autocast_rounds_as_a_cast_does(layer: Any, last: bool, dtype: torch.dtype) -> None:
+    """Outputs and gradients of float32 weights under autocast: those of rounded ones, to the bit once rounded."""
+    shape, weight_shape, options = layer
+    rank = len(shape) - 2
+    call = (None, None, upconv.conv_transpose2d, upconv.conv_transpose3d)[rank]
+    assert call is not None
+    form = cpu.memory_format("channels_last" if last else "nchw", rank)
+    torch.manual_seed(0)
+    x = torch.randn(shape, device="cuda").to(dtype).contiguous(memory_format=form)
+    w = torch.randn(weight_shape, device="cuda").contiguous(memory_format=form) / 8
+    b = torch.randn(weight_shape[1] * options.get("groups", 1), device="cuda")
+    rounded = [t.detach().to(dtype).requires_grad_() for t in (x, w, b)]
+    single = [t.requires_grad_() for t in (x, w, b)]
+    with upconv.strict(True):
+        wanted = call(*rounded, **options)
+        with torch.autocast("cuda", dtype=dtype):
+            out = call(*single, **options)
+        with torch.no_grad(), torch.autocast("cuda", dtype=dtype):  # kept weights, twice
+            again = [call(*single, **options) for _ in range(2)]
+        grad = torch.randn_like(out)
+        theirs, ours = torch.autograd.grad(wanted, rounded, grad), torch.autograd.grad(out, single, grad)
+    for found in (out, *again):
+        assert found.dtype is dtype and torch.equal(found, wanted)
+    assert [t.dtype for t in ours] == [dtype, torch.float32, torch.float32]
+    assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[1].to(dtype), theirs[1])
+    assert ours[1].stride() == theirs[1].stride()
+    assert reference.relative_error(ours[2], grad.double().sum((0, *range(2, grad.dim())))) < 1e-5
 
 
 @CUDA

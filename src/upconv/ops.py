@@ -35,6 +35,7 @@ from upconv.problem import PRECISIONS, Layout, Pass, Precision, Problem, is_chan
 _TORCH: tuple[Any, ...] = (None, torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d)
 _PLAIN = (Tensor, Parameter)
 _DEVICES = ("cpu", "cuda")  # those that have an engine
+_ROUNDING = ("cuda",)  # whose engine takes autocast's float32 weights as they are
 IntOrInts = int | Sequence[int]
 
 
@@ -52,12 +53,13 @@ def conv_transpose(
     """A transposed convolution of ``rank`` spatial dimensions, by the best way that this call allows."""
     if torch.compiler.is_compiling():
         return _compiled(rank, input, weight, bias, stride, padding, output_padding, groups, dilation)
-    plan, given = None, weight
+    plan, given, rounded = None, weight, False
     plain = type(input) in _PLAIN and type(weight) in _PLAIN and (bias is None or type(bias) in _PLAIN)
     if plain and (kind := input.device.type) in _DEVICES and not _observed():
         if torch.is_autocast_enabled(kind):
-            input, weight, bias = _autocast(input, weight, bias)
-        plan = _find_plan(rank, input, weight, bias, stride, padding, output_padding, groups, dilation)
+            input, weight, bias = _autocast(input, weight, bias, kind in _ROUNDING)
+            rounded = weight.dtype is not input.dtype and weight.dtype is torch.float32
+        plan = _find_plan(rank, input, weight, bias, stride, padding, output_padding, groups, dilation, rounded)
     if plan is None or plan.delegates or (_strict and plan.forward == "native"):
         out: Tensor = _TORCH[rank](input, weight, bias, stride, padding, output_padding, groups, dilation)
         if _strict:
@@ -69,7 +71,7 @@ def conv_transpose(
     if differentiable and torch.is_grad_enabled():
         out = _apply(_unwrap(x), _unwrap(weight), bias if bias is None else _unwrap(bias), plan)
     else:
-        out = _forward(plan, x, weight, bias, keep=weight is given)  # autocast's copy does not outlive the call
+        out = _forward(plan, x, weight, bias, keep=weight is given)  # a copy of autocast's does not outlive the call
     return out if batched else out.squeeze(0)
 
 
@@ -182,19 +184,24 @@ def _find_plan(
     output_padding: IntOrInts,
     groups: int,
     dilation: IntOrInts,
+    rounded: bool = False,
 ) -> Plan | None:
-    """The plan for a call, or None when PyTorch's own operator must judge it (and raise what is wrong with it)."""
+    """The plan for a call, or None when PyTorch's own operator must judge it (and raise what is wrong with it).
+
+    ``rounded``: weight and bias are float32, which the engine rounds to the input's dtype.
+    """
     dtype, device = input.dtype, input.device
+    of_weight = torch.float32 if rounded else dtype
     if (
         dtype not in PRECISIONS
-        or weight.dtype is not dtype
+        or weight.dtype is not of_weight
         or device.type not in _DEVICES
         or weight.device != device
         or input.layout is not torch.strided
         or weight.layout is not torch.strided
     ):
         return None
-    if bias is not None and (bias.dtype is not dtype or bias.device != device or bias.layout is not torch.strided):
+    if bias is not None and (bias.dtype is not of_weight or bias.device != device or bias.layout is not torch.strided):
         return None
     where: planner.Device | int
     if device.type == "cpu":
@@ -210,9 +217,14 @@ def _find_plan(
         return None
     if plan is not None and plan.problem.layout == "channels_last" and _doubtful(plan.problem, device.type):
         x = input if input.dim() == rank + 2 else input.unsqueeze(0)
-        if not _keeps_channels_last(plan.problem, x, weight):
+        if not _keeps_channels_last(plan.problem, x, _like(weight, x)):
             return planner.plan(plan.problem.with_(layout="nchw"), plan.device)
     return plan
+
+
+def _like(t: Tensor, other: Tensor) -> Tensor:
+    """A tensor in another's dtype."""
+    return t if t.dtype is other.dtype else t.to(other.dtype)
 
 
 def _doubtful(p: Problem, device: str) -> bool:
@@ -313,8 +325,15 @@ def layout_of(input: Tensor, weight: Tensor) -> Layout:
     return "nchw"
 
 
-def _autocast(input: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Operands in autocast's dtype: every floating tensor of the device but float64, as PyTorch casts them."""
+def _autocast(
+    input: Tensor, weight: Tensor, bias: Tensor | None, rounding: bool = False
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Operands in autocast's dtype: every floating tensor of the device but float64, as PyTorch casts them.
+
+    ``rounding``: float32 weights and biases stay, for an engine that rounds them where it reads them. That spares a
+    training step each cast and its derivative (NOTES: 32 us of a recording forward's 124), and the gradients for
+    weight and bias are not rounded to 16 bits on their way to float32.
+    """
     kind = input.device.type
     dtype = torch.get_autocast_dtype(kind)
 
@@ -322,6 +341,9 @@ def _autocast(input: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tenso
         eligible = t.device.type == kind and t.is_floating_point() and t.dtype is not torch.float64
         return t.to(dtype) if eligible else t
 
+    single = weight.dtype is torch.float32 and (bias is None or bias.dtype is torch.float32)
+    if rounding and single and dtype.itemsize == 2 and (cast_input := cast(input)).dtype is dtype:
+        return cast_input, weight, bias
     return cast(input), cast(weight), None if bias is None else cast(bias)
 
 
@@ -386,7 +408,7 @@ def _batched(*tensors: Tensor) -> bool:
 
 
 class _ConvTranspose(torch.autograd.Function):
-    """F(x, w) and a bias."""
+    """F(x, w) and a bias, which under autocast are float32 where the engine rounds them, and so are their gradients."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan) -> Tensor:
@@ -402,10 +424,11 @@ class _ConvTranspose(torch.autograd.Function):
         mask = _asked(ctx)
         if not torch.is_grad_enabled() or _batched(grad, input, weight):
             return (*_gradients(ctx.plan, grad, input, weight, mask, keep=not ctx.needs_input_grad[1]), None)
+        rounded = _like(weight, input)
         return (
-            _GradInput.apply(grad, weight, input, ctx.plan) if mask[0] else None,
-            _GradWeight.apply(input, grad, weight, ctx.plan) if mask[1] else None,
-            grad.sum((0, *range(2, grad.dim()))) if mask[2] else None,
+            _GradInput.apply(grad, rounded, input, ctx.plan) if mask[0] else None,
+            _like(_GradWeight.apply(input, grad, rounded, ctx.plan), weight) if mask[1] else None,
+            grad.sum((0, *range(2, grad.dim())), dtype=weight.dtype) if mask[2] else None,
             None,
         )
 
@@ -492,7 +515,9 @@ def _gradients(
 ) -> Gradients:
     """The gradients for input, weight and bias that ``mask`` asks for; ``keep`` as for `_forward`."""
     if _batched(grad, input, weight):  # PyTorch's operator has rules for it
-        return cpu.gradients(plan.problem, "native", grad, input, weight, mask)
+        found = cpu.gradients(plan.problem, "native", grad, input, _like(weight, input), mask)
+        for_weight, for_bias = (None if g is None else _like(g, weight) for g in found[1:])
+        return found[0], for_weight, for_bias
     if plan.backward == planner.FAMILIES:
         if _strict:
             _refuse_gradients(plan, mask)

@@ -80,15 +80,23 @@ class BiasRunner:
         codes = "PPiqq" if last else "PPiqqiiii"
         self._sum = Launcher(jit.kernel(source, "sum", gpu.arch, label), _THREADS, 0, codes)
         self._finish = Launcher(jit.kernel(source, "finish", gpu.arch, label), _THREADS, 0, "PPii")
+        self._finish_float = None
+        if p.dtype.itemsize == 2:
+            self._finish_float = Launcher(jit.kernel(source, "finish_float", gpu.arch, label), _THREADS, 0, "PPii")
 
-    def __call__(self, grad: Tensor) -> Tensor:
-        """``grad``: the output's gradient, dense in the problem's layout. Returns ``(out_channels)`` in its dtype."""
+    def __call__(self, grad: Tensor, dtype: torch.dtype) -> Tensor:
+        """The sums, ``(out_channels)``.
+
+        ``grad``: the output's gradient, dense in the problem's layout; ``dtype``: its own, or float32 for 16 bits.
+        """
         if self.aligned and grad.data_ptr() & 15:
             grad = grad.clone()  # a view that begins off 16 bytes; PyTorch's allocations never do
         s = self.shape
         partial = grad.new_empty_strided((s.ranges * self.channels,), (1,), dtype=self.sums)
-        out = grad.new_empty_strided((self.channels,), (1,))
+        out = grad.new_empty_strided((self.channels,), (1,), dtype=dtype)
+        finish = self._finish if dtype is grad.dtype else self._finish_float
+        assert finish is not None
         self._sum(self.index, s.blocks * s.ranges, (grad.data_ptr(), partial.data_ptr(), *s.arguments))
         grid = -(-self.channels // (_THREADS // 32))
-        self._finish(self.index, grid, (partial.data_ptr(), out.data_ptr(), self.channels, s.ranges))
+        finish(self.index, grid, (partial.data_ptr(), out.data_ptr(), self.channels, s.ranges))
         return out

@@ -147,11 +147,36 @@ _CHANNELS_LAST = Constants(
     lost=0.989,
 )
 
+# The same where planes come one by one: the loader is never far behind, so that tiles are large and chunks long
+# (NOTES: unet1's gradient for the input in TF32 213 -> 183 us).
+_PLANEWISE = Constants(
+    step=(6.29, 0.0165),
+    drain=(803.0, 417.0),
+    l2=58.9,
+    l2_weights=32.4,
+    row=52.0,
+    overlap=0.252,
+    exposed=0.0641,
+    store=(29.9, 49.2),
+    sector=142.0,
+    store_share=0.383,
+    lag=(1.33, 2.54),
+    tile=985.0,
+    turn=4.77,
+    ragged_turn=0.524,
+    chunk=(0.319, 0.425),
+    turning=(622.0, 103.0, 113.0),
+    latency=1251.0,
+    lost=0.989,
+    scale=0.852,
+)
+
 SETS = {
     "1-D, 2-D forward": _FORWARD,
     "3-D forward, mma.sync": _OTHERS,
     "gradient for the input": _GRAD_INPUT,
     "channels_last": _CHANNELS_LAST,
+    "planes one by one": _PLANEWISE,
 }
 """All sets by what they are for: the first and third of NCHW by wgmma, the second of NCHW's 3-D forward and of all
 mma.sync, the last of channels_last by wgmma."""
@@ -159,6 +184,8 @@ mma.sync, the last of channels_last by wgmma."""
 
 def constants(t: Tiling) -> Constants:
     """Those of a tiling."""
+    if t.planewise:
+        return _PLANEWISE
     if t.channels_last:
         return _CHANNELS_LAST if t.wgmma else _OTHERS
     if not t.wgmma or (t.problem.rank == 3 and t.problem.pass_ == "fwd"):

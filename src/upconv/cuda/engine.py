@@ -72,17 +72,23 @@ class Prepared(Protocol):
     `run` reads ``x`` and writes ``out``: the input and the output, or their gradients the other way round. ``fresh``:
     `pack` was the last to launch anything on the current stream.
 
+    With a true attribute ``casts`` it takes float32 weights for a 16-bit problem: `pack` then rounds them, and beside
+    them a float32 ``bias``, if it is given one, which `run` reads from the packed weights.
+
     It may have an attribute ``packing``: what `pack`'s result depends on beside the weight, hashable. Choices of equal
     packing share packed weights; without it only equal choices do.
     """
 
-    def pack(self, weight: Tensor) -> Tensor: ...
+    def pack(self, weight: Tensor, bias: Tensor | None = None) -> Tensor: ...
 
     def run(self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, fresh: bool = False) -> None: ...
 
 
 class PreparedWeight(Protocol):
-    """A choice for ``grad-weight`` whose kernels are loaded on a device; it writes in the strides of ``out``."""
+    """A choice for ``grad-weight`` whose kernels are loaded on a device; it writes in the strides of ``out``.
+
+    With a true attribute ``casts``, for a 16-bit problem into a float32 ``out`` too.
+    """
 
     def run(self, x: Tensor, grad: Tensor, out: Tensor) -> None: ...
 
@@ -152,7 +158,7 @@ def forward(plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None, keep: bo
     Args:
         plan: a plan with a choice.
         x: ``problem.input_shape``, any strides.
-        weight: ``problem.weight_shape``, any strides.
+        weight: ``problem.weight_shape``, any strides; float32 for a 16-bit problem too (autocast's), and the bias then.
         bias: ``(out_channels)`` or None.
         keep: whether the packed weights may be kept for later calls.
 
@@ -165,7 +171,8 @@ def forward(plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None, keep: bo
     if runner is None or _collectors:
         runner = _runner(plan, index)
         if runner is None:  # `collecting` wants to know what is missing, not to compile it
-            return cpu.forward(plan.problem, "native", x, weight, bias)
+            bias = None if bias is None else bias.to(x.dtype)
+            return cpu.forward(plan.problem, "native", x, weight.to(x.dtype), bias)
     return runner(x, weight, bias, keep)
 
 
@@ -184,7 +191,8 @@ def gradients(
         plan: a plan whose gradients are planned; one without a kernel is PyTorch's own operator.
         grad: the gradient of the output, ``problem.output_shape``, any strides.
         x: ``problem.input_shape``, any strides.
-        weight: ``problem.weight_shape``, any strides.
+        weight: ``problem.weight_shape``, any strides; float32 for a 16-bit problem too. The gradients for weight and
+            bias are in its dtype.
         mask: which gradients are asked for.
         keep: whether the packed weights may be kept for later calls.
 
@@ -198,16 +206,20 @@ def gradients(
     if by_input is not None or by_weight is not None:  # once for both
         grad = _dense(grad, runners.format)
     if by_weight is not None:  # first, so that its partial sums are gone when the input's gradient is allocated
-        grad_weight = by_weight(x, grad)
+        grad_weight = by_weight(x, grad, weight.dtype)
     if by_input is not None:
         grad_input = by_input(grad, weight, None, keep)
     rest = (mask[0] and by_input is None, mask[1] and by_weight is None, False)
     if rest[0] or rest[1]:
-        found = cpu.gradients(plan.problem, "native", grad, x, weight, rest)
-        grad_input, grad_weight = found[0] if rest[0] else grad_input, found[1] if rest[1] else grad_weight
+        found = cpu.gradients(plan.problem, "native", grad, x, weight.to(x.dtype), rest)
+        grad_input = found[0] if rest[0] else grad_input
+        grad_weight = found[1].to(weight.dtype) if rest[1] and found[1] is not None else grad_weight
     if mask[2]:
         by_bias = runners.bias
-        grad_bias = grad.sum((0, *range(2, grad.dim()))) if by_bias is None else by_bias(_dense(grad, runners.format))
+        if by_bias is None:
+            grad_bias = grad.sum((0, *range(2, grad.dim())), dtype=weight.dtype)
+        else:
+            grad_bias = by_bias(_dense(grad, runners.format), weight.dtype)
     return grad_input, grad_weight, grad_bias
 
 
@@ -262,24 +274,26 @@ class WeightRunner:
         doubtful = p.layout == "channels_last" and (p.in_channels == 1 or max(p.size) == 1)
         self.otherwise = _strides(p.weight_shape, torch.contiguous_format) if doubtful else None
         self.prepared: PreparedWeight = _prepare(plan, index, "grad-weight")
+        self.casts = getattr(self.prepared, "casts", False)
 
-    def __call__(self, x: Tensor, grad: Tensor) -> Tensor:
-        """The gradient for the weight, in the problem's layout; the output's gradient ``grad`` is dense."""
+    def __call__(self, x: Tensor, grad: Tensor, dtype: torch.dtype) -> Tensor:
+        """The gradient for the weight, in its ``dtype`` and the problem's layout; ``grad`` (the output's) is dense."""
         if _current_device() != self.index:
             with torch.cuda.device(self.index):
-                return self(x, grad)
+                return self(x, grad, dtype)
         x = _dense(x, self.format)
         strides = self.strides
         if self.otherwise is not None and not is_channels_last(x.shape, x.stride()):
             strides = self.otherwise
-        out = x.new_empty_strided(self.shape, strides)
+        mixed = dtype is not x.dtype and self.casts
+        out = x.new_empty_strided(self.shape, strides, dtype=dtype if mixed else None)
         try:
             self.prepared.run(x, grad, out)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
             raise _failure(self.plan, self.index, error, "grad-weight") from error
-        return out
+        return out if out.dtype is dtype else out.to(dtype)
 
 
 def _prepare(plan: Plan, index: int, pass_: Pass) -> Any:
@@ -302,6 +316,7 @@ class Runner:
         self.format = cpu.memory_format(p.layout, p.rank)
         self.strides = _strides(self.shape, self.format)
         self.prepared: Prepared = _prepare(plan, index, pass_)
+        self.casts = getattr(self.prepared, "casts", False)
         packing = getattr(self.prepared, "packing", plan.selection(pass_).choice)
         self.packing = _packing((pass_, packing), p)
 
@@ -312,7 +327,16 @@ class Runner:
         x = _dense(x, self.format)
         if bias is not None and (bias.is_neg() or not bias.is_contiguous()):
             bias = bias.resolve_neg().contiguous()
-        packed, fresh = self.packed(weight, keep)
+        rounded = None  # a bias that goes with the weights
+        if weight.dtype is not x.dtype:
+            if not self.casts:
+                weight, keep = weight.to(x.dtype), False
+            if bias is not None:
+                if keep or not self.casts:  # kept weights know nothing of a bias
+                    bias = bias.to(x.dtype)
+                else:
+                    rounded = bias
+        packed, fresh = self.packed(weight, keep, rounded)
         out = x.new_empty_strided(self.shape, self.strides)  # 0.5 us less than torch.empty_strided
         try:
             self.prepared.run(x, packed, bias, out, fresh)
@@ -324,16 +348,16 @@ class Runner:
 
     # --- packed weights ----------------------------------------------------------------------------------------------
 
-    def packed(self, weight: Tensor, keep: bool) -> tuple[Tensor, bool]:
+    def packed(self, weight: Tensor, keep: bool, bias: Tensor | None = None) -> tuple[Tensor, bool]:
         """The weights as the kernel wants them, from an earlier call where nothing can have changed since.
 
-        And whether packing them was the last thing launched.
+        And whether packing them was the last thing launched. ``bias``: one to be rounded with them, where not ``keep``.
         """
         if not (keep and KEEP_PACKED) or weight.is_inference() or _capturing():
-            return self._pack(weight), True
+            return self._pack(weight, bias), True
         storage = weight.untyped_storage()
         stream = _current_stream(self.index)
-        key = (self.packing, weight.data_ptr(), weight.stride())
+        key = (self.packing, weight.dtype, weight.data_ptr(), weight.stride())
         version = weight._version
         shelf = _shelves.get(id(storage))
         if shelf is not None and shelf.storage() is storage:
@@ -347,9 +371,10 @@ class Runner:
             _put(storage, key, _Packed(tensor, version, weight.is_neg(), stream, self.index))
         return tensor, False  # an event behind it
 
-    def _pack(self, weight: Tensor) -> Tensor:
+    def _pack(self, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         try:
-            return self.prepared.pack(weight.resolve_neg())
+            weight = weight.resolve_neg()
+            return self.prepared.pack(weight) if bias is None else self.prepared.pack(weight, bias)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
@@ -367,6 +392,10 @@ def _failure(plan: Plan, index: int, error: RuntimeError, pass_: Pass = "fwd") -
 #
 # A storage's Python object lives as long as the storage (PyTorch preserves it), so a weak reference to it ends when the
 # memory is released and before its address can be given out again.
+
+
+_Key = tuple[int, torch.dtype, int, tuple[int, ...]]
+"""A packing's number; the weight's dtype, address and strides."""
 
 
 class _Packed:
@@ -403,7 +432,7 @@ class _Shelf:
     __slots__ = ("packed", "storage")
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
-        self.packed: dict[tuple[int, int, tuple[int, ...]], _Packed] = {}
+        self.packed: dict[_Key, _Packed] = {}
         at = id(storage)
 
         def gone(_: object) -> None:
@@ -434,7 +463,7 @@ def _packing(packing: Any, p: Problem) -> int:
         return _packings[key]
 
 
-def _put(storage: torch.UntypedStorage, key: tuple[int, int, tuple[int, ...]], packed: _Packed) -> None:
+def _put(storage: torch.UntypedStorage, key: _Key, packed: _Packed) -> None:
     """Keeps packed weights; of one storage at most four times its size, and 1 MiB."""
     most = _MOST_COPIES * storage.nbytes() + _SMALL_BYTES
     with _lock:

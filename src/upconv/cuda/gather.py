@@ -42,7 +42,7 @@ _LINES = 0.2, 1.2  # bytes of such lines of all tiles in work over the cache's: 
 
 @dataclass(frozen=True)
 class Unit:
-    """A source to be compiled and its kernels' names."""
+    """A source to be compiled and its kernels' names, without those that only autocast takes."""
 
     label: str
     source: str
@@ -114,6 +114,10 @@ class Prepared:
         self._weight_last = {2: torch.channels_last, 3: torch.channels_last_3d}.get(p.rank)
         self._tiling, self._problem = t, p
         self._pack = Launcher(jit.kernel(unit.source, "pack", arch, unit.label), PACK_THREADS, 0, "PPi")
+        self.casts = p.dtype.itemsize == 2
+        if self.casts:
+            kernel = jit.kernel(unit.source, "pack_float", arch, unit.label)
+            self._pack_float = Launcher(kernel, PACK_THREADS, 0, "PPiPP")
         threads = 512 if t.wgmma else 384
         self._tensors = tensors(t, p)
         codes = "PPPP" + "i" * 11 + "q" * 16 * len(self._tensors)
@@ -134,8 +138,12 @@ class Prepared:
         )
         """What `pack`'s result depends on beside the weight."""
 
-    def pack(self, weight: Tensor) -> Tensor:
-        """The weights in fragment order: int32 words, launched on the current stream."""
+    def pack(self, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """The weights in fragment order: int32 words, launched on the current stream.
+
+        Float32 weights of a 16-bit problem are rounded on their way, and with them a float32 ``bias``, whose place is
+        behind them.
+        """
         tap_step = 1
         if not weight.is_contiguous():
             last = self._weight_last is not None and weight.is_contiguous(memory_format=self._weight_last)
@@ -143,8 +151,14 @@ class Prepared:
                 tap_step = weight.shape[1]
             else:
                 weight = weight.contiguous()
-        packed = weight.new_empty_strided((self._words,), (1,), dtype=torch.int32)  # 2 us less than torch.empty
-        self._pack(self._device, self._pack_blocks, (weight.data_ptr(), packed.data_ptr(), tap_step))
+        words = self._words if bias is None else self._words + (self._problem.out_channels + 1) // 2
+        packed = weight.new_empty_strided((words,), (1,), dtype=torch.int32)  # 2 us less than torch.empty
+        if self.casts and weight.dtype is torch.float32:
+            at = packed.data_ptr()
+            biases = (0, 0) if bias is None else (bias.data_ptr(), at + 4 * self._words)
+            self._pack_float(self._device, self._pack_blocks, (weight.data_ptr(), at, tap_step, *biases))
+        else:
+            self._pack(self._device, self._pack_blocks, (weight.data_ptr(), packed.data_ptr(), tap_step))
         return packed
 
     def run(self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, fresh: bool = False) -> None:
@@ -158,7 +172,11 @@ class Prepared:
             fresh = False  # it waits for this
             x = x.clone()  # a view that begins off 16 bytes; PyTorch's allocations never do
             address = x.data_ptr()
-        args = (address, packed.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(), *self._sizes)
+        at = packed.data_ptr()
+        at_bias = 0 if bias is None else bias.data_ptr()
+        if self.casts and bias is not None and bias.dtype is torch.float32:
+            at_bias = at + 4 * self._words  # `pack` left it there
+        args = (address, at, at_bias, out.data_ptr(), *self._sizes)
         if self._tiling.tensor_map:
             args += self._map(address)
         self._run(self._device, self._grid, args, fresh and self._overlaps)

@@ -179,8 +179,8 @@ class Tiling:
     paired: bool = False
     """Sub (8, 8): subtiles lie in pairs, one below the other, so that one matrix instruction takes both (`wide`)."""
     planewise: bool = False
-    """Channels-last, where taps step over rows and columns: every residue of these is a box and a plane of its own, which
-    is waited for and given back by itself, so that a chunk's first plane is loaded anew while its last is multiplied."""
+    """Channels-last, where taps step over rows and columns: every residue of these is a box and a plane of its own,
+    waited for and given back by itself, so that a chunk's first plane is loaded anew while its last is multiplied."""
 
     # --- types -------------------------------------------------------------------------------------------------------
 
@@ -327,7 +327,9 @@ class Tiling:
         elsewhere, kb57 2.04 -> 1.99 ms, is of separate runs and within their spread).
         """
         steps = [n * self.k_steps for n in self.variant_entries if n]
-        if not self.straight or self.split != 2 or self.stages_p * self.plane_barriers < 2 or min(steps) < _STEPS_CONTINUED:
+        if not self.straight or self.split != 2 or min(steps) < _STEPS_CONTINUED:
+            return False
+        if self.stages_p * self.plane_barriers < 2:
             return False
         return all(n % self.fragment_sets == 0 for n in steps)
 
@@ -458,7 +460,9 @@ class Tiling:
         firsts, _, apart = self.bands[axis]
         if len(firsts) == 1:
             return 0
-        return firsts.index(offset if offset in firsts else max(f for f in firsts if f < offset and (offset - f) % apart == 0))
+        if offset in firsts:
+            return firsts.index(offset)
+        return next(i for i, f in enumerate(firsts) if f < offset and (offset - f) % apart == 0)
 
     @property
     def first_w(self) -> int:

@@ -54,7 +54,7 @@ AnyTiling = SyncTiling | WarpgroupTiling
 
 @dataclass(frozen=True)
 class Unit:
-    """A source to be compiled and its kernels' names."""
+    """A source to be compiled and its kernels' names, without those that only autocast takes."""
 
     label: str
     source: str
@@ -116,6 +116,10 @@ class Prepared:
         codes = "PP" + "i" * 12 + "q" * 16 * self._boxes if self._boxes else "PPP" + "i" * 12
         self._wgrad = Launcher(jit.kernel(unit.source, "wgrad", arch, unit.label), t.threads, t.shared_bytes, codes)
         self._reduce = Launcher(jit.kernel(unit.source, "reduce", arch, unit.label), 32 * _RUNS, 0, "PPiqqq")
+        self.casts = p.dtype.itemsize == 2
+        if self.casts:
+            kernel = jit.kernel(unit.source, "reduce_float", arch, unit.label)
+            self._reduce_float = Launcher(kernel, 32 * _RUNS, 0, "PPiqqq")
         counts = t.counts(p)
         chunks = math.prod(counts)
         full = (1,) * (3 - p.rank)
@@ -127,7 +131,7 @@ class Prepared:
         self._blocks = reduce_blocks(t)
 
     def run(self, x: Tensor, grad: Tensor, out: Tensor) -> None:
-        """Writes the weight's gradient into ``out`` (contiguous or channels_last).
+        """Writes the weight's gradient into ``out`` (contiguous or channels_last; the problem's dtype, or float32).
 
         ``x`` (the input) and ``grad`` (the output's gradient) are dense in the problem's layout.
         """
@@ -151,7 +155,8 @@ class Prepared:
             args = (at_x, *args)
         self._wgrad(self._device, self._grid, args)
         strides = out.stride()
-        self._reduce(
+        reduce = self._reduce_float if self.casts and out.dtype is torch.float32 else self._reduce
+        reduce(
             self._device,
             self._blocks,
             (partial.data_ptr(), out.data_ptr(), self._slices, strides[0], strides[1], strides[-1]),

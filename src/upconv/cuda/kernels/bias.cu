@@ -113,13 +113,30 @@ sum(const T* __restrict__ g, Acc* __restrict__ partial, int channels, i64 pixels
 }
 #endif
 
-extern "C" __global__ void __launch_bounds__(THREADS, 4)
-finish(const Acc* __restrict__ partial, T* __restrict__ out, int channels, int ranges) {
+__device__ __forceinline__ void put(T* to, Acc v) { *to = store_value(v); }
+#if DTYPE == 1 || DTYPE == 2
+__device__ __forceinline__ void put(float* to, float v) { *to = v; }
+#endif
+
+template <class Out>
+__device__ __forceinline__ void finish_as(const Acc* __restrict__ partial, Out* __restrict__ out, int channels, int ranges) {
   int channel = blockIdx.x * (THREADS / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
   Acc v = 0;
 #pragma unroll 4
   for (int i = channel < channels ? lane : ranges; i < ranges; i += 32) v += partial[(i64)i * channels + channel];
 #pragma unroll
   for (int d = 16; d; d /= 2) v += __shfl_xor_sync(0xffffffffu, v, d);
-  if (lane == 0 && channel < channels) out[channel] = store_value(v);
+  if (lane == 0 && channel < channels) put(out + channel, v);
 }
+
+extern "C" __global__ void __launch_bounds__(THREADS, 4)
+finish(const Acc* __restrict__ partial, T* __restrict__ out, int channels, int ranges) {
+  finish_as(partial, out, channels, ranges);
+}
+
+#if DTYPE == 1 || DTYPE == 2
+extern "C" __global__ void __launch_bounds__(THREADS, 4)
+finish_float(const float* __restrict__ partial, float* __restrict__ out, int channels, int ranges) {
+  finish_as(partial, out, channels, ranges);
+}
+#endif

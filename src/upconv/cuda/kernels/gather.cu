@@ -172,10 +172,18 @@ __constant__ const short TAP_INDEX[] = TAP_INDICES;    // [variant, block, tap][
 #define PACK_PLANE ((GRAD_INPUT ? CIN_G : COUT_G) * TAPS)  // elements from one index of its first dimension to the next
 #define QUARTER (FRAGMENT / 4 / 4)                     // words
 
+#if ELEMENT == 2                                       // weights may be float32, rounded on their way
+__device__ __forceinline__ ELEMENT_TYPE as_element(ELEMENT_TYPE v) { return v; }
+__device__ __forceinline__ ELEMENT_TYPE as_element(float v) { return STORE_BITS(v); }
+#define AS_ELEMENT as_element
+#else
+#define AS_ELEMENT
+#endif
+
 // A block's weights to shared memory, [row of M][channel][tap]; `outer`, `inner` and `taps` of them exist. A warp takes an index of the
 // first dimension, whose elements it reads in the order of memory: taps innermost, or (LAST) channels, with taps `tap_step` apart.
-template <bool LAST>
-__device__ __forceinline__ void bring_weights(ELEMENT_TYPE* tile, const ELEMENT_TYPE* __restrict__ from, int outer, int inner, int taps, int tap_step, int thread) {
+template <bool LAST, class Weight>
+__device__ __forceinline__ void bring_weights(ELEMENT_TYPE* tile, const Weight* __restrict__ from, int outer, int inner, int taps, int tap_step, int thread) {
   constexpr int COUNT = PACK_INNER * PACK_TAPS;
 #pragma unroll
   for (int j = 0; j < PACK_OUTER / (PACK_THREADS / 32); j++) {
@@ -185,13 +193,14 @@ __device__ __forceinline__ void bring_weights(ELEMENT_TYPE* tile, const ELEMENT_
       int e = thread % 32 + k * 32, i = LAST ? e % PACK_INNER : e / PACK_TAPS, tap = LAST ? e / PACK_INNER : e % PACK_TAPS;
       if (COUNT % 32 && e >= COUNT) break;
       bool exists = o < outer && i < inner && (TAPS % PACK_TAPS == 0 || tap < taps);
-      tile[(GRAD_INPUT ? o * PACK_K + i : i * PACK_K + o) * PACK_PITCH + tap] = exists ? from[o * PACK_PLANE + (LAST ? i + tap * tap_step : i * TAPS + tap)] : 0;
+      tile[(GRAD_INPUT ? o * PACK_K + i : i * PACK_K + o) * PACK_PITCH + tap] = exists ? AS_ELEMENT(from[o * PACK_PLANE + (LAST ? i + tap * tap_step : i * TAPS + tap)]) : 0;
     }
   }
 }
 
 // Weights are dense: contiguous, taps one element apart, or channels-last, `tap_step` elements.
-extern "C" __global__ void __launch_bounds__(PACK_THREADS) pack(const ELEMENT_TYPE* __restrict__ weight, u32* __restrict__ packed, int tap_step) {
+template <class Weight>
+__device__ __forceinline__ void pack_weights(const Weight* __restrict__ weight, u32* __restrict__ packed, int tap_step) {
   __shared__ ELEMENT_TYPE tile[16 * PACK_K * PACK_PITCH];
   let_dependent_begin();                                // `gather`, which waits for the weights alone
   int thread = threadIdx.x, rest = blockIdx.x;
@@ -202,7 +211,7 @@ extern "C" __global__ void __launch_bounds__(PACK_THREADS) pack(const ELEMENT_TY
   int chunk = rest % CHUNKS, block = rest / CHUNKS, group = block / COUT_BLOCKS;
   int cout = (block % COUT_BLOCKS * WGS_M + wg) * ROWS_PER_SUB + warp * 16 % ROWS_PER_SUB, cin = chunk * CK + k_step * PACK_K;
   int outer = GRAD_INPUT ? cout : cin, inner = GRAD_INPUT ? cin : cout;  // the group's first along the weight's dimensions
-  const ELEMENT_TYPE* from = weight + (long long)(group * (GRAD_INPUT ? COUT_G : CIN_G) + outer) * PACK_PLANE;
+  const Weight* from = weight + (long long)(group * (GRAD_INPUT ? COUT_G : CIN_G) + outer) * PACK_PLANE;
   int outer_left = (GRAD_INPUT ? COUT_G : CIN_G) - outer, inner_left = (GRAD_INPUT ? CIN_G : COUT_G) - inner;
   if (tap_step == 1) bring_weights<false>(tile, from + (inner * TAPS + begin), outer_left, inner_left, TAPS - begin, 1, thread);
   else bring_weights<true>(tile, from + (inner + begin * tap_step), outer_left, inner_left, TAPS - begin, tap_step, thread);
@@ -231,6 +240,20 @@ extern "C" __global__ void __launch_bounds__(PACK_THREADS) pack(const ELEMENT_TY
     }
   }
 }
+
+extern "C" __global__ void __launch_bounds__(PACK_THREADS) pack(const ELEMENT_TYPE* __restrict__ weight, u32* __restrict__ packed, int tap_step) {
+  pack_weights(weight, packed, tap_step);
+}
+
+#if ELEMENT == 2
+// The same of float32 weights, and of a bias, if there is one, as autocast leaves them.
+extern "C" __global__ void __launch_bounds__(PACK_THREADS)
+pack_float(const float* __restrict__ weight, u32* __restrict__ packed, int tap_step, const float* __restrict__ bias, ELEMENT_TYPE* __restrict__ packed_bias) {
+  if (bias && blockIdx.x == 0)
+    for (int i = threadIdx.x; i < COUT; i += PACK_THREADS) packed_bias[i] = as_element(bias[i]);
+  pack_weights(weight, packed, tap_step);
+}
+#endif
 
 // A place in a ring of `count` stages, and the parity of its phase.
 struct Cursor {
