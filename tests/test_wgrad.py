@@ -256,6 +256,34 @@ def test_every_way_of_copying(precision: Precision, layout: Layout, step: int, c
         check(t, p, rng)
 
 
+@pytest.mark.parametrize("precision", ("tf32", "bf16"))
+def test_columns_of_g_by_their_remainder(precision: Precision) -> None:
+    """channels_last with strides: a plane for each remainder that a tap reads, and a box for all rows of it."""
+    rng = random.Random(precision)
+    seen: set[tuple[int, bool, bool]] = set()
+    done = 0
+    while done < 24:
+        step, dilation, rank = rng.choice((2, 2, 3, 4, 5)), rng.choice((1, 1, 2, 3)), rng.choice((2, 2, 3))
+        depth = rank - 2
+        p = Problem.make(
+            rng.randint(1, 2), rng.choice((16, 40)), rng.choice((16, 32, 64)),
+            (*[3] * depth, rng.randint(3, 6), rng.randint(8, 20)),
+            (*[2] * depth, rng.randint(1, 3), rng.randint(1, 4)),
+            (*[rng.choice((1, 2))] * depth, rng.choice((1, 2)), step),
+            0, 0, (*[1] * depth, 1, dilation),
+            dtype=DTYPES[precision], precision=precision, layout="channels_last", pass_="grad-weight",
+        )  # fmt: skip
+        own = [t for t in tilings(p) if isinstance(t, WarpgroupTiling) and t.box_g and t.parted]
+        few = [t for t in rng.sample(own, min(60, len(own))) if t.tiles <= 30 and work(t, p) < 1e6]
+        for tiling in few[:2]:
+            planes, columns, _ = tiling.g_planes
+            assert tiling.boxes >= planes and planes * columns <= tiling._spans()[2] + step
+            check(tiling, p, rng)
+            seen.add((planes, tiling.stacked, tiling.g_pixels < tiling._spans()[2]))
+            done += 1
+    assert len({planes for planes, *_ in seen}) >= 3 and any(fewer for *_, fewer in seen)
+
+
 # --- candidates ------------------------------------------------------------------------------------------------------
 
 

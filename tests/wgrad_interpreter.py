@@ -192,10 +192,20 @@ class Interpreter:
             wide = m["BLOCK_CO"] % 64 == 0 and element == 2
             self.g_width = 64 if wide else 32 if m["BLOCK_CO"] % 32 == 0 else 16
             self.g_boxes = m["BLOCK_CO"] // self.g_width
-            self.g_box_bytes = -(-self.g_columns * self.g_width * element // 128) * 128
-            self.g_line = self.g_box_bytes // (self.g_width * element) if self.box_g else self.g_columns
+            pixel_bytes = self.g_width * element
+            self.plane_bytes = 0
+            if m["G_ONE_BOX"]:
+                self.g_box_bytes, self.g_line = m["PLANE_COLUMNS"] * pixel_bytes, m["PLANE_COLUMNS"]
+                self.plane_bytes = -(-self.g_rows * self.g_box_bytes // 128) * 128
+                self.g_slab_bytes = m["G_PLANES"] * self.plane_bytes
+            else:
+                self.g_box_bytes = -(-self.g_columns * pixel_bytes // 128) * 128
+                self.g_line = self.g_box_bytes // pixel_bytes if self.box_g else self.g_columns
+                self.g_slab_bytes = self.g_rows * self.g_box_bytes
             if self.box_g:
-                self.g_size = self.g_rows * self.g_boxes * self.g_box_bytes // element
+                self.g_size = self.g_boxes * self.g_slab_bytes // element
+        self.parted = bool(m["PARTED"])
+        self.g_step = 1 if self.parted else m["STEP_W"]
         self.stage_size = -(-(self.g_at + self.g_size) * element // 1024) * 1024 // element
         raw = self.pixels * m["BLOCK_CI"] * element if self.turn_x else 0
         assert m["STAGES"] * (self.stage_size * element + 16) + raw + 16 == m["SHARED_BYTES_PLANNED"]
@@ -422,13 +432,16 @@ class Interpreter:
             th = 0 if self.stacked else unit // m["TAPS_W"] % m["TAPS_H"]
             shift = (td * (m["DIL_D"] // m["APART_D"]) if self.dense["D"] else td) * self.class_rows
             shift += th * (m["DIL_H"] // m["APART_H"]) if self.dense["H"] else th
-            if self.last:
+            if self.parted:
+                plane, on = tw % m["G_PLANES"], tw // m["G_PLANES"] * m["PLANE_TAPS"]
+                tap_at = shift * self.g_line + plane * (self.plane_bytes // (self.g_width * element)) + on
+            elif self.last:
                 tap_at = shift * self.g_line + tw * m["DIL_W"]
             else:
                 tap_at = shift * self.g_channels * self.g_pitch + tw * m["DIL_W"]
             for k_step in range(self.k_steps):
                 strips = k_step + np.zeros(2, np.int64) if element == 4 else 2 * k_step + np.arange(2)
-                columns = strips % self.w_strips * 8 * m["STEP_W"]
+                columns = strips % self.w_strips * 8 * self.g_step
                 if self.stacked:
                     n, d, _, r = (a[k_step] for a in self.steps_of_rows(i))
                     zero = np.zeros(2, np.int64)
@@ -439,10 +452,10 @@ class Interpreter:
                 if self.turn_x:
                     registers = self.turned_registers(channel, tap_at, int(rows[0]), int(columns[0]))[..., None]
                 elif self.last:
-                    pixel = tap_at + (rows * self.g_line + columns)[LANE >> 4] + (LANE & 7) * m["STEP_W"]
+                    pixel = tap_at + (rows * self.g_line + columns)[LANE >> 4] + (LANE & 7) * self.g_step
                     c8 = channel + (LANE >> 3 & 1) * 8
                     if self.box_g:
-                        address = pixel * self.g_width * 2 + c8 // self.g_width * (self.g_rows * self.g_box_bytes)
+                        address = pixel * self.g_width * 2 + c8 // self.g_width * self.g_slab_bytes
                         address = swizzled(address + c8 % self.g_width * 2, self.g_width * 2)
                         assert (address % 16 == 0).all()
                         registers = load_transposed(address // 2, 4)
@@ -473,21 +486,20 @@ class Interpreter:
 
     def turned_registers(self, channel: int, tap_at: int, row: int, column: int) -> Ints:
         """Elements of g's tile of [lane, register] where x is turned (TURN_X)."""
-        m = self.m
         g, q = LANE >> 2, LANE & 3
         pixel = tap_at + row * self.g_line + column
-        first = (pixel + self.strip_pixel(q) * m["STEP_W"]) * self.g_width * 4
-        first = first + (channel + g) // self.g_width * (self.g_rows * self.g_box_bytes)
+        first = (pixel + self.strip_pixel(q) * self.g_step) * self.g_width * 4
+        first = first + (channel + g) // self.g_width * self.g_slab_bytes
         first = first + (channel + g) % self.g_width * 4
         found = []
         for k in range(2):
-            address = first + k * int(self.strip_pixel(np.array(4))) * m["STEP_W"] * self.g_width * 4
+            address = first + k * int(self.strip_pixel(np.array(4))) * self.g_step * self.g_width * 4
             address = swizzled(address, self.g_width * 4)
             found += [address // 4, (address ^ 32) // 4]
         return np.stack(found, axis=-1)
 
     def strip_pixel(self, j: Ints) -> Ints:
-        return j % 4 * 2 + j // 4 if self.m["STEP_W"] % 2 else j
+        return j % 4 * 2 + j // 4 if self.g_step % 2 else j
 
     @cached_property
     def wgmma_b(self) -> Ints:
@@ -613,11 +625,19 @@ class Interpreter:
         n, d, h = ((a[:, None] + b)[..., None, None] for a, b in zip(c[:3], row))
         channel = np.arange(m["BLOCK_CO"])
         if self.last:
-            column = np.arange(self.g_columns)[:, None]
-            values = self.box(g, n, first + channel, d, h, c.w[:, None, None, None] + column)
-            address = (channel // self.g_width * self.g_rows + r[:, None, None]) * self.g_box_bytes
-            address = address + column * self.g_width * element + channel % self.g_width * element
-            stage[:, self.g_at + swizzled(address, self.g_width * element) // element] = values
+            count, step = m["PLANE_COLUMNS"] if m["G_ONE_BOX"] else self.g_columns, 1
+            if self.parted:
+                assert isinstance(self.tiling, WarpgroupTiling)
+                step = self.tiling.g_box_steps[1]
+                assert (count - 1) * step + 1 == self.tiling.g_box[1]
+            column = np.arange(count)[:, None]
+            for plane in range(m["G_PLANES"]):
+                w = c.w[:, None, None, None] + plane * m["DIL_W"] + column * step
+                values = self.box(g, n, first + channel, d, h, w)
+                address = channel // self.g_width * self.g_slab_bytes + plane * self.plane_bytes
+                address = address + r[:, None, None] * self.g_box_bytes
+                address = address + column * self.g_width * element + channel % self.g_width * element
+                stage[:, self.g_at + swizzled(address, self.g_width * element) // element] = values
         else:
             column = np.arange(self.g_pitch)
             w = c.w - c.w % self.vec

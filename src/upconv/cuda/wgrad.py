@@ -395,6 +395,8 @@ def _conflict(t: AnyTiling) -> float:
     """Passes of shared memory for a warp's reads of g."""
     step = t.steps[2]
     if t.channels_last:
+        if isinstance(t, WarpgroupTiling) and t.parted:
+            return 1.0
         return 1.0 if step % 2 or (isinstance(t, WarpgroupTiling) and t.turned and step % 4) else 2.0
     if t.element == 2:
         if isinstance(t, WarpgroupTiling) and t.shared_words:
@@ -437,7 +439,8 @@ def _warpgroup_clocks(t: WarpgroupTiling) -> tuple[float, str]:
         shared += t.x_bytes / 64
     l2 = (t.g_units * 16 + t.x_bytes) / (_BOX_L2 if t.box_g else _L2)
     copies = t.boxes * _BOX[t.channels_last] if t.box_g else t.g_units * _COPY * _ragged(t, t.channels[1])
-    if t.stacked or t.classed:  # what the engine takes for a line shows where the tensor cores wait for nothing else
+    # What the engine takes for a line shows where the tensor cores wait for nothing else.
+    if t.stacked or t.classed or (t.channels_last and t.g_one_box):
         copies = max(copies, t.lines_of_boxes * _LINE)
     parts = {"tensor cores": matrix, "shared memory": shared, "L2": l2, "copies": copies}
     bound = max(parts, key=lambda name: parts[name])

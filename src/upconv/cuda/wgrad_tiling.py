@@ -382,7 +382,8 @@ class WarpgroupTiling(Tiling):
         """Whether g comes by boxes too."""
         if self.channels_last:
             aligned = self.problem.out_channels % self.vec == 0
-            return aligned and (self.problem.groups == 1 or self.channels[1] % self.vec == 0) and self.g_box[1] <= 256
+            whole = self.problem.groups == 1 or self.channels[1] % self.vec == 0
+            return aligned and whole and max(self.g_box) <= MAX_BOX
         return (self.aligned_g or self.classed) and max(self.g_box) <= MAX_BOX
 
     @property
@@ -401,10 +402,10 @@ class WarpgroupTiling(Tiling):
 
     @property
     def g_box(self) -> tuple[int, int, int, int, int]:
-        """The box of g, innermost first: channels, W, H, D, images of a row of the tile (channels_last), or W,
-        channels, H, D, images of all of it (`g_one_box`) or of a row."""
+        """The box of g, innermost first: channels, W, H, D, images (channels_last) or W, channels, H, D, images, of all
+        of a tile (`g_one_box`; channels_last: of a plane of it) or of a row."""
         if self.channels_last:
-            return self.g_width, self._spans()[2], 1, 1, 1
+            return self._g_whole_box or (self.g_width, self._spans()[2], 1, 1, 1)
         row = (self.units[1] | 1) * self.vec
         return self._g_whole_box or (row, self.block[1], 1, 1, 1)
 
@@ -412,12 +413,38 @@ class WarpgroupTiling(Tiling):
     def g_box_steps(self) -> tuple[int, int, int, int, int]:
         """From one element of a box of g to the next along each of its dimensions."""
         d, h = self._g_row_steps if self.g_one_box else (1, 1)
-        return 1, 1, h, d, 1
+        return 1, self.steps[2] if self.parted else 1, h, d, 1
 
     @property
     def g_one_box(self) -> bool:
-        """Whether one box brings g's tile, not one for each row (NOTES: 320 clocks a box, 16 in dcgan1's chunk)."""
+        """Whether one box brings g's tile (channels_last: for each `g_width` channels and plane), not one for each row
+        (NOTES: 320 clocks a box, 16 in dcgan1's chunk)."""
         return self._g_whole_box is not None
+
+    @property
+    def parted(self) -> bool:
+        """Channels_last: whether columns of g that a tap reads are neighbours, in a plane of those with their remainder
+        by the stride. So columns that no tap reads are left out; and 16-bit fragments of even strides meet all banks,
+        where rows of every second pixel lie in half of them."""
+        return self._partable and self.g_one_box
+
+    @property
+    def _partable(self) -> bool:
+        if not self.channels_last or not 1 < self.steps[2] <= MAX_BOX_STEP:
+            return False
+        planes, columns, _ = self.g_planes
+        return (self.element == 2 and self.steps[2] % 2 == 0) or planes * columns < self._spans()[2]
+
+    @property
+    def g_planes(self) -> tuple[int, int, int]:
+        """Of g's columns, where they are `parted`: planes, columns of each, and from a tap to the next of its plane.
+
+        Tap ``t`` reads plane ``t % planes``, which begins with the column that tap reads first.
+        """
+        step, dilation, taps = self.steps[2], self.dilation[2], self.taps[2]
+        period = step // math.gcd(step, dilation)
+        on = period * dilation // step
+        return min(period, taps), self.tile[3] + (taps - 1) // period * on, on
 
     @cached_property
     def _g_row_steps(self) -> tuple[int, int]:
@@ -435,11 +462,15 @@ class WarpgroupTiling(Tiling):
 
     @cached_property
     def _g_whole_box(self) -> tuple[int, int, int, int, int] | None:
-        """NCHW: the box that brings all rows of g's tile, if one can."""
+        """The box that brings all rows of g's tile, if one can; channels_last of a plane."""
         d, h = self._g_row_steps
-        if self.channels_last or not 1 <= min(d, h) <= max(d, h) <= MAX_BOX_STEP:
+        if not 1 <= min(d, h) <= max(d, h) <= MAX_BOX_STEP:
             return None
         rows_d, rows_h, _ = self._spans()
+        if self.channels_last:
+            columns = (self.g_planes[1] - 1) * self.steps[2] + 1 if self._partable else self._spans()[2]
+            box = self.g_width, columns, (rows_h - 1) * h + 1, (rows_d - 1) * d + 1, self.tile[0]
+            return box if max(box) <= MAX_BOX else None
         row = (self.units[1] | 1) * self.vec
         # Elements traversed: of n along a dimension of step s, ceil(n / s) are copied.
         of_rows, of_channels = self.classes
@@ -455,8 +486,9 @@ class WarpgroupTiling(Tiling):
         if self.turned:
             found = 1
         if self.box_g:
-            per_row = self.block[1] // self.g_width if self.channels_last else 1
-            found += math.prod(self.classes) if self.g_one_box else self.g_rows * per_row
+            wide = self.block[1] // self.g_width if self.channels_last else 1
+            planes = self.g_planes[0] if self.parted else 1
+            found += wide * (math.prod(self.classes) * planes if self.g_one_box else self.g_rows)
         return found
 
     @property
@@ -471,7 +503,7 @@ class WarpgroupTiling(Tiling):
             span = self.block[0] * self.element if self.turned else self.segment
             found = touched(self.x_bytes / span, span, 128 if span >= 128 else span)
             row = self.g_width * self.element
-            return found + touched(self.g_rows * self._spans()[2] * self.block[1] / self.g_width, row, row)
+            return found + touched(self.g_rows * self.g_pixels * self.block[1] / self.g_width, row, row)
         found = touched(self.x_bytes / self.segment, self.segment, self.segment)
         return found + touched(self.g_rows * self.block[1], (self.units[1] | 1) * 16, 16)
 
@@ -488,10 +520,27 @@ class WarpgroupTiling(Tiling):
             of_rows, _ = self.classes
             rows = self.tile[0] * rows_d * -(-rows_h // of_rows) * of_rows
             return rows * self.block[1] * (self.units[1] | 1) * 16
+        if self.channels_last and self.box_g and self.g_one_box:
+            planes, columns, _ = self.g_planes if self.parted else (1, self._spans()[2], 0)
+            plane = -(-self.g_rows * columns * self.g_width * self.element // 128) * 128
+            return self.block[1] // self.g_width * planes * plane
         if self.channels_last and self.box_g:
             box = -(-self._spans()[2] * self.g_width * self.element // 128) * 128
             return self.g_rows * self.block[1] // self.g_width * box
         return super().g_bytes
+
+    @property
+    def g_pixels(self) -> int:
+        """Pixels of a row of g's tile (channels_last)."""
+        planes, columns, _ = self.g_planes
+        return planes * columns if self.parted else self._spans()[2]
+
+    @cached_property
+    def g_units(self) -> int:
+        """16-byte copies of g's tile."""
+        if self.channels_last and self.box_g:
+            return self.g_rows * self.g_pixels * -(-self.block[1] // self.vec)
+        return super().g_units
 
     @property
     def x_bytes(self) -> int:
@@ -577,6 +626,10 @@ class WarpgroupTiling(Tiling):
             "CHANNEL_CLASSES": self.classes[1],
             "BOX_G": int(self.box_g),
             "G_ONE_BOX": int(self.box_g and self.g_one_box),
+            "PARTED": int(self.box_g and self.parted),
+            "G_PLANES": self.g_planes[0] if self.parted else 1,
+            "PLANE_COLUMNS": self.g_planes[1] if self.parted else self._spans()[2],
+            "PLANE_TAPS": self.g_planes[2] if self.parted else 0,
             "PRODUCER_REGISTERS": self.registers[0],
             "CONSUMER_REGISTERS": self.registers[1],
             "SHARED_BYTES_PLANNED": self.shared_bytes,

@@ -36,7 +36,7 @@
 #endif
 #define X_BYTES (X_ROWS * TILE_W * X_PITCH * ELEMENT)
 #if BOX_G
-#define G_BYTES (G_ROWS * G_BOXES * G_BOX_BYTES)
+#define G_BYTES (G_BOXES * G_SLAB_BYTES)
 #else
 #define G_BYTES (G_ROWS * G_COLUMNS * G_PITCH * ELEMENT)
 #endif

@@ -57,8 +57,16 @@
 #if CHANNELS_LAST
 #define G_WIDTH (BLOCK_CO % 64 == 0 && ELEMENT == 2 ? 64 : BLOCK_CO % 32 == 0 ? 32 : 16)  // channels of a box of g, a swizzled row
 #define G_BOXES (BLOCK_CO / G_WIDTH)
-#if BOX_G
+#if G_ONE_BOX
+// A box brings all rows; PARTED: of a plane, the columns that taps of one remainder by STEP_W read. So a fragment's are neighbours,
+// which meet different banks, and columns that no tap reads stay away. Tap t reads plane t % G_PLANES, PLANE_TAPS columns on for each G_PLANES taps.
+#define G_BOX_BYTES (PLANE_COLUMNS * G_WIDTH * ELEMENT)                     // of a row
+#define PLANE_BYTES ((G_ROWS * G_BOX_BYTES + 127) / 128 * 128)             // where a box may begin
+#define G_SLAB_BYTES (G_PLANES * PLANE_BYTES)                               // of G_WIDTH channels
+#define G_LINE PLANE_COLUMNS                                                // pixels from row to row
+#elif BOX_G
 #define G_BOX_BYTES ((G_COLUMNS * G_WIDTH * ELEMENT + 127) / 128 * 128)  // where a box may begin
+#define G_SLAB_BYTES (G_ROWS * G_BOX_BYTES)
 #define G_LINE (G_BOX_BYTES / (G_WIDTH * ELEMENT))                         // pixels from row to row
 #else
 #define G_LINE G_COLUMNS
@@ -71,6 +79,7 @@
 #define G_BOXES 1
 #define G_BOX_BYTES (G_CHANNELS * G_PITCH * ELEMENT)
 #endif
+#define G_STEP_W (PARTED ? 1 : STEP_W)        // pixels of g's tile from one of q to the next
 // From one pixel of g's tile to the next (of NCHW counted in elements), and from one row to the next.
 #if !CHANNELS_LAST
 #define G_PIXEL_BYTES 1
@@ -144,7 +153,7 @@ __device__ __forceinline__ Class class_of(int row, int channel, int w, const Siz
 #endif
 
 __device__ __forceinline__ void load_boxes(const TensorMap* map_x, const TensorMap* map_g, const Sizes& s, const Chunk& c, const Work& work, u32 to, u32 barrier) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"((TURN_X ? 0 : X_TILE_BYTES) + (!BOX_G ? 0 : CHANNELS_LAST ? G_ROWS * G_COLUMNS * BLOCK_CO * ELEMENT : G_BYTES)) : "memory");
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"((TURN_X ? 0 : X_TILE_BYTES) + (!BOX_G ? 0 : CHANNELS_LAST ? G_ROWS * (G_ONE_BOX ? G_PLANES * PLANE_COLUMNS : G_COLUMNS) * BLOCK_CO * ELEMENT : G_BYTES)) : "memory");
   int channel = work.group * CIN_G + work.ci;
 #if !TURN_X
 #pragma unroll 1
@@ -168,6 +177,10 @@ __device__ __forceinline__ void load_boxes(const TensorMap* map_x, const TensorM
     Class at = class_of(row, first, w, s);
     load_box(to + i * CLASS_BYTES, map_g + at.index, w + at.lead - at.phase, first / CHANNEL_CLASSES, (row - (row & (ROW_CLASSES - 1))) / ROW_CLASSES, d, c.n, barrier);
   }
+#elif G_ONE_BOX && CHANNELS_LAST
+#pragma unroll 1
+  for (int i = 0; i < G_BOXES * G_PLANES; i++)
+    load_box(to + i / G_PLANES * G_SLAB_BYTES + i % G_PLANES * PLANE_BYTES, map_g, channel + i / G_PLANES * G_WIDTH, w + i % G_PLANES * DIL_W, h, d, c.n, barrier);
 #elif G_ONE_BOX
   load_box(to, map_g, w - (w & (VEC - 1)), channel, h, d, c.n, barrier);
 #else
@@ -198,7 +211,7 @@ __device__ __forceinline__ u32 x_at(int k_step) {
 #if TURN_X
 // Pixels of a strip in the order of K: even ones first, so that a fragment's four lie in different banks of g's swizzled rows
 // (they are two rows apart; where a stride already parts them, in their own order).
-#define STRIP_PIXEL(j) (STEP_W % 2 ? (j) % 4 * 2 + (j) / 4 : (j))
+#define STRIP_PIXEL(j) (G_STEP_W % 2 ? (j) % 4 * 2 + (j) / 4 : (j))
 
 __device__ __forceinline__ void load_raw(const TensorMap* map_x, const Chunk& c, const Work& work, u32 to, u32 barrier) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(RAW_BYTES) : "memory");
@@ -304,7 +317,7 @@ __device__ __forceinline__ Step step_of(int k_step) {
   for (int k = 0; k < 2; k++) {
     int strip = ELEMENT == 4 ? k_step : 2 * k_step + k;
     Rows q = x_row(strip / W_STRIPS);
-    step.half[k] = {tile_row(q), (strip % W_STRIPS * 8 + (ELEMENT == 4 ? 4 * k : 0)) * STEP_W, {q.n, q.d * STEP_D, q.h * STEP_H}};
+    step.half[k] = {tile_row(q), (strip % W_STRIPS * 8 + (ELEMENT == 4 ? 4 * k : 0)) * G_STEP_W, {q.n, q.d * STEP_D, q.h * STEP_H}};
   }
   return step;
 }
@@ -314,7 +327,7 @@ __device__ __forceinline__ Step step_of_row(int n, int d, int r, int column) {
   Step step;
 #pragma unroll
   for (int k = 0; k < 2; k++)
-    step.half[k] = {r % ROW_CLASSES * (TILE_N * G_ROWS_D * CLASS_ROWS) + tile_row({n, d, 0}) + r / ROW_CLASSES, (ELEMENT == 4 ? 8 * column + 4 * k : 16 * column + 8 * k) * STEP_W, {n, d * STEP_D, r}};
+    step.half[k] = {r % ROW_CLASSES * (TILE_N * G_ROWS_D * CLASS_ROWS) + tile_row({n, d, 0}) + r / ROW_CLASSES, (ELEMENT == 4 ? 8 * column + 4 * k : 16 * column + 8 * k) * G_STEP_W, {n, d * STEP_D, r}};
   return step;
 }
 
@@ -339,7 +352,7 @@ __device__ __forceinline__ void load_fragment(u32 (&a)[4], const unsigned char* 
   u32 first = shared_address(g_tile) + (taps.at[u] + step.half[0].row * G_LINE + step.half[0].column) * (G_WIDTH * 4) + lane_at;
 #pragma unroll
   for (int k = 0; k < 2; k++) {
-    u32 address = first + k * (STRIP_PIXEL(4) * STEP_W * G_WIDTH * 4);
+    u32 address = first + k * (STRIP_PIXEL(4) * G_STEP_W * G_WIDTH * 4);
     address ^= (address >> 7 & (G_WIDTH / 4 - 1)) << 4;  // the engine's swizzle, a function of the address
     a[2 * k] = load_shared_u32(address);
     a[2 * k + 1] = load_shared_u32(address ^ 32);        // 8 channels on
@@ -476,18 +489,18 @@ __device__ __forceinline__ void consume(float* __restrict__ partial, const Sizes
     int td = unit / (SET_UNITS / TAPS_D), th = STACKED ? 0 : unit / TAPS_W % TAPS_H, tw = unit % TAPS_W;
     int shift = (DENSE_D ? td * (DIL_D / APART_D) : td) * CLASS_ROWS + (DENSE_H ? th * (DIL_H / APART_H) : th);
 #if CHANNELS_LAST
-    taps.at[u] = shift * G_LINE + tw * DIL_W;
+    taps.at[u] = shift * G_LINE + (PARTED ? tw % G_PLANES * (PLANE_BYTES / G_PIXEL_BYTES) + tw / G_PLANES * PLANE_TAPS : tw * DIL_W);
 #else
     taps.at[u] = shift * (G_CHANNELS * G_PITCH) + tw * DIL_W;
 #endif
     taps.line[u] = ((u32)(td * DIL_D) * s.out_h + th * DIL_H) * s.out_w;
   }
 #if TURN_X
-  const int lane_first = STRIP_PIXEL(q) * STEP_W * (G_WIDTH * 4) + (channel + row) / G_WIDTH * (G_ROWS * G_BOX_BYTES) + (channel + row) % G_WIDTH * 4;
+  const int lane_first = STRIP_PIXEL(q) * G_STEP_W * (G_WIDTH * 4) + (channel + row) / G_WIDTH * G_SLAB_BYTES + (channel + row) % G_WIDTH * 4;
 #elif CHANNELS_LAST
   int c8 = channel + (lane >> 3 & 1) * 8;  // a lane's 8 channels
 #if BOX_G
-  const int lane_first = (lane & 7) * STEP_W * (G_WIDTH * 2) + c8 / G_WIDTH * (G_ROWS * G_BOX_BYTES) + c8 % G_WIDTH * 2;
+  const int lane_first = (lane & 7) * G_STEP_W * (G_WIDTH * 2) + c8 / G_WIDTH * G_SLAB_BYTES + c8 % G_WIDTH * 2;
 #else
   const int lane_first = (lane & 7) * STEP_W * (G_PITCH * 2) + c8 * 2;
 #endif
@@ -524,7 +537,7 @@ __device__ __forceinline__ void consume(float* __restrict__ partial, const Sizes
 #if STACKED
 #pragma unroll 1
     for (int first = idle ? ROW_STEPS : 0; first < ROW_STEPS; first += STRETCH) {
-      multiply_rows(acc, tile + X_TILE_BYTES, taps, s, phases, lane_at + first * (32 / ELEMENT * STEP_W) * G_PIXEL_BYTES, x_tile + x_at(first));
+      multiply_rows(acc, tile + X_TILE_BYTES, taps, s, phases, lane_at + first * (32 / ELEMENT * G_STEP_W) * G_PIXEL_BYTES, x_tile + x_at(first));
     }
 #else
 #pragma unroll 1
