@@ -30,18 +30,19 @@
 #define CO_TILES ((COUT_G + BLOCK_CO - 1) / BLOCK_CO)
 #define TURN_X (CHANNELS_LAST && ELEMENT == 4)
 #define K_MAJOR (!CHANNELS_LAST || TURN_X)
-#define N_WIDTH (BLOCK_CI < 64 ? 32 : STACKED && K_MAJOR ? BLOCK_CI : 64)  // of one matrix instruction; STACKED: for each row of x
+#define N_WIDTH (STACKED && !K_MAJOR && BLOCK_CI > 64 ? 64 : BLOCK_CI)  // of one matrix instruction; STACKED: for each row of x
 #define NB (BLOCK_CI / N_WIDTH)
 #define OF_UNIT (STACKED ? TAPS_H : 1)     // taps of a unit
 #define UNITS (ENTRIES / OF_UNIT)
 #define SET_UNITS (SET_TAPS / OF_UNIT)
 
 // x in shared memory. Rows of a channel's pixels (K-major): for each SEGMENT bytes of a row a box of [row][channel][SEGMENT].
-// CHANNELS_LAST of 16 bits: for each N_WIDTH channels a box of the chunk's pixels.
+// CHANNELS_LAST of 16 bits: for each X_WIDTH channels a box of the chunk's pixels.
 #define PIXELS (X_ROWS * TILE_W)
 #if !K_MAJOR
-#define SEGMENT (N_WIDTH * ELEMENT)
-#define BOXES NB
+#define X_WIDTH (BLOCK_CI < 64 ? BLOCK_CI : 64)
+#define SEGMENT (X_WIDTH * ELEMENT)
+#define BOXES (BLOCK_CI / X_WIDTH)
 #define BOX_BYTES (PIXELS * SEGMENT)
 #define X_ROW_BYTES (TILE_W * SEGMENT)     // from one row of the tile to the next
 #define STEP_BYTES (16 * SEGMENT)          // and from one step of K to the next
@@ -159,7 +160,7 @@ __device__ __forceinline__ void load_boxes(const TensorMap* map_x, const TensorM
 #pragma unroll 1
   for (int i = 0; i < BOXES; i++) {
 #if CHANNELS_LAST
-    load_box(to + i * BOX_BYTES, map_x, channel + i * N_WIDTH, c.w, c.h - STACK + 1, c.d, c.n, barrier);
+    load_box(to + i * BOX_BYTES, map_x, channel + i * X_WIDTH, c.w, c.h - STACK + 1, c.d, c.n, barrier);
 #else
     int w = (LINES ? c.h * TILE_W : c.w) + i * (SEGMENT / ELEMENT);
     load_box(to + i * BOX_BYTES, map_x, w, channel, LINES ? 0 : c.h - STACK + 1, c.d, c.n, barrier);
@@ -258,17 +259,20 @@ __device__ __forceinline__ void turn(u32 raw, u32 tile, int thread) {
 #define MULTIPLY_ROWS_2 MULTIPLY_128
 #define MULTIPLY_ROWS_3 MULTIPLY_192
 #define MULTIPLY_ROWS_4 MULTIPLY_256
-#else
+#elif N_WIDTH == 128
 #define MULTIPLY_ROWS_1 MULTIPLY_128
 #define MULTIPLY_ROWS_2 MULTIPLY_256
+#else
+#define MULTIPLY_ROWS_1 MULTIPLY_256
 #endif
 
 #define STACKS(rows) (STACKED ? TAPS_H / STEP_H == (rows) || STACK == (rows) : (rows) == 1)
 
 // A fragment by `rows` rows of x, whose first begins at `x`: their sums follow each other from `first` rows on.
 __device__ __forceinline__ void multiply(float (&acc)[NB][OF_UNIT * (N_WIDTH / 2)], int first, int rows, const u32 (&a)[4], u32 x) {
-  // From 8 channels or pixels to the next 8; MN-major also from one row of x to the next, its 64 channels those of one swizzled line.
-  const u64 strides = ((u64)(8 * SEGMENT >> 4) << 32) | ((u64)((K_MAJOR ? 8 * SEGMENT : X_ROW_BYTES) >> 4) << 16);
+  // From 8 channels or pixels to the next 8; MN-major also from the channels of a swizzled line to the next: of the next box, or, STACKED,
+  // of the next row of x.
+  const u64 strides = ((u64)(8 * SEGMENT >> 4) << 32) | ((u64)((K_MAJOR ? 8 * SEGMENT : STACKED ? X_ROW_BYTES : BOX_BYTES) >> 4) << 16);
   const u64 upper = strides | ((u64)(SEGMENT == 32 ? 3 : SEGMENT == 64 ? 2 : 1) << 62);
 #pragma unroll
   for (int nb = 0; nb < NB; nb++) {
