@@ -127,6 +127,7 @@ constexpr int COLUMN_PAD = 2;  // columns by which a box begins early
 constexpr int BOX_UNITS = 5;  // 16-byte units of a row of a box
 constexpr int PLANE = 18;  // columns with one residue modulo IN_STEP_W
 constexpr int PLANES = 1;  // residues that some tap reads; of several boxes all
+constexpr int PLANE_BARRIERS = 1;
 constexpr int TAPS_UNROLLED = 18;  // taps in a stretch of code without a drain of the tensor cores
 constexpr int FRAGMENT_SETS = 3;  // sets of registers that weights take in turn
 constexpr int PRODUCER_REGISTERS = 56;  // of a thread
@@ -142,6 +143,15 @@ typedef unsigned long long u64;
 typedef unsigned short u16;
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+// Dependent launches (sm_90): a kernel launched so begins when all blocks of the one before let it; else these do nothing.
+__device__ __forceinline__ void let_dependent_begin() {
+  asm volatile("griddepcontrol.launch_dependents;\n" ::: "memory");
+}
+// And waits for what that one wrote.
+__device__ __forceinline__ void wait_for_results() {
+  asm volatile("griddepcontrol.wait;\n" ::: "memory");
+}
 
 // --- mbarriers: `count` arrivals (and the announced bytes) complete a phase; waits name the phase by its parity -------
 
@@ -353,8 +363,7 @@ __constant__ const short TAP_INDEX[] = {
 };
 
 // A block packs 16 rows of M, those of a warp, for one step of K and PACK_TAPS taps. It brings their weights to shared
-// memory in the
-// order of memory, then writes its quarter of each of these taps' fragments as one piece, two fragments at a time.
+// memory in the order of memory, then writes its quarter of each of these taps' fragments as one piece, two at a time.
 constexpr int PACK_THREADS = 256;
 constexpr int PACK_SPLITS = (TAPS + PACK_TAPS - 1) / PACK_TAPS;  // blocks that share the taps
 constexpr int PACK_PITCH = 5;  // odd, so that a warp's rows and channels meet different banks
@@ -365,8 +374,8 @@ constexpr int PACK_PLANE = COUT_G * TAPS;  // elements from one index of its fir
 constexpr int QUARTER = FRAGMENT / 4 / 4;  // words
 
 // A block's weights to shared memory, [row of M][channel][tap]; `outer`, `inner` and `taps` of them exist. A warp takes
-// an index of the
-// first dimension, whose elements it reads in the order of memory: taps innermost, or (LAST) channels, with taps `tap_step` apart.
+// an index of the first dimension, whose elements it reads in the order of memory: taps innermost, or (LAST) channels,
+// with taps `tap_step` apart.
 template <bool LAST>
 __device__ __forceinline__ void bring_weights(float* tile, const float* __restrict__ from, int outer, int inner,
     int taps, int tap_step, int thread) {
@@ -390,6 +399,7 @@ __device__ __forceinline__ void bring_weights(float* tile, const float* __restri
 __global__ void __launch_bounds__(PACK_THREADS) pack(const float* __restrict__ weight, u32* __restrict__ packed,
     int tap_step) {
   __shared__ float tile[16 * PACK_K * PACK_PITCH];
+  let_dependent_begin();                                // `gather`, which waits for the weights alone
   int thread = threadIdx.x, rest = blockIdx.x;
   int begin = rest % PACK_SPLITS * PACK_TAPS;  rest /= PACK_SPLITS;
   int warp = rest % 4;  rest /= 4;
@@ -612,6 +622,7 @@ __device__ __forceinline__ void bring(u32 to, const char* from, u32 bytes, u32 b
 
 // One thread: streams every tile's fragments through the ring; RESIDENT: loads them once.
 __device__ __forceinline__ void stream_weights(const char* packed, const Sizes& s, u32 ring, u32 full, u32 empty) {
+  wait_for_results();                                   // of `pack`
   Cursor cursor = {0, 1};
 #pragma unroll 1
   for (int index = blockIdx.x; index < s.tiles; index += gridDim.x) {
@@ -1017,11 +1028,12 @@ __device__ __forceinline__ void consume(const char* packed, const float* bias, c
     u32 behind = 0;                                      // CONTINUED: the chunk that the last step may still read
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks; chunk++, cursor.next(STAGES_P)) {
+      Columns pixels = pixels_of(tiles + cursor.stage * STAGE_BYTES, first_subtile);
+      u32 last = empty + cursor.stage * 8;
       barrier_wait(full + cursor.stage * 8, cursor.parity);
       weights.begin_chunk(chunk);
-      multiply_chunk<0>(variant, acc, weights, pixels_of(tiles + cursor.stage * STAGE_BYTES, first_subtile), behind,
-          lane);
-      give_back(empty + cursor.stage * 8, lane);
+      multiply_chunk<0>(variant, acc, weights, pixels, behind, lane);
+      give_back(last, lane);
     }
     weights.end();
     named_arrive(2 + (wg ^ 1), CONSUMER_THREADS);
@@ -1036,8 +1048,9 @@ constexpr int RING_AT = TILES_AT + STAGES_P * STAGE_BYTES;
 constexpr int SLOTS_AT = RING_AT + RING_FRAGMENTS * WGS_M * FRAGMENT;
 constexpr int BUFFERS_AT = SLOTS_AT + STAGES_S * SLOT_BYTES;
 constexpr int BARRIERS_AT = BUFFERS_AT + CONSUMERS * 4 * BUFFER_BYTES;
+constexpr int PIXEL_BARRIERS = STAGES_P * PLANE_BARRIERS;
 constexpr int SLOT_BARRIERS = STAGES_S;
-constexpr int SEGMENTS_AT = BARRIERS_AT + 16 * (STAGES_P + STAGES_W + SLOT_BARRIERS);
+constexpr int SEGMENTS_AT = BARRIERS_AT + 16 * (PIXEL_BARRIERS + STAGES_W + SLOT_BARRIERS);
 
 __global__ void __launch_bounds__(THREADS, 1)
 gather(const char* __restrict__ x, const char* __restrict__ packed, const float* __restrict__ bias,
@@ -1046,12 +1059,12 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
   extern __shared__ __align__(1024) unsigned char memory[];
   const Sizes s = {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, tile_count};
   u32 base = shared_address(memory);
-  u32 full = base + BARRIERS_AT, empty = full + 8 * STAGES_P, full_w = empty + 8 * STAGES_P,
+  u32 full = base + BARRIERS_AT, empty = full + 8 * PIXEL_BARRIERS, full_w = empty + 8 * PIXEL_BARRIERS,
       empty_w = full_w + 8 * STAGES_W;
   const Barriers barriers = {full, empty, empty_w + 8 * STAGES_W, empty_w + 8 * (STAGES_W + SLOT_BARRIERS)};
   int* segments = (int*)(memory + SEGMENTS_AT);
   if (threadIdx.x == 0) {
-    for (int i = 0; i < STAGES_P; i++) {
+    for (int i = 0; i < PIXEL_BARRIERS; i++) {
       barrier_init(full + 8 * i, PRODUCER_WARPS);
       barrier_init(empty + 8 * i, RELEASES * 4);
     }
@@ -1081,6 +1094,7 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
       stream_weights(packed, s, base + RING_AT, full_w, empty_w);
     }
   } else {
+    wait_for_results();                                 // of `pack`
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(CONSUMER_REGISTERS));
     Fragments weights;
     weights.ring = base + RING_AT;
@@ -1162,6 +1176,7 @@ constexpr int COLUMNS = 10;  // input columns of a tile with its halo
 constexpr int COLUMN_PAD = 0;  // columns by which a box begins early
 constexpr int PLANE = 10;  // columns with one residue modulo IN_STEP_W
 constexpr int PLANES = 1;  // residues that some tap reads; of several boxes all
+constexpr int PLANE_BARRIERS = 1;
 constexpr int TAPS_UNROLLED = 18;  // taps in a stretch of code without a drain of the tensor cores
 constexpr int FRAGMENT_SETS = 3;  // sets of registers that weights take in turn
 constexpr int PRODUCER_REGISTERS = 72;  // of a thread
@@ -1177,6 +1192,15 @@ typedef unsigned long long u64;
 typedef unsigned short u16;
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+// Dependent launches (sm_90): a kernel launched so begins when all blocks of the one before let it; else these do nothing.
+__device__ __forceinline__ void let_dependent_begin() {
+  asm volatile("griddepcontrol.launch_dependents;\n" ::: "memory");
+}
+// And waits for what that one wrote.
+__device__ __forceinline__ void wait_for_results() {
+  asm volatile("griddepcontrol.wait;\n" ::: "memory");
+}
 
 // --- mbarriers: `count` arrivals (and the announced bytes) complete a phase; waits name the phase by its parity -------
 
@@ -1393,8 +1417,7 @@ __constant__ const short TAP_INDEX[] = {
 };
 
 // A block packs 16 rows of M, those of a warp, for one step of K and PACK_TAPS taps. It brings their weights to shared
-// memory in the
-// order of memory, then writes its quarter of each of these taps' fragments as one piece, two fragments at a time.
+// memory in the order of memory, then writes its quarter of each of these taps' fragments as one piece, two at a time.
 constexpr int PACK_THREADS = 256;
 constexpr int PACK_SPLITS = (TAPS + PACK_TAPS - 1) / PACK_TAPS;  // blocks that share the taps
 constexpr int PACK_PITCH = 5;  // odd, so that a warp's rows and channels meet different banks
@@ -1405,8 +1428,8 @@ constexpr int PACK_PLANE = COUT_G * TAPS;  // elements from one index of its fir
 constexpr int QUARTER = FRAGMENT / 4 / 4;  // words
 
 // A block's weights to shared memory, [row of M][channel][tap]; `outer`, `inner` and `taps` of them exist. A warp takes
-// an index of the
-// first dimension, whose elements it reads in the order of memory: taps innermost, or (LAST) channels, with taps `tap_step` apart.
+// an index of the first dimension, whose elements it reads in the order of memory: taps innermost, or (LAST) channels,
+// with taps `tap_step` apart.
 template <bool LAST>
 __device__ __forceinline__ void bring_weights(float* tile, const float* __restrict__ from, int outer, int inner,
     int taps, int tap_step, int thread) {
@@ -1430,6 +1453,7 @@ __device__ __forceinline__ void bring_weights(float* tile, const float* __restri
 __global__ void __launch_bounds__(PACK_THREADS) pack(const float* __restrict__ weight, u32* __restrict__ packed,
     int tap_step) {
   __shared__ float tile[16 * PACK_K * PACK_PITCH];
+  let_dependent_begin();                                // `gather`, which waits for the weights alone
   int thread = threadIdx.x, rest = blockIdx.x;
   int begin = rest % PACK_SPLITS * PACK_TAPS;  rest /= PACK_SPLITS;
   int warp = rest % 4;  rest /= 4;
@@ -1710,6 +1734,7 @@ __device__ __forceinline__ void bring(u32 to, const char* from, u32 bytes, u32 b
 
 // One thread: streams every tile's fragments through the ring; RESIDENT: loads them once.
 __device__ __forceinline__ void stream_weights(const char* packed, const Sizes& s, u32 ring, u32 full, u32 empty) {
+  wait_for_results();                                   // of `pack`
   Cursor cursor = {0, 1};
 #pragma unroll 1
   for (int index = blockIdx.x; index < s.tiles; index += gridDim.x) {
@@ -2115,11 +2140,12 @@ __device__ __forceinline__ void consume(const char* packed, const float* bias, c
     u32 behind = 0;                                      // CONTINUED: the chunk that the last step may still read
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks; chunk++, cursor.next(STAGES_P)) {
+      Columns pixels = pixels_of(tiles + cursor.stage * STAGE_BYTES, first_subtile);
+      u32 last = empty + cursor.stage * 8;
       barrier_wait(full + cursor.stage * 8, cursor.parity);
       weights.begin_chunk(chunk);
-      multiply_chunk<0>(variant, acc, weights, pixels_of(tiles + cursor.stage * STAGE_BYTES, first_subtile), behind,
-          lane);
-      give_back(empty + cursor.stage * 8, lane);
+      multiply_chunk<0>(variant, acc, weights, pixels, behind, lane);
+      give_back(last, lane);
     }
     weights.end();
     named_arrive(2 + (wg ^ 1), CONSUMER_THREADS);
@@ -2134,8 +2160,9 @@ constexpr int RING_AT = TILES_AT + STAGES_P * STAGE_BYTES;
 constexpr int SLOTS_AT = RING_AT + RING_FRAGMENTS * WGS_M * FRAGMENT;
 constexpr int BUFFERS_AT = SLOTS_AT + STAGES_S * SLOT_BYTES;
 constexpr int BARRIERS_AT = BUFFERS_AT + CONSUMERS * 4 * BUFFER_BYTES;
+constexpr int PIXEL_BARRIERS = STAGES_P * PLANE_BARRIERS;
 constexpr int SLOT_BARRIERS = 0;
-constexpr int SEGMENTS_AT = BARRIERS_AT + 16 * (STAGES_P + STAGES_W + SLOT_BARRIERS);
+constexpr int SEGMENTS_AT = BARRIERS_AT + 16 * (PIXEL_BARRIERS + STAGES_W + SLOT_BARRIERS);
 
 __global__ void __launch_bounds__(THREADS, 1)
 gather(const char* __restrict__ x, const char* __restrict__ packed, const float* __restrict__ bias,
@@ -2144,12 +2171,12 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
   extern __shared__ __align__(1024) unsigned char memory[];
   const Sizes s = {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, tile_count};
   u32 base = shared_address(memory);
-  u32 full = base + BARRIERS_AT, empty = full + 8 * STAGES_P, full_w = empty + 8 * STAGES_P,
+  u32 full = base + BARRIERS_AT, empty = full + 8 * PIXEL_BARRIERS, full_w = empty + 8 * PIXEL_BARRIERS,
       empty_w = full_w + 8 * STAGES_W;
   const Barriers barriers = {full, empty, empty_w + 8 * STAGES_W, empty_w + 8 * (STAGES_W + SLOT_BARRIERS)};
   int* segments = (int*)(memory + SEGMENTS_AT);
   if (threadIdx.x == 0) {
-    for (int i = 0; i < STAGES_P; i++) {
+    for (int i = 0; i < PIXEL_BARRIERS; i++) {
       barrier_init(full + 8 * i, PRODUCER_WARPS);
       barrier_init(empty + 8 * i, RELEASES * 4);
     }
@@ -2173,6 +2200,7 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
       stream_weights(packed, s, base + RING_AT, full_w, empty_w);
     }
   } else {
+    wait_for_results();                                 // of `pack`
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(CONSUMER_REGISTERS));
     Fragments weights;
     weights.ring = base + RING_AT;
@@ -2254,6 +2282,7 @@ constexpr int COLUMNS = 34;  // input columns of a tile with its halo
 constexpr int COLUMN_PAD = 0;  // columns by which a box begins early
 constexpr int PLANE = 34;  // columns with one residue modulo IN_STEP_W
 constexpr int PLANES = 1;  // residues that some tap reads; of several boxes all
+constexpr int PLANE_BARRIERS = 1;
 constexpr int FRAGMENT_SETS = 3;  // sets of registers that weights take in turn
 constexpr int PRODUCER_REGISTERS = 72;  // of a thread
 constexpr int CONSUMER_REGISTERS = 184;  // of a thread
@@ -2268,6 +2297,15 @@ typedef unsigned long long u64;
 typedef unsigned short u16;
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+// Dependent launches (sm_90): a kernel launched so begins when all blocks of the one before let it; else these do nothing.
+__device__ __forceinline__ void let_dependent_begin() {
+  asm volatile("griddepcontrol.launch_dependents;\n" ::: "memory");
+}
+// And waits for what that one wrote.
+__device__ __forceinline__ void wait_for_results() {
+  asm volatile("griddepcontrol.wait;\n" ::: "memory");
+}
 
 // --- mbarriers: `count` arrivals (and the announced bytes) complete a phase; waits name the phase by its parity -------
 
@@ -2471,8 +2509,7 @@ __device__ __forceinline__ u32 unit_at(int p, int unit) {
 __constant__ const short TAP_INDEX[] = {0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,20,21,22,23,24,25,26};
 
 // A block packs 16 rows of M, those of a warp, for one step of K and PACK_TAPS taps. It brings their weights to shared
-// memory in the
-// order of memory, then writes its quarter of each of these taps' fragments as one piece, two fragments at a time.
+// memory in the order of memory, then writes its quarter of each of these taps' fragments as one piece, two at a time.
 constexpr int PACK_THREADS = 256;
 constexpr int PACK_SPLITS = (TAPS + PACK_TAPS - 1) / PACK_TAPS;  // blocks that share the taps
 constexpr int PACK_PITCH = 5;  // odd, so that a warp's rows and channels meet different banks
@@ -2483,8 +2520,8 @@ constexpr int PACK_PLANE = CIN_G * TAPS;  // elements from one index of its firs
 constexpr int QUARTER = FRAGMENT / 4 / 4;  // words
 
 // A block's weights to shared memory, [row of M][channel][tap]; `outer`, `inner` and `taps` of them exist. A warp takes
-// an index of the
-// first dimension, whose elements it reads in the order of memory: taps innermost, or (LAST) channels, with taps `tap_step` apart.
+// an index of the first dimension, whose elements it reads in the order of memory: taps innermost, or (LAST) channels,
+// with taps `tap_step` apart.
 template <bool LAST>
 __device__ __forceinline__ void bring_weights(float* tile, const float* __restrict__ from, int outer, int inner,
     int taps, int tap_step, int thread) {
@@ -2507,6 +2544,7 @@ __device__ __forceinline__ void bring_weights(float* tile, const float* __restri
 __global__ void __launch_bounds__(PACK_THREADS) pack(const float* __restrict__ weight, u32* __restrict__ packed,
     int tap_step) {
   __shared__ float tile[16 * PACK_K * PACK_PITCH];
+  let_dependent_begin();                                // `gather`, which waits for the weights alone
   int thread = threadIdx.x, rest = blockIdx.x;
   int begin = rest % PACK_SPLITS * PACK_TAPS;  rest /= PACK_SPLITS;
   int warp = rest % 4;  rest /= 4;
@@ -2786,6 +2824,7 @@ __device__ __forceinline__ void bring(u32 to, const char* from, u32 bytes, u32 b
 
 // One thread: streams every tile's fragments through the ring; RESIDENT: loads them once.
 __device__ __forceinline__ void stream_weights(const char* packed, const Sizes& s, u32 ring, u32 full, u32 empty) {
+  wait_for_results();                                   // of `pack`
   Cursor cursor = {0, 1};
 #pragma unroll 1
   for (int index = blockIdx.x; index < s.tiles; index += gridDim.x) {
@@ -3200,11 +3239,12 @@ __device__ __forceinline__ void consume(const char* packed, const float* bias, c
     u32 behind = 0;                                      // CONTINUED: the chunk that the last step may still read
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks; chunk++, cursor.next(STAGES_P)) {
+      Columns pixels = pixels_of(tiles + cursor.stage * STAGE_BYTES, first_subtile);
+      u32 last = empty + cursor.stage * 8;
       barrier_wait(full + cursor.stage * 8, cursor.parity);
       weights.begin_chunk(chunk);
-      multiply_chunk<0>(variant, acc, weights, pixels_of(tiles + cursor.stage * STAGE_BYTES, first_subtile), behind,
-          lane);
-      give_back(empty + cursor.stage * 8, lane);
+      multiply_chunk<0>(variant, acc, weights, pixels, behind, lane);
+      give_back(last, lane);
     }
     weights.end();
     epilogue(acc, bias, y, s, t, t.cout_block * WGS_M, first_subtile, buffer, warp, lane);
@@ -3218,8 +3258,9 @@ constexpr int RING_AT = TILES_AT + STAGES_P * STAGE_BYTES;
 constexpr int SLOTS_AT = RING_AT + RING_FRAGMENTS * WGS_M * FRAGMENT;
 constexpr int BUFFERS_AT = SLOTS_AT + STAGES_S * SLOT_BYTES;
 constexpr int BARRIERS_AT = BUFFERS_AT + CONSUMERS * 4 * BUFFER_BYTES;
+constexpr int PIXEL_BARRIERS = STAGES_P * PLANE_BARRIERS;
 constexpr int SLOT_BARRIERS = 0;
-constexpr int SEGMENTS_AT = BARRIERS_AT + 16 * (STAGES_P + STAGES_W + SLOT_BARRIERS);
+constexpr int SEGMENTS_AT = BARRIERS_AT + 16 * (PIXEL_BARRIERS + STAGES_W + SLOT_BARRIERS);
 
 __global__ void __launch_bounds__(THREADS, 1)
 gather(const char* __restrict__ x, const char* __restrict__ packed, const float* __restrict__ bias,
@@ -3228,12 +3269,12 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
   extern __shared__ __align__(1024) unsigned char memory[];
   const Sizes s = {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, tile_count};
   u32 base = shared_address(memory);
-  u32 full = base + BARRIERS_AT, empty = full + 8 * STAGES_P, full_w = empty + 8 * STAGES_P,
+  u32 full = base + BARRIERS_AT, empty = full + 8 * PIXEL_BARRIERS, full_w = empty + 8 * PIXEL_BARRIERS,
       empty_w = full_w + 8 * STAGES_W;
   const Barriers barriers = {full, empty, empty_w + 8 * STAGES_W, empty_w + 8 * (STAGES_W + SLOT_BARRIERS)};
   int* segments = (int*)(memory + SEGMENTS_AT);
   if (threadIdx.x == 0) {
-    for (int i = 0; i < STAGES_P; i++) {
+    for (int i = 0; i < PIXEL_BARRIERS; i++) {
       barrier_init(full + 8 * i, PRODUCER_WARPS);
       barrier_init(empty + 8 * i, RELEASES * 4);
     }
@@ -3257,6 +3298,7 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
       stream_weights(packed, s, base + RING_AT, full_w, empty_w);
     }
   } else {
+    wait_for_results();                                 // of `pack`
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(CONSUMER_REGISTERS));
     Fragments weights;
     weights.ring = base + RING_AT;
@@ -3575,9 +3617,8 @@ reduce(const float* __restrict__ partial, bits* __restrict__ out, int slices, lo
   for (int i = threadIdx.x; i < REDUCE_ROWS * 32; i += 32 * RUNS) {  // neighbouring threads write neighbours
     int row = stride_c == 1 ? i / 32 : i % REDUCE_ROWS, column = stride_c == 1 ? i % 32 : i / REDUCE_ROWS;
     if (first + row >= SLICE_ROWS || c + column >= INNERMOST) continue;
-    float v = sums[row][column];
-    u32 stored = __float_as_uint(v);
-    out[slice_row(first + row, stride_ci, stride_co, stride_tap).to + (c + column) * stride_c] = (bits)stored;
+    long long to = slice_row(first + row, stride_ci, stride_co, stride_tap).to + (c + column) * stride_c;
+    out[to] = __float_as_uint(sums[row][column]);
   }
 }
 
@@ -3612,7 +3653,7 @@ constexpr int UNITS = ENTRIES / OF_UNIT;
 constexpr int SET_UNITS = SET_TAPS / OF_UNIT;
 
 // x in shared memory. Rows of a channel's pixels (K-major): for each SEGMENT bytes of a row a box of [row][channel][SEGMENT].
-// CHANNELS_LAST of 16 bits: for each N_WIDTH channels a box of the chunk's pixels.
+// CHANNELS_LAST of 16 bits: for each X_WIDTH channels a box of the chunk's pixels.
 constexpr int PIXELS = X_ROWS * TILE_W;
 constexpr int LINE_BYTES = TILE_W * 1 * ELEMENT;  // LINES: the image is as wide as a chunk, and its rows one line
 constexpr int SEGMENT = 128;
@@ -3624,6 +3665,7 @@ constexpr int X_TILE_BYTES = BOXES * BOX_BYTES;
 // those of a class begin alike, and are a tensor of their own, whose rows then begin early (its lead).
 constexpr int G_CHANNELS = BLOCK_CO / CHANNEL_CLASSES;  // of a class
 constexpr int CLASS_BYTES = 33792;
+constexpr int G_STEP_W = STEP_W;  // pixels of g's tile from one of q to the next
 // From one pixel of g's tile to the next (of NCHW counted in elements), and from one row to the next.
 constexpr int G_PIXEL_BYTES = 1;
 constexpr int STAGE_BYTES = (X_TILE_BYTES + G_BYTES + 1023) / 1024 * 1024;
@@ -3677,8 +3719,9 @@ __device__ __forceinline__ u32 x_at(int k_step) {
 // A fragment by `rows` rows of x, whose first begins at `x`: their sums follow each other from `first` rows on.
 __device__ __forceinline__ void multiply(float (&acc)[NB][OF_UNIT * (N_WIDTH / 2)], int first, int rows,
     const u32 (&a)[4], u32 x) {
-  // From 8 channels or pixels to the next 8; MN-major also from one row of x to the next, its 64 channels those of one
-  // swizzled line.
+  // From 8 channels or pixels to the next 8; MN-major also from the channels of a swizzled line to the next: of the
+  // next box, or, STACKED,
+  // of the next row of x.
   const u64 strides = ((u64)(8 * SEGMENT >> 4) << 32) | ((u64)((8 * SEGMENT) >> 4) << 16);
   const u64 upper = strides | ((u64)(1) << 62);
 #pragma unroll
@@ -3713,7 +3756,7 @@ __device__ __forceinline__ Step step_of_row(int n, int d, int r, int column) {
 #pragma unroll
   for (int k = 0; k < 2; k++)
     step.half[k] = {r % ROW_CLASSES * (TILE_N * G_ROWS_D * CLASS_ROWS) + tile_row({n, d, 0}) + r / ROW_CLASSES,
-        (8 * column + 4 * k) * STEP_W, {n, d * STEP_D, r}};
+        (8 * column + 4 * k) * G_STEP_W, {n, d * STEP_D, r}};
   return step;
 }
 
@@ -3818,7 +3861,7 @@ __device__ __forceinline__ void consume(float* __restrict__ partial, const Sizes
 #pragma unroll 1
     for (int first = idle ? ROW_STEPS : 0; first < ROW_STEPS; first += STRETCH) {
       multiply_rows(acc, tile + X_TILE_BYTES, taps, s, phases,
-          lane_at + first * (32 / ELEMENT * STEP_W) * G_PIXEL_BYTES, x_tile + x_at(first));
+          lane_at + first * (32 / ELEMENT * G_STEP_W) * G_PIXEL_BYTES, x_tile + x_at(first));
     }
     __syncwarp();
     if (lane == 0) barrier_arrive(empty + stage * 8);
@@ -4183,9 +4226,8 @@ reduce(const float* __restrict__ partial, bits* __restrict__ out, int slices, lo
   for (int i = threadIdx.x; i < REDUCE_ROWS * 32; i += 32 * RUNS) {  // neighbouring threads write neighbours
     int row = stride_c == 1 ? i / 32 : i % REDUCE_ROWS, column = stride_c == 1 ? i % 32 : i / REDUCE_ROWS;
     if (first + row >= SLICE_ROWS || c + column >= INNERMOST) continue;
-    float v = sums[row][column];
-    u32 stored = __float_as_uint(v);
-    out[slice_row(first + row, stride_ci, stride_co, stride_tap).to + (c + column) * stride_c] = (bits)stored;
+    long long to = slice_row(first + row, stride_ci, stride_co, stride_tap).to + (c + column) * stride_c;
+    out[to] = __float_as_uint(sums[row][column]);
   }
 }
 

@@ -129,6 +129,7 @@ constexpr int COLUMN_PAD = 0;  // columns by which a box begins early
 constexpr int BOX_UNITS = 34;  // 16-byte units of a row of a box
 constexpr int PLANE = 268;  // columns with one residue modulo IN_STEP_W
 constexpr int PLANES = 1;  // residues that some tap reads; of several boxes all
+constexpr int PLANE_BARRIERS = 1;
 constexpr int FRAGMENT_SETS = 4;  // sets of registers that weights take in turn
 constexpr int PRODUCER_REGISTERS = 48;  // of a thread
 constexpr int CONSUMER_REGISTERS = 208;  // of a thread
@@ -143,6 +144,15 @@ typedef unsigned long long u64;
 typedef unsigned short u16;
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+// Dependent launches (sm_90): a kernel launched so begins when all blocks of the one before let it; else these do nothing.
+__device__ __forceinline__ void let_dependent_begin() {
+  asm volatile("griddepcontrol.launch_dependents;\n" ::: "memory");
+}
+// And waits for what that one wrote.
+__device__ __forceinline__ void wait_for_results() {
+  asm volatile("griddepcontrol.wait;\n" ::: "memory");
+}
 
 // --- mbarriers: `count` arrivals (and the announced bytes) complete a phase; waits name the phase by its parity -------
 
@@ -345,8 +355,7 @@ __device__ __forceinline__ u32 unit_at(int p, int unit) {
 __constant__ const short TAP_INDEX[] = {4,3,2,1,0};  // [variant, block, tap][SUBS]: the kernel's tap, -1 for none
 
 // A block packs 16 rows of M, those of a warp, for one step of K and PACK_TAPS taps. It brings their weights to shared
-// memory in the
-// order of memory, then writes its quarter of each of these taps' fragments as one piece, two fragments at a time.
+// memory in the order of memory, then writes its quarter of each of these taps' fragments as one piece, two at a time.
 constexpr int PACK_THREADS = 256;
 constexpr int PACK_SPLITS = (TAPS + PACK_TAPS - 1) / PACK_TAPS;  // blocks that share the taps
 constexpr int PACK_PITCH = 5;  // odd, so that a warp's rows and channels meet different banks
@@ -357,8 +366,8 @@ constexpr int PACK_PLANE = COUT_G * TAPS;  // elements from one index of its fir
 constexpr int QUARTER = FRAGMENT / 4 / 4;  // words
 
 // A block's weights to shared memory, [row of M][channel][tap]; `outer`, `inner` and `taps` of them exist. A warp takes
-// an index of the
-// first dimension, whose elements it reads in the order of memory: taps innermost, or (LAST) channels, with taps `tap_step` apart.
+// an index of the first dimension, whose elements it reads in the order of memory: taps innermost, or (LAST) channels,
+// with taps `tap_step` apart.
 template <bool LAST>
 __device__ __forceinline__ void bring_weights(float* tile, const float* __restrict__ from, int outer, int inner,
     int taps, int tap_step, int thread) {
@@ -381,6 +390,7 @@ __device__ __forceinline__ void bring_weights(float* tile, const float* __restri
 __global__ void __launch_bounds__(PACK_THREADS) pack(const float* __restrict__ weight, u32* __restrict__ packed,
     int tap_step) {
   __shared__ float tile[16 * PACK_K * PACK_PITCH];
+  let_dependent_begin();                                // `gather`, which waits for the weights alone
   int thread = threadIdx.x, rest = blockIdx.x;
   int begin = rest % PACK_SPLITS * PACK_TAPS;  rest /= PACK_SPLITS;
   int warp = rest % 4;  rest /= 4;
@@ -597,6 +607,7 @@ __device__ __forceinline__ void bring(u32 to, const char* from, u32 bytes, u32 b
 
 // One thread: streams every tile's fragments through the ring; RESIDENT: loads them once.
 __device__ __forceinline__ void stream_weights(const char* packed, const Sizes& s, u32 ring, u32 full, u32 empty) {
+  wait_for_results();                                   // of `pack`
   if (blockIdx.x >= s.tiles) return;
   Tile t = tile_at(blockIdx.x, s);
   const char* from = fragments_of(packed, t);
@@ -989,11 +1000,12 @@ __device__ __forceinline__ void consume(const char* packed, const float* bias, c
     u32 behind = 0;                                      // CONTINUED: the chunk that the last step may still read
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks; chunk++, cursor.next(STAGES_P)) {
+      Columns pixels = pixels_of(tiles + cursor.stage * STAGE_BYTES, first_subtile);
+      u32 last = empty + cursor.stage * 8;
       barrier_wait(full + cursor.stage * 8, cursor.parity);
       weights.begin_chunk(chunk);
-      multiply_chunk<0>(variant, acc, weights, pixels_of(tiles + cursor.stage * STAGE_BYTES, first_subtile), behind,
-          lane);
-      behind = empty + cursor.stage * 8;
+      multiply_chunk<0>(variant, acc, weights, pixels, behind, lane);
+      behind = last;
     }
     weights.end();
     named_arrive(2 + (wg ^ 1), CONSUMER_THREADS);
@@ -1010,8 +1022,9 @@ constexpr int RING_AT = TILES_AT + STAGES_P * STAGE_BYTES;
 constexpr int SLOTS_AT = RING_AT + RING_FRAGMENTS * WGS_M * FRAGMENT;
 constexpr int BUFFERS_AT = SLOTS_AT + STAGES_S * SLOT_BYTES;
 constexpr int BARRIERS_AT = BUFFERS_AT + CONSUMERS * 4 * BUFFER_BYTES;
+constexpr int PIXEL_BARRIERS = STAGES_P * PLANE_BARRIERS;
 constexpr int SLOT_BARRIERS = STAGES_S;
-constexpr int SEGMENTS_AT = BARRIERS_AT + 16 * (STAGES_P + STAGES_W + SLOT_BARRIERS);
+constexpr int SEGMENTS_AT = BARRIERS_AT + 16 * (PIXEL_BARRIERS + STAGES_W + SLOT_BARRIERS);
 
 __global__ void __launch_bounds__(THREADS, 1)
 gather(const char* __restrict__ x, const char* __restrict__ packed, const float* __restrict__ bias,
@@ -1020,12 +1033,12 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
   extern __shared__ __align__(1024) unsigned char memory[];
   const Sizes s = {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, tile_count};
   u32 base = shared_address(memory);
-  u32 full = base + BARRIERS_AT, empty = full + 8 * STAGES_P, full_w = empty + 8 * STAGES_P,
+  u32 full = base + BARRIERS_AT, empty = full + 8 * PIXEL_BARRIERS, full_w = empty + 8 * PIXEL_BARRIERS,
       empty_w = full_w + 8 * STAGES_W;
   const Barriers barriers = {full, empty, empty_w + 8 * STAGES_W, empty_w + 8 * (STAGES_W + SLOT_BARRIERS)};
   int* segments = (int*)(memory + SEGMENTS_AT);
   if (threadIdx.x == 0) {
-    for (int i = 0; i < STAGES_P; i++) {
+    for (int i = 0; i < PIXEL_BARRIERS; i++) {
       barrier_init(full + 8 * i, PRODUCER_WARPS);
       barrier_init(empty + 8 * i, RELEASES * 4);
     }
@@ -1055,6 +1068,7 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
       stream_weights(packed, s, base + RING_AT, full_w, empty_w);
     }
   } else {
+    wait_for_results();                                 // of `pack`
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(CONSUMER_REGISTERS));
     Fragments weights;
     weights.ring = base + RING_AT;
@@ -1135,6 +1149,7 @@ constexpr int COLUMNS = 268;  // input columns of a tile with its halo
 constexpr int COLUMN_PAD = 0;  // columns by which a box begins early
 constexpr int PLANE = 268;  // columns with one residue modulo IN_STEP_W
 constexpr int PLANES = 1;  // residues that some tap reads; of several boxes all
+constexpr int PLANE_BARRIERS = 1;
 constexpr int FRAGMENT_SETS = 4;  // sets of registers that weights take in turn
 constexpr int PRODUCER_REGISTERS = 72;  // of a thread
 constexpr int CONSUMER_REGISTERS = 184;  // of a thread
@@ -1149,6 +1164,15 @@ typedef unsigned long long u64;
 typedef unsigned short u16;
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+// Dependent launches (sm_90): a kernel launched so begins when all blocks of the one before let it; else these do nothing.
+__device__ __forceinline__ void let_dependent_begin() {
+  asm volatile("griddepcontrol.launch_dependents;\n" ::: "memory");
+}
+// And waits for what that one wrote.
+__device__ __forceinline__ void wait_for_results() {
+  asm volatile("griddepcontrol.wait;\n" ::: "memory");
+}
 
 // --- mbarriers: `count` arrivals (and the announced bytes) complete a phase; waits name the phase by its parity -------
 
@@ -1356,8 +1380,7 @@ __device__ __forceinline__ u32 unit_at(int p, int unit) {
 __constant__ const short TAP_INDEX[] = {4,3,2,1,0};  // [variant, block, tap][SUBS]: the kernel's tap, -1 for none
 
 // A block packs 16 rows of M, those of a warp, for one step of K and PACK_TAPS taps. It brings their weights to shared
-// memory in the
-// order of memory, then writes its quarter of each of these taps' fragments as one piece, two fragments at a time.
+// memory in the order of memory, then writes its quarter of each of these taps' fragments as one piece, two at a time.
 constexpr int PACK_THREADS = 256;
 constexpr int PACK_SPLITS = (TAPS + PACK_TAPS - 1) / PACK_TAPS;  // blocks that share the taps
 constexpr int PACK_PITCH = 5;  // odd, so that a warp's rows and channels meet different banks
@@ -1368,8 +1391,8 @@ constexpr int PACK_PLANE = COUT_G * TAPS;  // elements from one index of its fir
 constexpr int QUARTER = FRAGMENT / 4 / 4;  // words
 
 // A block's weights to shared memory, [row of M][channel][tap]; `outer`, `inner` and `taps` of them exist. A warp takes
-// an index of the
-// first dimension, whose elements it reads in the order of memory: taps innermost, or (LAST) channels, with taps `tap_step` apart.
+// an index of the first dimension, whose elements it reads in the order of memory: taps innermost, or (LAST) channels,
+// with taps `tap_step` apart.
 template <bool LAST>
 __device__ __forceinline__ void bring_weights(float* tile, const float* __restrict__ from, int outer, int inner,
     int taps, int tap_step, int thread) {
@@ -1392,6 +1415,7 @@ __device__ __forceinline__ void bring_weights(float* tile, const float* __restri
 __global__ void __launch_bounds__(PACK_THREADS) pack(const float* __restrict__ weight, u32* __restrict__ packed,
     int tap_step) {
   __shared__ float tile[16 * PACK_K * PACK_PITCH];
+  let_dependent_begin();                                // `gather`, which waits for the weights alone
   int thread = threadIdx.x, rest = blockIdx.x;
   int begin = rest % PACK_SPLITS * PACK_TAPS;  rest /= PACK_SPLITS;
   int warp = rest % 4;  rest /= 4;
@@ -1665,6 +1689,7 @@ __device__ __forceinline__ void bring(u32 to, const char* from, u32 bytes, u32 b
 
 // One thread: streams every tile's fragments through the ring; RESIDENT: loads them once.
 __device__ __forceinline__ void stream_weights(const char* packed, const Sizes& s, u32 ring, u32 full, u32 empty) {
+  wait_for_results();                                   // of `pack`
   if (blockIdx.x >= s.tiles) return;
   Tile t = tile_at(blockIdx.x, s);
   const char* from = fragments_of(packed, t);
@@ -2057,11 +2082,12 @@ __device__ __forceinline__ void consume(const char* packed, const float* bias, c
     u32 behind = 0;                                      // CONTINUED: the chunk that the last step may still read
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks; chunk++, cursor.next(STAGES_P)) {
+      Columns pixels = pixels_of(tiles + cursor.stage * STAGE_BYTES, first_subtile);
+      u32 last = empty + cursor.stage * 8;
       barrier_wait(full + cursor.stage * 8, cursor.parity);
       weights.begin_chunk(chunk);
-      multiply_chunk<0>(variant, acc, weights, pixels_of(tiles + cursor.stage * STAGE_BYTES, first_subtile), behind,
-          lane);
-      behind = empty + cursor.stage * 8;
+      multiply_chunk<0>(variant, acc, weights, pixels, behind, lane);
+      behind = last;
     }
     weights.end();
     named_arrive(2 + (wg ^ 1), CONSUMER_THREADS);
@@ -2078,8 +2104,9 @@ constexpr int RING_AT = TILES_AT + STAGES_P * STAGE_BYTES;
 constexpr int SLOTS_AT = RING_AT + RING_FRAGMENTS * WGS_M * FRAGMENT;
 constexpr int BUFFERS_AT = SLOTS_AT + STAGES_S * SLOT_BYTES;
 constexpr int BARRIERS_AT = BUFFERS_AT + CONSUMERS * 4 * BUFFER_BYTES;
+constexpr int PIXEL_BARRIERS = STAGES_P * PLANE_BARRIERS;
 constexpr int SLOT_BARRIERS = 0;
-constexpr int SEGMENTS_AT = BARRIERS_AT + 16 * (STAGES_P + STAGES_W + SLOT_BARRIERS);
+constexpr int SEGMENTS_AT = BARRIERS_AT + 16 * (PIXEL_BARRIERS + STAGES_W + SLOT_BARRIERS);
 
 __global__ void __launch_bounds__(THREADS, 1)
 gather(const char* __restrict__ x, const char* __restrict__ packed, const float* __restrict__ bias,
@@ -2088,12 +2115,12 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
   extern __shared__ __align__(1024) unsigned char memory[];
   const Sizes s = {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, tile_count};
   u32 base = shared_address(memory);
-  u32 full = base + BARRIERS_AT, empty = full + 8 * STAGES_P, full_w = empty + 8 * STAGES_P,
+  u32 full = base + BARRIERS_AT, empty = full + 8 * PIXEL_BARRIERS, full_w = empty + 8 * PIXEL_BARRIERS,
       empty_w = full_w + 8 * STAGES_W;
   const Barriers barriers = {full, empty, empty_w + 8 * STAGES_W, empty_w + 8 * (STAGES_W + SLOT_BARRIERS)};
   int* segments = (int*)(memory + SEGMENTS_AT);
   if (threadIdx.x == 0) {
-    for (int i = 0; i < STAGES_P; i++) {
+    for (int i = 0; i < PIXEL_BARRIERS; i++) {
       barrier_init(full + 8 * i, PRODUCER_WARPS);
       barrier_init(empty + 8 * i, RELEASES * 4);
     }
@@ -2117,6 +2144,7 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
       stream_weights(packed, s, base + RING_AT, full_w, empty_w);
     }
   } else {
+    wait_for_results();                                 // of `pack`
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(CONSUMER_REGISTERS));
     Fragments weights;
     weights.ring = base + RING_AT;
@@ -2197,6 +2225,7 @@ constexpr int COLUMN_PAD = 0;  // columns by which a box begins early
 constexpr int BOX_UNITS = 34;  // 16-byte units of a row of a box
 constexpr int PLANE = 268;  // columns with one residue modulo IN_STEP_W
 constexpr int PLANES = 1;  // residues that some tap reads; of several boxes all
+constexpr int PLANE_BARRIERS = 1;
 constexpr int FRAGMENT_SETS = 4;  // sets of registers that weights take in turn
 constexpr int PRODUCER_REGISTERS = 48;  // of a thread
 constexpr int CONSUMER_REGISTERS = 208;  // of a thread
@@ -2211,6 +2240,15 @@ typedef unsigned long long u64;
 typedef unsigned short u16;
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+// Dependent launches (sm_90): a kernel launched so begins when all blocks of the one before let it; else these do nothing.
+__device__ __forceinline__ void let_dependent_begin() {
+  asm volatile("griddepcontrol.launch_dependents;\n" ::: "memory");
+}
+// And waits for what that one wrote.
+__device__ __forceinline__ void wait_for_results() {
+  asm volatile("griddepcontrol.wait;\n" ::: "memory");
+}
 
 // --- mbarriers: `count` arrivals (and the announced bytes) complete a phase; waits name the phase by its parity -------
 
@@ -2413,8 +2451,7 @@ __device__ __forceinline__ u32 unit_at(int p, int unit) {
 __constant__ const short TAP_INDEX[] = {0,1,2,3,4};  // [variant, block, tap][SUBS]: the kernel's tap, -1 for none
 
 // A block packs 16 rows of M, those of a warp, for one step of K and PACK_TAPS taps. It brings their weights to shared
-// memory in the
-// order of memory, then writes its quarter of each of these taps' fragments as one piece, two fragments at a time.
+// memory in the order of memory, then writes its quarter of each of these taps' fragments as one piece, two at a time.
 constexpr int PACK_THREADS = 256;
 constexpr int PACK_SPLITS = (TAPS + PACK_TAPS - 1) / PACK_TAPS;  // blocks that share the taps
 constexpr int PACK_PITCH = 5;  // odd, so that a warp's rows and channels meet different banks
@@ -2425,8 +2462,8 @@ constexpr int PACK_PLANE = CIN_G * TAPS;  // elements from one index of its firs
 constexpr int QUARTER = FRAGMENT / 4 / 4;  // words
 
 // A block's weights to shared memory, [row of M][channel][tap]; `outer`, `inner` and `taps` of them exist. A warp takes
-// an index of the
-// first dimension, whose elements it reads in the order of memory: taps innermost, or (LAST) channels, with taps `tap_step` apart.
+// an index of the first dimension, whose elements it reads in the order of memory: taps innermost, or (LAST) channels,
+// with taps `tap_step` apart.
 template <bool LAST>
 __device__ __forceinline__ void bring_weights(float* tile, const float* __restrict__ from, int outer, int inner,
     int taps, int tap_step, int thread) {
@@ -2449,6 +2486,7 @@ __device__ __forceinline__ void bring_weights(float* tile, const float* __restri
 __global__ void __launch_bounds__(PACK_THREADS) pack(const float* __restrict__ weight, u32* __restrict__ packed,
     int tap_step) {
   __shared__ float tile[16 * PACK_K * PACK_PITCH];
+  let_dependent_begin();                                // `gather`, which waits for the weights alone
   int thread = threadIdx.x, rest = blockIdx.x;
   int begin = rest % PACK_SPLITS * PACK_TAPS;  rest /= PACK_SPLITS;
   int warp = rest % 4;  rest /= 4;
@@ -2670,6 +2708,7 @@ __device__ __forceinline__ void bring(u32 to, const char* from, u32 bytes, u32 b
 
 // One thread: streams every tile's fragments through the ring; RESIDENT: loads them once.
 __device__ __forceinline__ void stream_weights(const char* packed, const Sizes& s, u32 ring, u32 full, u32 empty) {
+  wait_for_results();                                   // of `pack`
   Cursor cursor = {0, 1};
 #pragma unroll 1
   for (int index = blockIdx.x; index < s.tiles; index += gridDim.x) {
@@ -3089,11 +3128,12 @@ __device__ __forceinline__ void consume(const char* packed, const float* bias, c
     u32 behind = 0;                                      // CONTINUED: the chunk that the last step may still read
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks; chunk++, cursor.next(STAGES_P)) {
+      Columns pixels = pixels_of(tiles + cursor.stage * STAGE_BYTES, first_subtile);
+      u32 last = empty + cursor.stage * 8;
       barrier_wait(full + cursor.stage * 8, cursor.parity);
       weights.begin_chunk(chunk);
-      multiply_chunk<0>(variant, acc, weights, pixels_of(tiles + cursor.stage * STAGE_BYTES, first_subtile), behind,
-          lane);
-      behind = empty + cursor.stage * 8;
+      multiply_chunk<0>(variant, acc, weights, pixels, behind, lane);
+      behind = last;
     }
     weights.end();
     named_arrive(2 + (wg ^ 1), CONSUMER_THREADS);
@@ -3110,8 +3150,9 @@ constexpr int RING_AT = TILES_AT + STAGES_P * STAGE_BYTES;
 constexpr int SLOTS_AT = RING_AT + RING_FRAGMENTS * WGS_M * FRAGMENT;
 constexpr int BUFFERS_AT = SLOTS_AT + STAGES_S * SLOT_BYTES;
 constexpr int BARRIERS_AT = BUFFERS_AT + CONSUMERS * 4 * BUFFER_BYTES;
+constexpr int PIXEL_BARRIERS = STAGES_P * PLANE_BARRIERS;
 constexpr int SLOT_BARRIERS = STAGES_S;
-constexpr int SEGMENTS_AT = BARRIERS_AT + 16 * (STAGES_P + STAGES_W + SLOT_BARRIERS);
+constexpr int SEGMENTS_AT = BARRIERS_AT + 16 * (PIXEL_BARRIERS + STAGES_W + SLOT_BARRIERS);
 
 __global__ void __launch_bounds__(THREADS, 1)
 gather(const char* __restrict__ x, const char* __restrict__ packed, const float* __restrict__ bias,
@@ -3120,12 +3161,12 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
   extern __shared__ __align__(1024) unsigned char memory[];
   const Sizes s = {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, tile_count};
   u32 base = shared_address(memory);
-  u32 full = base + BARRIERS_AT, empty = full + 8 * STAGES_P, full_w = empty + 8 * STAGES_P,
+  u32 full = base + BARRIERS_AT, empty = full + 8 * PIXEL_BARRIERS, full_w = empty + 8 * PIXEL_BARRIERS,
       empty_w = full_w + 8 * STAGES_W;
   const Barriers barriers = {full, empty, empty_w + 8 * STAGES_W, empty_w + 8 * (STAGES_W + SLOT_BARRIERS)};
   int* segments = (int*)(memory + SEGMENTS_AT);
   if (threadIdx.x == 0) {
-    for (int i = 0; i < STAGES_P; i++) {
+    for (int i = 0; i < PIXEL_BARRIERS; i++) {
       barrier_init(full + 8 * i, PRODUCER_WARPS);
       barrier_init(empty + 8 * i, RELEASES * 4);
     }
@@ -3155,6 +3196,7 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
       stream_weights(packed, s, base + RING_AT, full_w, empty_w);
     }
   } else {
+    wait_for_results();                                 // of `pack`
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(CONSUMER_REGISTERS));
     Fragments weights;
     weights.ring = base + RING_AT;
@@ -3236,6 +3278,7 @@ constexpr int COLUMNS = 524;  // input columns of a tile with its halo
 constexpr int COLUMN_PAD = 0;  // columns by which a box begins early
 constexpr int PLANE = 524;  // columns with one residue modulo IN_STEP_W
 constexpr int PLANES = 1;  // residues that some tap reads; of several boxes all
+constexpr int PLANE_BARRIERS = 1;
 constexpr int FRAGMENT_SETS = 3;  // sets of registers that weights take in turn
 constexpr int PRODUCER_REGISTERS = 72;  // of a thread
 constexpr int CONSUMER_REGISTERS = 184;  // of a thread
@@ -3250,6 +3293,15 @@ typedef unsigned long long u64;
 typedef unsigned short u16;
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+// Dependent launches (sm_90): a kernel launched so begins when all blocks of the one before let it; else these do nothing.
+__device__ __forceinline__ void let_dependent_begin() {
+  asm volatile("griddepcontrol.launch_dependents;\n" ::: "memory");
+}
+// And waits for what that one wrote.
+__device__ __forceinline__ void wait_for_results() {
+  asm volatile("griddepcontrol.wait;\n" ::: "memory");
+}
 
 // --- mbarriers: `count` arrivals (and the announced bytes) complete a phase; waits name the phase by its parity -------
 
@@ -3454,8 +3506,7 @@ __device__ __forceinline__ u32 unit_at(int p, int unit) {
 __constant__ const short TAP_INDEX[] = {0,1,2,3,4};  // [variant, block, tap][SUBS]: the kernel's tap, -1 for none
 
 // A block packs 16 rows of M, those of a warp, for one step of K and PACK_TAPS taps. It brings their weights to shared
-// memory in the
-// order of memory, then writes its quarter of each of these taps' fragments as one piece, two fragments at a time.
+// memory in the order of memory, then writes its quarter of each of these taps' fragments as one piece, two at a time.
 constexpr int PACK_THREADS = 256;
 constexpr int PACK_SPLITS = (TAPS + PACK_TAPS - 1) / PACK_TAPS;  // blocks that share the taps
 constexpr int PACK_PITCH = 5;  // odd, so that a warp's rows and channels meet different banks
@@ -3466,8 +3517,8 @@ constexpr int PACK_PLANE = CIN_G * TAPS;  // elements from one index of its firs
 constexpr int QUARTER = FRAGMENT / 4 / 4;  // words
 
 // A block's weights to shared memory, [row of M][channel][tap]; `outer`, `inner` and `taps` of them exist. A warp takes
-// an index of the
-// first dimension, whose elements it reads in the order of memory: taps innermost, or (LAST) channels, with taps `tap_step` apart.
+// an index of the first dimension, whose elements it reads in the order of memory: taps innermost, or (LAST) channels,
+// with taps `tap_step` apart.
 template <bool LAST>
 __device__ __forceinline__ void bring_weights(float* tile, const float* __restrict__ from, int outer, int inner,
     int taps, int tap_step, int thread) {
@@ -3490,6 +3541,7 @@ __device__ __forceinline__ void bring_weights(float* tile, const float* __restri
 __global__ void __launch_bounds__(PACK_THREADS) pack(const float* __restrict__ weight, u32* __restrict__ packed,
     int tap_step) {
   __shared__ float tile[16 * PACK_K * PACK_PITCH];
+  let_dependent_begin();                                // `gather`, which waits for the weights alone
   int thread = threadIdx.x, rest = blockIdx.x;
   int begin = rest % PACK_SPLITS * PACK_TAPS;  rest /= PACK_SPLITS;
   int warp = rest % 4;  rest /= 4;
@@ -3768,6 +3820,7 @@ __device__ __forceinline__ void bring(u32 to, const char* from, u32 bytes, u32 b
 
 // One thread: streams every tile's fragments through the ring; RESIDENT: loads them once.
 __device__ __forceinline__ void stream_weights(const char* packed, const Sizes& s, u32 ring, u32 full, u32 empty) {
+  wait_for_results();                                   // of `pack`
   Cursor cursor = {0, 1};
 #pragma unroll 1
   for (int index = blockIdx.x; index < s.tiles; index += gridDim.x) {
@@ -4181,11 +4234,12 @@ __device__ __forceinline__ void consume(const char* packed, const float* bias, c
     u32 behind = 0;                                      // CONTINUED: the chunk that the last step may still read
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks; chunk++, cursor.next(STAGES_P)) {
+      Columns pixels = pixels_of(tiles + cursor.stage * STAGE_BYTES, first_subtile);
+      u32 last = empty + cursor.stage * 8;
       barrier_wait(full + cursor.stage * 8, cursor.parity);
       weights.begin_chunk(chunk);
-      multiply_chunk<0>(variant, acc, weights, pixels_of(tiles + cursor.stage * STAGE_BYTES, first_subtile), behind,
-          lane);
-      give_back(empty + cursor.stage * 8, lane);
+      multiply_chunk<0>(variant, acc, weights, pixels, behind, lane);
+      give_back(last, lane);
     }
     weights.end();
     epilogue(acc, bias, y, s, t, t.cout_block * WGS_M, first_subtile, buffer, warp, lane);
@@ -4199,8 +4253,9 @@ constexpr int RING_AT = TILES_AT + STAGES_P * STAGE_BYTES;
 constexpr int SLOTS_AT = RING_AT + RING_FRAGMENTS * WGS_M * FRAGMENT;
 constexpr int BUFFERS_AT = SLOTS_AT + STAGES_S * SLOT_BYTES;
 constexpr int BARRIERS_AT = BUFFERS_AT + CONSUMERS * 4 * BUFFER_BYTES;
+constexpr int PIXEL_BARRIERS = STAGES_P * PLANE_BARRIERS;
 constexpr int SLOT_BARRIERS = 0;
-constexpr int SEGMENTS_AT = BARRIERS_AT + 16 * (STAGES_P + STAGES_W + SLOT_BARRIERS);
+constexpr int SEGMENTS_AT = BARRIERS_AT + 16 * (PIXEL_BARRIERS + STAGES_W + SLOT_BARRIERS);
 
 __global__ void __launch_bounds__(THREADS, 1)
 gather(const char* __restrict__ x, const char* __restrict__ packed, const float* __restrict__ bias,
@@ -4209,12 +4264,12 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
   extern __shared__ __align__(1024) unsigned char memory[];
   const Sizes s = {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, tile_count};
   u32 base = shared_address(memory);
-  u32 full = base + BARRIERS_AT, empty = full + 8 * STAGES_P, full_w = empty + 8 * STAGES_P,
+  u32 full = base + BARRIERS_AT, empty = full + 8 * PIXEL_BARRIERS, full_w = empty + 8 * PIXEL_BARRIERS,
       empty_w = full_w + 8 * STAGES_W;
   const Barriers barriers = {full, empty, empty_w + 8 * STAGES_W, empty_w + 8 * (STAGES_W + SLOT_BARRIERS)};
   int* segments = (int*)(memory + SEGMENTS_AT);
   if (threadIdx.x == 0) {
-    for (int i = 0; i < STAGES_P; i++) {
+    for (int i = 0; i < PIXEL_BARRIERS; i++) {
       barrier_init(full + 8 * i, PRODUCER_WARPS);
       barrier_init(empty + 8 * i, RELEASES * 4);
     }
@@ -4238,6 +4293,7 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
       stream_weights(packed, s, base + RING_AT, full_w, empty_w);
     }
   } else {
+    wait_for_results();                                 // of `pack`
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(CONSUMER_REGISTERS));
     Fragments weights;
     weights.ring = base + RING_AT;
@@ -4441,9 +4497,8 @@ reduce(const float* __restrict__ partial, bits* __restrict__ out, int slices, lo
   for (int i = threadIdx.x; i < REDUCE_ROWS * 32; i += 32 * RUNS) {  // neighbouring threads write neighbours
     int row = stride_c == 1 ? i / 32 : i % REDUCE_ROWS, column = stride_c == 1 ? i % 32 : i / REDUCE_ROWS;
     if (first + row >= SLICE_ROWS || c + column >= INNERMOST) continue;
-    float v = sums[row][column];
-    u32 stored = __float_as_uint(v);
-    out[slice_row(first + row, stride_ci, stride_co, stride_tap).to + (c + column) * stride_c] = (bits)stored;
+    long long to = slice_row(first + row, stride_ci, stride_co, stride_tap).to + (c + column) * stride_c;
+    out[to] = __float_as_uint(sums[row][column]);
   }
 }
 
@@ -4466,14 +4521,14 @@ constexpr int ROWS_PER_SUB = 64 / SUBS;
 constexpr int THREADS = (1 + WGS) * 128;
 constexpr int CI_TILES = (CIN_G + BLOCK_CI - 1) / BLOCK_CI;
 constexpr int CO_TILES = (COUT_G + BLOCK_CO - 1) / BLOCK_CO;
-constexpr int N_WIDTH = 32;  // of one matrix instruction; STACKED: for each row of x
+constexpr int N_WIDTH = BLOCK_CI;  // of one matrix instruction; STACKED: for each row of x
 constexpr int NB = BLOCK_CI / N_WIDTH;
 constexpr int OF_UNIT = 1;  // taps of a unit
 constexpr int UNITS = ENTRIES / OF_UNIT;
 constexpr int SET_UNITS = SET_TAPS / OF_UNIT;
 
 // x in shared memory. Rows of a channel's pixels (K-major): for each SEGMENT bytes of a row a box of [row][channel][SEGMENT].
-// CHANNELS_LAST of 16 bits: for each N_WIDTH channels a box of the chunk's pixels.
+// CHANNELS_LAST of 16 bits: for each X_WIDTH channels a box of the chunk's pixels.
 constexpr int PIXELS = X_ROWS * TILE_W;
 constexpr int LINE_BYTES = TILE_W * 1 * ELEMENT;  // LINES: the image is as wide as a chunk, and its rows one line
 constexpr int SEGMENT = 128;
@@ -4486,6 +4541,7 @@ constexpr int X_TILE_BYTES = BOXES * BOX_BYTES;
 constexpr int G_CHANNELS = BLOCK_CO / CHANNEL_CLASSES;  // of a class
 constexpr int CLASS_BYTES = 75776;
 constexpr int G_BOX_BYTES = G_CHANNELS * G_PITCH * ELEMENT;
+constexpr int G_STEP_W = STEP_W;  // pixels of g's tile from one of q to the next
 // From one pixel of g's tile to the next (of NCHW counted in elements), and from one row to the next.
 constexpr int G_PIXEL_BYTES = 1;
 constexpr int G_ROW_BYTES = G_BOX_BYTES;
@@ -4553,8 +4609,9 @@ __device__ __forceinline__ u32 x_at(int k_step) {
 // A fragment by `rows` rows of x, whose first begins at `x`: their sums follow each other from `first` rows on.
 __device__ __forceinline__ void multiply(float (&acc)[NB][OF_UNIT * (N_WIDTH / 2)], int first, int rows,
     const u32 (&a)[4], u32 x) {
-  // From 8 channels or pixels to the next 8; MN-major also from one row of x to the next, its 64 channels those of one
-  // swizzled line.
+  // From 8 channels or pixels to the next 8; MN-major also from the channels of a swizzled line to the next: of the
+  // next box, or, STACKED,
+  // of the next row of x.
   const u64 strides = ((u64)(8 * SEGMENT >> 4) << 32) | ((u64)((8 * SEGMENT) >> 4) << 16);
   const u64 upper = strides | ((u64)(1) << 62);
 #pragma unroll
@@ -4590,7 +4647,7 @@ __device__ __forceinline__ Step step_of(int k_step) {
   for (int k = 0; k < 2; k++) {
     int strip = k_step;
     Rows q = x_row(strip / W_STRIPS);
-    step.half[k] = {tile_row(q), (strip % W_STRIPS * 8 + 4 * k) * STEP_W, {q.n, q.d * STEP_D, q.h * STEP_H}};
+    step.half[k] = {tile_row(q), (strip % W_STRIPS * 8 + 4 * k) * G_STEP_W, {q.n, q.d * STEP_D, q.h * STEP_H}};
   }
   return step;
 }
@@ -5021,9 +5078,8 @@ reduce(const float* __restrict__ partial, bits* __restrict__ out, int slices, lo
   for (int i = threadIdx.x; i < REDUCE_ROWS * 32; i += 32 * RUNS) {  // neighbouring threads write neighbours
     int row = stride_c == 1 ? i / 32 : i % REDUCE_ROWS, column = stride_c == 1 ? i % 32 : i / REDUCE_ROWS;
     if (first + row >= SLICE_ROWS || c + column >= INNERMOST) continue;
-    float v = sums[row][column];
-    u32 stored = __float_as_uint(v);
-    out[slice_row(first + row, stride_ci, stride_co, stride_tap).to + (c + column) * stride_c] = (bits)stored;
+    long long to = slice_row(first + row, stride_ci, stride_co, stride_tap).to + (c + column) * stride_c;
+    out[to] = __float_as_uint(sums[row][column]);
   }
 }
 

@@ -964,9 +964,8 @@ reduce(const float* __restrict__ partial, bits* __restrict__ out, int slices, lo
   for (int i = threadIdx.x; i < REDUCE_ROWS * 32; i += 32 * RUNS) {  // neighbouring threads write neighbours
     int row = stride_c == 1 ? i / 32 : i % REDUCE_ROWS, column = stride_c == 1 ? i % 32 : i / REDUCE_ROWS;
     if (first + row >= SLICE_ROWS || c + column >= INNERMOST) continue;
-    float v = sums[row][column];
-    u32 stored = __float_as_uint(v);
-    out[slice_row(first + row, stride_ci, stride_co, stride_tap).to + (c + column) * stride_c] = (bits)stored;
+    long long to = slice_row(first + row, stride_ci, stride_co, stride_tap).to + (c + column) * stride_c;
+    out[to] = __float_as_uint(sums[row][column]);
   }
 }
 
@@ -1435,9 +1434,8 @@ reduce(const float* __restrict__ partial, bits* __restrict__ out, int slices, lo
   for (int i = threadIdx.x; i < REDUCE_ROWS * 32; i += 32 * RUNS) {  // neighbouring threads write neighbours
     int row = stride_c == 1 ? i / 32 : i % REDUCE_ROWS, column = stride_c == 1 ? i % 32 : i / REDUCE_ROWS;
     if (first + row >= SLICE_ROWS || c + column >= INNERMOST) continue;
-    float v = sums[row][column];
-    u32 stored = __float_as_uint(v);
-    out[slice_row(first + row, stride_ci, stride_co, stride_tap).to + (c + column) * stride_c] = (bits)stored;
+    long long to = slice_row(first + row, stride_ci, stride_co, stride_tap).to + (c + column) * stride_c;
+    out[to] = __float_as_uint(sums[row][column]);
   }
 }
 

@@ -127,6 +127,7 @@ constexpr int COLUMN_PAD = 0;  // columns by which a box begins early
 constexpr int BOX_UNITS = 17;  // 16-byte units of a row of a box
 constexpr int PLANE = 65;  // columns with one residue modulo IN_STEP_W
 constexpr int PLANES = 1;  // residues that some tap reads; of several boxes all
+constexpr int PLANE_BARRIERS = 1;
 constexpr int FRAGMENT_SETS = 3;  // sets of registers that weights take in turn
 constexpr int PRODUCER_REGISTERS = 48;  // of a thread
 constexpr int CONSUMER_REGISTERS = 208;  // of a thread
@@ -141,6 +142,15 @@ typedef unsigned long long u64;
 typedef unsigned short u16;
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+// Dependent launches (sm_90): a kernel launched so begins when all blocks of the one before let it; else these do nothing.
+__device__ __forceinline__ void let_dependent_begin() {
+  asm volatile("griddepcontrol.launch_dependents;\n" ::: "memory");
+}
+// And waits for what that one wrote.
+__device__ __forceinline__ void wait_for_results() {
+  asm volatile("griddepcontrol.wait;\n" ::: "memory");
+}
 
 // --- mbarriers: `count` arrivals (and the announced bytes) complete a phase; waits name the phase by its parity -------
 
@@ -345,8 +355,7 @@ __device__ __forceinline__ u32 unit_at(int p, int unit) {
 __constant__ const short TAP_INDEX[] = {4,5,3,7,8,6,1,2,0};
 
 // A block packs 16 rows of M, those of a warp, for one step of K and PACK_TAPS taps. It brings their weights to shared
-// memory in the
-// order of memory, then writes its quarter of each of these taps' fragments as one piece, two fragments at a time.
+// memory in the order of memory, then writes its quarter of each of these taps' fragments as one piece, two at a time.
 constexpr int PACK_THREADS = 256;
 constexpr int PACK_SPLITS = (TAPS + PACK_TAPS - 1) / PACK_TAPS;  // blocks that share the taps
 constexpr int PACK_PITCH = 5;  // odd, so that a warp's rows and channels meet different banks
@@ -357,8 +366,8 @@ constexpr int PACK_PLANE = COUT_G * TAPS;  // elements from one index of its fir
 constexpr int QUARTER = FRAGMENT / 4 / 4;  // words
 
 // A block's weights to shared memory, [row of M][channel][tap]; `outer`, `inner` and `taps` of them exist. A warp takes
-// an index of the
-// first dimension, whose elements it reads in the order of memory: taps innermost, or (LAST) channels, with taps `tap_step` apart.
+// an index of the first dimension, whose elements it reads in the order of memory: taps innermost, or (LAST) channels,
+// with taps `tap_step` apart.
 template <bool LAST>
 __device__ __forceinline__ void bring_weights(float* tile, const float* __restrict__ from, int outer, int inner,
     int taps, int tap_step, int thread) {
@@ -381,6 +390,7 @@ __device__ __forceinline__ void bring_weights(float* tile, const float* __restri
 __global__ void __launch_bounds__(PACK_THREADS) pack(const float* __restrict__ weight, u32* __restrict__ packed,
     int tap_step) {
   __shared__ float tile[16 * PACK_K * PACK_PITCH];
+  let_dependent_begin();                                // `gather`, which waits for the weights alone
   int thread = threadIdx.x, rest = blockIdx.x;
   int begin = rest % PACK_SPLITS * PACK_TAPS;  rest /= PACK_SPLITS;
   int warp = rest % 4;  rest /= 4;
@@ -602,6 +612,7 @@ __device__ __forceinline__ void bring(u32 to, const char* from, u32 bytes, u32 b
 
 // One thread: streams every tile's fragments through the ring; RESIDENT: loads them once.
 __device__ __forceinline__ void stream_weights(const char* packed, const Sizes& s, u32 ring, u32 full, u32 empty) {
+  wait_for_results();                                   // of `pack`
   Cursor cursor = {0, 1};
 #pragma unroll 1
   for (int index = blockIdx.x; index < s.tiles; index += gridDim.x) {
@@ -1023,11 +1034,12 @@ __device__ __forceinline__ void consume(const char* packed, const float* bias, c
     u32 behind = 0;                                      // CONTINUED: the chunk that the last step may still read
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks; chunk++, cursor.next(STAGES_P)) {
+      Columns pixels = pixels_of(tiles + cursor.stage * STAGE_BYTES, first_subtile);
+      u32 last = empty + cursor.stage * 8;
       barrier_wait(full + cursor.stage * 8, cursor.parity);
       weights.begin_chunk(chunk);
-      multiply_chunk<0>(variant, acc, weights, pixels_of(tiles + cursor.stage * STAGE_BYTES, first_subtile), behind,
-          lane);
-      behind = empty + cursor.stage * 8;
+      multiply_chunk<0>(variant, acc, weights, pixels, behind, lane);
+      behind = last;
     }
     weights.end();
     named_arrive(2 + (wg ^ 1), CONSUMER_THREADS);
@@ -1044,8 +1056,9 @@ constexpr int RING_AT = TILES_AT + STAGES_P * STAGE_BYTES;
 constexpr int SLOTS_AT = RING_AT + RING_FRAGMENTS * WGS_M * FRAGMENT;
 constexpr int BUFFERS_AT = SLOTS_AT + STAGES_S * SLOT_BYTES;
 constexpr int BARRIERS_AT = BUFFERS_AT + CONSUMERS * 4 * BUFFER_BYTES;
+constexpr int PIXEL_BARRIERS = STAGES_P * PLANE_BARRIERS;
 constexpr int SLOT_BARRIERS = STAGES_S;
-constexpr int SEGMENTS_AT = BARRIERS_AT + 16 * (STAGES_P + STAGES_W + SLOT_BARRIERS);
+constexpr int SEGMENTS_AT = BARRIERS_AT + 16 * (PIXEL_BARRIERS + STAGES_W + SLOT_BARRIERS);
 
 __global__ void __launch_bounds__(THREADS, 1)
 gather(const char* __restrict__ x, const char* __restrict__ packed, const float* __restrict__ bias,
@@ -1054,12 +1067,12 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
   extern __shared__ __align__(1024) unsigned char memory[];
   const Sizes s = {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, tile_count};
   u32 base = shared_address(memory);
-  u32 full = base + BARRIERS_AT, empty = full + 8 * STAGES_P, full_w = empty + 8 * STAGES_P,
+  u32 full = base + BARRIERS_AT, empty = full + 8 * PIXEL_BARRIERS, full_w = empty + 8 * PIXEL_BARRIERS,
       empty_w = full_w + 8 * STAGES_W;
   const Barriers barriers = {full, empty, empty_w + 8 * STAGES_W, empty_w + 8 * (STAGES_W + SLOT_BARRIERS)};
   int* segments = (int*)(memory + SEGMENTS_AT);
   if (threadIdx.x == 0) {
-    for (int i = 0; i < STAGES_P; i++) {
+    for (int i = 0; i < PIXEL_BARRIERS; i++) {
       barrier_init(full + 8 * i, PRODUCER_WARPS);
       barrier_init(empty + 8 * i, RELEASES * 4);
     }
@@ -1089,6 +1102,7 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
       stream_weights(packed, s, base + RING_AT, full_w, empty_w);
     }
   } else {
+    wait_for_results();                                 // of `pack`
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(CONSUMER_REGISTERS));
     Fragments weights;
     weights.ring = base + RING_AT;
@@ -1170,6 +1184,7 @@ constexpr int COLUMNS = 9;  // input columns of a tile with its halo
 constexpr int COLUMN_PAD = 0;  // columns by which a box begins early
 constexpr int PLANE = 9;  // columns with one residue modulo IN_STEP_W
 constexpr int PLANES = 1;  // residues that some tap reads; of several boxes all
+constexpr int PLANE_BARRIERS = 1;
 constexpr int FRAGMENT_SETS = 3;  // sets of registers that weights take in turn
 constexpr int PRODUCER_REGISTERS = 72;  // of a thread
 constexpr int CONSUMER_REGISTERS = 184;  // of a thread
@@ -1184,6 +1199,15 @@ typedef unsigned long long u64;
 typedef unsigned short u16;
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+// Dependent launches (sm_90): a kernel launched so begins when all blocks of the one before let it; else these do nothing.
+__device__ __forceinline__ void let_dependent_begin() {
+  asm volatile("griddepcontrol.launch_dependents;\n" ::: "memory");
+}
+// And waits for what that one wrote.
+__device__ __forceinline__ void wait_for_results() {
+  asm volatile("griddepcontrol.wait;\n" ::: "memory");
+}
 
 // --- mbarriers: `count` arrivals (and the announced bytes) complete a phase; waits name the phase by its parity -------
 
@@ -1390,8 +1414,7 @@ __device__ __forceinline__ u32 unit_at(int p, int unit) {
 __constant__ const short TAP_INDEX[] = {4,5,3,7,8,6,1,2,0};
 
 // A block packs 16 rows of M, those of a warp, for one step of K and PACK_TAPS taps. It brings their weights to shared
-// memory in the
-// order of memory, then writes its quarter of each of these taps' fragments as one piece, two fragments at a time.
+// memory in the order of memory, then writes its quarter of each of these taps' fragments as one piece, two at a time.
 constexpr int PACK_THREADS = 256;
 constexpr int PACK_SPLITS = (TAPS + PACK_TAPS - 1) / PACK_TAPS;  // blocks that share the taps
 constexpr int PACK_PITCH = 5;  // odd, so that a warp's rows and channels meet different banks
@@ -1402,8 +1425,8 @@ constexpr int PACK_PLANE = COUT_G * TAPS;  // elements from one index of its fir
 constexpr int QUARTER = FRAGMENT / 4 / 4;  // words
 
 // A block's weights to shared memory, [row of M][channel][tap]; `outer`, `inner` and `taps` of them exist. A warp takes
-// an index of the
-// first dimension, whose elements it reads in the order of memory: taps innermost, or (LAST) channels, with taps `tap_step` apart.
+// an index of the first dimension, whose elements it reads in the order of memory: taps innermost, or (LAST) channels,
+// with taps `tap_step` apart.
 template <bool LAST>
 __device__ __forceinline__ void bring_weights(float* tile, const float* __restrict__ from, int outer, int inner,
     int taps, int tap_step, int thread) {
@@ -1426,6 +1449,7 @@ __device__ __forceinline__ void bring_weights(float* tile, const float* __restri
 __global__ void __launch_bounds__(PACK_THREADS) pack(const float* __restrict__ weight, u32* __restrict__ packed,
     int tap_step) {
   __shared__ float tile[16 * PACK_K * PACK_PITCH];
+  let_dependent_begin();                                // `gather`, which waits for the weights alone
   int thread = threadIdx.x, rest = blockIdx.x;
   int begin = rest % PACK_SPLITS * PACK_TAPS;  rest /= PACK_SPLITS;
   int warp = rest % 4;  rest /= 4;
@@ -1705,6 +1729,7 @@ __device__ __forceinline__ void bring(u32 to, const char* from, u32 bytes, u32 b
 
 // One thread: streams every tile's fragments through the ring; RESIDENT: loads them once.
 __device__ __forceinline__ void stream_weights(const char* packed, const Sizes& s, u32 ring, u32 full, u32 empty) {
+  wait_for_results();                                   // of `pack`
   Cursor cursor = {0, 1};
 #pragma unroll 1
   for (int index = blockIdx.x; index < s.tiles; index += gridDim.x) {
@@ -2118,11 +2143,12 @@ __device__ __forceinline__ void consume(const char* packed, const float* bias, c
     u32 behind = 0;                                      // CONTINUED: the chunk that the last step may still read
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks; chunk++, cursor.next(STAGES_P)) {
+      Columns pixels = pixels_of(tiles + cursor.stage * STAGE_BYTES, first_subtile);
+      u32 last = empty + cursor.stage * 8;
       barrier_wait(full + cursor.stage * 8, cursor.parity);
       weights.begin_chunk(chunk);
-      multiply_chunk<0>(variant, acc, weights, pixels_of(tiles + cursor.stage * STAGE_BYTES, first_subtile), behind,
-          lane);
-      give_back(empty + cursor.stage * 8, lane);
+      multiply_chunk<0>(variant, acc, weights, pixels, behind, lane);
+      give_back(last, lane);
     }
     weights.end();
     epilogue(acc, bias, y, s, t, t.cout_block * WGS_M, first_subtile, buffer, warp, lane);
@@ -2136,8 +2162,9 @@ constexpr int RING_AT = TILES_AT + STAGES_P * STAGE_BYTES;
 constexpr int SLOTS_AT = RING_AT + RING_FRAGMENTS * WGS_M * FRAGMENT;
 constexpr int BUFFERS_AT = SLOTS_AT + STAGES_S * SLOT_BYTES;
 constexpr int BARRIERS_AT = BUFFERS_AT + CONSUMERS * 4 * BUFFER_BYTES;
+constexpr int PIXEL_BARRIERS = STAGES_P * PLANE_BARRIERS;
 constexpr int SLOT_BARRIERS = 0;
-constexpr int SEGMENTS_AT = BARRIERS_AT + 16 * (STAGES_P + STAGES_W + SLOT_BARRIERS);
+constexpr int SEGMENTS_AT = BARRIERS_AT + 16 * (PIXEL_BARRIERS + STAGES_W + SLOT_BARRIERS);
 
 __global__ void __launch_bounds__(THREADS, 1)
 gather(const char* __restrict__ x, const char* __restrict__ packed, const float* __restrict__ bias,
@@ -2146,12 +2173,12 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
   extern __shared__ __align__(1024) unsigned char memory[];
   const Sizes s = {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, tile_count};
   u32 base = shared_address(memory);
-  u32 full = base + BARRIERS_AT, empty = full + 8 * STAGES_P, full_w = empty + 8 * STAGES_P,
+  u32 full = base + BARRIERS_AT, empty = full + 8 * PIXEL_BARRIERS, full_w = empty + 8 * PIXEL_BARRIERS,
       empty_w = full_w + 8 * STAGES_W;
   const Barriers barriers = {full, empty, empty_w + 8 * STAGES_W, empty_w + 8 * (STAGES_W + SLOT_BARRIERS)};
   int* segments = (int*)(memory + SEGMENTS_AT);
   if (threadIdx.x == 0) {
-    for (int i = 0; i < STAGES_P; i++) {
+    for (int i = 0; i < PIXEL_BARRIERS; i++) {
       barrier_init(full + 8 * i, PRODUCER_WARPS);
       barrier_init(empty + 8 * i, RELEASES * 4);
     }
@@ -2175,6 +2202,7 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
       stream_weights(packed, s, base + RING_AT, full_w, empty_w);
     }
   } else {
+    wait_for_results();                                 // of `pack`
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(CONSUMER_REGISTERS));
     Fragments weights;
     weights.ring = base + RING_AT;
@@ -2256,6 +2284,7 @@ constexpr int COLUMNS = 320;  // input columns of a tile with its halo
 constexpr int COLUMN_PAD = 0;  // columns by which a box begins early
 constexpr int PLANE = 64;  // columns with one residue modulo IN_STEP_W
 constexpr int PLANES = 3;  // residues that some tap reads; of several boxes all
+constexpr int PLANE_BARRIERS = 1;
 constexpr int FRAGMENT_SETS = 3;  // sets of registers that weights take in turn
 constexpr int PRODUCER_REGISTERS = 96;  // of a thread
 constexpr int CONSUMER_REGISTERS = 160;  // of a thread
@@ -2270,6 +2299,15 @@ typedef unsigned long long u64;
 typedef unsigned short u16;
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+// Dependent launches (sm_90): a kernel launched so begins when all blocks of the one before let it; else these do nothing.
+__device__ __forceinline__ void let_dependent_begin() {
+  asm volatile("griddepcontrol.launch_dependents;\n" ::: "memory");
+}
+// And waits for what that one wrote.
+__device__ __forceinline__ void wait_for_results() {
+  asm volatile("griddepcontrol.wait;\n" ::: "memory");
+}
 
 // --- mbarriers: `count` arrivals (and the announced bytes) complete a phase; waits name the phase by its parity -------
 
@@ -2477,8 +2515,7 @@ __device__ __forceinline__ u32 unit_at(int p, int unit) {
 __constant__ const short TAP_INDEX[] = {0,1,2,3,4,5,6,7,8};
 
 // A block packs 16 rows of M, those of a warp, for one step of K and PACK_TAPS taps. It brings their weights to shared
-// memory in the
-// order of memory, then writes its quarter of each of these taps' fragments as one piece, two fragments at a time.
+// memory in the order of memory, then writes its quarter of each of these taps' fragments as one piece, two at a time.
 constexpr int PACK_THREADS = 256;
 constexpr int PACK_SPLITS = (TAPS + PACK_TAPS - 1) / PACK_TAPS;  // blocks that share the taps
 constexpr int PACK_PITCH = 5;  // odd, so that a warp's rows and channels meet different banks
@@ -2489,8 +2526,8 @@ constexpr int PACK_PLANE = CIN_G * TAPS;  // elements from one index of its firs
 constexpr int QUARTER = FRAGMENT / 4 / 4;  // words
 
 // A block's weights to shared memory, [row of M][channel][tap]; `outer`, `inner` and `taps` of them exist. A warp takes
-// an index of the
-// first dimension, whose elements it reads in the order of memory: taps innermost, or (LAST) channels, with taps `tap_step` apart.
+// an index of the first dimension, whose elements it reads in the order of memory: taps innermost, or (LAST) channels,
+// with taps `tap_step` apart.
 template <bool LAST>
 __device__ __forceinline__ void bring_weights(float* tile, const float* __restrict__ from, int outer, int inner,
     int taps, int tap_step, int thread) {
@@ -2513,6 +2550,7 @@ __device__ __forceinline__ void bring_weights(float* tile, const float* __restri
 __global__ void __launch_bounds__(PACK_THREADS) pack(const float* __restrict__ weight, u32* __restrict__ packed,
     int tap_step) {
   __shared__ float tile[16 * PACK_K * PACK_PITCH];
+  let_dependent_begin();                                // `gather`, which waits for the weights alone
   int thread = threadIdx.x, rest = blockIdx.x;
   int begin = rest % PACK_SPLITS * PACK_TAPS;  rest /= PACK_SPLITS;
   int warp = rest % 4;  rest /= 4;
@@ -2790,6 +2828,7 @@ __device__ __forceinline__ void bring(u32 to, const char* from, u32 bytes, u32 b
 
 // One thread: streams every tile's fragments through the ring; RESIDENT: loads them once.
 __device__ __forceinline__ void stream_weights(const char* packed, const Sizes& s, u32 ring, u32 full, u32 empty) {
+  wait_for_results();                                   // of `pack`
   Cursor cursor = {0, 1};
 #pragma unroll 1
   for (int index = blockIdx.x; index < s.tiles; index += gridDim.x) {
@@ -3206,11 +3245,12 @@ __device__ __forceinline__ void consume(const char* packed, const float* bias, c
     u32 behind = 0;                                      // CONTINUED: the chunk that the last step may still read
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks; chunk++, cursor.next(STAGES_P)) {
+      Columns pixels = pixels_of(tiles + cursor.stage * STAGE_BYTES, first_subtile);
+      u32 last = empty + cursor.stage * 8;
       barrier_wait(full + cursor.stage * 8, cursor.parity);
       weights.begin_chunk(chunk);
-      multiply_chunk<0>(variant, acc, weights, pixels_of(tiles + cursor.stage * STAGE_BYTES, first_subtile), behind,
-          lane);
-      give_back(empty + cursor.stage * 8, lane);
+      multiply_chunk<0>(variant, acc, weights, pixels, behind, lane);
+      give_back(last, lane);
     }
     weights.end();
     named_arrive(2 + (wg ^ 1), CONSUMER_THREADS);
@@ -3225,8 +3265,9 @@ constexpr int RING_AT = TILES_AT + STAGES_P * STAGE_BYTES;
 constexpr int SLOTS_AT = RING_AT + RING_FRAGMENTS * WGS_M * FRAGMENT;
 constexpr int BUFFERS_AT = SLOTS_AT + STAGES_S * SLOT_BYTES;
 constexpr int BARRIERS_AT = BUFFERS_AT + CONSUMERS * 4 * BUFFER_BYTES;
+constexpr int PIXEL_BARRIERS = STAGES_P * PLANE_BARRIERS;
 constexpr int SLOT_BARRIERS = 0;
-constexpr int SEGMENTS_AT = BARRIERS_AT + 16 * (STAGES_P + STAGES_W + SLOT_BARRIERS);
+constexpr int SEGMENTS_AT = BARRIERS_AT + 16 * (PIXEL_BARRIERS + STAGES_W + SLOT_BARRIERS);
 
 __global__ void __launch_bounds__(THREADS, 1)
 gather(const char* __restrict__ x, const char* __restrict__ packed, const float* __restrict__ bias,
@@ -3235,12 +3276,12 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
   extern __shared__ __align__(1024) unsigned char memory[];
   const Sizes s = {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, tile_count};
   u32 base = shared_address(memory);
-  u32 full = base + BARRIERS_AT, empty = full + 8 * STAGES_P, full_w = empty + 8 * STAGES_P,
+  u32 full = base + BARRIERS_AT, empty = full + 8 * PIXEL_BARRIERS, full_w = empty + 8 * PIXEL_BARRIERS,
       empty_w = full_w + 8 * STAGES_W;
   const Barriers barriers = {full, empty, empty_w + 8 * STAGES_W, empty_w + 8 * (STAGES_W + SLOT_BARRIERS)};
   int* segments = (int*)(memory + SEGMENTS_AT);
   if (threadIdx.x == 0) {
-    for (int i = 0; i < STAGES_P; i++) {
+    for (int i = 0; i < PIXEL_BARRIERS; i++) {
       barrier_init(full + 8 * i, PRODUCER_WARPS);
       barrier_init(empty + 8 * i, RELEASES * 4);
     }
@@ -3264,6 +3305,7 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
       stream_weights(packed, s, base + RING_AT, full_w, empty_w);
     }
   } else {
+    wait_for_results();                                 // of `pack`
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(CONSUMER_REGISTERS));
     Fragments weights;
     weights.ring = base + RING_AT;
@@ -3539,9 +3581,8 @@ reduce(const float* __restrict__ partial, bits* __restrict__ out, int slices, lo
   for (int i = threadIdx.x; i < REDUCE_ROWS * 32; i += 32 * RUNS) {  // neighbouring threads write neighbours
     int row = stride_c == 1 ? i / 32 : i % REDUCE_ROWS, column = stride_c == 1 ? i % 32 : i / REDUCE_ROWS;
     if (first + row >= SLICE_ROWS || c + column >= INNERMOST) continue;
-    float v = sums[row][column];
-    u32 stored = __float_as_uint(v);
-    out[slice_row(first + row, stride_ci, stride_co, stride_tap).to + (c + column) * stride_c] = (bits)stored;
+    long long to = slice_row(first + row, stride_ci, stride_co, stride_tap).to + (c + column) * stride_c;
+    out[to] = __float_as_uint(sums[row][column]);
   }
 }
 
@@ -3994,9 +4035,8 @@ reduce(const float* __restrict__ partial, bits* __restrict__ out, int slices, lo
   for (int i = threadIdx.x; i < REDUCE_ROWS * 32; i += 32 * RUNS) {  // neighbouring threads write neighbours
     int row = stride_c == 1 ? i / 32 : i % REDUCE_ROWS, column = stride_c == 1 ? i % 32 : i / REDUCE_ROWS;
     if (first + row >= SLICE_ROWS || c + column >= INNERMOST) continue;
-    float v = sums[row][column];
-    u32 stored = __float_as_uint(v);
-    out[slice_row(first + row, stride_ci, stride_co, stride_tap).to + (c + column) * stride_c] = (bits)stored;
+    long long to = slice_row(first + row, stride_ci, stride_co, stride_tap).to + (c + column) * stride_c;
+    out[to] = __float_as_uint(sums[row][column]);
   }
 }
 

@@ -1,14 +1,15 @@
 """The constants of the gather-GEMM's cost model.
 
 Fitted to 1,792 timed tilings of 242 layers and passes on an H200, 2 to 22 each; `_OTHERS` is of an earlier fit to
-1,500. Of what was timed the model chooses tilings that take 1.5% longer than a layer's best, where one set of constants
-for all took 2.6%; within a layer its error is 6%, and a layer's times are off by 15%. No tiling by mma.sync, float16 or
-gradient in IEEE float32 was among them.
+1,500, `_PLANEWISE` of a later one to 176, of which it chooses what takes 0.6% longer than a layer's best. Of what was
+timed the model chooses tilings that take 1.5% longer than the best, where one set of constants for all took 2.6%;
+within a layer its error is 6%, and a layer's times are off by 15%. No tiling by mma.sync, float16 or gradient in IEEE
+float32 was among them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from upconv.cuda.tiling import Tiling
 
@@ -31,10 +32,8 @@ class Constants:
     """Share of the lesser of matrix instructions and L2 that the other does not hide."""
     exposed: float
     """Share of the waits for copies that nothing hides."""
-    store: tuple[float, float]
-    """Bytes a clock that an epilogue stores; at most while the other consumer multiplies (no set here reaches it)."""
-    sector: float
-    """Bytes of a run that the unfilled sectors at its ends cost."""
+    store: float
+    """Bytes a clock that an epilogue stores."""
     store_share: float
     """Share of the epilogue that nothing hides where both consumers store at once."""
     lag: tuple[float, float]
@@ -43,16 +42,18 @@ class Constants:
     """What else a tile takes."""
     turn: float
     """From one consumer's turn to the other's."""
-    ragged_turn: float
-    """More of a tile, where it stores float32 rows that are not aligned."""
     chunk: tuple[float, float]
     """A chunk, as the next is waited for; of 8 channels in TF32, shared by consumers."""
     turning: tuple[float, float, float]
-    """The producers' pass: of a chunk; of 32 bytes of a pixel, float32, halves."""
+    """The producers' pass: of a chunk; of 32 bytes of a pixel, float32, halves (which lie turned in channels-last)."""
     latency: float
     """From a copy's request to its use."""
-    lost: float
-    """Share of a line's rest that comes anew where the cache has lost it (`gather._LINES`)."""
+    sector: float = 0.0
+    """NCHW: bytes of a run that the unfilled sectors at its ends cost."""
+    ragged_turn: float = 0.0
+    """NCHW: more of a tile, where it stores float32 rows that are not aligned."""
+    lost: float = 0.0
+    """Channels-last: share of a line's rest that comes anew where the cache has lost it (`gather._LINES`)."""
     scale: float = 1.0
     """Factor of all of a tile's clocks, so that other families compare (NOTES: the forward's times are right on
     average, those of gradients in NCHW 4% too long, of channels_last 9%)."""
@@ -67,7 +68,7 @@ _OTHERS = Constants(
     row=0.0,
     overlap=0.14,
     exposed=0.0,
-    store=(15.0, 40.0),
+    store=15.0,
     sector=213.0,
     store_share=0.33,
     lag=(2.9, 4.2),
@@ -88,7 +89,7 @@ _FORWARD = Constants(
     row=0.0,
     overlap=0.223,
     exposed=0.151,
-    store=(15.5, 40.0),
+    store=15.5,
     sector=165.0,
     store_share=0.416,
     lag=(3.6, 4.86),
@@ -98,30 +99,22 @@ _FORWARD = Constants(
     chunk=(132.0, 291.0),
     turning=(649.0, 120.0, 143.0),
     latency=1140.0,
-    lost=0.5,
     scale=0.915,
 )
 # Gradients for the input in NCHW.
-_GRAD_INPUT = Constants(
+_GRAD_INPUT = replace(
+    _FORWARD,
     step=(0.607, 15.8),
     drain=(281.0, 221.0),
-    l2=22.3,
     l2_weights=62.7,
-    row=0.0,
-    overlap=0.223,
     exposed=0.108,
-    store=(15.5, 40.0),
     sector=182.0,
-    store_share=0.416,
     lag=(3.6, 5.37),
     tile=449.0,
     turn=312.0,
-    ragged_turn=1.69,
     chunk=(136.0, 146.0),
     turning=(608.0, 120.0, 117.0),
     latency=901.0,
-    lost=0.5,
-    scale=0.915,
 )
 # NOTES: pixels come at 49 bytes a clock where NCHW's boxes bring 22, but a row of a box costs as much as 41 bytes
 # more: so chunks are long (unet4's gradient for the input in TF32 440 -> 409 us), and whole tiles go in turn (pix's in
@@ -134,22 +127,21 @@ _CHANNELS_LAST = Constants(
     row=41.0,
     overlap=0.215,
     exposed=0.0991,
-    store=(20.4, 49.2),
-    sector=142.0,
+    store=20.4,
     store_share=0.4,
     lag=(1.86, 3.65),
     tile=915.0,
     turn=4.76,
-    ragged_turn=0.524,
     chunk=(0.319, 0.425),
-    turning=(622.0, 103.0, 113.0),
+    turning=(622.0, 103.0, 0.0),
     latency=1840.0,
     lost=0.989,
 )
 
 # The same where planes come one by one: the loader is never far behind, so that tiles are large and chunks long
 # (NOTES: unet1's gradient for the input in TF32 213 -> 183 us).
-_PLANEWISE = Constants(
+_PLANEWISE = replace(
+    _CHANNELS_LAST,
     step=(6.29, 0.0165),
     drain=(803.0, 417.0),
     l2=58.9,
@@ -157,17 +149,12 @@ _PLANEWISE = Constants(
     row=52.0,
     overlap=0.252,
     exposed=0.0641,
-    store=(29.9, 49.2),
-    sector=142.0,
+    store=29.9,
     store_share=0.383,
     lag=(1.33, 2.54),
     tile=985.0,
     turn=4.77,
-    ragged_turn=0.524,
-    chunk=(0.319, 0.425),
-    turning=(622.0, 103.0, 113.0),
     latency=1251.0,
-    lost=0.989,
     scale=0.852,
 )
 

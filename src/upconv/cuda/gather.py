@@ -18,7 +18,7 @@ from torch import Tensor
 
 from upconv.cuda import jit
 from upconv.cuda.boxes import Tensor5, alignment_classes, encode, of_class
-from upconv.cuda.costs import constants
+from upconv.cuda.costs import Constants, constants
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.gpu import gpu as gpu_of
 from upconv.cuda.launch import Launcher, bind
@@ -437,8 +437,8 @@ def _tile_clocks(t: Tiling, alignment: int) -> Clocks:
         if t.channels_last and not t.aligned_channels:
             turn *= 4
     fragment_time = _fragment_clocks(t)
-    stores = per_tile_out * _ragged(t, alignment)
-    store = max(stores / c.store[0], _epilogue_clocks(t, alignment))
+    stores = per_tile_out * _ragged(t, alignment, c)
+    store = max(stores / c.store, _epilogue_clocks(t, alignment, c))
     drained = c.chunk[t.split != 2 and t.chunk == 8 and t.parts == 1]
     ragged = 0.0 if t.channels_last or alignment >= 16 or t.element == 2 else c.ragged_turn
     for v, entries in enumerate(t.variant_entries):
@@ -462,7 +462,7 @@ def _tile_clocks(t: Tiling, alignment: int) -> Clocks:
         for name, value in zip(clocks, (matrix, l2, chunks * turn, store)):
             clocks[name] += value
         if t.split == 2:  # one stores while the other multiplies
-            tile = max(body + c.turn, stores / c.store[1], (body + store + c.tile) / 2) + ragged
+            tile = max(body + c.turn, (body + store + c.tile) / 2) + ragged
             total += tile
             tail += body + store + c.tile - tile
         else:
@@ -508,19 +508,19 @@ def _read(t: Tiling, tiles: int, gpu: Gpu) -> float:
     return read
 
 
-def _ragged(t: Tiling, alignment: int) -> float:
+def _ragged(t: Tiling, alignment: int, c: Constants) -> float:
     """What stores that do not fill sectors of 32 bytes cost, as a factor: the rest of a sector is read first."""
     if t.channels_last:
         return 1.0 if t.cout_g * t.element % 32 == 0 else 1.5
     if t.width_subs < t.out_steps[2]:
         return 32 / (t.element * t.width_subs)
-    return 1.0 if alignment == 32 else 1 + constants(t).sector / (t.runs * 8 * t.width_subs * t.element)
+    return 1.0 if alignment == 32 else 1 + c.sector / (t.runs * 8 * t.width_subs * t.element)
 
 
-def _epilogue_clocks(t: Tiling, alignment: int) -> float:
+def _epilogue_clocks(t: Tiling, alignment: int, c: Constants) -> float:
     """Clocks that the instructions of a tile's epilogue take: both consumers' warps, two on a scheduler, or one's."""
     outputs = t.runs * 8 * t.width_subs
-    lag = constants(t).lag[t.split == 2]
+    lag = c.lag[t.split == 2]
     if t.channels_last:
         return lag * (t.nb * 8 / t.runs * t.width_subs) * (t.runs * 6 + t.runs * 8 * 16 / t.vec / 32 * 14 + 136)
     buffer = t.runs * t.width_subs * 2

@@ -161,8 +161,8 @@ __device__ __forceinline__ u32 unit_at(int p, int unit) {
 
 __constant__ const short TAP_INDEX[] = TAP_INDICES;    // [variant, block, tap][SUBS]: the kernel's tap, -1 for none
 
-// A block packs 16 rows of M, those of a warp, for one step of K and PACK_TAPS taps. It brings their weights to shared memory in the
-// order of memory, then writes its quarter of each of these taps' fragments as one piece, two fragments at a time.
+// A block packs 16 rows of M, those of a warp, for one step of K and PACK_TAPS taps. It brings their weights to shared
+// memory in the order of memory, then writes its quarter of each of these taps' fragments as one piece, two at a time.
 #define PACK_THREADS 256
 #define PACK_SPLITS ((TAPS + PACK_TAPS - 1) / PACK_TAPS)  // blocks that share the taps
 #define PACK_PITCH (PACK_TAPS | 1)                     // odd, so that a warp's rows and channels meet different banks
@@ -173,17 +173,22 @@ __constant__ const short TAP_INDEX[] = TAP_INDICES;    // [variant, block, tap][
 #define QUARTER (FRAGMENT / 4 / 4)                     // words
 
 #if ELEMENT == 2                                       // weights may be float32, rounded on their way
+#define WEIGHT Weight
 __device__ __forceinline__ ELEMENT_TYPE as_element(ELEMENT_TYPE v) { return v; }
 __device__ __forceinline__ ELEMENT_TYPE as_element(float v) { return STORE_BITS(v); }
-#define AS_ELEMENT as_element
 #else
-#define AS_ELEMENT
+#define WEIGHT ELEMENT_TYPE
 #endif
 
-// A block's weights to shared memory, [row of M][channel][tap]; `outer`, `inner` and `taps` of them exist. A warp takes an index of the
-// first dimension, whose elements it reads in the order of memory: taps innermost, or (LAST) channels, with taps `tap_step` apart.
+// A block's weights to shared memory, [row of M][channel][tap]; `outer`, `inner` and `taps` of them exist. A warp takes
+// an index of the first dimension, whose elements it reads in the order of memory: taps innermost, or (LAST) channels,
+// with taps `tap_step` apart.
+#if ELEMENT == 2
 template <bool LAST, class Weight>
-__device__ __forceinline__ void bring_weights(ELEMENT_TYPE* tile, const Weight* __restrict__ from, int outer, int inner, int taps, int tap_step, int thread) {
+#else
+template <bool LAST>
+#endif
+__device__ __forceinline__ void bring_weights(ELEMENT_TYPE* tile, const WEIGHT* __restrict__ from, int outer, int inner, int taps, int tap_step, int thread) {
   constexpr int COUNT = PACK_INNER * PACK_TAPS;
 #pragma unroll
   for (int j = 0; j < PACK_OUTER / (PACK_THREADS / 32); j++) {
@@ -193,14 +198,22 @@ __device__ __forceinline__ void bring_weights(ELEMENT_TYPE* tile, const Weight* 
       int e = thread % 32 + k * 32, i = LAST ? e % PACK_INNER : e / PACK_TAPS, tap = LAST ? e / PACK_INNER : e % PACK_TAPS;
       if (COUNT % 32 && e >= COUNT) break;
       bool exists = o < outer && i < inner && (TAPS % PACK_TAPS == 0 || tap < taps);
-      tile[(GRAD_INPUT ? o * PACK_K + i : i * PACK_K + o) * PACK_PITCH + tap] = exists ? AS_ELEMENT(from[o * PACK_PLANE + (LAST ? i + tap * tap_step : i * TAPS + tap)]) : 0;
+#if ELEMENT == 2
+      tile[(GRAD_INPUT ? o * PACK_K + i : i * PACK_K + o) * PACK_PITCH + tap] = exists ? as_element(from[o * PACK_PLANE + (LAST ? i + tap * tap_step : i * TAPS + tap)]) : 0;
+#else
+      tile[(GRAD_INPUT ? o * PACK_K + i : i * PACK_K + o) * PACK_PITCH + tap] = exists ? from[o * PACK_PLANE + (LAST ? i + tap * tap_step : i * TAPS + tap)] : 0;
+#endif
     }
   }
 }
 
 // Weights are dense: contiguous, taps one element apart, or channels-last, `tap_step` elements.
+#if ELEMENT == 2
 template <class Weight>
 __device__ __forceinline__ void pack_weights(const Weight* __restrict__ weight, u32* __restrict__ packed, int tap_step) {
+#else
+extern "C" __global__ void __launch_bounds__(PACK_THREADS) pack(const ELEMENT_TYPE* __restrict__ weight, u32* __restrict__ packed, int tap_step) {
+#endif
   __shared__ ELEMENT_TYPE tile[16 * PACK_K * PACK_PITCH];
   let_dependent_begin();                                // `gather`, which waits for the weights alone
   int thread = threadIdx.x, rest = blockIdx.x;
@@ -211,7 +224,7 @@ __device__ __forceinline__ void pack_weights(const Weight* __restrict__ weight, 
   int chunk = rest % CHUNKS, block = rest / CHUNKS, group = block / COUT_BLOCKS;
   int cout = (block % COUT_BLOCKS * WGS_M + wg) * ROWS_PER_SUB + warp * 16 % ROWS_PER_SUB, cin = chunk * CK + k_step * PACK_K;
   int outer = GRAD_INPUT ? cout : cin, inner = GRAD_INPUT ? cin : cout;  // the group's first along the weight's dimensions
-  const Weight* from = weight + (long long)(group * (GRAD_INPUT ? COUT_G : CIN_G) + outer) * PACK_PLANE;
+  const WEIGHT* from = weight + (long long)(group * (GRAD_INPUT ? COUT_G : CIN_G) + outer) * PACK_PLANE;
   int outer_left = (GRAD_INPUT ? COUT_G : CIN_G) - outer, inner_left = (GRAD_INPUT ? CIN_G : COUT_G) - inner;
   if (tap_step == 1) bring_weights<false>(tile, from + (inner * TAPS + begin), outer_left, inner_left, TAPS - begin, 1, thread);
   else bring_weights<true>(tile, from + (inner + begin * tap_step), outer_left, inner_left, TAPS - begin, tap_step, thread);
@@ -241,11 +254,11 @@ __device__ __forceinline__ void pack_weights(const Weight* __restrict__ weight, 
   }
 }
 
+#if ELEMENT == 2
 extern "C" __global__ void __launch_bounds__(PACK_THREADS) pack(const ELEMENT_TYPE* __restrict__ weight, u32* __restrict__ packed, int tap_step) {
   pack_weights(weight, packed, tap_step);
 }
 
-#if ELEMENT == 2
 // The same of float32 weights, and of a bias, if there is one, as autocast leaves them.
 extern "C" __global__ void __launch_bounds__(PACK_THREADS)
 pack_float(const float* __restrict__ weight, u32* __restrict__ packed, int tap_step, const float* __restrict__ bias, ELEMENT_TYPE* __restrict__ packed_bias) {
@@ -1365,11 +1378,12 @@ __device__ __forceinline__ void consume(const char* packed, const ELEMENT_TYPE* 
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks; chunk++, cursor.next(STAGES_P)) {
       Columns pixels = pixels_of(tiles + cursor.stage * STAGE_BYTES, first_subtile);
-      const u32 at = cursor.stage * (PLANE_BARRIERS * 8), last = empty + at + (PLANE_BARRIERS - 1) * 8;
 #if PLANE_BARRIERS > 1
-      pixels.full = full + at, pixels.empty = empty + at, pixels.parity = cursor.parity;
+      pixels.full = full + cursor.stage * (PLANE_BARRIERS * 8), pixels.empty = empty + cursor.stage * (PLANE_BARRIERS * 8), pixels.parity = cursor.parity;
+      u32 last = pixels.empty + (PLANE_BARRIERS - 1) * 8;
 #else
-      barrier_wait(full + at, cursor.parity);
+      u32 last = empty + cursor.stage * 8;
+      barrier_wait(full + cursor.stage * 8, cursor.parity);
 #endif
       weights.begin_chunk(chunk);
       multiply_chunk<0>(variant, acc, SUM_ARGUMENT weights, pixels, behind, lane);
@@ -1397,8 +1411,9 @@ __device__ __forceinline__ void consume(const char* packed, const ELEMENT_TYPE* 
 #define SLOTS_AT (RING_AT + RING_FRAGMENTS * WGS_M * FRAGMENT)
 #define BUFFERS_AT (SLOTS_AT + (CHANNELS_LAST ? 0 : STAGES_S * SLOT_BYTES))
 #define BARRIERS_AT (BUFFERS_AT + CONSUMERS * 4 * BUFFER_BYTES)
+#define PIXEL_BARRIERS (STAGES_P * PLANE_BARRIERS)
 #define SLOT_BARRIERS (BOX ? (CHANNELS_LAST ? STAGES_P : STAGES_S) : 0)
-#define SEGMENTS_AT (BARRIERS_AT + 16 * (STAGES_P * PLANE_BARRIERS + STAGES_W + SLOT_BARRIERS))
+#define SEGMENTS_AT (BARRIERS_AT + 16 * (PIXEL_BARRIERS + STAGES_W + SLOT_BARRIERS))
 #define SHARED_BYTES (SEGMENTS_AT + SEGMENTS * 4)
 #if WHOLE && !SLOTS_BY_BOX
 #error "whole images come by boxes"
@@ -1417,11 +1432,11 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const ELEMEN
   extern __shared__ __align__(1024) unsigned char memory[];
   const Sizes s = {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, tile_count};
   u32 base = shared_address(memory);
-  u32 full = base + BARRIERS_AT, empty = full + 8 * STAGES_P * PLANE_BARRIERS, full_w = empty + 8 * STAGES_P * PLANE_BARRIERS, empty_w = full_w + 8 * STAGES_W;
+  u32 full = base + BARRIERS_AT, empty = full + 8 * PIXEL_BARRIERS, full_w = empty + 8 * PIXEL_BARRIERS, empty_w = full_w + 8 * STAGES_W;
   const Barriers barriers = {full, empty, empty_w + 8 * STAGES_W, empty_w + 8 * (STAGES_W + SLOT_BARRIERS)};
   int* segments = (int*)(memory + SEGMENTS_AT);
   if (threadIdx.x == 0) {
-    for (int i = 0; i < STAGES_P * PLANE_BARRIERS; i++) {
+    for (int i = 0; i < PIXEL_BARRIERS; i++) {
       barrier_init(full + 8 * i, DIRECT_BOX ? 1 : PRODUCER_WARPS);
       barrier_init(empty + 8 * i, RELEASES * 4);
     }

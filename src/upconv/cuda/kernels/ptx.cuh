@@ -11,14 +11,13 @@ typedef unsigned short u16;
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
-// --- dependent launches (sm_90): a kernel launched as the one before's dependent begins when all blocks of that one have said that
-// it may, or are done; what it reads of that one's results is there behind `wait_for_results`. Launched otherwise, nothing happens.
-
+// Dependent launches (sm_90): a kernel launched so begins when all blocks of the one before let it; else these do nothing.
 __device__ __forceinline__ void let_dependent_begin() {
 #if HAS_ASYNC_PROXY
   asm volatile("griddepcontrol.launch_dependents;\n" ::: "memory");
 #endif
 }
+// And waits for what that one wrote.
 __device__ __forceinline__ void wait_for_results() {
 #if HAS_ASYNC_PROXY
   asm volatile("griddepcontrol.wait;\n" ::: "memory");

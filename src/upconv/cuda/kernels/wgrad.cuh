@@ -196,15 +196,16 @@ __device__ __forceinline__ SliceRow slice_row(int row, long long stride_ci, long
 #endif
 }
 
-#if ELEMENT == 4
-__device__ __forceinline__ void store_sum(bits* to, float v) { *to = __float_as_uint(v); }
-#else
+#if ELEMENT == 2                           // for a float32 weight under autocast sums stay what they are
 __device__ __forceinline__ void store_sum(bits* to, float v) { *to = (bits)(PRECISION == 2 ? half_bits(v) : bfloat_bits(v)); }
 __device__ __forceinline__ void store_sum(float* to, float v) { *to = v; }
-#endif
 
 template <class Out>
 __device__ __forceinline__ void reduce_as(const float* __restrict__ partial, Out* __restrict__ out, int slices, long long stride_ci, long long stride_co, long long stride_tap) {
+#else
+extern "C" __global__ void __launch_bounds__(32 * RUNS)
+reduce(const float* __restrict__ partial, bits* __restrict__ out, int slices, long long stride_ci, long long stride_co, long long stride_tap) {
+#endif
   __shared__ float sums[REDUCE_ROWS < RUNS ? RUNS : REDUCE_ROWS][33];
   const long long total = (long long)TAPS * CIN * COUT_G;
   constexpr int COLUMNS_OF_BLOCKS = (INNERMOST + 31) / 32, ROWS_EACH = REDUCE_ROWS < RUNS ? 1 : REDUCE_ROWS / RUNS;
@@ -240,16 +241,20 @@ __device__ __forceinline__ void reduce_as(const float* __restrict__ partial, Out
   for (int i = threadIdx.x; i < REDUCE_ROWS * 32; i += 32 * RUNS) {  // neighbouring threads write neighbours
     int row = stride_c == 1 ? i / 32 : i % REDUCE_ROWS, column = stride_c == 1 ? i % 32 : i / REDUCE_ROWS;
     if (first + row >= SLICE_ROWS || c + column >= INNERMOST) continue;
-    store_sum(out + slice_row(first + row, stride_ci, stride_co, stride_tap).to + (c + column) * stride_c, sums[row][column]);
+    long long to = slice_row(first + row, stride_ci, stride_co, stride_tap).to + (c + column) * stride_c;
+#if ELEMENT == 2
+    store_sum(out + to, sums[row][column]);
+#else
+    out[to] = __float_as_uint(sums[row][column]);
+#endif
   }
 }
 
+#if ELEMENT == 2
 extern "C" __global__ void __launch_bounds__(32 * RUNS)
 reduce(const float* __restrict__ partial, bits* __restrict__ out, int slices, long long stride_ci, long long stride_co, long long stride_tap) {
   reduce_as(partial, out, slices, stride_ci, stride_co, stride_tap);
 }
-
-#if ELEMENT == 2                           // the gradient of a float32 weight under autocast
 extern "C" __global__ void __launch_bounds__(32 * RUNS)
 reduce_float(const float* __restrict__ partial, float* __restrict__ out, int slices, long long stride_ci, long long stride_co, long long stride_tap) {
   reduce_as(partial, out, slices, stride_ci, stride_co, stride_tap);
