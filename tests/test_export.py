@@ -278,7 +278,7 @@ class Recorder:
         self.calls: list[tuple[int, tuple[Any, ...]]] = []
         made.append(self)
 
-    def __call__(self, device: int, grid: int, args: tuple[Any, ...]) -> None:
+    def __call__(self, device: int, grid: int, args: tuple[Any, ...], dependent: bool = False) -> None:
         integers = [a for a, code in zip(args, self.codes) if code in "iq"]
         self.calls.append((grid, tuple(integers)))
 

@@ -23,7 +23,7 @@ from gather_interpreter import Interpreter
 from test_gather import draw_problem, draw_tiling
 from upconv.cuda import gather, jit, wgrad
 from upconv.cuda.gpu import H200
-from upconv.cuda.tiling import PACK_THREADS, Tiling, Unfit
+from upconv.cuda.tiling import PACK_THREADS, Tiling, Unfit, result_shape
 from upconv.cuda.wgrad_tiling import WarpgroupTiling
 from upconv.problem import Pass, Precision, Problem
 
@@ -97,8 +97,11 @@ def packing(tiling: Tiling, folder: Path) -> Path:
     """A program that packs a tiling's weights."""
     entries = cut(SOURCE, "__constant__ const int ENTRY[]", "__constant__ const short SUB_D[]")
     counts = cut(SOURCE, "__device__ __forceinline__ int entries_of", "__device__ __forceinline__ int chunks_of")
+    types = cut(
+        SOURCE, "#if PRECISION == 0 || PRECISION == 1", "#if ELEMENT == 2\n__device__ __forceinline__ u32 pack_pair"
+    )
     pack = cut(SOURCE, "__constant__ const short TAP_INDEX[]", "// A place in a ring of")
-    (folder / "kernel.h").write_text(defined(tiling) + CONSTANTS + entries + counts + pack)
+    (folder / "kernel.h").write_text(defined(tiling) + CONSTANTS + entries + types + counts + pack)
     return compiled("pack", folder)
 
 
@@ -274,7 +277,7 @@ def test_taps_shift_their_fragments_out_of_common_words(seed: int, stride: int, 
 def test_weights_are_packed(
     precision: Precision, pass_: Pass, at_once: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every word is the interpreter's, from contiguous weights and from channels-last ones."""
+    """Every word is the interpreter's, from contiguous weights, from channels-last ones and from float32 ones."""
     monkeypatch.setattr(Tiling, "pack_taps", property(lambda tiling: min(at_once, tiling.problem.taps)))
     r = random.Random(f"{precision} {pass_} {at_once}")
     dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(precision, torch.float32)
@@ -308,6 +311,21 @@ def test_weights_are_packed(
         assert done.returncode == 0, done.stdout[:400]
         words = torch.frombuffer(bytearray(done.stdout), dtype=dtype).view(-1, 4 // dtype.itemsize)
         assert np.array_equal(words.double().numpy(), expected), tiling
+    if dtype.itemsize == 4:
+        return
+    single, bias = (torch.randn(shape, generator=torch.Generator().manual_seed(at_once)) for shape in (
+        p.weight_shape, (result_shape(p)[1],)
+    ))  # fmt: skip
+    expected = Interpreter(tiling).pack(single.to(dtype).double().numpy())
+    for biases in (bias, bias[:0]):
+        arguments = map(str, (tiling.pack_blocks, 1, tiling.packed_words, len(biases)))
+        data = torch.cat((single.flatten(), biases)).numpy().tobytes()
+        done = subprocess.run([str(program), *arguments], input=data, capture_output=True)
+        assert done.returncode == 0, done.stdout[:400]
+        found = torch.frombuffer(bytearray(done.stdout), dtype=dtype)
+        words = found[: 2 * tiling.packed_words].view(-1, 2)
+        assert np.array_equal(words.double().numpy(), expected), tiling
+        assert torch.equal(found[2 * tiling.packed_words :], biases.to(dtype))
 
 
 def test_blocks_that_pack_have_the_kernels_threads() -> None:

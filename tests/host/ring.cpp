@@ -17,6 +17,7 @@ typedef unsigned long long u64;
 struct Dim { int x; };
 static Dim blockIdx, gridDim;
 static void __syncwarp() {}
+static void wait_for_results() {}
 static int __shfl_sync(u32, int v, int) { return v; }
 static u32 __shfl_sync(u32, u32 v, int) { return v; }
 static void wgmma_fence() {}
