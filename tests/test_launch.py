@@ -63,6 +63,7 @@ class Driver:
         self.launches: list[tuple[Any, ...]] = []
         self.answers: list[Code] = []
         self.delay = 0.0
+        self.dependents = 0
         self.mode = "global"
 
     def CUfunction(self, handle: int) -> tuple[str, int]:
@@ -87,6 +88,17 @@ class Driver:
             assert len({*slots}) == len(slots) and all(slot % 8 == 0 for slot in slots)
             self.launches.append((function, tuple(shape), stream, tuple(values), extra))
         return (answer,)
+
+    CUlaunchAttribute = CUlaunchConfig = staticmethod(lambda: SimpleNamespace(value=SimpleNamespace()))
+    CUlaunchAttributeID = SimpleNamespace(CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION="dependent")
+
+    def cuLaunchKernelEx(self, config: Any, function: Any, pointers: int, extra: int) -> tuple[Code]:
+        (attribute,) = config.attrs
+        assert attribute.id == "dependent" and attribute.value.programmaticStreamSerializationAllowed == 1
+        assert config.numAttrs == 1
+        self.dependents += 1
+        shape = [getattr(config, f"{what}Dim{axis}") for what in ("grid", "block") for axis in "XYZ"]
+        return self.cuLaunchKernel(function, *shape, config.sharedMemBytes, config.hStream, pointers, extra)
 
     def cuThreadExchangeStreamCaptureMode(self, mode: str) -> tuple[Code, str]:
         old, self.mode = self.mode, mode
@@ -156,6 +168,14 @@ def test_a_launch_is_one_call_with_the_configuration_and_the_arguments(driver: D
         (2**47, -3, -(2**40), single, 0),
         0,
     )
+
+
+def test_a_dependent_launch_says_so_and_is_else_the_same(driver: Driver) -> None:
+    launch = launcher(driver, "iP", 96, 512)
+    for n, dependent in enumerate((False, True, True, False)):
+        launch(n % 2, 5 + n, (n, 7), dependent)
+        assert driver.launches[-1][1:4] == ((5 + n, 1, 1, 96, 1, 1, 512), ("stream", 1000 + n % 2), (n, 7))
+    assert driver.dependents == 2
 
 
 VALUES = {

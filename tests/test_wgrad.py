@@ -10,6 +10,7 @@ import re
 from dataclasses import replace
 from functools import lru_cache
 from itertools import islice, product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -485,6 +486,32 @@ def check_compiled(tiling: AnyTiling, source: str, gpu: Gpu, ptx: bool = True) -
     present = {key for key, name in INSTRUCTIONS.items() if re.search(rf"(?<![.\w]){name}(?![.\w])", text)}
     assert present == {(precision, isinstance(tiling, WarpgroupTiling))}
     assert ("cp.async.bulk.tensor" in text) == isinstance(tiling, WarpgroupTiling)
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("precision", ("tf32", "bf16", "fp16"))
+def test_every_way_of_copying_compiles(precision: Precision) -> None:
+    """Of g: by a box for all rows, for each row, by threads; whole columns and parted ones; strides beyond a box's."""
+    layers: tuple[tuple[Any, ...], ...] = (
+        (2, 160, 3, (16, 16), 4, 4), (2, 64, 64, (9, 40), 3, (1, 9), 1, 0, (9, 1)), (2, 32, 32, (24, 32), 3, 1, 4),
+        (2, 48, 408, (9, 8), 5, (3, 4), 3, (0, 3), 1, 3), (2, 24, 9, (7, 16), 2, 4, (2, 3), (3, 0), (2, 1), 3),
+        (2, 64, 16, (8, 32), (3, 5), (4, 2), 0, 0, (3, 1)), (2, 32, 20, (9, 16), 3, 2), (2, 32, 64, (9, 16), (4, 3), 1),
+        (2, 128, 64, (6, 8, 8), 3, 2, 1), (2, 96, 72, (9, 32), (5, 1), (3, 1), (2, 3), (0, 1), (1, 2), 3),
+    )  # fmt: skip
+    ways: dict[tuple[bool, ...], WarpgroupTiling] = {}
+    for batch, cin, cout, *rest in layers:
+        p = Problem.make(
+            batch, cin, cout, *rest, dtype=DTYPES[precision], precision=precision, layout="channels_last",
+            pass_="grad-weight",
+        )  # fmt: skip
+        for t in tilings(p):
+            if isinstance(t, WarpgroupTiling):
+                ways.setdefault((t.box_g, t.g_one_box, t.parted, t.stacked, t.block[0] > 64), t)
+    kinds = {(box, one and box, parted and box) for box, one, parted, *_ in ways}
+    by_threads = set() if precision == "tf32" else {(False, False, False)}
+    assert kinds >= {(True, True, True), (True, True, False), (True, False, False)} | by_threads
+    for t in ways.values():
+        check_compiled(t, jit.source(t.file, t.macros()), H200, ptx=False)
 
 
 @needs_nvrtc

@@ -72,7 +72,7 @@ class Launcher:
         """
         if torch._C._cuda_getDevice() != device:
             with torch.cuda.device(device):
-                return self(device, grid, args)
+                return self(device, grid, args, dependent)
         if device not in self._ready:
             self.kernel.ready(device)
             self._ready.add(device)

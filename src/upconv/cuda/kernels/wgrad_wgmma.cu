@@ -492,8 +492,10 @@ __device__ __forceinline__ void consume(float* __restrict__ partial, const Sizes
     if (unit >= SET_UNITS) unit = SET_UNITS - 1;                                               // its sums are not stored
     int td = unit / (SET_UNITS / TAPS_D), th = STACKED ? 0 : unit / TAPS_W % TAPS_H, tw = unit % TAPS_W;
     int shift = (DENSE_D ? td * (DIL_D / APART_D) : td) * CLASS_ROWS + (DENSE_H ? th * (DIL_H / APART_H) : th);
-#if CHANNELS_LAST
-    taps.at[u] = shift * G_LINE + (PARTED ? tw % G_PLANES * (PLANE_BYTES / G_PIXEL_BYTES) + tw / G_PLANES * PLANE_TAPS : tw * DIL_W);
+#if PARTED
+    taps.at[u] = shift * G_LINE + tw % G_PLANES * (PLANE_BYTES / G_PIXEL_BYTES) + tw / G_PLANES * PLANE_TAPS;
+#elif CHANNELS_LAST
+    taps.at[u] = shift * G_LINE + tw * DIL_W;
 #else
     taps.at[u] = shift * (G_CHANNELS * G_PITCH) + tw * DIL_W;
 #endif
