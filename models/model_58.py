@@ -424,7 +424,7 @@ __device__ __forceinline__ void bring_weights(float* tile, const float* __restri
 __global__ void __launch_bounds__(PACK_THREADS) pack(const float* __restrict__ weight, u32* __restrict__ packed,
     int tap_step) {
   __shared__ float tile[16 * PACK_K * PACK_PITCH];
-  let_dependent_begin();                                // `gather`, which waits for the weights alone
+  let_dependent_begin();                                // `gather`
   int thread = threadIdx.x, rest = blockIdx.x;
   int begin = rest % PACK_SPLITS * PACK_TAPS;  rest /= PACK_SPLITS;
   int warp = rest % 4;  rest /= 4;
@@ -1119,7 +1119,7 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
       stream_weights(packed, s, base + RING_AT, full_w, empty_w);
     }
   } else {
-    wait_for_results();                                 // of `pack`
+    wait_for_results();  // of `pack`: the bias; nor is stored where `pack` may still read
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(CONSUMER_REGISTERS));
     Fragments weights;
     weights.ring = base + RING_AT;
@@ -1488,7 +1488,7 @@ __device__ __forceinline__ void bring_weights(float* tile, const float* __restri
 __global__ void __launch_bounds__(PACK_THREADS) pack(const float* __restrict__ weight, u32* __restrict__ packed,
     int tap_step) {
   __shared__ float tile[16 * PACK_K * PACK_PITCH];
-  let_dependent_begin();                                // `gather`, which waits for the weights alone
+  let_dependent_begin();                                // `gather`
   int thread = threadIdx.x, rest = blockIdx.x;
   int begin = rest % PACK_SPLITS * PACK_TAPS;  rest /= PACK_SPLITS;
   int warp = rest % 4;  rest /= 4;
@@ -2235,7 +2235,7 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
       stream_weights(packed, s, base + RING_AT, full_w, empty_w);
     }
   } else {
-    wait_for_results();                                 // of `pack`
+    wait_for_results();  // of `pack`: the bias; nor is stored where `pack` may still read
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(CONSUMER_REGISTERS));
     Fragments weights;
     weights.ring = base + RING_AT;
@@ -2604,7 +2604,7 @@ __device__ __forceinline__ void bring_weights(float* tile, const float* __restri
 __global__ void __launch_bounds__(PACK_THREADS) pack(const float* __restrict__ weight, u32* __restrict__ packed,
     int tap_step) {
   __shared__ float tile[16 * PACK_K * PACK_PITCH];
-  let_dependent_begin();                                // `gather`, which waits for the weights alone
+  let_dependent_begin();                                // `gather`
   int thread = threadIdx.x, rest = blockIdx.x;
   int begin = rest % PACK_SPLITS * PACK_TAPS;  rest /= PACK_SPLITS;
   int warp = rest % 4;  rest /= 4;
@@ -3351,7 +3351,7 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
       stream_weights(packed, s, base + RING_AT, full_w, empty_w);
     }
   } else {
-    wait_for_results();                                 // of `pack`
+    wait_for_results();  // of `pack`: the bias; nor is stored where `pack` may still read
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(CONSUMER_REGISTERS));
     Fragments weights;
     weights.ring = base + RING_AT;
@@ -3423,8 +3423,8 @@ constexpr int CONSUMER_REGISTERS = 216;  // of a thread
 //   B, from shared memory by descriptor: x's tile as the tensor copy engine leaves it. NCHW: rows of a channel's pixels (K-major),
 //      rounded to TF32 on the way; CHANNELS_LAST of 16 bits: rows of a pixel's channels (MN-major). TF32 has no MN-major form, so
 //      that CHANNELS_LAST float32 is turned by the copying warpgroup (TURN_X).
-// g comes by boxes too (BOX_G), NCHW by one where its rows lie evenly (G_ONE_BOX), by one for each class of rows that begin off 16
-// bytes (CLASSED), or by threads where these are too many.
+// g comes by boxes too (BOX_G): by one where its rows lie evenly (G_ONE_BOX; CHANNELS_LAST for each G_WIDTH channels and plane), by
+// one for each row, NCHW by one for each class of rows that begin off 16 bytes (CLASSED), or by threads where these are too many.
 // Roles: one warpgroup copies, WGS warpgroups multiply: WGS_M of them divide the output channels of a block, the others its taps,
 // UNITS x SUBS fragments of A at a time: UNITS neighbours for each of SUBS bands of rows. A unit is a tap; or, STACKED, a column of
 // taps: the rows of x that a row of g meets by them follow each other in shared memory, and so are columns of one instruction. Then

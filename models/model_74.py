@@ -390,7 +390,7 @@ __device__ __forceinline__ void bring_weights(float* tile, const float* __restri
 __global__ void __launch_bounds__(PACK_THREADS) pack(const float* __restrict__ weight, u32* __restrict__ packed,
     int tap_step) {
   __shared__ float tile[16 * PACK_K * PACK_PITCH];
-  let_dependent_begin();                                // `gather`, which waits for the weights alone
+  let_dependent_begin();                                // `gather`
   int thread = threadIdx.x, rest = blockIdx.x;
   int begin = rest % PACK_SPLITS * PACK_TAPS;  rest /= PACK_SPLITS;
   int warp = rest % 4;  rest /= 4;
@@ -1068,7 +1068,7 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
       stream_weights(packed, s, base + RING_AT, full_w, empty_w);
     }
   } else {
-    wait_for_results();                                 // of `pack`
+    wait_for_results();  // of `pack`: the bias; nor is stored where `pack` may still read
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(CONSUMER_REGISTERS));
     Fragments weights;
     weights.ring = base + RING_AT;
@@ -1415,7 +1415,7 @@ __device__ __forceinline__ void bring_weights(float* tile, const float* __restri
 __global__ void __launch_bounds__(PACK_THREADS) pack(const float* __restrict__ weight, u32* __restrict__ packed,
     int tap_step) {
   __shared__ float tile[16 * PACK_K * PACK_PITCH];
-  let_dependent_begin();                                // `gather`, which waits for the weights alone
+  let_dependent_begin();                                // `gather`
   int thread = threadIdx.x, rest = blockIdx.x;
   int begin = rest % PACK_SPLITS * PACK_TAPS;  rest /= PACK_SPLITS;
   int warp = rest % 4;  rest /= 4;
@@ -2144,7 +2144,7 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
       stream_weights(packed, s, base + RING_AT, full_w, empty_w);
     }
   } else {
-    wait_for_results();                                 // of `pack`
+    wait_for_results();  // of `pack`: the bias; nor is stored where `pack` may still read
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(CONSUMER_REGISTERS));
     Fragments weights;
     weights.ring = base + RING_AT;
@@ -2486,7 +2486,7 @@ __device__ __forceinline__ void bring_weights(float* tile, const float* __restri
 __global__ void __launch_bounds__(PACK_THREADS) pack(const float* __restrict__ weight, u32* __restrict__ packed,
     int tap_step) {
   __shared__ float tile[16 * PACK_K * PACK_PITCH];
-  let_dependent_begin();                                // `gather`, which waits for the weights alone
+  let_dependent_begin();                                // `gather`
   int thread = threadIdx.x, rest = blockIdx.x;
   int begin = rest % PACK_SPLITS * PACK_TAPS;  rest /= PACK_SPLITS;
   int warp = rest % 4;  rest /= 4;
@@ -3196,7 +3196,7 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
       stream_weights(packed, s, base + RING_AT, full_w, empty_w);
     }
   } else {
-    wait_for_results();                                 // of `pack`
+    wait_for_results();  // of `pack`: the bias; nor is stored where `pack` may still read
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(CONSUMER_REGISTERS));
     Fragments weights;
     weights.ring = base + RING_AT;
@@ -3541,7 +3541,7 @@ __device__ __forceinline__ void bring_weights(float* tile, const float* __restri
 __global__ void __launch_bounds__(PACK_THREADS) pack(const float* __restrict__ weight, u32* __restrict__ packed,
     int tap_step) {
   __shared__ float tile[16 * PACK_K * PACK_PITCH];
-  let_dependent_begin();                                // `gather`, which waits for the weights alone
+  let_dependent_begin();                                // `gather`
   int thread = threadIdx.x, rest = blockIdx.x;
   int begin = rest % PACK_SPLITS * PACK_TAPS;  rest /= PACK_SPLITS;
   int warp = rest % 4;  rest /= 4;
@@ -4293,7 +4293,7 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
       stream_weights(packed, s, base + RING_AT, full_w, empty_w);
     }
   } else {
-    wait_for_results();                                 // of `pack`
+    wait_for_results();  // of `pack`: the bias; nor is stored where `pack` may still read
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(CONSUMER_REGISTERS));
     Fragments weights;
     weights.ring = base + RING_AT;

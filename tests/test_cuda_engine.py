@@ -41,6 +41,7 @@ class Choice:
 
     problem: Problem
     log: list[str] = field(default_factory=list, compare=False)
+    fresh: list[bool] = field(default_factory=list, compare=False)
     failure: Exception | None = None
     identity: bool = False
     packing: str | None = None
@@ -70,6 +71,7 @@ class Prepared:
     def run(self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, fresh: bool = False) -> None:
         p = self.choice.problem
         self.choice.log.append("run")
+        self.choice.fresh.append(fresh)
         if self.choice.failure is not None:
             raise self.choice.failure
         assert x.is_contiguous(memory_format=engine.cpu.memory_format(p.layout, p.rank))
@@ -234,6 +236,22 @@ class Weights:
 @pytest.fixture
 def weights(machine: Machine) -> Weights:
     return Weights(nn.Parameter(torch.randn(P.weight_shape)))
+
+
+def test_a_kernel_may_begin_beside_its_own_packing_alone(weights: Weights, machine: Machine) -> None:
+    """Not beside what kept weights are packed for (an event is behind it), nor in a capture."""
+    choice = weights.plan.choice
+    assert isinstance(choice, Choice)
+    for keep, capturing, expected in (
+        (False, False, True), (True, False, False), (True, False, False), (False, False, True), (False, True, False),
+        (True, True, False),
+    ):  # fmt: skip
+        machine.capturing = capturing
+        weights.packs(keep)
+        assert choice.fresh[-1] is expected
+    with torch.inference_mode():
+        weights.packs(weight=torch.randn(P.weight_shape))
+    assert choice.fresh[-1] is False  # still in the capture
 
 
 def test_unchanged_weights_are_packed_once(weights: Weights) -> None:

@@ -614,3 +614,13 @@ def test_each_source_has_its_set_of_costs(
     p = parse_layer(text + ",bias=False", size).with_(precision="tf32", **settings)
     found = list(gather.candidates(p, H200 if wgmma else A100))
     assert found and all(costs.constants(t) is costs.SETS[wanted] for t in found)
+
+
+def test_planes_that_come_one_by_one_have_costs_of_their_own() -> None:
+    settings: dict[str, Any] = {"precision": "tf32", "layout": "channels_last", "pass_": "grad-input"}
+    p = parse_layer("64,64,4,stride=2,padding=1,bias=False", "1x64x8x8").with_(**settings)
+    found = list(gather.candidates(p, H200))
+    assert {t.planewise for t in found} == {False, True}
+    names = {False: "channels_last", True: "planes one by one"}
+    assert all(costs.constants(t) is costs.SETS[names[t.planewise]] for t in found)
+    assert not any(t.planewise for t in gather.candidates(p, A100))

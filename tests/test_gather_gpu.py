@@ -116,6 +116,7 @@ def test_tilings(name: str, precision: str, layout: str, pass_: Pass) -> None:
     tilings += [t for t in others if t.continued][:1]
     planewise = [t for t in others if t.planewise]
     tilings += random.Random(2).sample(planewise, min(2, len(planewise)))
+    tilings += [t for t in planewise if t.stages_p == 1 and t.continued][:1]
     tilings += list(gather.candidates(p, chip, scarce=True))[:1]
     whole = list(gather.candidates(p, chip, size=p.size))
     tilings += random.Random(1).sample(whole, min(3, len(whole)))

@@ -504,6 +504,17 @@ def test_a_float32_weight_outside_of_autocast_is_pytorchs_error(rounding: Kernel
         upconv.conv_transpose2d(x, call.weight, call.bias)
 
 
+def test_float64_under_a_float32_autocast_is_pytorchs_error(rounding: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU autocast's dtype may be float32, which leaves a float64 input and a float32 weight apart."""
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: True)
+    monkeypatch.setattr(torch, "get_autocast_dtype", lambda kind: torch.float32)
+    call = make_call((2, 4, 5, 6), (4, 3, 3, 3))
+    with pytest.raises(RuntimeError) as theirs:
+        torch.conv_transpose2d(call.input.double(), call.weight, call.bias)
+    with pytest.raises(RuntimeError, match=re.escape(str(theirs.value))):
+        upconv.conv_transpose2d(call.input.double(), call.weight, call.bias)
+
+
 def test_the_second_derivative_of_rounded_weights(rounding: Kernels) -> None:
     call = make_call((2, 4, 5, 6), (4, 3, 3, 3), stride=2)
     found = []

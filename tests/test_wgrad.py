@@ -309,7 +309,7 @@ def test_candidates_keep_the_hardwares_limits(seed: int) -> None:
         assert t.accumulators < consumer
         if t.stacked:
             assert t.tile[3] * t.element // 32 % t.stretch == 0
-            assert t.stack * (t.block[0] if t.turned or not t.channels_last else t.width) <= 256
+            assert t.stack * (t.block[0] if t.turned or not t.channels_last else t.x_width) <= 256
         else:
             assert t.k_steps * t.entries % t.stretch == 0
             assert t.stretch % t.entries == 0

@@ -58,7 +58,7 @@ def conv_transpose(
     if plain and (kind := input.device.type) in _DEVICES and not _observed():
         if torch.is_autocast_enabled(kind):
             input, weight, bias = _autocast(input, weight, bias, kind in _ROUNDING)
-            rounded = weight.dtype is not input.dtype and weight.dtype is torch.float32
+            rounded = weight.dtype is torch.float32 and input.dtype.itemsize == 2
         plan = _find_plan(rank, input, weight, bias, stride, padding, output_padding, groups, dilation, rounded)
     if plan is None or plan.delegates or (_strict and plan.forward == "native"):
         out: Tensor = _TORCH[rank](input, weight, bias, stride, padding, output_padding, groups, dilation)
@@ -332,7 +332,8 @@ def _autocast(
 
     ``rounding``: float32 weights and biases stay, for an engine that rounds them where it reads them. That spares a
     training step each cast and its derivative (NOTES: 32 us of a recording forward's 124), and the gradients for
-    weight and bias are not rounded to 16 bits on their way to float32.
+    weight and bias come in float32, by tensor cores without a rounding to 16 bits (but where they are differentiated
+    again, or batched).
     """
     kind = input.device.type
     dtype = torch.get_autocast_dtype(kind)
@@ -408,7 +409,9 @@ def _batched(*tensors: Tensor) -> bool:
 
 
 class _ConvTranspose(torch.autograd.Function):
-    """F(x, w) and a bias, which under autocast are float32 where the engine rounds them, and so are their gradients."""
+    """F(x, w) and a bias. Under autocast w and the bias are float32 where the engine rounds them (`_autocast`), and so
+    are their gradients.
+    """
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan) -> Tensor:

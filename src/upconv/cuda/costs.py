@@ -166,7 +166,7 @@ SETS = {
     "planes one by one": _PLANEWISE,
 }
 """All sets by what they are for: the first and third of NCHW by wgmma, the second of NCHW's 3-D forward and of all
-mma.sync, the last of channels_last by wgmma."""
+mma.sync, the last two of channels_last by wgmma."""
 
 
 def constants(t: Tiling) -> Constants:

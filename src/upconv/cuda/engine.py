@@ -70,7 +70,7 @@ class Prepared(Protocol):
     """A choice for ``fwd`` or ``grad-input`` whose kernels are loaded on a device.
 
     `run` reads ``x`` and writes ``out``: the input and the output, or their gradients the other way round. ``fresh``:
-    `pack` was the last to launch anything on the current stream.
+    but for memory that is filled, nothing was launched on the current stream since `pack`, if that launched anything.
 
     With a true attribute ``casts`` it takes float32 weights for a 16-bit problem: `pack` then rounds them, and beside
     them a float32 ``bias``, if it is given one, which `run` reads from the packed weights.
@@ -351,10 +351,11 @@ class Runner:
     def packed(self, weight: Tensor, keep: bool, bias: Tensor | None = None) -> tuple[Tensor, bool]:
         """The weights as the kernel wants them, from an earlier call where nothing can have changed since.
 
-        And whether packing them was the last thing launched. ``bias``: one to be rounded with them, where not ``keep``.
+        And whether they were packed just now, outside of a capture (`Prepared`: ``fresh``). ``bias``: one to be rounded
+        with them, where not ``keep``.
         """
         if not (keep and KEEP_PACKED) or weight.is_inference() or _capturing():
-            return self._pack(weight, bias), True
+            return self._pack(weight, bias), not _capturing()  # drivers before CUDA 12.3 capture no dependents
         storage = weight.untyped_storage()
         stream = _current_stream(self.index)
         key = (self.packing, weight.dtype, weight.data_ptr(), weight.stride())

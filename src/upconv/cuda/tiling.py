@@ -321,10 +321,10 @@ class Tiling:
     def continued(self) -> bool:
         """Whether a chunk's last step is multiplied while the next chunk begins: then sets come round with every chunk.
 
-        A chunk's pixel tile is given back in the next chunk, which must have one of its own. Where consumers share
-        chunks each fills the other's gaps, and of few steps the late return costs more than it gains (NOTES: consumers
-        that share, unet1's gradient for the input 282 -> 304 us; 9 steps, kb81's in bfloat16 126 -> 156. What it gains
-        elsewhere, kb57 2.04 -> 1.99 ms, is of separate runs and within their spread).
+        A chunk's pixel tile (`planewise`: its last plane) is given back in the next chunk, which must have one of its
+        own. Where consumers share chunks each fills the other's gaps, and of few steps the late return costs more than
+        it gains (NOTES: consumers that share, unet1's gradient for the input 282 -> 304 us; 9 steps, kb81's in bfloat16
+        126 -> 156. What it gains elsewhere, kb57 2.04 -> 1.99 ms, is of separate runs and within their spread).
         """
         steps = [n * self.k_steps for n in self.variant_entries if n]
         if not self.straight or self.split != 2 or min(steps) < _STEPS_CONTINUED:

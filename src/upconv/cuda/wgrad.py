@@ -440,7 +440,7 @@ def _warpgroup_clocks(t: WarpgroupTiling) -> tuple[float, str]:
     l2 = (t.g_units * 16 + t.x_bytes) / (_BOX_L2 if t.box_g else _L2)
     copies = t.boxes * _BOX[t.channels_last] if t.box_g else t.g_units * _COPY * _ragged(t, t.channels[1])
     # What the engine takes for a line shows where the tensor cores wait for nothing else.
-    if t.stacked or t.classed or (t.channels_last and t.g_one_box):
+    if t.stacked or t.classed or (t.channels_last and t.box_g and t.g_one_box):
         copies = max(copies, t.lines_of_boxes * _LINE)
     parts = {"tensor cores": matrix, "shared memory": shared, "L2": l2, "copies": copies}
     bound = max(parts, key=lambda name: parts[name])

@@ -340,7 +340,7 @@ class WarpgroupTiling(Tiling):
     @property
     def stackable(self) -> bool:
         """Whether `stacked` is of use, and rows of x can follow each other in an instruction's columns."""
-        width = self.block[0] if not self.channels_last or self.turned else self.width
+        width = self.block[0] if not self.channels_last or self.turned else self.x_width
         whole_steps = self.tile[3] * self.element % 32 == 0
         # Neighbours by taps are to be neighbours in shared memory.
         if not whole_steps or self.dilation[1] > 1 or self.stack < 2 or self.lines:
@@ -353,8 +353,8 @@ class WarpgroupTiling(Tiling):
         return self.entries * self.block[0] // 2
 
     @property
-    def width(self) -> int:
-        """Input channels of a matrix instruction."""
+    def x_width(self) -> int:
+        """Input channels of a box of x (channels_last, 16 bits): those of a swizzled row."""
         return min(self.block[0], 64)
 
     @property
@@ -366,7 +366,7 @@ class WarpgroupTiling(Tiling):
     def segment(self) -> int:
         """Bytes of a row of x's tile, which is also the swizzle's span."""
         if self.channels_last and not self.turned:
-            return self.width * self.element
+            return self.x_width * self.element
         return min(128, self.tile[3] * self.element * (self.tile[2] if self.lines else 1))
 
     @property
@@ -374,7 +374,7 @@ class WarpgroupTiling(Tiling):
         """The box of x, innermost first: channels, W, H, D, images, or W (`segment` of it), channels, H, D, images."""
         n, d, h, w = self.tile
         if self.channels_last:
-            return self.block[0] if self.turned else self.width, w, h + self.halo, d, n
+            return self.block[0] if self.turned else self.x_width, w, h + self.halo, d, n
         return self.segment // self.element, self.block[0], 1 if self.lines else h + self.halo, d, n
 
     @property
@@ -426,7 +426,7 @@ class WarpgroupTiling(Tiling):
         """Channels_last: whether columns of g that a tap reads are neighbours, in a plane of those with their remainder
         by the stride. So columns that no tap reads are left out; and 16-bit fragments of even strides meet all banks,
         where rows of every second pixel lie in half of them."""
-        return self._partable and self.g_one_box
+        return self.box_g and self._partable and self.g_one_box
 
     @property
     def _partable(self) -> bool:
@@ -482,7 +482,7 @@ class WarpgroupTiling(Tiling):
     def boxes(self) -> int:
         """Copies of the tensor copy engine for a chunk."""
         line = self.tile[3] * (self.tile[2] if self.lines else 1) * self.element
-        found = self.block[0] // self.width if self.channels_last else line // self.segment
+        found = self.block[0] // self.x_width if self.channels_last else line // self.segment
         if self.turned:
             found = 1
         if self.box_g:
@@ -626,7 +626,7 @@ class WarpgroupTiling(Tiling):
             "CHANNEL_CLASSES": self.classes[1],
             "BOX_G": int(self.box_g),
             "G_ONE_BOX": int(self.box_g and self.g_one_box),
-            "PARTED": int(self.box_g and self.parted),
+            "PARTED": int(self.parted),
             "G_PLANES": self.g_planes[0] if self.parted else 1,
             "PLANE_COLUMNS": self.g_planes[1] if self.parted else self._spans()[2],
             "PLANE_TAPS": self.g_planes[2] if self.parted else 0,

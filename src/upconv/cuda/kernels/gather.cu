@@ -215,7 +215,7 @@ __device__ __forceinline__ void pack_weights(const Weight* __restrict__ weight, 
 extern "C" __global__ void __launch_bounds__(PACK_THREADS) pack(const ELEMENT_TYPE* __restrict__ weight, u32* __restrict__ packed, int tap_step) {
 #endif
   __shared__ ELEMENT_TYPE tile[16 * PACK_K * PACK_PITCH];
-  let_dependent_begin();                                // `gather`, which waits for the weights alone
+  let_dependent_begin();                                // `gather`
   int thread = threadIdx.x, rest = blockIdx.x;
   int begin = rest % PACK_SPLITS * PACK_TAPS;  rest /= PACK_SPLITS;
   int warp = rest % 4;  rest /= 4;
@@ -1479,7 +1479,7 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const ELEMEN
     }
 #endif
   } else {
-    wait_for_results();                                 // of `pack`
+    wait_for_results();                                 // of `pack`: the bias; nor is stored where `pack` may still read
 #if WGMMA
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(CONSUMER_REGISTERS));
 #endif
