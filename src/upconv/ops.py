@@ -217,14 +217,9 @@ def _find_plan(
         return None
     if plan is not None and plan.problem.layout == "channels_last" and _doubtful(plan.problem, device.type):
         x = input if input.dim() == rank + 2 else input.unsqueeze(0)
-        if not _keeps_channels_last(plan.problem, x, _like(weight, x)):
+        if not _keeps_channels_last(plan.problem, x, weight.to(x.dtype)):
             return planner.plan(plan.problem.with_(layout="nchw"), plan.device)
     return plan
-
-
-def _like(t: Tensor, other: Tensor) -> Tensor:
-    """A tensor in another's dtype."""
-    return t if t.dtype is other.dtype else t.to(other.dtype)
 
 
 def _doubtful(p: Problem, device: str) -> bool:
@@ -427,10 +422,10 @@ class _ConvTranspose(torch.autograd.Function):
         mask = _asked(ctx)
         if not torch.is_grad_enabled() or _batched(grad, input, weight):
             return (*_gradients(ctx.plan, grad, input, weight, mask, keep=not ctx.needs_input_grad[1]), None)
-        rounded = _like(weight, input)
+        rounded = weight.to(input.dtype)
         return (
             _GradInput.apply(grad, rounded, input, ctx.plan) if mask[0] else None,
-            _like(_GradWeight.apply(input, grad, rounded, ctx.plan), weight) if mask[1] else None,
+            _GradWeight.apply(input, grad, rounded, ctx.plan).to(weight.dtype) if mask[1] else None,
             grad.sum((0, *range(2, grad.dim())), dtype=weight.dtype) if mask[2] else None,
             None,
         )
@@ -518,8 +513,8 @@ def _gradients(
 ) -> Gradients:
     """The gradients for input, weight and bias that ``mask`` asks for; ``keep`` as for `_forward`."""
     if _batched(grad, input, weight):  # PyTorch's operator has rules for it
-        found = cpu.gradients(plan.problem, "native", grad, input, _like(weight, input), mask)
-        for_weight, for_bias = (None if g is None else _like(g, weight) for g in found[1:])
+        found = cpu.gradients(plan.problem, "native", grad, input, weight.to(input.dtype), mask)
+        for_weight, for_bias = (None if g is None else g.to(weight.dtype) for g in found[1:])
         return found[0], for_weight, for_bias
     if plan.backward == planner.FAMILIES:
         if _strict:

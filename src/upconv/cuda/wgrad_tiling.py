@@ -432,15 +432,20 @@ class WarpgroupTiling(Tiling):
     def _partable(self) -> bool:
         if not self.channels_last or not 1 < self.steps[2] <= MAX_BOX_STEP:
             return False
-        planes, columns, _ = self.g_planes
+        planes, columns, _ = self._parts
         return (self.element == 2 and self.steps[2] % 2 == 0) or planes * columns < self._spans()[2]
 
     @property
     def g_planes(self) -> tuple[int, int, int]:
-        """Of g's columns, where they are `parted`: planes, columns of each, and from a tap to the next of its plane.
+        """Of g's columns: planes, columns of each, and from a tap to the next of its plane; one plane if not `parted`.
 
         Tap ``t`` reads plane ``t % planes``, which begins with the column that tap reads first.
         """
+        return self._parts if self.parted else (1, self._spans()[2], 0)
+
+    @property
+    def _parts(self) -> tuple[int, int, int]:
+        """`g_planes` of `parted` columns."""
         step, dilation, taps = self.steps[2], self.dilation[2], self.taps[2]
         period = step // math.gcd(step, dilation)
         on = period * dilation // step
@@ -468,7 +473,7 @@ class WarpgroupTiling(Tiling):
             return None
         rows_d, rows_h, _ = self._spans()
         if self.channels_last:
-            columns = (self.g_planes[1] - 1) * self.steps[2] + 1 if self._partable else self._spans()[2]
+            columns = (self._parts[1] - 1) * self.steps[2] + 1 if self._partable else self._spans()[2]
             box = self.g_width, columns, (rows_h - 1) * h + 1, (rows_d - 1) * d + 1, self.tile[0]
             return box if max(box) <= MAX_BOX else None
         row = (self.units[1] | 1) * self.vec
@@ -487,8 +492,7 @@ class WarpgroupTiling(Tiling):
             found = 1
         if self.box_g:
             wide = self.block[1] // self.g_width if self.channels_last else 1
-            planes = self.g_planes[0] if self.parted else 1
-            found += wide * (math.prod(self.classes) * planes if self.g_one_box else self.g_rows)
+            found += wide * (math.prod(self.classes) * self.g_planes[0] if self.g_one_box else self.g_rows)
         return found
 
     @property
@@ -521,7 +525,7 @@ class WarpgroupTiling(Tiling):
             rows = self.tile[0] * rows_d * -(-rows_h // of_rows) * of_rows
             return rows * self.block[1] * (self.units[1] | 1) * 16
         if self.channels_last and self.box_g and self.g_one_box:
-            planes, columns, _ = self.g_planes if self.parted else (1, self._spans()[2], 0)
+            planes, columns, _ = self.g_planes
             plane = -(-self.g_rows * columns * self.g_width * self.element // 128) * 128
             return self.block[1] // self.g_width * planes * plane
         if self.channels_last and self.box_g:
@@ -533,7 +537,7 @@ class WarpgroupTiling(Tiling):
     def g_pixels(self) -> int:
         """Pixels of a row of g's tile (channels_last)."""
         planes, columns, _ = self.g_planes
-        return planes * columns if self.parted else self._spans()[2]
+        return planes * columns
 
     @cached_property
     def g_units(self) -> int:
@@ -627,9 +631,9 @@ class WarpgroupTiling(Tiling):
             "BOX_G": int(self.box_g),
             "G_ONE_BOX": int(self.box_g and self.g_one_box),
             "PARTED": int(self.parted),
-            "G_PLANES": self.g_planes[0] if self.parted else 1,
-            "PLANE_COLUMNS": self.g_planes[1] if self.parted else self._spans()[2],
-            "PLANE_TAPS": self.g_planes[2] if self.parted else 0,
+            "G_PLANES": self.g_planes[0],
+            "PLANE_COLUMNS": self.g_planes[1],
+            "PLANE_TAPS": self.g_planes[2],
             "PRODUCER_REGISTERS": self.registers[0],
             "CONSUMER_REGISTERS": self.registers[1],
             "SHARED_BYTES_PLANNED": self.shared_bytes,
