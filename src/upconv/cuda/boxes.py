@@ -12,6 +12,8 @@ import torch
 from upconv.cuda import jit
 
 Five = tuple[int, int, int, int, int]
+Words = tuple[int, ...]
+"""A ``CUtensorMap``, or several: 16 signed words of 64 bits each."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ def alignment_classes(batch: int, channels: int, size: Sequence[int], element: i
 
 def encode(
     tensor: Tensor5, address: int, dtype: torch.dtype, box: Five, steps: Five, span: int = 0, rounded: bool = False
-) -> tuple[int, ...]:
+) -> Words:
     """A ``CUtensorMap`` over a tensor, as 16 signed words.
 
     Args:

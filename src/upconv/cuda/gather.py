@@ -8,16 +8,16 @@ chooses.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import product
 
 import torch
 from torch import Tensor
 
 from upconv.cuda import jit
-from upconv.cuda.boxes import Tensor5, alignment_classes, encode, of_class
+from upconv.cuda.boxes import Tensor5, Words, alignment_classes, encode, of_class
 from upconv.cuda.costs import Constants, constants
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.gpu import gpu as gpu_of
@@ -90,10 +90,21 @@ class Choice:
             f"{t.chunk} channels, {split}, weights {weights}, {t.shared_bytes // 1024} KB shared, grid {self.grid}"
         )
 
+    @property
+    def boxable(self) -> bool:
+        """Whether weights that lie as the kernel's boxes take them need no packing (`Tiling.boxable`)."""
+        return self.tiling.boxable and not self.flat
+
     def sources(self) -> tuple[Unit, ...]:
-        """What NVRTC must compile; the same for all input sizes that share the tile."""
+        """What NVRTC must compile; the same for all input sizes that share the tile.
+
+        The first packs weights; the second, where they are `boxable`, takes channels-last ones as they are.
+        """
         label = f"gather {_layer(self.problem)}"
-        return (Unit(label, jit.source("gather.cu", self.tiling.macros()), ("pack", "gather")),)
+        packed = Unit(label, jit.source("gather.cu", self.tiling.macros()), ("pack", "gather"))
+        if not self.boxable:
+            return (packed,)
+        return packed, Unit(f"{label} unpacked", jit.source("gather.cu", self.tiling.macros(boxed=True)), ("gather",))
 
     def prepare(self, device: int) -> Prepared:
         """Compiles (or finds) and loads the kernels for a CUDA device. Errors: those of ``jit.kernel``."""
@@ -105,9 +116,9 @@ class Prepared:
 
     def __init__(self, choice: Choice, device: int) -> None:
         t, p = choice.tiling, choice.problem
-        (unit,) = choice.sources()
-        arch = gpu_of(device).arch
-        self._device = device
+        units = choice.sources()
+        self._device, self._unit = device, units[0]
+        self._boxed_unit = units[1] if choice.boxable else None
         # Groups of a channels-last pixel share sectors, so their blocks are to stay abreast (NOTES: kb75's gradient for
         # the input in bfloat16 91 -> 113 us beside `pack`, where blocks begin one by one; not timed without since).
         abreast = t.channels_last and p.groups > 1
@@ -116,18 +127,13 @@ class Prepared:
         self._words, self._pack_blocks = t.packed_words, t.pack_blocks
         self._weight_last = {2: torch.channels_last, 3: torch.channels_last_3d}.get(p.rank)
         self._tiling, self._problem = t, p
-        self._pack = Launcher(jit.kernel(unit.source, "pack", arch, unit.label), PACK_THREADS, 0, "PPi")
         self.casts = p.dtype.itemsize == 2
-        if self.casts:
-            kernel = jit.kernel(unit.source, "pack_float", arch, unit.label)
-            self._pack_float = Launcher(kernel, PACK_THREADS, 0, "PPiPP")
-        threads = 512 if t.wgmma else 384
         self._tensors = tensors(t, p)
-        codes = "PPPP" + "i" * 11 + "q" * 16 * len(self._tensors)
-        self._run = Launcher(jit.kernel(unit.source, "gather", arch, unit.label), threads, t.shared_bytes, codes)
+        self._codes = "PPPP" + "i" * 11 + "q" * 16 * len(self._tensors)
         self._grid = choice.grid
         self._sizes = t.arguments(p)
-        self._maps: dict[int, tuple[int, ...]] = {}
+        self._maps: dict[int, Words] = {}
+        self._weight_maps: dict[int, Words] = {}
         self.packing = (
             t.entries,
             t.chunk,
@@ -140,23 +146,53 @@ class Prepared:
             p.out_channels,
         )
         """What `pack`'s result depends on beside the weight."""
+        if self._boxed_unit is None:
+            _ = self._pack, self._run
+        # Else what its first weight wants is loaded then: hardly a layer has weights of both kinds.
+
+    def _launcher(self, unit: Unit, entry: str, codes: str) -> Launcher:
+        kernel = jit.kernel(unit.source, entry, gpu_of(self._device).arch, unit.label)
+        if entry != "gather":
+            return Launcher(kernel, PACK_THREADS, 0, codes)
+        return Launcher(kernel, 512 if self._tiling.wgmma else 384, self._tiling.shared_bytes, codes)
+
+    @cached_property
+    def _pack(self) -> Launcher:
+        return self._launcher(self._unit, "pack", "PPi")
+
+    @cached_property
+    def _pack_float(self) -> Launcher:
+        return self._launcher(self._unit, "pack_float", "PPiPP")
+
+    @cached_property
+    def _run(self) -> Launcher:
+        return self._launcher(self._unit, "gather", self._codes)
+
+    @cached_property
+    def _run_boxed(self) -> Launcher:
+        assert self._boxed_unit is not None
+        return self._launcher(self._boxed_unit, "gather", self._codes + "q" * 16)
 
     def pack(self, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """The weights in fragment order: int32 words, launched on the current stream.
 
-        Float32 weights of a 16-bit problem are rounded on their way, and with them a float32 ``bias``, whose place is
-        behind them.
+        Or the weights themselves, where boxes bring them: channels-last ones of the problem's dtype that begin at 16
+        bytes. Float32 weights of a 16-bit problem are rounded on their way, and with them a float32 ``bias``, whose
+        place is behind them.
         """
         tap_step = 1
+        last = self._weight_last is not None and weight.is_contiguous(memory_format=self._weight_last)
+        rounds = self.casts and weight.dtype is torch.float32
+        if last and self._boxed_unit is not None and not rounds and not weight.data_ptr() & 15:
+            return weight
         if not weight.is_contiguous():
-            last = self._weight_last is not None and weight.is_contiguous(memory_format=self._weight_last)
             if last and weight.shape == self._problem.weight_shape:
                 tap_step = weight.shape[1]
             else:
                 weight = weight.contiguous()
         words = self._words if bias is None else self._words + (self._problem.out_channels + 1) // 2
         packed = weight.new_empty_strided((words,), (1,), dtype=torch.int32)  # 2 us less than torch.empty
-        if self.casts and weight.dtype is torch.float32:
+        if rounds:
             at = packed.data_ptr()
             biases = (0, 0) if bias is None else (bias.data_ptr(), at + 4 * self._words)
             self._pack_float(self._device, self._pack_blocks, (weight.data_ptr(), at, tap_step, *biases))
@@ -165,10 +201,10 @@ class Prepared:
         return packed
 
     def run(self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, fresh: bool = False) -> None:
-        """Launches the kernel: ``x`` and ``out`` dense in the problem's layout.
+        """Launches the kernel: ``x`` and ``out`` dense in the problem's layout, ``packed`` what `pack` returned.
 
         For pass "grad-input" they are the output's gradient and the input's, and there is no bias. ``fresh``: `pack`
-        was launched just before, and the kernel loads its first pixels beside it.
+        was called just before, and the kernel loads its first pixels beside what that launched.
         """
         address = x.data_ptr()
         if address & 15 and self._tiling.needs_alignment:
@@ -182,17 +218,32 @@ class Prepared:
         args = (address, at, at_bias, out.data_ptr(), *self._sizes)
         if self._tiling.tensor_map:
             args += self._map(address)
-        self._run(self._device, self._grid, args, fresh and self._overlaps)
+        if packed.dtype is torch.int32:
+            self._run(self._device, self._grid, args, fresh and self._overlaps)
+        else:
+            self._run_boxed(self._device, self._grid, args + self._weight_map(at))
 
-    def _map(self, address: int) -> tuple[int, ...]:
+    def _map(self, address: int) -> Words:
         """The tensor maps of the input at an address, each as the 16 words of a ``CUtensorMap``."""
         found = self._maps.get(address)
         if found is None:
-            if len(self._maps) >= 256:  # allocations come back to the same addresses; 128 bytes each
-                self._maps.clear()
-            bind(self._device)  # encoding wants a context
-            maps = (tensor_map(self._tiling, self._problem, address, tensor) for tensor in self._tensors)
-            found = self._maps[address] = tuple(word for words in maps for word in words)
+            t, p = self._tiling, self._problem
+            found = self._kept(self._maps, address, lambda: [tensor_map(t, p, address, one) for one in self._tensors])
+        return found
+
+    def _weight_map(self, address: int) -> Words:
+        """The same of weights."""
+        found = self._weight_maps.get(address)
+        if found is None:
+            t, p = self._tiling, self._problem
+            found = self._kept(self._weight_maps, address, lambda: [weight_map(t, p, address)])
+        return found
+
+    def _kept(self, kept: dict[int, Words], address: int, encoded: Callable[[], list[Words]]) -> Words:
+        if len(kept) >= 256:  # allocations come back to the same addresses; 128 bytes each
+            kept.clear()
+        bind(self._device)  # encoding wants a context
+        found = kept[address] = tuple(word for words in encoded() for word in words)
         return found
 
 
@@ -220,13 +271,21 @@ def tensors(t: Tiling, p: Problem) -> tuple[Tensor5, ...]:
     )
 
 
-def tensor_map(t: Tiling, p: Problem, address: int, tensor: Tensor5 | None = None) -> tuple[int, ...]:
+def tensor_map(t: Tiling, p: Problem, address: int, tensor: Tensor5 | None = None) -> Words:
     """A ``CUtensorMap`` over one of a tiling's `tensors` (else the only one), with its box, as 16 signed words."""
     if tensor is None:
         (tensor,) = tensors(t, p)
     rounded = t.channels_last and p.precision == "tf32"  # the box is the tile
     span = t.row_bytes if t.channels_last else 0
     return encode(tensor, address, p.dtype, t.box, t.box_steps, span, rounded)
+
+
+def weight_map(t: Tiling, p: Problem, address: int) -> Words:
+    """A ``CUtensorMap`` over channels-last weights, with the box of a tap's for a chunk, as 16 signed words."""
+    rows, channels, *_ = p.weight_shape
+    row = p.taps * channels * t.element
+    tensor = Tensor5(0, (channels, p.taps, rows, 1, 1), (channels * t.element, row, rows * row, rows * row))
+    return encode(tensor, address, p.dtype, t.weight_box, (1,) * 5, t.row_bytes, p.precision == "tf32")
 
 
 def _layer(p: Problem) -> str:
@@ -372,6 +431,8 @@ def _fitted(t: Tiling, gpu: Gpu, scarce: bool = False) -> Tiling | None:
     chunk_time = max(t.variant_entries) * t.k_steps * t.parts * fragment_time
     most = 8 if t.wgs_m == 1 and not scarce else 4
     w_stage = -(-t.longest_stretch // -(-t.longest_stretch // most))  # a stretch ends with its last stage
+    if t.channels_last and t.problem.pass_ != "fwd" and t.parts == 1:
+        w_stage = -(-w_stage // t.k_steps) * t.k_steps  # of whole taps, which boxes bring
     pixels, weights = 1 if t.planewise else 2, 2
     best: Tiling | None = None
     while pixels <= 8 and weights <= 8:

@@ -376,6 +376,28 @@ class Tiling:
         """Tiles of 16 rows of M and a step of K."""
         return self.problem.groups * self.cout_blocks * self.chunks * self.k_steps * self.wgs_m * 4
 
+    @property
+    def boxable(self) -> bool:
+        """Whether weights may come as they lie in memory, channels-last, by the tensor copy engine, and not packed.
+
+        That is where their channels are the source's (the gradient for the input): a tap's box is rows of a chunk.
+        """
+        whole = self.resident or self.w_stage % self.k_steps == 0
+        return (
+            self.tensor_map
+            and self.channels_last
+            and self.problem.pass_ != "fwd"
+            and self.parts == 1
+            and (self.subs == 1 or self.wgs_m == 1)
+            and self.cin_g % self.vec == 0
+            and whole
+        )
+
+    @property
+    def weight_box(self) -> tuple[int, int, int, int, int]:
+        """The box of a tap's weights where they are `boxable`: channels, taps, rows of M, and two dimensions of one."""
+        return self.chunk, 1, self.rows_per_sub * self.wgs_m, 1, 1
+
     # --- N: pixels ---------------------------------------------------------------------------------------------------
 
     @property
@@ -771,8 +793,8 @@ class Tiling:
 
     # --- the kernel's macros -----------------------------------------------------------------------------------------
 
-    def macros(self) -> dict[str, int | float | str]:
-        """The kernel's constants by macro name; see kernels/gather.cu."""
+    def macros(self, boxed: bool = False) -> dict[str, int | float | str]:
+        """The kernel's constants by macro name; see kernels/gather.cu. ``boxed``: its weights are not packed."""
         p = self.problem
         order = ("tf32", "ieee", "fp16", "bf16")
         flat = [(off, taps) for blocks in self.entries for block in blocks for off, taps in block]
@@ -835,6 +857,7 @@ class Tiling:
             "W_STAGE": self.w_stage,
             "RING_FRAGMENTS": self.ring_fragments,
             "RESIDENT": int(self.resident),
+            "WEIGHTS_BOX": int(boxed),
             "RUN_GROUPS": self.runs,
             "ROWS_D": len(rows_d),
             "ROWS_H": len(rows_h),

@@ -114,7 +114,7 @@ def _general(p: Problem, pass_: Pass, unit: int, unit_out: int) -> Problem | Non
 
 
 def _variant(name: str, pass_: Pass, choice: Choice, unit: int, unit_out: int, gpu: Gpu) -> Variant:
-    (source,) = choice.sources()
+    source = choice.sources()[0]  # weights of a file are packed
     entries = tuple(source.entries)
     if isinstance(choice, (gather.Choice, direct.Choice)):
         return Variant(name, pass_, choice, unit, unit_out, entries[0], entries[1], entries)

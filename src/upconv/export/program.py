@@ -55,7 +55,7 @@ def cuda(found: tuple[host.Variant, ...], arch: str) -> str:
     """The file's CUDA C++: device code of all kernels, each in its namespace, then the host's."""
     units = []
     for v in found:
-        (unit,) = v.choice.sources()
+        unit = v.choice.sources()[0]
         units.append((v, specialise(unit.source, v.name, v.entries, arch)))
     needed = dict.fromkeys(name for _, unit in units for name in unit.includes)
     parts = [

@@ -13,7 +13,8 @@
 //   consumers  multiply: weights are A, from registers, packed in fragment order (one 16-byte load per thread and step);
 //              pixels are B, rows of CK channels in shared memory, swizzled. A tap is a shift of B's start by whole rows:
 //              the swizzle is a function of address bits, so any shift is right (measured: 32, 64 and 128 bytes).
-//   one thread streams the weights' fragments through a ring (or loads all of them once: RESIDENT).
+//   one thread streams the weights' fragments through a ring (or loads all of them once: RESIDENT). WEIGHTS_BOX: no fragments, but
+//              rows of CK channels as they lie in memory, channels-last, swizzled as the pixels are.
 // SPLIT 0: both consumers share an M-group and halve the pixels. 1: they share the pixels. 2: ping-pong, whole tiles in turn,
 // so that one stores while the other multiplies.
 //
@@ -84,6 +85,7 @@
 
 __constant__ const int TAP_ROW[] = TAP_ROWS;           // [variant, block, tap]: the tap's shift in pixel rows
 __constant__ const int ENTRY[] = ENTRIES;              // [variant][MB + 1]: where a block's taps begin
+__constant__ const short TAP_INDEX[] = TAP_INDICES;    // [variant, block, tap][SUBS]: the kernel's tap, -1 for none
 __constant__ const short SUB_D[] = SUBS_D;             // [variant][SUBS]: output offset of an M-row's sub-position
 __constant__ const short SUB_HH[] = SUBS_H;
 __constant__ const short U_W[] = SUBS_W;               // [variant]: first W sub-position
@@ -124,7 +126,7 @@ struct Sizes {                                         // one layout for the pac
 
 struct alignas(64) TensorMap { u64 opaque[16]; };        // a CUtensorMap; <cuda.h> does not compile under NVRTC
 #define MAPS (CLASSED ? ROW_CLASSES * CHANNEL_CLASSES : 1)
-struct TensorMaps { TensorMap of[MAPS]; };
+struct TensorMaps { TensorMap of[MAPS + WEIGHTS_BOX]; };   // the last: the weights'
 
 struct Tile {
   int group, cout_block, variant;                      // M-group
@@ -155,11 +157,10 @@ __device__ __forceinline__ u32 unit_at(int p, int unit) {
   return p * ROW_BYTES + ((unit ^ swizzle) << 4);
 }
 
+#if !WEIGHTS_BOX
 // =====================================================================================================================
 // Packing: weight (CIN, COUT_G, taps), for GRAD_INPUT (COUT, CIN_G, taps), to fragments [group][cout block][variant][chunk][entry][k step][part][wgs][warp][lane]
 // =====================================================================================================================
-
-__constant__ const short TAP_INDEX[] = TAP_INDICES;    // [variant, block, tap][SUBS]: the kernel's tap, -1 for none
 
 // A block packs 16 rows of M, those of a warp, for one step of K and PACK_TAPS taps. It brings their weights to shared
 // memory in the order of memory, then writes its quarter of each of these taps' fragments as one piece, two at a time.
@@ -266,6 +267,7 @@ pack_float(const float* __restrict__ weight, u32* __restrict__ packed, int tap_s
     for (int i = threadIdx.x; i < COUT; i += PACK_THREADS) packed_bias[i] = as_element(bias[i]);
   pack_weights(weight, packed, tap_step);
 }
+#endif
 #endif
 
 // A place in a ring of `count` stages, and the parity of its phase.
@@ -656,6 +658,10 @@ __device__ __forceinline__ void produce(const char* __restrict__ x, const Sizes&
 // =====================================================================================================================
 
 #define FRAGMENTS(entries) ((entries) * CHUNKS * K_STEPS * PARTS)
+#define ENTRY_BYTES (STEPS_PER_TAP * WGS_M * FRAGMENT)  // of a tap's weights for a chunk
+#if WEIGHTS_BOX && !(BOX && GRAD_INPUT && PARTS == 1 && (SUBS == 1 || WGS_M == 1) && (RESIDENT || W_STAGE % K_STEPS == 0))
+#error "boxes have whole taps, whose channels lie in memory as K does"
+#endif
 
 __device__ __forceinline__ const char* fragments_of(const char* packed, const Tile& t) {
   long long before = (long long)(t.group * COUT_BLOCKS + t.cout_block) * FRAGMENTS(ENTRY[VARIANTS * (MB + 1) - 1]);
@@ -670,30 +676,79 @@ __device__ __forceinline__ const char* fragments_of(const char* packed, const Ti
 #define LONGEST_STRETCH (TAPS_UNROLLED * STEPS_PER_TAP)  // where not STRAIGHT
 
 #if WGMMA
-__device__ __forceinline__ void bring(u32 to, const char* from, u32 bytes, u32 barrier) {
+__device__ __forceinline__ void announce(u32 bytes, u32 barrier) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
+}
+#if WEIGHTS_BOX
+__device__ __forceinline__ void bring_tap(u32 to, const TensorMap& map, int channel, int tap, int row, u32 barrier) {
+  asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5, %5}], [%6];\n"
+               ::"r"(to), "l"(&map), "r"(channel), "r"(tap), "r"(row), "r"(0), "r"(barrier) : "memory");
+}
+#else
+__device__ __forceinline__ void bring(u32 to, const char* from, u32 bytes, u32 barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
 }
+#endif
 
-// One thread: streams every tile's fragments through the ring; RESIDENT: loads them once.
-__device__ __forceinline__ void stream_weights(const char* packed, const Sizes& s, u32 ring, u32 full, u32 empty) {
+// Where a tile's weights come from, in the order in which they are used.
+#if WEIGHTS_BOX
+#define WEIGHTS_SOURCE const TensorMap&
+struct Weights {  // (COUT, taps, CIN_G) as a tensor; a box is the channels of a chunk for all rows of a sub-position
+  const TensorMap& map;
+  int row, channel, entry;
+  __device__ __forceinline__ void begin(const Tile& t) { row = t.group * COUT_G + t.cout_block * (WGS_M * ROWS_PER_SUB); }
+  __device__ __forceinline__ void begin_chunk(const Tile& t, int chunk) { channel = chunk * CK, entry = ENTRY[t.variant * (MB + 1)]; }
+  __device__ __forceinline__ void bring_some(u32 to, int fragments, u32 barrier) {
+    announce(fragments * (WGS_M * FRAGMENT), barrier);
+#pragma unroll 1
+    for (; fragments > 0; fragments -= K_STEPS, entry++)
+#pragma unroll
+      for (int sub = 0; sub < SUBS; sub++, to += ENTRY_BYTES / SUBS) {
+        int tap = TAP_INDEX[entry * SUBS + sub];
+        bring_tap(to, map, channel, tap < 0 ? TAPS : tap, row, barrier);  // beyond the last tap: zeros
+      }
+  }
+};
+#else
+#define WEIGHTS_SOURCE const char*
+struct Weights {
+  const char* packed;
+  const char* from;
+  __device__ __forceinline__ void begin(const Tile& t) { from = fragments_of(packed, t); }
+  __device__ __forceinline__ void begin_chunk(const Tile& t, int chunk) {}  // they lie one behind the other
+  __device__ __forceinline__ void bring_some(u32 to, int fragments, u32 barrier) {
+    u32 bytes = fragments * (WGS_M * FRAGMENT);
+    announce(bytes, barrier);
+    bring(to, from, bytes, barrier);
+    from += bytes;
+  }
+};
+#endif
+
+// One thread: streams every tile's weights through the ring; RESIDENT: loads them once.
+__device__ __forceinline__ void stream_weights(WEIGHTS_SOURCE source, const Sizes& s, u32 ring, u32 full, u32 empty) {
   wait_for_results();                                   // of `pack`
+  Weights weights = {source};
 #if RESIDENT
   if (blockIdx.x >= s.tiles) return;
   Tile t = tile_at(blockIdx.x, s);
-  const char* from = fragments_of(packed, t);
-  u32 bytes = entries_of(t.variant) * STEPS_PER_TAP * (WGS_M * FRAGMENT);
-  if (bytes == 0) return;
+  int fragments = entries_of(t.variant) * STEPS_PER_TAP;
+  if (fragments == 0) return;
+  weights.begin(t);
 #pragma unroll 1
-  for (int chunk = 0; chunk < CHUNKS; chunk++) bring(ring + chunk * bytes, from + (long long)chunk * bytes, bytes, full + chunk * 8);
+  for (int chunk = 0; chunk < CHUNKS; chunk++) {
+    weights.begin_chunk(t, chunk);
+    weights.bring_some(ring + chunk * fragments * (WGS_M * FRAGMENT), fragments, full + chunk * 8);
+  }
 #else
   Cursor cursor = {0, 1};
 #pragma unroll 1
   for (int index = blockIdx.x; index < s.tiles; index += gridDim.x) {
     Tile t = tile_at(index, s);
-    const char* from = fragments_of(packed, t);
+    weights.begin(t);
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks_of(t.variant); chunk++) {
+      weights.begin_chunk(t, chunk);
 #pragma unroll 1
       for (int b = 0; b < (STRAIGHT ? 1 : MB); b++) {
         int left = STRAIGHT ? entries_of(t.variant) : ENTRY[t.variant * (MB + 1) + b + 1] - ENTRY[t.variant * (MB + 1) + b];
@@ -704,10 +759,8 @@ __device__ __forceinline__ void stream_weights(const char* packed, const Sizes& 
           left -= stretch;
 #pragma unroll 1
           for (; stretch > 0; stretch -= W_STAGE, cursor.next(STAGES_W)) {
-            u32 bytes = STAGE_FRAGMENTS(stretch) * (WGS_M * FRAGMENT);
             barrier_wait(empty + cursor.stage * 8, cursor.parity);
-            bring(ring + cursor.stage * (W_STAGE * WGS_M * FRAGMENT), from, bytes, full + cursor.stage * 8);
-            from += bytes;
+            weights.bring_some(ring + cursor.stage * (W_STAGE * WGS_M * FRAGMENT), STAGE_FRAGMENTS(stretch), full + cursor.stage * 8);
           }
         }
       }
@@ -716,6 +769,25 @@ __device__ __forceinline__ void stream_weights(const char* packed, const Sizes& 
 #endif
 }
 #endif
+
+// A thread's part of a ring's first fragment. WEIGHTS_BOX: the 16 bytes whose address it gives to ldmatrix, of a row of its warp's 16
+// and of either half of K.
+__device__ __forceinline__ u32 fragment_part(int wg, int thread) {
+#if WEIGHTS_BOX
+  int lane = thread & 31;
+  return (SPLIT == 1 ? wg * (64 * ROW_BYTES) : 0) + unit_at(thread / 32 * 16 + lane % 16, lane / 16);
+#else
+  return (SPLIT == 1 ? wg * FRAGMENT : 0) + thread * 16;
+#endif
+}
+// Fragment i of those that begin at `at`.
+__device__ __forceinline__ void load_fragment(u32 (&a)[4], u32 at, int i) {
+#if WEIGHTS_BOX  // a step of K is another 32 bytes of the row, and bits of the address, as the swizzle is
+  load_matrices(a, (at ^ (i % K_STEPS * 32)) + i / K_STEPS * ENTRY_BYTES);
+#else
+  load_shared_128(a, at + i * (WGS_M * FRAGMENT));
+#endif
+}
 
 // The consumers' side. Before sm_90 fragments come straight from global memory (L2).
 struct Fragments {
@@ -744,7 +816,7 @@ struct Fragments {
     a[0] = v.x; a[1] = v.y; a[2] = v.z; a[3] = v.w;
     from += WGS_M * FRAGMENT;
 #elif RESIDENT
-    load_shared_128(a, at + i * (WGS_M * FRAGMENT));
+    load_fragment(a, at, i);
 #else
     if (i % W_STAGE == 0) {
       barrier_wait(full + cursor.stage * 8, cursor.parity);
@@ -752,7 +824,7 @@ struct Fragments {
       in_hand = empty + cursor.stage * 8;
       cursor.next(STAGES_W);
     }
-    load_shared_128(a, at + i % W_STAGE * (WGS_M * FRAGMENT));
+    load_fragment(a, at, i % W_STAGE);
 #endif
   }
   __device__ __forceinline__ void end_stretch(int steps) {
@@ -854,7 +926,7 @@ __device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4]
     for (int j = 0; j < 8; j += 2) {
       int p = row + (j + (matrix >> 1)) * GROUP_ROWS + (lane & 7);
       u32 b[4];
-      asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];\n" : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3]) : "r"(pixels.start + part * PART_BYTES + unit_at(p, k_step * 2 + (matrix & 1))) : "memory");
+      load_matrices(b, pixels.start + part * PART_BYTES + unit_at(p, k_step * 2 + (matrix & 1)));
 #pragma unroll
       for (int i = 0; i < 2; i++) {
         float* d = &acc[nb][4 * (j + i)];
@@ -1338,7 +1410,7 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const ELEMENT
 
 __device__ __forceinline__ void consume(const char* packed, const ELEMENT_TYPE* bias, char* y, const Sizes& s, u32 tiles, u32 full, u32 empty, Fragments& weights, u32 buffers, int wg, int thread) {
   int warp = thread >> 5, lane = thread & 31;
-  int first_subtile = SPLIT == 0 ? wg * NB : 0, offset = (SPLIT == 1 ? wg * FRAGMENT : 0) + thread * 16;
+  int first_subtile = SPLIT == 0 ? wg * NB : 0, offset = fragment_part(wg, thread);
   u32 buffer = buffers + (wg * 4 + warp) * BUFFER_BYTES;
   Cursor cursor = {0, 0};
   weights.cursor = {0, 0};
@@ -1475,7 +1547,11 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const ELEMEN
 #endif
 #if WGMMA
     else if (warp == WEIGHTS_WARP && (thread & 31) == 0) {
+#if WEIGHTS_BOX
+      stream_weights(maps.of[MAPS], s, base + RING_AT, full_w, empty_w);
+#else
       stream_weights(packed, s, base + RING_AT, full_w, empty_w);
+#endif
     }
 #endif
   } else {
