@@ -95,6 +95,25 @@ class Launcher:
             self._failed(error, device, grid, stream, pointers)
         return None
 
+    def clusters(self, device: int, blocks: int) -> int:
+        """How many clusters of so many blocks run at once on a device that does nothing else. Errors: LaunchError."""
+        self.kernel.ready(device)
+        driver = jit._driver()
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        attribute.value.clusterDim.x = blocks
+        attribute.value.clusterDim.y = attribute.value.clusterDim.z = 1
+        config = driver.CUlaunchConfig()
+        config.gridDimX = blocks
+        config.gridDimY = config.gridDimZ = config.blockDimY = config.blockDimZ = 1
+        config.blockDimX, config.sharedMemBytes = self.block, self.shared
+        config.attrs, config.numAttrs = [attribute], 1
+        bind(device)
+        error, found = driver.cuOccupancyMaxActiveClusters(self._function, config)
+        if error:
+            raise LaunchError(f"clusters of {blocks} blocks of {self.kernel.name} cannot run on cuda:{device}: {error}")
+        return int(found)
+
     def _allocate(self) -> tuple[Any, int, dict[int, Any], Any]:
         """A thread's argument memory, the address of the pointers to it, its streams, and what keeps them alive."""
         count = len(self.arguments)

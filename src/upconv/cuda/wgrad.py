@@ -93,11 +93,24 @@ class Choice:
             f"grid {t.tiles * self.splits}"
         )
 
+    @property
+    def cluster(self) -> int:
+        """Blocks of a cluster that adds up the splits' sums without a second step; 1: there is none."""
+        t = self.tiling
+        return self.splits if isinstance(t, WarpgroupTiling) and t.adds_up(self.splits) else 1
+
     def sources(self) -> tuple[Unit, ...]:
-        """What NVRTC must compile; the same for all input sizes that share the tile."""
-        p = self.problem
+        """What NVRTC must compile; the same for all input sizes that share the tile (and are cut into as few splits).
+
+        The first has both steps; the second, where there is a `cluster`, needs one.
+        """
+        p, t = self.problem, self.tiling
         label = f"wgrad {str(p).split(' on ')[0]} {p.precision} {p.layout}"
-        return (Unit(label, jit.source(self.tiling.file, self.tiling.macros()), ("wgrad", "reduce")),)
+        steps = Unit(label, jit.source(t.file, t.macros()), ("wgrad", "reduce"))
+        if self.cluster == 1 or not isinstance(t, WarpgroupTiling):
+            return (steps,)
+        source = jit.source(t.file, t.macros(self.cluster))
+        return steps, Unit(f"{label} by clusters of {self.cluster}", source, ("wgrad",))
 
     def prepare(self, device: int) -> Prepared:
         """Compiles (or finds) and loads the kernels for a CUDA device. Errors: those of ``jit.kernel``."""
@@ -109,17 +122,17 @@ class Prepared:
 
     def __init__(self, choice: Choice, device: int) -> None:
         t, p = choice.tiling, choice.problem
-        (unit,) = choice.sources()
-        arch = gpu_of(device).arch
         self._device, self._tiling, self._problem = device, t, p
         self._boxes = 0 if isinstance(t, SyncTiling) else 1 + t.box_g * math.prod(t.classes)
-        codes = "PP" + "i" * 12 + "q" * 16 * self._boxes if self._boxes else "PPP" + "i" * 12
-        self._wgrad = Launcher(jit.kernel(unit.source, "wgrad", arch, unit.label), t.threads, t.shared_bytes, codes)
-        self._reduce = Launcher(jit.kernel(unit.source, "reduce", arch, unit.label), 32 * _RUNS, 0, "PPiqqq")
         self.casts = p.dtype.itemsize == 2
-        if self.casts:
-            kernel = jit.kernel(unit.source, "reduce_float", arch, unit.label)
-            self._reduce_float = Launcher(kernel, 32 * _RUNS, 0, "PPiqqq")
+        self._clusters = self._by_clusters(choice)
+        if self._clusters is None:
+            unit = choice.sources()[0]
+            codes = "PP" + "i" * 12 + "q" * 16 * self._boxes if self._boxes else "PPP" + "i" * 12
+            self._wgrad = self._launcher(unit, "wgrad", codes)
+            self._reduce = self._launcher(unit, "reduce", "PPiqqq")
+            if self.casts:
+                self._reduce_float = self._launcher(unit, "reduce_float", "PPiqqq")
         counts = t.counts(p)
         chunks = math.prod(counts)
         full = (1,) * (3 - p.rank)
@@ -129,6 +142,24 @@ class Prepared:
         self._maps: dict[tuple[int, bool], tuple[int, ...]] = {}
         self._numel = math.prod(p.weight_shape)
         self._blocks = reduce_blocks(t)
+
+    def _launcher(self, unit: Unit, entry: str, codes: str) -> Launcher:
+        kernel = jit.kernel(unit.source, entry, gpu_of(self._device).arch, unit.label)
+        if entry == "wgrad":
+            return Launcher(kernel, self._tiling.threads, self._tiling.shared_bytes, codes)
+        return Launcher(kernel, 32 * _RUNS, 0, codes)
+
+    def _by_clusters(self, choice: Choice) -> Launcher | None:
+        """The kernel that needs no second step; None where there is none, or it would take more waves of blocks."""
+        if choice.cluster == 1:
+            return None
+        codes = "PP" + "i" * 12 + "qqqi" + "q" * 16 * self._boxes
+        launcher = self._launcher(choice.sources()[1], "wgrad", codes)
+        # Of a cluster's blocks all must find room in one part of the GPU.
+        at_once = launcher.clusters(self._device, choice.cluster)
+        blocks, processors = choice.tiling.tiles * choice.cluster, choice.gpu.multiprocessors
+        fits = at_once > 0 and -(-choice.tiling.tiles // at_once) <= -(-blocks // processors)
+        return launcher if fits else None
 
     def run(self, x: Tensor, grad: Tensor, out: Tensor) -> None:
         """Writes the weight's gradient into ``out`` (contiguous or channels_last; the problem's dtype, or float32).
@@ -145,16 +176,17 @@ class Prepared:
         if (at_x | at_grad) & 15 and self._tiling.needs_alignment:
             x, grad = x.clone(), grad.clone()
             at_x, at_grad = x.data_ptr(), grad.data_ptr()
-        partial = x.new_empty_strided((self._slices * self._numel,), (1,), dtype=torch.float32)
-        args: tuple[int, ...] = (at_grad, partial.data_ptr(), *self._sizes)
-        if self._boxes:
-            args += self._map(at_x, False)
-            if self._boxes > 1:
-                args += self._map(at_grad, True)
-        else:
-            args = (at_x, *args)
-        self._wgrad(self._device, self._grid, args)
+        maps: tuple[int, ...] = self._map(at_x, False) if self._boxes else ()
+        if self._boxes > 1:
+            maps += self._map(at_grad, True)
         strides = out.stride()
+        if self._clusters is not None:
+            to = (strides[0], strides[1], strides[-1], int(out.dtype is torch.float32))
+            self._clusters(self._device, self._grid, (at_grad, out.data_ptr(), *self._sizes, *to, *maps))
+            return
+        partial = x.new_empty_strided((self._slices * self._numel,), (1,), dtype=torch.float32)
+        args: tuple[int, ...] = (at_grad, partial.data_ptr(), *self._sizes, *maps)
+        self._wgrad(self._device, self._grid, args if self._boxes else (at_x, *args))
         reduce = self._reduce_float if self.casts and out.dtype is torch.float32 else self._reduce
         reduce(
             self._device,

@@ -19,6 +19,7 @@ Triple = tuple[int, int, int]
 WARPS = 8  # of the mma.sync kernel
 _LARGE = 1 << 18  # weights from here on are turned by the second step
 _PRECISIONS = {"tf32": 0, "ieee": 1, "fp16": 2, "bf16": 3}
+MAX_CLUSTER = 8  # blocks, on every GPU that has clusters
 MAX_CLASSES = 8  # of rows and channels: a box and a tensor map each
 _MAX_STACK = 5  # rows of x in one instruction's columns
 _STRETCH = 40  # matrix instructions of a warpgroup between whose ends the tensor cores do not drain
@@ -613,9 +614,19 @@ class WarpgroupTiling(Tiling):
         """Of a thread that copies, and of one that multiplies."""
         return (72, 216) if self.warpgroups == 2 else (56, 152)
 
-    def macros(self) -> dict[str, int | float | str]:
-        """The kernel's constants."""
+    def adds_up(self, splits: int) -> bool:
+        """Whether the blocks of so many splits may be a cluster, which adds their sums in its shared memory."""
+        return 2 <= splits <= MAX_CLUSTER and self.sums_bytes <= self.shared_bytes - 16 * self.stages - 16
+
+    @property
+    def sums_bytes(self) -> int:
+        """Bytes of a block's sums in shared memory, where its stages were."""
+        return self.set_taps * self.block[0] * (self.block[1] + 4) * 4
+
+    def macros(self, cluster: int = 1) -> dict[str, int | float | str]:
+        """The kernel's constants. ``cluster``: splits that add up their sums together (`adds_up`)."""
         return super().macros() | {
+            "CLUSTER": cluster,
             "WGS": self.warpgroups,
             "WGS_M": self.split_m,
             "SUBS": self.subs,

@@ -57,6 +57,21 @@ __device__ __forceinline__ void named_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
 }
 
+// --- clusters: blocks that read each other's shared memory -------------------------------------------------------------
+
+#if HAS_ASYNC_PROXY
+// All threads of a cluster that have not returned; what they stored before is seen by all behind it.
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;\n" ::: "memory");
+}
+// 16 bytes from where block `rank` has what this one has at `a`.
+__device__ __forceinline__ void load_cluster_128(float (&v)[4], u32 a, int rank) {
+  u32 there;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;\n" : "=r"(there) : "r"(a), "r"(rank));
+  asm volatile("ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [%4];\n" : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3]) : "r"(there) : "memory");
+}
+#endif
+
 // --- copies into shared memory ----------------------------------------------------------------------------------------
 
 __device__ __forceinline__ void copy16(u32 to, const void* from) {

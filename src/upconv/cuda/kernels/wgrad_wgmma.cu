@@ -15,7 +15,8 @@
 // STACKED chunks are of rows of g, STEP_H at a time, and it is x's tile that has a halo, so that an instruction always takes all
 // of its rows (NOTES: ptxas waits for each one where some that share sums differ in shape, C7511); rows beyond the image are zeros.
 //
-// K is split over ranges of chunks; each split writes partial sums, `reduce` adds them in the order of their index.
+// K is split over ranges of chunks; each split writes partial sums, `reduce` adds them in the order of their index. Where splits are
+// few, their blocks are a CLUSTER, which adds the sums through its shared memory in the same order, and writes the weight itself.
 #define COPIERS 128
 #define CI_INNERMOST 1
 #define STACK (STACKED ? (TAPS_H + STEP_H - 1) / STEP_H : 1)  // rows of x that may meet a row of g
@@ -99,6 +100,16 @@
 #define SHARED_BYTES (BARRIERS_AT + 16 * STAGES + 16)
 #if SHARED_BYTES_PLANNED != SHARED_BYTES
 #error "the planner's shared memory is not the kernel's"
+#endif
+
+#if CLUSTER > 1
+// A block's sums in shared memory, [tap][ci][co], so that a warp's fragments meet all banks: neighbours along co lie in a row, and
+// ci of neighbouring lanes 2 rows apart, 8 banks.
+#define SUMS_PITCH (BLOCK_CO + 4)
+#define SUM_AT(tap, ci, co) ((((tap) * BLOCK_CI + (ci)) * SUMS_PITCH + (co)) * 4)
+#if SUM_AT(SET_TAPS, 0, 0) > BARRIERS_AT
+#error "a block's sums do not fit where its stages were"
+#endif
 #endif
 
 #define K_STEPS (PIXELS * ELEMENT / 32)    // a matrix instruction takes 32 bytes of K: a strip of 8 columns, or two of 16-bit types
@@ -586,6 +597,34 @@ __device__ __forceinline__ void consume(float* __restrict__ partial, const Sizes
       parity ^= 1;
     }
   }
+#if CLUSTER > 1
+  named_sync<2, WGS * 128>();              // nobody reads a stage any more
+#pragma unroll
+  for (int u = 0; u < UNITS; u++) {
+    int unit = first_unit + u;
+    if (unit >= SET_UNITS) continue;
+#pragma unroll
+    for (int i = 0; i < OF_UNIT; i++) {
+      // A unit is a tap, or (STACKED) a column of TAPS_H of them.
+      int tap = STACKED ? (unit / TAPS_W * TAPS_H + i) * TAPS_W + unit % TAPS_W : unit;
+#pragma unroll
+      for (int nb = 0; nb < NB; nb++)
+#pragma unroll
+        for (int j = 0; j < N_WIDTH / 8; j++)
+#pragma unroll
+          for (int h = 0; h < 2; h++) {
+            int m = channel + row + 8 * h;
+#if !CHANNELS_LAST
+            m = m % G_CHANNELS * CHANNEL_CLASSES + m / G_CHANNELS;
+#endif
+            u32 at = shared_address(memory) + SUM_AT(tap, nb * N_WIDTH + j * 8 + 2 * q, m);
+            const float* sums = &acc[u][nb][STACK_PLACE(i) * (N_WIDTH / 2) + 4 * j + 2 * h];
+            store_shared_f32(at, sums[0]);
+            store_shared_f32(at + SUMS_PITCH * 4, sums[1]);
+          }
+    }
+  }
+#else
   long long slice = (long long)split * (TAPS * COUT * (long long)CIN_G);
 #pragma unroll
   for (int u = 0; u < UNITS; u++) {
@@ -621,21 +660,85 @@ __device__ __forceinline__ void consume(float* __restrict__ partial, const Sizes
           }
     }
   }
+#endif
 }
 
-// partial: [SPLITS][TAPS][COUT][CIN_G] float32.
+#if CLUSTER > 1
+// The weight's gradient as a tensor: `wide` float32, else of the operands' type.
+struct Gradient {
+  char* at;
+  long long stride_ci, stride_co, stride_tap;
+  int wide;
+};
+
+__device__ __forceinline__ void store_one(const Gradient& out, long long to, float v) {
+#if ELEMENT == 2
+  if (!out.wide) ((bits*)out.at)[to] = (bits)(PRECISION == 2 ? half_bits(v) : bfloat_bits(v));
+  else
+#endif
+    ((float*)out.at)[to] = v;
+}
+
+// A block's share of its cluster's sums, some rows of ci: each is the sum of all blocks', in the order of their splits, and is
+// written where the weight has it.
+__device__ __forceinline__ void add_up(const Gradient& out, const Work& work, u32 sums, int rank, int thread) {
+  constexpr int SHARE = (BLOCK_CI + CLUSTER - 1) / CLUSTER, QUADS = BLOCK_CO / 4;
+  int first = rank * SHARE, rows = BLOCK_CI - first < SHARE ? BLOCK_CI - first : SHARE;
+  cluster_sync();                          // all have stored theirs
+#pragma unroll 4
+  for (int i = thread; i < SET_TAPS * SHARE * QUADS; i += WGS * 128) {
+    int quad = i % QUADS, ci = i / QUADS % SHARE, tap = i / (QUADS * SHARE);
+    if (SHARE * CLUSTER > BLOCK_CI && ci >= rows) continue;
+    u32 at = sums + SUM_AT(tap, first + ci, quad * 4);
+    float sum[4] = {};
+#pragma unroll
+    for (int split = 0; split < CLUSTER; split++) {
+      float v[4];
+      load_cluster_128(v, at, split);
+#pragma unroll
+      for (int e = 0; e < 4; e++) sum[e] += v[e];
+    }
+    store_shared_128(at, __float_as_uint(sum[0]), __float_as_uint(sum[1]), __float_as_uint(sum[2]), __float_as_uint(sum[3]));
+  }
+  cluster_sync();                          // none reads another's any more; and this block's are complete
+  const bool by_co = out.stride_co == 1;   // what memory has innermost: channels or taps
+#pragma unroll 4
+  for (int i = thread; i < SET_TAPS * SHARE * BLOCK_CO; i += WGS * 128) {
+    int co = by_co ? i % BLOCK_CO : i / SET_TAPS % BLOCK_CO, tap = by_co ? i / BLOCK_CO % SET_TAPS : i % SET_TAPS, r = i / (BLOCK_CO * SET_TAPS);
+    int ci = work.ci + first + r, kd = work.tap_d + tap / (TAPS_H * TAPS_W), kh = work.tap_h + tap / TAPS_W % TAPS_H, kw = work.tap_w + tap % TAPS_W;
+    bool exists = r < rows && ci < CIN_G && work.co + co < COUT_G && kd < KERNEL_D && kh < KERNEL_H && kw < KERNEL_W;
+    if (!exists) continue;
+    long long to = (work.group * CIN_G + ci) * out.stride_ci + (work.co + co) * out.stride_co + ((kd * KERNEL_H + kh) * KERNEL_W + kw) * out.stride_tap;
+    store_one(out, to, load_shared_f32(sums + SUM_AT(tap, first + r, co)));
+  }
+}
+#endif
+
+// partial: [SPLITS][TAPS][COUT][CIN_G] float32; CLUSTER: the weight's gradient.
+#if CLUSTER > 1
+extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 1)
+wgrad(const char* __restrict__ g, char* __restrict__ out, int batch, int in_d, int in_h, int in_w, int out_d, int out_h, int out_w,
+      int tiles_d, int tiles_h, int tiles_w, int chunks, int per_split, long long stride_ci, long long stride_co, long long stride_tap, int wide,
+      const __grid_constant__ TensorMaps maps) {
+#else
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 wgrad(const char* __restrict__ g, float* __restrict__ partial, int batch, int in_d, int in_h, int in_w, int out_d, int out_h, int out_w,
       int tiles_d, int tiles_h, int tiles_w, int chunks, int per_split, const __grid_constant__ TensorMaps maps) {
+#endif
   extern __shared__ __align__(1024) unsigned char memory[];
   const Sizes s = {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, chunks, per_split};
   int index = blockIdx.x;
+#if CLUSTER > 1
+  int split = index % CLUSTER;  index /= CLUSTER;  // so that a cluster's blocks are neighbours
+#endif
   Work work;                               // blocks of the same pixels are neighbours, for L2's sake
   int set = index % SETS;  index /= SETS;
   work.co = index % CO_TILES * BLOCK_CO;  index /= CO_TILES;
   work.ci = index % CI_TILES * BLOCK_CI;  index /= CI_TILES;
   work.group = index % GROUPS;
+#if CLUSTER == 1
   int split = index / GROUPS;
+#endif
   work.tap_w = set % SETS_W * TAPS_W;
   work.tap_h = set / SETS_W % SETS_H * TAPS_H;
   work.tap_d = set / (SETS_W * SETS_H) * TAPS_D;
@@ -700,6 +803,12 @@ wgrad(const char* __restrict__ g, float* __restrict__ partial, int batch, int in
     }
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(CONSUMER_REGISTERS));
+#if CLUSTER > 1
+    consume(nullptr, s, work, g, full, empty, memory, split, role - 1, thread);
+    const Gradient gradient = {out, stride_ci, stride_co, stride_tap, wide};
+    add_up(gradient, work, base, split, threadIdx.x - 128);
+#else
     consume(partial, s, work, g, full, empty, memory, split, role - 1, thread);
+#endif
   }
 }
