@@ -45,8 +45,9 @@ CONSTANTS = cut(SOURCE, "#define WORDS 4", "__constant__ const int TAP_ROW[]")
 SIZES = cut(SOURCE, "struct Sizes {", "struct alignas(64) TensorMap")
 
 
-def defined(tiling: Tiling | WarpgroupTiling) -> str:
-    return "".join(f"#define {name} {value}\n" for name, value in tiling.macros().items())
+def defined(tiling: Tiling | WarpgroupTiling, boxed: bool = False) -> str:
+    macros = tiling.macros(boxed=True) if boxed and isinstance(tiling, Tiling) else tiling.macros()
+    return "".join(f"#define {name} {value}\n" for name, value in macros.items())
 
 
 def compiled(program: str, folder: Path) -> Path:
@@ -79,7 +80,7 @@ def turn(tiling: Tiling, folder: Path) -> Path:
     )
     tables = cut(SOURCE, "__constant__ const int ROW_D[]", "#if PRECISION == 0 || PRECISION == 1")
     tile = cut(SOURCE, "struct Tile {", "__device__ __forceinline__ Tile tile_at")
-    rows = cut(SOURCE, "// Byte of the 16-byte unit", "// =====")
+    rows = cut(SOURCE, "// Byte of the 16-byte unit", "#if !WEIGHTS_BOX\n// =====")
     places = cut(SOURCE, "struct Source {", "#if !CHANNELS_LAST\n#if !SLOTS_BY_BOX")
     pixels = cut(SOURCE, "#define OWN_PIXELS", "#else\n// Copies pixel rows straight")
     pixels += cut(SOURCE, "#if CLASSED\n// Where box r begins", "struct Barriers {")
@@ -100,7 +101,7 @@ def packing(tiling: Tiling, folder: Path) -> Path:
     types = cut(
         SOURCE, "#if PRECISION == 0 || PRECISION == 1", "#if ELEMENT == 2\n__device__ __forceinline__ u32 pack_pair"
     )
-    pack = cut(SOURCE, "__constant__ const short TAP_INDEX[]", "// A place in a ring of")
+    pack = cut(SOURCE, "// A block packs 16 rows of M", "#endif\n\n// A place in a ring of")
     (folder / "kernel.h").write_text(defined(tiling) + CONSTANTS + entries + types + counts + pack)
     return compiled("pack", folder)
 
@@ -116,19 +117,19 @@ def fragments(tiling: WarpgroupTiling, folder: Path) -> Path:
     return compiled("fragments", folder)
 
 
-def ring(tiling: Tiling, folder: Path) -> Path:
-    """A program that follows a tiling's weights from the packed ones through the ring to the consumers."""
+def ring(tiling: Tiling, folder: Path, boxed: bool = False) -> Path:
+    """A program that follows a tiling's weights, packed or as they lie in memory, through the ring to the consumers."""
     tables = cut(SOURCE, "__constant__ const int TAP_ROW[]", "__constant__ const short SUB_D[]")
-    tile = cut(SOURCE, "struct Tile {", "// Byte of the 16-byte unit")
+    tile = cut(SOURCE, "struct Tile {", "#if !WEIGHTS_BOX\n// =====")
     cursor = cut(SOURCE, "// A place in a ring", "// =====")
-    stages = cut(SOURCE, "#define FRAGMENTS(entries)", "#if WGMMA\n__device__ __forceinline__ void bring")
-    stream = cut(SOURCE, "// One thread: streams every tile's", "#endif\n\n// The consumers' side")
-    side = cut(SOURCE, "// The consumers' side", "// acc[64 x 64 NB] +=")
+    stages = cut(SOURCE, "#define FRAGMENTS(entries)", "#if WGMMA\n__device__ __forceinline__ void announce")
+    stream = cut(SOURCE, "// Where a tile's weights come from", "#endif\n\n// A thread's part of a ring's")
+    side = cut(SOURCE, "// A thread's part of a ring's", "// acc[64 x 64 NB] +=")
     arguments = "float (&)[NB][32], const u32 (&)[4], const Columns&, int, int, int, int"
     multiply = f"template <bool> static void multiply({arguments}) {{}}\n"
     steps = cut(SOURCE, "// Step i of a stretch", "// --- epilogue ---")
     (folder / "kernel.h").write_text(
-        defined(tiling) + CONSTANTS + tables + SIZES + tile + cursor + stages + stream + side + multiply + steps
+        defined(tiling, boxed) + CONSTANTS + tables + SIZES + tile + cursor + stages + stream + side + multiply + steps
     )
     return compiled("ring", folder)
 
@@ -345,3 +346,21 @@ def test_consumers_find_the_weights_where_the_stream_puts_them(seed: int, tmp_pa
             tiling = replace(tiling, w_stage=rng.randint(1, 9), resident=resident).checked(H200.shared_bytes)
             break
     assert tiles(ring(tiling, tmp_path), seed, 7) > 0
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_consumers_find_weights_as_they_lie_in_memory(seed: int, tmp_path: Path) -> None:
+    """The same of boxes: each lane of a step gets the row, the tap and the channels that its matrix wants."""
+    rng = random.Random(seed)
+    split, resident, several = seed % 3, seed % 2 == 1, seed % 4 == 3 and seed % 3 != 1
+    while True:
+        p = draw_problem(rng).with_(pass_="grad-input", layout="channels_last", bias=False)
+        tiling = draw_tiling(p, rng) if p.rank > 1 else None
+        if tiling is None or not tiling.wgmma or tiling.split != split or (tiling.subs > 1) != several:
+            continue
+        with contextlib.suppress(Unfit):
+            stage = tiling.k_steps * rng.randint(1, 8 // tiling.k_steps)
+            tiling = replace(tiling, w_stage=stage, resident=resident).checked(H200.shared_bytes)
+            if tiling.boxable:
+                break
+    assert tiles(ring(tiling, tmp_path, boxed=True), seed, 7) > 0

@@ -25,26 +25,47 @@ static void wgmma_commit() {}
 template <int N> static void wgmma_wait() {}
 
 static const u32 RING = 1 << 20, FULL = 1 << 10, EMPTY = 1 << 11;
-struct Fill { u32 to; const char* from; u32 bytes; };
+struct Box { u32 to; int channel, tap, row; };
+struct Fill { u32 to; const char* from; u32 bytes, announced; std::vector<Box> boxes; };
 static std::vector<Fill> fills;
 static bool streaming;
 static long long taken, released;  // stages so far: of all tiles, the other consumer's included
 static std::vector<bool> landed;   // RESIDENT: chunks that this consumer has waited for
 
+struct TensorMap {};
+static void announce(u32 bytes, u32 barrier);
 static void bring(u32 to, const char* from, u32 bytes, u32 barrier);
+static void bring_tap(u32 to, const TensorMap& map, int channel, int tap, int row, u32 barrier);
 static void barrier_wait(u32 barrier, u32 parity);
 static void barrier_arrive(u32 barrier);
 static void load_shared_128(u32 (&a)[4], u32 address);
+static void load_matrices(u32 (&a)[4], u32 address);
 
 #include "kernel.h"  // the tiling's macros and what follows them of the kernel, cut from it by test_host.py
 
 static long long streamed;  // the streamer's own count of stages
-static void bring(u32 to, const char* from, u32 bytes, u32 barrier) {
+static u32 announced_to;
+static void announce(u32 bytes, u32 barrier) {
+  if (!fills.empty() && fills.back().bytes != fills.back().announced) fail("other bytes brought than announced");
   long long stage = RESIDENT ? (long long)fills.size() : streamed++ % STAGES_W;
   if (barrier != FULL + 8 * stage) fail("bytes announced to another stage's barrier");
-  if (!RESIDENT && to != RING + stage * (W_STAGE * WGS_M * FRAGMENT)) fail("a stage brought to another's place");
   if (!RESIDENT && bytes > W_STAGE * WGS_M * FRAGMENT) fail("more bytes than a stage has");
-  fills.push_back({to, from, bytes});
+  u32 before = fills.empty() ? RING : fills.back().to + fills.back().bytes;
+  fills.push_back({RESIDENT ? before : (u32)(RING + stage * (W_STAGE * WGS_M * FRAGMENT)), nullptr, 0, bytes});
+  announced_to = barrier;
+}
+static void bring(u32 to, const char* from, u32 bytes, u32 barrier) {
+  Fill& fill = fills.back();
+  if (barrier != announced_to) fail("bytes of another barrier");
+  if (to != fill.to) fail("a stage brought to another's place");
+  fill.from = from, fill.bytes = bytes;
+}
+static const u32 BOX_BYTES = ROWS_PER_SUB * WGS_M * ROW_BYTES;
+static void bring_tap(u32 to, const TensorMap&, int channel, int tap, int row, u32 barrier) {
+  Fill& fill = fills.back();
+  if (barrier != announced_to) fail("a box of another barrier");
+  if (to != fill.to + fill.bytes || to % 1024) fail("a box brought to another's place");
+  fill.boxes.push_back({to, channel, tap, row}), fill.bytes += BOX_BYTES;
 }
 static void barrier_wait(u32 barrier, u32 parity) {
   if (streaming) {
@@ -72,7 +93,8 @@ static void barrier_arrive(u32 barrier) {
   if (released > taken) fail("a stage is given back before it was taken");
 }
 static const char* expected;  // the packed fragment that comes next
-static void load_shared_128(u32 (&)[4], u32 address) {
+static u32 part;              // this thread's of a fragment
+static const Fill* landed_at(u32 address) {
   const Fill* fill = nullptr;
   if (RESIDENT) {
     for (const Fill& f : fills)
@@ -84,14 +106,39 @@ static void load_shared_128(u32 (&)[4], u32 address) {
     if (released >= taken) fail("a fragment of a stage that was given back");
     if (address < fill->to || address >= fill->to + fill->bytes) fail("a fragment beyond its stage");
   }
-  if (fill->from + (address - fill->to) != expected) fail("another fragment than the tile's next");
+  return fill;
+}
+static void load_shared_128(u32 (&)[4], u32 address) {
+  const Fill* fill = landed_at(address - part);
+  if (fill->from + (address - part - fill->to) != expected) fail("another fragment than the tile's next");
   expected += WGS_M * FRAGMENT;
 }
 
+// Of weights as they lie in memory: the tile, the thread and the step of K that comes next.
+static Tile tile_now;
+static int thread_now, wg_now, step_now;
+static void load_matrices(u32 (&)[4], u32 address) {
+  const Fill* fill = landed_at(address);
+  const int entries = entries_of(tile_now.variant), lane = thread_now % 32;
+  const int chunk = step_now / (entries * K_STEPS), entry = step_now / K_STEPS % entries, k_step = step_now % K_STEPS;
+  const Box& box = fill->boxes[(address - fill->to) / BOX_BYTES];
+  const int of_entry = (int)((address - fill->to) / BOX_BYTES) % SUBS, offset = (address - box.to) % BOX_BYTES, row = offset / ROW_BYTES;
+  const int tap = TAP_INDEX[(ENTRY[tile_now.variant * (MB + 1)] + entry) * SUBS + of_entry];
+  if (box.channel != chunk * CK || box.tap != (tap < 0 ? TAPS : tap)) fail("another tap or chunk than the tile's next");
+  if (box.row != tile_now.group * COUT_G + tile_now.cout_block * WGS_M * ROWS_PER_SUB) fail("rows of another M-group");
+  if (of_entry * ROWS_PER_SUB + row != wg_now * 64 + thread_now / 32 * 16 + lane % 16) fail("another row than the lane's");
+  // The copy engine swaps 16-byte units within the span of its swizzle, by bits of the address above it.
+  const u32 swapped = ROW_BYTES == 128 ? address >> 7 & 7 : ROW_BYTES == 64 ? address >> 7 & 3 : address >> 7 & 1;
+  if ((offset % ROW_BYTES / 16 ^ swapped) != k_step * 2 + lane / 16) fail("other channels than the step's");
+  step_now++;
+}
+
 // As `consume`, without pixels and sums.
-static long long consume(const char* packed, const Sizes& s, int wg) {
+static long long consume(const char* packed, const Sizes& s, int wg, int thread) {
   Fragments weights;
-  weights.ring = RING;
+  wg_now = SPLIT == 1 ? wg : 0, thread_now = thread;
+  part = fragment_part(wg_now, thread);
+  weights.ring = RING + part;
   weights.full = FULL;
   weights.empty = EMPTY;
   weights.cursor = {0, 0};
@@ -107,9 +154,10 @@ static long long consume(const char* packed, const Sizes& s, int wg) {
     Tile t = tile_at(index, s);
     long long stages = 0;
     for (const char* at = fragments_of(packed, t), *end = at + (long long)FRAGMENTS(entries_of(t.variant)) * (WGS_M * FRAGMENT); !RESIDENT && at < end; stages++) {
-      if (fills[before + stages].from != at) fail("the stream leaves fragments out");
+      if (!WEIGHTS_BOX && fills[before + stages].from != at) fail("the stream leaves fragments out");
       at += fills[before + stages].bytes;
     }
+    tile_now = t, step_now = 0;
     if (SPLIT == 2 && (turn & 1) != wg) {
       if (!RESIDENT) weights.skip(t.variant);
     } else {
@@ -123,7 +171,7 @@ static long long consume(const char* packed, const Sizes& s, int wg) {
         if (given_back != (CONTINUED && chunk ? 1 : 0)) fail("the pixels of the chunk before are given back once");
       }
       weights.end();
-      long long bytes = expected - fragments_of(packed, t);
+      long long bytes = WEIGHTS_BOX ? (long long)step_now * (WGS_M * FRAGMENT) : expected - fragments_of(packed, t);
       if (bytes != (long long)FRAGMENTS(entries_of(t.variant)) * (WGS_M * FRAGMENT)) fail("not all fragments of a tile");
       if (!RESIDENT && (taken != before + stages || released != taken)) fail("a stage is left");
       checked += bytes / FRAGMENT;
@@ -145,9 +193,15 @@ int main(int, char** arguments) {
     fills.clear();
     streamed = 0;
     streaming = true;
+#if WEIGHTS_BOX
+    stream_weights(TensorMap(), s, RING, FULL, EMPTY);
+#else
     stream_weights(packed, s, RING, FULL, EMPTY);
+#endif
     streaming = false;
-    for (int wg = 0; wg < (SPLIT == 2 ? 2 : 1); wg++) checked += consume(packed, s, wg);
+    if (!fills.empty() && fills.back().bytes != fills.back().announced) fail("other bytes brought than announced");
+    for (int thread : {0, 21, 77, 127})
+      for (int wg = 0; wg < (SPLIT == 0 ? 1 : 2); wg++) checked += consume(packed, s, wg, thread);
   }
   printf("%lld\n", checked);
 }

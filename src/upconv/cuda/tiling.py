@@ -380,9 +380,11 @@ class Tiling:
     def boxable(self) -> bool:
         """Whether weights may come as they lie in memory, channels-last, by the tensor copy engine, and not packed.
 
-        That is where their channels are the source's (the gradient for the input): a tap's box is rows of a chunk.
+        That is where their channels are the source's (the gradient for the input): a tap's box is rows of a chunk. Of
+        32 bytes these take the engine longer than the multiplications (NOTES: kb73 TF32 507 -> 1,001 us, kb78 613 ->
+        941), unless they are brought once.
         """
-        whole = self.resident or self.w_stage % self.k_steps == 0
+        rings = self.w_stage % self.k_steps == 0 and self.row_bytes > 32
         return (
             self.tensor_map
             and self.channels_last
@@ -390,7 +392,7 @@ class Tiling:
             and self.parts == 1
             and (self.subs == 1 or self.wgs_m == 1)
             and self.cin_g % self.vec == 0
-            and whole
+            and (self.resident or rings)
         )
 
     @property

@@ -22,7 +22,7 @@ from upconv.cuda.boxes import Tensor5, alignment_classes, encode, of_class
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.gpu import gpu as gpu_of
 from upconv.cuda.launch import Launcher, bind
-from upconv.cuda.wgrad_tiling import MAX_CLASSES, WARPS, SyncTiling, Triple, WarpgroupTiling
+from upconv.cuda.wgrad_tiling import MAX_CLASSES, MAX_CLUSTER, WARPS, SyncTiling, Triple, WarpgroupTiling
 from upconv.problem import Problem
 
 _ACCUMULATORS = 144  # registers of a thread of the mma.sync kernel; beside them fragments and addresses
@@ -95,9 +95,12 @@ class Choice:
 
     @property
     def cluster(self) -> int:
-        """Blocks of a cluster that adds up the splits' sums without a second step; 1: there is none."""
-        t = self.tiling
-        return self.splits if isinstance(t, WarpgroupTiling) and t.adds_up(self.splits) else 1
+        """The splits, where their blocks are a cluster that adds up their sums without a second step; else 1."""
+        t, blocks = self.tiling, self.tiling.tiles * self.splits
+        if not isinstance(t, WarpgroupTiling) or not t.adds_up or not 2 <= self.splits <= MAX_CLUSTER:
+            return 1
+        waves = -(-blocks // self.gpu.multiprocessors)
+        return self.splits if t.tiles <= waves * self.gpu.clusters(self.splits) else 1
 
     def sources(self) -> tuple[Unit, ...]:
         """What NVRTC must compile; the same for all input sizes that share the tile (and are cut into as few splits).
@@ -125,14 +128,6 @@ class Prepared:
         self._device, self._tiling, self._problem = device, t, p
         self._boxes = 0 if isinstance(t, SyncTiling) else 1 + t.box_g * math.prod(t.classes)
         self.casts = p.dtype.itemsize == 2
-        self._clusters = self._by_clusters(choice)
-        if self._clusters is None:
-            unit = choice.sources()[0]
-            codes = "PP" + "i" * 12 + "q" * 16 * self._boxes if self._boxes else "PPP" + "i" * 12
-            self._wgrad = self._launcher(unit, "wgrad", codes)
-            self._reduce = self._launcher(unit, "reduce", "PPiqqq")
-            if self.casts:
-                self._reduce_float = self._launcher(unit, "reduce_float", "PPiqqq")
         counts = t.counts(p)
         chunks = math.prod(counts)
         full = (1,) * (3 - p.rank)
@@ -142,6 +137,14 @@ class Prepared:
         self._maps: dict[tuple[int, bool], tuple[int, ...]] = {}
         self._numel = math.prod(p.weight_shape)
         self._blocks = reduce_blocks(t)
+        self._clusters = self._by_clusters(choice)
+        if self._clusters is None:
+            steps = choice.sources()[0]
+            codes = "PP" + "i" * 12 + "q" * 16 * self._boxes if self._boxes else "PPP" + "i" * 12
+            self._wgrad = self._launcher(steps, "wgrad", codes)
+            self._reduce = self._launcher(steps, "reduce", "PPiqqq")
+            if self.casts:
+                self._reduce_float = self._launcher(steps, "reduce_float", "PPiqqq")
 
     def _launcher(self, unit: Unit, entry: str, codes: str) -> Launcher:
         kernel = jit.kernel(unit.source, entry, gpu_of(self._device).arch, unit.label)
@@ -155,11 +158,8 @@ class Prepared:
             return None
         codes = "PP" + "i" * 12 + "qqqi" + "q" * 16 * self._boxes
         launcher = self._launcher(choice.sources()[1], "wgrad", codes)
-        # Of a cluster's blocks all must find room in one part of the GPU.
-        at_once = launcher.clusters(self._device, choice.cluster)
-        blocks, processors = choice.tiling.tiles * choice.cluster, choice.gpu.multiprocessors
-        fits = at_once > 0 and -(-choice.tiling.tiles // at_once) <= -(-blocks // processors)
-        return launcher if fits else None
+        waves = -(-self._grid // choice.gpu.multiprocessors)
+        return launcher if choice.tiling.tiles <= waves * launcher.clusters(self._device, choice.cluster) else None
 
     def run(self, x: Tensor, grad: Tensor, out: Tensor) -> None:
         """Writes the weight's gradient into ``out`` (contiguous or channels_last; the problem's dtype, or float32).

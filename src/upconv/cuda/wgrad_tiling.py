@@ -614,14 +614,15 @@ class WarpgroupTiling(Tiling):
         """Of a thread that copies, and of one that multiplies."""
         return (72, 216) if self.warpgroups == 2 else (56, 152)
 
-    def adds_up(self, splits: int) -> bool:
-        """Whether the blocks of so many splits may be a cluster, which adds their sums in its shared memory."""
-        return 2 <= splits <= MAX_CLUSTER and self.sums_bytes <= self.shared_bytes - 16 * self.stages - 16
+    @property
+    def adds_up(self) -> bool:
+        """Whether blocks of several splits may be a cluster, which adds their sums in its shared memory."""
+        return self.sums_bytes <= self.shared_bytes - 16 * self.stages - 16
 
     @property
     def sums_bytes(self) -> int:
         """Bytes of a block's sums in shared memory, where its stages were."""
-        return self.set_taps * self.block[0] * (self.block[1] + 4) * 4
+        return self.set_taps * (self.block[0] * (self.block[1] + 4) + 8) * 4
 
     def macros(self, cluster: int = 1) -> dict[str, int | float | str]:
         """The kernel's constants. ``cluster``: splits that add up their sums together (`adds_up`)."""

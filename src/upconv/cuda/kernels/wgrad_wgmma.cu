@@ -106,7 +106,7 @@
 // A block's sums in shared memory, [tap][ci][co], so that a warp's fragments meet all banks: neighbours along co lie in a row, and
 // ci of neighbouring lanes 2 rows apart, 8 banks.
 #define SUMS_PITCH (BLOCK_CO + 4)
-#define SUM_AT(tap, ci, co) ((((tap) * BLOCK_CI + (ci)) * SUMS_PITCH + (co)) * 4)
+#define SUM_AT(tap, ci, co) (((tap) * (BLOCK_CI * SUMS_PITCH + 8) + (ci) * SUMS_PITCH + (co)) * 4)  // taps lie 8 banks apart
 #if SUM_AT(SET_TAPS, 0, 0) > BARRIERS_AT
 #error "a block's sums do not fit where its stages were"
 #endif
@@ -664,29 +664,54 @@ __device__ __forceinline__ void consume(float* __restrict__ partial, const Sizes
 }
 
 #if CLUSTER > 1
-// The weight's gradient as a tensor: `wide` float32, else of the operands' type.
-struct Gradient {
+struct Gradient {                          // for the weight: of float32 (`wide`) or the operands' type
   char* at;
   long long stride_ci, stride_co, stride_tap;
   int wide;
 };
 
-__device__ __forceinline__ void store_one(const Gradient& out, long long to, float v) {
+// V neighbours in memory, which begin at V elements.
+template <int V>
+__device__ __forceinline__ void store_some(const Gradient& out, long long to, const float (&v)[V]) {
 #if ELEMENT == 2
-  if (!out.wide) ((bits*)out.at)[to] = (bits)(PRECISION == 2 ? half_bits(v) : bfloat_bits(v));
-  else
+  if (!out.wide) {
+    u32 words[(V + 1) / 2];
+#pragma unroll
+    for (int i = 0; i < V; i++) {
+      u32 one = PRECISION == 2 ? half_bits(v[i]) : bfloat_bits(v[i]);
+      words[i / 2] = i % 2 ? words[i / 2] | one << 16 : one;
+    }
+    bits* at = (bits*)out.at + to;
+    if constexpr (V == 4) *(uint2*)at = make_uint2(words[0], words[1]);
+    else if constexpr (V == 2) *(u32*)at = words[0];
+    else *at = (bits)words[0];
+    return;
+  }
 #endif
-    ((float*)out.at)[to] = v;
+  float* at = (float*)out.at + to;
+  if constexpr (V == 4) *(float4*)at = make_float4(v[0], v[1], v[2], v[3]);
+  else if constexpr (V == 2) *(float2*)at = make_float2(v[0], v[1]);
+  else *at = v[0];
+}
+
+// Where the weight has the block's tap, and its channels `ci` and `co`; negative: nowhere.
+__device__ __forceinline__ long long place_of(const Gradient& out, const Work& work, int tap, int ci, int co) {
+  int kd = work.tap_d + tap / (TAPS_H * TAPS_W), kh = work.tap_h + tap / TAPS_W % TAPS_H, kw = work.tap_w + tap % TAPS_W;
+  ci += work.ci, co += work.co;
+  bool exists = ci < CIN_G && co < COUT_G && kd < KERNEL_D && kh < KERNEL_H && kw < KERNEL_W;
+  return exists ? (work.group * CIN_G + ci) * out.stride_ci + co * out.stride_co + ((kd * KERNEL_H + kh) * KERNEL_W + kw) * out.stride_tap : -1;
 }
 
 // A block's share of its cluster's sums, some rows of ci: each is the sum of all blocks', in the order of their splits, and is
-// written where the weight has it.
+// written so that neighbouring threads write neighbours.
 __device__ __forceinline__ void add_up(const Gradient& out, const Work& work, u32 sums, int rank, int thread) {
-  constexpr int SHARE = (BLOCK_CI + CLUSTER - 1) / CLUSTER, QUADS = BLOCK_CO / 4;
-  int first = rank * SHARE, rows = BLOCK_CI - first < SHARE ? BLOCK_CI - first : SHARE;
+  constexpr int SHARE = (BLOCK_CI + CLUSTER - 1) / CLUSTER, QUADS = BLOCK_CO / 4, THREADS_ADDING = WGS * 128;
+  constexpr int V = TAPS_W % 4 == 0 && KERNEL_W % 4 == 0 ? 4 : TAPS_W % 2 == 0 && KERNEL_W % 2 == 0 ? 2 : 1;
+  const int first = rank * SHARE, rows = BLOCK_CI - first < SHARE ? BLOCK_CI - first : SHARE;
+  const bool by_co = out.stride_co == 1 && COUT_G % 4 == 0;
   cluster_sync();                          // all have stored theirs
 #pragma unroll 4
-  for (int i = thread; i < SET_TAPS * SHARE * QUADS; i += WGS * 128) {
+  for (int i = thread; i < SET_TAPS * SHARE * QUADS; i += THREADS_ADDING) {
     int quad = i % QUADS, ci = i / QUADS % SHARE, tap = i / (QUADS * SHARE);
     if (SHARE * CLUSTER > BLOCK_CI && ci >= rows) continue;
     u32 at = sums + SUM_AT(tap, first + ci, quad * 4);
@@ -698,27 +723,34 @@ __device__ __forceinline__ void add_up(const Gradient& out, const Work& work, u3
 #pragma unroll
       for (int e = 0; e < 4; e++) sum[e] += v[e];
     }
-    store_shared_128(at, __float_as_uint(sum[0]), __float_as_uint(sum[1]), __float_as_uint(sum[2]), __float_as_uint(sum[3]));
+    if (by_co) {
+      long long to = place_of(out, work, tap, first + ci, quad * 4);
+      if (to >= 0) store_some(out, to, sum);
+    } else {
+      store_shared_128(at, __float_as_uint(sum[0]), __float_as_uint(sum[1]), __float_as_uint(sum[2]), __float_as_uint(sum[3]));
+    }
   }
   cluster_sync();                          // none reads another's any more; and this block's are complete
-  const bool by_co = out.stride_co == 1;   // what memory has innermost: channels or taps
+  if (by_co) return;
+  constexpr int RUNS_OF_TAPS = SET_TAPS / V;
 #pragma unroll 4
-  for (int i = thread; i < SET_TAPS * SHARE * BLOCK_CO; i += WGS * 128) {
-    int co = by_co ? i % BLOCK_CO : i / SET_TAPS % BLOCK_CO, tap = by_co ? i / BLOCK_CO % SET_TAPS : i % SET_TAPS, r = i / (BLOCK_CO * SET_TAPS);
-    int ci = work.ci + first + r, kd = work.tap_d + tap / (TAPS_H * TAPS_W), kh = work.tap_h + tap / TAPS_W % TAPS_H, kw = work.tap_w + tap % TAPS_W;
-    bool exists = r < rows && ci < CIN_G && work.co + co < COUT_G && kd < KERNEL_D && kh < KERNEL_H && kw < KERNEL_W;
-    if (!exists) continue;
-    long long to = (work.group * CIN_G + ci) * out.stride_ci + (work.co + co) * out.stride_co + ((kd * KERNEL_H + kh) * KERNEL_W + kw) * out.stride_tap;
-    store_one(out, to, load_shared_f32(sums + SUM_AT(tap, first + r, co)));
+  for (int i = thread; i < RUNS_OF_TAPS * SHARE * BLOCK_CO; i += THREADS_ADDING) {
+    int tap = i % RUNS_OF_TAPS * V, co = i / RUNS_OF_TAPS % BLOCK_CO, ci = i / (RUNS_OF_TAPS * BLOCK_CO);
+    long long to = ci < rows ? place_of(out, work, tap, first + ci, co) : -1;
+    float v[V];
+#pragma unroll
+    for (int e = 0; e < V; e++) v[e] = load_shared_f32(sums + SUM_AT(tap + e, first + ci, co));
+    if (to >= 0) store_some(out, to, v);
   }
 }
 #endif
 
-// partial: [SPLITS][TAPS][COUT][CIN_G] float32; CLUSTER: the weight's gradient.
+// partial: [SPLITS][TAPS][COUT][CIN_G] float32; CLUSTER: `out` is the weight's gradient.
 #if CLUSTER > 1
 extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 1)
 wgrad(const char* __restrict__ g, char* __restrict__ out, int batch, int in_d, int in_h, int in_w, int out_d, int out_h, int out_w,
-      int tiles_d, int tiles_h, int tiles_w, int chunks, int per_split, long long stride_ci, long long stride_co, long long stride_tap, int wide,
+      int tiles_d, int tiles_h, int tiles_w, int chunks, int per_split,
+      long long stride_ci, long long stride_co, long long stride_tap, int wide,
       const __grid_constant__ TensorMaps maps) {
 #else
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
@@ -729,7 +761,7 @@ wgrad(const char* __restrict__ g, float* __restrict__ partial, int batch, int in
   const Sizes s = {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, chunks, per_split};
   int index = blockIdx.x;
 #if CLUSTER > 1
-  int split = index % CLUSTER;  index /= CLUSTER;  // so that a cluster's blocks are neighbours
+  const int split = index % CLUSTER;  index /= CLUSTER;  // so that a cluster's blocks are neighbours
 #endif
   Work work;                               // blocks of the same pixels are neighbours, for L2's sake
   int set = index % SETS;  index /= SETS;
@@ -737,7 +769,7 @@ wgrad(const char* __restrict__ g, float* __restrict__ partial, int batch, int in
   work.ci = index % CI_TILES * BLOCK_CI;  index /= CI_TILES;
   work.group = index % GROUPS;
 #if CLUSTER == 1
-  int split = index / GROUPS;
+  const int split = index / GROUPS;
 #endif
   work.tap_w = set % SETS_W * TAPS_W;
   work.tap_h = set / SETS_W % SETS_H * TAPS_H;
