@@ -119,6 +119,7 @@ constexpr int STAGES_S = 2;  // staging slots
 constexpr int STAGES_W = 6;  // stages of the weights: of the ring, or chunks
 constexpr int W_STAGE = 7;  // fragments of weights in a stage of the ring, at most
 constexpr int RING_FRAGMENTS = 42;  // fragments of weights in shared memory
+constexpr int WEIGHTS_BOX = 0;
 constexpr int RUN_GROUPS = 2;  // groups of 8 columns that the epilogue stores together
 constexpr int ROWS_D = 1, ROWS_H = 18;  // input rows of a tile
 constexpr int ROW_STEP_D = 1, ROW_STEP_H = 1;  // rows of the tile from one q to the next
@@ -312,7 +313,7 @@ struct Sizes {                                         // one layout for the pac
 
 struct alignas(64) TensorMap { u64 opaque[16]; };  // a CUtensorMap
 constexpr int MAPS = 1;
-struct TensorMaps { TensorMap of[MAPS]; };
+struct TensorMaps { TensorMap of[MAPS + WEIGHTS_BOX]; };  // the last: the weights'
 
 struct Tile {
   int group, cout_block, variant;                      // M-group
@@ -607,14 +608,19 @@ __device__ __forceinline__ void bring(u32 to, const char* from, u32 bytes, u32 b
       "l"(from), "r"(bytes), "r"(barrier) : "memory");
 }
 
-// One thread: streams every tile's fragments through the ring; RESIDENT: loads them once.
-__device__ __forceinline__ void stream_weights(const char* packed, const Sizes& s, u32 ring, u32 full, u32 empty) {
+// Where a tile's weights come from, in the order in which they are used.
+typedef const char* Weights;  // packed; chunks lie one behind the other
+__device__ __forceinline__ Weights weights_of(const char* packed, const Tile& t) { return fragments_of(packed, t); }
+
+// One thread: streams every tile's weights through the ring; RESIDENT: loads them once.
+template <class Source>
+__device__ __forceinline__ void stream_weights(const Source& packed, const Sizes& s, u32 ring, u32 full, u32 empty) {
   wait_for_results();                                   // of `pack`
   Cursor cursor = {0, 1};
 #pragma unroll 1
   for (int index = blockIdx.x; index < s.tiles; index += gridDim.x) {
     Tile t = tile_at(index, s);
-    const char* from = fragments_of(packed, t);
+    Weights from = weights_of(packed, t);
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks_of(t.variant); chunk++) {
 #pragma unroll 1
@@ -636,6 +642,15 @@ __device__ __forceinline__ void stream_weights(const char* packed, const Sizes& 
       }
     }
   }
+}
+
+// A thread's part of a ring's first fragment.
+__device__ __forceinline__ u32 fragment_part(int wg, int thread) {
+  return thread * 16;
+}
+// Fragment i of those that begin at `at`.
+__device__ __forceinline__ void load_fragment(u32 (&a)[4], u32 at, int i) {
+  load_shared_128(a, at + i * (WGS_M * FRAGMENT));
 }
 
 // The consumers' side. Before sm_90 fragments come straight from global memory (L2).
@@ -660,7 +675,7 @@ struct Fragments {
       in_hand = empty + cursor.stage * 8;
       cursor.next(STAGES_W);
     }
-    load_shared_128(a, at + i % W_STAGE * (WGS_M * FRAGMENT));
+    load_fragment(a, at, i % W_STAGE);
   }
   __device__ __forceinline__ void end_stretch(int steps) {
   }
@@ -993,7 +1008,7 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* 
 __device__ __forceinline__ void consume(const char* packed, const float* bias, char* y, const Sizes& s, u32 tiles,
     u32 full, u32 empty, Fragments& weights, u32 buffers, int wg, int thread) {
   int warp = thread >> 5, lane = thread & 31;
-  int first_subtile = 0, offset = thread * 16;
+  int first_subtile = 0, offset = fragment_part(wg, thread);
   u32 buffer = buffers + (wg * 4 + warp) * BUFFER_BYTES;
   Cursor cursor = {0, 0};
   weights.cursor = {0, 0};
@@ -1720,14 +1735,19 @@ __device__ __forceinline__ void bring(u32 to, const char* from, u32 bytes, u32 b
       "l"(from), "r"(bytes), "r"(barrier) : "memory");
 }
 
-// One thread: streams every tile's fragments through the ring; RESIDENT: loads them once.
-__device__ __forceinline__ void stream_weights(const char* packed, const Sizes& s, u32 ring, u32 full, u32 empty) {
+// Where a tile's weights come from, in the order in which they are used.
+typedef const char* Weights;  // packed; chunks lie one behind the other
+__device__ __forceinline__ Weights weights_of(const char* packed, const Tile& t) { return fragments_of(packed, t); }
+
+// One thread: streams every tile's weights through the ring; RESIDENT: loads them once.
+template <class Source>
+__device__ __forceinline__ void stream_weights(const Source& packed, const Sizes& s, u32 ring, u32 full, u32 empty) {
   wait_for_results();                                   // of `pack`
   Cursor cursor = {0, 1};
 #pragma unroll 1
   for (int index = blockIdx.x; index < s.tiles; index += gridDim.x) {
     Tile t = tile_at(index, s);
-    const char* from = fragments_of(packed, t);
+    Weights from = weights_of(packed, t);
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks_of(t.variant); chunk++) {
 #pragma unroll 1
@@ -1749,6 +1769,15 @@ __device__ __forceinline__ void stream_weights(const char* packed, const Sizes& 
       }
     }
   }
+}
+
+// A thread's part of a ring's first fragment.
+__device__ __forceinline__ u32 fragment_part(int wg, int thread) {
+  return thread * 16;
+}
+// Fragment i of those that begin at `at`.
+__device__ __forceinline__ void load_fragment(u32 (&a)[4], u32 at, int i) {
+  load_shared_128(a, at + i * (WGS_M * FRAGMENT));
 }
 
 // The consumers' side. Before sm_90 fragments come straight from global memory (L2).
@@ -1773,7 +1802,7 @@ struct Fragments {
       in_hand = empty + cursor.stage * 8;
       cursor.next(STAGES_W);
     }
-    load_shared_128(a, at + i % W_STAGE * (WGS_M * FRAGMENT));
+    load_fragment(a, at, i % W_STAGE);
   }
   __device__ __forceinline__ void end_stretch(int steps) {
   }
@@ -2106,7 +2135,7 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* 
 __device__ __forceinline__ void consume(const char* packed, const float* bias, char* y, const Sizes& s, u32 tiles,
     u32 full, u32 empty, Fragments& weights, u32 buffers, int wg, int thread) {
   int warp = thread >> 5, lane = thread & 31;
-  int first_subtile = 0, offset = thread * 16;
+  int first_subtile = 0, offset = fragment_part(wg, thread);
   u32 buffer = buffers + (wg * 4 + warp) * BUFFER_BYTES;
   Cursor cursor = {0, 0};
   weights.cursor = {0, 0};
@@ -2823,14 +2852,19 @@ __device__ __forceinline__ void bring(u32 to, const char* from, u32 bytes, u32 b
       "l"(from), "r"(bytes), "r"(barrier) : "memory");
 }
 
-// One thread: streams every tile's fragments through the ring; RESIDENT: loads them once.
-__device__ __forceinline__ void stream_weights(const char* packed, const Sizes& s, u32 ring, u32 full, u32 empty) {
+// Where a tile's weights come from, in the order in which they are used.
+typedef const char* Weights;  // packed; chunks lie one behind the other
+__device__ __forceinline__ Weights weights_of(const char* packed, const Tile& t) { return fragments_of(packed, t); }
+
+// One thread: streams every tile's weights through the ring; RESIDENT: loads them once.
+template <class Source>
+__device__ __forceinline__ void stream_weights(const Source& packed, const Sizes& s, u32 ring, u32 full, u32 empty) {
   wait_for_results();                                   // of `pack`
   Cursor cursor = {0, 1};
 #pragma unroll 1
   for (int index = blockIdx.x; index < s.tiles; index += gridDim.x) {
     Tile t = tile_at(index, s);
-    const char* from = fragments_of(packed, t);
+    Weights from = weights_of(packed, t);
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks_of(t.variant); chunk++) {
 #pragma unroll 1
@@ -2852,6 +2886,15 @@ __device__ __forceinline__ void stream_weights(const char* packed, const Sizes& 
       }
     }
   }
+}
+
+// A thread's part of a ring's first fragment.
+__device__ __forceinline__ u32 fragment_part(int wg, int thread) {
+  return thread * 16;
+}
+// Fragment i of those that begin at `at`.
+__device__ __forceinline__ void load_fragment(u32 (&a)[4], u32 at, int i) {
+  load_shared_128(a, at + i * (WGS_M * FRAGMENT));
 }
 
 // The consumers' side. Before sm_90 fragments come straight from global memory (L2).
@@ -2876,7 +2919,7 @@ struct Fragments {
       in_hand = empty + cursor.stage * 8;
       cursor.next(STAGES_W);
     }
-    load_shared_128(a, at + i % W_STAGE * (WGS_M * FRAGMENT));
+    load_fragment(a, at, i % W_STAGE);
   }
   __device__ __forceinline__ void end_stretch(int steps) {
   }
@@ -3210,7 +3253,7 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* 
 __device__ __forceinline__ void consume(const char* packed, const float* bias, char* y, const Sizes& s, u32 tiles,
     u32 full, u32 empty, Fragments& weights, u32 buffers, int wg, int thread) {
   int warp = thread >> 5, lane = thread & 31;
-  int first_subtile = wg * NB, offset = thread * 16;
+  int first_subtile = wg * NB, offset = fragment_part(wg, thread);
   u32 buffer = buffers + (wg * 4 + warp) * BUFFER_BYTES;
   Cursor cursor = {0, 0};
   weights.cursor = {0, 0};
@@ -3379,6 +3422,8 @@ constexpr int CONSUMER_REGISTERS = 152;  // of a thread
 // image are zeros.
 //
 // K is split over ranges of chunks; each split writes partial sums, `reduce` adds them in the order of their index.
+// Where splits are
+// few, their blocks are a CLUSTER, which adds the sums through its shared memory in the same order, and writes the weight itself.
 constexpr int COPIERS = 128;
 constexpr int STACK = (TAPS_H + STEP_H - 1) / STEP_H;  // rows of x that may meet a row of g
 constexpr int X_ROWS_H = TILE_H + STACK - 1;
@@ -3897,7 +3942,7 @@ __device__ __forceinline__ void consume(float* __restrict__ partial, const Sizes
   }
 }
 
-// partial: [SPLITS][TAPS][COUT][CIN_G] float32.
+// partial: [SPLITS][TAPS][COUT][CIN_G] float32; CLUSTER: `out` is the weight's gradient.
 __global__ void __launch_bounds__(THREADS, 1)
 wgrad(const char* __restrict__ g, float* __restrict__ partial, int batch, int in_d, int in_h, int in_w, int out_d,
       int out_h, int out_w, int tiles_d, int tiles_h, int tiles_w, int chunks, int per_split,
@@ -3910,7 +3955,7 @@ wgrad(const char* __restrict__ g, float* __restrict__ partial, int batch, int in
   work.co = index % CO_TILES * BLOCK_CO;  index /= CO_TILES;
   work.ci = index % CI_TILES * BLOCK_CI;  index /= CI_TILES;
   work.group = index % GROUPS;
-  int split = index / GROUPS;
+  const int split = index / GROUPS;
   work.tap_w = set % SETS_W * TAPS_W;
   work.tap_h = set / SETS_W % SETS_H * TAPS_H;
   work.tap_d = set / (SETS_W * SETS_H) * TAPS_D;

@@ -121,6 +121,7 @@ constexpr int STAGES_S = 2;  // staging slots
 constexpr int STAGES_W = 1;  // stages of the weights: of the ring, or chunks
 constexpr int W_STAGE = 7;  // fragments of weights in a stage of the ring, at most
 constexpr int RING_FRAGMENTS = 20;  // fragments of weights in shared memory
+constexpr int WEIGHTS_BOX = 0;
 constexpr int RUN_GROUPS = 16;  // groups of 8 columns that the epilogue stores together
 constexpr int ROWS_D = 1, ROWS_H = 1;  // input rows of a tile
 constexpr int ROW_STEP_D = 1, ROW_STEP_H = 1;  // rows of the tile from one q to the next
@@ -316,7 +317,7 @@ struct Sizes {                                         // one layout for the pac
 
 struct alignas(64) TensorMap { u64 opaque[16]; };  // a CUtensorMap
 constexpr int MAPS = 1;
-struct TensorMaps { TensorMap of[MAPS]; };
+struct TensorMaps { TensorMap of[MAPS + WEIGHTS_BOX]; };  // the last: the weights'
 
 struct Tile {
   int group, cout_block, variant;                      // M-group
@@ -605,17 +606,32 @@ __device__ __forceinline__ void bring(u32 to, const char* from, u32 bytes, u32 b
       "l"(from), "r"(bytes), "r"(barrier) : "memory");
 }
 
-// One thread: streams every tile's fragments through the ring; RESIDENT: loads them once.
-__device__ __forceinline__ void stream_weights(const char* packed, const Sizes& s, u32 ring, u32 full, u32 empty) {
+// Where a tile's weights come from, in the order in which they are used.
+typedef const char* Weights;  // packed; chunks lie one behind the other
+__device__ __forceinline__ Weights weights_of(const char* packed, const Tile& t) { return fragments_of(packed, t); }
+
+// One thread: streams every tile's weights through the ring; RESIDENT: loads them once.
+template <class Source>
+__device__ __forceinline__ void stream_weights(const Source& packed, const Sizes& s, u32 ring, u32 full, u32 empty) {
   wait_for_results();                                   // of `pack`
   if (blockIdx.x >= s.tiles) return;
   Tile t = tile_at(blockIdx.x, s);
-  const char* from = fragments_of(packed, t);
+  Weights from = weights_of(packed, t);
   u32 bytes = entries_of(t.variant) * STEPS_PER_TAP * (WGS_M * FRAGMENT);
   if (bytes == 0) return;
 #pragma unroll 1
-  for (int chunk = 0; chunk < CHUNKS; chunk++)
+  for (int chunk = 0; chunk < CHUNKS; chunk++) {
     bring(ring + chunk * bytes, from + (long long)chunk * bytes, bytes, full + chunk * 8);
+  }
+}
+
+// A thread's part of a ring's first fragment.
+__device__ __forceinline__ u32 fragment_part(int wg, int thread) {
+  return thread * 16;
+}
+// Fragment i of those that begin at `at`.
+__device__ __forceinline__ void load_fragment(u32 (&a)[4], u32 at, int i) {
+  load_shared_128(a, at + i * (WGS_M * FRAGMENT));
 }
 
 // The consumers' side. Before sm_90 fragments come straight from global memory (L2).
@@ -636,7 +652,7 @@ struct Fragments {
   __device__ __forceinline__ void end() { first = false; }
   // Fragment i of a stretch; a stage is waited for with its first.
   __device__ __forceinline__ void load(u32 (&a)[4], int i) {
-    load_shared_128(a, at + i * (WGS_M * FRAGMENT));
+    load_fragment(a, at, i);
   }
   __device__ __forceinline__ void end_stretch(int steps) {
     at += steps * (WGS_M * FRAGMENT);
@@ -967,7 +983,7 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* 
 __device__ __forceinline__ void consume(const char* packed, const float* bias, char* y, const Sizes& s, u32 tiles,
     u32 full, u32 empty, Fragments& weights, u32 buffers, int wg, int thread) {
   int warp = thread >> 5, lane = thread & 31;
-  int first_subtile = 0, offset = thread * 16;
+  int first_subtile = 0, offset = fragment_part(wg, thread);
   u32 buffer = buffers + (wg * 4 + warp) * BUFFER_BYTES;
   Cursor cursor = {0, 0};
   weights.cursor = {0, 0};
@@ -1687,17 +1703,32 @@ __device__ __forceinline__ void bring(u32 to, const char* from, u32 bytes, u32 b
       "l"(from), "r"(bytes), "r"(barrier) : "memory");
 }
 
-// One thread: streams every tile's fragments through the ring; RESIDENT: loads them once.
-__device__ __forceinline__ void stream_weights(const char* packed, const Sizes& s, u32 ring, u32 full, u32 empty) {
+// Where a tile's weights come from, in the order in which they are used.
+typedef const char* Weights;  // packed; chunks lie one behind the other
+__device__ __forceinline__ Weights weights_of(const char* packed, const Tile& t) { return fragments_of(packed, t); }
+
+// One thread: streams every tile's weights through the ring; RESIDENT: loads them once.
+template <class Source>
+__device__ __forceinline__ void stream_weights(const Source& packed, const Sizes& s, u32 ring, u32 full, u32 empty) {
   wait_for_results();                                   // of `pack`
   if (blockIdx.x >= s.tiles) return;
   Tile t = tile_at(blockIdx.x, s);
-  const char* from = fragments_of(packed, t);
+  Weights from = weights_of(packed, t);
   u32 bytes = entries_of(t.variant) * STEPS_PER_TAP * (WGS_M * FRAGMENT);
   if (bytes == 0) return;
 #pragma unroll 1
-  for (int chunk = 0; chunk < CHUNKS; chunk++)
+  for (int chunk = 0; chunk < CHUNKS; chunk++) {
     bring(ring + chunk * bytes, from + (long long)chunk * bytes, bytes, full + chunk * 8);
+  }
+}
+
+// A thread's part of a ring's first fragment.
+__device__ __forceinline__ u32 fragment_part(int wg, int thread) {
+  return thread * 16;
+}
+// Fragment i of those that begin at `at`.
+__device__ __forceinline__ void load_fragment(u32 (&a)[4], u32 at, int i) {
+  load_shared_128(a, at + i * (WGS_M * FRAGMENT));
 }
 
 // The consumers' side. Before sm_90 fragments come straight from global memory (L2).
@@ -1718,7 +1749,7 @@ struct Fragments {
   __device__ __forceinline__ void end() { first = false; }
   // Fragment i of a stretch; a stage is waited for with its first.
   __device__ __forceinline__ void load(u32 (&a)[4], int i) {
-    load_shared_128(a, at + i * (WGS_M * FRAGMENT));
+    load_fragment(a, at, i);
   }
   __device__ __forceinline__ void end_stretch(int steps) {
     at += steps * (WGS_M * FRAGMENT);
@@ -2049,7 +2080,7 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* 
 __device__ __forceinline__ void consume(const char* packed, const float* bias, char* y, const Sizes& s, u32 tiles,
     u32 full, u32 empty, Fragments& weights, u32 buffers, int wg, int thread) {
   int warp = thread >> 5, lane = thread & 31;
-  int first_subtile = 0, offset = thread * 16;
+  int first_subtile = 0, offset = fragment_part(wg, thread);
   u32 buffer = buffers + (wg * 4 + warp) * BUFFER_BYTES;
   Cursor cursor = {0, 0};
   weights.cursor = {0, 0};
@@ -2217,6 +2248,7 @@ constexpr int STAGES_S = 2;  // staging slots
 constexpr int STAGES_W = 4;  // stages of the weights: of the ring, or chunks
 constexpr int W_STAGE = 7;  // fragments of weights in a stage of the ring, at most
 constexpr int RING_FRAGMENTS = 28;  // fragments of weights in shared memory
+constexpr int WEIGHTS_BOX = 0;
 constexpr int RUN_GROUPS = 16;  // groups of 8 columns that the epilogue stores together
 constexpr int ROWS_D = 1, ROWS_H = 1;  // input rows of a tile
 constexpr int ROW_STEP_D = 1, ROW_STEP_H = 1;  // rows of the tile from one q to the next
@@ -2412,7 +2444,7 @@ struct Sizes {                                         // one layout for the pac
 
 struct alignas(64) TensorMap { u64 opaque[16]; };  // a CUtensorMap
 constexpr int MAPS = 1;
-struct TensorMaps { TensorMap of[MAPS]; };
+struct TensorMaps { TensorMap of[MAPS + WEIGHTS_BOX]; };  // the last: the weights'
 
 struct Tile {
   int group, cout_block, variant;                      // M-group
@@ -2706,14 +2738,19 @@ __device__ __forceinline__ void bring(u32 to, const char* from, u32 bytes, u32 b
       "l"(from), "r"(bytes), "r"(barrier) : "memory");
 }
 
-// One thread: streams every tile's fragments through the ring; RESIDENT: loads them once.
-__device__ __forceinline__ void stream_weights(const char* packed, const Sizes& s, u32 ring, u32 full, u32 empty) {
+// Where a tile's weights come from, in the order in which they are used.
+typedef const char* Weights;  // packed; chunks lie one behind the other
+__device__ __forceinline__ Weights weights_of(const char* packed, const Tile& t) { return fragments_of(packed, t); }
+
+// One thread: streams every tile's weights through the ring; RESIDENT: loads them once.
+template <class Source>
+__device__ __forceinline__ void stream_weights(const Source& packed, const Sizes& s, u32 ring, u32 full, u32 empty) {
   wait_for_results();                                   // of `pack`
   Cursor cursor = {0, 1};
 #pragma unroll 1
   for (int index = blockIdx.x; index < s.tiles; index += gridDim.x) {
     Tile t = tile_at(index, s);
-    const char* from = fragments_of(packed, t);
+    Weights from = weights_of(packed, t);
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks_of(t.variant); chunk++) {
 #pragma unroll 1
@@ -2735,6 +2772,15 @@ __device__ __forceinline__ void stream_weights(const char* packed, const Sizes& 
       }
     }
   }
+}
+
+// A thread's part of a ring's first fragment.
+__device__ __forceinline__ u32 fragment_part(int wg, int thread) {
+  return thread * 16;
+}
+// Fragment i of those that begin at `at`.
+__device__ __forceinline__ void load_fragment(u32 (&a)[4], u32 at, int i) {
+  load_shared_128(a, at + i * (WGS_M * FRAGMENT));
 }
 
 // The consumers' side. Before sm_90 fragments come straight from global memory (L2).
@@ -2759,7 +2805,7 @@ struct Fragments {
       in_hand = empty + cursor.stage * 8;
       cursor.next(STAGES_W);
     }
-    load_shared_128(a, at + i % W_STAGE * (WGS_M * FRAGMENT));
+    load_fragment(a, at, i % W_STAGE);
   }
   __device__ __forceinline__ void end_stretch(int steps) {
   }
@@ -3094,7 +3140,7 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* 
 __device__ __forceinline__ void consume(const char* packed, const float* bias, char* y, const Sizes& s, u32 tiles,
     u32 full, u32 empty, Fragments& weights, u32 buffers, int wg, int thread) {
   int warp = thread >> 5, lane = thread & 31;
-  int first_subtile = 0, offset = thread * 16;
+  int first_subtile = 0, offset = fragment_part(wg, thread);
   u32 buffer = buffers + (wg * 4 + warp) * BUFFER_BYTES;
   Cursor cursor = {0, 0};
   weights.cursor = {0, 0};
@@ -3818,14 +3864,19 @@ __device__ __forceinline__ void bring(u32 to, const char* from, u32 bytes, u32 b
       "l"(from), "r"(bytes), "r"(barrier) : "memory");
 }
 
-// One thread: streams every tile's fragments through the ring; RESIDENT: loads them once.
-__device__ __forceinline__ void stream_weights(const char* packed, const Sizes& s, u32 ring, u32 full, u32 empty) {
+// Where a tile's weights come from, in the order in which they are used.
+typedef const char* Weights;  // packed; chunks lie one behind the other
+__device__ __forceinline__ Weights weights_of(const char* packed, const Tile& t) { return fragments_of(packed, t); }
+
+// One thread: streams every tile's weights through the ring; RESIDENT: loads them once.
+template <class Source>
+__device__ __forceinline__ void stream_weights(const Source& packed, const Sizes& s, u32 ring, u32 full, u32 empty) {
   wait_for_results();                                   // of `pack`
   Cursor cursor = {0, 1};
 #pragma unroll 1
   for (int index = blockIdx.x; index < s.tiles; index += gridDim.x) {
     Tile t = tile_at(index, s);
-    const char* from = fragments_of(packed, t);
+    Weights from = weights_of(packed, t);
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks_of(t.variant); chunk++) {
 #pragma unroll 1
@@ -3847,6 +3898,15 @@ __device__ __forceinline__ void stream_weights(const char* packed, const Sizes& 
       }
     }
   }
+}
+
+// A thread's part of a ring's first fragment.
+__device__ __forceinline__ u32 fragment_part(int wg, int thread) {
+  return thread * 16;
+}
+// Fragment i of those that begin at `at`.
+__device__ __forceinline__ void load_fragment(u32 (&a)[4], u32 at, int i) {
+  load_shared_128(a, at + i * (WGS_M * FRAGMENT));
 }
 
 // The consumers' side. Before sm_90 fragments come straight from global memory (L2).
@@ -3871,7 +3931,7 @@ struct Fragments {
       in_hand = empty + cursor.stage * 8;
       cursor.next(STAGES_W);
     }
-    load_shared_128(a, at + i % W_STAGE * (WGS_M * FRAGMENT));
+    load_fragment(a, at, i % W_STAGE);
   }
   __device__ __forceinline__ void end_stretch(int steps) {
   }
@@ -4207,7 +4267,7 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* 
 __device__ __forceinline__ void consume(const char* packed, const float* bias, char* y, const Sizes& s, u32 tiles,
     u32 full, u32 empty, Fragments& weights, u32 buffers, int wg, int thread) {
   int warp = thread >> 5, lane = thread & 31;
-  int first_subtile = wg * NB, offset = thread * 16;
+  int first_subtile = wg * NB, offset = fragment_part(wg, thread);
   u32 buffer = buffers + (wg * 4 + warp) * BUFFER_BYTES;
   Cursor cursor = {0, 0};
   weights.cursor = {0, 0};
@@ -4768,7 +4828,7 @@ __device__ __forceinline__ void consume(float* __restrict__ partial, const Sizes
   }
 }
 
-// partial: [SPLITS][TAPS][COUT][CIN_G] float32.
+// partial: [SPLITS][TAPS][COUT][CIN_G] float32; CLUSTER: `out` is the weight's gradient.
 __global__ void __launch_bounds__(THREADS, 1)
 wgrad(const char* __restrict__ g, float* __restrict__ partial, int batch, int in_d, int in_h, int in_w, int out_d,
       int out_h, int out_w, int tiles_d, int tiles_h, int tiles_w, int chunks, int per_split,
@@ -4781,7 +4841,7 @@ wgrad(const char* __restrict__ g, float* __restrict__ partial, int batch, int in
   work.co = index % CO_TILES * BLOCK_CO;  index /= CO_TILES;
   work.ci = index % CI_TILES * BLOCK_CI;  index /= CI_TILES;
   work.group = index % GROUPS;
-  int split = index / GROUPS;
+  const int split = index / GROUPS;
   work.tap_w = set % SETS_W * TAPS_W;
   work.tap_h = set / SETS_W % SETS_H * TAPS_H;
   work.tap_d = set / (SETS_W * SETS_H) * TAPS_D;

@@ -424,11 +424,12 @@ def _pattern(name: str) -> str:
     return re.escape(name).replace("m64nN", "m64n(64|128)")
 
 
-def check_compiled(tiling: Tiling, source: str, arch: str, most_local: int = 0) -> None:
-    """Both kernels compile, without spills, with the precision's matrix instruction and no other."""
+def check_compiled(tiling: Tiling, source: str, arch: str, most_local: int = 0, packs: bool = True) -> None:
+    """Both kernels compile (or the one alone), without spills, with the precision's matrix instruction and no other."""
     code, text, log = jit.built(source, arch, "gather")
     found = jit.inspect(code)
-    assert set(found) == {"gather", "pack", *(("pack_float",) if tiling.element == 2 else ())}
+    packing = ("pack", "pack_float")[: 1 + (tiling.element == 2)] if packs else ()
+    assert set(found) == {"gather", *packing}
     for entry, (registers, local, shared) in found.items():
         assert 0 < registers <= 255
         assert local <= most_local, f"{entry} for sm_{arch} has {local} bytes of local memory: {tiling}"
@@ -585,13 +586,15 @@ def test_chosen_kernels_compile_without_spills(p: Problem, gpu: Gpu) -> None:
     if isinstance(choice, str):
         assert refused(p, gpu), choice
         return
-    for unit in choice.sources():
-        assert set(unit.entries) == {"gather", "pack"}
+    packed, *unpacked = choice.sources()
+    assert set(packed.entries) == {"gather", "pack"} and [u.entries for u in unpacked] in ([], [("gather",)])
+    assert bool(unpacked) == choice.tiling.boxable
+    for unit in (packed, *unpacked):
         # NCHW gradients on sm_90a with 4 accumulators, or 7 pixels for a thread to turn, do spill a little; kb58
         # in half precision, with both, 112 bytes.
         spilling = p.pass_ == "grad-input" and p.layout == "nchw" and choice.tiling.wgmma
         most = 112 if choice.tiling.mb * choice.tiling.nb == 4 and choice.tiling.pixels > 7 * 192 else 72
-        check_compiled(choice.tiling, unit.source, gpu.arch, most if spilling else 0)
+        check_compiled(choice.tiling, unit.source, gpu.arch, most if spilling else 0, unit is packed)
 
 
 @pytest.mark.parametrize(

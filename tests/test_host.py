@@ -80,7 +80,7 @@ def turn(tiling: Tiling, folder: Path) -> Path:
     )
     tables = cut(SOURCE, "__constant__ const int ROW_D[]", "#if PRECISION == 0 || PRECISION == 1")
     tile = cut(SOURCE, "struct Tile {", "__device__ __forceinline__ Tile tile_at")
-    rows = cut(SOURCE, "// Byte of the 16-byte unit", "#if !WEIGHTS_BOX\n// =====")
+    rows = cut(SOURCE, "// Byte of the 16-byte unit", "// =====")
     places = cut(SOURCE, "struct Source {", "#if !CHANNELS_LAST\n#if !SLOTS_BY_BOX")
     pixels = cut(SOURCE, "#define OWN_PIXELS", "#else\n// Copies pixel rows straight")
     pixels += cut(SOURCE, "#if CLASSED\n// Where box r begins", "struct Barriers {")
@@ -101,7 +101,7 @@ def packing(tiling: Tiling, folder: Path) -> Path:
     types = cut(
         SOURCE, "#if PRECISION == 0 || PRECISION == 1", "#if ELEMENT == 2\n__device__ __forceinline__ u32 pack_pair"
     )
-    pack = cut(SOURCE, "// A block packs 16 rows of M", "#endif\n\n// A place in a ring of")
+    pack = cut(SOURCE, "__constant__ const short TAP_INDEX[]", "// A place in a ring of")
     (folder / "kernel.h").write_text(defined(tiling) + CONSTANTS + entries + types + counts + pack)
     return compiled("pack", folder)
 
@@ -120,9 +120,10 @@ def fragments(tiling: WarpgroupTiling, folder: Path) -> Path:
 def ring(tiling: Tiling, folder: Path, boxed: bool = False) -> Path:
     """A program that follows a tiling's weights, packed or as they lie in memory, through the ring to the consumers."""
     tables = cut(SOURCE, "__constant__ const int TAP_ROW[]", "__constant__ const short SUB_D[]")
-    tile = cut(SOURCE, "struct Tile {", "#if !WEIGHTS_BOX\n// =====")
+    tile = cut(SOURCE, "struct Tile {", "// =====")
+    tile += cut(SOURCE, "__constant__ const short TAP_INDEX[]", "#if !WEIGHTS_BOX")
     cursor = cut(SOURCE, "// A place in a ring", "// =====")
-    stages = cut(SOURCE, "#define FRAGMENTS(entries)", "#if WGMMA\n__device__ __forceinline__ void announce")
+    stages = cut(SOURCE, "#define FRAGMENTS(entries)", "#if WGMMA\n#if WEIGHTS_BOX")
     stream = cut(SOURCE, "// Where a tile's weights come from", "#endif\n\n// A thread's part of a ring's")
     side = cut(SOURCE, "// A thread's part of a ring's", "// acc[64 x 64 NB] +=")
     arguments = "float (&)[NB][32], const u32 (&)[4], const Columns&, int, int, int, int"

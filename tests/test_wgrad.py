@@ -330,8 +330,10 @@ def test_constants_do_not_depend_on_the_size(seed: int) -> None:
     assert wgrad._any_size(p) == wgrad._any_size(other)
     for t in rng.sample(every, min(20, len(every))):
         assert replace(t, problem=other).macros() == t.macros()
-        sources = [wgrad.Choice(t, q, H200, n, 0.0, "").sources() for q, n in ((p, 1), (other, 7))]
-        assert [unit.source for unit in sources[0]] == [unit.source for unit in sources[1]]
+        (one,), (same, *clusters) = (wgrad.Choice(t, q, H200, n, 0.0, "").sources() for q, n in ((p, 1), (other, 7)))
+        assert one.source == same.source
+        few = isinstance(t, WarpgroupTiling) and t.adds_up and t.tiles <= 13 * -(-t.tiles * 7 // 132)
+        assert [unit.source for unit in clusters] == [jit.source(t.file, t.macros(7))] * few  # type: ignore[call-arg]
 
 
 # --- what is chosen --------------------------------------------------------------------------------------------------
@@ -522,6 +524,9 @@ def test_chosen_kernels_compile_without_spills(p: Problem, gpu: Gpu) -> None:
     if isinstance(choice, str):
         assert choice == refused(p, gpu)
         return
-    (unit,) = choice.sources()
-    assert set(unit.entries) == {"wgrad", "reduce"}
-    check_compiled(choice.tiling, unit.source, gpu)
+    steps, *clusters = choice.sources()
+    assert set(steps.entries) == {"wgrad", "reduce"} and [unit.entries for unit in clusters] in ([], [("wgrad",)])
+    assert bool(clusters) == (choice.cluster > 1)
+    for unit in (steps, *clusters):
+        check_compiled(choice.tiling, unit.source, gpu)
+        assert (f"#define CLUSTER {choice.splits}\n" in unit.source) == (unit in clusters)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from upconv import cpu, reference
 from upconv.cuda import direct, direct_wgrad, staged, wgrad
-from upconv.cuda.gpu import gpu
+from upconv.cuda.gpu import A100, gpu
 from upconv.cuda.wgrad_tiling import WarpgroupTiling
 from upconv.problem import Layout, Precision, Problem, output_length
 
@@ -168,6 +169,44 @@ def test_weight_gradients_on_tensor_cores(precision: Precision, layout: Layout, 
     truth = weight_truth(p, x, g)
     for c in (choice, *drawn(p, rng)):
         check_weight(c, x, g, truth)
+
+
+def in_two_steps(choice: wgrad.Choice) -> wgrad.Choice:
+    """The same for a GPU without clusters, which this GPU runs as well."""
+    return replace(choice, gpu=A100)
+
+
+@pytest.mark.parametrize("splits", (2, 3, 5, 8))
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("precision", ("tf32", "bf16", "fp16"))
+def test_clusters_add_up_as_the_second_step_does(precision: Precision, layout: Layout, splits: int) -> None:
+    """To the last bit, into both memory formats and into float32; channels that are no multiple of 4 among them."""
+    layers = (
+        Problem.make(5, 80, 46, (16, 32), 4, 2, 1),
+        Problem.make(4, 40, 72, (17, 32), 3, 1, 1, groups=1),
+        Problem.make(3, 64, 64, (4, 8, 16), 2, 2, groups=2),
+    )
+    rng = random.Random(f"{precision} {layout} {splits}")
+    for layer in layers:
+        p = layer.with_(dtype=DTYPES[precision], precision=precision, layout=layout, pass_="grad-weight")
+        x, g = operands(p)
+        truth = weight_truth(p, x, g)
+        aligned, aligned_g = (size[-1] * p.dtype.itemsize % 16 == 0 for size in (p.size, p.out_size))
+        every = wgrad.candidates(wgrad._any_size(p), gpu(0), aligned, aligned_g, wgrad._narrow(p))
+        fitting = [t for t in every if isinstance(t, WarpgroupTiling) and t.adds_up and t.tiles <= 9]
+        stacked = [t for t in fitting if t.stacked]
+        assert len(fitting) > 3
+        for t in rng.sample(fitting, 2) + rng.sample(stacked, min(1, len(stacked))):
+            choice = wgrad.Choice(t, p, gpu(0), splits, 0.0, "")
+            clusters, steps = choice.prepare(0), in_two_steps(choice).prepare(0)
+            assert clusters._clusters is not None and steps._clusters is None, choice
+            check_weight(choice, x, g, truth)
+            for dtype in dict.fromkeys((p.dtype, torch.float32)):
+                for out_layout in LAYOUTS:
+                    outs = [place(p.weight_shape, p, out_layout).to(dtype) for _ in range(2)]
+                    clusters.run(x, g, outs[0])
+                    steps.run(x, g, outs[1])
+                    assert torch.equal(*outs), choice
 
 
 # Where the tilings differ most: strides with many outputs (wide blocks of input channels), long taps, 1-D.

@@ -55,8 +55,8 @@ static void announce(u32 bytes, u32 barrier) {
   announced_to = barrier;
 }
 static void bring(u32 to, const char* from, u32 bytes, u32 barrier) {
+  announce(bytes, barrier);
   Fill& fill = fills.back();
-  if (barrier != announced_to) fail("bytes of another barrier");
   if (to != fill.to) fail("a stage brought to another's place");
   fill.from = from, fill.bytes = bytes;
 }

@@ -13,8 +13,7 @@
 //   consumers  multiply: weights are A, from registers, packed in fragment order (one 16-byte load per thread and step);
 //              pixels are B, rows of CK channels in shared memory, swizzled. A tap is a shift of B's start by whole rows:
 //              the swizzle is a function of address bits, so any shift is right (measured: 32, 64 and 128 bytes).
-//   one thread streams the weights' fragments through a ring (or loads all of them once: RESIDENT). WEIGHTS_BOX: no fragments, but
-//              rows of CK channels as they lie in memory, channels-last, swizzled as the pixels are.
+//   one thread streams the weights' fragments through a ring (or loads all of them once: RESIDENT).
 // SPLIT 0: both consumers share an M-group and halve the pixels. 1: they share the pixels. 2: ping-pong, whole tiles in turn,
 // so that one stores while the other multiplies.
 //
@@ -85,7 +84,6 @@
 
 __constant__ const int TAP_ROW[] = TAP_ROWS;           // [variant, block, tap]: the tap's shift in pixel rows
 __constant__ const int ENTRY[] = ENTRIES;              // [variant][MB + 1]: where a block's taps begin
-__constant__ const short TAP_INDEX[] = TAP_INDICES;    // [variant, block, tap][SUBS]: the kernel's tap, -1 for none
 __constant__ const short SUB_D[] = SUBS_D;             // [variant][SUBS]: output offset of an M-row's sub-position
 __constant__ const short SUB_HH[] = SUBS_H;
 __constant__ const short U_W[] = SUBS_W;               // [variant]: first W sub-position
@@ -157,11 +155,13 @@ __device__ __forceinline__ u32 unit_at(int p, int unit) {
   return p * ROW_BYTES + ((unit ^ swizzle) << 4);
 }
 
-#if !WEIGHTS_BOX
 // =====================================================================================================================
 // Packing: weight (CIN, COUT_G, taps), for GRAD_INPUT (COUT, CIN_G, taps), to fragments [group][cout block][variant][chunk][entry][k step][part][wgs][warp][lane]
 // =====================================================================================================================
 
+__constant__ const short TAP_INDEX[] = TAP_INDICES;    // [variant, block, tap][SUBS]: the kernel's tap, -1 for none
+
+#if !WEIGHTS_BOX
 // A block packs 16 rows of M, those of a warp, for one step of K and PACK_TAPS taps. It brings their weights to shared
 // memory in the order of memory, then writes its quarter of each of these taps' fragments as one piece, two at a time.
 #define PACK_THREADS 256
@@ -676,79 +676,79 @@ __device__ __forceinline__ const char* fragments_of(const char* packed, const Ti
 #define LONGEST_STRETCH (TAPS_UNROLLED * STEPS_PER_TAP)  // where not STRAIGHT
 
 #if WGMMA
+#if WEIGHTS_BOX
 __device__ __forceinline__ void announce(u32 bytes, u32 barrier) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
 }
-#if WEIGHTS_BOX
 __device__ __forceinline__ void bring_tap(u32 to, const TensorMap& map, int channel, int tap, int row, u32 barrier) {
   asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5, %5}], [%6];\n"
                ::"r"(to), "l"(&map), "r"(channel), "r"(tap), "r"(row), "r"(0), "r"(barrier) : "memory");
 }
 #else
 __device__ __forceinline__ void bring(u32 to, const char* from, u32 bytes, u32 barrier) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
 }
 #endif
 
 // Where a tile's weights come from, in the order in which they are used.
 #if WEIGHTS_BOX
-#define WEIGHTS_SOURCE const TensorMap&
-struct Weights {  // (COUT, taps, CIN_G) as a tensor; a box is the channels of a chunk for all rows of a sub-position
+struct Weights {  // not packed: (COUT, taps, CIN_G) as a tensor; a box is a chunk's channels for all rows of a sub-position, swizzled as pixels are
   const TensorMap& map;
   int row, channel, entry;
-  __device__ __forceinline__ void begin(const Tile& t) { row = t.group * COUT_G + t.cout_block * (WGS_M * ROWS_PER_SUB); }
-  __device__ __forceinline__ void begin_chunk(const Tile& t, int chunk) { channel = chunk * CK, entry = ENTRY[t.variant * (MB + 1)]; }
-  __device__ __forceinline__ void bring_some(u32 to, int fragments, u32 barrier) {
-    announce(fragments * (WGS_M * FRAGMENT), barrier);
+};
+__device__ __forceinline__ Weights weights_of(const TensorMap& map, const Tile& t) {
+  return {map, t.group * COUT_G + t.cout_block * (WGS_M * ROWS_PER_SUB), 0, 0};
+}
+__device__ __forceinline__ void begin_chunk(Weights& from, const Tile& t, int chunk) {
+  from.channel = chunk * CK;
+  from.entry = ENTRY[t.variant * (MB + 1)];
+}
+__device__ __forceinline__ void bring(u32 to, Weights& from, u32 bytes, u32 barrier) {
+  announce(bytes, barrier);
 #pragma unroll 1
-    for (; fragments > 0; fragments -= K_STEPS, entry++)
+  for (u32 end = to + bytes; to < end; from.entry++)
 #pragma unroll
-      for (int sub = 0; sub < SUBS; sub++, to += ENTRY_BYTES / SUBS) {
-        int tap = TAP_INDEX[entry * SUBS + sub];
-        bring_tap(to, map, channel, tap < 0 ? TAPS : tap, row, barrier);  // beyond the last tap: zeros
-      }
-  }
-};
+    for (int sub = 0; sub < SUBS; sub++, to += ENTRY_BYTES / SUBS) {
+      int tap = TAP_INDEX[from.entry * SUBS + sub];
+      bring_tap(to, from.map, from.channel, tap < 0 ? TAPS : tap, from.row, barrier);  // beyond the last tap: zeros
+    }
+}
 #else
-#define WEIGHTS_SOURCE const char*
-struct Weights {
-  const char* packed;
-  const char* from;
-  __device__ __forceinline__ void begin(const Tile& t) { from = fragments_of(packed, t); }
-  __device__ __forceinline__ void begin_chunk(const Tile& t, int chunk) {}  // they lie one behind the other
-  __device__ __forceinline__ void bring_some(u32 to, int fragments, u32 barrier) {
-    u32 bytes = fragments * (WGS_M * FRAGMENT);
-    announce(bytes, barrier);
-    bring(to, from, bytes, barrier);
-    from += bytes;
-  }
-};
+typedef const char* Weights;  // packed; chunks lie one behind the other
+__device__ __forceinline__ Weights weights_of(const char* packed, const Tile& t) { return fragments_of(packed, t); }
 #endif
 
 // One thread: streams every tile's weights through the ring; RESIDENT: loads them once.
-__device__ __forceinline__ void stream_weights(WEIGHTS_SOURCE source, const Sizes& s, u32 ring, u32 full, u32 empty) {
+template <class Source>
+__device__ __forceinline__ void stream_weights(const Source& packed, const Sizes& s, u32 ring, u32 full, u32 empty) {
   wait_for_results();                                   // of `pack`
-  Weights weights = {source};
 #if RESIDENT
   if (blockIdx.x >= s.tiles) return;
   Tile t = tile_at(blockIdx.x, s);
-  int fragments = entries_of(t.variant) * STEPS_PER_TAP;
-  if (fragments == 0) return;
-  weights.begin(t);
+  Weights from = weights_of(packed, t);
+  u32 bytes = entries_of(t.variant) * STEPS_PER_TAP * (WGS_M * FRAGMENT);
+  if (bytes == 0) return;
 #pragma unroll 1
   for (int chunk = 0; chunk < CHUNKS; chunk++) {
-    weights.begin_chunk(t, chunk);
-    weights.bring_some(ring + chunk * fragments * (WGS_M * FRAGMENT), fragments, full + chunk * 8);
+#if WEIGHTS_BOX
+    begin_chunk(from, t, chunk);
+    bring(ring + chunk * bytes, from, bytes, full + chunk * 8);
+#else
+    bring(ring + chunk * bytes, from + (long long)chunk * bytes, bytes, full + chunk * 8);
+#endif
   }
 #else
   Cursor cursor = {0, 1};
 #pragma unroll 1
   for (int index = blockIdx.x; index < s.tiles; index += gridDim.x) {
     Tile t = tile_at(index, s);
-    weights.begin(t);
+    Weights from = weights_of(packed, t);
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks_of(t.variant); chunk++) {
-      weights.begin_chunk(t, chunk);
+#if WEIGHTS_BOX
+      begin_chunk(from, t, chunk);
+#endif
 #pragma unroll 1
       for (int b = 0; b < (STRAIGHT ? 1 : MB); b++) {
         int left = STRAIGHT ? entries_of(t.variant) : ENTRY[t.variant * (MB + 1) + b + 1] - ENTRY[t.variant * (MB + 1) + b];
@@ -759,8 +759,12 @@ __device__ __forceinline__ void stream_weights(WEIGHTS_SOURCE source, const Size
           left -= stretch;
 #pragma unroll 1
           for (; stretch > 0; stretch -= W_STAGE, cursor.next(STAGES_W)) {
+            u32 bytes = STAGE_FRAGMENTS(stretch) * (WGS_M * FRAGMENT);
             barrier_wait(empty + cursor.stage * 8, cursor.parity);
-            weights.bring_some(ring + cursor.stage * (W_STAGE * WGS_M * FRAGMENT), STAGE_FRAGMENTS(stretch), full + cursor.stage * 8);
+            bring(ring + cursor.stage * (W_STAGE * WGS_M * FRAGMENT), from, bytes, full + cursor.stage * 8);
+#if !WEIGHTS_BOX
+            from += bytes;
+#endif
           }
         }
       }
@@ -770,10 +774,9 @@ __device__ __forceinline__ void stream_weights(WEIGHTS_SOURCE source, const Size
 }
 #endif
 
-// A thread's part of a ring's first fragment. WEIGHTS_BOX: the 16 bytes whose address it gives to ldmatrix, of a row of its warp's 16
-// and of either half of K.
+// A thread's part of a ring's first fragment.
 __device__ __forceinline__ u32 fragment_part(int wg, int thread) {
-#if WEIGHTS_BOX
+#if WEIGHTS_BOX  // rows of CK channels: the 16 bytes whose address it gives to ldmatrix, of one of its warp's 16 rows and half a step
   int lane = thread & 31;
   return (SPLIT == 1 ? wg * (64 * ROW_BYTES) : 0) + unit_at(thread / 32 * 16 + lane % 16, lane / 16);
 #else

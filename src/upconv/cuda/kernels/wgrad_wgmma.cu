@@ -708,7 +708,7 @@ __device__ __forceinline__ void add_up(const Gradient& out, const Work& work, u3
   constexpr int SHARE = (BLOCK_CI + CLUSTER - 1) / CLUSTER, QUADS = BLOCK_CO / 4, THREADS_ADDING = WGS * 128;
   constexpr int V = TAPS_W % 4 == 0 && KERNEL_W % 4 == 0 ? 4 : TAPS_W % 2 == 0 && KERNEL_W % 2 == 0 ? 2 : 1;
   const int first = rank * SHARE, rows = BLOCK_CI - first < SHARE ? BLOCK_CI - first : SHARE;
-  const bool by_co = out.stride_co == 1 && COUT_G % 4 == 0;
+  const bool by_co = out.stride_co == 1;   // what memory has innermost; else taps
   cluster_sync();                          // all have stored theirs
 #pragma unroll 4
   for (int i = thread; i < SET_TAPS * SHARE * QUADS; i += THREADS_ADDING) {
@@ -723,9 +723,16 @@ __device__ __forceinline__ void add_up(const Gradient& out, const Work& work, u3
 #pragma unroll
       for (int e = 0; e < 4; e++) sum[e] += v[e];
     }
-    if (by_co) {
+    if (by_co && COUT_G % 4 == 0) {
       long long to = place_of(out, work, tap, first + ci, quad * 4);
       if (to >= 0) store_some(out, to, sum);
+    } else if (by_co) {
+#pragma unroll
+      for (int e = 0; e < 4; e++) {
+        const float one[1] = {sum[e]};
+        long long to = place_of(out, work, tap, first + ci, quad * 4 + e);
+        if (to >= 0) store_some(out, to, one);
+      }
     } else {
       store_shared_128(at, __float_as_uint(sum[0]), __float_as_uint(sum[1]), __float_as_uint(sum[2]), __float_as_uint(sum[3]));
     }
@@ -737,10 +744,11 @@ __device__ __forceinline__ void add_up(const Gradient& out, const Work& work, u3
   for (int i = thread; i < RUNS_OF_TAPS * SHARE * BLOCK_CO; i += THREADS_ADDING) {
     int tap = i % RUNS_OF_TAPS * V, co = i / RUNS_OF_TAPS % BLOCK_CO, ci = i / (RUNS_OF_TAPS * BLOCK_CO);
     long long to = ci < rows ? place_of(out, work, tap, first + ci, co) : -1;
+    if (to < 0) continue;
     float v[V];
 #pragma unroll
     for (int e = 0; e < V; e++) v[e] = load_shared_f32(sums + SUM_AT(tap + e, first + ci, co));
-    if (to >= 0) store_some(out, to, v);
+    store_some(out, to, v);
   }
 }
 #endif
