@@ -135,9 +135,7 @@ def test_tilings(name: str, precision: str, layout: str, pass_: Pass) -> None:
             out = out.contiguous(memory_format=memory_format)
             prepared.run(x, prepared.pack(weight), bias, out)
             outs.append(out)
-        if (
-            tiling.boxable
-        ):  # weights that lie as boxes take them, to the last bit as packed ones; and a view off 16 bytes
+        if tiling.boxable:  # weights as they lie, to the last bit as packed ones; off 16 bytes they are packed
             last = weight.contiguous(memory_format=memory_format)
             off = torch.empty(last.numel() + 1, device=device, dtype=p.dtype)[1:].as_strided(last.shape, last.stride())
             assert prepared.pack(last) is last
