@@ -332,8 +332,10 @@ def test_constants_do_not_depend_on_the_size(seed: int) -> None:
         assert replace(t, problem=other).macros() == t.macros()
         (one,), (same, *clusters) = (wgrad.Choice(t, q, H200, n, 0.0, "").sources() for q, n in ((p, 1), (other, 7)))
         assert one.source == same.source
-        few = isinstance(t, WarpgroupTiling) and t.adds_up and t.tiles <= 13 * -(-t.tiles * 7 // 132)
-        assert [unit.source for unit in clusters] == [jit.source(t.file, t.macros(7))] * few  # type: ignore[call-arg]
+        expected = []
+        if isinstance(t, WarpgroupTiling) and t.adds_up and t.tiles <= H200.clusters(7) * -(-7 * t.tiles // 132):
+            expected = [jit.source(t.file, t.macros(7))]
+        assert [unit.source for unit in clusters] == expected
 
 
 # --- what is chosen --------------------------------------------------------------------------------------------------
