@@ -627,3 +627,39 @@ def test_planes_that_come_one_by_one_have_costs_of_their_own() -> None:
     names = {False: "channels_last", True: "planes one by one"}
     assert all(costs.constants(t) is costs.SETS[names[t.planewise]] for t in found)
     assert not any(t.planewise for t in gather.candidates(p, A100))
+
+
+@pytest.mark.parametrize("name", ["dcgan1", "unet1", "vae", "nnunet"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_channels_last_gradients_take_weights_as_they_lie(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both kernels are there, each is loaded when a weight wants it; what is kept for the one is not the other's."""
+    (layer,) = (case.problem for case in SUITES["models"] if case.name == name)
+    precision: Precision = "tf32" if dtype is torch.float32 else "bf16"
+    p = layer.with_(dtype=dtype, precision=precision, layout="channels_last", pass_="grad-input", bias=False)
+    loaded: list[str] = []
+
+    def kernel(source: str, entry: str, arch: str, label: str) -> str:
+        loaded.append(entry + (" unpacked" if "#define WEIGHTS_BOX 1\n" in source else ""))
+        return entry
+
+    monkeypatch.setattr(jit, "kernel", kernel)
+    monkeypatch.setattr(gather, "Launcher", lambda *arguments: lambda *call: None)
+    monkeypatch.setattr(gather, "gpu_of", lambda device: H200)
+    choice, other = gather.choose(p, H200), gather.choose(p.with_(layout="nchw"), H200)
+    assert isinstance(choice, gather.Choice) and isinstance(other, gather.Choice)
+    assert choice.boxable and not other.boxable
+    prepared, contiguous = choice.prepare(0), gather.Prepared(other, 0)
+    assert prepared.packing != contiguous.packing
+    packing = ["pack_float"] if dtype.itemsize == 2 else []
+    assert sorted(loaded) == sorted(["gather", "pack", *packing]) and contiguous.loaded and not prepared.loaded
+    loaded.clear()
+    last = (torch.channels_last, torch.channels_last_3d)[p.rank - 2]
+    weight = torch.empty(p.weight_shape, dtype=dtype).contiguous(memory_format=last)
+    assert prepared.pack(weight) is weight and not loaded
+    assert prepared.pack(weight.contiguous()).dtype is torch.int32 and loaded == ["pack"]
+    off = torch.empty(weight.numel() + 1, dtype=dtype)[1:].as_strided(weight.shape, weight.stride())
+    assert prepared.pack(off).dtype is torch.int32
+    prepared.load()
+    assert sorted(loaded) == sorted(["gather", "gather unpacked", "pack", *packing]) and prepared.loaded

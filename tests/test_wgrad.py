@@ -492,6 +492,25 @@ def check_compiled(tiling: AnyTiling, source: str, gpu: Gpu, ptx: bool = True) -
     assert ("cp.async.bulk.tensor" in text) == isinstance(tiling, WarpgroupTiling)
 
 
+@pytest.mark.parametrize(("name", "layout", "dtype", "cluster"), (
+    ("dcgan1", "channels_last", torch.bfloat16, 2),
+    ("dcgan1", "nchw", torch.float32, 2),
+    ("unet1", "nchw", torch.bfloat16, 2),
+    ("hifigan", "nchw", torch.float32, 2),
+    ("hifigan", "nchw", torch.bfloat16, 1),  # several taps in a fragment
+    ("dcgan2", "channels_last", torch.bfloat16, 1),  # 16 of 8 do not run at once
+    ("dcgan3", "channels_last", torch.bfloat16, 1),  # too many splits
+))  # fmt: skip
+def test_few_splits_are_clusters(name: str, layout: Layout, dtype: torch.dtype, cluster: int) -> None:
+    (layer,) = (case.problem for case in SUITES["models"] if case.name == name)
+    precision: Precision = "tf32" if dtype is torch.float32 else "bf16"
+    p = layer.with_(dtype=dtype, precision=precision, layout=layout, pass_="grad-weight", bias=False)
+    choice = wgrad.choose(p, H200)
+    assert isinstance(choice, wgrad.Choice)
+    assert choice.cluster == cluster and ("of a cluster" in choice.summary) == (cluster > 1)
+    assert replace(choice, gpu=A100).cluster == 1
+
+
 @needs_nvrtc
 @pytest.mark.parametrize("precision", ("tf32", "bf16", "fp16"))
 def test_every_way_of_copying_compiles(precision: Precision) -> None:

@@ -64,7 +64,7 @@ static const u32 BOX_BYTES = ROWS_PER_SUB * WGS_M * ROW_BYTES;
 static void bring_tap(u32 to, const TensorMap&, int channel, int tap, int row, u32 barrier) {
   Fill& fill = fills.back();
   if (barrier != announced_to) fail("a box of another barrier");
-  if (to != fill.to + fill.bytes || to % 1024) fail("a box brought to another's place");
+  if (to != fill.to + fill.bytes || to % (8 * ROW_BYTES)) fail("a box brought to another's place");
   fill.boxes.push_back({to, channel, tap, row}), fill.bytes += BOX_BYTES;
 }
 static void barrier_wait(u32 barrier, u32 parity) {

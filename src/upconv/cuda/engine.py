@@ -75,6 +75,9 @@ class Prepared(Protocol):
     With a true attribute ``casts`` it takes float32 weights for a 16-bit problem: `pack` then rounds them, and beside
     them a float32 ``bias``, if it is given one, which `run` reads from the packed weights.
 
+    Where kernels differ by how a weight lies, those that the first weight does not want may be left out: then
+    ``loaded`` is false, and ``load`` loads all.
+
     It may have an attribute ``packing``: what `pack`'s result depends on beside the weight, hashable. Choices of equal
     packing share packed weights; without it only equal choices do.
     """
@@ -572,7 +575,9 @@ def compile_all(
             _runner(plan, index)
         if training:
             loaded = _gradients(plan, index)
-            _ = loaded.input, loaded.weight, loaded.bias
+            _ = loaded.weight, loaded.bias
+            if loaded.input is not None and not _complete(loaded.input):
+                loaded.input.prepared.load()  # type: ignore[attr-defined]
     return sorted(lines)
 
 
@@ -580,4 +585,11 @@ def _loaded(plan: Plan, index: int, pass_: Pass) -> bool:
     if pass_ == "fwd":
         return index in plan.runners
     found = plan.gradient_runners.get(index)
-    return found is not None and ("input" if pass_ == "grad-input" else "weight") in vars(found)
+    if found is None or ("input" if pass_ == "grad-input" else "weight") not in vars(found):
+        return False
+    return pass_ != "grad-input" or found.input is None or _complete(found.input)
+
+
+def _complete(runner: Runner) -> bool:
+    """Whether the kernels for weights of every kind are loaded."""
+    return bool(getattr(runner.prepared, "loaded", True))

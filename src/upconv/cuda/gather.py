@@ -144,11 +144,27 @@ class Prepared:
             p.groups,
             p.pass_,
             p.out_channels,
+            choice.boxable,
         )
         """What `pack`'s result depends on beside the weight."""
         if self._boxed_unit is None:
-            _ = self._pack, self._run
+            self.load()
         # Else what its first weight wants is loaded then: hardly a layer has weights of both kinds.
+
+    @property
+    def loaded(self) -> bool:
+        """Whether the kernels for every weight are."""
+        return all(name in vars(self) for name in self._launchers)
+
+    def load(self) -> None:
+        """Compiles (or finds) and loads the kernels for every weight. Errors: those of ``jit.kernel``."""
+        for name in self._launchers:
+            getattr(self, name)
+
+    @property
+    def _launchers(self) -> tuple[str, ...]:
+        casting = ("_pack_float",) if self.casts else ()
+        return "_pack", "_run", *casting, *(("_run_boxed",) if self._boxed_unit is not None else ())
 
     def _launcher(self, unit: Unit, entry: str, codes: str) -> Launcher:
         kernel = jit.kernel(unit.source, entry, gpu_of(self._device).arch, unit.label)

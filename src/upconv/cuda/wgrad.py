@@ -2,8 +2,8 @@
 
 The tilings' arithmetic is in `wgrad_tiling`, the kernels are ``kernels/wgrad_wgmma.cu`` (sm_90a) and
 ``kernels/wgrad.cu`` (mma.sync): GEMMs over the pixels, whose accumulators are a tile of input channels x output
-channels x neighbouring taps. K is split over blocks (and warps); partial sums are added in a second step in a fixed
-order.
+channels x neighbouring taps. K is split over blocks (and warps); partial sums are added in a fixed order, in a second
+step, or where splits are few by their blocks, as a cluster.
 """
 
 from __future__ import annotations
@@ -89,7 +89,8 @@ class Choice:
         instruction = ("the batch as pixels: " if self.flat else "") + instruction
         return (
             f"{instruction} {t.problem.precision}, {t.block[0]}x{t.block[1]} channels x {taps} taps a block, chunks of "
-            f"{shape} (NxDxHxW of q), K in {self.splits * t.k_slices} slices, {t.shared_bytes // 1024} KB shared, "
+            f"{shape} (NxDxHxW of q), K in {self.splits * t.k_slices} slices{' of a cluster' * (self.cluster > 1)}, "
+            f"{t.shared_bytes // 1024} KB shared, "
             f"grid {t.tiles * self.splits}"
         )
 

@@ -618,10 +618,10 @@ class WarpgroupTiling(Tiling):
     def adds_up(self) -> bool:
         """Whether blocks of several splits may be a cluster, which adds their sums in its shared memory.
 
-        Of 16-bit NCHW tilings not those whose sums take 160 registers: their loop becomes slower by more than that
-        gains (NOTES: hifigan bfloat16 without the adding 118 -> 132 us, with it 128 -> 137 in all; TF32 187 -> 176).
+        Of 16-bit NCHW tilings not those that have several taps in a fragment (NOTES: hifigan bfloat16 128 -> 137 us in
+        all; its loop alone 118 -> 132, which is not explained; TF32 187 -> 176).
         """
-        if self.accumulators > 128 and self.shared_words:
+        if self.subs > 1 and self.element == 2 and not self.channels_last:
             return False
         return self.sums_bytes <= self.shared_bytes - 16 * self.stages - 16
 
