@@ -120,7 +120,7 @@ class Prepared:
         self._device, self._unit = device, units[0]
         self._boxed_unit = units[1] if choice.boxable else None
         # Groups of a channels-last pixel share sectors, so their blocks are to stay abreast (NOTES: kb75's gradient for
-        # the input in bfloat16 91 -> 113 us beside `pack`, where blocks begin one by one; not timed without since).
+        # the input in bfloat16 took 113 us launched beside `pack`, where blocks begin one by one, and 92 behind it).
         abreast = t.channels_last and p.groups > 1
         self._overlaps = t.wgmma and gpu_of(device).capability >= (9, 0) and not abreast
         """Whether the kernel may begin beside `pack`."""
