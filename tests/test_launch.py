@@ -89,8 +89,22 @@ class Driver:
             self.launches.append((function, tuple(shape), stream, tuple(values), extra))
         return (answer,)
 
-    CUlaunchAttribute = CUlaunchConfig = staticmethod(lambda: SimpleNamespace(value=SimpleNamespace()))
-    CUlaunchAttributeID = SimpleNamespace(CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION="dependent")
+    CUlaunchAttribute = CUlaunchConfig = staticmethod(
+        lambda: SimpleNamespace(value=SimpleNamespace(clusterDim=SimpleNamespace()))
+    )
+    CUlaunchAttributeID = SimpleNamespace(
+        CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION="dependent",
+        CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION="cluster",
+    )
+
+    def cuOccupancyMaxActiveClusters(self, function: Any, config: Any) -> tuple[Code, int]:
+        (attribute,) = config.attrs
+        assert attribute.id == "cluster" and config.numAttrs == 1
+        shape = [getattr(config, f"{what}Dim{axis}") for what in ("grid", "block") for axis in "XYZ"]
+        dims = attribute.value.clusterDim
+        self.calls.append(("clusters", function, *shape, config.sharedMemBytes, dims.x, dims.y, dims.z))
+        answer = self.answers.pop(0) if self.answers else SUCCESS
+        return answer, 66
 
     def cuLaunchKernelEx(self, config: Any, function: Any, pointers: int, extra: int) -> tuple[Code]:
         (attribute,) = config.attrs
@@ -176,6 +190,16 @@ def test_a_dependent_launch_says_so_and_is_else_the_same(driver: Driver) -> None
         launch(n % 2, 5 + n, (n, 7), dependent)
         assert driver.launches[-1][1:4] == ((5 + n, 1, 1, 96, 1, 1, 512), ("stream", 1000 + n % 2), (n, 7))
     assert driver.dependents == 2
+
+
+def test_the_driver_says_how_many_clusters_run_at_once(driver: Driver) -> None:
+    launch = launcher(driver, "iP", 384, 2048)
+    assert launch.clusters(0, 3) == 66
+    (asked,) = (call for call in driver.calls if call[0] == "clusters")
+    assert asked == ("clusters", ("function", 77), 3, 1, 1, 384, 1, 1, 2048, 3, 1, 1)
+    driver.answers = [RESULTS.CUDA_ERROR_OUT_OF_MEMORY]
+    assert launch.clusters(0, 3) == 0
+    assert not driver.launches
 
 
 VALUES = {

@@ -197,12 +197,11 @@ class Prepared:
         place is behind them.
         """
         tap_step = 1
-        last = self._weight_last is not None and weight.is_contiguous(memory_format=self._weight_last)
         rounds = self.casts and weight.dtype is torch.float32
-        if last and self._boxed_unit is not None and not rounds and not weight.data_ptr() & 15:
+        if self._boxed_unit is not None and not rounds and not weight.data_ptr() & 15 and self._lies_last(weight):
             return weight
         if not weight.is_contiguous():
-            if last and weight.shape == self._problem.weight_shape:
+            if self._lies_last(weight) and weight.shape == self._problem.weight_shape:
                 tap_step = weight.shape[1]
             else:
                 weight = weight.contiguous()
@@ -215,6 +214,9 @@ class Prepared:
         else:
             self._pack(self._device, self._pack_blocks, (weight.data_ptr(), packed.data_ptr(), tap_step))
         return packed
+
+    def _lies_last(self, weight: Tensor) -> bool:
+        return self._weight_last is not None and weight.is_contiguous(memory_format=self._weight_last)
 
     def run(self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, fresh: bool = False) -> None:
         """Launches the kernel: ``x`` and ``out`` dense in the problem's layout, ``packed`` what `pack` returned.

@@ -103,11 +103,8 @@ class Launcher:
         attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
         attribute.value.clusterDim.x = blocks
         attribute.value.clusterDim.y = attribute.value.clusterDim.z = 1
-        config = driver.CUlaunchConfig()
+        config = self._described(attribute)
         config.gridDimX = blocks
-        config.gridDimY = config.gridDimZ = config.blockDimY = config.blockDimZ = 1
-        config.blockDimX, config.sharedMemBytes = self.block, self.shared
-        config.attrs, config.numAttrs = [attribute], 1
         bind(device)
         error, found = driver.cuOccupancyMaxActiveClusters(self._function, config)
         return 0 if error else int(found)
@@ -128,11 +125,16 @@ class Launcher:
             attribute = driver.CUlaunchAttribute()
             attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
             attribute.value.programmaticStreamSerializationAllowed = 1
-            config = self._local.config = driver.CUlaunchConfig()
-            config.gridDimY = config.gridDimZ = config.blockDimY = config.blockDimZ = 1
-            config.blockDimX, config.sharedMemBytes = self.block, self.shared
-            config.attrs, config.numAttrs = [attribute], 1
+            config = self._local.config = self._described(attribute)
         config.gridDimX, config.hStream = grid, stream
+        return config
+
+    def _described(self, attribute: Any) -> Any:
+        """A launch with one attribute, but for its grid and stream."""
+        config = jit._driver().CUlaunchConfig()
+        config.gridDimY = config.gridDimZ = config.blockDimY = config.blockDimZ = 1
+        config.blockDimX, config.sharedMemBytes = self.block, self.shared
+        config.attrs, config.numAttrs = [attribute], 1
         return config
 
     def _failed(self, error: Any, device: int, grid: int, stream: Any, pointers: int) -> None:
