@@ -502,7 +502,10 @@ class _OnCuda:
     def __init__(self, t: Tensor) -> None:
         self._t = t
         self.dtype, self.shape, self.layout = t.dtype, t.shape, t.layout
-        self.device = torch.device("cuda", 0)
+        self.device, self.is_cuda, self.is_cpu = torch.device("cuda", 0), True, False
+
+    def get_device(self) -> int:
+        return 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._t, name)

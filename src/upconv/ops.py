@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 from torch.nn import Parameter
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
@@ -51,16 +52,18 @@ def conv_transpose(
     dilation: IntOrInts,
 ) -> Tensor:
     """A transposed convolution of ``rank`` spatial dimensions, by the best way that this call allows."""
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return _compiled(rank, input, weight, bias, stride, padding, output_padding, groups, dilation)
     plan, given, rounded = None, weight, False
     plain = type(input) in _PLAIN and type(weight) in _PLAIN and (bias is None or type(bias) in _PLAIN)
-    if plain and (kind := input.device.type) in _DEVICES and not _observed():
+    # Asking a device for its type costs three times as much.
+    kind = ("cuda" if input.is_cuda else "cpu" if input.is_cpu else "") if plain else ""
+    if kind and not _observed():
         if torch.is_autocast_enabled(kind):
             input, weight, bias = _autocast(input, weight, bias, kind in _ROUNDING)
             rounded = weight.dtype is torch.float32 and input.dtype.itemsize == 2
         plan = _find_plan(rank, input, weight, bias, stride, padding, output_padding, groups, dilation, rounded)
-    if plan is None or plan.delegates or (_strict and plan.forward == "native"):
+    if plan is None or (plan.choice is None and (plan.delegates or (_strict and plan.forward == "native"))):
         out: Tensor = _TORCH[rank](input, weight, bias, stride, padding, output_padding, groups, dilation)
         if _strict:
             _refuse(out, plan, input, weight, bias, stride, padding, output_padding, groups, dilation)
@@ -190,24 +193,27 @@ def _find_plan(
 
     ``rounded``: weight and bias are float32, which the engine rounds to the input's dtype.
     """
-    dtype, device = input.dtype, input.device
+    dtype, cuda, index = input.dtype, input.is_cuda, input.get_device()
     of_weight = torch.float32 if rounded else dtype
     if (
         dtype not in PRECISIONS
         or weight.dtype is not of_weight
-        or device.type not in _DEVICES
-        or weight.device != device
+        or not (cuda or input.is_cpu)
+        or not (weight.is_cuda if cuda else weight.is_cpu)
+        or weight.get_device() != index
         or input.layout is not torch.strided
         or weight.layout is not torch.strided
     ):
         return None
-    if bias is not None and (bias.dtype is not of_weight or bias.device != device or bias.layout is not torch.strided):
+    if bias is not None and (
+        bias.dtype is not of_weight or bias.device != input.device or bias.layout is not torch.strided
+    ):
         return None
     where: planner.Device | int
-    if device.type == "cpu":
+    if cuda:  # by its index: hashing a description would cost more than the rest of the look-up
+        where, precision = index, _float32_precision() if dtype is torch.float32 else None
+    else:
         where, precision = planner.cpu_device(), None
-    else:  # by its index: hashing a description would cost more than the rest of the look-up
-        where, precision = device.index, _float32_precision() if dtype is torch.float32 else None
     try:
         plan = _resolve(
             rank, input.shape, input.stride(), weight.shape, weight.stride(), None if bias is None else bias.shape,
@@ -215,7 +221,11 @@ def _find_plan(
         )  # fmt: skip
     except TypeError:  # something that is no integer: PyTorch says which
         return None
-    if plan is not None and plan.problem.layout == "channels_last" and _doubtful(plan.problem, device.type):
+    if (
+        plan is not None
+        and plan.problem.layout == "channels_last"
+        and _doubtful(plan.problem, "cuda" if cuda else "cpu")
+    ):
         x = input if input.dim() == rank + 2 else input.unsqueeze(0)
         if not _keeps_channels_last(plan.problem, x, weight.to(x.dtype)):
             return planner.plan(plan.problem.with_(layout="nchw"), plan.device)
@@ -413,7 +423,7 @@ class _ConvTranspose(torch.autograd.Function):
         ctx.save_for_backward(input, weight)
         ctx.plan = plan
         ctx.set_materialize_grads(False)
-        return _forward(plan, input, weight, bias, keep=not ctx.needs_input_grad[1])
+        return _forward(plan, input, weight, bias, not weight.requires_grad)
 
     @staticmethod
     @_uncast

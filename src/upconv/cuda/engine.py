@@ -327,7 +327,8 @@ class Runner:
         if _current_device() != self.index:
             with torch.cuda.device(self.index):
                 return self(x, weight, bias, keep)
-        x = _dense(x, self.format)
+        if x.is_neg() or not x.is_contiguous(memory_format=self.format):
+            x = _dense(x, self.format)
         if bias is not None and (bias.is_neg() or not bias.is_contiguous()):
             bias = bias.resolve_neg().contiguous()
         rounded = None  # a bias that goes with the weights
@@ -339,7 +340,10 @@ class Runner:
                     bias = bias.to(x.dtype)
                 else:
                     rounded = bias
-        packed, fresh = self.packed(weight, keep, rounded)
+        if keep:
+            packed, fresh = self.packed(weight, keep, rounded)
+        else:  # as `packed` does, in fewer calls
+            packed, fresh = self._pack(weight, rounded), not _capturing()
         out = x.new_empty_strided(self.shape, self.strides)  # 0.5 us less than torch.empty_strided
         try:
             self.prepared.run(x, packed, bias, out, fresh)
@@ -377,7 +381,8 @@ class Runner:
 
     def _pack(self, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         try:
-            weight = weight.resolve_neg()
+            if weight.is_neg():
+                weight = weight.resolve_neg()
             return self.prepared.pack(weight) if bias is None else self.prepared.pack(weight, bias)
         except torch.OutOfMemoryError:
             raise
