@@ -1,0 +1,244 @@
+"""Gradients of NCHW tensors by the kernels for channels_last ones, on copies. The copying kernels are ``relayout.cu``.
+
+Where a stride is wide, NCHW rows are turned to rows of channels in shared memory for few products (NOTES: kb73's
+gradient for the input in bfloat16 took 799 us, its channels_last kernel 233); where they are shorter than 16 bytes, no
+box brings them. Then it is cheaper to turn a tensor once: a copy of the source, the channels_last kernel, and for the
+gradient for the input a copy of its result.
+
+The copies take as much memory as the tensors, while the gradient is computed. cuDNN's kernels for these layers do too
+(NOTES: `convolution_backward` peaked at 1.0 to 1.2 times the copies' bytes beyond its result in all but one of 44
+gradients measured). Where that memory cannot be had, the best kernel without copies runs.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from upconv import cpu
+from upconv.cuda import gather, jit, wgrad
+from upconv.cuda.gpu import Gpu
+from upconv.cuda.gpu import gpu as gpu_of
+from upconv.cuda.launch import Launcher
+from upconv.cuda.wgrad import Unit
+from upconv.problem import Problem
+
+THREADS = 256
+# Elements that a block copies, by their bytes (NOTES: kb73's gradient to channels_last in TF32 594 us with 4,096, 642
+# with 8,192; in bfloat16 338, 314 and 296 with 4,096, 8,192 and 16,384).
+_TILE = {2: 16384, 4: 4096}
+_RATE = 0.83  # of the device's copy rate: 3.5 TB/s on an H200 for 67 to 1,250 MB
+_COPY = 4e-6  # of a copy beside its bytes: 17 MB took 17 us
+# Share of the fastest kernel's time up to which copies are worth the search for what would follow them, up to a second
+# for a new layer (NOTES: kb73 in TF32, 0.52, gains 1 %).
+_MOST_COPYING = 0.55
+_GAIN = 5e-6  # at least: three or four launches stand against two, of which each costs a host some 10 us in a step
+# The weight gradient's model says 1.3 times what its channels_last kernels take in 16 bits (NOTES: they took 0.65 to
+# 0.9 of it on eleven layers without groups), and misses NCHW by 0.7 to 1.4 times. So copies must fit in the cache too,
+# where they cost least (NOTES: dcgan1 128 -> 80 us; without that rule kb68 would be 1,913 -> 2,159).
+_WEIGHT = 0.75
+
+Inner = gather.Choice | wgrad.Choice
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A choice for the problem in channels_last, and what runs where memory for copies is short."""
+
+    inner: Inner
+    otherwise: Any
+    """The fastest `engine.Choice` without copies."""
+    problem: Problem
+    seconds: float
+    """The model's estimate."""
+    family = "relayout"
+
+    @property
+    def summary(self) -> str:
+        return f"by copies in channels_last: {self.inner.summary}"
+
+    @property
+    def bound(self) -> str:
+        return "copies" if self.seconds > 2 * self.inner.seconds else self.inner.bound
+
+    def sources(self) -> tuple[Unit, ...]:
+        """What NVRTC must compile: the copying kernels for the channels of both tensors, and the channels_last one."""
+        p = self.problem
+        tiles = dict.fromkeys((tile(p, p.in_channels, p.size), tile(p, p.out_channels, p.out_size)))
+        first, *_ = self.inner.sources()  # weights of an NCHW layer are packed
+        inner = self.inner.sources() if p.pass_ == "grad-weight" else (first,)
+        return (*(unit(p, each) for each in tiles), *(Unit(u.label, u.source, u.entries) for u in inner))
+
+    def prepare(self, device: int) -> GradInput | GradWeight:
+        """Compiles (or finds) and loads the kernels for a CUDA device. Errors: those of ``jit.kernel``."""
+        return GradInput(self, device) if self.problem.pass_ == "grad-input" else GradWeight(self, device)
+
+
+def tile(p: Problem, channels: int, size: tuple[int, ...]) -> tuple[int, int]:
+    """Channels and pixels that a block copies: of both no more than there are, as far as powers of 2 let it."""
+    of_channels = min(64, max(8, 1 << (channels - 1).bit_length()))
+    pixels = _TILE[p.dtype.itemsize] // of_channels
+    least = max(64, THREADS * 16 // p.dtype.itemsize // of_channels)  # a unit for each thread
+    while pixels > least and pixels // 2 >= math.prod(size):
+        pixels //= 2
+    return of_channels, pixels
+
+
+def unit(p: Problem, tile: tuple[int, int]) -> Unit:
+    """The copying kernels for tiles of so many channels and pixels."""
+    macros = {"ELEMENT": p.dtype.itemsize, "TILE_C": tile[0], "TILE_P": tile[1]}
+    label = f"relayout of {tile[0]} channels x {tile[1]} pixels of {8 * p.dtype.itemsize} bits"
+    return Unit(label, jit.source("relayout.cu", macros), ("to_channels_last", "to_contiguous"))
+
+
+class Copies:
+    """Copies one of a problem's tensors into channels_last, and back."""
+
+    def __init__(self, p: Problem, device: int, output: bool) -> None:
+        shape = p.output_shape if output else p.input_shape
+        self.shape, self._device = shape, device
+        self._sizes = channels, pixels = shape[1], math.prod(shape[2:])
+        self.strides = torch.empty(
+            shape, device="meta", memory_format=cpu.memory_format("channels_last", p.rank)
+        ).stride()
+        of_block = tile(p, channels, shape[2:])
+        self._grid = shape[0] * -(-channels // of_block[0]) * -(-pixels // of_block[1])
+        code, arch = unit(p, of_block), gpu_of(device).arch
+        self._last, self._contiguous = (
+            Launcher(jit.kernel(code.source, entry, arch, code.label), THREADS, 0, "PPii") for entry in code.entries
+        )
+
+    def empty(self, like: Tensor) -> Tensor:
+        """A tensor of the shape, in channels_last, of the dtype and on the device of another."""
+        return like.new_empty_strided(self.shape, self.strides)
+
+    def channels_last(self, t: Tensor) -> Tensor:
+        """A copy of a contiguous tensor in channels_last."""
+        out = self.empty(t)
+        self._last(self._device, self._grid, (t.data_ptr(), out.data_ptr(), *self._sizes))
+        return out
+
+    def contiguous(self, t: Tensor, out: Tensor) -> None:
+        """Copies a tensor in channels_last into a contiguous one."""
+        self._contiguous(self._device, self._grid, (t.data_ptr(), out.data_ptr(), *self._sizes))
+
+
+class _Prepared:
+    """What both gradients have: the channels_last kernel, copies of both tensors, and another kernel in reserve."""
+
+    def __init__(self, choice: Choice, device: int) -> None:
+        p = choice.problem
+        self._choice, self._device = choice, device
+        self._inner: Any = choice.inner.prepare(device)
+        self._input, self._output = Copies(p, device, False), Copies(p, device, True)
+        self.casts = self._inner.casts
+
+    @cached_property
+    def _otherwise(self) -> Any:
+        return self._choice.otherwise.prepare(self._device)
+
+
+class GradInput(_Prepared):
+    """The gradient for the input, its kernels loaded for a device."""
+
+    def pack(self, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """The weight itself: which packing it needs is known when there is memory, or none."""
+        return weight
+
+    def run(self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, fresh: bool = False) -> None:
+        """Writes the input's gradient into ``out``; ``x`` is the output's gradient, ``packed`` the weight.
+
+        All are contiguous.
+        """
+        try:
+            source, result = self._output.channels_last(x), self._input.empty(out)
+        except torch.OutOfMemoryError:
+            self._without_copies(x, packed, out)
+            return
+        self._inner.run(source, self._inner.pack(packed), None, result, fresh)  # the copy ended before packing began
+        self._input.contiguous(result, out)
+
+    def _without_copies(self, x: Tensor, weight: Tensor, out: Tensor) -> None:
+        other = self._otherwise
+        if weight.dtype is not x.dtype and not getattr(other, "casts", False):
+            weight = weight.to(x.dtype)
+        other.run(x, other.pack(weight), None, out)
+
+
+class GradWeight(_Prepared):
+    """The gradient for the weight, its kernels loaded for a device."""
+
+    def run(self, x: Tensor, grad: Tensor, out: Tensor) -> None:
+        """Writes the weight's gradient into ``out``; ``x`` (the input) and ``grad`` (of the output) are contiguous."""
+        try:
+            last, grad_last = self._input.channels_last(x), self._output.channels_last(grad)
+        except torch.OutOfMemoryError:
+            self._without_copies(x, grad, out)
+            return
+        self._inner.run(last, grad_last, out)
+
+    def _without_copies(self, x: Tensor, grad: Tensor, out: Tensor) -> None:
+        other = self._otherwise
+        if out.dtype is x.dtype or getattr(other, "casts", False):
+            other.run(x, grad, out)
+            return
+        single = torch.empty_like(out, dtype=x.dtype)
+        other.run(x, grad, single)
+        out.copy_(single)
+
+
+def copy_seconds(p: Problem, gpu: Gpu) -> float:
+    """What the copies take: of the output's gradient, and of the input or its gradient."""
+    nbytes = (math.prod(p.input_shape) + math.prod(p.output_shape)) * p.dtype.itemsize
+    return 2 * nbytes / (_RATE * gpu.bandwidth) + 2 * _COPY
+
+
+def refusal(p: Problem, gpu: Gpu) -> str | None:
+    """Why a gradient is not computed on copies, whatever that would cost, in a sentence; None when it may be."""
+    if p.pass_ not in ("grad-input", "grad-weight"):
+        return "a forward takes no memory beside packed weights"
+    if p.layout != "nchw" or p.rank == 1:
+        return "only NCHW images have another memory format to be copied into"
+    if gpu.capability[0] != 9:
+        return "that copies pay was measured on compute capability 9.0 alone"
+    if p.precision not in ("tf32", "bf16", "fp16"):
+        return "that copies pay was measured for TF32 and 16 bits alone"
+    if max(math.prod(p.size), math.prod(p.out_size)) >= 2**31:
+        return "an image has 2^31 pixels and more"
+    each = 16 // p.dtype.itemsize
+    if p.in_channels % each or p.out_channels % each:
+        return f"{p.in_channels} and {p.out_channels} channels are no multiples of the {each} in 16 bytes"
+    if p.pass_ == "grad-weight":
+        if p.dtype.itemsize != 2 or p.groups > 1:
+            return "for the weight copies pay in 16 bits and without groups"
+        copied = (math.prod(p.input_shape) + math.prod(p.output_shape)) * p.dtype.itemsize
+        if copied > gpu.cache_bytes:
+            return f"{copied >> 20} MB of copies do not stay in the cache's {gpu.cache_bytes >> 20}"
+    return None
+
+
+def choose(p: Problem, gpu: Gpu, otherwise: Any) -> Choice | str:
+    """The channels_last kernel to run on copies, or the sentence why none is worth it.
+
+    ``otherwise``: the fastest choice without copies.
+    """
+    refused = refusal(p, gpu)
+    if refused:
+        return refused
+    copies = copy_seconds(p, gpu)
+    if copies > _MOST_COPYING * otherwise.seconds:
+        return f"slower: the copies alone take {copies * 1e3:.3g} ms"
+    last = p.with_(layout="channels_last")
+    inner = gather.choose(last, gpu) if p.pass_ == "grad-input" else wgrad.choose(last, gpu)
+    if isinstance(inner, str):
+        return inner
+    scale = 1.0 if p.pass_ == "grad-input" else _WEIGHT
+    found = Choice(inner, otherwise, p, scale * inner.seconds + copies)
+    if found.seconds > otherwise.seconds - _GAIN:
+        return f"slower, or too little faster: {found.seconds * 1e3:.3g} ms by the model, with copies"
+    return found

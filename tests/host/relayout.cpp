@@ -1,0 +1,36 @@
+// relayout.cu whole: argv are 0 (to channels_last) or 1 (back), blocks, channels, pixels and by how many elements the contiguous
+// tensor begins off 16 bytes; the tensor comes by standard input, and its copy leaves so.
+typedef unsigned u32;
+typedef unsigned long long u64;
+typedef unsigned short u16;
+#include "block.h"
+
+struct uint4 { unsigned x, y, z, w; };
+static uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+#include "kernel.h"
+
+static Element *from, *to;
+static int channels, pixels;
+
+int main(int argc, char** argv) {
+  bool back = atoi(argv[1]);
+  int blocks = atoi(argv[2]), offset = atoi(argv[5]);
+  channels = atoi(argv[3]);
+  pixels = atoi(argv[4]);
+  std::vector<Element> given;
+  for (Element v; fread(&v, sizeof v, 1, stdin) == 1;) given.push_back(v);
+  std::vector<Element> memory[2];
+  Element* at[2];
+  for (int i = 0; i < 2; i++) {
+    memory[i].assign(given.size() + 128, (Element)-1);
+    at[i] = (Element*)(((size_t)(memory[i].data() + 16) + 15) / 16 * 16) + (i == (int)back ? offset : 0);
+  }
+  from = at[0];
+  to = at[1];
+  memcpy((void*)from, given.data(), given.size() * sizeof(Element));
+  if (back) run_grid(blocks, THREADS, [] { to_contiguous(from, to, channels, pixels); });
+  else run_grid(blocks, THREADS, [] { to_channels_last(from, to, channels, pixels); });
+  for (Element* p = memory[1].data(); p < &memory[1].back(); p++)
+    if ((p < to || p >= to + given.size()) && *p != (Element)-1) fail("an element beside the copy was written");
+  fwrite(to, sizeof(Element), given.size(), stdout);
+}

@@ -1,0 +1,272 @@
+"""Gradients on copies in channels_last: the copying kernels on the host and on a GPU, the choice, short memory."""
+
+from __future__ import annotations
+
+import math
+import random
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import upconv
+from upconv import cpu, planner, reference
+from upconv.cuda import engine, gather, jit, relayout, wgrad
+from upconv.cuda.gpu import A100, H200, gpu
+from upconv.problem import Precision, Problem
+
+HOST = Path(__file__).resolve().parent / "host"
+KERNELS = Path(jit.__file__).parent / "kernels"
+needs_nvrtc = pytest.mark.skipif(jit.unavailable() is not None, reason=str(jit.unavailable()))
+
+KB73 = Problem.make(4, 32, 32, (32, 64, 128), 3, 2, 1)
+DCGAN = Problem.make(128, 512, 256, (4, 4), 4, 2, 1)
+DTYPES = {"tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+BOUNDS = {"tf32": 1e-3, "bf16": 4e-3, "fp16": 6e-4}
+
+
+def as_(p: Problem, precision: Precision, pass_: Any) -> Problem:
+    return p.with_(dtype=DTYPES[precision], precision=precision, pass_=pass_, bias=False)
+
+
+# --- the copying kernels ---------------------------------------------------------------------------------------------
+
+
+def program(element: int, tile: tuple[int, int], folder: Path) -> Path:
+    body = (KERNELS / "relayout.cu").read_text().replace('#include "ptx.cuh"', "")
+    heads = f"#define ELEMENT {element}\n#define TILE_C {tile[0]}\n#define TILE_P {tile[1]}\n"
+    (folder / "kernel.h").write_text(heads + body.replace('extern "C"', ""))
+    paths = [f"-I{folder}", f"-I{HOST}", str(HOST / "relayout.cpp"), "-o", str(folder / "relayout")]
+    done = subprocess.run(["g++", "-std=c++17", "-O1", "-w", *paths], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[:4000]
+    return folder / "relayout"
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("tile", [(8, 256), (16, 256), (64, 64), (32, 128)], ids=str)
+def test_copies_on_the_host_are_right_and_write_nothing_else(
+    tile: tuple[int, int], dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """Rows that begin anywhere, one pixel to several tiles, channels beyond a tile and short of one."""
+    r = random.Random(f"{tile} {dtype}")
+    kernel = program(dtype.itemsize, tile, tmp_path)
+    each = 16 // dtype.itemsize
+    for pixels in (1, 2, tile[1] - 1, tile[1], tile[1] + 1, 2 * tile[1] + r.randrange(1, 64)):
+        batch, channels, offset = r.randint(1, 3), each * r.randint(1, 2 * tile[0] // each), r.randrange(each)
+        blocks = batch * -(-channels // tile[0]) * -(-pixels // tile[1])
+        x = torch.randn(batch, channels, pixels).to(dtype)
+        last = x.transpose(1, 2).contiguous()
+        for back, source, expected in ((0, x, last), (1, last, x)):
+            data = source.view(torch.uint8).numpy().tobytes()
+            arguments = [str(v) for v in (back, blocks, channels, pixels, offset)]
+            done = subprocess.run([str(kernel), *arguments], input=data, capture_output=True)
+            assert done.returncode == 0, done.stderr.decode()
+            found = torch.frombuffer(bytearray(done.stdout), dtype=dtype).view(expected.shape)
+            assert torch.equal(found, expected), (pixels, channels, offset, back)
+
+
+def test_a_block_has_no_more_channels_and_pixels_than_needed() -> None:
+    p = as_(DCGAN, "bf16", "grad-weight")
+    assert relayout.tile(p, 256, (8, 8)) == (64, 64)
+    assert relayout.tile(p, 8, (100, 100)) == (8, 2048) and relayout.tile(p, 8, (3, 3)) == (8, 256)
+    assert relayout.tile(as_(KB73, "tf32", "grad-input"), 24, (63, 127, 255)) == (32, 128)
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("arch", ["90a", "80"])
+def test_copying_kernels_compile_without_spills(arch: str) -> None:
+    for precision in ("bf16", "tf32"):
+        for channels, size in ((8, (999, 999)), (16, (40, 40)), (32, (64, 64)), (64, (99, 99)), (512, (4, 4))):
+            p = as_(DCGAN, precision, "grad-input")
+            code = relayout.unit(p, relayout.tile(p, channels, size))
+            needs = jit.inspect(jit.cubin(code.source, arch, code.label))
+            assert set(needs) == set(code.entries)
+            assert all(registers <= 64 and not local for registers, local, _ in needs.values())
+
+
+# --- the choice ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_wide_strides_and_short_rows_are_computed_on_copies(precision: Precision) -> None:
+    for p, family in (
+        (as_(KB73, precision, "grad-input"), gather.Choice),
+        (as_(DCGAN, precision, "grad-weight"), wgrad.Choice),
+    ):
+        found = engine.choose(p, H200)
+        choice = found["relayout"]
+        assert isinstance(choice, relayout.Choice) and isinstance(choice.inner, family)
+        assert choice.inner.problem.layout == "channels_last"
+        others = {name: c.seconds for name, c in found.items() if name != "relayout" and not isinstance(c, str)}
+        assert choice.otherwise is found[min(others, key=lambda name: others[name])]
+        assert choice.seconds < min(others.values())
+        selected = planner.select(p, planner.Device("cuda", gpu=H200))
+        assert selected.name == "relayout" and selected.choice == choice
+        assert "copies in channels_last" in selected.candidates[0].reason
+
+
+def test_what_is_not_computed_on_copies_says_why() -> None:
+    kb73 = as_(KB73, "bf16", "grad-input")
+    otherwise: Any = engine.choose(kb73, H200)["gather"]
+
+    def why(p: Problem, device: Any = H200) -> str:
+        found = relayout.choose(p, device, otherwise)
+        assert isinstance(found, str), found
+        return found
+
+    assert "packed weights" in why(kb73.with_(pass_="fwd"))
+    assert "memory format" in why(kb73.with_(layout="channels_last"))
+    assert "memory format" in why(as_(Problem.make(2, 32, 32, (64,), 3), "bf16", "grad-input"))
+    assert "compute capability 9.0" in why(kb73, A100)
+    assert "TF32 and 16 bits" in why(kb73.with_(dtype=torch.float32, precision="ieee"))
+    assert "32 and 20 channels are no multiples of the 8" in why(
+        as_(Problem.make(4, 32, 20, (32, 64, 128), 3, 2, 1), "bf16", "grad-input")
+    )
+    assert "for the weight" in why(as_(KB73, "tf32", "grad-weight"))
+    assert "562 MB of copies do not stay in the cache's 50" in why(as_(KB73, "bf16", "grad-weight"))
+    assert "copies alone" in why(as_(Problem.make(64, 64, 128, (128, 256), (3, 5)), "bf16", "grad-input"))
+    assert "too little faster" in why(as_(Problem.make(16, 1024, 512, (32, 32), 2, 2), "bf16", "grad-input"))
+
+
+def test_forwards_and_kernels_for_every_size_are_never_computed_on_copies() -> None:
+    assert "relayout" not in engine.choose(as_(KB73, "bf16", "fwd"), H200)
+    assert "relayout" not in engine.choose(as_(KB73, "bf16", "grad-input"), H200, general=True)
+
+
+def test_sources_are_the_copies_and_the_channels_last_kernels() -> None:
+    for p in (as_(KB73, "bf16", "grad-input"), as_(DCGAN, "bf16", "grad-weight")):
+        choice = engine.choose(p, H200)["relayout"]
+        assert isinstance(choice, relayout.Choice)
+        units = choice.sources()
+        assert [u.entries for u in units if u.label.startswith("relayout")] == [
+            ("to_channels_last", "to_contiguous")
+        ] * (1 if p.in_channels == p.out_channels else len(units) - len(choice.inner.sources()))
+        assert units[-1].source in [u.source for u in choice.inner.sources()]
+
+
+# --- on a GPU --------------------------------------------------------------------------------------------------------
+
+on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+def forced(p: Problem) -> relayout.Choice:
+    """The gradient on copies, whatever it costs."""
+    last = p.with_(layout="channels_last")
+    inner = gather.choose(last, gpu(0)) if p.pass_ == "grad-input" else wgrad.choose(last, gpu(0))
+    fitting = [c for c in engine.choose(p, gpu(0)).values() if not isinstance(c, (str, relayout.Choice))]
+    assert not isinstance(inner, str), inner
+    return relayout.Choice(inner, min(fitting, key=lambda c: c.seconds), p, 0.0)
+
+
+def draw(r: random.Random, precision: Precision, pass_: str) -> Problem:
+    each = 16 // DTYPES[precision].itemsize
+    rank = r.choice((2, 2, 3))
+    size = tuple(r.choice((1, 2, 3, 5, 8, 9, 17, 33 if rank == 2 else 7)) for _ in range(rank))
+    kernel = tuple(r.randint(1, 4) for _ in range(rank))
+    stride = tuple(r.choice((1, 2, 2, 3)) for _ in range(rank))
+    groups = r.choice((1, 1, 2)) if pass_ == "grad-input" else 1
+    channels = [each * groups * r.randint(1, 80 // each) for _ in range(2)]
+    return as_(Problem.make(r.randint(1, 5), *channels, size, kernel, stride, 0, 0, 1, groups), precision, pass_)
+
+
+def placed(t: torch.Tensor, offset: int) -> torch.Tensor:
+    """The tensor on the GPU, amid NaNs, some elements off 16 bytes."""
+    memory = torch.full((t.numel() + 64,), math.nan, device="cuda", dtype=t.dtype)
+    return memory[16 + offset : 16 + offset + t.numel()].view(t.shape).copy_(t)
+
+
+@pytest.mark.parametrize("pass_", ["grad-input", "grad-weight"])
+@pytest.mark.parametrize("precision", list(DTYPES))
+@pytest.mark.parametrize("seed", range(6))
+class TestOnGpu:
+    pytestmark = on_gpu
+
+    def test_random_gradients_with_copies_and_without_memory_for_them(
+        self, seed: int, precision: Precision, pass_: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        r = random.Random(f"{seed} {precision} {pass_}")
+        if gpu(0).capability[0] != 9:
+            pytest.skip("copies are for compute capability 9.0")
+        p = draw(r, precision, pass_)
+        while max(p.out_size) < 1:
+            p = draw(r, precision, pass_)
+        x, g, w = (torch.randn(s).to(p.dtype) for s in (p.input_shape, p.output_shape, p.weight_shape))
+        truths = reference.gradients(p, g, x, w)
+        truth = truths[0] if pass_ == "grad-input" else truths[1]
+        prepared = forced(p).prepare(0)
+        on_x, on_g, on_w = (placed(t, r.randrange(8)) for t in (x, g, w))
+        short = False
+
+        def allocate(self: relayout.Copies, like: torch.Tensor) -> torch.Tensor:
+            if short:
+                raise torch.OutOfMemoryError("no memory for copies")
+            return like.new_full((math.prod(self.shape),), math.nan).as_strided(self.shape, self.strides)
+
+        monkeypatch.setattr(relayout.Copies, "empty", allocate)
+        for short in (False, True):
+            results = []
+            weights = (on_w, on_w.float()) if p.dtype.itemsize == 2 else (on_w,)
+            for weight in weights:
+                if isinstance(prepared, relayout.GradInput):
+                    out = placed(torch.full(p.input_shape, math.nan, dtype=p.dtype), r.randrange(8))
+                    if weight.dtype is p.dtype or prepared.casts:
+                        prepared.run(on_g, prepared.pack(weight), None, out)
+                else:
+                    out = torch.full(p.weight_shape, math.nan, device="cuda", dtype=weight.dtype)
+                    prepared.run(on_x, on_g, out)
+                assert reference.relative_error(out, truth) < BOUNDS[precision], (p, short, weight.dtype)
+                results.append(out)
+            if isinstance(prepared, relayout.GradInput) and len(results) == 2:
+                assert torch.equal(*results)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_layers_training_step_takes_copies_and_is_right(autocast: bool) -> None:
+    """Through autograd, twice with the same bits, under autocast with float32 weights, and in a CUDA graph."""
+    if gpu(0).capability[0] != 9:
+        pytest.skip("copies are for compute capability 9.0")
+    layer = upconv.ConvTranspose2d(512, 256, 4, 2, 1, bias=False, device="cuda")
+    x = torch.randn(128, 512, 4, 4, device="cuda")
+    if not autocast:
+        layer, x = layer.bfloat16(), x.bfloat16()
+    x.requires_grad_()
+    g = torch.randn(128, 256, 8, 8, device="cuda", dtype=torch.bfloat16)
+
+    def step() -> tuple[torch.Tensor, ...]:
+        with torch.autocast("cuda", dtype=torch.bfloat16, enabled=autocast):
+            out = layer(x)
+        return torch.autograd.grad(out, (x, layer.weight), g)
+
+    first, second = step(), step()
+    device = planner.cuda_device(0)
+    plan = planner.plan(Problem.make(128, 512, 256, (4, 4), 4, 2, 1, dtype=torch.bfloat16, bias=False), device)
+    assert plan.grad_weight.name == "relayout"
+    assert all(torch.equal(a, b) for a, b in zip(first, second))
+    p = plan.problem
+    truths = reference.gradients(p, g.cpu(), x.detach().bfloat16().cpu(), layer.weight.detach().bfloat16().cpu())
+    for found, truth, t in zip(first, truths, (x, layer.weight)):
+        assert found.dtype is t.dtype and reference.relative_error(found, truth) < BOUNDS["bf16"]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for t in captured:
+        t.fill_(math.nan)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all(torch.equal(a, b) for a, b in zip(first, captured))
+
+
+def test_the_reference_is_what_the_cpu_computes() -> None:
+    """The truth of the tests above, once beside PyTorch's operator."""
+    p = as_(Problem.make(2, 8, 16, (5, 7), (3, 4), 2, 1), "tf32", "grad-input")
+    x, g, w = (torch.randn(s) for s in (p.input_shape, p.output_shape, p.weight_shape))
+    theirs = cpu.gradients(p, "native", g, x, w, (True, True, False))
+    for ours, other in zip(reference.gradients(p, g, x, w), theirs):
+        if other is not None:
+            assert reference.relative_error(other, ours) < 1e-5
