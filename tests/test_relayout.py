@@ -113,8 +113,8 @@ def test_what_is_not_computed_on_copies_says_why() -> None:
     kb73 = as_(KB73, "bf16", "grad-input")
     otherwise: Any = engine.choose(kb73, H200)["gather"]
 
-    def why(p: Problem, device: Any = H200) -> str:
-        found = relayout.choose(p, device, otherwise)
+    def why(p: Problem, device: Any = H200, general: bool = False) -> str:
+        found = relayout.choose(p, device, otherwise, general)
         assert isinstance(found, str), found
         return found
 
@@ -129,12 +129,11 @@ def test_what_is_not_computed_on_copies_says_why() -> None:
     assert "for the weight" in why(as_(KB73, "tf32", "grad-weight"))
     assert "562 MB of copies do not stay in the cache's 50" in why(as_(KB73, "bf16", "grad-weight"))
     assert "copies alone" in why(as_(Problem.make(64, 64, 128, (128, 256), (3, 5)), "bf16", "grad-input"))
-    assert "too little faster" in why(as_(Problem.make(16, 1024, 512, (32, 32), 2, 2), "bf16", "grad-input"))
-
-
-def test_forwards_and_kernels_for_every_size_are_never_computed_on_copies() -> None:
-    assert "relayout" not in engine.choose(as_(KB73, "bf16", "fwd"), H200)
-    assert "relayout" not in engine.choose(as_(KB73, "bf16", "grad-input"), H200, general=True)
+    assert "size of the input" in why(kb73, general=True)
+    assert "memory for copies is short" in str(relayout.choose(kb73, H200, None))
+    unet1 = as_(Problem.make(16, 1024, 512, (32, 32), 2, 2), "bf16", "grad-input")
+    otherwise = engine.choose(unet1, H200)["gather"]
+    assert "too little faster" in why(unet1)
 
 
 def test_sources_are_the_copies_and_the_channels_last_kernels() -> None:

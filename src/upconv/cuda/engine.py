@@ -136,8 +136,7 @@ def choose(p: Problem, gpu: Gpu, general: bool = False) -> dict[str, Choice | st
             found[name] = f"slower: its multiply-adds alone take {least * 1e3:.3g} ms on CUDA cores"
         elif name == "relayout":  # the last: it has the others' best in reserve
             best = min((c for c in found.values() if not isinstance(c, str)), key=lambda c: c.seconds, default=None)
-            if p.pass_ != "fwd" and best is not None and not general:
-                found[name] = family.choose(p, gpu, best)
+            found[name] = family.choose(p, gpu, best, general)
         elif name in _TENSOR_CORES:
             found[name] = _choose_sized(family, p, gpu, general)
         else:

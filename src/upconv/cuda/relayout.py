@@ -201,7 +201,7 @@ def copy_seconds(p: Problem, gpu: Gpu) -> float:
 def refusal(p: Problem, gpu: Gpu) -> str | None:
     """Why a gradient is not computed on copies, whatever that would cost, in a sentence; None when it may be."""
     if p.pass_ not in ("grad-input", "grad-weight"):
-        return "a forward takes no memory beside packed weights"
+        return "these kernels compute gradients only: a forward takes no memory beside packed weights"
     if p.layout != "nchw" or p.rank == 1:
         return "only NCHW images have another memory format to be copied into"
     if gpu.capability[0] != 9:
@@ -222,14 +222,18 @@ def refusal(p: Problem, gpu: Gpu) -> str | None:
     return None
 
 
-def choose(p: Problem, gpu: Gpu, otherwise: Any) -> Choice | str:
+def choose(p: Problem, gpu: Gpu, otherwise: Any, general: bool = False) -> Choice | str:
     """The channels_last kernel to run on copies, or the sentence why none is worth it.
 
-    ``otherwise``: the fastest choice without copies.
+    ``otherwise``: the fastest choice without copies, or None. ``general``: one for every size of the input.
     """
     refused = refusal(p, gpu)
     if refused:
         return refused
+    if general:
+        return "whether copies pay depends on the size of the input"
+    if otherwise is None:
+        return "nothing would run where memory for copies is short"
     copies = copy_seconds(p, gpu)
     if copies > _MOST_COPYING * otherwise.seconds:
         return f"slower: the copies alone take {copies * 1e3:.3g} ms"

@@ -1,0 +1,180 @@
+"""compute-sanitizer's racecheck over small runs of the kernels that hand shared memory over by barriers.
+
+    python benchmarks/racecheck.py              all cases, a line each; exit code 1 for hazards
+    python benchmarks/racecheck.py planes --as-compiled
+
+A warp arrives at a barrier by one lane, behind ``__syncwarp``. Racecheck does not follow the order of the other lanes'
+reads through that, and reports what is written next in their place: a copy by the engine. So the cases run with kernels
+in which every lane arrives (and barriers expect as many), which changes who arrives and nothing else;
+``--as-compiled`` runs what is shipped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from upconv.cuda import gather, jit, relayout, wgrad
+from upconv.cuda.gpu import gpu
+from upconv.problem import Layout, Pass, Precision, Problem
+
+TIMEOUT = 150.0
+# Of each source: what is written there, and how it reads where every lane arrives.
+EVERY_LANE = {
+    "gather.cu": (
+        ("if (lane == 0) barrier_arrive(done);", "barrier_arrive(done);"),
+        ("if (lane == 0 && (!CONTINUED || barrier)) barrier_arrive", "if (!CONTINUED || barrier) barrier_arrive"),
+        ("  if (lane == 0) barrier_arrive(barrier);\n", "  barrier_arrive(barrier);\n"),
+        ("if (lane == 0) barrier_arrive(barriers.left", "barrier_arrive(barriers.left"),
+        ("barrier_init(empty + 8 * i, RELEASES * 4);", "barrier_init(empty + 8 * i, RELEASES * 128);"),
+        ("barrier_init(empty_w + 8 * i, RELEASES * 4);", "barrier_init(empty_w + 8 * i, RELEASES * 128);"),
+        ("DIRECT_BOX ? 1 : PRODUCER_WARPS);", "DIRECT_BOX ? 1 : PRODUCER_WARPS * 32);"),
+        (
+            "barrier_init(barriers.left + 8 * i, PRODUCER_WARPS);",
+            "barrier_init(barriers.left + 8 * i, PRODUCER_THREADS);",
+        ),
+    ),
+    "wgrad_wgmma.cu": (
+        ("if (lane == 0) barrier_arrive(empty", "barrier_arrive(empty"),
+        ("barrier_init(empty + 8 * i, WGS * 4);", "barrier_init(empty + 8 * i, WGS * 128);"),
+    ),
+}
+
+
+def every_lane(name: str, text: str) -> str:
+    """A kernel's source in which all lanes of a warp arrive. Errors: ValueError where the source reads otherwise."""
+    for old, new in EVERY_LANE.get(name, ()):
+        if text.count(old) != 1:
+            raise ValueError(f"{name} must have {old!r} once; it has it {text.count(old)} times")
+        text = text.replace(old, new)
+    return text
+
+
+STRIDED = Problem.make(2, 64, 64, (16, 32), 4, 2, 1, bias=False)
+PLAIN = Problem.make(4, 64, 64, (16, 32), 3, bias=False)
+DTYPES = {"tf32": torch.float32, "bf16": torch.bfloat16}
+
+
+def problem(p: Problem, precision: Precision, layout: Layout, pass_: Pass) -> Problem:
+    return p.with_(dtype=DTYPES[precision], precision=precision, layout=layout, pass_=pass_)
+
+
+def tensor(shape: tuple[int, ...], p: Problem) -> torch.Tensor:
+    found = torch.randn(shape, device="cuda").to(p.dtype)
+    return found.contiguous(memory_format=torch.channels_last) if p.layout == "channels_last" else found
+
+
+def run_gather(p: Problem, wanted: Callable[[Any], bool]) -> None:
+    """The first tiling of a kind."""
+    classes = gather._classes(p) if p.layout == "nchw" else (1, 1)
+    every = gather._tilings(gather._any_size(p), gpu(0), classes, gather._alignment(p))
+    prepared = gather.Choice(next(t for t, _ in every if wanted(t)), p, gpu(0), 0.0, "").prepare(0)
+    shapes = (p.input_shape, p.output_shape) if p.pass_ == "fwd" else (p.output_shape, p.input_shape)
+    x, out = (tensor(shape, p) for shape in shapes)
+    prepared.run(x, prepared.pack(tensor(p.weight_shape, p)), None, out)
+
+
+def run_wgrad(p: Problem, splits: int) -> None:
+    """The first tiling whose splits can be a cluster."""
+    aligned, aligned_g = (size[-1] * p.dtype.itemsize % 16 == 0 for size in (p.size, p.out_size))
+    every = wgrad.candidates(wgrad._any_size(p), gpu(0), aligned, aligned_g, wgrad._narrow(p), wgrad._classes(p))
+    tiling = next(t for t in every if getattr(t, "adds_up", False) and t.tiles <= 9)
+    prepared = wgrad.Choice(tiling, p, gpu(0), splits, 0.0, "").prepare(0)
+    if (prepared._clusters is not None) != (splits > 1):
+        raise RuntimeError(f"{splits} splits are not launched as expected")
+    prepared.run(tensor(p.input_shape, p), tensor(p.output_shape, p), tensor(p.weight_shape, p))
+
+
+def run_relayout(p: Problem) -> None:
+    copies = relayout.Copies(p, 0, output=True)
+    x = tensor(p.output_shape, p)
+    copies.contiguous(copies.channels_last(x), torch.empty_like(x))
+
+
+CASES: dict[str, tuple[str, Callable[[], None]]] = {
+    "forward": (
+        "gather",
+        lambda: run_gather(problem(STRIDED, "tf32", "nchw", "fwd"), lambda t: t.wgmma),
+    ),
+    "forward-last": (
+        "gather",
+        lambda: run_gather(problem(STRIDED, "bf16", "channels_last", "fwd"), lambda t: t.wgmma),
+    ),
+    "planes": (
+        "gather",
+        lambda: run_gather(problem(STRIDED, "bf16", "channels_last", "grad-input"), lambda t: t.planewise),
+    ),
+    "boxes": (
+        "gather",
+        lambda: run_gather(
+            problem(STRIDED, "tf32", "channels_last", "grad-input"), lambda t: t.boxable and not t.planewise
+        ),
+    ),
+    "two-steps": ("wgrad", lambda: run_wgrad(problem(PLAIN, "tf32", "nchw", "grad-weight"), 1)),
+    "cluster": ("wgrad", lambda: run_wgrad(problem(PLAIN, "bf16", "nchw", "grad-weight"), 4)),
+    "cluster-last": ("wgrad", lambda: run_wgrad(problem(PLAIN, "bf16", "channels_last", "grad-weight"), 2)),
+    "relayout": ("to_", lambda: run_relayout(problem(STRIDED, "bf16", "nchw", "grad-input"))),
+}
+"""Of each case the kernels' names begin so, and what runs them."""
+
+
+def _run(name: str, as_compiled: bool) -> None:
+    if not as_compiled:
+        shipped = jit.source
+        jit.source = lambda file, macros: every_lane(file, shipped(file, macros))
+    CASES[name][1]()
+    torch.cuda.synchronize()
+    print("ran", name)
+
+
+def _check(name: str, as_compiled: bool) -> bool:
+    """Runs a case under the sanitizer; whether it found nothing."""
+    command = [
+        "compute-sanitizer", "--tool", "racecheck", "--racecheck-report", "all", "--print-limit", "1000",
+        "--kernel-name", f"kernel_substring={CASES[name][0]}", sys.executable, __file__, name, "--run",
+    ]  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {**os.environ, "UPCONV_CACHE_DIR": str(Path(folder))}
+        try:
+            done = subprocess.run(
+                command + ["--as-compiled"] * as_compiled, capture_output=True, text=True, timeout=TIMEOUT,
+                env=environment,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            print(f"{name:14} no end within {TIMEOUT:.0f} s", flush=True)
+            return False
+    said = done.stdout + done.stderr
+    summary = re.findall(r"RACECHECK SUMMARY: (.*)", said)
+    pairs = sorted(set(re.findall(r"(?:Read|Write) Thread .* at (\w+\+0x\w+)", said)))
+    right = done.returncode == 0 and f"ran {name}" in said and summary == ["0 hazards displayed (0 errors, 0 warnings)"]
+    print(f"{name:14} {summary[0] if summary else said.strip().splitlines()[-1]} {' '.join(pairs)}", flush=True)
+    return right
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)}")
+    parser.add_argument("--as-compiled", action="store_true", help="one lane of a warp arrives, as shipped")
+    parser.add_argument("--run", action="store_true", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    unknown = set(given.cases) - set(CASES)
+    if unknown:
+        parser.error(f"CASE must be one of {', '.join(CASES)}; got {sorted(unknown)[0]!r}")
+    if given.run:
+        _run(given.cases[0], given.as_compiled)
+        return 0
+    clean = [_check(name, given.as_compiled) for name in given.cases or CASES]
+    return 0 if all(clean) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
