@@ -156,7 +156,11 @@ def _check(name: str, as_compiled: bool) -> bool:
     summary = re.findall(r"RACECHECK SUMMARY: (.*)", said)
     pairs = sorted(set(re.findall(r"(?:Read|Write) Thread .* at (\w+\+0x\w+)", said)))
     right = done.returncode == 0 and f"ran {name}" in said and summary == ["0 hazards displayed (0 errors, 0 warnings)"]
-    print(f"{name:14} {summary[0] if summary else said.strip().splitlines()[-1]} {' '.join(pairs)}", flush=True)
+    if summary and (right or pairs):
+        print(f"{name:14} {summary[0]} {' '.join(pairs)}", flush=True)
+    else:
+        lines = [line for line in said.splitlines() if "Error" in line and not line.startswith("=====")]
+        print(f"{name:14} did not run: {(lines or said.strip().splitlines() or ['no output'])[-1]}", flush=True)
     return right
 
 

@@ -191,8 +191,6 @@ class TestOnGpu:
         if gpu(0).capability[0] != 9:
             pytest.skip("copies are for compute capability 9.0")
         p = draw(r, precision, pass_)
-        while max(p.out_size) < 1:
-            p = draw(r, precision, pass_)
         x, g, w = (torch.randn(s).to(p.dtype) for s in (p.input_shape, p.output_shape, p.weight_shape))
         truths = reference.gradients(p, g, x, w)
         truth = truths[0] if pass_ == "grad-input" else truths[1]
@@ -217,7 +215,7 @@ class TestOnGpu:
                 else:
                     out = torch.full(p.weight_shape, math.nan, device="cuda", dtype=weight.dtype)
                     prepared.run(on_x, on_g, out)
-                assert reference.relative_error(out, truth) < BOUNDS[precision], (p, short, weight.dtype)
+                assert reference.relative_error(out.cpu(), truth) < BOUNDS[precision], (p, short, weight.dtype)
                 results.append(out)
             if isinstance(prepared, relayout.GradInput) and len(results) == 2:
                 assert torch.equal(*results)
@@ -250,7 +248,7 @@ def test_a_layers_training_step_takes_copies_and_is_right(autocast: bool) -> Non
     p = plan.problem
     truths = reference.gradients(p, g.cpu(), x.detach().bfloat16().cpu(), layer.weight.detach().bfloat16().cpu())
     for found, truth, t in zip(first, truths, (x, layer.weight)):
-        assert found.dtype is t.dtype and reference.relative_error(found, truth) < BOUNDS["bf16"]
+        assert found.dtype is t.dtype and reference.relative_error(found.cpu(), truth) < BOUNDS["bf16"]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = step()
