@@ -1,10 +1,10 @@
 """The CUDA engine: planned passes on tensors. It allocates, packs weights or finds them packed, and launches.
 
 A kernel family (`upconv.cuda.gather`, `upconv.cuda.direct`; for the gradient for the weight `upconv.cuda.wgrad`,
-`upconv.cuda.direct_wgrad`; for both gradients `upconv.cuda.staged` and `upconv.cuda.relayout`) answers a `Problem` with
-a `Choice`, which prepared for a device runs it. Everything between that and PyTorch is here: the result's memory
-format, dense operands, the current stream and device, graph capture, errors, and which packed weights may be used
-again.
+`upconv.cuda.direct_wgrad`; for both gradients `upconv.cuda.staged`, `upconv.cuda.unshuffle`, `upconv.cuda.relayout`)
+answers a `Problem` with a `Choice`, which prepared for a device runs it. Everything between that and PyTorch is here:
+the result's memory format, dense operands, the current stream and device, graph capture, errors, and which packed
+weights may be used again.
 
 **Packed weights** are kept as long as the weight's storage lives, and used again only where nothing can have changed:
 same storage, address, strides and version counter. They are made anew at every call
@@ -44,14 +44,15 @@ if TYPE_CHECKING:
     from upconv.cuda.bias import BiasRunner
     from upconv.planner import Plan
 
-FAMILIES = ("gather", "direct", "staged", "relayout")
+FAMILIES = ("gather", "direct", "staged", "unshuffle", "relayout")
 """The kernel families of the forward and of the gradient for the input, as modules of this package.
 
 Of equals the first is taken.
 """
-WEIGHT_FAMILIES = ("wgrad", "direct_wgrad", "staged", "relayout")
+WEIGHT_FAMILIES = ("wgrad", "direct_wgrad", "staged", "unshuffle", "relayout")
 """As `FAMILIES`, of the gradient for the weight."""
 _TENSOR_CORES = ("gather", "wgrad")  # which have kernels for one size of the input alone
+_AROUND = ("unshuffle", "relayout")  # which call the others' kernels, and are asked behind them
 
 KEEP_PACKED = True
 """Whether packed weights are kept at all."""
@@ -134,7 +135,7 @@ def choose(p: Problem, gpu: Gpu, general: bool = False) -> dict[str, Choice | st
         if searches and (least := family.least_seconds(p, gpu)) > fastest:
             # The search would take 50 ms and more at every new size of the image.
             found[name] = f"slower: its multiply-adds alone take {least * 1e3:.3g} ms on CUDA cores"
-        elif name == "relayout":  # the last: it has the others' best in reserve
+        elif name in _AROUND:
             best = min((c for c in found.values() if not isinstance(c, str)), key=lambda c: c.seconds, default=None)
             found[name] = family.choose(p, gpu, best, general)
         elif name in _TENSOR_CORES:

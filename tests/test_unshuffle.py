@@ -1,0 +1,219 @@
+"""Gradients of strided layers as layers without a stride: the kernels around them, the choice, numbers on a GPU."""
+
+from __future__ import annotations
+
+import math
+import random
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from upconv import cpu, planner, reference
+from upconv.cuda import engine, gather, jit, unshuffle, wgrad
+from upconv.cuda.gpu import A100, H200, gpu
+from upconv.problem import Layout, Precision, Problem, output_length
+
+HOST = Path(__file__).resolve().parent / "host"
+KERNELS = Path(jit.__file__).parent / "kernels"
+needs_nvrtc = pytest.mark.skipif(jit.unavailable() is not None, reason=str(jit.unavailable()))
+
+FSRCNN = Problem.make(16, 56, 1, (128, 128), 9, 3, 4, 2, bias=False)
+DTYPES = {"tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+BOUNDS = {"tf32": 1e-3, "bf16": 4e-3, "fp16": 6e-4}
+LAYOUTS: tuple[Layout, ...] = ("nchw", "channels_last")
+
+
+def as_(p: Problem, precision: Precision, pass_: Any, layout: Layout = "nchw") -> Problem:
+    return p.with_(dtype=DTYPES[precision], precision=precision, pass_=pass_, layout=layout, bias=False)
+
+
+def draw(r: random.Random, layout: Layout, least: int = 1) -> Problem:
+    """Strides of up to 4, kernels shorter and longer than them, any padding and output padding."""
+    while True:
+        rank = r.choice((2, 2, 3) if layout == "channels_last" else (1, 2, 2, 3))
+        axes = []
+        for _ in range(rank):
+            stride, kernel = r.choice((1, 2, 2, 3, 4)), r.randint(1, 9 if rank < 3 else 4)
+            size, output_padding = r.randint(1, 9 if rank == 3 else 20), r.randrange(stride)
+            free = output_length(size, kernel, stride, 0, output_padding, 1)
+            axes.append((size, kernel, stride, r.randint(0, min(6, (free - 1) // 2)), output_padding))
+        size, kernel, stride, padding, output_padding = zip(*axes)
+        most = 64 // math.prod(stride)
+        if math.prod(stride) == 1 or most < 1:
+            continue
+        channels = r.randint(least, 40), r.randint(1, min(5, most))
+        return Problem.make(
+            r.randint(1, 3), *channels, size, kernel, stride, padding, output_padding, bias=False, layout=layout
+        )
+
+
+def in_layout(t: Tensor, layout: Layout) -> Tensor:
+    return t.contiguous(memory_format=cpu.memory_format(layout, t.dim() - 2))
+
+
+# --- the arithmetic, by the kernels on the host ----------------------------------------------------------------------
+
+
+class OnHost:
+    """A layer's kernels around the inner layer's, compiled for the host."""
+
+    def __init__(self, p: Problem, folder: Path) -> None:
+        body = (KERNELS / "unshuffle.cu").read_text().replace('#include "ptx.cuh"', "").replace('extern "C"', "")
+        heads = "".join(f"#define {name} {value}\n" for name, value in unshuffle.macros(p).items())
+        (folder / "kernel.h").write_text(heads + body)
+        self.program = folder / "unshuffle"
+        paths = [f"-I{folder}", f"-I{HOST}", str(HOST / "unshuffle.cpp"), "-o", str(self.program)]
+        done = subprocess.run(["g++", "-std=c++17", "-O1", "-w", *paths], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[:4000]
+
+    def __call__(
+        self, name: str, source: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], *more: int
+    ) -> Tensor:
+        """The kernel's result in a tensor of these strides; ``source`` as it lies in memory."""
+        storage = torch.frombuffer(bytearray(bytes(source.untyped_storage())), dtype=torch.float32)
+        arguments = [name, str(math.prod(shape)), *map(str, more)]
+        done = subprocess.run([str(self.program), *arguments], input=storage.numpy().tobytes(), capture_output=True)
+        assert done.returncode == 0, done.stderr.decode()
+        return torch.frombuffer(bytearray(done.stdout), dtype=torch.float32).as_strided(shape, strides)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("seed", range(10))
+def test_gradients_without_the_stride_are_the_strided_layers(seed: int, layout: Layout, tmp_path: Path) -> None:
+    r = random.Random(f"{seed} {layout}")
+    p = draw(r, layout).with_(pass_="grad-input")
+    q = unshuffle.unstrided(p)
+    assert q.stride == (1,) * p.rank and q.size == p.size
+    kernels = OnHost(p, tmp_path)
+    x, g, w = (torch.randn(s) for s in (p.input_shape, p.output_shape, p.weight_shape))
+    w = in_layout(w, r.choice(LAYOUTS)) if p.rank > 1 else w
+    full = (1,) * (3 - p.rank)
+    strides = torch.empty(q.output_shape).contiguous(memory_format=cpu.memory_format(layout, p.rank)).stride()
+    sizes = (*full, *p.out_size, *full, *q.out_size)
+    grad = kernels("unshuffle", in_layout(g, layout), q.output_shape, strides, *sizes)
+    of_weight = (*w.stride()[:2], *(0,) * (3 - p.rank), *w.stride()[2:])
+    dense = torch.empty(q.weight_shape).stride()
+    weight = kernels("expand", w, q.weight_shape, dense, *of_weight)
+    inner_input, inner_weight, _ = reference.gradients(q, grad, x, weight)
+    truth_input, truth_weight, _ = reference.gradients(p, g, x, w)
+    assert reference.relative_error(inner_input, truth_input) < 1e-12
+    folded = kernels("fold", inner_weight.float().contiguous(), p.weight_shape, w.stride(), *of_weight)
+    assert reference.relative_error(folded, truth_weight) < 1e-6
+
+
+def test_the_layer_without_a_stride_has_no_more_pixels_than_needed() -> None:
+    q = unshuffle.unstrided(as_(FSRCNN, "tf32", "grad-input"))
+    assert (q.out_channels, q.kernel, q.padding, q.out_size) == (9, (3, 3), (0, 0), (130, 130))
+    q = unshuffle.unstrided(as_(FSRCNN, "bf16", "grad-input", "channels_last"))
+    assert (q.out_channels, q.layout) == (16, "channels_last")
+    dcgan = as_(Problem.make(8, 64, 3, (32, 32), 4, 2, 1), "tf32", "grad-weight", "channels_last")
+    assert unshuffle.unstrided(dcgan).out_size == (33, 33)
+    cropped = as_(Problem.make(8, 64, 3, (32, 32), 8, 2, 5), "tf32", "grad-weight")
+    assert unshuffle.unstrided(cropped).padding == (2, 2) and unshuffle.unstrided(cropped).out_size == (31, 31)
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("precision", ["tf32", "bf16"])
+def test_kernels_compile_without_spills(precision: Precision) -> None:
+    r = random.Random(precision)
+    for p in (FSRCNN, draw(r, "nchw"), draw(r, "channels_last")):
+        code = unshuffle.unit(as_(p, precision, "grad-input", p.layout))
+        needs = jit.inspect(jit.cubin(code.source, "90a", code.label))
+        assert set(needs) == set(code.entries)
+        assert all(registers <= 64 and not local for registers, local, _ in needs.values())
+
+
+# --- the choice ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("precision", list(DTYPES))
+@pytest.mark.parametrize("pass_", ["grad-input", "grad-weight"])
+def test_fsrcnns_gradients_are_computed_without_the_stride(pass_: Any, precision: Precision, layout: Layout) -> None:
+    p = as_(FSRCNN, precision, pass_, layout)
+    selected = planner.select(p, planner.Device("cuda", gpu=H200))
+    choice = selected.choice
+    assert selected.name == "unshuffle" and isinstance(choice, unshuffle.Choice)
+    assert isinstance(choice.inner, gather.Choice if pass_ == "grad-input" else wgrad.Choice)
+    assert "3x3 taps of" in selected.candidates[0].reason and "wgmma" in selected.candidates[0].reason
+    others = engine.choose(p, H200)
+    assert choice.seconds < min(c.seconds for n, c in others.items() if not isinstance(c, str) and n != "unshuffle")
+    sources = {u.source for u in choice.sources()}
+    assert unshuffle.unit(p).source in sources and choice.inner.sources()[0].source in sources
+
+
+def test_what_keeps_its_stride_says_why() -> None:
+    p = as_(FSRCNN, "bf16", "grad-input")
+
+    def why(p: Problem, device: Any = H200, otherwise: Any = None, general: bool = False) -> str:
+        found = unshuffle.choose(p, device, otherwise, general)
+        assert isinstance(found, str), found
+        return found
+
+    assert "packed weights" in why(p.with_(pass_="fwd"))
+    assert "compute capability 9.0" in why(p, A100)
+    assert "TF32 and 16 bits" in why(p.with_(dtype=torch.float32, precision="ieee"))
+    assert "no stride" in why(p.with_(stride=(1, 1), output_padding=(0, 0)))
+    assert "without groups" in why(as_(Problem.make(2, 4, 4, (9, 9), 4, 2, groups=2), "bf16", "grad-input"))
+    assert "without groups" in why(as_(Problem.make(2, 4, 4, (9, 9), 4, 2, dilation=2), "bf16", "grad-input"))
+    assert "17 channels in 4 phases are more than 64" in why(
+        as_(Problem.make(2, 4, 17, (9, 9), 4, 2), "bf16", "grad-input")
+    )
+    assert "2^31" in why(as_(Problem.make(2000, 8, 1, (600, 600), 4, 2), "bf16", "grad-input"))
+    assert "size of the input" in why(p, general=True)
+    small = as_(Problem.make(2, 8, 1, (8, 8), 4, 2), "bf16", "grad-input")
+    assert "too little faster" in why(small, otherwise=engine.choose(small, H200)["gather"])
+
+
+# --- on a GPU --------------------------------------------------------------------------------------------------------
+
+
+def forced(p: Problem) -> unshuffle.Choice:
+    """The gradients without the stride, whatever they cost."""
+    q = unshuffle.unstrided(p)
+    inner = gather.choose(q, gpu(0)) if p.pass_ == "grad-input" else wgrad.choose(q, gpu(0))
+    assert not isinstance(inner, str), inner
+    return unshuffle.Choice(inner, p, 0.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("precision", list(DTYPES))
+@pytest.mark.parametrize("seed", range(5))
+def test_random_gradients_without_the_stride(seed: int, precision: Precision, layout: Layout) -> None:
+    """Into results of both memory formats, amid NaNs, from weights of both and in float32."""
+    if gpu(0).capability[0] != 9:
+        pytest.skip("for compute capability 9.0")
+    r = random.Random(f"{seed} {precision} {layout}")
+    layer = draw(r, layout, 4)
+    p = as_(layer, precision, "grad-input", layout)
+    x, g, w = (torch.randn(s).to(p.dtype) for s in (p.input_shape, p.output_shape, p.weight_shape))
+    truth_input, truth_weight, _ = reference.gradients(p, g, x, w)
+    on_x, on_g = (in_layout(t.cuda(), layout) for t in (x, g))
+    prepared = forced(p).prepare(0)
+    assert isinstance(prepared, unshuffle.GradInput)
+    results = []
+    for of_weight in dict.fromkeys(("nchw", layout) if p.rank > 1 else ("nchw",)):
+        for weight in (w, w.float()) if p.dtype.itemsize == 2 else (w,):
+            out = torch.full_like(on_x, math.nan)
+            prepared.run(on_g, prepared.pack(in_layout(weight.cuda(), of_weight)), None, out)
+            assert reference.relative_error(out.cpu(), truth_input) < BOUNDS[precision], p
+            results.append(out)
+    assert all(torch.equal(results[0], other) for other in results)
+    by_weight = forced(p.with_(pass_="grad-weight")).prepare(0)
+    assert isinstance(by_weight, unshuffle.GradWeight)
+    for of_weight in dict.fromkeys(("nchw", layout) if p.rank > 1 else ("nchw",)):
+        for dtype in dict.fromkeys((p.dtype, torch.float32)):
+            out = in_layout(torch.full(p.weight_shape, math.nan, device="cuda", dtype=dtype), of_weight)
+            by_weight.run(on_x, on_g, out)
+            assert reference.relative_error(out.cpu(), truth_weight) < BOUNDS[precision], p
+            again = torch.full_like(out, math.nan)
+            by_weight.run(on_x, on_g, again)
+            assert torch.equal(out, again)
