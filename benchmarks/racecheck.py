@@ -159,8 +159,8 @@ def _check(name: str, as_compiled: bool) -> bool:
     if summary and (right or pairs):
         print(f"{name:14} {summary[0]} {' '.join(pairs)}", flush=True)
     else:
-        lines = [line for line in said.splitlines() if "Error" in line and not line.startswith("=====")]
-        print(f"{name:14} did not run: {(lines or said.strip().splitlines() or ['no output'])[-1]}", flush=True)
+        lines = [line for line in said.splitlines() if line.strip() and not line.startswith("=====")]
+        print(f"{name:14} did not run (exit code {done.returncode}): {' | '.join(lines[-3:])} {summary}", flush=True)
     return right
 
 

@@ -71,15 +71,13 @@ class OnHost:
         done = subprocess.run(["g++", "-std=c++17", "-O1", "-w", *paths], capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[:4000]
 
-    def __call__(
-        self, name: str, source: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], *more: int
-    ) -> Tensor:
-        """The kernel's result in a tensor of these strides; ``source`` as it lies in memory."""
-        storage = torch.frombuffer(bytearray(bytes(source.untyped_storage())), dtype=torch.float32)
-        arguments = [name, str(math.prod(shape)), *map(str, more)]
-        done = subprocess.run([str(self.program), *arguments], input=storage.numpy().tobytes(), capture_output=True)
+    def __call__(self, name: str, count: int, *more: int, given: tuple[Tensor, ...]) -> Tensor:
+        """So many elements from a kernel, of tensors as they lie in memory."""
+        data = b"".join(bytes(t.untyped_storage()) for t in given)
+        arguments = [name, str(count), *map(str, more)]
+        done = subprocess.run([str(self.program), *arguments], input=data, capture_output=True)
         assert done.returncode == 0, done.stderr.decode()
-        return torch.frombuffer(bytearray(done.stdout), dtype=torch.float32).as_strided(shape, strides)
+        return torch.frombuffer(bytearray(done.stdout), dtype=torch.float32)
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
@@ -96,14 +94,18 @@ def test_gradients_without_the_stride_are_the_strided_layers(seed: int, layout: 
     full = (1,) * (3 - p.rank)
     strides = torch.empty(q.output_shape).contiguous(memory_format=cpu.memory_format(layout, p.rank)).stride()
     sizes = (*full, *p.out_size, *full, *q.out_size)
-    grad = kernels("unshuffle", in_layout(g, layout), q.output_shape, strides, *sizes)
     of_weight = (*w.stride()[:2], *(0,) * (3 - p.rank), *w.stride()[2:])
-    dense = torch.empty(q.weight_shape).stride()
-    weight = kernels("expand", w, q.weight_shape, dense, *of_weight)
+    counts = math.prod(q.output_shape), math.prod(q.weight_shape)
+    g = in_layout(g, layout)
+    alone = kernels("unshuffle", counts[0], *sizes, given=(g,))
+    both = kernels("both", sum(counts), w.numel(), counts[1], *of_weight, *sizes, given=(w, g))
+    assert torch.equal(both[counts[1] :], alone)
+    grad, weight = alone.as_strided(q.output_shape, strides), both[: counts[1]].view(q.weight_shape)
     inner_input, inner_weight, _ = reference.gradients(q, grad, x, weight)
     truth_input, truth_weight, _ = reference.gradients(p, g, x, w)
     assert reference.relative_error(inner_input, truth_input) < 1e-12
-    folded = kernels("fold", inner_weight.float().contiguous(), p.weight_shape, w.stride(), *of_weight)
+    inner_weight = inner_weight.float().contiguous()
+    folded = kernels("fold", w.numel(), *of_weight, given=(inner_weight,)).as_strided(p.weight_shape, w.stride())
     assert reference.relative_error(folded, truth_weight) < 1e-6
 
 

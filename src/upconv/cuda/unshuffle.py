@@ -108,9 +108,11 @@ def macros(p: Problem) -> dict[str, int]:
 
 def unit(p: Problem) -> Unit:
     """The kernels around a layer's."""
-    single = ("expand_float", "fold_float") if p.dtype.itemsize == 2 else ()
+    single = ("unshuffle_and_expand_float", "fold_float") if p.dtype.itemsize == 2 else ()
     label = f"unshuffle {str(p).split(' on ')[0]} {8 * p.dtype.itemsize} bits {p.layout}"
-    return Unit(label, jit.source("unshuffle.cu", dict(macros(p))), ("unshuffle", "expand", "fold", *single))
+    return Unit(
+        label, jit.source("unshuffle.cu", dict(macros(p))), ("unshuffle", "unshuffle_and_expand", "fold", *single)
+    )
 
 
 class _Prepared:
@@ -127,58 +129,72 @@ class _Prepared:
         ).stride()
         full = (1,) * (3 - p.rank)
         self._sizes = (math.prod(q.output_shape), *full, *p.out_size, *full, *q.out_size)
-        code = unit(p)
-        self._launchers = {
-            entry: Launcher(
-                jit.kernel(code.source, entry, gpu_of(device).arch, code.label), THREADS, 0,
-                "PPi" + ("i" * 6 if entry == "unshuffle" else "q" * 5),
-            )
-            for entry in code.entries
-        }  # fmt: skip
+        of_weight = math.prod(q.weight_shape)
+        self._blocks, self._weight_blocks = -(-self._sizes[0] // THREADS), -(-of_weight // THREADS)
+        self._of_weight = of_weight
+        self._code = unit(p)
 
-    def _launch(self, entry: str, source: Tensor, out: Tensor, sizes: tuple[int, ...]) -> None:
-        grid = -(-sizes[0] // THREADS)
-        self._launchers[entry](self._device, grid, (source.data_ptr(), out.data_ptr(), *sizes))
+    def _launcher(self, entry: str) -> Launcher:
+        codes = "PPi" + ("i" * 6 if entry == "unshuffle" else "q" * 5)
+        if entry.startswith("unshuffle_and"):
+            codes += "PPi" + "i" * 6
+        arch = gpu_of(self._device).arch
+        return Launcher(jit.kernel(self._code.source, entry, arch, self._code.label), THREADS, 0, codes)
 
-    def unshuffled(self, grad: Tensor) -> Tensor:
-        """The output's gradient, dense in the problem's layout, with its phases as channels."""
-        out = grad.new_empty_strided(self._shape, self._strides)
-        self._launch("unshuffle", grad, out, self._sizes)
-        return out
+    def _for_weights(self, entry: str) -> dict[torch.dtype, Launcher]:
+        """A kernel by the weights' dtypes."""
+        found = {self._problem.dtype: self._launcher(entry)}
+        if self._problem.dtype.itemsize == 2:
+            found[torch.float32] = self._launcher(f"{entry}_float")
+        return found
 
-    def _weights(self, name: str, dtype: torch.dtype) -> str:
-        """The kernel ``expand`` or ``fold`` for weights of a dtype."""
-        return name if dtype is self._problem.dtype else f"{name}_float"
+    def _empty(self, grad: Tensor) -> Tensor:
+        """For the output's gradient with its phases as channels."""
+        return grad.new_empty_strided(self._shape, self._strides)
 
-    def _strided(self, t: Tensor) -> tuple[int, ...]:
-        first, second, *spatial = t.stride()
-        return (first, second, *(0,) * (3 - len(spatial)), *spatial)
+
+def _strides(weight: Tensor) -> tuple[int, ...]:
+    """Of input and output channels, and of taps along D, H and W."""
+    first, second, *spatial = weight.stride()
+    return (first, second, *(0,) * (3 - len(spatial)), *spatial)
 
 
 class GradInput(_Prepared):
     """The gradient for the input, its kernels loaded for a device."""
 
+    def __init__(self, choice: Choice, device: int) -> None:
+        super().__init__(choice, device)
+        self._unshuffle = self._for_weights("unshuffle_and_expand")
+
     def pack(self, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """The inner layer's packed weights; ``weight`` has any strides, the problem's dtype or float32."""
-        expanded = weight.new_empty(self._inner_problem.weight_shape)
-        sizes = (expanded.numel(), *self._strided(weight))
-        self._launch(self._weights("expand", weight.dtype), weight, expanded, sizes)
-        packed: Tensor = self._inner.pack(expanded)
-        return packed
+        """The weight itself, of any strides, the problem's dtype or float32; it is expanded in `run`'s first launch."""
+        return weight
 
     def run(self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, fresh: bool = False) -> None:
         """Writes the input's gradient into ``out``; ``x`` is the output's gradient. Both are dense in the layout."""
-        self._inner.run(self.unshuffled(x), packed, None, out)
+        grad, weight = self._empty(x), packed.new_empty(self._inner_problem.weight_shape)
+        args = (packed.data_ptr(), weight.data_ptr(), self._of_weight, *_strides(packed))
+        grid = self._weight_blocks + self._blocks
+        launch = self._unshuffle[packed.dtype]
+        launch(self._device, grid, (*args, x.data_ptr(), grad.data_ptr(), *self._sizes))
+        self._inner.run(grad, self._inner.pack(weight), None, out, fresh)  # unshuffling ended before packing began
 
 
 class GradWeight(_Prepared):
     """The gradient for the weight, its kernels loaded for a device."""
 
+    def __init__(self, choice: Choice, device: int) -> None:
+        super().__init__(choice, device)
+        self._unshuffle, self._fold = self._launcher("unshuffle"), self._for_weights("fold")
+
     def run(self, x: Tensor, grad: Tensor, out: Tensor) -> None:
         """Writes the weight's gradient into ``out``, of any strides; ``x`` and ``grad`` are dense in the layout."""
-        found = out.new_empty(self._inner_problem.weight_shape)
-        self._inner.run(x, self.unshuffled(grad), found)
-        self._launch(self._weights("fold", out.dtype), found, out, (out.numel(), *self._strided(out)))
+        unshuffled, found = self._empty(grad), out.new_empty(self._inner_problem.weight_shape)
+        self._unshuffle(self._device, self._blocks, (grad.data_ptr(), unshuffled.data_ptr(), *self._sizes))
+        self._inner.run(x, unshuffled, found)
+        count = out.numel()
+        args = (found.data_ptr(), out.data_ptr(), count, *_strides(out))
+        self._fold[out.dtype](self._device, -(-count // THREADS), args)
 
 
 def refusal(p: Problem, gpu: Gpu) -> str | None:

@@ -21,9 +21,8 @@ __device__ __forceinline__ int split(int& index, int of) {
 }
 
 // (batch, COUT, out) to (batch, CHANNELS, q), both in one memory format. Fewer than 2^31 elements.
-extern "C" __global__ void __launch_bounds__(THREADS)
-unshuffle(const Element* __restrict__ from, Element* __restrict__ to, int total, int out_d, int out_h, int out_w, int q_d, int q_h, int q_w) {
-  int index = blockIdx.x * THREADS + threadIdx.x, rest = index;
+__device__ __forceinline__ void unshuffle_output(const Element* __restrict__ from, Element* __restrict__ to, int index, int total, int out_d, int out_h, int out_w, int q_d, int q_h, int q_w) {
+  int rest = index;
   if (index >= total) return;
 #if CHANNELS_LAST
   int channel = split(rest, CHANNELS);
@@ -55,8 +54,8 @@ struct Strides { long long in, out, d, h, w; };
 
 // Weights (CIN, COUT, kernel) of any strides to contiguous (CIN, CHANNELS, taps).
 template <class T>
-__device__ __forceinline__ void expand_weights(const T* __restrict__ from, T* __restrict__ to, int total, const Strides& s) {
-  int index = blockIdx.x * THREADS + threadIdx.x, rest = index;
+__device__ __forceinline__ void expand_weights(const T* __restrict__ from, T* __restrict__ to, int index, int total, const Strides& s) {
+  int rest = index;
   if (index >= total) return;
   int w = split(rest, TAPS_W), h = split(rest, TAPS_H), d = split(rest, TAPS_D), channel = split(rest, CHANNELS);
   int u = channel % PHASES, c = channel / PHASES;
@@ -69,8 +68,8 @@ __device__ __forceinline__ void expand_weights(const T* __restrict__ from, T* __
 
 // Their gradient, contiguous (CIN, CHANNELS, taps), to (CIN, COUT, kernel) of any strides.
 template <class T>
-__device__ __forceinline__ void fold_weights(const T* __restrict__ from, T* __restrict__ to, int total, const Strides& s) {
-  int index = blockIdx.x * THREADS + threadIdx.x, rest = index;
+__device__ __forceinline__ void fold_weights(const T* __restrict__ from, T* __restrict__ to, int index, int total, const Strides& s) {
+  int rest = index;
   if (index >= total) return;
   int w = split(rest, KERNEL_W), h = split(rest, KERNEL_H), d = split(rest, KERNEL_D), c = split(rest, COUT);
   int u = (d % STRIDE_D * STRIDE_H + h % STRIDE_H) * STRIDE_W + w % STRIDE_W;
@@ -78,14 +77,32 @@ __device__ __forceinline__ void fold_weights(const T* __restrict__ from, T* __re
   to[rest * s.in + c * s.out + d * s.d + h * s.h + w * s.w] = from[rest * OF_CHANNEL + at * TAPS_W + w / STRIDE_W];
 }
 
-#define WEIGHT_KERNEL(name, body, T) \
+#define INDEX ((int)(blockIdx.x * THREADS + threadIdx.x))
+#define OUTPUTS const Element* __restrict__ from, Element* __restrict__ to, int total, int out_d, int out_h, int out_w, int q_d, int q_h, int q_w
+#define UNSHUFFLE(index) unshuffle_output(from, to, index, total, out_d, out_h, out_w, q_d, q_h, q_w)
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+unshuffle(OUTPUTS) {
+  UNSHUFFLE(INDEX);
+}
+
+// `unshuffle` and, by the first blocks, weights expanded: one launch less.
+#define UNSHUFFLE_KERNEL(name, T) \
   extern "C" __global__ void __launch_bounds__(THREADS) \
-  name(const T* __restrict__ from, T* __restrict__ to, int total, long long in, long long out, long long d, long long h, long long w) { \
-    body(from, to, total, Strides{in, out, d, h, w}); \
+  name(const T* __restrict__ weight, T* __restrict__ expanded, int of_weight, long long s_in, long long s_out, long long s_d, long long s_h, long long s_w, OUTPUTS) { \
+    int before = (of_weight + THREADS - 1) / THREADS * THREADS; \
+    if (INDEX < before) expand_weights(weight, expanded, INDEX, of_weight, Strides{s_in, s_out, s_d, s_h, s_w}); \
+    else UNSHUFFLE(INDEX - before); \
   }
-WEIGHT_KERNEL(expand, expand_weights, Element)
-WEIGHT_KERNEL(fold, fold_weights, Element)
+UNSHUFFLE_KERNEL(unshuffle_and_expand, Element)
+
+#define FOLD_KERNEL(name, T) \
+  extern "C" __global__ void __launch_bounds__(THREADS) \
+  name(const T* __restrict__ from, T* __restrict__ to, int total, long long s_in, long long s_out, long long s_d, long long s_h, long long s_w) { \
+    fold_weights(from, to, INDEX, total, Strides{s_in, s_out, s_d, s_h, s_w}); \
+  }
+FOLD_KERNEL(fold, Element)
 #if ELEMENT == 2                                         // float32 weights of a 16-bit layer, as autocast leaves them
-WEIGHT_KERNEL(expand_float, expand_weights, u32)
-WEIGHT_KERNEL(fold_float, fold_weights, u32)
+UNSHUFFLE_KERNEL(unshuffle_and_expand_float, u32)
+FOLD_KERNEL(fold_float, u32)
 #endif
