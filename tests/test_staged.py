@@ -206,7 +206,7 @@ def test_it_is_chosen_where_it_was_measured_to_be_faster() -> None:
         ("depthw", "channels_last", "grad-weight"): "staged",
         ("fcn8s", "nchw", "grad-weight"): "staged",
         ("fcn8s", "channels_last", "grad-input"): "staged",
-        ("fsrcnn", "nchw", "grad-input"): "staged",
+        ("fsrcnn", "nchw", "grad-input"): "unshuffle",
         ("kb57", "nchw", "grad-input"): "gather",
         ("kb75", "channels_last", "grad-input"): "gather",
         ("kb57", "nchw", "grad-weight"): "wgrad",
