@@ -15,7 +15,7 @@ from torch import Tensor
 
 from upconv import cpu, planner, reference
 from upconv.cuda import engine, gather, jit, unshuffle, wgrad
-from upconv.cuda.gpu import A100, H200, gpu
+from upconv.cuda.gpu import A100, H200, Gpu, gpu
 from upconv.problem import Layout, Precision, Problem, output_length
 
 HOST = Path(__file__).resolve().parent / "host"
@@ -54,6 +54,14 @@ def draw(r: random.Random, layout: Layout, least: int = 1) -> Problem:
 
 def in_layout(t: Tensor, layout: Layout) -> Tensor:
     return t.contiguous(memory_format=cpu.memory_format(layout, t.dim() - 2))
+
+
+def forced(p: Problem, device: Gpu) -> unshuffle.Choice:
+    """The gradients without the stride, whatever they cost."""
+    q = unshuffle.unstrided(p)
+    inner = gather.choose(q, device) if p.pass_ == "grad-input" else wgrad.choose(q, device)
+    assert not isinstance(inner, str), inner
+    return unshuffle.Choice(inner, p, 0.0)
 
 
 # --- the arithmetic, by the kernels on the host ----------------------------------------------------------------------
@@ -173,15 +181,65 @@ def test_what_keeps_its_stride_says_why() -> None:
     assert "too little faster" in why(small, otherwise=engine.choose(small, H200)["gather"])
 
 
-# --- on a GPU --------------------------------------------------------------------------------------------------------
+# --- launches --------------------------------------------------------------------------------------------------------
 
 
-def forced(p: Problem) -> unshuffle.Choice:
-    """The gradients without the stride, whatever they cost."""
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("pass_", ["grad-input", "grad-weight"])
+def test_kernels_are_loaded_ahead_and_launched_in_order(
+    pass_: Any, layout: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is loaded at a call; the inner kernel may begin beside its packing, and beside nothing else."""
+    launches: list[tuple[str, int, bool]] = []
+    loaded: list[str] = []
+
+    class Launcher:
+        def __init__(self, name: str, *_: Any) -> None:
+            self.name = name
+
+        def __call__(self, device: int, grid: int, args: tuple[Any, ...], dependent: bool = False) -> None:
+            launches.append((self.name, grid, dependent))
+
+        def clusters(self, device: int, blocks: int) -> int:
+            return 132
+
+    def kernel(source: str, entry: str, arch: str, label: str) -> str:
+        loaded.append(entry)
+        return entry
+
+    monkeypatch.setattr(jit, "kernel", kernel)
+    for module in (gather, wgrad, unshuffle):
+        monkeypatch.setattr(module, "Launcher", Launcher)
+        monkeypatch.setattr(module, "gpu_of", lambda device: H200)
+    for module in (gather, wgrad):
+        monkeypatch.setattr(module, "bind", lambda device: None)
+        monkeypatch.setattr(module, "encode", lambda *arguments, **named: (0,) * 16)
+    p = as_(FSRCNN, "bf16", pass_, layout)
+    choice = forced(p, H200)
+    prepared = choice.prepare(0)
     q = unshuffle.unstrided(p)
-    inner = gather.choose(q, gpu(0)) if p.pass_ == "grad-input" else wgrad.choose(q, gpu(0))
-    assert not isinstance(inner, str), inner
-    return unshuffle.Choice(inner, p, 0.0)
+    loaded.clear()
+    x, g, w = (
+        in_layout(torch.empty(s, dtype=p.dtype), layout) for s in (p.input_shape, p.output_shape, p.weight_shape)
+    )
+    blocks = -(-math.prod(q.output_shape) // 256)
+    for dtype, suffix in ((torch.bfloat16, ""), (torch.float32, "_float")):
+        launches.clear()
+        weight = w.to(dtype)
+        if isinstance(prepared, unshuffle.GradInput):
+            assert prepared.pack(weight) is weight
+            prepared.run(g, weight, None, x, fresh=True)
+            more = -(-math.prod(q.weight_shape) // 256)
+            assert launches[0] == (f"unshuffle_and_expand{suffix}", blocks + more, False)
+            assert [name for name, *_ in launches[1:]] == [f"pack{suffix}", "gather"] and launches[-1][2]
+        else:
+            prepared.run(x, g, weight)
+            assert launches[0] == ("unshuffle", blocks, False) and launches[1][0] == "wgrad"
+            assert launches[-1] == (f"fold{suffix}", -(-w.numel() // 256), False)
+    assert not loaded
+
+
+# --- on a GPU --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu
@@ -199,7 +257,7 @@ def test_random_gradients_without_the_stride(seed: int, precision: Precision, la
     x, g, w = (torch.randn(s).to(p.dtype) for s in (p.input_shape, p.output_shape, p.weight_shape))
     truth_input, truth_weight, _ = reference.gradients(p, g, x, w)
     on_x, on_g = (in_layout(t.cuda(), layout) for t in (x, g))
-    prepared = forced(p).prepare(0)
+    prepared = forced(p, gpu(0)).prepare(0)
     assert isinstance(prepared, unshuffle.GradInput)
     results = []
     for of_weight in dict.fromkeys(("nchw", layout) if p.rank > 1 else ("nchw",)):
@@ -209,7 +267,7 @@ def test_random_gradients_without_the_stride(seed: int, precision: Precision, la
             assert reference.relative_error(out.cpu(), truth_input) < BOUNDS[precision], p
             results.append(out)
     assert all(torch.equal(results[0], other) for other in results)
-    by_weight = forced(p.with_(pass_="grad-weight")).prepare(0)
+    by_weight = forced(p.with_(pass_="grad-weight"), gpu(0)).prepare(0)
     assert isinstance(by_weight, unshuffle.GradWeight)
     for of_weight in dict.fromkeys(("nchw", layout) if p.rank > 1 else ("nchw",)):
         for dtype in dict.fromkeys((p.dtype, torch.float32)):

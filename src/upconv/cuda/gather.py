@@ -161,6 +161,12 @@ class Prepared:
         for name in self._launchers:
             getattr(self, name)
 
+    def load_packed(self) -> None:
+        """The same for weights that are packed."""
+        for name in self._launchers:
+            if name != "_run_boxed":
+                getattr(self, name)
+
     @property
     def _launchers(self) -> tuple[str, ...]:
         casting = ("_pack_float",) if self.casts else ()

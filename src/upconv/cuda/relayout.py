@@ -6,7 +6,7 @@ box brings them. Then it is cheaper to turn a tensor once: a copy of the source,
 gradient for the input a copy of its result.
 
 The copies take as much memory as the tensors, while the gradient is computed. cuDNN's kernels for these layers do too
-(NOTES: `convolution_backward` peaked at 1.0 to 1.2 times the copies' bytes beyond its result in all but one of 44
+(NOTES: `convolution_backward` peaked at 1.0 to 1.2 times the copies' bytes beyond its result in all but two of 44
 gradients measured). Where that memory cannot be had, the best kernel without copies runs.
 """
 
@@ -145,6 +145,10 @@ class _Prepared:
 
 class GradInput(_Prepared):
     """The gradient for the input, its kernels loaded for a device."""
+
+    def __init__(self, choice: Choice, device: int) -> None:
+        super().__init__(choice, device)
+        self._inner.load_packed()
 
     def pack(self, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """The weight itself: which packing it needs is known when there is memory, or none."""

@@ -165,6 +165,7 @@ class GradInput(_Prepared):
     def __init__(self, choice: Choice, device: int) -> None:
         super().__init__(choice, device)
         self._unshuffle = self._for_weights("unshuffle_and_expand")
+        self._inner.load_packed()
 
     def pack(self, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """The weight itself, of any strides, the problem's dtype or float32; it is expanded in `run`'s first launch."""
