@@ -133,6 +133,9 @@ def _run(name: str, as_compiled: bool) -> None:
         jit.source = lambda file, macros: every_lane(file, shipped(file, macros))
     CASES[name][1]()
     torch.cuda.synchronize()
+    entries = {entry for _, entry in jit._kernels}
+    if not any(CASES[name][0] in entry for entry in entries):
+        raise RuntimeError(f"no kernel of {name} is named {CASES[name][0]}; they are {sorted(entries)}")
     print("ran", name)
 
 

@@ -226,6 +226,54 @@ def test_iterables_are_taken_as_torch_takes_them() -> None:
     assert_close(ours(x), theirs(x))
 
 
+def test_weights_are_found_as_python_finds_them() -> None:
+    """Where something stands before a parameter, or a class or a mapping finds it in its own way."""
+
+    class Scaled(upconv.ConvTranspose2d):
+        def __getattr__(self, name: str) -> Any:
+            found = super().__getattr__(name)
+            return found * 3 if name == "weight" else found
+
+    class Larger(upconv.ConvTranspose2d):
+        def _output_padding(self, *args: Any, **kwargs: Any) -> list[int]:
+            return [1, 1]
+
+    class Gathered(dict[str, Any]):
+        def __getitem__(self, name: str) -> Any:
+            found = super().__getitem__(name)
+            return found if found is None else found * 2
+
+    x = torch.randn(2, 3, 5, 6)
+
+    def layer(kind: Any = upconv.ConvTranspose2d, **kwargs: Any) -> Any:
+        torch.manual_seed(3)
+        return kind(3, 4, 3, 2, bias=False, **kwargs)
+
+    plain = layer()(x)
+    scaled = layer(Scaled)  # which was initialised through its own attribute
+    scaled._parameters["weight"] = layer().weight
+    assert_close(scaled(x), 3 * plain)
+    assert layer(Larger)(x).shape == layer(output_padding=1)(x).shape
+    gathered = layer()
+    gathered._parameters = Gathered(gathered._parameters)
+    assert_close(gathered(x), 2 * plain)
+    before = layer()
+    before.__dict__["weight"] = 5 * before.weight.detach()
+    assert_close(before(x), 5 * plain)
+    replaced = layer()
+    weight = replaced.weight.detach()
+    del replaced._parameters["weight"]
+    replaced.weight = 7 * weight
+    assert_close(replaced(x), 7 * plain)
+    biased = layer()
+    del biased._parameters["bias"]
+    biased.bias = torch.ones(4)
+    assert_close(biased(x), plain + 1)
+    whole = layer()
+    whole.output_padding = 1
+    assert_close(whole(x, output_size=[12, 14]), layer(output_padding=1)(x))
+
+
 def test_subclasses_keep_working() -> None:
     class Scaled(upconv.ConvTranspose2d):
         def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 import upconv
 from upconv import cpu, planner, reference
 from upconv.cuda import engine, gather, jit, relayout, wgrad
-from upconv.cuda.gpu import A100, H200, gpu
+from upconv.cuda.gpu import A100, H200, Gpu, gpu
 from upconv.problem import Precision, Problem
 
 HOST = Path(__file__).resolve().parent / "host"
@@ -30,6 +30,15 @@ BOUNDS = {"tf32": 1e-3, "bf16": 4e-3, "fp16": 6e-4}
 
 def as_(p: Problem, precision: Precision, pass_: Any) -> Problem:
     return p.with_(dtype=DTYPES[precision], precision=precision, pass_=pass_, bias=False)
+
+
+def forced(p: Problem, device: Gpu) -> relayout.Choice:
+    """The gradient on copies, whatever it costs."""
+    last = p.with_(layout="channels_last")
+    inner = gather.choose(last, device) if p.pass_ == "grad-input" else wgrad.choose(last, device)
+    fitting = [c for c in engine.choose(p, device).values() if not isinstance(c, (str, relayout.Choice))]
+    assert not isinstance(inner, str), inner
+    return relayout.Choice(inner, min(fitting, key=lambda c: c.seconds), p, 0.0)
 
 
 # --- the copying kernels ---------------------------------------------------------------------------------------------
@@ -51,7 +60,10 @@ def program(element: int, tile: tuple[int, int], folder: Path) -> Path:
 def test_copies_on_the_host_are_right_and_write_nothing_else(
     tile: tuple[int, int], dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    """Rows that begin anywhere, one pixel to several tiles, channels beyond a tile and short of one."""
+    """Rows that begin anywhere, one pixel to several tiles, channels beyond a tile and short of one.
+
+    Nor is a page read behind a tensor that ends with one.
+    """
     r = random.Random(f"{tile} {dtype}")
     kernel = program(dtype.itemsize, tile, tmp_path)
     each = 16 // dtype.itemsize
@@ -60,13 +72,18 @@ def test_copies_on_the_host_are_right_and_write_nothing_else(
         blocks = batch * -(-channels // tile[0]) * -(-pixels // tile[1])
         x = torch.randn(batch, channels, pixels).to(dtype)
         last = x.transpose(1, 2).contiguous()
-        for back, source, expected in ((0, x, last), (1, last, x)):
+        for back, source, expected, at in (
+            (0, x, last, offset),
+            (1, last, x, offset),
+            (0, x, last, -1),
+            (1, last, x, -1),
+        ):
             data = source.view(torch.uint8).numpy().tobytes()
-            arguments = [str(v) for v in (back, blocks, channels, pixels, offset)]
+            arguments = [str(v) for v in (back, blocks, channels, pixels, at)]
             done = subprocess.run([str(kernel), *arguments], input=data, capture_output=True)
             assert done.returncode == 0, done.stderr.decode()
             found = torch.frombuffer(bytearray(done.stdout), dtype=dtype).view(expected.shape)
-            assert torch.equal(found, expected), (pixels, channels, offset, back)
+            assert torch.equal(found, expected), (pixels, channels, at, back)
 
 
 def test_a_block_has_no_more_channels_and_pixels_than_needed() -> None:
@@ -137,28 +154,26 @@ def test_what_is_not_computed_on_copies_says_why() -> None:
 
 
 def test_sources_are_the_copies_and_the_channels_last_kernels() -> None:
-    for p in (as_(KB73, "bf16", "grad-input"), as_(DCGAN, "bf16", "grad-weight")):
-        choice = engine.choose(p, H200)["relayout"]
-        assert isinstance(choice, relayout.Choice)
+    """Tiles of both tensors, and for weights of one tap, which boxes may take as they lie, both forms of the kernel."""
+    wide = as_(Problem.make(4, 24, 64, (32, 64, 128), 3, 2, 1), "bf16", "grad-input")
+    one = as_(Problem.make(4, 64, 64, (64, 64), 1, 2), "bf16", "grad-input")
+    for p, tiles, of_inner in (
+        (as_(KB73, "bf16", "grad-input"), [(32, 512)], 1),
+        (as_(DCGAN, "bf16", "grad-weight"), [(64, 64)], None),
+        (wide, [(32, 512), (64, 256)], 1),
+        (one, [(64, 256)], 2),
+    ):
+        choice = forced(p, H200)
+        inner = choice.inner.sources()
         units = choice.sources()
-        assert [u.entries for u in units if u.label.startswith("relayout")] == [
-            ("to_channels_last", "to_contiguous")
-        ] * (1 if p.in_channels == p.out_channels else len(units) - len(choice.inner.sources()))
-        assert units[-1].source in [u.source for u in choice.inner.sources()]
+        copying = [relayout.unit(p, tile) for tile in tiles]
+        assert [u.source for u in units[: len(tiles)]] == [u.source for u in copying]
+        assert [u.source for u in units[len(tiles) :]] == [u.source for u in inner[:of_inner]]
 
 
 # --- on a GPU --------------------------------------------------------------------------------------------------------
 
 on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-
-
-def forced(p: Problem) -> relayout.Choice:
-    """The gradient on copies, whatever it costs."""
-    last = p.with_(layout="channels_last")
-    inner = gather.choose(last, gpu(0)) if p.pass_ == "grad-input" else wgrad.choose(last, gpu(0))
-    fitting = [c for c in engine.choose(p, gpu(0)).values() if not isinstance(c, (str, relayout.Choice))]
-    assert not isinstance(inner, str), inner
-    return relayout.Choice(inner, min(fitting, key=lambda c: c.seconds), p, 0.0)
 
 
 def draw(r: random.Random, precision: Precision, pass_: str) -> Problem:
@@ -194,7 +209,7 @@ class TestOnGpu:
         x, g, w = (torch.randn(s).to(p.dtype) for s in (p.input_shape, p.output_shape, p.weight_shape))
         truths = reference.gradients(p, g, x, w)
         truth = truths[0] if pass_ == "grad-input" else truths[1]
-        prepared = forced(p).prepare(0)
+        prepared = forced(p, gpu(0)).prepare(0)
         on_x, on_g, on_w = (placed(t, r.randrange(8)) for t in (x, g, w))
         short = False
 

@@ -23,17 +23,21 @@ from upconv.ops import conv_transpose
 def _forward(module: Any, rank: int, input: Tensor, output_size: list[int] | None) -> Tensor:
     """What the parents' forward does.
 
-    Parameters are found without ``Module.__getattr__`` (NOTES: 1.2 us each of a call's 22 beside its launches).
+    Of the classes below, where nothing says otherwise, parameters are found without ``Module.__getattr__`` (NOTES: 1.2
+    us each of a call's 22 beside its launches) and the padding of the output without a call.
     """
     if module.padding_mode != "zeros":
         raise ValueError(f"Only `zeros` padding mode is supported for ConvTranspose{rank}d")
-    stride, padding, output_padding, dilation = module.stride, module.padding, module.output_padding, module.dilation
-    if output_size is not None:
-        output_padding = module._output_padding(input, output_size, stride, padding, module.kernel_size, rank, dilation)
+    stride, padding, dilation = module.stride, module.padding, module.dilation
     own = module._parameters
-    weight, bias = own.get("weight"), own.get("bias")
-    if weight is None or (bias is None and "bias" not in own) or is_compiling():
-        weight, bias = module.weight, module.bias  # parametrised, or tensors in the parameters' place
+    if type(module) in _OURS and output_size is None and type(own) is dict and not is_compiling():
+        output_padding, held = module.output_padding, module.__dict__
+        weight, bias = own.get("weight"), own.get("bias")
+        if weight is None or "bias" not in own or "weight" in held or "bias" in held:  # tensors in their place
+            weight, bias = module.weight, module.bias
+    else:
+        weight, bias = module.weight, module.bias
+        output_padding = module._output_padding(input, output_size, stride, padding, module.kernel_size, rank, dilation)
     return conv_transpose(rank, input, weight, bias, stride, padding, output_padding, module.groups, dilation)
 
 
@@ -95,6 +99,9 @@ class ConvTranspose3d(nn.ConvTranspose3d):
             return F.conv_transpose3d(input, self.weight, self.bias, *args)  # type: ignore[arg-type]
         else:
             return _forward(self, 3, input, output_size)
+
+
+_OURS = (ConvTranspose1d, ConvTranspose2d, ConvTranspose3d)
 
 
 class LazyConvTranspose1d(nn.LazyConvTranspose1d, ConvTranspose1d):  # type: ignore[misc]

@@ -55,8 +55,8 @@ class Selection:
 class Plan:
     """How each pass of a `Problem` is computed on a device.
 
-    The names are those of `upconv.cpu`'s plans, on a GPU those of the kernel families (``gather``, ``direct``; for the
-    weight's gradient ``wgrad``, ``direct_wgrad``), and ``native`` for PyTorch's own operator.
+    The names are those of `upconv.cpu`'s plans, on a GPU those of the kernel families (`upconv.cuda.engine.FAMILIES`;
+    for the weight's gradient its `WEIGHT_FAMILIES`), and ``native`` for PyTorch's own operator.
     """
 
     problem: Problem

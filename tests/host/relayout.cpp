@@ -1,9 +1,10 @@
 // relayout.cu whole: argv are 0 (to channels_last) or 1 (back), blocks, channels, pixels and by how many elements the contiguous
-// tensor begins off 16 bytes; the tensor comes by standard input, and its copy leaves so.
+// tensor begins off 16 bytes, or -1: it ends with the memory that may be read; the tensor comes by standard input, its copy leaves so.
 typedef unsigned u32;
 typedef unsigned long long u64;
 typedef unsigned short u16;
 #include "block.h"
+#include <sys/mman.h>
 
 struct uint4 { unsigned x, y, z, w; };
 static uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
@@ -23,14 +24,20 @@ int main(int argc, char** argv) {
   Element* at[2];
   for (int i = 0; i < 2; i++) {
     memory[i].assign(given.size() + 128, (Element)-1);
-    at[i] = (Element*)(((size_t)(memory[i].data() + 16) + 15) / 16 * 16) + (i == (int)back ? offset : 0);
+    at[i] = (Element*)(((size_t)(memory[i].data() + 16) + 15) / 16 * 16) + (i == (int)back && offset > 0 ? offset : 0);
   }
   from = at[0];
   to = at[1];
+  if (offset < 0) {                                      // the contiguous tensor ends at a page that traps
+    size_t bytes = given.size() * sizeof(Element), page = 4096, whole = (bytes + page - 1) / page * page;
+    char* pages = (char*)mmap(0, whole + page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    mprotect(pages + whole, page, PROT_NONE);
+    (back ? to : from) = (Element*)(pages + whole - bytes);
+  }
   memcpy((void*)from, given.data(), given.size() * sizeof(Element));
   if (back) run_grid(blocks, THREADS, [] { to_contiguous(from, to, channels, pixels); });
   else run_grid(blocks, THREADS, [] { to_channels_last(from, to, channels, pixels); });
-  for (Element* p = memory[1].data(); p < &memory[1].back(); p++)
+  for (Element* p = memory[1].data(); p < &memory[1].back() && !(back && offset < 0); p++)
     if ((p < to || p >= to + given.size()) && *p != (Element)-1) fail("an element beside the copy was written");
   fwrite(to, sizeof(Element), given.size(), stdout);
 }

@@ -12,7 +12,8 @@ same storage, address, strides and version counter. They are made anew at every 
 - where the weight's gradient is being recorded, since the next step changes it (and a copy would be held for nothing),
 - inside a captured graph, whose replays must see weights that changed since, and outlive any cache,
 - in compiled graphs, whose memory pools allow no allocation that outlives a run,
-- of inference tensors, which have no version counter.
+- of inference tensors, which have no version counter,
+- for gradients that other kernels are called for (`upconv.cuda.unshuffle`, `upconv.cuda.relayout`).
 
 NOTES: PyTorch's version counter misses changes made through ``weight.data`` (``weight.data.mul_(2)``), by a replayed
 graph or by a foreign kernel. Between two calls in inference with nothing but such a change, the old weights are used;

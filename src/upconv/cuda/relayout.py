@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from upconv.cuda import gather, jit, wgrad
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.gpu import gpu as gpu_of
 from upconv.cuda.launch import Launcher
+from upconv.cuda.reserve import Reserve
 from upconv.cuda.wgrad import Unit
 from upconv.problem import Problem
 
@@ -70,8 +70,9 @@ class Choice:
         """What NVRTC must compile: the copying kernels for the channels of both tensors, and the channels_last one."""
         p = self.problem
         tiles = dict.fromkeys((tile(p, p.in_channels, p.size), tile(p, p.out_channels, p.out_size)))
-        first, *_ = self.inner.sources()  # weights of an NCHW layer are packed
-        inner = self.inner.sources() if p.pass_ == "grad-weight" else (first,)
+        inner = self.inner.sources()
+        if p.pass_ == "grad-input" and p.taps > 1:  # weights of an NCHW layer are packed; of one tap lie as boxes want
+            inner = inner[:1]
         return (*(unit(p, each) for each in tiles), *(Unit(u.label, u.source, u.entries) for u in inner))
 
     def prepare(self, device: int) -> GradInput | GradWeight:
@@ -133,14 +134,10 @@ class _Prepared:
 
     def __init__(self, choice: Choice, device: int) -> None:
         p = choice.problem
-        self._choice, self._device = choice, device
         self._inner: Any = choice.inner.prepare(device)
+        self._reserve = Reserve(choice.otherwise, device)
         self._input, self._output = Copies(p, device, False), Copies(p, device, True)
         self.casts = self._inner.casts
-
-    @cached_property
-    def _otherwise(self) -> Any:
-        return self._choice.otherwise.prepare(self._device)
 
 
 class GradInput(_Prepared):
@@ -148,7 +145,7 @@ class GradInput(_Prepared):
 
     def __init__(self, choice: Choice, device: int) -> None:
         super().__init__(choice, device)
-        self._inner.load_packed()
+        self._inner.load() if choice.problem.taps == 1 else self._inner.load_packed()
 
     def pack(self, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """The weight itself: which packing it needs is known when there is memory, or none."""
@@ -157,21 +154,19 @@ class GradInput(_Prepared):
     def run(self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, fresh: bool = False) -> None:
         """Writes the input's gradient into ``out``; ``x`` is the output's gradient, ``packed`` the weight.
 
-        All are contiguous.
+        Both gradients are contiguous.
         """
         try:
-            source, result = self._output.channels_last(x), self._input.empty(out)
-        except torch.OutOfMemoryError:
-            self._without_copies(x, packed, out)
+            self._by_copies(x, packed, out, fresh)
             return
-        self._inner.run(source, self._inner.pack(packed), None, result, fresh)  # the copy ended before packing began
-        self._input.contiguous(result, out)
+        except torch.OutOfMemoryError:
+            pass  # what follows is behind the handler, whose exception keeps the copies alive
+        self._reserve.grad_input(x, packed, out)
 
-    def _without_copies(self, x: Tensor, weight: Tensor, out: Tensor) -> None:
-        other = self._otherwise
-        if weight.dtype is not x.dtype and not getattr(other, "casts", False):
-            weight = weight.to(x.dtype)
-        other.run(x, other.pack(weight), None, out)
+    def _by_copies(self, x: Tensor, weight: Tensor, out: Tensor, fresh: bool) -> None:
+        source, result = self._output.channels_last(x), self._input.empty(out)
+        self._inner.run(source, self._inner.pack(weight), None, result, fresh)  # the copy ended before packing began
+        self._input.contiguous(result, out)
 
 
 class GradWeight(_Prepared):
@@ -180,20 +175,11 @@ class GradWeight(_Prepared):
     def run(self, x: Tensor, grad: Tensor, out: Tensor) -> None:
         """Writes the weight's gradient into ``out``; ``x`` (the input) and ``grad`` (of the output) are contiguous."""
         try:
-            last, grad_last = self._input.channels_last(x), self._output.channels_last(grad)
+            self._inner.run(self._input.channels_last(x), self._output.channels_last(grad), out)
+            return
         except torch.OutOfMemoryError:
-            self._without_copies(x, grad, out)
-            return
-        self._inner.run(last, grad_last, out)
-
-    def _without_copies(self, x: Tensor, grad: Tensor, out: Tensor) -> None:
-        other = self._otherwise
-        if out.dtype is x.dtype or getattr(other, "casts", False):
-            other.run(x, grad, out)
-            return
-        single = torch.empty_like(out, dtype=x.dtype)
-        other.run(x, grad, single)
-        out.copy_(single)
+            pass
+        self._reserve.grad_weight(x, grad, out)
 
 
 def copy_seconds(p: Problem, gpu: Gpu) -> float:
@@ -212,8 +198,8 @@ def refusal(p: Problem, gpu: Gpu) -> str | None:
         return "that copies pay was measured on compute capability 9.0 alone"
     if p.precision not in ("tf32", "bf16", "fp16"):
         return "that copies pay was measured for TF32 and 16 bits alone"
-    if max(math.prod(p.size), math.prod(p.out_size)) >= 2**31:
-        return "an image has 2^31 pixels and more"
+    if max(math.prod(p.size), math.prod(p.out_size)) >= 2**31 - max(_TILE.values()):
+        return "an image has nearly 2^31 pixels and more"
     each = 16 // p.dtype.itemsize
     if p.in_channels % each or p.out_channels % each:
         return f"{p.in_channels} and {p.out_channels} channels are no multiples of the {each} in 16 bytes"

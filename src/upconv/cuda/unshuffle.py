@@ -9,6 +9,9 @@ what a matrix instruction sums over is phases and channels, where the strided la
 
 Per axis: with the padding p an output is ``o + p = q s + u``, a tap ``t = a s + u``, and output phase u at q sums input
 ``q - a`` times tap a of that phase.
+
+The unshuffled gradient is a temporary of the gradient's size, in channels_last of up to twice that. Where it cannot be
+had, the best kernel for the layer as it is runs.
 """
 
 from __future__ import annotations
@@ -25,13 +28,16 @@ from upconv.cuda import gather, jit, wgrad
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.gpu import gpu as gpu_of
 from upconv.cuda.launch import Launcher
+from upconv.cuda.reserve import Reserve
 from upconv.cuda.wgrad import Unit
 from upconv.problem import Problem
 
 THREADS = 256
 _MOST_CHANNELS = 64  # of output channels and phases: beyond, the strided layer has channels enough of its own
+_MOST_PADDED = 2  # times as many in channels_last, where zeros make whole 16 bytes of them
 _RATE = 0.5  # of the device's copy rate, of single elements with some read from afar; and the launches:
 _UNSHUFFLE, _WEIGHTS = 4e-6, 3e-6
+_LEAST = 5e-6  # of the inner kernel beside its bytes
 _GAIN = 5e-6  # at least: four launches stand against one or two
 
 Inner = gather.Choice | wgrad.Choice
@@ -39,9 +45,11 @@ Inner = gather.Choice | wgrad.Choice
 
 @dataclass(frozen=True)
 class Choice:
-    """A choice for the layer without a stride."""
+    """A choice for the layer without a stride, and what runs where memory for that is short."""
 
     inner: Inner
+    otherwise: Any
+    """The fastest `engine.Choice` for the layer as it is."""
     problem: Problem
     seconds: float
     """The model's estimate."""
@@ -60,8 +68,8 @@ class Choice:
     def sources(self) -> tuple[Unit, ...]:
         """What NVRTC must compile: the kernels around, and the inner layer's."""
         found = self.inner.sources()
-        if self.problem.pass_ == "grad-input":
-            found = found[:1]  # expanded weights are contiguous, and packed
+        if self.problem.pass_ == "grad-input" and self.inner.problem.taps > 1:
+            found = found[:1]  # expanded weights are contiguous, and packed; of one tap they lie as boxes want them
         return (unit(self.problem), *(Unit(u.label, u.source, u.entries) for u in found))
 
     def prepare(self, device: int) -> GradInput | GradWeight:
@@ -122,6 +130,7 @@ class _Prepared:
         p, q = choice.problem, choice.inner.problem
         self._device, self._problem, self._inner_problem = device, p, q
         self._inner: Any = choice.inner.prepare(device)
+        self._reserve = Reserve(choice.otherwise, device)
         self.casts = self._inner.casts
         self._shape = q.output_shape
         self._strides = torch.empty(
@@ -165,7 +174,7 @@ class GradInput(_Prepared):
     def __init__(self, choice: Choice, device: int) -> None:
         super().__init__(choice, device)
         self._unshuffle = self._for_weights("unshuffle_and_expand")
-        self._inner.load_packed()
+        self._inner.load() if self._inner_problem.taps == 1 else self._inner.load_packed()
 
     def pack(self, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """The weight itself, of any strides, the problem's dtype or float32; it is expanded in `run`'s first launch."""
@@ -173,6 +182,14 @@ class GradInput(_Prepared):
 
     def run(self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, fresh: bool = False) -> None:
         """Writes the input's gradient into ``out``; ``x`` is the output's gradient. Both are dense in the layout."""
+        try:
+            self._unstrided(x, packed, out, fresh)
+            return
+        except torch.OutOfMemoryError:
+            pass  # what follows is behind the handler, whose exception keeps the temporaries alive
+        self._reserve.grad_input(x, packed, out)
+
+    def _unstrided(self, x: Tensor, packed: Tensor, out: Tensor, fresh: bool) -> None:
         grad, weight = self._empty(x), packed.new_empty(self._inner_problem.weight_shape)
         args = (packed.data_ptr(), weight.data_ptr(), self._of_weight, *_strides(packed))
         grid = self._weight_blocks + self._blocks
@@ -190,6 +207,14 @@ class GradWeight(_Prepared):
 
     def run(self, x: Tensor, grad: Tensor, out: Tensor) -> None:
         """Writes the weight's gradient into ``out``, of any strides; ``x`` and ``grad`` are dense in the layout."""
+        try:
+            self._unstrided(x, grad, out)
+            return
+        except torch.OutOfMemoryError:
+            pass
+        self._reserve.grad_weight(x, grad, out)
+
+    def _unstrided(self, x: Tensor, grad: Tensor, out: Tensor) -> None:
         unshuffled, found = self._empty(grad), out.new_empty(self._inner_problem.weight_shape)
         self._unshuffle(self._device, self._blocks, (grad.data_ptr(), unshuffled.data_ptr(), *self._sizes))
         self._inner.run(x, unshuffled, found)
@@ -212,8 +237,11 @@ def refusal(p: Problem, gpu: Gpu) -> str | None:
         return "only taps side by side, of layers without groups, are sorted by phase"
     if p.out_channels * math.prod(p.stride) > _MOST_CHANNELS:
         return f"{p.out_channels} channels in {math.prod(p.stride)} phases are more than {_MOST_CHANNELS}"
-    if math.prod(unstrided(p).output_shape) >= 2**31:
-        return "the output has 2^31 elements and more"
+    q = unstrided(p)
+    if math.prod(q.output_shape) + math.prod(q.weight_shape) >= 2**31 - 3 * THREADS:  # the kernels' indices
+        return "outputs and weights have nearly 2^31 elements and more"
+    if q.out_channels > _MOST_PADDED * p.out_channels * math.prod(p.stride):
+        return f"{q.out_channels} channels with zeros, for whole 16 bytes, would be too much memory"
     return None
 
 
@@ -227,12 +255,18 @@ def choose(p: Problem, gpu: Gpu, otherwise: Any, general: bool = False) -> Choic
         return refused
     if general:
         return "whether it pays depends on the size of the input"
+    if otherwise is None:
+        return "nothing would run where memory for it is short"
     q = unstrided(p)
+    nbytes = (math.prod(p.output_shape) + math.prod(q.output_shape)) * p.dtype.itemsize
+    around = nbytes / (_RATE * gpu.bandwidth) + _UNSHUFFLE + _WEIGHTS
+    read = (math.prod(q.output_shape) + math.prod(q.input_shape)) * p.dtype.itemsize / gpu.bandwidth
+    if around + read + _LEAST > otherwise.seconds - _GAIN:  # a search takes 50 to 150 ms for a new layer
+        return f"slower: {(around + read) * 1e3:.3g} ms for its bytes alone, its stride undone first"
     inner = gather.choose(q, gpu) if p.pass_ == "grad-input" else wgrad.choose(q, gpu)
     if isinstance(inner, str):
         return inner
-    nbytes = (math.prod(p.output_shape) + math.prod(q.output_shape)) * p.dtype.itemsize
-    found = Choice(inner, p, inner.seconds + nbytes / (_RATE * gpu.bandwidth) + _UNSHUFFLE + _WEIGHTS)
-    if otherwise is not None and found.seconds > otherwise.seconds - _GAIN:
+    found = Choice(inner, otherwise, p, inner.seconds + around)
+    if found.seconds > otherwise.seconds - _GAIN:
         return f"slower, or too little faster: {found.seconds * 1e3:.3g} ms by the model, its stride undone first"
     return found

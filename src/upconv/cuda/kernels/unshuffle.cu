@@ -92,7 +92,7 @@ unshuffle(OUTPUTS) {
   name(const T* __restrict__ weight, T* __restrict__ expanded, int of_weight, long long s_in, long long s_out, long long s_d, long long s_h, long long s_w, OUTPUTS) { \
     int before = (of_weight + THREADS - 1) / THREADS * THREADS; \
     if (INDEX < before) expand_weights(weight, expanded, INDEX, of_weight, Strides{s_in, s_out, s_d, s_h, s_w}); \
-    else UNSHUFFLE(INDEX - before); \
+    else UNSHUFFLE(INDEX - before); /* their sum is below 2^31 */ \
   }
 UNSHUFFLE_KERNEL(unshuffle_and_expand, Element)
 

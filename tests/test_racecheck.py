@@ -1,0 +1,29 @@
+"""The program that has racecheck look at the kernels: what it changes in their sources."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from upconv.cuda import jit
+
+KERNELS = Path(jit.__file__).parent / "kernels"
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+import racecheck  # noqa: E402
+
+
+@pytest.mark.parametrize("name", list(racecheck.EVERY_LANE))
+def test_every_arrival_of_one_lane_is_made_by_all(name: str) -> None:
+    text = (KERNELS / name).read_text()
+    changed = racecheck.every_lane(name, text)
+    assert "if (lane == 0" in text and "lane == 0) barrier_arrive" not in changed
+    assert changed.count("barrier_arrive(") == text.count("barrier_arrive(")
+    with pytest.raises(ValueError, match="must have"):
+        racecheck.every_lane(name, changed)
+
+
+def test_other_sources_stay() -> None:
+    text = (KERNELS / "relayout.cu").read_text()
+    assert racecheck.every_lane("relayout.cu", text) is text
