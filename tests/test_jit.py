@@ -92,7 +92,7 @@ def ptxas_report(source: str, arch: str) -> dict[str, tuple[int, int, int]]:
     program = nvrtc.nvrtcCreateProgram(source.encode(), b"x.cu", 0, [], [])[1]
     options = [f"--gpu-architecture=sm_{arch}".encode(), b"-std=c++17", b"--ptxas-options=-v"]
     assert nvrtc.nvrtcCompileProgram(program, len(options), options)[0] == 0
-    log = b" " * nvrtc.nvrtcGetProgramLogSize(program)[1]
+    log = bytes(nvrtc.nvrtcGetProgramLogSize(program)[1] + 2)  # of its own: short ones are shared
     nvrtc.nvrtcGetProgramLog(program, log)
     found = {}
     for part in log.decode().split("Compiling entry function")[1:]:
@@ -103,6 +103,20 @@ def ptxas_report(source: str, arch: str) -> dict[str, tuple[int, int, int]]:
             int(shared[1]) if shared else 0,
         )
     return found
+
+
+@compiles
+def test_a_compilation_leaves_pythons_shared_bytes_alone(tmp_path: Path) -> None:
+    """An empty log is one NUL, which must not be written into the object that every ``b" "`` is."""
+    program = (
+        "from upconv.cuda import jit\n"
+        "jit.cubin('extern \"C\" __global__ void f(int* p) { *p = 1; }', '90a', 'test')\n"
+        "assert all(bytes([i])[0] == i for i in range(256)), [i for i in range(256) if bytes([i])[0] != i]\n"
+        "print('two', 'words')\n"
+    )
+    environment = {**os.environ, "UPCONV_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, env=environment)
+    assert (done.returncode, done.stdout) == (0, b"two words\n"), done.stderr.decode()
 
 
 @compiles

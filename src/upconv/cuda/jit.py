@@ -273,9 +273,11 @@ def _compile(source: str, arch: str, label: str, key: str, ptx: bool = False) ->
 def _read(size_of: Callable[[Any], Any], get: Callable[[Any, bytes], Any], program: Any) -> bytes:
     error, size = size_of(program)
     _check(error, "NVRTC")
-    data = b" " * size
+    # NVRTC writes into it, so it must be nobody else's: Python has one object for all equal bytes of length 0 and 1 (an
+    # empty log's NUL made every b" " of the process a NUL, and so what print() puts between its arguments).
+    data = bytes(max(size, 2))
     _check(get(program, data)[0], "NVRTC")
-    return data
+    return data[:size]
 
 
 def _text(nvrtc: Any, program: Any) -> str:
