@@ -15,7 +15,8 @@ from torch import Tensor
 
 import upconv
 from upconv import cpu, ops, planner
-from upconv.cuda import jit
+from upconv.cuda import direct_wgrad, gather, jit, relayout, staged, unshuffle, wgrad
+from upconv.cuda.gpu import H200
 from upconv.planner import Candidate, Device, Plan
 from upconv.problem import Problem
 
@@ -260,3 +261,59 @@ def host_header() -> str:
         assert text.count(asm) == 1
         text = text.replace(asm, instead)
     return text
+
+
+# --- kernels without a GPU, graphs with one --------------------------------------------------------------------------
+
+
+@dataclass
+class Stubs:
+    """What was loaded and launched in the place of an H200's kernels."""
+
+    loaded: list[str] = field(default_factory=list)
+    launched: list[tuple[str, int, bool]] = field(default_factory=list)
+    """Entry, blocks, and whether it is the dependent of the launch before."""
+
+    def names(self) -> list[str]:
+        return [name for name, *_ in self.launched]
+
+
+@pytest.fixture
+def stubs(monkeypatch: pytest.MonkeyPatch) -> Stubs:
+    """Kernels of the families of gradients are names that are noted, on tensors of the CPU."""
+    found = Stubs()
+
+    class Launcher:
+        def __init__(self, name: str, *_: Any) -> None:
+            self.name = name
+
+        def __call__(self, device: int, grid: int, args: tuple[Any, ...], dependent: bool = False) -> None:
+            found.launched.append((self.name, grid, dependent))
+
+        def clusters(self, device: int, blocks: int) -> int:
+            return 132
+
+    def kernel(source: str, entry: str, arch: str, label: str) -> str:
+        found.loaded.append(entry)
+        return entry
+
+    monkeypatch.setattr(jit, "kernel", kernel)
+    for module in (gather, wgrad, staged, direct_wgrad, relayout, unshuffle):
+        monkeypatch.setattr(module, "Launcher", Launcher)
+        monkeypatch.setattr(module, "gpu_of", lambda device: H200)
+    for module in (gather, wgrad):
+        monkeypatch.setattr(module, "bind", lambda device: None)
+        monkeypatch.setattr(module, "encode", lambda *arguments, **named: (0,) * 16)
+    return found
+
+
+def replayed(step: Callable[[], Sequence[Tensor]]) -> Sequence[Tensor]:
+    """What a step leaves in its results when it is captured in a CUDA graph and replayed over NaNs."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for t in captured:
+        t.fill_(math.nan)
+    graph.replay()
+    torch.cuda.synchronize()
+    return captured

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import upconv
+from conftest import Stubs, replayed
 from upconv import cpu, planner, reference
 from upconv.cuda import engine, gather, jit, relayout, wgrad
 from upconv.cuda.gpu import A100, H200, Gpu, gpu
@@ -171,6 +172,50 @@ def test_sources_are_the_copies_and_the_channels_last_kernels() -> None:
         assert [u.source for u in units[len(tiles) :]] == [u.source for u in inner[:of_inner]]
 
 
+# --- launches --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("p", [as_(KB73, "bf16", "grad-input"), as_(DCGAN, "bf16", "grad-weight")], ids=str)
+def test_copies_are_launched_around_the_inner_kernel(p: Problem, stubs: Stubs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is loaded at a call; the inner kernel may begin beside its packing, and beside nothing else.
+
+    Without memory the other choice's kernels are launched, and nothing else of these.
+    """
+    choice = forced(p, H200)
+    prepared = choice.prepare(0)
+    stubs.loaded.clear()
+    x, g, w = (torch.empty(s, dtype=p.dtype) for s in (p.input_shape, p.output_shape, p.weight_shape))
+
+    def run() -> None:
+        stubs.launched.clear()
+        if isinstance(prepared, relayout.GradInput):
+            prepared.run(g, prepared.pack(w), None, x, fresh=True)
+        else:
+            prepared.run(x, g, w)
+
+    run()
+    blocks = [
+        p.batch * -(-channels // tile[0]) * -(-math.prod(size) // tile[1])
+        for channels, size in ((p.in_channels, p.size), (p.out_channels, p.out_size))
+        for tile in [relayout.tile(p, channels, size)]
+    ]
+    if isinstance(prepared, relayout.GradInput):
+        assert stubs.names() == ["to_channels_last", "pack", "gather", "to_contiguous"]
+        assert [stubs.launched[i][1] for i in (0, -1)] == blocks[::-1] and stubs.launched[2][2]
+    else:
+        assert stubs.names()[:3] == ["to_channels_last", "to_channels_last", "wgrad"]
+        assert [grid for _, grid, _ in stubs.launched[:2]] == blocks
+    assert not stubs.loaded
+
+    def short(self: Any, like: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError("no memory for copies")
+
+    monkeypatch.setattr(relayout.Copies, "empty", short)
+    run()
+    wanted = {entry for unit in choice.otherwise.sources() for entry in unit.entries}
+    assert stubs.launched and set(stubs.names()) <= wanted
+
+
 # --- on a GPU --------------------------------------------------------------------------------------------------------
 
 on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -264,14 +309,7 @@ def test_a_layers_training_step_takes_copies_and_is_right(autocast: bool) -> Non
     truths = reference.gradients(p, g.cpu(), x.detach().bfloat16().cpu(), layer.weight.detach().bfloat16().cpu())
     for found, truth, t in zip(first, truths, (x, layer.weight)):
         assert found.dtype is t.dtype and reference.relative_error(found.cpu(), truth) < BOUNDS["bf16"]
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
-    for t in captured:
-        t.fill_(math.nan)
-    graph.replay()
-    torch.cuda.synchronize()
-    assert all(torch.equal(a, b) for a, b in zip(first, captured))
+    assert all(torch.equal(a, b) for a, b in zip(first, replayed(step)))
 
 
 def test_the_reference_is_what_the_cpu_computes() -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 import upconv
+from conftest import Stubs, replayed
 from upconv import cpu, planner, reference
 from upconv.cuda import engine, gather, jit, unshuffle, wgrad
 from upconv.cuda.gpu import A100, H200, Gpu, gpu
@@ -212,56 +213,47 @@ def test_sources_hold_every_kernel_that_runs() -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("pass_", ["grad-input", "grad-weight"])
 def test_kernels_are_loaded_ahead_and_launched_in_order(
-    pass_: Any, layout: Layout, monkeypatch: pytest.MonkeyPatch
+    pass_: Any, layout: Layout, stubs: Stubs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is loaded at a call; the inner kernel may begin beside its packing, and beside nothing else."""
-    launches: list[tuple[str, int, bool]] = []
-    loaded: list[str] = []
+    """Nothing is loaded at a call; the inner kernel may begin beside its packing, and beside nothing else.
 
-    class Launcher:
-        def __init__(self, name: str, *_: Any) -> None:
-            self.name = name
-
-        def __call__(self, device: int, grid: int, args: tuple[Any, ...], dependent: bool = False) -> None:
-            launches.append((self.name, grid, dependent))
-
-        def clusters(self, device: int, blocks: int) -> int:
-            return 132
-
-    def kernel(source: str, entry: str, arch: str, label: str) -> str:
-        loaded.append(entry)
-        return entry
-
-    monkeypatch.setattr(jit, "kernel", kernel)
-    for module in (gather, wgrad, unshuffle):
-        monkeypatch.setattr(module, "Launcher", Launcher)
-        monkeypatch.setattr(module, "gpu_of", lambda device: H200)
-    for module in (gather, wgrad):
-        monkeypatch.setattr(module, "bind", lambda device: None)
-        monkeypatch.setattr(module, "encode", lambda *arguments, **named: (0,) * 16)
+    Without memory the other choice's kernels are launched, and nothing else of these.
+    """
     p = as_(FSRCNN, "bf16", pass_, layout)
     choice = forced(p, H200)
     prepared = choice.prepare(0)
     q = unshuffle.unstrided(p)
-    loaded.clear()
+    stubs.loaded.clear()
     x, g, w = (
         in_layout(torch.empty(s, dtype=p.dtype), layout) for s in (p.input_shape, p.output_shape, p.weight_shape)
     )
     blocks = -(-math.prod(q.output_shape) // 256)
     for dtype, suffix in ((torch.bfloat16, ""), (torch.float32, "_float")):
-        launches.clear()
+        stubs.launched.clear()
         weight = w.to(dtype)
         if isinstance(prepared, unshuffle.GradInput):
             assert prepared.pack(weight) is weight
             prepared.run(g, weight, None, x, fresh=True)
             more = -(-math.prod(q.weight_shape) // 256)
-            assert launches[0] == (f"unshuffle_and_expand{suffix}", blocks + more, False)
-            assert [name for name, *_ in launches[1:]] == [f"pack{suffix}", "gather"] and launches[-1][2]
+            assert stubs.launched[0] == (f"unshuffle_and_expand{suffix}", blocks + more, False)
+            assert stubs.names()[1:] == [f"pack{suffix}", "gather"] and stubs.launched[-1][2]
         else:
             prepared.run(x, g, weight)
-            assert launches[0] == ("unshuffle", blocks, False) and launches[1][0] == "wgrad"
-            assert launches[-1] == (f"fold{suffix}", -(-w.numel() // 256), False)
-    assert not loaded
+            assert stubs.launched[0] == ("unshuffle", blocks, False) and stubs.launched[1][0] == "wgrad"
+            assert stubs.launched[-1] == (f"fold{suffix}", -(-w.numel() // 256), False)
+    assert not stubs.loaded
+
+    def short(self: Any, grad: Tensor) -> Tensor:
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(unshuffle._Around, "empty", short)
+    stubs.launched.clear()
+    if isinstance(prepared, unshuffle.GradInput):
+        prepared.run(g, w, None, x)
+    else:
+        prepared.run(x, g, w)
+    wanted = {entry for unit in choice.otherwise.sources() for entry in unit.entries}
+    assert stubs.launched and set(stubs.names()) <= wanted
 
 
 # --- on a GPU --------------------------------------------------------------------------------------------------------
@@ -346,18 +338,11 @@ def test_a_layers_training_step_goes_without_the_stride(kind: str, layout: Layou
     for found, truth, t in zip(first, truths, (x, module.weight)):
         assert found.dtype is t.dtype and reference.relative_error(found.cpu(), truth) < BOUNDS[precision]
     assert all(torch.equal(a, b) for a, b in zip(first, step()))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
-    for t in captured:
-        t.fill_(math.nan)
-    graph.replay()
-    torch.cuda.synchronize()
-    assert all(torch.equal(a, b) for a, b in zip(first, captured))
+    assert all(torch.equal(a, b) for a, b in zip(first, replayed(step)))
 
     def short(self: Any, grad: Tensor) -> Tensor:
         raise torch.OutOfMemoryError("no memory")
 
-    monkeypatch.setattr(unshuffle._Prepared, "_empty", short)
+    monkeypatch.setattr(unshuffle._Around, "empty", short)
     for found, truth in zip(step(), truths):
         assert reference.relative_error(found.cpu(), truth) < BOUNDS[precision]

@@ -124,6 +124,11 @@ def memory_format(layout: str, rank: int) -> torch.memory_format:
     return torch.contiguous_format
 
 
+def dense_strides(shape: Sequence[int], layout: torch.memory_format) -> tuple[int, ...]:
+    """The strides of a tensor of a shape that is dense in a memory format."""
+    return torch.empty(shape, device="meta", memory_format=layout).stride()
+
+
 # --- the correlation all plans share ---------------------------------------------------------------------------------
 
 

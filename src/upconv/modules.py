@@ -49,6 +49,7 @@ class ConvTranspose1d(nn.ConvTranspose1d):
     """
 
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
+        """Computes the layer; ``output_size`` (elements) replaces ``output_padding``, as in PyTorch."""
         if is_scripting():
             if self.padding_mode != "zeros":
                 raise ValueError("Only `zeros` padding mode is supported for ConvTranspose1d")
@@ -69,6 +70,7 @@ class ConvTranspose2d(nn.ConvTranspose2d):
     """
 
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
+        """Computes the layer; ``output_size`` (pixels) replaces ``output_padding``, as in PyTorch."""
         if is_scripting():
             if self.padding_mode != "zeros":
                 raise ValueError("Only `zeros` padding mode is supported for ConvTranspose2d")
@@ -89,6 +91,7 @@ class ConvTranspose3d(nn.ConvTranspose3d):
     """
 
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
+        """Computes the layer; ``output_size`` (voxels) replaces ``output_padding``, as in PyTorch."""
         if is_scripting():
             if self.padding_mode != "zeros":
                 raise ValueError("Only `zeros` padding mode is supported for ConvTranspose3d")

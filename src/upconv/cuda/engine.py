@@ -265,10 +265,6 @@ def _dense(t: Tensor, layout: torch.memory_format) -> Tensor:
     return t.resolve_neg().contiguous(memory_format=layout)
 
 
-def _strides(shape: Sequence[int], layout: torch.memory_format) -> tuple[int, ...]:
-    return torch.empty(shape, device="meta", memory_format=layout).stride()
-
-
 class WeightRunner:
     """A choice for the gradient for the weight on one device."""
 
@@ -277,11 +273,11 @@ class WeightRunner:
         self.plan, self.index = plan, index
         self.shape = p.weight_shape
         self.format = cpu.memory_format(p.layout, p.rank)
-        self.strides = _strides(p.weight_shape, self.format)
+        self.strides = cpu.dense_strides(p.weight_shape, self.format)
         # An input of one channel, or of one pixel, can be dense in channels_last and yet not read as such. Then PyTorch
         # turns the output's gradient to NCHW, and the gradient for the weight follows it, whatever the weight's format.
         doubtful = p.layout == "channels_last" and (p.in_channels == 1 or max(p.size) == 1)
-        self.otherwise = _strides(p.weight_shape, torch.contiguous_format) if doubtful else None
+        self.otherwise = cpu.dense_strides(p.weight_shape, torch.contiguous_format) if doubtful else None
         self.prepared: PreparedWeight = _prepare(plan, index, "grad-weight")
         self.casts = getattr(self.prepared, "casts", False)
 
@@ -323,7 +319,7 @@ class Runner:
         self.plan, self.index, self.pass_ = plan, index, pass_
         self.shape = p.output_shape if pass_ == "fwd" else p.input_shape
         self.format = cpu.memory_format(p.layout, p.rank)
-        self.strides = _strides(self.shape, self.format)
+        self.strides = cpu.dense_strides(self.shape, self.format)
         self.prepared: Prepared = _prepare(plan, index, pass_)
         self.casts = getattr(self.prepared, "casts", False)
         packing = getattr(self.prepared, "packing", plan.selection(pass_).choice)

@@ -16,15 +16,13 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from upconv import cpu
-from upconv.cuda import gather, jit, wgrad
+from upconv.cuda import around, jit
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.gpu import gpu as gpu_of
 from upconv.cuda.launch import Launcher
-from upconv.cuda.reserve import Reserve
 from upconv.cuda.wgrad import Unit
 from upconv.problem import Problem
 
@@ -37,25 +35,16 @@ _COPY = 4e-6  # of a copy beside its bytes: 17 MB took 17 us
 # Share of the fastest kernel's time up to which copies are worth the search for what would follow them, up to a second
 # for a new layer (NOTES: kb73 in TF32, 0.52, gains 1 %).
 _MOST_COPYING = 0.55
-_GAIN = 5e-6  # at least: three or four launches stand against two, of which each costs a host some 10 us in a step
 # The weight gradient's model says 1.3 times what its channels_last kernels take in 16 bits (NOTES: they took 0.65 to
 # 0.9 of it on eleven layers without groups), and misses NCHW by 0.7 to 1.4 times. So copies must fit in the cache too,
 # where they cost least (NOTES: dcgan1 128 -> 80 us; without that rule kb68 would be 1,913 -> 2,159).
 _WEIGHT = 0.75
 
-Inner = gather.Choice | wgrad.Choice
-
 
 @dataclass(frozen=True)
-class Choice:
-    """A choice for the problem in channels_last, and what runs where memory for copies is short."""
+class Choice(around.Choice):
+    """A choice for the problem in channels_last."""
 
-    inner: Inner
-    otherwise: Any
-    """The fastest `engine.Choice` without copies."""
-    problem: Problem
-    seconds: float
-    """The model's estimate."""
     family = "relayout"
 
     @property
@@ -66,14 +55,11 @@ class Choice:
     def bound(self) -> str:
         return "copies" if self.seconds > 2 * self.inner.seconds else self.inner.bound
 
-    def sources(self) -> tuple[Unit, ...]:
+    def sources(self) -> tuple[Any, ...]:
         """What NVRTC must compile: the copying kernels for the channels of both tensors, and the channels_last one."""
         p = self.problem
         tiles = dict.fromkeys((tile(p, p.in_channels, p.size), tile(p, p.out_channels, p.out_size)))
-        inner = self.inner.sources()
-        if p.pass_ == "grad-input" and p.taps > 1:  # weights of an NCHW layer are packed; of one tap lie as boxes want
-            inner = inner[:1]
-        return (*(unit(p, each) for each in tiles), *(Unit(u.label, u.source, u.entries) for u in inner))
+        return (*(unit(p, each) for each in tiles), *self.inner_units)
 
     def prepare(self, device: int) -> GradInput | GradWeight:
         """Compiles (or finds) and loads the kernels for a CUDA device. Errors: those of ``jit.kernel``."""
@@ -104,9 +90,7 @@ class Copies:
         shape = p.output_shape if output else p.input_shape
         self.shape, self._device = shape, device
         self._sizes = channels, pixels = shape[1], math.prod(shape[2:])
-        self.strides = torch.empty(
-            shape, device="meta", memory_format=cpu.memory_format("channels_last", p.rank)
-        ).stride()
+        self.strides = cpu.dense_strides(shape, cpu.memory_format("channels_last", p.rank))
         of_block = tile(p, channels, shape[2:])
         self._grid = shape[0] * -(-channels // of_block[0]) * -(-pixels // of_block[1])
         code, arch = unit(p, of_block), gpu_of(device).arch
@@ -129,75 +113,47 @@ class Copies:
         self._contiguous(self._device, self._grid, (t.data_ptr(), out.data_ptr(), *self._sizes))
 
 
-class _Prepared:
-    """What both gradients have: the channels_last kernel, copies of both tensors, and another kernel in reserve."""
-
-    def __init__(self, choice: Choice, device: int) -> None:
-        p = choice.problem
-        self._inner: Any = choice.inner.prepare(device)
-        self._reserve = Reserve(choice.otherwise, device)
-        self._input, self._output = Copies(p, device, False), Copies(p, device, True)
-        self.casts = self._inner.casts
-
-
-class GradInput(_Prepared):
+class GradInput(around.GradInput):
     """The gradient for the input, its kernels loaded for a device."""
 
     def __init__(self, choice: Choice, device: int) -> None:
         super().__init__(choice, device)
-        self._inner.load() if choice.problem.taps == 1 else self._inner.load_packed()
+        self._input, self._output = (Copies(choice.problem, device, output) for output in (False, True))
 
-    def pack(self, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """The weight itself: which packing it needs is known when there is memory, or none."""
-        return weight
-
-    def run(self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, fresh: bool = False) -> None:
-        """Writes the input's gradient into ``out``; ``x`` is the output's gradient, ``packed`` the weight.
-
-        Both gradients are contiguous.
-        """
-        try:
-            self._by_copies(x, packed, out, fresh)
-            return
-        except torch.OutOfMemoryError:
-            pass  # what follows is behind the handler, whose exception keeps the copies alive
-        self._reserve.grad_input(x, packed, out)
-
-    def _by_copies(self, x: Tensor, weight: Tensor, out: Tensor, fresh: bool) -> None:
+    def rearranged(self, x: Tensor, weight: Tensor, out: Tensor, fresh: bool) -> None:
         source, result = self._output.channels_last(x), self._input.empty(out)
         self._inner.run(source, self._inner.pack(weight), None, result, fresh)  # the copy ended before packing began
         self._input.contiguous(result, out)
 
 
-class GradWeight(_Prepared):
+class GradWeight(around.GradWeight):
     """The gradient for the weight, its kernels loaded for a device."""
 
-    def run(self, x: Tensor, grad: Tensor, out: Tensor) -> None:
-        """Writes the weight's gradient into ``out``; ``x`` (the input) and ``grad`` (of the output) are contiguous."""
-        try:
-            self._inner.run(self._input.channels_last(x), self._output.channels_last(grad), out)
-            return
-        except torch.OutOfMemoryError:
-            pass
-        self._reserve.grad_weight(x, grad, out)
+    def __init__(self, choice: Choice, device: int) -> None:
+        super().__init__(choice, device)
+        self._input, self._output = (Copies(choice.problem, device, output) for output in (False, True))
+
+    def rearranged(self, x: Tensor, grad: Tensor, out: Tensor) -> None:
+        self._inner.run(self._input.channels_last(x), self._output.channels_last(grad), out)
+
+
+def _bytes(p: Problem) -> int:
+    """Of both tensors that are copied: the output's gradient, and the input or its gradient."""
+    return (math.prod(p.input_shape) + math.prod(p.output_shape)) * p.dtype.itemsize
 
 
 def copy_seconds(p: Problem, gpu: Gpu) -> float:
-    """What the copies take: of the output's gradient, and of the input or its gradient."""
-    nbytes = (math.prod(p.input_shape) + math.prod(p.output_shape)) * p.dtype.itemsize
-    return 2 * nbytes / (_RATE * gpu.bandwidth) + 2 * _COPY
+    """What the copies take."""
+    return 2 * _bytes(p) / (_RATE * gpu.bandwidth) + 2 * _COPY
 
 
 def refusal(p: Problem, gpu: Gpu) -> str | None:
     """Why a gradient is not computed on copies, whatever that would cost, in a sentence; None when it may be."""
-    if p.pass_ not in ("grad-input", "grad-weight"):
-        return "these kernels compute gradients only: a forward takes no memory beside packed weights"
+    refused = around.refusal(p, gpu)
+    if refused:
+        return refused
     if p.layout != "nchw" or p.rank == 1:
         return "only NCHW images have another memory format to be copied into"
-    if gpu.capability[0] != 9:
-        return "that copies pay was measured on compute capability 9.0 alone"
-    if p.precision not in ("tf32", "bf16", "fp16"):
-        return "that copies pay was measured for TF32 and 16 bits alone"
     if max(math.prod(p.size), math.prod(p.out_size)) >= 2**31 - max(_TILE.values()):
         return "an image has nearly 2^31 pixels and more"
     each = 16 // p.dtype.itemsize
@@ -206,9 +162,8 @@ def refusal(p: Problem, gpu: Gpu) -> str | None:
     if p.pass_ == "grad-weight":
         if p.dtype.itemsize != 2 or p.groups > 1:
             return "for the weight copies pay in 16 bits and without groups"
-        copied = (math.prod(p.input_shape) + math.prod(p.output_shape)) * p.dtype.itemsize
-        if copied > gpu.cache_bytes:
-            return f"{copied >> 20} MB of copies do not stay in the cache's {gpu.cache_bytes >> 20}"
+        if _bytes(p) > gpu.cache_bytes:
+            return f"{_bytes(p) >> 20} MB of copies do not stay in the cache's {gpu.cache_bytes >> 20}"
     return None
 
 
@@ -227,12 +182,11 @@ def choose(p: Problem, gpu: Gpu, otherwise: Any, general: bool = False) -> Choic
     copies = copy_seconds(p, gpu)
     if copies > _MOST_COPYING * otherwise.seconds:
         return f"slower: the copies alone take {copies * 1e3:.3g} ms"
-    last = p.with_(layout="channels_last")
-    inner = gather.choose(last, gpu) if p.pass_ == "grad-input" else wgrad.choose(last, gpu)
+    inner = around.choose(p.with_(layout="channels_last"), gpu)
     if isinstance(inner, str):
         return inner
     scale = 1.0 if p.pass_ == "grad-input" else _WEIGHT
     found = Choice(inner, otherwise, p, scale * inner.seconds + copies)
-    if found.seconds > otherwise.seconds - _GAIN:
+    if not around.gains(found.seconds, otherwise):
         return f"slower, or too little faster: {found.seconds * 1e3:.3g} ms by the model, with copies"
     return found

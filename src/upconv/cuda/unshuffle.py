@@ -24,11 +24,10 @@ import torch
 from torch import Tensor
 
 from upconv import cpu
-from upconv.cuda import gather, jit, wgrad
+from upconv.cuda import around, jit
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.gpu import gpu as gpu_of
 from upconv.cuda.launch import Launcher
-from upconv.cuda.reserve import Reserve
 from upconv.cuda.wgrad import Unit
 from upconv.problem import Problem
 
@@ -38,21 +37,12 @@ _MOST_PADDED = 2  # times as many in channels_last, where zeros make whole 16 by
 _RATE = 0.5  # of the device's copy rate, of single elements with some read from afar; and the launches:
 _UNSHUFFLE, _WEIGHTS = 4e-6, 3e-6
 _LEAST = 5e-6  # of the inner kernel beside its bytes
-_GAIN = 5e-6  # at least: four launches stand against one or two
-
-Inner = gather.Choice | wgrad.Choice
 
 
 @dataclass(frozen=True)
-class Choice:
-    """A choice for the layer without a stride, and what runs where memory for that is short."""
+class Choice(around.Choice):
+    """A choice for the layer without a stride."""
 
-    inner: Inner
-    otherwise: Any
-    """The fastest `engine.Choice` for the layer as it is."""
-    problem: Problem
-    seconds: float
-    """The model's estimate."""
     family = "unshuffle"
 
     @property
@@ -61,16 +51,9 @@ class Choice:
         shape = f"{'x'.join(map(str, q.kernel))} taps of {q.out_channels} phases and channels"
         return f"without the stride, {shape}: {self.inner.summary}"
 
-    @property
-    def bound(self) -> str:
-        return self.inner.bound
-
-    def sources(self) -> tuple[Unit, ...]:
+    def sources(self) -> tuple[Any, ...]:
         """What NVRTC must compile: the kernels around, and the inner layer's."""
-        found = self.inner.sources()
-        if self.problem.pass_ == "grad-input" and self.inner.problem.taps > 1:
-            found = found[:1]  # expanded weights are contiguous, and packed; of one tap they lie as boxes want them
-        return (unit(self.problem), *(Unit(u.label, u.source, u.entries) for u in found))
+        return (unit(self.problem), *self.inner_units)
 
     def prepare(self, device: int) -> GradInput | GradWeight:
         """Compiles (or finds) and loads the kernels for a CUDA device. Errors: those of ``jit.kernel``."""
@@ -123,41 +106,35 @@ def unit(p: Problem) -> Unit:
     )
 
 
-class _Prepared:
-    """What both gradients have: the inner layer's kernel, and the output's gradient unshuffled."""
+class _Around:
+    """The kernels around the inner layer's, on a device, and their sizes."""
 
     def __init__(self, choice: Choice, device: int) -> None:
         p, q = choice.problem, choice.inner.problem
-        self._device, self._problem, self._inner_problem = device, p, q
-        self._inner: Any = choice.inner.prepare(device)
-        self._reserve = Reserve(choice.otherwise, device)
-        self.casts = self._inner.casts
+        self.device, self._problem, self.weight_shape = device, p, q.weight_shape
         self._shape = q.output_shape
-        self._strides = torch.empty(
-            q.output_shape, device="meta", memory_format=cpu.memory_format(q.layout, q.rank)
-        ).stride()
+        self._strides = cpu.dense_strides(q.output_shape, cpu.memory_format(q.layout, q.rank))
         full = (1,) * (3 - p.rank)
-        self._sizes = (math.prod(q.output_shape), *full, *p.out_size, *full, *q.out_size)
-        of_weight = math.prod(q.weight_shape)
-        self._blocks, self._weight_blocks = -(-self._sizes[0] // THREADS), -(-of_weight // THREADS)
-        self._of_weight = of_weight
+        self.sizes = (math.prod(q.output_shape), *full, *p.out_size, *full, *q.out_size)
+        self.of_weight = math.prod(q.weight_shape)
+        self.blocks, self.weight_blocks = -(-self.sizes[0] // THREADS), -(-self.of_weight // THREADS)
         self._code = unit(p)
 
-    def _launcher(self, entry: str) -> Launcher:
+    def launcher(self, entry: str) -> Launcher:
         codes = "PPi" + ("i" * 6 if entry == "unshuffle" else "q" * 5)
         if entry.startswith("unshuffle_and"):
             codes += "PPi" + "i" * 6
-        arch = gpu_of(self._device).arch
+        arch = gpu_of(self.device).arch
         return Launcher(jit.kernel(self._code.source, entry, arch, self._code.label), THREADS, 0, codes)
 
-    def _for_weights(self, entry: str) -> dict[torch.dtype, Launcher]:
+    def for_weights(self, entry: str) -> dict[torch.dtype, Launcher]:
         """A kernel by the weights' dtypes."""
-        found = {self._problem.dtype: self._launcher(entry)}
+        found = {self._problem.dtype: self.launcher(entry)}
         if self._problem.dtype.itemsize == 2:
-            found[torch.float32] = self._launcher(f"{entry}_float")
+            found[torch.float32] = self.launcher(f"{entry}_float")
         return found
 
-    def _empty(self, grad: Tensor) -> Tensor:
+    def empty(self, grad: Tensor) -> Tensor:
         """For the output's gradient with its phases as channels."""
         return grad.new_empty_strided(self._shape, self._strides)
 
@@ -168,69 +145,46 @@ def _strides(weight: Tensor) -> tuple[int, ...]:
     return (first, second, *(0,) * (3 - len(spatial)), *spatial)
 
 
-class GradInput(_Prepared):
+class GradInput(around.GradInput):
     """The gradient for the input, its kernels loaded for a device."""
 
     def __init__(self, choice: Choice, device: int) -> None:
         super().__init__(choice, device)
-        self._unshuffle = self._for_weights("unshuffle_and_expand")
-        self._inner.load() if self._inner_problem.taps == 1 else self._inner.load_packed()
+        self._around = _Around(choice, device)
+        self._unshuffle = self._around.for_weights("unshuffle_and_expand")
 
-    def pack(self, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """The weight itself, of any strides, the problem's dtype or float32; it is expanded in `run`'s first launch."""
-        return weight
-
-    def run(self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, fresh: bool = False) -> None:
-        """Writes the input's gradient into ``out``; ``x`` is the output's gradient. Both are dense in the layout."""
-        try:
-            self._unstrided(x, packed, out, fresh)
-            return
-        except torch.OutOfMemoryError:
-            pass  # what follows is behind the handler, whose exception keeps the temporaries alive
-        self._reserve.grad_input(x, packed, out)
-
-    def _unstrided(self, x: Tensor, packed: Tensor, out: Tensor, fresh: bool) -> None:
-        grad, weight = self._empty(x), packed.new_empty(self._inner_problem.weight_shape)
-        args = (packed.data_ptr(), weight.data_ptr(), self._of_weight, *_strides(packed))
-        grid = self._weight_blocks + self._blocks
-        launch = self._unshuffle[packed.dtype]
-        launch(self._device, grid, (*args, x.data_ptr(), grad.data_ptr(), *self._sizes))
-        self._inner.run(grad, self._inner.pack(weight), None, out, fresh)  # unshuffling ended before packing began
+    def rearranged(self, x: Tensor, weight: Tensor, out: Tensor, fresh: bool) -> None:
+        of = self._around
+        grad, expanded = of.empty(x), weight.new_empty(of.weight_shape)
+        args = (weight.data_ptr(), expanded.data_ptr(), of.of_weight, *_strides(weight))
+        launch = self._unshuffle[weight.dtype]
+        launch(of.device, of.weight_blocks + of.blocks, (*args, x.data_ptr(), grad.data_ptr(), *of.sizes))
+        self._inner.run(grad, self._inner.pack(expanded), None, out, fresh)  # unshuffling ended before packing began
 
 
-class GradWeight(_Prepared):
+class GradWeight(around.GradWeight):
     """The gradient for the weight, its kernels loaded for a device."""
 
     def __init__(self, choice: Choice, device: int) -> None:
         super().__init__(choice, device)
-        self._unshuffle, self._fold = self._launcher("unshuffle"), self._for_weights("fold")
+        self._around = _Around(choice, device)
+        self._unshuffle, self._fold = self._around.launcher("unshuffle"), self._around.for_weights("fold")
 
-    def run(self, x: Tensor, grad: Tensor, out: Tensor) -> None:
-        """Writes the weight's gradient into ``out``, of any strides; ``x`` and ``grad`` are dense in the layout."""
-        try:
-            self._unstrided(x, grad, out)
-            return
-        except torch.OutOfMemoryError:
-            pass
-        self._reserve.grad_weight(x, grad, out)
-
-    def _unstrided(self, x: Tensor, grad: Tensor, out: Tensor) -> None:
-        unshuffled, found = self._empty(grad), out.new_empty(self._inner_problem.weight_shape)
-        self._unshuffle(self._device, self._blocks, (grad.data_ptr(), unshuffled.data_ptr(), *self._sizes))
+    def rearranged(self, x: Tensor, grad: Tensor, out: Tensor) -> None:
+        of = self._around
+        unshuffled, found = of.empty(grad), out.new_empty(of.weight_shape)
+        self._unshuffle(of.device, of.blocks, (grad.data_ptr(), unshuffled.data_ptr(), *of.sizes))
         self._inner.run(x, unshuffled, found)
         count = out.numel()
         args = (found.data_ptr(), out.data_ptr(), count, *_strides(out))
-        self._fold[out.dtype](self._device, -(-count // THREADS), args)
+        self._fold[out.dtype](of.device, -(-count // THREADS), args)
 
 
 def refusal(p: Problem, gpu: Gpu) -> str | None:
     """Why a layer's gradients are not computed without its stride, in a sentence; None when they may be."""
-    if p.pass_ not in ("grad-input", "grad-weight"):
-        return "these kernels compute gradients only: a forward takes no memory beside packed weights"
-    if gpu.capability[0] != 9:
-        return "that it pays was measured on compute capability 9.0 alone"
-    if p.precision not in ("tf32", "bf16", "fp16"):
-        return "that it pays was measured for TF32 and 16 bits alone"
+    refused = around.refusal(p, gpu)
+    if refused:
+        return refused
     if math.prod(p.stride) == 1:
         return "there is no stride to be rid of"
     if p.groups > 1 or max(p.dilation) > 1:
@@ -259,14 +213,14 @@ def choose(p: Problem, gpu: Gpu, otherwise: Any, general: bool = False) -> Choic
         return "nothing would run where memory for it is short"
     q = unstrided(p)
     nbytes = (math.prod(p.output_shape) + math.prod(q.output_shape)) * p.dtype.itemsize
-    around = nbytes / (_RATE * gpu.bandwidth) + _UNSHUFFLE + _WEIGHTS
+    beside = nbytes / (_RATE * gpu.bandwidth) + _UNSHUFFLE + _WEIGHTS
     read = (math.prod(q.output_shape) + math.prod(q.input_shape)) * p.dtype.itemsize / gpu.bandwidth
-    if around + read + _LEAST > otherwise.seconds - _GAIN:  # a search takes 50 to 150 ms for a new layer
-        return f"slower: {(around + read) * 1e3:.3g} ms for its bytes alone, its stride undone first"
-    inner = gather.choose(q, gpu) if p.pass_ == "grad-input" else wgrad.choose(q, gpu)
+    if not around.gains(beside + read + _LEAST, otherwise):  # a search takes 50 to 150 ms for a new layer
+        return f"slower: {(beside + read) * 1e3:.3g} ms for its bytes alone, its stride undone first"
+    inner = around.choose(q, gpu)
     if isinstance(inner, str):
         return inner
-    found = Choice(inner, otherwise, p, inner.seconds + around)
-    if found.seconds > otherwise.seconds - _GAIN:
+    found = Choice(inner, otherwise, p, inner.seconds + beside)
+    if not around.gains(found.seconds, otherwise):
         return f"slower, or too little faster: {found.seconds * 1e3:.3g} ms by the model, its stride undone first"
     return found

@@ -1,0 +1,134 @@
+"""Gradients by another family's kernel on rearranged tensors: what `unshuffle` and `relayout` share.
+
+Both need memory for what they rearrange. Where it cannot be had, the best choice that needs none runs in their place.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from upconv.cuda import gather, wgrad
+from upconv.cuda.gpu import Gpu
+from upconv.problem import Problem
+
+Inner = gather.Choice | wgrad.Choice
+_GAIN = 5e-6  # at least: three or four launches stand against one or two, each some 10 us of a host's training step
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A choice for the rearranged problem, and what runs where memory for that is short."""
+
+    inner: Inner
+    otherwise: Any
+    """The fastest `engine.Choice` for the problem as it is."""
+    problem: Problem
+    seconds: float
+    """The model's estimate."""
+
+    @property
+    def bound(self) -> str:
+        return self.inner.bound
+
+    @property
+    def inner_units(self) -> tuple[Any, ...]:
+        """What NVRTC must compile of the inner choice."""
+        found = self.inner.sources()
+        if self.problem.pass_ == "grad-input" and self.inner.problem.taps > 1:
+            found = found[:1]  # its weights are contiguous, and packed; of one tap they lie as boxes want them
+        return found
+
+
+class Gradient:
+    """A gradient's inner kernel, loaded for a device, and another kernel in reserve."""
+
+    def __init__(self, choice: Choice, device: int) -> None:
+        self._choice, self._device = choice, device
+        self._inner: Any = choice.inner.prepare(device)
+        self.casts = self._inner.casts
+
+    @cached_property
+    def _reserve(self) -> Any:
+        return self._choice.otherwise.prepare(self._device)
+
+
+class GradInput(Gradient, ABC):
+    """The gradient for the input."""
+
+    def __init__(self, choice: Choice, device: int) -> None:
+        super().__init__(choice, device)
+        self._inner.load() if choice.inner.problem.taps == 1 else self._inner.load_packed()
+
+    def pack(self, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """The weight itself: which packing it needs is known when there is memory, or none."""
+        return weight
+
+    def run(self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, fresh: bool = False) -> None:
+        """Writes the input's gradient into ``out``; ``x`` is the output's gradient, ``packed`` the weight.
+
+        Both gradients are dense in the problem's layout; the weight has the problem's dtype, or float32 for 16 bits.
+        """
+        try:
+            self.rearranged(x, packed, out, fresh)
+            return
+        except torch.OutOfMemoryError:
+            pass  # what follows is behind the handler, whose exception keeps the temporaries alive
+        if packed.dtype is not x.dtype and not getattr(self._reserve, "casts", False):
+            packed = packed.to(x.dtype)
+        self._reserve.run(x, self._reserve.pack(packed), None, out)
+
+    @abstractmethod
+    def rearranged(self, x: Tensor, weight: Tensor, out: Tensor, fresh: bool) -> None:
+        """`run`, where there is memory."""
+
+
+class GradWeight(Gradient, ABC):
+    """The gradient for the weight."""
+
+    def run(self, x: Tensor, grad: Tensor, out: Tensor) -> None:
+        """Writes the weight's gradient into ``out``, of any strides, in the problem's dtype or float32 for 16 bits.
+
+        ``x`` (the input) and ``grad`` (the output's gradient) are dense in the problem's layout.
+        """
+        try:
+            self.rearranged(x, grad, out)
+            return
+        except torch.OutOfMemoryError:
+            pass
+        if out.dtype is x.dtype or getattr(self._reserve, "casts", False):
+            self._reserve.run(x, grad, out)
+            return
+        single = torch.empty_like(out, dtype=x.dtype)
+        self._reserve.run(x, grad, single)
+        out.copy_(single)
+
+    @abstractmethod
+    def rearranged(self, x: Tensor, grad: Tensor, out: Tensor) -> None:
+        """`run`, where there is memory."""
+
+
+def refusal(p: Problem, gpu: Gpu) -> str | None:
+    """Why tensors are not rearranged for a problem, in a sentence; None when they may be."""
+    if p.pass_ not in ("grad-input", "grad-weight"):
+        return "these kernels compute gradients only: a forward takes no memory beside packed weights"
+    if gpu.capability[0] != 9:
+        return "that rearranging pays was measured on compute capability 9.0 alone"
+    if p.precision not in ("tf32", "bf16", "fp16"):
+        return "that rearranging pays was measured for TF32 and 16 bits alone"
+    return None
+
+
+def choose(q: Problem, gpu: Gpu) -> Inner | str:
+    """The choice for a rearranged problem, or the sentence why there is none."""
+    return gather.choose(q, gpu) if q.pass_ == "grad-input" else wgrad.choose(q, gpu)
+
+
+def gains(seconds: float, otherwise: Any) -> bool:
+    """Whether so much time is enough less than the choice takes that needs no memory."""
+    return bool(seconds <= otherwise.seconds - _GAIN)
