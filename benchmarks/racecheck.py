@@ -18,12 +18,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from upconv.cuda import gather, jit, relayout, wgrad
+from upconv.cuda import gather, jit, relayout, shuffle, wgrad
 from upconv.cuda.gpu import gpu
 from upconv.problem import Layout, Pass, Precision, Problem
 
@@ -60,6 +61,7 @@ def every_lane(name: str, text: str) -> str:
 
 
 STRIDED = Problem.make(2, 64, 64, (16, 32), 4, 2, 1, bias=False)
+FEW = Problem.make(2, 64, 3, (16, 32), 4, 2, 1, bias=False)
 PLAIN = Problem.make(4, 64, 64, (16, 32), 3, bias=False)
 DTYPES = {"tf32": torch.float32, "bf16": torch.bfloat16}
 
@@ -76,7 +78,9 @@ def tensor(shape: tuple[int, ...], p: Problem) -> torch.Tensor:
 def run_gather(p: Problem, wanted: Callable[[Any], bool]) -> None:
     """The first tiling of a kind."""
     classes = gather._classes(p) if p.layout == "nchw" else (1, 1)
-    every = gather._tilings(gather._any_size(p), gpu(0), classes, gather._alignment(p))
+    layer, alignment = gather._any_size(p), gather._alignment(p)
+    found = (gather._tilings(layer, gpu(0), classes, alignment, how) for how in (None, *shuffle.ways(layer)))
+    every = chain.from_iterable(found)
     prepared = gather.Choice(next(t for t, _ in every if wanted(t)), p, gpu(0), 0.0, "").prepare(0)
     shapes = (p.input_shape, p.output_shape) if p.pass_ == "fwd" else (p.output_shape, p.input_shape)
     x, out = (tensor(shape, p) for shape in shapes)
@@ -104,6 +108,10 @@ CASES: dict[str, tuple[str, Callable[[], None]]] = {
     "forward": (
         "gather",
         lambda: run_gather(problem(STRIDED, "tf32", "nchw", "fwd"), lambda t: t.wgmma),
+    ),
+    "forward-shuffled": (
+        "gather",
+        lambda: run_gather(problem(FEW, "tf32", "nchw", "fwd"), lambda t: t.wgmma and t.shuffle is not None),
     ),
     "forward-last": (
         "gather",

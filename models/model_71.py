@@ -4706,6 +4706,7 @@ class Gather(NamedTuple):
     unit: int  # the source's columns must be a multiple of it, so that rows begin at 16 bytes
     tile: tuple[int, int, int, int]  # positions of a tile: images, depth, height, width
     steps: tuple[int, int, int]  # results of a position along depth, height, width
+    leads: tuple[int, int, int]  # of the first position, those ahead of the image
     m_groups: int  # sets of output channels and phases, each a tile of its own
     resident: bool  # a block keeps the weights of one set, so that all sets have as many blocks
     words: int  # of the packed weights
@@ -4713,7 +4714,8 @@ class Gather(NamedTuple):
 
     def launch(self, batch, source, result, processors):
         """(blocks, the kernel's sizes); source and result are (depth, height, width)."""
-        counts = [ceil(size, step * tile) for size, step, tile in zip(result, self.steps, self.tile[1:])]
+        axes = zip(result, self.leads, self.steps, self.tile[1:])
+        counts = [ceil(size + lead, step * tile) for size, lead, step, tile in axes]
         tiles = ceil(batch, self.tile[0]) * math.prod(counts) * self.m_groups
         blocks = min(tiles, processors)
         if self.resident:
@@ -4766,6 +4768,7 @@ FORWARD = (
         unit=4,
         tile=(1, 1, 4, 64),
         steps=(1, 2, 1),
+        leads=(0, 0, 0),
         m_groups=1,
         resident=True,
         words=24576,
@@ -4776,6 +4779,7 @@ FORWARD = (
         unit=1,
         tile=(1, 1, 4, 64),
         steps=(1, 2, 1),
+        leads=(0, 0, 0),
         m_groups=1,
         resident=False,
         words=24576,
@@ -4788,6 +4792,7 @@ GRAD_INPUT = (
         unit=1,
         tile=(1, 1, 8, 32),
         steps=(1, 2, 1),
+        leads=(0, 0, 0),
         m_groups=1,
         resident=False,
         words=24576,

@@ -150,13 +150,44 @@ class Interpreter:
         for e in range(4 // element):
             cin = chunk * m["CK"] + k_step * self.step_k + k + e
             have = (cin < m["CIN_G"]) & (cout < m["COUT_G"]) & (tap >= 0)
-            if m["GRAD_INPUT"]:
+            if m["SHUFFLED"]:
+                place = self.weight_of(cout, tap)
+                have &= place >= 0
+                at = (cin * (weight.size // m["CIN"]) + place)[have]
+            elif m["GRAD_INPUT"]:
                 at = (((group * m["COUT_G"] + cout) * m["CIN_G"] + cin) * m["TAPS"] + tap)[have]
             else:
                 at = (((group * m["CIN_G"] + cin) * m["COUT_G"] + cout) * m["TAPS"] + tap)[have]
             values = np.stack(self.split(flat[at]))
             packed[have, e] = values[part[have], np.arange(len(at))]
         return packed
+
+    def row_of(self, row: Ints) -> tuple[Ints, tuple[Ints, Ints, Ints], Ints]:
+        """SHUFFLED: (output channel, phases along D, H, W, whether it exists) of rows of M."""
+        m = self.m
+        of_slab, place = row % 16 // m["INNER"], row % 16 % m["INNER"]
+        line = row // 16 * m["PER_SLAB"] + of_slab
+        exists = (of_slab < m["PER_SLAB"]) & (line < m["LINES"])
+        h, rest = line % m["LAYER_STRIDE_H"], line // m["LAYER_STRIDE_H"]
+        d, channel = rest % m["LAYER_STRIDE_D"], rest // m["LAYER_STRIDE_D"]
+        if m["CHANNELS_LAST"]:
+            return place % m["LAYER_CHANNELS"], (rest, h, place // m["LAYER_CHANNELS"]), exists
+        return channel, (d, h, place), exists
+
+    def weight_of(self, row: Ints, tap: Ints) -> Ints:
+        """SHUFFLED: which of an input channel's weights (output channel, kernel) a row has at a tap; -1 for none."""
+        m = self.m
+        channel, phases, exists = self.row_of(row)
+        kernel, stride, zeros = (
+            [m[f"{name}_{axis}"] for axis in "DHW"] for name in ("LAYER_KERNEL", "LAYER_STRIDE", "ZEROS")
+        )
+        at = channel
+        for axis, of in enumerate(zip(kernel, stride, zeros)):
+            later = [-(-(k + z) // s) for k, s, z in zip(kernel, stride, zeros)][axis + 1 :]
+            k = tap // np.prod(later, dtype=np.int64) % -(-(of[0] + of[2]) // of[1]) * of[1] + phases[axis] - of[2]
+            exists = exists & (k >= 0) & (k < of[0])
+            at = at * of[0] + k
+        return np.where(exists, at, -1)
 
     def matrices(self, packed: Floats, group: int, cout_block: int, variant: int) -> Floats:
         """An M-group's operand A, [part, chunk, entry, row of M, k], from fragments in the order of their use.
@@ -323,6 +354,10 @@ class Interpreter:
         else:
             sub, cout = within // m["ROWS_PER_SUB"], base + within % m["ROWS_PER_SUB"]
             decides = cout
+        if m["SHUFFLED"]:
+            sub, cout = within // m["ROWS_PER_SUB"], base + within % m["ROWS_PER_SUB"]
+            kept = (cout < m["COUT_G"]) & self.row_of(cout)[2]
+            return row[kept], sub[kept], cout[kept]
         kept = (sub < m["SUBS"]) & (decides < m["COUT_G"])
         return row[kept], sub[kept], cout[kept]
 
@@ -330,7 +365,7 @@ class Interpreter:
 
     def __call__(self, p: Problem, x: Floats, weight: Floats, bias: Floats | None) -> tuple[Floats, Ints]:
         """The result of ``p``, of the tiling's layer at any size, NaN where nothing is stored; stores per element."""
-        m, lead = self.m, (1,) * (3 - p.rank)
+        m = self.m
         batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, count = self.tiling.arguments(p)
         x5 = x.reshape(batch, -1, in_d, in_h, in_w)
         packed = self.pack(weight)
@@ -351,13 +386,18 @@ class Interpreter:
         # Columns with an output of some sub-position, and the q of the runs in which they are stored.
         n, qd, qh = ((getattr(positions, a)[:, None] + getattr(c, a)) for a in "ndh")
         run_w = positions.w[:, None] + c.run_w
-        live = (n < batch) & (m["OUT_STEP_D"] * qd < out_d) & (m["OUT_STEP_H"] * qh < out_h)
-        live &= m["OUT_STEP_W"] * (run_w + c.position) < out_w
+        stride, lead = [1, 1, 1], [0, 0, 0]
+        if m["SHUFFLED"]:
+            stride, lead = ([m[f"{name}_{axis}"] for axis in "DHW"] for name in ("LAYER_STRIDE", "LEAD"))
+        many_d, many_h, many_w = (-(-(o + a) // s) for o, a, s in zip((out_d, out_h, out_w), lead, stride))
+        live = (n < batch) & (m["OUT_STEP_D"] * qd < many_d) & (m["OUT_STEP_H"] * qh < many_h)
+        live &= m["OUT_STEP_W"] * (run_w + c.position) < many_w
         tile, column = np.nonzero(live)
         n, qd, qh, run_w = (a[live] for a in (n, qd, qh, run_w))
         position, pixel = c.position[column], c.pixel[column]
 
-        out = np.full(batch * m["COUT"] * out_d * out_h * out_w, np.nan)
+        channels = m["LAYER_CHANNELS"] if m["SHUFFLED"] else m["COUT"]
+        out = np.full(batch * channels * out_d * out_h * out_w, np.nan)
         stores = np.zeros(out.size, np.int64)
         for group_index in range(m["M_GROUPS"]):
             group, cout_block, variant = (int(a[group_index]) for a in (t.group, t.cout_block, t.variant))
@@ -381,7 +421,8 @@ class Interpreter:
                 if block >= 0:
                     values[:, :, u] = acc[block]
             if bias is not None:
-                values += bias[np.minimum(group * m["COUT_G"] + cout, m["COUT"] - 1)][:, None, None]
+                channel = self.row_of(cout)[0] if m["SHUFFLED"] else group * m["COUT_G"] + cout
+                values += bias[np.minimum(channel, channels - 1)][:, None, None]
 
             u = np.arange(m["W_SUBS"])
             if m["CHANNELS_LAST"]:
@@ -392,19 +433,24 @@ class Interpreter:
                 ow = m["OUT_STEP_W"] * run_w[:, None] + m["SUBS_W"][variant] + o
             od = m["OUT_STEP_D"] * qd + m["SUBS_D"][variant * m["SUBS"] + sub][:, None]
             oh = m["OUT_STEP_H"] * qh + m["SUBS_H"][variant * m["SUBS"] + sub][:, None]
-            inside = ((od < out_d) & (oh < out_h))[:, :, None] & (ow < out_w)
             channel = (group * m["COUT_G"] + cout)[:, None]
+            if m["SHUFFLED"]:
+                of, phases, _ = self.row_of(cout)
+                channel = of[:, None]
+                od, oh = (o * stride[i] + phases[i][:, None] - lead[i] for i, o in ((0, od), (1, oh)))
+                ow = ow[None] * stride[2] + phases[2][:, None, None] - lead[2]
+            inside = ((od >= 0) & (oh >= 0) & (od < out_d) & (oh < out_h))[:, :, None] & (ow >= 0) & (ow < out_w)
             if m["CHANNELS_LAST"]:
                 pixel_at = (((n * out_d + od) * out_h + oh) * out_w)[:, :, None] + ow
-                at = pixel_at * m["COUT"] + channel[:, :, None]
+                at = pixel_at * channels + channel[:, :, None]
             else:
-                at = ((((n * m["COUT"] + channel) * out_d + od) * out_h + oh) * out_w)[:, :, None] + ow
+                at = ((((n * channels + channel) * out_d + od) * out_h + oh) * out_w)[:, :, None] + ow
             at = at[inside]
             assert at.size == 0 or (at.min() >= 0 and at.max() < out.size), "a store outside of the output"
             out[at] = values[inside]
             stores += np.bincount(at, minlength=out.size)
 
         if m["CHANNELS_LAST"]:
-            shape = (batch, *lead, *result_shape(p)[2:], m["COUT"])
+            shape = (batch, *(1,) * (3 - p.rank), *result_shape(p)[2:], channels)
             out, stores = (np.moveaxis(a.reshape(shape), -1, 1) for a in (out, stores))
         return out.reshape(result_shape(p)), stores.reshape(result_shape(p))

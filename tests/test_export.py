@@ -58,6 +58,7 @@ LAYERS = {
     "3-D": ("32,32,(3,5,7),stride=2,padding=(1,2,3),output_padding=1,groups=4", "2x32x6x12x24", "ieee"),
     "walk": ("256,256,3,1,1,groups=256", "32x256x64x64", "tf32"),
     "image": ("56,1,9,stride=3,padding=4,output_padding=2", "2x56x32x32", "tf32"),
+    "phases": ("64,3,(4,5),2,(1,2),output_padding=(0,1)", "16x64x30x40", "tf32"),
     "far": ("2,2,(2,60),stride=1,dilation=(1,50),groups=2", "1x2x20x20", "ieee"),
 }
 
@@ -799,6 +800,7 @@ gpu_only = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), r
 # name: layer, input, dtype. Few, since each takes nvcc a minute.
 ON_GPU: dict[str, tuple[str, str, torch.dtype]] = {
     "tensor cores": ("64,64,(3,5),stride=(2,1),padding=1", "2x64x20x64", torch.float32),
+    "phases": ("64,3,4,2,1", "8x64x32x32", torch.float32),
     "grouped": ("32,64,(3,5),stride=(2,3),padding=(1,2),dilation=(2,1),groups=4", "2x32x16x64", torch.float32),
     "exact": ("6,5,3,2,1,output_padding=1", "2x6x7x9", torch.float64),
     "3-D": ("16,24,(3,3,2),stride=(1,2,2)", "2x16x5x8x12", torch.float32),

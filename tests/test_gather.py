@@ -20,6 +20,7 @@ from upconv import reference
 from upconv.bench.suites import SUITES, parse_layer
 from upconv.cuda import costs, gather, jit
 from upconv.cuda.gpu import A100, B200, H200, RTX3090, RTX4090, RTX5090, Gpu
+from upconv.cuda.shuffle import Shuffle, ways
 from upconv.cuda.tiling import Tiling, Unfit, result_shape, source_shape
 from upconv.problem import Pass, Precision, Problem, output_length
 
@@ -76,8 +77,9 @@ def divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
-def draw_tiling(p: Problem, rng: random.Random) -> Tiling | None:
+def draw_tiling(p: Problem, rng: random.Random, shuffle: Shuffle | None = None) -> Tiling | None:
     """A tiling of the layer that the kernel can run, or None where ten draws give none."""
+    p = p if shuffle is None else shuffle.unstrided
     for _ in range(10):
         sub = rng.choice(((1, 64), (8, 8)))
         tile = (
@@ -103,12 +105,19 @@ def draw_tiling(p: Problem, rng: random.Random) -> Tiling | None:
             classes=rng.choice(((1, 1), (1, 2), (2, 1), (4, 2), None)),
             wgmma=rng.random() < 0.7,
             paired=sub == (8, 8) and tile[2] % 16 == 0 and rng.random() < 0.7,
+            shuffle=shuffle,
         )
         try:
             return tiling.checked(H200.shared_bytes)
         except Unfit:
             continue
     return None
+
+
+def draw_shuffle(p: Problem, rng: random.Random) -> Shuffle | None:
+    """A way to make a layer's phases rows of M, at no size in particular; None where there is none."""
+    found = ways(gather._any_size(p))
+    return rng.choice(found) if found else None
 
 
 def truth_of(p: Problem, source: Floats, weight: Floats, bias: Floats | None = None) -> torch.Tensor:
@@ -149,6 +158,36 @@ def test_random_tilings_compute_their_layers(seed: int) -> None:
         except AssertionError as error:
             raise AssertionError(f"{p}, bias {p.bias}, {p.precision}: {error}\n{tiling}") from error
         done += 1
+
+
+def draw_shuffled(rng: random.Random) -> tuple[Problem, Tiling]:
+    """A strided layer of few output channels, and a tiling in which phases are rows of M."""
+    while True:
+        p = draw_problem(rng)
+        if max(p.dilation) > 1:
+            continue
+        p = p.with_(groups=1, in_channels=rng.choice((1, 3, 17)), pass_="fwd", bias=rng.random() < 0.5)
+        p = p.with_(out_channels=rng.choice((1, 1, 2, 3, 5, 9)))
+        shuffle = draw_shuffle(p, rng)
+        tiling = None if shuffle is None else draw_tiling(p, rng, shuffle)
+        if tiling is not None:
+            return p, tiling
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_phases_as_rows(seed: int) -> None:
+    """Strided layers of few channels, whose channels and phases are rows of M: with a lead, and with zeros ahead."""
+    rng = random.Random(seed)
+    ways_met = set()
+    for done in range(60):
+        p, tiling = draw_shuffled(rng)
+        assert tiling.shuffle is not None
+        try:
+            check(tiling, p, done)
+        except AssertionError as error:
+            raise AssertionError(f"{p}, bias {p.bias}, {p.precision}: {error}\n{tiling}") from error
+        ways_met.add((tiling.shuffle.ahead, any(tiling.shuffle.leads), p.layout))
+    assert len(ways_met) == 6
 
 
 def test_strided_boxes() -> None:
@@ -533,12 +572,15 @@ def case_id(value: object) -> str:
 
 def small(tiling: Tiling, chosen_for: Problem) -> Problem:
     """The layer on few tiles, with borders inside of a tile and across several."""
-    p, lead = tiling.problem, 3 - tiling.problem.rank
+    p, lead, strides = tiling.problem, 3 - tiling.problem.rank, (1, 1, 1)
+    if tiling.shuffle is not None:
+        p, strides = tiling.shuffle.layer, tiling.shuffle.strides
     if tiling.whole is not None:
         return chosen_for.with_(batch=min(chosen_for.batch, tiling.tile[0] + 1))
     size = []
     for i, n in enumerate(p.size):
-        outputs = tiling.tile[1 + lead + i] * tiling.out_steps[lead + i] + tiling.out_steps[lead + i] // 2 + 1
+        step = tiling.out_steps[lead + i] * strides[lead + i]
+        outputs = tiling.tile[1 + lead + i] * step + step // 2 + 1
         inputs = -(-outputs // p.stride[i]) + 1 if p.pass_ == "fwd" else outputs
         size.append(max(min(n, 2), min(n, inputs)))
     batch = min(p.batch, tiling.tile[0] + (tiling.tile[0] > 1))

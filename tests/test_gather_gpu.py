@@ -16,6 +16,7 @@ from torch import Tensor
 from conftest import assert_accurate
 from upconv.cuda import gather
 from upconv.cuda.gpu import gpu
+from upconv.cuda.shuffle import ways
 from upconv.cuda.tiling import result_shape, source_shape
 from upconv.problem import Pass, Problem
 
@@ -61,6 +62,11 @@ LAYERS = {
     "1-D odd": (2, 64, 32, (303,), 5, 1, 2),
     "3-D odd": (1, 24, 32, (6, 16, 17), 3, 1, 1),
     "wide s2": (2, 136, 64, (18, 20), 4, 2, 1),
+    "few": (3, 56, 1, (18, 37), 9, 3, 4, 2),
+    "few whole": (5, 64, 3, (16, 16), 4, 2, 1),
+    "few odd": (2, 17, 5, (9, 21), (5, 3), (2, 3), (1, 2), (0, 1)),
+    "1-D few": (2, 40, 4, (700,), 8, 4, 2),
+    "3-D few": (2, 24, 2, (5, 6, 20), (4, 2, 3), 2, (1, 0, 1), (0, 0, 1)),
     "s3 d2 op": (1, 72, 40, (11, 35), (4, 3), 3, (2, 0), (1, 2), (3, 2)),
 }
 
@@ -124,6 +130,11 @@ def test_tilings(name: str, precision: str, layout: str, pass_: Pass) -> None:
     for kind in (lambda t: t.resident, lambda t: t.subs > 1, lambda t: t.split == 1, lambda t: not t.resident):
         tilings += [t for t in unpacked if kind(t)][:1]
     tilings += list(gather.candidates(p, chip, scarce=True))[:1]
+    for how in ways(p):
+        every = [*gather.candidates(p, chip, shuffle=how), *gather.candidates(p, chip, wgmma=False, shuffle=how)]
+        tilings += random.Random(3).sample(every, min(3, len(every)))
+        tilings += list(gather.candidates(p, chip, size=p.size, shuffle=how))[:1]
+    assert chosen.tiling.shuffle is not None or name not in ("few", "few whole", "1-D few") or pass_ != "fwd"
     whole = list(gather.candidates(p, chip, size=p.size))
     tilings += random.Random(1).sample(whole, min(3, len(whole)))
     assert whole or "whole" not in name or layout != "nchw" or p.pass_ != "fwd"
@@ -144,5 +155,9 @@ def test_tilings(name: str, precision: str, layout: str, pass_: Pass) -> None:
                 out = torch.full_like(outs[0], float("nan"))
                 prepared.run(x, prepared.pack(given), bias, out)
                 outs.append(out)
+        if tiling.shuffle is not None and p.rank > 1:
+            last = weight.contiguous(memory_format=formats[p.rank])
+            outs.append(torch.full_like(outs[0], float("nan")))
+            prepared.run(x, prepared.pack(last), bias, outs[-1])
         assert all(torch.equal(outs[0], other) for other in outs[1:]), tiling
         assert_accurate(outs[0], truth, size, products + 1)

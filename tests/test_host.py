@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from gather_interpreter import Interpreter
-from test_gather import draw_problem, draw_tiling
+from test_gather import draw_problem, draw_shuffled, draw_tiling
 from upconv.cuda import gather, jit, wgrad
 from upconv.cuda.gpu import H200
 from upconv.cuda.tiling import PACK_THREADS, Tiling, Unfit, result_shape
@@ -41,6 +41,7 @@ def cut(source: str, first: str, end: str) -> str:
 
 KERNELS = Path(jit.__file__).parent / "kernels"
 SOURCE = (KERNELS / "gather.cu").read_text()
+SHUFFLE = (KERNELS / "shuffle.cuh").read_text()
 CONSTANTS = cut(SOURCE, "#define WORDS 4", "__constant__ const int TAP_ROW[]")
 SIZES = cut(SOURCE, "struct Sizes {", "struct alignas(64) TensorMap")
 
@@ -66,7 +67,7 @@ def epilogue(tiling: Tiling, folder: Path) -> Path:
     )
     tables = cut(source, "__constant__ const short SUB_D[]", "__constant__ const int ROW_D[]")
     tile = cut(source, "struct Tile {", "__device__ __forceinline__ Tile tile_at")
-    (folder / "kernel.h").write_text(macros + CONSTANTS + tables + types + SIZES + tile)
+    (folder / "kernel.h").write_text(macros + CONSTANTS + tables + types + SHUFFLE + SIZES + tile)
     places = cut(source, "struct Place {", "#define GROUP_ROWS")
     epilogue = cut(source, "#define RUN (RUN_GROUPS * 8)", "__device__ __forceinline__ void consume")
     (folder / "epilogue.h").write_text(places + re.sub(r'asm volatile\(""[^;]*;', "", epilogue))
@@ -102,7 +103,7 @@ def packing(tiling: Tiling, folder: Path) -> Path:
         SOURCE, "#if PRECISION == 0 || PRECISION == 1", "#if ELEMENT == 2\n__device__ __forceinline__ u32 pack_pair"
     )
     pack = cut(SOURCE, "__constant__ const short TAP_INDEX[]", "// A place in a ring of")
-    (folder / "kernel.h").write_text(defined(tiling) + CONSTANTS + entries + types + counts + pack)
+    (folder / "kernel.h").write_text(defined(tiling) + CONSTANTS + entries + types + counts + SHUFFLE + pack)
     return compiled("pack", folder)
 
 
@@ -169,6 +170,52 @@ def tiling_of(seed: int, fit: Callable[[Tiling], bool] = lambda t: True) -> Tili
 @pytest.mark.parametrize("seed", range(24))
 def test_every_output_arrives_and_nothing_else_is_written(seed: int, tmp_path: Path) -> None:
     assert tiles(epilogue(tiling_of(seed), tmp_path), seed, 80) > 500
+
+
+def shuffled_tiling(seed: int, most: int = 10**9) -> Tiling:
+    """A random tiling of which phases are rows of M, of at most so many words of packed weights."""
+    r = random.Random(seed)
+    while True:
+        p, tiling = draw_shuffled(r)
+        if tiling.packed_words <= most and p.precision != "ieee":
+            return tiling
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_every_output_of_phases_arrives(seed: int, tmp_path: Path) -> None:
+    tiling = shuffled_tiling(seed)
+    assert tiles(epilogue(tiling, tmp_path), seed, 80) > 200, tiling
+
+
+@pytest.mark.parametrize("at_once", [1, 64])
+@pytest.mark.parametrize("seed", range(6))
+def test_weights_of_phases_are_packed(seed: int, at_once: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every word is the interpreter's, from contiguous weights and from channels-last ones."""
+    monkeypatch.setattr(Tiling, "pack_taps", property(lambda tiling: min(at_once, tiling.problem.taps)))
+    tiling = shuffled_tiling(seed + 100, 60_000)
+    assert tiling.shuffle is not None
+    p = tiling.shuffle.layer
+    weight = torch.randint(1, 120, p.weight_shape, generator=torch.Generator().manual_seed(seed)).to(p.dtype)
+    expected = Interpreter(tiling).pack(weight.double().numpy())
+    program = packing(tiling, tmp_path)
+    kind = torch.int16 if p.dtype.itemsize == 2 else torch.float32
+    for step, given in ((1, weight.flatten(2)), (p.out_channels, weight.flatten(2).mT)):
+        arguments = map(str, (tiling.pack_blocks, step, tiling.packed_words))
+        data = given.contiguous().view(kind).numpy().tobytes()
+        done = subprocess.run([str(program), *arguments], input=data, capture_output=True)
+        assert done.returncode == 0, done.stdout[:400]
+        words = torch.frombuffer(bytearray(done.stdout), dtype=p.dtype).view(-1, 4 // p.dtype.itemsize)
+        assert np.array_equal(words.double().numpy(), expected), tiling
+        assert expected.any()
+    if p.dtype.itemsize == 2:  # float32 weights, and a bias of as many as the strided layer has
+        single, bias = torch.randn(p.weight_shape), torch.randn(p.out_channels)
+        arguments = map(str, (tiling.pack_blocks, 1, tiling.packed_words, p.out_channels))
+        data = torch.cat((single.flatten(), bias)).numpy().tobytes()
+        done = subprocess.run([str(program), *arguments], input=data, capture_output=True)
+        found = torch.frombuffer(bytearray(done.stdout), dtype=p.dtype)
+        words = found[: 2 * tiling.packed_words].view(-1, 2).double().numpy()
+        assert np.array_equal(words, Interpreter(tiling).pack(single.to(p.dtype).double().numpy()))
+        assert torch.equal(found[2 * tiling.packed_words :], bias.to(p.dtype))
 
 
 @pytest.mark.parametrize("dtype", [0, 1])

@@ -32,6 +32,10 @@ SAMPLE: dict[str, tuple[Problem, object]] = {
     "gather strided": (kb("kb79"), gather),
     "gather grad-input": (kb("kb71", "grad-input"), gather),
     "gather ieee": (kb("kb73"), gather),
+    "gather phases": (CASES["dcganO"].with_(precision="tf32"), gather),
+    "gather phases channels_last bf16": (
+        CASES["fsrcnn"].with_(dtype=torch.bfloat16, precision="bf16", layout="channels_last"), gather
+    ),
     "gather channels_last bf16": (
         CASES["kb65"].with_(dtype=torch.bfloat16, precision="bf16", layout="channels_last"), gather
     ),

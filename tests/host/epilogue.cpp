@@ -37,6 +37,11 @@ static int first_q(int out, int step, int tile) { return below((out + step * til
 
 static long long one_tile() {
   constexpr signed char blocks[] = BLOCKS_OF_W;
+#if SHUFFLED  // in outputs of the strided layer
+  const int stride[] = {LAYER_STRIDE_D, LAYER_STRIDE_H, LAYER_STRIDE_W}, lead[] = {LEAD_D, LEAD_H, LEAD_W}, channels = LAYER_CHANNELS;
+#else
+  const int stride[] = {1, 1, 1}, lead[] = {0, 0, 0}, channels = COUT;
+#endif
   int widths[] = {1 + below(2 * OUT_STEP_W * TILE_W), 1 + below(40), 2 + 2 * below(OUT_STEP_W * TILE_W), 16 * (1 + below(OUT_STEP_W * TILE_W / 8))};
   sizes = {};
   sizes.batch = 1 + below(2 * TILE_N);
@@ -46,20 +51,20 @@ static long long one_tile() {
   tile.group = below(COUT / COUT_G);
   tile.variant = below(VARIANTS);
   tile.n = first_q(sizes.batch, 1, TILE_N);
-  tile.d = first_q(sizes.out_d, OUT_STEP_D, TILE_D);
-  tile.h = first_q(sizes.out_h, OUT_STEP_H, TILE_H);
-  tile.w = first_q(sizes.out_w, OUT_STEP_W, TILE_W);
+  tile.d = first_q(sizes.out_d + lead[0], OUT_STEP_D * stride[0], TILE_D);
+  tile.h = first_q(sizes.out_h + lead[1], OUT_STEP_H * stride[1], TILE_H);
+  tile.w = first_q(sizes.out_w + lead[2], OUT_STEP_W * stride[2], TILE_W);
   cout_block = below(COUT_BLOCKS * WGS_M);
   first_subtile = SPLIT == 0 ? below(2) * NB : 0;
   warp = below(4);
   has_bias = below(2);
 
-  long long count = (long long)sizes.batch * COUT * sizes.out_d * sizes.out_h * sizes.out_w;
+  long long count = (long long)sizes.batch * channels * sizes.out_d * sizes.out_h * sizes.out_w;
   if (count > 4000000) return 0;
   global_memory.assign((count + 64) * ELEMENT + 256, 0);
   written.assign(global_memory.size(), 0);
   y = (char*)(((u64)global_memory.data() + 255) / 128 * 128) + (below(3) ? 0 : below(32 / ELEMENT) * ELEMENT);
-  bias.resize(COUT);
+  bias.resize(channels);
   for (ELEMENT_TYPE& b : bias) b = stored((float)below(8));
   for (auto& lane : accumulators)
     for (auto& block : lane)
@@ -80,16 +85,26 @@ static long long one_tile() {
           int q_h = tile.h + place.h + (SUB_H == 8 ? column / 8 : 0), q_w = tile.w + place.w + (SUB_H == 8 ? column % 8 : column);
           int n = tile.n + place.n, d = OUT_STEP_D * (tile.d + place.d) + SUB_D[tile.variant * SUBS + sub];
           int h = OUT_STEP_H * q_h + SUB_HH[tile.variant * SUBS + sub], w = OUT_STEP_W * q_w + U_W[tile.variant] + u;
-          if (cout >= COUT_G || n >= sizes.batch || d >= sizes.out_d || h >= sizes.out_h || w >= sizes.out_w) continue;
           int channel = tile.group * COUT_G + cout;
+#if SHUFFLED  // rows of M by their definition: lines of INNER, as many as 16 rows have room for
+          int of_slab = cout % 16 / INNER, line = cout / 16 * PER_SLAB + of_slab, within = cout % 16 % INNER;
+          if (of_slab >= PER_SLAB || line >= LINES) continue;
+          int phase[] = {0, line % LAYER_STRIDE_H, within};
+          phase[0] = line / LAYER_STRIDE_H, channel = 0;
+          if (CHANNELS_LAST) channel = within % LAYER_CHANNELS, phase[2] = within / LAYER_CHANNELS;
+          else channel = phase[0] / LAYER_STRIDE_D, phase[0] %= LAYER_STRIDE_D;
+          d = d * stride[0] + phase[0] - lead[0], h = h * stride[1] + phase[1] - lead[1], w = w * stride[2] + phase[2] - lead[2];
+          if (d < 0 || h < 0 || w < 0) continue;
+#endif
+          if (cout >= COUT_G || n >= sizes.batch || d >= sizes.out_d || h >= sizes.out_h || w >= sizes.out_w) continue;
           float v = (blocks[u] < 0 ? 0.f : accumulators[lane][blocks[u]][nb][e]) + (has_bias ? VALUE(bias[channel]) : 0.f);
-          long long at = CHANNELS_LAST ? ((((long long)n * sizes.out_d + d) * sizes.out_h + h) * sizes.out_w + w) * COUT + channel
-                                       : ((((long long)n * COUT + channel) * sizes.out_d + d) * sizes.out_h + h) * sizes.out_w + w;
+          long long at = CHANNELS_LAST ? ((((long long)n * sizes.out_d + d) * sizes.out_h + h) * sizes.out_w + w) * channels + channel
+                                       : ((((long long)n * channels + channel) * sizes.out_d + d) * sizes.out_h + h) * sizes.out_w + w;
           ELEMENT_TYPE want = stored(v);
           if (memcmp(y + at * ELEMENT, &want, ELEMENT)) fail("a wrong value");
           checked++;
         }
-  if (!CHANNELS_LAST && bytes != checked * ELEMENT) fail("stores beside the tile");
+  if ((!CHANNELS_LAST || SHUFFLED) && bytes != checked * ELEMENT) fail("stores beside the tile");
   return checked;
 }
 

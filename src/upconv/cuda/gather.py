@@ -22,7 +22,17 @@ from upconv.cuda.costs import Constants, constants
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.gpu import gpu as gpu_of
 from upconv.cuda.launch import Launcher, bind
-from upconv.cuda.tiling import FRAGMENT, PACK_THREADS, Tiling, Triple, Unfit, result_shape, source_shape, whole_source
+from upconv.cuda.shuffle import Shuffle, Triple, ways
+from upconv.cuda.tiling import (
+    FRAGMENT,
+    PACK_THREADS,
+    Tiling,
+    Unfit,
+    positions,
+    result_shape,
+    source_shape,
+    whole_source,
+)
 from upconv.problem import Problem
 
 _ACCUMULATORS = 4  # blocks of 64 x 64 that a consumer warpgroup holds: 128 registers of a thread's 200
@@ -84,7 +94,8 @@ class Choice:
         shape = "x".join(str(v) for v in t.tile) + (" of whole images" if t.whole else "")
         split = ("pixels halved", "output channels halved", "in turn")[t.split]
         weights = "resident" if t.resident else f"ring of {t.stages_w} x {t.w_stage} fragments" if t.wgmma else "L2"
-        instruction = ("the batch as pixels: " if self.flat else "") + ("wgmma" if t.wgmma else "mma.sync")
+        instruction = ("the batch as pixels: " if self.flat else "") + ("phases as rows: " if t.shuffle else "")
+        instruction += "wgmma" if t.wgmma else "mma.sync"
         return (
             f"{instruction} {t.problem.precision}, tile {shape} (NxDxHxW of q) x {t.mb * t.wgs_m * 64} rows, chunk of "
             f"{t.chunk} channels, {split}, weights {weights}, {t.shared_bytes // 1024} KB shared, grid {self.grid}"
@@ -145,6 +156,7 @@ class Prepared:
             p.pass_,
             p.out_channels,
             choice.boxable,
+            t.shuffle,
         )
         """What `pack`'s result depends on beside the weight."""
         if self._boxed_unit is None:
@@ -343,12 +355,14 @@ def candidates(
     classes: tuple[int, int] | None = (0, 0),
     scarce: bool = False,
     size: tuple[int, ...] | None = None,
+    shuffle: Shuffle | None = None,
 ) -> Iterator[Tiling]:
     """Every tiling worth a look. ``classes``: of an NCHW source's rows (`Tiling.classes`); by default as ``p``'s are.
 
     Where shared memory has no room for a second pixel tile, producers and consumers share one and wait for each other;
     ``scarce``: all with one alone (NCHW: channels-last producers load ahead into the second).
     ``size``: those for an input of this size alone, which hold whole images of the source; none where it is not small.
+    ``shuffle``: those of the layer without its stride; one of `shuffle.ways`.
     """
     fast = gpu.arch == "90a" if wgmma is None else wgmma
     cout_g, cin_g = result_shape(p)[1] // p.groups, source_shape(p)[1] // p.groups
@@ -361,7 +375,10 @@ def candidates(
         whole = whole_source(p.with_(size=size))
         if whole is None or not fast:
             return
-        result = (1,) * (3 - p.rank) + result_shape(p.with_(size=size))[2:]
+        result = positions(p.with_(size=size), shuffle)
+    if shuffle is not None:
+        p = shuffle.unstrided
+        cout_g, steps = p.out_channels, (1, 1, 1)
     far = p.pass_ != "fwd" and max(p.stride) > 1
     per_32 = 32 // p.dtype.itemsize
     chunks = [c for c in (per_32, 2 * per_32, 4 * per_32) if c == per_32 or c < 2 * cin_g]
@@ -384,7 +401,9 @@ def candidates(
             continue  # the rows of an unrolled tile are many already
         if size is not None and any(n > s * u * t for n, s, u, t in zip(result, steps, unroll, tile[1:])):
             continue
-        base = Tiling(p, sub, tile, split, chunk, subs, w_subs, unroll, classes=by, wgmma=fast, whole=whole)
+        base = Tiling(
+            p, sub, tile, split, chunk, subs, w_subs, unroll, classes=by, wgmma=fast, whole=whole, shuffle=shuffle
+        )
         if by is None and classes is not None and base.staging_units * 16 > _SHORT_ROWS:
             continue
         if base.mb * base.nb > accumulators or base.mb * base.nb < 1:
@@ -512,7 +531,8 @@ def _tile_clocks(t: Tiling, alignment: int) -> Clocks:
     clocks: dict[str, float] = dict.fromkeys(("tensor cores", "L2", "shared memory", "stores"), 0.0)
     total = tail = 0.0
     producers = 192 if t.wgmma else 128
-    per_tile_out = math.prod(t.tile) * t.width_subs * t.subs * t.element * min(t.cout_g, t.rows_per_sub * t.wgs_m)
+    couts = t.cout_g if t.shuffle is None else t.shuffle.used
+    per_tile_out = math.prod(t.tile) * t.width_subs * t.subs * t.element * min(couts, t.rows_per_sub * t.wgs_m)
     staged = t.pixels * t.row_bytes if t.channels_last else t.slot_bytes
     # Boxes of rows that begin anywhere bring parts of sectors (NOTES: kb68 bfloat16, 48-byte rows: 3.08 -> 3.92 ms).
     copied = staged * (1 + 32 / (t.staging_units * 16)) if t.tensor_map and t.classed else staged
@@ -598,6 +618,8 @@ def _read(t: Tiling, tiles: int, gpu: Gpu) -> float:
 
 def _ragged(t: Tiling, alignment: int, c: Constants) -> float:
     """What stores that do not fill sectors of 32 bytes cost, as a factor: the rest of a sector is read first."""
+    if t.shuffle is not None:
+        return 1.5
     if t.channels_last:
         return 1.0 if t.cout_g * t.element % 32 == 0 else 1.5
     if t.width_subs < t.out_steps[2]:
@@ -609,6 +631,9 @@ def _epilogue_clocks(t: Tiling, alignment: int, c: Constants) -> float:
     """Clocks that the instructions of a tile's epilogue take: both consumers' warps, two on a scheduler, or one's."""
     outputs = t.runs * 8 * t.width_subs
     lag = c.lag[t.split == 2]
+    if t.shuffle is not None:
+        lines = t.shuffle.per_slab * (16 + 10 * -(-t.runs * 8 * t.shuffle.inner // 32))
+        return lag * (t.nb * 8 / t.runs) * (t.runs * 5 + lines + 136)
     if t.channels_last:
         return lag * (t.nb * 8 / t.runs * t.width_subs) * (t.runs * 6 + t.runs * 8 * 16 / t.vec / 32 * 14 + 136)
     buffer = t.runs * t.width_subs * 2
@@ -643,11 +668,12 @@ def _choose(p: Problem, gpu: Gpu, general: bool) -> Choice | str:
     best: tuple[float, str, Tiling] | None = None
     classes = _classes(p, general) if p.layout == "nchw" else (1, 1)
     layer = _any_size(p)
-    small = () if general else _small_tilings(layer, gpu, p.size)
-    for t, clocks in _tilings(layer, gpu, classes, _alignment(p)) + small:
-        seconds, bound = _whole(t, clocks, p, gpu)
-        if best is None or seconds < best[0]:
-            best = seconds, bound, t
+    for shuffle in (None, *ways(layer)):
+        small = () if general else _small_tilings(layer, gpu, p.size, shuffle)
+        for t, clocks in _tilings(layer, gpu, classes, _alignment(p), shuffle) + small:
+            seconds, bound = _whole(t, clocks, p, gpu)
+            if best is None or seconds < best[0]:
+                best = seconds, bound, t
     if best is None:
         return f"no tile of this layer with its halo fits in {gpu.shared_bytes // 1024} KB of shared memory"
     return Choice(best[2], p, gpu, best[0], best[1])
@@ -661,19 +687,23 @@ def _any_size(p: Problem) -> Problem:
 
 @lru_cache(maxsize=256)
 def _tilings(
-    layer: Problem, gpu: Gpu, classes: tuple[int, int] | None, alignment: int
+    layer: Problem, gpu: Gpu, classes: tuple[int, int] | None, alignment: int, shuffle: Shuffle | None
 ) -> tuple[tuple[Tiling, Clocks], ...]:
     """A layer's tilings with the clocks of their tiles: up to a second once, then a few milliseconds for each size."""
-    return tuple((t, _tile_clocks(t, alignment)) for t in _layer_tilings(layer, gpu, classes))
+    return tuple((t, _tile_clocks(t, alignment)) for t in _layer_tilings(layer, gpu, classes, shuffle))
 
 
 @lru_cache(maxsize=256)
-def _small_tilings(layer: Problem, gpu: Gpu, size: tuple[int, ...]) -> tuple[tuple[Tiling, Clocks], ...]:
+def _small_tilings(
+    layer: Problem, gpu: Gpu, size: tuple[int, ...], shuffle: Shuffle | None
+) -> tuple[tuple[Tiling, Clocks], ...]:
     """As `_tilings`, those for this size of the input alone; a few milliseconds."""
     alignment = _alignment(layer.with_(size=size))
-    return tuple((t, _tile_clocks(t, alignment)) for t in candidates(layer, gpu, size=size))
+    return tuple((t, _tile_clocks(t, alignment)) for t in candidates(layer, gpu, size=size, shuffle=shuffle))
 
 
 @lru_cache(maxsize=256)
-def _layer_tilings(layer: Problem, gpu: Gpu, classes: tuple[int, int] | None) -> tuple[Tiling, ...]:
-    return tuple(candidates(layer, gpu, classes=classes))
+def _layer_tilings(
+    layer: Problem, gpu: Gpu, classes: tuple[int, int] | None, shuffle: Shuffle | None
+) -> tuple[Tiling, ...]:
+    return tuple(candidates(layer, gpu, classes=classes, shuffle=shuffle))

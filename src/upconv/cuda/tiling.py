@@ -20,9 +20,8 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import product
 
+from upconv.cuda.shuffle import Shuffle, Triple
 from upconv.problem import Problem
-
-Triple = tuple[int, int, int]
 
 PACK_THREADS = 256  # of a block that packs weights
 _PACK_BLOCKS = 512  # wanted
@@ -66,6 +65,13 @@ def source_shape(p: Problem) -> tuple[int, ...]:
 def result_shape(p: Problem) -> tuple[int, ...]:
     """Shape of the tensor that a pass writes: the output, or the gradient for the input."""
     return p.output_shape if p.pass_ == "fwd" else p.input_shape
+
+
+def positions(p: Problem, shuffle: Shuffle | None) -> Triple:
+    """Results along D, H, W of a problem; with `shuffle` those of the layer without a stride, at the problem's size."""
+    lead = (1,) * (3 - p.rank)
+    d, h, w = lead + result_shape(p)[2:]
+    return (d, h, w) if shuffle is None else shuffle.positions((d, h, w))
 
 
 def whole_source(p: Problem) -> Triple | None:
@@ -181,6 +187,8 @@ class Tiling:
     planewise: bool = False
     """Channels-last, where taps step over rows and columns: every residue of these is a box and a plane of its own,
     waited for and given back by itself, so that a chunk's first plane is loaded anew while its last is multiplied."""
+    shuffle: Shuffle | None = None
+    """A strided layer's channels and phases as rows of M; ``problem`` is then the layer without its stride."""
 
     # --- types -------------------------------------------------------------------------------------------------------
 
@@ -731,6 +739,8 @@ class Tiling:
         run = self.runs * 8
         row = -(-run * self.width_subs * self.element // 128) * 128 + (32 if self.element == 4 else 48)
         buffer = run * 80 if self.channels_last else 8 * row
+        if self.shuffle is not None:
+            buffer = self.shuffle.per_slab * self.shuffle.line_words(run) * 4
         return (
             tiles
             + ring
@@ -775,6 +785,8 @@ class Tiling:
             raise Unfit("no output has a tap")
         if max(abs(r) for axis in self.rows for r in axis[0]) > _MAX_OFFSET:
             raise Unfit(f"the taps reach more than {_MAX_OFFSET} rows away")
+        if self.shuffle is not None and self.axes[2].out_step > 1:
+            raise Unfit("the epilogue of phases as rows takes one W sub-position")
         if self.whole is not None and not self.tensor_map:
             raise Unfit("whole images come by boxes, of which none may end in the next group")
         if self.planewise and not self._planes_in_turn:
@@ -909,18 +921,18 @@ class Tiling:
             "OFFSETS_D": _list(rows_d),
             "OFFSETS_H": _list(rows_h),
             "BLOCKS_OF_W": _list(self.blocks_of_w),
+            "SHUFFLED": int(self.shuffle is not None),
         }
         for name, out_step, in_step, tile in zip("DHW", self.out_steps, self.in_steps, self.tile[1:]):
             names[f"OUT_STEP_{name}"], names[f"IN_STEP_{name}"], names[f"TILE_{name}"] = out_step, in_step, tile
         names["TILE_N"] = self.tile[0]
-        return names
+        return names if self.shuffle is None else names | self.shuffle.macros()
 
     # --- sizes, which are run-time arguments -------------------------------------------------------------------------
 
     def counts(self, p: Problem) -> tuple[int, int, int, int]:
         """Tiles along (N, D, H, W) for a problem of this layer."""
-        out = (1,) * (3 - p.rank) + result_shape(p)[2:]
-        steps = zip(out, self.out_steps, self.tile[1:])
+        steps = zip(positions(p, self.shuffle), self.out_steps, self.tile[1:])
         d, h, w = (-(-o // (s * t)) for o, s, t in steps)
         return -(-p.batch // self.tile[0]), d, h, w
 
@@ -948,5 +960,6 @@ def _list(values: Iterable[int]) -> str:
 def useful(tiling: Tiling) -> float:
     """Useful multiplications over issued ones, borders of tiles aside: rows of M, union of taps, chunk padding."""
     issued = sum(tiling.variant_entries) * tiling.cout_blocks * tiling.wgs_m * 64 * tiling.chunks * tiling.chunk
-    p = tiling.problem
-    return math.prod(tiling.unroll) * p.taps * tiling.cin_g * tiling.cout_g / max(1, issued)
+    p = tiling.problem if tiling.shuffle is None else tiling.shuffle.layer
+    couts = result_shape(p)[1] // p.groups
+    return math.prod(tiling.unroll) * p.taps * tiling.cin_g * couts / max(1, issued)

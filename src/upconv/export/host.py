@@ -457,6 +457,7 @@ CLASSES = {
             unit: int  # the source's columns must be a multiple of it, so that rows begin at 16 bytes
             tile: tuple[int, int, int, int]  # positions of a tile: images, depth, height, width
             steps: tuple[int, int, int]  # results of a position along depth, height, width
+            leads: tuple[int, int, int]  # of the first position, those ahead of the image
             m_groups: int  # sets of output channels and phases, each a tile of its own
             resident: bool  # a block keeps the weights of one set, so that all sets have as many blocks
             words: int  # of the packed weights
@@ -464,7 +465,8 @@ CLASSES = {
 
             def launch(self, batch, source, result, processors):
                 """(blocks, the kernel's sizes); source and result are (depth, height, width)."""
-                counts = [ceil(size, step * tile) for size, step, tile in zip(result, self.steps, self.tile[1:])]
+                axes = zip(result, self.leads, self.steps, self.tile[1:])
+                counts = [ceil(size + lead, step * tile) for size, lead, step, tile in axes]
                 tiles = ceil(batch, self.tile[0]) * math.prod(counts) * self.m_groups
                 blocks = min(tiles, processors)
                 if self.resident:
@@ -668,7 +670,9 @@ def record(v: Variant) -> str:
     given: dict[str, object] = {"name": v.name, "unit": v.unit}
     if isinstance(c, gather.Choice):
         t = c.tiling
-        given |= {"tile": t.tile, "steps": t.out_steps, "m_groups": t.m_groups, "resident": t.resident}
+        strides, leads = ((1, 1, 1), (0, 0, 0)) if t.shuffle is None else (t.shuffle.strides, t.shuffle.leads)
+        steps = tuple(n * s for n, s in zip(t.out_steps, strides))
+        given |= {"tile": t.tile, "steps": steps, "leads": leads, "m_groups": t.m_groups, "resident": t.resident}
     elif isinstance(c, wgrad.Choice):
         w = c.tiling
         seconds = wgrad._chunk_clocks(w)[0] / c.gpu.clock

@@ -19,6 +19,7 @@
 //
 // Constants come as macros (cuda/gather.py computes them and explains each); sizes of the input are arguments.
 #include "ptx.cuh"
+#include "shuffle.cuh"
 #include "wgmma.cuh"
 
 #define WORDS 4                         // 32-bit words of a 16-byte unit
@@ -172,6 +173,11 @@ __constant__ const short TAP_INDEX[] = TAP_INDICES;    // [variant, block, tap][
 #define PACK_INNER (GRAD_INPUT ? PACK_K : 16)          // and along its second
 #define PACK_PLANE ((GRAD_INPUT ? CIN_G : COUT_G) * TAPS)  // elements from one index of its first dimension to the next
 #define QUARTER (FRAGMENT / 4 / 4)                     // words
+#if SHUFFLED
+#define BIASES LAYER_CHANNELS
+#else
+#define BIASES COUT
+#endif
 
 #if ELEMENT == 2                                       // weights may be float32, rounded on their way
 #define WEIGHT Weight
@@ -208,6 +214,26 @@ __device__ __forceinline__ void bring_weights(ELEMENT_TYPE* tile, const WEIGHT* 
   }
 }
 
+#if SHUFFLED
+// The same where rows of M are channels and phases: from the first weight of an input channel on, of which `outer` exist.
+#if ELEMENT == 2
+template <class Weight>
+#endif
+__device__ __forceinline__ void bring_shuffled(ELEMENT_TYPE* tile, const WEIGHT* __restrict__ from, int outer, int row, int begin, int tap_step, int thread) {
+  for (int e = thread; e < 16 * PACK_K * PACK_TAPS; e += PACK_THREADS) {
+    int tap = e % PACK_TAPS, o = e / PACK_TAPS % PACK_K, i = e / (PACK_TAPS * PACK_K);
+    int at = o < outer && begin + tap < TAPS ? weight_at(row + i, begin + tap, tap_step) : -1;
+    ELEMENT_TYPE v = 0;
+#if ELEMENT == 2
+    if (at >= 0) v = as_element(from[o * (LAYER_CHANNELS * LAYER_TAPS) + at]);
+#else
+    if (at >= 0) v = from[o * (LAYER_CHANNELS * LAYER_TAPS) + at];
+#endif
+    tile[(i * PACK_K + o) * PACK_PITCH + tap] = v;
+  }
+}
+#endif
+
 // Weights are dense: contiguous, taps one element apart, or channels-last, `tap_step` elements.
 #if ELEMENT == 2
 template <class Weight>
@@ -224,11 +250,15 @@ extern "C" __global__ void __launch_bounds__(PACK_THREADS) pack(const ELEMENT_TY
   int k_step = rest % K_STEPS;  rest /= K_STEPS;
   int chunk = rest % CHUNKS, block = rest / CHUNKS, group = block / COUT_BLOCKS;
   int cout = (block % COUT_BLOCKS * WGS_M + wg) * ROWS_PER_SUB + warp * 16 % ROWS_PER_SUB, cin = chunk * CK + k_step * PACK_K;
+#if SHUFFLED
+  bring_shuffled(tile, weight + cin * (LAYER_CHANNELS * LAYER_TAPS), CIN_G - cin, cout, begin, tap_step, thread);
+#else
   int outer = GRAD_INPUT ? cout : cin, inner = GRAD_INPUT ? cin : cout;  // the group's first along the weight's dimensions
   const WEIGHT* from = weight + (long long)(group * (GRAD_INPUT ? COUT_G : CIN_G) + outer) * PACK_PLANE;
   int outer_left = (GRAD_INPUT ? COUT_G : CIN_G) - outer, inner_left = (GRAD_INPUT ? CIN_G : COUT_G) - inner;
   if (tap_step == 1) bring_weights<false>(tile, from + (inner * TAPS + begin), outer_left, inner_left, TAPS - begin, 1, thread);
   else bring_weights<true>(tile, from + (inner + begin * tap_step), outer_left, inner_left, TAPS - begin, tap_step, thread);
+#endif
   __syncthreads();
   int sub = warp * 16 / ROWS_PER_SUB, entries = ENTRY[VARIANTS * (MB + 1) - 1];
   int word = thread % QUARTER, r = word & 3, lane = word >> 2;  // the thread's of a fragment: these rows and channels
@@ -264,7 +294,7 @@ extern "C" __global__ void __launch_bounds__(PACK_THREADS) pack(const ELEMENT_TY
 extern "C" __global__ void __launch_bounds__(PACK_THREADS)
 pack_float(const float* __restrict__ weight, u32* __restrict__ packed, int tap_step, const float* __restrict__ bias, ELEMENT_TYPE* __restrict__ packed_bias) {
   if (bias && blockIdx.x == 0)
-    for (int i = threadIdx.x; i < COUT; i += PACK_THREADS) packed_bias[i] = as_element(bias[i]);
+    for (int i = threadIdx.x; i < BIASES; i += PACK_THREADS) packed_bias[i] = as_element(bias[i]);
   pack_weights(weight, packed, tap_step);
 }
 #endif
@@ -1106,7 +1136,12 @@ __device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB]
 // Bytes of a row of the buffer (channels-last: of a pixel); the rest beyond whole 128 bytes lets rows meet different banks, and
 // a row begin up to 31 bytes late.
 #define RUN_PITCH (CHANNELS_LAST ? 80 : (RUN * W_SUBS * ELEMENT + 127) / 128 * 128 + (ELEMENT == 4 ? 32 : 48))
+#if SHUFFLED
+#define LINE_PITCH ((RUN + 1) * INNER * 4)              // of a line of the output, in float32
+#define BUFFER_BYTES (PER_SLAB * LINE_PITCH)
+#else
 #define BUFFER_BYTES ((CHANNELS_LAST ? RUN : 8) * RUN_PITCH)
+#endif
 #define RUN_SUBTILES (SUB_H == 8 ? RUN_GROUPS : RUN_GROUPS > 8 ? RUN_GROUPS / 8 : 1)  // neighbours along W that a run crosses
 #define RUNS_OF_SUBTILE (SUB_H == 8 ? 8 : RUN_GROUPS > 8 ? 1 : 8 / RUN_GROUPS)
 // Group k of run i of subtiles RUN_FIRST(r) ...: which subtile, and which of its groups of 8 columns.
@@ -1335,6 +1370,72 @@ __device__ __forceinline__ void pass_rows(float (&acc)[MB][NB][32], float bias, 
 #endif
 #endif
 
+#if SHUFFLED
+// A line of a run from the buffer to memory, outputs `first` ... of which those from 0 to `end` exist. (Outputs are few where phases
+// are rows: FSRCNN reads 13 times as many bytes as it writes.)
+__device__ __forceinline__ void store_line(char* to, int first, int end, u32 line, int lane) {
+#pragma unroll
+  for (int i = 0; i < (RUN * INNER + 31) / 32; i++) {
+    int e = lane + 32 * i, at = first + e;
+    bool ok = (u32)at < (u32)end && (RUN * INNER % 32 == 0 || e < RUN * INNER);
+    float v = load_shared_f32(line + (RUN * INNER % 32 == 0 || ok ? e : 0) * 4);
+    char* p = to + (long long)at * ELEMENT;
+    if (ELEMENT == 4) store_global_if(p, STORE_BITS(v), ok);
+    else store_global_16_if(p, STORE_BITS(v), ok);
+  }
+}
+
+// As below, of one W sub-position: rows of M go to their lines in the buffer, where the phases of neighbouring q are neighbours.
+__device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const ELEMENT_TYPE* __restrict__ bias, char* __restrict__ y, const Sizes& s, const Tile& t, int cout_block, int first_subtile, u32 buffer, int warp, int lane) {
+  asm volatile("" : "+r"(lane));
+  int g = lane >> 2, q = lane & 3;
+  Slab slab = slab_of(t, cout_block, warp);
+  if (slab.couts <= 0) return;
+  float b[2] = {0.f, 0.f};
+  u32 place[2];
+  bool exists[2];
+#pragma unroll
+  for (int h = 0; h < 2; h++) {
+    Row row = shuffled_row(slab.cout + g + 8 * h);
+    exists[h] = row.exists;
+    place[h] = buffer + row.line * LINE_PITCH + (2 * q * INNER + row.place) * 4;
+    if (bias && row.exists) b[h] = VALUE(bias[row.channel]);
+  }
+  constexpr int PER_PIXEL = CHANNELS_LAST ? LAYER_CHANNELS : 1;  // neighbours
+  int first_line = slab.cout / 16 * PER_SLAB;
+#pragma unroll
+  for (int r = 0; r < NB / RUN_SUBTILES; r++) {
+    Place at = place_of(first_subtile + RUN_FIRST(r));
+    int n = t.n + at.n, d = OUT_STEP_D * (t.d + at.d) + slab.od;
+#pragma unroll
+    for (int i = 0; i < RUNS_OF_SUBTILE; i++) {
+      int h = OUT_STEP_H * (t.h + at.h + (SUB_H == 8 ? i : 0)) + slab.oh;
+      int w = OUT_STEP_W * (t.w + at.w + (SUB_H == 8 ? 0 : i * RUN));
+      int first = (w * LAYER_STRIDE_W - LEAD_W) * PER_PIXEL, end = s.out_w * PER_PIXEL;
+      if (n >= s.batch || d * LAYER_STRIDE_D - LEAD_D >= s.out_d || h * LAYER_STRIDE_H - LEAD_H >= s.out_h || first >= end) continue;
+#pragma unroll
+      for (int k = 0; k < RUN_GROUPS; k++) {
+        const int nb = RUN_NB(r, i, k), j = RUN_J(r, i, k);
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+#pragma unroll
+          for (int c = 0; c < 2; c++)
+            if (exists[half]) store_shared_f32(place[half] + (k * 8 + c) * (INNER * 4), acc[0][nb][4 * j + 2 * half + c] + b[half]);
+      }
+      __syncwarp();
+#pragma unroll 1
+      for (int l = 0; l < PER_SLAB; l++) {
+        Line line = shuffled_line(first_line + l);
+        int od = d * LAYER_STRIDE_D + line.d - LEAD_D, oh = h * LAYER_STRIDE_H + line.h - LEAD_H;
+        if (first_line + l >= LINES || (u32)od >= (u32)s.out_d || (u32)oh >= (u32)s.out_h) continue;
+        long long row = (((long long)n * (CHANNELS_LAST ? 1 : LAYER_CHANNELS) + line.channel) * s.out_d + od) * s.out_h + oh;
+        store_line(y + row * end * ELEMENT, first, end, buffer + l * LINE_PITCH, lane);
+      }
+      __syncwarp();
+    }
+  }
+}
+#else
 // Unrolled, since registers have no run-time index. (NOTES: with the stores once in a loop, and only the reading of registers in
 // branches, tiles of 8 x 8 took 20 to 100% longer and compiled no faster.)
 __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const ELEMENT_TYPE* __restrict__ bias, char* __restrict__ y, const Sizes& s, const Tile& t, int cout_block, int first_subtile, u32 buffer, int warp, int lane) {
@@ -1410,6 +1511,7 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const ELEMENT
     }
   }
 }
+#endif
 
 __device__ __forceinline__ void consume(const char* packed, const ELEMENT_TYPE* bias, char* y, const Sizes& s, u32 tiles, u32 full, u32 empty, Fragments& weights, u32 buffers, int wg, int thread) {
   int warp = thread >> 5, lane = thread & 31;

@@ -1,0 +1,150 @@
+"""Strided layers of few output channels in the gather-GEMM: phases as rows of a matrix instruction.
+
+A transposed convolution of stride s to C channels is one without a stride to ``C s^n`` channels, whose pixels are then
+shuffled (Shi et al., Real-Time Single Image and Video Super-Resolution Using an Efficient Sub-Pixel Convolutional
+Neural Network, 2016). A matrix instruction has 64 rows, of which the strided layer fills ``C`` for each phase along W.
+Here the tiling is that of the layer without a stride (`Shuffle.unstrided`), whose rows of M are channels and phases;
+only the packed weights and the epilogue know of the stride (``kernels/shuffle.cuh``). No memory is needed: the results
+of one q lie ``s`` outputs apart from the next one's, and the epilogue writes whole lines.
+
+Per axis, with the padding p: an output is ``o + p = q s + u``, a tap ``k = a s + u``, and phase u at q sums input
+``q - a`` times tap a. Counting q from the first one that has an output leaves ``lead = p mod s`` outputs of it before
+the image, and one position more than the image has strides: 33 for the 64 columns of a GAN's output of stride 2 and
+padding 1. With ``s - lead`` taps of zeros `ahead` of the kernel (and the padding so much larger) there is no lead, and
+a phase has a tap more.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+from upconv.problem import Problem
+
+Triple = tuple[int, int, int]
+
+SLAB = 16  # rows of M that a warp has
+_MOST_ROWS = 64  # beyond, the strided layer has channels enough of its own
+
+
+def refusal(p: Problem) -> str | None:
+    """Why a layer's phases are no rows of M, in a sentence; None when they may be."""
+    if p.pass_ != "fwd" or math.prod(p.stride) == 1:
+        return "only a forward with a stride has phases to shuffle"
+    if p.groups > 1 or max(p.dilation) > 1:
+        return "only taps side by side, of layers without groups, are sorted by phase"
+    rows = Shuffle(p)
+    if rows.inner > SLAB:
+        return f"{rows.inner} neighbouring outputs of a position are more than the {SLAB} rows of a warp"
+    if rows.rows > _MOST_ROWS:
+        return f"{p.out_channels} channels in {math.prod(p.stride)} phases take more than {_MOST_ROWS} rows"
+    return None
+
+
+def ways(p: Problem) -> tuple[Shuffle, ...]:
+    """The ways to make phases rows of M; none where `refusal` says why."""
+    if refusal(p) is not None:
+        return ()
+    found = Shuffle(p), Shuffle(p, ahead=True)
+    return found if any(found[0].leads) else found[:1]
+
+
+@dataclass(frozen=True)
+class Shuffle:
+    """How a strided layer's channels and phases are rows of M. Rows that are neighbours in memory make lines."""
+
+    layer: Problem
+    ahead: bool = False
+    """Whether zeros ahead of the kernel take the place of outputs before the image."""
+
+    @cached_property
+    def unstrided(self) -> Problem:
+        """The layer without its stride, whose output channels are rows of M: channels and phases, and some empty ones.
+
+        Its output may be smaller by some positions than what a strided output takes, whose number is `positions`.
+        """
+        p = self.layer
+        ends = tuple(zip(p.kernel, p.padding, p.stride, self.zeros[3 - p.rank :]))
+        taps = tuple(-(-(k + zeros) // s) for k, _, s, zeros in ends)
+        crop = tuple((pad + zeros) // s for _, pad, s, zeros in ends)
+        return Problem.make(
+            p.batch, p.in_channels, self.rows, p.size, taps, 1, crop, dtype=p.dtype, precision=p.precision, bias=False,
+            layout=p.layout,
+        )  # fmt: skip
+
+    @cached_property
+    def strides(self) -> Triple:
+        return self._full(self.layer.stride, 1)
+
+    @cached_property
+    def kernel(self) -> Triple:
+        return self._full(self.layer.kernel, 1)
+
+    @cached_property
+    def zeros(self) -> Triple:
+        """Taps of zeros ahead of the kernel along D, H, W."""
+        ends = zip(self.layer.padding, self.layer.stride)
+        return self._full(tuple(-pad % s * self.ahead for pad, s in ends), 0)
+
+    @cached_property
+    def leads(self) -> Triple:
+        """Outputs of the first position along D, H, W that the padding has cut off."""
+        ends = zip(self.layer.padding, self.layer.stride)
+        return self._full(tuple(pad % s * (not self.ahead) for pad, s in ends), 0)
+
+    @property
+    def channels_last(self) -> bool:
+        return self.layer.layout == "channels_last"
+
+    @property
+    def inner(self) -> int:
+        """Rows that are neighbours in memory at one position: phases along W, in channels_last with all channels."""
+        return self.strides[2] * (self.layer.out_channels if self.channels_last else 1)
+
+    @property
+    def lines(self) -> int:
+        """Sets of so many rows: each phase along D and H, in NCHW of each channel."""
+        return self.strides[0] * self.strides[1] * (1 if self.channels_last else self.layer.out_channels)
+
+    @property
+    def per_slab(self) -> int:
+        """Lines of a warp's rows."""
+        return min(SLAB // self.inner, self.lines)
+
+    @property
+    def used(self) -> int:
+        """Rows that are stored."""
+        return self.inner * self.lines
+
+    @property
+    def rows(self) -> int:
+        """Rows with those that complete a warp's."""
+        return SLAB * -(-self.lines // max(1, self.per_slab))
+
+    def positions(self, out: Triple) -> Triple:
+        """Positions q along D, H, W that an output of this size takes."""
+        d, h, w = (-(-(n + lead) // s) for n, lead, s in zip(out, self.leads, self.strides))
+        return d, h, w
+
+    def line_words(self, run: int) -> int:
+        """Words of a line in the epilogue's buffer, for a run of positions; the last let lines meet different banks."""
+        return (run + 1) * self.inner
+
+    def macros(self) -> dict[str, int]:
+        """The kernel's constants."""
+        found = {
+            "LAYER_CHANNELS": self.layer.out_channels,
+            "INNER": self.inner,
+            "LINES": self.lines,
+            "PER_SLAB": self.per_slab,
+        }
+        for name, stride, kernel, lead, zeros in zip("DHW", self.strides, self.kernel, self.leads, self.zeros):
+            found |= {f"LAYER_STRIDE_{name}": stride, f"LAYER_KERNEL_{name}": kernel}
+            found |= {f"LEAD_{name}": lead, f"ZEROS_{name}": zeros}
+        return found
+
+    @staticmethod
+    def _full(values: tuple[int, ...], leading: int) -> Triple:
+        d, h, w = (leading,) * (3 - len(values)) + values
+        return d, h, w
