@@ -5,7 +5,8 @@
 // INNER rows of M are neighbours in memory at one q: the phases along W, in channels_last each with all channels. With those of the
 // q beside it they make a line of the output; a slab, the 16 rows of a warp, has PER_SLAB lines of the LINES that there are.
 #if SHUFFLED
-#define STRIDE_TAPS(axis) ((ZEROS_##axis + LAYER_KERNEL_##axis + LAYER_STRIDE_##axis - 1) / LAYER_STRIDE_##axis)  // of a phase
+#define TAPS_H ((ZEROS_H + LAYER_KERNEL_H + LAYER_STRIDE_H - 1) / LAYER_STRIDE_H)  // of a phase
+#define TAPS_W ((ZEROS_W + LAYER_KERNEL_W + LAYER_STRIDE_W - 1) / LAYER_STRIDE_W)
 #define LAYER_TAPS (LAYER_KERNEL_D * LAYER_KERNEL_H * LAYER_KERNEL_W)
 
 struct Line { int channel, d, h; };                      // its first channel, and its phases along D and H
@@ -35,9 +36,9 @@ __device__ __forceinline__ Row shuffled_row(int row) {
 // channel; -1 where the row or the tap does not exist. Taps are `tap_step` apart: 1, or in channels_last the channels.
 __device__ __forceinline__ int weight_at(int row, int tap, int tap_step) {
   Row of = shuffled_row(row);
-  int d = tap / (STRIDE_TAPS(H) * STRIDE_TAPS(W)) * LAYER_STRIDE_D + of.d - ZEROS_D;
-  int h = tap / STRIDE_TAPS(W) % STRIDE_TAPS(H) * LAYER_STRIDE_H + of.h - ZEROS_H;
-  int w = tap % STRIDE_TAPS(W) * LAYER_STRIDE_W + of.w - ZEROS_W;
+  int d = tap / (TAPS_H * TAPS_W) * LAYER_STRIDE_D + of.d - ZEROS_D;
+  int h = tap / TAPS_W % TAPS_H * LAYER_STRIDE_H + of.h - ZEROS_H;
+  int w = tap % TAPS_W * LAYER_STRIDE_W + of.w - ZEROS_W;
   if (!of.exists || (u32)d >= LAYER_KERNEL_D || (u32)h >= LAYER_KERNEL_H || (u32)w >= LAYER_KERNEL_W) return -1;
   int k = (d * LAYER_KERNEL_H + h) * LAYER_KERNEL_W + w;
   return tap_step == 1 ? of.channel * LAYER_TAPS + k : of.channel + k * tap_step;
