@@ -1,8 +1,8 @@
 """The direct family: transposed convolution on CUDA cores, for few channels per group and for float64.
 
-``kernels/direct.cu`` and, for depthwise layers, ``kernels/direct_walk.cu`` say how a block works. Here are their tiles,
-what each of them costs by a model, and the launch. Every valid forward has a kernel: one of these, or ``direct_any``
-where no tile fits (huge kernels, strides or dilations).
+``kernels/direct.cu`` and, for depthwise layers, ``kernels/direct_walk_nchw.cu`` and ``direct_walk.cu`` say how a block
+works. Here are their tiles, what each of them costs by a model, and the launch. Every valid forward has a kernel: one
+of these, or ``direct_any`` where no tile fits (huge kernels, strides or dilations).
 """
 
 from __future__ import annotations
@@ -184,8 +184,8 @@ def geometry(p: Problem, tile: Tile) -> dict[str, int]:
 
 @lru_cache(maxsize=1024)
 def walk_geometry(p: Problem, walk: Walk) -> dict[str, int]:
-    """The macros of the depthwise kernel for a problem; no size of the image is among them."""
-    _, h, w = axes(p)
+    """The macros of the depthwise kernels for a problem; no size of the image is among them."""
+    (_, h, w), last = axes(p), p.layout == "channels_last"
     return {
         **_common(p, 1),
         "THREADS": _WALK_THREADS,
@@ -195,7 +195,7 @@ def walk_geometry(p: Problem, walk: Walk) -> dict[str, int]:
         "SPAN_H": h.span,
         "MIN_W": w.least,
         "SPAN_W": w.span,
-        "MIN_BLOCKS": max(1, min(_resident(_WALK_THREADS, _walk_registers(p, walk)), 16)),
+        "MIN_BLOCKS": max(1, min(_resident(_WALK_THREADS, _walk_registers(p, walk)), 16)) if last else 4,
     }
 
 
@@ -291,12 +291,12 @@ def _sums(p: Problem, tile: Tile) -> int:
 
 
 def _walk_registers(p: Problem, walk: Walk) -> int:
-    """Registers per thread of the depthwise kernel: weights, window, the row that is on its way, a row of sums."""
+    """Registers per thread of the depthwise kernel in channels_last: weights, window, the next row, a row of sums."""
     _, h, w = axes(p)
     words = 2 if p.dtype == torch.float64 else 1
     columns = (walk.cells + w.span) * walk.channels
     need = h.kernel * w.kernel * walk.channels + (h.span + 2) * columns + walk.cells * w.stride * walk.channels
-    return min(max(-(-(words * need + (48 if p.layout == "channels_last" else 32)) // 8) * 8, 48), 255)
+    return min(max(-(-(words * need + (48)) // 8) * 8, 48), 255)
 
 
 # --- the model -------------------------------------------------------------------------------------------------------
@@ -431,10 +431,50 @@ def _cost(p: Problem, tile: Tile, facts: _Facts, gpu: Gpu) -> _Cost | None:
 
 
 def _walk_cost(p: Problem, walk: Walk, gpu: Gpu) -> _Cost:
-    """The model's time of the depthwise kernel, in seconds."""
+    """The model's time of a depthwise kernel, in seconds."""
+    return _walk_cost_last(p, walk, gpu) if p.layout == "channels_last" else _walk_cost_nchw(p, walk, gpu)
+
+
+def _walk_cost_nchw(p: Problem, walk: Walk, gpu: Gpu) -> _Cost:
+    """Fitted to 12 layers and dtypes on an H200, 8 strips and up to 3 widths each.
+
+    It chooses what takes 1% longer than a layer's best; times are off by 6%.
+    """
     _, h, w = axes(p)
-    item, last, half = p.dtype.itemsize, p.layout == "channels_last", p.dtype.itemsize == 2
-    double = p.dtype == torch.float64
+    item, half = p.dtype.itemsize, p.dtype.itemsize == 2
+    blocks = walk_grid(p, walk)[2] // _WALK_THREADS
+    run, columns = walk.cells * w.stride, walk.cells + w.span
+    vector = _vector(run, item)
+    lines, pieces = run // vector, run // math.gcd(vector, p.out_size[-1])
+    fmas = p.taps * walk.cells / h.stride  # of a row of outputs
+    stores = 4 if pieces == 1 else 6 + 3 * lines + 10 * pieces
+    row = fmas + p.taps / 4 / h.stride + run * (1 + 2 * half) + 6 + stores
+    step = h.stride * row + columns * (7 + h.span)
+    issues = walk.strip * step + h.span * columns * 5 + 60 + p.taps / 16
+    warps, resident = blocks * _WALK_THREADS / 32, min(5, threads_per_sm(gpu) // _WALK_THREADS)
+    clocks, in_flight = gpu.multiprocessors * gpu.clock, min(blocks, gpu.multiprocessors * resident)
+    lanes = fma_lanes(gpu, item == 8)
+    terms = {
+        "bytes": 1.04 * p.bytes / gpu.bandwidth,
+        "FMA throughput": warps * walk.strip * fmas * h.stride * 32 / (lanes * clocks * 0.85),
+        "instruction issue": warps * issues / (4 * clocks),
+        "latency": blocks * (walk.strip * 0.064e-6 + 0.2e-6) / in_flight,
+    }
+    bound = max(terms, key=lambda name: terms[name])
+    body = terms[bound] + 0.18 * (sum(terms.values()) - terms[bound])
+    # Blocks that walk far write at many places at once, which the memory minds in float32.
+    far = (0.002 if half else 0.014) * walk.strip * p.bytes / gpu.bandwidth
+    return _Cost(2e-6 + body + far, bound, blocks, resident)
+
+
+def _vector(run: int, item: int) -> int:
+    """Outputs of a run in one vector: the largest power of two that divides it, at most 16 bytes."""
+    return math.gcd(run & -run, 16 // item)
+
+
+def _walk_cost_last(p: Problem, walk: Walk, gpu: Gpu) -> _Cost:
+    _, h, w = axes(p)
+    item, half, double = p.dtype.itemsize, p.dtype.itemsize == 2, p.dtype == torch.float64
     threads = walk_grid(p, walk)[2]
     blocks = -(-threads // _WALK_THREADS)
     warps = threads / 32
@@ -443,21 +483,13 @@ def _walk_cost(p: Problem, walk: Walk, gpu: Gpu) -> _Cost:
     )  # blocks per multiprocessor
     run, columns, steps = walk.cells * w.stride, walk.cells + w.span, min(walk.strip, h.cells)
     fmas = steps * p.taps * walk.cells * walk.channels
-    wide = walk.channels if last else math.gcd(run & -run, 16 // item)
-    pieces = run * walk.channels / wide
-    if not last and p.out_size[-1] % wide:
-        wide, pieces = 1, float(run)
     loads = (steps + h.span) * columns
     weights = p.taps * walk.channels
-    issues = (
-        fmas + loads * (3 + walk.channels * half) + steps * h.stride * (pieces * 2 + run * walk.channels * half + 6)
-    )
+    issues = fmas + loads * (3 + walk.channels * half) + steps * h.stride * (run * 2 + run * walk.channels * half + 6)
     issues += weights * 2 + 60
-    # Rows that two strips read, columns that two threads read: mostly from the first-level cache. Vectors of a line
-    # that a warp does not write at once cost the second-level cache one access each.
-    spread = 1.0 if last or pieces == 1 else min(pieces, 32 / (wide * item))
-    read = math.prod(p.input_shape) * item * (steps + h.span) / steps * (1 + 0.5 * w.span / walk.cells if last else 1.1)
-    l2 = read + math.prod(p.output_shape) * item * spread + warps * weights * (128 if last else 4) * 0.5
+    # Rows that two strips read, columns that two threads read: mostly from the first-level cache.
+    read = math.prod(p.input_shape) * item * (steps + h.span) / steps * (1 + 0.5 * w.span / walk.cells)
+    l2 = read + math.prod(p.output_shape) * item + warps * weights * 128 * 0.5
     clocks = gpu.multiprocessors * gpu.clock
     in_flight = min(blocks, gpu.multiprocessors * resident)
     busy = min(1.0, in_flight * _WALK_THREADS / 32 / gpu.multiprocessors / 12)
@@ -476,25 +508,21 @@ def _walk_cost(p: Problem, walk: Walk, gpu: Gpu) -> _Cost:
 
 
 def walks(p: Problem) -> Iterator[Walk]:
-    """Every configuration of the depthwise kernel that is worth a thought for a problem; none for other layers."""
+    """Every configuration of the depthwise kernels that is worth a thought for a problem; none for other layers."""
     _, h, w = axes(p)
-    if p.rank > 2 or p.in_channels != p.groups or p.out_channels != p.groups:
+    if p.rank > 2 or p.in_channels != p.groups or p.out_channels != p.groups or h.stride > 16:
         return
     if max(v for a in (h, w) for v in (a.size, a.out, a.padding, a.kernel * a.dilation * a.stride)) >= _MAX_INT:
         return
-    words = 2 if p.dtype == torch.float64 else 1
-    for channels in (1, 2, 4) if p.layout == "channels_last" else (1,):
+    last, words = p.layout == "channels_last", 2 if p.dtype == torch.float64 else 1
+    for channels in (1, 2, 4) if last else (1,):
         for cells in (1, 2, 4, 8):
             if p.groups % channels or (cells > 1 and cells >= 2 * w.cells) or channels * p.dtype.itemsize > 16:
                 continue
             walk = Walk(cells, channels, 1)
-            unrolled = (h.span + 1) * p.taps * cells * channels
-            ring = (h.span + 2) * (cells + w.span) * channels
-            if unrolled > _MAX_UNROLLED or words * max(p.taps * channels, ring) > 80 or h.stride > 16:
+            if not (_fits_last if last else _fits_nchw)(p, walk, words):
                 continue
-            if _walk_registers(p, walk) > 168:
-                continue
-            for strip in (1, 4, 8, 16, 32, 64):
+            for strip in (1, 4, 8, 16, 32, 64) if last else (1, 2, 3, 4, 6, 8, 12, 16, 32):
                 if strip > 1 and strip >= 2 * h.cells:
                     continue
                 walk = Walk(cells, channels, strip)
@@ -502,11 +530,35 @@ def walks(p: Problem) -> Iterator[Walk]:
                     yield walk
 
 
+def _fits_last(p: Problem, walk: Walk, words: int) -> bool:
+    """Whether weights and window are few enough for registers."""
+    _, h, w = axes(p)
+    unrolled = (h.span + 1) * p.taps * walk.cells * walk.channels
+    ring = (h.span + 2) * (walk.cells + w.span) * walk.channels
+    if unrolled > _MAX_UNROLLED or words * max(p.taps * walk.channels, ring) > 80:
+        return False
+    return _walk_registers(p, walk) <= 168
+
+
+def _fits_nchw(p: Problem, walk: Walk, words: int) -> bool:
+    """Whether the window and a row of outputs are; several cells where they are one vector (others spilled)."""
+    _, h, w = axes(p)
+    run = walk.cells * w.stride
+    if walk.cells > 1 and run != _vector(run, p.dtype.itemsize):
+        return False
+    if p.taps * walk.cells > _MAX_UNROLLED or words * (h.span + 2) * (walk.cells + w.span) > 80 or words * run > 32:
+        return False
+    return h.out * w.out < 2**31
+
+
 def walk_grid(p: Problem, walk: Walk) -> tuple[int, int, int]:
-    """Runs along W, strips along H, threads in all."""
+    """Runs along W, strips along H, threads in all (NCHW: with those that make whole blocks of a channel's)."""
     _, h, w = axes(p)
     runs, strips = -(-w.cells // walk.cells), -(-h.cells // walk.strip)
-    return runs, strips, p.batch * (p.groups // walk.channels) * runs * strips
+    of_channel = runs * strips
+    if p.layout != "channels_last":
+        of_channel = -(-of_channel // _WALK_THREADS) * _WALK_THREADS
+    return runs, strips, p.batch * (p.groups // walk.channels) * of_channel
 
 
 def tiles(p: Problem) -> Iterator[Tile]:
@@ -587,7 +639,8 @@ class Choice:
         """What NVRTC must compile."""
         walks = isinstance(self.tile, Walk)
         entry = "direct_any" if self.tile is None else "direct_walk" if walks else "direct"
-        source = jit.source("direct_walk.cu" if walks else "direct.cu", self.macros())
+        walk = "direct_walk.cu" if self.problem.layout == "channels_last" else "direct_walk_nchw.cu"
+        source = jit.source(walk if walks else "direct.cu", self.macros())
         return (Unit(f"{entry} {self.summary}", source, ("direct_pack", entry)),)
 
     def prepare(self, device: int) -> Prepared:

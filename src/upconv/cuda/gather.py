@@ -44,6 +44,7 @@ _MMA_SYNC = 0.45  # of wgmma's rate: four warps read the same pixels
 _MANY = 8  # tiles of a block, from which on the last one's tail is in the constants, fitted to such layers
 _LAUNCH = 3.5e-6  # seconds
 _AHEAD = 4500.0  # clocks that the rings should look ahead
+_SPREAD = 1.2  # of tiles that store between others' results; asked only against phases as rows, fitted to hifigan alone
 _COPY = 275.0  # clocks for a copy of 16 bytes by each producer, where rows are not aligned
 _SHORT_ROWS = 64  # bytes, up to which threads may copy rows that begin anywhere better than boxes
 _LINE = 128  # bytes that come from memory together, of which a channels-last chunk may take a part
@@ -668,10 +669,13 @@ def _choose(p: Problem, gpu: Gpu, general: bool) -> Choice | str:
     best: tuple[float, str, Tiling] | None = None
     classes = _classes(p, general) if p.layout == "nchw" else (1, 1)
     layer = _any_size(p)
-    for shuffle in (None, *ways(layer)):
+    found = ways(layer)
+    for shuffle in (None, *found):
         small = () if general else _small_tilings(layer, gpu, p.size, shuffle)
         for t, clocks in _tilings(layer, gpu, classes, _alignment(p), shuffle) + small:
             seconds, bound = _whole(t, clocks, p, gpu)
+            if found and shuffle is None and t.width_subs < t.out_steps[2]:
+                seconds *= _SPREAD
             if best is None or seconds < best[0]:
                 best = seconds, bound, t
     if best is None:

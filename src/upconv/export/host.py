@@ -521,6 +521,7 @@ CLASSES = {
             strip: int  # and along height
             stride: tuple[int, int]  # results of a cell along height, width
             channel_blocks: int  # threads for the channels of a cell
+            whole: bool  # a block's threads are of one channel
             words: int  # of the packed weights
             packed: torch.dtype
 
@@ -528,7 +529,8 @@ CLASSES = {
                 """(blocks, the kernel's sizes); source and result are (depth, height, width)."""
                 runs = ceil(ceil(result[2], self.stride[1]), self.cells)
                 strips = ceil(ceil(result[1], self.stride[0]), self.strip)
-                threads = batch * self.channel_blocks * runs * strips
+                of_channel = ceil(runs * strips, 128) * 128 if self.whole else runs * strips
+                threads = batch * self.channel_blocks * of_channel
                 return ceil(threads, 128), (*source[1:], *result[1:], runs, strips, self.strip, threads)
         '''
     ),
@@ -701,6 +703,7 @@ def record(v: Variant) -> str:
         if isinstance(c.tile, direct.Walk):
             blocks = p.groups // c.tile.channels
             given |= {"cells": c.tile.cells, "strip": c.tile.strip, "stride": stride, "channel_blocks": blocks}
+            given |= {"whole": p.layout != "channels_last"}
         else:
             cells = (c.tile.block_h, c.tile.cells * c.tile.block_x)
             blocks = -(-p.groups // c.tile.slots) * -(-p.out_channels // p.groups // c.tile.co)
