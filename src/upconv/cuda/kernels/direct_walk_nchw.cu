@@ -53,19 +53,18 @@ __device__ __forceinline__ Pack load_taps(u32 at) {
 // Where vector `at` of a warp's lies in its buffer: eight lanes that write meet eight different places of 128 bytes.
 __device__ __forceinline__ int swizzled(int at) { return LINES % 2 ? at : at ^ (at >> 3 & (LINES - 1 & 7)); }
 
-// A warp's outputs of a row each, UNIT elements a lane and store: element e of a thread goes to `place` + e, if that is before `left`.
+// A warp's outputs of a row each, UNIT (WIDE or 1) elements a lane and store: element e of a thread goes to `place` + e, if that is before `left`.
 template <int UNIT>
 __device__ __forceinline__ void store_turned(T* plane, const Line* buffer, int place, int left, int lane) {
-    struct alignas(UNIT * sizeof(T)) Piece {
-        T v[UNIT];
-    };
     constexpr int PIECES = RUN / UNIT;  // of a thread
 #pragma unroll
     for (int k = 0; k < PIECES; ++k) {
         const int at = k * 32 + lane, element = at % PIECES * UNIT;
         const int of = __shfl_sync(0xffffffffu, place, at / PIECES), room = __shfl_sync(0xffffffffu, left, at / PIECES);
         const Line& line = buffer[swizzled(at / PIECES * LINES + element / WIDE)];
-        if (element < room) *reinterpret_cast<Piece*>(plane + of + element) = *reinterpret_cast<const Piece*>(line.v + element % WIDE);
+        if (element >= room) continue;
+        if (UNIT == WIDE) *reinterpret_cast<Line*>(plane + of + element) = line;
+        else plane[of + element] = line.v[element % WIDE];
     }
 }
 
