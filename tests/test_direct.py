@@ -280,6 +280,15 @@ def test_interpreted_walks_compute_the_layer(p: Problem, rng: random.Random) -> 
         check_interpreted(p, rng.choice(candidates), rng.randrange(1000))
 
 
+@pytest.mark.parametrize("kernel, stride, padding", [((32, 32), (1, 32), (0, 0)), ((15, 64), (1, 32), (7, 16))])
+def test_wide_runs_beside_tall_windows_are_no_walks(
+    kernel: tuple[int, int], stride: tuple[int, int], padding: tuple[int, int]
+) -> None:
+    """Both in registers spilled 56 and 16 bytes."""
+    p = Problem.make(1, 4, 4, (40, 8), kernel, stride, padding, groups=4)
+    assert not list(direct.walks(p)) and list(direct.walks(p.with_(kernel=(4, 32), stride=(1, 16), padding=(0, 0))))
+
+
 def test_walks_are_found_for_depthwise_layers_alone() -> None:
     p = Problem.make(1, 8, 8, (9, 9), 4, 2, 1, groups=8)
     assert list(direct.walks(p))

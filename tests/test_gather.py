@@ -20,7 +20,7 @@ from upconv import reference
 from upconv.bench.suites import SUITES, parse_layer
 from upconv.cuda import costs, gather, jit
 from upconv.cuda.gpu import A100, B200, H200, RTX3090, RTX4090, RTX5090, Gpu
-from upconv.cuda.shuffle import Shuffle, ways
+from upconv.cuda.shuffle import Shuffle, countable, ways
 from upconv.cuda.tiling import Tiling, Unfit, result_shape, source_shape
 from upconv.problem import Pass, Precision, Problem, output_length
 
@@ -190,6 +190,18 @@ def test_phases_as_rows(seed: int) -> None:
     assert len(ways_met) == 6
 
 
+def test_phases_are_rows_where_32_bits_count_them() -> None:
+    """A channels-last row of 2^31 elements and a weight of as many are left to the strided layer's tilings."""
+    row = Problem.make(1, 16, 8, (1, 2**27), (1, 4), (1, 2), (0, 1), dtype=torch.bfloat16, layout="channels_last")
+    weight = Problem.make(1, 8192, 4096, (8, 8), 8, 8, dtype=torch.bfloat16)
+    for p, smaller in ((row, row.with_(size=(1, 2**20))), (weight, weight.with_(in_channels=4096))):
+        assert ways(p) and not countable(p) and countable(smaller)
+    chosen = gather.choose(row.with_(precision="bf16", bias=False), H200)
+    assert not isinstance(chosen, str) and chosen.tiling.shuffle is None
+    chosen = gather.choose(row.with_(precision="bf16", bias=False, size=(1, 2**20)), H200)
+    assert not isinstance(chosen, str) and chosen.tiling.shuffle is not None
+
+
 def test_strided_boxes() -> None:
     """Gradients of channels-last strided layers, where the tensor copy engine steps over pixels."""
     rng = random.Random(0)
@@ -319,7 +331,8 @@ def test_far_taps_with_unrolled_rows() -> None:
 def test_infinities_reach_only_the_outputs_that_read_them() -> None:
     """Nothing but a tap's own pixels and channels is multiplied, not even by 0, which would make an infinity NaN.
 
-    Where sub-positions share a block (`subs` > 1) its rows do multiply the union of their taps' pixels.
+    Where sub-positions share a block (`subs` > 1) its rows do multiply the union of their taps' pixels; so do phases as
+    rows, of which none are drawn here.
     """
     rng = random.Random(0)
     grouped = 0

@@ -296,7 +296,7 @@ def _walk_registers(p: Problem, walk: Walk) -> int:
     words = 2 if p.dtype == torch.float64 else 1
     columns = (walk.cells + w.span) * walk.channels
     need = h.kernel * w.kernel * walk.channels + (h.span + 2) * columns + walk.cells * w.stride * walk.channels
-    return min(max(-(-(words * need + (48)) // 8) * 8, 48), 255)
+    return min(max(-(-(words * need + 48) // 8) * 8, 48), 255)
 
 
 # --- the model -------------------------------------------------------------------------------------------------------
@@ -541,12 +541,13 @@ def _fits_last(p: Problem, walk: Walk, words: int) -> bool:
 
 
 def _fits_nchw(p: Problem, walk: Walk, words: int) -> bool:
-    """Whether the window and a row of outputs are; several cells where they are one vector (others spilled)."""
+    """Whether window and a row of outputs fit in 128 registers; several cells only as one vector (others spilled)."""
     _, h, w = axes(p)
     run = walk.cells * w.stride
     if walk.cells > 1 and run != _vector(run, p.dtype.itemsize):
         return False
-    if p.taps * walk.cells > _MAX_UNROLLED or words * (h.span + 2) * (walk.cells + w.span) > 80 or words * run > 32:
+    ring = (h.span + 2) * (walk.cells + w.span)
+    if p.taps * walk.cells > _MAX_UNROLLED or words * ring > 80 or words * run > 32 or words * (ring + 2 * run) > 96:
         return False
     return h.out * w.out < 2**31
 

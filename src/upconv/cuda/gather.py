@@ -22,7 +22,7 @@ from upconv.cuda.costs import Constants, constants
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.gpu import gpu as gpu_of
 from upconv.cuda.launch import Launcher, bind
-from upconv.cuda.shuffle import Shuffle, Triple, ways
+from upconv.cuda.shuffle import Shuffle, Triple, countable, ways
 from upconv.cuda.tiling import (
     FRAGMENT,
     PACK_THREADS,
@@ -669,7 +669,7 @@ def _choose(p: Problem, gpu: Gpu, general: bool) -> Choice | str:
     best: tuple[float, str, Tiling] | None = None
     classes = _classes(p, general) if p.layout == "nchw" else (1, 1)
     layer = _any_size(p)
-    found = ways(layer)
+    found = ways(layer) if countable(p) else ()
     for shuffle in (None, *found):
         small = () if general else _small_tilings(layer, gpu, p.size, shuffle)
         for t, clocks in _tilings(layer, gpu, classes, _alignment(p), shuffle) + small:

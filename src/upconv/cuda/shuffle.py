@@ -47,6 +47,12 @@ def refusal(p: Problem) -> str | None:
     return None
 
 
+def countable(p: Problem) -> bool:
+    """Whether the kernel's 32-bit counts are enough for a layer's weights and, in channels_last, rows of its output."""
+    row = (p.out_size[-1] + 2**16) * (p.out_channels if p.layout == "channels_last" else 1)
+    return max(row, math.prod(p.weight_shape)) < 2**31
+
+
 def ways(p: Problem) -> tuple[Shuffle, ...]:
     """The ways to make phases rows of M; none where `refusal` says why."""
     if refusal(p) is not None:
