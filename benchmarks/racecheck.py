@@ -61,6 +61,7 @@ def every_lane(name: str, text: str) -> str:
 
 
 STRIDED = Problem.make(2, 64, 64, (16, 32), 4, 2, 1, bias=False)
+NARROW = Problem.make(2, 64, 32, (16, 32), 4, 2, 1, bias=False)  # two teams of two warps
 FEW = Problem.make(2, 64, 3, (16, 32), 4, 2, 1, bias=False)
 PLAIN = Problem.make(4, 64, 64, (16, 32), 3, bias=False)
 DTYPES = {"tf32": torch.float32, "bf16": torch.bfloat16}
@@ -116,6 +117,10 @@ CASES: dict[str, tuple[str, Callable[[], None]]] = {
     "forward-last": (
         "gather",
         lambda: run_gather(problem(STRIDED, "bf16", "channels_last", "fwd"), lambda t: t.wgmma),
+    ),
+    "forward-teams": (
+        "gather",
+        lambda: run_gather(problem(NARROW, "bf16", "channels_last", "fwd"), lambda t: t.wgmma and t.subs == 2),
     ),
     "planes": (
         "gather",

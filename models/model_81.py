@@ -15,10 +15,10 @@ Constraints:
 - Results are bit-equal from run to run. Under torch.autocast the layer wants its own dtype all the same.
 
 Kernels:
-- forward: wgmma tf32, tile 1x1x1x64 (NxDxHxW of q) x 192 rows, chunk of 32 channels, in turn, weights ring of 6 x 6
-  fragments, 216 KB shared.
-- forward (other widths than multiples of 4): wgmma tf32, tile 2x1x8x8 (NxDxHxW of q) x 192 rows, chunk of 32
-  channels, pixels halved, weights ring of 6 x 6 fragments, 213 KB shared.
+- forward: wgmma tf32, tile 1x1x1x64 (NxDxHxW of q) x 192 rows, chunk of 32 channels, in turn, weights ring of 4 x 6
+  fragments, 215 KB shared.
+- forward (other widths than multiples of 4): wgmma tf32, tile 1x1x1x64 (NxDxHxW of q) x 192 rows, chunk of 32
+  channels, in turn, weights ring of 4 x 6 fragments, 215 KB shared.
 - gradient for the input: wgmma tf32, tile 1x1x2x64 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights
   ring of 6 x 3 fragments, 211 KB shared.
 - gradient for the weight: mma.sync tf32, 32x64 channels x 1x1x3 taps a block, chunks of 1x1x1x64 (NxDxHxW of q), K
@@ -70,8 +70,8 @@ CUDA = r"""
 #include <c10/cuda/CUDAStream.h>
 
 // =====================================================================================================================
-// Forward: wgmma tf32, tile 1x1x1x64 (NxDxHxW of q) x 192 rows, chunk of 32 channels, in turn, weights ring of 6 x 6
-// fragments, 216 KB shared.
+// Forward: wgmma tf32, tile 1x1x1x64 (NxDxHxW of q) x 192 rows, chunk of 32 channels, in turn, weights ring of 4 x 6
+// fragments, 215 KB shared.
 // =====================================================================================================================
 
 namespace forward {
@@ -115,12 +115,12 @@ constexpr int VARIANTS = 5;  // M-groups that differ in their taps
 constexpr int COUT_BLOCKS = 1;  // M-groups that share the output channels of a group
 constexpr int M_GROUPS = 5;  // groups x COUT_BLOCKS x VARIANTS
 constexpr int STAGES_P = 2;  // input tiles in shared memory
-constexpr int STAGES_S = 4;  // staging slots
-constexpr int STAGES_W = 6;  // stages of the weights: of the ring, or chunks
+constexpr int STAGES_S = 3;  // staging slots
+constexpr int STAGES_W = 4;  // stages of the weights: of the ring, or chunks
 constexpr int W_STAGE = 6;  // fragments of weights in a stage of the ring, at most
-constexpr int RING_FRAGMENTS = 36;  // fragments of weights in shared memory
+constexpr int RING_FRAGMENTS = 24;  // fragments of weights in shared memory
 constexpr int WEIGHTS_BOX = 0;
-constexpr int RUN_GROUPS = 4;  // groups of 8 columns that the epilogue stores together
+constexpr int RUN_GROUPS = 8;  // groups of 8 columns that the epilogue stores together
 constexpr int ROWS_D = 1, ROWS_H = 2;  // input rows of a tile
 constexpr int ROW_STEP_D = 1, ROW_STEP_H = 1;  // rows of the tile from one q to the next
 constexpr int COLUMNS = 65;  // input columns of a tile with its halo
@@ -820,11 +820,12 @@ __device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB]
 }
 
 // --- epilogue --------------------------------------------------------------------------------------------------------
-// A warp holds 16 rows of M. It passes them through its own shared buffer, a run of pixels at a time, so that memory is
-// written in whole lines: NCHW 8 rows of RUN x W_SUBS consecutive outputs, channels-last RUN pixels of 16 channels.
+// A warp holds 16 rows of M. They pass through a shared buffer, so that memory is written in whole lines: NCHW 8 rows of a run of
+// RUN x W_SUBS consecutive outputs, through a buffer of the warp; channels-last ROUND pixels of ROWS_PER_SUB channels, through one
+// of all warps that hold these.
 constexpr int RUN = RUN_GROUPS * 8;
-// Bytes of a row of the buffer (channels-last: of a pixel); the rest beyond whole 128 bytes lets rows meet different banks, and
-// a row begin up to 31 bytes late.
+// Bytes of a row of the buffer; the rest beyond whole 128 bytes lets rows meet different banks, and a row begin up to
+// 31 bytes late.
 constexpr int RUN_PITCH = (RUN * W_SUBS * ELEMENT + 127) / 128 * 128 + 32;
 constexpr int BUFFER_BYTES = 8 * RUN_PITCH;
 constexpr int RUN_SUBTILES = 1;  // neighbours along W that a run crosses
@@ -899,11 +900,14 @@ __device__ __forceinline__ void store_units(char* to, long long plane, int rows,
   constexpr int PER_ROW = OUTPUTS * ELEMENT / UNIT;
 #pragma unroll
   for (int i = 0; i < (8 * PER_ROW + 31) / 32; i++) {
-    bool one_row = PER_ROW % 32 == 0;                   // known without the lane
-    int index = lane + 32 * i, r = one_row ? 32 * i / PER_ROW : index / PER_ROW;
-    int at = (one_row ? 32 * i % PER_ROW + lane : index % PER_ROW) * UNIT;
+    // rows: the first lane's, and how many on
+    int index = lane + 32 * i, first = 32 * i / PER_ROW, more = index / PER_ROW - first;
+    // Compared, not divided, where rows are long (measured: kb81, rows of 320 outputs, bfloat16 0.207 -> 0.187 ms).
+    if (PER_ROW >= 32) more = 32 * i % PER_ROW + 31 >= PER_ROW && index >= (first + 1) * PER_ROW;
+    int r = first + more, at = (index - r * PER_ROW) * UNIT;
+    char* row = to + first * plane + (PER_ROW >= 32 ? more ? plane : 0 : more * plane);
     bool in = PER_ROW % 4 == 0 || r < 8;
-    copy_unit<UNIT>(to + r * plane + at, in ? buffer + r * RUN_PITCH + at : buffer, in && at < end);
+    copy_unit<UNIT>(row + at, in ? buffer + r * RUN_PITCH + at : buffer, in && at < end);
   }
 }
 
@@ -1142,8 +1146,8 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 }  // namespace forward
 
 // =====================================================================================================================
-// Forward where rows begin off 16 bytes: wgmma tf32, tile 2x1x8x8 (NxDxHxW of q) x 192 rows, chunk of 32 channels,
-// pixels halved, weights ring of 6 x 6 fragments, 213 KB shared.
+// Forward where rows begin off 16 bytes: wgmma tf32, tile 1x1x1x64 (NxDxHxW of q) x 192 rows, chunk of 32 channels, in
+// turn, weights ring of 4 x 6 fragments, 215 KB shared.
 // =====================================================================================================================
 
 namespace forward_unaligned {
@@ -1178,7 +1182,7 @@ constexpr int COUT_G = 64;  // channels of a group in what is written
 constexpr int TAPS = 9;  // of the kernel, over all axes
 constexpr int PACK_TAPS = 4;
 constexpr int CK = 32;  // channels of a chunk
-constexpr int SUB_H = 8, SUB_W = 8;  // the 64 positions q that one matrix instruction takes
+constexpr int SUB_H = 1, SUB_W = 64;  // the 64 positions q that one matrix instruction takes
 constexpr int SUBS = 1;  // (d, h) sub-positions in a block of 64 rows of M
 constexpr int ROWS_PER_SUB = 64;  // output channels of a sub-position in a block
 constexpr int W_SUBS = 5;  // W sub-positions of a tile, neighbours in a thread
@@ -1188,16 +1192,16 @@ constexpr int COUT_BLOCKS = 1;  // M-groups that share the output channels of a 
 constexpr int M_GROUPS = 5;  // groups x COUT_BLOCKS x VARIANTS
 constexpr int STAGES_P = 2;  // input tiles in shared memory
 constexpr int STAGES_S = 3;  // staging slots
-constexpr int STAGES_W = 6;  // stages of the weights: of the ring, or chunks
+constexpr int STAGES_W = 4;  // stages of the weights: of the ring, or chunks
 constexpr int W_STAGE = 6;  // fragments of weights in a stage of the ring, at most
-constexpr int RING_FRAGMENTS = 36;  // fragments of weights in shared memory
-constexpr int RUN_GROUPS = 1;  // groups of 8 columns that the epilogue stores together
-constexpr int ROWS_D = 1, ROWS_H = 9;  // input rows of a tile
+constexpr int RING_FRAGMENTS = 24;  // fragments of weights in shared memory
+constexpr int RUN_GROUPS = 8;  // groups of 8 columns that the epilogue stores together
+constexpr int ROWS_D = 1, ROWS_H = 2;  // input rows of a tile
 constexpr int ROW_STEP_D = 1, ROW_STEP_H = 1;  // rows of the tile from one q to the next
 constexpr int FIRST_W = 0;
-constexpr int COLUMNS = 9;  // input columns of a tile with its halo
+constexpr int COLUMNS = 65;  // input columns of a tile with its halo
 constexpr int COLUMN_PAD = 0;  // columns by which a box begins early
-constexpr int PLANE = 9;  // columns with one residue modulo IN_STEP_W
+constexpr int PLANE = 65;  // columns with one residue modulo IN_STEP_W
 constexpr int PLANES = 1;  // residues that some tap reads; of several boxes all
 constexpr int PLANE_BARRIERS = 1;
 constexpr int FRAGMENT_SETS = 3;  // sets of registers that weights take in turn
@@ -1205,8 +1209,8 @@ constexpr int PRODUCER_REGISTERS = 72;  // of a thread
 constexpr int CONSUMER_REGISTERS = 184;  // of a thread
 constexpr int OUT_STEP_D = 1, OUT_STEP_H = 5, OUT_STEP_W = 5;  // outputs from one q to the next
 constexpr int IN_STEP_D = 1, IN_STEP_H = 1, IN_STEP_W = 1;  // inputs from one q to the next
-constexpr int TILE_D = 1, TILE_H = 8, TILE_W = 8;  // positions q of a tile
-constexpr int TILE_N = 2;  // images of a tile
+constexpr int TILE_D = 1, TILE_H = 1, TILE_W = 64;  // positions q of a tile
+constexpr int TILE_N = 1;  // images of a tile
 
 // PTX in small wrappers, so that a kernel body reads as an algorithm.
 typedef unsigned int u32;
@@ -1246,6 +1250,9 @@ template <int ID, int THREADS>
 __device__ __forceinline__ void named_sync() { asm volatile("bar.sync %0, %1;\n" ::"n"(ID), "n"(THREADS) : "memory"); }
 __device__ __forceinline__ void named_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void named_arrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
 }
 
 // --- copies into shared memory ---------------------------------------------------------------------------------------
@@ -1370,9 +1377,9 @@ constexpr int FIRST_CONSUMER = 2;
 constexpr int PRODUCER_WARPS = PRODUCER_THREADS / 32;
 constexpr int THREADS = FIRST_CONSUMER * 128 + CONSUMER_THREADS;
 constexpr int SUBTILES = TILE_N * TILE_D * (TILE_H / SUB_H) * (TILE_W / SUB_W);
-constexpr int NB = SUBTILES / 2;
+constexpr int NB = SUBTILES;
 constexpr int WGS_M = 1;
-constexpr int RELEASES = 2;  // consumers that read a stage
+constexpr int RELEASES = 1;  // consumers that read a stage
 constexpr int W_SUBTILES = TILE_W / SUB_W;
 constexpr int H_SUBTILES = TILE_H / SUB_H;
 // [variant][MB + 1]: where a block's taps begin
@@ -1381,7 +1388,7 @@ __constant__ const short SUB_D[] = {0,0,0,0,0};  // [variant][SUBS]: output offs
 __constant__ const short SUB_HH[] = {0,1,2,3,4};
 __constant__ const short U_W[] = {0,0,0,0,0};  // [variant]: first W sub-position
 __constant__ const int ROW_D[] = {0};  // input offset of a tile's rows
-__constant__ const int ROW_H[] = {0,1,2,3,4,5,6,7,8};
+__constant__ const int ROW_H[] = {0,1};
 
 struct Sizes {                                         // one layout for the packed argument block
   int batch, in_d, in_h, in_w, out_d, out_h, out_w;
@@ -1551,9 +1558,9 @@ __device__ __forceinline__ void stage(const char* __restrict__ x, const Sizes& s
   // A thread keeps its channel and place in the row for all rows (measured: found anew for each unit, kb57's gradient
   // for the input took
   // 3.25 ms instead of 2.27). Where rows are short, threads share them out.
-  constexpr int PLACES = CK * STAGING_UNITS, SHARES = PRODUCER_THREADS / PLACES;
-  constexpr int SLICES = TILE_N * ROWS_D, BY_SLICE = SHARES, BY_ROW = 1;
-  int share = thread / PLACES, place_of = thread % PLACES;
+  constexpr int SHARES = 1;
+  constexpr int SLICES = TILE_N * ROWS_D, BY_SLICE = SHARES, BY_ROW = SHARES;
+  int share = 0, place_of = thread;
   if (share >= SHARES) return;
 #pragma unroll 1
   for (int unit = place_of % STAGING_UNITS, c = place_of / STAGING_UNITS; c < CK;) {
@@ -1561,11 +1568,11 @@ __device__ __forceinline__ void stage(const char* __restrict__ x, const Sizes& s
     int column = at.w + unit * VEC;                   // of the unit's first element, were the row aligned
     u32 to = slot + c * CHANNEL_BYTES + unit * 16;
 #pragma unroll 1
-    for (int r = share; r < SLICES; r += BY_SLICE) {
+    for (int r = 0; r < SLICES; r += BY_SLICE) {
       int image = r / ROWS_D, d = at.d + ROW_D[r % ROWS_D];
       bool exists = at.n + image < s.batch && (u32)d < (u32)s.in_d;
       const char* line = place + image * (CIN * plane) + d * slice;
-#pragma unroll 3
+#pragma unroll 2
       for (int j = 0; j < ROWS_H; j += BY_ROW) {
         int h = at.h + ROW_H[j];
         u64 p = multiply_add_wide(h, s.in_w * ELEMENT, (u64)line);
@@ -1575,7 +1582,6 @@ __device__ __forceinline__ void stage(const char* __restrict__ x, const Sizes& s
               (const char*)(p & ~15ull));
       }
     }
-    break;
     unit += PRODUCER_THREADS % STAGING_UNITS;
     c += PRODUCER_THREADS / STAGING_UNITS;
     if (unit >= STAGING_UNITS) {
@@ -1842,7 +1848,7 @@ __device__ __forceinline__ constexpr int pixel_row_of(int subtile) {
   return ((p.n * ROWS_D + p.d * ROW_STEP_D) * ROWS_H + p.h * ROW_STEP_H) * PITCH + p.w;
 }
 constexpr int SUBTILES_OF_WGMMA = 1;  // that a matrix instruction takes
-constexpr int GROUP_ROWS = ROW_STEP_H * PITCH;  // pixel rows from one group of eight columns to the next
+constexpr int GROUP_ROWS = 8;  // pixel rows from one group of eight columns to the next
 
 // Where a consumer's pixels lie in a tile. `start`: of its first subtile; wgmma: the lower half of its descriptor, the same in all
 // threads; mma.sync: the tile's address.
@@ -1894,7 +1900,7 @@ __device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[FRAGMENT_SET
     weights.load(a[(i + 1) % FRAGMENT_SETS], i + 1);
     wgmma_wait<1>();
   } else {
-    wgmma_wait<0>();
+    wgmma_wait<1>();
   }
   if (i + 1 == steps || (i + 1) % W_STAGE == 0) {
     __syncwarp();
@@ -1905,7 +1911,7 @@ __device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[FRAGMENT_SET
 // A pixel tile that no matrix instruction reads any more, by its barrier; 0: none.
 __device__ __forceinline__ void give_back(u32 barrier, int lane) {
   __syncwarp();
-  if (lane == 0) barrier_arrive(barrier);
+  if (lane == 0 && (barrier)) barrier_arrive(barrier);
 }
 
 // few steps: all blocks of a chunk are one stretch, for each variant its own
@@ -1914,7 +1920,7 @@ __device__ constexpr int entry_at(int i) {
   return entry[i];
 }
 __device__ constexpr int row_at(int i) {
-  constexpr int row[] = {0,0,1,0,0,1,9,9,10};
+  constexpr int row[] = {0,0,1,0,0,1,65,65,66};
   return row[i];
 }
 __device__ constexpr int block_of(int variant, int entry) {
@@ -1931,6 +1937,7 @@ __device__ __forceinline__ void multiply_from(float (&acc)[MB][NB][32], u32 (&a)
   if constexpr (STEP < steps) {
     constexpr int entry = first + STEP / STEPS_PER_TAP, block = block_of(VARIANT, entry);
     step(acc[block], a, weights, pixels, row_at(entry), STEP, steps, lane);
+    if (STEP == 0) give_back(behind, lane);
     multiply_from<VARIANT, STEP + 1>(acc, a, weights, pixels, behind, lane);
   } else {
     weights.end_stretch(steps);
@@ -1950,19 +1957,20 @@ __device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB]
 }
 
 // --- epilogue --------------------------------------------------------------------------------------------------------
-// A warp holds 16 rows of M. It passes them through its own shared buffer, a run of pixels at a time, so that memory is
-// written in whole lines: NCHW 8 rows of RUN x W_SUBS consecutive outputs, channels-last RUN pixels of 16 channels.
+// A warp holds 16 rows of M. They pass through a shared buffer, so that memory is written in whole lines: NCHW 8 rows of a run of
+// RUN x W_SUBS consecutive outputs, through a buffer of the warp; channels-last ROUND pixels of ROWS_PER_SUB channels, through one
+// of all warps that hold these.
 constexpr int RUN = RUN_GROUPS * 8;
-// Bytes of a row of the buffer (channels-last: of a pixel); the rest beyond whole 128 bytes lets rows meet different banks, and
-// a row begin up to 31 bytes late.
+// Bytes of a row of the buffer; the rest beyond whole 128 bytes lets rows meet different banks, and a row begin up to
+// 31 bytes late.
 constexpr int RUN_PITCH = (RUN * W_SUBS * ELEMENT + 127) / 128 * 128 + 32;
 constexpr int BUFFER_BYTES = 8 * RUN_PITCH;
-constexpr int RUN_SUBTILES = RUN_GROUPS;  // neighbours along W that a run crosses
-constexpr int RUNS_OF_SUBTILE = 8;
+constexpr int RUN_SUBTILES = 1;  // neighbours along W that a run crosses
+constexpr int RUNS_OF_SUBTILE = 8 / RUN_GROUPS;
 // Group k of run i of subtiles RUN_FIRST(r) ...: which subtile, and which of its groups of 8 columns.
 #define RUN_FIRST(r) ((r) * RUN_SUBTILES)  // subtile of a run's first group
-#define RUN_NB(r, i, k) (RUN_FIRST(r) + (k))
-#define RUN_J(r, i, k) ((i))
+#define RUN_NB(r, i, k) (RUN_FIRST(r) + (k) / 8)
+#define RUN_J(r, i, k) ((i) * RUN_GROUPS + (k))
 
 // A warp's 16 rows of M are output channels of one (d, h) sub-position (ROWS_PER_SUB is 64, 32 or 16).
 struct Slab {
@@ -2029,11 +2037,14 @@ __device__ __forceinline__ void store_units(char* to, long long plane, int rows,
   constexpr int PER_ROW = OUTPUTS * ELEMENT / UNIT;
 #pragma unroll
   for (int i = 0; i < (8 * PER_ROW + 31) / 32; i++) {
-    bool one_row = PER_ROW % 32 == 0;                   // known without the lane
-    int index = lane + 32 * i, r = one_row ? 32 * i / PER_ROW : index / PER_ROW;
-    int at = (one_row ? 32 * i % PER_ROW + lane : index % PER_ROW) * UNIT;
+    // rows: the first lane's, and how many on
+    int index = lane + 32 * i, first = 32 * i / PER_ROW, more = index / PER_ROW - first;
+    // Compared, not divided, where rows are long (measured: kb81, rows of 320 outputs, bfloat16 0.207 -> 0.187 ms).
+    if (PER_ROW >= 32) more = 32 * i % PER_ROW + 31 >= PER_ROW && index >= (first + 1) * PER_ROW;
+    int r = first + more, at = (index - r * PER_ROW) * UNIT;
+    char* row = to + first * plane + (PER_ROW >= 32 ? more ? plane : 0 : more * plane);
     bool in = PER_ROW % 4 == 0 || r < 8;
-    copy_unit<UNIT>(to + r * plane + at, in ? buffer + r * RUN_PITCH + at : buffer, in && at < end);
+    copy_unit<UNIT>(row + at, in ? buffer + r * RUN_PITCH + at : buffer, in && at < end);
   }
 }
 
@@ -2120,8 +2131,8 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* 
     bool image = n < s.batch && od < s.out_d;
 #pragma unroll
     for (int i = 0; i < RUNS_OF_SUBTILE; i++) {
-      int oh = OUT_STEP_H * (t.h + place.h + i) + slab.oh;
-      int ow = OUT_STEP_W * (t.w + place.w) + U_W[t.variant], left = s.out_w - ow;
+      int oh = OUT_STEP_H * (t.h + place.h) + slab.oh;
+      int ow = OUT_STEP_W * (t.w + place.w + i * RUN) + U_W[t.variant], left = s.out_w - ow;
       if (!image || oh >= s.out_h || left <= 0) continue;
       char* to = y + (((long long)n * COUT + channel) * s.out_d + od) * s.out_h * s.out_w * ELEMENT
           + ((long long)oh * s.out_w + ow) * ELEMENT;
@@ -2145,17 +2156,23 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* 
 __device__ __forceinline__ void consume(const char* packed, const float* bias, char* y, const Sizes& s, u32 tiles,
     u32 full, u32 empty, Fragments& weights, u32 buffers, int wg, int thread) {
   int warp = thread >> 5, lane = thread & 31;
-  int first_subtile = wg * NB, offset = fragment_part(wg, thread);
+  int first_subtile = 0, offset = fragment_part(wg, thread);
   u32 buffer = buffers + (wg * 4 + warp) * BUFFER_BYTES;
   Cursor cursor = {0, 0};
   weights.cursor = {0, 0};
   weights.ring += offset;
   weights.first = true;
   int turn = 0;
+  if (wg == 1) named_arrive(2, CONSUMER_THREADS);  // the first turn is warpgroup 0's
 #pragma unroll 1
   for (int index = blockIdx.x; index < s.tiles; index += gridDim.x, turn++) {
     Tile t = tile_at(index, s);
     int chunks = chunks_of(t.variant);
+    if ((turn & 1) != wg) {
+      for (int i = 0; i < chunks; i++) cursor.next(STAGES_P);
+      weights.skip(t.variant);
+      continue;
+    }
     float acc[MB][NB][32];
 #pragma unroll
     for (int b = 0; b < MB; b++)
@@ -2167,6 +2184,7 @@ __device__ __forceinline__ void consume(const char* packed, const float* bias, c
           // here, not behind a fence of wgmma: ptxas would serialise all (C7519)
           asm volatile("" : "+f"(acc[b][nb][i]));
         }
+    named_sync(2 + wg, CONSUMER_THREADS);
     weights.begin(packed, t, offset);
     int variant = __shfl_sync(0xffffffffu, t.variant, 0);  // so that ptxas knows that warps do not part over it
     u32 behind = 0;                                      // CONTINUED: the chunk that the last step may still read
@@ -2177,9 +2195,12 @@ __device__ __forceinline__ void consume(const char* packed, const float* bias, c
       barrier_wait(full + cursor.stage * 8, cursor.parity);
       weights.begin_chunk(chunk);
       multiply_chunk<0>(variant, acc, weights, pixels, behind, lane);
-      give_back(last, lane);
+      behind = last;
     }
     weights.end();
+    named_arrive(2 + (wg ^ 1), CONSUMER_THREADS);
+    wgmma_wait<0>();
+    give_back(behind, lane);
     epilogue(acc, bias, y, s, t, t.cout_block * WGS_M, first_subtile, buffer, warp, lane);
   }
 }
@@ -3059,11 +3080,12 @@ __device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB]
 }
 
 // --- epilogue --------------------------------------------------------------------------------------------------------
-// A warp holds 16 rows of M. It passes them through its own shared buffer, a run of pixels at a time, so that memory is
-// written in whole lines: NCHW 8 rows of RUN x W_SUBS consecutive outputs, channels-last RUN pixels of 16 channels.
+// A warp holds 16 rows of M. They pass through a shared buffer, so that memory is written in whole lines: NCHW 8 rows of a run of
+// RUN x W_SUBS consecutive outputs, through a buffer of the warp; channels-last ROUND pixels of ROWS_PER_SUB channels, through one
+// of all warps that hold these.
 constexpr int RUN = RUN_GROUPS * 8;
-// Bytes of a row of the buffer (channels-last: of a pixel); the rest beyond whole 128 bytes lets rows meet different banks, and
-// a row begin up to 31 bytes late.
+// Bytes of a row of the buffer; the rest beyond whole 128 bytes lets rows meet different banks, and a row begin up to
+// 31 bytes late.
 constexpr int RUN_PITCH = (RUN * W_SUBS * ELEMENT + 127) / 128 * 128 + 32;
 constexpr int BUFFER_BYTES = 8 * RUN_PITCH;
 constexpr int RUN_SUBTILES = 1;  // neighbours along W that a run crosses
@@ -3138,11 +3160,14 @@ __device__ __forceinline__ void store_units(char* to, long long plane, int rows,
   constexpr int PER_ROW = OUTPUTS * ELEMENT / UNIT;
 #pragma unroll
   for (int i = 0; i < (8 * PER_ROW + 31) / 32; i++) {
-    bool one_row = PER_ROW % 32 == 0;                   // known without the lane
-    int index = lane + 32 * i, r = one_row ? 32 * i / PER_ROW : index / PER_ROW;
-    int at = (one_row ? 32 * i % PER_ROW + lane : index % PER_ROW) * UNIT;
+    // rows: the first lane's, and how many on
+    int index = lane + 32 * i, first = 32 * i / PER_ROW, more = index / PER_ROW - first;
+    // Compared, not divided, where rows are long (measured: kb81, rows of 320 outputs, bfloat16 0.207 -> 0.187 ms).
+    if (PER_ROW >= 32) more = 32 * i % PER_ROW + 31 >= PER_ROW && index >= (first + 1) * PER_ROW;
+    int r = first + more, at = (index - r * PER_ROW) * UNIT;
+    char* row = to + first * plane + (PER_ROW >= 32 ? more ? plane : 0 : more * plane);
     bool in = PER_ROW % 4 == 0 || r < 8;
-    copy_unit<UNIT>(to + r * plane + at, in ? buffer + r * RUN_PITCH + at : buffer, in && at < end);
+    copy_unit<UNIT>(row + at, in ? buffer + r * RUN_PITCH + at : buffer, in && at < end);
   }
 }
 
@@ -4399,7 +4424,7 @@ void run_forward(const at::Tensor& x, const at::Tensor& packed, const std::optio
   const CUtensorMap map = tensor_map(x, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, {sizes[3], sizes[2], sizes[1], 32, sizes[0]},
                                      {68, 2, 1, 32, 1}, {1, 1, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_NONE);
   const auto pointers = std::make_tuple(x.data_ptr(), packed.data_ptr(), address(bias), out.data_ptr());
-  launch<forward::gather, 512, 221384>(x, blocks, pointers, sizes, std::make_tuple(map));
+  launch<forward::gather, 512, 220312>(x, blocks, pointers, sizes, std::make_tuple(map));
 }
 
 void pack_forward_unaligned(const at::Tensor& weight, const at::Tensor& packed) {
@@ -4410,7 +4435,7 @@ void pack_forward_unaligned(const at::Tensor& weight, const at::Tensor& packed) 
 void run_forward_unaligned(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
                            const at::Tensor& out, int64_t blocks, const std::array<int64_t, 11>& sizes) {
   const auto pointers = std::make_tuple(x.data_ptr(), packed.data_ptr(), address(bias), out.data_ptr());
-  launch<forward_unaligned::gather, 512, 218312>(x, blocks, pointers, sizes);
+  launch<forward_unaligned::gather, 512, 220264>(x, blocks, pointers, sizes);
 }
 
 void pack_grad_input(const at::Tensor& weight, const at::Tensor& packed) {
@@ -4607,7 +4632,7 @@ FORWARD = (
     Gather(
         name="forward_unaligned",
         unit=1,
-        tile=(2, 1, 8, 8),
+        tile=(1, 1, 1, 64),
         steps=(1, 5, 5),
         leads=(0, 0, 0),
         m_groups=5,

@@ -192,7 +192,7 @@ def test_phases_as_rows(seed: int) -> None:
 
 def test_phases_are_rows_where_32_bits_count_them() -> None:
     """A channels-last row of 2^31 elements and a weight of as many are left to the strided layer's tilings."""
-    row = Problem.make(1, 16, 8, (1, 2**27), (1, 4), (1, 2), (0, 1), dtype=torch.bfloat16, layout="channels_last")
+    row = Problem.make(1, 56, 1, (1, 2**30), (1, 9), (1, 3), (0, 4), dtype=torch.bfloat16, layout="channels_last")
     weight = Problem.make(1, 8192, 4096, (8, 8), 8, 8, dtype=torch.bfloat16)
     for p, smaller in ((row, row.with_(size=(1, 2**20))), (weight, weight.with_(in_channels=4096))):
         assert ways(p) and not countable(p) and countable(smaller)

@@ -143,7 +143,7 @@ def tiles(program: Path, seed: int, count: int) -> int:
     return int(done.stdout)
 
 
-def tiling_of(seed: int, fit: Callable[[Tiling], bool] = lambda t: True) -> Tiling:
+def tiling_of(seed: int, fit: Callable[[Tiling], bool] = lambda t: True, last: bool | None = None) -> Tiling:
     """A random tiling of a random layer, whose sizes mean nothing here."""
     r = random.Random(seed)
     dtype, precision = KINDS[seed % 3]
@@ -156,7 +156,9 @@ def tiling_of(seed: int, fit: Callable[[Tiling], bool] = lambda t: True) -> Tili
             p = Problem.make(2, *channels, size, kernel, stride, 1, 0, r.choice((1, 2)), groups, dtype=dtype)
         except ValueError:
             continue
-        layout = "channels_last" if rank > 1 and r.random() < 0.2 else "nchw"
+        if last and rank == 1:
+            continue
+        layout = "channels_last" if rank > 1 and (r.random() < 0.2 if last is None else last) else "nchw"
         p = p.with_(precision=precision, layout=layout, pass_=r.choice(("fwd", "fwd", "grad-input")), bias=False)
         if dtype is torch.float32 and r.random() < 0.2:
             p = p.with_(precision="ieee")
@@ -170,6 +172,15 @@ def tiling_of(seed: int, fit: Callable[[Tiling], bool] = lambda t: True) -> Tili
 @pytest.mark.parametrize("seed", range(24))
 def test_every_output_arrives_and_nothing_else_is_written(seed: int, tmp_path: Path) -> None:
     assert tiles(epilogue(tiling_of(seed), tmp_path), seed, 80) > 500
+
+
+@pytest.mark.parametrize("subs", (1, 2, 4))
+@pytest.mark.parametrize("runs", (1, 2, 3, 4, 8))
+def test_channels_last_pixels_leave_through_a_teams_buffer(runs: int, subs: int, tmp_path: Path) -> None:
+    """Rounds of one row or several, of rows that a thread's units cross or not; teams of 4, 2 and 1 warps."""
+    seed = runs + subs  # all three dtypes
+    tiling = tiling_of(seed, lambda t: t.runs == runs and t.subs == subs and t.shuffle is None, last=True)
+    assert tiles(epilogue(tiling, tmp_path), seed, 80) > 500
 
 
 def shuffled_tiling(seed: int, most: int = 10**9) -> Tiling:

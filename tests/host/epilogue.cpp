@@ -2,24 +2,48 @@
 // the fragment layout of wgmma and the tiling's definition give it, and nothing else may be written.
 #include "warp.h"
 
-#include "kernel.h"  // the tiling's macros and the epilogue, cut from gather.cu by test_epilogue.py
+#include "kernel.h"  // the tiling's macros and the epilogue, cut from gather.cu by test_host.py
 
 static u32 pack_pair(float2 v) { return STORE_BITS(v.x) | STORE_BITS(v.y) << 16; }
 
+static struct { int x; } threadIdx;
+static void named_sync(int, int) { wait_for_all(); }  // of the team, which is all fibers
+// stmatrix with .trans: matrix i's row r goes where lane 8 i + r of the warp says; a lane has two neighbours of a column.
+static std::vector<u32> rows;
+template <int N> static void store_matrices_turned(u32 a, const u32 (&v)[N]) {
+  rows.resize(fibers.size());
+  rows[this_fiber] = a;
+  wait_for_all();
+  int lane = this_fiber % 32, warp = this_fiber / 32;
+  for (int i = 0; i < N; i++)
+    for (int j = 0; j < 2; j++) {
+      u32 row = rows[warp * 32 + i * 8 + lane % 4 * 2 + j];
+      if (row % 16) fail("a misaligned row of a matrix");
+      store_shared<u16>(row + lane / 4 * 2, (u16)(v[i] >> 16 * j));
+    }
+  wait_for_all();
+}
+
 #include "epilogue.h"
 
-static float accumulators[32][MB][NB][32];
+#if CHANNELS_LAST && !SHUFFLED
+#define WARPS TEAM
+#else
+#define WARPS 1
+#endif
+static float accumulators[WARPS * 32][MB][NB][32];
 static std::vector<ELEMENT_TYPE> bias;
 static bool has_bias;
 static char* y;
 static Sizes sizes;
 static Tile tile;
-static int cout_block, first_subtile, warp;
+static int cout_block, first_subtile, first_warp;
 
-static void body(int lane) {
+static void body() {
   float acc[MB][NB][32];
-  memcpy(acc, accumulators[lane], sizeof acc);
-  epilogue(acc, has_bias ? bias.data() : nullptr, y, sizes, tile, cout_block, first_subtile, 0, warp, lane);
+  memcpy(acc, accumulators[this_fiber], sizeof acc);
+  int of_team = this_fiber / 32;
+  epilogue(acc, has_bias ? bias.data() : nullptr, y, sizes, tile, cout_block, first_subtile, of_team * BUFFER_BYTES, first_warp + of_team, this_fiber % 32);
 }
 
 static unsigned seed;
@@ -56,30 +80,30 @@ static long long one_tile() {
   tile.w = first_q(sizes.out_w + lead[2], OUT_STEP_W * stride[2], TILE_W);
   cout_block = below(COUT_BLOCKS * WGS_M);
   first_subtile = SPLIT == 0 ? below(2) * NB : 0;
-  warp = below(4);
+  first_warp = below(4 / WARPS) * WARPS;
   has_bias = below(2);
 
   long long count = (long long)sizes.batch * channels * sizes.out_d * sizes.out_h * sizes.out_w;
   if (count > 4000000) return 0;
   global_memory.assign((count + 64) * ELEMENT + 256, 0);
   written.assign(global_memory.size(), 0);
-  y = (char*)(((u64)global_memory.data() + 255) / 128 * 128) + (below(3) ? 0 : below(32 / ELEMENT) * ELEMENT);
+  y = (char*)(((u64)global_memory.data() + 255) / 128 * 128) + (below(3) || CHANNELS_LAST ? 0 : below(32 / ELEMENT) * ELEMENT);
   bias.resize(channels);
   for (ELEMENT_TYPE& b : bias) b = stored((float)below(8));
   for (auto& lane : accumulators)
     for (auto& block : lane)
       for (auto& subtile : block)
         for (float& v : subtile) v = (float)(1 + below(200));
-  shared_memory.assign(BUFFER_BYTES, 0xdd);
-  run_warp(body);
+  shared_memory.assign(WARPS * BUFFER_BYTES, 0xdd);
+  run_fibers(WARPS * 32, body);
 
   long long checked = 0, bytes = 0;
   for (unsigned char w : written) bytes += w;
-  for (int lane = 0; lane < 32; lane++)
+  for (int thread = 0; thread < WARPS * 32; thread++)
     for (int nb = 0; nb < NB; nb++)
       for (int e = 0; e < 32; e++)
         for (int u = 0; u < W_SUBS; u++) {
-          int row = warp * 16 + lane / 4 + 8 * (e >> 1 & 1), column = 8 * (e >> 2) + 2 * (lane % 4) + (e & 1);
+          int lane = thread % 32, row = first_warp * 16 + thread / 32 * 16 + lane / 4 + 8 * (e >> 1 & 1), column = 8 * (e >> 2) + 2 * (lane % 4) + (e & 1);
           int sub = row / ROWS_PER_SUB, cout = cout_block * ROWS_PER_SUB + row % ROWS_PER_SUB;
           Place place = place_of(first_subtile + nb);
           int q_h = tile.h + place.h + (SUB_H == 8 ? column / 8 : 0), q_w = tile.w + place.w + (SUB_H == 8 ? column % 8 : column);
@@ -97,14 +121,14 @@ static long long one_tile() {
           if (d < 0 || h < 0 || w < 0) continue;
 #endif
           if (cout >= COUT_G || n >= sizes.batch || d >= sizes.out_d || h >= sizes.out_h || w >= sizes.out_w) continue;
-          float v = (blocks[u] < 0 ? 0.f : accumulators[lane][blocks[u]][nb][e]) + (has_bias ? VALUE(bias[channel]) : 0.f);
+          float v = (blocks[u] < 0 ? 0.f : accumulators[thread][blocks[u]][nb][e]) + (has_bias ? VALUE(bias[channel]) : 0.f);
           long long at = CHANNELS_LAST ? ((((long long)n * sizes.out_d + d) * sizes.out_h + h) * sizes.out_w + w) * channels + channel
                                        : ((((long long)n * channels + channel) * sizes.out_d + d) * sizes.out_h + h) * sizes.out_w + w;
           ELEMENT_TYPE want = stored(v);
           if (memcmp(y + at * ELEMENT, &want, ELEMENT)) fail("a wrong value");
           checked++;
         }
-  if ((!CHANNELS_LAST || SHUFFLED) && bytes != checked * ELEMENT) fail("stores beside the tile");
+  if (bytes != checked * ELEMENT) fail("stores beside the tile");
   return checked;
 }
 

@@ -387,9 +387,9 @@ def candidates(
     if p.precision == "ieee":
         accumulators = accumulators // 2
     planewise = (False, True) if far and fast and p.layout == "channels_last" and p.precision != "ieee" else (False,)
-    ways = (classes,) if classes in (None, (1, 1)) or p.layout != "nchw" else (classes, None)
+    brought = (classes,) if classes in (None, (1, 1)) or p.layout != "nchw" else (classes, None)
     for (subs, unroll), w_subs, (sub, tile), split, chunk, by in product(
-        _subs(p, cout_g, steps), _w_subs(steps[2]), _tiles(p), (0, 1, 2), chunks, ways
+        _subs(p, cout_g, steps), _w_subs(steps[2]), _tiles(p), (0, 1, 2), chunks, brought
     ):
         wide = cout_g > 64 // subs and fast  # enough for two consumers
         if split == 1 and not wide:
@@ -414,7 +414,9 @@ def candidates(
         pairs = (False, True) if fast and sub == (8, 8) and tile[2] % 16 == 0 and base.nb % 2 == 0 else (False,)
         # Runs of two subtiles, where rows are long enough for them.
         long = fast and not base.channels_last and sub == (1, 64) and tile[3] % 128 == 0 and base.width_subs == 1
-        groups = (8, 16) if long and base.nb % 2 == 0 else (8 if base.width_subs < 3 else 4,)
+        # Short ones where many sub-positions would fill shared memory (NOTES: kb81's runs of 320 outputs, not of 160,
+        # whose ends share a sector of 32 bytes: 0.349 -> 0.330 ms, bfloat16 0.187 -> 0.159; kb75 TF32 0.36 -> 0.30).
+        groups = (8, 16) if long and base.nb % 2 == 0 else (8,) if base.width_subs < 3 else (4, 8)
         for resident, paired, run_groups, by_plane in product(residence, pairs, groups, planewise):
             base = replace(base, paired=paired, run_groups=run_groups, planewise=by_plane)
             t = None if scarce else _fitted(replace(base, resident=resident), gpu)
@@ -618,7 +620,7 @@ def _read(t: Tiling, tiles: int, gpu: Gpu) -> float:
 
 
 def _ragged(t: Tiling, alignment: int, c: Constants) -> float:
-    """What stores that do not fill sectors of 32 bytes cost, as a factor: the rest of a sector is read first."""
+    """What stores that do not fill sectors of 32 bytes cost, as a factor (kernels.md, Epilogue)."""
     if t.shuffle is not None:
         return 1.5
     if t.channels_last:
@@ -636,7 +638,9 @@ def _epilogue_clocks(t: Tiling, alignment: int, c: Constants) -> float:
         lines = t.shuffle.per_slab * (16 + 10 * -(-t.runs * 8 * t.shuffle.inner // 32))
         return lag * (t.nb * 8 / t.runs) * (t.runs * 5 + lines + 136)
     if t.channels_last:
-        return lag * (t.nb * 8 / t.runs * t.width_subs) * (t.runs * 6 + t.runs * 8 * 16 / t.vec / 32 * 14 + 136)
+        groups = 8 // t.runs * t.runs  # of 8 pixels, in a round
+        units = -(-groups * t.element // 4)  # store instructions of a lane
+        return lag * (t.nb * 8 / groups * t.width_subs) * (groups * (4.0 if t.element == 4 else 2.5) + units * 8 + 60)
     buffer = t.runs * t.width_subs * 2
     if t.width_subs < t.out_steps[2]:
         stores = -(-outputs // 32) * 8 * 11.6

@@ -738,7 +738,7 @@ class Tiling:
             slot_barriers = self.stages_p if self.channels_last else self.stages_s
         run = self.runs * 8
         row = -(-run * self.width_subs * self.element // 128) * 128 + (32 if self.element == 4 else 48)
-        buffer = run * 80 if self.channels_last else 8 * row
+        buffer = 64 // run * run * 16 * self.element if self.channels_last else 8 * row
         if self.shuffle is not None:
             buffer = self.shuffle.per_slab * self.shuffle.line_words(run) * 4
         return (

@@ -1130,17 +1130,20 @@ __device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB]
 #endif
 
 // --- epilogue ---------------------------------------------------------------------------------------------------------
-// A warp holds 16 rows of M. It passes them through its own shared buffer, a run of pixels at a time, so that memory is
-// written in whole lines: NCHW 8 rows of RUN x W_SUBS consecutive outputs, channels-last RUN pixels of 16 channels.
+// A warp holds 16 rows of M. They pass through a shared buffer, so that memory is written in whole lines: NCHW 8 rows of a run of
+// RUN x W_SUBS consecutive outputs, through a buffer of the warp; channels-last ROUND pixels of ROWS_PER_SUB channels, through one
+// of all warps that hold these.
 #define RUN (RUN_GROUPS * 8)
-// Bytes of a row of the buffer (channels-last: of a pixel); the rest beyond whole 128 bytes lets rows meet different banks, and
-// a row begin up to 31 bytes late.
-#define RUN_PITCH (CHANNELS_LAST ? 80 : (RUN * W_SUBS * ELEMENT + 127) / 128 * 128 + (ELEMENT == 4 ? 32 : 48))
+#define ROUND (64 / RUN * RUN)                          // of one row of q or, SUB_H = 8, of several
+// Bytes of a row of the buffer; the rest beyond whole 128 bytes lets rows meet different banks, and a row begin up to 31 bytes late.
+#define RUN_PITCH ((RUN * W_SUBS * ELEMENT + 127) / 128 * 128 + (ELEMENT == 4 ? 32 : 48))
 #if SHUFFLED
 #define LINE_PITCH ((RUN + 1) * INNER * 4)              // of a line of the output, in float32
 #define BUFFER_BYTES (PER_SLAB * LINE_PITCH)
+#elif CHANNELS_LAST
+#define BUFFER_BYTES (ROUND * 16 * ELEMENT)             // a warp's part
 #else
-#define BUFFER_BYTES ((CHANNELS_LAST ? RUN : 8) * RUN_PITCH)
+#define BUFFER_BYTES (8 * RUN_PITCH)
 #endif
 #define RUN_SUBTILES (SUB_H == 8 ? RUN_GROUPS : RUN_GROUPS > 8 ? RUN_GROUPS / 8 : 1)  // neighbours along W that a run crosses
 #define RUNS_OF_SUBTILE (SUB_H == 8 ? 8 : RUN_GROUPS > 8 ? 1 : 8 / RUN_GROUPS)
@@ -1245,11 +1248,13 @@ __device__ __forceinline__ void store_units(char* to, long long plane, int rows,
   constexpr int PER_ROW = OUTPUTS * ELEMENT / UNIT;
 #pragma unroll
   for (int i = 0; i < (8 * PER_ROW + 31) / 32; i++) {
-    bool one_row = PER_ROW % 32 == 0;                   // known without the lane
-    int index = lane + 32 * i, r = one_row ? 32 * i / PER_ROW : index / PER_ROW;
-    int at = (one_row ? 32 * i % PER_ROW + lane : index % PER_ROW) * UNIT;
+    int index = lane + 32 * i, first = 32 * i / PER_ROW, more = index / PER_ROW - first;  // rows: the first lane's, and how many on
+    // Compared, not divided, where rows are long (NOTES: kb81, rows of 320 outputs, bfloat16 0.207 -> 0.187 ms).
+    if (PER_ROW >= 32) more = 32 * i % PER_ROW + 31 >= PER_ROW && index >= (first + 1) * PER_ROW;
+    int r = first + more, at = (index - r * PER_ROW) * UNIT;
+    char* row = to + first * plane + (PER_ROW >= 32 ? more ? plane : 0 : more * plane);
     bool in = PER_ROW % 4 == 0 || r < 8;
-    copy_unit<UNIT>(to + r * plane + at, in ? buffer + r * RUN_PITCH + at : buffer, in && at < end && (COUT_G % 16 == 0 || r < rows));
+    copy_unit<UNIT>(row + at, in ? buffer + r * RUN_PITCH + at : buffer, in && at < end && (COUT_G % 16 == 0 || r < rows));
   }
 }
 
@@ -1313,30 +1318,84 @@ __device__ __forceinline__ void store_rows(char* to, long long plane, int rows, 
 }
 #endif
 #else
-// RUN pixels of 16 channels from the buffer to memory; pixels lie OUT_STEP_W apart.
-__device__ __forceinline__ void store_pixels(char* to, int couts, int left, u32 buffer, int lane) {
-#pragma unroll
-  for (int i = 0; i < (RUN * 16 / VEC + 31) / 32; i++) {
-    int unit = lane + 32 * i, c = unit % (16 / VEC) * VEC, p = unit / (16 / VEC);
-    if (p >= RUN || p * OUT_STEP_W >= left || c >= couts) continue;
-    char* at = to + ((long long)p * OUT_STEP_W * COUT + c) * ELEMENT;
-    u32 v[VEC], raw[4];
-#pragma unroll
-    for (int e = 0; e < VEC; e += 4) {
-      load_shared_128(raw, buffer + p * RUN_PITCH + (c + e) * 4);
-#pragma unroll
-      for (int k = 0; k < 4; k++) v[e + k] = STORE_BITS(__uint_as_float(raw[k]));
-    }
-#if ALIGNED_COUT
+// Warps that hold the channels of a sub-position. (NOTES: with a buffer for each, so that a store had 32 bytes of a pixel in half
+// precision: bfloat16 kb81 0.214 ms instead of 0.131, unet4 0.356 and 0.236, vae 0.164 and 0.132, kb57 1.00 and 0.89.)
+#define TEAM (ROWS_PER_SUB / 16)
+#define PIXEL_UNITS (ROWS_PER_SUB * ELEMENT / 16)       // of a pixel in the buffer
+#define ROUND_GROUPS (ROUND / 8)                        // of 8 columns of an accumulator
+#define MATRICES (ROUND_GROUPS % 2 ? 2 : 4)             // of 8 channels and pixels that are turned together
+
+__device__ __forceinline__ void team_sync() {
+  if (TEAM == 1) __syncwarp();
+  else named_sync(4 + ((threadIdx.x >> 5) - FIRST_CONSUMER * 4) / TEAM, TEAM * 32);
+}
+
+// Byte of a unit of 16 bytes of pixel p in the buffer: swizzled, so that lanes which write (float32: 8 channels of 4 pixels, half
+// precision: 16 bytes of 8 pixels) or read (neighbouring units) meet different banks.
+__device__ __forceinline__ u32 place_in_round(int p, int unit) {
+  if (ELEMENT == 4) return ((p * PIXEL_UNITS + unit) ^ (p & 6)) << 4;
+  return (p * PIXEL_UNITS + (unit ^ (p & 7) * PIXEL_UNITS / 8)) << 4;
+}
+
+// W sub-position u of runs i ... of subtiles RUN_FIRST(r) ...: a warp's outputs to its team's buffer.
+__device__ __forceinline__ void put_round(float (&acc)[MB][NB][32], float (&bias)[2], int r, int i, int u, u32 buffer, int warp, int lane) {
+  constexpr signed char blocks[] = BLOCKS_OF_W;         // the block of a W sub-position, -1: it has no taps
 #if ELEMENT == 4
-    *(uint4*)at = make_uint4(v[0], v[1], v[2], v[3]);
+  int g = lane >> 2, q = lane & 3;
+#pragma unroll
+  for (int m = 0; m < ROUND_GROUPS; m++) {
+    const int nb = RUN_NB(r, i + m / RUN_GROUPS, m % RUN_GROUPS), j = RUN_J(r, i + m / RUN_GROUPS, m % RUN_GROUPS);
+#pragma unroll
+    for (int h = 0; h < 2; h++)
+#pragma unroll
+      for (int c = 0; c < 2; c++)
+        store_shared_f32(buffer + place_in_round(m * 8 + 2 * q + c, warp * 4 + 2 * h + (g >> 2)) + (g & 3) * 4,
+                         blocks[u] < 0 ? bias[h] : acc[blocks[u] < 0 ? 0 : blocks[u]][nb][4 * j + 2 * h + c]);
+  }
 #else
-    *(uint4*)at = make_uint4(v[0] | v[1] << 16, v[2] | v[3] << 16, v[4] | v[5] << 16, v[6] | v[7] << 16);
+  u32 row = buffer + place_in_round(lane / 16 * 8 % (MATRICES * 4) + lane % 8, warp * 2 + lane / 8 % 2);  // the lane's of its matrix
+#pragma unroll
+  for (int m = 0; m < ROUND_GROUPS; m += MATRICES / 2) {
+    u32 v[MATRICES];
+#pragma unroll
+    for (int e = 0; e < MATRICES; e++) {
+      const int k = m + e / 2, h = e % 2;
+      const int nb = RUN_NB(r, i + k / RUN_GROUPS, k % RUN_GROUPS), j = RUN_J(r, i + k / RUN_GROUPS, k % RUN_GROUPS);
+      float (&from)[32] = acc[blocks[u] < 0 ? 0 : blocks[u]][nb];
+      v[e] = blocks[u] < 0 ? pack_pair(make_float2(bias[h], bias[h])) : pack_pair(make_float2(from[4 * j + 2 * h], from[4 * j + 2 * h + 1]));
+    }
+    store_matrices_turned(row + m * 8 * PIXEL_UNITS * 16, v);
+  }
 #endif
+}
+
+#define APART (32 / ELEMENT)                            // pixels between those of a thread
+#define LINE (SUB_H == 8 ? RUN : ROUND)                 // pixels of a round in a row of the output
+
+// A round from the buffer to memory. The thread's first unit goes to `to`, column `column` of its row; `couts` channels, `left` columns
+// and `lines` rows of the output are left there, and rows lie `pitch` bytes apart.
+__device__ __forceinline__ void store_round(char* to, int column, int couts, int left, int lines, long long pitch, u32 from) {
+#pragma unroll
+  for (int i = 0; i < (ROUND + APART - 1) / APART; i++) {
+    int line = i * APART / LINE, over = i * APART % LINE;
+    bool crosses = over + APART > LINE && LINE > APART && column + over >= LINE;  // into the row below
+    char* at = to + line * pitch + (long long)over * (OUT_STEP_W * COUT * ELEMENT);
+    if (crosses) at += pitch - (long long)LINE * (OUT_STEP_W * COUT * ELEMENT);
+    bool ok = over * OUT_STEP_W < left + (crosses ? LINE * OUT_STEP_W : 0) && (line + crosses) * OUT_STEP_H < lines && couts > 0;
+    if (ROUND % APART != 0) ok = ok && column + i * APART < ROUND;
+    u32 v[4];
+    load_shared_128(v, from + (ROUND % APART == 0 || ok ? i * (APART * PIXEL_UNITS * 16) : 0));
+#if ALIGNED_COUT
+    store_global_128_if(at, v, ok);
 #else
 #pragma unroll
-    for (int e = 0; e < VEC; e++)
-      if (c + e < couts) ((ELEMENT_BITS*)at)[e] = (ELEMENT_BITS)v[e];
+    for (int e = 0; e < VEC; e++) {
+#if ELEMENT == 4
+      store_global_if(at + e * 4, v[e], ok && e < couts);
+#else
+      store_global_16_if(at + e * 2, v[e / 2] >> e % 2 * 16, ok && e < couts);
+#endif
+    }
 #endif
   }
 }
@@ -1371,8 +1430,8 @@ __device__ __forceinline__ void pass_rows(float (&acc)[MB][NB][32], float bias, 
 #endif
 
 #if SHUFFLED
-// A line of a run from the buffer to memory, outputs `first` ... of which those from 0 to `end` exist. (Outputs are few where phases
-// are rows: FSRCNN reads 13 times as many bytes as it writes.)
+// A line of a run from the buffer to memory, outputs `first` ... of which those from 0 to `end` exist. (One by one:
+// most layers whose phases are rows write few outputs, FSRCNN's a thirteenth of what it reads.)
 __device__ __forceinline__ void store_line(char* to, int first, int end, u32 line, int lane) {
 #pragma unroll
   for (int i = 0; i < (RUN * INNER + 31) / 32; i++) {
@@ -1439,13 +1498,21 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const ELEMENT
 // Unrolled, since registers have no run-time index. (NOTES: with the stores once in a loop, and only the reading of registers in
 // branches, tiles of 8 x 8 took 20 to 100% longer and compiled no faster.)
 __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const ELEMENT_TYPE* __restrict__ bias, char* __restrict__ y, const Sizes& s, const Tile& t, int cout_block, int first_subtile, u32 buffer, int warp, int lane) {
-#if CHANNELS_LAST
-  constexpr signed char blocks[] = BLOCKS_OF_W;         // the block of a W sub-position, -1: it has no taps
-#endif
   asm volatile("" : "+r"(lane));                        // what follows from it is found here, not kept from tile to tile (spills)
-  int g = lane >> 2, q = lane & 3;
+  int g = lane >> 2;
   Slab slab = slab_of(t, cout_block, warp);
+#if CHANNELS_LAST
+  int in_team = warp % TEAM, first = slab.cout - in_team * 16;  // the team's first channel
+  if (first >= COUT_G) return;
+  buffer -= in_team * BUFFER_BYTES;
+  u32 thread = in_team * 32 + lane, unit = thread % PIXEL_UNITS, pixel = thread / PIXEL_UNITS;
+  int column = pixel % LINE, row = pixel / LINE, couts = COUT_G - first - (int)unit * VEC;
+  u32 from = buffer + place_in_round(pixel, unit);      // pixels 8 and 16 further have the same swizzle
+  long long pitch = (long long)s.out_w * (COUT * ELEMENT * OUT_STEP_H);
+  y += row * pitch + ((long long)column * (OUT_STEP_W * COUT) + first + (int)unit * VEC) * ELEMENT;
+#else
   if (slab.couts <= 0) return;
+#endif
   float b[2] = {0.f, 0.f};
 #pragma unroll
   for (int h = 0; h < 2; h++)
@@ -1458,19 +1525,37 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const ELEMENT
 #pragma unroll
         for (int e = 0; e < 32; e++) acc[m][nb][e] += b[e >> 1 & 1];
   }
+#if !CHANNELS_LAST
   int channel = t.group * COUT_G + slab.cout;
   long long plane = (long long)s.out_d * s.out_h * s.out_w * ELEMENT;
+#endif
 #pragma unroll
   for (int r = 0; r < NB / RUN_SUBTILES; r++) {
     Place place = place_of(first_subtile + RUN_FIRST(r));
     int n = t.n + place.n, od = OUT_STEP_D * (t.d + place.d) + slab.od;
     bool image = n < s.batch && od < s.out_d;
+#if CHANNELS_LAST
+    int oh = OUT_STEP_H * (t.h + place.h) + slab.oh, ow = OUT_STEP_W * (t.w + place.w) + U_W[t.variant];
+    char* to = y + (((((long long)n * s.out_d + od) * s.out_h + oh) * s.out_w + ow) * COUT + t.group * COUT_G) * ELEMENT;
+#pragma unroll
+    for (int i = 0; i < RUNS_OF_SUBTILE; i += ROUND / RUN) {
+      int lines = s.out_h - oh - OUT_STEP_H * (SUB_H == 8 ? i : 0), left = s.out_w - ow;
+      if (!image || lines <= 0 || left <= 0) continue;
+#pragma unroll
+      for (int u = 0; u < W_SUBS; u++) {
+        put_round(acc, b, r, i, u, buffer, in_team, lane);
+        team_sync();
+        char* first_of = to + (SUB_H == 8 ? i * pitch : 0) + (long long)u * (COUT * ELEMENT);
+        store_round(first_of, column, couts, left - u - column * OUT_STEP_W, lines - row * OUT_STEP_H, pitch, from);
+        team_sync();
+      }
+    }
+#else
 #pragma unroll
     for (int i = 0; i < RUNS_OF_SUBTILE; i++) {
       int oh = OUT_STEP_H * (t.h + place.h + (SUB_H == 8 ? i : 0)) + slab.oh;
       int ow = OUT_STEP_W * (t.w + place.w + (SUB_H == 8 ? 0 : i * RUN)) + U_W[t.variant], left = s.out_w - ow;
       if (!image || oh >= s.out_h || left <= 0) continue;
-#if !CHANNELS_LAST
       char* to = y + (((long long)n * COUT + channel) * s.out_d + od) * s.out_h * s.out_w * ELEMENT + ((long long)oh * s.out_w + ow) * ELEMENT;
       int end = (left < OUTPUTS ? left : OUTPUTS) * ELEMENT;
       u32 misaligned = (u32)(u64)to | (u32)plane | end;  // multiples of what all rows begin and end at
@@ -1490,25 +1575,8 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const ELEMENT
 #endif
         __syncwarp();
       }
-#else
-      char* to = y + (((((long long)n * s.out_d + od) * s.out_h + oh) * s.out_w + ow) * COUT + channel) * ELEMENT;
-#pragma unroll
-      for (int u = 0; u < W_SUBS; u++) {
-#pragma unroll
-        for (int k = 0; k < RUN_GROUPS; k++) {
-          const int nb = RUN_NB(r, i, k), j = RUN_J(r, i, k);
-#pragma unroll
-          for (int h = 0; h < 2; h++)
-#pragma unroll
-            for (int c = 0; c < 2; c++)
-              store_shared_f32(buffer + (k * 8 + 2 * q + c) * RUN_PITCH + (g + 8 * h) * 4, blocks[u] < 0 ? b[h] : acc[blocks[u] < 0 ? 0 : blocks[u]][nb][4 * j + 2 * h + c]);
-        }
-        __syncwarp();
-        store_pixels(to + (long long)u * COUT * ELEMENT, slab.couts, left - u, buffer, lane);
-        __syncwarp();
-      }
-#endif
     }
+#endif
   }
 }
 #endif

@@ -87,6 +87,22 @@ template <int N> __device__ __forceinline__ void copy_wait() { asm volatile("cp.
 __device__ __forceinline__ void load_matrices(u32 (&v)[4], u32 a) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];\n" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(a) : "memory");
 }
+// The same to shared memory, two matrices or four of 16-bit elements, each turned: a row of memory is a column of the registers.
+template <int N>
+__device__ __forceinline__ void store_matrices_turned(u32 a, const u32 (&v)[N]) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  if constexpr (N == 4) asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};\n" ::"r"(a), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
+  else asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1,%2};\n" ::"r"(a), "r"(v[0]), "r"(v[1]) : "memory");
+#else
+  int lane = threadIdx.x & 31;
+#pragma unroll
+  for (int i = 0; i < N; i++) {
+    u32 turned, row = __shfl_sync(0xffffffffu, a, i * 8 + lane / 4);
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;\n" : "=r"(turned) : "r"(v[i]));
+    asm volatile("st.shared.u32 [%0], %1;\n" ::"r"(row + lane % 4 * 4), "r"(turned) : "memory");
+  }
+#endif
+}
 __device__ __forceinline__ float load_shared_f32(u32 a) {
   float v;
   asm volatile("ld.shared.f32 %0, [%1];\n" : "=f"(v) : "r"(a) : "memory");
