@@ -924,9 +924,8 @@ __device__ __forceinline__ void store_units(char* to, long long plane, int rows,
 }
 
 // Eight rows that begin anywhere, a lane an output: each instruction begins at a sector's first output, since a sector of 32
-// bytes that is written in parts is first read from memory (measured: loads and stores of kb57 with rows of 1026
-// outputs 2.15 ms, of 1024
-// 1.44; 16 bytes a lane and the ends of rows by themselves, as below, took 8 to 20% longer: kb57 2.00 -> 2.20 ms).
+// bytes whose parts are stored at different times costs as much as 5 to 10 whole ones (measured: loads and stores of kb57
+// with rows of 1026 outputs 2.15 ms, of 1024 1.44; 16 bytes a lane and the ends of rows by themselves, as below, 2.00 -> 2.20 ms).
 __device__ __forceinline__ void store_sectors(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
   u32 first = (u32)(u64)to, step = (u32)plane;
 #pragma unroll
@@ -2070,9 +2069,8 @@ __device__ __forceinline__ void store_units(char* to, long long plane, int rows,
 }
 
 // Eight rows that begin anywhere, a lane an output: each instruction begins at a sector's first output, since a sector of 32
-// bytes that is written in parts is first read from memory (measured: loads and stores of kb57 with rows of 1026
-// outputs 2.15 ms, of 1024
-// 1.44; 16 bytes a lane and the ends of rows by themselves, as below, took 8 to 20% longer: kb57 2.00 -> 2.20 ms).
+// bytes whose parts are stored at different times costs as much as 5 to 10 whole ones (measured: loads and stores of kb57
+// with rows of 1026 outputs 2.15 ms, of 1024 1.44; 16 bytes a lane and the ends of rows by themselves, as below, 2.00 -> 2.20 ms).
 __device__ __forceinline__ void store_sectors(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
   u32 first = (u32)(u64)to, step = (u32)plane;
 #pragma unroll

@@ -42,6 +42,7 @@ def cut(source: str, first: str, end: str) -> str:
 KERNELS = Path(jit.__file__).parent / "kernels"
 SOURCE = (KERNELS / "gather.cu").read_text()
 SHUFFLE = (KERNELS / "shuffle.cuh").read_text()
+PTX = (KERNELS / "ptx.cuh").read_text()
 CONSTANTS = cut(SOURCE, "#define WORDS 4", "__constant__ const int TAP_ROW[]")
 SIZES = cut(SOURCE, "struct Sizes {", "struct alignas(64) TensorMap")
 
@@ -59,18 +60,34 @@ def compiled(program: str, folder: Path) -> Path:
     return folder / program
 
 
-def epilogue(tiling: Tiling, folder: Path) -> Path:
-    """A program that runs the epilogue of a tiling."""
+def epilogue(tiling: Tiling, folder: Path, movmatrix: bool = False) -> Path:
+    """A program that runs the epilogue of a tiling. ``movmatrix``: turns matrices as GPUs before Hopper do."""
     source, macros = SOURCE, defined(tiling)
     types = cut(
         source, "#if PRECISION == 0 || PRECISION == 1", "#if ELEMENT == 2\n__device__ __forceinline__ u32 pack_pair"
     )
     tables = cut(source, "__constant__ const short SUB_D[]", "__constant__ const int ROW_D[]")
     tile = cut(source, "struct Tile {", "__device__ __forceinline__ Tile tile_at")
+    macros += f"#define MOVMATRIX {int(movmatrix)}\n"
     (folder / "kernel.h").write_text(macros + CONSTANTS + tables + types + SHUFFLE + SIZES + tile)
     places = cut(source, "struct Place {", "#define GROUP_ROWS")
     epilogue = cut(source, "#define RUN (RUN_GROUPS * 8)", "__device__ __forceinline__ void consume")
     (folder / "epilogue.h").write_text(places + re.sub(r'asm volatile\(""[^;]*;', "", epilogue))
+    turned = cut(
+        PTX,
+        "template <int N>\n__device__ __forceinline__ void store_matrices_turned",
+        "__device__ __forceinline__ float load",
+    )
+    for pattern, call in (
+        (r'asm volatile\("movmatrix[^"]*" : "=r"\(turned\) : "r"\((.*?)\)\);\n', r"turned = movmatrix(\1);\n"),
+        (
+            r'asm volatile\("st.shared.u32[^"]*" ::"r"\((.*?)\), "r"\((.*?)\) : "memory"\);\n',
+            r"store_shared_u32(\1, \2);\n",
+        ),
+    ):
+        turned, found = re.subn(pattern, call, turned)
+        assert found == 1
+    (folder / "turned.h").write_text(turned)
     return compiled("epilogue", folder)
 
 
@@ -143,14 +160,20 @@ def tiles(program: Path, seed: int, count: int) -> int:
     return int(done.stdout)
 
 
-def tiling_of(seed: int, fit: Callable[[Tiling], bool] = lambda t: True, last: bool | None = None) -> Tiling:
-    """A random tiling of a random layer, whose sizes mean nothing here."""
+def tiling_of(
+    seed: int,
+    fit: Callable[[Tiling], bool] = lambda t: True,
+    last: bool | None = None,
+    couts: tuple[int, ...] = (3, 8, 16, 40, 64),
+    wgmma: bool = True,
+) -> Tiling:
+    """A random tiling of a random layer, whose sizes mean nothing here. ``couts``: output channels of a group."""
     r = random.Random(seed)
     dtype, precision = KINDS[seed % 3]
     while True:
         rank, groups, stride = r.choice((1, 2, 3)), r.choice((1, 1, 2)), r.choice((1, 1, 2, 3, 4, 5))
         kernel = tuple(r.randint(1, 5) for _ in range(rank))
-        channels = groups * r.choice((4, 8, 40)), groups * r.choice((3, 8, 16, 40, 64))
+        channels = groups * r.choice((4, 8, 40)), groups * r.choice(couts)
         size = tuple(r.choice((4, 8, 16)) for _ in range(rank))
         try:
             p = Problem.make(2, *channels, size, kernel, stride, 1, 0, r.choice((1, 2)), groups, dtype=dtype)
@@ -163,7 +186,9 @@ def tiling_of(seed: int, fit: Callable[[Tiling], bool] = lambda t: True, last: b
         if dtype is torch.float32 and r.random() < 0.2:
             p = p.with_(precision="ieee")
         layer = gather._any_size(p)
-        every = [*gather.candidates(layer, H200), *gather.candidates(layer, H200, size=p.size)]
+        every = list(gather.candidates(layer, H200, wgmma))
+        if wgmma:
+            every += gather.candidates(layer, H200, size=p.size)
         found = [t for t in every if fit(t)]
         if found:
             return r.choice(found)
@@ -181,6 +206,35 @@ def test_channels_last_pixels_leave_through_a_teams_buffer(runs: int, subs: int,
     seed = runs + subs  # all three dtypes
     tiling = tiling_of(seed, lambda t: t.runs == runs and t.subs == subs and t.shuffle is None, last=True)
     assert tiles(epilogue(tiling, tmp_path), seed, 80) > 500
+
+
+@pytest.mark.parametrize("subs", (1, 2))
+@pytest.mark.parametrize("seed", range(3))
+def test_channels_that_do_not_fill_a_team(seed: int, subs: int, tmp_path: Path) -> None:
+    """The last warp's, or of several blocks the last one's; units that are stored whole or element by element."""
+    tiling = tiling_of(
+        seed, lambda t: t.subs == subs and t.shuffle is None, True, (20, 23) if subs == 2 else (36, 50, 84)
+    )
+    assert tiles(epilogue(tiling, tmp_path), seed, 80) > 500
+
+
+@pytest.mark.parametrize("kind", ("halved rows", "pairs", "mma.sync"))
+@pytest.mark.parametrize("seed", range(3))
+def test_channels_last_pixels_leave_from_every_kind_of_tile(seed: int, kind: str, tmp_path: Path) -> None:
+    def fit(t: Tiling) -> bool:
+        wanted = {"halved rows": t.split == 1, "pairs": t.paired, "mma.sync": not t.wgmma}
+        return wanted[kind] and t.shuffle is None
+
+    tiling = tiling_of(seed, fit, True, (8, 40, 72, 136), wgmma=kind != "mma.sync")
+    assert tiles(epilogue(tiling, tmp_path), seed, 80) > 500
+
+
+@pytest.mark.parametrize("subs", (1, 2, 4))
+@pytest.mark.parametrize("runs", (1, 3, 8))
+def test_matrices_are_turned_before_hopper_too(runs: int, subs: int, tmp_path: Path) -> None:
+    seed = 1 + (runs + subs) % 2  # both 16-bit dtypes
+    tiling = tiling_of(seed, lambda t: t.runs == runs and t.subs == subs and t.shuffle is None, last=True)
+    assert tiles(epilogue(tiling, tmp_path, movmatrix=True), seed, 80) > 500
 
 
 def shuffled_tiling(seed: int, most: int = 10**9) -> Tiling:

@@ -6,8 +6,52 @@
 
 static u32 pack_pair(float2 v) { return STORE_BITS(v.x) | STORE_BITS(v.y) << 16; }
 
-static struct { int x; } threadIdx;
-static void named_sync(int, int) { wait_for_all(); }  // of the team, which is all fibers
+#if CHANNELS_LAST && !SHUFFLED
+#define WARPS (ROWS_PER_SUB / 16)                       // a team
+#else
+#define WARPS 1
+#endif
+static int first_warp, consumer;
+static int team() { return (consumer * 4 + first_warp) / WARPS; }
+static struct {
+  struct {
+    operator u32() const { return (FIRST_CONSUMER + consumer) * 128 + first_warp * 32 + this_fiber; }
+  } x;
+} threadIdx;
+// The team, which is all fibers, meets at a barrier that no other part of the kernel uses (0 to 3) and no other team.
+static void named_sync(int id, int count) {
+  static int team_of[16];
+  if (id < 4 || id > 15) fail("a barrier of others");
+  if (count != (int)fibers.size()) fail("a barrier that waits for another number of threads");
+  if (team_of[id] && team_of[id] != team() + 1) fail("a barrier of two teams");
+  team_of[id] = team() + 1;
+  static int ids[WARPS * 32];
+  ids[this_fiber] = id;
+  wait_for_all();
+  if (ids[0] != id) fail("threads at different barriers");
+}
+#if MOVMATRIX
+static u32 exchanged[WARPS * 32];
+static u32 __shfl_sync(u32, u32 v, int lane) {
+  exchanged[this_fiber] = v;
+  wait_for_all();
+  v = exchanged[this_fiber / 32 * 32 + lane];
+  wait_for_all();
+  return v;
+}
+// A lane has two neighbours of row lane / 4 of a matrix, then of its transpose.
+static u32 movmatrix(u32 v) {
+  exchanged[this_fiber] = v;
+  wait_for_all();
+  int lane = this_fiber % 32, row = lane / 4, column = lane % 4 * 2;
+  const u32* warp = exchanged + this_fiber / 32 * 32;
+  u32 turned = 0;
+  for (int j = 0; j < 2; j++) turned |= (warp[(column + j) * 4 + row / 2] >> 16 * (row % 2) & 0xffff) << 16 * j;
+  wait_for_all();
+  return turned;
+}
+#include "turned.h"  // cut from ptx.cuh
+#else
 // stmatrix with .trans: matrix i's row r goes where lane 8 i + r of the warp says; a lane has two neighbours of a column.
 static std::vector<u32> rows;
 template <int N> static void store_matrices_turned(u32 a, const u32 (&v)[N]) {
@@ -23,21 +67,17 @@ template <int N> static void store_matrices_turned(u32 a, const u32 (&v)[N]) {
     }
   wait_for_all();
 }
+#endif
 
 #include "epilogue.h"
 
-#if CHANNELS_LAST && !SHUFFLED
-#define WARPS TEAM
-#else
-#define WARPS 1
-#endif
 static float accumulators[WARPS * 32][MB][NB][32];
 static std::vector<ELEMENT_TYPE> bias;
 static bool has_bias;
 static char* y;
 static Sizes sizes;
 static Tile tile;
-static int cout_block, first_subtile, first_warp;
+static int cout_block, first_subtile;
 
 static void body() {
   float acc[MB][NB][32];
@@ -81,13 +121,14 @@ static long long one_tile() {
   cout_block = below(COUT_BLOCKS * WGS_M);
   first_subtile = SPLIT == 0 ? below(2) * NB : 0;
   first_warp = below(4 / WARPS) * WARPS;
+  consumer = below(2);
   has_bias = below(2);
 
   long long count = (long long)sizes.batch * channels * sizes.out_d * sizes.out_h * sizes.out_w;
   if (count > 4000000) return 0;
   global_memory.assign((count + 64) * ELEMENT + 256, 0);
   written.assign(global_memory.size(), 0);
-  y = (char*)(((u64)global_memory.data() + 255) / 128 * 128) + (below(3) || CHANNELS_LAST ? 0 : below(32 / ELEMENT) * ELEMENT);
+  y = (char*)(((u64)global_memory.data() + 255) / 128 * 128) + (below(3) || (CHANNELS_LAST && ALIGNED_COUT) ? 0 : below(32 / ELEMENT) * ELEMENT);
   bias.resize(channels);
   for (ELEMENT_TYPE& b : bias) b = stored((float)below(8));
   for (auto& lane : accumulators)

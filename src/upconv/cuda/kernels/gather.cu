@@ -1134,7 +1134,7 @@ __device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB]
 // RUN x W_SUBS consecutive outputs, through a buffer of the warp; channels-last ROUND pixels of ROWS_PER_SUB channels, through one
 // of all warps that hold these.
 #define RUN (RUN_GROUPS * 8)
-#define ROUND (64 / RUN * RUN)                          // of one row of q or, SUB_H = 8, of several
+#define ROUND (64 / RUN * RUN)                          // channels-last: pixels that pass through at once, in whole runs: of one row or, SUB_H = 8, of several
 // Bytes of a row of the buffer; the rest beyond whole 128 bytes lets rows meet different banks, and a row begin up to 31 bytes late.
 #define RUN_PITCH ((RUN * W_SUBS * ELEMENT + 127) / 128 * 128 + (ELEMENT == 4 ? 32 : 48))
 #if SHUFFLED
@@ -1260,8 +1260,8 @@ __device__ __forceinline__ void store_units(char* to, long long plane, int rows,
 
 #if ELEMENT == 4
 // Eight rows that begin anywhere, a lane an output: each instruction begins at a sector's first output, since a sector of 32
-// bytes that is written in parts is first read from memory (NOTES: loads and stores of kb57 with rows of 1026 outputs 2.15 ms, of 1024
-// 1.44; 16 bytes a lane and the ends of rows by themselves, as below, took 8 to 20% longer: kb57 2.00 -> 2.20 ms).
+// bytes whose parts are stored at different times costs as much as 5 to 10 whole ones (NOTES: loads and stores of kb57
+// with rows of 1026 outputs 2.15 ms, of 1024 1.44; 16 bytes a lane and the ends of rows by themselves, as below, 2.00 -> 2.20 ms).
 __device__ __forceinline__ void store_sectors(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
   u32 first = (u32)(u64)to, step = (u32)plane;
 #pragma unroll
@@ -1379,8 +1379,8 @@ __device__ __forceinline__ void store_round(char* to, int column, int couts, int
   for (int i = 0; i < (ROUND + APART - 1) / APART; i++) {
     int line = i * APART / LINE, over = i * APART % LINE;
     bool crosses = over + APART > LINE && LINE > APART && column + over >= LINE;  // into the row below
-    char* at = to + line * pitch + (long long)over * (OUT_STEP_W * COUT * ELEMENT);
-    if (crosses) at += pitch - (long long)LINE * (OUT_STEP_W * COUT * ELEMENT);
+    char* at = to + line * pitch + over * (1LL * OUT_STEP_W * COUT * ELEMENT);
+    if (crosses) at += pitch - LINE * (1LL * OUT_STEP_W * COUT * ELEMENT);
     bool ok = over * OUT_STEP_W < left + (crosses ? LINE * OUT_STEP_W : 0) && (line + crosses) * OUT_STEP_H < lines && couts > 0;
     if (ROUND % APART != 0) ok = ok && column + i * APART < ROUND;
     u32 v[4];
@@ -1508,8 +1508,8 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const ELEMENT
   u32 thread = in_team * 32 + lane, unit = thread % PIXEL_UNITS, pixel = thread / PIXEL_UNITS;
   int column = pixel % LINE, row = pixel / LINE, couts = COUT_G - first - (int)unit * VEC;
   u32 from = buffer + place_in_round(pixel, unit);      // pixels 8 and 16 further have the same swizzle
-  long long pitch = (long long)s.out_w * (COUT * ELEMENT * OUT_STEP_H);
-  y += row * pitch + ((long long)column * (OUT_STEP_W * COUT) + first + (int)unit * VEC) * ELEMENT;
+  long long pitch = s.out_w * (1LL * COUT * ELEMENT * OUT_STEP_H);
+  y += row * pitch + (column * (1LL * OUT_STEP_W * COUT) + first + (int)unit * VEC) * ELEMENT;
 #else
   if (slab.couts <= 0) return;
 #endif
@@ -1545,7 +1545,7 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const ELEMENT
       for (int u = 0; u < W_SUBS; u++) {
         put_round(acc, b, r, i, u, buffer, in_team, lane);
         team_sync();
-        char* first_of = to + (SUB_H == 8 ? i * pitch : 0) + (long long)u * (COUT * ELEMENT);
+        char* first_of = to + (SUB_H == 8 ? i * pitch : 0) + u * (1LL * COUT * ELEMENT);
         store_round(first_of, column, couts, left - u - column * OUT_STEP_W, lines - row * OUT_STEP_H, pitch, from);
         team_sync();
       }
