@@ -278,9 +278,9 @@ def test_columns_of_g_by_their_remainder(precision: Precision) -> None:
         few = [t for t in rng.sample(own, min(60, len(own))) if t.tiles <= 30 and work(t, p) < 1e6]
         for tiling in few[:2]:
             planes, columns, _ = tiling.g_planes
-            assert tiling.boxes >= planes and planes * columns <= tiling._spans()[2] + step
+            assert tiling.boxes >= planes and planes * columns <= tiling.spans[2] + step
             check(tiling, p, rng)
-            seen.add((planes, tiling.stacked, tiling.g_pixels < tiling._spans()[2]))
+            seen.add((planes, tiling.stacked, tiling.g_pixels < tiling.spans[2]))
             done += 1
     assert len({planes for planes, *_ in seen}) >= 3 and any(fewer for *_, fewer in seen)
 

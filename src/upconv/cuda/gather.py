@@ -45,6 +45,9 @@ _MANY = 8  # tiles of a block, from which on the last one's tail is in the const
 _LAUNCH = 3.5e-6  # seconds
 _AHEAD = 4500.0  # clocks that the rings should look ahead
 _SPREAD = 1.2  # of tiles that store between others' results; asked only against phases as rows, fitted to hifigan alone
+# Of planes one by one with weights through a ring: it decides only where the model sees no difference to weights that
+# stay (NOTES: kb81's gradient for the input in TF32, 120 us by a ring and 95 without, 88.9 and 89.0 by the model).
+_RING = 1.002
 _COPY = 275.0  # clocks for a copy of 16 bytes by each producer, where rows are not aligned
 _SHORT_ROWS = 64  # bytes, up to which threads may copy rows that begin anywhere better than boxes
 _LINE = 128  # bytes that come from memory together, of which a channels-last chunk may take a part
@@ -409,14 +412,18 @@ def candidates(
             continue
         if base.mb * base.nb > accumulators or base.mb * base.nb < 1:
             continue
-        even = len(set(base.variant_entries)) == 1
+        even = len(base.distinct_entries) == 1
         residence = (False, True) if even or base.m_groups == 1 else (False,)
         pairs = (False, True) if fast and sub == (8, 8) and tile[2] % 16 == 0 and base.nb % 2 == 0 else (False,)
         # Runs of two subtiles, where rows are long enough for them.
         long = fast and not base.channels_last and sub == (1, 64) and tile[3] % 128 == 0 and base.width_subs == 1
         # Short ones where many sub-positions would fill shared memory (NOTES: kb81's runs of 320 outputs, not of 160,
-        # whose ends share a sector of 32 bytes: 0.349 -> 0.330 ms, bfloat16 0.187 -> 0.159; kb75 TF32 0.36 -> 0.30).
-        groups = (8, 16) if long and base.nb % 2 == 0 else (8,) if base.width_subs < 3 else (4, 8)
+        # whose ends share a sector of 32 bytes: 0.349 -> 0.330 ms, bfloat16 0.187 -> 0.159; but kb75 bfloat16, whose
+        # tiling the model changes with it, 0.268 -> 0.317).
+        # channels_last makes the same rounds of both.
+        groups = (8, 16) if long and base.nb % 2 == 0 else (8,)
+        if base.width_subs >= 3 and sub == (1, 64):
+            groups = (4,) if base.channels_last else (4, 8)
         for resident, paired, run_groups, by_plane in product(residence, pairs, groups, planewise):
             base = replace(base, paired=paired, run_groups=run_groups, planewise=by_plane)
             t = None if scarce else _fitted(replace(base, resident=resident), gpu)
@@ -474,20 +481,24 @@ def _fitted(t: Tiling, gpu: Gpu, scarce: bool = False) -> Tiling | None:
     ms, of 4,000 0.30), so stages go where the least time lies ahead. ``scarce``: with one pixel tile.
     """
     fragment_time = _fragment_clocks(t)
-    chunk_time = max(t.variant_entries) * t.k_steps * t.parts * fragment_time
+    chunk_time = t.most_entries * t.k_steps * t.parts * fragment_time
     most = 8 if t.wgs_m == 1 and not scarce else 4
     w_stage = -(-t.longest_stretch // -(-t.longest_stretch // most))  # a stretch ends with its last stage
     if t.channels_last and t.problem.pass_ != "fwd" and t.parts == 1:
         w_stage = -(-w_stage // t.k_steps) * t.k_steps  # of whole taps, which boxes bring
+
+    def stages(pixels: int) -> tuple[int, int]:
+        return (pixels, 2) if t.channels_last else (1 if scarce else 2, pixels)
+
     pixels, weights = 1 if t.planewise else 2, 2
-    best: Tiling | None = None
-    while pixels <= 8 and weights <= 8:
-        stages = (pixels, 2) if t.channels_last else (1 if scarce else 2, pixels)
-        made = replace(t, stages_p=stages[0], stages_s=stages[1], stages_w=weights, w_stage=w_stage)
-        try:
-            best = made.checked(gpu.shared_bytes)
-        except Unfit:
-            break
+    stages_p, stages_s = stages(pixels)
+    t = replace(t, stages_p=stages_p, stages_s=stages_s, stages_w=weights, w_stage=w_stage)
+    try:
+        t.checked(gpu.shared_bytes)
+    except Unfit:
+        return None
+    best = pixels, weights
+    while True:
         ahead = (pixels - (1 / t.plane_barriers if t.planewise else 0)) * chunk_time, weights * w_stage * fragment_time
         if min(ahead) >= _AHEAD or (t.resident and ahead[0] >= _AHEAD):
             break
@@ -495,7 +506,11 @@ def _fitted(t: Tiling, gpu: Gpu, scarce: bool = False) -> Tiling | None:
             pixels += 1
         else:
             weights += 1
-    return best
+        if max(pixels, weights) > 8 or t.shared_with(*stages(pixels), weights) > gpu.shared_bytes:
+            break
+        best = pixels, weights
+    stages_p, stages_s = stages(best[0])
+    return replace(t, stages_p=stages_p, stages_s=stages_s, stages_w=best[1])
 
 
 # --- the cost model --------------------------------------------------------------------------------------------------
@@ -552,11 +567,13 @@ def _tile_clocks(t: Tiling, alignment: int) -> Clocks:
     store = max(stores / c.store, _epilogue_clocks(t, alignment, c))
     drained = c.chunk[t.split != 2 and t.chunk == 8 and t.parts == 1]
     ragged = 0.0 if t.channels_last or alignment >= 16 or t.element == 2 else c.ragged_turn
-    for v, entries in enumerate(t.variant_entries):
-        steps, chunks = t.fragments(v), t.chunks if entries else 0
+    straight, longest, ring = t.straight, t.longest_stretch, t.ring_fragments
+    found: dict[int, tuple[tuple[float, float, float, float], float, float]] = {}
+    for entries in t.distinct_entries:  # few (NOTES: 768 -> 3 k16 s16 has 256 variants of one)
+        steps, chunks = t.fragments(entries), t.chunks if entries else 0
         matrix = steps * fragment_time
         if t.wgmma:
-            drains = chunks if t.straight else steps / t.longest_stretch
+            drains = chunks if straight else steps / longest
             matrix += steps * c.step[t.wide] + drains * c.drain[t.wide]
         else:
             matrix = matrix / _MMA_SYNC
@@ -564,21 +581,25 @@ def _tile_clocks(t: Tiling, alignment: int) -> Clocks:
         l2 = (chunks * copied + per_tile_out) / c.l2 + streamed / c.l2_weights
         waits = chunks * c.latency / (t.stages_p * t.plane_barriers if t.channels_last else t.stages_s)
         if t.wgmma and not t.resident:
-            waits = max(waits, steps * c.latency / t.ring_fragments)
+            waits = max(waits, steps * c.latency / ring)
         body = (
             max(matrix, l2, chunks * turn, waits) + c.overlap * min(matrix, l2) + c.exposed * waits + chunks * drained
         )
         if t.stages_p == 1:  # (`costs._PLANEWISE` is fitted with it, though its pixels lie turned)
             body += min(matrix, chunks * turn)
-        for name, value in zip(clocks, (matrix, l2, chunks * turn, store)):
-            clocks[name] += value
         if t.split == 2:  # one stores while the other multiplies
             tile = max(body + c.turn, (body + store + c.tile) / 2) + ragged
-            total += tile
-            tail += body + store + c.tile - tile
+            last = body + store + c.tile - tile
         else:
-            total += body + c.store_share * store + c.tile
-            tail += (1 - c.store_share) * store
+            tile = body + c.store_share * store + c.tile
+            last = (1 - c.store_share) * store
+        found[entries] = (matrix, l2, chunks * turn, store), tile, last
+    for entries in t.variant_entries:
+        parts, tile, last = found[entries]
+        total += tile
+        tail += last
+        for name, value in zip(clocks, parts):
+            clocks[name] += value
     bound = max(clocks, key=lambda name: clocks[name])
     return Clocks(c.scale * total / len(t.variants), bound, c.scale * tail / len(t.variants))
 
@@ -680,6 +701,8 @@ def _choose(p: Problem, gpu: Gpu, general: bool) -> Choice | str:
             seconds, bound = _whole(t, clocks, p, gpu)
             if found and shuffle is None and t.width_subs < t.out_steps[2]:
                 seconds *= _SPREAD
+            if t.planewise and not t.resident:
+                seconds *= _RING
             if best is None or seconds < best[0]:
                 best = seconds, bound, t
     if best is None:

@@ -109,36 +109,60 @@ def gather_axes(p: Problem, unroll: Triple = (1, 1, 1)) -> tuple[Axis, Axis, Axi
 Entries = tuple[tuple[tuple[tuple[Triple, tuple[int, ...]], ...], ...], ...]
 
 
-@lru_cache(maxsize=1024)  # a layer's hundreds of tilings have a dozen of them (planning took twice as long)
-def _entries(
-    axes: tuple[Axis, Axis, Axis],
-    variants: tuple[tuple[tuple[tuple[int, int], ...], int], ...],
-    blocks_of_w: tuple[int, ...],
-    subs: int,
-    kernel: tuple[int, ...],
-) -> Entries:
-    axis_d, axis_h, axis_w = axes
-    result = []
-    for pairs, first_u in variants:
+@dataclass(frozen=True, eq=False)
+class _Multiplied:
+    """What a layer's M-groups multiply; hundreds of tilings share each of a dozen."""
+
+    variants: tuple[tuple[tuple[tuple[int, int], ...], int], ...]
+    blocks_of_w: tuple[int, ...]
+    entries: Entries
+    """In the order of their offsets."""
+    counts: tuple[int, ...]
+    """Entries of all blocks of each variant."""
+    most: int
+    """Of them."""
+    total: int
+    distinct: frozenset[int]
+    lengths: frozenset[int]
+    """Entries that a block may have, but none."""
+    offsets: tuple[tuple[int, ...], ...]
+    """Of each axis the offsets of all taps, in order."""
+
+
+@lru_cache(maxsize=1024)
+def _multiplied(p: Problem, unroll: Triple, subs: int, w_subs: int) -> _Multiplied:
+    """NOTES: kept, planning a layer of 16 x 16 phases (768 -> 3 k16 s16) takes 0.7 s instead of 30 (on a slow core)."""
+    axis_d, axis_h, axis_w = gather_axes(p, unroll)
+    if axis_d.out_step * axis_h.out_step % subs or axis_w.out_step % w_subs:
+        raise Unfit("sub-positions do not fill the blocks")
+    kernel = (1,) * (3 - p.rank) + p.kernel
+    pairs = list(product(range(axis_d.out_step), range(axis_h.out_step)))
+    sets = [tuple(pairs[i : i + subs]) for i in range(0, len(pairs), subs)]
+    variants = tuple((s, u) for s in sets for u in range(0, axis_w.out_step, w_subs))
+    blocks_of_w = tuple(range(w_subs))
+    if w_subs == axis_w.out_step:
+        full = [bool(taps) for taps in axis_w.taps]
+        blocks_of_w = tuple(sum(full[:u]) if full[u] else -1 for u in range(len(full)))
+    entries = []
+    for s, first_u in variants:
         blocks = []
         for u, block in enumerate(blocks_of_w):
             if block < 0:
                 continue
             found: dict[Triple, list[int]] = {}
-            for i, (ud, uh) in enumerate(pairs):
+            for i, (ud, uh) in enumerate(s):
                 for (kd, od), (kh, oh), (kw, ow) in product(axis_d.taps[ud], axis_h.taps[uh], axis_w.taps[first_u + u]):
                     taps = found.setdefault((od, oh, ow), [-1] * subs)
                     taps[i] = (kd * kernel[1] + kh) * kernel[2] + kw
             blocks.append(tuple((offsets, tuple(taps)) for offsets, taps in sorted(found.items())))
-        result.append(tuple(blocks))
-    return tuple(result)
-
-
-@lru_cache(maxsize=1024)
-def _offsets(entries: Entries) -> tuple[tuple[int, ...], ...]:
-    """Of each axis the offsets of all taps, in order."""
-    every = [entry[0] for blocks in entries for block in blocks for entry in block]
-    return tuple(tuple(sorted({offsets[axis] for offsets in every})) or (0,) for axis in range(3))
+        entries.append(tuple(blocks))
+    counts = tuple(sum(len(b) for b in blocks) for blocks in entries)
+    lengths = frozenset(len(b) for blocks in entries for b in blocks if b)
+    every = {entry[0] for blocks in entries for block in blocks for entry in block}
+    offsets = tuple(tuple(sorted({off[axis] for off in every})) or (0,) for axis in range(3))
+    return _Multiplied(
+        variants, blocks_of_w, tuple(entries), counts, max(counts), sum(counts), frozenset(counts), lengths, offsets
+    )
 
 
 @dataclass(frozen=True)
@@ -192,7 +216,7 @@ class Tiling:
 
     # --- types -------------------------------------------------------------------------------------------------------
 
-    @property
+    @cached_property
     def element(self) -> int:
         """Bytes of an element."""
         return self.problem.dtype.itemsize
@@ -229,7 +253,7 @@ class Tiling:
     def chunks(self) -> int:
         return -(-self.cin_g // self.chunk)
 
-    @property
+    @cached_property
     def channels_last(self) -> bool:
         return self.problem.layout == "channels_last"
 
@@ -239,12 +263,12 @@ class Tiling:
     def axes(self) -> tuple[Axis, Axis, Axis]:
         return gather_axes(self.problem, self.unroll)
 
-    @property
+    @cached_property
     def out_steps(self) -> Triple:
         d, h, w = self.axes
         return d.out_step, h.out_step, w.out_step
 
-    @property
+    @cached_property
     def in_steps(self) -> Triple:
         d, h, w = self.axes
         return d.in_step, h.in_step, w.in_step
@@ -268,19 +292,18 @@ class Tiling:
         return self.w_subs or self.axes[2].out_step
 
     @cached_property
+    def _multiplied(self) -> _Multiplied:
+        return _multiplied(self.problem, self.unroll, self.subs, self.width_subs)
+
+    @property
     def variants(self) -> tuple[tuple[tuple[tuple[int, int], ...], int], ...]:
         """Per variant: its (D, H) sub-positions, `subs` of them, and its first W sub-position."""
-        pairs = list(product(range(self.axes[0].out_step), range(self.axes[1].out_step)))
-        sets = [tuple(pairs[i : i + self.subs]) for i in range(0, len(pairs), self.subs)]
-        return tuple((s, u) for s in sets for u in range(0, self.axes[2].out_step, self.width_subs))
+        return self._multiplied.variants
 
-    @cached_property
+    @property
     def blocks_of_w(self) -> tuple[int, ...]:
         """For each W sub-position of a tile the block of accumulators that has it; -1 for one without taps."""
-        if self.width_subs < self.axes[2].out_step:
-            return tuple(range(self.width_subs))
-        full = [bool(taps) for taps in self.axes[2].taps]
-        return tuple(sum(full[:u]) if full[u] else -1 for u in range(len(full)))
+        return self._multiplied.blocks_of_w
 
     @property
     def mb(self) -> int:
@@ -290,38 +313,46 @@ class Tiling:
     @cached_property
     def entries(self) -> Entries:
         """[variant][block]: the (offsets, kernel tap of every sub or -1) that the block multiplies, in order."""
+        found = self._multiplied.entries
         if not self.planewise:
-            return self._entries
+            return found
         return tuple(
             tuple(tuple(sorted(block, key=lambda entry: self.plane_of(entry[0]))) for block in blocks)
-            for blocks in self._entries
+            for blocks in found
         )
-
-    @cached_property
-    def _entries(self) -> Entries:
-        """`entries` in the order of their offsets."""
-        kernel = (1,) * (3 - self.problem.rank) + self.problem.kernel
-        return _entries(self.axes, self.variants, self.blocks_of_w, self.subs, kernel)
 
     @property
     def m_groups(self) -> int:
         return self.problem.groups * self.cout_blocks * len(self.variants)
 
-    @cached_property
+    @property
     def variant_entries(self) -> tuple[int, ...]:
         """Entries of all blocks of each variant."""
-        return tuple(sum(len(b) for b in blocks) for blocks in self._entries)
+        return self._multiplied.counts
 
     @property
+    def most_entries(self) -> int:
+        """Of a variant."""
+        return self._multiplied.most
+
+    @property
+    def distinct_entries(self) -> frozenset[int]:
+        """Every number of entries that some variant has."""
+        return self._multiplied.distinct
+
+    @cached_property
     def straight(self) -> bool:
         """Whether a chunk's steps are one stretch of code for every variant."""
-        steps = [n * self.k_steps * self.parts for n in self.variant_entries]
-        return self.wgmma and self.parts == 1 and max(steps) <= _STEPS_STRAIGHT[0] and sum(steps) <= _STEPS_STRAIGHT[1]
+        one, every = _STEPS_STRAIGHT
+        found = self._multiplied
+        return (
+            self.wgmma and self.parts == 1 and found.most * self.k_steps <= one and found.total * self.k_steps <= every
+        )
 
     @property
     def fragment_sets(self) -> int:
         """Sets of registers that fragments take in turn."""
-        steps = [n * self.k_steps for n in self.variant_entries]
+        steps = [n * self.k_steps for n in self.distinct_entries]
         fours = any(n % 3 for n in steps) and not any(n % 4 for n in steps)
         return 4 if self.split == 2 and self.straight and fours else 3
 
@@ -334,7 +365,7 @@ class Tiling:
         it gains (NOTES: consumers that share, unet1's gradient for the input 282 -> 304 us; 9 steps, kb81's in bfloat16
         126 -> 156. What it gains elsewhere, kb57 2.04 -> 1.99 ms, is of separate runs and within their spread).
         """
-        steps = [n * self.k_steps for n in self.variant_entries if n]
+        steps = [n * self.k_steps for n in self.distinct_entries if n]
         if not self.straight or self.split != 2 or min(steps) < _STEPS_CONTINUED:
             return False
         if self.stages_p * self.plane_barriers < 2:
@@ -345,27 +376,27 @@ class Tiling:
     def longest_stretch(self) -> int:
         """Most steps of a stretch of code without a loop."""
         if self.straight:
-            return max(self.variant_entries) * self.k_steps * self.parts
+            return self.most_entries * self.k_steps * self.parts
         return self.taps_unrolled * self.k_steps * self.parts
 
     @property
     def taps_unrolled(self) -> int:
         """Taps whose steps are one stretch of code, between whose ends the tensor cores do not drain."""
-        counts = {len(b) for blocks in self.entries for b in blocks if b}
+        counts = self._multiplied.lengths
         steps = _STEPS_UNROLLED if self.wgmma else 2
         if self.parts == 2:
             steps = _STEPS_PROMOTED
         most = max(1, steps // (self.k_steps * self.parts))
         return max(range(1, most + 1), key=lambda n: (all(c % n == 0 for c in counts), n if n <= max(counts) else -n))
 
-    def fragments(self, variant: int) -> int:
-        """Fragments that a variant's tile multiplies (per warpgroup along M)."""
-        return self.variant_entries[variant] * self.chunks * self.k_steps * self.parts
+    def fragments(self, entries: int) -> int:
+        """Fragments that a tile of a variant of so many entries multiplies (per warpgroup along M)."""
+        return entries * self.chunks * self.k_steps * self.parts
 
     @property
     def packed_words(self) -> int:
         """32-bit words of the packed weights."""
-        per_block = sum(self.fragments(v) for v in range(len(self.variants))) * self.wgs_m
+        per_block = self.fragments(self._multiplied.total) * self.wgs_m
         return self.problem.groups * self.cout_blocks * per_block * (FRAGMENT // 4)
 
     @property
@@ -444,9 +475,10 @@ class Tiling:
         rows = [self.pixel_row_of(i) for i in range(self.subtiles)]
         return all(b - a == apart for a, b in zip(rows[::2], rows[1::2]))
 
-    @cached_property
+    @property
     def offsets(self) -> tuple[tuple[int, ...], ...]:
-        return _offsets(self._entries)
+        """Of each axis the offsets of all taps, in order."""
+        return self._multiplied.offsets
 
     @cached_property
     def bands(self) -> tuple[tuple[tuple[int, ...], int, int], ...]:
@@ -500,7 +532,7 @@ class Tiling:
     def first_w(self) -> int:
         return self.offsets[2][0]
 
-    @property
+    @cached_property
     def columns(self) -> int:
         """Input columns of a tile with its halo."""
         offsets = self.offsets[2]
@@ -511,7 +543,7 @@ class Tiling:
         """Residues modulo the input step of the columns that some tap reads, counted from the first column."""
         return tuple(sorted({(off - self.first_w) % self.in_steps[2] for off in self.offsets[2]}))
 
-    @property
+    @cached_property
     def plane(self) -> int:
         """Columns of a segment with one residue modulo the input step: these are neighbours in the tile."""
         return -(-self.columns // self.in_steps[2])
@@ -527,21 +559,21 @@ class Tiling:
         (bands_d, _, _), (bands_h, _, _) = self.bands
         return tuple(product(bands_d, bands_h, self.residues))
 
-    @property
+    @cached_property
     def pitch(self) -> int:
         """Pixel rows from a segment to the next: it has a plane of every residue, or a tile's plane has it."""
         return self.plane if self.strided_box else len(self.residues) * self.plane
 
-    @property
+    @cached_property
     def plane_pitch(self) -> int:
         """Pixel rows from a residue's plane to the next; a box begins where the swizzle's pattern of 8 rows does."""
         return -(-self.segments * self.plane // 8) * 8 if self.strided_box else self.plane
 
-    @property
+    @cached_property
     def segments(self) -> int:
         return self.tile[0] * len(self.rows[0][0]) * len(self.rows[1][0])
 
-    @property
+    @cached_property
     def pixels(self) -> int:
         """Pixel rows of a tile in shared memory."""
         return len(self.planes) * self.plane_pitch if self.strided_box else self.segments * self.pitch
@@ -565,7 +597,7 @@ class Tiling:
         """Pairs of barriers of a pixel tile."""
         return len(self.planes) if self.planewise else 1
 
-    @property
+    @cached_property
     def staging_units(self) -> int:
         if self.tensor_map and self.whole is None and not self.classed:
             return self.row_boxes * self.box[0] // self.vec
@@ -575,7 +607,7 @@ class Tiling:
     def _units_at_any_alignment(self) -> int:
         return (self.columns + 2 * self.vec - 2) // self.vec
 
-    @property
+    @cached_property
     def classed(self) -> bool:
         """Whether rows begin at several places of a unit, so that boxes are of one class of rows and channels each."""
         return not self.channels_last and self.whole is None and self.classes not in (None, (1, 1))
@@ -594,7 +626,7 @@ class Tiling:
         """Rows of a tile (along H) of one class."""
         return -(-self.bands[1][1] // self.row_classes)
 
-    @property
+    @cached_property
     def row_boxes(self) -> int:
         """Boxes that a row of an NCHW source takes (those of small images aside)."""
         if self.channels_last or self.classed:
@@ -650,7 +682,7 @@ class Tiling:
         """Whether the input must begin at 16 bytes."""
         return self.tensor_map or (self.channels_last and self.aligned_channels)
 
-    @property
+    @cached_property
     def box(self) -> tuple[int, int, int, int, int]:
         """The tensor copy engine's box, innermost first: channels, W, H, D, images, or W, H, D, channels, images.
 
@@ -672,7 +704,7 @@ class Tiling:
         a, b, c, d, e = (max(least, min(most, MAX_BOX)) for least, most in ends)
         return a, b, c, d, e
 
-    @property
+    @cached_property
     def box_steps(self) -> tuple[int, int, int, int, int]:
         """From one element of a box to the next along each of its dimensions."""
         if self.whole is not None:
@@ -692,7 +724,7 @@ class Tiling:
         """Of them, those of one box."""
         return min(self.whole_pixels, MAX_BOX)
 
-    @property
+    @cached_property
     def slot_bytes(self) -> int:
         """Bytes of a staging slot: a chunk as it comes from memory (NCHW)."""
         if self.whole is not None:
@@ -714,28 +746,38 @@ class Tiling:
 
     @property
     def ring_stages(self) -> int:
+        return self._ring_stages(self.stages_w)
+
+    def _ring_stages(self, stages_w: int) -> int:
         if not self.wgmma:
             return 0
-        return self.chunks if self.resident else self.stages_w
+        return self.chunks if self.resident else stages_w
 
     @property
     def ring_fragments(self) -> int:
         """Fragments of weights that shared memory holds, for each warpgroup along M."""
+        return self._ring_fragments(self.stages_w)
+
+    def _ring_fragments(self, stages_w: int) -> int:
         if not self.wgmma:
             return 0
         if self.resident:
-            return max(self.fragments(v) for v in range(len(self.variants)))
-        return self.stages_w * self.w_stage
+            return self.fragments(self.most_entries)
+        return stages_w * self.w_stage
 
     @cached_property
     def shared_bytes(self) -> int:
+        return self.shared_with(self.stages_p, self.stages_s, self.stages_w)
+
+    def shared_with(self, stages_p: int, stages_s: int, stages_w: int) -> int:
+        """`shared_bytes` of the tiling with other stages."""
         part = -(-self.pixels * self.row_bytes // 1024) * 1024
-        tiles = self.stages_p * self.parts * part
-        ring = self.ring_fragments * self.wgs_m * FRAGMENT
-        slots = 0 if self.channels_last else self.stages_s * self.slot_bytes
+        tiles = stages_p * self.parts * part
+        ring = self._ring_fragments(stages_w) * self.wgs_m * FRAGMENT
+        slots = 0 if self.channels_last else stages_s * self.slot_bytes
         slot_barriers = 0
         if self.tensor_map:
-            slot_barriers = self.stages_p if self.channels_last else self.stages_s
+            slot_barriers = stages_p if self.channels_last else stages_s
         run = self.runs * 8
         row = -(-run * self.width_subs * self.element // 128) * 128 + (32 if self.element == 4 else 48)
         buffer = 64 // run * run * 16 * self.element if self.channels_last else 8 * row
@@ -746,7 +788,7 @@ class Tiling:
             + ring
             + slots
             + 8 * buffer
-            + 16 * (self.stages_p * self.plane_barriers + self.ring_stages + slot_barriers)
+            + 16 * (stages_p * self.plane_barriers + self._ring_stages(stages_w) + slot_barriers)
             + 4 * self.segments
         )
 
@@ -775,13 +817,13 @@ class Tiling:
             raise Unfit(f"a run of {self.run_groups} groups crosses rows")
         if self.paired and (self.sub[0] == 1 or self.nb % 2 or h % 16):
             raise Unfit(f"the subtiles of tile {self.tile} are no pairs one below the other")
+        if self.channels_last and self.shuffle is None and self.runs > 8:
+            raise Unfit(f"a run of {self.runs} groups is longer than the 64 pixels that leave in a round")
         if self.sub[0] == 8 and (self.nb % (self.runs * (2 if self.paired else 1)) or (w // 8) % self.runs):
             raise Unfit("strips of a consumer are not whole runs along W")
-        if self.axes[0].out_step * self.axes[1].out_step % self.subs or self.axes[2].out_step % self.width_subs:
-            raise Unfit("sub-positions do not fill the blocks")
         if self.row_bytes not in (32, 64, 128):
             raise Unfit(f"a chunk of {self.chunk} channels is {self.row_bytes} bytes, not 32, 64 or 128")
-        if self.mb < 1 or not any(self.variant_entries):
+        if self.mb < 1 or not self.most_entries:
             raise Unfit("no output has a tap")
         if max(abs(r) for axis in self.rows for r in axis[0]) > _MAX_OFFSET:
             raise Unfit(f"the taps reach more than {_MAX_OFFSET} rows away")

@@ -111,8 +111,12 @@ class Tiling:
 
     # --- K and shared memory -----------------------------------------------------------------------------------------
 
-    def _spans(self) -> Triple:
+    @cached_property
+    def spans(self) -> Triple:
         """Rows (D, H) and columns of g that a chunk holds."""
+        return self._held()
+
+    def _held(self) -> Triple:
         spans = []
         for axis in range(3):
             dense = self._dense(axis)
@@ -142,18 +146,18 @@ class Tiling:
     def units(self) -> tuple[int, int]:
         """16-byte units of a row of one channel (NCHW) of x and of g."""
         x = self.tile[3] + (0 if self.aligned else self.vec - 1)
-        return -(-x // self.vec), -(-(self._spans()[2] + self.vec - 1) // self.vec)
+        return -(-x // self.vec), -(-(self.spans[2] + self.vec - 1) // self.vec)
 
     @cached_property
     def g_rows(self) -> int:
         """Rows of g's tile, of all images."""
-        rows_d, rows_h, _ = self._spans()
+        rows_d, rows_h, _ = self.spans
         return self.tile[0] * rows_d * rows_h
 
     @cached_property
     def g_bytes(self) -> int:
         """Bytes of g's tile in shared memory."""
-        rows, columns = self.g_rows, self._spans()[2]
+        rows, columns = self.g_rows, self.spans[2]
         if self.channels_last:
             return rows * columns * self._pitch(self.block[1]) * self.element
         return rows * self.block[1] * (self.units[1] | 1) * 16
@@ -165,7 +169,7 @@ class Tiling:
     @cached_property
     def g_units(self) -> int:
         """16-byte copies of g's tile."""
-        rows, columns = self.g_rows, self._spans()[2]
+        rows, columns = self.g_rows, self.spans[2]
         if self.channels_last:
             return rows * columns * -(-self.block[1] // self.vec)
         return rows * self.block[1] * self.units[1]
@@ -334,8 +338,8 @@ class WarpgroupTiling(Tiling):
     def halo(self) -> int:
         return self.stack - 1 if self.stacked else 0
 
-    def _spans(self) -> Triple:
-        d, h, w = super()._spans()
+    def _held(self) -> Triple:
+        d, h, w = super()._held()
         return d, self.tile[2] * self.steps[1] if self.stacked else h, w
 
     @property
@@ -406,7 +410,7 @@ class WarpgroupTiling(Tiling):
         """The box of g, innermost first: channels, W, H, D, images (channels_last) or W, channels, H, D, images, of all
         of a tile (`g_one_box`; channels_last: of a plane of it) or of a row."""
         if self.channels_last:
-            return self._g_whole_box or (self.g_width, self._spans()[2], 1, 1, 1)
+            return self._g_whole_box or (self.g_width, self.spans[2], 1, 1, 1)
         row = (self.units[1] | 1) * self.vec
         return self._g_whole_box or (row, self.block[1], 1, 1, 1)
 
@@ -434,7 +438,7 @@ class WarpgroupTiling(Tiling):
         if not self.channels_last or not 1 < self.steps[2] <= MAX_BOX_STEP:
             return False
         planes, columns, _ = self._parts
-        return (self.element == 2 and self.steps[2] % 2 == 0) or planes * columns < self._spans()[2]
+        return (self.element == 2 and self.steps[2] % 2 == 0) or planes * columns < self.spans[2]
 
     @property
     def g_planes(self) -> tuple[int, int, int]:
@@ -442,7 +446,7 @@ class WarpgroupTiling(Tiling):
 
         Tap ``t`` reads plane ``t % planes``, which begins with the column that tap reads first.
         """
-        return self._parts if self.parted else (1, self._spans()[2], 0)
+        return self._parts if self.parted else (1, self.spans[2], 0)
 
     @property
     def _parts(self) -> tuple[int, int, int]:
@@ -456,7 +460,7 @@ class WarpgroupTiling(Tiling):
     def _g_row_steps(self) -> tuple[int, int]:
         """From one row of g's tile to the next along D and H; 0 where rows do not lie evenly."""
         found: list[int] = []
-        axes = zip(self.tile[1:3], self.taps, self.steps, self.dilation, self._spans())
+        axes = zip(self.tile[1:3], self.taps, self.steps, self.dilation, self.spans)
         for axis, (count, taps, step, dilation, rows) in enumerate(axes):
             if rows == self._dense(axis) or (self.stacked and axis == 1):
                 found.append(self.apart[axis])
@@ -472,9 +476,9 @@ class WarpgroupTiling(Tiling):
         d, h = self._g_row_steps
         if not 1 <= min(d, h) <= max(d, h) <= MAX_BOX_STEP:
             return None
-        rows_d, rows_h, _ = self._spans()
+        rows_d, rows_h, _ = self.spans
         if self.channels_last:
-            columns = (self._parts[1] - 1) * self.steps[2] + 1 if self._partable else self._spans()[2]
+            columns = (self._parts[1] - 1) * self.steps[2] + 1 if self._partable else self.spans[2]
             box = self.g_width, columns, (rows_h - 1) * h + 1, (rows_d - 1) * d + 1, self.tile[0]
             return box if max(box) <= MAX_BOX else None
         row = (self.units[1] | 1) * self.vec
@@ -521,7 +525,7 @@ class WarpgroupTiling(Tiling):
     def g_bytes(self) -> int:
         """Bytes of g's tile in shared memory."""
         if self.classed:
-            rows_d, rows_h, _ = self._spans()
+            rows_d, rows_h, _ = self.spans
             of_rows, _ = self.classes
             rows = self.tile[0] * rows_d * -(-rows_h // of_rows) * of_rows
             return rows * self.block[1] * (self.units[1] | 1) * 16
@@ -530,7 +534,7 @@ class WarpgroupTiling(Tiling):
             plane = -(-self.g_rows * columns * self.g_width * self.element // 128) * 128
             return self.block[1] // self.g_width * planes * plane
         if self.channels_last and self.box_g:
-            box = -(-self._spans()[2] * self.g_width * self.element // 128) * 128
+            box = -(-self.spans[2] * self.g_width * self.element // 128) * 128
             return self.g_rows * self.block[1] // self.g_width * box
         return super().g_bytes
 
@@ -607,7 +611,7 @@ class WarpgroupTiling(Tiling):
     @property
     def row_steps(self) -> int:
         """``stacked``: fragments of a warpgroup for one column of K."""
-        return self.tile[0] * self.tile[1] * self._spans()[1] * self.unit_count
+        return self.tile[0] * self.tile[1] * self.spans[1] * self.unit_count
 
     @property
     def registers(self) -> tuple[int, int]:
