@@ -171,12 +171,17 @@ SETS = {
 mma.sync, the last two of channels_last by wgmma."""
 
 
+def set_of(t: Tiling) -> str:
+    """Which of `SETS` a tiling's clocks are counted with."""
+    if t.planewise:
+        return "planes one by one"
+    if t.channels_last and t.wgmma:
+        return "channels_last"
+    if not t.wgmma or (not t.channels_last and t.problem.rank == 3 and t.problem.pass_ == "fwd"):
+        return "3-D forward, mma.sync"
+    return "1-D, 2-D forward" if t.problem.pass_ == "fwd" else "gradient for the input"
+
+
 def constants(t: Tiling) -> Constants:
     """Those of a tiling."""
-    if t.planewise:
-        return _PLANEWISE
-    if t.channels_last:
-        return _CHANNELS_LAST if t.wgmma else _OTHERS
-    if not t.wgmma or (t.problem.rank == 3 and t.problem.pass_ == "fwd"):
-        return _OTHERS
-    return _FORWARD if t.problem.pass_ == "fwd" else _GRAD_INPUT
+    return SETS[set_of(t)]
