@@ -18,13 +18,18 @@ import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from layers import add_arguments, problems
+
+import upconv
+from upconv.cuda import engine, jit
+from upconv.cuda.gpu import A100, H200
+from upconv.problem import Pass, Problem
+
 ROOT = Path(__file__).resolve().parents[1]
-PRECISIONS, LAYOUTS = ("tf32", "ieee", "fp16", "bf16"), ("nchw", "channels_last")
-PASSES = ("fwd", "grad-input", "grad-weight")
-DEFAULT = {"precisions": ("tf32", "bf16"), "layouts": LAYOUTS, "passes": PASSES}
+PASSES: tuple[Pass, ...] = ("fwd", "grad-input", "grad-weight")
 _SECTIONS = (".text.", ".nv.constant")
 
 Codes = dict[str, list[str]]
@@ -48,36 +53,19 @@ def sections(cubin: bytes) -> dict[str, str]:
     return found
 
 
-def codes(
-    cases: Sequence[str], precisions: Sequence[str], layouts: Sequence[str], passes: Sequence[str], arch: str
-) -> Codes:
-    """Those of the package that is imported, for layers of the suites."""
-    import torch
-
-    from upconv.bench.suites import SUITES
-    from upconv.cuda import engine, jit
-    from upconv.cuda.gpu import A100, H200
-
+def codes(layers: Iterable[tuple[str, Problem]], arch: str) -> Codes:
+    """Those of the package that is imported."""
     gpu = {"90a": H200, "80": A100}[arch]
-    dtypes = {"fp16": torch.float16, "bf16": torch.bfloat16}
     found: Codes = {}
-    for case in SUITES["cuda"]:
-        if cases and case.name not in cases:
-            continue
-        for precision in precisions:
-            for layout in layouts if case.problem.rank > 1 else ("nchw",):
-                for pass_ in passes:
-                    p = case.problem.with_(
-                        dtype=dtypes.get(precision, torch.float32), precision=precision, layout=layout, pass_=pass_
-                    )
-                    fitting = [c for c in engine.choose(p, gpu).values() if not isinstance(c, str)]
-                    choice = min(fitting, key=lambda c: c.seconds)
-                    code = [
-                        f"{i}{name} {digest}"
-                        for i, unit in enumerate(choice.sources())
-                        for name, digest in sorted(sections(jit.cubin(unit.source, gpu.arch, unit.label)).items())
-                    ]
-                    found[f"{case.name} {precision} {layout} {pass_}"] = [f"{choice.family} {choice.summary}", *code]
+    for case, p in layers:
+        fitting = [c for c in engine.choose(p, gpu).values() if not isinstance(c, str)]
+        choice = min(fitting, key=lambda c: c.seconds)
+        code = [
+            f"{i}{name} {digest}"
+            for i, unit in enumerate(choice.sources())
+            for name, digest in sorted(sections(jit.cubin(unit.source, gpu.arch, unit.label)).items())
+        ]
+        found[f"{case} {p.precision} {p.layout} {p.pass_}"] = [f"{choice.family} {choice.summary}", *code]
     return found
 
 
@@ -98,32 +86,16 @@ def differences(old: Codes, new: Codes) -> list[str]:
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 
-    def some(known: Sequence[str]) -> object:
-        def names(text: str) -> list[str]:
-            for name in text.split(","):
-                if name not in known:
-                    raise argparse.ArgumentTypeError(f"must be some of {','.join(known)}, got {name!r}")
-            return text.split(",")
-
-        return names
-
-    from upconv.bench.suites import SUITES
-
-    layers = [case.name for case in SUITES["cuda"]]
     parser.add_argument("commit", nargs="?", help="what this checkout is compared with")
-    parser.add_argument("--cases", type=some(layers), default=[], help="layers, joined by commas; all by default")  # type: ignore[arg-type]
-    for name, known in (("precisions", PRECISIONS), ("layouts", LAYOUTS), ("passes", PASSES)):
-        parser.add_argument(f"--{name}", type=some(known), default=list(DEFAULT[name]))  # type: ignore[arg-type]
+    add_arguments(parser, PASSES)
     parser.add_argument("--arch", choices=("90a", "80"), default="90a")
     parser.add_argument("--list", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     if given.list:
-        import upconv
-
         root = Path(os.environ["PYTHONPATH"]).resolve()
         if root not in Path(upconv.__file__).resolve().parents:
             raise RuntimeError(f"the package must be {root}'s, got {upconv.__file__}")
-        found = codes(given.cases, given.precisions, given.layouts, given.passes, given.arch)
+        found = codes(problems(given.cases, given.precisions, given.layouts, given.passes), given.arch)
         given.list.write_text(json.dumps(found))
         return 0
     if not given.commit:

@@ -25,6 +25,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
+from layers import some
 
 import upconv
 from upconv import env
@@ -272,10 +273,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 
     def names(text: str) -> list[str]:
-        found = text.split(",")
-        for name in found:
-            if name not in ORDER:
-                raise argparse.ArgumentTypeError(f"must be some of {','.join(ORDER)}, got {name!r}")
+        found = some(ORDER)(text)
         return [name for name in ORDER if name in found]
 
     parser.add_argument("--only", type=names, default=list(ORDER), help="the reports, joined by commas")

@@ -18,13 +18,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from upconv.cuda import gather, jit, relayout, shuffle, wgrad
+from upconv.cuda import gather, jit, relayout, wgrad
 from upconv.cuda.gpu import gpu
 from upconv.problem import Layout, Pass, Precision, Problem
 
@@ -78,11 +77,8 @@ def tensor(shape: tuple[int, ...], p: Problem) -> torch.Tensor:
 
 def run_gather(p: Problem, wanted: Callable[[Any], bool]) -> None:
     """The first tiling of a kind."""
-    classes = gather._classes(p) if p.layout == "nchw" else (1, 1)
-    layer, alignment = gather._any_size(p), gather._alignment(p)
-    found = (gather._tilings(layer, gpu(0), classes, alignment, how) for how in (None, *shuffle.ways(layer)))
-    every = chain.from_iterable(found)
-    prepared = gather.Choice(next(t for t, _ in every if wanted(t)), p, gpu(0), 0.0, "").prepare(0)
+    tiling = next(t for _, _, t in gather.considered(p, gpu(0)) if wanted(t))
+    prepared = gather.Choice(tiling, p, gpu(0), 0.0, "").prepare(0)
     shapes = (p.input_shape, p.output_shape) if p.pass_ == "fwd" else (p.output_shape, p.input_shape)
     x, out = (tensor(shape, p) for shape in shapes)
     prepared.run(x, prepared.pack(tensor(p.weight_shape, p)), None, out)

@@ -22,13 +22,13 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields, replace
-from itertools import chain
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
 import torch
 from h200 import sources
+from layers import DTYPES, add_arguments, problems
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -42,14 +42,10 @@ from upconv.cuda import costs, gather, jit
 from upconv.cuda.costs import Constants
 from upconv.cuda.gpu import H200, Gpu
 from upconv.cuda.gpu import gpu as gpu_of
-from upconv.cuda.shuffle import Shuffle, countable, ways
+from upconv.cuda.shuffle import Shuffle
 from upconv.cuda.tiling import Tiling, Unfit, result_shape, source_shape
 from upconv.problem import Layout, Pass, Precision, Problem
 
-DTYPES: dict[Precision, torch.dtype] = {
-    "tf32": torch.float32, "ieee": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16,
-}  # fmt: skip
-LAYOUTS: tuple[Layout, ...] = ("nchw", "channels_last")
 PASSES: tuple[Pass, ...] = ("fwd", "grad-input")
 TOLERANCE: dict[Precision, float] = {"tf32": 1e-3, "ieee": 1e-5, "fp16": 1e-3, "bf16": 8e-3}
 """Of the relative error against float64."""
@@ -80,13 +76,7 @@ class Timed:
 
 def ranked(p: Problem, gpu: Gpu) -> list[tuple[float, Tiling]]:
     """Every tiling that `gather.choose` looks at, with its estimate in seconds; the fastest first."""
-    layer = gather._any_size(p)
-    classes = gather._classes(p) if p.layout == "nchw" else (1, 1)
-    found: list[tuple[float, Tiling]] = []
-    for shuffle in (None, *(ways(layer) if countable(p) else ())):
-        every = gather._tilings(layer, gpu, classes, gather._alignment(p), shuffle)
-        for t, clocks in chain(every, gather._small_tilings(layer, gpu, p.size, shuffle)):
-            found.append((gather._whole(t, clocks, p, gpu)[0], t))
+    found = ((seconds, t) for seconds, _, t in gather.considered(p, gpu))
     return sorted(found, key=lambda pair: pair[0])
 
 
@@ -130,19 +120,8 @@ def from_json(p: Problem, found: dict[str, Any], gpu: Gpu) -> Tiling:
 def jobs(
     cases: Sequence[str], precisions: Sequence[Precision], layouts: Sequence[Layout], passes: Sequence[Pass]
 ) -> Iterator[Job]:
-    """Layers of the suites, in these ways."""
-    for case in SUITES["cuda"]:
-        if cases and case.name not in cases:
-            continue
-        for precision in precisions:
-            for layout in layouts if case.problem.rank > 1 else ("nchw",):
-                for pass_ in passes:
-                    yield (
-                        case.name,
-                        case.problem.with_(
-                            dtype=DTYPES[precision], precision=precision, layout=layout, pass_=pass_, bias=False
-                        ),
-                    )
+    """Layers of the suites in these ways, without a bias."""
+    return ((case, p.with_(bias=False)) for case, p in problems(cases, precisions, layouts, passes))
 
 
 def truth(p: Problem, source: Tensor, weight: Tensor) -> Tensor:
@@ -307,15 +286,22 @@ class Judged:
         return lost + worse + _ERROR * self.error
 
 
+def taken(timed: Sequence[Timed], gpu: Gpu) -> tuple[Timed, Timed, list[float]]:
+    """Of a layer's tilings the one that the model takes and the best, and the model's estimates of all."""
+    estimates = [gather.estimate(one.tiling, one.problem, gpu)[0] for one in timed]
+    chosen = timed[min(range(len(timed)), key=lambda i: estimates[i])]
+    return chosen, min(timed, key=lambda one: one.seconds), estimates
+
+
 def judge(layers: Iterable[Sequence[Timed]], gpu: Gpu) -> Judged:
     """The model with the constants that are in `costs.SETS` now."""
-    chosen, best, errors = [], [], []
+    every, errors = [], []
     for timed in layers:
-        estimates = [gather.estimate(one.tiling, one.problem, gpu)[0] for one in timed]
-        chosen.append(timed[min(range(len(timed)), key=lambda i: estimates[i])].seconds)
-        best.append(min(one.seconds for one in timed))
+        chosen, best, estimates = taken(timed, gpu)
+        every.append((chosen.seconds, best.seconds))
         errors += [math.log(e / one.seconds) ** 2 for e, one in zip(estimates, timed)]
-    return Judged(tuple(chosen), tuple(best), math.sqrt(fmean(errors)))
+    by_model, least = zip(*every)
+    return Judged(by_model, least, math.sqrt(fmean(errors)))
 
 
 def fit(timed: Sequence[Timed], name: str, gpu: Gpu, rounds: int, seed: int) -> tuple[Constants, Judged, Judged]:
@@ -374,12 +360,11 @@ def show(timed: Sequence[Timed], gpu: Gpu, console: Console) -> None:
     """A line for each layer: the best, what the model chooses, and what it thinks of both."""
     table = Table("layer", "tilings", "best us", "chosen us", "lost %", "model: best", "chosen", "the best")
     for name, found in by_layer(timed).items():
-        estimates = {id(one): gather.estimate(one.tiling, one.problem, gpu)[0] for one in found}
-        best, chosen = min(found, key=lambda one: one.seconds), min(found, key=lambda one: estimates[id(one)])
+        chosen, best, estimates = taken(found, gpu)
         lost = chosen.seconds / best.seconds - 1
         table.add_row(
             " ".join(name), str(len(found)), f"{best.seconds * 1e6:.1f}", f"{chosen.seconds * 1e6:.1f}", f"{lost:.1%}",
-            f"{estimates[id(best)] * 1e6:.1f}", f"{estimates[id(chosen)] * 1e6:.1f}",
+            f"{estimates[found.index(best)] * 1e6:.1f}", f"{min(estimates) * 1e6:.1f}",
             "" if best is chosen else gather.Choice(best.tiling, best.problem, gpu, 0.0, "").summary,
         )  # fmt: skip
     console.print(table)
@@ -391,21 +376,9 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     actions = parser.add_subparsers(dest="action", required=True)
 
-    def some(known: Sequence[str]) -> Callable[[str], list[str]]:
-        def names(text: str) -> list[str]:
-            for name in text.split(","):
-                if name not in known:
-                    raise argparse.ArgumentTypeError(f"must be some of {','.join(known)}, got {name!r}")
-            return text.split(",")
-
-        return names
-
     timing_ = actions.add_parser("time", help="time tilings on this machine's GPU")
     timing_.add_argument("file", type=Path, help="where the times are written and gone on with")
-    timing_.add_argument("--cases", type=some([case.name for case in SUITES["cuda"]]), default=[])
-    timing_.add_argument("--precisions", type=some(list(DTYPES)), default=["tf32", "bf16"])
-    timing_.add_argument("--layouts", type=some(LAYOUTS), default=list(LAYOUTS))
-    timing_.add_argument("--passes", type=some(PASSES), default=list(PASSES))
+    add_arguments(timing_, PASSES)
     timing_.add_argument("--most", type=int, default=10, help="tilings of a layer")
     timing_.add_argument("--within", type=float, default=1.5, help="times the best estimate that a tiling's may be")
     timing_.add_argument("--budget", type=float, default=3600.0, help="seconds; no layer begins after them")

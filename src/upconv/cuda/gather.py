@@ -619,7 +619,8 @@ def _whole(t: Tiling, clocks: Clocks, p: Problem, gpu: Gpu) -> tuple[float, str]
         bound = "bytes"
     elif waves * gpu.multiprocessors > 1.5 * tiles:
         bound = "too few tiles"
-    return max(memory, seconds) + 0.15 * min(memory, seconds) + _LAUNCH, bound
+    through_ring = _RING if t.planewise and not t.resident else 1.0
+    return through_ring * (max(memory, seconds) + 0.15 * min(memory, seconds) + _LAUNCH), bound
 
 
 def _read(t: Tiling, tiles: int, gpu: Gpu) -> float:
@@ -691,7 +692,15 @@ def _choose(p: Problem, gpu: Gpu, general: bool) -> Choice | str:
     refused = refusal(p, gpu)
     if refused:
         return refused
-    best: tuple[float, str, Tiling] | None = None
+    best = min(considered(p, gpu, general), key=lambda found: found[0], default=None)
+    if best is None:
+        return f"no tile of this layer with its halo fits in {gpu.shared_bytes // 1024} KB of shared memory"
+    seconds, bound, t = best
+    return Choice(t, p, gpu, seconds, bound)
+
+
+def considered(p: Problem, gpu: Gpu, general: bool = False) -> Iterator[tuple[float, str, Tiling]]:
+    """(seconds, what bounds them, tiling) by the model of every tiling that `choose` looks at."""
     classes = _classes(p, general) if p.layout == "nchw" else (1, 1)
     layer = _any_size(p)
     found = ways(layer) if countable(p) else ()
@@ -701,13 +710,7 @@ def _choose(p: Problem, gpu: Gpu, general: bool) -> Choice | str:
             seconds, bound = _whole(t, clocks, p, gpu)
             if found and shuffle is None and t.width_subs < t.out_steps[2]:
                 seconds *= _SPREAD
-            if t.planewise and not t.resident:
-                seconds *= _RING
-            if best is None or seconds < best[0]:
-                best = seconds, bound, t
-    if best is None:
-        return f"no tile of this layer with its halo fits in {gpu.shared_bytes // 1024} KB of shared memory"
-    return Choice(best[2], p, gpu, best[0], best[1])
+            yield seconds, bound, t
 
 
 def _any_size(p: Problem) -> Problem:
