@@ -661,6 +661,50 @@ def test_chosen_kernels_compile_without_spills(p: Problem, gpu: Gpu) -> None:
         check_compiled(choice.tiling, unit.source, gpu.arch, most if spilling else 0, unit is packed)
 
 
+def rows_begin(p: Problem) -> int:
+    """Of 16 bytes, two elements and one the most that divides a result's rows."""
+    size = p.dtype.itemsize
+    return next(unit for unit in (16, 2 * size, size) if result_shape(p)[-1] * size % unit == 0)
+
+
+@pytest.mark.parametrize("pass_", ["fwd", "grad-input"])
+@pytest.mark.parametrize("precision", ["tf32", "bf16"])
+@pytest.mark.parametrize("text", ["32,64,3", "64,32,4,stride=2,padding=1", "16,16,5,stride=3,output_padding=1"])
+def test_a_kernel_knows_where_rows_of_its_sizes_begin(text: str, precision: str, pass_: Pass) -> None:
+    """And one for every size finds it out. Sizes whose rows begin alike share a kernel."""
+    found = set()
+    for width in range(60, 76):
+        p = parse_layer(text + ",bias=False", f"2x{text.split(',')[0]}x40x{width}")
+        p = p.with_(dtype=DTYPES[precision], precision=precision, pass_=pass_)
+        choice = gather.choose(p, H200)
+        assert not isinstance(choice, str)
+        if choice.tiling.shuffle is not None or choice.tiling.width_subs < choice.tiling.out_steps[2]:
+            continue
+        macros = jit._macros(choice.sources()[0].source)
+        assert int(macros["STORE_UNIT"]) == rows_begin(p)
+        found.add(rows_begin(p))
+        wider = p.with_(size=(44, width + 32))
+        assert replace(choice, problem=wider).sources() == choice.sources()
+        general = gather.choose(p, H200, general=True)
+        assert not isinstance(general, str)
+        assert jit._macros(general.sources()[0].source)["STORE_UNIT"] == "0"
+    assert found == {16, 2 * p.dtype.itemsize, p.dtype.itemsize} if pass_ == "grad-input" else found
+
+
+@needs_nvrtc
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["tf32", "fp16"])
+@pytest.mark.parametrize("name", ["kb57", "kb68", "vae"])
+def test_every_way_to_store_compiles_without_spills(name: str, precision: str) -> None:
+    (case,) = (c for c in SUITES["cuda"] if c.name == name)
+    p = case.problem.with_(dtype=DTYPES[precision], precision=precision)
+    choice = gather.choose(p, H200)
+    assert not isinstance(choice, str)
+    for unit in (16, 2 * p.dtype.itemsize, p.dtype.itemsize):
+        source = jit.source("gather.cu", choice.tiling.macros(store_unit=unit))
+        check_compiled(choice.tiling, source, H200.arch)
+
+
 @pytest.mark.parametrize(
     ("text", "size", "settings", "wgmma", "wanted"),
     (

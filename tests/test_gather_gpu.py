@@ -138,8 +138,8 @@ def test_tilings(name: str, precision: str, layout: str, pass_: Pass) -> None:
     whole = list(gather.candidates(p, chip, size=p.size))
     tilings += random.Random(1).sample(whole, min(3, len(whole)))
     assert whole or "whole" not in name or layout != "nchw" or p.pass_ != "fwd"
-    for tiling in tilings:
-        prepared = gather.Choice(tiling, p, chip, 0.0, "").prepare(0)
+    for i, tiling in enumerate(tilings):  # kernels for this size, and for all
+        prepared = gather.Choice(tiling, p, chip, 0.0, "", general=i % 3 == 2).prepare(0)
         outs = []
         for _ in range(2):
             out = torch.full(result_shape(p), float("nan"), device=device, dtype=p.dtype)

@@ -47,8 +47,8 @@ CONSTANTS = cut(SOURCE, "#define WORDS 4", "__constant__ const int TAP_ROW[]")
 SIZES = cut(SOURCE, "struct Sizes {", "struct alignas(64) TensorMap")
 
 
-def defined(tiling: Tiling | WarpgroupTiling, boxed: bool = False) -> str:
-    macros = tiling.macros(boxed=True) if boxed and isinstance(tiling, Tiling) else tiling.macros()
+def defined(tiling: Tiling | WarpgroupTiling, boxed: bool = False, store_unit: int = 0) -> str:
+    macros = tiling.macros(boxed, store_unit) if isinstance(tiling, Tiling) else tiling.macros()
     return "".join(f"#define {name} {value}\n" for name, value in macros.items())
 
 
@@ -60,9 +60,9 @@ def compiled(program: str, folder: Path) -> Path:
     return folder / program
 
 
-def epilogue(tiling: Tiling, folder: Path, movmatrix: bool = False) -> Path:
+def epilogue(tiling: Tiling, folder: Path, movmatrix: bool = False, store_unit: int = 0) -> Path:
     """A program that runs the epilogue of a tiling. ``movmatrix``: turns matrices as GPUs before Hopper do."""
-    source, macros = SOURCE, defined(tiling)
+    source, macros = SOURCE, defined(tiling, store_unit=store_unit)
     types = cut(
         source, "#if PRECISION == 0 || PRECISION == 1", "#if ELEMENT == 2\n__device__ __forceinline__ u32 pack_pair"
     )
@@ -197,6 +197,19 @@ def tiling_of(
 @pytest.mark.parametrize("seed", range(24))
 def test_every_output_arrives_and_nothing_else_is_written(seed: int, tmp_path: Path) -> None:
     assert tiles(epilogue(tiling_of(seed), tmp_path), seed, 80) > 500
+
+
+@pytest.mark.parametrize("unit", ("16 bytes", "two outputs", "one output"))
+@pytest.mark.parametrize("seed", range(6))
+def test_rows_whose_beginnings_the_plan_knows(seed: int, unit: str, tmp_path: Path) -> None:
+    """One way to store is compiled, and it serves all rows that begin and end at such places."""
+
+    def fit(t: Tiling) -> bool:
+        return t.shuffle is None and t.width_subs == t.out_steps[2] and (seed > 2 or t.sub == (8, 8))
+
+    tiling = tiling_of(seed, fit, last=False)
+    bytes_of = {"16 bytes": 16, "two outputs": 2 * tiling.element, "one output": tiling.element}
+    assert tiles(epilogue(tiling, tmp_path, store_unit=bytes_of[unit]), seed, 80) > 500
 
 
 @pytest.mark.parametrize("subs", (1, 2, 4))

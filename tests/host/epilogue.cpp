@@ -112,6 +112,7 @@ static long long one_tile() {
   sizes.out_d = 1 + below(2 * OUT_STEP_D * TILE_D);
   sizes.out_h = 1 + below(2 * OUT_STEP_H * TILE_H);
   sizes.out_w = widths[below(4)];
+  if (STORE_UNIT) sizes.out_w = (sizes.out_w * ELEMENT + STORE_UNIT - 1) / STORE_UNIT * STORE_UNIT / ELEMENT;
   tile.group = below(COUT / COUT_G);
   tile.variant = below(VARIANTS);
   tile.n = first_q(sizes.batch, 1, TILE_N);
@@ -128,7 +129,9 @@ static long long one_tile() {
   if (count > 4000000) return 0;
   global_memory.assign((count + 64) * ELEMENT + 256, 0);
   written.assign(global_memory.size(), 0);
-  y = (char*)(((u64)global_memory.data() + 255) / 128 * 128) + (below(3) || (CHANNELS_LAST && ALIGNED_COUT) ? 0 : below(32 / ELEMENT) * ELEMENT);
+  y = (char*)(((u64)global_memory.data() + 255) / 128 * 128);
+  if (STORE_UNIT) y += below(2) * 16;
+  else if (!below(3) && !(CHANNELS_LAST && ALIGNED_COUT)) y += below(32 / ELEMENT) * ELEMENT;
   bias.resize(channels);
   for (ELEMENT_TYPE& b : bias) b = stored((float)below(8));
   for (auto& lane : accumulators)

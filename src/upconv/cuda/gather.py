@@ -77,6 +77,8 @@ class Choice:
     """What limits it, by the model."""
     flat: bool = False
     """Whether the problem is another's `Problem.flat`."""
+    general: bool = False
+    """Whether its kernel serves every size of the input, beginnings of rows included."""
 
     @property
     def family(self) -> str:
@@ -111,15 +113,17 @@ class Choice:
         return self.tiling.boxable and not self.flat
 
     def sources(self) -> tuple[Unit, ...]:
-        """What NVRTC must compile; the same for all input sizes that share the tile.
+        """What NVRTC must compile; the same for all input sizes that share the tile and the `store_unit`.
 
         The first packs weights; the second, where they are `boxable`, takes channels-last ones as they are.
         """
-        label = f"gather {_layer(self.problem)}"
-        packed = Unit(label, jit.source("gather.cu", self.tiling.macros()), ("pack", "gather"))
+        t, label = self.tiling, f"gather {_layer(self.problem)}"
+        unit = 0 if self.general else store_unit(t, self.problem)
+        packed = Unit(label, jit.source("gather.cu", t.macros(store_unit=unit)), ("pack", "gather"))
         if not self.boxable:
             return (packed,)
-        return packed, Unit(f"{label} unpacked", jit.source("gather.cu", self.tiling.macros(boxed=True)), ("gather",))
+        boxed = jit.source("gather.cu", t.macros(boxed=True, store_unit=unit))
+        return packed, Unit(f"{label} unpacked", boxed, ("gather",))
 
     def prepare(self, device: int) -> Prepared:
         """Compiles (or finds) and loads the kernels for a CUDA device. Errors: those of ``jit.kernel``."""
@@ -533,6 +537,17 @@ def _alignment(p: Problem) -> int:
     return math.gcd(result_shape(p)[-1] * p.dtype.itemsize, 32)
 
 
+def store_unit(t: Tiling, p: Problem) -> int:
+    """Bytes at multiples of which all rows of ``p``'s result begin and end, of those that the kernel has a way for.
+
+    16, two elements or one; 0 where its way to store is the same for all rows.
+    """
+    if t.channels_last or t.shuffle is not None or t.width_subs < t.out_steps[2]:
+        return 0
+    alignment = _alignment(p)
+    return 16 if alignment >= 16 else min(alignment, 2 * t.element)
+
+
 @dataclass(frozen=True)
 class Clocks:
     """Of a tiling's average tile on its multiprocessor; the same for all sizes."""
@@ -696,7 +711,7 @@ def _choose(p: Problem, gpu: Gpu, general: bool) -> Choice | str:
     if best is None:
         return f"no tile of this layer with its halo fits in {gpu.shared_bytes // 1024} KB of shared memory"
     seconds, bound, t = best
-    return Choice(t, p, gpu, seconds, bound)
+    return Choice(t, p, gpu, seconds, bound, general=general)
 
 
 def considered(p: Problem, gpu: Gpu, general: bool = False) -> Iterator[tuple[float, str, Tiling]]:

@@ -849,8 +849,12 @@ class Tiling:
 
     # --- the kernel's macros -----------------------------------------------------------------------------------------
 
-    def macros(self, boxed: bool = False) -> dict[str, int | float | str]:
-        """The kernel's constants by macro name; see kernels/gather.cu. ``boxed``: its weights are not packed."""
+    def macros(self, boxed: bool = False, store_unit: int = 0) -> dict[str, int | float | str]:
+        """The kernel's constants by macro name; see kernels/gather.cu.
+
+        ``boxed``: its weights are not packed. ``store_unit``: bytes at multiples of which the result's rows begin and
+        end (`store_unit`); 0 for a kernel that finds them.
+        """
         p = self.problem
         order = ("tf32", "ieee", "fp16", "bf16")
         flat = [(off, taps) for blocks in self.entries for block in blocks for off, taps in block]
@@ -915,6 +919,7 @@ class Tiling:
             "RESIDENT": int(self.resident),
             "WEIGHTS_BOX": int(boxed),
             "RUN_GROUPS": self.runs,
+            "STORE_UNIT": store_unit,
             "ROWS_D": len(rows_d),
             "ROWS_H": len(rows_h),
             "ROW_STEP_D": step_d,
