@@ -14,6 +14,7 @@ import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,7 +26,7 @@ from upconv.cuda import gather, jit, wgrad
 from upconv.cuda.gpu import H200
 from upconv.cuda.tiling import PACK_THREADS, Tiling, Unfit, result_shape
 from upconv.cuda.wgrad_tiling import WarpgroupTiling
-from upconv.problem import Pass, Precision, Problem
+from upconv.problem import Layout, Pass, Precision, Problem
 
 HOST = Path(__file__).resolve().parent / "host"
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
@@ -145,7 +146,7 @@ def ring(tiling: Tiling, folder: Path, boxed: bool = False) -> Path:
     stream = cut(SOURCE, "// Where a tile's weights come from", "#endif\n\n// A thread's part of a ring's")
     side = cut(SOURCE, "// A thread's part of a ring's", "// acc[64 x 64 NB] +=")
     arguments = "float (&)[NB][32], const u32 (&)[4], const Columns&, int, int, int, int"
-    multiply = f"template <bool> static void multiply({arguments}) {{}}\n"
+    multiply = f"template <bool> static void multiply({arguments});\n"
     steps = cut(SOURCE, "// Step i of a stretch", "// --- epilogue ---")
     (folder / "kernel.h").write_text(
         defined(tiling, boxed) + CONSTANTS + tables + SIZES + tile + cursor + stages + stream + side + multiply + steps
@@ -472,6 +473,29 @@ def test_consumers_find_the_weights_where_the_stream_puts_them(seed: int, tmp_pa
             tiling = replace(tiling, w_stage=rng.randint(1, 9), resident=resident).checked(H200.shared_bytes)
             break
     assert tiles(ring(tiling, tmp_path), seed, 7) > 0
+
+
+@pytest.mark.parametrize(
+    ("kernel", "stride", "dilation", "phases", "stretches"),
+    [(4, 2, 1, 4, 1), (6, 3, 1, 9, 1), (2, 2, 1, 4, 1), (3, 2, 1, 4, 4), (3, 5, 2, 25, 2), ((4, 3), (2, 3), 1, 6, 1)],
+)
+@pytest.mark.parametrize("layout", ["nchw", "channels_last"])
+def test_phases_whose_taps_lie_alike_share_a_stretch(
+    kernel: Any, stride: Any, dilation: int, phases: int, stretches: int, layout: Layout, tmp_path: Path
+) -> None:
+    """Each has its own pixels there; where a tile has all phases along W, those of the rows."""
+    p = Problem.make(1, 16, 64, (32, 32), kernel, stride, 1, dilation=dilation, bias=False).with_(precision="tf32")
+    every = [
+        t
+        for t in gather.candidates(gather._any_size(p.with_(layout=layout)), H200)
+        if t.straight and t.width_subs == 1 and len(t.variants) == phases and not t.resident
+    ]
+    assert every and {len(set(first for first, _ in t.stretches)) for t in every} == {stretches}
+    for i, tiling in enumerate(random.Random(1).sample(every, 2)):
+        folder = tmp_path / str(i)
+        folder.mkdir()
+        assert tiling.macros()["STRETCHES"] == stretches
+        assert tiles(ring(tiling, folder), i, 3) > 0
 
 
 @pytest.mark.parametrize("seed", range(24))

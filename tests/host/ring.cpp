@@ -133,6 +133,20 @@ static void load_matrices(u32 (&)[4], u32 address) {
   step_now++;
 }
 
+// A step of the chunk: its sums and the pixels that it reads must be its tap's.
+static float acc[MB][NB][32];
+static int multiplied;
+template <bool> static void multiply(float (&sums)[NB][32], const u32 (&)[4], const Columns& pixels, int shift, int k_step, int part, int) {
+  if (part) return;                                     // IEEE: of the other part of the pixels, beside
+  const int* entries = ENTRY + tile_now.variant * (MB + 1);
+  int entry = entries[0] + multiplied / STEPS_PER_TAP, block = 0;
+  while (entry >= entries[block + 1]) block++;
+  if (&sums != &acc[block]) fail("a step of another block");
+  if ((int)pixels.start / (ROW_BYTES / 16) + shift != TAP_ROW[entry]) fail("pixels of another tap");
+  if (k_step != multiplied / PARTS % K_STEPS) fail("other channels of the pixels");
+  multiplied++;
+}
+
 // As `consume`, without pixels and sums.
 static long long consume(const char* packed, const Sizes& s, int wg, int thread) {
   Fragments weights;
@@ -144,7 +158,6 @@ static long long consume(const char* packed, const Sizes& s, int wg, int thread)
   weights.cursor = {0, 0};
   weights.first = true;
   landed.assign(fills.size(), false);
-  static float acc[MB][NB][32];
 #if PROMOTE
   static float sum[MB][NB][32];
 #endif
@@ -166,8 +179,9 @@ static long long consume(const char* packed, const Sizes& s, int wg, int thread)
       weights.begin(packed, t, 0);
       for (int chunk = 0; chunk < chunks_of(t.variant); chunk++) {
         weights.begin_chunk(chunk);
-        given_back = 0;
+        given_back = multiplied = 0;
         multiply_chunk<0>(t.variant, acc, SUM_ARGUMENT weights, Columns(), CONTINUED && chunk ? CHUNK_BEFORE : 0, 0);
+        if (multiplied != entries_of(t.variant) * STEPS_PER_TAP) fail("not all steps of a chunk");
         if (given_back != (CONTINUED && chunk ? 1 : 0)) fail("the pixels of the chunk before are given back once");
       }
       weights.end();

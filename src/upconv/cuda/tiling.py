@@ -350,6 +350,24 @@ class Tiling:
         )
 
     @property
+    def stretches(self) -> tuple[tuple[int, int], ...]:
+        """Per variant: the first of those whose taps lie as its own, and by how many pixel rows its own are shifted.
+
+        One stretch of code serves all of these, where a chunk is one (`straight`). The phases of a kernel whose sizes
+        are multiples of its strides lie alike.
+        """
+        if not self.straight or self.plane_barriers > 1:
+            return tuple((variant, 0) for variant in range(len(self.variants)))
+        found, firsts = [], {}
+        for variant, blocks in enumerate(self.entries):
+            shifts = [self.shift(offsets) for block in blocks for offsets, _ in block]
+            begin = shifts[0] if shifts else 0
+            lie = tuple(len(block) for block in blocks), tuple(shift - begin for shift in shifts)
+            first, shift = firsts.setdefault(lie, (variant, begin))
+            found.append((first, begin - shift))
+        return tuple(found)
+
+    @property
     def fragment_sets(self) -> int:
         """Sets of registers that fragments take in turn."""
         steps = [n * self.k_steps for n in self.distinct_entries]
@@ -866,6 +884,8 @@ class Tiling:
                 begin += len(block)
                 bounds.append(begin)
         (rows_d, step_d, _), (rows_h, step_h, _) = self.rows
+        stretches = self.stretches
+        firsts = sorted({first for first, _ in stretches})
         alignment = self.vec
         grouped = p.groups > 1
         classed = self.tensor_map and self.classed
@@ -953,6 +973,10 @@ class Tiling:
             "TAPS_UNROLLED": self.taps_unrolled,
             "TAPS_LEFT": int(any(len(b) % self.taps_unrolled for blocks in self.entries for b in blocks)),
             "STRAIGHT": int(self.straight),
+            "STRETCHES": len(firsts),
+            "FIRST_OF_STRETCHES": _list(firsts),
+            "STRETCHES_OF": _list(firsts.index(first) for first, _ in stretches),
+            "VARIANT_ROWS": _list(shift for _, shift in stretches),
             "FRAGMENT_SETS": self.fragment_sets,
             "CONTINUED": int(self.continued),
             # Both warpgroups of each kind together have a block's 65,536.
