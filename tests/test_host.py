@@ -490,7 +490,7 @@ def test_phases_whose_taps_lie_alike_share_a_stretch(
         for t in gather.candidates(gather._any_size(p.with_(layout=layout)), H200)
         if t.straight and t.width_subs == 1 and len(t.variants) == phases and not t.resident
     ]
-    assert every and {len(set(first for first, _ in t.stretches)) for t in every} == {stretches}
+    assert every and {len({first for first, _ in t.stretches}) for t in every} == {stretches}
     for i, tiling in enumerate(random.Random(1).sample(every, 2)):
         folder = tmp_path / str(i)
         folder.mkdir()

@@ -358,7 +358,8 @@ class Tiling:
         """
         if not self.straight or self.plane_barriers > 1:
             return tuple((variant, 0) for variant in range(len(self.variants)))
-        found, firsts = [], {}
+        found = []
+        firsts: dict[tuple[tuple[int, ...], ...], tuple[int, int]] = {}
         for variant, blocks in enumerate(self.entries):
             shifts = [self.shift(offsets) for block in blocks for offsets, _ in block]
             begin = shifts[0] if shifts else 0

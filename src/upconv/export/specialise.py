@@ -1355,6 +1355,7 @@ _MEANINGS: dict[str, dict[str, str]] = {
         "W_SUBS": "W sub-positions of a tile, neighbours in a thread",
         "MB": "blocks of 64 rows that a consumer accumulates",
         "VARIANTS": "M-groups that differ in their taps",
+        "STRETCHES": "of a chunk's code: variants whose taps lie alike share one",
         "COUT_BLOCKS": "M-groups that share the output channels of a group",
         "M_GROUPS": "groups x COUT_BLOCKS x VARIANTS",
         "STAGES_P": "input tiles in shared memory",

@@ -85,7 +85,7 @@
 
 __constant__ const int TAP_ROW[] = TAP_ROWS;           // [variant, block, tap]: the tap's shift in pixel rows
 __constant__ const int ENTRY[] = ENTRIES;              // [variant][MB + 1]: where a block's taps begin
-#if STRETCHES < VARIANTS  // some lie alike
+#if STRETCHES < VARIANTS
 __constant__ const int STRETCH_OF[] = STRETCHES_OF;    // [variant]: which of those with the same taps
 __constant__ const int VARIANT_ROW[] = VARIANT_ROWS;   // [variant]: shift of its taps against the first of these
 #endif
@@ -1022,9 +1022,7 @@ __device__ __forceinline__ void give_back(u32 barrier, int lane) {
   if (lane == 0 && (!CONTINUED || barrier)) barrier_arrive(barrier);
 }
 
-// Few steps: all blocks of a chunk are one stretch. Variants whose taps lie alike, the phases of a kernel whose sizes are multiples of
-// its strides, share it (NOTES: with a stretch for each of 4 dcgan3 in channels_last takes 3.4 s to compile, not 0.9).
-#if STRAIGHT
+#if STRAIGHT  // few steps: all blocks of a chunk are one stretch
 __device__ constexpr int entry_at(int i) {
   constexpr int entry[] = ENTRIES;
   return entry[i];
@@ -1067,9 +1065,11 @@ __device__ __forceinline__ void multiply_from(float (&acc)[MB][NB][32], u32 (&a)
   }
 }
 
+// Variants share a stretch where their taps lie alike, as the phases of a kernel do whose sizes are multiples of its strides (NOTES:
+// with one for each of 4 dcgan3 in channels_last takes 3.4 s to compile instead of 0.9).
 template <int STRETCH>
 __device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB][32], Fragments& weights, const Columns& pixels, u32 behind, int lane) {
-  constexpr int first[] = FIRST_OF_STRETCHES;           // of the variants that it is for
+  constexpr int first[] = FIRST_OF_STRETCHES;  // variant
 #if STRETCHES < VARIANTS
   int stretch = STRETCH_OF[variant];
 #else
