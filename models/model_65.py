@@ -804,9 +804,8 @@ __device__ __forceinline__ void multiply_from(float (&acc)[MB][NB][32], u32 (&a)
   }
 }
 
-// Variants share a stretch where their taps lie alike, as the phases of a kernel do whose sizes are multiples of its
-// strides (NOTES:
-// with one for each of 4 dcgan3 in channels_last takes 3.4 s to compile instead of 0.9).
+// Variants share a stretch where their taps lie alike, as the phases of a kernel do whose sizes are multiples of its strides.
+// (measured: with one for each of 4 dcgan3 in channels_last takes 3.4 s to compile instead of 0.9.)
 template <int STRETCH>
 __device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB][32], Fragments& weights,
     const Columns& pixels, u32 behind, int lane) {
@@ -1938,9 +1937,8 @@ __device__ __forceinline__ void multiply_from(float (&acc)[MB][NB][32], u32 (&a)
   }
 }
 
-// Variants share a stretch where their taps lie alike, as the phases of a kernel do whose sizes are multiples of its
-// strides (NOTES:
-// with one for each of 4 dcgan3 in channels_last takes 3.4 s to compile instead of 0.9).
+// Variants share a stretch where their taps lie alike, as the phases of a kernel do whose sizes are multiples of its strides.
+// (measured: with one for each of 4 dcgan3 in channels_last takes 3.4 s to compile instead of 0.9.)
 template <int STRETCH>
 __device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB][32], Fragments& weights,
     const Columns& pixels, u32 behind, int lane) {
@@ -3063,9 +3061,8 @@ __device__ __forceinline__ void multiply_from(float (&acc)[MB][NB][32], u32 (&a)
   }
 }
 
-// Variants share a stretch where their taps lie alike, as the phases of a kernel do whose sizes are multiples of its
-// strides (NOTES:
-// with one for each of 4 dcgan3 in channels_last takes 3.4 s to compile instead of 0.9).
+// Variants share a stretch where their taps lie alike, as the phases of a kernel do whose sizes are multiples of its strides.
+// (measured: with one for each of 4 dcgan3 in channels_last takes 3.4 s to compile instead of 0.9.)
 template <int STRETCH>
 __device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB][32], Fragments& weights,
     const Columns& pixels, u32 behind, int lane) {
