@@ -9,7 +9,8 @@ weights may be used again.
 **Packed weights** are kept as long as the weight's storage lives, and used again only where nothing can have changed:
 same storage, address, strides and version counter. They are made anew at every call
 
-- where the weight's gradient is being recorded, since the next step changes it (and a copy would be held for nothing),
+- where the weight's gradient is being recorded, since the next step changes it, not always in a way that PyTorch counts
+  (``p.data.clamp_()``, optimizers with kernels of their own), and a copy would be held for nothing,
 - inside a captured graph, whose replays must see weights that changed since, and outlive any cache,
 - in compiled graphs, whose memory pools allow no allocation that outlives a run,
 - of inference tensors, which have no version counter,
