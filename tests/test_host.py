@@ -41,7 +41,8 @@ def cut(source: str, first: str, end: str) -> str:
 
 
 KERNELS = Path(jit.__file__).parent / "kernels"
-SOURCE = (KERNELS / "gather.cu").read_text()
+ROOMS = re.compile(r'#include "(gather_\w+\.cuh)".*\n')
+SOURCE = ROOMS.sub(lambda found: (KERNELS / found[1]).read_text() + "\n", (KERNELS / "gather.cu").read_text())
 SHUFFLE = (KERNELS / "shuffle.cuh").read_text()
 PTX = (KERNELS / "ptx.cuh").read_text()
 CONSTANTS = cut(SOURCE, "#define WORDS 4", "__constant__ const int TAP_ROW[]")

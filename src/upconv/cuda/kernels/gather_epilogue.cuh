@@ -1,0 +1,455 @@
+// --- epilogue ---------------------------------------------------------------------------------------------------------
+// A warp holds 16 rows of M. They pass through a shared buffer, so that memory is written in whole lines: NCHW 8 rows of a run of
+// RUN x W_SUBS consecutive outputs, through a buffer of the warp; channels-last ROUND pixels of ROWS_PER_SUB channels, through one
+// of all warps that hold these.
+#define RUN (RUN_GROUPS * 8)
+#define ROUND (64 / RUN * RUN)                          // channels-last: pixels that pass through at once, in whole runs: of one row or, SUB_H = 8, of several
+// Bytes of a row of the buffer; the rest beyond whole 128 bytes lets rows meet different banks, and a row begin up to 31 bytes late.
+#define RUN_PITCH ((RUN * W_SUBS * ELEMENT + 127) / 128 * 128 + (ELEMENT == 4 ? 32 : 48))
+#if SHUFFLED
+#define LINE_PITCH ((RUN + 1) * INNER * 4)              // of a line of the output, in float32
+#define BUFFER_BYTES (PER_SLAB * LINE_PITCH)
+#elif CHANNELS_LAST
+#define BUFFER_BYTES (ROUND * 16 * ELEMENT)             // a warp's part
+#else
+#define BUFFER_BYTES (8 * RUN_PITCH)
+#endif
+#define RUN_SUBTILES (SUB_H == 8 ? RUN_GROUPS : RUN_GROUPS > 8 ? RUN_GROUPS / 8 : 1)  // neighbours along W that a run crosses
+#define RUNS_OF_SUBTILE (SUB_H == 8 ? 8 : RUN_GROUPS > 8 ? 1 : 8 / RUN_GROUPS)
+// Group k of run i of subtiles RUN_FIRST(r) ...: which subtile, and which of its groups of 8 columns.
+#define RUN_FIRST(r) (PAIRED ? (r) / 2 * (2 * RUN_SUBTILES) + (r) % 2 : (r) * RUN_SUBTILES)  // subtile of a run's first group
+#define RUN_NB(r, i, k) (PAIRED ? RUN_FIRST(r) + 2 * (k) : SUB_H == 8 ? RUN_FIRST(r) + (k) : RUN_FIRST(r) + (k) / 8)
+#define RUN_J(r, i, k) (SUB_H == 8 ? (i) : RUN_GROUPS > 8 ? (k) % 8 : (i) * RUN_GROUPS + (k))
+
+// A warp's 16 rows of M are output channels of one (d, h) sub-position (ROWS_PER_SUB is 64, 32 or 16).
+struct Slab {
+  int cout, couts;                                      // first channel in the group, and how many of the 16 exist
+  int od, oh;                                           // offsets of the sub-position
+};
+
+__device__ __forceinline__ Slab slab_of(const Tile& t, int cout_block, int warp) {
+  Slab slab;
+  int sub = warp * 16 / ROWS_PER_SUB;
+  slab.cout = cout_block * ROWS_PER_SUB + warp * 16 % ROWS_PER_SUB;
+  slab.couts = COUT_G - slab.cout < 16 ? COUT_G - slab.cout : 16;
+  slab.od = SUB_D[t.variant * SUBS + sub];
+  slab.oh = SUB_HH[t.variant * SUBS + sub];
+  return slab;
+}
+
+#if !CHANNELS_LAST
+#define OUTPUTS (RUN * W_SUBS)                          // of a row of a run
+
+#define CONTIGUOUS (W_SUBS == OUT_STEP_W)                // a tile's outputs of a row are neighbours in memory
+
+// UNIT, below: bytes at multiples of which all rows of a run begin and end: 16, two outputs or one.
+#define SHIFTED(unit) (ELEMENT == 2 && (unit) == 2)     // rows lie in the buffer as they do in their first sector
+#define TOGETHER(unit) (SHIFTED(unit) ? 1 : 2)          // outputs that a thread stores to the buffer together
+
+// Which of a thread's outputs of a row go first to the buffer, as an exclusive or of their order, so that the lanes of an
+// instruction meet different banks: rows lie 8 banks apart (half precision: 12), the outputs of neighbouring lanes 2 W_SUBS.
+template <int UNIT>
+__device__ __forceinline__ int order_of(int g, int q) {
+  if (ELEMENT == 2) return W_SUBS % 2 == 0 ? (g & 1) << 1 : 0;
+  int by_column = W_SUBS % 4 == 0 ? q << 1 : W_SUBS % 2 == 0 ? q & 2 : 0;
+  return TOGETHER(UNIT) == 2 ? by_column : by_column | g >> 2;
+}
+
+// One thread's 2 W_SUBS neighbouring outputs to the buffer.
+template <int UNIT>
+__device__ __forceinline__ void put(float (&v)[2 * W_SUBS], u32 at, int order) {
+#pragma unroll
+  for (int bit = TOGETHER(UNIT); bit < 8 && W_SUBS % bit == 0; bit *= 2) {
+#pragma unroll
+    for (int i = 0; i < 2 * W_SUBS; i++) {
+      if (i & bit) continue;
+      float low = v[i], high = v[i ^ bit];
+      v[i] = order & bit ? high : low;
+      v[i ^ bit] = order & bit ? low : high;
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 2 * W_SUBS; i += TOGETHER(UNIT)) {
+    u32 to = at + (i ^ order) * ELEMENT;
+#if ELEMENT == 4
+    if (TOGETHER(UNIT) == 2) store_shared_f32x2(to, v[i], v[i ^ 1]);
+    else store_shared_f32(to, v[i]);
+#else
+    if (TOGETHER(UNIT) == 2) store_shared_u32(to, pack_pair(make_float2(v[i], v[i ^ 1])));
+    else store_shared_u16(to, STORE_BITS(v[i]));
+#endif
+  }
+}
+
+#if !CONTIGUOUS
+// Eight rows with the other tiles' sub-positions between.
+__device__ __forceinline__ void store_spread(char* to, long long plane, int rows, int left, u32 buffer, int lane) {
+#pragma unroll
+  for (int i = 0; i < (OUTPUTS + 31) / 32; i++) {
+    int e = lane + 32 * i, o = e / W_SUBS * OUT_STEP_W + e % W_SUBS;
+    bool in = (OUTPUTS % 32 == 0 || e < OUTPUTS) && o < left;
+#pragma unroll
+    for (int r = 0; r < 8; r++) {
+      u32 from = buffer + r * RUN_PITCH + (OUTPUTS % 32 == 0 || e < OUTPUTS ? e : 0) * ELEMENT;
+      char* p = to + r * plane + (long long)o * ELEMENT;
+      bool ok = in && (COUT_G % 16 == 0 || r < rows);
+      if (ELEMENT == 4) store_global_if(p, load_shared_u32(from), ok);
+      else store_global_16_if(p, load_shared_u16(from), ok);
+    }
+  }
+}
+#else
+template <int UNIT>
+__device__ __forceinline__ void copy_unit(char* to, u32 from, bool ok) {
+  u32 v[4];
+  if (UNIT == 16) load_shared_128(v, from);
+  else if (UNIT == 8) load_shared_64(v, from);
+  else v[0] = UNIT == 4 ? load_shared_u32(from) : load_shared_u16(from);
+  if (UNIT == 16) store_global_128_if(to, v, ok);
+  else if (UNIT == 8) store_global_64_if(to, v, ok);
+  else if (UNIT == 4) store_global_if(to, v[0], ok);
+  else store_global_16_if(to, v[0], ok);
+}
+
+// Eight rows in units: an instruction stores 32 of them, of several rows if they are short.
+template <int UNIT>
+__device__ __forceinline__ void store_units(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
+  constexpr int PER_ROW = OUTPUTS * ELEMENT / UNIT;
+#pragma unroll
+  for (int i = 0; i < (8 * PER_ROW + 31) / 32; i++) {
+    int index = lane + 32 * i, first = 32 * i / PER_ROW, more = index / PER_ROW - first;  // rows: the first lane's, and how many on
+    // Compared, not divided, where rows are long (NOTES: kb81, rows of 320 outputs, bfloat16 0.207 -> 0.187 ms).
+    if (PER_ROW >= 32) more = 32 * i % PER_ROW + 31 >= PER_ROW && index >= (first + 1) * PER_ROW;
+    int r = first + more, at = (index - r * PER_ROW) * UNIT;
+    char* row = to + first * plane + (PER_ROW >= 32 ? more ? plane : 0 : more * plane);
+    bool in = PER_ROW % 4 == 0 || r < 8;
+    copy_unit<UNIT>(row + at, in ? buffer + r * RUN_PITCH + at : buffer, in && at < end && (COUT_G % 16 == 0 || r < rows));
+  }
+}
+
+#if ELEMENT == 4
+// Eight rows that begin anywhere, a lane an output: each instruction begins at a sector's first output, since a sector of 32
+// bytes whose parts are stored at different times costs as much as 5 to 10 whole ones (NOTES: loads and stores of kb57
+// with rows of 1026 outputs 2.15 ms, of 1024 1.44; 16 bytes a lane and the ends of rows by themselves, as below, 2.00 -> 2.20 ms).
+__device__ __forceinline__ void store_sectors(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
+  u32 first = (u32)(u64)to, step = (u32)plane;
+#pragma unroll
+  for (int i = 0; i < (OUTPUTS + 38) / 32; i++) {
+    u32 v[8];
+    int at[8];                                          // the lane's output of each row; some are before or behind it
+#pragma unroll
+    for (int r = 0; r < 8; r++) {
+      at[r] = (lane + 32 * i) * 4 - (int)((first + r * step) & 31);
+      v[r] = load_shared_u32(buffer + r * RUN_PITCH + ((u32)at[r] < (u32)end ? at[r] : 0));
+    }
+#pragma unroll
+    for (int r = 0; r < 8; r++) store_global_if(to + r * plane + at[r], v[r], (u32)at[r] < (u32)end && (COUT_G % 16 == 0 || r < rows));
+  }
+}
+#else
+// Eight rows that begin between words. The buffer has a row where memory has it in its first sector of 32 bytes, so that 16 bytes
+// of the one are 16 of the other; two lanes have a sector. What a row's first and last 16 bytes have of it follows in
+// units (NOTES: instead of words made of their neighbours: kb79 bfloat16 0.44 -> 0.34 ms, kb77 0.55 -> 0.44).
+template <int UNIT>
+__device__ __forceinline__ void store_shifted(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
+  constexpr int PER_ROW = (OUTPUTS * ELEMENT + 32 - UNIT + 31) / 32 * 2, ENDS = 16 / UNIT;
+#pragma unroll
+  for (int i = 0; i < (8 * PER_ROW + 31) / 32; i++) {
+    int index = lane + 32 * i, r = index / PER_ROW, unit = index % PER_ROW;
+    char* row = to + r * plane;
+    int at = unit * 16 - (int)((u64)row & 31);          // in the row
+    bool in = PER_ROW % 4 == 0 || r < 8;
+    copy_unit<16>(row + at, in ? buffer + r * RUN_PITCH + unit * 16 : buffer, in && at >= 0 && at + 16 <= end && r < rows);
+  }
+#pragma unroll
+  for (int i = 0; i < 8 * 2 * ENDS / 32; i++) {         // ENDS lanes for either end of a row
+    int r = (lane + 32 * i) / (2 * ENDS), at = lane % ENDS * UNIT;
+    char* row = to + r * plane;
+    int phase = (int)((u64)row & 15), head = -phase & 15;
+    bool tail = lane & ENDS;
+    if (tail) at += ((phase + end) & ~15) - phase;
+    bool ok = (tail ? at >= head : at < head) && at < end && r < rows;
+    copy_unit<UNIT>(row + at, buffer + r * RUN_PITCH + ((u32)(u64)row & 31) + (ok ? at : 0), ok);
+  }
+}
+#endif
+
+// Eight rows (output channels) of a run from the buffer to memory: `end` bytes of each. `to` is the first row's first output, rows
+// lie `plane` bytes apart.
+template <int UNIT>
+__device__ __forceinline__ void store_rows(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
+#if ELEMENT == 4
+  if (UNIT == 4) store_sectors(to, plane, rows, end, buffer, lane);
+#else
+  if (SHIFTED(UNIT)) store_shifted<UNIT>(to, plane, rows, end, buffer, lane);
+#endif
+  else store_units<UNIT>(to, plane, rows, end, buffer, lane);
+}
+#endif
+#else
+// Warps that hold the channels of a sub-position. (NOTES: with a buffer for each, so that a store had 32 bytes of a pixel in half
+// precision: bfloat16 kb81 0.214 ms instead of 0.131, unet4 0.356 and 0.236, vae 0.164 and 0.132, kb57 1.00 and 0.89.)
+#define TEAM (ROWS_PER_SUB / 16)
+#define PIXEL_UNITS (ROWS_PER_SUB * ELEMENT / 16)       // of a pixel in the buffer
+#define ROUND_GROUPS (ROUND / 8)                        // of 8 columns of an accumulator
+#define MATRICES (ROUND_GROUPS % 2 ? 2 : 4)             // of 8 channels and pixels that are turned together
+
+__device__ __forceinline__ void team_sync() {
+  if (TEAM == 1) __syncwarp();
+  else named_sync(4 + ((threadIdx.x >> 5) - FIRST_CONSUMER * 4) / TEAM, TEAM * 32);
+}
+
+// Byte of a unit of 16 bytes of pixel p in the buffer: swizzled, so that lanes which write (float32: 8 channels of 4 pixels, half
+// precision: 16 bytes of 8 pixels) or read (neighbouring units) meet different banks.
+__device__ __forceinline__ u32 place_in_round(int p, int unit) {
+  if (ELEMENT == 4) return ((p * PIXEL_UNITS + unit) ^ (p & 6)) << 4;
+  return (p * PIXEL_UNITS + (unit ^ (p & 7) * PIXEL_UNITS / 8)) << 4;
+}
+
+// W sub-position u of runs i ... of subtiles RUN_FIRST(r) ...: a warp's outputs to its team's buffer.
+__device__ __forceinline__ void put_round(float (&acc)[MB][NB][32], float (&bias)[2], int r, int i, int u, u32 buffer, int warp, int lane) {
+  constexpr signed char blocks[] = BLOCKS_OF_W;         // the block of a W sub-position, -1: it has no taps
+#if ELEMENT == 4
+  int g = lane >> 2, q = lane & 3;
+#pragma unroll
+  for (int m = 0; m < ROUND_GROUPS; m++) {
+    const int nb = RUN_NB(r, i + m / RUN_GROUPS, m % RUN_GROUPS), j = RUN_J(r, i + m / RUN_GROUPS, m % RUN_GROUPS);
+#pragma unroll
+    for (int h = 0; h < 2; h++)
+#pragma unroll
+      for (int c = 0; c < 2; c++)
+        store_shared_f32(buffer + place_in_round(m * 8 + 2 * q + c, warp * 4 + 2 * h + (g >> 2)) + (g & 3) * 4,
+                         blocks[u] < 0 ? bias[h] : acc[blocks[u] < 0 ? 0 : blocks[u]][nb][4 * j + 2 * h + c]);
+  }
+#else
+  u32 row = buffer + place_in_round(lane / 16 * 8 % (MATRICES * 4) + lane % 8, warp * 2 + lane / 8 % 2);  // the lane's of its matrix
+#pragma unroll
+  for (int m = 0; m < ROUND_GROUPS; m += MATRICES / 2) {
+    u32 v[MATRICES];
+#pragma unroll
+    for (int e = 0; e < MATRICES; e++) {
+      const int k = m + e / 2, h = e % 2;
+      const int nb = RUN_NB(r, i + k / RUN_GROUPS, k % RUN_GROUPS), j = RUN_J(r, i + k / RUN_GROUPS, k % RUN_GROUPS);
+      float (&from)[32] = acc[blocks[u] < 0 ? 0 : blocks[u]][nb];
+      v[e] = blocks[u] < 0 ? pack_pair(make_float2(bias[h], bias[h])) : pack_pair(make_float2(from[4 * j + 2 * h], from[4 * j + 2 * h + 1]));
+    }
+    store_matrices_turned(row + m * 8 * PIXEL_UNITS * 16, v);
+  }
+#endif
+}
+
+#define APART (32 / ELEMENT)                            // pixels between those of a thread
+#define LINE (SUB_H == 8 ? RUN : ROUND)                 // pixels of a round in a row of the output
+
+// A round from the buffer to memory. The thread's first unit goes to `to`, column `column` of its row; `couts` channels, `left` columns
+// and `lines` rows of the output are left there, and rows lie `pitch` bytes apart.
+__device__ __forceinline__ void store_round(char* to, int column, int couts, int left, int lines, long long pitch, u32 from) {
+#pragma unroll
+  for (int i = 0; i < (ROUND + APART - 1) / APART; i++) {
+    int line = i * APART / LINE, over = i * APART % LINE;
+    bool crosses = over + APART > LINE && LINE > APART && column + over >= LINE;  // into the row below
+    char* at = to + line * pitch + over * (1LL * OUT_STEP_W * COUT * ELEMENT);
+    if (crosses) at += pitch - LINE * (1LL * OUT_STEP_W * COUT * ELEMENT);
+    bool ok = over * OUT_STEP_W < left + (crosses ? LINE * OUT_STEP_W : 0) && (line + crosses) * OUT_STEP_H < lines && couts > 0;
+    if (ROUND % APART != 0) ok = ok && column + i * APART < ROUND;
+    u32 v[4];
+    load_shared_128(v, from + (ROUND % APART == 0 || ok ? i * (APART * PIXEL_UNITS * 16) : 0));
+#if ALIGNED_COUT
+    store_global_128_if(at, v, ok);
+#else
+#pragma unroll
+    for (int e = 0; e < VEC; e++) {
+#if ELEMENT == 4
+      store_global_if(at + e * 4, v[e], ok && e < couts);
+#else
+      store_global_16_if(at + e * 2, v[e / 2] >> e % 2 * 16, ok && e < couts);
+#endif
+    }
+#endif
+  }
+}
+#endif
+
+#if !CHANNELS_LAST
+// Rows h * 8 ... of run i of subtiles RUN_FIRST(r) ...: a thread's outputs of its row to the buffer.
+template <int UNIT>
+__device__ __forceinline__ void put_rows(float (&acc)[MB][NB][32], float bias, int r, int i, int h, u32 row, int lane) {
+  constexpr signed char blocks[] = BLOCKS_OF_W;         // the block of a W sub-position, -1: it has no taps
+  int g = lane >> 2, q = lane & 3, order = order_of<UNIT>(g, q);
+#pragma unroll
+  for (int k = 0; k < RUN_GROUPS; k++) {
+    const int nb = RUN_NB(r, i, k), j = RUN_J(r, i, k);
+    float v[2 * W_SUBS];
+#pragma unroll
+    for (int c = 0; c < 2; c++)
+#pragma unroll
+      for (int u = 0; u < W_SUBS; u++) v[c * W_SUBS + u] = blocks[u] < 0 ? bias : acc[blocks[u] < 0 ? 0 : blocks[u]][nb][4 * j + 2 * h + c];
+    put<UNIT>(v, row + (k * 8 + 2 * q) * W_SUBS * ELEMENT, order);
+  }
+}
+
+#if CONTIGUOUS
+template <int UNIT>
+__device__ __forceinline__ void pass_rows(float (&acc)[MB][NB][32], float bias, int r, int i, int h, u32 row, char* to, long long plane, int rows, int end, u32 buffer, int lane) {
+  put_rows<UNIT>(acc, bias, r, i, h, row, lane);
+  __syncwarp();
+  store_rows<UNIT>(to, plane, rows, end, buffer, lane);
+}
+#endif
+#endif
+
+#if SHUFFLED
+// A line of a run from the buffer to memory, outputs `first` ... of which those from 0 to `end` exist. (One by one:
+// most layers whose phases are rows write few outputs, FSRCNN's a thirteenth of what it reads.)
+__device__ __forceinline__ void store_line(char* to, int first, int end, u32 line, int lane) {
+#pragma unroll
+  for (int i = 0; i < (RUN * INNER + 31) / 32; i++) {
+    int e = lane + 32 * i, at = first + e;
+    bool ok = (u32)at < (u32)end && (RUN * INNER % 32 == 0 || e < RUN * INNER);
+    float v = load_shared_f32(line + (RUN * INNER % 32 == 0 || ok ? e : 0) * 4);
+    char* p = to + (long long)at * ELEMENT;
+    if (ELEMENT == 4) store_global_if(p, STORE_BITS(v), ok);
+    else store_global_16_if(p, STORE_BITS(v), ok);
+  }
+}
+
+// As below, of one W sub-position: rows of M go to their lines in the buffer, where the phases of neighbouring q are neighbours.
+__device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const ELEMENT_TYPE* __restrict__ bias, char* __restrict__ y, const Sizes& s, const Tile& t, int cout_block, int first_subtile, u32 buffer, int warp, int lane) {
+  asm volatile("" : "+r"(lane));
+  int g = lane >> 2, q = lane & 3;
+  Slab slab = slab_of(t, cout_block, warp);
+  if (slab.couts <= 0) return;
+  float b[2] = {0.f, 0.f};
+  u32 place[2];
+  bool exists[2];
+#pragma unroll
+  for (int h = 0; h < 2; h++) {
+    Row row = shuffled_row(slab.cout + g + 8 * h);
+    exists[h] = row.exists;
+    place[h] = buffer + row.line * LINE_PITCH + (2 * q * INNER + row.place) * 4;
+    if (bias && row.exists) b[h] = VALUE(bias[row.channel]);
+  }
+  constexpr int PER_PIXEL = CHANNELS_LAST ? LAYER_CHANNELS : 1;  // neighbours
+  int first_line = slab.cout / 16 * PER_SLAB;
+#pragma unroll
+  for (int r = 0; r < NB / RUN_SUBTILES; r++) {
+    Place at = place_of(first_subtile + RUN_FIRST(r));
+    int n = t.n + at.n, d = OUT_STEP_D * (t.d + at.d) + slab.od;
+#pragma unroll
+    for (int i = 0; i < RUNS_OF_SUBTILE; i++) {
+      int h = OUT_STEP_H * (t.h + at.h + (SUB_H == 8 ? i : 0)) + slab.oh;
+      int w = OUT_STEP_W * (t.w + at.w + (SUB_H == 8 ? 0 : i * RUN));
+      int first = (w * LAYER_STRIDE_W - LEAD_W) * PER_PIXEL, end = s.out_w * PER_PIXEL;
+      if (n >= s.batch || d * LAYER_STRIDE_D - LEAD_D >= s.out_d || h * LAYER_STRIDE_H - LEAD_H >= s.out_h || first >= end) continue;
+#pragma unroll
+      for (int k = 0; k < RUN_GROUPS; k++) {
+        const int nb = RUN_NB(r, i, k), j = RUN_J(r, i, k);
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+#pragma unroll
+          for (int c = 0; c < 2; c++)
+            if (exists[half]) store_shared_f32(place[half] + (k * 8 + c) * (INNER * 4), acc[0][nb][4 * j + 2 * half + c] + b[half]);
+      }
+      __syncwarp();
+#pragma unroll 1
+      for (int l = 0; l < PER_SLAB; l++) {
+        Line line = shuffled_line(first_line + l);
+        int od = d * LAYER_STRIDE_D + line.d - LEAD_D, oh = h * LAYER_STRIDE_H + line.h - LEAD_H;
+        if (first_line + l >= LINES || (u32)od >= (u32)s.out_d || (u32)oh >= (u32)s.out_h) continue;
+        long long row = (((long long)n * (CHANNELS_LAST ? 1 : LAYER_CHANNELS) + line.channel) * s.out_d + od) * s.out_h + oh;
+        store_line(y + row * end * ELEMENT, first, end, buffer + l * LINE_PITCH, lane);
+      }
+      __syncwarp();
+    }
+  }
+}
+#else
+// Unrolled, since registers have no run-time index. (NOTES: with the stores once in a loop, and only the reading of registers in
+// branches, tiles of 8 x 8 took 20 to 100% longer and compiled no faster.)
+__device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const ELEMENT_TYPE* __restrict__ bias, char* __restrict__ y, const Sizes& s, const Tile& t, int cout_block, int first_subtile, u32 buffer, int warp, int lane) {
+  asm volatile("" : "+r"(lane));                        // what follows from it is found here, not kept from tile to tile (spills)
+  int g = lane >> 2;
+  Slab slab = slab_of(t, cout_block, warp);
+#if CHANNELS_LAST
+  int in_team = warp % TEAM, first = slab.cout - in_team * 16;  // the team's first channel
+  if (first >= COUT_G) return;
+  buffer -= in_team * BUFFER_BYTES;
+  u32 thread = in_team * 32 + lane, unit = thread % PIXEL_UNITS, pixel = thread / PIXEL_UNITS;
+  int column = pixel % LINE, row = pixel / LINE, couts = COUT_G - first - (int)unit * VEC;
+  u32 from = buffer + place_in_round(pixel, unit);      // pixels 8 and 16 further have the same swizzle
+  long long pitch = s.out_w * (1LL * COUT * ELEMENT * OUT_STEP_H);
+  y += row * pitch + (column * (1LL * OUT_STEP_W * COUT) + first + (int)unit * VEC) * ELEMENT;
+#else
+  if (slab.couts <= 0) return;
+#endif
+  float b[2] = {0.f, 0.f};
+#pragma unroll
+  for (int h = 0; h < 2; h++)
+    if (bias && g + 8 * h < slab.couts) b[h] = VALUE(bias[t.group * COUT_G + slab.cout + g + 8 * h]);
+  if (bias) {
+#pragma unroll
+    for (int m = 0; m < MB; m++)
+#pragma unroll
+      for (int nb = 0; nb < NB; nb++)
+#pragma unroll
+        for (int e = 0; e < 32; e++) acc[m][nb][e] += b[e >> 1 & 1];
+  }
+#if !CHANNELS_LAST
+  int channel = t.group * COUT_G + slab.cout;
+  long long plane = (long long)s.out_d * s.out_h * s.out_w * ELEMENT;
+#endif
+#pragma unroll
+  for (int r = 0; r < NB / RUN_SUBTILES; r++) {
+    Place place = place_of(first_subtile + RUN_FIRST(r));
+    int n = t.n + place.n, od = OUT_STEP_D * (t.d + place.d) + slab.od;
+    bool image = n < s.batch && od < s.out_d;
+#if CHANNELS_LAST
+    int oh = OUT_STEP_H * (t.h + place.h) + slab.oh, ow = OUT_STEP_W * (t.w + place.w) + U_W[t.variant];
+    char* to = y + (((((long long)n * s.out_d + od) * s.out_h + oh) * s.out_w + ow) * COUT + t.group * COUT_G) * ELEMENT;
+#pragma unroll
+    for (int i = 0; i < RUNS_OF_SUBTILE; i += ROUND / RUN) {
+      int lines = s.out_h - oh - OUT_STEP_H * (SUB_H == 8 ? i : 0), left = s.out_w - ow;
+      if (!image || lines <= 0 || left <= 0) continue;
+#pragma unroll
+      for (int u = 0; u < W_SUBS; u++) {
+        put_round(acc, b, r, i, u, buffer, in_team, lane);
+        team_sync();
+        char* first_of = to + (SUB_H == 8 ? i * pitch : 0) + u * (1LL * COUT * ELEMENT);
+        store_round(first_of, column, couts, left - u - column * OUT_STEP_W, lines - row * OUT_STEP_H, pitch, from);
+        team_sync();
+      }
+    }
+#else
+#pragma unroll
+    for (int i = 0; i < RUNS_OF_SUBTILE; i++) {
+      int oh = OUT_STEP_H * (t.h + place.h + (SUB_H == 8 ? i : 0)) + slab.oh;
+      int ow = OUT_STEP_W * (t.w + place.w + (SUB_H == 8 ? 0 : i * RUN)) + U_W[t.variant], left = s.out_w - ow;
+      if (!image || oh >= s.out_h || left <= 0) continue;
+      char* to = y + (((long long)n * COUT + channel) * s.out_d + od) * s.out_h * s.out_w * ELEMENT + ((long long)oh * s.out_w + ow) * ELEMENT;
+      int end = (left < OUTPUTS ? left : OUTPUTS) * ELEMENT;
+#if STORE_UNIT  // the plan knows (NOTES: with three ways to store instead of one kb68 takes 2.6 s to compile, not 1.2, and kb57 1.3, not 1.0)
+      constexpr u32 misaligned = STORE_UNIT;
+#else
+      u32 misaligned = (u32)(u64)to | (u32)plane | end;  // multiples of what all rows begin and end at
+#endif
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        char* first = to + h * 8 * plane;
+        int rows = COUT_G % 16 && slab.couts < 8 * h + 8 ? slab.couts - 8 * h : 8;
+        u32 row = buffer + g * RUN_PITCH;
+#if CONTIGUOUS
+        if ((misaligned & 15) == 0) pass_rows<16>(acc, b[h], r, i, h, row, first, plane, rows, end, buffer, lane);
+        else if ((misaligned & (2 * ELEMENT - 1)) == 0) pass_rows<2 * ELEMENT>(acc, b[h], r, i, h, row, first, plane, rows, end, buffer, lane);
+        else pass_rows<ELEMENT>(acc, b[h], r, i, h, row + (SHIFTED(ELEMENT) ? (u32)(u64)(first + g * plane) & 31 : 0), first, plane, rows, end, buffer, lane);
+#else
+        put_rows<16>(acc, b[h], r, i, h, row, lane);
+        __syncwarp();
+        store_spread(first, plane, rows, left, buffer, lane);
+#endif
+        __syncwarp();
+      }
+    }
+#endif
+  }
+}
+#endif

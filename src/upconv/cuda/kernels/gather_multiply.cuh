@@ -1,0 +1,268 @@
+// =====================================================================================================================
+// Consumers
+// =====================================================================================================================
+
+struct Place { int n, d, h, w; };                      // of a subtile in a tile, in q
+
+// PAIRED: subtiles one below the other are neighbours, so that one matrix instruction takes both (WIDE).
+__device__ __forceinline__ constexpr Place place_of(int subtile) {
+  return {subtile / (W_SUBTILES * H_SUBTILES * TILE_D), subtile / (W_SUBTILES * H_SUBTILES) % TILE_D,
+          PAIRED ? (subtile / (2 * W_SUBTILES) % ((H_SUBTILES + 1) / 2) * 2 + subtile % 2) * SUB_H : subtile / W_SUBTILES % H_SUBTILES * SUB_H,
+          (PAIRED ? subtile / 2 : subtile) % W_SUBTILES * SUB_W};
+}
+__device__ __forceinline__ constexpr int pixel_row_of(int subtile) {  // its first pixel's row in the tile, for a tap of shift 0
+  Place p = place_of(subtile);
+  return ((p.n * ROWS_D + p.d * ROW_STEP_D) * ROWS_H + p.h * ROW_STEP_H) * PITCH + p.w;
+}
+#define SUBTILES_OF_WGMMA (WIDE ? 2 : 1)                   // that a matrix instruction takes
+#define GROUP_ROWS (SUB_H == 8 ? ROW_STEP_H * PITCH : 8)  // pixel rows from one group of eight columns to the next
+
+// Where a consumer's pixels lie in a tile. `start`: of its first subtile; wgmma: the lower half of its descriptor, the same in all
+// threads; mma.sync: the tile's address.
+struct Columns {
+  u32 start;
+  int first;                                           // its first subtile
+#if PLANE_BARRIERS > 1
+  u32 full, empty, parity;                             // of the tile's first plane
+#endif
+};
+
+// Pixel rows from the consumer's first subtile to another of its: known to the compiler where both halves of a tile are alike.
+__device__ __forceinline__ constexpr bool halves_alike() {
+  for (int nb = 1; SPLIT == 0 && nb < NB; nb++)
+    if (pixel_row_of(NB + nb) - pixel_row_of(NB) != pixel_row_of(nb) - pixel_row_of(0)) return false;
+  return true;
+}
+__device__ __forceinline__ int rows_to(int nb, int first) {
+  constexpr bool alike = halves_alike();
+  return alike ? pixel_row_of(nb) - pixel_row_of(0) : pixel_row_of(first + nb) - pixel_row_of(first);
+}
+
+__device__ __forceinline__ Columns pixels_of(u32 tile, int first) {
+#if WGMMA
+  u32 start = (tile + pixel_row_of(first) * ROW_BYTES) >> 4 | 1u << 16;
+  return {__shfl_sync(0xffffffffu, start, 0), first};  // so that ptxas counts in uniform registers
+#else
+  return {tile, first};
+#endif
+}
+
+#if PRECISION < 2
+#define TAIL ", 1, 1"
+#else
+#define TAIL ", 1, 1, 0"
+#endif
+#if WIDE  // groups of columns lie evenly over two neighbouring subtiles (NOTES: kb78 0.79 -> 0.71 ms, unet1 channels_last 0.244 -> 0.227)
+#define MULTIPLY_SUBTILES MULTIPLY_128
+#else
+#define MULTIPLY_SUBTILES MULTIPLY_64
+#endif
+
+// acc[64 x 64 NB] += fragment x pixels; `shift` is the tap's, in pixel rows, `part` the pixels' part. FRESH: = instead of +=.
+template <bool FRESH>
+__device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4], const Columns& pixels, int shift, int k_step, int part, int lane) {
+#if WGMMA
+  const u64 upper = ((u64)(GROUP_ROWS * ROW_BYTES >> 4) << 32) | ((u64)(ROW_BYTES == 32 ? 3 : ROW_BYTES == 64 ? 2 : 1) << 62);
+#pragma unroll
+  for (int nb = 0; nb < NB; nb += SUBTILES_OF_WGMMA) {
+    u64 b = upper | (pixels.start + shift * (ROW_BYTES / 16) + (rows_to(nb, pixels.first) * ROW_BYTES + k_step * 32 + part * PART_BYTES) / 16);
+    float* d = acc[nb];
+#if PROMOTE
+    if (FRESH) MULTIPLY_SUBTILES(d, a, b, "0");
+    else MULTIPLY_SUBTILES(d, a, b, "1");
+#else
+    MULTIPLY_SUBTILES(d, a, b, "1");
+#endif
+  }
+#else
+  int matrix = lane >> 3;                              // ldmatrix: columns 8j.. of both halves of K, then columns 8j + 8..
+#pragma unroll
+  for (int nb = 0; nb < NB; nb++) {
+    int row = pixel_row_of(pixels.first + nb) + shift;
+#pragma unroll
+    for (int j = 0; j < 8; j += 2) {
+      int p = row + (j + (matrix >> 1)) * GROUP_ROWS + (lane & 7);
+      u32 b[4];
+      load_matrices(b, pixels.start + part * PART_BYTES + unit_at(p, k_step * 2 + (matrix & 1)));
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        float* d = &acc[nb][4 * (j + i)];
+#if PRECISION < 2
+#define MMA "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32"
+#elif PRECISION == 2
+#define MMA "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"
+#else
+#define MMA "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
+#endif
+        asm volatile(MMA " {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};\n" : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[2 * i]), "r"(b[2 * i + 1]));
+      }
+    }
+  }
+#endif
+}
+
+// Step i of a stretch of `steps`. Fragments take FRAGMENT_SETS sets of registers in turn: one is multiplied by, the one before may
+// still be, the next one is loaded. At the end of a stretch the pipeline drains, since in a loop ptxas cannot see that a set is
+// free again and serialises every wgmma, C7513 (NOTES: kb57's multiplications took 2.9 ms instead of 1.6). CONTINUED: where the
+// steps of a chunk are a multiple of the sets it can, and a chunk's last step is multiplied while the next chunk begins.
+__device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[FRAGMENT_SETS][4], Fragments& weights, const Columns& pixels, int shift, int i, int steps, int lane) {
+  int k_step = i / PARTS % K_STEPS, part = i % PARTS;
+#if WGMMA
+  wgmma_fence();
+#else
+  weights.load(a[i % FRAGMENT_SETS], i);
+#endif
+  if (PARTS == 2 && i == 0) multiply<true>(acc, a[i % FRAGMENT_SETS], pixels, shift, k_step, 1, lane);
+  else if (PARTS == 2 && part == 0) multiply<false>(acc, a[i % FRAGMENT_SETS], pixels, shift, k_step, 1, lane);
+  multiply<false>(acc, a[i % FRAGMENT_SETS], pixels, shift, k_step, 0, lane);
+#if WGMMA
+  wgmma_commit();
+  u32 done = weights.in_hand;
+  if (i + 1 < steps) {
+    weights.load(a[(i + 1) % FRAGMENT_SETS], i + 1);
+    wgmma_wait<1>();
+  } else if (CONTINUED) {
+    wgmma_wait<1>();
+  } else {
+    wgmma_wait<0>();
+  }
+  if (!RESIDENT && (i + 1 == steps || (i + 1) % W_STAGE == 0)) {
+    __syncwarp();
+    if (lane == 0) barrier_arrive(done);
+  }
+#endif
+}
+
+#if STRAIGHT
+#define SUM_ARGUMENT
+#endif
+// A pixel tile that no matrix instruction reads any more, by its barrier; 0: none.
+__device__ __forceinline__ void give_back(u32 barrier, int lane) {
+  __syncwarp();
+  if (lane == 0 && (!CONTINUED || barrier)) barrier_arrive(barrier);
+}
+
+#if STRAIGHT  // few steps: all blocks of a chunk are one stretch
+__device__ constexpr int entry_at(int i) {
+  constexpr int entry[] = ENTRIES;
+  return entry[i];
+}
+__device__ constexpr int row_at(int i) {
+  constexpr int row[] = TAP_ROWS;
+  return row[i];
+}
+__device__ constexpr int block_of(int variant, int entry) {
+  int b = 0;
+  while (entry >= entry_at(variant * (MB + 1) + b + 1)) b++;
+  return b;
+}
+
+#if PLANE_BARRIERS > 1
+__device__ constexpr int plane_at(int i) {
+  constexpr int plane[] = PLANES_OF_ENTRIES;
+  return plane[i];
+}
+#endif
+
+template <int VARIANT, int STEP>
+__device__ __forceinline__ void multiply_from(float (&acc)[MB][NB][32], u32 (&a)[FRAGMENT_SETS][4], Fragments& weights, const Columns& pixels, u32 behind, int lane) {
+  constexpr int first = entry_at(VARIANT * (MB + 1)), steps = (entry_at(VARIANT * (MB + 1) + MB) - first) * STEPS_PER_TAP;
+  if constexpr (STEP < steps) {
+    constexpr int entry = first + STEP / STEPS_PER_TAP, block = block_of(VARIANT, entry);
+#if PLANE_BARRIERS > 1  // a plane is waited for with its first step; behind it no instruction reads the plane before
+    constexpr int plane = plane_at(entry);
+    constexpr bool begins = STEP % STEPS_PER_TAP == 0 && (STEP == 0 || plane_at(entry - (STEP > 0)) != plane);
+    if (begins) barrier_wait(pixels.full + plane * 8, pixels.parity);
+#endif
+    step(acc[block], a, weights, pixels, row_at(entry), STEP, steps, lane);
+    if (CONTINUED && STEP == 0) give_back(behind, lane);
+#if PLANE_BARRIERS > 1
+    if (begins && STEP > 0) give_back(pixels.empty + (plane - 1) * 8, lane);
+#endif
+    multiply_from<VARIANT, STEP + 1>(acc, a, weights, pixels, behind, lane);
+  } else {
+    weights.end_stretch(steps);
+  }
+}
+
+// Variants share a stretch where their taps lie alike, as the phases of a kernel do whose sizes are multiples of its strides.
+// (NOTES: with one for each of 4 dcgan3 in channels_last takes 3.4 s to compile instead of 0.9.)
+template <int STRETCH>
+__device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB][32], Fragments& weights, const Columns& pixels, u32 behind, int lane) {
+  constexpr int first[] = FIRST_OF_STRETCHES;  // variant
+#if STRETCHES < VARIANTS
+  int stretch = STRETCH_OF[variant];
+#else
+  int stretch = variant;
+#endif
+  if (STRETCHES == 1 || stretch == STRETCH) {
+    u32 a[FRAGMENT_SETS][4];
+    weights.load(a[0], 0);
+#if STRETCHES < VARIANTS
+    Columns shifted = pixels;
+    shifted.start += VARIANT_ROW[variant] * (ROW_BYTES / 16);
+    multiply_from<first[STRETCH], 0>(acc, a, weights, shifted, behind, lane);
+#else
+    multiply_from<first[STRETCH], 0>(acc, a, weights, pixels, behind, lane);
+#endif
+  } else if constexpr (STRETCH + 1 < STRETCHES) {
+    multiply_chunk<STRETCH + 1>(variant, acc, weights, pixels, behind, lane);
+  }
+}
+#else
+template <int COUNT>
+__device__ __forceinline__ void multiply_some(float (&acc)[NB][32], Fragments& weights, const Columns& pixels, int entry, int lane) {
+  u32 a[FRAGMENT_SETS][4];
+#if WGMMA
+  weights.load(a[0], 0);
+#endif
+  const int* taps = TAP_ROW + __shfl_sync(0xffffffffu, entry, 0);
+#pragma unroll
+  for (int i = 0; i < COUNT * STEPS_PER_TAP; i++)
+    step(acc, a, weights, pixels, taps[i / STEPS_PER_TAP], i, COUNT * STEPS_PER_TAP, lane);
+  weights.end_stretch(COUNT * STEPS_PER_TAP);
+}
+
+#if PROMOTE
+// Tensor cores truncate as they add, an error that grows with the length of a sum (NOTES: kb57's IEEE error was 3.8 times
+// PyTorch's with sums of 54 products of 8 channels). So sums are kept short, and added with rounding.
+__device__ __forceinline__ void promote(float (&acc)[NB][32], float (&sum)[NB][32]) {
+#pragma unroll
+  for (int nb = 0; nb < NB; nb++)
+#pragma unroll
+    for (int i = 0; i < 32; i++) {
+      sum[nb][i] += acc[nb][i];
+      if (!WGMMA) acc[nb][i] = 0.f;                     // wgmma begins a stretch's sums anew
+    }
+}
+#define SUM_PARAMETER float (&sum)[MB][NB][32],
+#define SUM_ARGUMENT sum,
+#else
+#define SUM_PARAMETER
+#define SUM_ARGUMENT
+#endif
+
+template <int FIRST>
+__device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB][32], SUM_PARAMETER Fragments& weights, const Columns& pixels, u32 behind, int lane) {
+#pragma unroll
+  for (int b = 0; b < MB; b++) {
+    int e = ENTRY[variant * (MB + 1) + b], last = ENTRY[variant * (MB + 1) + b + 1];
+#pragma unroll 1
+    for (; e + TAPS_UNROLLED <= last; e += TAPS_UNROLLED) {
+      multiply_some<TAPS_UNROLLED>(acc[b], weights, pixels, e, lane);
+#if PROMOTE
+      promote(acc[b], sum[b]);
+#endif
+    }
+#if TAPS_LEFT                                           // some block has a number of taps that is no multiple
+#pragma unroll 1
+    for (; e < last; e++) {
+      multiply_some<1>(acc[b], weights, pixels, e, lane);
+#if PROMOTE
+      promote(acc[b], sum[b]);
+#endif
+    }
+#endif
+  }
+}
+#endif

@@ -1,0 +1,143 @@
+// =====================================================================================================================
+// Packing: weight (CIN, COUT_G, taps), for GRAD_INPUT (COUT, CIN_G, taps), to fragments [group][cout block][variant][chunk][entry][k step][part][wgs][warp][lane]
+// =====================================================================================================================
+
+__constant__ const short TAP_INDEX[] = TAP_INDICES;    // [variant, block, tap][SUBS]: the kernel's tap, -1 for none
+
+#if !WEIGHTS_BOX
+// A block packs 16 rows of M, those of a warp, for one step of K and PACK_TAPS taps. It brings their weights to shared
+// memory in the order of memory, then writes its quarter of each of these taps' fragments as one piece, two at a time.
+#define PACK_THREADS 256
+#define PACK_SPLITS ((TAPS + PACK_TAPS - 1) / PACK_TAPS)  // blocks that share the taps
+#define PACK_PITCH (PACK_TAPS | 1)                     // odd, so that a warp's rows and channels meet different banks
+#define PACK_K (32 / ELEMENT)                          // input channels of a step
+#define PACK_OUTER (GRAD_INPUT ? 16 : PACK_K)          // of a block along the weight's first dimension
+#define PACK_INNER (GRAD_INPUT ? PACK_K : 16)          // and along its second
+#define PACK_PLANE ((GRAD_INPUT ? CIN_G : COUT_G) * TAPS)  // elements from one index of its first dimension to the next
+#define QUARTER (FRAGMENT / 4 / 4)                     // words
+#if SHUFFLED
+#define BIASES LAYER_CHANNELS
+#else
+#define BIASES COUT
+#endif
+
+#if ELEMENT == 2                                       // weights may be float32, rounded on their way
+#define WEIGHT Weight
+__device__ __forceinline__ ELEMENT_TYPE as_element(ELEMENT_TYPE v) { return v; }
+__device__ __forceinline__ ELEMENT_TYPE as_element(float v) { return STORE_BITS(v); }
+#else
+#define WEIGHT ELEMENT_TYPE
+#endif
+
+// A block's weights to shared memory, [row of M][channel][tap]; `outer`, `inner` and `taps` of them exist. A warp takes
+// an index of the first dimension, whose elements it reads in the order of memory: taps innermost, or (LAST) channels,
+// with taps `tap_step` apart.
+#if ELEMENT == 2
+template <bool LAST, class Weight>
+#else
+template <bool LAST>
+#endif
+__device__ __forceinline__ void bring_weights(ELEMENT_TYPE* tile, const WEIGHT* __restrict__ from, int outer, int inner, int taps, int tap_step, int thread) {
+  constexpr int COUNT = PACK_INNER * PACK_TAPS;
+#pragma unroll
+  for (int j = 0; j < PACK_OUTER / (PACK_THREADS / 32); j++) {
+    int o = thread / 32 + j * (PACK_THREADS / 32);
+#pragma unroll 16  // loads in flight
+    for (int k = 0; k < (COUNT + 31) / 32; k++) {
+      int e = thread % 32 + k * 32, i = LAST ? e % PACK_INNER : e / PACK_TAPS, tap = LAST ? e / PACK_INNER : e % PACK_TAPS;
+      if (COUNT % 32 && e >= COUNT) break;
+      bool exists = o < outer && i < inner && (TAPS % PACK_TAPS == 0 || tap < taps);
+#if ELEMENT == 2
+      tile[(GRAD_INPUT ? o * PACK_K + i : i * PACK_K + o) * PACK_PITCH + tap] = exists ? as_element(from[o * PACK_PLANE + (LAST ? i + tap * tap_step : i * TAPS + tap)]) : 0;
+#else
+      tile[(GRAD_INPUT ? o * PACK_K + i : i * PACK_K + o) * PACK_PITCH + tap] = exists ? from[o * PACK_PLANE + (LAST ? i + tap * tap_step : i * TAPS + tap)] : 0;
+#endif
+    }
+  }
+}
+
+#if SHUFFLED
+// The same where rows of M are channels and phases: from the first weight of an input channel on, of which `outer` exist.
+#if ELEMENT == 2
+template <class Weight>
+#endif
+__device__ __forceinline__ void bring_shuffled(ELEMENT_TYPE* tile, const WEIGHT* __restrict__ from, int outer, int row, int begin, int tap_step, int thread) {
+  for (int e = thread; e < 16 * PACK_K * PACK_TAPS; e += PACK_THREADS) {
+    int tap = e % PACK_TAPS, o = e / PACK_TAPS % PACK_K, i = e / (PACK_TAPS * PACK_K);
+    int at = o < outer && begin + tap < TAPS ? weight_at(row + i, begin + tap, tap_step) : -1;
+    ELEMENT_TYPE v = 0;
+#if ELEMENT == 2
+    if (at >= 0) v = as_element(from[o * (LAYER_CHANNELS * LAYER_TAPS) + at]);
+#else
+    if (at >= 0) v = from[o * (LAYER_CHANNELS * LAYER_TAPS) + at];
+#endif
+    tile[(i * PACK_K + o) * PACK_PITCH + tap] = v;
+  }
+}
+#endif
+
+// Weights are dense: contiguous, taps one element apart, or channels-last, `tap_step` elements.
+#if ELEMENT == 2
+template <class Weight>
+__device__ __forceinline__ void pack_weights(const Weight* __restrict__ weight, u32* __restrict__ packed, int tap_step) {
+#else
+extern "C" __global__ void __launch_bounds__(PACK_THREADS) pack(const ELEMENT_TYPE* __restrict__ weight, u32* __restrict__ packed, int tap_step) {
+#endif
+  __shared__ ELEMENT_TYPE tile[16 * PACK_K * PACK_PITCH];
+  let_dependent_begin();                                // `gather`
+  int thread = threadIdx.x, rest = blockIdx.x;
+  int begin = rest % PACK_SPLITS * PACK_TAPS;  rest /= PACK_SPLITS;
+  int warp = rest % 4;  rest /= 4;
+  int wg = rest % WGS_M;  rest /= WGS_M;
+  int k_step = rest % K_STEPS;  rest /= K_STEPS;
+  int chunk = rest % CHUNKS, block = rest / CHUNKS, group = block / COUT_BLOCKS;
+  int cout = (block % COUT_BLOCKS * WGS_M + wg) * ROWS_PER_SUB + warp * 16 % ROWS_PER_SUB, cin = chunk * CK + k_step * PACK_K;
+#if SHUFFLED
+  bring_shuffled(tile, weight + cin * (LAYER_CHANNELS * LAYER_TAPS), CIN_G - cin, cout, begin, tap_step, thread);
+#else
+  int outer = GRAD_INPUT ? cout : cin, inner = GRAD_INPUT ? cin : cout;  // the group's first along the weight's dimensions
+  const WEIGHT* from = weight + (long long)(group * (GRAD_INPUT ? COUT_G : CIN_G) + outer) * PACK_PLANE;
+  int outer_left = (GRAD_INPUT ? COUT_G : CIN_G) - outer, inner_left = (GRAD_INPUT ? CIN_G : COUT_G) - inner;
+  if (tap_step == 1) bring_weights<false>(tile, from + (inner * TAPS + begin), outer_left, inner_left, TAPS - begin, 1, thread);
+  else bring_weights<true>(tile, from + (inner + begin * tap_step), outer_left, inner_left, TAPS - begin, tap_step, thread);
+#endif
+  __syncthreads();
+  int sub = warp * 16 / ROWS_PER_SUB, entries = ENTRY[VARIANTS * (MB + 1) - 1];
+  int word = thread % QUARTER, r = word & 3, lane = word >> 2;  // the thread's of a fragment: these rows and channels
+  const ELEMENT_TYPE* own = tile + (((lane >> 2) + (r & 1) * 8) * PACK_K + (lane & 3) * (4 / ELEMENT) + (r >> 1) * (16 / ELEMENT)) * PACK_PITCH;
+#pragma unroll 1
+  for (int variant = 0; variant < VARIANTS; variant++) {
+    int of = entries_of(variant), before = ENTRY[variant * (MB + 1)];
+#pragma unroll 4
+    for (int e = thread / QUARTER; e < of; e += PACK_THREADS / QUARTER) {
+      int tap = TAP_INDEX[(before + e) * SUBS + sub];   // -1: zeros, which the first of the blocks writes
+      if (tap < 0 ? begin > 0 : (u32)(tap - begin) >= PACK_TAPS) continue;
+      int fragment = ((block * entries + before) * CHUNKS + chunk * of + e) * K_STEPS + k_step;
+      u32* to = packed + (long long)((fragment * PARTS * WGS_M + wg) * 4 + warp) * QUARTER + word;
+      const ELEMENT_TYPE* at = own + (tap - begin);
+#if ELEMENT == 4
+      float v = tap < 0 ? 0.f : *at;
+      u32 high = to_tf32(v);
+      *to = high;
+      if (PARTS == 2) to[WGS_M * (FRAGMENT / 4)] = low_part(v, high);
+#else
+      *to = tap < 0 ? 0u : *at | (u32)at[PACK_PITCH] << 16;
+#endif
+    }
+  }
+}
+
+#if ELEMENT == 2
+extern "C" __global__ void __launch_bounds__(PACK_THREADS) pack(const ELEMENT_TYPE* __restrict__ weight, u32* __restrict__ packed, int tap_step) {
+  pack_weights(weight, packed, tap_step);
+}
+
+// The same of float32 weights, and of a bias, if there is one, as autocast leaves them.
+extern "C" __global__ void __launch_bounds__(PACK_THREADS)
+pack_float(const float* __restrict__ weight, u32* __restrict__ packed, int tap_step, const float* __restrict__ bias, ELEMENT_TYPE* __restrict__ packed_bias) {
+  if (bias && blockIdx.x == 0)
+    for (int i = threadIdx.x; i < BIASES; i += PACK_THREADS) packed_bias[i] = as_element(bias[i]);
+  pack_weights(weight, packed, tap_step);
+}
+#endif
+#endif

@@ -1,0 +1,190 @@
+// =====================================================================================================================
+// Weights: fragments in the order in which they are used
+// =====================================================================================================================
+
+#define FRAGMENTS(entries) ((entries) * CHUNKS * K_STEPS * PARTS)
+#define ENTRY_BYTES (STEPS_PER_TAP * WGS_M * FRAGMENT)  // of a tap's weights for a chunk
+#if WEIGHTS_BOX && !(BOX && GRAD_INPUT && PARTS == 1 && (SUBS == 1 || WGS_M == 1) && (RESIDENT || W_STAGE % K_STEPS == 0))
+#error "boxes have whole taps, whose channels lie in memory as K does"
+#endif
+
+__device__ __forceinline__ const char* fragments_of(const char* packed, const Tile& t) {
+  long long before = (long long)(t.group * COUT_BLOCKS + t.cout_block) * FRAGMENTS(ENTRY[VARIANTS * (MB + 1) - 1]);
+  return packed + (before + FRAGMENTS(ENTRY[t.variant * (MB + 1)])) * (WGS_M * FRAGMENT);
+}
+
+#define STEPS_PER_TAP (K_STEPS * PARTS)
+// A stretch is a piece of code without a loop: matrix instructions are queued from its beginning to its end. STRAIGHT: all blocks
+// of a chunk; else TAPS_UNROLLED taps of a block, and single ones that are left. A stage of the ring holds W_STAGE fragments of a
+// stretch, its last one what is left, so that the code knows where stages begin. RESIDENT: a chunk is a stage, one behind the other.
+#define STAGE_FRAGMENTS(left) ((left) < W_STAGE ? (left) : W_STAGE)
+#define LONGEST_STRETCH (TAPS_UNROLLED * STEPS_PER_TAP)  // where not STRAIGHT
+
+#if WGMMA
+#if WEIGHTS_BOX
+__device__ __forceinline__ void announce(u32 bytes, u32 barrier) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void bring_tap(u32 to, const TensorMap& map, int channel, int tap, int row, u32 barrier) {
+  asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5, %5}], [%6];\n"
+               ::"r"(to), "l"(&map), "r"(channel), "r"(tap), "r"(row), "r"(0), "r"(barrier) : "memory");
+}
+#else
+__device__ __forceinline__ void bring(u32 to, const char* from, u32 bytes, u32 barrier) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
+}
+#endif
+
+// Where a tile's weights come from, in the order in which they are used.
+#if WEIGHTS_BOX
+struct Weights {  // not packed: (COUT, taps, CIN_G) as a tensor; a box is a chunk's channels for all rows of a sub-position, swizzled as pixels are
+  const TensorMap& map;
+  int row, channel, entry;
+};
+__device__ __forceinline__ Weights weights_of(const TensorMap& map, const Tile& t) {
+  return {map, t.group * COUT_G + t.cout_block * (WGS_M * ROWS_PER_SUB), 0, 0};
+}
+__device__ __forceinline__ void begin_chunk(Weights& from, const Tile& t, int chunk) {
+  from.channel = chunk * CK;
+  from.entry = ENTRY[t.variant * (MB + 1)];
+}
+__device__ __forceinline__ void bring(u32 to, Weights& from, u32 bytes, u32 barrier) {
+  announce(bytes, barrier);
+#pragma unroll 1
+  for (u32 end = to + bytes; to < end; from.entry++)
+#pragma unroll
+    for (int sub = 0; sub < SUBS; sub++, to += ENTRY_BYTES / SUBS) {
+      int tap = TAP_INDEX[from.entry * SUBS + sub];
+      bring_tap(to, from.map, from.channel, tap < 0 ? TAPS : tap, from.row, barrier);  // beyond the last tap: zeros
+    }
+}
+#else
+typedef const char* Weights;  // packed; chunks lie one behind the other
+__device__ __forceinline__ Weights weights_of(const char* packed, const Tile& t) { return fragments_of(packed, t); }
+#endif
+
+// One thread: streams every tile's weights through the ring; RESIDENT: loads them once.
+template <class Source>
+__device__ __forceinline__ void stream_weights(const Source& packed, const Sizes& s, u32 ring, u32 full, u32 empty) {
+  wait_for_results();                                   // of `pack`
+#if RESIDENT
+  if (blockIdx.x >= s.tiles) return;
+  Tile t = tile_at(blockIdx.x, s);
+  Weights from = weights_of(packed, t);
+  u32 bytes = entries_of(t.variant) * STEPS_PER_TAP * (WGS_M * FRAGMENT);
+  if (bytes == 0) return;
+#pragma unroll 1
+  for (int chunk = 0; chunk < CHUNKS; chunk++) {
+#if WEIGHTS_BOX
+    begin_chunk(from, t, chunk);
+    bring(ring + chunk * bytes, from, bytes, full + chunk * 8);
+#else
+    bring(ring + chunk * bytes, from + (long long)chunk * bytes, bytes, full + chunk * 8);
+#endif
+  }
+#else
+  Cursor cursor = {0, 1};
+#pragma unroll 1
+  for (int index = blockIdx.x; index < s.tiles; index += gridDim.x) {
+    Tile t = tile_at(index, s);
+    Weights from = weights_of(packed, t);
+#pragma unroll 1
+    for (int chunk = 0; chunk < chunks_of(t.variant); chunk++) {
+#if WEIGHTS_BOX
+      begin_chunk(from, t, chunk);
+#endif
+#pragma unroll 1
+      for (int b = 0; b < (STRAIGHT ? 1 : MB); b++) {
+        int left = STRAIGHT ? entries_of(t.variant) : ENTRY[t.variant * (MB + 1) + b + 1] - ENTRY[t.variant * (MB + 1) + b];
+        left *= STEPS_PER_TAP;
+#pragma unroll 1
+        while (left > 0) {
+          int stretch = STRAIGHT ? left : left >= LONGEST_STRETCH ? LONGEST_STRETCH : STEPS_PER_TAP;
+          left -= stretch;
+#pragma unroll 1
+          for (; stretch > 0; stretch -= W_STAGE, cursor.next(STAGES_W)) {
+            u32 bytes = STAGE_FRAGMENTS(stretch) * (WGS_M * FRAGMENT);
+            barrier_wait(empty + cursor.stage * 8, cursor.parity);
+            bring(ring + cursor.stage * (W_STAGE * WGS_M * FRAGMENT), from, bytes, full + cursor.stage * 8);
+#if !WEIGHTS_BOX
+            from += bytes;
+#endif
+          }
+        }
+      }
+    }
+  }
+#endif
+}
+#endif
+
+// A thread's part of a ring's first fragment.
+__device__ __forceinline__ u32 fragment_part(int wg, int thread) {
+#if WEIGHTS_BOX  // rows of CK channels: the 16 bytes whose address it gives to ldmatrix, of one of its warp's 16 rows and half a step
+  int lane = thread & 31;
+  return (SPLIT == 1 ? wg * (64 * ROW_BYTES) : 0) + unit_at(thread / 32 * 16 + lane % 16, lane / 16);
+#else
+  return (SPLIT == 1 ? wg * FRAGMENT : 0) + thread * 16;
+#endif
+}
+// Fragment i of those that begin at `at`.
+__device__ __forceinline__ void load_fragment(u32 (&a)[4], u32 at, int i) {
+#if WEIGHTS_BOX  // a step of K is another 32 bytes of the row, and bits of the address, as the swizzle is
+  load_matrices(a, (at ^ (i % K_STEPS * 32)) + i / K_STEPS * ENTRY_BYTES);
+#else
+  load_shared_128(a, at + i * (WGS_M * FRAGMENT));
+#endif
+}
+
+// The consumers' side. Before sm_90 fragments come straight from global memory (L2).
+struct Fragments {
+  u32 ring, full, empty;                               // of the ring: this thread's part of its first fragment; barriers
+  Cursor cursor;                                       // the stage to be waited for next
+  u32 at;                                              // this thread's part of the first fragment of the stage in hand, or of the stretch
+  u32 in_hand;                                         // the barrier that says that the stage in hand is free
+  bool first;                                          // RESIDENT: the first tile waits for the weights
+  const char* from;
+
+  __device__ __forceinline__ void begin(const char* packed, const Tile& t, int offset) {
+#if !WGMMA
+    from = fragments_of(packed, t) + offset;
+#elif RESIDENT
+    at = ring;
+#endif
+  }
+  __device__ __forceinline__ void begin_chunk(int chunk) {
+    if (WGMMA && RESIDENT && first) barrier_wait(full + chunk * 8, 0);
+  }
+  __device__ __forceinline__ void end() { first = false; }
+  // Fragment i of a stretch; a stage is waited for with its first.
+  __device__ __forceinline__ void load(u32 (&a)[4], int i) {
+#if !WGMMA
+    const uint4 v = __ldg((const uint4*)from);
+    a[0] = v.x; a[1] = v.y; a[2] = v.z; a[3] = v.w;
+    from += WGS_M * FRAGMENT;
+#elif RESIDENT
+    load_fragment(a, at, i);
+#else
+    if (i % W_STAGE == 0) {
+      barrier_wait(full + cursor.stage * 8, cursor.parity);
+      at = ring + cursor.stage * (W_STAGE * WGS_M * FRAGMENT);
+      in_hand = empty + cursor.stage * 8;
+      cursor.next(STAGES_W);
+    }
+    load_fragment(a, at, i % W_STAGE);
+#endif
+  }
+  __device__ __forceinline__ void end_stretch(int steps) {
+    if (WGMMA && RESIDENT) at += steps * (WGS_M * FRAGMENT);
+  }
+  __device__ __forceinline__ void skip(int variant) {  // a tile
+    for (int chunk = 0; chunk < chunks_of(variant); chunk++)
+      for (int b = 0; b < (STRAIGHT ? 1 : MB); b++) {
+        int left = (STRAIGHT ? entries_of(variant) : ENTRY[variant * (MB + 1) + b + 1] - ENTRY[variant * (MB + 1) + b]) * STEPS_PER_TAP;
+        int longest = STRAIGHT ? left : LONGEST_STRETCH, whole = longest ? left / longest : 0;
+        int stages = whole * ((longest + W_STAGE - 1) / W_STAGE) + (STRAIGHT ? 0 : left % longest / STEPS_PER_TAP * ((STEPS_PER_TAP + W_STAGE - 1) / W_STAGE));
+        for (; stages > 0; stages--) cursor.next(STAGES_W);
+      }
+  }
+};
