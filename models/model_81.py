@@ -301,7 +301,7 @@ constexpr int W_SUBTILES = TILE_W / SUB_W;
 constexpr int H_SUBTILES = TILE_H / SUB_H;
 // [variant][MB + 1]: where a block's taps begin
 __constant__ const int ENTRY[] = {0,0,0,0,0,1,2,3,3,3,3,3,3,4,5,6,6,7,8,9};
-__constant__ const int STRETCH_OF[] = {0,1,0,1,1};  // [variant]: which of those with the same taps
+__constant__ const int STRETCH_OF[] = {0,1,0,1,1};  // [variant]: which of those that serve several
 __constant__ const int VARIANT_ROW[] = {0,0,0,0,65};  // [variant]: shift of its taps against the first of these
 __constant__ const short SUB_D[] = {0,0,0,0,0};  // [variant][SUBS]: output offset of an M-row's sub-position
 __constant__ const short SUB_HH[] = {0,1,2,3,4};
@@ -1393,7 +1393,7 @@ constexpr int W_SUBTILES = TILE_W / SUB_W;
 constexpr int H_SUBTILES = TILE_H / SUB_H;
 // [variant][MB + 1]: where a block's taps begin
 __constant__ const int ENTRY[] = {0,0,0,0,0,1,2,3,3,3,3,3,3,4,5,6,6,7,8,9};
-__constant__ const int STRETCH_OF[] = {0,1,0,1,1};  // [variant]: which of those with the same taps
+__constant__ const int STRETCH_OF[] = {0,1,0,1,1};  // [variant]: which of those that serve several
 __constant__ const int VARIANT_ROW[] = {0,0,0,0,65};  // [variant]: shift of its taps against the first of these
 __constant__ const short SUB_D[] = {0,0,0,0,0};  // [variant][SUBS]: output offset of an M-row's sub-position
 __constant__ const short SUB_HH[] = {0,1,2,3,4};

@@ -201,17 +201,18 @@ def test_every_output_arrives_and_nothing_else_is_written(seed: int, tmp_path: P
     assert tiles(epilogue(tiling_of(seed), tmp_path), seed, 80) > 500
 
 
-@pytest.mark.parametrize("unit", ("16 bytes", "two outputs", "one output"))
+@pytest.mark.parametrize("unit", ("16 bytes", "two outputs"))
 @pytest.mark.parametrize("seed", range(6))
 def test_rows_whose_beginnings_the_plan_knows(seed: int, unit: str, tmp_path: Path) -> None:
-    """One way to store is compiled, and it serves all rows that begin and end at such places."""
+    """Ways to store rows that begin elsewhere are not compiled."""
 
     def fit(t: Tiling) -> bool:
         return t.shuffle is None and t.width_subs == t.out_steps[2] and (seed > 2 or t.sub == (8, 8))
 
     tiling = tiling_of(seed, fit, last=False)
-    bytes_of = {"16 bytes": 16, "two outputs": 2 * tiling.element, "one output": tiling.element}
-    assert tiles(epilogue(tiling, tmp_path, store_unit=bytes_of[unit]), seed, 80) > 500
+    assert (
+        tiles(epilogue(tiling, tmp_path, store_unit=16 if unit == "16 bytes" else 2 * tiling.element), seed, 80) > 500
+    )
 
 
 @pytest.mark.parametrize("subs", (1, 2, 4))

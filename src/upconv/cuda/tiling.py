@@ -30,7 +30,7 @@ FRAGMENT = 2048  # bytes of weights that a warpgroup takes at a step: 64 rows x 
 _MOST_ACCUMULATORS = 5  # 64 x 64 each, 32 registers of a consumer's thread
 _MAX_PIXELS = 12 * 192  # a producer thread keeps track of 12
 _STEPS_UNROLLED = 25  # code and compile time grow with it
-_STEPS_STRAIGHT = 32, 64  # of a variant, of all
+_STEPS_STRAIGHT = 32, 64  # of a variant, of all, also where they share a stretch
 _STEPS_CONTINUED = 12  # of a chunk, from which on the pipeline of matrix instructions does not drain behind it
 _STEPS_PROMOTED = 8  # after which IEEE sums leave the tensor cores; half of them carry two products, the others one
 MAX_BOX = 256  # elements that the tensor copy engine traverses along a dimension
@@ -872,7 +872,7 @@ class Tiling:
         """The kernel's constants by macro name; see kernels/gather.cu.
 
         ``boxed``: its weights are not packed. ``store_unit``: bytes at multiples of which the result's rows begin and
-        end (`store_unit`); 0 for a kernel that finds them.
+        end (`gather.store_unit`); 0 for a kernel that serves all.
         """
         p = self.problem
         order = ("tf32", "ieee", "fp16", "bf16")

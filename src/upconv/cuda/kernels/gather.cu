@@ -86,7 +86,7 @@
 __constant__ const int TAP_ROW[] = TAP_ROWS;           // [variant, block, tap]: the tap's shift in pixel rows
 __constant__ const int ENTRY[] = ENTRIES;              // [variant][MB + 1]: where a block's taps begin
 #if STRETCHES < VARIANTS
-__constant__ const int STRETCH_OF[] = STRETCHES_OF;    // [variant]: which of those with the same taps
+__constant__ const int STRETCH_OF[] = STRETCHES_OF;    // [variant]: which of those that serve several
 __constant__ const int VARIANT_ROW[] = VARIANT_ROWS;   // [variant]: shift of its taps against the first of these
 #endif
 __constant__ const short SUB_D[] = SUBS_D;             // [variant][SUBS]: output offset of an M-row's sub-position

@@ -427,19 +427,15 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const ELEMENT
       if (!image || oh >= s.out_h || left <= 0) continue;
       char* to = y + (((long long)n * COUT + channel) * s.out_d + od) * s.out_h * s.out_w * ELEMENT + ((long long)oh * s.out_w + ow) * ELEMENT;
       int end = (left < OUTPUTS ? left : OUTPUTS) * ELEMENT;
-#if STORE_UNIT  // the plan knows (NOTES: with three ways to store instead of one kb68 takes 2.6 s to compile, not 1.2, and kb57 1.3, not 1.0)
-      constexpr u32 misaligned = STORE_UNIT;
-#else
       u32 misaligned = (u32)(u64)to | (u32)plane | end;  // multiples of what all rows begin and end at
-#endif
 #pragma unroll
       for (int h = 0; h < 2; h++) {
         char* first = to + h * 8 * plane;
         int rows = COUT_G % 16 && slab.couts < 8 * h + 8 ? slab.couts - 8 * h : 8;
         u32 row = buffer + g * RUN_PITCH;
 #if CONTIGUOUS
-        if ((misaligned & 15) == 0) pass_rows<16>(acc, b[h], r, i, h, row, first, plane, rows, end, buffer, lane);
-        else if ((misaligned & (2 * ELEMENT - 1)) == 0) pass_rows<2 * ELEMENT>(acc, b[h], r, i, h, row, first, plane, rows, end, buffer, lane);
+        if (STORE_UNIT == 16 || (misaligned & 15) == 0) pass_rows<16>(acc, b[h], r, i, h, row, first, plane, rows, end, buffer, lane);
+        else if (STORE_UNIT == 2 * ELEMENT || (misaligned & (2 * ELEMENT - 1)) == 0) pass_rows<2 * ELEMENT>(acc, b[h], r, i, h, row, first, plane, rows, end, buffer, lane);
         else pass_rows<ELEMENT>(acc, b[h], r, i, h, row + (SHIFTED(ELEMENT) ? (u32)(u64)(first + g * plane) & 31 : 0), first, plane, rows, end, buffer, lane);
 #else
         put_rows<16>(acc, b[h], r, i, h, row, lane);
