@@ -247,9 +247,9 @@ class Prepared:
     def run(self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, fresh: bool = False) -> None:
         """Launches the kernel: ``x`` and ``out`` dense in the problem's layout, ``packed`` what `pack` returned.
 
-        ``out`` begins at 16 bytes, as allocations do.
-        For pass "grad-input" they are the output's gradient and the input's, and there is no bias. ``fresh``: `pack`
-        was called just before, and the kernel loads its first pixels beside what that launched.
+        For pass "grad-input" they are the output's gradient and the input's, and there is no bias. ``out`` begins at 16
+        bytes, as allocations do. ``fresh``: `pack` was called just before, and the kernel loads its first pixels beside
+        what that launched.
         """
         address = x.data_ptr()
         if address & 15 and self._tiling.needs_alignment:
@@ -544,7 +544,7 @@ def store_unit(t: Tiling, p: Problem) -> int:
     A kernel has no way to store rows that begin elsewhere then; where runs begin at more it still finds out. (NOTES:
     with all three ways, unrolled over registers, kb68 takes 2.8 s to compile instead of 1.2.)
     """
-    if t.channels_last or t.shuffle is not None or t.width_subs < t.out_steps[2]:
+    if t.channels_last or t.shuffle is not None or not t.contiguous:
         return 0
     alignment = _alignment(p)
     return 16 if alignment >= 16 else 2 * t.element if alignment >= 2 * t.element else 0
@@ -664,7 +664,7 @@ def _ragged(t: Tiling, alignment: int, c: Constants) -> float:
         return 1.5
     if t.channels_last:
         return 1.0 if t.cout_g * t.element % 32 == 0 else 1.5
-    if t.width_subs < t.out_steps[2]:
+    if not t.contiguous:
         return 32 / (t.element * t.width_subs)
     return 1.0 if alignment == 32 else 1 + c.sector / (t.runs * 8 * t.width_subs * t.element)
 
@@ -681,7 +681,7 @@ def _epilogue_clocks(t: Tiling, alignment: int, c: Constants) -> float:
         units = -(-groups * t.element // 4)  # store instructions of a lane
         return lag * (t.nb * 8 / groups * t.width_subs) * (groups * (4.0 if t.element == 4 else 2.5) + units * 8 + 60)
     buffer = t.runs * t.width_subs * 2
-    if t.width_subs < t.out_steps[2]:
+    if not t.contiguous:
         stores = -(-outputs // 32) * 8 * 11.6
     elif alignment >= 16:
         stores = -(-8 * outputs * t.element // 512) * 11.5
@@ -725,7 +725,7 @@ def considered(p: Problem, gpu: Gpu, general: bool = False) -> Iterator[tuple[fl
         small = () if general else _small_tilings(layer, gpu, p.size, shuffle)
         for t, clocks in _tilings(layer, gpu, classes, _alignment(p), shuffle) + small:
             seconds, bound = _whole(t, clocks, p, gpu)
-            if found and shuffle is None and t.width_subs < t.out_steps[2]:
+            if found and shuffle is None and not t.contiguous:
                 seconds *= _SPREAD
             yield seconds, bound, t
 

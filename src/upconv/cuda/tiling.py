@@ -291,6 +291,11 @@ class Tiling:
     def width_subs(self) -> int:
         return self.w_subs or self.axes[2].out_step
 
+    @property
+    def contiguous(self) -> bool:
+        """Whether a tile's outputs of a row are neighbours in memory: it has all phases along W."""
+        return self.width_subs == self.out_steps[2]
+
     @cached_property
     def _multiplied(self) -> _Multiplied:
         return _multiplied(self.problem, self.unroll, self.subs, self.width_subs)
@@ -342,7 +347,7 @@ class Tiling:
 
     @cached_property
     def straight(self) -> bool:
-        """Whether a chunk's steps are one stretch of code for every variant."""
+        """Whether the steps of a variant's chunk are one stretch of code, without a loop."""
         one, every = _STEPS_STRAIGHT
         found = self._multiplied
         return (
@@ -886,7 +891,7 @@ class Tiling:
                 bounds.append(begin)
         (rows_d, step_d, _), (rows_h, step_h, _) = self.rows
         stretches = self.stretches
-        firsts = sorted({first for first, _ in stretches})
+        numbers = {first: i for i, first in enumerate(dict.fromkeys(first for first, _ in stretches))}
         alignment = self.vec
         grouped = p.groups > 1
         classed = self.tensor_map and self.classed
@@ -974,9 +979,9 @@ class Tiling:
             "TAPS_UNROLLED": self.taps_unrolled,
             "TAPS_LEFT": int(any(len(b) % self.taps_unrolled for blocks in self.entries for b in blocks)),
             "STRAIGHT": int(self.straight),
-            "STRETCHES": len(firsts),
-            "FIRST_OF_STRETCHES": _list(firsts),
-            "STRETCHES_OF": _list(firsts.index(first) for first, _ in stretches),
+            "STRETCHES": len(numbers),
+            "FIRST_OF_STRETCHES": _list(numbers),
+            "STRETCHES_OF": _list(numbers[first] for first, _ in stretches),
             "VARIANT_ROWS": _list(shift for _, shift in stretches),
             "FRAGMENT_SETS": self.fragment_sets,
             "CONTINUED": int(self.continued),
