@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from functools import cached_property
+from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -361,6 +362,32 @@ class Interpreter:
         kept = (sub < m["SUBS"]) & (decides < m["COUT_G"])
         return row[kept], sub[kept], cout[kept]
 
+    def bare(
+        self, p: Problem, group: int, variant: int, cout: Ints, t: Tiles, bias: Floats | None
+    ) -> tuple[Ints, Floats]:
+        """Places and values of the outputs without taps that the tiles of an M-group store."""
+        m, batch = self.m, p.batch
+        sizes = (1,) * (3 - p.rank) + result_shape(p)[2:]
+        tile = (m["TILE_N"], m["TILE_D"], m["TILE_H"], m["TILE_W"])
+        qn, qd, qh, qw = (np.indices(tile).reshape(4, -1)[i] + getattr(t, a)[:, None] for i, a in enumerate("ndhw"))
+        places, values = [], []
+        for b in range(m["BARES"][variant], m["BARES"][variant + 1]):
+            for row, u, c in product(range(m["BARES_ROWS"][b]), range(m["W_SUBS"]), cout):
+                od = m["OUT_STEP_D"] * qd + m["BARES_D"][b]
+                oh = m["OUT_STEP_H"] * qh + m["BARES_H"][b] + row
+                ow = m["OUT_STEP_W"] * qw + m["BARES_W"][b] + u
+                inside = (qn < batch) & (od < sizes[0]) & (oh < sizes[1]) & (ow < sizes[2])
+                channel = group * m["COUT_G"] + c
+                pixel = (od * sizes[1] + oh) * sizes[2] + ow
+                if m["CHANNELS_LAST"]:
+                    at = (qn * np.prod(sizes) + pixel) * m["COUT"] + channel
+                else:
+                    at = (qn * m["COUT"] + channel) * np.prod(sizes) + pixel
+                places.append(at[inside])
+                values.append(np.full(inside.sum(), 0.0 if bias is None else bias[channel]))
+        empty = np.zeros(0, np.int64)
+        return np.concatenate([empty, *places]), np.concatenate([empty, *values])
+
     # --- the kernel --------------------------------------------------------------------------------------------------
 
     def __call__(self, p: Problem, x: Floats, weight: Floats, bias: Floats | None) -> tuple[Floats, Ints]:
@@ -449,6 +476,10 @@ class Interpreter:
             assert at.size == 0 or (at.min() >= 0 and at.max() < out.size), "a store outside of the output"
             out[at] = values[inside]
             stores += np.bincount(at, minlength=out.size)
+            if m["BARE"]:
+                at, value = self.bare(p, group, variant, np.unique(cout), positions, bias)
+                out[at] = value
+                stores += np.bincount(at, minlength=out.size)
 
         if m["CHANNELS_LAST"]:
             shape = (batch, *(1,) * (3 - p.rank), *result_shape(p)[2:], channels)

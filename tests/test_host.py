@@ -252,6 +252,20 @@ def test_matrices_are_turned_before_hopper_too(runs: int, subs: int, tmp_path: P
     assert tiles(epilogue(tiling, tmp_path, movmatrix=True), seed, 80) > 500
 
 
+@pytest.mark.parametrize("last", (False, True), ids=("nchw", "channels_last"))
+@pytest.mark.parametrize(("split", "subs"), [(0, 1), (0, 2), (0, 4), (1, 1), (2, 1), (2, 2), (2, 4)])
+def test_outputs_without_taps_are_stored_with_a_tiles_own(split: int, subs: int, last: bool, tmp_path: Path) -> None:
+    """Of both consumers each once, where a tile is as wide as the output or not, rows together or one by one."""
+    seed = split + subs
+
+    def fit(t: Tiling) -> bool:
+        return t.split == split and t.subs == subs and any(t.bare)
+
+    tiling = tiling_of(seed, fit, last, (72, 136) if split == 1 else (8, 23, 40) if subs == 1 else (13, 16))
+    assert tiling.macros()["BARE"] == 1
+    assert tiles(epilogue(tiling, tmp_path), seed, 80) > 500
+
+
 def shuffled_tiling(seed: int, most: int = 10**9) -> Tiling:
     """A random tiling of which phases are rows of M, of at most so many words of packed weights."""
     r = random.Random(seed)
@@ -485,6 +499,8 @@ def test_phases_whose_taps_lie_alike_share_a_stretch(
     kernel: Any, stride: Any, dilation: int, phases: int, stretches: int, layout: Layout, tmp_path: Path
 ) -> None:
     """Each has its own pixels there; where a tile has all phases along W, those of the rows."""
+    if dilation > 1 and layout == "channels_last":
+        phases, stretches = 9, 1  # those without taps are none of them
     p = Problem.make(1, 16, 64, (32, 32), kernel, stride, 1, dilation=dilation, bias=False).with_(precision="tf32")
     every = [
         t

@@ -30,7 +30,6 @@ static void named_sync(int id, int count) {
   wait_for_all();
   if (ids[0] != id) fail("threads at different barriers");
 }
-#if MOVMATRIX
 static u32 exchanged[WARPS * 32];
 static u32 __shfl_sync(u32, u32 v, int lane) {
   exchanged[this_fiber] = v;
@@ -39,6 +38,7 @@ static u32 __shfl_sync(u32, u32 v, int lane) {
   wait_for_all();
   return v;
 }
+#if MOVMATRIX
 // A lane has two neighbours of row lane / 4 of a matrix, then of its transpose.
 static u32 movmatrix(u32 v) {
   exchanged[this_fiber] = v;
@@ -99,13 +99,75 @@ static ELEMENT_TYPE stored(float v) {
 }
 static int first_q(int out, int step, int tile) { return below((out + step * tile - 1) / (step * tile)) * tile; }
 
-static long long one_tile() {
-  constexpr signed char blocks[] = BLOCKS_OF_W;
 #if SHUFFLED  // in outputs of the strided layer
-  const int stride[] = {LAYER_STRIDE_D, LAYER_STRIDE_H, LAYER_STRIDE_W}, lead[] = {LEAD_D, LEAD_H, LEAD_W}, channels = LAYER_CHANNELS;
+static const int stride[] = {LAYER_STRIDE_D, LAYER_STRIDE_H, LAYER_STRIDE_W}, lead[] = {LEAD_D, LEAD_H, LEAD_W}, channels = LAYER_CHANNELS;
 #else
-  const int stride[] = {1, 1, 1}, lead[] = {0, 0, 0}, channels = COUT;
+static const int stride[] = {1, 1, 1}, lead[] = {0, 0, 0}, channels = COUT;
 #endif
+
+static long long place_in_output(int n, int channel, int d, int h, int w) {
+  return CHANNELS_LAST ? ((((long long)n * sizes.out_d + d) * sizes.out_h + h) * sizes.out_w + w) * channels + channel
+                       : ((((long long)n * channels + channel) * sizes.out_d + d) * sizes.out_h + h) * sizes.out_w + w;
+}
+static void expect(long long at, float v) {
+  ELEMENT_TYPE want = stored(v);
+  if (memcmp(y + at * ELEMENT, &want, ELEMENT)) fail("a wrong value");
+}
+
+// What the consumer in hand has accumulated; the number of outputs.
+static long long check_own() {
+  constexpr signed char blocks[] = BLOCKS_OF_W;
+  long long checked = 0;
+  for (int thread = 0; thread < WARPS * 32; thread++)
+    for (int nb = 0; nb < NB; nb++)
+      for (int e = 0; e < 32; e++)
+        for (int u = 0; u < W_SUBS; u++) {
+          int lane = thread % 32, row = first_warp * 16 + thread / 32 * 16 + lane / 4 + 8 * (e >> 1 & 1), column = 8 * (e >> 2) + 2 * (lane % 4) + (e & 1);
+          int sub = row / ROWS_PER_SUB, cout = cout_block * ROWS_PER_SUB + row % ROWS_PER_SUB;
+          Place place = place_of(first_subtile + nb);
+          int q_h = tile.h + place.h + (SUB_H == 8 ? column / 8 : 0), q_w = tile.w + place.w + (SUB_H == 8 ? column % 8 : column);
+          int n = tile.n + place.n, d = OUT_STEP_D * (tile.d + place.d) + SUB_D[tile.variant * SUBS + sub];
+          int h = OUT_STEP_H * q_h + SUB_HH[tile.variant * SUBS + sub], w = OUT_STEP_W * q_w + U_W[tile.variant] + u;
+          int channel = tile.group * COUT_G + cout;
+#if SHUFFLED  // rows of M by their definition: lines of INNER, as many as 16 rows have room for
+          int of_slab = cout % 16 / INNER, line = cout / 16 * PER_SLAB + of_slab, within = cout % 16 % INNER;
+          if (of_slab >= PER_SLAB || line >= LINES) continue;
+          int phase[] = {0, line % LAYER_STRIDE_H, within};
+          phase[0] = line / LAYER_STRIDE_H, channel = 0;
+          if (CHANNELS_LAST) channel = within % LAYER_CHANNELS, phase[2] = within / LAYER_CHANNELS;
+          else channel = phase[0] / LAYER_STRIDE_D, phase[0] %= LAYER_STRIDE_D;
+          d = d * stride[0] + phase[0] - lead[0], h = h * stride[1] + phase[1] - lead[1], w = w * stride[2] + phase[2] - lead[2];
+          if (d < 0 || h < 0 || w < 0) continue;
+#endif
+          if (cout >= COUT_G || n >= sizes.batch || d >= sizes.out_d || h >= sizes.out_h || w >= sizes.out_w) continue;
+          float v = (blocks[u] < 0 ? 0.f : accumulators[thread][blocks[u]][nb][e]) + (has_bias ? VALUE(bias[channel]) : 0.f);
+          expect(place_in_output(n, channel, d, h, w), v);
+          checked++;
+        }
+  return checked;
+}
+
+#if BARE
+// The tile's sub-positions without taps that the warps in hand store, of all their channels; the number of outputs.
+static long long check_bare() {
+  long long checked = 0;
+  int sub = first_warp * 16 / ROWS_PER_SUB, first = cout_block * ROWS_PER_SUB + first_warp * 16 % ROWS_PER_SUB;
+  for (int b = BARE_OF[tile.variant]; b < BARE_OF[tile.variant + 1]; b++)
+    for (int i = 0; i < TILE_N * TILE_D * TILE_H * TILE_W * W_SUBS * BARE_ROW[b]; i++) {
+      int u = i % W_SUBS, row = i / W_SUBS % BARE_ROW[b], q = i / (W_SUBS * BARE_ROW[b]);
+      int w = OUT_STEP_W * (tile.w + q % TILE_W) + BARE_W[b] + u, h = OUT_STEP_H * (tile.h + q / TILE_W % TILE_H) + BARE_H[b] + row;
+      int d = OUT_STEP_D * (tile.d + q / (TILE_W * TILE_H) % TILE_D) + BARE_D[b], n = tile.n + q / (TILE_W * TILE_H * TILE_D);
+      if ((b - BARE_OF[tile.variant]) % SUBS != sub || n >= sizes.batch || d >= sizes.out_d || h >= sizes.out_h || w >= sizes.out_w) continue;
+      for (int cout = first; cout < first + WARPS * 16 && cout < COUT_G; cout++, checked++) {
+        int channel = tile.group * COUT_G + cout;
+        expect(place_in_output(n, channel, d, h, w), has_bias ? VALUE(bias[channel]) : 0.f);
+      }
+    }
+  return checked;
+}
+#endif
+
+static long long one_tile() {
   int widths[] = {1 + below(2 * OUT_STEP_W * TILE_W), 1 + below(40), 2 + 2 * below(OUT_STEP_W * TILE_W), 16 * (1 + below(OUT_STEP_W * TILE_W / 8))};
   sizes = {};
   sizes.batch = 1 + below(2 * TILE_N);
@@ -138,40 +200,21 @@ static long long one_tile() {
     for (auto& block : lane)
       for (auto& subtile : block)
         for (float& v : subtile) v = (float)(1 + below(200));
+  sizes.tiles_w = (sizes.out_w + lead[2] + OUT_STEP_W * stride[2] * TILE_W - 1) / (OUT_STEP_W * stride[2] * TILE_W);
   shared_memory.assign(WARPS * BUFFER_BYTES, 0xdd);
-  run_fibers(WARPS * 32, body);
-
   long long checked = 0, bytes = 0;
-  for (unsigned char w : written) bytes += w;
-  for (int thread = 0; thread < WARPS * 32; thread++)
-    for (int nb = 0; nb < NB; nb++)
-      for (int e = 0; e < 32; e++)
-        for (int u = 0; u < W_SUBS; u++) {
-          int lane = thread % 32, row = first_warp * 16 + thread / 32 * 16 + lane / 4 + 8 * (e >> 1 & 1), column = 8 * (e >> 2) + 2 * (lane % 4) + (e & 1);
-          int sub = row / ROWS_PER_SUB, cout = cout_block * ROWS_PER_SUB + row % ROWS_PER_SUB;
-          Place place = place_of(first_subtile + nb);
-          int q_h = tile.h + place.h + (SUB_H == 8 ? column / 8 : 0), q_w = tile.w + place.w + (SUB_H == 8 ? column % 8 : column);
-          int n = tile.n + place.n, d = OUT_STEP_D * (tile.d + place.d) + SUB_D[tile.variant * SUBS + sub];
-          int h = OUT_STEP_H * q_h + SUB_HH[tile.variant * SUBS + sub], w = OUT_STEP_W * q_w + U_W[tile.variant] + u;
-          int channel = tile.group * COUT_G + cout;
-#if SHUFFLED  // rows of M by their definition: lines of INNER, as many as 16 rows have room for
-          int of_slab = cout % 16 / INNER, line = cout / 16 * PER_SLAB + of_slab, within = cout % 16 % INNER;
-          if (of_slab >= PER_SLAB || line >= LINES) continue;
-          int phase[] = {0, line % LAYER_STRIDE_H, within};
-          phase[0] = line / LAYER_STRIDE_H, channel = 0;
-          if (CHANNELS_LAST) channel = within % LAYER_CHANNELS, phase[2] = within / LAYER_CHANNELS;
-          else channel = phase[0] / LAYER_STRIDE_D, phase[0] %= LAYER_STRIDE_D;
-          d = d * stride[0] + phase[0] - lead[0], h = h * stride[1] + phase[1] - lead[1], w = w * stride[2] + phase[2] - lead[2];
-          if (d < 0 || h < 0 || w < 0) continue;
+#if BARE  // of which each consumer stores some: both together store all
+  for (int first = 0; first < SUBTILES; first += NB) {
+    first_subtile = first;
+    run_fibers(WARPS * 32, body);
+    checked += check_own();
+  }
+  checked += check_bare();
+#else
+  run_fibers(WARPS * 32, body);
+  checked += check_own();
 #endif
-          if (cout >= COUT_G || n >= sizes.batch || d >= sizes.out_d || h >= sizes.out_h || w >= sizes.out_w) continue;
-          float v = (blocks[u] < 0 ? 0.f : accumulators[thread][blocks[u]][nb][e]) + (has_bias ? VALUE(bias[channel]) : 0.f);
-          long long at = CHANNELS_LAST ? ((((long long)n * sizes.out_d + d) * sizes.out_h + h) * sizes.out_w + w) * channels + channel
-                                       : ((((long long)n * channels + channel) * sizes.out_d + d) * sizes.out_h + h) * sizes.out_w + w;
-          ELEMENT_TYPE want = stored(v);
-          if (memcmp(y + at * ELEMENT, &want, ELEMENT)) fail("a wrong value");
-          checked++;
-        }
+  for (unsigned char w : written) bytes += w;
   if (bytes != checked * ELEMENT) fail("stores beside the tile");
   return checked;
 }

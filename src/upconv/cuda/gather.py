@@ -28,6 +28,7 @@ from upconv.cuda.tiling import (
     PACK_THREADS,
     Tiling,
     Unfit,
+    gather_axes,
     positions,
     result_shape,
     source_shape,
@@ -41,6 +42,7 @@ _MAX_TAPS = 2000  # of all phases; the tables lie in constant memory
 
 # --- the model's other constants (the fitted sets are in `costs`) ----------------------------------------------------
 _MMA_SYNC = 0.45  # of wgmma's rate: four warps read the same pixels
+_FILL = 24.0  # bytes a clock that an epilogue stores of what is the bias alone
 _MANY = 8  # tiles of a block, from which on the last one's tail is in the constants, fitted to such layers
 _LAUNCH = 3.5e-6  # seconds
 _AHEAD = 4500.0  # clocks that the rings should look ahead
@@ -397,7 +399,7 @@ def candidates(
     planewise = (False, True) if far and fast and p.layout == "channels_last" and p.precision != "ieee" else (False,)
     brought = (classes,) if classes in (None, (1, 1)) or p.layout != "nchw" else (classes, None)
     for (subs, unroll), w_subs, (sub, tile), split, chunk, by in product(
-        _subs(p, cout_g, steps), _w_subs(steps[2]), _tiles(p), (0, 1, 2), chunks, brought
+        _subs(p, cout_g), _w_subs(steps[2]), _tiles(p), (0, 1, 2), chunks, brought
     ):
         wide = cout_g > 64 // subs and fast  # enough for two consumers
         if split == 1 and not wide:
@@ -438,17 +440,20 @@ def candidates(
                 yield t
 
 
-def _subs(p: Problem, cout_g: int, steps: tuple[int, ...]) -> Iterator[tuple[int, Triple]]:
+def _subs(p: Problem, cout_g: int) -> Iterator[tuple[int, Triple]]:
     """(d, h) sub-positions that share a block of 64 rows, and how rows are unrolled for them."""
     yield 1, (1, 1, 1)
+    axes = gather_axes(p)[:2]
+    every, tapped = math.prod(len(axis.taps) for axis in axes), math.prod(sum(map(bool, axis.taps)) for axis in axes)
     for subs in (2, 4):
         if cout_g <= 64 // subs and p.rank > 1:
-            if steps[0] * steps[1] % subs == 0:
+            # Those without taps fill no blocks; where tiles lack some along W, they are stored as the others are.
+            if tapped % subs == 0 and (every % subs == 0 or p.layout == "channels_last"):
                 yield subs, (1, 1, 1)
             else:
                 yield subs, (1, subs, 1)
-                if p.rank == 3 and subs == 4:
-                    yield subs, (2, 2, 1)
+                if p.rank == 3:
+                    yield subs, (2, subs // 2, 1)
 
 
 def _w_subs(stride: int) -> tuple[int, ...]:
@@ -581,7 +586,8 @@ def _tile_clocks(t: Tiling, alignment: int) -> Clocks:
             turn *= 4
     fragment_time = _fragment_clocks(t)
     stores = per_tile_out * _ragged(t, alignment, c)
-    store = max(stores / c.store, _epilogue_clocks(t, alignment, c))
+    bare = sum(one.rows for of_variant in t.bare for one in of_variant) / len(t.variants)
+    store = max(stores / c.store, _epilogue_clocks(t, alignment, c)) + bare * per_tile_out / t.subs / _FILL
     drained = c.chunk[t.split != 2 and t.chunk == 8 and t.parts == 1]
     ragged = 0.0 if t.channels_last or alignment >= 16 or t.element == 2 else c.ragged_turn
     straight, longest, ring = t.straight, t.longest_stretch, t.ring_fragments

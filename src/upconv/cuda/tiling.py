@@ -18,7 +18,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import product
+from itertools import accumulate, count, product
 
 from upconv.cuda.shuffle import Shuffle, Triple
 from upconv.problem import Problem
@@ -106,6 +106,18 @@ def gather_axes(p: Problem, unroll: Triple = (1, 1, 1)) -> tuple[Axis, Axis, Axi
     return full[0], full[1], full[2]
 
 
+@dataclass(frozen=True)
+class Bare:
+    """Sub-positions without taps, whose outputs are the bias alone: neighbours along H of one along D."""
+
+    d: int
+    h: int
+    """The first of them."""
+    w: int
+    """First W sub-position, of as many as a tile has."""
+    rows: int
+
+
 Entries = tuple[tuple[tuple[tuple[Triple, tuple[int, ...]], ...], ...], ...]
 
 
@@ -114,6 +126,7 @@ class _Multiplied:
     """What a layer's M-groups multiply; hundreds of tilings share each of a dozen."""
 
     variants: tuple[tuple[tuple[tuple[int, int], ...], int], ...]
+    bare: tuple[Bare, ...]
     blocks_of_w: tuple[int, ...]
     entries: Entries
     """In the order of their offsets."""
@@ -133,12 +146,24 @@ class _Multiplied:
 def _multiplied(p: Problem, unroll: Triple, subs: int, w_subs: int) -> _Multiplied:
     """NOTES: kept, planning a layer of 16 x 16 phases (768 -> 3 k16 s16) takes 0.7 s instead of 30 (on a slow core)."""
     axis_d, axis_h, axis_w = gather_axes(p, unroll)
-    if axis_d.out_step * axis_h.out_step % subs or axis_w.out_step % w_subs:
-        raise Unfit("sub-positions do not fill the blocks")
+    if axis_w.out_step % w_subs:
+        raise Unfit("W sub-positions do not fill the tiles")
     kernel = (1,) * (3 - p.rank) + p.kernel
-    pairs = list(product(range(axis_d.out_step), range(axis_h.out_step)))
+
+    def tapped(pair: tuple[int, int]) -> bool:
+        return bool(axis_d.taps[pair[0]] and axis_h.taps[pair[1]])
+
+    # Those without taps last, so that they share blocks with each other and nothing is multiplied for them.
+    pairs = sorted(product(range(axis_d.out_step), range(axis_h.out_step)), key=lambda pair: not tapped(pair))
     sets = [tuple(pairs[i : i + subs]) for i in range(0, len(pairs), subs)]
     variants = tuple((s, u) for s in sets for u in range(0, axis_w.out_step, w_subs))
+    without: tuple[Bare, ...] = ()
+    if w_subs == axis_w.out_step or p.layout == "channels_last":
+        full = {v for v in variants if any(map(tapped, v[0])) and any(axis_w.taps[v[1] : v[1] + w_subs])}
+        without = _runs((*pair, first_w) for s, first_w in variants if (s, first_w) not in full for pair in s)
+        variants = tuple(v for v in variants if v in full)
+    if any(len(s) != subs for s, _ in variants):
+        raise Unfit("sub-positions do not fill the blocks")
     blocks_of_w = tuple(range(w_subs))
     if w_subs == axis_w.out_step:
         full = [bool(taps) for taps in axis_w.taps]
@@ -156,13 +181,24 @@ def _multiplied(p: Problem, unroll: Triple, subs: int, w_subs: int) -> _Multipli
                     taps[i] = (kd * kernel[1] + kh) * kernel[2] + kw
             blocks.append(tuple((offsets, tuple(taps)) for offsets, taps in sorted(found.items())))
         entries.append(tuple(blocks))
-    counts = tuple(sum(len(b) for b in blocks) for blocks in entries)
+    counts = tuple(sum(len(b) for b in blocks) for blocks in entries) or (0,)
     lengths = frozenset(len(b) for blocks in entries for b in blocks if b)
     every = {entry[0] for blocks in entries for block in blocks for entry in block}
     offsets = tuple(tuple(sorted({off[axis] for off in every})) or (0,) for axis in range(3))
     return _Multiplied(
-        variants, blocks_of_w, tuple(entries), counts, max(counts), sum(counts), frozenset(counts), lengths, offsets
+        variants, without, blocks_of_w, tuple(entries), counts, max(counts), sum(counts), frozenset(counts), lengths, offsets
     )
+
+
+def _runs(places: Iterable[Triple]) -> tuple[Bare, ...]:
+    """Sub-positions (d, h, w) as runs along H."""
+    left = set(places)
+    found = []
+    for d, h, w in sorted(left):
+        if (d, h - 1, w) not in left:
+            rows = next(n for n in count(1) if (d, h + n, w) not in left)
+            found.append(Bare(d, h, w, rows))
+    return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -304,6 +340,11 @@ class Tiling:
     def variants(self) -> tuple[tuple[tuple[tuple[int, int], ...], int], ...]:
         """Per variant: its (D, H) sub-positions, `subs` of them, and its first W sub-position."""
         return self._multiplied.variants
+
+    @property
+    def bare(self) -> tuple[tuple[Bare, ...], ...]:
+        """Per variant the sub-positions without taps that a tile of it stores with its own."""
+        return tuple(self._multiplied.bare[i :: len(self.variants)] for i in range(len(self.variants)))
 
     @property
     def blocks_of_w(self) -> tuple[int, ...]:
@@ -882,6 +923,7 @@ class Tiling:
         p = self.problem
         order = ("tf32", "ieee", "fp16", "bf16")
         flat = [(off, taps) for blocks in self.entries for block in blocks for off, taps in block]
+        bare = [one for of_variant in self.bare for one in of_variant]
         bounds: list[int] = []
         begin = 0
         for blocks in self.entries:
@@ -998,11 +1040,16 @@ class Tiling:
             "OFFSETS_D": _list(rows_d),
             "OFFSETS_H": _list(rows_h),
             "BLOCKS_OF_W": _list(self.blocks_of_w),
+            "BARE": int(bool(bare)),
             "SHUFFLED": int(self.shuffle is not None),
         }
         for name, out_step, in_step, tile in zip("DHW", self.out_steps, self.in_steps, self.tile[1:]):
             names[f"OUT_STEP_{name}"], names[f"IN_STEP_{name}"], names[f"TILE_{name}"] = out_step, in_step, tile
         names["TILE_N"] = self.tile[0]
+        if bare:
+            names["BARES"] = _list(accumulate((len(of_variant) for of_variant in self.bare), initial=0))
+            for name in ("d", "h", "w", "rows"):
+                names[f"BARES_{name.upper()}"] = _list(getattr(one, name) for one in bare)
         return names if self.shuffle is None else names | self.shuffle.macros()
 
     # --- sizes, which are run-time arguments -------------------------------------------------------------------------

@@ -92,6 +92,13 @@ __constant__ const int VARIANT_ROW[] = VARIANT_ROWS;   // [variant]: shift of it
 __constant__ const short SUB_D[] = SUBS_D;             // [variant][SUBS]: output offset of an M-row's sub-position
 __constant__ const short SUB_HH[] = SUBS_H;
 __constant__ const short U_W[] = SUBS_W;               // [variant]: first W sub-position
+#if BARE
+__constant__ const short BARE_OF[] = BARES;            // [variant]: where those begin whose rows have the bias alone
+__constant__ const short BARE_D[] = BARES_D;           // their first sub-positions
+__constant__ const short BARE_H[] = BARES_H;
+__constant__ const short BARE_W[] = BARES_W;
+__constant__ const short BARE_ROW[] = BARES_ROWS;      // and how many rows along H
+#endif
 __constant__ const int ROW_D[] = OFFSETS_D;            // input offset of a tile's rows
 __constant__ const int ROW_H[] = OFFSETS_H;
 __constant__ const int RESIDUE[] = RESIDUES;           // of a tile's columns, counted from the first, by plane

@@ -21,6 +21,14 @@
 #define RUN_NB(r, i, k) (PAIRED ? RUN_FIRST(r) + 2 * (k) : SUB_H == 8 ? RUN_FIRST(r) + (k) : RUN_FIRST(r) + (k) / 8)
 #define RUN_J(r, i, k) (SUB_H == 8 ? (i) : RUN_GROUPS > 8 ? (k) % 8 : (i) * RUN_GROUPS + (k))
 
+#if CHANNELS_LAST
+// Warps that hold the channels of a sub-position. (NOTES: with a buffer for each, so that a store had 32 bytes of a pixel in half
+// precision: bfloat16 kb81 0.214 ms instead of 0.131, unet4 0.356 and 0.236, vae 0.164 and 0.132, kb57 1.00 and 0.89.)
+#define TEAM (ROWS_PER_SUB / 16)
+#define PIXEL_UNITS (ROWS_PER_SUB * ELEMENT / 16)       // of a pixel in the buffer
+#define PIXELS_AT_ONCE (TEAM * 32 / PIXEL_UNITS)        // that a team stores: 32 bytes a thread of its 16 rows
+#endif
+
 // A warp's 16 rows of M are output channels of one (d, h) sub-position (ROWS_PER_SUB is 64, 32 or 16).
 struct Slab {
   int cout, couts;                                      // first channel in the group, and how many of the 16 exist
@@ -36,6 +44,89 @@ __device__ __forceinline__ Slab slab_of(const Tile& t, int cout_block, int warp)
   slab.oh = SUB_HH[t.variant * SUBS + sub];
   return slab;
 }
+
+#if BARE
+// Sub-positions without taps are the bias alone. They are stored from registers with a tile's own outputs, so that what rows share
+// of a sector comes together; neighbours along H are one run, and all rows of a tile that is as wide as the output. (NOTES: as tiles
+// of their own that multiply nothing and pass through the buffer NOTE_KB77.)
+#if !CHANNELS_LAST
+// `bytes` of copies of `word`: whole 16 bytes, and by elements what is left at either end.
+__device__ __forceinline__ void fill_run(char* to, int bytes, u32 word, int lane) {
+  const u32 v[4] = {word, word, word, word};
+  int begin = (int)((u64)to & 15), end = begin + bytes;
+  to -= begin;
+#pragma unroll 1
+  for (int at = lane * 16; at < end; at += 512) store_global_128_if(to + at, v, at >= begin && at + 16 <= end);
+  bool tail = lane & VEC, whole_head = begin == 0 || end < 16;  // or has it with the tail
+  int at = lane % VEC * ELEMENT + (tail ? end & ~15 : 0);
+  bool ok = lane < 2 * VEC && at >= begin && at < end && (tail || !whole_head);
+  if (ELEMENT == 4) store_global_if(to + at, word, ok);
+  else store_global_16_if(to + at, word, ok);
+}
+#endif
+
+// A warp's channels of the tile's bare sub-positions, of which each `SUBS`-th is its own; of consumers that halve the pixels each
+// takes every second channel (channels-last: round of pixels), `part` says which.
+__device__ __forceinline__ void fill(const ELEMENT_TYPE* __restrict__ bias, char* __restrict__ y, const Sizes& s, const Tile& t, const Slab& slab, int part, int warp, int lane) {
+  constexpr int PARTS_OF_TILE = SPLIT == 0 ? 2 : 1;
+#if CHANNELS_LAST
+  int thread = warp % TEAM * 32 + lane, channel = slab.cout - warp % TEAM * 16 + thread % PIXEL_UNITS * VEC;
+  if (channel >= COUT_G) return;
+  u32 v[4] = {};
+#pragma unroll
+  for (int e = 0; e < VEC; e++) {
+    u32 one = bias && channel + e < COUT_G ? STORE_BITS(VALUE(bias[t.group * COUT_G + channel + e])) : 0;
+    v[e * ELEMENT / 4] |= one << e * ELEMENT % 4 * 8;
+  }
+#else
+  int first = t.group * COUT_G + slab.cout;
+  u32 word = bias && lane < slab.couts ? STORE_BITS(VALUE(bias[first + lane])) : 0;
+  if (ELEMENT == 2) word |= word << 16;
+  long long plane = (long long)s.out_d * s.out_h * s.out_w * ELEMENT;
+#endif
+  const bool wide = s.tiles_w == 1 && W_SUBS == OUT_STEP_W;
+#pragma unroll 1
+  for (int b = BARE_OF[t.variant] + warp * 16 / ROWS_PER_SUB; b < BARE_OF[t.variant + 1]; b += SUBS) {
+    int run = BARE_ROW[b], ow = OUT_STEP_W * t.w + BARE_W[b];
+    bool together = wide && run == OUT_STEP_H;
+#pragma unroll 1
+    for (int i = 0; i < TILE_N * TILE_D * TILE_H; i += together ? TILE_H : 1) {
+      int n = t.n + i / (TILE_D * TILE_H), od = OUT_STEP_D * (t.d + i / TILE_H % TILE_D) + BARE_D[b];
+      int oh = OUT_STEP_H * (t.h + i % TILE_H) + BARE_H[b], rows = together ? TILE_H * OUT_STEP_H : run;
+      if (rows > s.out_h - oh) rows = s.out_h - oh;
+      if (n >= s.batch || od >= s.out_d || rows <= 0) continue;
+#if CHANNELS_LAST
+      char* to = y + (((((long long)n * s.out_d + od) * s.out_h + oh) * s.out_w + ow) * COUT + t.group * COUT_G + channel) * ELEMENT;
+#pragma unroll 1
+      for (int row = 0; row < rows; row++)
+#pragma unroll 1
+        for (int pixel = part * PIXELS_AT_ONCE + thread / PIXEL_UNITS; pixel < TILE_W * W_SUBS; pixel += PARTS_OF_TILE * PIXELS_AT_ONCE) {
+          int w = pixel / W_SUBS * OUT_STEP_W + pixel % W_SUBS;
+          char* at = to + ((long long)row * s.out_w + w) * (COUT * ELEMENT);
+          bool ok = ow + w < s.out_w;
+#if ALIGNED_COUT
+          store_global_128_if(at, v, ok);
+#else
+#pragma unroll
+          for (int e = 0; e < VEC; e++) {
+            if (ELEMENT == 4) store_global_if(at + e * 4, v[e * ELEMENT / 4], ok && channel + e < COUT_G);
+            else store_global_16_if(at + e * 2, v[e * ELEMENT / 4] >> e % 2 * 16, ok && channel + e < COUT_G);
+          }
+#endif
+        }
+#else
+      char* to = y + ((((long long)n * COUT + first) * s.out_d + od) * s.out_h + oh) * s.out_w * ELEMENT + (long long)ow * ELEMENT;
+      int bytes = (wide ? rows * s.out_w : TILE_W * OUT_STEP_W < s.out_w - ow ? TILE_W * OUT_STEP_W : s.out_w - ow) * ELEMENT;
+#pragma unroll 1
+      for (int row = 0; row < (wide ? 1 : rows); row++)
+#pragma unroll 1
+        for (int c = part; c < slab.couts; c += PARTS_OF_TILE)
+          fill_run(to + c * plane + (long long)row * s.out_w * ELEMENT, bytes, __shfl_sync(0xffffffffu, word, c), lane);
+#endif
+    }
+  }
+}
+#endif
 
 #if !CHANNELS_LAST
 #define OUTPUTS (RUN * W_SUBS)                          // of a row of a run
@@ -187,10 +278,6 @@ __device__ __forceinline__ void store_rows(char* to, long long plane, int rows, 
 }
 #endif
 #else
-// Warps that hold the channels of a sub-position. (NOTES: with a buffer for each, so that a store had 32 bytes of a pixel in half
-// precision: bfloat16 kb81 0.214 ms instead of 0.131, unet4 0.356 and 0.236, vae 0.164 and 0.132, kb57 1.00 and 0.89.)
-#define TEAM (ROWS_PER_SUB / 16)
-#define PIXEL_UNITS (ROWS_PER_SUB * ELEMENT / 16)       // of a pixel in the buffer
 #define ROUND_GROUPS (ROUND / 8)                        // of 8 columns of an accumulator
 #define MATRICES (ROUND_GROUPS % 2 ? 2 : 4)             // of 8 channels and pixels that are turned together
 
@@ -370,6 +457,9 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const ELEMENT
   asm volatile("" : "+r"(lane));                        // what follows from it is found here, not kept from tile to tile (spills)
   int g = lane >> 2;
   Slab slab = slab_of(t, cout_block, warp);
+#if BARE
+  fill(bias, y, s, t, slab, first_subtile / NB, warp, lane);
+#endif
 #if CHANNELS_LAST
   int in_team = warp % TEAM, first = slab.cout - in_team * 16;  // the team's first channel
   if (first >= COUT_G) return;
