@@ -365,17 +365,19 @@ class Interpreter:
     def bare(
         self, p: Problem, group: int, variant: int, cout: Ints, t: Tiles, bias: Floats | None
     ) -> tuple[Ints, Floats]:
-        """Places and values of the outputs without taps that the tiles of an M-group store."""
+        """Places and values of the outputs without taps that the tiles of an M-group store, as a tile's own."""
         m, batch = self.m, p.batch
         sizes = (1,) * (3 - p.rank) + result_shape(p)[2:]
         tile = (m["TILE_N"], m["TILE_D"], m["TILE_H"], m["TILE_W"])
         qn, qd, qh, qw = (np.indices(tile).reshape(4, -1)[i] + getattr(t, a)[:, None] for i, a in enumerate("ndhw"))
-        places, values = [], []
+        places, values = [np.zeros(0, np.int64)], [np.zeros(0)]
         for b in range(m["BARES"][variant], m["BARES"][variant + 1]):
-            for row, u, c in product(range(m["BARES_ROWS"][b]), range(m["W_SUBS"]), cout):
+            rows = range(m["BARES_ROWS"][b] or m["OUT_STEP_H"])
+            subs = range(m["OUT_STEP_W"]) if m["BARES_W"][b] < 0 else m["BARES_W"][b] + np.arange(m["W_SUBS"])
+            for row, u, c in product(rows, subs, cout):
                 od = m["OUT_STEP_D"] * qd + m["BARES_D"][b]
                 oh = m["OUT_STEP_H"] * qh + m["BARES_H"][b] + row
-                ow = m["OUT_STEP_W"] * qw + m["BARES_W"][b] + u
+                ow = m["OUT_STEP_W"] * qw + u
                 inside = (qn < batch) & (od < sizes[0]) & (oh < sizes[1]) & (ow < sizes[2])
                 channel = group * m["COUT_G"] + c
                 pixel = (od * sizes[1] + oh) * sizes[2] + ow
@@ -385,8 +387,7 @@ class Interpreter:
                     at = (qn * m["COUT"] + channel) * np.prod(sizes) + pixel
                 places.append(at[inside])
                 values.append(np.full(inside.sum(), 0.0 if bias is None else bias[channel]))
-        empty = np.zeros(0, np.int64)
-        return np.concatenate([empty, *places]), np.concatenate([empty, *values])
+        return np.concatenate(places), np.concatenate(values)
 
     # --- the kernel --------------------------------------------------------------------------------------------------
 

@@ -148,21 +148,24 @@ static long long check_own() {
 }
 
 #if BARE
-// The tile's sub-positions without taps that the warps in hand store, of all their channels; the number of outputs.
+// The variant's sub-positions without taps that the warps in hand store, of all their channels, in the tile's images and
+// slices; the number of outputs.
 static long long check_bare() {
   long long checked = 0;
   int sub = first_warp * 16 / ROWS_PER_SUB, first = cout_block * ROWS_PER_SUB + first_warp * 16 % ROWS_PER_SUB;
-  for (int b = BARE_OF[tile.variant]; b < BARE_OF[tile.variant + 1]; b++)
-    for (int i = 0; i < TILE_N * TILE_D * TILE_H * TILE_W * W_SUBS * BARE_ROW[b]; i++) {
-      int u = i % W_SUBS, row = i / W_SUBS % BARE_ROW[b], q = i / (W_SUBS * BARE_ROW[b]);
-      int w = OUT_STEP_W * (tile.w + q % TILE_W) + BARE_W[b] + u, h = OUT_STEP_H * (tile.h + q / TILE_W % TILE_H) + BARE_H[b] + row;
-      int d = OUT_STEP_D * (tile.d + q / (TILE_W * TILE_H) % TILE_D) + BARE_D[b], n = tile.n + q / (TILE_W * TILE_H * TILE_D);
-      if ((b - BARE_OF[tile.variant]) % SUBS != sub || n >= sizes.batch || d >= sizes.out_d || h >= sizes.out_h || w >= sizes.out_w) continue;
-      for (int cout = first; cout < first + WARPS * 16 && cout < COUT_G; cout++, checked++) {
-        int channel = tile.group * COUT_G + cout;
-        expect(place_in_output(n, channel, d, h, w), has_bias ? VALUE(bias[channel]) : 0.f);
-      }
-    }
+  for (int b = BARE_OF[tile.variant] + sub; b < BARE_OF[tile.variant + 1]; b += SUBS)
+    for (int n = tile.n; n < tile.n + TILE_N && n < sizes.batch; n++)
+      for (int q = tile.d; q < tile.d + TILE_D && OUT_STEP_D * q + BARE_D[b] < sizes.out_d; q++)
+        for (int h = 0; h < sizes.out_h; h++)
+          for (int w = 0; w < sizes.out_w; w++) {
+            int row = h % OUT_STEP_H - BARE_H[b], column = w % OUT_STEP_W - BARE_W[b];
+            if (BARE_ROW[b] && (row < 0 || row >= BARE_ROW[b])) continue;
+            if (BARE_W[b] >= 0 && (column < 0 || column >= W_SUBS)) continue;
+            for (int cout = first; cout < first + WARPS * 16 && cout < COUT_G; cout++, checked++) {
+              int channel = tile.group * COUT_G + cout;
+              expect(place_in_output(n, channel, OUT_STEP_D * q + BARE_D[b], h, w), has_bias ? VALUE(bias[channel]) : 0.f);
+            }
+          }
   return checked;
 }
 #endif
@@ -203,12 +206,14 @@ static long long one_tile() {
   sizes.tiles_w = (sizes.out_w + lead[2] + OUT_STEP_W * stride[2] * TILE_W - 1) / (OUT_STEP_W * stride[2] * TILE_W);
   shared_memory.assign(WARPS * BUFFER_BYTES, 0xdd);
   long long checked = 0, bytes = 0;
-#if BARE  // of which each consumer stores some: both together store all
-  for (int first = 0; first < SUBTILES; first += NB) {
-    first_subtile = first;
-    run_fibers(WARPS * 32, body);
-    checked += check_own();
-  }
+#if BARE  // of which each consumer of each tile of these images and slices stores a share
+  sizes.tiles_h = (sizes.out_h + OUT_STEP_H * TILE_H - 1) / (OUT_STEP_H * TILE_H);
+  for (tile.h = 0; tile.h < sizes.tiles_h * TILE_H; tile.h += TILE_H)
+    for (tile.w = 0; tile.w < sizes.tiles_w * TILE_W; tile.w += TILE_W)
+      for (first_subtile = 0; first_subtile < SUBTILES; first_subtile += NB) {
+        run_fibers(WARPS * 32, body);
+        checked += check_own();
+      }
   checked += check_bare();
 #else
   run_fibers(WARPS * 32, body);

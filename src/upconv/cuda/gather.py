@@ -586,8 +586,10 @@ def _tile_clocks(t: Tiling, alignment: int) -> Clocks:
             turn *= 4
     fragment_time = _fragment_clocks(t)
     stores = per_tile_out * _ragged(t, alignment, c)
-    bare = sum(one.rows for of_variant in t.bare for one in of_variant) / len(t.variants)
-    store = max(stores / c.store, _epilogue_clocks(t, alignment, c)) + bare * per_tile_out / t.subs / _FILL
+    widths = t.out_steps[2] // t.width_subs
+    bare = sum((one.rows or t.out_steps[1]) * (widths if one.w < 0 else 1) for every in t.bare for one in every)
+    filled = bare * per_tile_out / (t.subs * len(t.variants) * _FILL)
+    store = max(stores / c.store, _epilogue_clocks(t, alignment, c)) + filled
     drained = c.chunk[t.split != 2 and t.chunk == 8 and t.parts == 1]
     ragged = 0.0 if t.channels_last or alignment >= 16 or t.element == 2 else c.ragged_turn
     straight, longest, ring = t.straight, t.longest_stretch, t.ring_fragments

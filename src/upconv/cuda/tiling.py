@@ -108,14 +108,15 @@ def gather_axes(p: Problem, unroll: Triple = (1, 1, 1)) -> tuple[Axis, Axis, Axi
 
 @dataclass(frozen=True)
 class Bare:
-    """Sub-positions without taps, whose outputs are the bias alone: neighbours along H of one along D."""
+    """Sub-positions without taps, whose outputs are the bias alone."""
 
     d: int
     h: int
-    """The first of them."""
+    """The first of `rows`, which are neighbours."""
     w: int
-    """First W sub-position, of as many as a tile has."""
+    """The first of as many as a tile has; -1: all."""
     rows: int
+    """0: all."""
 
 
 Entries = tuple[tuple[tuple[tuple[Triple, tuple[int, ...]], ...], ...], ...]
@@ -160,7 +161,8 @@ def _multiplied(p: Problem, unroll: Triple, subs: int, w_subs: int) -> _Multipli
     without: tuple[Bare, ...] = ()
     if w_subs == axis_w.out_step or p.layout == "channels_last":
         full = {v for v in variants if any(map(tapped, v[0])) and any(axis_w.taps[v[1] : v[1] + w_subs])}
-        without = _runs((*pair, first_w) for s, first_w in variants if (s, first_w) not in full for pair in s)
+        places = ((*pair, first_w) for s, first_w in variants if (s, first_w) not in full for pair in s)
+        without = _bare(places, axis_h.out_step, axis_w.out_step // w_subs)
         variants = tuple(v for v in variants if v in full)
     if any(len(s) != subs for s, _ in variants):
         raise Unfit("sub-positions do not fill the blocks")
@@ -190,14 +192,20 @@ def _multiplied(p: Problem, unroll: Triple, subs: int, w_subs: int) -> _Multipli
     )
 
 
-def _runs(places: Iterable[Triple]) -> tuple[Bare, ...]:
-    """Sub-positions (d, h, w) as runs along H."""
-    left = set(places)
+def _bare(places: Iterable[Triple], heights: int, widths: int) -> tuple[Bare, ...]:
+    """Sub-positions (d, h, w) of ``heights`` along H and ``widths`` along W, as few as whole planes and rows allow."""
+    planes: dict[int, dict[int, list[int]]] = {}
+    for d, h, w in sorted(places):
+        planes.setdefault(d, {}).setdefault(h, []).append(w)
     found = []
-    for d, h, w in sorted(left):
-        if (d, h - 1, w) not in left:
-            rows = next(n for n in count(1) if (d, h + n, w) not in left)
-            found.append(Bare(d, h, w, rows))
+    for d, rows in planes.items():
+        whole = {h for h, ws in rows.items() if len(ws) == widths}
+        if len(whole) == heights:
+            found.append(Bare(d, 0, -1, 0))
+            continue
+        firsts = sorted(h for h in whole if h - 1 not in whole)
+        found += [Bare(d, h, -1, next(n for n in count(1) if h + n not in whole)) for h in firsts]
+        found += [Bare(d, h, w, 1) for h, ws in rows.items() if h not in whole for w in ws]
     return tuple(found)
 
 

@@ -93,11 +93,11 @@ __constant__ const short SUB_D[] = SUBS_D;             // [variant][SUBS]: outpu
 __constant__ const short SUB_HH[] = SUBS_H;
 __constant__ const short U_W[] = SUBS_W;               // [variant]: first W sub-position
 #if BARE
-__constant__ const short BARE_OF[] = BARES;            // [variant]: where those begin whose rows have the bias alone
-__constant__ const short BARE_D[] = BARES_D;           // their first sub-positions
+__constant__ const short BARE_OF[] = BARES;            // [variant]: where its sub-positions without taps begin
+__constant__ const short BARE_D[] = BARES_D;           // their offsets, of rows the first
 __constant__ const short BARE_H[] = BARES_H;
-__constant__ const short BARE_W[] = BARES_W;
-__constant__ const short BARE_ROW[] = BARES_ROWS;      // and how many rows along H
+__constant__ const short BARE_W[] = BARES_W;           // -1: all along W
+__constant__ const short BARE_ROW[] = BARES_ROWS;      // rows along H, neighbours; 0: all
 #endif
 __constant__ const int ROW_D[] = OFFSETS_D;            // input offset of a tile's rows
 __constant__ const int ROW_H[] = OFFSETS_H;

@@ -46,9 +46,9 @@ __device__ __forceinline__ Slab slab_of(const Tile& t, int cout_block, int warp)
 }
 
 #if BARE
-// Sub-positions without taps are the bias alone. They are stored from registers with a tile's own outputs, so that what rows share
-// of a sector comes together; neighbours along H are one run, and all rows of a tile that is as wide as the output. (NOTES: as tiles
-// of their own that multiply nothing and pass through the buffer NOTE_KB77.)
+// Sub-positions without taps are the bias alone, and are stored from registers with a tile's own outputs. What of them lies together
+// in memory, whole planes along H and W or rows, the tiles that cover it divide without regard for what each covers, so that shares
+// are long and begin where sectors do. (NOTES: as tiles of their own, which multiply nothing and pass through the buffer NOTE_KB77.)
 #if !CHANNELS_LAST
 // `bytes` of copies of `word`: whole 16 bytes, and by elements what is left at either end.
 __device__ __forceinline__ void fill_run(char* to, int bytes, u32 word, int lane) {
@@ -57,71 +57,88 @@ __device__ __forceinline__ void fill_run(char* to, int bytes, u32 word, int lane
   to -= begin;
 #pragma unroll 1
   for (int at = lane * 16; at < end; at += 512) store_global_128_if(to + at, v, at >= begin && at + 16 <= end);
-  bool tail = lane & VEC, whole_head = begin == 0 || end < 16;  // or has it with the tail
+  bool tail = lane & VEC, whole_head = begin == 0 || end < 16;  // or the tail has it
   int at = lane % VEC * ELEMENT + (tail ? end & ~15 : 0);
   bool ok = lane < 2 * VEC && at >= begin && at < end && (tail || !whole_head);
   if (ELEMENT == 4) store_global_if(to + at, word, ok);
   else store_global_16_if(to + at, word, ok);
 }
+#else
+// A thread's unit of 16 bytes of a pixel, as much of it as there are channels.
+__device__ __forceinline__ void fill_unit(char* to, const u32 (&v)[4], int couts, bool ok) {
+#if ALIGNED_COUT
+  store_global_128_if(to, v, ok);
+#else
+#pragma unroll
+  for (int e = 0; e < VEC; e++) {
+    if (ELEMENT == 4) store_global_if(to + e * 4, v[e * ELEMENT / 4], ok && e < couts);
+    else store_global_16_if(to + e * 2, v[e * ELEMENT / 4] >> e % 2 * 16, ok && e < couts);
+  }
+#endif
+}
 #endif
 
-// A warp's channels of the tile's bare sub-positions, of which each `SUBS`-th is its own; of consumers that halve the pixels each
-// takes every second channel (channels-last: round of pixels), `part` says which.
+// A warp's channels of the bare sub-positions of a tile's variant, of which each `SUBS`-th is its own; of consumers that halve the
+// pixels each takes every second channel (channels-last: round of pixels), `part` says which.
 __device__ __forceinline__ void fill(const ELEMENT_TYPE* __restrict__ bias, char* __restrict__ y, const Sizes& s, const Tile& t, const Slab& slab, int part, int warp, int lane) {
-  constexpr int PARTS_OF_TILE = SPLIT == 0 ? 2 : 1;
+  constexpr int SHARES = SPLIT == 0 ? 2 : 1;
 #if CHANNELS_LAST
-  int thread = warp % TEAM * 32 + lane, channel = slab.cout - warp % TEAM * 16 + thread % PIXEL_UNITS * VEC;
-  if (channel >= COUT_G) return;
+  int thread = warp % TEAM * 32 + lane, channel = slab.cout - warp % TEAM * 16 + thread % PIXEL_UNITS * VEC, couts = COUT_G - channel;
+  if (couts <= 0) return;
   u32 v[4] = {};
 #pragma unroll
   for (int e = 0; e < VEC; e++) {
-    u32 one = bias && channel + e < COUT_G ? STORE_BITS(VALUE(bias[t.group * COUT_G + channel + e])) : 0;
+    u32 one = bias && e < couts ? STORE_BITS(VALUE(bias[t.group * COUT_G + channel + e])) : 0;
     v[e * ELEMENT / 4] |= one << e * ELEMENT % 4 * 8;
   }
+  int first_pixel = part * PIXELS_AT_ONCE + thread / PIXEL_UNITS;
+  y += (t.group * COUT_G + channel) * ELEMENT;
 #else
   int first = t.group * COUT_G + slab.cout;
   u32 word = bias && lane < slab.couts ? STORE_BITS(VALUE(bias[first + lane])) : 0;
   if (ELEMENT == 2) word |= word << 16;
-  long long plane = (long long)s.out_d * s.out_h * s.out_w * ELEMENT;
+  long long channel_bytes = (long long)s.out_d * s.out_h * s.out_w * ELEMENT;
 #endif
-  const bool wide = s.tiles_w == 1 && W_SUBS == OUT_STEP_W;
 #pragma unroll 1
   for (int b = BARE_OF[t.variant] + warp * 16 / ROWS_PER_SUB; b < BARE_OF[t.variant + 1]; b += SUBS) {
-    int run = BARE_ROW[b], ow = OUT_STEP_W * t.w + BARE_W[b];
-    bool together = wide && run == OUT_STEP_H;
+    const bool plane = BARE_ROW[b] == 0;                // else so many rows
+    int share = t.w / TILE_W, shares = s.tiles_w;
+    if (plane) share += t.h / TILE_H * shares, shares *= s.tiles_h;
 #pragma unroll 1
-    for (int i = 0; i < TILE_N * TILE_D * TILE_H; i += together ? TILE_H : 1) {
+    for (int i = 0; i < TILE_N * TILE_D * TILE_H; i += plane ? TILE_H : 1) {
       int n = t.n + i / (TILE_D * TILE_H), od = OUT_STEP_D * (t.d + i / TILE_H % TILE_D) + BARE_D[b];
-      int oh = OUT_STEP_H * (t.h + i % TILE_H) + BARE_H[b], rows = together ? TILE_H * OUT_STEP_H : run;
-      if (rows > s.out_h - oh) rows = s.out_h - oh;
+      int oh = plane ? 0 : OUT_STEP_H * (t.h + i % TILE_H) + BARE_H[b], rows = s.out_h - oh;
+      if (!plane && rows > BARE_ROW[b]) rows = BARE_ROW[b];
       if (n >= s.batch || od >= s.out_d || rows <= 0) continue;
 #if CHANNELS_LAST
-      char* to = y + (((((long long)n * s.out_d + od) * s.out_h + oh) * s.out_w + ow) * COUT + t.group * COUT_G + channel) * ELEMENT;
+      char* to = y + (((long long)n * s.out_d + od) * s.out_h + oh) * s.out_w * (COUT * ELEMENT);
+#if W_SUBS != OUT_STEP_W
+      if (BARE_W[b] >= 0) {                             // a row's phase along W alone
+        int ow = OUT_STEP_W * t.w + BARE_W[b];
 #pragma unroll 1
-      for (int row = 0; row < rows; row++)
-#pragma unroll 1
-        for (int pixel = part * PIXELS_AT_ONCE + thread / PIXEL_UNITS; pixel < TILE_W * W_SUBS; pixel += PARTS_OF_TILE * PIXELS_AT_ONCE) {
-          int w = pixel / W_SUBS * OUT_STEP_W + pixel % W_SUBS;
-          char* at = to + ((long long)row * s.out_w + w) * (COUT * ELEMENT);
-          bool ok = ow + w < s.out_w;
-#if ALIGNED_COUT
-          store_global_128_if(at, v, ok);
-#else
-#pragma unroll
-          for (int e = 0; e < VEC; e++) {
-            if (ELEMENT == 4) store_global_if(at + e * 4, v[e * ELEMENT / 4], ok && channel + e < COUT_G);
-            else store_global_16_if(at + e * 2, v[e * ELEMENT / 4] >> e % 2 * 16, ok && channel + e < COUT_G);
-          }
-#endif
+        for (int p = first_pixel; p < TILE_W * W_SUBS; p += SHARES * PIXELS_AT_ONCE) {
+          int w = ow + p / W_SUBS * OUT_STEP_W + p % W_SUBS;
+          fill_unit(to + (long long)w * (COUT * ELEMENT), v, couts, w < s.out_w);
         }
+        continue;
+      }
+#endif
+      int pixels = rows * s.out_w, each = pixels / shares, end = share + 1 == shares ? pixels : (share + 1) * each;
+#pragma unroll 1
+      for (int p = share * each + first_pixel; p < end; p += SHARES * PIXELS_AT_ONCE)
+        fill_unit(to + (long long)p * (COUT * ELEMENT), v, couts, true);
 #else
-      char* to = y + ((((long long)n * COUT + first) * s.out_d + od) * s.out_h + oh) * s.out_w * ELEMENT + (long long)ow * ELEMENT;
-      int bytes = (wide ? rows * s.out_w : TILE_W * OUT_STEP_W < s.out_w - ow ? TILE_W * OUT_STEP_W : s.out_w - ow) * ELEMENT;
+      char* from = y + (((long long)n * COUT + first) * s.out_d + od) * s.out_h * s.out_w * ELEMENT + (long long)oh * s.out_w * ELEMENT;
+      int outputs = rows * s.out_w, each = outputs / shares;
+      int begin = share * each * ELEMENT, end = (share + 1 == shares ? outputs : (share + 1) * each) * ELEMENT;
 #pragma unroll 1
-      for (int row = 0; row < (wide ? 1 : rows); row++)
-#pragma unroll 1
-        for (int c = part; c < slab.couts; c += PARTS_OF_TILE)
-          fill_run(to + c * plane + (long long)row * s.out_w * ELEMENT, bytes, __shfl_sync(0xffffffffu, word, c), lane);
+      for (int c = part; c < slab.couts; c += SHARES) {
+        char* run = from + c * channel_bytes;
+        int phase = (int)((u64)run & 31);               // shares begin at sectors, but for the first
+        int a = share ? ((begin + phase) & ~31) - phase : 0, z = share + 1 < shares ? ((end + phase) & ~31) - phase : end;
+        if (a < 0) a = 0;
+        if (z > a) fill_run(run + a, z - a, __shfl_sync(0xffffffffu, word, c), lane);
+      }
 #endif
     }
   }
