@@ -441,6 +441,13 @@ class WarpgroupTiling(Tiling):
         return (self.element == 2 and self.steps[2] % 2 == 0) or planes * columns < self.spans[2]
 
     @property
+    def a_shared(self) -> bool:
+        """Whether matrix instructions read g's tile by descriptors: 16-bit rows of 64 channels, whose pixels of a tap
+        are neighbours."""
+        rows = self.channels_last and self.element == 2 and self.box_g and self.g_width == 64 and self.subs == 1
+        return rows and (self.parted or self.steps[2] == 1)
+
+    @property
     def g_planes(self) -> tuple[int, int, int]:
         """Of g's columns: planes, columns of each, and from a tap to the next of its plane; one plane if not `parted`.
 
@@ -653,6 +660,7 @@ class WarpgroupTiling(Tiling):
             "BOX_G": int(self.box_g),
             "G_ONE_BOX": int(self.box_g and self.g_one_box),
             "PARTED": int(self.parted),
+            "A_SHARED": int(self.a_shared),
             "G_PLANES": self.g_planes[0],
             "PLANE_COLUMNS": self.g_planes[1],
             "PLANE_TAPS": self.g_planes[2],

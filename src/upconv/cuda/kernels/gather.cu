@@ -20,6 +20,7 @@
 // Constants come as macros (cuda/gather.py computes them and explains each); sizes of the input are arguments.
 #include "ptx.cuh"
 #include "shuffle.cuh"
+#define A_SHARED 0
 #include "wgmma.cuh"
 
 #define WORDS 4                         // 32-bit words of a 16-byte unit

@@ -1,4 +1,4 @@
-// A kernel that includes this defines PRECISION, and TAIL: the signs of A and B and, for halves, how B lies.
+// A kernel that includes this defines PRECISION, A_SHARED, and TAIL: the signs of A and B and, for halves, how they lie in shared memory.
 #if PRECISION < 2
 #define TYPES "k8.f32.tf32.tf32"
 #elif PRECISION == 2
@@ -7,7 +7,8 @@
 #define TYPES "k16.f32.bf16.bf16"
 #endif
 
-// wgmma: one warpgroup, D[64 x N] += A[64 x K] B[K x N], N = 32 to 256; A from registers, B from shared memory by descriptor.
+// wgmma: one warpgroup, D[64 x N] += A[64 x K] B[K x N], N = 32 to 256; A from registers or (A_SHARED) shared memory,
+// B from shared memory by descriptor.
 // Fragments (g = lane / 4, t = lane % 4): D[4j + 2h + c] is row 16 warp + g + 8h, column 8j + 2t + c.
 // Its registers in blocks of 16, those of A, B's descriptor; `scale` 0: D = A B instead.
 #define REGISTERS_0 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
@@ -21,9 +22,15 @@
 #define SUMS(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]),        \
     "+f"(d[i + 6]), "+f"(d[i + 7]), "+f"(d[i + 8]), "+f"(d[i + 9]), "+f"(d[i + 10]), "+f"(d[i + 11]),                 \
     "+f"(d[i + 12]), "+f"(d[i + 13]), "+f"(d[i + 14]), "+f"(d[i + 15])
+#if A_SHARED
+#define INSTRUCTION(n, registers, a0, b0, a2, a3, a4, scale) \
+  "wgmma.mma_async.sync.aligned.m64n" n TYPES " {" registers "}, " a0 ", " b0 ", " scale TAIL ";\n"
+#define OPERANDS(a, b) "l"(a), "l"(b)
+#else
 #define INSTRUCTION(n, registers, a0, a1, a2, a3, b0, scale) \
   "wgmma.mma_async.sync.aligned.m64n" n TYPES " {" registers "}, {" a0 "," a1 "," a2 "," a3 "}, " b0 ", " scale TAIL ";\n"
 #define OPERANDS(a, b) "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)
+#endif
 #define MULTIPLY_32(d, a, b, scale) asm volatile(INSTRUCTION("32", REGISTERS_0, "%16", "%17", "%18", "%19", "%20", scale) : SUMS(d, 0) : OPERANDS(a, b))
 #define MULTIPLY_64(d, a, b, scale) asm volatile(INSTRUCTION("64", REGISTERS_0 "," REGISTERS_1, "%32", "%33", "%34", "%35", "%36", scale) : SUMS(d, 0), SUMS(d, 16) : OPERANDS(a, b))
 #define MULTIPLY_96(d, a, b, scale) asm volatile(INSTRUCTION("96", REGISTERS_0 "," REGISTERS_1 "," REGISTERS_2, "%48", "%49", "%50", "%51", "%52", scale) : SUMS(d, 0), SUMS(d, 16), SUMS(d, 32) : OPERANDS(a, b))

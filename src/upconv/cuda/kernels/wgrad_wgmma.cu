@@ -252,7 +252,9 @@ __device__ __forceinline__ void turn(u32 raw, u32 tile, int thread) {
 // Multiplications
 // =====================================================================================================================
 
-#if PRECISION == 0
+#if A_SHARED
+#define TAIL ", 1, 1, 1, 1"
+#elif PRECISION == 0
 #define TAIL ", 1, 1"
 #elif CHANNELS_LAST  // x's pixels are rows of channels
 #define TAIL ", 1, 1, 1"
@@ -279,8 +281,14 @@ __device__ __forceinline__ void turn(u32 raw, u32 tile, int thread) {
 
 #define STACKS(rows) (STACKED ? TAPS_H / STEP_H == (rows) || STACK == (rows) : (rows) == 1)
 
+#if A_SHARED
+typedef u64 Operand;                       // A's descriptor
+#else
+typedef u32 Operand[4];                    // its fragment
+#endif
+
 // A fragment by `rows` rows of x, whose first begins at `x`: their sums follow each other from `first` rows on.
-__device__ __forceinline__ void multiply(float (&acc)[NB][OF_UNIT * (N_WIDTH / 2)], int first, int rows, const u32 (&a)[4], u32 x) {
+__device__ __forceinline__ void multiply(float (&acc)[NB][OF_UNIT * (N_WIDTH / 2)], int first, int rows, const Operand& a, u32 x) {
   // From 8 channels or pixels to the next 8; MN-major also from the channels of a swizzled line to the next: of the next box, or, STACKED,
   // of the next row of x.
   const u64 strides = ((u64)(8 * SEGMENT >> 4) << 32) | ((u64)((K_MAJOR ? 8 * SEGMENT : STACKED ? X_ROW_BYTES : BOX_BYTES) >> 4) << 16);
@@ -409,6 +417,16 @@ __device__ __forceinline__ void load_fragment(u32 (&a)[4], const unsigned char* 
 #endif
 }
 
+#if A_SHARED
+// The same from shared memory: rows of 64 channels of a tap's pixels, as the engine leaves them. No fragment is waited for, so that
+// instructions are queued from chunk to chunk. (NOTES: NOTE_ASHARED.)
+__device__ __forceinline__ void load_fragment(u64& a, const unsigned char* g_tile, const Taps& taps, const Sizes& s, const Phases& phases, int u, const Step& step, int lane_at) {
+  const int p0 = step.half[0].row * G_LINE + step.half[0].column, p1 = step.half[1].row * G_LINE + step.half[1].column;
+  const u64 upper = (u64)1 << 62 | (u64)((p1 - p0) * (G_WIDTH * 2) >> 4) << 32;  // from 8 pixels to the next 8
+  a = upper | ((shared_address(g_tile) + lane_at + (taps.at[u] + p0) * (G_WIDTH * 2)) & 0x3ffff) >> 4;
+}
+#endif
+
 #if SHARED_WORDS
 struct Words {
   u32 word[2][2][RUN_WORDS];               // of a step's two strips, of rows g and g + 8: all words of a run of taps
@@ -459,7 +477,7 @@ __device__ __forceinline__ void shift_words(u32 (&a)[4], const Words& run, int i
 
 // STRETCH steps of every row of a chunk.
 __device__ __forceinline__ void multiply_rows(float (&acc)[UNITS][NB][OF_UNIT * (N_WIDTH / 2)], const unsigned char* g_tile, const Taps& taps, const Sizes& s, const Phases& phases, int lane_at, u32 x_tile) {
-  u32 a[SETS_OF_FRAGMENTS][4];
+  Operand a[SETS_OF_FRAGMENTS];
 #if SHARED_WORDS
   Words words;
 #endif
@@ -473,20 +491,20 @@ __device__ __forceinline__ void multiply_rows(float (&acc)[UNITS][NB][OF_UNIT * 
       const u32 x = x_tile + x_at(column) + (slice * X_ROWS_H + q + STACK - STACK_OF(remainder)) * X_ROW_BYTES;
 #pragma unroll
       for (int u = 0; u < UNITS; u++) {
-        u32 (&fragment)[4] = a[step++ % SETS_OF_FRAGMENTS];
+        Operand& fragment = a[step++ % SETS_OF_FRAGMENTS];
 #if SHARED_WORDS
         if (u % W_RUN == 0) load_words(words, g_tile, taps, s, phases, u, at, lane_at);
         shift_words(fragment, words, u % W_RUN);
 #else
         load_fragment(fragment, g_tile, taps, s, phases, u, at, lane_at);
 #endif
-        wgmma_fence();
+        if (!A_SHARED) wgmma_fence();
         multiply(acc[u], STACK_BEGIN(remainder), STACK_OF(remainder), fragment, x);
-        wgmma_commit();
-        wgmma_wait<SETS_OF_FRAGMENTS - 1>();
+        if (!A_SHARED) wgmma_commit();
+        if (!A_SHARED) wgmma_wait<SETS_OF_FRAGMENTS - 1>();
       }
     }
-  wgmma_wait<0>();
+  if (!A_SHARED) wgmma_wait<0>();
 }
 #else
 #define STACK_PLACE(tap) 0
@@ -514,6 +532,8 @@ __device__ __forceinline__ void consume(float* __restrict__ partial, const Sizes
   }
 #if TURN_X
   const int lane_first = STRIP_PIXEL(q) * G_STEP_W * (G_WIDTH * 4) + (channel + row) / G_WIDTH * G_SLAB_BYTES + (channel + row) % G_WIDTH * 4;
+#elif A_SHARED
+  const int lane_first = wg_m * G_SLAB_BYTES;  // the warpgroup's 64 channels
 #elif CHANNELS_LAST
   int c8 = channel + (lane >> 3 & 1) * 8;  // a lane's 8 channels
 #if BOX_G
@@ -551,6 +571,9 @@ __device__ __forceinline__ void consume(float* __restrict__ partial, const Sizes
     const unsigned char* tile = memory + stage * STAGE_BYTES;
     u32 x_tile = shared_address(tile);
     barrier_wait(full + stage * 8, parity);
+#if A_SHARED
+    wgmma_fence();
+#endif
 #if STACKED
 #pragma unroll 1
     for (int first = idle ? ROW_STEPS : 0; first < ROW_STEPS; first += STRETCH) {
@@ -559,7 +582,7 @@ __device__ __forceinline__ void consume(float* __restrict__ partial, const Sizes
 #else
 #pragma unroll 1
     for (int run = idle ? STEPS / STRETCH : 0; run < STEPS / STRETCH; run++) {
-      u32 a[SETS_OF_FRAGMENTS][4];
+      Operand a[SETS_OF_FRAGMENTS];
 #if SHARED_WORDS
       Words words;
 #endif
@@ -582,21 +605,31 @@ __device__ __forceinline__ void consume(float* __restrict__ partial, const Sizes
 #else
         load_fragment(a[step % SETS_OF_FRAGMENTS], g_tile, taps, s, run_phases, e, step_of(k), lane_from);
 #endif
-        wgmma_fence();
+        if (!A_SHARED) wgmma_fence();
         multiply(acc[e], 0, 1, a[step % SETS_OF_FRAGMENTS], x_from + x_at(k));
-        wgmma_commit();
+        if (!A_SHARED) wgmma_commit();
+        if (A_SHARED) continue;
         if (step + 1 == STRETCH) wgmma_wait<0>();
         else wgmma_wait<SETS_OF_FRAGMENTS - 1>();
       }
     }
 #endif
+#if A_SHARED
+    wgmma_commit();
+    wgmma_wait<1>();                       // for the chunk before, whose stage is given back
+    if (i > begin && lane == 0) barrier_arrive(empty + (stage ? stage - 1 : STAGES - 1) * 8);
+#else
     __syncwarp();
     if (lane == 0) barrier_arrive(empty + stage * 8);
+#endif
     if (++stage == STAGES) {
       stage = 0;
       parity ^= 1;
     }
   }
+#if A_SHARED
+  wgmma_wait<0>();
+#endif
 #if CLUSTER > 1
   named_sync<2, WGS * 128>();              // nobody reads a stage any more
 #pragma unroll
