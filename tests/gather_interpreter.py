@@ -363,20 +363,28 @@ class Interpreter:
         return row[kept], sub[kept], cout[kept]
 
     def bare(
-        self, p: Problem, group: int, variant: int, cout: Ints, t: Tiles, bias: Floats | None
+        self, p: Problem, group: int, variant: int, row: Ints, cout: Ints, t: Tiles, bias: Floats | None
     ) -> tuple[Ints, Floats]:
-        """Places and values of the outputs without taps that the tiles of an M-group store, as a tile's own."""
+        """Places and values of the outputs without taps that the tiles of an M-group store.
+
+        They are told by tiles as the outputs with taps are. The kernel's tiles divide whole planes and rows among them
+        in another way, which tests/host follows.
+        """
         m, batch = self.m, p.batch
         sizes = (1,) * (3 - p.rank) + result_shape(p)[2:]
-        tile = (m["TILE_N"], m["TILE_D"], m["TILE_H"], m["TILE_W"])
-        qn, qd, qh, qw = (np.indices(tile).reshape(4, -1)[i] + getattr(t, a)[:, None] for i, a in enumerate("ndhw"))
+        tile = [m["TILE_N"], m["TILE_D"], m["TILE_H"], m["TILE_W"]]
+        of_tile = np.indices(tile).reshape(4, 1, -1)
+        owners, positions = m["VARIANTS"] * m["SUBS"], sum(getattr(t, a) // n for a, n in zip("ndhw", tile))
         places, values = [np.zeros(0, np.int64)], [np.zeros(0)]
-        for b in range(m["BARES"][variant], m["BARES"][variant + 1]):
+        for b, sub in product(range(len(m["BARES_D"])), range(m["SUBS"])):
+            mine = (variant * m["SUBS"] + sub + positions) % owners == b % owners
+            qn, qd, qh, qw = (of_tile[i] + getattr(t, a)[mine, None] for i, a in enumerate("ndhw"))
             rows = range(m["BARES_ROWS"][b] or m["OUT_STEP_H"])
             subs = range(m["OUT_STEP_W"]) if m["BARES_W"][b] < 0 else m["BARES_W"][b] + np.arange(m["W_SUBS"])
-            for row, u, c in product(rows, subs, cout):
+            own = cout[row % 64 // m["ROWS_PER_SUB"] == sub]
+            for h, u, c in product(rows, subs, own):
                 od = m["OUT_STEP_D"] * qd + m["BARES_D"][b]
-                oh = m["OUT_STEP_H"] * qh + m["BARES_H"][b] + row
+                oh = m["OUT_STEP_H"] * qh + m["BARES_H"][b] + h
                 ow = m["OUT_STEP_W"] * qw + u
                 inside = (qn < batch) & (od < sizes[0]) & (oh < sizes[1]) & (ow < sizes[2])
                 channel = group * m["COUT_G"] + c
@@ -478,7 +486,7 @@ class Interpreter:
             out[at] = values[inside]
             stores += np.bincount(at, minlength=out.size)
             if m["BARE"]:
-                at, value = self.bare(p, group, variant, np.unique(cout), positions, bias)
+                at, value = self.bare(p, group, variant, row, cout, positions, bias)
                 out[at] = value
                 stores += np.bincount(at, minlength=out.size)
 

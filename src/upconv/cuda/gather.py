@@ -587,7 +587,7 @@ def _tile_clocks(t: Tiling, alignment: int) -> Clocks:
     fragment_time = _fragment_clocks(t)
     stores = per_tile_out * _ragged(t, alignment, c)
     widths = t.out_steps[2] // t.width_subs
-    bare = sum((one.rows or t.out_steps[1]) * (widths if one.w < 0 else 1) for every in t.bare for one in every)
+    bare = sum((one.rows or t.out_steps[1]) * (widths if one.w < 0 else 1) for one in t.bare)
     filled = bare * per_tile_out / (t.subs * len(t.variants) * _FILL)
     store = max(stores / c.store, _epilogue_clocks(t, alignment, c)) + filled
     drained = c.chunk[t.split != 2 and t.chunk == 8 and t.parts == 1]

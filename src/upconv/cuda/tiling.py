@@ -18,7 +18,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import accumulate, count, product
+from itertools import count, product
 
 from upconv.cuda.shuffle import Shuffle, Triple
 from upconv.problem import Problem
@@ -350,9 +350,9 @@ class Tiling:
         return self._multiplied.variants
 
     @property
-    def bare(self) -> tuple[tuple[Bare, ...], ...]:
-        """Per variant the sub-positions without taps that a tile of it stores with its own."""
-        return tuple(self._multiplied.bare[i :: len(self.variants)] for i in range(len(self.variants)))
+    def bare(self) -> tuple[Bare, ...]:
+        """Sub-positions without taps that are none of the `variants`: tiles of these store them with their own."""
+        return self._multiplied.bare
 
     @property
     def blocks_of_w(self) -> tuple[int, ...]:
@@ -931,7 +931,6 @@ class Tiling:
         p = self.problem
         order = ("tf32", "ieee", "fp16", "bf16")
         flat = [(off, taps) for blocks in self.entries for block in blocks for off, taps in block]
-        bare = [one for of_variant in self.bare for one in of_variant]
         bounds: list[int] = []
         begin = 0
         for blocks in self.entries:
@@ -1048,16 +1047,15 @@ class Tiling:
             "OFFSETS_D": _list(rows_d),
             "OFFSETS_H": _list(rows_h),
             "BLOCKS_OF_W": _list(self.blocks_of_w),
-            "BARE": int(bool(bare)),
+            "BARE": int(bool(self.bare)),
             "SHUFFLED": int(self.shuffle is not None),
         }
         for name, out_step, in_step, tile in zip("DHW", self.out_steps, self.in_steps, self.tile[1:]):
             names[f"OUT_STEP_{name}"], names[f"IN_STEP_{name}"], names[f"TILE_{name}"] = out_step, in_step, tile
         names["TILE_N"] = self.tile[0]
-        if bare:
-            names["BARES"] = _list(accumulate((len(of_variant) for of_variant in self.bare), initial=0))
+        if self.bare:
             for name in ("d", "h", "w", "rows"):
-                names[f"BARES_{name.upper()}"] = _list(getattr(one, name) for one in bare)
+                names[f"BARES_{name.upper()}"] = _list(getattr(one, name) for one in self.bare)
         return names if self.shuffle is None else names | self.shuffle.macros()
 
     # --- sizes, which are run-time arguments -------------------------------------------------------------------------

@@ -49,21 +49,7 @@ __device__ __forceinline__ Slab slab_of(const Tile& t, int cout_block, int warp)
 // Sub-positions without taps are the bias alone, and are stored from registers with a tile's own outputs. What of them lies together
 // in memory, whole planes along H and W or rows, the tiles that cover it divide without regard for what each covers, so that shares
 // are long and begin where sectors do. (NOTES: as tiles of their own, which multiply nothing and pass through the buffer NOTE_KB77.)
-#if !CHANNELS_LAST
-// `bytes` of copies of `word`: whole 16 bytes, and by elements what is left at either end.
-__device__ __forceinline__ void fill_run(char* to, int bytes, u32 word, int lane) {
-  const u32 v[4] = {word, word, word, word};
-  int begin = (int)((u64)to & 15), end = begin + bytes;
-  to -= begin;
-#pragma unroll 1
-  for (int at = lane * 16; at < end; at += 512) store_global_128_if(to + at, v, at >= begin && at + 16 <= end);
-  bool tail = lane & VEC, whole_head = begin == 0 || end < 16;  // or the tail has it
-  int at = lane % VEC * ELEMENT + (tail ? end & ~15 : 0);
-  bool ok = lane < 2 * VEC && at >= begin && at < end && (tail || !whole_head);
-  if (ELEMENT == 4) store_global_if(to + at, word, ok);
-  else store_global_16_if(to + at, word, ok);
-}
-#else
+#if CHANNELS_LAST
 // A thread's unit of 16 bytes of a pixel, as much of it as there are channels.
 __device__ __forceinline__ void fill_unit(char* to, const u32 (&v)[4], int couts, bool ok) {
 #if ALIGNED_COUT
@@ -76,12 +62,27 @@ __device__ __forceinline__ void fill_unit(char* to, const u32 (&v)[4], int couts
   }
 #endif
 }
+#else
+// A share of a run of one channel: from its first byte on, or from the sector that has it (but not beyond `lowest`), to `end`, or to
+// the sector that has it. A call stores 512 bytes, `from` there on, without a branch, so that several channels' are under way.
+__device__ __forceinline__ void fill_some(char* share, int lowest, int end, bool last, int from, u32 word, int lane, bool exists) {
+  const u32 v[4] = {word, word, word, word};
+  int phase = (int)((u64)share & 31), a = -phase > lowest ? -phase : lowest, z = last ? end : ((end + phase) & ~31) - phase;
+  int at = ((a + phase) & ~15) - phase + from + lane * 16;
+  store_global_128_if(share + at, v, exists && at >= a && at + 16 <= z);
+  // What is left of 16 bytes at either end, in elements; the first lanes have the head, if one unit has both all of it.
+  bool tail = lane & VEC, ragged = (a + phase) & 15;
+  at = (((tail ? z : a) + phase) & ~15) - phase + lane % VEC * ELEMENT;
+  bool ok = exists && from == 0 && lane < 2 * VEC && (tail ? !ragged || (a + phase) / 16 < (z + phase) / 16 : ragged) && at >= a && at < z;
+  if (ELEMENT == 4) store_global_if(share + at, word, ok);
+  else store_global_16_if(share + at, word, ok);
+}
 #endif
 
-// A warp's channels of the bare sub-positions of a tile's variant, of which each `SUBS`-th is its own; of consumers that halve the
-// pixels each takes every second channel (channels-last: round of pixels), `part` says which.
+// A warp's channels of the bare sub-positions that a tile stores: all variants' tiles of a position share them. Of consumers that
+// halve the pixels each takes every second channel (channels-last: round of pixels), `part` says which.
 __device__ __forceinline__ void fill(const ELEMENT_TYPE* __restrict__ bias, char* __restrict__ y, const Sizes& s, const Tile& t, const Slab& slab, int part, int warp, int lane) {
-  constexpr int SHARES = SPLIT == 0 ? 2 : 1;
+  constexpr int SHARES = SPLIT == 0 ? 2 : 1, OWNERS = VARIANTS * SUBS, COUNT = sizeof BARE_ROW / sizeof BARE_ROW[0];
 #if CHANNELS_LAST
   int thread = warp % TEAM * 32 + lane, channel = slab.cout - warp % TEAM * 16 + thread % PIXEL_UNITS * VEC, couts = COUT_G - channel;
   if (couts <= 0) return;
@@ -99,23 +100,26 @@ __device__ __forceinline__ void fill(const ELEMENT_TYPE* __restrict__ bias, char
   if (ELEMENT == 2) word |= word << 16;
   long long channel_bytes = (long long)s.out_d * s.out_h * s.out_w * ELEMENT;
 #endif
+  // Turns, so that a block whose tiles are all of one variant stores as much as the others.
+  u32 position = t.n / TILE_N + t.d / TILE_D + t.h / TILE_H + t.w / TILE_W;
 #pragma unroll 1
-  for (int b = BARE_OF[t.variant] + warp * 16 / ROWS_PER_SUB; b < BARE_OF[t.variant + 1]; b += SUBS) {
+  for (int b = (t.variant * SUBS + warp * 16 / ROWS_PER_SUB + position) % OWNERS; b < COUNT; b += OWNERS) {
     const bool plane = BARE_ROW[b] == 0;                // else so many rows
-    int share = t.w / TILE_W, shares = s.tiles_w;
+    int share = t.w / TILE_W, shares = s.tiles_w, most = plane ? s.out_h : BARE_ROW[b];
     if (plane) share += t.h / TILE_H * shares, shares *= s.tiles_h;
+    const bool last = share + 1 == shares;
+    u32 whole = (u32)most * s.out_w / shares;           // outputs of a share, where all rows exist
 #pragma unroll 1
     for (int i = 0; i < TILE_N * TILE_D * TILE_H; i += plane ? TILE_H : 1) {
       int n = t.n + i / (TILE_D * TILE_H), od = OUT_STEP_D * (t.d + i / TILE_H % TILE_D) + BARE_D[b];
-      int oh = plane ? 0 : OUT_STEP_H * (t.h + i % TILE_H) + BARE_H[b], rows = s.out_h - oh;
-      if (!plane && rows > BARE_ROW[b]) rows = BARE_ROW[b];
+      int oh = plane ? 0 : OUT_STEP_H * (t.h + i % TILE_H) + BARE_H[b], rows = s.out_h - oh < most ? s.out_h - oh : most;
       if (n >= s.batch || od >= s.out_d || rows <= 0) continue;
 #if CHANNELS_LAST
       char* to = y + (((long long)n * s.out_d + od) * s.out_h + oh) * s.out_w * (COUT * ELEMENT);
 #if W_SUBS != OUT_STEP_W
       if (BARE_W[b] >= 0) {                             // a row's phase along W alone
         int ow = OUT_STEP_W * t.w + BARE_W[b];
-#pragma unroll 1
+#pragma unroll 4
         for (int p = first_pixel; p < TILE_W * W_SUBS; p += SHARES * PIXELS_AT_ONCE) {
           int w = ow + p / W_SUBS * OUT_STEP_W + p % W_SUBS;
           fill_unit(to + (long long)w * (COUT * ELEMENT), v, couts, w < s.out_w);
@@ -123,22 +127,22 @@ __device__ __forceinline__ void fill(const ELEMENT_TYPE* __restrict__ bias, char
         continue;
       }
 #endif
-      int pixels = rows * s.out_w, each = pixels / shares, end = share + 1 == shares ? pixels : (share + 1) * each;
-#pragma unroll 1
-      for (int p = share * each + first_pixel; p < end; p += SHARES * PIXELS_AT_ONCE)
-        fill_unit(to + (long long)p * (COUT * ELEMENT), v, couts, true);
+      u32 each = rows == most ? whole : (u32)rows * s.out_w / shares;
+      int own = last ? (u32)rows * s.out_w - share * each : each;
+      to += (long long)share * each * (COUT * ELEMENT);
+#pragma unroll 4
+      for (int p = first_pixel; p < own; p += SHARES * PIXELS_AT_ONCE) fill_unit(to + (long long)p * (COUT * ELEMENT), v, couts, true);
 #else
-      char* from = y + (((long long)n * COUT + first) * s.out_d + od) * s.out_h * s.out_w * ELEMENT + (long long)oh * s.out_w * ELEMENT;
-      int outputs = rows * s.out_w, each = outputs / shares;
-      int begin = share * each * ELEMENT, end = (share + 1 == shares ? outputs : (share + 1) * each) * ELEMENT;
+      u32 each = rows == most ? whole : (u32)rows * s.out_w / shares;
+      int own = (last ? (u32)rows * s.out_w - share * each : each) * ELEMENT;
+      long long before = (long long)share * each * ELEMENT;
+      int lowest = before < 31 ? -(int)before : -31;
+      char* to = y + (((((long long)n * COUT + first) * s.out_d + od) * s.out_h + oh) * s.out_w) * ELEMENT + before;
 #pragma unroll 1
-      for (int c = part; c < slab.couts; c += SHARES) {
-        char* run = from + c * channel_bytes;
-        int phase = (int)((u64)run & 31);               // shares begin at sectors, but for the first
-        int a = share ? ((begin + phase) & ~31) - phase : 0, z = share + 1 < shares ? ((end + phase) & ~31) - phase : end;
-        if (a < 0) a = 0;
-        if (z > a) fill_run(run + a, z - a, __shfl_sync(0xffffffffu, word, c), lane);
-      }
+      for (int from = 0; from < own + 46; from += 512)  // with up to 31 bytes of the sector, and 15 of the unit, that it begins in
+#pragma unroll 4
+        for (int c = part; c < 16; c += SHARES)
+          fill_some(to + c * channel_bytes, lowest, own, last, from, __shfl_sync(0xffffffffu, word, c), lane, c < slab.couts);
 #endif
     }
   }
