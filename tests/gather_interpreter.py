@@ -373,15 +373,13 @@ class Interpreter:
         m, batch = self.m, p.batch
         sizes = (1,) * (3 - p.rank) + result_shape(p)[2:]
         tile = [m["TILE_N"], m["TILE_D"], m["TILE_H"], m["TILE_W"]]
-        of_tile = np.indices(tile).reshape(4, 1, -1)
-        owners, positions = m["VARIANTS"] * m["SUBS"], sum(getattr(t, a) // n for a, n in zip("ndhw", tile))
+        qn, qd, qh, qw = (np.indices(tile).reshape(4, 1, -1)[i] + getattr(t, a)[:, None] for i, a in enumerate("ndhw"))
         places, values = [np.zeros(0, np.int64)], [np.zeros(0)]
-        for b, sub in product(range(len(m["BARES_D"])), range(m["SUBS"])):
-            mine = (variant * m["SUBS"] + sub + positions) % owners == b % owners
-            qn, qd, qh, qw = (of_tile[i] + getattr(t, a)[mine, None] for i, a in enumerate("ndhw"))
+        first, last = m["BARES"][variant : variant + 2]
+        for b in range(first, last):
             rows = range(m["BARES_ROWS"][b] or m["OUT_STEP_H"])
             subs = range(m["OUT_STEP_W"]) if m["BARES_W"][b] < 0 else m["BARES_W"][b] + np.arange(m["W_SUBS"])
-            own = cout[row % 64 // m["ROWS_PER_SUB"] == sub]
+            own = cout[row % 64 // m["ROWS_PER_SUB"] == (b - first) % m["SUBS"]]
             for h, u, c in product(rows, subs, own):
                 od = m["OUT_STEP_D"] * qd + m["BARES_D"][b]
                 oh = m["OUT_STEP_H"] * qh + m["BARES_H"][b] + h

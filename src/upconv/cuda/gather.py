@@ -587,8 +587,10 @@ def _tile_clocks(t: Tiling, alignment: int) -> Clocks:
     fragment_time = _fragment_clocks(t)
     stores = per_tile_out * _ragged(t, alignment, c)
     widths = t.out_steps[2] // t.width_subs
-    bare = sum((one.rows or t.out_steps[1]) * (widths if one.w < 0 else 1) for one in t.bare)
-    filled = bare * per_tile_out / (t.subs * len(t.variants) * _FILL)
+    bare = [sum((b.rows or t.out_steps[1]) * (widths if b.w < 0 else 1) for b in of_variant) for of_variant in t.bare]
+    # Of blocks that have a variant each some store more than others.
+    bare_rows = (max(bare) if t.resident else sum(bare) / len(bare)) if bare else 0.0
+    filled = bare_rows * per_tile_out / (t.subs * _FILL)
     store = max(stores / c.store, _epilogue_clocks(t, alignment, c)) + filled
     drained = c.chunk[t.split != 2 and t.chunk == 8 and t.parts == 1]
     ragged = 0.0 if t.channels_last or alignment >= 16 or t.element == 2 else c.ragged_turn

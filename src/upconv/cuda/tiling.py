@@ -18,7 +18,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import count, product
+from itertools import accumulate, count, product
 
 from upconv.cuda.shuffle import Shuffle, Triple
 from upconv.problem import Problem
@@ -349,10 +349,21 @@ class Tiling:
         """Per variant: its (D, H) sub-positions, `subs` of them, and its first W sub-position."""
         return self._multiplied.variants
 
-    @property
-    def bare(self) -> tuple[Bare, ...]:
-        """Sub-positions without taps that are none of the `variants`: tiles of these store them with their own."""
-        return self._multiplied.bare
+    @cached_property
+    def bare(self) -> tuple[tuple[Bare, ...], ...]:
+        """Per variant the sub-positions without taps that a tile of it stores with its own, if there are any at all.
+
+        Rows go to the variant whose row follows them in memory, so that what both have of a sector comes together.
+        """
+        if not self._multiplied.bare:
+            return ()
+        found: list[list[Bare]] = [[] for _ in self.variants]
+        owners = {(*pair, w): i for i, (pairs, w) in enumerate(self.variants) for pair in pairs}
+        for one in self._multiplied.bare:
+            last = (one.d, one.h, one.w + self.width_subs) if one.w >= 0 else (one.d, one.h + one.rows, 0)
+            least = min(range(len(found)), key=lambda i: sum(b.rows or self.out_steps[1] for b in found[i]))
+            found[owners.get(last, least) if one.rows else least].append(one)
+        return tuple(map(tuple, found))
 
     @property
     def blocks_of_w(self) -> tuple[int, ...]:
@@ -1054,8 +1065,10 @@ class Tiling:
             names[f"OUT_STEP_{name}"], names[f"IN_STEP_{name}"], names[f"TILE_{name}"] = out_step, in_step, tile
         names["TILE_N"] = self.tile[0]
         if self.bare:
+            bare = [one for of_variant in self.bare for one in of_variant]
+            names["BARES"] = _list(accumulate(map(len, self.bare), initial=0))
             for name in ("d", "h", "w", "rows"):
-                names[f"BARES_{name.upper()}"] = _list(getattr(one, name) for one in self.bare)
+                names[f"BARES_{name.upper()}"] = _list(getattr(one, name) for one in bare)
         return names if self.shuffle is None else names | self.shuffle.macros()
 
     # --- sizes, which are run-time arguments -------------------------------------------------------------------------

@@ -94,7 +94,8 @@ __constant__ const short SUB_D[] = SUBS_D;             // [variant][SUBS]: outpu
 __constant__ const short SUB_HH[] = SUBS_H;
 __constant__ const short U_W[] = SUBS_W;               // [variant]: first W sub-position
 #if BARE
-__constant__ const short BARE_D[] = BARES_D;           // sub-positions without taps: offsets, of rows the first
+__constant__ const short BARE_OF[] = BARES;            // [variant]: where its sub-positions without taps begin
+__constant__ const short BARE_D[] = BARES_D;           // their offsets, of rows the first
 __constant__ const short BARE_H[] = BARES_H;
 __constant__ const short BARE_W[] = BARES_W;           // -1: all along W
 __constant__ const short BARE_ROW[] = BARES_ROWS;      // rows along H, neighbours; 0: all

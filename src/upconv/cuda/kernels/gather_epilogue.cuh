@@ -63,13 +63,17 @@ __device__ __forceinline__ void fill_unit(char* to, const u32 (&v)[4], int couts
 #endif
 }
 #else
+#define FILL_STEPS (TILE_W * OUT_STEP_W * ELEMENT / 512 < 3 ? TILE_W * OUT_STEP_W * ELEMENT / 512 + 1 : 4)
+
 // A share of a run of one channel: from its first byte on, or from the sector that has it (but not beyond `lowest`), to `end`, or to
-// the sector that has it. A call stores 512 bytes, `from` there on, without a branch, so that several channels' are under way.
+// the sector that has it. A call stores FILL_STEPS times 512 bytes, `from` there on, without a branch, so that several channels' are
+// under way, each along its row (NOTES: the same bytes of all channels in turn, kb81 bfloat16 142 -> 175 us).
 __device__ __forceinline__ void fill_some(char* share, int lowest, int end, bool last, int from, u32 word, int lane, bool exists) {
   const u32 v[4] = {word, word, word, word};
   int phase = (int)((u64)share & 31), a = -phase > lowest ? -phase : lowest, z = last ? end : ((end + phase) & ~31) - phase;
   int at = ((a + phase) & ~15) - phase + from + lane * 16;
-  store_global_128_if(share + at, v, exists && at >= a && at + 16 <= z);
+#pragma unroll
+  for (int i = 0; i < FILL_STEPS; i++) store_global_128_if(share + at + i * 512, v, exists && at + i * 512 >= a && at + i * 512 + 16 <= z);
   // What is left of 16 bytes at either end, in elements; the first lanes have the head, if one unit has both all of it.
   bool tail = lane & VEC, ragged = (a + phase) & 15;
   at = (((tail ? z : a) + phase) & ~15) - phase + lane % VEC * ELEMENT;
@@ -79,10 +83,10 @@ __device__ __forceinline__ void fill_some(char* share, int lowest, int end, bool
 }
 #endif
 
-// A warp's channels of the bare sub-positions that a tile stores: all variants' tiles of a position share them. Of consumers that
-// halve the pixels each takes every second channel (channels-last: round of pixels), `part` says which.
+// A warp's channels of the bare sub-positions of a tile's variant, of which each SUBS-th is its own. Of consumers that halve the
+// pixels each takes every second channel (channels-last: round of pixels), `part` says which.
 __device__ __forceinline__ void fill(const ELEMENT_TYPE* __restrict__ bias, char* __restrict__ y, const Sizes& s, const Tile& t, const Slab& slab, int part, int warp, int lane) {
-  constexpr int SHARES = SPLIT == 0 ? 2 : 1, OWNERS = VARIANTS * SUBS, COUNT = sizeof BARE_ROW / sizeof BARE_ROW[0];
+  constexpr int SHARES = SPLIT == 0 ? 2 : 1;
 #if CHANNELS_LAST
   int thread = warp % TEAM * 32 + lane, channel = slab.cout - warp % TEAM * 16 + thread % PIXEL_UNITS * VEC, couts = COUT_G - channel;
   if (couts <= 0) return;
@@ -100,10 +104,8 @@ __device__ __forceinline__ void fill(const ELEMENT_TYPE* __restrict__ bias, char
   if (ELEMENT == 2) word |= word << 16;
   long long channel_bytes = (long long)s.out_d * s.out_h * s.out_w * ELEMENT;
 #endif
-  // Turns, so that a block whose tiles are all of one variant stores as much as the others.
-  u32 position = t.n / TILE_N + t.d / TILE_D + t.h / TILE_H + t.w / TILE_W;
 #pragma unroll 1
-  for (int b = (t.variant * SUBS + warp * 16 / ROWS_PER_SUB + position) % OWNERS; b < COUNT; b += OWNERS) {
+  for (int b = BARE_OF[t.variant] + warp * 16 / ROWS_PER_SUB; b < BARE_OF[t.variant + 1]; b += SUBS) {
     const bool plane = BARE_ROW[b] == 0;                // else so many rows
     int share = t.w / TILE_W, shares = s.tiles_w, most = plane ? s.out_h : BARE_ROW[b];
     if (plane) share += t.h / TILE_H * shares, shares *= s.tiles_h;
@@ -138,11 +140,18 @@ __device__ __forceinline__ void fill(const ELEMENT_TYPE* __restrict__ bias, char
       long long before = (long long)share * each * ELEMENT;
       int lowest = before < 31 ? -(int)before : -31;
       char* to = y + (((((long long)n * COUT + first) * s.out_d + od) * s.out_h + oh) * s.out_w) * ELEMENT + before;
-#pragma unroll 1
-      for (int from = 0; from < own + 46; from += 512)  // with up to 31 bytes of the sector, and 15 of the unit, that it begins in
+      const bool once = own + 46 <= FILL_STEPS * 512;   // with up to 31 bytes of the sector, and 15 of the unit, that it begins in
+      if (once) {
 #pragma unroll 4
         for (int c = part; c < 16; c += SHARES)
-          fill_some(to + c * channel_bytes, lowest, own, last, from, __shfl_sync(0xffffffffu, word, c), lane, c < slab.couts);
+          fill_some(to + c * channel_bytes, lowest, own, last, 0, __shfl_sync(0xffffffffu, word, c), lane, c < slab.couts);
+      } else {
+#pragma unroll 1
+        for (int c = part; c < 16; c += SHARES)
+#pragma unroll 1
+          for (int from = 0; from < own + 46; from += FILL_STEPS * 512)
+            fill_some(to + c * channel_bytes, lowest, own, last, from, __shfl_sync(0xffffffffu, word, c), lane, c < slab.couts);
+      }
 #endif
     }
   }

@@ -469,8 +469,10 @@ __device__ __forceinline__ void shift_words(u32 (&a)[4], const Words& run, int i
 #endif
 
 #if A_SHARED
-// Behind a chunk's first instruction: the chunk before is done with, and its stage free. Instructions wait for room in the tensor
-// cores' queue, so behind the last it would be late (NOTES: with 2 stages unet1 bfloat16 106 -> 184 us).
+// Behind a chunk's first instructions: the chunk before is done with, and its stage free. Instructions wait for room in the tensor
+// cores' queue, so behind the last it would be late (NOTES: with 2 stages unet1 bfloat16 106 -> 184 us), and behind the very first
+// the queue is empty meanwhile (dcgan1 51.6 -> 52.7, kb57 764 -> 772).
+#define GIVE_BACK_BEHIND (STRETCH > 4 ? 2 : 0)
 __device__ __forceinline__ void give_back(u32 behind) {
   if (behind == 0) return;                 // the first chunk
   wgmma_commit();
@@ -512,7 +514,7 @@ __device__ __forceinline__ void multiply_rows(float (&acc)[UNITS][NB][OF_UNIT * 
         if (!A_SHARED) wgmma_fence();
         multiply(acc[u], STACK_BEGIN(remainder), STACK_OF(remainder), fragment, x);
 #if A_SHARED
-        if (step == 1) give_back(behind);
+        if (step == 1 + GIVE_BACK_BEHIND) give_back(behind);
 #else
         wgmma_commit();
         wgmma_wait<SETS_OF_FRAGMENTS - 1>();
@@ -625,7 +627,7 @@ __device__ __forceinline__ void consume(float* __restrict__ partial, const Sizes
         if (!A_SHARED) wgmma_fence();
         multiply(acc[e], 0, 1, a[step % SETS_OF_FRAGMENTS], x_from + x_at(k));
 #if A_SHARED
-        if (step == 0) give_back(run == 0 ? behind : 0);
+        if (step == GIVE_BACK_BEHIND) give_back(run == 0 ? behind : 0);
 #else
         wgmma_commit();
         if (step + 1 == STRETCH) wgmma_wait<0>();
