@@ -40,6 +40,7 @@ _STEP = 40.0  # clocks a step of mma.sync costs beside its instructions
 _LATENCY = 1500.0  # clocks from a copy's begin to its first bytes (NOTES: kb71 bfloat16 with 2 stages 288 us, 4 228)
 _STACKED = 1.0, 4.0  # of the matrix instructions' own clocks where rows share one, and clocks of each beside them
 _WARPGROUP_STEP = 25.0  # clocks a step of wgmma costs: the fragment is waited for
+_A_SHARED = 0.9  # of a chunk's clocks where fragments come by descriptors
 _DRAIN = 130.0, 60.0  # clocks at the end of a stretch of wgmma: of taps one by one; of rows together, or by classes
 _L2 = 24.0  # bytes a clock and multiprocessor, copied by threads
 _BOX = 320.0, 160.0  # clocks of a small box: NCHW, of 64 and more rows; channels_last
@@ -482,7 +483,7 @@ def _warpgroup_clocks(t: WarpgroupTiling) -> tuple[float, str]:
     total += fragments / t.warpgroups * _WARPGROUP_STEP / t.warpgroups + stretches * drain + _CHUNK / 2
     if t.stacked or t.classed:  # with two stages a chunk's copies begin when the one before is done with
         total = max(total, (copies + _LATENCY) / (t.stages - 1))
-    return total, bound
+    return total * (_A_SHARED if t.a_shared else 1.0), bound
 
 
 def _whole(t: AnyTiling, chunk: tuple[float, str], p: Problem, gpu: Gpu) -> tuple[float, str, int]:

@@ -443,9 +443,17 @@ class WarpgroupTiling(Tiling):
     @property
     def a_shared(self) -> bool:
         """Whether matrix instructions read g's tile by descriptors: 16-bit rows of 64 channels, whose pixels of a tap
-        are neighbours."""
-        rows = self.channels_last and self.element == 2 and self.box_g and self.g_width == 64 and self.subs == 1
-        return rows and (self.parted or self.steps[2] == 1)
+        are neighbours. A stage is given back a chunk later, so that there must be three of them.
+
+        NOTES: bfloat16 kb77 82 -> 64 us, dcgan1 54 -> 52, pix 116 -> 113, kb65 512 -> 496, kb69 718 -> 678, vae 141 ->
+        132. Where three warpgroups take many rows or channels a fragment serves it is no faster (kb57, kb61) or slower
+        (vae with 128 channels 133 -> 143, kb68 1,905 -> 1,913).
+        """
+        if not (self.channels_last and self.element == 2 and self.box_g and self.g_width == 64 and self.subs == 1):
+            return False
+        if self.stages < 3 or not (self.parted or self.steps[2] == 1):
+            return False
+        return self.warpgroups == 2 or (self.stack <= 2 if self.stacked else self.block[0] <= 64)
 
     @property
     def g_planes(self) -> tuple[int, int, int]:

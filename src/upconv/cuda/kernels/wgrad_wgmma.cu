@@ -468,19 +468,6 @@ __device__ __forceinline__ void shift_words(u32 (&a)[4], const Words& run, int i
 }
 #endif
 
-#if A_SHARED
-// Behind a chunk's first instructions: the chunk before is done with, and its stage free. Instructions wait for room in the tensor
-// cores' queue, so behind the last it would be late (NOTES: with 2 stages unet1 bfloat16 106 -> 184 us), and behind the very first
-// the queue is empty meanwhile (dcgan1 51.6 -> 52.7, kb57 764 -> 772).
-#define GIVE_BACK_BEHIND (STRETCH > 4 ? 2 : 0)
-__device__ __forceinline__ void give_back(u32 behind) {
-  if (behind == 0) return;                 // the first chunk
-  wgmma_commit();
-  wgmma_wait<1>();
-  if ((threadIdx.x & 31) == 0) barrier_arrive(behind);
-}
-#endif
-
 #if STACKED
 // Rows of x that a row of g meets by a column of taps: for each remainder r of the row by STEP_H those of taps r, r + STEP_H, ..., each
 // a row above the one before; their sums lie in the order of the rows.
@@ -489,7 +476,7 @@ __device__ __forceinline__ void give_back(u32 behind) {
 #define STACK_PLACE(tap) (STACK_BEGIN((tap) % STEP_H) + STACK_OF((tap) % STEP_H) - 1 - (tap) / STEP_H)
 
 // STRETCH steps of every row of a chunk.
-__device__ __forceinline__ void multiply_rows(float (&acc)[UNITS][NB][OF_UNIT * (N_WIDTH / 2)], const unsigned char* g_tile, const Taps& taps, const Sizes& s, const Phases& phases, int lane_at, u32 x_tile, u32 behind) {
+__device__ __forceinline__ void multiply_rows(float (&acc)[UNITS][NB][OF_UNIT * (N_WIDTH / 2)], const unsigned char* g_tile, const Taps& taps, const Sizes& s, const Phases& phases, int lane_at, u32 x_tile) {
   Operand a[SETS_OF_FRAGMENTS];
 #if SHARED_WORDS
   Words words;
@@ -513,12 +500,8 @@ __device__ __forceinline__ void multiply_rows(float (&acc)[UNITS][NB][OF_UNIT * 
 #endif
         if (!A_SHARED) wgmma_fence();
         multiply(acc[u], STACK_BEGIN(remainder), STACK_OF(remainder), fragment, x);
-#if A_SHARED
-        if (step == 1 + GIVE_BACK_BEHIND) give_back(behind);
-#else
-        wgmma_commit();
-        wgmma_wait<SETS_OF_FRAGMENTS - 1>();
-#endif
+        if (!A_SHARED) wgmma_commit();
+        if (!A_SHARED) wgmma_wait<SETS_OF_FRAGMENTS - 1>();
       }
     }
   if (!A_SHARED) wgmma_wait<0>();
@@ -588,15 +571,13 @@ __device__ __forceinline__ void consume(float* __restrict__ partial, const Sizes
     const unsigned char* tile = memory + stage * STAGE_BYTES;
     u32 x_tile = shared_address(tile);
     barrier_wait(full + stage * 8, parity);
-    const u32 behind = A_SHARED && i > begin ? empty + (stage ? stage - 1 : STAGES - 1) * 8 : 0;
 #if A_SHARED
     wgmma_fence();
-    if (idle && behind && lane == 0) barrier_arrive(behind);
 #endif
 #if STACKED
 #pragma unroll 1
     for (int first = idle ? ROW_STEPS : 0; first < ROW_STEPS; first += STRETCH) {
-      multiply_rows(acc, tile + X_TILE_BYTES, taps, s, phases, lane_at + first * (32 / ELEMENT * G_STEP_W) * G_PIXEL_BYTES, x_tile + x_at(first), first == 0 ? behind : 0);
+      multiply_rows(acc, tile + X_TILE_BYTES, taps, s, phases, lane_at + first * (32 / ELEMENT * G_STEP_W) * G_PIXEL_BYTES, x_tile + x_at(first));
     }
 #else
 #pragma unroll 1
@@ -626,18 +607,20 @@ __device__ __forceinline__ void consume(float* __restrict__ partial, const Sizes
 #endif
         if (!A_SHARED) wgmma_fence();
         multiply(acc[e], 0, 1, a[step % SETS_OF_FRAGMENTS], x_from + x_at(k));
-#if A_SHARED
-        if (step == GIVE_BACK_BEHIND) give_back(run == 0 ? behind : 0);
-#else
+        if (A_SHARED) continue;
         wgmma_commit();
         if (step + 1 == STRETCH) wgmma_wait<0>();
         else wgmma_wait<SETS_OF_FRAGMENTS - 1>();
-#endif
       }
     }
 #endif
 #if A_SHARED
+    // The chunk before is done with. That is late: instructions wait for room in the tensor cores' queue, so that most of this chunk's
+    // are behind them, too (NOTES: with 2 stages unet1 bfloat16 106 -> 184 us; a stage given back behind a chunk's first
+    // instruction, 110 us, or its third, 120, and with more stages 1 to 2% slower: the queue runs empty).
     wgmma_commit();
+    wgmma_wait<1>();
+    if (i > begin && lane == 0) barrier_arrive(empty + (stage ? stage - 1 : STAGES - 1) * 8);
 #else
     __syncwarp();
     if (lane == 0) barrier_arrive(empty + stage * 8);
