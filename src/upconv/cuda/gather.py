@@ -42,7 +42,8 @@ _MAX_TAPS = 2000  # of all phases; the tables lie in constant memory
 
 # --- the model's other constants (the fitted sets are in `costs`) ----------------------------------------------------
 _MMA_SYNC = 0.45  # of wgmma's rate: four warps read the same pixels
-_FILL = 24.0  # bytes a clock that an epilogue stores of what is the bias alone
+_FILL = 24.0, 32.0  # bytes a clock that an epilogue stores of what is the bias alone: NCHW, channels_last
+_FILL_RUN = 240.0, 400.0  # clocks of each run of it beside: of a channel's; of all of a warp's
 _MANY = 8  # tiles of a block, from which on the last one's tail is in the constants, fitted to such layers
 _LAUNCH = 3.5e-6  # seconds
 _AHEAD = 4500.0  # clocks that the rings should look ahead
@@ -467,7 +468,7 @@ def _tiles(p: Problem) -> tuple[tuple[tuple[int, int], tuple[int, int, int, int]
         shapes += [(row, (n, 1, 1, 64)) for n in (2, 4, 8)]
         shapes += [(row, (n, 1, 1, 128)) for n in (2, 4)] + [(row, (2, 1, 1, 192)), (row, (1, 1, 1, 192))]
         return tuple(shapes)
-    shapes = [(row, (1, 1, n, 64)) for n in (1, 2, 4, 8)] + [(row, (1, 1, n, 128)) for n in (2, 4)]
+    shapes = [(row, (1, 1, n, 64)) for n in (1, 2, 4, 8)] + [(row, (1, 1, n, 128)) for n in (1, 2, 4)]
     shapes += [
         (strip, (1, 1, h, w)) for h, w in ((8, 8), (8, 16), (8, 32), (16, 16), (16, 32), (8, 64), (8, 24), (8, 40))
     ]
@@ -586,11 +587,7 @@ def _tile_clocks(t: Tiling, alignment: int) -> Clocks:
             turn *= 4
     fragment_time = _fragment_clocks(t)
     stores = per_tile_out * _ragged(t, alignment, c)
-    widths = t.out_steps[2] // t.width_subs
-    bare = [sum((b.rows or t.out_steps[1]) * (widths if b.w < 0 else 1) for b in of_variant) for of_variant in t.bare]
-    # Of blocks that have a variant each some store more than others.
-    bare_rows = (max(bare) if t.resident else sum(bare) / len(bare)) if bare else 0.0
-    filled = bare_rows * per_tile_out / (t.subs * _FILL)
+    filled = _fill_clocks(t, couts)
     store = max(stores / c.store, _epilogue_clocks(t, alignment, c)) + filled
     drained = c.chunk[t.split != 2 and t.chunk == 8 and t.parts == 1]
     ragged = 0.0 if t.channels_last or alignment >= 16 or t.element == 2 else c.ragged_turn
@@ -629,6 +626,26 @@ def _tile_clocks(t: Tiling, alignment: int) -> Clocks:
             clocks[name] += value
     bound = max(clocks, key=lambda name: clocks[name])
     return Clocks(c.scale * total / len(t.variants), bound, c.scale * tail / len(t.variants))
+
+
+def _fill_clocks(t: Tiling, couts: int) -> float:
+    """Clocks that a tile takes to store its share of what is the bias alone."""
+    if not t.bare:
+        return 0.0
+    n, d, h, w = t.tile
+    rows_of_m = min(couts, t.rows_per_sub * t.wgs_m)
+    found = []
+    for of_variant in t.bare:
+        clocks = 0.0
+        for one in of_variant:
+            heights = one.rows or t.out_steps[1]
+            outputs = n * d * h * heights * w * (t.width_subs if one.w >= 0 else t.out_steps[2])
+            runs = n * d * (h if one.rows else 1)
+            clocks += outputs * rows_of_m * t.element / _FILL[t.channels_last]
+            clocks += runs * (heights if one.w >= 0 else 1) * (_FILL_RUN[1] if t.channels_last else 16 * _FILL_RUN[0])
+        found.append(clocks / t.subs)
+    # Of blocks that have a variant each some store more than others.
+    return max(found) if t.resident else sum(found) / len(found)
 
 
 def _whole(t: Tiling, clocks: Clocks, p: Problem, gpu: Gpu) -> tuple[float, str]:
