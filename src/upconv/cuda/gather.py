@@ -51,6 +51,9 @@ _SPREAD = 1.2  # of tiles that store between others' results; asked only against
 # Of planes one by one with weights through a ring: it decides only where the model sees no difference to weights that
 # stay (NOTES: kb81's gradient for the input in TF32, 120 us by a ring and 95 without, 88.9 and 89.0 by the model).
 _RING = 1.002
+# Of consumers that share weights against those that share pixels, where the model sees no difference (NOTES: dcgan1
+# bfloat16 64.6 -> 58.9 us, TF32 105.9 -> 102.7).
+_HALVED = 1.0005
 _COPY = 275.0  # clocks for a copy of 16 bytes by each producer, where rows are not aligned
 _SHORT_ROWS = 64  # bytes, up to which threads may copy rows that begin anywhere better than boxes
 _LINE = 128  # bytes that come from memory together, of which a channels-last chunk may take a part
@@ -655,7 +658,11 @@ def _whole(t: Tiling, clocks: Clocks, p: Problem, gpu: Gpu) -> tuple[float, str]
     waves = -(-tiles // gpu.multiprocessors)
     tail = clocks.tail if waves < _MANY else 0.0
     seconds = (clocks.tile * waves + tail) / gpu.clock
-    ragged = 1.0 if t.channels_last or result_shape(p)[-1] * t.element % 32 == 0 else 1.25
+    ragged = 1.0
+    if t.channels_last:  # (NOTES: kb81 bfloat16, whole rows of pixels 126 us, one of 5 phases at a time 137)
+        ragged = 1.05 if t.bare and not t.contiguous else 1.0
+    elif result_shape(p)[-1] * t.element % 32:  # (NOTES: kb81 TF32, a row's halves together 296 us, its tiles in turn 319)
+        ragged = 1.16 if _halves_of_a_row(t) else 1.25
     out = math.prod(result_shape(p))
     source = math.prod(source_shape(p)) * _read(t, min(tiles, gpu.multiprocessors), gpu)
     memory = (out * ragged + source) * t.element / gpu.bandwidth
@@ -663,8 +670,8 @@ def _whole(t: Tiling, clocks: Clocks, p: Problem, gpu: Gpu) -> tuple[float, str]
         bound = "bytes"
     elif waves * gpu.multiprocessors > 1.5 * tiles:
         bound = "too few tiles"
-    through_ring = _RING if t.planewise and not t.resident else 1.0
-    return through_ring * (max(memory, seconds) + 0.15 * min(memory, seconds) + _LAUNCH), bound
+    factor = (_RING if t.planewise and not t.resident else 1.0) * (_HALVED if t.split == 0 else 1.0)
+    return factor * (max(memory, seconds) + 0.15 * min(memory, seconds) + _LAUNCH), bound
 
 
 def _read(t: Tiling, tiles: int, gpu: Gpu) -> float:
@@ -685,6 +692,11 @@ def _read(t: Tiling, tiles: int, gpu: Gpu) -> float:
     return read
 
 
+def _halves_of_a_row(t: Tiling) -> bool:
+    """Whether the consumers store neighbouring runs of a row at the same time."""
+    return t.split == 0 and t.tile[:3] == (1, 1, 1) and t.problem.rank > 1
+
+
 def _ragged(t: Tiling, alignment: int, c: Constants) -> float:
     """What stores that do not fill sectors of 32 bytes cost, as a factor (kernels.md, Epilogue)."""
     if t.shuffle is not None:
@@ -693,7 +705,10 @@ def _ragged(t: Tiling, alignment: int, c: Constants) -> float:
         return 1.0 if t.cout_g * t.element % 32 == 0 else 1.5
     if not t.contiguous:
         return 32 / (t.element * t.width_subs)
-    return 1.0 if alignment == 32 else 1 + c.sector / (t.runs * 8 * t.width_subs * t.element)
+    if alignment == 32:
+        return 1.0
+    run = t.runs * 8 * t.width_subs * t.element
+    return 1 + c.sector / (2 * run if _halves_of_a_row(t) else run)
 
 
 def _epilogue_clocks(t: Tiling, alignment: int, c: Constants) -> float:

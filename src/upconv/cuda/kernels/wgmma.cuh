@@ -25,7 +25,7 @@
 #if A_SHARED
 #define INSTRUCTION(n, registers, a0, b0, a2, a3, a4, scale) \
   "wgmma.mma_async.sync.aligned.m64n" n TYPES " {" registers "}, " a0 ", " b0 ", " scale TAIL ";\n"
-#define OPERANDS(a, b) "l"(a), "l"(b)
+#define OPERANDS(a, b) "l"((u64)a[1] << 32 | a[0]), "l"(b)
 #else
 #define INSTRUCTION(n, registers, a0, a1, a2, a3, b0, scale) \
   "wgmma.mma_async.sync.aligned.m64n" n TYPES " {" registers "}, {" a0 "," a1 "," a2 "," a3 "}, " b0 ", " scale TAIL ";\n"
