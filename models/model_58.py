@@ -15,10 +15,10 @@ Constraints:
 - Results are bit-equal from run to run. Under torch.autocast the layer wants its own dtype all the same.
 
 Kernels:
-- forward: wgmma tf32, tile 1x2x8x8 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights ring of 5 x 4
-  fragments, 223 KB shared.
-- forward (other widths than multiples of 4): wgmma tf32, tile 1x2x8x8 (NxDxHxW of q) x 64 rows, chunk of 8
-  channels, in turn, weights ring of 3 x 7 fragments, 222 KB shared.
+- forward: wgmma tf32, tile 1x1x8x24 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights ring of 2 x 7
+  fragments, 224 KB shared.
+- forward (other widths than multiples of 4): wgmma tf32, tile 1x1x8x16 (NxDxHxW of q) x 64 rows, chunk of 8
+  channels, in turn, weights ring of 4 x 7 fragments, 216 KB shared.
 - gradient for the input: wgmma tf32, tile 1x2x8x8 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights
   ring of 3 x 7 fragments, 222 KB shared.
 - gradient for the weight: wgmma of up to 5 rows tf32, 32x16 channels x 1x5x7 taps a block, chunks of 1x1x4x64
@@ -70,8 +70,8 @@ CUDA = r"""
 #include <c10/cuda/CUDAStream.h>
 
 // =====================================================================================================================
-// Forward: wgmma tf32, tile 1x2x8x8 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights ring of 5 x 4
-// fragments, 223 KB shared.
+// Forward: wgmma tf32, tile 1x1x8x24 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights ring of 2 x 7
+// fragments, 224 KB shared.
 // =====================================================================================================================
 
 namespace forward {
@@ -107,35 +107,35 @@ constexpr int TAPS = 105;  // of the kernel, over all axes
 constexpr int PACK_TAPS = 4;
 constexpr int CK = 8;  // channels of a chunk
 constexpr int SUB_H = 8, SUB_W = 8;  // the 64 positions q that one matrix instruction takes
-constexpr int SUBS = 4;  // (d, h) sub-positions in a block of 64 rows of M
-constexpr int ROWS_PER_SUB = 16;  // output channels of a sub-position in a block
+constexpr int SUBS = 2;  // (d, h) sub-positions in a block of 64 rows of M
+constexpr int ROWS_PER_SUB = 32;  // output channels of a sub-position in a block
 constexpr int W_SUBS = 1;  // W sub-positions of a tile, neighbours in a thread
 constexpr int MB = 1;  // blocks of 64 rows that a consumer accumulates
 constexpr int VARIANTS = 1;  // M-groups that differ in their taps
 constexpr int COUT_BLOCKS = 1;  // M-groups that share the output channels of a group
 constexpr int M_GROUPS = 1;  // groups x COUT_BLOCKS x VARIANTS
-constexpr int STAGES_P = 1;  // input tiles in shared memory
+constexpr int STAGES_P = 2;  // input tiles in shared memory
 constexpr int STAGES_S = 2;  // staging slots
-constexpr int STAGES_W = 5;  // stages of the weights: of the ring, or chunks
-constexpr int W_STAGE = 4;  // fragments of weights in a stage of the ring, at most
-constexpr int RING_FRAGMENTS = 20;  // fragments of weights in shared memory
+constexpr int STAGES_W = 2;  // stages of the weights: of the ring, or chunks
+constexpr int W_STAGE = 7;  // fragments of weights in a stage of the ring, at most
+constexpr int RING_FRAGMENTS = 14;  // fragments of weights in shared memory
 constexpr int WEIGHTS_BOX = 0;
-constexpr int RUN_GROUPS = 1;  // groups of 8 columns that the epilogue stores together
-constexpr int ROWS_D = 6, ROWS_H = 20;  // input rows of a tile
-constexpr int ROW_STEP_D = 2, ROW_STEP_H = 2;  // rows of the tile from one q to the next
-constexpr int COLUMNS = 14;  // input columns of a tile with its halo
+constexpr int RUN_GROUPS = 3;  // groups of 8 columns that the epilogue stores together
+constexpr int ROWS_D = 4, ROWS_H = 12;  // input rows of a tile
+constexpr int ROW_STEP_D = 2, ROW_STEP_H = 1;  // rows of the tile from one q to the next
+constexpr int COLUMNS = 30;  // input columns of a tile with its halo
 constexpr int COLUMN_PAD = 2;  // columns by which a box begins early
-constexpr int BOX_UNITS = 4;  // 16-byte units of a row of a box
-constexpr int PLANE = 14;  // columns with one residue modulo IN_STEP_W
+constexpr int BOX_UNITS = 8;  // 16-byte units of a row of a box
+constexpr int PLANE = 30;  // columns with one residue modulo IN_STEP_W
 constexpr int PLANES = 1;  // residues that some tap reads; of several boxes all
 constexpr int PLANE_BARRIERS = 1;
-constexpr int TAPS_UNROLLED = 24;  // taps in a stretch of code without a drain of the tensor cores
+constexpr int TAPS_UNROLLED = 20;  // taps in a stretch of code without a drain of the tensor cores
 constexpr int FRAGMENT_SETS = 3;  // sets of registers that weights take in turn
 constexpr int PRODUCER_REGISTERS = 56;  // of a thread
 constexpr int CONSUMER_REGISTERS = 200;  // of a thread
-constexpr int OUT_STEP_D = 2, OUT_STEP_H = 2, OUT_STEP_W = 1;  // outputs from one q to the next
-constexpr int IN_STEP_D = 2, IN_STEP_H = 2, IN_STEP_W = 1;  // inputs from one q to the next
-constexpr int TILE_D = 2, TILE_H = 8, TILE_W = 8;  // positions q of a tile
+constexpr int OUT_STEP_D = 2, OUT_STEP_H = 1, OUT_STEP_W = 1;  // outputs from one q to the next
+constexpr int IN_STEP_D = 2, IN_STEP_H = 1, IN_STEP_W = 1;  // inputs from one q to the next
+constexpr int TILE_D = 1, TILE_H = 8, TILE_W = 24;  // positions q of a tile
 constexpr int TILE_N = 1;  // images of a tile
 
 // PTX in small wrappers, so that a kernel body reads as an algorithm.
@@ -242,9 +242,11 @@ template <int N> __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(N) : "memory");
 }
 
-// A kernel that includes this defines PRECISION, and TAIL: the signs of A and B and, for halves, how B lies.
+// A kernel that includes this defines PRECISION, A_SHARED, and TAIL: the signs of A and B and, for halves, how they lie
+// in shared memory.
 
-// wgmma: one warpgroup, D[64 x N] += A[64 x K] B[K x N], N = 32 to 256; A from registers, B from shared memory by descriptor.
+// wgmma: one warpgroup, D[64 x N] += A[64 x K] B[K x N], N = 32 to 256; A from registers or (A_SHARED) shared memory,
+// B from shared memory by descriptor.
 // Fragments (g = lane / 4, t = lane % 4): D[4j + 2h + c] is row 16 warp + g + 8h, column 8j + 2t + c.
 // Its registers in blocks of 16, those of A, B's descriptor; `scale` 0: D = A B instead.
 #define SUMS(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]),        \
@@ -302,20 +304,20 @@ constexpr int H_SUBTILES = TILE_H / SUB_H;
 
 // [variant, block, tap]: the tap's shift in pixel rows
 __constant__ const int TAP_ROW[] = {
-    0, 1, 2, 3, 4, 5, 6, 14, 15, 16, 17, 18, 19, 20, 28, 29, 30, 31, 32, 33, 34, 42, 43, 44, 45, 46, 47, 48, 56, 57, 58,
-    59, 60, 61, 62, 70, 71, 72, 73, 74, 75, 76, 280, 281, 282, 283, 284, 285, 286, 294, 295, 296, 297, 298, 299, 300,
-    308, 309, 310, 311, 312, 313, 314, 322, 323, 324, 325, 326, 327, 328, 336, 337, 338, 339, 340, 341, 342, 350, 351,
-    352, 353, 354, 355, 356, 560, 561, 562, 563, 564, 565, 566, 574, 575, 576, 577, 578, 579, 580, 588, 589, 590, 591,
-    592, 593, 594, 602, 603, 604, 605, 606, 607, 608, 616, 617, 618, 619, 620, 621, 622, 630, 631, 632, 633, 634, 635,
-    636, 840, 841, 842, 843, 844, 845, 846, 854, 855, 856, 857, 858, 859, 860, 868, 869, 870, 871, 872, 873, 874, 882,
-    883, 884, 885, 886, 887, 888, 896, 897, 898, 899, 900, 901, 902, 910, 911, 912, 913, 914, 915, 916
+    0, 1, 2, 3, 4, 5, 6, 30, 31, 32, 33, 34, 35, 36, 60, 61, 62, 63, 64, 65, 66, 90, 91, 92, 93, 94, 95, 96, 120, 121,
+    122, 123, 124, 125, 126, 360, 361, 362, 363, 364, 365, 366, 390, 391, 392, 393, 394, 395, 396, 420, 421, 422, 423,
+    424, 425, 426, 450, 451, 452, 453, 454, 455, 456, 480, 481, 482, 483, 484, 485, 486, 720, 721, 722, 723, 724, 725,
+    726, 750, 751, 752, 753, 754, 755, 756, 780, 781, 782, 783, 784, 785, 786, 810, 811, 812, 813, 814, 815, 816, 840,
+    841, 842, 843, 844, 845, 846, 1080, 1081, 1082, 1083, 1084, 1085, 1086, 1110, 1111, 1112, 1113, 1114, 1115, 1116,
+    1140, 1141, 1142, 1143, 1144, 1145, 1146, 1170, 1171, 1172, 1173, 1174, 1175, 1176, 1200, 1201, 1202, 1203, 1204,
+    1205, 1206
 };
-__constant__ const int ENTRY[] = {0,168};  // [variant][MB + 1]: where a block's taps begin
-__constant__ const short SUB_D[] = {0,0,1,1};  // [variant][SUBS]: output offset of an M-row's sub-position
-__constant__ const short SUB_HH[] = {0,1,0,1};
+__constant__ const int ENTRY[] = {0,140};  // [variant][MB + 1]: where a block's taps begin
+__constant__ const short SUB_D[] = {0,1};  // [variant][SUBS]: output offset of an M-row's sub-position
+__constant__ const short SUB_HH[] = {0,0};
 __constant__ const short U_W[] = {0};  // [variant]: first W sub-position
-__constant__ const int ROW_D[] = {-2,-1,0,1,2,3};  // input offset of a tile's rows
-__constant__ const int ROW_H[] = {-4,-3,-2,-1,0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15};
+__constant__ const int ROW_D[] = {-2,-1,0,1};  // input offset of a tile's rows
+__constant__ const int ROW_H[] = {-4,-3,-2,-1,0,1,2,3,4,5,6,7};
 
 struct Sizes {                                         // one layout for the packed argument block
   int batch, in_d, in_h, in_w, out_d, out_h, out_w;
@@ -363,29 +365,16 @@ __device__ __forceinline__ u32 unit_at(int p, int unit) {
 
 // [variant, block, tap][SUBS]: the kernel's tap, -1 for none
 __constant__ const short TAP_INDEX[] = {
-    104, -1, -1, -1, 103, -1, -1, -1, 102, -1, -1, -1, 101, -1, -1, -1, 100, -1, -1, -1, 99, -1, -1, -1, 98, -1, -1, -1,
-    97, 104, -1, -1, 96, 103, -1, -1, 95, 102, -1, -1, 94, 101, -1, -1, 93, 100, -1, -1, 92, 99, -1, -1, 91, 98, -1, -1,
-    90, 97, -1, -1, 89, 96, -1, -1, 88, 95, -1, -1, 87, 94, -1, -1, 86, 93, -1, -1, 85, 92, -1, -1, 84, 91, -1, -1, 83,
-    90, -1, -1, 82, 89, -1, -1, 81, 88, -1, -1, 80, 87, -1, -1, 79, 86, -1, -1, 78, 85, -1, -1, 77, 84, -1, -1, 76, 83,
-    -1, -1, 75, 82, -1, -1, 74, 81, -1, -1, 73, 80, -1, -1, 72, 79, -1, -1, 71, 78, -1, -1, 70, 77, -1, -1, -1, 76, -1,
-    -1, -1, 75, -1, -1, -1, 74, -1, -1, -1, 73, -1, -1, -1, 72, -1, -1, -1, 71, -1, -1, -1, 70, -1, -1, 69, -1, 104, -1,
-    68, -1, 103, -1, 67, -1, 102, -1, 66, -1, 101, -1, 65, -1, 100, -1, 64, -1, 99, -1, 63, -1, 98, -1, 62, 69, 97, 104,
-    61, 68, 96, 103, 60, 67, 95, 102, 59, 66, 94, 101, 58, 65, 93, 100, 57, 64, 92, 99, 56, 63, 91, 98, 55, 62, 90, 97,
-    54, 61, 89, 96, 53, 60, 88, 95, 52, 59, 87, 94, 51, 58, 86, 93, 50, 57, 85, 92, 49, 56, 84, 91, 48, 55, 83, 90, 47,
-    54, 82, 89, 46, 53, 81, 88, 45, 52, 80, 87, 44, 51, 79, 86, 43, 50, 78, 85, 42, 49, 77, 84, 41, 48, 76, 83, 40, 47,
-    75, 82, 39, 46, 74, 81, 38, 45, 73, 80, 37, 44, 72, 79, 36, 43, 71, 78, 35, 42, 70, 77, -1, 41, -1, 76, -1, 40, -1,
-    75, -1, 39, -1, 74, -1, 38, -1, 73, -1, 37, -1, 72, -1, 36, -1, 71, -1, 35, -1, 70, 34, -1, 69, -1, 33, -1, 68, -1,
-    32, -1, 67, -1, 31, -1, 66, -1, 30, -1, 65, -1, 29, -1, 64, -1, 28, -1, 63, -1, 27, 34, 62, 69, 26, 33, 61, 68, 25,
-    32, 60, 67, 24, 31, 59, 66, 23, 30, 58, 65, 22, 29, 57, 64, 21, 28, 56, 63, 20, 27, 55, 62, 19, 26, 54, 61, 18, 25,
-    53, 60, 17, 24, 52, 59, 16, 23, 51, 58, 15, 22, 50, 57, 14, 21, 49, 56, 13, 20, 48, 55, 12, 19, 47, 54, 11, 18, 46,
-    53, 10, 17, 45, 52, 9, 16, 44, 51, 8, 15, 43, 50, 7, 14, 42, 49, 6, 13, 41, 48, 5, 12, 40, 47, 4, 11, 39, 46, 3, 10,
-    38, 45, 2, 9, 37, 44, 1, 8, 36, 43, 0, 7, 35, 42, -1, 6, -1, 41, -1, 5, -1, 40, -1, 4, -1, 39, -1, 3, -1, 38, -1, 2,
-    -1, 37, -1, 1, -1, 36, -1, 0, -1, 35, -1, -1, 34, -1, -1, -1, 33, -1, -1, -1, 32, -1, -1, -1, 31, -1, -1, -1, 30,
-    -1, -1, -1, 29, -1, -1, -1, 28, -1, -1, -1, 27, 34, -1, -1, 26, 33, -1, -1, 25, 32, -1, -1, 24, 31, -1, -1, 23, 30,
-    -1, -1, 22, 29, -1, -1, 21, 28, -1, -1, 20, 27, -1, -1, 19, 26, -1, -1, 18, 25, -1, -1, 17, 24, -1, -1, 16, 23, -1,
-    -1, 15, 22, -1, -1, 14, 21, -1, -1, 13, 20, -1, -1, 12, 19, -1, -1, 11, 18, -1, -1, 10, 17, -1, -1, 9, 16, -1, -1,
-    8, 15, -1, -1, 7, 14, -1, -1, 6, 13, -1, -1, 5, 12, -1, -1, 4, 11, -1, -1, 3, 10, -1, -1, 2, 9, -1, -1, 1, 8, -1,
-    -1, 0, 7, -1, -1, -1, 6, -1, -1, -1, 5, -1, -1, -1, 4, -1, -1, -1, 3, -1, -1, -1, 2, -1, -1, -1, 1, -1, -1, -1, 0
+    104, -1, 103, -1, 102, -1, 101, -1, 100, -1, 99, -1, 98, -1, 97, -1, 96, -1, 95, -1, 94, -1, 93, -1, 92, -1, 91, -1,
+    90, -1, 89, -1, 88, -1, 87, -1, 86, -1, 85, -1, 84, -1, 83, -1, 82, -1, 81, -1, 80, -1, 79, -1, 78, -1, 77, -1, 76,
+    -1, 75, -1, 74, -1, 73, -1, 72, -1, 71, -1, 70, -1, 69, 104, 68, 103, 67, 102, 66, 101, 65, 100, 64, 99, 63, 98, 62,
+    97, 61, 96, 60, 95, 59, 94, 58, 93, 57, 92, 56, 91, 55, 90, 54, 89, 53, 88, 52, 87, 51, 86, 50, 85, 49, 84, 48, 83,
+    47, 82, 46, 81, 45, 80, 44, 79, 43, 78, 42, 77, 41, 76, 40, 75, 39, 74, 38, 73, 37, 72, 36, 71, 35, 70, 34, 69, 33,
+    68, 32, 67, 31, 66, 30, 65, 29, 64, 28, 63, 27, 62, 26, 61, 25, 60, 24, 59, 23, 58, 22, 57, 21, 56, 20, 55, 19, 54,
+    18, 53, 17, 52, 16, 51, 15, 50, 14, 49, 13, 48, 12, 47, 11, 46, 10, 45, 9, 44, 8, 43, 7, 42, 6, 41, 5, 40, 4, 39, 3,
+    38, 2, 37, 1, 36, 0, 35, -1, 34, -1, 33, -1, 32, -1, 31, -1, 30, -1, 29, -1, 28, -1, 27, -1, 26, -1, 25, -1, 24, -1,
+    23, -1, 22, -1, 21, -1, 20, -1, 19, -1, 18, -1, 17, -1, 16, -1, 15, -1, 14, -1, 13, -1, 12, -1, 11, -1, 10, -1, 9,
+    -1, 8, -1, 7, -1, 6, -1, 5, -1, 4, -1, 3, -1, 2, -1, 1, -1, 0
 };
 
 // A block packs 16 rows of M, those of a warp, for one step of K and PACK_TAPS taps. It brings their weights to shared
@@ -1162,8 +1151,8 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 }  // namespace forward
 
 // =====================================================================================================================
-// Forward where rows begin off 16 bytes: wgmma tf32, tile 1x2x8x8 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in
-// turn, weights ring of 3 x 7 fragments, 222 KB shared.
+// Forward where rows begin off 16 bytes: wgmma tf32, tile 1x1x8x16 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in
+// turn, weights ring of 4 x 7 fragments, 216 KB shared.
 // =====================================================================================================================
 
 namespace forward_unaligned {
@@ -1208,25 +1197,25 @@ constexpr int COUT_BLOCKS = 1;  // M-groups that share the output channels of a 
 constexpr int M_GROUPS = 1;  // groups x COUT_BLOCKS x VARIANTS
 constexpr int STAGES_P = 2;  // input tiles in shared memory
 constexpr int STAGES_S = 2;  // staging slots
-constexpr int STAGES_W = 3;  // stages of the weights: of the ring, or chunks
+constexpr int STAGES_W = 4;  // stages of the weights: of the ring, or chunks
 constexpr int W_STAGE = 7;  // fragments of weights in a stage of the ring, at most
-constexpr int RING_FRAGMENTS = 21;  // fragments of weights in shared memory
-constexpr int RUN_GROUPS = 1;  // groups of 8 columns that the epilogue stores together
-constexpr int ROWS_D = 4, ROWS_H = 20;  // input rows of a tile
-constexpr int ROW_STEP_D = 1, ROW_STEP_H = 2;  // rows of the tile from one q to the next
+constexpr int RING_FRAGMENTS = 28;  // fragments of weights in shared memory
+constexpr int RUN_GROUPS = 2;  // groups of 8 columns that the epilogue stores together
+constexpr int ROWS_D = 4, ROWS_H = 12;  // input rows of a tile
+constexpr int ROW_STEP_D = 2, ROW_STEP_H = 1;  // rows of the tile from one q to the next
 constexpr int FIRST_W = -6;
-constexpr int COLUMNS = 14;  // input columns of a tile with its halo
+constexpr int COLUMNS = 22;  // input columns of a tile with its halo
 constexpr int COLUMN_PAD = 0;  // columns by which a box begins early
-constexpr int PLANE = 14;  // columns with one residue modulo IN_STEP_W
+constexpr int PLANE = 22;  // columns with one residue modulo IN_STEP_W
 constexpr int PLANES = 1;  // residues that some tap reads; of several boxes all
 constexpr int PLANE_BARRIERS = 1;
-constexpr int TAPS_UNROLLED = 21;  // taps in a stretch of code without a drain of the tensor cores
+constexpr int TAPS_UNROLLED = 20;  // taps in a stretch of code without a drain of the tensor cores
 constexpr int FRAGMENT_SETS = 3;  // sets of registers that weights take in turn
 constexpr int PRODUCER_REGISTERS = 96;  // of a thread
 constexpr int CONSUMER_REGISTERS = 160;  // of a thread
-constexpr int OUT_STEP_D = 1, OUT_STEP_H = 2, OUT_STEP_W = 1;  // outputs from one q to the next
-constexpr int IN_STEP_D = 1, IN_STEP_H = 2, IN_STEP_W = 1;  // inputs from one q to the next
-constexpr int TILE_D = 2, TILE_H = 8, TILE_W = 8;  // positions q of a tile
+constexpr int OUT_STEP_D = 2, OUT_STEP_H = 1, OUT_STEP_W = 1;  // outputs from one q to the next
+constexpr int IN_STEP_D = 2, IN_STEP_H = 1, IN_STEP_W = 1;  // inputs from one q to the next
+constexpr int TILE_D = 1, TILE_H = 8, TILE_W = 16;  // positions q of a tile
 constexpr int TILE_N = 1;  // images of a tile
 
 // PTX in small wrappers, so that a kernel body reads as an algorithm.
@@ -1343,9 +1332,11 @@ template <int N> __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(N) : "memory");
 }
 
-// A kernel that includes this defines PRECISION, and TAIL: the signs of A and B and, for halves, how B lies.
+// A kernel that includes this defines PRECISION, A_SHARED, and TAIL: the signs of A and B and, for halves, how they lie
+// in shared memory.
 
-// wgmma: one warpgroup, D[64 x N] += A[64 x K] B[K x N], N = 32 to 256; A from registers, B from shared memory by descriptor.
+// wgmma: one warpgroup, D[64 x N] += A[64 x K] B[K x N], N = 32 to 256; A from registers or (A_SHARED) shared memory,
+// B from shared memory by descriptor.
 // Fragments (g = lane / 4, t = lane % 4): D[4j + 2h + c] is row 16 warp + g + 8h, column 8j + 2t + c.
 // Its registers in blocks of 16, those of A, B's descriptor; `scale` 0: D = A B instead.
 #define SUMS(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]),        \
@@ -1402,19 +1393,19 @@ constexpr int H_SUBTILES = TILE_H / SUB_H;
 
 // [variant, block, tap]: the tap's shift in pixel rows
 __constant__ const int TAP_ROW[] = {
-    0, 1, 2, 3, 4, 5, 6, 14, 15, 16, 17, 18, 19, 20, 28, 29, 30, 31, 32, 33, 34, 42, 43, 44, 45, 46, 47, 48, 56, 57, 58,
-    59, 60, 61, 62, 70, 71, 72, 73, 74, 75, 76, 280, 281, 282, 283, 284, 285, 286, 294, 295, 296, 297, 298, 299, 300,
-    308, 309, 310, 311, 312, 313, 314, 322, 323, 324, 325, 326, 327, 328, 336, 337, 338, 339, 340, 341, 342, 350, 351,
-    352, 353, 354, 355, 356, 560, 561, 562, 563, 564, 565, 566, 574, 575, 576, 577, 578, 579, 580, 588, 589, 590, 591,
-    592, 593, 594, 602, 603, 604, 605, 606, 607, 608, 616, 617, 618, 619, 620, 621, 622, 630, 631, 632, 633, 634, 635,
-    636
+    0, 1, 2, 3, 4, 5, 6, 22, 23, 24, 25, 26, 27, 28, 44, 45, 46, 47, 48, 49, 50, 66, 67, 68, 69, 70, 71, 72, 88, 89, 90,
+    91, 92, 93, 94, 264, 265, 266, 267, 268, 269, 270, 286, 287, 288, 289, 290, 291, 292, 308, 309, 310, 311, 312, 313,
+    314, 330, 331, 332, 333, 334, 335, 336, 352, 353, 354, 355, 356, 357, 358, 528, 529, 530, 531, 532, 533, 534, 550,
+    551, 552, 553, 554, 555, 556, 572, 573, 574, 575, 576, 577, 578, 594, 595, 596, 597, 598, 599, 600, 616, 617, 618,
+    619, 620, 621, 622, 792, 793, 794, 795, 796, 797, 798, 814, 815, 816, 817, 818, 819, 820, 836, 837, 838, 839, 840,
+    841, 842, 858, 859, 860, 861, 862, 863, 864, 880, 881, 882, 883, 884, 885, 886
 };
-__constant__ const int ENTRY[] = {0,126};  // [variant][MB + 1]: where a block's taps begin
-__constant__ const short SUB_D[] = {0,0};  // [variant][SUBS]: output offset of an M-row's sub-position
-__constant__ const short SUB_HH[] = {0,1};
+__constant__ const int ENTRY[] = {0,140};  // [variant][MB + 1]: where a block's taps begin
+__constant__ const short SUB_D[] = {0,1};  // [variant][SUBS]: output offset of an M-row's sub-position
+__constant__ const short SUB_HH[] = {0,0};
 __constant__ const short U_W[] = {0};  // [variant]: first W sub-position
 __constant__ const int ROW_D[] = {-2,-1,0,1};  // input offset of a tile's rows
-__constant__ const int ROW_H[] = {-4,-3,-2,-1,0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15};
+__constant__ const int ROW_H[] = {-4,-3,-2,-1,0,1,2,3,4,5,6,7};
 
 struct Sizes {                                         // one layout for the packed argument block
   int batch, in_d, in_h, in_w, out_d, out_h, out_w;
@@ -1458,15 +1449,16 @@ __device__ __forceinline__ u32 unit_at(int p, int unit) {
 
 // [variant, block, tap][SUBS]: the kernel's tap, -1 for none
 __constant__ const short TAP_INDEX[] = {
-    104, -1, 103, -1, 102, -1, 101, -1, 100, -1, 99, -1, 98, -1, 97, 104, 96, 103, 95, 102, 94, 101, 93, 100, 92, 99,
-    91, 98, 90, 97, 89, 96, 88, 95, 87, 94, 86, 93, 85, 92, 84, 91, 83, 90, 82, 89, 81, 88, 80, 87, 79, 86, 78, 85, 77,
-    84, 76, 83, 75, 82, 74, 81, 73, 80, 72, 79, 71, 78, 70, 77, -1, 76, -1, 75, -1, 74, -1, 73, -1, 72, -1, 71, -1, 70,
-    69, -1, 68, -1, 67, -1, 66, -1, 65, -1, 64, -1, 63, -1, 62, 69, 61, 68, 60, 67, 59, 66, 58, 65, 57, 64, 56, 63, 55,
-    62, 54, 61, 53, 60, 52, 59, 51, 58, 50, 57, 49, 56, 48, 55, 47, 54, 46, 53, 45, 52, 44, 51, 43, 50, 42, 49, 41, 48,
-    40, 47, 39, 46, 38, 45, 37, 44, 36, 43, 35, 42, -1, 41, -1, 40, -1, 39, -1, 38, -1, 37, -1, 36, -1, 35, 34, -1, 33,
-    -1, 32, -1, 31, -1, 30, -1, 29, -1, 28, -1, 27, 34, 26, 33, 25, 32, 24, 31, 23, 30, 22, 29, 21, 28, 20, 27, 19, 26,
-    18, 25, 17, 24, 16, 23, 15, 22, 14, 21, 13, 20, 12, 19, 11, 18, 10, 17, 9, 16, 8, 15, 7, 14, 6, 13, 5, 12, 4, 11, 3,
-    10, 2, 9, 1, 8, 0, 7, -1, 6, -1, 5, -1, 4, -1, 3, -1, 2, -1, 1, -1, 0
+    104, -1, 103, -1, 102, -1, 101, -1, 100, -1, 99, -1, 98, -1, 97, -1, 96, -1, 95, -1, 94, -1, 93, -1, 92, -1, 91, -1,
+    90, -1, 89, -1, 88, -1, 87, -1, 86, -1, 85, -1, 84, -1, 83, -1, 82, -1, 81, -1, 80, -1, 79, -1, 78, -1, 77, -1, 76,
+    -1, 75, -1, 74, -1, 73, -1, 72, -1, 71, -1, 70, -1, 69, 104, 68, 103, 67, 102, 66, 101, 65, 100, 64, 99, 63, 98, 62,
+    97, 61, 96, 60, 95, 59, 94, 58, 93, 57, 92, 56, 91, 55, 90, 54, 89, 53, 88, 52, 87, 51, 86, 50, 85, 49, 84, 48, 83,
+    47, 82, 46, 81, 45, 80, 44, 79, 43, 78, 42, 77, 41, 76, 40, 75, 39, 74, 38, 73, 37, 72, 36, 71, 35, 70, 34, 69, 33,
+    68, 32, 67, 31, 66, 30, 65, 29, 64, 28, 63, 27, 62, 26, 61, 25, 60, 24, 59, 23, 58, 22, 57, 21, 56, 20, 55, 19, 54,
+    18, 53, 17, 52, 16, 51, 15, 50, 14, 49, 13, 48, 12, 47, 11, 46, 10, 45, 9, 44, 8, 43, 7, 42, 6, 41, 5, 40, 4, 39, 3,
+    38, 2, 37, 1, 36, 0, 35, -1, 34, -1, 33, -1, 32, -1, 31, -1, 30, -1, 29, -1, 28, -1, 27, -1, 26, -1, 25, -1, 24, -1,
+    23, -1, 22, -1, 21, -1, 20, -1, 19, -1, 18, -1, 17, -1, 16, -1, 15, -1, 14, -1, 13, -1, 12, -1, 11, -1, 10, -1, 9,
+    -1, 8, -1, 7, -1, 6, -1, 5, -1, 4, -1, 3, -1, 2, -1, 1, -1, 0
 };
 
 // A block packs 16 rows of M, those of a warp, for one step of K and PACK_TAPS taps. It brings their weights to shared
@@ -1607,7 +1599,7 @@ __device__ __forceinline__ void stage(const char* __restrict__ x, const Sizes& s
       int image = r / ROWS_D, d = at.d + ROW_D[r % ROWS_D];
       bool exists = at.n + image < s.batch && (u32)d < (u32)s.in_d;
       const char* line = place + image * (CIN * plane) + d * slice;
-#pragma unroll 5
+#pragma unroll 4
       for (int j = 0; j < ROWS_H; j += BY_ROW) {
         int h = at.h + ROW_H[j];
         u64 p = multiply_add_wide(h, s.in_w * ELEMENT, (u64)line);
@@ -2476,9 +2468,11 @@ template <int N> __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(N) : "memory");
 }
 
-// A kernel that includes this defines PRECISION, and TAIL: the signs of A and B and, for halves, how B lies.
+// A kernel that includes this defines PRECISION, A_SHARED, and TAIL: the signs of A and B and, for halves, how they lie
+// in shared memory.
 
-// wgmma: one warpgroup, D[64 x N] += A[64 x K] B[K x N], N = 32 to 256; A from registers, B from shared memory by descriptor.
+// wgmma: one warpgroup, D[64 x N] += A[64 x K] B[K x N], N = 32 to 256; A from registers or (A_SHARED) shared memory,
+// B from shared memory by descriptor.
 // Fragments (g = lane / 4, t = lane % 4): D[4j + 2h + c] is row 16 warp + g + 8h, column 8j + 2t + c.
 // Its registers in blocks of 16, those of A, B's descriptor; `scale` 0: D = A B instead.
 #define SUMS(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]),        \
@@ -3729,9 +3723,11 @@ reduce(const float* __restrict__ partial, bits* __restrict__ out, int slices, lo
   }
 }
 
-// A kernel that includes this defines PRECISION, and TAIL: the signs of A and B and, for halves, how B lies.
+// A kernel that includes this defines PRECISION, A_SHARED, and TAIL: the signs of A and B and, for halves, how they lie
+// in shared memory.
 
-// wgmma: one warpgroup, D[64 x N] += A[64 x K] B[K x N], N = 32 to 256; A from registers, B from shared memory by descriptor.
+// wgmma: one warpgroup, D[64 x N] += A[64 x K] B[K x N], N = 32 to 256; A from registers or (A_SHARED) shared memory,
+// B from shared memory by descriptor.
 // Fragments (g = lane / 4, t = lane % 4): D[4j + 2h + c] is row 16 warp + g + 8h, column 8j + 2t + c.
 // Its registers in blocks of 16, those of A, B's descriptor; `scale` 0: D = A B instead.
 #define SUMS(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]),        \
@@ -4651,9 +4647,9 @@ void pack_forward(const at::Tensor& weight, const at::Tensor& packed) {
 void run_forward(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
                  const at::Tensor& out, int64_t blocks, const std::array<int64_t, 11>& sizes) {
   const CUtensorMap map = tensor_map(x, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, {sizes[3], sizes[2], sizes[1], 32, sizes[0]},
-                                     {16, 20, 6, 8, 1}, {1, 1, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_NONE);
+                                     {32, 12, 4, 8, 1}, {1, 1, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_NONE);
   const auto pointers = std::make_tuple(x.data_ptr(), packed.data_ptr(), address(bias), out.data_ptr());
-  launch<forward::gather, 512, 228960>(x, blocks, pointers, sizes, std::make_tuple(map));
+  launch<forward::gather, 512, 229664>(x, blocks, pointers, sizes, std::make_tuple(map));
 }
 
 void pack_forward_unaligned(const at::Tensor& weight, const at::Tensor& packed) {
@@ -4664,7 +4660,7 @@ void pack_forward_unaligned(const at::Tensor& weight, const at::Tensor& packed) 
 void run_forward_unaligned(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
                            const at::Tensor& out, int64_t blocks, const std::array<int64_t, 11>& sizes) {
   const auto pointers = std::make_tuple(x.data_ptr(), packed.data_ptr(), address(bias), out.data_ptr());
-  launch<forward_unaligned::gather, 512, 227728>(x, blocks, pointers, sizes);
+  launch<forward_unaligned::gather, 512, 221472>(x, blocks, pointers, sizes);
 }
 
 void pack_grad_input(const at::Tensor& weight, const at::Tensor& packed) {
@@ -4853,23 +4849,23 @@ FORWARD = (
     Gather(
         name="forward",
         unit=4,
-        tile=(1, 2, 8, 8),
-        steps=(2, 2, 1),
+        tile=(1, 1, 8, 24),
+        steps=(2, 1, 1),
         leads=(0, 0, 0),
         m_groups=1,
         resident=False,
-        words=344064,
+        words=286720,
         packed=torch.int32,
     ),
     Gather(
         name="forward_unaligned",
         unit=1,
-        tile=(1, 2, 8, 8),
-        steps=(1, 2, 1),
+        tile=(1, 1, 8, 16),
+        steps=(2, 1, 1),
         leads=(0, 0, 0),
         m_groups=1,
         resident=False,
-        words=258048,
+        words=286720,
         packed=torch.int32,
     ),
 )

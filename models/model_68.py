@@ -21,8 +21,8 @@ Kernels:
   channels, pixels halved, weights ring of 2 x 7 fragments, 218 KB shared.
 - gradient for the input: wgmma tf32, tile 1x4x8x8 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights
   ring of 3 x 6 fragments, 226 KB shared.
-- gradient for the input (other widths than multiples of 4): wgmma tf32, tile 1x2x8x8 (NxDxHxW of q) x 64 rows,
-  chunk of 8 channels, in turn, weights ring of 6 x 6 fragments, 222 KB shared.
+- gradient for the input (other widths than multiples of 4): wgmma tf32, tile 1x1x8x24 (NxDxHxW of q) x 64 rows,
+  chunk of 8 channels, in turn, weights ring of 2 x 7 fragments, 218 KB shared.
 - gradient for the weight: wgmma of up to 5 rows tf32, 32x64 channels x 3x5x1 taps a block, chunks of 1x4x2x16
   (NxDxHxW of q), K in 79 slices, 216 KB shared.
 - gradient for the weight (other widths than multiples of 4): mma.sync tf32, 32x32 channels x 1x5x5 taps a block,
@@ -244,9 +244,11 @@ template <int N> __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(N) : "memory");
 }
 
-// A kernel that includes this defines PRECISION, and TAIL: the signs of A and B and, for halves, how B lies.
+// A kernel that includes this defines PRECISION, A_SHARED, and TAIL: the signs of A and B and, for halves, how they lie
+// in shared memory.
 
-// wgmma: one warpgroup, D[64 x N] += A[64 x K] B[K x N], N = 32 to 256; A from registers, B from shared memory by descriptor.
+// wgmma: one warpgroup, D[64 x N] += A[64 x K] B[K x N], N = 32 to 256; A from registers or (A_SHARED) shared memory,
+// B from shared memory by descriptor.
 // Fragments (g = lane / 4, t = lane % 4): D[4j + 2h + c] is row 16 warp + g + 8h, column 8j + 2t + c.
 // Its registers in blocks of 16, those of A, B's descriptor; `scale` 0: D = A B instead.
 #define SUMS(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]),        \
@@ -1318,9 +1320,11 @@ template <int N> __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(N) : "memory");
 }
 
-// A kernel that includes this defines PRECISION, and TAIL: the signs of A and B and, for halves, how B lies.
+// A kernel that includes this defines PRECISION, A_SHARED, and TAIL: the signs of A and B and, for halves, how they lie
+// in shared memory.
 
-// wgmma: one warpgroup, D[64 x N] += A[64 x K] B[K x N], N = 32 to 256; A from registers, B from shared memory by descriptor.
+// wgmma: one warpgroup, D[64 x N] += A[64 x K] B[K x N], N = 32 to 256; A from registers or (A_SHARED) shared memory,
+// B from shared memory by descriptor.
 // Fragments (g = lane / 4, t = lane % 4): D[4j + 2h + c] is row 16 warp + g + 8h, column 8j + 2t + c.
 // Its registers in blocks of 16, those of A, B's descriptor; `scale` 0: D = A B instead.
 #define SUMS(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]),        \
@@ -2427,9 +2431,11 @@ template <int N> __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(N) : "memory");
 }
 
-// A kernel that includes this defines PRECISION, and TAIL: the signs of A and B and, for halves, how B lies.
+// A kernel that includes this defines PRECISION, A_SHARED, and TAIL: the signs of A and B and, for halves, how they lie
+// in shared memory.
 
-// wgmma: one warpgroup, D[64 x N] += A[64 x K] B[K x N], N = 32 to 256; A from registers, B from shared memory by descriptor.
+// wgmma: one warpgroup, D[64 x N] += A[64 x K] B[K x N], N = 32 to 256; A from registers or (A_SHARED) shared memory,
+// B from shared memory by descriptor.
 // Fragments (g = lane / 4, t = lane % 4): D[4j + 2h + c] is row 16 warp + g + 8h, column 8j + 2t + c.
 // Its registers in blocks of 16, those of A, B's descriptor; `scale` 0: D = A B instead.
 #define SUMS(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]),        \
@@ -3328,8 +3334,8 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 }  // namespace grad_input
 
 // =====================================================================================================================
-// Gradient for the input where rows begin off 16 bytes: wgmma tf32, tile 1x2x8x8 (NxDxHxW of q) x 64 rows, chunk of 8
-// channels, in turn, weights ring of 6 x 6 fragments, 222 KB shared.
+// Gradient for the input where rows begin off 16 bytes: wgmma tf32, tile 1x1x8x24 (NxDxHxW of q) x 64 rows, chunk of 8
+// channels, in turn, weights ring of 2 x 7 fragments, 218 KB shared.
 // =====================================================================================================================
 
 namespace grad_input_unaligned {
@@ -3374,25 +3380,25 @@ constexpr int COUT_BLOCKS = 1;  // M-groups that share the output channels of a 
 constexpr int M_GROUPS = 1;  // groups x COUT_BLOCKS x VARIANTS
 constexpr int STAGES_P = 2;  // input tiles in shared memory
 constexpr int STAGES_S = 2;  // staging slots
-constexpr int STAGES_W = 6;  // stages of the weights: of the ring, or chunks
-constexpr int W_STAGE = 6;  // fragments of weights in a stage of the ring, at most
-constexpr int RING_FRAGMENTS = 36;  // fragments of weights in shared memory
-constexpr int RUN_GROUPS = 1;  // groups of 8 columns that the epilogue stores together
-constexpr int ROWS_D = 4, ROWS_H = 20;  // input rows of a tile
-constexpr int ROW_STEP_D = 1, ROW_STEP_H = 2;  // rows of the tile from one q to the next
+constexpr int STAGES_W = 2;  // stages of the weights: of the ring, or chunks
+constexpr int W_STAGE = 7;  // fragments of weights in a stage of the ring, at most
+constexpr int RING_FRAGMENTS = 14;  // fragments of weights in shared memory
+constexpr int RUN_GROUPS = 3;  // groups of 8 columns that the epilogue stores together
+constexpr int ROWS_D = 4, ROWS_H = 12;  // input rows of a tile
+constexpr int ROW_STEP_D = 2, ROW_STEP_H = 1;  // rows of the tile from one q to the next
 constexpr int FIRST_W = 0;
-constexpr int COLUMNS = 12;  // input columns of a tile with its halo
+constexpr int COLUMNS = 28;  // input columns of a tile with its halo
 constexpr int COLUMN_PAD = 0;  // columns by which a box begins early
-constexpr int PLANE = 12;  // columns with one residue modulo IN_STEP_W
+constexpr int PLANE = 28;  // columns with one residue modulo IN_STEP_W
 constexpr int PLANES = 1;  // residues that some tap reads; of several boxes all
 constexpr int PLANE_BARRIERS = 1;
-constexpr int TAPS_UNROLLED = 18;  // taps in a stretch of code without a drain of the tensor cores
+constexpr int TAPS_UNROLLED = 25;  // taps in a stretch of code without a drain of the tensor cores
 constexpr int FRAGMENT_SETS = 3;  // sets of registers that weights take in turn
-constexpr int PRODUCER_REGISTERS = 96;  // of a thread
-constexpr int CONSUMER_REGISTERS = 160;  // of a thread
-constexpr int OUT_STEP_D = 1, OUT_STEP_H = 2, OUT_STEP_W = 1;  // outputs from one q to the next
-constexpr int IN_STEP_D = 1, IN_STEP_H = 2, IN_STEP_W = 1;  // inputs from one q to the next
-constexpr int TILE_D = 2, TILE_H = 8, TILE_W = 8;  // positions q of a tile
+constexpr int PRODUCER_REGISTERS = 72;  // of a thread
+constexpr int CONSUMER_REGISTERS = 184;  // of a thread
+constexpr int OUT_STEP_D = 2, OUT_STEP_H = 1, OUT_STEP_W = 1;  // outputs from one q to the next
+constexpr int IN_STEP_D = 2, IN_STEP_H = 1, IN_STEP_W = 1;  // inputs from one q to the next
+constexpr int TILE_D = 1, TILE_H = 8, TILE_W = 24;  // positions q of a tile
 constexpr int TILE_N = 1;  // images of a tile
 
 // PTX in small wrappers, so that a kernel body reads as an algorithm.
@@ -3509,9 +3515,11 @@ template <int N> __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(N) : "memory");
 }
 
-// A kernel that includes this defines PRECISION, and TAIL: the signs of A and B and, for halves, how B lies.
+// A kernel that includes this defines PRECISION, A_SHARED, and TAIL: the signs of A and B and, for halves, how they lie
+// in shared memory.
 
-// wgmma: one warpgroup, D[64 x N] += A[64 x K] B[K x N], N = 32 to 256; A from registers, B from shared memory by descriptor.
+// wgmma: one warpgroup, D[64 x N] += A[64 x K] B[K x N], N = 32 to 256; A from registers or (A_SHARED) shared memory,
+// B from shared memory by descriptor.
 // Fragments (g = lane / 4, t = lane % 4): D[4j + 2h + c] is row 16 warp + g + 8h, column 8j + 2t + c.
 // Its registers in blocks of 16, those of A, B's descriptor; `scale` 0: D = A B instead.
 #define SUMS(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]),        \
@@ -3568,17 +3576,18 @@ constexpr int H_SUBTILES = TILE_H / SUB_H;
 
 // [variant, block, tap]: the tap's shift in pixel rows
 __constant__ const int TAP_ROW[] = {
-    0, 1, 2, 3, 4, 12, 13, 14, 15, 16, 24, 25, 26, 27, 28, 36, 37, 38, 39, 40, 48, 49, 50, 51, 52, 60, 61, 62, 63, 64,
-    240, 241, 242, 243, 244, 252, 253, 254, 255, 256, 264, 265, 266, 267, 268, 276, 277, 278, 279, 280, 288, 289, 290,
-    291, 292, 300, 301, 302, 303, 304, 480, 481, 482, 483, 484, 492, 493, 494, 495, 496, 504, 505, 506, 507, 508, 516,
-    517, 518, 519, 520, 528, 529, 530, 531, 532, 540, 541, 542, 543, 544
+    0, 1, 2, 3, 4, 28, 29, 30, 31, 32, 56, 57, 58, 59, 60, 84, 85, 86, 87, 88, 112, 113, 114, 115, 116, 336, 337, 338,
+    339, 340, 364, 365, 366, 367, 368, 392, 393, 394, 395, 396, 420, 421, 422, 423, 424, 448, 449, 450, 451, 452, 672,
+    673, 674, 675, 676, 700, 701, 702, 703, 704, 728, 729, 730, 731, 732, 756, 757, 758, 759, 760, 784, 785, 786, 787,
+    788, 1008, 1009, 1010, 1011, 1012, 1036, 1037, 1038, 1039, 1040, 1064, 1065, 1066, 1067, 1068, 1092, 1093, 1094,
+    1095, 1096, 1120, 1121, 1122, 1123, 1124
 };
-__constant__ const int ENTRY[] = {0,90};  // [variant][MB + 1]: where a block's taps begin
-__constant__ const short SUB_D[] = {0,0};  // [variant][SUBS]: output offset of an M-row's sub-position
-__constant__ const short SUB_HH[] = {0,1};
+__constant__ const int ENTRY[] = {0,100};  // [variant][MB + 1]: where a block's taps begin
+__constant__ const short SUB_D[] = {0,1};  // [variant][SUBS]: output offset of an M-row's sub-position
+__constant__ const short SUB_HH[] = {0,0};
 __constant__ const short U_W[] = {0};  // [variant]: first W sub-position
 __constant__ const int ROW_D[] = {0,1,2,3};  // input offset of a tile's rows
-__constant__ const int ROW_H[] = {0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19};
+__constant__ const int ROW_H[] = {0,1,2,3,4,5,6,7,8,9,10,11};
 
 struct Sizes {                                         // one layout for the packed argument block
   int batch, in_d, in_h, in_w, out_d, out_h, out_w;
@@ -3622,13 +3631,13 @@ __device__ __forceinline__ u32 unit_at(int p, int unit) {
 
 // [variant, block, tap][SUBS]: the kernel's tap, -1 for none
 __constant__ const short TAP_INDEX[] = {
-    0, -1, 1, -1, 2, -1, 3, -1, 4, -1, 5, 0, 6, 1, 7, 2, 8, 3, 9, 4, 10, 5, 11, 6, 12, 7, 13, 8, 14, 9, 15, 10, 16, 11,
-    17, 12, 18, 13, 19, 14, 20, 15, 21, 16, 22, 17, 23, 18, 24, 19, -1, 20, -1, 21, -1, 22, -1, 23, -1, 24, 25, -1, 26,
-    -1, 27, -1, 28, -1, 29, -1, 30, 25, 31, 26, 32, 27, 33, 28, 34, 29, 35, 30, 36, 31, 37, 32, 38, 33, 39, 34, 40, 35,
-    41, 36, 42, 37, 43, 38, 44, 39, 45, 40, 46, 41, 47, 42, 48, 43, 49, 44, -1, 45, -1, 46, -1, 47, -1, 48, -1, 49, 50,
-    -1, 51, -1, 52, -1, 53, -1, 54, -1, 55, 50, 56, 51, 57, 52, 58, 53, 59, 54, 60, 55, 61, 56, 62, 57, 63, 58, 64, 59,
-    65, 60, 66, 61, 67, 62, 68, 63, 69, 64, 70, 65, 71, 66, 72, 67, 73, 68, 74, 69, -1, 70, -1, 71, -1, 72, -1, 73, -1,
-    74
+    0, -1, 1, -1, 2, -1, 3, -1, 4, -1, 5, -1, 6, -1, 7, -1, 8, -1, 9, -1, 10, -1, 11, -1, 12, -1, 13, -1, 14, -1, 15,
+    -1, 16, -1, 17, -1, 18, -1, 19, -1, 20, -1, 21, -1, 22, -1, 23, -1, 24, -1, 25, 0, 26, 1, 27, 2, 28, 3, 29, 4, 30,
+    5, 31, 6, 32, 7, 33, 8, 34, 9, 35, 10, 36, 11, 37, 12, 38, 13, 39, 14, 40, 15, 41, 16, 42, 17, 43, 18, 44, 19, 45,
+    20, 46, 21, 47, 22, 48, 23, 49, 24, 50, 25, 51, 26, 52, 27, 53, 28, 54, 29, 55, 30, 56, 31, 57, 32, 58, 33, 59, 34,
+    60, 35, 61, 36, 62, 37, 63, 38, 64, 39, 65, 40, 66, 41, 67, 42, 68, 43, 69, 44, 70, 45, 71, 46, 72, 47, 73, 48, 74,
+    49, -1, 50, -1, 51, -1, 52, -1, 53, -1, 54, -1, 55, -1, 56, -1, 57, -1, 58, -1, 59, -1, 60, -1, 61, -1, 62, -1, 63,
+    -1, 64, -1, 65, -1, 66, -1, 67, -1, 68, -1, 69, -1, 70, -1, 71, -1, 72, -1, 73, -1, 74
 };
 
 // A block packs 16 rows of M, those of a warp, for one step of K and PACK_TAPS taps. It brings their weights to shared
@@ -3756,7 +3765,7 @@ __device__ __forceinline__ void stage(const char* __restrict__ x, const Sizes& s
   // for the input took
   // 3.25 ms instead of 2.27). Where rows are short, threads share them out.
   constexpr int PLACES = CK * STAGING_UNITS, SHARES = PRODUCER_THREADS / PLACES;
-  constexpr int SLICES = TILE_N * ROWS_D, BY_SLICE = 1, BY_ROW = SHARES;
+  constexpr int SLICES = TILE_N * ROWS_D, BY_SLICE = SHARES, BY_ROW = 1;
   int share = thread / PLACES, place_of = thread % PLACES;
   if (share >= SHARES) return;
 #pragma unroll 1
@@ -3765,12 +3774,12 @@ __device__ __forceinline__ void stage(const char* __restrict__ x, const Sizes& s
     int column = at.w + unit * VEC;                   // of the unit's first element, were the row aligned
     u32 to = slot + c * CHANNEL_BYTES + unit * 16;
 #pragma unroll 1
-    for (int r = 0; r < SLICES; r += BY_SLICE) {
+    for (int r = share; r < SLICES; r += BY_SLICE) {
       int image = r / ROWS_D, d = at.d + ROW_D[r % ROWS_D];
       bool exists = at.n + image < s.batch && (u32)d < (u32)s.in_d;
       const char* line = place + image * (CIN * plane) + d * slice;
-#pragma unroll 5
-      for (int j = share; j < ROWS_H; j += BY_ROW) {
+#pragma unroll 4
+      for (int j = 0; j < ROWS_H; j += BY_ROW) {
         int h = at.h + ROW_H[j];
         u64 p = multiply_add_wide(h, s.in_w * ELEMENT, (u64)line);
         int first = column - (int)(p & 15) / ELEMENT;
@@ -4639,9 +4648,11 @@ reduce(const float* __restrict__ partial, bits* __restrict__ out, int slices, lo
   }
 }
 
-// A kernel that includes this defines PRECISION, and TAIL: the signs of A and B and, for halves, how B lies.
+// A kernel that includes this defines PRECISION, A_SHARED, and TAIL: the signs of A and B and, for halves, how they lie
+// in shared memory.
 
-// wgmma: one warpgroup, D[64 x N] += A[64 x K] B[K x N], N = 32 to 256; A from registers, B from shared memory by descriptor.
+// wgmma: one warpgroup, D[64 x N] += A[64 x K] B[K x N], N = 32 to 256; A from registers or (A_SHARED) shared memory,
+// B from shared memory by descriptor.
 // Fragments (g = lane / 4, t = lane % 4): D[4j + 2h + c] is row 16 warp + g + 8h, column 8j + 2t + c.
 // Its registers in blocks of 16, those of A, B's descriptor; `scale` 0: D = A B instead.
 #define SUMS(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]),        \
@@ -5583,7 +5594,7 @@ void pack_grad_input_unaligned(const at::Tensor& weight, const at::Tensor& packe
 void run_grad_input_unaligned(const at::Tensor& grad, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
                               const at::Tensor& out, int64_t blocks, const std::array<int64_t, 11>& sizes) {
   const auto pointers = std::make_tuple(grad.data_ptr(), packed.data_ptr(), address(bias), out.data_ptr());
-  launch<grad_input_unaligned::gather, 512, 227776>(grad, blocks, pointers, sizes);
+  launch<grad_input_unaligned::gather, 512, 223488>(grad, blocks, pointers, sizes);
 }
 
 void run_grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& partial,
@@ -5803,12 +5814,12 @@ GRAD_INPUT = (
     Gather(
         name="grad_input_unaligned",
         unit=1,
-        tile=(1, 2, 8, 8),
-        steps=(1, 2, 1),
+        tile=(1, 1, 8, 24),
+        steps=(2, 1, 1),
         leads=(0, 0, 0),
         m_groups=1,
         resident=False,
-        words=368640,
+        words=409600,
         packed=torch.int32,
     ),
 )

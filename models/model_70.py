@@ -15,10 +15,10 @@ Constraints:
 - Results are bit-equal from run to run. Under torch.autocast the layer wants its own dtype all the same.
 
 Kernels:
-- forward: wgmma tf32, tile 1x2x8x16 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights ring of 3 x 6
-  fragments, 218 KB shared.
-- forward (other widths than multiples of 4): wgmma tf32, tile 1x4x8x8 (NxDxHxW of q) x 64 rows, chunk of 8
-  channels, in turn, weights ring of 3 x 6 fragments, 222 KB shared.
+- forward: wgmma tf32, tile 1x2x8x16 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights ring of 6 x 6
+  fragments, 225 KB shared.
+- forward (other widths than multiples of 4): wgmma tf32, tile 1x2x8x16 (NxDxHxW of q) x 64 rows, chunk of 8
+  channels, in turn, weights ring of 4 x 6 fragments, 216 KB shared.
 - gradient for the input: wgmma tf32, tile 1x2x8x32 (NxDxHxW of q) x 64 rows, chunk of 8 channels, pixels halved,
   weights ring of 2 x 7 fragments, 224 KB shared.
 - gradient for the weight: wgmma of up to 3 rows tf32, 64x32 channels x 2x3x3 taps a block, chunks of 1x2x2x32
@@ -70,8 +70,8 @@ CUDA = r"""
 #include <c10/cuda/CUDAStream.h>
 
 // =====================================================================================================================
-// Forward: wgmma tf32, tile 1x2x8x16 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights ring of 3 x 6
-// fragments, 218 KB shared.
+// Forward: wgmma tf32, tile 1x2x8x16 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights ring of 6 x 6
+// fragments, 225 KB shared.
 // =====================================================================================================================
 
 namespace forward {
@@ -116,13 +116,13 @@ constexpr int COUT_BLOCKS = 1;  // M-groups that share the output channels of a 
 constexpr int M_GROUPS = 1;  // groups x COUT_BLOCKS x VARIANTS
 constexpr int STAGES_P = 2;  // input tiles in shared memory
 constexpr int STAGES_S = 2;  // staging slots
-constexpr int STAGES_W = 3;  // stages of the weights: of the ring, or chunks
+constexpr int STAGES_W = 6;  // stages of the weights: of the ring, or chunks
 constexpr int W_STAGE = 6;  // fragments of weights in a stage of the ring, at most
-constexpr int RING_FRAGMENTS = 18;  // fragments of weights in shared memory
+constexpr int RING_FRAGMENTS = 36;  // fragments of weights in shared memory
 constexpr int WEIGHTS_BOX = 0;
 constexpr int RUN_GROUPS = 2;  // groups of 8 columns that the epilogue stores together
-constexpr int ROWS_D = 4, ROWS_H = 18;  // input rows of a tile
-constexpr int ROW_STEP_D = 1, ROW_STEP_H = 2;  // rows of the tile from one q to the next
+constexpr int ROWS_D = 6, ROWS_H = 10;  // input rows of a tile
+constexpr int ROW_STEP_D = 2, ROW_STEP_H = 1;  // rows of the tile from one q to the next
 constexpr int COLUMNS = 18;  // input columns of a tile with its halo
 constexpr int COLUMN_PAD = 2;  // columns by which a box begins early
 constexpr int BOX_UNITS = 5;  // 16-byte units of a row of a box
@@ -133,8 +133,8 @@ constexpr int TAPS_UNROLLED = 18;  // taps in a stretch of code without a drain 
 constexpr int FRAGMENT_SETS = 3;  // sets of registers that weights take in turn
 constexpr int PRODUCER_REGISTERS = 56;  // of a thread
 constexpr int CONSUMER_REGISTERS = 200;  // of a thread
-constexpr int OUT_STEP_D = 1, OUT_STEP_H = 2, OUT_STEP_W = 1;  // outputs from one q to the next
-constexpr int IN_STEP_D = 1, IN_STEP_H = 2, IN_STEP_W = 1;  // inputs from one q to the next
+constexpr int OUT_STEP_D = 2, OUT_STEP_H = 1, OUT_STEP_W = 1;  // outputs from one q to the next
+constexpr int IN_STEP_D = 2, IN_STEP_H = 1, IN_STEP_W = 1;  // inputs from one q to the next
 constexpr int TILE_D = 2, TILE_H = 8, TILE_W = 16;  // positions q of a tile
 constexpr int TILE_N = 1;  // images of a tile
 
@@ -242,9 +242,11 @@ template <int N> __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(N) : "memory");
 }
 
-// A kernel that includes this defines PRECISION, and TAIL: the signs of A and B and, for halves, how B lies.
+// A kernel that includes this defines PRECISION, A_SHARED, and TAIL: the signs of A and B and, for halves, how they lie
+// in shared memory.
 
-// wgmma: one warpgroup, D[64 x N] += A[64 x K] B[K x N], N = 32 to 256; A from registers, B from shared memory by descriptor.
+// wgmma: one warpgroup, D[64 x N] += A[64 x K] B[K x N], N = 32 to 256; A from registers or (A_SHARED) shared memory,
+// B from shared memory by descriptor.
 // Fragments (g = lane / 4, t = lane % 4): D[4j + 2h + c] is row 16 warp + g + 8h, column 8j + 2t + c.
 // Its registers in blocks of 16, those of A, B's descriptor; `scale` 0: D = A B instead.
 #define SUMS(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]),        \
@@ -302,15 +304,15 @@ constexpr int H_SUBTILES = TILE_H / SUB_H;
 
 // [variant, block, tap]: the tap's shift in pixel rows
 __constant__ const int TAP_ROW[] = {
-    0, 1, 2, 18, 19, 20, 36, 37, 38, 54, 55, 56, 324, 325, 326, 342, 343, 344, 360, 361, 362, 378, 379, 380, 648, 649,
-    650, 666, 667, 668, 684, 685, 686, 702, 703, 704
+    0, 1, 2, 18, 19, 20, 36, 37, 38, 180, 181, 182, 198, 199, 200, 216, 217, 218, 360, 361, 362, 378, 379, 380, 396,
+    397, 398, 540, 541, 542, 558, 559, 560, 576, 577, 578
 };
 __constant__ const int ENTRY[] = {0,36};  // [variant][MB + 1]: where a block's taps begin
-__constant__ const short SUB_D[] = {0,0};  // [variant][SUBS]: output offset of an M-row's sub-position
-__constant__ const short SUB_HH[] = {0,1};
+__constant__ const short SUB_D[] = {0,1};  // [variant][SUBS]: output offset of an M-row's sub-position
+__constant__ const short SUB_HH[] = {0,0};
 __constant__ const short U_W[] = {0};  // [variant]: first W sub-position
-__constant__ const int ROW_D[] = {-2,-1,0,1};  // input offset of a tile's rows
-__constant__ const int ROW_H[] = {-2,-1,0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15};
+__constant__ const int ROW_D[] = {-2,-1,0,1,2,3};  // input offset of a tile's rows
+__constant__ const int ROW_H[] = {-2,-1,0,1,2,3,4,5,6,7};
 
 struct Sizes {                                         // one layout for the packed argument block
   int batch, in_d, in_h, in_w, out_d, out_h, out_w;
@@ -358,9 +360,9 @@ __device__ __forceinline__ u32 unit_at(int p, int unit) {
 
 // [variant, block, tap][SUBS]: the kernel's tap, -1 for none
 __constant__ const short TAP_INDEX[] = {
-    26, -1, 25, -1, 24, -1, 23, 26, 22, 25, 21, 24, 20, 23, 19, 22, 18, 21, -1, 20, -1, 19, -1, 18, 17, -1, 16, -1, 15,
-    -1, 14, 17, 13, 16, 12, 15, 11, 14, 10, 13, 9, 12, -1, 11, -1, 10, -1, 9, 8, -1, 7, -1, 6, -1, 5, 8, 4, 7, 3, 6, 2,
-    5, 1, 4, 0, 3, -1, 2, -1, 1, -1, 0
+    26, -1, 25, -1, 24, -1, 23, -1, 22, -1, 21, -1, 20, -1, 19, -1, 18, -1, 17, 26, 16, 25, 15, 24, 14, 23, 13, 22, 12,
+    21, 11, 20, 10, 19, 9, 18, 8, 17, 7, 16, 6, 15, 5, 14, 4, 13, 3, 12, 2, 11, 1, 10, 0, 9, -1, 8, -1, 7, -1, 6, -1, 5,
+    -1, 4, -1, 3, -1, 2, -1, 1, -1, 0
 };
 
 // A block packs 16 rows of M, those of a warp, for one step of K and PACK_TAPS taps. It brings their weights to shared
@@ -1137,8 +1139,8 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 }  // namespace forward
 
 // =====================================================================================================================
-// Forward where rows begin off 16 bytes: wgmma tf32, tile 1x4x8x8 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in
-// turn, weights ring of 3 x 6 fragments, 222 KB shared.
+// Forward where rows begin off 16 bytes: wgmma tf32, tile 1x2x8x16 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in
+// turn, weights ring of 4 x 6 fragments, 216 KB shared.
 // =====================================================================================================================
 
 namespace forward_unaligned {
@@ -1183,25 +1185,25 @@ constexpr int COUT_BLOCKS = 1;  // M-groups that share the output channels of a 
 constexpr int M_GROUPS = 1;  // groups x COUT_BLOCKS x VARIANTS
 constexpr int STAGES_P = 2;  // input tiles in shared memory
 constexpr int STAGES_S = 2;  // staging slots
-constexpr int STAGES_W = 3;  // stages of the weights: of the ring, or chunks
+constexpr int STAGES_W = 4;  // stages of the weights: of the ring, or chunks
 constexpr int W_STAGE = 6;  // fragments of weights in a stage of the ring, at most
-constexpr int RING_FRAGMENTS = 18;  // fragments of weights in shared memory
-constexpr int RUN_GROUPS = 1;  // groups of 8 columns that the epilogue stores together
-constexpr int ROWS_D = 6, ROWS_H = 18;  // input rows of a tile
-constexpr int ROW_STEP_D = 1, ROW_STEP_H = 2;  // rows of the tile from one q to the next
+constexpr int RING_FRAGMENTS = 24;  // fragments of weights in shared memory
+constexpr int RUN_GROUPS = 2;  // groups of 8 columns that the epilogue stores together
+constexpr int ROWS_D = 6, ROWS_H = 10;  // input rows of a tile
+constexpr int ROW_STEP_D = 2, ROW_STEP_H = 1;  // rows of the tile from one q to the next
 constexpr int FIRST_W = -2;
-constexpr int COLUMNS = 10;  // input columns of a tile with its halo
+constexpr int COLUMNS = 18;  // input columns of a tile with its halo
 constexpr int COLUMN_PAD = 0;  // columns by which a box begins early
-constexpr int PLANE = 10;  // columns with one residue modulo IN_STEP_W
+constexpr int PLANE = 18;  // columns with one residue modulo IN_STEP_W
 constexpr int PLANES = 1;  // residues that some tap reads; of several boxes all
 constexpr int PLANE_BARRIERS = 1;
 constexpr int TAPS_UNROLLED = 18;  // taps in a stretch of code without a drain of the tensor cores
 constexpr int FRAGMENT_SETS = 3;  // sets of registers that weights take in turn
 constexpr int PRODUCER_REGISTERS = 72;  // of a thread
 constexpr int CONSUMER_REGISTERS = 184;  // of a thread
-constexpr int OUT_STEP_D = 1, OUT_STEP_H = 2, OUT_STEP_W = 1;  // outputs from one q to the next
-constexpr int IN_STEP_D = 1, IN_STEP_H = 2, IN_STEP_W = 1;  // inputs from one q to the next
-constexpr int TILE_D = 4, TILE_H = 8, TILE_W = 8;  // positions q of a tile
+constexpr int OUT_STEP_D = 2, OUT_STEP_H = 1, OUT_STEP_W = 1;  // outputs from one q to the next
+constexpr int IN_STEP_D = 2, IN_STEP_H = 1, IN_STEP_W = 1;  // inputs from one q to the next
+constexpr int TILE_D = 2, TILE_H = 8, TILE_W = 16;  // positions q of a tile
 constexpr int TILE_N = 1;  // images of a tile
 
 // PTX in small wrappers, so that a kernel body reads as an algorithm.
@@ -1318,9 +1320,11 @@ template <int N> __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(N) : "memory");
 }
 
-// A kernel that includes this defines PRECISION, and TAIL: the signs of A and B and, for halves, how B lies.
+// A kernel that includes this defines PRECISION, A_SHARED, and TAIL: the signs of A and B and, for halves, how they lie
+// in shared memory.
 
-// wgmma: one warpgroup, D[64 x N] += A[64 x K] B[K x N], N = 32 to 256; A from registers, B from shared memory by descriptor.
+// wgmma: one warpgroup, D[64 x N] += A[64 x K] B[K x N], N = 32 to 256; A from registers or (A_SHARED) shared memory,
+// B from shared memory by descriptor.
 // Fragments (g = lane / 4, t = lane % 4): D[4j + 2h + c] is row 16 warp + g + 8h, column 8j + 2t + c.
 // Its registers in blocks of 16, those of A, B's descriptor; `scale` 0: D = A B instead.
 #define SUMS(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]),        \
@@ -1377,15 +1381,15 @@ constexpr int H_SUBTILES = TILE_H / SUB_H;
 
 // [variant, block, tap]: the tap's shift in pixel rows
 __constant__ const int TAP_ROW[] = {
-    0, 1, 2, 10, 11, 12, 20, 21, 22, 30, 31, 32, 180, 181, 182, 190, 191, 192, 200, 201, 202, 210, 211, 212, 360, 361,
-    362, 370, 371, 372, 380, 381, 382, 390, 391, 392
+    0, 1, 2, 18, 19, 20, 36, 37, 38, 180, 181, 182, 198, 199, 200, 216, 217, 218, 360, 361, 362, 378, 379, 380, 396,
+    397, 398, 540, 541, 542, 558, 559, 560, 576, 577, 578
 };
 __constant__ const int ENTRY[] = {0,36};  // [variant][MB + 1]: where a block's taps begin
-__constant__ const short SUB_D[] = {0,0};  // [variant][SUBS]: output offset of an M-row's sub-position
-__constant__ const short SUB_HH[] = {0,1};
+__constant__ const short SUB_D[] = {0,1};  // [variant][SUBS]: output offset of an M-row's sub-position
+__constant__ const short SUB_HH[] = {0,0};
 __constant__ const short U_W[] = {0};  // [variant]: first W sub-position
 __constant__ const int ROW_D[] = {-2,-1,0,1,2,3};  // input offset of a tile's rows
-__constant__ const int ROW_H[] = {-2,-1,0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15};
+__constant__ const int ROW_H[] = {-2,-1,0,1,2,3,4,5,6,7};
 
 struct Sizes {                                         // one layout for the packed argument block
   int batch, in_d, in_h, in_w, out_d, out_h, out_w;
@@ -1429,9 +1433,9 @@ __device__ __forceinline__ u32 unit_at(int p, int unit) {
 
 // [variant, block, tap][SUBS]: the kernel's tap, -1 for none
 __constant__ const short TAP_INDEX[] = {
-    26, -1, 25, -1, 24, -1, 23, 26, 22, 25, 21, 24, 20, 23, 19, 22, 18, 21, -1, 20, -1, 19, -1, 18, 17, -1, 16, -1, 15,
-    -1, 14, 17, 13, 16, 12, 15, 11, 14, 10, 13, 9, 12, -1, 11, -1, 10, -1, 9, 8, -1, 7, -1, 6, -1, 5, 8, 4, 7, 3, 6, 2,
-    5, 1, 4, 0, 3, -1, 2, -1, 1, -1, 0
+    26, -1, 25, -1, 24, -1, 23, -1, 22, -1, 21, -1, 20, -1, 19, -1, 18, -1, 17, 26, 16, 25, 15, 24, 14, 23, 13, 22, 12,
+    21, 11, 20, 10, 19, 9, 18, 8, 17, 7, 16, 6, 15, 5, 14, 4, 13, 3, 12, 2, 11, 1, 10, 0, 9, -1, 8, -1, 7, -1, 6, -1, 5,
+    -1, 4, -1, 3, -1, 2, -1, 1, -1, 0
 };
 
 // A block packs 16 rows of M, those of a warp, for one step of K and PACK_TAPS taps. It brings their weights to shared
@@ -1572,7 +1576,7 @@ __device__ __forceinline__ void stage(const char* __restrict__ x, const Sizes& s
       int image = r / ROWS_D, d = at.d + ROW_D[r % ROWS_D];
       bool exists = at.n + image < s.batch && (u32)d < (u32)s.in_d;
       const char* line = place + image * (CIN * plane) + d * slice;
-#pragma unroll 3
+#pragma unroll 5
       for (int j = 0; j < ROWS_H; j += BY_ROW) {
         int h = at.h + ROW_H[j];
         u64 p = multiply_add_wide(h, s.in_w * ELEMENT, (u64)line);
@@ -2437,9 +2441,11 @@ template <int N> __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(N) : "memory");
 }
 
-// A kernel that includes this defines PRECISION, and TAIL: the signs of A and B and, for halves, how B lies.
+// A kernel that includes this defines PRECISION, A_SHARED, and TAIL: the signs of A and B and, for halves, how they lie
+// in shared memory.
 
-// wgmma: one warpgroup, D[64 x N] += A[64 x K] B[K x N], N = 32 to 256; A from registers, B from shared memory by descriptor.
+// wgmma: one warpgroup, D[64 x N] += A[64 x K] B[K x N], N = 32 to 256; A from registers or (A_SHARED) shared memory,
+// B from shared memory by descriptor.
 // Fragments (g = lane / 4, t = lane % 4): D[4j + 2h + c] is row 16 warp + g + 8h, column 8j + 2t + c.
 // Its registers in blocks of 16, those of A, B's descriptor; `scale` 0: D = A B instead.
 #define SUMS(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]),        \
@@ -3679,9 +3685,11 @@ reduce(const float* __restrict__ partial, bits* __restrict__ out, int slices, lo
   }
 }
 
-// A kernel that includes this defines PRECISION, and TAIL: the signs of A and B and, for halves, how B lies.
+// A kernel that includes this defines PRECISION, A_SHARED, and TAIL: the signs of A and B and, for halves, how they lie
+// in shared memory.
 
-// wgmma: one warpgroup, D[64 x N] += A[64 x K] B[K x N], N = 32 to 256; A from registers, B from shared memory by descriptor.
+// wgmma: one warpgroup, D[64 x N] += A[64 x K] B[K x N], N = 32 to 256; A from registers or (A_SHARED) shared memory,
+// B from shared memory by descriptor.
 // Fragments (g = lane / 4, t = lane % 4): D[4j + 2h + c] is row 16 warp + g + 8h, column 8j + 2t + c.
 // Its registers in blocks of 16, those of A, B's descriptor; `scale` 0: D = A B instead.
 #define SUMS(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]),        \
@@ -4602,9 +4610,9 @@ void pack_forward(const at::Tensor& weight, const at::Tensor& packed) {
 void run_forward(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
                  const at::Tensor& out, int64_t blocks, const std::array<int64_t, 11>& sizes) {
   const CUtensorMap map = tensor_map(x, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, {sizes[3], sizes[2], sizes[1], 48, sizes[0]},
-                                     {20, 18, 4, 8, 1}, {1, 1, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_NONE);
+                                     {20, 10, 6, 8, 1}, {1, 1, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_NONE);
   const auto pointers = std::make_tuple(x.data_ptr(), packed.data_ptr(), address(bias), out.data_ptr());
-  launch<forward::gather, 512, 223632>(x, blocks, pointers, sizes, std::make_tuple(map));
+  launch<forward::gather, 512, 230800>(x, blocks, pointers, sizes, std::make_tuple(map));
 }
 
 void pack_forward_unaligned(const at::Tensor& weight, const at::Tensor& packed) {
@@ -4615,7 +4623,7 @@ void pack_forward_unaligned(const at::Tensor& weight, const at::Tensor& packed) 
 void run_forward_unaligned(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
                            const at::Tensor& out, int64_t blocks, const std::array<int64_t, 11>& sizes) {
   const auto pointers = std::make_tuple(x.data_ptr(), packed.data_ptr(), address(bias), out.data_ptr());
-  launch<forward_unaligned::gather, 512, 227840>(x, blocks, pointers, sizes);
+  launch<forward_unaligned::gather, 512, 221520>(x, blocks, pointers, sizes);
 }
 
 void pack_grad_input(const at::Tensor& weight, const at::Tensor& packed) {
@@ -4805,7 +4813,7 @@ FORWARD = (
         name="forward",
         unit=4,
         tile=(1, 2, 8, 16),
-        steps=(1, 2, 1),
+        steps=(2, 1, 1),
         leads=(0, 0, 0),
         m_groups=1,
         resident=False,
@@ -4815,8 +4823,8 @@ FORWARD = (
     Gather(
         name="forward_unaligned",
         unit=1,
-        tile=(1, 4, 8, 8),
-        steps=(1, 2, 1),
+        tile=(1, 2, 8, 16),
+        steps=(2, 1, 1),
         leads=(0, 0, 0),
         m_groups=1,
         resident=False,

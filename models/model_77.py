@@ -15,12 +15,12 @@ Constraints:
 - Results are bit-equal from run to run. Under torch.autocast the layer wants its own dtype all the same.
 
 Kernels:
-- forward: wgmma tf32, tile 1x2x2x64 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights ring of 3 x 7
-  fragments, 214 KB shared.
-- forward (other widths than multiples of 4): wgmma tf32, tile 1x2x8x24 (NxDxHxW of q) x 64 rows, chunk of 8
-  channels, pixels halved, weights ring of 4 x 7 fragments, 220 KB shared.
-- gradient for the input: wgmma tf32, tile 1x4x8x8 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights
-  ring of 6 x 7 fragments, 222 KB shared.
+- forward: wgmma tf32, tile 1x1x4x64 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights ring of 2 x 7
+  fragments, 219 KB shared.
+- forward (other widths than multiples of 4): wgmma tf32, tile 1x1x4x64 (NxDxHxW of q) x 64 rows, chunk of 8
+  channels, in turn, weights ring of 2 x 7 fragments, 219 KB shared.
+- gradient for the input: wgmma tf32, tile 1x2x8x8 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights
+  ring of 7 x 6 fragments, 222 KB shared.
 - gradient for the weight: wgmma tf32, 32x16 channels x 3x3x3 taps a block, chunks of 1x4x4x8 (NxDxHxW of q), K in
   33 slices, 158 KB shared.
 - gradient for the weight (other widths than multiples of 4): mma.sync tf32, 32x64 channels x 1x3x3 taps a block,
@@ -70,8 +70,8 @@ CUDA = r"""
 #include <c10/cuda/CUDAStream.h>
 
 // =====================================================================================================================
-// Forward: wgmma tf32, tile 1x2x2x64 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights ring of 3 x 7
-// fragments, 214 KB shared.
+// Forward: wgmma tf32, tile 1x1x4x64 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights ring of 2 x 7
+// fragments, 219 KB shared.
 // =====================================================================================================================
 
 namespace forward {
@@ -111,17 +111,17 @@ constexpr int SUBS = 1;  // (d, h) sub-positions in a block of 64 rows of M
 constexpr int ROWS_PER_SUB = 64;  // output channels of a sub-position in a block
 constexpr int W_SUBS = 2;  // W sub-positions of a tile, neighbours in a thread
 constexpr int MB = 1;  // blocks of 64 rows that a consumer accumulates
-constexpr int VARIANTS = 4;  // M-groups that differ in their taps
+constexpr int VARIANTS = 1;  // M-groups that differ in their taps
 constexpr int COUT_BLOCKS = 1;  // M-groups that share the output channels of a group
-constexpr int M_GROUPS = 4;  // groups x COUT_BLOCKS x VARIANTS
+constexpr int M_GROUPS = 1;  // groups x COUT_BLOCKS x VARIANTS
 constexpr int STAGES_P = 2;  // input tiles in shared memory
 constexpr int STAGES_S = 2;  // staging slots
-constexpr int STAGES_W = 3;  // stages of the weights: of the ring, or chunks
+constexpr int STAGES_W = 2;  // stages of the weights: of the ring, or chunks
 constexpr int W_STAGE = 7;  // fragments of weights in a stage of the ring, at most
-constexpr int RING_FRAGMENTS = 21;  // fragments of weights in shared memory
+constexpr int RING_FRAGMENTS = 14;  // fragments of weights in shared memory
 constexpr int WEIGHTS_BOX = 0;
 constexpr int RUN_GROUPS = 8;  // groups of 8 columns that the epilogue stores together
-constexpr int ROWS_D = 4, ROWS_H = 4;  // input rows of a tile
+constexpr int ROWS_D = 3, ROWS_H = 6;  // input rows of a tile
 constexpr int ROW_STEP_D = 1, ROW_STEP_H = 1;  // rows of the tile from one q to the next
 constexpr int COLUMNS = 66;  // input columns of a tile with its halo
 constexpr int COLUMN_PAD = 3;  // columns by which a box begins early
@@ -129,13 +129,12 @@ constexpr int BOX_UNITS = 18;  // 16-byte units of a row of a box
 constexpr int PLANE = 66;  // columns with one residue modulo IN_STEP_W
 constexpr int PLANES = 1;  // residues that some tap reads; of several boxes all
 constexpr int PLANE_BARRIERS = 1;
-constexpr int STRETCHES = 2;  // of a chunk's code: variants whose taps lie alike share one
 constexpr int FRAGMENT_SETS = 3;  // sets of registers that weights take in turn
 constexpr int PRODUCER_REGISTERS = 56;  // of a thread
 constexpr int CONSUMER_REGISTERS = 200;  // of a thread
 constexpr int OUT_STEP_D = 2, OUT_STEP_H = 2, OUT_STEP_W = 2;  // outputs from one q to the next
 constexpr int IN_STEP_D = 1, IN_STEP_H = 1, IN_STEP_W = 1;  // inputs from one q to the next
-constexpr int TILE_D = 2, TILE_H = 2, TILE_W = 64;  // positions q of a tile
+constexpr int TILE_D = 1, TILE_H = 4, TILE_W = 64;  // positions q of a tile
 constexpr int TILE_N = 1;  // images of a tile
 
 // PTX in small wrappers, so that a kernel body reads as an algorithm.
@@ -242,9 +241,11 @@ template <int N> __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(N) : "memory");
 }
 
-// A kernel that includes this defines PRECISION, and TAIL: the signs of A and B and, for halves, how B lies.
+// A kernel that includes this defines PRECISION, A_SHARED, and TAIL: the signs of A and B and, for halves, how they lie
+// in shared memory.
 
-// wgmma: one warpgroup, D[64 x N] += A[64 x K] B[K x N], N = 32 to 256; A from registers, B from shared memory by descriptor.
+// wgmma: one warpgroup, D[64 x N] += A[64 x K] B[K x N], N = 32 to 256; A from registers or (A_SHARED) shared memory,
+// B from shared memory by descriptor.
 // Fragments (g = lane / 4, t = lane % 4): D[4j + 2h + c] is row 16 warp + g + 8h, column 8j + 2t + c.
 // Its registers in blocks of 16, those of A, B's descriptor; `scale` 0: D = A B instead.
 #define SUMS(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]),        \
@@ -299,14 +300,19 @@ constexpr int WGS_M = 1;
 constexpr int RELEASES = 1;  // consumers that read a stage
 constexpr int W_SUBTILES = TILE_W / SUB_W;
 constexpr int H_SUBTILES = TILE_H / SUB_H;
-__constant__ const int ENTRY[] = {0,0,0,0,0,0,0,27};  // [variant][MB + 1]: where a block's taps begin
-__constant__ const int STRETCH_OF[] = {0,0,0,1};  // [variant]: which of those that serve several
-__constant__ const int VARIANT_ROW[] = {0,0,0,0};  // [variant]: shift of its taps against the first of these
-__constant__ const short SUB_D[] = {0,0,1,1};  // [variant][SUBS]: output offset of an M-row's sub-position
-__constant__ const short SUB_HH[] = {0,1,0,1};
-__constant__ const short U_W[] = {0,0,0,0};  // [variant]: first W sub-position
-__constant__ const int ROW_D[] = {-1,0,1,2};  // input offset of a tile's rows
-__constant__ const int ROW_H[] = {-1,0,1,2};
+__constant__ const int ENTRY[] = {0,27};  // [variant][MB + 1]: where a block's taps begin
+__constant__ const short SUB_D[] = {1};  // [variant][SUBS]: output offset of an M-row's sub-position
+__constant__ const short SUB_HH[] = {1};
+__constant__ const short U_W[] = {0};  // [variant]: first W sub-position
+__constant__ const short BARE_OF[] = {0,2};  // [variant]: where its sub-positions without taps begin
+__constant__ const short BARE_D[] = {0,1};  // their offsets, of rows the first
+__constant__ const short BARE_H[] = {0,0};
+__constant__ const short BARE_ROW[] = {0,1};  // rows along H, neighbours; 0: all
+__constant__ const int ROW_D[] = {-1,0,1};  // input offset of a tile's rows
+__constant__ const int ROW_H[] = {-1,0,1,2,3,4};
+
+// tf32, ieee
+#define STORE_BITS(v) __float_as_uint(v)
 
 struct Sizes {                                         // one layout for the packed argument block
   int batch, in_d, in_h, in_w, out_d, out_h, out_w;
@@ -326,8 +332,6 @@ struct Tile {
 __device__ __forceinline__ Tile tile_at(int index, const Sizes& s) {
   Tile t;
   int m = index % M_GROUPS, q = index / M_GROUPS;
-  // Variants differ in taps; rotated, so that a block, whose tiles lie gridDim.x apart, meets all of them.
-  m = (m + q) % M_GROUPS;
   t.variant = m % VARIANTS;
   t.cout_block = m / VARIANTS % COUT_BLOCKS;
   t.group = m / (VARIANTS * COUT_BLOCKS);
@@ -781,13 +785,13 @@ __device__ __forceinline__ void give_back(u32 barrier, int lane) {
 
 // few steps: all blocks of a chunk are one stretch
 __device__ constexpr int entry_at(int i) {
-  constexpr int entry[] = {0,0,0,0,0,0,0,27};
+  constexpr int entry[] = {0,27};
   return entry[i];
 }
 __device__ constexpr int row_at(int i) {
   constexpr int row[] = {
-      0, 1, 2, 66, 67, 68, 132, 133, 134, 264, 265, 266, 330, 331, 332, 396, 397, 398, 528, 529, 530, 594, 595, 596,
-      660, 661, 662
+      0, 1, 2, 66, 67, 68, 132, 133, 134, 396, 397, 398, 462, 463, 464, 528, 529, 530, 792, 793, 794, 858, 859, 860,
+      924, 925, 926
   };
   return row[i];
 }
@@ -817,17 +821,10 @@ __device__ __forceinline__ void multiply_from(float (&acc)[MB][NB][32], u32 (&a)
 template <int STRETCH>
 __device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB][32], Fragments& weights,
     const Columns& pixels, u32 behind, int lane) {
-  constexpr int first[] = {0,3};  // variant
-  int stretch = STRETCH_OF[variant];
-  if (stretch == STRETCH) {
-    u32 a[FRAGMENT_SETS][4];
-    weights.load(a[0], 0);
-    Columns shifted = pixels;
-    shifted.start += VARIANT_ROW[variant] * (ROW_BYTES / 16);
-    multiply_from<first[STRETCH], 0>(acc, a, weights, shifted, behind, lane);
-  } else if constexpr (STRETCH + 1 < STRETCHES) {
-    multiply_chunk<STRETCH + 1>(variant, acc, weights, pixels, behind, lane);
-  }
+  constexpr int first[] = {0};  // variant
+  u32 a[FRAGMENT_SETS][4];
+  weights.load(a[0], 0);
+  multiply_from<first[STRETCH], 0>(acc, a, weights, pixels, behind, lane);
 }
 
 // --- epilogue --------------------------------------------------------------------------------------------------------
@@ -860,6 +857,80 @@ __device__ __forceinline__ Slab slab_of(const Tile& t, int cout_block, int warp)
   slab.od = SUB_D[t.variant * SUBS + sub];
   slab.oh = SUB_HH[t.variant * SUBS + sub];
   return slab;
+}
+
+// Sub-positions without taps are the bias alone, and are stored from registers with a tile's own outputs. What of them
+// lies together
+// in memory, whole planes along H and W or rows, the tiles that cover it divide without regard for what each covers, so that shares
+// are long and begin where sectors do. (measured: as tiles of their own, which multiply nothing and pass
+// through the buffer, kb77 0.50 instead of 0.39 ms, bfloat16 0.33 and 0.29, kb75 0.31 and 0.17, kb81 0.18 and 0.15.)
+constexpr int FILL_STEPS = TILE_W * OUT_STEP_W * ELEMENT / 512 + 1;
+
+// A share of a run of one channel: from its first byte on, or from the sector that has it (but not beyond `lowest`), to
+// `end`, or to
+// the sector that has it. A call stores FILL_STEPS times 512 bytes, `from` there on, without a branch, so that several
+// channels' are
+// under way, each along its row (measured: the same bytes of all channels in turn, kb81 bfloat16 142 -> 175 us).
+__device__ __forceinline__ void fill_some(char* share, int lowest, int end, bool last, int from, u32 word, int lane,
+    bool exists) {
+  const u32 v[4] = {word, word, word, word};
+  int phase = (int)((u64)share & 31), a = -phase > lowest ? -phase : lowest,
+      z = last ? end : ((end + phase) & ~31) - phase;
+  int at = ((a + phase) & ~15) - phase + from + lane * 16;
+#pragma unroll
+  for (int i = 0; i < FILL_STEPS; i++)
+    store_global_128_if(share + at + i * 512, v, exists && at + i * 512 >= a && at + i * 512 + 16 <= z);
+  // What is left of 16 bytes at either end, in elements; the first lanes have the head, if one unit has both all of it.
+  bool tail = lane & VEC, ragged = (a + phase) & 15;
+  at = (((tail ? z : a) + phase) & ~15) - phase + lane % VEC * ELEMENT;
+  bool ok = exists && from == 0 && lane < 2 * VEC && (tail ? !ragged || (a + phase) / 16 < (z + phase) / 16 : ragged)
+      && at >= a && at < z;
+  store_global_if(share + at, word, ok);
+}
+
+// A warp's channels of the bare sub-positions of a tile's variant, of which each SUBS-th is its own. Of consumers that halve the
+// pixels each takes every second channel (channels-last: round of pixels), `part` says which.
+__device__ __forceinline__ void fill(const float* __restrict__ bias, char* __restrict__ y, const Sizes& s,
+    const Tile& t, const Slab& slab, int part, int warp, int lane) {
+  constexpr int SHARES = 1;
+  int first = t.group * COUT_G + slab.cout;
+  u32 word = bias && lane < slab.couts ? STORE_BITS((float)(bias[first + lane])) : 0;
+  long long channel_bytes = (long long)s.out_d * s.out_h * s.out_w * ELEMENT;
+#pragma unroll 1
+  for (int b = BARE_OF[t.variant] + warp * 16 / ROWS_PER_SUB; b < BARE_OF[t.variant + 1]; b += SUBS) {
+    const bool plane = BARE_ROW[b] == 0;                // else so many rows
+    int share = t.w / TILE_W, shares = s.tiles_w, most = plane ? s.out_h : BARE_ROW[b];
+    if (plane) share += t.h / TILE_H * shares, shares *= s.tiles_h;
+    const bool last = share + 1 == shares;
+    u32 whole = (u32)most * s.out_w / shares;           // outputs of a share, where all rows exist
+#pragma unroll 1
+    for (int i = 0; i < TILE_N * TILE_D * TILE_H; i += plane ? TILE_H : 1) {
+      int n = t.n + i / (TILE_D * TILE_H), od = OUT_STEP_D * (t.d + i / TILE_H % TILE_D) + BARE_D[b];
+      int oh = plane ? 0 : OUT_STEP_H * (t.h + i % TILE_H) + BARE_H[b],
+          rows = s.out_h - oh < most ? s.out_h - oh : most;
+      if (n >= s.batch || od >= s.out_d || rows <= 0) continue;
+      u32 each = rows == most ? whole : (u32)rows * s.out_w / shares;
+      int own = (last ? (u32)rows * s.out_w - share * each : each) * ELEMENT;
+      long long before = (long long)share * each * ELEMENT;
+      int lowest = before < 31 ? -(int)before : -31;
+      char* to = y + (((((long long)n * COUT + first) * s.out_d + od) * s.out_h + oh) * s.out_w) * ELEMENT + before;
+      // with up to 31 bytes of the sector, and 15 of the unit, that it begins in
+      const bool once = own + 46 <= FILL_STEPS * 512;
+      if (once) {
+#pragma unroll 4
+        for (int c = part; c < 16; c += SHARES)
+          fill_some(to + c * channel_bytes, lowest, own, last, 0, __shfl_sync(0xffffffffu, word, c), lane,
+              c < slab.couts);
+      } else {
+#pragma unroll 1
+        for (int c = part; c < 16; c += SHARES)
+#pragma unroll 1
+          for (int from = 0; from < own + 46; from += FILL_STEPS * 512)
+            fill_some(to + c * channel_bytes, lowest, own, last, from, __shfl_sync(0xffffffffu, word, c), lane,
+                c < slab.couts);
+      }
+    }
+  }
 }
 
 constexpr int OUTPUTS = RUN * W_SUBS;  // of a row of a run
@@ -982,6 +1053,7 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* 
   asm volatile("" : "+r"(lane));  // what follows from it is found here, not kept from tile to tile (spills)
   int g = lane >> 2;
   Slab slab = slab_of(t, cout_block, warp);
+  fill(bias, y, s, t, slab, first_subtile / NB, warp, lane);
   if (slab.couts <= 0) return;
   float b[2] = {0.f, 0.f};
 #pragma unroll
@@ -1147,6 +1219,7 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 #undef OPERANDS
 #undef MULTIPLY_64
 #undef COLUMN
+#undef STORE_BITS
 #undef FRAGMENTS
 #undef STAGE_FRAGMENTS
 #undef RUN_FIRST
@@ -1156,8 +1229,8 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 }  // namespace forward
 
 // =====================================================================================================================
-// Forward where rows begin off 16 bytes: wgmma tf32, tile 1x2x8x24 (NxDxHxW of q) x 64 rows, chunk of 8 channels,
-// pixels halved, weights ring of 4 x 7 fragments, 220 KB shared.
+// Forward where rows begin off 16 bytes: wgmma tf32, tile 1x1x4x64 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in
+// turn, weights ring of 2 x 7 fragments, 219 KB shared.
 // =====================================================================================================================
 
 namespace forward_unaligned {
@@ -1192,35 +1265,34 @@ constexpr int COUT_G = 64;  // channels of a group in what is written
 constexpr int TAPS = 27;  // of the kernel, over all axes
 constexpr int PACK_TAPS = 4;
 constexpr int CK = 8;  // channels of a chunk
-constexpr int SUB_H = 8, SUB_W = 8;  // the 64 positions q that one matrix instruction takes
+constexpr int SUB_H = 1, SUB_W = 64;  // the 64 positions q that one matrix instruction takes
 constexpr int SUBS = 1;  // (d, h) sub-positions in a block of 64 rows of M
 constexpr int ROWS_PER_SUB = 64;  // output channels of a sub-position in a block
 constexpr int W_SUBS = 2;  // W sub-positions of a tile, neighbours in a thread
 constexpr int MB = 1;  // blocks of 64 rows that a consumer accumulates
-constexpr int VARIANTS = 4;  // M-groups that differ in their taps
+constexpr int VARIANTS = 1;  // M-groups that differ in their taps
 constexpr int COUT_BLOCKS = 1;  // M-groups that share the output channels of a group
-constexpr int M_GROUPS = 4;  // groups x COUT_BLOCKS x VARIANTS
+constexpr int M_GROUPS = 1;  // groups x COUT_BLOCKS x VARIANTS
 constexpr int STAGES_P = 2;  // input tiles in shared memory
 constexpr int STAGES_S = 2;  // staging slots
-constexpr int STAGES_W = 4;  // stages of the weights: of the ring, or chunks
+constexpr int STAGES_W = 2;  // stages of the weights: of the ring, or chunks
 constexpr int W_STAGE = 7;  // fragments of weights in a stage of the ring, at most
-constexpr int RING_FRAGMENTS = 28;  // fragments of weights in shared memory
-constexpr int RUN_GROUPS = 3;  // groups of 8 columns that the epilogue stores together
-constexpr int ROWS_D = 4, ROWS_H = 10;  // input rows of a tile
+constexpr int RING_FRAGMENTS = 14;  // fragments of weights in shared memory
+constexpr int RUN_GROUPS = 8;  // groups of 8 columns that the epilogue stores together
+constexpr int ROWS_D = 3, ROWS_H = 6;  // input rows of a tile
 constexpr int ROW_STEP_D = 1, ROW_STEP_H = 1;  // rows of the tile from one q to the next
 constexpr int FIRST_W = -1;
-constexpr int COLUMNS = 26;  // input columns of a tile with its halo
+constexpr int COLUMNS = 66;  // input columns of a tile with its halo
 constexpr int COLUMN_PAD = 0;  // columns by which a box begins early
-constexpr int PLANE = 26;  // columns with one residue modulo IN_STEP_W
+constexpr int PLANE = 66;  // columns with one residue modulo IN_STEP_W
 constexpr int PLANES = 1;  // residues that some tap reads; of several boxes all
 constexpr int PLANE_BARRIERS = 1;
-constexpr int STRETCHES = 2;  // of a chunk's code: variants whose taps lie alike share one
 constexpr int FRAGMENT_SETS = 3;  // sets of registers that weights take in turn
 constexpr int PRODUCER_REGISTERS = 72;  // of a thread
 constexpr int CONSUMER_REGISTERS = 184;  // of a thread
 constexpr int OUT_STEP_D = 2, OUT_STEP_H = 2, OUT_STEP_W = 2;  // outputs from one q to the next
 constexpr int IN_STEP_D = 1, IN_STEP_H = 1, IN_STEP_W = 1;  // inputs from one q to the next
-constexpr int TILE_D = 2, TILE_H = 8, TILE_W = 24;  // positions q of a tile
+constexpr int TILE_D = 1, TILE_H = 4, TILE_W = 64;  // positions q of a tile
 constexpr int TILE_N = 1;  // images of a tile
 
 // PTX in small wrappers, so that a kernel body reads as an algorithm.
@@ -1261,6 +1333,9 @@ template <int ID, int THREADS>
 __device__ __forceinline__ void named_sync() { asm volatile("bar.sync %0, %1;\n" ::"n"(ID), "n"(THREADS) : "memory"); }
 __device__ __forceinline__ void named_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void named_arrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
 }
 
 // --- copies into shared memory ---------------------------------------------------------------------------------------
@@ -1334,9 +1409,11 @@ template <int N> __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(N) : "memory");
 }
 
-// A kernel that includes this defines PRECISION, and TAIL: the signs of A and B and, for halves, how B lies.
+// A kernel that includes this defines PRECISION, A_SHARED, and TAIL: the signs of A and B and, for halves, how they lie
+// in shared memory.
 
-// wgmma: one warpgroup, D[64 x N] += A[64 x K] B[K x N], N = 32 to 256; A from registers, B from shared memory by descriptor.
+// wgmma: one warpgroup, D[64 x N] += A[64 x K] B[K x N], N = 32 to 256; A from registers or (A_SHARED) shared memory,
+// B from shared memory by descriptor.
 // Fragments (g = lane / 4, t = lane % 4): D[4j + 2h + c] is row 16 warp + g + 8h, column 8j + 2t + c.
 // Its registers in blocks of 16, those of A, B's descriptor; `scale` 0: D = A B instead.
 #define SUMS(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]),        \
@@ -1385,19 +1462,24 @@ constexpr int FIRST_CONSUMER = 2;
 constexpr int PRODUCER_WARPS = PRODUCER_THREADS / 32;
 constexpr int THREADS = FIRST_CONSUMER * 128 + CONSUMER_THREADS;
 constexpr int SUBTILES = TILE_N * TILE_D * (TILE_H / SUB_H) * (TILE_W / SUB_W);
-constexpr int NB = SUBTILES / 2;
+constexpr int NB = SUBTILES;
 constexpr int WGS_M = 1;
-constexpr int RELEASES = 2;  // consumers that read a stage
+constexpr int RELEASES = 1;  // consumers that read a stage
 constexpr int W_SUBTILES = TILE_W / SUB_W;
 constexpr int H_SUBTILES = TILE_H / SUB_H;
-__constant__ const int ENTRY[] = {0,0,0,0,0,0,0,27};  // [variant][MB + 1]: where a block's taps begin
-__constant__ const int STRETCH_OF[] = {0,0,0,1};  // [variant]: which of those that serve several
-__constant__ const int VARIANT_ROW[] = {0,0,0,0};  // [variant]: shift of its taps against the first of these
-__constant__ const short SUB_D[] = {0,0,1,1};  // [variant][SUBS]: output offset of an M-row's sub-position
-__constant__ const short SUB_HH[] = {0,1,0,1};
-__constant__ const short U_W[] = {0,0,0,0};  // [variant]: first W sub-position
-__constant__ const int ROW_D[] = {-1,0,1,2};  // input offset of a tile's rows
-__constant__ const int ROW_H[] = {-1,0,1,2,3,4,5,6,7,8};
+__constant__ const int ENTRY[] = {0,27};  // [variant][MB + 1]: where a block's taps begin
+__constant__ const short SUB_D[] = {1};  // [variant][SUBS]: output offset of an M-row's sub-position
+__constant__ const short SUB_HH[] = {1};
+__constant__ const short U_W[] = {0};  // [variant]: first W sub-position
+__constant__ const short BARE_OF[] = {0,2};  // [variant]: where its sub-positions without taps begin
+__constant__ const short BARE_D[] = {0,1};  // their offsets, of rows the first
+__constant__ const short BARE_H[] = {0,0};
+__constant__ const short BARE_ROW[] = {0,1};  // rows along H, neighbours; 0: all
+__constant__ const int ROW_D[] = {-1,0,1};  // input offset of a tile's rows
+__constant__ const int ROW_H[] = {-1,0,1,2,3,4};
+
+// tf32, ieee
+#define STORE_BITS(v) __float_as_uint(v)
 
 struct Sizes {                                         // one layout for the packed argument block
   int batch, in_d, in_h, in_w, out_d, out_h, out_w;
@@ -1413,8 +1495,6 @@ struct Tile {
 __device__ __forceinline__ Tile tile_at(int index, const Sizes& s) {
   Tile t;
   int m = index % M_GROUPS, q = index / M_GROUPS;
-  // Variants differ in taps; rotated, so that a block, whose tiles lie gridDim.x apart, meets all of them.
-  m = (m + q) % M_GROUPS;
   t.variant = m % VARIANTS;
   t.cout_block = m / VARIANTS % COUT_BLOCKS;
   t.group = m / (VARIANTS * COUT_BLOCKS);
@@ -1568,8 +1648,8 @@ __device__ __forceinline__ void stage(const char* __restrict__ x, const Sizes& s
   // for the input took
   // 3.25 ms instead of 2.27). Where rows are short, threads share them out.
   constexpr int PLACES = CK * STAGING_UNITS, SHARES = PRODUCER_THREADS / PLACES;
-  constexpr int SLICES = TILE_N * ROWS_D, BY_SLICE = SHARES, BY_ROW = 1;
-  int share = thread / PLACES, place_of = thread % PLACES;
+  constexpr int SLICES = TILE_N * ROWS_D, BY_SLICE = SHARES, BY_ROW = SHARES;
+  int share = 0, place_of = thread;
   if (share >= SHARES) return;
 #pragma unroll 1
   for (int unit = place_of % STAGING_UNITS, c = place_of / STAGING_UNITS; c < CK;) {
@@ -1577,11 +1657,11 @@ __device__ __forceinline__ void stage(const char* __restrict__ x, const Sizes& s
     int column = at.w + unit * VEC;                   // of the unit's first element, were the row aligned
     u32 to = slot + c * CHANNEL_BYTES + unit * 16;
 #pragma unroll 1
-    for (int r = share; r < SLICES; r += BY_SLICE) {
+    for (int r = 0; r < SLICES; r += BY_SLICE) {
       int image = r / ROWS_D, d = at.d + ROW_D[r % ROWS_D];
       bool exists = at.n + image < s.batch && (u32)d < (u32)s.in_d;
       const char* line = place + image * (CIN * plane) + d * slice;
-#pragma unroll 5
+#pragma unroll 3
       for (int j = 0; j < ROWS_H; j += BY_ROW) {
         int h = at.h + ROW_H[j];
         u64 p = multiply_add_wide(h, s.in_w * ELEMENT, (u64)line);
@@ -1591,7 +1671,6 @@ __device__ __forceinline__ void stage(const char* __restrict__ x, const Sizes& s
               (const char*)(p & ~15ull));
       }
     }
-    break;
     unit += PRODUCER_THREADS % STAGING_UNITS;
     c += PRODUCER_THREADS / STAGING_UNITS;
     if (unit >= STAGING_UNITS) {
@@ -1858,7 +1937,7 @@ __device__ __forceinline__ constexpr int pixel_row_of(int subtile) {
   return ((p.n * ROWS_D + p.d * ROW_STEP_D) * ROWS_H + p.h * ROW_STEP_H) * PITCH + p.w;
 }
 constexpr int SUBTILES_OF_WGMMA = 1;  // that a matrix instruction takes
-constexpr int GROUP_ROWS = ROW_STEP_H * PITCH;  // pixel rows from one group of eight columns to the next
+constexpr int GROUP_ROWS = 8;  // pixel rows from one group of eight columns to the next
 
 // Where a consumer's pixels lie in a tile. `start`: of its first subtile; wgmma: the lower half of its descriptor, the same in all
 // threads; mma.sync: the tile's address.
@@ -1869,8 +1948,6 @@ struct Columns {
 
 // Pixel rows from the consumer's first subtile to another of its: known to the compiler where both halves of a tile are alike.
 __device__ __forceinline__ constexpr bool halves_alike() {
-  for (int nb = 1; nb < NB; nb++)
-    if (pixel_row_of(NB + nb) - pixel_row_of(NB) != pixel_row_of(nb) - pixel_row_of(0)) return false;
   return true;
 }
 __device__ __forceinline__ int rows_to(int nb, int first) {
@@ -1912,7 +1989,7 @@ __device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[FRAGMENT_SET
     weights.load(a[(i + 1) % FRAGMENT_SETS], i + 1);
     wgmma_wait<1>();
   } else {
-    wgmma_wait<0>();
+    wgmma_wait<1>();
   }
   if (i + 1 == steps || (i + 1) % W_STAGE == 0) {
     __syncwarp();
@@ -1923,18 +2000,18 @@ __device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[FRAGMENT_SET
 // A pixel tile that no matrix instruction reads any more, by its barrier; 0: none.
 __device__ __forceinline__ void give_back(u32 barrier, int lane) {
   __syncwarp();
-  if (lane == 0) barrier_arrive(barrier);
+  if (lane == 0 && (barrier)) barrier_arrive(barrier);
 }
 
 // few steps: all blocks of a chunk are one stretch
 __device__ constexpr int entry_at(int i) {
-  constexpr int entry[] = {0,0,0,0,0,0,0,27};
+  constexpr int entry[] = {0,27};
   return entry[i];
 }
 __device__ constexpr int row_at(int i) {
   constexpr int row[] = {
-      0, 1, 2, 26, 27, 28, 52, 53, 54, 260, 261, 262, 286, 287, 288, 312, 313, 314, 520, 521, 522, 546, 547, 548, 572,
-      573, 574
+      0, 1, 2, 66, 67, 68, 132, 133, 134, 396, 397, 398, 462, 463, 464, 528, 529, 530, 792, 793, 794, 858, 859, 860,
+      924, 925, 926
   };
   return row[i];
 }
@@ -1952,6 +2029,7 @@ __device__ __forceinline__ void multiply_from(float (&acc)[MB][NB][32], u32 (&a)
   if constexpr (STEP < steps) {
     constexpr int entry = first + STEP / STEPS_PER_TAP, block = block_of(VARIANT, entry);
     step(acc[block], a, weights, pixels, row_at(entry), STEP, steps, lane);
+    if (STEP == 0) give_back(behind, lane);
     multiply_from<VARIANT, STEP + 1>(acc, a, weights, pixels, behind, lane);
   } else {
     weights.end_stretch(steps);
@@ -1963,17 +2041,10 @@ __device__ __forceinline__ void multiply_from(float (&acc)[MB][NB][32], u32 (&a)
 template <int STRETCH>
 __device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB][32], Fragments& weights,
     const Columns& pixels, u32 behind, int lane) {
-  constexpr int first[] = {0,3};  // variant
-  int stretch = STRETCH_OF[variant];
-  if (stretch == STRETCH) {
-    u32 a[FRAGMENT_SETS][4];
-    weights.load(a[0], 0);
-    Columns shifted = pixels;
-    shifted.start += VARIANT_ROW[variant] * (ROW_BYTES / 16);
-    multiply_from<first[STRETCH], 0>(acc, a, weights, shifted, behind, lane);
-  } else if constexpr (STRETCH + 1 < STRETCHES) {
-    multiply_chunk<STRETCH + 1>(variant, acc, weights, pixels, behind, lane);
-  }
+  constexpr int first[] = {0};  // variant
+  u32 a[FRAGMENT_SETS][4];
+  weights.load(a[0], 0);
+  multiply_from<first[STRETCH], 0>(acc, a, weights, pixels, behind, lane);
 }
 
 // --- epilogue --------------------------------------------------------------------------------------------------------
@@ -1985,12 +2056,12 @@ constexpr int RUN = RUN_GROUPS * 8;
 // 31 bytes late.
 constexpr int RUN_PITCH = (RUN * W_SUBS * ELEMENT + 127) / 128 * 128 + 32;
 constexpr int BUFFER_BYTES = 8 * RUN_PITCH;
-constexpr int RUN_SUBTILES = RUN_GROUPS;  // neighbours along W that a run crosses
-constexpr int RUNS_OF_SUBTILE = 8;
+constexpr int RUN_SUBTILES = 1;  // neighbours along W that a run crosses
+constexpr int RUNS_OF_SUBTILE = 8 / RUN_GROUPS;
 // Group k of run i of subtiles RUN_FIRST(r) ...: which subtile, and which of its groups of 8 columns.
 #define RUN_FIRST(r) ((r) * RUN_SUBTILES)  // subtile of a run's first group
-#define RUN_NB(r, i, k) (RUN_FIRST(r) + (k))
-#define RUN_J(r, i, k) ((i))
+#define RUN_NB(r, i, k) (RUN_FIRST(r) + (k) / 8)
+#define RUN_J(r, i, k) ((i) * RUN_GROUPS + (k))
 
 // A warp's 16 rows of M are output channels of one (d, h) sub-position (ROWS_PER_SUB is 64, 32 or 16).
 struct Slab {
@@ -2006,6 +2077,80 @@ __device__ __forceinline__ Slab slab_of(const Tile& t, int cout_block, int warp)
   slab.od = SUB_D[t.variant * SUBS + sub];
   slab.oh = SUB_HH[t.variant * SUBS + sub];
   return slab;
+}
+
+// Sub-positions without taps are the bias alone, and are stored from registers with a tile's own outputs. What of them
+// lies together
+// in memory, whole planes along H and W or rows, the tiles that cover it divide without regard for what each covers, so that shares
+// are long and begin where sectors do. (measured: as tiles of their own, which multiply nothing and pass
+// through the buffer, kb77 0.50 instead of 0.39 ms, bfloat16 0.33 and 0.29, kb75 0.31 and 0.17, kb81 0.18 and 0.15.)
+constexpr int FILL_STEPS = TILE_W * OUT_STEP_W * ELEMENT / 512 + 1;
+
+// A share of a run of one channel: from its first byte on, or from the sector that has it (but not beyond `lowest`), to
+// `end`, or to
+// the sector that has it. A call stores FILL_STEPS times 512 bytes, `from` there on, without a branch, so that several
+// channels' are
+// under way, each along its row (measured: the same bytes of all channels in turn, kb81 bfloat16 142 -> 175 us).
+__device__ __forceinline__ void fill_some(char* share, int lowest, int end, bool last, int from, u32 word, int lane,
+    bool exists) {
+  const u32 v[4] = {word, word, word, word};
+  int phase = (int)((u64)share & 31), a = -phase > lowest ? -phase : lowest,
+      z = last ? end : ((end + phase) & ~31) - phase;
+  int at = ((a + phase) & ~15) - phase + from + lane * 16;
+#pragma unroll
+  for (int i = 0; i < FILL_STEPS; i++)
+    store_global_128_if(share + at + i * 512, v, exists && at + i * 512 >= a && at + i * 512 + 16 <= z);
+  // What is left of 16 bytes at either end, in elements; the first lanes have the head, if one unit has both all of it.
+  bool tail = lane & VEC, ragged = (a + phase) & 15;
+  at = (((tail ? z : a) + phase) & ~15) - phase + lane % VEC * ELEMENT;
+  bool ok = exists && from == 0 && lane < 2 * VEC && (tail ? !ragged || (a + phase) / 16 < (z + phase) / 16 : ragged)
+      && at >= a && at < z;
+  store_global_if(share + at, word, ok);
+}
+
+// A warp's channels of the bare sub-positions of a tile's variant, of which each SUBS-th is its own. Of consumers that halve the
+// pixels each takes every second channel (channels-last: round of pixels), `part` says which.
+__device__ __forceinline__ void fill(const float* __restrict__ bias, char* __restrict__ y, const Sizes& s,
+    const Tile& t, const Slab& slab, int part, int warp, int lane) {
+  constexpr int SHARES = 1;
+  int first = t.group * COUT_G + slab.cout;
+  u32 word = bias && lane < slab.couts ? STORE_BITS((float)(bias[first + lane])) : 0;
+  long long channel_bytes = (long long)s.out_d * s.out_h * s.out_w * ELEMENT;
+#pragma unroll 1
+  for (int b = BARE_OF[t.variant] + warp * 16 / ROWS_PER_SUB; b < BARE_OF[t.variant + 1]; b += SUBS) {
+    const bool plane = BARE_ROW[b] == 0;                // else so many rows
+    int share = t.w / TILE_W, shares = s.tiles_w, most = plane ? s.out_h : BARE_ROW[b];
+    if (plane) share += t.h / TILE_H * shares, shares *= s.tiles_h;
+    const bool last = share + 1 == shares;
+    u32 whole = (u32)most * s.out_w / shares;           // outputs of a share, where all rows exist
+#pragma unroll 1
+    for (int i = 0; i < TILE_N * TILE_D * TILE_H; i += plane ? TILE_H : 1) {
+      int n = t.n + i / (TILE_D * TILE_H), od = OUT_STEP_D * (t.d + i / TILE_H % TILE_D) + BARE_D[b];
+      int oh = plane ? 0 : OUT_STEP_H * (t.h + i % TILE_H) + BARE_H[b],
+          rows = s.out_h - oh < most ? s.out_h - oh : most;
+      if (n >= s.batch || od >= s.out_d || rows <= 0) continue;
+      u32 each = rows == most ? whole : (u32)rows * s.out_w / shares;
+      int own = (last ? (u32)rows * s.out_w - share * each : each) * ELEMENT;
+      long long before = (long long)share * each * ELEMENT;
+      int lowest = before < 31 ? -(int)before : -31;
+      char* to = y + (((((long long)n * COUT + first) * s.out_d + od) * s.out_h + oh) * s.out_w) * ELEMENT + before;
+      // with up to 31 bytes of the sector, and 15 of the unit, that it begins in
+      const bool once = own + 46 <= FILL_STEPS * 512;
+      if (once) {
+#pragma unroll 4
+        for (int c = part; c < 16; c += SHARES)
+          fill_some(to + c * channel_bytes, lowest, own, last, 0, __shfl_sync(0xffffffffu, word, c), lane,
+              c < slab.couts);
+      } else {
+#pragma unroll 1
+        for (int c = part; c < 16; c += SHARES)
+#pragma unroll 1
+          for (int from = 0; from < own + 46; from += FILL_STEPS * 512)
+            fill_some(to + c * channel_bytes, lowest, own, last, from, __shfl_sync(0xffffffffu, word, c), lane,
+                c < slab.couts);
+      }
+    }
+  }
 }
 
 constexpr int OUTPUTS = RUN * W_SUBS;  // of a row of a run
@@ -2128,6 +2273,7 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* 
   asm volatile("" : "+r"(lane));  // what follows from it is found here, not kept from tile to tile (spills)
   int g = lane >> 2;
   Slab slab = slab_of(t, cout_block, warp);
+  fill(bias, y, s, t, slab, first_subtile / NB, warp, lane);
   if (slab.couts <= 0) return;
   float b[2] = {0.f, 0.f};
 #pragma unroll
@@ -2150,8 +2296,8 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* 
     bool image = n < s.batch && od < s.out_d;
 #pragma unroll
     for (int i = 0; i < RUNS_OF_SUBTILE; i++) {
-      int oh = OUT_STEP_H * (t.h + place.h + i) + slab.oh;
-      int ow = OUT_STEP_W * (t.w + place.w) + U_W[t.variant], left = s.out_w - ow;
+      int oh = OUT_STEP_H * (t.h + place.h) + slab.oh;
+      int ow = OUT_STEP_W * (t.w + place.w + i * RUN) + U_W[t.variant], left = s.out_w - ow;
       if (!image || oh >= s.out_h || left <= 0) continue;
       char* to = y + (((long long)n * COUT + channel) * s.out_d + od) * s.out_h * s.out_w * ELEMENT
           + ((long long)oh * s.out_w + ow) * ELEMENT;
@@ -2175,17 +2321,23 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* 
 __device__ __forceinline__ void consume(const char* packed, const float* bias, char* y, const Sizes& s, u32 tiles,
     u32 full, u32 empty, Fragments& weights, u32 buffers, int wg, int thread) {
   int warp = thread >> 5, lane = thread & 31;
-  int first_subtile = wg * NB, offset = fragment_part(wg, thread);
+  int first_subtile = 0, offset = fragment_part(wg, thread);
   u32 buffer = buffers + (wg * 4 + warp) * BUFFER_BYTES;
   Cursor cursor = {0, 0};
   weights.cursor = {0, 0};
   weights.ring += offset;
   weights.first = true;
   int turn = 0;
+  if (wg == 1) named_arrive(2, CONSUMER_THREADS);  // the first turn is warpgroup 0's
 #pragma unroll 1
   for (int index = blockIdx.x; index < s.tiles; index += gridDim.x, turn++) {
     Tile t = tile_at(index, s);
     int chunks = chunks_of(t.variant);
+    if ((turn & 1) != wg) {
+      for (int i = 0; i < chunks; i++) cursor.next(STAGES_P);
+      weights.skip(t.variant);
+      continue;
+    }
     float acc[MB][NB][32];
 #pragma unroll
     for (int b = 0; b < MB; b++)
@@ -2197,6 +2349,7 @@ __device__ __forceinline__ void consume(const char* packed, const float* bias, c
           // here, not behind a fence of wgmma: ptxas would serialise all (C7519)
           asm volatile("" : "+f"(acc[b][nb][i]));
         }
+    named_sync(2 + wg, CONSUMER_THREADS);
     weights.begin(packed, t, offset);
     int variant = __shfl_sync(0xffffffffu, t.variant, 0);  // so that ptxas knows that warps do not part over it
     u32 behind = 0;                                      // CONTINUED: the chunk that the last step may still read
@@ -2207,9 +2360,12 @@ __device__ __forceinline__ void consume(const char* packed, const float* bias, c
       barrier_wait(full + cursor.stage * 8, cursor.parity);
       weights.begin_chunk(chunk);
       multiply_chunk<0>(variant, acc, weights, pixels, behind, lane);
-      give_back(last, lane);
+      behind = last;
     }
     weights.end();
+    named_arrive(2 + (wg ^ 1), CONSUMER_THREADS);
+    wgmma_wait<0>();
+    give_back(behind, lane);
     epilogue(acc, bias, y, s, t, t.cout_block * WGS_M, first_subtile, buffer, warp, lane);
   }
 }
@@ -2277,6 +2433,7 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 #undef OPERANDS
 #undef MULTIPLY_64
 #undef COLUMN
+#undef STORE_BITS
 #undef FRAGMENTS
 #undef STAGE_FRAGMENTS
 #undef RUN_FIRST
@@ -2286,8 +2443,8 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 }  // namespace forward_unaligned
 
 // =====================================================================================================================
-// Gradient for the input: wgmma tf32, tile 1x4x8x8 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights ring
-// of 6 x 7 fragments, 222 KB shared.
+// Gradient for the input: wgmma tf32, tile 1x2x8x8 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights ring
+// of 7 x 6 fragments, 222 KB shared.
 // =====================================================================================================================
 
 namespace grad_input {
@@ -2323,8 +2480,8 @@ constexpr int TAPS = 27;  // of the kernel, over all axes
 constexpr int PACK_TAPS = 4;
 constexpr int CK = 8;  // channels of a chunk
 constexpr int SUB_H = 8, SUB_W = 8;  // the 64 positions q that one matrix instruction takes
-constexpr int SUBS = 1;  // (d, h) sub-positions in a block of 64 rows of M
-constexpr int ROWS_PER_SUB = 64;  // output channels of a sub-position in a block
+constexpr int SUBS = 2;  // (d, h) sub-positions in a block of 64 rows of M
+constexpr int ROWS_PER_SUB = 32;  // output channels of a sub-position in a block
 constexpr int W_SUBS = 1;  // W sub-positions of a tile, neighbours in a thread
 constexpr int MB = 1;  // blocks of 64 rows that a consumer accumulates
 constexpr int VARIANTS = 1;  // M-groups that differ in their taps
@@ -2332,24 +2489,25 @@ constexpr int COUT_BLOCKS = 1;  // M-groups that share the output channels of a 
 constexpr int M_GROUPS = 1;  // groups x COUT_BLOCKS x VARIANTS
 constexpr int STAGES_P = 2;  // input tiles in shared memory
 constexpr int STAGES_S = 2;  // staging slots
-constexpr int STAGES_W = 6;  // stages of the weights: of the ring, or chunks
-constexpr int W_STAGE = 7;  // fragments of weights in a stage of the ring, at most
+constexpr int STAGES_W = 7;  // stages of the weights: of the ring, or chunks
+constexpr int W_STAGE = 6;  // fragments of weights in a stage of the ring, at most
 constexpr int RING_FRAGMENTS = 42;  // fragments of weights in shared memory
 constexpr int RUN_GROUPS = 1;  // groups of 8 columns that the epilogue stores together
 constexpr int ROWS_D = 6, ROWS_H = 10;  // input rows of a tile
-constexpr int ROW_STEP_D = 1, ROW_STEP_H = 1;  // rows of the tile from one q to the next
+constexpr int ROW_STEP_D = 2, ROW_STEP_H = 1;  // rows of the tile from one q to the next
 constexpr int FIRST_W = -1;
 constexpr int COLUMNS = 19;  // input columns of a tile with its halo
 constexpr int COLUMN_PAD = 0;  // columns by which a box begins early
 constexpr int PLANE = 10;  // columns with one residue modulo IN_STEP_W
 constexpr int PLANES = 1;  // residues that some tap reads; of several boxes all
 constexpr int PLANE_BARRIERS = 1;
+constexpr int TAPS_UNROLLED = 18;  // taps in a stretch of code without a drain of the tensor cores
 constexpr int FRAGMENT_SETS = 3;  // sets of registers that weights take in turn
-constexpr int PRODUCER_REGISTERS = 72;  // of a thread
-constexpr int CONSUMER_REGISTERS = 184;  // of a thread
-constexpr int OUT_STEP_D = 1, OUT_STEP_H = 1, OUT_STEP_W = 1;  // outputs from one q to the next
-constexpr int IN_STEP_D = 2, IN_STEP_H = 2, IN_STEP_W = 2;  // inputs from one q to the next
-constexpr int TILE_D = 4, TILE_H = 8, TILE_W = 8;  // positions q of a tile
+constexpr int PRODUCER_REGISTERS = 96;  // of a thread
+constexpr int CONSUMER_REGISTERS = 160;  // of a thread
+constexpr int OUT_STEP_D = 2, OUT_STEP_H = 1, OUT_STEP_W = 1;  // outputs from one q to the next
+constexpr int IN_STEP_D = 4, IN_STEP_H = 2, IN_STEP_W = 2;  // inputs from one q to the next
+constexpr int TILE_D = 2, TILE_H = 8, TILE_W = 8;  // positions q of a tile
 constexpr int TILE_N = 1;  // images of a tile
 
 // PTX in small wrappers, so that a kernel body reads as an algorithm.
@@ -2466,9 +2624,11 @@ template <int N> __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(N) : "memory");
 }
 
-// A kernel that includes this defines PRECISION, and TAIL: the signs of A and B and, for halves, how B lies.
+// A kernel that includes this defines PRECISION, A_SHARED, and TAIL: the signs of A and B and, for halves, how they lie
+// in shared memory.
 
-// wgmma: one warpgroup, D[64 x N] += A[64 x K] B[K x N], N = 32 to 256; A from registers, B from shared memory by descriptor.
+// wgmma: one warpgroup, D[64 x N] += A[64 x K] B[K x N], N = 32 to 256; A from registers or (A_SHARED) shared memory,
+// B from shared memory by descriptor.
 // Fragments (g = lane / 4, t = lane % 4): D[4j + 2h + c] is row 16 warp + g + 8h, column 8j + 2t + c.
 // Its registers in blocks of 16, those of A, B's descriptor; `scale` 0: D = A B instead.
 #define SUMS(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]),        \
@@ -2522,9 +2682,15 @@ constexpr int WGS_M = 1;
 constexpr int RELEASES = 1;  // consumers that read a stage
 constexpr int W_SUBTILES = TILE_W / SUB_W;
 constexpr int H_SUBTILES = TILE_H / SUB_H;
-__constant__ const int ENTRY[] = {0,27};  // [variant][MB + 1]: where a block's taps begin
-__constant__ const short SUB_D[] = {0};  // [variant][SUBS]: output offset of an M-row's sub-position
-__constant__ const short SUB_HH[] = {0};
+
+// [variant, block, tap]: the tap's shift in pixel rows
+__constant__ const int TAP_ROW[] = {
+    0, 1, 2, 10, 11, 12, 20, 21, 22, 100, 101, 102, 110, 111, 112, 120, 121, 122, 200, 201, 202, 210, 211, 212, 220,
+    221, 222, 300, 301, 302, 310, 311, 312, 320, 321, 322
+};
+__constant__ const int ENTRY[] = {0,36};  // [variant][MB + 1]: where a block's taps begin
+__constant__ const short SUB_D[] = {0,1};  // [variant][SUBS]: output offset of an M-row's sub-position
+__constant__ const short SUB_HH[] = {0,0};
 __constant__ const short U_W[] = {0};  // [variant]: first W sub-position
 __constant__ const int ROW_D[] = {-1,1,3,5,7,9};  // input offset of a tile's rows
 __constant__ const int ROW_H[] = {-1,1,3,5,7,9,11,13,15,17};
@@ -2571,7 +2737,11 @@ __device__ __forceinline__ u32 unit_at(int p, int unit) {
 // =====================================================================================================================
 
 // [variant, block, tap][SUBS]: the kernel's tap, -1 for none
-__constant__ const short TAP_INDEX[] = {0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,20,21,22,23,24,25,26};
+__constant__ const short TAP_INDEX[] = {
+    0, -1, 1, -1, 2, -1, 3, -1, 4, -1, 5, -1, 6, -1, 7, -1, 8, -1, 9, 0, 10, 1, 11, 2, 12, 3, 13, 4, 14, 5, 15, 6, 16,
+    7, 17, 8, 18, 9, 19, 10, 20, 11, 21, 12, 22, 13, 23, 14, 24, 15, 25, 16, 26, 17, -1, 18, -1, 19, -1, 20, -1, 21, -1,
+    22, -1, 23, -1, 24, -1, 25, -1, 26
+};
 
 // A block packs 16 rows of M, those of a warp, for one step of K and PACK_TAPS taps. It brings their weights to shared
 // memory in the order of memory, then writes its quarter of each of these taps' fragments as one piece, two at a time.
@@ -2598,6 +2768,7 @@ __device__ __forceinline__ void bring_weights(float* tile, const float* __restri
     for (int k = 0; k < (COUNT + 31) / 32; k++) {
       int e = thread % 32 + k * 32, i = LAST ? e % PACK_INNER : e / PACK_TAPS,
           tap = LAST ? e / PACK_INNER : e % PACK_TAPS;
+      if (COUNT % 32 && e >= COUNT) break;
       bool exists = o < outer && i < inner && (tap < taps);
       tile[(o * PACK_K + i) * PACK_PITCH + tap] = exists
           ? from[o * PACK_PLANE + (LAST ? i + tap * tap_step : i * TAPS + tap)] : 0;
@@ -2880,6 +3051,7 @@ constexpr int STEPS_PER_TAP = K_STEPS * PARTS;
 // stretch, its last one what is left, so that the code knows where stages begin. RESIDENT: a chunk is a stage, one
 // behind the other.
 #define STAGE_FRAGMENTS(left) ((left) < W_STAGE ? (left) : W_STAGE)
+constexpr int LONGEST_STRETCH = TAPS_UNROLLED * STEPS_PER_TAP;  // where not STRAIGHT
 
 __device__ __forceinline__ void bring(u32 to, const char* from, u32 bytes, u32 barrier) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
@@ -2903,12 +3075,12 @@ __device__ __forceinline__ void stream_weights(const Source& packed, const Sizes
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks_of(t.variant); chunk++) {
 #pragma unroll 1
-      for (int b = 0; b < 1; b++) {
-        int left = entries_of(t.variant);
+      for (int b = 0; b < MB; b++) {
+        int left = ENTRY[t.variant * (MB + 1) + b + 1] - ENTRY[t.variant * (MB + 1) + b];
         left *= STEPS_PER_TAP;
 #pragma unroll 1
         while (left > 0) {
-          int stretch = left;
+          int stretch = left >= LONGEST_STRETCH ? LONGEST_STRETCH : STEPS_PER_TAP;
           left -= stretch;
 #pragma unroll 1
           for (; stretch > 0; stretch -= W_STAGE, cursor.next(STAGES_W)) {
@@ -2960,10 +3132,11 @@ struct Fragments {
   }
   __device__ __forceinline__ void skip(int variant) {  // a tile
     for (int chunk = 0; chunk < chunks_of(variant); chunk++)
-      for (int b = 0; b < 1; b++) {
-        int left = (entries_of(variant)) * STEPS_PER_TAP;
-        int longest = left, whole = longest ? left / longest : 0;
-        int stages = whole * ((longest + W_STAGE - 1) / W_STAGE);
+      for (int b = 0; b < MB; b++) {
+        int left = (ENTRY[variant * (MB + 1) + b + 1] - ENTRY[variant * (MB + 1) + b]) * STEPS_PER_TAP;
+        int longest = LONGEST_STRETCH, whole = longest ? left / longest : 0;
+        int stages = whole * ((longest + W_STAGE - 1) / W_STAGE)
+            + left % longest / STEPS_PER_TAP * ((STEPS_PER_TAP + W_STAGE - 1) / W_STAGE);
         for (; stages > 0; stages--) cursor.next(STAGES_W);
       }
   }
@@ -3039,7 +3212,7 @@ __device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[FRAGMENT_SET
     weights.load(a[(i + 1) % FRAGMENT_SETS], i + 1);
     wgmma_wait<1>();
   } else {
-    wgmma_wait<1>();
+    wgmma_wait<0>();
   }
   if (i + 1 == steps || (i + 1) % W_STAGE == 0) {
     __syncwarp();
@@ -3050,51 +3223,32 @@ __device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[FRAGMENT_SET
 // A pixel tile that no matrix instruction reads any more, by its barrier; 0: none.
 __device__ __forceinline__ void give_back(u32 barrier, int lane) {
   __syncwarp();
-  if (lane == 0 && (barrier)) barrier_arrive(barrier);
+  if (lane == 0) barrier_arrive(barrier);
 }
 
-// few steps: all blocks of a chunk are one stretch
-__device__ constexpr int entry_at(int i) {
-  constexpr int entry[] = {0,27};
-  return entry[i];
-}
-__device__ constexpr int row_at(int i) {
-  constexpr int row[] = {
-      0, 1, 2, 10, 11, 12, 20, 21, 22, 100, 101, 102, 110, 111, 112, 120, 121, 122, 200, 201, 202, 210, 211, 212, 220,
-      221, 222
-  };
-  return row[i];
-}
-__device__ constexpr int block_of(int variant, int entry) {
-  int b = 0;
-  while (entry >= entry_at(variant * (MB + 1) + b + 1)) b++;
-  return b;
-}
-
-template <int VARIANT, int STEP>
-__device__ __forceinline__ void multiply_from(float (&acc)[MB][NB][32], u32 (&a)[FRAGMENT_SETS][4], Fragments& weights,
-    const Columns& pixels, u32 behind, int lane) {
-  constexpr int first = entry_at(VARIANT * (MB + 1)),
-      steps = (entry_at(VARIANT * (MB + 1) + MB) - first) * STEPS_PER_TAP;
-  if constexpr (STEP < steps) {
-    constexpr int entry = first + STEP / STEPS_PER_TAP, block = block_of(VARIANT, entry);
-    step(acc[block], a, weights, pixels, row_at(entry), STEP, steps, lane);
-    if (STEP == 0) give_back(behind, lane);
-    multiply_from<VARIANT, STEP + 1>(acc, a, weights, pixels, behind, lane);
-  } else {
-    weights.end_stretch(steps);
-  }
-}
-
-// Variants share a stretch where their taps lie alike, as the phases of a kernel do whose sizes are multiples of its strides.
-// (measured: with one for each of 4 dcgan3 in channels_last takes 3.4 s to compile instead of 0.9.)
-template <int STRETCH>
-__device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB][32], Fragments& weights,
-    const Columns& pixels, u32 behind, int lane) {
-  constexpr int first[] = {0};  // variant
+template <int COUNT>
+__device__ __forceinline__ void multiply_some(float (&acc)[NB][32], Fragments& weights, const Columns& pixels,
+    int entry, int lane) {
   u32 a[FRAGMENT_SETS][4];
   weights.load(a[0], 0);
-  multiply_from<first[STRETCH], 0>(acc, a, weights, pixels, behind, lane);
+  const int* taps = TAP_ROW + __shfl_sync(0xffffffffu, entry, 0);
+#pragma unroll
+  for (int i = 0; i < COUNT * STEPS_PER_TAP; i++)
+    step(acc, a, weights, pixels, taps[i / STEPS_PER_TAP], i, COUNT * STEPS_PER_TAP, lane);
+  weights.end_stretch(COUNT * STEPS_PER_TAP);
+}
+
+template <int FIRST>
+__device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB][32], Fragments& weights,
+    const Columns& pixels, u32 behind, int lane) {
+#pragma unroll
+  for (int b = 0; b < MB; b++) {
+    int e = ENTRY[variant * (MB + 1) + b], last = ENTRY[variant * (MB + 1) + b + 1];
+#pragma unroll 1
+    for (; e + TAPS_UNROLLED <= last; e += TAPS_UNROLLED) {
+      multiply_some<TAPS_UNROLLED>(acc[b], weights, pixels, e, lane);
+    }
+  }
 }
 
 // --- epilogue --------------------------------------------------------------------------------------------------------
@@ -3335,12 +3489,10 @@ __device__ __forceinline__ void consume(const char* packed, const float* bias, c
       barrier_wait(full + cursor.stage * 8, cursor.parity);
       weights.begin_chunk(chunk);
       multiply_chunk<0>(variant, acc, weights, pixels, behind, lane);
-      behind = last;
+      give_back(last, lane);
     }
     weights.end();
     named_arrive(2 + (wg ^ 1), CONSUMER_THREADS);
-    wgmma_wait<0>();
-    give_back(behind, lane);
     epilogue(acc, bias, y, s, t, t.cout_block * WGS_M, first_subtile, buffer, warp, lane);
   }
 }
@@ -3718,9 +3870,11 @@ reduce(const float* __restrict__ partial, bits* __restrict__ out, int slices, lo
   }
 }
 
-// A kernel that includes this defines PRECISION, and TAIL: the signs of A and B and, for halves, how B lies.
+// A kernel that includes this defines PRECISION, A_SHARED, and TAIL: the signs of A and B and, for halves, how they lie
+// in shared memory.
 
-// wgmma: one warpgroup, D[64 x N] += A[64 x K] B[K x N], N = 32 to 256; A from registers, B from shared memory by descriptor.
+// wgmma: one warpgroup, D[64 x N] += A[64 x K] B[K x N], N = 32 to 256; A from registers or (A_SHARED) shared memory,
+// B from shared memory by descriptor.
 // Fragments (g = lane / 4, t = lane % 4): D[4j + 2h + c] is row 16 warp + g + 8h, column 8j + 2t + c.
 // Its registers in blocks of 16, those of A, B's descriptor; `scale` 0: D = A B instead.
 #define SUMS(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]),        \
@@ -4630,9 +4784,9 @@ void pack_forward(const at::Tensor& weight, const at::Tensor& packed) {
 void run_forward(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
                  const at::Tensor& out, int64_t blocks, const std::array<int64_t, 11>& sizes) {
   const CUtensorMap map = tensor_map(x, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, {sizes[3], sizes[2], sizes[1], 32, sizes[0]},
-                                     {72, 4, 4, 8, 1}, {1, 1, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_NONE);
+                                     {72, 6, 3, 8, 1}, {1, 1, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_NONE);
   const auto pointers = std::make_tuple(x.data_ptr(), packed.data_ptr(), address(bias), out.data_ptr());
-  launch<forward::gather, 512, 219312>(x, blocks, pointers, sizes, std::make_tuple(map));
+  launch<forward::gather, 512, 224424>(x, blocks, pointers, sizes, std::make_tuple(map));
 }
 
 void pack_forward_unaligned(const at::Tensor& weight, const at::Tensor& packed) {
@@ -4643,7 +4797,7 @@ void pack_forward_unaligned(const at::Tensor& weight, const at::Tensor& packed) 
 void run_forward_unaligned(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
                            const at::Tensor& out, int64_t blocks, const std::array<int64_t, 11>& sizes) {
   const auto pointers = std::make_tuple(x.data_ptr(), packed.data_ptr(), address(bias), out.data_ptr());
-  launch<forward_unaligned::gather, 512, 225536>(x, blocks, pointers, sizes);
+  launch<forward_unaligned::gather, 512, 224392>(x, blocks, pointers, sizes);
 }
 
 void pack_grad_input(const at::Tensor& weight, const at::Tensor& packed) {
@@ -4654,7 +4808,7 @@ void pack_grad_input(const at::Tensor& weight, const at::Tensor& packed) {
 void run_grad_input(const at::Tensor& grad, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
                     const at::Tensor& out, int64_t blocks, const std::array<int64_t, 11>& sizes) {
   const auto pointers = std::make_tuple(grad.data_ptr(), packed.data_ptr(), address(bias), out.data_ptr());
-  launch<grad_input::gather, 512, 227696>(grad, blocks, pointers, sizes);
+  launch<grad_input::gather, 512, 227712>(grad, blocks, pointers, sizes);
 }
 
 void run_grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& partial,
@@ -4832,10 +4986,10 @@ FORWARD = (
     Gather(
         name="forward",
         unit=4,
-        tile=(1, 2, 2, 64),
+        tile=(1, 1, 4, 64),
         steps=(2, 2, 2),
         leads=(0, 0, 0),
-        m_groups=4,
+        m_groups=1,
         resident=False,
         words=55296,
         packed=torch.int32,
@@ -4843,10 +4997,10 @@ FORWARD = (
     Gather(
         name="forward_unaligned",
         unit=1,
-        tile=(1, 2, 8, 24),
+        tile=(1, 1, 4, 64),
         steps=(2, 2, 2),
         leads=(0, 0, 0),
-        m_groups=4,
+        m_groups=1,
         resident=False,
         words=55296,
         packed=torch.int32,
@@ -4856,12 +5010,12 @@ GRAD_INPUT = (
     Gather(
         name="grad_input",
         unit=1,
-        tile=(1, 4, 8, 8),
-        steps=(1, 1, 1),
+        tile=(1, 2, 8, 8),
+        steps=(2, 1, 1),
         leads=(0, 0, 0),
         m_groups=1,
         resident=False,
-        words=110592,
+        words=147456,
         packed=torch.int32,
     ),
 )

@@ -15,8 +15,8 @@ Constraints:
 - Results are bit-equal from run to run. Under torch.autocast the layer wants its own dtype all the same.
 
 Kernels:
-- forward: wgmma tf32, tile 1x1x1x64 (NxDxHxW of q) x 192 rows, chunk of 32 channels, in turn, weights ring of 4 x 6
-  fragments, 215 KB shared.
+- forward: wgmma tf32, tile 1x1x1x128 (NxDxHxW of q) x 192 rows, chunk of 16 channels, pixels halved, weights ring
+  of 3 x 6 fragments, 218 KB shared.
 - forward (other widths than multiples of 4): wgmma tf32, tile 1x1x1x64 (NxDxHxW of q) x 192 rows, chunk of 32
   channels, in turn, weights ring of 4 x 6 fragments, 215 KB shared.
 - gradient for the input: wgmma tf32, tile 1x1x2x64 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights
@@ -70,8 +70,8 @@ CUDA = r"""
 #include <c10/cuda/CUDAStream.h>
 
 // =====================================================================================================================
-// Forward: wgmma tf32, tile 1x1x1x64 (NxDxHxW of q) x 192 rows, chunk of 32 channels, in turn, weights ring of 4 x 6
-// fragments, 215 KB shared.
+// Forward: wgmma tf32, tile 1x1x1x128 (NxDxHxW of q) x 192 rows, chunk of 16 channels, pixels halved, weights ring of 3
+// x 6 fragments, 218 KB shared.
 // =====================================================================================================================
 
 namespace forward {
@@ -105,37 +105,36 @@ constexpr int CIN_G = 32;  // channels of a group in what is read
 constexpr int COUT_G = 64;  // channels of a group in what is written
 constexpr int TAPS = 9;  // of the kernel, over all axes
 constexpr int PACK_TAPS = 4;
-constexpr int CK = 32;  // channels of a chunk
+constexpr int CK = 16;  // channels of a chunk
 constexpr int SUB_H = 1, SUB_W = 64;  // the 64 positions q that one matrix instruction takes
 constexpr int SUBS = 1;  // (d, h) sub-positions in a block of 64 rows of M
 constexpr int ROWS_PER_SUB = 64;  // output channels of a sub-position in a block
 constexpr int W_SUBS = 5;  // W sub-positions of a tile, neighbours in a thread
 constexpr int MB = 3;  // blocks of 64 rows that a consumer accumulates
-constexpr int VARIANTS = 5;  // M-groups that differ in their taps
+constexpr int VARIANTS = 3;  // M-groups that differ in their taps
 constexpr int COUT_BLOCKS = 1;  // M-groups that share the output channels of a group
-constexpr int M_GROUPS = 5;  // groups x COUT_BLOCKS x VARIANTS
+constexpr int M_GROUPS = 3;  // groups x COUT_BLOCKS x VARIANTS
 constexpr int STAGES_P = 2;  // input tiles in shared memory
-constexpr int STAGES_S = 3;  // staging slots
-constexpr int STAGES_W = 4;  // stages of the weights: of the ring, or chunks
+constexpr int STAGES_S = 4;  // staging slots
+constexpr int STAGES_W = 3;  // stages of the weights: of the ring, or chunks
 constexpr int W_STAGE = 6;  // fragments of weights in a stage of the ring, at most
-constexpr int RING_FRAGMENTS = 24;  // fragments of weights in shared memory
+constexpr int RING_FRAGMENTS = 18;  // fragments of weights in shared memory
 constexpr int WEIGHTS_BOX = 0;
 constexpr int RUN_GROUPS = 8;  // groups of 8 columns that the epilogue stores together
 constexpr int ROWS_D = 1, ROWS_H = 2;  // input rows of a tile
 constexpr int ROW_STEP_D = 1, ROW_STEP_H = 1;  // rows of the tile from one q to the next
-constexpr int COLUMNS = 65;  // input columns of a tile with its halo
+constexpr int COLUMNS = 129;  // input columns of a tile with its halo
 constexpr int COLUMN_PAD = 0;  // columns by which a box begins early
-constexpr int BOX_UNITS = 17;  // 16-byte units of a row of a box
-constexpr int PLANE = 65;  // columns with one residue modulo IN_STEP_W
+constexpr int BOX_UNITS = 33;  // 16-byte units of a row of a box
+constexpr int PLANE = 129;  // columns with one residue modulo IN_STEP_W
 constexpr int PLANES = 1;  // residues that some tap reads; of several boxes all
 constexpr int PLANE_BARRIERS = 1;
-constexpr int STRETCHES = 2;  // of a chunk's code: variants whose taps lie alike share one
 constexpr int FRAGMENT_SETS = 3;  // sets of registers that weights take in turn
 constexpr int PRODUCER_REGISTERS = 48;  // of a thread
 constexpr int CONSUMER_REGISTERS = 208;  // of a thread
 constexpr int OUT_STEP_D = 1, OUT_STEP_H = 5, OUT_STEP_W = 5;  // outputs from one q to the next
 constexpr int IN_STEP_D = 1, IN_STEP_H = 1, IN_STEP_W = 1;  // inputs from one q to the next
-constexpr int TILE_D = 1, TILE_H = 1, TILE_W = 64;  // positions q of a tile
+constexpr int TILE_D = 1, TILE_H = 1, TILE_W = 128;  // positions q of a tile
 constexpr int TILE_N = 1;  // images of a tile
 
 // PTX in small wrappers, so that a kernel body reads as an algorithm.
@@ -171,14 +170,6 @@ __device__ __forceinline__ bool barrier_done(u32 barrier, u32 parity) {
 }
 __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
   while (!barrier_done(barrier, parity)) {}
-}
-template <int ID, int THREADS>
-__device__ __forceinline__ void named_sync() { asm volatile("bar.sync %0, %1;\n" ::"n"(ID), "n"(THREADS) : "memory"); }
-__device__ __forceinline__ void named_sync(int id, int threads) {
-  asm volatile("bar.sync %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
-}
-__device__ __forceinline__ void named_arrive(int id, int threads) {
-  asm volatile("bar.arrive %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
 }
 
 // --- copies into shared memory ---------------------------------------------------------------------------------------
@@ -242,9 +233,11 @@ template <int N> __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(N) : "memory");
 }
 
-// A kernel that includes this defines PRECISION, and TAIL: the signs of A and B and, for halves, how B lies.
+// A kernel that includes this defines PRECISION, A_SHARED, and TAIL: the signs of A and B and, for halves, how they lie
+// in shared memory.
 
-// wgmma: one warpgroup, D[64 x N] += A[64 x K] B[K x N], N = 32 to 256; A from registers, B from shared memory by descriptor.
+// wgmma: one warpgroup, D[64 x N] += A[64 x K] B[K x N], N = 32 to 256; A from registers or (A_SHARED) shared memory,
+// B from shared memory by descriptor.
 // Fragments (g = lane / 4, t = lane % 4): D[4j + 2h + c] is row 16 warp + g + 8h, column 8j + 2t + c.
 // Its registers in blocks of 16, those of A, B's descriptor; `scale` 0: D = A B instead.
 #define SUMS(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]),        \
@@ -294,20 +287,25 @@ constexpr int FIRST_CONSUMER = 2;
 constexpr int PRODUCER_WARPS = PRODUCER_THREADS / 32;
 constexpr int THREADS = FIRST_CONSUMER * 128 + CONSUMER_THREADS;
 constexpr int SUBTILES = TILE_N * TILE_D * (TILE_H / SUB_H) * (TILE_W / SUB_W);
-constexpr int NB = SUBTILES;
+constexpr int NB = SUBTILES / 2;
 constexpr int WGS_M = 1;
-constexpr int RELEASES = 1;  // consumers that read a stage
+constexpr int RELEASES = 2;  // consumers that read a stage
 constexpr int W_SUBTILES = TILE_W / SUB_W;
 constexpr int H_SUBTILES = TILE_H / SUB_H;
-// [variant][MB + 1]: where a block's taps begin
-__constant__ const int ENTRY[] = {0,0,0,0,0,1,2,3,3,3,3,3,3,4,5,6,6,7,8,9};
-__constant__ const int STRETCH_OF[] = {0,1,0,1,1};  // [variant]: which of those that serve several
-__constant__ const int VARIANT_ROW[] = {0,0,0,0,65};  // [variant]: shift of its taps against the first of these
-__constant__ const short SUB_D[] = {0,0,0,0,0};  // [variant][SUBS]: output offset of an M-row's sub-position
-__constant__ const short SUB_HH[] = {0,1,2,3,4};
-__constant__ const short U_W[] = {0,0,0,0,0};  // [variant]: first W sub-position
+__constant__ const int ENTRY[] = {0,1,2,3,3,4,5,6,6,7,8,9};  // [variant][MB + 1]: where a block's taps begin
+__constant__ const int VARIANT_ROW[] = {0,0,129};  // [variant]: shift of its taps against the first of these
+__constant__ const short SUB_D[] = {0,0,0};  // [variant][SUBS]: output offset of an M-row's sub-position
+__constant__ const short SUB_HH[] = {1,3,4};
+__constant__ const short U_W[] = {0,0,0};  // [variant]: first W sub-position
+__constant__ const short BARE_OF[] = {0,1,2,2};  // [variant]: where its sub-positions without taps begin
+__constant__ const short BARE_D[] = {0,0};  // their offsets, of rows the first
+__constant__ const short BARE_H[] = {0,2};
+__constant__ const short BARE_ROW[] = {1,1};  // rows along H, neighbours; 0: all
 __constant__ const int ROW_D[] = {0};  // input offset of a tile's rows
 __constant__ const int ROW_H[] = {0,1};
+
+// tf32, ieee
+#define STORE_BITS(v) __float_as_uint(v)
 
 struct Sizes {                                         // one layout for the packed argument block
   int batch, in_d, in_h, in_w, out_d, out_h, out_w;
@@ -346,7 +344,7 @@ __device__ __forceinline__ int chunks_of(int variant) { return entries_of(varian
 
 // Byte of the 16-byte unit `unit` of pixel row `p` in a tile.
 __device__ __forceinline__ u32 unit_at(int p, int unit) {
-  int swizzle = p & 7;
+  int swizzle = (p >> 1) & 3;
   return p * ROW_BYTES + ((unit ^ swizzle) << 4);
 }
 
@@ -741,7 +739,7 @@ __device__ __forceinline__ Columns pixels_of(u32 tile, int first) {
 template <bool FRESH>
 __device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4], const Columns& pixels, int shift,
     int k_step, int part, int lane) {
-  const u64 upper = ((u64)(GROUP_ROWS * ROW_BYTES >> 4) << 32) | ((u64)(1) << 62);
+  const u64 upper = ((u64)(GROUP_ROWS * ROW_BYTES >> 4) << 32) | ((u64)(2) << 62);
 #pragma unroll
   for (int nb = 0; nb < NB; nb += SUBTILES_OF_WGMMA) {
     u64 b = upper | (pixels.start + shift * (ROW_BYTES / 16)
@@ -766,7 +764,7 @@ __device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[FRAGMENT_SET
     weights.load(a[(i + 1) % FRAGMENT_SETS], i + 1);
     wgmma_wait<1>();
   } else {
-    wgmma_wait<1>();
+    wgmma_wait<0>();
   }
   if (i + 1 == steps || (i + 1) % W_STAGE == 0) {
     __syncwarp();
@@ -777,16 +775,16 @@ __device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[FRAGMENT_SET
 // A pixel tile that no matrix instruction reads any more, by its barrier; 0: none.
 __device__ __forceinline__ void give_back(u32 barrier, int lane) {
   __syncwarp();
-  if (lane == 0 && (barrier)) barrier_arrive(barrier);
+  if (lane == 0) barrier_arrive(barrier);
 }
 
 // few steps: all blocks of a chunk are one stretch
 __device__ constexpr int entry_at(int i) {
-  constexpr int entry[] = {0,0,0,0,0,1,2,3,3,3,3,3,3,4,5,6,6,7,8,9};
+  constexpr int entry[] = {0,1,2,3,3,4,5,6,6,7,8,9};
   return entry[i];
 }
 __device__ constexpr int row_at(int i) {
-  constexpr int row[] = {0,0,1,0,0,1,65,65,66};
+  constexpr int row[] = {0,0,1,0,0,1,129,129,130};
   return row[i];
 }
 __device__ constexpr int block_of(int variant, int entry) {
@@ -803,7 +801,6 @@ __device__ __forceinline__ void multiply_from(float (&acc)[MB][NB][32], u32 (&a)
   if constexpr (STEP < steps) {
     constexpr int entry = first + STEP / STEPS_PER_TAP, block = block_of(VARIANT, entry);
     step(acc[block], a, weights, pixels, row_at(entry), STEP, steps, lane);
-    if (STEP == 0) give_back(behind, lane);
     multiply_from<VARIANT, STEP + 1>(acc, a, weights, pixels, behind, lane);
   } else {
     weights.end_stretch(steps);
@@ -815,17 +812,12 @@ __device__ __forceinline__ void multiply_from(float (&acc)[MB][NB][32], u32 (&a)
 template <int STRETCH>
 __device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB][32], Fragments& weights,
     const Columns& pixels, u32 behind, int lane) {
-  constexpr int first[] = {0,1};  // variant
-  int stretch = STRETCH_OF[variant];
-  if (stretch == STRETCH) {
-    u32 a[FRAGMENT_SETS][4];
-    weights.load(a[0], 0);
-    Columns shifted = pixels;
-    shifted.start += VARIANT_ROW[variant] * (ROW_BYTES / 16);
-    multiply_from<first[STRETCH], 0>(acc, a, weights, shifted, behind, lane);
-  } else if constexpr (STRETCH + 1 < STRETCHES) {
-    multiply_chunk<STRETCH + 1>(variant, acc, weights, pixels, behind, lane);
-  }
+  constexpr int first[] = {0};  // variant
+  u32 a[FRAGMENT_SETS][4];
+  weights.load(a[0], 0);
+  Columns shifted = pixels;
+  shifted.start += VARIANT_ROW[variant] * (ROW_BYTES / 16);
+  multiply_from<first[STRETCH], 0>(acc, a, weights, shifted, behind, lane);
 }
 
 // --- epilogue --------------------------------------------------------------------------------------------------------
@@ -858,6 +850,80 @@ __device__ __forceinline__ Slab slab_of(const Tile& t, int cout_block, int warp)
   slab.od = SUB_D[t.variant * SUBS + sub];
   slab.oh = SUB_HH[t.variant * SUBS + sub];
   return slab;
+}
+
+// Sub-positions without taps are the bias alone, and are stored from registers with a tile's own outputs. What of them
+// lies together
+// in memory, whole planes along H and W or rows, the tiles that cover it divide without regard for what each covers, so that shares
+// are long and begin where sectors do. (measured: as tiles of their own, which multiply nothing and pass
+// through the buffer, kb77 0.50 instead of 0.39 ms, bfloat16 0.33 and 0.29, kb75 0.31 and 0.17, kb81 0.18 and 0.15.)
+constexpr int FILL_STEPS = 4;
+
+// A share of a run of one channel: from its first byte on, or from the sector that has it (but not beyond `lowest`), to
+// `end`, or to
+// the sector that has it. A call stores FILL_STEPS times 512 bytes, `from` there on, without a branch, so that several
+// channels' are
+// under way, each along its row (measured: the same bytes of all channels in turn, kb81 bfloat16 142 -> 175 us).
+__device__ __forceinline__ void fill_some(char* share, int lowest, int end, bool last, int from, u32 word, int lane,
+    bool exists) {
+  const u32 v[4] = {word, word, word, word};
+  int phase = (int)((u64)share & 31), a = -phase > lowest ? -phase : lowest,
+      z = last ? end : ((end + phase) & ~31) - phase;
+  int at = ((a + phase) & ~15) - phase + from + lane * 16;
+#pragma unroll
+  for (int i = 0; i < FILL_STEPS; i++)
+    store_global_128_if(share + at + i * 512, v, exists && at + i * 512 >= a && at + i * 512 + 16 <= z);
+  // What is left of 16 bytes at either end, in elements; the first lanes have the head, if one unit has both all of it.
+  bool tail = lane & VEC, ragged = (a + phase) & 15;
+  at = (((tail ? z : a) + phase) & ~15) - phase + lane % VEC * ELEMENT;
+  bool ok = exists && from == 0 && lane < 2 * VEC && (tail ? !ragged || (a + phase) / 16 < (z + phase) / 16 : ragged)
+      && at >= a && at < z;
+  store_global_if(share + at, word, ok);
+}
+
+// A warp's channels of the bare sub-positions of a tile's variant, of which each SUBS-th is its own. Of consumers that halve the
+// pixels each takes every second channel (channels-last: round of pixels), `part` says which.
+__device__ __forceinline__ void fill(const float* __restrict__ bias, char* __restrict__ y, const Sizes& s,
+    const Tile& t, const Slab& slab, int part, int warp, int lane) {
+  constexpr int SHARES = 2;
+  int first = t.group * COUT_G + slab.cout;
+  u32 word = bias && lane < slab.couts ? STORE_BITS((float)(bias[first + lane])) : 0;
+  long long channel_bytes = (long long)s.out_d * s.out_h * s.out_w * ELEMENT;
+#pragma unroll 1
+  for (int b = BARE_OF[t.variant] + warp * 16 / ROWS_PER_SUB; b < BARE_OF[t.variant + 1]; b += SUBS) {
+    const bool plane = BARE_ROW[b] == 0;                // else so many rows
+    int share = t.w / TILE_W, shares = s.tiles_w, most = plane ? s.out_h : BARE_ROW[b];
+    if (plane) share += t.h / TILE_H * shares, shares *= s.tiles_h;
+    const bool last = share + 1 == shares;
+    u32 whole = (u32)most * s.out_w / shares;           // outputs of a share, where all rows exist
+#pragma unroll 1
+    for (int i = 0; i < TILE_N * TILE_D * TILE_H; i += plane ? TILE_H : 1) {
+      int n = t.n + i / (TILE_D * TILE_H), od = OUT_STEP_D * (t.d + i / TILE_H % TILE_D) + BARE_D[b];
+      int oh = plane ? 0 : OUT_STEP_H * (t.h + i % TILE_H) + BARE_H[b],
+          rows = s.out_h - oh < most ? s.out_h - oh : most;
+      if (n >= s.batch || od >= s.out_d || rows <= 0) continue;
+      u32 each = rows == most ? whole : (u32)rows * s.out_w / shares;
+      int own = (last ? (u32)rows * s.out_w - share * each : each) * ELEMENT;
+      long long before = (long long)share * each * ELEMENT;
+      int lowest = before < 31 ? -(int)before : -31;
+      char* to = y + (((((long long)n * COUT + first) * s.out_d + od) * s.out_h + oh) * s.out_w) * ELEMENT + before;
+      // with up to 31 bytes of the sector, and 15 of the unit, that it begins in
+      const bool once = own + 46 <= FILL_STEPS * 512;
+      if (once) {
+#pragma unroll 4
+        for (int c = part; c < 16; c += SHARES)
+          fill_some(to + c * channel_bytes, lowest, own, last, 0, __shfl_sync(0xffffffffu, word, c), lane,
+              c < slab.couts);
+      } else {
+#pragma unroll 1
+        for (int c = part; c < 16; c += SHARES)
+#pragma unroll 1
+          for (int from = 0; from < own + 46; from += FILL_STEPS * 512)
+            fill_some(to + c * channel_bytes, lowest, own, last, from, __shfl_sync(0xffffffffu, word, c), lane,
+                c < slab.couts);
+      }
+    }
+  }
 }
 
 constexpr int OUTPUTS = RUN * W_SUBS;  // of a row of a run
@@ -980,6 +1046,7 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* 
   asm volatile("" : "+r"(lane));  // what follows from it is found here, not kept from tile to tile (spills)
   int g = lane >> 2;
   Slab slab = slab_of(t, cout_block, warp);
+  fill(bias, y, s, t, slab, first_subtile / NB, warp, lane);
   if (slab.couts <= 0) return;
   float b[2] = {0.f, 0.f};
 #pragma unroll
@@ -1027,23 +1094,17 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* 
 __device__ __forceinline__ void consume(const char* packed, const float* bias, char* y, const Sizes& s, u32 tiles,
     u32 full, u32 empty, Fragments& weights, u32 buffers, int wg, int thread) {
   int warp = thread >> 5, lane = thread & 31;
-  int first_subtile = 0, offset = fragment_part(wg, thread);
+  int first_subtile = wg * NB, offset = fragment_part(wg, thread);
   u32 buffer = buffers + (wg * 4 + warp) * BUFFER_BYTES;
   Cursor cursor = {0, 0};
   weights.cursor = {0, 0};
   weights.ring += offset;
   weights.first = true;
   int turn = 0;
-  if (wg == 1) named_arrive(2, CONSUMER_THREADS);  // the first turn is warpgroup 0's
 #pragma unroll 1
   for (int index = blockIdx.x; index < s.tiles; index += gridDim.x, turn++) {
     Tile t = tile_at(index, s);
     int chunks = chunks_of(t.variant);
-    if ((turn & 1) != wg) {
-      for (int i = 0; i < chunks; i++) cursor.next(STAGES_P);
-      weights.skip(t.variant);
-      continue;
-    }
     float acc[MB][NB][32];
 #pragma unroll
     for (int b = 0; b < MB; b++)
@@ -1055,7 +1116,6 @@ __device__ __forceinline__ void consume(const char* packed, const float* bias, c
           // here, not behind a fence of wgmma: ptxas would serialise all (C7519)
           asm volatile("" : "+f"(acc[b][nb][i]));
         }
-    named_sync(2 + wg, CONSUMER_THREADS);
     weights.begin(packed, t, offset);
     int variant = __shfl_sync(0xffffffffu, t.variant, 0);  // so that ptxas knows that warps do not part over it
     u32 behind = 0;                                      // CONTINUED: the chunk that the last step may still read
@@ -1066,12 +1126,9 @@ __device__ __forceinline__ void consume(const char* packed, const float* bias, c
       barrier_wait(full + cursor.stage * 8, cursor.parity);
       weights.begin_chunk(chunk);
       multiply_chunk<0>(variant, acc, weights, pixels, behind, lane);
-      behind = last;
+      give_back(last, lane);
     }
     weights.end();
-    named_arrive(2 + (wg ^ 1), CONSUMER_THREADS);
-    wgmma_wait<0>();
-    give_back(behind, lane);
     epilogue(acc, bias, y, s, t, t.cout_block * WGS_M, first_subtile, buffer, warp, lane);
   }
 }
@@ -1145,6 +1202,7 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 #undef OPERANDS
 #undef MULTIPLY_64
 #undef COLUMN
+#undef STORE_BITS
 #undef FRAGMENTS
 #undef STAGE_FRAGMENTS
 #undef RUN_FIRST
@@ -1195,9 +1253,9 @@ constexpr int SUBS = 1;  // (d, h) sub-positions in a block of 64 rows of M
 constexpr int ROWS_PER_SUB = 64;  // output channels of a sub-position in a block
 constexpr int W_SUBS = 5;  // W sub-positions of a tile, neighbours in a thread
 constexpr int MB = 3;  // blocks of 64 rows that a consumer accumulates
-constexpr int VARIANTS = 5;  // M-groups that differ in their taps
+constexpr int VARIANTS = 3;  // M-groups that differ in their taps
 constexpr int COUT_BLOCKS = 1;  // M-groups that share the output channels of a group
-constexpr int M_GROUPS = 5;  // groups x COUT_BLOCKS x VARIANTS
+constexpr int M_GROUPS = 3;  // groups x COUT_BLOCKS x VARIANTS
 constexpr int STAGES_P = 2;  // input tiles in shared memory
 constexpr int STAGES_S = 3;  // staging slots
 constexpr int STAGES_W = 4;  // stages of the weights: of the ring, or chunks
@@ -1212,7 +1270,6 @@ constexpr int COLUMN_PAD = 0;  // columns by which a box begins early
 constexpr int PLANE = 65;  // columns with one residue modulo IN_STEP_W
 constexpr int PLANES = 1;  // residues that some tap reads; of several boxes all
 constexpr int PLANE_BARRIERS = 1;
-constexpr int STRETCHES = 2;  // of a chunk's code: variants whose taps lie alike share one
 constexpr int FRAGMENT_SETS = 3;  // sets of registers that weights take in turn
 constexpr int PRODUCER_REGISTERS = 72;  // of a thread
 constexpr int CONSUMER_REGISTERS = 184;  // of a thread
@@ -1335,9 +1392,11 @@ template <int N> __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(N) : "memory");
 }
 
-// A kernel that includes this defines PRECISION, and TAIL: the signs of A and B and, for halves, how B lies.
+// A kernel that includes this defines PRECISION, A_SHARED, and TAIL: the signs of A and B and, for halves, how they lie
+// in shared memory.
 
-// wgmma: one warpgroup, D[64 x N] += A[64 x K] B[K x N], N = 32 to 256; A from registers, B from shared memory by descriptor.
+// wgmma: one warpgroup, D[64 x N] += A[64 x K] B[K x N], N = 32 to 256; A from registers or (A_SHARED) shared memory,
+// B from shared memory by descriptor.
 // Fragments (g = lane / 4, t = lane % 4): D[4j + 2h + c] is row 16 warp + g + 8h, column 8j + 2t + c.
 // Its registers in blocks of 16, those of A, B's descriptor; `scale` 0: D = A B instead.
 #define SUMS(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]),        \
@@ -1391,15 +1450,20 @@ constexpr int WGS_M = 1;
 constexpr int RELEASES = 1;  // consumers that read a stage
 constexpr int W_SUBTILES = TILE_W / SUB_W;
 constexpr int H_SUBTILES = TILE_H / SUB_H;
-// [variant][MB + 1]: where a block's taps begin
-__constant__ const int ENTRY[] = {0,0,0,0,0,1,2,3,3,3,3,3,3,4,5,6,6,7,8,9};
-__constant__ const int STRETCH_OF[] = {0,1,0,1,1};  // [variant]: which of those that serve several
-__constant__ const int VARIANT_ROW[] = {0,0,0,0,65};  // [variant]: shift of its taps against the first of these
-__constant__ const short SUB_D[] = {0,0,0,0,0};  // [variant][SUBS]: output offset of an M-row's sub-position
-__constant__ const short SUB_HH[] = {0,1,2,3,4};
-__constant__ const short U_W[] = {0,0,0,0,0};  // [variant]: first W sub-position
+__constant__ const int ENTRY[] = {0,1,2,3,3,4,5,6,6,7,8,9};  // [variant][MB + 1]: where a block's taps begin
+__constant__ const int VARIANT_ROW[] = {0,0,65};  // [variant]: shift of its taps against the first of these
+__constant__ const short SUB_D[] = {0,0,0};  // [variant][SUBS]: output offset of an M-row's sub-position
+__constant__ const short SUB_HH[] = {1,3,4};
+__constant__ const short U_W[] = {0,0,0};  // [variant]: first W sub-position
+__constant__ const short BARE_OF[] = {0,1,2,2};  // [variant]: where its sub-positions without taps begin
+__constant__ const short BARE_D[] = {0,0};  // their offsets, of rows the first
+__constant__ const short BARE_H[] = {0,2};
+__constant__ const short BARE_ROW[] = {1,1};  // rows along H, neighbours; 0: all
 __constant__ const int ROW_D[] = {0};  // input offset of a tile's rows
 __constant__ const int ROW_H[] = {0,1};
+
+// tf32, ieee
+#define STORE_BITS(v) __float_as_uint(v)
 
 struct Sizes {                                         // one layout for the packed argument block
   int batch, in_d, in_h, in_w, out_d, out_h, out_w;
@@ -1927,7 +1991,7 @@ __device__ __forceinline__ void give_back(u32 barrier, int lane) {
 
 // few steps: all blocks of a chunk are one stretch
 __device__ constexpr int entry_at(int i) {
-  constexpr int entry[] = {0,0,0,0,0,1,2,3,3,3,3,3,3,4,5,6,6,7,8,9};
+  constexpr int entry[] = {0,1,2,3,3,4,5,6,6,7,8,9};
   return entry[i];
 }
 __device__ constexpr int row_at(int i) {
@@ -1960,17 +2024,12 @@ __device__ __forceinline__ void multiply_from(float (&acc)[MB][NB][32], u32 (&a)
 template <int STRETCH>
 __device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB][32], Fragments& weights,
     const Columns& pixels, u32 behind, int lane) {
-  constexpr int first[] = {0,1};  // variant
-  int stretch = STRETCH_OF[variant];
-  if (stretch == STRETCH) {
-    u32 a[FRAGMENT_SETS][4];
-    weights.load(a[0], 0);
-    Columns shifted = pixels;
-    shifted.start += VARIANT_ROW[variant] * (ROW_BYTES / 16);
-    multiply_from<first[STRETCH], 0>(acc, a, weights, shifted, behind, lane);
-  } else if constexpr (STRETCH + 1 < STRETCHES) {
-    multiply_chunk<STRETCH + 1>(variant, acc, weights, pixels, behind, lane);
-  }
+  constexpr int first[] = {0};  // variant
+  u32 a[FRAGMENT_SETS][4];
+  weights.load(a[0], 0);
+  Columns shifted = pixels;
+  shifted.start += VARIANT_ROW[variant] * (ROW_BYTES / 16);
+  multiply_from<first[STRETCH], 0>(acc, a, weights, shifted, behind, lane);
 }
 
 // --- epilogue --------------------------------------------------------------------------------------------------------
@@ -2003,6 +2062,80 @@ __device__ __forceinline__ Slab slab_of(const Tile& t, int cout_block, int warp)
   slab.od = SUB_D[t.variant * SUBS + sub];
   slab.oh = SUB_HH[t.variant * SUBS + sub];
   return slab;
+}
+
+// Sub-positions without taps are the bias alone, and are stored from registers with a tile's own outputs. What of them
+// lies together
+// in memory, whole planes along H and W or rows, the tiles that cover it divide without regard for what each covers, so that shares
+// are long and begin where sectors do. (measured: as tiles of their own, which multiply nothing and pass
+// through the buffer, kb77 0.50 instead of 0.39 ms, bfloat16 0.33 and 0.29, kb75 0.31 and 0.17, kb81 0.18 and 0.15.)
+constexpr int FILL_STEPS = TILE_W * OUT_STEP_W * ELEMENT / 512 + 1;
+
+// A share of a run of one channel: from its first byte on, or from the sector that has it (but not beyond `lowest`), to
+// `end`, or to
+// the sector that has it. A call stores FILL_STEPS times 512 bytes, `from` there on, without a branch, so that several
+// channels' are
+// under way, each along its row (measured: the same bytes of all channels in turn, kb81 bfloat16 142 -> 175 us).
+__device__ __forceinline__ void fill_some(char* share, int lowest, int end, bool last, int from, u32 word, int lane,
+    bool exists) {
+  const u32 v[4] = {word, word, word, word};
+  int phase = (int)((u64)share & 31), a = -phase > lowest ? -phase : lowest,
+      z = last ? end : ((end + phase) & ~31) - phase;
+  int at = ((a + phase) & ~15) - phase + from + lane * 16;
+#pragma unroll
+  for (int i = 0; i < FILL_STEPS; i++)
+    store_global_128_if(share + at + i * 512, v, exists && at + i * 512 >= a && at + i * 512 + 16 <= z);
+  // What is left of 16 bytes at either end, in elements; the first lanes have the head, if one unit has both all of it.
+  bool tail = lane & VEC, ragged = (a + phase) & 15;
+  at = (((tail ? z : a) + phase) & ~15) - phase + lane % VEC * ELEMENT;
+  bool ok = exists && from == 0 && lane < 2 * VEC && (tail ? !ragged || (a + phase) / 16 < (z + phase) / 16 : ragged)
+      && at >= a && at < z;
+  store_global_if(share + at, word, ok);
+}
+
+// A warp's channels of the bare sub-positions of a tile's variant, of which each SUBS-th is its own. Of consumers that halve the
+// pixels each takes every second channel (channels-last: round of pixels), `part` says which.
+__device__ __forceinline__ void fill(const float* __restrict__ bias, char* __restrict__ y, const Sizes& s,
+    const Tile& t, const Slab& slab, int part, int warp, int lane) {
+  constexpr int SHARES = 1;
+  int first = t.group * COUT_G + slab.cout;
+  u32 word = bias && lane < slab.couts ? STORE_BITS((float)(bias[first + lane])) : 0;
+  long long channel_bytes = (long long)s.out_d * s.out_h * s.out_w * ELEMENT;
+#pragma unroll 1
+  for (int b = BARE_OF[t.variant] + warp * 16 / ROWS_PER_SUB; b < BARE_OF[t.variant + 1]; b += SUBS) {
+    const bool plane = BARE_ROW[b] == 0;                // else so many rows
+    int share = t.w / TILE_W, shares = s.tiles_w, most = plane ? s.out_h : BARE_ROW[b];
+    if (plane) share += t.h / TILE_H * shares, shares *= s.tiles_h;
+    const bool last = share + 1 == shares;
+    u32 whole = (u32)most * s.out_w / shares;           // outputs of a share, where all rows exist
+#pragma unroll 1
+    for (int i = 0; i < TILE_N * TILE_D * TILE_H; i += plane ? TILE_H : 1) {
+      int n = t.n + i / (TILE_D * TILE_H), od = OUT_STEP_D * (t.d + i / TILE_H % TILE_D) + BARE_D[b];
+      int oh = plane ? 0 : OUT_STEP_H * (t.h + i % TILE_H) + BARE_H[b],
+          rows = s.out_h - oh < most ? s.out_h - oh : most;
+      if (n >= s.batch || od >= s.out_d || rows <= 0) continue;
+      u32 each = rows == most ? whole : (u32)rows * s.out_w / shares;
+      int own = (last ? (u32)rows * s.out_w - share * each : each) * ELEMENT;
+      long long before = (long long)share * each * ELEMENT;
+      int lowest = before < 31 ? -(int)before : -31;
+      char* to = y + (((((long long)n * COUT + first) * s.out_d + od) * s.out_h + oh) * s.out_w) * ELEMENT + before;
+      // with up to 31 bytes of the sector, and 15 of the unit, that it begins in
+      const bool once = own + 46 <= FILL_STEPS * 512;
+      if (once) {
+#pragma unroll 4
+        for (int c = part; c < 16; c += SHARES)
+          fill_some(to + c * channel_bytes, lowest, own, last, 0, __shfl_sync(0xffffffffu, word, c), lane,
+              c < slab.couts);
+      } else {
+#pragma unroll 1
+        for (int c = part; c < 16; c += SHARES)
+#pragma unroll 1
+          for (int from = 0; from < own + 46; from += FILL_STEPS * 512)
+            fill_some(to + c * channel_bytes, lowest, own, last, from, __shfl_sync(0xffffffffu, word, c), lane,
+                c < slab.couts);
+      }
+    }
+  }
 }
 
 constexpr int OUTPUTS = RUN * W_SUBS;  // of a row of a run
@@ -2125,6 +2258,7 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* 
   asm volatile("" : "+r"(lane));  // what follows from it is found here, not kept from tile to tile (spills)
   int g = lane >> 2;
   Slab slab = slab_of(t, cout_block, warp);
+  fill(bias, y, s, t, slab, first_subtile / NB, warp, lane);
   if (slab.couts <= 0) return;
   float b[2] = {0.f, 0.f};
 #pragma unroll
@@ -2284,6 +2418,7 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 #undef OPERANDS
 #undef MULTIPLY_64
 #undef COLUMN
+#undef STORE_BITS
 #undef FRAGMENTS
 #undef STAGE_FRAGMENTS
 #undef RUN_FIRST
@@ -2473,9 +2608,11 @@ template <int N> __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(N) : "memory");
 }
 
-// A kernel that includes this defines PRECISION, and TAIL: the signs of A and B and, for halves, how B lies.
+// A kernel that includes this defines PRECISION, A_SHARED, and TAIL: the signs of A and B and, for halves, how they lie
+// in shared memory.
 
-// wgmma: one warpgroup, D[64 x N] += A[64 x K] B[K x N], N = 32 to 256; A from registers, B from shared memory by descriptor.
+// wgmma: one warpgroup, D[64 x N] += A[64 x K] B[K x N], N = 32 to 256; A from registers or (A_SHARED) shared memory,
+// B from shared memory by descriptor.
 // Fragments (g = lane / 4, t = lane % 4): D[4j + 2h + c] is row 16 warp + g + 8h, column 8j + 2t + c.
 // Its registers in blocks of 16, those of A, B's descriptor; `scale` 0: D = A B instead.
 #define SUMS(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]),        \
@@ -4440,9 +4577,9 @@ void pack_forward(const at::Tensor& weight, const at::Tensor& packed) {
 void run_forward(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
                  const at::Tensor& out, int64_t blocks, const std::array<int64_t, 11>& sizes) {
   const CUtensorMap map = tensor_map(x, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, {sizes[3], sizes[2], sizes[1], 32, sizes[0]},
-                                     {68, 2, 1, 32, 1}, {1, 1, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_NONE);
+                                     {132, 2, 1, 16, 1}, {1, 1, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_NONE);
   const auto pointers = std::make_tuple(x.data_ptr(), packed.data_ptr(), address(bias), out.data_ptr());
-  launch<forward::gather, 512, 220312>(x, blocks, pointers, sizes, std::make_tuple(map));
+  launch<forward::gather, 512, 223384>(x, blocks, pointers, sizes, std::make_tuple(map));
 }
 
 void pack_forward_unaligned(const at::Tensor& weight, const at::Tensor& packed) {
@@ -4639,10 +4776,10 @@ FORWARD = (
     Gather(
         name="forward",
         unit=4,
-        tile=(1, 1, 1, 64),
+        tile=(1, 1, 1, 128),
         steps=(1, 5, 5),
         leads=(0, 0, 0),
-        m_groups=5,
+        m_groups=3,
         resident=False,
         words=18432,
         packed=torch.int32,
@@ -4653,7 +4790,7 @@ FORWARD = (
         tile=(1, 1, 1, 64),
         steps=(1, 5, 5),
         leads=(0, 0, 0),
-        m_groups=5,
+        m_groups=3,
         resident=False,
         words=18432,
         packed=torch.int32,

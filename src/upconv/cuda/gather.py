@@ -659,9 +659,10 @@ def _whole(t: Tiling, clocks: Clocks, p: Problem, gpu: Gpu) -> tuple[float, str]
     tail = clocks.tail if waves < _MANY else 0.0
     seconds = (clocks.tile * waves + tail) / gpu.clock
     ragged = 1.0
-    if t.channels_last:  # (NOTES: kb81 bfloat16, whole rows of pixels 126 us, one of 5 phases at a time 137)
-        ragged = 1.05 if t.bare and not t.contiguous else 1.0
-    elif result_shape(p)[-1] * t.element % 32:  # (NOTES: kb81 TF32, a row's halves together 296 us, its tiles in turn 319)
+    if t.channels_last:
+        if t.bare and not t.contiguous:  # (NOTES: kb81 bfloat16 137 us, with all phases of a row in a tile 126)
+            ragged = 1.05
+    elif result_shape(p)[-1] * t.element % 32:  # (NOTES: kb81 TF32 319 us, with a row's halves stored together 296)
         ragged = 1.16 if _halves_of_a_row(t) else 1.25
     out = math.prod(result_shape(p))
     source = math.prod(source_shape(p)) * _read(t, min(tiles, gpu.multiprocessors), gpu)

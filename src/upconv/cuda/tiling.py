@@ -18,7 +18,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import accumulate, count, product
+from itertools import accumulate, product
 
 from upconv.cuda.shuffle import Shuffle, Triple
 from upconv.problem import Problem
@@ -160,10 +160,10 @@ def _multiplied(p: Problem, unroll: Triple, subs: int, w_subs: int) -> _Multipli
     variants = tuple((s, u) for s in sets for u in range(0, axis_w.out_step, w_subs))
     without: tuple[Bare, ...] = ()
     if w_subs == axis_w.out_step or p.layout == "channels_last":
-        full = {v for v in variants if any(map(tapped, v[0])) and any(axis_w.taps[v[1] : v[1] + w_subs])}
-        places = ((*pair, first_w) for s, first_w in variants if (s, first_w) not in full for pair in s)
+        kept = {v for v in variants if any(map(tapped, v[0])) and any(axis_w.taps[v[1] : v[1] + w_subs])}
+        places = ((*pair, first_w) for s, first_w in variants if (s, first_w) not in kept for pair in s)
         without = _bare(places, axis_h.out_step, axis_w.out_step // w_subs)
-        variants = tuple(v for v in variants if v in full)
+        variants = tuple(v for v in variants if v in kept)
     if any(len(s) != subs for s, _ in variants):
         raise Unfit("sub-positions do not fill the blocks")
     blocks_of_w = tuple(range(w_subs))
@@ -188,7 +188,16 @@ def _multiplied(p: Problem, unroll: Triple, subs: int, w_subs: int) -> _Multipli
     every = {entry[0] for blocks in entries for block in blocks for entry in block}
     offsets = tuple(tuple(sorted({off[axis] for off in every})) or (0,) for axis in range(3))
     return _Multiplied(
-        variants, without, blocks_of_w, tuple(entries), counts, max(counts), sum(counts), frozenset(counts), lengths, offsets
+        variants,
+        without,
+        blocks_of_w,
+        tuple(entries),
+        counts,
+        max(counts),
+        sum(counts),
+        frozenset(counts),
+        lengths,
+        offsets,
     )
 
 
@@ -204,7 +213,7 @@ def _bare(places: Iterable[Triple], heights: int, widths: int) -> tuple[Bare, ..
             found.append(Bare(d, 0, -1, 0))
             continue
         firsts = sorted(h for h in whole if h - 1 not in whole)
-        found += [Bare(d, h, -1, next(n for n in count(1) if h + n not in whole)) for h in firsts]
+        found += [Bare(d, h, -1, next(n for n in range(1, heights + 1) if h + n not in whole)) for h in firsts]
         found += [Bare(d, h, w, 1) for h, ws in rows.items() if h not in whole for w in ws]
     return tuple(found)
 
@@ -360,9 +369,9 @@ class Tiling:
         found: list[list[Bare]] = [[] for _ in self.variants]
         owners = {(*pair, w): i for i, (pairs, w) in enumerate(self.variants) for pair in pairs}
         for one in self._multiplied.bare:
-            last = (one.d, one.h, one.w + self.width_subs) if one.w >= 0 else (one.d, one.h + one.rows, 0)
+            behind = (one.d, one.h, one.w + self.width_subs) if one.w >= 0 else (one.d, one.h + one.rows, 0)
             least = min(range(len(found)), key=lambda i: sum(b.rows or self.out_steps[1] for b in found[i]))
-            found[owners.get(last, least) if one.rows else least].append(one)
+            found[owners.get(behind, least) if one.rows else least].append(one)
         return tuple(map(tuple, found))
 
     @property
