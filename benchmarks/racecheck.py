@@ -45,6 +45,7 @@ EVERY_LANE = {
     ),
     "wgrad_wgmma.cu": (
         ("if (lane == 0) barrier_arrive(empty", "barrier_arrive(empty"),
+        ("if (i > begin && lane == 0) barrier_arrive(empty", "if (i > begin) barrier_arrive(empty"),
         ("barrier_init(empty + 8 * i, WGS * 4);", "barrier_init(empty + 8 * i, WGS * 128);"),
     ),
 }
@@ -84,11 +85,12 @@ def run_gather(p: Problem, wanted: Callable[[Any], bool]) -> None:
     prepared.run(x, prepared.pack(tensor(p.weight_shape, p)), None, out)
 
 
-def run_wgrad(p: Problem, splits: int) -> None:
-    """The first tiling whose splits can be a cluster."""
+def run_wgrad(p: Problem, splits: int, descriptors: bool = False) -> None:
+    """The first tiling whose splits can be a cluster. ``descriptors``: both operands come by these."""
     aligned, aligned_g = (size[-1] * p.dtype.itemsize % 16 == 0 for size in (p.size, p.out_size))
     every = wgrad.candidates(wgrad._any_size(p), gpu(0), aligned, aligned_g, wgrad._narrow(p), wgrad._classes(p))
-    tiling = next(t for t in every if getattr(t, "adds_up", False) and t.tiles <= 9)
+    wanted = (t for t in every if getattr(t, "adds_up", False) and getattr(t, "a_shared", False) == descriptors)
+    tiling = next(t for t in wanted if t.tiles <= 9)
     prepared = wgrad.Choice(tiling, p, gpu(0), splits, 0.0, "").prepare(0)
     if (prepared._clusters is not None) != (splits > 1):
         raise RuntimeError(f"{splits} splits are not launched as expected")
@@ -131,6 +133,7 @@ CASES: dict[str, tuple[str, Callable[[], None]]] = {
     "two-steps": ("wgrad", lambda: run_wgrad(problem(PLAIN, "tf32", "nchw", "grad-weight"), 1)),
     "cluster": ("wgrad", lambda: run_wgrad(problem(PLAIN, "bf16", "nchw", "grad-weight"), 4)),
     "cluster-last": ("wgrad", lambda: run_wgrad(problem(PLAIN, "bf16", "channels_last", "grad-weight"), 2)),
+    "descriptors": ("wgrad", lambda: run_wgrad(problem(PLAIN, "bf16", "channels_last", "grad-weight"), 2, True)),
     "relayout": ("to_", lambda: run_relayout(problem(STRIDED, "bf16", "nchw", "grad-input"))),
 }
 """Of each case the kernels' names begin so, and what runs them."""
