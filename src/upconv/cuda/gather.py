@@ -253,11 +253,15 @@ class Prepared:
     def run(self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, fresh: bool = False) -> None:
         """Launches the kernel: ``x`` and ``out`` dense in the problem's layout, ``packed`` what `pack` returned.
 
-        For pass "grad-input" they are the output's gradient and the input's, and there is no bias. ``out`` begins at 16
-        bytes, as allocations do. ``fresh``: `pack` was called just before, and the kernel loads its first pixels beside
-        what that launched.
+        For pass "grad-input" they are the output's gradient and the input's, and there is no bias. ``fresh``: `pack`
+        was called just before, and the kernel loads its first pixels beside what that launched.
         """
-        address = x.data_ptr()
+        address, at_out = x.data_ptr(), out.data_ptr()
+        if at_out & 15:  # PyTorch's allocations never do; the kernel stores what begins at 16 bytes with its rows
+            whole = torch.empty_like(out)
+            self.run(x, packed, bias, whole, fresh)
+            out.copy_(whole)
+            return
         if address & 15 and self._tiling.needs_alignment:
             fresh = False  # it waits for this
             x = x.clone()  # a view that begins off 16 bytes; PyTorch's allocations never do
@@ -266,7 +270,7 @@ class Prepared:
         at_bias = 0 if bias is None else bias.data_ptr()
         if self.casts and bias is not None and bias.dtype is torch.float32:
             at_bias = at + 4 * self._words  # `pack` left it there
-        args = (address, at, at_bias, out.data_ptr(), *self._sizes)
+        args = (address, at, at_bias, at_out, *self._sizes)
         if self._tiling.tensor_map:
             args += self._map(address)
         if packed.dtype is torch.int32:
@@ -671,7 +675,8 @@ def _whole(t: Tiling, clocks: Clocks, p: Problem, gpu: Gpu) -> tuple[float, str]
         bound = "bytes"
     elif waves * gpu.multiprocessors > 1.5 * tiles:
         bound = "too few tiles"
-    factor = (_RING if t.planewise and not t.resident else 1.0) * (_HALVED if t.split == 0 else 1.0)
+    ring, halved = t.planewise and not t.resident, t.split == 0 and t.shuffle is None
+    factor = (_RING if ring else 1.0) * (_HALVED if halved else 1.0)
     return factor * (max(memory, seconds) + 0.15 * min(memory, seconds) + _LAUNCH), bound
 
 
