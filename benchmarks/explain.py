@@ -67,9 +67,11 @@ def explained(p: Problem) -> str:
 def cut(t: Tiling) -> str:
     """How a tiling cuts its layer, in two lines."""
     steps = " or ".join(str(n) for n in sorted(set(t.variant_entries)))
+    bare = sum(one.rows or t.out_steps[1] for of_variant in t.bare for one in of_variant if one.w < 0)
+    others = f"; rows of {bare} more sub-positions are the bias alone" if bare else ""
     return (
-        f"M: {t.subs} x {t.rows_per_sub} rows a block, rows unrolled {t.unroll[1]}x, {t.mb} blocks with taps for "
-        f"{t.width_subs} W sub-positions, {t.m_groups} M-groups\n"
+        f"M: {t.subs} x {t.rows_per_sub} rows a block, unrolled {t.unroll[0]}x{t.unroll[1]} (DxH), {t.mb} blocks with "
+        f"taps for {t.width_subs} W sub-positions, {t.m_groups} M-groups{others}\n"
         f"N: {t.subtiles} subtiles of {t.sub[0]}x{t.sub[1]} q, {t.pixels} pixels with the halo; {steps} taps a chunk, "
         f"{useful(t):.0%} of the multiplications useful"
     )
