@@ -247,7 +247,7 @@ template <int N> __device__ __forceinline__ void wgmma_wait() {
 // wgmma: one warpgroup, D[64 x N] += A[64 x K] B[K x N], N = 32 to 256; A from registers or (A_SHARED) shared memory,
 // B from shared memory by descriptor.
 // Fragments (g = lane / 4, t = lane % 4): D[4j + 2h + c] is row 16 warp + g + 8h, column 8j + 2t + c.
-// Its registers in blocks of 16, those of A, B's descriptor; `scale` 0: D = A B instead.
+// Its registers in blocks of 16, those of A (A_SHARED: two, a descriptor's words), B's descriptor; `scale` 0: D = A B instead.
 #define SUMS(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]),        \
     "+f"(d[i + 6]), "+f"(d[i + 7]), "+f"(d[i + 8]), "+f"(d[i + 9]), "+f"(d[i + 10]), "+f"(d[i + 11]),                 \
     "+f"(d[i + 12]), "+f"(d[i + 13]), "+f"(d[i + 14]), "+f"(d[i + 15])
@@ -305,9 +305,9 @@ __constant__ const short SUB_D[] = {1};  // [variant][SUBS]: output offset of an
 __constant__ const short SUB_HH[] = {1};
 __constant__ const short U_W[] = {0};  // [variant]: first W sub-position
 __constant__ const short BARE_OF[] = {0,2};  // [variant]: where its sub-positions without taps begin
-__constant__ const short BARE_D[] = {0,1};  // their offsets, of rows the first
+__constant__ const short BARE_D[] = {1,0};  // their offsets, of rows the first
 __constant__ const short BARE_H[] = {0,0};
-__constant__ const short BARE_ROW[] = {0,1};  // rows along H, neighbours; 0: all
+__constant__ const short BARE_ROW[] = {1,0};  // rows along H, neighbours; 0: all
 __constant__ const int ROW_D[] = {-1,0,1};  // input offset of a tile's rows
 __constant__ const int ROW_H[] = {-1,0,1,2,3,4};
 
@@ -862,14 +862,15 @@ __device__ __forceinline__ Slab slab_of(const Tile& t, int cout_block, int warp)
 // Sub-positions without taps are the bias alone, and are stored from registers with a tile's own outputs. What of them
 // lies together
 // in memory, whole planes along H and W or rows, the tiles that cover it divide without regard for what each covers, so that shares
-// are long and begin where sectors do. (measured: as tiles of their own, which multiply nothing and pass
-// through the buffer, kb77 0.50 instead of 0.39 ms, bfloat16 0.33 and 0.29, kb75 0.31 and 0.17, kb81 0.18 and 0.15.)
+// are long and begin where sectors do. (measured: as tiles of their own, which multiply nothing and pass through the
+// buffer, kb77 0.50
+// instead of 0.39 ms, bfloat16 0.33 and 0.29, kb75 0.31 and 0.17, kb81 0.18 and 0.15.)
 constexpr int FILL_STEPS = TILE_W * OUT_STEP_W * ELEMENT / 512 + 1;
 
-// A share of a run of one channel: from its first byte on, or from the sector that has it (but not beyond `lowest`), to
-// `end`, or to
-// the sector that has it. A call stores FILL_STEPS times 512 bytes, `from` there on, without a branch, so that several
-// channels' are
+// A share of a run of one channel: from where the sector of its first byte begins (but not before `lowest`) to `end`,
+// or, if it is not
+// the run's `last`, to where the sector of `end` begins. A call stores FILL_STEPS times 512 bytes, `from` there on,
+// without a branch, so that several channels' are
 // under way, each along its row (measured: the same bytes of all channels in turn, kb81 bfloat16 142 -> 175 us).
 __device__ __forceinline__ void fill_some(char* share, int lowest, int end, bool last, int from, u32 word, int lane,
     bool exists) {
@@ -880,7 +881,7 @@ __device__ __forceinline__ void fill_some(char* share, int lowest, int end, bool
 #pragma unroll
   for (int i = 0; i < FILL_STEPS; i++)
     store_global_128_if(share + at + i * 512, v, exists && at + i * 512 >= a && at + i * 512 + 16 <= z);
-  // What is left of 16 bytes at either end, in elements; the first lanes have the head, if one unit has both all of it.
+  // What is left of 16 bytes at either end, in elements: the first lanes have the head, and all where both ends are in one unit.
   bool tail = lane & VEC, ragged = (a + phase) & 15;
   at = (((tail ? z : a) + phase) & ~15) - phase + lane % VEC * ELEMENT;
   bool ok = exists && from == 0 && lane < 2 * VEC && (tail ? !ragged || (a + phase) / 16 < (z + phase) / 16 : ragged)
@@ -902,14 +903,14 @@ __device__ __forceinline__ void fill(const float* __restrict__ bias, char* __res
     int share = t.w / TILE_W, shares = s.tiles_w, most = plane ? s.out_h : BARE_ROW[b];
     if (plane) share += t.h / TILE_H * shares, shares *= s.tiles_h;
     const bool last = share + 1 == shares;
-    u32 whole = (u32)most * s.out_w / shares;           // outputs of a share, where all rows exist
+    u32 whole = (u64)most * s.out_w / shares;           // outputs of a share, where all rows exist
 #pragma unroll 1
     for (int i = 0; i < TILE_N * TILE_D * TILE_H; i += plane ? TILE_H : 1) {
       int n = t.n + i / (TILE_D * TILE_H), od = OUT_STEP_D * (t.d + i / TILE_H % TILE_D) + BARE_D[b];
       int oh = plane ? 0 : OUT_STEP_H * (t.h + i % TILE_H) + BARE_H[b],
           rows = s.out_h - oh < most ? s.out_h - oh : most;
       if (n >= s.batch || od >= s.out_d || rows <= 0) continue;
-      u32 each = rows == most ? whole : (u32)rows * s.out_w / shares;
+      u32 each = rows == most ? whole : (u64)rows * s.out_w / shares;
       int own = (last ? (u32)rows * s.out_w - share * each : each) * ELEMENT;
       long long before = (long long)share * each * ELEMENT;
       int lowest = before < 31 ? -(int)before : -31;
@@ -1415,7 +1416,7 @@ template <int N> __device__ __forceinline__ void wgmma_wait() {
 // wgmma: one warpgroup, D[64 x N] += A[64 x K] B[K x N], N = 32 to 256; A from registers or (A_SHARED) shared memory,
 // B from shared memory by descriptor.
 // Fragments (g = lane / 4, t = lane % 4): D[4j + 2h + c] is row 16 warp + g + 8h, column 8j + 2t + c.
-// Its registers in blocks of 16, those of A, B's descriptor; `scale` 0: D = A B instead.
+// Its registers in blocks of 16, those of A (A_SHARED: two, a descriptor's words), B's descriptor; `scale` 0: D = A B instead.
 #define SUMS(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]),        \
     "+f"(d[i + 6]), "+f"(d[i + 7]), "+f"(d[i + 8]), "+f"(d[i + 9]), "+f"(d[i + 10]), "+f"(d[i + 11]),                 \
     "+f"(d[i + 12]), "+f"(d[i + 13]), "+f"(d[i + 14]), "+f"(d[i + 15])
@@ -1472,9 +1473,9 @@ __constant__ const short SUB_D[] = {1};  // [variant][SUBS]: output offset of an
 __constant__ const short SUB_HH[] = {1};
 __constant__ const short U_W[] = {0};  // [variant]: first W sub-position
 __constant__ const short BARE_OF[] = {0,2};  // [variant]: where its sub-positions without taps begin
-__constant__ const short BARE_D[] = {0,1};  // their offsets, of rows the first
+__constant__ const short BARE_D[] = {1,0};  // their offsets, of rows the first
 __constant__ const short BARE_H[] = {0,0};
-__constant__ const short BARE_ROW[] = {0,1};  // rows along H, neighbours; 0: all
+__constant__ const short BARE_ROW[] = {1,0};  // rows along H, neighbours; 0: all
 __constant__ const int ROW_D[] = {-1,0,1};  // input offset of a tile's rows
 __constant__ const int ROW_H[] = {-1,0,1,2,3,4};
 
@@ -2082,14 +2083,15 @@ __device__ __forceinline__ Slab slab_of(const Tile& t, int cout_block, int warp)
 // Sub-positions without taps are the bias alone, and are stored from registers with a tile's own outputs. What of them
 // lies together
 // in memory, whole planes along H and W or rows, the tiles that cover it divide without regard for what each covers, so that shares
-// are long and begin where sectors do. (measured: as tiles of their own, which multiply nothing and pass
-// through the buffer, kb77 0.50 instead of 0.39 ms, bfloat16 0.33 and 0.29, kb75 0.31 and 0.17, kb81 0.18 and 0.15.)
+// are long and begin where sectors do. (measured: as tiles of their own, which multiply nothing and pass through the
+// buffer, kb77 0.50
+// instead of 0.39 ms, bfloat16 0.33 and 0.29, kb75 0.31 and 0.17, kb81 0.18 and 0.15.)
 constexpr int FILL_STEPS = TILE_W * OUT_STEP_W * ELEMENT / 512 + 1;
 
-// A share of a run of one channel: from its first byte on, or from the sector that has it (but not beyond `lowest`), to
-// `end`, or to
-// the sector that has it. A call stores FILL_STEPS times 512 bytes, `from` there on, without a branch, so that several
-// channels' are
+// A share of a run of one channel: from where the sector of its first byte begins (but not before `lowest`) to `end`,
+// or, if it is not
+// the run's `last`, to where the sector of `end` begins. A call stores FILL_STEPS times 512 bytes, `from` there on,
+// without a branch, so that several channels' are
 // under way, each along its row (measured: the same bytes of all channels in turn, kb81 bfloat16 142 -> 175 us).
 __device__ __forceinline__ void fill_some(char* share, int lowest, int end, bool last, int from, u32 word, int lane,
     bool exists) {
@@ -2100,7 +2102,7 @@ __device__ __forceinline__ void fill_some(char* share, int lowest, int end, bool
 #pragma unroll
   for (int i = 0; i < FILL_STEPS; i++)
     store_global_128_if(share + at + i * 512, v, exists && at + i * 512 >= a && at + i * 512 + 16 <= z);
-  // What is left of 16 bytes at either end, in elements; the first lanes have the head, if one unit has both all of it.
+  // What is left of 16 bytes at either end, in elements: the first lanes have the head, and all where both ends are in one unit.
   bool tail = lane & VEC, ragged = (a + phase) & 15;
   at = (((tail ? z : a) + phase) & ~15) - phase + lane % VEC * ELEMENT;
   bool ok = exists && from == 0 && lane < 2 * VEC && (tail ? !ragged || (a + phase) / 16 < (z + phase) / 16 : ragged)
@@ -2122,14 +2124,14 @@ __device__ __forceinline__ void fill(const float* __restrict__ bias, char* __res
     int share = t.w / TILE_W, shares = s.tiles_w, most = plane ? s.out_h : BARE_ROW[b];
     if (plane) share += t.h / TILE_H * shares, shares *= s.tiles_h;
     const bool last = share + 1 == shares;
-    u32 whole = (u32)most * s.out_w / shares;           // outputs of a share, where all rows exist
+    u32 whole = (u64)most * s.out_w / shares;           // outputs of a share, where all rows exist
 #pragma unroll 1
     for (int i = 0; i < TILE_N * TILE_D * TILE_H; i += plane ? TILE_H : 1) {
       int n = t.n + i / (TILE_D * TILE_H), od = OUT_STEP_D * (t.d + i / TILE_H % TILE_D) + BARE_D[b];
       int oh = plane ? 0 : OUT_STEP_H * (t.h + i % TILE_H) + BARE_H[b],
           rows = s.out_h - oh < most ? s.out_h - oh : most;
       if (n >= s.batch || od >= s.out_d || rows <= 0) continue;
-      u32 each = rows == most ? whole : (u32)rows * s.out_w / shares;
+      u32 each = rows == most ? whole : (u64)rows * s.out_w / shares;
       int own = (last ? (u32)rows * s.out_w - share * each : each) * ELEMENT;
       long long before = (long long)share * each * ELEMENT;
       int lowest = before < 31 ? -(int)before : -31;
@@ -2630,7 +2632,7 @@ template <int N> __device__ __forceinline__ void wgmma_wait() {
 // wgmma: one warpgroup, D[64 x N] += A[64 x K] B[K x N], N = 32 to 256; A from registers or (A_SHARED) shared memory,
 // B from shared memory by descriptor.
 // Fragments (g = lane / 4, t = lane % 4): D[4j + 2h + c] is row 16 warp + g + 8h, column 8j + 2t + c.
-// Its registers in blocks of 16, those of A, B's descriptor; `scale` 0: D = A B instead.
+// Its registers in blocks of 16, those of A (A_SHARED: two, a descriptor's words), B's descriptor; `scale` 0: D = A B instead.
 #define SUMS(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]),        \
     "+f"(d[i + 6]), "+f"(d[i + 7]), "+f"(d[i + 8]), "+f"(d[i + 9]), "+f"(d[i + 10]), "+f"(d[i + 11]),                 \
     "+f"(d[i + 12]), "+f"(d[i + 13]), "+f"(d[i + 14]), "+f"(d[i + 15])
@@ -3612,7 +3614,8 @@ constexpr int CONSUMER_REGISTERS = 216;  // of a thread
 //
 // The GEMM of wgrad.cu with the operands the other way round. M = 64 rows, an output channel at a tap each (SUBS taps of
 // 64 / SUBS channels), N = BLOCK_CI input channels, K = pixels.
-//   A, from registers: g's tile with its halo, read from shared memory at any column, so that a tap is an address.
+//   A, from registers: g's tile with its halo, read from shared memory at any column, so that a tap is an address. A_SHARED (16-bit
+//      rows of 64 channels): by descriptor, at any pixel.
 //   B, from shared memory by descriptor: x's tile as the tensor copy engine leaves it. NCHW: rows of a channel's pixels (K-major),
 //      rounded to TF32 on the way; CHANNELS_LAST of 16 bits: rows of a pixel's channels (MN-major). TF32 has no MN-major form, so
 //      that CHANNELS_LAST float32 is turned by the copying warpgroup (TURN_X).
@@ -3876,7 +3879,7 @@ reduce(const float* __restrict__ partial, bits* __restrict__ out, int slices, lo
 // wgmma: one warpgroup, D[64 x N] += A[64 x K] B[K x N], N = 32 to 256; A from registers or (A_SHARED) shared memory,
 // B from shared memory by descriptor.
 // Fragments (g = lane / 4, t = lane % 4): D[4j + 2h + c] is row 16 warp + g + 8h, column 8j + 2t + c.
-// Its registers in blocks of 16, those of A, B's descriptor; `scale` 0: D = A B instead.
+// Its registers in blocks of 16, those of A (A_SHARED: two, a descriptor's words), B's descriptor; `scale` 0: D = A B instead.
 #define SUMS(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]),        \
     "+f"(d[i + 6]), "+f"(d[i + 7]), "+f"(d[i + 8]), "+f"(d[i + 9]), "+f"(d[i + 10]), "+f"(d[i + 11]),                 \
     "+f"(d[i + 12]), "+f"(d[i + 13]), "+f"(d[i + 14]), "+f"(d[i + 15])

@@ -662,9 +662,10 @@ def test_chosen_kernels_compile_without_spills(p: Problem, gpu: Gpu) -> None:
 
 
 def rows_begin(p: Problem) -> int:
-    """Of 16 bytes and two elements the most that divides a result's rows; else 0."""
-    size = p.dtype.itemsize
-    return next((unit for unit in (16, 2 * size) if result_shape(p)[-1] * size % unit == 0), 0)
+    """Of 16 bytes and two elements the most that divides a result's rows; else an element, or 0 for pairs of rows."""
+    size, (*_, height, width) = p.dtype.itemsize, result_shape(p)
+    found = next((unit for unit in (16, 2 * size) if width * size % unit == 0), 0)
+    return found or (size if height % 2 else 0)
 
 
 @pytest.mark.parametrize("pass_", ["fwd", "grad-input"])
@@ -689,7 +690,9 @@ def test_a_kernel_knows_where_rows_of_its_sizes_begin(text: str, precision: str,
         assert not isinstance(general, str)
         assert jit._macros(general.sources()[0].source)["STORE_UNIT"] == "0"
     even = pass_ == "fwd" and "stride=2" in text  # all its widths are
-    assert found == ({16, 2 * p.dtype.itemsize} if even else {16, 2 * p.dtype.itemsize, 0})
+    odd = pass_ == "fwd" and "stride=3" in text  # all its heights are
+    others = set() if even else {p.dtype.itemsize if odd else 0}
+    assert found == {16, 2 * p.dtype.itemsize} | others
 
 
 @needs_nvrtc
@@ -701,7 +704,7 @@ def test_every_way_to_store_compiles_without_spills(name: str, precision: str) -
     p = case.problem.with_(dtype=DTYPES[precision], precision=precision)
     choice = gather.choose(p, H200)
     assert not isinstance(choice, str)
-    for unit in (16, 2 * p.dtype.itemsize, 0):
+    for unit in (16, 2 * p.dtype.itemsize, p.dtype.itemsize, 0):
         source = jit.source("gather.cu", choice.tiling.macros(store_unit=unit))
         check_compiled(choice.tiling, source, H200.arch)
 

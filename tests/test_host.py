@@ -126,15 +126,15 @@ def packing(tiling: Tiling, folder: Path) -> Path:
     return compiled("pack", folder)
 
 
-def fragments(tiling: WarpgroupTiling, folder: Path) -> Path:
-    """A program that compares a tiling's ways to fragments of the output's gradient."""
+def fragments(tiling: WarpgroupTiling, folder: Path, program: str = "fragments") -> Path:
+    """A program that compares a tiling's ways to fragments of the output's gradient, or follows its descriptors."""
     shared, own = ((KERNELS / name).read_text() for name in ("wgrad.cuh", "wgrad_wgmma.cu"))
     head = "#define COPIERS 128\n#define CI_INNERMOST 1\n" + cut(own, "#define STACK (", '#include "wgrad.cuh"')
     geometry = cut(shared, "#define VEC", "// =====")
     constants = cut(own, "#define ROWS_PER_SUB", "struct alignas(64) TensorMap")
     taps = cut(own, "struct Taps {", "#if STACKED\n// Rows of x that a row of g meets")
     (folder / "kernel.h").write_text(defined(tiling) + head + geometry + constants + taps)
-    return compiled("fragments", folder)
+    return compiled(program, folder)
 
 
 def ring(tiling: Tiling, folder: Path, boxed: bool = False) -> Path:
@@ -201,7 +201,7 @@ def test_every_output_arrives_and_nothing_else_is_written(seed: int, tmp_path: P
     assert tiles(epilogue(tiling_of(seed), tmp_path), seed, 80) > 500
 
 
-@pytest.mark.parametrize("unit", ("16 bytes", "two outputs"))
+@pytest.mark.parametrize("unit", ("16 bytes", "two outputs", "one"))
 @pytest.mark.parametrize("seed", range(6))
 def test_rows_whose_beginnings_the_plan_knows(seed: int, unit: str, tmp_path: Path) -> None:
     """Ways to store rows that begin elsewhere are not compiled."""
@@ -210,7 +210,7 @@ def test_rows_whose_beginnings_the_plan_knows(seed: int, unit: str, tmp_path: Pa
         return t.shuffle is None and t.contiguous and (seed > 2 or t.sub == (8, 8))
 
     tiling = tiling_of(seed, fit, last=False)
-    store_unit = 16 if unit == "16 bytes" else 2 * tiling.element
+    store_unit = {"16 bytes": 16, "two outputs": 2 * tiling.element, "one": tiling.element}[unit]
     assert tiles(epilogue(tiling, tmp_path, store_unit=store_unit), seed, 80) > 500
 
 
@@ -412,6 +412,28 @@ def test_taps_shift_their_fragments_out_of_common_words(seed: int, stride: int, 
         if tiling.shared_words and tiling.aligned_g == aligned:
             break
     assert tiles(fragments(tiling, tmp_path), seed, 200) > 1000
+
+
+@pytest.mark.parametrize("stacked", (False, True))
+@pytest.mark.parametrize("seed", range(6))
+def test_descriptors_name_the_pixels_of_a_tap(seed: int, stacked: bool, tmp_path: Path) -> None:
+    r = random.Random(seed)
+    while True:
+        rank, stride = r.choice((2, 2, 3)), r.choice((1, 2, 2, 3))
+        kernel, dilation = tuple(r.randint(1, 4) for _ in range(rank)), 1 if stacked else r.choice((1, 1, 2))
+        p = Problem.make(2, 64, r.choice((64, 128)), (9,) * rank, kernel, stride, 1, 0, dilation, dtype=torch.bfloat16)
+        p = p.with_(precision="bf16", layout="channels_last", pass_="grad-weight", bias=False)
+        every = wgrad.candidates(wgrad._any_size(p), H200, True, True)
+        fit = [t for t in every if isinstance(t, WarpgroupTiling) and t.a_shared and t.stacked == stacked]
+        if fit:
+            break
+    # A step's halves lie in different rows where these are of 8 pixels.
+    chosen = [r.choice(fit), r.choice([t for t in fit if t.tile[3] == 8] or fit)]
+    assert stacked or chosen[1].tile[3] == 8
+    for i, tiling in enumerate(chosen):
+        folder = tmp_path / str(i)
+        folder.mkdir()
+        assert tiles(fragments(tiling, folder, "descriptors"), seed, 8) > 100
 
 
 @pytest.mark.parametrize("at_once", [1, 5, 64])

@@ -194,7 +194,7 @@ static long long one_tile() {
   global_memory.assign((count + 64) * ELEMENT + 256, 0);
   written.assign(global_memory.size(), 0);
   y = (char*)(((u64)global_memory.data() + 255) / 128 * 128);
-  if (STORE_UNIT) y += below(2) * 16;
+  if (STORE_UNIT > ELEMENT) y += below(2) * 16;
   else if (!below(3) && !(CHANNELS_LAST && ALIGNED_COUT)) y += below(32 / ELEMENT) * ELEMENT;
   bias.resize(channels);
   for (ELEMENT_TYPE& b : bias) b = stored((float)below(8));

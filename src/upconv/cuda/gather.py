@@ -257,7 +257,7 @@ class Prepared:
         was called just before, and the kernel loads its first pixels beside what that launched.
         """
         address, at_out = x.data_ptr(), out.data_ptr()
-        if at_out & 15:  # PyTorch's allocations never do; the kernel stores what begins at 16 bytes with its rows
+        if at_out & 15:  # PyTorch's allocations never do; `store_unit` goes by sizes alone
             whole = torch.empty_like(out)
             self.run(x, packed, bias, whole, fresh)
             out.copy_(whole)
@@ -554,13 +554,16 @@ def _alignment(p: Problem) -> int:
 def store_unit(t: Tiling, p: Problem) -> int:
     """Bytes at multiples of which all rows of ``p``'s result begin and end: 16 or two elements; else 0.
 
+    One element: where a channel's outputs are no whole pairs, since eight rows of as many channels are stored together.
     A kernel has no way to store rows that begin elsewhere then; where runs begin at more it still finds out. (NOTES:
-    with all three ways, unrolled over registers, kb68 takes 2.8 s to compile instead of 1.2.)
+    with all three ways, unrolled over registers, kb68 takes 2.8 s to compile instead of 1.2, kb77 2.5 instead of 2.0.)
     """
     if t.channels_last or t.shuffle is not None or not t.contiguous:
         return 0
-    alignment = _alignment(p)
-    return 16 if alignment >= 16 else 2 * t.element if alignment >= 2 * t.element else 0
+    alignment, pair = _alignment(p), 2 * t.element
+    if alignment >= pair:
+        return 16 if alignment >= 16 else pair
+    return 0 if math.prod(result_shape(p)[2:]) % 2 == 0 else t.element
 
 
 @dataclass(frozen=True)

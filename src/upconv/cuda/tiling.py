@@ -15,9 +15,10 @@ sub-position has them all and ``in_step = stride``. What is read is called sourc
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from heapq import heapify, heapreplace
 from itertools import accumulate, product
 
 from upconv.cuda.shuffle import Shuffle, Triple
@@ -116,7 +117,7 @@ class Bare:
     w: int
     """The first of as many as a tile has; -1: all."""
     rows: int
-    """0: all."""
+    """Along H; 0: all."""
 
 
 Entries = tuple[tuple[tuple[tuple[Triple, tuple[int, ...]], ...], ...], ...]
@@ -127,7 +128,8 @@ class _Multiplied:
     """What a layer's M-groups multiply; hundreds of tilings share each of a dozen."""
 
     variants: tuple[tuple[tuple[tuple[int, int], ...], int], ...]
-    bare: tuple[Bare, ...]
+    bare: tuple[tuple[Bare, ...], ...]
+    """Per variant the sub-positions without taps that its tiles store; empty where no variant has any."""
     blocks_of_w: tuple[int, ...]
     entries: Entries
     """In the order of their offsets."""
@@ -158,12 +160,13 @@ def _multiplied(p: Problem, unroll: Triple, subs: int, w_subs: int) -> _Multipli
     pairs = sorted(product(range(axis_d.out_step), range(axis_h.out_step)), key=lambda pair: not tapped(pair))
     sets = [tuple(pairs[i : i + subs]) for i in range(0, len(pairs), subs)]
     variants = tuple((s, u) for s in sets for u in range(0, axis_w.out_step, w_subs))
-    without: tuple[Bare, ...] = ()
+    bare: tuple[tuple[Bare, ...], ...] = ()
     if w_subs == axis_w.out_step or p.layout == "channels_last":
         kept = {v for v in variants if any(map(tapped, v[0])) and any(axis_w.taps[v[1] : v[1] + w_subs])}
         places = ((*pair, first_w) for s, first_w in variants if (s, first_w) not in kept for pair in s)
-        without = _bare(places, axis_h.out_step, axis_w.out_step // w_subs)
+        runs = _bare(places, axis_h.out_step, axis_w.out_step // w_subs)
         variants = tuple(v for v in variants if v in kept)
+        bare = _shared_out(runs, variants, axis_h.out_step, w_subs)
     if any(len(s) != subs for s, _ in variants):
         raise Unfit("sub-positions do not fill the blocks")
     blocks_of_w = tuple(range(w_subs))
@@ -183,13 +186,13 @@ def _multiplied(p: Problem, unroll: Triple, subs: int, w_subs: int) -> _Multipli
                     taps[i] = (kd * kernel[1] + kh) * kernel[2] + kw
             blocks.append(tuple((offsets, tuple(taps)) for offsets, taps in sorted(found.items())))
         entries.append(tuple(blocks))
-    counts = tuple(sum(len(b) for b in blocks) for blocks in entries) or (0,)
+    counts = tuple(sum(len(b) for b in blocks) for blocks in entries)
     lengths = frozenset(len(b) for blocks in entries for b in blocks if b)
     every = {entry[0] for blocks in entries for block in blocks for entry in block}
     offsets = tuple(tuple(sorted({off[axis] for off in every})) or (0,) for axis in range(3))
     return _Multiplied(
         variants,
-        without,
+        bare,
         blocks_of_w,
         tuple(entries),
         counts,
@@ -216,6 +219,30 @@ def _bare(places: Iterable[Triple], heights: int, widths: int) -> tuple[Bare, ..
         found += [Bare(d, h, -1, next(n for n in range(1, heights + 1) if h + n not in whole)) for h in firsts]
         found += [Bare(d, h, w, 1) for h, ws in rows.items() if h not in whole for w in ws]
     return tuple(found)
+
+
+def _shared_out(
+    runs: Sequence[Bare], variants: Sequence[tuple[tuple[tuple[int, int], ...], int]], heights: int, w_subs: int
+) -> tuple[tuple[Bare, ...], ...]:
+    """Runs by variant: rows go to the one whose row follows them in memory, so that what both have of a sector comes
+    together, and what none follows to the one with the fewest. Empty without runs."""
+    found: list[list[Bare]] = [[] for _ in variants]
+    owners = {(*pair, w): i for i, (pairs, w) in enumerate(variants) for pair in pairs}
+    left = []
+    for run in runs:
+        behind = (run.d, run.h, run.w + w_subs) if run.w >= 0 else (run.d, run.h + run.rows, 0)
+        owner = owners.get(behind) if run.rows else None
+        if owner is None:
+            left.append(run)
+        else:
+            found[owner].append(run)
+    loads = [(sum(run.rows for run in mine), i) for i, mine in enumerate(found)]
+    heapify(loads)
+    for run in left:
+        load, i = loads[0]
+        found[i].append(run)
+        heapreplace(loads, (load + (run.rows or heights), i))
+    return tuple(map(tuple, found)) if runs else ()
 
 
 @dataclass(frozen=True)
@@ -358,21 +385,10 @@ class Tiling:
         """Per variant: its (D, H) sub-positions, `subs` of them, and its first W sub-position."""
         return self._multiplied.variants
 
-    @cached_property
+    @property
     def bare(self) -> tuple[tuple[Bare, ...], ...]:
-        """Per variant the sub-positions without taps that a tile of it stores with its own, if there are any at all.
-
-        Rows go to the variant whose row follows them in memory, so that what both have of a sector comes together.
-        """
-        if not self._multiplied.bare:
-            return ()
-        found: list[list[Bare]] = [[] for _ in self.variants]
-        owners = {(*pair, w): i for i, (pairs, w) in enumerate(self.variants) for pair in pairs}
-        for one in self._multiplied.bare:
-            behind = (one.d, one.h, one.w + self.width_subs) if one.w >= 0 else (one.d, one.h + one.rows, 0)
-            least = min(range(len(found)), key=lambda i: sum(b.rows or self.out_steps[1] for b in found[i]))
-            found[owners.get(behind, least) if one.rows else least].append(one)
-        return tuple(map(tuple, found))
+        """Per variant the sub-positions without taps that a tile of it stores with its own, if there are any at all."""
+        return self._multiplied.bare
 
     @property
     def blocks_of_w(self) -> tuple[int, ...]:
@@ -946,7 +962,7 @@ class Tiling:
         """The kernel's constants by macro name; see kernels/gather.cu.
 
         ``boxed``: its weights are not packed. ``store_unit``: bytes at multiples of which the result's rows begin and
-        end (`gather.store_unit`); 0 for a kernel that serves all.
+        end (`gather.store_unit`), an element's if never at more; 0 for a kernel that serves all.
         """
         p = self.problem
         order = ("tf32", "ieee", "fp16", "bf16")

@@ -443,7 +443,7 @@ class WarpgroupTiling(Tiling):
     @property
     def a_shared(self) -> bool:
         """Whether matrix instructions read g's tile by descriptors: 16-bit rows of 64 channels, whose pixels of a tap
-        are neighbours. A stage is given back a chunk later, so that there must be three of them.
+        are neighbours. A stage is given back a chunk later, so that copies want three (with two unet1 106 -> 184 us).
 
         NOTES: bfloat16 kb77 82 -> 64 us, dcgan1 54 -> 52, pix 116 -> 113, kb65 512 -> 496, kb69 718 -> 678, vae 141 ->
         132. Where three warpgroups take many rows or channels a fragment serves it is no faster (kb57, kb61) or slower

@@ -48,8 +48,8 @@ __device__ __forceinline__ Slab slab_of(const Tile& t, int cout_block, int warp)
 #if BARE
 // Sub-positions without taps are the bias alone, and are stored from registers with a tile's own outputs. What of them lies together
 // in memory, whole planes along H and W or rows, the tiles that cover it divide without regard for what each covers, so that shares
-// are long and begin where sectors do. (NOTES: as tiles of their own, which multiply nothing and pass
-// through the buffer, kb77 0.50 instead of 0.39 ms, bfloat16 0.33 and 0.29, kb75 0.31 and 0.17, kb81 0.18 and 0.15.)
+// are long and begin where sectors do. (NOTES: as tiles of their own, which multiply nothing and pass through the buffer, kb77 0.50
+// instead of 0.39 ms, bfloat16 0.33 and 0.29, kb75 0.31 and 0.17, kb81 0.18 and 0.15.)
 #if CHANNELS_LAST
 // A thread's unit of 16 bytes of a pixel, as much of it as there are channels.
 __device__ __forceinline__ void fill_unit(char* to, const u32 (&v)[4], int couts, bool ok) {
@@ -66,8 +66,8 @@ __device__ __forceinline__ void fill_unit(char* to, const u32 (&v)[4], int couts
 #else
 #define FILL_STEPS (TILE_W * OUT_STEP_W * ELEMENT / 512 < 3 ? TILE_W * OUT_STEP_W * ELEMENT / 512 + 1 : 4)
 
-// A share of a run of one channel: from its first byte on, or from the sector that has it (but not beyond `lowest`), to `end`, or to
-// the sector that has it. A call stores FILL_STEPS times 512 bytes, `from` there on, without a branch, so that several channels' are
+// A share of a run of one channel: from where the sector of its first byte begins (but not before `lowest`) to `end`, or, if it is not
+// the run's `last`, to where the sector of `end` begins. A call stores FILL_STEPS times 512 bytes, `from` there on, without a branch, so that several channels' are
 // under way, each along its row (NOTES: the same bytes of all channels in turn, kb81 bfloat16 142 -> 175 us).
 __device__ __forceinline__ void fill_some(char* share, int lowest, int end, bool last, int from, u32 word, int lane, bool exists) {
   const u32 v[4] = {word, word, word, word};
@@ -75,7 +75,7 @@ __device__ __forceinline__ void fill_some(char* share, int lowest, int end, bool
   int at = ((a + phase) & ~15) - phase + from + lane * 16;
 #pragma unroll
   for (int i = 0; i < FILL_STEPS; i++) store_global_128_if(share + at + i * 512, v, exists && at + i * 512 >= a && at + i * 512 + 16 <= z);
-  // What is left of 16 bytes at either end, in elements; the first lanes have the head, if one unit has both all of it.
+  // What is left of 16 bytes at either end, in elements: the first lanes have the head, and all where both ends are in one unit.
   bool tail = lane & VEC, ragged = (a + phase) & 15;
   at = (((tail ? z : a) + phase) & ~15) - phase + lane % VEC * ELEMENT;
   bool ok = exists && from == 0 && lane < 2 * VEC && (tail ? !ragged || (a + phase) / 16 < (z + phase) / 16 : ragged) && at >= a && at < z;
@@ -111,7 +111,7 @@ __device__ __forceinline__ void fill(const ELEMENT_TYPE* __restrict__ bias, char
     int share = t.w / TILE_W, shares = s.tiles_w, most = plane ? s.out_h : BARE_ROW[b];
     if (plane) share += t.h / TILE_H * shares, shares *= s.tiles_h;
     const bool last = share + 1 == shares;
-    u32 whole = (u32)most * s.out_w / shares;           // outputs of a share, where all rows exist
+    u32 whole = (u64)most * s.out_w / shares;           // outputs of a share, where all rows exist
 #pragma unroll 1
     for (int i = 0; i < TILE_N * TILE_D * TILE_H; i += plane ? TILE_H : 1) {
       int n = t.n + i / (TILE_D * TILE_H), od = OUT_STEP_D * (t.d + i / TILE_H % TILE_D) + BARE_D[b];
@@ -130,13 +130,13 @@ __device__ __forceinline__ void fill(const ELEMENT_TYPE* __restrict__ bias, char
         continue;
       }
 #endif
-      u32 each = rows == most ? whole : (u32)rows * s.out_w / shares;
+      u32 each = rows == most ? whole : (u64)rows * s.out_w / shares;
       int own = last ? (u32)rows * s.out_w - share * each : each;
       to += (long long)share * each * (COUT * ELEMENT);
 #pragma unroll 4
       for (int p = first_pixel; p < own; p += SHARES * PIXELS_AT_ONCE) fill_unit(to + (long long)p * (COUT * ELEMENT), v, couts, true);
 #else
-      u32 each = rows == most ? whole : (u32)rows * s.out_w / shares;
+      u32 each = rows == most ? whole : (u64)rows * s.out_w / shares;
       int own = (last ? (u32)rows * s.out_w - share * each : each) * ELEMENT;
       long long before = (long long)share * each * ELEMENT;
       int lowest = before < 31 ? -(int)before : -31;
@@ -555,8 +555,8 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const ELEMENT
         int rows = COUT_G % 16 && slab.couts < 8 * h + 8 ? slab.couts - 8 * h : 8;
         u32 row = buffer + g * RUN_PITCH;
 #if CONTIGUOUS
-        if (STORE_UNIT == 16 || (misaligned & 15) == 0) pass_rows<16>(acc, b[h], r, i, h, row, first, plane, rows, end, buffer, lane);
-        else if (STORE_UNIT == 2 * ELEMENT || (misaligned & (2 * ELEMENT - 1)) == 0) pass_rows<2 * ELEMENT>(acc, b[h], r, i, h, row, first, plane, rows, end, buffer, lane);
+        if (STORE_UNIT == 16 || (STORE_UNIT != ELEMENT && (misaligned & 15) == 0)) pass_rows<16>(acc, b[h], r, i, h, row, first, plane, rows, end, buffer, lane);
+        else if (STORE_UNIT == 2 * ELEMENT || (STORE_UNIT != ELEMENT && (misaligned & (2 * ELEMENT - 1)) == 0)) pass_rows<2 * ELEMENT>(acc, b[h], r, i, h, row, first, plane, rows, end, buffer, lane);
         else pass_rows<ELEMENT>(acc, b[h], r, i, h, row + (SHIFTED(ELEMENT) ? (u32)(u64)(first + g * plane) & 31 : 0), first, plane, rows, end, buffer, lane);
 #else
         put_rows<16>(acc, b[h], r, i, h, row, lane);

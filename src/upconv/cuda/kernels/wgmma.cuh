@@ -10,7 +10,7 @@
 // wgmma: one warpgroup, D[64 x N] += A[64 x K] B[K x N], N = 32 to 256; A from registers or (A_SHARED) shared memory,
 // B from shared memory by descriptor.
 // Fragments (g = lane / 4, t = lane % 4): D[4j + 2h + c] is row 16 warp + g + 8h, column 8j + 2t + c.
-// Its registers in blocks of 16, those of A, B's descriptor; `scale` 0: D = A B instead.
+// Its registers in blocks of 16, those of A (A_SHARED: two, a descriptor's words), B's descriptor; `scale` 0: D = A B instead.
 #define REGISTERS_0 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
 #define REGISTERS_1 "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
 #define REGISTERS_2 "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
@@ -23,7 +23,7 @@
     "+f"(d[i + 6]), "+f"(d[i + 7]), "+f"(d[i + 8]), "+f"(d[i + 9]), "+f"(d[i + 10]), "+f"(d[i + 11]),                 \
     "+f"(d[i + 12]), "+f"(d[i + 13]), "+f"(d[i + 14]), "+f"(d[i + 15])
 #if A_SHARED
-#define INSTRUCTION(n, registers, a0, b0, a2, a3, a4, scale) \
+#define INSTRUCTION(n, registers, a0, b0, unused1, unused2, unused3, scale) \
   "wgmma.mma_async.sync.aligned.m64n" n TYPES " {" registers "}, " a0 ", " b0 ", " scale TAIL ";\n"
 #define OPERANDS(a, b) "l"((u64)a[1] << 32 | a[0]), "l"(b)
 #else

@@ -2,7 +2,8 @@
 //
 // The GEMM of wgrad.cu with the operands the other way round. M = 64 rows, an output channel at a tap each (SUBS taps of
 // 64 / SUBS channels), N = BLOCK_CI input channels, K = pixels.
-//   A, from registers: g's tile with its halo, read from shared memory at any column, so that a tap is an address.
+//   A, from registers: g's tile with its halo, read from shared memory at any column, so that a tap is an address. A_SHARED (16-bit
+//      rows of 64 channels): by descriptor, at any pixel.
 //   B, from shared memory by descriptor: x's tile as the tensor copy engine leaves it. NCHW: rows of a channel's pixels (K-major),
 //      rounded to TF32 on the way; CHANNELS_LAST of 16 bits: rows of a pixel's channels (MN-major). TF32 has no MN-major form, so
 //      that CHANNELS_LAST float32 is turned by the copying warpgroup (TURN_X).
