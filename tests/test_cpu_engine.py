@@ -29,6 +29,20 @@ def test_every_admitted_plan_computes_the_forward(p: Problem) -> None:
             assert forward_excess(p, out, x, w, b, native=plan == "native") <= 1, plan
 
 
+@pytest.mark.parametrize("bias", (False, True))
+@pytest.mark.parametrize("groups", (1, 2, 4))
+def test_planes_that_no_tap_reaches_are_written(groups: int, bias: bool) -> None:
+    """PyTorch's bfloat16 operator leaves them as they were in memory (docs/measured.md)."""
+    p = Problem.make(2, 4, 4, (4, 4, 6), (2, 3, 3), 2, 0, (1, 0, 0), (1, 1, 3), groups, bias=bias, dtype=torch.bfloat16)
+    assert planner.plan(p, planner.Device("cpu")).forward == "wide" and cpu.refusal(p, "native")
+    x, w, b, _ = operands(p)
+    for _ in range(20):
+        spoilt = [torch.full((n,), 3e38, dtype=torch.bfloat16) for n in (16, 64, 256, 1024, 2048, 4096) for _ in "ab"]
+        del spoilt
+        out = upconv.conv_transpose3d(x, w, b, p.stride, p.padding, p.output_padding, p.groups, p.dilation)
+        assert forward_excess(p, out, x, w, b, native=False) <= 1
+
+
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Batches, groups and channels are taken in parts from 32 results on, not from millions."""
