@@ -3,7 +3,6 @@
     python benchmarks/h200.py                          all reports, into benchmarks/results
     python benchmarks/h200.py --budget 540 --out DIR   stops ahead of the row that would begin after 540 s
     python benchmarks/h200.py --only tf32,bf16 --cases kb57,kb71 --keep
-    python benchmarks/h200.py --compile --only tf32    compiles its kernels on all cores: a row compiles on one
 
 Every report is written again behind each of its rows, in one step, and a next run goes on where this one stopped: rows
 that are in the report, measured with the same engine sources, are not measured again. The rows are measured by a child
@@ -23,7 +22,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import torch
@@ -36,9 +34,7 @@ from upconv.bench.roofline import Ceilings
 from upconv.bench.run import Job, Row
 from upconv.bench.suites import SUITES
 from upconv.bench.timing import SWEEP
-from upconv.cuda import engine, jit
-from upconv.cuda.gpu import H200
-from upconv.problem import Layout, Pass, Precision, Problem
+from upconv.problem import Layout, Pass, Precision
 
 RESULTS = Path(__file__).resolve().parent / "results"
 FORWARDS: dict[str, tuple[torch.dtype, Precision, Layout]] = {
@@ -50,7 +46,6 @@ FORWARDS: dict[str, tuple[torch.dtype, Precision, Layout]] = {
     "fp16": (torch.float16, "fp16", "nchw"),
     "cl-fp16": (torch.float16, "fp16", "channels_last"),
 }
-STEP: tuple[Pass, ...] = ("fwd", "grad-input", "grad-weight")
 GRADIENTS: dict[str, Pass] = {"gi": "grad-input", "gw": "grad-weight"}
 SWEEPS: dict[str, tuple[torch.dtype, Precision, Layout, Pass]] = {
     **{name: (*what, "fwd") for name, what in FORWARDS.items()},
@@ -259,29 +254,6 @@ def watch(command: list[str], stall: float, end: float) -> tuple[int | None, str
             at = f"{rest[0]}:{rest[0]}" if rest[0] not in SWEEPS else None
 
 
-def compile_all(names: Sequence[str], cases: Sequence[str]) -> int:
-    """Leaves in the cache what the rows of reports run on an H200, which need not be there; the number of sources."""
-    problems = dict.fromkeys(
-        job.problem.with_(pass_=pass_, bias=job.problem.bias and pass_ == "fwd")
-        for name in names
-        if name in SWEEPS
-        for job in jobs(name)
-        if not cases or job.case in cases
-        for pass_ in (STEP if job.problem.pass_ == "step" else (job.problem.pass_,))
-    )
-    with ProcessPoolExecutor() as pool:
-        return sum(pool.map(compile_one, problems))
-
-
-def compile_one(p: Problem) -> int:
-    """Of the engine's fastest choice; in a process of its own, where planning takes its share of the time."""
-    fitting = [choice for choice in engine.choose(p, H200).values() if not isinstance(choice, str)]
-    units = min(fitting, key=lambda choice: choice.seconds).sources() if fitting else ()
-    for unit in units:
-        jit.cubin(unit.source, H200.arch, unit.label)
-    return len(units)
-
-
 def stamp(folder: Path) -> int:
     """Names the commit in reports that a copy without history measured, if they have this digest of the sources."""
     commit = env.commit()
@@ -313,7 +285,6 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--keep", action="store_true", help="go on also with rows of other engine sources")
     parser.add_argument("--fresh", action="store_true", help="measure all anew")
     parser.add_argument("--stamp", action="store_true", help="only name this commit in reports of its sources")
-    parser.add_argument("--compile", action="store_true", help="only compile the reports' kernels, into the cache")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--failed", action="append", default=[], help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -321,9 +292,6 @@ def main(arguments: Sequence[str]) -> int:
         return child(options)
     if options.stamp:
         return stamp(options.out)
-    if options.compile:
-        print(f"{compile_all(options.only, options.cases)} sources in the cache")
-        return 0
     if not torch.cuda.is_available():
         parser.error("PyTorch finds no CUDA device here")
     return parent(options, arguments)

@@ -19,7 +19,6 @@ from upconv import cpu, ops, planner, reference
 from upconv.bench import check, latency, memory, report, roofline, run, suites, timing, training
 from upconv.bench.run import Job, Row
 from upconv.bench.timing import Repeats
-from upconv.cuda import jit
 from upconv.planner import Plan
 from upconv.problem import PASSES, PRECISIONS, Problem
 
@@ -727,20 +726,6 @@ def test_every_case_that_has_a_target_is_measured_2d_first(h200) -> None:
         assert {case for group in wanted for case in group} <= set(cases)
         assert set(wanted[0]) == set(cases[: len(wanted[0])])
         assert all(job.scale == 1 for job in found)
-
-
-@pytest.mark.skipif(jit.unavailable() is not None, reason=str(jit.unavailable()))
-def test_kernels_of_reports_are_compiled_beforehand(h200, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Once for all rows and passes that share them, in processes of their own; what a row asks for then is there."""
-    monkeypatch.setenv("UPCONV_CACHE_DIR", str(tmp_path))
-    p = Problem.make(2, 16, 16, (9, 9), 3, bias=False).with_(precision="tf32")
-    todo = [Job("cuda", "a", p), Job("cuda", "b", p), Job("cuda", "c", p.with_(pass_="step"))]
-    monkeypatch.setattr(h200, "jobs", lambda name: todo)
-    assert h200.main(["--compile", "--only", "tf32,host", "--cases", "a,b"]) == 0
-    (kept,) = tmp_path.glob("**/*.cubin")
-    assert h200.compile_all(["tf32"], []) == 3 == len([*tmp_path.glob("**/*.cubin")])
-    monkeypatch.setattr(jit, "_compile", None)
-    assert h200.compile_one(p) == 1 and kept.exists()
 
 
 def test_a_stopped_measurement_goes_on(h200, tmp_path: Path) -> None:
