@@ -316,10 +316,16 @@ def _correlations(p: Problem) -> int:
 
 def _choose_forward(p: Problem, device: Device) -> tuple[str, str]:
     """The forward's plan and the reason for it."""
+    plan, reason = _fastest_forward(p, device)
+    if plan == "native" and cpu.unwritten(p):
+        return "wide", "PyTorch's bfloat16 operator would return memory that nothing wrote; in float32 it does not"
+    return plan, reason
+
+
+def _fastest_forward(p: Problem, device: Device) -> tuple[str, str]:
+    """The same where PyTorch's own operator is right."""
     if p.batch == 0 or min(p.size) == 0:
         return "native", "the input is empty"
-    if cpu.unwritten(p):
-        return "wide", "PyTorch's bfloat16 operator would return memory that nothing wrote; in float32 it does not"
     if any(d * (k - 1) >= s * n for d, k, s, n in zip(p.dilation, p.kernel, p.stride, p.size)):
         # Every output then sees the border, and oneDNN's forward kernels refuse a padding as wide as the input.
         return _relieved(p, device, "the kernel reaches across the whole input")
