@@ -870,8 +870,9 @@ constexpr int FILL_STEPS = TILE_W * OUT_STEP_W * ELEMENT / 512 + 1;
 // A share of a run of one channel: from where the sector of its first byte begins (but not before `lowest`) to `end`,
 // or, if it is not
 // the run's `last`, to where the sector of `end` begins. A call stores FILL_STEPS times 512 bytes, `from` there on,
-// without a branch, so that several channels' are
-// under way, each along its row (measured: the same bytes of all channels in turn, kb81 bfloat16 142 -> 175 us).
+// without a branch, so
+// that several channels' are under way, each along its row (measured: the same bytes of all channels in turn, kb81
+// bfloat16 142 -> 175 us).
 __device__ __forceinline__ void fill_some(char* share, int lowest, int end, bool last, int from, u32 word, int lane,
     bool exists) {
   const u32 v[4] = {word, word, word, word};
@@ -911,7 +912,8 @@ __device__ __forceinline__ void fill(const float* __restrict__ bias, char* __res
           rows = s.out_h - oh < most ? s.out_h - oh : most;
       if (n >= s.batch || od >= s.out_d || rows <= 0) continue;
       u32 each = rows == most ? whole : (u64)rows * s.out_w / shares;
-      int own = (last ? (u32)rows * s.out_w - share * each : each) * ELEMENT;
+      int own = last ? (u32)rows * s.out_w - share * each : each;
+      own *= ELEMENT;
       long long before = (long long)share * each * ELEMENT;
       int lowest = before < 31 ? -(int)before : -31;
       char* to = y + (((((long long)n * COUT + first) * s.out_d + od) * s.out_h + oh) * s.out_w) * ELEMENT + before;
@@ -2091,8 +2093,9 @@ constexpr int FILL_STEPS = TILE_W * OUT_STEP_W * ELEMENT / 512 + 1;
 // A share of a run of one channel: from where the sector of its first byte begins (but not before `lowest`) to `end`,
 // or, if it is not
 // the run's `last`, to where the sector of `end` begins. A call stores FILL_STEPS times 512 bytes, `from` there on,
-// without a branch, so that several channels' are
-// under way, each along its row (measured: the same bytes of all channels in turn, kb81 bfloat16 142 -> 175 us).
+// without a branch, so
+// that several channels' are under way, each along its row (measured: the same bytes of all channels in turn, kb81
+// bfloat16 142 -> 175 us).
 __device__ __forceinline__ void fill_some(char* share, int lowest, int end, bool last, int from, u32 word, int lane,
     bool exists) {
   const u32 v[4] = {word, word, word, word};
@@ -2132,7 +2135,8 @@ __device__ __forceinline__ void fill(const float* __restrict__ bias, char* __res
           rows = s.out_h - oh < most ? s.out_h - oh : most;
       if (n >= s.batch || od >= s.out_d || rows <= 0) continue;
       u32 each = rows == most ? whole : (u64)rows * s.out_w / shares;
-      int own = (last ? (u32)rows * s.out_w - share * each : each) * ELEMENT;
+      int own = last ? (u32)rows * s.out_w - share * each : each;
+      own *= ELEMENT;
       long long before = (long long)share * each * ELEMENT;
       int lowest = before < 31 ? -(int)before : -31;
       char* to = y + (((((long long)n * COUT + first) * s.out_d + od) * s.out_h + oh) * s.out_w) * ELEMENT + before;

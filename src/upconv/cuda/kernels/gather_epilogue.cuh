@@ -27,6 +27,19 @@
 #define TEAM (ROWS_PER_SUB / 16)
 #define PIXEL_UNITS (ROWS_PER_SUB * ELEMENT / 16)       // of a pixel in the buffer
 #define PIXELS_AT_ONCE (TEAM * 32 / PIXEL_UNITS)        // that a team stores: 32 bytes a thread of its 16 rows
+
+// A thread's unit of 16 bytes of a pixel, as much of it as there are channels.
+__device__ __forceinline__ void store_of_pixel(char* to, const u32 (&v)[4], int couts, bool ok) {
+#if ALIGNED_COUT
+  store_global_128_if(to, v, ok);
+#else
+#pragma unroll
+  for (int e = 0; e < VEC; e++) {
+    if (ELEMENT == 4) store_global_if(to + e * 4, v[e * ELEMENT / 4], ok && e < couts);
+    else store_global_16_if(to + e * 2, v[e * ELEMENT / 4] >> e % 2 * 16, ok && e < couts);
+  }
+#endif
+}
 #endif
 
 // A warp's 16 rows of M are output channels of one (d, h) sub-position (ROWS_PER_SUB is 64, 32 or 16).
@@ -50,25 +63,12 @@ __device__ __forceinline__ Slab slab_of(const Tile& t, int cout_block, int warp)
 // in memory, whole planes along H and W or rows, the tiles that cover it divide without regard for what each covers, so that shares
 // are long and begin where sectors do. (NOTES: as tiles of their own, which multiply nothing and pass through the buffer, kb77 0.50
 // instead of 0.39 ms, bfloat16 0.33 and 0.29, kb75 0.31 and 0.17, kb81 0.18 and 0.15.)
-#if CHANNELS_LAST
-// A thread's unit of 16 bytes of a pixel, as much of it as there are channels.
-__device__ __forceinline__ void fill_unit(char* to, const u32 (&v)[4], int couts, bool ok) {
-#if ALIGNED_COUT
-  store_global_128_if(to, v, ok);
-#else
-#pragma unroll
-  for (int e = 0; e < VEC; e++) {
-    if (ELEMENT == 4) store_global_if(to + e * 4, v[e * ELEMENT / 4], ok && e < couts);
-    else store_global_16_if(to + e * 2, v[e * ELEMENT / 4] >> e % 2 * 16, ok && e < couts);
-  }
-#endif
-}
-#else
+#if !CHANNELS_LAST
 #define FILL_STEPS (TILE_W * OUT_STEP_W * ELEMENT / 512 < 3 ? TILE_W * OUT_STEP_W * ELEMENT / 512 + 1 : 4)
 
 // A share of a run of one channel: from where the sector of its first byte begins (but not before `lowest`) to `end`, or, if it is not
-// the run's `last`, to where the sector of `end` begins. A call stores FILL_STEPS times 512 bytes, `from` there on, without a branch, so that several channels' are
-// under way, each along its row (NOTES: the same bytes of all channels in turn, kb81 bfloat16 142 -> 175 us).
+// the run's `last`, to where the sector of `end` begins. A call stores FILL_STEPS times 512 bytes, `from` there on, without a branch, so
+// that several channels' are under way, each along its row (NOTES: the same bytes of all channels in turn, kb81 bfloat16 142 -> 175 us).
 __device__ __forceinline__ void fill_some(char* share, int lowest, int end, bool last, int from, u32 word, int lane, bool exists) {
   const u32 v[4] = {word, word, word, word};
   int phase = (int)((u64)share & 31), a = -phase > lowest ? -phase : lowest, z = last ? end : ((end + phase) & ~31) - phase;
@@ -117,6 +117,8 @@ __device__ __forceinline__ void fill(const ELEMENT_TYPE* __restrict__ bias, char
       int n = t.n + i / (TILE_D * TILE_H), od = OUT_STEP_D * (t.d + i / TILE_H % TILE_D) + BARE_D[b];
       int oh = plane ? 0 : OUT_STEP_H * (t.h + i % TILE_H) + BARE_H[b], rows = s.out_h - oh < most ? s.out_h - oh : most;
       if (n >= s.batch || od >= s.out_d || rows <= 0) continue;
+      u32 each = rows == most ? whole : (u64)rows * s.out_w / shares;
+      int own = last ? (u32)rows * s.out_w - share * each : each;
 #if CHANNELS_LAST
       char* to = y + (((long long)n * s.out_d + od) * s.out_h + oh) * s.out_w * (COUT * ELEMENT);
 #if W_SUBS != OUT_STEP_W
@@ -125,19 +127,16 @@ __device__ __forceinline__ void fill(const ELEMENT_TYPE* __restrict__ bias, char
 #pragma unroll 4
         for (int p = first_pixel; p < TILE_W * W_SUBS; p += SHARES * PIXELS_AT_ONCE) {
           int w = ow + p / W_SUBS * OUT_STEP_W + p % W_SUBS;
-          fill_unit(to + (long long)w * (COUT * ELEMENT), v, couts, w < s.out_w);
+          store_of_pixel(to + (long long)w * (COUT * ELEMENT), v, couts, w < s.out_w);
         }
         continue;
       }
 #endif
-      u32 each = rows == most ? whole : (u64)rows * s.out_w / shares;
-      int own = last ? (u32)rows * s.out_w - share * each : each;
       to += (long long)share * each * (COUT * ELEMENT);
 #pragma unroll 4
-      for (int p = first_pixel; p < own; p += SHARES * PIXELS_AT_ONCE) fill_unit(to + (long long)p * (COUT * ELEMENT), v, couts, true);
+      for (int p = first_pixel; p < own; p += SHARES * PIXELS_AT_ONCE) store_of_pixel(to + (long long)p * (COUT * ELEMENT), v, couts, true);
 #else
-      u32 each = rows == most ? whole : (u64)rows * s.out_w / shares;
-      int own = (last ? (u32)rows * s.out_w - share * each : each) * ELEMENT;
+      own *= ELEMENT;
       long long before = (long long)share * each * ELEMENT;
       int lowest = before < 31 ? -(int)before : -31;
       char* to = y + (((((long long)n * COUT + first) * s.out_d + od) * s.out_h + oh) * s.out_w) * ELEMENT + before;
@@ -372,18 +371,7 @@ __device__ __forceinline__ void store_round(char* to, int column, int couts, int
     if (ROUND % APART != 0) ok = ok && column + i * APART < ROUND;
     u32 v[4];
     load_shared_128(v, from + (ROUND % APART == 0 || ok ? i * (APART * PIXEL_UNITS * 16) : 0));
-#if ALIGNED_COUT
-    store_global_128_if(at, v, ok);
-#else
-#pragma unroll
-    for (int e = 0; e < VEC; e++) {
-#if ELEMENT == 4
-      store_global_if(at + e * 4, v[e], ok && e < couts);
-#else
-      store_global_16_if(at + e * 2, v[e / 2] >> e % 2 * 16, ok && e < couts);
-#endif
-    }
-#endif
+    store_of_pixel(at, v, couts, ok);
   }
 }
 #endif
