@@ -45,7 +45,8 @@ ROOMS = re.compile(r'#include "(gather_\w+\.cuh)".*\n')
 SOURCE = ROOMS.sub(lambda found: (KERNELS / found[1]).read_text() + "\n", (KERNELS / "gather.cu").read_text())
 SHUFFLE = (KERNELS / "shuffle.cuh").read_text()
 PTX = (KERNELS / "ptx.cuh").read_text()
-CONSTANTS = cut(SOURCE, "#define WORDS 4", "__constant__ const int TAP_ROW[]")
+CONSTANTS = cut(SOURCE, "#define WORDS 4", "__constant__ const int ROW_D[]")
+CONSTANTS += cut(SOURCE, "#define FRAGMENT (64", "__constant__ const int TAP_ROW[]")
 SIZES = cut(SOURCE, "struct Sizes {", "struct alignas(64) TensorMap")
 
 
@@ -100,7 +101,7 @@ def turn(tiling: Tiling, folder: Path) -> Path:
     )
     tables = cut(SOURCE, "__constant__ const int ROW_D[]", "#if PRECISION == 0 || PRECISION == 1")
     tile = cut(SOURCE, "struct Tile {", "__device__ __forceinline__ Tile tile_at")
-    rows = cut(SOURCE, "// Byte of the 16-byte unit", "// =====")
+    rows = cut(SOURCE, "// Byte of the 16-byte unit", "// A place in a ring of")
     places = cut(SOURCE, "struct Source {", "#if !CHANNELS_LAST\n#if !SLOTS_BY_BOX")
     pixels = cut(SOURCE, "#define OWN_PIXELS", "#else\n// Copies pixel rows straight")
     pixels += cut(SOURCE, "#if CLASSED\n// Where box r begins", "struct Barriers {")
@@ -121,7 +122,7 @@ def packing(tiling: Tiling, folder: Path) -> Path:
     types = cut(
         SOURCE, "#if PRECISION == 0 || PRECISION == 1", "#if ELEMENT == 2\n__device__ __forceinline__ u32 pack_pair"
     )
-    pack = cut(SOURCE, "__constant__ const short TAP_INDEX[]", "// A place in a ring of")
+    pack = cut(SOURCE, "__constant__ const short TAP_INDEX[]", "// =====")
     (folder / "kernel.h").write_text(defined(tiling) + CONSTANTS + entries + types + counts + SHUFFLE + pack)
     return compiled("pack", folder)
 
@@ -142,7 +143,7 @@ def ring(tiling: Tiling, folder: Path, boxed: bool = False) -> Path:
     tables = cut(SOURCE, "__constant__ const int TAP_ROW[]", "__constant__ const short SUB_D[]")
     tile = cut(SOURCE, "struct Tile {", "// =====")
     tile += cut(SOURCE, "__constant__ const short TAP_INDEX[]", "#if !WEIGHTS_BOX")
-    cursor = cut(SOURCE, "// A place in a ring", "// =====")
+    cursor = cut(SOURCE, "// Byte of the 16-byte unit", "#if PLANE_BARRIERS > 1 && !(")
     stages = cut(SOURCE, "#define FRAGMENTS(entries)", "#if WGMMA\n#if WEIGHTS_BOX")
     stream = cut(SOURCE, "// Where a tile's weights come from", "#endif\n\n// A thread's part of a ring's")
     side = cut(SOURCE, "// A thread's part of a ring's", "// acc[64 x 64 NB] +=")
@@ -187,7 +188,7 @@ def tiling_of(
         p = p.with_(precision=precision, layout=layout, pass_=r.choice(("fwd", "fwd", "grad-input")), bias=False)
         if dtype is torch.float32 and r.random() < 0.2:
             p = p.with_(precision="ieee")
-        layer = gather._any_size(p)
+        layer = gather.any_size(p)
         every = list(gather.candidates(layer, H200, wgmma))
         if wgmma:
             every += gather.candidates(layer, H200, size=p.size)
@@ -320,7 +321,7 @@ def test_long_rows_at_any_alignment(dtype: int, stride: int, tmp_path: Path) -> 
     p = Problem.make(1, 16, 16, (9, 9), 4, stride, 1, dtype=kind).with_(precision=precision, bias=False)
     every = [
         t
-        for t in gather.candidates(gather._any_size(p), H200)
+        for t in gather.candidates(gather.any_size(p), H200)
         if t.sub == (1, 64) and t.width_subs == stride and t.runs > 2
     ]
     assert every
@@ -353,7 +354,7 @@ def test_rows_that_begin_at_several_places_of_a_unit(
         size = (40,) if classes[0] == 1 else (40, 40)
         kind, precision = KINDS[dtype]
         p = Problem.make(2, 16, 16, size, 3, stride, padding, dilation=dilation, dtype=kind)
-        layer = gather._any_size(p.with_(precision=precision, pass_=pass_, bias=False))
+        layer = gather.any_size(p.with_(precision=precision, pass_=pass_, bias=False))
         found = [t for t in gather.candidates(layer, H200, classes=classes) if t.tensor_map and t.classed]
         if found:
             folder = tmp_path / str(checked)
@@ -369,7 +370,7 @@ def test_rows_that_begin_at_several_places_of_a_unit(
 def test_rows_of_several_boxes(precision: Precision, dtype: torch.dtype, tmp_path: Path) -> None:
     """A gradient's source of stride 8 has rows longer than a box; its columns are turned in their own order."""
     p = Problem.make(2, 16, 24, (64,), 16, 8, 4, dtype=dtype).with_(precision=precision, pass_="grad-input", bias=False)
-    every = [t for t in gather.candidates(gather._any_size(p), H200) if t.tensor_map and t.row_boxes > 2]
+    every = [t for t in gather.candidates(gather.any_size(p), H200) if t.tensor_map and t.row_boxes > 2]
     assert every
     for t in (every[0], every[-1]):
         assert tiles(turn(t, tmp_path), 1, 30) > 10_000
@@ -379,7 +380,7 @@ def test_columns_behind_the_last_box_are_not_looked_for(tmp_path: Path) -> None:
     """Planes are filled up to one length; 462 columns of which taps read 456, in two boxes of 228."""
     p = Problem.make(8, 128, 64, (32, 512), (2, 8), (2, 7), dilation=(1, 2), dtype=torch.float32)
     p = p.with_(precision="tf32", pass_="grad-input", bias=False)
-    every = [t for t in gather.candidates(gather._any_size(p), H200) if t.tensor_map and t.row_boxes > 1]
+    every = [t for t in gather.candidates(gather.any_size(p), H200) if t.tensor_map and t.row_boxes > 1]
     found = next(t for t in every if t.tile == (1, 1, 2, 64))
     assert found.columns == 456 and found.box[0] == 228
     assert tiles(turn(found, tmp_path), 1, 20) > 10_000
@@ -388,7 +389,7 @@ def test_columns_behind_the_last_box_are_not_looked_for(tmp_path: Path) -> None:
 def test_whole_images_of_several_boxes(tmp_path: Path) -> None:
     """A gradient's source of 32 x 32 comes in four boxes, each with all images of the tile."""
     p = Problem.make(4, 8, 8, (8, 8), 4, 4, dtype=torch.float32).with_(precision="tf32", pass_="grad-input", bias=False)
-    tiling = next(gather.candidates(gather._any_size(p), H200, size=p.size))
+    tiling = next(gather.candidates(gather.any_size(p), H200, size=p.size))
     assert tiling.whole == (1, 32, 32)
     two_images = replace(tiling, tile=(2, *tiling.tile[1:]))  # more than fits in shared memory today
     assert tiles(turn(two_images, tmp_path), 1, 20) > 10_000
@@ -526,7 +527,7 @@ def test_phases_whose_taps_lie_alike_share_a_stretch(
     p = Problem.make(1, 16, 64, (32, 32), kernel, stride, 1, dilation=dilation, bias=False).with_(precision="tf32")
     every = [
         t
-        for t in gather.candidates(gather._any_size(p.with_(layout=layout)), H200)
+        for t in gather.candidates(gather.any_size(p.with_(layout=layout)), H200)
         if t.straight and t.width_subs == 1 and len(t.variants) == phases and not t.resident
     ]
     assert every and {len({first for first, _ in t.stretches}) for t in every} == {stretches}

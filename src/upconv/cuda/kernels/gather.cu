@@ -23,60 +23,7 @@
 #define A_SHARED 0
 #include "wgmma.cuh"
 
-#define WORDS 4                         // 32-bit words of a 16-byte unit
-#define VEC (16 / ELEMENT)              // elements of a 16-byte unit
-#define ROW_BYTES (CK * ELEMENT)        // a pixel's row in a tile: 32, 64 or 128
-#define UNITS_PER_ROW (ROW_BYTES / 16)
-#define K_STEPS (ROW_BYTES / 32)        // a matrix instruction takes 32 bytes of K
-#define SEGMENTS (TILE_N * ROWS_D * ROWS_H)
-// Columns of a segment with one residue modulo IN_STEP_W make a plane of PLANE neighbours; there are PLANES residues that some tap
-// reads. A segment has its planes one behind the other. STRIDED_BOX: a plane is a box, of all segments of a band of rows.
-#define PITCH (STRIDED_BOX ? PLANE : PLANES * PLANE)  // pixel rows from a segment to the next
-#define PLANE_PITCH (STRIDED_BOX ? (SEGMENTS * PLANE + 7) / 8 * 8 : PLANE)  // the swizzle's pattern begins every 8 rows
-#define PIXELS (STRIDED_BOX ? PLANES * PLANE_PITCH : SEGMENTS * PITCH)
-#define COLUMN(within) ((within) % PLANE * IN_STEP_W + (PLANES == IN_STEP_W ? (within) / PLANE : RESIDUE[(within) / PLANE]))
-#define PART_BYTES ((PIXELS * ROW_BYTES + 1023) / 1024 * 1024)
-#define STAGE_BYTES (PARTS * PART_BYTES)
-// 16-byte units of a segment: boxes of BOX_UNITS begin COLUMN_PAD columns early, at whole units; threads take the units that hold
-// the row, whatever its alignment.
-#define STAGING_UNITS ((COLUMNS + (SLOTS_BY_BOX && !CLASSED ? COLUMN_PAD + VEC - 1 : 2 * VEC - 2)) / VEC)
-#define ROW_UNITS (SLOTS_BY_BOX ? BOX_UNITS : STAGING_UNITS)
-#if WHOLE  // of small images all pixels are copied, without a halo: a slot is [box][image][channel][pixel]
-#define CHANNEL_BYTES (BOX_PIXELS * ELEMENT)
-#define SLOT_BOXES (IMAGE_D * IMAGE_H * IMAGE_W / BOX_PIXELS)
-#else
-// A slot is [box][image][channel][row][column]. There are several boxes where rows are longer than one; or, CLASSED, where rows do
-// not all begin at the same place of a 16-byte unit: then rows and channels of one class, which do, are a tensor and a box.
-#define CLASS_ROWS (CLASSED ? (ROWS_H + ROW_CLASSES - 1) / ROW_CLASSES : ROWS_H)
-#define CHANNEL_BYTES (ROWS_D * CLASS_ROWS * ROW_UNITS * 16)
-#define SLOT_BOXES (CLASSED ? ROW_CLASSES * CHANNEL_CLASSES : (STAGING_UNITS + ROW_UNITS - 1) / ROW_UNITS)
-#endif
-#define COPIED_BYTES (TILE_N * (CLASSED ? CK / CHANNEL_CLASSES : CK) * CHANNEL_BYTES)  // of a box
-#define SLOT_BOX_BYTES ((COPIED_BYTES + 127) / 128 * 128)
-#define SLOT_BYTES (SLOT_BOXES * SLOT_BOX_BYTES)
 #define FRAGMENT (64 * 32)              // bytes: 64 rows of 32 bytes of K
-#define CHUNKS ((CIN_G + CK - 1) / CK)
-#define CONSUMERS 2
-#define CONSUMER_THREADS (CONSUMERS * 128)
-#if WGMMA  // two warpgroups of 56 registers produce, so that the consumers have 200: six warps turn pixels, one loads them,
-           // one loads the weights
-#define PRODUCER_THREADS 192
-#define LOADER_WARP 6
-#define WEIGHTS_WARP 7
-#define FIRST_CONSUMER 2
-#else      // no warpgroup can give its registers away
-#define PRODUCER_THREADS 128
-#define FIRST_CONSUMER 1
-#endif
-#define PRODUCER_WARPS (PRODUCER_THREADS / 32)
-// How pixels come. BOX: the tensor copy engine brings a chunk with one instruction, zeros beyond the borders included; it wants
-// row pitches of whole 16 bytes. Else threads copy. (Bulk copies of single rows are no way: 69 clocks each, 3.4 ms on kb57.)
-#define BOX (WGMMA && TENSOR_MAP)
-#define SLOTS_BY_BOX (BOX && !CHANNELS_LAST)
-// The box is the tile: nothing to turn, and float32 is rounded to TF32, to nearest even, on its way (NOTES: 6 to 16% on seven
-// channels-last layers); IEEE needs both parts.
-#define DIRECT_BOX (BOX && CHANNELS_LAST && PRECISION != 1)
-#define THREADS (FIRST_CONSUMER * 128 + CONSUMER_THREADS)
 #define SUBTILES (TILE_N * TILE_D * (TILE_H / SUB_H) * (TILE_W / SUB_W))
 #define NB (SPLIT == 0 ? SUBTILES / 2 : SUBTILES)
 #define WGS_M (SPLIT == 1 ? 2 : 1)
@@ -100,44 +47,11 @@ __constant__ const short BARE_H[] = BARES_H;
 __constant__ const short BARE_W[] = BARES_W;           // -1: all along W
 __constant__ const short BARE_ROW[] = BARES_ROWS;      // rows along H, neighbours; 0: all
 #endif
-__constant__ const int ROW_D[] = OFFSETS_D;            // input offset of a tile's rows
-__constant__ const int ROW_H[] = OFFSETS_H;
-__constant__ const int RESIDUE[] = RESIDUES;           // of a tile's columns, counted from the first, by plane
+#include "gather_tile.cuh"        // a chunk's pixels, roles, arguments
+
 #if PLANE_BARRIERS > 1 && !(DIRECT_BOX && STRIDED_BOX && STRAIGHT && PLANE_BARRIERS == PLANES)
 #error "planes have barriers of their own where boxes bring them and a chunk is one stretch"
 #endif
-#if STRIDED_BOX
-__constant__ const int PLANE_D[] = PLANES_D;           // a plane's first row
-__constant__ const int PLANE_H[] = PLANES_H;
-#endif
-
-#if PRECISION == 0 || PRECISION == 1                   // tf32, ieee
-#define STORE_BITS(v) __float_as_uint(v)
-#elif PRECISION == 2
-#define STORE_BITS(v) half_bits(v)
-#define PACK_PAIR "cvt.rn.f16x2.f32 %0, %1, %2;\n"
-#else
-#define STORE_BITS(v) bfloat_bits(v)
-#define PACK_PAIR "cvt.rn.bf16x2.f32 %0, %1, %2;\n"
-#endif
-
-#if ELEMENT == 2
-__device__ __forceinline__ u32 pack_pair(float2 v) {   // the first of the two in the low half
-  u32 r;
-  asm(PACK_PAIR : "=r"(r) : "f"(v.y), "f"(v.x));
-  return r;
-}
-#endif
-
-struct Sizes {                                         // one layout for the packed argument block
-  int batch, in_d, in_h, in_w, out_d, out_h, out_w;
-  int tiles_d, tiles_h, tiles_w;                       // tiles of q per axis
-  int tiles;                                           // all of them, times M_GROUPS
-};
-
-struct alignas(64) TensorMap { u64 opaque[16]; };        // a CUtensorMap; <cuda.h> does not compile under NVRTC
-#define MAPS (CLASSED ? ROW_CLASSES * CHANNEL_CLASSES : 1)
-struct TensorMaps { TensorMap of[MAPS + WEIGHTS_BOX]; };   // the last: the weights'
 
 struct Tile {
   int group, cout_block, variant;                      // M-group
@@ -161,26 +75,13 @@ __device__ __forceinline__ Tile tile_at(int index, const Sizes& s) {
 
 __device__ __forceinline__ int entries_of(int variant) { return ENTRY[variant * (MB + 1) + MB] - ENTRY[variant * (MB + 1)]; }
 __device__ __forceinline__ int chunks_of(int variant) { return entries_of(variant) ? CHUNKS : 0; }  // 0: only the bias
-
-// Byte of the 16-byte unit `unit` of pixel row `p` in a tile.
-__device__ __forceinline__ u32 unit_at(int p, int unit) {
-  int swizzle = ROW_BYTES == 32 ? (p >> 2) & 1 : ROW_BYTES == 64 ? (p >> 1) & 3 : p & 7;
-  return p * ROW_BYTES + ((unit ^ swizzle) << 4);
-}
+#define CHUNKS_OF(tile, s) chunks_of((tile).variant)
+// The tiles of a block: the first, and from one to the next. (No functions of the tile and the sizes: with these ptxas orders the
+// roles' instructions in another way.)
+#define FIRST_TILE(s) blockIdx.x
+#define NEXT_TILE(index, s) index += gridDim.x
 
 #include "gather_pack.cuh"        // the kernel that puts weights in the order of fragments
-
-// A place in a ring of `count` stages, and the parity of its phase.
-struct Cursor {
-  u32 stage, parity;
-  __device__ __forceinline__ void next(u32 count) {
-    if (++stage == count) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
-};
-
 #include "gather_produce.cuh"     // producers and the loader: pixels to shared memory
 #include "gather_weights.cuh"     // weights from memory to a consumer's registers
 #include "gather_multiply.cuh"    // a chunk's matrix instructions
@@ -197,7 +98,7 @@ __device__ __forceinline__ void consume(const char* packed, const ELEMENT_TYPE* 
   int turn = 0;
   if (SPLIT == 2 && wg == 1) named_arrive(2, CONSUMER_THREADS);  // the first turn is warpgroup 0's
 #pragma unroll 1
-  for (int index = blockIdx.x; index < s.tiles; index += gridDim.x, turn++) {
+  for (int index = FIRST_TILE(s); index < s.tiles; NEXT_TILE(index, s), turn++) {
     Tile t = tile_at(index, s);
     int chunks = chunks_of(t.variant);
     if (SPLIT == 2 && (turn & 1) != wg) {

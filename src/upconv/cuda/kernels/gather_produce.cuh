@@ -217,8 +217,8 @@ struct Walk {
   __device__ __forceinline__ void settle(const Sizes& s) {  // past tiles without chunks
     while (index < s.tiles) {
       tile = tile_at(index, s);
-      if (chunk < chunks_of(tile.variant)) return;
-      index += gridDim.x;
+      if (chunk < CHUNKS_OF(tile, s)) return;
+      NEXT_TILE(index, s);
       chunk = 0;
     }
   }
@@ -256,7 +256,7 @@ __device__ __forceinline__ void load_boxes(const TensorMaps& maps, const Sizes& 
   Walk walk;
   Cursor cursor = {0, 1};                               // all are free at first
 #pragma unroll 1
-  for (walk.begin(blockIdx.x, s); walk.live(s); walk.next(s), cursor.next(CHANNELS_LAST ? STAGES_P : STAGES_S)) {
+  for (walk.begin(FIRST_TILE(s), s); walk.live(s); walk.next(s), cursor.next(CHANNELS_LAST ? STAGES_P : STAGES_S)) {
     Source at = source_of(walk.tile, walk.chunk);
     u32 barrier = landed + cursor.stage * 8, bytes = CHANNELS_LAST ? PLANES * SEGMENTS * PLANE * ROW_BYTES : SLOT_BOXES * COPIED_BYTES;
 #if PLANE_BARRIERS == 1
@@ -298,7 +298,7 @@ __device__ __forceinline__ void produce(const char* __restrict__ x, const Sizes&
   Cursor slot = {0, 0};
 #if !SLOTS_BY_BOX
   Walk ahead;
-  ahead.begin(blockIdx.x, s);
+  ahead.begin(FIRST_TILE(s), s);
   u32 next_slot = 0;
 #pragma unroll 1
   for (int i = 0; i < STAGES_S - 1; i++) {
@@ -311,7 +311,7 @@ __device__ __forceinline__ void produce(const char* __restrict__ x, const Sizes&
   next_slot = STAGES_S - 1;
 #endif
 #pragma unroll 1
-  for (now.begin(blockIdx.x, s); now.live(s); now.next(s), tile.next(STAGES_P), slot.next(STAGES_S)) {
+  for (now.begin(FIRST_TILE(s), s); now.live(s); now.next(s), tile.next(STAGES_P), slot.next(STAGES_S)) {
     if (!SLOTS_BY_BOX && now.chunk == 0) own.locate(x, s, source_of(now.tile, 0), segments, thread);
 #if SLOTS_BY_BOX
     barrier_wait(barriers.landed + slot.stage * 8, slot.parity);
@@ -341,7 +341,7 @@ __device__ __forceinline__ void produce(const char* __restrict__ x, const Sizes&
   }
 #elif BOX
 #pragma unroll 1
-  for (now.begin(blockIdx.x, s); now.live(s); now.next(s), tile.next(STAGES_P)) {
+  for (now.begin(FIRST_TILE(s), s); now.live(s); now.next(s), tile.next(STAGES_P)) {
     barrier_wait(barriers.landed + tile.stage * 8, tile.parity ^ 1);
     round_units(tiles + tile.stage * STAGE_BYTES, thread);
     hand_over(barriers.full + tile.stage * 8, lane);
@@ -350,9 +350,9 @@ __device__ __forceinline__ void produce(const char* __restrict__ x, const Sizes&
   Walk ahead;
   Cursor free = {0, 1};
   int pending = 0;
-  ahead.begin(blockIdx.x, s);
+  ahead.begin(FIRST_TILE(s), s);
 #pragma unroll 1
-  for (now.begin(blockIdx.x, s); now.live(s); now.next(s), tile.next(STAGES_P), pending--) {
+  for (now.begin(FIRST_TILE(s), s); now.live(s); now.next(s), tile.next(STAGES_P), pending--) {
 #pragma unroll 1
     for (; pending < STAGES_P - 1; pending++) {         // one more at each turn, STAGES_P - 1 at the first
       if (ahead.live(s)) {
