@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from upconv.cuda import gather, jit, relayout, wgrad
+from upconv.cuda import gather, jit, relayout, sweep, wgrad
 from upconv.cuda.gpu import gpu
 from upconv.problem import Layout, Pass, Precision, Problem
 
@@ -38,6 +38,18 @@ EVERY_LANE = {
         ("barrier_init(empty + 8 * i, RELEASES * 4);", "barrier_init(empty + 8 * i, RELEASES * 128);"),
         ("barrier_init(empty_w + 8 * i, RELEASES * 4);", "barrier_init(empty_w + 8 * i, RELEASES * 128);"),
         ("DIRECT_BOX ? 1 : PRODUCER_WARPS);", "DIRECT_BOX ? 1 : PRODUCER_WARPS * 32);"),
+        (
+            "barrier_init(barriers.left + 8 * i, PRODUCER_WARPS);",
+            "barrier_init(barriers.left + 8 * i, PRODUCER_THREADS);",
+        ),
+    ),
+    "sweep.cu": (
+        ("if (lane == 0 && barrier) barrier_arrive(barrier);", "if (barrier) barrier_arrive(barrier);"),
+        ("  if (lane == 0) barrier_arrive(barrier);\n", "  barrier_arrive(barrier);\n"),
+        ("if (lane == 0) barrier_arrive(barriers.left", "barrier_arrive(barriers.left"),
+        ("barrier_init(full + 8 * i, PRODUCER_WARPS);", "barrier_init(full + 8 * i, PRODUCER_THREADS);"),
+        ("barrier_init(empty + 8 * i, RELEASES * 4);", "barrier_init(empty + 8 * i, RELEASES * 128);"),
+        ("barrier_init(empty_w + 8 * i, RELEASES * 4);", "barrier_init(empty_w + 8 * i, RELEASES * 128);"),
         (
             "barrier_init(barriers.left + 8 * i, PRODUCER_WARPS);",
             "barrier_init(barriers.left + 8 * i, PRODUCER_THREADS);",
@@ -64,6 +76,7 @@ STRIDED = Problem.make(2, 64, 64, (16, 32), 4, 2, 1, bias=False)
 NARROW = Problem.make(2, 64, 32, (16, 32), 4, 2, 1, bias=False)  # two teams of two warps
 FEW = Problem.make(2, 64, 3, (16, 32), 4, 2, 1, bias=False)
 PLAIN = Problem.make(4, 64, 64, (16, 32), 3, bias=False)
+DEEP = Problem.make(1, 32, 16, (4, 12, 24), (3, 5, 7), bias=False)
 DTYPES = {"tf32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -83,6 +96,13 @@ def run_gather(p: Problem, wanted: Callable[[Any], bool]) -> None:
     shapes = (p.input_shape, p.output_shape) if p.pass_ == "fwd" else (p.output_shape, p.input_shape)
     x, out = (tensor(shape, p) for shape in shapes)
     prepared.run(x, prepared.pack(tensor(p.weight_shape, p)), None, out)
+
+
+def run_sweep(p: Problem, wanted: Callable[[sweep.Sweep], bool]) -> None:
+    """The first sweep of a kind."""
+    found = next(s for s in sweep.candidates(p, gpu(0)) if wanted(s))
+    prepared = sweep.Choice(found, p, gpu(0), 0.0, "").prepare(0)
+    prepared.run(tensor(p.input_shape, p), prepared.pack(tensor(p.weight_shape, p)), None, tensor(p.output_shape, p))
 
 
 def run_wgrad(p: Problem, splits: int, descriptors: bool = False) -> None:
@@ -129,6 +149,14 @@ CASES: dict[str, tuple[str, Callable[[], None]]] = {
         lambda: run_gather(
             problem(STRIDED, "tf32", "channels_last", "grad-input"), lambda t: t.boxable and not t.planewise
         ),
+    ),
+    "sweep": (
+        "sweep",
+        lambda: run_sweep(problem(DEEP, "tf32", "nchw", "fwd"), lambda s: s.slots > 1 and not s.resident),
+    ),
+    "sweep-turns": (
+        "sweep",
+        lambda: run_sweep(problem(DEEP, "bf16", "nchw", "fwd"), lambda s: s.slots > 1 and s.turns),
     ),
     "two-steps": ("wgrad", lambda: run_wgrad(problem(PLAIN, "tf32", "nchw", "grad-weight"), 1)),
     "cluster": ("wgrad", lambda: run_wgrad(problem(PLAIN, "bf16", "nchw", "grad-weight"), 4)),

@@ -105,7 +105,7 @@ def as_json(t: Tiling) -> dict[str, Any]:
 
 def from_json(p: Problem, found: dict[str, Any], gpu: Gpu) -> Tiling:
     """The tiling for a layer. Errors: `Unfit` where the kernel can no longer run it, TypeError for other fields."""
-    layer = gather._any_size(p)
+    layer = gather.any_size(p)
     values = {name: tuple(v) if isinstance(v, list) else v for name, v in found.items()}
     shuffle = values.pop("shuffle")
     if shuffle is not None:

@@ -117,7 +117,7 @@ def draw_tiling(p: Problem, rng: random.Random, shuffle: Shuffle | None = None) 
 
 def draw_shuffle(p: Problem, rng: random.Random) -> Shuffle | None:
     """A way to make a layer's phases rows of M, at no size in particular; None where there is none."""
-    found = ways(gather._any_size(p))
+    found = ways(gather.any_size(p))
     return rng.choice(found) if found else None
 
 
@@ -265,8 +265,8 @@ def test_tensors_of_rows_that_begin_anywhere() -> None:
             continue
         if p.dtype.itemsize > 4 or max(p.output_shape[2:]) > 200:
             continue
-        classes = gather._classes(p)
-        for t in gather.candidates(gather._any_size(p), H200, classes=classes):
+        classes = gather.classes_of(p)
+        for t in gather.candidates(gather.any_size(p), H200, classes=classes):
             if not (t.tensor_map and t.classed):
                 continue
             assert classes is not None
@@ -300,7 +300,7 @@ def test_tiles_of_whole_images() -> None:
             p = p.with_(size=size, layout="nchw")
         except ValueError:
             continue
-        every = list(gather.candidates(gather._any_size(p), H200, size=p.size))
+        every = list(gather.candidates(gather.any_size(p), H200, size=p.size))
         if not every:
             continue
         tiling = rng.choice(every)

@@ -232,9 +232,7 @@ def select(p: Problem, device: Device, general: bool = False) -> Selection:
         found = engine.choose(p, device.gpu, general)
         reason = "none of upconv's kernels fits"
     fitting = {name: choice for name, choice in found.items() if not isinstance(choice, str)}
-    # The direct kernels' model is the more hopeful one near a tie (NOTES: dcganO 42 us by it, 72 measured;
-    # the gather-GEMM 44 by its model and measured).
-    best = min(fitting, key=lambda name: fitting[name].seconds * (1.1 if name == "direct" else 1), default=None)
+    best = min(fitting, key=lambda name: fitting[name].seconds * getattr(fitting[name], "margin", 1), default=None)
     others = [
         Candidate(name, False, answer if isinstance(answer, str) else f"slower: {_modelled(answer)}")
         for name, answer in found.items()

@@ -1,0 +1,489 @@
+"""Layers without strides and of few output channels on tensor cores: pixels as rows of M, a walk along D. wgmma only.
+
+A matrix instruction has 64 rows (M) and any multiple of 8 columns (N). `gather` makes output channels rows, since NCHW
+results then leave by rows; a layer of 24 channels fills them with neighbouring slices, whose taps' union it multiplies.
+Here output channels are columns, and to each tap of H and W those of all kernel slices are one row of columns: an input
+slice is multiplied once, for all output slices that it reaches, whose sums move through the registers as a block walks
+along D (``kernels/sweep.cu``). So every product is useful but those of a walk's ends and of the tile's borders.
+
+The pixels' side, a slice with its halo in shared memory and who brings it, is that of a `Tiling` of the layer without
+its taps along D (`Sweep.slice`); with one slot, of the layer itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from upconv.cuda import gather, jit
+from upconv.cuda.boxes import Words
+from upconv.cuda.gather import Unit
+from upconv.cuda.gpu import Gpu
+from upconv.cuda.gpu import gpu as gpu_of
+from upconv.cuda.launch import Launcher
+from upconv.cuda.tiling import Tiling, Unfit, result_shape, source_shape
+from upconv.problem import Problem
+
+THREADS, PACK_THREADS = 512, 256
+_MOST_COLUMNS = 256  # of a matrix instruction
+_MOST_SUMS = 144  # of a consumer's thread, of whose 200 registers descriptors and addresses take the rest
+_MOST_STEPS = 96  # matrix instructions of a chunk for each subtile: they are one stretch of code
+_MOST_PIXELS = 12 * 192  # a producer thread keeps track of 12
+_WIDTHS = (16, 24, 32, 40, 48, 56, 64, 68, 72, 80, 88, 96, 100, 104, 112, 120, 128)
+"""Columns of tiles: few, since each is a kernel."""
+_SUBTILES = range(1, 9)
+_MOST_STAGES = 9
+_SHARED = 128.0  # bytes a clock of shared memory
+_LAUNCH = 3.5e-6  # seconds
+# The model's constants, fitted to 98 timed sweeps of 15 layers on an H200, of which it misses 8% on average.
+_EFFICIENCY = 0.97  # of tensor cores or shared memory, where nothing is stored
+_STORE = 360.0  # clocks that 8 channels of 64 positions take to store
+_SHORT = {
+    2: 52,
+    4: 20,
+}  # columns of a tile, below which they take longer, as more units end a row, by bytes of an element
+_SLICE, _TURN = 1100.0, 3200.0  # clocks that a slice takes beside; where consumers take turns
+_L2 = 28.0  # bytes a clock
+_TURNING = 622.0, 103.0  # of the producers' pass: of a chunk; of 32 bytes of a pixel
+
+
+_MACROS = """
+PRECISION ELEMENT ELEMENT_TYPE ELEMENT_BITS VALUE PARTS WGMMA CHANNELS_LAST TENSOR_MAP FIRST_D FIRST_H CIN CIN_G TAPS
+GRAD_INPUT CK STAGES_P STAGES_S WEIGHTS_BOX ROWS_D ROWS_H FIRST_W COLUMNS COLUMN_PAD CLASSED ROW_CLASSES CHANNEL_CLASSES
+ROW_PERIOD ROWS_APART WHOLE IMAGE_D IMAGE_H IMAGE_W BOX_PIXELS BOX_UNITS PLANE STRIDED_BOX PLANES RESIDUES
+PLANE_BARRIERS PRODUCER_REGISTERS CONSUMER_REGISTERS TAP_ROWS TAP_INDICES OFFSETS_D OFFSETS_H IN_STEP_D IN_STEP_H
+IN_STEP_W TILE_N TILE_D TILE_H TILE_W
+"""
+"""The constants of a tile's pixels, as `Tiling.macros` has them."""
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A tile's shape and the kernel's constants for one problem; everything but the sizes of input and batch.
+
+    Raises, on `checked`:
+        Unfit: the kernel cannot run it.
+    """
+
+    problem: Problem
+    slots: int
+    """Output slices whose sums a thread holds: as many as the kernel has along D, or 1."""
+    tile: tuple[int, int]
+    """Outputs of a tile along H and W."""
+    nb: int
+    """Subtiles of 64 pixel rows that a consumer accumulates."""
+    chunk: int
+    """Input channels of a chunk."""
+    classes: tuple[int, int] | None = (1, 1)
+    """As `Tiling.classes`."""
+    stages_p: int = 2
+    stages_s: int = 2
+    stages_w: int = 2
+    w_stage: int = 8
+    """Steps of K of a stage of the weights' ring: whole taps."""
+    resident: bool = False
+    """All weights stay in shared memory."""
+
+    @property
+    def turns(self) -> bool:
+        """Whether consumers multiply in turn, and one stores while the other multiplies: where all of a slice's chunks
+        stay, and one more."""
+        return self.resident and self.stages_p > self.pixels.chunks
+
+    @cached_property
+    def slice(self) -> Problem:
+        """The layer whose tiling is that of a tile's pixels."""
+        p = self.problem
+        if self.slots == 1:
+            return p
+        return p.with_(
+            kernel=(1, *p.kernel[1:]), padding=(0, *p.padding[1:]), output_padding=(0, *p.output_padding[1:])
+        )
+
+    @cached_property
+    def pixels(self) -> Tiling:
+        """The tiling of a tile's pixels; its M means nothing."""
+        return Tiling(
+            self.slice, (1, 64), (1, 1, *self.tile), 0, self.chunk, classes=self.classes, stages_p=self.stages_p,
+            stages_s=self.stages_s,
+        )  # fmt: skip
+
+    @property
+    def slot_columns(self) -> int:
+        """Columns of a slot: the output channels, filled up to a multiple of 8."""
+        return -(-result_shape(self.problem)[1] // 8) * 8
+
+    @property
+    def columns(self) -> int:
+        """Columns of a matrix instruction."""
+        return self.slots * self.slot_columns
+
+    @property
+    def first_slot(self) -> int:
+        """The output slice that an input slice reaches first, less the input slice; 0 with one slot, where both are
+        the output's."""
+        if self.slots == 1:
+            return 0
+        pad = self.problem.padding[0]
+        return -pad if self.problem.pass_ == "fwd" else pad - (self.slots - 1)
+
+    @property
+    def entries(self) -> int:
+        """Taps of a chunk."""
+        return self.pixels.most_entries
+
+    @property
+    def chunk_steps(self) -> int:
+        """Steps of K of a chunk."""
+        return self.entries * self.pixels.k_steps
+
+    @property
+    def packed_words(self) -> int:
+        """32-bit words of the packed weights."""
+        return self.pixels.chunks * self.chunk_steps * self.columns * 8
+
+    @property
+    def pack_blocks(self) -> int:
+        return -(-self.packed_words // 4 // PACK_THREADS)
+
+    @property
+    def ring_stages(self) -> int:
+        per_chunk = -(-self.chunk_steps // self.w_stage)
+        return self.pixels.chunks * per_chunk if self.resident else self.stages_w
+
+    @property
+    def shared_bytes(self) -> int:
+        t = self.pixels
+        part = -(-t.pixels * t.row_bytes // 1024) * 1024
+        ring = self.ring_stages * self.w_stage * self.columns * 32
+        units = (self.tile[1] + 2 * t.vec - 2) // t.vec
+        lines = (self.nb * 64 + t.pitch - 2) // t.pitch + 1
+        buffers = 2 * 8 * (-(-lines * units // 4) * 64 + 16)
+        barriers = 16 * (self.stages_p + self.ring_stages + self.stages_s)
+        return self.stages_p * part + ring + self.stages_s * t.slot_bytes + buffers + barriers
+
+    def checked(self, shared_limit: int) -> Sweep:
+        """This, when the kernel can run it."""
+        t, (h, w) = self.pixels, self.tile
+        if (h - 1) * t.pitch + w > self.nb * 128:
+            raise Unfit(f"{h} rows of {t.pitch} pixels are more than {self.nb * 128}")
+        if self.columns > _MOST_COLUMNS or self.nb * self.columns // 2 > _MOST_SUMS:
+            raise Unfit(f"{self.nb} x 64 x {self.columns} sums are more than registers hold")
+        if self.chunk_steps * self.nb > _MOST_STEPS * 2:
+            raise Unfit(f"{self.chunk_steps} steps of {self.nb} instructions are too long a stretch")
+        if self.w_stage % t.k_steps:
+            raise Unfit("a stage of the ring has parts of taps")
+        if t.pixels > _MOST_PIXELS:
+            raise Unfit(f"the tile has {t.pixels} pixels with its halo, more than {_MOST_PIXELS}")
+        if not t.tensor_map:
+            raise Unfit("boxes do not bring these rows")
+        if self.shared_bytes > shared_limit:
+            raise Unfit(f"the tile takes {self.shared_bytes} bytes of shared memory, the device has {shared_limit}")
+        return self
+
+    def macros(self) -> dict[str, int | float | str]:
+        """The kernel's constants by macro name; see kernels/sweep.cu."""
+        sums = self.columns // 2
+        names = self.pixels.macros()
+        found = {name: names[name] for name in _MACROS.split()}
+        found |= {
+            "COUT": result_shape(self.problem)[1],
+            "SLOTS": self.slots,
+            "FIRST_SLOT": f"({self.first_slot})",
+            "SLOT_COLUMNS": self.slot_columns,
+            "COLUMNS_OF_B": self.columns,
+            "COLUMNS_TEXT": f'"{self.columns}"',
+            "TAP_ENTRIES": self.entries,
+            "NB": self.nb,
+            "STAGES_W": self.ring_stages,
+            "W_STAGE": self.w_stage,
+            "RESIDENT": int(self.resident),
+            "TURNS": int(self.turns),
+            "SUM_REGISTERS": '"' + ",".join(f"%{i}" for i in range(sums)) + '"',
+            "SUM_OPERANDS": ",".join(f'"+f"(d[{i}])' for i in range(sums)),
+            "A_AND_B": f'"%{sums}, %{sums + 1}"',
+            "SHARED_BYTES_PLANNED": self.shared_bytes,
+        }
+        return found
+
+    # --- sizes, which are run-time arguments -------------------------------------------------------------------------
+
+    def counts(self, p: Problem, multiprocessors: int) -> tuple[int, int, int, int]:
+        """Images, segments of a walk along D, and tiles along H and W, of a problem of this layer."""
+        d, h, w = result_shape(p)[2:]
+        rows, columns = -(-h // self.tile[0]), -(-w // self.tile[1])
+        return p.batch, _segments(p.batch * rows * columns, d, self.slots, multiprocessors), rows, columns
+
+    def arguments(self, p: Problem, multiprocessors: int) -> tuple[int, ...]:
+        """The kernel's integer arguments behind its four pointers."""
+        n, segments, rows, columns = self.counts(p, multiprocessors)
+        steps = -(-result_shape(p)[2] // segments) + self.slots - 1
+        sizes = (*source_shape(p)[2:], *result_shape(p)[2:])
+        return (p.batch, *sizes, segments, rows, columns, n * segments * rows * columns * steps)
+
+
+@lru_cache(maxsize=4096)
+def _segments(walks: int, slices: int, slots: int, multiprocessors: int) -> int:
+    """Into how many segments walks are cut, so that the blocks are busy alike; each begins with ``slots - 1`` more."""
+
+    def steps(segments: int) -> int:
+        return -(-walks * segments // multiprocessors) * (-(-slices // segments) + slots - 1)
+
+    return min(range(1, min(slices, 256) + 1), key=lambda n: (steps(n), n))
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A sweep for a problem on a GPU, and what the model thinks of it."""
+
+    sweep: Sweep
+    """Of the layer at any size; its own problem's size and batch mean nothing."""
+    problem: Problem
+    gpu: Gpu
+    seconds: float
+    """The model's estimate."""
+    bound: str
+    """What limits it, by the model."""
+
+    family = "sweep"
+    # NOTES: the gather-GEMM's model is 5 to 12% too high where nothing is unrolled. With this margin, and that of
+    # unrolled tilings, what is chosen for 31 layers and passes takes 1.0% longer than the faster of both.
+    margin = 1.15
+
+    @property
+    def grid(self) -> int:
+        """Blocks: one for each multiprocessor."""
+        return min(math.prod(self.sweep.counts(self.problem, self.gpu.multiprocessors)), self.gpu.multiprocessors)
+
+    @property
+    def summary(self) -> str:
+        s = self.sweep
+        weights = "resident" if s.resident else f"ring of {s.stages_w} x {s.w_stage} steps"
+        segments = s.counts(self.problem, self.gpu.multiprocessors)[1]
+        slices = -(-result_shape(self.problem)[2] // segments)
+        walk = f"walks of {slices} slices" if s.slots > 1 else "slice by slice"
+        consumers = "in turn" if s.turns else "pixels halved"
+        return (
+            f"pixels as rows: wgmma {s.problem.precision}, tile {s.tile[0]}x{s.tile[1]} (HxW), {walk}, {s.columns} "
+            f"columns, chunk of {s.chunk} channels, {consumers}, weights {weights}, {s.shared_bytes // 1024} KB "
+            f"shared, grid {self.grid}"
+        )
+
+    def sources(self) -> tuple[Unit, ...]:
+        """What NVRTC must compile; the same for all input sizes that share the tile."""
+        return (
+            Unit(f"sweep {gather.layer_text(self.problem)}", jit.source("sweep.cu", self.sweep.macros()), _ENTRIES),
+        )
+
+    def prepare(self, device: int) -> Prepared:
+        """Compiles (or finds) and loads the kernels for a CUDA device. Errors: those of ``jit.kernel``."""
+        return Prepared(self, device)
+
+
+_ENTRIES = ("pack", "sweep")
+
+
+class Prepared:
+    """A choice's kernels, loaded for a device."""
+
+    def __init__(self, choice: Choice, device: int) -> None:
+        s, p = choice.sweep, choice.problem
+        (unit,) = choice.sources()
+        arch = gpu_of(device).arch
+        self._device, self._problem, self._tiling = device, p, s.pixels
+        self._words, self._pack_blocks = s.packed_words, s.pack_blocks
+        self.casts = p.dtype.itemsize == 2
+        self._tensors = gather.tensors(s.pixels, p)
+        codes = "PPPP" + "i" * 11 + "q" * 16 * len(self._tensors)
+        self._pack = Launcher(jit.kernel(unit.source, "pack", arch, unit.label), PACK_THREADS, 0, "PPi")
+        if self.casts:
+            found = jit.kernel(unit.source, "pack_float", arch, unit.label)
+            self._pack_float = Launcher(found, PACK_THREADS, 0, "PPiPP")
+        kernel = jit.kernel(unit.source, "sweep", arch, unit.label)
+        self._run = Launcher(kernel, THREADS, s.shared_bytes, codes)
+        self._grid, self._sizes = choice.grid, s.arguments(p, choice.gpu.multiprocessors)
+        self._maps: dict[int, Words] = {}
+        self.packing = ("sweep", s.slots, s.chunk, p.precision, p.pass_, p.out_channels, s.entries)
+        """What `pack`'s result depends on beside the weight."""
+
+    def pack(self, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """The weights in rows of columns: int32 words, launched on the current stream.
+
+        Float32 weights of a 16-bit problem are rounded on their way, and with them a float32 ``bias``, whose place is
+        behind them.
+        """
+        tap_step = 1
+        if not weight.is_contiguous():
+            if weight.is_contiguous(memory_format=torch.channels_last_3d):
+                tap_step = weight.shape[1]
+            else:
+                weight = weight.contiguous()
+        words = self._words if bias is None else self._words + (self._problem.out_channels + 1) // 2
+        packed = weight.new_empty_strided((words,), (1,), dtype=torch.int32)
+        at = packed.data_ptr()
+        if self.casts and weight.dtype is torch.float32:
+            biases = (0, 0) if bias is None else (bias.data_ptr(), at + 4 * self._words)
+            self._pack_float(self._device, self._pack_blocks, (weight.data_ptr(), at, tap_step, *biases))
+        else:
+            self._pack(self._device, self._pack_blocks, (weight.data_ptr(), at, tap_step))
+        return packed
+
+    def run(self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, fresh: bool = False) -> None:
+        """Launches the kernel: ``x`` and ``out`` contiguous, ``packed`` what `pack` returned.
+
+        For pass "grad-input" they are the output's gradient and the input's, and there is no bias. ``fresh``: `pack`
+        was called just before, and the kernel loads its first pixels beside what that launched.
+        """
+        address = x.data_ptr()
+        if address & 15:
+            fresh, x = False, x.clone()  # a view that begins off 16 bytes; PyTorch's allocations never do
+            address = x.data_ptr()
+        at = packed.data_ptr()
+        at_bias = 0 if bias is None else bias.data_ptr()
+        if self.casts and bias is not None and bias.dtype is torch.float32:
+            at_bias = at + 4 * self._words  # `pack` left it there
+        args = (address, at, at_bias, out.data_ptr(), *self._sizes, *self._map(address))
+        self._run(self._device, self._grid, args, fresh)
+
+    def _map(self, address: int) -> Words:
+        found = self._maps.get(address)
+        if found is None:
+            t, p = self._tiling, self._problem
+            maps = (gather.tensor_map(t, p, address, one) for one in self._tensors)
+            found = gather.kept_maps(self._maps, address, self._device, maps)
+        return found
+
+
+# --- candidates ------------------------------------------------------------------------------------------------------
+
+
+def refusal(p: Problem, gpu: Gpu) -> str | None:
+    """Why no sweep can serve a problem, in a sentence; None when one may."""
+    if gpu.arch != "90a":
+        return "pixels as rows want both operands by descriptors, which wgmma alone takes"
+    if p.rank != 3 or p.layout != "nchw":
+        return "walks are for 3-D layers in NCDHW"
+    if p.pass_ not in ("fwd", "grad-input") or p.precision not in ("tf32", "fp16", "bf16"):
+        return f"pass {p.pass_} in {p.precision} is none of the kernel's"
+    if max(p.stride) > 1 or p.groups > 1 or p.dilation[0] > 1:
+        return "the kernel walks without strides, groups or a dilation along the depth"
+    return None
+
+
+def candidates(p: Problem, gpu: Gpu) -> Iterator[Sweep]:
+    """Every sweep worth a look for a layer at its own size."""
+    classes = gather.classes_of(p)
+    if classes is None:
+        return
+    h, w = result_shape(p)[3:]
+    for s in _candidates(gather.any_size(p), gpu, classes):
+        rows, width = s.tile
+        aligned = width >= w or width % s.pixels.vec == 0  # or a second tile's boxes begin off 16 bytes
+        if aligned and (width == _WIDTHS[0] or width - 8 < w) and (s.nb == 1 or rows < h + classes[0]):
+            yield s
+
+
+@lru_cache(maxsize=256)
+def _candidates(layer: Problem, gpu: Gpu, classes: tuple[int, int]) -> tuple[Sweep, ...]:
+    """A layer's sweeps for all sizes of one alignment: some 50 ms once, then one millisecond for each size."""
+    cin = source_shape(layer)[1]
+    per_32 = 32 // layer.dtype.itemsize
+    chunks = [c for c in (per_32, 2 * per_32, 4 * per_32) if c == per_32 or c < 2 * cin]
+    walks = layer.kernel[0] > 1 and layer.padding[0] < layer.kernel[0]
+    found = []
+    for slots, nb, width in product((1, layer.kernel[0]) if walks else (1,), _SUBTILES, _WIDTHS):
+        base = Sweep(layer, slots, (1, width), nb, per_32, classes)
+        rows = (nb * 128 - width) // base.pixels.pitch + 1
+        rows -= rows % classes[0]
+        if rows < 1 or base.columns > _MOST_COLUMNS or nb * base.columns // 2 > _MOST_SUMS:
+            continue
+        for chunk, resident in product(chunks, (True, False)):
+            s = _fitted(replace(base, tile=(rows, width), chunk=chunk, resident=resident), gpu)
+            if s is not None:
+                found.append(s)
+    return tuple(found)
+
+
+def _fitted(s: Sweep, gpu: Gpu) -> Sweep | None:
+    """The sweep with as many stages as shared memory allows; None when it does not fit at all."""
+    steps, k_steps = s.chunk_steps, s.pixels.k_steps
+    wanted = max(1, 24 // s.nb)  # instructions of a stage
+    taps = max(1, min(s.entries, wanted // k_steps))
+    w_stage = steps if s.resident else taps * k_steps
+    s = replace(s, w_stage=w_stage, stages_p=2, stages_s=2, stages_w=3)
+    try:
+        s.checked(gpu.shared_bytes)
+    except Unfit:
+        return None
+    every = s.pixels.chunks + 1
+    changes: list[dict[str, Any]] = [{"stages_p": every}] if s.resident and every <= _MOST_STAGES else []
+    # With a third tile consumers part: one stores while the other multiplies (NOTES: kb61 TF32 1.39 -> 1.25 ms).
+    changes += [{"stages_p": 3}, {"stages_s": 3}, {"stages_w": 4}, {"stages_s": 4}, {"stages_w": 6}]
+    for change in changes:
+        if (s.resident and "stages_w" in change) or change.get("stages_p", _MOST_STAGES) <= s.stages_p:
+            continue
+        more = replace(s, **change)
+        if more.shared_bytes <= gpu.shared_bytes:
+            s = more
+    return s
+
+
+# --- the cost model --------------------------------------------------------------------------------------------------
+
+
+def estimate(s: Sweep, p: Problem, gpu: Gpu) -> tuple[float, str]:
+    """(seconds, what bounds them) of a problem by a sweep."""
+    t = s.pixels
+    instructions = t.chunks * s.chunk_steps * 2 * s.nb
+    matrix = instructions * s.columns / 2
+    loaded = t.pixels * t.row_bytes * t.chunks
+    streamed = 0 if s.resident else s.packed_words * 4
+    shared = (instructions * 32 * (64 + s.columns) + 3 * loaded + streamed) / _SHARED
+    turn = t.chunks * (-(-t.pixels // 192) * t.k_steps * 2 * _TURNING[1] * (1 if t.element == 4 else 2) + _TURNING[0])
+    l2 = (t.slot_bytes * t.chunks + streamed) / _L2
+    parts = {"tensor cores": matrix, "shared memory": shared, "producers": turn, "L2": l2}
+    bound = max(parts, key=lambda name: parts[name])
+    body = max(max(matrix, shared) / _EFFICIENCY, turn, l2)
+    store = s.slot_columns / 8 * s.nb * _STORE * max(1.0, _SHORT[t.element] / s.tile[1])
+    clocks = max(body, body / 2 + store) + _TURN if s.turns else body + store + _SLICE
+    counts = s.counts(p, gpu.multiprocessors)
+    walks = math.prod(counts)
+    waves = -(-walks // gpu.multiprocessors)
+    steps: float = -(-result_shape(p)[2] // counts[1]) + s.slots - 1
+    if s.slots > 1:  # slices that the input has not cost nothing
+        steps -= 0.5 * (s.slots - 1) * (2 / counts[1])
+    seconds = waves * steps * clocks / gpu.clock
+    memory = (math.prod(result_shape(p)) * 1.25 + math.prod(source_shape(p))) * t.element / gpu.bandwidth
+    if memory > seconds:
+        bound = "bytes"
+    return max(memory, seconds) + 0.15 * min(memory, seconds) + _LAUNCH, bound
+
+
+def choose(p: Problem, gpu: Gpu, general: bool = False) -> Choice | str:
+    """The cheapest sweep by the model, or the sentence why there is none.
+
+    ``general``: of those that serve every size of the input, which none is made for.
+    """
+    if general:
+        return "a sweep's tiles are as wide as the image"
+    return _choose(p, gpu)
+
+
+@lru_cache(maxsize=4096)
+def _choose(p: Problem, gpu: Gpu) -> Choice | str:
+    refused = refusal(p, gpu)
+    if refused:
+        return refused
+    every = ((*estimate(s, p, gpu), s) for s in candidates(p, gpu))
+    best = min(every, key=lambda found: found[0], default=None)
+    if best is None:
+        return f"no slice of this layer with its halo fits in {gpu.shared_bytes // 1024} KB of shared memory"
+    seconds, bound, s = best
+    return Choice(s, p, gpu, seconds, bound)

@@ -1,0 +1,212 @@
+"""The sweep family: its walks in an interpreter, its packing, its choice, its compiled kernels."""
+
+from __future__ import annotations
+
+import random
+import re
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from sweep_interpreter import SweepInterpreter
+from test_gather import DTYPES, PASSES, needs_nvrtc, truth_of
+from upconv import planner
+from upconv.bench.suites import SUITES, parse_layer
+from upconv.cuda import engine, gather, jit, sweep
+from upconv.cuda.gpu import A100, B200, H200
+from upconv.cuda.sweep import Sweep
+from upconv.cuda.tiling import Unfit, source_shape
+from upconv.problem import Pass, Precision, Problem, output_length
+
+WALKS = "the kernel walks without strides, groups or a dilation along the depth"
+
+
+def draw_problem(rng: random.Random) -> Problem:
+    """A small 3-D layer without strides; every other one is of the gradient for the input."""
+    kernel = rng.choice((1, 2, 3, 3, 4, 5)), rng.choice((1, 2, 3)), rng.choice((1, 2, 3, 4))
+    dilation = 1, rng.choice((1, 1, 2, 3)), rng.choice((1, 1, 2))
+    size = rng.randint(1, 6), rng.randint(1, 9), rng.choice((1, 4, 7, 8, 12, 13, 16, 20))
+    axes = zip(size, kernel, dilation)
+    padding = tuple(rng.randint(0, min((output_length(n, k, 1, 0, 0, d) - 1) // 2, k)) for n, k, d in axes)
+    output_padding = tuple(rng.randrange(d) for d in dilation)
+    precision: Precision = rng.choice(("tf32", "fp16", "bf16"))
+    return Problem.make(
+        rng.randint(1, 3), rng.choice((1, 3, 8, 17, 40)), rng.choice((1, 2, 5, 8, 11, 24)), size, kernel, 1, padding,
+        output_padding, dilation, bias=rng.random() < 0.5, dtype=DTYPES[precision], precision=precision,
+        pass_=rng.choice(PASSES),
+    )  # fmt: skip
+
+
+def draw_sweep(p: Problem, rng: random.Random) -> Sweep | None:
+    every = list(sweep.candidates(p, H200))
+    return rng.choice(every) if every else None
+
+
+def check(s: Sweep, p: Problem, seed: int, blocks: int, multiprocessors: int) -> None:
+    """The interpreted sweep stores every result once, and what it stores is the pass's, in float64."""
+    numbers = np.random.default_rng(seed)
+    x, w = numbers.standard_normal(source_shape(p)), numbers.standard_normal(p.weight_shape)
+    b = numbers.standard_normal(p.out_channels) if p.bias and p.pass_ == "fwd" else None
+    interpreter = SweepInterpreter(s)
+    packed = interpreter.pack(w)
+    last = np.ascontiguousarray(np.moveaxis(w, 1, -1))
+    np.testing.assert_array_equal(interpreter.pack(last, w.shape[1]) if w.shape[1] > 1 else packed, packed)
+    out, stores = interpreter(p, x, packed, b, blocks, multiprocessors)
+    assert (stores == 1).all(), f"elements stored {np.unique(stores)} times"
+    truth = truth_of(p, x, w, b)
+    scale = max(1.0, truth.abs().max().item())
+    error = (torch.from_numpy(out) - truth).abs().max().item()
+    assert error <= 1e-12 * scale, f"error {error} on {scale}"
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_sweeps_compute_their_layers(seed: int) -> None:
+    rng = random.Random(seed)
+    done = 0
+    while done < 25:
+        p = draw_problem(rng)
+        s = draw_sweep(p, rng)
+        if s is None:
+            continue
+        multiprocessors = rng.choice((1, 2, 7, 132))
+        blocks = min(multiprocessors, int(np.prod(s.counts(p, multiprocessors))))
+        try:
+            check(s, p, done, blocks, multiprocessors)
+        except AssertionError as error:
+            raise AssertionError(f"{p}, bias {p.bias}, {p.precision}: {error}\n{s}") from error
+        done += 1
+
+
+def test_the_interpreter_notices_a_wrong_plan() -> None:
+    p = Problem.make(2, 8, 8, (4, 6, 8), 3, 1, 1, precision="tf32")
+    s = next(s for s in sweep.candidates(p, H200) if s.slots == 3)
+    numbers = np.random.default_rng(0)
+    x, w = numbers.standard_normal(source_shape(p)), numbers.standard_normal(p.weight_shape)
+    truth = truth_of(p, x, w, None).numpy()
+    wrong: list[tuple[str, int | str]] = [
+        ("FIRST_SLOT", 0), ("TAP_ROWS", "{" + ",".join("0" * 9) + "}"), ("TAP_INDICES", "{0,1,2,3,4,5,6,7,8}"),
+        ("GRAD_INPUT", 1),
+    ]  # fmt: skip
+    for name, value in wrong:
+        assert str(s.macros()[name]) != str(value)
+        interpreter = SweepInterpreter(s, s.macros() | {name: value})
+        out, _ = interpreter(p, x, interpreter.pack(w), None, 4, 4)
+        assert not np.allclose(out, truth), name
+
+
+@pytest.mark.parametrize(
+    ("layer", "size", "settings", "reason"),
+    [
+        ("16,16,3", "1x16x8x8", {}, "walks are for 3-D layers in NCDHW"),
+        ("16,16,3", "1x16x8x8x8", {"layout": "channels_last"}, "walks are for 3-D layers in NCDHW"),
+        ("16,16,3,stride=2", "1x16x8x8x8", {}, WALKS),
+        ("16,16,3,groups=2", "1x16x8x8x8", {}, WALKS),
+        ("16,16,3,dilation=2", "1x16x8x8x8", {}, WALKS),
+        ("16,16,3", "1x16x8x8x8", {"precision": "ieee"}, "pass fwd in ieee is none of the kernel's"),
+        ("16,300,3", "1x16x8x8x8", {}, "no slice of this layer with its halo fits in 227 KB of shared memory"),
+    ],
+)  # fmt: skip
+def test_refusals_are_sentences(layer: str, size: str, settings: dict[str, str], reason: str) -> None:
+    p = parse_layer(f"{layer},bias=False", size).with_(**{"precision": "tf32", **settings})
+    assert sweep.choose(p, H200) == reason
+
+
+def test_other_gpus_have_no_sweeps() -> None:
+    p = parse_layer("16,16,3,bias=False", "1x16x8x8x8").with_(precision="tf32")
+    for gpu in (A100, B200):
+        assert sweep.choose(p, gpu) == "pixels as rows want both operands by descriptors, which wgmma alone takes"
+    assert sweep.choose(p, H200, general=True) == "a sweep's tiles are as wide as the image"
+
+
+@pytest.mark.parametrize(
+    ("name", "precision"), [("kb58", "tf32"), ("kb58", "bf16"), ("kb70", "tf32"), ("kb70", "bf16"), ("kb61", "bf16")]
+)
+def test_layers_of_few_output_channels_are_swept(name: str, precision: Precision) -> None:
+    (layer,) = {case.problem for cases in SUITES.values() for case in cases if case.name == name}
+    p = layer.with_(dtype=DTYPES[precision], precision=precision)
+    device = planner.Device("cuda", gpu=H200)
+    found = planner.select(p, device)
+    assert found.name == "sweep" and isinstance(found.choice, sweep.Choice)
+    other = gather.choose(p, H200)
+    assert not isinstance(other, str) and found.choice.seconds < other.seconds
+    assert "pixels as rows: wgmma" in found.candidates[0].reason
+    assert planner.select(p, device, general=True).name != "sweep"
+
+
+def test_what_registers_and_shared_memory_cannot_hold_is_unfit() -> None:
+    p = parse_layer("16,16,3,bias=False", "1x16x8x8x8").with_(precision="tf32")
+    layer = gather.any_size(p)
+    for s, reason in (
+        (Sweep(layer, 3, (9, 16), 1, 8), "9 rows of 18 pixels are more than 128"),
+        (Sweep(layer, 3, (4, 16), 8, 8), "8 x 64 x 48 sums are more than registers hold"),
+        (Sweep(layer, 3, (4, 16), 2, 16, w_stage=3), "a stage of the ring has parts of taps"),
+        (
+            Sweep(layer, 3, (4, 16), 2, 8, stages_p=60),
+            "the tile takes .* bytes of shared memory, the device has 232448",
+        ),
+    ):
+        with pytest.raises(Unfit, match=reason):
+            s.checked(H200.shared_bytes)
+
+
+def test_a_new_size_is_planned_in_milliseconds_and_mostly_shares_kernels() -> None:
+    layer = parse_layer("32,16,(3,5,7),bias=False", "2x32x16x32x64").with_(precision="tf32")
+    sources, slowest = set(), 0.0
+    sizes = [(d, h, w) for d in (10, 17, 24) for h in (20, 33, 48) for w in (24, 40, 64, 80)]
+    for i, size in enumerate(sizes):
+        begin = time.perf_counter()
+        choice = sweep.choose(layer.with_(size=size), H200)
+        taken = time.perf_counter() - begin
+        assert isinstance(choice, sweep.Choice)
+        slowest = max(slowest, taken if i else 0.0)
+        sources.add(choice.sources()[0].source)
+    assert len(sources) <= 12 and slowest < 0.1
+
+
+def test_segments_keep_blocks_busy() -> None:
+    for walks, slices, slots in ((96, 18, 3), (160, 98, 3), (1, 64, 5), (1000, 64, 3)):
+        found = sweep._segments(walks, slices, slots, 132)
+        steps = [-(-walks * n // 132) * (-(-slices // n) + slots - 1) for n in range(1, slices + 1)]
+        assert steps[found - 1] == min(steps)
+
+
+def problems() -> list[Problem]:
+    """Layers of the suites that may be swept, in every precision and pass."""
+    layers = {case.problem for case in SUITES["cuda"] if case.problem.rank == 3 and max(case.problem.stride) == 1}
+    each: list[tuple[Precision, Pass]] = [
+        ("tf32", "fwd"),
+        ("bf16", "fwd"),
+        ("tf32", "grad-input"),
+        ("fp16", "grad-input"),
+    ]
+    found = [
+        p.with_(dtype=DTYPES[precision], precision=precision, pass_=pass_)
+        for p in sorted(layers, key=str) for precision, pass_ in each
+    ]  # fmt: skip
+    return [p for p in found if not isinstance(sweep.choose(p, H200), str)]
+
+
+@needs_nvrtc
+@pytest.mark.slow
+@pytest.mark.parametrize("p", problems(), ids=lambda p: f"{p} {p.precision}".replace(" ", "-"))
+def test_chosen_kernels_compile_without_spills(p: Problem) -> None:
+    choice = sweep.choose(p, H200)
+    assert isinstance(choice, sweep.Choice)
+    (unit,) = choice.sources()
+    code, text, log = jit.built(unit.source, H200.arch, unit.label)
+    found = jit.inspect(code)
+    assert set(found) == {"sweep", "pack", *(("pack_float",) if p.dtype.itemsize == 2 else ())}
+    assert all(local == 0 for _, local, _ in found.values()), choice.summary
+    types = {"tf32": "f32.tf32.tf32", "bf16": "f32.bf16.bf16", "fp16": "f32.f16.f16"}[p.precision]
+    assert set(re.findall(r"wgmma\.mma_async\S*\.(m64n\d+)k\d+\." + re.escape(types), text)) == {
+        f"m64n{choice.sweep.columns}"
+    }
+    assert "cp.async.bulk.tensor" in text and jit.serialised(log) is None
+
+
+def test_the_family_is_among_the_engine_s() -> None:
+    p = parse_layer("16,16,3,bias=False", "1x16x8x8x8").with_(precision="tf32")
+    assert isinstance(engine.choose(p, H200)["sweep"], sweep.Choice)
+    assert engine.choose(p, H200, general=True)["sweep"] == "a sweep's tiles are as wide as the image"
