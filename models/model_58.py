@@ -259,6 +259,29 @@ template <int N> __device__ __forceinline__ void wgmma_wait() {
     "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15" "," \
     "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31", "%32", "%33", "%34", "%35", "%36", scale) : \
     SUMS(d, 0), SUMS(d, 16) : OPERANDS(a, b))
+
+constexpr int FRAGMENT = 2048;  // bytes: 64 rows of 32 bytes of K
+constexpr int SUBTILES = TILE_N * TILE_D * (TILE_H / SUB_H) * (TILE_W / SUB_W);
+constexpr int NB = SUBTILES;
+constexpr int WGS_M = 1;
+constexpr int RELEASES = 1;  // consumers that read a stage
+constexpr int W_SUBTILES = TILE_W / SUB_W;
+constexpr int H_SUBTILES = TILE_H / SUB_H;
+
+// [variant, block, tap]: the tap's shift in pixel rows
+__constant__ const int TAP_ROW[] = {
+    0, 1, 2, 3, 4, 5, 6, 30, 31, 32, 33, 34, 35, 36, 60, 61, 62, 63, 64, 65, 66, 90, 91, 92, 93, 94, 95, 96, 120, 121,
+    122, 123, 124, 125, 126, 360, 361, 362, 363, 364, 365, 366, 390, 391, 392, 393, 394, 395, 396, 420, 421, 422, 423,
+    424, 425, 426, 450, 451, 452, 453, 454, 455, 456, 480, 481, 482, 483, 484, 485, 486, 720, 721, 722, 723, 724, 725,
+    726, 750, 751, 752, 753, 754, 755, 756, 780, 781, 782, 783, 784, 785, 786, 810, 811, 812, 813, 814, 815, 816, 840,
+    841, 842, 843, 844, 845, 846, 1080, 1081, 1082, 1083, 1084, 1085, 1086, 1110, 1111, 1112, 1113, 1114, 1115, 1116,
+    1140, 1141, 1142, 1143, 1144, 1145, 1146, 1170, 1171, 1172, 1173, 1174, 1175, 1176, 1200, 1201, 1202, 1203, 1204,
+    1205, 1206
+};
+__constant__ const int ENTRY[] = {0,140};  // [variant][MB + 1]: where a block's taps begin
+__constant__ const short SUB_D[] = {0,1};  // [variant][SUBS]: output offset of an M-row's sub-position
+__constant__ const short SUB_HH[] = {0,0};
+__constant__ const short U_W[] = {0};  // [variant]: first W sub-position
 constexpr int VEC = 16 / ELEMENT;  // elements of a 16-byte unit
 constexpr int ROW_BYTES = CK * ELEMENT;  // a pixel's row in a tile: 32, 64 or 128
 constexpr int UNITS_PER_ROW = ROW_BYTES / 16;
@@ -283,7 +306,6 @@ constexpr int SLOT_BOXES = (STAGING_UNITS + ROW_UNITS - 1) / ROW_UNITS;
 constexpr int COPIED_BYTES = TILE_N * CK * CHANNEL_BYTES;  // of a box
 constexpr int SLOT_BOX_BYTES = (COPIED_BYTES + 127) / 128 * 128;
 constexpr int SLOT_BYTES = SLOT_BOXES * SLOT_BOX_BYTES;
-constexpr int FRAGMENT = 2048;  // bytes: 64 rows of 32 bytes of K
 constexpr int CHUNKS = (CIN_G + CK - 1) / CK;
 constexpr int CONSUMERS = 2;
 constexpr int CONSUMER_THREADS = CONSUMERS * 128;
@@ -295,27 +317,7 @@ constexpr int WEIGHTS_WARP = 7;
 constexpr int FIRST_CONSUMER = 2;
 constexpr int PRODUCER_WARPS = PRODUCER_THREADS / 32;
 constexpr int THREADS = FIRST_CONSUMER * 128 + CONSUMER_THREADS;
-constexpr int SUBTILES = TILE_N * TILE_D * (TILE_H / SUB_H) * (TILE_W / SUB_W);
-constexpr int NB = SUBTILES;
-constexpr int WGS_M = 1;
-constexpr int RELEASES = 1;  // consumers that read a stage
-constexpr int W_SUBTILES = TILE_W / SUB_W;
-constexpr int H_SUBTILES = TILE_H / SUB_H;
 
-// [variant, block, tap]: the tap's shift in pixel rows
-__constant__ const int TAP_ROW[] = {
-    0, 1, 2, 3, 4, 5, 6, 30, 31, 32, 33, 34, 35, 36, 60, 61, 62, 63, 64, 65, 66, 90, 91, 92, 93, 94, 95, 96, 120, 121,
-    122, 123, 124, 125, 126, 360, 361, 362, 363, 364, 365, 366, 390, 391, 392, 393, 394, 395, 396, 420, 421, 422, 423,
-    424, 425, 426, 450, 451, 452, 453, 454, 455, 456, 480, 481, 482, 483, 484, 485, 486, 720, 721, 722, 723, 724, 725,
-    726, 750, 751, 752, 753, 754, 755, 756, 780, 781, 782, 783, 784, 785, 786, 810, 811, 812, 813, 814, 815, 816, 840,
-    841, 842, 843, 844, 845, 846, 1080, 1081, 1082, 1083, 1084, 1085, 1086, 1110, 1111, 1112, 1113, 1114, 1115, 1116,
-    1140, 1141, 1142, 1143, 1144, 1145, 1146, 1170, 1171, 1172, 1173, 1174, 1175, 1176, 1200, 1201, 1202, 1203, 1204,
-    1205, 1206
-};
-__constant__ const int ENTRY[] = {0,140};  // [variant][MB + 1]: where a block's taps begin
-__constant__ const short SUB_D[] = {0,1};  // [variant][SUBS]: output offset of an M-row's sub-position
-__constant__ const short SUB_HH[] = {0,0};
-__constant__ const short U_W[] = {0};  // [variant]: first W sub-position
 __constant__ const int ROW_D[] = {-2,-1,0,1};  // input offset of a tile's rows
 __constant__ const int ROW_H[] = {-4,-3,-2,-1,0,1,2,3,4,5,6,7};
 
@@ -328,6 +330,23 @@ struct Sizes {                                         // one layout for the pac
 struct alignas(64) TensorMap { u64 opaque[16]; };  // a CUtensorMap
 constexpr int MAPS = 1;
 struct TensorMaps { TensorMap of[MAPS + WEIGHTS_BOX]; };  // the last: the weights'
+
+// Byte of the 16-byte unit `unit` of pixel row `p` in a tile.
+__device__ __forceinline__ u32 unit_at(int p, int unit) {
+  int swizzle = (p >> 2) & 1;
+  return p * ROW_BYTES + ((unit ^ swizzle) << 4);
+}
+
+// A place in a ring of `count` stages, and the parity of its phase.
+struct Cursor {
+  u32 stage, parity;
+  __device__ __forceinline__ void next(u32 count) {
+    if (++stage == count) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
 
 struct Tile {
   int group, cout_block, variant;                      // M-group
@@ -351,12 +370,11 @@ __device__ __forceinline__ int entries_of(int variant) {
   return ENTRY[variant * (MB + 1) + MB] - ENTRY[variant * (MB + 1)];
 }
 __device__ __forceinline__ int chunks_of(int variant) { return entries_of(variant) ? CHUNKS : 0; }  // 0: only the bias
-
-// Byte of the 16-byte unit `unit` of pixel row `p` in a tile.
-__device__ __forceinline__ u32 unit_at(int p, int unit) {
-  int swizzle = (p >> 2) & 1;
-  return p * ROW_BYTES + ((unit ^ swizzle) << 4);
-}
+#define CHUNKS_OF(tile, s) chunks_of((tile).variant)
+// The tiles of a block: the first, and from one to the next. (No functions of the tile and the sizes: with these ptxas orders the
+// roles' instructions in another way.)
+#define FIRST_TILE(s) blockIdx.x
+#define NEXT_TILE(index, s) index += gridDim.x
 
 // =====================================================================================================================
 // Packing: weight (CIN, COUT_G, taps), for GRAD_INPUT (COUT, CIN_G, taps), to fragments [group][cout
@@ -452,17 +470,6 @@ __global__ void __launch_bounds__(PACK_THREADS) pack(const float* __restrict__ w
   }
 }
 
-// A place in a ring of `count` stages, and the parity of its phase.
-struct Cursor {
-  u32 stage, parity;
-  __device__ __forceinline__ void next(u32 count) {
-    if (++stage == count) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
-};
-
 // =====================================================================================================================
 // Producer
 // =====================================================================================================================
@@ -541,8 +548,8 @@ struct Walk {
   __device__ __forceinline__ void settle(const Sizes& s) {  // past tiles without chunks
     while (index < s.tiles) {
       tile = tile_at(index, s);
-      if (chunk < chunks_of(tile.variant)) return;
-      index += gridDim.x;
+      if (chunk < CHUNKS_OF(tile, s)) return;
+      NEXT_TILE(index, s);
       chunk = 0;
     }
   }
@@ -567,7 +574,7 @@ __device__ __forceinline__ void load_boxes(const TensorMaps& maps, const Sizes& 
   Walk walk;
   Cursor cursor = {0, 1};                               // all are free at first
 #pragma unroll 1
-  for (walk.begin(blockIdx.x, s); walk.live(s); walk.next(s), cursor.next(STAGES_S)) {
+  for (walk.begin(FIRST_TILE(s), s); walk.live(s); walk.next(s), cursor.next(STAGES_S)) {
     Source at = source_of(walk.tile, walk.chunk);
     u32 barrier = landed + cursor.stage * 8, bytes = SLOT_BOXES * COPIED_BYTES;
     barrier_wait(left + cursor.stage * 8, cursor.parity);
@@ -592,7 +599,7 @@ __device__ __forceinline__ void produce(const char* __restrict__ x, const Sizes&
   own.locate(x, s, Source(), segments, thread);
   Cursor slot = {0, 0};
 #pragma unroll 1
-  for (now.begin(blockIdx.x, s); now.live(s); now.next(s), tile.next(STAGES_P), slot.next(STAGES_S)) {
+  for (now.begin(FIRST_TILE(s), s); now.live(s); now.next(s), tile.next(STAGES_P), slot.next(STAGES_S)) {
     barrier_wait(barriers.landed + slot.stage * 8, slot.parity);
     barrier_wait(barriers.empty + tile.stage * 8, tile.parity);
     int channel = now.chunk * CK;
@@ -645,7 +652,7 @@ __device__ __forceinline__ void stream_weights(const Source& packed, const Sizes
   wait_for_results();                                   // of `pack`
   Cursor cursor = {0, 1};
 #pragma unroll 1
-  for (int index = blockIdx.x; index < s.tiles; index += gridDim.x) {
+  for (int index = FIRST_TILE(s); index < s.tiles; NEXT_TILE(index, s)) {
     Tile t = tile_at(index, s);
     Weights from = weights_of(packed, t);
 #pragma unroll 1
@@ -1035,7 +1042,7 @@ __device__ __forceinline__ void consume(const char* packed, const float* bias, c
   int turn = 0;
   if (wg == 1) named_arrive(2, CONSUMER_THREADS);  // the first turn is warpgroup 0's
 #pragma unroll 1
-  for (int index = blockIdx.x; index < s.tiles; index += gridDim.x, turn++) {
+  for (int index = FIRST_TILE(s); index < s.tiles; NEXT_TILE(index, s), turn++) {
     Tile t = tile_at(index, s);
     int chunks = chunks_of(t.variant);
     if ((turn & 1) != wg) {
@@ -1142,6 +1149,9 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 #undef OPERANDS
 #undef MULTIPLY_64
 #undef COLUMN
+#undef CHUNKS_OF
+#undef FIRST_TILE
+#undef NEXT_TILE
 #undef FRAGMENTS
 #undef STAGE_FRAGMENTS
 #undef RUN_FIRST
@@ -1349,6 +1359,28 @@ template <int N> __device__ __forceinline__ void wgmma_wait() {
     "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15" "," \
     "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31", "%32", "%33", "%34", "%35", "%36", scale) : \
     SUMS(d, 0), SUMS(d, 16) : OPERANDS(a, b))
+
+constexpr int FRAGMENT = 2048;  // bytes: 64 rows of 32 bytes of K
+constexpr int SUBTILES = TILE_N * TILE_D * (TILE_H / SUB_H) * (TILE_W / SUB_W);
+constexpr int NB = SUBTILES;
+constexpr int WGS_M = 1;
+constexpr int RELEASES = 1;  // consumers that read a stage
+constexpr int W_SUBTILES = TILE_W / SUB_W;
+constexpr int H_SUBTILES = TILE_H / SUB_H;
+
+// [variant, block, tap]: the tap's shift in pixel rows
+__constant__ const int TAP_ROW[] = {
+    0, 1, 2, 3, 4, 5, 6, 22, 23, 24, 25, 26, 27, 28, 44, 45, 46, 47, 48, 49, 50, 66, 67, 68, 69, 70, 71, 72, 88, 89, 90,
+    91, 92, 93, 94, 264, 265, 266, 267, 268, 269, 270, 286, 287, 288, 289, 290, 291, 292, 308, 309, 310, 311, 312, 313,
+    314, 330, 331, 332, 333, 334, 335, 336, 352, 353, 354, 355, 356, 357, 358, 528, 529, 530, 531, 532, 533, 534, 550,
+    551, 552, 553, 554, 555, 556, 572, 573, 574, 575, 576, 577, 578, 594, 595, 596, 597, 598, 599, 600, 616, 617, 618,
+    619, 620, 621, 622, 792, 793, 794, 795, 796, 797, 798, 814, 815, 816, 817, 818, 819, 820, 836, 837, 838, 839, 840,
+    841, 842, 858, 859, 860, 861, 862, 863, 864, 880, 881, 882, 883, 884, 885, 886
+};
+__constant__ const int ENTRY[] = {0,140};  // [variant][MB + 1]: where a block's taps begin
+__constant__ const short SUB_D[] = {0,1};  // [variant][SUBS]: output offset of an M-row's sub-position
+__constant__ const short SUB_HH[] = {0,0};
+__constant__ const short U_W[] = {0};  // [variant]: first W sub-position
 constexpr int VEC = 16 / ELEMENT;  // elements of a 16-byte unit
 constexpr int ROW_BYTES = CK * ELEMENT;  // a pixel's row in a tile: 32, 64 or 128
 constexpr int UNITS_PER_ROW = ROW_BYTES / 16;
@@ -1373,7 +1405,6 @@ constexpr int SLOT_BOXES = (STAGING_UNITS + ROW_UNITS - 1) / ROW_UNITS;
 constexpr int COPIED_BYTES = TILE_N * CK * CHANNEL_BYTES;  // of a box
 constexpr int SLOT_BOX_BYTES = (COPIED_BYTES + 127) / 128 * 128;
 constexpr int SLOT_BYTES = SLOT_BOXES * SLOT_BOX_BYTES;
-constexpr int FRAGMENT = 2048;  // bytes: 64 rows of 32 bytes of K
 constexpr int CHUNKS = (CIN_G + CK - 1) / CK;
 constexpr int CONSUMERS = 2;
 constexpr int CONSUMER_THREADS = CONSUMERS * 128;
@@ -1384,26 +1415,7 @@ constexpr int WEIGHTS_WARP = 7;
 constexpr int FIRST_CONSUMER = 2;
 constexpr int PRODUCER_WARPS = PRODUCER_THREADS / 32;
 constexpr int THREADS = FIRST_CONSUMER * 128 + CONSUMER_THREADS;
-constexpr int SUBTILES = TILE_N * TILE_D * (TILE_H / SUB_H) * (TILE_W / SUB_W);
-constexpr int NB = SUBTILES;
-constexpr int WGS_M = 1;
-constexpr int RELEASES = 1;  // consumers that read a stage
-constexpr int W_SUBTILES = TILE_W / SUB_W;
-constexpr int H_SUBTILES = TILE_H / SUB_H;
 
-// [variant, block, tap]: the tap's shift in pixel rows
-__constant__ const int TAP_ROW[] = {
-    0, 1, 2, 3, 4, 5, 6, 22, 23, 24, 25, 26, 27, 28, 44, 45, 46, 47, 48, 49, 50, 66, 67, 68, 69, 70, 71, 72, 88, 89, 90,
-    91, 92, 93, 94, 264, 265, 266, 267, 268, 269, 270, 286, 287, 288, 289, 290, 291, 292, 308, 309, 310, 311, 312, 313,
-    314, 330, 331, 332, 333, 334, 335, 336, 352, 353, 354, 355, 356, 357, 358, 528, 529, 530, 531, 532, 533, 534, 550,
-    551, 552, 553, 554, 555, 556, 572, 573, 574, 575, 576, 577, 578, 594, 595, 596, 597, 598, 599, 600, 616, 617, 618,
-    619, 620, 621, 622, 792, 793, 794, 795, 796, 797, 798, 814, 815, 816, 817, 818, 819, 820, 836, 837, 838, 839, 840,
-    841, 842, 858, 859, 860, 861, 862, 863, 864, 880, 881, 882, 883, 884, 885, 886
-};
-__constant__ const int ENTRY[] = {0,140};  // [variant][MB + 1]: where a block's taps begin
-__constant__ const short SUB_D[] = {0,1};  // [variant][SUBS]: output offset of an M-row's sub-position
-__constant__ const short SUB_HH[] = {0,0};
-__constant__ const short U_W[] = {0};  // [variant]: first W sub-position
 __constant__ const int ROW_D[] = {-2,-1,0,1};  // input offset of a tile's rows
 __constant__ const int ROW_H[] = {-4,-3,-2,-1,0,1,2,3,4,5,6,7};
 
@@ -1411,6 +1423,23 @@ struct Sizes {                                         // one layout for the pac
   int batch, in_d, in_h, in_w, out_d, out_h, out_w;
   int tiles_d, tiles_h, tiles_w;                       // tiles of q per axis
   int tiles;                                           // all of them, times M_GROUPS
+};
+
+// Byte of the 16-byte unit `unit` of pixel row `p` in a tile.
+__device__ __forceinline__ u32 unit_at(int p, int unit) {
+  int swizzle = (p >> 2) & 1;
+  return p * ROW_BYTES + ((unit ^ swizzle) << 4);
+}
+
+// A place in a ring of `count` stages, and the parity of its phase.
+struct Cursor {
+  u32 stage, parity;
+  __device__ __forceinline__ void next(u32 count) {
+    if (++stage == count) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
 };
 
 struct Tile {
@@ -1435,12 +1464,11 @@ __device__ __forceinline__ int entries_of(int variant) {
   return ENTRY[variant * (MB + 1) + MB] - ENTRY[variant * (MB + 1)];
 }
 __device__ __forceinline__ int chunks_of(int variant) { return entries_of(variant) ? CHUNKS : 0; }  // 0: only the bias
-
-// Byte of the 16-byte unit `unit` of pixel row `p` in a tile.
-__device__ __forceinline__ u32 unit_at(int p, int unit) {
-  int swizzle = (p >> 2) & 1;
-  return p * ROW_BYTES + ((unit ^ swizzle) << 4);
-}
+#define CHUNKS_OF(tile, s) chunks_of((tile).variant)
+// The tiles of a block: the first, and from one to the next. (No functions of the tile and the sizes: with these ptxas orders the
+// roles' instructions in another way.)
+#define FIRST_TILE(s) blockIdx.x
+#define NEXT_TILE(index, s) index += gridDim.x
 
 // =====================================================================================================================
 // Packing: weight (CIN, COUT_G, taps), for GRAD_INPUT (COUT, CIN_G, taps), to fragments [group][cout
@@ -1535,17 +1563,6 @@ __global__ void __launch_bounds__(PACK_THREADS) pack(const float* __restrict__ w
     }
   }
 }
-
-// A place in a ring of `count` stages, and the parity of its phase.
-struct Cursor {
-  u32 stage, parity;
-  __device__ __forceinline__ void next(u32 count) {
-    if (++stage == count) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
-};
 
 // =====================================================================================================================
 // Producer
@@ -1688,8 +1705,8 @@ struct Walk {
   __device__ __forceinline__ void settle(const Sizes& s) {  // past tiles without chunks
     while (index < s.tiles) {
       tile = tile_at(index, s);
-      if (chunk < chunks_of(tile.variant)) return;
-      index += gridDim.x;
+      if (chunk < CHUNKS_OF(tile, s)) return;
+      NEXT_TILE(index, s);
       chunk = 0;
     }
   }
@@ -1715,7 +1732,7 @@ __device__ __forceinline__ void produce(const char* __restrict__ x, const Sizes&
   Pixels own;
   Cursor slot = {0, 0};
   Walk ahead;
-  ahead.begin(blockIdx.x, s);
+  ahead.begin(FIRST_TILE(s), s);
   u32 next_slot = 0;
 #pragma unroll 1
   for (int i = 0; i < STAGES_S - 1; i++) {
@@ -1727,7 +1744,7 @@ __device__ __forceinline__ void produce(const char* __restrict__ x, const Sizes&
   }
   next_slot = STAGES_S - 1;
 #pragma unroll 1
-  for (now.begin(blockIdx.x, s); now.live(s); now.next(s), tile.next(STAGES_P), slot.next(STAGES_S)) {
+  for (now.begin(FIRST_TILE(s), s); now.live(s); now.next(s), tile.next(STAGES_P), slot.next(STAGES_S)) {
     if (now.chunk == 0) own.locate(x, s, source_of(now.tile, 0), segments, thread);
     copy_wait<STAGES_S - 2>();
     named_sync<1, PRODUCER_THREADS>();  // everyone's copies have landed, and everyone has left the next slot
@@ -1787,7 +1804,7 @@ __device__ __forceinline__ void stream_weights(const Source& packed, const Sizes
   wait_for_results();                                   // of `pack`
   Cursor cursor = {0, 1};
 #pragma unroll 1
-  for (int index = blockIdx.x; index < s.tiles; index += gridDim.x) {
+  for (int index = FIRST_TILE(s); index < s.tiles; NEXT_TILE(index, s)) {
     Tile t = tile_at(index, s);
     Weights from = weights_of(packed, t);
 #pragma unroll 1
@@ -2177,7 +2194,7 @@ __device__ __forceinline__ void consume(const char* packed, const float* bias, c
   int turn = 0;
   if (wg == 1) named_arrive(2, CONSUMER_THREADS);  // the first turn is warpgroup 0's
 #pragma unroll 1
-  for (int index = blockIdx.x; index < s.tiles; index += gridDim.x, turn++) {
+  for (int index = FIRST_TILE(s); index < s.tiles; NEXT_TILE(index, s), turn++) {
     Tile t = tile_at(index, s);
     int chunks = chunks_of(t.variant);
     if ((turn & 1) != wg) {
@@ -2278,6 +2295,9 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 #undef OPERANDS
 #undef MULTIPLY_64
 #undef COLUMN
+#undef CHUNKS_OF
+#undef FIRST_TILE
+#undef NEXT_TILE
 #undef FRAGMENTS
 #undef STAGE_FRAGMENTS
 #undef RUN_FIRST
@@ -2485,6 +2505,28 @@ template <int N> __device__ __forceinline__ void wgmma_wait() {
     "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15" "," \
     "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31", "%32", "%33", "%34", "%35", "%36", scale) : \
     SUMS(d, 0), SUMS(d, 16) : OPERANDS(a, b))
+
+constexpr int FRAGMENT = 2048;  // bytes: 64 rows of 32 bytes of K
+constexpr int SUBTILES = TILE_N * TILE_D * (TILE_H / SUB_H) * (TILE_W / SUB_W);
+constexpr int NB = SUBTILES;
+constexpr int WGS_M = 1;
+constexpr int RELEASES = 1;  // consumers that read a stage
+constexpr int W_SUBTILES = TILE_W / SUB_W;
+constexpr int H_SUBTILES = TILE_H / SUB_H;
+
+// [variant, block, tap]: the tap's shift in pixel rows
+__constant__ const int TAP_ROW[] = {
+    0, 1, 2, 3, 4, 5, 6, 14, 15, 16, 17, 18, 19, 20, 28, 29, 30, 31, 32, 33, 34, 42, 43, 44, 45, 46, 47, 48, 56, 57, 58,
+    59, 60, 61, 62, 70, 71, 72, 73, 74, 75, 76, 280, 281, 282, 283, 284, 285, 286, 294, 295, 296, 297, 298, 299, 300,
+    308, 309, 310, 311, 312, 313, 314, 322, 323, 324, 325, 326, 327, 328, 336, 337, 338, 339, 340, 341, 342, 350, 351,
+    352, 353, 354, 355, 356, 560, 561, 562, 563, 564, 565, 566, 574, 575, 576, 577, 578, 579, 580, 588, 589, 590, 591,
+    592, 593, 594, 602, 603, 604, 605, 606, 607, 608, 616, 617, 618, 619, 620, 621, 622, 630, 631, 632, 633, 634, 635,
+    636
+};
+__constant__ const int ENTRY[] = {0,126};  // [variant][MB + 1]: where a block's taps begin
+__constant__ const short SUB_D[] = {0,0};  // [variant][SUBS]: output offset of an M-row's sub-position
+__constant__ const short SUB_HH[] = {0,1};
+__constant__ const short U_W[] = {0};  // [variant]: first W sub-position
 constexpr int VEC = 16 / ELEMENT;  // elements of a 16-byte unit
 constexpr int ROW_BYTES = CK * ELEMENT;  // a pixel's row in a tile: 32, 64 or 128
 constexpr int UNITS_PER_ROW = ROW_BYTES / 16;
@@ -2509,7 +2551,6 @@ constexpr int SLOT_BOXES = (STAGING_UNITS + ROW_UNITS - 1) / ROW_UNITS;
 constexpr int COPIED_BYTES = TILE_N * CK * CHANNEL_BYTES;  // of a box
 constexpr int SLOT_BOX_BYTES = (COPIED_BYTES + 127) / 128 * 128;
 constexpr int SLOT_BYTES = SLOT_BOXES * SLOT_BOX_BYTES;
-constexpr int FRAGMENT = 2048;  // bytes: 64 rows of 32 bytes of K
 constexpr int CHUNKS = (CIN_G + CK - 1) / CK;
 constexpr int CONSUMERS = 2;
 constexpr int CONSUMER_THREADS = CONSUMERS * 128;
@@ -2520,26 +2561,7 @@ constexpr int WEIGHTS_WARP = 7;
 constexpr int FIRST_CONSUMER = 2;
 constexpr int PRODUCER_WARPS = PRODUCER_THREADS / 32;
 constexpr int THREADS = FIRST_CONSUMER * 128 + CONSUMER_THREADS;
-constexpr int SUBTILES = TILE_N * TILE_D * (TILE_H / SUB_H) * (TILE_W / SUB_W);
-constexpr int NB = SUBTILES;
-constexpr int WGS_M = 1;
-constexpr int RELEASES = 1;  // consumers that read a stage
-constexpr int W_SUBTILES = TILE_W / SUB_W;
-constexpr int H_SUBTILES = TILE_H / SUB_H;
 
-// [variant, block, tap]: the tap's shift in pixel rows
-__constant__ const int TAP_ROW[] = {
-    0, 1, 2, 3, 4, 5, 6, 14, 15, 16, 17, 18, 19, 20, 28, 29, 30, 31, 32, 33, 34, 42, 43, 44, 45, 46, 47, 48, 56, 57, 58,
-    59, 60, 61, 62, 70, 71, 72, 73, 74, 75, 76, 280, 281, 282, 283, 284, 285, 286, 294, 295, 296, 297, 298, 299, 300,
-    308, 309, 310, 311, 312, 313, 314, 322, 323, 324, 325, 326, 327, 328, 336, 337, 338, 339, 340, 341, 342, 350, 351,
-    352, 353, 354, 355, 356, 560, 561, 562, 563, 564, 565, 566, 574, 575, 576, 577, 578, 579, 580, 588, 589, 590, 591,
-    592, 593, 594, 602, 603, 604, 605, 606, 607, 608, 616, 617, 618, 619, 620, 621, 622, 630, 631, 632, 633, 634, 635,
-    636
-};
-__constant__ const int ENTRY[] = {0,126};  // [variant][MB + 1]: where a block's taps begin
-__constant__ const short SUB_D[] = {0,0};  // [variant][SUBS]: output offset of an M-row's sub-position
-__constant__ const short SUB_HH[] = {0,1};
-__constant__ const short U_W[] = {0};  // [variant]: first W sub-position
 __constant__ const int ROW_D[] = {0,1,2,3};  // input offset of a tile's rows
 __constant__ const int ROW_H[] = {0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19};
 
@@ -2547,6 +2569,23 @@ struct Sizes {                                         // one layout for the pac
   int batch, in_d, in_h, in_w, out_d, out_h, out_w;
   int tiles_d, tiles_h, tiles_w;                       // tiles of q per axis
   int tiles;                                           // all of them, times M_GROUPS
+};
+
+// Byte of the 16-byte unit `unit` of pixel row `p` in a tile.
+__device__ __forceinline__ u32 unit_at(int p, int unit) {
+  int swizzle = (p >> 2) & 1;
+  return p * ROW_BYTES + ((unit ^ swizzle) << 4);
+}
+
+// A place in a ring of `count` stages, and the parity of its phase.
+struct Cursor {
+  u32 stage, parity;
+  __device__ __forceinline__ void next(u32 count) {
+    if (++stage == count) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
 };
 
 struct Tile {
@@ -2571,12 +2610,11 @@ __device__ __forceinline__ int entries_of(int variant) {
   return ENTRY[variant * (MB + 1) + MB] - ENTRY[variant * (MB + 1)];
 }
 __device__ __forceinline__ int chunks_of(int variant) { return entries_of(variant) ? CHUNKS : 0; }  // 0: only the bias
-
-// Byte of the 16-byte unit `unit` of pixel row `p` in a tile.
-__device__ __forceinline__ u32 unit_at(int p, int unit) {
-  int swizzle = (p >> 2) & 1;
-  return p * ROW_BYTES + ((unit ^ swizzle) << 4);
-}
+#define CHUNKS_OF(tile, s) chunks_of((tile).variant)
+// The tiles of a block: the first, and from one to the next. (No functions of the tile and the sizes: with these ptxas orders the
+// roles' instructions in another way.)
+#define FIRST_TILE(s) blockIdx.x
+#define NEXT_TILE(index, s) index += gridDim.x
 
 // =====================================================================================================================
 // Packing: weight (CIN, COUT_G, taps), for GRAD_INPUT (COUT, CIN_G, taps), to fragments [group][cout
@@ -2670,17 +2708,6 @@ __global__ void __launch_bounds__(PACK_THREADS) pack(const float* __restrict__ w
     }
   }
 }
-
-// A place in a ring of `count` stages, and the parity of its phase.
-struct Cursor {
-  u32 stage, parity;
-  __device__ __forceinline__ void next(u32 count) {
-    if (++stage == count) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
-};
 
 // =====================================================================================================================
 // Producer
@@ -2823,8 +2850,8 @@ struct Walk {
   __device__ __forceinline__ void settle(const Sizes& s) {  // past tiles without chunks
     while (index < s.tiles) {
       tile = tile_at(index, s);
-      if (chunk < chunks_of(tile.variant)) return;
-      index += gridDim.x;
+      if (chunk < CHUNKS_OF(tile, s)) return;
+      NEXT_TILE(index, s);
       chunk = 0;
     }
   }
@@ -2850,7 +2877,7 @@ __device__ __forceinline__ void produce(const char* __restrict__ x, const Sizes&
   Pixels own;
   Cursor slot = {0, 0};
   Walk ahead;
-  ahead.begin(blockIdx.x, s);
+  ahead.begin(FIRST_TILE(s), s);
   u32 next_slot = 0;
 #pragma unroll 1
   for (int i = 0; i < STAGES_S - 1; i++) {
@@ -2862,7 +2889,7 @@ __device__ __forceinline__ void produce(const char* __restrict__ x, const Sizes&
   }
   next_slot = STAGES_S - 1;
 #pragma unroll 1
-  for (now.begin(blockIdx.x, s); now.live(s); now.next(s), tile.next(STAGES_P), slot.next(STAGES_S)) {
+  for (now.begin(FIRST_TILE(s), s); now.live(s); now.next(s), tile.next(STAGES_P), slot.next(STAGES_S)) {
     if (now.chunk == 0) own.locate(x, s, source_of(now.tile, 0), segments, thread);
     copy_wait<STAGES_S - 2>();
     named_sync<1, PRODUCER_THREADS>();  // everyone's copies have landed, and everyone has left the next slot
@@ -2922,7 +2949,7 @@ __device__ __forceinline__ void stream_weights(const Source& packed, const Sizes
   wait_for_results();                                   // of `pack`
   Cursor cursor = {0, 1};
 #pragma unroll 1
-  for (int index = blockIdx.x; index < s.tiles; index += gridDim.x) {
+  for (int index = FIRST_TILE(s); index < s.tiles; NEXT_TILE(index, s)) {
     Tile t = tile_at(index, s);
     Weights from = weights_of(packed, t);
 #pragma unroll 1
@@ -3312,7 +3339,7 @@ __device__ __forceinline__ void consume(const char* packed, const float* bias, c
   int turn = 0;
   if (wg == 1) named_arrive(2, CONSUMER_THREADS);  // the first turn is warpgroup 0's
 #pragma unroll 1
-  for (int index = blockIdx.x; index < s.tiles; index += gridDim.x, turn++) {
+  for (int index = FIRST_TILE(s); index < s.tiles; NEXT_TILE(index, s), turn++) {
     Tile t = tile_at(index, s);
     int chunks = chunks_of(t.variant);
     if ((turn & 1) != wg) {
@@ -3413,6 +3440,9 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 #undef OPERANDS
 #undef MULTIPLY_64
 #undef COLUMN
+#undef CHUNKS_OF
+#undef FIRST_TILE
+#undef NEXT_TILE
 #undef FRAGMENTS
 #undef STAGE_FRAGMENTS
 #undef RUN_FIRST

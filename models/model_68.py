@@ -261,6 +261,25 @@ template <int N> __device__ __forceinline__ void wgmma_wait() {
     "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15" "," \
     "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31", "%32", "%33", "%34", "%35", "%36", scale) : \
     SUMS(d, 0), SUMS(d, 16) : OPERANDS(a, b))
+
+constexpr int FRAGMENT = 2048;  // bytes: 64 rows of 32 bytes of K
+constexpr int SUBTILES = TILE_N * TILE_D * (TILE_H / SUB_H) * (TILE_W / SUB_W);
+constexpr int NB = SUBTILES;
+constexpr int WGS_M = 1;
+constexpr int RELEASES = 1;  // consumers that read a stage
+constexpr int W_SUBTILES = TILE_W / SUB_W;
+constexpr int H_SUBTILES = TILE_H / SUB_H;
+
+// [variant, block, tap]: the tap's shift in pixel rows
+__constant__ const int TAP_ROW[] = {
+    0, 1, 2, 3, 4, 12, 13, 14, 15, 16, 24, 25, 26, 27, 28, 36, 37, 38, 39, 40, 48, 49, 50, 51, 52, 144, 145, 146, 147,
+    148, 156, 157, 158, 159, 160, 168, 169, 170, 171, 172, 180, 181, 182, 183, 184, 192, 193, 194, 195, 196, 288, 289,
+    290, 291, 292, 300, 301, 302, 303, 304, 312, 313, 314, 315, 316, 324, 325, 326, 327, 328, 336, 337, 338, 339, 340
+};
+__constant__ const int ENTRY[] = {0,75};  // [variant][MB + 1]: where a block's taps begin
+__constant__ const short SUB_D[] = {0};  // [variant][SUBS]: output offset of an M-row's sub-position
+__constant__ const short SUB_HH[] = {0};
+__constant__ const short U_W[] = {0};  // [variant]: first W sub-position
 constexpr int VEC = 16 / ELEMENT;  // elements of a 16-byte unit
 constexpr int ROW_BYTES = CK * ELEMENT;  // a pixel's row in a tile: 32, 64 or 128
 constexpr int UNITS_PER_ROW = ROW_BYTES / 16;
@@ -285,7 +304,6 @@ constexpr int SLOT_BOXES = (STAGING_UNITS + ROW_UNITS - 1) / ROW_UNITS;
 constexpr int COPIED_BYTES = TILE_N * CK * CHANNEL_BYTES;  // of a box
 constexpr int SLOT_BOX_BYTES = (COPIED_BYTES + 127) / 128 * 128;
 constexpr int SLOT_BYTES = SLOT_BOXES * SLOT_BOX_BYTES;
-constexpr int FRAGMENT = 2048;  // bytes: 64 rows of 32 bytes of K
 constexpr int CHUNKS = (CIN_G + CK - 1) / CK;
 constexpr int CONSUMERS = 2;
 constexpr int CONSUMER_THREADS = CONSUMERS * 128;
@@ -297,23 +315,7 @@ constexpr int WEIGHTS_WARP = 7;
 constexpr int FIRST_CONSUMER = 2;
 constexpr int PRODUCER_WARPS = PRODUCER_THREADS / 32;
 constexpr int THREADS = FIRST_CONSUMER * 128 + CONSUMER_THREADS;
-constexpr int SUBTILES = TILE_N * TILE_D * (TILE_H / SUB_H) * (TILE_W / SUB_W);
-constexpr int NB = SUBTILES;
-constexpr int WGS_M = 1;
-constexpr int RELEASES = 1;  // consumers that read a stage
-constexpr int W_SUBTILES = TILE_W / SUB_W;
-constexpr int H_SUBTILES = TILE_H / SUB_H;
 
-// [variant, block, tap]: the tap's shift in pixel rows
-__constant__ const int TAP_ROW[] = {
-    0, 1, 2, 3, 4, 12, 13, 14, 15, 16, 24, 25, 26, 27, 28, 36, 37, 38, 39, 40, 48, 49, 50, 51, 52, 144, 145, 146, 147,
-    148, 156, 157, 158, 159, 160, 168, 169, 170, 171, 172, 180, 181, 182, 183, 184, 192, 193, 194, 195, 196, 288, 289,
-    290, 291, 292, 300, 301, 302, 303, 304, 312, 313, 314, 315, 316, 324, 325, 326, 327, 328, 336, 337, 338, 339, 340
-};
-__constant__ const int ENTRY[] = {0,75};  // [variant][MB + 1]: where a block's taps begin
-__constant__ const short SUB_D[] = {0};  // [variant][SUBS]: output offset of an M-row's sub-position
-__constant__ const short SUB_HH[] = {0};
-__constant__ const short U_W[] = {0};  // [variant]: first W sub-position
 __constant__ const int ROW_D[] = {-2,-1,0,1,2,3};  // input offset of a tile's rows
 __constant__ const int ROW_H[] = {-4,-3,-2,-1,0,1,2,3,4,5,6,7};
 
@@ -326,6 +328,23 @@ struct Sizes {                                         // one layout for the pac
 struct alignas(64) TensorMap { u64 opaque[16]; };  // a CUtensorMap
 constexpr int MAPS = 1;
 struct TensorMaps { TensorMap of[MAPS + WEIGHTS_BOX]; };  // the last: the weights'
+
+// Byte of the 16-byte unit `unit` of pixel row `p` in a tile.
+__device__ __forceinline__ u32 unit_at(int p, int unit) {
+  int swizzle = (p >> 2) & 1;
+  return p * ROW_BYTES + ((unit ^ swizzle) << 4);
+}
+
+// A place in a ring of `count` stages, and the parity of its phase.
+struct Cursor {
+  u32 stage, parity;
+  __device__ __forceinline__ void next(u32 count) {
+    if (++stage == count) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
 
 struct Tile {
   int group, cout_block, variant;                      // M-group
@@ -349,12 +368,11 @@ __device__ __forceinline__ int entries_of(int variant) {
   return ENTRY[variant * (MB + 1) + MB] - ENTRY[variant * (MB + 1)];
 }
 __device__ __forceinline__ int chunks_of(int variant) { return entries_of(variant) ? CHUNKS : 0; }  // 0: only the bias
-
-// Byte of the 16-byte unit `unit` of pixel row `p` in a tile.
-__device__ __forceinline__ u32 unit_at(int p, int unit) {
-  int swizzle = (p >> 2) & 1;
-  return p * ROW_BYTES + ((unit ^ swizzle) << 4);
-}
+#define CHUNKS_OF(tile, s) chunks_of((tile).variant)
+// The tiles of a block: the first, and from one to the next. (No functions of the tile and the sizes: with these ptxas orders the
+// roles' instructions in another way.)
+#define FIRST_TILE(s) blockIdx.x
+#define NEXT_TILE(index, s) index += gridDim.x
 
 // =====================================================================================================================
 // Packing: weight (CIN, COUT_G, taps), for GRAD_INPUT (COUT, CIN_G, taps), to fragments [group][cout
@@ -443,17 +461,6 @@ __global__ void __launch_bounds__(PACK_THREADS) pack(const float* __restrict__ w
   }
 }
 
-// A place in a ring of `count` stages, and the parity of its phase.
-struct Cursor {
-  u32 stage, parity;
-  __device__ __forceinline__ void next(u32 count) {
-    if (++stage == count) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
-};
-
 // =====================================================================================================================
 // Producer
 // =====================================================================================================================
@@ -532,8 +539,8 @@ struct Walk {
   __device__ __forceinline__ void settle(const Sizes& s) {  // past tiles without chunks
     while (index < s.tiles) {
       tile = tile_at(index, s);
-      if (chunk < chunks_of(tile.variant)) return;
-      index += gridDim.x;
+      if (chunk < CHUNKS_OF(tile, s)) return;
+      NEXT_TILE(index, s);
       chunk = 0;
     }
   }
@@ -558,7 +565,7 @@ __device__ __forceinline__ void load_boxes(const TensorMaps& maps, const Sizes& 
   Walk walk;
   Cursor cursor = {0, 1};                               // all are free at first
 #pragma unroll 1
-  for (walk.begin(blockIdx.x, s); walk.live(s); walk.next(s), cursor.next(STAGES_S)) {
+  for (walk.begin(FIRST_TILE(s), s); walk.live(s); walk.next(s), cursor.next(STAGES_S)) {
     Source at = source_of(walk.tile, walk.chunk);
     u32 barrier = landed + cursor.stage * 8, bytes = SLOT_BOXES * COPIED_BYTES;
     barrier_wait(left + cursor.stage * 8, cursor.parity);
@@ -583,7 +590,7 @@ __device__ __forceinline__ void produce(const char* __restrict__ x, const Sizes&
   own.locate(x, s, Source(), segments, thread);
   Cursor slot = {0, 0};
 #pragma unroll 1
-  for (now.begin(blockIdx.x, s); now.live(s); now.next(s), tile.next(STAGES_P), slot.next(STAGES_S)) {
+  for (now.begin(FIRST_TILE(s), s); now.live(s); now.next(s), tile.next(STAGES_P), slot.next(STAGES_S)) {
     barrier_wait(barriers.landed + slot.stage * 8, slot.parity);
     barrier_wait(barriers.empty + tile.stage * 8, tile.parity);
     int channel = now.chunk * CK;
@@ -636,7 +643,7 @@ __device__ __forceinline__ void stream_weights(const Source& packed, const Sizes
   wait_for_results();                                   // of `pack`
   Cursor cursor = {0, 1};
 #pragma unroll 1
-  for (int index = blockIdx.x; index < s.tiles; index += gridDim.x) {
+  for (int index = FIRST_TILE(s); index < s.tiles; NEXT_TILE(index, s)) {
     Tile t = tile_at(index, s);
     Weights from = weights_of(packed, t);
 #pragma unroll 1
@@ -1026,7 +1033,7 @@ __device__ __forceinline__ void consume(const char* packed, const float* bias, c
   int turn = 0;
   if (wg == 1) named_arrive(2, CONSUMER_THREADS);  // the first turn is warpgroup 0's
 #pragma unroll 1
-  for (int index = blockIdx.x; index < s.tiles; index += gridDim.x, turn++) {
+  for (int index = FIRST_TILE(s); index < s.tiles; NEXT_TILE(index, s), turn++) {
     Tile t = tile_at(index, s);
     int chunks = chunks_of(t.variant);
     if ((turn & 1) != wg) {
@@ -1133,6 +1140,9 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 #undef OPERANDS
 #undef MULTIPLY_64
 #undef COLUMN
+#undef CHUNKS_OF
+#undef FIRST_TILE
+#undef NEXT_TILE
 #undef FRAGMENTS
 #undef STAGE_FRAGMENTS
 #undef RUN_FIRST
@@ -1337,6 +1347,26 @@ template <int N> __device__ __forceinline__ void wgmma_wait() {
     "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15" "," \
     "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31", "%32", "%33", "%34", "%35", "%36", scale) : \
     SUMS(d, 0), SUMS(d, 16) : OPERANDS(a, b))
+
+constexpr int FRAGMENT = 2048;  // bytes: 64 rows of 32 bytes of K
+constexpr int SUBTILES = TILE_N * TILE_D * (TILE_H / SUB_H) * (TILE_W / SUB_W);
+constexpr int NB = SUBTILES / 2;
+constexpr int WGS_M = 1;
+constexpr int RELEASES = 2;  // consumers that read a stage
+constexpr int W_SUBTILES = TILE_W / SUB_W;
+constexpr int H_SUBTILES = TILE_H / SUB_H;
+
+// [variant, block, tap]: the tap's shift in pixel rows
+__constant__ const int TAP_ROW[] = {
+    0, 1, 2, 3, 4, 28, 29, 30, 31, 32, 56, 57, 58, 59, 60, 84, 85, 86, 87, 88, 112, 113, 114, 115, 116, 336, 337, 338,
+    339, 340, 364, 365, 366, 367, 368, 392, 393, 394, 395, 396, 420, 421, 422, 423, 424, 448, 449, 450, 451, 452, 672,
+    673, 674, 675, 676, 700, 701, 702, 703, 704, 728, 729, 730, 731, 732, 756, 757, 758, 759, 760, 784, 785, 786, 787,
+    788
+};
+__constant__ const int ENTRY[] = {0,75};  // [variant][MB + 1]: where a block's taps begin
+__constant__ const short SUB_D[] = {0};  // [variant][SUBS]: output offset of an M-row's sub-position
+__constant__ const short SUB_HH[] = {0};
+__constant__ const short U_W[] = {0};  // [variant]: first W sub-position
 constexpr int VEC = 16 / ELEMENT;  // elements of a 16-byte unit
 constexpr int ROW_BYTES = CK * ELEMENT;  // a pixel's row in a tile: 32, 64 or 128
 constexpr int UNITS_PER_ROW = ROW_BYTES / 16;
@@ -1361,7 +1391,6 @@ constexpr int SLOT_BOXES = (STAGING_UNITS + ROW_UNITS - 1) / ROW_UNITS;
 constexpr int COPIED_BYTES = TILE_N * CK * CHANNEL_BYTES;  // of a box
 constexpr int SLOT_BOX_BYTES = (COPIED_BYTES + 127) / 128 * 128;
 constexpr int SLOT_BYTES = SLOT_BOXES * SLOT_BOX_BYTES;
-constexpr int FRAGMENT = 2048;  // bytes: 64 rows of 32 bytes of K
 constexpr int CHUNKS = (CIN_G + CK - 1) / CK;
 constexpr int CONSUMERS = 2;
 constexpr int CONSUMER_THREADS = CONSUMERS * 128;
@@ -1372,24 +1401,7 @@ constexpr int WEIGHTS_WARP = 7;
 constexpr int FIRST_CONSUMER = 2;
 constexpr int PRODUCER_WARPS = PRODUCER_THREADS / 32;
 constexpr int THREADS = FIRST_CONSUMER * 128 + CONSUMER_THREADS;
-constexpr int SUBTILES = TILE_N * TILE_D * (TILE_H / SUB_H) * (TILE_W / SUB_W);
-constexpr int NB = SUBTILES / 2;
-constexpr int WGS_M = 1;
-constexpr int RELEASES = 2;  // consumers that read a stage
-constexpr int W_SUBTILES = TILE_W / SUB_W;
-constexpr int H_SUBTILES = TILE_H / SUB_H;
 
-// [variant, block, tap]: the tap's shift in pixel rows
-__constant__ const int TAP_ROW[] = {
-    0, 1, 2, 3, 4, 28, 29, 30, 31, 32, 56, 57, 58, 59, 60, 84, 85, 86, 87, 88, 112, 113, 114, 115, 116, 336, 337, 338,
-    339, 340, 364, 365, 366, 367, 368, 392, 393, 394, 395, 396, 420, 421, 422, 423, 424, 448, 449, 450, 451, 452, 672,
-    673, 674, 675, 676, 700, 701, 702, 703, 704, 728, 729, 730, 731, 732, 756, 757, 758, 759, 760, 784, 785, 786, 787,
-    788
-};
-__constant__ const int ENTRY[] = {0,75};  // [variant][MB + 1]: where a block's taps begin
-__constant__ const short SUB_D[] = {0};  // [variant][SUBS]: output offset of an M-row's sub-position
-__constant__ const short SUB_HH[] = {0};
-__constant__ const short U_W[] = {0};  // [variant]: first W sub-position
 __constant__ const int ROW_D[] = {-2,-1,0,1};  // input offset of a tile's rows
 __constant__ const int ROW_H[] = {-4,-3,-2,-1,0,1,2,3,4,5,6,7};
 
@@ -1397,6 +1409,23 @@ struct Sizes {                                         // one layout for the pac
   int batch, in_d, in_h, in_w, out_d, out_h, out_w;
   int tiles_d, tiles_h, tiles_w;                       // tiles of q per axis
   int tiles;                                           // all of them, times M_GROUPS
+};
+
+// Byte of the 16-byte unit `unit` of pixel row `p` in a tile.
+__device__ __forceinline__ u32 unit_at(int p, int unit) {
+  int swizzle = (p >> 2) & 1;
+  return p * ROW_BYTES + ((unit ^ swizzle) << 4);
+}
+
+// A place in a ring of `count` stages, and the parity of its phase.
+struct Cursor {
+  u32 stage, parity;
+  __device__ __forceinline__ void next(u32 count) {
+    if (++stage == count) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
 };
 
 struct Tile {
@@ -1421,12 +1450,11 @@ __device__ __forceinline__ int entries_of(int variant) {
   return ENTRY[variant * (MB + 1) + MB] - ENTRY[variant * (MB + 1)];
 }
 __device__ __forceinline__ int chunks_of(int variant) { return entries_of(variant) ? CHUNKS : 0; }  // 0: only the bias
-
-// Byte of the 16-byte unit `unit` of pixel row `p` in a tile.
-__device__ __forceinline__ u32 unit_at(int p, int unit) {
-  int swizzle = (p >> 2) & 1;
-  return p * ROW_BYTES + ((unit ^ swizzle) << 4);
-}
+#define CHUNKS_OF(tile, s) chunks_of((tile).variant)
+// The tiles of a block: the first, and from one to the next. (No functions of the tile and the sizes: with these ptxas orders the
+// roles' instructions in another way.)
+#define FIRST_TILE(s) blockIdx.x
+#define NEXT_TILE(index, s) index += gridDim.x
 
 // =====================================================================================================================
 // Packing: weight (CIN, COUT_G, taps), for GRAD_INPUT (COUT, CIN_G, taps), to fragments [group][cout
@@ -1514,17 +1542,6 @@ __global__ void __launch_bounds__(PACK_THREADS) pack(const float* __restrict__ w
     }
   }
 }
-
-// A place in a ring of `count` stages, and the parity of its phase.
-struct Cursor {
-  u32 stage, parity;
-  __device__ __forceinline__ void next(u32 count) {
-    if (++stage == count) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
-};
 
 // =====================================================================================================================
 // Producer
@@ -1666,8 +1683,8 @@ struct Walk {
   __device__ __forceinline__ void settle(const Sizes& s) {  // past tiles without chunks
     while (index < s.tiles) {
       tile = tile_at(index, s);
-      if (chunk < chunks_of(tile.variant)) return;
-      index += gridDim.x;
+      if (chunk < CHUNKS_OF(tile, s)) return;
+      NEXT_TILE(index, s);
       chunk = 0;
     }
   }
@@ -1693,7 +1710,7 @@ __device__ __forceinline__ void produce(const char* __restrict__ x, const Sizes&
   Pixels own;
   Cursor slot = {0, 0};
   Walk ahead;
-  ahead.begin(blockIdx.x, s);
+  ahead.begin(FIRST_TILE(s), s);
   u32 next_slot = 0;
 #pragma unroll 1
   for (int i = 0; i < STAGES_S - 1; i++) {
@@ -1705,7 +1722,7 @@ __device__ __forceinline__ void produce(const char* __restrict__ x, const Sizes&
   }
   next_slot = STAGES_S - 1;
 #pragma unroll 1
-  for (now.begin(blockIdx.x, s); now.live(s); now.next(s), tile.next(STAGES_P), slot.next(STAGES_S)) {
+  for (now.begin(FIRST_TILE(s), s); now.live(s); now.next(s), tile.next(STAGES_P), slot.next(STAGES_S)) {
     if (now.chunk == 0) own.locate(x, s, source_of(now.tile, 0), segments, thread);
     copy_wait<STAGES_S - 2>();
     named_sync<1, PRODUCER_THREADS>();  // everyone's copies have landed, and everyone has left the next slot
@@ -1765,7 +1782,7 @@ __device__ __forceinline__ void stream_weights(const Source& packed, const Sizes
   wait_for_results();                                   // of `pack`
   Cursor cursor = {0, 1};
 #pragma unroll 1
-  for (int index = blockIdx.x; index < s.tiles; index += gridDim.x) {
+  for (int index = FIRST_TILE(s); index < s.tiles; NEXT_TILE(index, s)) {
     Tile t = tile_at(index, s);
     Weights from = weights_of(packed, t);
 #pragma unroll 1
@@ -2156,7 +2173,7 @@ __device__ __forceinline__ void consume(const char* packed, const float* bias, c
   weights.first = true;
   int turn = 0;
 #pragma unroll 1
-  for (int index = blockIdx.x; index < s.tiles; index += gridDim.x, turn++) {
+  for (int index = FIRST_TILE(s); index < s.tiles; NEXT_TILE(index, s), turn++) {
     Tile t = tile_at(index, s);
     int chunks = chunks_of(t.variant);
     float acc[MB][NB][32];
@@ -2250,6 +2267,9 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 #undef OPERANDS
 #undef MULTIPLY_64
 #undef COLUMN
+#undef CHUNKS_OF
+#undef FIRST_TILE
+#undef NEXT_TILE
 #undef FRAGMENTS
 #undef STAGE_FRAGMENTS
 #undef RUN_FIRST
@@ -2448,6 +2468,26 @@ template <int N> __device__ __forceinline__ void wgmma_wait() {
     "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15" "," \
     "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31", "%32", "%33", "%34", "%35", "%36", scale) : \
     SUMS(d, 0), SUMS(d, 16) : OPERANDS(a, b))
+
+constexpr int FRAGMENT = 2048;  // bytes: 64 rows of 32 bytes of K
+constexpr int SUBTILES = TILE_N * TILE_D * (TILE_H / SUB_H) * (TILE_W / SUB_W);
+constexpr int NB = SUBTILES;
+constexpr int WGS_M = 1;
+constexpr int RELEASES = 1;  // consumers that read a stage
+constexpr int W_SUBTILES = TILE_W / SUB_W;
+constexpr int H_SUBTILES = TILE_H / SUB_H;
+
+// [variant, block, tap]: the tap's shift in pixel rows
+__constant__ const int TAP_ROW[] = {
+    0, 1, 2, 3, 4, 12, 13, 14, 15, 16, 24, 25, 26, 27, 28, 36, 37, 38, 39, 40, 48, 49, 50, 51, 52, 60, 61, 62, 63, 64,
+    240, 241, 242, 243, 244, 252, 253, 254, 255, 256, 264, 265, 266, 267, 268, 276, 277, 278, 279, 280, 288, 289, 290,
+    291, 292, 300, 301, 302, 303, 304, 480, 481, 482, 483, 484, 492, 493, 494, 495, 496, 504, 505, 506, 507, 508, 516,
+    517, 518, 519, 520, 528, 529, 530, 531, 532, 540, 541, 542, 543, 544
+};
+__constant__ const int ENTRY[] = {0,90};  // [variant][MB + 1]: where a block's taps begin
+__constant__ const short SUB_D[] = {0,0};  // [variant][SUBS]: output offset of an M-row's sub-position
+__constant__ const short SUB_HH[] = {0,1};
+__constant__ const short U_W[] = {0};  // [variant]: first W sub-position
 constexpr int VEC = 16 / ELEMENT;  // elements of a 16-byte unit
 constexpr int ROW_BYTES = CK * ELEMENT;  // a pixel's row in a tile: 32, 64 or 128
 constexpr int UNITS_PER_ROW = ROW_BYTES / 16;
@@ -2472,7 +2512,6 @@ constexpr int SLOT_BOXES = (STAGING_UNITS + ROW_UNITS - 1) / ROW_UNITS;
 constexpr int COPIED_BYTES = TILE_N * CK * CHANNEL_BYTES;  // of a box
 constexpr int SLOT_BOX_BYTES = (COPIED_BYTES + 127) / 128 * 128;
 constexpr int SLOT_BYTES = SLOT_BOXES * SLOT_BOX_BYTES;
-constexpr int FRAGMENT = 2048;  // bytes: 64 rows of 32 bytes of K
 constexpr int CHUNKS = (CIN_G + CK - 1) / CK;
 constexpr int CONSUMERS = 2;
 constexpr int CONSUMER_THREADS = CONSUMERS * 128;
@@ -2484,24 +2523,7 @@ constexpr int WEIGHTS_WARP = 7;
 constexpr int FIRST_CONSUMER = 2;
 constexpr int PRODUCER_WARPS = PRODUCER_THREADS / 32;
 constexpr int THREADS = FIRST_CONSUMER * 128 + CONSUMER_THREADS;
-constexpr int SUBTILES = TILE_N * TILE_D * (TILE_H / SUB_H) * (TILE_W / SUB_W);
-constexpr int NB = SUBTILES;
-constexpr int WGS_M = 1;
-constexpr int RELEASES = 1;  // consumers that read a stage
-constexpr int W_SUBTILES = TILE_W / SUB_W;
-constexpr int H_SUBTILES = TILE_H / SUB_H;
 
-// [variant, block, tap]: the tap's shift in pixel rows
-__constant__ const int TAP_ROW[] = {
-    0, 1, 2, 3, 4, 12, 13, 14, 15, 16, 24, 25, 26, 27, 28, 36, 37, 38, 39, 40, 48, 49, 50, 51, 52, 60, 61, 62, 63, 64,
-    240, 241, 242, 243, 244, 252, 253, 254, 255, 256, 264, 265, 266, 267, 268, 276, 277, 278, 279, 280, 288, 289, 290,
-    291, 292, 300, 301, 302, 303, 304, 480, 481, 482, 483, 484, 492, 493, 494, 495, 496, 504, 505, 506, 507, 508, 516,
-    517, 518, 519, 520, 528, 529, 530, 531, 532, 540, 541, 542, 543, 544
-};
-__constant__ const int ENTRY[] = {0,90};  // [variant][MB + 1]: where a block's taps begin
-__constant__ const short SUB_D[] = {0,0};  // [variant][SUBS]: output offset of an M-row's sub-position
-__constant__ const short SUB_HH[] = {0,1};
-__constant__ const short U_W[] = {0};  // [variant]: first W sub-position
 __constant__ const int ROW_D[] = {0,1,2,3,4,5};  // input offset of a tile's rows
 __constant__ const int ROW_H[] = {0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19};
 
@@ -2514,6 +2536,23 @@ struct Sizes {                                         // one layout for the pac
 struct alignas(64) TensorMap { u64 opaque[16]; };  // a CUtensorMap
 constexpr int MAPS = 1;
 struct TensorMaps { TensorMap of[MAPS + WEIGHTS_BOX]; };  // the last: the weights'
+
+// Byte of the 16-byte unit `unit` of pixel row `p` in a tile.
+__device__ __forceinline__ u32 unit_at(int p, int unit) {
+  int swizzle = (p >> 2) & 1;
+  return p * ROW_BYTES + ((unit ^ swizzle) << 4);
+}
+
+// A place in a ring of `count` stages, and the parity of its phase.
+struct Cursor {
+  u32 stage, parity;
+  __device__ __forceinline__ void next(u32 count) {
+    if (++stage == count) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
 
 struct Tile {
   int group, cout_block, variant;                      // M-group
@@ -2537,12 +2576,11 @@ __device__ __forceinline__ int entries_of(int variant) {
   return ENTRY[variant * (MB + 1) + MB] - ENTRY[variant * (MB + 1)];
 }
 __device__ __forceinline__ int chunks_of(int variant) { return entries_of(variant) ? CHUNKS : 0; }  // 0: only the bias
-
-// Byte of the 16-byte unit `unit` of pixel row `p` in a tile.
-__device__ __forceinline__ u32 unit_at(int p, int unit) {
-  int swizzle = (p >> 2) & 1;
-  return p * ROW_BYTES + ((unit ^ swizzle) << 4);
-}
+#define CHUNKS_OF(tile, s) chunks_of((tile).variant)
+// The tiles of a block: the first, and from one to the next. (No functions of the tile and the sizes: with these ptxas orders the
+// roles' instructions in another way.)
+#define FIRST_TILE(s) blockIdx.x
+#define NEXT_TILE(index, s) index += gridDim.x
 
 // =====================================================================================================================
 // Packing: weight (CIN, COUT_G, taps), for GRAD_INPUT (COUT, CIN_G, taps), to fragments [group][cout
@@ -2635,17 +2673,6 @@ __global__ void __launch_bounds__(PACK_THREADS) pack(const float* __restrict__ w
   }
 }
 
-// A place in a ring of `count` stages, and the parity of its phase.
-struct Cursor {
-  u32 stage, parity;
-  __device__ __forceinline__ void next(u32 count) {
-    if (++stage == count) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
-};
-
 // =====================================================================================================================
 // Producer
 // =====================================================================================================================
@@ -2724,8 +2751,8 @@ struct Walk {
   __device__ __forceinline__ void settle(const Sizes& s) {  // past tiles without chunks
     while (index < s.tiles) {
       tile = tile_at(index, s);
-      if (chunk < chunks_of(tile.variant)) return;
-      index += gridDim.x;
+      if (chunk < CHUNKS_OF(tile, s)) return;
+      NEXT_TILE(index, s);
       chunk = 0;
     }
   }
@@ -2750,7 +2777,7 @@ __device__ __forceinline__ void load_boxes(const TensorMaps& maps, const Sizes& 
   Walk walk;
   Cursor cursor = {0, 1};                               // all are free at first
 #pragma unroll 1
-  for (walk.begin(blockIdx.x, s); walk.live(s); walk.next(s), cursor.next(STAGES_S)) {
+  for (walk.begin(FIRST_TILE(s), s); walk.live(s); walk.next(s), cursor.next(STAGES_S)) {
     Source at = source_of(walk.tile, walk.chunk);
     u32 barrier = landed + cursor.stage * 8, bytes = SLOT_BOXES * COPIED_BYTES;
     barrier_wait(left + cursor.stage * 8, cursor.parity);
@@ -2775,7 +2802,7 @@ __device__ __forceinline__ void produce(const char* __restrict__ x, const Sizes&
   own.locate(x, s, Source(), segments, thread);
   Cursor slot = {0, 0};
 #pragma unroll 1
-  for (now.begin(blockIdx.x, s); now.live(s); now.next(s), tile.next(STAGES_P), slot.next(STAGES_S)) {
+  for (now.begin(FIRST_TILE(s), s); now.live(s); now.next(s), tile.next(STAGES_P), slot.next(STAGES_S)) {
     barrier_wait(barriers.landed + slot.stage * 8, slot.parity);
     barrier_wait(barriers.empty + tile.stage * 8, tile.parity);
     int channel = now.chunk * CK;
@@ -2828,7 +2855,7 @@ __device__ __forceinline__ void stream_weights(const Source& packed, const Sizes
   wait_for_results();                                   // of `pack`
   Cursor cursor = {0, 1};
 #pragma unroll 1
-  for (int index = blockIdx.x; index < s.tiles; index += gridDim.x) {
+  for (int index = FIRST_TILE(s); index < s.tiles; NEXT_TILE(index, s)) {
     Tile t = tile_at(index, s);
     Weights from = weights_of(packed, t);
 #pragma unroll 1
@@ -3218,7 +3245,7 @@ __device__ __forceinline__ void consume(const char* packed, const float* bias, c
   int turn = 0;
   if (wg == 1) named_arrive(2, CONSUMER_THREADS);  // the first turn is warpgroup 0's
 #pragma unroll 1
-  for (int index = blockIdx.x; index < s.tiles; index += gridDim.x, turn++) {
+  for (int index = FIRST_TILE(s); index < s.tiles; NEXT_TILE(index, s), turn++) {
     Tile t = tile_at(index, s);
     int chunks = chunks_of(t.variant);
     if ((turn & 1) != wg) {
@@ -3325,6 +3352,9 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 #undef OPERANDS
 #undef MULTIPLY_64
 #undef COLUMN
+#undef CHUNKS_OF
+#undef FIRST_TILE
+#undef NEXT_TILE
 #undef FRAGMENTS
 #undef STAGE_FRAGMENTS
 #undef RUN_FIRST
@@ -3532,6 +3562,27 @@ template <int N> __device__ __forceinline__ void wgmma_wait() {
     "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15" "," \
     "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31", "%32", "%33", "%34", "%35", "%36", scale) : \
     SUMS(d, 0), SUMS(d, 16) : OPERANDS(a, b))
+
+constexpr int FRAGMENT = 2048;  // bytes: 64 rows of 32 bytes of K
+constexpr int SUBTILES = TILE_N * TILE_D * (TILE_H / SUB_H) * (TILE_W / SUB_W);
+constexpr int NB = SUBTILES;
+constexpr int WGS_M = 1;
+constexpr int RELEASES = 1;  // consumers that read a stage
+constexpr int W_SUBTILES = TILE_W / SUB_W;
+constexpr int H_SUBTILES = TILE_H / SUB_H;
+
+// [variant, block, tap]: the tap's shift in pixel rows
+__constant__ const int TAP_ROW[] = {
+    0, 1, 2, 3, 4, 28, 29, 30, 31, 32, 56, 57, 58, 59, 60, 84, 85, 86, 87, 88, 112, 113, 114, 115, 116, 336, 337, 338,
+    339, 340, 364, 365, 366, 367, 368, 392, 393, 394, 395, 396, 420, 421, 422, 423, 424, 448, 449, 450, 451, 452, 672,
+    673, 674, 675, 676, 700, 701, 702, 703, 704, 728, 729, 730, 731, 732, 756, 757, 758, 759, 760, 784, 785, 786, 787,
+    788, 1008, 1009, 1010, 1011, 1012, 1036, 1037, 1038, 1039, 1040, 1064, 1065, 1066, 1067, 1068, 1092, 1093, 1094,
+    1095, 1096, 1120, 1121, 1122, 1123, 1124
+};
+__constant__ const int ENTRY[] = {0,100};  // [variant][MB + 1]: where a block's taps begin
+__constant__ const short SUB_D[] = {0,1};  // [variant][SUBS]: output offset of an M-row's sub-position
+__constant__ const short SUB_HH[] = {0,0};
+__constant__ const short U_W[] = {0};  // [variant]: first W sub-position
 constexpr int VEC = 16 / ELEMENT;  // elements of a 16-byte unit
 constexpr int ROW_BYTES = CK * ELEMENT;  // a pixel's row in a tile: 32, 64 or 128
 constexpr int UNITS_PER_ROW = ROW_BYTES / 16;
@@ -3556,7 +3607,6 @@ constexpr int SLOT_BOXES = (STAGING_UNITS + ROW_UNITS - 1) / ROW_UNITS;
 constexpr int COPIED_BYTES = TILE_N * CK * CHANNEL_BYTES;  // of a box
 constexpr int SLOT_BOX_BYTES = (COPIED_BYTES + 127) / 128 * 128;
 constexpr int SLOT_BYTES = SLOT_BOXES * SLOT_BOX_BYTES;
-constexpr int FRAGMENT = 2048;  // bytes: 64 rows of 32 bytes of K
 constexpr int CHUNKS = (CIN_G + CK - 1) / CK;
 constexpr int CONSUMERS = 2;
 constexpr int CONSUMER_THREADS = CONSUMERS * 128;
@@ -3567,25 +3617,7 @@ constexpr int WEIGHTS_WARP = 7;
 constexpr int FIRST_CONSUMER = 2;
 constexpr int PRODUCER_WARPS = PRODUCER_THREADS / 32;
 constexpr int THREADS = FIRST_CONSUMER * 128 + CONSUMER_THREADS;
-constexpr int SUBTILES = TILE_N * TILE_D * (TILE_H / SUB_H) * (TILE_W / SUB_W);
-constexpr int NB = SUBTILES;
-constexpr int WGS_M = 1;
-constexpr int RELEASES = 1;  // consumers that read a stage
-constexpr int W_SUBTILES = TILE_W / SUB_W;
-constexpr int H_SUBTILES = TILE_H / SUB_H;
 
-// [variant, block, tap]: the tap's shift in pixel rows
-__constant__ const int TAP_ROW[] = {
-    0, 1, 2, 3, 4, 28, 29, 30, 31, 32, 56, 57, 58, 59, 60, 84, 85, 86, 87, 88, 112, 113, 114, 115, 116, 336, 337, 338,
-    339, 340, 364, 365, 366, 367, 368, 392, 393, 394, 395, 396, 420, 421, 422, 423, 424, 448, 449, 450, 451, 452, 672,
-    673, 674, 675, 676, 700, 701, 702, 703, 704, 728, 729, 730, 731, 732, 756, 757, 758, 759, 760, 784, 785, 786, 787,
-    788, 1008, 1009, 1010, 1011, 1012, 1036, 1037, 1038, 1039, 1040, 1064, 1065, 1066, 1067, 1068, 1092, 1093, 1094,
-    1095, 1096, 1120, 1121, 1122, 1123, 1124
-};
-__constant__ const int ENTRY[] = {0,100};  // [variant][MB + 1]: where a block's taps begin
-__constant__ const short SUB_D[] = {0,1};  // [variant][SUBS]: output offset of an M-row's sub-position
-__constant__ const short SUB_HH[] = {0,0};
-__constant__ const short U_W[] = {0};  // [variant]: first W sub-position
 __constant__ const int ROW_D[] = {0,1,2,3};  // input offset of a tile's rows
 __constant__ const int ROW_H[] = {0,1,2,3,4,5,6,7,8,9,10,11};
 
@@ -3593,6 +3625,23 @@ struct Sizes {                                         // one layout for the pac
   int batch, in_d, in_h, in_w, out_d, out_h, out_w;
   int tiles_d, tiles_h, tiles_w;                       // tiles of q per axis
   int tiles;                                           // all of them, times M_GROUPS
+};
+
+// Byte of the 16-byte unit `unit` of pixel row `p` in a tile.
+__device__ __forceinline__ u32 unit_at(int p, int unit) {
+  int swizzle = (p >> 2) & 1;
+  return p * ROW_BYTES + ((unit ^ swizzle) << 4);
+}
+
+// A place in a ring of `count` stages, and the parity of its phase.
+struct Cursor {
+  u32 stage, parity;
+  __device__ __forceinline__ void next(u32 count) {
+    if (++stage == count) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
 };
 
 struct Tile {
@@ -3617,12 +3666,11 @@ __device__ __forceinline__ int entries_of(int variant) {
   return ENTRY[variant * (MB + 1) + MB] - ENTRY[variant * (MB + 1)];
 }
 __device__ __forceinline__ int chunks_of(int variant) { return entries_of(variant) ? CHUNKS : 0; }  // 0: only the bias
-
-// Byte of the 16-byte unit `unit` of pixel row `p` in a tile.
-__device__ __forceinline__ u32 unit_at(int p, int unit) {
-  int swizzle = (p >> 2) & 1;
-  return p * ROW_BYTES + ((unit ^ swizzle) << 4);
-}
+#define CHUNKS_OF(tile, s) chunks_of((tile).variant)
+// The tiles of a block: the first, and from one to the next. (No functions of the tile and the sizes: with these ptxas orders the
+// roles' instructions in another way.)
+#define FIRST_TILE(s) blockIdx.x
+#define NEXT_TILE(index, s) index += gridDim.x
 
 // =====================================================================================================================
 // Packing: weight (CIN, COUT_G, taps), for GRAD_INPUT (COUT, CIN_G, taps), to fragments [group][cout
@@ -3714,17 +3762,6 @@ __global__ void __launch_bounds__(PACK_THREADS) pack(const float* __restrict__ w
     }
   }
 }
-
-// A place in a ring of `count` stages, and the parity of its phase.
-struct Cursor {
-  u32 stage, parity;
-  __device__ __forceinline__ void next(u32 count) {
-    if (++stage == count) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
-};
 
 // =====================================================================================================================
 // Producer
@@ -3866,8 +3903,8 @@ struct Walk {
   __device__ __forceinline__ void settle(const Sizes& s) {  // past tiles without chunks
     while (index < s.tiles) {
       tile = tile_at(index, s);
-      if (chunk < chunks_of(tile.variant)) return;
-      index += gridDim.x;
+      if (chunk < CHUNKS_OF(tile, s)) return;
+      NEXT_TILE(index, s);
       chunk = 0;
     }
   }
@@ -3893,7 +3930,7 @@ __device__ __forceinline__ void produce(const char* __restrict__ x, const Sizes&
   Pixels own;
   Cursor slot = {0, 0};
   Walk ahead;
-  ahead.begin(blockIdx.x, s);
+  ahead.begin(FIRST_TILE(s), s);
   u32 next_slot = 0;
 #pragma unroll 1
   for (int i = 0; i < STAGES_S - 1; i++) {
@@ -3905,7 +3942,7 @@ __device__ __forceinline__ void produce(const char* __restrict__ x, const Sizes&
   }
   next_slot = STAGES_S - 1;
 #pragma unroll 1
-  for (now.begin(blockIdx.x, s); now.live(s); now.next(s), tile.next(STAGES_P), slot.next(STAGES_S)) {
+  for (now.begin(FIRST_TILE(s), s); now.live(s); now.next(s), tile.next(STAGES_P), slot.next(STAGES_S)) {
     if (now.chunk == 0) own.locate(x, s, source_of(now.tile, 0), segments, thread);
     copy_wait<STAGES_S - 2>();
     named_sync<1, PRODUCER_THREADS>();  // everyone's copies have landed, and everyone has left the next slot
@@ -3965,7 +4002,7 @@ __device__ __forceinline__ void stream_weights(const Source& packed, const Sizes
   wait_for_results();                                   // of `pack`
   Cursor cursor = {0, 1};
 #pragma unroll 1
-  for (int index = blockIdx.x; index < s.tiles; index += gridDim.x) {
+  for (int index = FIRST_TILE(s); index < s.tiles; NEXT_TILE(index, s)) {
     Tile t = tile_at(index, s);
     Weights from = weights_of(packed, t);
 #pragma unroll 1
@@ -4355,7 +4392,7 @@ __device__ __forceinline__ void consume(const char* packed, const float* bias, c
   int turn = 0;
   if (wg == 1) named_arrive(2, CONSUMER_THREADS);  // the first turn is warpgroup 0's
 #pragma unroll 1
-  for (int index = blockIdx.x; index < s.tiles; index += gridDim.x, turn++) {
+  for (int index = FIRST_TILE(s); index < s.tiles; NEXT_TILE(index, s), turn++) {
     Tile t = tile_at(index, s);
     int chunks = chunks_of(t.variant);
     if ((turn & 1) != wg) {
@@ -4456,6 +4493,9 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 #undef OPERANDS
 #undef MULTIPLY_64
 #undef COLUMN
+#undef CHUNKS_OF
+#undef FIRST_TILE
+#undef NEXT_TILE
 #undef FRAGMENTS
 #undef STAGE_FRAGMENTS
 #undef RUN_FIRST

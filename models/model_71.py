@@ -258,6 +258,18 @@ template <int N> __device__ __forceinline__ void wgmma_wait() {
     "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15" "," \
     "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31", "%32", "%33", "%34", "%35", "%36", scale) : \
     SUMS(d, 0), SUMS(d, 16) : OPERANDS(a, b))
+
+constexpr int FRAGMENT = 2048;  // bytes: 64 rows of 32 bytes of K
+constexpr int SUBTILES = TILE_N * TILE_D * (TILE_H / SUB_H) * (TILE_W / SUB_W);
+constexpr int NB = SUBTILES;
+constexpr int WGS_M = 1;
+constexpr int RELEASES = 1;  // consumers that read a stage
+constexpr int W_SUBTILES = TILE_W / SUB_W;
+constexpr int H_SUBTILES = TILE_H / SUB_H;
+__constant__ const int ENTRY[] = {0,12};  // [variant][MB + 1]: where a block's taps begin
+__constant__ const short SUB_D[] = {0,0};  // [variant][SUBS]: output offset of an M-row's sub-position
+__constant__ const short SUB_HH[] = {0,1};
+__constant__ const short U_W[] = {0};  // [variant]: first W sub-position
 constexpr int VEC = 16 / ELEMENT;  // elements of a 16-byte unit
 constexpr int ROW_BYTES = CK * ELEMENT;  // a pixel's row in a tile: 32, 64 or 128
 constexpr int UNITS_PER_ROW = ROW_BYTES / 16;
@@ -282,7 +294,6 @@ constexpr int SLOT_BOXES = (STAGING_UNITS + ROW_UNITS - 1) / ROW_UNITS;
 constexpr int COPIED_BYTES = TILE_N * CK * CHANNEL_BYTES;  // of a box
 constexpr int SLOT_BOX_BYTES = (COPIED_BYTES + 127) / 128 * 128;
 constexpr int SLOT_BYTES = SLOT_BOXES * SLOT_BOX_BYTES;
-constexpr int FRAGMENT = 2048;  // bytes: 64 rows of 32 bytes of K
 constexpr int CHUNKS = (CIN_G + CK - 1) / CK;
 constexpr int CONSUMERS = 2;
 constexpr int CONSUMER_THREADS = CONSUMERS * 128;
@@ -294,16 +305,7 @@ constexpr int WEIGHTS_WARP = 7;
 constexpr int FIRST_CONSUMER = 2;
 constexpr int PRODUCER_WARPS = PRODUCER_THREADS / 32;
 constexpr int THREADS = FIRST_CONSUMER * 128 + CONSUMER_THREADS;
-constexpr int SUBTILES = TILE_N * TILE_D * (TILE_H / SUB_H) * (TILE_W / SUB_W);
-constexpr int NB = SUBTILES;
-constexpr int WGS_M = 1;
-constexpr int RELEASES = 1;  // consumers that read a stage
-constexpr int W_SUBTILES = TILE_W / SUB_W;
-constexpr int H_SUBTILES = TILE_H / SUB_H;
-__constant__ const int ENTRY[] = {0,12};  // [variant][MB + 1]: where a block's taps begin
-__constant__ const short SUB_D[] = {0,0};  // [variant][SUBS]: output offset of an M-row's sub-position
-__constant__ const short SUB_HH[] = {0,1};
-__constant__ const short U_W[] = {0};  // [variant]: first W sub-position
+
 __constant__ const int ROW_D[] = {0};  // input offset of a tile's rows
 __constant__ const int ROW_H[] = {-2,-1,0,1,2,3,4,5,6,7};
 
@@ -316,6 +318,23 @@ struct Sizes {                                         // one layout for the pac
 struct alignas(64) TensorMap { u64 opaque[16]; };  // a CUtensorMap
 constexpr int MAPS = 1;
 struct TensorMaps { TensorMap of[MAPS + WEIGHTS_BOX]; };  // the last: the weights'
+
+// Byte of the 16-byte unit `unit` of pixel row `p` in a tile.
+__device__ __forceinline__ u32 unit_at(int p, int unit) {
+  int swizzle = (p >> 2) & 1;
+  return p * ROW_BYTES + ((unit ^ swizzle) << 4);
+}
+
+// A place in a ring of `count` stages, and the parity of its phase.
+struct Cursor {
+  u32 stage, parity;
+  __device__ __forceinline__ void next(u32 count) {
+    if (++stage == count) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
 
 struct Tile {
   int group, cout_block, variant;                      // M-group
@@ -339,12 +358,11 @@ __device__ __forceinline__ int entries_of(int variant) {
   return ENTRY[variant * (MB + 1) + MB] - ENTRY[variant * (MB + 1)];
 }
 __device__ __forceinline__ int chunks_of(int variant) { return entries_of(variant) ? CHUNKS : 0; }  // 0: only the bias
-
-// Byte of the 16-byte unit `unit` of pixel row `p` in a tile.
-__device__ __forceinline__ u32 unit_at(int p, int unit) {
-  int swizzle = (p >> 2) & 1;
-  return p * ROW_BYTES + ((unit ^ swizzle) << 4);
-}
+#define CHUNKS_OF(tile, s) chunks_of((tile).variant)
+// The tiles of a block: the first, and from one to the next. (No functions of the tile and the sizes: with these ptxas orders the
+// roles' instructions in another way.)
+#define FIRST_TILE(s) blockIdx.x
+#define NEXT_TILE(index, s) index += gridDim.x
 
 // =====================================================================================================================
 // Packing: weight (CIN, COUT_G, taps), for GRAD_INPUT (COUT, CIN_G, taps), to fragments [group][cout
@@ -428,17 +446,6 @@ __global__ void __launch_bounds__(PACK_THREADS) pack(const float* __restrict__ w
   }
 }
 
-// A place in a ring of `count` stages, and the parity of its phase.
-struct Cursor {
-  u32 stage, parity;
-  __device__ __forceinline__ void next(u32 count) {
-    if (++stage == count) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
-};
-
 // =====================================================================================================================
 // Producer
 // =====================================================================================================================
@@ -517,8 +524,8 @@ struct Walk {
   __device__ __forceinline__ void settle(const Sizes& s) {  // past tiles without chunks
     while (index < s.tiles) {
       tile = tile_at(index, s);
-      if (chunk < chunks_of(tile.variant)) return;
-      index += gridDim.x;
+      if (chunk < CHUNKS_OF(tile, s)) return;
+      NEXT_TILE(index, s);
       chunk = 0;
     }
   }
@@ -543,7 +550,7 @@ __device__ __forceinline__ void load_boxes(const TensorMaps& maps, const Sizes& 
   Walk walk;
   Cursor cursor = {0, 1};                               // all are free at first
 #pragma unroll 1
-  for (walk.begin(blockIdx.x, s); walk.live(s); walk.next(s), cursor.next(STAGES_S)) {
+  for (walk.begin(FIRST_TILE(s), s); walk.live(s); walk.next(s), cursor.next(STAGES_S)) {
     Source at = source_of(walk.tile, walk.chunk);
     u32 barrier = landed + cursor.stage * 8, bytes = SLOT_BOXES * COPIED_BYTES;
     barrier_wait(left + cursor.stage * 8, cursor.parity);
@@ -568,7 +575,7 @@ __device__ __forceinline__ void produce(const char* __restrict__ x, const Sizes&
   own.locate(x, s, Source(), segments, thread);
   Cursor slot = {0, 0};
 #pragma unroll 1
-  for (now.begin(blockIdx.x, s); now.live(s); now.next(s), tile.next(STAGES_P), slot.next(STAGES_S)) {
+  for (now.begin(FIRST_TILE(s), s); now.live(s); now.next(s), tile.next(STAGES_P), slot.next(STAGES_S)) {
     barrier_wait(barriers.landed + slot.stage * 8, slot.parity);
     barrier_wait(barriers.empty + tile.stage * 8, tile.parity);
     int channel = now.chunk * CK;
@@ -995,7 +1002,7 @@ __device__ __forceinline__ void consume(const char* packed, const float* bias, c
   int turn = 0;
   if (wg == 1) named_arrive(2, CONSUMER_THREADS);  // the first turn is warpgroup 0's
 #pragma unroll 1
-  for (int index = blockIdx.x; index < s.tiles; index += gridDim.x, turn++) {
+  for (int index = FIRST_TILE(s); index < s.tiles; NEXT_TILE(index, s), turn++) {
     Tile t = tile_at(index, s);
     int chunks = chunks_of(t.variant);
     if ((turn & 1) != wg) {
@@ -1103,6 +1110,9 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 #undef OPERANDS
 #undef MULTIPLY_64
 #undef COLUMN
+#undef CHUNKS_OF
+#undef FIRST_TILE
+#undef NEXT_TILE
 #undef FRAGMENTS
 #undef RUN_FIRST
 #undef RUN_NB
@@ -1308,6 +1318,18 @@ template <int N> __device__ __forceinline__ void wgmma_wait() {
     "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15" "," \
     "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31", "%32", "%33", "%34", "%35", "%36", scale) : \
     SUMS(d, 0), SUMS(d, 16) : OPERANDS(a, b))
+
+constexpr int FRAGMENT = 2048;  // bytes: 64 rows of 32 bytes of K
+constexpr int SUBTILES = TILE_N * TILE_D * (TILE_H / SUB_H) * (TILE_W / SUB_W);
+constexpr int NB = SUBTILES;
+constexpr int WGS_M = 1;
+constexpr int RELEASES = 1;  // consumers that read a stage
+constexpr int W_SUBTILES = TILE_W / SUB_W;
+constexpr int H_SUBTILES = TILE_H / SUB_H;
+__constant__ const int ENTRY[] = {0,12};  // [variant][MB + 1]: where a block's taps begin
+__constant__ const short SUB_D[] = {0,0};  // [variant][SUBS]: output offset of an M-row's sub-position
+__constant__ const short SUB_HH[] = {0,1};
+__constant__ const short U_W[] = {0};  // [variant]: first W sub-position
 constexpr int VEC = 16 / ELEMENT;  // elements of a 16-byte unit
 constexpr int ROW_BYTES = CK * ELEMENT;  // a pixel's row in a tile: 32, 64 or 128
 constexpr int UNITS_PER_ROW = ROW_BYTES / 16;
@@ -1332,7 +1354,6 @@ constexpr int SLOT_BOXES = (STAGING_UNITS + ROW_UNITS - 1) / ROW_UNITS;
 constexpr int COPIED_BYTES = TILE_N * CK * CHANNEL_BYTES;  // of a box
 constexpr int SLOT_BOX_BYTES = (COPIED_BYTES + 127) / 128 * 128;
 constexpr int SLOT_BYTES = SLOT_BOXES * SLOT_BOX_BYTES;
-constexpr int FRAGMENT = 2048;  // bytes: 64 rows of 32 bytes of K
 constexpr int CHUNKS = (CIN_G + CK - 1) / CK;
 constexpr int CONSUMERS = 2;
 constexpr int CONSUMER_THREADS = CONSUMERS * 128;
@@ -1343,16 +1364,7 @@ constexpr int WEIGHTS_WARP = 7;
 constexpr int FIRST_CONSUMER = 2;
 constexpr int PRODUCER_WARPS = PRODUCER_THREADS / 32;
 constexpr int THREADS = FIRST_CONSUMER * 128 + CONSUMER_THREADS;
-constexpr int SUBTILES = TILE_N * TILE_D * (TILE_H / SUB_H) * (TILE_W / SUB_W);
-constexpr int NB = SUBTILES;
-constexpr int WGS_M = 1;
-constexpr int RELEASES = 1;  // consumers that read a stage
-constexpr int W_SUBTILES = TILE_W / SUB_W;
-constexpr int H_SUBTILES = TILE_H / SUB_H;
-__constant__ const int ENTRY[] = {0,12};  // [variant][MB + 1]: where a block's taps begin
-__constant__ const short SUB_D[] = {0,0};  // [variant][SUBS]: output offset of an M-row's sub-position
-__constant__ const short SUB_HH[] = {0,1};
-__constant__ const short U_W[] = {0};  // [variant]: first W sub-position
+
 __constant__ const int ROW_D[] = {0};  // input offset of a tile's rows
 __constant__ const int ROW_H[] = {-2,-1,0,1,2,3,4,5,6,7};
 
@@ -1360,6 +1372,23 @@ struct Sizes {                                         // one layout for the pac
   int batch, in_d, in_h, in_w, out_d, out_h, out_w;
   int tiles_d, tiles_h, tiles_w;                       // tiles of q per axis
   int tiles;                                           // all of them, times M_GROUPS
+};
+
+// Byte of the 16-byte unit `unit` of pixel row `p` in a tile.
+__device__ __forceinline__ u32 unit_at(int p, int unit) {
+  int swizzle = (p >> 1) & 3;
+  return p * ROW_BYTES + ((unit ^ swizzle) << 4);
+}
+
+// A place in a ring of `count` stages, and the parity of its phase.
+struct Cursor {
+  u32 stage, parity;
+  __device__ __forceinline__ void next(u32 count) {
+    if (++stage == count) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
 };
 
 struct Tile {
@@ -1384,12 +1413,11 @@ __device__ __forceinline__ int entries_of(int variant) {
   return ENTRY[variant * (MB + 1) + MB] - ENTRY[variant * (MB + 1)];
 }
 __device__ __forceinline__ int chunks_of(int variant) { return entries_of(variant) ? CHUNKS : 0; }  // 0: only the bias
-
-// Byte of the 16-byte unit `unit` of pixel row `p` in a tile.
-__device__ __forceinline__ u32 unit_at(int p, int unit) {
-  int swizzle = (p >> 1) & 3;
-  return p * ROW_BYTES + ((unit ^ swizzle) << 4);
-}
+#define CHUNKS_OF(tile, s) chunks_of((tile).variant)
+// The tiles of a block: the first, and from one to the next. (No functions of the tile and the sizes: with these ptxas orders the
+// roles' instructions in another way.)
+#define FIRST_TILE(s) blockIdx.x
+#define NEXT_TILE(index, s) index += gridDim.x
 
 // =====================================================================================================================
 // Packing: weight (CIN, COUT_G, taps), for GRAD_INPUT (COUT, CIN_G, taps), to fragments [group][cout
@@ -1472,17 +1500,6 @@ __global__ void __launch_bounds__(PACK_THREADS) pack(const float* __restrict__ w
     }
   }
 }
-
-// A place in a ring of `count` stages, and the parity of its phase.
-struct Cursor {
-  u32 stage, parity;
-  __device__ __forceinline__ void next(u32 count) {
-    if (++stage == count) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
-};
 
 // =====================================================================================================================
 // Producer
@@ -1624,8 +1641,8 @@ struct Walk {
   __device__ __forceinline__ void settle(const Sizes& s) {  // past tiles without chunks
     while (index < s.tiles) {
       tile = tile_at(index, s);
-      if (chunk < chunks_of(tile.variant)) return;
-      index += gridDim.x;
+      if (chunk < CHUNKS_OF(tile, s)) return;
+      NEXT_TILE(index, s);
       chunk = 0;
     }
   }
@@ -1651,7 +1668,7 @@ __device__ __forceinline__ void produce(const char* __restrict__ x, const Sizes&
   Pixels own;
   Cursor slot = {0, 0};
   Walk ahead;
-  ahead.begin(blockIdx.x, s);
+  ahead.begin(FIRST_TILE(s), s);
   u32 next_slot = 0;
 #pragma unroll 1
   for (int i = 0; i < STAGES_S - 1; i++) {
@@ -1663,7 +1680,7 @@ __device__ __forceinline__ void produce(const char* __restrict__ x, const Sizes&
   }
   next_slot = STAGES_S - 1;
 #pragma unroll 1
-  for (now.begin(blockIdx.x, s); now.live(s); now.next(s), tile.next(STAGES_P), slot.next(STAGES_S)) {
+  for (now.begin(FIRST_TILE(s), s); now.live(s); now.next(s), tile.next(STAGES_P), slot.next(STAGES_S)) {
     if (now.chunk == 0) own.locate(x, s, source_of(now.tile, 0), segments, thread);
     copy_wait<STAGES_S - 2>();
     named_sync<1, PRODUCER_THREADS>();  // everyone's copies have landed, and everyone has left the next slot
@@ -1722,7 +1739,7 @@ __device__ __forceinline__ void stream_weights(const Source& packed, const Sizes
   wait_for_results();                                   // of `pack`
   Cursor cursor = {0, 1};
 #pragma unroll 1
-  for (int index = blockIdx.x; index < s.tiles; index += gridDim.x) {
+  for (int index = FIRST_TILE(s); index < s.tiles; NEXT_TILE(index, s)) {
     Tile t = tile_at(index, s);
     Weights from = weights_of(packed, t);
 #pragma unroll 1
@@ -2127,7 +2144,7 @@ __device__ __forceinline__ void consume(const char* packed, const float* bias, c
   int turn = 0;
   if (wg == 1) named_arrive(2, CONSUMER_THREADS);  // the first turn is warpgroup 0's
 #pragma unroll 1
-  for (int index = blockIdx.x; index < s.tiles; index += gridDim.x, turn++) {
+  for (int index = FIRST_TILE(s); index < s.tiles; NEXT_TILE(index, s), turn++) {
     Tile t = tile_at(index, s);
     int chunks = chunks_of(t.variant);
     if ((turn & 1) != wg) {
@@ -2230,6 +2247,9 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 #undef OPERANDS
 #undef MULTIPLY_64
 #undef COLUMN
+#undef CHUNKS_OF
+#undef FIRST_TILE
+#undef NEXT_TILE
 #undef FRAGMENTS
 #undef STAGE_FRAGMENTS
 #undef RUN_FIRST
@@ -2436,6 +2456,18 @@ template <int N> __device__ __forceinline__ void wgmma_wait() {
     "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15" "," \
     "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31", "%32", "%33", "%34", "%35", "%36", scale) : \
     SUMS(d, 0), SUMS(d, 16) : OPERANDS(a, b))
+
+constexpr int FRAGMENT = 2048;  // bytes: 64 rows of 32 bytes of K
+constexpr int SUBTILES = TILE_N * TILE_D * (TILE_H / SUB_H) * (TILE_W / SUB_W);
+constexpr int NB = SUBTILES;
+constexpr int WGS_M = 1;
+constexpr int RELEASES = 1;  // consumers that read a stage
+constexpr int W_SUBTILES = TILE_W / SUB_W;
+constexpr int H_SUBTILES = TILE_H / SUB_H;
+__constant__ const int ENTRY[] = {0,12};  // [variant][MB + 1]: where a block's taps begin
+__constant__ const short SUB_D[] = {0,0};  // [variant][SUBS]: output offset of an M-row's sub-position
+__constant__ const short SUB_HH[] = {0,1};
+__constant__ const short U_W[] = {0};  // [variant]: first W sub-position
 constexpr int VEC = 16 / ELEMENT;  // elements of a 16-byte unit
 constexpr int ROW_BYTES = CK * ELEMENT;  // a pixel's row in a tile: 32, 64 or 128
 constexpr int UNITS_PER_ROW = ROW_BYTES / 16;
@@ -2460,7 +2492,6 @@ constexpr int SLOT_BOXES = (STAGING_UNITS + ROW_UNITS - 1) / ROW_UNITS;
 constexpr int COPIED_BYTES = TILE_N * CK * CHANNEL_BYTES;  // of a box
 constexpr int SLOT_BOX_BYTES = (COPIED_BYTES + 127) / 128 * 128;
 constexpr int SLOT_BYTES = SLOT_BOXES * SLOT_BOX_BYTES;
-constexpr int FRAGMENT = 2048;  // bytes: 64 rows of 32 bytes of K
 constexpr int CHUNKS = (CIN_G + CK - 1) / CK;
 constexpr int CONSUMERS = 2;
 constexpr int CONSUMER_THREADS = CONSUMERS * 128;
@@ -2471,16 +2502,7 @@ constexpr int WEIGHTS_WARP = 7;
 constexpr int FIRST_CONSUMER = 2;
 constexpr int PRODUCER_WARPS = PRODUCER_THREADS / 32;
 constexpr int THREADS = FIRST_CONSUMER * 128 + CONSUMER_THREADS;
-constexpr int SUBTILES = TILE_N * TILE_D * (TILE_H / SUB_H) * (TILE_W / SUB_W);
-constexpr int NB = SUBTILES;
-constexpr int WGS_M = 1;
-constexpr int RELEASES = 1;  // consumers that read a stage
-constexpr int W_SUBTILES = TILE_W / SUB_W;
-constexpr int H_SUBTILES = TILE_H / SUB_H;
-__constant__ const int ENTRY[] = {0,12};  // [variant][MB + 1]: where a block's taps begin
-__constant__ const short SUB_D[] = {0,0};  // [variant][SUBS]: output offset of an M-row's sub-position
-__constant__ const short SUB_HH[] = {0,1};
-__constant__ const short U_W[] = {0};  // [variant]: first W sub-position
+
 __constant__ const int ROW_D[] = {0};  // input offset of a tile's rows
 __constant__ const int ROW_H[] = {0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,17};
 
@@ -2488,6 +2510,23 @@ struct Sizes {                                         // one layout for the pac
   int batch, in_d, in_h, in_w, out_d, out_h, out_w;
   int tiles_d, tiles_h, tiles_w;                       // tiles of q per axis
   int tiles;                                           // all of them, times M_GROUPS
+};
+
+// Byte of the 16-byte unit `unit` of pixel row `p` in a tile.
+__device__ __forceinline__ u32 unit_at(int p, int unit) {
+  int swizzle = (p >> 1) & 3;
+  return p * ROW_BYTES + ((unit ^ swizzle) << 4);
+}
+
+// A place in a ring of `count` stages, and the parity of its phase.
+struct Cursor {
+  u32 stage, parity;
+  __device__ __forceinline__ void next(u32 count) {
+    if (++stage == count) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
 };
 
 struct Tile {
@@ -2512,12 +2551,11 @@ __device__ __forceinline__ int entries_of(int variant) {
   return ENTRY[variant * (MB + 1) + MB] - ENTRY[variant * (MB + 1)];
 }
 __device__ __forceinline__ int chunks_of(int variant) { return entries_of(variant) ? CHUNKS : 0; }  // 0: only the bias
-
-// Byte of the 16-byte unit `unit` of pixel row `p` in a tile.
-__device__ __forceinline__ u32 unit_at(int p, int unit) {
-  int swizzle = (p >> 1) & 3;
-  return p * ROW_BYTES + ((unit ^ swizzle) << 4);
-}
+#define CHUNKS_OF(tile, s) chunks_of((tile).variant)
+// The tiles of a block: the first, and from one to the next. (No functions of the tile and the sizes: with these ptxas orders the
+// roles' instructions in another way.)
+#define FIRST_TILE(s) blockIdx.x
+#define NEXT_TILE(index, s) index += gridDim.x
 
 // =====================================================================================================================
 // Packing: weight (CIN, COUT_G, taps), for GRAD_INPUT (COUT, CIN_G, taps), to fragments [group][cout
@@ -2600,17 +2638,6 @@ __global__ void __launch_bounds__(PACK_THREADS) pack(const float* __restrict__ w
     }
   }
 }
-
-// A place in a ring of `count` stages, and the parity of its phase.
-struct Cursor {
-  u32 stage, parity;
-  __device__ __forceinline__ void next(u32 count) {
-    if (++stage == count) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
-};
 
 // =====================================================================================================================
 // Producer
@@ -2752,8 +2779,8 @@ struct Walk {
   __device__ __forceinline__ void settle(const Sizes& s) {  // past tiles without chunks
     while (index < s.tiles) {
       tile = tile_at(index, s);
-      if (chunk < chunks_of(tile.variant)) return;
-      index += gridDim.x;
+      if (chunk < CHUNKS_OF(tile, s)) return;
+      NEXT_TILE(index, s);
       chunk = 0;
     }
   }
@@ -2779,7 +2806,7 @@ __device__ __forceinline__ void produce(const char* __restrict__ x, const Sizes&
   Pixels own;
   Cursor slot = {0, 0};
   Walk ahead;
-  ahead.begin(blockIdx.x, s);
+  ahead.begin(FIRST_TILE(s), s);
   u32 next_slot = 0;
 #pragma unroll 1
   for (int i = 0; i < STAGES_S - 1; i++) {
@@ -2791,7 +2818,7 @@ __device__ __forceinline__ void produce(const char* __restrict__ x, const Sizes&
   }
   next_slot = STAGES_S - 1;
 #pragma unroll 1
-  for (now.begin(blockIdx.x, s); now.live(s); now.next(s), tile.next(STAGES_P), slot.next(STAGES_S)) {
+  for (now.begin(FIRST_TILE(s), s); now.live(s); now.next(s), tile.next(STAGES_P), slot.next(STAGES_S)) {
     if (now.chunk == 0) own.locate(x, s, source_of(now.tile, 0), segments, thread);
     copy_wait<STAGES_S - 2>();
     named_sync<1, PRODUCER_THREADS>();  // everyone's copies have landed, and everyone has left the next slot
@@ -2850,7 +2877,7 @@ __device__ __forceinline__ void stream_weights(const Source& packed, const Sizes
   wait_for_results();                                   // of `pack`
   Cursor cursor = {0, 1};
 #pragma unroll 1
-  for (int index = blockIdx.x; index < s.tiles; index += gridDim.x) {
+  for (int index = FIRST_TILE(s); index < s.tiles; NEXT_TILE(index, s)) {
     Tile t = tile_at(index, s);
     Weights from = weights_of(packed, t);
 #pragma unroll 1
@@ -3255,7 +3282,7 @@ __device__ __forceinline__ void consume(const char* packed, const float* bias, c
   int turn = 0;
   if (wg == 1) named_arrive(2, CONSUMER_THREADS);  // the first turn is warpgroup 0's
 #pragma unroll 1
-  for (int index = blockIdx.x; index < s.tiles; index += gridDim.x, turn++) {
+  for (int index = FIRST_TILE(s); index < s.tiles; NEXT_TILE(index, s), turn++) {
     Tile t = tile_at(index, s);
     int chunks = chunks_of(t.variant);
     if ((turn & 1) != wg) {
@@ -3358,6 +3385,9 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 #undef OPERANDS
 #undef MULTIPLY_64
 #undef COLUMN
+#undef CHUNKS_OF
+#undef FIRST_TILE
+#undef NEXT_TILE
 #undef FRAGMENTS
 #undef STAGE_FRAGMENTS
 #undef RUN_FIRST

@@ -255,6 +255,24 @@ template <int N> __device__ __forceinline__ void wgmma_wait() {
     "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15" "," \
     "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31", "%32", "%33", "%34", "%35", "%36", scale) : \
     SUMS(d, 0), SUMS(d, 16) : OPERANDS(a, b))
+
+constexpr int FRAGMENT = 2048;  // bytes: 64 rows of 32 bytes of K
+constexpr int SUBTILES = TILE_N * TILE_D * (TILE_H / SUB_H) * (TILE_W / SUB_W);
+constexpr int NB = SUBTILES / 2;
+constexpr int WGS_M = 1;
+constexpr int RELEASES = 2;  // consumers that read a stage
+constexpr int W_SUBTILES = TILE_W / SUB_W;
+constexpr int H_SUBTILES = TILE_H / SUB_H;
+
+// [variant, block, tap]: the tap's shift in pixel rows
+__constant__ const int TAP_ROW[] = {
+    0, 1, 2, 19, 20, 21, 38, 39, 40, 190, 191, 192, 209, 210, 211, 228, 229, 230, 0, 1, 2, 3, 19, 20, 21, 22, 38, 39,
+    40, 41, 190, 191, 192, 193, 209, 210, 211, 212, 228, 229, 230, 231
+};
+__constant__ const int ENTRY[] = {0,18,42};  // [variant][MB + 1]: where a block's taps begin
+__constant__ const short SUB_D[] = {0,0,1,1};  // [variant][SUBS]: output offset of an M-row's sub-position
+__constant__ const short SUB_HH[] = {0,1,0,1};
+__constant__ const short U_W[] = {0};  // [variant]: first W sub-position
 constexpr int VEC = 16 / ELEMENT;  // elements of a 16-byte unit
 constexpr int ROW_BYTES = CK * ELEMENT;  // a pixel's row in a tile: 32, 64 or 128
 constexpr int UNITS_PER_ROW = ROW_BYTES / 16;
@@ -279,7 +297,6 @@ constexpr int SLOT_BOXES = (STAGING_UNITS + ROW_UNITS - 1) / ROW_UNITS;
 constexpr int COPIED_BYTES = TILE_N * CK * CHANNEL_BYTES;  // of a box
 constexpr int SLOT_BOX_BYTES = (COPIED_BYTES + 127) / 128 * 128;
 constexpr int SLOT_BYTES = SLOT_BOXES * SLOT_BOX_BYTES;
-constexpr int FRAGMENT = 2048;  // bytes: 64 rows of 32 bytes of K
 constexpr int CHUNKS = (CIN_G + CK - 1) / CK;
 constexpr int CONSUMERS = 2;
 constexpr int CONSUMER_THREADS = CONSUMERS * 128;
@@ -291,22 +308,7 @@ constexpr int WEIGHTS_WARP = 7;
 constexpr int FIRST_CONSUMER = 2;
 constexpr int PRODUCER_WARPS = PRODUCER_THREADS / 32;
 constexpr int THREADS = FIRST_CONSUMER * 128 + CONSUMER_THREADS;
-constexpr int SUBTILES = TILE_N * TILE_D * (TILE_H / SUB_H) * (TILE_W / SUB_W);
-constexpr int NB = SUBTILES / 2;
-constexpr int WGS_M = 1;
-constexpr int RELEASES = 2;  // consumers that read a stage
-constexpr int W_SUBTILES = TILE_W / SUB_W;
-constexpr int H_SUBTILES = TILE_H / SUB_H;
 
-// [variant, block, tap]: the tap's shift in pixel rows
-__constant__ const int TAP_ROW[] = {
-    0, 1, 2, 19, 20, 21, 38, 39, 40, 190, 191, 192, 209, 210, 211, 228, 229, 230, 0, 1, 2, 3, 19, 20, 21, 22, 38, 39,
-    40, 41, 190, 191, 192, 193, 209, 210, 211, 212, 228, 229, 230, 231
-};
-__constant__ const int ENTRY[] = {0,18,42};  // [variant][MB + 1]: where a block's taps begin
-__constant__ const short SUB_D[] = {0,0,1,1};  // [variant][SUBS]: output offset of an M-row's sub-position
-__constant__ const short SUB_HH[] = {0,1,0,1};
-__constant__ const short U_W[] = {0};  // [variant]: first W sub-position
 __constant__ const int ROW_D[] = {0,1};  // input offset of a tile's rows
 __constant__ const int ROW_H[] = {-1,0,1,2,3,4,5,6,7,8};
 
@@ -319,6 +321,23 @@ struct Sizes {                                         // one layout for the pac
 struct alignas(64) TensorMap { u64 opaque[16]; };  // a CUtensorMap
 constexpr int MAPS = 1;
 struct TensorMaps { TensorMap of[MAPS + WEIGHTS_BOX]; };  // the last: the weights'
+
+// Byte of the 16-byte unit `unit` of pixel row `p` in a tile.
+__device__ __forceinline__ u32 unit_at(int p, int unit) {
+  int swizzle = (p >> 2) & 1;
+  return p * ROW_BYTES + ((unit ^ swizzle) << 4);
+}
+
+// A place in a ring of `count` stages, and the parity of its phase.
+struct Cursor {
+  u32 stage, parity;
+  __device__ __forceinline__ void next(u32 count) {
+    if (++stage == count) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
 
 struct Tile {
   int group, cout_block, variant;                      // M-group
@@ -342,12 +361,11 @@ __device__ __forceinline__ int entries_of(int variant) {
   return ENTRY[variant * (MB + 1) + MB] - ENTRY[variant * (MB + 1)];
 }
 __device__ __forceinline__ int chunks_of(int variant) { return entries_of(variant) ? CHUNKS : 0; }  // 0: only the bias
-
-// Byte of the 16-byte unit `unit` of pixel row `p` in a tile.
-__device__ __forceinline__ u32 unit_at(int p, int unit) {
-  int swizzle = (p >> 2) & 1;
-  return p * ROW_BYTES + ((unit ^ swizzle) << 4);
-}
+#define CHUNKS_OF(tile, s) chunks_of((tile).variant)
+// The tiles of a block: the first, and from one to the next. (No functions of the tile and the sizes: with these ptxas orders the
+// roles' instructions in another way.)
+#define FIRST_TILE(s) blockIdx.x
+#define NEXT_TILE(index, s) index += gridDim.x
 
 // =====================================================================================================================
 // Packing: weight (CIN, COUT_G, taps), for GRAD_INPUT (COUT, CIN_G, taps), to fragments [group][cout
@@ -440,17 +458,6 @@ __global__ void __launch_bounds__(PACK_THREADS) pack(const float* __restrict__ w
   }
 }
 
-// A place in a ring of `count` stages, and the parity of its phase.
-struct Cursor {
-  u32 stage, parity;
-  __device__ __forceinline__ void next(u32 count) {
-    if (++stage == count) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
-};
-
 // =====================================================================================================================
 // Producer
 // =====================================================================================================================
@@ -532,8 +539,8 @@ struct Walk {
   __device__ __forceinline__ void settle(const Sizes& s) {  // past tiles without chunks
     while (index < s.tiles) {
       tile = tile_at(index, s);
-      if (chunk < chunks_of(tile.variant)) return;
-      index += gridDim.x;
+      if (chunk < CHUNKS_OF(tile, s)) return;
+      NEXT_TILE(index, s);
       chunk = 0;
     }
   }
@@ -558,7 +565,7 @@ __device__ __forceinline__ void load_boxes(const TensorMaps& maps, const Sizes& 
   Walk walk;
   Cursor cursor = {0, 1};                               // all are free at first
 #pragma unroll 1
-  for (walk.begin(blockIdx.x, s); walk.live(s); walk.next(s), cursor.next(STAGES_S)) {
+  for (walk.begin(FIRST_TILE(s), s); walk.live(s); walk.next(s), cursor.next(STAGES_S)) {
     Source at = source_of(walk.tile, walk.chunk);
     u32 barrier = landed + cursor.stage * 8, bytes = SLOT_BOXES * COPIED_BYTES;
     barrier_wait(left + cursor.stage * 8, cursor.parity);
@@ -583,7 +590,7 @@ __device__ __forceinline__ void produce(const char* __restrict__ x, const Sizes&
   own.locate(x, s, Source(), segments, thread);
   Cursor slot = {0, 0};
 #pragma unroll 1
-  for (now.begin(blockIdx.x, s); now.live(s); now.next(s), tile.next(STAGES_P), slot.next(STAGES_S)) {
+  for (now.begin(FIRST_TILE(s), s); now.live(s); now.next(s), tile.next(STAGES_P), slot.next(STAGES_S)) {
     barrier_wait(barriers.landed + slot.stage * 8, slot.parity);
     barrier_wait(barriers.empty + tile.stage * 8, tile.parity);
     int channel = now.chunk * CK;
@@ -636,7 +643,7 @@ __device__ __forceinline__ void stream_weights(const Source& packed, const Sizes
   wait_for_results();                                   // of `pack`
   Cursor cursor = {0, 1};
 #pragma unroll 1
-  for (int index = blockIdx.x; index < s.tiles; index += gridDim.x) {
+  for (int index = FIRST_TILE(s); index < s.tiles; NEXT_TILE(index, s)) {
     Tile t = tile_at(index, s);
     Weights from = weights_of(packed, t);
 #pragma unroll 1
@@ -1040,7 +1047,7 @@ __device__ __forceinline__ void consume(const char* packed, const float* bias, c
   weights.first = true;
   int turn = 0;
 #pragma unroll 1
-  for (int index = blockIdx.x; index < s.tiles; index += gridDim.x, turn++) {
+  for (int index = FIRST_TILE(s); index < s.tiles; NEXT_TILE(index, s), turn++) {
     Tile t = tile_at(index, s);
     int chunks = chunks_of(t.variant);
     float acc[MB][NB][32];
@@ -1142,6 +1149,9 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 #undef OPERANDS
 #undef MULTIPLY_64
 #undef COLUMN
+#undef CHUNKS_OF
+#undef FIRST_TILE
+#undef NEXT_TILE
 #undef FRAGMENTS
 #undef STAGE_FRAGMENTS
 #undef RUN_FIRST
@@ -1350,6 +1360,24 @@ template <int N> __device__ __forceinline__ void wgmma_wait() {
     "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15" "," \
     "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31", "%32", "%33", "%34", "%35", "%36", scale) : \
     SUMS(d, 0), SUMS(d, 16) : OPERANDS(a, b))
+
+constexpr int FRAGMENT = 2048;  // bytes: 64 rows of 32 bytes of K
+constexpr int SUBTILES = TILE_N * TILE_D * (TILE_H / SUB_H) * (TILE_W / SUB_W);
+constexpr int NB = SUBTILES / 2;
+constexpr int WGS_M = 1;
+constexpr int RELEASES = 2;  // consumers that read a stage
+constexpr int W_SUBTILES = TILE_W / SUB_W;
+constexpr int H_SUBTILES = TILE_H / SUB_H;
+
+// [variant, block, tap]: the tap's shift in pixel rows
+__constant__ const int TAP_ROW[] = {
+    0, 1, 2, 67, 68, 69, 134, 135, 136, 268, 269, 270, 335, 336, 337, 402, 403, 404, 0, 1, 2, 3, 67, 68, 69, 70, 134,
+    135, 136, 137, 268, 269, 270, 271, 335, 336, 337, 338, 402, 403, 404, 405
+};
+__constant__ const int ENTRY[] = {0,18,42};  // [variant][MB + 1]: where a block's taps begin
+__constant__ const short SUB_D[] = {0,0,1,1};  // [variant][SUBS]: output offset of an M-row's sub-position
+__constant__ const short SUB_HH[] = {0,1,0,1};
+__constant__ const short U_W[] = {0};  // [variant]: first W sub-position
 constexpr int VEC = 16 / ELEMENT;  // elements of a 16-byte unit
 constexpr int ROW_BYTES = CK * ELEMENT;  // a pixel's row in a tile: 32, 64 or 128
 constexpr int UNITS_PER_ROW = ROW_BYTES / 16;
@@ -1374,7 +1402,6 @@ constexpr int SLOT_BOXES = (STAGING_UNITS + ROW_UNITS - 1) / ROW_UNITS;
 constexpr int COPIED_BYTES = TILE_N * CK * CHANNEL_BYTES;  // of a box
 constexpr int SLOT_BOX_BYTES = (COPIED_BYTES + 127) / 128 * 128;
 constexpr int SLOT_BYTES = SLOT_BOXES * SLOT_BOX_BYTES;
-constexpr int FRAGMENT = 2048;  // bytes: 64 rows of 32 bytes of K
 constexpr int CHUNKS = (CIN_G + CK - 1) / CK;
 constexpr int CONSUMERS = 2;
 constexpr int CONSUMER_THREADS = CONSUMERS * 128;
@@ -1385,22 +1412,7 @@ constexpr int WEIGHTS_WARP = 7;
 constexpr int FIRST_CONSUMER = 2;
 constexpr int PRODUCER_WARPS = PRODUCER_THREADS / 32;
 constexpr int THREADS = FIRST_CONSUMER * 128 + CONSUMER_THREADS;
-constexpr int SUBTILES = TILE_N * TILE_D * (TILE_H / SUB_H) * (TILE_W / SUB_W);
-constexpr int NB = SUBTILES / 2;
-constexpr int WGS_M = 1;
-constexpr int RELEASES = 2;  // consumers that read a stage
-constexpr int W_SUBTILES = TILE_W / SUB_W;
-constexpr int H_SUBTILES = TILE_H / SUB_H;
 
-// [variant, block, tap]: the tap's shift in pixel rows
-__constant__ const int TAP_ROW[] = {
-    0, 1, 2, 67, 68, 69, 134, 135, 136, 268, 269, 270, 335, 336, 337, 402, 403, 404, 0, 1, 2, 3, 67, 68, 69, 70, 134,
-    135, 136, 137, 268, 269, 270, 271, 335, 336, 337, 338, 402, 403, 404, 405
-};
-__constant__ const int ENTRY[] = {0,18,42};  // [variant][MB + 1]: where a block's taps begin
-__constant__ const short SUB_D[] = {0,0,1,1};  // [variant][SUBS]: output offset of an M-row's sub-position
-__constant__ const short SUB_HH[] = {0,1,0,1};
-__constant__ const short U_W[] = {0};  // [variant]: first W sub-position
 __constant__ const int ROW_D[] = {0,1};  // input offset of a tile's rows
 __constant__ const int ROW_H[] = {-1,0,1,2};
 
@@ -1408,6 +1420,23 @@ struct Sizes {                                         // one layout for the pac
   int batch, in_d, in_h, in_w, out_d, out_h, out_w;
   int tiles_d, tiles_h, tiles_w;                       // tiles of q per axis
   int tiles;                                           // all of them, times M_GROUPS
+};
+
+// Byte of the 16-byte unit `unit` of pixel row `p` in a tile.
+__device__ __forceinline__ u32 unit_at(int p, int unit) {
+  int swizzle = (p >> 2) & 1;
+  return p * ROW_BYTES + ((unit ^ swizzle) << 4);
+}
+
+// A place in a ring of `count` stages, and the parity of its phase.
+struct Cursor {
+  u32 stage, parity;
+  __device__ __forceinline__ void next(u32 count) {
+    if (++stage == count) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
 };
 
 struct Tile {
@@ -1432,12 +1461,11 @@ __device__ __forceinline__ int entries_of(int variant) {
   return ENTRY[variant * (MB + 1) + MB] - ENTRY[variant * (MB + 1)];
 }
 __device__ __forceinline__ int chunks_of(int variant) { return entries_of(variant) ? CHUNKS : 0; }  // 0: only the bias
-
-// Byte of the 16-byte unit `unit` of pixel row `p` in a tile.
-__device__ __forceinline__ u32 unit_at(int p, int unit) {
-  int swizzle = (p >> 2) & 1;
-  return p * ROW_BYTES + ((unit ^ swizzle) << 4);
-}
+#define CHUNKS_OF(tile, s) chunks_of((tile).variant)
+// The tiles of a block: the first, and from one to the next. (No functions of the tile and the sizes: with these ptxas orders the
+// roles' instructions in another way.)
+#define FIRST_TILE(s) blockIdx.x
+#define NEXT_TILE(index, s) index += gridDim.x
 
 // =====================================================================================================================
 // Packing: weight (CIN, COUT_G, taps), for GRAD_INPUT (COUT, CIN_G, taps), to fragments [group][cout
@@ -1529,17 +1557,6 @@ __global__ void __launch_bounds__(PACK_THREADS) pack(const float* __restrict__ w
     }
   }
 }
-
-// A place in a ring of `count` stages, and the parity of its phase.
-struct Cursor {
-  u32 stage, parity;
-  __device__ __forceinline__ void next(u32 count) {
-    if (++stage == count) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
-};
 
 // =====================================================================================================================
 // Producer
@@ -1684,8 +1701,8 @@ struct Walk {
   __device__ __forceinline__ void settle(const Sizes& s) {  // past tiles without chunks
     while (index < s.tiles) {
       tile = tile_at(index, s);
-      if (chunk < chunks_of(tile.variant)) return;
-      index += gridDim.x;
+      if (chunk < CHUNKS_OF(tile, s)) return;
+      NEXT_TILE(index, s);
       chunk = 0;
     }
   }
@@ -1711,7 +1728,7 @@ __device__ __forceinline__ void produce(const char* __restrict__ x, const Sizes&
   Pixels own;
   Cursor slot = {0, 0};
   Walk ahead;
-  ahead.begin(blockIdx.x, s);
+  ahead.begin(FIRST_TILE(s), s);
   u32 next_slot = 0;
 #pragma unroll 1
   for (int i = 0; i < STAGES_S - 1; i++) {
@@ -1723,7 +1740,7 @@ __device__ __forceinline__ void produce(const char* __restrict__ x, const Sizes&
   }
   next_slot = STAGES_S - 1;
 #pragma unroll 1
-  for (now.begin(blockIdx.x, s); now.live(s); now.next(s), tile.next(STAGES_P), slot.next(STAGES_S)) {
+  for (now.begin(FIRST_TILE(s), s); now.live(s); now.next(s), tile.next(STAGES_P), slot.next(STAGES_S)) {
     if (now.chunk == 0) own.locate(x, s, source_of(now.tile, 0), segments, thread);
     copy_wait<STAGES_S - 2>();
     named_sync<1, PRODUCER_THREADS>();  // everyone's copies have landed, and everyone has left the next slot
@@ -1783,7 +1800,7 @@ __device__ __forceinline__ void stream_weights(const Source& packed, const Sizes
   wait_for_results();                                   // of `pack`
   Cursor cursor = {0, 1};
 #pragma unroll 1
-  for (int index = blockIdx.x; index < s.tiles; index += gridDim.x) {
+  for (int index = FIRST_TILE(s); index < s.tiles; NEXT_TILE(index, s)) {
     Tile t = tile_at(index, s);
     Weights from = weights_of(packed, t);
 #pragma unroll 1
@@ -2187,7 +2204,7 @@ __device__ __forceinline__ void consume(const char* packed, const float* bias, c
   weights.first = true;
   int turn = 0;
 #pragma unroll 1
-  for (int index = blockIdx.x; index < s.tiles; index += gridDim.x, turn++) {
+  for (int index = FIRST_TILE(s); index < s.tiles; NEXT_TILE(index, s), turn++) {
     Tile t = tile_at(index, s);
     int chunks = chunks_of(t.variant);
     float acc[MB][NB][32];
@@ -2283,6 +2300,9 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 #undef OPERANDS
 #undef MULTIPLY_64
 #undef COLUMN
+#undef CHUNKS_OF
+#undef FIRST_TILE
+#undef NEXT_TILE
 #undef FRAGMENTS
 #undef STAGE_FRAGMENTS
 #undef RUN_FIRST

@@ -258,6 +258,22 @@ template <int N> __device__ __forceinline__ void wgmma_wait() {
     "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15" "," \
     "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31", "%32", "%33", "%34", "%35", "%36", scale) : \
     SUMS(d, 0), SUMS(d, 16) : OPERANDS(a, b))
+
+constexpr int FRAGMENT = 2048;  // bytes: 64 rows of 32 bytes of K
+constexpr int SUBTILES = TILE_N * TILE_D * (TILE_H / SUB_H) * (TILE_W / SUB_W);
+constexpr int NB = SUBTILES;
+constexpr int WGS_M = 1;
+constexpr int RELEASES = 1;  // consumers that read a stage
+constexpr int W_SUBTILES = TILE_W / SUB_W;
+constexpr int H_SUBTILES = TILE_H / SUB_H;
+__constant__ const int ENTRY[] = {0,27};  // [variant][MB + 1]: where a block's taps begin
+__constant__ const short SUB_D[] = {1};  // [variant][SUBS]: output offset of an M-row's sub-position
+__constant__ const short SUB_HH[] = {1};
+__constant__ const short U_W[] = {0};  // [variant]: first W sub-position
+__constant__ const short BARE_OF[] = {0,2};  // [variant]: where its sub-positions without taps begin
+__constant__ const short BARE_D[] = {1,0};  // their offsets, of rows the first
+__constant__ const short BARE_H[] = {0,0};
+__constant__ const short BARE_ROW[] = {1,0};  // rows along H, neighbours; 0: all
 constexpr int VEC = 16 / ELEMENT;  // elements of a 16-byte unit
 constexpr int ROW_BYTES = CK * ELEMENT;  // a pixel's row in a tile: 32, 64 or 128
 constexpr int UNITS_PER_ROW = ROW_BYTES / 16;
@@ -282,7 +298,6 @@ constexpr int SLOT_BOXES = (STAGING_UNITS + ROW_UNITS - 1) / ROW_UNITS;
 constexpr int COPIED_BYTES = TILE_N * CK * CHANNEL_BYTES;  // of a box
 constexpr int SLOT_BOX_BYTES = (COPIED_BYTES + 127) / 128 * 128;
 constexpr int SLOT_BYTES = SLOT_BOXES * SLOT_BOX_BYTES;
-constexpr int FRAGMENT = 2048;  // bytes: 64 rows of 32 bytes of K
 constexpr int CHUNKS = (CIN_G + CK - 1) / CK;
 constexpr int CONSUMERS = 2;
 constexpr int CONSUMER_THREADS = CONSUMERS * 128;
@@ -294,20 +309,7 @@ constexpr int WEIGHTS_WARP = 7;
 constexpr int FIRST_CONSUMER = 2;
 constexpr int PRODUCER_WARPS = PRODUCER_THREADS / 32;
 constexpr int THREADS = FIRST_CONSUMER * 128 + CONSUMER_THREADS;
-constexpr int SUBTILES = TILE_N * TILE_D * (TILE_H / SUB_H) * (TILE_W / SUB_W);
-constexpr int NB = SUBTILES;
-constexpr int WGS_M = 1;
-constexpr int RELEASES = 1;  // consumers that read a stage
-constexpr int W_SUBTILES = TILE_W / SUB_W;
-constexpr int H_SUBTILES = TILE_H / SUB_H;
-__constant__ const int ENTRY[] = {0,27};  // [variant][MB + 1]: where a block's taps begin
-__constant__ const short SUB_D[] = {1};  // [variant][SUBS]: output offset of an M-row's sub-position
-__constant__ const short SUB_HH[] = {1};
-__constant__ const short U_W[] = {0};  // [variant]: first W sub-position
-__constant__ const short BARE_OF[] = {0,2};  // [variant]: where its sub-positions without taps begin
-__constant__ const short BARE_D[] = {1,0};  // their offsets, of rows the first
-__constant__ const short BARE_H[] = {0,0};
-__constant__ const short BARE_ROW[] = {1,0};  // rows along H, neighbours; 0: all
+
 __constant__ const int ROW_D[] = {-1,0,1};  // input offset of a tile's rows
 __constant__ const int ROW_H[] = {-1,0,1,2,3,4};
 
@@ -323,6 +325,23 @@ struct Sizes {                                         // one layout for the pac
 struct alignas(64) TensorMap { u64 opaque[16]; };  // a CUtensorMap
 constexpr int MAPS = 1;
 struct TensorMaps { TensorMap of[MAPS + WEIGHTS_BOX]; };  // the last: the weights'
+
+// Byte of the 16-byte unit `unit` of pixel row `p` in a tile.
+__device__ __forceinline__ u32 unit_at(int p, int unit) {
+  int swizzle = (p >> 2) & 1;
+  return p * ROW_BYTES + ((unit ^ swizzle) << 4);
+}
+
+// A place in a ring of `count` stages, and the parity of its phase.
+struct Cursor {
+  u32 stage, parity;
+  __device__ __forceinline__ void next(u32 count) {
+    if (++stage == count) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
 
 struct Tile {
   int group, cout_block, variant;                      // M-group
@@ -346,12 +365,11 @@ __device__ __forceinline__ int entries_of(int variant) {
   return ENTRY[variant * (MB + 1) + MB] - ENTRY[variant * (MB + 1)];
 }
 __device__ __forceinline__ int chunks_of(int variant) { return entries_of(variant) ? CHUNKS : 0; }  // 0: only the bias
-
-// Byte of the 16-byte unit `unit` of pixel row `p` in a tile.
-__device__ __forceinline__ u32 unit_at(int p, int unit) {
-  int swizzle = (p >> 2) & 1;
-  return p * ROW_BYTES + ((unit ^ swizzle) << 4);
-}
+#define CHUNKS_OF(tile, s) chunks_of((tile).variant)
+// The tiles of a block: the first, and from one to the next. (No functions of the tile and the sizes: with these ptxas orders the
+// roles' instructions in another way.)
+#define FIRST_TILE(s) blockIdx.x
+#define NEXT_TILE(index, s) index += gridDim.x
 
 // =====================================================================================================================
 // Packing: weight (CIN, COUT_G, taps), for GRAD_INPUT (COUT, CIN_G, taps), to fragments [group][cout
@@ -435,17 +453,6 @@ __global__ void __launch_bounds__(PACK_THREADS) pack(const float* __restrict__ w
   }
 }
 
-// A place in a ring of `count` stages, and the parity of its phase.
-struct Cursor {
-  u32 stage, parity;
-  __device__ __forceinline__ void next(u32 count) {
-    if (++stage == count) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
-};
-
 // =====================================================================================================================
 // Producer
 // =====================================================================================================================
@@ -524,8 +531,8 @@ struct Walk {
   __device__ __forceinline__ void settle(const Sizes& s) {  // past tiles without chunks
     while (index < s.tiles) {
       tile = tile_at(index, s);
-      if (chunk < chunks_of(tile.variant)) return;
-      index += gridDim.x;
+      if (chunk < CHUNKS_OF(tile, s)) return;
+      NEXT_TILE(index, s);
       chunk = 0;
     }
   }
@@ -550,7 +557,7 @@ __device__ __forceinline__ void load_boxes(const TensorMaps& maps, const Sizes& 
   Walk walk;
   Cursor cursor = {0, 1};                               // all are free at first
 #pragma unroll 1
-  for (walk.begin(blockIdx.x, s); walk.live(s); walk.next(s), cursor.next(STAGES_S)) {
+  for (walk.begin(FIRST_TILE(s), s); walk.live(s); walk.next(s), cursor.next(STAGES_S)) {
     Source at = source_of(walk.tile, walk.chunk);
     u32 barrier = landed + cursor.stage * 8, bytes = SLOT_BOXES * COPIED_BYTES;
     barrier_wait(left + cursor.stage * 8, cursor.parity);
@@ -575,7 +582,7 @@ __device__ __forceinline__ void produce(const char* __restrict__ x, const Sizes&
   own.locate(x, s, Source(), segments, thread);
   Cursor slot = {0, 0};
 #pragma unroll 1
-  for (now.begin(blockIdx.x, s); now.live(s); now.next(s), tile.next(STAGES_P), slot.next(STAGES_S)) {
+  for (now.begin(FIRST_TILE(s), s); now.live(s); now.next(s), tile.next(STAGES_P), slot.next(STAGES_S)) {
     barrier_wait(barriers.landed + slot.stage * 8, slot.parity);
     barrier_wait(barriers.empty + tile.stage * 8, tile.parity);
     int channel = now.chunk * CK;
@@ -627,7 +634,7 @@ __device__ __forceinline__ void stream_weights(const Source& packed, const Sizes
   wait_for_results();                                   // of `pack`
   Cursor cursor = {0, 1};
 #pragma unroll 1
-  for (int index = blockIdx.x; index < s.tiles; index += gridDim.x) {
+  for (int index = FIRST_TILE(s); index < s.tiles; NEXT_TILE(index, s)) {
     Tile t = tile_at(index, s);
     Weights from = weights_of(packed, t);
 #pragma unroll 1
@@ -1113,7 +1120,7 @@ __device__ __forceinline__ void consume(const char* packed, const float* bias, c
   int turn = 0;
   if (wg == 1) named_arrive(2, CONSUMER_THREADS);  // the first turn is warpgroup 0's
 #pragma unroll 1
-  for (int index = blockIdx.x; index < s.tiles; index += gridDim.x, turn++) {
+  for (int index = FIRST_TILE(s); index < s.tiles; NEXT_TILE(index, s), turn++) {
     Tile t = tile_at(index, s);
     int chunks = chunks_of(t.variant);
     if ((turn & 1) != wg) {
@@ -1223,6 +1230,9 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 #undef MULTIPLY_64
 #undef COLUMN
 #undef STORE_BITS
+#undef CHUNKS_OF
+#undef FIRST_TILE
+#undef NEXT_TILE
 #undef FRAGMENTS
 #undef STAGE_FRAGMENTS
 #undef RUN_FIRST
@@ -1429,6 +1439,22 @@ template <int N> __device__ __forceinline__ void wgmma_wait() {
     "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15" "," \
     "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31", "%32", "%33", "%34", "%35", "%36", scale) : \
     SUMS(d, 0), SUMS(d, 16) : OPERANDS(a, b))
+
+constexpr int FRAGMENT = 2048;  // bytes: 64 rows of 32 bytes of K
+constexpr int SUBTILES = TILE_N * TILE_D * (TILE_H / SUB_H) * (TILE_W / SUB_W);
+constexpr int NB = SUBTILES;
+constexpr int WGS_M = 1;
+constexpr int RELEASES = 1;  // consumers that read a stage
+constexpr int W_SUBTILES = TILE_W / SUB_W;
+constexpr int H_SUBTILES = TILE_H / SUB_H;
+__constant__ const int ENTRY[] = {0,27};  // [variant][MB + 1]: where a block's taps begin
+__constant__ const short SUB_D[] = {1};  // [variant][SUBS]: output offset of an M-row's sub-position
+__constant__ const short SUB_HH[] = {1};
+__constant__ const short U_W[] = {0};  // [variant]: first W sub-position
+__constant__ const short BARE_OF[] = {0,2};  // [variant]: where its sub-positions without taps begin
+__constant__ const short BARE_D[] = {1,0};  // their offsets, of rows the first
+__constant__ const short BARE_H[] = {0,0};
+__constant__ const short BARE_ROW[] = {1,0};  // rows along H, neighbours; 0: all
 constexpr int VEC = 16 / ELEMENT;  // elements of a 16-byte unit
 constexpr int ROW_BYTES = CK * ELEMENT;  // a pixel's row in a tile: 32, 64 or 128
 constexpr int UNITS_PER_ROW = ROW_BYTES / 16;
@@ -1453,7 +1479,6 @@ constexpr int SLOT_BOXES = (STAGING_UNITS + ROW_UNITS - 1) / ROW_UNITS;
 constexpr int COPIED_BYTES = TILE_N * CK * CHANNEL_BYTES;  // of a box
 constexpr int SLOT_BOX_BYTES = (COPIED_BYTES + 127) / 128 * 128;
 constexpr int SLOT_BYTES = SLOT_BOXES * SLOT_BOX_BYTES;
-constexpr int FRAGMENT = 2048;  // bytes: 64 rows of 32 bytes of K
 constexpr int CHUNKS = (CIN_G + CK - 1) / CK;
 constexpr int CONSUMERS = 2;
 constexpr int CONSUMER_THREADS = CONSUMERS * 128;
@@ -1464,20 +1489,7 @@ constexpr int WEIGHTS_WARP = 7;
 constexpr int FIRST_CONSUMER = 2;
 constexpr int PRODUCER_WARPS = PRODUCER_THREADS / 32;
 constexpr int THREADS = FIRST_CONSUMER * 128 + CONSUMER_THREADS;
-constexpr int SUBTILES = TILE_N * TILE_D * (TILE_H / SUB_H) * (TILE_W / SUB_W);
-constexpr int NB = SUBTILES;
-constexpr int WGS_M = 1;
-constexpr int RELEASES = 1;  // consumers that read a stage
-constexpr int W_SUBTILES = TILE_W / SUB_W;
-constexpr int H_SUBTILES = TILE_H / SUB_H;
-__constant__ const int ENTRY[] = {0,27};  // [variant][MB + 1]: where a block's taps begin
-__constant__ const short SUB_D[] = {1};  // [variant][SUBS]: output offset of an M-row's sub-position
-__constant__ const short SUB_HH[] = {1};
-__constant__ const short U_W[] = {0};  // [variant]: first W sub-position
-__constant__ const short BARE_OF[] = {0,2};  // [variant]: where its sub-positions without taps begin
-__constant__ const short BARE_D[] = {1,0};  // their offsets, of rows the first
-__constant__ const short BARE_H[] = {0,0};
-__constant__ const short BARE_ROW[] = {1,0};  // rows along H, neighbours; 0: all
+
 __constant__ const int ROW_D[] = {-1,0,1};  // input offset of a tile's rows
 __constant__ const int ROW_H[] = {-1,0,1,2,3,4};
 
@@ -1488,6 +1500,23 @@ struct Sizes {                                         // one layout for the pac
   int batch, in_d, in_h, in_w, out_d, out_h, out_w;
   int tiles_d, tiles_h, tiles_w;                       // tiles of q per axis
   int tiles;                                           // all of them, times M_GROUPS
+};
+
+// Byte of the 16-byte unit `unit` of pixel row `p` in a tile.
+__device__ __forceinline__ u32 unit_at(int p, int unit) {
+  int swizzle = (p >> 2) & 1;
+  return p * ROW_BYTES + ((unit ^ swizzle) << 4);
+}
+
+// A place in a ring of `count` stages, and the parity of its phase.
+struct Cursor {
+  u32 stage, parity;
+  __device__ __forceinline__ void next(u32 count) {
+    if (++stage == count) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
 };
 
 struct Tile {
@@ -1512,12 +1541,11 @@ __device__ __forceinline__ int entries_of(int variant) {
   return ENTRY[variant * (MB + 1) + MB] - ENTRY[variant * (MB + 1)];
 }
 __device__ __forceinline__ int chunks_of(int variant) { return entries_of(variant) ? CHUNKS : 0; }  // 0: only the bias
-
-// Byte of the 16-byte unit `unit` of pixel row `p` in a tile.
-__device__ __forceinline__ u32 unit_at(int p, int unit) {
-  int swizzle = (p >> 2) & 1;
-  return p * ROW_BYTES + ((unit ^ swizzle) << 4);
-}
+#define CHUNKS_OF(tile, s) chunks_of((tile).variant)
+// The tiles of a block: the first, and from one to the next. (No functions of the tile and the sizes: with these ptxas orders the
+// roles' instructions in another way.)
+#define FIRST_TILE(s) blockIdx.x
+#define NEXT_TILE(index, s) index += gridDim.x
 
 // =====================================================================================================================
 // Packing: weight (CIN, COUT_G, taps), for GRAD_INPUT (COUT, CIN_G, taps), to fragments [group][cout
@@ -1600,17 +1628,6 @@ __global__ void __launch_bounds__(PACK_THREADS) pack(const float* __restrict__ w
     }
   }
 }
-
-// A place in a ring of `count` stages, and the parity of its phase.
-struct Cursor {
-  u32 stage, parity;
-  __device__ __forceinline__ void next(u32 count) {
-    if (++stage == count) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
-};
 
 // =====================================================================================================================
 // Producer
@@ -1752,8 +1769,8 @@ struct Walk {
   __device__ __forceinline__ void settle(const Sizes& s) {  // past tiles without chunks
     while (index < s.tiles) {
       tile = tile_at(index, s);
-      if (chunk < chunks_of(tile.variant)) return;
-      index += gridDim.x;
+      if (chunk < CHUNKS_OF(tile, s)) return;
+      NEXT_TILE(index, s);
       chunk = 0;
     }
   }
@@ -1779,7 +1796,7 @@ __device__ __forceinline__ void produce(const char* __restrict__ x, const Sizes&
   Pixels own;
   Cursor slot = {0, 0};
   Walk ahead;
-  ahead.begin(blockIdx.x, s);
+  ahead.begin(FIRST_TILE(s), s);
   u32 next_slot = 0;
 #pragma unroll 1
   for (int i = 0; i < STAGES_S - 1; i++) {
@@ -1791,7 +1808,7 @@ __device__ __forceinline__ void produce(const char* __restrict__ x, const Sizes&
   }
   next_slot = STAGES_S - 1;
 #pragma unroll 1
-  for (now.begin(blockIdx.x, s); now.live(s); now.next(s), tile.next(STAGES_P), slot.next(STAGES_S)) {
+  for (now.begin(FIRST_TILE(s), s); now.live(s); now.next(s), tile.next(STAGES_P), slot.next(STAGES_S)) {
     if (now.chunk == 0) own.locate(x, s, source_of(now.tile, 0), segments, thread);
     copy_wait<STAGES_S - 2>();
     named_sync<1, PRODUCER_THREADS>();  // everyone's copies have landed, and everyone has left the next slot
@@ -1850,7 +1867,7 @@ __device__ __forceinline__ void stream_weights(const Source& packed, const Sizes
   wait_for_results();                                   // of `pack`
   Cursor cursor = {0, 1};
 #pragma unroll 1
-  for (int index = blockIdx.x; index < s.tiles; index += gridDim.x) {
+  for (int index = FIRST_TILE(s); index < s.tiles; NEXT_TILE(index, s)) {
     Tile t = tile_at(index, s);
     Weights from = weights_of(packed, t);
 #pragma unroll 1
@@ -2336,7 +2353,7 @@ __device__ __forceinline__ void consume(const char* packed, const float* bias, c
   int turn = 0;
   if (wg == 1) named_arrive(2, CONSUMER_THREADS);  // the first turn is warpgroup 0's
 #pragma unroll 1
-  for (int index = blockIdx.x; index < s.tiles; index += gridDim.x, turn++) {
+  for (int index = FIRST_TILE(s); index < s.tiles; NEXT_TILE(index, s), turn++) {
     Tile t = tile_at(index, s);
     int chunks = chunks_of(t.variant);
     if ((turn & 1) != wg) {
@@ -2440,6 +2457,9 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 #undef MULTIPLY_64
 #undef COLUMN
 #undef STORE_BITS
+#undef CHUNKS_OF
+#undef FIRST_TILE
+#undef NEXT_TILE
 #undef FRAGMENTS
 #undef STAGE_FRAGMENTS
 #undef RUN_FIRST
@@ -2647,6 +2667,24 @@ template <int N> __device__ __forceinline__ void wgmma_wait() {
     "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15" "," \
     "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31", "%32", "%33", "%34", "%35", "%36", scale) : \
     SUMS(d, 0), SUMS(d, 16) : OPERANDS(a, b))
+
+constexpr int FRAGMENT = 2048;  // bytes: 64 rows of 32 bytes of K
+constexpr int SUBTILES = TILE_N * TILE_D * (TILE_H / SUB_H) * (TILE_W / SUB_W);
+constexpr int NB = SUBTILES;
+constexpr int WGS_M = 1;
+constexpr int RELEASES = 1;  // consumers that read a stage
+constexpr int W_SUBTILES = TILE_W / SUB_W;
+constexpr int H_SUBTILES = TILE_H / SUB_H;
+
+// [variant, block, tap]: the tap's shift in pixel rows
+__constant__ const int TAP_ROW[] = {
+    0, 1, 2, 10, 11, 12, 20, 21, 22, 100, 101, 102, 110, 111, 112, 120, 121, 122, 200, 201, 202, 210, 211, 212, 220,
+    221, 222, 300, 301, 302, 310, 311, 312, 320, 321, 322
+};
+__constant__ const int ENTRY[] = {0,36};  // [variant][MB + 1]: where a block's taps begin
+__constant__ const short SUB_D[] = {0,1};  // [variant][SUBS]: output offset of an M-row's sub-position
+__constant__ const short SUB_HH[] = {0,0};
+__constant__ const short U_W[] = {0};  // [variant]: first W sub-position
 constexpr int VEC = 16 / ELEMENT;  // elements of a 16-byte unit
 constexpr int ROW_BYTES = CK * ELEMENT;  // a pixel's row in a tile: 32, 64 or 128
 constexpr int UNITS_PER_ROW = ROW_BYTES / 16;
@@ -2671,7 +2709,6 @@ constexpr int SLOT_BOXES = (STAGING_UNITS + ROW_UNITS - 1) / ROW_UNITS;
 constexpr int COPIED_BYTES = TILE_N * CK * CHANNEL_BYTES;  // of a box
 constexpr int SLOT_BOX_BYTES = (COPIED_BYTES + 127) / 128 * 128;
 constexpr int SLOT_BYTES = SLOT_BOXES * SLOT_BOX_BYTES;
-constexpr int FRAGMENT = 2048;  // bytes: 64 rows of 32 bytes of K
 constexpr int CHUNKS = (CIN_G + CK - 1) / CK;
 constexpr int CONSUMERS = 2;
 constexpr int CONSUMER_THREADS = CONSUMERS * 128;
@@ -2682,22 +2719,7 @@ constexpr int WEIGHTS_WARP = 7;
 constexpr int FIRST_CONSUMER = 2;
 constexpr int PRODUCER_WARPS = PRODUCER_THREADS / 32;
 constexpr int THREADS = FIRST_CONSUMER * 128 + CONSUMER_THREADS;
-constexpr int SUBTILES = TILE_N * TILE_D * (TILE_H / SUB_H) * (TILE_W / SUB_W);
-constexpr int NB = SUBTILES;
-constexpr int WGS_M = 1;
-constexpr int RELEASES = 1;  // consumers that read a stage
-constexpr int W_SUBTILES = TILE_W / SUB_W;
-constexpr int H_SUBTILES = TILE_H / SUB_H;
 
-// [variant, block, tap]: the tap's shift in pixel rows
-__constant__ const int TAP_ROW[] = {
-    0, 1, 2, 10, 11, 12, 20, 21, 22, 100, 101, 102, 110, 111, 112, 120, 121, 122, 200, 201, 202, 210, 211, 212, 220,
-    221, 222, 300, 301, 302, 310, 311, 312, 320, 321, 322
-};
-__constant__ const int ENTRY[] = {0,36};  // [variant][MB + 1]: where a block's taps begin
-__constant__ const short SUB_D[] = {0,1};  // [variant][SUBS]: output offset of an M-row's sub-position
-__constant__ const short SUB_HH[] = {0,0};
-__constant__ const short U_W[] = {0};  // [variant]: first W sub-position
 __constant__ const int ROW_D[] = {-1,1,3,5,7,9};  // input offset of a tile's rows
 __constant__ const int ROW_H[] = {-1,1,3,5,7,9,11,13,15,17};
 __constant__ const int RESIDUE[] = {0};  // of a tile's columns, counted from the first, by plane
@@ -2706,6 +2728,23 @@ struct Sizes {                                         // one layout for the pac
   int batch, in_d, in_h, in_w, out_d, out_h, out_w;
   int tiles_d, tiles_h, tiles_w;                       // tiles of q per axis
   int tiles;                                           // all of them, times M_GROUPS
+};
+
+// Byte of the 16-byte unit `unit` of pixel row `p` in a tile.
+__device__ __forceinline__ u32 unit_at(int p, int unit) {
+  int swizzle = (p >> 2) & 1;
+  return p * ROW_BYTES + ((unit ^ swizzle) << 4);
+}
+
+// A place in a ring of `count` stages, and the parity of its phase.
+struct Cursor {
+  u32 stage, parity;
+  __device__ __forceinline__ void next(u32 count) {
+    if (++stage == count) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
 };
 
 struct Tile {
@@ -2730,12 +2769,11 @@ __device__ __forceinline__ int entries_of(int variant) {
   return ENTRY[variant * (MB + 1) + MB] - ENTRY[variant * (MB + 1)];
 }
 __device__ __forceinline__ int chunks_of(int variant) { return entries_of(variant) ? CHUNKS : 0; }  // 0: only the bias
-
-// Byte of the 16-byte unit `unit` of pixel row `p` in a tile.
-__device__ __forceinline__ u32 unit_at(int p, int unit) {
-  int swizzle = (p >> 2) & 1;
-  return p * ROW_BYTES + ((unit ^ swizzle) << 4);
-}
+#define CHUNKS_OF(tile, s) chunks_of((tile).variant)
+// The tiles of a block: the first, and from one to the next. (No functions of the tile and the sizes: with these ptxas orders the
+// roles' instructions in another way.)
+#define FIRST_TILE(s) blockIdx.x
+#define NEXT_TILE(index, s) index += gridDim.x
 
 // =====================================================================================================================
 // Packing: weight (CIN, COUT_G, taps), for GRAD_INPUT (COUT, CIN_G, taps), to fragments [group][cout
@@ -2823,17 +2861,6 @@ __global__ void __launch_bounds__(PACK_THREADS) pack(const float* __restrict__ w
     }
   }
 }
-
-// A place in a ring of `count` stages, and the parity of its phase.
-struct Cursor {
-  u32 stage, parity;
-  __device__ __forceinline__ void next(u32 count) {
-    if (++stage == count) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
-};
 
 // =====================================================================================================================
 // Producer
@@ -2976,8 +3003,8 @@ struct Walk {
   __device__ __forceinline__ void settle(const Sizes& s) {  // past tiles without chunks
     while (index < s.tiles) {
       tile = tile_at(index, s);
-      if (chunk < chunks_of(tile.variant)) return;
-      index += gridDim.x;
+      if (chunk < CHUNKS_OF(tile, s)) return;
+      NEXT_TILE(index, s);
       chunk = 0;
     }
   }
@@ -3003,7 +3030,7 @@ __device__ __forceinline__ void produce(const char* __restrict__ x, const Sizes&
   Pixels own;
   Cursor slot = {0, 0};
   Walk ahead;
-  ahead.begin(blockIdx.x, s);
+  ahead.begin(FIRST_TILE(s), s);
   u32 next_slot = 0;
 #pragma unroll 1
   for (int i = 0; i < STAGES_S - 1; i++) {
@@ -3015,7 +3042,7 @@ __device__ __forceinline__ void produce(const char* __restrict__ x, const Sizes&
   }
   next_slot = STAGES_S - 1;
 #pragma unroll 1
-  for (now.begin(blockIdx.x, s); now.live(s); now.next(s), tile.next(STAGES_P), slot.next(STAGES_S)) {
+  for (now.begin(FIRST_TILE(s), s); now.live(s); now.next(s), tile.next(STAGES_P), slot.next(STAGES_S)) {
     if (now.chunk == 0) own.locate(x, s, source_of(now.tile, 0), segments, thread);
     copy_wait<STAGES_S - 2>();
     named_sync<1, PRODUCER_THREADS>();  // everyone's copies have landed, and everyone has left the next slot
@@ -3075,7 +3102,7 @@ __device__ __forceinline__ void stream_weights(const Source& packed, const Sizes
   wait_for_results();                                   // of `pack`
   Cursor cursor = {0, 1};
 #pragma unroll 1
-  for (int index = blockIdx.x; index < s.tiles; index += gridDim.x) {
+  for (int index = FIRST_TILE(s); index < s.tiles; NEXT_TILE(index, s)) {
     Tile t = tile_at(index, s);
     Weights from = weights_of(packed, t);
 #pragma unroll 1
@@ -3465,7 +3492,7 @@ __device__ __forceinline__ void consume(const char* packed, const float* bias, c
   int turn = 0;
   if (wg == 1) named_arrive(2, CONSUMER_THREADS);  // the first turn is warpgroup 0's
 #pragma unroll 1
-  for (int index = blockIdx.x; index < s.tiles; index += gridDim.x, turn++) {
+  for (int index = FIRST_TILE(s); index < s.tiles; NEXT_TILE(index, s), turn++) {
     Tile t = tile_at(index, s);
     int chunks = chunks_of(t.variant);
     if ((turn & 1) != wg) {
@@ -3566,6 +3593,9 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 #undef OPERANDS
 #undef MULTIPLY_64
 #undef COLUMN
+#undef CHUNKS_OF
+#undef FIRST_TILE
+#undef NEXT_TILE
 #undef FRAGMENTS
 #undef STAGE_FRAGMENTS
 #undef RUN_FIRST
