@@ -10,6 +10,7 @@ import torch
 
 from upconv import cpu
 from upconv.cuda import engine
+from upconv.cuda.costs import weighed
 from upconv.cuda.gpu import Gpu
 from upconv.problem import Pass, Problem
 
@@ -232,9 +233,9 @@ def select(p: Problem, device: Device, general: bool = False) -> Selection:
         found = engine.choose(p, device.gpu, general)
         reason = "none of upconv's kernels fits"
     fitting = {name: choice for name, choice in found.items() if not isinstance(choice, str)}
-    best = min(fitting, key=lambda name: fitting[name].seconds * getattr(fitting[name], "margin", 1), default=None)
+    best = min(fitting, key=lambda name: weighed(fitting[name]), default=None)
     others = [
-        Candidate(name, False, answer if isinstance(answer, str) else f"slower: {_modelled(answer)}")
+        Candidate(name, False, answer if isinstance(answer, str) else _slower(answer, fitting[str(best)]))
         for name, answer in found.items()
         if name != best
     ]
@@ -249,6 +250,13 @@ _UNPLANNED = "where the forward is PyTorch's own operator its gradients are too"
 
 def _modelled(choice: engine.Choice) -> str:
     return f"{1e3 * choice.seconds:.3g} ms by the model, bound by {choice.bound}: {choice.summary}"
+
+
+def _slower(choice: engine.Choice, best: engine.Choice) -> str:
+    """Why a choice is not the best one, in a sentence."""
+    if choice.seconds > best.seconds:
+        return f"slower: {_modelled(choice)}"
+    return f"slower, as its model hopes and is taken times {weighed(choice) / choice.seconds:.3g}: {_modelled(choice)}"
 
 
 def _no_kernels(p: Problem, device: Device) -> str | None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from upconv.cuda import gather, wgrad
+from upconv.cuda.costs import weighed
 from upconv.cuda.gpu import Gpu
 from upconv.problem import Problem
 
@@ -35,6 +36,10 @@ class Choice:
     @property
     def bound(self) -> str:
         return self.inner.bound
+
+    @property
+    def margin(self) -> float:
+        return getattr(self.inner, "margin", 1.0)
 
     @property
     def inner_units(self) -> tuple[Any, ...]:
@@ -131,4 +136,4 @@ def choose(q: Problem, gpu: Gpu) -> Inner | str:
 
 def gains(seconds: float, otherwise: Any) -> bool:
     """Whether so much time is enough less than the choice takes that needs no memory."""
-    return bool(seconds <= otherwise.seconds - _GAIN)
+    return seconds <= weighed(otherwise) - _GAIN

@@ -11,6 +11,7 @@ among either; channels_last by mma.sync has the new epilogue's formula with the 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from upconv.cuda.tiling import Tiling
 
@@ -185,3 +186,8 @@ def set_of(t: Tiling) -> str:
 def constants(t: Tiling) -> Constants:
     """Those of a tiling."""
     return SETS[set_of(t)]
+
+
+def weighed(choice: Any) -> float:
+    """What a family expects of its choice, in seconds, as it stands beside other families' (`engine.Choice`)."""
+    return float(choice.seconds * getattr(choice, "margin", 1.0))

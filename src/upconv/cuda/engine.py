@@ -40,6 +40,7 @@ import torch
 from torch import Tensor
 
 from upconv import cpu
+from upconv.cuda.costs import weighed
 from upconv.cuda.gpu import Gpu
 from upconv.problem import Pass, Problem, is_channels_last
 
@@ -105,7 +106,7 @@ class Choice(Protocol):
     """A family's best configuration for a problem; hashable.
 
     It may have an attribute ``margin``: by what its ``seconds`` are multiplied beside another family's, where its model
-    is the more hopeful one.
+    is the more hopeful one (`costs.weighed`).
     """
 
     @property
@@ -137,13 +138,13 @@ def choose(p: Problem, gpu: Gpu, general: bool = False) -> dict[str, Choice | st
             found[name] = "this family is not installed"
             continue
         family = import_module(f"upconv.cuda.{name}")
-        fastest = min((c.seconds for c in found.values() if not isinstance(c, str)), default=math.inf)
+        fastest = min((weighed(c) for c in found.values() if not isinstance(c, str)), default=math.inf)
         searches = name == ("direct" if p.pass_ == "fwd" else "staged")
         if searches and (least := family.least_seconds(p, gpu)) > fastest:
             # The search would take 50 ms and more at every new size of the image.
             found[name] = f"slower: its multiply-adds alone take {least * 1e3:.3g} ms on CUDA cores"
         elif name in _AROUND:
-            best = min((c for c in found.values() if not isinstance(c, str)), key=lambda c: c.seconds, default=None)
+            best = min((c for c in found.values() if not isinstance(c, str)), key=weighed, default=None)
             found[name] = family.choose(p, gpu, best, general)
         elif name in _TENSOR_CORES:
             found[name] = _choose_sized(family, p, gpu, general)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from upconv import cpu
 from upconv.cuda import around, jit
+from upconv.cuda.costs import weighed
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.gpu import gpu as gpu_of
 from upconv.cuda.launch import Launcher
@@ -184,13 +185,13 @@ def choose(p: Problem, gpu: Gpu, otherwise: Any, general: bool = False) -> Choic
     if otherwise is None:
         return "nothing would run where memory for copies is short"
     copies = copy_seconds(p, gpu)
-    if copies > _MOST_COPYING * otherwise.seconds:
+    if copies > _MOST_COPYING * weighed(otherwise):
         return f"slower: the copies alone take {copies * 1e3:.3g} ms"
     inner = around.choose(p.with_(layout="channels_last"), gpu)
     if isinstance(inner, str):
         return inner
     scale = 1.0 if p.pass_ == "grad-input" else _WEIGHT
     found = Choice(inner, otherwise, p, scale * inner.seconds + copies)
-    if not around.gains(found.seconds, otherwise):
+    if not around.gains(weighed(found), otherwise):
         return f"slower, or too little faster: {found.seconds * 1e3:.3g} ms by the model, with copies"
     return found

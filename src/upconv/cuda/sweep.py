@@ -34,12 +34,13 @@ from upconv.problem import Problem
 THREADS, PACK_THREADS = 512, 256
 _MOST_COLUMNS = 256  # of a matrix instruction
 _MOST_SUMS = 144  # of a consumer's thread, of whose 200 registers descriptors and addresses take the rest
-_MOST_STEPS = 96  # matrix instructions of a chunk for each subtile: they are one stretch of code
+_MOST_INSTRUCTIONS = 192  # of a consumer for a chunk: they are one stretch of code
 _MOST_PIXELS = 12 * 192  # a producer thread keeps track of 12
 _WIDTHS = (16, 24, 32, 40, 48, 56, 64, 68, 72, 80, 88, 96, 100, 104, 112, 120, 128)
 """Columns of tiles: few, since each is a kernel."""
 _SUBTILES = range(1, 9)
 _MOST_STAGES = 9
+_MOST_SLICES = 2**30  # of all walks: the kernel counts them in 32 bits
 _SHARED = 128.0  # bytes a clock of shared memory
 _LAUNCH = 3.5e-6  # seconds
 # The model's constants, fitted to 98 timed sweeps of 15 layers on an H200, of which it misses 8% on average.
@@ -59,7 +60,7 @@ PRECISION ELEMENT ELEMENT_TYPE ELEMENT_BITS VALUE PARTS WGMMA CHANNELS_LAST TENS
 GRAD_INPUT CK STAGES_P STAGES_S WEIGHTS_BOX ROWS_D ROWS_H FIRST_W COLUMNS COLUMN_PAD CLASSED ROW_CLASSES CHANNEL_CLASSES
 ROW_PERIOD ROWS_APART WHOLE IMAGE_D IMAGE_H IMAGE_W BOX_PIXELS BOX_UNITS PLANE STRIDED_BOX PLANES RESIDUES
 PLANE_BARRIERS PRODUCER_REGISTERS CONSUMER_REGISTERS TAP_ROWS TAP_INDICES OFFSETS_D OFFSETS_H IN_STEP_D IN_STEP_H
-IN_STEP_W TILE_N TILE_D TILE_H TILE_W
+IN_STEP_W TILE_N TILE_H TILE_W
 """
 """The constants of a tile's pixels, as `Tiling.macros` has them."""
 
@@ -176,8 +177,10 @@ class Sweep:
             raise Unfit(f"{h} rows of {t.pitch} pixels are more than {self.nb * 128}")
         if self.columns > _MOST_COLUMNS or self.nb * self.columns // 2 > _MOST_SUMS:
             raise Unfit(f"{self.nb} x 64 x {self.columns} sums are more than registers hold")
-        if self.chunk_steps * self.nb > _MOST_STEPS * 2:
+        if self.chunk_steps * self.nb > _MOST_INSTRUCTIONS:
             raise Unfit(f"{self.chunk_steps} steps of {self.nb} instructions are too long a stretch")
+        if self.w_stage != self.chunk_steps if self.resident else self.stages_w < 2:
+            raise Unfit("resident weights have a stage for each chunk, a ring at least two")
         if self.w_stage % t.k_steps:
             raise Unfit("a stage of the ring has parts of taps")
         if t.pixels > _MOST_PIXELS:
@@ -374,6 +377,10 @@ def refusal(p: Problem, gpu: Gpu) -> str | None:
         return f"pass {p.pass_} in {p.precision} is none of the kernel's"
     if max(p.stride) > 1 or p.groups > 1 or p.dilation[0] > 1:
         return "the kernel walks without strides, groups or a dilation along the depth"
+    if result_shape(p)[1] > _MOST_COLUMNS:
+        return f"{result_shape(p)[1]} output channels are more than the {_MOST_COLUMNS} columns of a matrix instruction"
+    if gather.classes_of(p) is None:
+        return "rows begin at more places of 16 bytes than boxes are sorted by"
     return None
 
 
@@ -392,7 +399,7 @@ def candidates(p: Problem, gpu: Gpu) -> Iterator[Sweep]:
 
 @lru_cache(maxsize=256)
 def _candidates(layer: Problem, gpu: Gpu, classes: tuple[int, int]) -> tuple[Sweep, ...]:
-    """A layer's sweeps for all sizes of one alignment: some 50 ms once, then one millisecond for each size."""
+    """A layer's sweeps for all sizes of one alignment: some 60 ms once, then one millisecond for each size."""
     cin = source_shape(layer)[1]
     per_32 = 32 // layer.dtype.itemsize
     chunks = [c for c in (per_32, 2 * per_32, 4 * per_32) if c == per_32 or c < 2 * cin]
@@ -427,7 +434,7 @@ def _fitted(s: Sweep, gpu: Gpu) -> Sweep | None:
     # With a third tile consumers part: one stores while the other multiplies (NOTES: kb61 TF32 1.39 -> 1.25 ms).
     changes += [{"stages_p": 3}, {"stages_s": 3}, {"stages_w": 4}, {"stages_s": 4}, {"stages_w": 6}]
     for change in changes:
-        if (s.resident and "stages_w" in change) or change.get("stages_p", _MOST_STAGES) <= s.stages_p:
+        if (s.resident and "stages_w" in change) or change.get("stages_p", math.inf) <= s.stages_p:
             continue
         more = replace(s, **change)
         if more.shared_bytes <= gpu.shared_bytes:
@@ -472,7 +479,7 @@ def choose(p: Problem, gpu: Gpu, general: bool = False) -> Choice | str:
     ``general``: of those that serve every size of the input, which none is made for.
     """
     if general:
-        return "a sweep's tiles are as wide as the image"
+        return "a sweep's boxes and tiles go by the rows of one size"
     return _choose(p, gpu)
 
 
@@ -481,9 +488,10 @@ def _choose(p: Problem, gpu: Gpu) -> Choice | str:
     refused = refusal(p, gpu)
     if refused:
         return refused
-    every = ((*estimate(s, p, gpu), s) for s in candidates(p, gpu))
+    countable = (s for s in candidates(p, gpu) if s.arguments(p, gpu.multiprocessors)[-1] < _MOST_SLICES)
+    every = ((*estimate(s, p, gpu), s) for s in countable)
     best = min(every, key=lambda found: found[0], default=None)
     if best is None:
-        return f"no slice of this layer with its halo fits in {gpu.shared_bytes // 1024} KB of shared memory"
+        return "no tile of this layer fits in registers, shared memory and one stretch of code"
     seconds, bound, s = best
     return Choice(s, p, gpu, seconds, bound)

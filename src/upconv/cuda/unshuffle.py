@@ -25,6 +25,7 @@ from torch import Tensor
 
 from upconv import cpu
 from upconv.cuda import around, jit
+from upconv.cuda.costs import weighed
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.gpu import gpu as gpu_of
 from upconv.cuda.launch import Launcher
@@ -221,6 +222,6 @@ def choose(p: Problem, gpu: Gpu, otherwise: Any, general: bool = False) -> Choic
     if isinstance(inner, str):
         return inner
     found = Choice(inner, otherwise, p, inner.seconds + beside)
-    if not around.gains(found.seconds, otherwise):
+    if not around.gains(weighed(found), otherwise):
         return f"slower, or too little faster: {found.seconds * 1e3:.3g} ms by the model, its stride undone first"
     return found
