@@ -146,7 +146,7 @@ def test_what_is_not_computed_on_copies_says_why() -> None:
     )
     assert "for the weight" in why(as_(KB73, "tf32", "grad-weight"))
     assert "562 MB of copies do not stay in the cache's 50" in why(as_(KB73, "bf16", "grad-weight"))
-    assert "copies alone" in why(as_(Problem.make(64, 64, 128, (128, 256), (3, 5)), "bf16", "grad-input"))
+    assert "copies alone" in why(as_(Problem.make(96, 64, 128, (128, 256), (3, 5)), "bf16", "grad-input"))
     assert "size of the input" in why(kb73, general=True)
     assert "memory for copies is short" in str(relayout.choose(kb73, H200, None))
     assert "do not overlap" in why(as_(Problem.make(16, 1024, 512, (32, 32), 2, 2), "bf16", "grad-input"))

@@ -254,7 +254,7 @@ def _modelled(choice: engine.Choice) -> str:
 
 def _slower(choice: engine.Choice, best: engine.Choice) -> str:
     """Why a choice is not the best one, in a sentence."""
-    if choice.seconds > best.seconds:
+    if choice.seconds >= best.seconds:
         return f"slower: {_modelled(choice)}"
     return f"slower, as its model hopes and is taken times {weighed(choice) / choice.seconds:.3g}: {_modelled(choice)}"
 
