@@ -8,10 +8,11 @@ chooses.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,7 +46,7 @@ _MMA_SYNC = 0.45  # of wgmma's rate: four warps read the same pixels
 _FILL = 24.0, 32.0  # bytes a clock that an epilogue stores of what is the bias alone: NCHW, channels_last
 _FILL_RUN = 240.0, 400.0  # clocks of each run of it beside: of a channel's; of all of a warp's
 _MANY = 8  # tiles of a block, from which on the last one's tail is in the constants, fitted to such layers
-_LAUNCH = 3.5e-6  # seconds
+LAUNCH = 3.5e-6  # seconds
 _AHEAD = 4500.0  # clocks that the rings should look ahead
 _SPREAD = 1.2  # of tiles that store between others' results; asked only against phases as rows, fitted to hifigan alone
 # Of planes one by one with weights through a ring: it decides only where the model sees no difference to weights that
@@ -142,28 +143,90 @@ class Choice:
         return Prepared(self, device)
 
 
-class Prepared:
+class Packs:
+    """What choices share whose kernels read packed weights, and pixels by boxes of a tiling, on a device."""
+
+    _boxed_unit: Unit | None = None
+    """The kernel of weights that need no packing, if there is one."""
+    _pack: Any
+    _pack_float: Any
+
+    def __init__(self, t: Tiling, p: Problem, device: int, words: int, blocks: int) -> None:
+        self._tiling, self._problem, self._device = t, p, device
+        self._words, self._pack_blocks = words, blocks
+        self._weight_last = {2: torch.channels_last, 3: torch.channels_last_3d}.get(p.rank)
+        self.casts = p.dtype.itemsize == 2
+        self._tensors = tensors(t, p)
+        self._codes = "PPPP" + "i" * 11 + "q" * 16 * len(self._tensors)
+        self._maps: dict[int, Words] = {}
+
+    def pack(self, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """The weights in the order in which the kernel reads them: int32 words, launched on the current stream.
+
+        Or the weights themselves, where boxes bring them: channels-last ones of the problem's dtype that begin at 16
+        bytes. Float32 weights of a 16-bit problem are rounded on their way, and with them a float32 ``bias``, whose
+        place is behind them.
+        """
+        tap_step = 1
+        rounds = self.casts and weight.dtype is torch.float32
+        if self._boxed_unit is not None and not rounds and not weight.data_ptr() & 15 and self._lies_last(weight):
+            return weight
+        if not weight.is_contiguous():
+            if self._lies_last(weight) and weight.shape == self._problem.weight_shape:
+                tap_step = weight.shape[1]
+            else:
+                weight = weight.contiguous()
+        words = self._words if bias is None else self._words + (self._problem.out_channels + 1) // 2
+        packed = weight.new_empty_strided((words,), (1,), dtype=torch.int32)  # 2 us less than torch.empty
+        if rounds:
+            at = packed.data_ptr()
+            biases = (0, 0) if bias is None else (bias.data_ptr(), at + 4 * self._words)
+            self._pack_float(self._device, self._pack_blocks, (weight.data_ptr(), at, tap_step, *biases))
+        else:
+            self._pack(self._device, self._pack_blocks, (weight.data_ptr(), packed.data_ptr(), tap_step))
+        return packed
+
+    def _lies_last(self, weight: Tensor) -> bool:
+        return self._weight_last is not None and weight.is_contiguous(memory_format=self._weight_last)
+
+    def _bias_of(self, packed: int, bias: Tensor | None) -> int:
+        """Where the kernel finds the bias, or 0; `pack` left a rounded one behind the weights."""
+        if bias is None:
+            return 0
+        return packed + 4 * self._words if self.casts and bias.dtype is torch.float32 else bias.data_ptr()
+
+    def _map(self, address: int) -> Words:
+        """The tensor maps of the input at an address, each as the 16 words of a ``CUtensorMap``."""
+        found = self._maps.get(address)
+        if found is None:
+            t, p = self._tiling, self._problem
+            found = self._kept(self._maps, address, lambda: [tensor_map(t, p, address, one) for one in self._tensors])
+        return found
+
+    def _kept(self, kept: dict[int, Words], address: int, encoded: Callable[[], list[Words]]) -> Words:
+        if len(kept) >= 256:  # allocations come back to the same addresses; 128 bytes each
+            kept.clear()
+        bind(self._device)  # encoding wants a context
+        found = kept[address] = tuple(word for words in encoded() for word in words)
+        return found
+
+
+class Prepared(Packs):
     """A choice's kernels, loaded for a device."""
 
     def __init__(self, choice: Choice, device: int) -> None:
         t, p = choice.tiling, choice.problem
+        super().__init__(t, p, device, t.packed_words, t.pack_blocks)
         units = choice.sources()
-        self._device, self._unit = device, units[0]
+        self._unit = units[0]
         self._boxed_unit = units[1] if choice.boxable else None
         # Groups of a channels-last pixel share sectors, so their blocks are to stay abreast (NOTES: kb75's gradient for
         # the input in bfloat16 took 113 us launched beside `pack`, where blocks begin one by one, and 92 behind it).
         abreast = t.channels_last and p.groups > 1
         self._overlaps = t.wgmma and gpu_of(device).capability >= (9, 0) and not abreast
         """Whether the kernel may begin beside `pack`."""
-        self._words, self._pack_blocks = t.packed_words, t.pack_blocks
-        self._weight_last = {2: torch.channels_last, 3: torch.channels_last_3d}.get(p.rank)
-        self._tiling, self._problem = t, p
-        self.casts = p.dtype.itemsize == 2
-        self._tensors = tensors(t, p)
-        self._codes = "PPPP" + "i" * 11 + "q" * 16 * len(self._tensors)
         self._grid = choice.grid
         self._sizes = t.arguments(p)
-        self._maps: dict[int, Words] = {}
         self._weight_maps: dict[int, Words] = {}
         self.packing = (
             t.entries,
@@ -227,35 +290,6 @@ class Prepared:
         assert self._boxed_unit is not None
         return self._launcher(self._boxed_unit, "gather", self._codes + "q" * 16)
 
-    def pack(self, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """The weights in fragment order: int32 words, launched on the current stream.
-
-        Or the weights themselves, where boxes bring them: channels-last ones of the problem's dtype that begin at 16
-        bytes. Float32 weights of a 16-bit problem are rounded on their way, and with them a float32 ``bias``, whose
-        place is behind them.
-        """
-        tap_step = 1
-        rounds = self.casts and weight.dtype is torch.float32
-        if self._boxed_unit is not None and not rounds and not weight.data_ptr() & 15 and self._lies_last(weight):
-            return weight
-        if not weight.is_contiguous():
-            if self._lies_last(weight) and weight.shape == self._problem.weight_shape:
-                tap_step = weight.shape[1]
-            else:
-                weight = weight.contiguous()
-        words = self._words if bias is None else self._words + (self._problem.out_channels + 1) // 2
-        packed = weight.new_empty_strided((words,), (1,), dtype=torch.int32)  # 2 us less than torch.empty
-        if rounds:
-            at = packed.data_ptr()
-            biases = (0, 0) if bias is None else (bias.data_ptr(), at + 4 * self._words)
-            self._pack_float(self._device, self._pack_blocks, (weight.data_ptr(), at, tap_step, *biases))
-        else:
-            self._pack(self._device, self._pack_blocks, (weight.data_ptr(), packed.data_ptr(), tap_step))
-        return packed
-
-    def _lies_last(self, weight: Tensor) -> bool:
-        return self._weight_last is not None and weight.is_contiguous(memory_format=self._weight_last)
-
     def run(self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, fresh: bool = False) -> None:
         """Launches the kernel: ``x`` and ``out`` dense in the problem's layout, ``packed`` what `pack` returned.
 
@@ -273,10 +307,7 @@ class Prepared:
             x = x.clone()  # a view that begins off 16 bytes; PyTorch's allocations never do
             address = x.data_ptr()
         at = packed.data_ptr()
-        at_bias = 0 if bias is None else bias.data_ptr()
-        if self.casts and bias is not None and bias.dtype is torch.float32:
-            at_bias = at + 4 * self._words  # `pack` left it there
-        args = (address, at, at_bias, at_out, *self._sizes)
+        args = (address, at, self._bias_of(at, bias), at_out, *self._sizes)
         if self._tiling.tensor_map:
             args += self._map(address)
         if packed.dtype is torch.int32:
@@ -284,32 +315,13 @@ class Prepared:
         else:
             self._run_boxed(self._device, self._grid, args + self._weight_map(at))
 
-    def _map(self, address: int) -> Words:
-        """The tensor maps of the input at an address, each as the 16 words of a ``CUtensorMap``."""
-        found = self._maps.get(address)
-        if found is None:
-            t, p = self._tiling, self._problem
-            found = kept_maps(
-                self._maps, address, self._device, (tensor_map(t, p, address, one) for one in self._tensors)
-            )
-        return found
-
     def _weight_map(self, address: int) -> Words:
-        """The same of weights."""
+        """The tensor maps of weights that need no packing, as `_map`."""
         found = self._weight_maps.get(address)
         if found is None:
             t, p = self._tiling, self._problem
-            found = kept_maps(self._weight_maps, address, self._device, (weight_map(t, p, a) for a in (address,)))
+            found = self._kept(self._weight_maps, address, lambda: [weight_map(t, p, address)])
         return found
-
-
-def kept_maps(kept: dict[int, Words], address: int, device: int, encoded: Iterator[Words]) -> Words:
-    """Maps of tensors at an address, encoded one by one, and kept: allocations come back to the same addresses."""
-    if len(kept) >= 256:  # 128 bytes each
-        kept.clear()
-    bind(device)  # encoding wants a context
-    found = kept[address] = tuple(word for words in encoded for word in words)
-    return found
 
 
 def tensors(t: Tiling, p: Problem) -> tuple[Tensor5, ...]:
@@ -394,7 +406,7 @@ def candidates(
     ``shuffle``: those of the layer without its stride; one of `shuffle.ways`.
     """
     fast = gpu.arch == "90a" if wgmma is None else wgmma
-    cout_g, cin_g = result_shape(p)[1] // p.groups, source_shape(p)[1] // p.groups
+    cout_g = result_shape(p)[1] // p.groups
     steps = (1,) * (3 - p.rank) + p.stride if p.pass_ == "fwd" else (1, 1, 1)
     if classes == (0, 0):
         classes = classes_of(p)
@@ -409,8 +421,7 @@ def candidates(
         p = shuffle.unstrided
         cout_g, steps = p.out_channels, (1, 1, 1)
     far = p.pass_ != "fwd" and max(p.stride) > 1
-    per_32 = 32 // p.dtype.itemsize
-    chunks = [c for c in (per_32, 2 * per_32, 4 * per_32) if c == per_32 or c < 2 * cin_g]
+    chunks = chunk_sizes(p)
     accumulators = _ACCUMULATORS if fast else _MMA_ACCUMULATORS
     if p.precision == "ieee":
         accumulators = accumulators // 2
@@ -456,6 +467,12 @@ def candidates(
                 t = _fitted(base, gpu, scarce=True)
             if t is not None:
                 yield t
+
+
+def chunk_sizes(p: Problem) -> list[int]:
+    """Channels that a chunk may have: 32, 64 or 128 bytes of a pixel, no more than half of them beyond the last."""
+    least, channels = 32 // p.dtype.itemsize, source_shape(p)[1] // p.groups
+    return [c for c in (least, 2 * least, 4 * least) if c == least or c < 2 * channels]
 
 
 def _subs(p: Problem, cout_g: int) -> Iterator[tuple[int, Triple]]:
@@ -690,7 +707,7 @@ def _whole(t: Tiling, clocks: Clocks, p: Problem, gpu: Gpu) -> tuple[float, str]
         bound = "too few tiles"
     ring, halved = t.planewise and not t.resident, t.split == 0 and t.shuffle is None
     factor = (_RING if ring else 1.0) * (_HALVED if halved else 1.0)
-    return factor * (max(memory, seconds) + 0.15 * min(memory, seconds) + _LAUNCH), bound
+    return factor * (max(memory, seconds) + 0.15 * min(memory, seconds) + LAUNCH), bound
 
 
 def _read(t: Tiling, tiles: int, gpu: Gpu) -> float:

@@ -19,37 +19,31 @@ from functools import cached_property, lru_cache
 from itertools import product
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from upconv.cuda import gather, jit
-from upconv.cuda.boxes import Words
 from upconv.cuda.gather import Unit
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.gpu import gpu as gpu_of
 from upconv.cuda.launch import Launcher
-from upconv.cuda.tiling import Tiling, Unfit, result_shape, source_shape
+from upconv.cuda.tiling import MAX_PIXELS, PACK_THREADS, Tiling, Unfit, result_shape, source_shape
 from upconv.problem import Problem
 
-THREADS, PACK_THREADS = 512, 256
+THREADS = 512
 _MOST_COLUMNS = 256  # of a matrix instruction
 _MOST_SUMS = 144  # of a consumer's thread, of whose 200 registers descriptors and addresses take the rest
 _MOST_INSTRUCTIONS = 192  # of a consumer for a chunk: they are one stretch of code
-_MOST_PIXELS = 12 * 192  # a producer thread keeps track of 12
 _WIDTHS = (16, 24, 32, 40, 48, 56, 64, 68, 72, 80, 88, 96, 100, 104, 112, 120, 128)
 """Columns of tiles: few, since each is a kernel."""
 _SUBTILES = range(1, 9)
 _MOST_STAGES = 9
 _MOST_SLICES = 2**30  # of all walks: the kernel counts them in 32 bits
 _SHARED = 128.0  # bytes a clock of shared memory
-_LAUNCH = 3.5e-6  # seconds
 # The model's constants, fitted to 98 timed sweeps of 15 layers on an H200, of which it misses 8% on average.
 _EFFICIENCY = 0.97  # of tensor cores or shared memory, where nothing is stored
 _STORE = 360.0  # clocks that 8 channels of 64 positions take to store
-_SHORT = {
-    2: 52,
-    4: 20,
-}  # columns of a tile, below which they take longer, as more units end a row, by bytes of an element
+# Columns of a tile, by bytes of an element, below which they take longer, as more units end a row.
+_SHORT = {2: 52, 4: 20}
 _SLICE, _TURN = 1100.0, 3200.0  # clocks that a slice takes beside; where consumers take turns
 _L2 = 28.0  # bytes a clock
 _TURNING = 622.0, 103.0  # of the producers' pass: of a chunk; of 32 bytes of a pixel
@@ -156,8 +150,7 @@ class Sweep:
 
     @property
     def ring_stages(self) -> int:
-        per_chunk = -(-self.chunk_steps // self.w_stage)
-        return self.pixels.chunks * per_chunk if self.resident else self.stages_w
+        return self.pixels.chunks if self.resident else self.stages_w
 
     @property
     def shared_bytes(self) -> int:
@@ -183,8 +176,8 @@ class Sweep:
             raise Unfit("resident weights have a stage for each chunk, a ring at least two")
         if self.w_stage % t.k_steps:
             raise Unfit("a stage of the ring has parts of taps")
-        if t.pixels > _MOST_PIXELS:
-            raise Unfit(f"the tile has {t.pixels} pixels with its halo, more than {_MOST_PIXELS}")
+        if t.pixels > MAX_PIXELS:
+            raise Unfit(f"the tile has {t.pixels} pixels with its halo, more than {MAX_PIXELS}")
         if not t.tensor_map:
             raise Unfit("boxes do not bring these rows")
         if self.shared_bytes > shared_limit:
@@ -224,10 +217,14 @@ class Sweep:
         rows, columns = -(-h // self.tile[0]), -(-w // self.tile[1])
         return p.batch, _segments(p.batch * rows * columns, d, self.slots, multiprocessors), rows, columns
 
+    def walk(self, p: Problem, multiprocessors: int) -> int:
+        """Output slices of a walk, which takes ``slots - 1`` input slices more."""
+        return -(-result_shape(p)[2] // self.counts(p, multiprocessors)[1])
+
     def arguments(self, p: Problem, multiprocessors: int) -> tuple[int, ...]:
         """The kernel's integer arguments behind its four pointers."""
         n, segments, rows, columns = self.counts(p, multiprocessors)
-        steps = -(-result_shape(p)[2] // segments) + self.slots - 1
+        steps = self.walk(p, multiprocessors) + self.slots - 1
         sizes = (*source_shape(p)[2:], *result_shape(p)[2:])
         return (p.batch, *sizes, segments, rows, columns, n * segments * rows * columns * steps)
 
@@ -269,8 +266,7 @@ class Choice:
     def summary(self) -> str:
         s = self.sweep
         weights = "resident" if s.resident else f"ring of {s.stages_w} x {s.w_stage} steps"
-        segments = s.counts(self.problem, self.gpu.multiprocessors)[1]
-        slices = -(-result_shape(self.problem)[2] // segments)
+        slices = s.walk(self.problem, self.gpu.multiprocessors)
         walk = f"walks of {slices} slices" if s.slots > 1 else "slice by slice"
         consumers = "in turn" if s.turns else "pixels halved"
         return (
@@ -293,50 +289,24 @@ class Choice:
 _ENTRIES = ("pack", "sweep")
 
 
-class Prepared:
+class Prepared(gather.Packs):
     """A choice's kernels, loaded for a device."""
 
     def __init__(self, choice: Choice, device: int) -> None:
         s, p = choice.sweep, choice.problem
+        super().__init__(s.pixels, p, device, s.packed_words, s.pack_blocks)
         (unit,) = choice.sources()
-        arch = gpu_of(device).arch
-        self._device, self._problem, self._tiling = device, p, s.pixels
-        self._words, self._pack_blocks = s.packed_words, s.pack_blocks
-        self.casts = p.dtype.itemsize == 2
-        self._tensors = gather.tensors(s.pixels, p)
-        codes = "PPPP" + "i" * 11 + "q" * 16 * len(self._tensors)
-        self._pack = Launcher(jit.kernel(unit.source, "pack", arch, unit.label), PACK_THREADS, 0, "PPi")
+
+        def launcher(entry: str, threads: int, shared: int, codes: str) -> Launcher:
+            return Launcher(jit.kernel(unit.source, entry, gpu_of(device).arch, unit.label), threads, shared, codes)
+
+        self._pack = launcher("pack", PACK_THREADS, 0, "PPi")
         if self.casts:
-            found = jit.kernel(unit.source, "pack_float", arch, unit.label)
-            self._pack_float = Launcher(found, PACK_THREADS, 0, "PPiPP")
-        kernel = jit.kernel(unit.source, "sweep", arch, unit.label)
-        self._run = Launcher(kernel, THREADS, s.shared_bytes, codes)
+            self._pack_float = launcher("pack_float", PACK_THREADS, 0, "PPiPP")
+        self._run = launcher("sweep", THREADS, s.shared_bytes, self._codes)
         self._grid, self._sizes = choice.grid, s.arguments(p, choice.gpu.multiprocessors)
-        self._maps: dict[int, Words] = {}
         self.packing = ("sweep", s.slots, s.chunk, p.precision, p.pass_, p.out_channels, s.entries)
         """What `pack`'s result depends on beside the weight."""
-
-    def pack(self, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """The weights in rows of columns: int32 words, launched on the current stream.
-
-        Float32 weights of a 16-bit problem are rounded on their way, and with them a float32 ``bias``, whose place is
-        behind them.
-        """
-        tap_step = 1
-        if not weight.is_contiguous():
-            if weight.is_contiguous(memory_format=torch.channels_last_3d):
-                tap_step = weight.shape[1]
-            else:
-                weight = weight.contiguous()
-        words = self._words if bias is None else self._words + (self._problem.out_channels + 1) // 2
-        packed = weight.new_empty_strided((words,), (1,), dtype=torch.int32)
-        at = packed.data_ptr()
-        if self.casts and weight.dtype is torch.float32:
-            biases = (0, 0) if bias is None else (bias.data_ptr(), at + 4 * self._words)
-            self._pack_float(self._device, self._pack_blocks, (weight.data_ptr(), at, tap_step, *biases))
-        else:
-            self._pack(self._device, self._pack_blocks, (weight.data_ptr(), at, tap_step))
-        return packed
 
     def run(self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, fresh: bool = False) -> None:
         """Launches the kernel: ``x`` and ``out`` contiguous, ``packed`` what `pack` returned.
@@ -344,24 +314,12 @@ class Prepared:
         For pass "grad-input" they are the output's gradient and the input's, and there is no bias. ``fresh``: `pack`
         was called just before, and the kernel loads its first pixels beside what that launched.
         """
-        address = x.data_ptr()
+        address, at = x.data_ptr(), packed.data_ptr()
         if address & 15:
             fresh, x = False, x.clone()  # a view that begins off 16 bytes; PyTorch's allocations never do
             address = x.data_ptr()
-        at = packed.data_ptr()
-        at_bias = 0 if bias is None else bias.data_ptr()
-        if self.casts and bias is not None and bias.dtype is torch.float32:
-            at_bias = at + 4 * self._words  # `pack` left it there
-        args = (address, at, at_bias, out.data_ptr(), *self._sizes, *self._map(address))
+        args = (address, at, self._bias_of(at, bias), out.data_ptr(), *self._sizes, *self._map(address))
         self._run(self._device, self._grid, args, fresh)
-
-    def _map(self, address: int) -> Words:
-        found = self._maps.get(address)
-        if found is None:
-            t, p = self._tiling, self._problem
-            maps = (gather.tensor_map(t, p, address, one) for one in self._tensors)
-            found = gather.kept_maps(self._maps, address, self._device, maps)
-        return found
 
 
 # --- candidates ------------------------------------------------------------------------------------------------------
@@ -400,13 +358,11 @@ def candidates(p: Problem, gpu: Gpu) -> Iterator[Sweep]:
 @lru_cache(maxsize=256)
 def _candidates(layer: Problem, gpu: Gpu, classes: tuple[int, int]) -> tuple[Sweep, ...]:
     """A layer's sweeps for all sizes of one alignment: some 60 ms once, then one millisecond for each size."""
-    cin = source_shape(layer)[1]
-    per_32 = 32 // layer.dtype.itemsize
-    chunks = [c for c in (per_32, 2 * per_32, 4 * per_32) if c == per_32 or c < 2 * cin]
+    chunks = gather.chunk_sizes(layer)
     walks = layer.kernel[0] > 1 and layer.padding[0] < layer.kernel[0]
     found = []
     for slots, nb, width in product((1, layer.kernel[0]) if walks else (1,), _SUBTILES, _WIDTHS):
-        base = Sweep(layer, slots, (1, width), nb, per_32, classes)
+        base = Sweep(layer, slots, (1, width), nb, chunks[0], classes)
         rows = (nb * 128 - width) // base.pixels.pitch + 1
         rows -= rows % classes[0]
         if rows < 1 or base.columns > _MOST_COLUMNS or nb * base.columns // 2 > _MOST_SUMS:
@@ -461,16 +417,14 @@ def estimate(s: Sweep, p: Problem, gpu: Gpu) -> tuple[float, str]:
     store = s.slot_columns / 8 * s.nb * _STORE * max(1.0, _SHORT[t.element] / s.tile[1])
     clocks = max(body, body / 2 + store) + _TURN if s.turns else body + store + _SLICE
     counts = s.counts(p, gpu.multiprocessors)
-    walks = math.prod(counts)
-    waves = -(-walks // gpu.multiprocessors)
-    steps: float = -(-result_shape(p)[2] // counts[1]) + s.slots - 1
-    if s.slots > 1:  # slices that the input has not cost nothing
-        steps -= 0.5 * (s.slots - 1) * (2 / counts[1])
+    waves = -(-math.prod(counts) // gpu.multiprocessors)
+    # Slices that the input has not, at either end of its depth, cost nothing.
+    steps = s.walk(p, gpu.multiprocessors) + (s.slots - 1) * (1 - 1 / counts[1])
     seconds = waves * steps * clocks / gpu.clock
     memory = (math.prod(result_shape(p)) * 1.25 + math.prod(source_shape(p))) * t.element / gpu.bandwidth
     if memory > seconds:
         bound = "bytes"
-    return max(memory, seconds) + 0.15 * min(memory, seconds) + _LAUNCH, bound
+    return max(memory, seconds) + 0.15 * min(memory, seconds) + gather.LAUNCH, bound
 
 
 def choose(p: Problem, gpu: Gpu, general: bool = False) -> Choice | str:

@@ -29,7 +29,7 @@ _PACK_BLOCKS = 512  # wanted
 _MOST_PACK_TAPS, _LEAST_PACK_TAPS = 64, 4  # of a block: shared memory is 33 KB; less would read parts of sectors
 FRAGMENT = 2048  # bytes of weights that a warpgroup takes at a step: 64 rows x 32 bytes of K
 _MOST_ACCUMULATORS = 5  # 64 x 64 each, 32 registers of a consumer's thread
-_MAX_PIXELS = 12 * 192  # a producer thread keeps track of 12
+MAX_PIXELS = 12 * 192  # a producer thread keeps track of 12
 _STEPS_UNROLLED = 25  # code and compile time grow with it
 _STEPS_STRAIGHT = 32, 64  # of a variant, of all, also where they share a stretch
 _STEPS_CONTINUED = 12  # of a chunk, from which on the pipeline of matrix instructions does not drain behind it
@@ -946,8 +946,8 @@ class Tiling:
             raise Unfit("IEEE accumulators leave no room for two blocks")
         if self.shared_bytes > shared_limit:
             raise Unfit(f"the tile takes {self.shared_bytes} bytes of shared memory, the device has {shared_limit}")
-        if self.pixels > _MAX_PIXELS and not self.channels_last:
-            raise Unfit(f"the tile has {self.pixels} pixels with its halo, more than {_MAX_PIXELS}")
+        if self.pixels > MAX_PIXELS and not self.channels_last:
+            raise Unfit(f"the tile has {self.pixels} pixels with its halo, more than {MAX_PIXELS}")
         return self
 
     @property

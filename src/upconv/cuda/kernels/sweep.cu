@@ -25,7 +25,6 @@
 #define RELEASES CONSUMERS                // consumers that read a stage
 #define STEP_BYTES (COLUMNS_OF_B * 32)    // of weights, of a step of K
 #define TAP_BYTES (STEP_BYTES * K_STEPS)
-#define TAPS_OF_SLICE (TAPS)              // along H and W
 #define CHUNK_STEPS (TAP_ENTRIES * K_STEPS)
 #define SLOT_SUMS (SLOT_COLUMNS / 2)      // a thread's of an M-row pair
 #define POSITIONS (NB * 64)               // M-rows of a consumer
@@ -89,8 +88,8 @@ __device__ __forceinline__ void pack_weights(const Weight* __restrict__ weight, 
   int unit = i % UNITS_PER_ROW, column = i / UNITS_PER_ROW % COLUMNS_OF_B, rest = i / (UNITS_PER_ROW * COLUMNS_OF_B);
   int entry = rest % TAP_ENTRIES, first = rest / TAP_ENTRIES * CK + unit * VEC;
   int slot = column / SLOT_COLUMNS, cout = column % SLOT_COLUMNS;
-  int tap = (GRAD_INPUT ? SLOTS - 1 - slot : slot) * TAPS_OF_SLICE + TAP_INDEX[entry];
-  constexpr int KERNEL = SLOTS * TAPS_OF_SLICE, INNER = GRAD_INPUT ? CIN : COUT;  // of the weight's second dimension
+  int tap = (GRAD_INPUT ? SLOTS - 1 - slot : slot) * TAPS + TAP_INDEX[entry];
+  constexpr int KERNEL = SLOTS * TAPS, INNER = GRAD_INPUT ? CIN : COUT;  // of the weight's second dimension
   u32 v[VEC];
 #pragma unroll
   for (int e = 0; e < VEC; e++) {
