@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from upconv.cuda import gather, jit, relayout, sweep, wgrad
+from upconv.cuda import gather, jit, relayout, rows, sweep, wgrad
 from upconv.cuda.gpu import gpu
 from upconv.problem import Layout, Pass, Precision, Problem
 
@@ -55,6 +55,10 @@ EVERY_LANE = {
             "barrier_init(barriers.left + 8 * i, PRODUCER_THREADS);",
         ),
     ),
+    "rows.cu": (
+        ("if ((threadIdx.x & 31) == 0) release(empty, count);", "release(empty, count);"),
+        ("barrier_init(empty + 8 * i, USERS * 4);", "barrier_init(empty + 8 * i, USERS * 128);"),
+    ),
     "wgrad_wgmma.cu": (
         ("if (lane == 0) barrier_arrive(empty", "barrier_arrive(empty"),
         ("if (i > begin && lane == 0) barrier_arrive(empty", "if (i > begin) barrier_arrive(empty"),
@@ -77,6 +81,7 @@ NARROW = Problem.make(2, 64, 32, (16, 32), 4, 2, 1, bias=False)  # two teams of 
 FEW = Problem.make(2, 64, 3, (16, 32), 4, 2, 1, bias=False)
 PLAIN = Problem.make(4, 64, 64, (16, 32), 3, bias=False)
 DEEP = Problem.make(1, 32, 16, (4, 12, 24), (3, 5, 7), bias=False)
+ODD = Problem.make(1, 16, 32, (3, 6, 40), 3, 2, 1, bias=False)  # rows of 79
 DTYPES = {"tf32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -103,6 +108,15 @@ def run_sweep(p: Problem, wanted: Callable[[sweep.Sweep], bool]) -> None:
     found = next(s for s in sweep.candidates(p, gpu(0)) if wanted(s))
     prepared = sweep.Choice(found, p, gpu(0), 0.0, "").prepare(0)
     prepared.run(tensor(p.input_shape, p), prepared.pack(tensor(p.weight_shape, p)), None, tensor(p.output_shape, p))
+
+
+def run_rows(p: Problem) -> None:
+    """The planner's choice among rows."""
+    found = rows.choose(p, gpu(0))
+    if isinstance(found, str):
+        raise RuntimeError(found)
+    prepared = found.prepare(0)
+    prepared.run(tensor(p.output_shape, p), prepared.pack(tensor(p.weight_shape, p)), None, tensor(p.input_shape, p))
 
 
 def run_wgrad(p: Problem, splits: int, descriptors: bool = False) -> None:
@@ -158,6 +172,8 @@ CASES: dict[str, tuple[str, Callable[[], None]]] = {
         "sweep",
         lambda: run_sweep(problem(DEEP, "bf16", "nchw", "fwd"), lambda s: s.slots > 1 and s.turns),
     ),
+    "rows": ("rows", lambda: run_rows(problem(ODD, "tf32", "nchw", "grad-input"))),
+    "rows-16": ("rows", lambda: run_rows(problem(ODD, "bf16", "nchw", "grad-input"))),
     "two-steps": ("wgrad", lambda: run_wgrad(problem(PLAIN, "tf32", "nchw", "grad-weight"), 1)),
     "cluster": ("wgrad", lambda: run_wgrad(problem(PLAIN, "bf16", "nchw", "grad-weight"), 4)),
     "cluster-last": ("wgrad", lambda: run_wgrad(problem(PLAIN, "bf16", "channels_last", "grad-weight"), 2)),

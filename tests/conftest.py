@@ -15,7 +15,7 @@ from torch import Tensor
 
 import upconv
 from upconv import cpu, ops, planner
-from upconv.cuda import direct_wgrad, gather, jit, relayout, staged, unshuffle, wgrad
+from upconv.cuda import direct_wgrad, gather, jit, relayout, rows, staged, unshuffle, wgrad
 from upconv.cuda.gpu import H200
 from upconv.planner import Candidate, Device, Plan
 from upconv.problem import Problem
@@ -298,7 +298,7 @@ def stubs(monkeypatch: pytest.MonkeyPatch) -> Stubs:
         return entry
 
     monkeypatch.setattr(jit, "kernel", kernel)
-    for module in (gather, wgrad, staged, direct_wgrad, relayout, unshuffle):
+    for module in (gather, rows, wgrad, staged, direct_wgrad, relayout, unshuffle):
         monkeypatch.setattr(module, "Launcher", Launcher)
         monkeypatch.setattr(module, "gpu_of", lambda device: H200)
     for module in (gather, wgrad):

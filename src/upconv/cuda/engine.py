@@ -1,7 +1,7 @@
 """The CUDA engine: planned passes on tensors. It allocates, packs weights or finds them packed, and launches.
 
-A kernel family (`upconv.cuda.gather`, `upconv.cuda.sweep`, `upconv.cuda.direct`; for the gradient for the weight
-`upconv.cuda.wgrad`, `upconv.cuda.direct_wgrad`; for both `upconv.cuda.staged`, `upconv.cuda.unshuffle`,
+A kernel family (`upconv.cuda.gather`, `upconv.cuda.sweep`, `upconv.cuda.rows`, `upconv.cuda.direct`; for the gradient
+for the weight `upconv.cuda.wgrad`, `upconv.cuda.direct_wgrad`; for both `upconv.cuda.staged`, `upconv.cuda.unshuffle`,
 `upconv.cuda.relayout`) answers a `Problem` with a `Choice`, which prepared for a device runs it. Everything between
 that and PyTorch is here: the result's memory format, dense operands, the current stream and device, graph capture,
 errors, and which packed weights may be used again.
@@ -47,14 +47,14 @@ if TYPE_CHECKING:
     from upconv.cuda.bias import BiasRunner
     from upconv.planner import Plan
 
-FAMILIES = ("gather", "sweep", "direct", "staged", "unshuffle", "relayout")
+FAMILIES = ("gather", "sweep", "rows", "direct", "staged", "unshuffle", "relayout")
 """The kernel families of the forward and of the gradient for the input, as modules of this package.
 
 Of equals the first is taken.
 """
 WEIGHT_FAMILIES = ("wgrad", "direct_wgrad", "staged", "unshuffle", "relayout")
 """As `FAMILIES`, of the gradient for the weight."""
-_TENSOR_CORES = ("gather", "sweep", "wgrad")  # which have kernels for one size of the input alone
+_TENSOR_CORES = ("gather", "sweep", "rows", "wgrad")  # which have kernels for one size of the input alone
 _AROUND = ("unshuffle", "relayout")  # which call the others' kernels, and are asked behind them
 
 KEEP_PACKED = True

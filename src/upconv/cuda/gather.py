@@ -144,21 +144,18 @@ class Choice:
 
 
 class Packs:
-    """What choices share whose kernels read packed weights, and pixels by boxes of a tiling, on a device."""
+    """What choices share whose kernels read packed weights, on a device."""
 
     _boxed_unit: Unit | None = None
     """The kernel of weights that need no packing, if there is one."""
     _pack: Any
     _pack_float: Any
 
-    def __init__(self, t: Tiling, p: Problem, device: int, words: int, blocks: int) -> None:
-        self._tiling, self._problem, self._device = t, p, device
+    def __init__(self, p: Problem, device: int, words: int, blocks: int) -> None:
+        self._problem, self._device = p, device
         self._words, self._pack_blocks = words, blocks
         self._weight_last = {2: torch.channels_last, 3: torch.channels_last_3d}.get(p.rank)
         self.casts = p.dtype.itemsize == 2
-        self._tensors = tensors(t, p)
-        self._codes = "PPPP" + "i" * 11 + "q" * 16 * len(self._tensors)
-        self._maps: dict[int, Words] = {}
 
     def pack(self, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """The weights in the order in which the kernel reads them: int32 words, launched on the current stream.
@@ -195,6 +192,16 @@ class Packs:
             return 0
         return packed + 4 * self._words if self.casts and bias.dtype is torch.float32 else bias.data_ptr()
 
+
+class BoxedPacks(Packs):
+    """Of these, choices whose kernels read pixels by boxes of a tiling."""
+
+    def __init__(self, t: Tiling, p: Problem, device: int, words: int, blocks: int) -> None:
+        super().__init__(p, device, words, blocks)
+        self._tiling, self._tensors = t, tensors(t, p)
+        self._codes = "PPPP" + "i" * 11 + "q" * 16 * len(self._tensors)
+        self._maps: dict[int, Words] = {}
+
     def _map(self, address: int) -> Words:
         """The tensor maps of the input at an address, each as the 16 words of a ``CUtensorMap``."""
         found = self._maps.get(address)
@@ -211,7 +218,7 @@ class Packs:
         return found
 
 
-class Prepared(Packs):
+class Prepared(BoxedPacks):
     """A choice's kernels, loaded for a device."""
 
     def __init__(self, choice: Choice, device: int) -> None:

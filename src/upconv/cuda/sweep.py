@@ -289,7 +289,7 @@ class Choice:
 _ENTRIES = ("pack", "sweep")
 
 
-class Prepared(gather.Packs):
+class Prepared(gather.BoxedPacks):
     """A choice's kernels, loaded for a device."""
 
     def __init__(self, choice: Choice, device: int) -> None:
