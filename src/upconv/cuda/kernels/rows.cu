@@ -135,7 +135,9 @@ extern "C" __global__ void __launch_bounds__(PACK_THREADS) pack(const ELEMENT_TY
 }
 
 #if ELEMENT == 2
-extern "C" __global__ void __launch_bounds__(PACK_THREADS) pack_float(const float* __restrict__ weight, char* __restrict__ packed, int tap_step) {
+// The same of float32 weights, as autocast leaves them; gradients have no bias.
+extern "C" __global__ void __launch_bounds__(PACK_THREADS)
+pack_float(const float* __restrict__ weight, char* __restrict__ packed, int tap_step, const float* /*bias*/, ELEMENT_TYPE* /*packed_bias*/) {
   pack_weights(weight, packed, tap_step);
 }
 #endif
