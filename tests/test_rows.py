@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from conftest import Stubs
 from rows_interpreter import RowsInterpreter
 from test_gather import DTYPES, needs_nvrtc, truth_of
 from upconv import planner
@@ -110,6 +111,22 @@ def test_a_row_s_neighbour_is_masked() -> None:
     setattr(interpreter, "masked", lambda values, column, columns: values)  # noqa: B010
     out, _ = interpreter(p, g, interpreter.pack(w), 2, 2)
     assert not np.allclose(out, truth_of(p, g, w, None).numpy())
+
+
+def test_packed_weights_are_shared_only_where_they_are_the_same(stubs: Stubs) -> None:
+    """A weight may serve layers of several strides; kept packings go by its shape and what `packing` says."""
+    weight = np.random.default_rng(0).standard_normal((8, 16, 3, 3, 3))
+    layer = Problem.make(1, 8, 16, (6, 6, 20), 3, 2, 1, precision="tf32", pass_="grad-input")
+    packed: dict[object, np.ndarray] = {}
+    different = 0
+    for stride in ((1, 2, 2), (2, 2, 2), (3, 2, 2), (2, 1, 3), (2, 3, 2)):
+        p = layer.with_(stride=stride)
+        for s in rows.candidates(p, H200):
+            key = rows.Choice(s, p, H200, 0.0, "").prepare(0).packing
+            ours = RowsInterpreter(s).pack(weight)
+            np.testing.assert_array_equal(packed.setdefault(key, ours), ours)
+            different += any(not np.array_equal(one, ours) for one in packed.values())
+    assert different and len(packed) < 20
 
 
 @pytest.mark.parametrize(

@@ -274,7 +274,7 @@ class Prepared(gather.Packs):
             self._pack_float = launcher("pack_float", PACK_THREADS, 0, "PPiPP")
         self._run = launcher("rows", 128 + 128 * s.consumers, s.shared_bytes, "PPP" + "i" * 11)
         self._grid, self._sizes = choice.grid, s.arguments(p, choice.gpu.multiprocessors)
-        self.packing = ("rows", s.chunk, p.precision)
+        self.packing = ("rows", s.chunk, p.precision, p.stride[0])
         """What `pack`'s result depends on beside the weight."""
 
     def run(self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, fresh: bool = False) -> None:
