@@ -168,6 +168,16 @@ def test_other_gpus_and_exported_files_have_none() -> None:
     assert engine.choose(p, H200, general=True)["rows"] == "exported files have no host code for rows as they lie"
 
 
+def test_counts_of_32_bits_are_not_exceeded() -> None:
+    p = Problem.make(2, 8, 8, (8, 8, 8), 3, 2, 1, precision="tf32", pass_="grad-input")
+    reason = "the kernel counts a channel's elements, and the images' channels, in 32 bits"
+    for more in (p.with_(size=(1024, 1024, 1024)), p.with_(batch=2**28, size=(1, 1, 2))):
+        assert rows.choose(more, H200) == reason
+    for fewer in (p.with_(size=(512, 512, 512)), p.with_(batch=2**28 - 1, size=(1, 1, 2))):
+        found = rows.choose(fewer, H200)
+        assert isinstance(found, rows.Choice) and found.rows.arguments(fewer, 132)[-1] <= 2**30
+
+
 def kb73(precision: Precision) -> Problem:
     (layer,) = {case.problem for cases in SUITES.values() for case in cases if case.name == "kb73"}
     return layer.with_(dtype=DTYPES[precision], precision=precision, pass_="grad-input")

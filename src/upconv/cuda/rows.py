@@ -31,7 +31,8 @@ _REGISTERS = {2: (64, 216), 3: (56, 144), 4: (64, 104)}
 _SPARE = 40
 """Registers of a consumer's thread for addresses and the like."""
 _MOST_STAGES = 32
-_MOST_WALKS = 2**31 - 1  # the kernel counts them in 32 bits
+_MOST_WALKS = 2**30  # the kernel counts them in 32 bits, a grid beyond the last
+_MOST_COUNTED = 2**31  # so it does a channel's elements, and the images' channels
 # The model's constants, of ablations of kb73 on an H200.
 _COPY = 130.0, 13.0, 28.0  # clocks of a unit for its producers; of a channel's row, and of it bytes a clock
 _LOAD = 1.33, 2.0  # clocks of an instruction that loads fragments: without conflicts of banks, with
@@ -301,6 +302,9 @@ def refusal(p: Problem, gpu: Gpu) -> str | None:
         return "the kernel is for strides along the width, without groups or dilation"
     if p.kernel[1] < p.stride[1]:
         return "the kernel reads all rows, of which a kernel shorter than its stride leaves some out"
+    (_, *source), (batch, channels, *_) = source_shape(p)[1:], result_shape(p)
+    if math.prod(source) >= _MOST_COUNTED or batch * channels >= _MOST_COUNTED:
+        return "the kernel counts a channel's elements, and the images' channels, in 32 bits"
     return None
 
 
