@@ -15,7 +15,7 @@ from torch import Tensor
 
 import upconv
 from upconv import cpu, ops, planner
-from upconv.cuda import direct_wgrad, gather, jit, relayout, rows, staged, unshuffle, wgrad
+from upconv.cuda import direct_wgrad, gather, jit, relayout, staged, unshuffle, wgrad
 from upconv.cuda.gpu import H200
 from upconv.planner import Candidate, Device, Plan
 from upconv.problem import Problem
@@ -273,6 +273,14 @@ class Stubs:
     loaded: list[str] = field(default_factory=list)
     launched: list[tuple[str, int, bool]] = field(default_factory=list)
     """Entry, blocks, and whether it is the dependent of the launch before."""
+    arguments: list[tuple[Any, ...]] = field(default_factory=list)
+    """Of each launch."""
+    encoded: list[int] = field(default_factory=list)
+    """Addresses that tensor maps were encoded for; a map's words are its address."""
+
+    def pop(self) -> tuple[str, int, bool, tuple[Any, ...]]:
+        """The last launch and its arguments."""
+        return *self.launched.pop(), self.arguments.pop()
 
     def names(self) -> list[str]:
         return [name for name, *_ in self.launched]
@@ -284,11 +292,13 @@ def stubs(monkeypatch: pytest.MonkeyPatch) -> Stubs:
     found = Stubs()
 
     class Launcher:
-        def __init__(self, name: str, *_: Any) -> None:
-            self.name = name
+        def __init__(self, name: str, threads: int, shared: int, codes: str) -> None:
+            self.name, self.codes = name, codes
 
         def __call__(self, device: int, grid: int, args: tuple[Any, ...], dependent: bool = False) -> None:
+            assert len(args) == len(self.codes), self.name
             found.launched.append((self.name, grid, dependent))
+            found.arguments.append(args)
 
         def clusters(self, device: int, blocks: int) -> int:
             return 132
@@ -297,13 +307,17 @@ def stubs(monkeypatch: pytest.MonkeyPatch) -> Stubs:
         found.loaded.append(entry)
         return entry
 
+    def encode(kind: Any, address: int, *_: Any, **named: Any) -> tuple[int, ...]:
+        found.encoded.append(address)
+        return (address,) * 16
+
     monkeypatch.setattr(jit, "kernel", kernel)
-    for module in (gather, rows, wgrad, staged, direct_wgrad, relayout, unshuffle):
+    for module in (gather, wgrad, staged, direct_wgrad, relayout, unshuffle):
         monkeypatch.setattr(module, "Launcher", Launcher)
         monkeypatch.setattr(module, "gpu_of", lambda device: H200)
     for module in (gather, wgrad):
         monkeypatch.setattr(module, "bind", lambda device: None)
-        monkeypatch.setattr(module, "encode", lambda *arguments, **named: (0,) * 16)
+        monkeypatch.setattr(module, "encode", encode)
     return found
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -247,20 +246,8 @@ def test_chosen_kernels_compile_without_spills(p: Problem) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_is_launched(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_launched(dtype: torch.dtype, stubs: Stubs) -> None:
     """Weights contiguous, channels-last, strided and rounded on their way; a source off 16 bytes as it is."""
-    launched: list[tuple[str, int, tuple[int, ...], bool]] = []
-
-    def launcher(kernel: str, threads: int, shared: int, codes: str) -> Callable[..., None]:
-        def launch(device: int, grid: int, args: tuple[int, ...], dependent: bool = False) -> None:
-            assert len(args) == len(codes)
-            launched.append((kernel, grid, args, dependent))
-
-        return launch
-
-    monkeypatch.setattr(jit, "kernel", lambda source, entry, arch, label: entry)
-    monkeypatch.setattr(rows, "Launcher", launcher)
-    monkeypatch.setattr(rows, "gpu_of", lambda device: H200)
     p = Problem.make(2, 8, 5, (4, 6, 17), (3, 3, 5), 2, 1, dtype=dtype, pass_="grad-input")
     p = p.with_(precision="tf32" if dtype is torch.float32 else "bf16")
     choice = rows.choose(p, H200)
@@ -270,7 +257,7 @@ def test_what_is_launched(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -
     last = weight.contiguous(memory_format=torch.channels_last_3d)
     for given, at, step in ((weight, weight, 1), (last, last, 5), (weight.mT.contiguous().mT, None, 1)):
         packed = prepared.pack(given)
-        name, grid, args, _ = launched.pop()
+        name, grid, _, args = stubs.pop()
         assert (name, grid) == ("pack", s.pack_blocks) and packed.shape == (s.packed_words,)
         assert args[1:] == (packed.data_ptr(), step)
         assert args[0] == at.data_ptr() if at is not None else args[0] != given.data_ptr()
@@ -279,10 +266,10 @@ def test_what_is_launched(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -
     for given in (grad, off):
         prepared.run(given, packed, None, out, fresh=True)
         pointers = given.data_ptr(), packed.data_ptr(), out.data_ptr()
-        assert launched.pop() == ("rows", choice.grid, (*pointers, *s.arguments(p, 132)), True)
+        assert stubs.pop() == ("rows", choice.grid, True, (*pointers, *s.arguments(p, 132)))
     if dtype is not torch.float32:
         packed = prepared.pack(weight.float())
-        name, grid, args, _ = launched.pop()
+        name, grid, _, args = stubs.pop()
         assert (name, grid, args[1:]) == ("pack_float", s.pack_blocks, (packed.data_ptr(), 1, 0, 0))
 
 

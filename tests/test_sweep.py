@@ -5,12 +5,12 @@ from __future__ import annotations
 import random
 import re
 import time
-from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 
+from conftest import Stubs
 from sweep_interpreter import SweepInterpreter
 from test_gather import DTYPES, PASSES, needs_nvrtc, truth_of
 from upconv import planner
@@ -236,23 +236,8 @@ def test_the_family_is_among_the_engine_s() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_is_launched(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_launched(dtype: torch.dtype, stubs: Stubs) -> None:
     """Weights contiguous, channels-last, strided and rounded on their way; the bias; a source off 16 bytes."""
-    launched: list[tuple[str, int, tuple[int, ...], bool]] = []
-
-    def launcher(kernel: str, threads: int, shared: int, codes: str) -> Callable[..., None]:
-        def launch(device: int, grid: int, args: tuple[int, ...], dependent: bool = False) -> None:
-            launched.append((kernel, grid, args, dependent))
-
-        return launch
-
-    monkeypatch.setattr(jit, "kernel", lambda source, entry, arch, label: entry)
-    for module in (gather, sweep):
-        monkeypatch.setattr(module, "Launcher", launcher)
-        monkeypatch.setattr(module, "gpu_of", lambda device: H200)
-    monkeypatch.setattr(gather, "bind", lambda device: None)
-    encoded = []
-    monkeypatch.setattr(gather, "encode", lambda *a, **named: encoded.append(a[1]) or (a[1],) * 16)
     p = Problem.make(2, 8, 5, (4, 6, 16), (3, 3, 5), 1, 1, bias=True, dtype=dtype)
     p = p.with_(precision="tf32" if dtype is torch.float32 else "bf16")
     choice = sweep.choose(p, H200)
@@ -262,7 +247,7 @@ def test_what_is_launched(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -
     last = weight.contiguous(memory_format=torch.channels_last_3d)
     for given, at, step in ((weight, weight, 1), (last, last, 5), (weight.mT.contiguous().mT, None, 1)):
         packed = prepared.pack(given)
-        name, grid, args, _ = launched.pop()
+        name, grid, _, args = stubs.pop()
         assert (name, grid) == ("pack", s.pack_blocks) and packed.shape == (s.packed_words,)
         assert args[1:] == (packed.data_ptr(), step)
         assert args[0] == at.data_ptr() if at is not None else args[0] != given.data_ptr()
@@ -272,11 +257,11 @@ def test_what_is_launched(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -
         prepared.run(x, packed, bias, out, fresh=True)
         sizes = s.arguments(p, 132)
         pointers = x.data_ptr(), packed.data_ptr(), bias.data_ptr(), out.data_ptr()
-        assert launched.pop() == ("sweep", choice.grid, (*pointers, *sizes, *(x.data_ptr(),) * 16), True)
-    assert encoded == [x.data_ptr()], "a map is kept"
+        assert stubs.pop() == ("sweep", choice.grid, True, (*pointers, *sizes, *(x.data_ptr(),) * 16))
+    assert stubs.encoded == [x.data_ptr()], "a map is kept"
     off = torch.empty(x.numel() + 1, dtype=dtype)[1:].view(x.shape)
     prepared.run(off, packed, None, out, fresh=True)
-    name, _, args, dependent = launched.pop()
+    _, _, dependent, args = stubs.pop()
     assert args[0] not in (off.data_ptr(), x.data_ptr()) and args[0] % 16 == 0 and args[2] == 0 and not dependent
     if dtype is not torch.float32:
         single = bias.float()
@@ -284,9 +269,9 @@ def test_what_is_launched(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -
         words = s.packed_words
         assert packed.shape == (words + 3,)
         place = packed.data_ptr() + 4 * words
-        name, grid, args, _ = launched.pop()
+        name, grid, _, args = stubs.pop()
         assert (name, grid, args[1:]) == ("pack_float", s.pack_blocks, (packed.data_ptr(), 1, single.data_ptr(), place))
         prepared.run(x, packed, single, out)
-        assert launched.pop()[2][2] == place
+        assert stubs.pop()[3][2] == place
         prepared.pack(weight.float())
-        assert launched.pop()[2][3:] == (0, 0)
+        assert stubs.pop()[3][3:] == (0, 0)

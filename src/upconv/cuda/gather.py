@@ -157,6 +157,23 @@ class Packs:
         self._weight_last = {2: torch.channels_last, 3: torch.channels_last_3d}.get(p.rank)
         self.casts = p.dtype.itemsize == 2
 
+    def _load(self, unit: Unit, entry: str, threads: int, shared: int, codes: str) -> Launcher:
+        """Compiles (or finds) and loads an entry of a unit."""
+        kernel = jit.kernel(unit.source, entry, gpu_of(self._device).arch, unit.label)
+        return Launcher(kernel, threads, shared, codes)
+
+    def _load_pack(self, unit: Unit) -> Launcher:
+        return self._load(unit, "pack", PACK_THREADS, 0, "PPi")
+
+    def _load_pack_float(self, unit: Unit) -> Launcher:
+        return self._load(unit, "pack_float", PACK_THREADS, 0, "PPiPP")
+
+    def _load_packing(self, unit: Unit) -> None:
+        """What packs every weight of the problem, at once."""
+        self._pack = self._load_pack(unit)
+        if self.casts:
+            self._pack_float = self._load_pack_float(unit)
+
     def pack(self, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """The weights in the order in which the kernel reads them: int32 words, launched on the current stream.
 
@@ -274,28 +291,25 @@ class Prepared(BoxedPacks):
         casting = ("_pack_float",) if self.casts else ()
         return "_pack", "_run", *casting, *(("_run_boxed",) if self._boxed_unit is not None else ())
 
-    def _launcher(self, unit: Unit, entry: str, codes: str) -> Launcher:
-        kernel = jit.kernel(unit.source, entry, gpu_of(self._device).arch, unit.label)
-        if entry != "gather":
-            return Launcher(kernel, PACK_THREADS, 0, codes)
-        return Launcher(kernel, 512 if self._tiling.wgmma else 384, self._tiling.shared_bytes, codes)
+    def _load_gather(self, unit: Unit, codes: str) -> Launcher:
+        return self._load(unit, "gather", 512 if self._tiling.wgmma else 384, self._tiling.shared_bytes, codes)
 
     @cached_property
     def _pack(self) -> Launcher:
-        return self._launcher(self._unit, "pack", "PPi")
+        return self._load_pack(self._unit)
 
     @cached_property
     def _pack_float(self) -> Launcher:
-        return self._launcher(self._unit, "pack_float", "PPiPP")
+        return self._load_pack_float(self._unit)
 
     @cached_property
     def _run(self) -> Launcher:
-        return self._launcher(self._unit, "gather", self._codes)
+        return self._load_gather(self._unit, self._codes)
 
     @cached_property
     def _run_boxed(self) -> Launcher:
         assert self._boxed_unit is not None
-        return self._launcher(self._boxed_unit, "gather", self._codes + "q" * 16)
+        return self._load_gather(self._boxed_unit, self._codes + "q" * 16)
 
     def run(self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, fresh: bool = False) -> None:
         """Launches the kernel: ``x`` and ``out`` dense in the problem's layout, ``packed`` what `pack` returned.

@@ -20,9 +20,8 @@ from torch import Tensor
 from upconv.cuda import gather, jit
 from upconv.cuda.gather import Unit
 from upconv.cuda.gpu import Gpu
-from upconv.cuda.gpu import gpu as gpu_of
-from upconv.cuda.launch import Launcher
 from upconv.cuda.tiling import PACK_THREADS, Unfit, result_shape, source_shape
+from upconv.cuda.walks import Walks, cheapest
 from upconv.problem import Problem
 
 _PRECISIONS = {"tf32": 0, "fp16": 2, "bf16": 3}
@@ -41,7 +40,7 @@ _HIDDEN = 0.85  # share of copies or products, whichever are less, that the othe
 
 
 @dataclass(frozen=True)
-class Rows:
+class Rows(Walks):
     """A tile's shape and the kernel's constants for one problem; everything but the sizes of input and batch.
 
     Raises, on `checked`:
@@ -178,15 +177,11 @@ class Rows:
 
     # --- sizes, which are run-time arguments -------------------------------------------------------------------------
 
-    def counts(self, p: Problem, multiprocessors: int) -> tuple[int, int, int, int]:
-        """Images, segments of a walk along D, and tiles along H and W, of a problem of this layer."""
-        d, h, w = result_shape(p)[2:]
-        rows, columns = -(-h // self.consumers), -(-w // (self.mb * 64))
-        return p.batch, _segments(p.batch * rows * columns, d, self.slots, multiprocessors), rows, columns
+    def extent(self) -> tuple[int, int]:
+        return self.consumers, self.mb * 64
 
-    def walk(self, p: Problem, multiprocessors: int) -> int:
-        """Result slices of a walk, which takes ``slots - 1`` steps more."""
-        return -(-result_shape(p)[2] // self.counts(p, multiprocessors)[1])
+    def segments(self, walks: int, slices: int, multiprocessors: int) -> int:
+        return _segments(walks, slices, self.slots, multiprocessors)
 
     def arguments(self, p: Problem, multiprocessors: int) -> tuple[int, ...]:
         """The kernel's integer arguments behind its pointers."""
@@ -234,8 +229,8 @@ class Choice:
 
     @property
     def grid(self) -> int:
-        """Blocks: one for each multiprocessor."""
-        return min(math.prod(self.rows.counts(self.problem, self.gpu.multiprocessors)), self.gpu.multiprocessors)
+        """Blocks of a launch."""
+        return self.rows.grid(self.problem, self.gpu.multiprocessors)
 
     @property
     def summary(self) -> str:
@@ -266,14 +261,8 @@ class Prepared(gather.Packs):
         s, p = choice.rows, choice.problem
         super().__init__(p, device, s.packed_words, s.pack_blocks)
         (unit,) = choice.sources()
-
-        def launcher(entry: str, threads: int, shared: int, codes: str) -> Launcher:
-            return Launcher(jit.kernel(unit.source, entry, gpu_of(device).arch, unit.label), threads, shared, codes)
-
-        self._pack = launcher("pack", PACK_THREADS, 0, "PPi")
-        if self.casts:
-            self._pack_float = launcher("pack_float", PACK_THREADS, 0, "PPiPP")
-        self._run = launcher("rows", 128 + 128 * s.consumers, s.shared_bytes, "PPP" + "i" * 11)
+        self._load_packing(unit)
+        self._run = self._load(unit, "rows", 128 + 128 * s.consumers, s.shared_bytes, "PPP" + "i" * 11)
         self._grid, self._sizes = choice.grid, s.arguments(p, choice.gpu.multiprocessors)
         self.packing = ("rows", s.chunk, p.precision, p.stride[0])
         """What `pack`'s result depends on beside the weight."""
@@ -372,9 +361,7 @@ def _choose(p: Problem, gpu: Gpu) -> Choice | str:
     refused = refusal(p, gpu)
     if refused:
         return refused
-    countable = (s for s in candidates(p, gpu) if s.arguments(p, gpu.multiprocessors)[-1] <= _MOST_WALKS)
-    every = ((*estimate(s, p, gpu), s) for s in countable)
-    best = min(every, key=lambda found: found[0], default=None)
+    best = cheapest(candidates(p, gpu), p, gpu, estimate, _MOST_WALKS)
     if best is None:
         return "this layer's weights leave no room for a ring of rows in shared memory, or its sums in registers"
     seconds, bound, s = best

@@ -24,9 +24,8 @@ from torch import Tensor
 from upconv.cuda import gather, jit
 from upconv.cuda.gather import Unit
 from upconv.cuda.gpu import Gpu
-from upconv.cuda.gpu import gpu as gpu_of
-from upconv.cuda.launch import Launcher
 from upconv.cuda.tiling import MAX_PIXELS, PACK_THREADS, Tiling, Unfit, result_shape, source_shape
+from upconv.cuda.walks import Walks, cheapest
 from upconv.problem import Problem
 
 THREADS = 512
@@ -37,7 +36,7 @@ _WIDTHS = (16, 24, 32, 40, 48, 56, 64, 68, 72, 80, 88, 96, 100, 104, 112, 120, 1
 """Columns of tiles: few, since each is a kernel."""
 _SUBTILES = range(1, 9)
 _MOST_STAGES = 9
-_MOST_SLICES = 2**30  # of all walks: the kernel counts them in 32 bits
+_MOST_SLICES = 2**30 - 1  # of all walks: the kernel counts them in 32 bits
 _SHARED = 128.0  # bytes a clock of shared memory
 # The model's constants, fitted to 98 timed sweeps of 15 layers on an H200, of which it misses 8% on average.
 _EFFICIENCY = 0.97  # of tensor cores or shared memory, where nothing is stored
@@ -60,7 +59,7 @@ IN_STEP_W TILE_N TILE_H TILE_W
 
 
 @dataclass(frozen=True)
-class Sweep:
+class Sweep(Walks):
     """A tile's shape and the kernel's constants for one problem; everything but the sizes of input and batch.
 
     Raises, on `checked`:
@@ -211,15 +210,11 @@ class Sweep:
 
     # --- sizes, which are run-time arguments -------------------------------------------------------------------------
 
-    def counts(self, p: Problem, multiprocessors: int) -> tuple[int, int, int, int]:
-        """Images, segments of a walk along D, and tiles along H and W, of a problem of this layer."""
-        d, h, w = result_shape(p)[2:]
-        rows, columns = -(-h // self.tile[0]), -(-w // self.tile[1])
-        return p.batch, _segments(p.batch * rows * columns, d, self.slots, multiprocessors), rows, columns
+    def extent(self) -> tuple[int, int]:
+        return self.tile
 
-    def walk(self, p: Problem, multiprocessors: int) -> int:
-        """Output slices of a walk, which takes ``slots - 1`` input slices more."""
-        return -(-result_shape(p)[2] // self.counts(p, multiprocessors)[1])
+    def segments(self, walks: int, slices: int, multiprocessors: int) -> int:
+        return _segments(walks, slices, self.slots, multiprocessors)
 
     def arguments(self, p: Problem, multiprocessors: int) -> tuple[int, ...]:
         """The kernel's integer arguments behind its four pointers."""
@@ -259,8 +254,8 @@ class Choice:
 
     @property
     def grid(self) -> int:
-        """Blocks: one for each multiprocessor."""
-        return min(math.prod(self.sweep.counts(self.problem, self.gpu.multiprocessors)), self.gpu.multiprocessors)
+        """Blocks of a launch."""
+        return self.sweep.grid(self.problem, self.gpu.multiprocessors)
 
     @property
     def summary(self) -> str:
@@ -296,14 +291,8 @@ class Prepared(gather.BoxedPacks):
         s, p = choice.sweep, choice.problem
         super().__init__(s.pixels, p, device, s.packed_words, s.pack_blocks)
         (unit,) = choice.sources()
-
-        def launcher(entry: str, threads: int, shared: int, codes: str) -> Launcher:
-            return Launcher(jit.kernel(unit.source, entry, gpu_of(device).arch, unit.label), threads, shared, codes)
-
-        self._pack = launcher("pack", PACK_THREADS, 0, "PPi")
-        if self.casts:
-            self._pack_float = launcher("pack_float", PACK_THREADS, 0, "PPiPP")
-        self._run = launcher("sweep", THREADS, s.shared_bytes, self._codes)
+        self._load_packing(unit)
+        self._run = self._load(unit, "sweep", THREADS, s.shared_bytes, self._codes)
         self._grid, self._sizes = choice.grid, s.arguments(p, choice.gpu.multiprocessors)
         self.packing = ("sweep", s.slots, s.chunk, p.precision, p.pass_, p.out_channels, s.entries)
         """What `pack`'s result depends on beside the weight."""
@@ -442,9 +431,7 @@ def _choose(p: Problem, gpu: Gpu) -> Choice | str:
     refused = refusal(p, gpu)
     if refused:
         return refused
-    countable = (s for s in candidates(p, gpu) if s.arguments(p, gpu.multiprocessors)[-1] < _MOST_SLICES)
-    every = ((*estimate(s, p, gpu), s) for s in countable)
-    best = min(every, key=lambda found: found[0], default=None)
+    best = cheapest(candidates(p, gpu), p, gpu, estimate, _MOST_SLICES)
     if best is None:
         return "no tile of this layer fits in registers, shared memory and one stretch of code"
     seconds, bound, s = best
