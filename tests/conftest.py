@@ -17,6 +17,7 @@ import upconv
 from upconv import cpu, ops, planner
 from upconv.cuda import direct_wgrad, gather, jit, relayout, staged, unshuffle, wgrad
 from upconv.cuda.gpu import H200
+from upconv.cuda.tiling import result_shape, source_shape
 from upconv.planner import Candidate, Device, Plan
 from upconv.problem import Problem
 
@@ -331,3 +332,26 @@ def replayed(step: Callable[[], Sequence[Tensor]]) -> Sequence[Tensor]:
     graph.replay()
     torch.cuda.synchronize()
     return captured
+
+
+def assert_capturable(prepared: Any, p: Problem) -> None:
+    """Prepared kernels give to the last bit the same on another stream and, of twice the source, in a graph."""
+    torch.manual_seed(0)
+    source = torch.randn(source_shape(p), device="cuda")
+    weight = torch.randn(p.weight_shape, device="cuda")
+    out, captured = (torch.full(result_shape(p), math.nan, device="cuda") for _ in range(2))
+    prepared.run(source, prepared.pack(weight), None, out)
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        packed = prepared.pack(weight)
+        prepared.run(source, packed, None, captured)
+    stream.synchronize()
+    assert not out.isnan().any() and torch.equal(captured, out)
+
+    def step() -> list[Tensor]:
+        prepared.run(source, packed, None, captured)
+        return [captured]
+
+    source.mul_(2)
+    assert torch.equal(replayed(step)[0], out * 2)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import upconv
-from conftest import assert_accurate
+from conftest import assert_accurate, assert_capturable
 from test_gather_gpu import PRECISIONS, _truth
 from upconv import planner
 from upconv.cuda import rows
@@ -114,21 +114,4 @@ def test_rows_in_a_graph_and_on_another_stream() -> None:
     p = Problem.make(2, 32, 16, (8, 12, 50), 3, 2, 1, bias=False, precision="tf32", pass_="grad-input")
     choice = rows.choose(p, gpu(0))
     assert isinstance(choice, rows.Choice)
-    prepared = choice.prepare(0)
-    grad = torch.randn(source_shape(p), device="cuda")
-    weight = torch.randn(p.weight_shape, device="cuda")
-    out, captured = (torch.full(result_shape(p), float("nan"), device="cuda") for _ in range(2))
-    prepared.run(grad, prepared.pack(weight), None, out)
-    torch.cuda.synchronize()
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        packed = prepared.pack(weight)
-        prepared.run(grad, packed, None, captured)
-    stream.synchronize()
-    assert torch.equal(captured, out)
-    with torch.cuda.graph(graph):
-        prepared.run(grad, packed, None, captured)
-    captured.fill_(float("nan"))
-    grad.mul_(2)
-    graph.replay()
-    assert torch.equal(captured, out * 2)
+    assert_capturable(choice.prepare(0), p)

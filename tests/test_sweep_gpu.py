@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import upconv
-from conftest import assert_accurate
+from conftest import assert_accurate, assert_capturable
 from test_gather_gpu import PRECISIONS, _truth
 from upconv import planner
 from upconv.cuda import gather, sweep
@@ -130,21 +130,4 @@ def test_a_sweep_in_a_graph_and_on_another_stream() -> None:
     p = Problem.make(4, 32, 16, (8, 12, 24), (3, 5, 7), bias=False, precision="tf32")
     choice = sweep.choose(p, gpu(0))
     assert isinstance(choice, sweep.Choice)
-    prepared = choice.prepare(0)
-    x = torch.randn(p.input_shape, device="cuda")
-    weight = torch.randn(p.weight_shape, device="cuda")
-    out, captured = (torch.full(p.output_shape, float("nan"), device="cuda") for _ in range(2))
-    prepared.run(x, prepared.pack(weight), None, out)
-    torch.cuda.synchronize()
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        packed = prepared.pack(weight)
-        prepared.run(x, packed, None, captured)
-    stream.synchronize()
-    assert torch.equal(captured, out)
-    with torch.cuda.graph(graph):
-        prepared.run(x, packed, None, captured)
-    captured.fill_(float("nan"))
-    x.mul_(2)
-    graph.replay()
-    assert torch.equal(captured, out * 2)
+    assert_capturable(choice.prepare(0), p)

@@ -12,6 +12,8 @@
 //
 // Constants come as macros (cuda/rows.py computes them and explains each); sizes of the input are arguments.
 #include "ptx.cuh"
+#define A_SHARED 0
+#include "wgmma.cuh"
 
 #define VEC (16 / ELEMENT)
 #define K_STEPS (CK * ELEMENT / 32)                     // a matrix instruction takes 32 bytes of K
@@ -22,8 +24,7 @@
 #define UNIT_BYTES (CK * PITCH_BYTES + (CK / VEC - 1) * GROUP_PAD)
 #define SLOT_SUMS (SLOT_COLUMNS / 2)                    // a thread's of an M-row pair
 #define USERS ((KERNEL_H + STEP_H - 1) / STEP_H)        // consumers of a row, at most
-#define CONSUMER_THREADS (CONSUMERS * 128)
-#define THREADS (128 + CONSUMER_THREADS)
+#define THREADS (128 + CONSUMERS * 128)
 // Kernel slices that source slice f of a step meets, and those of the slices before it.
 __device__ __forceinline__ constexpr int meets(int f) { return f < KERNEL_D ? (KERNEL_D - f + STEP_D - 1) / STEP_D : 0; }
 __device__ __forceinline__ constexpr int met_before(int f) { return f == 0 ? 0 : met_before(f - 1) + meets(f - 1); }
@@ -47,6 +48,8 @@ __device__ __forceinline__ constexpr int channel_at(int step, int t, int half, i
   return step * 16 + (t & 1) * 8 + (t >> 1) * 4 + half * 2 + low;
 #endif
 }
+
+#include "columns.cuh"
 
 struct Sizes {
   int batch, in_d, in_h, in_w, out_d, out_h, out_w;    // of the source; of the result
@@ -89,17 +92,9 @@ struct Cursor {                                        // a place in the ring, a
 // Weights
 // =====================================================================================================================
 
-#define PACK_THREADS 256
 #define BLOCK_BYTES (SLOT_COLUMNS * 32)                 // of one kernel slice, a step of K
 #define WEIGHT_STEPS (CHUNKS * KERNEL_H * KERNEL_W * K_STEPS)
 #define WEIGHT_BYTES (WEIGHT_STEPS * KERNEL_D * BLOCK_BYTES)
-
-#if ELEMENT == 2                                       // weights may be float32, rounded on their way
-__device__ __forceinline__ u32 operand(u16 v) { return v; }
-__device__ __forceinline__ u32 operand(float v) { return STORE_BITS(v); }
-#else
-__device__ __forceinline__ u32 operand(float v) { return to_tf32(v); }
-#endif
 
 // [slice f of a step][chunk][tap of H and W][step of K][slot, output channel][32 bytes of channels], zeros where there is none of
 // either; a thread writes 16 bytes. The weight is (COUT, CIN, kernel): contiguous, or channels-last, whose taps are `tap_step` apart.
@@ -122,12 +117,7 @@ __device__ __forceinline__ void pack_weights(const Weight* __restrict__ weight, 
     int at = cout * (CIN * KERNEL) + (tap_step == 1 ? cin * KERNEL + tap : tap * tap_step + cin);
     v[e] = cin < CIN && cout < COUT ? operand(weight[at]) : 0;
   }
-  uint4* to = (uint4*)(packed + (long long)(i - unit) * 16 + ((unit ^ (column >> 2 & 1)) << 4));
-#if ELEMENT == 4
-  *to = make_uint4(v[0], v[1], v[2], v[3]);
-#else
-  *to = make_uint4(v[0] | v[1] << 16, v[2] | v[3] << 16, v[4] | v[5] << 16, v[6] | v[7] << 16);
-#endif
+  write_operands(packed + (long long)(i - unit) * 16 + ((unit ^ (column >> 2 & 1)) << 4), v);
 }
 
 extern "C" __global__ void __launch_bounds__(PACK_THREADS) pack(const ELEMENT_TYPE* __restrict__ weight, char* __restrict__ packed, int tap_step) {
@@ -207,20 +197,12 @@ __device__ __forceinline__ void produce(const char* __restrict__ x, const Sizes&
 // =====================================================================================================================
 
 #if PRECISION == 0
-#define TYPES "k8.f32.tf32.tf32"
 #define SIGNS ", 1, 1, 1"
 #else
 #define SIGNS ", 1, 1, 1, 0"
 #endif
-#if PRECISION == 2
-#define TYPES "k16.f32.f16.f16"
-#elif PRECISION == 3
-#define TYPES "k16.f32.bf16.bf16"
-#endif
 // Rows of 32 bytes, swizzled; groups of 8 lie one behind the other.
 #define DESCRIPTOR(start) ((u64)(256 >> 4) << 32 | (u64)3 << 62 | (u64)1 << 16 | (start))
-
-__device__ __forceinline__ u32 uniform(u32 v) { return __shfl_sync(0xffffffffu, v, 0); }  // so that ptxas counts in uniform registers
 
 template <int COUNT>  // of kernel slices, whose results are the first slots
 __device__ __forceinline__ void multiply(float (&d)[SLOTS * SLOT_SUMS], const u32 (&a)[4], u64 b) {

@@ -62,21 +62,14 @@ __device__ __forceinline__ int next_slice(int index, const Sizes& s) {
 }
 
 #include "gather_produce.cuh"
+#include "columns.cuh"
 
 // =====================================================================================================================
 // Weights
 // =====================================================================================================================
 
-#define PACK_THREADS 256
 #define PACK_UNITS (CHUNKS * TAP_ENTRIES * COLUMNS_OF_B * UNITS_PER_ROW)
 __constant__ const short TAP_INDEX[] = TAP_INDICES;    // of a slice's taps, in their order in a chunk
-
-#if ELEMENT == 2                                       // weights may be float32, rounded on their way
-__device__ __forceinline__ u32 operand(u16 v) { return v; }
-__device__ __forceinline__ u32 operand(float v) { return STORE_BITS(v); }
-#else
-__device__ __forceinline__ u32 operand(float v) { return to_tf32(v); }
-#endif
 
 // [chunk][tap][slot, output channel][channel of the chunk], zeros where there is none of either; a thread writes 16 bytes. The weight is
 // (CIN, COUT, kernel), for GRAD_INPUT (COUT, CIN, kernel): contiguous, or channels-last, whose taps are `tap_step` elements apart.
@@ -97,12 +90,7 @@ __device__ __forceinline__ void pack_weights(const Weight* __restrict__ weight, 
     int at = outer * (INNER * KERNEL) + (tap_step == 1 ? inner * KERNEL + tap : tap * tap_step + inner);
     v[e] = cin < CIN && cout < COUT ? operand(weight[at]) : 0;
   }
-  uint4* to = (uint4*)(packed + (long long)rest * TAP_BYTES + unit_at(column, unit));
-#if ELEMENT == 4
-  *to = make_uint4(v[0], v[1], v[2], v[3]);
-#else
-  *to = make_uint4(v[0] | v[1] << 16, v[2] | v[3] << 16, v[4] | v[5] << 16, v[6] | v[7] << 16);
-#endif
+  write_operands(packed + (long long)rest * TAP_BYTES + unit_at(column, unit), v);
 }
 
 extern "C" __global__ void __launch_bounds__(PACK_THREADS) pack(const ELEMENT_TYPE* __restrict__ weight, char* __restrict__ packed, int tap_step) {
@@ -152,8 +140,6 @@ __device__ __forceinline__ void stream_weights(const char* packed, const Sizes& 
 #endif
 // Both operands' rows lie in groups of 8, one behind the other.
 #define DESCRIPTOR(start) (((u64)(8 * ROW_BYTES >> 4) << 32 | (u64)(ROW_BYTES == 32 ? 3 : ROW_BYTES == 64 ? 2 : 1) << 62) | (start))
-
-__device__ __forceinline__ u32 uniform(u32 v) { return __shfl_sync(0xffffffffu, v, 0); }  // so that ptxas counts in uniform registers
 
 __device__ __forceinline__ void multiply(float (&d)[SLOTS * SLOT_SUMS], u64 a, u64 b) {
   asm volatile("wgmma.mma_async.sync.aligned.m64n" COLUMNS_TEXT TYPES " {" SUM_REGISTERS "}, " A_AND_B ", 1" SIGNS ";\n" : SUM_OPERANDS : "l"(a), "l"(b));

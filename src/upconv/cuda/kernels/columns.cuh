@@ -1,0 +1,21 @@
+// What kernels share whose columns of N are output channels (sweep, rows): packing what their B is, and counting in its descriptors.
+// A kernel that includes this has ELEMENT, VEC, and STORE_BITS(v): a float32 as it is stored.
+#define PACK_THREADS 256
+
+#if ELEMENT == 2                                       // weights may be float32, rounded on their way
+__device__ __forceinline__ u32 operand(u16 v) { return v; }
+__device__ __forceinline__ u32 operand(float v) { return STORE_BITS(v); }
+#else
+__device__ __forceinline__ u32 operand(float v) { return to_tf32(v); }
+#endif
+
+// 16 bytes of neighbouring operands.
+__device__ __forceinline__ void write_operands(char* to, const u32 (&v)[VEC]) {
+#if ELEMENT == 4
+  *(uint4*)to = make_uint4(v[0], v[1], v[2], v[3]);
+#else
+  *(uint4*)to = make_uint4(v[0] | v[1] << 16, v[2] | v[3] << 16, v[4] | v[5] << 16, v[6] | v[7] << 16);
+#endif
+}
+
+__device__ __forceinline__ u32 uniform(u32 v) { return __shfl_sync(0xffffffffu, v, 0); }  // so that ptxas counts in uniform registers
