@@ -39,6 +39,7 @@ LARGE: dict[str, tuple[int, int, int, tuple[int, ...], tuple[int, int, int]]] = 
     "a strided plane": (1, 8, 16, (6_000, 6_008), DOUBLED),
     "a channel": (1, 1, 1, (23_200, 23_200), DOUBLED),
     "a row": (1, 16, 16, (1, 2**27 + 40), SAME),
+    "long rows": (2, 1, 1, (1, 2**31 - 2**20), SAME),
     "a volume": (1, 8, 8, (520, 720, 720), SAME),
     "a strided volume": (1, 16, 8, (400, 420, 417), DOUBLED),
 }

@@ -21,7 +21,7 @@ from upconv.cli import app
 from upconv.cuda import engine, gpu
 from upconv.explain import GPUS, estimated_ceilings, known_gpu
 from upconv.planner import Device
-from upconv.problem import LAYOUTS, PRECISIONS, Problem
+from upconv.problem import LAYOUTS, PRECISIONS, Pass, Problem
 
 ONEDNN = Device("cpu", 2, frozenset({torch.float32, torch.bfloat16}))
 LAYERS = dict(suites.SUITES["cpu"])
@@ -317,3 +317,18 @@ def test_small_outputs_are_left_alone() -> None:
     plan = planner.plan(p, ONEDNN)
     assert plan.forward == "native"
     assert plan.candidates[0].reason == "the output is small, so the call is bound by its overhead"
+
+
+@pytest.mark.parametrize("pass_", ["fwd", "grad-input", "grad-weight"])
+@pytest.mark.parametrize("channels", [1, 16])
+def test_axes_beyond_32_bits_are_for_kernels_that_count_in_64(pass_: Pass, channels: int) -> None:
+    longest = 2**31 - 2**20
+    p = Problem.make(1, channels, channels, (longest,), 3, 1, 1, dtype=torch.bfloat16, precision="bf16", pass_=pass_)
+    assert not all(isinstance(found, str) for found in engine.choose(p, gpu.H200).values())
+    more = p.with_(size=(longest + 1,))
+    found = engine.choose(more, gpu.H200)
+    reason = f"the kernel counts along an axis in 32 bits, which {longest + 1} elements are too many for"
+    if pass_ == "fwd":
+        direct = found.pop("direct")
+        assert not isinstance(direct, str) and direct.summary.startswith("one output per thread")
+    assert found and set(found.values()) == {reason}

@@ -56,6 +56,7 @@ WEIGHT_FAMILIES = ("wgrad", "direct_wgrad", "staged", "unshuffle", "relayout")
 """As `FAMILIES`, of the gradient for the weight."""
 _TENSOR_CORES = ("gather", "sweep", "rows", "wgrad")  # which have kernels for one size of the input alone
 _AROUND = ("unshuffle", "relayout")  # which call the others' kernels, and are asked behind them
+_LONGEST = 2**31 - 2**20  # along an axis: tiles and halos end beyond it
 
 KEEP_PACKED = True
 """Whether packed weights are kept at all."""
@@ -132,9 +133,13 @@ def choose(p: Problem, gpu: Gpu, general: bool = False) -> dict[str, Choice | st
     ``general``: of those that serve every size of the input (the CUDA-core families have no others).
     """
     found: dict[str, Choice | str] = {}
+    longest = max(p.batch, *p.size, *p.out_size)
     for name in WEIGHT_FAMILIES if p.pass_ == "grad-weight" else FAMILIES:
         if find_spec(f"upconv.cuda.{name}") is None:
             found[name] = "this family is not installed"
+            continue
+        if longest > _LONGEST and (name, p.pass_) != ("direct", "fwd"):
+            found[name] = f"the kernel counts along an axis in 32 bits, which {longest} elements are too many for"
             continue
         family = import_module(f"upconv.cuda.{name}")
         fastest = min((weighed(c) for c in found.values() if not isinstance(c, str)), default=math.inf)
