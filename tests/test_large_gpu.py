@@ -6,10 +6,13 @@ float64 reference of what reaches them, so that no reference is as large.
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import math
+import tempfile
 import zlib
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -47,11 +50,14 @@ LARGE: dict[str, tuple[int, int, int, tuple[int, ...], tuple[int, int, int]]] = 
 
 @pytest.fixture(autouse=True)
 def memory() -> Iterator[None]:
-    if torch.cuda.mem_get_info()[0] < 32 << 30:
-        pytest.skip("needs 32 GB of free memory")
-    yield
-    gc.collect()
-    torch.cuda.empty_cache()
+    """One such test at a time, of all processes: each takes up to 20 GB."""
+    with (Path(tempfile.gettempdir()) / "upconv-large-tests.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if torch.cuda.mem_get_info()[0] < 32 << 30:
+            pytest.skip("needs 32 GB of free memory")
+        yield
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 def cropped(t: Tensor, begin: Sequence[int], length: Sequence[int], image: int) -> Tensor:
