@@ -203,6 +203,13 @@ class Packs:
     def _lies_last(self, weight: Tensor) -> bool:
         return self._weight_last is not None and weight.is_contiguous(memory_format=self._weight_last)
 
+    def _kept(self, kept: dict[int, Words], address: int, encoded: Callable[[], list[Words]]) -> Words:
+        if len(kept) >= 256:  # allocations come back to the same addresses; 128 bytes each
+            kept.clear()
+        bind(self._device)  # encoding wants a context
+        found = kept[address] = tuple(word for words in encoded() for word in words)
+        return found
+
     def _bias_of(self, packed: int, bias: Tensor | None) -> int:
         """Where the kernel finds the bias, or 0; `pack` left a rounded one behind the weights."""
         if bias is None:
@@ -225,13 +232,6 @@ class BoxedPacks(Packs):
         if found is None:
             t, p = self._tiling, self._problem
             found = self._kept(self._maps, address, lambda: [tensor_map(t, p, address, one) for one in self._tensors])
-        return found
-
-    def _kept(self, kept: dict[int, Words], address: int, encoded: Callable[[], list[Words]]) -> Words:
-        if len(kept) >= 256:  # allocations come back to the same addresses; 128 bytes each
-            kept.clear()
-        bind(self._device)  # encoding wants a context
-        found = kept[address] = tuple(word for words in encoded() for word in words)
         return found
 
 

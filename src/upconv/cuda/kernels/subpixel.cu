@@ -1,0 +1,321 @@
+// Subpixel: a transposed convolution whose kernel is its stride, forward, NCHW, on tensor cores. Every output has one tap, so that it is
+// a product of matrices, pixels x channels by channels x (taps x output channels), whose rows go to neighbouring outputs. No pixel
+// has a halo: an image's pixels are one row each channel, whatever its width.
+//
+// Pixels are M, columns (kernel row, output channel, tap of W) N. So float32 pixels are fragments of A that lanes read from a
+// channel's row as it lies, and nothing turns pixels in shared memory, which bounds `gather` for many channels; of 16 bits A is a
+// descriptor, since those may lie along M. Weights are B, by descriptor, through the same ring.
+//
+// A block has PIXELS pixels of an image times COLUMNS columns at a time; its consumers halve the pixels. One thread brings both
+// operands. Two neighbouring columns of a thread's sums are taps of W side by side, so that it stores them together.
+//
+// Constants come as macros (cuda/subpixel.py computes them and explains each); sizes of the input are arguments.
+#include "ptx.cuh"
+#define A_SHARED (ELEMENT == 2)
+#if PRECISION == 0
+#define TAIL ", 1, 1"
+#define STORE_BITS(v) __float_as_uint(v)
+#define VALUE(v) (v)
+#else
+#define TAIL ", 1, 1, 1, 0"                             // A lies along M
+#define STORE_BITS(v) (PRECISION == 2 ? half_bits(v) : bfloat_bits(v))
+#define VALUE(v) (PRECISION == 2 ? half_value(v) : bfloat_value(v))
+#endif
+#include "wgmma.cuh"
+
+#define VEC (16 / ELEMENT)
+#include "columns.cuh"
+
+#define CONSUMERS 2
+#define PIXELS (CONSUMERS * MB * 64)
+#define CK (128 / ELEMENT)                              // channels of a chunk: a column's row has 128 bytes
+#define ROW_PIXELS (128 / ELEMENT)                      // pixels of a row in shared memory, of one channel
+#define CHUNKS ((CIN + CK - 1) / CK)
+#define K_STEPS 4                                       // of a chunk: a matrix instruction takes 32 bytes of K
+#define BOX_BYTES (CK * 128)                            // of ROW_PIXELS pixels
+#define BOXES (PIXELS / ROW_PIXELS)
+#define WEIGHT_BYTES (COLUMNS * 128)
+#define STAGE_BYTES (BOXES * BOX_BYTES + WEIGHT_BYTES)
+#define ALL_COLUMNS (COUT * KERNEL_D * KERNEL_H * KERNEL_W)
+#define BLOCKS_N ((ALL_COLUMNS + COLUMNS - 1) / COLUMNS)
+#define THREADS (128 + CONSUMERS * 128)
+
+struct Sizes {
+  int batch, in_h, in_w, pixels;                        // of an image
+  int tiles_p, tiles;                                   // tiles of an image's pixels; all, times BLOCKS_N
+};
+
+struct alignas(64) TensorMap { u64 opaque[16]; };       // a CUtensorMap; <cuda.h> does not compile under NVRTC
+
+struct Tile { int n, p, block; };                       // image, first pixel, block of columns
+
+// Neighbouring blocks have the same pixels.
+__device__ __forceinline__ Tile tile_at(int index, const Sizes& s) {
+  int block = index % BLOCKS_N, q = index / BLOCKS_N;
+  return {q / s.tiles_p, q % s.tiles_p * PIXELS, block};
+}
+
+struct Cursor {                                         // a place in the ring, and the parity of its phase
+  u32 stage, parity;
+  __device__ __forceinline__ void next() {
+    if (++stage == STAGES) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+// =====================================================================================================================
+// Weights
+// =====================================================================================================================
+
+#define PACK_UNITS (BLOCKS_N * CHUNKS * COLUMNS * 8)
+
+// The channel of a chunk at place `k`. Of float32 a lane (t = lane % 4) has the places t and t + 4 of a step: channels 2t and 2t + 1, so
+// that those of four lanes are in other banks, whose rows of pixels the copy engine has swizzled by the channel.
+__device__ __forceinline__ constexpr int channel_at(int k) { return ELEMENT == 2 ? k : k / 8 * 8 + k % 4 * 2 + k / 4 % 2; }
+
+// [block][chunk][column][128 bytes of channels, swizzled], zeros where there is none of either; a thread writes 16 bytes. The weight is
+// (CIN, COUT, kernel): contiguous, or channels-last, whose taps are `tap_step` elements apart.
+template <class Weight>
+__device__ __forceinline__ void pack_weights(const Weight* __restrict__ weight, char* __restrict__ packed, int tap_step) {
+  let_dependent_begin();                                // `subpixel`
+  int i = blockIdx.x * PACK_THREADS + threadIdx.x;
+  if (i >= PACK_UNITS) return;
+  int unit = i % 8, column = i / 8 % COLUMNS, rest = i / (8 * COLUMNS), chunk = rest % CHUNKS;
+  int of = rest / CHUNKS * COLUMNS + column;
+  int kw = of % KERNEL_W, cout = of / KERNEL_W % COUT, tap = of / (KERNEL_W * COUT) * KERNEL_W + kw;
+  constexpr int KERNEL = KERNEL_D * KERNEL_H * KERNEL_W;
+  u32 v[VEC];
+#pragma unroll
+  for (int e = 0; e < VEC; e++) {
+    int cin = chunk * CK + channel_at(unit * VEC + e);
+    int at = cin * (COUT * KERNEL) + (tap_step == 1 ? cout * KERNEL + tap : tap * tap_step + cout);
+    v[e] = cin < CIN && of < ALL_COLUMNS ? operand(weight[at]) : 0;
+  }
+  write_operands(packed + (long long)(i - unit) * 16 + ((unit ^ (column & 7)) << 4), v);
+}
+
+extern "C" __global__ void __launch_bounds__(PACK_THREADS) pack(const ELEMENT_TYPE* __restrict__ weight, char* __restrict__ packed, int tap_step) {
+  pack_weights(weight, packed, tap_step);
+}
+
+#if ELEMENT == 2
+// The same of float32 weights, and of a bias, if there is one, as autocast leaves them.
+extern "C" __global__ void __launch_bounds__(PACK_THREADS)
+pack_float(const float* __restrict__ weight, char* __restrict__ packed, int tap_step, const float* __restrict__ bias, ELEMENT_TYPE* __restrict__ packed_bias) {
+  if (bias && blockIdx.x == 0)
+    for (int i = threadIdx.x; i < COUT; i += PACK_THREADS) packed_bias[i] = STORE_BITS(bias[i]);
+  pack_weights(weight, packed, tap_step);
+}
+#endif
+
+// =====================================================================================================================
+// Producer: one thread
+// =====================================================================================================================
+
+__device__ __forceinline__ void produce(const TensorMap& map, const char* __restrict__ packed, const Sizes& s, u32 ring, u32 full, u32 empty) {
+  Cursor cursor = {0, 1};                               // all are free at first
+  bool packing = true;
+#pragma unroll 1
+  for (int index = blockIdx.x; index < s.tiles; index += gridDim.x) {
+    Tile t = tile_at(index, s);
+#pragma unroll 1
+    for (int chunk = 0; chunk < CHUNKS; chunk++, cursor.next()) {
+      u32 to = ring + cursor.stage * STAGE_BYTES, barrier = full + cursor.stage * 8;
+      barrier_wait(empty + cursor.stage * 8, cursor.parity);
+      asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(STAGE_BYTES) : "memory");
+#pragma unroll
+      for (int b = 0; b < BOXES; b++)
+        asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5, %5}], [%6];\n"
+                     ::"r"(to + b * BOX_BYTES), "l"(&map), "r"(t.p + b * ROW_PIXELS), "r"(chunk * CK), "r"(t.n), "r"(0), "r"(barrier) : "memory");
+      if (packing) wait_for_results();                  // of `pack`
+      packing = false;
+      const char* from = packed + ((long long)t.block * CHUNKS + chunk) * WEIGHT_BYTES;
+      asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::"r"(to + BOXES * BOX_BYTES), "l"(from), "r"(WEIGHT_BYTES), "r"(barrier) : "memory");
+    }
+  }
+}
+
+// =====================================================================================================================
+// Consumers
+// =====================================================================================================================
+
+#if COLUMNS == 256
+#define MULTIPLY MULTIPLY_256
+#elif COLUMNS == 192
+#define MULTIPLY MULTIPLY_192
+#elif COLUMNS == 128
+#define MULTIPLY MULTIPLY_128
+#elif COLUMNS == 96
+#define MULTIPLY MULTIPLY_96
+#elif COLUMNS == 64
+#define MULTIPLY MULTIPLY_64
+#else
+#define MULTIPLY MULTIPLY_32
+#endif
+// Rows of 128 bytes, swizzled; groups of 8 lie one behind the other.
+#define UPPER ((u64)(1024 >> 4) << 32 | (u64)1 << 62)
+
+__device__ __forceinline__ void multiply(float (&d)[COLUMNS / 2], const u32 (&a)[4], u64 b) { MULTIPLY(d, a, b, "1"); }
+
+#if ELEMENT == 4
+#define HALF (K_STEPS / 2)
+// Fragments of steps `first` and `first` + 1: lanes' pixels g and g + 8 of a row, of two channels.
+__device__ __forceinline__ void load_fragments(u32 (&a)[HALF][MB][4], u32 from, int first, int t) {
+#pragma unroll
+  for (int step = 0; step < HALF; step++)
+#pragma unroll
+    for (int m = 0; m < MB; m++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        // Eight pixels are two units of 16 bytes; channel c = 8 (first + step) + 2t + i / 2 has them swapped by c % 8.
+        const int c = 8 * (first + step) + i / 2;
+        u32 at = from + m * (64 / ROW_PIXELS * BOX_BYTES) + c * 128;
+        a[step][m][i] = load_shared_u32(at ^ ((i / 2) << 4) ^ ((i % 2) << 5));
+      }
+}
+
+__device__ __forceinline__ void multiply_half(float (&acc)[MB][COLUMNS / 2], u32 (&a)[HALF][MB][4], u32 weights, int first) {
+#pragma unroll
+  for (int i = 0; i < HALF * MB * 4; i++) asm volatile("" : "+r"(a[i / (MB * 4)][i / 4 % MB][i % 4]));
+  wgmma_fence();
+#pragma unroll
+  for (int step = 0; step < HALF; step++)
+#pragma unroll
+    for (int m = 0; m < MB; m++) multiply(acc[m], a[step][m], UPPER | (u64)((weights >> 4 | 1u << 16) + (first + step) * 2));
+  wgmma_commit();
+}
+#endif
+
+__device__ __forceinline__ void give_back(u32 barrier, int lane) {
+  __syncwarp();
+  if (lane == 0 && barrier) barrier_arrive(barrier);
+}
+
+// A thread's sums: of columns 8j + 2t and the next, pixels g and g + 8 of MB x 64.
+__device__ __forceinline__ void store(const float (&acc)[MB][COLUMNS / 2], const ELEMENT_TYPE* __restrict__ bias, char* __restrict__ y, const Sizes& s, const Tile& t, int wg, int thread) {
+  int lane = thread & 31, out_w = s.in_w * KERNEL_W, out_h = s.in_h * KERNEL_H;
+  long long plane = (long long)s.pixels * (KERNEL_D * KERNEL_H * KERNEL_W);
+  y += t.n * (COUT * plane) * ELEMENT;
+  long long at[MB][2];
+  bool live[MB][2];
+#pragma unroll
+  for (int m = 0; m < MB; m++)
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      int p = t.p + (wg * MB + m) * 64 + (thread >> 5) * 16 + (lane >> 2) + h * 8;
+      int w = p % s.in_w, q = p / s.in_w, row = q % s.in_h, d = q / s.in_h;
+      live[m][h] = p < s.pixels;
+      at[m][h] = ((long long)d * KERNEL_D * out_h + row * KERNEL_H) * out_w + w * KERNEL_W;
+    }
+#pragma unroll
+  for (int j = 0; j < COLUMNS / 8; j++) {
+    int of = t.block * COLUMNS + 8 * j + lane % 4 * 2, kw = of % KERNEL_W, cout = of / KERNEL_W % COUT, tap = of / (KERNEL_W * COUT);
+    bool column = ALL_COLUMNS % COLUMNS == 0 || of < ALL_COLUMNS;
+    float b = bias && column ? VALUE(bias[cout]) : 0.f;
+    long long to = cout * plane + ((long long)(tap / KERNEL_H) * out_h + tap % KERNEL_H) * out_w + kw;
+#pragma unroll
+    for (int m = 0; m < MB; m++)
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        u32 v[4] = {STORE_BITS(acc[m][4 * j + 2 * h] + b), STORE_BITS(acc[m][4 * j + 2 * h + 1] + b)};
+        char* place = y + (to + at[m][h]) * ELEMENT;
+#if ELEMENT == 4
+        store_global_64_if(place, v, live[m][h] && column);
+#else
+        store_global_if(place, v[0] | v[1] << 16, live[m][h] && column);
+#endif
+      }
+  }
+}
+
+__device__ __forceinline__ void consume(const ELEMENT_TYPE* bias, char* y, const Sizes& s, u32 ring, u32 full, u32 empty, int wg, int thread) {
+  int lane = thread & 31;
+  Cursor cursor = {0, 0};
+  float acc[MB][COLUMNS / 2];
+#if ELEMENT == 4
+  // The lane's first pixel within boxes of 32: of warps 0 and 1 the consumer's first, of 2 and 3 the second; its units are
+  // swapped by its first channel, 2t, and those of other steps by the same.
+  int t = lane & 3, g = lane >> 2, pixel = (thread >> 5) * 16 + g;
+  u32 own = wg * (MB * (64 / ROW_PIXELS) * BOX_BYTES) + pixel / 32 * BOX_BYTES + 2 * t * 128 + ((pixel % 32 * 4) ^ (2 * t << 4));
+#else
+  u32 own = wg * (MB * BOX_BYTES);
+#endif
+#pragma unroll 1
+  for (int index = blockIdx.x; index < s.tiles; index += gridDim.x) {
+#pragma unroll
+    for (int m = 0; m < MB; m++)
+#pragma unroll
+      for (int i = 0; i < COLUMNS / 2; i++) {
+        acc[m][i] = 0.f;
+        asm volatile("" : "+f"(acc[m][i]));             // here, not behind a fence of wgmma: ptxas would serialise all (C7519)
+      }
+    u32 behind = 0;                                     // the stage that instructions under way read
+#pragma unroll 1
+    for (int chunk = 0; chunk < CHUNKS; chunk++, cursor.next()) {
+      u32 stage = ring + cursor.stage * STAGE_BYTES, weights = __shfl_sync(0xffffffffu, stage + BOXES * BOX_BYTES, 0);
+      barrier_wait(full + cursor.stage * 8, cursor.parity);
+#if ELEMENT == 4
+      u32 a[HALF][MB][4], b[HALF][MB][4];
+      load_fragments(a, stage + own, 0, t);
+      multiply_half(acc, a, weights, 0);
+      wgmma_wait<1>();
+      give_back(behind, lane);
+      load_fragments(b, stage + own, HALF, t);
+      multiply_half(acc, b, weights, HALF);
+      wgmma_wait<1>();
+#else
+      wgmma_fence();
+#pragma unroll
+      for (int step = 0; step < K_STEPS; step++)
+#pragma unroll
+        for (int m = 0; m < MB; m++) {
+          u32 pixels = __shfl_sync(0xffffffffu, stage + own, 0) + m * BOX_BYTES + step * 2048;
+          const u32 a[4] = {(pixels >> 4) | 1u << 16, (u32)(UPPER >> 32)};
+          multiply(acc[m], a, UPPER | (u64)((weights >> 4 | 1u << 16) + step * 2));
+        }
+      wgmma_commit();
+      wgmma_wait<1>();
+      give_back(behind, lane);
+#endif
+      behind = empty + cursor.stage * 8;
+    }
+    wgmma_wait<0>();
+    give_back(behind, lane);
+    store(acc, bias, y, s, tile_at(index, s), wg, thread);
+  }
+}
+
+// =====================================================================================================================
+
+#define BARRIERS_AT (STAGES * STAGE_BYTES)
+#define SHARED_BYTES (BARRIERS_AT + 16 * STAGES)
+#if SHARED_BYTES_PLANNED != SHARED_BYTES
+#error "the planner's shared memory is not the kernel's"
+#endif
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+subpixel(const char* __restrict__ packed, const ELEMENT_TYPE* __restrict__ bias, char* __restrict__ y, int batch, int in_h, int in_w, int pixels, int tiles_p, int tiles,
+         const __grid_constant__ TensorMap map) {
+  extern __shared__ __align__(1024) unsigned char memory[];
+  const Sizes s = {batch, in_h, in_w, pixels, tiles_p, tiles};
+  u32 ring = shared_address(memory), full = ring + BARRIERS_AT, empty = full + 8 * STAGES;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < STAGES; i++) {
+      barrier_init(full + 8 * i, 1);
+      barrier_init(empty + 8 * i, CONSUMERS * 4);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
+  }
+  __syncthreads();
+  int role = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0);
+  if (role == 0) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(56));
+    if (threadIdx.x == 0) produce(map, packed, s, ring, full, empty);
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(224));
+    wait_for_results();                                 // of `pack`: the bias; nor is stored where it may still read
+    consume(bias, y, s, ring, full, empty, role - 1, threadIdx.x & 127);
+  }
+}

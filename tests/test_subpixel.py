@@ -1,0 +1,200 @@
+"""Pixels as rows without a GPU: the interpreter against the reference, refusals, kernels compiled, what is launched."""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+
+import numpy as np
+import pytest
+import torch
+
+from conftest import Stubs
+from subpixel_interpreter import SubpixelInterpreter
+from test_gather import DTYPES, needs_nvrtc
+from upconv import reference
+from upconv.bench.suites import SUITES
+from upconv.cuda import engine, jit, subpixel
+from upconv.cuda.gpu import A100, B200, H200
+from upconv.cuda.tiling import Unfit
+from upconv.problem import Precision, Problem
+
+
+def random_problem(rng: random.Random) -> Problem:
+    precision: Precision = rng.choice(("tf32", "bf16", "fp16"))
+    rank = rng.choice((1, 2, 2, 3))
+    kernel = (*(rng.choice((1, 2, 3)) for _ in range(rank - 1)), rng.choice((2, 2, 4)))
+    while True:
+        size = tuple(rng.randint(1, (90, 14, 6)[rank - 1]) for _ in range(rank))
+        if math.prod(size) % 8 == 0:
+            break
+    return Problem.make(
+        rng.randint(1, 2), rng.randint(1, 70), rng.randint(1, 20), size, kernel, kernel, bias=rng.random() < 0.5,
+        dtype=DTYPES[precision], precision=precision,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_the_interpreter_gives_the_reference(seed: int) -> None:
+    rng = random.Random(seed)
+    p = random_problem(rng)
+    t = rng.choice(list(subpixel.candidates(p, H200)))
+    numbers = np.random.default_rng(seed)
+    x, weight, bias = (numbers.standard_normal(s) for s in (p.input_shape, p.weight_shape, (p.out_channels,)))
+    interpreter = SubpixelInterpreter(t)
+    packed = interpreter.pack(weight)
+    assert packed.size * p.dtype.itemsize == t.packed_words * 4 and not np.isnan(packed).any()
+    found = interpreter.run(p, x, packed, bias if p.bias else None)
+    truth = reference.forward(
+        p, *(torch.from_numpy(a) for a in (x, weight)), torch.from_numpy(bias) if p.bias else None
+    )
+    np.testing.assert_allclose(found, truth.numpy(), rtol=1e-10, atol=1e-10)
+
+
+def test_lanes_that_load_together_meet_different_banks() -> None:
+    """A warp's 32 words of float32 fragments lie in 32 banks, for every load."""
+    for thread in range(0, 128, 32):
+        for step in range(4):
+            for i in range(4):
+                banks = set()
+                for lane in range(32):
+                    t, g = lane & 3, lane >> 2
+                    pixel = (thread >> 5) * 16 + g
+                    own = pixel // 32 * 4096 + 2 * t * 128 + ((pixel % 32 * 4) ^ (2 * t << 4))
+                    banks.add(((own + (8 * step + i // 2) * 128) ^ ((i // 2) << 4) ^ ((i % 2) << 5)) // 4 % 32)
+                assert len(banks) == 32
+
+
+def layer(**changes: object) -> Problem:
+    settings: dict[str, object] = {"dtype": torch.float32, "precision": "tf32"}
+    return Problem.make(2, 64, 32, (16, 16), 2, 2, **(settings | changes))  # type: ignore[arg-type]
+
+
+def test_what_is_refused_and_why() -> None:
+    lone = "the kernel is for layers whose kernel is their stride, without padding or groups"
+    refused = {
+        layer(precision="ieee"): "precision ieee is none of the kernel's",
+        layer(layout="channels_last"): "pixels as they lie are for forwards in NCHW",
+        layer(pass_="grad-input"): "pixels as they lie are for forwards in NCHW",
+        layer(padding=1): lone,
+        layer(output_padding=1): lone,
+        layer(groups=2): lone,
+        layer(dilation=(2, 1)): lone,
+        Problem.make(1, 8, 8, (8, 8), 3, 2, precision="tf32"): lone,
+        Problem.make(1, 8, 8, (8, 8), (2, 3), (2, 3), precision="tf32"): "the kernel stores two taps of a row together",
+        layer().with_(size=(5, 5)): "channels begin at places off 16 bytes, where no box does",
+        layer().with_(size=(2**16, 2**15)): "the kernel counts an image's pixels, and packed weights, in 32 bits",
+    }
+    for p, reason in refused.items():
+        assert subpixel.choose(p, H200) == reason, p
+    for chip in (A100, B200):
+        assert subpixel.choose(layer(), chip) == "pixels as rows are multiplied by wgmma alone"
+    assert subpixel.choose(layer(), H200, general=True) == "exported files have no host code for pixels as rows"
+    many = layer().with_(batch=2**31 - 1)
+    assert subpixel.choose(many, H200) == "there are more tiles than the kernel counts in 32 bits"
+    assert isinstance(subpixel.choose(layer(), H200), subpixel.Choice)
+
+
+def test_tiles_that_do_not_fit_say_why() -> None:
+    p = layer()
+    for t, reason in (
+        (subpixel.Tile(p, 256, 2, 2), "2 x 64 x 256 sums are more than registers hold"),
+        (subpixel.Tile(p, 128, 1, 1), "a stage is given back while the next is read"),
+        (subpixel.Tile(p, 256, 1, 5), "the tile takes 245840 bytes of shared memory, the device has 232448"),
+    ):
+        with pytest.raises(Unfit, match=re.escape(reason)):
+            t.checked(H200.shared_bytes)
+
+
+def case(name: str, precision: Precision) -> Problem:
+    (p,) = {each.problem for cases in SUITES.values() for each in cases if each.name == name}
+    return p.with_(dtype=DTYPES[precision], precision=precision)
+
+
+@pytest.mark.parametrize("precision", ["tf32", "bf16", "fp16"])
+def test_the_engine_takes_it_for_many_channels(precision: Precision) -> None:
+    for name in ("unet1", "unet4", "nnunet"):
+        found = engine.choose(case(name, precision), H200)
+        choices = {family: choice for family, choice in found.items() if not isinstance(choice, str)}
+        best = min(choices.values(), key=engine.weighed)
+        assert best.family == "subpixel" and 0 < best.seconds < 1e-3
+        assert re.fullmatch(
+            rf"pixels as rows, each output a tap: wgmma {precision}, tile of \d+ pixels x \d+ columns, \d stages of "
+            r"(32|64) channels, \d+ KB shared, grid 132",
+            best.summary,
+        )
+
+
+def test_sizes_share_kernels() -> None:
+    p = case("unet1", "tf32")
+    found = [
+        subpixel.choose(p.with_(size=(h, w), batch=b), H200) for h in (8, 20, 64) for w in (16, 36) for b in (1, 9)
+    ]
+    sources = {c.sources()[0].source for c in found if isinstance(c, subpixel.Choice)}
+    assert len(found) == 12 and 1 <= len(sources) <= 6 and not any(isinstance(c, str) for c in found)
+
+
+def compiled() -> list[Problem]:
+    layers = (
+        layer(),
+        layer(bias=True).with_(in_channels=40, out_channels=10),
+        Problem.make(1, 24, 20, (8, 8, 8), (2, 3, 4), (2, 3, 4), precision="tf32"),
+    )
+    each: tuple[Precision, ...] = ("tf32", "bf16", "fp16")
+    return [p.with_(dtype=DTYPES[precision], precision=precision) for p in layers for precision in each]
+
+
+@needs_nvrtc
+@pytest.mark.slow
+@pytest.mark.parametrize("p", compiled(), ids=lambda p: f"{p} {p.precision}".replace(" ", "-"))
+def test_kernels_compile_without_spills_of_note(p: Problem) -> None:
+    """Up to 32 bytes, which ptxas spills around a tile's begin, not in its loop."""
+    for t in subpixel.candidates(p, H200):
+        (unit,) = subpixel.Choice(t, p, H200, 0.0, "").sources()
+        code, text, log = jit.built(unit.source, H200.arch, unit.label)
+        found = jit.inspect(code)
+        assert set(found) == {"subpixel", "pack", *(("pack_float",) if p.dtype.itemsize == 2 else ())}
+        assert all(local <= 32 for _, local, _ in found.values()), t
+        types = {"tf32": "f32.tf32.tf32", "bf16": "f32.bf16.bf16", "fp16": "f32.f16.f16"}[p.precision]
+        assert set(re.findall(r"wgmma\.mma_async\S*\.m64n(\d+)k\d+\." + re.escape(types), text)) == {str(t.columns)}
+        assert "cp.async.bulk.tensor" in text and jit.serialised(log) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_launched(dtype: torch.dtype, stubs: Stubs) -> None:
+    """Weights contiguous, channels-last, strided and rounded on their way; the bias; tensors off 16 bytes."""
+    p = layer(bias=True, dtype=dtype, precision="tf32" if dtype is torch.float32 else "bf16")
+    choice = subpixel.choose(p, H200)
+    assert isinstance(choice, subpixel.Choice)
+    prepared, t = choice.prepare(0), choice.tile
+    weight = torch.randn(p.weight_shape, dtype=dtype)
+    last = weight.contiguous(memory_format=torch.channels_last)
+    for given, at, step in ((weight, weight, 1), (last, last, 32), (weight.mT.contiguous().mT, None, 1)):
+        packed = prepared.pack(given)
+        name, grid, _, args = stubs.pop()
+        assert (name, grid) == ("pack", t.pack_blocks) and packed.shape == (t.packed_words,)
+        assert args[1:] == (packed.data_ptr(), step)
+        assert args[0] == at.data_ptr() if at is not None else args[0] != given.data_ptr()
+    x, out = (torch.randn(shape, dtype=dtype) for shape in (p.input_shape, p.output_shape))
+    bias = torch.randn(32, dtype=dtype)
+    for _ in range(2):
+        prepared.run(x, packed, bias, out, fresh=True)
+        pointers = packed.data_ptr(), bias.data_ptr(), out.data_ptr()
+        assert stubs.pop() == ("subpixel", choice.grid, True, (*pointers, *t.arguments(p), *(x.data_ptr(),) * 16))
+    assert stubs.encoded == [x.data_ptr()], "a map is kept"
+    off = torch.empty(x.numel() + 1, dtype=dtype)[1:].view(x.shape)
+    prepared.run(off, packed, None, out, fresh=True)
+    _, _, dependent, args = stubs.pop()
+    assert args[-1] not in (off.data_ptr(), x.data_ptr()) and args[-1] % 16 == 0 and args[1] == 0 and not dependent
+    place = torch.empty(out.numel() + 1, dtype=dtype)[1:].view(out.shape)
+    prepared.run(x, packed, None, place)
+    assert stubs.pop()[3][2] % 16 == 0
+    if dtype is not torch.float32:
+        single = bias.float()
+        packed = prepared.pack(weight.float(), single)
+        at = packed.data_ptr() + 4 * t.packed_words
+        assert packed.shape == (t.packed_words + 16,)
+        assert stubs.pop()[3][1:] == (packed.data_ptr(), 1, single.data_ptr(), at)
+        prepared.run(x, packed, single, out)
+        assert stubs.pop()[3][1] == at

@@ -1,0 +1,125 @@
+"""Pixels as rows on a GPU, each tile against the float64 reference: what the interpreter leaves out.
+
+That is the ring and its barriers, instructions under way while stages are given back, and the order of registers.
+"""
+
+from __future__ import annotations
+
+import zlib
+
+import pytest
+import torch
+
+import upconv
+from conftest import assert_accurate, assert_capturable
+from test_gather_gpu import PRECISIONS, _truth
+from upconv import planner
+from upconv.cuda import subpixel
+from upconv.cuda.gpu import gpu
+from upconv.problem import Problem
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+    ),
+]
+
+# batch, channels in and out, size, kernel and stride
+LAYERS: dict[str, tuple[int, int, int, tuple[int, ...], int | tuple[int, ...]]] = {
+    "k2": (3, 96, 48, (20, 24), 2),
+    "many tiles": (9, 64, 64, (64, 72), 2),
+    "many chunks": (2, 1000, 24, (12, 16), 2),
+    "odd channels": (2, 37, 11, (10, 28), 2),
+    "k4": (2, 40, 12, (9, 8), (3, 4)),
+    "k1 along H": (2, 64, 20, (13, 16), (1, 2)),
+    "3-D": (2, 33, 40, (5, 6, 12), 2),
+    "3-D flat": (1, 48, 8, (7, 10, 8), (1, 2, 2)),
+    "1-D": (4, 72, 30, (1000,), 2),
+    "few pixels": (5, 128, 64, (2, 4), 2),
+}
+
+
+@pytest.mark.parametrize("precision", ["tf32", "bf16", "fp16"])
+@pytest.mark.parametrize("name", list(LAYERS))
+def test_every_tile(name: str, precision: str) -> None:
+    batch, cin, cout, size, kernel = LAYERS[name]
+    p = Problem.make(
+        batch, cin, cout, size, kernel, kernel, bias=True, dtype=PRECISIONS[precision], precision=precision  # type: ignore[arg-type]
+    )  # fmt: skip
+    device, chip = torch.device("cuda", 0), gpu(0)
+    torch.manual_seed(zlib.crc32(str(p).encode()))
+    x = torch.randn(p.input_shape, device=device).to(p.dtype)
+    weight = (torch.randn(p.weight_shape, device=device) / 8).to(p.dtype)
+    bias = torch.randn(cout, device=device).to(p.dtype)
+    truth = _truth(p, x.double(), weight.double(), bias.double())
+    magnitude = _truth(p, x.double().abs(), weight.double().abs(), bias.double().abs())
+    if precision == "tf32":  # operands lose up to 2^-11 each
+        magnitude = magnitude * (1 + 2**-10 / 2**-24 / (2 * (cin + 2) + 2))
+    every = list(subpixel.candidates(p, chip))
+    assert len(every) >= 4
+    for t in every:
+        prepared = subpixel.Choice(t, p, chip, 0.0, "").prepare(0)
+        outs = []
+        for given in (weight, weight.mT.contiguous().mT):
+            out = torch.full(p.output_shape, float("nan"), device=device, dtype=p.dtype)
+            prepared.run(x, prepared.pack(given), bias, out)
+            outs.append(out)
+        assert torch.equal(*outs), t
+        assert_accurate(outs[0], truth, magnitude, cin)
+        around = torch.full((x.numel() + 9,), float("nan"), device=device, dtype=p.dtype)
+        off = around[1:][: x.numel()].view(x.shape).copy_(x)
+        place = torch.full((out.numel() + 9,), float("nan"), device=device, dtype=p.dtype)
+        prepared.run(off, prepared.pack(weight), bias, place[1:][: out.numel()].view(out.shape))
+        assert torch.equal(place[1:][: out.numel()].view(out.shape), outs[0]) and int(place.isnan().sum()) == 9
+        if precision != "tf32":  # autocast's operands: rounded on their way
+            out = torch.full_like(outs[0], float("nan"))
+            prepared.run(x, prepared.pack(weight.float(), bias.float()), bias.float(), out)
+            assert torch.equal(out, outs[0])
+        out = torch.full_like(outs[0], float("nan"))
+        prepared.run(x, prepared.pack(weight), None, out)
+        shaped = bias.double().view(1, -1, *(1,) * p.rank)
+        assert_accurate(out, truth - shaped, magnitude, cin)
+
+
+def test_infinities_stay_in_their_outputs() -> None:
+    p = Problem.make(1, 40, 8, (8, 8), 2, 2, precision="tf32")
+    choice = subpixel.choose(p, gpu(0))
+    assert isinstance(choice, subpixel.Choice)
+    x, weight = torch.randn(p.input_shape, device="cuda"), torch.randn(p.weight_shape, device="cuda")
+    x[0, 39, 3, 5] = float("inf")
+    prepared, out = choice.prepare(0), torch.empty(p.output_shape, device="cuda")
+    prepared.run(x, prepared.pack(weight), None, out)
+    odd = ~out.isfinite()
+    assert odd[0, :, 6:8, 10:12].all() and int(odd.sum()) == 8 * 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_a_layers_forward_comes_from_it_and_is_right(dtype: torch.dtype, memory_format: torch.memory_format) -> None:
+    """With weights in either memory format, trained: gradients are another family's."""
+    torch.manual_seed(0)
+    layer = upconv.ConvTranspose2d(512, 256, 2, stride=2, device="cuda", dtype=dtype)
+    layer.weight.data = layer.weight.data.contiguous(memory_format=memory_format)
+    x = torch.randn(4, 512, 32, 32, device="cuda", dtype=dtype, requires_grad=True)
+    with torch.backends.cudnn.flags(allow_tf32=True):
+        out = layer(x)
+        again = layer(x)
+    p = Problem.make(
+        4, 512, 256, (32, 32), 2, 2, bias=True, dtype=dtype, precision="tf32" if dtype is torch.float32 else "bf16"
+    )
+    assert planner.plan(p, planner.cuda_device(0)).forward == "subpixel"
+    if memory_format is torch.contiguous_format:
+        assert out.is_contiguous()
+    assert torch.equal(out, again), "to the last bit from run to run"
+    twin = torch.nn.ConvTranspose2d(512, 256, 2, stride=2, device="cuda", dtype=torch.float64)
+    twin.load_state_dict({name: value.double() for name, value in layer.state_dict().items()})
+    truth = twin(x.detach().double())
+    assert (out.double() - truth).norm() <= (1e-3 if dtype is torch.float32 else 5e-3) * truth.norm()
+
+
+def test_in_a_graph_and_on_another_stream() -> None:
+    p = Problem.make(4, 64, 32, (24, 40), 2, 2, bias=False, precision="tf32")
+    choice = subpixel.choose(p, gpu(0))
+    assert isinstance(choice, subpixel.Choice)
+    assert_capturable(choice.prepare(0), p)
