@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from upconv.cuda import gather, jit, relayout, rows, sweep, wgrad
+from upconv.cuda import gather, jit, relayout, rows, subpixel, sweep, wgrad
 from upconv.cuda.gpu import gpu
 from upconv.problem import Layout, Pass, Precision, Problem
 
@@ -59,6 +59,10 @@ EVERY_LANE = {
         ("if ((threadIdx.x & 31) == 0) release(empty, count);", "release(empty, count);"),
         ("barrier_init(empty + 8 * i, USERS * 4);", "barrier_init(empty + 8 * i, USERS * 128);"),
     ),
+    "subpixel.cu": (
+        ("if (lane == 0 && barrier) barrier_arrive(barrier);", "if (barrier) barrier_arrive(barrier);"),
+        ("barrier_init(empty + 8 * i, CONSUMERS * 4);", "barrier_init(empty + 8 * i, CONSUMERS * 128);"),
+    ),
     "wgrad_wgmma.cu": (
         ("if (lane == 0) barrier_arrive(empty", "barrier_arrive(empty"),
         ("if (i > begin && lane == 0) barrier_arrive(empty", "if (i > begin) barrier_arrive(empty"),
@@ -82,6 +86,7 @@ FEW = Problem.make(2, 64, 3, (16, 32), 4, 2, 1, bias=False)
 PLAIN = Problem.make(4, 64, 64, (16, 32), 3, bias=False)
 DEEP = Problem.make(1, 32, 16, (4, 12, 24), (3, 5, 7), bias=False)
 ODD = Problem.make(1, 16, 32, (3, 6, 40), 3, 2, 1, bias=False)  # rows of 79
+LONE = Problem.make(1, 300, 24, (16, 24), 2, 2, bias=False)  # more chunks than stages
 DTYPES = {"tf32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -110,13 +115,15 @@ def run_sweep(p: Problem, wanted: Callable[[sweep.Sweep], bool]) -> None:
     prepared.run(tensor(p.input_shape, p), prepared.pack(tensor(p.weight_shape, p)), None, tensor(p.output_shape, p))
 
 
-def run_rows(p: Problem) -> None:
-    """The planner's choice among rows."""
-    found = rows.choose(p, gpu(0))
+def run_choice(family: Any, p: Problem) -> None:
+    """The planner's choice of a family."""
+    found = family.choose(p, gpu(0))
     if isinstance(found, str):
         raise RuntimeError(found)
     prepared = found.prepare(0)
-    prepared.run(tensor(p.output_shape, p), prepared.pack(tensor(p.weight_shape, p)), None, tensor(p.input_shape, p))
+    shapes = (p.input_shape, p.output_shape) if p.pass_ == "fwd" else (p.output_shape, p.input_shape)
+    x, out = (tensor(shape, p) for shape in shapes)
+    prepared.run(x, prepared.pack(tensor(p.weight_shape, p)), None, out)
 
 
 def run_wgrad(p: Problem, splits: int, descriptors: bool = False) -> None:
@@ -172,8 +179,10 @@ CASES: dict[str, tuple[str, Callable[[], None]]] = {
         "sweep",
         lambda: run_sweep(problem(DEEP, "bf16", "nchw", "fwd"), lambda s: s.slots > 1 and s.turns),
     ),
-    "rows": ("rows", lambda: run_rows(problem(ODD, "tf32", "nchw", "grad-input"))),
-    "rows-16": ("rows", lambda: run_rows(problem(ODD, "bf16", "nchw", "grad-input"))),
+    "rows": ("rows", lambda: run_choice(rows, problem(ODD, "tf32", "nchw", "grad-input"))),
+    "rows-16": ("rows", lambda: run_choice(rows, problem(ODD, "bf16", "nchw", "grad-input"))),
+    "subpixel": ("subpixel", lambda: run_choice(subpixel, problem(LONE, "tf32", "nchw", "fwd"))),
+    "subpixel-16": ("subpixel", lambda: run_choice(subpixel, problem(LONE, "bf16", "nchw", "fwd"))),
     "two-steps": ("wgrad", lambda: run_wgrad(problem(PLAIN, "tf32", "nchw", "grad-weight"), 1)),
     "cluster": ("wgrad", lambda: run_wgrad(problem(PLAIN, "bf16", "nchw", "grad-weight"), 4)),
     "cluster-last": ("wgrad", lambda: run_wgrad(problem(PLAIN, "bf16", "channels_last", "grad-weight"), 2)),

@@ -84,7 +84,7 @@ def test_what_is_refused_and_why() -> None:
         Problem.make(1, 8, 8, (8, 8), 3, 2, precision="tf32"): lone,
         Problem.make(1, 8, 8, (8, 8), (2, 3), (2, 3), precision="tf32"): "the kernel stores two taps of a row together",
         layer().with_(size=(5, 5)): "channels begin at places off 16 bytes, where no box does",
-        layer().with_(size=(2**16, 2**15)): "the kernel counts an image's pixels, and packed weights, in 32 bits",
+        layer().with_(size=(2**16, 2**15)): "the kernel counts a channel's outputs, and packed weights, in 32 bits",
     }
     for p, reason in refused.items():
         assert subpixel.choose(p, H200) == reason, p
@@ -114,7 +114,7 @@ def case(name: str, precision: Precision) -> Problem:
 
 @pytest.mark.parametrize("precision", ["tf32", "bf16", "fp16"])
 def test_the_engine_takes_it_for_many_channels(precision: Precision) -> None:
-    for name in ("unet1", "unet4", "nnunet"):
+    for name in ("unet1", "nnunet", *(("unet4",) if precision == "tf32" else ())):
         found = engine.choose(case(name, precision), H200)
         choices = {family: choice for family, choice in found.items() if not isinstance(choice, str)}
         best = min(choices.values(), key=engine.weighed)
@@ -127,12 +127,12 @@ def test_the_engine_takes_it_for_many_channels(precision: Precision) -> None:
 
 
 def test_sizes_share_kernels() -> None:
+    """Kernels go by the tile alone: 48 sizes and batches share those of a layer's few tiles."""
     p = case("unet1", "tf32")
-    found = [
-        subpixel.choose(p.with_(size=(h, w), batch=b), H200) for h in (8, 20, 64) for w in (16, 36) for b in (1, 9)
-    ]
+    sizes = [(h, w) for h in (8, 20, 32, 64) for w in (16, 36, 64, 100)]
+    found = [subpixel.choose(p.with_(size=size, batch=b), H200) for size in sizes for b in (1, 9, 16)]
     sources = {c.sources()[0].source for c in found if isinstance(c, subpixel.Choice)}
-    assert len(found) == 12 and 1 <= len(sources) <= 6 and not any(isinstance(c, str) for c in found)
+    assert len(found) == 48 and len(sources) <= len(list(subpixel.candidates(p, H200))) <= 12
 
 
 def compiled() -> list[Problem]:
@@ -149,13 +149,13 @@ def compiled() -> list[Problem]:
 @pytest.mark.slow
 @pytest.mark.parametrize("p", compiled(), ids=lambda p: f"{p} {p.precision}".replace(" ", "-"))
 def test_kernels_compile_without_spills_of_note(p: Problem) -> None:
-    """Up to 32 bytes, which ptxas spills around a tile's begin, not in its loop."""
+    """Up to 16 bytes, which ptxas spills around a tile's stores, not in its loop."""
     for t in subpixel.candidates(p, H200):
         (unit,) = subpixel.Choice(t, p, H200, 0.0, "").sources()
         code, text, log = jit.built(unit.source, H200.arch, unit.label)
         found = jit.inspect(code)
         assert set(found) == {"subpixel", "pack", *(("pack_float",) if p.dtype.itemsize == 2 else ())}
-        assert all(local <= 32 for _, local, _ in found.values()), t
+        assert all(local <= 16 for _, local, _ in found.values()), t
         types = {"tf32": "f32.tf32.tf32", "bf16": "f32.bf16.bf16", "fp16": "f32.f16.f16"}[p.precision]
         assert set(re.findall(r"wgmma\.mma_async\S*\.m64n(\d+)k\d+\." + re.escape(types), text)) == {str(t.columns)}
         assert "cp.async.bulk.tensor" in text and jit.serialised(log) is None

@@ -194,37 +194,36 @@ __device__ __forceinline__ void give_back(u32 barrier, int lane) {
 }
 
 // A thread's sums: of columns 8j + 2t and the next, pixels g and g + 8 of MB x 64.
-__device__ __forceinline__ void store(const float (&acc)[MB][COLUMNS / 2], const ELEMENT_TYPE* __restrict__ bias, char* __restrict__ y, const Sizes& s, const Tile& t, int wg, int thread) {
+__device__ __forceinline__ void store(const float (&acc)[MB][COLUMNS / 2], char* __restrict__ y, const Sizes& s, const Tile& t, int wg, int thread) {
   int lane = thread & 31, out_w = s.in_w * KERNEL_W, out_h = s.in_h * KERNEL_H;
-  long long plane = (long long)s.pixels * (KERNEL_D * KERNEL_H * KERNEL_W);
-  y += t.n * (COUT * plane) * ELEMENT;
-  long long at[MB][2];
-  bool live[MB][2];
+  int plane = s.pixels * (KERNEL_D * KERNEL_H * KERNEL_W);
+  y += (long long)t.n * COUT * plane * ELEMENT;
+  int at[MB][2];                                        // of the first tap's output in a channel; -1: there is no such pixel
 #pragma unroll
   for (int m = 0; m < MB; m++)
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       int p = t.p + (wg * MB + m) * 64 + (thread >> 5) * 16 + (lane >> 2) + h * 8;
       int w = p % s.in_w, q = p / s.in_w, row = q % s.in_h, d = q / s.in_h;
-      live[m][h] = p < s.pixels;
-      at[m][h] = ((long long)d * KERNEL_D * out_h + row * KERNEL_H) * out_w + w * KERNEL_W;
+      at[m][h] = p < s.pixels ? (d * KERNEL_D * out_h + row * KERNEL_H) * out_w + w * KERNEL_W : -1;
     }
+  int first = t.block * COLUMNS + lane % 4 * 2;
 #pragma unroll
   for (int j = 0; j < COLUMNS / 8; j++) {
-    int of = t.block * COLUMNS + 8 * j + lane % 4 * 2, kw = of % KERNEL_W, cout = of / KERNEL_W % COUT, tap = of / (KERNEL_W * COUT);
+    asm volatile("" : "+r"(first), "+r"(plane), "+r"(out_w), "+r"(out_h));  // what follows from them is found here, not kept (spills)
+    int of = first + 8 * j, kw = of % KERNEL_W, cout = of / KERNEL_W % COUT, tap = of / (KERNEL_W * COUT);
     bool column = ALL_COLUMNS % COLUMNS == 0 || of < ALL_COLUMNS;
-    float b = bias && column ? VALUE(bias[cout]) : 0.f;
-    long long to = cout * plane + ((long long)(tap / KERNEL_H) * out_h + tap % KERNEL_H) * out_w + kw;
+    char* channel = y + ((long long)cout * plane + (tap / KERNEL_H * out_h + tap % KERNEL_H) * out_w + kw) * ELEMENT;
 #pragma unroll
     for (int m = 0; m < MB; m++)
 #pragma unroll
       for (int h = 0; h < 2; h++) {
-        u32 v[4] = {STORE_BITS(acc[m][4 * j + 2 * h] + b), STORE_BITS(acc[m][4 * j + 2 * h + 1] + b)};
-        char* place = y + (to + at[m][h]) * ELEMENT;
+        u32 v[4] = {STORE_BITS(acc[m][4 * j + 2 * h]), STORE_BITS(acc[m][4 * j + 2 * h + 1])};
+        char* place = channel + (long long)at[m][h] * ELEMENT;
 #if ELEMENT == 4
-        store_global_64_if(place, v, live[m][h] && column);
+        store_global_64_if(place, v, at[m][h] >= 0 && column);
 #else
-        store_global_if(place, v[0] | v[1] << 16, live[m][h] && column);
+        store_global_if(place, v[0] | v[1] << 16, at[m][h] >= 0 && column);
 #endif
       }
   }
@@ -244,13 +243,20 @@ __device__ __forceinline__ void consume(const ELEMENT_TYPE* bias, char* y, const
 #endif
 #pragma unroll 1
   for (int index = blockIdx.x; index < s.tiles; index += gridDim.x) {
+    // Sums begin with the bias. (Added to what is stored, its 32 loads are all made first, and spill.)
+    int first = tile_at(index, s).block * COLUMNS + lane % 4 * 2;
 #pragma unroll
-    for (int m = 0; m < MB; m++)
+    for (int j = 0; j < COLUMNS / 8; j++) {
+      int of = first + 8 * j;
+      float b = bias && (ALL_COLUMNS % COLUMNS == 0 || of < ALL_COLUMNS) ? VALUE(bias[of / KERNEL_W % COUT]) : 0.f;
 #pragma unroll
-      for (int i = 0; i < COLUMNS / 2; i++) {
-        acc[m][i] = 0.f;
-        asm volatile("" : "+f"(acc[m][i]));             // here, not behind a fence of wgmma: ptxas would serialise all (C7519)
-      }
+      for (int m = 0; m < MB; m++)
+#pragma unroll
+        for (int i = 4 * j; i < 4 * j + 4; i++) {
+          acc[m][i] = b;
+          asm volatile("" : "+f"(acc[m][i]));           // here, not behind a fence of wgmma: ptxas would serialise all (C7519)
+        }
+    }
     u32 behind = 0;                                     // the stage that instructions under way read
 #pragma unroll 1
     for (int chunk = 0; chunk < CHUNKS; chunk++, cursor.next()) {
@@ -283,7 +289,7 @@ __device__ __forceinline__ void consume(const ELEMENT_TYPE* bias, char* y, const
     }
     wgmma_wait<0>();
     give_back(behind, lane);
-    store(acc, bias, y, s, tile_at(index, s), wg, thread);
+    store(acc, y, s, tile_at(index, s), wg, thread);
   }
 }
 
@@ -311,10 +317,10 @@ subpixel(const char* __restrict__ packed, const ELEMENT_TYPE* __restrict__ bias,
   __syncthreads();
   int role = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0);
   if (role == 0) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(56));
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(40));
     if (threadIdx.x == 0) produce(map, packed, s, ring, full, empty);
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(224));
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(232));
     wait_for_results();                                 // of `pack`: the bias; nor is stored where it may still read
     consume(bias, y, s, ring, full, empty, role - 1, threadIdx.x & 127);
   }
