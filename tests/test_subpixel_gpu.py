@@ -37,6 +37,7 @@ LAYERS: dict[str, tuple[int, int, int, tuple[int, ...], int | tuple[int, ...]]] 
     "3-D flat": (1, 48, 8, (7, 10, 8), (1, 2, 2)),
     "1-D": (4, 72, 30, (1000,), 2),
     "few pixels": (5, 128, 64, (2, 4), 2),
+    "odd rows": (2, 56, 24, (8, 15), 2),
 }
 
 

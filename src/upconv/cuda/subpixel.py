@@ -30,12 +30,12 @@ _MOST_SUMS = 128  # of a consumer's thread, whose fragments and addresses take 9
 _MOST_STAGES = 8
 _SPAN = 128  # bytes of a row in shared memory: a column's channels, a channel's pixels
 _MOST_COUNTED = 2**31  # places that the kernel counts in 32 bits
-# The model's constants, of 7 layers by 6 tiles on an H200, of which it misses 4% on average.
-_EFFICIENCY = 0.9, 0.93  # of tensor cores, where a consumer has one subtile of pixels; where more
-_LONGER = 1.06  # stores of more subtiles than one
+# The model's constants, of 10 layers by 6 tiles on an H200, of which it misses 5% on average. By bytes of an element,
+# of one subtile of pixels and of more: share of the tensor cores' rate, bytes a clock of stores, which nothing hides.
+_EFFICIENCY = {4: (0.885, 0.93), 2: (0.75, 0.84)}
+_STORE = {4: (18.5, 17.5), 2: (18.7, 15.6)}
 _SHARED, _L2 = 125.0, 54.0  # bytes a clock
 _FRAGMENTS = 0.5  # of the bytes of A, which fill gaps
-_STORE = {4: 18.5, 2: 13.0}  # bytes a clock, by bytes of an element: nothing hides it
 _TILE = 900.0  # clocks of a tile beside
 
 
@@ -156,15 +156,6 @@ class Choice:
     family = "subpixel"
 
     @property
-    def margin(self) -> float:
-        """What `seconds` are multiplied by beside other families'.
-
-        NOTES: in 16 bits unet4 takes the gather-GEMM, which stores through shared memory, 242 us where its model says
-        330, and this one says 298.
-        """
-        return 1.2 if self.tile.element == 2 else 1.0
-
-    @property
     def grid(self) -> int:
         """Blocks: one for each multiprocessor."""
         return min(self.tile.tiles(self.problem), self.gpu.multiprocessors)
@@ -283,12 +274,12 @@ def estimate(t: Tile, p: Problem, gpu: Gpu) -> tuple[float, str]:
     matrix = instructions * t.columns / 2
     shared = instructions * 32 * (64 * _FRAGMENTS + t.columns) + t.stage_bytes
     parts = {
-        "tensor cores": matrix / _EFFICIENCY[t.mb > 1],
+        "tensor cores": matrix / _EFFICIENCY[t.element][t.mb > 1],
         "shared memory": shared / _SHARED,
         "L2": t.stage_bytes / _L2,
     }
     bound = max(parts, key=lambda name: parts[name])
-    store = t.pixels * t.columns * t.element / _STORE[t.element] * (_LONGER if t.mb > 1 else 1.0)
+    store = t.pixels * t.columns * t.element / _STORE[t.element][t.mb > 1]
     clocks = t.chunks * parts[bound] + store + _TILE
     waves = -(-t.tiles(p) // gpu.multiprocessors)
     seconds = waves * clocks / gpu.clock
