@@ -283,6 +283,21 @@ class Stubs:
         """The last launch and its arguments."""
         return *self.launched.pop(), self.arguments.pop()
 
+    def assert_packs(self, prepared: Any, weight: Tensor, words: int, blocks: int) -> Tensor:
+        """A weight contiguous, channels-last and strided in another way is packed from where it lies, or a copy.
+
+        Returns the last one, packed.
+        """
+        fmt = {4: torch.channels_last, 5: torch.channels_last_3d}[weight.ndim]
+        last, other = weight.contiguous(memory_format=fmt), weight.mT.contiguous().mT
+        for given, at, step in ((weight, weight, 1), (last, last, weight.shape[1]), (other, None, 1)):
+            packed: Tensor = prepared.pack(given)
+            name, grid, _, args = self.pop()
+            assert (name, grid) == ("pack", blocks) and packed.shape == (words,)
+            assert args[1:] == (packed.data_ptr(), step)
+            assert args[0] == at.data_ptr() if at is not None else args[0] != given.data_ptr()
+        return packed
+
     def names(self) -> list[str]:
         return [name for name, *_ in self.launched]
 

@@ -254,13 +254,7 @@ def test_what_is_launched(dtype: torch.dtype, stubs: Stubs) -> None:
     assert isinstance(choice, rows.Choice)
     prepared, s = choice.prepare(0), choice.rows
     weight = torch.randn(p.weight_shape, dtype=dtype)
-    last = weight.contiguous(memory_format=torch.channels_last_3d)
-    for given, at, step in ((weight, weight, 1), (last, last, 5), (weight.mT.contiguous().mT, None, 1)):
-        packed = prepared.pack(given)
-        name, grid, _, args = stubs.pop()
-        assert (name, grid) == ("pack", s.pack_blocks) and packed.shape == (s.packed_words,)
-        assert args[1:] == (packed.data_ptr(), step)
-        assert args[0] == at.data_ptr() if at is not None else args[0] != given.data_ptr()
+    packed = stubs.assert_packs(prepared, weight, s.packed_words, s.pack_blocks)
     grad, out = (torch.randn(shape, dtype=dtype) for shape in (source_shape(p), result_shape(p)))
     off = torch.empty(grad.numel() + 1, dtype=dtype)[1:].view(grad.shape)
     for given in (grad, off):

@@ -169,13 +169,7 @@ def test_what_is_launched(dtype: torch.dtype, stubs: Stubs) -> None:
     assert isinstance(choice, subpixel.Choice)
     prepared, t = choice.prepare(0), choice.tile
     weight = torch.randn(p.weight_shape, dtype=dtype)
-    last = weight.contiguous(memory_format=torch.channels_last)
-    for given, at, step in ((weight, weight, 1), (last, last, 32), (weight.mT.contiguous().mT, None, 1)):
-        packed = prepared.pack(given)
-        name, grid, _, args = stubs.pop()
-        assert (name, grid) == ("pack", t.pack_blocks) and packed.shape == (t.packed_words,)
-        assert args[1:] == (packed.data_ptr(), step)
-        assert args[0] == at.data_ptr() if at is not None else args[0] != given.data_ptr()
+    packed = stubs.assert_packs(prepared, weight, t.packed_words, t.pack_blocks)
     x, out = (torch.randn(shape, dtype=dtype) for shape in (p.input_shape, p.output_shape))
     bias = torch.randn(32, dtype=dtype)
     for _ in range(2):

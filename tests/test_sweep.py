@@ -244,13 +244,7 @@ def test_what_is_launched(dtype: torch.dtype, stubs: Stubs) -> None:
     assert isinstance(choice, sweep.Choice)
     prepared, s = choice.prepare(0), choice.sweep
     weight = torch.randn(p.weight_shape, dtype=dtype)
-    last = weight.contiguous(memory_format=torch.channels_last_3d)
-    for given, at, step in ((weight, weight, 1), (last, last, 5), (weight.mT.contiguous().mT, None, 1)):
-        packed = prepared.pack(given)
-        name, grid, _, args = stubs.pop()
-        assert (name, grid) == ("pack", s.pack_blocks) and packed.shape == (s.packed_words,)
-        assert args[1:] == (packed.data_ptr(), step)
-        assert args[0] == at.data_ptr() if at is not None else args[0] != given.data_ptr()
+    packed = stubs.assert_packs(prepared, weight, s.packed_words, s.pack_blocks)
     x, out = (torch.randn(shape, dtype=dtype) for shape in (p.input_shape, p.output_shape))
     bias = torch.randn(5, dtype=dtype)
     for _ in range(2):

@@ -10,10 +10,15 @@ among either; channels_last by mma.sync has the new epilogue's formula with the 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
+from upconv.cuda.gpu import Gpu
 from upconv.cuda.tiling import Tiling
+from upconv.problem import Problem
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -186,6 +191,13 @@ def set_of(t: Tiling) -> str:
 def constants(t: Tiling) -> Constants:
     """Those of a tiling."""
     return SETS[set_of(t)]
+
+
+def cheapest(
+    tiles: Iterable[T], p: Problem, gpu: Gpu, estimate: Callable[[T, Problem, Gpu], tuple[float, str]]
+) -> tuple[float, str, T] | None:
+    """(seconds, what bounds them, tile) of the tile that a family's model has as the fastest; None of none."""
+    return min(((*estimate(t, p, gpu), t) for t in tiles), key=lambda found: found[0], default=None)
 
 
 def weighed(choice: Any) -> float:

@@ -18,10 +18,11 @@ from itertools import product
 from torch import Tensor
 
 from upconv.cuda import gather, jit
+from upconv.cuda.costs import cheapest
 from upconv.cuda.gather import Unit
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.tiling import PACK_THREADS, Unfit, result_shape, source_shape
-from upconv.cuda.walks import Walks, cheapest
+from upconv.cuda.walks import Walks
 from upconv.problem import Problem
 
 _PRECISIONS = {"tf32": 0, "fp16": 2, "bf16": 3}
@@ -361,7 +362,8 @@ def _choose(p: Problem, gpu: Gpu) -> Choice | str:
     refused = refusal(p, gpu)
     if refused:
         return refused
-    best = cheapest(candidates(p, gpu), p, gpu, estimate, _MOST_WALKS)
+    countable = (s for s in candidates(p, gpu) if s.arguments(p, gpu.multiprocessors)[-1] <= _MOST_WALKS)
+    best = cheapest(countable, p, gpu, estimate)
     if best is None:
         return "this layer's weights leave no room for a ring of rows in shared memory, or its sums in registers"
     seconds, bound, s = best

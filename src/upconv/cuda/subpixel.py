@@ -18,6 +18,7 @@ from torch import Tensor
 
 from upconv.cuda import gather, jit
 from upconv.cuda.boxes import Tensor5, Words, encode
+from upconv.cuda.costs import cheapest
 from upconv.cuda.gather import Unit
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.tiling import PACK_THREADS, Unfit
@@ -306,8 +307,8 @@ def _choose(p: Problem, gpu: Gpu) -> Choice | str:
     refused = refusal(p, gpu)
     if refused:
         return refused
-    countable = [t for t in candidates(p, gpu) if t.tiles(p) < _MOST_COUNTED - gpu.multiprocessors]
-    best = min(((*estimate(t, p, gpu), t) for t in countable), key=lambda found: found[0], default=None)
+    countable = (t for t in candidates(p, gpu) if t.tiles(p) < _MOST_COUNTED - gpu.multiprocessors)
+    best = cheapest(countable, p, gpu, estimate)
     if best is None:
         return "there are more tiles than the kernel counts in 32 bits"
     seconds, bound, t = best

@@ -22,10 +22,11 @@ from typing import Any
 from torch import Tensor
 
 from upconv.cuda import gather, jit
+from upconv.cuda.costs import cheapest
 from upconv.cuda.gather import Unit
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.tiling import MAX_PIXELS, PACK_THREADS, Tiling, Unfit, result_shape, source_shape
-from upconv.cuda.walks import Walks, cheapest
+from upconv.cuda.walks import Walks
 from upconv.problem import Problem
 
 THREADS = 512
@@ -431,7 +432,8 @@ def _choose(p: Problem, gpu: Gpu) -> Choice | str:
     refused = refusal(p, gpu)
     if refused:
         return refused
-    best = cheapest(candidates(p, gpu), p, gpu, estimate, _MOST_SLICES)
+    countable = (s for s in candidates(p, gpu) if s.arguments(p, gpu.multiprocessors)[-1] <= _MOST_SLICES)
+    best = cheapest(countable, p, gpu, estimate)
     if best is None:
         return "no tile of this layer fits in registers, shared memory and one stretch of code"
     seconds, bound, s = best

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from typing import TypeVar
 
-from upconv.cuda.gpu import Gpu
 from upconv.cuda.tiling import result_shape
 from upconv.problem import Problem
 
@@ -40,14 +37,3 @@ class Walks:
     def arguments(self, p: Problem, multiprocessors: int) -> tuple[int, ...]:
         """The kernel's integer arguments behind its pointers; the last is what its blocks count."""
         raise NotImplementedError
-
-
-T = TypeVar("T", bound=Walks)
-
-
-def cheapest(
-    found: Iterable[T], p: Problem, gpu: Gpu, estimate: Callable[[T, Problem, Gpu], tuple[float, str]], most: int
-) -> tuple[float, str, T] | None:
-    """(seconds, what bounds them, tile) of the cheapest whose blocks count to no more than ``most``."""
-    countable = (s for s in found if s.arguments(p, gpu.multiprocessors)[-1] <= most)
-    return min(((*estimate(s, p, gpu), s) for s in countable), key=lambda one: one[0], default=None)

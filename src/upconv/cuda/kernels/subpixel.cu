@@ -96,19 +96,7 @@ __device__ __forceinline__ void pack_weights(const Weight* __restrict__ weight, 
   write_operands(packed + (long long)(i - unit) * 16 + ((unit ^ (column & 7)) << 4), v);
 }
 
-extern "C" __global__ void __launch_bounds__(PACK_THREADS) pack(const ELEMENT_TYPE* __restrict__ weight, char* __restrict__ packed, int tap_step) {
-  pack_weights(weight, packed, tap_step);
-}
-
-#if ELEMENT == 2
-// The same of float32 weights, and of a bias, if there is one, as autocast leaves them.
-extern "C" __global__ void __launch_bounds__(PACK_THREADS)
-pack_float(const float* __restrict__ weight, char* __restrict__ packed, int tap_step, const float* __restrict__ bias, ELEMENT_TYPE* __restrict__ packed_bias) {
-  if (bias && blockIdx.x == 0)
-    for (int i = threadIdx.x; i < COUT; i += PACK_THREADS) packed_bias[i] = STORE_BITS(bias[i]);
-  pack_weights(weight, packed, tap_step);
-}
-#endif
+#include "columns_pack.cuh"
 
 // =====================================================================================================================
 // Producer: one thread
@@ -275,7 +263,7 @@ __device__ __forceinline__ void consume(const ELEMENT_TYPE* bias, char* y, const
     u32 behind = 0;                                     // the stage that instructions under way read
 #pragma unroll 1
     for (int chunk = 0; chunk < CHUNKS; chunk++, cursor.next()) {
-      u32 stage = ring + cursor.stage * STAGE_BYTES, weights = __shfl_sync(0xffffffffu, stage + BOXES * BOX_BYTES, 0);
+      u32 stage = ring + cursor.stage * STAGE_BYTES, weights = uniform(stage + BOXES * BOX_BYTES);
       barrier_wait(full + cursor.stage * 8, cursor.parity);
 #if ELEMENT == 4
       u32 a[HALF][MB][4], b[HALF][MB][4];
@@ -292,7 +280,7 @@ __device__ __forceinline__ void consume(const ELEMENT_TYPE* bias, char* y, const
       for (int step = 0; step < K_STEPS; step++)
 #pragma unroll
         for (int m = 0; m < MB; m++) {
-          u32 pixels = __shfl_sync(0xffffffffu, stage + own, 0) + m * BOX_BYTES + step * 2048;
+          u32 pixels = uniform(stage + own) + m * BOX_BYTES + step * 2048;
           const u32 a[4] = {(pixels >> 4) | 1u << 16, (u32)(UPPER >> 32)};
           multiply(acc[m], a, UPPER | (u64)((weights >> 4 | 1u << 16) + step * 2));
         }

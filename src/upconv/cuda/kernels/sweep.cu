@@ -93,19 +93,7 @@ __device__ __forceinline__ void pack_weights(const Weight* __restrict__ weight, 
   write_operands(packed + (long long)rest * TAP_BYTES + unit_at(column, unit), v);
 }
 
-extern "C" __global__ void __launch_bounds__(PACK_THREADS) pack(const ELEMENT_TYPE* __restrict__ weight, char* __restrict__ packed, int tap_step) {
-  pack_weights(weight, packed, tap_step);
-}
-
-#if ELEMENT == 2
-// The same of float32 weights, and of a bias, if there is one, as autocast leaves them.
-extern "C" __global__ void __launch_bounds__(PACK_THREADS)
-pack_float(const float* __restrict__ weight, char* __restrict__ packed, int tap_step, const float* __restrict__ bias, ELEMENT_TYPE* __restrict__ packed_bias) {
-  if (bias && blockIdx.x == 0)
-    for (int i = threadIdx.x; i < COUT; i += PACK_THREADS) packed_bias[i] = STORE_BITS(bias[i]);
-  pack_weights(weight, packed, tap_step);
-}
-#endif
+#include "columns_pack.cuh"
 
 // One thread: streams every slice's weights through the ring, chunk by chunk; RESIDENT: loads them once.
 __device__ __forceinline__ void stream_weights(const char* packed, const Sizes& s, u32 ring, u32 full, u32 empty) {
