@@ -8,6 +8,7 @@ import inspect
 import math
 import random
 import re
+import struct
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -280,7 +281,14 @@ class Recorder:
         made.append(self)
 
     def __call__(self, device: int, grid: int, args: tuple[Any, ...], dependent: bool = False) -> None:
-        integers = [a for a, code in zip(args, self.codes) if code in "iq"]
+        integers: list[int] = []
+        for run, given in zip(re.findall(r"\(\w*\)|.", self.codes), args):
+            if len(run) == 1:
+                integers += [given] if run in "iq" else []
+                continue
+            form = "<" + run[1:-1].replace("i", "i4x")
+            assert len(given) == struct.calcsize(form)
+            integers += struct.unpack(form, given)
         self.calls.append((grid, tuple(integers)))
 
     def clusters(self, device: int, blocks: int) -> int:
@@ -296,8 +304,8 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Recorder]:
     for family in (gather, direct, wgrad, direct_wgrad, staged):
         monkeypatch.setattr(family, "Launcher", Recorder)
         monkeypatch.setattr(family, "gpu_of", lambda device: H200)
-    for family, name in ((gather, "tensor_map"), (wgrad, "tensor_maps")):
-        monkeypatch.setattr(family, name, lambda *arguments: (0,) * 16)
+    for family in (gather, wgrad):
+        monkeypatch.setattr(family, "encode", lambda *arguments, **named: bytes(128))
         monkeypatch.setattr(family, "bind", lambda device: None)
     monkeypatch.setattr(jit, "kernel", lambda text, entry, arch, label: entry)
     monkeypatch.setattr(program, "cuda", lambda variants, arch: "")  # specialising takes seconds

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from upconv.cuda import cache, jit
 from upconv.cuda.gpu import gpu
 from upconv.cuda.jit import Kernel
-from upconv.cuda.launch import Launcher, LaunchError
+from upconv.cuda.launch import Launcher, LaunchError, as_run
 
 TYPES = {"P": ctypes.c_uint64, "i": ctypes.c_int32, "q": ctypes.c_int64, "f": ctypes.c_float}
 MOST_SHARED = 232448
@@ -211,19 +211,24 @@ VALUES = {
 
 
 @settings(max_examples=100, deadline=None)
-@given(data=st.data(), arguments=st.text("Piqf", max_size=20))
-def test_every_argument_arrives(data: st.DataObject, arguments: str) -> None:
+@given(data=st.data(), runs=st.lists(st.tuples(st.text("Piqf", max_size=8), st.booleans()), max_size=4))
+def test_every_argument_arrives(data: st.DataObject, runs: list[tuple[str, bool]]) -> None:
     stub = Driver()
     patch = pytest.MonkeyPatch()
     patch.setattr(jit, "_driver", lambda: stub)
     patch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 5, raising=False)
     try:
-        launch = launcher(stub, arguments)
+        launch = launcher(stub, "".join(f"({letters})" if whole else letters for letters, whole in runs))
+        stub.arguments = "".join(letters for letters, _ in runs)
         for _ in range(2):  # the second time into memory that holds the first one's
-            values = tuple(data.draw(VALUES[letter]) for letter in arguments)
-            launch(0, 1, values)
-            assert stub.launches[-1][3] == values
+            expected, arguments = list[Any](), list[Any]()
+            for letters, whole in runs:
+                values = [data.draw(VALUES[letter]) for letter in letters]
+                expected += values
+                arguments += [as_run(letters, values)] if whole else values
+            launch(0, 1, tuple(arguments))
+            assert stub.launches[-1][3] == tuple(expected)
     finally:
         patch.undo()
 
@@ -347,10 +352,17 @@ def test_arguments_that_do_not_fit_are_not_launched(driver: Driver, args: tuple[
     assert driver.launches == []
 
 
-@pytest.mark.parametrize("arguments", ["x", "P P", "Pd", "pi"])
+@pytest.mark.parametrize("arguments", ["x", "P P", "Pd", "pi", "P(i", "Pi)", "(Px)", "((i))"])
 def test_letters_that_mean_nothing_are_rejected(driver: Driver, arguments: str) -> None:
-    with pytest.raises(ValueError, match=f"^arguments must consist of the letters P, i, q and f; got '{arguments}'"):
+    says = f"arguments must consist of the letters P, i, q and f and runs of them; got {arguments!r}"
+    with pytest.raises(ValueError, match=f"^{re.escape(says)}$"):
         launcher(driver, arguments)
+
+
+@pytest.mark.parametrize("values", [(1,), (1, 2, 3), (2**31, 2), (1.5, 2)], ids=repr)
+def test_a_run_has_values_that_fit(values: tuple[Any, ...]) -> None:
+    with pytest.raises(struct.error):
+        as_run("ii", values)
 
 
 def test_a_driver_that_fails_while_loading_names_the_call(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:

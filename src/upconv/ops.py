@@ -54,6 +54,21 @@ def conv_transpose(
     """A transposed convolution of ``rank`` spatial dimensions, by the best way that this call allows."""
     if is_compiling():
         return _compiled(rank, input, weight, bias, stride, padding, output_padding, groups, dilation)
+    return eager(rank, input, weight, bias, stride, padding, output_padding, groups, dilation)
+
+
+def eager(
+    rank: int,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: IntOrInts,
+    padding: IntOrInts,
+    output_padding: IntOrInts,
+    groups: int,
+    dilation: IntOrInts,
+) -> Tensor:
+    """`conv_transpose` where nothing is compiled."""
     plan, given, rounded = None, weight, False
     plain = type(input) in _PLAIN and type(weight) in _PLAIN and (bias is None or type(bias) in _PLAIN)
     # Asking a device for its type costs three times as much.
@@ -172,9 +187,7 @@ def _refuse_gradients(plan: Plan, mask: Sequence[bool]) -> None:
 
 # --- which plan ------------------------------------------------------------------------------------------------------
 
-
-def _key(value: IntOrInts) -> Any:
-    return value if type(value) is int else tuple(value)  # type: ignore[arg-type]
+_KEYS = (int, tuple)
 
 
 def _find_plan(
@@ -217,15 +230,18 @@ def _find_plan(
     try:
         plan = _resolve(
             rank, input.shape, input.stride(), weight.shape, weight.stride(), None if bias is None else bias.shape,
-            _key(stride), _key(padding), _key(output_padding), groups, _key(dilation), dtype, precision, where,
+            stride if type(stride) in _KEYS else tuple(stride),  # type: ignore[arg-type]
+            padding if type(padding) in _KEYS else tuple(padding),  # type: ignore[arg-type]
+            output_padding if type(output_padding) in _KEYS else tuple(output_padding),  # type: ignore[arg-type]
+            groups,
+            dilation if type(dilation) in _KEYS else tuple(dilation),  # type: ignore[arg-type]
+            dtype, precision, where,
         )  # fmt: skip
     except TypeError:  # something that is no integer: PyTorch says which
         return None
-    if (
-        plan is not None
-        and plan.problem.layout == "channels_last"
-        and _doubtful(plan.problem, "cuda" if cuda else "cpu")
-    ):
+    if plan is None or plan.problem.layout == "nchw":
+        return plan
+    if _doubtful(plan.problem, "cuda" if cuda else "cpu"):
         x = input if input.dim() == rank + 2 else input.unsqueeze(0)
         if not _keeps_channels_last(plan.problem, x, weight.to(x.dtype)):
             return planner.plan(plan.problem.with_(layout="nchw"), plan.device)

@@ -16,7 +16,7 @@ from torch import Tensor
 from upconv.cuda import jit
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.gpu import gpu as gpu_of
-from upconv.cuda.launch import Launcher
+from upconv.cuda.launch import Launcher, as_run
 from upconv.problem import Problem
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
@@ -77,8 +77,9 @@ class BiasRunner:
         self.shape = shape(p, gpu)
         source = jit.source("bias.cu", {"DTYPE": _DTYPES[p.dtype], "CHANNELS_LAST": int(last)})
         label = f"bias {p.precision} {p.layout}"
-        codes = "PPiqq" if last else "PPiqqiiii"
-        self._sum = Launcher(jit.kernel(source, "sum", gpu.arch, label), _THREADS, 0, codes)
+        letters = "iqq" if last else "iqqiiii"
+        self._sizes = as_run(letters, self.shape.arguments)
+        self._sum = Launcher(jit.kernel(source, "sum", gpu.arch, label), _THREADS, 0, f"PP({letters})")
         self._finish = Launcher(jit.kernel(source, "finish", gpu.arch, label), _THREADS, 0, "PPii")
         self._finish_float = None
         if p.dtype.itemsize == 2:
@@ -96,7 +97,7 @@ class BiasRunner:
         out = grad.new_empty_strided((self.channels,), (1,), dtype=dtype)
         finish = self._finish if dtype is grad.dtype else self._finish_float
         assert finish is not None
-        self._sum(self.index, s.blocks * s.ranges, (grad.data_ptr(), partial.data_ptr(), *s.arguments))
+        self._sum(self.index, s.blocks * s.ranges, (grad.data_ptr(), partial.data_ptr(), self._sizes))
         grid = -(-self.channels // (_THREADS // 32))
         finish(self.index, grid, (partial.data_ptr(), out.data_ptr(), self.channels, s.ranges))
         return out

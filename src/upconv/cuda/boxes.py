@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from upconv.cuda import jit
 
 Five = tuple[int, int, int, int, int]
-Words = tuple[int, ...]
+Words = bytes
 """A ``CUtensorMap``, or several: 16 signed words of 64 bits each."""
 
 
@@ -74,7 +75,7 @@ def alignment_classes(batch: int, channels: int, size: Sequence[int], element: i
 def encode(
     tensor: Tensor5, address: int, dtype: torch.dtype, box: Five, steps: Five, span: int = 0, rounded: bool = False
 ) -> Words:
-    """A ``CUtensorMap`` over a tensor, as 16 signed words.
+    """A ``CUtensorMap`` over a tensor, as its 128 bytes.
 
     Args:
         tensor: what is copied from.
@@ -115,5 +116,4 @@ def encode(
         driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )
-    words = (int(word) for word in made.opaque)
-    return tuple(word - (1 << 64) if word >> 63 else word for word in words)
+    return struct.pack("<16Q", *(int(word) for word in made.opaque))

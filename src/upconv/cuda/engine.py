@@ -353,12 +353,16 @@ class Runner:
                     bias = bias.to(x.dtype)
                 else:
                     rounded = bias
-        if keep:
-            packed, fresh = self.packed(weight, keep, rounded)
-        else:  # as `packed` does, in fewer calls
-            packed, fresh = self._pack(weight, rounded), not _capturing()
-        out = x.new_empty_strided(self.shape, self.strides)  # 0.5 us less than torch.empty_strided
         try:
+            if keep:
+                packed, fresh = self.packed(weight, keep, rounded)
+            else:  # as `packed` does, in fewer calls
+                if weight.is_neg():
+                    weight = weight.resolve_neg()
+                prepared = self.prepared
+                packed = prepared.pack(weight) if rounded is None else prepared.pack(weight, rounded)
+                fresh = not _capturing()
+            out = x.new_empty_strided(self.shape, self.strides)  # 0.5 us less than torch.empty_strided
             self.prepared.run(x, packed, bias, out, fresh)
         except torch.OutOfMemoryError:
             raise
@@ -393,14 +397,9 @@ class Runner:
         return tensor, False  # an event behind it
 
     def _pack(self, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        try:
-            if weight.is_neg():
-                weight = weight.resolve_neg()
-            return self.prepared.pack(weight) if bias is None else self.prepared.pack(weight, bias)
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            raise _failure(self.plan, self.index, error, self.pass_) from error
+        if weight.is_neg():
+            weight = weight.resolve_neg()
+        return self.prepared.pack(weight) if bias is None else self.prepared.pack(weight, bias)
 
 
 def _failure(plan: Plan, index: int, error: RuntimeError, pass_: Pass = "fwd") -> RuntimeError:

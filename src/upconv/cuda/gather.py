@@ -22,7 +22,7 @@ from upconv.cuda.boxes import Tensor5, Words, alignment_classes, encode, of_clas
 from upconv.cuda.costs import Constants, constants
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.gpu import gpu as gpu_of
-from upconv.cuda.launch import Launcher, bind
+from upconv.cuda.launch import Launcher, as_run, bind
 from upconv.cuda.shuffle import Shuffle, Triple, countable, ways
 from upconv.cuda.tiling import (
     FRAGMENT,
@@ -47,6 +47,7 @@ _FILL = 24.0, 32.0  # bytes a clock that an epilogue stores of what is the bias 
 _FILL_RUN = 240.0, 400.0  # clocks of each run of it beside: of a channel's; of all of a warp's
 _MANY = 8  # tiles of a block, from which on the last one's tail is in the constants, fitted to such layers
 LAUNCH = 3.5e-6  # seconds
+SIZES = "i" * 11  # `Tiling.arguments`
 _AHEAD = 4500.0  # clocks that the rings should look ahead
 _SPREAD = 1.2  # of tiles that store between others' results; asked only against phases as rows, fitted to hifigan alone
 # Of planes one by one with weights through a ring: it decides only where the model sees no difference to weights that
@@ -207,13 +208,11 @@ class Packs:
         if len(kept) >= 256:  # allocations come back to the same addresses; 128 bytes each
             kept.clear()
         bind(self._device)  # encoding wants a context
-        found = kept[address] = tuple(word for words in encoded() for word in words)
+        found = kept[address] = b"".join(encoded())
         return found
 
-    def _bias_of(self, packed: int, bias: Tensor | None) -> int:
-        """Where the kernel finds the bias, or 0; `pack` left a rounded one behind the weights."""
-        if bias is None:
-            return 0
+    def _bias_of(self, packed: int, bias: Tensor) -> int:
+        """Where the kernel finds the bias; `pack` left a rounded one behind the weights."""
         return packed + 4 * self._words if self.casts and bias.dtype is torch.float32 else bias.data_ptr()
 
 
@@ -223,15 +222,20 @@ class BoxedPacks(Packs):
     def __init__(self, t: Tiling, p: Problem, device: int, words: int, blocks: int) -> None:
         super().__init__(p, device, words, blocks)
         self._tiling, self._tensors = t, tensors(t, p)
-        self._codes = "PPPP" + "i" * 11 + "q" * 16 * len(self._tensors)
-        self._maps: dict[int, Words] = {}
+        self._codes = "PPPP(" + SIZES + "q" * 16 * len(self._tensors) + ")"
+        self._sizes = b""
+        """What kernels are told of the problem, by `as_run`."""
+        self._tails: dict[int, Words] = {}
 
-    def _map(self, address: int) -> Words:
-        """The tensor maps of the input at an address, each as the 16 words of a ``CUtensorMap``."""
-        found = self._maps.get(address)
+    def _tail(self, address: int) -> Words:
+        """What kernels are told behind pointers: the sizes and, where there are, the tensor maps of an address."""
+        if not self._tensors:
+            return self._sizes
+        found = self._tails.get(address)
         if found is None:
             t, p = self._tiling, self._problem
-            found = self._kept(self._maps, address, lambda: [tensor_map(t, p, address, one) for one in self._tensors])
+            maps = (tensor_map(t, p, address, one) for one in self._tensors)
+            found = self._kept(self._tails, address, lambda: [self._sizes, *maps])
         return found
 
 
@@ -250,7 +254,7 @@ class Prepared(BoxedPacks):
         self._overlaps = t.wgmma and gpu_of(device).capability >= (9, 0) and not abreast
         """Whether the kernel may begin beside `pack`."""
         self._grid = choice.grid
-        self._sizes = t.arguments(p)
+        self._sizes = as_run(SIZES, t.arguments(p))
         self._weight_maps: dict[int, Words] = {}
         self.packing = (
             t.entries,
@@ -309,7 +313,7 @@ class Prepared(BoxedPacks):
     @cached_property
     def _run_boxed(self) -> Launcher:
         assert self._boxed_unit is not None
-        return self._load_gather(self._boxed_unit, self._codes + "q" * 16)
+        return self._load_gather(self._boxed_unit, self._codes + f"({'q' * 16})")
 
     def run(self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, fresh: bool = False) -> None:
         """Launches the kernel: ``x`` and ``out`` dense in the problem's layout, ``packed`` what `pack` returned.
@@ -328,13 +332,11 @@ class Prepared(BoxedPacks):
             x = x.clone()  # a view that begins off 16 bytes; PyTorch's allocations never do
             address = x.data_ptr()
         at = packed.data_ptr()
-        args = (address, at, self._bias_of(at, bias), at_out, *self._sizes)
-        if self._tiling.tensor_map:
-            args += self._map(address)
+        args = (address, at, 0 if bias is None else self._bias_of(at, bias), at_out, self._tail(address))
         if packed.dtype is torch.int32:
             self._run(self._device, self._grid, args, fresh and self._overlaps)
         else:
-            self._run_boxed(self._device, self._grid, args + self._weight_map(at))
+            self._run_boxed(self._device, self._grid, (*args, self._weight_map(at)))
 
     def _weight_map(self, address: int) -> Words:
         """The tensor maps of weights that need no packing, as `_map`."""

@@ -7,8 +7,10 @@ PyTorch for the current stream and calls the driver.
 from __future__ import annotations
 
 import ctypes
+import re
 import struct
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from upconv.cuda.jit import Kernel
 
 # Each argument has a slot of 8 bytes, so that all are aligned; the driver reads as many of them as the type has.
 _CODES = {"P": "Q", "i": "i4x", "q": "q", "f": "f4x"}
+_RUN = re.compile(r"\([Piqf]*\)|.", re.DOTALL)
 
 _STREAMS = 256  # handles kept per thread; PyTorch has pools of 32 streams per device and priority
 
@@ -37,22 +40,30 @@ def bind(device: int) -> None:
     jit._drive(driver.cuCtxSetCurrent, context)
 
 
+def as_run(letters: str, values: Sequence[int | float]) -> bytes:
+    """Values of some kernel parameters as `Launcher` takes a run. Errors: struct.error where they do not fit."""
+    return struct.pack("<" + "".join(_CODES[letter] for letter in letters), *values)
+
+
 class Launcher:
     """Launches one kernel with blocks of ``block`` threads and ``shared`` bytes of dynamic shared memory.
 
-    ``arguments`` has one letter per kernel parameter: ``P`` pointer, ``i`` int32, ``q`` int64, ``f`` float32.
+    ``arguments`` has one letter per kernel parameter: ``P`` pointer, ``i`` int32, ``q`` int64, ``f`` float32. A run of
+    letters in parentheses is one argument of a launch, what `as_run` made of their values once: a tensor map has 16
+    words, each of them an object that a launch would look at. (Bytes for another run are cut or filled with zeros.)
     Errors: ValueError for other letters.
     """
 
     def __init__(self, kernel: Kernel, block: int, shared: int, arguments: str) -> None:
-        wrong = sorted(set(arguments) - set(_CODES))
-        if wrong:
-            raise ValueError(f"arguments must consist of the letters P, i, q and f; got {arguments!r}")
+        runs = _RUN.findall(arguments)
+        if any(len(run) == 1 and run not in _CODES for run in runs):
+            raise ValueError(f"arguments must consist of the letters P, i, q and f and runs of them; got {arguments!r}")
         self.kernel = kernel
         self.block = block
         self.shared = shared
         self.arguments = arguments
-        self._struct = struct.Struct("<" + "".join(_CODES[code] for code in arguments))
+        self._count = sum(len(run) - 2 if len(run) > 1 else 1 for run in runs)
+        self._struct = struct.Struct("<" + "".join(_CODES.get(run, f"{8 * (len(run) - 2)}s") for run in runs))
         self._local = threading.local()
         self._ready: set[int] = set()
         driver = jit._driver()
@@ -111,7 +122,7 @@ class Launcher:
 
     def _allocate(self) -> tuple[Any, int, dict[int, Any], Any]:
         """A thread's argument memory, the address of the pointers to it, its streams, and what keeps them alive."""
-        count = len(self.arguments)
+        count = self._count
         buffer = ctypes.create_string_buffer(max(8 * count, 8))
         start = ctypes.addressof(buffer)
         pointers = (ctypes.c_void_p * max(count, 1))(*(start + 8 * i for i in range(count)))

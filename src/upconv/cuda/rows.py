@@ -21,6 +21,7 @@ from upconv.cuda import gather, jit
 from upconv.cuda.costs import cheapest
 from upconv.cuda.gather import Unit
 from upconv.cuda.gpu import Gpu
+from upconv.cuda.launch import as_run
 from upconv.cuda.tiling import PACK_THREADS, Unfit, result_shape, source_shape
 from upconv.cuda.walks import Walks
 from upconv.problem import Problem
@@ -261,8 +262,9 @@ class Prepared(gather.Packs):
         super().__init__(p, device, s.packed_words, s.pack_blocks)
         (unit,) = choice.sources()
         self._load_packing(unit)
-        self._run = self._load(unit, "rows", 128 + 128 * s.consumers, s.shared_bytes, "PPP" + "i" * 11)
-        self._grid, self._sizes = choice.grid, s.arguments(p, choice.gpu.multiprocessors)
+        self._run = self._load(unit, "rows", 128 + 128 * s.consumers, s.shared_bytes, f"PPP({gather.SIZES})")
+        self._grid = choice.grid
+        self._sizes = as_run(gather.SIZES, s.arguments(p, choice.gpu.multiprocessors))
         self.packing = ("rows", s.chunk, p.precision, p.stride[0])
         """What `pack`'s result depends on beside the weight."""
 
@@ -272,7 +274,7 @@ class Prepared(gather.Packs):
         ``packed`` is what `pack` returned; there is no bias. ``fresh``: `pack` was called just before, and the kernel
         copies its first rows beside what that launched.
         """
-        self._run(self._device, self._grid, (x.data_ptr(), packed.data_ptr(), out.data_ptr(), *self._sizes), fresh)
+        self._run(self._device, self._grid, (x.data_ptr(), packed.data_ptr(), out.data_ptr(), self._sizes), fresh)
 
 
 # --- candidates ------------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from upconv.cuda.boxes import Tensor5, Words, encode
 from upconv.cuda.costs import cheapest
 from upconv.cuda.gather import Unit
 from upconv.cuda.gpu import Gpu
+from upconv.cuda.launch import as_run
 from upconv.cuda.tiling import PACK_THREADS, Unfit
 from upconv.problem import Problem
 
@@ -29,6 +30,7 @@ _PRECISIONS = {"tf32": 0, "fp16": 2, "bf16": 3}
 _COLUMNS = (256, 192, 128, 96, 64, 32)
 _MOST_SUMS = 128  # of a consumer's thread, whose fragments and addresses take 96 registers
 _MOST_STAGES = 8
+_SIZES = "i" * 6  # `Tile.arguments`
 _SPAN = 128  # bytes of a row in shared memory: a column's channels, a channel's pixels
 _MOST_COUNTED = 2**31  # places that the kernel counts in 32 bits
 # The model's constants, of 10 layers by 6 tiles on an H200, of which it misses 5% on average. By bytes of an element,
@@ -187,9 +189,9 @@ class Prepared(gather.Packs):
         super().__init__(p, device, t.packed_words, t.pack_blocks)
         (unit,) = choice.sources()
         self._load_packing(unit)
-        self._run = self._load(unit, "subpixel", THREADS, t.shared_bytes, "PPP" + "i" * 6 + "q" * 16)
-        self._grid, self._sizes = choice.grid, t.arguments(p)
-        self._tile, self._maps = t, dict[int, Words]()
+        self._run = self._load(unit, "subpixel", THREADS, t.shared_bytes, f"PPP({_SIZES}{'q' * 16})")
+        self._grid, self._sizes = choice.grid, as_run(_SIZES, t.arguments(p))
+        self._tile, self._tails = t, dict[int, Words]()
         self.packing = ("subpixel", t.columns, p.precision)
         """What `pack`'s result depends on beside the weight."""
 
@@ -207,10 +209,11 @@ class Prepared(gather.Packs):
         if address & 15:
             fresh, x = False, x.clone()  # a view that begins off 16 bytes; PyTorch's allocations never do
             address = x.data_ptr()
-        words = self._maps.get(address)
-        if words is None:
-            words = self._kept(self._maps, address, lambda: [tensor_map(self._tile, self._problem, address)])
-        args = (at, self._bias_of(at, bias), out.data_ptr(), *self._sizes, *words)
+        tail = self._tails.get(address)
+        if tail is None:
+            t, p = self._tile, self._problem
+            tail = self._kept(self._tails, address, lambda: [self._sizes, tensor_map(t, p, address)])
+        args = (at, 0 if bias is None else self._bias_of(at, bias), out.data_ptr(), tail)
         self._run(self._device, self._grid, args, fresh)
 
 

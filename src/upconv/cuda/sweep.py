@@ -25,6 +25,7 @@ from upconv.cuda import gather, jit
 from upconv.cuda.costs import cheapest
 from upconv.cuda.gather import Unit
 from upconv.cuda.gpu import Gpu
+from upconv.cuda.launch import as_run
 from upconv.cuda.tiling import MAX_PIXELS, PACK_THREADS, Tiling, Unfit, result_shape, source_shape
 from upconv.cuda.walks import Walks
 from upconv.problem import Problem
@@ -294,7 +295,8 @@ class Prepared(gather.BoxedPacks):
         (unit,) = choice.sources()
         self._load_packing(unit)
         self._run = self._load(unit, "sweep", THREADS, s.shared_bytes, self._codes)
-        self._grid, self._sizes = choice.grid, s.arguments(p, choice.gpu.multiprocessors)
+        self._grid = choice.grid
+        self._sizes = as_run(gather.SIZES, s.arguments(p, choice.gpu.multiprocessors))
         self.packing = ("sweep", s.slots, s.chunk, p.precision, p.pass_, p.out_channels, s.entries)
         """What `pack`'s result depends on beside the weight."""
 
@@ -308,7 +310,8 @@ class Prepared(gather.BoxedPacks):
         if address & 15:
             fresh, x = False, x.clone()  # a view that begins off 16 bytes; PyTorch's allocations never do
             address = x.data_ptr()
-        args = (address, at, self._bias_of(at, bias), out.data_ptr(), *self._sizes, *self._map(address))
+        at_bias = 0 if bias is None else self._bias_of(at, bias)
+        args = (address, at, at_bias, out.data_ptr(), self._tail(address))
         self._run(self._device, self._grid, args, fresh)
 
 

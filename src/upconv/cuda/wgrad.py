@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from upconv.cuda import jit
-from upconv.cuda.boxes import Tensor5, alignment_classes, encode, of_class
+from upconv.cuda.boxes import Tensor5, Words, alignment_classes, encode, of_class
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.gpu import gpu as gpu_of
-from upconv.cuda.launch import Launcher, bind
+from upconv.cuda.launch import Launcher, as_run, bind
 from upconv.cuda.wgrad_tiling import MAX_CLASSES, MAX_CLUSTER, WARPS, SyncTiling, Triple, WarpgroupTiling
 from upconv.problem import Problem
 
@@ -48,6 +48,7 @@ _LINE = 2.8  # clocks of the tensor copy engine for a line of 128 bytes; a row t
 _BOX_L2 = 33.0  # by boxes (NOTES: unet1, pix, vae and dcgan3 reach 32 to 36)
 _SYNC_NCHW = 1.25  # what the mma.sync kernel takes beyond its model: fragments off 16 bytes
 _SYNC_NCHW_16 = 2.2  # and where each is put together from two words
+_SIZES = "i" * 12  # of the kernels' parameters: images, sizes, counts of chunks
 _LAUNCH = 7e-6  # seconds, both kernels
 
 AnyTiling = SyncTiling | WarpgroupTiling
@@ -133,16 +134,17 @@ class Prepared:
         counts = t.counts(p)
         chunks = math.prod(counts)
         full = (1,) * (3 - p.rank)
-        self._sizes = (p.batch, *full, *p.size, *full, *p.out_size, *counts[1:], chunks, -(-chunks // choice.splits))
+        sizes = (p.batch, *full, *p.size, *full, *p.out_size, *counts[1:], chunks, -(-chunks // choice.splits))
+        self._sizes, self._shape = as_run(_SIZES, sizes), p.weight_shape
         self._grid = t.tiles * choice.splits
         self._slices = choice.splits * t.k_slices
-        self._maps: dict[tuple[int, bool], tuple[int, ...]] = {}
+        self._maps: dict[tuple[int, bool], Words] = {}
         self._numel = math.prod(p.weight_shape)
         self._blocks = reduce_blocks(t)
         self._clusters = self._by_clusters(choice)
         if self._clusters is None:
             steps = choice.sources()[0]
-            codes = "PP" + "i" * 12 + "q" * 16 * self._boxes if self._boxes else "PPP" + "i" * 12
+            codes = f"PP({_SIZES})" + self._map_codes if self._boxes else f"PPP({_SIZES})"
             self._wgrad = self._launcher(steps, "wgrad", codes)
             self._reduce = self._launcher(steps, "reduce", "PPiqqq")
             if self.casts:
@@ -158,7 +160,7 @@ class Prepared:
         """The kernel that needs no second step; None where there is none, or it would take more waves of blocks."""
         if choice.cluster == 1:
             return None
-        codes = "PP" + "i" * 12 + "qqqi" + "q" * 16 * self._boxes
+        codes = f"PP({_SIZES})qqqi" + self._map_codes
         launcher = self._launcher(choice.sources()[1], "wgrad", codes)
         waves = -(-self._grid // choice.gpu.multiprocessors)
         return launcher if choice.tiling.tiles <= waves * launcher.clusters(self._device, choice.cluster) else None
@@ -168,9 +170,9 @@ class Prepared:
 
         ``x`` (the input) and ``grad`` (the output's gradient) are dense in the problem's layout.
         """
-        if out.shape != (flat := self._problem.weight_shape):  # `Problem.flat`
+        if out.shape != self._shape:  # `Problem.flat`
             dense = out.contiguous()
-            self.run(x, grad, dense.view(flat))
+            self.run(x, grad, dense.view(self._shape))
             if dense is not out:
                 out.copy_(dense)
             return
@@ -178,16 +180,18 @@ class Prepared:
         if (at_x | at_grad) & 15 and self._tiling.needs_alignment:
             x, grad = x.clone(), grad.clone()
             at_x, at_grad = x.data_ptr(), grad.data_ptr()
-        maps: tuple[int, ...] = self._map(at_x, False) if self._boxes else ()
+        maps: tuple[Words, ...] = ()
         if self._boxes > 1:
-            maps += self._map(at_grad, True)
+            maps = (self._map(at_x, False), self._map(at_grad, True))
+        elif self._boxes:
+            maps = (self._map(at_x, False),)
         strides = out.stride()
         if self._clusters is not None:
             to = (strides[0], strides[1], strides[-1], int(out.dtype is torch.float32))
-            self._clusters(self._device, self._grid, (at_grad, out.data_ptr(), *self._sizes, *to, *maps))
+            self._clusters(self._device, self._grid, (at_grad, out.data_ptr(), self._sizes, *to, *maps))
             return
         partial = x.new_empty_strided((self._slices * self._numel,), (1,), dtype=torch.float32)
-        args: tuple[int, ...] = (at_grad, partial.data_ptr(), *self._sizes, *maps)
+        args = (at_grad, partial.data_ptr(), self._sizes, *maps)
         self._wgrad(self._device, self._grid, args if self._boxes else (at_x, *args))
         reduce = self._reduce_float if self.casts and out.dtype is torch.float32 else self._reduce
         reduce(
@@ -196,8 +200,13 @@ class Prepared:
             (partial.data_ptr(), out.data_ptr(), self._slices, strides[0], strides[1], strides[-1]),
         )
 
-    def _map(self, address: int, g: bool) -> tuple[int, ...]:
-        """The tensor map of the input (or those of the output's gradient) at an address, 16 words each."""
+    @property
+    def _map_codes(self) -> str:
+        """The tensor maps among the kernel's parameters, where there are: the input's, the output's gradient's."""
+        return f"({'q' * 16})" + (f"({'q' * 16 * (self._boxes - 1)})" if self._boxes > 1 else "")
+
+    def _map(self, address: int, g: bool) -> Words:
+        """The tensor map of the input (or those of the output's gradient) at an address."""
         found = self._maps.get((address, g))
         if found is None:
             if len(self._maps) >= 256:  # allocations come back to the same addresses; 128 bytes each
@@ -239,15 +248,15 @@ def tensors(t: WarpgroupTiling, p: Problem, g: bool) -> tuple[Tensor5, ...]:
     )
 
 
-def tensor_maps(t: WarpgroupTiling, p: Problem, address: int, g: bool) -> tuple[int, ...]:
+def tensor_maps(t: WarpgroupTiling, p: Problem, address: int, g: bool) -> Words:
     """A ``CUtensorMap`` over each of a tiling's `tensors`, with its box, as 16 words each.
 
     float32 is rounded to TF32, to nearest even, on its way.
     """
-    return tuple(word for tensor in tensors(t, p, g) for word in _tensor_map(t, p, address, g, tensor))
+    return b"".join(_tensor_map(t, p, address, g, tensor) for tensor in tensors(t, p, g))
 
 
-def _tensor_map(t: WarpgroupTiling, p: Problem, address: int, g: bool, tensor: Tensor5) -> tuple[int, ...]:
+def _tensor_map(t: WarpgroupTiling, p: Problem, address: int, g: bool, tensor: Tensor5) -> Words:
     if g:
         span = t.g_width * t.element if t.channels_last else 0
         return encode(tensor, address, p.dtype, t.g_box, t.g_box_steps, span, rounded=True)
