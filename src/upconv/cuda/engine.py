@@ -84,6 +84,8 @@ class Prepared(Protocol):
     Where kernels differ by how a weight lies, those that the first weight does not want may be left out: then
     ``loaded`` is false, and ``load`` loads all.
 
+    With a true attribute ``packs`` it has ``run_packing(x, weight, bias, out)`` beside, which does both by one launch.
+
     It may have an attribute ``packing``: what `pack`'s result depends on beside the weight, hashable. Choices of equal
     packing share packed weights; without it only equal choices do.
     """
@@ -333,6 +335,7 @@ class Runner:
         self.strides = cpu.dense_strides(self.shape, self.format)
         self.prepared: Prepared = _prepare(plan, index, pass_)
         self.casts = getattr(self.prepared, "casts", False)
+        self.packs = getattr(self.prepared, "packs", False)
         packing = getattr(self.prepared, "packing", plan.selection(pass_).choice)
         self.packing = _packing((pass_, packing), p)
 
@@ -354,15 +357,17 @@ class Runner:
                 else:
                     rounded = bias
         try:
+            out = x.new_empty_strided(self.shape, self.strides)  # 0.5 us less than torch.empty_strided
             if keep:
                 packed, fresh = self.packed(weight, keep, rounded)
             else:  # as `packed` does, in fewer calls
                 if weight.is_neg():
                     weight = weight.resolve_neg()
-                prepared = self.prepared
+                prepared, fresh = self.prepared, not _capturing()
+                if self.packs and fresh and rounded is None:
+                    prepared.run_packing(x, weight, bias, out)  # type: ignore[attr-defined]
+                    return out
                 packed = prepared.pack(weight) if rounded is None else prepared.pack(weight, rounded)
-                fresh = not _capturing()
-            out = x.new_empty_strided(self.shape, self.strides)  # 0.5 us less than torch.empty_strided
             self.prepared.run(x, packed, bias, out, fresh)
         except torch.OutOfMemoryError:
             raise
@@ -569,10 +574,13 @@ def compile_all(
     units: dict[tuple[str, str], tuple[str, Plan, int, Pass]] = {}
     for (plan, index), pass_ in product(dict.fromkeys(wanted), passes):
         choice = plan.selection(pass_).choice
-        if choice is None or _loaded(plan, index, pass_):
+        if choice is None or _loaded(plan, index, pass_, training):
             continue
         assert plan.device.gpu is not None
-        for unit in choice.sources():
+        found = [*choice.sources()]
+        if training and getattr(choice, "packs", 0):
+            found.append(choice.packing_source())  # type: ignore[attr-defined]
+        for unit in found:
             units.setdefault((unit.source, plan.device.gpu.arch), (unit.label, plan, index, pass_))
     lines = []
     with ThreadPoolExecutor(threads) as pool:
@@ -589,18 +597,24 @@ def compile_all(
                 progress(label, done, len(jobs))
     for plan, index in wanted:
         if plan.choice is not None:
-            _runner(plan, index)
+            _load(_runner(plan, index), training)
         if training:
             loaded = _gradients(plan, index)
             _ = loaded.weight, loaded.bias
-            if loaded.input is not None and not _complete(loaded.input):
-                loaded.input.prepared.load()  # type: ignore[attr-defined]
+            _load(loaded.input, training)
     return sorted(lines)
 
 
-def _loaded(plan: Plan, index: int, pass_: Pass) -> bool:
+def _load(runner: Runner | None, training: bool) -> None:
+    """Loads what a runner's prepared kernels leave to their first use, if they do."""
+    load = getattr(None if runner is None else runner.prepared, "load" if training else "load_packed", None)
+    if load is not None:
+        load()
+
+
+def _loaded(plan: Plan, index: int, pass_: Pass, training: bool) -> bool:
     if pass_ == "fwd":
-        return index in plan.runners
+        return index in plan.runners and (not training or _complete(plan.runners[index]))
     found = plan.gradient_runners.get(index)
     if found is None or ("input" if pass_ == "grad-input" else "weight") not in vars(found):
         return False

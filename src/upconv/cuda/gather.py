@@ -48,6 +48,9 @@ _FILL_RUN = 240.0, 400.0  # clocks of each run of it beside: of a channel's; of 
 _MANY = 8  # tiles of a block, from which on the last one's tail is in the constants, fitted to such layers
 LAUNCH = 3.5e-6  # seconds
 SIZES = "i" * 11  # `Tiling.arguments`
+_MOST_PARTS = 3  # of the weights that a block packs
+_MOST_STREAMS = 64
+_current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0)
 _AHEAD = 4500.0  # clocks that the rings should look ahead
 _SPREAD = 1.2  # of tiles that store between others' results; asked only against phases as rows, fitted to hifigan alone
 # Of planes one by one with weights through a ring: it decides only where the model sees no difference to weights that
@@ -87,6 +90,20 @@ class Choice:
     """Whether the problem is another's `Problem.flat`."""
     general: bool = False
     """Whether its kernel serves every size of the input, beginnings of rows included."""
+
+    @cached_property
+    def packs(self) -> int:
+        """Blocks of a kernel that packs the weights itself; 0 where they are too many for that, or it cannot.
+
+        It spares a training step's host a launch and an allocator's look-up; but its blocks pack one part behind the
+        other, and all wait for the last one.
+        """
+        t, grid = self.tiling, self.grid
+        if not t.packs or self.general:
+            return 0
+        if grid == t.arguments(self.problem)[-1]:  # whose tiles leave multiprocessors idle: these pack too
+            grid = min(self.gpu.multiprocessors, max(grid, t.pack_blocks))
+        return grid if t.pack_blocks <= _MOST_PARTS * grid else 0
 
     @property
     def family(self) -> str:
@@ -138,6 +155,12 @@ class Choice:
             return (packed,)
         boxed = jit.source("gather.cu", t.macros(boxed=True, store_unit=unit))
         return packed, Unit(f"{label} unpacked", boxed, ("gather",))
+
+    def packing_source(self) -> Unit:
+        """Of a kernel that packs the weights itself."""
+        unit = 0 if self.general else store_unit(self.tiling, self.problem)
+        source = jit.source("gather.cu", self.tiling.macros(store_unit=unit, packs=True))
+        return Unit(f"gather {layer_text(self.problem)} packing", source, ("gather",))
 
     def prepare(self, device: int) -> Prepared:
         """Compiles (or finds) and loads the kernels for a CUDA device. Errors: those of ``jit.kernel``."""
@@ -256,6 +279,7 @@ class Prepared(BoxedPacks):
         self._grid = choice.grid
         self._sizes = as_run(SIZES, t.arguments(p))
         self._weight_maps: dict[int, Words] = {}
+        self._shape = p.weight_shape
         self.packing = (
             t.entries,
             t.chunk,
@@ -270,7 +294,8 @@ class Prepared(BoxedPacks):
             t.shuffle,
         )
         """What `pack`'s result depends on beside the weight."""
-        if self._boxed_unit is None:
+        self._choice, self._zeros = choice, dict[int, Tensor]()
+        if self._boxed_unit is None and not choice.packs:
             self.load()
         # Else what its first weight wants is loaded then: hardly a layer has weights of both kinds.
 
@@ -287,13 +312,14 @@ class Prepared(BoxedPacks):
     def load_packed(self) -> None:
         """The same for weights that are packed."""
         for name in self._launchers:
-            if name != "_run_boxed":
+            if name not in ("_run_boxed", "_run_packing"):
                 getattr(self, name)
 
     @property
     def _launchers(self) -> tuple[str, ...]:
         casting = ("_pack_float",) if self.casts else ()
-        return "_pack", "_run", *casting, *(("_run_boxed",) if self._boxed_unit is not None else ())
+        boxed = ("_run_boxed",) if self._boxed_unit is not None else ()
+        return "_pack", "_run", *casting, *boxed, *(("_run_packing",) if self._choice.packs else ())
 
     def _load_gather(self, unit: Unit, codes: str) -> Launcher:
         return self._load(unit, "gather", 512 if self._tiling.wgmma else 384, self._tiling.shared_bytes, codes)
@@ -314,6 +340,38 @@ class Prepared(BoxedPacks):
     def _run_boxed(self) -> Launcher:
         assert self._boxed_unit is not None
         return self._load_gather(self._boxed_unit, self._codes + f"({'q' * 16})")
+
+    @cached_property
+    def _run_packing(self) -> Launcher:
+        return self._load_gather(self._choice.packing_source(), self._codes + "PPii")
+
+    @property
+    def packs(self) -> bool:
+        """Whether `run_packing` is there."""
+        return self._choice.packs > 0
+
+    def run_packing(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+        """`pack` and `run` by one kernel, for ``weight`` as it is; not in a graph that is captured.
+
+        A float32 ``bias`` of a 16-bit problem is not rounded here.
+        """
+        address, at_out, at_weight = x.data_ptr(), out.data_ptr(), weight.data_ptr()
+        tap_step = 1
+        if not weight.is_contiguous():
+            tap_step = weight.shape[1] if self._lies_last(weight) and weight.shape == self._shape else 0
+        if not tap_step or at_out & 15 or (address & 15 and self._tiling.needs_alignment):
+            self.run(x, self.pack(weight), bias, out, True)
+            return
+        stream = _current_stream(self._device)
+        zeros = self._zeros.get(stream)
+        if zeros is None:  # each stream has its own: kernels of two may run at once
+            if len(self._zeros) >= _MOST_STREAMS:
+                self._zeros.clear()
+            zeros = self._zeros[stream] = torch.zeros(4, dtype=torch.int32, device=x.device)
+        packed = weight.new_empty_strided((self._words,), (1,), dtype=torch.int32)
+        pointers = (address, packed.data_ptr(), 0 if bias is None else bias.data_ptr(), at_out)
+        last = (at_weight, zeros.data_ptr(), tap_step, weight.dtype is torch.float32)
+        self._run_packing(self._device, self._choice.packs, (*pointers, self._tail(address), *last))
 
     def run(self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, fresh: bool = False) -> None:
         """Launches the kernel: ``x`` and ``out`` dense in the problem's layout, ``packed`` what `pack` returned.

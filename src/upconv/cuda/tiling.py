@@ -520,6 +520,12 @@ class Tiling:
         return self._pack_tiles * -(-self.problem.taps // self.pack_taps)
 
     @property
+    def packs(self) -> bool:
+        """Whether a kernel can pack the weights itself: its ring of weights has room for a block's tile of them."""
+        tile = 16 * (32 // self.element) * (self.pack_taps | 1) * self.element
+        return self.wgmma and not self.boxable and 16 + tile <= self.ring_fragments * self.wgs_m * FRAGMENT
+
+    @property
     def _pack_tiles(self) -> int:
         """Tiles of 16 rows of M and a step of K."""
         return self.problem.groups * self.cout_blocks * self.chunks * self.k_steps * self.wgs_m * 4
@@ -958,11 +964,12 @@ class Tiling:
 
     # --- the kernel's macros -----------------------------------------------------------------------------------------
 
-    def macros(self, boxed: bool = False, store_unit: int = 0) -> dict[str, int | float | str]:
+    def macros(self, boxed: bool = False, store_unit: int = 0, packs: bool = False) -> dict[str, int | float | str]:
         """The kernel's constants by macro name; see kernels/gather.cu.
 
         ``boxed``: its weights are not packed. ``store_unit``: bytes at multiples of which the result's rows begin and
-        end (`gather.store_unit`), an element's if never at more; 0 for a kernel that serves all.
+        end (`gather.store_unit`), an element's if never at more; 0 for a kernel that serves all. ``packs``: it packs
+        weights itself.
         """
         p = self.problem
         order = ("tf32", "ieee", "fp16", "bf16")
@@ -1008,6 +1015,8 @@ class Tiling:
             "COUT_G": self.cout_g,
             "TAPS": p.taps,
             "PACK_TAPS": self.pack_taps,
+            "PACK_PARTS": self.pack_blocks,
+            "PACKS": int(packs),
             "GRAD_INPUT": int(p.pass_ != "fwd"),
             "CK": self.chunk,
             "SUB_H": self.sub[0],

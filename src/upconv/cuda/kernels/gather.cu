@@ -179,6 +179,9 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const ELEMEN
 #if BOX
        , const __grid_constant__ TensorMaps maps
 #endif
+#if PACKS  // weights as they are, zeros, elements between taps, whether they are float32: `packed` is written first
+       , const void* weight, u32* counters, int tap_step, int single
+#endif
 ) {
   extern __shared__ __align__(1024) unsigned char memory[];
   const Sizes s = {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, tile_count};
@@ -224,7 +227,13 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const ELEMEN
 #endif
     }
 #endif
-#if WGMMA
+#if PACKS
+    if (warp == WEIGHTS_WARP) named_sync<10, CONSUMER_THREADS + 32>();
+    if (warp == WEIGHTS_WARP && (thread & 31) == 0) {
+      wait_for_weights(counters);
+      stream_weights(packed, s, base + RING_AT, full_w, empty_w);
+    }
+#elif WGMMA
     else if (warp == WEIGHTS_WARP && (thread & 31) == 0) {
 #if WEIGHTS_BOX
       stream_weights(maps.of[MAPS], s, base + RING_AT, full_w, empty_w);
@@ -237,6 +246,10 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const ELEMEN
     wait_for_results();                                 // of `pack`: the bias; nor is stored where `pack` may still read
 #if WGMMA
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(CONSUMER_REGISTERS));
+#endif
+#if PACKS
+    pack_weights(weight, (u32*)packed, tap_step, single, counters, memory + RING_AT, threadIdx.x - FIRST_CONSUMER * 128);
+    if (blockIdx.x >= s.tiles) return;                  // a block that packs alone
 #endif
     Fragments weights;
     weights.ring = base + RING_AT;

@@ -5,8 +5,9 @@
 __constant__ const short TAP_INDEX[] = TAP_INDICES;    // [variant, block, tap][SUBS]: the kernel's tap, -1 for none
 
 #if !WEIGHTS_BOX
-// A block packs 16 rows of M, those of a warp, for one step of K and PACK_TAPS taps. It brings their weights to shared
+// A part is 16 rows of M, those of a warp, for one step of K and PACK_TAPS taps. A block brings its weights to shared
 // memory in the order of memory, then writes its quarter of each of these taps' fragments as one piece, two at a time.
+// A kernel of their own does that, a part a block, or (PACKS) the consumers before they multiply.
 #define PACK_THREADS 256
 #define PACK_SPLITS ((TAPS + PACK_TAPS - 1) / PACK_TAPS)  // blocks that share the taps
 #define PACK_PITCH (PACK_TAPS | 1)                     // odd, so that a warp's rows and channels meet different banks
@@ -76,16 +77,17 @@ __device__ __forceinline__ void bring_shuffled(ELEMENT_TYPE* tile, const WEIGHT*
 }
 #endif
 
+#if PACKS
+#define PACK_SYNC() named_sync<9, CONSUMER_THREADS>()
+#else
+#define PACK_SYNC() __syncthreads()
+#endif
+
 // Weights are dense: contiguous, taps one element apart, or channels-last, `tap_step` elements.
 #if ELEMENT == 2
 template <class Weight>
-__device__ __forceinline__ void pack_weights(const Weight* __restrict__ weight, u32* __restrict__ packed, int tap_step) {
-#else
-extern "C" __global__ void __launch_bounds__(PACK_THREADS) pack(const ELEMENT_TYPE* __restrict__ weight, u32* __restrict__ packed, int tap_step) {
 #endif
-  __shared__ ELEMENT_TYPE tile[16 * PACK_K * PACK_PITCH];
-  let_dependent_begin();                                // `gather`
-  int thread = threadIdx.x, rest = blockIdx.x;
+__device__ __forceinline__ void pack_part(ELEMENT_TYPE* tile, const WEIGHT* __restrict__ weight, u32* __restrict__ packed, int tap_step, int rest, int thread) {
   int begin = rest % PACK_SPLITS * PACK_TAPS;  rest /= PACK_SPLITS;
   int warp = rest % 4;  rest /= 4;
   int wg = rest % WGS_M;  rest /= WGS_M;
@@ -101,7 +103,7 @@ extern "C" __global__ void __launch_bounds__(PACK_THREADS) pack(const ELEMENT_TY
   if (tap_step == 1) bring_weights<false>(tile, from + (inner * TAPS + begin), outer_left, inner_left, TAPS - begin, 1, thread);
   else bring_weights<true>(tile, from + (inner + begin * tap_step), outer_left, inner_left, TAPS - begin, tap_step, thread);
 #endif
-  __syncthreads();
+  PACK_SYNC();
   int sub = warp * 16 / ROWS_PER_SUB, entries = ENTRY[VARIANTS * (MB + 1) - 1];
   int word = thread % QUARTER, r = word & 3, lane = word >> 2;  // the thread's of a fragment: these rows and channels
   const ELEMENT_TYPE* own = tile + (((lane >> 2) + (r & 1) * 8) * PACK_K + (lane & 3) * (4 / ELEMENT) + (r >> 1) * (16 / ELEMENT)) * PACK_PITCH;
@@ -127,17 +129,68 @@ extern "C" __global__ void __launch_bounds__(PACK_THREADS) pack(const ELEMENT_TY
   }
 }
 
-#if ELEMENT == 2
-extern "C" __global__ void __launch_bounds__(PACK_THREADS) pack(const ELEMENT_TYPE* __restrict__ weight, u32* __restrict__ packed, int tap_step) {
-  pack_weights(weight, packed, tap_step);
+#if PACKS
+// Every block takes parts that nobody has taken, so that none waits for a block that does not run yet; then what is packed is
+// counted, and whoever reads it waits until all is. `counters` [taken, packed, left] are zeros, which the last to leave leaves.
+__device__ __forceinline__ void leave(u32* counters) {
+  __threadfence();
+  if (atomicAdd(counters + 2, 1) == 2 * gridDim.x - 1) counters[0] = counters[1] = counters[2] = 0;
 }
 
+// The consumers of a block, by `memory`: 16 bytes and a tile, which copies may overwrite when the warp that has these made has
+// met them (barrier 10).
+__device__ __forceinline__ void pack_weights(const void* weight, u32* packed, int tap_step, bool single, u32* counters, void* memory, int thread) {
+  u32* taken = (u32*)memory;
+  ELEMENT_TYPE* tile = (ELEMENT_TYPE*)(taken + 4);
+  int packs = 0;
+#pragma unroll 1
+  for (;; packs++) {
+    if (thread == 0) *taken = atomicAdd(counters, 1);
+    PACK_SYNC();                                        // all are done with the tile, too
+    u32 part = *taken;
+    if (part >= PACK_PARTS) break;
+#if ELEMENT == 2
+    if (single) pack_part(tile, (const float*)weight, packed, tap_step, part, thread);
+    else
+#endif
+    pack_part(tile, (const ELEMENT_TYPE*)weight, packed, tap_step, part, thread);
+    PACK_SYNC();                                        // all know the part
+  }
+  asm volatile("fence.proxy.async;\n" ::: "memory");    // what is written here is read by copies, and the tile overwritten
+  __threadfence();
+  PACK_SYNC();
+  named_arrive(10, CONSUMER_THREADS + 32);
+  if (thread == 0) {
+    if (packs) atomicAdd(counters + 1, packs);
+    leave(counters);
+  }
+}
+
+// One thread: until all weights are packed.
+__device__ __forceinline__ void wait_for_weights(u32* counters) {
+  u32 packed;
+  do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];\n" : "=r"(packed) : "l"(counters + 1) : "memory");
+  while (packed < PACK_PARTS);
+  asm volatile("fence.proxy.async;\n" ::: "memory");
+  leave(counters);
+}
+#else
+extern "C" __global__ void __launch_bounds__(PACK_THREADS) pack(const ELEMENT_TYPE* __restrict__ weight, u32* __restrict__ packed, int tap_step) {
+  __shared__ ELEMENT_TYPE tile[16 * PACK_K * PACK_PITCH];
+  let_dependent_begin();                                // `gather`
+  pack_part(tile, weight, packed, tap_step, blockIdx.x, threadIdx.x);
+}
+
+#if ELEMENT == 2
 // The same of float32 weights, and of a bias, if there is one, as autocast leaves them.
 extern "C" __global__ void __launch_bounds__(PACK_THREADS)
 pack_float(const float* __restrict__ weight, u32* __restrict__ packed, int tap_step, const float* __restrict__ bias, ELEMENT_TYPE* __restrict__ packed_bias) {
   if (bias && blockIdx.x == 0)
     for (int i = threadIdx.x; i < BIASES; i += PACK_THREADS) packed_bias[i] = as_element(bias[i]);
-  pack_weights(weight, packed, tap_step);
+  __shared__ ELEMENT_TYPE tile[16 * PACK_K * PACK_PITCH];
+  let_dependent_begin();
+  pack_part(tile, weight, packed, tap_step, blockIdx.x, threadIdx.x);
 }
+#endif
 #endif
 #endif
