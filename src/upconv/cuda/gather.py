@@ -48,7 +48,10 @@ _FILL_RUN = 240.0, 400.0  # clocks of each run of it beside: of a channel's; of 
 _MANY = 8  # tiles of a block, from which on the last one's tail is in the constants, fitted to such layers
 LAUNCH = 3.5e-6  # seconds
 SIZES = "i" * 11  # `Tiling.arguments`
-_MOST_PARTS = 3  # of the weights that a block packs
+# A kernel that packs the weights itself: parts of them that a block packs at most, and its longest time. (NOTES: the host
+# takes 16 us for two launches and 11 for one, in a training step twice that; the GPU 0 to 2 us more with a part a block, 3
+# to 4 with four, 5 with eight.)
+_MOST_PARTS, _LONGEST_PACKING = 4, 1e-4
 _MOST_STREAMS = 64
 _current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0)
 _AHEAD = 4500.0  # clocks that the rings should look ahead
@@ -99,7 +102,7 @@ class Choice:
         other, and all wait for the last one.
         """
         t, grid = self.tiling, self.grid
-        if not t.packs or self.general:
+        if not t.packs or self.general or self.seconds > _LONGEST_PACKING:
             return 0
         if grid == t.arguments(self.problem)[-1]:  # whose tiles leave multiprocessors idle: these pack too
             grid = min(self.gpu.multiprocessors, max(grid, t.pack_blocks))
@@ -343,7 +346,7 @@ class Prepared(BoxedPacks):
 
     @cached_property
     def _run_packing(self) -> Launcher:
-        return self._load_gather(self._choice.packing_source(), self._codes + "PPii")
+        return self._load_gather(self._choice.packing_source(), self._codes.replace("(", "PPii("))
 
     @property
     def packs(self) -> bool:
@@ -369,9 +372,9 @@ class Prepared(BoxedPacks):
                 self._zeros.clear()
             zeros = self._zeros[stream] = torch.zeros(4, dtype=torch.int32, device=x.device)
         packed = weight.new_empty_strided((self._words,), (1,), dtype=torch.int32)
-        pointers = (address, packed.data_ptr(), 0 if bias is None else bias.data_ptr(), at_out)
-        last = (at_weight, zeros.data_ptr(), tap_step, weight.dtype is torch.float32)
-        self._run_packing(self._device, self._choice.packs, (*pointers, self._tail(address), *last))
+        at, at_bias = packed.data_ptr(), 0 if bias is None else bias.data_ptr()
+        given = (at_weight, zeros.data_ptr(), tap_step, weight.dtype is torch.float32)
+        self._run_packing(self._device, self._choice.packs, (address, at, at_bias, at_out, *given, self._tail(address)))
 
     def run(self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, fresh: bool = False) -> None:
         """Launches the kernel: ``x`` and ``out`` dense in the problem's layout, ``packed`` what `pack` returned.

@@ -175,12 +175,12 @@ __device__ __forceinline__ void consume(const char* packed, const ELEMENT_TYPE* 
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 gather(const char* __restrict__ x, const char* __restrict__ packed, const ELEMENT_TYPE* __restrict__ bias, char* __restrict__ y,
+#if PACKS  // weights as they are, zeros, elements between taps, whether they are float32: `packed` is written first
+       const void* weight, u32* counters, int tap_step, int single,
+#endif
        int batch, int in_d, int in_h, int in_w, int out_d, int out_h, int out_w, int tiles_d, int tiles_h, int tiles_w, int tile_count
 #if BOX
        , const __grid_constant__ TensorMaps maps
-#endif
-#if PACKS  // weights as they are, zeros, elements between taps, whether they are float32: `packed` is written first
-       , const void* weight, u32* counters, int tap_step, int single
 #endif
 ) {
   extern __shared__ __align__(1024) unsigned char memory[];
