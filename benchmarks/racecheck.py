@@ -99,13 +99,16 @@ def tensor(shape: tuple[int, ...], p: Problem) -> torch.Tensor:
     return found.contiguous(memory_format=torch.channels_last) if p.layout == "channels_last" else found
 
 
-def run_gather(p: Problem, wanted: Callable[[Any], bool]) -> None:
-    """The first tiling of a kind."""
+def run_gather(p: Problem, wanted: Callable[[Any], bool], packing: bool = False) -> None:
+    """The first tiling of a kind. ``packing``: by the kernel that packs the weights itself."""
     tiling = next(t for _, _, t in gather.considered(p, gpu(0)) if wanted(t))
     prepared = gather.Choice(tiling, p, gpu(0), 0.0, "").prepare(0)
     shapes = (p.input_shape, p.output_shape) if p.pass_ == "fwd" else (p.output_shape, p.input_shape)
     x, out = (tensor(shape, p) for shape in shapes)
-    prepared.run(x, prepared.pack(tensor(p.weight_shape, p)), None, out)
+    if packing:
+        prepared.run_packing(x, tensor(p.weight_shape, p), None, out)
+    else:
+        prepared.run(x, prepared.pack(tensor(p.weight_shape, p)), None, out)
 
 
 def run_sweep(p: Problem, wanted: Callable[[sweep.Sweep], bool]) -> None:
@@ -148,6 +151,14 @@ CASES: dict[str, tuple[str, Callable[[], None]]] = {
     "forward": (
         "gather",
         lambda: run_gather(problem(STRIDED, "tf32", "nchw", "fwd"), lambda t: t.wgmma),
+    ),
+    "forward-packing": (
+        "gather",
+        lambda: run_gather(problem(STRIDED, "tf32", "nchw", "fwd"), lambda t: t.packs and t.resident, True),
+    ),
+    "forward-packing-16": (
+        "gather",
+        lambda: run_gather(problem(STRIDED, "bf16", "nchw", "fwd"), lambda t: t.packs and not t.resident, True),
     ),
     "forward-shuffled": (
         "gather",

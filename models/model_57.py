@@ -372,7 +372,7 @@ __device__ __forceinline__ int chunks_of(int variant) { return entries_of(varian
 // [variant, block, tap][SUBS]: the kernel's tap, -1 for none
 __constant__ const short TAP_INDEX[] = {8,7,6,5,4,3,2,1,0};
 
-// A block packs 16 rows of M, those of a warp, for one step of K and PACK_TAPS taps. It brings their weights to shared
+// A part is 16 rows of M, those of a warp, for one step of K and PACK_TAPS taps. A block brings its weights to shared
 // memory in the order of memory, then writes its quarter of each of these taps' fragments as one piece, two at a time.
 constexpr int PACK_THREADS = 256;
 constexpr int PACK_SPLITS = (TAPS + PACK_TAPS - 1) / PACK_TAPS;  // blocks that share the taps
@@ -404,12 +404,11 @@ __device__ __forceinline__ void bring_weights(float* tile, const float* __restri
   }
 }
 
+#define PACK_SYNC() __syncthreads()
+
 // Weights are dense: contiguous, taps one element apart, or channels-last, `tap_step` elements.
-__global__ void __launch_bounds__(PACK_THREADS) pack(const float* __restrict__ weight, u32* __restrict__ packed,
-    int tap_step) {
-  __shared__ float tile[16 * PACK_K * PACK_PITCH];
-  let_dependent_begin();                                // `gather`
-  int thread = threadIdx.x, rest = blockIdx.x;
+__device__ __forceinline__ void pack_part(float* tile, const float* __restrict__ weight, u32* __restrict__ packed,
+    int tap_step, int rest, int thread) {
   int begin = rest % PACK_SPLITS * PACK_TAPS;  rest /= PACK_SPLITS;
   int warp = rest % 4;  rest /= 4;
   int wg = rest % WGS_M;  rest /= WGS_M;
@@ -424,7 +423,7 @@ __global__ void __launch_bounds__(PACK_THREADS) pack(const float* __restrict__ w
     bring_weights<false>(tile, from + (inner * TAPS + begin), outer_left, inner_left, TAPS - begin, 1, thread);
   else bring_weights<true>(tile, from + (inner + begin * tap_step), outer_left, inner_left, TAPS - begin, tap_step,
       thread);
-  __syncthreads();
+  PACK_SYNC();
   int sub = warp * 16 / ROWS_PER_SUB, entries = ENTRY[VARIANTS * (MB + 1) - 1];
   int word = thread % QUARTER, r = word & 3, lane = word >> 2;  // the thread's of a fragment: these rows and channels
   const float* own = tile
@@ -444,6 +443,13 @@ __global__ void __launch_bounds__(PACK_THREADS) pack(const float* __restrict__ w
       *to = high;
     }
   }
+}
+
+__global__ void __launch_bounds__(PACK_THREADS) pack(const float* __restrict__ weight, u32* __restrict__ packed,
+    int tap_step) {
+  __shared__ float tile[16 * PACK_K * PACK_PITCH];
+  let_dependent_begin();                                // `gather`
+  pack_part(tile, weight, packed, tap_step, blockIdx.x, threadIdx.x);
 }
 
 // =====================================================================================================================
@@ -1144,6 +1150,7 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 #undef CHUNKS_OF
 #undef FIRST_TILE
 #undef NEXT_TILE
+#undef PACK_SYNC
 #undef FRAGMENTS
 #undef STAGE_FRAGMENTS
 #undef RUN_FIRST
@@ -1462,7 +1469,7 @@ __device__ __forceinline__ int chunks_of(int variant) { return entries_of(varian
 // [variant, block, tap][SUBS]: the kernel's tap, -1 for none
 __constant__ const short TAP_INDEX[] = {8,7,6,5,4,3,2,1,0};
 
-// A block packs 16 rows of M, those of a warp, for one step of K and PACK_TAPS taps. It brings their weights to shared
+// A part is 16 rows of M, those of a warp, for one step of K and PACK_TAPS taps. A block brings its weights to shared
 // memory in the order of memory, then writes its quarter of each of these taps' fragments as one piece, two at a time.
 constexpr int PACK_THREADS = 256;
 constexpr int PACK_SPLITS = (TAPS + PACK_TAPS - 1) / PACK_TAPS;  // blocks that share the taps
@@ -1495,12 +1502,11 @@ __device__ __forceinline__ void bring_weights(float* tile, const float* __restri
   }
 }
 
+#define PACK_SYNC() __syncthreads()
+
 // Weights are dense: contiguous, taps one element apart, or channels-last, `tap_step` elements.
-__global__ void __launch_bounds__(PACK_THREADS) pack(const float* __restrict__ weight, u32* __restrict__ packed,
-    int tap_step) {
-  __shared__ float tile[16 * PACK_K * PACK_PITCH];
-  let_dependent_begin();                                // `gather`
-  int thread = threadIdx.x, rest = blockIdx.x;
+__device__ __forceinline__ void pack_part(float* tile, const float* __restrict__ weight, u32* __restrict__ packed,
+    int tap_step, int rest, int thread) {
   int begin = rest % PACK_SPLITS * PACK_TAPS;  rest /= PACK_SPLITS;
   int warp = rest % 4;  rest /= 4;
   int wg = rest % WGS_M;  rest /= WGS_M;
@@ -1515,7 +1521,7 @@ __global__ void __launch_bounds__(PACK_THREADS) pack(const float* __restrict__ w
     bring_weights<false>(tile, from + (inner * TAPS + begin), outer_left, inner_left, TAPS - begin, 1, thread);
   else bring_weights<true>(tile, from + (inner + begin * tap_step), outer_left, inner_left, TAPS - begin, tap_step,
       thread);
-  __syncthreads();
+  PACK_SYNC();
   int sub = warp * 16 / ROWS_PER_SUB, entries = ENTRY[VARIANTS * (MB + 1) - 1];
   int word = thread % QUARTER, r = word & 3, lane = word >> 2;  // the thread's of a fragment: these rows and channels
   const float* own = tile
@@ -1535,6 +1541,13 @@ __global__ void __launch_bounds__(PACK_THREADS) pack(const float* __restrict__ w
       *to = high;
     }
   }
+}
+
+__global__ void __launch_bounds__(PACK_THREADS) pack(const float* __restrict__ weight, u32* __restrict__ packed,
+    int tap_step) {
+  __shared__ float tile[16 * PACK_K * PACK_PITCH];
+  let_dependent_begin();                                // `gather`
+  pack_part(tile, weight, packed, tap_step, blockIdx.x, threadIdx.x);
 }
 
 // =====================================================================================================================
@@ -2270,6 +2283,7 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 #undef CHUNKS_OF
 #undef FIRST_TILE
 #undef NEXT_TILE
+#undef PACK_SYNC
 #undef FRAGMENTS
 #undef STAGE_FRAGMENTS
 #undef RUN_FIRST
@@ -2588,7 +2602,7 @@ __device__ __forceinline__ int chunks_of(int variant) { return entries_of(varian
 // [variant, block, tap][SUBS]: the kernel's tap, -1 for none
 __constant__ const short TAP_INDEX[] = {0,1,2,3,4,5,6,7,8};
 
-// A block packs 16 rows of M, those of a warp, for one step of K and PACK_TAPS taps. It brings their weights to shared
+// A part is 16 rows of M, those of a warp, for one step of K and PACK_TAPS taps. A block brings its weights to shared
 // memory in the order of memory, then writes its quarter of each of these taps' fragments as one piece, two at a time.
 constexpr int PACK_THREADS = 256;
 constexpr int PACK_SPLITS = (TAPS + PACK_TAPS - 1) / PACK_TAPS;  // blocks that share the taps
@@ -2621,12 +2635,11 @@ __device__ __forceinline__ void bring_weights(float* tile, const float* __restri
   }
 }
 
+#define PACK_SYNC() __syncthreads()
+
 // Weights are dense: contiguous, taps one element apart, or channels-last, `tap_step` elements.
-__global__ void __launch_bounds__(PACK_THREADS) pack(const float* __restrict__ weight, u32* __restrict__ packed,
-    int tap_step) {
-  __shared__ float tile[16 * PACK_K * PACK_PITCH];
-  let_dependent_begin();                                // `gather`
-  int thread = threadIdx.x, rest = blockIdx.x;
+__device__ __forceinline__ void pack_part(float* tile, const float* __restrict__ weight, u32* __restrict__ packed,
+    int tap_step, int rest, int thread) {
   int begin = rest % PACK_SPLITS * PACK_TAPS;  rest /= PACK_SPLITS;
   int warp = rest % 4;  rest /= 4;
   int wg = rest % WGS_M;  rest /= WGS_M;
@@ -2641,7 +2654,7 @@ __global__ void __launch_bounds__(PACK_THREADS) pack(const float* __restrict__ w
     bring_weights<false>(tile, from + (inner * TAPS + begin), outer_left, inner_left, TAPS - begin, 1, thread);
   else bring_weights<true>(tile, from + (inner + begin * tap_step), outer_left, inner_left, TAPS - begin, tap_step,
       thread);
-  __syncthreads();
+  PACK_SYNC();
   int sub = warp * 16 / ROWS_PER_SUB, entries = ENTRY[VARIANTS * (MB + 1) - 1];
   int word = thread % QUARTER, r = word & 3, lane = word >> 2;  // the thread's of a fragment: these rows and channels
   const float* own = tile
@@ -2661,6 +2674,13 @@ __global__ void __launch_bounds__(PACK_THREADS) pack(const float* __restrict__ w
       *to = high;
     }
   }
+}
+
+__global__ void __launch_bounds__(PACK_THREADS) pack(const float* __restrict__ weight, u32* __restrict__ packed,
+    int tap_step) {
+  __shared__ float tile[16 * PACK_K * PACK_PITCH];
+  let_dependent_begin();                                // `gather`
+  pack_part(tile, weight, packed, tap_step, blockIdx.x, threadIdx.x);
 }
 
 // =====================================================================================================================
@@ -3396,6 +3416,7 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 #undef CHUNKS_OF
 #undef FIRST_TILE
 #undef NEXT_TILE
+#undef PACK_SYNC
 #undef FRAGMENTS
 #undef STAGE_FRAGMENTS
 #undef RUN_FIRST

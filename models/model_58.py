@@ -395,7 +395,7 @@ __constant__ const short TAP_INDEX[] = {
     -1, 8, -1, 7, -1, 6, -1, 5, -1, 4, -1, 3, -1, 2, -1, 1, -1, 0
 };
 
-// A block packs 16 rows of M, those of a warp, for one step of K and PACK_TAPS taps. It brings their weights to shared
+// A part is 16 rows of M, those of a warp, for one step of K and PACK_TAPS taps. A block brings its weights to shared
 // memory in the order of memory, then writes its quarter of each of these taps' fragments as one piece, two at a time.
 constexpr int PACK_THREADS = 256;
 constexpr int PACK_SPLITS = (TAPS + PACK_TAPS - 1) / PACK_TAPS;  // blocks that share the taps
@@ -428,12 +428,11 @@ __device__ __forceinline__ void bring_weights(float* tile, const float* __restri
   }
 }
 
+#define PACK_SYNC() __syncthreads()
+
 // Weights are dense: contiguous, taps one element apart, or channels-last, `tap_step` elements.
-__global__ void __launch_bounds__(PACK_THREADS) pack(const float* __restrict__ weight, u32* __restrict__ packed,
-    int tap_step) {
-  __shared__ float tile[16 * PACK_K * PACK_PITCH];
-  let_dependent_begin();                                // `gather`
-  int thread = threadIdx.x, rest = blockIdx.x;
+__device__ __forceinline__ void pack_part(float* tile, const float* __restrict__ weight, u32* __restrict__ packed,
+    int tap_step, int rest, int thread) {
   int begin = rest % PACK_SPLITS * PACK_TAPS;  rest /= PACK_SPLITS;
   int warp = rest % 4;  rest /= 4;
   int wg = rest % WGS_M;  rest /= WGS_M;
@@ -448,7 +447,7 @@ __global__ void __launch_bounds__(PACK_THREADS) pack(const float* __restrict__ w
     bring_weights<false>(tile, from + (inner * TAPS + begin), outer_left, inner_left, TAPS - begin, 1, thread);
   else bring_weights<true>(tile, from + (inner + begin * tap_step), outer_left, inner_left, TAPS - begin, tap_step,
       thread);
-  __syncthreads();
+  PACK_SYNC();
   int sub = warp * 16 / ROWS_PER_SUB, entries = ENTRY[VARIANTS * (MB + 1) - 1];
   int word = thread % QUARTER, r = word & 3, lane = word >> 2;  // the thread's of a fragment: these rows and channels
   const float* own = tile
@@ -468,6 +467,13 @@ __global__ void __launch_bounds__(PACK_THREADS) pack(const float* __restrict__ w
       *to = high;
     }
   }
+}
+
+__global__ void __launch_bounds__(PACK_THREADS) pack(const float* __restrict__ weight, u32* __restrict__ packed,
+    int tap_step) {
+  __shared__ float tile[16 * PACK_K * PACK_PITCH];
+  let_dependent_begin();                                // `gather`
+  pack_part(tile, weight, packed, tap_step, blockIdx.x, threadIdx.x);
 }
 
 // =====================================================================================================================
@@ -1152,6 +1158,7 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 #undef CHUNKS_OF
 #undef FIRST_TILE
 #undef NEXT_TILE
+#undef PACK_SYNC
 #undef FRAGMENTS
 #undef STAGE_FRAGMENTS
 #undef RUN_FIRST
@@ -1489,7 +1496,7 @@ __constant__ const short TAP_INDEX[] = {
     -1, 8, -1, 7, -1, 6, -1, 5, -1, 4, -1, 3, -1, 2, -1, 1, -1, 0
 };
 
-// A block packs 16 rows of M, those of a warp, for one step of K and PACK_TAPS taps. It brings their weights to shared
+// A part is 16 rows of M, those of a warp, for one step of K and PACK_TAPS taps. A block brings its weights to shared
 // memory in the order of memory, then writes its quarter of each of these taps' fragments as one piece, two at a time.
 constexpr int PACK_THREADS = 256;
 constexpr int PACK_SPLITS = (TAPS + PACK_TAPS - 1) / PACK_TAPS;  // blocks that share the taps
@@ -1522,12 +1529,11 @@ __device__ __forceinline__ void bring_weights(float* tile, const float* __restri
   }
 }
 
+#define PACK_SYNC() __syncthreads()
+
 // Weights are dense: contiguous, taps one element apart, or channels-last, `tap_step` elements.
-__global__ void __launch_bounds__(PACK_THREADS) pack(const float* __restrict__ weight, u32* __restrict__ packed,
-    int tap_step) {
-  __shared__ float tile[16 * PACK_K * PACK_PITCH];
-  let_dependent_begin();                                // `gather`
-  int thread = threadIdx.x, rest = blockIdx.x;
+__device__ __forceinline__ void pack_part(float* tile, const float* __restrict__ weight, u32* __restrict__ packed,
+    int tap_step, int rest, int thread) {
   int begin = rest % PACK_SPLITS * PACK_TAPS;  rest /= PACK_SPLITS;
   int warp = rest % 4;  rest /= 4;
   int wg = rest % WGS_M;  rest /= WGS_M;
@@ -1542,7 +1548,7 @@ __global__ void __launch_bounds__(PACK_THREADS) pack(const float* __restrict__ w
     bring_weights<false>(tile, from + (inner * TAPS + begin), outer_left, inner_left, TAPS - begin, 1, thread);
   else bring_weights<true>(tile, from + (inner + begin * tap_step), outer_left, inner_left, TAPS - begin, tap_step,
       thread);
-  __syncthreads();
+  PACK_SYNC();
   int sub = warp * 16 / ROWS_PER_SUB, entries = ENTRY[VARIANTS * (MB + 1) - 1];
   int word = thread % QUARTER, r = word & 3, lane = word >> 2;  // the thread's of a fragment: these rows and channels
   const float* own = tile
@@ -1562,6 +1568,13 @@ __global__ void __launch_bounds__(PACK_THREADS) pack(const float* __restrict__ w
       *to = high;
     }
   }
+}
+
+__global__ void __launch_bounds__(PACK_THREADS) pack(const float* __restrict__ weight, u32* __restrict__ packed,
+    int tap_step) {
+  __shared__ float tile[16 * PACK_K * PACK_PITCH];
+  let_dependent_begin();                                // `gather`
+  pack_part(tile, weight, packed, tap_step, blockIdx.x, threadIdx.x);
 }
 
 // =====================================================================================================================
@@ -2298,6 +2311,7 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 #undef CHUNKS_OF
 #undef FIRST_TILE
 #undef NEXT_TILE
+#undef PACK_SYNC
 #undef FRAGMENTS
 #undef STAGE_FRAGMENTS
 #undef RUN_FIRST
@@ -2634,7 +2648,7 @@ __constant__ const short TAP_INDEX[] = {
     104, 97, -1, 98, -1, 99, -1, 100, -1, 101, -1, 102, -1, 103, -1, 104
 };
 
-// A block packs 16 rows of M, those of a warp, for one step of K and PACK_TAPS taps. It brings their weights to shared
+// A part is 16 rows of M, those of a warp, for one step of K and PACK_TAPS taps. A block brings its weights to shared
 // memory in the order of memory, then writes its quarter of each of these taps' fragments as one piece, two at a time.
 constexpr int PACK_THREADS = 256;
 constexpr int PACK_SPLITS = (TAPS + PACK_TAPS - 1) / PACK_TAPS;  // blocks that share the taps
@@ -2667,12 +2681,11 @@ __device__ __forceinline__ void bring_weights(float* tile, const float* __restri
   }
 }
 
+#define PACK_SYNC() __syncthreads()
+
 // Weights are dense: contiguous, taps one element apart, or channels-last, `tap_step` elements.
-__global__ void __launch_bounds__(PACK_THREADS) pack(const float* __restrict__ weight, u32* __restrict__ packed,
-    int tap_step) {
-  __shared__ float tile[16 * PACK_K * PACK_PITCH];
-  let_dependent_begin();                                // `gather`
-  int thread = threadIdx.x, rest = blockIdx.x;
+__device__ __forceinline__ void pack_part(float* tile, const float* __restrict__ weight, u32* __restrict__ packed,
+    int tap_step, int rest, int thread) {
   int begin = rest % PACK_SPLITS * PACK_TAPS;  rest /= PACK_SPLITS;
   int warp = rest % 4;  rest /= 4;
   int wg = rest % WGS_M;  rest /= WGS_M;
@@ -2687,7 +2700,7 @@ __global__ void __launch_bounds__(PACK_THREADS) pack(const float* __restrict__ w
     bring_weights<false>(tile, from + (inner * TAPS + begin), outer_left, inner_left, TAPS - begin, 1, thread);
   else bring_weights<true>(tile, from + (inner + begin * tap_step), outer_left, inner_left, TAPS - begin, tap_step,
       thread);
-  __syncthreads();
+  PACK_SYNC();
   int sub = warp * 16 / ROWS_PER_SUB, entries = ENTRY[VARIANTS * (MB + 1) - 1];
   int word = thread % QUARTER, r = word & 3, lane = word >> 2;  // the thread's of a fragment: these rows and channels
   const float* own = tile
@@ -2707,6 +2720,13 @@ __global__ void __launch_bounds__(PACK_THREADS) pack(const float* __restrict__ w
       *to = high;
     }
   }
+}
+
+__global__ void __launch_bounds__(PACK_THREADS) pack(const float* __restrict__ weight, u32* __restrict__ packed,
+    int tap_step) {
+  __shared__ float tile[16 * PACK_K * PACK_PITCH];
+  let_dependent_begin();                                // `gather`
+  pack_part(tile, weight, packed, tap_step, blockIdx.x, threadIdx.x);
 }
 
 // =====================================================================================================================
@@ -3443,6 +3463,7 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 #undef CHUNKS_OF
 #undef FIRST_TILE
 #undef NEXT_TILE
+#undef PACK_SYNC
 #undef FRAGMENTS
 #undef STAGE_FRAGMENTS
 #undef RUN_FIRST

@@ -364,7 +364,7 @@ __device__ __forceinline__ int chunks_of(int variant) { return entries_of(varian
 // [variant, block, tap][SUBS]: the kernel's tap, -1 for none
 __constant__ const short TAP_INDEX[] = {26,25,24,23,22,21,20,19,18,17,16,15,14,13,12,11,10,9,8,7,6,5,4,3,2,1,0};
 
-// A block packs 16 rows of M, those of a warp, for one step of K and PACK_TAPS taps. It brings their weights to shared
+// A part is 16 rows of M, those of a warp, for one step of K and PACK_TAPS taps. A block brings its weights to shared
 // memory in the order of memory, then writes its quarter of each of these taps' fragments as one piece, two at a time.
 constexpr int PACK_THREADS = 256;
 constexpr int PACK_SPLITS = (TAPS + PACK_TAPS - 1) / PACK_TAPS;  // blocks that share the taps
@@ -396,12 +396,11 @@ __device__ __forceinline__ void bring_weights(float* tile, const float* __restri
   }
 }
 
+#define PACK_SYNC() __syncthreads()
+
 // Weights are dense: contiguous, taps one element apart, or channels-last, `tap_step` elements.
-__global__ void __launch_bounds__(PACK_THREADS) pack(const float* __restrict__ weight, u32* __restrict__ packed,
-    int tap_step) {
-  __shared__ float tile[16 * PACK_K * PACK_PITCH];
-  let_dependent_begin();                                // `gather`
-  int thread = threadIdx.x, rest = blockIdx.x;
+__device__ __forceinline__ void pack_part(float* tile, const float* __restrict__ weight, u32* __restrict__ packed,
+    int tap_step, int rest, int thread) {
   int begin = rest % PACK_SPLITS * PACK_TAPS;  rest /= PACK_SPLITS;
   int warp = rest % 4;  rest /= 4;
   int wg = rest % WGS_M;  rest /= WGS_M;
@@ -416,7 +415,7 @@ __global__ void __launch_bounds__(PACK_THREADS) pack(const float* __restrict__ w
     bring_weights<false>(tile, from + (inner * TAPS + begin), outer_left, inner_left, TAPS - begin, 1, thread);
   else bring_weights<true>(tile, from + (inner + begin * tap_step), outer_left, inner_left, TAPS - begin, tap_step,
       thread);
-  __syncthreads();
+  PACK_SYNC();
   int sub = warp * 16 / ROWS_PER_SUB, entries = ENTRY[VARIANTS * (MB + 1) - 1];
   int word = thread % QUARTER, r = word & 3, lane = word >> 2;  // the thread's of a fragment: these rows and channels
   const float* own = tile
@@ -436,6 +435,13 @@ __global__ void __launch_bounds__(PACK_THREADS) pack(const float* __restrict__ w
       *to = high;
     }
   }
+}
+
+__global__ void __launch_bounds__(PACK_THREADS) pack(const float* __restrict__ weight, u32* __restrict__ packed,
+    int tap_step) {
+  __shared__ float tile[16 * PACK_K * PACK_PITCH];
+  let_dependent_begin();                                // `gather`
+  pack_part(tile, weight, packed, tap_step, blockIdx.x, threadIdx.x);
 }
 
 // =====================================================================================================================
@@ -1130,6 +1136,7 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 #undef CHUNKS_OF
 #undef FIRST_TILE
 #undef NEXT_TILE
+#undef PACK_SYNC
 #undef FRAGMENTS
 #undef STAGE_FRAGMENTS
 #undef RUN_FIRST
@@ -1442,7 +1449,7 @@ __device__ __forceinline__ int chunks_of(int variant) { return entries_of(varian
 // [variant, block, tap][SUBS]: the kernel's tap, -1 for none
 __constant__ const short TAP_INDEX[] = {26,25,24,23,22,21,20,19,18,17,16,15,14,13,12,11,10,9,8,7,6,5,4,3,2,1,0};
 
-// A block packs 16 rows of M, those of a warp, for one step of K and PACK_TAPS taps. It brings their weights to shared
+// A part is 16 rows of M, those of a warp, for one step of K and PACK_TAPS taps. A block brings its weights to shared
 // memory in the order of memory, then writes its quarter of each of these taps' fragments as one piece, two at a time.
 constexpr int PACK_THREADS = 256;
 constexpr int PACK_SPLITS = (TAPS + PACK_TAPS - 1) / PACK_TAPS;  // blocks that share the taps
@@ -1474,12 +1481,11 @@ __device__ __forceinline__ void bring_weights(float* tile, const float* __restri
   }
 }
 
+#define PACK_SYNC() __syncthreads()
+
 // Weights are dense: contiguous, taps one element apart, or channels-last, `tap_step` elements.
-__global__ void __launch_bounds__(PACK_THREADS) pack(const float* __restrict__ weight, u32* __restrict__ packed,
-    int tap_step) {
-  __shared__ float tile[16 * PACK_K * PACK_PITCH];
-  let_dependent_begin();                                // `gather`
-  int thread = threadIdx.x, rest = blockIdx.x;
+__device__ __forceinline__ void pack_part(float* tile, const float* __restrict__ weight, u32* __restrict__ packed,
+    int tap_step, int rest, int thread) {
   int begin = rest % PACK_SPLITS * PACK_TAPS;  rest /= PACK_SPLITS;
   int warp = rest % 4;  rest /= 4;
   int wg = rest % WGS_M;  rest /= WGS_M;
@@ -1494,7 +1500,7 @@ __global__ void __launch_bounds__(PACK_THREADS) pack(const float* __restrict__ w
     bring_weights<false>(tile, from + (inner * TAPS + begin), outer_left, inner_left, TAPS - begin, 1, thread);
   else bring_weights<true>(tile, from + (inner + begin * tap_step), outer_left, inner_left, TAPS - begin, tap_step,
       thread);
-  __syncthreads();
+  PACK_SYNC();
   int sub = warp * 16 / ROWS_PER_SUB, entries = ENTRY[VARIANTS * (MB + 1) - 1];
   int word = thread % QUARTER, r = word & 3, lane = word >> 2;  // the thread's of a fragment: these rows and channels
   const float* own = tile
@@ -1514,6 +1520,13 @@ __global__ void __launch_bounds__(PACK_THREADS) pack(const float* __restrict__ w
       *to = high;
     }
   }
+}
+
+__global__ void __launch_bounds__(PACK_THREADS) pack(const float* __restrict__ weight, u32* __restrict__ packed,
+    int tap_step) {
+  __shared__ float tile[16 * PACK_K * PACK_PITCH];
+  let_dependent_begin();                                // `gather`
+  pack_part(tile, weight, packed, tap_step, blockIdx.x, threadIdx.x);
 }
 
 // =====================================================================================================================
@@ -2260,6 +2273,7 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 #undef CHUNKS_OF
 #undef FIRST_TILE
 #undef NEXT_TILE
+#undef PACK_SYNC
 #undef FRAGMENTS
 #undef STAGE_FRAGMENTS
 #undef RUN_FIRST
@@ -2572,7 +2586,7 @@ __device__ __forceinline__ int chunks_of(int variant) { return entries_of(varian
 // [variant, block, tap][SUBS]: the kernel's tap, -1 for none
 __constant__ const short TAP_INDEX[] = {0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,20,21,22,23,24,25,26};
 
-// A block packs 16 rows of M, those of a warp, for one step of K and PACK_TAPS taps. It brings their weights to shared
+// A part is 16 rows of M, those of a warp, for one step of K and PACK_TAPS taps. A block brings its weights to shared
 // memory in the order of memory, then writes its quarter of each of these taps' fragments as one piece, two at a time.
 constexpr int PACK_THREADS = 256;
 constexpr int PACK_SPLITS = (TAPS + PACK_TAPS - 1) / PACK_TAPS;  // blocks that share the taps
@@ -2604,12 +2618,11 @@ __device__ __forceinline__ void bring_weights(float* tile, const float* __restri
   }
 }
 
+#define PACK_SYNC() __syncthreads()
+
 // Weights are dense: contiguous, taps one element apart, or channels-last, `tap_step` elements.
-__global__ void __launch_bounds__(PACK_THREADS) pack(const float* __restrict__ weight, u32* __restrict__ packed,
-    int tap_step) {
-  __shared__ float tile[16 * PACK_K * PACK_PITCH];
-  let_dependent_begin();                                // `gather`
-  int thread = threadIdx.x, rest = blockIdx.x;
+__device__ __forceinline__ void pack_part(float* tile, const float* __restrict__ weight, u32* __restrict__ packed,
+    int tap_step, int rest, int thread) {
   int begin = rest % PACK_SPLITS * PACK_TAPS;  rest /= PACK_SPLITS;
   int warp = rest % 4;  rest /= 4;
   int wg = rest % WGS_M;  rest /= WGS_M;
@@ -2624,7 +2637,7 @@ __global__ void __launch_bounds__(PACK_THREADS) pack(const float* __restrict__ w
     bring_weights<false>(tile, from + (inner * TAPS + begin), outer_left, inner_left, TAPS - begin, 1, thread);
   else bring_weights<true>(tile, from + (inner + begin * tap_step), outer_left, inner_left, TAPS - begin, tap_step,
       thread);
-  __syncthreads();
+  PACK_SYNC();
   int sub = warp * 16 / ROWS_PER_SUB, entries = ENTRY[VARIANTS * (MB + 1) - 1];
   int word = thread % QUARTER, r = word & 3, lane = word >> 2;  // the thread's of a fragment: these rows and channels
   const float* own = tile
@@ -2644,6 +2657,13 @@ __global__ void __launch_bounds__(PACK_THREADS) pack(const float* __restrict__ w
       *to = high;
     }
   }
+}
+
+__global__ void __launch_bounds__(PACK_THREADS) pack(const float* __restrict__ weight, u32* __restrict__ packed,
+    int tap_step) {
+  __shared__ float tile[16 * PACK_K * PACK_PITCH];
+  let_dependent_begin();                                // `gather`
+  pack_part(tile, weight, packed, tap_step, blockIdx.x, threadIdx.x);
 }
 
 // =====================================================================================================================
@@ -3390,6 +3410,7 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 #undef CHUNKS_OF
 #undef FIRST_TILE
 #undef NEXT_TILE
+#undef PACK_SYNC
 #undef FRAGMENTS
 #undef STAGE_FRAGMENTS
 #undef RUN_FIRST

@@ -375,7 +375,7 @@ __device__ __forceinline__ int chunks_of(int variant) { return entries_of(varian
 
 __constant__ const short TAP_INDEX[] = {4,3,2,1,0};  // [variant, block, tap][SUBS]: the kernel's tap, -1 for none
 
-// A block packs 16 rows of M, those of a warp, for one step of K and PACK_TAPS taps. It brings their weights to shared
+// A part is 16 rows of M, those of a warp, for one step of K and PACK_TAPS taps. A block brings its weights to shared
 // memory in the order of memory, then writes its quarter of each of these taps' fragments as one piece, two at a time.
 constexpr int PACK_THREADS = 256;
 constexpr int PACK_SPLITS = (TAPS + PACK_TAPS - 1) / PACK_TAPS;  // blocks that share the taps
@@ -407,12 +407,11 @@ __device__ __forceinline__ void bring_weights(float* tile, const float* __restri
   }
 }
 
+#define PACK_SYNC() __syncthreads()
+
 // Weights are dense: contiguous, taps one element apart, or channels-last, `tap_step` elements.
-__global__ void __launch_bounds__(PACK_THREADS) pack(const float* __restrict__ weight, u32* __restrict__ packed,
-    int tap_step) {
-  __shared__ float tile[16 * PACK_K * PACK_PITCH];
-  let_dependent_begin();                                // `gather`
-  int thread = threadIdx.x, rest = blockIdx.x;
+__device__ __forceinline__ void pack_part(float* tile, const float* __restrict__ weight, u32* __restrict__ packed,
+    int tap_step, int rest, int thread) {
   int begin = rest % PACK_SPLITS * PACK_TAPS;  rest /= PACK_SPLITS;
   int warp = rest % 4;  rest /= 4;
   int wg = rest % WGS_M;  rest /= WGS_M;
@@ -427,7 +426,7 @@ __global__ void __launch_bounds__(PACK_THREADS) pack(const float* __restrict__ w
     bring_weights<false>(tile, from + (inner * TAPS + begin), outer_left, inner_left, TAPS - begin, 1, thread);
   else bring_weights<true>(tile, from + (inner + begin * tap_step), outer_left, inner_left, TAPS - begin, tap_step,
       thread);
-  __syncthreads();
+  PACK_SYNC();
   int sub = warp * 16 / ROWS_PER_SUB, entries = ENTRY[VARIANTS * (MB + 1) - 1];
   int word = thread % QUARTER, r = word & 3, lane = word >> 2;  // the thread's of a fragment: these rows and channels
   const float* own = tile
@@ -447,6 +446,13 @@ __global__ void __launch_bounds__(PACK_THREADS) pack(const float* __restrict__ w
       *to = high;
     }
   }
+}
+
+__global__ void __launch_bounds__(PACK_THREADS) pack(const float* __restrict__ weight, u32* __restrict__ packed,
+    int tap_step) {
+  __shared__ float tile[16 * PACK_K * PACK_PITCH];
+  let_dependent_begin();                                // `gather`
+  pack_part(tile, weight, packed, tap_step, blockIdx.x, threadIdx.x);
 }
 
 // =====================================================================================================================
@@ -1118,6 +1124,7 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 #undef CHUNKS_OF
 #undef FIRST_TILE
 #undef NEXT_TILE
+#undef PACK_SYNC
 #undef FRAGMENTS
 #undef RUN_FIRST
 #undef RUN_NB
@@ -1433,7 +1440,7 @@ __device__ __forceinline__ int chunks_of(int variant) { return entries_of(varian
 
 __constant__ const short TAP_INDEX[] = {4,3,2,1,0};  // [variant, block, tap][SUBS]: the kernel's tap, -1 for none
 
-// A block packs 16 rows of M, those of a warp, for one step of K and PACK_TAPS taps. It brings their weights to shared
+// A part is 16 rows of M, those of a warp, for one step of K and PACK_TAPS taps. A block brings its weights to shared
 // memory in the order of memory, then writes its quarter of each of these taps' fragments as one piece, two at a time.
 constexpr int PACK_THREADS = 256;
 constexpr int PACK_SPLITS = (TAPS + PACK_TAPS - 1) / PACK_TAPS;  // blocks that share the taps
@@ -1465,12 +1472,11 @@ __device__ __forceinline__ void bring_weights(float* tile, const float* __restri
   }
 }
 
+#define PACK_SYNC() __syncthreads()
+
 // Weights are dense: contiguous, taps one element apart, or channels-last, `tap_step` elements.
-__global__ void __launch_bounds__(PACK_THREADS) pack(const float* __restrict__ weight, u32* __restrict__ packed,
-    int tap_step) {
-  __shared__ float tile[16 * PACK_K * PACK_PITCH];
-  let_dependent_begin();                                // `gather`
-  int thread = threadIdx.x, rest = blockIdx.x;
+__device__ __forceinline__ void pack_part(float* tile, const float* __restrict__ weight, u32* __restrict__ packed,
+    int tap_step, int rest, int thread) {
   int begin = rest % PACK_SPLITS * PACK_TAPS;  rest /= PACK_SPLITS;
   int warp = rest % 4;  rest /= 4;
   int wg = rest % WGS_M;  rest /= WGS_M;
@@ -1485,7 +1491,7 @@ __global__ void __launch_bounds__(PACK_THREADS) pack(const float* __restrict__ w
     bring_weights<false>(tile, from + (inner * TAPS + begin), outer_left, inner_left, TAPS - begin, 1, thread);
   else bring_weights<true>(tile, from + (inner + begin * tap_step), outer_left, inner_left, TAPS - begin, tap_step,
       thread);
-  __syncthreads();
+  PACK_SYNC();
   int sub = warp * 16 / ROWS_PER_SUB, entries = ENTRY[VARIANTS * (MB + 1) - 1];
   int word = thread % QUARTER, r = word & 3, lane = word >> 2;  // the thread's of a fragment: these rows and channels
   const float* own = tile
@@ -1505,6 +1511,13 @@ __global__ void __launch_bounds__(PACK_THREADS) pack(const float* __restrict__ w
       *to = high;
     }
   }
+}
+
+__global__ void __launch_bounds__(PACK_THREADS) pack(const float* __restrict__ weight, u32* __restrict__ packed,
+    int tap_step) {
+  __shared__ float tile[16 * PACK_K * PACK_PITCH];
+  let_dependent_begin();                                // `gather`
+  pack_part(tile, weight, packed, tap_step, blockIdx.x, threadIdx.x);
 }
 
 // =====================================================================================================================
@@ -2227,6 +2240,7 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 #undef CHUNKS_OF
 #undef FIRST_TILE
 #undef NEXT_TILE
+#undef PACK_SYNC
 #undef FRAGMENTS
 #undef RUN_FIRST
 #undef RUN_NB
@@ -2538,7 +2552,7 @@ __device__ __forceinline__ int chunks_of(int variant) { return entries_of(varian
 
 __constant__ const short TAP_INDEX[] = {0,1,2,3,4};  // [variant, block, tap][SUBS]: the kernel's tap, -1 for none
 
-// A block packs 16 rows of M, those of a warp, for one step of K and PACK_TAPS taps. It brings their weights to shared
+// A part is 16 rows of M, those of a warp, for one step of K and PACK_TAPS taps. A block brings its weights to shared
 // memory in the order of memory, then writes its quarter of each of these taps' fragments as one piece, two at a time.
 constexpr int PACK_THREADS = 256;
 constexpr int PACK_SPLITS = (TAPS + PACK_TAPS - 1) / PACK_TAPS;  // blocks that share the taps
@@ -2570,12 +2584,11 @@ __device__ __forceinline__ void bring_weights(float* tile, const float* __restri
   }
 }
 
+#define PACK_SYNC() __syncthreads()
+
 // Weights are dense: contiguous, taps one element apart, or channels-last, `tap_step` elements.
-__global__ void __launch_bounds__(PACK_THREADS) pack(const float* __restrict__ weight, u32* __restrict__ packed,
-    int tap_step) {
-  __shared__ float tile[16 * PACK_K * PACK_PITCH];
-  let_dependent_begin();                                // `gather`
-  int thread = threadIdx.x, rest = blockIdx.x;
+__device__ __forceinline__ void pack_part(float* tile, const float* __restrict__ weight, u32* __restrict__ packed,
+    int tap_step, int rest, int thread) {
   int begin = rest % PACK_SPLITS * PACK_TAPS;  rest /= PACK_SPLITS;
   int warp = rest % 4;  rest /= 4;
   int wg = rest % WGS_M;  rest /= WGS_M;
@@ -2590,7 +2603,7 @@ __global__ void __launch_bounds__(PACK_THREADS) pack(const float* __restrict__ w
     bring_weights<false>(tile, from + (inner * TAPS + begin), outer_left, inner_left, TAPS - begin, 1, thread);
   else bring_weights<true>(tile, from + (inner + begin * tap_step), outer_left, inner_left, TAPS - begin, tap_step,
       thread);
-  __syncthreads();
+  PACK_SYNC();
   int sub = warp * 16 / ROWS_PER_SUB, entries = ENTRY[VARIANTS * (MB + 1) - 1];
   int word = thread % QUARTER, r = word & 3, lane = word >> 2;  // the thread's of a fragment: these rows and channels
   const float* own = tile
@@ -2610,6 +2623,13 @@ __global__ void __launch_bounds__(PACK_THREADS) pack(const float* __restrict__ w
       *to = high;
     }
   }
+}
+
+__global__ void __launch_bounds__(PACK_THREADS) pack(const float* __restrict__ weight, u32* __restrict__ packed,
+    int tap_step) {
+  __shared__ float tile[16 * PACK_K * PACK_PITCH];
+  let_dependent_begin();                                // `gather`
+  pack_part(tile, weight, packed, tap_step, blockIdx.x, threadIdx.x);
 }
 
 // =====================================================================================================================
@@ -3312,6 +3332,7 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 #undef CHUNKS_OF
 #undef FIRST_TILE
 #undef NEXT_TILE
+#undef PACK_SYNC
 #undef FRAGMENTS
 #undef STAGE_FRAGMENTS
 #undef RUN_FIRST
@@ -3625,7 +3646,7 @@ __device__ __forceinline__ int chunks_of(int variant) { return entries_of(varian
 
 __constant__ const short TAP_INDEX[] = {0,1,2,3,4};  // [variant, block, tap][SUBS]: the kernel's tap, -1 for none
 
-// A block packs 16 rows of M, those of a warp, for one step of K and PACK_TAPS taps. It brings their weights to shared
+// A part is 16 rows of M, those of a warp, for one step of K and PACK_TAPS taps. A block brings its weights to shared
 // memory in the order of memory, then writes its quarter of each of these taps' fragments as one piece, two at a time.
 constexpr int PACK_THREADS = 256;
 constexpr int PACK_SPLITS = (TAPS + PACK_TAPS - 1) / PACK_TAPS;  // blocks that share the taps
@@ -3657,12 +3678,11 @@ __device__ __forceinline__ void bring_weights(float* tile, const float* __restri
   }
 }
 
+#define PACK_SYNC() __syncthreads()
+
 // Weights are dense: contiguous, taps one element apart, or channels-last, `tap_step` elements.
-__global__ void __launch_bounds__(PACK_THREADS) pack(const float* __restrict__ weight, u32* __restrict__ packed,
-    int tap_step) {
-  __shared__ float tile[16 * PACK_K * PACK_PITCH];
-  let_dependent_begin();                                // `gather`
-  int thread = threadIdx.x, rest = blockIdx.x;
+__device__ __forceinline__ void pack_part(float* tile, const float* __restrict__ weight, u32* __restrict__ packed,
+    int tap_step, int rest, int thread) {
   int begin = rest % PACK_SPLITS * PACK_TAPS;  rest /= PACK_SPLITS;
   int warp = rest % 4;  rest /= 4;
   int wg = rest % WGS_M;  rest /= WGS_M;
@@ -3677,7 +3697,7 @@ __global__ void __launch_bounds__(PACK_THREADS) pack(const float* __restrict__ w
     bring_weights<false>(tile, from + (inner * TAPS + begin), outer_left, inner_left, TAPS - begin, 1, thread);
   else bring_weights<true>(tile, from + (inner + begin * tap_step), outer_left, inner_left, TAPS - begin, tap_step,
       thread);
-  __syncthreads();
+  PACK_SYNC();
   int sub = warp * 16 / ROWS_PER_SUB, entries = ENTRY[VARIANTS * (MB + 1) - 1];
   int word = thread % QUARTER, r = word & 3, lane = word >> 2;  // the thread's of a fragment: these rows and channels
   const float* own = tile
@@ -3697,6 +3717,13 @@ __global__ void __launch_bounds__(PACK_THREADS) pack(const float* __restrict__ w
       *to = high;
     }
   }
+}
+
+__global__ void __launch_bounds__(PACK_THREADS) pack(const float* __restrict__ weight, u32* __restrict__ packed,
+    int tap_step) {
+  __shared__ float tile[16 * PACK_K * PACK_PITCH];
+  let_dependent_begin();                                // `gather`
+  pack_part(tile, weight, packed, tap_step, blockIdx.x, threadIdx.x);
 }
 
 // =====================================================================================================================
@@ -4441,6 +4468,7 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 #undef CHUNKS_OF
 #undef FIRST_TILE
 #undef NEXT_TILE
+#undef PACK_SYNC
 #undef FRAGMENTS
 #undef STAGE_FRAGMENTS
 #undef RUN_FIRST

@@ -377,7 +377,7 @@ __constant__ const short TAP_INDEX[] = {
     5, 12, 4, 11, 3, 10, 2, 9, 1, 8, 0, 7, -1, 6, -1, 5, -1, 4, -1, 3, -1, 2, -1, 1, -1, 0
 };
 
-// A block packs 16 rows of M, those of a warp, for one step of K and PACK_TAPS taps. It brings their weights to shared
+// A part is 16 rows of M, those of a warp, for one step of K and PACK_TAPS taps. A block brings its weights to shared
 // memory in the order of memory, then writes its quarter of each of these taps' fragments as one piece, two at a time.
 constexpr int PACK_THREADS = 256;
 constexpr int PACK_SPLITS = (TAPS + PACK_TAPS - 1) / PACK_TAPS;  // blocks that share the taps
@@ -409,12 +409,11 @@ __device__ __forceinline__ void bring_weights(float* tile, const float* __restri
   }
 }
 
+#define PACK_SYNC() __syncthreads()
+
 // Weights are dense: contiguous, taps one element apart, or channels-last, `tap_step` elements.
-__global__ void __launch_bounds__(PACK_THREADS) pack(const float* __restrict__ weight, u32* __restrict__ packed,
-    int tap_step) {
-  __shared__ float tile[16 * PACK_K * PACK_PITCH];
-  let_dependent_begin();                                // `gather`
-  int thread = threadIdx.x, rest = blockIdx.x;
+__device__ __forceinline__ void pack_part(float* tile, const float* __restrict__ weight, u32* __restrict__ packed,
+    int tap_step, int rest, int thread) {
   int begin = rest % PACK_SPLITS * PACK_TAPS;  rest /= PACK_SPLITS;
   int warp = rest % 4;  rest /= 4;
   int wg = rest % WGS_M;  rest /= WGS_M;
@@ -429,7 +428,7 @@ __global__ void __launch_bounds__(PACK_THREADS) pack(const float* __restrict__ w
     bring_weights<false>(tile, from + (inner * TAPS + begin), outer_left, inner_left, TAPS - begin, 1, thread);
   else bring_weights<true>(tile, from + (inner + begin * tap_step), outer_left, inner_left, TAPS - begin, tap_step,
       thread);
-  __syncthreads();
+  PACK_SYNC();
   int sub = warp * 16 / ROWS_PER_SUB, entries = ENTRY[VARIANTS * (MB + 1) - 1];
   int word = thread % QUARTER, r = word & 3, lane = word >> 2;  // the thread's of a fragment: these rows and channels
   const float* own = tile
@@ -449,6 +448,13 @@ __global__ void __launch_bounds__(PACK_THREADS) pack(const float* __restrict__ w
       *to = high;
     }
   }
+}
+
+__global__ void __launch_bounds__(PACK_THREADS) pack(const float* __restrict__ weight, u32* __restrict__ packed,
+    int tap_step) {
+  __shared__ float tile[16 * PACK_K * PACK_PITCH];
+  let_dependent_begin();                                // `gather`
+  pack_part(tile, weight, packed, tap_step, blockIdx.x, threadIdx.x);
 }
 
 // =====================================================================================================================
@@ -1149,6 +1155,7 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 #undef CHUNKS_OF
 #undef FIRST_TILE
 #undef NEXT_TILE
+#undef PACK_SYNC
 #undef FRAGMENTS
 #undef STAGE_FRAGMENTS
 #undef RUN_FIRST
@@ -1467,7 +1474,7 @@ __constant__ const short TAP_INDEX[] = {
     5, 12, 4, 11, 3, 10, 2, 9, 1, 8, 0, 7, -1, 6, -1, 5, -1, 4, -1, 3, -1, 2, -1, 1, -1, 0
 };
 
-// A block packs 16 rows of M, those of a warp, for one step of K and PACK_TAPS taps. It brings their weights to shared
+// A part is 16 rows of M, those of a warp, for one step of K and PACK_TAPS taps. A block brings its weights to shared
 // memory in the order of memory, then writes its quarter of each of these taps' fragments as one piece, two at a time.
 constexpr int PACK_THREADS = 256;
 constexpr int PACK_SPLITS = (TAPS + PACK_TAPS - 1) / PACK_TAPS;  // blocks that share the taps
@@ -1499,12 +1506,11 @@ __device__ __forceinline__ void bring_weights(float* tile, const float* __restri
   }
 }
 
+#define PACK_SYNC() __syncthreads()
+
 // Weights are dense: contiguous, taps one element apart, or channels-last, `tap_step` elements.
-__global__ void __launch_bounds__(PACK_THREADS) pack(const float* __restrict__ weight, u32* __restrict__ packed,
-    int tap_step) {
-  __shared__ float tile[16 * PACK_K * PACK_PITCH];
-  let_dependent_begin();                                // `gather`
-  int thread = threadIdx.x, rest = blockIdx.x;
+__device__ __forceinline__ void pack_part(float* tile, const float* __restrict__ weight, u32* __restrict__ packed,
+    int tap_step, int rest, int thread) {
   int begin = rest % PACK_SPLITS * PACK_TAPS;  rest /= PACK_SPLITS;
   int warp = rest % 4;  rest /= 4;
   int wg = rest % WGS_M;  rest /= WGS_M;
@@ -1519,7 +1525,7 @@ __global__ void __launch_bounds__(PACK_THREADS) pack(const float* __restrict__ w
     bring_weights<false>(tile, from + (inner * TAPS + begin), outer_left, inner_left, TAPS - begin, 1, thread);
   else bring_weights<true>(tile, from + (inner + begin * tap_step), outer_left, inner_left, TAPS - begin, tap_step,
       thread);
-  __syncthreads();
+  PACK_SYNC();
   int sub = warp * 16 / ROWS_PER_SUB, entries = ENTRY[VARIANTS * (MB + 1) - 1];
   int word = thread % QUARTER, r = word & 3, lane = word >> 2;  // the thread's of a fragment: these rows and channels
   const float* own = tile
@@ -1539,6 +1545,13 @@ __global__ void __launch_bounds__(PACK_THREADS) pack(const float* __restrict__ w
       *to = high;
     }
   }
+}
+
+__global__ void __launch_bounds__(PACK_THREADS) pack(const float* __restrict__ weight, u32* __restrict__ packed,
+    int tap_step) {
+  __shared__ float tile[16 * PACK_K * PACK_PITCH];
+  let_dependent_begin();                                // `gather`
+  pack_part(tile, weight, packed, tap_step, blockIdx.x, threadIdx.x);
 }
 
 // =====================================================================================================================
@@ -2291,6 +2304,7 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 #undef CHUNKS_OF
 #undef FIRST_TILE
 #undef NEXT_TILE
+#undef PACK_SYNC
 #undef FRAGMENTS
 #undef STAGE_FRAGMENTS
 #undef RUN_FIRST
@@ -2605,7 +2619,7 @@ __constant__ const short TAP_INDEX[] = {
     17, 10, 18, 11, 19, 12, 20, 13, -1, 14, -1, 15, -1, 16, -1, 17, -1, 18, -1, 19, -1, 20
 };
 
-// A block packs 16 rows of M, those of a warp, for one step of K and PACK_TAPS taps. It brings their weights to shared
+// A part is 16 rows of M, those of a warp, for one step of K and PACK_TAPS taps. A block brings its weights to shared
 // memory in the order of memory, then writes its quarter of each of these taps' fragments as one piece, two at a time.
 constexpr int PACK_THREADS = 256;
 constexpr int PACK_SPLITS = (TAPS + PACK_TAPS - 1) / PACK_TAPS;  // blocks that share the taps
@@ -2637,12 +2651,11 @@ __device__ __forceinline__ void bring_weights(float* tile, const float* __restri
   }
 }
 
+#define PACK_SYNC() __syncthreads()
+
 // Weights are dense: contiguous, taps one element apart, or channels-last, `tap_step` elements.
-__global__ void __launch_bounds__(PACK_THREADS) pack(const float* __restrict__ weight, u32* __restrict__ packed,
-    int tap_step) {
-  __shared__ float tile[16 * PACK_K * PACK_PITCH];
-  let_dependent_begin();                                // `gather`
-  int thread = threadIdx.x, rest = blockIdx.x;
+__device__ __forceinline__ void pack_part(float* tile, const float* __restrict__ weight, u32* __restrict__ packed,
+    int tap_step, int rest, int thread) {
   int begin = rest % PACK_SPLITS * PACK_TAPS;  rest /= PACK_SPLITS;
   int warp = rest % 4;  rest /= 4;
   int wg = rest % WGS_M;  rest /= WGS_M;
@@ -2657,7 +2670,7 @@ __global__ void __launch_bounds__(PACK_THREADS) pack(const float* __restrict__ w
     bring_weights<false>(tile, from + (inner * TAPS + begin), outer_left, inner_left, TAPS - begin, 1, thread);
   else bring_weights<true>(tile, from + (inner + begin * tap_step), outer_left, inner_left, TAPS - begin, tap_step,
       thread);
-  __syncthreads();
+  PACK_SYNC();
   int sub = warp * 16 / ROWS_PER_SUB, entries = ENTRY[VARIANTS * (MB + 1) - 1];
   int word = thread % QUARTER, r = word & 3, lane = word >> 2;  // the thread's of a fragment: these rows and channels
   const float* own = tile
@@ -2677,6 +2690,13 @@ __global__ void __launch_bounds__(PACK_THREADS) pack(const float* __restrict__ w
       *to = high;
     }
   }
+}
+
+__global__ void __launch_bounds__(PACK_THREADS) pack(const float* __restrict__ weight, u32* __restrict__ packed,
+    int tap_step) {
+  __shared__ float tile[16 * PACK_K * PACK_PITCH];
+  let_dependent_begin();                                // `gather`
+  pack_part(tile, weight, packed, tap_step, blockIdx.x, threadIdx.x);
 }
 
 // =====================================================================================================================
@@ -3377,6 +3397,7 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 #undef CHUNKS_OF
 #undef FIRST_TILE
 #undef NEXT_TILE
+#undef PACK_SYNC
 #undef FRAGMENTS
 #undef STAGE_FRAGMENTS
 #undef RUN_FIRST
@@ -3695,7 +3716,7 @@ __constant__ const short TAP_INDEX[] = {
     17, 10, 18, 11, 19, 12, 20, 13, -1, 14, -1, 15, -1, 16, -1, 17, -1, 18, -1, 19, -1, 20
 };
 
-// A block packs 16 rows of M, those of a warp, for one step of K and PACK_TAPS taps. It brings their weights to shared
+// A part is 16 rows of M, those of a warp, for one step of K and PACK_TAPS taps. A block brings its weights to shared
 // memory in the order of memory, then writes its quarter of each of these taps' fragments as one piece, two at a time.
 constexpr int PACK_THREADS = 256;
 constexpr int PACK_SPLITS = (TAPS + PACK_TAPS - 1) / PACK_TAPS;  // blocks that share the taps
@@ -3727,12 +3748,11 @@ __device__ __forceinline__ void bring_weights(float* tile, const float* __restri
   }
 }
 
+#define PACK_SYNC() __syncthreads()
+
 // Weights are dense: contiguous, taps one element apart, or channels-last, `tap_step` elements.
-__global__ void __launch_bounds__(PACK_THREADS) pack(const float* __restrict__ weight, u32* __restrict__ packed,
-    int tap_step) {
-  __shared__ float tile[16 * PACK_K * PACK_PITCH];
-  let_dependent_begin();                                // `gather`
-  int thread = threadIdx.x, rest = blockIdx.x;
+__device__ __forceinline__ void pack_part(float* tile, const float* __restrict__ weight, u32* __restrict__ packed,
+    int tap_step, int rest, int thread) {
   int begin = rest % PACK_SPLITS * PACK_TAPS;  rest /= PACK_SPLITS;
   int warp = rest % 4;  rest /= 4;
   int wg = rest % WGS_M;  rest /= WGS_M;
@@ -3747,7 +3767,7 @@ __global__ void __launch_bounds__(PACK_THREADS) pack(const float* __restrict__ w
     bring_weights<false>(tile, from + (inner * TAPS + begin), outer_left, inner_left, TAPS - begin, 1, thread);
   else bring_weights<true>(tile, from + (inner + begin * tap_step), outer_left, inner_left, TAPS - begin, tap_step,
       thread);
-  __syncthreads();
+  PACK_SYNC();
   int sub = warp * 16 / ROWS_PER_SUB, entries = ENTRY[VARIANTS * (MB + 1) - 1];
   int word = thread % QUARTER, r = word & 3, lane = word >> 2;  // the thread's of a fragment: these rows and channels
   const float* own = tile
@@ -3767,6 +3787,13 @@ __global__ void __launch_bounds__(PACK_THREADS) pack(const float* __restrict__ w
       *to = high;
     }
   }
+}
+
+__global__ void __launch_bounds__(PACK_THREADS) pack(const float* __restrict__ weight, u32* __restrict__ packed,
+    int tap_step) {
+  __shared__ float tile[16 * PACK_K * PACK_PITCH];
+  let_dependent_begin();                                // `gather`
+  pack_part(tile, weight, packed, tap_step, blockIdx.x, threadIdx.x);
 }
 
 // =====================================================================================================================
@@ -4518,6 +4545,7 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 #undef CHUNKS_OF
 #undef FIRST_TILE
 #undef NEXT_TILE
+#undef PACK_SYNC
 #undef FRAGMENTS
 #undef STAGE_FRAGMENTS
 #undef RUN_FIRST

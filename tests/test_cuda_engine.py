@@ -45,6 +45,7 @@ class Choice:
     failure: Exception | None = None
     identity: bool = False
     packing: str | None = None
+    packs: bool = False
     family: str = "stand-in"
     seconds: float = 1e-3
     summary: str = "one tile"
@@ -63,10 +64,16 @@ class Prepared:
         self.choice = choice
         if choice.packing is not None:
             self.packing = choice.packing
+        self.packs = choice.packs
 
     def pack(self, weight: Tensor) -> Tensor:
         self.choice.log.append("pack")
         return weight.detach() if self.choice.identity else weight.detach().clone(memory_format=torch.contiguous_format)
+
+    def run_packing(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+        assert self.choice.packs
+        self.choice.log.append("packing")
+        self.run(x, weight.detach().clone(memory_format=torch.contiguous_format), bias, out)
 
     def run(self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, fresh: bool = False) -> None:
         p = self.choice.problem
@@ -252,6 +259,22 @@ def test_a_kernel_may_begin_beside_its_own_packing_alone(weights: Weights, machi
     with torch.inference_mode():
         weights.packs(weight=torch.randn(P.weight_shape))
     assert choice.fresh[-1] is False  # still in the capture
+
+
+def test_one_kernel_packs_and_runs_where_weights_are_not_kept(machine: Machine) -> None:
+    """Not in a capture, whose replays may run at once; a weight that is negated lazily is resolved first."""
+    weights = Weights(torch.randn(P.weight_shape), packs=True)
+    for keep, capturing, ran in (
+        (False, False, ["prepare", "packing", "run"]), (False, True, ["pack", "run"]), (True, False, ["pack", "run"]),
+        (True, False, ["run"]),
+    ):  # fmt: skip
+        weights.log.clear()
+        machine.capturing = capturing
+        weights.packs(keep)
+        assert weights.log == ran
+    weights.log.clear()
+    weights.packs(False, torch.complex(weights.weight, -weights.weight).conj().imag)
+    assert weights.log == ["packing", "run"]
 
 
 def test_unchanged_weights_are_packed_once(weights: Weights) -> None:

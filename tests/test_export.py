@@ -8,7 +8,6 @@ import inspect
 import math
 import random
 import re
-import struct
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -23,6 +22,7 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import upconv
+from conftest import arguments_of
 from upconv.bench import timing
 from upconv.bench.suites import SUITES, parse_layer
 from upconv.bench.timing import precision_flags
@@ -281,15 +281,8 @@ class Recorder:
         made.append(self)
 
     def __call__(self, device: int, grid: int, args: tuple[Any, ...], dependent: bool = False) -> None:
-        integers: list[int] = []
-        for run, given in zip(re.findall(r"\(\w*\)|.", self.codes), args):
-            if len(run) == 1:
-                integers += [given] if run in "iq" else []
-                continue
-            form = "<" + run[1:-1].replace("i", "i4x")
-            assert len(given) == struct.calcsize(form)
-            integers += struct.unpack(form, given)
-        self.calls.append((grid, tuple(integers)))
+        integers = tuple(value for letter, value in arguments_of(self.codes, args) if letter in "iq")
+        self.calls.append((grid, integers))
 
     def clusters(self, device: int, blocks: int) -> int:
         return 0  # files have the two steps

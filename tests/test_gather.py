@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+from conftest import Stubs
 from gather_interpreter import Floats, Interpreter
 from upconv import reference
 from upconv.bench.suites import SUITES, parse_layer
@@ -765,7 +766,9 @@ def test_channels_last_gradients_take_weights_as_they_lie(
     prepared, contiguous = choice.prepare(0), gather.Prepared(other, 0)
     assert prepared.packing != contiguous.packing
     packing = ["pack_float"] if dtype.itemsize == 2 else []
-    assert sorted(loaded) == sorted(["gather", "pack", *packing]) and contiguous.loaded and not prepared.loaded
+    assert not prepared.loaded and contiguous.loaded != bool(other.packs)
+    contiguous.load_packed()
+    assert sorted(loaded) == sorted(["gather", "pack", *packing]) and not prepared.loaded
     loaded.clear()
     last = (torch.channels_last, torch.channels_last_3d)[p.rank - 2]
     weight = torch.empty(p.weight_shape, dtype=dtype).contiguous(memory_format=last)
@@ -775,3 +778,82 @@ def test_channels_last_gradients_take_weights_as_they_lie(
     assert prepared.pack(off).dtype is torch.int32
     prepared.load()
     assert sorted(loaded) == sorted(["gather", "gather unpacked", "pack", *packing]) and prepared.loaded
+
+
+# --- kernels that pack the weights themselves ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["tf32", "ieee", "fp16", "bf16"])
+@pytest.mark.parametrize("pass_", ["fwd", "grad-input"])
+def test_kernels_that_pack_have_no_spills(pass_: Pass, precision: Precision) -> None:
+    """Matrix instructions as without it, nothing serialised, no kernels beside."""
+    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(precision, torch.float32)
+    for size, kernel, stride in (((64, 60), 3, 1), ((16, 16), 4, 2), ((9, 13), (3, 5), (2, 3))):
+        p = Problem.make(8, 64, 48, size, kernel, stride, 1, bias=False, dtype=dtype).with_(
+            precision=precision, pass_=pass_
+        )
+        choice = gather.choose(p, H200)
+        assert isinstance(choice, gather.Choice) and choice.packs
+        (unit,) = choice.packing_sources
+        code, text, log = jit.built(unit.source, H200.arch, unit.label)
+        found = jit.inspect(code)
+        assert set(found) == {"gather"} and found["gather"][1] <= 32, found
+        assert "wgmma.mma_async" in text and jit.serialised(log) is None
+
+
+def test_only_small_weights_are_packed_by_the_kernel() -> None:
+    small = Problem.make(8, 64, 48, (16, 16), 4, 2, 1, bias=False).with_(precision="tf32")
+    found = gather.choose(small, H200)
+    assert isinstance(found, gather.Choice) and found.packs
+    assert found.grid <= found.packs <= H200.multiprocessors and found.tiling.pack_blocks <= 4 * found.packs
+    assert not replace(found, general=True).packs and not replace(found, seconds=1e-3).packs
+    for other in (small.with_(in_channels=1024, out_channels=1024), small.with_(batch=512, size=(256, 256))):
+        large = gather.choose(other, H200)
+        assert isinstance(large, gather.Choice) and not large.packs and not large.packing_sources
+    for before in (A100, RTX4090):  # without wgmma
+        sync = gather.choose(small, before)
+        assert isinstance(sync, gather.Choice) and not sync.packs
+    last = gather.choose(small.with_(layout="channels_last", pass_="grad-input"), H200)
+    assert isinstance(last, gather.Choice) and last.boxable and not last.packs  # needs no packing
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_a_kernel_that_packs_is_told(dtype: torch.dtype, stubs: Stubs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights where they lie, each stream's own zeros; two launches where weights lie otherwise or results do."""
+    stream = [7]
+    monkeypatch.setattr(gather, "_current_stream", lambda index: stream[0])
+    p = Problem.make(2, 64, 48, (16, 16), 4, 2, 1, dtype=dtype)
+    p = p.with_(precision="tf32" if dtype is torch.float32 else "bf16")
+    choice = gather.choose(p, H200)
+    assert isinstance(choice, gather.Choice)
+    prepared = choice.prepare(0)
+    assert prepared.packs and not stubs.loaded, "which kernels are wanted, the first weight says"
+    x, out, weight = (torch.randn(shape, dtype=dtype) for shape in (p.input_shape, p.output_shape, p.weight_shape))
+    bias = torch.randn(48, dtype=dtype)
+    kept = []
+    for given, step, single in (
+        (weight, 1, dtype is torch.float32),
+        (weight.float(), 1, True),
+        (weight.contiguous(memory_format=torch.channels_last), 48, dtype is torch.float32),
+    ):
+        prepared.run_packing(x, given, bias, out)
+        name, grid, dependent, args = stubs.pop()
+        assert (name, grid, dependent) == ("gather", choice.packs, False) and not stubs.launched
+        assert (args[0], *args[2:5]) == (x.data_ptr(), bias.data_ptr(), out.data_ptr(), given.data_ptr())
+        assert args[6:8] == (step, single) and args[8:19] == choice.tiling.arguments(p)
+        kept.append(args[5])
+    stream[0] = 8
+    prepared.run_packing(x, weight, None, out)
+    args = stubs.pop()[3]
+    assert len({*kept}) == 1 and args[5] not in kept and args[2] == 0
+    assert all(not zeros.any() for zeros in prepared._zeros.values())
+    off = torch.empty(out.numel() + 1, dtype=dtype)[1:].view(out.shape)
+    for given, to in ((weight.mT.contiguous().mT, out), (weight, off)):
+        prepared.run_packing(x, given, bias, to)
+        assert stubs.names() == ["pack", "gather"] and stubs.launched[1][2]  # the kernel beside its packing
+        stubs.launched.clear()
+    assert sorted(stubs.loaded) == ["gather", "gather", "pack"]
+    for number in range(100):
+        stream[0] = number
+        prepared.run_packing(x, weight, None, out)
+    assert len(prepared._zeros) <= 64

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import random
 import zlib
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+import upconv
 from conftest import assert_accurate
 from upconv.cuda import gather
 from upconv.cuda.gpu import gpu
+from upconv.cuda.launch import Launcher
 from upconv.cuda.shuffle import ways
 from upconv.cuda.tiling import result_shape, source_shape
 from upconv.problem import Pass, Problem
@@ -163,5 +166,69 @@ def test_tilings(name: str, precision: str, layout: str, pass_: Pass) -> None:
             last = weight.contiguous(memory_format=formats[p.rank])
             outs.append(torch.full_like(outs[0], float("nan")))
             prepared.run(x, prepared.pack(last), bias, outs[-1])
+        assert prepared.packs or not tiling.packs or tiling.pack_blocks > 4 * 132 or prepared._choice.general
+        for given in (weight, weight.contiguous(memory_format=memory_format)) if prepared.packs else ():
+            for _ in range(3):  # one kernel, on counters that the one before left
+                outs.append(torch.full_like(outs[0], float("nan")))
+                prepared.run_packing(x, given, bias, outs[-1])
+        assert all(not zeros.any() for zeros in prepared._zeros.values())
         assert all(torch.equal(outs[0], other) for other in outs[1:]), tiling
         assert_accurate(outs[0], truth, size, products + 1)
+
+
+@pytest.mark.parametrize("pass_", ["fwd", "grad-input"])
+@pytest.mark.parametrize("precision", list(PRECISIONS))
+def test_kernels_that_pack_on_streams_at_once(precision: str, pass_: Pass) -> None:
+    """More blocks than fit at once wait for parts that others pack; weights change between, some are rounded."""
+    p = Problem.make(9, 64, 48, (40, 36), 4, 2, 1, bias=pass_ == "fwd", dtype=PRECISIONS[precision]).with_(
+        precision=precision,  # type: ignore[arg-type]
+        pass_=pass_,
+    )
+    choice = gather.choose(p, gpu(0))
+    assert isinstance(choice, gather.Choice) and choice.packs
+    prepared = choice.prepare(0)
+    x = torch.randn(source_shape(p), device="cuda").to(p.dtype)
+    bias = torch.randn(p.out_channels, device="cuda").to(p.dtype) if p.bias else None
+    streams = [torch.cuda.Stream() for _ in range(4)]
+    outs: list[list[torch.Tensor]] = [[] for _ in streams]
+    given = [torch.randn(p.weight_shape, device="cuda") for _ in range(12)]
+    given = [w if p.dtype.itemsize == 2 and i % 2 else w.to(p.dtype) for i, w in enumerate(given)]
+    expected = [torch.empty(result_shape(p), device="cuda", dtype=p.dtype) for _ in given]
+    for weight, out in zip(given, expected):
+        prepared.run(x, prepared.pack(weight), bias, out)
+    torch.cuda.synchronize()
+    for weight in given:
+        for stream, mine in zip(streams, outs):
+            with torch.cuda.stream(stream):
+                mine.append(torch.full_like(expected[0], float("nan")))
+                prepared.run_packing(x, weight, bias, mine[-1])
+    torch.cuda.synchronize()
+    assert all(torch.equal(a, b) for mine in outs for a, b in zip(mine, expected))
+    assert len(prepared._zeros) == len(streams) and all(not zeros.any() for zeros in prepared._zeros.values())
+
+
+def test_a_training_call_packs_by_the_kernel_and_a_captured_one_by_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = upconv.ConvTranspose2d(32, 16, 4, 2, 1, bias=False).cuda()
+    x = torch.randn(2, 32, 12, 20, device="cuda", requires_grad=True)
+    names: list[str] = []
+    launch = Launcher.__call__
+
+    def noted(self: Launcher, *arguments: Any, **named: Any) -> None:
+        names.append(self.kernel.name)
+        launch(self, *arguments, **named)
+
+    monkeypatch.setattr(Launcher, "__call__", noted)
+    y = layer(x)
+    assert names == ["gather"]
+    (g,) = torch.autograd.grad(y, x, torch.ones_like(y))
+    assert names == ["gather"] * 2
+    names.clear()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = layer(x)
+    graph.replay()
+    assert names == ["pack", "gather"] and torch.equal(captured, y)
+    with torch.no_grad():
+        layer.weight.mul_(2)
+        assert torch.equal(layer(x), layer(x))
+    assert torch.equal(torch.autograd.grad(layer(x), x, torch.ones_like(y))[0], 2 * g)

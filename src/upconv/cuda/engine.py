@@ -577,9 +577,7 @@ def compile_all(
         if choice is None or _loaded(plan, index, pass_, training):
             continue
         assert plan.device.gpu is not None
-        found = [*choice.sources()]
-        if training and getattr(choice, "packs", 0):
-            found.append(choice.packing_source())  # type: ignore[attr-defined]
+        found: tuple[Unit, ...] = (*choice.sources(), *(getattr(choice, "packing_sources", ()) if training else ()))
         for unit in found:
             units.setdefault((unit.source, plan.device.gpu.arch), (unit.label, plan, index, pass_))
     lines = []

@@ -48,9 +48,9 @@ _FILL_RUN = 240.0, 400.0  # clocks of each run of it beside: of a channel's; of 
 _MANY = 8  # tiles of a block, from which on the last one's tail is in the constants, fitted to such layers
 LAUNCH = 3.5e-6  # seconds
 SIZES = "i" * 11  # `Tiling.arguments`
-# A kernel that packs the weights itself: parts of them that a block packs at most, and its longest time. (NOTES: the host
-# takes 16 us for two launches and 11 for one, in a training step twice that; the GPU 0 to 2 us more with a part a block, 3
-# to 4 with four, 5 with eight.)
+# A kernel that packs the weights itself: parts of them that a block packs at most, and its longest time (NOTES: the
+# host takes 16 us for two launches and 11 for one, in a training step twice that; the GPU 0 to 2 us more with a part a
+# block, 3 to 4 with four, 5 with eight).
 _MOST_PARTS, _LONGEST_PACKING = 4, 1e-4
 _MOST_STREAMS = 64
 _current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0)
@@ -159,11 +159,14 @@ class Choice:
         boxed = jit.source("gather.cu", t.macros(boxed=True, store_unit=unit))
         return packed, Unit(f"{label} unpacked", boxed, ("gather",))
 
-    def packing_source(self) -> Unit:
-        """Of a kernel that packs the weights itself."""
+    @property
+    def packing_sources(self) -> tuple[Unit, ...]:
+        """That of the kernel that packs the weights itself, where there is one."""
+        if not self.packs:
+            return ()
         unit = 0 if self.general else store_unit(self.tiling, self.problem)
         source = jit.source("gather.cu", self.tiling.macros(store_unit=unit, packs=True))
-        return Unit(f"gather {layer_text(self.problem)} packing", source, ("gather",))
+        return (Unit(f"gather {layer_text(self.problem)} packing", source, ("gather",)),)
 
     def prepare(self, device: int) -> Prepared:
         """Compiles (or finds) and loads the kernels for a CUDA device. Errors: those of ``jit.kernel``."""
@@ -346,7 +349,8 @@ class Prepared(BoxedPacks):
 
     @cached_property
     def _run_packing(self) -> Launcher:
-        return self._load_gather(self._choice.packing_source(), self._codes.replace("(", "PPii("))
+        (unit,) = self._choice.packing_sources
+        return self._load_gather(unit, self._codes.replace("(", "PPii("))
 
     @property
     def packs(self) -> bool:

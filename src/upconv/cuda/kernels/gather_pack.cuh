@@ -7,7 +7,6 @@ __constant__ const short TAP_INDEX[] = TAP_INDICES;    // [variant, block, tap][
 #if !WEIGHTS_BOX
 // A part is 16 rows of M, those of a warp, for one step of K and PACK_TAPS taps. A block brings its weights to shared
 // memory in the order of memory, then writes its quarter of each of these taps' fragments as one piece, two at a time.
-// A kernel of their own does that, a part a block, or (PACKS) the consumers before they multiply.
 #define PACK_THREADS 256
 #define PACK_SPLITS ((TAPS + PACK_TAPS - 1) / PACK_TAPS)  // blocks that share the taps
 #define PACK_PITCH (PACK_TAPS | 1)                     // odd, so that a warp's rows and channels meet different banks
@@ -129,7 +128,7 @@ __device__ __forceinline__ void pack_part(ELEMENT_TYPE* tile, const WEIGHT* __re
   }
 }
 
-#if PACKS
+#if PACKS  // no kernel of their own: the consumers pack before they multiply
 // Every block takes parts that nobody has taken, so that none waits for a block that does not run yet; then what is packed is
 // counted, and whoever reads it waits until all is. `counters` [taken, packed, left] are zeros, which the last to leave leaves.
 __device__ __forceinline__ void leave(u32* counters) {
