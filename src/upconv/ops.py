@@ -219,7 +219,10 @@ def _find_plan(
     ):
         return None
     if bias is not None and (
-        bias.dtype is not of_weight or bias.device != input.device or bias.layout is not torch.strided
+        bias.dtype is not of_weight
+        or bias.get_device() != index
+        or not (bias.is_cuda if cuda else bias.is_cpu)
+        or bias.layout is not torch.strided
     ):
         return None
     where: planner.Device | int
@@ -439,7 +442,10 @@ class _ConvTranspose(torch.autograd.Function):
         ctx.save_for_backward(input, weight)
         ctx.plan = plan
         ctx.set_materialize_grads(False)
-        return _forward(plan, input, weight, bias, not weight.requires_grad)
+        keep = not weight.requires_grad
+        if plan.choice is not None:  # as `_forward`, in a call less
+            return engine.forward(plan, input, weight, bias, keep)
+        return _forward(plan, input, weight, bias, keep)
 
     @staticmethod
     @_uncast
