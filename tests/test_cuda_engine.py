@@ -7,7 +7,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -275,6 +275,28 @@ def test_one_kernel_packs_and_runs_where_weights_are_not_kept(machine: Machine) 
     weights.log.clear()
     weights.packs(False, torch.complex(weights.weight, -weights.weight).conj().imag)
     assert weights.log == ["packing", "run"]
+
+
+def test_compiled_graphs_allocate_nothing_that_outlives_them(
+    served: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A graph's pool refuses what a kernel that packs keeps for its next launch, so their calls pack by two kernels."""
+    monkeypatch.setattr(Choice, "prepare", lambda self, device: Prepared(replace(self, packs=True)))
+    x, weight = torch.randn(1, 2, 4), torch.randn(2, 3, 3)
+    grad = torch.randn(1, 3, 6)
+    arguments = ([1], [0], [0], 1, [1])
+    stood: list[bool] = []
+    for graph in (True, False):
+        served.clear()
+        if graph:
+            out = torch.ops.upconv.conv_transpose(x, weight, None, *arguments)
+            torch.ops.upconv.conv_transpose_backward(grad, x, weight, *arguments, [True, False, False])
+        else:
+            out = upconv.conv_transpose1d(x, weight.requires_grad_())
+        torch.testing.assert_close(out, torch.conv_transpose1d(x, weight))
+        stood.append("packing" in served)
+        assert "run" in served
+    assert stood == [False, True] and not engine._shelves
 
 
 def test_unchanged_weights_are_packed_once(weights: Weights) -> None:

@@ -93,10 +93,12 @@ def eager(
     return out if batched else out.squeeze(0)
 
 
-def _forward(plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None, keep: bool = True) -> Tensor:
-    """The forward by the plan; ``keep``: whether a CUDA kernel's packed weights may be kept for later calls."""
+def _forward(
+    plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None, keep: bool = True, lasting: bool = True
+) -> Tensor:
+    """The forward by the plan; ``keep`` and ``lasting``: as for `engine.forward`."""
     if plan.choice is not None:
-        return engine.forward(plan, x, weight, bias, keep)
+        return engine.forward(plan, x, weight, bias, keep, lasting)
     return cpu.forward(plan.problem, plan.forward, x, weight, bias)
 
 
@@ -541,9 +543,15 @@ def _for_weight(plan: Plan, input: Tensor, grad: Tensor, weight: Tensor) -> Tens
 
 
 def _gradients(
-    plan: Plan, grad: Tensor, input: Tensor, weight: Tensor, mask: Sequence[bool], keep: bool = False
+    plan: Plan,
+    grad: Tensor,
+    input: Tensor,
+    weight: Tensor,
+    mask: Sequence[bool],
+    keep: bool = False,
+    lasting: bool = True,
 ) -> Gradients:
-    """The gradients for input, weight and bias that ``mask`` asks for; ``keep`` as for `_forward`."""
+    """The gradients for input, weight and bias that ``mask`` asks for; ``keep`` and ``lasting``: as for `_forward`."""
     if _batched(grad, input, weight):  # PyTorch's operator has rules for it
         found = cpu.gradients(plan.problem, "native", grad, input, weight.to(input.dtype), mask)
         for_weight, for_bias = (None if g is None else g.to(weight.dtype) for g in found[1:])
@@ -551,7 +559,7 @@ def _gradients(
     if plan.backward == planner.FAMILIES:
         if _strict:
             _refuse_gradients(plan, mask)
-        return engine.gradients(plan, grad, input, weight, mask, keep)
+        return engine.gradients(plan, grad, input, weight, mask, keep, lasting)
     return cpu.gradients(plan.problem, plan.backward, grad, input, weight, mask)
 
 
@@ -618,7 +626,7 @@ def _run(
         if _strict:
             _refuse(out, plan, input, weight, bias, stride, padding, output_padding, groups, dilation)
     else:  # packed weights are not kept: a graph's private memory pool would not let them be
-        out = _forward(plan, input, weight, bias, keep=False)
+        out = _forward(plan, input, weight, bias, keep=False, lasting=False)
     return out.contiguous(memory_format=cpu.memory_format(layout_of(input, weight), rank))  # as _fake says
 
 
@@ -640,7 +648,7 @@ def _run_backward(
             grad, input, weight, bias_sizes, stride, padding, dilation, True, output_padding, groups, mask
         )
     else:
-        found = _gradients(plan, grad, input, weight, mask)
+        found = _gradients(plan, grad, input, weight, mask, lasting=False)
     grad_input, grad_weight, grad_bias = (g if g is not None else grad.new_empty(0) for g in found)
     layout = cpu.memory_format(layout_of(input, weight), len(stride))
     if mask[0]:

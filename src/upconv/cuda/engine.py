@@ -84,7 +84,8 @@ class Prepared(Protocol):
     Where kernels differ by how a weight lies, those that the first weight does not want may be left out: then
     ``loaded`` is false, and ``load`` loads all.
 
-    With a true attribute ``packs`` it has ``run_packing(x, weight, bias, out)`` beside, which does both by one launch.
+    With a true attribute ``packs`` it has ``run_packing(x, weight, bias, out)`` beside, which does both by one launch
+    and may allocate what outlives the call.
 
     It may have an attribute ``packing``: what `pack`'s result depends on beside the weight, hashable. Choices of equal
     packing share packed weights; without it only equal choices do.
@@ -174,7 +175,9 @@ def _choose_sized(family: Any, p: Problem, gpu: Gpu, general: bool) -> Choice | 
 # --- the call --------------------------------------------------------------------------------------------------------
 
 
-def forward(plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None, keep: bool = True) -> Tensor:
+def forward(
+    plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None, keep: bool = True, lasting: bool = True
+) -> Tensor:
     """The output of ``plan.problem``, in its layout, by ``plan.choice`` on the tensors' device and current stream.
 
     Args:
@@ -183,6 +186,8 @@ def forward(plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None, keep: bo
         weight: ``problem.weight_shape``, any strides; float32 for a 16-bit problem too (autocast's), and the bias then.
         bias: ``(out_channels)`` or None.
         keep: whether the packed weights may be kept for later calls.
+        lasting: whether memory may be allocated that outlives the call at all, as a compiled graph's pool does not let
+            it; without it nothing is kept.
 
     Raises:
         torch.OutOfMemoryError: as for any tensor; the next call is as good as the first.
@@ -195,7 +200,7 @@ def forward(plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None, keep: bo
         if runner is None:  # `collecting` wants to know what is missing, not to compile it
             bias = None if bias is None else bias.to(x.dtype)
             return cpu.forward(plan.problem, "native", x, weight.to(x.dtype), bias)
-    return runner(x, weight, bias, keep)
+    return runner(x, weight, bias, keep and lasting, lasting)
 
 
 # PyTorch's own bindings, since torch.cuda.current_stream() costs 3 us; a PyTorch built without CUDA lacks them.
@@ -205,7 +210,13 @@ _capturing: Callable[[], bool] = getattr(torch._C, "_cuda_isCurrentStreamCapturi
 
 
 def gradients(
-    plan: Plan, grad: Tensor, x: Tensor, weight: Tensor, mask: Sequence[bool], keep: bool = False
+    plan: Plan,
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    mask: Sequence[bool],
+    keep: bool = False,
+    lasting: bool = True,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The gradients for input, weight and bias, as far as ``mask`` asks; nothing else is computed, nor compiled.
 
@@ -216,7 +227,7 @@ def gradients(
         weight: ``problem.weight_shape``, any strides; float32 for a 16-bit problem too. The gradients for weight and
             bias are in its dtype.
         mask: which gradients are asked for.
-        keep: whether the packed weights may be kept for later calls.
+        keep, lasting: as for `forward`.
 
     Raises:
         as `forward`.
@@ -230,7 +241,7 @@ def gradients(
     if by_weight is not None:  # first, so that its partial sums are gone when the input's gradient is allocated
         grad_weight = by_weight(x, grad, weight.dtype)
     if by_input is not None:
-        grad_input = by_input(grad, weight, None, keep)
+        grad_input = by_input(grad, weight, None, keep and lasting, lasting)
     rest = (mask[0] and by_input is None, mask[1] and by_weight is None, False)
     if rest[0] or rest[1]:
         found = cpu.gradients(plan.problem, "native", grad, x, weight.to(x.dtype), rest)
@@ -339,10 +350,10 @@ class Runner:
         packing = getattr(self.prepared, "packing", plan.selection(pass_).choice)
         self.packing = _packing((pass_, packing), p)
 
-    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, keep: bool) -> Tensor:
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, keep: bool, lasting: bool = True) -> Tensor:
         if _current_device() != self.index:
             with torch.cuda.device(self.index):
-                return self(x, weight, bias, keep)
+                return self(x, weight, bias, keep, lasting)
         if x.is_neg() or not x.is_contiguous(memory_format=self.format):
             x = _dense(x, self.format)
         if bias is not None and (bias.is_neg() or not bias.is_contiguous()):
@@ -364,7 +375,7 @@ class Runner:
                 if weight.is_neg():
                     weight = weight.resolve_neg()
                 prepared, fresh = self.prepared, not _capturing()
-                if self.packs and fresh and rounded is None:
+                if self.packs and lasting and fresh and rounded is None:
                     prepared.run_packing(x, weight, bias, out)  # type: ignore[attr-defined]
                     return out
                 packed = prepared.pack(weight) if rounded is None else prepared.pack(weight, rounded)
