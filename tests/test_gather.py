@@ -853,6 +853,12 @@ def test_what_a_kernel_that_packs_is_told(dtype: torch.dtype, stubs: Stubs, monk
         assert stubs.names() == ["pack", "gather"] and stubs.launched[1][2]  # the kernel beside its packing
         stubs.launched.clear()
     assert sorted(stubs.loaded) == ["gather", "gather", "pack"]
+    assert prepared.packed_loaded is (dtype is torch.float32)  # not what rounds weights
+    trained = choice.prepare(0)
+    trained.run_packing(x, weight, None, out)
+    assert not trained.packed_loaded and not trained.loaded
+    trained.load_packed()
+    assert trained.packed_loaded and trained.loaded
     for number in range(100):
         stream[0] = number
         prepared.run_packing(x, weight, None, out)

@@ -81,8 +81,9 @@ class Prepared(Protocol):
     With a true attribute ``casts`` it takes float32 weights for a 16-bit problem: `pack` then rounds them, and beside
     them a float32 ``bias``, if it is given one, which `run` reads from the packed weights.
 
-    Where kernels differ by how a weight lies, those that the first weight does not want may be left out: then
-    ``loaded`` is false, and ``load`` loads all.
+    Where kernels differ by how a weight lies, or by whether packed weights are kept, those that the first call does not
+    want may be left out: then ``loaded`` is false, and ``load`` loads all; ``packed_loaded`` and ``load_packed`` are
+    the same of those for packed weights.
 
     With a true attribute ``packs`` it has ``run_packing(x, weight, bias, out)`` beside, which does both by one launch
     and may allocate what outlives the call.
@@ -530,9 +531,11 @@ _collectors = 0  # threads within `collecting`; looked at by every call
 def _runner(plan: Plan, index: int) -> Runner | None:
     """The plan's runner on a device, compiled and loaded; None where `collecting` noted it instead."""
     wanted: list[tuple[Plan, int]] | None = getattr(_local, "wanted", None)
-    if wanted is not None and (_local.every or index not in plan.runners):
-        wanted.append((plan, index))
-        if index not in plan.runners:
+    if wanted is not None:
+        ready = _loaded(plan, index, "fwd", training=False)
+        if _local.every or not ready:
+            wanted.append((plan, index))
+        if not ready:
             return None
     with _preparing:
         if index not in plan.runners:
@@ -623,7 +626,9 @@ def _load(runner: Runner | None, training: bool) -> None:
 
 def _loaded(plan: Plan, index: int, pass_: Pass, training: bool) -> bool:
     if pass_ == "fwd":
-        return index in plan.runners and (not training or _complete(plan.runners[index]))
+        runner = plan.runners.get(index)
+        name = "loaded" if training else "packed_loaded"
+        return runner is not None and bool(getattr(runner.prepared, name, True))
     found = plan.gradient_runners.get(index)
     if found is None or ("input" if pass_ == "grad-input" else "weight") not in vars(found):
         return False

@@ -315,11 +315,19 @@ class Prepared(BoxedPacks):
         for name in self._launchers:
             getattr(self, name)
 
+    @property
+    def packed_loaded(self) -> bool:
+        """Whether those for weights that are packed are."""
+        return all(name in vars(self) for name in self._packed_launchers)
+
     def load_packed(self) -> None:
-        """The same for weights that are packed."""
-        for name in self._launchers:
-            if name not in ("_run_boxed", "_run_packing"):
-                getattr(self, name)
+        """Loads these."""
+        for name in self._packed_launchers:
+            getattr(self, name)
+
+    @property
+    def _packed_launchers(self) -> tuple[str, ...]:
+        return tuple(name for name in self._launchers if name not in ("_run_boxed", "_run_packing"))
 
     @property
     def _launchers(self) -> tuple[str, ...]:
