@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch._jit_internal import is_scripting
 from torch.compiler import is_compiling
 
-from upconv.ops import conv_transpose, eager
+from upconv.ops import conv_transpose
 
 # The three forwards differ in PyTorch's own function for TorchScript, which compiles a forward's text and takes the
 # first branch alone: a script can be loaded where this package is not installed.
@@ -30,9 +30,7 @@ def _forward(module: Any, rank: int, input: Tensor, output_size: list[int] | Non
         raise ValueError(f"Only `zeros` padding mode is supported for ConvTranspose{rank}d")
     stride, padding, dilation = module.stride, module.padding, module.dilation
     own = module._parameters
-    compute = conv_transpose
     if type(module) in _OURS and output_size is None and type(own) is dict and not is_compiling():
-        compute = eager
         output_padding, held = module.output_padding, module.__dict__
         weight, bias = own.get("weight"), own.get("bias")
         if weight is None or "bias" not in own or "weight" in held or "bias" in held:  # tensors in their place
@@ -40,7 +38,7 @@ def _forward(module: Any, rank: int, input: Tensor, output_size: list[int] | Non
     else:
         weight, bias = module.weight, module.bias
         output_padding = module._output_padding(input, output_size, stride, padding, module.kernel_size, rank, dilation)
-    return compute(rank, input, weight, bias, stride, padding, output_padding, module.groups, dilation)
+    return conv_transpose(rank, input, weight, bias, stride, padding, output_padding, module.groups, dilation)
 
 
 class ConvTranspose1d(nn.ConvTranspose1d):

@@ -54,21 +54,6 @@ def conv_transpose(
     """A transposed convolution of ``rank`` spatial dimensions, by the best way that this call allows."""
     if is_compiling():
         return _compiled(rank, input, weight, bias, stride, padding, output_padding, groups, dilation)
-    return eager(rank, input, weight, bias, stride, padding, output_padding, groups, dilation)
-
-
-def eager(
-    rank: int,
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    stride: IntOrInts,
-    padding: IntOrInts,
-    output_padding: IntOrInts,
-    groups: int,
-    dilation: IntOrInts,
-) -> Tensor:
-    """`conv_transpose` where nothing is compiled."""
     plan, given, rounded = None, weight, False
     plain = type(input) in _PLAIN and type(weight) in _PLAIN and (bias is None or type(bias) in _PLAIN)
     # Asking a device for its type costs three times as much.
@@ -444,10 +429,7 @@ class _ConvTranspose(torch.autograd.Function):
         ctx.save_for_backward(input, weight)
         ctx.plan = plan
         ctx.set_materialize_grads(False)
-        keep = not weight.requires_grad
-        if plan.choice is not None:  # as `_forward`, in a call less
-            return engine.forward(plan, input, weight, bias, keep)
-        return _forward(plan, input, weight, bias, keep)
+        return _forward(plan, input, weight, bias, not weight.requires_grad)
 
     @staticmethod
     @_uncast

@@ -41,6 +41,7 @@ from torch import Tensor
 from upconv import cpu
 from upconv.cuda.costs import weighed
 from upconv.cuda.gpu import Gpu
+from upconv.cuda.gpu import current_stream as _current_stream
 from upconv.problem import Pass, Problem, is_channels_last
 
 if TYPE_CHECKING:
@@ -206,7 +207,6 @@ def forward(
 
 # PyTorch's own bindings, since torch.cuda.current_stream() costs 3 us; a PyTorch built without CUDA lacks them.
 _current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)
-_current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0)
 _capturing: Callable[[], bool] = getattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False)
 
 
@@ -372,14 +372,11 @@ class Runner:
             out = x.new_empty_strided(self.shape, self.strides)  # 0.5 us less than torch.empty_strided
             if keep:
                 packed, fresh = self.packed(weight, keep, rounded)
+            elif self.packs and lasting and rounded is None and not _capturing():
+                self.prepared.run_packing(x, weight.resolve_neg(), bias, out)  # type: ignore[attr-defined]
+                return out
             else:  # as `packed` does, in fewer calls
-                if weight.is_neg():
-                    weight = weight.resolve_neg()
-                prepared, fresh = self.prepared, not _capturing()
-                if self.packs and lasting and fresh and rounded is None:
-                    prepared.run_packing(x, weight, bias, out)  # type: ignore[attr-defined]
-                    return out
-                packed = prepared.pack(weight) if rounded is None else prepared.pack(weight, rounded)
+                packed, fresh = self._pack(weight, rounded), not _capturing()
             self.prepared.run(x, packed, bias, out, fresh)
         except torch.OutOfMemoryError:
             raise
@@ -626,15 +623,13 @@ def _load(runner: Runner | None, training: bool) -> None:
 
 def _loaded(plan: Plan, index: int, pass_: Pass, training: bool) -> bool:
     if pass_ == "fwd":
-        runner = plan.runners.get(index)
-        name = "loaded" if training else "packed_loaded"
-        return runner is not None and bool(getattr(runner.prepared, name, True))
+        return _complete(plan.runners.get(index), training)
     found = plan.gradient_runners.get(index)
     if found is None or ("input" if pass_ == "grad-input" else "weight") not in vars(found):
         return False
-    return pass_ != "grad-input" or found.input is None or _complete(found.input)
+    return pass_ != "grad-input" or found.input is None or _complete(found.input, training)
 
 
-def _complete(runner: Runner) -> bool:
-    """Whether the kernels for weights of every kind are loaded."""
-    return bool(getattr(runner.prepared, "loaded", True))
+def _complete(runner: Runner | None, training: bool) -> bool:
+    """Whether there is a runner whose kernels are loaded, as `_load` loads them."""
+    return runner is not None and bool(getattr(runner.prepared, "loaded" if training else "packed_loaded", True))

@@ -21,6 +21,7 @@ from upconv.cuda import jit
 from upconv.cuda.boxes import Tensor5, Words, alignment_classes, encode, of_class
 from upconv.cuda.costs import Constants, constants
 from upconv.cuda.gpu import Gpu
+from upconv.cuda.gpu import current_stream as _current_stream
 from upconv.cuda.gpu import gpu as gpu_of
 from upconv.cuda.launch import Launcher, as_run, bind
 from upconv.cuda.shuffle import Shuffle, Triple, countable, ways
@@ -53,7 +54,6 @@ SIZES = "i" * 11  # `Tiling.arguments`
 # block, 3 to 4 with four, 5 with eight).
 _MOST_PARTS, _LONGEST_PACKING = 4, 1e-4
 _MOST_STREAMS = 64
-_current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0)
 _AHEAD = 4500.0  # clocks that the rings should look ahead
 _SPREAD = 1.2  # of tiles that store between others' results; asked only against phases as rows, fitted to hifigan alone
 # Of planes one by one with weights through a ring: it decides only where the model sees no difference to weights that
@@ -164,7 +164,7 @@ class Choice:
         """That of the kernel that packs the weights itself, where there is one."""
         if not self.packs:
             return ()
-        unit = 0 if self.general else store_unit(self.tiling, self.problem)
+        unit = store_unit(self.tiling, self.problem)
         source = jit.source("gather.cu", self.tiling.macros(store_unit=unit, packs=True))
         return (Unit(f"gather {layer_text(self.problem)} packing", source, ("gather",)),)
 
@@ -211,15 +211,12 @@ class Packs:
         bytes. Float32 weights of a 16-bit problem are rounded on their way, and with them a float32 ``bias``, whose
         place is behind them.
         """
-        tap_step = 1
         rounds = self.casts and weight.dtype is torch.float32
         if self._boxed_unit is not None and not rounds and not weight.data_ptr() & 15 and self._lies_last(weight):
             return weight
-        if not weight.is_contiguous():
-            if self._lies_last(weight) and weight.shape == self._problem.weight_shape:
-                tap_step = weight.shape[1]
-            else:
-                weight = weight.contiguous()
+        tap_step = self._tap_step(weight)
+        if not tap_step:
+            weight, tap_step = weight.contiguous(), 1
         words = self._words if bias is None else self._words + (self._problem.out_channels + 1) // 2
         packed = weight.new_empty_strided((words,), (1,), dtype=torch.int32)  # 2 us less than torch.empty
         if rounds:
@@ -229,6 +226,12 @@ class Packs:
         else:
             self._pack(self._device, self._pack_blocks, (weight.data_ptr(), packed.data_ptr(), tap_step))
         return packed
+
+    def _tap_step(self, weight: Tensor) -> int:
+        """Elements between a weight's taps, as kernels read it: contiguous or channels-last; 0 for another."""
+        if weight.is_contiguous():
+            return 1
+        return weight.shape[1] if self._lies_last(weight) and weight.shape == self._problem.weight_shape else 0
 
     def _lies_last(self, weight: Tensor) -> bool:
         return self._weight_last is not None and weight.is_contiguous(memory_format=self._weight_last)
@@ -240,8 +243,10 @@ class Packs:
         found = kept[address] = b"".join(encoded())
         return found
 
-    def _bias_of(self, packed: int, bias: Tensor) -> int:
-        """Where the kernel finds the bias; `pack` left a rounded one behind the weights."""
+    def _bias_of(self, packed: int, bias: Tensor | None) -> int:
+        """Where the kernel finds the bias, or 0; `pack` left a rounded one behind the weights."""
+        if bias is None:
+            return 0
         return packed + 4 * self._words if self.casts and bias.dtype is torch.float32 else bias.data_ptr()
 
 
@@ -285,7 +290,6 @@ class Prepared(BoxedPacks):
         self._grid = choice.grid
         self._sizes = as_run(SIZES, t.arguments(p))
         self._weight_maps: dict[int, Words] = {}
-        self._shape = p.weight_shape
         self.packing = (
             t.entries,
             t.chunk,
@@ -371,9 +375,7 @@ class Prepared(BoxedPacks):
         A float32 ``bias`` of a 16-bit problem is not rounded here.
         """
         address, at_out, at_weight = x.data_ptr(), out.data_ptr(), weight.data_ptr()
-        tap_step = 1
-        if not weight.is_contiguous():
-            tap_step = weight.shape[1] if self._lies_last(weight) and weight.shape == self._shape else 0
+        tap_step = self._tap_step(weight)
         if not tap_step or at_out & 15 or (address & 15 and self._tiling.needs_alignment):
             self.run(x, self.pack(weight), bias, out, True)
             return
@@ -405,7 +407,7 @@ class Prepared(BoxedPacks):
             x = x.clone()  # a view that begins off 16 bytes; PyTorch's allocations never do
             address = x.data_ptr()
         at = packed.data_ptr()
-        args = (address, at, 0 if bias is None else self._bias_of(at, bias), at_out, self._tail(address))
+        args = (address, at, self._bias_of(at, bias), at_out, self._tail(address))
         if packed.dtype is torch.int32:
             self._run(self._device, self._grid, args, fresh and self._overlaps)
         else:

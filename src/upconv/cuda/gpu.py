@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
+
+# PyTorch's own binding, since torch.cuda.current_stream() costs 3 us; a PyTorch built without CUDA lacks it.
+current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0)
 
 _CHIPS = {
     "H200": (4.2e12, 1.755e9, 50 << 20),

@@ -216,7 +216,7 @@ class Prepared(gather.Packs):
         if tail is None:
             t, p = self._tile, self._problem
             tail = self._kept(self._tails, address, lambda: [self._sizes, tensor_map(t, p, address)])
-        args = (at, 0 if bias is None else self._bias_of(at, bias), out.data_ptr(), tail)
+        args = (at, self._bias_of(at, bias), out.data_ptr(), tail)
         self._run(self._device, self._grid, args, fresh)
 
 

@@ -310,8 +310,7 @@ class Prepared(gather.BoxedPacks):
         if address & 15:
             fresh, x = False, x.clone()  # a view that begins off 16 bytes; PyTorch's allocations never do
             address = x.data_ptr()
-        at_bias = 0 if bias is None else self._bias_of(at, bias)
-        args = (address, at, at_bias, out.data_ptr(), self._tail(address))
+        args = (address, at, self._bias_of(at, bias), out.data_ptr(), self._tail(address))
         self._run(self._device, self._grid, args, fresh)
 
 

@@ -144,7 +144,7 @@ class Prepared:
         self._clusters = self._by_clusters(choice)
         if self._clusters is None:
             steps = choice.sources()[0]
-            codes = f"PP({_SIZES})" + self._map_codes if self._boxes else f"PPP({_SIZES})"
+            codes = f"PP({_SIZES})({'q' * 16 * self._boxes})" if self._boxes else f"PPP({_SIZES})"
             self._wgrad = self._launcher(steps, "wgrad", codes)
             self._reduce = self._launcher(steps, "reduce", "PPiqqq")
             if self.casts:
@@ -160,7 +160,7 @@ class Prepared:
         """The kernel that needs no second step; None where there is none, or it would take more waves of blocks."""
         if choice.cluster == 1:
             return None
-        codes = f"PP({_SIZES})qqqi" + self._map_codes
+        codes = f"PP({_SIZES})qqqi({'q' * 16 * self._boxes})"
         launcher = self._launcher(choice.sources()[1], "wgrad", codes)
         waves = -(-self._grid // choice.gpu.multiprocessors)
         return launcher if choice.tiling.tiles <= waves * launcher.clusters(self._device, choice.cluster) else None
@@ -180,30 +180,23 @@ class Prepared:
         if (at_x | at_grad) & 15 and self._tiling.needs_alignment:
             x, grad = x.clone(), grad.clone()
             at_x, at_grad = x.data_ptr(), grad.data_ptr()
-        maps: tuple[Words, ...] = ()
+        maps = self._map(at_x, False) if self._boxes else b""
         if self._boxes > 1:
-            maps = (self._map(at_x, False), self._map(at_grad, True))
-        elif self._boxes:
-            maps = (self._map(at_x, False),)
+            maps += self._map(at_grad, True)
         strides = out.stride()
         if self._clusters is not None:
             to = (strides[0], strides[1], strides[-1], int(out.dtype is torch.float32))
-            self._clusters(self._device, self._grid, (at_grad, out.data_ptr(), self._sizes, *to, *maps))
+            self._clusters(self._device, self._grid, (at_grad, out.data_ptr(), self._sizes, *to, maps))
             return
         partial = x.new_empty_strided((self._slices * self._numel,), (1,), dtype=torch.float32)
-        args = (at_grad, partial.data_ptr(), self._sizes, *maps)
-        self._wgrad(self._device, self._grid, args if self._boxes else (at_x, *args))
+        args = (at_grad, partial.data_ptr(), self._sizes)
+        self._wgrad(self._device, self._grid, (*args, maps) if self._boxes else (at_x, *args))
         reduce = self._reduce_float if self.casts and out.dtype is torch.float32 else self._reduce
         reduce(
             self._device,
             self._blocks,
             (partial.data_ptr(), out.data_ptr(), self._slices, strides[0], strides[1], strides[-1]),
         )
-
-    @property
-    def _map_codes(self) -> str:
-        """The tensor maps among the kernel's parameters, where there are: the input's, the output's gradient's."""
-        return f"({'q' * 16})" + (f"({'q' * 16 * (self._boxes - 1)})" if self._boxes > 1 else "")
 
     def _map(self, address: int, g: bool) -> Words:
         """The tensor map of the input (or those of the output's gradient) at an address."""
