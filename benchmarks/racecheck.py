@@ -25,6 +25,7 @@ import torch
 
 from upconv.cuda import gather, jit, relayout, rows, subpixel, sweep, wgrad
 from upconv.cuda.gpu import gpu
+from upconv.cuda.wgrad_tiling import MAX_CLUSTER
 from upconv.problem import Layout, Pass, Precision, Problem
 
 TIMEOUT = 150.0
@@ -130,15 +131,18 @@ def run_choice(family: Any, p: Problem) -> None:
 
 
 def run_wgrad(p: Problem, splits: int, descriptors: bool = False) -> None:
-    """The first tiling whose splits can be a cluster. ``descriptors``: both operands come by these."""
+    """The first tiling whose blocks can add up the splits: as a cluster, or together where they are more than 8.
+
+    ``descriptors``: both operands come by these.
+    """
     aligned, aligned_g = (size[-1] * p.dtype.itemsize % 16 == 0 for size in (p.size, p.out_size))
     every = wgrad.candidates(wgrad._any_size(p), gpu(0), aligned, aligned_g, wgrad._narrow(p), wgrad._classes(p))
     wanted = (t for t in every if getattr(t, "adds_up", False) and getattr(t, "a_shared", False) == descriptors)
     tiling = next(t for t in wanted if t.tiles <= 9)
     prepared = wgrad.Choice(tiling, p, gpu(0), splits, 0.0, "").prepare(0)
-    if (prepared._clusters is not None) != (splits > 1):
+    if (prepared._clusters is not None, prepared.together) != (1 < splits <= MAX_CLUSTER, splits > MAX_CLUSTER):
         raise RuntimeError(f"{splits} splits are not launched as expected")
-    prepared.run(tensor(p.input_shape, p), tensor(p.output_shape, p), tensor(p.weight_shape, p))
+    prepared.run(tensor(p.input_shape, p), tensor(p.output_shape, p), tensor(p.weight_shape, p), lasting=True)
 
 
 def run_relayout(p: Problem) -> None:
@@ -197,6 +201,8 @@ CASES: dict[str, tuple[str, Callable[[], None]]] = {
     "two-steps": ("wgrad", lambda: run_wgrad(problem(PLAIN, "tf32", "nchw", "grad-weight"), 1)),
     "cluster": ("wgrad", lambda: run_wgrad(problem(PLAIN, "bf16", "nchw", "grad-weight"), 4)),
     "cluster-last": ("wgrad", lambda: run_wgrad(problem(PLAIN, "bf16", "channels_last", "grad-weight"), 2)),
+    "together": ("wgrad", lambda: run_wgrad(problem(PLAIN, "bf16", "nchw", "grad-weight"), 10)),
+    "together-last": ("wgrad", lambda: run_wgrad(problem(PLAIN, "tf32", "channels_last", "grad-weight"), 9)),
     "descriptors": ("wgrad", lambda: run_wgrad(problem(PLAIN, "bf16", "channels_last", "grad-weight"), 2, True)),
     "relayout": ("to_", lambda: run_relayout(problem(STRIDED, "bf16", "nchw", "grad-input"))),
 }

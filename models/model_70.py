@@ -3496,6 +3496,9 @@ constexpr int CONSUMER_REGISTERS = 152;  // of a thread
 // K is split over ranges of chunks; each split writes partial sums, `reduce` adds them in the order of their index.
 // Where splits are
 // few, their blocks are a CLUSTER, which adds the sums through its shared memory in the same order, and writes the weight itself.
+// Where more are, but all blocks run at once (a cooperative launch), those of a tile wait for each other and do it
+// TOGETHER, through
+// global memory.
 constexpr int COPIERS = 128;
 constexpr int STACK = (TAPS_H + STEP_H - 1) / STEP_H;  // rows of x that may meet a row of g
 constexpr int X_ROWS_H = TILE_H + STACK - 1;
@@ -4016,7 +4019,7 @@ __device__ __forceinline__ void consume(float* __restrict__ partial, const Sizes
   }
 }
 
-// partial: [SPLITS][TAPS][COUT][CIN_G] float32; CLUSTER: `out` is the weight's gradient.
+// partial: [SPLITS][TAPS][COUT][CIN_G] float32; CLUSTER, TOGETHER: `out` is the weight's gradient.
 __global__ void __launch_bounds__(THREADS, 1)
 wgrad(const char* __restrict__ g, float* __restrict__ partial, int batch, int in_d, int in_h, int in_w, int out_d,
       int out_h, int out_w, int tiles_d, int tiles_h, int tiles_w, int chunks, int per_split,

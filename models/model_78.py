@@ -5014,7 +5014,7 @@ __device__ __forceinline__ void consume(float* __restrict__ partial, const Sizes
   }
 }
 
-// partial: [SPLITS][TAPS][COUT][CIN_G] float32; CLUSTER: `out` is the weight's gradient.
+// partial: [SPLITS][TAPS][COUT][CIN_G] float32; CLUSTER, TOGETHER: `out` is the weight's gradient.
 __global__ void __launch_bounds__(THREADS, 1)
 wgrad(const char* __restrict__ g, float* __restrict__ partial, int batch, int in_d, int in_h, int in_w, int out_d,
       int out_h, int out_w, int tiles_d, int tiles_h, int tiles_w, int chunks, int per_split,

@@ -321,8 +321,8 @@ def stubs(monkeypatch: pytest.MonkeyPatch) -> Stubs:
     found = Stubs()
 
     class Launcher:
-        def __init__(self, name: str, threads: int, shared: int, codes: str) -> None:
-            self.name, self.codes = name, codes
+        def __init__(self, name: str, threads: int, shared: int, codes: str, cooperative: bool = False) -> None:
+            self.name, self.codes = name + " together" * cooperative, codes
 
         def __call__(self, device: int, grid: int, args: tuple[Any, ...], dependent: bool = False) -> None:
             found.launched.append((self.name, grid, dependent))

@@ -275,7 +275,7 @@ def test_flags_that_ask_for_ieee_are_not_answered_in_tf32() -> None:
 class Recorder:
     """Stands for a Launcher: notes what a kernel would have been launched with."""
 
-    def __init__(self, kernel: object, block: int, shared: int, arguments: str) -> None:
+    def __init__(self, kernel: object, block: int, shared: int, arguments: str, cooperative: bool = False) -> None:
         self.entry, self.block, self.shared, self.codes = kernel, block, shared, arguments
         self.calls: list[tuple[int, tuple[Any, ...]]] = []
         made.append(self)

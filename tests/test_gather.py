@@ -20,7 +20,7 @@ from conftest import Stubs
 from gather_interpreter import Floats, Interpreter
 from upconv import reference
 from upconv.bench.suites import SUITES, parse_layer
-from upconv.cuda import costs, gather, jit
+from upconv.cuda import costs, gather, jit, launch
 from upconv.cuda.gpu import A100, B200, H200, RTX3090, RTX4090, RTX5090, Gpu
 from upconv.cuda.shuffle import Shuffle, countable, ways
 from upconv.cuda.tiling import Tiling, Unfit, result_shape, source_shape
@@ -821,7 +821,7 @@ def test_only_small_weights_are_packed_by_the_kernel() -> None:
 def test_what_a_kernel_that_packs_is_told(dtype: torch.dtype, stubs: Stubs, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights where they lie, each stream's own zeros; two launches where weights lie otherwise or results do."""
     stream = [7]
-    monkeypatch.setattr(gather, "_current_stream", lambda index: stream[0])
+    monkeypatch.setattr(launch, "current_stream", lambda index: stream[0])
     p = Problem.make(2, 64, 48, (16, 16), 4, 2, 1, dtype=dtype)
     p = p.with_(precision="tf32" if dtype is torch.float32 else "bf16")
     choice = gather.choose(p, H200)
@@ -846,7 +846,7 @@ def test_what_a_kernel_that_packs_is_told(dtype: torch.dtype, stubs: Stubs, monk
     prepared.run_packing(x, weight, None, out)
     args = stubs.pop()[3]
     assert len({*kept}) == 1 and args[5] not in kept and args[2] == 0
-    assert all(not zeros.any() for zeros in prepared._zeros.values())
+    assert all(not zeros.any() for zeros in prepared._zeros.of_streams.values())
     off = torch.empty(out.numel() + 1, dtype=dtype)[1:].view(out.shape)
     for given, to in ((weight.mT.contiguous().mT, out), (weight, off)):
         prepared.run_packing(x, given, bias, to)
@@ -862,4 +862,4 @@ def test_what_a_kernel_that_packs_is_told(dtype: torch.dtype, stubs: Stubs, monk
     for number in range(100):
         stream[0] = number
         prepared.run_packing(x, weight, None, out)
-    assert len(prepared._zeros) <= 64
+    assert len(prepared._zeros.of_streams) <= 64

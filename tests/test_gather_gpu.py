@@ -176,7 +176,7 @@ def test_tilings(name: str, precision: str, layout: str, pass_: Pass) -> None:
             for _ in range(3):  # one kernel, on counters that the one before left
                 outs.append(torch.full_like(outs[0], float("nan")))
                 prepared.run_packing(x, given, bias, outs[-1])
-        assert all(not zeros.any() for zeros in prepared._zeros.values())
+        assert all(not zeros.any() for zeros in prepared._zeros.of_streams.values())
         assert all(torch.equal(outs[0], other) for other in outs[1:]), tiling
         assert_accurate(outs[0], truth, size, products + 1)
 
@@ -209,7 +209,9 @@ def test_kernels_that_pack_on_streams_at_once(precision: str, pass_: Pass) -> No
                 prepared.run_packing(x, weight, bias, mine[-1])
     torch.cuda.synchronize()
     assert all(torch.equal(a, b) for mine in outs for a, b in zip(mine, expected))
-    assert len(prepared._zeros) == len(streams) and all(not zeros.any() for zeros in prepared._zeros.values())
+    assert len(prepared._zeros.of_streams) == len(streams) and all(
+        not zeros.any() for zeros in prepared._zeros.of_streams.values()
+    )
 
 
 def test_a_training_call_packs_by_the_kernel_and_a_captured_one_by_two(monkeypatch: pytest.MonkeyPatch) -> None:

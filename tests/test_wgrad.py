@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 import torch
 
+from conftest import Stubs
 from upconv.bench.suites import SUITES
-from upconv.cuda import jit, wgrad
+from upconv.cuda import jit, launch, wgrad
 from upconv.cuda.gpu import A100, B200, H200, RTX3090, RTX4090, RTX5090, Gpu
 from upconv.cuda.wgrad_tiling import WARPS, SyncTiling, WarpgroupTiling
 from upconv.problem import Layout, Precision, Problem, output_length
@@ -330,12 +331,15 @@ def test_constants_do_not_depend_on_the_size(seed: int) -> None:
     assert wgrad._any_size(p) == wgrad._any_size(other)
     for t in rng.sample(every, min(20, len(every))):
         assert replace(t, problem=other).macros() == t.macros()
-        (one,), (same, *clusters) = (wgrad.Choice(t, q, H200, n, 0.0, "").sources() for q, n in ((p, 1), (other, 7)))
+        (one,), (same, *at_once) = (wgrad.Choice(t, q, H200, n, 0.0, "").sources() for q, n in ((p, 1), (other, 7)))
         assert one.source == same.source
         expected = []
-        if isinstance(t, WarpgroupTiling) and t.adds_up and t.tiles <= H200.clusters(7) * -(-7 * t.tiles // 132):
-            expected = [jit.source(t.file, t.macros(7))]
-        assert [unit.source for unit in clusters] == expected
+        if isinstance(t, WarpgroupTiling) and t.adds_up:
+            if t.tiles <= H200.clusters(7) * -(-7 * t.tiles // 132):
+                expected = [jit.source(t.file, t.macros(7))]
+            elif 7 * t.tiles <= 132:
+                expected = [jit.source(t.file, t.macros(together=True))]
+        assert [unit.source for unit in at_once] == expected
 
 
 # --- what is chosen --------------------------------------------------------------------------------------------------
@@ -459,6 +463,40 @@ def test_empty_inputs_are_refused(change: dict[str, object]) -> None:
     assert wgrad.choose(p, H200) == "an empty input has no work"
 
 
+# --- what is launched ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_lasting_call_is_one_cooperative_launch(
+    dtype: torch.dtype, stubs: Stubs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each stream has its own counters; other calls take two steps, which are loaded when the first of them comes."""
+    stream = [7]
+    monkeypatch.setattr(launch, "current_stream", lambda index: stream[0])
+    p = Problem.make(128, 128, 64, (16, 16), 4, 2, 1, bias=False, dtype=dtype, pass_="grad-weight")
+    choice = wgrad.choose(p.with_(precision="tf32" if dtype is torch.float32 else "bf16"), H200)
+    assert isinstance(choice, wgrad.Choice) and choice.together
+    t, prepared = choice.tiling, choice.prepare(0)
+    assert isinstance(t, WarpgroupTiling) and prepared.together
+    assert stubs.loaded == ["wgrad"] and not prepared.loaded
+    x, g = torch.randn(p.input_shape, dtype=dtype), torch.randn(p.output_shape, dtype=dtype)
+    kept = []
+    for of_stream, out in product((7, 8), (torch.empty(p.weight_shape, dtype=dtype), torch.empty(p.weight_shape))):
+        stream[0] = of_stream
+        prepared.run(x, g, out, lasting=True)
+        name, grid, dependent, args = stubs.pop()
+        assert (name, grid, dependent) == ("wgrad together", t.tiles * choice.splits, False) and not stubs.launched
+        assert args[:2] == (g.data_ptr(), out.data_ptr())
+        assert args[16:20] == (*out.stride()[:2], out.stride()[-1], out.dtype is torch.float32)
+        kept.append(args[3])
+    assert kept[0] == kept[1] != kept[2] == kept[3]
+    assert [zeros.numel() for zeros in prepared._counters.of_streams.values()] == [2 * t.tiles] * 2
+    prepared.run(x, g, torch.empty(p.weight_shape, dtype=dtype))
+    assert stubs.names() == ["wgrad", "reduce"] and stubs.loaded == ["wgrad", "wgrad", "reduce"]
+    prepared.load()
+    assert prepared.loaded and stubs.loaded[3:] == (["reduce_float"] if dtype is torch.bfloat16 else [])
+
+
 # --- what is compiled ------------------------------------------------------------------------------------------------
 
 needs_nvrtc = pytest.mark.skipif(jit.unavailable() is not None, reason=str(jit.unavailable()))
@@ -492,23 +530,29 @@ def check_compiled(tiling: AnyTiling, source: str, gpu: Gpu, ptx: bool = True) -
     assert ("cp.async.bulk.tensor" in text) == isinstance(tiling, WarpgroupTiling)
 
 
-@pytest.mark.parametrize(("name", "layout", "dtype", "cluster"), (
-    ("dcgan1", "channels_last", torch.bfloat16, 2),
-    ("dcgan1", "nchw", torch.float32, 2),
-    ("unet1", "nchw", torch.bfloat16, 2),
-    ("hifigan", "nchw", torch.float32, 2),
-    ("hifigan", "nchw", torch.bfloat16, 1),  # several taps in a fragment
-    ("dcgan2", "channels_last", torch.bfloat16, 1),  # 16 of 8 do not run at once
-    ("dcgan3", "channels_last", torch.bfloat16, 1),  # too many splits
+@pytest.mark.parametrize(("name", "layout", "dtype", "cluster", "together"), (
+    ("dcgan1", "channels_last", torch.bfloat16, 2, False),
+    ("dcgan1", "nchw", torch.float32, 2, False),
+    ("unet1", "nchw", torch.bfloat16, 2, False),
+    ("hifigan", "nchw", torch.float32, 2, False),
+    ("hifigan", "nchw", torch.bfloat16, 1, False),  # several taps in a fragment
+    ("dcgan2", "channels_last", torch.bfloat16, 1, True),  # 16 clusters of 8 do not run at once, 128 blocks do
+    ("dcgan3", "channels_last", torch.bfloat16, 1, True),  # too many splits for a cluster
+    ("nnunet", "nchw", torch.float32, 1, False),  # 264 blocks
 ))  # fmt: skip
-def test_few_splits_are_clusters(name: str, layout: Layout, dtype: torch.dtype, cluster: int) -> None:
+def test_splits_that_run_at_once_add_up_their_sums(
+    name: str, layout: Layout, dtype: torch.dtype, cluster: int, together: bool
+) -> None:
     (layer,) = (case.problem for case in SUITES["models"] if case.name == name)
     precision: Precision = "tf32" if dtype is torch.float32 else "bf16"
     p = layer.with_(dtype=dtype, precision=precision, layout=layout, pass_="grad-weight", bias=False)
     choice = wgrad.choose(p, H200)
     assert isinstance(choice, wgrad.Choice)
-    assert choice.cluster == cluster and ("of a cluster" in choice.summary) == (cluster > 1)
-    assert replace(choice, gpu=A100).cluster == 1
+    assert choice.cluster == cluster and ("in clusters of 2 that add up" in choice.summary) == (cluster > 1)
+    assert choice.together == together and ("of blocks that add up" in choice.summary) == together
+    for other in (replace(choice, gpu=A100), replace(choice, splits=1)):
+        assert other.cluster == 1 and not other.together and len(other.sources()) == 1
+    assert not replace(choice, gpu=replace(H200, multiprocessors=40)).together
 
 
 @needs_nvrtc
@@ -545,9 +589,10 @@ def test_chosen_kernels_compile_without_spills(p: Problem, gpu: Gpu) -> None:
     if isinstance(choice, str):
         assert choice == refused(p, gpu)
         return
-    steps, *clusters = choice.sources()
-    assert set(steps.entries) == {"wgrad", "reduce"} and [unit.entries for unit in clusters] in ([], [("wgrad",)])
-    assert bool(clusters) == (choice.cluster > 1)
-    for unit in (steps, *clusters):
+    steps, *at_once = choice.sources()
+    assert set(steps.entries) == {"wgrad", "reduce"} and [unit.entries for unit in at_once] in ([], [("wgrad",)])
+    assert bool(at_once) == (choice.cluster > 1 or choice.together)
+    for unit in (steps, *at_once):
         check_compiled(choice.tiling, unit.source, gpu)
-        assert (f"#define CLUSTER {choice.splits}\n" in unit.source) == (unit in clusters)
+        ways = (f"#define CLUSTER {choice.splits}\n" in unit.source, "#define TOGETHER 1\n" in unit.source)
+        assert ways == ((choice.cluster > 1, choice.together) if unit in at_once else (False, False))

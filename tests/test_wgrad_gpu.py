@@ -15,9 +15,11 @@ import pytest
 import torch
 from torch import Tensor
 
+import upconv
 from upconv import cpu, reference
 from upconv.cuda import direct, direct_wgrad, staged, wgrad
 from upconv.cuda.gpu import A100, gpu
+from upconv.cuda.launch import Launcher
 from upconv.cuda.wgrad_tiling import WarpgroupTiling
 from upconv.problem import Layout, Precision, Problem, output_length
 
@@ -116,8 +118,8 @@ def guarded(out: Tensor) -> None:
 def check_weight(
     choice: wgrad.Choice | direct_wgrad.Choice | staged.Choice, x: Tensor, g: Tensor, truth: Tensor
 ) -> None:
-    """A choice's gradient is the truth, and the same to the last bit again, from views off alignment too, and when it
-    is written in the other memory format."""
+    """A choice's gradient is the truth, and the same to the last bit again, from views off alignment too, when it is
+    written in the other memory format, and when blocks add up their sums together."""
     p = choice.problem
     prepared = choice.prepare(0)
     found = []
@@ -128,6 +130,11 @@ def check_weight(
         prepared.run(moved(x, p, offset), moved(g, p, offset), out)
         guarded(out)
         found.append(out)
+    if getattr(prepared, "together", False):
+        found.append(place(p.weight_shape, p, p.layout))
+        torch.full((min(1 << 24, 64 * found[0].numel()),), math.nan, device="cuda")
+        prepared.run(x, g, found[-1], lasting=True)
+        guarded(found[-1])
     about = f"{p} {p.precision}\n{choice}"
     error, bound = reference.relative_error(found[0], truth), BOUNDS[p.precision]
     if p.precision == "ieee" and isinstance(choice, wgrad.Choice):
@@ -135,9 +142,10 @@ def check_weight(
         # the planner's has splits enough; drawn ones have sums of 50,000.
         bound = max(bound, 2**-25 * math.sqrt(math.prod(choice.tiling.counts(p)) / choice.splits))
     assert error < bound, f"error {error:.2e} of {about}"
-    again, unaligned = (torch.equal(found[0], other) for other in found[1:])
+    again, unaligned, *together = (torch.equal(found[0], other) for other in found[1:])
     assert again, f"not bit-equal from run to run: {about}"
     assert unaligned, f"not bit-equal off alignment: {about}"
+    assert all(together), f"not bit-equal where blocks add up: {about}"
 
 
 # --- tensor cores ----------------------------------------------------------------------------------------------------
@@ -172,22 +180,26 @@ def test_weight_gradients_on_tensor_cores(precision: Precision, layout: Layout, 
 
 
 def in_two_steps(choice: wgrad.Choice) -> wgrad.Choice:
-    """The same for a GPU without clusters, which this GPU runs as well."""
+    """The same for a GPU whose blocks do not add up their sums, which this GPU runs as well."""
     return replace(choice, gpu=A100)
 
 
-@pytest.mark.parametrize("splits", (2, 3, 5, 8))
+@pytest.mark.parametrize("splits", (2, 3, 5, 8, 9, 14))
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("precision", ("tf32", "bf16", "fp16"))
-def test_clusters_add_up_as_the_second_step_does(precision: Precision, layout: Layout, splits: int) -> None:
-    """To the last bit, into both memory formats and into float32; channels that are no multiple of 4 among them."""
+def test_blocks_add_up_as_the_second_step_does(precision: Precision, layout: Layout, splits: int) -> None:
+    """To the last bit, into both memory formats and into float32; channels that are no multiple of 4 among them.
+
+    As a cluster up to 8 splits, where enough of these run at once, else together.
+    """
     if gpu(0).arch != "90a":
-        pytest.skip("needs clusters")
+        pytest.skip("needs wgmma")
     layers = (
         Problem.make(4, 64, 64, (16, 32), 3),
         Problem.make(5, 80, 46, (16, 32), 4, 2, 1),
         Problem.make(4, 40, 72, (17, 32), 3, 1, 1, groups=1),
         Problem.make(3, 64, 64, (4, 8, 16), 2, 2, groups=2),
+        Problem.make(9, 256, 128, (16, 16), 4, 2, 1),  # its second step turns rows
     )
     rng = random.Random(f"{precision} {layout} {splits}")
     for layer in layers:
@@ -197,7 +209,11 @@ def test_clusters_add_up_as_the_second_step_does(precision: Precision, layout: L
         aligned, aligned_g = (size[-1] * p.dtype.itemsize % 16 == 0 for size in (p.size, p.out_size))
         classes = wgrad._classes(p)
         every = wgrad.candidates(wgrad._any_size(p), gpu(0), aligned, aligned_g, wgrad._narrow(p), classes)
-        fitting = [t for t in every if isinstance(t, WarpgroupTiling) and t.adds_up and t.tiles <= 9]
+        most = gpu(0).multiprocessors // splits
+        fitting = [t for t in every if isinstance(t, WarpgroupTiling) and t.adds_up and t.tiles <= most]
+        if not fitting:
+            assert math.prod(p.weight_shape) >= 1 << 18 and splits > 8
+            continue
         if len(fitting) < 2:  # float32 pixels are turned, which wants whole units of 16 bytes
             assert (precision, layout) == ("tf32", "channels_last") and p.out_channels % 4
             continue
@@ -205,17 +221,76 @@ def test_clusters_add_up_as_the_second_step_does(precision: Precision, layout: L
         assert classed or classes == (1, 1)
         for t in rng.sample(fitting, 2) + stacked[:1] + classed[:1]:
             choice = wgrad.Choice(t, p, gpu(0), splits, 0.0, "")
-            clusters, steps = choice.prepare(0), in_two_steps(choice).prepare(0)
-            assert clusters._clusters is not None and steps._clusters is None, choice
+            at_once, steps = choice.prepare(0), in_two_steps(choice).prepare(0)
+            assert at_once.together == (at_once._clusters is None) and (at_once.together or splits <= 8), choice
+            assert steps._clusters is None and not steps.together
             check_weight(choice, x, g, truth)
             for dtype in dict.fromkeys((p.dtype, torch.float32)):
                 kept: Precision = precision if dtype is p.dtype else "ieee"
                 for out_layout in LAYOUTS:
                     outs = [place(p.weight_shape, p.with_(dtype=dtype, precision=kept), out_layout) for _ in range(2)]
-                    clusters.run(x, g, outs[0])
-                    steps.run(x, g, outs[1])
+                    at_once.run(x, g, outs[0], lasting=True)
+                    steps.run(x, g, outs[1], lasting=True)
                     guarded(outs[0])
                     assert torch.equal(*outs), choice
+            if at_once.together:
+                (counters,) = at_once._counters.of_streams.values()
+                assert not counters.any() and steps.loaded and not at_once.loaded
+
+
+def test_blocks_add_up_on_streams_at_once() -> None:
+    """Each stream has its own counters; kernels of two whose blocks wait for each other do not stop one another."""
+    p = Problem.make(16, 256, 128, (16, 16), 4, 2, 1).with_(
+        dtype=torch.bfloat16, precision="bf16", layout="channels_last", pass_="grad-weight"
+    )
+    choice = wgrad.choose(p, gpu(0))
+    assert isinstance(choice, wgrad.Choice)
+    if not choice.together:
+        pytest.skip("needs wgmma and 128 multiprocessors")
+    prepared, streams = choice.prepare(0), [torch.cuda.Stream() for _ in range(4)]
+    given = [operands(p, seed) for seed in range(len(streams))]
+    expected = [place(p.weight_shape, p, p.layout) for _ in given]
+    for (x, g), out in zip(given, expected):
+        prepared.run(x, g, out)  # in two steps
+    torch.cuda.synchronize()
+    for _ in range(20):
+        found = [place(p.weight_shape, p, p.layout) for _ in given]
+        torch.cuda.synchronize()
+        for stream, (x, g), out in zip(streams, given, found):
+            with torch.cuda.stream(stream):
+                prepared.run(x, g, out, lasting=True)
+        torch.cuda.synchronize()
+        assert all(map(torch.equal, found, expected))
+    assert len(prepared._counters.of_streams) == 4
+    assert not any(counters.any() for counters in prepared._counters.of_streams.values())
+
+
+def test_a_training_step_adds_up_at_once_and_a_captured_one_in_two_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = upconv.ConvTranspose2d(256, 128, 4, 2, 1, bias=False, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(16, 256, 16, 16, device="cuda", dtype=torch.bfloat16)
+    p = Problem.make(16, 256, 128, (16, 16), 4, 2, 1, bias=False, dtype=x.dtype, pass_="grad-weight")
+    choice = wgrad.choose(p, gpu(0))
+    if not isinstance(choice, wgrad.Choice) or not choice.together:
+        pytest.skip("needs wgmma and 128 multiprocessors")
+    names: list[str] = []
+    launch = Launcher.__call__
+
+    def noted(self: Launcher, *args: object, **more: object) -> None:
+        names.append(self.kernel.name)
+        launch(self, *args, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Launcher, "__call__", noted)
+    y = layer(x)
+    g = torch.randn_like(y)
+    (found,) = torch.autograd.grad(y, layer.weight, g)
+    assert names[-1:] == ["wgrad"]
+    y, graph = layer(x), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        (captured,) = torch.autograd.grad(y, layer.weight, g)
+    assert names[-2:] == ["wgrad", "reduce"]
+    captured.fill_(math.nan)
+    graph.replay()
+    assert torch.equal(captured, found)
 
 
 # Where the tilings differ most: strides with many outputs (wide blocks of input channels), long taps, 1-D.

@@ -96,13 +96,25 @@ class GradInput(Gradient, ABC):
 class GradWeight(Gradient, ABC):
     """The gradient for the weight."""
 
-    def run(self, x: Tensor, grad: Tensor, out: Tensor) -> None:
+    def __init__(self, choice: Choice, device: int) -> None:
+        super().__init__(choice, device)
+        self.together = self._inner.together
+
+    @property
+    def loaded(self) -> bool:
+        return bool(self._inner.loaded)
+
+    def load(self) -> None:
+        self._inner.load()
+
+    def run(self, x: Tensor, grad: Tensor, out: Tensor, lasting: bool = False) -> None:
         """Writes the weight's gradient into ``out``, of any strides, in the problem's dtype or float32 for 16 bits.
 
-        ``x`` (the input) and ``grad`` (the output's gradient) are dense in the problem's layout.
+        ``x`` (the input) and ``grad`` (the output's gradient) are dense in the problem's layout; ``lasting`` as for the
+        inner kernel.
         """
         try:
-            self.rearranged(x, grad, out)
+            self.rearranged(x, grad, out, lasting)
             return
         except torch.OutOfMemoryError:
             pass
@@ -114,7 +126,7 @@ class GradWeight(Gradient, ABC):
         out.copy_(single)
 
     @abstractmethod
-    def rearranged(self, x: Tensor, grad: Tensor, out: Tensor) -> None:
+    def rearranged(self, x: Tensor, grad: Tensor, out: Tensor, lasting: bool) -> None:
         """`run`, where there is memory."""
 
 

@@ -101,7 +101,9 @@ class Prepared(Protocol):
 class PreparedWeight(Protocol):
     """A choice for ``grad-weight`` whose kernels are loaded on a device; it writes in the strides of ``out``.
 
-    With a true attribute ``casts``, for a 16-bit problem into a float32 ``out`` too.
+    With a true attribute ``casts``, for a 16-bit problem into a float32 ``out`` too. With a true attribute ``together``
+    `run` takes a fourth argument, whether the call is not captured and may allocate what outlives it: then one launch
+    does all. ``loaded`` and ``load``: as a `Prepared`'s.
     """
 
     def run(self, x: Tensor, grad: Tensor, out: Tensor) -> None: ...
@@ -240,7 +242,7 @@ def gradients(
     if by_input is not None or by_weight is not None:  # once for both
         grad = _dense(grad, runners.format)
     if by_weight is not None:  # first, so that its partial sums are gone when the input's gradient is allocated
-        grad_weight = by_weight(x, grad, weight.dtype)
+        grad_weight = by_weight(x, grad, weight.dtype, lasting)
     if by_input is not None:
         grad_input = by_input(grad, weight, None, keep and lasting, lasting)
     rest = (mask[0] and by_input is None, mask[1] and by_weight is None, False)
@@ -305,12 +307,13 @@ class WeightRunner:
         self.otherwise = cpu.dense_strides(p.weight_shape, torch.contiguous_format) if doubtful else None
         self.prepared: PreparedWeight = _prepare(plan, index, "grad-weight")
         self.casts = getattr(self.prepared, "casts", False)
+        self.together = getattr(self.prepared, "together", False)
 
-    def __call__(self, x: Tensor, grad: Tensor, dtype: torch.dtype) -> Tensor:
+    def __call__(self, x: Tensor, grad: Tensor, dtype: torch.dtype, lasting: bool = True) -> Tensor:
         """The gradient for the weight, in its ``dtype`` and the problem's layout; ``grad`` (the output's) is dense."""
         if _current_device() != self.index:
             with torch.cuda.device(self.index):
-                return self(x, grad, dtype)
+                return self(x, grad, dtype, lasting)
         x = _dense(x, self.format)
         strides = self.strides
         if self.otherwise is not None and not is_channels_last(x.shape, x.stride()):
@@ -318,7 +321,10 @@ class WeightRunner:
         mixed = dtype is not x.dtype and self.casts
         out = x.new_empty_strided(self.shape, strides, dtype=dtype if mixed else None)
         try:
-            self.prepared.run(x, grad, out)
+            if self.together and lasting and not _capturing():
+                self.prepared.run(x, grad, out, True)  # type: ignore[call-arg]
+            else:
+                self.prepared.run(x, grad, out)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
@@ -609,12 +615,13 @@ def compile_all(
             _load(_runner(plan, index), training)
         if training:
             loaded = _gradients(plan, index)
-            _ = loaded.weight, loaded.bias
+            _ = loaded.bias
             _load(loaded.input, training)
+            _load(loaded.weight, training)
     return sorted(lines)
 
 
-def _load(runner: Runner | None, training: bool) -> None:
+def _load(runner: Runner | WeightRunner | None, training: bool) -> None:
     """Loads what a runner's prepared kernels leave to their first use, if they do."""
     load = getattr(None if runner is None else runner.prepared, "load" if training else "load_packed", None)
     if load is not None:
@@ -627,9 +634,10 @@ def _loaded(plan: Plan, index: int, pass_: Pass, training: bool) -> bool:
     found = plan.gradient_runners.get(index)
     if found is None or ("input" if pass_ == "grad-input" else "weight") not in vars(found):
         return False
-    return pass_ != "grad-input" or found.input is None or _complete(found.input, training)
+    runner = found.input if pass_ == "grad-input" else found.weight
+    return runner is None or _complete(runner, training)
 
 
-def _complete(runner: Runner | None, training: bool) -> bool:
+def _complete(runner: Runner | WeightRunner | None, training: bool) -> bool:
     """Whether there is a runner whose kernels are loaded, as `_load` loads them."""
     return runner is not None and bool(getattr(runner.prepared, "loaded" if training else "packed_loaded", True))

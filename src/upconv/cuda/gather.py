@@ -21,9 +21,8 @@ from upconv.cuda import jit
 from upconv.cuda.boxes import Tensor5, Words, alignment_classes, encode, of_class
 from upconv.cuda.costs import Constants, constants
 from upconv.cuda.gpu import Gpu
-from upconv.cuda.gpu import current_stream as _current_stream
 from upconv.cuda.gpu import gpu as gpu_of
-from upconv.cuda.launch import Launcher, as_run, bind
+from upconv.cuda.launch import Counters, Launcher, as_run, bind
 from upconv.cuda.shuffle import Shuffle, Triple, countable, ways
 from upconv.cuda.tiling import (
     FRAGMENT,
@@ -53,7 +52,6 @@ SIZES = "i" * 11  # `Tiling.arguments`
 # host takes 16 us for two launches and 11 for one, in a training step twice that; the GPU 0 to 2 us more with a part a
 # block, 3 to 4 with four, 5 with eight).
 _MOST_PARTS, _LONGEST_PACKING = 4, 1e-4
-_MOST_STREAMS = 64
 _AHEAD = 4500.0  # clocks that the rings should look ahead
 _SPREAD = 1.2  # of tiles that store between others' results; asked only against phases as rows, fitted to hifigan alone
 # Of planes one by one with weights through a ring: it decides only where the model sees no difference to weights that
@@ -304,7 +302,7 @@ class Prepared(BoxedPacks):
             t.shuffle,
         )
         """What `pack`'s result depends on beside the weight."""
-        self._choice, self._zeros = choice, dict[int, Tensor]()
+        self._choice, self._zeros = choice, Counters(device, 4)
         if self._boxed_unit is None and not choice.packs:
             self.load()
         # Else what its first weight wants is loaded then: hardly a layer has weights of both kinds.
@@ -379,15 +377,9 @@ class Prepared(BoxedPacks):
         if not tap_step or at_out & 15 or (address & 15 and self._tiling.needs_alignment):
             self.run(x, self.pack(weight), bias, out, True)
             return
-        stream = _current_stream(self._device)
-        zeros = self._zeros.get(stream)
-        if zeros is None:  # each stream has its own: kernels of two may run at once
-            if len(self._zeros) >= _MOST_STREAMS:
-                self._zeros.clear()
-            zeros = self._zeros[stream] = torch.zeros(4, dtype=torch.int32, device=x.device)
         packed = weight.new_empty_strided((self._words,), (1,), dtype=torch.int32)
         at, at_bias = packed.data_ptr(), 0 if bias is None else bias.data_ptr()
-        given = (at_weight, zeros.data_ptr(), tap_step, weight.dtype is torch.float32)
+        given = (at_weight, self._zeros.address(x), tap_step, weight.dtype is torch.float32)
         self._run_packing(self._device, self._choice.packs, (address, at, at_bias, at_out, *given, self._tail(address)))
 
     def run(self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, fresh: bool = False) -> None:

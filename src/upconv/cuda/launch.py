@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from upconv.cuda import jit
+from upconv.cuda.gpu import current_stream
 from upconv.cuda.jit import Kernel
 
 # Each argument has a slot of 8 bytes, so that all are aligned; the driver reads as many of them as the type has.
@@ -23,6 +24,7 @@ _CODES = {"P": "Q", "i": "i4x", "q": "q", "f": "f4x"}
 _RUN = re.compile(r"\([Piqf]*\)|.", re.DOTALL)
 
 _STREAMS = 256  # handles kept per thread; PyTorch has pools of 32 streams per device and priority
+_COUNTERS = 64  # streams of a kernel that have counters
 
 
 class LaunchError(RuntimeError):
@@ -45,16 +47,38 @@ def as_run(letters: str, values: Sequence[int | float]) -> bytes:
     return struct.pack("<" + "".join(_CODES[letter] for letter in letters), *values)
 
 
+class Counters:
+    """Words of a device's memory that are zeros for a kernel, and that it leaves zeros.
+
+    Each stream has its own, since kernels of two may run at once. They outlive the call, and must not be in a graph's
+    memory pool, nor in a captured launch, whose replays may run at once too.
+    """
+
+    def __init__(self, device: int, words: int) -> None:
+        self._device, self._words = device, words
+        self.of_streams: dict[int, torch.Tensor] = {}
+
+    def address(self, like: torch.Tensor) -> int:
+        """Of the current stream's, on the device of a tensor."""
+        stream = current_stream(self._device)
+        found = self.of_streams.get(stream)
+        if found is None:
+            if len(self.of_streams) >= _COUNTERS:
+                self.of_streams.clear()
+            found = self.of_streams[stream] = torch.zeros(self._words, dtype=torch.int32, device=like.device)
+        return found.data_ptr()
+
+
 class Launcher:
     """Launches one kernel with blocks of ``block`` threads and ``shared`` bytes of dynamic shared memory.
 
     ``arguments`` has one letter per kernel parameter: ``P`` pointer, ``i`` int32, ``q`` int64, ``f`` float32. A run of
     letters in parentheses is one argument of a launch, what `as_run` made of their values once: a tensor map has 16
     words, each of them an object that a launch would look at. (Bytes for another run are cut or filled with zeros.)
-    Errors: ValueError for other letters.
+    ``cooperative``: its blocks wait for each other, so that all must run at once. Errors: ValueError for other letters.
     """
 
-    def __init__(self, kernel: Kernel, block: int, shared: int, arguments: str) -> None:
+    def __init__(self, kernel: Kernel, block: int, shared: int, arguments: str, cooperative: bool = False) -> None:
         runs = _RUN.findall(arguments)
         if any(len(run) == 1 and run not in _CODES for run in runs):
             raise ValueError(f"arguments must consist of the letters P, i, q and f and runs of them; got {arguments!r}")
@@ -67,7 +91,8 @@ class Launcher:
         self._local = threading.local()
         self._ready: set[int] = set()
         driver = jit._driver()
-        self._launch = driver.cuLaunchKernel
+        self._launch = driver.cuLaunchCooperativeKernel if cooperative else driver.cuLaunchKernel
+        self._rest = () if cooperative else (0,)  # of a launch's arguments
         self._launch_ex = driver.cuLaunchKernelEx
         self._function = driver.CUfunction(kernel.handle)
         self._stream_type = driver.CUstream
@@ -101,7 +126,8 @@ class Launcher:
         if dependent:
             (error,) = self._launch_ex(self._configuration(grid, stream), self._function, pointers, 0)
         else:
-            (error,) = self._launch(self._function, grid, 1, 1, self.block, 1, 1, self.shared, stream, pointers, 0)
+            block, shared = self.block, self.shared
+            (error,) = self._launch(self._function, grid, 1, 1, block, 1, 1, shared, stream, pointers, *self._rest)
         if error:
             self._failed(error, device, grid, stream, pointers)
         return None
@@ -153,7 +179,8 @@ class Launcher:
         results = driver.CUresult
         if error == results.CUDA_ERROR_INVALID_CONTEXT:
             bind(device)
-            (error,) = self._launch(self._function, grid, 1, 1, self.block, 1, 1, self.shared, stream, pointers, 0)
+            block, shared = self.block, self.shared
+            (error,) = self._launch(self._function, grid, 1, 1, block, 1, 1, shared, stream, pointers, *self._rest)
             if not error:
                 return
         message = (

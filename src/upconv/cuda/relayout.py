@@ -134,8 +134,8 @@ class GradWeight(around.GradWeight):
         super().__init__(choice, device)
         self._input, self._output = (Copies(choice.problem, device, output) for output in (False, True))
 
-    def rearranged(self, x: Tensor, grad: Tensor, out: Tensor) -> None:
-        self._inner.run(self._input.channels_last(x), self._output.channels_last(grad), out)
+    def rearranged(self, x: Tensor, grad: Tensor, out: Tensor, lasting: bool) -> None:
+        self._inner.run(self._input.channels_last(x), self._output.channels_last(grad), out, lasting)
 
 
 def _bytes(p: Problem) -> int:

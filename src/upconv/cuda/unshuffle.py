@@ -171,11 +171,11 @@ class GradWeight(around.GradWeight):
         self._around = _Around(choice, device)
         self._unshuffle, self._fold = self._around.launcher("unshuffle"), self._around.for_weights("fold")
 
-    def rearranged(self, x: Tensor, grad: Tensor, out: Tensor) -> None:
+    def rearranged(self, x: Tensor, grad: Tensor, out: Tensor, lasting: bool) -> None:
         of = self._around
         unshuffled, found = of.empty(grad), out.new_empty(of.weight_shape)
         self._unshuffle(of.device, of.blocks, (grad.data_ptr(), unshuffled.data_ptr(), *of.sizes))
-        self._inner.run(x, unshuffled, found)
+        self._inner.run(x, unshuffled, found, lasting)
         count = out.numel()
         args = (found.data_ptr(), out.data_ptr(), count, *_strides(out))
         self._fold[out.dtype](of.device, -(-count // THREADS), args)

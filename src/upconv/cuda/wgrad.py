@@ -3,7 +3,7 @@
 The tilings' arithmetic is in `wgrad_tiling`, the kernels are ``kernels/wgrad_wgmma.cu`` (sm_90a) and
 ``kernels/wgrad.cu`` (mma.sync): GEMMs over the pixels, whose accumulators are a tile of input channels x output
 channels x neighbouring taps. K is split over blocks (and warps); partial sums are added in a fixed order, in a second
-step, or where splits are few by their blocks, as a cluster.
+step, or by their blocks: as a cluster where splits are few, else together, where all of them run at once.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import product
 
 import torch
@@ -21,7 +21,7 @@ from upconv.cuda import jit
 from upconv.cuda.boxes import Tensor5, Words, alignment_classes, encode, of_class
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.gpu import gpu as gpu_of
-from upconv.cuda.launch import Launcher, as_run, bind
+from upconv.cuda.launch import Counters, Launcher, as_run, bind
 from upconv.cuda.wgrad_tiling import MAX_CLASSES, MAX_CLUSTER, WARPS, SyncTiling, Triple, WarpgroupTiling
 from upconv.problem import Problem
 
@@ -89,11 +89,16 @@ class Choice:
         if isinstance(t, WarpgroupTiling) and t.stacked:
             instruction += f" of up to {t.stack} rows"
         instruction = ("the batch as pixels: " if self.flat else "") + instruction
+        adding = ""
+        if self.cluster > 1:
+            adding = f" in clusters of {self.cluster} that add up their sums"
+        elif self.together:
+            adding = " of blocks that add up their sums"
         return (
             f"{instruction} {t.problem.precision}, {t.block[0]}x{t.block[1]} channels x {taps} taps a block, chunks of "
-            f"{shape} (NxDxHxW of q), K in {self.splits * t.k_slices} slices{' of a cluster' * (self.cluster > 1)}, "
+            f"{shape} (NxDxHxW of q), K in {self.splits * t.k_slices} slices, "
             f"{t.shared_bytes // 1024} KB shared, "
-            f"grid {t.tiles * self.splits}"
+            f"grid {t.tiles * self.splits}{adding}"
         )
 
     @property
@@ -105,18 +110,26 @@ class Choice:
         waves = -(-blocks // self.gpu.multiprocessors)
         return self.splits if t.tiles <= waves * self.gpu.clusters(self.splits) else 1
 
+    @property
+    def together(self) -> bool:
+        """Whether the splits' blocks, which are no cluster, may add up their sums: all run at once."""
+        t = self.tiling
+        if not isinstance(t, WarpgroupTiling) or not t.adds_up or self.gpu.arch != "90a" or self.cluster > 1:
+            return False
+        return self.splits > 1 and t.tiles * self.splits <= self.gpu.multiprocessors
+
     def sources(self) -> tuple[Unit, ...]:
         """What NVRTC must compile; the same for all input sizes that share the tile (and are cut into as few splits).
 
-        The first has both steps; the second, where there is a `cluster`, needs one.
+        The first has both steps; the second, where there is a `cluster` or they add up `together`, needs one.
         """
         p, t = self.problem, self.tiling
         label = f"wgrad {str(p).split(' on ')[0]} {p.precision} {p.layout}"
         steps = Unit(label, jit.source(t.file, t.macros()), ("wgrad", "reduce"))
-        if self.cluster == 1 or not isinstance(t, WarpgroupTiling):
+        if not isinstance(t, WarpgroupTiling) or (self.cluster == 1 and not self.together):
             return (steps,)
-        source = jit.source(t.file, t.macros(self.cluster))
-        return steps, Unit(f"{label} by clusters of {self.cluster}", source, ("wgrad",))
+        kind = "together" if self.together else f"by clusters of {self.cluster}"
+        return steps, Unit(f"{label} {kind}", jit.source(t.file, t.macros(self.cluster, self.together)), ("wgrad",))
 
     def prepare(self, device: int) -> Prepared:
         """Compiles (or finds) and loads the kernels for a CUDA device. Errors: those of ``jit.kernel``."""
@@ -141,20 +154,54 @@ class Prepared:
         self._maps: dict[tuple[int, bool], Words] = {}
         self._numel = math.prod(p.weight_shape)
         self._blocks = reduce_blocks(t)
+        self._choice = choice
         self._clusters = self._by_clusters(choice)
-        if self._clusters is None:
-            steps = choice.sources()[0]
-            codes = f"PP({_SIZES})({'q' * 16 * self._boxes})" if self._boxes else f"PPP({_SIZES})"
-            self._wgrad = self._launcher(steps, "wgrad", codes)
-            self._reduce = self._launcher(steps, "reduce", "PPiqqq")
-            if self.casts:
-                self._reduce_float = self._launcher(steps, "reduce_float", "PPiqqq")
+        self.together = choice.together and gpu_of(device).multiprocessors >= self._grid
+        """Whether `run` has another way for calls that are ``lasting``."""
+        if self.together:
+            assert isinstance(t, WarpgroupTiling)
+            self._counters, self._sums = Counters(device, 2 * t.tiles), self._grid * t.sums_bytes // 4
+            _ = self._at_once
+        elif self._clusters is None:
+            self.load()
 
-    def _launcher(self, unit: Unit, entry: str, codes: str) -> Launcher:
+    @property
+    def loaded(self) -> bool:
+        """Whether the kernels for every call are."""
+        return self._clusters is not None or all(name in vars(self) for name in self._steps)
+
+    def load(self) -> None:
+        """Compiles (or finds) and loads the kernels for every call. Errors: those of ``jit.kernel``."""
+        for name in () if self._clusters is not None else self._steps:
+            getattr(self, name)
+
+    @property
+    def _steps(self) -> tuple[str, ...]:
+        return ("_wgrad", "_reduce", *(("_reduce_float",) if self.casts else ()))
+
+    def _launcher(self, unit: Unit, entry: str, codes: str, cooperative: bool = False) -> Launcher:
         kernel = jit.kernel(unit.source, entry, gpu_of(self._device).arch, unit.label)
         if entry == "wgrad":
-            return Launcher(kernel, self._tiling.threads, self._tiling.shared_bytes, codes)
+            return Launcher(kernel, self._tiling.threads, self._tiling.shared_bytes, codes, cooperative)
         return Launcher(kernel, 32 * _RUNS, 0, codes)
+
+    @cached_property
+    def _wgrad(self) -> Launcher:
+        codes = f"PP({_SIZES})({'q' * 16 * self._boxes})" if self._boxes else f"PPP({_SIZES})"
+        return self._launcher(self._choice.sources()[0], "wgrad", codes)
+
+    @cached_property
+    def _reduce(self) -> Launcher:
+        return self._launcher(self._choice.sources()[0], "reduce", "PPiqqq")
+
+    @cached_property
+    def _reduce_float(self) -> Launcher:
+        return self._launcher(self._choice.sources()[0], "reduce_float", "PPiqqq")
+
+    @cached_property
+    def _at_once(self) -> Launcher:
+        codes = f"PPPP({_SIZES})qqqi({'q' * 16 * self._boxes})"
+        return self._launcher(self._choice.sources()[1], "wgrad", codes, cooperative=True)
 
     def _by_clusters(self, choice: Choice) -> Launcher | None:
         """The kernel that needs no second step; None where there is none, or it would take more waves of blocks."""
@@ -165,14 +212,15 @@ class Prepared:
         waves = -(-self._grid // choice.gpu.multiprocessors)
         return launcher if choice.tiling.tiles <= waves * launcher.clusters(self._device, choice.cluster) else None
 
-    def run(self, x: Tensor, grad: Tensor, out: Tensor) -> None:
+    def run(self, x: Tensor, grad: Tensor, out: Tensor, lasting: bool = False) -> None:
         """Writes the weight's gradient into ``out`` (contiguous or channels_last; the problem's dtype, or float32).
 
-        ``x`` (the input) and ``grad`` (the output's gradient) are dense in the problem's layout.
+        ``x`` (the input) and ``grad`` (the output's gradient) are dense in the problem's layout. ``lasting``: the call
+        may allocate what outlives it, and is not captured in a graph.
         """
         if out.shape != self._shape:  # `Problem.flat`
             dense = out.contiguous()
-            self.run(x, grad, dense.view(self._shape))
+            self.run(x, grad, dense.view(self._shape), lasting)
             if dense is not out:
                 out.copy_(dense)
             return
@@ -187,6 +235,12 @@ class Prepared:
         if self._clusters is not None:
             to = (strides[0], strides[1], strides[-1], int(out.dtype is torch.float32))
             self._clusters(self._device, self._grid, (at_grad, out.data_ptr(), self._sizes, *to, maps))
+            return
+        if lasting and self.together:
+            to = (strides[0], strides[1], strides[-1], int(out.dtype is torch.float32))
+            sums = x.new_empty_strided((self._sums,), (1,), dtype=torch.float32)
+            given = (at_grad, out.data_ptr(), sums.data_ptr(), self._counters.address(x), self._sizes, *to, maps)
+            self._at_once(self._device, self._grid, given)
             return
         partial = x.new_empty_strided((self._slices * self._numel,), (1,), dtype=torch.float32)
         args = (at_grad, partial.data_ptr(), self._sizes)

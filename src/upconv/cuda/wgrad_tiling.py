@@ -631,11 +631,13 @@ class WarpgroupTiling(Tiling):
     @property
     def registers(self) -> tuple[int, int]:
         """Of a thread that copies, and of one that multiplies."""
-        return (72, 216) if self.warpgroups == 2 else (56, 152)
+        if self.warpgroups == 2:
+            return 72, 216
+        return (80, 144) if self.turned else (56, 152)  # NOTES: with 56 the warps that turn kb73's pixels spill
 
     @property
     def adds_up(self) -> bool:
-        """Whether blocks of several splits may be a cluster, which adds their sums in its shared memory.
+        """Whether blocks of several splits may add up their sums, as a cluster in its shared memory or together.
 
         Of 16-bit NCHW tilings not those that have several taps in a fragment (NOTES: hifigan bfloat16 128 -> 137 us in
         all; its loop alone 118 -> 132, which is not explained; TF32 187 -> 176).
@@ -649,10 +651,13 @@ class WarpgroupTiling(Tiling):
         """Bytes of a block's sums in shared memory, where its stages were."""
         return self.set_taps * (self.block[0] * (self.block[1] + 4) + 8) * 4
 
-    def macros(self, cluster: int = 1) -> dict[str, int | float | str]:
-        """The kernel's constants. ``cluster``: splits that add up their sums together (`adds_up`)."""
+    def macros(self, cluster: int = 1, together: bool = False) -> dict[str, int | float | str]:
+        """The kernel's constants. ``cluster``: splits whose blocks are one; ``together``: they add up in global memory
+        (both: `adds_up`).
+        """
         return super().macros() | {
             "CLUSTER": cluster,
+            "TOGETHER": int(together),
             "WGS": self.warpgroups,
             "WGS_M": self.split_m,
             "SUBS": self.subs,

@@ -18,6 +18,8 @@
 //
 // K is split over ranges of chunks; each split writes partial sums, `reduce` adds them in the order of their index. Where splits are
 // few, their blocks are a CLUSTER, which adds the sums through its shared memory in the same order, and writes the weight itself.
+// Where more are, but all blocks run at once (a cooperative launch), those of a tile wait for each other and do it TOGETHER, through
+// global memory.
 #define COPIERS 128
 #define CI_INNERMOST 1
 #define STACK (STACKED ? (TAPS_H + STEP_H - 1) / STEP_H : 1)  // rows of x that may meet a row of g
@@ -103,12 +105,13 @@
 #error "the planner's shared memory is not the kernel's"
 #endif
 
-#if CLUSTER > 1
+#if CLUSTER > 1 || TOGETHER
 // A block's sums in shared memory, [tap][ci][co], so that a warp's fragments meet all banks: neighbours along co lie in a row, and
 // ci of neighbouring lanes 2 rows apart, 8 banks.
 #define SUMS_PITCH (BLOCK_CO + 4)
 #define SUM_AT(tap, ci, co) (((tap) * (BLOCK_CI * SUMS_PITCH + 8) + (ci) * SUMS_PITCH + (co)) * 4)  // taps lie 8 banks apart
-#if SUM_AT(SET_TAPS, 0, 0) > BARRIERS_AT
+#define SUMS_BYTES SUM_AT(SET_TAPS, 0, 0)
+#if SUMS_BYTES > BARRIERS_AT
 #error "a block's sums do not fit where its stages were"
 #endif
 #endif
@@ -624,7 +627,7 @@ __device__ __forceinline__ void consume(float* __restrict__ partial, const Sizes
 #if A_SHARED
   wgmma_wait<0>();
 #endif
-#if CLUSTER > 1
+#if CLUSTER > 1 || TOGETHER
   named_sync<2, WGS * 128>();              // nobody reads a stage any more
 #pragma unroll
   for (int u = 0; u < UNITS; u++) {
@@ -690,7 +693,7 @@ __device__ __forceinline__ void consume(float* __restrict__ partial, const Sizes
 #endif
 }
 
-#if CLUSTER > 1
+#if CLUSTER > 1 || TOGETHER
 struct Gradient {                          // for the weight: of float32 (`wide`) or the operands' type
   char* at;
   long long stride_ci, stride_co, stride_tap;
@@ -729,26 +732,86 @@ __device__ __forceinline__ long long place_of(const Gradient& out, const Work& w
   return exists ? (work.group * CIN_G + ci) * out.stride_ci + co * out.stride_co + ((kd * KERNEL_H + kh) * KERNEL_W + kw) * out.stride_tap : -1;
 }
 
-// A block's share of its cluster's sums, some rows of ci: each is the sum of all blocks', in the order of their splits, and is
-// written so that neighbouring threads write neighbours.
-__device__ __forceinline__ void add_up(const Gradient& out, const Work& work, u32 sums, int rank, int thread) {
-  constexpr int SHARE = (BLOCK_CI + CLUSTER - 1) / CLUSTER, QUADS = BLOCK_CO / 4, THREADS_ADDING = WGS * 128;
+#if TOGETHER
+// The blocks of a tile: what they have written when they meet is seen by all of them behind it.
+struct Peers {
+  const char* sums;                        // of the first of them; each has SUMS_BYTES, `apart` bytes from one to the next
+  long long apart;
+  int count;
+};
+
+// One thread of each. `counters` [arrived, left] are zeros, which the last to leave leaves.
+__device__ __forceinline__ void meet(u32* counters, u32 count) {
+  __threadfence();
+  atomicAdd(counters, 1);
+  u32 arrived;
+  do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];\n" : "=r"(arrived) : "l"(counters) : "memory");
+  while (arrived < count);
+  if (atomicAdd(counters + 1, 1) == count - 1) counters[0] = counters[1] = 0;
+}
+
+// A block's sums from shared memory to its place in global memory; then it waits for its peers'.
+__device__ __forceinline__ void publish(char* own, u32 sums, u32* counters, const Peers& peers, int thread) {
+  asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");
+  named_sync<2, WGS * 128>();              // all have stored theirs
+  if (thread == 0) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\n"
+        "cp.async.bulk.commit_group;\ncp.async.bulk.wait_group 0;\nfence.proxy.async;\n" ::"l"(own), "r"(sums), "n"(SUMS_BYTES) : "memory");
+    meet(counters, peers.count);
+  }
+  named_sync<2, WGS * 128>();
+}
+#else
+struct Peers {                             // a cluster
+  static constexpr int count = CLUSTER;
+};
+#endif
+
+// Four of a split's sums.
+__device__ __forceinline__ void load_sums(float (&v)[4], const Peers& peers, u32 sums, int at, int split) {
+#if TOGETHER
+  float4 found = __ldcg((const float4*)(peers.sums + split * peers.apart + at));
+  v[0] = found.x, v[1] = found.y, v[2] = found.z, v[3] = found.w;
+#else
+  load_cluster_128(v, sums + at, split);
+#endif
+}
+
+// A block's share of its tile's sums, some rows of ci: each is the sum of all splits' in the order of `reduce`, and is written so
+// that neighbouring threads write neighbours. `rank`: the block's split.
+__device__ __forceinline__ void add_up(const Gradient& out, const Work& work, const Peers& peers, u32 sums, int rank, int thread) {
+  constexpr int QUADS = BLOCK_CO / 4, THREADS_ADDING = WGS * 128;
+  constexpr int LANES = TOGETHER && REDUCE_ROWS == 1 ? RUNS : 1;  // that add a run of splits each, as the warps of `reduce` do
   constexpr int V = TAPS_W % 4 == 0 && KERNEL_W % 4 == 0 ? 4 : TAPS_W % 2 == 0 && KERNEL_W % 2 == 0 ? 2 : 1;
-  const int first = rank * SHARE, rows = BLOCK_CI - first < SHARE ? BLOCK_CI - first : SHARE;
+  static_assert(QUADS * LANES % 32 == 0 || LANES == 1, "the lanes of a warp leave the loop together");
+  const int share = (BLOCK_CI + peers.count - 1) / peers.count, first = rank * share, rows = BLOCK_CI - first < share ? BLOCK_CI - first : share;
+  const int run = (peers.count + LANES - 1) / LANES;
   const bool by_co = out.stride_co == 1;   // what memory has innermost; else taps
+#if CLUSTER > 1
   cluster_sync();                          // all have stored theirs
-#pragma unroll 4
-  for (int i = thread; i < SET_TAPS * SHARE * QUADS; i += THREADS_ADDING) {
-    int quad = i % QUADS, ci = i / QUADS % SHARE, tap = i / (QUADS * SHARE);
-    if (SHARE * CLUSTER > BLOCK_CI && ci >= rows) continue;
-    u32 at = sums + SUM_AT(tap, first + ci, quad * 4);
+#endif
+#pragma unroll TOGETHER ? 1 : 4
+  for (int i = thread; i < SET_TAPS * share * QUADS * LANES; i += THREADS_ADDING) {
+    int lane = i % LANES, quad = i / LANES % QUADS, ci = i / (LANES * QUADS) % share, tap = i / (LANES * QUADS * share);
+    if (ci >= rows) continue;
+    const int at = SUM_AT(tap, first + ci, quad * 4), begin = lane * run, end = begin + run < peers.count ? begin + run : peers.count;
     float sum[4] = {};
-#pragma unroll
-    for (int split = 0; split < CLUSTER; split++) {
+#pragma unroll TOGETHER ? 4 : CLUSTER
+    for (int split = begin; split < end; split++) {
       float v[4];
-      load_cluster_128(v, at, split);
+      load_sums(v, peers, sums, at, split);
 #pragma unroll
       for (int e = 0; e < 4; e++) sum[e] += v[e];
+    }
+    if (LANES > 1) {
+#pragma unroll
+      for (int e = 0; e < 4; e++) {
+        const float part = sum[e];
+        sum[e] = __shfl_sync(0xffffffffu, part, 0, LANES);
+#pragma unroll
+        for (int other = 1; other < LANES; other++) sum[e] += __shfl_sync(0xffffffffu, part, other, LANES);
+      }
+      if (lane) continue;
     }
     if (by_co && COUT_G % 4 == 0) {
       long long to = place_of(out, work, tap, first + ci, quad * 4);
@@ -761,14 +824,18 @@ __device__ __forceinline__ void add_up(const Gradient& out, const Work& work, u3
         if (to >= 0) store_some(out, to, one);
       }
     } else {
-      store_shared_128(at, __float_as_uint(sum[0]), __float_as_uint(sum[1]), __float_as_uint(sum[2]), __float_as_uint(sum[3]));
+      store_shared_128(sums + at, __float_as_uint(sum[0]), __float_as_uint(sum[1]), __float_as_uint(sum[2]), __float_as_uint(sum[3]));
     }
   }
+#if CLUSTER > 1
   cluster_sync();                          // none reads another's any more; and this block's are complete
+#else
+  named_sync<2, WGS * 128>();
+#endif
   if (by_co) return;
   constexpr int RUNS_OF_TAPS = SET_TAPS / V;
 #pragma unroll 4
-  for (int i = thread; i < RUNS_OF_TAPS * SHARE * BLOCK_CO; i += THREADS_ADDING) {
+  for (int i = thread; i < RUNS_OF_TAPS * share * BLOCK_CO; i += THREADS_ADDING) {
     int tap = i % RUNS_OF_TAPS * V, co = i / RUNS_OF_TAPS % BLOCK_CO, ci = i / (RUNS_OF_TAPS * BLOCK_CO);
     long long to = ci < rows ? place_of(out, work, tap, first + ci, co) : -1;
     if (to < 0) continue;
@@ -780,8 +847,14 @@ __device__ __forceinline__ void add_up(const Gradient& out, const Work& work, u3
 }
 #endif
 
-// partial: [SPLITS][TAPS][COUT][CIN_G] float32; CLUSTER: `out` is the weight's gradient.
-#if CLUSTER > 1
+// partial: [SPLITS][TAPS][COUT][CIN_G] float32; CLUSTER, TOGETHER: `out` is the weight's gradient.
+#if TOGETHER  // partial: SUMS_BYTES for each block
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+wgrad(const char* __restrict__ g, char* __restrict__ out, char* partial, u32* counters, int batch, int in_d, int in_h, int in_w, int out_d, int out_h, int out_w,
+      int tiles_d, int tiles_h, int tiles_w, int chunks, int per_split,
+      long long stride_ci, long long stride_co, long long stride_tap, int wide,
+      const __grid_constant__ TensorMaps maps) {
+#elif CLUSTER > 1
 extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 1)
 wgrad(const char* __restrict__ g, char* __restrict__ out, int batch, int in_d, int in_h, int in_w, int out_d, int out_h, int out_w,
       int tiles_d, int tiles_h, int tiles_w, int chunks, int per_split,
@@ -870,10 +943,21 @@ wgrad(const char* __restrict__ g, float* __restrict__ partial, int batch, int in
     }
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(CONSUMER_REGISTERS));
-#if CLUSTER > 1
+#if CLUSTER > 1 || TOGETHER
     consume(nullptr, s, work, g, full, empty, memory, split, role - 1, thread);
     const Gradient gradient = {out, stride_ci, stride_co, stride_tap, wide};
-    add_up(gradient, work, base, split, threadIdx.x - 128);
+#if TOGETHER
+    constexpr int TILES = SETS * CO_TILES * CI_TILES * GROUPS;
+    int block;                             // read again, not kept over the loop (NOTES: kb73 TF32 spills 8 bytes)
+    asm volatile("mov.u32 %0, %%ctaid.x;\n" : "=r"(block));
+    const int tile = block % TILES, rank = block / TILES;
+    const Peers peers = {partial + (long long)tile * SUMS_BYTES, (long long)TILES * SUMS_BYTES, (int)gridDim.x / TILES};
+    publish(partial + (long long)block * SUMS_BYTES, base, counters + 2 * tile, peers, threadIdx.x - 128);
+#else
+    const int rank = split;
+    const Peers peers;
+#endif
+    add_up(gradient, work, peers, base, rank, threadIdx.x - 128);
 #else
     consume(partial, s, work, g, full, empty, memory, split, role - 1, thread);
 #endif
