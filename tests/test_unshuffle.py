@@ -238,8 +238,9 @@ def test_kernels_are_loaded_ahead_and_launched_in_order(
             assert stubs.launched[0] == (f"unshuffle_and_expand{suffix}", blocks + more, False)
             assert stubs.names()[1:] == [f"pack{suffix}", "gather"] and stubs.launched[-1][2]
         else:
-            prepared.run(x, g, weight)
-            assert stubs.launched[0] == ("unshuffle", blocks, False) and stubs.launched[1][0] == "wgrad"
+            prepared.run(x, g, weight, lasting=True)
+            inner = "wgrad together" if prepared.together else "wgrad"
+            assert stubs.launched[0] == ("unshuffle", blocks, False) and stubs.launched[1][0] == inner
             assert stubs.launched[-1] == (f"fold{suffix}", -(-w.numel() // 256), False)
     assert not stubs.loaded
 
