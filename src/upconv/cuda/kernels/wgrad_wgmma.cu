@@ -777,50 +777,55 @@ __device__ __forceinline__ void load_sums(float (&v)[4], const Peers& peers, u32
 #endif
 }
 
-// A block's share of its tile's sums, some rows of ci: each is the sum of all splits' in the order of `reduce`, and is written so
+// A block's share of its tile's sums, some quads of co: each is the sum of all splits' in the order of `reduce`, and is written so
 // that neighbouring threads write neighbours. `rank`: the block's split.
 __device__ __forceinline__ void add_up(const Gradient& out, const Work& work, const Peers& peers, u32 sums, int rank, int thread) {
-  constexpr int QUADS = BLOCK_CO / 4, THREADS_ADDING = WGS * 128;
+  constexpr int QUADS = BLOCK_CO / 4, ALL_QUADS = BLOCK_CI * QUADS, THREADS_ADDING = WGS * 128;  // of a tap
   constexpr int LANES = TOGETHER && REDUCE_ROWS == 1 ? RUNS : 1;  // that add a run of splits each, as the warps of `reduce` do
+  constexpr int BATCH = TOGETHER ? 8 : CLUSTER;                   // splits whose loads are on their way at a time
   constexpr int V = TAPS_W % 4 == 0 && KERNEL_W % 4 == 0 ? 4 : TAPS_W % 2 == 0 && KERNEL_W % 2 == 0 ? 2 : 1;
-  static_assert(QUADS * LANES % 32 == 0 || LANES == 1, "the lanes of a warp leave the loop together");
-  const int share = (BLOCK_CI + peers.count - 1) / peers.count, first = rank * share, rows = BLOCK_CI - first < share ? BLOCK_CI - first : share;
-  const int run = (peers.count + LANES - 1) / LANES;
+  const int share = (ALL_QUADS + peers.count - 1) / peers.count, first = rank * share;
+  const int quads = ALL_QUADS - first < share ? ALL_QUADS - first : share, run = (peers.count + LANES - 1) / LANES;
   const bool by_co = out.stride_co == 1;   // what memory has innermost; else taps
 #if CLUSTER > 1
   cluster_sync();                          // all have stored theirs
 #endif
 #pragma unroll TOGETHER ? 1 : 4
-  for (int i = thread; i < SET_TAPS * share * QUADS * LANES; i += THREADS_ADDING) {
-    int lane = i % LANES, quad = i / LANES % QUADS, ci = i / (LANES * QUADS) % share, tap = i / (LANES * QUADS * share);
-    if (ci >= rows) continue;
-    const int at = SUM_AT(tap, first + ci, quad * 4), begin = lane * run, end = begin + run < peers.count ? begin + run : peers.count;
+  for (int i = thread; i < SET_TAPS * share * LANES; i += THREADS_ADDING) {
+    int lane = i % LANES, quad = i / LANES % share, tap = i / (LANES * share);
+    if (quad >= quads) continue;
+    const int ci = (first + quad) / QUADS, co = (first + quad) % QUADS * 4, at = SUM_AT(tap, ci, co);
+    const int begin = lane * run, end = begin + run < peers.count ? begin + run : peers.count;
     float sum[4] = {};
-#pragma unroll TOGETHER ? 4 : CLUSTER
-    for (int split = begin; split < end; split++) {
-      float v[4];
-      load_sums(v, peers, sums, at, split);
+    for (int split = begin; split < end; split += BATCH) {
+      float v[BATCH][4] = {};
 #pragma unroll
-      for (int e = 0; e < 4; e++) sum[e] += v[e];
+      for (int k = 0; k < BATCH; k++)
+        if (!TOGETHER || split + k < end) load_sums(v[k], peers, sums, at, split + k);
+#pragma unroll
+      for (int k = 0; k < BATCH; k++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) sum[e] += v[k][e];
     }
     if (LANES > 1) {
+      const u32 lanes = 0xffu << (threadIdx.x & 24);  // a quad's eight
 #pragma unroll
       for (int e = 0; e < 4; e++) {
         const float part = sum[e];
-        sum[e] = __shfl_sync(0xffffffffu, part, 0, LANES);
+        sum[e] = __shfl_sync(lanes, part, 0, LANES);
 #pragma unroll
-        for (int other = 1; other < LANES; other++) sum[e] += __shfl_sync(0xffffffffu, part, other, LANES);
+        for (int other = 1; other < LANES; other++) sum[e] += __shfl_sync(lanes, part, other, LANES);
       }
       if (lane) continue;
     }
     if (by_co && COUT_G % 4 == 0) {
-      long long to = place_of(out, work, tap, first + ci, quad * 4);
+      long long to = place_of(out, work, tap, ci, co);
       if (to >= 0) store_some(out, to, sum);
     } else if (by_co) {
 #pragma unroll
       for (int e = 0; e < 4; e++) {
         const float one[1] = {sum[e]};
-        long long to = place_of(out, work, tap, first + ci, quad * 4 + e);
+        long long to = place_of(out, work, tap, ci, co + e);
         if (to >= 0) store_some(out, to, one);
       }
     } else {
@@ -835,13 +840,14 @@ __device__ __forceinline__ void add_up(const Gradient& out, const Work& work, co
   if (by_co) return;
   constexpr int RUNS_OF_TAPS = SET_TAPS / V;
 #pragma unroll 4
-  for (int i = thread; i < RUNS_OF_TAPS * share * BLOCK_CO; i += THREADS_ADDING) {
-    int tap = i % RUNS_OF_TAPS * V, co = i / RUNS_OF_TAPS % BLOCK_CO, ci = i / (RUNS_OF_TAPS * BLOCK_CO);
-    long long to = ci < rows ? place_of(out, work, tap, first + ci, co) : -1;
+  for (int i = thread; i < RUNS_OF_TAPS * share * 4; i += THREADS_ADDING) {
+    int tap = i % RUNS_OF_TAPS * V, of_quads = i / RUNS_OF_TAPS, quad = first + of_quads / 4;
+    int ci = quad / QUADS, co = quad % QUADS * 4 + of_quads % 4;
+    long long to = of_quads < quads * 4 ? place_of(out, work, tap, ci, co) : -1;
     if (to < 0) continue;
     float v[V];
 #pragma unroll
-    for (int e = 0; e < V; e++) v[e] = load_shared_f32(sums + SUM_AT(tap + e, first + ci, co));
+    for (int e = 0; e < V; e++) v[e] = load_shared_f32(sums + SUM_AT(tap + e, ci, co));
     store_some(out, to, v);
   }
 }
