@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import upconv
-from upconv import cpu, ops, planner
+from upconv import calls, cpu, ops, planner
 from upconv.cuda import direct_wgrad, gather, jit, relayout, staged, subpixel, unshuffle, wgrad
 from upconv.cuda.gpu import H200
 from upconv.cuda.tiling import result_shape, source_shape
@@ -198,6 +198,7 @@ def _settable_backends() -> None:
 
 
 def _forget_plans() -> None:
+    calls.seen.clear()
     for module in (ops, planner):
         for value in vars(module).values():
             if hasattr(value, "cache_clear"):

@@ -43,11 +43,11 @@ def plans(monkeypatch: pytest.MonkeyPatch):
             return replace(rule(p, device), forward=forward, backward=backward)
 
         monkeypatch.setattr(planner, "plan", plan)
-        ops._resolve.cache_clear()
+        ops.forget_plans()
 
     yield force
     monkeypatch.undo()
-    ops._resolve.cache_clear()
+    ops.forget_plans()
 
 
 def lossy(p: Problem, plan: str, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -56,11 +56,11 @@ def plans(monkeypatch: pytest.MonkeyPatch):
             return replace(rule(p, device), forward=forward, backward="native", candidates=chosen)
 
         monkeypatch.setattr(planner, "plan", plan)
-        ops._resolve.cache_clear()
+        ops.forget_plans()
 
     yield force
     monkeypatch.undo()
-    ops._resolve.cache_clear()
+    ops.forget_plans()
 
 
 # --- bench -----------------------------------------------------------------------------------------------------------

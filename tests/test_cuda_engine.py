@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import upconv
 from conftest import OURS, THEIRS, Call, _forget_plans, assert_close, assert_equal, make_call
 from strategies import excess, operands, problems
-from upconv import ops, planner, reference
+from upconv import calls, ops, planner, reference
 from upconv.cuda import engine, gpu, jit
 from upconv.planner import Candidate, Device, Plan
 from upconv.problem import Problem
@@ -521,22 +521,22 @@ def test_float32_precision_follows_pytorchs_setting(
     getter: str, settings_of_precision: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if getter == "attribute":
-        monkeypatch.setattr(ops, "_conv_precision", ops._conv_precision_attribute)
+        monkeypatch.setattr(calls, "_conv_precision", calls._conv_precision_attribute)
     cudnn = settings_of_precision.cudnn
     for value in ("tf32", "ieee", "tf32"):
         cudnn.conv.fp32_precision = value
-        assert ops._float32_precision() == value
+        assert calls.float32_precision() == value
     cudnn.enabled = False
-    assert ops._float32_precision() == "ieee"
+    assert calls.float32_precision() == "ieee"
     cudnn.enabled = True
     cudnn.conv.fp32_precision = "none"  # inherits
     for value in ("ieee", "tf32"):
         cudnn.fp32_precision = value
-        assert ops._float32_precision() == value == cudnn.conv.fp32_precision
+        assert calls.float32_precision() == value == cudnn.conv.fp32_precision
     # Reading the old flag raises where convolutions and RNNs differ; nothing here may.
     cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision = "ieee", "tf32"
     try:
-        assert ops._float32_precision() == "ieee"
+        assert calls.float32_precision() == "ieee"
     finally:
         cudnn.rnn.fp32_precision = "tf32"
 

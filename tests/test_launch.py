@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from upconv.cuda import cache, jit
+from upconv.cuda import launch as launch_module
 from upconv.cuda.gpu import gpu
 from upconv.cuda.jit import Kernel
 from upconv.cuda.launch import Launcher, LaunchError, as_run
@@ -156,8 +157,8 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
         current[0] = before
 
     monkeypatch.setattr(jit, "_driver", lambda: found)
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: current[0], raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 1000 + device, raising=False)
+    monkeypatch.setattr(launch_module, "current_device", lambda: current[0])
+    monkeypatch.setattr(launch_module, "current_stream", lambda device: 1000 + device)
     monkeypatch.setattr(torch.cuda, "device", on)
     return found
 
@@ -216,8 +217,8 @@ def test_every_argument_arrives(data: st.DataObject, runs: list[tuple[str, bool]
     stub = Driver()
     patch = pytest.MonkeyPatch()
     patch.setattr(jit, "_driver", lambda: stub)
-    patch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
-    patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 5, raising=False)
+    patch.setattr(launch_module, "current_device", lambda: 0)
+    patch.setattr(launch_module, "current_stream", lambda device: 5)
     try:
         launch = launcher(stub, "".join(f"({letters})" if whole else letters for letters, whole in runs))
         stub.arguments = "".join(letters for letters, _ in runs)
@@ -254,13 +255,13 @@ def test_a_device_that_is_not_current_is_made_so_for_the_launch(driver: Driver) 
     assert [call for call in driver.calls if call[0] == "device"] == [("device", 3)]
     assert [found[2] for found in driver.launches] == [("stream", 1000), ("stream", 1003)]
     prepared = [call[-1] for call in driver.calls if call[0] == "cuKernelSetAttribute"]
-    assert prepared == [0, 3] and torch._C._cuda_getDevice() == 0
+    assert prepared == [0, 3] and launch_module.current_device() == 0
 
 
 def test_streams_may_come_and_go(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     launch = launcher(driver, "")
     for n in range(1000):
-        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device, n=n: n)
+        monkeypatch.setattr(launch_module, "current_stream", lambda device, n=n: n)
         launch(0, 1, ())
         assert driver.launches[-1][2] == ("stream", n)
     assert len(launch._local.state[2]) <= 256

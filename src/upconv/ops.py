@@ -28,7 +28,7 @@ from torch.nn import Parameter
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
-from upconv import cpu, planner
+from upconv import calls, cpu, planner
 from upconv.cuda import engine
 from upconv.planner import Plan
 from upconv.problem import PRECISIONS, Layout, Pass, Precision, Problem, is_channels_last
@@ -54,7 +54,15 @@ def conv_transpose(
     """A transposed convolution of ``rank`` spatial dimensions, by the best way that this call allows."""
     if is_compiling():
         return _compiled(rank, input, weight, bias, stride, padding, output_padding, groups, dilation)
-    plan, given, rounded = None, weight, False
+    known = calls.seen.get(id(weight))
+    if known is not None and known.is_this(input, weight, bias, stride, padding, output_padding, groups, dilation):
+        if known.autocast is not None:
+            input = input.to(known.autocast)
+        if known.differentiable and torch.is_grad_enabled():
+            found: Tensor = _apply(input, weight, bias, known.plan)
+            return found
+        return engine.forward(known.plan, input, weight, bias)
+    plan, given, rounded = None, (input, weight, bias), False
     plain = type(input) in _PLAIN and type(weight) in _PLAIN and (bias is None or type(bias) in _PLAIN)
     # Asking a device for its type costs three times as much.
     kind = ("cuda" if input.is_cuda else "cpu" if input.is_cpu else "") if plain else ""
@@ -68,13 +76,16 @@ def conv_transpose(
         if _strict:
             _refuse(out, plan, input, weight, bias, stride, padding, output_padding, groups, dilation)
         return out
+    own = weight is given[1] and bias is given[2]  # not autocast's copies
     batched = input.dim() == rank + 2
+    if own and batched and plan.choice is not None and not _doubtful(plan.problem, "cuda"):
+        calls.remember(known, plan, *given, input.dtype, stride, padding, output_padding, groups, dilation)
     x = input if batched else input.unsqueeze(0)
     differentiable = input.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     if differentiable and torch.is_grad_enabled():
         out = _apply(_unwrap(x), _unwrap(weight), bias if bias is None else _unwrap(bias), plan)
     else:
-        out = _forward(plan, x, weight, bias, keep=weight is given)  # a copy of autocast's does not outlive the call
+        out = _forward(plan, x, weight, bias, keep=own)  # a copy does not outlive the call
     return out if batched else out.squeeze(0)
 
 
@@ -87,10 +98,13 @@ def _forward(
     return cpu.forward(plan.problem, plan.forward, x, weight, bias)
 
 
+_transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
+
+
 def _observed() -> bool:
     """Whether PyTorch itself must see the call: a transform, dual numbers, a trace or a dispatch mode is active."""
     return (
-        torch._C._are_functorch_transforms_active()
+        _transforms_active()
         or forward_ad._current_level >= 0
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._get_tracing_state() is not None
@@ -214,7 +228,7 @@ def _find_plan(
         return None
     where: planner.Device | int
     if cuda:  # by its index: hashing a description would cost more than the rest of the look-up
-        where, precision = index, _float32_precision() if dtype is torch.float32 else None
+        where, precision = index, calls.float32_precision() if dtype is torch.float32 else None
     else:
         where, precision = planner.cpu_device(), None
     try:
@@ -258,22 +272,10 @@ def _keeps_channels_last(p: Problem, input: Tensor, weight: Tensor) -> bool:
     return bool(found is cpu.memory_format("channels_last", p.rank))
 
 
-def _float32_precision() -> Precision:
-    """How float32 is multiplied on CUDA now: by PyTorch's own setting for convolutions.
-
-    That is ``torch.backends.cudnn.conv.fp32_precision``, which inherits from the general ones where it is ``none``. The
-    kernels that PyTorch takes without cuDNN know no TF32.
-    """
-    return "tf32" if torch._C._get_cudnn_enabled() and _conv_precision("cuda", "conv") == "tf32" else "ieee"
-
-
-def _conv_precision_attribute(backend: str, operation: str) -> str:
-    setting: Any = torch.backends.cudnn
-    return str(setting.conv.fp32_precision)
-
-
-# The attribute's getter without the module attribute in between (0.3 us against 1.5).
-_conv_precision = getattr(torch._C, "_get_fp32_precision_getter", _conv_precision_attribute)
+def forget_plans() -> None:
+    """Drops what is remembered of calls: each finds its plan anew."""
+    calls.seen.clear()
+    _resolve.cache_clear()
 
 
 @lru_cache(maxsize=4096)
@@ -383,7 +385,7 @@ def _uncast(backward: Callable[[Any, Tensor], tuple[Tensor | None, ...]]) -> Cal
     def wrapped(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad is None:
             return (None,) * len(ctx.needs_input_grad)
-        kind = grad.device.type
+        kind = "cuda" if grad.is_cuda else "cpu"
         if torch.is_autocast_enabled(kind):
             with torch.autocast(kind, enabled=False):
                 return backward(ctx, grad)
@@ -398,6 +400,9 @@ def _asked(ctx: Any) -> tuple[bool, ...]:
     ``needs_input_grad`` knows only who requires a gradient: under ``autograd.grad(out, x)`` that may be more, and a
     gradient of PyTorch's own is not computed then either.
     """
+    needed: tuple[bool, ...] = ctx.needs_input_grad[:3]
+    if sum(needed) == 1:  # then it is the one that this backward is for
+        return needed
     wanted = [node is not None and _wants(node) for node, _ in ctx.next_functions]
     return (*wanted, False) if len(wanted) == 2 else tuple(wanted)  # without a bias
 
@@ -416,7 +421,7 @@ _is_batched: Callable[[Tensor], bool] = getattr(torch._C._functorch, "is_legacy_
 
 def _batched(*tensors: Tensor) -> bool:
     """Whether gradients are taken under ``vmap``: a transform, or ``autograd.grad``'s ``is_grads_batched``."""
-    return torch._C._are_functorch_transforms_active() or any(map(_is_batched, tensors))
+    return _transforms_active() or any(map(_is_batched, tensors))
 
 
 class _ConvTranspose(torch.autograd.Function):
@@ -429,7 +434,9 @@ class _ConvTranspose(torch.autograd.Function):
         ctx.save_for_backward(input, weight)
         ctx.plan = plan
         ctx.set_materialize_grads(False)
-        return _forward(plan, input, weight, bias, not weight.requires_grad)
+        if plan.choice is None:
+            return cpu.forward(plan.problem, plan.forward, input, weight, bias)
+        return engine.forward(plan, input, weight, bias, not weight.requires_grad)
 
     @staticmethod
     @_uncast

@@ -41,6 +41,7 @@ from torch import Tensor
 from upconv import cpu
 from upconv.cuda.costs import weighed
 from upconv.cuda.gpu import Gpu
+from upconv.cuda.gpu import current_device as _current_device
 from upconv.cuda.gpu import current_stream as _current_stream
 from upconv.problem import Pass, Problem, is_channels_last
 
@@ -207,8 +208,7 @@ def forward(
     return runner(x, weight, bias, keep and lasting, lasting)
 
 
-# PyTorch's own bindings, since torch.cuda.current_stream() costs 3 us; a PyTorch built without CUDA lacks them.
-_current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)
+# PyTorch's own binding; a PyTorch built without CUDA lacks it.
 _capturing: Callable[[], bool] = getattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False)
 
 

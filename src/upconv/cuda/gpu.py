@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-# PyTorch's own binding, since torch.cuda.current_stream() costs 3 us; a PyTorch built without CUDA lacks it.
+# PyTorch's own bindings, since torch.cuda.current_stream() costs 3 us; a PyTorch built without CUDA lacks them.
 current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0)
+current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)
 
 _CHIPS = {
     "H200": (4.2e12, 1.755e9, 50 << 20),

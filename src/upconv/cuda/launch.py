@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from upconv.cuda import jit
-from upconv.cuda.gpu import current_stream
+from upconv.cuda.gpu import current_device, current_stream
 from upconv.cuda.jit import Kernel
 
 # Each argument has a slot of 8 bytes, so that all are aligned; the driver reads as many of them as the type has.
@@ -106,7 +106,7 @@ class Launcher:
         Thread-safe; may be captured in a graph. Errors: LaunchError; torch.OutOfMemoryError; struct.error for arguments
         that do not fit their letters.
         """
-        if torch._C._cuda_getDevice() != device:
+        if current_device() != device:
             with torch.cuda.device(device):
                 return self(device, grid, args, dependent)
         if device not in self._ready:
@@ -117,7 +117,7 @@ class Launcher:
         except AttributeError:
             buffer, pointers, streams, _ = self._local.state = self._allocate()
         self._struct.pack_into(buffer, 0, *args)
-        raw = torch._C._cuda_getCurrentRawStream(device)
+        raw = current_stream(device)
         stream = streams.get(raw)
         if stream is None:
             if len(streams) >= _STREAMS:
