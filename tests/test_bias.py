@@ -127,7 +127,8 @@ def test_kernels_compile_without_spills(gpu: object) -> None:
         for last in (0, 1):
             source = jit.source("bias.cu", {"DTYPE": dtype, "CHANNELS_LAST": last})
             found = jit.inspect(jit.cubin(source, gpu.arch, "bias"))  # type: ignore[attr-defined]
-            assert set(found) == {"sum", "finish", *(("finish_float",) if dtype in (1, 2) else ())}
+            more = (*(("finish_float",) if dtype in (1, 2) else ()), *(() if last else ("sum_at_once",)))
+            assert set(found) == {"sum", "finish", *more}
             assert all(local == 0 for _, local, _ in found.values())
 
 
@@ -150,7 +151,10 @@ def test_sums_on_a_gpu(dtype: torch.dtype, layout: Layout) -> None:
         grad.copy_(torch.randn(shape, device="cuda"))
         runner = bias.BiasRunner(p, 0)
         found, again = runner(grad, dtype), runner(grad, dtype)
+        for _ in range(2):  # by one launch
+            assert torch.equal(runner(grad, dtype, lasting=True), found)
         assert torch.equal(found, again)
+        assert layout != "nchw" or not any(counters.any() for counters in runner._counters.of_streams.values())
         assert found.dtype is dtype and found.shape == (channels,)
         exact, most = grad.double().sum((0, 2, 3)), grad.double().abs().sum((0, 2, 3))
         rounding = {torch.float32: 0.0, torch.float64: 0.0, torch.bfloat16: 2**-8, torch.float16: 2**-11}[dtype]
@@ -159,4 +163,5 @@ def test_sums_on_a_gpu(dtype: torch.dtype, layout: Layout) -> None:
         if dtype.itemsize == 2:  # the gradient of autocast's float32 bias
             single = runner(grad, torch.float32)
             assert single.dtype is torch.float32 and torch.equal(single.to(dtype), found)
+            assert torch.equal(runner(grad, torch.float32, lasting=True), single)
             assert ((single.double() - exact).abs() <= exactness * most).all(), str(p)

@@ -1,8 +1,7 @@
 """The gradient for the bias on a GPU: a kernel of our own for tensors whose bytes are the work. It is ``bias.cu``.
 
 ``torch.sum`` over an NCHW tensor's images and pixels reaches half of the memory's bandwidth (kb64's takes 0.85 ms, its
-bytes 0.45), which is a tenth of a layer's training step. Small tensors are left to it: one launch, where this takes
-two.
+bytes 0.45), which is a tenth of a layer's training step. Small tensors are left to it.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from torch import Tensor
 from upconv.cuda import jit
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.gpu import gpu as gpu_of
-from upconv.cuda.launch import Launcher, as_run
+from upconv.cuda.launch import Counters, Launcher, as_run
 from upconv.problem import Problem
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
@@ -79,22 +78,33 @@ class BiasRunner:
         label = f"bias {p.precision} {p.layout}"
         letters = "iqq" if last else "iqqiiii"
         self._sizes = as_run(letters, self.shape.arguments)
+        self._at_once = None
+        if not last:
+            self._counters = Counters(index, p.out_channels)
+            kernel = jit.kernel(source, "sum_at_once", gpu.arch, label)
+            self._at_once = Launcher(kernel, _THREADS, 0, f"PPPPii({letters})")
         self._sum = Launcher(jit.kernel(source, "sum", gpu.arch, label), _THREADS, 0, f"PP({letters})")
         self._finish = Launcher(jit.kernel(source, "finish", gpu.arch, label), _THREADS, 0, "PPii")
         self._finish_float = None
         if p.dtype.itemsize == 2:
             self._finish_float = Launcher(jit.kernel(source, "finish_float", gpu.arch, label), _THREADS, 0, "PPii")
 
-    def __call__(self, grad: Tensor, dtype: torch.dtype) -> Tensor:
+    def __call__(self, grad: Tensor, dtype: torch.dtype, lasting: bool = False) -> Tensor:
         """The sums, ``(out_channels)``.
 
         ``grad``: the output's gradient, dense in the problem's layout; ``dtype``: its own, or float32 for 16 bits.
+        ``lasting``: the call may allocate what outlives it, and is not captured in a graph; then one launch may do.
         """
         if self.aligned and grad.data_ptr() & 15:
             grad = grad.clone()  # a view that begins off 16 bytes; PyTorch's allocations never do
         s = self.shape
         partial = grad.new_empty_strided((s.ranges * self.channels,), (1,), dtype=self.sums)
         out = grad.new_empty_strided((self.channels,), (1,), dtype=dtype)
+        if lasting and self._at_once is not None:
+            counters, wide = self._counters.address(grad), int(dtype is torch.float32)
+            args = (grad.data_ptr(), partial.data_ptr(), out.data_ptr(), counters, wide, s.ranges, self._sizes)
+            self._at_once(self.index, s.blocks * s.ranges, args)
+            return out
         finish = self._finish if dtype is grad.dtype else self._finish_float
         assert finish is not None
         self._sum(self.index, s.blocks * s.ranges, (grad.data_ptr(), partial.data_ptr(), self._sizes))

@@ -255,7 +255,7 @@ def gradients(
         if by_bias is None:
             grad_bias = grad.sum((0, *range(2, grad.dim())), dtype=weight.dtype)
         else:
-            grad_bias = by_bias(_dense(grad, runners.format), weight.dtype)
+            grad_bias = by_bias(_dense(grad, runners.format), weight.dtype, lasting and not _capturing())
     return grad_input, grad_weight, grad_bias
 
 

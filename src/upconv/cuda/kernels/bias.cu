@@ -3,6 +3,7 @@
 // `sum`: a block adds a range of the tensor in a fixed order and writes partial[range][channel]. NCHW: its one channel, of which
 // each image is a run of memory, cut in pieces. CHANNELS_LAST: 16-byte units of neighbouring channels, a range of all pixels.
 // `finish`: a warp for each channel adds the ranges in the order of their index, so that every run gives the same bits.
+// `sum_at_once` (NCHW): both, by one launch; a channel's last block is the warp of `finish`. The bits are the same.
 #include "direct.cuh"
 
 #define THREADS 256
@@ -68,10 +69,17 @@ sum(const T* __restrict__ g, Acc* __restrict__ partial, int channels, i64 pixels
 #else
 // Items are pieces of `share` elements (whole units) of an image's run, `pieces` of them; a block takes `items` of them, `width`
 // threads each.
-extern "C" __global__ void __launch_bounds__(THREADS, 4)
-sum(const T* __restrict__ g, Acc* __restrict__ partial, int channels, i64 pixels, i64 share, int pieces, int all, int items, int width) {
+struct Items {
+  i64 pixels, share;
+  int pieces, all, items, width;
+};
+
+// A block's sum, in its first thread.
+__device__ __forceinline__ Acc add_items(const T* __restrict__ g, int channels, int channel, int range, const Items& of) {
+  const i64 pixels = of.pixels, share = of.share;
+  const int pieces = of.pieces, all = of.all, items = of.items, width = of.width;
   __shared__ Acc shared[THREADS / 32];
-  int channel = blockIdx.x % channels, range = blockIdx.x / channels, lane = threadIdx.x % width;
+  int lane = threadIdx.x % width;
   int begin = range * items, end = begin + items < all ? begin + items : all;
   Acc acc = 0;
 #pragma unroll 4
@@ -106,10 +114,17 @@ sum(const T* __restrict__ g, Acc* __restrict__ partial, int channels, i64 pixels
   for (int d = 16; d; d /= 2) acc += __shfl_xor_sync(0xffffffffu, acc, d);
   if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = acc;
   __syncthreads();
-  if (threadIdx.x) return;
+  if (threadIdx.x == 0)
 #pragma unroll
-  for (int i = 1; i < THREADS / 32; i++) acc += shared[i];
-  partial[(i64)range * channels + channel] = acc;
+    for (int i = 1; i < THREADS / 32; i++) acc += shared[i];
+  return acc;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 4)
+sum(const T* __restrict__ g, Acc* __restrict__ partial, int channels, i64 pixels, i64 share, int pieces, int all, int items, int width) {
+  int channel = blockIdx.x % channels, range = blockIdx.x / channels;
+  Acc acc = add_items(g, channels, channel, range, {pixels, share, pieces, all, items, width});
+  if (threadIdx.x == 0) partial[(i64)range * channels + channel] = acc;
 }
 #endif
 
@@ -118,15 +133,21 @@ __device__ __forceinline__ void put(T* to, Acc v) { *to = store_value(v); }
 __device__ __forceinline__ void put(float* to, float v) { *to = v; }
 #endif
 
-template <class Out>
-__device__ __forceinline__ void finish_as(const Acc* __restrict__ partial, Out* __restrict__ out, int channels, int ranges) {
-  int channel = blockIdx.x * (THREADS / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
+// A channel's ranges by a warp; from L2, where blocks of the same launch have left them.
+__device__ __forceinline__ Acc add_ranges(const Acc* partial, int channels, int channel, int ranges) {
   Acc v = 0;
 #pragma unroll 4
-  for (int i = channel < channels ? lane : ranges; i < ranges; i += 32) v += partial[(i64)i * channels + channel];
+  for (int i = channel < channels ? threadIdx.x % 32 : ranges; i < ranges; i += 32) v += __ldcg(partial + (i64)i * channels + channel);
 #pragma unroll
   for (int d = 16; d; d /= 2) v += __shfl_xor_sync(0xffffffffu, v, d);
-  if (lane == 0 && channel < channels) put(out + channel, v);
+  return v;
+}
+
+template <class Out>
+__device__ __forceinline__ void finish_as(const Acc* __restrict__ partial, Out* __restrict__ out, int channels, int ranges) {
+  int channel = blockIdx.x * (THREADS / 32) + threadIdx.x / 32;
+  Acc v = add_ranges(partial, channels, channel, ranges);
+  if (threadIdx.x % 32 == 0 && channel < channels) put(out + channel, v);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 4)
@@ -138,5 +159,33 @@ finish(const Acc* __restrict__ partial, T* __restrict__ out, int channels, int r
 extern "C" __global__ void __launch_bounds__(THREADS, 4)
 finish_float(const float* __restrict__ partial, float* __restrict__ out, int channels, int ranges) {
   finish_as(partial, out, channels, ranges);
+}
+#endif
+
+#if !CHANNELS_LAST
+// wide: into float32. counters: a zero for each channel, as they are left.
+extern "C" __global__ void __launch_bounds__(THREADS, 4)
+sum_at_once(const T* __restrict__ g, Acc* partial, void* __restrict__ out, unsigned* counters, int wide, int ranges, int channels, i64 pixels, i64 share, int pieces, int all, int items, int width) {
+  __shared__ int last;
+  int channel = blockIdx.x % channels, range = blockIdx.x / channels;
+  Acc acc = add_items(g, channels, channel, range, {pixels, share, pieces, all, items, width});
+  if (threadIdx.x == 0) {
+    partial[(i64)range * channels + channel] = acc;
+    __threadfence();
+    last = atomicAdd(counters + channel, 1u) == (unsigned)ranges - 1;
+    __threadfence();
+    if (last) counters[channel] = 0;
+  }
+  __syncthreads();
+  if (!last) return;
+  acc = add_ranges(partial, channels, channel, ranges);
+  if (threadIdx.x) return;
+#if DTYPE == 1 || DTYPE == 2
+  if (wide) {
+    put((float*)out + channel, acc);
+    return;
+  }
+#endif
+  put((T*)out + channel, acc);
 }
 #endif
