@@ -30,26 +30,35 @@ _RUNS = 8  # warps of a block of the second step
 _MAX_SLICE_BYTES = 96 << 20  # of partial sums
 
 # --- the model's constants -------------------------------------------------------------------------------------------
+# Those of wgmma and of whole kernels are fitted to 1,966 timed choices of 27 layers in both layouts, TF32 and bfloat16.
 _MMA = 2.3  # clocks of a multiprocessor for an mma.sync of 16 x 8 x 32 bytes
-_WGMMA = 1.15  # of the matrix instructions' own clocks
-_LOAD = 1.15  # clocks of a 128-byte access to shared memory
+_WGMMA = 1.02  # of the matrix instructions' own clocks
+_LOAD = 1.15, 0.895  # clocks of a 128-byte access to shared memory: mma.sync's kernel, wgmma's
 _ISSUE = 0.1  # clocks of a multiprocessor for each 16-byte copy by threads that also multiply: addresses and bounds
-_COPY = 1.5  # clocks for a 16-byte copy by a warpgroup of its own
-_CHUNK = 700.0  # clocks a chunk costs: barriers, the first fragments
+_COPY = 1.1, 1.34  # clocks for a 16-byte copy by a warpgroup of its own; beside three that multiply
+_ROW = 0.13  # clocks for each run of such copies, NCHW: a channel's row
+_IMAGES = 0.013  # of a chunk's clocks, for each doubling of its images
+_SETS = 0.0054  # of them, for each doubling of the sets of taps along W, whose blocks read between each other
+_BOX_BESIDE = 90.0  # clocks of a box of x beyond the first beside copies by threads
+_CHUNK = 700.0  # clocks a chunk of mma.sync's costs: barriers, the first fragments
 _STEP = 40.0  # clocks a step of mma.sync costs beside its instructions
-_LATENCY = 1500.0  # clocks from a copy's begin to its first bytes (NOTES: kb71 bfloat16 with 2 stages 288 us, 4 228)
-_STACKED = 1.0, 4.0  # of the matrix instructions' own clocks where rows share one, and clocks of each beside them
-_WARPGROUP_STEP = 25.0  # clocks a step of wgmma costs: the fragment is waited for
-_A_SHARED = 0.9  # of a chunk's clocks where fragments come by descriptors
-_DRAIN = 130.0, 60.0  # clocks at the end of a stretch of wgmma: of taps one by one; of rows together, or by classes
-_L2 = 24.0  # bytes a clock and multiprocessor, copied by threads
-_BOX = 320.0, 160.0  # clocks of a small box: NCHW, of 64 and more rows; channels_last
-_LINE = 2.8  # clocks of the tensor copy engine for a line of 128 bytes; a row that takes half of one costs half
-_BOX_L2 = 33.0  # by boxes (NOTES: unet1, pix, vae and dcgan3 reach 32 to 36)
+_LATENCY = 450.0  # clocks from a copy's begin to its first bytes (NOTES: kb71 bfloat16 with 2 stages 288 us, 4 228)
+_STACKED = 0.83, 3.3  # of the matrix instructions' own clocks where rows share one, and clocks of each beside them
+_WARPGROUP_STEP = 35.0  # clocks a step of wgmma costs: the fragment is waited for
+_A_SHARED = 0.74, 0.89  # of a chunk's clocks where fragments come by descriptors: of taps one by one; of rows together
+_DRAIN = 90.0, 67.0  # clocks at the end of a stretch of wgmma: of taps one by one; of rows together, or by classes
+_L2 = 24.0  # bytes a clock and multiprocessor, copied by threads that also multiply
+_BOX = 4.0, 210.0  # clocks of a box: NCHW; channels_last
+_LINE = 2.2  # clocks of the tensor copy engine for a line of 128 bytes; a row that takes half of one costs half
+_BOX_L2 = 42.0  # by boxes
+_OVERLAP = 0.06, 0.2  # of a chunk's clocks that are not its bound: g by boxes; by threads
+_BYTES = 0.13  # of the lesser of multiplying and the tensors' bytes
 _SYNC_NCHW = 1.25  # what the mma.sync kernel takes beyond its model: fragments off 16 bytes
 _SYNC_NCHW_16 = 2.2  # and where each is put together from two words
+_BLOCK = 13600.0  # clocks of a block beside its chunks: its first bytes, its sums
+_LAUNCH = 7e-6  # seconds of the second step beside its bytes
+_ADDING = 2.65  # passes over the sums at the memory's rate where blocks add them up themselves
 _SIZES = "i" * 12  # of the kernels' parameters: images, sizes, counts of chunks
-_LAUNCH = 7e-6  # seconds, both kernels
 
 AnyTiling = SyncTiling | WarpgroupTiling
 
@@ -104,19 +113,12 @@ class Choice:
     @property
     def cluster(self) -> int:
         """The splits, where their blocks are a cluster that adds up their sums without a second step; else 1."""
-        t, blocks = self.tiling, self.tiling.tiles * self.splits
-        if not isinstance(t, WarpgroupTiling) or not t.adds_up or not 2 <= self.splits <= MAX_CLUSTER:
-            return 1
-        waves = -(-blocks // self.gpu.multiprocessors)
-        return self.splits if t.tiles <= waves * self.gpu.clusters(self.splits) else 1
+        return _cluster(self.tiling, self.splits, self.gpu)
 
     @property
     def together(self) -> bool:
         """Whether the splits' blocks, which are no cluster, may add up their sums: all run at once."""
-        t = self.tiling
-        if not isinstance(t, WarpgroupTiling) or not t.adds_up or self.gpu.arch != "90a" or self.cluster > 1:
-            return False
-        return self.splits > 1 and t.tiles * self.splits <= self.gpu.multiprocessors
+        return _together(self.tiling, self.splits, self.gpu)
 
     def sources(self) -> tuple[Unit, ...]:
         """What NVRTC must compile; the same for all input sizes that share the tile (and are cut into as few splits).
@@ -134,6 +136,19 @@ class Choice:
     def prepare(self, device: int) -> Prepared:
         """Compiles (or finds) and loads the kernels for a CUDA device. Errors: those of ``jit.kernel``."""
         return Prepared(self, device)
+
+
+def _cluster(t: AnyTiling, splits: int, gpu: Gpu) -> int:
+    if not isinstance(t, WarpgroupTiling) or not t.adds_up or not 2 <= splits <= MAX_CLUSTER:
+        return 1
+    waves = -(-t.tiles * splits // gpu.multiprocessors)
+    return splits if t.tiles <= waves * gpu.clusters(splits) else 1
+
+
+def _together(t: AnyTiling, splits: int, gpu: Gpu) -> bool:
+    if not isinstance(t, WarpgroupTiling) or not t.adds_up or gpu.arch != "90a" or _cluster(t, splits, gpu) > 1:
+        return False
+    return splits > 1 and t.tiles * splits <= gpu.multiprocessors
 
 
 class Prepared:
@@ -504,7 +519,7 @@ def _sync_clocks(t: SyncTiling) -> tuple[float, str]:
     fragments = t.warp[0] // 16 * (t.warp[1] // 8)
     matrix = t.k_steps * t.warps * t.set_taps * fragments * (3 if t.promote else 1) * _MMA
     reads = t.k_steps * t.warps * (t.warp[0] / 4 + t.set_taps * t.warp[1] / 4 * _conflict(t))
-    shared = reads * _LOAD + t.copied_units * 16 / 128
+    shared = reads * _LOAD[0] + t.copied_units * 16 / 128
     l2 = t.copied_units * 16 / _L2 * max(_ragged(t, c) for c in t.channels)
     parts = {"tensor cores": matrix, "shared memory": shared, "L2": l2}
     bound = max(parts, key=lambda name: parts[name])
@@ -524,22 +539,28 @@ def _warpgroup_clocks(t: WarpgroupTiling) -> tuple[float, str]:
     else:
         fragments, stretches = steps, t.k_steps * t.entries / t.stretch
         matrix = columns * _WGMMA
-    shared = (fragments * 16 * _conflict(t) + columns / 2) * _LOAD + (t.g_units * 16 + t.x_bytes) / 128
+    shared = (fragments * 16 * _conflict(t) + columns / 2) * _LOAD[1] + (t.g_units * 16 + t.x_bytes) / 128
     if t.turned:
         shared += t.x_bytes / 64
-    l2 = (t.g_units * 16 + t.x_bytes) / (_BOX_L2 if t.box_g else _L2)
-    copies = t.boxes * _BOX[t.channels_last] if t.box_g else t.g_units * _COPY * _ragged(t, t.channels[1])
+    l2 = (t.g_units * 16 + t.x_bytes) / _BOX_L2 if t.box_g else 0.0  # else what copies take is more
+    if t.box_g:
+        copies = t.boxes * _BOX[t.channels_last]
+    else:
+        copies = t.g_units * _COPY[t.warpgroups > 2] * _ragged(t, t.channels[1])
+        copies += (t.boxes - 1) * _BOX_BESIDE + (0.0 if t.channels_last else t.g_rows * t.block[1] * _ROW)
     # What the engine takes for a line shows where the tensor cores wait for nothing else.
     if t.stacked or t.classed or (t.channels_last and t.box_g and t.g_one_box):
         copies = max(copies, t.lines_of_boxes * _LINE)
     parts = {"tensor cores": matrix, "shared memory": shared, "L2": l2, "copies": copies}
     bound = max(parts, key=lambda name: parts[name])
-    total = max(parts.values()) + 0.1 * (sum(parts.values()) - max(parts.values()))
+    total = max(parts.values()) + _OVERLAP[not t.box_g] * (sum(parts.values()) - max(parts.values()))
     drain = _DRAIN[t.stacked or t.classed]
-    total += fragments / t.warpgroups * _WARPGROUP_STEP / t.warpgroups + stretches * drain + _CHUNK / 2
+    total += fragments / t.warpgroups * _WARPGROUP_STEP / t.warpgroups + stretches * drain
     if t.stacked or t.classed:  # with two stages a chunk's copies begin when the one before is done with
         total = max(total, (copies + _LATENCY) / (t.stages - 1))
-    return total * (_A_SHARED if t.a_shared else 1.0), bound
+    total *= 1.0 + _IMAGES * math.log2(t.tile[0])
+    total *= 1.0 + _SETS * math.log2(t.sets[2])
+    return total * (_A_SHARED[t.stacked] if t.a_shared else 1.0), bound
 
 
 def _whole(t: AnyTiling, chunk: tuple[float, str], p: Problem, gpu: Gpu) -> tuple[float, str, int]:
@@ -555,10 +576,13 @@ def _whole(t: AnyTiling, chunk: tuple[float, str], p: Problem, gpu: Gpu) -> tupl
         per_split = -(-chunks // splits)
         splits = -(-chunks // per_split)
         waves = -(-t.tiles * splits // gpu.multiprocessors)
-        work = waves * per_split * clocks / gpu.clock
-        slices = splits * t.k_slices * numel * 4
-        seconds = max(work, memory) + 0.15 * min(work, memory) + 2 * slices / (2 * gpu.bandwidth) + _LAUNCH
-        seconds += splits * t.k_slices / _RUNS * 0.15e-6
+        work = waves * (per_split * clocks + _BLOCK) / gpu.clock
+        seconds = max(work, memory) + _BYTES * min(work, memory)
+        if _cluster(t, splits, gpu) > 1 or _together(t, splits, gpu):
+            assert isinstance(t, WarpgroupTiling)
+            seconds += _ADDING * t.tiles * splits * t.sums_bytes / gpu.bandwidth
+        else:
+            seconds += _LAUNCH + splits * t.k_slices * numel * 4 / gpu.bandwidth
         if found is None or seconds < found[0]:
             found = seconds, "bytes" if memory > work else bound, splits
     assert found is not None
