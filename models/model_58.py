@@ -4946,7 +4946,7 @@ GRAD_WEIGHT = (
         halo=4,
         blocks=3,
         slices=1,
-        chunk_seconds=4.11412726e-06,
+        chunk_seconds=3.55278921e-06,
     ),
     GradWeight(
         name="grad_weight_unaligned",

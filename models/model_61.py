@@ -4894,7 +4894,7 @@ GRAD_WEIGHT = (
         halo=2,
         blocks=3,
         slices=1,
-        chunk_seconds=3.73155556e-06,
+        chunk_seconds=3.21095938e-06,
     ),
     GradWeight(
         name="grad_weight_unaligned",

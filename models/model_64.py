@@ -4881,7 +4881,7 @@ GRAD_WEIGHT = (
         halo=0,
         blocks=2,
         slices=1,
-        chunk_seconds=3.31493257e-06,
+        chunk_seconds=2.6675822e-06,
     ),
     GradWeight(
         name="grad_weight_unaligned",

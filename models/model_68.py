@@ -5900,7 +5900,7 @@ GRAD_WEIGHT = (
         halo=4,
         blocks=5,
         slices=1,
-        chunk_seconds=3.40625676e-06,
+        chunk_seconds=2.43464681e-06,
     ),
     GradWeight(
         name="grad_weight_unaligned",

@@ -5894,7 +5894,7 @@ GRAD_WEIGHT = (
         halo=2,
         blocks=4,
         slices=1,
-        chunk_seconds=3.61638539e-06,
+        chunk_seconds=2.72552641e-06,
     ),
     GradWeight(
         name="grad_weight_unaligned",

@@ -4909,7 +4909,7 @@ GRAD_WEIGHT = (
         halo=2,
         blocks=2,
         slices=1,
-        chunk_seconds=3.68141311e-06,
+        chunk_seconds=3.13676802e-06,
     ),
     GradWeight(
         name="grad_weight_unaligned",

@@ -4889,7 +4889,7 @@ GRAD_WEIGHT = (
         halo=2,
         blocks=1,
         slices=1,
-        chunk_seconds=3.11270655e-06,
+        chunk_seconds=2.6906093e-06,
     ),
     GradWeight(
         name="grad_weight_unaligned",

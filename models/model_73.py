@@ -21,8 +21,8 @@ Kernels:
   channels, pixels halved, weights ring of 5 x 8 fragments, 215 KB shared.
 - gradient for the input: wgmma tf32, tile 1x2x8x8 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights
   ring of 7 x 4 fragments, 220 KB shared.
-- gradient for the weight: wgmma of up to 2 rows tf32, 32x16 channels x 3x3x3 taps a block, chunks of 1x4x2x16
-  (NxDxHxW of q), K in 66 slices, 210 KB shared.
+- gradient for the weight: wgmma of up to 2 rows tf32, 32x32 channels x 3x3x3 taps a block, chunks of 1x2x2x16
+  (NxDxHxW of q), K in 132 slices, 204 KB shared.
 - gradient for the weight (other widths than multiples of 4): mma.sync tf32, 32x32 channels x 1x3x3 taps a block,
   chunks of 1x1x8x16 (NxDxHxW of q), K in 176 slices, 193 KB shared.
 
@@ -3445,8 +3445,8 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 }  // namespace grad_input
 
 // =====================================================================================================================
-// Gradient for the weight: wgmma of up to 2 rows tf32, 32x16 channels x 3x3x3 taps a block, chunks of 1x4x2x16 (NxDxHxW
-// of q), K in 66 slices, 210 KB shared.
+// Gradient for the weight: wgmma of up to 2 rows tf32, 32x32 channels x 3x3x3 taps a block, chunks of 1x2x2x16 (NxDxHxW
+// of q), K in 132 slices, 204 KB shared.
 // =====================================================================================================================
 
 namespace grad_weight {
@@ -3462,7 +3462,7 @@ constexpr int GROUPS = 1;
 constexpr int CIN_G = 32;  // channels of a group in what is read
 constexpr int COUT_G = 32;  // channels of a group in what is written
 constexpr int BLOCK_CI = 32;  // input channels of a block
-constexpr int BLOCK_CO = 16;  // output channels of a block
+constexpr int BLOCK_CO = 32;  // output channels of a block
 constexpr int REDUCE_ROWS = 1;
 constexpr int TILE_N = 1;  // images of a tile
 constexpr int KERNEL_D = 3, KERNEL_H = 3, KERNEL_W = 3;  // the layer's
@@ -3471,18 +3471,18 @@ constexpr int DIL_D = 1, DIL_H = 1, DIL_W = 1;  // dilation
 constexpr int PAD_D = 1, PAD_H = 1, PAD_W = 1;  // padding
 constexpr int TAPS_D = 3, TAPS_H = 3, TAPS_W = 3;  // of a set, which a block multiplies
 constexpr int SETS_D = 1, SETS_H = 1, SETS_W = 1;  // of taps
-constexpr int TILE_D = 4, TILE_H = 2, TILE_W = 16;  // positions q of a chunk
+constexpr int TILE_D = 2, TILE_H = 2, TILE_W = 16;  // positions q of a chunk
 constexpr int APART_D = 1, APART_H = 1;
-constexpr int WGS = 3;  // warpgroups that multiply
+constexpr int WGS = 2;  // warpgroups that multiply
 constexpr int WGS_M = 1;  // of them, those that divide the output channels
-constexpr int SUBS = 4;  // taps that share the 64 rows of a matrix instruction
-constexpr int ENTRIES = 3;  // accumulators of 64 rows of a warpgroup
+constexpr int SUBS = 2;  // taps that share the 64 rows of a matrix instruction
+constexpr int ENTRIES = 9;  // accumulators of 64 rows of a warpgroup
 constexpr int STAGES = 2;  // chunks in shared memory
-constexpr int STRETCH = 2;  // matrix instructions between whose ends the tensor cores do not drain
+constexpr int STRETCH = 1;  // matrix instructions between whose ends the tensor cores do not drain
 constexpr int ROW_CLASSES = 1;  // of rows of g along H, by where they begin in 16 bytes
 constexpr int CHANNEL_CLASSES = 1;  // and of channels
-constexpr int PRODUCER_REGISTERS = 56;  // of a thread
-constexpr int CONSUMER_REGISTERS = 152;  // of a thread
+constexpr int PRODUCER_REGISTERS = 72;  // of a thread
+constexpr int CONSUMER_REGISTERS = 216;  // of a thread
 
 // Grad-weight by wgmma (sm_90a): dW[ci, co, tap] = sum over images and positions q of x[ci, q] * g[co, q * STEP + tap * DIL - PAD].
 //
@@ -3579,7 +3579,7 @@ constexpr int SET_TAPS = TAPS_D * TAPS_H * TAPS_W;
 constexpr int SETS = SETS_D * SETS_H * SETS_W;  // of taps
 constexpr int CIN = GROUPS * CIN_G;  // channels of what is read
 constexpr int COUT = GROUPS * COUT_G;  // channels of what is written
-constexpr int SPAN_D = 9;
+constexpr int SPAN_D = 5;
 constexpr int G_ROWS_D = SPAN_D;
 constexpr int G_ROWS_H = TILE_H * STEP_H;
 constexpr int G_COLUMNS = 33;
@@ -3793,7 +3793,7 @@ constexpr int X_TILE_BYTES = BOXES * BOX_BYTES;
 // CLASSED: rows off 16 bytes, where the tensor copy engine reads none, by a box for each class of rows along H and of channels:
 // those of a class begin alike, and are a tensor of their own, whose rows then begin early (its lead).
 constexpr int G_CHANNELS = BLOCK_CO / CHANNEL_CLASSES;  // of a class
-constexpr int CLASS_BYTES = 82944;
+constexpr int CLASS_BYTES = 92160;
 constexpr int G_STEP_W = STEP_W;  // pixels of g's tile from one of q to the next
 // From one pixel of g's tile to the next (of NCHW counted in elements), and from one row to the next.
 constexpr int G_PIXEL_BYTES = 1;
@@ -4706,10 +4706,10 @@ void run_grad_input(const at::Tensor& grad, const at::Tensor& packed, const std:
 void run_grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& partial,
                      const at::Tensor& out, int64_t blocks, const std::array<int64_t, 12>& sizes) {
   const CUtensorMap map_x = tensor_map(x, CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, {sizes[3], sizes[2], sizes[1], 32, sizes[0]},
-                                       {16, 32, 3, 4, 1}, {1, 1, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_64B, true);
+                                       {16, 32, 3, 2, 1}, {1, 1, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_64B, true);
   const std::array<CUtensorMap, 1> maps = {map_x};
   const auto pointers = std::make_tuple(grad.data_ptr(), partial.data_ptr());
-  launch<grad_weight::wgrad, 512, 215088>(x, blocks, pointers, sizes, std::make_tuple(maps));
+  launch<grad_weight::wgrad, 384, 208944>(x, blocks, pointers, sizes, std::make_tuple(maps));
   // Adds the slices of sums, always in the same order; out may have any dense memory format.
   const auto sums = std::make_tuple(partial.data_ptr(), out.data_ptr(), partial.size(0));
   const auto strides = std::make_tuple(out.stride(0), out.stride(1), out.stride(-1));
@@ -4916,11 +4916,11 @@ GRAD_WEIGHT = (
         name="grad_weight",
         unit=4,
         unit_out=1,
-        tile=(1, 4, 2, 16),
+        tile=(1, 2, 2, 16),
         halo=1,
-        blocks=2,
+        blocks=1,
         slices=1,
-        chunk_seconds=5.5494169e-06,
+        chunk_seconds=5.02490665e-06,
     ),
     GradWeight(
         name="grad_weight_unaligned",

@@ -23,7 +23,7 @@ Kernels:
   weights ring of 4 x 7 fragments, 226 KB shared.
 - gradient for the input (other widths than multiples of 4): wgmma tf32, tile 1x1x1x512 (NxDxHxW of q) x 64 rows,
   chunk of 16 channels, pixels halved, weights ring of 4 x 5 fragments, 206 KB shared.
-- gradient for the weight: wgmma tf32, 32x64 channels x 1x1x5 taps a block, chunks of 2x1x1x128 (NxDxHxW of q), K in
+- gradient for the weight: wgmma tf32, 32x64 channels x 1x1x5 taps a block, chunks of 1x1x1x128 (NxDxHxW of q), K in
   132 slices, 212 KB shared.
 - gradient for the weight (other widths than multiples of 4): mma.sync tf32, 32x64 channels x 1x1x5 taps a block,
   chunks of 1x1x1x256 (NxDxHxW of q), K in 264 slices, 203 KB shared.
@@ -4478,7 +4478,7 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 }  // namespace grad_input_unaligned
 
 // =====================================================================================================================
-// Gradient for the weight: wgmma tf32, 32x64 channels x 1x1x5 taps a block, chunks of 2x1x1x128 (NxDxHxW of q), K in
+// Gradient for the weight: wgmma tf32, 32x64 channels x 1x1x5 taps a block, chunks of 1x1x1x128 (NxDxHxW of q), K in
 // 132 slices, 212 KB shared.
 // =====================================================================================================================
 
@@ -4497,7 +4497,7 @@ constexpr int COUT_G = 64;  // channels of a group in what is written
 constexpr int BLOCK_CI = 32;  // input channels of a block
 constexpr int BLOCK_CO = 64;  // output channels of a block
 constexpr int REDUCE_ROWS = 1;
-constexpr int TILE_N = 2;  // images of a tile
+constexpr int TILE_N = 1;  // images of a tile
 constexpr int KERNEL_D = 1, KERNEL_H = 1, KERNEL_W = 5;  // the layer's
 constexpr int STEP_D = 1, STEP_H = 1, STEP_W = 1;  // stride
 constexpr int DIL_D = 1, DIL_H = 1, DIL_W = 3;  // dilation
@@ -4510,7 +4510,7 @@ constexpr int WGS = 3;  // warpgroups that multiply
 constexpr int WGS_M = 1;  // of them, those that divide the output channels
 constexpr int SUBS = 1;  // taps that share the 64 rows of a matrix instruction
 constexpr int ENTRIES = 2;  // accumulators of 64 rows of a warpgroup
-constexpr int STAGES = 2;  // chunks in shared memory
+constexpr int STAGES = 4;  // chunks in shared memory
 constexpr int STRETCH = 32;  // matrix instructions between whose ends the tensor cores do not drain
 constexpr int ROW_CLASSES = 1;  // of rows of g along H, by where they begin in 16 bytes
 constexpr int CHANNEL_CLASSES = 1;  // and of channels
@@ -4701,7 +4701,7 @@ constexpr int X_TILE_BYTES = BOXES * BOX_BYTES;
 // CLASSED: rows off 16 bytes, where the tensor copy engine reads none, by a box for each class of rows along H and of channels:
 // those of a class begin alike, and are a tensor of their own, whose rows then begin early (its lead).
 constexpr int G_CHANNELS = BLOCK_CO / CHANNEL_CLASSES;  // of a class
-constexpr int CLASS_BYTES = 75776;
+constexpr int CLASS_BYTES = 37888;
 constexpr int G_BOX_BYTES = G_CHANNELS * G_PITCH * ELEMENT;
 constexpr int G_STEP_W = STEP_W;  // pixels of g's tile from one of q to the next
 // From one pixel of g's tile to the next (of NCHW counted in elements), and from one row to the next.
@@ -5602,12 +5602,12 @@ void run_grad_input_unaligned(const at::Tensor& grad, const at::Tensor& packed, 
 void run_grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& partial,
                      const at::Tensor& out, int64_t blocks, const std::array<int64_t, 12>& sizes) {
   const CUtensorMap map_x = tensor_map(x, CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, {sizes[3], sizes[2], sizes[1], 32, sizes[0]},
-                                       {32, 32, 1, 1, 2}, {1, 1, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_128B, true);
+                                       {32, 32, 1, 1, 1}, {1, 1, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_128B, true);
   const CUtensorMap map_grad = tensor_map(grad, CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, {sizes[6], sizes[5], sizes[4], 64, sizes[0]},
-                                          {148, 64, 1, 1, 2}, {1, 1, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_NONE, true);
+                                          {148, 64, 1, 1, 1}, {1, 1, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_NONE, true);
   const std::array<CUtensorMap, 2> maps = {map_x, map_grad};
   const auto pointers = std::make_tuple(grad.data_ptr(), partial.data_ptr());
-  launch<grad_weight::wgrad, 512, 217136>(x, blocks, pointers, sizes, std::make_tuple(maps));
+  launch<grad_weight::wgrad, 512, 217168>(x, blocks, pointers, sizes, std::make_tuple(maps));
   // Adds the slices of sums, always in the same order; out may have any dense memory format.
   const auto sums = std::make_tuple(partial.data_ptr(), out.data_ptr(), partial.size(0));
   const auto strides = std::make_tuple(out.stride(0), out.stride(1), out.stride(-1));
@@ -5830,11 +5830,11 @@ GRAD_WEIGHT = (
         name="grad_weight",
         unit=4,
         unit_out=4,
-        tile=(2, 1, 1, 128),
+        tile=(1, 1, 1, 128),
         halo=0,
         blocks=1,
         slices=1,
-        chunk_seconds=4.62138375e-06,
+        chunk_seconds=1.7903005e-06,
     ),
     GradWeight(
         name="grad_weight_unaligned",

@@ -5089,7 +5089,7 @@ GRAD_WEIGHT = (
         halo=0,
         blocks=4,
         slices=1,
-        chunk_seconds=5.07725736e-06,
+        chunk_seconds=4.39162789e-06,
     ),
     GradWeight(
         name="grad_weight_unaligned",

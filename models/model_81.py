@@ -21,8 +21,8 @@ Kernels:
   channels, in turn, weights ring of 4 x 6 fragments, 215 KB shared.
 - gradient for the input: wgmma tf32, tile 1x1x2x64 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights
   ring of 6 x 3 fragments, 211 KB shared.
-- gradient for the weight: mma.sync tf32, 32x64 channels x 1x1x3 taps a block, chunks of 1x1x1x64 (NxDxHxW of q), K
-  in 176 slices, 179 KB shared.
+- gradient for the weight: wgmma tf32, 32x32 channels x 1x1x3 taps a block, chunks of 1x1x4x32 (NxDxHxW of q), K in
+  22 slices, 196 KB shared.
 - gradient for the weight (other widths than multiples of 4): mma.sync tf32, 32x32 channels x 1x3x3 taps a block,
   chunks of 1x1x4x8 (NxDxHxW of q), K in 264 slices, 144 KB shared.
 
@@ -3610,8 +3610,8 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 }  // namespace grad_input
 
 // =====================================================================================================================
-// Gradient for the weight: mma.sync tf32, 32x64 channels x 1x1x3 taps a block, chunks of 1x1x1x64 (NxDxHxW of q), K in
-// 176 slices, 179 KB shared.
+// Gradient for the weight: wgmma tf32, 32x32 channels x 1x1x3 taps a block, chunks of 1x1x4x32 (NxDxHxW of q), K in 22
+// slices, 196 KB shared.
 // =====================================================================================================================
 
 namespace grad_weight {
@@ -3627,7 +3627,7 @@ constexpr int GROUPS = 1;
 constexpr int CIN_G = 32;  // channels of a group in what is read
 constexpr int COUT_G = 64;  // channels of a group in what is written
 constexpr int BLOCK_CI = 32;  // input channels of a block
-constexpr int BLOCK_CO = 64;  // output channels of a block
+constexpr int BLOCK_CO = 32;  // output channels of a block
 constexpr int REDUCE_ROWS = 1;
 constexpr int TILE_N = 1;  // images of a tile
 constexpr int KERNEL_D = 1, KERNEL_H = 3, KERNEL_W = 3;  // the layer's
@@ -3636,35 +3636,77 @@ constexpr int DIL_D = 1, DIL_H = 2, DIL_W = 2;  // dilation
 constexpr int PAD_D = 0, PAD_H = 1, PAD_W = 1;  // padding
 constexpr int TAPS_D = 1, TAPS_H = 1, TAPS_W = 3;  // of a set, which a block multiplies
 constexpr int SETS_D = 1, SETS_H = 3, SETS_W = 1;  // of taps
-constexpr int TILE_D = 1, TILE_H = 1, TILE_W = 64;  // positions q of a chunk
-constexpr int APART_D = 1, APART_H = 1;
-constexpr int WARP_M = 32;  // input channels of a warp
-constexpr int WARP_N = 32;  // output channels of a warp
-
-// Grad-weight on tensor cores: dW[ci, co, tap] = sum over images and positions q of x[ci, q] * g[co, q * STEP + tap * DIL - PAD].
-//
-// A GEMM whose K is the pixels: M = BLOCK_M input channels, N = BLOCK_N output channels, one accumulator for each tap of a set
-// (TAPS_D x TAPS_H x TAPS_W neighbouring taps). A block takes a tile of channels, a set of taps and a range of pixel tiles
-// (TILE_N x TILE_D x TILE_H x TILE_W positions q, a "chunk"): x's tile and g's with the halo of the set are copied to shared
-// memory once and serve all taps of the set. mma.sync takes both operands from registers, so that a tap may begin at any
-// column: fragments of x are read once a step and meet those of every tap.
-//
-// Shared memory: NCHW [row][channel][column], CHANNELS_LAST [row][column][channel]; pitches keep the eight rows of a fragment in
-// different banks. Copies of 16 bytes (cp.async), two stages. NCHW rows of any alignment: the 16-byte units of memory that
-// hold them are copied, and a row then begins (address % 16) bytes into its place.
-//
-// K is split over SPLITS ranges of chunks and WARPS_K warps; each writes its own partial sums, `reduce` adds them in the order of
-// their index: the same bits in every run, without atomics.
-constexpr int WARPS = 8;
-constexpr int COPIERS = WARPS * 32;  // threads that copy
+constexpr int TILE_D = 1, TILE_H = 4, TILE_W = 32;  // positions q of a chunk
+constexpr int APART_D = 1;
+constexpr int WGS = 2;  // warpgroups that multiply
+constexpr int WGS_M = 1;  // of them, those that divide the output channels
+constexpr int SUBS = 2;  // taps that share the 64 rows of a matrix instruction
+constexpr int ENTRIES = 1;  // accumulators of 64 rows of a warpgroup
+constexpr int STAGES = 2;  // chunks in shared memory
+constexpr int STRETCH = 16;  // matrix instructions between whose ends the tensor cores do not drain
 constexpr int ROW_CLASSES = 1;  // of rows of g along H, by where they begin in 16 bytes
-constexpr int X_ROWS_H = TILE_H;  // of x's tile in a slice
+constexpr int CHANNEL_CLASSES = 1;  // and of channels
+constexpr int PRODUCER_REGISTERS = 72;  // of a thread
+constexpr int CONSUMER_REGISTERS = 216;  // of a thread
+
+// Grad-weight by wgmma (sm_90a): dW[ci, co, tap] = sum over images and positions q of x[ci, q] * g[co, q * STEP + tap * DIL - PAD].
+//
+// The GEMM of wgrad.cu with the operands the other way round. M = 64 rows, an output channel at a tap each (SUBS taps of
+// 64 / SUBS channels), N = BLOCK_CI input channels, K = pixels.
+//   A, from registers: g's tile with its halo, read from shared memory at any column, so that a tap is an address. A_SHARED (16-bit
+//      rows of 64 channels): by descriptor, at any pixel.
+//   B, from shared memory by descriptor: x's tile as the tensor copy engine leaves it. NCHW: rows of a channel's pixels (K-major),
+//      rounded to TF32 on the way; CHANNELS_LAST of 16 bits: rows of a pixel's channels (MN-major). TF32 has no MN-major form, so
+//      that CHANNELS_LAST float32 is turned by the copying warpgroup (TURN_X).
+// g comes by boxes too (BOX_G): by one where its rows lie evenly (G_ONE_BOX; CHANNELS_LAST for each G_WIDTH channels and plane), by
+// one for each row, NCHW by one for each class of rows that begin off 16 bytes (CLASSED), or by threads where these are too many.
+// Roles: one warpgroup copies, WGS warpgroups multiply: WGS_M of them divide the output channels of a block, the others its taps,
+// UNITS x SUBS fragments of A at a time: UNITS neighbours for each of SUBS bands of rows. A unit is a tap; or, STACKED, a column of
+// taps: the rows of x that a row of g meets by them follow each other in shared memory, and so are columns of one instruction. Then
+// a fragment is read once, not once a tap (measured: reads of A take as long as a multiplication by 64 channels, of B half of it).
+// STACKED chunks are of rows of g, STEP_H at a time, and it is x's tile that has a halo, so that an instruction always takes all
+// of its rows (measured: ptxas waits for each one where some that share sums differ in shape, C7511); rows beyond the
+// image are zeros.
+//
+// K is split over ranges of chunks; each split writes partial sums, `reduce` adds them in the order of their index.
+// Where splits are
+// few, their blocks are a CLUSTER, which adds the sums through its shared memory in the same order, and writes the weight itself.
+// Where more are, but all blocks run at once (a cooperative launch), those of a tile wait for each other and do it
+// TOGETHER, through
+// global memory.
+constexpr int COPIERS = 128;
+constexpr int STACK = 1;  // rows of x that may meet a row of g
+constexpr int X_ROWS_H = TILE_H + STACK - 1;
 
 // PTX in small wrappers, so that a kernel body reads as an algorithm.
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+// --- mbarriers: `count` arrivals (and the announced bytes) complete a phase; waits name the phase by its parity -------
+
+__device__ __forceinline__ void barrier_init(u32 barrier, int count) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;\n" ::"r"(barrier), "r"(count));
+}
+__device__ __forceinline__ void barrier_arrive(u32 barrier) {
+  asm volatile("{\n .reg .b64 state;\n mbarrier.arrive.shared.b64 state, [%0];\n}\n" ::"r"(barrier) : "memory");
+}
+__device__ __forceinline__ bool barrier_done(u32 barrier, u32 parity) {
+  u32 done;
+  asm volatile(
+      "{\n .reg .pred p;\n mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n selp.u32 %0, 1, 0, p;\n}\n"
+      : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+  return done;
+}
+__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
+  while (!barrier_done(barrier, parity)) {}
+}
+template <int ID, int THREADS>
+__device__ __forceinline__ void named_sync() { asm volatile("bar.sync %0, %1;\n" ::"n"(ID), "n"(THREADS) : "memory"); }
+__device__ __forceinline__ void named_sync(int id, int threads) {
+  asm volatile("bar.sync %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
+}
 
 // --- copies into shared memory ---------------------------------------------------------------------------------------
 
@@ -3690,25 +3732,28 @@ __device__ __forceinline__ u32 to_tf32(float v) {
 
 // --- matrix instructions ---------------------------------------------------------------------------------------------
 
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory"); }
+template <int N> __device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(N) : "memory");
+}
+
 constexpr int VEC = 16 / ELEMENT;  // elements of a 16-byte unit
 constexpr int TAPS = KERNEL_D * KERNEL_H * KERNEL_W;  // of a set, which a block multiplies
 constexpr int SET_TAPS = TAPS_D * TAPS_H * TAPS_W;
 constexpr int SETS = SETS_D * SETS_H * SETS_W;  // of taps
 constexpr int CIN = GROUPS * CIN_G;  // channels of what is read
 constexpr int COUT = GROUPS * COUT_G;  // channels of what is written
-constexpr int SPAN_D = 1, SPAN_H = 1;
+constexpr int SPAN_D = 1;
 constexpr int G_ROWS_D = SPAN_D;
-constexpr int G_ROWS_H = SPAN_H;
-constexpr int G_COLUMNS = 320;
+constexpr int G_ROWS_H = TILE_H * TAPS_H;
+constexpr int G_COLUMNS = 160;
 constexpr int X_ROWS = TILE_N * TILE_D * X_ROWS_H;
 constexpr int CLASS_ROWS = (G_ROWS_H + ROW_CLASSES - 1) / ROW_CLASSES;
 constexpr int G_ROWS = TILE_N * G_ROWS_D * (ROW_CLASSES * CLASS_ROWS);
 constexpr int G_EXTENT = (G_COLUMNS + VEC - 1 + VEC - 1) / VEC;  // units of a row (NCHW)
-constexpr int X_UNITS = (TILE_W + VEC - 1) / VEC;
 constexpr int G_UNITS = G_EXTENT;
-constexpr int X_PITCH = 68;
-constexpr int G_PITCH = 324;
-constexpr int X_BYTES = X_ROWS * BLOCK_CI * X_PITCH * ELEMENT;
+constexpr int G_PITCH = 164;
 constexpr int G_BYTES = G_ROWS * BLOCK_CO * G_PITCH * ELEMENT;
 struct Sizes {
   int batch, in_d, in_h, in_w, out_d, out_h, out_w;
@@ -3733,7 +3778,7 @@ __device__ __forceinline__ Rows x_row(int r) { return {r / (TILE_D * X_ROWS_H), 
 __device__ __forceinline__ Rows g_row(int r) {
   int h = r % G_ROWS_H, d = r / G_ROWS_H % G_ROWS_D;
   return {r / (G_ROWS_H * G_ROWS_D), d * APART_D,
-          h * APART_H};
+          h / TAPS_H * STEP_H + h % TAPS_H * DIL_H};
 }
 
 // =====================================================================================================================
@@ -3766,7 +3811,7 @@ __device__ __forceinline__ void copy_tile(const char* __restrict__ tensor, int b
           + (((long long)n * CHANNELS + channel + c) * plane + (long long)d * height * width + w0) * ELEMENT;
 #pragma unroll 2
       for (int rh = 0; rh < ROWS_H; rh++, offset += BLOCK * PITCH * ELEMENT) {
-        int h = h0 + (IS_X ? rh : rh * APART_H);
+        int h = h0 + (IS_X ? rh : rh / TAPS_H * STEP_H + rh % TAPS_H * DIL_H);
         const char* from = base + (long long)h * (width * ELEMENT);
         // column of the first element
         int misaligned = (int)((u64)from & 15), first = w0 + (unit * 16 - misaligned) / ELEMENT;
@@ -3812,8 +3857,9 @@ __device__ __forceinline__ void clear_borders(const char* tensor, int depth, int
 
 constexpr int RUNS = 8;  // warps of a block
 
-constexpr int INNERMOST = COUT_G;
-constexpr int SLICE_ROWS = CIN * TAPS;
+// slices: [tap][COUT][CIN_G], else [tap][CIN][COUT_G]
+constexpr int INNERMOST = CIN_G;
+constexpr int SLICE_ROWS = COUT * TAPS;
 
 struct SliceRow {
   long long from, to;                      // first element in a slice, and in the weight
@@ -3821,8 +3867,11 @@ struct SliceRow {
 
 // Rows are counted as the weight has them.
 __device__ __forceinline__ SliceRow slice_row(int row, long long stride_ci, long long stride_co, long long stride_tap) {
-  int ci = row / TAPS, tap = row % TAPS;
-  return {((long long)tap * CIN + ci) * COUT_G, ci * stride_ci + tap * stride_tap};
+  int group = row / (COUT_G * TAPS), j = row % (COUT_G * TAPS);
+  bool taps_inside = stride_tap <= stride_co;
+  int co = taps_inside ? j / TAPS : j % COUT_G, tap = taps_inside ? j % TAPS : j / COUT_G;
+  return {((long long)tap * COUT + group * COUT_G + co) * CIN_G,
+      group * CIN_G * stride_ci + co * stride_co + tap * stride_tap};
 }
 
 __global__ void __launch_bounds__(32 * RUNS)
@@ -3855,7 +3904,7 @@ reduce(const float* __restrict__ partial, bits* __restrict__ out, int slices, lo
   for (int run = 1; run < RUNS; run++) sum[0] += sums[run][lane];
   sums[0][lane] = sum[0];
   __syncwarp();
-  long long stride_c = stride_co;
+  long long stride_c = stride_ci;
   c -= lane;
 #pragma unroll 1
   for (int i = threadIdx.x; i < REDUCE_ROWS * 32; i += 32 * RUNS) {  // neighbouring threads write neighbours
@@ -3866,201 +3915,347 @@ reduce(const float* __restrict__ partial, bits* __restrict__ out, int slices, lo
   }
 }
 
-constexpr int THREADS = WARPS * 32;
-constexpr int WARPS_M = BLOCK_CI / WARP_M;
-constexpr int WARPS_N = BLOCK_CO / WARP_N;
-constexpr int WARPS_K = WARPS / (WARPS_M * WARPS_N);
-constexpr int M_FRAGMENTS = WARP_M / 16;
-constexpr int N_FRAGMENTS = WARP_N / 8;
-constexpr int M_TILES = (CIN_G + BLOCK_CI - 1) / BLOCK_CI;
-constexpr int N_TILES = (COUT_G + BLOCK_CO - 1) / BLOCK_CO;
+// A kernel that includes this defines PRECISION, A_SHARED, and TAIL: the signs of A and B and, for halves, how they lie
+// in shared memory.
 
-constexpr int STAGE_BYTES = X_BYTES + G_BYTES;
+// wgmma: one warpgroup, D[64 x N] += A[64 x K] B[K x N], N = 32 to 256; A from registers or (A_SHARED) shared memory,
+// B from shared memory by descriptor.
+// Fragments (g = lane / 4, t = lane % 4): D[4j + 2h + c] is row 16 warp + g + 8h, column 8j + 2t + c.
+// Its registers in blocks of 16, those of A (A_SHARED: two, a descriptor's words), B's descriptor; `scale` 0: D = A B instead.
+#define SUMS(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]),        \
+    "+f"(d[i + 6]), "+f"(d[i + 7]), "+f"(d[i + 8]), "+f"(d[i + 9]), "+f"(d[i + 10]), "+f"(d[i + 11]),                 \
+    "+f"(d[i + 12]), "+f"(d[i + 13]), "+f"(d[i + 14]), "+f"(d[i + 15])
+#define INSTRUCTION(n, registers, a0, a1, a2, a3, b0, scale) \
+  "wgmma.mma_async.sync.aligned.m64n" n "k8.f32.tf32.tf32" " {" registers "}, {" a0 "," a1 "," a2 "," a3 "}, " b0 ", " scale ", 1, 1" ";\n"
+#define OPERANDS(a, b) "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)
+#define MULTIPLY_32(d, a, b, scale) asm volatile(INSTRUCTION("32", \
+    "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15", "%16", "%17", "%18", "%19", "%20", scale) : SUMS(d, 0) : \
+    OPERANDS(a, b))
 
-constexpr int W_STRIPS = TILE_W / 8;  // a strip is 8 columns of a row
-constexpr int STRIPS = X_ROWS * W_STRIPS;
-constexpr int STEPS = STRIPS;  // a matrix instruction takes one strip of float32, two of 16-bit types
-constexpr int PARTS = 1;
+constexpr int ROWS_PER_SUB = 64 / SUBS;
+constexpr int THREADS = (1 + WGS) * 128;
+constexpr int CI_TILES = (CIN_G + BLOCK_CI - 1) / BLOCK_CI;
+constexpr int CO_TILES = (COUT_G + BLOCK_CO - 1) / BLOCK_CO;
+constexpr int N_WIDTH = BLOCK_CI;  // of one matrix instruction; STACKED: for each row of x
+constexpr int NB = BLOCK_CI / N_WIDTH;
+constexpr int OF_UNIT = 1;  // taps of a unit
+constexpr int UNITS = ENTRIES / OF_UNIT;
+constexpr int SET_UNITS = SET_TAPS / OF_UNIT;
+
+// x in shared memory. Rows of a channel's pixels (K-major): for each SEGMENT bytes of a row a box of [row][channel][SEGMENT].
+// CHANNELS_LAST of 16 bits: for each X_WIDTH channels a box of the chunk's pixels.
+constexpr int PIXELS = X_ROWS * TILE_W;
+constexpr int LINE_BYTES = TILE_W * 1 * ELEMENT;  // LINES: the image is as wide as a chunk, and its rows one line
+constexpr int SEGMENT = 128;
+constexpr int BOXES = LINE_BYTES / SEGMENT;
+constexpr int BOX_BYTES = PIXELS * BLOCK_CI * ELEMENT / BOXES;
+constexpr int X_ROW_BYTES = BLOCK_CI * SEGMENT;
+constexpr int X_TILE_BYTES = BOXES * BOX_BYTES;
+// CLASSED: rows off 16 bytes, where the tensor copy engine reads none, by a box for each class of rows along H and of channels:
+// those of a class begin alike, and are a tensor of their own, whose rows then begin early (its lead).
+constexpr int G_CHANNELS = BLOCK_CO / CHANNEL_CLASSES;  // of a class
+constexpr int CLASS_BYTES = 83968;
+constexpr int G_BOX_BYTES = G_CHANNELS * G_PITCH * ELEMENT;
+constexpr int G_STEP_W = STEP_W;  // pixels of g's tile from one of q to the next
+// From one pixel of g's tile to the next (of NCHW counted in elements), and from one row to the next.
+constexpr int G_PIXEL_BYTES = 1;
+constexpr int G_ROW_BYTES = G_BOX_BYTES;
+constexpr int STAGE_BYTES = (X_TILE_BYTES + G_BYTES + 1023) / 1024 * 1024;
+constexpr int RAW_AT = STAGES * STAGE_BYTES;  // x's pixels before they are turned
+constexpr int RAW_BYTES = 0;
+constexpr int BARRIERS_AT = RAW_AT + RAW_BYTES;
+
+// a matrix instruction takes 32 bytes of K: a strip of 8 columns, or two of 16-bit types
+constexpr int K_STEPS = PIXELS * ELEMENT / 32;
+constexpr int STEPS = K_STEPS * ENTRIES;
+constexpr int SETS_OF_FRAGMENTS = 3;  // a third set spills there
+constexpr int W_STRIPS = TILE_W / 8;
+
+struct alignas(64) TensorMap { u64 opaque[16]; };
+struct TensorMaps {
+  TensorMap x;
+};
 
 struct Work {                              // of a block
-  int group, m, n;                         // first channels within the group
+  int group, ci, co;                       // first channels within the group
   int tap_d, tap_h, tap_w;                 // first tap of the set
 };
 
-__device__ __forceinline__ void copy_chunk(const char* __restrict__ x, const char* __restrict__ g, const Sizes& s,
-    const Chunk& c, const Work& work, unsigned char* stage, int thread) {
-  constexpr int x_extent = X_UNITS, g_extent = G_UNITS;
-  copy_tile<X_ROWS, BLOCK_CI, x_extent, X_PITCH, CIN, CIN_G, true>(
-      x, s.batch, s.in_d, s.in_h, s.in_w, c.n, c.d, c.h, c.w, work.group * CIN_G + work.m, CIN_G - work.m, stage,
-          thread);
-  copy_tile<G_ROWS, BLOCK_CO, g_extent, G_PITCH, COUT, COUT_G, false>(
-      g, s.batch, s.out_d, s.out_h, s.out_w, c.n, c.d * STEP_D + work.tap_d * DIL_D - PAD_D,
-          c.h * STEP_H + work.tap_h * DIL_H - PAD_H,
-      c.w * STEP_W + work.tap_w * DIL_W - PAD_W, work.group * COUT_G + work.n, COUT_G - work.n, stage + X_BYTES,
-          thread);
+// =====================================================================================================================
+// Copies
+// =====================================================================================================================
+
+__device__ __forceinline__ void load_box(u32 to, const TensorMap* map, int a, int b, int c, int d, int e, u32 barrier) {
+  asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5, %6}], [%7];\n"
+      ::"r"(to), "l"(map), "r"(a), "r"(b), "r"(c), "r"(d), "r"(e), "r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ void load_boxes(const TensorMap* map_x, const TensorMap* map_g, const Sizes& s,
+    const Chunk& c, const Work& work, u32 to, u32 barrier) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(X_TILE_BYTES) : "memory");
+  int channel = work.group * CIN_G + work.ci;
+#pragma unroll 1
+  for (int i = 0; i < BOXES; i++) {
+    int w = (c.w) + i * (SEGMENT / ELEMENT);
+    load_box(to + i * BOX_BYTES, map_x, w, channel, c.h - STACK + 1, c.d, c.n, barrier);
+  }
+}
+
+// Where step `k_step` of K begins in x's tile. Bits of the step choose rows, segments and what lies in them: sums are
+// of steps as of places.
+__device__ __forceinline__ u32 x_at(int k_step) {
+  int line = k_step / (LINE_BYTES / 32), within = k_step % (LINE_BYTES / 32) * 32;
+  return within / SEGMENT * BOX_BYTES + line * X_ROW_BYTES + within % SEGMENT;
 }
 
 // =====================================================================================================================
 // Multiplications
 // =====================================================================================================================
 
-__device__ __forceinline__ void multiply(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
-  asm volatile("mma.sync.aligned." "m16n8k8.row.col.f32.tf32.tf32.f32" " {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};\n"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]),
-          "r"(b[1]));
-}
-
-__device__ __forceinline__ u32 rounded(u32 v) {
-  return to_tf32(__uint_as_float(v));
-}
-
-__device__ __forceinline__ u32 element_pair(const u32* words, int e, int) { return words[e]; }
-
-// One chunk of a stage: all its steps that are this warp's.
-__device__ __forceinline__ void multiply_chunk(float (&acc)[SET_TAPS][M_FRAGMENTS][N_FRAGMENTS][4],
-    const unsigned char* stage, const Sizes& s, u32 x_phase, u32 g_phase, int warp_m, int warp_n, int warp_k,
-        int lane) {
-  const int g = lane >> 2, q = lane & 3;
-  const u32* xs = (const u32*)stage;
-  const u32* gs = (const u32*)(stage + X_BYTES);
-#pragma unroll 1
-  for (int step = warp_k; step < STEPS; step += WARPS_K) {
-    int x_at[2], g_row_n[2], row_d[2], row_h[2], column[2];  // of the two halves of K
+// A fragment by `rows` rows of x, whose first begins at `x`: their sums follow each other from `first` rows on.
+__device__ __forceinline__ void multiply(float (&acc)[NB][OF_UNIT * (N_WIDTH / 2)], int first, int rows,
+    const u32 (&a)[4], u32 x) {
+  // From 8 channels or pixels to the next 8; MN-major also from the channels of a swizzled line to the next: of the
+  // next box, or, STACKED,
+  // of the next row of x.
+  const u64 strides = ((u64)(8 * SEGMENT >> 4) << 32) | ((u64)((8 * SEGMENT) >> 4) << 16);
+  const u64 upper = strides | ((u64)(1) << 62);
 #pragma unroll
-    for (int k = 0; k < 2; k++) {
-      int strip = step, row = strip / W_STRIPS;
-      Rows at = x_row(row);
-      g_row_n[k] = at.n * G_ROWS_D;
-      row_d[k] = at.d * (STEP_D / APART_D);
-      row_h[k] = at.h * (STEP_H / APART_H);
-      column[k] = strip % W_STRIPS * 8 + 4 * k;
-      int phase = 0;
-      x_at[k] = row * BLOCK_CI * X_PITCH + column[k] + phase;
-    }
-    u32 a[M_FRAGMENTS][PARTS][4];
-#pragma unroll
-    for (int i = 0; i < M_FRAGMENTS; i++)
-#pragma unroll
-      for (int r = 0; r < 4; r++) {
-        int m = warp_m + i * 16 + (r & 1) * 8 + g, k = r >> 1;
-        u32 v = element_pair(xs, x_at[k] + m * X_PITCH + q, 1);
-        a[i][0][r] = rounded(v);
-      }
-#pragma unroll
-    for (int td = 0; td < TAPS_D; td++)
-#pragma unroll
-      for (int th = 0; th < TAPS_H; th++) {
-        int base[2];
-#pragma unroll
-        for (int k = 0; k < 2; k++) {
-          int d = row_d[k] + td * (DIL_D / APART_D), h = row_h[k] + th * (DIL_H / APART_H);
-          int row = (g_row_n[k] + d) * G_ROWS_H + h;
-          int image = g_row_n[k] / G_ROWS_D, at_d = d * APART_D, at_h = h * APART_H;
-          int phase = (g_phase + ((u32)(image * COUT) * s.out_d + at_d) * s.out_h * s.out_w
-              + (u32)at_h * s.out_w) & (VEC - 1);
-          base[k] = row * BLOCK_CO * G_PITCH + column[k] * STEP_W + phase;
-        }
-#pragma unroll
-        for (int tw = 0; tw < TAPS_W; tw++) {
-          const int tap = (td * TAPS_H + th) * TAPS_W + tw;
-          u32 b[N_FRAGMENTS][PARTS][2];
-#pragma unroll
-          for (int j = 0; j < N_FRAGMENTS; j++)
-#pragma unroll
-            for (int k = 0; k < 2; k++) {
-              int n = warp_n + j * 8 + g;
-              u32 v = element_pair(gs, base[k] + n * G_PITCH + q * STEP_W + tw * DIL_W, STEP_W);
-              b[j][0][k] = rounded(v);
-            }
-#pragma unroll
-          for (int j = 0; j < N_FRAGMENTS; j++)
-#pragma unroll
-            for (int i = 0; i < M_FRAGMENTS; i++) {
-              multiply(acc[tap][i][j], a[i][0], b[j][0]);
-            }
-        }
-      }
+  for (int nb = 0; nb < NB; nb++) {
+    u64 b = upper | (((x + nb * (N_WIDTH * SEGMENT)) & 0x3ffff) >> 4);
+    float* d = &acc[nb][first * (N_WIDTH / 2)];
+    if (rows == 1) MULTIPLY_32(d, a, b, "1");
   }
 }
 
-// partial: [SPLITS * WARPS_K][TAPS][CIN][COUT_G] float32.
+// A lane's view of its taps; the same for all chunks.
+struct Taps {
+  int at[UNITS];  // of g's tile: elements (NCHW) or pixels (CHANNELS_LAST) by which the unit is shifted
+  u32 line[UNITS];  // NCHW: rows of memory from a chunk's first row to the unit's, as elements modulo 2^32
+};
+
+// Half of a step's K: where it lies in g's tile before the tap's share, and (NCHW) in memory; constants after unrolling.
+struct Half {
+  int row, column;
+  Rows memory;
+};
+struct Step { Half half[2]; };
+
+// Place of a tile's row of q in g's tile before the tap's own share; STACKED of the first row of a slice.
+__device__ __forceinline__ int tile_row(const Rows& q) {
+  return (q.n * G_ROWS_D + q.d * (STEP_D / APART_D)) * CLASS_ROWS + q.h * TAPS_H;
+}
+
+// Step `k_step` of a chunk's positions: a strip of 8, or two of 16-bit types.
+__device__ __forceinline__ Step step_of(int k_step) {
+  Step step;
+#pragma unroll
+  for (int k = 0; k < 2; k++) {
+    int strip = k_step;
+    Rows q = x_row(strip / W_STRIPS);
+    step.half[k] = {tile_row(q), (strip % W_STRIPS * 8 + 4 * k) * G_STEP_W, {q.n, q.d * STEP_D, q.h * STEP_H}};
+  }
+  return step;
+}
+
+// By how much rows of a chunk's tile begin off 16 bytes, in elements, for a lane's channels: each class of rows (CLASSED); or the
+// chunk's first row, from which others follow.
+struct Phases { u32 of[ROW_CLASSES]; };
+
+__device__ __forceinline__ int misaligned(const Phases& phases, u32 line, const Rows& row, const Sizes& s) {
+  return (phases.of[0] + line + ((u32)(row.n * COUT) * s.out_d + row.d) * s.out_h * s.out_w
+      + (u32)row.h * s.out_w) & (VEC - 1);
+}
+
+// The fragment of unit `u` at a step: rows g and g + 8 of the warp's sixteen; of the two halves of K, pixels q and q + 4 of a strip
+// (TF32), or 2q and 2q + 1 of two strips.
+__device__ __forceinline__ void load_fragment(u32 (&a)[4], const unsigned char* g_tile, const Taps& taps,
+    const Sizes& s, const Phases& phases, int u, const Step& step, int lane_at) {
+  const u32* words = (const u32*)g_tile;
+#pragma unroll
+  for (int k = 0; k < 2; k++) {
+    // What is known only at run time, and constants that are even, so that the addresses are a register and an immediate.
+    int at = lane_at + taps.at[u];
+    const int constant = step.half[k].row * (G_CHANNELS * G_PITCH) + step.half[k].column;
+    at += misaligned(phases, taps.line[u], step.half[k].memory, s);
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      u32 v = words[at + constant + h * 8 * G_PITCH];
+      a[2 * k + h] = to_tf32(__uint_as_float(v));  // boxes are rounded on their way
+    }
+  }
+}
+
+#define STACK_PLACE(tap) 0
+
+__device__ __forceinline__ void consume(float* __restrict__ partial, const Sizes& s, const Work& work, const char* g,
+    u32 full, u32 empty, const unsigned char* memory, int split, int wg, int thread) {
+  int warp = thread >> 5, lane = thread & 31, row = lane >> 2, q = lane & 3;
+  int wg_m = wg % WGS_M, first_unit = (wg / WGS_M * SUBS + warp * 16 / ROWS_PER_SUB) * UNITS;
+  int channel = wg_m * ROWS_PER_SUB + warp * 16 % ROWS_PER_SUB;  // of the block's BLOCK_CO
+  Taps taps;
+#pragma unroll
+  for (int u = 0; u < UNITS; u++) {
+    int unit = first_unit + u;
+    if (unit >= SET_UNITS) unit = SET_UNITS - 1;  // its sums are not stored
+    int td = unit / (SET_UNITS / TAPS_D), th = unit / TAPS_W % TAPS_H, tw = unit % TAPS_W;
+    int shift = (td * (DIL_D / APART_D)) * CLASS_ROWS + th;
+    taps.at[u] = shift * (G_CHANNELS * G_PITCH) + tw * DIL_W;
+    taps.line[u] = ((u32)(td * DIL_D) * s.out_h + th * DIL_H) * s.out_w;
+  }
+  const int of_channels = (channel + row) / G_CHANNELS;  // the lane's class
+  const int lane_first = of_channels * (CLASS_BYTES / ELEMENT * ROW_CLASSES) + (channel + row) % G_CHANNELS * G_PITCH
+      + q * STEP_W;
+  float acc[UNITS][NB][OF_UNIT * (N_WIDTH / 2)] = {};
+  int begin = split * s.per_split, end = begin + s.per_split < s.chunks ? begin + s.per_split : s.chunks;
+  u32 stage = 0, parity = 0;
+  // A warpgroup whose taps are all beyond the kernel leaves the tensor cores to the others.
+  const int units_before = wg / WGS_M * (SUBS * UNITS);
+  const bool idle = units_before >= SET_UNITS || (work.tap_w + units_before >= KERNEL_W);
+#pragma unroll 1
+  for (int i = begin; i < end; i++) {
+    int lane_at = lane_first;
+    Phases phases = {};
+    // Rows 8 channels apart have the same alignment, so that a lane has one for each row of a tile.
+    Chunk c = chunk_at(i, s);
+    int d = c.d * STEP_D + work.tap_d * DIL_D - PAD_D, h = c.h * STEP_H + work.tap_h * DIL_H - PAD_H,
+        w = c.w * STEP_W + work.tap_w * DIL_W - PAD_W;
+    phases.of[0] = (u32)((u64)g / ELEMENT)
+        + (((u32)c.n * COUT + work.group * COUT_G + work.co + row) * s.out_d + d) * s.out_h * s.out_w + (u32)h * s.out_w
+            + w;
+    const unsigned char* tile = memory + stage * STAGE_BYTES;
+    u32 x_tile = shared_address(tile);
+    barrier_wait(full + stage * 8, parity);
+#pragma unroll 1
+    for (int run = idle ? STEPS / STRETCH : 0; run < STEPS / STRETCH; run++) {
+      u32 a[SETS_OF_FRAGMENTS][4];
+      // A run is some whole rows of q or a part of one, so that runs differ by an offset.
+      const int first = run * (STRETCH / ENTRIES);
+      const Half from = step_of(first).half[0];
+      const unsigned char* g_tile = tile + X_TILE_BYTES + from.row * G_ROW_BYTES;
+      Phases run_phases = phases;
+      run_phases.of[0] += ((u32)(from.memory.n * COUT) * s.out_d + from.memory.d) * s.out_h * s.out_w
+          + (u32)from.memory.h * s.out_w;
+      int lane_from = lane_at + from.column * G_PIXEL_BYTES;
+      u32 x_from = x_tile + x_at(first);
+#pragma unroll
+      for (int step = 0; step < STRETCH; step++) {
+        const int e = step % ENTRIES, k = step / ENTRIES;
+        load_fragment(a[step % SETS_OF_FRAGMENTS], g_tile, taps, s, run_phases, e, step_of(k), lane_from);
+        wgmma_fence();
+        multiply(acc[e], 0, 1, a[step % SETS_OF_FRAGMENTS], x_from + x_at(k));
+        wgmma_commit();
+        if (step + 1 == STRETCH) wgmma_wait<0>();
+        else wgmma_wait<SETS_OF_FRAGMENTS - 1>();
+      }
+    }
+    __syncwarp();
+    if (lane == 0) barrier_arrive(empty + stage * 8);
+    if (++stage == STAGES) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+  long long slice = (long long)split * (TAPS * COUT * (long long)CIN_G);
+#pragma unroll
+  for (int u = 0; u < UNITS; u++) {
+    int unit = first_unit + u;
+    int kd = work.tap_d + unit / (SET_UNITS / TAPS_D), kw = work.tap_w + unit % TAPS_W;
+    if (unit >= SET_UNITS || kd >= KERNEL_D || kw >= KERNEL_W) continue;
+#pragma unroll
+    for (int i = 0; i < OF_UNIT; i++) {
+      int th = unit / TAPS_W % TAPS_H, kh = work.tap_h + th;
+      if (kh >= KERNEL_H) continue;
+      float* to = partial + slice
+          + ((long long)((kd * KERNEL_H + kh) * KERNEL_W + kw) * COUT + work.group * COUT_G) * CIN_G;
+#pragma unroll
+      for (int nb = 0; nb < NB; nb++)
+#pragma unroll
+        for (int j = 0; j < N_WIDTH / 8; j++)
+#pragma unroll
+          for (int h = 0; h < 2; h++) {
+            int m = channel + row + 8 * h, ci = work.ci + nb * N_WIDTH + j * 8 + 2 * q;
+            int co = work.co + m % G_CHANNELS * CHANNEL_CLASSES + m / G_CHANNELS;
+            if (co >= COUT_G) continue;
+            float* at = to + (long long)co * CIN_G + ci;
+            const float* sums = &acc[u][nb][STACK_PLACE(i) * (N_WIDTH / 2) + 4 * j + 2 * h];
+            if (ci < CIN_G) *(float2*)at = make_float2(sums[0], sums[1]);
+          }
+    }
+  }
+}
+
+// partial: [SPLITS][TAPS][COUT][CIN_G] float32; CLUSTER, TOGETHER: `out` is the weight's gradient.
 __global__ void __launch_bounds__(THREADS, 1)
-wgrad(const char* __restrict__ x, const char* __restrict__ g, float* __restrict__ partial, int batch, int in_d,
-      int in_h, int in_w, int out_d, int out_h, int out_w, int tiles_d, int tiles_h, int tiles_w, int chunks,
-      int per_split) {
+wgrad(const char* __restrict__ g, float* __restrict__ partial, int batch, int in_d, int in_h, int in_w, int out_d,
+      int out_h, int out_w, int tiles_d, int tiles_h, int tiles_w, int chunks, int per_split,
+      const __grid_constant__ TensorMaps maps) {
   extern __shared__ __align__(1024) unsigned char memory[];
   const Sizes s = {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, chunks, per_split};
   int index = blockIdx.x;
   Work work;                               // blocks of the same pixels are neighbours, for L2's sake
   int set = index % SETS;  index /= SETS;
-  work.n = index % N_TILES * BLOCK_CO;  index /= N_TILES;
-  work.m = index % M_TILES * BLOCK_CI;  index /= M_TILES;
+  work.co = index % CO_TILES * BLOCK_CO;  index /= CO_TILES;
+  work.ci = index % CI_TILES * BLOCK_CI;  index /= CI_TILES;
   work.group = index % GROUPS;
-  int split = index / GROUPS;
+  const int split = index / GROUPS;
   work.tap_w = set % SETS_W * TAPS_W;
   work.tap_h = set / SETS_W % SETS_H * TAPS_H;
   work.tap_d = set / (SETS_W * SETS_H) * TAPS_D;
-  int thread = threadIdx.x, warp = __shfl_sync(0xffffffffu, thread >> 5, 0), lane = thread & 31;
-  int warp_k = warp % WARPS_K, warp_n = warp / WARPS_K % WARPS_N * WARP_N, warp_m = warp / (WARPS_K * WARPS_N) * WARP_M;
-  int begin = split * per_split, end = begin + per_split < chunks ? begin + per_split : chunks;
-
-  float acc[SET_TAPS][M_FRAGMENTS][N_FRAGMENTS][4] = {};
-  if (begin < end) copy_chunk(x, g, s, chunk_at(begin, s), work, memory, thread);
-  copy_commit();
-#pragma unroll 1
-  for (int i = begin; i < end; i++) {
-    unsigned char* stage = memory + ((i - begin) & 1) * STAGE_BYTES;
-    if (i + 1 < end)
-      copy_chunk(x, g, s, chunk_at(i + 1, s), work, memory + ((i + 1 - begin) & 1) * STAGE_BYTES, thread);
-    copy_commit();
-    copy_wait<1>();
-    __syncthreads();
-    u32 x_phase = 0, g_phase = 0;
-    Chunk c = chunk_at(i, s);
-    int d = c.d * STEP_D + work.tap_d * DIL_D - PAD_D, h = c.h * STEP_H + work.tap_h * DIL_H - PAD_H,
-        w = c.w * STEP_W + work.tap_w * DIL_W - PAD_W;
-    int first_x = work.group * CIN_G + work.m, first_g = work.group * COUT_G + work.n;
-    bool borders_x = has_borders(c.w, TILE_W, in_w), borders_g = has_borders(w, G_COLUMNS, out_w);
-    if (borders_x)
-      clear_borders<X_ROWS, BLOCK_CI, X_UNITS, X_PITCH, CIN,
-          true>(x, in_d, in_h, in_w, c.n, c.d, c.h, c.w, first_x, stage, thread);
-    if (borders_g)
-      clear_borders<G_ROWS, BLOCK_CO, G_UNITS, G_PITCH, COUT,
-          false>(g, out_d, out_h, out_w, c.n, d, h, w, first_g, stage + X_BYTES, thread);
-    if (borders_x || borders_g) __syncthreads();
-    // Rows 8 channels apart have the same alignment, so that a lane has one for each row of a tile.
-    int channel_x = first_x + (lane >> 2), channel_g = first_g + (lane >> 2);
-    x_phase = (u32)((u64)x / ELEMENT) + (((u32)c.n * CIN + channel_x) * in_d + c.d) * in_h * in_w + (u32)c.h * in_w
-        + c.w;
-    g_phase = (u32)((u64)g / ELEMENT) + (((u32)c.n * COUT + channel_g) * out_d + d) * out_h * out_w + (u32)h * out_w
-        + w;
-    multiply_chunk(acc, stage, s, x_phase, g_phase, warp_m, warp_n, warp_k, lane);
-    __syncthreads();
+  u32 base = shared_address(memory), full = base + BARRIERS_AT, empty = full + 8 * STAGES;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < STAGES; i++) {
+      barrier_init(full + 8 * i, 2 * COPIERS + 1);
+      barrier_init(empty + 8 * i, WGS * 4);
+    }
+    barrier_init(base + BARRIERS_AT + 16 * STAGES, 1);
+    asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
   }
-
-  const int row = lane >> 2, q = lane & 3;
-  long long slice = ((long long)split * WARPS_K + warp_k) * (TAPS * CIN * (long long)COUT_G);
-#pragma unroll
-  for (int tap = 0; tap < SET_TAPS; tap++) {
-    int kd = work.tap_d + tap / (TAPS_H * TAPS_W), kh = work.tap_h + tap / TAPS_W % TAPS_H,
-        kw = work.tap_w + tap % TAPS_W;
-    if (kd >= KERNEL_D || kh >= KERNEL_H || kw >= KERNEL_W) continue;
-    float* to = partial + slice
-        + ((long long)((kd * KERNEL_H + kh) * KERNEL_W + kw) * CIN + work.group * CIN_G) * COUT_G;
-#pragma unroll
-    for (int i = 0; i < M_FRAGMENTS; i++)
-#pragma unroll
-      for (int j = 0; j < N_FRAGMENTS; j++)
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-          int m = work.m + warp_m + i * 16 + row + 8 * h, n = work.n + warp_n + j * 8 + 2 * q;
-          float v0 = acc[tap][i][j][2 * h], v1 = acc[tap][i][j][2 * h + 1];
-          if (m >= CIN_G) continue;
-          float* at = to + (long long)m * COUT_G + n;
-          if (n < COUT_G) *(float2*)at = make_float2(v0, v1);
-        }
+  __syncthreads();
+  int role = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
+  if (role == 0) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(PRODUCER_REGISTERS));
+    int begin = split * per_split, end = begin + per_split < chunks ? begin + per_split : chunks;
+    u32 stage = 0, parity = 1;
+#pragma unroll 1
+    for (int i = begin; i < end; i++) {
+      Chunk c = chunk_at(i, s);
+      unsigned char* tile = memory + stage * STAGE_BYTES;
+      u32 barrier = full + stage * 8;
+      barrier_wait(empty + stage * 8, parity);
+      if (thread == 0) load_boxes(&maps.x, nullptr, s, c, work, shared_address(tile), barrier);
+      constexpr int extent = G_EXTENT;
+      int d = c.d * STEP_D + work.tap_d * DIL_D - PAD_D, h = c.h * STEP_H + work.tap_h * DIL_H - PAD_H,
+          w = c.w * STEP_W + work.tap_w * DIL_W - PAD_W;
+      int channel = work.group * COUT_G + work.co;
+      copy_tile<G_ROWS, BLOCK_CO, extent, G_PITCH, COUT, COUT_G, false>(
+          g, s.batch, s.out_d, s.out_h, s.out_w, c.n, d, h, w, channel, COUT_G - work.co, tile + X_TILE_BYTES, thread);
+      if (has_borders(w, G_COLUMNS, s.out_w)) {
+        copy_commit();
+        copy_wait<0>();
+        named_sync<1, COPIERS>();          // all have landed
+        clear_borders<G_ROWS, BLOCK_CO, G_UNITS, G_PITCH, COUT,
+            false>(g, s.out_d, s.out_h, s.out_w, c.n, d, h, w, channel, tile + X_TILE_BYTES, thread);
+      }
+      // when its copies have landed
+      asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];\n" ::"r"(barrier) : "memory");
+      barrier_arrive(barrier);                                                                  // what it stored itself
+      if (++stage == STAGES) {
+        stage = 0;
+        parity ^= 1;
+      }
+    }
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(CONSUMER_REGISTERS));
+    consume(partial, s, work, g, full, empty, memory, split, role - 1, thread);
   }
 }
+
+#undef SUMS
+#undef INSTRUCTION
+#undef OPERANDS
+#undef MULTIPLY_32
+#undef STACK_PLACE
 }  // namespace grad_weight
 
 // =====================================================================================================================
@@ -4663,8 +4858,11 @@ void run_grad_input(const at::Tensor& grad, const at::Tensor& packed, const std:
 
 void run_grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& partial,
                      const at::Tensor& out, int64_t blocks, const std::array<int64_t, 12>& sizes) {
-  const auto pointers = std::make_tuple(x.data_ptr(), grad.data_ptr(), partial.data_ptr());
-  launch<grad_weight::wgrad, 256, 183296>(x, blocks, pointers, sizes);
+  const CUtensorMap map_x = tensor_map(x, CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, {sizes[3], sizes[2], sizes[1], 32, sizes[0]},
+                                       {32, 32, 4, 1, 1}, {1, 1, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_128B, true);
+  const std::array<CUtensorMap, 1> maps = {map_x};
+  const auto pointers = std::make_tuple(grad.data_ptr(), partial.data_ptr());
+  launch<grad_weight::wgrad, 384, 200752>(x, blocks, pointers, sizes, std::make_tuple(maps));
   // Adds the slices of sums, always in the same order; out may have any dense memory format.
   const auto sums = std::make_tuple(partial.data_ptr(), out.data_ptr(), partial.size(0));
   const auto strides = std::make_tuple(out.stride(0), out.stride(1), out.stride(-1));
@@ -4871,11 +5069,11 @@ GRAD_WEIGHT = (
         name="grad_weight",
         unit=4,
         unit_out=1,
-        tile=(1, 1, 1, 64),
+        tile=(1, 1, 4, 32),
         halo=0,
-        blocks=3,
-        slices=4,
-        chunk_seconds=3.94368471e-06,
+        blocks=6,
+        slices=1,
+        chunk_seconds=3.74439468e-06,
     ),
     GradWeight(
         name="grad_weight_unaligned",

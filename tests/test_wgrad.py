@@ -538,7 +538,6 @@ def check_compiled(tiling: AnyTiling, source: str, gpu: Gpu, ptx: bool = True) -
     ("hifigan", "nchw", torch.bfloat16, 1, False),  # several taps in a fragment
     ("dcgan2", "channels_last", torch.bfloat16, 1, True),  # 16 clusters of 8 do not run at once, 128 blocks do
     ("dcgan3", "channels_last", torch.bfloat16, 1, True),  # too many splits for a cluster
-    ("nnunet", "nchw", torch.float32, 1, False),  # 264 blocks
 ))  # fmt: skip
 def test_splits_that_run_at_once_add_up_their_sums(
     name: str, layout: Layout, dtype: torch.dtype, cluster: int, together: bool

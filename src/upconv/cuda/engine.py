@@ -314,7 +314,8 @@ class WeightRunner:
         if _current_device() != self.index:
             with torch.cuda.device(self.index):
                 return self(x, grad, dtype, lasting)
-        x = _dense(x, self.format)
+        if x.is_neg() or not x.is_contiguous(memory_format=self.format):
+            x = _dense(x, self.format)
         strides = self.strides
         if self.otherwise is not None and not is_channels_last(x.shape, x.stride()):
             strides = self.otherwise

@@ -48,7 +48,7 @@ def as_run(letters: str, values: Sequence[int | float]) -> bytes:
 
 
 class Counters:
-    """Words of a device's memory that are zeros for a kernel, and that it leaves zeros.
+    """Words of a device's memory that are zeros for a kernel, and that it leaves zeros, or uses for something else.
 
     Each stream has its own, since kernels of two may run at once. They outlive the call, and must not be in a graph's
     memory pool, nor in a captured launch, whose replays may run at once too.

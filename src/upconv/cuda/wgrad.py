@@ -32,32 +32,32 @@ _MAX_SLICE_BYTES = 96 << 20  # of partial sums
 # --- the model's constants -------------------------------------------------------------------------------------------
 # Those of wgmma and of whole kernels are fitted to 1,966 timed choices of 27 layers in both layouts, TF32 and bfloat16.
 _MMA = 2.3  # clocks of a multiprocessor for an mma.sync of 16 x 8 x 32 bytes
-_WGMMA = 1.02  # of the matrix instructions' own clocks
-_LOAD = 1.15, 0.895  # clocks of a 128-byte access to shared memory: mma.sync's kernel, wgmma's
+_WGMMA = 1.01  # of the matrix instructions' own clocks
+_LOAD = 1.15, 0.903  # clocks of a 128-byte access to shared memory: mma.sync's kernel, wgmma's
 _ISSUE = 0.1  # clocks of a multiprocessor for each 16-byte copy by threads that also multiply: addresses and bounds
 _COPY = 1.1, 1.34  # clocks for a 16-byte copy by a warpgroup of its own; beside three that multiply
-_ROW = 0.13  # clocks for each run of such copies, NCHW: a channel's row
-_IMAGES = 0.013  # of a chunk's clocks, for each doubling of its images
-_SETS = 0.0054  # of them, for each doubling of the sets of taps along W, whose blocks read between each other
-_BOX_BESIDE = 90.0  # clocks of a box of x beyond the first beside copies by threads
+_ROW = 0.143  # clocks for each run of such copies, NCHW: a channel's row
+_IMAGES = 0.0122  # of a chunk's clocks, for each doubling of its images
+_SETS = 0.0036  # of them, for each doubling of the sets of taps along W, whose blocks read between each other
+_BOX_BESIDE = 88.0  # clocks of a box of x beyond the first beside copies by threads
 _CHUNK = 700.0  # clocks a chunk of mma.sync's costs: barriers, the first fragments
 _STEP = 40.0  # clocks a step of mma.sync costs beside its instructions
-_LATENCY = 450.0  # clocks from a copy's begin to its first bytes (NOTES: kb71 bfloat16 with 2 stages 288 us, 4 228)
-_STACKED = 0.83, 3.3  # of the matrix instructions' own clocks where rows share one, and clocks of each beside them
-_WARPGROUP_STEP = 35.0  # clocks a step of wgmma costs: the fragment is waited for
-_A_SHARED = 0.74, 0.89  # of a chunk's clocks where fragments come by descriptors: of taps one by one; of rows together
-_DRAIN = 90.0, 67.0  # clocks at the end of a stretch of wgmma: of taps one by one; of rows together, or by classes
+_LATENCY = 588.0  # clocks from a copy's begin to its first bytes (NOTES: kb71 bfloat16 with 2 stages 288 us, 4 228)
+_STACKED = 0.831, 3.56  # of the matrix instructions' own clocks where rows share one, and clocks of each beside them
+_WARPGROUP_STEP = 35.3  # clocks a step of wgmma costs: the fragment is waited for
+_A_SHARED = 0.739, 0.89  # of a chunk's clocks where fragments come by descriptors: of taps one by one; of rows together
+_DRAIN = 93.0, 73.0  # clocks at the end of a stretch of wgmma: of taps one by one; of rows together, or by classes
 _L2 = 24.0  # bytes a clock and multiprocessor, copied by threads that also multiply
-_BOX = 4.0, 210.0  # clocks of a box: NCHW; channels_last
-_LINE = 2.2  # clocks of the tensor copy engine for a line of 128 bytes; a row that takes half of one costs half
-_BOX_L2 = 42.0  # by boxes
-_OVERLAP = 0.06, 0.2  # of a chunk's clocks that are not its bound: g by boxes; by threads
-_BYTES = 0.13  # of the lesser of multiplying and the tensors' bytes
+_BOX = 0.0, 209.0  # clocks of a box: NCHW; channels_last
+_LINE = 2.21  # clocks of the tensor copy engine for a line of 128 bytes; a row that takes half of one costs half
+_BOX_L2 = 42.9  # by boxes
+_OVERLAP = 0.063, 0.203  # of a chunk's clocks that are not its bound: g by boxes; by threads
+_BYTES = 0.12  # of the lesser of multiplying and the tensors' bytes
 _SYNC_NCHW = 1.25  # what the mma.sync kernel takes beyond its model: fragments off 16 bytes
 _SYNC_NCHW_16 = 2.2  # and where each is put together from two words
-_BLOCK = 13600.0  # clocks of a block beside its chunks: its first bytes, its sums
-_LAUNCH = 7e-6  # seconds of the second step beside its bytes
-_ADDING = 2.65  # passes over the sums at the memory's rate where blocks add them up themselves
+_BLOCK = 14600.0  # clocks of a block beside its chunks: its first bytes, its sums
+_LAUNCH = 6.1e-6  # seconds of the second step beside its bytes
+_ADDING = 2.38  # passes over the sums at the memory's rate where blocks add them up themselves
 _SIZES = "i" * 12  # of the kernels' parameters: images, sizes, counts of chunks
 
 AnyTiling = SyncTiling | WarpgroupTiling
@@ -167,6 +167,7 @@ class Prepared:
         self._grid = t.tiles * choice.splits
         self._slices = choice.splits * t.k_slices
         self._maps: dict[tuple[int, bool], Words] = {}
+        self._pairs: dict[tuple[int, int], Words] = {}
         self._numel = math.prod(p.weight_shape)
         self._blocks = reduce_blocks(t)
         self._choice = choice
@@ -233,7 +234,7 @@ class Prepared:
         ``x`` (the input) and ``grad`` (the output's gradient) are dense in the problem's layout. ``lasting``: the call
         may allocate what outlives it, and is not captured in a graph.
         """
-        if out.shape != self._shape:  # `Problem.flat`
+        if self._choice.flat and out.shape != self._shape:
             dense = out.contiguous()
             self.run(x, grad, dense.view(self._shape), lasting)
             if dense is not out:
@@ -243,9 +244,9 @@ class Prepared:
         if (at_x | at_grad) & 15 and self._tiling.needs_alignment:
             x, grad = x.clone(), grad.clone()
             at_x, at_grad = x.data_ptr(), grad.data_ptr()
-        maps = self._map(at_x, False) if self._boxes else b""
-        if self._boxes > 1:
-            maps += self._map(at_grad, True)
+        maps = self._pairs.get((at_x, at_grad)) if self._boxes else b""
+        if maps is None:
+            maps = self._pair(at_x, at_grad)
         strides = out.stride()
         if self._clusters is not None:
             to = (strides[0], strides[1], strides[-1], int(out.dtype is torch.float32))
@@ -266,6 +267,16 @@ class Prepared:
             self._blocks,
             (partial.data_ptr(), out.data_ptr(), self._slices, strides[0], strides[1], strides[-1]),
         )
+
+    def _pair(self, at_x: int, at_grad: int) -> Words:
+        """The tensor maps of both, which are asked for as one: allocations come back to the same addresses."""
+        if len(self._pairs) >= 256:  # 256 bytes each
+            self._pairs.clear()
+        maps = self._map(at_x, False)
+        if self._boxes > 1:
+            maps += self._map(at_grad, True)
+        self._pairs[at_x, at_grad] = maps
+        return maps
 
     def _map(self, address: int, g: bool) -> Words:
         """The tensor map of the input (or those of the output's gradient) at an address."""
