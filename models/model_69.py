@@ -5809,6 +5809,7 @@ class GradWeight(NamedTuple):
     blocks: int  # for the channels and taps of the weight, with every share of the pixels
     slices: int  # of sums that a block writes
     chunk_seconds: float  # by the planner's model
+    block_seconds: float  # beside its chunks
 
     def launch(self, batch, size, out_size, processors):
         """(blocks, slices of sums, the kernel's sizes); the sizes are (depth, height, width)."""
@@ -5828,9 +5829,8 @@ class GradWeight(NamedTuple):
         for n in sorted({min(most, max(1, processors * k // self.blocks)) for k in (1, 2, 3, 4)} | {1}):
             each = ceil(chunks, n)
             n = ceil(chunks, each)  # without shares that were empty
-            work = ceil(self.blocks * n, processors) * each * self.chunk_seconds
-            seconds = max(work, memory) + 0.15 * min(work, memory)
-            seconds += n * slice_bytes / BANDWIDTH + n * self.slices / 8 * 0.15e-6
+            work = ceil(self.blocks * n, processors) * (each * self.chunk_seconds + self.block_seconds)
+            seconds = max(work, memory) + 0.12 * min(work, memory) + n * slice_bytes / BANDWIDTH
             if best is None or seconds < best[0]:
                 best = seconds, n
         return best[1]
@@ -5895,6 +5895,7 @@ GRAD_WEIGHT = (
         blocks=4,
         slices=1,
         chunk_seconds=2.72552641e-06,
+        block_seconds=8.31908832e-06,
     ),
     GradWeight(
         name="grad_weight_unaligned",
@@ -5905,6 +5906,7 @@ GRAD_WEIGHT = (
         blocks=4,
         slices=1,
         chunk_seconds=9.24520418e-06,
+        block_seconds=8.31908832e-06,
     ),
 )
 

@@ -574,8 +574,15 @@ def _warpgroup_clocks(t: WarpgroupTiling) -> tuple[float, str]:
     return total * (_A_SHARED[t.stacked] if t.a_shared else 1.0), bound
 
 
-def _whole(t: AnyTiling, chunk: tuple[float, str], p: Problem, gpu: Gpu) -> tuple[float, str, int]:
-    """(seconds, what bounds them, splits of K)."""
+def block_seconds(gpu: Gpu) -> float:
+    """What a block takes beside its chunks, by the model."""
+    return _BLOCK / gpu.clock
+
+
+def _whole(
+    t: AnyTiling, chunk: tuple[float, str], p: Problem, gpu: Gpu, at_once: bool = True
+) -> tuple[float, str, int]:
+    """(seconds, what bounds them, splits of K). ``at_once``: blocks may add up their sums themselves."""
     clocks, bound = chunk
     chunks = math.prod(t.counts(p))
     numel = math.prod(p.weight_shape)
@@ -587,9 +594,9 @@ def _whole(t: AnyTiling, chunk: tuple[float, str], p: Problem, gpu: Gpu) -> tupl
         per_split = -(-chunks // splits)
         splits = -(-chunks // per_split)
         waves = -(-t.tiles * splits // gpu.multiprocessors)
-        work = waves * (per_split * clocks + _BLOCK) / gpu.clock
+        work = waves * (per_split * clocks / gpu.clock + block_seconds(gpu))
         seconds = max(work, memory) + _BYTES * min(work, memory)
-        if _cluster(t, splits, gpu) > 1 or _together(t, splits, gpu):
+        if at_once and (_cluster(t, splits, gpu) > 1 or _together(t, splits, gpu)):
             assert isinstance(t, WarpgroupTiling)
             seconds += _ADDING * t.tiles * splits * t.sums_bytes / gpu.bandwidth
         else:

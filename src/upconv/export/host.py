@@ -562,6 +562,7 @@ CLASSES = {
             blocks: int  # for the channels and taps of the weight, with every share of the pixels
             slices: int  # of sums that a block writes
             chunk_seconds: float  # by the planner's model
+            block_seconds: float  # beside its chunks
 
             def launch(self, batch, size, out_size, processors):
                 """(blocks, slices of sums, the kernel's sizes); the sizes are (depth, height, width)."""
@@ -581,9 +582,8 @@ CLASSES = {
                 for n in sorted({min(most, max(1, processors * k // self.blocks)) for k in (1, 2, 3, 4)} | {1}):
                     each = ceil(chunks, n)
                     n = ceil(chunks, each)  # without shares that were empty
-                    work = ceil(self.blocks * n, processors) * each * self.chunk_seconds
-                    seconds = max(work, memory) + 0.15 * min(work, memory)
-                    seconds += n * slice_bytes / BANDWIDTH + n * self.slices / 8 * 0.15e-6
+                    work = ceil(self.blocks * n, processors) * (each * self.chunk_seconds + self.block_seconds)
+                    seconds = max(work, memory) + 0.12 * min(work, memory) + n * slice_bytes / BANDWIDTH
                     if best is None or seconds < best[0]:
                         best = seconds, n
                 return best[1]
@@ -681,6 +681,7 @@ def record(v: Variant) -> str:
         given |= {"unit_out": v.unit_out, "tile": w.tile, "halo": w.halo, "blocks": w.tiles, "slices": w.k_slices}
         # Python 3.12 adds floats otherwise than 3.11, in the last digits; a file is to be the same by both.
         given |= {"chunk_seconds": float(f"{seconds:.9g}")}
+        given |= {"block_seconds": float(f"{wgrad.block_seconds(c.gpu):.9g}")}
     elif isinstance(c, direct_wgrad.Choice):
         p = c.problem
         if v.pass_ == "grad-input":
