@@ -4946,7 +4946,7 @@ GRAD_WEIGHT = (
         halo=4,
         blocks=3,
         slices=1,
-        chunk_seconds=3.55278921e-06,
+        chunk_seconds=3.59284232e-06,
         block_seconds=8.31908832e-06,
     ),
     GradWeight(

@@ -4894,7 +4894,7 @@ GRAD_WEIGHT = (
         halo=2,
         blocks=3,
         slices=1,
-        chunk_seconds=3.21095938e-06,
+        chunk_seconds=3.30475322e-06,
         block_seconds=8.31908832e-06,
     ),
     GradWeight(

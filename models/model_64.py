@@ -4881,7 +4881,7 @@ GRAD_WEIGHT = (
         halo=0,
         blocks=2,
         slices=1,
-        chunk_seconds=2.6675822e-06,
+        chunk_seconds=3.12105229e-06,
         block_seconds=8.31908832e-06,
     ),
     GradWeight(

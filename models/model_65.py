@@ -21,8 +21,8 @@ Kernels:
   channels, in turn, weights ring of 6 x 7 fragments, 151 KB shared.
 - gradient for the input: wgmma tf32, tile 1x1x8x64 (NxDxHxW of q) x 64 rows, chunk of 8 channels, pixels halved,
   weights ring of 3 x 7 fragments, 151 KB shared.
-- gradient for the weight: wgmma of up to 3 rows tf32, 64x64 channels x 1x3x2 taps a block, chunks of 1x1x2x64
-  (NxDxHxW of q), K in 33 slices, 196 KB shared.
+- gradient for the weight: wgmma of up to 3 rows tf32, 64x64 channels x 1x3x3 taps a block, chunks of 1x1x2x64
+  (NxDxHxW of q), K in 44 slices, 204 KB shared.
 - gradient for the weight (other widths than multiples of 4): mma.sync tf32, 64x64 channels x 1x1x7 taps a block,
   chunks of 1x1x8x16 (NxDxHxW of q), K in 44 slices, 192 KB shared.
 
@@ -3439,8 +3439,8 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 }  // namespace grad_input
 
 // =====================================================================================================================
-// Gradient for the weight: wgmma of up to 3 rows tf32, 64x64 channels x 1x3x2 taps a block, chunks of 1x1x2x64 (NxDxHxW
-// of q), K in 33 slices, 196 KB shared.
+// Gradient for the weight: wgmma of up to 3 rows tf32, 64x64 channels x 1x3x3 taps a block, chunks of 1x1x2x64 (NxDxHxW
+// of q), K in 44 slices, 204 KB shared.
 // =====================================================================================================================
 
 namespace grad_weight {
@@ -3463,11 +3463,11 @@ constexpr int KERNEL_D = 1, KERNEL_H = 3, KERNEL_W = 7;  // the layer's
 constexpr int STEP_D = 1, STEP_H = 1, STEP_W = 1;  // stride
 constexpr int DIL_D = 1, DIL_H = 1, DIL_W = 1;  // dilation
 constexpr int PAD_D = 0, PAD_H = 0, PAD_W = 0;  // padding
-constexpr int TAPS_D = 1, TAPS_H = 3, TAPS_W = 2;  // of a set, which a block multiplies
-constexpr int SETS_D = 1, SETS_H = 1, SETS_W = 4;  // of taps
+constexpr int TAPS_D = 1, TAPS_H = 3, TAPS_W = 3;  // of a set, which a block multiplies
+constexpr int SETS_D = 1, SETS_H = 1, SETS_W = 3;  // of taps
 constexpr int TILE_D = 1, TILE_H = 2, TILE_W = 64;  // positions q of a chunk
 constexpr int APART_D = 1, APART_H = 1;
-constexpr int WGS = 2;  // warpgroups that multiply
+constexpr int WGS = 3;  // warpgroups that multiply
 constexpr int WGS_M = 1;  // of them, those that divide the output channels
 constexpr int SUBS = 1;  // taps that share the 64 rows of a matrix instruction
 constexpr int ENTRIES = 3;  // accumulators of 64 rows of a warpgroup
@@ -3475,8 +3475,8 @@ constexpr int STAGES = 2;  // chunks in shared memory
 constexpr int STRETCH = 8;  // matrix instructions between whose ends the tensor cores do not drain
 constexpr int ROW_CLASSES = 1;  // of rows of g along H, by where they begin in 16 bytes
 constexpr int CHANNEL_CLASSES = 1;  // and of channels
-constexpr int PRODUCER_REGISTERS = 72;  // of a thread
-constexpr int CONSUMER_REGISTERS = 216;  // of a thread
+constexpr int PRODUCER_REGISTERS = 56;  // of a thread
+constexpr int CONSUMER_REGISTERS = 152;  // of a thread
 
 // Grad-weight by wgmma (sm_90a): dW[ci, co, tap] = sum over images and positions q of x[ci, q] * g[co, q * STEP + tap * DIL - PAD].
 //
@@ -3576,13 +3576,13 @@ constexpr int COUT = GROUPS * COUT_G;  // channels of what is written
 constexpr int SPAN_D = 1;
 constexpr int G_ROWS_D = SPAN_D;
 constexpr int G_ROWS_H = TILE_H * STEP_H;
-constexpr int G_COLUMNS = 65;
+constexpr int G_COLUMNS = 66;
 constexpr int X_ROWS = TILE_N * TILE_D * X_ROWS_H;
 constexpr int CLASS_ROWS = (G_ROWS_H + ROW_CLASSES - 1) / ROW_CLASSES;
 constexpr int G_ROWS = TILE_N * G_ROWS_D * (ROW_CLASSES * CLASS_ROWS);
 constexpr int G_EXTENT = (G_COLUMNS + VEC - 1 + VEC - 1) / VEC;  // units of a row (NCHW)
 constexpr int G_UNITS = G_EXTENT;
-constexpr int G_PITCH = 68;
+constexpr int G_PITCH = 76;
 constexpr int G_BYTES = G_ROWS * BLOCK_CO * G_PITCH * ELEMENT;
 struct Sizes {
   int batch, in_d, in_h, in_w, out_d, out_h, out_w;
@@ -3788,7 +3788,7 @@ constexpr int X_TILE_BYTES = BOXES * BOX_BYTES;
 // CLASSED: rows off 16 bytes, where the tensor copy engine reads none, by a box for each class of rows along H and of channels:
 // those of a class begin alike, and are a tensor of their own, whose rows then begin early (its lead).
 constexpr int G_CHANNELS = BLOCK_CO / CHANNEL_CLASSES;  // of a class
-constexpr int CLASS_BYTES = 34816;
+constexpr int CLASS_BYTES = 38912;
 constexpr int G_STEP_W = STEP_W;  // pixels of g's tile from one of q to the next
 // From one pixel of g's tile to the next (of NCHW counted in elements), and from one row to the next.
 constexpr int G_PIXEL_BYTES = 1;
@@ -4702,7 +4702,7 @@ void run_grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tens
                                        {32, 64, 4, 1, 1}, {1, 1, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_128B, true);
   const std::array<CUtensorMap, 1> maps = {map_x};
   const auto pointers = std::make_tuple(grad.data_ptr(), partial.data_ptr());
-  launch<grad_weight::wgrad, 384, 200752>(x, blocks, pointers, sizes, std::make_tuple(maps));
+  launch<grad_weight::wgrad, 512, 208944>(x, blocks, pointers, sizes, std::make_tuple(maps));
   // Adds the slices of sums, always in the same order; out may have any dense memory format.
   const auto sums = std::make_tuple(partial.data_ptr(), out.data_ptr(), partial.size(0));
   const auto strides = std::make_tuple(out.stride(0), out.stride(1), out.stride(-1));
@@ -4911,9 +4911,9 @@ GRAD_WEIGHT = (
         unit_out=1,
         tile=(1, 1, 2, 64),
         halo=2,
-        blocks=4,
+        blocks=3,
         slices=1,
-        chunk_seconds=2.33245789e-06,
+        chunk_seconds=3.32360969e-06,
         block_seconds=8.31908832e-06,
     ),
     GradWeight(

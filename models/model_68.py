@@ -5900,7 +5900,7 @@ GRAD_WEIGHT = (
         halo=4,
         blocks=5,
         slices=1,
-        chunk_seconds=2.43464681e-06,
+        chunk_seconds=2.52083133e-06,
         block_seconds=8.31908832e-06,
     ),
     GradWeight(

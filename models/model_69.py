@@ -5894,7 +5894,7 @@ GRAD_WEIGHT = (
         halo=2,
         blocks=4,
         slices=1,
-        chunk_seconds=2.72552641e-06,
+        chunk_seconds=2.81130418e-06,
         block_seconds=8.31908832e-06,
     ),
     GradWeight(

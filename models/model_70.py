@@ -4909,7 +4909,7 @@ GRAD_WEIGHT = (
         halo=2,
         blocks=2,
         slices=1,
-        chunk_seconds=3.13676802e-06,
+        chunk_seconds=3.22615743e-06,
         block_seconds=8.31908832e-06,
     ),
     GradWeight(

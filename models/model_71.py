@@ -4889,7 +4889,7 @@ GRAD_WEIGHT = (
         halo=2,
         blocks=1,
         slices=1,
-        chunk_seconds=2.6906093e-06,
+        chunk_seconds=2.77170795e-06,
         block_seconds=8.31908832e-06,
     ),
     GradWeight(

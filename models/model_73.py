@@ -4920,7 +4920,7 @@ GRAD_WEIGHT = (
         halo=1,
         blocks=1,
         slices=1,
-        chunk_seconds=5.02490665e-06,
+        chunk_seconds=5.10422289e-06,
         block_seconds=8.31908832e-06,
     ),
     GradWeight(

@@ -5089,7 +5089,7 @@ GRAD_WEIGHT = (
         halo=0,
         blocks=4,
         slices=1,
-        chunk_seconds=4.39162789e-06,
+        chunk_seconds=4.42904929e-06,
         block_seconds=8.31908832e-06,
     ),
     GradWeight(

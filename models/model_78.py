@@ -23,8 +23,8 @@ Kernels:
   ring of 6 x 7 fragments, 191 KB shared.
 - gradient for the input (other widths than multiples of 4): wgmma tf32, tile 1x1x4x64 (NxDxHxW of q) x 64 rows,
   chunk of 8 channels, in turn, weights ring of 6 x 7 fragments, 193 KB shared.
-- gradient for the weight: wgmma of up to 3 rows tf32, 32x32 channels x 1x3x7 taps a block, chunks of 1x1x2x64
-  (NxDxHxW of q), K in 132 slices, 204 KB shared.
+- gradient for the weight: wgmma of up to 3 rows tf32, 32x32 channels x 1x3x7 taps a block, chunks of 1x1x4x64
+  (NxDxHxW of q), K in 132 slices, 172 KB shared.
 - gradient for the weight (other widths than multiples of 4): mma.sync tf32, 32x32 channels x 1x3x7 taps a block,
   chunks of 1x1x8x32 (NxDxHxW of q), K in 132 slices, 182 KB shared.
 
@@ -4555,8 +4555,8 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 }  // namespace grad_input_unaligned
 
 // =====================================================================================================================
-// Gradient for the weight: wgmma of up to 3 rows tf32, 32x32 channels x 1x3x7 taps a block, chunks of 1x1x2x64 (NxDxHxW
-// of q), K in 132 slices, 204 KB shared.
+// Gradient for the weight: wgmma of up to 3 rows tf32, 32x32 channels x 1x3x7 taps a block, chunks of 1x1x4x64 (NxDxHxW
+// of q), K in 132 slices, 172 KB shared.
 // =====================================================================================================================
 
 namespace grad_weight {
@@ -4581,14 +4581,14 @@ constexpr int DIL_D = 1, DIL_H = 1, DIL_W = 1;  // dilation
 constexpr int PAD_D = 0, PAD_H = 1, PAD_W = 3;  // padding
 constexpr int TAPS_D = 1, TAPS_H = 3, TAPS_W = 7;  // of a set, which a block multiplies
 constexpr int SETS_D = 1, SETS_H = 1, SETS_W = 1;  // of taps
-constexpr int TILE_D = 1, TILE_H = 2, TILE_W = 64;  // positions q of a chunk
+constexpr int TILE_D = 1, TILE_H = 4, TILE_W = 64;  // positions q of a chunk
 constexpr int APART_D = 1, APART_H = 1;
 constexpr int WGS = 2;  // warpgroups that multiply
 constexpr int WGS_M = 1;  // of them, those that divide the output channels
 constexpr int SUBS = 2;  // taps that share the 64 rows of a matrix instruction
 constexpr int ENTRIES = 6;  // accumulators of 64 rows of a warpgroup
-constexpr int STAGES = 4;  // chunks in shared memory
-constexpr int STRETCH = 8;  // matrix instructions between whose ends the tensor cores do not drain
+constexpr int STAGES = 2;  // chunks in shared memory
+constexpr int STRETCH = 4;  // matrix instructions between whose ends the tensor cores do not drain
 constexpr int ROW_CLASSES = 1;  // of rows of g along H, by where they begin in 16 bytes
 constexpr int CHANNEL_CLASSES = 1;  // and of channels
 constexpr int PRODUCER_REGISTERS = 72;  // of a thread
@@ -4779,7 +4779,7 @@ constexpr int X_TILE_BYTES = BOXES * BOX_BYTES;
 // CLASSED: rows off 16 bytes, where the tensor copy engine reads none, by a box for each class of rows along H and of channels:
 // those of a class begin alike, and are a tensor of their own, whose rows then begin early (its lead).
 constexpr int G_CHANNELS = BLOCK_CO / CHANNEL_CLASSES;  // of a class
-constexpr int CLASS_BYTES = 19456;
+constexpr int CLASS_BYTES = 38912;
 constexpr int G_STEP_W = STEP_W;  // pixels of g's tile from one of q to the next
 // From one pixel of g's tile to the next (of NCHW counted in elements), and from one row to the next.
 constexpr int G_PIXEL_BYTES = 1;
@@ -5688,12 +5688,12 @@ void run_grad_input_unaligned(const at::Tensor& grad, const at::Tensor& packed, 
 void run_grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& partial,
                      const at::Tensor& out, int64_t blocks, const std::array<int64_t, 12>& sizes) {
   const CUtensorMap map_x = tensor_map(x, CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, {sizes[3], sizes[2], sizes[1], 32, sizes[0]},
-                                       {32, 32, 4, 1, 1}, {1, 1, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_128B, true);
+                                       {32, 32, 6, 1, 1}, {1, 1, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_128B, true);
   const CUtensorMap map_grad = tensor_map(grad, CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, {sizes[6], sizes[5], sizes[4], 32, sizes[0]},
-                                          {76, 32, 2, 1, 1}, {1, 1, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_NONE, true);
+                                          {76, 32, 4, 1, 1}, {1, 1, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_NONE, true);
   const std::array<CUtensorMap, 2> maps = {map_x, map_grad};
   const auto pointers = std::make_tuple(grad.data_ptr(), partial.data_ptr());
-  launch<grad_weight::wgrad, 384, 208976>(x, blocks, pointers, sizes, std::make_tuple(maps));
+  launch<grad_weight::wgrad, 384, 176176>(x, blocks, pointers, sizes, std::make_tuple(maps));
   // Adds the slices of sums, always in the same order; out may have any dense memory format.
   const auto sums = std::make_tuple(partial.data_ptr(), out.data_ptr(), partial.size(0));
   const auto strides = std::make_tuple(out.stride(0), out.stride(1), out.stride(-1));
@@ -5916,11 +5916,11 @@ GRAD_WEIGHT = (
         name="grad_weight",
         unit=4,
         unit_out=4,
-        tile=(1, 1, 2, 64),
+        tile=(1, 1, 4, 64),
         halo=2,
         blocks=1,
         slices=1,
-        chunk_seconds=2.12598698e-06,
+        chunk_seconds=4.30898486e-06,
         block_seconds=8.31908832e-06,
     ),
     GradWeight(

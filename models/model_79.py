@@ -4851,7 +4851,7 @@ GRAD_WEIGHT = (
         halo=0,
         blocks=1,
         slices=1,
-        chunk_seconds=3.6408785e-06,
+        chunk_seconds=3.79021183e-06,
         block_seconds=8.31908832e-06,
     ),
     GradWeight(

@@ -5073,7 +5073,7 @@ GRAD_WEIGHT = (
         halo=0,
         blocks=6,
         slices=1,
-        chunk_seconds=3.74439468e-06,
+        chunk_seconds=3.84704996e-06,
         block_seconds=8.31908832e-06,
     ),
     GradWeight(

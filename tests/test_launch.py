@@ -504,3 +504,30 @@ def test_one_kernel_serves_every_device(fresh: None) -> None:
         expected = x.flip(0) + 1
         launch(device, 1, (x.data_ptr(), 15000))
         assert torch.equal(x, expected) and torch.cuda.current_device() == 0
+
+
+def test_counters_of_a_stream_are_one_tensor_for_all_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two threads that come first both get the one that is kept; what was replaced outlives a launch."""
+    stream = [0]
+    monkeypatch.setattr(launch_module, "current_stream", lambda device: stream[0])
+    counters, like = launch_module.Counters(0, 4), torch.empty(0)
+    meet, found = threading.Barrier(2, timeout=10), []
+    zeros = torch.zeros
+
+    def slow(*given: Any, **named: Any) -> torch.Tensor:
+        meet.wait()  # both have seen that there is none
+        return zeros(*given, **named)
+
+    monkeypatch.setattr(torch, "zeros", slow)
+    threads = [threading.Thread(target=lambda: found.append(counters.address(like))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    monkeypatch.undo()
+    assert found == [counters.of_streams[0].data_ptr()] * 2
+    monkeypatch.setattr(launch_module, "current_stream", lambda device: stream[0])
+    kept = counters.of_streams[0]
+    for stream[0] in range(1, launch_module._COUNTERS + 1):
+        counters.address(like)
+    assert 0 not in counters.of_streams and counters._before[0] is kept

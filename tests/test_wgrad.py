@@ -496,6 +496,15 @@ def test_a_lasting_call_is_one_cooperative_launch(
     prepared.load()
     assert prepared.loaded and stubs.loaded[3:] == (["reduce_float"] if dtype is torch.bfloat16 else [])
 
+    def refused(*_: object) -> None:  # a stream of a part of the GPU
+        raise launch.LaunchError("CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE")
+
+    stubs.launched.clear()
+    monkeypatch.setattr(prepared, "_at_once", refused)
+    for _ in range(2):
+        prepared.run(x, g, torch.empty(p.weight_shape, dtype=dtype), lasting=True)
+    assert stubs.names() == ["wgrad", "reduce"] * 2 and not prepared.together
+
 
 # --- what is compiled ------------------------------------------------------------------------------------------------
 

@@ -24,11 +24,14 @@ if TYPE_CHECKING:
 
 MOST = 4096
 """Weights that are remembered."""
+MOST_CALLS = 3
+"""Of a weight: an image size each for training and validation, say, and a last batch."""
 MOST_GUARDS = 16
-"""Made for a weight: one whose calls alternate does without."""
+"""Made for one plan of a weight: where what requires a gradient alternates, calls do without."""
 
 _function_stack: Callable[[], int] = torch._C._len_torch_function_stack
 _cudnn_enabled: Callable[[], bool] = torch._C._get_cudnn_enabled
+_unwrapped: Callable[[Tensor], Tensor] = torch._C._functorch.unwrap_if_dead
 _GUARDS: Callable[..., Any] | None = getattr(
     getattr(getattr(torch._C, "_dynamo", None), "guards", None), "TensorGuards", None
 )  # a private class: without it every call finds its plan by its description
@@ -53,52 +56,44 @@ def float32_precision() -> Precision:
 
 
 class Call:
-    """A call as it was made before, and the plan that it led to."""
+    """A call as it was made before, and the plan that it led to.
+
+    ``dtype`` is what it computes in, whatever the input's; ``made`` how many guards were made for the plan.
+    """
 
     __slots__ = (
-        "_last", "_precision", "_unbiased", "autocast", "check", "differentiable", "dilation", "groups", "kind", "made",
-        "output_padding", "padding", "plan", "stride",
+        "_arguments", "_check", "_last", "_precision", "_unbiased", "autocast", "differentiable", "kind", "made",
+        "plan",
     )  # fmt: skip
 
-    def __init__(self, plan: Plan, made: int = 0) -> None:
-        self.plan = plan
-        self.made = made
-        """Guards made for the weight so far."""
-        self.check: Callable[..., bool] | None = None
-        """PyTorch's guards of the tensors; None where the call was made but once: not every size is seen again."""
-        self.autocast: torch.dtype | None = None
-        """What autocast turns the input into; None where it is off."""
-        self.differentiable = False
-        """Whether an operand requires a gradient."""
-
-    def guard(
+    def __init__(
         self,
+        plan: Plan,
         input: Tensor,
         weight: Tensor,
         bias: Tensor | None,
         dtype: torch.dtype,
-        stride: Any,
-        padding: Any,
-        output_padding: Any,
-        groups: Any,
-        dilation: Any,
+        arguments: tuple[Any, ...],
+        made: int = 1,
     ) -> None:
-        """Notes what `is_this` compares; ``dtype``: what the call computes in, whatever the input's."""
         tensors = (input, weight) if bias is None else (input, weight, bias)
-        self.stride, self.padding, self.output_padding = stride, padding, output_padding
-        self.groups, self.dilation = groups, dilation
+        self.plan, self.made = plan, made
         self.differentiable = any(t.requires_grad for t in tensors)
+        """Whether an operand requires a gradient."""
         self.kind = "cuda" if input.is_cuda else "cpu"
         self.autocast = dtype if torch.is_autocast_enabled(self.kind) else None
+        """What autocast turns the input into; None where it is off."""
+        self._arguments = arguments
         self._unbiased = bias is None
         self._precision = float32_precision() if dtype is torch.float32 and input.is_cuda else None
-        self._last = self.plan.problem.layout != "nchw"
+        self._last = plan.problem.layout != "nchw"
         sizes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
         assert _GUARDS is not None
-        self.check = _GUARDS(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+        self._check = _GUARDS(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
 
     def is_this(
         self,
+        rank: int,
         input: Tensor,
         weight: Tensor,
         bias: Tensor | None,
@@ -109,15 +104,16 @@ class Call:
         dilation: Any,
     ) -> bool:
         """Whether a call leads to the same plan. Of equal arguments that are other objects it does not say so."""
+        known = self._arguments  # a layer's own attributes
         return (
-            self.check is not None
-            and self.stride is stride  # a layer's own attributes
-            and self.padding is padding
-            and self.output_padding is output_padding
-            and self.groups is groups
-            and self.dilation is dilation
+            known[1] is stride
+            and known[2] is padding
+            and known[3] is output_padding
+            and known[4] is groups
+            and known[5] is dilation
+            and known[0] == rank
             and self._unbiased is (bias is None)
-            and (self.check(input, weight) if bias is None else self.check(input, weight, bias))
+            and (self._check(input, weight) if bias is None else self._check(input, weight, bias))
             and forward_ad._current_level < 0
             and not _function_stack()
             and (self._precision is None or self._precision == float32_precision())
@@ -126,25 +122,54 @@ class Call:
         )
 
 
-seen: dict[int, Call] = {}
-"""The last call with a weight, by the weight's `id`; of what has the same by chance, `Call.is_this` knows better."""
+class Seen:
+    """What is remembered of a weight: the calls that led to the same plan twice in turn, and the last call's plan."""
+
+    __slots__ = ("calls", "last")
+
+    def __init__(self, last: Plan) -> None:
+        self.calls: tuple[Call, ...] = ()
+        self.last = last
+
+
+seen: dict[int, Seen] = {}
+"""By the weight's `id`; of a weight that has the same by chance, `Call.is_this` knows that it is another."""
+
+_IMMUTABLE = (int, tuple)  # of an argument that is the same object; a list may hold other numbers by now
+
+
+def find(rank: int, input: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> Call | None:
+    """The call as it was made before, if it was; ``arguments``: stride, padding, output padding, groups, dilation."""
+    known = seen.get(id(weight))
+    if known is not None:
+        for call in known.calls:
+            if call.is_this(rank, input, weight, bias, *arguments):
+                return call
+    return None
 
 
 def remember(
-    known: Call | None, plan: Plan, input: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, *rest: Any
+    plan: Plan, input: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, *arguments: Any
 ) -> None:
     """Notes a call that found its plan by its description; of the second in turn with a plan, its guards too.
 
-    ``known`` is what was seen of the weight before, ``dtype`` what the call computes in, ``rest`` its other arguments.
+    ``dtype`` is what the call computes in, ``arguments`` the rank and its other arguments.
     """
-    made = 0 if known is None else known.made
-    if _GUARDS is None or made >= MOST_GUARDS:
+    if _GUARDS is None or _function_stack() or any(type(a) not in _IMMUTABLE for a in arguments):
         return
-    if len(seen) >= MOST:
-        seen.clear()
-    if known is None or known.plan is not plan:
-        seen[id(weight)] = Call(plan, made)
+    known = seen.get(id(weight))
+    if known is None or known.last is not plan:  # not every size of an image is seen again
+        if known is None:
+            if len(seen) >= MOST:
+                seen.clear()
+            seen[id(weight)] = Seen(plan)
+        else:
+            known.last = plan
         return
-    found = Call(plan, made + 1)
-    found.guard(input, weight, bias, dtype, *rest)
-    seen[id(weight)] = found
+    if any(_unwrapped(t) is not t for t in (input, weight, bias) if t is not None):
+        return  # left over from a functorch transform
+    made = sum(call.made for call in known.calls if call.plan is plan)
+    if made >= MOST_GUARDS:
+        return
+    others = tuple(call for call in known.calls if call.plan is not plan)[: MOST_CALLS - 1]
+    known.calls = (Call(plan, input, weight, bias, dtype, arguments, made + 1), *others)

@@ -2,9 +2,9 @@
 
 A call takes one of three ways.
 
-- *Ours, eagerly*: plain strided tensors of a floating dtype on the CPU or one CUDA device. The plan is looked up by the
-  call's description, the engine is called directly, and gradients go through one ``autograd.Function``. No dispatcher
-  is involved: registering an operator costs 5 to 12 us a call, a Function 2.
+- *Ours, eagerly*: plain strided tensors of a floating dtype on the CPU or one CUDA device. The call is recognised
+  (`upconv.calls`) or its plan looked up by its description, the engine is called directly, and gradients go through one
+  ``autograd.Function``. No dispatcher is involved: registering an operator costs 5 to 12 us a call, a Function 2.
 - *Ours, compiled*: ``torch.compile`` sees ``torch.ops.upconv.conv_transpose``, which has a fake implementation, a
   backward and a FLOP formula.
 - *PyTorch's own operator*: whatever the engines do not serve (complex and integer dtypes, empty tensors, other devices,
@@ -54,8 +54,8 @@ def conv_transpose(
     """A transposed convolution of ``rank`` spatial dimensions, by the best way that this call allows."""
     if is_compiling():
         return _compiled(rank, input, weight, bias, stride, padding, output_padding, groups, dilation)
-    known = calls.seen.get(id(weight))
-    if known is not None and known.is_this(input, weight, bias, stride, padding, output_padding, groups, dilation):
+    known = calls.find(rank, input, weight, bias, stride, padding, output_padding, groups, dilation)
+    if known is not None:
         if known.autocast is not None:
             input = input.to(known.autocast)
         if known.differentiable and torch.is_grad_enabled():
@@ -79,7 +79,7 @@ def conv_transpose(
     own = weight is given[1] and bias is given[2]  # not autocast's copies
     batched = input.dim() == rank + 2
     if own and batched and plan.choice is not None and not _doubtful(plan.problem, "cuda"):
-        calls.remember(known, plan, *given, input.dtype, stride, padding, output_padding, groups, dilation)
+        calls.remember(plan, *given, input.dtype, rank, stride, padding, output_padding, groups, dilation)
     x = input if batched else input.unsqueeze(0)
     differentiable = input.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     if differentiable and torch.is_grad_enabled():

@@ -57,6 +57,7 @@ class Counters:
     def __init__(self, device: int, words: int) -> None:
         self._device, self._words = device, words
         self.of_streams: dict[int, torch.Tensor] = {}
+        self._before: dict[int, torch.Tensor] = {}  # a thread may be about to launch with one of these
 
     def address(self, like: torch.Tensor) -> int:
         """Of the current stream's, on the device of a tensor."""
@@ -64,8 +65,9 @@ class Counters:
         found = self.of_streams.get(stream)
         if found is None:
             if len(self.of_streams) >= _COUNTERS:
-                self.of_streams.clear()
-            found = self.of_streams[stream] = torch.zeros(self._words, dtype=torch.int32, device=like.device)
+                self._before, self.of_streams = self.of_streams, {}
+            zeros = torch.zeros(self._words, dtype=torch.int32, device=like.device)
+            found = self.of_streams.setdefault(stream, zeros)
         return found.data_ptr()
 
 

@@ -21,7 +21,7 @@ from upconv.cuda import jit
 from upconv.cuda.boxes import Tensor5, Words, alignment_classes, encode, of_class
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.gpu import gpu as gpu_of
-from upconv.cuda.launch import Counters, Launcher, as_run, bind
+from upconv.cuda.launch import Counters, Launcher, LaunchError, as_run, bind
 from upconv.cuda.wgrad_tiling import MAX_CLASSES, MAX_CLUSTER, WARPS, SyncTiling, Triple, WarpgroupTiling
 from upconv.problem import Problem
 
@@ -35,12 +35,13 @@ _MMA = 2.3  # clocks of a multiprocessor for an mma.sync of 16 x 8 x 32 bytes
 _WGMMA = 1.01  # of the matrix instructions' own clocks
 _LOAD = 1.15, 0.903  # clocks of a 128-byte access to shared memory: mma.sync's kernel, wgmma's
 _ISSUE = 0.1  # clocks of a multiprocessor for each 16-byte copy by threads that also multiply: addresses and bounds
-_COPY = 1.1, 1.34  # clocks for a 16-byte copy by a warpgroup of its own; beside three that multiply
+_COPY = 1.02, 1.43  # clocks for a 16-byte copy by a warpgroup of its own; beside three that multiply
 _ROW = 0.143  # clocks for each run of such copies, NCHW: a channel's row
 _IMAGES = 0.0122  # of a chunk's clocks, for each doubling of its images
 _SETS = 0.0036  # of them, for each doubling of the sets of taps along W, whose blocks read between each other
 _BOX_BESIDE = 88.0  # clocks of a box of x beyond the first beside copies by threads
-_CHUNK = 700.0  # clocks a chunk of mma.sync's costs: barriers, the first fragments
+# Clocks of a chunk: mma.sync's, barriers and the first fragments; wgmma's, copies by threads; rows together, by boxes.
+_CHUNK = 700.0, 600.0, 150.0
 _STEP = 40.0  # clocks a step of mma.sync costs beside its instructions
 _LATENCY = 588.0  # clocks from a copy's begin to its first bytes (NOTES: kb71 bfloat16 with 2 stages 288 us, 4 228)
 _STACKED = 0.831, 3.56  # of the matrix instructions' own clocks where rows share one, and clocks of each beside them
@@ -256,8 +257,11 @@ class Prepared:
             to = (strides[0], strides[1], strides[-1], int(out.dtype is torch.float32))
             sums = x.new_empty_strided((self._sums,), (1,), dtype=torch.float32)
             given = (at_grad, out.data_ptr(), sums.data_ptr(), self._counters.address(x), self._sizes, *to, maps)
-            self._at_once(self._device, self._grid, given)
-            return
+            try:
+                self._at_once(self._device, self._grid, given)
+                return
+            except LaunchError:  # blocks that cannot all run at once: a stream of a part of the GPU, say
+                self.together = False
         partial = x.new_empty_strided((self._slices * self._numel,), (1,), dtype=torch.float32)
         args = (at_grad, partial.data_ptr(), self._sizes)
         self._wgrad(self._device, self._grid, (*args, maps) if self._boxes else (at_x, *args))
@@ -537,7 +541,7 @@ def _sync_clocks(t: SyncTiling) -> tuple[float, str]:
     total = max(parts.values()) + 0.25 * (sum(parts.values()) - max(parts.values())) + t.copied_units * _ISSUE
     if not t.channels_last:
         total *= _SYNC_NCHW if t.element == 4 else _SYNC_NCHW_16
-    return total + _CHUNK + t.k_steps / t.k_slices * _STEP, bound
+    return total + _CHUNK[0] + t.k_steps / t.k_slices * _STEP, bound
 
 
 def _warpgroup_clocks(t: WarpgroupTiling) -> tuple[float, str]:
@@ -558,7 +562,7 @@ def _warpgroup_clocks(t: WarpgroupTiling) -> tuple[float, str]:
         copies = t.boxes * _BOX[t.channels_last]
     else:
         copies = t.g_units * _COPY[t.warpgroups > 2] * _ragged(t, t.channels[1])
-        copies += (t.boxes - 1) * _BOX_BESIDE + (0.0 if t.channels_last else t.g_rows * t.block[1] * _ROW)
+        copies += _CHUNK[1] + (t.boxes - 1) * _BOX_BESIDE + (0.0 if t.channels_last else t.g_rows * t.block[1] * _ROW)
     # What the engine takes for a line shows where the tensor cores wait for nothing else.
     if t.stacked or t.classed or (t.channels_last and t.box_g and t.g_one_box):
         copies = max(copies, t.lines_of_boxes * _LINE)
@@ -567,6 +571,7 @@ def _warpgroup_clocks(t: WarpgroupTiling) -> tuple[float, str]:
     total = max(parts.values()) + _OVERLAP[not t.box_g] * (sum(parts.values()) - max(parts.values()))
     drain = _DRAIN[t.stacked or t.classed]
     total += fragments / t.warpgroups * _WARPGROUP_STEP / t.warpgroups + stretches * drain
+    total += _CHUNK[2] if t.stacked and t.box_g else 0.0
     if t.stacked or t.classed:  # with two stages a chunk's copies begin when the one before is done with
         total = max(total, (copies + _LATENCY) / (t.stages - 1))
     total *= 1.0 + _IMAGES * math.log2(t.tile[0])
