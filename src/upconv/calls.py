@@ -138,16 +138,6 @@ seen: dict[int, Seen] = {}
 _IMMUTABLE = (int, tuple)  # of an argument that is the same object; a list may hold other numbers by now
 
 
-def find(rank: int, input: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> Call | None:
-    """The call as it was made before, if it was; ``arguments``: stride, padding, output padding, groups, dilation."""
-    known = seen.get(id(weight))
-    if known is not None:
-        for call in known.calls:
-            if call.is_this(rank, input, weight, bias, *arguments):
-                return call
-    return None
-
-
 def remember(
     plan: Plan, input: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, *arguments: Any
 ) -> None:
