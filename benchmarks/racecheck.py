@@ -140,9 +140,9 @@ def run_wgrad(p: Problem, splits: int, descriptors: bool = False) -> None:
     wanted = (t for t in every if getattr(t, "adds_up", False) and getattr(t, "a_shared", False) == descriptors)
     tiling = next(t for t in wanted if t.tiles <= 9)
     prepared = wgrad.Choice(tiling, p, gpu(0), splits, 0.0, "").prepare(0)
-    if (prepared._clusters is not None, prepared.together) != (1 < splits <= MAX_CLUSTER, splits > MAX_CLUSTER):
-        raise RuntimeError(f"{splits} splits are not launched as expected")
     prepared.run(tensor(p.input_shape, p), tensor(p.output_shape, p), tensor(p.weight_shape, p), lasting=True)
+    if (prepared._clusters is not None, prepared.together) != (1 < splits <= MAX_CLUSTER, splits > MAX_CLUSTER):
+        raise RuntimeError(f"{splits} splits were not launched as expected")
 
 
 def run_relayout(p: Problem) -> None:

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import upconv
-from test_gradients import Kernels, kernels  # noqa: F401
+from test_gradients import kernels  # noqa: F401
 from upconv import calls, ops
 from upconv.calls import Call
 
@@ -131,7 +131,8 @@ def test_autocasts_dtype_and_pytorchs_flags_are_asked_for(monkeypatch: pytest.Mo
         monkeypatch.undo() if name == "cudnn" else monkeypatch.setitem(flags, name, "tf32")
 
 
-def test_the_third_call_looks_nothing_up(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+@pytest.mark.usefixtures("kernels")
+def test_the_third_call_looks_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """And computes the same, gradients too; one of another size does look, and nothing is remembered without guards."""
     layer = upconv.ConvTranspose2d(4, 6, 3, 2, 1)
     x = torch.randn(2, 4, 5, 6, requires_grad=True)
@@ -152,7 +153,8 @@ def test_the_third_call_looks_nothing_up(kernels: Kernels, monkeypatch: pytest.M
     assert len(looked) == 8 and not calls.seen
 
 
-def test_guards_are_not_made_without_end(kernels: Kernels) -> None:  # noqa: F811
+@pytest.mark.usefixtures("kernels")
+def test_guards_are_not_made_without_end() -> None:
     layer = upconv.ConvTranspose2d(4, 6, 3)
     x = torch.randn(2, 4, 5, 6)
     for i in range(100):  # the same plan, other guards
@@ -165,7 +167,8 @@ def test_guards_are_not_made_without_end(kernels: Kernels) -> None:  # noqa: F81
     assert len(calls.seen[id(layer.weight)].calls) == calls.MOST_CALLS
 
 
-def test_weights_are_not_remembered_without_end(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+@pytest.mark.usefixtures("kernels")
+def test_weights_are_not_remembered_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calls, "MOST", 8)
     x, weights = torch.randn(2, 4, 5, 6), [torch.randn(4, 6, 3, 3) for _ in range(20)]
     sizes = []
@@ -175,10 +178,8 @@ def test_weights_are_not_remembered_without_end(kernels: Kernels, monkeypatch: p
     assert max(sizes) == 8 and sizes[8] == 1
 
 
-def test_training_and_validation_are_both_remembered(
-    kernels: Kernels,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.mark.usefixtures("kernels")
+def test_training_and_validation_are_both_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     """Over many epochs, with a last batch that is smaller."""
     layer = upconv.ConvTranspose2d(4, 6, 3)
     found, looked = ops._find_plan, []
@@ -195,7 +196,8 @@ def test_training_and_validation_are_both_remembered(
     assert len(looked) <= 2
 
 
-def test_lists_that_change_and_other_ranks_are_other_calls(kernels: Kernels) -> None:  # noqa: F811
+@pytest.mark.usefixtures("kernels")
+def test_lists_that_change_and_other_ranks_are_other_calls() -> None:
     x, w, stride = torch.randn(2, 4, 5, 6), torch.randn(4, 6, 3, 3), [2, 2]
     for _ in range(3):
         assert upconv.conv_transpose2d(x, w, stride=stride).shape[2:] == (11, 13)
@@ -208,7 +210,8 @@ def test_lists_that_change_and_other_ranks_are_other_calls(kernels: Kernels) -> 
             wrong(x, w)
 
 
-def test_what_a_transform_left_over_is_not_remembered(kernels: Kernels) -> None:  # noqa: F811
+@pytest.mark.usefixtures("kernels")
+def test_what_a_transform_left_over_is_not_remembered() -> None:
     left: list[Tensor] = []
 
     def leak(t: Tensor) -> Tensor:
@@ -221,7 +224,8 @@ def test_what_a_transform_left_over_is_not_remembered(kernels: Kernels) -> None:
     assert not any(out.requires_grad for out in outs) and not calls.seen[id(w)].calls
 
 
-def test_a_default_device_does_not_use_up_the_guards(kernels: Kernels) -> None:  # noqa: F811
+@pytest.mark.usefixtures("kernels")
+def test_a_default_device_does_not_use_up_the_guards() -> None:
     layer, x = upconv.ConvTranspose2d(4, 6, 3), torch.randn(2, 4, 5, 6)
     with torch.device("cpu"):
         for _ in range(40):
@@ -232,8 +236,9 @@ def test_a_default_device_does_not_use_up_the_guards(kernels: Kernels) -> None: 
     assert len(calls.seen[id(layer.weight)].calls) == 1
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("seed", range(20))
-def test_results_do_not_depend_on_what_was_seen(kernels: Kernels, seed: int) -> None:  # noqa: F811
+def test_results_do_not_depend_on_what_was_seen(seed: int) -> None:
     """Random calls in turn, each as it is computed when nothing was seen before."""
     rng = random.Random(seed)
     layers = [upconv.ConvTranspose2d(4, 6, 3, stride, 1, bias=bias) for stride, bias in ((1, True), (2, False))]

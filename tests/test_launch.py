@@ -22,7 +22,7 @@ from upconv.cuda import cache, jit
 from upconv.cuda import launch as launch_module
 from upconv.cuda.gpu import gpu
 from upconv.cuda.jit import Kernel
-from upconv.cuda.launch import Launcher, LaunchError, as_run
+from upconv.cuda.launch import Launcher, LaunchError, TooManyBlocks, as_run
 
 TYPES = {"P": ctypes.c_uint64, "i": ctypes.c_int32, "q": ctypes.c_int64, "f": ctypes.c_float}
 MOST_SHARED = 232448
@@ -45,6 +45,7 @@ RESULTS = SimpleNamespace(
     CUDA_ERROR_OUT_OF_MEMORY=code(2, "CUDA_ERROR_OUT_OF_MEMORY"),
     CUDA_ERROR_INVALID_CONTEXT=code(201, "CUDA_ERROR_INVALID_CONTEXT"),
     CUDA_ERROR_INVALID_VALUE=code(1, "CUDA_ERROR_INVALID_VALUE"),
+    CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE=code(720, "CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE"),
 )
 
 
@@ -114,6 +115,10 @@ class Driver:
         self.dependents += 1
         shape = [getattr(config, f"{what}Dim{axis}") for what in ("grid", "block") for axis in "XYZ"]
         return self.cuLaunchKernel(function, *shape, config.sharedMemBytes, config.hStream, pointers, extra)
+
+    def cuLaunchCooperativeKernel(self, *arguments: Any) -> tuple[Code]:
+        self.calls.append(("cuLaunchCooperativeKernel", *arguments))
+        return (self.answers.pop(0) if self.answers else SUCCESS,)
 
     def cuThreadExchangeStreamCaptureMode(self, mode: str) -> tuple[Code, str]:
         old, self.mode = self.mode, mode
@@ -191,6 +196,21 @@ def test_a_dependent_launch_says_so_and_is_else_the_same(driver: Driver) -> None
         launch(n % 2, 5 + n, (n, 7), dependent)
         assert driver.launches[-1][1:4] == ((5 + n, 1, 1, 96, 1, 1, 512), ("stream", 1000 + n % 2), (n, 7))
     assert driver.dependents == 2
+
+
+def test_a_cooperative_launch_is_another_call_of_the_drivers(driver: Driver) -> None:
+    """Without the last argument; where its blocks are too many the error says so, and others are as they were."""
+    plain = launcher(driver, "iP", 384, 2048)
+    launch = Launcher(plain.kernel, 384, 2048, "iP", cooperative=True)
+    launch(0, 132, (3, 7))
+    (made,) = (call for call in driver.calls if call[0] == "cuLaunchCooperativeKernel")
+    assert made[1:10] == (("function", 77), 132, 1, 1, 384, 1, 1, 2048, ("stream", 1000)) and len(made) == 11
+    assert not driver.launches, "an ordinary launch"
+    for error, kind in (("COOPERATIVE_LAUNCH_TOO_LARGE", TooManyBlocks), ("INVALID_VALUE", LaunchError)):
+        driver.answers = [getattr(RESULTS, f"CUDA_ERROR_{error}")]
+        with pytest.raises(LaunchError, match=error) as raised:
+            launch(0, 132, (3, 7))
+        assert type(raised.value) is kind
 
 
 def test_the_driver_says_how_many_clusters_run_at_once(driver: Driver) -> None:

@@ -497,8 +497,14 @@ def test_a_lasting_call_is_one_cooperative_launch(
     assert prepared.loaded and stubs.loaded[3:] == (["reduce_float"] if dtype is torch.bfloat16 else [])
 
     def refused(*_: object) -> None:  # a stream of a part of the GPU
-        raise launch.LaunchError("CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE")
+        raise launch.TooManyBlocks("CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE")
 
+    def broken(*_: object) -> None:
+        raise launch.LaunchError("CUDA_ERROR_LAUNCH_FAILED")
+
+    monkeypatch.setattr(prepared, "_at_once", broken)
+    with pytest.raises(launch.LaunchError, match="LAUNCH_FAILED"):  # not hidden by the two steps
+        prepared.run(x, g, torch.empty(p.weight_shape, dtype=dtype), lasting=True)
     stubs.launched.clear()
     monkeypatch.setattr(prepared, "_at_once", refused)
     for _ in range(2):

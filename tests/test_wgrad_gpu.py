@@ -134,6 +134,7 @@ def check_weight(
         found.append(place(p.weight_shape, p, p.layout))
         torch.full((min(1 << 24, 64 * found[0].numel()),), math.nan, device="cuda")
         prepared.run(x, g, found[-1], lasting=True)
+        assert prepared.together, "the launch was refused, and two steps ran"
         guarded(found[-1])
     about = f"{p} {p.precision}\n{choice}"
     error, bound = reference.relative_error(found[0], truth), BOUNDS[p.precision]
@@ -231,6 +232,7 @@ def test_blocks_add_up_as_the_second_step_does(precision: Precision, layout: Lay
                     steps.run(x, g, outs[1], lasting=True)
                     guarded(outs[0])
                     assert torch.equal(*outs), choice
+            assert at_once.together == (at_once._clusters is None), "a launch was refused, and two steps ran"
             if at_once.together:
                 (counters,) = at_once._counters.of_streams.values()
                 assert not counters.any() and steps.loaded and not at_once.loaded
@@ -259,7 +261,7 @@ def test_blocks_add_up_on_streams_at_once() -> None:
                 prepared.run(x, g, out, lasting=True)
         torch.cuda.synchronize()
         assert all(map(torch.equal, found, expected))
-    assert len(prepared._counters.of_streams) == 4
+    assert prepared.together and len(prepared._counters.of_streams) == 4
     assert not any(counters.any() for counters in prepared._counters.of_streams.values())
 
 

@@ -62,7 +62,7 @@ class Call:
     """
 
     __slots__ = (
-        "_arguments", "_check", "_last", "_precision", "_unbiased", "autocast", "differentiable", "kind", "made",
+        "_arguments", "_check", "_kind", "_last", "_precision", "_unbiased", "autocast", "differentiable", "made",
         "plan",
     )  # fmt: skip
 
@@ -80,8 +80,8 @@ class Call:
         self.plan, self.made = plan, made
         self.differentiable = any(t.requires_grad for t in tensors)
         """Whether an operand requires a gradient."""
-        self.kind = "cuda" if input.is_cuda else "cpu"
-        self.autocast = dtype if torch.is_autocast_enabled(self.kind) else None
+        self._kind = "cuda" if input.is_cuda else "cpu"
+        self.autocast = dtype if torch.is_autocast_enabled(self._kind) else None
         """What autocast turns the input into; None where it is off."""
         self._arguments = arguments
         self._unbiased = bias is None
@@ -117,7 +117,7 @@ class Call:
             and forward_ad._current_level < 0
             and not _function_stack()
             and (self._precision is None or self._precision == float32_precision())
-            and (self.autocast is None or self.autocast is torch.get_autocast_dtype(self.kind))
+            and (self.autocast is None or self.autocast is torch.get_autocast_dtype(self._kind))
             and (not self._last or _cudnn_enabled())
         )
 

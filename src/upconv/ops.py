@@ -436,9 +436,7 @@ class _ConvTranspose(torch.autograd.Function):
         ctx.save_for_backward(input, weight)
         ctx.plan = plan
         ctx.set_materialize_grads(False)
-        if plan.choice is None:
-            return cpu.forward(plan.problem, plan.forward, input, weight, bias)
-        return engine.forward(plan, input, weight, bias, not weight.requires_grad)
+        return _forward(plan, input, weight, bias, not weight.requires_grad)
 
     @staticmethod
     @_uncast

@@ -96,9 +96,9 @@ class GradInput(Gradient, ABC):
 class GradWeight(Gradient, ABC):
     """The gradient for the weight."""
 
-    def __init__(self, choice: Choice, device: int) -> None:
-        super().__init__(choice, device)
-        self.together = self._inner.together
+    @property
+    def together(self) -> bool:
+        return bool(self._inner.together)
 
     @property
     def loaded(self) -> bool:

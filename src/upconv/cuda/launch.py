@@ -31,6 +31,10 @@ class LaunchError(RuntimeError):
     """The driver rejected a launch. The message names the kernel, its launch configuration and CUDA's error."""
 
 
+class TooManyBlocks(LaunchError):
+    """The blocks of a cooperative launch cannot all run at once, on a stream of a part of the GPU, say."""
+
+
 def bind(device: int) -> None:
     """Makes a device's primary context the calling thread's.
 
@@ -94,7 +98,8 @@ class Launcher:
         self._ready: set[int] = set()
         driver = jit._driver()
         self._launch = driver.cuLaunchCooperativeKernel if cooperative else driver.cuLaunchKernel
-        self._rest = () if cooperative else (0,)  # of a launch's arguments
+        self._shape = 1, 1, block, 1, 1, shared  # of a launch's arguments behind the grid
+        self._rest = () if cooperative else (0,)  # and the last
         self._launch_ex = driver.cuLaunchKernelEx
         self._function = driver.CUfunction(kernel.handle)
         self._stream_type = driver.CUstream
@@ -128,8 +133,7 @@ class Launcher:
         if dependent:
             (error,) = self._launch_ex(self._configuration(grid, stream), self._function, pointers, 0)
         else:
-            block, shared = self.block, self.shared
-            (error,) = self._launch(self._function, grid, 1, 1, block, 1, 1, shared, stream, pointers, *self._rest)
+            (error,) = self._launch(self._function, grid, *self._shape, stream, pointers, *self._rest)
         if error:
             self._failed(error, device, grid, stream, pointers)
         return None
@@ -181,8 +185,7 @@ class Launcher:
         results = driver.CUresult
         if error == results.CUDA_ERROR_INVALID_CONTEXT:
             bind(device)
-            block, shared = self.block, self.shared
-            (error,) = self._launch(self._function, grid, 1, 1, block, 1, 1, shared, stream, pointers, *self._rest)
+            (error,) = self._launch(self._function, grid, *self._shape, stream, pointers, *self._rest)
             if not error:
                 return
         message = (
@@ -191,4 +194,4 @@ class Launcher:
         )
         if error == results.CUDA_ERROR_OUT_OF_MEMORY:
             raise torch.OutOfMemoryError(message)
-        raise LaunchError(message)
+        raise (TooManyBlocks if error == results.CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE else LaunchError)(message)

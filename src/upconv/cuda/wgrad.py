@@ -21,7 +21,7 @@ from upconv.cuda import jit
 from upconv.cuda.boxes import Tensor5, Words, alignment_classes, encode, of_class
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.gpu import gpu as gpu_of
-from upconv.cuda.launch import Counters, Launcher, LaunchError, as_run, bind
+from upconv.cuda.launch import Counters, Launcher, TooManyBlocks, as_run, bind
 from upconv.cuda.wgrad_tiling import MAX_CLASSES, MAX_CLUSTER, WARPS, SyncTiling, Triple, WarpgroupTiling
 from upconv.problem import Problem
 
@@ -249,28 +249,24 @@ class Prepared:
         if maps is None:
             maps = self._pair(at_x, at_grad)
         strides = out.stride()
+        to = (strides[0], strides[1], strides[-1])
+        single = out.dtype is torch.float32
         if self._clusters is not None:
-            to = (strides[0], strides[1], strides[-1], int(out.dtype is torch.float32))
-            self._clusters(self._device, self._grid, (at_grad, out.data_ptr(), self._sizes, *to, maps))
+            self._clusters(self._device, self._grid, (at_grad, out.data_ptr(), self._sizes, *to, single, maps))
             return
         if lasting and self.together:
-            to = (strides[0], strides[1], strides[-1], int(out.dtype is torch.float32))
             sums = x.new_empty_strided((self._sums,), (1,), dtype=torch.float32)
-            given = (at_grad, out.data_ptr(), sums.data_ptr(), self._counters.address(x), self._sizes, *to, maps)
+            pointers = (at_grad, out.data_ptr(), sums.data_ptr(), self._counters.address(x))
             try:
-                self._at_once(self._device, self._grid, given)
+                self._at_once(self._device, self._grid, (*pointers, self._sizes, *to, single, maps))
                 return
-            except LaunchError:  # blocks that cannot all run at once: a stream of a part of the GPU, say
+            except TooManyBlocks:
                 self.together = False
         partial = x.new_empty_strided((self._slices * self._numel,), (1,), dtype=torch.float32)
         args = (at_grad, partial.data_ptr(), self._sizes)
         self._wgrad(self._device, self._grid, (*args, maps) if self._boxes else (at_x, *args))
-        reduce = self._reduce_float if self.casts and out.dtype is torch.float32 else self._reduce
-        reduce(
-            self._device,
-            self._blocks,
-            (partial.data_ptr(), out.data_ptr(), self._slices, strides[0], strides[1], strides[-1]),
-        )
+        reduce = self._reduce_float if self.casts and single else self._reduce
+        reduce(self._device, self._blocks, (partial.data_ptr(), out.data_ptr(), self._slices, *to))
 
     def _pair(self, at_x: int, at_grad: int) -> Words:
         """The tensor maps of both, which are asked for as one: allocations come back to the same addresses."""
