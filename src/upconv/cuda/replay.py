@@ -29,11 +29,8 @@ ENABLED = True
 """Whether calls are recorded and replayed at all."""
 MOST = 128
 """Graphs kept at a time, of all runners (NOTES: 98 KB of the GPU's memory each)."""
-MOST_ROOM = 32 << 20
-"""Bytes that a replayed call may take beside its tensors: it has all at once, where others free some before the end.
-
-NOTES: of 32 gradients of DCGAN, HiFi-GAN, a VAE and U-Net in float32 and bfloat16 the most take 28 MB.
-"""
+MOST_ROOM = 16 << 20
+"""Bytes that a replayed call may take beside its tensors: it has all at once, where others free some before the end."""
 AFTER = 2
 """Calls with the same addresses before the one that is recorded."""
 
