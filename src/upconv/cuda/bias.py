@@ -100,25 +100,16 @@ class BiasRunner:
         """
         if self.aligned and grad.data_ptr() & 15:
             grad = grad.clone()  # a view that begins off 16 bytes; PyTorch's allocations never do
-        out = self.empty(grad, dtype)
-        self.run(grad, out, lasting)
-        return out
-
-    def empty(self, grad: Tensor, dtype: torch.dtype) -> Tensor:
-        """Memory for the sums."""
-        return grad.new_empty_strided((self.channels,), (1,), dtype=dtype)
-
-    def run(self, grad: Tensor, out: Tensor, lasting: bool) -> None:
-        """Writes them into ``out``; ``grad`` begins at 16 bytes where it is channels_last."""
-        s, dtype = self.shape, out.dtype
+        s, out = self.shape, grad.new_empty_strided((self.channels,), (1,), dtype=dtype)
         if lasting and self._at_once is not None:
             counters, wide = self._counters.address(grad), int(dtype is torch.float32)
             args = (grad.data_ptr(), counters + self._partial_at, out.data_ptr(), counters, wide, s.ranges, self._sizes)
             self._at_once(self.index, s.blocks * s.ranges, args)
-            return
+            return out
         partial = grad.new_empty_strided((s.ranges * self.channels,), (1,), dtype=self.sums)
         finish = self._finish if dtype is grad.dtype else self._finish_float
         assert finish is not None
         self._sum(self.index, s.blocks * s.ranges, (grad.data_ptr(), partial.data_ptr(), self._sizes))
         grid = -(-self.channels // (_THREADS // 32))
         finish(self.index, grid, (partial.data_ptr(), out.data_ptr(), self.channels, s.ranges))
+        return out

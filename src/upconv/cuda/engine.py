@@ -43,8 +43,6 @@ from upconv.cuda.costs import weighed
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.gpu import current_device as _current_device
 from upconv.cuda.gpu import current_stream as _current_stream
-from upconv.cuda.launch import LaunchError
-from upconv.cuda.replay import Kind, Replays
 from upconv.problem import Pass, Problem, is_channels_last
 
 if TYPE_CHECKING:
@@ -238,37 +236,27 @@ def gradients(
         as `forward`.
     """
     runners = _gradients(plan, grad.get_device())
+    grad_input = grad_weight = grad_bias = None
     by_input = runners.input if mask[0] else None
     by_weight = runners.weight if mask[1] else None
-    by_bias = runners.bias if mask[2] else None
-    if by_input is not None or by_weight is not None or by_bias is not None:  # once for all
+    if by_input is not None or by_weight is not None:  # once for both
         grad = _dense(grad, runners.format)
-    grad_input = grad_weight = grad_bias = None
-    kind = None
-    if lasting and not keep:
-        x = x if by_weight is None else _dense(x, runners.format)
-        kind = runners.kind(grad, x, weight, (by_input, by_weight, by_bias))
-    if kind is not None:
-        grad_input, grad_weight, grad_bias = runners.repeated(kind, grad, x, weight, (by_input, by_weight, by_bias))
-    else:
-        if by_weight is not None:  # first, so that its partial sums are gone when the input's gradient is allocated
-            grad_weight = by_weight(x, grad, weight.dtype, lasting)
-        if by_input is not None:
-            grad_input = by_input(grad, weight, None, keep and lasting, lasting)
-        if by_bias is not None:
-            grad_bias = by_bias(grad, weight.dtype, lasting and not _capturing())
+    if by_weight is not None:  # first, so that its partial sums are gone when the input's gradient is allocated
+        grad_weight = by_weight(x, grad, weight.dtype, lasting)
+    if by_input is not None:
+        grad_input = by_input(grad, weight, None, keep and lasting, lasting)
     rest = (mask[0] and by_input is None, mask[1] and by_weight is None, False)
     if rest[0] or rest[1]:
         found = cpu.gradients(plan.problem, "native", grad, x, weight.to(x.dtype), rest)
         grad_input = found[0] if rest[0] else grad_input
         grad_weight = found[1].to(weight.dtype) if rest[1] and found[1] is not None else grad_weight
-    if mask[2] and by_bias is None:
-        grad_bias = grad.sum((0, *range(2, grad.dim())), dtype=weight.dtype)
+    if mask[2]:
+        by_bias = runners.bias
+        if by_bias is None:
+            grad_bias = grad.sum((0, *range(2, grad.dim())), dtype=weight.dtype)
+        else:
+            grad_bias = by_bias(_dense(grad, runners.format), weight.dtype, lasting and not _capturing())
     return grad_input, grad_weight, grad_bias
-
-
-_Runners = tuple["Runner | None", "WeightRunner | None", "BiasRunner | None"]
-_Found = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 class Gradients:
@@ -277,49 +265,6 @@ class Gradients:
     def __init__(self, plan: Plan, index: int) -> None:
         self.plan, self.index = plan, index
         self.format = cpu.memory_format(plan.problem.layout, plan.problem.rank)
-        self._replays = Replays(index)
-
-    def kind(self, grad: Tensor, x: Tensor, weight: Tensor, by: _Runners) -> Kind | None:
-        """What these gradients are among those that may be replayed; None where they are to be computed one by one."""
-        by_input, by_weight, by_bias = by
-        if (
-            (by_input is None and by_weight is None)
-            or (grad.data_ptr() | x.data_ptr()) & 15
-            or weight.is_neg()
-            or (by_weight is not None and not by_weight.writes(weight.dtype, x.dtype))
-            or _current_device() != self.index
-            or _capturing()
-        ):
-            return None
-        asked = (by_input is not None, by_weight is not None, by_bias is not None)
-        return self._replays.kind((*asked, weight.dtype, weight.stride(), weight.data_ptr() & 15))
-
-    def repeated(self, kind: Kind, grad: Tensor, x: Tensor, weight: Tensor, by: _Runners) -> _Found:
-        """The gradients by one launch of what an earlier call launched; ``kind``: `kind`'s, of the same operands."""
-        by_input, by_weight, by_bias = by
-        found = (
-            None if by_input is None else grad.new_empty_strided(by_input.shape, by_input.strides),
-            None if by_weight is None else by_weight.empty(x, weight.dtype),
-            None if by_bias is None else by_bias.empty(grad, weight.dtype),
-        )
-        at = [0 if t is None else t.data_ptr() for t in found]
-        addresses = (grad.data_ptr(), x.data_ptr(), weight.data_ptr(), *at)
-        try:
-            kind(addresses, grad, self._launch, (grad, x, weight, by, found))
-        except LaunchError as error:
-            pass_: Pass = "grad-input" if by_weight is None else "grad-weight"
-            raise _failure(self.plan, self.index, error, pass_) from error
-        return found
-
-    def _launch(self, grad: Tensor, x: Tensor, weight: Tensor, by: _Runners, found: _Found) -> None:
-        by_input, by_weight, by_bias = by
-        grad_input, grad_weight, grad_bias = found
-        if by_weight is not None and grad_weight is not None:
-            by_weight.run(x, grad, grad_weight, True)
-        if by_input is not None and grad_input is not None:
-            by_input.run(grad, weight, grad_input)
-        if by_bias is not None and grad_bias is not None:
-            by_bias.run(grad, grad_bias, True)
 
     @cached_property
     def bias(self) -> BiasRunner | None:
@@ -374,21 +319,8 @@ class WeightRunner:
         strides = self.strides
         if self.otherwise is not None and not is_channels_last(x.shape, x.stride()):
             strides = self.otherwise
-        out = self.empty(x, dtype, strides)
-        self.run(x, grad, out, lasting)
-        return out if out.dtype is dtype else out.to(dtype)
-
-    def writes(self, dtype: torch.dtype, of: torch.dtype) -> bool:
-        """Whether it writes what a call returns, in its format and ``dtype``; ``of``: the operands' dtype."""
-        return self.otherwise is None and (dtype is of or self.casts)
-
-    def empty(self, x: Tensor, dtype: torch.dtype, strides: tuple[int, ...] | None = None) -> Tensor:
-        """Memory for the gradient; of the input's dtype where the kernel cannot write ``dtype``."""
         mixed = dtype is not x.dtype and self.casts
-        return x.new_empty_strided(self.shape, strides or self.strides, dtype=dtype if mixed else None)
-
-    def run(self, x: Tensor, grad: Tensor, out: Tensor, lasting: bool) -> None:
-        """Writes it into ``out``; all are dense, on the current device."""
+        out = x.new_empty_strided(self.shape, strides, dtype=dtype if mixed else None)
         try:
             if self.together and lasting and not _capturing():
                 self.prepared.run(x, grad, out, True)  # type: ignore[call-arg]
@@ -398,6 +330,7 @@ class WeightRunner:
             raise
         except RuntimeError as error:
             raise _failure(self.plan, self.index, error, "grad-weight") from error
+        return out if out.dtype is dtype else out.to(dtype)
 
 
 def _prepare(plan: Plan, index: int, pass_: Pass) -> Any:
@@ -424,7 +357,6 @@ class Runner:
         self.packs = getattr(self.prepared, "packs", False)
         packing = getattr(self.prepared, "packing", plan.selection(pass_).choice)
         self.packing = _packing((pass_, packing), p)
-        self.replays = Replays(index)
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, keep: bool, lasting: bool = True) -> Tensor:
         if _current_device() != self.index:
@@ -443,62 +375,32 @@ class Runner:
                     bias = bias.to(x.dtype)
                 else:
                     rounded = bias
-        captured = _capturing()
         try:
             out = x.new_empty_strided(self.shape, self.strides)  # 0.5 us less than torch.empty_strided
-            packed = self.packed(weight, captured) if keep else None
-            launches: Callable[..., object]
-            args: tuple[Any, ...]
-            if packed is None:
-                launches, args = self._pack_and_run, (x, weight, bias, rounded, out, lasting and not captured)
-            else:
-                launches, args = self.prepared.run, (x, packed, bias, out)
-            at_x, at_out, at_weight = x.data_ptr(), out.data_ptr(), weight.data_ptr()
-            kind = None
-            if lasting and not captured and not (at_x | at_out) & 15 and not weight.is_neg():
-                read = None if packed is None else packed.dtype
-                kind = self.replays.kind((read, weight.dtype, weight.stride(), at_weight & 15, bias is None))
-            if kind is None:
-                launches(*args)
-            else:
-                read_at = at_weight if packed is None else packed.data_ptr()
-                kind((at_x, read_at, 0 if bias is None else bias.data_ptr(), at_out), x, launches, args)
+            if keep:
+                packed, fresh = self.packed(weight, keep, rounded)
+            elif self.packs and lasting and rounded is None and not _capturing():
+                self.prepared.run_packing(x, weight.resolve_neg(), bias, out)  # type: ignore[attr-defined]
+                return out
+            else:  # as `packed` does, in fewer calls
+                packed, fresh = self._pack(weight, rounded), not _capturing()
+            self.prepared.run(x, packed, bias, out, fresh)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
             raise _failure(self.plan, self.index, error, self.pass_) from error
         return out
 
-    def run(self, x: Tensor, weight: Tensor, out: Tensor) -> None:
-        """Packs the weights and writes the gradient for the input into ``out``; all are dense, on the current device.
-
-        Not in a captured graph, and the call may allocate what outlives it.
-        """
-        try:
-            self._pack_and_run(x, weight if self.casts else weight.to(x.dtype), None, None, out, True)
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            raise _failure(self.plan, self.index, error, self.pass_) from error
-
-    def _pack_and_run(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, rounded: Tensor | None, out: Tensor, at_once: bool
-    ) -> None:
-        """``rounded``: a bias that goes with the weights; ``at_once``: whether one kernel may do both."""
-        if at_once and self.packs and rounded is None:
-            self.prepared.run_packing(x, weight.resolve_neg(), bias, out)  # type: ignore[attr-defined]
-        else:  # drivers before CUDA 12.3 capture no dependents
-            self.prepared.run(x, self._pack(weight, rounded), bias, out, not _capturing())
-
     # --- packed weights ----------------------------------------------------------------------------------------------
 
-    def packed(self, weight: Tensor, captured: bool) -> Tensor | None:
-        """The weights as the kernel wants them, kept, where nothing can have changed since they were packed.
+    def packed(self, weight: Tensor, keep: bool, bias: Tensor | None = None) -> tuple[Tensor, bool]:
+        """The weights as the kernel wants them, from an earlier call where nothing can have changed since.
 
-        None where they cannot be kept. ``captured``: whether the current stream is.
+        And whether they were packed just now, outside of a capture (`Prepared`: ``fresh``). ``bias``: one to be rounded
+        with them, where not ``keep``.
         """
-        if captured or not KEEP_PACKED or weight.is_inference():
-            return None
+        if not (keep and KEEP_PACKED) or weight.is_inference() or _capturing():
+            return self._pack(weight, bias), not _capturing()  # drivers before CUDA 12.3 capture no dependents
         storage = weight.untyped_storage()
         stream = _current_stream(self.index)
         key = (self.packing, weight.dtype, weight.data_ptr(), weight.stride())
@@ -509,11 +411,11 @@ class Runner:
             if found is not None and found.version == version and found.negative == weight.is_neg():
                 if stream not in found.streams:
                     found.follow(stream, self.index)
-                return found.tensor
+                return found.tensor, False
         tensor = self._pack(weight)
         if tensor.untyped_storage() is not storage:  # else the weights are what the kernel wants: nothing to keep
             _put(storage, key, _Packed(tensor, version, weight.is_neg(), stream, self.index))
-        return tensor
+        return tensor, False  # an event behind it
 
     def _pack(self, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if weight.is_neg():

@@ -1,8 +1,7 @@
 """Kernel launches at little host time.
 
 The arguments' memory and the array of pointers to it are made once per thread; a launch writes the values into it, asks
-PyTorch for the current stream and calls the driver. Launches that come again can be recorded (`record`) and are then
-one call of the driver together.
+PyTorch for the current stream and calls the driver.
 """
 
 from __future__ import annotations
@@ -10,9 +9,8 @@ from __future__ import annotations
 import ctypes
 import re
 import struct
-import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -74,8 +72,6 @@ class Counters:
                 self._before, self.of_streams = self.of_streams, {}
             zeros = torch.zeros(self._words, dtype=torch.int32, device=like.device)
             found = self.of_streams.setdefault(stream, zeros)
-        if _recordings and _recording.stream is not None:
-            _recording.kept.append(found)
         return found.data_ptr()
 
 
@@ -128,7 +124,7 @@ class Launcher:
         except AttributeError:
             buffer, pointers, streams, _ = self._local.state = self._allocate()
         self._struct.pack_into(buffer, 0, *args)
-        raw = _target(device) if _recordings else current_stream(device)
+        raw = current_stream(device)
         stream = streams.get(raw)
         if stream is None:
             if len(streams) >= _STREAMS:
@@ -199,101 +195,3 @@ class Launcher:
         if error == results.CUDA_ERROR_OUT_OF_MEMORY:
             raise torch.OutOfMemoryError(message)
         raise (TooManyBlocks if error == results.CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE else LaunchError)(message)
-
-
-# --- launches that come again ----------------------------------------------------------------------------------------
-
-
-class _Recording(threading.local):
-    """What a thread records: the stream that takes its launches, None in any other thread, and memory they need."""
-
-    def __init__(self) -> None:
-        self.stream: int | None = None
-        self.kept: list[torch.Tensor] = []
-
-
-_recording = _Recording()
-_recordings = 0  # threads within `record`; looked at by every launch
-_recorder = threading.Lock()
-_recording_streams: dict[int, Any] = {}
-
-
-def _target(device: int) -> int:
-    stream = _recording.stream
-    return current_stream(device) if stream is None else stream
-
-
-class Graph:
-    """Launches with their arguments, as `record` saw them: one call of the driver for all.
-
-    They follow each other as they did; of a dependent one, what it waits for is part of the graph. The memory that they
-    name must be what it was, but for `Counters`, which the graph keeps.
-    """
-
-    __slots__ = ("__weakref__", "_destroy", "_device", "_executable", "_kept", "_launch", "_stream", "used")
-
-    def __init__(self, executable: Any, device: int, stream: int, kept: list[torch.Tensor]) -> None:
-        driver = jit._driver()
-        self._executable, self._device, self._kept = executable, device, kept
-        self._launch, self._destroy = driver.cuGraphLaunch, driver.cuGraphExecDestroy
-        self._stream = driver.CUstream(stream)
-        self.used = True
-        """Set by every launch; for whoever keeps graphs."""
-
-    def __call__(self) -> None:
-        """Launches them on the stream that was PyTorch's when they were recorded; its device must be the current one.
-
-        Errors: LaunchError; torch.OutOfMemoryError.
-        """
-        self.used = True
-        (error,) = self._launch(self._executable, self._stream)
-        if error:
-            self._failed(error)
-
-    def _failed(self, error: Any) -> None:
-        results = jit._driver().CUresult
-        if error == results.CUDA_ERROR_INVALID_CONTEXT:
-            bind(self._device)
-            (error,) = self._launch(self._executable, self._stream)
-            if not error:
-                return
-        message = f"the launch of a recorded graph on cuda:{self._device} failed with {getattr(error, 'name', error)}"
-        raise (torch.OutOfMemoryError if error == results.CUDA_ERROR_OUT_OF_MEMORY else LaunchError)(message)
-
-    def __del__(self) -> None:
-        if not sys.is_finalizing():  # one that runs ends, and is freed behind that
-            self._destroy(self._executable)
-
-
-def record(device: int, launches: Callable[[], object]) -> Graph:
-    """The kernels that a function launches on the current device, as a graph for PyTorch's current stream; none runs.
-
-    What PyTorch launches meanwhile is not part of it, and runs. Thread-safe. Errors: RuntimeError from the driver, and
-    whatever the function raises.
-    """
-    global _recordings
-    driver = jit._driver()
-    relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-    with _recorder, jit._uncaptured(driver):
-        if not int(jit._drive(driver.cuCtxGetCurrent)):  # a thread in which PyTorch has called nothing yet
-            bind(device)
-        stream = _recording_streams.get(device)
-        if stream is None:
-            flag = driver.CUstream_flags.CU_STREAM_NON_BLOCKING
-            stream = _recording_streams[device] = jit._drive(driver.cuStreamCreate, flag)
-        jit._drive(driver.cuStreamBeginCapture, stream, relaxed)
-        _recording.stream, _recording.kept = int(stream), []
-        _recordings += 1
-        try:
-            launches()
-        finally:
-            _recordings -= 1
-            kept, _recording.stream, _recording.kept = _recording.kept, None, []
-            error, graph = driver.cuStreamEndCapture(stream)
-        if error:
-            raise RuntimeError(f"cuStreamEndCapture returned {getattr(error, 'name', error)}")
-        try:
-            executable = jit._drive(driver.cuGraphInstantiate, graph, 0)
-        finally:
-            jit._drive(driver.cuGraphDestroy, graph)
-    return Graph(executable, device, current_stream(device), kept)
