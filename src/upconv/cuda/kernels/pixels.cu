@@ -1,0 +1,321 @@
+// Pixels: the gradient for the input of channels-last layers on tensor cores, for weights that stay in shared memory. Pixels are the
+// rows of a matrix instruction (M), channels of the result its columns (N): a layer of 32 input channels multiplies 32 columns, where
+// `gather`, whose rows are channels, leaves half of 64 rows empty, and its weights, so laid out, leave pixels half of the room.
+//
+// A tap of the kernel reads every STEP-th pixel of the source (the output's gradient). Taps whose offsets are equal modulo STEP, along
+// each axis, read the same ones, shifted: a plane. One box of the tensor copy engine brings a chunk of a plane's channels for a tile,
+// swizzled and (float32) rounded to TF32 on its way; that is a stage of the ring. Both operands are read by descriptors, a tap being
+// a shift of the first by whole pixel rows.
+//
+// Consumers take whole tiles in turn, so that one stores while others multiply, and the ring runs on from tile to tile.
+//
+// Constants come as macros (cuda/pixels.py computes them and explains each); sizes of the input are arguments.
+#include "ptx.cuh"
+#define A_SHARED 1
+#include "wgmma.cuh"
+
+#define VEC (16 / ELEMENT)
+#define ROW_BYTES (CK * ELEMENT)                        // a pixel's row in a plane, a column's in the weights: 32, 64 or 128
+#define UNITS_PER_ROW (ROW_BYTES / 16)
+#define K_STEPS (ROW_BYTES / 32)                        // a matrix instruction takes 32 bytes of K
+#define CHUNKS ((CIN + CK - 1) / CK)
+#define TAP_BYTES (COLUMNS_OF_B * ROW_BYTES)            // of weights, of a chunk and a tap
+#define WEIGHT_BYTES (CHUNKS * TAPS * TAP_BYTES)
+#define SUMS_OF_M (COLUMNS_OF_B / 2)                    // a thread's of 64 pixels
+#define SUB_H (64 / SUB_W)                              // a subtile, the 64 rows of an instruction: 1 x 64 pixels or 8 x 8
+#define SUBS_H (TILE_H / SUB_H)
+#define SUBS_W (TILE_W / SUB_W)
+#define MB (TILE_D * SUBS_H * SUBS_W)                   // of a tile
+#define THREADS (128 + CONSUMERS * 128)
+
+#if PRECISION == 0
+// Unseen by the compiler, which else keeps sums as integers through loops and copies them at each end (ptxas then serialises: C7514).
+__device__ __forceinline__ u32 bits_of(float v) {
+  u32 r;
+  asm("mov.b32 %0, %1;\n" : "=r"(r) : "f"(v));
+  return r;
+}
+#define STORE_BITS(v) bits_of(v)
+#define SIGNS ", 1, 1"
+#else
+#define STORE_BITS(v) (PRECISION == 2 ? half_bits(v) : bfloat_bits(v))
+#define SIGNS ", 1, 1, 0, 0"
+#endif
+
+#include "columns.cuh"
+
+__constant__ const int PLANE_D[] = PLANES_D;            // a plane's first pixel, from a tile's first times STEP
+__constant__ const int PLANE_H[] = PLANES_H;
+__constant__ const int PLANE_W[] = PLANES_W;
+__constant__ const int PLANE_MAP[] = PLANES_MAP;        // its box
+__constant__ const int PLANE_BYTES[] = PLANES_BYTES;
+__constant__ const int PLANE_ROWS[] = PLANES_ROWS;      // of H, in a slice
+__constant__ const int PLANE_PITCH[] = PLANES_PITCH;    // pixels of a row
+__constant__ const int PLANE_FIRST[] = PLANES_FIRST;    // entry of taps; one more at the end
+__constant__ const int TAP_ROW[] = TAP_ROWS;            // an entry's first pixel row in its plane
+__constant__ const short TAP_INDEX[] = TAP_INDICES;     // its place in the kernel
+
+struct Sizes {
+  int batch, out_d, out_h, out_w;                       // of the result
+  int tiles_d, tiles_h, tiles_w, tiles;
+};
+
+struct alignas(64) TensorMap { u64 opaque[16]; };       // a CUtensorMap; <cuda.h> does not compile under NVRTC
+struct TensorMaps { TensorMap of[MAPS + WEIGHTS_BOX]; };  // the last: the weights'
+
+struct Tile { int n, d, h, w; };
+
+__device__ __forceinline__ Tile tile_at(int q, const Sizes& s) {
+  Tile t;
+  t.w = q % s.tiles_w * TILE_W;  q /= s.tiles_w;
+  t.h = q % s.tiles_h * TILE_H;  q /= s.tiles_h;
+  t.d = q % s.tiles_d * TILE_D;
+  t.n = q / s.tiles_d;
+  return t;
+}
+
+struct Cursor {                                         // a place in the ring, and the parity of its phase
+  u32 stage, parity;
+  __device__ __forceinline__ void next() {
+    if (++stage == STAGES) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+  __device__ __forceinline__ void move(u32 by) {
+    u32 at = stage + by;
+    stage = at % STAGES;
+    parity ^= at / STAGES & 1;
+  }
+};
+
+// =====================================================================================================================
+// Weights
+// =====================================================================================================================
+
+// [chunk][tap in the planes' order][channel of the result][channels of the chunk, swizzled], zeros where there is none of either; a thread
+// writes 16 bytes. The weight is (COUT, CIN, kernel): contiguous, or channels-last, whose taps are `tap_step` elements apart.
+template <class Weight>
+__device__ __forceinline__ void pack_weights(const Weight* __restrict__ weight, char* __restrict__ packed, int tap_step) {
+  let_dependent_begin();                                // `pixels`
+  int i = blockIdx.x * PACK_THREADS + threadIdx.x;
+  if (i >= WEIGHT_BYTES / 16) return;
+  int unit = i % UNITS_PER_ROW, column = i / UNITS_PER_ROW % COLUMNS_OF_B, rest = i / (UNITS_PER_ROW * COLUMNS_OF_B);
+  int tap = TAP_INDEX[rest % TAPS], first = rest / TAPS * CK + unit * VEC;
+  u32 v[VEC];
+#pragma unroll
+  for (int e = 0; e < VEC; e++) {
+    int cin = first + e;
+    int at = column * (CIN * TAPS) + (tap_step == 1 ? cin * TAPS + tap : tap * tap_step + cin);
+    v[e] = cin < CIN && column < COUT ? operand(weight[at]) : 0;
+  }
+  int swizzle = ROW_BYTES == 32 ? column >> 2 & 1 : ROW_BYTES == 64 ? column >> 1 & 3 : column & 7;
+  write_operands(packed + (long long)(i - unit) * 16 + ((unit ^ swizzle) << 4), v);
+}
+
+#include "columns_pack.cuh"
+
+// One thread. WEIGHTS_BOX: `packed` is not read, a box brings a tap's weights as they lie in channels-last.
+__device__ __forceinline__ void load_weights(const TensorMaps& maps, const char* packed, u32 to, u32 barrier) {
+  wait_for_results();                                   // of `pack`
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(WEIGHT_BYTES) : "memory");
+#if WEIGHTS_BOX
+#pragma unroll 1
+  for (int i = 0; i < CHUNKS * TAPS; i++)
+    asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %4, %4}], [%5];\n"
+                 ::"r"(to + i * TAP_BYTES), "l"(&maps.of[MAPS]), "r"(i / TAPS * CK), "r"((int)TAP_INDEX[i % TAPS]), "r"(0), "r"(barrier) : "memory");
+#else
+  constexpr int PIECE = 16384;
+#pragma unroll 1
+  for (int at = 0; at < WEIGHT_BYTES; at += PIECE)
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::"r"(to + at), "l"(packed + at), "r"(WEIGHT_BYTES - at < PIECE ? WEIGHT_BYTES - at : PIECE), "r"(barrier) : "memory");
+#endif
+}
+
+// =====================================================================================================================
+// Producer: one thread
+// =====================================================================================================================
+
+__device__ __forceinline__ void produce(const TensorMaps& maps, const Sizes& s, u32 ring, u32 full, u32 empty) {
+  Cursor cursor = {0, 1};                               // all are free at first
+#pragma unroll 1
+  for (int index = blockIdx.x; index < s.tiles; index += gridDim.x) {
+    Tile t = tile_at(index, s);
+#pragma unroll 1
+    for (int chunk = 0; chunk < CHUNKS; chunk++)
+#pragma unroll 1
+      for (int plane = 0; plane < PLANES; plane++, cursor.next()) {
+        u32 barrier = full + cursor.stage * 8;
+        barrier_wait(empty + cursor.stage * 8, cursor.parity);
+        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(PLANE_BYTES[plane]) : "memory");
+        asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5, %6}], [%7];\n"
+                     ::"r"(ring + cursor.stage * STAGE_BYTES), "l"(&maps.of[PLANE_MAP[plane]]), "r"(chunk * CK), "r"(t.w * STEP_W + PLANE_W[plane]),
+                       "r"(t.h * STEP_H + PLANE_H[plane]), "r"(t.d * STEP_D + PLANE_D[plane]), "r"(t.n), "r"(barrier) : "memory");
+      }
+  }
+}
+
+// =====================================================================================================================
+// Consumers
+// =====================================================================================================================
+
+// Rows of ROW_BYTES, swizzled, in groups of 8 that are `apart` bytes from each other.
+__device__ __forceinline__ u64 descriptor(u32 start, u32 apart) {
+  constexpr u32 SWIZZLE = ROW_BYTES == 32 ? 3u : ROW_BYTES == 64 ? 2u : 1u;
+  return (u64)(apart >> 4 | SWIZZLE << 30) << 32 | (start | 1u << 16);
+}
+
+__device__ __forceinline__ void multiply(float (&d)[SUMS_OF_M], u64 a, u64 b) {
+  asm volatile("wgmma.mma_async.sync.aligned.m64n" COLUMNS_TEXT TYPES " {" SUM_REGISTERS "}, " A_AND_B ", 1" SIGNS ";\n" : SUM_OPERANDS : "l"(a), "l"(b));
+}
+
+__device__ __forceinline__ void give_back(u32 barrier, int lane) {
+  __syncwarp();
+  if (lane == 0 && barrier) barrier_arrive(barrier);
+}
+
+// acc += a plane's chunk x the weights of its taps; `start` and `weights` as descriptors have them.
+__device__ __forceinline__ void multiply_plane(float (&acc)[MB][SUMS_OF_M], u32 start, u32 weights, int plane) {
+  int rows = PLANE_ROWS[plane], pitch = PLANE_PITCH[plane];
+#pragma unroll 1
+  for (int entry = PLANE_FIRST[plane]; entry < PLANE_FIRST[plane + 1]; entry++) {
+    u32 a = uniform(start + TAP_ROW[entry] * (ROW_BYTES / 16)), b = uniform(weights + entry * (TAP_BYTES / 16));
+#pragma unroll
+    for (int k = 0; k < K_STEPS; k++)
+#pragma unroll
+      for (int m = 0; m < MB; m++) {
+        const int d = m / (SUBS_H * SUBS_W), h = m / SUBS_W % SUBS_H * SUB_H, w = m % SUBS_W * SUB_W;
+        u32 from = a + ((d * rows + h) * pitch + w) * (ROW_BYTES / 16) + k * 2;
+        multiply(acc[m], descriptor(from, (SUB_W == 8 ? pitch : 8) * ROW_BYTES), descriptor(b + k * 2, 8 * ROW_BYTES));
+      }
+  }
+}
+
+// A thread's sums: of columns 8j + 2t and the next, pixels g and g + 8 of the warp's 16.
+__device__ __forceinline__ void store(const float (&acc)[MB][SUMS_OF_M], char* __restrict__ y, const Sizes& s, const Tile& t, int thread) {
+  int lane = thread & 31;
+#pragma unroll
+  for (int m = 0; m < MB; m++)
+#pragma unroll
+    for (int eight = 0; eight < 2; eight++) {
+      const int sub_d = m / (SUBS_H * SUBS_W), sub_h = m / SUBS_W % SUBS_H * SUB_H, sub_w = m % SUBS_W * SUB_W;
+      int row = (thread >> 5) * 16 + (lane >> 2) + eight * 8;
+      int d = t.d + sub_d, h = t.h + sub_h + row / SUB_W, w = t.w + sub_w + row % SUB_W;
+      bool there = d < s.out_d && h < s.out_h && w < s.out_w;
+      char* pixel = y + ((((long long)t.n * s.out_d + d) * s.out_h + h) * s.out_w + w) * (COUT * ELEMENT);
+#if ELEMENT == 2 && COUT % 8 == 0 && COLUMNS_OF_B % 16 == 0
+      // Lanes exchange with a neighbour, so that an even one stores 8 bytes of columns 16i and on, an odd one of 16i + 8 and on.
+      int odd = lane & 1, column = (lane & 2) * 2 + odd * 8;
+#pragma unroll
+      for (int i = 0; i < COLUMNS_OF_B / 16; i++) {
+        u32 pair[2], v[4];
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+          const int at = 4 * (2 * i + j) + 2 * eight;
+          pair[j] = STORE_BITS(acc[m][at]) | STORE_BITS(acc[m][at + 1]) << 16;
+        }
+        u32 other = __shfl_xor_sync(0xffffffffu, odd ? pair[0] : pair[1], 1);
+        v[0] = odd ? other : pair[0], v[1] = odd ? pair[1] : other;
+        store_global_64_if(pixel + (16 * i + column) * ELEMENT, v, there && (COUT % 16 == 0 || 16 * i + column < COUT));
+      }
+#else
+#pragma unroll
+      for (int j = 0; j < COLUMNS_OF_B / 8; j++) {
+        const int at = 4 * j + 2 * eight;
+        int column = 8 * j + lane % 4 * 2;
+        u32 v[4] = {STORE_BITS(acc[m][at]), STORE_BITS(acc[m][at + 1])};
+        char* to = pixel + column * ELEMENT;
+        bool one = there && (COUT % 8 == 0 || column < COUT);
+#if COUT % 2 == 1
+        bool two = there && column + 1 < COUT;
+#endif
+#if COUT % 2 == 0 && ELEMENT == 4
+        store_global_64_if(to, v, one);
+#elif COUT % 2 == 0
+        store_global_if(to, v[0] | v[1] << 16, one);
+#elif ELEMENT == 4
+        store_global_if(to, v[0], one);
+        store_global_if(to + 4, v[1], two);
+#else
+        store_global_16_if(to, v[0], one);
+        store_global_16_if(to + 2, v[1], two);
+#endif
+      }
+#endif
+    }
+}
+
+__device__ __forceinline__ void consume(char* y, const Sizes& s, u32 ring, u32 full, u32 empty, u32 weights, int wg, int thread) {
+  int lane = thread & 31, turn = 0;
+  Cursor cursor = {0, 0};
+  float acc[MB][SUMS_OF_M];
+#pragma unroll 1
+  for (int index = blockIdx.x; index < s.tiles; index += gridDim.x) {
+    bool mine = turn == wg;
+    turn = turn + 1 == CONSUMERS ? 0 : turn + 1;
+    if (!mine) {
+      cursor.move(CHUNKS * PLANES);
+      continue;
+    }
+#pragma unroll
+    for (int m = 0; m < MB; m++)
+#pragma unroll
+      for (int i = 0; i < SUMS_OF_M; i++) {
+        acc[m][i] = 0.f;
+        asm volatile("" : "+f"(acc[m][i]));             // here, not behind a fence of wgmma: ptxas would serialise all (C7519)
+      }
+    u32 behind = 0;                                     // the stage that instructions under way read
+#pragma unroll 1
+    for (int chunk = 0; chunk < CHUNKS; chunk++)
+#pragma unroll 1
+      for (int plane = 0; plane < PLANES; plane++, cursor.next()) {
+        barrier_wait(full + cursor.stage * 8, cursor.parity);
+        wgmma_fence();
+        multiply_plane(acc, (ring + cursor.stage * STAGE_BYTES) >> 4, (weights >> 4) + chunk * (TAPS * TAP_BYTES / 16), plane);
+        wgmma_commit();
+        wgmma_wait<1>();
+        give_back(behind, lane);
+        behind = empty + cursor.stage * 8;
+      }
+    wgmma_wait<0>();
+    give_back(behind, lane);
+    store(acc, y, s, tile_at(index, s), thread);
+  }
+}
+
+// =====================================================================================================================
+
+#define WEIGHTS_AT (STAGES * STAGE_BYTES)
+#define BARRIERS_AT (WEIGHTS_AT + WEIGHT_BYTES)
+#define SHARED_BYTES (BARRIERS_AT + 16 * STAGES + 8)
+#if SHARED_BYTES_PLANNED != SHARED_BYTES
+#error "the planner's shared memory is not the kernel's"
+#endif
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+pixels(const char* __restrict__ packed, char* __restrict__ y,
+       int batch, int out_d, int out_h, int out_w, int tiles_d, int tiles_h, int tiles_w, int tiles, const __grid_constant__ TensorMaps maps) {
+  extern __shared__ __align__(1024) unsigned char memory[];
+  const Sizes s = {batch, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, tiles};
+  u32 ring = shared_address(memory), full = ring + BARRIERS_AT, empty = full + 8 * STAGES, loaded = empty + 8 * STAGES;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < STAGES; i++) {
+      barrier_init(full + 8 * i, 1);
+      barrier_init(empty + 8 * i, 4);
+    }
+    barrier_init(loaded, 1);
+    asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
+  }
+  __syncthreads();
+  int role = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0);
+  if (role == 0) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(PRODUCER_REGISTERS));
+    if (threadIdx.x == 0) produce(maps, s, ring, full, empty);
+    else if (threadIdx.x == 32) load_weights(maps, packed, ring + WEIGHTS_AT, loaded);
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(CONSUMER_REGISTERS));
+    wait_for_results();                                 // of `pack`: nothing is stored where it may still read
+    barrier_wait(loaded, 0);
+    consume(y, s, ring, full, empty, ring + WEIGHTS_AT, role - 1, threadIdx.x & 127);
+  }
+}

@@ -1,0 +1,534 @@
+"""The gradient for the input of channels-last layers whose weights stay in shared memory: pixels as rows. wgmma only.
+
+`gather` makes channels of the result rows of M: 64 of them, half empty for a layer of 32 channels, whose packed weights
+then take twice their room and leave tiles, or chunks of channels, small (NOTES: kb73 in TF32 read 32 bytes of each
+pixel at a time). Here pixels are rows of M and channels columns of N; a plane of pixels that some taps read comes by one
+box, and both operands are read by descriptors (``kernels/pixels.cu``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from upconv.cuda import gather, jit
+from upconv.cuda.boxes import Five, Tensor5, Words, encode
+from upconv.cuda.costs import cheapest
+from upconv.cuda.gather import Unit
+from upconv.cuda.gpu import Gpu
+from upconv.cuda.launch import as_run
+from upconv.cuda.tiling import PACK_THREADS, Unfit, result_shape, source_shape
+from upconv.problem import Problem
+
+_PRECISIONS = {"tf32": 0, "fp16": 2, "bf16": 3}
+_REGISTERS = {2: (40, 232), 3: (32, 160), 4: (24, 120)}
+"""Of a producer's thread and a consumer's, by consumers."""
+_SPARE = 56
+"""Registers of a consumer's thread for addresses and the like."""
+_MOST_STAGES = 16
+_MOST_COLUMNS = 256
+_MOST_BOX = 256  # elements along a dimension that a box may traverse
+_MOST_STEP = 8
+_MOST_COUNTED = 2**31  # tiles, which the kernel counts in 32 bits
+_SIZES = "i" * 8  # `Tile.arguments`
+
+
+@dataclass(frozen=True)
+class Plane:
+    """Taps that read the same pixels of the source, shifted. Triples are along D, H and W."""
+
+    first: tuple[int, int, int]
+    """The plane's first pixel, less a tile's first result times the steps."""
+    halo: tuple[int, int, int]
+    """Pixels that it has more than the tile."""
+    taps: tuple[tuple[int, tuple[int, int, int]], ...]
+    """Its taps' indices in the kernel, and by how many pixels of the plane each is shifted."""
+
+
+def planes(p: Problem) -> tuple[Plane, ...]:
+    """A layer's planes."""
+    lead = (1,) * (3 - p.rank)
+    kernel, steps = lead + p.kernel, lead + p.stride
+    axes = tuple(zip(kernel, steps, lead + p.dilation, (0,) * (3 - p.rank) + p.padding))
+    found = []
+    classes = []
+    for of, step, dilation, padding in axes:
+        offsets = [k * dilation - padding for k in range(of)]
+        classes.append(
+            [
+                [(k, offset) for k, offset in enumerate(offsets) if offset % step == residue]
+                for residue in dict.fromkeys(offset % step for offset in offsets)
+            ]
+        )
+    for of_axes in product(*classes):
+        first = tuple(taps[0][1] for taps in of_axes)
+        halo = tuple((taps[-1][1] - taps[0][1]) // step for taps, step in zip(of_axes, steps))
+        taps = []
+        for each in product(*of_axes):
+            index = 0
+            for (k, _), of in zip(each, kernel):
+                index = index * of + k
+            shift = tuple((offset - begin) // step for (_, offset), begin, step in zip(each, first, steps))
+            taps.append((index, shift))
+        found.append(Plane(first, halo, tuple(taps)))  # type: ignore[arg-type]
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A tile's shape and the kernel's constants for one problem; everything but the sizes of input and batch.
+
+    Raises, on `checked`:
+        Unfit: the kernel cannot run it.
+    """
+
+    problem: Problem
+    shape: tuple[int, int, int]
+    """Results of a tile along D, H and W."""
+    sub_w: int
+    """Of the 64 results that are an instruction's rows: 64 neighbours of a row, or 8 of 8 rows."""
+    chunk: int
+    """Source channels of a plane's box."""
+    consumers: int = 2
+    """Warpgroups that multiply, whole tiles in turn."""
+    stages: int = 2
+    """Of the ring, a plane's chunk each."""
+
+    @property
+    def element(self) -> int:
+        return self.problem.dtype.itemsize
+
+    @property
+    def channels(self) -> tuple[int, int]:
+        """The source's and the result's."""
+        return source_shape(self.problem)[1], result_shape(self.problem)[1]
+
+    @property
+    def columns(self) -> int:
+        """Of a matrix instruction: the result's channels, filled up to a multiple of 8."""
+        return -(-self.channels[1] // 8) * 8
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a pixel in a plane."""
+        return self.chunk * self.element
+
+    @property
+    def chunks(self) -> int:
+        return -(-self.channels[0] // self.chunk)
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """Along D, H, W."""
+        return (1,) * (3 - self.problem.rank) + self.problem.stride
+
+    @cached_property
+    def planes(self) -> tuple[Plane, ...]:
+        return planes(self.problem)
+
+    @property
+    def mb(self) -> int:
+        """Subtiles of 64 results."""
+        return math.prod(self.shape) // 64
+
+    def extents(self, plane: Plane) -> tuple[int, ...]:
+        """Pixels of a plane along D, H and W."""
+        return tuple(n + halo for n, halo in zip(self.shape, plane.halo))
+
+    def plane_bytes(self, plane: Plane) -> int:
+        return math.prod(self.extents(plane)) * self.row_bytes
+
+    @cached_property
+    def stage_bytes(self) -> int:
+        """The largest plane's, from where swizzles begin."""
+        return max(-(-self.plane_bytes(plane) // 1024) * 1024 for plane in self.planes)
+
+    @cached_property
+    def boxes(self) -> tuple[Five, ...]:
+        """What boxes traverse, which differ by their planes' halos: channels, W, H, D, images."""
+        return tuple(dict.fromkeys(self._box(plane) for plane in self.planes))
+
+    def _box(self, plane: Plane) -> Five:
+        d, h, w = ((n - 1) * step + 1 for n, step in zip(self.extents(plane), self.steps))
+        return self.chunk, w, h, d, 1
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.chunks * self.problem.taps * self.columns * self.row_bytes
+
+    @property
+    def packed_words(self) -> int:
+        """32-bit words of the packed weights."""
+        return self.weight_bytes // 4
+
+    @property
+    def pack_blocks(self) -> int:
+        return -(-self.weight_bytes // 16 // PACK_THREADS)
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.stages * (self.stage_bytes + 16) + self.weight_bytes + 8
+
+    @property
+    def boxable(self) -> bool:
+        """Whether boxes may bring channels-last weights as they lie."""
+        return self.channels[0] * self.element % 16 == 0
+
+    def checked(self, shared_limit: int) -> Tile:
+        """This, when the kernel can run it."""
+        sums, most = self.mb * self.columns // 2, _REGISTERS[self.consumers][1] - _SPARE
+        if sums > most:
+            raise Unfit(f"{sums} sums are more than {most} registers")
+        if max(max(box) for box in self.boxes) > _MOST_BOX:
+            raise Unfit(f"boxes traverse at most {_MOST_BOX} elements along a dimension")
+        if self.stages < 2:
+            raise Unfit("a stage is given back while the next is read")
+        if self.shared_bytes > shared_limit:
+            raise Unfit(f"the tile takes {self.shared_bytes} bytes of shared memory, the device has {shared_limit}")
+        return self
+
+    def macros(self, weights_box: bool = False) -> dict[str, int | float | str]:
+        """The kernel's constants by macro name; see kernels/pixels.cu."""
+        sums = self.columns // 2
+        taps = [(plane, index, shift) for plane in self.planes for index, shift in plane.taps]
+        firsts = [0]
+        for plane in self.planes:
+            firsts.append(firsts[-1] + len(plane.taps))
+
+        def row(plane: Plane, shift: tuple[int, int, int]) -> int:
+            (_, rows, pitch), (d, h, w) = self.extents(plane), shift
+            return (d * rows + h) * pitch + w
+
+        def table(values: Iterator[int] | list[int]) -> str:
+            return "{" + ", ".join(map(str, values)) + "}"
+
+        found: dict[str, int | float | str] = {
+            "PRECISION": _PRECISIONS[self.problem.precision],
+            "ELEMENT": self.element,
+            "ELEMENT_TYPE": "float" if self.element == 4 else "unsigned short",
+            "CIN": self.channels[0],
+            "COUT": self.channels[1],
+            "CK": self.chunk,
+            "COLUMNS_OF_B": self.columns,
+            "COLUMNS_TEXT": f'"{self.columns}"',
+            "SUB_W": self.sub_w,
+            "CONSUMERS": self.consumers,
+            "STAGES": self.stages,
+            "STAGE_BYTES": self.stage_bytes,
+            "TAPS": len(taps),
+            "PLANES": len(self.planes),
+            "MAPS": len(self.boxes),
+            "WEIGHTS_BOX": int(weights_box),
+            "PLANES_MAP": table([self.boxes.index(self._box(plane)) for plane in self.planes]),
+            "PLANES_BYTES": table([self.plane_bytes(plane) for plane in self.planes]),
+            "PLANES_ROWS": table([self.extents(plane)[1] for plane in self.planes]),
+            "PLANES_PITCH": table([self.extents(plane)[2] for plane in self.planes]),
+            "PLANES_FIRST": table(firsts),
+            "TAP_ROWS": table([row(plane, shift) for plane, _, shift in taps]),
+            "TAP_INDICES": table([index for _, index, _ in taps]),
+            "SUM_REGISTERS": '"' + ",".join(f"%{i}" for i in range(sums)) + '"',
+            "SUM_OPERANDS": ",".join(f'"+f"(d[{i}])' for i in range(sums)),
+            "A_AND_B": f'"%{sums}, %{sums + 1}"',
+            "PRODUCER_REGISTERS": _REGISTERS[self.consumers][0],
+            "CONSUMER_REGISTERS": _REGISTERS[self.consumers][1],
+            "SHARED_BYTES_PLANNED": self.shared_bytes,
+        }
+        for axis, name in enumerate("DHW"):
+            found[f"TILE_{name}"] = self.shape[axis]
+            found[f"STEP_{name}"] = self.steps[axis]
+            found[f"PLANES_{name}"] = table([plane.first[axis] for plane in self.planes])
+        return found
+
+    # --- sizes, which are run-time arguments -------------------------------------------------------------------------
+
+    def counts(self, p: Problem) -> tuple[int, ...]:
+        """Tiles along D, H and W of a problem of this layer."""
+        size = (1,) * (3 - p.rank) + result_shape(p)[2:]
+        return tuple(-(-n // of) for n, of in zip(size, self.shape))
+
+    def tiles(self, p: Problem) -> int:
+        return p.batch * math.prod(self.counts(p))
+
+    def arguments(self, p: Problem) -> tuple[int, ...]:
+        """The kernel's integer arguments behind its pointers."""
+        size = (1,) * (3 - p.rank) + result_shape(p)[2:]
+        return (p.batch, *size, *self.counts(p), self.tiles(p))
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A tile for a problem on a GPU, and what the model thinks of it."""
+
+    tile: Tile
+    """Of the layer at any size; its own problem's size and batch mean nothing."""
+    problem: Problem
+    gpu: Gpu
+    seconds: float
+    """The model's estimate."""
+    bound: str
+    """What limits it, by the model."""
+
+    family = "pixels"
+
+    @property
+    def grid(self) -> int:
+        """Blocks: one for each multiprocessor."""
+        return min(self.tile.tiles(self.problem), self.gpu.multiprocessors)
+
+    @property
+    def summary(self) -> str:
+        t = self.tile
+        return (
+            f"pixels as rows, channels last: wgmma {t.problem.precision}, tile {'x'.join(map(str, t.shape))} (DxHxW), "
+            f"{t.columns} columns, ring of {t.stages} of {len(t.planes)} planes, {t.chunk} channels each, weights "
+            f"resident, {t.consumers} consumers in turn, {t.shared_bytes // 1024} KB shared, grid {self.grid}"
+        )
+
+    def sources(self) -> tuple[Unit, ...]:
+        """What NVRTC must compile; the same for all input sizes that share the tile."""
+        label = f"pixels {gather.layer_text(self.problem)}"
+        units = [Unit(label, jit.source("pixels.cu", self.tile.macros()), ("pack", "pixels"))]
+        if self.tile.boxable:
+            units.append(Unit(f"{label} boxes", jit.source("pixels.cu", self.tile.macros(True)), ("pixels",)))
+        return tuple(units)
+
+    def prepare(self, device: int) -> Prepared:
+        """Compiles (or finds) and loads the kernels for a CUDA device. Errors: those of ``jit.kernel``."""
+        return Prepared(self, device)
+
+
+class Prepared(gather.Packs):
+    """A choice's kernels, loaded for a device."""
+
+    def __init__(self, choice: Choice, device: int) -> None:
+        t, p = choice.tile, choice.problem
+        super().__init__(p, device, t.packed_words, t.pack_blocks)
+        unit, *boxed = choice.sources()
+        self._unit, self._boxed_unit = unit, (boxed[0] if boxed else None)
+        self._grid, self._sizes, self._tile = choice.grid, as_run(_SIZES, t.arguments(p)), t
+        self._tails: dict[int, Words] = {}
+        self._weight_maps: dict[int, Words] = {}
+        self.packing = ("pixels", t.columns, t.chunk, p.precision, self._boxed_unit is not None)
+        """What `pack`'s result depends on beside the weight."""
+        if self._boxed_unit is None:
+            self.load()
+        # Else what its first weight wants is loaded then: hardly a layer has weights of both kinds.
+
+    @property
+    def _launchers(self) -> tuple[str, ...]:
+        boxed = ("_run_boxed",) if self._boxed_unit is not None else ()
+        return (*self._packed_launchers, *boxed)
+
+    @property
+    def _packed_launchers(self) -> tuple[str, ...]:
+        return "_pack", "_run", *(("_pack_float",) if self.casts else ())
+
+    @property
+    def loaded(self) -> bool:
+        """Whether the kernels for every weight are."""
+        return all(name in vars(self) for name in self._launchers)
+
+    def load(self) -> None:
+        """Compiles (or finds) and loads the kernels for every weight. Errors: those of ``jit.kernel``."""
+        for name in self._launchers:
+            getattr(self, name)
+
+    @property
+    def packed_loaded(self) -> bool:
+        """Whether those for weights that are packed are."""
+        return all(name in vars(self) for name in self._packed_launchers)
+
+    def load_packed(self) -> None:
+        """Loads these."""
+        for name in self._packed_launchers:
+            getattr(self, name)
+
+    def _load_pixels(self, unit: Unit, maps: int) -> gather.Launcher:
+        t = self._tile
+        codes = f"PP({_SIZES}{'q' * 16 * len(t.boxes)}){f'({maps * 16 * chr(113)})' if maps else ''}"
+        return self._load(unit, "pixels", 128 + 128 * t.consumers, t.shared_bytes, codes)
+
+    @cached_property
+    def _pack(self) -> gather.Launcher:
+        return self._load_pack(self._unit)
+
+    @cached_property
+    def _pack_float(self) -> gather.Launcher:
+        return self._load_pack_float(self._unit)
+
+    @cached_property
+    def _run(self) -> gather.Launcher:
+        return self._load_pixels(self._unit, 0)
+
+    @cached_property
+    def _run_boxed(self) -> gather.Launcher:
+        assert self._boxed_unit is not None
+        return self._load_pixels(self._boxed_unit, 1)
+
+    def run(self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, fresh: bool = False) -> None:
+        """Launches the kernel: ``x``, the output's gradient, and ``out``, the input's, dense in channels_last.
+
+        ``packed`` is what `pack` returned; there is no bias. ``fresh``: `pack` was called just before, and the kernel
+        loads its first pixels beside what that launched.
+        """
+        if out.data_ptr() & 15:  # PyTorch's allocations never do; two results are stored together
+            whole = torch.empty_like(out)
+            self.run(x, packed, bias, whole, fresh)
+            out.copy_(whole)
+            return
+        address, at = x.data_ptr(), packed.data_ptr()
+        if address & 15:
+            fresh, x = False, x.clone()  # a view that begins off 16 bytes; PyTorch's allocations never do
+            address = x.data_ptr()
+        tail = self._tails.get(address)
+        if tail is None:
+            t, p = self._tile, self._problem
+            maps = tensor_maps(t, p, address)
+            tail = self._kept(self._tails, address, lambda: [self._sizes, *maps])
+        if packed.dtype is torch.int32:
+            self._run(self._device, self._grid, (at, out.data_ptr(), tail), fresh)
+            return
+        weights = self._weight_maps.get(at)
+        if weights is None:
+            t, p = self._tile, self._problem
+            weights = self._kept(self._weight_maps, at, lambda: [weight_map(t, p, at)])
+        self._run_boxed(self._device, self._grid, (at, out.data_ptr(), tail, weights))
+
+
+def tensor_maps(t: Tile, p: Problem, address: int) -> Iterator[Words]:
+    """``CUtensorMap``s over the output's gradient with a tile's boxes, each as 16 signed words."""
+    channels, *size = source_shape(p)[1:]
+    dims = (channels, *reversed((1,) * (3 - p.rank) + tuple(size)), p.batch)
+    a, b, c, e = (math.prod(dims[:i]) * t.element for i in range(1, 5))
+    tensor, (d, h, w) = Tensor5(0, dims, (a, b, c, e)), t.steps  # type: ignore[arg-type]
+    for box in t.boxes:
+        yield encode(tensor, address, p.dtype, box, (1, w, h, d, 1), t.row_bytes, p.precision == "tf32")
+
+
+def weight_map(t: Tile, p: Problem, address: int) -> Words:
+    """A ``CUtensorMap`` over channels-last weights, with the box of a tap's for a chunk, as 16 signed words."""
+    rows, channels, *_ = p.weight_shape
+    row = p.taps * channels * t.element
+    tensor = Tensor5(0, (channels, p.taps, rows, 1, 1), (channels * t.element, row, rows * row, rows * row))
+    box = (t.chunk, 1, t.columns, 1, 1)
+    return encode(tensor, address, p.dtype, box, (1,) * 5, t.row_bytes, p.precision == "tf32")
+
+
+# --- candidates ------------------------------------------------------------------------------------------------------
+
+
+def refusal(p: Problem, gpu: Gpu) -> str | None:
+    """Why these kernels cannot serve a problem, in a sentence; None when one may."""
+    if gpu.arch != "90a":
+        return "pixels as rows want both operands by descriptors, which wgmma alone takes"
+    if p.pass_ != "grad-input" or p.layout != "channels_last":
+        return "pixels as rows of channels-last tensors are for gradients for the input"
+    if p.precision not in _PRECISIONS:
+        return f"precision {p.precision} is none of the kernel's"
+    if p.groups > 1:
+        return "the kernel knows no groups"
+    if max(p.stride) > _MOST_STEP:
+        return f"boxes take steps of at most {_MOST_STEP} pixels"
+    source, result = source_shape(p)[1], result_shape(p)[1]
+    if source * p.dtype.itemsize % 16:
+        return "boxes want pixels of whole 16 bytes"
+    if result > _MOST_COLUMNS:
+        return f"{result} channels of the result are more than the {_MOST_COLUMNS} columns of an instruction"
+    return None
+
+
+def candidates(p: Problem, gpu: Gpu) -> Iterator[Tile]:
+    """Every tile worth a look for a layer at its own size."""
+    size = (1,) * (3 - p.rank) + result_shape(p)[2:]
+    for t in _candidates(gather.any_size(p), gpu):
+        # Of an axis that is shorter than the tile no more than a subtile.
+        subtile = (1, 64 // t.sub_w, t.sub_w)
+        if all(n <= max(-(-of // least) * least, least) for n, of, least in zip(t.shape, size, subtile)):
+            yield t
+
+
+@lru_cache(maxsize=256)
+def _candidates(layer: Problem, gpu: Gpu) -> tuple[Tile, ...]:
+    """A layer's tiles for all sizes."""
+    found = []
+    depths = (1, 2, 4) if layer.rank == 3 else (1,)
+    heights = (1, 2, 4, 8, 16) if layer.rank > 1 else (1,)
+    for sub_w, d, h, w in product((64, 8), depths, heights, (8, 16, 32, 64, 128, 256)):
+        if w % sub_w or h % (64 // sub_w):
+            continue
+        for row_bytes, consumers in product((128, 64, 32), _REGISTERS):
+            chunk = row_bytes // layer.dtype.itemsize
+            if row_bytes > 32 and source_shape(layer)[1] <= chunk // 2:
+                continue
+            t = Tile(layer, (d, h, w), sub_w, chunk, consumers)
+            stages = (gpu.shared_bytes - t.weight_bytes - 8) // (t.stage_bytes + 16)
+            t = replace(t, stages=min(stages, _MOST_STAGES))
+            try:
+                found.append(t.checked(gpu.shared_bytes))
+            except Unfit:
+                continue
+    return tuple(found)
+
+
+# --- the cost model --------------------------------------------------------------------------------------------------
+
+_L2 = 40.0  # bytes a clock, of boxes
+_ROW = 16.0  # bytes that a pixel's row costs beside its own
+_STORE = 30.0  # bytes a clock
+_LATENCY = 1200.0  # clocks, from a box's request to its use
+_TILE = 600.0  # clocks of a tile beside
+_TAP = 30.0  # of a tap's, beside its instructions
+_HIDDEN = 0.85  # share of the lesser that the others hide
+
+
+def estimate(t: Tile, p: Problem, gpu: Gpu) -> tuple[float, str]:
+    """(seconds, what bounds them) of a problem by a tile."""
+    rows = sum(math.prod(t.extents(plane)) for plane in t.planes)
+    boxes = len(t.planes) * t.chunks
+    copied = t.chunks * rows * (t.row_bytes + _ROW) / _L2
+    waits = boxes * _LATENCY / t.stages
+    instruction = max(t.columns / 2, (64 + t.columns) * 32 / 128)
+    multiplied = t.chunks * p.taps * (t.row_bytes // 32 * t.mb * instruction + _TAP)
+    stored = math.prod(t.shape) * t.channels[1] * t.element / _STORE
+    bodies = {"tensor cores": multiplied, "L2": copied, "latency": waits}
+    bodies["consumers"] = (multiplied + stored + _TILE) / t.consumers
+    bound = max(bodies, key=lambda name: bodies[name])
+    clocks = max(bodies.values()) + (1 - _HIDDEN) * min(copied, multiplied)
+    waves = -(-t.tiles(p) // gpu.multiprocessors)
+    seconds = (waves * clocks + stored) / gpu.clock
+    read = math.prod(
+        len({plane.first[axis] % step for plane in t.planes}) / step for axis, step in enumerate(t.steps)
+    )
+    memory = (math.prod(result_shape(p)) + read * math.prod(source_shape(p))) * t.element / gpu.bandwidth
+    if memory > seconds:
+        bound = "bytes"
+    return max(memory, seconds) + 0.15 * min(memory, seconds) + gather.LAUNCH, bound
+
+
+def choose(p: Problem, gpu: Gpu, general: bool = False) -> Choice | str:
+    """The cheapest tile by the model, or the sentence why there is none.
+
+    ``general``: for files that serve every size of the input, which have no host code for these kernels.
+    """
+    if general:
+        return "exported files have no host code for pixels as rows"
+    return _choose(p, gpu)
+
+
+@lru_cache(maxsize=4096)
+def _choose(p: Problem, gpu: Gpu) -> Choice | str:
+    refused = refusal(p, gpu)
+    if refused:
+        return refused
+    countable = (t for t in candidates(p, gpu) if t.tiles(p) < _MOST_COUNTED)
+    best = cheapest(countable, p, gpu, estimate)
+    if best is None:
+        return "this layer's weights leave no room for a ring of planes in shared memory, or its sums in registers"
+    seconds, bound, t = best
+    return Choice(t, p, gpu, seconds, bound)
