@@ -27,8 +27,8 @@ from upconv.cuda.tiling import PACK_THREADS, Unfit, result_shape, source_shape
 from upconv.problem import Problem
 
 _PRECISIONS = {"tf32": 0, "fp16": 2, "bf16": 3}
-_REGISTERS = {2: (40, 232), 3: (32, 160), 4: (24, 120)}
-"""Of a producer's thread and a consumer's, by consumers."""
+_REGISTERS = {2: (40, 232), 3: (32, 160), 4: (24, 112)}
+"""Of a producer's thread and a consumer's, by consumers: together no more than the block begins with."""
 _SPARE = 56
 """Registers of a consumer's thread for addresses and the like."""
 _MOST_STAGES = 16

@@ -7,7 +7,9 @@
 // swizzled and (float32) rounded to TF32 on its way; that is a stage of the ring. Both operands are read by descriptors, a tap being
 // a shift of the first by whole pixel rows.
 //
-// Consumers take whole tiles in turn, so that one stores while others multiply, and the ring runs on from tile to tile.
+// Consumers take whole tiles in turn, so that one stores while another multiplies, and the ring runs on from tile to tile. One begins
+// to wait for its stages when the one before has all of its own: a barrier's parity tells one phase from the next, not from the one
+// behind that.
 //
 // Constants come as macros (cuda/pixels.py computes them and explains each); sizes of the input are arguments.
 #include "ptx.cuh"
@@ -248,6 +250,7 @@ __device__ __forceinline__ void store(const float (&acc)[MB][SUMS_OF_M], char* _
 __device__ __forceinline__ void consume(char* y, const Sizes& s, u32 ring, u32 full, u32 empty, u32 weights, int wg, int thread) {
   int lane = thread & 31, turn = 0;
   Cursor cursor = {0, 0};
+  if (wg == CONSUMERS - 1) named_arrive(1, 256);        // the first turn is consumer 0's
   float acc[MB][SUMS_OF_M];
 #pragma unroll 1
   for (int index = blockIdx.x; index < s.tiles; index += gridDim.x) {
@@ -264,6 +267,7 @@ __device__ __forceinline__ void consume(char* y, const Sizes& s, u32 ring, u32 f
         acc[m][i] = 0.f;
         asm volatile("" : "+f"(acc[m][i]));             // here, not behind a fence of wgmma: ptxas would serialise all (C7519)
       }
+    named_sync(1 + wg, 256);
     u32 behind = 0;                                     // the stage that instructions under way read
 #pragma unroll 1
     for (int chunk = 0; chunk < CHUNKS; chunk++)
@@ -277,6 +281,7 @@ __device__ __forceinline__ void consume(char* y, const Sizes& s, u32 ring, u32 f
         give_back(behind, lane);
         behind = empty + cursor.stage * 8;
       }
+    named_arrive(1 + (wg + 1 == CONSUMERS ? 0 : wg + 1), 256);
     wgmma_wait<0>();
     give_back(behind, lane);
     store(acc, y, s, tile_at(index, s), thread);
