@@ -1,9 +1,9 @@
 """The gradient for the input of channels-last layers whose weights stay in shared memory: pixels as rows. wgmma only.
 
 `gather` makes channels of the result rows of M: 64 of them, half empty for a layer of 32 channels, whose packed weights
-then take twice their room and leave tiles, or chunks of channels, small (NOTES: kb73 in TF32 read 32 bytes of each
-pixel at a time). Here pixels are rows of M and channels columns of N; a plane of pixels that some taps read comes by one
-box, and both operands are read by descriptors (``kernels/pixels.cu``).
+then take twice their room and leave tiles, or chunks of channels, small (NOTES: kb73 in TF32 read 32 bytes of a pixel
+at a time). Here pixels are rows of M and channels columns of N; a plane of pixels that some taps read comes by one box,
+and both operands are read by descriptors (``kernels/pixels.cu``).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from upconv.cuda.boxes import Five, Tensor5, Words, encode
 from upconv.cuda.costs import cheapest
 from upconv.cuda.gather import Unit
 from upconv.cuda.gpu import Gpu
-from upconv.cuda.launch import as_run
+from upconv.cuda.launch import Launcher, as_run
 from upconv.cuda.tiling import PACK_THREADS, Unfit, result_shape, source_shape
 from upconv.problem import Problem
 
@@ -314,7 +314,8 @@ class Prepared(gather.Packs):
         self._grid, self._sizes, self._tile = choice.grid, as_run(_SIZES, t.arguments(p)), t
         self._tails: dict[int, Words] = {}
         self._weight_maps: dict[int, Words] = {}
-        self.packing = ("pixels", t.columns, t.chunk, p.precision, self._boxed_unit is not None)
+        order = tuple(index for plane in t.planes for index, _ in plane.taps)
+        self.packing = ("pixels", t.columns, t.chunk, p.precision, order, self._boxed_unit is not None)
         """What `pack`'s result depends on beside the weight."""
         if self._boxed_unit is None:
             self.load()
@@ -349,25 +350,25 @@ class Prepared(gather.Packs):
         for name in self._packed_launchers:
             getattr(self, name)
 
-    def _load_pixels(self, unit: Unit, maps: int) -> gather.Launcher:
+    def _load_pixels(self, unit: Unit, maps: int) -> Launcher:
         t = self._tile
         codes = f"PP({_SIZES}{'q' * 16 * len(t.boxes)}){f'({maps * 16 * chr(113)})' if maps else ''}"
         return self._load(unit, "pixels", 128 + 128 * t.consumers, t.shared_bytes, codes)
 
     @cached_property
-    def _pack(self) -> gather.Launcher:
+    def _pack(self) -> Launcher:
         return self._load_pack(self._unit)
 
     @cached_property
-    def _pack_float(self) -> gather.Launcher:
+    def _pack_float(self) -> Launcher:
         return self._load_pack_float(self._unit)
 
     @cached_property
-    def _run(self) -> gather.Launcher:
+    def _run(self) -> Launcher:
         return self._load_pixels(self._unit, 0)
 
     @cached_property
-    def _run_boxed(self) -> gather.Launcher:
+    def _run_boxed(self) -> Launcher:
         assert self._boxed_unit is not None
         return self._load_pixels(self._boxed_unit, 1)
 
@@ -433,6 +434,8 @@ def refusal(p: Problem, gpu: Gpu) -> str | None:
         return f"precision {p.precision} is none of the kernel's"
     if p.groups > 1:
         return "the kernel knows no groups"
+    if p.taps == 1:
+        return "of one tap there is nothing that the gather-GEMM would read twice"
     if max(p.stride) > _MOST_STEP:
         return f"boxes take steps of at most {_MOST_STEP} pixels"
     source, result = source_shape(p)[1], result_shape(p)[1]
@@ -502,9 +505,7 @@ def estimate(t: Tile, p: Problem, gpu: Gpu) -> tuple[float, str]:
     clocks = max(bodies.values()) + (1 - _HIDDEN) * min(copied, multiplied)
     waves = -(-t.tiles(p) // gpu.multiprocessors)
     seconds = (waves * clocks + stored) / gpu.clock
-    read = math.prod(
-        len({plane.first[axis] % step for plane in t.planes}) / step for axis, step in enumerate(t.steps)
-    )
+    read = math.prod(len({plane.first[axis] % step for plane in t.planes}) / step for axis, step in enumerate(t.steps))
     memory = (math.prod(result_shape(p)) + read * math.prod(source_shape(p))) * t.element / gpu.bandwidth
     if memory > seconds:
         bound = "bytes"

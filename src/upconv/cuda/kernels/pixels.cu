@@ -29,6 +29,8 @@
 #define SUBS_W (TILE_W / SUB_W)
 #define MB (TILE_D * SUBS_H * SUBS_W)                   // of a tile
 #define THREADS (128 + CONSUMERS * 128)
+// Stages that instructions still read while the next one's are queued. Of few stages none: it would have one box on its way, not two.
+#define LAG (STAGES > 3)
 
 #if PRECISION == 0
 // Unseen by the compiler, which else keeps sums as integers through loops and copies them at each end (ptxas then serialises: C7514).
@@ -277,13 +279,14 @@ __device__ __forceinline__ void consume(char* y, const Sizes& s, u32 ring, u32 f
         wgmma_fence();
         multiply_plane(acc, (ring + cursor.stage * STAGE_BYTES) >> 4, (weights >> 4) + chunk * (TAPS * TAP_BYTES / 16), plane);
         wgmma_commit();
-        wgmma_wait<1>();
-        give_back(behind, lane);
+        wgmma_wait<LAG>();
+        if (LAG) give_back(behind, lane);
         behind = empty + cursor.stage * 8;
+        if (!LAG) give_back(behind, lane);
       }
     named_arrive(1 + (wg + 1 == CONSUMERS ? 0 : wg + 1), 256);
     wgmma_wait<0>();
-    give_back(behind, lane);
+    if (LAG) give_back(behind, lane);
     store(acc, y, s, tile_at(index, s), thread);
   }
 }
