@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from upconv.cuda import gather, jit, relayout, rows, subpixel, sweep, wgrad
+from upconv.cuda import gather, jit, pixels, relayout, rows, subpixel, sweep, wgrad
 from upconv.cuda.gpu import gpu
 from upconv.cuda.wgrad_tiling import MAX_CLUSTER
 from upconv.problem import Layout, Pass, Precision, Problem
@@ -63,6 +63,10 @@ EVERY_LANE = {
     "subpixel.cu": (
         ("if (lane == 0 && barrier) barrier_arrive(barrier);", "if (barrier) barrier_arrive(barrier);"),
         ("barrier_init(empty + 8 * i, CONSUMERS * 4);", "barrier_init(empty + 8 * i, CONSUMERS * 128);"),
+    ),
+    "pixels.cu": (
+        ("if (lane == 0 && barrier) barrier_arrive(barrier);", "if (barrier) barrier_arrive(barrier);"),
+        ("barrier_init(empty + 8 * i, 4);", "barrier_init(empty + 8 * i, 128);"),
     ),
     "wgrad_wgmma.cu": (
         ("if (lane == 0) barrier_arrive(empty", "barrier_arrive(empty"),
@@ -196,6 +200,8 @@ CASES: dict[str, tuple[str, Callable[[], None]]] = {
     ),
     "rows": ("rows", lambda: run_choice(rows, problem(ODD, "tf32", "nchw", "grad-input"))),
     "rows-16": ("rows", lambda: run_choice(rows, problem(ODD, "bf16", "nchw", "grad-input"))),
+    "pixels": ("pixels", lambda: run_choice(pixels, problem(NARROW, "tf32", "channels_last", "grad-input"))),
+    "pixels-16": ("pixels", lambda: run_choice(pixels, problem(NARROW, "bf16", "channels_last", "grad-input"))),
     "subpixel": ("subpixel", lambda: run_choice(subpixel, problem(LONE, "tf32", "nchw", "fwd"))),
     "subpixel-16": ("subpixel", lambda: run_choice(subpixel, problem(LONE, "bf16", "nchw", "fwd"))),
     "two-steps": ("wgrad", lambda: run_wgrad(problem(PLAIN, "tf32", "nchw", "grad-weight"), 1)),

@@ -175,11 +175,6 @@ class Tile:
     def shared_bytes(self) -> int:
         return self.stages * (self.stage_bytes + 16) + self.weight_bytes + 8
 
-    @property
-    def boxable(self) -> bool:
-        """Whether boxes may bring channels-last weights as they lie."""
-        return self.channels[0] * self.element % 16 == 0
-
     def checked(self, shared_limit: int) -> Tile:
         """This, when the kernel can run it."""
         sums, most = self.mb * self.columns // 2, _REGISTERS[self.consumers][1] - _SPARE
@@ -291,12 +286,10 @@ class Choice:
         )
 
     def sources(self) -> tuple[Unit, ...]:
-        """What NVRTC must compile; the same for all input sizes that share the tile."""
+        """What NVRTC must compile, for weights that are packed and as they lie; the same for all sizes of a tile."""
         label = f"pixels {gather.layer_text(self.problem)}"
-        units = [Unit(label, jit.source("pixels.cu", self.tile.macros()), ("pack", "pixels"))]
-        if self.tile.boxable:
-            units.append(Unit(f"{label} boxes", jit.source("pixels.cu", self.tile.macros(True)), ("pixels",)))
-        return tuple(units)
+        packed, boxes = (jit.source("pixels.cu", self.tile.macros(weights_box)) for weights_box in (False, True))
+        return Unit(label, packed, ("pack", "pixels")), Unit(f"{label} boxes", boxes, ("pixels",))
 
     def prepare(self, device: int) -> Prepared:
         """Compiles (or finds) and loads the kernels for a CUDA device. Errors: those of ``jit.kernel``."""
@@ -309,22 +302,18 @@ class Prepared(gather.Packs):
     def __init__(self, choice: Choice, device: int) -> None:
         t, p = choice.tile, choice.problem
         super().__init__(p, device, t.packed_words, t.pack_blocks)
-        unit, *boxed = choice.sources()
-        self._unit, self._boxed_unit = unit, (boxed[0] if boxed else None)
+        self._unit, self._boxed_unit = choice.sources()
         self._grid, self._sizes, self._tile = choice.grid, as_run(_SIZES, t.arguments(p)), t
         self._tails: dict[int, Words] = {}
         self._weight_maps: dict[int, Words] = {}
         order = tuple(index for plane in t.planes for index, _ in plane.taps)
-        self.packing = ("pixels", t.columns, t.chunk, p.precision, order, self._boxed_unit is not None)
+        self.packing = ("pixels", t.columns, t.chunk, p.precision, order)
         """What `pack`'s result depends on beside the weight."""
-        if self._boxed_unit is None:
-            self.load()
-        # Else what its first weight wants is loaded then: hardly a layer has weights of both kinds.
+        # What its first weight wants is loaded then: hardly a layer has weights of both kinds.
 
     @property
     def _launchers(self) -> tuple[str, ...]:
-        boxed = ("_run_boxed",) if self._boxed_unit is not None else ()
-        return (*self._packed_launchers, *boxed)
+        return (*self._packed_launchers, "_run_boxed")
 
     @property
     def _packed_launchers(self) -> tuple[str, ...]:
@@ -350,9 +339,9 @@ class Prepared(gather.Packs):
         for name in self._packed_launchers:
             getattr(self, name)
 
-    def _load_pixels(self, unit: Unit, maps: int) -> Launcher:
+    def _load_pixels(self, unit: Unit, more: str = "") -> Launcher:
         t = self._tile
-        codes = f"PP({_SIZES}{'q' * 16 * len(t.boxes)}){f'({maps * 16 * chr(113)})' if maps else ''}"
+        codes = f"PP({_SIZES}{'q' * 16 * len(t.boxes)}){more}"
         return self._load(unit, "pixels", 128 + 128 * t.consumers, t.shared_bytes, codes)
 
     @cached_property
@@ -365,12 +354,12 @@ class Prepared(gather.Packs):
 
     @cached_property
     def _run(self) -> Launcher:
-        return self._load_pixels(self._unit, 0)
+        return self._load_pixels(self._unit)
 
     @cached_property
     def _run_boxed(self) -> Launcher:
         assert self._boxed_unit is not None
-        return self._load_pixels(self._boxed_unit, 1)
+        return self._load_pixels(self._boxed_unit, f"({'q' * 16})")
 
     def run(self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, fresh: bool = False) -> None:
         """Launches the kernel: ``x``, the output's gradient, and ``out``, the input's, dense in channels_last.

@@ -1,0 +1,127 @@
+"""Pixels as rows on a GPU, each against the float64 reference: what the interpreter leaves out.
+
+That is the ring and its barriers, boxes that are under way, consumers' turns, fragments' registers, and stores.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+
+import pytest
+import torch
+
+import upconv
+from conftest import assert_accurate, assert_capturable
+from test_gather_gpu import PRECISIONS, _truth
+from upconv import planner
+from upconv.cuda import pixels
+from upconv.cuda.gpu import gpu
+from upconv.cuda.tiling import result_shape, source_shape
+from upconv.problem import Problem
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+    ),
+]
+
+# batch, channels in and out, size, kernel, stride, padding, output_padding, dilation
+LAYERS = {
+    "k3": (2, 24, 40, (13, 17), 3, 2, 1, 1),
+    "k3 of one channel": (3, 1, 16, (9, 31), 3, 2, 1),
+    "odd channels": (3, 7, 16, (9, 31), (3, 5), (2, 3), (1, 2), (0, 1), (1, 2)),
+    "3-D": (1, 32, 32, (6, 11, 20), 3, 2, 1),
+    "kernel as the stride": (1, 96, 64, (8, 8, 24), 2, 2),
+    "many tiles": (4, 64, 32, (96, 130), 4, 2, 1),
+    "several chunks": (2, 33, 136, (19, 70), 2, 2),
+    "steps over pixels": (2, 32, 64, (20, 40), 3, 5, 1, 0, 2),
+    "without a stride": (2, 40, 24, (17, 18), 3, 1, 1),
+    "dilation beyond the stride": (1, 12, 8, (40, 40), 7, 5, 3, 2, 2),
+    "wide": (1, 16, 16, (3, 300), (1, 4), (1, 2), (0, 1)),
+    "one pixel": (5, 16, 16, (1, 1), 3, 2),
+    "256 columns": (1, 250, 8, (12, 12), 2, 2),
+}
+
+
+@pytest.mark.parametrize("precision", ["tf32", "bf16", "fp16"])
+@pytest.mark.parametrize("name", list(LAYERS))
+def test_pixels(name: str, precision: str) -> None:
+    batch, cin, cout, size, *rest = LAYERS[name]
+    p = Problem.make(
+        batch, cin, cout, size, *rest, bias=False, dtype=PRECISIONS[precision], precision=precision,
+        layout="channels_last", pass_="grad-input",
+    )  # fmt: skip
+    device, chip = torch.device("cuda", 0), gpu(0)
+    last = torch.channels_last if p.rank == 2 else torch.channels_last_3d
+    torch.manual_seed(zlib.crc32(str(p).encode()))
+    grad = torch.randn(source_shape(p), device=device).to(p.dtype).contiguous(memory_format=last)
+    weight = (torch.randn(p.weight_shape, device=device) / 8).to(p.dtype)
+    truth = _truth(p, grad.double(), weight.double(), None)
+    magnitude = _truth(p, grad.double().abs(), weight.double().abs(), None)
+    products = source_shape(p)[1] * p.taps
+    if precision == "tf32":  # operands lose up to 2^-11 each
+        magnitude = magnitude * (1 + 2**-10 / 2**-24 / (2 * (products + 2) + 2))
+    every = list(pixels.candidates(p, chip))
+    assert every
+    chosen = [next(t for t in every if t.consumers == n) for n in {t.consumers for t in every}]
+    chosen += random.Random(zlib.crc32(name.encode())).sample(every, min(3, len(every)))
+
+    def empty(numel: int, off: int) -> torch.Tensor:
+        return torch.full((numel + off + 8,), float("nan"), device=device, dtype=p.dtype)
+
+    for t in chosen:
+        prepared = pixels.Choice(t, p, chip, 0.0, "").prepare(0)
+        outs = []
+        for given in (weight, weight.contiguous(memory_format=last)):
+            out = torch.full(result_shape(p), float("nan"), device=device, dtype=p.dtype).contiguous(memory_format=last)
+            prepared.run(grad, prepared.pack(given), None, out, fresh=True)
+            outs.append(out)
+        assert torch.equal(*outs), t
+        assert_accurate(outs[0], truth, magnitude, products)
+        for off in (1, 3):  # a gradient and a result that begin off 16 bytes, amid what must not be read or written
+            around, place = empty(grad.numel(), off), empty(truth.numel(), off)
+            view = around.as_strided(grad.shape, grad.stride(), off).copy_(grad)
+            out = place.as_strided(truth.shape, outs[0].stride(), off)
+            prepared.run(view, prepared.pack(weight), None, out)
+            assert torch.equal(out, outs[0]), t
+            assert int(place.isnan().sum()) == off + 8
+        if precision != "tf32":  # autocast's weights: rounded on their way
+            out = torch.full_like(outs[0], float("nan"))
+            prepared.run(grad, prepared.pack(weight.float()), None, out)
+            assert torch.equal(out, outs[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_layers_gradient_comes_from_pixels_and_is_right(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    last = torch.channels_last_3d
+    layer = upconv.ConvTranspose3d(32, 32, 3, stride=2, padding=1, device="cuda", dtype=dtype).to(memory_format=last)
+    x = torch.randn(4, 32, 16, 32, 128, device="cuda", dtype=dtype).contiguous(memory_format=last).requires_grad_()
+    with torch.backends.cudnn.flags(allow_tf32=True):
+        layer(x).square().mean().backward()
+        first, x.grad = x.grad, None
+        layer(x).square().mean().backward()
+    p = Problem.make(
+        4, 32, 32, (16, 32, 128), 3, 2, 1, bias=True, dtype=dtype, layout="channels_last",
+        precision="tf32" if dtype is torch.float32 else "bf16",
+    )  # fmt: skip
+    assert planner.plan(p, planner.cuda_device(0)).selection("grad-input").name == "pixels"
+    assert first is not None and x.grad is not None and torch.equal(first, x.grad), "to the last bit from run to run"
+    assert x.grad.is_contiguous(memory_format=last)
+    twin = torch.nn.ConvTranspose3d(32, 32, 3, stride=2, padding=1, device="cuda", dtype=torch.float64)
+    twin.load_state_dict({name: value.double() for name, value in layer.state_dict().items()})
+    truth_x = x.detach().double().contiguous().requires_grad_()
+    twin(truth_x).square().mean().backward()
+    assert truth_x.grad is not None
+    assert (x.grad.double() - truth_x.grad).norm() <= (3e-3 if dtype is torch.float32 else 3e-2) * truth_x.grad.norm()
+
+
+def test_pixels_in_a_graph_and_on_another_stream() -> None:
+    p = Problem.make(
+        2, 32, 16, (30, 50), 3, 2, 1, bias=False, precision="tf32", layout="channels_last", pass_="grad-input"
+    )
+    choice = pixels.choose(p, gpu(0))
+    assert isinstance(choice, pixels.Choice)
+    assert_capturable(choice.prepare(0), p)
