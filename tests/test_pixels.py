@@ -179,8 +179,9 @@ def layer_of(name: str, precision: Precision) -> Problem:
     return layer.with_(dtype=DTYPES[precision], precision=precision, layout="channels_last", pass_="grad-input")
 
 
-@pytest.mark.parametrize("name", ("kb73", "kb81", "kb70"))
-@pytest.mark.parametrize("precision", ("tf32", "bf16"))
+@pytest.mark.parametrize(
+    ("name", "precision"), [("kb73", "tf32"), ("kb73", "bf16"), ("kb81", "tf32"), ("kb70", "tf32"), ("kb70", "bf16")]
+)
 def test_what_has_few_channels_comes_from_pixels(name: str, precision: Precision) -> None:
     p = layer_of(name, precision)
     found = planner.select(p, planner.Device("cuda", gpu=H200))
