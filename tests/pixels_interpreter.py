@@ -124,8 +124,8 @@ class PixelsInterpreter:
             q, h = q // tiles_h, q % tiles_h * m["TILE_H"]
             n, d = q // tiles_d, q % tiles_d * m["TILE_D"]
             acc = np.zeros((self.mb, 64, m["COLUMNS_OF_B"]))
-            for chunk in range(self.chunks):
-                for plane in range(m["PLANES"]):
+            for plane in range(m["PLANES"]):
+                for chunk in range(self.chunks):
                     stage = self.box(last, plane, chunk, n, (d, h, w))
                     rows, pitch = m["PLANES_ROWS"][plane], m["PLANES_PITCH"][plane]
                     for entry in range(m["PLANES_FIRST"][plane], m["PLANES_FIRST"][plane + 1]):
