@@ -216,6 +216,20 @@ def test_registers_are_no_more_than_a_block_begins_with() -> None:
         assert 128 * producer + 128 * consumers * consumer <= begins and producer % 8 == consumer % 8 == 0
 
 
+def test_whole_lines_are_promoted_where_all_pixels_are_read() -> None:
+    """Of pixels of two lines, that is: of a kernel smaller than its stride the second may be of no tap."""
+    small = Problem.make(1, 16, 64, (64, 64), 2, 3, precision="tf32", layout="channels_last", pass_="grad-input")
+    for p, read, promotion in (
+        (layer_of("unet4", "tf32"), 1, 256),
+        (layer_of("unet4", "bf16"), 1, 128),
+        (layer_of("kb81", "tf32"), 9 / 25, 128),
+        (layer_of("kb73", "tf32"), 1, 128),
+        (small, 4 / 9, 128),
+    ):
+        t = next(iter(pixels.candidates(p, H200)))
+        assert t.read == pytest.approx(read) and t.promotion == promotion, p
+
+
 def problems() -> list[Problem]:
     layers = (
         layer_of("kb73", "tf32"),

@@ -73,7 +73,14 @@ def alignment_classes(batch: int, channels: int, size: Sequence[int], element: i
 
 
 def encode(
-    tensor: Tensor5, address: int, dtype: torch.dtype, box: Five, steps: Five, span: int = 0, rounded: bool = False
+    tensor: Tensor5,
+    address: int,
+    dtype: torch.dtype,
+    box: Five,
+    steps: Five,
+    span: int = 0,
+    rounded: bool = False,
+    promotion: int = 128,
 ) -> Words:
     """A ``CUtensorMap`` over a tensor, as its 128 bytes.
 
@@ -85,6 +92,7 @@ def encode(
         steps: from one of them that is copied to the next.
         span: bytes of the swizzle, 32, 64 or 128; 0: none.
         rounded: float32 becomes TF32 on its way, to nearest even.
+        promotion: bytes that the cache asks memory for at a time, 128 or 256.
 
     Errors: RuntimeError with CUDA's error, for what the engine does not read.
     """
@@ -113,7 +121,7 @@ def encode(
         [driver.cuuint32_t(n) for n in steps],
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
         swizzle,
-        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+        getattr(driver.CUtensorMapL2promotion, f"CU_TENSOR_MAP_L2_PROMOTION_L2_{promotion}B"),
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )
     return struct.pack("<16Q", *(int(word) for word in made.opaque))

@@ -248,6 +248,51 @@ class Packs:
         return packed + 4 * self._words if self.casts and bias.dtype is torch.float32 else bias.data_ptr()
 
 
+class LazyPacks(Packs):
+    """Of these, choices whose kernels differ by how a weight lies: each is loaded with a weight that wants it."""
+
+    _unit: Unit
+    """The kernels of packed weights."""
+
+    @property
+    def _launchers(self) -> tuple[str, ...]:
+        """The attributes that load the kernels."""
+        raise NotImplementedError
+
+    @property
+    def _packed_launchers(self) -> tuple[str, ...]:
+        """Of these, those for weights that are packed."""
+        raise NotImplementedError
+
+    @property
+    def loaded(self) -> bool:
+        """Whether the kernels for every weight are."""
+        return all(name in vars(self) for name in self._launchers)
+
+    def load(self) -> None:
+        """Compiles (or finds) and loads the kernels for every weight. Errors: those of ``jit.kernel``."""
+        for name in self._launchers:
+            getattr(self, name)
+
+    @property
+    def packed_loaded(self) -> bool:
+        """Whether those for weights that are packed are."""
+        return all(name in vars(self) for name in self._packed_launchers)
+
+    def load_packed(self) -> None:
+        """Loads these."""
+        for name in self._packed_launchers:
+            getattr(self, name)
+
+    @cached_property
+    def _pack(self) -> Launcher:
+        return self._load_pack(self._unit)
+
+    @cached_property
+    def _pack_float(self) -> Launcher:
+        return self._load_pack_float(self._unit)
+
+
 class BoxedPacks(Packs):
     """Of these, choices whose kernels read pixels by boxes of a tiling."""
 
@@ -271,7 +316,7 @@ class BoxedPacks(Packs):
         return found
 
 
-class Prepared(BoxedPacks):
+class Prepared(BoxedPacks, LazyPacks):
     """A choice's kernels, loaded for a device."""
 
     def __init__(self, choice: Choice, device: int) -> None:
@@ -308,26 +353,6 @@ class Prepared(BoxedPacks):
         # Else what its first weight wants is loaded then: hardly a layer has weights of both kinds.
 
     @property
-    def loaded(self) -> bool:
-        """Whether the kernels for every weight are."""
-        return all(name in vars(self) for name in self._launchers)
-
-    def load(self) -> None:
-        """Compiles (or finds) and loads the kernels for every weight. Errors: those of ``jit.kernel``."""
-        for name in self._launchers:
-            getattr(self, name)
-
-    @property
-    def packed_loaded(self) -> bool:
-        """Whether those for weights that are packed are."""
-        return all(name in vars(self) for name in self._packed_launchers)
-
-    def load_packed(self) -> None:
-        """Loads these."""
-        for name in self._packed_launchers:
-            getattr(self, name)
-
-    @property
     def _packed_launchers(self) -> tuple[str, ...]:
         return tuple(name for name in self._launchers if name not in ("_run_boxed", "_run_packing"))
 
@@ -339,14 +364,6 @@ class Prepared(BoxedPacks):
 
     def _load_gather(self, unit: Unit, codes: str) -> Launcher:
         return self._load(unit, "gather", 512 if self._tiling.wgmma else 384, self._tiling.shared_bytes, codes)
-
-    @cached_property
-    def _pack(self) -> Launcher:
-        return self._load_pack(self._unit)
-
-    @cached_property
-    def _pack_float(self) -> Launcher:
-        return self._load_pack_float(self._unit)
 
     @cached_property
     def _run(self) -> Launcher:
