@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,17 @@ def run_choice(family: Any, p: Problem) -> None:
     prepared.run(x, prepared.pack(tensor(p.weight_shape, p)), None, out)
 
 
+def run_pixels(p: Problem, consumers: int, stages: int) -> None:
+    """A tile of so many consumers, whose blocks have several tiles for each and go round the ring again and again."""
+    chip = replace(gpu(0), multiprocessors=2)
+    tile = next(t for t in pixels.candidates(p, chip) if t.consumers == consumers and t.stages >= stages)
+    choice = pixels.Choice(replace(tile, stages=stages), p, chip, 0.0, "")
+    if tile.tiles(p) < 2 * consumers * choice.grid:
+        raise RuntimeError(f"{tile.tiles(p)} tiles give no consumer of {choice.grid} blocks a second one")
+    prepared = choice.prepare(0)
+    prepared.run(tensor(p.output_shape, p), prepared.pack(tensor(p.weight_shape, p)), None, tensor(p.input_shape, p))
+
+
 def run_wgrad(p: Problem, splits: int, descriptors: bool = False) -> None:
     """The first tiling whose blocks can add up the splits: as a cluster, or together where they are more than 8.
 
@@ -200,8 +212,8 @@ CASES: dict[str, tuple[str, Callable[[], None]]] = {
     ),
     "rows": ("rows", lambda: run_choice(rows, problem(ODD, "tf32", "nchw", "grad-input"))),
     "rows-16": ("rows", lambda: run_choice(rows, problem(ODD, "bf16", "nchw", "grad-input"))),
-    "pixels": ("pixels", lambda: run_choice(pixels, problem(NARROW, "tf32", "channels_last", "grad-input"))),
-    "pixels-16": ("pixels", lambda: run_choice(pixels, problem(NARROW, "bf16", "channels_last", "grad-input"))),
+    "pixels": ("pixels", lambda: run_pixels(problem(NARROW, "tf32", "channels_last", "grad-input"), 2, 2)),
+    "pixels-16": ("pixels", lambda: run_pixels(problem(NARROW, "bf16", "channels_last", "grad-input"), 3, 5)),
     "subpixel": ("subpixel", lambda: run_choice(subpixel, problem(LONE, "tf32", "nchw", "fwd"))),
     "subpixel-16": ("subpixel", lambda: run_choice(subpixel, problem(LONE, "bf16", "nchw", "fwd"))),
     "two-steps": ("wgrad", lambda: run_wgrad(problem(PLAIN, "tf32", "nchw", "grad-weight"), 1)),

@@ -107,10 +107,10 @@ class PixelsInterpreter:
         ``g`` and the result are (N, channels, size), as tensors are indexed.
         """
         m = self.m
-        batch, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, tiles = self.tile.arguments(p)
+        out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, tiles = self.tile.arguments(p)
         shape = (1,) * (3 - p.rank) + g.shape[2:]
         last = np.moveaxis(g.reshape(*g.shape[:2], *shape), 1, -1)
-        out = np.full((batch, out_d, out_h, out_w, m["COUT"]), np.nan)
+        out = np.full((p.batch, out_d, out_h, out_w, m["COUT"]), np.nan)
         stores = np.zeros(out.shape, np.int64)
         sub_h = 64 // m["SUB_W"]
         # Rows of M by thread: warp, lane / 4, the second eight; columns by lane % 4.

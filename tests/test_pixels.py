@@ -79,13 +79,15 @@ def test_random_tiles_compute_their_layers(seed: int) -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("PLANES_W", "{0, 1}"),
+        ("PLANES_W", "{0, 0, 0, 0}"),
+        ("PLANES_H", "{-1, -1, -1, -1}"),
         ("PLANES_FIRST", "{0, 1, 2, 3, 9}"),
         ("TAP_ROWS", "{0, 0, 0, 0, 0, 0, 0, 0, 0}"),
         ("TAP_INDICES", "{0, 1, 2, 3, 4, 5, 6, 7, 8}"),
         ("PLANES_PITCH", "{9, 9, 9, 9}"),
         ("STEP_H", 1),
-        ("SUB_W", 64),
+        ("TILE_W", 8),
+        ("CK", 8),
     ],
 )
 def test_the_interpreter_notices_a_wrong_plan(name: str, value: int | str) -> None:
@@ -155,6 +157,7 @@ def test_packed_weights_are_shared_only_where_they_are_the_same(stubs: Stubs) ->
             "300,16,3,stride=2", "1x300x8x8", {},
             "300 channels of the result are more than the 256 columns of an instruction",
         ),
+        ("8,8,8,stride=8", "1x8x8x8x8", {}, "taps read 512 planes, more than the kernel's 64"),
         ("16,16,3,stride=2", "1x16x8x8", {"precision": "ieee"}, "precision ieee is none of the kernel's"),
         ("256,256,3,stride=2", "1x256x8x8", {}, NO_ROOM),
     ],
@@ -189,7 +192,9 @@ def test_what_has_few_channels_comes_from_pixels(name: str, precision: Precision
     assert f"pixels as rows, channels last: wgmma {precision}, tile " in found.candidates[0].reason
     others = [c for family, c in engine.choose(p, H200).items() if family != "pixels"]
     assert all(weighed(found.choice) < weighed(c) for c in others if not isinstance(c, str))
-    assert found.choice.grid == 132 and found.choice.tile.shared_bytes <= H200.shared_bytes
+    t, tiles = found.choice.tile, found.choice.tile.tiles(p)
+    assert t.shared_bytes <= H200.shared_bytes and 66 < found.choice.grid <= 132
+    assert -(-tiles // found.choice.grid) == -(-tiles // 132), "as soon done as by all multiprocessors"
 
 
 @pytest.mark.parametrize("name", ("kb57", "kb65", "kb78", "dcgan1", "vae"))
@@ -301,6 +306,13 @@ def test_what_is_launched(dtype: torch.dtype, stubs: Stubs) -> None:
     boxed = (last.data_ptr(), out.data_ptr(), *t.arguments(p), *maps, *(last.data_ptr(),) * 16)
     assert stubs.pop() == ("pixels", choice.grid, False, boxed)
     off = torch.empty(grad.numel() + 1, dtype=dtype)[1:].as_strided(grad.shape, grad.stride(), 1)
+    strided, moved = weight.mT.contiguous().mT, torch.empty(last.numel() + 1, dtype=dtype)[1:]
+    moved = moved.as_strided(last.shape, last.stride(), 1)  # off 16 bytes: packed as it lies
+    for given, step in ((strided, 1), (moved, p.out_channels)):
+        assert prepared.pack(given).shape == (t.packed_words,)
+        name, grid, _, args = stubs.pop()
+        assert (name, grid, args[2]) == ("pack", t.pack_blocks, step)
+        assert (args[0] == given.data_ptr()) == (given is moved), "a strided one is made contiguous"
     prepared.run(off, packed, None, out, fresh=True)
     assert stubs.encoded[-1] != off.data_ptr() and stubs.encoded[-1] % 16 == 0
     assert stubs.pop()[2] is False, "it does not begin beside the copy"

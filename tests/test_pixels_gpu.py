@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 import zlib
+from dataclasses import replace
 
 import pytest
 import torch
@@ -87,10 +88,45 @@ def test_pixels(name: str, precision: str) -> None:
             prepared.run(view, prepared.pack(weight), None, out)
             assert torch.equal(out, outs[0]), t
             assert int(place.isnan().sum()) == off + 8
+        moved = torch.empty(weight.numel() + 1, device=device, dtype=p.dtype)
+        moved = moved.as_strided(weight.shape, weight.contiguous(memory_format=last).stride(), 1).copy_(weight)
+        others = [moved]  # channels-last off 16 bytes, which no box brings
         if precision != "tf32":  # autocast's weights: rounded on their way
+            others += [weight.float(), weight.float().contiguous(memory_format=last)]
+        for given in others:
             out = torch.full_like(outs[0], float("nan"))
-            prepared.run(grad, prepared.pack(weight.float()), None, out)
+            prepared.run(grad, prepared.pack(given), None, out)
             assert torch.equal(out, outs[0])
+
+
+@pytest.mark.parametrize("stages", (2, 3, 4, 5))
+@pytest.mark.parametrize("consumers", (2, 3, 4))
+@pytest.mark.parametrize("precision", ["tf32", "bf16"])
+def test_turns_of_consumers_around_short_rings(precision: str, consumers: int, stages: int) -> None:
+    """Few blocks with many tiles each, of several planes and chunks: every stage is taken again by another consumer."""
+    p = Problem.make(
+        2, 32, 72, (50, 70), 3, 2, 1, 1, bias=False, dtype=PRECISIONS[precision], precision=precision,
+        layout="channels_last", pass_="grad-input",
+    )  # fmt: skip
+    torch.manual_seed(0)
+    last = torch.channels_last
+    grad = torch.randn(source_shape(p), device="cuda").to(p.dtype).contiguous(memory_format=last)
+    weight = (torch.randn(p.weight_shape, device="cuda") / 8).to(p.dtype).contiguous(memory_format=last)
+    truth = _truth(p, grad.double(), weight.double(), None)
+    magnitude = _truth(p, grad.double().abs(), weight.double().abs(), None)
+    products = source_shape(p)[1] * p.taps
+    if precision == "tf32":
+        magnitude = magnitude * (1 + 2**-10 / 2**-24 / (2 * (products + 2) + 2))
+    every = [t for t in pixels.candidates(p, gpu(0)) if t.consumers == consumers and t.stages >= stages]
+    for t in {(t.mb, t.chunk): t for t in every}.values():
+        for blocks in (3, 7):
+            chip = replace(gpu(0), multiprocessors=blocks)
+            choice = pixels.Choice(replace(t, stages=stages), p, chip, 0.0, "")
+            assert choice.grid <= blocks and t.tiles(p) > consumers * blocks
+            prepared = choice.prepare(0)
+            out = torch.full(result_shape(p), float("nan"), device="cuda", dtype=p.dtype).contiguous(memory_format=last)
+            prepared.run(grad, prepared.pack(weight), None, out)
+            assert_accurate(out, truth, magnitude, products)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -35,8 +35,9 @@ _MOST_STAGES = 16
 _MOST_COLUMNS = 256
 _MOST_BOX = 256  # elements along a dimension that a box may traverse
 _MOST_STEP = 8
-_MOST_COUNTED = 2**31  # tiles, which the kernel counts in 32 bits
-_SIZES = "i" * 8  # `Tile.arguments`
+_MOST_PLANES = 64  # beyond them tables grow, and so does the time to plan (183 ms for 512)
+_MOST_COUNTED = 2**31  # tiles, which the kernel counts in 32 bits, a grid beyond the last
+_SIZES = "i" * 7  # `Tile.arguments`
 
 
 @dataclass(frozen=True)
@@ -51,8 +52,9 @@ class Plane:
     """Its taps' indices in the kernel, and by how many pixels of the plane each is shifted."""
 
 
+@lru_cache(maxsize=256)
 def planes(p: Problem) -> tuple[Plane, ...]:
-    """A layer's planes."""
+    """The planes of a layer at any size."""
     lead = (1,) * (3 - p.rank)
     kernel, steps = lead + p.kernel, lead + p.stride
     axes = tuple(zip(kernel, steps, lead + p.dilation, (0,) * (3 - p.rank) + p.padding))
@@ -132,6 +134,11 @@ class Tile:
     def planes(self) -> tuple[Plane, ...]:
         return planes(self.problem)
 
+    @cached_property
+    def rows(self) -> int:
+        """Pixels of a tile's planes, all together."""
+        return sum(math.prod(self.extents(plane)) for plane in self.planes)
+
     @property
     def mb(self) -> int:
         """Subtiles of 64 results."""
@@ -158,7 +165,7 @@ class Tile:
         d, h, w = ((n - 1) * step + 1 for n, step in zip(self.extents(plane), self.steps))
         return self.chunk, w, h, d, 1
 
-    @property
+    @cached_property
     def read(self) -> float:
         """The share of the source's pixels that taps read."""
         return math.prod(
@@ -190,11 +197,16 @@ class Tile:
     def shared_bytes(self) -> int:
         return self.stages * (self.stage_bytes + 16) + self.weight_bytes + 8
 
+    @property
+    def holds_sums(self) -> bool:
+        """Whether a consumer's registers do."""
+        return self.mb * self.columns // 2 <= _REGISTERS[self.consumers][1] - _SPARE
+
     def checked(self, shared_limit: int) -> Tile:
         """This, when the kernel can run it."""
-        sums, most = self.mb * self.columns // 2, _REGISTERS[self.consumers][1] - _SPARE
-        if sums > most:
-            raise Unfit(f"{sums} sums are more than {most} registers")
+        if not self.holds_sums:
+            most = _REGISTERS[self.consumers][1] - _SPARE
+            raise Unfit(f"{self.mb * self.columns // 2} sums are more than {most} registers")
         if max(max(box) for box in self.boxes) > _MOST_BOX:
             raise Unfit(f"boxes traverse at most {_MOST_BOX} elements along a dimension")
         if self.stages < 2:
@@ -268,7 +280,7 @@ class Tile:
     def arguments(self, p: Problem) -> tuple[int, ...]:
         """The kernel's integer arguments behind its pointers."""
         size = (1,) * (3 - p.rank) + result_shape(p)[2:]
-        return (p.batch, *size, *self.counts(p), self.tiles(p))
+        return (*size, *self.counts(p), self.tiles(p))
 
 
 @dataclass(frozen=True)
@@ -295,8 +307,12 @@ class Choice:
 
     @property
     def grid(self) -> int:
-        """Blocks: one for each multiprocessor."""
-        return min(self.tile.tiles(self.problem), self.gpu.multiprocessors)
+        """Blocks: at most one for each multiprocessor, no more than it takes to be done as soon.
+
+        So the last tiles are those of many blocks, whose loads hide each other's latency.
+        """
+        tiles = self.tile.tiles(self.problem)
+        return -(-tiles // -(-tiles // self.gpu.multiprocessors))
 
     @property
     def summary(self) -> str:
@@ -428,6 +444,9 @@ def refusal(p: Problem, gpu: Gpu) -> str | None:
         return "boxes want pixels of whole 16 bytes"
     if result > _MOST_COLUMNS:
         return f"{result} channels of the result are more than the {_MOST_COLUMNS} columns of an instruction"
+    count = math.prod(len({k * d % s for k in range(of)}) for of, d, s in zip(p.kernel, p.dilation, p.stride))
+    if count > _MOST_PLANES:
+        return f"taps read {count} planes, more than the kernel's {_MOST_PLANES}"
     return None
 
 
@@ -444,21 +463,24 @@ def candidates(p: Problem, gpu: Gpu) -> Iterator[Tile]:
 @lru_cache(maxsize=256)
 def _candidates(layer: Problem, gpu: Gpu) -> tuple[Tile, ...]:
     """A layer's tiles for all sizes."""
-    found = []
+    found: list[Tile] = []
+    source, element = source_shape(layer)[1], layer.dtype.itemsize
+    # The weights of the shortest chunks, which are padded least.
+    if -(-source * element // 32) * 32 * layer.taps * result_shape(layer)[1] > gpu.shared_bytes:
+        return ()
     depths = (1, 2, 4) if layer.rank == 3 else (1,)
     heights = (1, 2, 4, 8, 16) if layer.rank > 1 else (1,)
     for sub_w, d, h, w in product((64, 8), depths, heights, (8, 16, 32, 64, 128, 256)):
         if w % sub_w or h % (64 // sub_w):
             continue
         for row_bytes, consumers in product((128, 64, 32), _REGISTERS):
-            chunk = row_bytes // layer.dtype.itemsize
-            if row_bytes > 32 and source_shape(layer)[1] <= chunk // 2:
-                continue
+            chunk = row_bytes // element
             t = Tile(layer, (d, h, w), sub_w, chunk, consumers)
+            if (row_bytes > 32 and source <= chunk // 2) or not t.holds_sums:
+                continue
             stages = (gpu.shared_bytes - t.weight_bytes - 8) // (t.stage_bytes + 16)
-            t = replace(t, stages=min(stages, _MOST_STAGES))
             try:
-                found.append(t.checked(gpu.shared_bytes))
+                found.append(replace(t, stages=min(stages, _MOST_STAGES)).checked(gpu.shared_bytes))
             except Unfit:
                 continue
     return tuple(found)
@@ -482,9 +504,8 @@ _BESIDE = 0.226  # share of the memory's time, or of the tiles', whichever is le
 
 def estimate(t: Tile, p: Problem, gpu: Gpu) -> tuple[float, str]:
     """(seconds, what bounds them) of a problem by a tile."""
-    rows = sum(math.prod(t.extents(plane)) for plane in t.planes)
     boxes = len(t.planes) * t.chunks
-    copied = t.chunks * rows * (t.row_bytes + _ROW) / _L2
+    copied = t.chunks * t.rows * (t.row_bytes + _ROW) / _L2
     waits = boxes * _LATENCY / t.stages
     instruction = max(t.columns / 2, _ISSUE)
     multiplied = t.chunks * p.taps * (t.row_bytes // 32 * t.mb * instruction + _TAP)
@@ -517,7 +538,7 @@ def _choose(p: Problem, gpu: Gpu) -> Choice | str:
     refused = refusal(p, gpu)
     if refused:
         return refused
-    countable = (t for t in candidates(p, gpu) if t.tiles(p) < _MOST_COUNTED)
+    countable = (t for t in candidates(p, gpu) if t.tiles(p) < _MOST_COUNTED - gpu.multiprocessors)
     best = cheapest(countable, p, gpu, estimate)
     if best is None:
         return "this layer's weights leave no room for a ring of planes in shared memory, or its sums in registers"

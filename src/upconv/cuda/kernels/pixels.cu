@@ -61,7 +61,7 @@ __constant__ const int TAP_ROW[] = TAP_ROWS;            // an entry's first pixe
 __constant__ const short TAP_INDEX[] = TAP_INDICES;     // its place in the kernel
 
 struct Sizes {
-  int batch, out_d, out_h, out_w;                       // of the result
+  int out_d, out_h, out_w;                              // of the result
   int tiles_d, tiles_h, tiles_w, tiles;
 };
 
@@ -208,7 +208,7 @@ __device__ __forceinline__ void store(const float (&acc)[MB][SUMS_OF_M], char* _
       int d = t.d + sub_d, h = t.h + sub_h + row / SUB_W, w = t.w + sub_w + row % SUB_W;
       bool there = d < s.out_d && h < s.out_h && w < s.out_w;
       char* pixel = y + ((((long long)t.n * s.out_d + d) * s.out_h + h) * s.out_w + w) * (COUT * ELEMENT);
-#if ELEMENT == 2 && COUT % 8 == 0 && COLUMNS_OF_B % 16 == 0
+#if ELEMENT == 2 && COUT % 16 == 0
       // Lanes exchange with a neighbour, so that an even one stores 8 bytes of columns 16i and on, an odd one of 16i + 8 and on.
       int odd = lane & 1, column = (lane & 2) * 2 + odd * 8;
 #pragma unroll
@@ -221,7 +221,7 @@ __device__ __forceinline__ void store(const float (&acc)[MB][SUMS_OF_M], char* _
         }
         u32 other = __shfl_xor_sync(0xffffffffu, odd ? pair[0] : pair[1], 1);
         v[0] = odd ? other : pair[0], v[1] = odd ? pair[1] : other;
-        store_global_64_if(pixel + (16 * i + column) * ELEMENT, v, there && (COUT % 16 == 0 || 16 * i + column < COUT));
+        store_global_64_if(pixel + (16 * i + column) * ELEMENT, v, there);
       }
 #else
 #pragma unroll
@@ -303,9 +303,9 @@ __device__ __forceinline__ void consume(char* y, const Sizes& s, u32 ring, u32 f
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 pixels(const char* __restrict__ packed, char* __restrict__ y,
-       int batch, int out_d, int out_h, int out_w, int tiles_d, int tiles_h, int tiles_w, int tiles, const __grid_constant__ TensorMaps maps) {
+       int out_d, int out_h, int out_w, int tiles_d, int tiles_h, int tiles_w, int tiles, const __grid_constant__ TensorMaps maps) {
   extern __shared__ __align__(1024) unsigned char memory[];
-  const Sizes s = {batch, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, tiles};
+  const Sizes s = {out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, tiles};
   u32 ring = shared_address(memory), full = ring + BARRIERS_AT, empty = full + 8 * STAGES, loaded = empty + 8 * STAGES;
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; i++) {
