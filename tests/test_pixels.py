@@ -197,9 +197,12 @@ def test_what_has_few_channels_comes_from_pixels(name: str, precision: Precision
     assert -(-tiles // found.choice.grid) == -(-tiles // 132), "as soon done as by all multiprocessors"
 
 
-@pytest.mark.parametrize("name", ("kb57", "kb65", "kb78", "dcgan1", "vae"))
-def test_what_multiplies_most_stays_with_the_gather_gemm(name: str) -> None:
-    assert planner.select(layer_of(name, "tf32"), planner.Device("cuda", gpu=H200)).name == "gather"
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [*((name, "tf32") for name in ("kb57", "kb65", "kb78", "dcgan1", "vae", "nnunet2")), ("unet4", "bf16")],
+)
+def test_what_multiplies_most_or_gains_nothing_stays_with_the_gather_gemm(name: str, precision: Precision) -> None:
+    assert planner.select(layer_of(name, precision), planner.Device("cuda", gpu=H200)).name == "gather"
 
 
 def test_what_registers_and_shared_memory_cannot_hold_is_unfit() -> None:
