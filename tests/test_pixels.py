@@ -248,7 +248,8 @@ def problems() -> list[Problem]:
         Problem.make(2, 33, 24, (70, 70), (2, 5), (2, 3), 1, layout="channels_last", pass_="grad-input"),
     )
     each: tuple[Precision, ...] = ("tf32", "bf16", "fp16")
-    return [p.with_(dtype=DTYPES[precision], precision=precision) for p in layers for precision in each]
+    found = [p.with_(dtype=DTYPES[precision], precision=precision) for p in layers for precision in each]
+    return found + [layer_of(name, precision) for name in ("kb61", "kb77") for precision in each[1:]]
 
 
 @needs_nvrtc
