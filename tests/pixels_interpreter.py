@@ -7,6 +7,8 @@ Barriers are left out.
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 
 from gather_interpreter import Floats, Ints, constants
@@ -25,8 +27,14 @@ class PixelsInterpreter:
         self.units = m["CK"] // self.vec  # of a row
         self.k_steps = self.units // 2
         self.chunks = -(-m["CIN"] // m["CK"])
-        self.subs_h, self.subs_w = m["TILE_H"] // (64 // m["SUB_W"]), m["TILE_W"] // m["SUB_W"]
-        self.mb = m["TILE_D"] * self.subs_h * self.subs_w
+        sub_h, sub_w = 64 // m["SUB_W"], m["SUB_W"]
+        axes = (
+            range(m["TILE_D"]),
+            range(0, m["TILE_H"] // sub_h * sub_h, sub_h),
+            range(0, m["TILE_W"] // sub_w * sub_w, sub_w),
+        )
+        self.subtiles = list(product(*axes))
+        """Of a tile, in the order of their sums: the first result of each along D, H and W."""
 
     def swizzled(self, unit: Ints) -> Ints:
         """Where hardware puts and finds the unit of an address."""
@@ -112,7 +120,6 @@ class PixelsInterpreter:
         last = np.moveaxis(g.reshape(*g.shape[:2], *shape), 1, -1)
         out = np.full((p.batch, out_d, out_h, out_w, m["COUT"]), np.nan)
         stores = np.zeros(out.shape, np.int64)
-        sub_h = 64 // m["SUB_W"]
         # Rows of M by thread: warp, lane / 4, the second eight; columns by lane % 4.
         warp, lane, eight = (a.reshape(-1) for a in np.indices((4, 8, 2)))
         row = warp * 16 + lane + eight * 8
@@ -123,26 +130,22 @@ class PixelsInterpreter:
             q, w = index // tiles_w, index % tiles_w * m["TILE_W"]
             q, h = q // tiles_h, q % tiles_h * m["TILE_H"]
             n, d = q // tiles_d, q % tiles_d * m["TILE_D"]
-            acc = np.zeros((self.mb, 64, m["COLUMNS_OF_B"]))
+            acc = np.zeros((len(self.subtiles), 64, m["COLUMNS_OF_B"]))
             for plane in range(m["PLANES"]):
                 for chunk in range(self.chunks):
                     stage = self.box(last, plane, chunk, n, (d, h, w))
                     rows, pitch = m["PLANES_ROWS"][plane], m["PLANES_PITCH"][plane]
                     for entry in range(m["PLANES_FIRST"][plane], m["PLANES_FIRST"][plane + 1]):
                         b = self.operand(packed, chunk, entry)
-                        for i in range(self.mb):
-                            sub = divmod(i, self.subs_h * self.subs_w)
-                            down, right = divmod(sub[1], self.subs_w)
-                            first = m["TAP_ROWS"][entry] + (sub[0] * rows + down * sub_h) * pitch + right * m["SUB_W"]
+                        for i, (down_d, down_h, right) in enumerate(self.subtiles):
+                            first = m["TAP_ROWS"][entry] + (down_d * rows + down_h) * pitch + right
                             r, step, half = np.indices((64, self.k_steps, 2))
                             apart = pitch if m["SUB_W"] == 8 else 8
                             at = (first + r // 8 * apart + r % 8) * self.units + step * 2 + half
                             acc[i] += stage[self.swizzled(at)].reshape(64, -1) @ b
-            for i in range(self.mb):
-                sub = divmod(i, self.subs_h * self.subs_w)
-                down, right = divmod(sub[1], self.subs_w)
-                at_d, at_h = d + sub[0], h + down * sub_h + row // m["SUB_W"]
-                at_w = w + right * m["SUB_W"] + row % m["SUB_W"]
+            for i, (down_d, down_h, right) in enumerate(self.subtiles):
+                at_d, at_h = d + down_d, h + down_h + row // m["SUB_W"]
+                at_w = w + right + row % m["SUB_W"]
                 ok = (at_d < out_d) & (at_h < out_h) & (at_w < out_w)
                 if at_d < out_d:
                     out[n, at_d, at_h[ok], at_w[ok]] = acc[i][row[ok], : m["COUT"]]

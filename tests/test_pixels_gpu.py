@@ -16,6 +16,7 @@ import upconv
 from conftest import assert_accurate, assert_capturable
 from test_gather_gpu import PRECISIONS, _truth
 from upconv import planner
+from upconv.cpu import memory_format
 from upconv.cuda import pixels
 from upconv.cuda.gpu import gpu
 from upconv.cuda.tiling import result_shape, source_shape
@@ -46,6 +47,19 @@ LAYERS = {
 }
 
 
+def operands(p: Problem) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A gradient in channels_last, a contiguous weight, the result in float64, and what its sums' terms come to."""
+    torch.manual_seed(zlib.crc32(str(p).encode()))
+    grad = torch.randn(source_shape(p), device="cuda").to(p.dtype)
+    weight = (torch.randn(p.weight_shape, device="cuda") / 8).to(p.dtype)
+    truth = _truth(p, grad.double(), weight.double(), None)
+    magnitude = _truth(p, grad.double().abs(), weight.double().abs(), None)
+    if p.precision == "tf32":  # operands lose up to 2^-11 each
+        products = source_shape(p)[1] * p.taps
+        magnitude = magnitude * (1 + 2**-10 / 2**-24 / (2 * (products + 2) + 2))
+    return grad.contiguous(memory_format=memory_format("channels_last", p.rank)), weight, truth, magnitude
+
+
 @pytest.mark.parametrize("precision", ["tf32", "bf16", "fp16"])
 @pytest.mark.parametrize("name", list(LAYERS))
 def test_pixels(name: str, precision: str) -> None:
@@ -54,16 +68,9 @@ def test_pixels(name: str, precision: str) -> None:
         batch, cin, cout, size, *rest, bias=False, dtype=PRECISIONS[precision], precision=precision,
         layout="channels_last", pass_="grad-input",
     )  # fmt: skip
-    device, chip = torch.device("cuda", 0), gpu(0)
-    last = torch.channels_last if p.rank == 2 else torch.channels_last_3d
-    torch.manual_seed(zlib.crc32(str(p).encode()))
-    grad = torch.randn(source_shape(p), device=device).to(p.dtype).contiguous(memory_format=last)
-    weight = (torch.randn(p.weight_shape, device=device) / 8).to(p.dtype)
-    truth = _truth(p, grad.double(), weight.double(), None)
-    magnitude = _truth(p, grad.double().abs(), weight.double().abs(), None)
+    device, chip, last = torch.device("cuda", 0), gpu(0), memory_format("channels_last", p.rank)
+    grad, weight, truth, magnitude = operands(p)
     products = source_shape(p)[1] * p.taps
-    if precision == "tf32":  # operands lose up to 2^-11 each
-        magnitude = magnitude * (1 + 2**-10 / 2**-24 / (2 * (products + 2) + 2))
     every = list(pixels.candidates(p, chip))
     assert every
     chosen = [next(t for t in every if t.consumers == n) for n in {t.consumers for t in every}]
@@ -108,15 +115,9 @@ def test_turns_of_consumers_around_short_rings(precision: str, consumers: int, s
         2, 32, 72, (50, 70), 3, 2, 1, 1, bias=False, dtype=PRECISIONS[precision], precision=precision,
         layout="channels_last", pass_="grad-input",
     )  # fmt: skip
-    torch.manual_seed(0)
-    last = torch.channels_last
-    grad = torch.randn(source_shape(p), device="cuda").to(p.dtype).contiguous(memory_format=last)
-    weight = (torch.randn(p.weight_shape, device="cuda") / 8).to(p.dtype).contiguous(memory_format=last)
-    truth = _truth(p, grad.double(), weight.double(), None)
-    magnitude = _truth(p, grad.double().abs(), weight.double().abs(), None)
-    products = source_shape(p)[1] * p.taps
-    if precision == "tf32":
-        magnitude = magnitude * (1 + 2**-10 / 2**-24 / (2 * (products + 2) + 2))
+    grad, contiguous, truth, magnitude = operands(p)
+    last = memory_format("channels_last", p.rank)
+    weight, products = contiguous.contiguous(memory_format=last), source_shape(p)[1] * p.taps
     every = [t for t in pixels.candidates(p, gpu(0)) if t.consumers == consumers and t.stages >= stages]
     for t in {(t.mb, t.chunk): t for t in every}.values():
         for blocks in (3, 7):

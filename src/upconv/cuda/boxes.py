@@ -33,6 +33,12 @@ class Tensor5:
         return Tensor5(self.begin, (w, c, h, d, n), (channel, row, slice_, image))
 
 
+def dense(dims: Five, element: int) -> Tensor5:
+    """A dense tensor of these dimensions, innermost first, of elements of so many bytes."""
+    a, b, c, e = (math.prod(dims[:i]) * element for i in range(1, 5))
+    return Tensor5(0, dims, (a, b, c, e))
+
+
 def of_class(
     batch: int, channels: int, size: Sequence[int], element: int, rows: tuple[int, int], channels_: tuple[int, int]
 ) -> Tensor5:

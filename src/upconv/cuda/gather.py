@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import product
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from upconv.cuda import jit
-from upconv.cuda.boxes import Tensor5, Words, alignment_classes, encode, of_class
+from upconv.cuda.boxes import Five, Tensor5, Words, alignment_classes, dense, encode, of_class
 from upconv.cuda.costs import Constants, constants
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.gpu import gpu as gpu_of
@@ -253,6 +253,12 @@ class LazyPacks(Packs):
 
     _unit: Unit
     """The kernels of packed weights."""
+    _tiling: Any
+    """With the box of a tap's weights: `weight_map`'s."""
+
+    def __init__(self, p: Problem, device: int, words: int, blocks: int) -> None:
+        super().__init__(p, device, words, blocks)
+        self._weight_maps: dict[int, Words] = {}
 
     @property
     def _launchers(self) -> tuple[str, ...]:
@@ -291,6 +297,14 @@ class LazyPacks(Packs):
     @cached_property
     def _pack_float(self) -> Launcher:
         return self._load_pack_float(self._unit)
+
+    def _weight_map(self, address: int) -> Words:
+        """The tensor maps of weights that need no packing, as `_kept`."""
+        found = self._weight_maps.get(address)
+        if found is None:
+            t, p = self._tiling, self._problem
+            found = self._kept(self._weight_maps, address, lambda: [weight_map(t, p, address)])
+        return found
 
 
 class BoxedPacks(Packs):
@@ -332,7 +346,6 @@ class Prepared(BoxedPacks, LazyPacks):
         """Whether the kernel may begin beside `pack`."""
         self._grid = choice.grid
         self._sizes = as_run(SIZES, t.arguments(p))
-        self._weight_maps: dict[int, Words] = {}
         self.packing = (
             t.entries,
             t.chunk,
@@ -422,14 +435,6 @@ class Prepared(BoxedPacks, LazyPacks):
         else:
             self._run_boxed(self._device, self._grid, (*args, self._weight_map(at)))
 
-    def _weight_map(self, address: int) -> Words:
-        """The tensor maps of weights that need no packing, as `_map`."""
-        found = self._weight_maps.get(address)
-        if found is None:
-            t, p = self._tiling, self._problem
-            found = self._kept(self._weight_maps, address, lambda: [weight_map(t, p, address)])
-        return found
-
 
 def tensors(t: Tiling, p: Problem) -> tuple[Tensor5, ...]:
     """The tensors that a tiling's boxes are cut from; none where threads copy."""
@@ -444,8 +449,7 @@ def tensors(t: Tiling, p: Problem) -> tuple[Tensor5, ...]:
     else:
         dims = (w, h, d, channels, p.batch)
     if not t.classed:
-        a, b, c, e = (math.prod(dims[:i]) * t.element for i in range(1, 5))
-        return (Tensor5(0, dims, (a, b, c, e)),)
+        return (dense(dims, t.element),)
     assert t.classes is not None
     rows, of_channels = t.classes
     first, _, apart = t.bands[1]
@@ -464,7 +468,20 @@ def tensor_map(t: Tiling, p: Problem, address: int, tensor: Tensor5 | None = Non
     return encode(tensor, address, p.dtype, t.box, t.box_steps, span, rounded)
 
 
-def weight_map(t: Tiling, p: Problem, address: int) -> Words:
+class BoxedWeights(Protocol):
+    """What a tile knows of channels-last weights that come as they lie."""
+
+    @property
+    def element(self) -> int: ...
+
+    @property
+    def row_bytes(self) -> int: ...
+
+    @property
+    def weight_box(self) -> Five: ...
+
+
+def weight_map(t: BoxedWeights, p: Problem, address: int) -> Words:
     """A ``CUtensorMap`` over channels-last weights, with the box of a tap's for a chunk, as 16 signed words."""
     rows, channels, *_ = p.weight_shape
     row = p.taps * channels * t.element

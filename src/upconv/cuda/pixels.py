@@ -18,15 +18,15 @@ import torch
 from torch import Tensor
 
 from upconv.cuda import gather, jit
-from upconv.cuda.boxes import Five, Tensor5, Words, encode
+from upconv.cuda.boxes import Five, Words, dense, encode
+from upconv.cuda.columns import PRECISIONS, instruction
 from upconv.cuda.costs import cheapest
 from upconv.cuda.gather import Unit
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.launch import Launcher, as_run
-from upconv.cuda.tiling import PACK_THREADS, Unfit, result_shape, source_shape
+from upconv.cuda.tiling import PACK_THREADS, Unfit, gather_axes, positions, result_shape, source_shape
 from upconv.problem import Problem
 
-_PRECISIONS = {"tf32": 0, "fp16": 2, "bf16": 3}
 _REGISTERS = {2: (40, 232), 3: (32, 160), 4: (24, 112)}
 """Of a producer's thread and a consumer's, by consumers: together no more than the block begins with."""
 _SPARE = 56
@@ -55,30 +55,16 @@ class Plane:
 @lru_cache(maxsize=256)
 def planes(p: Problem) -> tuple[Plane, ...]:
     """The planes of a layer at any size."""
-    lead = (1,) * (3 - p.rank)
-    kernel, steps = lead + p.kernel, lead + p.stride
-    axes = tuple(zip(kernel, steps, lead + p.dilation, (0,) * (3 - p.rank) + p.padding))
+    _, of_h, of_w = (1,) * (3 - p.rank) + p.kernel
+    classes = []  # of each axis' taps, with the pixels of the plane by which each is shifted, and the first's offset
+    for axis in gather_axes(p):
+        (taps,), step = axis.taps, axis.in_step
+        alike = [[tap for tap in taps if tap[1] % step == of] for of in dict.fromkeys(o % step for _, o in taps)]
+        classes.append([(each[0][1], [(k, (offset - each[0][1]) // step) for k, offset in each]) for each in alike])
     found = []
-    classes = []
-    for of, step, dilation, padding in axes:
-        offsets = [k * dilation - padding for k in range(of)]
-        classes.append(
-            [
-                [(k, offset) for k, offset in enumerate(offsets) if offset % step == residue]
-                for residue in dict.fromkeys(offset % step for offset in offsets)
-            ]
-        )
-    for of_axes in product(*classes):
-        first = tuple(taps[0][1] for taps in of_axes)
-        halo = tuple((taps[-1][1] - taps[0][1]) // step for taps, step in zip(of_axes, steps))
-        taps = []
-        for each in product(*of_axes):
-            index = 0
-            for (k, _), of in zip(each, kernel):
-                index = index * of + k
-            shift = tuple((offset - begin) // step for (_, offset), begin, step in zip(each, first, steps))
-            taps.append((index, shift))
-        found.append(Plane(first, halo, tuple(taps)))  # type: ignore[arg-type]
+    for (first_d, d), (first_h, h), (first_w, w) in product(*classes):
+        shifted = (((i * of_h + j) * of_w + k, (a, b, c)) for (i, a), (j, b), (k, c) in product(d, h, w))
+        found.append(Plane((first_d, first_h, first_w), (d[-1][1], h[-1][1], w[-1][1]), tuple(shifted)))
     return tuple(found)
 
 
@@ -185,6 +171,11 @@ class Tile:
         return self.chunks * self.problem.taps * self.columns * self.row_bytes
 
     @property
+    def weight_box(self) -> Five:
+        """The box of a tap's weights where they come as they lie."""
+        return self.chunk, 1, self.columns, 1, 1
+
+    @property
     def packed_words(self) -> int:
         """32-bit words of the packed weights."""
         return self.weight_bytes // 4
@@ -217,7 +208,6 @@ class Tile:
 
     def macros(self, weights_box: bool = False) -> dict[str, int | float | str]:
         """The kernel's constants by macro name; see kernels/pixels.cu."""
-        sums = self.columns // 2
         taps = [(plane, index, shift) for plane in self.planes for index, shift in plane.taps]
         firsts = [0]
         for plane in self.planes:
@@ -231,14 +221,13 @@ class Tile:
             return "{" + ", ".join(map(str, values)) + "}"
 
         found: dict[str, int | float | str] = {
-            "PRECISION": _PRECISIONS[self.problem.precision],
+            "PRECISION": PRECISIONS[self.problem.precision],
             "ELEMENT": self.element,
             "ELEMENT_TYPE": "float" if self.element == 4 else "unsigned short",
             "CIN": self.channels[0],
             "COUT": self.channels[1],
             "CK": self.chunk,
             "COLUMNS_OF_B": self.columns,
-            "COLUMNS_TEXT": f'"{self.columns}"',
             "SUB_W": self.sub_w,
             "CONSUMERS": self.consumers,
             "STAGES": self.stages,
@@ -254,9 +243,7 @@ class Tile:
             "PLANES_FIRST": table(firsts),
             "TAP_ROWS": table([row(plane, shift) for plane, _, shift in taps]),
             "TAP_INDICES": table([index for _, index, _ in taps]),
-            "SUM_REGISTERS": '"' + ",".join(f"%{i}" for i in range(sums)) + '"',
-            "SUM_OPERANDS": ",".join(f'"+f"(d[{i}])' for i in range(sums)),
-            "A_AND_B": f'"%{sums}, %{sums + 1}"',
+            **instruction("N_", self.columns),
             "PRODUCER_REGISTERS": _REGISTERS[self.consumers][0],
             "CONSUMER_REGISTERS": _REGISTERS[self.consumers][1],
             "SHARED_BYTES_PLANNED": self.shared_bytes,
@@ -271,16 +258,14 @@ class Tile:
 
     def counts(self, p: Problem) -> tuple[int, ...]:
         """Tiles along D, H and W of a problem of this layer."""
-        size = (1,) * (3 - p.rank) + result_shape(p)[2:]
-        return tuple(-(-n // of) for n, of in zip(size, self.shape))
+        return tuple(-(-n // of) for n, of in zip(positions(p, None), self.shape))
 
     def tiles(self, p: Problem) -> int:
         return p.batch * math.prod(self.counts(p))
 
     def arguments(self, p: Problem) -> tuple[int, ...]:
         """The kernel's integer arguments behind its pointers."""
-        size = (1,) * (3 - p.rank) + result_shape(p)[2:]
-        return (*size, *self.counts(p), self.tiles(p))
+        return (*positions(p, None), *self.counts(p), self.tiles(p))
 
 
 @dataclass(frozen=True)
@@ -345,9 +330,8 @@ class Prepared(gather.LazyPacks):
         t, p = choice.tile, choice.problem
         super().__init__(p, device, t.packed_words, t.pack_blocks)
         self._unit, self._boxed_unit = choice.sources()
-        self._grid, self._sizes, self._tile = choice.grid, as_run(_SIZES, t.arguments(p)), t
+        self._grid, self._sizes, self._tiling = choice.grid, as_run(_SIZES, t.arguments(p)), t
         self._tails: dict[int, Words] = {}
-        self._weight_maps: dict[int, Words] = {}
         order = tuple(index for plane in t.planes for index, _ in plane.taps)
         self.packing = ("pixels", t.columns, t.chunk, p.precision, order)
         """What `pack`'s result depends on beside the weight."""
@@ -362,7 +346,7 @@ class Prepared(gather.LazyPacks):
         return "_pack", "_run", *(("_pack_float",) if self.casts else ())
 
     def _load_pixels(self, unit: Unit, more: str = "") -> Launcher:
-        t = self._tile
+        t = self._tiling
         codes = f"PP({_SIZES}{'q' * 16 * len(t.boxes)}){more}"
         return self._load(unit, "pixels", 128 + 128 * t.consumers, t.shared_bytes, codes)
 
@@ -392,38 +376,24 @@ class Prepared(gather.LazyPacks):
             address = x.data_ptr()
         tail = self._tails.get(address)
         if tail is None:
-            t, p = self._tile, self._problem
+            t, p = self._tiling, self._problem
             maps = tensor_maps(t, p, address)
             tail = self._kept(self._tails, address, lambda: [self._sizes, *maps])
         if packed.dtype is torch.int32:
             self._run(self._device, self._grid, (at, out.data_ptr(), tail), fresh)
             return
-        weights = self._weight_maps.get(at)
-        if weights is None:
-            t, p = self._tile, self._problem
-            weights = self._kept(self._weight_maps, at, lambda: [weight_map(t, p, at)])
-        self._run_boxed(self._device, self._grid, (at, out.data_ptr(), tail, weights))
+        self._run_boxed(self._device, self._grid, (at, out.data_ptr(), tail, self._weight_map(at)))
 
 
 def tensor_maps(t: Tile, p: Problem, address: int) -> Iterator[Words]:
     """``CUtensorMap``s over the output's gradient with a tile's boxes, each as 16 signed words."""
     channels, *size = source_shape(p)[1:]
-    dims = (channels, *reversed((1,) * (3 - p.rank) + tuple(size)), p.batch)
-    a, b, c, e = (math.prod(dims[:i]) * t.element for i in range(1, 5))
-    tensor, (d, h, w) = Tensor5(0, dims, (a, b, c, e)), t.steps  # type: ignore[arg-type]
+    (depth, height, width), (d, h, w) = (1,) * (3 - p.rank) + tuple(size), t.steps
+    tensor = dense((channels, width, height, depth, p.batch), t.element)
     for box in t.boxes:
         yield encode(
             tensor, address, p.dtype, box, (1, w, h, d, 1), t.row_bytes, p.precision == "tf32", t.promotion
         )  # fmt: skip
-
-
-def weight_map(t: Tile, p: Problem, address: int) -> Words:
-    """A ``CUtensorMap`` over channels-last weights, with the box of a tap's for a chunk, as 16 signed words."""
-    rows, channels, *_ = p.weight_shape
-    row = p.taps * channels * t.element
-    tensor = Tensor5(0, (channels, p.taps, rows, 1, 1), (channels * t.element, row, rows * row, rows * row))
-    box = (t.chunk, 1, t.columns, 1, 1)
-    return encode(tensor, address, p.dtype, box, (1,) * 5, t.row_bytes, p.precision == "tf32")
 
 
 # --- candidates ------------------------------------------------------------------------------------------------------
@@ -435,7 +405,7 @@ def refusal(p: Problem, gpu: Gpu) -> str | None:
         return "pixels as rows want both operands by descriptors, which wgmma alone takes"
     if p.pass_ != "grad-input" or p.layout != "channels_last":
         return "pixels as rows of channels-last tensors are for gradients for the input"
-    if p.precision not in _PRECISIONS:
+    if p.precision not in PRECISIONS:
         return f"precision {p.precision} is none of the kernel's"
     if p.groups > 1:
         return "the kernel knows no groups"
@@ -456,11 +426,10 @@ def refusal(p: Problem, gpu: Gpu) -> str | None:
 
 def candidates(p: Problem, gpu: Gpu) -> Iterator[Tile]:
     """Every tile worth a look for a layer at its own size."""
-    size = (1,) * (3 - p.rank) + result_shape(p)[2:]
     for t in _candidates(gather.any_size(p), gpu):
         # Of an axis that is shorter than the tile no more than a subtile.
         subtile = (1, 64 // t.sub_w, t.sub_w)
-        if all(n <= max(-(-of // least) * least, least) for n, of, least in zip(t.shape, size, subtile)):
+        if all(n <= max(-(-of // least) * least, least) for n, of, least in zip(t.shape, positions(p, None), subtile)):
             yield t
 
 

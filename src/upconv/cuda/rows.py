@@ -18,6 +18,7 @@ from itertools import product
 from torch import Tensor
 
 from upconv.cuda import gather, jit
+from upconv.cuda.columns import PRECISIONS, instruction
 from upconv.cuda.costs import cheapest
 from upconv.cuda.gather import Unit
 from upconv.cuda.gpu import Gpu
@@ -26,7 +27,6 @@ from upconv.cuda.tiling import PACK_THREADS, Unfit, result_shape, source_shape
 from upconv.cuda.walks import Walks
 from upconv.problem import Problem
 
-_PRECISIONS = {"tf32": 0, "fp16": 2, "bf16": 3}
 _REGISTERS = {2: (64, 216), 3: (56, 144), 4: (64, 104)}
 """Of a producer's thread and a consumer's, by consumers."""
 _SPARE = 40
@@ -147,7 +147,7 @@ class Rows(Walks):
         """The kernel's constants by macro name; see kernels/rows.cu."""
         p = self.problem
         found: dict[str, int | float | str] = {
-            "PRECISION": _PRECISIONS[p.precision],
+            "PRECISION": PRECISIONS[p.precision],
             "ELEMENT": self.element,
             "ELEMENT_TYPE": "float" if self.element == 4 else "unsigned short",
             "CIN": self.channels[0],
@@ -169,15 +169,8 @@ class Rows(Walks):
             found[f"STEP_{name}"] = p.stride[axis]
             found[f"PAD_{name}"] = f"({p.padding[axis]})"
         for name, slots in (("ALL", self.slots), ("LESS", self.slots - 1)):
-            sums = slots * self.slot_columns // 2
-            if not slots:
-                continue
-            found |= {
-                f"{name}_COLUMNS": f'"{2 * sums}"',
-                f"{name}_REGISTERS": '"' + ",".join(f"%{i}" for i in range(sums)) + '"',
-                f"{name}_SUMS": ",".join(f'"+f"(d[{i}])' for i in range(sums)),
-                f"{name}_A_AND_B": '"{' + ",".join(f"%{sums + i}" for i in range(4)) + f'}}, %{sums + 4}"',
-            }
+            if slots:
+                found |= instruction(f"{name}_", slots * self.slot_columns, words_of_a=4)
         return found
 
     # --- sizes, which are run-time arguments -------------------------------------------------------------------------
@@ -286,7 +279,7 @@ def refusal(p: Problem, gpu: Gpu) -> str | None:
         return "rows as they lie are multiplied by wgmma alone"
     if p.rank != 3 or p.layout != "nchw" or p.pass_ != "grad-input":
         return "rows as they lie are for gradients for the input of 3-D layers in NCDHW"
-    if p.precision not in _PRECISIONS:
+    if p.precision not in PRECISIONS:
         return f"precision {p.precision} is none of the kernel's"
     if p.stride[2] < 2 or p.groups > 1 or max(p.dilation) > 1:
         return "the kernel is for strides along the width, without groups or dilation"

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from upconv.cuda import gather, jit
 from upconv.cuda.boxes import Tensor5, Words, encode
+from upconv.cuda.columns import PRECISIONS
 from upconv.cuda.costs import cheapest
 from upconv.cuda.gather import Unit
 from upconv.cuda.gpu import Gpu
@@ -26,7 +27,6 @@ from upconv.cuda.tiling import PACK_THREADS, Unfit
 from upconv.problem import Problem
 
 THREADS = 384
-_PRECISIONS = {"tf32": 0, "fp16": 2, "bf16": 3}
 _COLUMNS = (256, 192, 128, 96, 64, 32)
 _MOST_SUMS = 128  # of a consumer's thread, whose fragments and addresses take 96 registers
 _MOST_STAGES = 8
@@ -118,7 +118,7 @@ class Tile:
         p = self.problem
         kernel = (1,) * (3 - p.rank) + p.kernel
         found: dict[str, int | float | str] = {
-            "PRECISION": _PRECISIONS[p.precision],
+            "PRECISION": PRECISIONS[p.precision],
             "ELEMENT": self.element,
             "ELEMENT_TYPE": "float" if self.element == 4 else "unsigned short",
             "CIN": p.in_channels,
@@ -237,7 +237,7 @@ def refusal(p: Problem, gpu: Gpu) -> str | None:
         return "pixels as rows are multiplied by wgmma alone"
     if p.pass_ != "fwd" or p.layout != "nchw":
         return "pixels as they lie are for forwards in NCHW"
-    if p.precision not in _PRECISIONS:
+    if p.precision not in PRECISIONS:
         return f"precision {p.precision} is none of the kernel's"
     lone = p.kernel == p.stride and all(d == 1 or k == 1 for k, d in zip(p.kernel, p.dilation))
     if not lone or any(p.padding) or any(p.output_padding) or p.groups > 1:

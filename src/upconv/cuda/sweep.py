@@ -22,6 +22,7 @@ from typing import Any
 from torch import Tensor
 
 from upconv.cuda import gather, jit
+from upconv.cuda.columns import instruction
 from upconv.cuda.costs import cheapest
 from upconv.cuda.gather import Unit
 from upconv.cuda.gpu import Gpu
@@ -187,7 +188,6 @@ class Sweep(Walks):
 
     def macros(self) -> dict[str, int | float | str]:
         """The kernel's constants by macro name; see kernels/sweep.cu."""
-        sums = self.columns // 2
         names = self.pixels.macros()
         found = {name: names[name] for name in _MACROS.split()}
         found |= {
@@ -196,16 +196,13 @@ class Sweep(Walks):
             "FIRST_SLOT": f"({self.first_slot})",
             "SLOT_COLUMNS": self.slot_columns,
             "COLUMNS_OF_B": self.columns,
-            "COLUMNS_TEXT": f'"{self.columns}"',
             "TAP_ENTRIES": self.entries,
             "NB": self.nb,
             "STAGES_W": self.ring_stages,
             "W_STAGE": self.w_stage,
             "RESIDENT": int(self.resident),
             "TURNS": int(self.turns),
-            "SUM_REGISTERS": '"' + ",".join(f"%{i}" for i in range(sums)) + '"',
-            "SUM_OPERANDS": ",".join(f'"+f"(d[{i}])' for i in range(sums)),
-            "A_AND_B": f'"%{sums}, %{sums + 1}"',
+            **instruction("N_", self.columns),
             "SHARED_BYTES_PLANNED": self.shared_bytes,
         }
         return found

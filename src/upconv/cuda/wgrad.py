@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from upconv.cuda import jit
-from upconv.cuda.boxes import Tensor5, Words, alignment_classes, encode, of_class
+from upconv.cuda.boxes import Tensor5, Words, alignment_classes, dense, encode, of_class
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.gpu import gpu as gpu_of
 from upconv.cuda.launch import Counters, Launcher, TooManyBlocks, as_run, bind
@@ -310,8 +310,7 @@ def tensors(t: WarpgroupTiling, p: Problem, g: bool) -> tuple[Tensor5, ...]:
     if t.channels_last:
         d, h, w = (1,) * (3 - p.rank) + size
         dims = (channels, w, h, d, p.batch)
-        a, b, c, e = (math.prod(dims[:i]) * t.element for i in range(1, 5))
-        return (Tensor5(0, dims, (a, b, c, e)),)
+        return (dense(dims, t.element),)
     if t.lines and not g:
         size = (*size[:-2], 1, size[-2] * size[-1])
     of_rows, of_channels = t.classes if g else (1, 1)

@@ -18,4 +18,24 @@ __device__ __forceinline__ void write_operands(char* to, const u32 (&v)[VEC]) {
 #endif
 }
 
+#ifdef N_COLUMNS                                       // both operands by descriptors, channels side by side
+#if PRECISION < 2
+#define SIGNS ", 1, 1"
+#else
+#define SIGNS ", 1, 1, 0, 0"
+#endif
+template <int SUMS>
+__device__ __forceinline__ void multiply(float (&d)[SUMS], u64 a, u64 b) {
+  asm volatile("wgmma.mma_async.sync.aligned.m64n" N_COLUMNS TYPES " {" N_REGISTERS "}, " N_A_AND_B ", 1" SIGNS ";\n" : N_SUMS : "l"(a), "l"(b));
+}
+#endif
+
+// One thread: packed weights to shared memory, whose barrier expects their bytes, in pieces that a copy may have.
+__device__ __forceinline__ void copy_packed(u32 to, const char* packed, int bytes, u32 barrier) {
+  constexpr int PIECE = 16384;
+#pragma unroll 1
+  for (int at = 0; at < bytes; at += PIECE)
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::"r"(to + at), "l"(packed + at), "r"(bytes - at < PIECE ? bytes - at : PIECE), "r"(barrier) : "memory");
+}
+
 __device__ __forceinline__ u32 uniform(u32 v) { return __shfl_sync(0xffffffffu, v, 0); }  // so that ptxas counts in uniform registers

@@ -41,13 +41,12 @@ __device__ __forceinline__ u32 bits_of(float v) {
   return r;
 }
 #define STORE_BITS(v) bits_of(v)
-#define SIGNS ", 1, 1"
 #else
 #define STORE_BITS(v) (PRECISION == 2 ? half_bits(v) : bfloat_bits(v))
-#define SIGNS ", 1, 1, 0, 0"
 #endif
 
 #include "columns.cuh"
+#include "ring.cuh"
 
 __constant__ const int PLANE_D[] = PLANES_D;            // a plane's first pixel, from a tile's first times STEP
 __constant__ const int PLANE_H[] = PLANES_H;
@@ -65,7 +64,6 @@ struct Sizes {
   int tiles_d, tiles_h, tiles_w, tiles;
 };
 
-struct alignas(64) TensorMap { u64 opaque[16]; };       // a CUtensorMap; <cuda.h> does not compile under NVRTC
 struct TensorMaps { TensorMap of[MAPS + WEIGHTS_BOX]; };  // the last: the weights'
 
 struct Tile { int n, d, h, w; };
@@ -78,21 +76,6 @@ __device__ __forceinline__ Tile tile_at(int q, const Sizes& s) {
   t.n = q / s.tiles_d;
   return t;
 }
-
-struct Cursor {                                         // a place in the ring, and the parity of its phase
-  u32 stage, parity;
-  __device__ __forceinline__ void next() {
-    if (++stage == STAGES) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
-  __device__ __forceinline__ void move(u32 by) {
-    u32 at = stage + by;
-    stage = at % STAGES;
-    parity ^= at / STAGES & 1;
-  }
-};
 
 // =====================================================================================================================
 // Weights
@@ -130,10 +113,7 @@ __device__ __forceinline__ void load_weights(const TensorMaps& maps, const char*
     asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %4, %4}], [%5];\n"
                  ::"r"(to + i * TAP_BYTES), "l"(&maps.of[MAPS]), "r"(i / TAPS * CK), "r"((int)TAP_INDEX[i % TAPS]), "r"(0), "r"(barrier) : "memory");
 #else
-  constexpr int PIECE = 16384;
-#pragma unroll 1
-  for (int at = 0; at < WEIGHT_BYTES; at += PIECE)
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::"r"(to + at), "l"(packed + at), "r"(WEIGHT_BYTES - at < PIECE ? WEIGHT_BYTES - at : PIECE), "r"(barrier) : "memory");
+  copy_packed(to, packed, WEIGHT_BYTES, barrier);
 #endif
 }
 
@@ -168,15 +148,6 @@ __device__ __forceinline__ void produce(const TensorMaps& maps, const Sizes& s, 
 __device__ __forceinline__ u64 descriptor(u32 start, u32 apart) {
   constexpr u32 SWIZZLE = ROW_BYTES == 32 ? 3u : ROW_BYTES == 64 ? 2u : 1u;
   return (u64)(apart >> 4 | SWIZZLE << 30) << 32 | (start | 1u << 16);
-}
-
-__device__ __forceinline__ void multiply(float (&d)[SUMS_OF_M], u64 a, u64 b) {
-  asm volatile("wgmma.mma_async.sync.aligned.m64n" COLUMNS_TEXT TYPES " {" SUM_REGISTERS "}, " A_AND_B ", 1" SIGNS ";\n" : SUM_OPERANDS : "l"(a), "l"(b));
-}
-
-__device__ __forceinline__ void give_back(u32 barrier, int lane) {
-  __syncwarp();
-  if (lane == 0 && barrier) barrier_arrive(barrier);
 }
 
 // acc += a plane's chunk x the weights of its taps; `start` and `weights` as descriptors have them.

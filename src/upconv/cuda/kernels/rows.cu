@@ -135,10 +135,7 @@ pack_float(const float* __restrict__ weight, char* __restrict__ packed, int tap_
 __device__ __forceinline__ void load_weights(const char* packed, u32 to, u32 barrier) {
   wait_for_results();                                   // of `pack`
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(WEIGHT_BYTES) : "memory");
-  constexpr int PIECE = 16384;
-#pragma unroll 1
-  for (int at = 0; at < WEIGHT_BYTES; at += PIECE)
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::"r"(to + at), "l"(packed + at), "r"(WEIGHT_BYTES - at < PIECE ? WEIGHT_BYTES - at : PIECE), "r"(barrier) : "memory");
+  copy_packed(to, packed, WEIGHT_BYTES, barrier);
 }
 
 // =====================================================================================================================

@@ -25,6 +25,7 @@
 
 #define VEC (16 / ELEMENT)
 #include "columns.cuh"
+#include "ring.cuh"
 
 #define CONSUMERS 2
 #define PIXELS (CONSUMERS * MB * 64)
@@ -45,8 +46,6 @@ struct Sizes {
   int tiles_p, tiles;                                   // tiles of an image's pixels; all, times BLOCKS_N
 };
 
-struct alignas(64) TensorMap { u64 opaque[16]; };       // a CUtensorMap; <cuda.h> does not compile under NVRTC
-
 struct Tile { int n, p, block; };                       // image, first pixel, block of columns
 
 // Neighbouring blocks have the same pixels.
@@ -54,16 +53,6 @@ __device__ __forceinline__ Tile tile_at(int index, const Sizes& s) {
   int block = index % BLOCKS_N, q = index / BLOCKS_N;
   return {q / s.tiles_p, q % s.tiles_p * PIXELS, block};
 }
-
-struct Cursor {                                         // a place in the ring, and the parity of its phase
-  u32 stage, parity;
-  __device__ __forceinline__ void next() {
-    if (++stage == STAGES) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
-};
 
 // =====================================================================================================================
 // Weights
@@ -175,11 +164,6 @@ __device__ __forceinline__ void multiply_half(float (&acc)[MB][COLUMNS / 2], u32
   wgmma_commit();
 }
 #endif
-
-__device__ __forceinline__ void give_back(u32 barrier, int lane) {
-  __syncwarp();
-  if (lane == 0 && barrier) barrier_arrive(barrier);
-}
 
 // A thread's sums: of columns 8j + 2t and the next, pixels g and g + 8 of MB x 64. PAIRS: pixels 2i and 2i + 1 are in one row and have
 // two taps of W each; lanes of neighbouring g exchange, so that an even one stores 8 bytes from g on, an odd one from g + 7.

@@ -121,17 +121,8 @@ __device__ __forceinline__ void stream_weights(const char* packed, const Sizes& 
 // Consumers
 // =====================================================================================================================
 
-#if PRECISION < 2
-#define SIGNS ", 1, 1"
-#else
-#define SIGNS ", 1, 1, 0, 0"
-#endif
 // Both operands' rows lie in groups of 8, one behind the other.
 #define DESCRIPTOR(start) (((u64)(8 * ROW_BYTES >> 4) << 32 | (u64)(ROW_BYTES == 32 ? 3 : ROW_BYTES == 64 ? 2 : 1) << 62) | (start))
-
-__device__ __forceinline__ void multiply(float (&d)[SLOTS * SLOT_SUMS], u64 a, u64 b) {
-  asm volatile("wgmma.mma_async.sync.aligned.m64n" COLUMNS_TEXT TYPES " {" SUM_REGISTERS "}, " A_AND_B ", 1" SIGNS ";\n" : SUM_OPERANDS : "l"(a), "l"(b));
-}
 
 struct Reader {                                        // of the weights' ring
   u32 ring, full, empty;

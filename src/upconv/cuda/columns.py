@@ -1,0 +1,21 @@
+"""What families plan alike whose columns of N are channels (sweep, rows, subpixel, pixels); see kernels/columns.cuh."""
+
+from __future__ import annotations
+
+PRECISIONS = {"tf32": 0, "fp16": 2, "bf16": 3}
+"""The precisions that they have, as their kernels number them."""
+
+
+def instruction(prefix: str, columns: int, words_of_a: int = 0) -> dict[str, str]:
+    """Macros for a matrix instruction of so many columns, as PTX and an asm's constraints name its operands.
+
+    Its sums are ``d[0]`` and on; A is a descriptor, or ``words_of_a`` registers; B is a descriptor.
+    """
+    sums = columns // 2
+    a = "{" + ",".join(f"%{sums + i}" for i in range(words_of_a)) + "}" if words_of_a else f"%{sums}"
+    return {
+        f"{prefix}COLUMNS": f'"{columns}"',
+        f"{prefix}REGISTERS": '"' + ",".join(f"%{i}" for i in range(sums)) + '"',
+        f"{prefix}SUMS": ",".join(f'"+f"(d[{i}])' for i in range(sums)),
+        f"{prefix}A_AND_B": f'"{a}, %{sums + (words_of_a or 1)}"',
+    }

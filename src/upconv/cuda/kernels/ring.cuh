@@ -1,0 +1,23 @@
+// The ring of STAGES that one thread fills by the tensor copy engine and consumers empty: shared by `subpixel` and `pixels`.
+struct alignas(64) TensorMap { u64 opaque[16]; };       // a CUtensorMap; <cuda.h> does not compile under NVRTC
+
+struct Cursor {                                         // a place in the ring, and the parity of its phase
+  u32 stage, parity;
+  __device__ __forceinline__ void next() {
+    if (++stage == STAGES) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+  __device__ __forceinline__ void move(u32 by) {
+    u32 at = stage + by;
+    stage = at % STAGES;
+    parity ^= at / STAGES & 1;
+  }
+};
+
+// What no matrix instruction reads any more, by its barrier; 0: nothing.
+__device__ __forceinline__ void give_back(u32 barrier, int lane) {
+  __syncwarp();
+  if (lane == 0 && barrier) barrier_arrive(barrier);
+}
