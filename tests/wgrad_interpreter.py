@@ -99,7 +99,7 @@ class Interpreter:
     def __init__(self, tiling: SyncTiling | WarpgroupTiling, coarse: float = 0.25) -> None:
         self.tiling, self.coarse = tiling, coarse
         macros: dict[str, Any] = tiling.macros()
-        self.m = m = {name: int(value) for name, value in macros.items()}
+        self.m = m = {name: int(value) for name, value in macros.items() if not name.startswith("ROWS_")}
         self.wgmma = isinstance(tiling, WarpgroupTiling)
         self.element, self.last = m["ELEMENT"], bool(m["CHANNELS_LAST"])
         self.vec = 16 // self.element
@@ -171,7 +171,7 @@ class Interpreter:
         m, element = self.m, self.element
         self.k_slices = 1
         self.rows_per_sub = 64 // m["SUBS"]
-        self.n_width = min(m["BLOCK_CI"], 64)
+        self.n_width = next(w for w in (64, 32, 16) if m["BLOCK_CI"] % w == 0)  # of a swizzled line
         self.k_major = not self.last or self.turn_x
         self.of_unit = m["TAPS_H"] if self.stacked else 1
         self.unit_count, self.set_units = m["ENTRIES"] // self.of_unit, self.set_taps // self.of_unit

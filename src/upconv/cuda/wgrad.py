@@ -59,6 +59,7 @@ _SYNC_NCHW_16 = 2.2  # and where each is put together from two words
 _BLOCK = 14600.0  # clocks of a block beside its chunks: its first bytes, its sums
 _LAUNCH = 6.1e-6  # seconds of the second step beside its bytes
 _ADDING = 2.38  # passes over the sums at the memory's rate where blocks add them up themselves
+_MOST_WIDTH = 160  # input channels of a block that needs two accumulators of 64 rows
 _SIZES = "i" * 12  # of the kernels' parameters: images, sizes, counts of chunks
 
 AnyTiling = SyncTiling | WarpgroupTiling
@@ -404,11 +405,9 @@ def _warpgroup_candidates(
     # group's that begins off 16 bytes is an illegal instruction (NOTES: 2 groups of 4 float16 channels).
     if (p.in_channels if p.groups == 1 else cin) % (16 // p.dtype.itemsize) if last else not aligned:
         return
-    widths: tuple[int, ...] = (32,) if cin <= 32 else (64,) if cin <= 64 else (64, 128)
     # Where a position meets many outputs, few output channels by many input channels read the least.
     steep = math.prod(p.stride) >= 8
-    if steep and cin > 128:
-        widths += (256,)
+    widths = _widths(cin, steep)
     sets = [(taps, False) for taps in _tap_sets(p, 36)] + [(taps, True) for taps in _column_sets(p)]
     for ci, (groups, split_m), subs, (taps, stacked) in product(
         widths, ((2, 1), (2, 2), (3, 1), (3, 3)), (1, 2, 4), sets
@@ -438,6 +437,17 @@ def _warpgroup_candidates(
             stages = min(4, (gpu.shared_bytes - t.raw_bytes - 16) // (t.stage_bytes + 16))
             if stages >= 2:
                 yield replace(t, stages=stages)
+
+
+def _widths(cin: int, steep: bool) -> tuple[int, ...]:
+    """Input channels that a block of `WarpgroupTiling` may have."""
+    found: tuple[int, ...] = (32,) if cin <= 32 else (64,) if cin <= 64 else (64, 128)
+    if steep and cin > 128:
+        found += (256,)
+    # And as wide as sums allow, where fewer columns then have no channel (NOTES: nnunet's 320 by 160, kb61's 48 by 48).
+    blocks = -(-cin // _MOST_WIDTH)
+    even = -(-cin // (16 * blocks)) * 16
+    return (*found, even) if 32 < cin and even * blocks < -(-cin // found[-1]) * found[-1] else found
 
 
 def _blocks(cin: int, cout: int) -> Iterator[tuple[int, int]]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
+from upconv.cuda.columns import instruction
 from upconv.cuda.tiling import MAX_BOX, MAX_BOX_STEP
 from upconv.problem import Problem
 
@@ -350,6 +351,8 @@ class WarpgroupTiling(Tiling):
         # Neighbours by taps are to be neighbours in shared memory.
         if not whole_steps or self.dilation[1] > 1 or self.stack < 2 or self.lines:
             return False
+        if self.channels_last and not self.turned and self.x_width < min(self.block[0], 64):
+            return False  # columns beyond a swizzled line are the next row's
         return self.stack <= _MAX_STACK and self.stack * width <= 256
 
     @property
@@ -360,7 +363,13 @@ class WarpgroupTiling(Tiling):
     @property
     def x_width(self) -> int:
         """Input channels of a box of x (channels_last, 16 bits): those of a swizzled row."""
-        return min(self.block[0], 64)
+        return next(w for w in (64, 32, 16) if self.block[0] % w == 0)
+
+    @property
+    def row_columns(self) -> int:
+        """Columns of a matrix instruction that one row of x takes."""
+        halves = self.channels_last and not self.turned
+        return min(self.block[0], 64) if self.stacked and halves else self.block[0]
 
     @property
     def turned(self) -> bool:
@@ -655,7 +664,11 @@ class WarpgroupTiling(Tiling):
         """The kernel's constants. ``cluster``: splits whose blocks are one; ``together``: they add up in global memory
         (both: `adds_up`).
         """
-        return super().macros() | {
+        stacks = {self.taps[1] // self.steps[1], self.stack} if self.stacked else {1}
+        found: dict[str, int | float | str] = {}
+        for rows in stacks - {0}:
+            found |= instruction(f"ROWS_{rows}_", rows * self.row_columns, words_of_a=0 if self.a_shared else 4)
+        return super().macros() | found | {
             "CLUSTER": cluster,
             "TOGETHER": int(together),
             "WGS": self.warpgroups,

@@ -44,7 +44,7 @@
 // CHANNELS_LAST of 16 bits: for each X_WIDTH channels a box of the chunk's pixels.
 #define PIXELS (X_ROWS * TILE_W)
 #if !K_MAJOR
-#define X_WIDTH (BLOCK_CI < 64 ? BLOCK_CI : 64)
+#define X_WIDTH (BLOCK_CI % 64 == 0 ? 64 : BLOCK_CI % 32 == 0 ? 32 : 16)  // of a swizzled line
 #define SEGMENT (X_WIDTH * ELEMENT)
 #define BOXES (BLOCK_CI / X_WIDTH)
 #define BOX_BYTES (PIXELS * SEGMENT)
@@ -265,23 +265,7 @@ __device__ __forceinline__ void turn(u32 raw, u32 tile, int thread) {
 #else
 #define TAIL ", 1, 1, 0"
 #endif
-#if N_WIDTH == 32
-#define MULTIPLY_ROWS_1 MULTIPLY_32
-#define MULTIPLY_ROWS_2 MULTIPLY_64
-#define MULTIPLY_ROWS_3 MULTIPLY_96
-#define MULTIPLY_ROWS_4 MULTIPLY_128
-#define MULTIPLY_ROWS_5 MULTIPLY_160
-#elif N_WIDTH == 64
-#define MULTIPLY_ROWS_1 MULTIPLY_64
-#define MULTIPLY_ROWS_2 MULTIPLY_128
-#define MULTIPLY_ROWS_3 MULTIPLY_192
-#define MULTIPLY_ROWS_4 MULTIPLY_256
-#elif N_WIDTH == 128
-#define MULTIPLY_ROWS_1 MULTIPLY_128
-#define MULTIPLY_ROWS_2 MULTIPLY_256
-#else
-#define MULTIPLY_ROWS_1 MULTIPLY_256
-#endif
+#define MULTIPLY_ROWS(of) asm volatile("wgmma.mma_async.sync.aligned.m64n" of##_COLUMNS TYPES " {" of##_REGISTERS "}, " of##_A_AND_B ", 1" TAIL ";\n" : of##_SUMS : OPERANDS(a, b))
 
 #define STACKS(rows) (STACKED ? TAPS_H / STEP_H == (rows) || STACK == (rows) : (rows) == 1)
 
@@ -296,19 +280,19 @@ __device__ __forceinline__ void multiply(float (&acc)[NB][OF_UNIT * (N_WIDTH / 2
     u64 b = upper | (((x + nb * (K_MAJOR ? N_WIDTH * SEGMENT : BOX_BYTES)) & 0x3ffff) >> 4);
     float* d = &acc[nb][first * (N_WIDTH / 2)];
 #if STACKS(1)
-    if (rows == 1) MULTIPLY_ROWS_1(d, a, b, "1");
+    if (rows == 1) MULTIPLY_ROWS(ROWS_1);
 #endif
 #if STACKS(2)
-    if (rows == 2) MULTIPLY_ROWS_2(d, a, b, "1");
+    if (rows == 2) MULTIPLY_ROWS(ROWS_2);
 #endif
 #if STACKS(3)
-    if (rows == 3) MULTIPLY_ROWS_3(d, a, b, "1");
+    if (rows == 3) MULTIPLY_ROWS(ROWS_3);
 #endif
 #if STACKS(4)
-    if (rows == 4) MULTIPLY_ROWS_4(d, a, b, "1");
+    if (rows == 4) MULTIPLY_ROWS(ROWS_4);
 #endif
 #if STACKS(5)
-    if (rows == 5) MULTIPLY_ROWS_5(d, a, b, "1");
+    if (rows == 5) MULTIPLY_ROWS(ROWS_5);
 #endif
   }
 }
