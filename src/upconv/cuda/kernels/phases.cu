@@ -1,0 +1,349 @@
+// Phases: the forward of layers with strides and few channels, NCHW, on tensor cores, for weights that stay in shared memory. Places q of
+// the input are rows of M (64 x MB neighbours), output channels of a row's phases columns of N: a layer of 32 output channels multiplies
+// 32 columns for each phase, where `gather`, whose rows of M are channels, fills 64 with several phases and multiplies all their taps.
+//
+// A pair is a phase of D and one of H; its sums have all phases of W, so that a thread has neighbouring outputs. A phase's taps read the
+// input at q and a few offsets. So a row of the source is loaded once for each of its offsets along W (shifts), as fragments of A from
+// where the tensor copy engine left it, and multiplied for every pair that reads it. Columns of a shift are those of the phases of W that
+// have a tap there: phases lie in such an order that these come first (cuda/phases.py), as narrower instructions may only then share
+// sums with wider ones (NOTES: in TF32 ptxas waits for each instruction otherwise, C7511).
+//
+// Consumers take tiles of their own, from rings of their own: while one stores, another multiplies.
+//
+// Constants come as macros (cuda/phases.py computes them and explains each); sizes of the input are arguments.
+#include "ptx.cuh"
+#define A_SHARED 0
+#include "wgmma.cuh"
+
+#define VEC (16 / ELEMENT)
+#define K_STEPS (CK * ELEMENT / 32)                     // a matrix instruction takes 32 bytes of K
+#define CHUNKS ((CIN + CK - 1) / CK)
+#define PITCH_BYTES (PITCH * ELEMENT)                   // from a channel to the next
+#define ROW_BYTES (CK * PITCH_BYTES)                    // of a row of the source
+#define STAGE_BYTES ((ROWS_D * ROWS_H * ROW_BYTES + 127) / 128 * 128)
+#define USERS_OF_W (STEP_W * CO_COLUMNS)                // columns of a pair's sums
+#define STEP_BYTES (USERS * SHIFT_COLUMNS * 32)         // of weights, of a step of K
+#define WEIGHT_BYTES (CHUNKS * K_STEPS * STEP_BYTES)
+#define THREADS (128 + CONSUMERS * 128)
+
+#if PRECISION == 0
+#define SIGNS ", 1, 1, 1"
+#define VALUE(v) (v)
+#define STORE_BITS(v) __float_as_uint(v)
+#else
+#define SIGNS ", 1, 1, 1, 0"
+#define VALUE(v) (PRECISION == 2 ? half_value(v) : bfloat_value(v))
+#define STORE_BITS(v) (PRECISION == 2 ? half_bits(v) : bfloat_bits(v))
+#endif
+
+#include "columns.cuh"
+#include "ring.cuh"
+
+struct Sizes {
+  int out_d, out_h, out_w;
+  int tiles_d, tiles_h, tiles_w, tiles;
+};
+
+struct Tile { int n, d, h, w; };                        // image and first q
+
+__device__ __forceinline__ Tile tile_at(int q, const Sizes& s) {
+  Tile t;
+  t.w = q % s.tiles_w * TILE_W;  q /= s.tiles_w;
+  t.h = q % s.tiles_h * TILE_H;  q /= s.tiles_h;
+  t.d = q % s.tiles_d * TILE_D;
+  t.n = q / s.tiles_d;
+  return t;
+}
+
+#define TABLE(name, values)                                         \
+  __device__ __forceinline__ constexpr int name(int i) {            \
+    constexpr int of[] = values;                                    \
+    return of[i];                                                   \
+  }
+TABLE(source_row, SOURCE_ROWS_AT)                       // a row of the source, from a tile's first
+TABLE(first_user, FIRST_USERS)                          // of a source row; one more at the end
+TABLE(pair_of, USER_PAIRS)                              // a user: a pair that reads a source row
+TABLE(shift_at, SHIFTS_AT)                              // a shift's first column, from a tile's first
+TABLE(shift_width, SHIFT_WIDTHS)                        // columns that it has a tap for
+TABLE(width_before, SHIFT_BEFORE)                       // and those of the shifts before
+TABLE(phase_d, PAIR_PHASES_D)
+TABLE(phase_h, PAIR_PHASES_H)
+TABLE(place_of, PLACES_OF_PHASES)                       // a phase of W's, in the order of columns
+
+// =====================================================================================================================
+// Weights
+// =====================================================================================================================
+
+__constant__ const short USER_TAP[] = USER_TAPS;        // tap of D and H, of all
+__constant__ const short COLUMN_TAP[] = COLUMN_TAPS;    // of a shift and a phase: tap of W, or -1
+
+// The channel of a step at place `k` of K. Float32: a lane (t = lane % 4) has the places t and t + 4, channels 2t and 2t + 1, so that
+// those of four lanes are in other banks.
+__device__ __forceinline__ constexpr int channel_at(int k) { return ELEMENT == 2 ? k : k % 4 * 2 + k / 4; }
+
+// [step of K][user][shift][phase of W, output channel][32 bytes of channels, swizzled], zeros where there is none of either; a thread
+// writes 16 bytes. The weight is (CIN, COUT, kernel): contiguous, or channels-last, whose taps are `tap_step` elements apart.
+template <class Weight>
+__device__ __forceinline__ void pack_weights(const Weight* __restrict__ weight, char* __restrict__ packed, int tap_step) {
+  let_dependent_begin();                                // `phases`
+  int i = blockIdx.x * PACK_THREADS + threadIdx.x;
+  if (i >= WEIGHT_BYTES / 16) return;
+  int unit = i % 2, column = i / 2 % SHIFT_COLUMNS, user = i / (2 * SHIFT_COLUMNS) % USERS, step = i / (2 * SHIFT_COLUMNS * USERS);
+  int cout = column % CO_COLUMNS, of_w = COLUMN_TAP[column / CO_COLUMNS], tap = USER_TAP[user] * KERNEL_W + of_w;
+  constexpr int KERNEL = KERNEL_D * KERNEL_H * KERNEL_W;
+  u32 v[VEC];
+#pragma unroll
+  for (int e = 0; e < VEC; e++) {
+    int cin = step * (32 / ELEMENT) + channel_at(unit * VEC + e);
+    int at = cin * (COUT * KERNEL) + (tap_step == 1 ? cout * KERNEL + tap : tap * tap_step + cout);
+    v[e] = cin < CIN && cout < COUT && of_w >= 0 ? operand(weight[at]) : 0;
+  }
+  write_operands(packed + (long long)(i - unit) * 16 + ((unit ^ (column >> 2 & 1)) << 4), v);
+}
+
+#include "columns_pack.cuh"
+
+// =====================================================================================================================
+// Producers: a thread for each consumer, one for the weights
+// =====================================================================================================================
+
+#define FIRST_TILE(consumer) (blockIdx.x * CONSUMERS + (consumer))
+#define TILES_ON (gridDim.x * CONSUMERS)
+
+__device__ __forceinline__ void produce(const TensorMap& map, const Sizes& s, u32 ring, u32 full, u32 empty, int consumer) {
+  Cursor cursor = {0, 1};                               // all are free at first
+#pragma unroll 1
+  for (int index = FIRST_TILE(consumer); index < s.tiles; index += TILES_ON) {
+    Tile t = tile_at(index, s);
+#pragma unroll 1
+    for (int chunk = 0; chunk < CHUNKS; chunk++, cursor.next()) {
+      u32 to = ring + cursor.stage * STAGE_BYTES, barrier = full + cursor.stage * 8;
+      barrier_wait(empty + cursor.stage * 8, cursor.parity);
+      asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(ROWS_D * ROWS_H * ROW_BYTES) : "memory");
+#pragma unroll 1
+      for (int row = 0; row < ROWS_D * ROWS_H; row++)
+        asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5, %6}], [%7];\n"
+                     ::"r"(to + row * ROW_BYTES), "l"(&map), "r"(t.w + FIRST_W), "r"(t.h + FIRST_H + row % ROWS_H), "r"(t.d + FIRST_D + row / ROWS_H), "r"(chunk * CK), "r"(t.n), "r"(barrier) : "memory");
+    }
+  }
+}
+
+// =====================================================================================================================
+// Consumers
+// =====================================================================================================================
+
+// Rows of 32 bytes, swizzled; groups of 8 lie one behind the other.
+#define DESCRIPTOR(start) ((u64)(256 >> 4) << 32 | (u64)3 << 62 | (u64)1 << 16 | (start))
+#define MULTIPLY_WIDTH(of) \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n" of##_COLUMNS TYPES " {" of##_REGISTERS "}, " of##_A_AND_B SIGNS ";\n" : of##_SUMS : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
+
+__device__ __forceinline__ void multiply(float (&d)[USERS_OF_W / 2], int width, const u32 (&a)[4], u64 b) {
+  if (width == WIDTH_0) MULTIPLY_WIDTH(W0);
+#if WIDTHS > 1
+  if (width == WIDTH_1) MULTIPLY_WIDTH(W1);
+#endif
+#if WIDTHS > 2
+  if (width == WIDTH_2) MULTIPLY_WIDTH(W2);
+#endif
+#if WIDTHS > 3
+  if (width == WIDTH_3) MULTIPLY_WIDTH(W3);
+#endif
+}
+
+// A source row's fragments of a step, for each shift: lanes' q g and g + 8, of channels `channel_at`.
+__device__ __forceinline__ void load_fragments(u32 (&a)[SHIFTS][MB][4], const u32 (&own)[MB], u32 row) {
+#pragma unroll
+  for (int shift = 0; shift < SHIFTS; shift++)
+#pragma unroll
+    for (int m = 0; m < MB; m++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const int columns = shift_at(shift) + i % 2 * 8, half = i / 2;
+        u32 at = own[m] + row + columns * ELEMENT;
+#if ELEMENT == 4
+        a[shift][m][i] = load_shared_u32(at + half * PITCH_BYTES);
+#else
+        a[shift][m][i] = load_shared_u16(at + half * 8 * PITCH_BYTES) | load_shared_u16(at + (half * 8 + 1) * PITCH_BYTES) << 16;
+#endif
+      }
+#pragma unroll
+  for (int i = 0; i < SHIFTS * MB * 4; i++) asm volatile("" : "+r"(a[i / (MB * 4)][i / 4 % MB][i % 4]));
+}
+
+// acc += a source row x the weights of all pairs that read it; `weights`: of the step, as descriptors have it.
+__device__ __forceinline__ void multiply_row(float (&acc)[PAIRS][MB][USERS_OF_W / 2], const u32 (&a)[SHIFTS][MB][4], int row, u32 weights) {
+  wgmma_fence();
+#pragma unroll
+  for (int shift = 0; shift < SHIFTS; shift++)
+#pragma unroll
+    for (int user = 0; user < USERS; user++)            // (bounds that depend on an outer loop's constant are not unrolled)
+#pragma unroll
+      for (int m = 0; m < MB; m++)
+        if (user >= first_user(row) && user < first_user(row + 1))
+          multiply(acc[pair_of(user)][m], shift_width(shift), a[shift][m], DESCRIPTOR(weights + (user * SHIFT_COLUMNS + width_before(shift)) * 2));
+  wgmma_commit();
+}
+
+// A warp's buffer: 8 output channels of its 16 q's outputs of a row, so that neighbouring lanes store neighbours: 16 bytes (ALIGNED: where
+// all rows begin at 16), else 4, of 16-bit types two elements that begin there. (NOTES: what lanes have are pairs of outputs; stored so,
+// kb73's rows of 255 would be written by parts of sectors.) Lines are 4 words beyond a multiple of 16, for lanes' channels' banks.
+#define RUN (16 * STEP_W)                               // outputs of a row
+#define UNIT (ALIGNED ? 16 : 4)
+#define OF_UNIT (UNIT / ELEMENT)
+#define LINE_UNITS (RUN / OF_UNIT + (OF_UNIT > 1 && !ALIGNED))
+#define LINE_BYTES (((LINE_UNITS * (UNIT / 4) + 11) / 16 * 16 + 4) * 4)
+#define BUFFER_BYTES (4 * 8 * LINE_BYTES)
+
+__device__ __forceinline__ void store(const float (&acc)[PAIRS][MB][USERS_OF_W / 2], const ELEMENT_TYPE* __restrict__ bias, char* __restrict__ y, const Sizes& s, const Tile& t, u32 buffer, int warp, int lane) {
+  u32 plane = (u32)s.out_d * s.out_h * s.out_w;         // elements of a channel
+  int channel = (lane & 3) * 2;                         // of eight, of the lane's sums
+  u32 own = buffer + channel * LINE_BYTES + (lane >> 2) * (STEP_W * ELEMENT);
+  y += (long long)t.n * COUT * plane * ELEMENT;
+#pragma unroll
+  for (int m = 0; m < MB; m++) {
+    int position = m * 64 + warp * 16, run = position / TILE_W, first_w = (t.w + position % TILE_W) * STEP_W;
+    int columns = s.out_w - first_w < RUN ? s.out_w - first_w : RUN;  // that exist
+#pragma unroll
+    for (int pair = 0; pair < PAIRS; pair++) {
+      int od = (t.d + run / TILE_H) * STEP_D + phase_d(pair), oh = (t.h + run % TILE_H) * STEP_H + phase_h(pair);
+      bool row = od < s.out_d && oh < s.out_h;
+      char* begin = y + (long long)(((u32)od * s.out_h + oh) * s.out_w + first_w) * ELEMENT;
+#pragma unroll
+      for (int j = 0; j < CO_COLUMNS / 8; j++) {
+        asm volatile("" : "+r"(plane), "+r"(own));      // what follows from them is found here, not kept (spills)
+        __syncwarp();                                   // everyone has read what was there before
+#pragma unroll
+        for (int c = 0; c < 2; c++) {
+          const bool exists = COUT % 8 == 0 || 8 * j + channel + c < COUT;
+          float b = bias && exists ? VALUE(bias[8 * j + channel + c]) : 0.f;
+          u32 phase = ALIGNED || ELEMENT == 4 ? 0 : ((u32)(u64)begin / 2 + (8 * j + channel + c) * plane) & 1;
+#pragma unroll
+          for (int h = 0; h < 2; h++) {
+            u32 to = own + c * LINE_BYTES + h * 8 * (STEP_W * ELEMENT) + phase * ELEMENT;
+            float v[STEP_W];
+#pragma unroll
+            for (int u = 0; u < STEP_W; u++) v[u] = acc[pair][m][place_of(u) * (CO_COLUMNS / 2) + 4 * j + 2 * h + c] + b;
+#pragma unroll
+            for (int u = 0; u < STEP_W; u++) {
+#if ELEMENT == 4
+              if (STEP_W % 2) store_shared_f32(to + u * 4, v[u]);
+              else if (u % 2) store_shared_f32x2(to + u * 4 - 4, v[u - 1], v[u]);
+#else
+              if (STEP_W % 2 || !ALIGNED) store_shared_u16(to + u * 2, STORE_BITS(v[u]));
+              else if (u % 2) store_shared_u32(to + u * 2 - 2, STORE_BITS(v[u - 1]) | STORE_BITS(v[u]) << 16);
+#endif
+            }
+          }
+        }
+        __syncwarp();
+#pragma unroll 4
+        for (int i = 0; i < (8 * LINE_UNITS + 31) / 32; i++) {
+          int index = lane + i * 32, c = index / LINE_UNITS, unit = index % LINE_UNITS;
+          char* line = begin + (long long)((8 * j + c) * (u64)plane) * ELEMENT;
+          bool live = row && (8 * LINE_UNITS % 32 == 0 || c < 8) && (COUT % 8 == 0 || 8 * j + c < COUT);
+          u32 from = buffer + (8 * LINE_UNITS % 32 == 0 || c < 8 ? c : 0) * LINE_BYTES + unit * UNIT;
+#if ALIGNED
+          u32 v[4];
+          load_shared_128(v, from);
+          store_global_128_if(line + unit * 16, v, live && unit * OF_UNIT < columns);
+#elif ELEMENT == 4
+          store_global_if(line + unit * 4, load_shared_u32(from), live && unit < columns);
+#else
+          int at = unit * 2 - (int)((u32)(u64)line / 2 & 1);  // of the unit's first element in the row
+          u32 v = load_shared_u32(from);
+          bool first = live && at >= 0 && at < columns, second = live && at + 1 < columns;
+          store_global_if(line + at * 2, v, first && second);
+          if (first != second) store_global_16_if(line + (at + second) * 2, second ? v >> 16 : v, true);
+#endif
+        }
+      }
+    }
+  }
+}
+
+__device__ __forceinline__ void consume(const ELEMENT_TYPE* bias, char* y, const Sizes& s, u32 weights, u32 ring, u32 full, u32 empty, u32 buffer, int wg, int thread) {
+  int lane = thread & 31;
+  constexpr int GROUPS = K_STEPS * SOURCE_ROWS;         // of instructions, of a chunk
+  Cursor cursor = {0, 0};
+  float acc[PAIRS][MB][USERS_OF_W / 2];
+  u32 own[MB];                                          // where a stage has the lane's first channel and q
+#pragma unroll
+  for (int m = 0; m < MB; m++) {
+    int position = m * 64 + (thread >> 5) * 16, run = position / TILE_W;
+    own[m] = ring + (run / TILE_H * ROWS_H + run % TILE_H) * ROW_BYTES + (lane & 3) * 2 * PITCH_BYTES + (position % TILE_W + (lane >> 2)) * ELEMENT;
+  }
+#pragma unroll 1
+  for (int index = FIRST_TILE(wg); index < s.tiles; index += TILES_ON) {
+#pragma unroll
+    for (int i = 0; i < PAIRS * MB * (USERS_OF_W / 2); i++) {
+      float& sum = acc[i / (MB * (USERS_OF_W / 2))][i / (USERS_OF_W / 2) % MB][i % (USERS_OF_W / 2)];
+      sum = 0.f;
+      asm volatile("" : "+f"(sum));                     // here, not behind a fence of wgmma: ptxas would serialise all (C7519)
+    }
+    u32 at = weights >> 4;
+#pragma unroll 1
+    for (int chunk = 0; chunk < CHUNKS; chunk++, cursor.next()) {
+      u32 stage = cursor.stage * STAGE_BYTES;
+      u32 a[2][SHIFTS][MB][4];
+      barrier_wait(full + cursor.stage * 8, cursor.parity);
+#pragma unroll
+      for (int group = 0; group < GROUPS; group++) {
+        const int step = group / SOURCE_ROWS, row = group % SOURCE_ROWS;
+        if (group == 0 && GROUPS % 2) wgmma_wait<0>();  // its registers are read by the last group's instructions
+        else wgmma_wait<1>();
+        load_fragments(a[group % 2], own, stage + source_row(row) * ROW_BYTES + step * (32 / ELEMENT) * PITCH_BYTES);
+        if (group == GROUPS - 1) give_back(empty + cursor.stage * 8, lane);
+        multiply_row(acc, a[group % 2], row, uniform(at + step * (STEP_BYTES / 16)));
+      }
+      at += K_STEPS * (STEP_BYTES / 16);
+    }
+    wgmma_wait<0>();
+    store(acc, bias, y, s, tile_at(index, s), buffer + (thread >> 5) * (8 * LINE_BYTES), thread >> 5, lane);
+  }
+}
+
+// =====================================================================================================================
+
+#define RINGS_AT ((WEIGHT_BYTES + 127) / 128 * 128)
+#define BUFFERS_AT (RINGS_AT + CONSUMERS * STAGES * STAGE_BYTES)
+#define BARRIERS_AT (BUFFERS_AT + CONSUMERS * BUFFER_BYTES)
+#define SHARED_BYTES (BARRIERS_AT + 16 * CONSUMERS * STAGES + 8)
+#if SHARED_BYTES_PLANNED != SHARED_BYTES
+#error "the planner's shared memory is not the kernel's"
+#endif
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+phases(const char* __restrict__ packed, const ELEMENT_TYPE* __restrict__ bias, char* __restrict__ y, int out_d, int out_h, int out_w, int tiles_d, int tiles_h, int tiles_w, int tiles,
+       const __grid_constant__ TensorMap map) {
+  extern __shared__ __align__(1024) unsigned char memory[];
+  const Sizes s = {out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, tiles};
+  u32 base = shared_address(memory), full = base + BARRIERS_AT, empty = full + 8 * CONSUMERS * STAGES, landed = empty + 8 * CONSUMERS * STAGES;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < CONSUMERS * STAGES; i++) {
+      barrier_init(full + 8 * i, 1);
+      barrier_init(empty + 8 * i, 4);
+    }
+    barrier_init(landed, 1);
+    asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
+  }
+  __syncthreads();
+  int role = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
+  if (role == 0) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(PRODUCER_REGISTERS));
+    int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0);
+    if (threadIdx.x & 31) return;
+    if (warp < CONSUMERS) {
+      produce(map, s, base + RINGS_AT + warp * (STAGES * STAGE_BYTES), full + warp * (8 * STAGES), empty + warp * (8 * STAGES), warp);
+    } else if (warp == 3) {
+      wait_for_results();                               // of `pack`
+      asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(landed), "r"(WEIGHT_BYTES) : "memory");
+      copy_packed(base, packed, WEIGHT_BYTES, landed);
+    }
+  } else {
+    int wg = role - 1;
+    wait_for_results();                                 // of `pack`: the bias; nor is stored where `pack` may still read
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(CONSUMER_REGISTERS));
+    barrier_wait(landed, 0);
+    consume(bias, y, s, base, base + RINGS_AT + wg * (STAGES * STAGE_BYTES), full + wg * (8 * STAGES), empty + wg * (8 * STAGES), base + BUFFERS_AT + wg * BUFFER_BYTES, wg, thread);
+  }
+}

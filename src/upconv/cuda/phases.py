@@ -1,0 +1,517 @@
+"""Forwards of NCHW layers with strides and few channels, pixels as rows of M, by weights that stay in shared memory. wgmma.
+
+`gather` fills the 64 rows of a matrix instruction with output channels; a layer of 32 has two phases there, whose taps'
+union is multiplied, and its pixels are turned in shared memory. Here places of the input are rows, and a phase's output
+channels columns (``kernels/phases.cu``): what is multiplied has a tap, but for phases of W that stand in for others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from itertools import permutations, product
+from typing import NamedTuple
+
+from torch import Tensor
+
+from upconv.cuda import gather, jit
+from upconv.cuda.boxes import Words, dense, encode
+from upconv.cuda.columns import PRECISIONS, instruction
+from upconv.cuda.costs import cheapest
+from upconv.cuda.gather import Unit
+from upconv.cuda.gpu import Gpu
+from upconv.cuda.launch import as_run
+from upconv.cuda.tiling import PACK_THREADS, Triple, Unfit, gather_axes
+from upconv.problem import Problem
+
+CONSUMERS = 2
+THREADS = 128 + 128 * CONSUMERS
+_REGISTERS = 64, 216
+"""Of a producer's thread and a consumer's."""
+_SPARE = 48
+"""Registers of a consumer's thread for addresses and the like."""
+_MOST_STAGES = 8
+_MOST_PHASES = 5
+"""Of W: their order is found by trying all."""
+_MOST_WIDTHS = 4
+_MOST_COLUMNS = 256
+_MOST_BOX = 256
+_SIZES = "i" * 7  # `Tile.arguments`
+_MOST_COUNTED = 2**31  # what the kernel counts in 32 bits
+
+
+class Shift(NamedTuple):
+    """A place of the source along W that a row's taps read, from a q's own."""
+
+    offset: int
+    taps: tuple[int, ...]
+    """Of the kernel along W, of the phases of W in their order; -1: none, and what it multiplies are zeros."""
+
+
+@lru_cache(maxsize=1024)
+def shifts_of(p: Problem) -> tuple[tuple[int, ...], tuple[Shift, ...]]:
+    """The order of the phases of W, and the shifts, so that all of them together have the fewest columns.
+
+    A shift's columns begin with the first phase.
+    """
+    phases = gather_axes(p)[2].taps
+    offsets = sorted({offset for taps in phases for _, offset in taps})
+    of = [{offset: k for k, offset in taps} for taps in phases]
+
+    def width(order: tuple[int, ...], offset: int) -> int:
+        return max(place + 1 for place, u in enumerate(order) if offset in of[u])
+
+    order = min(permutations(range(len(phases))), key=lambda o: (sum(width(o, offset) for offset in offsets), o))
+    shifts = (Shift(offset, tuple(of[u].get(offset, -1) for u in order[: width(order, offset)])) for offset in offsets)
+    return order, tuple(shifts)
+
+
+class User(NamedTuple):
+    """A pair of phases, of D and of H, that reads a row of the source."""
+
+    pair: int
+    tap: int
+    """Of the kernel's planes, D and H."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A tile's shape and the kernel's constants for one problem; everything but the sizes of input and batch.
+
+    Raises, on `checked`:
+        Unfit: the kernel cannot run it.
+    """
+
+    problem: Problem
+    shape: Triple
+    """q of a consumer's tile, along D, H and W."""
+    chunk: int
+    """Input channels of a stage of the ring."""
+    stages: int = 2
+    """Of a consumer's ring."""
+    aligned: bool = False
+    """Whether the output's rows begin at 16 bytes."""
+
+    @property
+    def element(self) -> int:
+        return self.problem.dtype.itemsize
+
+    @property
+    def vec(self) -> int:
+        return 16 // self.element
+
+    @property
+    def mb(self) -> int:
+        """Subtiles of 64 q."""
+        return math.prod(self.shape) // 64
+
+    @property
+    def co_columns(self) -> int:
+        """Columns of a phase: output channels, filled up to a multiple of 8."""
+        return -(-self.problem.out_channels // 8) * 8
+
+    @cached_property
+    def steps(self) -> Triple:
+        d, h, w = gather_axes(self.problem)
+        return d.out_step, h.out_step, w.out_step
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """Phases of W as columns have them."""
+        return shifts_of(self.problem)[0]
+
+    @property
+    def shifts(self) -> tuple[Shift, ...]:
+        return shifts_of(self.problem)[1]
+
+    @cached_property
+    def pairs(self) -> tuple[tuple[int, int], ...]:
+        """Phases of D and H."""
+        return tuple(product(range(self.steps[0]), range(self.steps[1])))
+
+    @cached_property
+    def rows(self) -> tuple[tuple[tuple[int, int], tuple[User, ...]], ...]:
+        """(offsets along D and H, who reads it) of every row of the source that a row of q meets."""
+        axis_d, axis_h, _ = gather_axes(self.problem)
+        kernel_h = self.problem.kernel[-2] if self.problem.rank > 1 else 1
+        found: dict[tuple[int, int], list[User]] = {}
+        for pair, (ud, uh) in enumerate(self.pairs):
+            for (kd, od), (kh, oh) in product(axis_d.taps[ud], axis_h.taps[uh]):
+                found.setdefault((od, oh), []).append(User(pair, kd * kernel_h + kh))
+        return tuple((row, tuple(users)) for row, users in sorted(found.items()))
+
+    @cached_property
+    def span(self) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
+        """(first offset, how many from it on) that q's taps read, along D, H and W."""
+        of_rows = list(zip(*(row for row, _ in self.rows)))
+        offsets = [s.offset for s in self.shifts]
+        offsets.append(min(offsets) // self.vec * self.vec)  # boxes begin at 16 bytes, else it is an illegal instruction
+        found = [(min(of), max(of) - min(of) + 1) for of in (*of_rows, offsets)]
+        return found[0], found[1], found[2]
+
+    @property
+    def source_rows(self) -> tuple[int, int]:
+        """Rows of the source that a tile reads, along D and H."""
+        (_, deep), (_, high), _ = self.span
+        return self.shape[0] + deep - 1, self.shape[1] + high - 1
+
+    @property
+    def pitch(self) -> int:
+        """Elements of a row in shared memory: an odd number of 16 bytes, so that lanes' channels are in other banks."""
+        return -(-(self.shape[2] + self.span[2][1] - 1) // self.vec) // 2 * 2 * self.vec + self.vec
+
+    @property
+    def box(self) -> tuple[int, int, int, int, int]:
+        """Of a row of the source: W, H, D, channels, images."""
+        return self.pitch, 1, 1, self.chunk, 1
+
+    @property
+    def stage_bytes(self) -> int:
+        return -(-math.prod(self.source_rows) * self.chunk * self.pitch * self.element // 128) * 128
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Columns that matrix instructions have."""
+        return tuple(sorted({len(s.taps) * self.co_columns for s in self.shifts}))
+
+    @property
+    def shift_columns(self) -> int:
+        """Of all shifts."""
+        return sum(len(s.taps) for s in self.shifts) * self.co_columns
+
+    @property
+    def users(self) -> int:
+        return sum(len(users) for _, users in self.rows)
+
+    @property
+    def k_steps(self) -> int:
+        """Steps of K, 32 bytes of channels, of a chunk."""
+        return self.chunk * self.element // 32
+
+    @property
+    def chunks(self) -> int:
+        return -(-self.problem.in_channels // self.chunk)
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.chunks * self.k_steps * self.users * self.shift_columns * 32
+
+    @property
+    def packed_words(self) -> int:
+        """32-bit words of the packed weights."""
+        return self.weight_bytes // 4
+
+    @property
+    def pack_blocks(self) -> int:
+        return -(-self.weight_bytes // 16 // PACK_THREADS)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Of a consumer's outputs on their way to memory: for each warp 8 channels of 16 q's, in units of 16 or 4 bytes."""
+        unit = 16 if self.aligned else 4
+        units = 16 * self.steps[2] * self.element // unit + (self.element < unit and not self.aligned)
+        return 4 * 8 * ((units * unit // 4 + 11) // 16 * 16 + 4) * 4
+
+    @property
+    def shared_bytes(self) -> int:
+        weights = -(-self.weight_bytes // 128) * 128
+        return weights + CONSUMERS * (self.stages * (self.stage_bytes + 16) + self.buffer_bytes) + 8
+
+    @property
+    def sums(self) -> int:
+        """A consumer's thread's."""
+        return len(self.pairs) * self.mb * self.steps[2] * self.co_columns // 2
+
+    @property
+    def holds_sums(self) -> bool:
+        """Whether a consumer's registers do, and fragments twice."""
+        return self.sums + 2 * 4 * len(self.shifts) * self.mb <= _REGISTERS[1] - _SPARE
+
+    def checked(self, shared_limit: int) -> Tile:
+        """This, when the kernel can run it."""
+        if not self.holds_sums:
+            raise Unfit(f"{self.sums} sums and fragments beside are more than {_REGISTERS[1] - _SPARE} registers")
+        if max(self.box) > _MOST_BOX:
+            raise Unfit(f"boxes have at most {_MOST_BOX} elements along a dimension")
+        if len(self.widths) > _MOST_WIDTHS:
+            raise Unfit(f"matrix instructions have {len(self.widths)} widths, more than the kernel's {_MOST_WIDTHS}")
+        if self.stages < 2:
+            raise Unfit("a ring has one stage that is read, and one that is filled")
+        if self.shared_bytes > shared_limit:
+            raise Unfit(f"the tile takes {self.shared_bytes} bytes of shared memory, the device has {shared_limit}")
+        return self
+
+    def macros(self) -> dict[str, int | float | str]:
+        """The kernel's constants by macro name; see kernels/phases.cu."""
+        p = self.problem
+        (first_d, _), (first_h, _), (first_w, _) = self.span
+        rows_d, rows_h = self.source_rows
+        users = [user for _, of_row in self.rows for user in of_row]
+        firsts, before = [0], [0]
+        for _, of_row in self.rows:
+            firsts.append(firsts[-1] + len(of_row))
+        for s in self.shifts:
+            before.append(before[-1] + len(s.taps) * self.co_columns)
+
+        def table(values: list[int]) -> str:
+            return "{" + ", ".join(map(str, values)) + "}"
+
+        found: dict[str, int | float | str] = {
+            "PRECISION": PRECISIONS[p.precision],
+            "ELEMENT": self.element,
+            "ELEMENT_TYPE": "float" if self.element == 4 else "unsigned short",
+            "CIN": p.in_channels,
+            "COUT": p.out_channels,
+            "CO_COLUMNS": self.co_columns,
+            "CK": self.chunk,
+            "MB": self.mb,
+            "CONSUMERS": CONSUMERS,
+            "STAGES": self.stages,
+            "PITCH": self.pitch,
+            "ROWS_D": rows_d,
+            "ROWS_H": rows_h,
+            "FIRST_D": f"({first_d})",
+            "FIRST_H": f"({first_h})",
+            "FIRST_W": f"({first_w})",
+            "PAIRS": len(self.pairs),
+            "SOURCE_ROWS": len(self.rows),
+            "USERS": self.users,
+            "SHIFTS": len(self.shifts),
+            "SHIFT_COLUMNS": self.shift_columns,
+            "SOURCE_ROWS_AT": table([(d - first_d) * rows_h + h - first_h for (d, h), _ in self.rows]),
+            "FIRST_USERS": table(firsts),
+            "USER_PAIRS": table([user.pair for user in users]),
+            "USER_TAPS": table([user.tap for user in users]),
+            "SHIFTS_AT": table([s.offset - first_w for s in self.shifts]),
+            "SHIFT_WIDTHS": table([len(s.taps) * self.co_columns for s in self.shifts]),
+            "SHIFT_BEFORE": table(before),
+            "COLUMN_TAPS": table([tap for s in self.shifts for tap in s.taps]),
+            "PAIR_PHASES_D": table([d for d, _ in self.pairs]),
+            "PAIR_PHASES_H": table([h for _, h in self.pairs]),
+            "PLACES_OF_PHASES": table([self.order.index(u) for u in range(self.steps[2])]),
+            "ALIGNED": int(self.aligned),
+            "WIDTHS": len(self.widths),
+            "PRODUCER_REGISTERS": _REGISTERS[0],
+            "CONSUMER_REGISTERS": _REGISTERS[1],
+            "SHARED_BYTES_PLANNED": self.shared_bytes,
+        }
+        for i, width in enumerate(self.widths):
+            found |= {f"WIDTH_{i}": width, **instruction(f"W{i}_", width, words_of_a=4)}
+        kernel = (1,) * (3 - p.rank) + p.kernel
+        for axis, name in enumerate("DHW"):
+            found[f"TILE_{name}"] = self.shape[axis]
+            found[f"STEP_{name}"] = self.steps[axis]
+            found[f"KERNEL_{name}"] = kernel[axis]
+        return found
+
+    # --- sizes, which are run-time arguments -------------------------------------------------------------------------
+
+    def places(self, p: Problem) -> Triple:
+        """q along D, H and W of a problem of this layer."""
+        d, h, w = (-(-n // step) for n, step in zip((1,) * (3 - p.rank) + p.out_size, self.steps))
+        return d, h, w
+
+    def counts(self, p: Problem) -> Triple:
+        """Tiles along D, H and W."""
+        d, h, w = (-(-n // of) for n, of in zip(self.places(p), self.shape))
+        return d, h, w
+
+    def tiles(self, p: Problem) -> int:
+        return p.batch * math.prod(self.counts(p))
+
+    def arguments(self, p: Problem) -> tuple[int, ...]:
+        """The kernel's integer arguments behind its pointers."""
+        return (*(1,) * (3 - p.rank), *p.out_size, *self.counts(p), self.tiles(p))
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A tile for a problem on a GPU, and what the model thinks of it."""
+
+    tile: Tile
+    """Of the layer at any size; its own problem's size and batch mean nothing."""
+    problem: Problem
+    gpu: Gpu
+    seconds: float
+    """The model's estimate."""
+    bound: str
+    """What limits it, by the model."""
+
+    family = "phases"
+    margin = 1.0
+
+    @property
+    def grid(self) -> int:
+        """Blocks: at most one for each multiprocessor, no more than it takes to be done as soon."""
+        tiles = -(-self.tile.tiles(self.problem) // CONSUMERS)
+        return -(-tiles // -(-tiles // self.gpu.multiprocessors))
+
+    @property
+    def summary(self) -> str:
+        t = self.tile
+        return (
+            f"pixels as rows, phases as columns: wgmma {t.problem.precision}, {CONSUMERS} tiles of "
+            f"{'x'.join(map(str, t.shape))} (DxHxW of q), {len(t.pairs)} x {t.steps[2] * t.co_columns} columns, rings of "
+            f"{t.stages} of {t.chunk} channels, weights resident, {t.shared_bytes // 1024} KB shared, grid {self.grid}"
+        )
+
+    def sources(self) -> tuple[Unit, ...]:
+        """What NVRTC must compile; the same for all input sizes that share the tile."""
+        return (Unit(f"phases {gather.layer_text(self.problem)}", jit.source("phases.cu", self.tile.macros()), _ENTRIES),)
+
+    def prepare(self, device: int) -> Prepared:
+        """Compiles (or finds) and loads the kernels for a CUDA device. Errors: those of ``jit.kernel``."""
+        return Prepared(self, device)
+
+
+_ENTRIES = ("pack", "phases")
+
+
+class Prepared(gather.Packs):
+    """A choice's kernels, loaded for a device."""
+
+    def __init__(self, choice: Choice, device: int) -> None:
+        t, p = choice.tile, choice.problem
+        super().__init__(p, device, t.packed_words, t.pack_blocks)
+        (unit,) = choice.sources()
+        self._load_packing(unit)
+        self._run = self._load(unit, "phases", THREADS, t.shared_bytes, f"PPP({_SIZES}{'q' * 16})")
+        self._grid, self._sizes = choice.grid, as_run(_SIZES, t.arguments(p))
+        self._tile, self._tails = t, dict[int, Words]()
+        self.packing = ("phases", p.precision, p.stride, p.padding, p.dilation)
+        """What `pack`'s result depends on beside the weight."""
+
+    def run(self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, fresh: bool = False) -> None:
+        """Launches the kernel: ``x`` and ``out`` contiguous, ``packed`` what `pack` returned.
+
+        ``fresh``: `pack` was called just before, and the kernel loads its first pixels beside what that launched.
+        """
+        if out.data_ptr() & 15 and self._tile.aligned:  # PyTorch's allocations never do; a lane stores 16 bytes
+            whole = out.new_empty(out.shape)
+            self.run(x, packed, bias, whole, fresh)
+            out.copy_(whole)
+            return
+        address, at = x.data_ptr(), packed.data_ptr()
+        if address & 15:
+            fresh, x = False, x.clone()  # a view that begins off 16 bytes; PyTorch's allocations never do
+            address = x.data_ptr()
+        tail = self._tails.get(address)
+        if tail is None:
+            t, p = self._tile, self._problem
+            tail = self._kept(self._tails, address, lambda: [self._sizes, tensor_map(t, p, address)])
+        args = (at, self._bias_of(at, bias), out.data_ptr(), tail)
+        self._run(self._device, self._grid, args, fresh)
+
+
+def tensor_map(t: Tile, p: Problem, address: int) -> Words:
+    """A ``CUtensorMap`` over the input with a tile's box, as 16 signed words. float32 is rounded to TF32 on its way."""
+    d, h, w = (1,) * (3 - p.rank) + p.size
+    tensor = dense((w, h, d, p.in_channels, p.batch), t.element)
+    return encode(tensor, address, p.dtype, t.box, (1,) * 5, rounded=p.precision == "tf32")
+
+
+# --- candidates ------------------------------------------------------------------------------------------------------
+
+
+def refusal(p: Problem, gpu: Gpu) -> str | None:
+    """Why these kernels cannot serve a problem, in a sentence; None when one may."""
+    if gpu.arch != "90a":
+        return "pixels as they lie are multiplied by wgmma alone"
+    if p.layout != "nchw" or p.pass_ != "fwd":
+        return "phases as columns are for forwards in NCHW"
+    if p.precision not in PRECISIONS:
+        return f"precision {p.precision} is none of the kernel's"
+    if p.groups > 1 or max(p.stride) == 1:
+        return "the kernel is for layers with a stride, without groups"
+    if p.stride[-1] > _MOST_PHASES:
+        return f"a stride of {p.stride[-1]} along the width has more phases than the {_MOST_PHASES} that the kernel orders"
+    if math.prod(p.stride) * p.out_channels > _MOST_COLUMNS:
+        return f"{math.prod(p.stride)} phases of {p.out_channels} channels are more than {_MOST_COLUMNS} columns"
+    if not all(taps for axis in gather_axes(p) for taps in axis.taps):
+        return "some phases have no taps, for which the kernel would multiply zeros"
+    if p.size[-1] * p.dtype.itemsize % 16:
+        return "boxes want rows of whole 16 bytes"
+    if math.prod(p.out_size) >= _MOST_COUNTED or p.batch * math.prod(p.size) >= _MOST_COUNTED:
+        return "the kernel counts a channel's elements, and tiles, in 32 bits"
+    return None
+
+
+def candidates(p: Problem, gpu: Gpu) -> Iterator[Tile]:
+    """Every tile worth a look for a layer at its own size."""
+    aligned = p.out_size[-1] * p.dtype.itemsize % 16 == 0
+    for t in _candidates(gather.any_size(p), gpu, aligned):
+        # Of an axis that is shorter than the tile no more than it must have.
+        if all(n < 2 * of or n == 1 for n, of in zip(t.shape, t.places(p))):
+            yield t
+
+
+@lru_cache(maxsize=256)
+def _candidates(layer: Problem, gpu: Gpu, aligned: bool) -> tuple[Tile, ...]:
+    """A layer's tiles for all sizes whose rows begin alike."""
+    found: list[Tile] = []
+    element = layer.dtype.itemsize
+    if layer.in_channels * layer.taps * layer.out_channels * element > gpu.shared_bytes:
+        return ()
+    heights = (1, 2, 4, 8) if layer.rank > 1 else (1,)
+    for h, w, k_steps in product(heights, (16, 32, 64, 128), (1, 2, 4)):
+        chunk = k_steps * 32 // element
+        if h * w % 64 or (k_steps > 1 and layer.in_channels <= chunk // 2):
+            continue
+        t = Tile(layer, (1, h, w), chunk, aligned=aligned)
+        if not t.holds_sums:
+            continue
+        stages = (gpu.shared_bytes - replace(t, stages=0).shared_bytes) // (CONSUMERS * (t.stage_bytes + 16))
+        try:
+            found.append(replace(t, stages=min(stages, _MOST_STAGES)).checked(gpu.shared_bytes))
+        except Unfit:
+            continue
+    return tuple(found)
+
+
+# --- the cost model --------------------------------------------------------------------------------------------------
+
+
+def estimate(t: Tile, p: Problem, gpu: Gpu) -> tuple[float, str]:
+    """(seconds, what bounds them) of a problem by a tile."""
+    k_steps = t.chunks * t.k_steps
+    columns = t.users * t.shift_columns
+    instructions = t.users * len(t.shifts)
+    matrix = k_steps * t.mb * (columns / 2 + instructions * 4)
+    loads = k_steps * len(t.rows) * (len(t.shifts) * t.mb * 16 * (1 if t.element == 4 else 2) + 60)
+    multiplied = matrix + 0.5 * loads
+    stored = len(t.pairs) * t.co_columns / 8 * (100 + 8 * math.prod(t.shape) * t.steps[2] * t.element / 20)
+    copied = t.chunks * t.stage_bytes / 25
+    bodies = {"tensor cores": multiplied, "stores": stored, "L2": copied}
+    bound = max(bodies, key=lambda name: bodies[name])
+    clocks = max(CONSUMERS * multiplied, multiplied + stored, CONSUMERS * stored * 0.6, CONSUMERS * copied)
+    waves = -(-t.tiles(p) // (CONSUMERS * gpu.multiprocessors))
+    seconds = waves * clocks / gpu.clock
+    memory = (math.prod(p.input_shape) + 1.1 * math.prod(p.output_shape)) * t.element / gpu.bandwidth
+    if memory > seconds:
+        bound = "bytes"
+    return max(memory, seconds) + 0.15 * min(memory, seconds) + gather.LAUNCH, bound
+
+
+def choose(p: Problem, gpu: Gpu, general: bool = False) -> Choice | str:
+    """The cheapest tile by the model, or the sentence why there is none.
+
+    ``general``: for files that serve every size of the input, which have no host code for these kernels.
+    """
+    if general:
+        return "exported files have no host code for phases as columns"
+    return _choose(p, gpu)
+
+
+@lru_cache(maxsize=4096)
+def _choose(p: Problem, gpu: Gpu) -> Choice | str:
+    refused = refusal(p, gpu)
+    if refused:
+        return refused
+    countable = (t for t in candidates(p, gpu) if t.tiles(p) < _MOST_COUNTED - 2 * gpu.multiprocessors)
+    best = cheapest(countable, p, gpu, estimate)
+    if best is None:
+        return "this layer's weights leave no room for rings in shared memory, or its sums in registers"
+    seconds, bound, t = best
+    return Choice(t, p, gpu, seconds, bound)
