@@ -418,6 +418,9 @@ def _warpgroup_candidates(
         base = WarpgroupTiling(p, block, taps, (1, 1, 1, 8), aligned, groups, split_m, subs, stacked=stacked)
         if base.accumulators > (160 if groups == 2 else 104):
             continue
+        # NOTES: by 160 of 320 channels 66 -> 82 us, by 96 of 192 51 -> 64, though the model says 58 and 48; by 80 50 -> 41.
+        if base.turned and ci >= 96 and ci % 64:
+            continue
         if base.entries * subs * (groups // split_m) > 1.5 * base.set_taps:
             continue
         for tile in _tiles(p):
@@ -448,11 +451,12 @@ def _widths(cin: int, steep: bool, rows_of_32: bool) -> tuple[int, ...]:
     if steep and cin > 128:
         found += (256,)
     # And as wide as sums allow, where fewer columns then have no channel (NOTES: nnunet's 320 by 160, kb61's 48 by 48;
-    # but 80 in bfloat16 channels_last, 25.5 us by 128, 27.7 by 80).
+    # but 80 in bfloat16 channels_last by 128 25.5 us, by 80 27.7, by 96 29).
     blocks = -(-cin // _MOST_WIDTH)
-    multiple = 32 if rows_of_32 and cin > 64 else 16
-    even = -(-cin // (multiple * blocks)) * multiple
-    return (*found, even) if cin > 32 and even * blocks < -(-cin // found[-1]) * found[-1] else found
+    even = -(-cin // (16 * blocks)) * 16
+    if cin <= 32 or even * blocks >= -(-cin // found[-1]) * found[-1] or (rows_of_32 and even > 64 and even % 32):
+        return found
+    return (*found, even)
 
 
 def _blocks(cin: int, cout: int) -> Iterator[tuple[int, int]]:

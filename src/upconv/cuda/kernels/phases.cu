@@ -193,6 +193,8 @@ __device__ __forceinline__ void multiply_row(float (&acc)[PAIRS][MB][USERS_OF_W 
 #define LINE_UNITS (RUN / OF_UNIT + (OF_UNIT > 1 && !ALIGNED))
 #define LINE_BYTES (((LINE_UNITS * (UNIT / 4) + 11) / 16 * 16 + 4) * 4)
 #define BUFFER_BYTES (4 * 8 * LINE_BYTES)
+#define UNITS_OF_LANE ((8 * LINE_UNITS + 31) / 32)
+#define BATCH (UNITS_OF_LANE < (ALIGNED ? 4 : 8) ? UNITS_OF_LANE : ALIGNED ? 4 : 8)
 
 __device__ __forceinline__ void store(const float (&acc)[PAIRS][MB][USERS_OF_W / 2], const ELEMENT_TYPE* __restrict__ bias, char* __restrict__ y, const Sizes& s, const Tile& t, u32 buffer, int warp, int lane) {
   u32 plane = (u32)s.out_d * s.out_h * s.out_w;         // elements of a channel
@@ -236,25 +238,37 @@ __device__ __forceinline__ void store(const float (&acc)[PAIRS][MB][USERS_OF_W /
           }
         }
         __syncwarp();
-#pragma unroll 4
-        for (int i = 0; i < (8 * LINE_UNITS + 31) / 32; i++) {
-          int index = lane + i * 32, c = index / LINE_UNITS, unit = index % LINE_UNITS;
-          char* line = begin + (long long)((8 * j + c) * (u64)plane) * ELEMENT;
-          bool live = row && (8 * LINE_UNITS % 32 == 0 || c < 8) && (COUT % 8 == 0 || 8 * j + c < COUT);
-          u32 from = buffer + (8 * LINE_UNITS % 32 == 0 || c < 8 ? c : 0) * LINE_BYTES + unit * UNIT;
+#pragma unroll
+        for (int batch = 0; batch < UNITS_OF_LANE; batch += BATCH) {
+          u32 v[BATCH][UNIT / 4];                       // all on their way before the first is stored
+#pragma unroll
+          for (int i = 0; i < BATCH; i++) {
+            int index = lane + (batch + i) * 32, c = index / LINE_UNITS;
+            u32 from = buffer + (8 * LINE_UNITS % 32 == 0 || c < 8 ? c * LINE_BYTES + index % LINE_UNITS * UNIT : 0);
+            if (batch + i >= UNITS_OF_LANE) continue;
 #if ALIGNED
-          u32 v[4];
-          load_shared_128(v, from);
-          store_global_128_if(line + unit * 16, v, live && unit * OF_UNIT < columns);
-#elif ELEMENT == 4
-          store_global_if(line + unit * 4, load_shared_u32(from), live && unit < columns);
+            load_shared_128(v[i], from);
 #else
-          int at = unit * 2 - (int)((u32)(u64)line / 2 & 1);  // of the unit's first element in the row
-          u32 v = load_shared_u32(from);
-          bool first = live && at >= 0 && at < columns, second = live && at + 1 < columns;
-          store_global_if(line + at * 2, v, first && second);
-          if (first != second) store_global_16_if(line + (at + second) * 2, second ? v >> 16 : v, true);
+            v[i][0] = load_shared_u32(from);
 #endif
+          }
+#pragma unroll
+          for (int i = 0; i < BATCH; i++) {
+            int index = lane + (batch + i) * 32, c = index / LINE_UNITS, unit = index % LINE_UNITS;
+            if (batch + i >= UNITS_OF_LANE) continue;
+            char* line = begin + (long long)((8 * j + c) * (u64)plane) * ELEMENT;
+            bool live = row && (8 * LINE_UNITS % 32 == 0 || c < 8) && (COUT % 8 == 0 || 8 * j + c < COUT);
+#if ALIGNED
+            store_global_128_if(line + unit * 16, v[i], live && unit * OF_UNIT < columns);
+#elif ELEMENT == 4
+            store_global_if(line + unit * 4, v[i][0], live && unit < columns);
+#else
+            int at = unit * 2 - (int)((u32)(u64)line / 2 & 1);  // of the unit's first element in the row
+            bool first = live && at >= 0 && at < columns, second = live && at + 1 < columns;
+            store_global_if(line + at * 2, v[i][0], first && second);
+            store_global_16_if(line + (at + second) * 2, second ? v[i][0] >> 16 : v[i][0], first != second);
+#endif
+          }
         }
       }
     }

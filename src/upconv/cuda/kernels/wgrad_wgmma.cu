@@ -236,17 +236,9 @@ __device__ __forceinline__ void load_raw(const TensorMap* map_x, const Chunk& c,
 
 // Rows of a pixel's channels to rows of a channel's pixels: a lane takes a channel, four pixels at a time.
 __device__ __forceinline__ void turn(u32 raw, u32 tile, int thread) {
-#if BLOCK_CI & (BLOCK_CI - 1)
-  // A warp's lanes stay with some channels, so that what follows is found once for all of them.
-  constexpr int LANES = BLOCK_CI % 32 == 0 ? 32 : 16, GROUPS_OF_C = BLOCK_CI / LANES;
-#pragma unroll 4
-  for (int i = thread / LANES; i < PIXELS / 4 * GROUPS_OF_C; i += COPIERS / LANES) {
-    int c = i % GROUPS_OF_C * LANES + thread % LANES, quad = i / GROUPS_OF_C, strip = quad / 2, half = quad % 2;
-#else
 #pragma unroll 4
   for (int i = thread; i < PIXELS / 4 * BLOCK_CI; i += COPIERS) {
     int c = i % BLOCK_CI, quad = i / BLOCK_CI, strip = quad / 2, half = quad % 2;
-#endif
     u32 v[4];
 #pragma unroll
     for (int j = 0; j < 4; j++) {
