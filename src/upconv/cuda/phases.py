@@ -208,11 +208,15 @@ class Tile:
         return -(-self.weight_bytes // 16 // PACK_THREADS)
 
     @property
+    def passed(self) -> int:
+        """Output channels that pass through a consumer's buffer at a time."""
+        return 16 if self.co_columns % 16 == 0 else 8
+
+    @property
     def buffer_bytes(self) -> int:
-        """Of a consumer's outputs on their way to memory: for each warp 8 channels of 16 q's, in units of 16 or 4 bytes."""
-        unit = 16 if self.aligned else 4
-        units = 16 * self.steps[2] * self.element // unit + (self.element < unit and not self.aligned)
-        return 4 * 8 * ((units * unit // 4 + 11) // 16 * 16 + 4) * 4
+        """Of a consumer's outputs on their way to memory."""
+        words = (self.shape[2] * self.steps[2] * self.element + 3) // 4 + (self.element == 2 and not self.aligned)
+        return self.passed * ((math.prod(self.shape[:2]) * words + 11) // 16 * 16 + 4) * 4
 
     @property
     def shared_bytes(self) -> int:
@@ -292,6 +296,7 @@ class Tile:
             "PAIR_PHASES_H": table([h for _, h in self.pairs]),
             "PLACES_OF_PHASES": table([self.order.index(u) for u in range(self.steps[2])]),
             "ALIGNED": int(self.aligned),
+            "PASS": self.passed,
             "WIDTHS": len(self.widths),
             "PRODUCER_REGISTERS": _REGISTERS[0],
             "CONSUMER_REGISTERS": _REGISTERS[1],

@@ -8,7 +8,7 @@
 // have a tap there: phases lie in such an order that these come first (cuda/phases.py), as narrower instructions may only then share
 // sums with wider ones (NOTES: in TF32 ptxas waits for each instruction otherwise, C7511).
 //
-// Consumers take tiles of their own, from rings of their own: while one stores, another multiplies.
+// Consumers take tiles of their own, from rings of their own, and multiply in turn: while one stores, the other multiplies.
 //
 // Constants come as macros (cuda/phases.py computes them and explains each); sizes of the input are arguments.
 #include "ptx.cuh"
@@ -184,90 +184,114 @@ __device__ __forceinline__ void multiply_row(float (&acc)[PAIRS][MB][USERS_OF_W 
   wgmma_commit();
 }
 
-// A warp's buffer: 8 output channels of its 16 q's outputs of a row, so that neighbouring lanes store neighbours: 16 bytes (ALIGNED: where
-// all rows begin at 16), else 4, of 16-bit types two elements that begin there. (NOTES: what lanes have are pairs of outputs; stored so,
-// kb73's rows of 255 would be written by parts of sectors.) Lines are 4 words beyond a multiple of 16, for lanes' channels' banks.
-#define RUN (16 * STEP_W)                               // outputs of a row
+// A consumer's buffer: PASS output channels of its tile's rows, so that neighbouring lanes store neighbours: 16 bytes (ALIGNED: where all rows
+// begin at 16), else 4, of 16-bit types two elements that begin there; and whole sectors of 32, but for a row's ends (NOTES: kb73 writes
+// rows of 255 floats: with 128 bytes a warp that begin anywhere 526 us, 383 if these began at sectors). Channels lie 4 words beyond
+// a multiple of 16 apart, for their lanes' banks.
+#define RUNS (TILE_D * TILE_H)                          // rows of q of a tile
+#define RUN (TILE_W * STEP_W)                           // outputs of one along W
 #define UNIT (ALIGNED ? 16 : 4)
 #define OF_UNIT (UNIT / ELEMENT)
-#define LINE_UNITS (RUN / OF_UNIT + (OF_UNIT > 1 && !ALIGNED))
-#define LINE_BYTES (((LINE_UNITS * (UNIT / 4) + 11) / 16 * 16 + 4) * 4)
-#define BUFFER_BYTES (4 * 8 * LINE_BYTES)
-#define UNITS_OF_LANE ((8 * LINE_UNITS + 31) / 32)
-#define BATCH (UNITS_OF_LANE < (ALIGNED ? 4 : 8) ? UNITS_OF_LANE : ALIGNED ? 4 : 8)
+#define OF_SECTOR (32 / UNIT)
+#define LINE_UNITS ((RUN + OF_UNIT - 1) / OF_UNIT + (ALIGNED ? 0 : OF_SECTOR))  // of a row, from a sector's begin on
+#define LINE_WORDS ((RUN * ELEMENT + 3) / 4 + (ELEMENT == 2 && !ALIGNED))
+#define CHANNEL_BYTES (((RUNS * LINE_WORDS + 11) / 16 * 16 + 4) * 4)
+#define BUFFER_BYTES (PASS * CHANNEL_BYTES)
+#define ROUNDS ((LINE_UNITS + 31) / 32)
+#define BATCH (ROUNDS > 3 ? 1 : 2)                      // channels of a warp whose units are loaded before the first is stored
 
-__device__ __forceinline__ void store(const float (&acc)[PAIRS][MB][USERS_OF_W / 2], const ELEMENT_TYPE* __restrict__ bias, char* __restrict__ y, const Sizes& s, const Tile& t, u32 buffer, int warp, int lane) {
+__device__ __forceinline__ void store(const float (&acc)[PAIRS][MB][USERS_OF_W / 2], const ELEMENT_TYPE* __restrict__ bias, char* __restrict__ y, const Sizes& s, const Tile& t, u32 buffer, int wg, int warp, int lane) {
   u32 plane = (u32)s.out_d * s.out_h * s.out_w;         // elements of a channel
-  int channel = (lane & 3) * 2;                         // of eight, of the lane's sums
-  u32 own = buffer + channel * LINE_BYTES + (lane >> 2) * (STEP_W * ELEMENT);
+  int channel = (lane & 3) * 2, columns = s.out_w - t.w * STEP_W;
+  columns = columns < RUN ? columns : RUN;              // of a row, that exist
   y += (long long)t.n * COUT * plane * ELEMENT;
 #pragma unroll
-  for (int m = 0; m < MB; m++) {
-    int position = m * 64 + warp * 16, run = position / TILE_W, first_w = (t.w + position % TILE_W) * STEP_W;
-    int columns = s.out_w - first_w < RUN ? s.out_w - first_w : RUN;  // that exist
+  for (int pair = 0; pair < PAIRS; pair++) {
+    int first_d = t.d * STEP_D + phase_d(pair), first_h = t.h * STEP_H + phase_h(pair);
+    char* begin = y + (long long)(((u32)first_d * s.out_h + first_h) * s.out_w + t.w * STEP_W) * ELEMENT;
 #pragma unroll
-    for (int pair = 0; pair < PAIRS; pair++) {
-      int od = (t.d + run / TILE_H) * STEP_D + phase_d(pair), oh = (t.h + run % TILE_H) * STEP_H + phase_h(pair);
-      bool row = od < s.out_d && oh < s.out_h;
-      char* begin = y + (long long)(((u32)od * s.out_h + oh) * s.out_w + first_w) * ELEMENT;
+    for (int first = 0; first < CO_COLUMNS; first += PASS) {
+      asm volatile("" : "+r"(plane), "+r"(channel));    // what follows from them is found here, not kept (spills)
+      named_sync(1 + wg, 128);                          // everyone has read what was there before
 #pragma unroll
-      for (int j = 0; j < CO_COLUMNS / 8; j++) {
-        asm volatile("" : "+r"(plane), "+r"(own));      // what follows from them is found here, not kept (spills)
-        __syncwarp();                                   // everyone has read what was there before
+      for (int j = first / 8; j < CO_COLUMNS / 8; j++) {
+        if (j >= (first + PASS) / 8) continue;
 #pragma unroll
         for (int c = 0; c < 2; c++) {
-          const bool exists = COUT % 8 == 0 || 8 * j + channel + c < COUT;
-          float b = bias && exists ? VALUE(bias[8 * j + channel + c]) : 0.f;
-          u32 phase = ALIGNED || ELEMENT == 4 ? 0 : ((u32)(u64)begin / 2 + (8 * j + channel + c) * plane) & 1;
+          const int of = 8 * j + c;                     // the channel, but for the lane's share
+          float b = bias && (COUT % 8 == 0 || of + channel < COUT) ? VALUE(bias[of + channel]) : 0.f;
+          u32 own = buffer + (of - first + channel) * CHANNEL_BYTES + (lane >> 2) * (STEP_W * ELEMENT);
 #pragma unroll
-          for (int h = 0; h < 2; h++) {
-            u32 to = own + c * LINE_BYTES + h * 8 * (STEP_W * ELEMENT) + phase * ELEMENT;
-            float v[STEP_W];
+          for (int m = 0; m < MB; m++)
 #pragma unroll
-            for (int u = 0; u < STEP_W; u++) v[u] = acc[pair][m][place_of(u) * (CO_COLUMNS / 2) + 4 * j + 2 * h + c] + b;
+            for (int h = 0; h < 2; h++) {
+              int position = m * 64 + warp * 16 + h * 8, run = position / TILE_W;
+              u32 to = own + run * (LINE_WORDS * 4) + position % TILE_W * (STEP_W * ELEMENT);
+#if ELEMENT == 2 && !ALIGNED                            // rows that begin in the middle of a word lie so
+              u32 row = (u32)(run / TILE_H * STEP_D * s.out_h + run % TILE_H * STEP_H) * s.out_w;
+              to += (((u32)(u64)begin / 2 + row + (of + channel) * plane) & 1) * 2;
+#endif
+              float v[STEP_W];
 #pragma unroll
-            for (int u = 0; u < STEP_W; u++) {
+              for (int u = 0; u < STEP_W; u++) v[u] = acc[pair][m][place_of(u) * (CO_COLUMNS / 2) + 4 * j + 2 * h + c] + b;
+#pragma unroll
+              for (int u = 0; u < STEP_W; u++) {
 #if ELEMENT == 4
-              if (STEP_W % 2) store_shared_f32(to + u * 4, v[u]);
-              else if (u % 2) store_shared_f32x2(to + u * 4 - 4, v[u - 1], v[u]);
+                if (STEP_W % 2) store_shared_f32(to + u * 4, v[u]);
+                else if (u % 2) store_shared_f32x2(to + u * 4 - 4, v[u - 1], v[u]);
 #else
-              if (STEP_W % 2 || !ALIGNED) store_shared_u16(to + u * 2, STORE_BITS(v[u]));
-              else if (u % 2) store_shared_u32(to + u * 2 - 2, STORE_BITS(v[u - 1]) | STORE_BITS(v[u]) << 16);
+                if (STEP_W % 2 || !ALIGNED) store_shared_u16(to + u * 2, STORE_BITS(v[u]));
+                else if (u % 2) store_shared_u32(to + u * 2 - 2, STORE_BITS(v[u - 1]) | STORE_BITS(v[u]) << 16);
+#endif
+              }
+            }
+        }
+      }
+      named_sync(1 + wg, 128);
+#pragma unroll 1
+      for (int run = 0; run < RUNS; run++) {
+        bool row = first_d + run / TILE_H * STEP_D < s.out_d && first_h + run % TILE_H * STEP_H < s.out_h;
+        char* from_run = begin + (long long)((u32)(run / TILE_H * STEP_D * s.out_h + run % TILE_H * STEP_H) * s.out_w) * ELEMENT;
+#pragma unroll
+        for (int batch = 0; batch < PASS / 4; batch += BATCH) {
+          u32 v[BATCH][ROUNDS][UNIT / 4];
+#pragma unroll
+          for (int i = 0; i < BATCH; i++) {
+            int c = warp + (batch + i) * 4;             // a warp's channels
+            u32 phase = (u32)(u64)(from_run + (long long)((first + c) * (u64)plane) * ELEMENT) / ELEMENT % (OF_SECTOR * OF_UNIT);  // of the row, in its first sector
+#pragma unroll
+            for (int k = 0; k < ROUNDS; k++) {
+              int unit = lane + k * 32 - (ALIGNED ? 0 : (int)phase / OF_UNIT);
+              u32 from = buffer + c * CHANNEL_BYTES + run * (LINE_WORDS * 4) + ((u32)unit < LINE_WORDS * 4 / UNIT ? unit : 0) * UNIT;
+#if ALIGNED
+              load_shared_128(v[i][k], from);
+#else
+              v[i][k][0] = load_shared_u32(from);
 #endif
             }
           }
-        }
-        __syncwarp();
-#pragma unroll
-        for (int batch = 0; batch < UNITS_OF_LANE; batch += BATCH) {
-          u32 v[BATCH][UNIT / 4];                       // all on their way before the first is stored
 #pragma unroll
           for (int i = 0; i < BATCH; i++) {
-            int index = lane + (batch + i) * 32, c = index / LINE_UNITS;
-            u32 from = buffer + (8 * LINE_UNITS % 32 == 0 || c < 8 ? c * LINE_BYTES + index % LINE_UNITS * UNIT : 0);
-            if (batch + i >= UNITS_OF_LANE) continue;
-#if ALIGNED
-            load_shared_128(v[i], from);
-#else
-            v[i][0] = load_shared_u32(from);
-#endif
-          }
+            int c = warp + (batch + i) * 4;
+            char* line = from_run + (long long)((first + c) * (u64)plane) * ELEMENT;
+            u32 phase = (u32)(u64)line / ELEMENT % (OF_SECTOR * OF_UNIT);
+            bool live = row && (COUT % 8 == 0 || first + c < COUT);
 #pragma unroll
-          for (int i = 0; i < BATCH; i++) {
-            int index = lane + (batch + i) * 32, c = index / LINE_UNITS, unit = index % LINE_UNITS;
-            if (batch + i >= UNITS_OF_LANE) continue;
-            char* line = begin + (long long)((8 * j + c) * (u64)plane) * ELEMENT;
-            bool live = row && (8 * LINE_UNITS % 32 == 0 || c < 8) && (COUT % 8 == 0 || 8 * j + c < COUT);
+            for (int k = 0; k < ROUNDS; k++) {
 #if ALIGNED
-            store_global_128_if(line + unit * 16, v[i], live && unit * OF_UNIT < columns);
-#elif ELEMENT == 4
-            store_global_if(line + unit * 4, v[i][0], live && unit < columns);
+              int unit = lane + k * 32;
+              store_global_128_if(line + unit * 16, v[i][k], live && unit * OF_UNIT < columns);
 #else
-            int at = unit * 2 - (int)((u32)(u64)line / 2 & 1);  // of the unit's first element in the row
-            bool first = live && at >= 0 && at < columns, second = live && at + 1 < columns;
-            store_global_if(line + at * 2, v[i][0], first && second);
-            store_global_16_if(line + (at + second) * 2, second ? v[i][0] >> 16 : v[i][0], first != second);
+              int at = (lane + k * 32) * OF_UNIT - (int)phase;  // of the unit's first element in the row
+#if ELEMENT == 4
+              store_global_if(line + at * 4, v[i][k][0], live && at >= 0 && at < columns);
+#else
+              bool low = live && at >= 0 && at < columns, high = live && at + 1 >= 0 && at + 1 < columns;
+              store_global_if(line + at * 2, v[i][k][0], low && high);
+              store_global_16_if(line + (at + high) * 2, high ? v[i][k][0] >> 16 : v[i][k][0], low != high);
 #endif
+#endif
+            }
           }
         }
       }
@@ -279,6 +303,7 @@ __device__ __forceinline__ void consume(const ELEMENT_TYPE* bias, char* y, const
   int lane = thread & 31;
   constexpr int GROUPS = K_STEPS * SOURCE_ROWS;         // of instructions, of a chunk
   Cursor cursor = {0, 0};
+  if (wg == 1) named_arrive(4, CONSUMERS * 128);        // the first turn is warpgroup 0's
   float acc[PAIRS][MB][USERS_OF_W / 2];
   u32 own[MB];                                          // where a stage has the lane's first channel and q
 #pragma unroll
@@ -295,6 +320,7 @@ __device__ __forceinline__ void consume(const ELEMENT_TYPE* bias, char* y, const
       asm volatile("" : "+f"(sum));                     // here, not behind a fence of wgmma: ptxas would serialise all (C7519)
     }
     u32 at = weights >> 4;
+    named_sync(4 + wg, CONSUMERS * 128);                // which has as many tiles as warpgroup 1, or the last one
 #pragma unroll 1
     for (int chunk = 0; chunk < CHUNKS; chunk++, cursor.next()) {
       u32 stage = cursor.stage * STAGE_BYTES;
@@ -312,7 +338,8 @@ __device__ __forceinline__ void consume(const ELEMENT_TYPE* bias, char* y, const
       at += K_STEPS * (STEP_BYTES / 16);
     }
     wgmma_wait<0>();
-    store(acc, bias, y, s, tile_at(index, s), buffer + (thread >> 5) * (8 * LINE_BYTES), thread >> 5, lane);
+    named_arrive(4 + (wg ^ 1), CONSUMERS * 128);
+    store(acc, bias, y, s, tile_at(index, s), buffer, wg, thread >> 5, lane);
   }
 }
 
