@@ -1,4 +1,4 @@
-"""What families plan alike whose columns of N are channels (sweep, rows, subpixel, pixels); see kernels/columns.cuh."""
+"""What families plan alike whose columns of N are channels (sweep, rows, subpixel, pixels, phases); see kernels/columns.cuh."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from upconv.cuda.bias import BiasRunner
     from upconv.planner import Plan
 
-FAMILIES = ("gather", "sweep", "rows", "pixels", "subpixel", "direct", "staged", "unshuffle", "relayout")
+FAMILIES = ("gather", "sweep", "rows", "pixels", "subpixel", "phases", "direct", "staged", "unshuffle", "relayout")
 """The kernel families of the forward and of the gradient for the input, as modules of this package.
 
 Of equals the first is taken.
@@ -58,7 +58,7 @@ Of equals the first is taken.
 WEIGHT_FAMILIES = ("wgrad", "direct_wgrad", "staged", "unshuffle", "relayout")
 """As `FAMILIES`, of the gradient for the weight."""
 # Families that have kernels for one size of the input alone.
-_TENSOR_CORES = ("gather", "sweep", "rows", "pixels", "subpixel", "wgrad")
+_TENSOR_CORES = ("gather", "sweep", "rows", "pixels", "subpixel", "phases", "wgrad")
 _AROUND = ("unshuffle", "relayout")  # which call the others' kernels, and are asked behind them
 _LONGEST = 2**31 - 2**20  # along an axis: tiles and halos end beyond it
 

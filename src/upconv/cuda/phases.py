@@ -215,7 +215,7 @@ class Tile:
     @property
     def buffer_bytes(self) -> int:
         """Of a consumer's outputs on their way to memory."""
-        words = (self.shape[2] * self.steps[2] * self.element + 3) // 4 + (self.element == 2 and not self.aligned)
+        words = self.shape[2] * self.steps[2] * self.element // 4 + 4 * (not self.aligned)
         return self.passed * ((math.prod(self.shape[:2]) * words + 11) // 16 * 16 + 4) * 4
 
     @property
@@ -436,6 +436,8 @@ def refusal(p: Problem, gpu: Gpu) -> str | None:
         return f"{math.prod(p.stride)} phases of {p.out_channels} channels are more than {_MOST_COLUMNS} columns"
     if not all(taps for axis in gather_axes(p) for taps in axis.taps):
         return "some phases have no taps, for which the kernel would multiply zeros"
+    if p.kernel == p.stride:
+        return "of one tap for each output there is no row that several phases read"
     if p.size[-1] * p.dtype.itemsize % 16:
         return "boxes want rows of whole 16 bytes"
     if math.prod(p.out_size) >= _MOST_COUNTED or p.batch * math.prod(p.size) >= _MOST_COUNTED:
@@ -478,25 +480,32 @@ def _candidates(layer: Problem, gpu: Gpu, aligned: bool) -> tuple[Tile, ...]:
 # --- the cost model --------------------------------------------------------------------------------------------------
 
 
+# Of few timed tiles on an H200, ablated: what multiplies, and what stores beside memory. By bytes of an element.
+_INSTRUCTION, _LEAST = 4.0, 14.0  # clocks of an instruction beside its columns; these, at least
+_LOADS = {4: 16.0, 2: 32.0}, 60.0  # of a row's fragments for a shift and 64 q; of a row beside, of which half is hidden
+_PASS = 60.0  # clocks of a pass through a consumer's buffer
+_STORED = {(4, True): 0.09, (4, False): 0.175, (2, True): 0.04, (2, False): 0.19}  # and of an output of it, by `Tile.aligned`
+_MEMORY = {True: 1.25, False: 1.5}  # times that memory takes longer than copies would, by the same
+_L2 = 25.0  # bytes a clock
+
+
 def estimate(t: Tile, p: Problem, gpu: Gpu) -> tuple[float, str]:
     """(seconds, what bounds them) of a problem by a tile."""
-    k_steps = t.chunks * t.k_steps
-    columns = t.users * t.shift_columns
-    instructions = t.users * len(t.shifts)
-    matrix = k_steps * t.mb * (columns / 2 + instructions * 4)
-    loads = k_steps * len(t.rows) * (len(t.shifts) * t.mb * 16 * (1 if t.element == 4 else 2) + 60)
-    multiplied = matrix + 0.5 * loads
-    stored = len(t.pairs) * t.co_columns / 8 * (100 + 8 * math.prod(t.shape) * t.steps[2] * t.element / 20)
-    copied = t.chunks * t.stage_bytes / 25
-    bodies = {"tensor cores": multiplied, "stores": stored, "L2": copied}
-    bound = max(bodies, key=lambda name: bodies[name])
-    clocks = max(CONSUMERS * multiplied, multiplied + stored, CONSUMERS * stored * 0.6, CONSUMERS * copied)
+    instructions = sum(max(len(s.taps) * t.co_columns / 2, _LEAST) + _INSTRUCTION for s in t.shifts)
+    matrix = t.mb * t.users * instructions
+    loads = len(t.rows) * (len(t.shifts) * t.mb * _LOADS[0][t.element] + _LOADS[1])
+    multiplied = t.chunks * t.k_steps * (matrix + loads / 2)
+    passes = len(t.pairs) * t.co_columns / t.passed
+    stored = passes * (_PASS + t.passed * math.prod(t.shape) * t.steps[2] * _STORED[t.element, t.aligned])
+    bodies = {"tensor cores": multiplied, "stores": stored}
+    copied = t.chunks * t.stage_bytes / _L2
+    bound = max(bodies, key=lambda name: bodies[name]) if copied < multiplied + stored else "L2"
     waves = -(-t.tiles(p) // (CONSUMERS * gpu.multiprocessors))
-    seconds = waves * clocks / gpu.clock
-    memory = (math.prod(p.input_shape) + 1.1 * math.prod(p.output_shape)) * t.element / gpu.bandwidth
+    seconds = waves * CONSUMERS * max(multiplied + stored, copied) / gpu.clock
+    memory = (math.prod(p.input_shape) + _MEMORY[t.aligned] * math.prod(p.output_shape)) * t.element / gpu.bandwidth
     if memory > seconds:
         bound = "bytes"
-    return max(memory, seconds) + 0.15 * min(memory, seconds) + gather.LAUNCH, bound
+    return max(memory, seconds) + 0.1 * min(memory, seconds) + gather.LAUNCH, bound
 
 
 def choose(p: Problem, gpu: Gpu, general: bool = False) -> Choice | str:

@@ -8,7 +8,8 @@
 // have a tap there: phases lie in such an order that these come first (cuda/phases.py), as narrower instructions may only then share
 // sums with wider ones (NOTES: in TF32 ptxas waits for each instruction otherwise, C7511).
 //
-// Consumers take tiles of their own, from rings of their own, and multiply in turn: while one stores, the other multiplies.
+// Consumers take neighbouring tiles, each from a ring of its own, and never wait for each other (NOTES: kb73 446 us; strictly in turn 466,
+// the second one a multiplication later 513: sectors that both write a part of are then completed later).
 //
 // Constants come as macros (cuda/phases.py computes them and explains each); sizes of the input are arguments.
 #include "ptx.cuh"
@@ -184,21 +185,17 @@ __device__ __forceinline__ void multiply_row(float (&acc)[PAIRS][MB][USERS_OF_W 
   wgmma_commit();
 }
 
-// A consumer's buffer: PASS output channels of its tile's rows, so that neighbouring lanes store neighbours: 16 bytes (ALIGNED: where all rows
-// begin at 16), else 4, of 16-bit types two elements that begin there; and whole sectors of 32, but for a row's ends (NOTES: kb73 writes
-// rows of 255 floats: with 128 bytes a warp that begin anywhere 526 us, 383 if these began at sectors). Channels lie 4 words beyond
-// a multiple of 16 apart, for their lanes' banks.
+// A consumer's buffer: PASS output channels of its tile's rows, each in units of 16 bytes as they lie in memory, so that neighbouring lanes
+// store neighbours, and parts of units at a row's ends alone (NOTES: kb73 writes rows of 255 floats: with 128 bytes a warp that begin
+// anywhere 526 us, 383 if these began at sectors). Channels lie 4 words beyond a multiple of 16 apart, for their lanes' banks.
 #define RUNS (TILE_D * TILE_H)                          // rows of q of a tile
 #define RUN (TILE_W * STEP_W)                           // outputs of one along W
-#define UNIT (ALIGNED ? 16 : 4)
-#define OF_UNIT (UNIT / ELEMENT)
-#define OF_SECTOR (32 / UNIT)
-#define LINE_UNITS ((RUN + OF_UNIT - 1) / OF_UNIT + (ALIGNED ? 0 : OF_SECTOR))  // of a row, from a sector's begin on
-#define LINE_WORDS ((RUN * ELEMENT + 3) / 4 + (ELEMENT == 2 && !ALIGNED))
+#define UNITS (RUN / VEC)                               // whole ones that it may have
+#define LINE_WORDS ((UNITS + !ALIGNED) * 4)             // of a row; ALIGNED: all rows begin at 16 bytes
 #define CHANNEL_BYTES (((RUNS * LINE_WORDS + 11) / 16 * 16 + 4) * 4)
 #define BUFFER_BYTES (PASS * CHANNEL_BYTES)
-#define ROUNDS ((LINE_UNITS + 31) / 32)
-#define BATCH (ROUNDS > 3 ? 1 : 2)                      // channels of a warp whose units are loaded before the first is stored
+#define OF_WARP (PASS / 4)                              // channels that a warp stores
+#define ROUNDS ((OF_WARP * UNITS + 31) / 32)
 
 __device__ __forceinline__ void store(const float (&acc)[PAIRS][MB][USERS_OF_W / 2], const ELEMENT_TYPE* __restrict__ bias, char* __restrict__ y, const Sizes& s, const Tile& t, u32 buffer, int wg, int warp, int lane) {
   u32 plane = (u32)s.out_d * s.out_h * s.out_w;         // elements of a channel
@@ -221,23 +218,21 @@ __device__ __forceinline__ void store(const float (&acc)[PAIRS][MB][USERS_OF_W /
           const int of = 8 * j + c;                     // the channel, but for the lane's share
           float b = bias && (COUT % 8 == 0 || of + channel < COUT) ? VALUE(bias[of + channel]) : 0.f;
           u32 own = buffer + (of - first + channel) * CHANNEL_BYTES + (lane >> 2) * (STEP_W * ELEMENT);
+          u32 phase = (u32)(u64)begin / ELEMENT + (of + channel) * plane;
 #pragma unroll
           for (int m = 0; m < MB; m++)
 #pragma unroll
             for (int h = 0; h < 2; h++) {
               int position = m * 64 + warp * 16 + h * 8, run = position / TILE_W;
               u32 to = own + run * (LINE_WORDS * 4) + position % TILE_W * (STEP_W * ELEMENT);
-#if ELEMENT == 2 && !ALIGNED                            // rows that begin in the middle of a word lie so
-              u32 row = (u32)(run / TILE_H * STEP_D * s.out_h + run % TILE_H * STEP_H) * s.out_w;
-              to += (((u32)(u64)begin / 2 + row + (of + channel) * plane) & 1) * 2;
-#endif
+              if (!ALIGNED) to += (phase + (u32)(run / TILE_H * STEP_D * s.out_h + run % TILE_H * STEP_H) * s.out_w) % VEC * ELEMENT;
               float v[STEP_W];
 #pragma unroll
               for (int u = 0; u < STEP_W; u++) v[u] = acc[pair][m][place_of(u) * (CO_COLUMNS / 2) + 4 * j + 2 * h + c] + b;
 #pragma unroll
               for (int u = 0; u < STEP_W; u++) {
 #if ELEMENT == 4
-                if (STEP_W % 2) store_shared_f32(to + u * 4, v[u]);
+                if (STEP_W % 2 || !ALIGNED) store_shared_f32(to + u * 4, v[u]);
                 else if (u % 2) store_shared_f32x2(to + u * 4 - 4, v[u - 1], v[u]);
 #else
                 if (STEP_W % 2 || !ALIGNED) store_shared_u16(to + u * 2, STORE_BITS(v[u]));
@@ -251,49 +246,39 @@ __device__ __forceinline__ void store(const float (&acc)[PAIRS][MB][USERS_OF_W /
 #pragma unroll 1
       for (int run = 0; run < RUNS; run++) {
         bool row = first_d + run / TILE_H * STEP_D < s.out_d && first_h + run % TILE_H * STEP_H < s.out_h;
-        char* from_run = begin + (long long)((u32)(run / TILE_H * STEP_D * s.out_h + run % TILE_H * STEP_H) * s.out_w) * ELEMENT;
+        u32 of_run = buffer + run * (LINE_WORDS * 4);
+        char* to_run = begin + (long long)((u32)(run / TILE_H * STEP_D * s.out_h + run % TILE_H * STEP_H) * s.out_w) * ELEMENT;
+        u32 v[ROUNDS][4];                               // all on their way before the first is stored
+        char* to[ROUNDS];
+        bool whole[ROUNDS];
 #pragma unroll
-        for (int batch = 0; batch < PASS / 4; batch += BATCH) {
-          u32 v[BATCH][ROUNDS][UNIT / 4];
-#pragma unroll
-          for (int i = 0; i < BATCH; i++) {
-            int c = warp + (batch + i) * 4;             // a warp's channels
-            u32 phase = (u32)(u64)(from_run + (long long)((first + c) * (u64)plane) * ELEMENT) / ELEMENT % (OF_SECTOR * OF_UNIT);  // of the row, in its first sector
-#pragma unroll
-            for (int k = 0; k < ROUNDS; k++) {
-              int unit = lane + k * 32 - (ALIGNED ? 0 : (int)phase / OF_UNIT);
-              u32 from = buffer + c * CHANNEL_BYTES + run * (LINE_WORDS * 4) + ((u32)unit < LINE_WORDS * 4 / UNIT ? unit : 0) * UNIT;
-#if ALIGNED
-              load_shared_128(v[i][k], from);
-#else
-              v[i][k][0] = load_shared_u32(from);
-#endif
-            }
-          }
-#pragma unroll
-          for (int i = 0; i < BATCH; i++) {
-            int c = warp + (batch + i) * 4;
-            char* line = from_run + (long long)((first + c) * (u64)plane) * ELEMENT;
-            u32 phase = (u32)(u64)line / ELEMENT % (OF_SECTOR * OF_UNIT);
-            bool live = row && (COUT % 8 == 0 || first + c < COUT);
-#pragma unroll
-            for (int k = 0; k < ROUNDS; k++) {
-#if ALIGNED
-              int unit = lane + k * 32;
-              store_global_128_if(line + unit * 16, v[i][k], live && unit * OF_UNIT < columns);
-#else
-              int at = (lane + k * 32) * OF_UNIT - (int)phase;  // of the unit's first element in the row
-#if ELEMENT == 4
-              store_global_if(line + at * 4, v[i][k][0], live && at >= 0 && at < columns);
-#else
-              bool low = live && at >= 0 && at < columns, high = live && at + 1 >= 0 && at + 1 < columns;
-              store_global_if(line + at * 2, v[i][k][0], low && high);
-              store_global_16_if(line + (at + high) * 2, high ? v[i][k][0] >> 16 : v[i][k][0], low != high);
-#endif
-#endif
-            }
-          }
+        for (int k = 0; k < ROUNDS; k++) {
+          int index = lane + k * 32, c = warp * OF_WARP + (OF_WARP * UNITS % 32 == 0 || index < OF_WARP * UNITS ? index / UNITS : 0), unit = index % UNITS;
+          to[k] = to_run + (long long)((first + c) * (u64)plane) * ELEMENT;
+          int phase = ALIGNED ? 0 : (u32)(u64)to[k] / ELEMENT % VEC;
+          unit += phase > 0;                            // the one before is whole in no row
+          int at = unit * VEC - phase;                  // of the unit's first element in the row
+          load_shared_128(v[k], of_run + c * CHANNEL_BYTES + unit * 16);
+          to[k] += at * ELEMENT;
+          whole[k] = row && at + VEC <= columns && (COUT % 8 == 0 || first + c < COUT) && (OF_WARP * UNITS % 32 == 0 || index < OF_WARP * UNITS);
         }
+#pragma unroll
+        for (int k = 0; k < ROUNDS; k++) store_global_128_if(to[k], v[k], whole[k]);
+#if !ALIGNED
+        // A lane for each end of a channel's row.
+        int c = warp * OF_WARP + lane / 2 % OF_WARP;
+        char* line = to_run + (long long)((first + c) * (u64)plane) * ELEMENT;
+        int phase = (u32)(u64)line / ELEMENT % VEC, unit = lane % 2 ? (columns + phase) / VEC : 0, at = unit * VEC - phase;
+        // One unit alone may be both ends.
+        bool part = row && lane < 2 * OF_WARP && (COUT % 8 == 0 || first + c < COUT) && (lane % 2 ? unit > 0 : phase > 0 || columns < VEC);
+        load_shared_128(v[0], of_run + c * CHANNEL_BYTES + (unit < UNITS + 1 ? unit : 0) * 16);
+#pragma unroll
+        for (int e = 0; e < VEC; e++) {
+          bool ok = part && at + e >= 0 && at + e < columns;
+          if (ELEMENT == 4) store_global_if(line + (at + e) * 4, v[0][e * ELEMENT / 4], ok);
+          else store_global_16_if(line + (at + e) * 2, v[0][e * ELEMENT / 4] >> e % 2 * 16, ok);
+        }
+#endif
       }
     }
   }
@@ -303,7 +288,6 @@ __device__ __forceinline__ void consume(const ELEMENT_TYPE* bias, char* y, const
   int lane = thread & 31;
   constexpr int GROUPS = K_STEPS * SOURCE_ROWS;         // of instructions, of a chunk
   Cursor cursor = {0, 0};
-  if (wg == 1) named_arrive(4, CONSUMERS * 128);        // the first turn is warpgroup 0's
   float acc[PAIRS][MB][USERS_OF_W / 2];
   u32 own[MB];                                          // where a stage has the lane's first channel and q
 #pragma unroll
@@ -320,7 +304,6 @@ __device__ __forceinline__ void consume(const ELEMENT_TYPE* bias, char* y, const
       asm volatile("" : "+f"(sum));                     // here, not behind a fence of wgmma: ptxas would serialise all (C7519)
     }
     u32 at = weights >> 4;
-    named_sync(4 + wg, CONSUMERS * 128);                // which has as many tiles as warpgroup 1, or the last one
 #pragma unroll 1
     for (int chunk = 0; chunk < CHUNKS; chunk++, cursor.next()) {
       u32 stage = cursor.stage * STAGE_BYTES;
@@ -338,7 +321,6 @@ __device__ __forceinline__ void consume(const ELEMENT_TYPE* bias, char* y, const
       at += K_STEPS * (STEP_BYTES / 16);
     }
     wgmma_wait<0>();
-    named_arrive(4 + (wg ^ 1), CONSUMERS * 128);
     store(acc, bias, y, s, tile_at(index, s), buffer, wg, thread >> 5, lane);
   }
 }
