@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from upconv.cuda import gather, jit, pixels, relayout, rows, subpixel, sweep, wgrad
+from upconv.cuda import gather, jit, phases, pixels, relayout, rows, subpixel, sweep, wgrad
 from upconv.cuda.gpu import gpu
 from upconv.cuda.wgrad_tiling import MAX_CLUSTER
 from upconv.problem import Layout, Pass, Precision, Problem
@@ -66,6 +66,10 @@ EVERY_LANE = {
         ("barrier_init(empty + 8 * i, CONSUMERS * 4);", "barrier_init(empty + 8 * i, CONSUMERS * 128);"),
     ),
     "pixels.cu": (
+        ("if (lane == 0 && barrier) barrier_arrive(barrier);", "if (barrier) barrier_arrive(barrier);"),
+        ("barrier_init(empty + 8 * i, 4);", "barrier_init(empty + 8 * i, 128);"),
+    ),
+    "phases.cu": (
         ("if (lane == 0 && barrier) barrier_arrive(barrier);", "if (barrier) barrier_arrive(barrier);"),
         ("barrier_init(empty + 8 * i, 4);", "barrier_init(empty + 8 * i, 128);"),
     ),
@@ -146,6 +150,17 @@ def run_pixels(p: Problem, consumers: int, stages: int) -> None:
     prepared.run(tensor(p.output_shape, p), prepared.pack(tensor(p.weight_shape, p)), None, tensor(p.input_shape, p))
 
 
+def run_phases(p: Problem, stages: int) -> None:
+    """A tile of several chunks, whose consumers have several tiles each and go round their rings again and again."""
+    chip = replace(gpu(0), multiprocessors=2)
+    tile = next(t for t in phases.candidates(p, chip) if t.chunks > 1 and t.stages >= stages)
+    choice = phases.Choice(replace(tile, stages=stages), p, chip, 0.0, "")
+    if tile.tiles(p) < 2 * phases.CONSUMERS * choice.grid:
+        raise RuntimeError(f"{tile.tiles(p)} tiles give no consumer of {choice.grid} blocks a second one")
+    prepared = choice.prepare(0)
+    prepared.run(tensor(p.input_shape, p), prepared.pack(tensor(p.weight_shape, p)), None, tensor(p.output_shape, p))
+
+
 def run_wgrad(p: Problem, splits: int, descriptors: bool = False) -> None:
     """The first tiling whose blocks can add up the splits: as a cluster, or together where they are more than 8.
 
@@ -216,6 +231,8 @@ CASES: dict[str, tuple[str, Callable[[], None]]] = {
     "pixels-16": ("pixels", lambda: run_pixels(problem(NARROW, "bf16", "channels_last", "grad-input"), 3, 5)),
     "subpixel": ("subpixel", lambda: run_choice(subpixel, problem(LONE, "tf32", "nchw", "fwd"))),
     "subpixel-16": ("subpixel", lambda: run_choice(subpixel, problem(LONE, "bf16", "nchw", "fwd"))),
+    "phases": ("phases", lambda: run_phases(problem(ODD, "tf32", "nchw", "fwd"), 2)),
+    "phases-16": ("phases", lambda: run_phases(problem(NARROW, "bf16", "nchw", "fwd"), 3)),
     "two-steps": ("wgrad", lambda: run_wgrad(problem(PLAIN, "tf32", "nchw", "grad-weight"), 1)),
     "cluster": ("wgrad", lambda: run_wgrad(problem(PLAIN, "bf16", "nchw", "grad-weight"), 4)),
     "cluster-last": ("wgrad", lambda: run_wgrad(problem(PLAIN, "bf16", "channels_last", "grad-weight"), 2)),

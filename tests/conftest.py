@@ -17,7 +17,7 @@ from torch import Tensor
 
 import upconv
 from upconv import calls, cpu, ops, planner
-from upconv.cuda import direct_wgrad, gather, jit, pixels, relayout, staged, subpixel, unshuffle, wgrad
+from upconv.cuda import direct_wgrad, gather, jit, phases, pixels, relayout, staged, subpixel, unshuffle, wgrad
 from upconv.cuda.gpu import H200
 from upconv.cuda.tiling import result_shape, source_shape
 from upconv.planner import Candidate, Device, Plan
@@ -346,7 +346,7 @@ def stubs(monkeypatch: pytest.MonkeyPatch) -> Stubs:
         monkeypatch.setattr(module, "gpu_of", lambda device: H200)
     for module in (gather, wgrad):
         monkeypatch.setattr(module, "bind", lambda device: None)
-    for module in (gather, wgrad, subpixel, pixels):
+    for module in (gather, wgrad, subpixel, pixels, phases):
         monkeypatch.setattr(module, "encode", encode)
     return found
 

@@ -229,6 +229,27 @@ def test_strided_boxes() -> None:
         by_rows += max(tiling.box_steps[2:4]) > 1
 
 
+def test_two_lines_at_a_time_where_one_tile_reads_both() -> None:
+    """Of channels-last layers whose kernel is their stride, by weights that stay; else a line."""
+    alone = Problem.make(2, 64, 64, (16, 64), 2, 2, precision="tf32", layout="channels_last")
+    gradient = alone.with_(pass_="grad-input")
+    for p, bytes_ in (
+        (alone, 256),
+        (alone.with_(in_channels=32), 128),  # half a pixel more is another's
+        (gradient, 256),
+        (gradient.with_(out_channels=32), 256),  # two neighbours of a row
+        (gradient.with_(out_channels=16), 128),
+        (alone.with_(padding=(1, 1)), 128),
+        (alone.with_(kernel=(3, 3)), 128),  # a halo
+        (gradient.with_(stride=(3, 3)), 128),  # pixels that none reads
+        (alone.with_(layout="nchw"), 128),
+    ):
+        found = [t for _, _, t in gather.considered(p, H200) if t.wgmma]
+        assert found and {gather.promotion(t) for t in found if t.resident} <= {bytes_}, p
+        assert {gather.promotion(t) for t in found if not t.resident} <= {128}
+        assert bytes_ == 128 or any(t.resident for t in found)
+
+
 def test_planes_that_come_one_by_one() -> None:
     """Every residue of rows and columns as a box of its own, in whose order taps are multiplied."""
     rng = random.Random(0)

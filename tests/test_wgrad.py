@@ -202,6 +202,55 @@ def test_rows_of_x_side_by_side(precision: Precision, layout: Layout, kernel: in
     assert stacks
 
 
+@pytest.mark.parametrize(
+    "cin,layout,precision,width",
+    [
+        (48, "nchw", "tf32", 48), (48, "channels_last", "tf32", 48), (48, "nchw", "bf16", 48),
+        (48, "channels_last", "bf16", 48), (40, "nchw", "fp16", 48), (70, "nchw", "tf32", 80),
+        (80, "channels_last", "tf32", 80), (96, "channels_last", "bf16", 96), (320, "nchw", "bf16", 160),
+        (320, "channels_last", "fp16", 160), (320, "nchw", "tf32", 160),
+    ],
+)  # fmt: skip
+def test_blocks_as_wide_as_a_layer(cin: int, layout: Layout, precision: Precision, width: int) -> None:
+    """Input channels that fill no power of two are a block's columns; by boxes of each width, rows alone, together."""
+    rng = random.Random(f"{cin} {layout} {precision}")
+    p = Problem.make(
+        2, cin, 32, (3, 16), (3, 2), (1, 2), (1, 0), dtype=DTYPES[precision], precision=precision, layout=layout,
+        pass_="grad-weight",
+    )  # fmt: skip
+    own = [t for t in tilings(p) if isinstance(t, WarpgroupTiling) and t.block[0] == width]
+    few = {(t.stacked, t.x_width): t for t in rng.sample(own, len(own)) if work(t, p) < 3e6}
+    # Rows of x follow each other in an instruction where a row is no more than a swizzled line.
+    together = (layout == "nchw" or precision == "tf32") and 2 * width <= 256
+    assert {stacked for stacked, _ in few} == ({False, True} if together else {False})
+    for t in few.values():
+        check(t, p, rng)
+
+
+@pytest.mark.parametrize(
+    "cin,steep,rows_of_32,widths",
+    [
+        (24, False, False, (32,)), (32, True, False, (32,)), (48, False, True, (64, 48)), (64, False, False, (64,)),
+        (80, False, False, (64, 128, 80)), (80, False, True, (64, 128)), (96, False, True, (64, 128, 96)),
+        (128, False, False, (64, 128)), (192, False, False, (64, 128, 96)), (256, True, False, (64, 128, 256)),
+        (320, False, True, (64, 128, 160)), (320, True, False, (64, 128, 256, 160)), (512, False, False, (64, 128)),
+    ],
+)  # fmt: skip
+def test_widths_of_blocks(cin: int, steep: bool, rows_of_32: bool, widths: tuple[int, ...]) -> None:
+    """One more where it leaves fewer columns empty; by boxes of pixels' channels not where they are the narrowest."""
+    assert wgrad._widths(cin, steep, rows_of_32) == widths
+
+
+def test_wide_blocks_are_not_turned() -> None:
+    """Float32 channels-last pixels, which are turned in shared memory: no block of 96 or 160 channels."""
+    p = Problem.make(
+        2, 320, 64, (8, 16), 2, 2, precision="tf32", layout="channels_last", pass_="grad-weight"
+    )  # fmt: skip
+    found = {t.block[0] for t in tilings(p) if isinstance(t, WarpgroupTiling)}
+    assert found == {64, 128}
+    assert 160 in {t.block[0] for t in tilings(p.with_(layout="nchw")) if isinstance(t, WarpgroupTiling)}
+
+
 @pytest.mark.parametrize("precision,width,height", [("tf32", 24, 8), ("tf32", 32, 7), ("bf16", 32, 6), ("fp16", 64, 5)])
 def test_rows_off_16_bytes_come_by_classes(precision: Precision, width: int, height: int) -> None:
     """Boxes of two and four classes of rows, and of channels; of groups, and of sets of taps at any place."""

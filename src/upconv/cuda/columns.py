@@ -1,4 +1,7 @@
-"""What families plan alike whose columns of N are channels (sweep, rows, subpixel, pixels, phases); see kernels/columns.cuh."""
+"""What families plan alike whose columns of N are channels: sweep, rows, subpixel, pixels, phases, some of it wgrad.
+
+See kernels/columns.cuh.
+"""
 
 from __future__ import annotations
 

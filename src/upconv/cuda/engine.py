@@ -1,7 +1,7 @@
 """The CUDA engine: planned passes on tensors. It allocates, packs weights or finds them packed, and launches.
 
 A kernel family (`upconv.cuda.gather`, `upconv.cuda.sweep`, `upconv.cuda.rows`, `upconv.cuda.pixels`,
-`upconv.cuda.subpixel`, `upconv.cuda.direct`; for the gradient for the weight `upconv.cuda.wgrad`,
+`upconv.cuda.subpixel`, `upconv.cuda.phases`, `upconv.cuda.direct`; for the gradient for the weight `upconv.cuda.wgrad`,
 `upconv.cuda.direct_wgrad`; for both `upconv.cuda.staged`, `upconv.cuda.unshuffle`, `upconv.cuda.relayout`) answers a
 `Problem` with a `Choice`, which prepared for a device runs it. Everything between that and PyTorch is here: the
 result's memory format, dense operands, the current stream and device, graph capture, errors, and which packed weights

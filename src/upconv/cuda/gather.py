@@ -60,8 +60,8 @@ _RING = 1.002
 # Of consumers that share weights against those that share pixels, where the model sees no difference (NOTES: dcgan1
 # bfloat16 64.6 -> 58.9 us, TF32 105.9 -> 102.7).
 _HALVED = 1.0005
-# And of channels-last tiles that wait for memory, 64 neighbours of a row as one: unet4's gradient in TF32 387 us instead of
-# 385.5, in bfloat16 201 instead of 197, nnunet2's in TF32 169 instead of 167.5.
+# And of channels-last tiles that wait for memory, 64 neighbours of a row as one: unet4's gradient in TF32 387 us, not
+# 385.5, in bfloat16 201, not 197, nnunet2's in TF32 169, not 167.5.
 _LONG = 1.003
 _COPY = 275.0  # clocks for a copy of 16 bytes by each producer, where rows are not aligned
 _SHORT_ROWS = 64  # bytes, up to which threads may copy rows that begin anywhere better than boxes
@@ -474,8 +474,8 @@ def tensor_map(t: Tiling, p: Problem, address: int, tensor: Tensor5 | None = Non
 def promotion(t: Tiling) -> int:
     """Bytes that the cache asks memory for at a time: two lines where one tile soon reads both, and none else does.
 
-    NOTES: unet4 in TF32 444 -> 427 us, its gradient 405 -> 387; in bfloat16 240 -> 230, 204 -> 201. With halos or weights
-    through a ring, nothing to 20% more (kb81's gradient in bfloat16); where 256 bytes are of several rows, 1%.
+    NOTES: unet4 in TF32 444 -> 427 us, its gradient 405 -> 387; in bfloat16 240 -> 230, 204 -> 201. With halos, or
+    weights through a ring, nothing to 20% more (kb81's gradient in bfloat16); where 256 bytes are of several rows, 1%.
     """
     p = t.problem
     alone = t.channels_last and t.resident and p.kernel == p.stride and max(p.dilation) == 1 and max(p.padding) == 0

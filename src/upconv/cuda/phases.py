@@ -1,4 +1,4 @@
-"""Forwards of NCHW layers with strides and few channels, pixels as rows of M, by weights that stay in shared memory. wgmma.
+"""Forwards of NCHW layers with strides and few channels, pixels as rows of M, weights in shared memory. wgmma only.
 
 `gather` fills the 64 rows of a matrix instruction with output channels; a layer of 32 has two phases there, whose taps'
 union is multiplied, and its pixels are turned in shared memory. Here places of the input are rows, and a phase's output
@@ -23,7 +23,8 @@ from upconv.cuda.costs import cheapest
 from upconv.cuda.gather import Unit
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.launch import as_run
-from upconv.cuda.tiling import PACK_THREADS, Triple, Unfit, gather_axes
+from upconv.cuda.shuffle import Triple
+from upconv.cuda.tiling import PACK_THREADS, Unfit, gather_axes
 from upconv.problem import Problem
 
 CONSUMERS = 2
@@ -73,7 +74,7 @@ class User(NamedTuple):
 
     pair: int
     tap: int
-    """Of the kernel's planes, D and H."""
+    """Of the kernel's D and H, as one index."""
 
 
 @dataclass(frozen=True)
@@ -144,10 +145,13 @@ class Tile:
 
     @cached_property
     def span(self) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
-        """(first offset, how many from it on) that q's taps read, along D, H and W."""
+        """(first offset, how many from it on) that a box brings for a q, along D, H and W: what taps read, and along W
+        what lies before it in 16 bytes."""
         of_rows = list(zip(*(row for row, _ in self.rows)))
         offsets = [s.offset for s in self.shifts]
-        offsets.append(min(offsets) // self.vec * self.vec)  # boxes begin at 16 bytes, else it is an illegal instruction
+        offsets.append(
+            min(offsets) // self.vec * self.vec
+        )  # boxes begin at 16 bytes, else it is an illegal instruction
         found = [(min(of), max(of) - min(of) + 1) for of in (*of_rows, offsets)]
         return found[0], found[1], found[2]
 
@@ -169,7 +173,7 @@ class Tile:
 
     @property
     def stage_bytes(self) -> int:
-        return -(-math.prod(self.source_rows) * self.chunk * self.pitch * self.element // 128) * 128
+        return math.prod(self.source_rows) * self.chunk * self.pitch * self.element
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -237,6 +241,8 @@ class Tile:
         """This, when the kernel can run it."""
         if not self.holds_sums:
             raise Unfit(f"{self.sums} sums and fragments beside are more than {_REGISTERS[1] - _SPARE} registers")
+        if self.widths[-1] > _MOST_COLUMNS:
+            raise Unfit(f"{self.widths[-1]} columns are more than an instruction's {_MOST_COLUMNS}")
         if max(self.box) > _MOST_BOX:
             raise Unfit(f"boxes have at most {_MOST_BOX} elements along a dimension")
         if len(self.widths) > _MOST_WIDTHS:
@@ -358,13 +364,16 @@ class Choice:
         t = self.tile
         return (
             f"pixels as rows, phases as columns: wgmma {t.problem.precision}, {CONSUMERS} tiles of "
-            f"{'x'.join(map(str, t.shape))} (DxHxW of q), {len(t.pairs)} x {t.steps[2] * t.co_columns} columns, rings of "
-            f"{t.stages} of {t.chunk} channels, weights resident, {t.shared_bytes // 1024} KB shared, grid {self.grid}"
+            f"{'x'.join(map(str, t.shape))} (DxHxW of q), {len(t.pairs)} x {t.steps[2] * t.co_columns} columns, rings "
+            f"of {t.stages} of {t.chunk} channels, weights resident, {t.shared_bytes // 1024} KB shared, "
+            f"grid {self.grid}"
         )
 
     def sources(self) -> tuple[Unit, ...]:
         """What NVRTC must compile; the same for all input sizes that share the tile."""
-        return (Unit(f"phases {gather.layer_text(self.problem)}", jit.source("phases.cu", self.tile.macros()), _ENTRIES),)
+        return (
+            Unit(f"phases {gather.layer_text(self.problem)}", jit.source("phases.cu", self.tile.macros()), _ENTRIES),
+        )
 
     def prepare(self, device: int) -> Prepared:
         """Compiles (or finds) and loads the kernels for a CUDA device. Errors: those of ``jit.kernel``."""
@@ -385,7 +394,7 @@ class Prepared(gather.Packs):
         self._run = self._load(unit, "phases", THREADS, t.shared_bytes, f"PPP({_SIZES}{'q' * 16})")
         self._grid, self._sizes = choice.grid, as_run(_SIZES, t.arguments(p))
         self._tile, self._tails = t, dict[int, Words]()
-        self.packing = ("phases", p.precision, p.stride, p.padding, p.dilation)
+        self.packing = ("phases", t.chunks * t.k_steps, p.precision, p.stride, p.padding, p.dilation)
         """What `pack`'s result depends on beside the weight."""
 
     def run(self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, fresh: bool = False) -> None:
@@ -431,8 +440,10 @@ def refusal(p: Problem, gpu: Gpu) -> str | None:
     if p.groups > 1 or max(p.stride) == 1:
         return "the kernel is for layers with a stride, without groups"
     if p.stride[-1] > _MOST_PHASES:
-        return f"a stride of {p.stride[-1]} along the width has more phases than the {_MOST_PHASES} that the kernel orders"
-    if math.prod(p.stride) * p.out_channels > _MOST_COLUMNS:
+        return (
+            f"a stride of {p.stride[-1]} along the width has more phases than the {_MOST_PHASES} that the kernel orders"
+        )
+    if math.prod(p.stride) * -(-p.out_channels // 8) * 8 > _MOST_COLUMNS:
         return f"{math.prod(p.stride)} phases of {p.out_channels} channels are more than {_MOST_COLUMNS} columns"
     if not all(taps for axis in gather_axes(p) for taps in axis.taps):
         return "some phases have no taps, for which the kernel would multiply zeros"
@@ -462,11 +473,10 @@ def _candidates(layer: Problem, gpu: Gpu, aligned: bool) -> tuple[Tile, ...]:
     if layer.in_channels * layer.taps * layer.out_channels * element > gpu.shared_bytes:
         return ()
     heights = (1, 2, 4, 8) if layer.rank > 1 else (1,)
-    for h, w, k_steps in product(heights, (16, 32, 64, 128), (1, 2, 4)):
-        chunk = k_steps * 32 // element
-        if h * w % 64 or (k_steps > 1 and layer.in_channels <= chunk // 2):
+    for h, w in product(heights, (16, 32, 64, 128)):
+        if h * w % 64:
             continue
-        t = Tile(layer, (1, h, w), chunk, aligned=aligned)
+        t = Tile(layer, (1, h, w), 32 // element, aligned=aligned)
         if not t.holds_sums:
             continue
         stages = (gpu.shared_bytes - replace(t, stages=0).shared_bytes) // (CONSUMERS * (t.stage_bytes + 16))
@@ -480,12 +490,15 @@ def _candidates(layer: Problem, gpu: Gpu, aligned: bool) -> tuple[Tile, ...]:
 # --- the cost model --------------------------------------------------------------------------------------------------
 
 
-# Of few timed tiles on an H200, ablated: what multiplies, and what stores beside memory. By bytes of an element.
+# Of few timed tiles on an H200, ablated: what multiplies, and what stores beside memory.
 _INSTRUCTION, _LEAST = 4.0, 14.0  # clocks of an instruction beside its columns; these, at least
-_LOADS = {4: 16.0, 2: 32.0}, 60.0  # of a row's fragments for a shift and 64 q; of a row beside, of which half is hidden
+_SHIFT = {4: 16.0, 2: 32.0}  # of 64 places' fragments for a shift, by bytes of an element; half of them are hidden
+_ROW = 60.0  # of a source row beside, likewise
 _PASS = 60.0  # clocks of a pass through a consumer's buffer
-_STORED = {(4, True): 0.09, (4, False): 0.175, (2, True): 0.04, (2, False): 0.19}  # and of an output of it, by `Tile.aligned`
-_MEMORY = {True: 1.25, False: 1.5}  # times that memory takes longer than copies would, by the same
+_RUN = 60.0  # and of each row in it but the first
+# And of an output of it, by bytes of an element and whether rows begin at 16 bytes.
+_STORED = {(4, True): 0.09, (4, False): 0.175, (2, True): 0.04, (2, False): 0.19}
+_MEMORY = {True: 1.25, False: 1.5}  # how often memory counts an output, by whether rows begin at 16 bytes
 _L2 = 25.0  # bytes a clock
 
 
@@ -493,10 +506,12 @@ def estimate(t: Tile, p: Problem, gpu: Gpu) -> tuple[float, str]:
     """(seconds, what bounds them) of a problem by a tile."""
     instructions = sum(max(len(s.taps) * t.co_columns / 2, _LEAST) + _INSTRUCTION for s in t.shifts)
     matrix = t.mb * t.users * instructions
-    loads = len(t.rows) * (len(t.shifts) * t.mb * _LOADS[0][t.element] + _LOADS[1])
+    loads = len(t.rows) * (len(t.shifts) * t.mb * _SHIFT[t.element] + _ROW)
     multiplied = t.chunks * t.k_steps * (matrix + loads / 2)
     passes = len(t.pairs) * t.co_columns / t.passed
-    stored = passes * (_PASS + t.passed * math.prod(t.shape) * t.steps[2] * _STORED[t.element, t.aligned])
+    outputs = t.passed * math.prod(t.shape) * t.steps[2]
+    beside = _PASS + (math.prod(t.shape[:2]) - 1) * _RUN
+    stored = passes * (beside + outputs * _STORED[t.element, t.aligned])
     bodies = {"tensor cores": multiplied, "stores": stored}
     copied = t.chunks * t.stage_bytes / _L2
     bound = max(bodies, key=lambda name: bodies[name]) if copied < multiplied + stored else "L2"
@@ -526,6 +541,8 @@ def _choose(p: Problem, gpu: Gpu) -> Choice | str:
     countable = (t for t in candidates(p, gpu) if t.tiles(p) < _MOST_COUNTED - 2 * gpu.multiprocessors)
     best = cheapest(countable, p, gpu, estimate)
     if best is None:
+        if _candidates(gather.any_size(p), gpu, p.out_size[-1] * p.dtype.itemsize % 16 == 0):
+            return "a tile has 64 places of the input, more than twice what this one has along an axis"
         return "this layer's weights leave no room for rings in shared memory, or its sums in registers"
     seconds, bound, t = best
     return Choice(t, p, gpu, seconds, bound)

@@ -418,7 +418,7 @@ def _warpgroup_candidates(
         base = WarpgroupTiling(p, block, taps, (1, 1, 1, 8), aligned, groups, split_m, subs, stacked=stacked)
         if base.accumulators > (160 if groups == 2 else 104):
             continue
-        # NOTES: by 160 of 320 channels 66 -> 82 us, by 96 of 192 51 -> 64, though the model says 58 and 48; by 80 50 -> 41.
+        # NOTES: by 160 of 320 channels 66 -> 82 us, by 96 of 192 51 -> 64 (by the model 58 and 48); by 80 50 -> 41.
         if base.turned and ci >= 96 and ci % 64:
             continue
         if base.entries * subs * (groups // split_m) > 1.5 * base.set_taps:

@@ -668,29 +668,33 @@ class WarpgroupTiling(Tiling):
         found: dict[str, int | float | str] = {}
         for rows in stacks - {0}:
             found |= instruction(f"ROWS_{rows}_", rows * self.row_columns, words_of_a=0 if self.a_shared else 4)
-        return super().macros() | found | {
-            "CLUSTER": cluster,
-            "TOGETHER": int(together),
-            "WGS": self.warpgroups,
-            "WGS_M": self.split_m,
-            "SUBS": self.subs,
-            "ENTRIES": self.entries,
-            "STAGES": self.stages,
-            "STRETCH": self.stretch,
-            "ALIGNED_G": int(self.aligned_g),
-            "LINES": int(self.lines),
-            "STACKED": int(self.stacked),
-            "CLASSED": int(self.classed),
-            "ROW_CLASSES": self.classes[0],
-            "CHANNEL_CLASSES": self.classes[1],
-            "BOX_G": int(self.box_g),
-            "G_ONE_BOX": int(self.box_g and self.g_one_box),
-            "PARTED": int(self.parted),
-            "A_SHARED": int(self.a_shared),
-            "G_PLANES": self.g_planes[0],
-            "PLANE_COLUMNS": self.g_planes[1],
-            "PLANE_TAPS": self.g_planes[2],
-            "PRODUCER_REGISTERS": self.registers[0],
-            "CONSUMER_REGISTERS": self.registers[1],
-            "SHARED_BYTES_PLANNED": self.shared_bytes,
-        }
+        return (
+            super().macros()
+            | found
+            | {
+                "CLUSTER": cluster,
+                "TOGETHER": int(together),
+                "WGS": self.warpgroups,
+                "WGS_M": self.split_m,
+                "SUBS": self.subs,
+                "ENTRIES": self.entries,
+                "STAGES": self.stages,
+                "STRETCH": self.stretch,
+                "ALIGNED_G": int(self.aligned_g),
+                "LINES": int(self.lines),
+                "STACKED": int(self.stacked),
+                "CLASSED": int(self.classed),
+                "ROW_CLASSES": self.classes[0],
+                "CHANNEL_CLASSES": self.classes[1],
+                "BOX_G": int(self.box_g),
+                "G_ONE_BOX": int(self.box_g and self.g_one_box),
+                "PARTED": int(self.parted),
+                "A_SHARED": int(self.a_shared),
+                "G_PLANES": self.g_planes[0],
+                "PLANE_COLUMNS": self.g_planes[1],
+                "PLANE_TAPS": self.g_planes[2],
+                "PRODUCER_REGISTERS": self.registers[0],
+                "CONSUMER_REGISTERS": self.registers[1],
+                "SHARED_BYTES_PLANNED": self.shared_bytes,
+            }
+        )

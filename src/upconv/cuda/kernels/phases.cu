@@ -8,8 +8,8 @@
 // have a tap there: phases lie in such an order that these come first (cuda/phases.py), as narrower instructions may only then share
 // sums with wider ones (NOTES: in TF32 ptxas waits for each instruction otherwise, C7511).
 //
-// Consumers take neighbouring tiles, each from a ring of its own, and never wait for each other (NOTES: kb73 446 us; strictly in turn 466,
-// the second one a multiplication later 513: sectors that both write a part of are then completed later).
+// Consumers take neighbouring tiles, each from a ring of its own, and never wait for each other (NOTES: kb73 446 us; the second one a
+// multiplication later 513: sectors that both write a part of are then completed later; strictly in turn 29 us more).
 //
 // Constants come as macros (cuda/phases.py computes them and explains each); sizes of the input are arguments.
 #include "ptx.cuh"
@@ -21,8 +21,8 @@
 #define CHUNKS ((CIN + CK - 1) / CK)
 #define PITCH_BYTES (PITCH * ELEMENT)                   // from a channel to the next
 #define ROW_BYTES (CK * PITCH_BYTES)                    // of a row of the source
-#define STAGE_BYTES ((ROWS_D * ROWS_H * ROW_BYTES + 127) / 128 * 128)
-#define USERS_OF_W (STEP_W * CO_COLUMNS)                // columns of a pair's sums
+#define STAGE_BYTES (ROWS_D * ROWS_H * ROW_BYTES)       // rows are whole 128 bytes, where boxes begin
+#define PAIR_COLUMNS (STEP_W * CO_COLUMNS)              // of a pair's sums
 #define STEP_BYTES (USERS * SHIFT_COLUMNS * 32)         // of weights, of a step of K
 #define WEIGHT_BYTES (CHUNKS * K_STEPS * STEP_BYTES)
 #define THREADS (128 + CONSUMERS * 128)
@@ -75,7 +75,7 @@ TABLE(place_of, PLACES_OF_PHASES)                       // a phase of W's, in th
 // Weights
 // =====================================================================================================================
 
-__constant__ const short USER_TAP[] = USER_TAPS;        // tap of D and H, of all
+__constant__ const short USER_TAP[] = USER_TAPS;        // of a user: its tap of D and H
 __constant__ const short COLUMN_TAP[] = COLUMN_TAPS;    // of a shift and a phase: tap of W, or -1
 
 // The channel of a step at place `k` of K. Float32: a lane (t = lane % 4) has the places t and t + 4, channels 2t and 2t + 1, so that
@@ -138,7 +138,7 @@ __device__ __forceinline__ void produce(const TensorMap& map, const Sizes& s, u3
 #define MULTIPLY_WIDTH(of) \
   asm volatile("wgmma.mma_async.sync.aligned.m64n" of##_COLUMNS TYPES " {" of##_REGISTERS "}, " of##_A_AND_B SIGNS ";\n" : of##_SUMS : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
 
-__device__ __forceinline__ void multiply(float (&d)[USERS_OF_W / 2], int width, const u32 (&a)[4], u64 b) {
+__device__ __forceinline__ void multiply(float (&d)[PAIR_COLUMNS / 2], int width, const u32 (&a)[4], u64 b) {
   if (width == WIDTH_0) MULTIPLY_WIDTH(W0);
 #if WIDTHS > 1
   if (width == WIDTH_1) MULTIPLY_WIDTH(W1);
@@ -172,7 +172,7 @@ __device__ __forceinline__ void load_fragments(u32 (&a)[SHIFTS][MB][4], const u3
 }
 
 // acc += a source row x the weights of all pairs that read it; `weights`: of the step, as descriptors have it.
-__device__ __forceinline__ void multiply_row(float (&acc)[PAIRS][MB][USERS_OF_W / 2], const u32 (&a)[SHIFTS][MB][4], int row, u32 weights) {
+__device__ __forceinline__ void multiply_row(float (&acc)[PAIRS][MB][PAIR_COLUMNS / 2], const u32 (&a)[SHIFTS][MB][4], int row, u32 weights) {
   wgmma_fence();
 #pragma unroll
   for (int shift = 0; shift < SHIFTS; shift++)
@@ -186,8 +186,9 @@ __device__ __forceinline__ void multiply_row(float (&acc)[PAIRS][MB][USERS_OF_W 
 }
 
 // A consumer's buffer: PASS output channels of its tile's rows, each in units of 16 bytes as they lie in memory, so that neighbouring lanes
-// store neighbours, and parts of units at a row's ends alone (NOTES: kb73 writes rows of 255 floats: with 128 bytes a warp that begin
-// anywhere 526 us, 383 if these began at sectors). Channels lie 4 words beyond a multiple of 16 apart, for their lanes' banks.
+// store neighbours, and parts of units at a row's ends alone. Channels lie 4 words beyond a multiple of 16 apart, for their lanes' banks.
+// NOTES: kb73 writes rows of 255 floats. With a warp's 128 bytes that begin anywhere it took 526 us, and 383 if these began at sectors;
+// with 4 bytes a lane from sectors' begins on 437 in TF32 and 424 in bfloat16, where this takes 446 and 381, and others 3 to 11% less.
 #define RUNS (TILE_D * TILE_H)                          // rows of q of a tile
 #define RUN (TILE_W * STEP_W)                           // outputs of one along W
 #define UNITS (RUN / VEC)                               // whole ones that it may have
@@ -197,7 +198,7 @@ __device__ __forceinline__ void multiply_row(float (&acc)[PAIRS][MB][USERS_OF_W 
 #define OF_WARP (PASS / 4)                              // channels that a warp stores
 #define ROUNDS ((OF_WARP * UNITS + 31) / 32)
 
-__device__ __forceinline__ void store(const float (&acc)[PAIRS][MB][USERS_OF_W / 2], const ELEMENT_TYPE* __restrict__ bias, char* __restrict__ y, const Sizes& s, const Tile& t, u32 buffer, int wg, int warp, int lane) {
+__device__ __forceinline__ void store(const float (&acc)[PAIRS][MB][PAIR_COLUMNS / 2], const ELEMENT_TYPE* __restrict__ bias, char* __restrict__ y, const Sizes& s, const Tile& t, u32 buffer, int wg, int warp, int lane) {
   u32 plane = (u32)s.out_d * s.out_h * s.out_w;         // elements of a channel
   int channel = (lane & 3) * 2, columns = s.out_w - t.w * STEP_W;
   columns = columns < RUN ? columns : RUN;              // of a row, that exist
@@ -271,7 +272,7 @@ __device__ __forceinline__ void store(const float (&acc)[PAIRS][MB][USERS_OF_W /
         int phase = (u32)(u64)line / ELEMENT % VEC, unit = lane % 2 ? (columns + phase) / VEC : 0, at = unit * VEC - phase;
         // One unit alone may be both ends.
         bool part = row && lane < 2 * OF_WARP && (COUT % 8 == 0 || first + c < COUT) && (lane % 2 ? unit > 0 : phase > 0 || columns < VEC);
-        load_shared_128(v[0], of_run + c * CHANNEL_BYTES + (unit < UNITS + 1 ? unit : 0) * 16);
+        load_shared_128(v[0], of_run + c * CHANNEL_BYTES + unit * 16);
 #pragma unroll
         for (int e = 0; e < VEC; e++) {
           bool ok = part && at + e >= 0 && at + e < columns;
@@ -288,7 +289,7 @@ __device__ __forceinline__ void consume(const ELEMENT_TYPE* bias, char* y, const
   int lane = thread & 31;
   constexpr int GROUPS = K_STEPS * SOURCE_ROWS;         // of instructions, of a chunk
   Cursor cursor = {0, 0};
-  float acc[PAIRS][MB][USERS_OF_W / 2];
+  float acc[PAIRS][MB][PAIR_COLUMNS / 2];
   u32 own[MB];                                          // where a stage has the lane's first channel and q
 #pragma unroll
   for (int m = 0; m < MB; m++) {
@@ -298,8 +299,8 @@ __device__ __forceinline__ void consume(const ELEMENT_TYPE* bias, char* y, const
 #pragma unroll 1
   for (int index = FIRST_TILE(wg); index < s.tiles; index += TILES_ON) {
 #pragma unroll
-    for (int i = 0; i < PAIRS * MB * (USERS_OF_W / 2); i++) {
-      float& sum = acc[i / (MB * (USERS_OF_W / 2))][i / (USERS_OF_W / 2) % MB][i % (USERS_OF_W / 2)];
+    for (int i = 0; i < PAIRS * MB * (PAIR_COLUMNS / 2); i++) {
+      float& sum = acc[i / (MB * (PAIR_COLUMNS / 2))][i / (PAIR_COLUMNS / 2) % MB][i % (PAIR_COLUMNS / 2)];
       sum = 0.f;
       asm volatile("" : "+f"(sum));                     // here, not behind a fence of wgmma: ptxas would serialise all (C7519)
     }

@@ -1,0 +1,207 @@
+"""Phases as columns on a GPU, each tile against the float64 reference: what the interpreter leaves out.
+
+That is rings and their barriers, boxes and instructions that are under way, and the order of registers.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from dataclasses import replace
+
+import pytest
+import torch
+
+import upconv
+from conftest import assert_accurate, assert_capturable
+from test_gather_gpu import PRECISIONS, _truth
+from upconv import planner
+from upconv.cpu import memory_format
+from upconv.cuda import phases
+from upconv.cuda.gpu import gpu
+from upconv.problem import Problem
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+    ),
+]
+
+# batch, channels in and out, size, kernel, stride, padding, output_padding, dilation: rows that begin anywhere, and at
+# 16 bytes, phases of 1 to 5 along W, without a tap at some of a row's places, channels that fill no step and no column
+LAYERS = {
+    "k3": (2, 32, 32, (5, 9, 64), 3, 2, 1),
+    "k3 odd channels": (1, 19, 11, (6, 5, 72), 3, 2, 1),
+    "k4": (3, 24, 16, (13, 40), 4, 2, 1),
+    "k5 s3": (2, 8, 17, (7, 48), 5, 3, (2, 1), (0, 1)),
+    "s1 along W": (2, 16, 24, (11, 96), 3, (2, 1), 1, (1, 0)),
+    "s1 along H": (2, 40, 3, (9, 96), 3, (1, 2), (1, 0), (0, 1)),
+    "1-D": (4, 72, 24, (1000,), 7, 5, 1),
+    "four widths": (3, 12, 8, (400,), 5, 4, 0, 0, 5),
+    "many chunks": (1, 100, 16, (10, 32), (3, 2), 2, (1, 0)),
+}
+
+
+def operands(p: Problem) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """An input, a contiguous weight, a bias, the output in float64, and what its sums' terms come to."""
+    torch.manual_seed(zlib.crc32(str(p).encode()))
+    x = torch.randn(p.input_shape, device="cuda").to(p.dtype)
+    weight = (torch.randn(p.weight_shape, device="cuda") / 8).to(p.dtype)
+    bias = torch.randn(p.out_channels, device="cuda").to(p.dtype)
+    truth = _truth(p, x.double(), weight.double(), bias.double())
+    magnitude = _truth(p, x.double().abs(), weight.double().abs(), bias.double().abs())
+    if p.precision == "tf32":  # operands lose up to 2^-11 each
+        magnitude = magnitude * (1 + 2**-10 / 2**-24 / (2 * (products(p) + 2) + 2))
+    return x, weight, bias, truth, magnitude
+
+
+def products(p: Problem) -> int:
+    return p.in_channels * p.taps
+
+
+def poisoned(p: Problem) -> torch.Tensor:
+    """An output, NaN where nothing is stored."""
+    return torch.full(p.output_shape, float("nan"), device="cuda", dtype=p.dtype)
+
+
+@pytest.mark.parametrize("precision", ["tf32", "bf16", "fp16"])
+@pytest.mark.parametrize("name", list(LAYERS))
+def test_phases(name: str, precision: str) -> None:
+    batch, cin, cout, size, *rest = LAYERS[name]
+    p = Problem.make(
+        batch, cin, cout, size, *rest, bias=True, dtype=PRECISIONS[precision], precision=precision  # type: ignore[arg-type]
+    )  # fmt: skip
+    chip = gpu(0)
+    x, weight, bias, truth, magnitude = operands(p)
+    every = list(phases.candidates(p, chip))
+    assert every
+    t = random.Random(f"{name} {precision}").choice(every)
+    prepared = phases.Choice(t, p, chip, 0.0, "").prepare(0)
+    other = weight.mT.contiguous().mT
+    if p.rank > 1:
+        other = weight.contiguous(memory_format=memory_format("channels_last", p.rank))
+    outs = []
+    for given in (weight, other, weight):
+        out = poisoned(p)
+        prepared.run(x, prepared.pack(given), bias, out, fresh=True)
+        outs.append(out)
+    assert torch.equal(outs[0], outs[1]), t
+    assert torch.equal(outs[0], outs[2]), "to the last bit from run to run"
+    assert_accurate(outs[0], truth, magnitude, products(p))
+    packed = prepared.pack(weight)
+    for off in (1, 3, 8):  # what begins off 16 bytes, or at them, amid what must not be read or written
+        around = torch.full((x.numel() + off + 8,), float("nan"), device="cuda", dtype=p.dtype)
+        view = around[off:][: x.numel()].view(x.shape).copy_(x)
+        place = torch.full((truth.numel() + off + 8,), float("nan"), device="cuda", dtype=p.dtype)
+        out = place[off:][: truth.numel()].view(truth.shape)
+        prepared.run(view, packed, bias, out)
+        assert torch.equal(out, outs[0]), t
+        assert int(place.isnan().sum()) == off + 8
+    if precision != "tf32":  # autocast's operands: rounded on their way
+        for given in (weight.float(), other.float()):
+            out = poisoned(p)
+            prepared.run(x, prepared.pack(given, bias.float()), bias.float(), out, fresh=True)
+            assert torch.equal(out, outs[0])
+    out = poisoned(p)
+    prepared.run(x, packed, None, out)
+    assert_accurate(out, truth - bias.double().view(1, -1, *(1,) * p.rank), magnitude, products(p))
+
+
+@pytest.mark.parametrize("kernel", [3, 4])
+def test_sizes_by_one_kernel(kernel: int) -> None:
+    """A tile of a layer, for batches and sizes that fill it and that do not, whose rows begin alike."""
+    layer = Problem.make(1, 20, 12, (16, 32), kernel, 2, 1, bias=True, dtype=torch.bfloat16, precision="bf16")
+    chip = gpu(0)
+    t = next(t for t in phases.candidates(layer, chip) if t.shape == (1, 2, 32))
+    sources = set()
+    for batch, size in ((1, (16, 32)), (3, (1, 8)), (2, (33, 24)), (1, (2, 256)), (17, (5, 40)), (1, (200, 104))):
+        p = layer.with_(batch=batch, size=size)
+        choice = phases.Choice(t, p, chip, 0.0, "")
+        sources.add(choice.sources()[0].source)
+        x, weight, bias, truth, magnitude = operands(p)
+        prepared, out = choice.prepare(0), poisoned(p)
+        prepared.run(x, prepared.pack(weight), bias, out)
+        assert_accurate(out, truth, magnitude, products(p))
+    assert len(sources) == 1
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("precision", ["tf32", "bf16"])
+def test_many_tiles_of_a_block_around_short_rings(precision: str, stages: int) -> None:
+    """An odd number of them, so that consumers have one more or less; two chunks of each, so that rings wrap."""
+    cin = 24 if precision == "tf32" else 48
+    p = Problem.make(
+        3, cin, 16, (67, 144), 3, 2, 1, bias=True, dtype=PRECISIONS[precision], precision=precision  # type: ignore[arg-type]
+    )  # fmt: skip
+    x, weight, bias, truth, magnitude = operands(p)
+    every = phases.candidates(p, gpu(0))
+    t = next(t for t in every if t.shape == (1, 1, 64) and t.chunks == 2)
+    t = replace(t, stages=stages)
+    assert t.tiles(p) > 2 * 2 * 132 and t.tiles(p) % 2 == 1
+    outs = []
+    for blocks in (gpu(0).multiprocessors, 7, 1):
+        choice = phases.Choice(t, p, replace(gpu(0), multiprocessors=blocks), 0.0, "")
+        assert choice.grid <= blocks and t.tiles(p) > phases.CONSUMERS * choice.grid
+        prepared, out = choice.prepare(0), poisoned(p)
+        prepared.run(x, prepared.pack(weight), bias, out)
+        outs.append(out)
+    assert_accurate(outs[0], truth, magnitude, products(p))
+    assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
+
+
+def test_fewer_tiles_than_consumers() -> None:
+    """The second consumer of a block has none."""
+    p = Problem.make(1, 32, 32, (1, 64), 3, 2, 1, bias=True, precision="tf32")
+    x, weight, bias, truth, magnitude = operands(p)
+    choice = phases.choose(p, gpu(0))
+    assert isinstance(choice, phases.Choice)
+    choice = replace(choice, tile=next(t for t in phases.candidates(p, gpu(0)) if t.tiles(p) == 1))
+    prepared, out = choice.prepare(0), poisoned(p)
+    assert choice.grid == 1
+    prepared.run(x, prepared.pack(weight), bias, out)
+    assert_accurate(out, truth, magnitude, products(p))
+
+
+def test_infinities_stay_in_their_outputs() -> None:
+    """Where all columns of a shift have taps."""
+    p = Problem.make(1, 40, 8, (8, 24), 3, 2, precision="tf32")
+    assert all(tap >= 0 for s in phases.shifts_of(p)[1] for tap in s.taps)
+    choice = phases.choose(p, gpu(0))
+    assert isinstance(choice, phases.Choice)
+    x, weight = torch.randn(p.input_shape, device="cuda"), torch.randn(p.weight_shape, device="cuda")
+    x[0, 39, 3, 5] = float("inf")
+    prepared, out = choice.prepare(0), poisoned(p)
+    prepared.run(x, prepared.pack(weight), None, out)
+    odd = ~out.isfinite()
+    assert odd[0, :, 6:9, 10:13].all() and int(odd.sum()) == 8 * 9
+
+
+def test_a_layers_forward_comes_from_it_and_is_right() -> None:
+    """On the default stream and on another one, and to the last bit from run to run."""
+    torch.manual_seed(0)
+    layer = upconv.ConvTranspose3d(32, 32, 3, stride=2, padding=1, device="cuda")
+    x = torch.randn(4, 32, 16, 32, 128, device="cuda")
+    p = Problem.make(4, 32, 32, (16, 32, 128), 3, 2, 1, bias=True, precision="tf32")
+    assert planner.plan(p, planner.cuda_device(0)).forward == "phases"
+    with torch.no_grad(), torch.backends.cudnn.flags(allow_tf32=True):
+        out = layer(x)
+        again = layer(x)
+        torch.cuda.synchronize()
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            beside = layer(x)
+        stream.synchronize()
+    assert out.is_contiguous() and torch.equal(out, again) and torch.equal(out, beside)
+    twin = torch.nn.ConvTranspose3d(32, 32, 3, stride=2, padding=1, device="cuda", dtype=torch.float64)
+    twin.load_state_dict({name: value.double() for name, value in layer.state_dict().items()})
+    truth = twin(x.double())
+    assert (out.double() - truth).norm() <= 1e-3 * truth.norm()
+
+
+@pytest.mark.parametrize("kernel", [3, 4])
+def test_in_a_graph_and_on_another_stream(kernel: int) -> None:
+    p = Problem.make(2, 32, 16, (12, 40), kernel, 2, 1, bias=False, precision="tf32")
+    choice = phases.choose(p, gpu(0))
+    assert isinstance(choice, phases.Choice)
+    assert_capturable(choice.prepare(0), p)
