@@ -23,6 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from layers import some
@@ -105,15 +106,25 @@ def sources() -> str:
     return digest.hexdigest()[:12]
 
 
-def earlier(path: Path, device: torch.device, *, keep: bool) -> tuple[list[Row], Ceilings] | None:
-    """A report's rows and ceilings, where they are of this GPU model and (but for ``keep``) of these sources."""
+def earlier(
+    path: Path, device: torch.device, *, keep: bool, cases: Sequence[str] = ()
+) -> tuple[list[Row], Ceilings] | None:
+    """A report's rows and ceilings, where they are of this GPU model and of these sources.
+
+    ``keep``: also of other sources, but for the ``cases``; such rows say which commit they are of.
+    """
     if not path.exists():
         return None
     found = report.load(path)
     same = found["versions"].get("sources") == sources()
     if found["device"].get("name") != torch.cuda.get_device_name(device) or not (same or keep):
         return None
-    return found["rows"], found["ceilings"]
+    if same:
+        return found["rows"], found["ceilings"]
+    rows = [row for row in found["rows"] if row["case"] not in cases]
+    for row in rows:
+        cast(dict[str, Any], row).setdefault("commit", found["commit"])
+    return rows, found["ceilings"]
 
 
 def sweep(
@@ -122,7 +133,7 @@ def sweep(
     """Measures what a report lacks; whether all its rows are right. Raises `TimeUp` and `run.DeviceLost`."""
     every = jobs(name)
     todo = [job for job in every if not cases or job.case in cases]
-    rows, ceilings = earlier(path, device, keep=keep) or ([], None)
+    rows, ceilings = earlier(path, device, keep=keep, cases=cases) or ([], None)
     order = {run.job_key(job): i for i, job in enumerate(every)}
     known = {run.key(row): row for row in rows if run.key(row) in order}
     for job in todo:
@@ -282,7 +293,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--stall", type=float, default=120.0, help="seconds without a sign after which a row failed")
     parser.add_argument("--out", type=Path, default=RESULTS, help="where reports are written and gone on with")
     parser.add_argument("--resume", type=Path, help="where the reports that --out lacks are copied from")
-    parser.add_argument("--keep", action="store_true", help="go on also with rows of other engine sources")
+    parser.add_argument("--keep", action="store_true", help="rows of other engine sources stay, but for --cases")
     parser.add_argument("--fresh", action="store_true", help="measure all anew")
     parser.add_argument("--stamp", action="store_true", help="only name this commit in reports of its sources")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)

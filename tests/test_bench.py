@@ -753,6 +753,23 @@ def test_a_stopped_measurement_goes_on(h200, tmp_path: Path) -> None:
     assert sweep(now + 100) is True and all(row["failure"] is None for row in report.load(path)["rows"])
 
 
+def test_some_rows_are_measured_anew(h200, tmp_path: Path) -> None:
+    """By other sources: the others stay, and say of which commit they are."""
+    path, end = tmp_path / "r.json", timing.time.monotonic() + 100
+    assert h200.sweep("tf32", path, CPU, end, False, (), {})
+    old = report.load(path)
+    old["versions"]["sources"], old["commit"] = "another", "0" * 40
+    for row in old["rows"]:
+        row["ours_ms"] = 1e6
+    report.save(old, path)
+    for _ in range(2):  # a second time there is nothing to do
+        assert h200.sweep("tf32", path, CPU, end, True, ("b",), {})
+        found = report.load(path)
+        assert [row["ours_ms"] == 1e6 for row in found["rows"]] == [True, False, True]
+        assert [row.get("commit") for row in found["rows"]] == ["0" * 40, None, "0" * 40]
+        assert found["versions"]["sources"] == h200.sources() and found["ceilings"] == old["ceilings"]
+
+
 @pytest.mark.parametrize(
     ("code", "found"),
     [

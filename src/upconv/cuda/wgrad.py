@@ -22,7 +22,15 @@ from upconv.cuda.boxes import Tensor5, Words, alignment_classes, dense, encode, 
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.gpu import gpu as gpu_of
 from upconv.cuda.launch import Counters, Launcher, TooManyBlocks, as_run, bind
-from upconv.cuda.wgrad_tiling import MAX_CLASSES, MAX_CLUSTER, WARPS, SyncTiling, Triple, WarpgroupTiling
+from upconv.cuda.wgrad_tiling import (
+    COMMON_WIDTHS,
+    MAX_CLASSES,
+    MAX_CLUSTER,
+    WARPS,
+    SyncTiling,
+    Triple,
+    WarpgroupTiling,
+)
 from upconv.problem import Problem
 
 _ACCUMULATORS = 144  # registers of a thread of the mma.sync kernel; beside them fragments and addresses
@@ -643,6 +651,8 @@ def _choose(p: Problem, gpu: Gpu, general: bool) -> Choice | str:
     aligned, aligned_g = (size[-1] * p.dtype.itemsize % 16 == 0 for size in (p.size, p.out_size))
     width, classes = 0 if general else _narrow(p), _classes(p, general)
     for t, clocks in _tilings(_any_size(p), gpu, aligned, aligned_g, width, classes):
+        if general and isinstance(t, WarpgroupTiling) and t.row_columns not in COMMON_WIDTHS:
+            continue  # files have the instructions that are written down
         seconds, bound, splits = _whole(t, clocks, p, gpu)
         if best is None or seconds < best[0]:
             best = seconds, bound, splits, t

@@ -23,6 +23,7 @@ _PRECISIONS = {"tf32": 0, "ieee": 1, "fp16": 2, "bf16": 3}
 MAX_CLUSTER = 8  # blocks, on every GPU that has clusters
 MAX_CLASSES = 8  # of rows and channels: a box and a tensor map each
 _MAX_STACK = 5  # rows of x in one instruction's columns
+COMMON_WIDTHS = (32, 64, 128, 256)  # columns whose instructions kernels/wgmma.cuh writes down
 _STRETCH = 40  # matrix instructions of a warpgroup between whose ends the tensor cores do not drain
 
 
@@ -666,7 +667,7 @@ class WarpgroupTiling(Tiling):
         """
         stacks = {self.taps[1] // self.steps[1], self.stack} if self.stacked else {1}
         found: dict[str, int | float | str] = {}
-        for rows in stacks - {0}:
+        for rows in stacks - {0} if self.row_columns not in COMMON_WIDTHS else ():
             found |= instruction(f"ROWS_{rows}_", rows * self.row_columns, words_of_a=0 if self.a_shared else 4)
         return (
             super().macros()

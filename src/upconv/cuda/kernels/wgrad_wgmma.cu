@@ -265,7 +265,29 @@ __device__ __forceinline__ void turn(u32 raw, u32 tile, int thread) {
 #else
 #define TAIL ", 1, 1, 0"
 #endif
-#define MULTIPLY_ROWS(of) asm volatile("wgmma.mma_async.sync.aligned.m64n" of##_COLUMNS TYPES " {" of##_REGISTERS "}, " of##_A_AND_B ", 1" TAIL ";\n" : of##_SUMS : OPERANDS(a, b))
+#if N_WIDTH == 32
+#define MULTIPLY_ROWS_1 MULTIPLY_32
+#define MULTIPLY_ROWS_2 MULTIPLY_64
+#define MULTIPLY_ROWS_3 MULTIPLY_96
+#define MULTIPLY_ROWS_4 MULTIPLY_128
+#define MULTIPLY_ROWS_5 MULTIPLY_160
+#elif N_WIDTH == 64
+#define MULTIPLY_ROWS_1 MULTIPLY_64
+#define MULTIPLY_ROWS_2 MULTIPLY_128
+#define MULTIPLY_ROWS_3 MULTIPLY_192
+#define MULTIPLY_ROWS_4 MULTIPLY_256
+#elif N_WIDTH == 128
+#define MULTIPLY_ROWS_1 MULTIPLY_128
+#define MULTIPLY_ROWS_2 MULTIPLY_256
+#elif N_WIDTH == 256
+#define MULTIPLY_ROWS_1 MULTIPLY_256
+#else  // as wide as the layer: its instructions come as macros too
+#define MULTIPLY_ROWS_1(d, a, b, scale) asm volatile("wgmma.mma_async.sync.aligned.m64n" ROWS_1_COLUMNS TYPES " {" ROWS_1_REGISTERS "}, " ROWS_1_A_AND_B ", " scale TAIL ";\n" : ROWS_1_SUMS : OPERANDS(a, b))
+#define MULTIPLY_ROWS_2(d, a, b, scale) asm volatile("wgmma.mma_async.sync.aligned.m64n" ROWS_2_COLUMNS TYPES " {" ROWS_2_REGISTERS "}, " ROWS_2_A_AND_B ", " scale TAIL ";\n" : ROWS_2_SUMS : OPERANDS(a, b))
+#define MULTIPLY_ROWS_3(d, a, b, scale) asm volatile("wgmma.mma_async.sync.aligned.m64n" ROWS_3_COLUMNS TYPES " {" ROWS_3_REGISTERS "}, " ROWS_3_A_AND_B ", " scale TAIL ";\n" : ROWS_3_SUMS : OPERANDS(a, b))
+#define MULTIPLY_ROWS_4(d, a, b, scale) asm volatile("wgmma.mma_async.sync.aligned.m64n" ROWS_4_COLUMNS TYPES " {" ROWS_4_REGISTERS "}, " ROWS_4_A_AND_B ", " scale TAIL ";\n" : ROWS_4_SUMS : OPERANDS(a, b))
+#define MULTIPLY_ROWS_5(d, a, b, scale) asm volatile("wgmma.mma_async.sync.aligned.m64n" ROWS_5_COLUMNS TYPES " {" ROWS_5_REGISTERS "}, " ROWS_5_A_AND_B ", " scale TAIL ";\n" : ROWS_5_SUMS : OPERANDS(a, b))
+#endif
 
 #define STACKS(rows) (STACKED ? TAPS_H / STEP_H == (rows) || STACK == (rows) : (rows) == 1)
 
@@ -280,19 +302,19 @@ __device__ __forceinline__ void multiply(float (&acc)[NB][OF_UNIT * (N_WIDTH / 2
     u64 b = upper | (((x + nb * (K_MAJOR ? N_WIDTH * SEGMENT : BOX_BYTES)) & 0x3ffff) >> 4);
     float* d = &acc[nb][first * (N_WIDTH / 2)];
 #if STACKS(1)
-    if (rows == 1) MULTIPLY_ROWS(ROWS_1);
+    if (rows == 1) MULTIPLY_ROWS_1(d, a, b, "1");
 #endif
 #if STACKS(2)
-    if (rows == 2) MULTIPLY_ROWS(ROWS_2);
+    if (rows == 2) MULTIPLY_ROWS_2(d, a, b, "1");
 #endif
 #if STACKS(3)
-    if (rows == 3) MULTIPLY_ROWS(ROWS_3);
+    if (rows == 3) MULTIPLY_ROWS_3(d, a, b, "1");
 #endif
 #if STACKS(4)
-    if (rows == 4) MULTIPLY_ROWS(ROWS_4);
+    if (rows == 4) MULTIPLY_ROWS_4(d, a, b, "1");
 #endif
 #if STACKS(5)
-    if (rows == 5) MULTIPLY_ROWS(ROWS_5);
+    if (rows == 5) MULTIPLY_ROWS_5(d, a, b, "1");
 #endif
   }
 }
