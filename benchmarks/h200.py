@@ -106,25 +106,27 @@ def sources() -> str:
     return digest.hexdigest()[:12]
 
 
-def earlier(
-    path: Path, device: torch.device, *, keep: bool, cases: Sequence[str] = ()
-) -> tuple[list[Row], Ceilings] | None:
+def earlier(path: Path, device: torch.device, *, keep: bool) -> tuple[list[Row], Ceilings] | None:
     """A report's rows and ceilings, where they are of this GPU model and of these sources.
 
-    ``keep``: also of other sources, but for the ``cases``; such rows say which commit they are of.
+    ``keep``: also of other sources; such rows say which commit they are of. Errors, then: ValueError where the report
+    is of another GPU, or of no commit.
     """
     if not path.exists():
         return None
     found = report.load(path)
+    ours, here = found["device"].get("name"), torch.cuda.get_device_name(device)
     same = found["versions"].get("sources") == sources()
-    if found["device"].get("name") != torch.cuda.get_device_name(device) or not (same or keep):
+    if keep and ours != here:
+        raise ValueError(f"{path} must be of this GPU, a {here}, for its rows to stay, got one of {ours}")
+    if keep and not same and not found["commit"]:
+        raise ValueError(f"{path} must name the commit of the rows that stay (--stamp), got {found['commit']}")
+    if ours != here or not (same or keep):
         return None
-    if same:
-        return found["rows"], found["ceilings"]
-    rows = [row for row in found["rows"] if row["case"] not in cases]
-    for row in rows:
-        cast(dict[str, Any], row).setdefault("commit", found["commit"])
-    return rows, found["ceilings"]
+    if not same:
+        for row in found["rows"]:
+            cast(dict[str, Any], row).setdefault("commit", found["commit"])
+    return [row for row in found["rows"] if keep or "commit" not in row], found["ceilings"]
 
 
 def sweep(
@@ -133,9 +135,11 @@ def sweep(
     """Measures what a report lacks; whether all its rows are right. Raises `TimeUp` and `run.DeviceLost`."""
     every = jobs(name)
     todo = [job for job in every if not cases or job.case in cases]
-    rows, ceilings = earlier(path, device, keep=keep, cases=cases) or ([], None)
+    rows, ceilings = earlier(path, device, keep=keep) or ([], None)
     order = {run.job_key(job): i for i, job in enumerate(every)}
-    known = {run.key(row): row for row in rows if run.key(row) in order}
+    # Of other sources rows stay until they are measured anew.
+    kept = {run.key(row): row for row in rows if run.key(row) in order}
+    known = {key: row for key, row in kept.items() if "commit" not in row or row["case"] not in cases}
     for job in todo:
         if job.case in failed:
             row = run.blank(job, device)
@@ -149,8 +153,9 @@ def sweep(
     def publish(rows: list[Row], ceilings: Ceilings) -> None:
         known.update({run.key(row): row for row in rows})
         for row in known.values():
-            run.set_roof(row, ceilings)
-        base["rows"] = sorted(known.values(), key=lambda row: order[run.key(row)])
+            if "commit" not in row:  # the roofs of the others are those of their own run
+                run.set_roof(row, ceilings)
+        base["rows"] = sorted({**kept, **known}.values(), key=lambda row: order[run.key(row)])
         base["ceilings"] = ceilings
         report.save(base, path)
 
@@ -293,7 +298,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--stall", type=float, default=120.0, help="seconds without a sign after which a row failed")
     parser.add_argument("--out", type=Path, default=RESULTS, help="where reports are written and gone on with")
     parser.add_argument("--resume", type=Path, help="where the reports that --out lacks are copied from")
-    parser.add_argument("--keep", action="store_true", help="rows of other engine sources stay, but for --cases")
+    parser.add_argument(
+        "--keep", action="store_true", help="rows of other engine sources stay; those of --cases are measured anew"
+    )
     parser.add_argument("--fresh", action="store_true", help="measure all anew")
     parser.add_argument("--stamp", action="store_true", help="only name this commit in reports of its sources")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)

@@ -15,10 +15,11 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import curves
 
@@ -167,8 +168,15 @@ def judged(name: str, found: report.Report) -> str:
     rates = found["ceilings"]["matmul_flops_per_s"]
     roof = ", ".join(f"{precision} matmul {report.si(rate, 'FLOP/s')}" for precision, rate in rates.items())
     copy = report.si(found["ceilings"]["copy_bytes_per_s"], "B/s")
-    parts.append(f"{report.conditions(found)}. Roof: copy {copy}, {roof}.")
+    parts.append(f"{report.conditions(found)}{_older(found)}. Roof: copy {copy}, {roof}.")
     return "\n\n".join(parts)
+
+
+def _older(found: report.Report) -> str:
+    """Which rows of a report are of earlier commits, by how many."""
+    commits = Counter(row["commit"][:7] for row in cast(list[dict[str, Any]], found["rows"]) if "commit" in row)
+    of = ", ".join(f"{count} of {commit}" for commit, count in commits.items())
+    return f" (of {len(found['rows'])} rows {of}, measured then)" if of else ""
 
 
 def _times(row: Row | None) -> list[str]:

@@ -753,21 +753,37 @@ def test_a_stopped_measurement_goes_on(h200, tmp_path: Path) -> None:
     assert sweep(now + 100) is True and all(row["failure"] is None for row in report.load(path)["rows"])
 
 
-def test_some_rows_are_measured_anew(h200, tmp_path: Path) -> None:
-    """By other sources: the others stay, and say of which commit they are."""
+def test_some_rows_are_measured_anew(h200, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """By other sources: the others stay as they were, and say of which commit they are, until they are measured too."""
     path, end = tmp_path / "r.json", timing.time.monotonic() + 100
-    assert h200.sweep("tf32", path, CPU, end, False, (), {})
+
+    def sweep(*cases: str, keep: bool = True) -> list[tuple[bool, str | None]]:
+        assert h200.sweep("tf32", path, CPU, end, keep, cases, {})
+        found = report.load(path)
+        assert found["versions"]["sources"] == h200.sources()
+        return [(row["ours_ms"] == 1e6, row.get("commit")) for row in found["rows"]]
+
+    assert sweep(keep=False) == [(False, None)] * 3
     old = report.load(path)
     old["versions"]["sources"], old["commit"] = "another", "0" * 40
     for row in old["rows"]:
-        row["ours_ms"] = 1e6
+        row["ours_ms"], row["roof_ms"] = 1e6, 7.0
     report.save(old, path)
+    stays, new = (True, "0" * 40), (False, None)
     for _ in range(2):  # a second time there is nothing to do
-        assert h200.sweep("tf32", path, CPU, end, True, ("b",), {})
-        found = report.load(path)
-        assert [row["ours_ms"] == 1e6 for row in found["rows"]] == [True, False, True]
-        assert [row.get("commit") for row in found["rows"]] == ["0" * 40, None, "0" * 40]
-        assert found["versions"]["sources"] == h200.sources() and found["ceilings"] == old["ceilings"]
+        assert sweep("b") == [stays, new, stays]
+        assert [row["roof_ms"] == 7.0 for row in report.load(path)["rows"]] == [True, False, True]
+    assert sweep("a") == [new, new, stays] == sweep()
+    with pytest.raises(h200.TimeUp):
+        h200.sweep("tf32", path, CPU, timing.time.monotonic() - 1, True, ("c",), {})
+    assert sweep() == [new, new, stays], "what was not measured again is there"
+    assert sweep(keep=False) == [new] * 3
+    report.save({**report.load(path), "commit": None, "versions": {"sources": "another"}}, path)
+    with pytest.raises(ValueError, match="must name the commit of the rows that stay"):
+        sweep("b")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "another GPU")
+    with pytest.raises(ValueError, match="must be of this GPU, a another GPU, for its rows to stay"):
+        sweep("b")
 
 
 @pytest.mark.parametrize(

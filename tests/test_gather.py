@@ -240,6 +240,7 @@ def test_two_lines_at_a_time_where_one_tile_reads_both() -> None:
         (gradient.with_(out_channels=32), 256),  # two neighbours of a row
         (gradient.with_(out_channels=16), 128),
         (alone.with_(padding=(1, 1)), 128),
+        (alone.with_(in_channels=128, out_channels=128, groups=2), 128),  # another group's tile may read the second
         (alone.with_(kernel=(3, 3)), 128),  # a halo
         (gradient.with_(stride=(3, 3)), 128),  # pixels that none reads
         (alone.with_(layout="nchw"), 128),

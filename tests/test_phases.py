@@ -30,7 +30,7 @@ from upconv.problem import Precision, Problem, output_length
 EACH: tuple[Precision, ...] = ("tf32", "bf16", "fp16")
 FORWARDS = "phases as columns are for forwards in NCHW"
 STRIDES = "the kernel is for layers with a stride, without groups"
-TOO_SMALL = "a tile has 64 places of the input, more than twice what this one has along an axis"
+TOO_SMALL = "every tile is more than twice as long as this input along an axis"
 NO_ROOM = "this layer's weights leave no room for rings in shared memory, or its sums in registers"
 COUNTS = "the kernel counts a channel's elements, and tiles, in 32 bits"
 

@@ -233,6 +233,7 @@ def test_blocks_as_wide_as_a_layer(cin: int, layout: Layout, precision: Precisio
         (24, False, False, (32,)), (32, True, False, (32,)), (48, False, True, (64, 48)), (64, False, False, (64,)),
         (80, False, False, (64, 128, 80)), (80, False, True, (64, 128)), (96, False, True, (64, 128, 96)),
         (128, False, False, (64, 128)), (192, False, False, (64, 128, 96)), (256, True, False, (64, 128, 256)),
+        (384, True, False, (64, 128, 256)),
         (320, False, True, (64, 128, 160)), (320, True, False, (64, 128, 256, 160)), (512, False, False, (64, 128)),
     ],
 )  # fmt: skip

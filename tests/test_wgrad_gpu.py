@@ -308,6 +308,11 @@ CORNERS = (
     Problem.make(300, 32, 32, (1, 1), 4, 1),
     Problem.make(5, 136, 72, (7, 8), 4, 2, 1),
     Problem.make(2, 64, 40, (3, 9, 16), 3, 1, 1),
+    # Blocks as wide as the layer: 112, 144, 160, and 48 of a group.
+    Problem.make(2, 112, 64, (9, 32), 5, 1, 2),
+    Problem.make(3, 144, 96, (16, 16), 3, 2, 1),
+    Problem.make(2, 320, 96, (8, 16), 2, 2),
+    Problem.make(2, 96, 96, (12, 24), 3, 1, 1, groups=2),
 )
 
 

@@ -60,8 +60,9 @@ _RING = 1.002
 # Of consumers that share weights against those that share pixels, where the model sees no difference (NOTES: dcgan1
 # bfloat16 64.6 -> 58.9 us, TF32 105.9 -> 102.7).
 _HALVED = 1.0005
-# And of channels-last tiles that wait for memory, 64 neighbours of a row as one: unet4's gradient in TF32 387 us, not
-# 385.5, in bfloat16 201, not 197, nnunet2's in TF32 169, not 167.5.
+# Of channels-last tiles that wait for memory, 64 neighbours of a row as one (NOTES: gradients of unet4 in TF32 387 us
+# instead of 385.5, in bfloat16 201 instead of 197, of nnunet2 in TF32 169 instead of 167.5; forwards 427 and 416, 230
+# and 213, 198 and 187; nnunet2 in bfloat16 the same). Not in files: their boxes ask for a line, and were not timed so.
 _LONG = 1.003
 _COPY = 275.0  # clocks for a copy of 16 bytes by each producer, where rows are not aligned
 _SHORT_ROWS = 64  # bytes, up to which threads may copy rows that begin anywhere better than boxes
@@ -472,15 +473,20 @@ def tensor_map(t: Tiling, p: Problem, address: int, tensor: Tensor5 | None = Non
 
 
 def promotion(t: Tiling) -> int:
-    """Bytes that the cache asks memory for at a time: two lines where one tile soon reads both, and none else does.
+    """Bytes that the cache asks memory for at a time: two lines where one tile soon reads both, and none else does."""
+    return 256 if t.channels_last and t.resident and in_two_lines(t.problem) else 128
+
+
+def in_two_lines(p: Problem) -> bool:
+    """Whether a channels-last tile reads whole pairs of lines that no other reads: kernel and stride are the same.
 
     NOTES: unet4 in TF32 444 -> 427 us, its gradient 405 -> 387; in bfloat16 240 -> 230, 204 -> 201. With halos, or
     weights through a ring, nothing to 20% more (kb81's gradient in bfloat16); where 256 bytes are of several rows, 1%.
     """
-    p = t.problem
-    alone = t.channels_last and t.resident and p.kernel == p.stride and max(p.dilation) == 1 and max(p.padding) == 0
+    if p.groups > 1 or p.kernel != p.stride or max(p.dilation) > 1 or max(p.padding) > 0:
+        return False
     neighbours = 1 if p.pass_ == "fwd" else p.kernel[-1]  # pixels that a tile's chunks read, side by side
-    return 256 if alone and neighbours * source_shape(p)[1] * t.element % 256 == 0 else 128
+    return neighbours * source_shape(p)[1] * p.dtype.itemsize % 256 == 0
 
 
 class BoxedWeights(Protocol):
@@ -846,8 +852,6 @@ def _whole(t: Tiling, clocks: Clocks, p: Problem, gpu: Gpu) -> tuple[float, str]
         bound = "too few tiles"
     ring, halved = t.planewise and not t.resident, t.split == 0 and t.shuffle is None
     factor = (_RING if ring else 1.0) * (_HALVED if halved else 1.0)
-    if bound == "bytes" and t.channels_last and t.sub == (1, 64):
-        factor *= _LONG
     return factor * (max(memory, seconds) + 0.15 * min(memory, seconds) + LAUNCH), bound
 
 
@@ -946,6 +950,8 @@ def considered(p: Problem, gpu: Gpu, general: bool = False) -> Iterator[tuple[fl
             seconds, bound = _whole(t, clocks, p, gpu)
             if found and shuffle is None and not t.contiguous:
                 seconds *= _SPREAD
+            if bound == "bytes" and t.channels_last and t.sub == (1, 64) and not general:
+                seconds *= _LONG
             yield seconds, bound, t
 
 

@@ -542,7 +542,7 @@ def _choose(p: Problem, gpu: Gpu) -> Choice | str:
     best = cheapest(countable, p, gpu, estimate)
     if best is None:
         if _candidates(gather.any_size(p), gpu, p.out_size[-1] * p.dtype.itemsize % 16 == 0):
-            return "a tile has 64 places of the input, more than twice what this one has along an axis"
+            return "every tile is more than twice as long as this input along an axis"
         return "this layer's weights leave no room for rings in shared memory, or its sums in registers"
     seconds, bound, t = best
     return Choice(t, p, gpu, seconds, bound)

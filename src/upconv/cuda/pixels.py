@@ -287,13 +287,13 @@ class Choice:
     def margin(self) -> float:
         """NOTES: the gather-GEMM's model is 8% too high on average for layers without a stride, of which it is the
         faster one for most, and 10 to 35% too low for small strided ones. Where the kernel is the stride and memory
-        bounds both, pixels come no faster here: unet4 in TF32 takes 391 to 397 us, and 385 there, in bfloat16 214 and
-        197.
+        bounds both, pixels come no faster here: unet4 in bfloat16 takes 214 us, and 197 there; in TF32, where that one
+        asks for two lines at a time, 391 to 397, and 385.
         """
         if max(self.problem.stride) == 1:
             return 1.08
         alone = self.tile.read == 1 and all(len(plane.taps) == 1 for plane in self.tile.planes)
-        return 1.05 if alone else 0.95
+        return 1.05 if alone and (self.tile.element == 2 or gather.in_two_lines(self.problem)) else 0.95
 
     @property
     def grid(self) -> int:

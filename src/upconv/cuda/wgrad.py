@@ -462,7 +462,9 @@ def _widths(cin: int, steep: bool, rows_of_32: bool) -> tuple[int, ...]:
     # but 80 in bfloat16 channels_last by 128 25.5 us, by 80 27.7, by 96 29).
     blocks = -(-cin // _MOST_WIDTH)
     even = -(-cin // (16 * blocks)) * 16
-    if cin <= 32 or even * blocks >= -(-cin // found[-1]) * found[-1] or (rows_of_32 and even > 64 and even % 32):
+    if cin <= 32 or even in found or even * blocks >= -(-cin // found[-1]) * found[-1]:
+        return found
+    if rows_of_32 and even > 64 and even % 32:
         return found
     return (*found, even)
 
@@ -652,7 +654,7 @@ def _choose(p: Problem, gpu: Gpu, general: bool) -> Choice | str:
     width, classes = 0 if general else _narrow(p), _classes(p, general)
     for t, clocks in _tilings(_any_size(p), gpu, aligned, aligned_g, width, classes):
         if general and isinstance(t, WarpgroupTiling) and t.row_columns not in COMMON_WIDTHS:
-            continue  # files have the instructions that are written down
+            continue  # files print the common instructions, and stay as they are
         seconds, bound, splits = _whole(t, clocks, p, gpu)
         if best is None or seconds < best[0]:
             best = seconds, bound, splits, t
