@@ -43,6 +43,27 @@ def test_planes_that_no_tap_reaches_are_written(groups: int, bias: bool) -> None
         assert forward_excess(p, out, x, w, b, native=False) <= 1
 
 
+@pytest.mark.parametrize("layout", ("nchw", "channels_last"))
+@pytest.mark.parametrize(
+    ("size", "kernel", "stride", "padding", "output_padding", "dilation"),
+    [
+        ((1, 6), 3, (2, 1), (2, 3), 1, 3),
+        ((1, 4), (5, 4), (3, 1), (4, 0), (1, 0), (2, 3)),
+        ((1, 16), 2, 1, (1, 1), 0, 3),
+    ],
+)
+def test_taps_that_all_miss_the_input(layout, size, kernel, stride, padding, output_padding, dilation) -> None:
+    """Of some rows' phases: PyTorch's bfloat16 convolution crashes there on CPUs with AMX."""
+    p = Problem.make(
+        2, 6, 4, size, kernel, stride, padding, output_padding, dilation, 2, bias=True, dtype=torch.bfloat16,
+        layout=layout,
+    )  # fmt: skip
+    x, w, b, _ = operands(p)
+    for plan in cpu.FORWARD_PLANS:
+        if plan != "native" and cpu.refusal(p, plan) is None:
+            assert forward_excess(p, cpu.forward(p, plan, x, w, b), x, w, b, native=False) <= 1, plan
+
+
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Batches, groups and channels are taken in parts from 32 results on, not from millions."""

@@ -151,14 +151,18 @@ class _Axis:
 
     NOTES: oneDNN's fast kernels refuse a padding of the window's reach or more and fall back to im2col (8.6 -> 37 ms
     measured), so outputs whose window misses the input altogether (``output_padding`` makes such) are not computed:
-    ``live`` is the range of ``t`` that is, and the caller fills the others with the bias.
+    ``live`` is the range of ``t`` that is, and the caller fills the others with the bias. Taps that lie further apart
+    than the input is long may miss it for every output, though windows do not: oneDNN's bfloat16 kernels for AMX crash
+    where there is none (a size of 1, taps 3 apart).
     """
 
     def __init__(self, size: int, taps: int, start: int, count: int, step: int) -> None:
         self.step = step
         reach = (taps - 1) * step
-        low, high = max(0, -start - reach), min(count, size - start)
-        self.live = slice(low, max(low, high))
+        hit = [(max(0, -start - at), min(count, size - start - at)) for at in range(0, reach + 1, step)]
+        hit = [(low, high) for low, high in hit if low < high]  # by a tap each
+        low = min((low for low, _ in hit), default=max(0, -start - reach))
+        self.live = slice(low, max((high for _, high in hit), default=low))
         first, n = start + low, self.live.stop - low
         # Unequal padding is computed with the larger on both sides and the result narrowed, unless that wastes more
         # than an eighth of the outputs: then the input is narrowed, at the price of PyTorch's copy of that view.
