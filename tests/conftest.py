@@ -11,8 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 import upconv
@@ -91,6 +93,19 @@ def assert_accurate(ours: Tensor, truth: Tensor, magnitude: Tensor, length: int,
         (error / limit).nan_to_num(nan=math.inf if error.isnan().any() else 0.0).max().item() if error.numel() else 0.0
     )
     assert worst <= 1, f"error is {worst:.3g} times its bound (dtype {ours.dtype}, {length} products)"
+
+
+def tf32_magnitude(magnitude: Tensor, products: int) -> Tensor:
+    """`assert_accurate`'s magnitude for operands that lose up to 2^-11 each, of float32 sums of so many products."""
+    return magnitude * (1 + 2**-10 / 2**-24 / (2 * (products + 2) + 2))
+
+
+def assert_interpreted(out: NDArray[np.float64], stores: NDArray[np.int64], truth: Tensor) -> None:
+    """A kernel in NumPy stores every element once, and what it stores is the layer's, in float64."""
+    assert (stores == 1).all(), f"elements stored {np.unique(stores)} times"
+    assert not np.isnan(out).any(), "what nothing brings to shared memory"
+    error = (torch.from_numpy(out) - truth).abs().max().item()
+    assert error <= 1e-12 * max(1.0, truth.abs().max().item()), f"error {error}"
 
 
 def assert_equal(ours: Any, theirs: Any) -> None:
@@ -349,6 +364,15 @@ def stubs(monkeypatch: pytest.MonkeyPatch) -> Stubs:
     for module in (gather, wgrad, subpixel, pixels, phases):
         monkeypatch.setattr(module, "encode", encode)
     return found
+
+
+HOPPER = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+    ),
+]
+"""The marks of tests of kernels by wgmma."""
 
 
 def replayed(step: Callable[[], Sequence[Tensor]]) -> Sequence[Tensor]:

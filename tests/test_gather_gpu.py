@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import upconv
-from conftest import assert_accurate
+from conftest import assert_accurate, tf32_magnitude
 from upconv.cuda import gather
 from upconv.cuda.gpu import gpu
 from upconv.cuda.launch import Launcher
@@ -118,8 +118,8 @@ def test_tilings(name: str, precision: str, layout: str, pass_: Pass) -> None:
     truth = _truth(p, *operands)  # type: ignore[arg-type]
     size = _truth(p, *(None if t is None else t.abs() for t in operands))  # type: ignore[arg-type]
     products = source_shape(p)[1] // p.groups * p.taps
-    if precision == "tf32":  # operands lose up to 2^-11 each
-        size = size * (1 + 2**-10 / 2**-24 / (2 * (products + 2) + 2))
+    if precision == "tf32":
+        size = tf32_magnitude(size, products)
     chosen = gather.choose(p, chip)
     assert not isinstance(chosen, str), chosen
     others = list(gather.candidates(p, chip)) + list(gather.candidates(p, chip, wgmma=False))

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import upconv
-from conftest import assert_accurate, assert_capturable
+from conftest import HOPPER, assert_accurate, assert_capturable, tf32_magnitude
 from test_gather_gpu import PRECISIONS, _truth
 from upconv import planner
 from upconv.cpu import memory_format
@@ -21,12 +21,7 @@ from upconv.cuda import phases
 from upconv.cuda.gpu import gpu
 from upconv.problem import Problem
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
-    ),
-]
+pytestmark = HOPPER
 
 # batch, channels in and out, size, kernel, stride, padding, output_padding, dilation: rows that begin anywhere, and at
 # 16 bytes, phases of 1 to 5 along W, without a tap at some of a row's places, channels that fill no step and no column
@@ -51,8 +46,8 @@ def operands(p: Problem) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torc
     bias = torch.randn(p.out_channels, device="cuda").to(p.dtype)
     truth = _truth(p, x.double(), weight.double(), bias.double())
     magnitude = _truth(p, x.double().abs(), weight.double().abs(), bias.double().abs())
-    if p.precision == "tf32":  # operands lose up to 2^-11 each
-        magnitude = magnitude * (1 + 2**-10 / 2**-24 / (2 * (products(p) + 2) + 2))
+    if p.precision == "tf32":
+        magnitude = tf32_magnitude(magnitude, products(p))
     return x, weight, bias, truth, magnitude
 
 

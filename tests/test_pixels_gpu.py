@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import upconv
-from conftest import assert_accurate, assert_capturable
+from conftest import HOPPER, assert_accurate, assert_capturable, tf32_magnitude
 from test_gather_gpu import PRECISIONS, _truth
 from upconv import planner
 from upconv.cpu import memory_format
@@ -22,12 +22,7 @@ from upconv.cuda.gpu import gpu
 from upconv.cuda.tiling import result_shape, source_shape
 from upconv.problem import Problem
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
-    ),
-]
+pytestmark = HOPPER
 
 # batch, channels in and out, size, kernel, stride, padding, output_padding, dilation
 LAYERS = {
@@ -54,9 +49,9 @@ def operands(p: Problem) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torc
     weight = (torch.randn(p.weight_shape, device="cuda") / 8).to(p.dtype)
     truth = _truth(p, grad.double(), weight.double(), None)
     magnitude = _truth(p, grad.double().abs(), weight.double().abs(), None)
-    if p.precision == "tf32":  # operands lose up to 2^-11 each
+    if p.precision == "tf32":
         products = source_shape(p)[1] * p.taps
-        magnitude = magnitude * (1 + 2**-10 / 2**-24 / (2 * (products + 2) + 2))
+        magnitude = tf32_magnitude(magnitude, products)
     return grad.contiguous(memory_format=memory_format("channels_last", p.rank)), weight, truth, magnitude
 
 

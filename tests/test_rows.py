@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import Stubs
+from conftest import Stubs, assert_interpreted
 from rows_interpreter import RowsInterpreter
 from test_gather import DTYPES, needs_nvrtc, truth_of
 from upconv import planner
@@ -49,11 +49,7 @@ def check(s: Rows, p: Problem, seed: int, blocks: int, multiprocessors: int, add
     last = np.ascontiguousarray(np.moveaxis(w, 1, -1))
     np.testing.assert_array_equal(interpreter.pack(last, w.shape[1]) if w.shape[1] > 1 else packed, packed)
     out, stores = interpreter(p, g, packed, blocks, multiprocessors, address)
-    assert (stores == 1).all(), f"elements stored {np.unique(stores)} times"
-    assert not np.isnan(out).any(), "what no unit brings, or what is not of the row"
-    truth = truth_of(p, g, w, None)
-    error = (torch.from_numpy(out) - truth).abs().max().item()
-    assert error <= 1e-12 * max(1.0, truth.abs().max().item()), f"error {error}"
+    assert_interpreted(out, stores, truth_of(p, g, w, None))
 
 
 @pytest.mark.parametrize("seed", range(6))

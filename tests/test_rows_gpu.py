@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import upconv
-from conftest import assert_accurate, assert_capturable
+from conftest import HOPPER, assert_accurate, assert_capturable, tf32_magnitude
 from test_gather_gpu import PRECISIONS, _truth
 from upconv import planner
 from upconv.cuda import rows
@@ -20,12 +20,7 @@ from upconv.cuda.gpu import gpu
 from upconv.cuda.tiling import result_shape, source_shape
 from upconv.problem import Problem
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
-    ),
-]
+pytestmark = HOPPER
 
 # batch, channels in and out, size, kernel, stride, padding, output_padding: rows that begin anywhere, and at 16 bytes
 LAYERS = {
@@ -59,8 +54,8 @@ def test_rows(name: str, precision: str) -> None:
     truth = _truth(p, grad.double(), weight.double(), None)
     magnitude = _truth(p, grad.double().abs(), weight.double().abs(), None)
     products = source_shape(p)[1] * p.taps
-    if precision == "tf32":  # operands lose up to 2^-11 each
-        magnitude = magnitude * (1 + 2**-10 / 2**-24 / (2 * (products + 2) + 2))
+    if precision == "tf32":
+        magnitude = tf32_magnitude(magnitude, products)
     every = list(rows.candidates(p, chip))
     assert every
     for s in random.Random(zlib.crc32(name.encode())).sample(every, min(4, len(every))):

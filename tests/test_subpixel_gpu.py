@@ -11,19 +11,14 @@ import pytest
 import torch
 
 import upconv
-from conftest import assert_accurate, assert_capturable
+from conftest import HOPPER, assert_accurate, assert_capturable, tf32_magnitude
 from test_gather_gpu import PRECISIONS, _truth
 from upconv import planner
 from upconv.cuda import subpixel
 from upconv.cuda.gpu import gpu
 from upconv.problem import Problem
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
-    ),
-]
+pytestmark = HOPPER
 
 # batch, channels in and out, size, kernel and stride
 LAYERS: dict[str, tuple[int, int, int, tuple[int, ...], int | tuple[int, ...]]] = {
@@ -55,8 +50,8 @@ def test_every_tile(name: str, precision: str) -> None:
     bias = torch.randn(cout, device=device).to(p.dtype)
     truth = _truth(p, x.double(), weight.double(), bias.double())
     magnitude = _truth(p, x.double().abs(), weight.double().abs(), bias.double().abs())
-    if precision == "tf32":  # operands lose up to 2^-11 each
-        magnitude = magnitude * (1 + 2**-10 / 2**-24 / (2 * (cin + 2) + 2))
+    if precision == "tf32":
+        magnitude = tf32_magnitude(magnitude, cin)
     every = list(subpixel.candidates(p, chip))
     assert len(every) >= 4
     for t in every:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import Stubs
+from conftest import Stubs, assert_interpreted
 from sweep_interpreter import SweepInterpreter
 from test_gather import DTYPES, PASSES, needs_nvrtc, truth_of
 from upconv import planner
@@ -56,11 +56,7 @@ def check(s: Sweep, p: Problem, seed: int, blocks: int, multiprocessors: int) ->
     last = np.ascontiguousarray(np.moveaxis(w, 1, -1))
     np.testing.assert_array_equal(interpreter.pack(last, w.shape[1]) if w.shape[1] > 1 else packed, packed)
     out, stores = interpreter(p, x, packed, b, blocks, multiprocessors)
-    assert (stores == 1).all(), f"elements stored {np.unique(stores)} times"
-    truth = truth_of(p, x, w, b)
-    scale = max(1.0, truth.abs().max().item())
-    error = (torch.from_numpy(out) - truth).abs().max().item()
-    assert error <= 1e-12 * scale, f"error {error} on {scale}"
+    assert_interpreted(out, stores, truth_of(p, x, w, b))
 
 
 @pytest.mark.parametrize("seed", range(8))

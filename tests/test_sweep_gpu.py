@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import upconv
-from conftest import assert_accurate, assert_capturable
+from conftest import HOPPER, assert_accurate, assert_capturable, tf32_magnitude
 from test_gather_gpu import PRECISIONS, _truth
 from upconv import planner
 from upconv.cuda import gather, sweep
@@ -20,12 +20,7 @@ from upconv.cuda.gpu import gpu
 from upconv.cuda.tiling import result_shape, source_shape
 from upconv.problem import Pass, Problem
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
-    ),
-]
+pytestmark = HOPPER
 
 # batch, channels in and out, size, kernel, stride, padding, output_padding, dilation: rows of every alignment
 LAYERS = {
@@ -58,8 +53,8 @@ def test_sweeps(name: str, precision: str, pass_: Pass) -> None:
     truth = _truth(p, *operands)  # type: ignore[arg-type]
     magnitude = _truth(p, *(None if t is None else t.abs() for t in operands))  # type: ignore[arg-type]
     products = source_shape(p)[1] * p.taps
-    if precision == "tf32":  # operands lose up to 2^-11 each
-        magnitude = magnitude * (1 + 2**-10 / 2**-24 / (2 * (products + 2) + 2))
+    if precision == "tf32":
+        magnitude = tf32_magnitude(magnitude, products)
     every = list(sweep.candidates(p, chip))
     rng = random.Random(zlib.crc32(str(p).encode()))
     chosen: list[sweep.Sweep] = []

@@ -5,6 +5,14 @@ See kernels/columns.cuh.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from upconv.cuda.gpu import Gpu
+from upconv.problem import Problem
+
+T = TypeVar("T")
+
 PRECISIONS = {"tf32": 0, "fp16": 2, "bf16": 3}
 """The precisions that they have, as their kernels number them."""
 
@@ -22,3 +30,24 @@ def instruction(prefix: str, columns: int, words_of_a: int = 0) -> dict[str, str
         f"{prefix}SUMS": ",".join(f'"+f"(d[{i}])' for i in range(sums)),
         f"{prefix}A_AND_B": f'"{a}, %{sums + (words_of_a or 1)}"',
     }
+
+
+@dataclass(frozen=True)
+class TileChoice(Generic[T]):
+    """A tile for a problem on a GPU, and what the model thinks of it."""
+
+    tile: T
+    """Of the layer at any size; its own problem's size and batch mean nothing."""
+    problem: Problem
+    gpu: Gpu
+    seconds: float
+    """The model's estimate."""
+    bound: str
+    """What limits it, by the model."""
+
+    def even_grid(self, tiles: int) -> int:
+        """Blocks for so many tiles: at most one for each multiprocessor, no more than it takes to be done as soon.
+
+        So the last tiles are those of many blocks, whose loads hide each other's latency.
+        """
+        return -(-tiles // -(-tiles // self.gpu.multiprocessors))

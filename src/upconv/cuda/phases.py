@@ -14,15 +14,12 @@ from functools import cached_property, lru_cache
 from itertools import permutations, product
 from typing import NamedTuple
 
-from torch import Tensor
-
 from upconv.cuda import gather, jit
 from upconv.cuda.boxes import Words, dense, encode
-from upconv.cuda.columns import PRECISIONS, instruction
+from upconv.cuda.columns import PRECISIONS, TileChoice, instruction
 from upconv.cuda.costs import cheapest
 from upconv.cuda.gather import Unit
 from upconv.cuda.gpu import Gpu
-from upconv.cuda.launch import as_run
 from upconv.cuda.shuffle import Triple
 from upconv.cuda.tiling import PACK_THREADS, Unfit, gather_axes
 from upconv.problem import Problem
@@ -39,7 +36,6 @@ _MOST_PHASES = 5
 _MOST_WIDTHS = 4
 _MOST_COLUMNS = 256
 _MOST_BOX = 256
-_SIZES = "i" * 7  # `Tile.arguments`
 _MOST_COUNTED = 2**31  # what the kernel counts in 32 bits
 
 
@@ -337,27 +333,16 @@ class Tile:
         return (*(1,) * (3 - p.rank), *p.out_size, *self.counts(p), self.tiles(p))
 
 
-@dataclass(frozen=True)
-class Choice:
+class Choice(TileChoice[Tile]):
     """A tile for a problem on a GPU, and what the model thinks of it."""
-
-    tile: Tile
-    """Of the layer at any size; its own problem's size and batch mean nothing."""
-    problem: Problem
-    gpu: Gpu
-    seconds: float
-    """The model's estimate."""
-    bound: str
-    """What limits it, by the model."""
 
     family = "phases"
     margin = 1.0
 
     @property
     def grid(self) -> int:
-        """Blocks: at most one for each multiprocessor, no more than it takes to be done as soon."""
-        tiles = -(-self.tile.tiles(self.problem) // CONSUMERS)
-        return -(-tiles // -(-tiles // self.gpu.multiprocessors))
+        """Blocks, whose consumers have tiles of their own."""
+        return self.even_grid(-(-self.tile.tiles(self.problem) // CONSUMERS))
 
     @property
     def summary(self) -> str:
@@ -371,52 +356,28 @@ class Choice:
 
     def sources(self) -> tuple[Unit, ...]:
         """What NVRTC must compile; the same for all input sizes that share the tile."""
-        return (
-            Unit(f"phases {gather.layer_text(self.problem)}", jit.source("phases.cu", self.tile.macros()), _ENTRIES),
-        )
+        source = jit.source("phases.cu", self.tile.macros())
+        return (Unit(f"phases {gather.layer_text(self.problem)}", source, ("pack", "phases")),)
 
     def prepare(self, device: int) -> Prepared:
         """Compiles (or finds) and loads the kernels for a CUDA device. Errors: those of ``jit.kernel``."""
         return Prepared(self, device)
 
 
-_ENTRIES = ("pack", "phases")
-
-
-class Prepared(gather.Packs):
+class Prepared(gather.OneMapped):
     """A choice's kernels, loaded for a device."""
 
     def __init__(self, choice: Choice, device: int) -> None:
         t, p = choice.tile, choice.problem
         super().__init__(p, device, t.packed_words, t.pack_blocks)
         (unit,) = choice.sources()
-        self._load_packing(unit)
-        self._run = self._load(unit, "phases", THREADS, t.shared_bytes, f"PPP({_SIZES}{'q' * 16})")
-        self._grid, self._sizes = choice.grid, as_run(_SIZES, t.arguments(p))
-        self._tile, self._tails = t, dict[int, Words]()
+        self._load_all(unit, THREADS, t.shared_bytes, choice.grid, t.arguments(p), aligned=t.aligned)
+        self._tile = t
         self.packing = ("phases", t.chunks * t.k_steps, p.precision, p.stride, p.padding, p.dilation)
         """What `pack`'s result depends on beside the weight."""
 
-    def run(self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, fresh: bool = False) -> None:
-        """Launches the kernel: ``x`` and ``out`` contiguous, ``packed`` what `pack` returned.
-
-        ``fresh``: `pack` was called just before, and the kernel loads its first pixels beside what that launched.
-        """
-        if out.data_ptr() & 15 and self._tile.aligned:  # PyTorch's allocations never do; a lane stores 16 bytes
-            whole = out.new_empty(out.shape)
-            self.run(x, packed, bias, whole, fresh)
-            out.copy_(whole)
-            return
-        address, at = x.data_ptr(), packed.data_ptr()
-        if address & 15:
-            fresh, x = False, x.clone()  # a view that begins off 16 bytes; PyTorch's allocations never do
-            address = x.data_ptr()
-        tail = self._tails.get(address)
-        if tail is None:
-            t, p = self._tile, self._problem
-            tail = self._kept(self._tails, address, lambda: [self._sizes, tensor_map(t, p, address)])
-        args = (at, self._bias_of(at, bias), out.data_ptr(), tail)
-        self._run(self._device, self._grid, args, fresh)
+    def _map(self, address: int) -> Words:
+        return tensor_map(self._tile, self._problem, address)
 
 
 def tensor_map(t: Tile, p: Problem, address: int) -> Words:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from upconv.cuda import gather, jit
 from upconv.cuda.boxes import Five, Words, dense, encode
-from upconv.cuda.columns import PRECISIONS, instruction
+from upconv.cuda.columns import PRECISIONS, TileChoice, instruction
 from upconv.cuda.costs import cheapest
 from upconv.cuda.gather import Unit
 from upconv.cuda.gpu import Gpu
@@ -268,18 +268,8 @@ class Tile:
         return (*positions(p, None), *self.counts(p), self.tiles(p))
 
 
-@dataclass(frozen=True)
-class Choice:
+class Choice(TileChoice[Tile]):
     """A tile for a problem on a GPU, and what the model thinks of it."""
-
-    tile: Tile
-    """Of the layer at any size; its own problem's size and batch mean nothing."""
-    problem: Problem
-    gpu: Gpu
-    seconds: float
-    """The model's estimate."""
-    bound: str
-    """What limits it, by the model."""
 
     family = "pixels"
 
@@ -297,12 +287,8 @@ class Choice:
 
     @property
     def grid(self) -> int:
-        """Blocks: at most one for each multiprocessor, no more than it takes to be done as soon.
-
-        So the last tiles are those of many blocks, whose loads hide each other's latency.
-        """
-        tiles = self.tile.tiles(self.problem)
-        return -(-tiles // -(-tiles // self.gpu.multiprocessors))
+        """Blocks."""
+        return self.even_grid(self.tile.tiles(self.problem))
 
     @property
     def summary(self) -> str:

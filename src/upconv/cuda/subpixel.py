@@ -14,15 +14,12 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
 
-from torch import Tensor
-
 from upconv.cuda import gather, jit
 from upconv.cuda.boxes import Tensor5, Words, encode
-from upconv.cuda.columns import PRECISIONS
+from upconv.cuda.columns import PRECISIONS, TileChoice
 from upconv.cuda.costs import cheapest
 from upconv.cuda.gather import Unit
 from upconv.cuda.gpu import Gpu
-from upconv.cuda.launch import as_run
 from upconv.cuda.tiling import PACK_THREADS, Unfit
 from upconv.problem import Problem
 
@@ -30,7 +27,6 @@ THREADS = 384
 _COLUMNS = (256, 192, 128, 96, 64, 32)
 _MOST_SUMS = 128  # of a consumer's thread, whose fragments and addresses take 96 registers
 _MOST_STAGES = 8
-_SIZES = "i" * 6  # `Tile.arguments`
 _SPAN = 128  # bytes of a row in shared memory: a column's channels, a channel's pixels
 _MOST_COUNTED = 2**31  # places that the kernel counts in 32 bits
 # The model's constants, of 10 layers by 6 tiles on an H200, of which it misses 5% on average. By bytes of an element,
@@ -143,18 +139,8 @@ class Tile:
         return p.batch, h, w, pixels, -(-pixels // self.pixels), self.tiles(p)
 
 
-@dataclass(frozen=True)
-class Choice:
+class Choice(TileChoice[Tile]):
     """A tile for a problem on a GPU, and what the model thinks of it."""
-
-    tile: Tile
-    """Of the layer at any size; its own problem's size and batch mean nothing."""
-    problem: Problem
-    gpu: Gpu
-    seconds: float
-    """The model's estimate."""
-    bound: str
-    """What limits it, by the model."""
 
     family = "subpixel"
     # NOTES: the gather-GEMM's model is too high for these layers. Timed both ways, unet1, nnunet and, in 16 bits, unet4
@@ -184,40 +170,20 @@ class Choice:
         return Prepared(self, device)
 
 
-class Prepared(gather.Packs):
+class Prepared(gather.OneMapped):
     """A choice's kernels, loaded for a device."""
 
     def __init__(self, choice: Choice, device: int) -> None:
         t, p = choice.tile, choice.problem
         super().__init__(p, device, t.packed_words, t.pack_blocks)
         (unit,) = choice.sources()
-        self._load_packing(unit)
-        self._run = self._load(unit, "subpixel", THREADS, t.shared_bytes, f"PPP({_SIZES}{'q' * 16})")
-        self._grid, self._sizes = choice.grid, as_run(_SIZES, t.arguments(p))
-        self._tile, self._tails = t, dict[int, Words]()
+        self._load_all(unit, THREADS, t.shared_bytes, choice.grid, t.arguments(p), aligned=True)
+        self._tile = t
         self.packing = ("subpixel", t.columns, p.precision)
         """What `pack`'s result depends on beside the weight."""
 
-    def run(self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, fresh: bool = False) -> None:
-        """Launches the kernel: ``x`` and ``out`` contiguous, ``packed`` what `pack` returned.
-
-        ``fresh``: `pack` was called just before, and the kernel loads its first pixels beside what that launched.
-        """
-        if out.data_ptr() & 15:  # PyTorch's allocations never do; two outputs are stored together
-            whole = out.new_empty(out.shape)
-            self.run(x, packed, bias, whole, fresh)
-            out.copy_(whole)
-            return
-        address, at = x.data_ptr(), packed.data_ptr()
-        if address & 15:
-            fresh, x = False, x.clone()  # a view that begins off 16 bytes; PyTorch's allocations never do
-            address = x.data_ptr()
-        tail = self._tails.get(address)
-        if tail is None:
-            t, p = self._tile, self._problem
-            tail = self._kept(self._tails, address, lambda: [self._sizes, tensor_map(t, p, address)])
-        args = (at, self._bias_of(at, bias), out.data_ptr(), tail)
-        self._run(self._device, self._grid, args, fresh)
+    def _map(self, address: int) -> Words:
+        return tensor_map(self._tile, self._problem, address)
 
 
 def tensor_map(t: Tile, p: Problem, address: int) -> Words:

@@ -30,12 +30,20 @@ __device__ __forceinline__ void multiply(float (&d)[SUMS], u64 a, u64 b) {
 }
 #endif
 
+// One thread: bytes that a barrier's phase waits for beside its arrival; and a copy that brings some, in whole 16 bytes.
+__device__ __forceinline__ void expect_bytes(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void copy_bulk(u32 to, const char* from, u32 bytes, u32 barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
+}
+
 // One thread: packed weights to shared memory, whose barrier expects their bytes, in pieces that a copy may have.
 __device__ __forceinline__ void copy_packed(u32 to, const char* packed, int bytes, u32 barrier) {
   constexpr int PIECE = 16384;
 #pragma unroll 1
   for (int at = 0; at < bytes; at += PIECE)
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::"r"(to + at), "l"(packed + at), "r"(bytes - at < PIECE ? bytes - at : PIECE), "r"(barrier) : "memory");
+    copy_bulk(to + at, packed + at, bytes - at < PIECE ? bytes - at : PIECE, barrier);
 }
 
 __device__ __forceinline__ u32 uniform(u32 v) { return __shfl_sync(0xffffffffu, v, 0); }  // so that ptxas counts in uniform registers

@@ -40,21 +40,7 @@
 #include "columns.cuh"
 #include "ring.cuh"
 
-struct Sizes {
-  int out_d, out_h, out_w;
-  int tiles_d, tiles_h, tiles_w, tiles;
-};
-
-struct Tile { int n, d, h, w; };                        // image and first q
-
-__device__ __forceinline__ Tile tile_at(int q, const Sizes& s) {
-  Tile t;
-  t.w = q % s.tiles_w * TILE_W;  q /= s.tiles_w;
-  t.h = q % s.tiles_h * TILE_H;  q /= s.tiles_h;
-  t.d = q % s.tiles_d * TILE_D;
-  t.n = q / s.tiles_d;
-  return t;
-}
+#include "tiles.cuh"
 
 #define TABLE(name, values)                                         \
   __device__ __forceinline__ constexpr int name(int i) {            \
@@ -120,11 +106,10 @@ __device__ __forceinline__ void produce(const TensorMap& map, const Sizes& s, u3
     for (int chunk = 0; chunk < CHUNKS; chunk++, cursor.next()) {
       u32 to = ring + cursor.stage * STAGE_BYTES, barrier = full + cursor.stage * 8;
       barrier_wait(empty + cursor.stage * 8, cursor.parity);
-      asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(ROWS_D * ROWS_H * ROW_BYTES) : "memory");
+      expect_bytes(barrier, ROWS_D * ROWS_H * ROW_BYTES);
 #pragma unroll 1
       for (int row = 0; row < ROWS_D * ROWS_H; row++)
-        asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5, %6}], [%7];\n"
-                     ::"r"(to + row * ROW_BYTES), "l"(&map), "r"(t.w + FIRST_W), "r"(t.h + FIRST_H + row % ROWS_H), "r"(t.d + FIRST_D + row / ROWS_H), "r"(chunk * CK), "r"(t.n), "r"(barrier) : "memory");
+        load_box(to + row * ROW_BYTES, map, t.w + FIRST_W, t.h + FIRST_H + row % ROWS_H, t.d + FIRST_D + row / ROWS_H, chunk * CK, t.n, barrier);
     }
   }
 }
@@ -360,7 +345,7 @@ phases(const char* __restrict__ packed, const ELEMENT_TYPE* __restrict__ bias, c
       produce(map, s, base + RINGS_AT + warp * (STAGES * STAGE_BYTES), full + warp * (8 * STAGES), empty + warp * (8 * STAGES), warp);
     } else if (warp == 3) {
       wait_for_results();                               // of `pack`
-      asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(landed), "r"(WEIGHT_BYTES) : "memory");
+      expect_bytes(landed, WEIGHT_BYTES);
       copy_packed(base, packed, WEIGHT_BYTES, landed);
     }
   } else {

@@ -59,23 +59,9 @@ __constant__ const int PLANE_FIRST[] = PLANES_FIRST;    // entry of taps; one mo
 __constant__ const int TAP_ROW[] = TAP_ROWS;            // an entry's first pixel row in its plane
 __constant__ const short TAP_INDEX[] = TAP_INDICES;     // its place in the kernel
 
-struct Sizes {
-  int out_d, out_h, out_w;                              // of the result
-  int tiles_d, tiles_h, tiles_w, tiles;
-};
+#include "tiles.cuh"
 
 struct TensorMaps { TensorMap of[MAPS + WEIGHTS_BOX]; };  // the last: the weights'
-
-struct Tile { int n, d, h, w; };
-
-__device__ __forceinline__ Tile tile_at(int q, const Sizes& s) {
-  Tile t;
-  t.w = q % s.tiles_w * TILE_W;  q /= s.tiles_w;
-  t.h = q % s.tiles_h * TILE_H;  q /= s.tiles_h;
-  t.d = q % s.tiles_d * TILE_D;
-  t.n = q / s.tiles_d;
-  return t;
-}
 
 // =====================================================================================================================
 // Weights
@@ -106,12 +92,11 @@ __device__ __forceinline__ void pack_weights(const Weight* __restrict__ weight, 
 // One thread. WEIGHTS_BOX: `packed` is not read, a box brings a tap's weights as they lie in channels-last.
 __device__ __forceinline__ void load_weights(const TensorMaps& maps, const char* packed, u32 to, u32 barrier) {
   wait_for_results();                                   // of `pack`
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(WEIGHT_BYTES) : "memory");
+  expect_bytes(barrier, WEIGHT_BYTES);
 #if WEIGHTS_BOX
 #pragma unroll 1
   for (int i = 0; i < CHUNKS * TAPS; i++)
-    asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %4, %4}], [%5];\n"
-                 ::"r"(to + i * TAP_BYTES), "l"(&maps.of[MAPS]), "r"(i / TAPS * CK), "r"((int)TAP_INDEX[i % TAPS]), "r"(0), "r"(barrier) : "memory");
+    load_box(to + i * TAP_BYTES, maps.of[MAPS], i / TAPS * CK, TAP_INDEX[i % TAPS], 0, 0, 0, barrier);
 #else
   copy_packed(to, packed, WEIGHT_BYTES, barrier);
 #endif
@@ -132,10 +117,9 @@ __device__ __forceinline__ void produce(const TensorMaps& maps, const Sizes& s, 
       for (int chunk = 0; chunk < CHUNKS; chunk++, cursor.next()) {
         u32 barrier = full + cursor.stage * 8;
         barrier_wait(empty + cursor.stage * 8, cursor.parity);
-        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(PLANE_BYTES[plane]) : "memory");
-        asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5, %6}], [%7];\n"
-                     ::"r"(ring + cursor.stage * STAGE_BYTES), "l"(&maps.of[PLANE_MAP[plane]]), "r"(chunk * CK), "r"(t.w * STEP_W + PLANE_W[plane]),
-                       "r"(t.h * STEP_H + PLANE_H[plane]), "r"(t.d * STEP_D + PLANE_D[plane]), "r"(t.n), "r"(barrier) : "memory");
+        expect_bytes(barrier, PLANE_BYTES[plane]);
+        load_box(ring + cursor.stage * STAGE_BYTES, maps.of[PLANE_MAP[plane]], chunk * CK, t.w * STEP_W + PLANE_W[plane],
+                 t.h * STEP_H + PLANE_H[plane], t.d * STEP_D + PLANE_D[plane], t.n, barrier);
       }
   }
 }

@@ -134,7 +134,7 @@ pack_float(const float* __restrict__ weight, char* __restrict__ packed, int tap_
 
 __device__ __forceinline__ void load_weights(const char* packed, u32 to, u32 barrier) {
   wait_for_results();                                   // of `pack`
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(WEIGHT_BYTES) : "memory");
+  expect_bytes(barrier, WEIGHT_BYTES);
   copy_packed(to, packed, WEIGHT_BYTES, barrier);
 }
 

@@ -101,15 +101,14 @@ __device__ __forceinline__ void produce(const TensorMap& map, const char* __rest
     for (int chunk = 0; chunk < CHUNKS; chunk++, cursor.next()) {
       u32 to = ring + cursor.stage * STAGE_BYTES, barrier = full + cursor.stage * 8;
       barrier_wait(empty + cursor.stage * 8, cursor.parity);
-      asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(STAGE_BYTES) : "memory");
+      expect_bytes(barrier, STAGE_BYTES);
 #pragma unroll
       for (int b = 0; b < BOXES; b++)
-        asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5, %5}], [%6];\n"
-                     ::"r"(to + b * BOX_BYTES), "l"(&map), "r"(t.p + b * ROW_PIXELS), "r"(chunk * CK), "r"(t.n), "r"(0), "r"(barrier) : "memory");
+        load_box(to + b * BOX_BYTES, map, t.p + b * ROW_PIXELS, chunk * CK, t.n, 0, 0, barrier);
       if (packing) wait_for_results();                  // of `pack`
       packing = false;
       const char* from = packed + ((long long)t.block * CHUNKS + chunk) * WEIGHT_BYTES;
-      asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::"r"(to + BOXES * BOX_BYTES), "l"(from), "r"(WEIGHT_BYTES), "r"(barrier) : "memory");
+      copy_bulk(to + BOXES * BOX_BYTES, from, WEIGHT_BYTES, barrier);
     }
   }
 }

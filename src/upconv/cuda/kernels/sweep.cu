@@ -109,8 +109,8 @@ __device__ __forceinline__ void stream_weights(const char* packed, const Sizes& 
       for (int left = CHUNK_STEPS; left > 0; left -= W_STAGE, cursor.next(STAGES_W)) {
         u32 bytes = (left < W_STAGE ? left : W_STAGE) * STEP_BYTES, barrier = full + cursor.stage * 8;
         if (!RESIDENT) barrier_wait(empty + cursor.stage * 8, cursor.parity);
-        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
-        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::"r"(ring + cursor.stage * (W_STAGE * STEP_BYTES)), "l"(from), "r"(bytes), "r"(barrier) : "memory");
+        expect_bytes(barrier, bytes);
+        copy_bulk(ring + cursor.stage * (W_STAGE * STEP_BYTES), from, bytes, barrier);
         from += bytes;
       }
     if (RESIDENT) return;

@@ -282,11 +282,12 @@ __device__ __forceinline__ void turn(u32 raw, u32 tile, int thread) {
 #elif N_WIDTH == 256
 #define MULTIPLY_ROWS_1 MULTIPLY_256
 #else  // as wide as the layer: its instructions come as macros too
-#define MULTIPLY_ROWS_1(d, a, b, scale) asm volatile("wgmma.mma_async.sync.aligned.m64n" ROWS_1_COLUMNS TYPES " {" ROWS_1_REGISTERS "}, " ROWS_1_A_AND_B ", " scale TAIL ";\n" : ROWS_1_SUMS : OPERANDS(a, b))
-#define MULTIPLY_ROWS_2(d, a, b, scale) asm volatile("wgmma.mma_async.sync.aligned.m64n" ROWS_2_COLUMNS TYPES " {" ROWS_2_REGISTERS "}, " ROWS_2_A_AND_B ", " scale TAIL ";\n" : ROWS_2_SUMS : OPERANDS(a, b))
-#define MULTIPLY_ROWS_3(d, a, b, scale) asm volatile("wgmma.mma_async.sync.aligned.m64n" ROWS_3_COLUMNS TYPES " {" ROWS_3_REGISTERS "}, " ROWS_3_A_AND_B ", " scale TAIL ";\n" : ROWS_3_SUMS : OPERANDS(a, b))
-#define MULTIPLY_ROWS_4(d, a, b, scale) asm volatile("wgmma.mma_async.sync.aligned.m64n" ROWS_4_COLUMNS TYPES " {" ROWS_4_REGISTERS "}, " ROWS_4_A_AND_B ", " scale TAIL ";\n" : ROWS_4_SUMS : OPERANDS(a, b))
-#define MULTIPLY_ROWS_5(d, a, b, scale) asm volatile("wgmma.mma_async.sync.aligned.m64n" ROWS_5_COLUMNS TYPES " {" ROWS_5_REGISTERS "}, " ROWS_5_A_AND_B ", " scale TAIL ";\n" : ROWS_5_SUMS : OPERANDS(a, b))
+#define MULTIPLY_OWN(columns, registers, operands, sums, scale) asm volatile("wgmma.mma_async.sync.aligned.m64n" columns TYPES " {" registers "}, " operands ", " scale TAIL ";\n" : sums : OPERANDS(a, b))
+#define MULTIPLY_ROWS_1(d, a, b, scale) MULTIPLY_OWN(ROWS_1_COLUMNS, ROWS_1_REGISTERS, ROWS_1_A_AND_B, ROWS_1_SUMS, scale)
+#define MULTIPLY_ROWS_2(d, a, b, scale) MULTIPLY_OWN(ROWS_2_COLUMNS, ROWS_2_REGISTERS, ROWS_2_A_AND_B, ROWS_2_SUMS, scale)
+#define MULTIPLY_ROWS_3(d, a, b, scale) MULTIPLY_OWN(ROWS_3_COLUMNS, ROWS_3_REGISTERS, ROWS_3_A_AND_B, ROWS_3_SUMS, scale)
+#define MULTIPLY_ROWS_4(d, a, b, scale) MULTIPLY_OWN(ROWS_4_COLUMNS, ROWS_4_REGISTERS, ROWS_4_A_AND_B, ROWS_4_SUMS, scale)
+#define MULTIPLY_ROWS_5(d, a, b, scale) MULTIPLY_OWN(ROWS_5_COLUMNS, ROWS_5_REGISTERS, ROWS_5_A_AND_B, ROWS_5_SUMS, scale)
 #endif
 
 #define STACKS(rows) (STACKED ? TAPS_H / STEP_H == (rows) || STACK == (rows) : (rows) == 1)
