@@ -19,7 +19,7 @@ from torch import Tensor
 
 import upconv
 from upconv import calls, cpu, ops, planner
-from upconv.cuda import direct_wgrad, gather, jit, phases, pixels, relayout, staged, subpixel, unshuffle, wgrad
+from upconv.cuda import direct_wgrad, gather, jit, phases, pixels, relayout, staged, strides, subpixel, unshuffle, wgrad
 from upconv.cuda.gpu import H200
 from upconv.cuda.tiling import result_shape, source_shape
 from upconv.planner import Candidate, Device, Plan
@@ -317,9 +317,13 @@ class Stubs:
 
         Returns the last one, packed.
         """
-        fmt = {4: torch.channels_last, 5: torch.channels_last_3d}[weight.ndim]
-        last, other = weight.contiguous(memory_format=fmt), weight.mT.contiguous().mT
-        for given, at, step in ((weight, weight, 1), (last, last, weight.shape[1]), (other, None, 1)):
+        other = weight.transpose(0, -1).contiguous().transpose(0, -1)
+        ways: list[tuple[Tensor, Tensor | None, int]] = [(weight, weight, 1), (other, None, 1)]
+        if weight.ndim > 3:
+            fmt = {4: torch.channels_last, 5: torch.channels_last_3d}[weight.ndim]
+            last = weight.contiguous(memory_format=fmt)
+            ways.insert(1, (last, last, weight.shape[1]))
+        for given, at, step in ways:
             packed: Tensor = prepared.pack(given)
             name, grid, _, args = self.pop()
             assert (name, grid) == ("pack", blocks) and packed.shape == (words,)
@@ -361,7 +365,7 @@ def stubs(monkeypatch: pytest.MonkeyPatch) -> Stubs:
         monkeypatch.setattr(module, "gpu_of", lambda device: H200)
     for module in (gather, wgrad):
         monkeypatch.setattr(module, "bind", lambda device: None)
-    for module in (gather, wgrad, subpixel, pixels, phases):
+    for module in (gather, wgrad, subpixel, strides, pixels, phases):
         monkeypatch.setattr(module, "encode", encode)
     return found
 

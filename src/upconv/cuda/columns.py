@@ -1,4 +1,4 @@
-"""What families plan alike whose columns of N are channels: sweep, rows, subpixel, pixels, phases, some of it wgrad.
+"""What families plan alike whose columns of N are channels: those of pixels as rows, some of wgrad.
 
 See kernels/columns.cuh.
 """

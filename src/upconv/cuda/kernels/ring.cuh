@@ -1,20 +1,22 @@
-// The ring of STAGES that one thread fills by the tensor copy engine and consumers empty: shared by `subpixel`, `pixels` and `phases`.
+// The ring of STAGES that one thread fills by the tensor copy engine and consumers empty: shared by `subpixel`, `strides`, `pixels` and `phases`.
 struct alignas(64) TensorMap { u64 opaque[16]; };       // a CUtensorMap; <cuda.h> does not compile under NVRTC
 
-struct Cursor {                                         // a place in the ring, and the parity of its phase
+template <int COUNT>
+struct CursorOf {                                       // a place in a ring of COUNT stages, and the parity of its phase
   u32 stage, parity;
   __device__ __forceinline__ void next() {
-    if (++stage == STAGES) {
+    if (++stage == COUNT) {
       stage = 0;
       parity ^= 1;
     }
   }
   __device__ __forceinline__ void move(u32 by) {
     u32 at = stage + by;
-    stage = at % STAGES;
-    parity ^= at / STAGES & 1;
+    stage = at % COUNT;
+    parity ^= at / COUNT & 1;
   }
 };
+typedef CursorOf<STAGES> Cursor;
 
 // What no matrix instruction reads any more, by its barrier; 0: nothing.
 __device__ __forceinline__ void give_back(u32 barrier, int lane) {
