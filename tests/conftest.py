@@ -296,6 +296,11 @@ def arguments_of(letters: str, args: tuple[Any, ...]) -> Iterator[tuple[str, Any
         yield from zip(run[1:-1], struct.unpack(form, given))
 
 
+def off_16_bytes(like: Tensor) -> Tensor:
+    """An empty tensor of the same shape that begins an element beyond 16 bytes."""
+    return torch.empty(like.numel() + 1, dtype=like.dtype)[1:].view(like.shape)
+
+
 @dataclass
 class Stubs:
     """What was loaded and launched in the place of an H200's kernels."""
@@ -330,6 +335,40 @@ class Stubs:
             assert args[1:] == (packed.data_ptr(), step)
             assert args[0] == at.data_ptr() if at is not None else args[0] != given.data_ptr()
         return packed
+
+    def assert_one_mapped(self, choice: Any) -> None:
+        """What a choice of one tensor map launches: its map kept, tensors off 16 bytes copied, operands rounded.
+
+        Its problem is a forward with a bias, whose results begin at 16 bytes.
+        """
+        p, t, prepared = choice.problem, choice.tile, choice.prepare(0)
+        dtype, weight = p.dtype, torch.randn(p.weight_shape, dtype=p.dtype)
+        packed = self.assert_packs(prepared, weight, t.packed_words, t.pack_blocks)
+        x, out = (torch.randn(shape, dtype=dtype) for shape in (p.input_shape, p.output_shape))
+        bias = torch.randn(p.out_channels, dtype=dtype)
+        for _ in range(2):
+            prepared.run(x, packed, bias, out, fresh=True)
+            pointers = packed.data_ptr(), bias.data_ptr(), out.data_ptr()
+            expected = choice.family, choice.grid, True, (*pointers, *t.arguments(p), *(x.data_ptr(),) * 16)
+            assert self.pop() == expected
+        assert self.encoded == [x.data_ptr()], "a map is kept"
+        off = off_16_bytes(x).copy_(x)
+        prepared.run(off, packed, None, out, fresh=True)
+        _, _, dependent, args = self.pop()
+        assert args[-1] not in (off.data_ptr(), x.data_ptr()) and args[-1] % 16 == 0
+        assert args[1] == 0 and not dependent, "it does not begin beside the copy"
+        place = off_16_bytes(out)
+        prepared.run(x, packed, None, place, fresh=True)
+        _, _, dependent, args = self.pop()
+        assert args[2] % 16 == 0 and args[2] != out.data_ptr() and dependent and not self.launched
+        if dtype is not torch.float32:
+            single = bias.float()
+            packed = prepared.pack(weight.float(), single)
+            at = packed.data_ptr() + 4 * t.packed_words
+            assert packed.shape == (t.packed_words + (p.out_channels + 1) // 2,)
+            assert self.pop()[3][1:] == (packed.data_ptr(), 1, single.data_ptr(), at)
+            prepared.run(x, packed, single, out)
+            assert self.pop()[3][1] == at
 
     def names(self) -> list[str]:
         return [name for name, *_ in self.launched]

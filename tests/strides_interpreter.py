@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from subpixel_interpreter import weights
 from upconv.cuda.strides import Tile
 from upconv.problem import Problem
 
@@ -107,14 +108,6 @@ class StridesInterpreter:
                     found[row, first + e] = stage[at // self.tile.element]
         return found
 
-    def weights(self, packed: Array, step: int) -> Array:
-        """B of one matrix instruction: [places of K][columns]."""
-        places = 32 // self.tile.element
-        k = np.arange(places)
-        columns = np.arange(self.columns)
-        units = (step * 2 + k[:, None] // self.vec) ^ (columns[None, :] & 7)
-        return packed[columns[None, :], units * self.vec + k[:, None] % self.vec]
-
     def run(self, p: Problem, x: Array, packed: Array, bias: Array | None) -> Array:
         """The output; NaN where nothing was stored."""
         batch, out_w, places, units, tiles = self.tile.arguments(p)
@@ -126,7 +119,7 @@ class StridesInterpreter:
                 stage = self.stage(x, tile, chunk, units)
                 for tap in range(self.taps):
                     for step in range(4):
-                        b = self.weights(packed[block, chunk, tap], step)
+                        b = weights(packed[block, chunk, tap], step)
                         for wg in range(2):
                             for m in range(self.mb):
                                 acc[wg, m] += self.fragments(stage, wg, m, tap, step) @ b

@@ -17,6 +17,16 @@ from upconv.problem import Problem
 Array = NDArray[np.float64]
 
 
+def weights(packed: Array, step: int) -> Array:
+    """B of one matrix instruction, [places of K][columns], of a chunk's packed [column][place], 128 bytes each."""
+    columns, places = packed.shape
+    vec = places // 8
+    k = np.arange(places // 4)
+    units = (step * 2 + k[:, None] // vec) ^ (np.arange(columns)[None, :] & 7)
+    found: Array = packed[np.arange(columns)[None, :], units * vec + k[:, None] % vec]
+    return found
+
+
 class SubpixelInterpreter:
     """Runs a tile on a problem of its layer."""
 
@@ -85,14 +95,6 @@ class SubpixelInterpreter:
                 found[pixel + 8 * (i % 2), t + 4 * (i // 2)] = words[at // 4]
         return found
 
-    def weights(self, packed: Array, step: int) -> Array:
-        """B of one matrix instruction: [places of K][columns]."""
-        places = 32 // self.tile.element
-        k = np.arange(places)
-        columns = np.arange(self.columns)
-        units = (step * 2 + k[:, None] // self.vec) ^ (columns[None, :] & 7)
-        return packed[columns[None, :], units * self.vec + k[:, None] % self.vec]
-
     def run(self, p: Problem, x: Array, packed: Array, bias: Array | None) -> Array:
         """The output; NaN where nothing was stored."""
         batch, in_h, in_w, pixels, tiles_p, tiles = self.tile.arguments(p)
@@ -108,7 +110,7 @@ class SubpixelInterpreter:
             for chunk in range(self.chunks):
                 boxes = self.boxes(flat[n], first, chunk)
                 for step in range(4):
-                    b = self.weights(packed[block, chunk], step)
+                    b = weights(packed[block, chunk], step)
                     for wg in range(2):
                         for m in range(self.mb):
                             acc[wg, m] += self.fragments(boxes, wg, m, step) @ b

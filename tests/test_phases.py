@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import Stubs, assert_interpreted
+from conftest import Stubs, assert_interpreted, off_16_bytes
 from gather_interpreter import Ints
 from phases_interpreter import PhasesInterpreter
 from test_gather import DTYPES, needs_nvrtc, truth_of
@@ -437,11 +437,6 @@ def test_kernels_compile_without_spills(p: Problem, index: int) -> None:
     assert "cp.async.bulk.tensor.5d" in text and jit.serialised(log) is None
 
 
-def off_16_bytes(like: torch.Tensor) -> torch.Tensor:
-    """An empty tensor of the same shape that begins an element beyond 16 bytes."""
-    return torch.empty(like.numel() + 1, dtype=like.dtype)[1:].view(like.shape)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_is_launched(dtype: torch.dtype, stubs: Stubs) -> None:
     """Weights contiguous, channels-last, strided and rounded on their way; the bias; tensors off 16 bytes."""
@@ -450,33 +445,7 @@ def test_what_is_launched(dtype: torch.dtype, stubs: Stubs) -> None:
     )
     choice = phases.choose(p, H200)
     assert isinstance(choice, phases.Choice) and choice.tile.aligned
-    prepared, t = choice.prepare(0), choice.tile
-    weight = torch.randn(p.weight_shape, dtype=dtype)
-    packed = stubs.assert_packs(prepared, weight, t.packed_words, t.pack_blocks)
-    x, out = (torch.randn(shape, dtype=dtype) for shape in (p.input_shape, p.output_shape))
-    bias = torch.randn(12, dtype=dtype)
-    for _ in range(2):
-        prepared.run(x, packed, bias, out, fresh=True)
-        pointers = packed.data_ptr(), bias.data_ptr(), out.data_ptr()
-        assert stubs.pop() == ("phases", choice.grid, True, (*pointers, *t.arguments(p), *(x.data_ptr(),) * 16))
-    assert stubs.encoded == [x.data_ptr()], "a map is kept"
-    off = off_16_bytes(x).copy_(x)
-    prepared.run(off, packed, None, out, fresh=True)
-    _, _, dependent, args = stubs.pop()
-    assert args[-1] not in (off.data_ptr(), x.data_ptr()) and args[-1] % 16 == 0
-    assert args[1] == 0 and not dependent, "it does not begin beside the copy"
-    place = off_16_bytes(out)
-    prepared.run(x, packed, None, place, fresh=True)
-    _, _, dependent, args = stubs.pop()
-    assert args[2] % 16 == 0 and args[2] != out.data_ptr() and dependent and not stubs.launched
-    if dtype is not torch.float32:
-        single = bias.float()
-        packed = prepared.pack(weight.float(), single)
-        at = packed.data_ptr() + 4 * t.packed_words
-        assert packed.shape == (t.packed_words + 6,)
-        assert stubs.pop()[3][1:] == (packed.data_ptr(), 1, single.data_ptr(), at)
-        prepared.run(x, packed, single, out)
-        assert stubs.pop()[3][1] == at
+    stubs.assert_one_mapped(choice)
 
 
 def test_a_view_off_16_bytes_gets_the_output(stubs: Stubs, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,17 +6,16 @@ That is rings and their barriers, boxes and instructions that are under way, and
 from __future__ import annotations
 
 import random
-import zlib
 from dataclasses import replace
 
 import pytest
 import torch
 
 import upconv
-from conftest import HOPPER, assert_accurate, assert_capturable, tf32_magnitude
-from test_gather_gpu import PRECISIONS, _truth
+from conftest import HOPPER, assert_accurate, assert_capturable
+from one_mapped_gpu import assert_serves, operands, poisoned
+from test_gather_gpu import PRECISIONS
 from upconv import planner
-from upconv.cpu import memory_format
 from upconv.cuda import phases
 from upconv.cuda.gpu import gpu
 from upconv.problem import Problem
@@ -38,26 +37,8 @@ LAYERS = {
 }
 
 
-def operands(p: Problem) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """An input, a contiguous weight, a bias, the output in float64, and what its sums' terms come to."""
-    torch.manual_seed(zlib.crc32(str(p).encode()))
-    x = torch.randn(p.input_shape, device="cuda").to(p.dtype)
-    weight = (torch.randn(p.weight_shape, device="cuda") / 8).to(p.dtype)
-    bias = torch.randn(p.out_channels, device="cuda").to(p.dtype)
-    truth = _truth(p, x.double(), weight.double(), bias.double())
-    magnitude = _truth(p, x.double().abs(), weight.double().abs(), bias.double().abs())
-    if p.precision == "tf32":
-        magnitude = tf32_magnitude(magnitude, products(p))
-    return x, weight, bias, truth, magnitude
-
-
 def products(p: Problem) -> int:
     return p.in_channels * p.taps
-
-
-def poisoned(p: Problem) -> torch.Tensor:
-    """An output, NaN where nothing is stored."""
-    return torch.full(p.output_shape, float("nan"), device="cuda", dtype=p.dtype)
 
 
 @pytest.mark.parametrize("precision", ["tf32", "bf16", "fp16"])
@@ -68,39 +49,10 @@ def test_phases(name: str, precision: str) -> None:
         batch, cin, cout, size, *rest, bias=True, dtype=PRECISIONS[precision], precision=precision  # type: ignore[arg-type]
     )  # fmt: skip
     chip = gpu(0)
-    x, weight, bias, truth, magnitude = operands(p)
     every = list(phases.candidates(p, chip))
     assert every
     t = random.Random(f"{name} {precision}").choice(every)
-    prepared = phases.Choice(t, p, chip, 0.0, "").prepare(0)
-    other = weight.mT.contiguous().mT
-    if p.rank > 1:
-        other = weight.contiguous(memory_format=memory_format("channels_last", p.rank))
-    outs = []
-    for given in (weight, other, weight):
-        out = poisoned(p)
-        prepared.run(x, prepared.pack(given), bias, out, fresh=True)
-        outs.append(out)
-    assert torch.equal(outs[0], outs[1]), t
-    assert torch.equal(outs[0], outs[2]), "to the last bit from run to run"
-    assert_accurate(outs[0], truth, magnitude, products(p))
-    packed = prepared.pack(weight)
-    for off in (1, 3, 8):  # what begins off 16 bytes, or at them, amid what must not be read or written
-        around = torch.full((x.numel() + off + 8,), float("nan"), device="cuda", dtype=p.dtype)
-        view = around[off:][: x.numel()].view(x.shape).copy_(x)
-        place = torch.full((truth.numel() + off + 8,), float("nan"), device="cuda", dtype=p.dtype)
-        out = place[off:][: truth.numel()].view(truth.shape)
-        prepared.run(view, packed, bias, out)
-        assert torch.equal(out, outs[0]), t
-        assert int(place.isnan().sum()) == off + 8
-    if precision != "tf32":  # autocast's operands: rounded on their way
-        for given in (weight.float(), other.float()):
-            out = poisoned(p)
-            prepared.run(x, prepared.pack(given, bias.float()), bias.float(), out, fresh=True)
-            assert torch.equal(out, outs[0])
-    out = poisoned(p)
-    prepared.run(x, packed, None, out)
-    assert_accurate(out, truth - bias.double().view(1, -1, *(1,) * p.rank), magnitude, products(p))
+    assert_serves(phases.Choice(t, p, chip, 0.0, ""), operands(p, products(p)), products(p))
 
 
 @pytest.mark.parametrize("kernel", [3, 4])
@@ -114,7 +66,7 @@ def test_sizes_by_one_kernel(kernel: int) -> None:
         p = layer.with_(batch=batch, size=size)
         choice = phases.Choice(t, p, chip, 0.0, "")
         sources.add(choice.sources()[0].source)
-        x, weight, bias, truth, magnitude = operands(p)
+        x, weight, bias, truth, magnitude = operands(p, products(p))
         prepared, out = choice.prepare(0), poisoned(p)
         prepared.run(x, prepared.pack(weight), bias, out)
         assert_accurate(out, truth, magnitude, products(p))
@@ -129,7 +81,7 @@ def test_many_tiles_of_a_block_around_short_rings(precision: str, stages: int) -
     p = Problem.make(
         3, cin, 16, (67, 144), 3, 2, 1, bias=True, dtype=PRECISIONS[precision], precision=precision  # type: ignore[arg-type]
     )  # fmt: skip
-    x, weight, bias, truth, magnitude = operands(p)
+    x, weight, bias, truth, magnitude = operands(p, products(p))
     every = phases.candidates(p, gpu(0))
     t = next(t for t in every if t.shape == (1, 1, 64) and t.chunks == 3)
     t = replace(t, stages=stages)
@@ -148,7 +100,7 @@ def test_many_tiles_of_a_block_around_short_rings(precision: str, stages: int) -
 def test_fewer_tiles_than_consumers() -> None:
     """The second consumer of a block has none."""
     p = Problem.make(1, 32, 32, (1, 64), 3, 2, 1, bias=True, precision="tf32")
-    x, weight, bias, truth, magnitude = operands(p)
+    x, weight, bias, truth, magnitude = operands(p, products(p))
     choice = phases.choose(p, gpu(0))
     assert isinstance(choice, phases.Choice)
     choice = replace(choice, tile=next(t for t in phases.candidates(p, gpu(0)) if t.tiles(p) == 1))

@@ -5,14 +5,13 @@ That is the ring and its barriers, instructions under way while stages are given
 
 from __future__ import annotations
 
-import zlib
-
 import pytest
 import torch
 
 import upconv
-from conftest import HOPPER, assert_accurate, assert_capturable, tf32_magnitude
-from test_gather_gpu import PRECISIONS, _truth
+from conftest import HOPPER, assert_capturable
+from one_mapped_gpu import assert_serves, operands
+from test_gather_gpu import PRECISIONS
 from upconv import planner
 from upconv.cuda import strides
 from upconv.cuda.gpu import gpu
@@ -35,39 +34,11 @@ LAYERS = {
 def test_every_tile(name: str, precision: str) -> None:
     p = LAYERS[name].with_(bias=True, dtype=PRECISIONS[precision], precision=precision)
     terms = p.in_channels * p.kernel[-1] // p.stride[-1]
-    device, chip = torch.device("cuda", 0), gpu(0)
-    torch.manual_seed(zlib.crc32(str(p).encode()))
-    x = torch.randn(p.input_shape, device=device).to(p.dtype)
-    weight = (torch.randn(p.weight_shape, device=device) / 8).to(p.dtype)
-    bias = torch.randn(p.out_channels, device=device).to(p.dtype)
-    truth = _truth(p, x.double(), weight.double(), bias.double())
-    magnitude = _truth(p, x.double().abs(), weight.double().abs(), bias.double().abs())
-    if precision == "tf32":
-        magnitude = tf32_magnitude(magnitude, terms)
+    chip, given = gpu(0), operands(p, terms)
     every = list(strides.candidates(p, chip))
     assert len(every) >= 4
     for t in every[:: 1 + len(every) // 12]:
-        prepared = strides.Choice(t, p, chip, 0.0, "").prepare(0)
-        outs = []
-        for given in (weight, weight.transpose(0, 1).contiguous().transpose(0, 1)):
-            out = torch.full(p.output_shape, float("nan"), device=device, dtype=p.dtype)
-            prepared.run(x, prepared.pack(given), bias, out)
-            outs.append(out)
-        assert torch.equal(*outs), t
-        assert_accurate(outs[0], truth, magnitude, terms)
-        around = torch.full((x.numel() + 9,), float("nan"), device=device, dtype=p.dtype)
-        off = around[1:][: x.numel()].view(x.shape).copy_(x)
-        place = torch.full((out.numel() + 9,), float("nan"), device=device, dtype=p.dtype)
-        prepared.run(off, prepared.pack(weight), bias, place[1:][: out.numel()].view(out.shape))
-        assert torch.equal(place[1:][: out.numel()].view(out.shape), outs[0]) and int(place.isnan().sum()) == 9
-        if precision != "tf32":  # autocast's operands: rounded on their way
-            out = torch.full_like(outs[0], float("nan"))
-            prepared.run(x, prepared.pack(weight.float(), bias.float()), bias.float(), out)
-            assert torch.equal(out, outs[0])
-        out = torch.full_like(outs[0], float("nan"))
-        prepared.run(x, prepared.pack(weight), None, out)
-        shaped = bias.double().view(1, -1, *(1,) * p.rank)
-        assert_accurate(out, truth - shaped, magnitude, terms)
+        assert_serves(strides.Choice(t, p, chip, 0.0, ""), given, terms)
 
 
 def test_infinities_stay_in_their_outputs() -> None:

@@ -170,28 +170,4 @@ def test_what_is_launched(dtype: torch.dtype, stubs: Stubs) -> None:
     p = layer(bias=True, dtype=dtype, precision="tf32" if dtype is torch.float32 else "bf16")
     choice = subpixel.choose(p, H200)
     assert isinstance(choice, subpixel.Choice)
-    prepared, t = choice.prepare(0), choice.tile
-    weight = torch.randn(p.weight_shape, dtype=dtype)
-    packed = stubs.assert_packs(prepared, weight, t.packed_words, t.pack_blocks)
-    x, out = (torch.randn(shape, dtype=dtype) for shape in (p.input_shape, p.output_shape))
-    bias = torch.randn(32, dtype=dtype)
-    for _ in range(2):
-        prepared.run(x, packed, bias, out, fresh=True)
-        pointers = packed.data_ptr(), bias.data_ptr(), out.data_ptr()
-        assert stubs.pop() == ("subpixel", choice.grid, True, (*pointers, *t.arguments(p), *(x.data_ptr(),) * 16))
-    assert stubs.encoded == [x.data_ptr()], "a map is kept"
-    off = torch.empty(x.numel() + 1, dtype=dtype)[1:].view(x.shape)
-    prepared.run(off, packed, None, out, fresh=True)
-    _, _, dependent, args = stubs.pop()
-    assert args[-1] not in (off.data_ptr(), x.data_ptr()) and args[-1] % 16 == 0 and args[1] == 0 and not dependent
-    place = torch.empty(out.numel() + 1, dtype=dtype)[1:].view(out.shape)
-    prepared.run(x, packed, None, place)
-    assert stubs.pop()[3][2] % 16 == 0
-    if dtype is not torch.float32:
-        single = bias.float()
-        packed = prepared.pack(weight.float(), single)
-        at = packed.data_ptr() + 4 * t.packed_words
-        assert packed.shape == (t.packed_words + 16,)
-        assert stubs.pop()[3][1:] == (packed.data_ptr(), 1, single.data_ptr(), at)
-        prepared.run(x, packed, single, out)
-        assert stubs.pop()[3][1] == at
+    stubs.assert_one_mapped(choice)

@@ -19,6 +19,7 @@ from upconv.cuda.tiling import Tiling
 from upconv.problem import Problem
 
 T = TypeVar("T")
+C = TypeVar("C")
 
 
 @dataclass(frozen=True)
@@ -194,10 +195,15 @@ def constants(t: Tiling) -> Constants:
 
 
 def cheapest(
-    tiles: Iterable[T], p: Problem, gpu: Gpu, estimate: Callable[[T, Problem, Gpu], tuple[float, str]]
-) -> tuple[float, str, T] | None:
-    """(seconds, what bounds them, tile) of the tile that a family's model has as the fastest; None of none."""
-    return min(((*estimate(t, p, gpu), t) for t in tiles), key=lambda found: found[0], default=None)
+    tiles: Iterable[T],
+    p: Problem,
+    gpu: Gpu,
+    estimate: Callable[[T, Problem, Gpu], tuple[float, str]],
+    choice: Callable[[T, Problem, Gpu, float, str], C],
+) -> C | None:
+    """The choice of the tile that a family's model has as the fastest; None of none."""
+    found = min(((*estimate(t, p, gpu), t) for t in tiles), key=lambda found: found[0], default=None)
+    return None if found is None else choice(found[2], p, gpu, found[0], found[1])
 
 
 def weighed(choice: Any) -> float:

@@ -8,7 +8,7 @@ chooses.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import product
@@ -250,44 +250,6 @@ class Packs:
         if bias is None:
             return 0
         return packed + 4 * self._words if self.casts and bias.dtype is torch.float32 else bias.data_ptr()
-
-
-class OneMapped(Packs):
-    """What choices share whose kernel ``(packed, bias, result, sizes..., map)`` reads its source by one tensor map."""
-
-    def _load_all(
-        self, unit: Unit, threads: int, shared: int, grid: int, sizes: Sequence[int], *, aligned: bool
-    ) -> None:
-        """Both entries of a unit; the second multiplies. ``aligned``: it stores 16 bytes of a result at once."""
-        self._load_packing(unit)
-        integers = "i" * len(sizes)
-        self._run = self._load(unit, unit.entries[1], threads, shared, f"PPP({integers}{'q' * 16})")
-        self._grid, self._sizes, self._aligned = grid, as_run(integers, sizes), aligned
-        self._tails: dict[int, Words] = {}
-
-    def _map(self, address: int) -> Words:
-        """A ``CUtensorMap`` over a source at an address, as 16 signed words."""
-        raise NotImplementedError
-
-    def run(self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, fresh: bool = False) -> None:
-        """Launches the kernel: ``x`` and ``out`` contiguous, ``packed`` what `pack` returned.
-
-        ``fresh``: `pack` was called just before, and the kernel loads its first pixels beside what that launched.
-        """
-        if out.data_ptr() & 15 and self._aligned:  # PyTorch's allocations never do
-            whole = out.new_empty(out.shape)
-            self.run(x, packed, bias, whole, fresh)
-            out.copy_(whole)
-            return
-        address, at = x.data_ptr(), packed.data_ptr()
-        if address & 15:
-            fresh, x = False, x.clone()  # a view that begins off 16 bytes; PyTorch's allocations never do
-            address = x.data_ptr()
-        tail = self._tails.get(address)
-        if tail is None:
-            tail = self._kept(self._tails, address, lambda: [self._sizes, self._map(address)])
-        args = (at, self._bias_of(at, bias), out.data_ptr(), tail)
-        self._run(self._device, self._grid, args, fresh)
 
 
 class LazyPacks(Packs):

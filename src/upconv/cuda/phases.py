@@ -12,14 +12,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import permutations, product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from upconv.cuda import gather, jit
+from upconv.cuda import gather
 from upconv.cuda.boxes import Words, dense, encode
-from upconv.cuda.columns import PRECISIONS, TileChoice, instruction
+from upconv.cuda.columns import PRECISIONS, instruction
 from upconv.cuda.costs import cheapest
-from upconv.cuda.gather import Unit
 from upconv.cuda.gpu import Gpu
+from upconv.cuda.one_mapped import OneMappedChoice
 from upconv.cuda.shuffle import Triple
 from upconv.cuda.tiling import PACK_THREADS, Unfit, gather_axes
 from upconv.problem import Problem
@@ -333,10 +333,11 @@ class Tile:
         return (*(1,) * (3 - p.rank), *p.out_size, *self.counts(p), self.tiles(p))
 
 
-class Choice(TileChoice[Tile]):
+class Choice(OneMappedChoice[Tile]):
     """A tile for a problem on a GPU, and what the model thinks of it."""
 
     family = "phases"
+    threads = THREADS
     margin = 1.0
 
     @property
@@ -354,30 +355,17 @@ class Choice(TileChoice[Tile]):
             f"grid {self.grid}"
         )
 
-    def sources(self) -> tuple[Unit, ...]:
-        """What NVRTC must compile; the same for all input sizes that share the tile."""
-        source = jit.source("phases.cu", self.tile.macros())
-        return (Unit(f"phases {gather.layer_text(self.problem)}", source, ("pack", "phases")),)
+    @property
+    def packing(self) -> tuple[Any, ...]:
+        t, p = self.tile, self.problem
+        return t.chunks * t.k_steps, p.precision, p.stride, p.padding, p.dilation
 
-    def prepare(self, device: int) -> Prepared:
-        """Compiles (or finds) and loads the kernels for a CUDA device. Errors: those of ``jit.kernel``."""
-        return Prepared(self, device)
+    @property
+    def aligned(self) -> bool:
+        return self.tile.aligned
 
-
-class Prepared(gather.OneMapped):
-    """A choice's kernels, loaded for a device."""
-
-    def __init__(self, choice: Choice, device: int) -> None:
-        t, p = choice.tile, choice.problem
-        super().__init__(p, device, t.packed_words, t.pack_blocks)
-        (unit,) = choice.sources()
-        self._load_all(unit, THREADS, t.shared_bytes, choice.grid, t.arguments(p), aligned=t.aligned)
-        self._tile = t
-        self.packing = ("phases", t.chunks * t.k_steps, p.precision, p.stride, p.padding, p.dilation)
-        """What `pack`'s result depends on beside the weight."""
-
-    def _map(self, address: int) -> Words:
-        return tensor_map(self._tile, self._problem, address)
+    def tensor_map(self, address: int) -> Words:
+        return tensor_map(self.tile, self.problem, address)
 
 
 def tensor_map(t: Tile, p: Problem, address: int) -> Words:
@@ -500,10 +488,10 @@ def _choose(p: Problem, gpu: Gpu) -> Choice | str:
     if refused:
         return refused
     countable = (t for t in candidates(p, gpu) if t.tiles(p) < _MOST_COUNTED - 2 * gpu.multiprocessors)
-    best = cheapest(countable, p, gpu, estimate)
-    if best is None:
-        if _candidates(gather.any_size(p), gpu, p.out_size[-1] * p.dtype.itemsize % 16 == 0):
-            return "every tile is more than twice as long as this input along an axis"
-        return "this layer's weights leave no room for rings in shared memory, or its sums in registers"
-    seconds, bound, t = best
-    return Choice(t, p, gpu, seconds, bound)
+    return cheapest(countable, p, gpu, estimate, Choice) or _why_none(p, gpu)
+
+
+def _why_none(p: Problem, gpu: Gpu) -> str:
+    if _candidates(gather.any_size(p), gpu, p.out_size[-1] * p.dtype.itemsize % 16 == 0):
+        return "every tile is more than twice as long as this input along an axis"
+    return "this layer's weights leave no room for rings in shared memory, or its sums in registers"

@@ -499,8 +499,6 @@ def _choose(p: Problem, gpu: Gpu) -> Choice | str:
     if refused:
         return refused
     countable = (t for t in candidates(p, gpu) if t.tiles(p) < _MOST_COUNTED - gpu.multiprocessors)
-    best = cheapest(countable, p, gpu, estimate)
-    if best is None:
-        return "this layer's weights leave no room for a ring of planes in shared memory, or its sums in registers"
-    seconds, bound, t = best
-    return Choice(t, p, gpu, seconds, bound)
+    return cheapest(countable, p, gpu, estimate, Choice) or (
+        "this layer's weights leave no room for a ring of planes in shared memory, or its sums in registers"
+    )

@@ -358,8 +358,6 @@ def _choose(p: Problem, gpu: Gpu) -> Choice | str:
     if refused:
         return refused
     countable = (s for s in candidates(p, gpu) if s.arguments(p, gpu.multiprocessors)[-1] <= _MOST_WALKS)
-    best = cheapest(countable, p, gpu, estimate)
-    if best is None:
-        return "this layer's weights leave no room for a ring of rows in shared memory, or its sums in registers"
-    seconds, bound, s = best
-    return Choice(s, p, gpu, seconds, bound)
+    return cheapest(countable, p, gpu, estimate, Choice) or (
+        "this layer's weights leave no room for a ring of rows in shared memory, or its sums in registers"
+    )

@@ -15,13 +15,14 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
+from typing import Any
 
-from upconv.cuda import gather, jit
+from upconv.cuda import gather
 from upconv.cuda.boxes import Words, dense, encode
-from upconv.cuda.columns import PRECISIONS, TileChoice, instruction
+from upconv.cuda.columns import PRECISIONS, instruction
 from upconv.cuda.costs import cheapest
-from upconv.cuda.gather import Unit
 from upconv.cuda.gpu import Gpu
+from upconv.cuda.one_mapped import OneMappedChoice
 from upconv.cuda.tiling import PACK_THREADS, Unfit
 from upconv.problem import Problem
 
@@ -214,10 +215,11 @@ class Tile:
         return p.batch, p.out_size[0], self.places(p), self.units(p), self.tiles(p)
 
 
-class Choice(TileChoice[Tile]):
+class Choice(OneMappedChoice[Tile]):
     """A tile for a problem on a GPU, and what the model thinks of it."""
 
     family = "strides"
+    threads = THREADS
     # NOTES: of 7 timed layers one that the model has within the margin is faster here, by 14%, one slower.
     margin = 1.15
 
@@ -235,30 +237,12 @@ class Choice(TileChoice[Tile]):
             f"{t.stages} of pixels, {t.weight_stages} of weights, {t.shared_bytes // 1024} KB shared, grid {self.grid}"
         )
 
-    def sources(self) -> tuple[Unit, ...]:
-        """What NVRTC must compile; the same for all input sizes that share the tile."""
-        source = jit.source("strides.cu", self.tile.macros())
-        return (Unit(f"strides {gather.layer_text(self.problem)}", source, ("pack", "strides")),)
+    @property
+    def packing(self) -> tuple[Any, ...]:
+        return self.tile.columns, self.problem.stride, self.problem.precision
 
-    def prepare(self, device: int) -> Prepared:
-        """Compiles (or finds) and loads the kernels for a CUDA device. Errors: those of ``jit.kernel``."""
-        return Prepared(self, device)
-
-
-class Prepared(gather.OneMapped):
-    """A choice's kernels, loaded for a device."""
-
-    def __init__(self, choice: Choice, device: int) -> None:
-        t, p = choice.tile, choice.problem
-        super().__init__(p, device, t.packed_words, t.pack_blocks)
-        (unit,) = choice.sources()
-        self._load_all(unit, THREADS, t.shared_bytes, choice.grid, t.arguments(p), aligned=True)
-        self._tile = t
-        self.packing = ("strides", t.columns, p.stride, p.precision)
-        """What `pack`'s result depends on beside the weight."""
-
-    def _map(self, address: int) -> Words:
-        return tensor_map(self._tile, self._problem, address)
+    def tensor_map(self, address: int) -> Words:
+        return tensor_map(self.tile, self.problem, address)
 
 
 def tensor_map(t: Tile, p: Problem, address: int) -> Words:
@@ -361,9 +345,5 @@ def _choose(p: Problem, gpu: Gpu) -> Choice | str:
     refused = refusal(p, gpu)
     if refused:
         return refused
-    countable = (t for t in candidates(p, gpu) if t.tiles(p) < _MOST_COUNTED - gpu.multiprocessors)
-    best = cheapest(countable, p, gpu, estimate)
-    if best is None:
-        return "there are more tiles than the kernel counts in 32 bits"
-    seconds, bound, t = best
-    return Choice(t, p, gpu, seconds, bound)
+    countable = (t for t in candidates(p, gpu) if 2 * (t.tiles(p) + gpu.multiprocessors) < _MOST_COUNTED)
+    return cheapest(countable, p, gpu, estimate, Choice) or ("there are more tiles than the kernel counts in 32 bits")

@@ -13,13 +13,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
+from typing import Any
 
-from upconv.cuda import gather, jit
+from upconv.cuda import gather
 from upconv.cuda.boxes import Tensor5, Words, encode
-from upconv.cuda.columns import PRECISIONS, TileChoice
+from upconv.cuda.columns import PRECISIONS
 from upconv.cuda.costs import cheapest
-from upconv.cuda.gather import Unit
 from upconv.cuda.gpu import Gpu
+from upconv.cuda.one_mapped import OneMappedChoice
 from upconv.cuda.tiling import PACK_THREADS, Unfit
 from upconv.problem import Problem
 
@@ -139,10 +140,11 @@ class Tile:
         return p.batch, h, w, pixels, -(-pixels // self.pixels), self.tiles(p)
 
 
-class Choice(TileChoice[Tile]):
+class Choice(OneMappedChoice[Tile]):
     """A tile for a problem on a GPU, and what the model thinks of it."""
 
     family = "subpixel"
+    threads = THREADS
     # NOTES: the gather-GEMM's model is too high for these layers. Timed both ways, unet1, nnunet and, in 16 bits, unet4
     # are faster here (estimates 1.27 to 1.55 apart), nnunet2 in 16 bits is not, 112 us for 105 (1.12 apart).
     margin = 1.15
@@ -160,30 +162,12 @@ class Choice(TileChoice[Tile]):
             f"columns, {t.stages} stages of {t.chunk} channels, {t.shared_bytes // 1024} KB shared, grid {self.grid}"
         )
 
-    def sources(self) -> tuple[Unit, ...]:
-        """What NVRTC must compile; the same for all input sizes that share the tile."""
-        source = jit.source("subpixel.cu", self.tile.macros())
-        return (Unit(f"subpixel {gather.layer_text(self.problem)}", source, ("pack", "subpixel")),)
+    @property
+    def packing(self) -> tuple[Any, ...]:
+        return self.tile.columns, self.problem.precision
 
-    def prepare(self, device: int) -> Prepared:
-        """Compiles (or finds) and loads the kernels for a CUDA device. Errors: those of ``jit.kernel``."""
-        return Prepared(self, device)
-
-
-class Prepared(gather.OneMapped):
-    """A choice's kernels, loaded for a device."""
-
-    def __init__(self, choice: Choice, device: int) -> None:
-        t, p = choice.tile, choice.problem
-        super().__init__(p, device, t.packed_words, t.pack_blocks)
-        (unit,) = choice.sources()
-        self._load_all(unit, THREADS, t.shared_bytes, choice.grid, t.arguments(p), aligned=True)
-        self._tile = t
-        self.packing = ("subpixel", t.columns, p.precision)
-        """What `pack`'s result depends on beside the weight."""
-
-    def _map(self, address: int) -> Words:
-        return tensor_map(self._tile, self._problem, address)
+    def tensor_map(self, address: int) -> Words:
+        return tensor_map(self.tile, self.problem, address)
 
 
 def tensor_map(t: Tile, p: Problem, address: int) -> Words:
@@ -280,8 +264,4 @@ def _choose(p: Problem, gpu: Gpu) -> Choice | str:
     if refused:
         return refused
     countable = (t for t in candidates(p, gpu) if t.tiles(p) < _MOST_COUNTED - gpu.multiprocessors)
-    best = cheapest(countable, p, gpu, estimate)
-    if best is None:
-        return "there are more tiles than the kernel counts in 32 bits"
-    seconds, bound, t = best
-    return Choice(t, p, gpu, seconds, bound)
+    return cheapest(countable, p, gpu, estimate, Choice) or ("there are more tiles than the kernel counts in 32 bits")

@@ -432,8 +432,6 @@ def _choose(p: Problem, gpu: Gpu) -> Choice | str:
     if refused:
         return refused
     countable = (s for s in candidates(p, gpu) if s.arguments(p, gpu.multiprocessors)[-1] <= _MOST_SLICES)
-    best = cheapest(countable, p, gpu, estimate)
-    if best is None:
-        return "no tile of this layer fits in registers, shared memory and one stretch of code"
-    seconds, bound, s = best
-    return Choice(s, p, gpu, seconds, bound)
+    return cheapest(countable, p, gpu, estimate, Choice) or (
+        "no tile of this layer fits in registers, shared memory and one stretch of code"
+    )

@@ -28,6 +28,10 @@
 #include "columns.cuh"
 #include "ring.cuh"
 
+__device__ __forceinline__ void multiply(float (&d)[COLUMNS / 2], const u32 (&a)[4], u64 b) {
+  asm volatile("wgmma.mma_async.sync.aligned.m64n" M_COLUMNS TYPES " {" M_REGISTERS "}, " M_A_AND_B ", 1" TAIL ";\n" : M_SUMS : OPERANDS(a, b));
+}
+
 #define CONSUMERS 2
 #define UNIT (MB * 64)                                  // places of a consumer
 #define CK (128 / ELEMENT)                              // channels of a chunk: a column's row has 128 bytes
@@ -39,10 +43,13 @@
 #define PIXEL_BYTES (CONSUMERS * UNIT_BYTES)            // of a stage
 #define WIDTH (UNIT / IMAGES)                           // places of one of a unit's images
 #define WEIGHT_BYTES (COLUMNS * 128)                    // of a stage: a chunk's of one tap
-#define KERNEL_W (TAPS * STEP_W)
+#define KERNEL (TAPS * STEP_W)
 #define ALL_COLUMNS (COUT * STEP_W)
 #define BLOCKS_N ((ALL_COLUMNS + COLUMNS - 1) / COLUMNS)
 #define THREADS (128 + CONSUMERS * 128)
+
+#define CHANNEL_OF(column) ((column) / STEP_W)
+#include "places.cuh"
 
 struct Sizes {
   int batch, out_w, places;                             // of an image
@@ -68,25 +75,20 @@ __device__ __forceinline__ Unit unit_of(int tile, int consumer, const Sizes& s) 
 
 #define PACK_UNITS (BLOCKS_N * CHUNKS * TAPS * COLUMNS * 8)
 
-// The channel of a chunk at place `k`. Of float32 a lane (t = lane % 4) has the places t and t + 4 of a step: channels 2t and 2t + 1, so
-// that those of four lanes are in other banks: rows lie an odd number of 16 bytes apart.
-__device__ __forceinline__ constexpr int channel_at(int k) { return ELEMENT == 2 ? k : k / 8 * 8 + k % 4 * 2 + k / 4 % 2; }
-
 // [block][chunk][tap][column][128 bytes of channels, swizzled], zeros where there is none of either; a thread writes 16 bytes. The weight is
-// (CIN, COUT, kernel): contiguous, or channels-last, whose taps are `tap_step` elements apart.
+// (CIN, COUT, kernel), contiguous, since 1-D tensors have no channels-last.
 template <class Weight>
-__device__ __forceinline__ void pack_weights(const Weight* __restrict__ weight, char* __restrict__ packed, int tap_step) {
+__device__ __forceinline__ void pack_weights(const Weight* __restrict__ weight, char* __restrict__ packed, int) {
   let_dependent_begin();                                // `strides`
   int i = blockIdx.x * PACK_THREADS + threadIdx.x;
   if (i >= PACK_UNITS) return;
   int unit = i % 8, column = i / 8 % COLUMNS, rest = i / (8 * COLUMNS), chunk = rest / TAPS % CHUNKS;
-  int of = rest / (TAPS * CHUNKS) * COLUMNS + column, kw = rest % TAPS * STEP_W + of % STEP_W, cout = of / STEP_W;
+  int of = rest / (TAPS * CHUNKS) * COLUMNS + column, k = rest % TAPS * STEP_W + of % STEP_W;
   u32 v[VEC];
 #pragma unroll
   for (int e = 0; e < VEC; e++) {
     int cin = chunk * CK + channel_at(unit * VEC + e);
-    int at = cin * (COUT * KERNEL_W) + (tap_step == 1 ? cout * KERNEL_W + kw : kw * tap_step + cout);
-    v[e] = cin < CIN && of < ALL_COLUMNS ? operand(weight[at]) : 0;
+    v[e] = cin < CIN && of < ALL_COLUMNS ? operand(weight[(cin * COUT + CHANNEL_OF(of)) * KERNEL + k]) : 0;
   }
   write_operands(packed + (long long)(i - unit) * 16 + ((unit ^ (column & 7)) << 4), v);
 }
@@ -103,16 +105,14 @@ __device__ __forceinline__ void bring_pixels(const TensorMap& map, const Sizes& 
   Cursor cursor = {0, 1};                               // all are free at first
 #pragma unroll 1
   for (int tile = blockIdx.x; tile < s.tiles; tile += gridDim.x) {
+    const Unit units[CONSUMERS] = {unit_of(tile, 0, s), unit_of(tile, 1, s)};
 #pragma unroll 1
     for (int chunk = 0; chunk < CHUNKS; chunk++, cursor.next()) {
       u32 to = ring + cursor.stage * PIXEL_BYTES, barrier = full + cursor.stage * 8;
       barrier_wait(empty + cursor.stage * 8, cursor.parity);
       expect_bytes(barrier, PIXEL_BYTES);
 #pragma unroll
-      for (int consumer = 0; consumer < CONSUMERS; consumer++) {
-        Unit unit = unit_of(tile, consumer, s);
-        load_box(to + consumer * UNIT_BYTES, map, unit.p + FIRST, chunk * CK, unit.n, 0, 0, barrier);
-      }
+      for (int i = 0; i < CONSUMERS; i++) load_box(to + i * UNIT_BYTES, map, units[i].p + FIRST, chunk * CK, units[i].n, 0, 0, barrier);
     }
   }
 }
@@ -137,14 +137,6 @@ __device__ __forceinline__ void bring_weights(const char* __restrict__ packed, c
 // Consumers
 // =====================================================================================================================
 
-// Rows of 128 bytes, swizzled; groups of 8 lie one behind the other.
-#define UPPER ((u64)(1024 >> 4) << 32 | (u64)1 << 62)
-
-__device__ __forceinline__ void multiply(float (&d)[COLUMNS / 2], const u32 (&a)[4], u64 b) {
-  asm volatile("wgmma.mma_async.sync.aligned.m64n" M_COLUMNS TYPES " {" M_REGISTERS "}, " M_A_AND_B ", 1" TAIL ";\n" : M_SUMS : OPERANDS(a, b));
-}
-
-#define HALF (K_STEPS / 2)
 // Where a stage has the lane's first pixel, of the first tap, and first channel, 2t.
 __device__ __forceinline__ u32 own_place(int wg, int thread) {
   int position = (thread >> 5) * 16, pixel = within(position) + (thread >> 2) % 8, t = thread & 3;
@@ -167,17 +159,6 @@ __device__ __forceinline__ void load_fragments(u32 (&a)[HALF][MB][4], u32 from, 
         a[step][m][i] = load_shared_u16(at) | load_shared_u16(at + PITCH_BYTES) << 16;
 #endif
       }
-}
-
-__device__ __forceinline__ void multiply_half(float (&acc)[MB][COLUMNS / 2], u32 (&a)[HALF][MB][4], u32 weights, int first) {
-#pragma unroll
-  for (int i = 0; i < HALF * MB * 4; i++) asm volatile("" : "+r"(a[i / (MB * 4)][i / 4 % MB][i % 4]));
-  wgmma_fence();
-#pragma unroll
-  for (int step = 0; step < HALF; step++)
-#pragma unroll
-    for (int m = 0; m < MB; m++) multiply(acc[m], a[step][m], UPPER | (u64)((weights >> 4 | 1u << 16) + (first + step) * 2));
-  wgmma_commit();
 }
 
 // A thread's sums: of columns 8j + 2t and the next, places g and g + 8 of MB x 64.
@@ -223,20 +204,7 @@ __device__ __forceinline__ void consume(const ELEMENT_TYPE* bias, char* y, const
   u32 own = own_place(wg, thread);
 #pragma unroll 1
   for (int tile = blockIdx.x; tile < s.tiles; tile += gridDim.x) {
-    // Sums begin with the bias. (Added to what is stored, its 32 loads are all made first, and spill.)
-    int first = block_of(tile) * COLUMNS + lane % 4 * 2;
-#pragma unroll
-    for (int j = 0; j < COLUMNS / 8; j++) {
-      int of = first + 8 * j;
-      float b = bias && (ALL_COLUMNS % COLUMNS == 0 || of < ALL_COLUMNS) ? VALUE(bias[of / STEP_W]) : 0.f;
-#pragma unroll
-      for (int m = 0; m < MB; m++)
-#pragma unroll
-        for (int i = 4 * j; i < 4 * j + 4; i++) {
-          acc[m][i] = b;
-          asm volatile("" : "+f"(acc[m][i]));           // here, not behind a fence of wgmma: ptxas would serialise all (C7519)
-        }
-    }
+    begin_sums(acc, bias, block_of(tile) * COLUMNS + lane % 4 * 2);
     u32 behind = 0, behind_w = 0;                       // the stages that instructions under way read
 #pragma unroll 1
     for (int chunk = 0; chunk < CHUNKS; chunk++, cursor.next()) {

@@ -27,6 +27,21 @@
 #include "columns.cuh"
 #include "ring.cuh"
 
+#if COLUMNS == 256
+#define MULTIPLY MULTIPLY_256
+#elif COLUMNS == 192
+#define MULTIPLY MULTIPLY_192
+#elif COLUMNS == 128
+#define MULTIPLY MULTIPLY_128
+#elif COLUMNS == 96
+#define MULTIPLY MULTIPLY_96
+#elif COLUMNS == 64
+#define MULTIPLY MULTIPLY_64
+#else
+#define MULTIPLY MULTIPLY_32
+#endif
+__device__ __forceinline__ void multiply(float (&d)[COLUMNS / 2], const u32 (&a)[4], u64 b) { MULTIPLY(d, a, b, "1"); }
+
 #define CONSUMERS 2
 #define PIXELS (CONSUMERS * MB * 64)
 #define CK (128 / ELEMENT)                              // channels of a chunk: a column's row has 128 bytes
@@ -40,6 +55,9 @@
 #define ALL_COLUMNS (COUT * KERNEL_D * KERNEL_H * KERNEL_W)
 #define BLOCKS_N ((ALL_COLUMNS + COLUMNS - 1) / COLUMNS)
 #define THREADS (128 + CONSUMERS * 128)
+
+#define CHANNEL_OF(column) ((column) / KERNEL_W % COUT)
+#include "places.cuh"
 
 struct Sizes {
   int batch, in_h, in_w, pixels;                        // of an image
@@ -59,10 +77,6 @@ __device__ __forceinline__ Tile tile_at(int index, const Sizes& s) {
 // =====================================================================================================================
 
 #define PACK_UNITS (BLOCKS_N * CHUNKS * COLUMNS * 8)
-
-// The channel of a chunk at place `k`. Of float32 a lane (t = lane % 4) has the places t and t + 4 of a step: channels 2t and 2t + 1, so
-// that those of four lanes are in other banks, whose rows of pixels the copy engine has swizzled by the channel.
-__device__ __forceinline__ constexpr int channel_at(int k) { return ELEMENT == 2 ? k : k / 8 * 8 + k % 4 * 2 + k / 4 % 2; }
 
 // [block][chunk][column][128 bytes of channels, swizzled], zeros where there is none of either; a thread writes 16 bytes. The weight is
 // (CIN, COUT, kernel): contiguous, or channels-last, whose taps are `tap_step` elements apart.
@@ -117,26 +131,7 @@ __device__ __forceinline__ void produce(const TensorMap& map, const char* __rest
 // Consumers
 // =====================================================================================================================
 
-#if COLUMNS == 256
-#define MULTIPLY MULTIPLY_256
-#elif COLUMNS == 192
-#define MULTIPLY MULTIPLY_192
-#elif COLUMNS == 128
-#define MULTIPLY MULTIPLY_128
-#elif COLUMNS == 96
-#define MULTIPLY MULTIPLY_96
-#elif COLUMNS == 64
-#define MULTIPLY MULTIPLY_64
-#else
-#define MULTIPLY MULTIPLY_32
-#endif
-// Rows of 128 bytes, swizzled; groups of 8 lie one behind the other.
-#define UPPER ((u64)(1024 >> 4) << 32 | (u64)1 << 62)
-
-__device__ __forceinline__ void multiply(float (&d)[COLUMNS / 2], const u32 (&a)[4], u64 b) { MULTIPLY(d, a, b, "1"); }
-
 #if ELEMENT == 4
-#define HALF (K_STEPS / 2)
 // Fragments of steps `first` and `first` + 1: lanes' pixels g and g + 8 of a row, of two channels.
 __device__ __forceinline__ void load_fragments(u32 (&a)[HALF][MB][4], u32 from, int first, int t) {
 #pragma unroll
@@ -152,16 +147,6 @@ __device__ __forceinline__ void load_fragments(u32 (&a)[HALF][MB][4], u32 from, 
       }
 }
 
-__device__ __forceinline__ void multiply_half(float (&acc)[MB][COLUMNS / 2], u32 (&a)[HALF][MB][4], u32 weights, int first) {
-#pragma unroll
-  for (int i = 0; i < HALF * MB * 4; i++) asm volatile("" : "+r"(a[i / (MB * 4)][i / 4 % MB][i % 4]));
-  wgmma_fence();
-#pragma unroll
-  for (int step = 0; step < HALF; step++)
-#pragma unroll
-    for (int m = 0; m < MB; m++) multiply(acc[m], a[step][m], UPPER | (u64)((weights >> 4 | 1u << 16) + (first + step) * 2));
-  wgmma_commit();
-}
 #endif
 
 // A thread's sums: of columns 8j + 2t and the next, pixels g and g + 8 of MB x 64. PAIRS: pixels 2i and 2i + 1 are in one row and have
@@ -229,20 +214,7 @@ __device__ __forceinline__ void consume(const ELEMENT_TYPE* bias, char* y, const
 #endif
 #pragma unroll 1
   for (int index = blockIdx.x; index < s.tiles; index += gridDim.x) {
-    // Sums begin with the bias. (Added to what is stored, its 32 loads are all made first, and spill.)
-    int first = tile_at(index, s).block * COLUMNS + lane % 4 * 2;
-#pragma unroll
-    for (int j = 0; j < COLUMNS / 8; j++) {
-      int of = first + 8 * j;
-      float b = bias && (ALL_COLUMNS % COLUMNS == 0 || of < ALL_COLUMNS) ? VALUE(bias[of / KERNEL_W % COUT]) : 0.f;
-#pragma unroll
-      for (int m = 0; m < MB; m++)
-#pragma unroll
-        for (int i = 4 * j; i < 4 * j + 4; i++) {
-          acc[m][i] = b;
-          asm volatile("" : "+f"(acc[m][i]));           // here, not behind a fence of wgmma: ptxas would serialise all (C7519)
-        }
-    }
+    begin_sums(acc, bias, tile_at(index, s).block * COLUMNS + lane % 4 * 2);
     u32 behind = 0;                                     // the stage that instructions under way read
 #pragma unroll 1
     for (int chunk = 0; chunk < CHUNKS; chunk++, cursor.next()) {

@@ -1,0 +1,77 @@
+"""What families of one tensor map (subpixel, strides, phases) must do on a GPU, against the float64 reference."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from conftest import assert_accurate, tf32_magnitude
+from test_gather_gpu import _truth
+from upconv.cpu import memory_format
+from upconv.problem import Problem
+
+
+class Operands(NamedTuple):
+    """Of a forward; the weight is contiguous."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor
+    truth: Tensor
+    """The output in float64."""
+    magnitude: Tensor
+    """What its sums' terms come to."""
+
+
+def operands(p: Problem, terms: int) -> Operands:
+    """Random ones; ``terms``: products of an output's sum."""
+    torch.manual_seed(zlib.crc32(str(p).encode()))
+    x = torch.randn(p.input_shape, device="cuda").to(p.dtype)
+    weight = (torch.randn(p.weight_shape, device="cuda") / 8).to(p.dtype)
+    bias = torch.randn(p.out_channels, device="cuda").to(p.dtype)
+    truth = _truth(p, x.double(), weight.double(), bias.double())
+    magnitude = _truth(p, x.double().abs(), weight.double().abs(), bias.double().abs())
+    if p.precision == "tf32":
+        magnitude = tf32_magnitude(magnitude, terms)
+    return Operands(x, weight, bias, truth, magnitude)
+
+
+def poisoned(p: Problem) -> Tensor:
+    """An output, NaN where nothing is stored."""
+    return torch.full(p.output_shape, float("nan"), device="cuda", dtype=p.dtype)
+
+
+def assert_serves(choice: Any, given: Operands, terms: int) -> None:
+    """A choice's results are accurate, the same from run to run, for weights however they lie and tensors wherever."""
+    p, t, prepared = choice.problem, choice.tile, choice.prepare(0)
+    x, weight, bias, truth, magnitude = given
+    others = [weight.mT.contiguous().mT]
+    if p.rank > 1:
+        others.append(weight.contiguous(memory_format=memory_format("channels_last", p.rank)))
+    first = poisoned(p)
+    prepared.run(x, prepared.pack(weight), bias, first, fresh=True)
+    assert_accurate(first, truth, magnitude, terms)
+    for other in (*others, weight):
+        out = poisoned(p)
+        prepared.run(x, prepared.pack(other), bias, out, fresh=True)
+        assert torch.equal(out, first), t
+    packed = prepared.pack(weight)
+    for off in (1, 3, 8):  # what begins off 16 bytes, or at them, amid what must not be read or written
+        around = torch.full((x.numel() + off + 8,), float("nan"), device="cuda", dtype=p.dtype)
+        view = around[off:][: x.numel()].view(x.shape).copy_(x)
+        place = torch.full((truth.numel() + off + 8,), float("nan"), device="cuda", dtype=p.dtype)
+        out = place[off:][: truth.numel()].view(truth.shape)
+        prepared.run(view, packed, bias, out)
+        assert torch.equal(out, first), t
+        assert int(place.isnan().sum()) == off + 8
+    if p.precision != "tf32":  # autocast's operands: rounded on their way
+        for other in (weight, *others):
+            out = poisoned(p)
+            prepared.run(x, prepared.pack(other.float(), bias.float()), bias.float(), out, fresh=True)
+            assert torch.equal(out, first)
+    out = poisoned(p)
+    prepared.run(x, packed, None, out)
+    assert_accurate(out, truth - bias.double().view(1, -1, *(1,) * p.rank), magnitude, terms)
