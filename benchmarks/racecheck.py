@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from upconv.cuda import gather, jit, phases, pixels, relayout, rows, strides, subpixel, sweep, wgrad
+from upconv.cuda import gather, jit, pairs, phases, pixels, relayout, rows, strides, subpixel, sweep, wgrad
 from upconv.cuda.gpu import gpu
 from upconv.cuda.wgrad_tiling import MAX_CLUSTER
 from upconv.problem import Layout, Pass, Precision, Problem
@@ -70,6 +70,10 @@ EVERY_LANE = {
         ("barrier_init(empty + 8 * i, CONSUMERS * 4);", "barrier_init(empty + 8 * i, CONSUMERS * 128);"),
         ("barrier_init(empty_w + 8 * i, CONSUMERS * 4);", "barrier_init(empty_w + 8 * i, CONSUMERS * 128);"),
     ),
+    "pairs.cu": (
+        ("if (lane == 0 && barrier) barrier_arrive(barrier);", "if (barrier) barrier_arrive(barrier);"),
+        ("barrier_init(empty + 8 * i, CONSUMERS * 4);", "barrier_init(empty + 8 * i, CONSUMERS * 128);"),
+    ),
     "pixels.cu": (
         ("if (lane == 0 && barrier) barrier_arrive(barrier);", "if (barrier) barrier_arrive(barrier);"),
         ("barrier_init(empty + 8 * i, 4);", "barrier_init(empty + 8 * i, 128);"),
@@ -103,6 +107,8 @@ DEEP = Problem.make(1, 32, 16, (4, 12, 24), (3, 5, 7), bias=False)
 ODD = Problem.make(1, 16, 32, (3, 6, 40), 3, 2, 1, bias=False)  # rows of 79
 LONE = Problem.make(1, 300, 24, (16, 24), 2, 2, bias=False)  # more chunks than stages
 TAPPED = Problem.make(3, 300, 24, (72,), 8, 4, 2, bias=False)
+LONE_BACK = LONE.with_(in_channels=24, out_channels=300)
+TAPPED_BACK = TAPPED.with_(in_channels=24, out_channels=300)
 DTYPES = {"tf32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -239,6 +245,8 @@ CASES: dict[str, tuple[str, Callable[[], None]]] = {
     "subpixel-16": ("subpixel", lambda: run_choice(subpixel, problem(LONE, "bf16", "nchw", "fwd"))),
     "strides": ("strides", lambda: run_choice(strides, problem(TAPPED, "tf32", "nchw", "fwd"))),
     "strides-16": ("strides", lambda: run_choice(strides, problem(TAPPED, "bf16", "nchw", "fwd"))),
+    "pairs": ("pairs", lambda: run_choice(pairs, problem(LONE_BACK, "tf32", "nchw", "grad-input"))),
+    "pairs-16": ("pairs", lambda: run_choice(pairs, problem(TAPPED_BACK, "bf16", "nchw", "grad-input"))),
     "phases": ("phases", lambda: run_phases(problem(ODD, "tf32", "nchw", "fwd"), 2)),
     "phases-16": ("phases", lambda: run_phases(problem(NARROW, "bf16", "nchw", "fwd"), 3)),
     "two-steps": ("wgrad", lambda: run_wgrad(problem(PLAIN, "tf32", "nchw", "grad-weight"), 1)),

@@ -19,7 +19,20 @@ from torch import Tensor
 
 import upconv
 from upconv import calls, cpu, ops, planner
-from upconv.cuda import direct_wgrad, gather, jit, phases, pixels, relayout, staged, strides, subpixel, unshuffle, wgrad
+from upconv.cuda import (
+    direct_wgrad,
+    gather,
+    jit,
+    pairs,
+    phases,
+    pixels,
+    relayout,
+    staged,
+    strides,
+    subpixel,
+    unshuffle,
+    wgrad,
+)
 from upconv.cuda.gpu import H200
 from upconv.cuda.tiling import result_shape, source_shape
 from upconv.planner import Candidate, Device, Plan
@@ -339,16 +352,16 @@ class Stubs:
     def assert_one_mapped(self, choice: Any) -> None:
         """What a choice of one tensor map launches: its map kept, tensors off 16 bytes copied, operands rounded.
 
-        Its problem is a forward with a bias, whose results begin at 16 bytes.
+        Its problem is a forward with a bias, or the gradient for the input; results begin at 16 bytes.
         """
         p, t, prepared = choice.problem, choice.tile, choice.prepare(0)
         dtype, weight = p.dtype, torch.randn(p.weight_shape, dtype=p.dtype)
         packed = self.assert_packs(prepared, weight, t.packed_words, t.pack_blocks)
-        x, out = (torch.randn(shape, dtype=dtype) for shape in (p.input_shape, p.output_shape))
-        bias = torch.randn(p.out_channels, dtype=dtype)
+        x, out = (torch.randn(shape, dtype=dtype) for shape in (source_shape(p), result_shape(p)))
+        bias = torch.randn(p.out_channels, dtype=dtype) if p.pass_ == "fwd" else None
         for _ in range(2):
             prepared.run(x, packed, bias, out, fresh=True)
-            pointers = packed.data_ptr(), bias.data_ptr(), out.data_ptr()
+            pointers = packed.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr()
             expected = choice.family, choice.grid, True, (*pointers, *t.arguments(p), *(x.data_ptr(),) * 16)
             assert self.pop() == expected
         assert self.encoded == [x.data_ptr()], "a map is kept"
@@ -361,7 +374,10 @@ class Stubs:
         prepared.run(x, packed, None, place, fresh=True)
         _, _, dependent, args = self.pop()
         assert args[2] % 16 == 0 and args[2] != out.data_ptr() and dependent and not self.launched
-        if dtype is not torch.float32:
+        if dtype is not torch.float32 and bias is None:
+            packed = prepared.pack(weight.float())
+            assert packed.shape == (t.packed_words,) and self.pop()[3][1:] == (packed.data_ptr(), 1, 0, 0)
+        elif dtype is not torch.float32 and bias is not None:
             single = bias.float()
             packed = prepared.pack(weight.float(), single)
             at = packed.data_ptr() + 4 * t.packed_words
@@ -404,7 +420,7 @@ def stubs(monkeypatch: pytest.MonkeyPatch) -> Stubs:
         monkeypatch.setattr(module, "gpu_of", lambda device: H200)
     for module in (gather, wgrad):
         monkeypatch.setattr(module, "bind", lambda device: None)
-    for module in (gather, wgrad, subpixel, strides, pixels, phases):
+    for module in (gather, wgrad, subpixel, strides, pixels, pairs, phases):
         monkeypatch.setattr(module, "encode", encode)
     return found
 

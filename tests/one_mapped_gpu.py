@@ -1,4 +1,4 @@
-"""What families of one tensor map (subpixel, strides, phases) must do on a GPU, against the float64 reference."""
+"""What families of one tensor map (subpixel, strides, pairs, phases) must do on a GPU, against float64 references."""
 
 from __future__ import annotations
 
@@ -11,37 +11,40 @@ from torch import Tensor
 from conftest import assert_accurate, tf32_magnitude
 from test_gather_gpu import _truth
 from upconv.cpu import memory_format
+from upconv.cuda.tiling import result_shape, source_shape
 from upconv.problem import Problem
 
 
 class Operands(NamedTuple):
-    """Of a forward; the weight is contiguous."""
+    """Of a pass; the weight is contiguous."""
 
     x: Tensor
     weight: Tensor
-    bias: Tensor
+    bias: Tensor | None
+    """Of a forward."""
     truth: Tensor
-    """The output in float64."""
+    """The result in float64."""
     magnitude: Tensor
     """What its sums' terms come to."""
 
 
 def operands(p: Problem, terms: int) -> Operands:
-    """Random ones; ``terms``: products of an output's sum."""
+    """Random ones; ``terms``: products of a result's sum."""
     torch.manual_seed(zlib.crc32(str(p).encode()))
-    x = torch.randn(p.input_shape, device="cuda").to(p.dtype)
+    x = torch.randn(source_shape(p), device="cuda").to(p.dtype)
     weight = (torch.randn(p.weight_shape, device="cuda") / 8).to(p.dtype)
-    bias = torch.randn(p.out_channels, device="cuda").to(p.dtype)
-    truth = _truth(p, x.double(), weight.double(), bias.double())
-    magnitude = _truth(p, x.double().abs(), weight.double().abs(), bias.double().abs())
+    bias = torch.randn(p.out_channels, device="cuda").to(p.dtype) if p.pass_ == "fwd" else None
+    double = None if bias is None else bias.double()
+    truth = _truth(p, x.double(), weight.double(), double)
+    magnitude = _truth(p, x.double().abs(), weight.double().abs(), None if double is None else double.abs())
     if p.precision == "tf32":
         magnitude = tf32_magnitude(magnitude, terms)
     return Operands(x, weight, bias, truth, magnitude)
 
 
 def poisoned(p: Problem) -> Tensor:
-    """An output, NaN where nothing is stored."""
-    return torch.full(p.output_shape, float("nan"), device="cuda", dtype=p.dtype)
+    """A result, NaN where nothing is stored."""
+    return torch.full(result_shape(p), float("nan"), device="cuda", dtype=p.dtype)
 
 
 def assert_serves(choice: Any, given: Operands, terms: int) -> None:
@@ -70,8 +73,11 @@ def assert_serves(choice: Any, given: Operands, terms: int) -> None:
     if p.precision != "tf32":  # autocast's operands: rounded on their way
         for other in (weight, *others):
             out = poisoned(p)
-            prepared.run(x, prepared.pack(other.float(), bias.float()), bias.float(), out, fresh=True)
+            single = None if bias is None else bias.float()
+            prepared.run(x, prepared.pack(other.float(), single), single, out, fresh=True)
             assert torch.equal(out, first)
+    if bias is None:
+        return
     out = poisoned(p)
     prepared.run(x, packed, None, out)
     assert_accurate(out, truth - bias.double().view(1, -1, *(1,) * p.rank), magnitude, terms)
