@@ -3,6 +3,7 @@
     python benchmarks/h200.py                          all reports, into benchmarks/results
     python benchmarks/h200.py --budget 540 --out DIR   stops ahead of the row that would begin after 540 s
     python benchmarks/h200.py --only tf32,bf16 --cases kb57,kb71 --keep
+    python benchmarks/h200.py --stem h100 --only gi-tf32,gi-bf16      on an H100, whose reports stand beside
 
 Every report is written again behind each of its rows, in one step, and a next run goes on where this one stopped: rows
 that are in the report, measured with the same engine sources, are not measured again. The rows are measured by a child
@@ -184,7 +185,7 @@ def child(options: argparse.Namespace) -> int:
         name, case, reason = text.split(":", 2)
         failed.setdefault(name, {})[case] = reason
     for name in options.only:
-        path = options.out / f"h200-{name}.json"
+        path = options.out / f"{options.stem}-{name}.json"
         print(f"report {name}", flush=True)
         begin = time.monotonic()
         try:
@@ -213,7 +214,8 @@ def parent(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     """Runs children until one ends by itself, and keeps account of the rows that ended the others."""
     options.out.mkdir(parents=True, exist_ok=True)
     for name in options.only:
-        path, old = options.out / f"h200-{name}.json", options.resume and options.resume / f"h200-{name}.json"
+        file = f"{options.stem}-{name}.json"
+        path, old = options.out / file, options.resume and options.resume / file
         if options.fresh:
             path.unlink(missing_ok=True)
         elif old and old.exists() and not path.exists():
@@ -270,13 +272,13 @@ def watch(command: list[str], stall: float, end: float) -> tuple[int | None, str
             at = f"{rest[0]}:{rest[0]}" if rest[0] not in SWEEPS else None
 
 
-def stamp(folder: Path) -> int:
+def stamp(folder: Path, stem: str) -> int:
     """Names the commit in reports that a copy without history measured, if they have this digest of the sources."""
     commit = env.commit()
     if commit is None or commit.endswith("-dirty"):
         print(f"the checkout must be a commit without changes to the sources, got {commit}")
         return 1
-    for path in sorted(folder.glob("h200-*.json")):
+    for path in sorted(folder.glob(f"{stem}-*.json")):
         found = json.loads(path.read_text(encoding="utf-8"))
         if found["versions"].get("sources") == sources():
             text = json.dumps({**found, "commit": commit}, indent=1) + "\n"
@@ -302,6 +304,7 @@ def main(arguments: Sequence[str]) -> int:
         "--keep", action="store_true", help="rows of other engine sources stay; those of --cases are measured anew"
     )
     parser.add_argument("--fresh", action="store_true", help="measure all anew")
+    parser.add_argument("--stem", choices=("h200", "h100"), default="h200", help="the GPU, as reports' names begin")
     parser.add_argument("--stamp", action="store_true", help="only name this commit in reports of its sources")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--failed", action="append", default=[], help=argparse.SUPPRESS)
@@ -309,9 +312,11 @@ def main(arguments: Sequence[str]) -> int:
     if options.child:
         return child(options)
     if options.stamp:
-        return stamp(options.out)
+        return stamp(options.out, options.stem)
     if not torch.cuda.is_available():
         parser.error("PyTorch finds no CUDA device here")
+    if options.stem not in torch.cuda.get_device_name(0).lower():
+        parser.error(f"--stem must be part of the GPU's name, a {torch.cuda.get_device_name(0)}, got {options.stem}")
     return parent(options, arguments)
 
 

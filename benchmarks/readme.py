@@ -5,7 +5,8 @@
     python benchmarks/readme.py --targets  prints which targets are met; exit code 1 unless all are
 
 A section between ``<!-- NAME -->`` and ``<!-- /NAME -->`` belongs to this program; NAME is the stem of a report,
-``h200-summary``, or ``h200-picture``, which is empty until there are reports to draw. Of reports with targets
+``h200-summary``, ``h100-summary`` (the same of an H100's reports, beside the H200's targets), or ``h200-picture``,
+which is empty until there are reports to draw. Of reports with targets
 (targets.json) there is a table per group of cases. A target is PyTorch's time over ours: of every case, of the group's
 geometric mean (``mean``), and of our error over PyTorch's (``error``).
 """
@@ -128,7 +129,7 @@ class Group:
 def groups(name: str, rows: Sequence[Row]) -> list[Group]:
     """A report's rows by the groups of its targets, then those that have none."""
     found, rest = [], {row["case"]: row for row in rows}
-    for given in _targets()[name]:
+    for given in _targets()[_judge(name)]:
         mine = {case: rest.pop(case) for case in given["cases"] if case in rest}
         peak = given.get("peak", False)
         found.append(Group(given["title"], given["cases"], given.get("mean"), given.get("error"), mine, peak))
@@ -140,6 +141,11 @@ def groups(name: str, rows: Sequence[Row]) -> list[Group]:
 def _targets() -> dict[str, list[dict[str, Any]]]:
     loaded: dict[str, list[dict[str, Any]]] = json.loads(TARGETS.read_text(encoding="utf-8"))
     return loaded
+
+
+def _judge(name: str) -> str:
+    """The report by whose targets one is judged: an H100's by the H200's."""
+    return name.replace("h100-", "h200-", 1)
 
 
 def judged(name: str, found: report.Report) -> str:
@@ -214,11 +220,11 @@ def _verdict(group: Group) -> str:
     return text + "."
 
 
-def summary() -> str:
-    """One line a group of every report with targets that is there."""
+def summary(gpu: str = "h200") -> str:
+    """One line a group of every report with targets that is there, of a GPU."""
     heads = ["group", "geometric mean", "target", "cases that meet their targets", "lowest"]
     lines = [_line(heads), _line(["---", "---:", "---", "---", "---"])]
-    for name in _targets():
+    for name in (target.replace("h200", gpu, 1) for target in _targets()):
         if not (RESULTS / f"{name}.json").exists():
             continue
         for group in groups(name, measured_rows(name)):
@@ -283,9 +289,9 @@ def measured_rows(name: str) -> list[Row]:
     path = RESULTS / f"{name}.json"
     if not path.exists():
         return []
-    if name == EXPORTED:
+    if _judge(name) == EXPORTED:
         return _rows(exported.load(path))
-    return _rows(latency.load(path)) if name == TRAINING else report.load(path)["rows"]
+    return _rows(latency.load(path)) if _judge(name) == TRAINING else report.load(path)["rows"]
 
 
 def waiting(found: latency.Latency) -> str:
@@ -311,21 +317,22 @@ def sections() -> Iterator[tuple[str, str]]:
     """Every section's name and content; of a report that does not exist, that it was not measured."""
     judgeable = _targets()
     for name in sorted({path.stem for path in RESULTS.glob("*.json")} | set(judgeable) | LATENCY | {CURVES}):
-        path = RESULTS / f"{name}.json"
+        path, kind = RESULTS / f"{name}.json", _judge(name)
         if not path.exists():
             yield name, ABSENT
-        elif name == CURVES:
+        elif kind == CURVES:
             yield name, curves.stated(curves.load(path))
-        elif name == TRAINING:
+        elif kind == TRAINING:
             yield name, trained(latency.load(path))
-        elif name == EXPORTED:
+        elif kind == EXPORTED:
             yield name, files(exported.load(path))
-        elif name in LATENCY:
+        elif kind in LATENCY:
             yield name, waiting(latency.load(path))
         else:
             found = report.load(path)
-            yield name, judged(name, found) if name in judgeable else pivot(found)
+            yield name, judged(name, found) if kind in judgeable else pivot(found)
     yield SUMMARY, summary()
+    yield "h100-summary", summary("h100")
     yield "h200-picture", picture()
 
 

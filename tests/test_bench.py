@@ -810,10 +810,21 @@ def test_a_failed_row_is_given_to_the_next_child(h200, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(h200, "watch", watch)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H200")
     assert h200.main(["--out", str(tmp_path), "--stall", "9", "--budget", "50"]) == h200.WRONG
     failed = [[b for a, b in zip(command, command[1:]) if a == "--failed"] for command in commands]
     hung, crashed = "tf32:b:no sign for 9 s", "ieee:c:the process ended with -11"
     assert failed == [[], [], [hung], [hung, crashed]] and all("--child" in command for command in commands)
+
+
+def test_another_gpus_reports_are_not_written(h200, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H100 80GB HBM3")
+    with pytest.raises(SystemExit):
+        h200.main(["--out", str(tmp_path)])
+    assert "--stem must be part of the GPU's name, a NVIDIA H100 80GB HBM3, got h200" in capsys.readouterr().err
+    monkeypatch.setattr(h200, "parent", lambda options, arguments: options.stem)
+    assert h200.main(["--out", str(tmp_path), "--stem", "h100"]) == "h100"
 
 
 # --- on a GPU --------------------------------------------------------------------------------------------------------

@@ -207,6 +207,15 @@ def test_rows_are_marked_by_their_targets(readme, tmp_path: Path) -> None:
     assert f"| 2-D, float32 as TF32, NCHW | {group.mean:.2f}x | 3.3x missed | 16 of 19 | hifigan 1.30x |" in text
 
 
+def test_an_h100_is_judged_by_the_h200s_targets(readme, tmp_path: Path) -> None:
+    page = "<!-- h100-summary -->\nold\n<!-- /h100-summary -->\n<!-- h100-tf32 -->\nold\n<!-- /h100-tf32 -->\n"
+    assert "Not measured yet." in readme.rewritten(page) and "x |" not in readme.summary("h100")
+    measured(tmp_path / "h100-tf32.json", "tf32", {**TF32, "kb57": 2.29})
+    text = readme.rewritten(page)
+    assert "| 2.29x | 2.3x missed |" in text and "old" not in text
+    assert "| 3.3x missed | 18 of 19 |" in text and readme.summary() == readme.ABSENT
+
+
 def test_a_group_is_met_when_all_of_it_is(readme, tmp_path: Path) -> None:
     every: dict[str, float | None] = dict.fromkeys(TF32, 1.5)
     rows = measured(tmp_path / "r.json", "ieee", every)["rows"]
