@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import ClassVar
 
 from upconv.cuda.columns import instruction
@@ -18,6 +18,7 @@ from upconv.problem import Problem
 Triple = tuple[int, int, int]
 
 WARPS = 8  # of the mma.sync kernel
+_UNIT = 7.0  # passes of shared memory that a row of g twice as long weighs
 _LARGE = 1 << 18  # weights from here on are turned by the second step
 _PRECISIONS = {"tf32": 0, "ieee": 1, "fp16": 2, "bf16": 3}
 MAX_CLUSTER = 8  # blocks, on every GPU that has clusters
@@ -151,6 +152,11 @@ class Tiling:
         return -(-x // self.vec), -(-(self.spans[2] + self.vec - 1) // self.vec)
 
     @cached_property
+    def g_row_units(self) -> int:
+        """16-byte units from one channel's row of g to the next's (NCHW): an odd number, for banks."""
+        return self.units[1] | 1
+
+    @cached_property
     def g_rows(self) -> int:
         """Rows of g's tile, of all images."""
         rows_d, rows_h, _ = self.spans
@@ -162,7 +168,7 @@ class Tiling:
         rows, columns = self.g_rows, self.spans[2]
         if self.channels_last:
             return rows * columns * self._pitch(self.block[1]) * self.element
-        return rows * self.block[1] * (self.units[1] | 1) * 16
+        return rows * self.block[1] * self.g_row_units * 16
 
     def _pitch(self, channels: int) -> int:
         """Elements from one pixel to the next (channels_last)."""
@@ -307,10 +313,38 @@ class WarpgroupTiling(Tiling):
     begin. The tensor copy engine brings each by a box of its own; (1, 1): threads copy."""
     lines: bool = False
     """NCHW: a chunk is as wide as the image, whose rows so are one line: a row of x's tile has several of them."""
+    interleaved: bool = False
+    """NCHW, boxes of g: the `subs` taps of an instruction are neighbours along W, and their rows neighbours in M."""
+    lined: bool = False
+    """1-D, `interleaved`: boxes of g are of whole lines of 128 bytes, of which rows of the output are a whole number;
+    else a box has at most 256 elements of a row."""
 
     @property
     def threads(self) -> int:
         return 128 * (1 + self.warpgroups)
+
+    @cached_property
+    def _interleaved_banks(self) -> tuple[int, int]:
+        least, every = self.units[1], 1
+        if self.lined:
+            least, every = -(-(self.spans[2] + self.line - 1) // self.line) * 8, 8
+        lanes = self.subs, self.dilation[2], self.steps[2], -self.padding[2] % self.vec
+        return _fewest_conflicts(self.element, least, every, *lanes)
+
+    @property
+    def line(self) -> int:
+        """Elements of 128 bytes."""
+        return 128 // self.element
+
+    @cached_property
+    def g_row_units(self) -> int:
+        """As for all tilings; `interleaved`: the number with which a warp's lanes meet banks most seldom."""
+        return self._interleaved_banks[0] if self.interleaved else self.units[1] | 1
+
+    @property
+    def conflicts(self) -> int:
+        """`interleaved`: how often a bank is met by lanes that load together, at most."""
+        return self._interleaved_banks[1]
 
     @property
     def k_slices(self) -> int:
@@ -421,12 +455,16 @@ class WarpgroupTiling(Tiling):
         of a tile (`g_one_box`; channels_last: of a plane of it) or of a row."""
         if self.channels_last:
             return self._g_whole_box or (self.g_width, self.spans[2], 1, 1, 1)
-        row = (self.units[1] | 1) * self.vec
+        row = self.g_row_units * self.vec
+        if self.lined:
+            return self.line, row // self.line, self.block[1], 1, self.tile[0]
         return self._g_whole_box or (row, self.block[1], 1, 1, 1)
 
     @property
     def g_box_steps(self) -> tuple[int, int, int, int, int]:
         """From one element of a box of g to the next along each of its dimensions."""
+        if self.lined:
+            return 1, 1, 1, 1, 1
         d, h = self._g_row_steps if self.g_one_box else (1, 1)
         return 1, self.steps[2] if self.parted else 1, h, d, 1
 
@@ -434,7 +472,7 @@ class WarpgroupTiling(Tiling):
     def g_one_box(self) -> bool:
         """Whether one box brings g's tile (channels_last: for each `g_width` channels and plane), not one for each row
         (NOTES: 320 clocks a box, 16 in dcgan1's chunk)."""
-        return self._g_whole_box is not None
+        return self.lined or self._g_whole_box is not None
 
     @property
     def parted(self) -> bool:
@@ -506,7 +544,7 @@ class WarpgroupTiling(Tiling):
             columns = (self._parts[1] - 1) * self.steps[2] + 1 if self._partable else self.spans[2]
             box = self.g_width, columns, (rows_h - 1) * h + 1, (rows_d - 1) * d + 1, self.tile[0]
             return box if max(box) <= MAX_BOX else None
-        row = (self.units[1] | 1) * self.vec
+        row = self.g_row_units * self.vec
         # Elements traversed: of n along a dimension of step s, ceil(n / s) are copied.
         of_rows, of_channels = self.classes
         rows_h = -(-rows_h // of_rows)
@@ -539,7 +577,8 @@ class WarpgroupTiling(Tiling):
             row = self.g_width * self.element
             return found + touched(self.g_rows * self.g_pixels * self.block[1] / self.g_width, row, row)
         found = touched(self.x_bytes / self.segment, self.segment, self.segment)
-        return found + touched(self.g_rows * self.block[1], (self.units[1] | 1) * 16, 16)
+        row = self.g_row_units * 16
+        return found + touched(self.g_rows * self.block[1], row, 128 if self.lined else 16)
 
     @property
     def g_width(self) -> int:
@@ -553,7 +592,7 @@ class WarpgroupTiling(Tiling):
             rows_d, rows_h, _ = self.spans
             of_rows, _ = self.classes
             rows = self.tile[0] * rows_d * -(-rows_h // of_rows) * of_rows
-            return rows * self.block[1] * (self.units[1] | 1) * 16
+            return rows * self.block[1] * self.g_row_units * 16
         if self.channels_last and self.box_g and self.g_one_box:
             planes, columns, _ = self.g_planes
             plane = -(-self.g_rows * columns * self.g_width * self.element // 128) * 128
@@ -615,7 +654,9 @@ class WarpgroupTiling(Tiling):
     @property
     def shared_words(self) -> bool:
         """Whether neighbouring taps shift their fragments out of words that they load together."""
-        return self.element == 2 and not self.channels_last and self.run > 1 and self.run_words < 2 * self.run
+        if self.element == 4 or self.channels_last or self.interleaved:
+            return False
+        return self.run > 1 and self.run_words < 2 * self.run
 
     @property
     def stretch(self) -> int:
@@ -678,6 +719,8 @@ class WarpgroupTiling(Tiling):
                 "WGS": self.warpgroups,
                 "WGS_M": self.split_m,
                 "SUBS": self.subs,
+                "INTERLEAVED": int(self.interleaved),
+                "G_LINED": int(self.lined),
                 "ENTRIES": self.entries,
                 "STAGES": self.stages,
                 "STRETCH": self.stretch,
@@ -698,4 +741,30 @@ class WarpgroupTiling(Tiling):
                 "CONSUMER_REGISTERS": self.registers[1],
                 "SHARED_BYTES_PLANNED": self.shared_bytes,
             }
+            | ({"G_ROW_UNITS": self.g_row_units} if self.interleaved else {})
         )
+
+
+@lru_cache(maxsize=512)
+def _fewest_conflicts(
+    element: int, units: int, every: int, subs: int, tap: int, step: int, lead: int
+) -> tuple[int, int]:
+    """How many 16-byte units, so many or a few more, rows of channels are apart, and how often lanes meet a bank then.
+
+    ``every``: whose multiples they are. NOTES: a unit that no column needs is copied all the same: dcgan1 in TF32 with
+    6 units, where lanes meet banks twice, 114 us, with 11, where they do not, 140.
+    """
+    found = []
+    for apart in range(units, units + 8 * every, every):
+        worst = 0
+        for second in (0,) if element == 4 else (0, step):  # of 16 bits a register takes two words
+            words = {
+                (g // subs * apart * (16 // element) + g % subs * tap + q * step + second + lead) * element // 4
+                for g in range(8)
+                for q in (range(4) if element == 4 else range(0, 8, 2))
+            }
+            banks = [word % 32 for word in words]
+            worst = max(worst, *(banks.count(bank) for bank in banks))
+        found.append((worst + _UNIT * (apart / units - 1), apart, worst))
+    _, apart, conflicts = min(found)
+    return apart, conflicts

@@ -44,7 +44,11 @@
 #define X_UNITS ((TILE_W + (ALIGNED_X ? 0 : VEC - 1) + VEC - 1) / VEC)
 #define G_UNITS G_EXTENT
 #define X_PITCH (ODD(X_UNITS) * VEC)
+#if INTERLEAVED
+#define G_PITCH (G_ROW_UNITS * VEC)        // wgrad_tiling.py looks for one with which lanes meet other banks
+#else
 #define G_PITCH (ODD(G_UNITS) * VEC)
+#endif
 #define X_BYTES (X_ROWS * BLOCK_CI * X_PITCH * ELEMENT)
 #define G_BYTES (G_ROWS * BLOCK_CO * G_PITCH * ELEMENT)
 #endif

@@ -1,7 +1,8 @@
 // Grad-weight by wgmma (sm_90a): dW[ci, co, tap] = sum over images and positions q of x[ci, q] * g[co, q * STEP + tap * DIL - PAD].
 //
 // The GEMM of wgrad.cu with the operands the other way round. M = 64 rows, an output channel at a tap each (SUBS taps of
-// 64 / SUBS channels), N = BLOCK_CI input channels, K = pixels.
+// 64 / SUBS channels), N = BLOCK_CI input channels, K = pixels. INTERLEAVED: these taps are neighbours along W, and their rows
+// neighbours in M, so that lanes read neighbouring columns of few channels, which meet more banks than columns STEP_W apart of many.
 //   A, from registers: g's tile with its halo, read from shared memory at any column, so that a tap is an address. A_SHARED (16-bit
 //      rows of 64 channels): by descriptor, at any pixel.
 //   B, from shared memory by descriptor: x's tile as the tensor copy engine leaves it. NCHW: rows of a channel's pixels (K-major),
@@ -28,6 +29,13 @@
 #include "wgmma.cuh"
 
 #define ROWS_PER_SUB (64 / SUBS)
+#if INTERLEAVED
+#define NEXT_ROWS (8 / SUBS)               // channels from row g of a warp's sixteen to row g + 8
+#define NEXT_UNIT SUBS                     // units from one of a lane's to the next
+#else
+#define NEXT_ROWS 8
+#define NEXT_UNIT 1
+#endif
 #define WGS_T (WGS / WGS_M)                // warpgroups that divide the taps
 #define THREADS ((1 + WGS) * 128)
 #define CI_TILES ((CIN_G + BLOCK_CI - 1) / BLOCK_CI)
@@ -84,6 +92,11 @@
 #define G_BOXES 1
 #define G_BOX_BYTES (G_CHANNELS * G_PITCH * ELEMENT)
 #endif
+#if G_LINED                                // 1-D: the map has a channel's row as lines of 128 bytes, of which a box has some
+#define G_BEGIN (128 / ELEMENT)            // elements at multiples of which boxes begin
+#else
+#define G_BEGIN VEC
+#endif
 #define G_STEP_W (PARTED ? 1 : STEP_W)        // pixels of g's tile from one of q to the next
 // From one pixel of g's tile to the next (of NCHW counted in elements), and from one row to the next.
 #if !CHANNELS_LAST
@@ -128,7 +141,7 @@
 // Whether a run begins at odd elements, where that is the same for all.
 #define PARITY_KNOWN (ALIGNED_G && STEP_W % 2 == 0 && W_RUN * DIL_W % 2 == 0 && (SETS_W == 1 || TAPS_W * DIL_W % 2 == 0))
 #define RUN_WORDS (((PARITY_KNOWN ? PAD_W % 2 : 1) + (W_RUN - 1) * DIL_W + STEP_W) / 2 + 1)
-#define SHARED_WORDS (ELEMENT == 2 && !CHANNELS_LAST && W_RUN > 1 && RUN_WORDS < 2 * W_RUN)
+#define SHARED_WORDS (ELEMENT == 2 && !CHANNELS_LAST && !INTERLEAVED && W_RUN > 1 && RUN_WORDS < 2 * W_RUN)
 
 #define CLASSES (ROW_CLASSES * CHANNEL_CLASSES)
 
@@ -197,6 +210,8 @@ __device__ __forceinline__ void load_boxes(const TensorMap* map_x, const TensorM
 #pragma unroll 1
   for (int i = 0; i < G_BOXES * G_PLANES; i++)
     load_box(to + i / G_PLANES * G_SLAB_BYTES + i % G_PLANES * PLANE_BYTES, map_g, channel + i / G_PLANES * G_WIDTH, w + i % G_PLANES * DIL_W, h, d, c.n, barrier);
+#elif G_LINED
+  load_box(to, map_g, 0, (w - (w & (G_BEGIN - 1))) / G_BEGIN, channel, 0, c.n, barrier);
 #elif G_ONE_BOX
   load_box(to, map_g, w - (w & (VEC - 1)), channel, h, d, c.n, barrier);
 #else
@@ -415,10 +430,10 @@ __device__ __forceinline__ void load_fragment(u32 (&a)[4], const unsigned char* 
 #pragma unroll
     for (int h = 0; h < 2; h++) {
 #if ELEMENT == 4
-      u32 v = words[at + constant + h * 8 * G_PITCH];
+      u32 v = words[at + constant + h * NEXT_ROWS * G_PITCH];
       a[2 * k + h] = BOX_G ? v : to_tf32(__uint_as_float(v));  // boxes are rounded on their way
 #else
-      const int words_on = (constant + h * 8 * G_PITCH) / 2;
+      const int words_on = (constant + h * NEXT_ROWS * G_PITCH) / 2;
       int second = at + STEP_W;
       u32 selector = (at & 1 ? 0x32u : 0x10u) | (second & 1 ? 0x7600u : 0x5400u);
       a[2 * k + h] = __byte_perm(words[(at >> 1) + words_on], words[(second >> 1) + words_on], selector);
@@ -448,7 +463,7 @@ __device__ __forceinline__ void load_words(Words& run, const unsigned char* g_ti
 #pragma unroll
     for (int h = 0; h < 2; h++)
 #pragma unroll
-      for (int j = 0; j < RUN_WORDS; j++) run.word[k][h][j] = words[(at >> 1) + (constant + h * 8 * G_PITCH) / 2 + j];
+      for (int j = 0; j < RUN_WORDS; j++) run.word[k][h][j] = words[(at >> 1) + (constant + h * NEXT_ROWS * G_PITCH) / 2 + j];
   }
 }
 
@@ -512,13 +527,19 @@ __device__ __forceinline__ void multiply_rows(float (&acc)[UNITS][NB][OF_UNIT * 
 #endif
 
 __device__ __forceinline__ void consume(float* __restrict__ partial, const Sizes& s, const Work& work, const char* g, u32 full, u32 empty, const unsigned char* memory, int split, int wg, int thread) {
+#if INTERLEAVED
+  int warp = thread >> 5, lane = thread & 31, row = (lane >> 2) / SUBS, q = lane & 3;
+  int wg_m = wg % WGS_M, first_unit = wg / WGS_M * (SUBS * UNITS) + (lane >> 2) % SUBS;
+  int channel = wg_m * ROWS_PER_SUB + warp * (16 / SUBS);                                      // of the block's BLOCK_CO
+#else
   int warp = thread >> 5, lane = thread & 31, row = lane >> 2, q = lane & 3;
   int wg_m = wg % WGS_M, first_unit = (wg / WGS_M * SUBS + warp * 16 / ROWS_PER_SUB) * UNITS;
   int channel = wg_m * ROWS_PER_SUB + warp * 16 % ROWS_PER_SUB;                                // of the block's BLOCK_CO
+#endif
   Taps taps;
 #pragma unroll
   for (int u = 0; u < UNITS; u++) {
-    int unit = first_unit + u;
+    int unit = first_unit + u * NEXT_UNIT;
     if (unit >= SET_UNITS) unit = SET_UNITS - 1;                                               // its sums are not stored
     int td = unit / (SET_UNITS / TAPS_D), th = STACKED ? 0 : unit / TAPS_W % TAPS_H, tw = unit % TAPS_W;
     int shift = (DENSE_D ? td * (DIL_D / APART_D) : td) * CLASS_ROWS + (DENSE_H ? th * (DIL_H / APART_H) : th);
@@ -561,7 +582,7 @@ __device__ __forceinline__ void consume(float* __restrict__ partial, const Sizes
     Chunk c = chunk_at(i, s);
     int d = c.d * STEP_D + work.tap_d * DIL_D - PAD_D, h = c.h * STEP_H + work.tap_h * DIL_H - PAD_H, w = c.w * STEP_W + work.tap_w * DIL_W - PAD_W;
 #if ALIGNED_G
-    lane_at += w & (VEC - 1);
+    lane_at += w & (G_BEGIN - 1);
 #elif CLASSED
 #pragma unroll
     for (int j = 0; j < ROW_CLASSES; j++) phases.of[j] = class_of(h + j, work.group * COUT_G + work.co + of_channels, w, s).phase;
@@ -638,7 +659,7 @@ __device__ __forceinline__ void consume(float* __restrict__ partial, const Sizes
   named_sync<2, WGS * 128>();              // nobody reads a stage any more
 #pragma unroll
   for (int u = 0; u < UNITS; u++) {
-    int unit = first_unit + u;
+    int unit = first_unit + u * NEXT_UNIT;
     if (unit >= SET_UNITS) continue;
 #pragma unroll
     for (int i = 0; i < OF_UNIT; i++) {
@@ -650,7 +671,7 @@ __device__ __forceinline__ void consume(float* __restrict__ partial, const Sizes
         for (int j = 0; j < N_WIDTH / 8; j++)
 #pragma unroll
           for (int h = 0; h < 2; h++) {
-            int m = channel + row + 8 * h;
+            int m = channel + row + NEXT_ROWS * h;
 #if !CHANNELS_LAST
             m = m % G_CHANNELS * CHANNEL_CLASSES + m / G_CHANNELS;
 #endif
@@ -665,7 +686,7 @@ __device__ __forceinline__ void consume(float* __restrict__ partial, const Sizes
   long long slice = (long long)split * (TAPS * COUT * (long long)CIN_G);
 #pragma unroll
   for (int u = 0; u < UNITS; u++) {
-    int unit = first_unit + u;
+    int unit = first_unit + u * NEXT_UNIT;
     int kd = work.tap_d + unit / (SET_UNITS / TAPS_D), kw = work.tap_w + unit % TAPS_W;
     if (unit >= SET_UNITS || kd >= KERNEL_D || kw >= KERNEL_W) continue;
 #pragma unroll
@@ -679,7 +700,7 @@ __device__ __forceinline__ void consume(float* __restrict__ partial, const Sizes
         for (int j = 0; j < N_WIDTH / 8; j++)
 #pragma unroll
           for (int h = 0; h < 2; h++) {
-            int m = channel + row + 8 * h, ci = work.ci + nb * N_WIDTH + j * 8 + 2 * q;
+            int m = channel + row + NEXT_ROWS * h, ci = work.ci + nb * N_WIDTH + j * 8 + 2 * q;
 #if CHANNELS_LAST
             int co = work.co + m;
 #else
