@@ -3457,7 +3457,9 @@ constexpr int CONSUMER_REGISTERS = 152;  // of a thread
 // Grad-weight by wgmma (sm_90a): dW[ci, co, tap] = sum over images and positions q of x[ci, q] * g[co, q * STEP + tap * DIL - PAD].
 //
 // The GEMM of wgrad.cu with the operands the other way round. M = 64 rows, an output channel at a tap each (SUBS taps of
-// 64 / SUBS channels), N = BLOCK_CI input channels, K = pixels.
+// 64 / SUBS channels), N = BLOCK_CI input channels, K = pixels. INTERLEAVED: these taps are neighbours along W, and their rows
+// neighbours in M, so that lanes read neighbouring columns of few channels, which meet more banks than columns STEP_W
+// apart of many.
 //   A, from registers: g's tile with its halo, read from shared memory at any column, so that a tap is an address. A_SHARED (16-bit
 //      rows of 64 channels): by descriptor, at any pixel.
 //   B, from shared memory by descriptor: x's tile as the tensor copy engine leaves it. NCHW: rows of a channel's pixels (K-major),
@@ -3741,6 +3743,8 @@ reduce(const float* __restrict__ partial, bits* __restrict__ out, int slices, lo
     SUMS(d, 0), SUMS(d, 16), SUMS(d, 32), SUMS(d, 48) : OPERANDS(a, b))
 
 constexpr int ROWS_PER_SUB = 64 / SUBS;
+constexpr int NEXT_ROWS = 8;
+constexpr int NEXT_UNIT = 1;
 constexpr int THREADS = (1 + WGS) * 128;
 constexpr int CI_TILES = (CIN_G + BLOCK_CI - 1) / BLOCK_CI;
 constexpr int CO_TILES = (COUT_G + BLOCK_CO - 1) / BLOCK_CO;
@@ -3888,7 +3892,7 @@ __device__ __forceinline__ void load_fragment(u32 (&a)[4], const unsigned char* 
     at += misaligned(phases, taps.line[u], step.half[k].memory, s);
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-      u32 v = words[at + constant + h * 8 * G_PITCH];
+      u32 v = words[at + constant + h * NEXT_ROWS * G_PITCH];
       a[2 * k + h] = to_tf32(__uint_as_float(v));  // boxes are rounded on their way
     }
   }
@@ -3904,7 +3908,7 @@ __device__ __forceinline__ void consume(float* __restrict__ partial, const Sizes
   Taps taps;
 #pragma unroll
   for (int u = 0; u < UNITS; u++) {
-    int unit = first_unit + u;
+    int unit = first_unit + u * NEXT_UNIT;
     if (unit >= SET_UNITS) unit = SET_UNITS - 1;  // its sums are not stored
     int td = unit / (SET_UNITS / TAPS_D), th = unit / TAPS_W % TAPS_H, tw = unit % TAPS_W;
     int shift = (td * (DIL_D / APART_D)) * CLASS_ROWS + th * (DIL_H / APART_H);
@@ -3967,7 +3971,7 @@ __device__ __forceinline__ void consume(float* __restrict__ partial, const Sizes
   long long slice = (long long)split * (TAPS * COUT * (long long)CIN_G);
 #pragma unroll
   for (int u = 0; u < UNITS; u++) {
-    int unit = first_unit + u;
+    int unit = first_unit + u * NEXT_UNIT;
     int kd = work.tap_d + unit / (SET_UNITS / TAPS_D), kw = work.tap_w + unit % TAPS_W;
     if (unit >= SET_UNITS || kd >= KERNEL_D || kw >= KERNEL_W) continue;
 #pragma unroll
@@ -3982,7 +3986,7 @@ __device__ __forceinline__ void consume(float* __restrict__ partial, const Sizes
         for (int j = 0; j < N_WIDTH / 8; j++)
 #pragma unroll
           for (int h = 0; h < 2; h++) {
-            int m = channel + row + 8 * h, ci = work.ci + nb * N_WIDTH + j * 8 + 2 * q;
+            int m = channel + row + NEXT_ROWS * h, ci = work.ci + nb * N_WIDTH + j * 8 + 2 * q;
             int co = work.co + m % G_CHANNELS * CHANNEL_CLASSES + m / G_CHANNELS;
             if (co >= COUT_G) continue;
             float* at = to + (long long)co * CIN_G + ci;

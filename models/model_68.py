@@ -4738,6 +4738,8 @@ reduce(const float* __restrict__ partial, bits* __restrict__ out, int slices, lo
     SUMS(d, 0), SUMS(d, 16), SUMS(d, 32), SUMS(d, 48), SUMS(d, 64) : OPERANDS(a, b))
 
 constexpr int ROWS_PER_SUB = 64 / SUBS;
+constexpr int NEXT_ROWS = 8;
+constexpr int NEXT_UNIT = 1;
 constexpr int THREADS = (1 + WGS) * 128;
 constexpr int CI_TILES = (CIN_G + BLOCK_CI - 1) / BLOCK_CI;
 constexpr int CO_TILES = (COUT_G + BLOCK_CO - 1) / BLOCK_CO;
@@ -4760,6 +4762,7 @@ constexpr int X_TILE_BYTES = BOXES * BOX_BYTES;
 // those of a class begin alike, and are a tensor of their own, whose rows then begin early (its lead).
 constexpr int G_CHANNELS = BLOCK_CO / CHANNEL_CLASSES;  // of a class
 constexpr int CLASS_BYTES = 61440;
+constexpr int G_BEGIN = VEC;
 constexpr int G_STEP_W = STEP_W;  // pixels of g's tile from one of q to the next
 // From one pixel of g's tile to the next (of NCHW counted in elements), and from one row to the next.
 constexpr int G_PIXEL_BYTES = 1;
@@ -4880,7 +4883,7 @@ __device__ __forceinline__ void load_fragment(u32 (&a)[4], const unsigned char* 
     const int constant = step.half[k].row * (G_CHANNELS * G_PITCH) + step.half[k].column;
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-      u32 v = words[at + constant + h * 8 * G_PITCH];
+      u32 v = words[at + constant + h * NEXT_ROWS * G_PITCH];
       a[2 * k + h] = v;  // boxes are rounded on their way
     }
   }
@@ -4926,7 +4929,7 @@ __device__ __forceinline__ void consume(float* __restrict__ partial, const Sizes
   Taps taps;
 #pragma unroll
   for (int u = 0; u < UNITS; u++) {
-    int unit = first_unit + u;
+    int unit = first_unit + u * NEXT_UNIT;
     if (unit >= SET_UNITS) unit = SET_UNITS - 1;  // its sums are not stored
     int td = unit / (SET_UNITS / TAPS_D), th = 0, tw = unit % TAPS_W;
     int shift = (td * (DIL_D / APART_D)) * CLASS_ROWS + th * (DIL_H / APART_H);
@@ -4949,7 +4952,7 @@ __device__ __forceinline__ void consume(float* __restrict__ partial, const Sizes
     // Rows 8 channels apart have the same alignment, so that a lane has one for each row of a tile.
     Chunk c = chunk_at(i, s);
     int h = c.h * STEP_H + work.tap_h * DIL_H - PAD_H, w = c.w * STEP_W + work.tap_w * DIL_W - PAD_W;
-    lane_at += w & (VEC - 1);
+    lane_at += w & (G_BEGIN - 1);
     const unsigned char* tile = memory + stage * STAGE_BYTES;
     u32 x_tile = shared_address(tile);
     barrier_wait(full + stage * 8, parity);
@@ -4968,7 +4971,7 @@ __device__ __forceinline__ void consume(float* __restrict__ partial, const Sizes
   long long slice = (long long)split * (TAPS * COUT * (long long)CIN_G);
 #pragma unroll
   for (int u = 0; u < UNITS; u++) {
-    int unit = first_unit + u;
+    int unit = first_unit + u * NEXT_UNIT;
     int kd = work.tap_d + unit / (SET_UNITS / TAPS_D), kw = work.tap_w + unit % TAPS_W;
     if (unit >= SET_UNITS || kd >= KERNEL_D || kw >= KERNEL_W) continue;
 #pragma unroll
@@ -4983,7 +4986,7 @@ __device__ __forceinline__ void consume(float* __restrict__ partial, const Sizes
         for (int j = 0; j < N_WIDTH / 8; j++)
 #pragma unroll
           for (int h = 0; h < 2; h++) {
-            int m = channel + row + 8 * h, ci = work.ci + nb * N_WIDTH + j * 8 + 2 * q;
+            int m = channel + row + NEXT_ROWS * h, ci = work.ci + nb * N_WIDTH + j * 8 + 2 * q;
             int co = work.co + m % G_CHANNELS * CHANNEL_CLASSES + m / G_CHANNELS;
             if (co >= COUT_G) continue;
             float* at = to + (long long)co * CIN_G + ci;

@@ -4680,6 +4680,8 @@ reduce(const float* __restrict__ partial, bits* __restrict__ out, int slices, lo
     OPERANDS(a, b))
 
 constexpr int ROWS_PER_SUB = 64 / SUBS;
+constexpr int NEXT_ROWS = 8;
+constexpr int NEXT_UNIT = 1;
 constexpr int THREADS = (1 + WGS) * 128;
 constexpr int CI_TILES = (CIN_G + BLOCK_CI - 1) / BLOCK_CI;
 constexpr int CO_TILES = (COUT_G + BLOCK_CO - 1) / BLOCK_CO;
@@ -4703,6 +4705,7 @@ constexpr int X_TILE_BYTES = BOXES * BOX_BYTES;
 constexpr int G_CHANNELS = BLOCK_CO / CHANNEL_CLASSES;  // of a class
 constexpr int CLASS_BYTES = 37888;
 constexpr int G_BOX_BYTES = G_CHANNELS * G_PITCH * ELEMENT;
+constexpr int G_BEGIN = VEC;
 constexpr int G_STEP_W = STEP_W;  // pixels of g's tile from one of q to the next
 // From one pixel of g's tile to the next (of NCHW counted in elements), and from one row to the next.
 constexpr int G_PIXEL_BYTES = 1;
@@ -4830,7 +4833,7 @@ __device__ __forceinline__ void load_fragment(u32 (&a)[4], const unsigned char* 
     const int constant = step.half[k].row * (G_CHANNELS * G_PITCH) + step.half[k].column;
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-      u32 v = words[at + constant + h * 8 * G_PITCH];
+      u32 v = words[at + constant + h * NEXT_ROWS * G_PITCH];
       a[2 * k + h] = v;  // boxes are rounded on their way
     }
   }
@@ -4846,7 +4849,7 @@ __device__ __forceinline__ void consume(float* __restrict__ partial, const Sizes
   Taps taps;
 #pragma unroll
   for (int u = 0; u < UNITS; u++) {
-    int unit = first_unit + u;
+    int unit = first_unit + u * NEXT_UNIT;
     if (unit >= SET_UNITS) unit = SET_UNITS - 1;  // its sums are not stored
     int td = unit / (SET_UNITS / TAPS_D), th = unit / TAPS_W % TAPS_H, tw = unit % TAPS_W;
     int shift = (td * (DIL_D / APART_D)) * CLASS_ROWS + th * (DIL_H / APART_H);
@@ -4869,7 +4872,7 @@ __device__ __forceinline__ void consume(float* __restrict__ partial, const Sizes
     // Rows 8 channels apart have the same alignment, so that a lane has one for each row of a tile.
     Chunk c = chunk_at(i, s);
     int h = c.h * STEP_H + work.tap_h * DIL_H - PAD_H, w = c.w * STEP_W + work.tap_w * DIL_W - PAD_W;
-    lane_at += w & (VEC - 1);
+    lane_at += w & (G_BEGIN - 1);
     const unsigned char* tile = memory + stage * STAGE_BYTES;
     u32 x_tile = shared_address(tile);
     barrier_wait(full + stage * 8, parity);
@@ -4904,7 +4907,7 @@ __device__ __forceinline__ void consume(float* __restrict__ partial, const Sizes
   long long slice = (long long)split * (TAPS * COUT * (long long)CIN_G);
 #pragma unroll
   for (int u = 0; u < UNITS; u++) {
-    int unit = first_unit + u;
+    int unit = first_unit + u * NEXT_UNIT;
     int kd = work.tap_d + unit / (SET_UNITS / TAPS_D), kw = work.tap_w + unit % TAPS_W;
     if (unit >= SET_UNITS || kd >= KERNEL_D || kw >= KERNEL_W) continue;
 #pragma unroll
@@ -4919,7 +4922,7 @@ __device__ __forceinline__ void consume(float* __restrict__ partial, const Sizes
         for (int j = 0; j < N_WIDTH / 8; j++)
 #pragma unroll
           for (int h = 0; h < 2; h++) {
-            int m = channel + row + 8 * h, ci = work.ci + nb * N_WIDTH + j * 8 + 2 * q;
+            int m = channel + row + NEXT_ROWS * h, ci = work.ci + nb * N_WIDTH + j * 8 + 2 * q;
             int co = work.co + m % G_CHANNELS * CHANNEL_CLASSES + m / G_CHANNELS;
             if (co >= COUT_G) continue;
             float* at = to + (long long)co * CIN_G + ci;
@@ -5834,7 +5837,7 @@ GRAD_WEIGHT = (
         halo=0,
         blocks=1,
         slices=1,
-        chunk_seconds=1.7903005e-06,
+        chunk_seconds=1.54497553e-06,
         block_seconds=8.31908832e-06,
     ),
     GradWeight(

@@ -70,7 +70,8 @@ def draw_problem(rng: random.Random) -> Problem:
 def tilings(p: Problem) -> list[AnyTiling]:
     """All candidates of a layer."""
     aligned, aligned_g = (size[-1] * p.dtype.itemsize % 16 == 0 for size in (p.size, p.out_size))
-    return list(wgrad.candidates(wgrad._any_size(p), H200, aligned, aligned_g, wgrad._narrow(p), wgrad._classes(p)))
+    of_size = wgrad._narrow(p), wgrad._classes(p), False, wgrad._lined(p)
+    return list(wgrad.candidates(wgrad._any_size(p), H200, aligned, aligned_g, *of_size))
 
 
 def other_size(p: Problem, rng: random.Random) -> Problem:
@@ -121,7 +122,8 @@ def serves(t: AnyTiling, p: Problem, q: Problem) -> bool:
     """Whether a tiling of a layer at one size serves it at another."""
     if not isinstance(t, WarpgroupTiling):
         return True
-    return (not t.lines or p.size[-1] == q.size[-1]) and (not t.classed or wgrad._classes(q) == t.classes)
+    whole = (not t.lines or p.size[-1] == q.size[-1]) and (not t.lined or wgrad._lined(q))
+    return whole and (not t.classed or wgrad._classes(q) == t.classes)
 
 
 def work(tiling: AnyTiling, p: Problem) -> int:
@@ -200,6 +202,32 @@ def test_rows_of_x_side_by_side(precision: Precision, layout: Layout, kernel: in
             stacks.add(tiling.stack)
             done += 1
     assert stacks
+
+
+@pytest.mark.parametrize("precision", ["tf32", "bf16"])
+@pytest.mark.parametrize(
+    "kernel,stride,padding,size", [(2, 2, 0, (3, 16)), (4, 2, 1, (2, 24)), (8, 4, 2, (64,)), (16, 8, 4, (64,))]
+)
+def test_taps_that_are_neighbours_in_m(
+    precision: Precision, kernel: int, stride: int, padding: int, size: tuple[int, ...]
+) -> None:
+    """Of each number of them, by boxes of rows and of lines; lanes meet banks as seldom as the plan says."""
+    rng = random.Random(f"{precision} {kernel}")
+    p = Problem.make(
+        2, 40, 72, size, kernel, stride, padding, dtype=DTYPES[precision], precision=precision, pass_="grad-weight"
+    )
+    own = [t for t in tilings(p) if isinstance(t, WarpgroupTiling) and t.interleaved]
+    few = {(t.subs, t.lined, t.split_m): t for t in rng.sample(own, len(own)) if work(t, p) < 3e6}
+    assert {subs for subs, *_ in few} == {n for n in (2, 4, 8) if kernel % n == 0}
+    assert any(lined for _, lined, _ in few) == (len(size) == 1)
+    for t in few.values():
+        check(t, p, rng)
+    for t in own:
+        a, _ = Interpreter(t).wgmma_a  # [warpgroup, entry, step, row of M, k], in elements
+        rows, k = np.arange(8)[:, None], np.arange(4) * (1 if t.element == 4 else 2)
+        words = (a[0, 0, 0][rows, k] + -p.padding[-1] % t.vec) * t.element // 4
+        banks = np.unique(words) % 32
+        assert np.bincount(banks).max() <= t.conflicts
 
 
 @pytest.mark.parametrize(
@@ -600,7 +628,7 @@ def check_compiled(tiling: AnyTiling, source: str, gpu: Gpu, ptx: bool = True) -
     ("dcgan1", "nchw", torch.float32, 2, False),
     ("unet1", "nchw", torch.bfloat16, 2, False),
     ("hifigan", "nchw", torch.float32, 2, False),
-    ("hifigan", "nchw", torch.bfloat16, 1, False),  # several taps in a fragment
+    ("hifigan", "nchw", torch.bfloat16, 2, False),  # several taps in a fragment, interleaved
     ("dcgan2", "channels_last", torch.bfloat16, 1, True),  # 16 clusters of 8 do not run at once, 128 blocks do
     ("dcgan3", "channels_last", torch.bfloat16, 1, True),  # too many splits for a cluster
 ))  # fmt: skip

@@ -152,7 +152,7 @@ class Interpreter:
         else:
             self.x_units = (m["TILE_W"] + (0 if m.get("ALIGNED_X", 1) else vec - 1) + vec - 1) // vec
             self.g_units = (self.g_columns + vec - 1 + vec - 1) // vec
-            self.x_pitch, self.g_pitch = (self.x_units | 1) * vec, (self.g_units | 1) * vec
+            self.x_pitch, self.g_pitch = (self.x_units | 1) * vec, m.get("G_ROW_UNITS", self.g_units | 1) * vec
             self.x_size = self.x_rows * m["BLOCK_CI"] * self.x_pitch
             self.g_size = self.g_rows * m["BLOCK_CO"] * self.g_pitch
 
@@ -171,6 +171,9 @@ class Interpreter:
         m, element = self.m, self.element
         self.k_slices = 1
         self.rows_per_sub = 64 // m["SUBS"]
+        # Of a warp's sixteen rows: taps that are neighbours in M, and elements at multiples of which boxes of g begin.
+        self.neighbours = m["SUBS"] if m["INTERLEAVED"] else 1
+        self.g_begin = 128 // element if m["G_LINED"] else self.vec
         self.n_width = next(w for w in (64, 32, 16) if m["BLOCK_CI"] % w == 0)  # of a swizzled line
         self.k_major = not self.last or self.turn_x
         self.of_unit = m["TAPS_H"] if self.stacked else 1
@@ -419,19 +422,20 @@ class Interpreter:
         """
         m, element, per = self.m, self.element, 4 // self.element
         g, q = LANE >> 2, LANE & 3
-        wgs_m = m["WGS_M"]
         found = np.full((m["WGS"], m["ENTRIES"], self.k_steps, 64, self.k), -1)
         taps = np.full((m["WGS"], m["ENTRIES"], 64), -1)
         for wg, warp, u, i in product(range(m["WGS"]), range(4), range(self.unit_count), range(self.of_unit)):
-            first_unit = (wg // wgs_m * m["SUBS"] + warp * 16 // self.rows_per_sub) * self.unit_count
-            channel = wg % wgs_m * self.rows_per_sub + warp * 16 % self.rows_per_sub
+            channel, units = self.rows_of(wg, warp, u)
+            channel = int(channel[0])
             entry = u * self.of_unit + i
-            taps[wg, entry, warp * 16 : warp * 16 + 16] = self.tap_of(first_unit + u, i)
-            unit = min(first_unit + u, self.set_units - 1)
+            taps[wg, entry, warp * 16 : warp * 16 + 16] = [self.tap_of(int(unit), i) for unit in units]
+            unit = np.minimum(units[g], self.set_units - 1)  # of each lane's row g
+            if not m["INTERLEAVED"]:
+                unit = unit[0]
             td, tw = unit // (self.set_units // m["TAPS_D"]), unit % m["TAPS_W"]
-            th = 0 if self.stacked else unit // m["TAPS_W"] % m["TAPS_H"]
+            th = 0 * unit if self.stacked else unit // m["TAPS_W"] % m["TAPS_H"]
             shift = (td * (m["DIL_D"] // m["APART_D"]) if self.dense["D"] else td) * self.class_rows
-            shift += th * (m["DIL_H"] // m["APART_H"]) if self.dense["H"] else th
+            shift = shift + (th * (m["DIL_H"] // m["APART_H"]) if self.dense["H"] else th)
             if self.parted:
                 plane, on = tw % m["G_PLANES"], tw // m["G_PLANES"] * m["PLANE_TAPS"]
                 tap_at = shift * self.g_line + plane * (self.plane_bytes // (self.g_width * element)) + on
@@ -465,15 +469,29 @@ class Interpreter:
                         registers = load_transposed(address, 4)
                 else:
                     k, h = np.arange(4) >> 1, np.arange(4) & 1
-                    constant = rows[k] * self.g_channels * self.g_pitch + columns[k] + h * 8 * self.g_pitch
+                    apart = 8 // self.neighbours * self.g_pitch  # from row g to row g + 8
+                    constant = rows[k] * self.g_channels * self.g_pitch + columns[k] + h * apart
                     constant += 4 * k * m["STEP_W"] if element == 4 else 0
                     assert element == 4 or (constant % 2 == 0).all(), "constants are whole words"
-                    lane_at = (channel + g) // self.g_channels * (self.g_size // self.channel_classes)
-                    lane_at = lane_at + (channel + g) % self.g_channels * self.g_pitch + q * per * m["STEP_W"] + tap_at
+                    own = channel + g // self.neighbours
+                    lane_at = own // self.g_channels * (self.g_size // self.channel_classes)
+                    lane_at = lane_at + own % self.g_channels * self.g_pitch + q * per * m["STEP_W"] + tap_at
                     registers = (lane_at[:, None] + constant)[..., None] + np.arange(per) * m["STEP_W"]
                 to = found[wg, entry, k_step, warp * 16 : warp * 16 + 16]
                 to[:] = self.matrix(registers, fragment_a(element))
         return found, taps
+
+    def rows_of(self, wg: int, warp: int, u: int) -> tuple[Ints, Ints]:
+        """(channels of the block, units) of a warp's sixteen rows of M."""
+        m, row = self.m, np.arange(16)
+        first, subs = wg % m["WGS_M"] * self.rows_per_sub, m["SUBS"]
+        if m["INTERLEAVED"]:
+            unit = wg // m["WGS_M"] * subs * self.unit_count + row % subs + u * subs
+            return first + warp * (16 // subs) + row // subs, unit
+        sub = warp * 16 // self.rows_per_sub
+        return first + warp * 16 % self.rows_per_sub + row, (
+            wg // m["WGS_M"] * subs + sub
+        ) * self.unit_count + u + 0 * row
 
     def tap_of(self, unit: int, i: int) -> int:
         """Index within the set of a unit's tap; the set's own number of taps where there is none."""
@@ -619,6 +637,9 @@ class Interpreter:
             t = self.tiling
             assert isinstance(t, WarpgroupTiling)
             _, _, count_h, count_d, count_n = (-(-n // step) for n, step in zip(t.g_box, t.g_box_steps))
+            if m["G_LINED"]:  # of lines, channels
+                assert (count_h, count_d) == (m["BLOCK_CO"], 1) and t.g_box[0] * t.g_box[1] == self.g_pitch
+                count_h = 1
             i = np.indices((count_n, count_d, count_h)).reshape(3, -1)
             row = Rows(i[0], i[1] * t.g_box_steps[3], i[2] * t.g_box_steps[2])
             assert i.shape[1] == self.g_rows
@@ -640,8 +661,12 @@ class Interpreter:
                 stage[:, self.g_at + swizzled(address, self.g_width * element) // element] = values
         else:
             column = np.arange(self.g_pitch)
-            w = c.w - c.w % self.vec
-            assert self.g_pitch <= 256
+            w = c.w - c.w % self.g_begin
+            if m["G_LINED"]:
+                assert g.size[2] % self.g_begin == 0 and self.g_pitch % self.g_begin == 0, "rows are no whole lines"
+                assert g.size[:2] == (1, 1)
+            else:
+                assert self.g_pitch <= 256
             values = self.box(g, n, first + channel[:, None], d, h, w[:, None, None, None] + column)
             to = (r[:, None, None] * m["BLOCK_CO"] + channel[:, None]) * self.g_pitch + column
             stage[:, self.g_at + to] = values
@@ -782,7 +807,7 @@ class Interpreter:
         a, b = a[None] + self.g_at, self.wgmma_b[:, None]
         if not self.last:
             if m["ALIGNED_G"]:
-                a = a + (at_g.w % self.vec).reshape(-1, 1, 1, 1, 1, 1)
+                a = a + (at_g.w % self.g_begin).reshape(-1, 1, 1, 1, 1, 1)
             else:  # [chunk, step, half of K, channel % 8] of each row's tap
                 off = np.zeros((len(c.n), *a.shape[1:]), np.int64)
                 for wg, e, warp in product(range(m["WGS"]), range(m["ENTRIES"]), range(4)):
@@ -810,18 +835,20 @@ class Interpreter:
         )
         stored = []
         for wg, e, warp in product(range(m["WGS"]), range(m["ENTRIES"]), range(4)):
-            kernel_tap = self.kernel_tap(work, int(taps[wg, e, warp * 16]))
-            if kernel_tap is None:
-                continue
-            channel = wg % m["WGS_M"] * self.rows_per_sub + warp * 16 % self.rows_per_sub
-            row = channel + np.arange(16)
-            co = (work.co + row % self.g_channels * self.channel_classes + row // self.g_channels)[:, None]
-            ci = work.ci + np.arange(m["BLOCK_CI"])
-            ok = (co < m["COUT_G"]) & (ci < m["CIN_G"])
-            at = (work.split * self.taps + kernel_tap) * self.cout + work.group * m["COUT_G"] + co
-            at = at * m["CIN_G"] + ci
-            assert m["CIN_G"] % 2 or (at[..., ::2] % 2 == 0).all(), "pairs begin at 8 bytes"
-            stored.append((at[ok], acc[wg, e, warp * 16 : warp * 16 + 16][ok]))
+            channels, _ = self.rows_of(wg, warp, 0)
+            of = taps[wg, e, warp * 16 : warp * 16 + 16]
+            for tap in np.unique(of):
+                kernel_tap = self.kernel_tap(work, int(tap))
+                if kernel_tap is None:
+                    continue
+                row = channels[of == tap]
+                co = (work.co + row % self.g_channels * self.channel_classes + row // self.g_channels)[:, None]
+                ci = work.ci + np.arange(m["BLOCK_CI"])
+                ok = (co < m["COUT_G"]) & (ci < m["CIN_G"])
+                at = (work.split * self.taps + kernel_tap) * self.cout + work.group * m["COUT_G"] + co
+                at = at * m["CIN_G"] + ci
+                assert m["CIN_G"] % 2 or (at[..., ::2] % 2 == 0).all(), "pairs begin at 8 bytes"
+                stored.append((at[ok], acc[wg, e, warp * 16 : warp * 16 + 16][of == tap][ok]))
         return stored
 
     def memory_rows(self, tap: int) -> Rows:

@@ -691,9 +691,9 @@ class WarpgroupTiling(Tiling):
         """Whether blocks of several splits may add up their sums, as a cluster in its shared memory or together.
 
         Of 16-bit NCHW tilings not those that have several taps in a fragment (NOTES: hifigan bfloat16 128 -> 137 us in
-        all; its loop alone 118 -> 132, which is not explained; TF32 187 -> 176).
+        all; its loop alone 118 -> 132, which is not explained; TF32 187 -> 176), but interleaved ones (110 -> 95).
         """
-        if self.subs > 1 and self.element == 2 and not self.channels_last:
+        if self.subs > 1 and self.element == 2 and not self.channels_last and not self.interleaved:
             return False
         return self.sums_bytes <= self.shared_bytes - 16 * self.stages - 16
 
