@@ -26,7 +26,7 @@ import torch
 
 from upconv.cuda import gather, jit, pairs, phases, pixels, relayout, rows, strides, subpixel, sweep, wgrad
 from upconv.cuda.gpu import gpu
-from upconv.cuda.wgrad_tiling import MAX_CLUSTER
+from upconv.cuda.wgrad_tiling import MAX_CLUSTER, WarpgroupTiling
 from upconv.problem import Layout, Pass, Precision, Problem
 
 TIMEOUT = 150.0
@@ -173,14 +173,17 @@ def run_phases(p: Problem, stages: int) -> None:
     prepared.run(tensor(p.input_shape, p), prepared.pack(tensor(p.weight_shape, p)), None, tensor(p.output_shape, p))
 
 
-def run_wgrad(p: Problem, splits: int, descriptors: bool = False) -> None:
+def run_wgrad(p: Problem, splits: int, descriptors: bool = False, interleaved: bool = False) -> None:
     """The first tiling whose blocks can add up the splits: as a cluster, or together where they are more than 8.
 
-    ``descriptors``: both operands come by these.
+    ``descriptors``: both operands come by these. ``interleaved``: the taps of an instruction are neighbours in M.
     """
     aligned, aligned_g = (size[-1] * p.dtype.itemsize % 16 == 0 for size in (p.size, p.out_size))
-    every = wgrad.candidates(wgrad._any_size(p), gpu(0), aligned, aligned_g, wgrad._narrow(p), wgrad._classes(p))
-    wanted = (t for t in every if getattr(t, "adds_up", False) and getattr(t, "a_shared", False) == descriptors)
+    of_size = wgrad._narrow(p), wgrad._classes(p), False, wgrad._lined(p)
+    every = wgrad.candidates(wgrad._any_size(p), gpu(0), aligned, aligned_g, *of_size)
+    kind = descriptors, interleaved, interleaved and wgrad._lined(p)
+    wanted = (t for t in every if isinstance(t, WarpgroupTiling) and t.adds_up)
+    wanted = (t for t in wanted if (t.a_shared, t.interleaved, t.lined) == kind)
     tiling = next(t for t in wanted if t.tiles <= 9)
     prepared = wgrad.Choice(tiling, p, gpu(0), splits, 0.0, "").prepare(0)
     prepared.run(tensor(p.input_shape, p), tensor(p.output_shape, p), tensor(p.weight_shape, p), lasting=True)
@@ -254,6 +257,8 @@ CASES: dict[str, tuple[str, Callable[[], None]]] = {
     "cluster-last": ("wgrad", lambda: run_wgrad(problem(PLAIN, "bf16", "channels_last", "grad-weight"), 2)),
     "together": ("wgrad", lambda: run_wgrad(problem(PLAIN, "bf16", "nchw", "grad-weight"), 10)),
     "together-last": ("wgrad", lambda: run_wgrad(problem(PLAIN, "tf32", "channels_last", "grad-weight"), 9)),
+    "neighbours": ("wgrad", lambda: run_wgrad(problem(TAPPED, "tf32", "nchw", "grad-weight"), 3, False, True)),
+    "neighbours-16": ("wgrad", lambda: run_wgrad(problem(LONE, "bf16", "nchw", "grad-weight"), 4, False, True)),
     "descriptors": ("wgrad", lambda: run_wgrad(problem(PLAIN, "bf16", "channels_last", "grad-weight"), 2, True)),
     "relayout": ("to_", lambda: run_relayout(problem(STRIDED, "bf16", "nchw", "grad-input"))),
 }

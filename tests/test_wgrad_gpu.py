@@ -157,7 +157,8 @@ WIDE = ((4, 5, 8, 16, 17, 32, 40, 64, 96, 130), (1, 3, 5, 8, 16, 24, 32, 64, 72,
 def drawn(p: Problem, rng: random.Random) -> Iterator[wgrad.Choice]:
     """A few tilings of each kind, by splits of K that do not divide its chunks."""
     aligned, aligned_g = (size[-1] * p.dtype.itemsize % 16 == 0 for size in (p.size, p.out_size))
-    every = list(wgrad.candidates(wgrad._any_size(p), gpu(0), aligned, aligned_g, wgrad._narrow(p)))
+    of_size = wgrad._narrow(p), wgrad._classes(p), False, wgrad._lined(p)
+    every = list(wgrad.candidates(wgrad._any_size(p), gpu(0), aligned, aligned_g, *of_size))
     for kind, count in ((True, 2), (False, 1)):
         tilings = [t for t in every if isinstance(t, WarpgroupTiling) == kind]
         for t in rng.sample(tilings, min(count, len(tilings))):
@@ -178,6 +179,39 @@ def test_weight_gradients_on_tensor_cores(precision: Precision, layout: Layout, 
     truth = weight_truth(p, x, g)
     for c in (choice, *drawn(p, rng)):
         check_weight(c, x, g, truth)
+
+
+NEIGHBOURS = {
+    "2 taps": Problem.make(3, 264, 40, (6, 40), 2, 2),
+    "2 taps in 3-D": Problem.make(2, 64, 24, (4, 6, 16), 2, 2),
+    "4 taps, narrow": Problem.make(8, 128, 72, (8, 8), 4, 2, 1),
+    "4 taps": Problem.make(2, 320, 64, (9, 32), 4, 2, 1),
+    "8 taps": Problem.make(3, 40, 48, (104,), 8, 4, 2),
+    "16 taps, lines": Problem.make(3, 256, 40, (160,), 16, 8, 4),
+    "4 taps, no channels for all": Problem.make(2, 36, 20, (5, 24), 4, 4),
+}
+
+
+@pytest.mark.parametrize("name", list(NEIGHBOURS))
+@pytest.mark.parametrize("precision", ("tf32", "bf16", "fp16"))
+def test_taps_that_are_neighbours_in_m(precision: Precision, name: str) -> None:
+    """Of each number of them, divided among warpgroups in each way; by boxes of rows and of lines, split and not."""
+    if gpu(0).arch != "90a":
+        pytest.skip("needs wgmma")
+    p = NEIGHBOURS[name].with_(dtype=DTYPES[precision], precision=precision, pass_="grad-weight")
+    rng = random.Random(f"{precision} {name}")
+    aligned, aligned_g = (size[-1] * p.dtype.itemsize % 16 == 0 for size in (p.size, p.out_size))
+    of_size = wgrad._narrow(p), wgrad._classes(p), False, wgrad._lined(p)
+    every = wgrad.candidates(wgrad._any_size(p), gpu(0), aligned, aligned_g, *of_size)
+    own = [t for t in every if isinstance(t, WarpgroupTiling) and t.interleaved]
+    few = {(t.subs, t.lined, t.split_m, t.warpgroups): t for t in rng.sample(own, len(own))}
+    assert {subs for subs, *_ in few} == {n for n in (2, 4, 8) if p.kernel[-1] % n == 0}
+    assert any(lined for _, lined, *_ in few) == wgrad._lined(p)
+    x, g = operands(p)
+    truth = weight_truth(p, x, g)
+    for t in few.values():
+        splits = min(math.prod(t.counts(p)), rng.choice((1, 2, 3)))
+        check_weight(wgrad.Choice(t, p, gpu(0), splits, 0.0, ""), x, g, truth)
 
 
 def in_two_steps(choice: wgrad.Choice) -> wgrad.Choice:
