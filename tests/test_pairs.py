@@ -203,3 +203,19 @@ def test_what_is_launched(dtype: torch.dtype, stubs: Stubs) -> None:
     choice = pairs.choose(p, H200)
     assert isinstance(choice, pairs.Choice)
     stubs.assert_one_mapped(choice)
+
+
+def test_what_kept_packings_go_by() -> None:
+    """A weight may serve layers of several paddings, by which its taps lie in K in pairs or one by one."""
+    packed: dict[object, np.ndarray] = {}
+    weight = np.random.default_rng(0).standard_normal((32, 16, 4, 4))
+    orders = set()
+    for padding, precision in ((0, "tf32"), (1, "tf32"), (2, "tf32"), (0, "bf16"), (1, "bf16")):
+        p = Problem.make(
+            1, 32, 16, (8, 16), 4, 2, padding, dtype=DTYPES[precision], precision=precision, pass_="grad-input"
+        )
+        t = next(t for t in pairs.candidates(p, H200) if (t.columns, t.mb, t.group, t.rows) == (32, 1, 16, 1))
+        packing, found = pairs.Choice(t, p, H200, 0.0, "").packing, PairsInterpreter(t).pack(weight)
+        np.testing.assert_array_equal(packed.setdefault(packing, found), found)
+        orders.add(packing)
+    assert len(orders) == 3

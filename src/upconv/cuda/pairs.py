@@ -1,4 +1,4 @@
-"""Gradients for the input of layers with even strides along W, NCHW, from gradients as they lie. wgmma only.
+"""Gradients for the input of layers with strides along W, NCHW, from gradients as they lie. wgmma only.
 
 Such a gradient is a convolution with strides. `gather` makes its places columns of N, for which float32 ones must be
 turned in shared memory, whose traffic bounds it. Here they are rows of M, which lanes read as they lie, two
@@ -321,7 +321,8 @@ class Choice(OneMappedChoice[Tile]):
 
     @property
     def packing(self) -> tuple[Any, ...]:
-        return self.tile.columns, self.tile.channels, self.problem.precision
+        t = self.tile
+        return t.columns, t.channels, t.slot, t.slots_lane, self.problem.precision
 
     def tensor_map(self, address: int) -> Words:
         return tensor_map(self.tile, self.problem, address)
