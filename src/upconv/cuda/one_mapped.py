@@ -23,12 +23,12 @@ class OneMappedChoice(TileChoice[T]):
     threads: ClassVar[int]
     """Of a block."""
     tile: Any
-    """With ``macros()``, ``arguments(problem)``, ``packed_words``, ``pack_blocks`` and ``shared_bytes``."""
+    """With ``macros()``, ``arguments`` and ``tiles`` of a problem, its packed words and blocks, and shared bytes."""
 
     @property
     def grid(self) -> int:
-        """Blocks."""
-        raise NotImplementedError
+        """Blocks: at most one for each multiprocessor."""
+        return min(self.tile.tiles(self.problem), self.gpu.multiprocessors)
 
     @property
     def packing(self) -> tuple[Any, ...]:

@@ -224,11 +224,6 @@ class Choice(OneMappedChoice[Tile]):
     margin = 1.15
 
     @property
-    def grid(self) -> int:
-        """Blocks: one for each multiprocessor."""
-        return min(self.tile.tiles(self.problem), self.gpu.multiprocessors)
-
-    @property
     def summary(self) -> str:
         t = self.tile
         return (
