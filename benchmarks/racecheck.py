@@ -202,6 +202,10 @@ CASES: dict[str, tuple[str, Callable[[], None]]] = {
         "gather",
         lambda: run_gather(problem(STRIDED, "tf32", "nchw", "fwd"), lambda t: t.wgmma),
     ),
+    "forward-drained": (
+        "gather",
+        lambda: run_gather(problem(STRIDED, "bf16", "nchw", "fwd"), lambda t: t.drained),
+    ),
     "forward-packing": (
         "gather",
         lambda: run_gather(problem(STRIDED, "tf32", "nchw", "fwd"), lambda t: t.packs and t.resident, True),

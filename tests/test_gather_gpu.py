@@ -65,6 +65,11 @@ LAYERS = {
     "1-D odd": (2, 64, 32, (303,), 5, 1, 2),
     "3-D odd": (1, 24, 32, (6, 16, 17), 3, 1, 1),
     "wide s2": (2, 136, 64, (18, 20), 4, 2, 1),
+    "drained": (3, 40, 72, (9, 24), 4, 2, 1),
+    "drained s1": (2, 32, 48, (21, 40), 3, 1, 1),
+    "drained s4": (2, 48, 24, (5, 40), (4, 5), 4, (0, 1), (0, 1)),
+    "drained k3s2": (2, 72, 136, (16, 48), 3, 2, 1, 1),
+    "drained whole": (5, 64, 200, (8, 8), 4, 2, 1),
     "few": (3, 56, 1, (18, 37), 9, 3, 4, 2),
     "few whole": (5, 64, 3, (16, 16), 4, 2, 1),
     "few odd": (2, 17, 5, (9, 21), (5, 3), (2, 3), (1, 2), (0, 1)),
@@ -145,6 +150,10 @@ def test_tilings(name: str, precision: str, layout: str, pass_: Pass) -> None:
     whole = list(gather.candidates(p, chip, size=p.size))
     tilings += random.Random(1).sample(whole, min(3, len(whole)))
     assert whole or "whole" not in name or layout != "nchw" or p.pass_ != "fwd"
+    if gather.drains(p):
+        drained = [*gather.candidates(p, chip, drained=True), *gather.candidates(p, chip, size=p.size, drained=True)]
+        tilings += random.Random(5).sample(drained, min(5, len(drained)))
+        assert drained or not name.startswith("drained")
     packing = [
         chosen.tiling,
         *random.Random(4).sample([t for t in tilings if t.packs], 1 if chosen.tiling.packs else 0),

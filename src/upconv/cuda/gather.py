@@ -47,6 +47,10 @@ _FILL = 24.0, 32.0  # bytes a clock that an epilogue stores of what is the bias 
 _FILL_RUN = 240.0, 400.0  # clocks of each run of it beside: of a channel's; of all of a warp's
 _MANY = 8  # tiles of a block, from which on the last one's tail is in the constants, fitted to such layers
 LAUNCH = 3.5e-6  # seconds
+# Of outputs that the copy engine stores: bytes a clock to shared memory, clocks beside. By what the model hopes there,
+# where consumers halve the pixels and where the channels (NOTES: on an H100 in bfloat16 pix by tiles of 4 x 64 134 us,
+# of 8 x 16 123, without 137; dcgan3 80 -> 74, vae 171 -> 160, dcgan2 66 -> 62; kb57's gradient 1,048 -> 997).
+_DRAIN, _DRAINED = (64.0, 300.0), (1.035, 1.02)
 SIZES = "i" * 11  # `Tiling.arguments`
 # A kernel that packs the weights itself: parts of them that a block packs at most, and its longest time (NOTES: the
 # host takes 16 us for two launches and 11 for one, in a training step twice that; the GPU 0 to 2 us more with a part a
@@ -141,6 +145,7 @@ class Choice:
         return (
             f"{instruction} {t.problem.precision}, tile {shape} (NxDxHxW of q) x {t.mb * t.wgs_m * 64} rows, chunk of "
             f"{t.chunk} channels, {split}, weights {weights}, {t.shared_bytes // 1024} KB shared, grid {self.grid}"
+            + (", results stored by the copy engine" if t.drained else "")
         )
 
     @property
@@ -340,6 +345,9 @@ class Prepared(BoxedPacks, LazyPacks):
     def __init__(self, choice: Choice, device: int) -> None:
         t, p = choice.tiling, choice.problem
         super().__init__(t, p, device, t.packed_words, t.pack_blocks)
+        self._results: dict[int, Words] = {}
+        if t.drained:
+            self._codes += f"({'q' * 16})"  # the result's map behind the source's
         units = choice.sources()
         self._unit = units[0]
         self._boxed_unit = units[1] if choice.boxable else None
@@ -394,7 +402,7 @@ class Prepared(BoxedPacks, LazyPacks):
     @cached_property
     def _run_packing(self) -> Launcher:
         (unit,) = self._choice.packing_sources
-        return self._load_gather(unit, self._codes.replace("(", "PPii("))
+        return self._load_gather(unit, self._codes.replace("(", "PPii(", 1))
 
     @property
     def packs(self) -> bool:
@@ -414,7 +422,18 @@ class Prepared(BoxedPacks, LazyPacks):
         packed = weight.new_empty_strided((self._words,), (1,), dtype=torch.int32)
         at, at_bias = packed.data_ptr(), 0 if bias is None else bias.data_ptr()
         given = (at_weight, self._zeros.address(x), tap_step, weight.dtype is torch.float32)
-        self._run_packing(self._device, self._choice.packs, (address, at, at_bias, at_out, *given, self._tail(address)))
+        ends = self._ends(address, at_out)
+        self._run_packing(self._device, self._choice.packs, (address, at, at_bias, at_out, *given, *ends))
+
+    def _ends(self, address: int, at_out: int) -> tuple[Words, ...]:
+        """`_tail` and, where the copy engine stores, the map of the result at its address."""
+        if not self._tiling.drained:
+            return (self._tail(address),)
+        found = self._results.get(at_out)
+        if found is None:
+            t, p = self._tiling, self._problem
+            found = self._kept(self._results, at_out, lambda: [result_map(t, p, at_out)])
+        return self._tail(address), found
 
     def run(self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, fresh: bool = False) -> None:
         """Launches the kernel: ``x`` and ``out`` dense in the problem's layout, ``packed`` what `pack` returned.
@@ -433,7 +452,7 @@ class Prepared(BoxedPacks, LazyPacks):
             x = x.clone()  # a view that begins off 16 bytes; PyTorch's allocations never do
             address = x.data_ptr()
         at = packed.data_ptr()
-        args = (address, at, self._bias_of(at, bias), at_out, self._tail(address))
+        args = (address, at, self._bias_of(at, bias), at_out, *self._ends(address, at_out))
         if packed.dtype is torch.int32:
             self._run(self._device, self._grid, args, fresh and self._overlaps)
         else:
@@ -470,6 +489,30 @@ def tensor_map(t: Tiling, p: Problem, address: int, tensor: Tensor5 | None = Non
     rounded = t.channels_last and p.precision == "tf32"  # the box is the tile
     span = t.row_bytes if t.channels_last else 0
     return encode(tensor, address, p.dtype, t.box, t.box_steps, span, rounded, promotion(t))
+
+
+def result_map(t: Tiling, p: Problem, address: int) -> Words:
+    """A ``CUtensorMap`` over a `Tiling.drained` result at an address, whose rows along H are apart by phase."""
+    channels, *size = result_shape(p)[1:]
+    h, w = size
+    row, phases = w * t.element, t.out_steps[1]
+    dims = (w, channels, h // phases, phases, p.batch)
+    strides = (h * row, phases * row, row, channels * h * row)
+    return encode(Tensor5(0, dims, strides), address, p.dtype, t.out_box, (1,) * 5, t.out_span)
+
+
+def drains(p: Problem) -> bool:
+    """Whether the tensor copy engine may store a problem's result: NCHW images of 16 bits, of whole units a row.
+
+    Not where a tile reads more than it stores (NOTES: dcgan2's gradient for the input 57 -> 69 us), nor in 1-D, where
+    the model does not know the best tile (kb64's gradient 798 us, by these 762 to 824).
+    """
+    if p.dtype.itemsize != 2 or p.layout != "nchw" or p.rank != 2 or p.groups > 1:
+        return False
+    if p.pass_ != "fwd" and max(p.stride) > 1:
+        return False
+    h, w = result_shape(p)[2:]
+    return w % 8 == 0 and (p.pass_ != "fwd" or h % p.stride[0] == 0)
 
 
 def promotion(t: Tiling) -> int:
@@ -542,6 +585,7 @@ def candidates(
     scarce: bool = False,
     size: tuple[int, ...] | None = None,
     shuffle: Shuffle | None = None,
+    drained: bool = False,
 ) -> Iterator[Tiling]:
     """Every tiling worth a look. ``classes``: of an NCHW source's rows (`Tiling.classes`); by default as ``p``'s are.
 
@@ -549,6 +593,7 @@ def candidates(
     ``scarce``: all with one alone (NCHW: channels-last producers load ahead into the second).
     ``size``: those for an input of this size alone, which hold whole images of the source; none where it is not small.
     ``shuffle``: those of the layer without its stride; one of `shuffle.ways`.
+    ``drained``: those whose outputs the tensor copy engine stores.
     """
     fast = gpu.arch == "90a" if wgmma is None else wgmma
     cout_g = result_shape(p)[1] // p.groups
@@ -586,9 +631,12 @@ def candidates(
             continue  # the rows of an unrolled tile are many already
         if size is not None and any(n > s * u * t for n, s, u, t in zip(result, steps, unroll, tile[1:])):
             continue
+        if drained and (subs > 1 or split == 2):
+            continue
         base = Tiling(
-            p, sub, tile, split, chunk, subs, w_subs, unroll, classes=by, wgmma=fast, whole=whole, shuffle=shuffle
-        )
+            p, sub, tile, split, chunk, subs, w_subs, unroll, classes=by, wgmma=fast, whole=whole, shuffle=shuffle,
+            drained=drained,
+        )  # fmt: skip
         if by is None and classes is not None and base.staging_units * 16 > _SHORT_ROWS:
             continue
         if base.mb * base.nb > accumulators or base.mb * base.nb < 1:
@@ -608,7 +656,7 @@ def candidates(
         for resident, paired, run_groups, by_plane in product(residence, pairs, groups, planewise):
             base = replace(base, paired=paired, run_groups=run_groups, planewise=by_plane)
             t = None if scarce else _fitted(replace(base, resident=resident), gpu)
-            if t is None and not base.channels_last and not resident:
+            if t is None and not drained and not base.channels_last and not resident:
                 t = _fitted(base, gpu, scarce=True)
             if t is not None:
                 yield t
@@ -771,6 +819,8 @@ def _tile_clocks(t: Tiling, alignment: int) -> Clocks:
     stores = per_tile_out * _ragged(t, alignment, c)
     filled = _fill_clocks(t, couts)
     store = max(stores / c.store, _epilogue_clocks(t, alignment, c)) + filled
+    if t.drained:
+        store = stores / _DRAIN[0] + _DRAIN[1]
     drained = c.chunk[t.split != 2 and t.chunk == 8 and t.parts == 1]
     ragged = 0.0 if t.channels_last or alignment >= 16 or t.element == 2 else c.ragged_turn
     straight, longest, ring = t.straight, t.longest_stretch, t.ring_fragments
@@ -851,7 +901,7 @@ def _whole(t: Tiling, clocks: Clocks, p: Problem, gpu: Gpu) -> tuple[float, str]
     elif waves * gpu.multiprocessors > 1.5 * tiles:
         bound = "too few tiles"
     ring, halved = t.planewise and not t.resident, t.split == 0 and t.shuffle is None
-    factor = (_RING if ring else 1.0) * (_HALVED if halved else 1.0)
+    factor = (_RING if ring else 1.0) * (_HALVED if halved else 1.0) * (_DRAINED[t.split] if t.drained else 1.0)
     return factor * (max(memory, seconds) + 0.15 * min(memory, seconds) + LAUNCH), bound
 
 
@@ -944,9 +994,11 @@ def considered(p: Problem, gpu: Gpu, general: bool = False) -> Iterator[tuple[fl
     classes = classes_of(p, general) if p.layout == "nchw" else (1, 1)
     layer = any_size(p)
     found = ways(layer) if countable(p) else ()
-    for shuffle in (None, *found):
-        small = () if general else _small_tilings(layer, gpu, p.size, shuffle)
-        for t, clocks in _tilings(layer, gpu, classes, _alignment(p), shuffle) + small:
+    for shuffle, drained in ((None, False), *((way, False) for way in found), (None, True)):
+        if drained and (general or gpu.arch != "90a" or not drains(p)):
+            continue
+        small = () if general else _small_tilings(layer, gpu, p.size, shuffle, drained)
+        for t, clocks in _tilings(layer, gpu, classes, _alignment(p), shuffle, drained) + small:
             seconds, bound = _whole(t, clocks, p, gpu)
             if found and shuffle is None and not t.contiguous:
                 seconds *= _SPREAD
@@ -963,23 +1015,30 @@ def any_size(p: Problem) -> Problem:
 
 @lru_cache(maxsize=256)
 def _tilings(
-    layer: Problem, gpu: Gpu, classes: tuple[int, int] | None, alignment: int, shuffle: Shuffle | None
+    layer: Problem,
+    gpu: Gpu,
+    classes: tuple[int, int] | None,
+    alignment: int,
+    shuffle: Shuffle | None,
+    drained: bool = False,
 ) -> tuple[tuple[Tiling, Clocks], ...]:
     """A layer's tilings with the clocks of their tiles: up to a second once, then a few milliseconds for each size."""
-    return tuple((t, _tile_clocks(t, alignment)) for t in _layer_tilings(layer, gpu, classes, shuffle))
+    return tuple((t, _tile_clocks(t, alignment)) for t in _layer_tilings(layer, gpu, classes, shuffle, drained))
 
 
 @lru_cache(maxsize=256)
 def _small_tilings(
-    layer: Problem, gpu: Gpu, size: tuple[int, ...], shuffle: Shuffle | None
+    layer: Problem, gpu: Gpu, size: tuple[int, ...], shuffle: Shuffle | None, drained: bool = False
 ) -> tuple[tuple[Tiling, Clocks], ...]:
     """As `_tilings`, those for this size of the input alone; a few milliseconds."""
     alignment = _alignment(layer.with_(size=size))
-    return tuple((t, _tile_clocks(t, alignment)) for t in candidates(layer, gpu, size=size, shuffle=shuffle))
+    return tuple(
+        (t, _tile_clocks(t, alignment)) for t in candidates(layer, gpu, size=size, shuffle=shuffle, drained=drained)
+    )
 
 
 @lru_cache(maxsize=256)
 def _layer_tilings(
-    layer: Problem, gpu: Gpu, classes: tuple[int, int] | None, shuffle: Shuffle | None
+    layer: Problem, gpu: Gpu, classes: tuple[int, int] | None, shuffle: Shuffle | None, drained: bool = False
 ) -> tuple[Tiling, ...]:
-    return tuple(candidates(layer, gpu, classes=classes, shuffle=shuffle))
+    return tuple(candidates(layer, gpu, classes=classes, shuffle=shuffle, drained=drained))

@@ -293,6 +293,8 @@ class Tiling:
     waited for and given back by itself, so that a chunk's first plane is loaded anew while its last is multiplied."""
     shuffle: Shuffle | None = None
     """A strided layer's channels and phases as rows of M; ``problem`` is then the layer without its stride."""
+    drained: bool = False
+    """NCHW, 16 bits: a tile's outputs stay in shared memory while the tensor copy engine stores them."""
 
     # --- types -------------------------------------------------------------------------------------------------------
 
@@ -898,10 +900,11 @@ class Tiling:
         buffer = 64 // run * run * 16 * self.element if self.channels_last else 8 * row
         if self.shuffle is not None:
             buffer = self.shuffle.per_slab * self.shuffle.line_words(run) * 4
+        before = tiles + ring + slots
+        if self.drained:
+            before, buffer = -(-before // 1024) * 1024, self.nb * 64 * self.width_subs * 16 * self.element
         return (
-            tiles
-            + ring
-            + slots
+            before
             + 8 * buffer
             + 16 * (stages_p * self.plane_barriers + self._ring_stages(stages_w) + slot_barriers)
             + 4 * self.segments
@@ -948,6 +951,8 @@ class Tiling:
             raise Unfit("whole images come by boxes, of which none may end in the next group")
         if self.planewise and not self._planes_in_turn:
             raise Unfit("not every variant reads all planes in turn in one stretch of code")
+        if self.drained and not self._drainable:
+            raise Unfit("the tensor copy engine stores 16-bit outputs of whole rows, in NCHW of two dimensions")
         if self.parts == 2 and self.split == 1:
             raise Unfit("IEEE accumulators leave no room for two blocks")
         if self.shared_bytes > shared_limit:
@@ -955,6 +960,31 @@ class Tiling:
         if self.pixels > MAX_PIXELS and not self.channels_last:
             raise Unfit(f"the tile has {self.pixels} pixels with its halo, more than {MAX_PIXELS}")
         return self
+
+    @property
+    def _drainable(self) -> bool:
+        plain = self.tensor_map and not self.channels_last and self.shuffle is None and self.subs == 1
+        one = self.problem.rank == 2 and self.problem.groups == 1 and self.unroll == (1, 1, 1) and not self.bare
+        return self.element == 2 and plain and one and self.contiguous and self._run_outputs % self._span_outputs == 0
+
+    @property
+    def _run_outputs(self) -> int:
+        """Neighbouring outputs of a run of the epilogue."""
+        return self.runs * 8 * self.width_subs
+
+    @property
+    def _span_outputs(self) -> int:
+        return next((n for n in (64, 32, 16) if self._run_outputs % n == 0), 64)
+
+    @property
+    def out_span(self) -> int:
+        """Bytes of a row of a result's box."""
+        return self._span_outputs * self.element
+
+    @property
+    def out_box(self) -> tuple[int, int, int, int, int]:
+        """A result's box (`drained`): W, channels, H of one phase, phases of H, images."""
+        return self._span_outputs, 16, self.sub[0], 1, 1
 
     @property
     def _planes_in_turn(self) -> bool:
@@ -1039,6 +1069,8 @@ class Tiling:
             "RESIDENT": int(self.resident),
             "WEIGHTS_BOX": int(boxed),
             "RUN_GROUPS": self.runs,
+            "DRAINED": int(self.drained),
+            "OUT_SPAN": self.out_span if self.drained else 0,
             "STORE_UNIT": store_unit,
             "ROWS_D": len(rows_d),
             "ROWS_H": len(rows_h),

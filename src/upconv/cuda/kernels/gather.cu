@@ -87,7 +87,12 @@ __device__ __forceinline__ int chunks_of(int variant) { return entries_of(varian
 #include "gather_multiply.cuh"    // a chunk's matrix instructions
 #include "gather_epilogue.cuh"    // sums to memory
 
-__device__ __forceinline__ void consume(const char* packed, const ELEMENT_TYPE* bias, char* y, const Sizes& s, u32 tiles, u32 full, u32 empty, Fragments& weights, u32 buffers, int wg, int thread) {
+#if DRAINED
+#define RESULT const TensorMap&
+#else
+#define RESULT char*
+#endif
+__device__ __forceinline__ void consume(const char* packed, const ELEMENT_TYPE* bias, RESULT y, const Sizes& s, u32 tiles, u32 full, u32 empty, Fragments& weights, u32 buffers, int wg, int thread) {
   int warp = thread >> 5, lane = thread & 31;
   int first_subtile = SPLIT == 0 ? wg * NB : 0, offset = fragment_part(wg, thread);
   u32 buffer = buffers + (wg * 4 + warp) * BUFFER_BYTES;
@@ -160,7 +165,11 @@ __device__ __forceinline__ void consume(const char* packed, const ELEMENT_TYPE* 
 #define TILES_AT 0
 #define RING_AT (TILES_AT + STAGES_P * STAGE_BYTES)
 #define SLOTS_AT (RING_AT + RING_FRAGMENTS * WGS_M * FRAGMENT)
+#if DRAINED                            // where boxes' swizzle begins
+#define BUFFERS_AT ((SLOTS_AT + STAGES_S * SLOT_BYTES + 1023) / 1024 * 1024)
+#else
 #define BUFFERS_AT (SLOTS_AT + (CHANNELS_LAST ? 0 : STAGES_S * SLOT_BYTES))
+#endif
 #define BARRIERS_AT (BUFFERS_AT + CONSUMERS * 4 * BUFFER_BYTES)
 #define PIXEL_BARRIERS (STAGES_P * PLANE_BARRIERS)
 #define SLOT_BARRIERS (BOX ? (CHANNELS_LAST ? STAGES_P : STAGES_S) : 0)
@@ -255,6 +264,11 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const ELEMEN
     weights.ring = base + RING_AT;
     weights.full = full_w;
     weights.empty = empty_w;
+#if DRAINED
+    consume(packed, bias, maps.of[MAPS], s, base + TILES_AT, full, empty, weights, base + BUFFERS_AT, role - FIRST_CONSUMER, thread);
+    if ((thread & 31) == 0) asm volatile("cp.async.bulk.wait_group 0;\n" ::: "memory");
+#else
     consume(packed, bias, y, s, base + TILES_AT, full, empty, weights, base + BUFFERS_AT, role - FIRST_CONSUMER, thread);
+#endif
   }
 }
