@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import random
 from itertools import product
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from gather_interpreter import Floats, Interpreter
+from test_host import epilogue, tiles
 from upconv.cuda import boxes, gather, jit
 from upconv.cuda.gpu import H200
 from upconv.cuda.tiling import Tiling, result_shape
@@ -171,6 +173,13 @@ def test_boxes_bring_every_output_to_its_place(p: Problem, monkeypatch: pytest.M
                 assert phase == variant
                 e.store(y, corner, phase, wg, block, values)  # type: ignore[arg-type]
         assert (y == ids.ravel()).all()
+
+
+@pytest.mark.parametrize("p", layers(24)[::2], ids=str)
+def test_the_kernels_source_stores_every_output(p: Problem, tmp_path: Path) -> None:
+    """Compiled for the host, its words and boxes as written."""
+    tiling = random.Random(f"host {p}").choice(tilings(p))
+    assert tiles(epilogue(tiling, tmp_path), 1, 80) > 500
 
 
 def test_which_results_are_drained() -> None:

@@ -75,7 +75,19 @@ def epilogue(tiling: Tiling, folder: Path, movmatrix: bool = False, store_unit: 
     (folder / "kernel.h").write_text(macros + CONSTANTS + tables + types + SHUFFLE + SIZES + tile)
     places = cut(source, "struct Place {", "#define GROUP_ROWS")
     epilogue = cut(source, "#define RUN (RUN_GROUPS * 8)", "__device__ __forceinline__ void consume")
-    (folder / "epilogue.h").write_text(places + re.sub(r'asm volatile\(""[^;]*;', "", epilogue))
+    epilogue = re.sub(r'asm volatile\(""[^;]*;', "", epilogue)
+    copies = (  # of results by the copy engine
+        (r'asm volatile\("cp\.async\.bulk\.(?:wait|commit)_group[^"]*" ::: "memory"\);', ";"),
+        (r'asm volatile\("fence\.proxy\.async[^"]*" ::: "memory"\);', ";"),
+        (
+            r'asm volatile\("cp\.async\.bulk\.tensor\.5d\.global.*?: "memory"\);',
+            "copy_box(from, w, channel, h, phase, n);",
+        ),
+    )
+    for pattern, call in copies:
+        epilogue, found = re.subn(pattern, call, epilogue, flags=re.DOTALL)
+        assert found >= 1
+    (folder / "epilogue.h").write_text(places + epilogue)
     turned = cut(
         PTX,
         "template <int N>\n__device__ __forceinline__ void store_matrices_turned",

@@ -69,13 +69,31 @@ template <int N> static void store_matrices_turned(u32 a, const u32 (&v)[N]) {
 }
 #endif
 
+static char* y;
+static Sizes sizes;
+#if DRAINED
+// What the copy engine stores of a box, of which cuda/tiling.py has the shape and cuda/gather.py the map's dimensions.
+struct TensorMap {};
+static void copy_box(u32 from, int w, int channel, int h, int phase, int n) {
+  if (from % 128 || w * ELEMENT % 16) fail("a box that the engine does not take");
+  const int box[] = {OUT_SPAN / ELEMENT, 16, SUB_H == 8 ? 8 : 1};
+  for (int i = 0; i < box[0] * box[1] * box[2]; i++) {
+    u32 at = from + i * ELEMENT;
+    at ^= (at >> 7 & (OUT_SPAN / 16 - 1)) << 4;
+    int column = w + i % box[0], c = channel + i / box[0] % box[1], row = h + i / (box[0] * box[1]);
+    u16 v = load_shared<u16>(at);
+    bool ok = column < sizes.out_w && c < COUT && row < sizes.out_h / OUT_STEP_H && n < sizes.batch;
+    long long place = (((long long)n * COUT + c) * sizes.out_h + row * OUT_STEP_H + phase) * sizes.out_w + column;
+    store_global(y + place * ELEMENT, &v, ELEMENT, ok);
+  }
+}
+#endif
+
 #include "epilogue.h"
 
 static float accumulators[WARPS * 32][MB][NB][32];
 static std::vector<ELEMENT_TYPE> bias;
 static bool has_bias;
-static char* y;
-static Sizes sizes;
 static Tile tile;
 static int cout_block, first_subtile;
 
@@ -83,6 +101,9 @@ static void body() {
   float acc[MB][NB][32];
   memcpy(acc, accumulators[this_fiber], sizeof acc);
   int of_team = this_fiber / 32;
+#if DRAINED
+  TensorMap y;
+#endif
   epilogue(acc, has_bias ? bias.data() : nullptr, y, sizes, tile, cout_block, first_subtile, of_team * BUFFER_BYTES, first_warp + of_team, this_fiber % 32);
 }
 
@@ -176,6 +197,11 @@ static long long one_tile() {
   sizes.out_d = 1 + below(2 * OUT_STEP_D * TILE_D);
   sizes.out_h = 1 + below(2 * OUT_STEP_H * TILE_H);
   sizes.out_w = widths[below(4)];
+  if (DRAINED) {  // images whose rows are whole units
+    sizes.out_d = 1;
+    sizes.out_w = (sizes.out_w + 7) / 8 * 8;
+    sizes.out_h = (sizes.out_h + OUT_STEP_H - 1) / OUT_STEP_H * OUT_STEP_H;
+  }
   if (STORE_UNIT) sizes.out_w = (sizes.out_w * ELEMENT + STORE_UNIT - 1) / STORE_UNIT * STORE_UNIT / ELEMENT;
   tile.group = below(COUT / COUT_G);
   tile.variant = below(VARIANTS);
@@ -194,7 +220,7 @@ static long long one_tile() {
   global_memory.assign((count + 64) * ELEMENT + 256, 0);
   written.assign(global_memory.size(), 0);
   y = (char*)(((u64)global_memory.data() + 255) / 128 * 128);
-  if (STORE_UNIT > ELEMENT) y += below(2) * 16;
+  if (STORE_UNIT > ELEMENT || DRAINED) y += below(2) * 16;
   else if (!below(3) && !(CHANNELS_LAST && ALIGNED_COUT)) y += below(32 / ELEMENT) * ELEMENT;
   bias.resize(channels);
   for (ELEMENT_TYPE& b : bias) b = stored((float)below(8));

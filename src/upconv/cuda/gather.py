@@ -994,9 +994,8 @@ def considered(p: Problem, gpu: Gpu, general: bool = False) -> Iterator[tuple[fl
     classes = classes_of(p, general) if p.layout == "nchw" else (1, 1)
     layer = any_size(p)
     found = ways(layer) if countable(p) else ()
-    for shuffle, drained in ((None, False), *((way, False) for way in found), (None, True)):
-        if drained and (general or gpu.arch != "90a" or not drains(p)):
-            continue
+    drainable = not general and not found and gpu.arch == "90a" and drains(p)
+    for shuffle, drained in ((None, False), *((way, False) for way in found), *(((None, True),) if drainable else ())):
         small = () if general else _small_tilings(layer, gpu, p.size, shuffle, drained)
         for t, clocks in _tilings(layer, gpu, classes, _alignment(p), shuffle, drained) + small:
             seconds, bound = _whole(t, clocks, p, gpu)

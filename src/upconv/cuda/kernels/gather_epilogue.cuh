@@ -487,7 +487,7 @@ __device__ __forceinline__ void store_box(const TensorMap& map, u32 from, int w,
 template <int V>
 __device__ __forceinline__ void store_words(u32 to, const u32 (&v)[V]) {
   if constexpr (V == 1) store_shared_u32(to, v[0]);
-  else if constexpr (V == 2) asm volatile("st.shared.v2.u32 [%0], {%1, %2};\n" ::"r"(to), "r"(v[0]), "r"(v[1]) : "memory");
+  else if constexpr (V == 2) store_shared_f32x2(to, __uint_as_float(v[0]), __uint_as_float(v[1]));
   else store_shared_128(to, v[0], v[1], v[2], v[3]);
 }
 

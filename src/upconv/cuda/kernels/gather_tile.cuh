@@ -89,7 +89,11 @@ struct Sizes {                                         // one layout for the pac
 
 struct alignas(64) TensorMap { u64 opaque[16]; };        // a CUtensorMap; <cuda.h> does not compile under NVRTC
 #define MAPS (CLASSED ? ROW_CLASSES * CHANNEL_CLASSES : 1)
-struct TensorMaps { TensorMap of[MAPS + WEIGHTS_BOX + DRAINED]; };   // the last: the weights', or (DRAINED) the result's
+#if DRAINED
+struct TensorMaps { TensorMap of[MAPS + 1]; };             // the last: the result's
+#else
+struct TensorMaps { TensorMap of[MAPS + WEIGHTS_BOX]; };   // the last: the weights'
+#endif
 
 // Byte of the 16-byte unit `unit` of pixel row `p` in a tile.
 __device__ __forceinline__ u32 unit_at(int p, int unit) {
