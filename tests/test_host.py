@@ -71,13 +71,14 @@ def epilogue(tiling: Tiling, folder: Path, movmatrix: bool = False, store_unit: 
     )
     tables = cut(source, "__constant__ const short SUB_D[]", "__constant__ const int ROW_D[]")
     tile = cut(source, "struct Tile {", "__device__ __forceinline__ Tile tile_at")
-    macros += f"#define MOVMATRIX {int(movmatrix)}\n"
+    macros += f"#define MOVMATRIX {int(movmatrix)}\n#define OUT_BOX {{{','.join(map(str, tiling.out_box))}}}\n"
     (folder / "kernel.h").write_text(macros + CONSTANTS + tables + types + SHUFFLE + SIZES + tile)
     places = cut(source, "struct Place {", "#define GROUP_ROWS")
     epilogue = cut(source, "#define RUN (RUN_GROUPS * 8)", "__device__ __forceinline__ void consume")
     epilogue = re.sub(r'asm volatile\(""[^;]*;', "", epilogue)
     copies = (  # of results by the copy engine
-        (r'asm volatile\("cp\.async\.bulk\.(?:wait|commit)_group[^"]*" ::: "memory"\);', ";"),
+        (r'asm volatile\("cp\.async\.bulk\.wait_group\.read 0;[^"]*" ::: "memory"\);', "wait_group();"),
+        (r'asm volatile\("cp\.async\.bulk\.commit_group[^"]*" ::: "memory"\);', "commit_group();"),
         (r'asm volatile\("fence\.proxy\.async[^"]*" ::: "memory"\);', ";"),
         (
             r'asm volatile\("cp\.async\.bulk\.tensor\.5d\.global.*?: "memory"\);',
@@ -86,7 +87,7 @@ def epilogue(tiling: Tiling, folder: Path, movmatrix: bool = False, store_unit: 
     )
     for pattern, call in copies:
         epilogue, found = re.subn(pattern, call, epilogue, flags=re.DOTALL)
-        assert found >= 1
+        assert found == 1
     (folder / "epilogue.h").write_text(places + epilogue)
     turned = cut(
         PTX,

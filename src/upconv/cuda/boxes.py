@@ -1,4 +1,4 @@
-"""What the tensor copy engine reads: tensors of five dimensions, and the maps by which a kernel names their boxes."""
+"""What the tensor copy engine reads or writes: tensors of five dimensions, and the maps by which kernels name boxes."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def encode(
     """A ``CUtensorMap`` over a tensor, as its 128 bytes.
 
     Args:
-        tensor: what is copied from.
+        tensor: what is copied from, or to.
         address: of the tensor that it is a part of, in bytes.
         dtype: of its elements.
         box: elements that a copy traverses along each dimension.
@@ -100,7 +100,7 @@ def encode(
         rounded: float32 becomes TF32 on its way, to nearest even.
         promotion: bytes that the cache asks memory for at a time, 128 or 256.
 
-    Errors: RuntimeError with CUDA's error, for what the engine does not read.
+    Errors: RuntimeError with CUDA's error, for what the engine does not take.
     """
     driver: Any = jit._driver()
     types = driver.CUtensorMapDataType

@@ -47,10 +47,11 @@ _FILL = 24.0, 32.0  # bytes a clock that an epilogue stores of what is the bias 
 _FILL_RUN = 240.0, 400.0  # clocks of each run of it beside: of a channel's; of all of a warp's
 _MANY = 8  # tiles of a block, from which on the last one's tail is in the constants, fitted to such layers
 LAUNCH = 3.5e-6  # seconds
-# Of outputs that the copy engine stores: bytes a clock to shared memory, clocks beside. By what the model hopes there,
-# where consumers halve the pixels and where the channels (NOTES: on an H100 in bfloat16 pix by tiles of 4 x 64 134 us,
-# of 8 x 16 123, without 137; dcgan3 80 -> 74, vae 171 -> 160, dcgan2 66 -> 62; kb57's gradient 1,048 -> 997).
-_DRAIN, _DRAINED = (64.0, 300.0), (1.035, 1.02)
+# Results that the copy engine stores: bytes a clock that threads leave in shared memory for it, and clocks beside.
+_STAGED = 64.0, 300.0
+# By how much the model hopes there, by `split` (NOTES: pix in bfloat16 on an H100, which it has at 116 us both times,
+# by halves of the pixels 134, of the channels 123, and by other epilogues 137).
+_STAGED_HOPE = 1.035, 1.02
 SIZES = "i" * 11  # `Tiling.arguments`
 # A kernel that packs the weights itself: parts of them that a block packs at most, and its longest time (NOTES: the
 # host takes 16 us for two launches and 11 for one, in a training step twice that; the GPU 0 to 2 us more with a part a
@@ -502,10 +503,11 @@ def result_map(t: Tiling, p: Problem, address: int) -> Words:
 
 
 def drains(p: Problem) -> bool:
-    """Whether the tensor copy engine may store a problem's result: NCHW images of 16 bits, of whole units a row.
+    """Whether the tensor copy engine may store a problem's result: NCHW images of 16 bits whose rows are whole units.
 
-    Not where a tile reads more than it stores (NOTES: dcgan2's gradient for the input 57 -> 69 us), nor in 1-D, where
-    the model does not know the best tile (kb64's gradient 798 us, by these 762 to 824).
+    Of a strided forward each phase must have as many rows. Not where a tile reads more than it stores, as of gradients
+    of strided layers (NOTES: dcgan2's 57 -> 69 us), nor in 1-D, where the model does not know the best tile (kb64's
+    gradient 798 us, by these 762 to 824).
     """
     if p.dtype.itemsize != 2 or p.layout != "nchw" or p.rank != 2 or p.groups > 1:
         return False
@@ -632,7 +634,7 @@ def candidates(
         if size is not None and any(n > s * u * t for n, s, u, t in zip(result, steps, unroll, tile[1:])):
             continue
         if drained and (subs > 1 or split == 2):
-            continue
+            continue  # before tilings are made of them, which `checked` would refuse
         base = Tiling(
             p, sub, tile, split, chunk, subs, w_subs, unroll, classes=by, wgmma=fast, whole=whole, shuffle=shuffle,
             drained=drained,
@@ -820,8 +822,8 @@ def _tile_clocks(t: Tiling, alignment: int) -> Clocks:
     filled = _fill_clocks(t, couts)
     store = max(stores / c.store, _epilogue_clocks(t, alignment, c)) + filled
     if t.drained:
-        store = stores / _DRAIN[0] + _DRAIN[1]
-    drained = c.chunk[t.split != 2 and t.chunk == 8 and t.parts == 1]
+        store = stores / _STAGED[0] + _STAGED[1]
+    of_chunk = c.chunk[t.split != 2 and t.chunk == 8 and t.parts == 1]
     ragged = 0.0 if t.channels_last or alignment >= 16 or t.element == 2 else c.ragged_turn
     straight, longest, ring = t.straight, t.longest_stretch, t.ring_fragments
     found: dict[int, tuple[tuple[float, float, float, float], float, float]] = {}
@@ -829,8 +831,8 @@ def _tile_clocks(t: Tiling, alignment: int) -> Clocks:
         steps, chunks = t.fragments(entries), t.chunks if entries else 0
         matrix = steps * fragment_time
         if t.wgmma:
-            drains = chunks if straight else steps / longest
-            matrix += steps * c.step[t.wide] + drains * c.drain[t.wide]
+            pauses = chunks if straight else steps / longest
+            matrix += steps * c.step[t.wide] + pauses * c.drain[t.wide]
         else:
             matrix = matrix / _MMA_SYNC
         streamed = 0 if t.resident else steps * t.wgs_m * FRAGMENT
@@ -839,7 +841,7 @@ def _tile_clocks(t: Tiling, alignment: int) -> Clocks:
         if t.wgmma and not t.resident:
             waits = max(waits, steps * c.latency / ring)
         body = (
-            max(matrix, l2, chunks * turn, waits) + c.overlap * min(matrix, l2) + c.exposed * waits + chunks * drained
+            max(matrix, l2, chunks * turn, waits) + c.overlap * min(matrix, l2) + c.exposed * waits + chunks * of_chunk
         )
         if t.stages_p == 1:  # (`costs._PLANEWISE` is fitted with it, though its pixels lie turned)
             body += min(matrix, chunks * turn)
@@ -901,7 +903,7 @@ def _whole(t: Tiling, clocks: Clocks, p: Problem, gpu: Gpu) -> tuple[float, str]
     elif waves * gpu.multiprocessors > 1.5 * tiles:
         bound = "too few tiles"
     ring, halved = t.planewise and not t.resident, t.split == 0 and t.shuffle is None
-    factor = (_RING if ring else 1.0) * (_HALVED if halved else 1.0) * (_DRAINED[t.split] if t.drained else 1.0)
+    factor = (_RING if ring else 1.0) * (_HALVED if halved else 1.0) * (_STAGED_HOPE[t.split] if t.drained else 1.0)
     return factor * (max(memory, seconds) + 0.15 * min(memory, seconds) + LAUNCH), bound
 
 

@@ -963,28 +963,22 @@ class Tiling:
 
     @property
     def _drainable(self) -> bool:
-        plain = self.tensor_map and not self.channels_last and self.shuffle is None and self.subs == 1
+        plain = self.element == 2 and self.tensor_map and not self.channels_last and self.shuffle is None
         one = self.problem.rank == 2 and self.problem.groups == 1 and self.unroll == (1, 1, 1) and not self.bare
-        return self.element == 2 and plain and one and self.contiguous and self._run_outputs % self._span_outputs == 0
-
-    @property
-    def _run_outputs(self) -> int:
-        """Neighbouring outputs of a run of the epilogue."""
-        return self.runs * 8 * self.width_subs
-
-    @property
-    def _span_outputs(self) -> int:
-        return next((n for n in (64, 32, 16) if self._run_outputs % n == 0), 64)
+        # Lanes store 4, 8 or 16 bytes, whole in a row of a box. Tiles in turn hide their stores anyway.
+        whole = self.contiguous and self.width_subs in (1, 2, 4) and self.out_span > 0
+        return plain and one and whole and self.subs == 1 and self.split != 2
 
     @property
     def out_span(self) -> int:
-        """Bytes of a row of a result's box."""
-        return self._span_outputs * self.element
+        """Bytes of a row of a result's box, which a run of the epilogue has a whole number of; 0 where none is so."""
+        outputs = self.runs * 8 * self.width_subs
+        return self.element * next((n for n in (64, 32, 16) if outputs % n == 0), 0)
 
     @property
     def out_box(self) -> tuple[int, int, int, int, int]:
         """A result's box (`drained`): W, channels, H of one phase, phases of H, images."""
-        return self._span_outputs, 16, self.sub[0], 1, 1
+        return self.out_span // self.element, 16, self.sub[0], 1, 1
 
     @property
     def _planes_in_turn(self) -> bool:

@@ -483,6 +483,9 @@ __device__ __forceinline__ void store_box(const TensorMap& map, u32 from, int w,
       ::"l"(&map), "r"(w), "r"(channel), "r"(h), "r"(phase), "r"(n), "r"(from) : "memory");
 }
 
+#if W_SUBS != 1 && W_SUBS != 2 && W_SUBS != 4
+#error "a lane's words are one store, and rows of boxes a whole number of them"
+#endif
 // A lane's V words.
 template <int V>
 __device__ __forceinline__ void store_words(u32 to, const u32 (&v)[V]) {
