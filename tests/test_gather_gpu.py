@@ -234,7 +234,7 @@ def test_results_by_the_copy_engine(name: str, precision: str) -> None:
         if prepared.packs:
             prepared.run_packing(x, weight, bias, outs[3])
         assert all(torch.equal(outs[0], other) for other in outs[1 : 3 + prepared.packs]), choice.tiling
-        assert_accurate(outs[0], truth, size_of, cin * p.taps + 1)
+        assert_accurate(outs[0], truth, size_of, source_shape(p)[1] * p.taps + 1)
 
 
 @pytest.mark.parametrize("pass_", ["fwd", "grad-input"])
