@@ -121,27 +121,22 @@ def tensor(shape: tuple[int, ...], p: Problem) -> torch.Tensor:
     return found.contiguous(memory_format=torch.channels_last) if p.layout == "channels_last" else found
 
 
-def run_gather(p: Problem, wanted: Callable[[Any], bool], packing: bool = False) -> None:
-    """The first tiling of a kind. ``packing``: by the kernel that packs the weights itself."""
-    tiling = next(t for _, _, t in gather.considered(p, gpu(0)) if wanted(t))
-    prepared = gather.Choice(tiling, p, gpu(0), 0.0, "").prepare(0)
+def run_gather(p: Problem, wanted: Callable[[Any], bool], packing: bool = False, again: bool = False) -> None:
+    """The first tiling of a kind. ``packing``: by the kernel that packs the weights itself. ``again``: blocks have
+    three tiles and more.
+    """
+    chip = replace(gpu(0), multiprocessors=2) if again else gpu(0)
+    tiling = next(t for _, _, t in gather.considered(p, chip) if wanted(t))
+    choice = gather.Choice(tiling, p, chip, 0.0, "")
+    if again and tiling.arguments(p)[-1] < 3 * choice.grid:
+        raise RuntimeError(f"{tiling.arguments(p)[-1]} tiles give {choice.grid} blocks no third one")
+    prepared = choice.prepare(0)
     shapes = (p.input_shape, p.output_shape) if p.pass_ == "fwd" else (p.output_shape, p.input_shape)
     x, out = (tensor(shape, p) for shape in shapes)
     if packing:
         prepared.run_packing(x, tensor(p.weight_shape, p), None, out)
     else:
         prepared.run(x, prepared.pack(tensor(p.weight_shape, p)), None, out)
-
-
-def run_drained(p: Problem) -> None:
-    """The first tiling whose results the copy engine stores; blocks have several tiles, so buffers are used again."""
-    chip = replace(gpu(0), multiprocessors=2)
-    tiling = next(t for _, _, t in gather.considered(p, chip) if t.drained)
-    choice = gather.Choice(tiling, p, chip, 0.0, "")
-    if tiling.arguments(p)[-1] < 3 * choice.grid:
-        raise RuntimeError(f"{tiling.arguments(p)[-1]} tiles give {choice.grid} blocks no third one")
-    prepared = choice.prepare(0)
-    prepared.run(tensor(p.input_shape, p), prepared.pack(tensor(p.weight_shape, p)), None, tensor(p.output_shape, p))
 
 
 def run_sweep(p: Problem, wanted: Callable[[sweep.Sweep], bool]) -> None:
@@ -213,7 +208,10 @@ CASES: dict[str, tuple[str, Callable[[], None]]] = {
         "gather",
         lambda: run_gather(problem(STRIDED, "tf32", "nchw", "fwd"), lambda t: t.wgmma),
     ),
-    "forward-drained": ("gather", lambda: run_drained(problem(STRIDED, "bf16", "nchw", "fwd"))),
+    "forward-drained": (
+        "gather",
+        lambda: run_gather(problem(STRIDED, "bf16", "nchw", "fwd"), lambda t: t.drained, again=True),
+    ),
     "forward-packing": (
         "gather",
         lambda: run_gather(problem(STRIDED, "tf32", "nchw", "fwd"), lambda t: t.packs and t.resident, True),

@@ -206,11 +206,7 @@ def test_results_by_the_copy_engine(name: str, precision: str) -> None:
     )  # fmt: skip
     assert gather.drains(p)
     few = replace(gpu(0), multiprocessors=2)
-    layer = gather.any_size(p)
-    every = [
-        *gather.candidates(layer, few, classes=gather.classes_of(p), drained=True),
-        *gather.candidates(layer, few, size=p.size, drained=True),
-    ]
+    every = [t for _, _, t in gather.considered(p, few) if t.drained]
     assert bool(every) == (name != "s3")
     torch.manual_seed(zlib.crc32(str(p).encode()))
     x = torch.randn(source_shape(p), device="cuda").to(p.dtype)

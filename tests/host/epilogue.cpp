@@ -201,6 +201,13 @@ static long long check_bare() {
 }
 #endif
 
+static void draw_sums() {
+  for (auto& lane : accumulators)
+    for (auto& block : lane)
+      for (auto& subtile : block)
+        for (float& v : subtile) v = (float)(1 + below(200));
+}
+
 static long long one_tile() {
   int widths[] = {1 + below(2 * OUT_STEP_W * TILE_W), 1 + below(40), 2 + 2 * below(OUT_STEP_W * TILE_W), 16 * (1 + below(OUT_STEP_W * TILE_W / 8))};
   sizes = {};
@@ -235,10 +242,7 @@ static long long one_tile() {
   else if (!below(3) && !(CHANNELS_LAST && ALIGNED_COUT)) y += below(32 / ELEMENT) * ELEMENT;
   bias.resize(channels);
   for (ELEMENT_TYPE& b : bias) b = stored((float)below(8));
-  for (auto& lane : accumulators)
-    for (auto& block : lane)
-      for (auto& subtile : block)
-        for (float& v : subtile) v = (float)(1 + below(200));
+  draw_sums();
   sizes.tiles_w = (sizes.out_w + lead[2] + OUT_STEP_W * stride[2] * TILE_W - 1) / (OUT_STEP_W * stride[2] * TILE_W);
   shared_memory.assign(WARPS * BUFFER_BYTES, 0xdd);
   long long checked = 0, bytes = 0;
@@ -258,10 +262,7 @@ static long long one_tile() {
   int warp = first_warp;
   run_fibers(WARPS * 32, body);
   memcpy(before, accumulators, sizeof before);
-  for (auto& lane : accumulators)
-    for (auto& block : lane)
-      for (auto& subtile : block)
-        for (float& v : subtile) v = (float)(1 + below(200));
+  draw_sums();
   first_warp = (warp + 1) % 4;
   run_fibers(WARPS * 32, body);
   wait_group();                            // the kernel's end

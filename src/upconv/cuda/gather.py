@@ -494,8 +494,7 @@ def tensor_map(t: Tiling, p: Problem, address: int, tensor: Tensor5 | None = Non
 
 def result_map(t: Tiling, p: Problem, address: int) -> Words:
     """A ``CUtensorMap`` over a `Tiling.drained` result at an address, whose rows along H are apart by phase."""
-    channels, *size = result_shape(p)[1:]
-    h, w = size
+    channels, h, w = result_shape(p)[1:]
     row, phases = w * t.element, t.out_steps[1]
     dims = (w, channels, h // phases, phases, p.batch)
     strides = (h * row, phases * row, row, channels * h * row)
@@ -514,7 +513,7 @@ def drains(p: Problem) -> bool:
     if p.pass_ != "fwd" and max(p.stride) > 1:
         return False
     h, w = result_shape(p)[2:]
-    return w % 8 == 0 and (p.pass_ != "fwd" or h % p.stride[0] == 0)
+    return w % 8 == 0 and h % p.stride[0] == 0
 
 
 def promotion(t: Tiling) -> int:
@@ -820,9 +819,10 @@ def _tile_clocks(t: Tiling, alignment: int) -> Clocks:
     fragment_time = _fragment_clocks(t)
     stores = per_tile_out * _ragged(t, alignment, c)
     filled = _fill_clocks(t, couts)
-    store = max(stores / c.store, _epilogue_clocks(t, alignment, c)) + filled
     if t.drained:
         store = stores / _STAGED[0] + _STAGED[1]
+    else:
+        store = max(stores / c.store, _epilogue_clocks(t, alignment, c)) + filled
     of_chunk = c.chunk[t.split != 2 and t.chunk == 8 and t.parts == 1]
     ragged = 0.0 if t.channels_last or alignment >= 16 or t.element == 2 else c.ragged_turn
     straight, longest, ring = t.straight, t.longest_stretch, t.ring_fragments
@@ -996,8 +996,10 @@ def considered(p: Problem, gpu: Gpu, general: bool = False) -> Iterator[tuple[fl
     classes = classes_of(p, general) if p.layout == "nchw" else (1, 1)
     layer = any_size(p)
     found = ways(layer) if countable(p) else ()
-    drainable = not general and not found and gpu.arch == "90a" and drains(p)
-    for shuffle, drained in ((None, False), *((way, False) for way in found), *(((None, True),) if drainable else ())):
+    kinds: list[tuple[Shuffle | None, bool]] = [(shuffle, False) for shuffle in (None, *found)]
+    if not general and not found and gpu.arch == "90a" and drains(p):
+        kinds.append((None, True))
+    for shuffle, drained in kinds:
         small = () if general else _small_tilings(layer, gpu, p.size, shuffle, drained)
         for t, clocks in _tilings(layer, gpu, classes, _alignment(p), shuffle, drained) + small:
             seconds, bound = _whole(t, clocks, p, gpu)
