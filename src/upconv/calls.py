@@ -11,16 +11,23 @@ sparse or wrapped tensors are a difference too. What keys do not tell is asked f
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from upconv.problem import Precision
+from upconv.problem import Precision, Problem
 
-if TYPE_CHECKING:
-    from upconv.planner import Plan
+
+class Planned(Protocol):
+    """What a call leads to: a plan, of the problem that it computes."""
+
+    @property
+    def problem(self) -> Problem: ...
+
+
+P = TypeVar("P", bound=Planned)
 
 MOST = 4096
 """Weights that are remembered."""
@@ -55,7 +62,7 @@ def float32_precision() -> Precision:
     return "tf32" if _cudnn_enabled() and _conv_precision("cuda", "conv") == "tf32" else "ieee"
 
 
-class Call:
+class Call(Generic[P]):
     """A call as it was made before, and the plan that it led to.
 
     ``dtype`` is what it computes in, whatever the input's; ``made`` how many guards were made for the plan.
@@ -68,7 +75,7 @@ class Call:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: P,
         input: Tensor,
         weight: Tensor,
         bias: Tensor | None,
@@ -122,37 +129,44 @@ class Call:
         )
 
 
-class Seen:
+class Seen(Generic[P]):
     """What is remembered of a weight: the calls that led to the same plan twice in turn, and the last call's plan."""
 
     __slots__ = ("calls", "last")
 
-    def __init__(self, last: Plan) -> None:
-        self.calls: tuple[Call, ...] = ()
+    def __init__(self, last: P) -> None:
+        self.calls: tuple[Call[P], ...] = ()
         self.last = last
 
 
-seen: dict[int, Seen] = {}
-"""By the weight's `id`; of a weight that has the same by chance, `Call.is_this` knows that it is another."""
+seen: dict[int, Seen[Any]] = {}
+"""Transposed convolutions, by the weight's `id`; of a weight that has the same by chance, `Call.is_this` knows that it
+is another."""
 
 _IMMUTABLE = (int, tuple)  # of an argument that is the same object; a list may hold other numbers by now
 
 
 def remember(
-    plan: Plan, input: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, *arguments: Any
+    plan: P,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    *arguments: Any,
+    among: dict[int, Seen[P]] = seen,
 ) -> None:
     """Notes a call that found its plan by its description; of the second in turn with a plan, its guards too.
 
-    ``dtype`` is what the call computes in, ``arguments`` the rank and its other arguments.
+    ``dtype`` is what the call computes in, ``arguments`` the rank and its other arguments, ``among`` where it is noted.
     """
     if _GUARDS is None or _function_stack() or any(type(a) not in _IMMUTABLE for a in arguments):
         return
-    known = seen.get(id(weight))
+    known = among.get(id(weight))
     if known is None or known.last is not plan:  # not every size of an image is seen again
         if known is None:
-            if len(seen) >= MOST:
-                seen.clear()
-            seen[id(weight)] = Seen(plan)
+            if len(among) >= MOST:
+                among.clear()
+            among[id(weight)] = Seen(plan)
         else:
             known.last = plan
         return

@@ -1,4 +1,4 @@
-"""Models as a whole: `accelerate` swaps transposed convolutions in place, `restore` undoes it, `fold_batchnorm` folds,
+"""Models as a whole: `accelerate` swaps convolutions in place, `restore` undoes it, `fold_batchnorm` folds,
 `warmup` compiles ahead.
 
 A swap changes a module's class and nothing else, so weights, hooks, training state, parametrisations, shared modules
@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.conv import _ConvTransposeNd
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.utils import parametrize
 
 from upconv import modules
@@ -33,23 +33,29 @@ _SWAPS: dict[type[nn.Module], type[nn.Module]] = {
     nn.LazyConvTranspose1d: modules.LazyConvTranspose1d,
     nn.LazyConvTranspose2d: modules.LazyConvTranspose2d,
     nn.LazyConvTranspose3d: modules.LazyConvTranspose3d,
+    nn.Conv1d: modules.Conv1d,
+    nn.Conv2d: modules.Conv2d,
+    nn.Conv3d: modules.Conv3d,
 }
 _BACK = {ours: theirs for theirs, ours in _SWAPS.items()}
 _MARK = "_upconv_swapped"  # in the module's __dict__: restore() undoes what accelerate() did, and nothing else
 
 
-def accelerate(model: Model, *, report: Report | None = None) -> Model:
+def accelerate(model: Model, *, convolutions: bool = False, report: Report | None = None) -> Model:
     """Swaps every plain transposed convolution of a model to upconv's, in place.
 
     Args:
         model: any module; it may be a transposed convolution itself.
-        report: called with a line for every transposed convolution found: swapped, or left and why (``print`` will do).
+        convolutions: also ``Conv1d``, ``Conv2d`` and ``Conv3d``. A convolution and its gradients are gradients of a
+            transposed one, and the kernels of those compute it where it is large, in NCHW on a Hopper GPU, in TF32,
+            bfloat16 or float16; every other call stays PyTorch's.
+        report: called with a line for every convolution found: swapped, or left and why (``print`` will do).
             The same lines go to the logger ``upconv`` at level INFO.
 
     Returns:
         The same model. Modules of a subclass, and those whose ``forward`` was replaced, are left as they are.
     """
-    for names, module in _transposed(model):
+    for names, module in _found(model, _ConvNd if convolutions else _ConvTransposeNd):
         cls = type(module)
         plain = _plain_class(module)
         if plain in _BACK:
@@ -76,18 +82,18 @@ def restore(model: Model, *, report: Report | None = None) -> Model:
     Returns:
         The same model. Modules built as upconv's in the first place stay.
     """
-    for names, module in _transposed(model):
+    for names, module in _found(model, _ConvNd):
         if vars(module).pop(_MARK, False) and _plain_class(module) in _BACK:
             _change_class(module, _BACK[_plain_class(module)])
             _say(report, f"{' = '.join(names)}: restored")
     return model
 
 
-def _transposed(model: nn.Module) -> list[tuple[list[str], nn.Module]]:
-    """Every transposed convolution of a model once, with all the names it goes by."""
+def _found(model: nn.Module, kind: type[nn.Module]) -> list[tuple[list[str], nn.Module]]:
+    """Every module of a kind once, with all the names it goes by."""
     found: dict[int, tuple[list[str], nn.Module]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, _ConvTransposeNd):
+        if isinstance(module, kind):
             found.setdefault(id(module), ([], module))[0].append(name or "(the model itself)")
     return list(found.values())
 

@@ -1,5 +1,7 @@
 """``ConvTranspose1d/2d/3d`` and their lazy twins: subclasses of torch.nn's that compute with upconv's engines.
 
+And ``Conv1d/2d/3d``, by which `upconv.accelerate` replaces plain convolutions if it is asked to.
+
 Constructor, parameters, initial weights, state_dict, repr and errors are the parents'. Code that asks for
 ``isinstance(m, torch.nn.ConvTranspose2d)`` (weight and spectral norm, quantisation, channels_last conversion) finds
 what it looks for.
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 from torch._jit_internal import is_scripting
 from torch.compiler import is_compiling
 
+from upconv.convolutions import convolution
 from upconv.ops import conv_transpose
 
 # The three forwards differ in PyTorch's own function for TorchScript, which compiles a forward's text and takes the
@@ -123,3 +126,50 @@ class LazyConvTranspose3d(nn.LazyConvTranspose3d, ConvTranspose3d):  # type: ign
     """`torch.nn.LazyConvTranspose3d` that becomes upconv's `ConvTranspose3d` on its first call."""
 
     cls_to_become = ConvTranspose3d
+
+
+# --- plain convolutions ----------------------------------------------------------------------------------------------
+
+
+def _convolve(module: Any, rank: int, input: Tensor) -> Tensor:
+    """The layer, by our kernels or by PyTorch's operator."""
+    weight, bias, padding = module.weight, module.bias, module.padding
+    if module.padding_mode == "zeros" and type(padding) is tuple:
+        found = convolution(rank, input, weight, bias, module.stride, padding, module.dilation, module.groups)
+        if found is not None:
+            return found
+    out: Tensor = module._conv_forward(input, weight, bias)
+    return out
+
+
+class Conv1d(nn.Conv1d):
+    """Drop-in for `torch.nn.Conv1d`, whose large calls on a GPU take our kernels (`upconv.convolutions`)."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Computes the layer, as PyTorch's does."""
+        if is_scripting():
+            return self._conv_forward(input, self.weight, self.bias)
+        else:
+            return _convolve(self, 1, input)
+
+
+class Conv2d(nn.Conv2d):
+    """Drop-in for `torch.nn.Conv2d`, whose large calls on a GPU take our kernels (`upconv.convolutions`)."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Computes the layer, as PyTorch's does."""
+        if is_scripting():
+            return self._conv_forward(input, self.weight, self.bias)
+        else:
+            return _convolve(self, 2, input)
+
+
+class Conv3d(nn.Conv3d):
+    """Drop-in for `torch.nn.Conv3d`, whose large calls on a GPU take our kernels (`upconv.convolutions`)."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Computes the layer, as PyTorch's does."""
+        if is_scripting():
+            return self._conv_forward(input, self.weight, self.bias)
+        else:
+            return _convolve(self, 3, input)

@@ -33,8 +33,8 @@ from dataclasses import replace
 from functools import cached_property
 from importlib import import_module
 from importlib.util import find_spec
-from itertools import count, product
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from itertools import count
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -101,6 +101,9 @@ class Prepared(Protocol):
     Where kernels differ by how a weight lies, or by whether packed weights are kept, those that the first call does not
     want may be left out: then ``loaded`` is false, and ``load`` loads all; ``packed_loaded`` and ``load_packed`` are
     the same of those for packed weights.
+
+    With a true attribute ``biased`` `run` adds a bias for ``grad-input`` too, of the input's channels: the pass is then
+    a plain convolution (`upconv.convolutions`).
 
     With a true attribute ``packs`` it has ``run_packing(x, weight, bias, out)`` beside, which does both by one launch
     and may allocate what outlives the call.
@@ -221,6 +224,37 @@ def forward(
             bias = None if bias is None else bias.to(x.dtype)
             return cpu.forward(plan.problem, "native", x, weight.to(x.dtype), bias)
     return runner(x, weight, bias, keep and lasting, lasting)
+
+
+def convolution(plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None, keep: bool = True) -> Tensor:
+    """The plain convolution that is the gradient for the input by ``plan``.
+
+    Args:
+        plan: one whose gradient for the input has a choice.
+        x: ``problem.output_shape``, any strides.
+        weight: ``problem.weight_shape``, any strides; float32 for a 16-bit problem too, and the bias then.
+        bias: ``(in_channels)`` of the problem, which are the result's channels, or None.
+        keep: as for `forward`.
+
+    Returns:
+        ``problem.input_shape``.
+
+    Raises:
+        as `forward`.
+    """
+    index = x.get_device()
+    if _collectors and not _noted(plan, index, "grad-input"):
+        p = plan.problem
+        given = (p.stride, p.padding, p.dilation, False, (0,) * p.rank, p.groups)
+        rounded = None if bias is None else bias.to(x.dtype)
+        found: Tensor = torch.ops.aten.convolution(x, weight.to(x.dtype), rounded, *given)
+        return found
+    runner = _gradients(plan, index).input
+    assert runner is not None
+    if bias is None or (runner.biased and not bias.is_neg()):
+        return runner(x, weight, bias if bias is None else bias.to(x.dtype), keep)
+    out = runner(x, weight, None, keep)
+    return out.add_(bias.view(-1, *(1,) * plan.problem.rank))
 
 
 # PyTorch's own binding; a PyTorch built without CUDA lacks it.
@@ -370,6 +404,7 @@ class Runner:
         self.prepared: Prepared = _prepare(plan, index, pass_)
         self.casts = getattr(self.prepared, "casts", False)
         self.packs = getattr(self.prepared, "packs", False)
+        self.biased = getattr(self.prepared, "biased", False)
         packing = getattr(self.prepared, "packing", plan.selection(pass_).choice)
         self.packing = _packing((pass_, packing), p)
 
@@ -388,7 +423,7 @@ class Runner:
             if bias is not None:
                 if keep or not self.casts:  # kept weights know nothing of a bias
                     bias = bias.to(x.dtype)
-                else:
+                elif bias.dtype is not x.dtype:
                     rounded = bias
         try:
             out = x.new_empty_strided(self.shape, self.strides)  # 0.5 us less than torch.empty_strided
@@ -549,17 +584,23 @@ _collectors = 0  # threads within `collecting`; looked at by every call
 
 def _runner(plan: Plan, index: int) -> Runner | None:
     """The plan's runner on a device, compiled and loaded; None where `collecting` noted it instead."""
-    wanted: list[tuple[Plan, int]] | None = getattr(_local, "wanted", None)
-    if wanted is not None:
-        ready = _loaded(plan, index, "fwd", training=False)
-        if _local.every or not ready:
-            wanted.append((plan, index))
-        if not ready:
-            return None
+    if not _noted(plan, index, "fwd"):
+        return None
     with _preparing:
         if index not in plan.runners:
             plan.runners[index] = Runner(plan, index)
         return plan.runners[index]
+
+
+def _noted(plan: Plan, index: int, pass_: Pass) -> bool:
+    """Whether a call's kernel may run: outside `collecting`, or loaded already; else it is noted there."""
+    wanted: list[Wanted] | None = getattr(_local, "wanted", None)
+    if wanted is None:
+        return True
+    ready = _loaded(plan, index, pass_, training=False)
+    if _local.every or not ready:
+        wanted.append(Wanted(plan, index, pass_))
+    return ready
 
 
 def _gradients(plan: Plan, index: int) -> Gradients:
@@ -567,8 +608,16 @@ def _gradients(plan: Plan, index: int) -> Gradients:
     return plan.gradient_runners.setdefault(index, Gradients(plan, index)) if found is None else found
 
 
+class Wanted(NamedTuple):
+    """A call's plan, its device and the pass that is its forward: of a plain convolution ``grad-input``."""
+
+    plan: Plan
+    device: int
+    pass_: Pass = "fwd"
+
+
 @contextmanager
-def collecting(every: bool = False) -> Iterator[list[tuple[Plan, int]]]:
+def collecting(every: bool = False) -> Iterator[list[Wanted]]:
     """Within it, calls of this thread whose kernels are not loaded run PyTorch's operator and note plan and device.
 
     ``every``: the calls whose kernels are loaded are noted too.
@@ -587,7 +636,7 @@ def collecting(every: bool = False) -> Iterator[list[tuple[Plan, int]]]:
 
 
 def compile_all(
-    wanted: Sequence[tuple[Plan, int]],
+    wanted: Sequence[Wanted],
     progress: Callable[[str, int, int], object] | None = None,
     threads: int | None = None,
     training: bool = False,
@@ -603,9 +652,10 @@ def compile_all(
 
     from upconv.cuda import jit
 
-    passes: tuple[Pass, ...] = ("fwd", "grad-input", "grad-weight") if training else ("fwd",)
+    every: tuple[Pass, ...] = ("fwd", "grad-input", "grad-weight")
     units: dict[tuple[str, str], tuple[str, Plan, int, Pass]] = {}
-    for (plan, index), pass_ in product(dict.fromkeys(wanted), passes):
+    asked = ((plan, index, each) for plan, index, pass_ in wanted for each in (every if training else (pass_,)))
+    for plan, index, pass_ in dict.fromkeys(asked):
         choice = plan.selection(pass_).choice
         if choice is None or _loaded(plan, index, pass_, training):
             continue
@@ -626,9 +676,11 @@ def compile_all(
             lines.append(f"{label} for sm_{jobs[job][1]}")
             if progress is not None:
                 progress(label, done, len(jobs))
-    for plan, index in wanted:
-        if plan.choice is not None:
+    for plan, index, pass_ in wanted:
+        if plan.choice is not None and (training or pass_ == "fwd"):
             _load(_runner(plan, index), training)
+        elif pass_ == "grad-input":
+            _load(_gradients(plan, index).input, training)
         if training:
             loaded = _gradients(plan, index)
             _ = loaded.bias

@@ -343,6 +343,8 @@ class BoxedPacks(Packs):
 class Prepared(BoxedPacks, LazyPacks):
     """A choice's kernels, loaded for a device."""
 
+    biased = True
+
     def __init__(self, choice: Choice, device: int) -> None:
         t, p = choice.tiling, choice.problem
         super().__init__(t, p, device, t.packed_words, t.pack_blocks)
@@ -439,8 +441,8 @@ class Prepared(BoxedPacks, LazyPacks):
     def run(self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, fresh: bool = False) -> None:
         """Launches the kernel: ``x`` and ``out`` dense in the problem's layout, ``packed`` what `pack` returned.
 
-        For pass "grad-input" they are the output's gradient and the input's, and there is no bias. ``fresh``: `pack`
-        was called just before, and the kernel loads its first pixels beside what that launched.
+        For pass "grad-input" they are the output's gradient and the input's, and a bias is of the input's channels.
+        ``fresh``: `pack` was called just before, and the kernel loads its first pixels beside what that launched.
         """
         address, at_out = x.data_ptr(), out.data_ptr()
         if at_out & 15:  # PyTorch's allocations never do; `store_unit` goes by sizes alone

@@ -286,6 +286,8 @@ _ENTRIES = ("pack", "sweep")
 class Prepared(gather.BoxedPacks):
     """A choice's kernels, loaded for a device."""
 
+    biased = True
+
     def __init__(self, choice: Choice, device: int) -> None:
         s, p = choice.sweep, choice.problem
         super().__init__(s.pixels, p, device, s.packed_words, s.pack_blocks)
@@ -300,7 +302,7 @@ class Prepared(gather.BoxedPacks):
     def run(self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, fresh: bool = False) -> None:
         """Launches the kernel: ``x`` and ``out`` contiguous, ``packed`` what `pack` returned.
 
-        For pass "grad-input" they are the output's gradient and the input's, and there is no bias. ``fresh``: `pack`
+        For pass "grad-input" they are as for `gather.Prepared.run`. ``fresh``: `pack`
         was called just before, and the kernel loads its first pixels beside what that launched.
         """
         address, at = x.data_ptr(), packed.data_ptr()

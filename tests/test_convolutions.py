@@ -1,0 +1,465 @@
+"""Plain convolutions by the kernels of transposed ones: which calls are ours, and what they and their gradients are.
+
+Without a GPU the kernels are `test_gradients`' stand-ins.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.autograd import gradcheck, gradgradcheck
+from torch.utils.checkpoint import checkpoint
+
+import upconv
+from conftest import assert_accurate, assert_close, tf32_magnitude
+from test_gradients import Data, Kernels, Weight, kernels  # noqa: F401
+from upconv import calls, convolutions, modules, ops, planner, reference
+from upconv.cuda import engine, gpu
+from upconv.planner import Device
+from upconv.problem import Problem
+
+H200 = Device("cuda", gpu=gpu.H200)
+LAYERS = (None, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+OURS = (None, modules.Conv1d, modules.Conv2d, modules.Conv3d)
+CONVOLVE = (None, F.conv1d, F.conv2d, F.conv3d)
+MASKS = [(1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 0), (0, 1, 1), (1, 0, 1), (1, 1, 1)]
+
+
+@pytest.fixture
+def everything(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every convolution is ours that has kernels, however small."""
+    convolutions.forget()
+    monkeypatch.setattr(convolutions, "small", lambda *shapes: False)
+    monkeypatch.setattr(convolutions, "faster", lambda plan, pass_: plan.selection(pass_).choice is not None)
+    monkeypatch.setattr(convolutions, "LEAST", 0.0)
+    convolutions.choose.cache_clear()
+    yield
+    monkeypatch.undo()
+    convolutions.choose.cache_clear()
+    convolutions.forget()
+
+
+@pytest.fixture
+def stand_ins(kernels: Kernels, everything: None, monkeypatch: pytest.MonkeyPatch) -> Kernels:  # noqa: F811
+    """The same of tensors on the CPU, by the stand-ins; float64 is as good as any dtype to them."""
+    monkeypatch.setattr(convolutions, "_on_gpu", lambda t: True)
+    monkeypatch.setattr(planner, "cuda_device", lambda index: H200)
+
+    def choose(p: Problem, device: Device) -> Any:
+        return convolutions.Convolution(planner.plan(p, device))
+
+    monkeypatch.setattr(convolutions, "choose", choose)
+    return kernels
+
+
+def layer(rank: int, *args: Any, dtype: torch.dtype = torch.float64, **kwargs: Any) -> tuple[Any, Any]:
+    """(ours, torch.nn's) with the same parameters."""
+    theirs = LAYERS[rank](*args, dtype=dtype, **kwargs)  # type: ignore[misc]
+    ours = upconv.accelerate(copy.deepcopy(theirs), convolutions=True)
+    assert type(ours) is OURS[rank]
+    return ours, theirs
+
+
+def step(module: nn.Module, x: Tensor, mask: tuple[int, ...] = (1, 1, 1)) -> list[Tensor | None]:
+    """The output and the gradients for input, weight and bias of those that ``mask`` lets require one."""
+    x = x.detach().clone().requires_grad_(bool(mask[0]))
+    for parameter, needed in zip((module.weight, module.bias), mask[1:]):
+        if parameter is not None:
+            parameter.requires_grad_(bool(needed)).grad = None  # type: ignore[union-attr]
+    out = module(x)
+    if out.requires_grad:
+        out.backward(torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view(out.shape).to(out))
+    grads = [x.grad, module.weight.grad, None if module.bias is None else module.bias.grad]
+    return [out.detach(), *grads]  # type: ignore[list-item]
+
+
+def assert_same(found: list[Tensor | None], wanted: list[Tensor | None]) -> None:
+    for a, b in zip(found, wanted):
+        assert (a is None) == (b is None)
+        if a is not None and b is not None:
+            assert_close(a, b, length=512)
+
+
+# --- geometry --------------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> tuple[int, list[int], list[int], list[tuple[int, ...]]]:
+    """Rank, shapes of input and weight, and stride, padding and dilation; most of them fit."""
+    rank = draw(st.integers(1, 3))
+
+    def several(least: int, most: int) -> tuple[int, ...]:
+        return tuple(draw(st.integers(least, most)) for _ in range(rank))
+
+    x = [draw(st.integers(1, 2)), draw(st.integers(2, 3)), *several(1, 7)]
+    w = [draw(st.integers(2, 3)), x[1], *several(1, 4)]
+    return rank, x, w, [several(1, 3), several(0, 3), several(1, 3)]
+
+
+@given(shapes())
+@settings(max_examples=400, deadline=None)
+def test_a_convolution_is_the_gradient_of_the_transposed_one(
+    drawn: tuple[int, list[int], list[int], list[tuple[int, ...]]],
+) -> None:
+    rank, x_shape, w_shape, (stride, padding, dilation) = drawn
+    x, w = torch.randn(x_shape, dtype=torch.float64), torch.randn(w_shape, dtype=torch.float64)
+    p = convolutions.transposed(x.shape, w.shape, stride, padding, dilation, torch.float64)
+    try:
+        wanted = CONVOLVE[rank](x, w, None, stride, padding, dilation)  # type: ignore[misc]
+    except RuntimeError:
+        assert p is None
+        return
+    assert p is not None
+    assert (p.output_shape, p.input_shape, p.weight_shape) == (x.shape, wanted.shape, w.shape)
+    found = reference.gradients(p, x, torch.zeros(p.input_shape, dtype=torch.float64), w)[0]
+    assert reference.relative_error(found, wanted) < 1e-12
+
+
+# --- which calls are ours --------------------------------------------------------------------------------------------
+
+
+def chosen(
+    x: tuple[int, ...], channels: int, kernel: int, stride: int = 1, padding: int = 1,
+    dtype: torch.dtype = torch.bfloat16, precision: Any = "bf16", device: Device = H200,
+) -> Any:  # fmt: skip
+    rank = len(x) - 2
+    w = (channels, x[1], *(kernel,) * rank)
+    if convolutions.small(torch.Size(x), torch.Size(w), (stride,) * rank):
+        return None
+    each = [(value,) * rank for value in (stride, padding, 1)]
+    p = convolutions.transposed(x, w, *each, dtype, precision)
+    return None if p is None else convolutions.choose(p, device)
+
+
+def test_large_layers_are_ours_and_small_or_pointwise_ones_pytorchs() -> None:
+    single = {"dtype": torch.float32, "precision": "tf32"}
+    for ours in (
+        chosen((16, 64, 256, 256), 64, 3), chosen((16, 64, 256, 256), 64, 3, **single),
+        chosen((16, 512, 32, 32), 1024, 3), chosen((16, 3, 256, 256), 64, 3),
+        chosen((2, 32, 128, 128, 128), 32, 3, **single), chosen((16, 512, 8192), 512, 3),
+    ):  # fmt: skip
+        assert ours is not None and ours.for_input and ours.plan.grad_input.choice is not None
+    for theirs in (
+        chosen((128, 128, 16, 16), 256, 4, 2), chosen((16, 256, 64, 64), 256, 1, padding=0),
+        chosen((256, 256, 8, 8), 512, 4, 2, **single), chosen((2, 320, 8, 8, 8), 320, 3),
+        chosen((16, 64, 256, 256), 64, 3, dtype=torch.float32, precision="ieee"),
+        chosen((16, 64, 256, 256), 64, 3, dtype=torch.float64, precision="ieee"),
+        chosen((16, 64, 256, 256), 64, 3, device=Device("cuda", gpu=gpu.A100)),
+        chosen((16, 64, 256, 256), 64, 3, device=Device("cuda", unavailable="no driver")),
+    ):  # fmt: skip
+        assert theirs is None
+
+
+def test_gradients_are_chosen_one_by_one() -> None:
+    """For the weight of many channels on small images cuDNN's is the faster one (measured: 192 and 193 us, 68 and 78)."""
+    for shape, channels in (((16, 1024, 16, 16), 1024), ((2, 256, 16, 16, 16), 256)):
+        found = chosen(shape, channels, 3)
+        assert found is not None and found.for_input is True and found.for_weight is False
+
+
+@pytest.mark.parametrize("change", (
+    lambda x, w: (x.to(memory_format=torch.channels_last), w),
+    lambda x, w: (x, w.to(memory_format=torch.channels_last)),
+    lambda x, w: (x[..., ::2], w), lambda x, w: (x[0], w), lambda x, w: (x.float(), w), lambda x, w: (x, w.to_sparse()),
+    lambda x, w: (x, w[:, :2]), lambda x, w: (x[..., :1, :1].contiguous(memory_format=torch.channels_last), w),
+), ids=("input", "weight", "strided", "unbatched", "dtype", "sparse", "channels", "one pixel"))  # fmt: skip
+def test_other_tensors_are_pytorchs(stand_ins: Kernels, change: Any) -> None:
+    x, w = torch.randn(2, 4, 8, 8, dtype=torch.float64), torch.randn(6, 4, 3, 3, dtype=torch.float64)
+    arguments: tuple[Any, ...] = ((1, 1), (1, 1), (1, 1), 1)
+    assert convolutions.convolution(2, x, w, None, *arguments) is not None
+    assert stand_ins.ran() == ["grad-input"]
+    other = change(x, w)
+    assert convolutions.convolution(2, *other, None, *arguments) is None
+    assert convolutions.convolution(2, x, w, None, *arguments[:3], 2) is None
+    assert convolutions.convolution(2, x, w, torch.zeros(5, dtype=torch.float64), *arguments) is None
+    assert stand_ins.ran() == []
+
+
+def test_what_pytorch_must_see_is_pytorchs(stand_ins: Kernels) -> None:
+    ours, theirs = layer(2, 4, 6, 3)
+    x = torch.randn(2, 4, 8, 8, dtype=torch.float64)
+    for _ in range(2):
+        torch.testing.assert_close(torch.func.vmap(ours)(x[None])[0], theirs(x))
+        torch.testing.assert_close(
+            torch.func.grad(lambda t: ours(t).sum())(x), torch.func.grad(lambda t: theirs(t).sum())(x)
+        )
+        torch.jit.trace(ours, x, check_trace=False)
+        torch.testing.assert_close(torch.compile(ours, backend="eager", fullgraph=True)(x), theirs(x))
+    assert stand_ins.ran() == []
+    with pytest.raises(RuntimeError, match="expected input"):
+        ours(x[:, :3])
+    with pytest.raises(TypeError):
+        ours(None)
+
+
+# --- what is computed ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("rank", (1, 2, 3))
+def test_steps_are_pytorchs(stand_ins: Kernels, rank: int, mask: tuple[int, ...]) -> None:
+    ours, theirs = layer(rank, 4, 6, 3, 2, 1, 1 if rank == 3 else 2)
+    x = torch.randn(2, 4, *(9, 6, 5)[:rank], dtype=torch.float64)
+    for _ in range(4):  # the second remembers the call, the third recognises it
+        found, wanted = step(ours, x, mask), step(theirs, x, mask)
+        assert_same(found, wanted)
+        assert stand_ins.ran() == [*(["fwd"] if mask[0] else []), "grad-input", *(["grad-weight"] if mask[1] else [])]
+        with torch.no_grad():
+            for module in (ours, theirs):
+                module.weight.mul_(1.25)
+
+
+def test_calls_are_recognised(stand_ins: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = layer(2, 4, 6, 3, padding=1)
+    x = torch.randn(2, 4, 8, 8, dtype=torch.float64)
+    for _ in range(2):
+        step(ours, x)
+    monkeypatch.setattr(convolutions, "_find", lambda *args: pytest.fail("the call is known"))
+    assert_same(step(ours, x), step(theirs, x))
+    assert all(type(seen.last) is convolutions.Convolution for seen in convolutions._seen.values())
+    assert id(ours.weight) not in calls.seen
+
+
+def test_a_weight_of_both_kinds_of_layers(stand_ins: Kernels) -> None:
+    w = torch.randn(4, 4, 3, 3, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(2, 4, 8, 8, dtype=torch.float64)
+    arguments: tuple[Any, ...] = ((1, 1), (1, 1))
+    for _ in range(4):
+        plain = convolutions.convolution(2, x, w, None, *arguments, (1, 1), 1)
+        across = ops.conv_transpose(2, x, w, None, *arguments, 0, 1, (1, 1))
+        assert plain is not None
+        torch.testing.assert_close(plain, F.conv2d(x, w, None, *arguments))
+        torch.testing.assert_close(across, F.conv_transpose2d(x, w, None, *arguments))
+
+
+@pytest.mark.parametrize("lacking", ("for_input", "for_weight"))
+def test_a_gradient_that_is_not_ours_is_pytorchs(
+    stand_ins: Kernels, lacking: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(convolutions.Convolution, lacking, False)
+    ours, theirs = layer(2, 4, 6, 3, 2, 1)
+    x = torch.randn(2, 4, 8, 8, dtype=torch.float64)
+    assert_same(step(ours, x), step(theirs, x))
+    assert stand_ins.ran() == (["grad-input", "grad-weight"] if lacking == "for_input" else ["fwd", "grad-input"])
+
+
+@pytest.mark.parametrize("biased", (False, True))
+def test_a_bias_is_the_kernels_where_it_takes_one(
+    stand_ins: Kernels, biased: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given, right = [], Data.run
+
+    def run(self: Data, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, fresh: bool = False) -> None:
+        given.append((self.choice.problem.pass_, bias is not None))
+        right(self, x, packed, None, out, fresh)
+        if bias is not None:
+            out += bias.view(-1, 1, 1)
+
+    monkeypatch.setattr(Data, "biased", biased, raising=False)
+    monkeypatch.setattr(Data, "run", run)
+    ours, theirs = layer(2, 4, 6, 3)
+    x = torch.randn(2, 4, 8, 8, dtype=torch.float64)
+    assert_same(step(ours, x), step(theirs, x))
+    with torch.no_grad():
+        torch.testing.assert_close(ours(x), theirs(x))
+    assert given == [("grad-input", biased), ("fwd", False), ("grad-input", biased)]
+
+
+@pytest.mark.parametrize("casts", (False, True))
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
+def test_autocast(stand_ins: Kernels, dtype: torch.dtype, casts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    for stand_in in (Data, Weight):
+        monkeypatch.setattr(stand_in, "casts", casts)
+    ours, theirs = layer(2, 4, 6, 3, dtype=torch.float32)
+    x = torch.randn(2, 4, 8, 8)
+    for _ in range(3):
+        with torch.autocast("cpu", dtype):
+            out = ours(x)
+            wanted = theirs(x)
+        assert out.dtype is wanted.dtype is dtype
+        torch.testing.assert_close(out, wanted, rtol=2e-2, atol=2e-2)
+        for module, result in ((ours, out), (theirs, wanted)):
+            module.zero_grad()
+            result.float().square().sum().backward()
+        for a, b in zip(ours.parameters(), theirs.parameters()):
+            assert a.grad is not None and b.grad is not None and a.grad.dtype is torch.float32
+            torch.testing.assert_close(a.grad, b.grad, rtol=3e-2, atol=3e-1)
+    assert set(stand_ins.ran()) == {"fwd", "grad-input", "grad-weight"} - ({"fwd"} if not x.requires_grad else set())
+
+
+def test_derivatives_of_every_order(stand_ins: Kernels) -> None:
+    ours, _ = layer(2, 2, 3, 3, 2, 1)
+    x = torch.randn(1, 2, 5, 4, dtype=torch.float64, requires_grad=True)
+    w, b = ours.weight, ours.bias
+
+    def call(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        found = convolutions.convolution(2, x, w, b, (2, 2), (1, 1), (1, 1), 1)
+        assert found is not None
+        return found
+
+    assert gradcheck(call, (x, w, b)) and gradgradcheck(call, (x, w, b))
+    assert gradcheck(call, (x, w, b), check_batched_grad=True)
+    assert set(stand_ins.ran()) == {"fwd", "grad-input", "grad-weight"}
+
+
+def test_checkpointed_frozen_and_in_inference(stand_ins: Kernels) -> None:
+    ours, theirs = layer(2, 4, 6, 3)
+    x = torch.randn(2, 4, 8, 8, dtype=torch.float64, requires_grad=True)
+    (a,) = torch.autograd.grad(checkpoint(ours, x, use_reentrant=False).square().sum(), x)
+    (b,) = torch.autograd.grad(theirs(x).square().sum(), x)
+    torch.testing.assert_close(a, b)
+    ours.requires_grad_(False)
+    stand_ins.log.clear()
+    for _ in range(3):
+        with torch.no_grad():
+            torch.testing.assert_close(ours(x), theirs(x))
+    assert [pass_ for what, pass_ in stand_ins.log if what == "pack"] == ["grad-input"], "kept in inference"
+    with torch.inference_mode():
+        torch.testing.assert_close(ours(x.detach()), theirs(x.detach()))
+
+
+def test_kernels_are_warmed_up(stand_ins: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    from upconv.cuda import jit
+
+    compiled: list[str] = []
+    monkeypatch.setattr(jit, "cubin", lambda source, arch, label: compiled.append(label))
+    for training, passes in ((False, {"grad-input"}), (True, {"fwd", "grad-input", "grad-weight"})):
+        ours, _ = layer(2, 4, 6, 3 + 2 * training, bias=False)
+        x = torch.randn(2, 4, 8, 8, dtype=torch.float64)
+        stand_ins.log.clear()
+        upconv.warmup(ours, x, training=training)
+        assert {label.split()[0] for label in compiled} == passes
+        assert {pass_ for what, pass_ in stand_ins.log if what == "prepare"} == passes
+        compiled.clear()
+        step(ours, x) if training else ours(x)
+        assert not compiled and not [1 for what, _ in stand_ins.log if what == "prepare"][len(passes) :]
+
+
+# --- the layers ------------------------------------------------------------------------------------------------------
+
+
+def net() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding="same", padding_mode="circular"),
+        nn.ConvTranspose2d(8, 8, 2, 2), nn.Conv2d(8, 4, 3, padding="same", groups=2), nn.Conv2d(4, 4, 1),
+    )  # fmt: skip
+
+
+def test_accelerate_swaps_convolutions_if_asked() -> None:
+    model, x = net(), torch.randn(2, 3, 8, 8)
+    wanted, described = model(x), repr(model)
+    lines: list[str] = []
+    upconv.accelerate(model, report=lines.append)
+    assert lines == ["3: swapped"] and type(model[0]) is nn.Conv2d
+    upconv.accelerate(model, convolutions=True, report=lines.append)
+    assert lines[1:] == ["0: swapped", "2: swapped", "3: left: it is upconv's already", "4: swapped", "5: swapped"]
+    assert repr(model) == described
+    for other in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.jit.script(model)):
+        torch.testing.assert_close(other(x), wanted)
+    upconv.restore(model, report=lines.append)
+    assert lines[6:] == [f"{i}: restored" for i in (0, 2, 3, 4, 5)]
+    assert {type(m) for m in model} == {nn.Conv2d, nn.ConvTranspose2d, nn.ReLU}
+    torch.testing.assert_close(model(x), wanted)
+
+
+@pytest.mark.parametrize("rank", (1, 2, 3))
+def test_layers_are_pytorchs_on_a_cpu(rank: int) -> None:
+    ours, theirs = layer(rank, 4, 6, 3, 2, 1)
+    x = torch.randn(2, 4, *(8, 6, 5)[:rank], dtype=torch.float64)
+    assert_same(step(ours, x), step(theirs, x))
+    torch.testing.assert_close(ours(x[0]), theirs(x[0]))
+
+
+# --- on a GPU --------------------------------------------------------------------------------------------------------
+
+GPU_LAYERS = {
+    "k3": ((2, 24, 37, 45), 40, 3, 1, 1, 1), "k3 s2": ((2, 32, 40, 48), 64, 3, 2, 1, 1),
+    "k4 s2": ((3, 16, 32, 32), 32, 4, 2, 1, 1), "few": ((2, 3, 64, 64), 64, 7, 2, 3, 1),
+    "one out": ((2, 64, 33, 66), 1, 3, 1, 1, 1), "dilated": ((1, 48, 32, 40), 48, 3, 1, 2, 2),
+    "k5 s3": ((2, 17, 31, 29), 19, 5, 3, 0, 1), "1-D": ((4, 64, 500), 96, 5, 1, 2, 1),
+    "1-D s2": ((4, 64, 512), 64, 4, 2, 1, 1),
+    "3-D": ((1, 32, 12, 16, 20), 32, 3, 1, 1, 1), "3-D s2": ((1, 16, 12, 16, 20), 32, 3, 2, 1, 1),
+    "large": ((4, 64, 128, 128), 64, 3, 1, 1, 1),
+}  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bias", (False, True))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
+@pytest.mark.parametrize("name", GPU_LAYERS)
+def test_layers_on_a_gpu(name: str, dtype: torch.dtype, bias: bool, everything: None, monkeypatch: Any) -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("plain convolutions are ours on sm_90 alone")
+    monkeypatch.setattr(torch.backends.cudnn.conv, "fp32_precision", "tf32")
+    shape, *args = GPU_LAYERS[name]
+    channels, kernel, stride, padding, dilation = args
+    rank = len(shape) - 2
+    ours, theirs = layer(rank, shape[1], channels, kernel, stride, padding, dilation, bias=bias, dtype=dtype)
+    ours, truth = ours.cuda(), copy.deepcopy(theirs).double()
+    x = torch.randn(shape).to(dtype)
+    monkeypatch.setattr(ours, "_conv_forward", lambda *args: pytest.fail("the call is ours"))
+    found = step(ours, x.cuda())
+    assert found[0] is not None
+    grad = torch.linspace(-1, 1, found[0].numel(), dtype=torch.float64).view(found[0].shape).to(dtype)
+    exact = step_with(truth, x.double(), grad.double())
+    bound = step_with(absolute(truth), x.double().abs(), grad.double().abs())
+    pixels = found[0].numel() // channels
+    lengths = (shape[1] * kernel**rank, channels * kernel**rank, pixels, pixels)
+    for i, (a, b, magnitude, length) in enumerate(zip(found, exact, bound, lengths)):
+        assert (a is None) == (b is None)
+        if a is not None and b is not None and magnitude is not None:
+            if dtype is torch.float32 and i < 3:
+                magnitude = tf32_magnitude(magnitude, length)
+            assert_accurate(a.cpu(), b, magnitude, length)
+    again = step(ours, x.cuda())
+    assert all(a is b is None or torch.equal(a, b) for a, b in zip(found, again))  # type: ignore[arg-type]
+
+
+def step_with(module: Any, x: Tensor, grad: Tensor) -> list[Tensor | None]:
+    x = x.clone().requires_grad_()
+    module.zero_grad()
+    out = module(x)
+    out.backward(grad)
+    return [out.detach(), x.grad, module.weight.grad, None if module.bias is None else module.bias.grad]
+
+
+def absolute(module: Any) -> Any:
+    found = copy.deepcopy(module)
+    with torch.no_grad():
+        for parameter in found.parameters():
+            parameter.abs_()
+    return found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("amp", (False, True))
+def test_a_model_on_a_gpu(amp: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers large enough to be ours by the rule, forward and backward, as PyTorch's."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("plain convolutions are ours on sm_90 alone")
+    monkeypatch.setattr(torch.backends.cudnn.conv, "fp32_precision", "tf32")
+    theirs = nn.Sequential(nn.Conv2d(3, 64, 3, padding=1), nn.ReLU(), nn.Conv2d(64, 64, 3, padding=1)).cuda()
+    ours = upconv.accelerate(copy.deepcopy(theirs), convolutions=True)
+    ran: list[str] = []
+    right = engine.convolution
+    monkeypatch.setattr(engine, "convolution", lambda *args: ran.append(str(args[0].problem)) or right(*args))
+    x = torch.randn(16, 3, 256, 256, device="cuda")
+    results = []
+    for model in (ours, theirs):
+        with torch.autocast("cuda", torch.bfloat16, enabled=amp):
+            out = model(x)
+        out.float().square().mean().backward()
+        results.append([out.detach().float(), *(p.grad for p in model.parameters())])
+    assert len(ran) == 2
+    for a, b in zip(*results):
+        assert a is not None and b is not None
+        assert ((a - b).norm() / b.norm()).item() < (1e-2 if amp else 1e-3)
