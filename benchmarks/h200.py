@@ -58,10 +58,13 @@ SWEEPS: dict[str, tuple[torch.dtype, Precision, Layout, Pass]] = {
     },
     "step-tf32": (torch.float32, "tf32", "nchw", "step"),
     "step-bf16": (torch.bfloat16, "bf16", "nchw", "step"),
+    "conv-tf32": (torch.float32, "tf32", "nchw", "step"),
+    "conv-bf16": (torch.bfloat16, "bf16", "nchw", "step"),
 }
 ORDER = (
     "tf32", "bf16", "gi-tf32", "gw-tf32", "gi-bf16", "gw-bf16", "step-tf32", "step-bf16", "training", "host", "shapes",
     "cl-tf32", "cl-bf16", "gi-cl-tf32", "gw-cl-tf32", "gi-cl-bf16", "gw-cl-bf16", "ieee", "fp16", "cl-fp16",
+    "conv-tf32", "conv-bf16",
 )  # fmt: skip
 DONE, WRONG, TIME_UP = 0, 1, 3
 CHILD_WRONG, CHILD_LOST = 11, 12
@@ -89,6 +92,8 @@ def jobs(name: str) -> list[Job]:
     """
     dtype, precision, layout, pass_ = SWEEPS[name]
     what = run.Sweep(dtypes=[dtype], precisions=[precision], layouts=[layout], passes=[pass_])
+    if name.startswith("conv-"):
+        return run.jobs("convolutions", SUITES["convolutions"], what, small=False, bias=False)
     if pass_ == "step":
         cases = [case for case in SUITES["kernelbench"] if case.problem.rank != 2]
         return run.jobs("kernelbench", cases, what, small=False, bias=True)

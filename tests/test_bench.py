@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 import threading
 from dataclasses import replace
@@ -103,6 +104,10 @@ def test_suites_hold_what_they_are_named_for() -> None:
     assert all(case.problem.bias == (name == "cpu") for name, cases in suites.SUITES.items() for case in cases)
     assert whole("hifigan").out_size == (6400,) and whole("kb72").out_size == (24, 48, 96)
     assert whole("C").groups == 4 and whole("C").out_size == (129, 382)
+    for name, p in suites.SUITES["convolutions"]:
+        given = re.fullmatch(r"c(\d+)-(\d+)@(\d+)(?:\^3)?(?:s(\d))?", name)
+        assert given is not None
+        assert [int(n or 1) for n in given.groups()] == [p.out_channels, p.in_channels, p.out_size[0], p.stride[0]]
 
 
 def test_quick_sizes_keep_the_layer_and_the_budget() -> None:
@@ -662,7 +667,8 @@ def test_training_steps(tmp_path: Path) -> None:
         assert set(row) == set(latency.TRAINING_KEYS) and row["failure"] is None
         assert float(row["ratio"] or 0) == float(row["torch_ms"] or 0) / float(row["ours_ms"] or 1)
         assert row["compile_ms"] is None and row["ours_peak_bytes"] is None
-    assert heard[:3] == ["dcgan fp32 ours", "dcgan fp32 torch", "dcgan fp32 times"]
+        assert float(row["convolutions_ratio"] or 0) == float(row["torch_ms"] or 0) / float(row["convolutions_ms"] or 1)
+    assert heard[:4] == ["dcgan fp32 ours", "dcgan fp32 convolutions", "dcgan fp32 torch", "dcgan fp32 times"]
     path = tmp_path / "training.json"
     latency.save(found, path)
     assert latency.load(path) == found
@@ -676,7 +682,7 @@ def test_training_steps(tmp_path: Path) -> None:
 def test_a_model_that_trains_wrongly_has_no_time(factor: float, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = next(case for case in training.cases(8) if case.name == "vae")
 
-    def wrong(network: Any) -> Any:
+    def wrong(network: Any, convolutions: bool) -> Any:
         list(network.parameters())[-2].data.mul_(factor)  # the last layer's weight
         return network
 
@@ -688,7 +694,8 @@ def test_a_model_that_trains_wrongly_has_no_time(factor: float, what: str, monke
 def test_training_cases_are_the_targets() -> None:
     path = Path(__file__).resolve().parent.parent / "benchmarks" / "targets.json"
     wanted = {case for group in json.loads(path.read_text())["h200-training"] for case in group["cases"]}
-    assert wanted == {f"{case.name} {dtype}" for case in training.cases() for dtype in ("fp32", "bf16")}
+    measured = {f"{case.name} {dtype}" for case in training.cases() for dtype in ("fp32", "bf16")}
+    assert wanted == measured | {f"{case}, convolutions too" for case in measured}
 
 
 # --- the whole measurement, benchmarks/h200.py -----------------------------------------------------------------------
@@ -714,11 +721,12 @@ def test_every_case_that_has_a_target_is_measured_2d_first(h200) -> None:
     targets = json.loads((Path(h200.__file__).parent / "targets.json").read_text())
     assert {f"h200-{name}" for name in h200.SWEEPS} == set(targets) - {"h200-training", "h200-exported"}
     assert set(h200.ORDER) == {*h200.SWEEPS, *h200.UNSWEPT}
-    passes = {"gi": "grad-input", "gw": "grad-weight", "step": "step"}
+    passes = {"gi": "grad-input", "gw": "grad-weight", "step": "step", "conv": "step"}
     for name in h200.SWEEPS:
         found = h200.every(name)
         cases = [job.case for job in found]
-        count = 10 if name.startswith("step-") else 27 if "cl-" in name else 31
+        counts = {"step": 10, "conv": len(suites.SUITES["convolutions"])}
+        count = counts.get(name.split("-")[0], 27 if "cl-" in name else 31)
         assert len(set(cases)) == len(cases) == count
         assert {job.problem.pass_ for job in found} == {passes.get(name.split("-")[0], "fwd")}
         assert all(job.problem.bias for job in found) or not name.startswith("step-")

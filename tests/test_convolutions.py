@@ -160,7 +160,7 @@ def test_large_layers_are_ours_and_small_or_pointwise_ones_pytorchs() -> None:
 
 
 def test_gradients_are_chosen_one_by_one() -> None:
-    """For the weight of many channels on small images cuDNN's is the faster one (measured: 192 and 193 us, 68 and 78)."""
+    """For the weight of many channels on small images cuDNN's is the faster one (measured: 192, 193 us; 68, 78)."""
     for shape, channels in (((16, 1024, 16, 16), 1024), ((2, 256, 16, 16, 16), 256)):
         found = chosen(shape, channels, 3)
         assert found is not None and found.for_input is True and found.for_weight is False

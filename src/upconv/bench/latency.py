@@ -58,11 +58,13 @@ SHAPES_KEYS = (
 """First calls in milliseconds, compilation and tuning counted, and the median of the calls after them. On a GPU
 ``ours_compiled`` counts the kernels that the first call compiled; how many cuDNN built, it does not tell."""
 TRAINING_KEYS = (
-    "case", "ours_ms", "torch_ms", "compile_ms", "ratio", "ours_peak_bytes", "torch_peak_bytes", "compile_peak_bytes",
-    "rounds", "failure",
+    "case", "ours_ms", "convolutions_ms", "torch_ms", "compile_ms", "ratio", "convolutions_ratio", "ours_peak_bytes",
+    "convolutions_peak_bytes", "torch_peak_bytes", "compile_peak_bytes", "rounds", "failure",
 )  # fmt: skip
 """Median milliseconds of a training step, PyTorch's over ours, and what a step holds at its peak beside what it holds
-between steps; ``failure`` says why a row has none."""
+between steps; ``failure`` says why a row has none. ``convolutions``: ours, plain convolutions too (older reports lack
+it)."""
+_LATER = ("convolutions_ms", "convolutions_ratio", "convolutions_peak_bytes")  # which reports lack from before them
 KEYS: dict[Kind, tuple[str, ...]] = {"host": HOST_KEYS, "shapes": SHAPES_KEYS, "training": TRAINING_KEYS}
 
 
@@ -265,7 +267,7 @@ def load(path: str | Path) -> Latency:
     if kind not in KINDS or found.get("schema") != report.SCHEMA:
         raise ValueError(f"{path} must be a report of kind {' or '.join(KINDS)}, got {kind!r}")
     missing = Latency.__required_keys__ - set(found) or {
-        f"rows[].{key}" for row in found["rows"] for key in KEYS[kind] if key not in row
+        f"rows[].{key}" for row in found["rows"] for key in KEYS[kind] if key not in row and key not in _LATER
     }
     if missing:
         raise ValueError(f"{path} lacks {', '.join(sorted(missing))}")
@@ -290,21 +292,31 @@ def columns(found: Latency) -> list[Column]:
         ]
 
     def number(key: str) -> Callable[[Mapping[str, Any]], str]:
-        return lambda row: "" if row[key] is None else f"{row[key]:.3g}"
+        return lambda row: "" if row.get(key) is None else f"{row[key]:.3g}"
 
     if found["kind"] == "training":
 
         def megabytes(key: str) -> Callable[[Mapping[str, Any]], str]:
-            return lambda row: "" if row[key] is None else f"{row[key] / 1e6:.0f}"
+            return lambda row: "" if row.get(key) is None else f"{row[key] / 1e6:.0f}"
 
-        peaks = [("PyTorch peak MB", "torch_peak_bytes"), ("upconv peak MB", "ours_peak_bytes")]
+        def times(key: str) -> Callable[[Mapping[str, Any]], str]:
+            return lambda row: "" if row.get(key) is None else f"{row[key]:.2f}x"
+
+        there = {key for row in found["rows"] for key, value in row.items() if value is not None}
+        some: list[tuple[str, str, Callable[[str], Callable[[Mapping[str, Any]], str]]]] = [
+            ("convolutions too ms", "convolutions_ms", number),
+            ("ratio ", "convolutions_ratio", times),
+            ("PyTorch peak MB", "torch_peak_bytes", megabytes),
+            ("upconv peak MB", "ours_peak_bytes", megabytes),
+            ("convolutions too peak MB", "convolutions_peak_bytes", megabytes),
+        ]
         return [
             ("case", lambda row: row["case"]),
             ("PyTorch ms", number("torch_ms")),
             ("torch.compile ms", number("compile_ms")),
             ("upconv ms", number("ours_ms")),
             ("ratio", lambda row: row["failure"] or f"{row['ratio']:.2f}x"),
-            *((head, megabytes(key)) for head, key in peaks if any(row[key] is not None for row in found["rows"])),
+            *((head, shown(key)) for head, key, shown in some if key in there),
         ]
 
     every: list[tuple[str, str]] = [

@@ -80,6 +80,35 @@ _MODELS = (
     _case("nnunet2", "2x64x64x64x64", 32, 2, 2),
 )
 
+# Plain convolutions as `upconv.convolutions` sees them: each is the gradient for the input of the transposed one here,
+# so that the step of this, all three passes, is the convolution's. Named by the convolution's channels and image: those
+# of the U-Net of `upconv.bench.training`, a decoder's last, a ResNet's first and one with a stride, one of audio,
+# nnU-Net's.
+_CONVOLUTIONS = (
+    _case("c3-64@256", "16x64x256x256", 3, 3, 1, 1),
+    _case("c64-64@256", "16x64x256x256", 64, 3, 1, 1),
+    _case("c64-128@128", "16x128x128x128", 64, 3, 1, 1),
+    _case("c128-128@128", "16x128x128x128", 128, 3, 1, 1),
+    _case("c128-256@64", "16x256x64x64", 128, 3, 1, 1),
+    _case("c256-256@64", "16x256x64x64", 256, 3, 1, 1),
+    _case("c256-512@32", "16x512x32x32", 256, 3, 1, 1),
+    _case("c512-512@32", "16x512x32x32", 512, 3, 1, 1),
+    _case("c512-1024@16", "16x1024x16x16", 512, 3, 1, 1),
+    _case("c1024-1024@16", "16x1024x16x16", 1024, 3, 1, 1),
+    _case("c1024-512@32", "16x512x32x32", 1024, 3, 1, 1),
+    _case("c512-256@64", "16x256x64x64", 512, 3, 1, 1),
+    _case("c256-128@128", "16x128x128x128", 256, 3, 1, 1),
+    _case("c128-64@256", "16x64x256x256", 128, 3, 1, 1),
+    _case("c64-3@256", "16x3x256x256", 64, 3, 1, 1),
+    _case("c3-64@224s2", "32x64x112x112", 3, 7, 2, 3, 1),
+    _case("c64-128@112s2", "32x128x56x56", 64, 3, 2, 1, 1),
+    _case("c512-512@8192", "16x512x8192", 512, 3, 1, 1),
+    _case("c32-32@128^3", "2x32x128x128x128", 32, 3, 1, 1),
+    _case("c64-64@64^3", "2x64x64x64x64", 64, 3, 1, 1),
+    _case("c128-128@32^3", "2x128x32x32x32", 128, 3, 1, 1),
+    _case("c32-64@128^3s2", "2x64x64x64x64", 32, 3, 2, 1, 1),
+)
+
 # Sizes that a laptop runs in a fraction of a second; one case for every way in which oneDNN's transposed convolutions
 # are slow, and the dense ones where they are not. With the bias that torch.nn's layers have by default.
 _CPU = tuple(
@@ -114,6 +143,7 @@ SUITES: dict[str, tuple[Case, ...]] = {
     "kernelbench": _KERNELBENCH,
     "models": _MODELS,
     "cuda": (*_KERNELBENCH, *_MODELS),
+    "convolutions": _CONVOLUTIONS,
     "cpu": _CPU,
 }
 """The suites by name; ``custom`` is one more, one layer from the command line."""

@@ -1,8 +1,9 @@
 """Whole training steps of models with transposed convolutions: ours against PyTorch, eager and compiled.
 
 A step is what a training loop repeats: forward, loss, backward and Adam. Every side has its own copy of the same model,
-with the same weights and inputs; ours is `upconv.accelerate`'s. On a GPU each side is timed with ``cudnn.benchmark`` on
-and off (the models have plain convolutions too) and its better time counts.
+with the same weights and inputs; ours is `upconv.accelerate`'s, of transposed convolutions alone and of plain ones too.
+On a GPU each side is timed with ``cudnn.benchmark`` on and off (the models have plain convolutions) and its better time
+counts.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from upconv.bench import latency, timing
 from upconv.bench.latency import Latency, Value
 from upconv.bench.timing import Repeats
 
-Side = Literal["ours", "torch", "compile"]
+Side = Literal["ours", "convolutions", "torch", "compile"]
 REPEATS = Repeats(3.0, 10, 60)
 RATE = 1e-4
 WITHIN = 0.02
@@ -214,8 +215,8 @@ class Trainer:
         networks = [network.to(device).train() for network in case.make()]
         torch.manual_seed(1)
         self.given = case.draw(device)
-        if side == "ours":
-            networks = [upconv.accelerate(network) for network in networks]
+        if side in ("ours", "convolutions"):
+            networks = [upconv.accelerate(network, convolutions=side == "convolutions") for network in networks]
         optimizers = [torch.optim.Adam(network.parameters(), RATE) for network in networks]
         called: list[Any] = [torch.compile(network) for network in networks] if side == "compile" else networks
         self.device, self.autocast = device, autocast
@@ -275,7 +276,7 @@ def _row(
     name = f"{case.name} {'bf16' if autocast else 'fp32'}"
     row: dict[str, Value] = dict.fromkeys(latency.TRAINING_KEYS)
     row.update(case=name, failure=None, rounds=0)
-    sides: list[Side] = ["ours", "torch", *(["compile"] if compiled else [])]  # type: ignore[list-item]
+    sides: list[Side] = ["ours", "convolutions", "torch", *(["compile"] if compiled else [])]  # type: ignore[list-item]
     trainers: dict[str, Trainer] = {}
     first: dict[str, tuple[list[float], list[float]]] = {}
     for side in sides:
@@ -290,16 +291,18 @@ def _row(
                 row["failure"] = f"{side}: {type(error).__name__}: {error}".splitlines()[0]
                 return row
     limits = {"losses": WITHIN, "gradients' norms": WITHIN_GRADIENT}
-    for (what, limit), ours, theirs in zip(limits.items(), first["ours"], first["torch"]):
-        apart = max(abs(a - b) / max(abs(b), 1e-9) for a, b in zip(ours, theirs))
-        if not apart <= limit:
-            row["failure"] = f"wrong: the first {what} differ by {apart:.1e}"
-            return row
+    for side in sides[:2]:
+        for (what, limit), ours, theirs in zip(limits.items(), first[side], first["torch"]):
+            apart = max(abs(a - b) / max(abs(b), 1e-9) for a, b in zip(ours, theirs))
+            if not apart <= limit:
+                row["failure"] = f"wrong: the first {what} differ by {apart:.1e}"
+                return row
     progress(f"{name} times")
     medians, row["rounds"] = _times(trainers, device, repeats)
     for name, seconds in medians.items():
         row[f"{name}_ms"] = 1e3 * seconds
     row["ratio"] = medians["torch"] / medians["ours"]
+    row["convolutions_ratio"] = medians["torch"] / medians["convolutions"]
     return row
 
 
