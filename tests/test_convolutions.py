@@ -38,7 +38,8 @@ MASKS = [(1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 0), (0, 1, 1), (1, 0, 1), (1, 1
 def everything(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Every convolution is ours that has kernels, however small."""
     convolutions.forget()
-    monkeypatch.setattr(convolutions, "small", lambda *shapes: False)
+    monkeypatch.setattr(modules, "small", lambda *shapes: False)
+    modules._small.clear()
     monkeypatch.setattr(convolutions, "faster", lambda plan, pass_: plan.selection(pass_).choice is not None)
     monkeypatch.setattr(convolutions, "LEAST", 0.0)
     convolutions.choose.cache_clear()
@@ -46,6 +47,7 @@ def everything(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.undo()
     convolutions.choose.cache_clear()
     convolutions.forget()
+    modules._small.clear()
 
 
 @pytest.fixture
@@ -377,6 +379,27 @@ def test_layers_are_pytorchs_on_a_cpu(rank: int) -> None:
     x = torch.randn(2, 4, *(8, 6, 5)[:rank], dtype=torch.float64)
     assert_same(step(ours, x), step(theirs, x))
     torch.testing.assert_close(ours(x[0]), theirs(x[0]))
+
+
+def test_small_calls_are_known_as_such(stand_ins: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the input's shape: the next larger image is looked at anew, and so is another layer in the same place."""
+    asked: list[tuple[int, ...]] = []
+
+    def small(shape: torch.Size, weight: torch.Size, stride: tuple[int, ...]) -> bool:
+        asked.append(tuple(shape))
+        return shape[-1] < 8
+
+    monkeypatch.setattr(modules, "small", small)
+    ours, theirs = layer(2, 4, 6, 3)
+    sizes = (6, 6, 8, 6, 6, 7, 7)
+    for size in sizes:
+        x = torch.randn(2, 4, size, size, dtype=torch.float64)
+        torch.testing.assert_close(ours(x), theirs(x))
+    assert [shape[-1] for shape in asked] == [6, 8, 7]
+    assert stand_ins.ran() == ["grad-input"]
+    ours.kernel_size = tuple([*ours.kernel_size])  # what another layer of the same id would have
+    ours(torch.randn(2, 4, 7, 7, dtype=torch.float64))
+    assert len(asked) == 4
 
 
 # --- on a GPU --------------------------------------------------------------------------------------------------------

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 
 from upconv import calls, ops, planner
 from upconv.cuda import engine
@@ -87,10 +86,9 @@ def convolution(
 ) -> Tensor | None:
     """A convolution of ``rank`` spatial dimensions by our kernels; None where PyTorch's operator is to compute it.
 
-    Shapes as `torch.nn.functional.conv2d`'s. Errors: those of `engine.convolution`.
+    Shapes as `torch.nn.functional.conv2d`'s. It looks for a plan, so that callers should know `small` ones before.
+    Errors: those of `engine.convolution`.
     """
-    if is_compiling():
-        return None
     seen = _seen.get(id(weight))
     for known in () if seen is None else seen.calls:
         if known.is_this(rank, input, weight, bias, stride, padding, 0, groups, dilation):
@@ -102,7 +100,7 @@ def convolution(
             return _forward(known.plan, input, weight, bias, keep=True)
     if groups != 1 or not _plain(input) or not _on_gpu(input) or not _plain(weight):
         return None
-    if small(input.shape, weight.shape, stride) or not (bias is None or _plain(bias)) or ops._observed():
+    if not (bias is None or _plain(bias)) or ops._observed():
         return None
     given, rounded = (input, weight, bias), False
     if torch.is_autocast_enabled("cuda" if input.is_cuda else "cpu"):
@@ -136,9 +134,9 @@ _seen: dict[int, calls.Seen[Convolution]] = {}
 
 
 @lru_cache(maxsize=4096)
-def small(shape: torch.Size, weight_shape: torch.Size, stride: tuple[int, ...]) -> bool:
+def small(shape: torch.Size | None, weight_shape: torch.Size, stride: tuple[int, ...]) -> bool:
     """Whether a convolution is certainly shorter than `LEAST`, whatever it computes in (or none at all)."""
-    if len(shape) != len(weight_shape) or not shape[1] or len(stride) != len(shape) - 2:
+    if shape is None or len(shape) != len(weight_shape) or not shape[1] or len(stride) != len(shape) - 2:
         return True
     pixels = math.prod(shape) / shape[1]
     outputs = pixels / math.prod(stride)
