@@ -397,7 +397,7 @@ def test_small_calls_are_known_as_such(stand_ins: Kernels, monkeypatch: pytest.M
         torch.testing.assert_close(ours(x), theirs(x))
     assert [shape[-1] for shape in asked] == [6, 8, 7]
     assert stand_ins.ran() == ["grad-input"]
-    ours.kernel_size = tuple([*ours.kernel_size])  # what another layer of the same id would have
+    ours.kernel_size = (*ours.kernel_size,)  # what another layer of the same id would have
     ours(torch.randn(2, 4, 7, 7, dtype=torch.float64))
     assert len(asked) == 4
 
