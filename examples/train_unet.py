@@ -11,8 +11,9 @@ coins (in its wheel, nothing is downloaded); where the coins are, its watershed 
 network sees patches of the upper three quarters, mirrored, turned, shaded and with noise; it is judged on the lowest
 quarter, shaded and noisy too, beside Otsu's threshold.
 
-The model is plain torch.nn; `upconv.accelerate(network)` swaps its transposed convolutions in place, and nothing else
-changes. The loss curve and the segmentation go to ``out/``; the time of a step is printed with and without upconv.
+The model is plain torch.nn; `upconv.accelerate(network, convolutions=True)` swaps its convolutions in place, transposed
+and plain (of which small calls stay PyTorch's), and nothing else changes. The loss curve and the segmentation go to
+``out/``; the time of a step is printed with and without upconv.
 
 Needs ``pip install 'upconv[examples]'``.
 """
@@ -155,7 +156,7 @@ def train(
     torch.manual_seed(seed)
     network = UNet(width).to(device)
     if ours:
-        upconv.accelerate(network)
+        upconv.accelerate(network, convolutions=True)
     optimizer = torch.optim.Adam(network.parameters(), RATE)
     losses = []
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[state]}"), TimeElapsedColumn())
@@ -180,7 +181,8 @@ def overlap(found: Tensor, truth: Tensor) -> float:
 
 def time_steps(network: UNet, images: Tensor, truth: Tensor, amp: bool, rounds: int) -> dict[str, float]:
     """Milliseconds of a step with upconv's layers and with torch.nn's: medians, in turn, the first two left out."""
-    twins = {"torch": upconv.restore(copy.deepcopy(network)), "upconv": upconv.accelerate(copy.deepcopy(network))}
+    swapped = upconv.accelerate(copy.deepcopy(network), convolutions=True)
+    twins = {"torch": upconv.restore(copy.deepcopy(network)), "upconv": swapped}
     optimizers = {name: torch.optim.Adam(twin.parameters(), 0.0) for name, twin in twins.items()}
     times: dict[str, list[float]] = {name: [] for name in twins}
     for _ in range(rounds + 2):

@@ -704,6 +704,9 @@ def warm(
     ] = "float32",
     layout: Annotated[str, typer.Option("--layout", metavar="LAYOUT", help="nchw, channels_last.")] = "nchw",
     training: Annotated[bool, typer.Option("--training", help="The gradients' kernels too.")] = False,
+    convolutions: Annotated[
+        bool, typer.Option("--convolutions", help="Plain convolutions' kernels too, as accelerate(convolutions=True).")
+    ] = False,
 ) -> None:
     """Compile and keep every CUDA kernel that a model needs for an input of this shape.
 
@@ -727,7 +730,7 @@ def warm(
         network = _network(model)
     except ValueError as error:
         _stop(error)
-    accelerate(network.to(where, kind))
+    accelerate(network.to(where, kind), convolutions=convolutions)
     example = torch.randn(shape, device=where, dtype=kind).contiguous(memory_format=order)
     try:
         compiled = _warm(network, example, training)
