@@ -76,9 +76,13 @@ CHILDREN = 12
 UNSWEPT: dict[str, Callable[[torch.device], latency.Latency]] = {
     "host": latency.host,
     "shapes": latency.shapes,
-    "training": lambda device: training.measure(device, progress=lambda case: print(f"case {case}", flush=True)),
+    "training": lambda device: _trained(device, True),
 }
 """The reports that are measured as a whole."""
+
+
+def _trained(device: torch.device, compiled: bool) -> latency.Latency:
+    return training.measure(device, compiled=compiled, progress=lambda case: print(f"case {case}", flush=True))
 
 
 class TimeUp(Exception):
@@ -203,7 +207,8 @@ def child(options: argparse.Namespace) -> int:
             ):
                 if begin > end:
                     raise TimeUp
-                found = UNSWEPT[name](device)
+                eager = name == "training" and options.eager
+                found = _trained(device, False) if eager else UNSWEPT[name](device)
                 found["versions"]["sources"] = sources()
                 latency.save(found, path)
         except TimeUp:
@@ -309,6 +314,7 @@ def main(arguments: Sequence[str]) -> int:
         "--keep", action="store_true", help="rows of other engine sources stay; those of --cases are measured anew"
     )
     parser.add_argument("--fresh", action="store_true", help="measure all anew")
+    parser.add_argument("--eager", action="store_true", help="no torch.compile beside training steps, 6 minutes")
     parser.add_argument("--stem", choices=("h200", "h100"), default="h200", help="the GPU, as reports' names begin")
     parser.add_argument("--stamp", action="store_true", help="only name this commit in reports of its sources")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)

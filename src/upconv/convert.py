@@ -36,6 +36,9 @@ _SWAPS: dict[type[nn.Module], type[nn.Module]] = {
     nn.Conv1d: modules.Conv1d,
     nn.Conv2d: modules.Conv2d,
     nn.Conv3d: modules.Conv3d,
+    nn.LazyConv1d: modules.LazyConv1d,
+    nn.LazyConv2d: modules.LazyConv2d,
+    nn.LazyConv3d: modules.LazyConv3d,
 }
 _BACK = {ours: theirs for theirs, ours in _SWAPS.items()}
 _MARK = "_upconv_swapped"  # in the module's __dict__: restore() undoes what accelerate() did, and nothing else
@@ -180,7 +183,7 @@ class _Leaves(fx.Tracer):
     """Traces through containers; every convolution and norm is a leaf, also those whose class is not torch.nn's."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return isinstance(m, (_ConvTransposeNd, _BatchNorm)) or super().is_leaf_module(m, module_qualified_name)
+        return isinstance(m, (_ConvNd, _BatchNorm)) or super().is_leaf_module(m, module_qualified_name)
 
 
 def fold_batchnorm(model: Model, *, report: Report | None = None) -> Model:

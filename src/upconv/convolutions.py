@@ -30,15 +30,15 @@ LEAST = 45e-6
 """Seconds of a forward from which on calls are ours. A recorded call takes the host 65 us among a step's work (NOTES:
 steps of shorter ones, as DCGAN's discriminator has them, wait for their host anyway)."""
 MARGIN = 0.85
-"""Our estimate must be below this share of `expected` (NOTES: of 288 passes timed on an H100, 49 layers in TF32 and
-bfloat16, 200 are, in which PyTorch takes 1.01 to 9 times as long, 2.2 in the mean; below 0.9 one took 0.93)."""
+"""Our estimate must be below this share of `expected` (NOTES: of 288 passes timed on an H100, all three of 96 layers in
+TF32 or bfloat16, 200 are, in which PyTorch takes 1.01 to 9 times as long, 2.2 in the mean; below 0.9 one took 0.93)."""
 _RATE = 0.65  # of the tensor cores' products, which cuDNN's kernels reach
 _LAUNCHES = 15e-6  # its kernels' beginnings and ends
 _PADDED = 8  # channels, to whose multiples cuDNN pads
 _COPIES = 2.0  # of both tensors, which go to its layout and back
 _RELAYOUT = 1.5  # `relayout`'s estimates are low: 1.2 to 2.2 times for layers of many channels
 _MACS = {2: 2048, 4: 1024}  # of a multiprocessor's tensor cores a clock, by an element's bytes (sm_90)
-_SURELY_SMALL = 4e9, 32e6  # products and elements that no GPU of sm_90 needs `LEAST` for
+_SMALL = 7e9, 24e6  # products and elements, about what TF32 and an H100's memory do in `LEAST`
 
 
 @dataclass(frozen=True)
@@ -82,44 +82,49 @@ def convolution(
     stride: tuple[int, ...],
     padding: tuple[int, ...],
     dilation: tuple[int, ...],
-    groups: int,
 ) -> Tensor | None:
     """A convolution of ``rank`` spatial dimensions by our kernels; None where PyTorch's operator is to compute it.
 
-    Shapes as `torch.nn.functional.conv2d`'s. It looks for a plan, so that callers should know `small` ones before.
+    Shapes as `torch.nn.functional.conv2d`'s. It looks for a plan, so that callers ask `eager` and `small` before.
     Errors: those of `engine.convolution`.
     """
     seen = _seen.get(id(weight))
     for known in () if seen is None else seen.calls:
-        if known.is_this(rank, input, weight, bias, stride, padding, 0, groups, dilation):
+        if known.is_this(rank, input, weight, bias, stride, padding, 0, 1, dilation):
             if known.autocast is not None:
                 input = input.to(known.autocast)
             if known.differentiable and torch.is_grad_enabled():
                 found: Tensor = _apply(input, weight, bias, known.plan)
                 return found
-            return _forward(known.plan, input, weight, bias, keep=True)
-    if groups != 1 or not _plain(input) or not _on_gpu(input) or not _plain(weight):
+            return engine.convolution(known.plan, input, weight, bias)
+    if not _plain(weight) or not (bias is None or _plain(bias)) or ops._observed():
         return None
-    if not (bias is None or _plain(bias)) or ops._observed():
-        return None
-    given, rounded = (input, weight, bias), False
-    if torch.is_autocast_enabled("cuda" if input.is_cuda else "cpu"):
-        input, weight, bias = ops._autocast(input, weight, bias, rounding=True)
-        rounded = weight.dtype is torch.float32 and input.dtype.itemsize == 2
-    chosen = _find(rank, input, weight, bias, stride, padding, dilation, rounded)
+    chosen = _find(rank, input, weight, bias, stride, padding, dilation)
     if chosen is None:
         return None
+    given = input, weight, bias
+    if torch.is_autocast_enabled("cuda" if input.is_cuda else "cpu"):  # not before: PyTorch would cast once more
+        input, weight, bias = ops._autocast(input, weight, bias, rounding=True)
     own = weight is given[1] and bias is given[2]
     if own:
-        calls.remember(chosen, *given, input.dtype, rank, stride, padding, 0, groups, dilation, among=_seen)
+        calls.remember(chosen, *given, input.dtype, rank, stride, padding, 0, 1, dilation, among=_seen)
     differentiable = input.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     if differentiable and torch.is_grad_enabled():
         out: Tensor = _apply(*(t if t is None else ops._unwrap(t) for t in (input, weight, bias)), chosen)
         return out
-    return _forward(chosen, input, weight, bias, keep=own)
+    return engine.convolution(chosen, input, weight, bias, own)
 
 
 # --- which calls -----------------------------------------------------------------------------------------------------
+
+_seen: dict[int, calls.Seen[Convolution]] = {}
+_HALF = (torch.bfloat16, torch.float16)
+_SINGLE = (torch.float32, *_HALF)  # what autocast casts
+
+
+def eager(input: Any) -> bool:
+    """Whether an input is a plain tensor on a GPU, and not traced."""
+    return _plain(input) and _on_gpu(input) and torch._C._get_tracing_state() is None
 
 
 def _plain(t: Any) -> bool:
@@ -130,19 +135,27 @@ def _on_gpu(t: Tensor) -> bool:
     return t.is_cuda
 
 
-_seen: dict[int, calls.Seen[Convolution]] = {}
+def small(shape: torch.Size, weight_shape: torch.Size, stride: Any) -> bool:
+    """Whether a convolution is shorter than `LEAST`, by a rough bound, whatever its dtype; or none that we know."""
+    try:
+        return _small(shape, weight_shape, stride)
+    except TypeError:  # a stride that is no tuple of integers
+        return True
 
 
 @lru_cache(maxsize=4096)
-def small(shape: torch.Size | None, weight_shape: torch.Size, stride: tuple[int, ...]) -> bool:
-    """Whether a convolution is certainly shorter than `LEAST`, whatever it computes in (or none at all)."""
-    if shape is None or len(shape) != len(weight_shape) or not shape[1] or len(stride) != len(shape) - 2:
+def _small(shape: torch.Size, weight_shape: torch.Size, stride: tuple[int, ...]) -> bool:
+    if len(shape) != len(weight_shape) or not shape[1] or len(stride) != len(shape) - 2 or min(stride) < 1:
         return True
     pixels = math.prod(shape) / shape[1]
     outputs = pixels / math.prod(stride)
-    products, elements = _SURELY_SMALL
-    of_both = pixels * shape[1] + outputs * weight_shape[0]
-    return outputs * math.prod(weight_shape) < products and of_both < elements
+    padded = math.prod(_padded(c) for c in weight_shape[:2]) * math.prod(weight_shape[2:])
+    products, elements = _SMALL
+    return outputs * padded < products and pixels * shape[1] + outputs * weight_shape[0] < elements
+
+
+def _padded(channels: int) -> int:
+    return -(-channels // _PADDED) * _PADDED
 
 
 def _find(
@@ -153,25 +166,26 @@ def _find(
     stride: tuple[int, ...],
     padding: tuple[int, ...],
     dilation: tuple[int, ...],
-    rounded: bool,
 ) -> Convolution | None:
     dtype, index = input.dtype, input.get_device()
-    of_weight = torch.float32 if rounded else dtype
-    if any(
-        t is not None and (t.dtype is not of_weight or t.get_device() != index or t.layout is not torch.strided)
-        for t in (weight, bias)
-    ):
+    others = [t for t in (weight, bias) if t is not None]
+    if any(t.get_device() != index or t.layout is not torch.strided for t in others):
         return None
     if not (input.layout is torch.strided and input.is_contiguous() and weight.is_contiguous()):
         return None
     if is_channels_last(input.shape, input.stride()) or is_channels_last(weight.shape, weight.stride()):
         return None  # of one pixel, so that it is both
+    kind = "cuda" if input.is_cuda else "cpu"
+    if torch.is_autocast_enabled(kind):
+        if any(t.dtype not in _SINGLE for t in (input, *others)):
+            return None
+        dtype = torch.get_autocast_dtype(kind)
+    elif any(t.dtype is not dtype for t in others):
+        return None
     precision = calls.float32_precision() if dtype is torch.float32 else None
     biased = None if bias is None else bias.shape
     try:
-        return _resolve(
-            rank, input.shape, weight.shape, biased, stride, padding, dilation, dtype, precision, index
-        )  # fmt: skip
+        return _resolve(rank, input.shape, weight.shape, biased, stride, padding, dilation, dtype, precision, index)
     except TypeError:  # something that is no tuple of integers: PyTorch says what
         return None
 
@@ -234,6 +248,8 @@ def choose(p: Problem, device: planner.Device) -> Convolution | None:
         return None
     if p.taps == 1 or p.groups != 1 or p.dtype is torch.float64 or p.precision == "ieee":
         return None
+    if MARGIN * expected(p, device.gpu) < LEAST:  # a search takes 100 ms
+        return None
     plan = planner.plan(p, device)
     choice = plan.grad_input.choice
     return Convolution(plan) if choice and choice.seconds >= LEAST and faster(plan, "grad-input") else None
@@ -254,7 +270,7 @@ def expected(p: Problem, gpu: Gpu) -> float:
     The products at what cuDNN's kernels reach, with channels padded, and its copies of both tensors to its own layout
     and back.
     """
-    channels = [-(-c // _PADDED) * _PADDED for c in (p.in_channels, p.out_channels)]
+    channels = [_padded(c) for c in (p.in_channels, p.out_channels)]
     products = p.macs / (p.in_channels * p.out_channels) * math.prod(channels)
     rate = _RATE * _MACS[p.dtype.itemsize] * gpu.clock * gpu.multiprocessors
     elements = p.batch * (channels[0] * math.prod(p.size) + channels[1] * math.prod(p.out_size))
@@ -262,10 +278,6 @@ def expected(p: Problem, gpu: Gpu) -> float:
 
 
 # --- the call --------------------------------------------------------------------------------------------------------
-
-
-def _forward(c: Convolution, x: Tensor, weight: Tensor, bias: Tensor | None, keep: bool) -> Tensor:
-    return engine.convolution(c.plan, x, weight, bias, keep)
 
 
 def _theirs(c: Convolution, grad: Tensor, x: Tensor, weight: Tensor, mask: tuple[bool, bool, bool]) -> Any:
@@ -283,7 +295,7 @@ class _Convolution(torch.autograd.Function):
         ctx.save_for_backward(input, weight)
         ctx.chosen = chosen
         ctx.set_materialize_grads(False)
-        return _forward(chosen, input, weight, bias, not weight.requires_grad)
+        return engine.convolution(chosen, input, weight, bias, not weight.requires_grad)
 
     @staticmethod
     @ops._uncast
@@ -291,27 +303,24 @@ class _Convolution(torch.autograd.Function):
         input, weight = ctx.saved_tensors
         c: Convolution = ctx.chosen
         mask = ops._asked(ctx)
-        plan, rounded = c.plan, weight
-        for_input = for_weight = for_bias = None
         if torch.is_grad_enabled() or ops._batched(grad, input, weight):
             rounded = weight.to(input.dtype)
-            for_weight = ops._for_weight(plan, grad, input, rounded) if mask[1] else None
-            for_input = ops._unbiased(plan, grad, rounded) if mask[0] else None
-            for_bias = grad.sum((0, *range(2, grad.dim())), dtype=weight.dtype) if mask[2] else None
-        else:
-            grad = grad.contiguous()  # once for both
-            if mask[1] and c.for_weight:
-                for_weight = engine.gradients(plan, input, grad, weight, (False, True, False))[1]
-            elif mask[1]:
-                for_weight = _theirs(c, grad, input, weight.to(input.dtype), (False, True, False))[1]
-            if mask[0] and c.for_input:
-                for_input = engine.forward(plan, grad, weight, None, not ctx.needs_input_grad[1])
-            elif mask[0]:
-                for_input = _theirs(c, grad, input, weight.to(input.dtype), (True, False, False))[0]
-            if mask[2]:
-                for_bias = engine.gradients(c.sums, grad, input, weight, (False, False, True))[2]
-        if for_weight is not None:
-            for_weight = for_weight.to(weight.dtype)
+            return (
+                ops._unbiased(c.plan, grad, rounded) if mask[0] else None,
+                ops._for_weight(c.plan, grad, input, rounded) if mask[1] else None,
+                grad.sum((0, *range(2, grad.dim())), dtype=weight.dtype) if mask[2] else None,
+                None,
+            )
+        grad = grad.contiguous()  # once for both
+        theirs = mask[0] and not c.for_input, mask[1] and not c.for_weight, False
+        found = _theirs(c, grad, input, weight.to(input.dtype), theirs) if any(theirs) else (None, None, None)
+        for_input, for_weight, for_bias = found
+        if mask[1] and c.for_weight:
+            for_weight = engine.gradients(c.plan, input, grad, weight, (False, True, False))[1]
+        if mask[0] and c.for_input:
+            for_input = engine.forward(c.plan, grad, weight, None, not ctx.needs_input_grad[1])
+        if mask[2]:
+            for_bias = engine.gradients(c.sums, grad, input, weight, (False, False, True))[2]
         return for_input, for_weight, for_bias, None
 
 

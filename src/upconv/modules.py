@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch._jit_internal import is_scripting
 from torch.compiler import is_compiling
 
-from upconv.convolutions import convolution, small
+from upconv.convolutions import convolution, eager, small
 from upconv.ops import conv_transpose
 
 # The three forwards differ in PyTorch's own function for TorchScript, which compiles a forward's text and takes the
@@ -141,18 +141,20 @@ _MOST = 4096
 
 def _convolve(module: Any, rank: int, input: Tensor) -> Tensor:
     """The layer, by our kernels or by PyTorch's operator."""
-    shape, kernel = getattr(input, "shape", None), module.kernel_size
-    known = _small.get(id(module))
-    if (known is None or known[0] != shape or known[1] is not kernel) and not is_compiling():
-        weight, stride, padding = module.weight, module.stride, module.padding
-        if module.groups != 1 or module.padding_mode != "zeros" or small(shape, weight.shape, stride):
-            if len(_small) >= _MOST:
-                _small.clear()
-            _small[id(module)] = shape, kernel
-        elif type(padding) is tuple:
-            found = convolution(rank, input, weight, module.bias, stride, padding, module.dilation, 1)
-            if found is not None:
-                return found
+    if not is_compiling() and eager(input):
+        shape, kernel = input.shape, module.kernel_size
+        known = _small.get(id(module))
+        if known is None or known[0] != shape or known[1] is not kernel:
+            stride, padding, dilation = module.stride, module.padding, module.dilation
+            odd = module.groups != 1 or module.padding_mode != "zeros"
+            if odd or small(shape, module.weight.shape, stride):
+                if len(_small) >= _MOST:
+                    _small.clear()
+                _small[id(module)] = shape, kernel
+            else:
+                found = convolution(rank, input, module.weight, module.bias, stride, padding, dilation)
+                if found is not None:
+                    return found
     out: Tensor = module._conv_forward(input, module.weight, module.bias)
     return out
 
@@ -188,3 +190,21 @@ class Conv3d(nn.Conv3d):
             return self._conv_forward(input, self.weight, self.bias)
         else:
             return _convolve(self, 3, input)
+
+
+class LazyConv1d(nn.LazyConv1d, Conv1d):  # type: ignore[misc]
+    """`torch.nn.LazyConv1d` that becomes upconv's `Conv1d` on its first call."""
+
+    cls_to_become = Conv1d
+
+
+class LazyConv2d(nn.LazyConv2d, Conv2d):  # type: ignore[misc]
+    """`torch.nn.LazyConv2d` that becomes upconv's `Conv2d` on its first call."""
+
+    cls_to_become = Conv2d
+
+
+class LazyConv3d(nn.LazyConv3d, Conv3d):  # type: ignore[misc]
+    """`torch.nn.LazyConv3d` that becomes upconv's `Conv3d` on its first call."""
+
+    cls_to_become = Conv3d

@@ -226,11 +226,30 @@ def forward(
     return runner(x, weight, bias, keep and lasting, lasting)
 
 
-def convolution(plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None, keep: bool = True) -> Tensor:
-    """The plain convolution that is the gradient for the input by ``plan``.
+class Convolved(Protocol):
+    """How a plain convolution is computed (`upconv.convolutions`)."""
+
+    @property
+    def plan(self) -> Plan:
+        """The transposed convolution's, whose gradient for the input has a choice."""
+
+    @property
+    def for_input(self) -> bool:
+        """Whether its gradient for the input is by the plan's kernels too."""
+
+    @property
+    def for_weight(self) -> bool: ...
+
+    @property
+    def sums(self) -> Plan:
+        """By which its gradient for the bias is taken."""
+
+
+def convolution(of: Convolved, x: Tensor, weight: Tensor, bias: Tensor | None, keep: bool = True) -> Tensor:
+    """The plain convolution that is the gradient for the input by a plan.
 
     Args:
-        plan: one whose gradient for the input has a choice.
+        of: the plan, and what of its gradients is computed so.
         x: ``problem.output_shape``, any strides.
         weight: ``problem.weight_shape``, any strides; float32 for a 16-bit problem too, and the bias then.
         bias: ``(in_channels)`` of the problem, which are the result's channels, or None.
@@ -242,8 +261,8 @@ def convolution(plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None, keep
     Raises:
         as `forward`.
     """
-    index = x.get_device()
-    if _collectors and not _noted(plan, index, "grad-input"):
+    plan, index = of.plan, x.get_device()
+    if _collectors and not _noted(plan, index, "grad-input", of, bias is not None):
         p = plan.problem
         given = (p.stride, p.padding, p.dilation, False, (0,) * p.rank, p.groups)
         rounded = None if bias is None else bias.to(x.dtype)
@@ -251,7 +270,7 @@ def convolution(plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None, keep
         return found
     runner = _gradients(plan, index).input
     assert runner is not None
-    if bias is None or (runner.biased and not bias.is_neg()):
+    if bias is None or runner.biased:
         return runner(x, weight, bias if bias is None else bias.to(x.dtype), keep)
     out = runner(x, weight, None, keep)
     return out.add_(bias.view(-1, *(1,) * plan.problem.rank))
@@ -592,14 +611,14 @@ def _runner(plan: Plan, index: int) -> Runner | None:
         return plan.runners[index]
 
 
-def _noted(plan: Plan, index: int, pass_: Pass) -> bool:
+def _noted(plan: Plan, index: int, pass_: Pass, of: Convolved | None = None, biased: bool = True) -> bool:
     """Whether a call's kernel may run: outside `collecting`, or loaded already; else it is noted there."""
     wanted: list[Wanted] | None = getattr(_local, "wanted", None)
     if wanted is None:
         return True
     ready = _loaded(plan, index, pass_, training=False)
     if _local.every or not ready:
-        wanted.append(Wanted(plan, index, pass_))
+        wanted.append(Wanted(plan, index, of, biased))
     return ready
 
 
@@ -609,11 +628,25 @@ def _gradients(plan: Plan, index: int) -> Gradients:
 
 
 class Wanted(NamedTuple):
-    """A call's plan, its device and the pass that is its forward: of a plain convolution ``grad-input``."""
+    """A call's plan and its device; of a plain convolution, whose forward is ``grad-input``, what it is beside."""
 
     plan: Plan
     device: int
-    pass_: Pass = "fwd"
+    of: Convolved | None = None
+    biased: bool = True
+
+    @property
+    def forward(self) -> Pass:
+        return "fwd" if self.of is None else "grad-input"
+
+    def passes(self, training: bool) -> tuple[Pass, ...]:
+        """Those that are by the plan's kernels, the forward first."""
+        if not training:
+            return (self.forward,)
+        if self.of is None:
+            return ("fwd", "grad-input", "grad-weight")
+        others: dict[Pass, bool] = {"fwd": self.of.for_input, "grad-weight": self.of.for_weight}
+        return ("grad-input", *(name for name, ours in others.items() if ours))
 
 
 @contextmanager
@@ -652,9 +685,8 @@ def compile_all(
 
     from upconv.cuda import jit
 
-    every: tuple[Pass, ...] = ("fwd", "grad-input", "grad-weight")
     units: dict[tuple[str, str], tuple[str, Plan, int, Pass]] = {}
-    asked = ((plan, index, each) for plan, index, pass_ in wanted for each in (every if training else (pass_,)))
+    asked = ((each.plan, each.device, pass_) for each in wanted for pass_ in each.passes(training))
     for plan, index, pass_ in dict.fromkeys(asked):
         choice = plan.selection(pass_).choice
         if choice is None or _loaded(plan, index, pass_, training):
@@ -676,16 +708,17 @@ def compile_all(
             lines.append(f"{label} for sm_{jobs[job][1]}")
             if progress is not None:
                 progress(label, done, len(jobs))
-    for plan, index, pass_ in wanted:
-        if plan.choice is not None and (training or pass_ == "fwd"):
-            _load(_runner(plan, index), training)
-        elif pass_ == "grad-input":
-            _load(_gradients(plan, index).input, training)
-        if training:
-            loaded = _gradients(plan, index)
-            _ = loaded.bias
+    for each in wanted:
+        plan, loaded = each.plan, _gradients(each.plan, each.device)
+        passes = each.passes(training)
+        if "fwd" in passes and plan.choice is not None:
+            _load(_runner(plan, each.device), training)
+        if "grad-input" in passes:
             _load(loaded.input, training)
+        if "grad-weight" in passes:
             _load(loaded.weight, training)
+        if training and each.biased:
+            _ = (loaded if each.of is None else _gradients(each.of.sums, each.device)).bias
     return sorted(lines)
 
 

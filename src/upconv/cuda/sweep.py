@@ -302,8 +302,8 @@ class Prepared(gather.BoxedPacks):
     def run(self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, fresh: bool = False) -> None:
         """Launches the kernel: ``x`` and ``out`` contiguous, ``packed`` what `pack` returned.
 
-        For pass "grad-input" they are as for `gather.Prepared.run`. ``fresh``: `pack`
-        was called just before, and the kernel loads its first pixels beside what that launched.
+        For pass "grad-input" they are as for `gather.Prepared.run`. ``fresh``: `pack` was called just before, and the
+        kernel loads its first pixels beside what that launched.
         """
         address, at = x.data_ptr(), packed.data_ptr()
         if address & 15:
