@@ -305,7 +305,7 @@ def columns(found: Latency) -> list[Column]:
         there = {key for row in found["rows"] for key, value in row.items() if value is not None}
         some: list[tuple[str, str, Callable[[str], Callable[[Mapping[str, Any]], str]]]] = [
             ("convolutions too ms", "convolutions_ms", number),
-            ("ratio ", "convolutions_ratio", times),
+            ("ratio, convolutions too", "convolutions_ratio", times),
             ("PyTorch peak MB", "torch_peak_bytes", megabytes),
             ("upconv peak MB", "ours_peak_bytes", megabytes),
             ("convolutions too peak MB", "convolutions_peak_bytes", megabytes),
@@ -313,7 +313,7 @@ def columns(found: Latency) -> list[Column]:
         return [
             ("case", lambda row: row["case"]),
             ("PyTorch ms", number("torch_ms")),
-            ("torch.compile ms", number("compile_ms")),
+            *([("torch.compile ms", number("compile_ms"))] if "compile_ms" in there else []),
             ("upconv ms", number("ours_ms")),
             ("ratio", lambda row: row["failure"] or f"{row['ratio']:.2f}x"),
             *((head, shown(key)) for head, key, shown in some if key in there),
