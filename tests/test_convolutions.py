@@ -134,25 +134,27 @@ def test_a_convolution_is_the_gradient_of_the_transposed_one(
 
 def chosen(
     x: tuple[int, ...], channels: int, kernel: int, stride: int = 1, padding: int = 1,
-    dtype: torch.dtype = torch.bfloat16, precision: Any = "bf16", device: Device = H200,
+    dtype: torch.dtype = torch.bfloat16, precision: Any = "bf16", device: Device = H200, layout: Any = "nchw",
 ) -> Any:  # fmt: skip
     rank = len(x) - 2
     w = (channels, x[1], *(kernel,) * rank)
     if convolutions.small(torch.Size(x), torch.Size(w), (stride,) * rank):
         return None
     each = [(value,) * rank for value in (stride, padding, 1)]
-    p = convolutions.transposed(x, w, *each, dtype, precision)
+    p = convolutions.transposed(x, w, *each, dtype, precision, layout)
     return None if p is None else convolutions.choose(p, device)
 
 
 def test_large_layers_are_ours_and_small_or_pointwise_ones_pytorchs() -> None:
     single = {"dtype": torch.float32, "precision": "tf32"}
+    last = {"layout": "channels_last"}
     for ours in (
         chosen((16, 64, 256, 256), 64, 3), chosen((16, 64, 256, 256), 64, 3, **single),
         chosen((16, 512, 32, 32), 1024, 3), chosen((16, 3, 256, 256), 64, 3),
         chosen((2, 32, 128, 128, 128), 32, 3, **single), chosen((16, 512, 8192), 512, 3),
+        chosen((16, 64, 256, 256), 64, 3, **last), chosen((2, 32, 128, 128, 128), 32, 3, **single, **last),
     ):  # fmt: skip
-        assert ours is not None and ours.for_input and ours.plan.grad_input.choice is not None
+        assert ours is not None and ours.for_output and ours.for_input
     for theirs in (
         chosen((128, 128, 16, 16), 256, 4, 2), chosen((16, 256, 64, 64), 256, 1, padding=0),
         chosen((256, 256, 8, 8), 512, 4, 2, **single), chosen((2, 320, 8, 8, 8), 320, 3),
@@ -160,13 +162,14 @@ def test_large_layers_are_ours_and_small_or_pointwise_ones_pytorchs() -> None:
         chosen((16, 64, 256, 256), 64, 3, dtype=torch.float64, precision="ieee"),
         chosen((16, 64, 256, 256), 64, 3, device=Device("cuda", gpu=gpu.A100)),
         chosen((16, 64, 256, 256), 64, 3, device=Device("cuda", unavailable="no driver")),
+        chosen((16, 256, 64, 64), 256, 3, **last),
     ):  # fmt: skip
-        assert theirs is None
+        assert theirs is None or not (theirs.for_output or theirs.for_weight)
 
 
 def test_what_was_not_measured_is_pytorchs_whatever_the_estimate(everything: None) -> None:
     shape = (16, 64, 256, 256)
-    assert chosen(shape, 64, 3) is not None and chosen((2, 4, 8, 8), 4, 3) is None, "still too short"
+    assert chosen(shape, 64, 3) is not None and chosen((2, 4, 8, 8), 4, 3) is None, "which is too short"
     for theirs in (
         chosen(shape, 64, 1, padding=0), chosen(shape, 64, 3, dtype=torch.float32, precision="ieee"),
         chosen(shape, 64, 3, dtype=torch.float64, precision="ieee"),
@@ -184,23 +187,48 @@ def test_what_is_expected_of_pytorch() -> None:
     h100 = replace(gpu.H200, bandwidth=3e12, clock=1.755e9)
     single = half.with_(dtype=torch.float32, precision="tf32")
     for p, measured in ((half, 441e-6), (single, 727e-6), (few, 268e-6)):
-        assert 0.4 * measured < convolutions.expected(p, h100) < measured
-    assert convolutions.expected(few, h100) == convolutions.expected(eight, h100), "cuDNN pads channels to eights"
+        for pass_ in ("fwd", "grad-input", "grad-weight"):
+            assert 0.4 * measured < convolutions.expected(p, pass_, h100) < measured
+    assert convolutions.expected(few, "fwd", h100) == convolutions.expected(eight, "fwd", h100), "it pads to eights"
+
+
+def test_what_is_expected_of_pytorch_in_channels_last() -> None:
+    """Measured on an H100: forward, for the input, for the weight."""
+    h100 = replace(gpu.H200, bandwidth=3e12, clock=1.755e9)
+    for shape, channels, half, single in (
+        ((16, 64, 256, 256), 64, (182, 173, 176), (348, 369, 748)),
+        ((16, 64, 128, 128), 128, (71, 89, 85), (131, 193, 287)),
+        ((16, 256, 64, 64), 256, (108, 107, 128), (204, 214, 439)),
+        ((16, 1024, 16, 16), 1024, (104, 103, 112), (190, 194, 404)),
+        ((2, 64, 64, 64, 64), 64, (270, 273, 254), (571, 573, 1283)),
+    ):
+        rank = len(shape) - 2
+        for dtype, precision, measured in ((torch.bfloat16, "bf16", half), (torch.float32, "tf32", single)):
+            weight, each = (channels, shape[1], *(3,) * rank), [(1,) * rank] * 3
+            p = convolutions.transposed(shape, weight, *each, dtype, precision, "channels_last")  # type: ignore[arg-type]
+            assert p is not None
+            for pass_, microseconds in zip(("grad-input", "fwd", "grad-weight"), measured):
+                share = 1e6 * convolutions.expected(p, pass_, h100) / microseconds  # type: ignore[arg-type]
+                assert 0.55 < share < 1.25
 
 
 def test_gradients_are_chosen_one_by_one() -> None:
-    """For the weight of many channels on small images cuDNN's is the faster one (measured: 192, 193 us; 68, 78)."""
+    """For the weight of many channels on small images cuDNN's is the faster one (measured: 192, 193 us; 68, 78); in
+    channels_last and TF32 it is the slower one there alone (204, 214, 439 and 198, 199, 227)."""
     for shape, channels in (((16, 1024, 16, 16), 1024), ((2, 256, 16, 16, 16), 256)):
         found = chosen(shape, channels, 3)
-        assert found is not None and found.for_input is True and found.for_weight is False
+        assert found is not None and found.for_output and found.for_input and not found.for_weight
+    single: Any = {"dtype": torch.float32, "precision": "tf32", "layout": "channels_last"}
+    found = chosen((16, 256, 64, 64), 256, 3, **single)
+    assert found is not None and not found.for_output and not found.for_input and found.for_weight
 
 
 @pytest.mark.parametrize("change", (
-    lambda x, w: (x.to(memory_format=torch.channels_last), w),
-    lambda x, w: (x, w.to(memory_format=torch.channels_last)),
-    lambda x, w: (x[..., ::2], w), lambda x, w: (x[0], w), lambda x, w: (x.float(), w), lambda x, w: (x, w.to_sparse()),
+    lambda x, w: (x[..., ::2], w),
+    lambda x, w: (x.to(memory_format=torch.channels_last)[:, :, ::2], w),
+    lambda x, w: (x[0], w), lambda x, w: (x.float(), w), lambda x, w: (x, w.to_sparse()),
     lambda x, w: (x, w[:, :2]), lambda x, w: (x[..., :1, :1].contiguous(memory_format=torch.channels_last), w),
-), ids=("input", "weight", "strided", "unbatched", "dtype", "sparse", "channels", "one pixel"))  # fmt: skip
+), ids=("strided", "strided last", "unbatched", "dtype", "sparse", "channels", "one pixel"))  # fmt: skip
 def test_other_tensors_are_pytorchs(stand_ins: Kernels, change: Any) -> None:
     x, w = torch.randn(2, 4, 8, 8, dtype=torch.float64), torch.randn(6, 4, 3, 3, dtype=torch.float64)
     arguments: tuple[Any, ...] = ((1, 1), (1, 1), (1, 1))
@@ -266,9 +294,20 @@ def test_strides_that_no_constructor_makes_are_pytorchs(stand_ins: Kernels, stri
     assert results[0] == results[1]
 
 
-@pytest.mark.parametrize("arguments", ({"groups": 2}, {"padding_mode": "circular"}, {"padding": "same"}))
+@pytest.mark.parametrize("padding", ("same", "valid"))
+def test_paddings_by_name(stand_ins: Kernels, padding: str) -> None:
+    ours, theirs = layer(2, 4, 6, (3, 5), padding=padding, dilation=(2, 1))
+    x = torch.randn(2, 4, 8, 8, dtype=torch.float64)
+    for _ in range(3):
+        assert_same(step(ours, x), step(theirs, x))
+        assert stand_ins.ran() == ["fwd", "grad-input", "grad-weight"]
+
+
+@pytest.mark.parametrize("arguments", (
+    {"groups": 2}, {"padding_mode": "circular"}, {"padding": "same", "kernel_size": (3, 4)},
+))  # fmt: skip
 def test_groups_and_other_paddings_are_pytorchs(stand_ins: Kernels, arguments: dict[str, Any]) -> None:
-    ours, theirs = layer(2, 4, 6, 3, **{"padding": 1, **arguments})
+    ours, theirs = layer(2, 4, 6, **{"padding": 1, "kernel_size": 3, **arguments})
     x = torch.randn(2, 4, 8, 8, dtype=torch.float64)
     for _ in range(2):
         assert_same(step(ours, x), step(theirs, x))
@@ -315,15 +354,47 @@ def test_a_weight_of_both_kinds_of_layers(stand_ins: Kernels) -> None:
         torch.testing.assert_close(across, F.conv_transpose2d(x, w, None, *arguments))
 
 
-@pytest.mark.parametrize("lacking", ("for_input", "for_weight"))
+@pytest.mark.parametrize("rank", (2, 3))
+@pytest.mark.parametrize("which", ((1, 0), (0, 1), (1, 1)), ids=("input", "weight", "both"))
+def test_channels_last(stand_ins: Kernels, which: tuple[int, int], rank: int) -> None:
+    """The results are channels_last where input or weight are, as cuDNN's."""
+    last: Any = (torch.channels_last, torch.channels_last_3d)[rank - 2]
+    ours, theirs = layer(rank, 4, 6, 3, 2, 1)
+    if which[1]:
+        ours.to(memory_format=last)
+    x = torch.randn(2, 4, *(9, 6, 5)[:rank], dtype=torch.float64)
+    for _ in range(4):
+        found, wanted = step(ours, x.contiguous(memory_format=last) if which[0] else x), step(theirs, x)
+        for a, b in zip(found, wanted):
+            assert a is not None and b is not None
+            torch.testing.assert_close(a, b)
+        for t, asked in zip(found, (True, *which)):  # a leaf's gradient is kept as the leaf lies
+            assert t is not None and t.is_contiguous(memory_format=last) == asked
+        assert stand_ins.ran() == ["fwd", "grad-input", "grad-weight"]
+    with torch.no_grad():
+        assert ours(x.contiguous(memory_format=last)).is_contiguous(memory_format=last)
+
+
+@pytest.mark.parametrize("lacking", ("for_output", "for_input", "for_weight"))
 def test_a_gradient_that_is_not_ours_is_pytorchs(
     stand_ins: Kernels, lacking: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(convolutions.Convolution, lacking, False)
     ours, theirs = layer(2, 4, 6, 3, 2, 1)
     x = torch.randn(2, 4, 8, 8, dtype=torch.float64)
-    assert_same(step(ours, x), step(theirs, x))
-    assert stand_ins.ran() == (["grad-input", "grad-weight"] if lacking == "for_input" else ["fwd", "grad-input"])
+    for _ in range(3):
+        assert_same(step(ours, x), step(theirs, x))
+        without = {"for_output": "grad-input", "for_input": "fwd", "for_weight": "grad-weight"}[lacking]
+        assert stand_ins.ran() == [name for name in ("fwd", "grad-input", "grad-weight") if name != without]
+    ours.weight.requires_grad_(False)  # then nothing is ours but the gradient for the input
+    found = ours(x.requires_grad_())
+    torch.testing.assert_close(found, theirs(x))
+    assert stand_ins.ran() == ([] if lacking == "for_output" else ["grad-input"])
+    ours.weight.requires_grad_(True)
+    for name in ("for_output", "for_weight"):
+        monkeypatch.setattr(convolutions.Convolution, name, False)
+    convolutions.forget()
+    assert type(ours(x).grad_fn).__name__ == "ConvolutionBackward0", "for the gradient for the input alone"
 
 
 @pytest.mark.parametrize("biased", (False, True))
@@ -417,7 +488,7 @@ def test_checkpointed_frozen_and_in_inference(stand_ins: Kernels) -> None:
         torch.testing.assert_close(ours(x.detach()), theirs(x.detach()))
 
 
-@pytest.mark.parametrize("lacking", ("", "for_input", "for_weight"))
+@pytest.mark.parametrize("lacking", ("", "for_output", "for_input", "for_weight"))
 @pytest.mark.parametrize("training", (False, True))
 def test_kernels_are_warmed_up(
     stand_ins: Kernels, training: bool, lacking: str, monkeypatch: pytest.MonkeyPatch
@@ -430,7 +501,7 @@ def test_kernels_are_warmed_up(
     passes = {"grad-input"} | ({"fwd", "grad-weight"} if training else set())
     if lacking:
         monkeypatch.setattr(convolutions.Convolution, lacking, False)
-        passes -= {"fwd" if lacking == "for_input" else "grad-weight"}
+        passes -= {{"for_output": "grad-input", "for_input": "fwd", "for_weight": "grad-weight"}[lacking]}
     ours, theirs = layer(2, 4, 6, 3)
     x = torch.randn(2, 4, 8, 8, dtype=torch.float64)
     upconv.warmup(ours, x, training=training)
@@ -534,18 +605,24 @@ GPU_LAYERS = {
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("bias", (False, True))
+@pytest.mark.parametrize("last", (False, True), ids=("nchw", "channels_last"))
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
 @pytest.mark.parametrize("name", GPU_LAYERS)
-def test_layers_on_a_gpu(name: str, dtype: torch.dtype, bias: bool, everything: None, monkeypatch: Any) -> None:
+def test_layers_on_a_gpu(
+    name: str, dtype: torch.dtype, last: bool, bias: bool, everything: None, monkeypatch: Any
+) -> None:
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("plain convolutions are ours on sm_90 alone")
     monkeypatch.setattr(torch.backends.cudnn.conv, "fp32_precision", "tf32")
     shape, *args = GPU_LAYERS[name]
     channels, kernel, stride, padding, dilation = args
     rank = len(shape) - 2
+    if last and (rank == 1 or channels == 1):
+        pytest.skip("channels_last has 2 or 3 dimensions, and is PyTorch's for one output channel")
+    order: Any = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)[(rank - 1) * last]
     ours, theirs = layer(rank, shape[1], channels, kernel, stride, padding, dilation, bias=bias, dtype=dtype)
-    ours, truth = ours.cuda(), copy.deepcopy(theirs).double()
-    x = torch.randn(shape).to(dtype)
+    ours, truth = ours.cuda().to(memory_format=order), copy.deepcopy(theirs).double()
+    x = torch.randn(shape).to(dtype).contiguous(memory_format=order)
     monkeypatch.setattr(ours, "_conv_forward", lambda *args: pytest.fail("the call is ours"))
     found = step(ours, x.cuda())
     assert found[0] is not None
@@ -560,6 +637,7 @@ def test_layers_on_a_gpu(name: str, dtype: torch.dtype, bias: bool, everything: 
             if dtype is torch.float32 and i < 3:
                 magnitude = tf32_magnitude(magnitude, length)
             assert_accurate(a.cpu(), b, magnitude, length)
+            assert i == 3 or a.is_contiguous(memory_format=order)
     again = step(ours, x.cuda())
     assert all(a is b is None or torch.equal(a, b) for a, b in zip(found, again))  # type: ignore[arg-type]
 
@@ -581,8 +659,9 @@ def absolute(module: Any) -> Any:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("last", (False, True), ids=("nchw", "channels_last"))
 @pytest.mark.parametrize("amp", (False, True))
-def test_a_model_on_a_gpu(amp: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_on_a_gpu(amp: bool, last: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers large enough to be ours by the rule, forward and backward, as PyTorch's."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("plain convolutions are ours on sm_90 alone")
@@ -593,13 +672,37 @@ def test_a_model_on_a_gpu(amp: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     right = engine.convolution
     monkeypatch.setattr(engine, "convolution", lambda *args: ran.append(str(args[0])) or right(*args))
     x = torch.randn(16, 3, 256, 256, device="cuda")
+    order = torch.channels_last if last else torch.contiguous_format
+    x = x.contiguous(memory_format=order)
     results = []
-    for model in (ours, theirs):
+    for model in (ours.to(memory_format=order), theirs.to(memory_format=order)):
         with torch.autocast("cuda", torch.bfloat16, enabled=amp):
             out = model(x)
+        assert out.is_contiguous(memory_format=order)
         out.float().square().mean().backward()
         results.append([out.detach().float(), *(p.grad for p in model.parameters())])
     assert len(ran) == 2
     for a, b in zip(*results):
         assert a is not None and b is not None
         assert ((a - b).norm() / b.norm()).item() < (1e-2 if amp else 1e-3)
+
+
+@pytest.mark.gpu
+def test_captured_in_a_graph(everything: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replays see the weights and inputs that there are then."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("plain convolutions are ours on sm_90 alone")
+    monkeypatch.setattr(torch.backends.cudnn.conv, "fp32_precision", "tf32")
+    ours, theirs = (module.cuda().eval() for module in layer(2, 32, 64, 3, padding=1, dtype=torch.float32))
+    x = torch.randn(4, 32, 40, 40, device="cuda")
+    with torch.no_grad():
+        ours(x)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = ours(x)
+        for factor in (1.0, -2.0):
+            x.copy_(torch.randn_like(x))
+            for module in (ours, theirs):
+                module.weight.data.mul_(factor)
+            graph.replay()
+            torch.testing.assert_close(out, theirs(x), rtol=2e-3, atol=2e-3)

@@ -3,11 +3,12 @@
 A convolution of x with w is the gradient for the input of the transposed convolution that has this weight; its own
 gradient for the input is that layer's forward, and its gradient for the weight that layer's with both operands
 exchanged (`upconv.ops` has the three maps). So a model's plain convolutions can take the same kernels, which read and
-write NCHW as it lies, where cuDNN copies both tensors to its own layout and back.
+write NCHW as it lies, where cuDNN copies both tensors to its own layout and back; in channels_last, where it does not,
+they are the faster ones for up to 64 channels, and for the weight in TF32.
 
 A call is ours where our estimate says that it is the faster one (`expected`) and long enough that the GPU, not the
 host, decides (`LEAST`); else, and wherever PyTorch must see the call, it is PyTorch's operator. The rule is by shape,
-never by timing. Gradients are chosen one by one, by the same rule.
+never by timing. The forward and the gradients are chosen one by one, by the same rule.
 """
 
 from __future__ import annotations
@@ -20,24 +21,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from upconv import calls, ops, planner
+from upconv import calls, cpu, ops, planner
 from upconv.cuda import engine
 from upconv.cuda.gpu import Gpu
 from upconv.planner import Plan
-from upconv.problem import Pass, Precision, Problem, is_channels_last, output_length
+from upconv.problem import Layout, Pass, Precision, Problem, is_channels_last, output_length
 
 LEAST = 45e-6
-"""Seconds of a forward from which on calls are ours. A recorded call takes the host 65 us among a step's work (NOTES:
-steps of shorter ones, as DCGAN's discriminator has them, wait for their host anyway)."""
+"""Seconds of a forward from which on calls are ours, and of the gradient for the weight where the forward is PyTorch's.
+A recorded call takes the host 65 us among a step's work (NOTES: steps of shorter ones, as DCGAN's discriminator has
+them, wait for their host anyway)."""
 MARGIN = 0.85
-"""Our estimate must be below this share of `expected` (NOTES: of 288 passes timed on an H100, all three of 96 layers in
-TF32 or bfloat16, 200 are, in which PyTorch takes 1.01 to 9 times as long, 2.2 in the mean; below 0.9 one took 0.93)."""
-_RATE = 0.65  # of the tensor cores' products, which cuDNN's kernels reach
-_LAUNCHES = 15e-6  # its kernels' beginnings and ends
-_PADDED = 8  # channels, to whose multiples cuDNN pads
-_COPIES = 2.0  # of both tensors, which go to its layout and back
-_RELAYOUT = 1.5  # `relayout`'s estimates are low: 1.2 to 2.2 times for layers of many channels
+"""Our estimate must be below this share of `expected` (NOTES: of 288 passes in NCHW timed on an H100, all three of 96
+layers in TF32 or bfloat16, 205 are, in which PyTorch takes 1.01 to 9 times as long, 2.2 in the mean; below 0.9 one took
+0.93. Of 144 in channels_last 54, of 1.01 to 7.3, 2.0 in the mean; below 0.9 one took 0.87)."""
 _MACS = {2: 2048, 4: 1024}  # of a multiprocessor's tensor cores a clock, by an element's bytes (sm_90)
+_PADDED = 8  # channels, to whose multiples cuDNN pads
+# NCHW: the share of the products' rate that cuDNN's kernels reach; copies of both tensors, to its own layout and back;
+# its kernels' beginnings and ends.
+_RATE, _COPIES, _LAUNCHES = 0.65, 2.0, 15e-6
+# channels_last: the same, and of the gradient for the weight in TF32; how much longer a tile of 64 columns takes for
+# its products than one of 128.
+_RATE_LAST, _RATE_WEIGHT, _LAUNCH, _NARROW = 0.72, 0.45, 5e-6, 1.4
+_RELAYOUT = 1.5  # `relayout`'s estimates are low: 1.2 to 2.2 times for layers of many channels
 _SMALL = 7e9, 24e6  # products and elements, about what TF32 and an H100's memory do in `LEAST`
 
 
@@ -53,14 +59,28 @@ class Convolution:
         return self.plan.problem
 
     @cached_property
+    def format(self) -> torch.memory_format:
+        """Of the convolution's tensors."""
+        return cpu.memory_format(self.problem.layout, self.problem.rank)
+
+    @cached_property
+    def for_output(self) -> bool:
+        """Whether the forward is our kernels'; found when it is first asked for."""
+        return self._ours("grad-input", LEAST)
+
+    @cached_property
     def for_input(self) -> bool:
-        """Whether the gradient for the input is our kernels'; found when it is first asked for."""
-        return faster(self.plan, "fwd")
+        """As `for_output`, the gradient for the input."""
+        return self._ours("fwd")
 
     @cached_property
     def for_weight(self) -> bool:
-        """As `for_input`, for the weight."""
-        return faster(self.plan, "grad-weight")
+        """As `for_output`, the gradient for the weight."""
+        return self._ours("grad-weight", 0.0 if self.for_output else LEAST)
+
+    def _ours(self, pass_: Pass, least: float = 0.0) -> bool:
+        choice = self.plan.selection(pass_).choice
+        return choice is not None and choice.seconds >= least and faster(self.plan, pass_)
 
     @cached_property
     def sums(self) -> Plan:
@@ -102,14 +122,18 @@ def convolution(
     chosen = _find(rank, input, weight, bias, stride, padding, dilation)
     if chosen is None:
         return None
+    differentiable = input.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
+    recorded = differentiable and torch.is_grad_enabled()
+    trained = weight.requires_grad and (recorded or engine.warming())
+    if not (chosen.for_output or (trained and chosen.for_weight)):
+        return None
     given = input, weight, bias
     if torch.is_autocast_enabled("cuda" if input.is_cuda else "cpu"):  # not before: PyTorch would cast once more
         input, weight, bias = ops._autocast(input, weight, bias, rounding=True)
     own = weight is given[1] and bias is given[2]
     if own:
         calls.remember(chosen, *given, input.dtype, rank, stride, padding, 0, 1, dilation, among=_seen)
-    differentiable = input.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
-    if differentiable and torch.is_grad_enabled():
+    if recorded:
         out: Tensor = _apply(*(t if t is None else ops._unwrap(t) for t in (input, weight, bias)), chosen)
         return out
     return engine.convolution(chosen, input, weight, bias, own)
@@ -154,8 +178,19 @@ def _small(shape: torch.Size, weight_shape: torch.Size, stride: tuple[int, ...])
     return outputs * padded < products and pixels * shape[1] + outputs * weight_shape[0] < elements
 
 
-def _padded(channels: int) -> int:
-    return -(-channels // _PADDED) * _PADDED
+@lru_cache(maxsize=4096)
+def explicit(padding: Any, kernel: tuple[int, ...], dilation: tuple[int, ...]) -> Any:
+    """A layer's padding as numbers, the same object each time; None for ``same`` that is more on one side."""
+    if padding == "valid":
+        return (0,) * len(kernel)
+    if padding == "same":
+        whole = [d * (k - 1) for d, k in zip(dilation, kernel)]
+        return None if any(n % 2 for n in whole) else tuple(n // 2 for n in whole)
+    return padding
+
+
+def _padded(channels: int, multiple: int = _PADDED) -> int:
+    return -(-channels // multiple) * multiple
 
 
 def _find(
@@ -171,10 +206,9 @@ def _find(
     others = [t for t in (weight, bias) if t is not None]
     if any(t.get_device() != index or t.layout is not torch.strided for t in others):
         return None
-    if not (input.layout is torch.strided and input.is_contiguous() and weight.is_contiguous()):
+    layout = _layout(rank, input, weight) if input.layout is torch.strided else None
+    if layout is None:
         return None
-    if is_channels_last(input.shape, input.stride()) or is_channels_last(weight.shape, weight.stride()):
-        return None  # of one pixel, so that it is both
     kind = "cuda" if input.is_cuda else "cpu"
     if torch.is_autocast_enabled(kind):
         if any(t.dtype not in _SINGLE for t in (input, *others)):
@@ -185,9 +219,25 @@ def _find(
     precision = calls.float32_precision() if dtype is torch.float32 else None
     biased = None if bias is None else bias.shape
     try:
-        return _resolve(rank, input.shape, weight.shape, biased, stride, padding, dilation, dtype, precision, index)
+        return _resolve(
+            rank, input.shape, weight.shape, biased, stride, padding, dilation, dtype, precision, layout, index
+        )  # fmt: skip
     except TypeError:  # something that is no tuple of integers: PyTorch says what
         return None
+
+
+def _layout(rank: int, input: Tensor, weight: Tensor) -> Layout | None:
+    """That of the result, as cuDNN's; None for tensors that are dense in no layout, or, with one pixel, in both."""
+    both = (input, weight)
+    last = [is_channels_last(t.shape, t.stride()) for t in both]
+    contiguous = [t.is_contiguous() for t in both]
+    if not any(last):
+        return "nchw" if all(contiguous) else None
+    if any(a and b for a, b in zip(last, contiguous)) or weight.shape[0] == 1 or not calls._cudnn_enabled():
+        return None  # gradients that PyTorch may take for either; or a result that is in NCHW
+    order = cpu.memory_format("channels_last", rank)
+    dense = all(a or t.is_contiguous(memory_format=order) for a, t in zip(contiguous, both))
+    return "channels_last" if dense else None
 
 
 @lru_cache(maxsize=4096)
@@ -201,13 +251,14 @@ def _resolve(
     dilation: tuple[int, ...],
     dtype: torch.dtype,
     precision: Precision | None,
+    layout: Layout,
     index: int,
 ) -> Convolution | None:
     if len(shape) != rank + 2 or len(weight_shape) != rank + 2 or shape[1] != weight_shape[1]:
         return None
     if bias_shape is not None and tuple(bias_shape) != (weight_shape[0],):
         return None
-    p = transposed(shape, weight_shape, stride, padding, dilation, dtype, precision)
+    p = transposed(shape, weight_shape, stride, padding, dilation, dtype, precision, layout)
     return None if p is None else choose(p, planner.cuda_device(index))
 
 
@@ -219,6 +270,7 @@ def transposed(
     dilation: tuple[int, ...],
     dtype: torch.dtype,
     precision: Precision | None = None,
+    layout: Layout = "nchw",
 ) -> Problem | None:
     """The transposed convolution whose gradient for the input is this convolution; None where there is none.
 
@@ -235,7 +287,7 @@ def transposed(
     try:
         return Problem.make(
             shape[0], weight_shape[0], weight_shape[1], out, kernel, stride, padding, rest, dilation, dtype=dtype,
-            precision=precision,
+            precision=precision, layout=layout,
         )  # fmt: skip
     except (ValueError, TypeError):
         return None
@@ -244,15 +296,15 @@ def transposed(
 @lru_cache(maxsize=4096)
 def choose(p: Problem, device: planner.Device) -> Convolution | None:
     """How the convolution that is ``p``'s gradient for the input is computed; None where PyTorch's operator is to."""
-    if device.gpu is None or device.unavailable is not None or device.gpu.capability != (9, 0):  # where it was measured
+    gpu = device.gpu
+    if gpu is None or device.unavailable is not None or gpu.capability != (9, 0):  # where it was measured
         return None
     if p.taps == 1 or p.groups != 1 or p.dtype is torch.float64 or p.precision == "ieee":
         return None
-    if MARGIN * expected(p, device.gpu) < LEAST:  # a search takes 100 ms
+    passes: tuple[Pass, ...] = ("grad-input", "grad-weight")
+    if MARGIN * max(expected(p, pass_, gpu) for pass_ in passes) < LEAST:  # a search takes 100 ms
         return None
-    plan = planner.plan(p, device)
-    choice = plan.grad_input.choice
-    return Convolution(plan) if choice and choice.seconds >= LEAST and faster(plan, "grad-input") else None
+    return Convolution(planner.plan(p, device))
 
 
 def faster(plan: Plan, pass_: Pass) -> bool:
@@ -261,20 +313,31 @@ def faster(plan: Plan, pass_: Pass) -> bool:
     if choice is None or gpu is None:
         return False
     seconds = choice.seconds * (_RELAYOUT if choice.family == "relayout" else 1.0)
-    return seconds <= MARGIN * expected(plan.problem, gpu)
+    return seconds <= MARGIN * expected(plan.problem, pass_, gpu)
 
 
-def expected(p: Problem, gpu: Gpu) -> float:
-    """Seconds that PyTorch's operator takes at best for a convolution that is a pass of ``p``, or its gradients.
+def expected(p: Problem, pass_: Pass, gpu: Gpu) -> float:
+    """Seconds that PyTorch's operator takes at best for the convolution, or a gradient of it, that is a pass of ``p``.
 
-    The products at what cuDNN's kernels reach, with channels padded, and its copies of both tensors to its own layout
-    and back.
+    In NCHW the products at what cuDNN's kernels reach, with channels padded, and its copies of both tensors to its own
+    layout and back. In channels_last the products in tiles of 64 columns or of 128, which are the result's channels, or
+    the bytes if they take longer.
     """
-    channels = [_padded(c) for c in (p.in_channels, p.out_channels)]
-    products = p.macs / (p.in_channels * p.out_channels) * math.prod(channels)
-    rate = _RATE * _MACS[p.dtype.itemsize] * gpu.clock * gpu.multiprocessors
-    elements = p.batch * (channels[0] * math.prod(p.size) + channels[1] * math.prod(p.out_size))
-    return products / rate + _COPIES * elements * p.dtype.itemsize / gpu.bandwidth + _LAUNCHES
+    size, channels = p.dtype.itemsize, (p.in_channels, p.out_channels)
+    rate = _MACS[size] * gpu.clock * gpu.multiprocessors
+    pairs = p.macs / math.prod(channels)
+    if p.layout == "nchw":
+        a, b = map(_padded, channels)
+        elements = p.batch * (a * math.prod(p.size) + b * math.prod(p.out_size))
+        return pairs * a * b / (_RATE * rate) + _COPIES * elements * size / gpu.bandwidth + _LAUNCHES
+    if pass_ == "grad-weight":
+        columns, others = min(channels), max(channels)
+    else:
+        columns, others = channels if pass_ == "grad-input" else channels[::-1]
+    columns = _padded(columns, 64)
+    share = _RATE_WEIGHT if pass_ == "grad-weight" and size == 4 else _RATE_LAST
+    products = pairs * columns * _padded(others) * (_NARROW if columns < 128 else 1.0)
+    return max(products / (share * rate), p.bytes / gpu.bandwidth) + _LAUNCH
 
 
 # --- the call --------------------------------------------------------------------------------------------------------
@@ -311,7 +374,7 @@ class _Convolution(torch.autograd.Function):
                 grad.sum((0, *range(2, grad.dim())), dtype=weight.dtype) if mask[2] else None,
                 None,
             )
-        grad = grad.contiguous()  # once for both
+        grad = grad.contiguous(memory_format=c.format)  # once for both
         theirs = mask[0] and not c.for_input, mask[1] and not c.for_weight, False
         found = _theirs(c, grad, input, weight.to(input.dtype), theirs) if any(theirs) else (None, None, None)
         for_input, for_weight, for_bias = found

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch._jit_internal import is_scripting
 from torch.compiler import is_compiling
 
-from upconv.convolutions import convolution, eager, small
+from upconv.convolutions import convolution, eager, explicit, small
 from upconv.ops import conv_transpose
 
 # The three forwards differ in PyTorch's own function for TorchScript, which compiles a forward's text and takes the
@@ -146,7 +146,9 @@ def _convolve(module: Any, rank: int, input: Tensor) -> Tensor:
         known = _small.get(id(module))
         if known is None or known[0] != shape or known[1] is not kernel:
             stride, padding, dilation = module.stride, module.padding, module.dilation
-            odd = module.groups != 1 or module.padding_mode != "zeros"
+            if type(padding) is str:
+                padding = explicit(padding, kernel, dilation)
+            odd = module.groups != 1 or module.padding_mode != "zeros" or padding is None
             if odd or small(shape, module.weight.shape, stride):
                 if len(_small) >= _MOST:
                     _small.clear()

@@ -231,11 +231,15 @@ class Convolved(Protocol):
 
     @property
     def plan(self) -> Plan:
-        """The transposed convolution's, whose gradient for the input has a choice."""
+        """The transposed convolution's."""
+
+    @property
+    def for_output(self) -> bool:
+        """Whether the forward is by the plan's kernels, its gradient for the input; else it is PyTorch's operator."""
 
     @property
     def for_input(self) -> bool:
-        """Whether its gradient for the input is by the plan's kernels too."""
+        """Whether its gradient for the input is by the plan's kernels."""
 
     @property
     def for_weight(self) -> bool: ...
@@ -262,7 +266,8 @@ def convolution(of: Convolved, x: Tensor, weight: Tensor, bias: Tensor | None, k
         as `forward`.
     """
     plan, index = of.plan, x.get_device()
-    if _collectors and not _noted(plan, index, "grad-input", of, bias is not None):
+    ready = not _collectors or _noted(plan, index, "grad-input", of, bias is not None)
+    if not (of.for_output and ready):
         p = plan.problem
         given = (p.stride, p.padding, p.dilation, False, (0,) * p.rank, p.groups)
         rounded = None if bias is None else bias.to(x.dtype)
@@ -611,6 +616,11 @@ def _runner(plan: Plan, index: int) -> Runner | None:
         return plan.runners[index]
 
 
+def warming() -> bool:
+    """Whether this thread is within ``collecting(every=True)``, for gradients that will be asked for."""
+    return _collectors > 0 and getattr(_local, "wanted", None) is not None and bool(_local.every)
+
+
 def _noted(plan: Plan, index: int, pass_: Pass, of: Convolved | None = None, biased: bool = True) -> bool:
     """Whether a call's kernel may run: outside `collecting`, or loaded already; else it is noted there."""
     wanted: list[Wanted] | None = getattr(_local, "wanted", None)
@@ -635,18 +645,14 @@ class Wanted(NamedTuple):
     of: Convolved | None = None
     biased: bool = True
 
-    @property
-    def forward(self) -> Pass:
-        return "fwd" if self.of is None else "grad-input"
-
     def passes(self, training: bool) -> tuple[Pass, ...]:
         """Those that are by the plan's kernels, the forward first."""
-        if not training:
-            return (self.forward,)
         if self.of is None:
-            return ("fwd", "grad-input", "grad-weight")
-        others: dict[Pass, bool] = {"fwd": self.of.for_input, "grad-weight": self.of.for_weight}
-        return ("grad-input", *(name for name, ours in others.items() if ours))
+            return ("fwd", "grad-input", "grad-weight") if training else ("fwd",)
+        found: dict[Pass, bool] = {"grad-input": self.of.for_output}
+        if training:
+            found.update({"fwd": self.of.for_input, "grad-weight": self.of.for_weight})
+        return tuple(name for name, ours in found.items() if ours)
 
 
 @contextmanager
