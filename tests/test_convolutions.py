@@ -681,7 +681,7 @@ def test_a_model_on_a_gpu(amp: bool, last: bool, monkeypatch: pytest.MonkeyPatch
         assert out.is_contiguous(memory_format=order)
         out.float().square().mean().backward()
         results.append([out.detach().float(), *(p.grad for p in model.parameters())])
-    assert len(ran) == (1 if last else 2), "of 3 channels in channels_last it is PyTorch's"
+    assert len(ran) == 2 or (last and len(ran) == 1), "of 3 channels in channels_last it may be PyTorch's"
     for a, b in zip(*results):
         assert a is not None and b is not None
         assert ((a - b).norm() / b.norm()).item() < (1e-2 if amp else 1e-3)
