@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 from torch.autograd import gradcheck, gradgradcheck
+from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 import upconv
@@ -292,6 +293,23 @@ def test_strides_that_no_constructor_makes_are_pytorchs(stand_ins: Kernels, stri
         except (TypeError, RuntimeError) as error:
             results.append(str(error).partition("\n")[0])
     assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("ours_by", ("kernels", "size", "rule"))
+def test_a_computed_weight_is_computed_once(stand_ins: Kernels, ours_by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spectral norm takes a step of its power iteration whenever it is."""
+    if ours_by == "size":
+        monkeypatch.setattr(modules, "small", lambda *shapes: True)
+    if ours_by == "rule":
+        monkeypatch.setattr(convolutions, "choose", lambda p, device: None)
+    ours, theirs = (parametrizations.spectral_norm(module) for module in layer(2, 4, 6, 3))
+    theirs.load_state_dict(ours.state_dict())
+    x = torch.randn(2, 4, 8, 8, dtype=torch.float64)
+    for _ in range(3):
+        torch.testing.assert_close(ours(x), theirs(x))
+        assert (stand_ins.ran() == ["grad-input"]) == (ours_by == "kernels")
+    for a, b in zip(ours.state_dict().values(), theirs.state_dict().values()):
+        torch.testing.assert_close(a, b)
 
 
 @pytest.mark.parametrize("padding", ("same", "valid"))

@@ -141,23 +141,24 @@ _MOST = 4096
 
 def _convolve(module: Any, rank: int, input: Tensor) -> Tensor:
     """The layer, by our kernels or by PyTorch's operator."""
+    weight, bias = module.weight, module.bias  # once: a parametrisation may compute them, and count that
     if not is_compiling() and eager(input):
         shape, kernel = input.shape, module.kernel_size
         known = _small.get(id(module))
         if known is None or known[0] != shape or known[1] is not kernel:
             stride, padding, dilation = module.stride, module.padding, module.dilation
             if type(padding) is str:
-                padding = explicit(padding, kernel, dilation)
+                padding = explicit(padding, kernel, dilation) if type(dilation) is tuple else None
             odd = module.groups != 1 or module.padding_mode != "zeros" or padding is None
-            if odd or small(shape, module.weight.shape, stride):
+            if odd or small(shape, weight.shape, stride):
                 if len(_small) >= _MOST:
                     _small.clear()
                 _small[id(module)] = shape, kernel
             else:
-                found = convolution(rank, input, module.weight, module.bias, stride, padding, dilation)
+                found = convolution(rank, input, weight, bias, stride, padding, dilation)
                 if found is not None:
                     return found
-    out: Tensor = module._conv_forward(input, module.weight, module.bias)
+    out: Tensor = module._conv_forward(input, weight, bias)
     return out
 
 
