@@ -180,16 +180,16 @@ def test_what_was_not_measured_is_pytorchs_whatever_the_estimate(everything: Non
 
 
 def test_what_is_expected_of_pytorch() -> None:
-    """On an H100 64->64 k3 on 16x256x256 took 441 us in bfloat16, 727 in TF32, and 3->64 268: it is a lower bound."""
+    """Below what was measured on an H100: forward, for the input, for the weight."""
     half = convolutions.transposed((16, 64, 256, 256), (64, 64, 3, 3), (1, 1), (1, 1), (1, 1), torch.bfloat16, "bf16")
     few = convolutions.transposed((16, 3, 256, 256), (64, 3, 3, 3), (1, 1), (1, 1), (1, 1), torch.bfloat16, "bf16")
     eight = convolutions.transposed((16, 8, 256, 256), (64, 8, 3, 3), (1, 1), (1, 1), (1, 1), torch.bfloat16, "bf16")
     assert half is not None and few is not None and eight is not None
     h100 = replace(gpu.H200, bandwidth=3e12, clock=1.755e9)
     single = half.with_(dtype=torch.float32, precision="tf32")
-    for p, measured in ((half, 441e-6), (single, 727e-6), (few, 268e-6)):
-        for pass_ in ("fwd", "grad-input", "grad-weight"):
-            assert 0.4 * measured < convolutions.expected(p, pass_, h100) < measured
+    for p, measured in ((half, (441, 429, 452)), (single, (727, 750, 1134)), (few, (268, 375, 297))):
+        for pass_, microseconds in zip(("grad-input", "fwd", "grad-weight"), measured):
+            assert 0.35 < 1e6 * convolutions.expected(p, pass_, h100) / microseconds < 1  # type: ignore[arg-type]
     assert convolutions.expected(few, "fwd", h100) == convolutions.expected(eight, "fwd", h100), "it pads to eights"
 
 
