@@ -123,7 +123,7 @@ def convolution(
         return None
     differentiable = input.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     recorded = differentiable and torch.is_grad_enabled()
-    trained = weight.requires_grad and (recorded or engine.warming())
+    trained = engine.warming() or (recorded and weight.requires_grad)  # a weight may be computed, without gradients
     if not (chosen.for_output or (trained and chosen.for_weight)):
         return None
     given = input, weight, bias
@@ -179,7 +179,10 @@ def _small(shape: torch.Size, weight_shape: torch.Size, stride: tuple[int, ...])
 
 @lru_cache(maxsize=4096)
 def explicit(padding: Any, kernel: tuple[int, ...], dilation: tuple[int, ...]) -> Any:
-    """A layer's padding as numbers, the same object each time; None for ``same`` that is more on one side."""
+    """A padding by name as numbers, the same object each time; None for ``same`` that is more on one side.
+
+    ``kernel``: the weight's own, which may be another than its layer's ``kernel_size`` by now.
+    """
     if padding == "valid":
         return (0,) * len(kernel)
     if padding == "same":
@@ -226,14 +229,17 @@ def _find(
 
 
 def _layout(rank: int, input: Tensor, weight: Tensor) -> Layout | None:
-    """That of the result, as cuDNN's; None for tensors that are dense in no layout, or, with one pixel, in both."""
+    """That of the result, as cuDNN's; None where it is in doubt: of tensors that are dense in no layout or in both.
+
+    In channels_last also for one output channel, and without cuDNN.
+    """
     both = (input, weight)
     last = [is_channels_last(t.shape, t.stride()) for t in both]
     contiguous = [t.is_contiguous() for t in both]
     if not any(last):
         return "nchw" if all(contiguous) else None
     if any(a and b for a, b in zip(last, contiguous)) or weight.shape[0] == 1 or not calls._cudnn_enabled():
-        return None  # gradients that PyTorch may take for either; or a result that is in NCHW
+        return None
     order = cpu.memory_format("channels_last", rank)
     dense = all(a or t.is_contiguous(memory_format=order) for a, t in zip(contiguous, both))
     return "channels_last" if dense else None
@@ -298,7 +304,9 @@ def choose(p: Problem, device: planner.Device) -> Convolution | None:
     gpu = device.gpu
     if gpu is None or device.unavailable is not None or gpu.capability != (9, 0):  # where it was measured
         return None
-    if p.taps == 1 or p.groups != 1 or p.dtype is torch.float64 or p.precision == "ieee":
+    if p.taps == 1 or p.dtype is torch.float64 or p.precision == "ieee":
+        return None
+    if p.layout == "channels_last" and set(p.size) == {1}:  # gradients of one pixel are in both layouts
         return None
     passes: tuple[Pass, ...] = ("grad-input", "grad-weight")
     if MARGIN * max(expected(p, pass_, gpu) for pass_ in passes) < LEAST:  # a search takes 100 ms

@@ -148,7 +148,7 @@ def _convolve(module: Any, rank: int, input: Tensor) -> Tensor:
         if known is None or known[0] != shape or known[1] is not kernel:
             stride, padding, dilation = module.stride, module.padding, module.dilation
             if type(padding) is str:
-                padding = explicit(padding, kernel, dilation) if type(dilation) is tuple else None
+                padding = explicit(padding, weight.shape[2:], dilation) if type(dilation) is tuple else None
             odd = module.groups != 1 or module.padding_mode != "zeros" or padding is None
             if odd or small(shape, weight.shape, stride):
                 if len(_small) >= _MOST:

@@ -269,13 +269,13 @@ def convolution(of: Convolved, x: Tensor, weight: Tensor, bias: Tensor | None, k
     ready = not _collectors or _noted(plan, index, "grad-input", of, bias is not None)
     if not (of.for_output and ready):
         p = plan.problem
-        given = (p.stride, p.padding, p.dilation, False, (0,) * p.rank, p.groups)
+        given = (p.stride, p.padding, p.dilation, False, (0,) * p.rank, 1)
         rounded = None if bias is None else bias.to(x.dtype)
         found: Tensor = torch.ops.aten.convolution(x, weight.to(x.dtype), rounded, *given)
         return found
     runner = _gradients(plan, index).input
     assert runner is not None
-    if bias is None or runner.biased:
+    if bias is None or runner.biased:  # rounded here: what packs weights counts the channels of the other result
         return runner(x, weight, bias if bias is None else bias.to(x.dtype), keep)
     out = runner(x, weight, None, keep)
     return out.add_(bias.view(-1, *(1,) * plan.problem.rank))
