@@ -73,16 +73,14 @@ CHILDREN = 12
 """After so many the machine itself is at fault."""
 
 
-UNSWEPT: dict[str, Callable[[torch.device], latency.Latency]] = {
-    "host": latency.host,
-    "shapes": latency.shapes,
-    "training": lambda device: _trained(device, True),
+UNSWEPT: dict[str, Callable[[torch.device, bool], latency.Latency]] = {
+    "host": lambda device, compiled: latency.host(device),
+    "shapes": lambda device, compiled: latency.shapes(device),
+    "training": lambda device, compiled: training.measure(
+        device, compiled=compiled, progress=lambda case: print(f"case {case}", flush=True)
+    ),
 }
-"""The reports that are measured as a whole."""
-
-
-def _trained(device: torch.device, compiled: bool) -> latency.Latency:
-    return training.measure(device, compiled=compiled, progress=lambda case: print(f"case {case}", flush=True))
+"""The reports that are measured as a whole, on a device, with ``torch.compile`` beside or without."""
 
 
 class TimeUp(Exception):
@@ -207,8 +205,7 @@ def child(options: argparse.Namespace) -> int:
             ):
                 if begin > end:
                     raise TimeUp
-                eager = name == "training" and options.eager
-                found = _trained(device, False) if eager else UNSWEPT[name](device)
+                found = UNSWEPT[name](device, not options.eager)
                 found["versions"]["sources"] = sources()
                 latency.save(found, path)
         except TimeUp:
@@ -314,7 +311,7 @@ def main(arguments: Sequence[str]) -> int:
         "--keep", action="store_true", help="rows of other engine sources stay; those of --cases are measured anew"
     )
     parser.add_argument("--fresh", action="store_true", help="measure all anew")
-    parser.add_argument("--eager", action="store_true", help="no torch.compile beside training steps, 6 minutes")
+    parser.add_argument("--eager", action="store_true", help="no torch.compile beside training steps")
     parser.add_argument("--stem", choices=("h200", "h100"), default="h200", help="the GPU, as reports' names begin")
     parser.add_argument("--stamp", action="store_true", help="only name this commit in reports of its sources")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)

@@ -258,7 +258,9 @@ def trained(found: latency.Latency) -> str:
     shown = [*latency.columns(found), ("target", target)]
     lines = [_line([head for head, _ in shown]), _line(["---" for _ in shown])]
     lines += [_line([text(row) for _, text in shown]) for row in found["rows"]]
-    verdicts = [f"{group.title}: {_verdict(group)}" for group in groups(TRAINING, _rows(found)) if group.rows]
+    verdicts = [
+        f"{group.title}: {_verdict(group)}" for group in groups(TRAINING, _rows(found)) if group.targets and group.rows
+    ]
     closing = f"A case also misses when its peak memory is above PyTorch's. {report.conditions(found)}."
     return "\n\n".join(["\n".join(lines), *verdicts, closing])
 

@@ -25,6 +25,7 @@ from upconv.bench.latency import Latency, Value
 from upconv.bench.timing import Repeats
 
 Side = Literal["ours", "convolutions", "torch", "compile"]
+OURS: tuple[Side, ...] = ("ours", "convolutions")
 REPEATS = Repeats(3.0, 10, 60)
 RATE = 1e-4
 WITHIN = 0.02
@@ -215,7 +216,7 @@ class Trainer:
         networks = [network.to(device).train() for network in case.make()]
         torch.manual_seed(1)
         self.given = case.draw(device)
-        if side in ("ours", "convolutions"):
+        if side in OURS:
             networks = [upconv.accelerate(network, convolutions=side == "convolutions") for network in networks]
         optimizers = [torch.optim.Adam(network.parameters(), RATE) for network in networks]
         called: list[Any] = [torch.compile(network) for network in networks] if side == "compile" else networks
@@ -276,7 +277,7 @@ def _row(
     name = f"{case.name} {'bf16' if autocast else 'fp32'}"
     row: dict[str, Value] = dict.fromkeys(latency.TRAINING_KEYS)
     row.update(case=name, failure=None, rounds=0)
-    sides: list[Side] = ["ours", "convolutions", "torch", *(["compile"] if compiled else [])]  # type: ignore[list-item]
+    sides: list[Side] = [*OURS, "torch", *(["compile"] if compiled else [])]  # type: ignore[list-item]
     trainers: dict[str, Trainer] = {}
     first: dict[str, tuple[list[float], list[float]]] = {}
     for side in sides:
@@ -291,7 +292,7 @@ def _row(
                 row["failure"] = f"{side}: {type(error).__name__}: {error}".splitlines()[0]
                 return row
     limits = {"losses": WITHIN, "gradients' norms": WITHIN_GRADIENT}
-    for side in sides[:2]:
+    for side in OURS:
         for (what, limit), ours, theirs in zip(limits.items(), first[side], first["torch"]):
             apart = max(abs(a - b) / max(abs(b), 1e-9) for a, b in zip(ours, theirs))
             if not apart <= limit:
