@@ -43,15 +43,15 @@ def everything(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Every convolution is ours that has kernels, however small."""
     convolutions.forget()
     monkeypatch.setattr(modules, "small", lambda *shapes: False)
-    modules._small.clear()
-    monkeypatch.setattr(convolutions, "faster", lambda plan, pass_: plan.selection(pass_).choice is not None)
+    modules._left.clear()
+    monkeypatch.setattr(convolutions, "faster", lambda plan, pass_, least=0.0: plan.selection(pass_).choice is not None)
     monkeypatch.setattr(convolutions, "LEAST", 0.0)
     convolutions.choose.cache_clear()
     yield
     monkeypatch.undo()
     convolutions.choose.cache_clear()
     convolutions.forget()
-    modules._small.clear()
+    modules._left.clear()
 
 
 @pytest.fixture
@@ -75,17 +75,21 @@ def layer(rank: int, *args: Any, dtype: torch.dtype = torch.float64, **kwargs: A
     return ours, theirs
 
 
-def step(module: nn.Module, x: Tensor, mask: tuple[int, ...] = (1, 1, 1)) -> list[Tensor | None]:
-    """The output and the gradients for input, weight and bias of those that ``mask`` lets require one."""
+def step(module: Any, x: Tensor, mask: tuple[int, ...] = (1, 1, 1), grad: Tensor | None = None) -> list[Tensor | None]:
+    """The output and the gradients for input, weight and bias of those that ``mask`` lets require one.
+
+    ``grad``: the output's gradient; by default from -1 to 1.
+    """
     x = x.detach().clone().requires_grad_(bool(mask[0]))
     for parameter, needed in zip((module.weight, module.bias), mask[1:]):
         if parameter is not None:
-            parameter.requires_grad_(bool(needed)).grad = None  # type: ignore[union-attr]
+            parameter.requires_grad_(bool(needed)).grad = None
     out = module(x)
     if out.requires_grad:
-        out.backward(torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view(out.shape).to(out))
-    grads = [x.grad, module.weight.grad, None if module.bias is None else module.bias.grad]
-    return [out.detach(), *grads]  # type: ignore[list-item]
+        if grad is None:
+            grad = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view(out.shape).to(out)
+        out.backward(grad)
+    return [out.detach(), x.grad, module.weight.grad, None if module.bias is None else module.bias.grad]
 
 
 def assert_same(found: list[Tensor | None], wanted: list[Tensor | None]) -> None:
@@ -706,8 +710,8 @@ def test_layers_on_a_gpu(
     found = step(ours, x.cuda())
     assert found[0] is not None
     grad = torch.linspace(-1, 1, found[0].numel(), dtype=torch.float64).view(found[0].shape).to(dtype)
-    exact = step_with(truth, x.double(), grad.double())
-    bound = step_with(absolute(truth), x.double().abs(), grad.double().abs())
+    exact = step(truth, x.double(), grad=grad.double())
+    bound = step(absolute(truth), x.double().abs(), grad=grad.double().abs())
     pixels = found[0].numel() // channels
     lengths = (shape[1] * kernel**rank, channels * kernel**rank, pixels, pixels)
     for i, (a, b, magnitude, length) in enumerate(zip(found, exact, bound, lengths)):
@@ -719,14 +723,6 @@ def test_layers_on_a_gpu(
             assert i == 3 or a.is_contiguous(memory_format=order)
     again = step(ours, x.cuda())
     assert all(a is b is None or torch.equal(a, b) for a, b in zip(found, again))  # type: ignore[arg-type]
-
-
-def step_with(module: Any, x: Tensor, grad: Tensor) -> list[Tensor | None]:
-    x = x.clone().requires_grad_()
-    module.zero_grad()
-    out = module(x)
-    out.backward(grad)
-    return [out.detach(), x.grad, module.weight.grad, None if module.bias is None else module.bias.grad]
 
 
 def absolute(module: Any) -> Any:

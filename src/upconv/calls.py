@@ -143,6 +143,27 @@ seen: dict[int, Seen[Any]] = {}
 """Transposed convolutions, by the weight's `id`; of a weight that has the same by chance, `Call.is_this` knows that it
 is another."""
 
+
+def recognised(
+    among: dict[int, Seen[P]],
+    rank: int,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Any,
+    padding: Any,
+    output_padding: Any,
+    groups: Any,
+    dilation: Any,
+) -> Call[P] | None:
+    """The call as it was made before, if it is noted there."""
+    noted = among.get(id(weight))
+    for known in () if noted is None else noted.calls:
+        if known.is_this(rank, input, weight, bias, stride, padding, output_padding, groups, dilation):
+            return known
+    return None
+
+
 _IMMUTABLE = (int, tuple)  # of an argument that is the same object; a list may hold other numbers by now
 
 

@@ -63,23 +63,25 @@ class Convolution:
         return cpu.memory_format(self.problem.layout, self.problem.rank)
 
     @cached_property
+    def arguments(self) -> tuple[Any, ...]:
+        """Of PyTorch's operators, behind the tensors."""
+        p = self.problem
+        return p.stride, p.padding, p.dilation, False, (0,) * p.rank, 1
+
+    @cached_property
     def for_output(self) -> bool:
         """Whether the forward is our kernels'; found when it is first asked for."""
-        return self._ours("grad-input", LEAST)
+        return faster(self.plan, "grad-input", LEAST)
 
     @cached_property
     def for_input(self) -> bool:
         """As `for_output`, the gradient for the input."""
-        return self._ours("fwd")
+        return faster(self.plan, "fwd")
 
     @cached_property
     def for_weight(self) -> bool:
         """As `for_output`, the gradient for the weight."""
-        return self._ours("grad-weight", 0.0 if self.for_output else LEAST)
-
-    def _ours(self, pass_: Pass, least: float = 0.0) -> bool:
-        choice = self.plan.selection(pass_).choice
-        return choice is not None and choice.seconds >= least and faster(self.plan, pass_)
+        return faster(self.plan, "grad-weight", 0.0 if self.for_output else LEAST)
 
     @cached_property
     def sums(self) -> Plan:
@@ -88,7 +90,7 @@ class Convolution:
         one, zero = (1,) * p.rank, (0,) * p.rank
         like = p.with_(
             out_channels=p.in_channels, kernel=one, stride=one, padding=zero, output_padding=zero, dilation=one,
-            groups=1, bias=True,
+            bias=True,
         )  # fmt: skip
         return Plan(like, self.plan.device, "native", planner.FAMILIES, ())
 
@@ -107,15 +109,14 @@ def convolution(
     Shapes as `torch.nn.functional.conv2d`'s. It looks for a plan, so that callers ask `eager` and `small` before.
     Errors: those of `engine.convolution`.
     """
-    seen = _seen.get(id(weight))
-    for known in () if seen is None else seen.calls:
-        if known.is_this(rank, input, weight, bias, stride, padding, 0, 1, dilation):
-            if known.autocast is not None:
-                input = input.to(known.autocast)
-            if known.differentiable and torch.is_grad_enabled():
-                found: Tensor = _apply(input, weight, bias, known.plan)
-                return found
-            return engine.convolution(known.plan, input, weight, bias)
+    known = calls.recognised(_seen, rank, input, weight, bias, stride, padding, 0, 1, dilation)
+    if known is not None:
+        if known.autocast is not None:
+            input = input.to(known.autocast)
+        if known.differentiable and torch.is_grad_enabled():
+            found: Tensor = _apply(input, weight, bias, known.plan)
+            return found
+        return _forward(known.plan, input, weight, bias)
     if not _plain(weight) or not (bias is None or _plain(bias)) or ops._observed():
         return None
     chosen = _find(rank, input, weight, bias, stride, padding, dilation)
@@ -135,14 +136,13 @@ def convolution(
     if recorded:
         out: Tensor = _apply(*(t if t is None else ops._unwrap(t) for t in (input, weight, bias)), chosen)
         return out
-    return engine.convolution(chosen, input, weight, bias, own)
+    return _forward(chosen, input, weight, bias, own)
 
 
 # --- which calls -----------------------------------------------------------------------------------------------------
 
 _seen: dict[int, calls.Seen[Convolution]] = {}
-_HALF = (torch.bfloat16, torch.float16)
-_SINGLE = (torch.float32, *_HALF)  # what autocast casts
+_CAST = (torch.float32, torch.bfloat16, torch.float16)  # what autocast casts
 
 
 def eager(input: Any) -> bool:
@@ -178,17 +178,13 @@ def _small(shape: torch.Size, weight_shape: torch.Size, stride: tuple[int, ...])
 
 
 @lru_cache(maxsize=4096)
-def explicit(padding: Any, kernel: tuple[int, ...], dilation: tuple[int, ...]) -> Any:
-    """A padding by name as numbers, the same object each time; None for ``same`` that is more on one side.
+def explicit(padding: str, kernel: tuple[int, ...], dilation: tuple[int, ...]) -> tuple[int, ...] | None:
+    """A padding by name as numbers, the same object each time; None for one that is more on one side.
 
     ``kernel``: the weight's own, which may be another than its layer's ``kernel_size`` by now.
     """
-    if padding == "valid":
-        return (0,) * len(kernel)
-    if padding == "same":
-        whole = [d * (k - 1) for d, k in zip(dilation, kernel)]
-        return None if any(n % 2 for n in whole) else tuple(n // 2 for n in whole)
-    return padding
+    whole = [d * (k - 1) if padding == "same" else 0 for d, k in zip(dilation, kernel)]
+    return None if any(n % 2 for n in whole) else tuple(n // 2 for n in whole)
 
 
 def _padded(channels: int, multiple: int = _PADDED) -> int:
@@ -213,7 +209,7 @@ def _find(
         return None
     kind = "cuda" if input.is_cuda else "cpu"
     if torch.is_autocast_enabled(kind):
-        if any(t.dtype not in _SINGLE for t in (input, *others)):
+        if any(t.dtype not in _CAST for t in (input, *others)):
             return None
         dtype = torch.get_autocast_dtype(kind)
     elif any(t.dtype is not dtype for t in others):
@@ -314,10 +310,10 @@ def choose(p: Problem, device: planner.Device) -> Convolution | None:
     return Convolution(planner.plan(p, device))
 
 
-def faster(plan: Plan, pass_: Pass) -> bool:
-    """Whether a pass of a plan takes less than what is expected of PyTorch's operator."""
+def faster(plan: Plan, pass_: Pass, least: float = 0.0) -> bool:
+    """Whether a pass of a plan takes less than what is expected of PyTorch's operator, and ``least`` seconds."""
     choice, gpu = plan.selection(pass_).choice, plan.device.gpu
-    if choice is None or gpu is None:
+    if choice is None or gpu is None or choice.seconds < least:
         return False
     seconds = choice.seconds * (_RELAYOUT if choice.family == "relayout" else 1.0)
     return seconds <= MARGIN * expected(plan.problem, pass_, gpu)
@@ -350,11 +346,16 @@ def expected(p: Problem, pass_: Pass, gpu: Gpu) -> float:
 # --- the call --------------------------------------------------------------------------------------------------------
 
 
+def _forward(c: Convolution, x: Tensor, weight: Tensor, bias: Tensor | None, keep: bool = True) -> Tensor:
+    if engine.ready(c, x.get_device(), bias is not None) and c.for_output:
+        return engine.convolution(c.plan, x, weight, bias, keep)
+    rounded = None if bias is None else bias.to(x.dtype)
+    found: Tensor = torch.ops.aten.convolution(x, weight.to(x.dtype), rounded, *c.arguments)
+    return found
+
+
 def _theirs(c: Convolution, grad: Tensor, x: Tensor, weight: Tensor, mask: tuple[bool, bool, bool]) -> Any:
-    p = c.problem
-    return torch.ops.aten.convolution_backward(
-        grad, x, weight, None, p.stride, p.padding, p.dilation, False, (0,) * p.rank, 1, mask
-    )
+    return torch.ops.aten.convolution_backward(grad, x, weight.to(x.dtype), None, *c.arguments, mask)
 
 
 class _Convolution(torch.autograd.Function):
@@ -365,7 +366,7 @@ class _Convolution(torch.autograd.Function):
         ctx.save_for_backward(input, weight)
         ctx.chosen = chosen
         ctx.set_materialize_grads(False)
-        return engine.convolution(chosen, input, weight, bias, not weight.requires_grad)
+        return _forward(chosen, input, weight, bias, not weight.requires_grad)
 
     @staticmethod
     @ops._uncast
@@ -383,7 +384,7 @@ class _Convolution(torch.autograd.Function):
             )
         grad = grad.contiguous(memory_format=c.format)  # once for both
         theirs = mask[0] and not c.for_input, mask[1] and not c.for_weight, False
-        found = _theirs(c, grad, input, weight.to(input.dtype), theirs) if any(theirs) else (None, None, None)
+        found = _theirs(c, grad, input, weight, theirs) if any(theirs) else (None, None, None)
         for_input, for_weight, for_bias = found
         if mask[1] and c.for_weight:
             for_weight = engine.gradients(c.plan, input, grad, weight, (False, True, False))[1]

@@ -9,13 +9,15 @@ what it looks for.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._jit_internal import is_scripting
 from torch.compiler import is_compiling
+from torch.nn.modules.conv import _ConvNd
 
+from upconv import calls
 from upconv.convolutions import convolution, eager, explicit, small
 from upconv.ops import conv_transpose
 
@@ -131,68 +133,65 @@ class LazyConvTranspose3d(nn.LazyConvTranspose3d, ConvTranspose3d):  # type: ign
 # --- plain convolutions ----------------------------------------------------------------------------------------------
 
 
-_small: dict[int, tuple[Any, Any]] = {}
+_left: dict[int, tuple[Any, Any]] = {}
 """By a module's `id`: the shape of the last input that was too small for our kernels, and the size of its kernel.
 
 So a call that is PyTorch's costs a model that waits for its host 2 us more, not 20.
 """
-_MOST = 4096
 
 
-def _convolve(module: Any, rank: int, input: Tensor) -> Tensor:
+def _convolve(module: Any, input: Tensor) -> Tensor:
     """The layer, by our kernels or by PyTorch's operator."""
     weight, bias = module.weight, module.bias  # once: a parametrisation may compute them, and count that
     if not is_compiling() and eager(input):
         shape, kernel = input.shape, module.kernel_size
-        known = _small.get(id(module))
+        known = _left.get(id(module))
         if known is None or known[0] != shape or known[1] is not kernel:
             stride, padding, dilation = module.stride, module.padding, module.dilation
             if type(padding) is str:
                 padding = explicit(padding, weight.shape[2:], dilation) if type(dilation) is tuple else None
             odd = module.groups != 1 or module.padding_mode != "zeros" or padding is None
             if odd or small(shape, weight.shape, stride):
-                if len(_small) >= _MOST:
-                    _small.clear()
-                _small[id(module)] = shape, kernel
+                if len(_left) >= calls.MOST:
+                    _left.clear()
+                _left[id(module)] = shape, kernel
             else:
-                found = convolution(rank, input, weight, bias, stride, padding, dilation)
+                found = convolution(module.rank, input, weight, bias, stride, padding, dilation)
                 if found is not None:
                     return found
     out: Tensor = module._conv_forward(input, weight, bias)
     return out
 
 
-class Conv1d(nn.Conv1d):
+class _Conv(_ConvNd):
+    """What the three layers share."""
+
+    rank: ClassVar[int]
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Computes the layer, as PyTorch's does."""
+        if is_scripting():
+            return self._conv_forward(input, self.weight, self.bias)
+        else:
+            return _convolve(self, input)
+
+
+class Conv1d(_Conv, nn.Conv1d):
     """Drop-in for `torch.nn.Conv1d`, whose large calls on a GPU take our kernels (`upconv.convolutions`)."""
 
-    def forward(self, input: Tensor) -> Tensor:
-        """Computes the layer, as PyTorch's does."""
-        if is_scripting():
-            return self._conv_forward(input, self.weight, self.bias)
-        else:
-            return _convolve(self, 1, input)
+    rank = 1
 
 
-class Conv2d(nn.Conv2d):
+class Conv2d(_Conv, nn.Conv2d):
     """Drop-in for `torch.nn.Conv2d`, whose large calls on a GPU take our kernels (`upconv.convolutions`)."""
 
-    def forward(self, input: Tensor) -> Tensor:
-        """Computes the layer, as PyTorch's does."""
-        if is_scripting():
-            return self._conv_forward(input, self.weight, self.bias)
-        else:
-            return _convolve(self, 2, input)
+    rank = 2
 
 
-class Conv3d(nn.Conv3d):
+class Conv3d(_Conv, nn.Conv3d):
     """Drop-in for `torch.nn.Conv3d`, whose large calls on a GPU take our kernels (`upconv.convolutions`)."""
 
-    def forward(self, input: Tensor) -> Tensor:
-        """Computes the layer, as PyTorch's does."""
-        if is_scripting():
-            return self._conv_forward(input, self.weight, self.bias)
-        else:
-            return _convolve(self, 3, input)
+    rank = 3
 
 
 class LazyConv1d(nn.LazyConv1d, Conv1d):  # type: ignore[misc]

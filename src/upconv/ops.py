@@ -54,10 +54,10 @@ def conv_transpose(
     """A transposed convolution of ``rank`` spatial dimensions, by the best way that this call allows."""
     if is_compiling():
         return _compiled(rank, input, weight, bias, stride, padding, output_padding, groups, dilation)
-    seen = calls.seen.get(id(weight))
-    for known in () if seen is None else seen.calls:
-        if not known.is_this(rank, input, weight, bias, stride, padding, output_padding, groups, dilation):
-            continue
+    known = calls.recognised(
+        calls.seen, rank, input, weight, bias, stride, padding, output_padding, groups, dilation
+    )  # fmt: skip
+    if known is not None:
         if known.autocast is not None:
             input = input.to(known.autocast)
         if known.differentiable and torch.is_grad_enabled():

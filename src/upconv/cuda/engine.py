@@ -249,11 +249,11 @@ class Convolved(Protocol):
         """By which its gradient for the bias is taken."""
 
 
-def convolution(of: Convolved, x: Tensor, weight: Tensor, bias: Tensor | None, keep: bool = True) -> Tensor:
+def convolution(plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None, keep: bool = True) -> Tensor:
     """The plain convolution that is the gradient for the input by a plan.
 
     Args:
-        of: the plan, and what of its gradients is computed so.
+        plan: one whose gradient for the input has a choice.
         x: ``problem.output_shape``, any strides.
         weight: ``problem.weight_shape``, any strides; float32 for a 16-bit problem too, and the bias then.
         bias: ``(in_channels)`` of the problem, which are the result's channels, or None.
@@ -265,15 +265,7 @@ def convolution(of: Convolved, x: Tensor, weight: Tensor, bias: Tensor | None, k
     Raises:
         as `forward`.
     """
-    plan, index = of.plan, x.get_device()
-    ready = not _collectors or _noted(plan, index, "grad-input", of, bias is not None)
-    if not (of.for_output and ready):
-        p = plan.problem
-        given = (p.stride, p.padding, p.dilation, False, (0,) * p.rank, 1)
-        rounded = None if bias is None else bias.to(x.dtype)
-        found: Tensor = torch.ops.aten.convolution(x, weight.to(x.dtype), rounded, *given)
-        return found
-    runner = _gradients(plan, index).input
+    runner = _gradients(plan, x.get_device()).input
     assert runner is not None
     if bias is None or runner.biased:  # rounded here: what packs weights counts the channels of the other result
         return runner(x, weight, bias if bias is None else bias.to(x.dtype), keep)
@@ -621,15 +613,20 @@ def warming() -> bool:
     return _collectors > 0 and getattr(_local, "wanted", None) is not None and bool(_local.every)
 
 
+def ready(of: Convolved, index: int, biased: bool) -> bool:
+    """Whether a plain convolution's kernel may run: outside `collecting`, or loaded already; else it is noted there."""
+    return not _collectors or _noted(of.plan, index, "grad-input", of, biased)
+
+
 def _noted(plan: Plan, index: int, pass_: Pass, of: Convolved | None = None, biased: bool = True) -> bool:
-    """Whether a call's kernel may run: outside `collecting`, or loaded already; else it is noted there."""
+    """As `ready`, of any call."""
     wanted: list[Wanted] | None = getattr(_local, "wanted", None)
     if wanted is None:
         return True
-    ready = _loaded(plan, index, pass_, training=False)
-    if _local.every or not ready:
+    loaded = _loaded(plan, index, pass_, training=False)
+    if _local.every or not loaded:
         wanted.append(Wanted(plan, index, of, biased))
-    return ready
+    return loaded
 
 
 def _gradients(plan: Plan, index: int) -> Gradients:
