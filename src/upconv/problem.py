@@ -114,6 +114,8 @@ class Problem:
     precision: Precision = "ieee"
     layout: Layout = "nchw"
     pass_: Pass = "fwd"
+    batch_as_width: bool = False
+    """channels_last: the last of three dimensions is a batch of images (`Problem.abreast`), the outermost in memory."""
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.size) <= 3:
@@ -157,6 +159,11 @@ class Problem:
             raise ValueError(f"layout must be one of {LAYOUTS}, got {self.layout!r}")
         if self.pass_ not in PASSES:
             raise ValueError(f"pass must be one of {PASSES}, got {self.pass_!r}")
+        if self.batch_as_width and (self.rank != 3 or self.layout != "channels_last" or self.batch != 1):
+            raise ValueError(
+                "batch_as_width must be of one image of three dimensions in channels_last, got "
+                f"batch={self.batch}, size={self.size}, layout={self.layout!r}"
+            )
         if min(self.out_size) < 1 and min(self.size) > 0:
             raise ValueError(f"padding={self.padding} leaves no output: input size {self.size} gives {self.out_size}")
 
@@ -272,6 +279,22 @@ class Problem:
             output_padding=(0, 0), dilation=(1, 1), layout="channels_last",
         )  # fmt: skip
 
+    @property
+    def abreast(self) -> Problem | None:
+        """The same pass of one image of three dimensions, whose width is this one's batch; None but for channels_last
+        images of two.
+
+        Every tensor has the same bytes in the same places. A tile then has no halo along its width, and small images
+        leave nothing of it empty.
+        """
+        if self.layout != "channels_last" or self.rank != 2 or self.batch < 1:
+            return None
+        return replace(
+            self, batch=1, size=(*self.size, self.batch), kernel=(*self.kernel, 1), stride=(*self.stride, 1),
+            padding=(*self.padding, 0), output_padding=(*self.output_padding, 0), dilation=(*self.dilation, 1),
+            batch_as_width=True,
+        )  # fmt: skip
+
     # --- the roof's two terms ----------------------------------------------------------------------------------------
 
     @property
@@ -326,7 +349,8 @@ class Problem:
             parts.append(f"g{self.groups}")
         shape = "x".join(map(str, (self.batch, self.in_channels, *self.size)))
         dtype = str(self.dtype).removeprefix("torch.")
-        return f"{' '.join(parts)} on {shape} {dtype} {self.layout} {self.pass_}"
+        batch = " (batch as width)" if self.batch_as_width else ""
+        return f"{' '.join(parts)} on {shape} {dtype} {self.layout}{batch} {self.pass_}"
 
 
 def _axis_phase(residue: int, kernel: int, stride: int, padding: int, dilation: int, out: int) -> AxisPhase:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from upconv.cuda import gather, wgrad
+from upconv.cuda import batches, gather, wgrad
 from upconv.cuda.costs import weighed
 from upconv.cuda.gpu import Gpu
 from upconv.problem import Problem
@@ -143,7 +143,8 @@ def refusal(p: Problem, gpu: Gpu) -> str | None:
 
 def choose(q: Problem, gpu: Gpu) -> Inner | str:
     """The choice for a rearranged problem, or the sentence why there is none."""
-    return gather.choose(q, gpu) if q.pass_ == "grad-input" else wgrad.choose(q, gpu)
+    found: Inner | str = batches.choose(gather if q.pass_ == "grad-input" else wgrad, q, gpu)
+    return found
 
 
 def gains(seconds: float, otherwise: Any) -> bool:

@@ -39,6 +39,17 @@ def dense(dims: Five, element: int) -> Tensor5:
     return Tensor5(0, dims, (a, b, c, e))
 
 
+def channels_last(
+    batch: int, channels: int, size: Sequence[int], element: int, batch_as_width: bool = False
+) -> Tensor5:
+    """A dense tensor in channels_last: channels, W, H, D, images. ``batch_as_width``: `Problem.batch_as_width`."""
+    d, h, w = (1,) * (3 - len(size)) + tuple(size)
+    if not batch_as_width:
+        return dense((channels, w, h, d, batch), element)
+    pixel = channels * element
+    return Tensor5(0, (channels, w, h, d, batch), (d * h * pixel, pixel, h * pixel, d * h * w * pixel))
+
+
 def of_class(
     batch: int, channels: int, size: Sequence[int], element: int, rows: tuple[int, int], channels_: tuple[int, int]
 ) -> Tensor5:

@@ -27,6 +27,8 @@ _SPLITS = 512  # ranges of positions at most; their partial sums are added in a 
 _MAX_BYTES = 64 << 20  # of partial sums
 _LAUNCH = 5e-6  # seconds
 _LOAD_CLOCKS = 1.6  # of a multiprocessor for a warp's load and its multiplications
+# And for each line of weights that it reads beyond the first (NOTES: 512->512 k4 s2 on 16 images of a pixel 2,354 us).
+_LINE_CLOCKS = 0.6
 _PLACE_CLOCKS = 12.0  # for a warp's position: divisions, borders
 _MISSES = {("grad-input", "channels_last"): 3.4, ("grad-weight", "channels_last"): 3.4, ("grad-weight", "nchw"): 1.8}
 """Times more that loads take where taps miss the first-level cache (NOTES: fcn8s channels_last 1,384 us, by the loads
@@ -224,8 +226,13 @@ def _conflict(p: Problem) -> float:
 def _grad_input(p: Problem, gpu: Gpu) -> Choice:
     cin, cout = p.in_channels // p.groups, p.out_channels // p.groups
     tile = Tile(ci=next(n for n in (8, 4, 2, 1) if n == 1 or cin >= n))
-    warps = p.batch * math.prod(p.size) * p.groups * -(-cin // tile.ci) / 32
-    clocks = warps * (_PLACE_CLOCKS + cout * p.taps * (_LOAD_CLOCKS * _conflict(p) + 1.2 * tile.ci))
+    pixels, tiles = math.prod(p.size), p.groups * -(-cin // tile.ci)
+    warps = p.batch * pixels * tiles / 32
+    # Lanes of different channels read a line of weights each; and few blocks leave multiprocessors idle.
+    lines = min(32, tiles) if p.layout == "channels_last" else min(tiles, -(-32 // pixels))
+    apart = _LINE_CLOCKS * tile.ci * (lines - 1)
+    clocks = warps * (_PLACE_CLOCKS + cout * p.taps * (_LOAD_CLOCKS * _conflict(p) + 1.2 * tile.ci + apart))
+    clocks *= max(1.0, gpu.multiprocessors / max(1.0, warps * 32 / _THREADS))
     seconds, bound = _seconds(p, gpu, clocks)
     summary = f"a thread takes {tile.ci} input channels of a position, {p.taps} taps from L1"
     return Choice("direct", seconds, summary, bound, p, tile, 1)

@@ -29,17 +29,17 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import cached_property
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import count
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from upconv import cpu
+from upconv.cuda import batches
 from upconv.cuda.costs import weighed
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.gpu import current_device as _current_device
@@ -177,22 +177,10 @@ def choose(p: Problem, gpu: Gpu, general: bool = False) -> dict[str, Choice | st
             best = min((c for c in found.values() if not isinstance(c, str)), key=weighed, default=None)
             found[name] = family.choose(p, gpu, best, general)
         elif name in _TENSOR_CORES:
-            found[name] = _choose_sized(family, p, gpu, general)
+            found[name] = batches.choose(family, p, gpu, general)
         else:
             found[name] = family.choose(p, gpu)
     return found
-
-
-def _choose_sized(family: Any, p: Problem, gpu: Gpu, general: bool) -> Choice | str:
-    """The configuration of a family that has some for one size alone, unless ``general``.
-
-    Images of one pixel may be taken as the pixels of another problem (`Problem.flat`), which the choice then has.
-    """
-    chosen, flat = family.choose(p, gpu, general), None if general else p.flat
-    other = "" if flat is None else family.choose(flat, gpu)
-    if isinstance(other, str) or (not isinstance(chosen, str) and chosen.seconds <= other.seconds):
-        return cast("Choice | str", chosen)
-    return cast(Choice, replace(other, flat=True))
 
 
 # --- the call --------------------------------------------------------------------------------------------------------

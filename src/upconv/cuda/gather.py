@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from upconv.cuda import jit
-from upconv.cuda.boxes import Five, Tensor5, Words, alignment_classes, dense, encode, of_class
+from upconv.cuda.boxes import Five, Tensor5, Words, alignment_classes, channels_last, dense, encode, of_class
 from upconv.cuda.costs import Constants, constants
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.gpu import gpu as gpu_of
@@ -39,7 +39,7 @@ from upconv.problem import Problem
 
 _ACCUMULATORS = 4  # blocks of 64 x 64 that a consumer warpgroup holds: 128 registers of a thread's 200
 _MMA_ACCUMULATORS = 2  # without setmaxnreg a thread has 168 registers
-_MAX_TAPS = 2000  # of all phases; the tables lie in constant memory
+_MAX_TAPS = 4096  # of all phases; the tables lie in constant memory
 
 # --- the model's other constants (the fitted sets are in `costs`) ----------------------------------------------------
 _MMA_SYNC = 0.45  # of wgmma's rate: four warps read the same pixels
@@ -52,6 +52,7 @@ _STAGED = 64.0, 300.0
 # By how much the model hopes there, by `split` (NOTES: pix in bfloat16 on an H100, which it has at 116 us both times,
 # by halves of the pixels 134, of the channels 123, and by other epilogues 137).
 _STAGED_HOPE = 1.035, 1.02
+_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # by dimensions
 SIZES = "i" * 11  # `Tiling.arguments`
 # A kernel that packs the weights itself: parts of them that a block packs at most, and its longest time (NOTES: the
 # host takes 16 us for two launches and 11 for one, in a training step twice that; the GPU 0 to 2 us more with a part a
@@ -141,7 +142,8 @@ class Choice:
         shape = "x".join(str(v) for v in t.tile) + (" of whole images" if t.whole else "")
         split = ("pixels halved", "output channels halved", "in turn")[t.split]
         weights = "resident" if t.resident else f"ring of {t.stages_w} x {t.w_stage} fragments" if t.wgmma else "L2"
-        instruction = ("the batch as pixels: " if self.flat else "") + ("phases as rows: " if t.shuffle else "")
+        beside = "the batch as pixels: " if self.flat else "the batch as width: " if self.problem.batch_as_width else ""
+        instruction = beside + ("phases as rows: " if t.shuffle else "")
         instruction += "wgmma" if t.wgmma else "mma.sync"
         return (
             f"{instruction} {t.problem.precision}, tile {shape} (NxDxHxW of q) x {t.mb * t.wgs_m * 64} rows, chunk of "
@@ -192,7 +194,6 @@ class Packs:
     def __init__(self, p: Problem, device: int, words: int, blocks: int) -> None:
         self._problem, self._device = p, device
         self._words, self._pack_blocks = words, blocks
-        self._weight_last = {2: torch.channels_last, 3: torch.channels_last_3d}.get(p.rank)
         self.casts = p.dtype.itemsize == 2
 
     def _load(self, unit: Unit, entry: str, threads: int, shared: int, codes: str) -> Launcher:
@@ -239,10 +240,11 @@ class Packs:
         """Elements between a weight's taps, as kernels read it: contiguous or channels-last; 0 for another."""
         if weight.is_contiguous():
             return 1
-        return weight.shape[1] if self._lies_last(weight) and weight.shape == self._problem.weight_shape else 0
+        return weight.shape[1] if self._lies_last(weight) and weight.shape[:2] == self._problem.weight_shape[:2] else 0
 
     def _lies_last(self, weight: Tensor) -> bool:
-        return self._weight_last is not None and weight.is_contiguous(memory_format=self._weight_last)
+        last = _LAST.get(weight.dim())  # the problem may have a dimension more (`Problem.abreast`)
+        return last is not None and weight.is_contiguous(memory_format=last)
 
     def _kept(self, kept: dict[int, Words], address: int, encoded: Callable[[], list[Words]]) -> Words:
         if len(kept) >= 256:  # allocations come back to the same addresses; 128 bytes each
@@ -469,8 +471,8 @@ def tensors(t: Tiling, p: Problem) -> tuple[Tensor5, ...]:
     channels, *size = source_shape(p)[1:]
     d, h, w = (1,) * (3 - p.rank) + tuple(size)
     if t.channels_last:
-        dims = (channels, w, h, d, p.batch)
-    elif t.whole is not None:
+        return (channels_last(p.batch, channels, size, t.element, p.batch_as_width),)
+    if t.whole is not None:
         dims = (w * h * d, 1, 1, channels, p.batch)
     else:
         dims = (w, h, d, channels, p.batch)
@@ -997,7 +999,7 @@ def considered(p: Problem, gpu: Gpu, general: bool = False) -> Iterator[tuple[fl
     """(seconds, what bounds them, tiling) by the model of every tiling that `choose` looks at."""
     classes = classes_of(p, general) if p.layout == "nchw" else (1, 1)
     layer = any_size(p)
-    found = ways(layer) if countable(p) else ()
+    found = ways(layer) if countable(p) and not p.batch_as_width else ()
     kinds: list[tuple[Shuffle | None, bool]] = [(shuffle, False) for shuffle in (None, *found)]
     if not general and not found and gpu.arch == "90a" and drains(p):
         kinds.append((None, True))

@@ -949,6 +949,8 @@ class Tiling:
             raise Unfit("the epilogue of phases as rows takes one W sub-position")
         if self.whole is not None and not self.tensor_map:
             raise Unfit("whole images come by boxes, of which none may end in the next group")
+        if self.problem.batch_as_width and not (self.tensor_map and not self.bare and self.shuffle is None):
+            raise Unfit("a batch as width is read by boxes, and stored by one of the epilogues")
         if self.planewise and not self._planes_in_turn:
             raise Unfit("not every variant reads all planes in turn in one stretch of code")
         if self.drained and not self._drainable:
@@ -1064,6 +1066,7 @@ class Tiling:
             "WEIGHTS_BOX": int(boxed),
             "RUN_GROUPS": self.runs,
             "DRAINED": int(self.drained),
+            "BATCH_AS_WIDTH": int(p.batch_as_width),
             "OUT_SPAN": self.out_span if self.drained else 0,
             "STORE_UNIT": store_unit,
             "ROWS_D": len(rows_d),

@@ -33,7 +33,8 @@ from upconv.cuda.wgrad import Unit
 from upconv.problem import Problem
 
 THREADS = 256
-_MOST_CHANNELS = 64  # of output channels and phases: beyond, the strided layer has channels enough of its own
+_MOST_CHANNELS = 64  # of output channels and phases: beyond, the strided layer has channels enough of its own,
+_CUDA_CORES = "direct", "direct_wgrad", "staged"  # save where no tensor cores take it as it is
 _MOST_PADDED = 2  # times as many in channels_last, where zeros make whole 16 bytes of them
 _RATE = 0.5  # of the device's copy rate, of single elements with some read from afar; and the launches:
 _UNSHUFFLE, _WEIGHTS = 4e-6, 3e-6
@@ -190,8 +191,6 @@ def refusal(p: Problem, gpu: Gpu) -> str | None:
         return "there is no stride to be rid of"
     if p.groups > 1 or max(p.dilation) > 1:
         return "only taps side by side, of layers without groups, are sorted by phase"
-    if p.out_channels * math.prod(p.stride) > _MOST_CHANNELS:
-        return f"{p.out_channels} channels in {math.prod(p.stride)} phases are more than {_MOST_CHANNELS}"
     q = unstrided(p)
     if math.prod(q.output_shape) + math.prod(q.weight_shape) >= 2**31 - 3 * THREADS:  # the kernels' indices
         return "outputs and weights have nearly 2^31 elements and more"
@@ -212,6 +211,8 @@ def choose(p: Problem, gpu: Gpu, otherwise: Any, general: bool = False) -> Choic
         return "whether it pays depends on the size of the input"
     if otherwise is None:
         return "nothing would run where memory for it is short"
+    if p.out_channels * math.prod(p.stride) > _MOST_CHANNELS and otherwise.family not in _CUDA_CORES:
+        return f"{p.out_channels} channels in {math.prod(p.stride)} phases are more than {_MOST_CHANNELS}"
     q = unstrided(p)
     nbytes = (math.prod(p.output_shape) + math.prod(q.output_shape)) * p.dtype.itemsize
     beside = nbytes / (_RATE * gpu.bandwidth) + _UNSHUFFLE + _WEIGHTS

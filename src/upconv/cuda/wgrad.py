@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from upconv.cuda import jit
-from upconv.cuda.boxes import Tensor5, Words, alignment_classes, dense, encode, of_class
+from upconv.cuda.boxes import Tensor5, Words, alignment_classes, channels_last, dense, encode, of_class
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.gpu import gpu as gpu_of
 from upconv.cuda.launch import Counters, Launcher, TooManyBlocks, as_run, bind
@@ -116,12 +116,15 @@ class Choice:
         instruction = "wgmma" if isinstance(t, WarpgroupTiling) else "mma.sync"
         if isinstance(t, WarpgroupTiling) and t.stacked:
             instruction += f" of up to {t.stack} rows"
-        instruction = ("the batch as pixels: " if self.flat else "") + instruction
+        if self.flat or self.problem.batch_as_width:
+            instruction = f"the batch as {'pixels' if self.flat else 'width'}: {instruction}"
         adding = ""
         if self.cluster > 1:
             adding = f" in clusters of {self.cluster} that add up their sums"
         elif self.together:
             adding = " of blocks that add up their sums"
+        elif self.alone:
+            adding = " of blocks that write the weight"
         return (
             f"{instruction} {t.problem.precision}, {t.block[0]}x{t.block[1]} channels x {taps} taps a block, chunks of "
             f"{shape} (NxDxHxW of q), K in {self.splits * t.k_slices} slices, "
@@ -139,18 +142,25 @@ class Choice:
         """Whether the splits' blocks, which are no cluster, may add up their sums: all run at once."""
         return _together(self.tiling, self.splits, self.gpu)
 
+    @property
+    def alone(self) -> bool:
+        """Whether there is one split, whose blocks write the weight themselves."""
+        return _alone(self.tiling, self.splits)
+
     def sources(self) -> tuple[Unit, ...]:
         """What NVRTC must compile; the same for all input sizes that share the tile (and are cut into as few splits).
 
-        The first has both steps; the second, where there is a `cluster` or they add up `together`, needs one.
+        The first has both steps; the second, where there is a `cluster` or they add up `together` or are `alone`, needs
+        one.
         """
         p, t = self.problem, self.tiling
         label = f"wgrad {str(p).split(' on ')[0]} {p.precision} {p.layout}"
         steps = Unit(label, jit.source(t.file, t.macros()), ("wgrad", "reduce"))
-        if not isinstance(t, WarpgroupTiling) or (self.cluster == 1 and not self.together):
+        if not isinstance(t, WarpgroupTiling) or not (self.cluster > 1 or self.together or self.alone):
             return (steps,)
-        kind = "together" if self.together else f"by clusters of {self.cluster}"
-        return steps, Unit(f"{label} {kind}", jit.source(t.file, t.macros(self.cluster, self.together)), ("wgrad",))
+        kind = "alone" if self.alone else "together" if self.together else f"by clusters of {self.cluster}"
+        macros = t.macros(self.cluster, self.together, self.alone)
+        return steps, Unit(f"{label} {kind}", jit.source(t.file, macros), ("wgrad",))
 
     def prepare(self, device: int) -> Prepared:
         """Compiles (or finds) and loads the kernels for a CUDA device. Errors: those of ``jit.kernel``."""
@@ -168,6 +178,10 @@ def _together(t: AnyTiling, splits: int, gpu: Gpu) -> bool:
     if not isinstance(t, WarpgroupTiling) or not t.adds_up or gpu.arch != "90a" or _cluster(t, splits, gpu) > 1:
         return False
     return splits > 1 and t.tiles * splits <= gpu.multiprocessors
+
+
+def _alone(t: AnyTiling, splits: int) -> bool:
+    return isinstance(t, WarpgroupTiling) and t.adds_up and splits == 1
 
 
 class Prepared:
@@ -190,24 +204,24 @@ class Prepared:
         self._numel = math.prod(p.weight_shape)
         self._blocks = reduce_blocks(t)
         self._choice = choice
-        self._clusters = self._by_clusters(choice)
+        self._one_step = self._by_one_step(choice)
         self.together = choice.together and gpu_of(device).multiprocessors >= self._grid
         """Whether `run` has another way for calls that are ``lasting``."""
         if self.together:
             assert isinstance(t, WarpgroupTiling)
             self._counters, self._sums = Counters(device, 2 * t.tiles), self._grid * t.sums_bytes // 4
             _ = self._at_once
-        elif self._clusters is None:
+        elif self._one_step is None:
             self.load()
 
     @property
     def loaded(self) -> bool:
         """Whether the kernels for every call are."""
-        return self._clusters is not None or all(name in vars(self) for name in self._steps)
+        return self._one_step is not None or all(name in vars(self) for name in self._steps)
 
     def load(self) -> None:
         """Compiles (or finds) and loads the kernels for every call. Errors: those of ``jit.kernel``."""
-        for name in () if self._clusters is not None else self._steps:
+        for name in () if self._one_step is not None else self._steps:
             getattr(self, name)
 
     @property
@@ -238,12 +252,15 @@ class Prepared:
         codes = f"PPPP({_SIZES})qqqi({'q' * 16 * self._boxes})"
         return self._launcher(self._choice.sources()[1], "wgrad", codes, cooperative=True)
 
-    def _by_clusters(self, choice: Choice) -> Launcher | None:
-        """The kernel that needs no second step; None where there is none, or it would take more waves of blocks."""
-        if choice.cluster == 1:
+    def _by_one_step(self, choice: Choice) -> Launcher | None:
+        """The kernel that needs no second step, of one split or by clusters; None where there is none, or clusters
+        would take more waves of blocks."""
+        if choice.cluster == 1 and not choice.alone:
             return None
         codes = f"PP({_SIZES})qqqi({'q' * 16 * self._boxes})"
         launcher = self._launcher(choice.sources()[1], "wgrad", codes)
+        if choice.alone:
+            return launcher
         waves = -(-self._grid // choice.gpu.multiprocessors)
         return launcher if choice.tiling.tiles <= waves * launcher.clusters(self._device, choice.cluster) else None
 
@@ -269,8 +286,8 @@ class Prepared:
         strides = out.stride()
         to = (strides[0], strides[1], strides[-1])
         single = out.dtype is torch.float32
-        if self._clusters is not None:
-            self._clusters(self._device, self._grid, (at_grad, out.data_ptr(), self._sizes, *to, single, maps))
+        if self._one_step is not None:
+            self._one_step(self._device, self._grid, (at_grad, out.data_ptr(), self._sizes, *to, single, maps))
             return
         if lasting and self.together:
             sums = x.new_empty_strided((self._sums,), (1,), dtype=torch.float32)
@@ -326,9 +343,7 @@ def tensors(t: WarpgroupTiling, p: Problem, g: bool) -> tuple[Tensor5, ...]:
     size = p.out_size if g else p.size
     channels = p.out_channels if g else p.in_channels
     if t.channels_last:
-        d, h, w = (1,) * (3 - p.rank) + size
-        dims = (channels, w, h, d, p.batch)
-        return (dense(dims, t.element),)
+        return (channels_last(p.batch, channels, size, t.element, p.batch_as_width),)
     if t.lines and not g:
         size = (*size[:-2], 1, size[-2] * size[-1])
     if t.lined and g:
@@ -389,7 +404,8 @@ def candidates(
     which stay as they are. ``lined``: whether 1-D rows of the output are whole lines (`_lined`), as some tilings want.
     """
     yield from _warpgroup_candidates(p, gpu, aligned, aligned_g, width, classes, general, lined)
-    yield from _sync_candidates(p, gpu, aligned and p.layout == "nchw")
+    if not p.batch_as_width:  # whose threads read images as they lie
+        yield from _sync_candidates(p, gpu, aligned and p.layout == "nchw")
 
 
 def _sync_candidates(p: Problem, gpu: Gpu, aligned: bool) -> Iterator[SyncTiling]:
@@ -478,7 +494,7 @@ def _warpgroup_candidates(
                 t = replace(t, classes=(1, 1))
             if lined and interleaved and not t.box_g:
                 t = replace(t, lined=True)
-            if (t.aligned_g or t.classed or t.turned) and not t.box_g:
+            if (t.aligned_g or t.classed or t.turned or p.batch_as_width) and not t.box_g:
                 continue
             if ((not last or t.turned) and t.segment < 32) or (t.element == 2 and t.strips % 2):
                 continue
@@ -688,7 +704,9 @@ def _whole(
         waves = -(-t.tiles * splits // gpu.multiprocessors)
         work = waves * (per_split * clocks / gpu.clock + block_seconds(gpu))
         seconds = max(work, memory) + _BYTES * min(work, memory)
-        if at_once and (_cluster(t, splits, gpu) > 1 or _together(t, splits, gpu)):
+        if at_once and _alone(t, splits):
+            seconds += numel * t.element / gpu.bandwidth
+        elif at_once and (_cluster(t, splits, gpu) > 1 or _together(t, splits, gpu)):
             assert isinstance(t, WarpgroupTiling)
             seconds += _ADDING * t.tiles * splits * t.sums_bytes / gpu.bandwidth
         else:

@@ -688,7 +688,7 @@ class WarpgroupTiling(Tiling):
 
     @property
     def adds_up(self) -> bool:
-        """Whether blocks of several splits may add up their sums, as a cluster in its shared memory or together.
+        """Whether blocks may write the weight themselves: of several splits as a cluster or together, or of one alone.
 
         Of 16-bit NCHW tilings not those that have several taps in a fragment (NOTES: hifigan bfloat16 128 -> 137 us in
         all; its loop alone 118 -> 132, which is not explained; TF32 187 -> 176), but interleaved ones (110 -> 95).
@@ -702,9 +702,9 @@ class WarpgroupTiling(Tiling):
         """Bytes of a block's sums in shared memory, where its stages were."""
         return self.set_taps * (self.block[0] * (self.block[1] + 4) + 8) * 4
 
-    def macros(self, cluster: int = 1, together: bool = False) -> dict[str, int | float | str]:
-        """The kernel's constants. ``cluster``: splits whose blocks are one; ``together``: they add up in global memory
-        (both: `adds_up`).
+    def macros(self, cluster: int = 1, together: bool = False, alone: bool = False) -> dict[str, int | float | str]:
+        """The kernel's constants. ``cluster``: splits whose blocks are one; ``together``: they add up in global memory;
+        ``alone``: there is one split (all: `adds_up`).
         """
         stacks = {self.taps[1] // self.steps[1], self.stack} if self.stacked else {1}
         found: dict[str, int | float | str] = {}
@@ -716,6 +716,7 @@ class WarpgroupTiling(Tiling):
             | {
                 "CLUSTER": cluster,
                 "TOGETHER": int(together),
+                "ALONE": int(alone),
                 "WGS": self.warpgroups,
                 "WGS_M": self.split_m,
                 "SUBS": self.subs,

@@ -364,15 +364,26 @@ __device__ __forceinline__ void put_round(float (&acc)[MB][NB][32], float (&bias
 #define APART (32 / ELEMENT)                            // pixels between those of a thread
 #define LINE (SUB_H == 8 ? RUN : ROUND)                 // pixels of a round in a row of the output
 
+// Where a pixel of the output lies, in pixels, and the bytes from one q to the next along H and W.
+#if BATCH_AS_WIDTH                                      // a dimension more than memory has: columns are images
+#define PIXEL_OF(s, n, d, h, w) (((long long)(w) * s.out_d + (d)) * s.out_h + (h))
+#define ROW_PITCH(s) (1LL * COUT * ELEMENT * OUT_STEP_H)
+#define COLUMN_PITCH(s) ((long long)s.out_d * s.out_h * (1LL * OUT_STEP_W * COUT * ELEMENT))
+#else
+#define PIXEL_OF(s, n, d, h, w) ((((long long)(n) * s.out_d + (d)) * s.out_h + (h)) * s.out_w + (w))
+#define ROW_PITCH(s) (s.out_w * (1LL * COUT * ELEMENT * OUT_STEP_H))
+#define COLUMN_PITCH(s) (1LL * OUT_STEP_W * COUT * ELEMENT)
+#endif
+
 // A round from the buffer to memory. The thread's first unit goes to `to`, column `column` of its row; `couts` channels, `left` columns
-// and `lines` rows of the output are left there, and rows lie `pitch` bytes apart.
-__device__ __forceinline__ void store_round(char* to, int column, int couts, int left, int lines, long long pitch, u32 from) {
+// and `lines` rows of the output are left there, and rows lie `pitch` bytes apart, columns `step`.
+__device__ __forceinline__ void store_round(char* to, int column, int couts, int left, int lines, long long pitch, long long step, u32 from) {
 #pragma unroll
   for (int i = 0; i < (ROUND + APART - 1) / APART; i++) {
     int line = i * APART / LINE, over = i * APART % LINE;
     bool crosses = over + APART > LINE && LINE > APART && column + over >= LINE;  // into the row below
-    char* at = to + line * pitch + over * (1LL * OUT_STEP_W * COUT * ELEMENT);
-    if (crosses) at += pitch - LINE * (1LL * OUT_STEP_W * COUT * ELEMENT);
+    char* at = to + line * pitch + over * step;
+    if (crosses) at += pitch - LINE * step;
     bool ok = over * OUT_STEP_W < left + (crosses ? LINE * OUT_STEP_W : 0) && (line + crosses) * OUT_STEP_H < lines && couts > 0;
     if (ROUND % APART != 0) ok = ok && column + i * APART < ROUND;
     u32 v[4];
@@ -563,8 +574,8 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const ELEMENT
   u32 thread = in_team * 32 + lane, unit = thread % PIXEL_UNITS, pixel = thread / PIXEL_UNITS;
   int column = pixel % LINE, row = pixel / LINE, couts = COUT_G - first - (int)unit * VEC;
   u32 from = buffer + place_in_round(pixel, unit);      // pixels 8 and 16 further have the same swizzle
-  long long pitch = s.out_w * (1LL * COUT * ELEMENT * OUT_STEP_H);
-  y += row * pitch + (column * (1LL * OUT_STEP_W * COUT) + first + (int)unit * VEC) * ELEMENT;
+  long long pitch = ROW_PITCH(s), step = COLUMN_PITCH(s);
+  y += row * pitch + column * step + (first + (int)unit * VEC) * ELEMENT;
 #else
   if (slab.couts <= 0) return;
 #endif
@@ -591,7 +602,7 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const ELEMENT
     bool image = n < s.batch && od < s.out_d;
 #if CHANNELS_LAST
     int oh = OUT_STEP_H * (t.h + place.h) + slab.oh, ow = OUT_STEP_W * (t.w + place.w) + U_W[t.variant];
-    char* to = y + (((((long long)n * s.out_d + od) * s.out_h + oh) * s.out_w + ow) * COUT + t.group * COUT_G) * ELEMENT;
+    char* to = y + (PIXEL_OF(s, n, od, oh, ow) * COUT + t.group * COUT_G) * ELEMENT;
 #pragma unroll
     for (int i = 0; i < RUNS_OF_SUBTILE; i += ROUND / RUN) {
       int lines = s.out_h - oh - OUT_STEP_H * (SUB_H == 8 ? i : 0), left = s.out_w - ow;
@@ -601,7 +612,7 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const ELEMENT
         put_round(acc, b, r, i, u, buffer, in_team, lane);
         team_sync();
         char* first_of = to + (SUB_H == 8 ? i * pitch : 0) + u * (1LL * COUT * ELEMENT);
-        store_round(first_of, column, couts, left - u - column * OUT_STEP_W, lines - row * OUT_STEP_H, pitch, from);
+        store_round(first_of, column, couts, left - u - column * OUT_STEP_W, lines - row * OUT_STEP_H, pitch, step, from);
         team_sync();
       }
     }

@@ -20,7 +20,7 @@
 // K is split over ranges of chunks; each split writes partial sums, `reduce` adds them in the order of their index. Where splits are
 // few, their blocks are a CLUSTER, which adds the sums through its shared memory in the same order, and writes the weight itself.
 // Where more are, but all blocks run at once (a cooperative launch), those of a tile wait for each other and do it TOGETHER, through
-// global memory.
+// global memory. A split that is the only one (ALONE) writes the weight from its own shared memory.
 #define COPIERS 128
 #define CI_INNERMOST 1
 #define STACK (STACKED ? (TAPS_H + STEP_H - 1) / STEP_H : 1)  // rows of x that may meet a row of g
@@ -28,6 +28,7 @@
 #include "wgrad.cuh"
 #include "wgmma.cuh"
 
+#define ADDS_UP (CLUSTER > 1 || TOGETHER || ALONE)  // no second step
 #define ROWS_PER_SUB (64 / SUBS)
 #if INTERLEAVED
 #define NEXT_ROWS (8 / SUBS)               // channels from row g of a warp's sixteen to row g + 8
@@ -118,7 +119,7 @@
 #error "the planner's shared memory is not the kernel's"
 #endif
 
-#if CLUSTER > 1 || TOGETHER
+#if ADDS_UP
 // A block's sums in shared memory, [tap][ci][co], so that a warp's fragments meet all banks: neighbours along co lie in a row, and
 // ci of neighbouring lanes 2 rows apart, 8 banks.
 #define SUMS_PITCH (BLOCK_CO + 4)
@@ -655,7 +656,7 @@ __device__ __forceinline__ void consume(float* __restrict__ partial, const Sizes
 #if A_SHARED
   wgmma_wait<0>();
 #endif
-#if CLUSTER > 1 || TOGETHER
+#if ADDS_UP
   named_sync<2, WGS * 128>();              // nobody reads a stage any more
 #pragma unroll
   for (int u = 0; u < UNITS; u++) {
@@ -721,7 +722,7 @@ __device__ __forceinline__ void consume(float* __restrict__ partial, const Sizes
 #endif
 }
 
-#if CLUSTER > 1 || TOGETHER
+#if ADDS_UP
 struct Gradient {                          // for the weight: of float32 (`wide`) or the operands' type
   char* at;
   long long stride_ci, stride_co, stride_tap;
@@ -790,7 +791,7 @@ __device__ __forceinline__ void publish(char* own, u32 sums, u32* counters, cons
   named_sync<2, WGS * 128>();
 }
 #else
-struct Peers {                             // a cluster
+struct Peers {                             // a cluster, or a block alone
   static constexpr int count = CLUSTER;
 };
 #endif
@@ -800,6 +801,11 @@ __device__ __forceinline__ void load_sums(float (&v)[4], const Peers& peers, u32
 #if TOGETHER
   float4 found = __ldcg((const float4*)(peers.sums + split * peers.apart + at));
   v[0] = found.x, v[1] = found.y, v[2] = found.z, v[3] = found.w;
+#elif ALONE
+  u32 words[4];
+  load_shared_128(words, sums + at);
+#pragma unroll
+  for (int e = 0; e < 4; e++) v[e] = __uint_as_float(words[e]);
 #else
   load_cluster_128(v, sums + at, split);
 #endif
@@ -817,6 +823,8 @@ __device__ __forceinline__ void add_up(const Gradient& out, const Work& work, co
   const bool by_co = out.stride_co == 1;   // what memory has innermost; else taps
 #if CLUSTER > 1
   cluster_sync();                          // all have stored theirs
+#elif ALONE
+  named_sync<2, WGS * 128>();
 #endif
 #pragma unroll TOGETHER ? 1 : 4
   for (int i = thread; i < SET_TAPS * share * LANES; i += THREADS_ADDING) {
@@ -881,15 +889,19 @@ __device__ __forceinline__ void add_up(const Gradient& out, const Work& work, co
 }
 #endif
 
-// partial: [SPLITS][TAPS][COUT][CIN_G] float32; CLUSTER, TOGETHER: `out` is the weight's gradient.
+// partial: [SPLITS][TAPS][COUT][CIN_G] float32; ADDS_UP: `out` is the weight's gradient.
 #if TOGETHER  // partial: SUMS_BYTES for each block
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 wgrad(const char* __restrict__ g, char* __restrict__ out, char* partial, u32* counters, int batch, int in_d, int in_h, int in_w, int out_d, int out_h, int out_w,
       int tiles_d, int tiles_h, int tiles_w, int chunks, int per_split,
       long long stride_ci, long long stride_co, long long stride_tap, int wide,
       const __grid_constant__ TensorMaps maps) {
-#elif CLUSTER > 1
-extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 1)
+#elif ADDS_UP
+extern "C" __global__ void
+#if CLUSTER > 1
+__cluster_dims__(CLUSTER)
+#endif
+__launch_bounds__(THREADS, 1)
 wgrad(const char* __restrict__ g, char* __restrict__ out, int batch, int in_d, int in_h, int in_w, int out_d, int out_h, int out_w,
       int tiles_d, int tiles_h, int tiles_w, int chunks, int per_split,
       long long stride_ci, long long stride_co, long long stride_tap, int wide,
@@ -977,7 +989,7 @@ wgrad(const char* __restrict__ g, float* __restrict__ partial, int batch, int in
     }
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(CONSUMER_REGISTERS));
-#if CLUSTER > 1 || TOGETHER
+#if ADDS_UP
     consume(nullptr, s, work, g, full, empty, memory, split, role - 1, thread);
     const Gradient gradient = {out, stride_ci, stride_co, stride_tap, wide};
 #if TOGETHER
