@@ -551,13 +551,14 @@ def test_phases_whose_taps_lie_alike_share_a_stretch(
         assert tiles(ring(tiling, folder), i, 3) > 0
 
 
+@pytest.mark.parametrize("pass_", ("fwd", "grad-input"))
 @pytest.mark.parametrize("seed", range(24))
-def test_consumers_find_weights_as_they_lie_in_memory(seed: int, tmp_path: Path) -> None:
+def test_consumers_find_weights_as_they_lie_in_memory(seed: int, pass_: str, tmp_path: Path) -> None:
     """The same of boxes: each lane of a step gets the row, the tap and the channels that its matrix wants."""
     rng = random.Random(seed)
     split, resident, several = seed % 3, seed % 2 == 1, seed % 4 == 3 and seed % 3 != 1
-    for _ in range(5_000):
-        p = draw_problem(rng).with_(pass_="grad-input", layout="channels_last", bias=False)
+    for _ in range(20_000):
+        p = draw_problem(rng).with_(pass_=pass_, layout="channels_last", bias=False)
         tiling = draw_tiling(p, rng) if p.rank > 1 else None
         if tiling is None or not tiling.wgmma or tiling.split != split or (tiling.subs > 1) != several:
             continue

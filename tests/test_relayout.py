@@ -46,9 +46,10 @@ def forced(p: Problem, device: Gpu) -> relayout.Choice:
 # --- the copying kernels ---------------------------------------------------------------------------------------------
 
 
-def program(element: int, tile: tuple[int, int], folder: Path) -> Path:
+def program(element: int, tile: tuple[int, int], folder: Path, image: int = 0) -> Path:
     body = (KERNELS / "relayout.cu").read_text().replace('#include "ptx.cuh"', "")
     heads = f"#define ELEMENT {element}\n#define TILE_C {tile[0]}\n#define TILE_P {tile[1]}\n"
+    heads += f"#define IMAGE {image}\n"
     (folder / "kernel.h").write_text(heads + body.replace('extern "C"', ""))
     paths = [f"-I{folder}", f"-I{HOST}", str(HOST / "relayout.cpp"), "-o", str(folder / "relayout")]
     done = subprocess.run(["g++", "-std=c++17", "-O1", "-w", *paths], capture_output=True, text=True)
@@ -72,27 +73,45 @@ def test_copies_on_the_host_are_right_and_write_nothing_else(
     for pixels in (1, 2, tile[1] - 1, tile[1], tile[1] + 1, 2 * tile[1] + r.randrange(1, 64)):
         batch, channels, offset = r.randint(1, 3), each * r.randint(1, 2 * tile[0] // each), r.randrange(each)
         blocks = batch * -(-channels // tile[0]) * -(-pixels // tile[1])
-        x = torch.randn(batch, channels, pixels).to(dtype)
-        last = x.transpose(1, 2).contiguous()
-        for back, source, expected, at in (
-            (0, x, last, offset),
-            (1, last, x, offset),
-            (0, x, last, -1),
-            (1, last, x, -1),
-        ):
+        check_copies(kernel, torch.randn(batch, channels, pixels).to(dtype), blocks, pixels, (offset, -1))
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+@pytest.mark.parametrize("precision", ["bf16", "tf32"])
+@pytest.mark.parametrize("image", [2, 6, 16, 48, 64])
+def test_copies_of_several_images_by_a_block(image: int, precision: Precision, tmp_path: Path) -> None:
+    """Images that end within a block's tile or with it, the last tile short of some, channels as above."""
+    dtype = DTYPES[precision]
+    r = random.Random(f"{image} {dtype}")
+    each = 16 // dtype.itemsize
+    channels, pixels, found = relayout.tile(DCGAN.with_(dtype=dtype, precision=precision), 64, (image, 1))
+    assert found == image
+    kernel = program(dtype.itemsize, (channels, pixels), tmp_path, image)
+    for batch in (1, 2, 3, pixels // image, pixels // image + 1, 2 * pixels // image + r.randrange(1, 9)):
+        x = torch.randn(batch, each * r.randint(1, 2 * channels // each), image).to(dtype)
+        blocks = -(-x.shape[1] // channels) * -(-batch * image // pixels)
+        check_copies(kernel, x, blocks, batch * image, (2 * r.randrange(each // 2), -1))
+
+
+def check_copies(kernel: Path, x: torch.Tensor, blocks: int, pixels: int, offsets: tuple[int, ...]) -> None:
+    """Of images of channels of pixels, to channels_last and back; ``offsets``: where the contiguous one begins."""
+    last = x.transpose(1, 2).contiguous()
+    for back, source, expected in ((0, x, last), (1, last, x)):
+        for at in offsets:
             data = source.view(torch.uint8).numpy().tobytes()
-            arguments = [str(v) for v in (back, blocks, channels, pixels, at)]
+            arguments = [str(v) for v in (back, blocks, x.shape[1], pixels, at)]
             done = subprocess.run([str(kernel), *arguments], input=data, capture_output=True)
             assert done.returncode == 0, done.stderr.decode()
-            found = torch.frombuffer(bytearray(done.stdout), dtype=dtype).view(expected.shape)
-            assert torch.equal(found, expected), (pixels, channels, at, back)
+            found = torch.frombuffer(bytearray(done.stdout), dtype=x.dtype).view(expected.shape)
+            assert torch.equal(found, expected), (x.shape, at, back)
 
 
 def test_a_block_has_no_more_channels_and_pixels_than_needed() -> None:
     p = as_(DCGAN, "bf16", "grad-weight")
-    assert relayout.tile(p, 256, (8, 8)) == (64, 64)
-    assert relayout.tile(p, 8, (100, 100)) == (8, 2048) and relayout.tile(p, 8, (3, 3)) == (8, 256)
-    assert relayout.tile(as_(KB73, "tf32", "grad-input"), 24, (63, 127, 255)) == (32, 128)
+    assert relayout.tile(p, 256, (10, 8)) == (64, 128, 0) and relayout.tile(p, 256, (1, 1)) == (64, 64, 0)
+    assert relayout.tile(p, 8, (100, 100)) == (8, 2048, 0) and relayout.tile(p, 8, (3, 3)) == (8, 256, 0)
+    assert relayout.tile(p, 256, (8, 8)) == (64, 64, 64) and relayout.tile(p, 8, (2, 3)) == (8, 256, 6)
+    assert relayout.tile(as_(KB73, "tf32", "grad-input"), 24, (63, 127, 255)) == (32, 128, 0)
 
 
 @needs_nvrtc
@@ -101,7 +120,7 @@ def test_copying_kernels_compile_without_spills(arch: str) -> None:
     for precision in ("bf16", "tf32"):
         for channels, size in ((8, (999, 999)), (16, (40, 40)), (32, (64, 64)), (64, (99, 99)), (512, (4, 4))):
             p = as_(DCGAN, precision, "grad-input")
-            code = relayout.unit(p, relayout.tile(p, channels, size))
+            code = relayout.unit(p, *relayout.tile(p, channels, size))
             needs = jit.inspect(jit.cubin(code.source, arch, code.label))
             assert set(needs) == set(code.entries)
             assert all(registers <= 64 and not local for registers, local, _ in needs.values())
@@ -145,8 +164,8 @@ def test_what_is_not_computed_on_copies_says_why() -> None:
     assert "32 and 20 channels are no multiples of the 8" in why(
         as_(Problem.make(4, 32, 20, (32, 64, 128), 3, 2, 1), "bf16", "grad-input")
     )
-    assert "for the weight" in why(as_(KB73, "tf32", "grad-weight"))
-    assert "562 MB of copies do not stay in the cache's 50" in why(as_(KB73, "bf16", "grad-weight"))
+    grouped = Problem.make(4, 32, 32, (32, 64, 128), 3, 2, 1, groups=2)
+    assert "for the weight" in why(as_(grouped, "tf32", "grad-weight"))
     assert "copies alone" in why(as_(Problem.make(96, 64, 128, (128, 256), (3, 5)), "bf16", "grad-input"))
     assert "size of the input" in why(kb73, general=True)
     assert "memory for copies is short" in str(relayout.choose(kb73, H200, None))
@@ -161,15 +180,15 @@ def test_sources_are_the_copies_and_the_channels_last_kernels() -> None:
     wide = as_(Problem.make(4, 24, 64, (32, 64, 128), 3, 2, 1), "bf16", "grad-input")
     one = as_(Problem.make(4, 64, 64, (64, 64), 1, 2), "bf16", "grad-input")
     for p, tiles, of_inner in (
-        (as_(KB73, "bf16", "grad-input"), [(32, 512)], 1),
-        (as_(DCGAN, "bf16", "grad-weight"), [(64, 64)], None),
-        (wide, [(32, 512), (64, 256)], 1),
-        (one, [(64, 256)], 2),
+        (as_(KB73, "bf16", "grad-input"), [(32, 512, 0)], 1),
+        (as_(DCGAN, "bf16", "grad-weight"), [(64, 64, 16), (64, 64, 64)], None),
+        (wide, [(32, 512, 0), (64, 256, 0)], 1),
+        (one, [(64, 256, 0)], 2),
     ):
         choice = forced(p, H200)
         inner = choice.inner.sources()
         units = choice.sources()
-        copying = [relayout.unit(p, tile) for tile in tiles]
+        copying = [relayout.unit(p, *tile) for tile in tiles]
         assert [u.source for u in units[: len(tiles)]] == [u.source for u in copying]
         assert [u.source for u in units[len(tiles) :]] == [u.source for u in inner[:of_inner]]
 
@@ -197,9 +216,11 @@ def test_copies_are_launched_around_the_inner_kernel(p: Problem, stubs: Stubs, m
 
     run()
     blocks = [
-        p.batch * -(-channels // tile[0]) * -(-math.prod(size) // tile[1])
+        (1 if image else p.batch)
+        * -(-channels // of_channels)
+        * -(-math.prod(size) * (p.batch if image else 1) // pixels)
         for channels, size in ((p.in_channels, p.size), (p.out_channels, p.out_size))
-        for tile in [relayout.tile(p, channels, size)]
+        for of_channels, pixels, image in [relayout.tile(p, channels, size)]
     ]
     if isinstance(prepared, relayout.GradInput):
         assert stubs.names() == ["to_channels_last", "pack", "gather", "to_contiguous"]

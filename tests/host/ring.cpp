@@ -40,6 +40,8 @@ static void barrier_wait(u32 barrier, u32 parity);
 static void barrier_arrive(u32 barrier);
 static void load_shared_128(u32 (&a)[4], u32 address);
 static void load_matrices(u32 (&a)[4], u32 address);
+static void load_matrices_turned(u32 (&a)[4], u32 address);
+static u32 load_shared_u32(u32 address);
 
 #include "kernel.h"  // the tiling's macros and what follows them of the kernel, cut from it by test_host.py
 
@@ -60,11 +62,12 @@ static void bring(u32 to, const char* from, u32 bytes, u32 barrier) {
   if (to != fill.to) fail("a stage brought to another's place");
   fill.from = from, fill.bytes = bytes;
 }
-static const u32 BOX_BYTES = ROWS_PER_SUB * WGS_M * ROW_BYTES;
+static const u32 BOX_BYTES = GRAD_INPUT ? ROWS_PER_SUB * WGS_M * ROW_BYTES : CK * SPAN;
+static const int BOXES = GRAD_INPUT ? SUBS : SUBS * WGS_M * PANELS;  // of a tap
 static void bring_tap(u32 to, const TensorMap&, int channel, int tap, int row, u32 barrier) {
   Fill& fill = fills.back();
   if (barrier != announced_to) fail("a box of another barrier");
-  if (to != fill.to + fill.bytes || to % (8 * ROW_BYTES)) fail("a box brought to another's place");
+  if (to != fill.to + fill.bytes || to % (8 * SPAN)) fail("a box brought to another's place");
   fill.boxes.push_back({to, channel, tap, row}), fill.bytes += BOX_BYTES;
 }
 static void barrier_wait(u32 barrier, u32 parity) {
@@ -117,12 +120,15 @@ static void load_shared_128(u32 (&)[4], u32 address) {
 // Of weights as they lie in memory: the tile, the thread and the step of K that comes next.
 static Tile tile_now;
 static int thread_now, wg_now, step_now;
+#if GRAD_INPUT
+static u32 load_shared_u32(u32) { fail("a gradient's weights are loaded by matrices"); }
+static void load_matrices_turned(u32 (&)[4], u32) { fail("a gradient's weights lie as K does"); }
 static void load_matrices(u32 (&)[4], u32 address) {
   const Fill* fill = landed_at(address);
   const int entries = entries_of(tile_now.variant), lane = thread_now % 32;
   const int chunk = step_now / (entries * K_STEPS), entry = step_now / K_STEPS % entries, k_step = step_now % K_STEPS;
   const Box& box = fill->boxes[(address - fill->to) / BOX_BYTES];
-  const int of_entry = (int)((address - fill->to) / BOX_BYTES) % SUBS, offset = (address - box.to) % BOX_BYTES, row = offset / ROW_BYTES;
+  const int of_entry = (int)((address - fill->to) / BOX_BYTES) % BOXES, offset = (address - box.to) % BOX_BYTES, row = offset / ROW_BYTES;
   const int tap = TAP_INDEX[(ENTRY[tile_now.variant * (MB + 1)] + entry) * SUBS + of_entry];
   if (box.channel != chunk * CK || box.tap != (tap < 0 ? TAPS : tap)) fail("another tap or chunk than the tile's next");
   if (box.row != tile_now.group * COUT_G + tile_now.cout_block * WGS_M * ROWS_PER_SUB) fail("rows of another M-group");
@@ -132,6 +138,41 @@ static void load_matrices(u32 (&)[4], u32 address) {
   if ((offset % ROW_BYTES / 16 ^ swapped) != k_step * 2 + lane / 16) fail("other channels than the step's");
   step_now++;
 }
+#else
+static void load_matrices(u32 (&)[4], u32) { fail("a forward's weights lie as M does"); }
+// What lies at an address must be the weight of row m of the warpgroup's 64 at channel k of the step.
+static void found(u32 address, int m, int k) {
+  const Fill* fill = landed_at(address);
+  const int entries = entries_of(tile_now.variant);
+  const int chunk = step_now / (entries * K_STEPS), entry = step_now / K_STEPS % entries, k_step = step_now % K_STEPS;
+  const Box& box = fill->boxes[(address - fill->to) / BOX_BYTES];
+  const int of_entry = (int)((address - fill->to) / BOX_BYTES) % BOXES, offset = (address - box.to) % BOX_BYTES;
+  const int sub = WGS_M == 1 ? of_entry / PANELS : 0, wg = WGS_M == 2 ? of_entry / PANELS : 0, panel = of_entry % PANELS;
+  const int tap = TAP_INDEX[(ENTRY[tile_now.variant * (MB + 1)] + entry) * SUBS + sub];
+  if (box.row != tile_now.group * CIN_G + chunk * CK || box.tap != (tap < 0 ? TAPS : tap)) fail("another tap or chunk than the tile's next");
+  const int first = tile_now.cout_block * WGS_M * ROWS_PER_SUB + (wg * PANELS + panel) * (SPAN / ELEMENT);
+  if (box.channel != first) fail("rows of another M-group");
+  const u32 swapped = SPAN == 128 ? address >> 7 & 7 : SPAN == 64 ? address >> 7 & 3 : address >> 7 & 1;
+  const int byte = (offset % SPAN / 16 ^ swapped) * 16 + offset % 16;
+  if (byte % ELEMENT || (wg * SUBS + sub) * ROWS_PER_SUB + panel * (SPAN / ELEMENT) + byte / ELEMENT != wg_now * 64 + m) fail("another row than the lane's");
+  if (offset / SPAN != k_step * (32 / ELEMENT) + k) fail("another channel than the lane's");
+}
+static void load_matrices_turned(u32 (&)[4], u32 address) {
+  if (ELEMENT != 2) fail("float32 is not turned by matrices");
+  const int lane = thread_now % 32, matrix = lane / 8;  // rows 0.., 8.. of M at channels 0.., then at channels 8..
+  found(address, thread_now / 32 * 16 + matrix % 2 * 8, matrix / 2 * 8 + lane % 8);
+  step_now++;
+}
+static u32 load_shared_u32(u32 address) {
+  static int r;                                         // the register
+  if (ELEMENT != 4) fail("halves are loaded by matrices");
+  const int lane = thread_now % 32;
+  found(address, thread_now / 32 * 16 + lane / 4 + r % 2 * 8, r / 2 * 4 + lane % 4);
+  r = (r + 1) % 4;
+  if (r == 0) step_now++;
+  return 0;
+}
+#endif
 
 // A step of the chunk: its sums and the pixels that it reads must be its tap's.
 static float acc[MB][NB][32];

@@ -14,9 +14,10 @@ from typing import Any, cast
 from upconv.cuda.gpu import Gpu
 from upconv.problem import Problem
 
-FAMILIES = ("gather", "wgrad")
-"""Those whose choices may be for such a problem."""
-_LARGEST = 32  # pixels along a side of images that are tried side by side: each is another search for tiles
+# Pixels along a side of images that are tried side by side, each by another search for tiles. What tiles of larger ones
+# read comes from many places of the memory (NOTES: 256->256 k2 s2 on 512 images of 14 x 14, gradient for the input in
+# TF32 274 -> 343 us, where the model has 226 -> 198).
+_LARGEST = {"gather": 16, "wgrad": 32}
 _FEWEST = 8  # of them, a group of columns
 _GAIN = 0.95  # of the other choice's time, since both are estimates
 
@@ -27,12 +28,13 @@ def choose(family: Any, p: Problem, gpu: Gpu, general: bool = False) -> Any:
     ``general``: of those that serve every size of the input.
     """
     chosen = family.choose(p, gpu, general)
-    if general or family.__name__.rpartition(".")[2] not in FAMILIES:
+    largest = _LARGEST.get(family.__name__.rpartition(".")[2])  # of these families' choices some are for such a problem
+    if general or largest is None:
         return chosen
     flat = p.flat
     if flat is not None:
         chosen = _faster(chosen, _flattened(family.choose(flat, gpu)))
-    if max(*p.size, *p.out_size) <= _LARGEST and p.batch >= _FEWEST and (abreast := p.abreast) is not None:
+    if max(*p.size, *p.out_size) <= largest and p.batch >= _FEWEST and (abreast := p.abreast) is not None:
         chosen = _faster(chosen, family.choose(abreast, gpu), _GAIN)
     return chosen
 

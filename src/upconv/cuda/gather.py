@@ -221,7 +221,7 @@ class Packs:
         place is behind them.
         """
         rounds = self.casts and weight.dtype is torch.float32
-        if self._boxed_unit is not None and not rounds and not weight.data_ptr() & 15 and self._lies_last(weight):
+        if self._boxes(weight):
             return weight
         tap_step = self._tap_step(weight)
         if not tap_step:
@@ -235,6 +235,12 @@ class Packs:
         else:
             self._pack(self._device, self._pack_blocks, (weight.data_ptr(), packed.data_ptr(), tap_step))
         return packed
+
+    def _boxes(self, weight: Tensor) -> bool:
+        """Whether boxes bring it as it lies."""
+        if self._boxed_unit is None or (self.casts and weight.dtype is torch.float32):
+            return False
+        return not weight.data_ptr() & 15 and self._lies_last(weight)
 
     def _tap_step(self, weight: Tensor) -> int:
         """Elements between a weight's taps, as kernels read it: contiguous or channels-last; 0 for another."""
@@ -419,6 +425,9 @@ class Prepared(BoxedPacks, LazyPacks):
 
         A float32 ``bias`` of a 16-bit problem is not rounded here.
         """
+        if self._boxes(weight):
+            self.run(x, weight, bias, out, True)
+            return
         address, at_out, at_weight = x.data_ptr(), out.data_ptr(), weight.data_ptr()
         tap_step = self._tap_step(weight)
         if not tap_step or at_out & 15 or (address & 15 and self._tiling.needs_alignment):
@@ -544,18 +553,18 @@ class BoxedWeights(Protocol):
     def element(self) -> int: ...
 
     @property
-    def row_bytes(self) -> int: ...
+    def weight_span(self) -> int: ...
 
     @property
     def weight_box(self) -> Five: ...
 
 
 def weight_map(t: BoxedWeights, p: Problem, address: int) -> Words:
-    """A ``CUtensorMap`` over channels-last weights, with the box of a tap's for a chunk, as 16 signed words."""
+    """A ``CUtensorMap`` over channels-last weights, with a box of a tap's for a chunk, as 16 signed words."""
     rows, channels, *_ = p.weight_shape
     row = p.taps * channels * t.element
     tensor = Tensor5(0, (channels, p.taps, rows, 1, 1), (channels * t.element, row, rows * row, rows * row))
-    return encode(tensor, address, p.dtype, t.weight_box, (1,) * 5, t.row_bytes, p.precision == "tf32")
+    return encode(tensor, address, p.dtype, t.weight_box, (1,) * 5, t.weight_span, p.precision == "tf32")
 
 
 def layer_text(p: Problem) -> str:
@@ -727,7 +736,7 @@ def _fitted(t: Tiling, gpu: Gpu, scarce: bool = False) -> Tiling | None:
     chunk_time = t.most_entries * t.k_steps * t.parts * fragment_time
     most = 8 if t.wgs_m == 1 and not scarce else 4
     w_stage = -(-t.longest_stretch // -(-t.longest_stretch // most))  # a stretch ends with its last stage
-    if t.channels_last and t.problem.pass_ != "fwd" and t.parts == 1:
+    if t.channels_last and t.shuffle is None and t.parts == 1:
         w_stage = -(-w_stage // t.k_steps) * t.k_steps  # of whole taps, which boxes bring
 
     def stages(pixels: int) -> tuple[int, int]:

@@ -171,6 +171,11 @@ class Tile:
         return self.chunks * self.problem.taps * self.columns * self.row_bytes
 
     @property
+    def weight_span(self) -> int:
+        """Bytes of a row of a box of weights."""
+        return self.row_bytes
+
+    @property
     def weight_box(self) -> Five:
         """The box of a tap's weights where they come as they lie."""
         return self.chunk, 1, self.columns, 1, 1

@@ -31,6 +31,7 @@ THREADS = 256
 # Elements that a block copies, by their bytes (NOTES: kb73's gradient to channels_last in TF32 594 us with 4,096, 642
 # with 8,192; in bfloat16 338, 314 and 296 with 4,096, 8,192 and 16,384).
 _TILE = {2: 16384, 4: 4096}
+_SMALL = 64  # pixels of an image, up to which a block copies those of several; each number of them is a kernel
 _RATE = 0.83  # of the device's copy rate: 3.5 TB/s on an H200 for 67 to 1,250 MB
 _COPY = 4e-6  # of a copy beside its bytes: 17 MB took 17 us
 # Share of the fastest kernel's time up to which copies are worth the search for what would follow them, up to a second
@@ -61,27 +62,32 @@ class Choice(around.Choice):
         """What NVRTC must compile: the copying kernels for the channels of both tensors, and the channels_last one."""
         p = self.problem
         tiles = dict.fromkeys((tile(p, p.in_channels, p.size), tile(p, p.out_channels, p.out_size)))
-        return (*(unit(p, each) for each in tiles), *self.inner_units)
+        return (*(unit(p, *each) for each in tiles), *self.inner_units)
 
     def prepare(self, device: int) -> GradInput | GradWeight:
         """Compiles (or finds) and loads the kernels for a CUDA device. Errors: those of ``jit.kernel``."""
         return GradInput(self, device) if self.problem.pass_ == "grad-input" else GradWeight(self, device)
 
 
-def tile(p: Problem, channels: int, size: tuple[int, ...]) -> tuple[int, int]:
-    """Channels and pixels that a block copies: of both no more than there are, as far as powers of 2 let it."""
+def tile(p: Problem, channels: int, size: tuple[int, ...]) -> tuple[int, int, int]:
+    """Channels and pixels that a block copies: of both no more than there are, as far as powers of 2 let it. And the
+    pixels of an image where a block copies those of several, else 0.
+    """
     of_channels = min(64, max(8, 1 << (channels - 1).bit_length()))
     pixels = _TILE[p.dtype.itemsize] // of_channels
     least = max(64, THREADS * 16 // p.dtype.itemsize // of_channels)  # a unit for each thread
-    while pixels > least and pixels // 2 >= math.prod(size):
+    image = math.prod(size)
+    if 1 < image <= _SMALL and image * p.dtype.itemsize % 4 == 0:
+        return of_channels, least, image
+    while pixels > least and pixels // 2 >= image:
         pixels //= 2
-    return of_channels, pixels
+    return of_channels, pixels, 0
 
 
-def unit(p: Problem, tile: tuple[int, int]) -> Unit:
-    """The copying kernels for tiles of so many channels and pixels."""
-    macros = {"ELEMENT": p.dtype.itemsize, "TILE_C": tile[0], "TILE_P": tile[1]}
-    label = f"relayout of {tile[0]} channels x {tile[1]} pixels of {8 * p.dtype.itemsize} bits"
+def unit(p: Problem, channels: int, pixels: int, image: int) -> Unit:
+    """The copying kernels for tiles of so many channels and pixels (`tile`)."""
+    macros = {"ELEMENT": p.dtype.itemsize, "TILE_C": channels, "TILE_P": pixels, "IMAGE": image}
+    label = f"relayout of {channels} channels x {pixels} pixels of {8 * p.dtype.itemsize} bits"
     return Unit(label, jit.source("relayout.cu", macros), ("to_channels_last", "to_contiguous"))
 
 
@@ -91,11 +97,16 @@ class Copies:
     def __init__(self, p: Problem, device: int, output: bool) -> None:
         shape = p.output_shape if output else p.input_shape
         self.shape, self._device = shape, device
-        self._sizes = channels, pixels = shape[1], math.prod(shape[2:])
+        batch, channels, pixels = shape[0], shape[1], math.prod(shape[2:])
+        self.alike = pixels == 1
+        """Whether the tensor is the same bytes in the same places in either memory format."""
         self.strides = cpu.dense_strides(shape, cpu.memory_format("channels_last", p.rank))
-        of_block = tile(p, channels, shape[2:])
-        self._grid = shape[0] * -(-channels // of_block[0]) * -(-pixels // of_block[1])
-        code, arch = unit(p, of_block), gpu_of(device).arch
+        of_channels, of_pixels, image = tile(p, channels, shape[2:])
+        if image:
+            batch, pixels = 1, batch * pixels
+        self._sizes, self._words = (channels, pixels), image > 0
+        self._grid = batch * -(-channels // of_channels) * -(-pixels // of_pixels)
+        code, arch = unit(p, of_channels, of_pixels, image), gpu_of(device).arch
         self._last, self._contiguous = (
             Launcher(jit.kernel(code.source, entry, arch, code.label), THREADS, 0, "PPii") for entry in code.entries
         )
@@ -105,7 +116,11 @@ class Copies:
         return like.new_empty_strided(self.shape, self.strides)
 
     def channels_last(self, t: Tensor) -> Tensor:
-        """A copy of a contiguous tensor in channels_last."""
+        """A copy of a contiguous tensor in channels_last, or the tensor itself."""
+        if self.alike:
+            return t
+        if self._words and t.data_ptr() & 3:
+            t = t.clone()  # a view that begins off words; PyTorch's allocations never do
         out = self.empty(t)
         self._last(self._device, self._grid, (t.data_ptr(), out.data_ptr(), *self._sizes))
         return out
@@ -123,9 +138,10 @@ class GradInput(around.GradInput):
         self._input, self._output = (Copies(choice.problem, device, output) for output in (False, True))
 
     def rearranged(self, x: Tensor, weight: Tensor, out: Tensor, fresh: bool) -> None:
-        source, result = self._output.channels_last(x), self._input.empty(out)
+        source, result = self._output.channels_last(x), out if self._input.alike else self._input.empty(out)
         self._inner.run(source, self._inner.pack(weight), None, result, fresh)  # the copy ended before packing began
-        self._input.contiguous(result, out)
+        if result is not out:
+            self._input.contiguous(result, out)
 
 
 class GradWeight(around.GradWeight):
@@ -156,7 +172,7 @@ def refusal(p: Problem, gpu: Gpu) -> str | None:
         return refused
     if p.layout != "nchw" or p.rank == 1:
         return "only NCHW images have another memory format to be copied into"
-    if max(math.prod(p.size), math.prod(p.out_size)) >= 2**31 - max(_TILE.values()):
+    if max(math.prod(p.size), math.prod(p.out_size), _SMALL * p.batch) >= 2**31 - max(_TILE.values()):
         return "an image has nearly 2^31 pixels and more"
     each = 16 // p.dtype.itemsize
     if p.in_channels % each or p.out_channels % each:

@@ -525,7 +525,8 @@ class Tiling:
     def packs(self) -> bool:
         """Whether a kernel can pack the weights itself: its ring of weights has room for a block's tile of them."""
         tile = 16 * (32 // self.element) * (self.pack_taps | 1) * self.element
-        return self.wgmma and not self.boxable and 16 + tile <= self.ring_fragments * self.wgs_m * FRAGMENT
+        boxed = self.boxable and self.problem.pass_ != "fwd"  # a forward's may as well be float32, under autocast
+        return self.wgmma and not boxed and 16 + tile <= self.ring_fragments * self.wgs_m * FRAGMENT
 
     @property
     def _pack_tiles(self) -> int:
@@ -536,24 +537,33 @@ class Tiling:
     def boxable(self) -> bool:
         """Whether weights may come as they lie in memory, channels-last, by the tensor copy engine, and not packed.
 
-        That is where their channels are the source's (the gradient for the input): a tap's box is rows of a chunk. Of
-        32 bytes these take the engine longer than the multiplications (NOTES: kb73 TF32 507 -> 1,001 us, kb78 613 ->
-        941), unless they are brought once.
+        A tap's boxes are rows of `weight_span` bytes. Of 32 these take the engine longer than the multiplications
+        (NOTES: gradients for the input, kb73 TF32 507 -> 1,001 us, kb78 613 -> 941), unless they are brought once.
         """
-        rings = self.w_stage % self.k_steps == 0 and self.row_bytes > 32
+        rings = self.w_stage % self.k_steps == 0 and self.weight_span > 32
+        innermost = self.cout_g if self.problem.pass_ == "fwd" else self.cin_g
         return (
             self.tensor_map
             and self.channels_last
-            and self.problem.pass_ != "fwd"
+            and self.shuffle is None
             and self.parts == 1
             and (self.subs == 1 or self.wgs_m == 1)
-            and self.cin_g % self.vec == 0
+            and innermost % self.vec == 0
             and (self.resident or rings)
         )
 
     @property
+    def weight_span(self) -> int:
+        """Bytes of a row of a tap's boxes: of a chunk's channels, or in a forward, whose rows of M lie side by side, of
+        a sub-position's, as far as a swizzled row goes."""
+        return self.row_bytes if self.problem.pass_ != "fwd" else min(128, self.rows_per_sub * self.element)
+
+    @property
     def weight_box(self) -> tuple[int, int, int, int, int]:
-        """The box of a tap's weights where they are `boxable`: channels, taps, rows of M, and two dimensions of one."""
+        """A box of a tap's weights where they are `boxable`: channels, taps, rows of M, and two dimensions of one; in a
+        forward rows of M, taps, channels."""
+        if self.problem.pass_ == "fwd":
+            return self.weight_span // self.element, 1, self.chunk, 1, 1
         return self.chunk, 1, self.rows_per_sub * self.wgs_m, 1, 1
 
     # --- N: pixels ---------------------------------------------------------------------------------------------------

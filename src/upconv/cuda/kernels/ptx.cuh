@@ -87,7 +87,11 @@ template <int N> __device__ __forceinline__ void copy_wait() { asm volatile("cp.
 __device__ __forceinline__ void load_matrices(u32 (&v)[4], u32 a) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];\n" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(a) : "memory");
 }
-// The same to shared memory, two matrices or four of 16-bit elements, each turned: a row of memory is a column of the registers.
+// The same, each turned: a row of memory is a column of the registers.
+__device__ __forceinline__ void load_matrices_turned(u32 (&v)[4], u32 a) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];\n" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(a) : "memory");
+}
+// To shared memory, two matrices or four of 16-bit elements, each turned: a row of memory is a column of the registers.
 template <int N>
 __device__ __forceinline__ void store_matrices_turned(u32 a, const u32 (&v)[N]) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900

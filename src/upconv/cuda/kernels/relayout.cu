@@ -1,7 +1,8 @@
 // Copies of tensors in the other memory format: (batch, channels, pixels) to (batch, pixels, channels) and back.
 //
 // A block copies TILE_C channels of TILE_P pixels through shared memory: on the one side warps take rows of pixels, whatever
-// their alignment, on the other threads take 16-byte units of channels, whose count is a multiple of a unit's.
+// their alignment, on the other threads take 16-byte units of channels, whose count is a multiple of a unit's. Of
+// images of IMAGE pixels, fewer than a tile has, `pixels` are those of all images, one behind the other.
 #include "ptx.cuh"
 
 #define THREADS 256
@@ -24,6 +25,15 @@ struct Part {                              // of a tensor, that a block copies
   int channel, pixel;
 };
 
+// Where a channel's pixel is, in elements, where an image begins or (IMAGE) the tensor.
+__device__ __forceinline__ long long place_of(int channel, int pixel, int channels, int pixels) {
+#if IMAGE
+  return (long long)(pixel / IMAGE) * channels * IMAGE + channel * IMAGE + pixel % IMAGE;
+#else
+  return (long long)channel * pixels + pixel;
+#endif
+}
+
 __device__ __forceinline__ Part part_of(int channels, int pixels) {
   int of_channels = (channels + TILE_C - 1) / TILE_C, of_pixels = (pixels + TILE_P - 1) / TILE_P, rest = blockIdx.x / of_channels;
   return {(long long)(rest / of_pixels) * channels * pixels, (int)(blockIdx.x % of_channels) * TILE_C, rest % of_pixels * TILE_P};
@@ -40,8 +50,21 @@ to_channels_last(const Element* __restrict__ from, Element* __restrict__ to, int
   __shared__ u32 tile[TILE_C * PITCH];
   Part at = part_of(channels, pixels);
   int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#if IMAGE && ELEMENT == 2                  // of an even number of pixels, whose words lie as the tile's
+  u32 v[ROWS][WORDS_OF_ROW / 32];
+#pragma unroll
+  for (int i = 0; i < ROWS; i++)
+#pragma unroll
+    for (int j = 0; j < WORDS_OF_ROW / 32; j++) {
+      int c = at.channel + warp + i * 8, p = at.pixel + 2 * (lane + j * 32);
+      v[i][j] = c < channels && p < pixels ? *(const u32*)(from + place_of(c, p, channels, pixels)) : 0;
+    }
+#pragma unroll
+  for (int i = 0; i < ROWS; i++)
+#pragma unroll
+    for (int j = 0; j < WORDS_OF_ROW / 32; j++) tile[(warp + i * 8) * PITCH + lane + j * 32] = v[i][j];
+#elif ELEMENT == 2
   const Element* first = from + at.first + (long long)at.channel * pixels + at.pixel;
-#if ELEMENT == 2
   u32 v[ROWS][WORDS_OF_ROW / 32 + 1];
 #pragma unroll
   for (int i = 0; i < ROWS; i++) {
@@ -67,8 +90,8 @@ to_channels_last(const Element* __restrict__ from, Element* __restrict__ to, int
   for (int i = 0; i < ROWS; i++)
 #pragma unroll
     for (int j = 0; j < COLUMNS; j++) {
-      int c = warp + i * 8, p = lane + j * 32;
-      v[i][j] = at.channel + c < channels && at.pixel + p < pixels ? first[(long long)c * pixels + p] : 0;
+      int c = at.channel + warp + i * 8, p = at.pixel + lane + j * 32;
+      v[i][j] = c < channels && p < pixels ? from[at.first + place_of(c, p, channels, pixels)] : 0;
     }
 #pragma unroll
   for (int i = 0; i < ROWS; i++)
@@ -78,7 +101,9 @@ to_channels_last(const Element* __restrict__ from, Element* __restrict__ to, int
   __syncthreads();
   int unit = threadIdx.x % UNITS, pixel = threadIdx.x / UNITS;
   if (at.channel + unit * EACH >= channels) return;
-#if ELEMENT == 2                           // channels lie `pixels` apart: even ones begin alike, odd ones do
+#if IMAGE && ELEMENT == 2
+  const int odd = 0, then = 0;
+#elif ELEMENT == 2                         // channels lie `pixels` apart: even ones begin alike, odd ones do
   int odd = (int)((u64)first >> 1 & 1), then = odd ^ (pixels & 1);
 #endif
 #pragma unroll
@@ -127,11 +152,10 @@ to_contiguous(const Element* __restrict__ from, Element* __restrict__ to, int ch
   }
   __syncthreads();
   int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  Element* row = to + at.first + (long long)(at.channel + warp) * pixels + at.pixel + lane;
 #pragma unroll
   for (int i = 0; i < ROWS; i++)
 #pragma unroll
     for (int j = 0; j < COLUMNS; j++)
       if (at.channel + warp + i * 8 < channels && at.pixel + lane + j * 32 < pixels)
-        row[(long long)i * 8 * pixels + j * 32] = ((const Element*)(tile + (warp + i * 8) * PITCH))[lane + j * 32];
+        to[at.first + place_of(at.channel + warp + i * 8, at.pixel + lane + j * 32, channels, pixels)] = ((const Element*)(tile + (warp + i * 8) * PITCH))[lane + j * 32];
 }
