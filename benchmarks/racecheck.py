@@ -193,7 +193,7 @@ def run_wgrad(p: Problem, splits: int, descriptors: bool = False, interleaved: b
     tiling = next(t for t in wanted if t.tiles <= 9)
     prepared = wgrad.Choice(tiling, p, gpu(0), splits, 0.0, "").prepare(0)
     prepared.run(tensor(p.input_shape, p), tensor(p.output_shape, p), tensor(p.weight_shape, p), lasting=True)
-    if (prepared._clusters is not None, prepared.together) != (1 < splits <= MAX_CLUSTER, splits > MAX_CLUSTER):
+    if (prepared._one_step is not None, prepared.together) != (splits <= MAX_CLUSTER, splits > MAX_CLUSTER):
         raise RuntimeError(f"{splits} splits were not launched as expected")
 
 

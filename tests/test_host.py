@@ -556,7 +556,7 @@ def test_phases_whose_taps_lie_alike_share_a_stretch(
 def test_consumers_find_weights_as_they_lie_in_memory(seed: int, pass_: str, tmp_path: Path) -> None:
     """The same of boxes: each lane of a step gets the row, the tap and the channels that its matrix wants."""
     rng = random.Random(seed)
-    split, resident, several = seed % 3, seed % 2 == 1, seed % 4 == 3 and seed % 3 != 1
+    split, resident, several = seed % 3, seed % 2 == 1, seed % 4 == 3 and seed % 3 != 1 and pass_ != "fwd"
     for _ in range(20_000):
         p = draw_problem(rng).with_(pass_=pass_, layout="channels_last", bias=False)
         tiling = draw_tiling(p, rng) if p.rank > 1 else None

@@ -642,8 +642,11 @@ def test_splits_that_run_at_once_add_up_their_sums(
     assert isinstance(choice, wgrad.Choice)
     assert choice.cluster == cluster and ("in clusters of 2 that add up" in choice.summary) == (cluster > 1)
     assert choice.together == together and ("of blocks that add up" in choice.summary) == together
-    for other in (replace(choice, gpu=A100), replace(choice, splits=1)):
-        assert other.cluster == 1 and not other.together and len(other.sources()) == 1
+    for other in (replace(choice, gpu=A100), replace(choice, gpu=A100, splits=1)):
+        assert other.cluster == 1 and not other.together and not other.alone and len(other.sources()) == 1
+    alone = replace(choice, splits=1)
+    assert alone.alone and alone.cluster == 1 and not alone.together and "that write the weight" in alone.summary
+    assert "#define ALONE 1\n" in alone.sources()[1].source and "#define ALONE 0\n" in alone.sources()[0].source
     assert not replace(choice, gpu=replace(H200, multiprocessors=40)).together
 
 
@@ -683,7 +686,7 @@ def test_chosen_kernels_compile_without_spills(p: Problem, gpu: Gpu) -> None:
         return
     steps, *at_once = choice.sources()
     assert set(steps.entries) == {"wgrad", "reduce"} and [unit.entries for unit in at_once] in ([], [("wgrad",)])
-    assert bool(at_once) == (choice.cluster > 1 or choice.together)
+    assert bool(at_once) == (choice.cluster > 1 or choice.together or choice.alone)
     for unit in (steps, *at_once):
         check_compiled(choice.tiling, unit.source, gpu)
         ways = (f"#define CLUSTER {choice.splits}\n" in unit.source, "#define TOGETHER 1\n" in unit.source)

@@ -138,6 +138,9 @@ static const int stride[] = {1, 1, 1}, lead[] = {0, 0, 0}, channels = COUT;
 #endif
 
 static long long place_in_output(int n, int channel, int d, int h, int w) {
+#if BATCH_AS_WIDTH                                      // columns are images, one behind the other
+  return (((long long)w * sizes.out_d + d) * sizes.out_h + h) * channels + channel;
+#endif
   return CHANNELS_LAST ? ((((long long)n * sizes.out_d + d) * sizes.out_h + h) * sizes.out_w + w) * channels + channel
                        : ((((long long)n * channels + channel) * sizes.out_d + d) * sizes.out_h + h) * sizes.out_w + w;
 }
@@ -211,7 +214,7 @@ static void draw_sums() {
 static long long one_tile() {
   int widths[] = {1 + below(2 * OUT_STEP_W * TILE_W), 1 + below(40), 2 + 2 * below(OUT_STEP_W * TILE_W), 16 * (1 + below(OUT_STEP_W * TILE_W / 8))};
   sizes = {};
-  sizes.batch = 1 + below(2 * TILE_N);
+  sizes.batch = BATCH_AS_WIDTH ? 1 : 1 + below(2 * TILE_N);
   sizes.out_d = 1 + below(2 * OUT_STEP_D * TILE_D);
   sizes.out_h = 1 + below(2 * OUT_STEP_H * TILE_H);
   sizes.out_w = widths[below(4)];

@@ -63,7 +63,7 @@ static void bring(u32 to, const char* from, u32 bytes, u32 barrier) {
   fill.from = from, fill.bytes = bytes;
 }
 static const u32 BOX_BYTES = GRAD_INPUT ? ROWS_PER_SUB * WGS_M * ROW_BYTES : CK * SPAN;
-static const int BOXES = GRAD_INPUT ? SUBS : SUBS * WGS_M * PANELS;  // of a tap
+static const int BOXES = GRAD_INPUT ? SUBS : WGS_M * PANELS;  // of a tap
 static void bring_tap(u32 to, const TensorMap&, int channel, int tap, int row, u32 barrier) {
   Fill& fill = fills.back();
   if (barrier != announced_to) fail("a box of another barrier");
@@ -147,14 +147,12 @@ static void found(u32 address, int m, int k) {
   const int chunk = step_now / (entries * K_STEPS), entry = step_now / K_STEPS % entries, k_step = step_now % K_STEPS;
   const Box& box = fill->boxes[(address - fill->to) / BOX_BYTES];
   const int of_entry = (int)((address - fill->to) / BOX_BYTES) % BOXES, offset = (address - box.to) % BOX_BYTES;
-  const int sub = WGS_M == 1 ? of_entry / PANELS : 0, wg = WGS_M == 2 ? of_entry / PANELS : 0, panel = of_entry % PANELS;
-  const int tap = TAP_INDEX[(ENTRY[tile_now.variant * (MB + 1)] + entry) * SUBS + sub];
+  const int wg = of_entry / PANELS, panel = of_entry % PANELS, tap = TAP_INDEX[ENTRY[tile_now.variant * (MB + 1)] + entry];
   if (box.row != tile_now.group * CIN_G + chunk * CK || box.tap != (tap < 0 ? TAPS : tap)) fail("another tap or chunk than the tile's next");
   const int first = tile_now.cout_block * WGS_M * ROWS_PER_SUB + (wg * PANELS + panel) * (SPAN / ELEMENT);
   if (box.channel != first) fail("rows of another M-group");
-  const u32 swapped = SPAN == 128 ? address >> 7 & 7 : SPAN == 64 ? address >> 7 & 3 : address >> 7 & 1;
-  const int byte = (offset % SPAN / 16 ^ swapped) * 16 + offset % 16;
-  if (byte % ELEMENT || (wg * SUBS + sub) * ROWS_PER_SUB + panel * (SPAN / ELEMENT) + byte / ELEMENT != wg_now * 64 + m) fail("another row than the lane's");
+  const int byte = (offset % SPAN / 16 ^ (address >> 7 & 7)) * 16 + offset % 16;
+  if (byte % ELEMENT || wg * 64 + panel * (SPAN / ELEMENT) + byte / ELEMENT != wg_now * 64 + m) fail("another row than the lane's");
   if (offset / SPAN != k_step * (32 / ELEMENT) + k) fail("another channel than the lane's");
 }
 static void load_matrices_turned(u32 (&)[4], u32 address) {

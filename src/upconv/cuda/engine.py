@@ -108,6 +108,8 @@ class Prepared(Protocol):
     With a true attribute ``packs`` it has ``run_packing(x, weight, bias, out)`` beside, which does both by one launch
     and may allocate what outlives the call.
 
+    It may have ``pack_to_keep(weight)``, called for `pack` where what comes back is kept for other calls.
+
     It may have an attribute ``packing``: what `pack`'s result depends on beside the weight, hashable. Choices of equal
     packing share packed weights; without it only equal choices do.
     """
@@ -409,6 +411,7 @@ class Runner:
         self.casts = getattr(self.prepared, "casts", False)
         self.packs = getattr(self.prepared, "packs", False)
         self.biased = getattr(self.prepared, "biased", False)
+        self.pack_to_keep = getattr(self.prepared, "pack_to_keep", None)
         packing = getattr(self.prepared, "packing", plan.selection(pass_).choice)
         self.packing = _packing((pass_, packing), p)
 
@@ -466,7 +469,7 @@ class Runner:
                 if stream not in found.streams:
                     found.follow(stream, self.index)
                 return found.tensor, False
-        tensor = self._pack(weight)
+        tensor = self._pack(weight) if self.pack_to_keep is None else self.pack_to_keep(weight.resolve_neg())
         if tensor.untyped_storage() is not storage:  # else the weights are what the kernel wants: nothing to keep
             _put(storage, key, _Packed(tensor, version, weight.is_neg(), stream, self.index))
         return tensor, False  # an event behind it

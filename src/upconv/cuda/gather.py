@@ -52,6 +52,11 @@ _STAGED = 64.0, 300.0
 # By how much the model hopes there, by `split` (NOTES: pix in bfloat16 on an H100, which it has at 116 us both times,
 # by halves of the pixels 134, of the channels 123, and by other epilogues 137).
 _STAGED_HOPE = 1.035, 1.02
+# Packing a forward's weights: seconds, bytes a second. And the share of its time by which multiplying them as they lie
+# in TF32 is slower, of one tap (NOTES: unet1 201 -> 203 us, where packing takes 14) and of several (kb57 1,821 -> 1,862,
+# vae 249 -> 260, kb61 1,043 -> 1,129, kb78 619 -> 924; dcgan1 94.2 -> 95.5, 512->256 k4 s2 on 4 x 4 53 -> 60).
+_PACKING = 2.5e-6, 0.9e12
+_FOUR_LOADS = {True: 0.015, False: 0.06}
 _LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # by dimensions
 SIZES = "i" * 11  # `Tiling.arguments`
 # A kernel that packs the weights itself: parts of them that a block packs at most, and its longest time (NOTES: the
@@ -153,8 +158,18 @@ class Choice:
 
     @property
     def boxable(self) -> bool:
-        """Whether weights that lie as the kernel's boxes take them need no packing (`Tiling.boxable`)."""
-        return self.tiling.boxable and not self.flat
+        """Whether weights that lie as the kernel's boxes take them need no packing (`Tiling.boxable`), where that pays.
+
+        A forward's in TF32 are read in four loads instead of one, so their packing must take some of its time.
+        """
+        t = self.tiling
+        if self.flat or not t.boxable:
+            return False
+        if t.element == 2 or self.problem.pass_ != "fwd":
+            return True
+        one_tap = max(len(block) for blocks in t.entries for block in blocks) == 1
+        packing = _PACKING[0] + math.prod(self.problem.weight_shape) * t.element / _PACKING[1]
+        return packing > _FOUR_LOADS[one_tap] * self.seconds
 
     def sources(self) -> tuple[Unit, ...]:
         """What NVRTC must compile; the same for all input sizes that share the tile and the `store_unit`.
@@ -220,9 +235,10 @@ class Packs:
         bytes. Float32 weights of a 16-bit problem are rounded on their way, and with them a float32 ``bias``, whose
         place is behind them.
         """
+        return weight if self._boxes(weight) else self._packed(weight, bias)
+
+    def _packed(self, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         rounds = self.casts and weight.dtype is torch.float32
-        if self._boxes(weight):
-            return weight
         tap_step = self._tap_step(weight)
         if not tap_step:
             weight, tap_step = weight.contiguous(), 1
@@ -419,6 +435,11 @@ class Prepared(BoxedPacks, LazyPacks):
     def packs(self) -> bool:
         """Whether `run_packing` is there."""
         return self._choice.packs > 0
+
+    def pack_to_keep(self, weight: Tensor) -> Tensor:
+        """`pack`, for many calls: packed weights are multiplied faster in TF32 than a forward's as they lie."""
+        kept = self._problem.pass_ == "fwd" and not self.casts
+        return self._packed(weight) if kept else self.pack(weight)
 
     def run_packing(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
         """`pack` and `run` by one kernel, for ``weight`` as it is; not in a graph that is captured.

@@ -538,25 +538,27 @@ class Tiling:
         """Whether weights may come as they lie in memory, channels-last, by the tensor copy engine, and not packed.
 
         A tap's boxes are rows of `weight_span` bytes. Of 32 these take the engine longer than the multiplications
-        (NOTES: gradients for the input, kb73 TF32 507 -> 1,001 us, kb78 613 -> 941), unless they are brought once.
+        (NOTES: gradients for the input, kb73 TF32 507 -> 1,001 us, kb78 613 -> 941), unless they are brought once. So
+        do a forward's small boxes where sub-positions share a block (NOTES: kb70 bfloat16 1,193 -> 2,543, kb58 TF32 448
+        -> 1,436).
         """
+        forward = self.problem.pass_ == "fwd"
         rings = self.w_stage % self.k_steps == 0 and self.weight_span > 32
-        innermost = self.cout_g if self.problem.pass_ == "fwd" else self.cin_g
         return (
             self.tensor_map
             and self.channels_last
             and self.shuffle is None
             and self.parts == 1
-            and (self.subs == 1 or self.wgs_m == 1)
-            and innermost % self.vec == 0
+            and (self.subs == 1 or (self.wgs_m == 1 and not forward))
+            and (self.cout_g if forward else self.cin_g) % self.vec == 0
             and (self.resident or rings)
         )
 
     @property
     def weight_span(self) -> int:
-        """Bytes of a row of a tap's boxes: of a chunk's channels, or in a forward, whose rows of M lie side by side, of
-        a sub-position's, as far as a swizzled row goes."""
-        return self.row_bytes if self.problem.pass_ != "fwd" else min(128, self.rows_per_sub * self.element)
+        """Bytes of a row of a tap's boxes: of a chunk's channels; in a forward, whose rows of M lie side by side, of
+        some of these."""
+        return 128 if self.problem.pass_ == "fwd" else self.row_bytes
 
     @property
     def weight_box(self) -> tuple[int, int, int, int, int]:

@@ -145,7 +145,7 @@ class Choice:
     @property
     def alone(self) -> bool:
         """Whether there is one split, whose blocks write the weight themselves."""
-        return _alone(self.tiling, self.splits)
+        return _alone(self.tiling, self.splits, self.gpu)
 
     def sources(self) -> tuple[Unit, ...]:
         """What NVRTC must compile; the same for all input sizes that share the tile (and are cut into as few splits).
@@ -180,8 +180,8 @@ def _together(t: AnyTiling, splits: int, gpu: Gpu) -> bool:
     return splits > 1 and t.tiles * splits <= gpu.multiprocessors
 
 
-def _alone(t: AnyTiling, splits: int) -> bool:
-    return isinstance(t, WarpgroupTiling) and t.adds_up and splits == 1
+def _alone(t: AnyTiling, splits: int, gpu: Gpu) -> bool:
+    return isinstance(t, WarpgroupTiling) and t.adds_up and gpu.arch == "90a" and splits == 1
 
 
 class Prepared:
@@ -704,7 +704,7 @@ def _whole(
         waves = -(-t.tiles * splits // gpu.multiprocessors)
         work = waves * (per_split * clocks / gpu.clock + block_seconds(gpu))
         seconds = max(work, memory) + _BYTES * min(work, memory)
-        if at_once and _alone(t, splits):
+        if at_once and _alone(t, splits, gpu):
             seconds += numel * t.element / gpu.bandwidth
         elif at_once and (_cluster(t, splits, gpu) > 1 or _together(t, splits, gpu)):
             assert isinstance(t, WarpgroupTiling)

@@ -4,13 +4,13 @@
 
 #define FRAGMENTS(entries) ((entries) * CHUNKS * K_STEPS * PARTS)
 #define ENTRY_BYTES (STEPS_PER_TAP * WGS_M * FRAGMENT)  // of a tap's weights for a chunk
-#if WEIGHTS_BOX && !(BOX && PARTS == 1 && (SUBS == 1 || WGS_M == 1) && (RESIDENT || W_STAGE % K_STEPS == 0))
+#if WEIGHTS_BOX && !(BOX && PARTS == 1 && (SUBS == 1 || (GRAD_INPUT && WGS_M == 1)) && (RESIDENT || W_STAGE % K_STEPS == 0))
 #error "boxes have whole taps"
 #endif
 // Not packed, weights lie with the channels of their second dimension side by side: GRAD_INPUT, K; else rows of M, of which a box
-// has SPAN bytes, and a sub-position PANELS of them.
-#define SPAN (GRAD_INPUT ? ROW_BYTES : ROWS_PER_SUB * ELEMENT < 128 ? ROWS_PER_SUB * ELEMENT : 128)
-#define PANELS (GRAD_INPUT ? 1 : ROWS_PER_SUB * ELEMENT / SPAN)
+// has SPAN bytes, and a warpgroup's 64 PANELS of them.
+#define SPAN (GRAD_INPUT ? ROW_BYTES : 128)
+#define PANELS (64 * ELEMENT / 128)
 
 __device__ __forceinline__ const char* fragments_of(const char* packed, const Tile& t) {
   long long before = (long long)(t.group * COUT_BLOCKS + t.cout_block) * FRAGMENTS(ENTRY[VARIANTS * (MB + 1) - 1]);
@@ -139,9 +139,8 @@ __device__ __forceinline__ u32 fragment_part(int wg, int thread) {
   // Rows of rows of M: of the warp's 16 the 16 bytes whose address the lane gives to ldmatrix, of one channel and half of them; of
   // float32, which ldmatrix does not turn, the lane's first.
   int lane = thread & 31, m = thread / 32 * 16 + (ELEMENT == 2 ? (lane >> 3 & 1) * 8 : lane >> 2), k = ELEMENT == 2 ? (lane >> 4) * 8 + lane % 8 : lane & 3;
-  int row = m % ROWS_PER_SUB, panel = m / ROWS_PER_SUB * PANELS + row / (SPAN / ELEMENT), byte = row % (SPAN / ELEMENT) * ELEMENT;
-  int swizzle = SPAN == 32 ? k >> 2 & 1 : SPAN == 64 ? k >> 1 & 3 : k & 7;
-  return (SPLIT == 1 ? wg * (CK * 64 * ELEMENT) : 0) + panel * (CK * SPAN) + k * SPAN + (byte ^ swizzle << 4);
+  int panel = (SPLIT == 1 ? wg * PANELS : 0) + m / (SPAN / ELEMENT), byte = m % (SPAN / ELEMENT) * ELEMENT;
+  return panel * (CK * SPAN) + k * SPAN + (byte ^ (k & 7) << 4);
 #elif WEIGHTS_BOX  // rows of CK channels: the 16 bytes whose address it gives to ldmatrix, of one of its warp's 16 rows and half a step
   int lane = thread & 31;
   return (SPLIT == 1 ? wg * (64 * ROW_BYTES) : 0) + unit_at(thread / 32 * 16 + lane % 16, lane / 16);
@@ -152,13 +151,12 @@ __device__ __forceinline__ u32 fragment_part(int wg, int thread) {
 // Fragment i of those that begin at `at`.
 __device__ __forceinline__ void load_fragment(u32 (&a)[4], u32 at, int i) {
 #if WEIGHTS_BOX && !GRAD_INPUT  // a step of K is other rows; 8 rows of M and 4 channels further bits of the address change, too
-  constexpr int STEP_BYTES = 32 / ELEMENT * SPAN, FURTHER = SPAN == 128 ? 64 : 32;
-  u32 from = at + i % K_STEPS * STEP_BYTES + i / K_STEPS * ENTRY_BYTES;
+  u32 from = at + i % K_STEPS * (32 / ELEMENT * SPAN) + i / K_STEPS * ENTRY_BYTES;
 #if ELEMENT == 2
   load_matrices_turned(a, from);
 #else
 #pragma unroll
-  for (int r = 0; r < 4; r++) a[r] = load_shared_u32((from ^ (r & 1) * 32 ^ (r >> 1) * FURTHER) + (r >> 1) * 4 * SPAN);
+  for (int r = 0; r < 4; r++) a[r] = load_shared_u32((from ^ (r & 1) * 32 ^ (r >> 1) * 64) + (r >> 1) * 4 * SPAN);
 #endif
 #elif WEIGHTS_BOX  // a step of K is another 32 bytes of the row, and bits of the address, as the swizzle is
   load_matrices(a, (at ^ (i % K_STEPS * 32)) + i / K_STEPS * ENTRY_BYTES);

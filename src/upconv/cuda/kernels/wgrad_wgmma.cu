@@ -817,7 +817,9 @@ __device__ __forceinline__ void add_up(const Gradient& out, const Work& work, co
   constexpr int QUADS = BLOCK_CO / 4, ALL_QUADS = BLOCK_CI * QUADS, THREADS_ADDING = WGS * 128;  // of a tap
   constexpr int LANES = TOGETHER && REDUCE_ROWS == 1 ? RUNS : 1;  // that add a run of splits each, as the warps of `reduce` do
   constexpr int BATCH = TOGETHER ? 8 : CLUSTER;                   // splits whose loads are on their way at a time
-  constexpr int V = TAPS_W % 4 == 0 && KERNEL_W % 4 == 0 ? 4 : TAPS_W % 2 == 0 && KERNEL_W % 2 == 0 ? 2 : 1;
+  // Taps that are neighbours in memory, of contiguous weights: of a row, or of several whole ones.
+  constexpr int NEAR = TAPS_W == KERNEL_W ? TAPS_H * TAPS_W : TAPS_W, OF_KERNEL = TAPS_W == KERNEL_W ? KERNEL_H * KERNEL_W : KERNEL_W;
+  constexpr int V = NEAR % 4 == 0 && OF_KERNEL % 4 == 0 ? 4 : NEAR % 2 == 0 && OF_KERNEL % 2 == 0 ? 2 : 1;
   const int share = (ALL_QUADS + peers.count - 1) / peers.count, first = rank * share;
   const int quads = ALL_QUADS - first < share ? ALL_QUADS - first : share, run = (peers.count + LANES - 1) / LANES;
   const bool by_co = out.stride_co == 1;   // what memory has innermost; else taps
