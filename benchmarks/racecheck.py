@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from upconv.cuda import gather, jit, pairs, phases, pixels, relayout, rows, strides, subpixel, sweep, wgrad
-from upconv.cuda.gpu import gpu
+from upconv.cuda.gpu import A100, gpu
 from upconv.cuda.wgrad_tiling import MAX_CLUSTER, WarpgroupTiling
 from upconv.problem import Layout, Pass, Precision, Problem
 
@@ -109,6 +109,7 @@ LONE = Problem.make(1, 300, 24, (16, 24), 2, 2, bias=False)  # more chunks than 
 TAPPED = Problem.make(3, 300, 24, (72,), 8, 4, 2, bias=False)
 LONE_BACK = LONE.with_(in_channels=24, out_channels=300)
 TAPPED_BACK = TAPPED.with_(in_channels=24, out_channels=300)
+SMALL = Problem.make(40, 64, 64, (4, 4), 4, 2, 1, bias=False)
 DTYPES = {"tf32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -116,9 +117,16 @@ def problem(p: Problem, precision: Precision, layout: Layout, pass_: Pass) -> Pr
     return p.with_(dtype=DTYPES[precision], precision=precision, layout=layout, pass_=pass_)
 
 
+def abreast(p: Problem) -> Problem:
+    found = p.abreast
+    assert found is not None
+    return found
+
+
 def tensor(shape: tuple[int, ...], p: Problem) -> torch.Tensor:
     found = torch.randn(shape, device="cuda").to(p.dtype)
-    return found.contiguous(memory_format=torch.channels_last) if p.layout == "channels_last" else found
+    last = p.layout == "channels_last" and not p.batch_as_width  # of which the addresses alone matter here
+    return found.contiguous(memory_format=torch.channels_last) if last else found
 
 
 def run_gather(p: Problem, wanted: Callable[[Any], bool], packing: bool = False, again: bool = False) -> None:
@@ -179,10 +187,13 @@ def run_phases(p: Problem, stages: int) -> None:
     prepared.run(tensor(p.input_shape, p), prepared.pack(tensor(p.weight_shape, p)), None, tensor(p.output_shape, p))
 
 
-def run_wgrad(p: Problem, splits: int, descriptors: bool = False, interleaved: bool = False) -> None:
+def run_wgrad(
+    p: Problem, splits: int, descriptors: bool = False, interleaved: bool = False, steps: bool = False
+) -> None:
     """The first tiling whose blocks can add up the splits: as a cluster, or together where they are more than 8.
 
     ``descriptors``: both operands come by these. ``interleaved``: the taps of an instruction are neighbours in M.
+    ``steps``: in two steps, as on a GPU whose blocks do not add up.
     """
     aligned, aligned_g = (size[-1] * p.dtype.itemsize % 16 == 0 for size in (p.size, p.out_size))
     of_size = wgrad._narrow(p), wgrad._classes(p), False, wgrad._lined(p)
@@ -191,9 +202,10 @@ def run_wgrad(p: Problem, splits: int, descriptors: bool = False, interleaved: b
     wanted = (t for t in every if isinstance(t, WarpgroupTiling) and t.adds_up)
     wanted = (t for t in wanted if (t.a_shared, t.interleaved, t.lined) == kind)
     tiling = next(t for t in wanted if t.tiles <= 9)
-    prepared = wgrad.Choice(tiling, p, gpu(0), splits, 0.0, "").prepare(0)
+    prepared = wgrad.Choice(tiling, p, A100 if steps else gpu(0), splits, 0.0, "").prepare(0)
     prepared.run(tensor(p.input_shape, p), tensor(p.output_shape, p), tensor(p.weight_shape, p), lasting=True)
-    if (prepared._one_step is not None, prepared.together) != (splits <= MAX_CLUSTER, splits > MAX_CLUSTER):
+    expected = (False, False) if steps else (splits <= MAX_CLUSTER, splits > MAX_CLUSTER)
+    if (prepared._one_step is not None, prepared.together) != expected:
         raise RuntimeError(f"{splits} splits were not launched as expected")
 
 
@@ -232,6 +244,14 @@ CASES: dict[str, tuple[str, Callable[[], None]]] = {
         "gather",
         lambda: run_gather(problem(NARROW, "bf16", "channels_last", "fwd"), lambda t: t.wgmma and t.subs == 2),
     ),
+    "forward-boxes": (
+        "gather",
+        lambda: run_gather(problem(STRIDED, "tf32", "channels_last", "fwd"), lambda t: t.boxable and not t.resident),
+    ),
+    "forward-width": (
+        "gather",
+        lambda: run_gather(abreast(problem(SMALL, "bf16", "channels_last", "fwd")), lambda t: t.split != 2),
+    ),
     "planes": (
         "gather",
         lambda: run_gather(problem(STRIDED, "bf16", "channels_last", "grad-input"), lambda t: t.planewise),
@@ -262,7 +282,8 @@ CASES: dict[str, tuple[str, Callable[[], None]]] = {
     "pairs-16": ("pairs", lambda: run_choice(pairs, problem(TAPPED_BACK, "bf16", "nchw", "grad-input"))),
     "phases": ("phases", lambda: run_phases(problem(ODD, "tf32", "nchw", "fwd"), 2)),
     "phases-16": ("phases", lambda: run_phases(problem(NARROW, "bf16", "nchw", "fwd"), 3)),
-    "two-steps": ("wgrad", lambda: run_wgrad(problem(PLAIN, "tf32", "nchw", "grad-weight"), 1)),
+    "two-steps": ("wgrad", lambda: run_wgrad(problem(PLAIN, "tf32", "nchw", "grad-weight"), 3, steps=True)),
+    "alone": ("wgrad", lambda: run_wgrad(problem(PLAIN, "bf16", "channels_last", "grad-weight"), 1)),
     "cluster": ("wgrad", lambda: run_wgrad(problem(PLAIN, "bf16", "nchw", "grad-weight"), 4)),
     "cluster-last": ("wgrad", lambda: run_wgrad(problem(PLAIN, "bf16", "channels_last", "grad-weight"), 2)),
     "together": ("wgrad", lambda: run_wgrad(problem(PLAIN, "bf16", "nchw", "grad-weight"), 10)),

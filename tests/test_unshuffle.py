@@ -178,9 +178,9 @@ def test_what_keeps_its_stride_says_why() -> None:
     assert "no stride" in why(p.with_(stride=(1, 1), output_padding=(0, 0)))
     assert "without groups" in why(as_(Problem.make(2, 4, 4, (9, 9), 4, 2, groups=2), "bf16", "grad-input"))
     assert "without groups" in why(as_(Problem.make(2, 4, 4, (9, 9), 4, 2, dilation=2), "bf16", "grad-input"))
-    assert "17 channels in 4 phases are more than 64" in why(
-        as_(Problem.make(2, 4, 17, (9, 9), 4, 2), "bf16", "grad-input")
-    )
+    many = as_(Problem.make(2, 4, 17, (9, 9), 4, 2), "bf16", "grad-input")
+    on_tensor_cores = engine.choose(many, H200)["gather"]
+    assert "17 channels in 4 phases are more than 64" in why(many, otherwise=on_tensor_cores)
     assert "memory for it is short" in why(p, otherwise=None)
     few = Problem.make(4, 64, 1, (128, 128), 9, (1, 2), 4)
     assert "8 channels with zeros" in why(as_(few, "bf16", "grad-input", "channels_last"))
@@ -196,6 +196,16 @@ def test_what_keeps_its_stride_says_why() -> None:
     dcgan = as_(Problem.make(128, 64, 3, (32, 32), 4, 2, 1), "tf32", "grad-weight")
     wgrad: Any = engine.choose(dcgan, H200)["wgrad"]
     assert "too little faster" in why(dcgan, otherwise=replace(wgrad, seconds=3.5e-5))
+
+
+def test_kernels_too_large_for_tensor_cores_lose_their_stride() -> None:
+    """However many phases there are: FCN-32s' last layer, whose gradient takes CUDA cores 16 ms."""
+    p = as_(Problem.make(4, 21, 21, (16, 16), 64, 32, 16), "bf16", "grad-input")
+    choice = planner.select(p, planner.Device("cuda", gpu=H200)).choice
+    assert isinstance(choice, unshuffle.Choice) and choice.inner.problem.kernel == (2, 2)
+    assert choice.inner.problem.out_channels == 21 * 32 * 32 and choice.otherwise.family == "direct"
+    forward = planner.select(p.with_(pass_="fwd"), planner.Device("cuda", gpu=H200))
+    assert forward.name == "gather" and forward.choice is not None and forward.choice.seconds < 2e-4
 
 
 def test_sources_hold_every_kernel_that_runs() -> None:

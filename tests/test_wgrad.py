@@ -409,10 +409,13 @@ def test_constants_do_not_depend_on_the_size(seed: int) -> None:
     assert wgrad._any_size(p) == wgrad._any_size(other)
     for t in rng.sample(every, min(20, len(every))):
         assert replace(t, problem=other).macros() == t.macros()
-        (one,), (same, *at_once) = (wgrad.Choice(t, q, H200, n, 0.0, "").sources() for q, n in ((p, 1), (other, 7)))
+        (one, *alone), (same, *at_once) = (
+            wgrad.Choice(t, q, H200, n, 0.0, "").sources() for q, n in ((p, 1), (other, 7))
+        )
         assert one.source == same.source
-        expected = []
-        if isinstance(t, WarpgroupTiling) and t.adds_up:
+        adds_up, expected = isinstance(t, WarpgroupTiling) and t.adds_up, []
+        assert [u.source for u in alone] == ([jit.source(t.file, t.macros(alone=True))] if adds_up else [])
+        if isinstance(t, WarpgroupTiling) and adds_up:
             if t.tiles <= H200.clusters(7) * -(-7 * t.tiles // 132):
                 expected = [jit.source(t.file, t.macros(7))]
             elif 7 * t.tiles <= 132:

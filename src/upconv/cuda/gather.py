@@ -53,7 +53,7 @@ _STAGED = 64.0, 300.0
 # by halves of the pixels 134, of the channels 123, and by other epilogues 137).
 _STAGED_HOPE = 1.035, 1.02
 # Packing a forward's weights: seconds, bytes a second. And the share of its time by which multiplying them as they lie
-# in TF32 is slower, of one tap (NOTES: unet1 201 -> 203 us, where packing takes 14) and of several (kb57 1,821 -> 1,862,
+# in TF32 is slower, of one tap (NOTES: unet1 201 -> 203 us, where packing takes 14), of several (kb57 1,821 -> 1,862,
 # vae 249 -> 260, kb61 1,043 -> 1,129, kb78 619 -> 924; dcgan1 94.2 -> 95.5, 512->256 k4 s2 on 4 x 4 53 -> 60).
 _PACKING = 2.5e-6, 0.9e12
 _FOUR_LOADS = {True: 0.015, False: 0.06}
