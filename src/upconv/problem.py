@@ -295,6 +295,16 @@ class Problem:
             batch_as_width=True,
         )  # fmt: skip
 
+    @property
+    def lifted(self) -> Problem:
+        """A pass of one dimension as the same of two, of images with one row; others as they are."""
+        if self.rank > 1:
+            return self
+        return replace(
+            self, size=(1, *self.size), kernel=(1, *self.kernel), stride=(1, *self.stride), padding=(0, *self.padding),
+            output_padding=(0, *self.output_padding), dilation=(1, *self.dilation),
+        )  # fmt: skip
+
     # --- the roof's two terms ----------------------------------------------------------------------------------------
 
     @property

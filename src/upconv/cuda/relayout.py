@@ -18,7 +18,6 @@ from typing import Any
 
 from torch import Tensor
 
-from upconv import cpu
 from upconv.cuda import around, jit
 from upconv.cuda.costs import weighed
 from upconv.cuda.gpu import Gpu
@@ -100,7 +99,7 @@ class Copies:
         batch, channels, pixels = shape[0], shape[1], math.prod(shape[2:])
         self.alike = pixels == 1
         """Whether the tensor is the same bytes in the same places in either memory format."""
-        self.strides = cpu.dense_strides(shape, cpu.memory_format("channels_last", p.rank))
+        self.strides = (channels * pixels, 1, *(n * channels for n in _pixels_apart(shape[2:])))
         of_channels, of_pixels, image = tile(p, channels, shape[2:])
         if image:
             batch, pixels = 1, batch * pixels
@@ -128,6 +127,11 @@ class Copies:
     def contiguous(self, t: Tensor, out: Tensor) -> None:
         """Copies a tensor in channels_last into a contiguous one."""
         self._contiguous(self._device, self._grid, (t.data_ptr(), out.data_ptr(), *self._sizes))
+
+
+def _pixels_apart(size: tuple[int, ...]) -> tuple[int, ...]:
+    """Pixels from one index of each dimension to the next."""
+    return tuple(math.prod(size[i + 1 :]) for i in range(len(size)))
 
 
 class GradInput(around.GradInput):
@@ -170,8 +174,8 @@ def refusal(p: Problem, gpu: Gpu) -> str | None:
     refused = around.refusal(p, gpu)
     if refused:
         return refused
-    if p.layout != "nchw" or p.rank == 1:
-        return "only NCHW images have another memory format to be copied into"
+    if p.layout != "nchw":
+        return "only NCHW tensors have another memory format to be copied into"
     if max(math.prod(p.size), math.prod(p.out_size), _SMALL * p.batch) >= 2**31 - max(_TILE.values()):
         return "an image has nearly 2^31 pixels and more"
     each = 16 // p.dtype.itemsize
@@ -201,7 +205,7 @@ def choose(p: Problem, gpu: Gpu, otherwise: Any, general: bool = False) -> Choic
     copies = copy_seconds(p, gpu)
     if copies > _MOST_COPYING * weighed(otherwise):
         return f"slower: the copies alone take {copies * 1e3:.3g} ms"
-    inner = around.choose(p.with_(layout="channels_last"), gpu)
+    inner = around.choose(p.lifted.with_(layout="channels_last"), gpu)  # 1-D tensors as images of one row
     if isinstance(inner, str):
         return inner
     cached = p.pass_ == "grad-weight" and p.dtype.itemsize == 2 and _bytes(p) <= gpu.cache_bytes

@@ -69,6 +69,9 @@ _BOXED_LINE, _BOXED_L2 = 1.52, 90.0  # clocks of a line of 128 bytes; bytes a cl
 _TOGETHER = 3.4  # the exponent by which these, which overlap, are added
 # And how much more: with two stages, by bytes of an element; with rows of x of so many bytes; with taps along D.
 _TWO_STAGES, _SHORT, _DEEP = {4: 0.09, 2: 0.12}, {64: 0.17, 32: 0.64}, 0.57
+# By bytes at multiples of which rows of x begin (NOTES: 256->256 k4 s2 on 32 images of 32 x 24, bfloat16, 242 us where
+# the model had 132; TF32 231, 198; of 16 x 12, TF32, 149, 76).
+_STRADDLING = {16: 1.8, 32: 1.15}
 _OVERLAP = 0.063, 0.203  # of a chunk's clocks that are not its bound: g by boxes; by threads
 _BYTES = 0.12  # of the lesser of multiplying and the tensors' bytes
 _SYNC_NCHW = 1.25  # what the mma.sync kernel takes beyond its model: fragments off 16 bytes
@@ -692,6 +695,7 @@ def _whole(
 ) -> tuple[float, str, int]:
     """(seconds, what bounds them, splits of K). ``at_once``: blocks may add up their sums themselves."""
     clocks, bound = chunk
+    clocks *= _straddling(t, p)
     chunks = math.prod(t.counts(p))
     numel = math.prod(p.weight_shape)
     found: tuple[float, str, int] | None = None
@@ -715,6 +719,14 @@ def _whole(
             found = seconds, "bytes" if memory > work else bound, splits
     assert found is not None
     return found
+
+
+def _straddling(t: AnyTiling, p: Problem) -> float:
+    """What a chunk takes longer where boxes' rows of x begin amid sectors, or amid lines of two."""
+    if p.layout != "nchw" or not isinstance(t, WarpgroupTiling) or not t.box_g or t.lines:
+        return 1.0
+    row = p.size[-1] * t.element
+    return _STRADDLING.get(math.gcd(row, 64), 1.0)
 
 
 def choose(p: Problem, gpu: Gpu, general: bool = False) -> Choice | str:
