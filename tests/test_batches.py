@@ -75,6 +75,38 @@ def test_images_side_by_side_are_the_same_layer(name: str) -> None:
         torch.testing.assert_close(found, beside(wanted) if wanted.shape == x.shape else wanted[..., None])
 
 
+STACKED: dict[str, tuple[Any, ...]] = {
+    "k2s2": (5, 24, 40, (7, 14), 2, 2),
+    "k3s3": (3, 16, 64, (9, 5), 3, 3),
+    "k24": (4, 32, 24, (3, 18), (2, 4), (2, 4)),
+    "3-D": (3, 16, 32, (3, 4, 5), 2, 2),
+}
+
+
+@pytest.mark.parametrize("name", list(STACKED))
+def test_images_one_below_the_other_are_the_same_layer(name: str) -> None:
+    """In float64 and in memory: a batch in channels_last, read as one image of it, gives the batch of results."""
+    p = Problem.make(*STACKED[name], dtype=torch.float64, layout="channels_last")
+    q = p.stacked
+    assert q is not None and (q.batch, q.size) == (1, (p.batch * p.size[0], *p.size[1:])) and q.macs == p.macs
+    torch.manual_seed(1)
+    w = torch.randn(p.weight_shape, dtype=torch.float64)
+    memory = torch.randn(p.batch, *p.size, p.in_channels, dtype=torch.float64)
+    x, y = memory.movedim(-1, 1), memory.view(1, *q.size, p.in_channels).movedim(-1, 1)
+    batch, one = reference.forward(p, x, w, None), reference.forward(q, y, w, None)
+    torch.testing.assert_close(one.movedim(1, -1).flatten(), batch.movedim(1, -1).flatten())
+
+
+def test_images_whose_outputs_meet_each_other_are_not_stacked() -> None:
+    p = Problem.make(*STACKED["k2s2"], layout="channels_last")
+    assert p.stacked is not None and p.with_(batch=0).stacked is not None
+    for change in (
+        {"layout": "nchw"}, {"kernel": (3, 2)}, {"padding": (1, 0)}, {"output_padding": (0, 1)}, {"dilation": (2, 1)}
+    ):  # fmt: skip
+        assert p.with_(**change).stacked is None
+    assert abreast(p).stacked is None
+
+
 def test_only_images_of_two_dimensions_in_channels_last_lie_side_by_side() -> None:
     p = layer("4x4", "bf16", "fwd")
     assert p.with_(layout="nchw").abreast is None and abreast(p).abreast is None
@@ -141,6 +173,19 @@ def test_small_images_are_taken_side_by_side(precision: Precision, pass_: Pass) 
     ):
         found = batches.choose(family, other, chip, general)
         assert isinstance(found, str) or not found.problem.batch_as_width
+
+
+@pytest.mark.parametrize("pass_", ("fwd", "grad-input"))
+def test_images_that_end_amid_tiles_are_taken_one_below_the_other(pass_: Pass) -> None:
+    """Mask R-CNN's regions of 14 x 14."""
+    p = Problem.make(
+        512, 256, 256, (14, 14), 2, 2, dtype=torch.bfloat16, precision="bf16", layout="channels_last", pass_=pass_
+    )  # fmt: skip
+    chosen, alone = batches.choose(gather, p, H200), gather.choose(p, H200)
+    assert isinstance(alone, gather.Choice)
+    assert chosen.problem == p.stacked and chosen.seconds < 0.92 * alone.seconds
+    assert batches.choose(gather, p.with_(size=(16, 14)), H200).problem.batch == 512
+    assert batches.choose(gather, p, H200, general=True).problem.batch == 512
 
 
 def test_other_families_take_batches_as_they_are() -> None:
@@ -260,6 +305,31 @@ def test_weights_on_a_gpu(name: str, precision: Precision) -> None:
             prepared.run(x, g, out)
             error = reference.relative_error(out, expected)
             assert error < BOUNDS[precision], f"error {error:.2e} of {choice}"
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("pass_", ("fwd", "grad-input"))
+@pytest.mark.parametrize("name", list(STACKED))
+def test_stacked_images_on_a_gpu(name: str, pass_: Pass) -> None:
+    """The other problem's kernel on the batch's tensors gives what the batch's own does."""
+    p = Problem.make(
+        *STACKED[name], dtype=torch.bfloat16, precision="bf16", layout="channels_last", pass_=pass_
+    )  # fmt: skip
+    q = p.stacked
+    assert q is not None
+    last = torch.channels_last if p.rank == 2 else torch.channels_last_3d
+    source, result = (p.input_shape, p.output_shape)[:: 1 if pass_ == "fwd" else -1]
+    x = torch.randn(source, device="cuda").bfloat16().contiguous(memory_format=last)
+    weight = torch.randn(p.weight_shape, device="cuda").bfloat16()
+    outs = []
+    for problem in (p, q):
+        choice = gather.choose(problem, gpu(0))
+        assert isinstance(choice, gather.Choice)
+        prepared = choice.prepare(0)
+        outs.append(torch.full(result, math.nan, device="cuda", dtype=p.dtype).contiguous(memory_format=last))
+        prepared.run(x, prepared.pack(weight), None, outs[-1])
+    assert reference.relative_error(outs[1], outs[0].double()) < BOUNDS["bf16"]
 
 
 @pytest.mark.gpu

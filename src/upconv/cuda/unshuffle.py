@@ -34,7 +34,8 @@ from upconv.problem import Problem
 
 THREADS = 256
 _MOST_CHANNELS = 64  # of output channels and phases: beyond, the strided layer has channels enough of its own,
-_CUDA_CORES = "direct", "direct_wgrad", "staged"  # save where no tensor cores take it as it is
+_CUDA_CORES = "direct", "direct_wgrad", "staged"  # save where no tensor cores take it as it is,
+_MANY_TAPS = 256  # or its kernel is so large (NOTES: FCN-32s' 64 x 64, for the weight 378 us by the model's 107)
 _MOST_PADDED = 2  # times as many in channels_last, where zeros make whole 16 bytes of them
 _RATE = 0.5  # of the device's copy rate, of single elements with some read from afar; and the launches:
 _UNSHUFFLE, _WEIGHTS = 4e-6, 3e-6
@@ -211,7 +212,8 @@ def choose(p: Problem, gpu: Gpu, otherwise: Any, general: bool = False) -> Choic
         return "whether it pays depends on the size of the input"
     if otherwise is None:
         return "nothing would run where memory for it is short"
-    if p.out_channels * math.prod(p.stride) > _MOST_CHANNELS and otherwise.family not in _CUDA_CORES:
+    many = p.out_channels * math.prod(p.stride) > _MOST_CHANNELS
+    if many and otherwise.family not in _CUDA_CORES and p.taps < _MANY_TAPS:
         return f"{p.out_channels} channels in {math.prod(p.stride)} phases are more than {_MOST_CHANNELS}"
     q = unstrided(p)
     nbytes = (math.prod(p.output_shape) + math.prod(q.output_shape)) * p.dtype.itemsize

@@ -69,9 +69,10 @@ _BOXED_LINE, _BOXED_L2 = 1.52, 90.0  # clocks of a line of 128 bytes; bytes a cl
 _TOGETHER = 3.4  # the exponent by which these, which overlap, are added
 # And how much more: with two stages, by bytes of an element; with rows of x of so many bytes; with taps along D.
 _TWO_STAGES, _SHORT, _DEEP = {4: 0.09, 2: 0.12}, {64: 0.17, 32: 0.64}, 0.57
-# By bytes at multiples of which rows of x begin (NOTES: 256->256 k4 s2 on 32 images of 32 x 24, bfloat16, 242 us where
-# the model had 132; TF32 231, 198; of 16 x 12, TF32, 149, 76).
-_STRADDLING = {16: 1.8, 32: 1.15}
+# Lines that are touched where rows of x begin at multiples of so many bytes, and g's at as many or twice as many, by
+# measured times (NOTES: 256->256 k4 s2 on 32 images of 32 x 24, bfloat16, 242 us where the model had 132; TF32 231 and
+# 198; of 16 x 12, TF32, 149 and 76; 512->256 k3 s2 on 15 x 20, TF32, 72 and 49). Shorter rows share lines.
+_STRADDLING, _LEAST_STRADDLING = {16: 3.0, 32: 2.0}, 48
 _OVERLAP = 0.063, 0.203  # of a chunk's clocks that are not its bound: g by boxes; by threads
 _BYTES = 0.12  # of the lesser of multiplying and the tensors' bytes
 _SYNC_NCHW = 1.25  # what the mma.sync kernel takes beyond its model: fragments off 16 bytes
@@ -591,9 +592,9 @@ def _tiles(p: Problem, least: int = 64) -> tuple[tuple[int, int, int, int], ...]
 # --- the cost model --------------------------------------------------------------------------------------------------
 
 
-def _chunk_clocks(t: AnyTiling) -> tuple[float, str]:
-    """(clocks of a chunk on its multiprocessor, what takes most of them); the same for all sizes."""
-    return _warpgroup_clocks(t) if isinstance(t, WarpgroupTiling) else _sync_clocks(t)
+def _chunk_clocks(t: AnyTiling, straddling: float = 1.0) -> tuple[float, str]:
+    """(clocks of a chunk on its multiprocessor, what takes most of them); all sizes of one `_straddling` have these."""
+    return _warpgroup_clocks(t, straddling) if isinstance(t, WarpgroupTiling) else _sync_clocks(t)
 
 
 def _conflict(t: AnyTiling) -> float:
@@ -631,7 +632,7 @@ def _sync_clocks(t: SyncTiling) -> tuple[float, str]:
     return total + _CHUNK[0] + t.k_steps / t.k_slices * _STEP, bound
 
 
-def _boxed_clocks(t: WarpgroupTiling) -> tuple[float, str]:
+def _boxed_clocks(t: WarpgroupTiling, straddling: float) -> tuple[float, str]:
     """`_chunk_clocks` of NCHW where one box brings g, neither stacked nor classed."""
     steps = t.k_steps * t.entries * t.warpgroups
     copied = t.g_units * 16 + t.x_bytes
@@ -639,7 +640,7 @@ def _boxed_clocks(t: WarpgroupTiling) -> tuple[float, str]:
     parts = {
         "tensor cores": _TENSOR * steps * t.block[0] / 2 + _INSTRUCTION * steps / t.warpgroups,
         "shared memory": _READ * read + _WRITTEN * copied / 128,
-        "copies": _BOXED_LINE * t.lines_of_boxes,
+        "copies": _BOXED_LINE * t.lines_of_boxes * straddling,
         "L2": copied / _BOXED_L2,
     }
     bound = max(parts, key=lambda name: parts[name])
@@ -648,9 +649,9 @@ def _boxed_clocks(t: WarpgroupTiling) -> tuple[float, str]:
     return total * (1.0 + more + (_DEEP if t.taps[0] > 1 else 0.0)), bound
 
 
-def _warpgroup_clocks(t: WarpgroupTiling) -> tuple[float, str]:
+def _warpgroup_clocks(t: WarpgroupTiling, straddling: float) -> tuple[float, str]:
     if t.box_g and not (t.channels_last or t.stacked or t.classed):
-        return _boxed_clocks(t)
+        return _boxed_clocks(t, straddling)
     steps = t.k_steps * t.entries * t.warpgroups
     columns = steps * t.block[0] / 2  # clocks of the tensor cores for all of them
     if t.stacked:
@@ -695,7 +696,6 @@ def _whole(
 ) -> tuple[float, str, int]:
     """(seconds, what bounds them, splits of K). ``at_once``: blocks may add up their sums themselves."""
     clocks, bound = chunk
-    clocks *= _straddling(t, p)
     chunks = math.prod(t.counts(p))
     numel = math.prod(p.weight_shape)
     found: tuple[float, str, int] | None = None
@@ -721,12 +721,10 @@ def _whole(
     return found
 
 
-def _straddling(t: AnyTiling, p: Problem) -> float:
-    """What a chunk takes longer where boxes' rows of x begin amid sectors, or amid lines of two."""
-    if p.layout != "nchw" or not isinstance(t, WarpgroupTiling) or not t.box_g or t.lines:
-        return 1.0
-    row = p.size[-1] * t.element
-    return _STRADDLING.get(math.gcd(row, 64), 1.0)
+def _straddling(p: Problem) -> float:
+    """Lines that boxes' rows of a problem touch, of those that they would where rows begin at lines."""
+    row = p.size[-1] * p.dtype.itemsize
+    return _STRADDLING.get(math.gcd(row, 64), 1.0) if p.layout == "nchw" and row >= _LEAST_STRADDLING else 1.0
 
 
 def choose(p: Problem, gpu: Gpu, general: bool = False) -> Choice | str:
@@ -745,7 +743,8 @@ def _choose(p: Problem, gpu: Gpu, general: bool) -> Choice | str:
     best: tuple[float, str, int, AnyTiling] | None = None
     aligned, aligned_g = (size[-1] * p.dtype.itemsize % 16 == 0 for size in (p.size, p.out_size))
     width, classes = 0 if general else _narrow(p), _classes(p, general)
-    for t, clocks in _tilings(_any_size(p), gpu, aligned, aligned_g, width, classes, general, _lined(p)):
+    straddling = 1.0 if general else _straddling(p)
+    for t, clocks in _tilings(_any_size(p), gpu, aligned, aligned_g, width, classes, general, _lined(p), straddling):
         if general and isinstance(t, WarpgroupTiling) and t.row_columns not in COMMON_WIDTHS:
             continue  # files print the common instructions, and stay as they are
         seconds, bound, splits = _whole(t, clocks, p, gpu)
@@ -773,7 +772,8 @@ def _tilings(
     classes: tuple[int, int],
     general: bool,
     lined: bool,
+    straddling: float,
 ) -> tuple[tuple[AnyTiling, tuple[float, str]], ...]:
     """A layer's tilings with the clocks of their chunks."""
     every = candidates(layer, gpu, aligned, aligned_g, width, classes, general, lined)
-    return tuple((t, _chunk_clocks(t)) for t in every)
+    return tuple((t, _chunk_clocks(t, straddling)) for t in every)
