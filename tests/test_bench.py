@@ -92,6 +92,7 @@ def test_suites_hold_what_they_are_named_for() -> None:
     assert names["kernelbench"] == [f"kb{n}" for n in numbers]
     assert len(names["models"]) == 14 and len(names["cpu"]) == 21
     assert names["cuda"] == names["kernelbench"] + names["models"]
+    assert len(names["field"]) == len(set(names["field"])) == 91 and not {*names["field"]} & {*names["cuda"]}
     assert [whole(n).rank for n in ("kb64", "kb74", "kb79", "hifigan", "kb70", "nnunet", "kb57")] == [
         1,
         1,
