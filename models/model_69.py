@@ -4730,6 +4730,7 @@ reduce(const float* __restrict__ partial, bits* __restrict__ out, int slices, lo
     "%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79" "," \
     "%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95", "%96", "%97", "%98", "%99", "%100", scale) : \
     SUMS(d, 0), SUMS(d, 16), SUMS(d, 32), SUMS(d, 48), SUMS(d, 64), SUMS(d, 80) : OPERANDS(a, b))
+
 constexpr int ROWS_PER_SUB = 64 / SUBS;
 constexpr int NEXT_ROWS = 8;
 constexpr int NEXT_UNIT = 1;
@@ -4990,7 +4991,7 @@ __device__ __forceinline__ void consume(float* __restrict__ partial, const Sizes
   }
 }
 
-// partial: [SPLITS][TAPS][COUT][CIN_G] float32; ADDS_UP: `out` is the weight's gradient.
+// partial: [SPLITS][TAPS][COUT][CIN_G] float32; where blocks add up, `out` is the weight's gradient.
 __global__ void __launch_bounds__(THREADS, 1)
 wgrad(const char* __restrict__ g, float* __restrict__ partial, int batch, int in_d, int in_h, int in_w, int out_d,
       int out_h, int out_w, int tiles_d, int tiles_h, int tiles_w, int chunks, int per_split,

@@ -4756,6 +4756,7 @@ reduce(const float* __restrict__ partial, bits* __restrict__ out, int slices, lo
     "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31" "," \
     "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47", "%48", "%49", "%50", "%51", "%52", scale) : \
     SUMS(d, 0), SUMS(d, 16), SUMS(d, 32) : OPERANDS(a, b))
+
 constexpr int ROWS_PER_SUB = 64 / SUBS;
 constexpr int NEXT_ROWS = 8;
 constexpr int NEXT_UNIT = 1;
@@ -5016,7 +5017,7 @@ __device__ __forceinline__ void consume(float* __restrict__ partial, const Sizes
   }
 }
 
-// partial: [SPLITS][TAPS][COUT][CIN_G] float32; ADDS_UP: `out` is the weight's gradient.
+// partial: [SPLITS][TAPS][COUT][CIN_G] float32; where blocks add up, `out` is the weight's gradient.
 __global__ void __launch_bounds__(THREADS, 1)
 wgrad(const char* __restrict__ g, float* __restrict__ partial, int batch, int in_d, int in_h, int in_w, int out_d,
       int out_h, int out_w, int tiles_d, int tiles_h, int tiles_w, int chunks, int per_split,

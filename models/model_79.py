@@ -3711,6 +3711,7 @@ reduce(const float* __restrict__ partial, bits* __restrict__ out, int slices, lo
 #define MULTIPLY_32(d, a, b, scale) asm volatile(INSTRUCTION("32", \
     "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15", "%16", "%17", "%18", "%19", "%20", scale) : SUMS(d, 0) : \
     OPERANDS(a, b))
+
 constexpr int ROWS_PER_SUB = 64 / SUBS;
 constexpr int NEXT_ROWS = 8;
 constexpr int NEXT_UNIT = 1;
@@ -3966,7 +3967,7 @@ __device__ __forceinline__ void consume(float* __restrict__ partial, const Sizes
   }
 }
 
-// partial: [SPLITS][TAPS][COUT][CIN_G] float32; ADDS_UP: `out` is the weight's gradient.
+// partial: [SPLITS][TAPS][COUT][CIN_G] float32; where blocks add up, `out` is the weight's gradient.
 __global__ void __launch_bounds__(THREADS, 1)
 wgrad(const char* __restrict__ g, float* __restrict__ partial, int batch, int in_d, int in_h, int in_w, int out_d,
       int out_h, int out_w, int tiles_d, int tiles_h, int tiles_w, int chunks, int per_split,

@@ -95,6 +95,11 @@ def test_images_one_below_the_other_are_the_same_layer(name: str) -> None:
     x, y = memory.movedim(-1, 1), memory.view(1, *q.size, p.in_channels).movedim(-1, 1)
     batch, one = reference.forward(p, x, w, None), reference.forward(q, y, w, None)
     torch.testing.assert_close(one.movedim(1, -1).flatten(), batch.movedim(1, -1).flatten())
+    g = torch.randn(p.batch, *p.out_size, p.out_channels, dtype=torch.float64)
+    grads = reference.gradients(p, g.movedim(-1, 1), x, w)
+    found = reference.gradients(q, g.view(1, *q.out_size, p.out_channels).movedim(-1, 1), y, w)
+    torch.testing.assert_close(found[0].movedim(1, -1).flatten(), grads[0].movedim(1, -1).flatten())
+    torch.testing.assert_close(found[1], grads[1])
 
 
 def test_images_whose_outputs_meet_each_other_are_not_stacked() -> None:
@@ -176,7 +181,7 @@ def test_small_images_are_taken_side_by_side(precision: Precision, pass_: Pass) 
 
 
 @pytest.mark.parametrize("pass_", ("fwd", "grad-input"))
-def test_images_that_end_amid_tiles_are_taken_one_below_the_other(pass_: Pass) -> None:
+def test_images_that_end_amid_tiles_are_taken_one_below_the_other(pass_: Pass, monkeypatch: pytest.MonkeyPatch) -> None:
     """Mask R-CNN's regions of 14 x 14."""
     p = Problem.make(
         512, 256, 256, (14, 14), 2, 2, dtype=torch.bfloat16, precision="bf16", layout="channels_last", pass_=pass_
@@ -186,6 +191,8 @@ def test_images_that_end_amid_tiles_are_taken_one_below_the_other(pass_: Pass) -
     assert chosen.problem == p.stacked and chosen.seconds < 0.92 * alone.seconds
     assert batches.choose(gather, p.with_(size=(16, 14)), H200).problem.batch == 512
     assert batches.choose(gather, p, H200, general=True).problem.batch == 512
+    monkeypatch.setattr(batches, "LONGEST", 512 * 14)  # rows that kernels cannot count
+    assert batches.choose(gather, p, H200).problem.batch == 512
 
 
 def test_other_families_take_batches_as_they_are() -> None:

@@ -140,7 +140,7 @@ def test_peaks_are_in_the_report(fast: None, monkeypatch, tmp_path: Path) -> Non
     [
         (
             "bench --suite foo",
-            "--suite must be one of founding, kernelbench, models, cuda, convolutions, cpu, custom, training; "
+            "--suite must be one of founding, kernelbench, models, cuda, field, convolutions, cpu, custom, training; "
             "got 'foo'",
         ),
         ("bench --dtype float8", "--dtype must be one of float32, bfloat16, float16, float64, all; got 'float8'"),

@@ -802,6 +802,69 @@ def test_channels_last_gradients_take_weights_as_they_lie(
     assert sorted(loaded) == sorted(["gather", "gather unpacked", "pack", *packing]) and prepared.loaded
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_forwards_take_weights_as_they_lie_unless_they_keep_them(dtype: torch.dtype, stubs: Stubs) -> None:
+    """At each call; kept for many calls they are packed in TF32, and in 16 bits used as they lie.
+
+    What inference wants is loaded by `load_packed`, then nothing is at its calls.
+    """
+    p = Problem.make(128, 512, 256, (8, 8), 4, 2, 1, dtype=dtype, layout="channels_last")
+    p = p.with_(precision="tf32" if dtype is torch.float32 else "bf16")
+    choice = gather.choose(p, H200)
+    assert isinstance(choice, gather.Choice) and choice.boxable
+    prepared = choice.prepare(0)
+    weight = torch.randn(p.weight_shape, dtype=dtype)
+    last = weight.contiguous(memory_format=torch.channels_last)
+    prepared.load_packed()
+    assert prepared.packed_loaded
+    stubs.loaded.clear()
+    x, out = (
+        torch.empty(s, dtype=dtype).contiguous(memory_format=torch.channels_last)
+        for s in (p.input_shape, p.output_shape)
+    )
+    kept = prepared.pack_to_keep(last)
+    assert (kept is last) == (dtype is torch.bfloat16) and (kept.dtype is torch.int32) == (dtype is torch.float32)
+    prepared.run(x, kept, None, out)
+    assert stubs.pop()[3][1] == kept.data_ptr() and not stubs.loaded
+    assert prepared.pack_to_keep(weight).dtype is torch.int32 and prepared.pack(last) is last
+    backward = gather.choose(p.with_(pass_="grad-input"), H200)
+    assert isinstance(backward, gather.Choice) and backward.prepare(0).pack_to_keep(last) is last
+    # A kernel that packs leaves them as they lie, too; float32 weights of 16 bits it packs.
+    packing = replace(choice, seconds=1e-5)
+    if packing.packs:
+        other = packing.prepare(0)
+        other.run_packing(x, last, None, out)
+        assert stubs.pop()[3][1] == last.data_ptr()
+        other.run_packing(x, weight, None, out)
+        assert weight.data_ptr() in stubs.pop()[3]
+
+
+def test_frozen_weights_are_packed_once_for_all_sizes(stubs: Stubs) -> None:
+    """In TF32 boxes bring weights where the estimate is short, but what is kept is packed alike."""
+    p = Problem.make(128, 512, 256, (8, 8), 4, 2, 1, layout="channels_last").with_(precision="tf32")
+    choice = gather.choose(p, H200)
+    assert isinstance(choice, gather.Choice)
+    short, long = replace(choice, seconds=1e-5), replace(choice, seconds=1e-2)
+    assert short.boxable and not long.boxable
+    assert short.prepare(0).packing == long.prepare(0).packing
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("layout", ["nchw", "channels_last"])
+def test_tables_fit_in_constant_memory(layout: str) -> None:
+    """Of layers of thousands of taps and phases; those whose tables do not are refused."""
+    refused = 0
+    for size, kernel, stride in (((4, 4), 64, 32), ((4, 4), 64, 128), ((4, 4, 4), 16, 17), ((8, 8), 45, 90)):
+        p = Problem.make(2, 64, 64, size, kernel, stride, dtype=torch.bfloat16, layout=layout).with_(precision="bf16")
+        choice = gather.choose(p, H200)
+        if isinstance(choice, str):
+            refused += 1
+            continue
+        assert choice.tiling.table_bytes <= 65536
+        jit.cubin(choice.sources()[0].source, "90a", "tables")
+    assert 0 < refused < 4
+
+
 # --- kernels that pack the weights themselves ------------------------------------------------------------------------
 
 

@@ -208,6 +208,25 @@ def test_kernels_too_large_for_tensor_cores_lose_their_stride() -> None:
     assert forward.name == "gather" and forward.choice is not None and forward.choice.seconds < 2e-4
 
 
+@pytest.mark.parametrize("pass_", ["grad-input", "grad-weight"])
+def test_batches_stay_what_they_are_without_their_stride(pass_: str) -> None:
+    """The kernels around go by the inner problem's sizes, so that it is none other of the same bytes (`batches`)."""
+    for layer in (
+        Problem.make(64, 384, 3, (28, 28), 8, 8),  # its images would lie one below the other,
+        Problem.make(64, 768, 3, (14, 14), 16, 16),
+        Problem.make(256, 768, 4, (4, 4), 3, 2, 1),  # or side by side
+    ):
+        p = as_(layer, "bf16", pass_, "channels_last")
+        q = unshuffle.unstrided(p)
+        choice = engine.choose(p, H200)["unshuffle"]
+        if isinstance(choice, str):
+            inner = gather.choose(q, H200) if pass_ == "grad-input" else wgrad.choose(q, H200)
+            assert not isinstance(inner, str)
+            choice = unshuffle.Choice(inner, engine.choose(p, H200)["staged"], p, 0.0)
+        assert isinstance(choice, unshuffle.Choice)
+        assert choice.inner.problem == q and not q.batch_as_width and q.batch == p.batch
+
+
 def test_sources_hold_every_kernel_that_runs() -> None:
     """Expanded weights of one tap lie as boxes of weights want them, others are packed."""
     one = as_(Problem.make(32, 64, 4, (128, 128), 2, 2), "bf16", "grad-input", "channels_last")

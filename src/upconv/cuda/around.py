@@ -141,9 +141,13 @@ def refusal(p: Problem, gpu: Gpu) -> str | None:
     return None
 
 
-def choose(q: Problem, gpu: Gpu) -> Inner | str:
-    """The choice for a rearranged problem, or the sentence why there is none."""
-    found: Inner | str = batches.choose(gather if q.pass_ == "grad-input" else wgrad, q, gpu)
+def choose(q: Problem, gpu: Gpu, others: bool = False) -> Inner | str:
+    """The choice for a rearranged problem, or the sentence why there is none.
+
+    ``others``: or for one of the same bytes (`batches`), which the choice then has.
+    """
+    family = gather if q.pass_ == "grad-input" else wgrad
+    found: Inner | str = batches.choose(family, q, gpu) if others else family.choose(q, gpu)
     return found
 
 

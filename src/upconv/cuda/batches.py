@@ -10,27 +10,32 @@ other (`Problem.stacked`).
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 from upconv.cuda.gpu import Gpu
 from upconv.problem import Problem
 
-# Pixels along a side of images that are tried side by side, each by another search for tiles. What tiles of larger ones
-# read comes from many places of the memory (NOTES: 256->256 k2 s2 on 512 images of 14 x 14, gradient for the input in
-# TF32 274 -> 343 us, where the model has 226 -> 198).
-_LARGEST = {"gather": 16, "wgrad": 32}
+LONGEST = 2**31 - 2**20
+"""Positions along an axis that kernels count to: tiles and halos end beyond."""
 _ROWS = 16  # of an image that tiles have, at most: only what ends amid them is tried one below the other
 _FEWEST = 8  # of them, a group of columns
 _GAIN = 0.95  # of the other choice's time, since both are estimates
 
 
-def choose(family: Any, p: Problem, gpu: Gpu, general: bool = False) -> Any:
+class Family(Protocol):
+    """A kernel family's module."""
+
+    def choose(self, p: Problem, gpu: Gpu, general: bool = False) -> Any: ...
+
+
+def choose(family: Family, p: Problem, gpu: Gpu, general: bool = False) -> Any:
     """A family's best choice for a problem, or for one that is the same; or the sentence why it has none.
 
-    ``general``: of those that serve every size of the input.
+    Those that take other problems say so by ``MOST_ABREAST``: pixels along a side of images that are tried side by
+    side, each by another search for tiles. ``general``: of choices that serve every size of the input.
     """
     chosen = family.choose(p, gpu, general)
-    largest = _LARGEST.get(family.__name__.rpartition(".")[2])  # of these families' choices some are for such a problem
+    largest: int | None = getattr(family, "MOST_ABREAST", None)
     if general or largest is None:
         return chosen
     flat = p.flat
@@ -38,7 +43,14 @@ def choose(family: Any, p: Problem, gpu: Gpu, general: bool = False) -> Any:
         chosen = _faster(chosen, _flattened(family.choose(flat, gpu)))
     if max(*p.size, *p.out_size) <= largest and p.batch >= _FEWEST and (abreast := p.abreast) is not None:
         chosen = _faster(chosen, family.choose(abreast, gpu), _GAIN)
-    if p.batch > 1 and p.size[0] % _ROWS and (stacked := p.stacked) is not None:
+    rows = p.batch * max(p.size[0], p.out_size[0])
+    if (
+        p.pass_ != "grad-weight"
+        and p.batch > 1
+        and p.size[0] % _ROWS
+        and rows < LONGEST
+        and (stacked := p.stacked) is not None
+    ):
         chosen = _faster(chosen, family.choose(stacked, gpu), _GAIN)
     return chosen
 

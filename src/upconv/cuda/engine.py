@@ -73,7 +73,6 @@ WEIGHT_FAMILIES = ("wgrad", "direct_wgrad", "staged", "unshuffle", "relayout")
 # Families that have kernels for one size of the input alone.
 _TENSOR_CORES = ("gather", "sweep", "rows", "pixels", "subpixel", "strides", "pairs", "phases", "wgrad")
 _AROUND = ("unshuffle", "relayout")  # which call the others' kernels, and are asked behind them
-_LONGEST = 2**31 - 2**20  # along an axis: tiles and halos end beyond it
 
 KEEP_PACKED = True
 """Whether packed weights are kept at all."""
@@ -166,7 +165,7 @@ def choose(p: Problem, gpu: Gpu, general: bool = False) -> dict[str, Choice | st
         if find_spec(f"upconv.cuda.{name}") is None:
             found[name] = "this family is not installed"
             continue
-        if longest > _LONGEST and (name, p.pass_) != ("direct", "fwd"):
+        if longest > batches.LONGEST and (name, p.pass_) != ("direct", "fwd"):
             found[name] = f"the kernel counts along an axis in 32 bits, which {longest} elements are too many for"
             continue
         family = import_module(f"upconv.cuda.{name}")

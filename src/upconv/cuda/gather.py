@@ -37,6 +37,10 @@ from upconv.cuda.tiling import (
 )
 from upconv.problem import Problem
 
+# Pixels along a side of images that `batches` tries side by side. What tiles of larger ones read comes from many places
+# of the memory (NOTES: 256->256 k2 s2 on 512 images of 14 x 14, gradient for the input in TF32 274 -> 343 us, where the
+# model has 226 -> 198).
+MOST_ABREAST = 16
 _ACCUMULATORS = 4  # blocks of 64 x 64 that a consumer warpgroup holds: 128 registers of a thread's 200
 _MMA_ACCUMULATORS = 2  # without setmaxnreg a thread has 168 registers
 _MAX_TAPS = 4096  # of all phases; the tables lie in constant memory
@@ -301,7 +305,7 @@ class LazyPacks(Packs):
 
     @property
     def _packed_launchers(self) -> tuple[str, ...]:
-        """Of these, those for weights that are packed."""
+        """Of these, those for weights that are kept: packed, or (some forwards) as they lie."""
         raise NotImplementedError
 
     @property
@@ -316,7 +320,7 @@ class LazyPacks(Packs):
 
     @property
     def packed_loaded(self) -> bool:
-        """Whether those for weights that are packed are."""
+        """Whether those for weights that are kept are."""
         return all(name in vars(self) for name in self._packed_launchers)
 
     def load_packed(self) -> None:
@@ -395,7 +399,7 @@ class Prepared(BoxedPacks, LazyPacks):
             p.groups,
             p.pass_,
             p.out_channels,
-            choice.boxable,
+            choice.boxable and (p.pass_ != "fwd" or self.casts),  # else what is kept is packed (`pack_to_keep`)
             t.shuffle,
         )
         """What `pack`'s result depends on beside the weight."""
@@ -405,8 +409,14 @@ class Prepared(BoxedPacks, LazyPacks):
         # Else what its first weight wants is loaded then: hardly a layer has weights of both kinds.
 
     @property
+    def _keeps_boxed(self) -> bool:
+        """Whether weights that lie as boxes take them are used as they lie where packed ones would be kept."""
+        return self._boxed_unit is not None and self._problem.pass_ == "fwd" and self.casts
+
+    @property
     def _packed_launchers(self) -> tuple[str, ...]:
-        return tuple(name for name in self._launchers if name not in ("_run_boxed", "_run_packing"))
+        left_out = ("_run_packing",) if self._keeps_boxed else ("_run_boxed", "_run_packing")
+        return tuple(name for name in self._launchers if name not in left_out)
 
     @property
     def _launchers(self) -> tuple[str, ...]:
@@ -438,8 +448,8 @@ class Prepared(BoxedPacks, LazyPacks):
 
     def pack_to_keep(self, weight: Tensor) -> Tensor:
         """`pack`, for many calls: packed weights are multiplied faster in TF32 than a forward's as they lie."""
-        kept = self._problem.pass_ == "fwd" and not self.casts
-        return self._packed(weight) if kept else self.pack(weight)
+        packed = self._problem.pass_ == "fwd" and not self.casts
+        return self._packed(weight) if packed else self.pack(weight)
 
     def run_packing(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
         """`pack` and `run` by one kernel, for ``weight`` as it is; not in a graph that is captured.

@@ -37,8 +37,9 @@ _COPY = 4e-6  # of a copy beside its bytes: 17 MB took 17 us
 # for a new layer (NOTES: kb73 in TF32, 0.52, gains 1 %).
 _MOST_COPYING = 0.55
 # The weight gradient's model says 1.3 times what its channels_last kernels take in 16 bits (NOTES: they took 0.65 to
-# 0.9 of it on eleven layers without groups), and misses NCHW by 0.7 to 1.4 times. So copies must fit in the cache too,
-# where they cost least (NOTES: dcgan1 128 -> 80 us; without that rule kb68 would be 1,913 -> 2,159).
+# 0.9 of it on eleven layers without groups), where copies fit in the cache, in which they cost least (NOTES: dcgan1 128
+# -> 80 us). Beyond it and in TF32 the times are the model's, to 15 % (NOTES: of twelve layers 0.85 to 1.25 of it), and
+# so much better it must be. (kb68 in bfloat16, which would be 1,913 -> 2,159, is not.)
 _WEIGHT = 0.75
 _HOPED = 1.15
 
@@ -60,7 +61,8 @@ class Choice(around.Choice):
     def sources(self) -> tuple[Any, ...]:
         """What NVRTC must compile: the copying kernels for the channels of both tensors, and the channels_last one."""
         p = self.problem
-        tiles = dict.fromkeys((tile(p, p.in_channels, p.size), tile(p, p.out_channels, p.out_size)))
+        sides = ((p.in_channels, p.size), (p.out_channels, p.out_size))
+        tiles = dict.fromkeys(tile(p, channels, size) for channels, size in sides if math.prod(size) > 1)
         return (*(unit(p, *each) for each in tiles), *self.inner_units)
 
     def prepare(self, device: int) -> GradInput | GradWeight:
@@ -105,6 +107,8 @@ class Copies:
             batch, pixels = 1, batch * pixels
         self._sizes, self._words = (channels, pixels), image > 0
         self._grid = batch * -(-channels // of_channels) * -(-pixels // of_pixels)
+        if self.alike:
+            return
         code, arch = unit(p, of_channels, of_pixels, image), gpu_of(device).arch
         self._last, self._contiguous = (
             Launcher(jit.kernel(code.source, entry, arch, code.label), THREADS, 0, "PPii") for entry in code.entries
@@ -205,7 +209,7 @@ def choose(p: Problem, gpu: Gpu, otherwise: Any, general: bool = False) -> Choic
     copies = copy_seconds(p, gpu)
     if copies > _MOST_COPYING * weighed(otherwise):
         return f"slower: the copies alone take {copies * 1e3:.3g} ms"
-    inner = around.choose(p.lifted.with_(layout="channels_last"), gpu)  # 1-D tensors as images of one row
+    inner = around.choose(p.lifted.with_(layout="channels_last"), gpu, others=True)  # 1-D tensors: images of one row
     if isinstance(inner, str):
         return inner
     cached = p.pass_ == "grad-weight" and p.dtype.itemsize == 2 and _bytes(p) <= gpu.cache_bytes

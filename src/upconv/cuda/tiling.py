@@ -41,6 +41,8 @@ _MAX_PLANES = 32
 _MAX_CLASSES = 8  # of rows and channels; each has a tensor map of 128 bytes among the kernel's arguments
 _WHOLE = (4, 8, 16, 32)  # sizes of images that are copied whole; few, since each is a kernel
 _MAX_WHOLE = 1024  # pixels
+_MOST_CONSTANTS = 65536  # bytes that a kernel has
+_FEW_TAPS = 500  # and phases, whose tables are never too large
 _MAX_OFFSET = 2000  # rows' offsets are packed in 12 bits, signed
 
 
@@ -935,6 +937,9 @@ class Tiling:
             raise Unfit(f"runs of {self.run_groups} groups do not tile a subtile")
         if h % self.sub[0] or w % self.sub[1]:
             raise Unfit(f"tile {self.tile} is no multiple of {self.sub}")
+        p = self.problem
+        if max(p.taps, math.prod(p.stride)) > _FEW_TAPS and self.table_bytes > _MOST_CONSTANTS:
+            raise Unfit(f"the kernel's tables take {self.table_bytes} bytes of constant memory, of {_MOST_CONSTANTS}")
         if self.wgmma and not self.resident and self.stages_w < 2:
             raise Unfit("a step waits for the next stage of the weights' ring before it gives back its own")
         if self.split == 0 and self.subtiles % 2:
@@ -999,6 +1004,15 @@ class Tiling:
         if not (self.strided_box and self.straight and self.mb == 1 and len(self.planes) > 1):
             return False
         return all(len({self.plane_of(off) for off, _ in block}) == len(self.planes) for (block,) in self.entries)
+
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of the kernel's tables in constant memory; about, and no less."""
+        entries, variants = self._multiplied.total, len(self.variants)
+        of_entries = entries * (4 + 2 * self.subs + (1 if self.planewise else 0))
+        of_variants = variants * (4 * (self.mb + 1) + 8 + 4 * self.subs + 2 + 2)
+        rows, bare = sum(len(axis[0]) for axis in self.rows), sum(map(len, self.bare))
+        return of_entries + of_variants + 4 * rows + 8 * bare + 12 * len(self.planes) + 256
 
     # --- the kernel's macros -----------------------------------------------------------------------------------------
 

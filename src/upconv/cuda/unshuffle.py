@@ -33,9 +33,11 @@ from upconv.cuda.wgrad import Unit
 from upconv.problem import Problem
 
 THREADS = 256
-_MOST_CHANNELS = 64  # of output channels and phases: beyond, the strided layer has channels enough of its own,
-_CUDA_CORES = "direct", "direct_wgrad", "staged"  # save where no tensor cores take it as it is,
-_MANY_TAPS = 256  # or its kernel is so large (NOTES: FCN-32s' 64 x 64, for the weight 378 us by the model's 107)
+_MOST_CHANNELS = 64  # of output channels and phases: beyond, the strided layer has channels enough of its own
+# But layers that no tensor cores take as they are have no choice, and of many taps these take longer (NOTES: FCN-32s'
+# 64 x 64, for the weight in bfloat16 375 us, without the stride 196).
+_CUDA_CORES = "direct", "direct_wgrad", "staged"
+_MANY_TAPS = 256
 _MOST_PADDED = 2  # times as many in channels_last, where zeros make whole 16 bytes of them
 _RATE = 0.5  # of the device's copy rate, of single elements with some read from afar; and the launches:
 _UNSHUFFLE, _WEIGHTS = 4e-6, 3e-6

@@ -33,6 +33,7 @@ from upconv.cuda.wgrad_tiling import (
 )
 from upconv.problem import Problem
 
+MOST_ABREAST = 32  # pixels along a side of images that `batches` tries side by side
 _ACCUMULATORS = 144  # registers of a thread of the mma.sync kernel; beside them fragments and addresses
 _RUNS = 8  # warps of a block of the second step
 _MAX_SLICE_BYTES = 96 << 20  # of partial sums

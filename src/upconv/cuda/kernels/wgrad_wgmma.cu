@@ -28,7 +28,6 @@
 #include "wgrad.cuh"
 #include "wgmma.cuh"
 
-#define ADDS_UP (CLUSTER > 1 || TOGETHER || ALONE)  // no second step
 #define ROWS_PER_SUB (64 / SUBS)
 #if INTERLEAVED
 #define NEXT_ROWS (8 / SUBS)               // channels from row g of a warp's sixteen to row g + 8
@@ -119,6 +118,7 @@
 #error "the planner's shared memory is not the kernel's"
 #endif
 
+#define ADDS_UP (CLUSTER > 1 || TOGETHER || ALONE)
 #if ADDS_UP
 // A block's sums in shared memory, [tap][ci][co], so that a warp's fragments meet all banks: neighbours along co lie in a row, and
 // ci of neighbouring lanes 2 rows apart, 8 banks.
@@ -891,7 +891,7 @@ __device__ __forceinline__ void add_up(const Gradient& out, const Work& work, co
 }
 #endif
 
-// partial: [SPLITS][TAPS][COUT][CIN_G] float32; ADDS_UP: `out` is the weight's gradient.
+// partial: [SPLITS][TAPS][COUT][CIN_G] float32; where blocks add up, `out` is the weight's gradient.
 #if TOGETHER  // partial: SUMS_BYTES for each block
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 wgrad(const char* __restrict__ g, char* __restrict__ out, char* partial, u32* counters, int batch, int in_d, int in_h, int in_w, int out_d, int out_h, int out_w,
