@@ -10,7 +10,7 @@ other (`Problem.stacked`).
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 from upconv.cuda.gpu import Gpu
 from upconv.problem import Problem
@@ -38,9 +38,8 @@ def choose(family: Family, p: Problem, gpu: Gpu, general: bool = False) -> Any:
     largest: int | None = getattr(family, "MOST_ABREAST", None)
     if general or largest is None:
         return chosen
-    flat = p.flat
-    if flat is not None:
-        chosen = _faster(chosen, _flattened(family.choose(flat, gpu)))
+    if (flat := p.flat) is not None and not isinstance(other := family.choose(flat, gpu), str):
+        chosen = _faster(chosen, replace(other, flat=True))
     if max(*p.size, *p.out_size) <= largest and p.batch >= _FEWEST and (abreast := p.abreast) is not None:
         chosen = _faster(chosen, family.choose(abreast, gpu), _GAIN)
     rows = p.batch * max(p.size[0], p.out_size[0])
@@ -53,10 +52,6 @@ def choose(family: Family, p: Problem, gpu: Gpu, general: bool = False) -> Any:
     ):
         chosen = _faster(chosen, family.choose(stacked, gpu), _GAIN)
     return chosen
-
-
-def _flattened(choice: Any) -> Any:
-    return choice if isinstance(choice, str) else replace(cast(Any, choice), flat=True)
 
 
 def _faster(chosen: Any, other: Any, gain: float = 1.0) -> Any:

@@ -410,7 +410,7 @@ class Runner:
         self.casts = getattr(self.prepared, "casts", False)
         self.packs = getattr(self.prepared, "packs", False)
         self.biased = getattr(self.prepared, "biased", False)
-        self.pack_to_keep = getattr(self.prepared, "pack_to_keep", None)
+        self.pack_to_keep = getattr(self.prepared, "pack_to_keep", self.prepared.pack)
         packing = getattr(self.prepared, "packing", plan.selection(pass_).choice)
         self.packing = _packing((pass_, packing), p)
 
@@ -468,7 +468,7 @@ class Runner:
                 if stream not in found.streams:
                     found.follow(stream, self.index)
                 return found.tensor, False
-        tensor = self._pack(weight) if self.pack_to_keep is None else self.pack_to_keep(weight.resolve_neg())
+        tensor = self.pack_to_keep(weight.resolve_neg())
         if tensor.untyped_storage() is not storage:  # else the weights are what the kernel wants: nothing to keep
             _put(storage, key, _Packed(tensor, version, weight.is_neg(), stream, self.index))
         return tensor, False  # an event behind it

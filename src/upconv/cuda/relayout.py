@@ -18,6 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
+from upconv import cpu
 from upconv.cuda import around, jit
 from upconv.cuda.costs import weighed
 from upconv.cuda.gpu import Gpu
@@ -96,12 +97,13 @@ class Copies:
     """Copies one of a problem's tensors into channels_last, and back."""
 
     def __init__(self, p: Problem, device: int, output: bool) -> None:
+        p = p.lifted
         shape = p.output_shape if output else p.input_shape
         self.shape, self._device = shape, device
         batch, channels, pixels = shape[0], shape[1], math.prod(shape[2:])
         self.alike = pixels == 1
         """Whether the tensor is the same bytes in the same places in either memory format."""
-        self.strides = (channels * pixels, 1, *(n * channels for n in _pixels_apart(shape[2:])))
+        self.strides = cpu.dense_strides(shape, cpu.memory_format("channels_last", p.rank))
         of_channels, of_pixels, image = tile(p, channels, shape[2:])
         if image:
             batch, pixels = 1, batch * pixels
@@ -131,11 +133,6 @@ class Copies:
     def contiguous(self, t: Tensor, out: Tensor) -> None:
         """Copies a tensor in channels_last into a contiguous one."""
         self._contiguous(self._device, self._grid, (t.data_ptr(), out.data_ptr(), *self._sizes))
-
-
-def _pixels_apart(size: tuple[int, ...]) -> tuple[int, ...]:
-    """Pixels from one index of each dimension to the next."""
-    return tuple(math.prod(size[i + 1 :]) for i in range(len(size)))
 
 
 class GradInput(around.GradInput):
