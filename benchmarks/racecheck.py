@@ -26,7 +26,8 @@ import torch
 
 from upconv.cuda import gather, jit, pairs, phases, pixels, relayout, rows, strides, subpixel, sweep, wgrad
 from upconv.cuda.gpu import A100, gpu
-from upconv.cuda.wgrad_tiling import MAX_CLUSTER, WarpgroupTiling
+from upconv.cuda.tiling import MAX_CLUSTER
+from upconv.cuda.wgrad_tiling import WarpgroupTiling
 from upconv.problem import Layout, Pass, Precision, Problem
 
 TIMEOUT = 150.0
@@ -109,6 +110,8 @@ LONE = Problem.make(1, 300, 24, (16, 24), 2, 2, bias=False)  # more chunks than 
 TAPPED = Problem.make(3, 300, 24, (72,), 8, 4, 2, bias=False)
 LONE_BACK = LONE.with_(in_channels=24, out_channels=300)
 TAPPED_BACK = TAPPED.with_(in_channels=24, out_channels=300)
+CROSSED = Problem.make(1, 328, 72, (8, 8), 4, 2, 1, bias=False)  # more chunks than stages for each block of a cluster
+CROSSED_BACK = CROSSED.with_(in_channels=72, out_channels=328)
 SMALL = Problem.make(40, 64, 64, (4, 4), 4, 2, 1, bias=False)
 DTYPES = {"tf32": torch.float32, "bf16": torch.bfloat16}
 
@@ -251,6 +254,14 @@ CASES: dict[str, tuple[str, Callable[[], None]]] = {
     "forward-width": (
         "gather",
         lambda: run_gather(abreast(problem(SMALL, "bf16", "channels_last", "fwd")), lambda t: t.split != 2),
+    ),
+    "forward-cluster": (
+        "gather",
+        lambda: run_gather(problem(CROSSED, "tf32", "nchw", "fwd"), lambda t: t.cluster > 1),
+    ),
+    "planes-cluster": (
+        "gather",
+        lambda: run_gather(problem(CROSSED_BACK, "bf16", "channels_last", "grad-input"), lambda t: t.cluster > 1),
     ),
     "planes": (
         "gather",

@@ -211,6 +211,12 @@ class Interpreter:
             m["PARTS"], self.chunks, shape[1], self.wgs_m * 64, m["CK"]
         )
 
+    @property
+    def shares(self) -> list[tuple[int, int]]:
+        """The chunks (first, end) of each block of a cluster."""
+        count = self.m["CLUSTER"]
+        return [(rank * self.chunks // count, (rank + 1) * self.chunks // count) for rank in range(count)]
+
     # --- tiles -------------------------------------------------------------------------------------------------------
 
     def tile_at(self, index: Ints, tiles_d: int, tiles_h: int, tiles_w: int) -> Tiles:
@@ -440,13 +446,15 @@ class Interpreter:
             if self.entries_of(variant):
                 a = self.matrices(packed, group, cout_block, variant)[:, :, :, row]
                 start = int(self.entry[variant, 0])
-                for block in range(m["MB"]):
+                for block, (begin, end) in product(range(m["MB"]), self.shares):
                     first, last = (int(e) for e in self.entry[variant, block : block + 2])
                     rows = (pixel[:, None] + m["TAP_ROWS"][first:last],)
-                    b = [part[(tile[:, None], *rows, group)].reshape(len(tile), -1) for part in parts]
+                    channels_of = slice(begin * m["CK"], end * m["CK"])
+                    b = [part[(tile[:, None], *rows, group)][..., channels_of].reshape(len(tile), -1) for part in parts]
                     for part in range(m["PARTS"]):
                         # [chunk, entry, row, k] -> [row, (entry, chunk, k)], the order of the pixels' channels
-                        weights = a[part, :, first - start : last - start].transpose(2, 1, 0, 3).reshape(len(row), -1)
+                        weights = a[part, begin:end, first - start : last - start]
+                        weights = weights.transpose(2, 1, 0, 3).reshape(len(row), -1)
                         acc[block] += weights @ b[0].T
                         if m["PARTS"] == 2 and part == 0:
                             acc[block] += weights @ b[1].T

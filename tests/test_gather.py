@@ -108,6 +108,7 @@ def draw_tiling(p: Problem, rng: random.Random, shuffle: Shuffle | None = None) 
             wgmma=rng.random() < 0.7,
             paired=sub == (8, 8) and tile[2] % 16 == 0 and rng.random() < 0.7,
             shuffle=shuffle,
+            cluster=rng.choice((1, 1, 1, 2, 3)),
         )
         try:
             return tiling.checked(H200.shared_bytes)

@@ -8,7 +8,7 @@ chooses.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import product
@@ -51,6 +51,13 @@ _FILL = 24.0, 32.0  # bytes a clock that an epilogue stores of what is the bias 
 _FILL_RUN = 240.0, 400.0  # clocks of each run of it beside: of a channel's; of all of a warp's
 _MANY = 8  # tiles of a block, from which on the last one's tail is in the constants, fitted to such layers
 LAUNCH = 3.5e-6  # seconds
+# Of clusters: clocks beside the chunks of a tile, of each block more, bytes a clock at which one reads others' sums; by
+# how much the model hopes in NCHW and in channels_last; and how many of the tilings that promise most are looked at.
+# Fitted to 87 layers and passes.
+_CLUSTER = 3800.0, 1100.0, 24.0
+_CLUSTER_HOPE = 1.0, 1.05
+_CLUSTERS = (2, 4, 8)
+_PROMISING = 12
 # Results that the copy engine stores: bytes a clock that threads leave in shared memory for it, and clocks beside.
 _STAGED = 64.0, 300.0
 # By how much the model hopes there, by `split` (NOTES: pix in bfloat16 on an H100, which it has at 116 us both times,
@@ -67,6 +74,7 @@ SIZES = "i" * 11  # `Tiling.arguments`
 # host takes 16 us for two launches and 11 for one, in a training step twice that; the GPU 0 to 2 us more with a part a
 # block, 3 to 4 with four, 5 with eight).
 _MOST_PARTS, _LONGEST_PACKING = 4, 1e-4
+_PACKED_FIRST = 3e-6  # seconds that a kernel must gain for which weights are packed before, by a launch of its own
 _AHEAD = 4500.0  # clocks that the rings should look ahead
 _SPREAD = 1.2  # of tiles that store between others' results; asked only against phases as rows, fitted to hifigan alone
 # Of planes one by one with weights through a ring: it decides only where the model sees no difference to weights that
@@ -137,9 +145,11 @@ class Choice:
 
     @property
     def grid(self) -> int:
-        """Blocks: one for each multiprocessor, and with resident weights as many for each M-group."""
+        """Blocks: one for each multiprocessor, and with resident weights as many for each M-group; of clusters all."""
         t = self.tiling
         tiles = t.arguments(self.problem)[-1]
+        if t.cluster > 1:
+            return tiles * t.cluster
         blocks = min(tiles, self.gpu.multiprocessors)
         if t.resident and t.m_groups > 1:
             blocks = max(1, blocks // t.m_groups) * t.m_groups
@@ -158,6 +168,7 @@ class Choice:
             f"{instruction} {t.problem.precision}, tile {shape} (NxDxHxW of q) x {t.mb * t.wgs_m * 64} rows, chunk of "
             f"{t.chunk} channels, {split}, weights {weights}, {t.shared_bytes // 1024} KB shared, grid {self.grid}"
             + (", results stored by the copy engine" if t.drained else "")
+            + (f", chunks shared by clusters of {t.cluster} that add up their sums" if t.cluster > 1 else "")
         )
 
     @property
@@ -849,6 +860,7 @@ def _tile_clocks(t: Tiling, alignment: int) -> Clocks:
     producers = 192 if t.wgmma else 128
     couts = t.cout_g if t.shuffle is None else t.shuffle.used
     per_tile_out = math.prod(t.tile) * t.width_subs * t.subs * t.element * min(couts, t.rows_per_sub * t.wgs_m)
+    per_tile_out //= t.cluster  # a block's share
     staged = t.pixels * t.row_bytes if t.channels_last else t.slot_bytes
     # Boxes of rows that begin anywhere bring parts of sectors (NOTES: kb68 bfloat16, 48-byte rows: 3.08 -> 3.92 ms).
     copied = staged * (1 + 32 / (t.staging_units * 16)) if t.tensor_map and t.classed else staged
@@ -866,13 +878,13 @@ def _tile_clocks(t: Tiling, alignment: int) -> Clocks:
     if t.drained:
         store = stores / _STAGED[0] + _STAGED[1]
     else:
-        store = max(stores / c.store, _epilogue_clocks(t, alignment, c)) + filled
+        store = max(stores / c.store, _epilogue_clocks(t, alignment, c) / t.cluster) + filled
     of_chunk = c.chunk[t.split != 2 and t.chunk == 8 and t.parts == 1]
     ragged = 0.0 if t.channels_last or alignment >= 16 or t.element == 2 else c.ragged_turn
     straight, longest, ring = t.straight, t.longest_stretch, t.ring_fragments
     found: dict[int, tuple[tuple[float, float, float, float], float, float]] = {}
     for entries in t.distinct_entries:  # few (NOTES: 768 -> 3 k16 s16 has 256 variants of one)
-        steps, chunks = t.fragments(entries), t.chunks if entries else 0
+        steps, chunks = t.fragments_of_block(entries), t.chunks_of_block if entries else 0
         matrix = steps * fragment_time
         if t.wgmma:
             pauses = chunks if straight else steps / longest
@@ -895,6 +907,8 @@ def _tile_clocks(t: Tiling, alignment: int) -> Clocks:
         else:
             tile = body + c.store_share * store + c.tile
             last = (1 - c.store_share) * store
+            if t.cluster > 1:
+                tile += _CLUSTER[0] + t.cluster * _CLUSTER[1] + t.sums_bytes * (1 - 1 / t.cluster) / _CLUSTER[2]
         found[entries] = (matrix, l2, chunks * turn, store), tile, last
     for entries in t.variant_entries:
         parts, tile, last = found[entries]
@@ -930,7 +944,7 @@ def _whole(t: Tiling, clocks: Clocks, p: Problem, gpu: Gpu) -> tuple[float, str]
     """(seconds, what bounds them): waves of tiles, or the bytes of the device memory."""
     bound = clocks.bound
     tiles = math.prod(t.counts(p)) * t.m_groups
-    waves = -(-tiles // gpu.multiprocessors)
+    waves = -(-tiles // (gpu.multiprocessors if t.cluster == 1 else max(1, gpu.clusters(t.cluster))))
     tail = clocks.tail if waves < _MANY else 0.0
     seconds = (clocks.tile * waves + tail) / gpu.clock
     ragged = 1.0
@@ -940,11 +954,11 @@ def _whole(t: Tiling, clocks: Clocks, p: Problem, gpu: Gpu) -> tuple[float, str]
     elif result_shape(p)[-1] * t.element % 32:  # (NOTES: kb81 TF32 319 us, with a row's halves stored together 296)
         ragged = 1.16 if _halves_of_a_row(t) else 1.25
     out = math.prod(result_shape(p))
-    source = math.prod(source_shape(p)) * _read(t, min(tiles, gpu.multiprocessors), gpu)
+    source = math.prod(source_shape(p)) * _read(t, min(tiles, gpu.multiprocessors // t.cluster), gpu)
     memory = (out * ragged + source) * t.element / gpu.bandwidth
     if memory > seconds:
         bound = "bytes"
-    elif waves * gpu.multiprocessors > 1.5 * tiles:
+    elif waves * gpu.multiprocessors > 1.5 * tiles * t.cluster:
         bound = "too few tiles"
     ring, halved = t.planewise and not t.resident, t.split == 0 and t.shuffle is None
     factor = (_RING if ring else 1.0) * (_HALVED if halved else 1.0) * (_STAGED_HOPE[t.split] if t.drained else 1.0)
@@ -1028,11 +1042,20 @@ def _choose(p: Problem, gpu: Gpu, general: bool) -> Choice | str:
     refused = refusal(p, gpu)
     if refused:
         return refused
-    best = min(considered(p, gpu, general), key=lambda found: found[0], default=None)
-    if best is None:
+    found = list(considered(p, gpu, general))
+    if not found:
         return f"no tile of this layer with its halo fits in {gpu.shared_bytes // 1024} KB of shared memory"
-    seconds, bound, t = best
-    return Choice(t, p, gpu, seconds, bound, general=general)
+
+    def cheapest(of: Iterable[tuple[float, str, Tiling]]) -> Choice:
+        seconds, bound, t = min(of, key=lambda one: one[0])
+        return Choice(t, p, gpu, seconds, bound, general=general)
+
+    best = cheapest(found)
+    if best.tiling.cluster > 1:
+        alone = cheapest(one for one in found if one[2].cluster == 1)
+        if alone.packs and best.seconds > alone.seconds - _PACKED_FIRST:
+            return alone
+    return best
 
 
 def considered(p: Problem, gpu: Gpu, general: bool = False) -> Iterator[tuple[float, str, Tiling]]:
@@ -1043,6 +1066,7 @@ def considered(p: Problem, gpu: Gpu, general: bool = False) -> Iterator[tuple[fl
     kinds: list[tuple[Shuffle | None, bool]] = [(shuffle, False) for shuffle in (None, *found)]
     if not general and not found and gpu.arch == "90a" and drains(p):
         kinds.append((None, True))
+    few: list[tuple[Tiling, Clocks]] = []
     for shuffle, drained in kinds:
         small = () if general else _small_tilings(layer, gpu, p.size, shuffle, drained)
         for t, clocks in _tilings(layer, gpu, classes, _alignment(p), shuffle, drained) + small:
@@ -1052,6 +1076,37 @@ def considered(p: Problem, gpu: Gpu, general: bool = False) -> Iterator[tuple[fl
             if bound == "bytes" and t.channels_last and t.sub == (1, 64) and not general:
                 seconds *= _LONG
             yield seconds, bound, t
+            if not general and t.wgmma and shuffle is None and not drained:
+                few.append((t, clocks))
+    yield from _clustered(few, p, gpu)
+
+
+def _clustered(found: Sequence[tuple[Tiling, Clocks]], p: Problem, gpu: Gpu) -> Iterator[tuple[float, str, Tiling]]:
+    """Of tilings whose tiles leave multiprocessors idle those that promise most where clusters share the chunks.
+
+    All clusters must run at once: a block has one tile, so a second would begin where the first ends (NOTES: nnunet's
+    gradient for the input in TF32 channels_last, three waves of halves for two of whole tiles, 60 -> 78 us). Nor are
+    those looked at whose loads the model has far too cheap: planes of 32 bytes of a pixel (256->256 k4 s4 on 24 x 24,
+    four blocks, 52 us of 34), halves of rows of several classes (2,048->256 k4 s2 on 32 images of 8 x 6 101 -> 129).
+    """
+    promising: list[tuple[float, int, int, Tiling]] = []
+    for t, clocks in found:
+        tiles = math.prod(t.counts(p)) * t.m_groups
+        cheap = (t.planewise and t.row_bytes == 32) or (t.classed and t.element == 2)
+        if t.split == 2 or t.resident or cheap:
+            continue
+        for cluster in _CLUSTERS:
+            if 2 * cluster <= t.chunks and tiles <= gpu.clusters(cluster):
+                rough = clocks.tile / cluster + cluster * _CLUSTER[1]
+                promising.append((rough, len(promising), cluster, t))
+    for _, _, cluster, t in sorted(promising)[:_PROMISING]:
+        shared = replace(t, cluster=cluster)
+        try:
+            shared.checked(gpu.shared_bytes)
+        except Unfit:
+            continue
+        seconds, bound = _whole(shared, _tile_clocks(shared, _alignment(p)), p, gpu)
+        yield seconds * _CLUSTER_HOPE[shared.channels_last], bound, shared
 
 
 def any_size(p: Problem) -> Problem:

@@ -44,6 +44,7 @@ _MAX_WHOLE = 1024  # pixels
 _MOST_CONSTANTS = 65536  # bytes that a kernel has
 _FEW_TAPS = 500  # and phases, whose tables are never too large
 _MAX_OFFSET = 2000  # rows' offsets are packed in 12 bits, signed
+MAX_CLUSTER = 8  # blocks, on every GPU that has clusters
 
 
 class Unfit(ValueError):
@@ -297,6 +298,8 @@ class Tiling:
     """A strided layer's channels and phases as rows of M; ``problem`` is then the layer without its stride."""
     drained: bool = False
     """NCHW, 16 bits: a tile's outputs stay in shared memory while the tensor copy engine stores them."""
+    cluster: int = 1
+    """Blocks of a cluster that share a tile's chunks and add up their sums."""
 
     # --- types -------------------------------------------------------------------------------------------------------
 
@@ -336,6 +339,11 @@ class Tiling:
     @property
     def chunks(self) -> int:
         return -(-self.cin_g // self.chunk)
+
+    @property
+    def chunks_of_block(self) -> int:
+        """Most chunks of a tile that a block multiplies."""
+        return -(-self.chunks // self.cluster)
 
     @cached_property
     def channels_last(self) -> bool:
@@ -506,6 +514,10 @@ class Tiling:
         """Fragments that a tile of a variant of so many entries multiplies (per warpgroup along M)."""
         return entries * self.chunks * self.k_steps * self.parts
 
+    def fragments_of_block(self, entries: int) -> int:
+        """Of these, those of one block."""
+        return entries * self.chunks_of_block * self.k_steps * self.parts
+
     @property
     def packed_words(self) -> int:
         """32-bit words of the packed weights."""
@@ -528,7 +540,8 @@ class Tiling:
         """Whether a kernel can pack the weights itself: its ring of weights has room for a block's tile of them."""
         tile = 16 * (32 // self.element) * (self.pack_taps | 1) * self.element
         boxed = self.boxable and self.problem.pass_ != "fwd"  # a forward's may as well be float32, under autocast
-        return self.wgmma and not boxed and 16 + tile <= self.ring_fragments * self.wgs_m * FRAGMENT
+        room = self.ring_fragments * self.wgs_m * FRAGMENT
+        return self.wgmma and self.cluster == 1 and not boxed and 16 + tile <= room
 
     @property
     def _pack_tiles(self) -> int:
@@ -972,6 +985,10 @@ class Tiling:
             raise Unfit("not every variant reads all planes in turn in one stretch of code")
         if self.drained and not self._drainable:
             raise Unfit("the tensor copy engine stores 16-bit outputs of whole rows, in NCHW of two dimensions")
+        if self.cluster > 1 and not self._clusters:
+            raise Unfit(
+                "blocks of a cluster leave sums of whole tiles where pixels and weights were, and stream weights"
+            )
         if self.parts == 2 and self.split == 1:
             raise Unfit("IEEE accumulators leave no room for two blocks")
         if self.shared_bytes > shared_limit:
@@ -979,6 +996,22 @@ class Tiling:
         if self.pixels > MAX_PIXELS and not self.channels_last:
             raise Unfit(f"the tile has {self.pixels} pixels with its halo, more than {MAX_PIXELS}")
         return self
+
+    @property
+    def _clusters(self) -> bool:
+        """Whether blocks may share a tile's chunks, and have room for their sums."""
+        tapped = not self.bare and min(self.variant_entries) > 0
+        plain = self.wgmma and self.split != 2 and not self.resident and self.shuffle is None and not self.drained
+        part = -(-self.pixels * self.row_bytes // 1024) * 1024
+        room = self.stages_p * self.parts * part + self.ring_fragments * self.wgs_m * FRAGMENT
+        if not self.channels_last:
+            room += self.stages_s * self.slot_bytes
+        return tapped and plain and self.chunks >= self.cluster <= MAX_CLUSTER and self.sums_bytes <= room
+
+    @property
+    def sums_bytes(self) -> int:
+        """Bytes of a block's sums, which it leaves in shared memory for its cluster."""
+        return self.mb * self.nb * 2 * 64 * 64 * 4
 
     @property
     def _drainable(self) -> bool:
@@ -1092,6 +1125,7 @@ class Tiling:
             "WEIGHTS_BOX": int(boxed),
             "RUN_GROUPS": self.runs,
             "DRAINED": int(self.drained),
+            "CLUSTER": self.cluster,
             "BATCH_AS_WIDTH": int(p.batch_as_width),
             "OUT_SPAN": self.out_span if self.drained else 0,
             "STORE_UNIT": store_unit,

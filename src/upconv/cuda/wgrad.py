@@ -22,10 +22,10 @@ from upconv.cuda.boxes import Tensor5, Words, alignment_classes, channels_last, 
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.gpu import gpu as gpu_of
 from upconv.cuda.launch import Counters, Launcher, TooManyBlocks, as_run, bind
+from upconv.cuda.tiling import MAX_CLUSTER
 from upconv.cuda.wgrad_tiling import (
     COMMON_WIDTHS,
     MAX_CLASSES,
-    MAX_CLUSTER,
     WARPS,
     SyncTiling,
     Triple,

@@ -21,7 +21,6 @@ WARPS = 8  # of the mma.sync kernel
 _UNIT = 7.0  # passes of shared memory that a row of g twice as long weighs
 _LARGE = 1 << 18  # weights from here on are turned by the second step
 _PRECISIONS = {"tf32": 0, "ieee": 1, "fp16": 2, "bf16": 3}
-MAX_CLUSTER = 8  # blocks, on every GPU that has clusters
 MAX_CLASSES = 8  # of rows and channels: a box and a tensor map each
 _MAX_STACK = 5  # rows of x in one instruction's columns
 COMMON_WIDTHS = (32, 64, 128, 256)  # columns whose instructions kernels/wgmma.cuh writes down

@@ -78,14 +78,25 @@ __device__ __forceinline__ int chunks_of(int variant) { return entries_of(varian
 #define CHUNKS_OF(tile, s) chunks_of((tile).variant)
 // The tiles of a block: the first, and from one to the next. (No functions of the tile and the sizes: with these ptxas orders the
 // roles' instructions in another way.)
+#if CLUSTER > 1
+// Where tiles are few, CLUSTER blocks have one together, each a share of its chunks, and add up their sums in shared memory. They are
+// neighbours, and have no other tile.
+#define RANK ((int)(blockIdx.x % CLUSTER))
+#define FIRST_TILE(s) blockIdx.x / CLUSTER
+#define NEXT_TILE(index, s) index = s.tiles
+#define FIRST_CHUNK (RANK * CHUNKS / CLUSTER)
+#define END_CHUNK ((RANK + 1) * CHUNKS / CLUSTER)
+#else
 #define FIRST_TILE(s) blockIdx.x
 #define NEXT_TILE(index, s) index += gridDim.x
+#endif
 
 #include "gather_pack.cuh"        // the kernel that puts weights in the order of fragments
 #include "gather_produce.cuh"     // producers and the loader: pixels to shared memory
 #include "gather_weights.cuh"     // weights from memory to a consumer's registers
 #include "gather_multiply.cuh"    // a chunk's matrix instructions
 #include "gather_epilogue.cuh"    // sums to memory
+#include "gather_cluster.cuh"     // sums of several blocks
 
 #if DRAINED
 #define RESULT const TensorMap&
@@ -105,7 +116,11 @@ __device__ __forceinline__ void consume(const char* packed, const ELEMENT_TYPE* 
 #pragma unroll 1
   for (int index = FIRST_TILE(s); index < s.tiles; NEXT_TILE(index, s), turn++) {
     Tile t = tile_at(index, s);
+#if CLUSTER > 1
+    int chunks = END_CHUNK - FIRST_CHUNK;
+#else
     int chunks = chunks_of(t.variant);
+#endif
     if (SPLIT == 2 && (turn & 1) != wg) {
       for (int i = 0; i < chunks; i++) cursor.next(STAGES_P);
       if (!RESIDENT) weights.skip(t.variant);
@@ -152,6 +167,9 @@ __device__ __forceinline__ void consume(const char* packed, const ELEMENT_TYPE* 
     wgmma_wait<0>();
     give_back(behind, lane);
 #endif
+#if CLUSTER > 1
+    add_up(ALL_SUMS, tiles, wg, thread);
+#endif
 #if PROMOTE
     epilogue(sum, bias, y, s, t, t.cout_block, first_subtile, buffer, warp, lane);
 #else
@@ -182,7 +200,14 @@ __device__ __forceinline__ void consume(const char* packed, const ELEMENT_TYPE* 
 #error "the planner's shared memory is not the kernel's"
 #endif
 
+#if CLUSTER > 1 && (RESIDENT || SPLIT == 2 || BARE || SHUFFLED || DRAINED || PACKS)
+#error "blocks of a cluster have a tile each, and a ring of weights"
+#endif
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
+#if CLUSTER > 1
+__cluster_dims__(CLUSTER)
+#endif
 gather(const char* __restrict__ x, const char* __restrict__ packed, const ELEMENT_TYPE* __restrict__ bias, char* __restrict__ y,
 #if PACKS  // weights as they are, zeros, elements between taps, whether they are float32: `packed` is written first
        const void* weight, u32* counters, int tap_step, int single,

@@ -26,6 +26,9 @@
 #define RUN_FIRST(r) (PAIRED ? (r) / 2 * (2 * RUN_SUBTILES) + (r) % 2 : (r) * RUN_SUBTILES)  // subtile of a run's first group
 #define RUN_NB(r, i, k) (PAIRED ? RUN_FIRST(r) + 2 * (k) : SUB_H == 8 ? RUN_FIRST(r) + (k) : RUN_FIRST(r) + (k) / 8)
 #define RUN_J(r, i, k) (SUB_H == 8 ? (i) : RUN_GROUPS > 8 ? (k) % 8 : (i) * RUN_GROUPS + (k))
+#if CLUSTER > 1  // whether another block of a cluster stores run i of these subtiles: of rounds (NCHW: runs) each has its turn
+#define OTHERS(r, i) (((r) * RUNS_OF_SUBTILE + (i)) / (CHANNELS_LAST ? ROUND / RUN : 1) % CLUSTER != RANK)
+#endif
 
 #if CHANNELS_LAST
 // Warps that hold the channels of a sub-position. (NOTES: with a buffer for each, so that a store had 32 bytes of a pixel in half
@@ -607,6 +610,9 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const ELEMENT
     for (int i = 0; i < RUNS_OF_SUBTILE; i += ROUND / RUN) {
       int lines = s.out_h - oh - OUT_STEP_H * (SUB_H == 8 ? i : 0), left = s.out_w - ow;
       if (!image || lines <= 0 || left <= 0) continue;
+#if CLUSTER > 1
+      if (OTHERS(r, i)) continue;
+#endif
 #pragma unroll
       for (int u = 0; u < W_SUBS; u++) {
         put_round(acc, b, r, i, u, buffer, in_team, lane);
@@ -622,6 +628,9 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const ELEMENT
       int oh = OUT_STEP_H * (t.h + place.h + (SUB_H == 8 ? i : 0)) + slab.oh;
       int ow = OUT_STEP_W * (t.w + place.w + (SUB_H == 8 ? 0 : i * RUN)) + U_W[t.variant], left = s.out_w - ow;
       if (!image || oh >= s.out_h || left <= 0) continue;
+#if CLUSTER > 1
+      if (OTHERS(r, i)) continue;
+#endif
       char* to = y + (((long long)n * COUT + channel) * s.out_d + od) * s.out_h * s.out_w * ELEMENT + ((long long)oh * s.out_w + ow) * ELEMENT;
       int end = (left < OUTPUTS ? left : OUTPUTS) * ELEMENT;
       u32 misaligned = (u32)(u64)to | (u32)plane | end;  // multiples of what all rows begin and end at

@@ -212,6 +212,11 @@ __device__ __forceinline__ void round_units(u32 tile, int thread) {
 struct Walk {
   int index, chunk;
   Tile tile;
+#if CLUSTER > 1  // a share of one tile's
+  __device__ __forceinline__ void begin(int first, const Sizes& s) { index = first; chunk = FIRST_CHUNK; tile = tile_at(index, s); }
+  __device__ __forceinline__ bool live(const Sizes& s) const { return index < s.tiles && chunk < END_CHUNK; }
+  __device__ __forceinline__ void next(const Sizes& s) { chunk++; }
+#else
   __device__ __forceinline__ void begin(int first, const Sizes& s) { index = first; chunk = 0; settle(s); }
   __device__ __forceinline__ bool live(const Sizes& s) const { return index < s.tiles; }
   __device__ __forceinline__ void settle(const Sizes& s) {  // past tiles without chunks
@@ -225,6 +230,7 @@ struct Walk {
   __device__ __forceinline__ void next(const Sizes& s) {
     if (++chunk >= CHUNKS) settle(s);
   }
+#endif
 };
 
 // The tile is written: make it visible to the matrix units and say so, once a warp.
@@ -312,7 +318,11 @@ __device__ __forceinline__ void produce(const char* __restrict__ x, const Sizes&
 #endif
 #pragma unroll 1
   for (now.begin(FIRST_TILE(s), s); now.live(s); now.next(s), tile.next(STAGES_P), slot.next(STAGES_S)) {
+#if CLUSTER > 1
+    if (!SLOTS_BY_BOX && now.chunk == FIRST_CHUNK) own.locate(x, s, source_of(now.tile, 0), segments, thread);
+#else
     if (!SLOTS_BY_BOX && now.chunk == 0) own.locate(x, s, source_of(now.tile, 0), segments, thread);
+#endif
 #if SLOTS_BY_BOX
     barrier_wait(barriers.landed + slot.stage * 8, slot.parity);
 #else

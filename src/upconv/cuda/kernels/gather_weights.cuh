@@ -103,8 +103,15 @@ __device__ __forceinline__ void stream_weights(const Source& packed, const Sizes
   for (int index = FIRST_TILE(s); index < s.tiles; NEXT_TILE(index, s)) {
     Tile t = tile_at(index, s);
     Weights from = weights_of(packed, t);
+#if CLUSTER > 1 && !WEIGHTS_BOX
+    from += (long long)FIRST_CHUNK * entries_of(t.variant) * STEPS_PER_TAP * (WGS_M * FRAGMENT);
+#endif
 #pragma unroll 1
+#if CLUSTER > 1
+    for (int chunk = FIRST_CHUNK; chunk < END_CHUNK; chunk++) {
+#else
     for (int chunk = 0; chunk < chunks_of(t.variant); chunk++) {
+#endif
 #if WEIGHTS_BOX
       begin_chunk(from, t, chunk);
 #endif

@@ -144,6 +144,10 @@ __device__ __forceinline__ void store_shared_f32(u32 a, float v) {
 __device__ __forceinline__ void store_shared_f32x2(u32 a, float v, float w) {
   asm volatile("st.shared.v2.f32 [%0], {%1,%2};\n" ::"r"(a), "f"(v), "f"(w) : "memory");
 }
+// (Of bits: then sums that matrix instructions add to would be integers between them, and be moved behind their fence, C7519.)
+__device__ __forceinline__ void store_shared_f32x4(u32 a, float v0, float v1, float v2, float v3) {
+  asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};\n" ::"r"(a), "f"(v0), "f"(v1), "f"(v2), "f"(v3) : "memory");
+}
 
 // Stores under a predicate, never a branch (NOTES: ptxas made 250 branches of kb57's bfloat16 epilogue, 2.1 ms instead of 1.3).
 __device__ __forceinline__ void store_global_if(void* to, u32 v, bool ok) {
