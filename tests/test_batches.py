@@ -27,7 +27,7 @@ from upconv.cuda import batches, boxes, engine, gather, relayout, wgrad
 from upconv.cuda.gpu import A100, H200, gpu
 from upconv.cuda.tiling import Unfit
 from upconv.cuda.wgrad_tiling import WarpgroupTiling
-from upconv.problem import Pass, Precision, Problem
+from upconv.problem import Layout, Pass, Precision, Problem
 
 DTYPES = {"tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # batch, channels in and out, size, kernel, stride, padding, output_padding, dilation, groups
@@ -110,6 +110,44 @@ def test_images_whose_outputs_meet_each_other_are_not_stacked() -> None:
     ):  # fmt: skip
         assert p.with_(**change).stacked is None
     assert abreast(p).stacked is None
+
+
+ROWS: dict[str, tuple[Any, ...]] = {
+    "248x216": (2, 64, 128, (31, 54), 1),
+    "odd": (3, 40, 24, (7, 13), 1),
+    "groups": (2, 64, 48, (10, 9), 1, 1, 0, 0, 1, 2),
+    "3-D": (2, 32, 24, (3, 5, 7), 1),
+}
+
+
+@pytest.mark.parametrize("layout", ("nchw", "channels_last"))
+@pytest.mark.parametrize("name", list(ROWS))
+def test_images_of_one_row_are_the_same_layer(name: str, layout: Layout) -> None:
+    """In float64 and in memory: the tensors, read as images of one row, give the results; every gradient too."""
+    p = Problem.make(*ROWS[name], dtype=torch.float64, layout=layout)
+    q = p.in_a_row
+    assert q is not None and q.macs == p.macs and q.bytes == p.bytes and q.in_a_row is None
+    assert q.size == q.out_size == (1,) * (p.rank - 1) + (math.prod(p.size),)
+    torch.manual_seed(1)
+    x, g, w = (torch.randn(s, dtype=torch.float64) for s in (p.input_shape, p.output_shape, p.weight_shape))
+    row = [t.reshape(s) for t, s in ((x, q.input_shape), (g, q.output_shape), (w, q.weight_shape))]
+    torch.testing.assert_close(
+        reference.forward(q, row[0], row[2], None), reference.forward(p, x, w, None).reshape(q.output_shape)
+    )
+    for found, wanted in zip(reference.gradients(q, row[1], row[0], row[2])[:2], reference.gradients(p, g, x, w)[:2]):
+        torch.testing.assert_close(found, wanted.reshape(found.shape))
+
+
+def test_images_whose_pixels_meet_are_of_several_rows() -> None:
+    p = Problem.make(2, 16, 24, (5, 7), 1)
+    for change in ({"kernel": (3, 1)}, {"stride": (1, 2)}, {"padding": (1, 0)}, {"size": (1, 35)}):
+        assert p.with_(**change).in_a_row is None
+    assert p.with_(output_padding=(1, 0), dilation=(2, 1)).in_a_row is None
+    for pass_ in ("fwd", "grad-weight"):
+        layer = Problem.make(4, 64, 128, (248, 216), 1, dtype=torch.bfloat16, pass_=pass_)  # type: ignore[arg-type]
+        family = wgrad if pass_ == "grad-weight" else gather
+        chosen = batches.choose(family, layer, H200)
+        assert chosen.problem == layer.in_a_row and chosen.seconds < 0.9 * family.choose(layer, H200).seconds
 
 
 def test_only_images_of_two_dimensions_in_channels_last_lie_side_by_side() -> None:
@@ -319,24 +357,49 @@ def test_weights_on_a_gpu(name: str, precision: Precision) -> None:
 @pytest.mark.parametrize("pass_", ("fwd", "grad-input"))
 @pytest.mark.parametrize("name", list(STACKED))
 def test_stacked_images_on_a_gpu(name: str, pass_: Pass) -> None:
-    """The other problem's kernel on the batch's tensors gives what the batch's own does."""
-    p = Problem.make(
-        *STACKED[name], dtype=torch.bfloat16, precision="bf16", layout="channels_last", pass_=pass_
-    )  # fmt: skip
-    q = p.stacked
-    assert q is not None
-    last = torch.channels_last if p.rank == 2 else torch.channels_last_3d
-    source, result = (p.input_shape, p.output_shape)[:: 1 if pass_ == "fwd" else -1]
-    x = torch.randn(source, device="cuda").bfloat16().contiguous(memory_format=last)
-    weight = torch.randn(p.weight_shape, device="cuda").bfloat16()
-    outs = []
-    for problem in (p, q):
-        choice = gather.choose(problem, gpu(0))
-        assert isinstance(choice, gather.Choice)
-        prepared = choice.prepare(0)
-        outs.append(torch.full(result, math.nan, device="cuda", dtype=p.dtype).contiguous(memory_format=last))
-        prepared.run(x, prepared.pack(weight), None, outs[-1])
-    assert reference.relative_error(outs[1], outs[0].double()) < BOUNDS["bf16"]
+    p = Problem.make(*STACKED[name], layout="channels_last", pass_=pass_)
+    assert p.stacked is not None
+    for precision in DTYPES:
+        check_other(p.with_(dtype=DTYPES[precision], precision=precision), "stacked")  # type: ignore[arg-type]
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("pass_", ("fwd", "grad-input", "grad-weight"))
+@pytest.mark.parametrize("layout", ("nchw", "channels_last"))
+@pytest.mark.parametrize("name", list(ROWS))
+def test_images_of_one_row_on_a_gpu(name: str, layout: Layout, pass_: Pass) -> None:
+    p = Problem.make(*ROWS[name], layout=layout, pass_=pass_)
+    for precision in DTYPES:
+        check_other(p.with_(dtype=DTYPES[precision], precision=precision), "in_a_row")  # type: ignore[arg-type]
+
+
+def check_other(p: Problem, other: str) -> None:
+    """The other problem's kernel on the tensors of a problem gives the pass's result, by float64."""
+    q = getattr(p, other)
+    order = {2: torch.channels_last, 3: torch.channels_last_3d}[p.rank]
+    order = order if p.layout == "channels_last" else torch.contiguous_format
+    x, g = (
+        torch.randn(shape, device="cuda").to(p.dtype).contiguous(memory_format=order)
+        for shape in (p.input_shape, p.output_shape)
+    )
+    weight = torch.randn(p.weight_shape, device="cuda").to(p.dtype)
+    if p.pass_ == "fwd":
+        truth = reference.forward(p, *(t.double().cpu() for t in (x, weight)), None)
+    else:
+        truth = reference.gradients(p, *(t.double().cpu() for t in (g, x, weight)))[p.pass_ == "grad-weight"]
+    family = wgrad if p.pass_ == "grad-weight" else gather
+    choice = family.choose(q, gpu(0))
+    assert not isinstance(choice, str)
+    prepared: Any = choice.prepare(0)
+    out = torch.full(truth.shape, math.nan, device="cuda", dtype=p.dtype)
+    if p.pass_ == "grad-weight":
+        prepared.run(x, g, out)
+    else:
+        out = out.contiguous(memory_format=order)
+        prepared.run(x if p.pass_ == "fwd" else g, prepared.pack(weight), None, out)
+    error = reference.relative_error(out.cpu(), truth)
+    assert error < BOUNDS[p.precision], f"error {error:.2e} of {choice}"
 
 
 @pytest.mark.gpu

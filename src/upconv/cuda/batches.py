@@ -4,7 +4,8 @@ Tiles of `upconv.cuda.gather` and chunks of `upconv.cuda.wgrad` are neighbouring
 4 x 4 leave most of these empty (NOTES: 512->256 k4 s2 on 128 of them in channels_last, bfloat16: forward, gradient for
 the input, for the weight 53, 46, 52 us; PyTorch's 25, 30, 25). But images of one pixel may be the pixels of one image
 (`Problem.flat`), small ones lie side by side (`Problem.abreast`), and, where the kernel is the stride, one below the
-other (`Problem.stacked`).
+other (`Problem.stacked`). Nor do rows of tiles end where images' do: those of a kernel of one weight without a stride
+are one row (`Problem.in_a_row`).
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ def choose(family: Family, p: Problem, gpu: Gpu, general: bool = False) -> Any:
         return chosen
     if (flat := p.flat) is not None and not isinstance(other := family.choose(flat, gpu), str):
         chosen = _faster(chosen, replace(other, flat=True))
+    if (row := p.in_a_row) is not None and row.size[-1] < LONGEST:
+        chosen = _faster(chosen, family.choose(row, gpu))
     if max(*p.size, *p.out_size) <= largest and p.batch >= _FEWEST and (abreast := p.abreast) is not None:
         chosen = _faster(chosen, family.choose(abreast, gpu), _GAIN)
     rows = p.batch * max(p.size[0], p.out_size[0])
