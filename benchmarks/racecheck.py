@@ -110,6 +110,7 @@ LONE = Problem.make(1, 300, 24, (16, 24), 2, 2, bias=False)  # more chunks than 
 TAPPED = Problem.make(3, 300, 24, (72,), 8, 4, 2, bias=False)
 LONE_BACK = LONE.with_(in_channels=24, out_channels=300)
 TAPPED_BACK = TAPPED.with_(in_channels=24, out_channels=300)
+TINY = Problem.make(80, 128, 72, (4, 4), 4, 2, 1, bias=False)
 CROSSED = Problem.make(1, 328, 72, (8, 8), 4, 2, 1, bias=False)  # more chunks than stages for each block of a cluster
 CROSSED_BACK = CROSSED.with_(in_channels=72, out_channels=328)
 SMALL = Problem.make(40, 64, 64, (4, 4), 4, 2, 1, bias=False)
@@ -258,6 +259,10 @@ CASES: dict[str, tuple[str, Callable[[], None]]] = {
     "forward-cluster": (
         "gather",
         lambda: run_gather(problem(CROSSED, "tf32", "nchw", "fwd"), lambda t: t.cluster > 1),
+    ),
+    "forward-beside": (
+        "gather",
+        lambda: run_gather(problem(TINY, "bf16", "nchw", "fwd"), lambda t: t.beside > 0, again=True),
     ),
     "planes-cluster": (
         "gather",

@@ -228,7 +228,8 @@ class Interpreter:
         group = group // (m["VARIANTS"] * m["COUT_BLOCKS"])
         w, q = q % tiles_w * m["TILE_W"], q // tiles_w
         h, q = q % tiles_h * m["TILE_H"], q // tiles_h
-        return Tiles(group, cout_block, variant, q // tiles_d * m["TILE_N"], q % tiles_d * m["TILE_D"], h, w)
+        images = m["BESIDE"] or m["TILE_N"]
+        return Tiles(group, cout_block, variant, q // tiles_d * images, q % tiles_d * m["TILE_D"], h, w)
 
     def pixel_rows(self, x: Floats, t: Tiles) -> Floats:
         """The pixel rows of tiles, [tile, pixel, group, channel of the group's chunks], from x as (N, C, D, H, W)."""
@@ -265,7 +266,8 @@ class Interpreter:
             offset_d, offset_h = (packed << 8) >> 20, (packed << 20) >> 20
         if m["WHOLE"]:  # all pixels of an image in one or more boxes
             assert m["TENSOR_MAP"], "threads copy rows with their halo"
-            assert (m["IMAGE_D"], m["IMAGE_H"], m["IMAGE_W"]) == (in_d, in_h, in_w) and not (t.d | t.h | t.w).any()
+            assert (m["IMAGE_D"], m["IMAGE_H"], m["IMAGE_W"]) == (in_d, in_h, in_w) and not t.w.any()
+            assert m["BESIDE"] or not (t.d | t.h).any()
             assert in_d * in_h * in_w % m["BOX_PIXELS"] == 0 and max(self.tiling.box) <= 256
             assert m["BOX_PIXELS"] * self.tiling.element % 16 == 0, "a channel begins at 16 bytes"
         within = np.arange(m["PLANES"] * m["PLANE"])
@@ -279,6 +281,10 @@ class Interpreter:
         d = t.d[:, None, None] * m["IN_STEP_D"] + offset_d
         h = t.h[:, None, None] * m["IN_STEP_H"] + offset_h
         w = (t.w[:, None] * m["IN_STEP_W"] + m["FIRST_W"] + column)[:, None, :]
+        if m["BESIDE"]:  # columns are of several images, and of none
+            beside = np.floor_divide(w, m["PERIOD"])
+            w = np.where((beside >= 0) & (beside < m["BESIDE"]), w - beside * m["PERIOD"], -1)
+            n = n + np.where(w >= 0, beside, 0)
         ok = (
             (n < batch)
             & (d >= 0)
@@ -426,12 +432,20 @@ class Interpreter:
         # Columns with an output of some sub-position, and the q of the runs in which they are stored.
         n, qd, qh = ((getattr(positions, a)[:, None] + getattr(c, a)) for a in "ndh")
         run_w = positions.w[:, None] + c.run_w
+        of_image = np.ones_like(run_w, bool)
+        if m["BESIDE"]:  # a run's columns are of several images
+            assert m["W_SUBS"] == m["OUT_STEP_W"]
+            column = c.run_w + c.position
+            beside, within = column // m["PERIOD"], column % m["PERIOD"]
+            n = n + beside
+            run_w = positions.w[:, None] + within - c.position
+            of_image &= (beside < m["BESIDE"]) & (within * m["W_SUBS"] < m["BESIDE_W"])
         stride, lead = [1, 1, 1], [0, 0, 0]
         if m["SHUFFLED"]:
             stride, lead = ([m[f"{name}_{axis}"] for axis in "DHW"] for name in ("LAYER_STRIDE", "LEAD"))
         many_d, many_h, many_w = (-(-(o + a) // s) for o, a, s in zip((out_d, out_h, out_w), lead, stride))
         live = (n < batch) & (m["OUT_STEP_D"] * qd < many_d) & (m["OUT_STEP_H"] * qh < many_h)
-        live &= m["OUT_STEP_W"] * (run_w + c.position) < many_w
+        live &= (m["OUT_STEP_W"] * (run_w + c.position) < many_w) & of_image
         tile, column = np.nonzero(live)
         n, qd, qh, run_w = (a[live] for a in (n, qd, qh, run_w))
         position, pixel = c.position[column], c.pixel[column]

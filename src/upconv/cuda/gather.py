@@ -30,6 +30,7 @@ from upconv.cuda.tiling import (
     Tiling,
     Unfit,
     gather_axes,
+    narrow_source,
     positions,
     result_shape,
     source_shape,
@@ -158,7 +159,9 @@ class Choice:
     @property
     def summary(self) -> str:
         t = self.tiling
-        shape = "x".join(str(v) for v in t.tile) + (" of whole images" if t.whole else "")
+        shape = "x".join(str(v) for v in t.tile)
+        if t.whole:
+            shape += f" of {t.beside} images side by side" if t.beside else " of whole images"
         split = ("pixels halved", "output channels halved", "in turn")[t.split]
         weights = "resident" if t.resident else f"ring of {t.stages_w} x {t.w_stage} fragments" if t.wgmma else "L2"
         beside = "the batch as pixels: " if self.flat else "the batch as width: " if self.problem.batch_as_width else ""
@@ -523,6 +526,10 @@ def tensors(t: Tiling, p: Problem) -> tuple[Tensor5, ...]:
     d, h, w = (1,) * (3 - p.rank) + tuple(size)
     if t.channels_last:
         return (channels_last(p.batch, channels, size, t.element, p.batch_as_width),)
+    if t.beside:
+        channel = w * h * d * t.element
+        image, every = channel * channels, channel * channels * p.batch
+        return (Tensor5(0, (w * h * d, p.batch, channels, 1, 1), (image, channel, every, every)),)
     if t.whole is not None:
         dims = (w * h * d, 1, 1, channels, p.batch)
     else:
@@ -642,6 +649,7 @@ def candidates(
     size: tuple[int, ...] | None = None,
     shuffle: Shuffle | None = None,
     drained: bool = False,
+    beside: bool = False,
 ) -> Iterator[Tiling]:
     """Every tiling worth a look. ``classes``: of an NCHW source's rows (`Tiling.classes`); by default as ``p``'s are.
 
@@ -650,6 +658,7 @@ def candidates(
     ``size``: those for an input of this size alone, which hold whole images of the source; none where it is not small.
     ``shuffle``: those of the layer without its stride; one of `shuffle.ways`.
     ``drained``: those whose outputs the tensor copy engine stores.
+    ``beside``: with a ``size``, those of such images side by side.
     """
     fast = gpu.arch == "90a" if wgmma is None else wgmma
     cout_g = result_shape(p)[1] // p.groups
@@ -659,7 +668,7 @@ def candidates(
     whole: Triple | None = None
     result: tuple[int, ...] = ()
     if size is not None:
-        whole = whole_source(p.with_(size=size))
+        whole = (narrow_source if beside else whole_source)(p.with_(size=size))
         if whole is None or not fast:
             return
         result = positions(p.with_(size=size), shuffle)
@@ -673,8 +682,9 @@ def candidates(
         accumulators = accumulators // 2
     planewise = (False, True) if far and fast and p.layout == "channels_last" and p.precision != "ieee" else (False,)
     brought = (classes,) if classes in (None, (1, 1)) or p.layout != "nchw" else (classes, None)
+    tiles = _rows_of_images(p) if beside else _tiles(p)
     for (subs, unroll), w_subs, (sub, tile), split, chunk, by in product(
-        _subs(p, cout_g), _w_subs(steps[2]), _tiles(p), (0, 1, 2), chunks, brought
+        _subs(p, cout_g), _w_subs(steps[2]), tiles, (0, 1, 2), chunks, brought
     ):
         wide = cout_g > 64 // subs and fast  # enough for two consumers
         if split == 1 and not wide:
@@ -685,7 +695,8 @@ def candidates(
             continue
         if min(unroll[1], 2) > 1 and sub == (8, 8) and tile[2] > 8:
             continue  # the rows of an unrolled tile are many already
-        if size is not None and any(n > s * u * t for n, s, u, t in zip(result, steps, unroll, tile[1:])):
+        short = any(n > s * u * t for n, s, u, t in zip(result, steps, unroll, tile[1:]))
+        if size is not None and not beside and short:
             continue
         if drained and (subs > 1 or split == 2):
             continue  # before tilings are made of them, which `checked` would refuse
@@ -693,6 +704,10 @@ def candidates(
             p, sub, tile, split, chunk, subs, w_subs, unroll, classes=by, wgmma=fast, whole=whole, shuffle=shuffle,
             drained=drained,
         )  # fmt: skip
+        if beside:
+            if base.period > 32 or not base.contiguous or base.bare or unroll != (1, 1, 1):
+                continue
+            base = replace(base, beside=64 // base.period)
         if by is None and classes is not None and base.staging_units * 16 > _SHORT_ROWS:
             continue
         if base.mb * base.nb > accumulators or base.mb * base.nb < 1:
@@ -761,6 +776,14 @@ def _tiles(p: Problem) -> tuple[tuple[tuple[int, int], tuple[int, int, int, int]
         shapes += [(strip, (1, d, 8, w)) for d, w in ((2, 8), (2, 16), (4, 8), (2, 32), (4, 16), (8, 8))]
         shapes += [(row, (1, d, h, 64)) for d, h in ((2, 1), (2, 2), (2, 4), (4, 2))]
     return tuple(shapes)
+
+
+def _rows_of_images(p: Problem) -> tuple[tuple[tuple[int, int], tuple[int, int, int, int]], ...]:
+    """Tiles of 64 columns of images side by side, and some of their rows."""
+    rows = [(1, h) for h in (1, 2, 4, 8)]
+    if p.rank == 3:
+        rows += [(2, 1), (2, 2), (2, 4), (4, 1), (4, 2)]
+    return tuple(((1, 64), (1, d, h, 64)) for d, h in rows)
 
 
 def _fragment_clocks(t: Tiling) -> float:
@@ -859,8 +882,9 @@ def _tile_clocks(t: Tiling, alignment: int) -> Clocks:
     total = tail = 0.0
     producers = 192 if t.wgmma else 128
     couts = t.cout_g if t.shuffle is None else t.shuffle.used
-    per_tile_out = math.prod(t.tile) * t.width_subs * t.subs * t.element * min(couts, t.rows_per_sub * t.wgs_m)
-    per_tile_out //= t.cluster  # a block's share
+    columns = t.beside * t.image_columns if t.beside else t.tile[0] * t.tile[3]
+    of_rows = t.subs * t.element * min(couts, t.rows_per_sub * t.wgs_m)
+    per_tile_out = math.prod(t.tile[1:3]) * columns * t.width_subs * of_rows // t.cluster  # a block's share
     staged = t.pixels * t.row_bytes if t.channels_last else t.slot_bytes
     # Boxes of rows that begin anywhere bring parts of sectors (NOTES: kb68 bfloat16, 48-byte rows: 3.08 -> 3.92 ms).
     copied = staged * (1 + 32 / (t.staging_units * 16)) if t.tensor_map and t.classed else staged
@@ -1014,7 +1038,10 @@ def _epilogue_clocks(t: Tiling, alignment: int, c: Constants) -> float:
         units = -(-groups * t.element // 4)  # store instructions of a lane
         return lag * (t.nb * 8 / groups * t.width_subs) * (groups * (4.0 if t.element == 4 else 2.5) + units * 8 + 60)
     buffer = t.runs * t.width_subs * 2
-    if not t.contiguous:
+    if t.beside:
+        each = math.gcd(t.image_width, t.period * t.width_subs, 4)
+        stores = -(-8 * t.beside * t.image_width // each // 32) * 14.0
+    elif not t.contiguous:
         stores = -(-outputs // 32) * 8 * 11.6
     elif alignment >= 16:
         stores = -(-8 * outputs * t.element // 512) * 11.5
@@ -1069,6 +1096,8 @@ def considered(p: Problem, gpu: Gpu, general: bool = False) -> Iterator[tuple[fl
     few: list[tuple[Tiling, Clocks]] = []
     for shuffle, drained in kinds:
         small = () if general else _small_tilings(layer, gpu, p.size, shuffle, drained)
+        if not general and shuffle is None and not drained and narrow_source(p) is not None:
+            small += _small_tilings(layer, gpu, p.size, None, beside=True)
         for t, clocks in _tilings(layer, gpu, classes, _alignment(p), shuffle, drained) + small:
             seconds, bound = _whole(t, clocks, p, gpu)
             if found and shuffle is None and not t.contiguous:
@@ -1130,13 +1159,17 @@ def _tilings(
 
 @lru_cache(maxsize=256)
 def _small_tilings(
-    layer: Problem, gpu: Gpu, size: tuple[int, ...], shuffle: Shuffle | None, drained: bool = False
+    layer: Problem,
+    gpu: Gpu,
+    size: tuple[int, ...],
+    shuffle: Shuffle | None,
+    drained: bool = False,
+    beside: bool = False,
 ) -> tuple[tuple[Tiling, Clocks], ...]:
     """As `_tilings`, those for this size of the input alone; a few milliseconds."""
     alignment = _alignment(layer.with_(size=size))
-    return tuple(
-        (t, _tile_clocks(t, alignment)) for t in candidates(layer, gpu, size=size, shuffle=shuffle, drained=drained)
-    )
+    found = candidates(layer, gpu, size=size, shuffle=shuffle, drained=drained, beside=beside)
+    return tuple((t, _tile_clocks(t, alignment)) for t in found)
 
 
 @lru_cache(maxsize=256)

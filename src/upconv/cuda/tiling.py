@@ -41,6 +41,7 @@ _MAX_PLANES = 32
 _MAX_CLASSES = 8  # of rows and channels; each has a tensor map of 128 bytes among the kernel's arguments
 _WHOLE = (4, 8, 16, 32)  # sizes of images that are copied whole; few, since each is a kernel
 _MAX_WHOLE = 1024  # pixels
+_NARROW = 8  # columns of images that may lie side by side, less than these
 _MOST_CONSTANTS = 65536  # bytes that a kernel has
 _FEW_TAPS = 500  # and phases, whose tables are never too large
 _MAX_OFFSET = 2000  # rows' offsets are packed in 12 bits, signed
@@ -83,6 +84,18 @@ def whole_source(p: Problem) -> Triple | None:
     size = source_shape(p)[2:]
     pixels = math.prod(size)
     if p.layout == "channels_last" or any(n not in _WHOLE for n in size) or pixels > _MAX_WHOLE:
+        return None
+    if pixels * p.dtype.itemsize % 16:  # the tensor copy engine's pitch of channels
+        return None
+    d, h, w = (1,) * (3 - p.rank) + size
+    return d, h, w
+
+
+def narrow_source(p: Problem) -> Triple | None:
+    """The source's size (D, H, W) where a forward's images may lie side by side in a tile."""
+    size = source_shape(p)[2:]
+    pixels = math.prod(size)
+    if p.layout == "channels_last" or p.pass_ != "fwd" or size[-1] >= _NARROW or not 0 < pixels <= MAX_BOX:
         return None
     if pixels * p.dtype.itemsize % 16:  # the tensor copy engine's pitch of channels
         return None
@@ -300,6 +313,8 @@ class Tiling:
     """NCHW, 16 bits: a tile's outputs stay in shared memory while the tensor copy engine stores them."""
     cluster: int = 1
     """Blocks of a cluster that share a tile's chunks and add up their sums."""
+    beside: int = 0
+    """NCHW: images of `whole` side by side along a tile's width, with columns of zeros between them; 0: none."""
 
     # --- types -------------------------------------------------------------------------------------------------------
 
@@ -586,6 +601,29 @@ class Tiling:
     # --- N: pixels ---------------------------------------------------------------------------------------------------
 
     @property
+    def images(self) -> int:
+        """Of a tile."""
+        return self.beside or self.tile[0]
+
+    @cached_property
+    def period(self) -> int:
+        """Columns of a tile from an image to the next, where they lie side by side: the taps of none reach another."""
+        assert self.whole is not None
+        columns = self.image_columns
+        return max(self.whole[2] - min(0, self.first_w), columns + max(0, self.offsets[2][-1]))
+
+    @property
+    def image_columns(self) -> int:
+        """Of these, those that have outputs."""
+        return -(-self.image_width // self.width_subs)
+
+    @property
+    def image_width(self) -> int:
+        """Outputs along an image's width, where they lie side by side."""
+        assert self.whole is not None
+        return result_shape(self.problem.with_(size=self.whole[3 - self.problem.rank :]))[-1]
+
+    @property
     def subtiles(self) -> int:
         n, d, h, w = self.tile
         return n * d * (h // self.sub[0]) * (w // self.sub[1])
@@ -833,6 +871,8 @@ class Tiling:
         These are the elements traversed: of ``n`` along a dimension of step ``s``, ``ceil(n / s)`` are copied. (CUDA
         driver API, cuTensorMapEncodeTiled: ``elementStrides``.)
         """
+        if self.beside:
+            return self.box_pixels, self.beside, self.chunk, 1, 1
         if self.whole is not None:
             return self.box_pixels, 1, 1, self.chunk, self.tile[0]
         (_, rows_d, _), (_, rows_h, _) = self.bands
@@ -872,7 +912,7 @@ class Tiling:
     def slot_bytes(self) -> int:
         """Bytes of a staging slot: a chunk as it comes from memory (NCHW)."""
         if self.whole is not None:
-            return self.tile[0] * self.chunk * self.whole_pixels * self.element
+            return self.images * self.chunk * self.whole_pixels * self.element
         if self.tensor_map and self.classed:
             rows = self.tile[0] * (self.chunk // self.channel_classes) * self.bands[0][1] * self.class_rows
             box = -(-rows * self.staging_units * 16 // 128) * 128
@@ -985,6 +1025,8 @@ class Tiling:
             raise Unfit("not every variant reads all planes in turn in one stretch of code")
         if self.drained and not self._drainable:
             raise Unfit("the tensor copy engine stores 16-bit outputs of whole rows, in NCHW of two dimensions")
+        if self.beside and not self._lie_beside:
+            raise Unfit("images lie side by side in runs of whole rows, in boxes, with all their phases along W")
         if self.cluster > 1 and not self._clusters:
             raise Unfit(
                 "blocks of a cluster leave sums of whole tiles where pixels and weights were, and stream weights"
@@ -996,6 +1038,15 @@ class Tiling:
         if self.pixels > MAX_PIXELS and not self.channels_last:
             raise Unfit(f"the tile has {self.pixels} pixels with its halo, more than {MAX_PIXELS}")
         return self
+
+    @property
+    def _lie_beside(self) -> bool:
+        """Whether images may lie side by side: as many as a run of the epilogue holds."""
+        if self.whole is None or self.whole_pixels > MAX_BOX or not self.tensor_map or self.channels_last:
+            return False
+        plain = self.problem.pass_ == "fwd" and self.shuffle is None and not self.drained and not self.bare
+        row = self.sub == (1, 64) and self.tile[0] == 1 and self.tile[3] == 64 and self.runs == 8
+        return plain and row and self.contiguous and 2 <= self.beside == 64 // self.period
 
     @property
     def _clusters(self) -> bool:
@@ -1126,6 +1177,9 @@ class Tiling:
             "RUN_GROUPS": self.runs,
             "DRAINED": int(self.drained),
             "CLUSTER": self.cluster,
+            "BESIDE": self.beside,
+            "PERIOD": self.period if self.beside else 0,
+            "BESIDE_W": self.image_width if self.beside else 0,
             "BATCH_AS_WIDTH": int(p.batch_as_width),
             "OUT_SPAN": self.out_span if self.drained else 0,
             "STORE_UNIT": store_unit,
@@ -1200,7 +1254,7 @@ class Tiling:
         """Tiles along (N, D, H, W) for a problem of this layer."""
         steps = zip(positions(p, self.shuffle), self.out_steps, self.tile[1:])
         d, h, w = (-(-o // (s * t)) for o, s, t in steps)
-        return -(-p.batch // self.tile[0]), d, h, w
+        return -(-p.batch // self.images), d, h, w
 
     def arguments(self, p: Problem) -> tuple[int, ...]:
         """The kernel's integer arguments behind its four pointers."""

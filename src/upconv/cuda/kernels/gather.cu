@@ -69,7 +69,11 @@ __device__ __forceinline__ Tile tile_at(int index, const Sizes& s) {
   t.w = q % s.tiles_w * TILE_W;  q /= s.tiles_w;
   t.h = q % s.tiles_h * TILE_H;  q /= s.tiles_h;
   t.d = q % s.tiles_d * TILE_D;
+#if BESIDE
+  t.n = q / s.tiles_d * BESIDE;
+#else
   t.n = q / s.tiles_d * TILE_N;
+#endif
   return t;
 }
 

@@ -257,6 +257,22 @@ __device__ __forceinline__ void store_units(char* to, long long plane, int rows,
   }
 }
 
+#if BESIDE
+// Eight rows in which images lie side by side, a lane some outputs: of each image a row of BESIDE_W, PERIOD columns from the next.
+__device__ __forceinline__ void store_beside(char* to, long long plane, int rows, int images, u32 buffer, int lane) {
+  constexpr int EACH = BESIDE_W % 2 == 0 && PERIOD * W_SUBS % 2 == 0 ? BESIDE_W % 4 == 0 && PERIOD * W_SUBS % 4 == 0 ? 4 : 2 : 1;
+  constexpr int PER_IMAGE = BESIDE_W / EACH, PER_ROW = BESIDE * PER_IMAGE;
+  long long image_bytes = plane * COUT;
+#pragma unroll
+  for (int i = 0; i < (8 * PER_ROW + 31) / 32; i++) {
+    int index = lane + 32 * i, r = index / PER_ROW, image = index % PER_ROW / PER_IMAGE, at = index % PER_IMAGE * EACH;
+    bool in = 8 * PER_ROW % 32 == 0 || r < 8;
+    u32 from = buffer + r * RUN_PITCH + (image * (PERIOD * W_SUBS) + at) * ELEMENT;
+    copy_unit<EACH * ELEMENT>(to + r * plane + image * image_bytes + at * ELEMENT, in ? from : buffer, in && r < rows && image < images);
+  }
+}
+#endif
+
 #if ELEMENT == 4
 // Eight rows that begin anywhere, a lane an output: each instruction begins at a sector's first output, since a sector of 32
 // bytes whose parts are stored at different times costs as much as 5 to 10 whole ones (NOTES: loads and stores of kb57
@@ -639,7 +655,11 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const ELEMENT
         char* first = to + h * 8 * plane;
         int rows = COUT_G % 16 && slab.couts < 8 * h + 8 ? slab.couts - 8 * h : 8;
         u32 row = buffer + g * RUN_PITCH;
-#if CONTIGUOUS
+#if BESIDE
+        put_rows<16>(acc, b[h], r, i, h, row, lane);
+        __syncwarp();
+        store_beside(first, plane, rows, s.batch - n, buffer, lane);
+#elif CONTIGUOUS
         if (STORE_UNIT == 16 || (STORE_UNIT != ELEMENT && (misaligned & 15) == 0)) pass_rows<16>(acc, b[h], r, i, h, row, first, plane, rows, end, buffer, lane);
         else if (STORE_UNIT == 2 * ELEMENT || (STORE_UNIT != ELEMENT && (misaligned & (2 * ELEMENT - 1)) == 0)) pass_rows<2 * ELEMENT>(acc, b[h], r, i, h, row, first, plane, rows, end, buffer, lane);
         else pass_rows<ELEMENT>(acc, b[h], r, i, h, row + (SHIFTED(ELEMENT) ? (u32)(u64)(first + g * plane) & 31 : 0), first, plane, rows, end, buffer, lane);

@@ -93,7 +93,14 @@ struct Pixels {
       int p = pixel_row(thread + k * PRODUCER_THREADS), segment = p / PITCH, within = p % PITCH;
       int column = COLUMN(within), image = segment / (ROWS_D * ROWS_H);
       if (thread + k * PRODUCER_THREADS >= PIXELS) break;
-#if WHOLE
+#if BESIDE
+      // Images begin PERIOD columns apart. What lies between them is nowhere, and as many zeros as the taps of either read.
+      int d = at.d + ((segments[segment] << 8) >> 20), h = at.h + ((segments[segment] << 20) >> 20);
+      int beside = (FIRST_W + column + PERIOD) / PERIOD - 1, w = FIRST_W + column - beside * PERIOD;
+      bool inside = (u32)d < IMAGE_D && (u32)h < IMAGE_H && w < IMAGE_W && (u32)beside < BESIDE;
+      from[k] = inside ? (beside * BOX_PIXELS + (d * IMAGE_H + h) * IMAGE_W + w) * ELEMENT : 0;
+      ok |= (u32)inside << k;
+#elif WHOLE
       // The copy engine fills images beyond the batch with zeros; what lies beyond an image's borders is nowhere.
       int d = (segments[segment] << 8) >> 20, h = (segments[segment] << 20) >> 20, w = FIRST_W + column;
       bool inside = (u32)d < IMAGE_D && (u32)h < IMAGE_H && (u32)w < IMAGE_W;
@@ -277,12 +284,19 @@ __device__ __forceinline__ void load_boxes(const TensorMaps& maps, const Sizes& 
       barrier_wait(left + (cursor.stage * PLANE_BARRIERS + r) * 8, cursor.parity);
       asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes / PLANES) : "memory");
 #endif
+#if BESIDE  // a box of pixels, images and channels
+      h = at.n, d = c, c = at.n = 0;
+#endif
 #if STRIDED_BOX
       d = at.d + PLANE_D[r], h = at.h + PLANE_H[r];
 #endif
       if (CHANNELS_LAST) w = at.w + RESIDUE[r];
+#if BESIDE
+      w = 0;
+#else
       if (WHOLE) w = r * BOX_PIXELS, h = 0, d = 0;
       else if (SLOTS_BY_BOX && !CLASSED && r) w += ROW_UNITS * VEC;
+#endif
 #if CLASSED
       const ClassedBox box = classed_box(at, s, r);
       w = box.w, h = box.h, c = at.channel / CHANNEL_CLASSES;
@@ -300,7 +314,9 @@ __device__ __forceinline__ void produce(const char* __restrict__ x, const Sizes&
   Cursor tile = {0, 1};
 #if !CHANNELS_LAST
   Pixels own;
+#if !BESIDE
   if (SLOTS_BY_BOX) own.locate(x, s, Source(), segments, thread);
+#endif
   Cursor slot = {0, 0};
 #if !SLOTS_BY_BOX
   Walk ahead;
@@ -318,7 +334,9 @@ __device__ __forceinline__ void produce(const char* __restrict__ x, const Sizes&
 #endif
 #pragma unroll 1
   for (now.begin(FIRST_TILE(s), s); now.live(s); now.next(s), tile.next(STAGES_P), slot.next(STAGES_S)) {
-#if CLUSTER > 1
+#if BESIDE
+    if (now.chunk == 0 || CLUSTER > 1) own.locate(x, s, source_of(now.tile, 0), segments, thread);  // its rows
+#elif CLUSTER > 1
     if (!SLOTS_BY_BOX && now.chunk == FIRST_CHUNK) own.locate(x, s, source_of(now.tile, 0), segments, thread);
 #else
     if (!SLOTS_BY_BOX && now.chunk == 0) own.locate(x, s, source_of(now.tile, 0), segments, thread);

@@ -20,7 +20,11 @@
 #define STAGING_UNITS ((COLUMNS + (SLOTS_BY_BOX && !CLASSED ? COLUMN_PAD + VEC - 1 : 2 * VEC - 2)) / VEC)
 #define ROW_UNITS (SLOTS_BY_BOX ? BOX_UNITS : STAGING_UNITS)
 #if WHOLE  // of small images all pixels are copied, without a halo: a slot is [box][image][channel][pixel]
+#if BESIDE  // these of so many images, which lie side by side along the tile's width: [channel][image][pixel]
+#define CHANNEL_BYTES (BESIDE * BOX_PIXELS * ELEMENT)
+#else
 #define CHANNEL_BYTES (BOX_PIXELS * ELEMENT)
+#endif
 #define SLOT_BOXES (IMAGE_D * IMAGE_H * IMAGE_W / BOX_PIXELS)
 #else
 // A slot is [box][image][channel][row][column]. There are several boxes where rows are longer than one; or, CLASSED, where rows do
