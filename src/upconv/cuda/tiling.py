@@ -41,7 +41,8 @@ _MAX_PLANES = 32
 _MAX_CLASSES = 8  # of rows and channels; each has a tensor map of 128 bytes among the kernel's arguments
 _WHOLE = (4, 8, 16, 32)  # sizes of images that are copied whole; few, since each is a kernel
 _MAX_WHOLE = 1024  # pixels
-_NARROW = 8  # columns of images that may lie side by side, less than these
+_NARROW = (1, 2, 3, 4, 6, 8, 16)  # sizes of images that may lie side by side, few again
+_GROUP = 8  # columns, which images of two dimensions and more fill in tiles of their own
 _MOST_CONSTANTS = 65536  # bytes that a kernel has
 _FEW_TAPS = 500  # and phases, whose tables are never too large
 _MAX_OFFSET = 2000  # rows' offsets are packed in 12 bits, signed
@@ -95,7 +96,9 @@ def narrow_source(p: Problem) -> Triple | None:
     """The source's size (D, H, W) where a forward's images may lie side by side in a tile."""
     size = source_shape(p)[2:]
     pixels = math.prod(size)
-    if p.layout == "channels_last" or p.pass_ != "fwd" or size[-1] >= _NARROW or not 0 < pixels <= MAX_BOX:
+    if p.layout == "channels_last" or p.pass_ != "fwd" or any(n not in _NARROW for n in size):
+        return None
+    if pixels > MAX_BOX or (p.rank > 1 and size[-1] >= _GROUP):
         return None
     if pixels * p.dtype.itemsize % 16:  # the tensor copy engine's pitch of channels
         return None

@@ -77,6 +77,9 @@ __device__ __forceinline__ void stage(const char* __restrict__ x, const Sizes& s
 // apart, so that lanes would meet few banks, columns in theirs.
 #define BY_COLUMN (IN_STEP_W % 4 == 0)
 __device__ __forceinline__ int pixel_row(int i) {
+#if BESIDE  // rows first: an image's lie together in a slot, where columns of several images would meet few banks
+  return i % SEGMENTS * PITCH + i / SEGMENTS;
+#endif
   return BY_COLUMN ? i / PITCH * PITCH + i % PITCH % PLANES * PLANE + i % PITCH / PLANES : i;
 }
 
