@@ -17,7 +17,7 @@ from conftest import Stubs, replayed
 from upconv import cpu, planner, reference
 from upconv.cuda import around, engine, gather, jit, relayout, wgrad
 from upconv.cuda.gpu import A100, H200, Gpu, gpu
-from upconv.problem import Precision, Problem
+from upconv.problem import Layout, Precision, Problem
 
 HOST = Path(__file__).resolve().parent / "host"
 KERNELS = Path(jit.__file__).parent / "kernels"
@@ -36,7 +36,8 @@ def as_(p: Problem, precision: Precision, pass_: Any) -> Problem:
 
 def forced(p: Problem, device: Gpu) -> relayout.Choice:
     """The gradient on copies, whatever it costs."""
-    inner = around.choose(p.lifted.with_(layout="channels_last"), device, others=True)
+    q = p.lifted if p.groups > 1 else relayout._wider(p.lifted)
+    inner = around.choose(q.with_(layout="channels_last"), device, others=True)
     fitting = [c for c in engine.choose(p, device).values() if not isinstance(c, (str, relayout.Choice))]
     assert not isinstance(inner, str), inner
     return relayout.Choice(inner, min(fitting, key=lambda c: c.seconds), p, 0.0)
@@ -71,8 +72,9 @@ def test_copies_on_the_host_are_right_and_write_nothing_else(
     each = 16 // dtype.itemsize
     for pixels in (1, 2, tile[1] - 1, tile[1], tile[1] + 1, 2 * tile[1] + r.randrange(1, 64)):
         batch, channels, offset = r.randint(1, 3), each * r.randint(1, 2 * tile[0] // each), r.randrange(each)
-        blocks = batch * -(-channels // tile[0]) * -(-pixels // tile[1])
-        check_copies(kernel, torch.randn(batch, channels, pixels).to(dtype), blocks, pixels, (offset, -1))
+        for some in (channels, channels - r.randrange(1, each)):  # the last 16 bytes of a pixel filled, or not
+            blocks = batch * -(-some // tile[0]) * -(-pixels // tile[1])
+            check_copies(kernel, torch.randn(batch, some, pixels).to(dtype), blocks, pixels, (offset, -1))
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
@@ -87,22 +89,34 @@ def test_copies_of_several_images_by_a_block(image: int, precision: Precision, t
     assert found == image
     kernel = program(dtype.itemsize, (channels, pixels), tmp_path, image)
     for batch in (1, 2, 3, pixels // image, pixels // image + 1, 2 * pixels // image + r.randrange(1, 9)):
-        x = torch.randn(batch, each * r.randint(1, 2 * channels // each), image).to(dtype)
-        blocks = -(-x.shape[1] // channels) * -(-batch * image // pixels)
-        check_copies(kernel, x, blocks, batch * image, (2 * r.randrange(each // 2), -1))
+        for less in (0, r.randrange(1, each)):
+            x = torch.randn(batch, each * r.randint(1, 2 * channels // each) - less, image).to(dtype)
+            blocks = -(-x.shape[1] // channels) * -(-batch * image // pixels)
+            check_copies(kernel, x, blocks, batch * image, (2 * r.randrange(each // 2), -1))
 
 
 def check_copies(kernel: Path, x: torch.Tensor, blocks: int, pixels: int, offsets: tuple[int, ...]) -> None:
-    """Of images of channels of pixels, to channels_last and back; ``offsets``: where the contiguous one begins."""
-    last = x.transpose(1, 2).contiguous()
-    for back, source, expected in ((0, x, last), (1, last, x)):
+    """Of images of channels of pixels, to channels_last and back; ``offsets``: where the contiguous one begins.
+
+    Of channels that are no whole 16 bytes, to channels_last and from it into wider pixels.
+    """
+    each = 16 // x.dtype.itemsize
+    narrow, channels = x.transpose(1, 2).contiguous(), x.shape[1]
+    last = torch.nn.functional.pad(narrow, (0, -channels % each))
+    width, every = last.shape[2], x.shape[0] * x.shape[2]
+    cases = [(0, x, last, blocks, pixels)]
+    if width == channels:
+        cases.append((1, last, x, blocks, pixels))
+    else:
+        cases.append((2, narrow, last, -(-every * width // each // relayout.THREADS), every))
+    for mode, source, expected, grid, count in cases:
         for at in offsets:
-            data = source.view(torch.uint8).numpy().tobytes()
-            arguments = [str(v) for v in (back, blocks, x.shape[1], pixels, at)]
+            data = source.flatten().view(torch.uint8).numpy().tobytes()
+            arguments = [str(v) for v in (mode, grid, channels, count, at, width)]
             done = subprocess.run([str(kernel), *arguments], input=data, capture_output=True)
             assert done.returncode == 0, done.stderr.decode()
             found = torch.frombuffer(bytearray(done.stdout), dtype=x.dtype).view(expected.shape)
-            assert torch.equal(found, expected), (x.shape, at, back)
+            assert torch.equal(found, expected), (x.shape, at, mode)
 
 
 def test_a_block_has_no_more_channels_and_pixels_than_needed() -> None:
@@ -157,6 +171,10 @@ def test_what_is_not_computed_on_copies_says_why() -> None:
 
     assert "packed weights" in why(kb73.with_(pass_="fwd"))
     assert "memory format" in why(kb73.with_(layout="channels_last"))
+    assert "memory format" in why(kb73.with_(layout="channels_last", pass_="grad-weight"))
+    assert "memory format" in why(kb73.with_(layout="channels_last", out_channels=20))
+    huge = Problem.make(2**14, 32, 20, (512, 512), 3, 2, 1, layout="channels_last")
+    assert "wider pixels" in why(as_(huge, "bf16", "grad-weight"))
     assert "compute capability 9.0" in why(kb73, A100)
     assert "TF32 and 16 bits" in why(kb73.with_(dtype=torch.float32, precision="ieee"))
     assert "32 and 20 channels are no multiples of the 8" in why(
@@ -182,6 +200,25 @@ def test_rows_that_begin_anywhere_are_copied_in_one_dimension_too(precision: Pre
     q = choice.inner.problem
     assert (q.size, q.kernel, q.stride, q.padding, q.layout) == ((1, 150), (1, 16), (1, 8), (0, 4), "channels_last")
     assert q.macs == p.macs and q.out_size == (1, *p.out_size) and q.lifted is q
+
+
+@pytest.mark.parametrize("precision", ["bf16", "tf32"])
+@pytest.mark.parametrize("layout", ["nchw", "channels_last"])
+def test_channels_off_16_bytes_are_copied_into_wider_pixels(layout: Layout, precision: Precision) -> None:
+    """For the weight alone: Keypoint R-CNN's 17 in either memory format, FlowNet's 770 in channels_last."""
+    for p, channels in (
+        (Problem.make(100, 512, 17, (14, 14), 4, 2, 1, layout=layout), (512, 24 if precision == "bf16" else 20)),
+        (Problem.make(8, 770, 128, (24, 32), 4, 2, 1, layout=layout), (776 if precision == "bf16" else 772, 128)),
+    ):
+        if p.in_channels == 770 and layout == "nchw":
+            continue  # whose rows boxes bring
+        choice = planner.select(as_(p, precision, "grad-weight"), planner.Device("cuda", gpu=H200)).choice
+        assert isinstance(choice, relayout.Choice)
+        q = choice.inner.problem
+        assert (q.in_channels, q.out_channels) == channels and q.layout == "channels_last"
+        assert "channels as" in choice.summary
+        other = planner.select(as_(p, precision, "grad-input"), planner.Device("cuda", gpu=H200)).choice
+        assert not isinstance(other, relayout.Choice)
 
 
 def test_sources_are_the_copies_and_the_channels_last_kernels() -> None:
@@ -261,15 +298,20 @@ def draw(r: random.Random, precision: Precision, pass_: str) -> Problem:
     stride = tuple(r.choice((1, 2, 2, 3)) for _ in range(rank))
     groups = r.choice((1, 1, 2)) if pass_ == "grad-input" else 1
     channels = [each * groups * r.randint(1, 80 // each) for _ in range(2)]
-    return as_(
-        Problem.make(r.choice((1, 2, 3, 4, 5, 11)), *channels, size, kernel, stride, 0, 0, 1, groups), precision, pass_
-    )
+    layout: Layout = "nchw"
+    if pass_ == "grad-weight" and r.random() < 0.6:  # of some the last 16 bytes of a pixel are not filled
+        channels = [n - r.choice((0, r.randrange(each))) for n in channels]
+        if rank > 1 and any(n % each for n in channels):
+            layout = r.choice(("nchw", "channels_last"))
+    batch = r.choice((1, 2, 3, 4, 5, 11))
+    return as_(Problem.make(batch, *channels, size, kernel, stride, 0, 0, 1, groups, layout=layout), precision, pass_)
 
 
-def placed(t: torch.Tensor, offset: int) -> torch.Tensor:
+def placed(t: torch.Tensor, offset: int, layout: Layout = "nchw") -> torch.Tensor:
     """The tensor on the GPU, amid NaNs, some elements off 16 bytes."""
     memory = torch.full((t.numel() + 64,), math.nan, device="cuda", dtype=t.dtype)
-    return memory[16 + offset : 16 + offset + t.numel()].view(t.shape).copy_(t)
+    strides = cpu.dense_strides(tuple(t.shape), cpu.memory_format(layout, t.dim() - 2))
+    return memory[16 + offset : 16 + offset + t.numel()].as_strided(t.shape, strides).copy_(t)
 
 
 @pytest.mark.parametrize("pass_", ["grad-input", "grad-weight"])
@@ -289,7 +331,8 @@ class TestOnGpu:
         truths = reference.gradients(p, g, x, w)
         truth = truths[0] if pass_ == "grad-input" else truths[1]
         prepared = forced(p, gpu(0)).prepare(0)
-        on_x, on_g, on_w = (placed(t, r.randrange(8)) for t in (x, g, w))
+        on_x, on_g = (placed(t, r.randrange(8), p.layout) for t in (x, g))
+        on_w = placed(w, r.randrange(8))
         short = False
 
         def allocate(self: relayout.Copies, like: torch.Tensor) -> torch.Tensor:

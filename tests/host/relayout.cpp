@@ -1,5 +1,6 @@
-// relayout.cu whole: argv are 0 (to channels_last) or 1 (back), blocks, channels, pixels and by how many elements the contiguous
-// tensor begins off 16 bytes, or -1: it ends with the memory that may be read; the tensor comes by standard input, its copy leaves so.
+// relayout.cu whole: argv are 0 (to channels_last), 1 (back) or 2 (wider pixels), blocks, channels, pixels, by how many elements the
+// narrow or contiguous tensor begins off 16 bytes, or -1: it ends with the memory that may be read, and the channels of a copy's pixel;
+// the tensor comes by standard input, its copy leaves so.
 typedef unsigned u32;
 typedef unsigned long long u64;
 typedef unsigned short u16;
@@ -11,19 +12,22 @@ static uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return
 #include "kernel.h"
 
 static Element *from, *to;
-static int channels, pixels;
+static int channels, pixels, width;
 
 int main(int argc, char** argv) {
-  bool back = atoi(argv[1]);
+  int mode = atoi(argv[1]);
+  bool back = mode == 1;
   int blocks = atoi(argv[2]), offset = atoi(argv[5]);
   channels = atoi(argv[3]);
   pixels = atoi(argv[4]);
+  width = atoi(argv[6]);
   std::vector<Element> given;
   for (Element v; fread(&v, sizeof v, 1, stdin) == 1;) given.push_back(v);
+  size_t count = given.size() / channels * width;       // of the copy
   std::vector<Element> memory[2];
   Element* at[2];
   for (int i = 0; i < 2; i++) {
-    memory[i].assign(given.size() + 128, (Element)-1);
+    memory[i].assign((i ? count : given.size()) + 128, (Element)-1);
     at[i] = (Element*)(((size_t)(memory[i].data() + 16) + 15) / 16 * 16) + (i == (int)back && offset > 0 ? offset : 0);
   }
   from = at[0];
@@ -36,8 +40,9 @@ int main(int argc, char** argv) {
   }
   memcpy((void*)from, given.data(), given.size() * sizeof(Element));
   if (back) run_grid(blocks, THREADS, [] { to_contiguous(from, to, channels, pixels); });
-  else run_grid(blocks, THREADS, [] { to_channels_last(from, to, channels, pixels); });
+  else if (mode == 2) run_grid(blocks, THREADS, [] { widen(from, to, channels, pixels, width); });
+  else run_grid(blocks, THREADS, [] { to_channels_last(from, to, channels, pixels, width); });
   for (Element* p = memory[1].data(); p < &memory[1].back() && !(back && offset < 0); p++)
-    if ((p < to || p >= to + given.size()) && *p != (Element)-1) fail("an element beside the copy was written");
-  fwrite(to, sizeof(Element), given.size(), stdout);
+    if ((p < to || p >= to + count) && *p != (Element)-1) fail("an element beside the copy was written");
+  fwrite(to, sizeof(Element), count, stdout);
 }

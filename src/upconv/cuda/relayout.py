@@ -1,9 +1,12 @@
-"""Gradients of NCHW tensors by the kernels for channels_last ones, on copies. The copying kernels are ``relayout.cu``.
+"""Gradients by the kernels for channels_last tensors, on copies. The copying kernels are ``relayout.cu``.
 
 Where a stride is wide, NCHW rows are turned to rows of channels in shared memory for few products (NOTES: kb73's
 gradient for the input in bfloat16 took 799 us, its channels_last kernel 233); where they are shorter than 16 bytes, no
 box brings them. Then it is cheaper to turn a tensor once: a copy of the source, the channels_last kernel, and for the
 gradient for the input a copy of its result.
+
+Nor do boxes bring pixels whose channels are no whole 16 bytes. For the weight such tensors are copied, in either memory
+format, into pixels of some channels more, which are zeros.
 
 The copies take as much memory as the tensors, while the gradient is computed. cuDNN's kernels for these layers do too
 (NOTES: `convolution_backward` peaked at 1.0 to 1.2 times the copies' bytes beyond its result in all but two of 44
@@ -53,7 +56,10 @@ class Choice(around.Choice):
 
     @property
     def summary(self) -> str:
-        return f"by copies in channels_last: {self.inner.summary}"
+        p, q = self.problem, self.inner.problem
+        wider = {a: b for a, b in ((p.in_channels, q.in_channels), (p.out_channels, q.out_channels)) if a != b}
+        of = "".join(f" of {a} channels as {b}" for a, b in wider.items())
+        return f"by copies in channels_last{of}: {self.inner.summary}"
 
     @property
     def bound(self) -> str:
@@ -63,7 +69,7 @@ class Choice(around.Choice):
         """What NVRTC must compile: the copying kernels for the channels of both tensors, and the channels_last one."""
         p = self.problem
         sides = ((p.in_channels, p.size), (p.out_channels, p.out_size))
-        tiles = dict.fromkeys(tile(p, channels, size) for channels, size in sides if math.prod(size) > 1)
+        tiles = dict.fromkeys(tile(p, *side) for output, side in enumerate(sides) if copied(p, bool(output)))
         return (*(unit(p, *each) for each in tiles), *self.inner_units)
 
     def prepare(self, device: int) -> GradInput | GradWeight:
@@ -90,30 +96,47 @@ def unit(p: Problem, channels: int, pixels: int, image: int) -> Unit:
     """The copying kernels for tiles of so many channels and pixels (`tile`)."""
     macros = {"ELEMENT": p.dtype.itemsize, "TILE_C": channels, "TILE_P": pixels, "IMAGE": image}
     label = f"relayout of {channels} channels x {pixels} pixels of {8 * p.dtype.itemsize} bits"
-    return Unit(label, jit.source("relayout.cu", macros), ("to_channels_last", "to_contiguous"))
+    return Unit(label, jit.source("relayout.cu", macros), ("to_channels_last", "to_contiguous", "widen"))
+
+
+def width(p: Problem, channels: int) -> int:
+    """Channels of a copy's pixel: whole 16 bytes."""
+    each = 16 // p.dtype.itemsize
+    return -(-channels // each) * each
+
+
+def copied(p: Problem, output: bool) -> bool:
+    """Whether a tensor must be: not where a copy would be the same bytes in the same places."""
+    channels, size = (p.out_channels, p.out_size) if output else (p.in_channels, p.size)
+    return width(p, channels) != channels or (p.layout == "nchw" and math.prod(size) > 1)
 
 
 class Copies:
     """Copies one of a problem's tensors into channels_last, and back."""
 
     def __init__(self, p: Problem, device: int, output: bool) -> None:
+        self.alike = not copied(p, output)
+        """Whether a copy would be the same bytes in the same places."""
         p = p.lifted
-        shape = p.output_shape if output else p.input_shape
-        self.shape, self._device = shape, device
-        batch, channels, pixels = shape[0], shape[1], math.prod(shape[2:])
-        self.alike = pixels == 1
-        """Whether the tensor is the same bytes in the same places in either memory format."""
-        self.strides = cpu.dense_strides(shape, cpu.memory_format("channels_last", p.rank))
-        of_channels, of_pixels, image = tile(p, channels, shape[2:])
-        if image:
+        batch, channels, *size = p.output_shape if output else p.input_shape
+        pixels, wide = math.prod(size), width(p, channels)
+        self.shape, self._device = (batch, wide, *size), device
+        self.strides = cpu.dense_strides(self.shape, cpu.memory_format("channels_last", p.rank))
+        of_channels, of_pixels, image = tile(p, channels, tuple(size))
+        widens = p.layout == "channels_last"
+        if image or widens:
             batch, pixels = 1, batch * pixels
-        self._sizes, self._words = (channels, pixels), image > 0
+        self._sizes, self._words = (channels, pixels), image > 0 and not widens
+        self._width = wide
         self._grid = batch * -(-channels // of_channels) * -(-pixels // of_pixels)
+        if widens:
+            self._grid = -(-pixels * wide * p.dtype.itemsize // 16 // THREADS)
         if self.alike:
             return
         code, arch = unit(p, of_channels, of_pixels, image), gpu_of(device).arch
         self._last, self._contiguous = (
-            Launcher(jit.kernel(code.source, entry, arch, code.label), THREADS, 0, "PPii") for entry in code.entries
+            Launcher(jit.kernel(code.source, entry, arch, code.label), THREADS, 0, codes)
+            for entry, codes in (("widen" if widens else "to_channels_last", "PPiii"), ("to_contiguous", "PPii"))
         )
 
     def empty(self, like: Tensor) -> Tensor:
@@ -121,13 +144,13 @@ class Copies:
         return like.new_empty_strided(self.shape, self.strides)
 
     def channels_last(self, t: Tensor) -> Tensor:
-        """A copy of a contiguous tensor in channels_last, or the tensor itself."""
+        """A copy of a tensor of the problem's layout in channels_last, or the tensor itself."""
         if self.alike:
             return t
         if self._words and t.data_ptr() & 3:
             t = t.clone()  # a view that begins off words; PyTorch's allocations never do
         out = self.empty(t)
-        self._last(self._device, self._grid, (t.data_ptr(), out.data_ptr(), *self._sizes))
+        self._last(self._device, self._grid, (t.data_ptr(), out.data_ptr(), *self._sizes, self._width))
         return out
 
     def contiguous(self, t: Tensor, out: Tensor) -> None:
@@ -155,19 +178,37 @@ class GradWeight(around.GradWeight):
     def __init__(self, choice: Choice, device: int) -> None:
         super().__init__(choice, device)
         self._input, self._output = (Copies(choice.problem, device, output) for output in (False, True))
+        wide = _wider(choice.problem)  # it has no groups
+        self._whole = wide.weight_shape if wide != choice.problem else None
 
     def rearranged(self, x: Tensor, grad: Tensor, out: Tensor, lasting: bool) -> None:
-        self._inner.run(self._input.channels_last(x), self._output.channels_last(grad), out, lasting)
+        x, grad = self._input.channels_last(x), self._output.channels_last(grad)
+        if self._whole is None:
+            self._inner.run(x, grad, out, lasting)
+            return
+        whole = out.new_empty(self._whole)  # of the channels that are zeros, too
+        self._inner.run(x, grad, whole)
+        out.copy_(whole[: out.shape[0], : out.shape[1]])
+
+
+def _wider(p: Problem) -> Problem:
+    """The problem of the copies' channels, where there are no groups."""
+    return p.with_(in_channels=width(p, p.in_channels), out_channels=width(p, p.out_channels))
 
 
 def _bytes(p: Problem) -> int:
-    """Of both tensors that are copied: the output's gradient, and the input or its gradient."""
+    """Of both tensors: the output's gradient, and the input or its gradient."""
     return (math.prod(p.input_shape) + math.prod(p.output_shape)) * p.dtype.itemsize
 
 
 def copy_seconds(p: Problem, gpu: Gpu) -> float:
     """What the copies take."""
-    return 2 * _bytes(p) / (_RATE * gpu.bandwidth) + 2 * _COPY
+    q = _wider(p) if p.groups == 1 else p
+    if p == q:
+        return 2 * _bytes(p) / (_RATE * gpu.bandwidth) + 2 * _COPY
+    sides = ((p.input_shape, q.input_shape), (p.output_shape, q.output_shape))
+    moved = [math.prod(a) + math.prod(b) for output, (a, b) in enumerate(sides) if copied(p, bool(output))]
+    return sum(moved) * p.dtype.itemsize / (_RATE * gpu.bandwidth) + (len(moved) + 1) * _COPY
 
 
 def refusal(p: Problem, gpu: Gpu) -> str | None:
@@ -175,13 +216,18 @@ def refusal(p: Problem, gpu: Gpu) -> str | None:
     refused = around.refusal(p, gpu)
     if refused:
         return refused
-    if p.layout != "nchw":
+    each = 16 // p.dtype.itemsize
+    widened = p.in_channels % each or p.out_channels % each
+    if p.layout != "nchw" and (p.pass_ != "grad-weight" or not widened):
         return "only NCHW tensors have another memory format to be copied into"
+    if widened and (p.pass_ != "grad-weight" or p.groups > 1):
+        return f"{p.in_channels} and {p.out_channels} channels are no multiples of the {each} in 16 bytes"
     if max(math.prod(p.size), math.prod(p.out_size), _SMALL * p.batch) >= 2**31 - max(_TILE.values()):
         return "an image has nearly 2^31 pixels and more"
-    each = 16 // p.dtype.itemsize
-    if p.in_channels % each or p.out_channels % each:
-        return f"{p.in_channels} and {p.out_channels} channels are no multiples of the {each} in 16 bytes"
+    wide = _wider(p) if widened else p
+    units = max(map(math.prod, (wide.input_shape, wide.output_shape))) // each
+    if p.layout != "nchw" and units >= 2**31 - THREADS:
+        return "a tensor of nearly 2^31 units of 16 bytes and more is not copied into wider pixels"
     apart = (s // math.gcd(s, d) for s, d in zip(p.stride, p.dilation))  # taps of different phases
     if p.pass_ == "grad-input" and all(k <= n for k, n in zip(p.kernel, apart)):
         # NOTES: unet1 (k2 s2), TF32: 296 us without copies, 313 with them by their parts; the model has 359 and 325.
@@ -206,7 +252,8 @@ def choose(p: Problem, gpu: Gpu, otherwise: Any, general: bool = False) -> Choic
     copies = copy_seconds(p, gpu)
     if copies > _MOST_COPYING * weighed(otherwise):
         return f"slower: the copies alone take {copies * 1e3:.3g} ms"
-    inner = around.choose(p.lifted.with_(layout="channels_last"), gpu, others=True)  # 1-D tensors: images of one row
+    q = p.lifted if p.groups > 1 else _wider(p.lifted)  # 1-D tensors: of one row
+    inner = around.choose(q.with_(layout="channels_last"), gpu, others=True)
     if isinstance(inner, str):
         return inner
     cached = p.pass_ == "grad-weight" and p.dtype.itemsize == 2 and _bytes(p) <= gpu.cache_bytes

@@ -1,7 +1,8 @@
-// Copies of tensors in the other memory format: (batch, channels, pixels) to (batch, pixels, channels) and back.
+// Copies of tensors in the other memory format: (batch, channels, pixels) to (batch, pixels, channels) and back. Pixels of channels that
+// are no whole 16 bytes become pixels of `width`, of which the rest are zeros.
 //
 // A block copies TILE_C channels of TILE_P pixels through shared memory: on the one side warps take rows of pixels, whatever
-// their alignment, on the other threads take 16-byte units of channels, whose count is a multiple of a unit's. Of
+// their alignment, on the other threads take 16-byte units of channels. Of
 // images of IMAGE pixels, fewer than a tile has, `pixels` are those of all images, one behind the other.
 #include "ptx.cuh"
 
@@ -46,7 +47,7 @@ __device__ __forceinline__ u32 load_word(const u16* word, bool whole) { return w
 #endif
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-to_channels_last(const Element* __restrict__ from, Element* __restrict__ to, int channels, int pixels) {
+to_channels_last(const Element* __restrict__ from, Element* __restrict__ to, int channels, int pixels, int width) {
   __shared__ u32 tile[TILE_C * PITCH];
   Part at = part_of(channels, pixels);
   int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -100,7 +101,8 @@ to_channels_last(const Element* __restrict__ from, Element* __restrict__ to, int
 #endif
   __syncthreads();
   int unit = threadIdx.x % UNITS, pixel = threadIdx.x / UNITS;
-  if (at.channel + unit * EACH >= channels) return;
+  if (at.channel + unit * EACH >= width) return;
+  to += (at.first / channels + at.pixel) * width + at.channel + unit * EACH;
 #if IMAGE && ELEMENT == 2
   const int odd = 0, then = 0;
 #elif ELEMENT == 2                         // channels lie `pixels` apart: even ones begin alike, odd ones do
@@ -119,7 +121,7 @@ to_channels_last(const Element* __restrict__ from, Element* __restrict__ to, int
       words[i] = tile[(unit * EACH + i) * PITCH + pixel];
 #endif
     }
-    *(uint4*)(to + at.first + (long long)(at.pixel + pixel) * channels + at.channel + unit * EACH) = make_uint4(words[0], words[1], words[2], words[3]);
+    *(uint4*)(to + (long long)pixel * width) = make_uint4(words[0], words[1], words[2], words[3]);
   }
 }
 
@@ -158,4 +160,21 @@ to_contiguous(const Element* __restrict__ from, Element* __restrict__ to, int ch
     for (int j = 0; j < COLUMNS; j++)
       if (at.channel + warp + i * 8 < channels && at.pixel + lane + j * 32 < pixels)
         to[at.first + place_of(at.channel + warp + i * 8, at.pixel + lane + j * 32, channels, pixels)] = ((const Element*)(tile + (warp + i * 8) * PITCH))[lane + j * 32];
+}
+
+// Pixels of `channels` side by side, as pixels of `width`: a thread a unit. `pixels` are those of all images.
+extern "C" __global__ void __launch_bounds__(THREADS)
+widen(const Element* __restrict__ from, Element* __restrict__ to, int channels, int pixels, int width) {
+  int index = blockIdx.x * THREADS + threadIdx.x, units = width / EACH, pixel = index / units, first = index % units * EACH;
+  if (pixel >= pixels) return;
+  from += (long long)pixel * channels + first;
+  u32 v[EACH];
+#pragma unroll
+  for (int e = 0; e < EACH; e++) v[e] = first + e < channels ? from[e] : 0;
+#if ELEMENT == 2
+  uint4 words = make_uint4(v[0] | v[1] << 16, v[2] | v[3] << 16, v[4] | v[5] << 16, v[6] | v[7] << 16);
+#else
+  uint4 words = make_uint4(v[0], v[1], v[2], v[3]);
+#endif
+  *(uint4*)(to + (long long)index * EACH) = words;
 }
