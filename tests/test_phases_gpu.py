@@ -97,6 +97,20 @@ def test_many_tiles_of_a_block_around_short_rings(precision: str, stages: int) -
     assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
 
 
+@pytest.mark.parametrize("cout", [32, 48])
+def test_long_rows_are_right_and_equal_to_the_bit(cout: int) -> None:
+    """Stages given back before their loads had arrived were overwritten where many stores delayed these."""
+    p = Problem.make(8, 96, cout, (66000,), 8, 4, dtype=torch.float32, precision="tf32")
+    choice = phases.choose(p, gpu(0))
+    assert isinstance(choice, phases.Choice) and choice.tile.stages > 4
+    x, weight, bias, truth, magnitude = operands(p, products(p))
+    prepared, outs = choice.prepare(0), [poisoned(p) for _ in range(4)]
+    for out in outs:
+        prepared.run(x, prepared.pack(weight), bias, out)
+    assert all(torch.equal(outs[0], out) for out in outs[1:])
+    assert_accurate(outs[0], truth, magnitude, products(p))
+
+
 def test_fewer_tiles_than_consumers() -> None:
     """The second consumer of a block has none."""
     p = Problem.make(1, 32, 32, (1, 64), 3, 2, 1, bias=True, precision="tf32")

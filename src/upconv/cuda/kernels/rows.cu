@@ -254,10 +254,6 @@ __device__ __forceinline__ void multiply_row(float (&acc)[MB][SLOTS * SLOT_SUMS]
     }
 #pragma unroll
     for (int i = 0; i < KERNEL_W * MB * 4; i++) asm volatile("" : "+r"(a[i / (MB * 4)][i / 4 % MB][i % 4]));
-    if (step == K_STEPS - 1) {
-      __syncwarp();
-      if ((threadIdx.x & 31) == 0) release(empty, count);
-    }
     wgmma_fence();
 #pragma unroll
     for (int kw = 0; kw < KERNEL_W; kw++)
@@ -265,6 +261,10 @@ __device__ __forceinline__ void multiply_row(float (&acc)[MB][SLOTS * SLOT_SUMS]
       for (int m = 0; m < MB; m++)
         multiply<meets(F)>(acc[m], a[kw][m], DESCRIPTOR(weights + (kw * K_STEPS + step) * (meets(F) * BLOCK_BYTES / 16)));
     wgmma_commit();
+    if (step == K_STEPS - 1) {                          // behind what takes the loaded values: the arrival does not wait for loads (phases.cu)
+      __syncwarp();
+      if ((threadIdx.x & 31) == 0) release(empty, count);
+    }
     wgmma_wait<0>();
   }
 }
