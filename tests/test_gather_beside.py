@@ -157,6 +157,6 @@ def test_results_on_a_gpu(name: str, precision: Precision) -> None:
         prepared = gather.Choice(t, p, gpu(0), 0.0, "").prepare(0)
         outs = [torch.full(result_shape(p), float("nan"), device="cuda", dtype=p.dtype) for _ in range(2)]
         for out in outs:
-            prepared.run(x, prepared.pack(weight), bias, out)
+            prepared.run(x, prepared.pack(weight), bias, out, fresh=True)
         assert torch.equal(*outs), t
         assert_accurate(outs[0], truth, size, products + 1)

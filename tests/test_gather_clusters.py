@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from conftest import assert_accurate, tf32_magnitude
+from conftest import Stubs, assert_accurate, tf32_magnitude
 from test_gather_gpu import PRECISIONS, _truth
 from upconv.cuda import gather, jit
 from upconv.cuda.gpu import A100, H200, Gpu, gpu
@@ -129,6 +129,28 @@ def test_compiled_kernels_spill_nothing(p: Problem) -> None:
         assert "ld.shared::cluster" in text and f".reqnctapercluster {chosen.tiling.cluster}" in text
 
 
+@pytest.mark.parametrize("p", (FEW[0], FEW[3]), ids=str)
+def test_where_no_cluster_fits_blocks_have_tiles_of_their_own(
+    p: Problem, stubs: Stubs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a part of a device; with either form of the weights, once each."""
+    chosen = gather.choose(p, H200)
+    assert isinstance(chosen, gather.Choice)
+    alone = replace(chosen, tiling=replace(chosen.tiling, cluster=1))
+    assert alone.grid < chosen.grid
+    x, out = torch.empty(source_shape(p), dtype=p.dtype), torch.empty(result_shape(p), dtype=p.dtype)
+    weight = torch.empty(p.weight_shape, dtype=p.dtype)
+    last = weight.contiguous(memory_format=torch.channels_last) if chosen.boxable else weight
+    for fit, grid in ((4, chosen.grid), (0, alone.grid)):
+        monkeypatch.setattr(gather.Launcher, "clusters", lambda self, device, blocks, fit=fit: fit)
+        prepared = chosen.prepare(0)
+        for given in (weight, last, weight):
+            prepared.run(x, prepared.pack(given), None, out)
+            name, blocks, *_ = stubs.pop()
+            assert (name, blocks) == ("gather", grid)
+        assert prepared._unit == (chosen if fit else alone).sources()[0]
+
+
 class TestOnGpu:
     pytestmark = gpu_test
 
@@ -165,6 +187,6 @@ class TestOnGpu:
             for given in (weight, weight, weight.contiguous(memory_format=last)):  # the last as it lies, where it may
                 out = torch.full(result_shape(p), float("nan"), device="cuda", dtype=p.dtype)
                 outs.append(out.contiguous(memory_format=order))
-                prepared.run(x, prepared.pack(given), bias, outs[-1])
+                prepared.run(x, prepared.pack(given), bias, outs[-1], fresh=True)
             assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2]), t
             assert_accurate(outs[0], truth, size, products + 1)

@@ -242,6 +242,19 @@ def test_sources_are_the_copies_and_the_channels_last_kernels() -> None:
 # --- launches --------------------------------------------------------------------------------------------------------
 
 
+def test_wider_pixels_are_computed_by_the_chosen_kernel(stubs: Stubs) -> None:
+    """Its blocks add up together where the planner counts on that, and nothing is loaded at a call."""
+    p = as_(Problem.make(100, 512, 17, (14, 14), 4, 2, 1, layout="channels_last"), "bf16", "grad-weight")
+    choice = planner.select(p, planner.Device("cuda", gpu=H200)).choice
+    assert isinstance(choice, relayout.Choice) and isinstance(choice.inner, wgrad.Choice) and choice.inner.together
+    prepared = choice.prepare(0)
+    assert prepared.together
+    stubs.loaded.clear()
+    x, g, w = (torch.empty(s, dtype=p.dtype) for s in (p.input_shape, p.output_shape, p.weight_shape))
+    prepared.run(x, g, w, True)
+    assert stubs.names() == ["widen", "wgrad together"] and not stubs.loaded
+
+
 @pytest.mark.parametrize("p", [as_(KB73, "bf16", "grad-input"), as_(DCGAN, "bf16", "grad-weight")], ids=str)
 def test_copies_are_launched_around_the_inner_kernel(p: Problem, stubs: Stubs, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is loaded at a call; the inner kernel may begin beside its packing, and beside nothing else.

@@ -59,6 +59,8 @@ _CLUSTER = 3800.0, 1100.0, 24.0
 _CLUSTER_HOPE = 1.0, 1.05
 _CLUSTERS = (2, 4, 8)
 _PROMISING = 12
+# Of clusters that the model has so near, one whatever the size, since each is a kernel to be compiled.
+_ALIKE = 1.03
 # Results that the copy engine stores: bytes a clock that threads leave in shared memory for it, and clocks beside.
 _STAGED = 64.0, 300.0
 # By how much the model hopes there, by `split` (NOTES: pix in bfloat16 on an H100, which it has at 116 us both times,
@@ -393,9 +395,7 @@ class Prepared(BoxedPacks, LazyPacks):
         self._results: dict[int, Words] = {}
         if t.drained:
             self._codes += f"({'q' * 16})"  # the result's map behind the source's
-        units = choice.sources()
-        self._unit = units[0]
-        self._boxed_unit = units[1] if choice.boxable else None
+        self._unit, self._boxed_unit = _units(choice)
         # Groups of a channels-last pixel share sectors, so their blocks are to stay abreast (NOTES: kb75's gradient for
         # the input in bfloat16 took 113 us launched beside `pack`, where blocks begin one by one, and 92 behind it).
         abreast = t.channels_last and p.groups > 1
@@ -441,14 +441,30 @@ class Prepared(BoxedPacks, LazyPacks):
     def _load_gather(self, unit: Unit, codes: str) -> Launcher:
         return self._load(unit, "gather", 512 if self._tiling.wgmma else 384, self._tiling.shared_bytes, codes)
 
+    def _has_clusters(self, launcher: Launcher) -> bool:
+        """Whether those of a kernel fit on the device; on a part of one, as green contexts have, none may.
+
+        If not, tiles are multiplied by a block each from now on; packed weights are the same.
+        """
+        if self._tiling.cluster == 1 or launcher.clusters(self._device, self._tiling.cluster):
+            return True
+        self._tiling = replace(self._tiling, cluster=1)
+        alone = replace(self._choice, tiling=self._tiling)
+        self._grid = alone.grid
+        self._unit, self._boxed_unit = _units(alone)
+        return False
+
     @cached_property
     def _run(self) -> Launcher:
-        return self._load_gather(self._unit, self._codes)
+        launcher = self._load_gather(self._unit, self._codes)
+        return launcher if self._has_clusters(launcher) else self._load_gather(self._unit, self._codes)
 
     @cached_property
     def _run_boxed(self) -> Launcher:
         assert self._boxed_unit is not None
-        return self._load_gather(self._boxed_unit, self._codes + f"({'q' * 16})")
+        codes = self._codes + f"({'q' * 16})"
+        launcher = self._load_gather(self._boxed_unit, codes)
+        return launcher if self._has_clusters(launcher) else self._load_gather(self._boxed_unit, codes)
 
     @cached_property
     def _run_packing(self) -> Launcher:
@@ -516,6 +532,12 @@ class Prepared(BoxedPacks, LazyPacks):
             self._run(self._device, self._grid, args, fresh and self._overlaps)
         else:
             self._run_boxed(self._device, self._grid, (*args, self._weight_map(at)))
+
+
+def _units(choice: Choice) -> tuple[Unit, Unit | None]:
+    """Its kernels' sources: of packed weights, and of those that lie as boxes take them, if there is one."""
+    units = choice.sources()
+    return units[0], units[1] if choice.boxable else None
 
 
 def tensors(t: Tiling, p: Problem) -> tuple[Tensor5, ...]:
@@ -1080,9 +1102,16 @@ def _choose(p: Problem, gpu: Gpu, general: bool) -> Choice | str:
     best = cheapest(found)
     if best.tiling.cluster > 1:
         alone = cheapest(one for one in found if one[2].cluster == 1)
-        if alone.packs and best.seconds > alone.seconds - _PACKED_FIRST:
+        if alone.packs and not alone.boxable and best.seconds > alone.seconds - _PACKED_FIRST:
             return alone
+        alike = [one for one in found if one[2].cluster > 1 and one[0] <= _ALIKE * best.seconds]
+        return cheapest(sorted(alike, key=lambda one: _order(one[2]))[:1])
     return best
+
+
+def _order(t: Tiling) -> tuple[Any, ...]:
+    """One of tilings, which sizes and batches agree about."""
+    return t.cluster, t.tile, t.sub, t.split, -t.chunk, t.width_subs, t.subs, t.unroll, t.paired, t.planewise, t.beside
 
 
 def considered(p: Problem, gpu: Gpu, general: bool = False) -> Iterator[tuple[float, str, Tiling]]:
@@ -1093,49 +1122,52 @@ def considered(p: Problem, gpu: Gpu, general: bool = False) -> Iterator[tuple[fl
     kinds: list[tuple[Shuffle | None, bool]] = [(shuffle, False) for shuffle in (None, *found)]
     if not general and not found and gpu.arch == "90a" and drains(p):
         kinds.append((None, True))
-    few: list[tuple[Tiling, Clocks]] = []
+    few: list[tuple[Tiling, Clocks, float]] = []
     for shuffle, drained in kinds:
         small = () if general else _small_tilings(layer, gpu, p.size, shuffle, drained)
         if not general and shuffle is None and not drained and narrow_source(p) is not None:
             small += _small_tilings(layer, gpu, p.size, None, beside=True)
         for t, clocks in _tilings(layer, gpu, classes, _alignment(p), shuffle, drained) + small:
             seconds, bound = _whole(t, clocks, p, gpu)
-            if found and shuffle is None and not t.contiguous:
-                seconds *= _SPREAD
+            spread = _SPREAD if found and shuffle is None and not t.contiguous else 1.0
+            seconds *= spread
             if bound == "bytes" and t.channels_last and t.sub == (1, 64) and not general:
                 seconds *= _LONG
             yield seconds, bound, t
             if not general and t.wgmma and shuffle is None and not drained:
-                few.append((t, clocks))
+                few.append((t, clocks, spread))
     yield from _clustered(few, p, gpu)
 
 
-def _clustered(found: Sequence[tuple[Tiling, Clocks]], p: Problem, gpu: Gpu) -> Iterator[tuple[float, str, Tiling]]:
+def _clustered(
+    found: Sequence[tuple[Tiling, Clocks, float]], p: Problem, gpu: Gpu
+) -> Iterator[tuple[float, str, Tiling]]:
     """Of tilings whose tiles leave multiprocessors idle those that promise most where clusters share the chunks.
 
     All clusters must run at once: a block has one tile, so a second would begin where the first ends (NOTES: nnunet's
     gradient for the input in TF32 channels_last, three waves of halves for two of whole tiles, 60 -> 78 us). Nor are
     those looked at whose loads the model has far too cheap: planes of 32 bytes of a pixel (256->256 k4 s4 on 24 x 24,
     four blocks, 52 us of 34), halves of rows of several classes (2,048->256 k4 s2 on 32 images of 8 x 6 101 -> 129).
+    ``found``: each with a factor of its seconds.
     """
-    promising: list[tuple[float, int, int, Tiling]] = []
-    for t, clocks in found:
+    promising: list[tuple[float, int, int, Tiling, float]] = []
+    for t, clocks, factor in found:
         tiles = math.prod(t.counts(p)) * t.m_groups
         cheap = (t.planewise and t.row_bytes == 32) or (t.classed and t.element == 2)
         if t.split == 2 or t.resident or cheap:
             continue
         for cluster in _CLUSTERS:
             if 2 * cluster <= t.chunks and tiles <= gpu.clusters(cluster):
-                rough = clocks.tile / cluster + cluster * _CLUSTER[1]
-                promising.append((rough, len(promising), cluster, t))
-    for _, _, cluster, t in sorted(promising)[:_PROMISING]:
+                rough = factor * (clocks.tile / cluster + cluster * _CLUSTER[1])
+                promising.append((rough, len(promising), cluster, t, factor))
+    for _, _, cluster, t, factor in sorted(promising)[:_PROMISING]:
         shared = replace(t, cluster=cluster)
         try:
             shared.checked(gpu.shared_bytes)
         except Unfit:
             continue
         seconds, bound = _whole(shared, _tile_clocks(shared, _alignment(p)), p, gpu)
-        yield seconds * _CLUSTER_HOPE[shared.channels_last], bound, shared
+        yield factor * seconds * _CLUSTER_HOPE[shared.channels_last], bound, shared
 
 
 def any_size(p: Problem) -> Problem:

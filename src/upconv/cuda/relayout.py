@@ -187,7 +187,7 @@ class GradWeight(around.GradWeight):
             self._inner.run(x, grad, out, lasting)
             return
         whole = out.new_empty(self._whole)  # of the channels that are zeros, too
-        self._inner.run(x, grad, whole)
+        self._inner.run(x, grad, whole, lasting)
         out.copy_(whole[: out.shape[0], : out.shape[1]])
 
 

@@ -337,10 +337,10 @@ __device__ __forceinline__ void produce(const char* __restrict__ x, const Sizes&
 #endif
 #pragma unroll 1
   for (now.begin(FIRST_TILE(s), s); now.live(s); now.next(s), tile.next(STAGES_P), slot.next(STAGES_S)) {
-#if BESIDE
-    if (now.chunk == 0 || CLUSTER > 1) own.locate(x, s, source_of(now.tile, 0), segments, thread);  // its rows
-#elif CLUSTER > 1
-    if (!SLOTS_BY_BOX && now.chunk == FIRST_CHUNK) own.locate(x, s, source_of(now.tile, 0), segments, thread);
+#if CLUSTER > 1
+    if ((!SLOTS_BY_BOX || BESIDE) && now.chunk == FIRST_CHUNK) own.locate(x, s, source_of(now.tile, 0), segments, thread);
+#elif BESIDE
+    if (now.chunk == 0) own.locate(x, s, source_of(now.tile, 0), segments, thread);  // its rows
 #else
     if (!SLOTS_BY_BOX && now.chunk == 0) own.locate(x, s, source_of(now.tile, 0), segments, thread);
 #endif
