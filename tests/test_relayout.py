@@ -175,6 +175,7 @@ def test_what_is_not_computed_on_copies_says_why() -> None:
     assert "memory format" in why(kb73.with_(layout="channels_last", out_channels=20))
     huge = Problem.make(2**14, 32, 20, (512, 512), 3, 2, 1, layout="channels_last")
     assert "wider pixels" in why(as_(huge, "bf16", "grad-weight"))
+    assert "4096 taps" in why(as_(Problem.make(4, 21, 21, (16, 16), 64, 32), "bf16", "grad-weight"))
     assert "compute capability 9.0" in why(kb73, A100)
     assert "TF32 and 16 bits" in why(kb73.with_(dtype=torch.float32, precision="ieee"))
     assert "32 and 20 channels are no multiples of the 8" in why(

@@ -20,6 +20,7 @@ from upconv.problem import Layout, Pass, Precision, Problem
 pytestmark = HOPPER
 
 CALLS = 4
+BYTES = 2**28  # of a tensor, so that a dozen processes have room; batches are cut to that
 PASSES: tuple[Pass, ...] = ("fwd", "grad-input", "grad-weight")
 DTYPES: dict[Precision, torch.dtype] = {"tf32": torch.float32, "bf16": torch.bfloat16}
 BOUNDS = {
@@ -32,6 +33,12 @@ LAYERS: dict[str, tuple[Problem, tuple[Layout, ...]]] = {
     **{c.name: (c.problem, ("nchw", "channels_last")) for c in SUITES["cuda"]},
     **{c.name: (c.problem, ("nchw",)) for c in SUITES["field"] if c.name in LONG},
 }
+
+
+def cut(p: Problem) -> Problem:
+    """With fewer images, if they take too much memory; thousands of tiles are left."""
+    each = 4 * max(math.prod(p.input_shape), math.prod(p.output_shape)) // p.batch
+    return p.with_(batch=max(1, min(p.batch, BYTES // each)))
 
 
 def theirs(p: Problem, x: Tensor, g: Tensor, w: Tensor) -> Tensor:
@@ -52,7 +59,7 @@ def test_calls_are_equal_to_the_bit(name: str, precision: Precision) -> None:
     try:
         for layout in layouts if layer.rank > 1 else layouts[:1]:
             order = FORMATS.get(layer.rank) if layout == "channels_last" else torch.contiguous_format
-            whole = layer.with_(dtype=DTYPES[precision], precision=precision, layout=layout, bias=False)
+            whole = cut(layer).with_(dtype=DTYPES[precision], precision=precision, layout=layout, bias=False)
             torch.manual_seed(1)
             x, g, w = (
                 torch.randn(shape, device="cuda").to(whole.dtype).contiguous(memory_format=order)
@@ -65,6 +72,7 @@ def test_calls_are_equal_to_the_bit(name: str, precision: Precision) -> None:
                     check(p, choice, x, g, w)
     finally:
         torch.backends.cudnn.conv.fp32_precision = before
+        torch.cuda.empty_cache()
 
 
 def check(p: Problem, choice: Any, x: Tensor, g: Tensor, w: Tensor) -> None:
@@ -72,8 +80,11 @@ def check(p: Problem, choice: Any, x: Tensor, g: Tensor, w: Tensor) -> None:
     prepared = choice.prepare(0)
     first: Tensor | None = None
     packs = getattr(prepared, "packs", False)  # the kernel itself, as the engine asks of it in training
+    order = FORMATS[p.rank] if p.layout == "channels_last" else torch.contiguous_format
     for call in range(CALLS):
-        out = torch.full_like(expected, math.nan)
+        out = torch.full(expected.shape, math.nan, device="cuda", dtype=p.dtype)
+        if p.pass_ != "grad-weight":  # dense in the layout; PyTorch's need not be, of one channel
+            out = out.contiguous(memory_format=order)
         if p.pass_ == "grad-weight":
             prepared.run(x, g, out, *((True,) if getattr(prepared, "together", False) else ()))
         elif packs and call % 2:

@@ -45,6 +45,7 @@ _MOST_COPYING = 0.55
 # -> 80 us). Beyond it and in TF32 the times are the model's, to 15 % (NOTES: of twelve layers 0.85 to 1.25 of it), and
 # so much better it must be. (kb68 in bfloat16, which would be 1,913 -> 2,159, is not.)
 _WEIGHT = 0.75
+_MANY_TAPS = 256  # (NOTES: 21->21 k64 s32 in bfloat16 channels_last 400 us, where the model has 177)
 _HOPED = 1.15
 
 
@@ -222,6 +223,8 @@ def refusal(p: Problem, gpu: Gpu) -> str | None:
         return "only NCHW tensors have another memory format to be copied into"
     if widened and (p.pass_ != "grad-weight" or p.groups > 1):
         return f"{p.in_channels} and {p.out_channels} channels are no multiples of the {each} in 16 bytes"
+    if widened and p.taps >= _MANY_TAPS:
+        return f"of {p.taps} taps the kernels on wider pixels take far longer than their model says"
     if max(math.prod(p.size), math.prod(p.out_size), _SMALL * p.batch) >= 2**31 - max(_TILE.values()):
         return "an image has nearly 2^31 pixels and more"
     wide = _wider(p) if widened else p
