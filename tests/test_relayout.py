@@ -36,8 +36,7 @@ def as_(p: Problem, precision: Precision, pass_: Any) -> Problem:
 
 def forced(p: Problem, device: Gpu) -> relayout.Choice:
     """The gradient on copies, whatever it costs."""
-    q = p.lifted if p.groups > 1 else relayout._wider(p.lifted)
-    inner = around.choose(q.with_(layout="channels_last"), device, others=True)
+    inner = around.choose(relayout._wider(p.lifted).with_(layout="channels_last"), device, others=True)
     fitting = [c for c in engine.choose(p, device).values() if not isinstance(c, (str, relayout.Choice))]
     assert not isinstance(inner, str), inner
     return relayout.Choice(inner, min(fitting, key=lambda c: c.seconds), p, 0.0)

@@ -179,7 +179,7 @@ class GradWeight(around.GradWeight):
     def __init__(self, choice: Choice, device: int) -> None:
         super().__init__(choice, device)
         self._input, self._output = (Copies(choice.problem, device, output) for output in (False, True))
-        wide = _wider(choice.problem)  # it has no groups
+        wide = _wider(choice.problem)
         self._whole = wide.weight_shape if wide != choice.problem else None
 
     def rearranged(self, x: Tensor, grad: Tensor, out: Tensor, lasting: bool) -> None:
@@ -193,7 +193,9 @@ class GradWeight(around.GradWeight):
 
 
 def _wider(p: Problem) -> Problem:
-    """The problem of the copies' channels, where there are no groups."""
+    """The problem of the copies' channels, which stay as they are where there are groups."""
+    if p.groups > 1:
+        return p
     return p.with_(in_channels=width(p, p.in_channels), out_channels=width(p, p.out_channels))
 
 
@@ -204,7 +206,7 @@ def _bytes(p: Problem) -> int:
 
 def copy_seconds(p: Problem, gpu: Gpu) -> float:
     """What the copies take."""
-    q = _wider(p) if p.groups == 1 else p
+    q = _wider(p)
     if p == q:
         return 2 * _bytes(p) / (_RATE * gpu.bandwidth) + 2 * _COPY
     sides = ((p.input_shape, q.input_shape), (p.output_shape, q.output_shape))
@@ -227,7 +229,7 @@ def refusal(p: Problem, gpu: Gpu) -> str | None:
         return f"of {p.taps} taps the kernels on wider pixels take far longer than their model says"
     if max(math.prod(p.size), math.prod(p.out_size), _SMALL * p.batch) >= 2**31 - max(_TILE.values()):
         return "an image has nearly 2^31 pixels and more"
-    wide = _wider(p) if widened else p
+    wide = _wider(p)
     units = max(map(math.prod, (wide.input_shape, wide.output_shape))) // each
     if p.layout != "nchw" and units >= 2**31 - THREADS:
         return "a tensor of nearly 2^31 units of 16 bytes and more is not copied into wider pixels"
@@ -255,8 +257,7 @@ def choose(p: Problem, gpu: Gpu, otherwise: Any, general: bool = False) -> Choic
     copies = copy_seconds(p, gpu)
     if copies > _MOST_COPYING * weighed(otherwise):
         return f"slower: the copies alone take {copies * 1e3:.3g} ms"
-    q = p.lifted if p.groups > 1 else _wider(p.lifted)  # 1-D tensors: of one row
-    inner = around.choose(q.with_(layout="channels_last"), gpu, others=True)
+    inner = around.choose(_wider(p.lifted).with_(layout="channels_last"), gpu, others=True)  # 1-D tensors: of one row
     if isinstance(inner, str):
         return inner
     cached = p.pass_ == "grad-weight" and p.dtype.itemsize == 2 and _bytes(p) <= gpu.cache_bytes
