@@ -513,7 +513,10 @@ def test_blocks_that_pack_have_the_kernels_threads() -> None:
 
 @pytest.mark.parametrize("seed", range(36))
 def test_consumers_find_the_weights_where_the_stream_puts_them(seed: int, tmp_path: Path) -> None:
-    """Every fragment of every tile is loaded once, in the packed order; stages are taken and given back in theirs."""
+    """Every fragment of every tile is loaded once, in the packed order; stages are taken and given back in theirs.
+
+    By blocks of a cluster those of its chunks.
+    """
     rng = random.Random(seed)
     split, resident = seed % 3, seed % 2 == 1
     while True:

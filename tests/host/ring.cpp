@@ -45,6 +45,17 @@ static u32 load_shared_u32(u32 address);
 
 #include "kernel.h"  // the tiling's macros and what follows them of the kernel, cut from it by test_host.py
 
+// A block's chunks of a tile: all, or its share in a cluster.
+#if CLUSTER > 1
+#define FIRST FIRST_CHUNK
+static int chunks_now(const Tile&) { return END_CHUNK - FIRST_CHUNK; }
+#else
+#define FIRST 0
+static int chunks_now(const Tile& t) { return chunks_of(t.variant); }
+#endif
+static long long chunk_bytes(const Tile& t) { return (long long)entries_of(t.variant) * STEPS_PER_TAP * (WGS_M * FRAGMENT); }
+static const char* first_of(const char* packed, const Tile& t) { return fragments_of(packed, t) + FIRST * chunk_bytes(t); }
+
 static long long streamed;  // the streamer's own count of stages
 static u32 announced_to;
 static void announce(u32 bytes, u32 barrier) {
@@ -126,7 +137,7 @@ static void load_matrices_turned(u32 (&)[4], u32) { fail("a gradient's weights l
 static void load_matrices(u32 (&)[4], u32 address) {
   const Fill* fill = landed_at(address);
   const int entries = entries_of(tile_now.variant), lane = thread_now % 32;
-  const int chunk = step_now / (entries * K_STEPS), entry = step_now / K_STEPS % entries, k_step = step_now % K_STEPS;
+  const int chunk = FIRST + step_now / (entries * K_STEPS), entry = step_now / K_STEPS % entries, k_step = step_now % K_STEPS;
   const Box& box = fill->boxes[(address - fill->to) / BOX_BYTES];
   const int of_entry = (int)((address - fill->to) / BOX_BYTES) % BOXES, offset = (address - box.to) % BOX_BYTES, row = offset / ROW_BYTES;
   const int tap = TAP_INDEX[(ENTRY[tile_now.variant * (MB + 1)] + entry) * SUBS + of_entry];
@@ -144,7 +155,7 @@ static void load_matrices(u32 (&)[4], u32) { fail("a forward's weights lie as M 
 static void found(u32 address, int m, int k) {
   const Fill* fill = landed_at(address);
   const int entries = entries_of(tile_now.variant);
-  const int chunk = step_now / (entries * K_STEPS), entry = step_now / K_STEPS % entries, k_step = step_now % K_STEPS;
+  const int chunk = FIRST + step_now / (entries * K_STEPS), entry = step_now / K_STEPS % entries, k_step = step_now % K_STEPS;
   const Box& box = fill->boxes[(address - fill->to) / BOX_BYTES];
   const int of_entry = (int)((address - fill->to) / BOX_BYTES) % BOXES, offset = (address - box.to) % BOX_BYTES;
   const int wg = of_entry / PANELS, panel = of_entry % PANELS, tap = TAP_INDEX[ENTRY[tile_now.variant * (MB + 1)] + entry];
@@ -202,10 +213,11 @@ static long long consume(const char* packed, const Sizes& s, int wg, int thread)
 #endif
   long long checked = 0, before = 0;
   int turn = 0;
-  for (int index = blockIdx.x; index < s.tiles; index += gridDim.x, turn++) {
+  for (int index = FIRST_TILE(s); index < s.tiles; turn++) {
     Tile t = tile_at(index, s);
+    NEXT_TILE(index, s);
     long long stages = 0;
-    for (const char* at = fragments_of(packed, t), *end = at + (long long)FRAGMENTS(entries_of(t.variant)) * (WGS_M * FRAGMENT); !RESIDENT && at < end; stages++) {
+    for (const char* at = first_of(packed, t), *end = at + chunks_now(t) * chunk_bytes(t); !RESIDENT && at < end; stages++) {
       if (!WEIGHTS_BOX && fills[before + stages].from != at) fail("the stream leaves fragments out");
       at += fills[before + stages].bytes;
     }
@@ -214,9 +226,9 @@ static long long consume(const char* packed, const Sizes& s, int wg, int thread)
       if (!RESIDENT) weights.skip(t.variant);
     } else {
       taken = released = before;
-      expected = fragments_of(packed, t);
+      expected = first_of(packed, t);
       weights.begin(packed, t, 0);
-      for (int chunk = 0; chunk < chunks_of(t.variant); chunk++) {
+      for (int chunk = 0; chunk < chunks_now(t); chunk++) {
         weights.begin_chunk(chunk);
         given_back = multiplied = 0;
         multiply_chunk<0>(t.variant, acc, SUM_ARGUMENT weights, Columns(), CONTINUED && chunk ? CHUNK_BEFORE : 0, 0);
@@ -224,8 +236,8 @@ static long long consume(const char* packed, const Sizes& s, int wg, int thread)
         if (given_back != (CONTINUED && chunk ? 1 : 0)) fail("the pixels of the chunk before are given back once");
       }
       weights.end();
-      long long bytes = WEIGHTS_BOX ? (long long)step_now * (WGS_M * FRAGMENT) : expected - fragments_of(packed, t);
-      if (bytes != (long long)FRAGMENTS(entries_of(t.variant)) * (WGS_M * FRAGMENT)) fail("not all fragments of a tile");
+      long long bytes = WEIGHTS_BOX ? (long long)step_now * (WGS_M * FRAGMENT) : expected - first_of(packed, t);
+      if (bytes != chunks_now(t) * chunk_bytes(t)) fail("not all fragments of a tile");
       if (!RESIDENT && (taken != before + stages || released != taken)) fail("a stage is left");
       checked += bytes / FRAGMENT;
     }
@@ -239,7 +251,7 @@ int main(int, char** arguments) {
   Sizes s = {};
   s.tiles_d = s.tiles_h = s.tiles_w = 1;
   s.tiles = M_GROUPS * count;
-  gridDim.x = RESIDENT ? M_GROUPS : 1 + seed % 5;
+  gridDim.x = CLUSTER > 1 ? s.tiles * CLUSTER : RESIDENT ? M_GROUPS : 1 + seed % 5;
   static char packed[1];
   long long checked = 0;
   for (blockIdx.x = 0; blockIdx.x < gridDim.x; blockIdx.x++) {
