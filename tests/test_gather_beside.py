@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import random
-import zlib
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from conftest import assert_accurate, tf32_magnitude
-from test_gather import check
-from test_gather_gpu import PRECISIONS, _truth
-from upconv.cuda import gather, jit
+from conftest import HOPPER, assert_accurate
+from one_mapped_gpu import operands, poisoned
+from test_gather import check, check_compiled, needs_nvrtc
+from test_gather_gpu import PRECISIONS, _layer
+from upconv.cuda import gather
 from upconv.cuda.gpu import A100, H200, Gpu, gpu
-from upconv.cuda.tiling import Tiling, Unfit, result_shape, source_shape
+from upconv.cuda.tiling import Tiling, Unfit, source_shape
 from upconv.problem import Precision, Problem
 
-needs_nvrtc = pytest.mark.skipif(jit.unavailable() is not None, reason=str(jit.unavailable()))
 # batch, channels in and out, size, kernel, stride, padding, output_padding, dilation, groups
 LAYERS: dict[str, tuple[Any, ...]] = {
     "4x4": (37, 72, 136, (4, 4), 4, 2, 1),
@@ -37,7 +36,7 @@ LAYERS: dict[str, tuple[Any, ...]] = {
 
 
 def problem(name: str, precision: Precision) -> Problem:
-    return Problem.make(*LAYERS[name], bias=True, dtype=PRECISIONS[precision], precision=precision)
+    return _layer(LAYERS[name], precision, "nchw", "fwd")
 
 
 def tilings(p: Problem, chip: Gpu) -> list[Tiling]:
@@ -123,40 +122,33 @@ def test_compiled_kernels_spill_nothing(p: Problem) -> None:
     chosen = gather.choose(p, H200)
     assert isinstance(chosen, gather.Choice) and chosen.tiling.beside
     for unit in (*chosen.sources(), *chosen.packing_sources):
-        code, _, log = jit.built(unit.source, "90a", unit.label)
-        assert jit.inspect(code)["gather"][1] == 0 and jit.serialised(log) is None
+        check_compiled(chosen.tiling, unit.source, "90a", packs="pack" in unit.entries)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("precision", list(PRECISIONS))
-@pytest.mark.parametrize("name", list(LAYERS))
-def test_results_on_a_gpu(name: str, precision: Precision) -> None:
-    p = problem(name, precision)
-    every = tilings(p, gpu(0))
-    if not every:
-        pytest.skip("channels begin off 16 bytes")
-    chosen = random.Random(name).sample(every, min(4, len(every)))
-    shared = [replace(t, cluster=2) for t in every if t.chunks > 1 and t.split != 2 and not t.resident]
-    for t in random.Random(name).sample(shared, len(shared)):
-        try:
-            chosen.append(t.checked(gpu(0).shared_bytes))
-            break
-        except Unfit:
-            continue
-    torch.manual_seed(zlib.crc32(str(p).encode()))
-    x = torch.randn(source_shape(p), device="cuda").to(p.dtype)
-    weight = (torch.randn(p.weight_shape, device="cuda") / 8).to(p.dtype)
-    bias = torch.randn(p.out_channels, device="cuda").to(p.dtype)
-    operands = [t.double() for t in (x, weight, bias)]
-    truth, size = _truth(p, *operands), _truth(p, *(t.abs() for t in operands))
-    products = source_shape(p)[1] // p.groups * p.taps
-    if precision == "tf32":
-        size = tf32_magnitude(size, products)
-    for t in chosen:
-        prepared = gather.Choice(t, p, gpu(0), 0.0, "").prepare(0)
-        outs = [torch.full(result_shape(p), float("nan"), device="cuda", dtype=p.dtype) for _ in range(2)]
-        for out in outs:
-            prepared.run(x, prepared.pack(weight), bias, out, fresh=True)
-        assert torch.equal(*outs), t
-        assert_accurate(outs[0], truth, size, products + 1)
+class TestOnGpu:
+    pytestmark = HOPPER
+
+    @pytest.mark.parametrize("precision", list(PRECISIONS))
+    @pytest.mark.parametrize("name", list(LAYERS))
+    def test_results(self, name: str, precision: Precision) -> None:
+        p = problem(name, precision)
+        every = tilings(p, gpu(0))
+        if not every:
+            pytest.skip("channels begin off 16 bytes")
+        chosen = random.Random(name).sample(every, min(4, len(every)))
+        shared = [replace(t, cluster=2) for t in every if t.chunks > 1 and t.split != 2 and not t.resident]
+        for t in random.Random(name).sample(shared, len(shared)):
+            try:
+                chosen.append(t.checked(gpu(0).shared_bytes))
+                break
+            except Unfit:
+                continue
+        products = source_shape(p)[1] // p.groups * p.taps
+        x, weight, bias, truth, magnitude = operands(p, products)
+        for t in chosen:
+            prepared = gather.Choice(t, p, gpu(0), 0.0, "").prepare(0)
+            outs = [poisoned(p) for _ in range(2)]
+            for out in outs:
+                prepared.run(x, prepared.pack(weight), bias, out, fresh=True)
+            assert torch.equal(*outs), t
+            assert_accurate(outs[0], truth, magnitude, products + 1)

@@ -79,8 +79,8 @@ LAYERS = {
 }
 
 
-def _layer(name: str, precision: str, layout: str, pass_: Pass) -> Problem:
-    batch, cin, cout, size, *rest = LAYERS[name]
+def _layer(layer: tuple[Any, ...], precision: str, layout: str, pass_: Pass) -> Problem:
+    batch, cin, cout, size, *rest = layer
     dtype = PRECISIONS[precision]
     return Problem.make(
         batch, cin, cout, size, *rest, bias=True, dtype=dtype, precision=precision, layout=layout, pass_=pass_  # type: ignore[arg-type]
@@ -105,7 +105,7 @@ def _truth(p: Problem, source: Tensor, weight: Tensor, bias: Tensor | None) -> T
 @pytest.mark.parametrize("precision", list(PRECISIONS))
 @pytest.mark.parametrize("name", list(LAYERS))
 def test_tilings(name: str, precision: str, layout: str, pass_: Pass) -> None:
-    p = _layer(name, precision, layout, pass_)
+    p = _layer(LAYERS[name], precision, layout, pass_)
     if p.rank == 1 and layout != "nchw":
         pytest.skip("1-D tensors have no channels_last")
     device, chip = torch.device("cuda", 0), gpu(0)

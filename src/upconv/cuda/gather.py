@@ -441,30 +441,30 @@ class Prepared(BoxedPacks, LazyPacks):
     def _load_gather(self, unit: Unit, codes: str) -> Launcher:
         return self._load(unit, "gather", 512 if self._tiling.wgmma else 384, self._tiling.shared_bytes, codes)
 
-    def _has_clusters(self, launcher: Launcher) -> bool:
-        """Whether those of a kernel fit on the device; on a part of one, as green contexts have, none may.
+    def _load_form(self, boxed: bool) -> Launcher:
+        """The kernel of weights that boxes bring, or of packed ones.
 
-        If not, tiles are multiplied by a block each from now on; packed weights are the same.
+        Where no cluster of it fits on the device (on a part of one, as green contexts have), tiles have a block each
+        from then on; packed weights are the same.
         """
+        unit = self._boxed_unit if boxed else self._unit
+        assert unit is not None
+        launcher = self._load_gather(unit, self._codes + (f"({'q' * 16})" if boxed else ""))
         if self._tiling.cluster == 1 or launcher.clusters(self._device, self._tiling.cluster):
-            return True
+            return launcher
         self._tiling = replace(self._tiling, cluster=1)
         alone = replace(self._choice, tiling=self._tiling)
         self._grid = alone.grid
         self._unit, self._boxed_unit = _units(alone)
-        return False
+        return self._load_form(boxed)
 
     @cached_property
     def _run(self) -> Launcher:
-        launcher = self._load_gather(self._unit, self._codes)
-        return launcher if self._has_clusters(launcher) else self._load_gather(self._unit, self._codes)
+        return self._load_form(False)
 
     @cached_property
     def _run_boxed(self) -> Launcher:
-        assert self._boxed_unit is not None
-        codes = self._codes + f"({'q' * 16})"
-        launcher = self._load_gather(self._boxed_unit, codes)
-        return launcher if self._has_clusters(launcher) else self._load_gather(self._boxed_unit, codes)
+        return self._load_form(True)
 
     @cached_property
     def _run_packing(self) -> Launcher:
@@ -930,7 +930,8 @@ def _tile_clocks(t: Tiling, alignment: int) -> Clocks:
     straight, longest, ring = t.straight, t.longest_stretch, t.ring_fragments
     found: dict[int, tuple[tuple[float, float, float, float], float, float]] = {}
     for entries in t.distinct_entries:  # few (NOTES: 768 -> 3 k16 s16 has 256 variants of one)
-        steps, chunks = t.fragments_of_block(entries), t.chunks_of_block if entries else 0
+        chunks = t.chunks_of_block if entries else 0
+        steps = chunks * t.fragments_of_chunk(entries)
         matrix = steps * fragment_time
         if t.wgmma:
             pauses = chunks if straight else steps / longest
@@ -1095,17 +1096,20 @@ def _choose(p: Problem, gpu: Gpu, general: bool) -> Choice | str:
     if not found:
         return f"no tile of this layer with its halo fits in {gpu.shared_bytes // 1024} KB of shared memory"
 
-    def cheapest(of: Iterable[tuple[float, str, Tiling]]) -> Choice:
-        seconds, bound, t = min(of, key=lambda one: one[0])
+    def made(one: tuple[float, str, Tiling]) -> Choice:
+        seconds, bound, t = one
         return Choice(t, p, gpu, seconds, bound, general=general)
+
+    def cheapest(of: Iterable[tuple[float, str, Tiling]]) -> Choice:
+        return made(min(of, key=lambda one: one[0]))
 
     best = cheapest(found)
     if best.tiling.cluster > 1:
         alone = cheapest(one for one in found if one[2].cluster == 1)
         if alone.packs and not alone.boxable and best.seconds > alone.seconds - _PACKED_FIRST:
             return alone
-        alike = [one for one in found if one[2].cluster > 1 and one[0] <= _ALIKE * best.seconds]
-        return cheapest(sorted(alike, key=lambda one: _order(one[2]))[:1])
+        alike = (one for one in found if one[2].cluster > 1 and one[0] <= _ALIKE * best.seconds)
+        return made(min(alike, key=lambda one: _order(one[2])))
     return best
 
 

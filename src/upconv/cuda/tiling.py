@@ -82,23 +82,21 @@ def positions(p: Problem, shuffle: Shuffle | None) -> Triple:
 
 def whole_source(p: Problem) -> Triple | None:
     """The source's size (D, H, W) where tiles may hold whole images; the leading axes of 1-D and 2-D problems are 1."""
-    size = source_shape(p)[2:]
-    pixels = math.prod(size)
-    if p.layout == "channels_last" or any(n not in _WHOLE for n in size) or pixels > _MAX_WHOLE:
-        return None
-    if pixels * p.dtype.itemsize % 16:  # the tensor copy engine's pitch of channels
-        return None
-    d, h, w = (1,) * (3 - p.rank) + size
-    return d, h, w
+    return _small_source(p, _WHOLE, _MAX_WHOLE)
 
 
 def narrow_source(p: Problem) -> Triple | None:
     """The source's size (D, H, W) where a forward's images may lie side by side in a tile."""
+    if p.pass_ != "fwd" or (p.rank > 1 and p.size[-1] >= _GROUP):
+        return None
+    return _small_source(p, _NARROW, MAX_BOX)
+
+
+def _small_source(p: Problem, sizes: tuple[int, ...], most: int) -> Triple | None:
+    """The size of an NCHW source of such sizes and so many pixels at most, whose channels boxes bring."""
     size = source_shape(p)[2:]
     pixels = math.prod(size)
-    if p.layout == "channels_last" or p.pass_ != "fwd" or any(n not in _NARROW for n in size):
-        return None
-    if pixels > MAX_BOX or (p.rank > 1 and size[-1] >= _GROUP):
+    if p.layout == "channels_last" or any(n not in sizes for n in size) or pixels > most:
         return None
     if pixels * p.dtype.itemsize % 16:  # the tensor copy engine's pitch of channels
         return None
@@ -530,11 +528,11 @@ class Tiling:
 
     def fragments(self, entries: int) -> int:
         """Fragments that a tile of a variant of so many entries multiplies (per warpgroup along M)."""
-        return entries * self.chunks * self.k_steps * self.parts
+        return self.chunks * self.fragments_of_chunk(entries)
 
-    def fragments_of_block(self, entries: int) -> int:
-        """Of these, those of one block."""
-        return entries * self.chunks_of_block * self.k_steps * self.parts
+    def fragments_of_chunk(self, entries: int) -> int:
+        """Of these, those of a chunk."""
+        return entries * self.k_steps * self.parts
 
     @property
     def packed_words(self) -> int:
@@ -958,10 +956,6 @@ class Tiling:
 
     def shared_with(self, stages_p: int, stages_s: int, stages_w: int) -> int:
         """`shared_bytes` of the tiling with other stages."""
-        part = -(-self.pixels * self.row_bytes // 1024) * 1024
-        tiles = stages_p * self.parts * part
-        ring = self._ring_fragments(stages_w) * self.wgs_m * FRAGMENT
-        slots = 0 if self.channels_last else stages_s * self.slot_bytes
         slot_barriers = 0
         if self.tensor_map:
             slot_barriers = stages_p if self.channels_last else stages_s
@@ -970,7 +964,7 @@ class Tiling:
         buffer = 64 // run * run * 16 * self.element if self.channels_last else 8 * row
         if self.shuffle is not None:
             buffer = self.shuffle.per_slab * self.shuffle.line_words(run) * 4
-        before = tiles + ring + slots
+        before = self._operand_bytes(stages_p, stages_s, stages_w)
         if self.drained:
             before, buffer = -(-before // 1024) * 1024, self.nb * 64 * self.width_subs * 16 * self.element
         return (
@@ -979,6 +973,12 @@ class Tiling:
             + 16 * (stages_p * self.plane_barriers + self._ring_stages(stages_w) + slot_barriers)
             + 4 * self.segments
         )
+
+    def _operand_bytes(self, stages_p: int, stages_s: int, stages_w: int) -> int:
+        """Of these, those of pixels and weights, ahead of the epilogue's buffers."""
+        tiles = stages_p * self.parts * (-(-self.pixels * self.row_bytes // 1024) * 1024)
+        ring = self._ring_fragments(stages_w) * self.wgs_m * FRAGMENT
+        return tiles + ring + (0 if self.channels_last else stages_s * self.slot_bytes)
 
     # --- validity ----------------------------------------------------------------------------------------------------
 
@@ -1056,10 +1056,7 @@ class Tiling:
         """Whether blocks may share a tile's chunks, and have room for their sums."""
         tapped = not self.bare and min(self.variant_entries) > 0
         plain = self.wgmma and self.split != 2 and not self.resident and self.shuffle is None and not self.drained
-        part = -(-self.pixels * self.row_bytes // 1024) * 1024
-        room = self.stages_p * self.parts * part + self.ring_fragments * self.wgs_m * FRAGMENT
-        if not self.channels_last:
-            room += self.stages_s * self.slot_bytes
+        room = self._operand_bytes(self.stages_p, self.stages_s, self.stages_w)
         return tapped and plain and self.chunks >= self.cluster <= MAX_CLUSTER and self.sums_bytes <= room
 
     @property

@@ -204,6 +204,9 @@ __device__ __forceinline__ void consume(const char* packed, const ELEMENT_TYPE* 
 #error "the planner's shared memory is not the kernel's"
 #endif
 
+#if CLUSTER > 1 && SUMS_BYTES > BUFFERS_AT
+#error "a block's sums have no room where pixels and weights were"
+#endif
 #if CLUSTER > 1 && (RESIDENT || SPLIT == 2 || BARE || SHUFFLED || DRAINED || PACKS)
 #error "blocks of a cluster have a tile each, and a ring of weights"
 #endif
