@@ -102,6 +102,7 @@ def truth_of(p: Problem, x: Floats, g: Floats) -> torch.Tensor:
 
 def check(tiling: AnyTiling, p: Problem, rng: random.Random) -> None:
     """The interpreted tiling stores every partial sum once, and their sum is the gradient, in float64."""
+    tiling = wgrad.boxed(tiling, p)
     numbers = np.random.default_rng(rng.randrange(1 << 30))
     x, g = numbers.standard_normal(p.input_shape), numbers.standard_normal(p.output_shape)
     interpreter = Interpreter(tiling)
@@ -128,6 +129,7 @@ def serves(t: AnyTiling, p: Problem, q: Problem) -> bool:
 
 def work(tiling: AnyTiling, p: Problem) -> int:
     """What interpreting costs, in elements of operands."""
+    tiling = wgrad.boxed(tiling, p)
     taps = tiling.set_taps * tiling.block[1] + tiling.block[0]
     return math.prod(tiling.counts(p)) * tiling.tiles * math.prod(tiling.tile) * taps
 
@@ -176,6 +178,46 @@ def test_rows_of_narrow_images_are_one_line(precision: Precision, width: int) ->
         for tiling in islice(few, 1):
             check(tiling, p, rng)
             done += 1
+
+
+@pytest.mark.parametrize("precision", ["tf32", "bf16", "fp16"])
+def test_chunks_without_gaps(precision: Precision) -> None:
+    """Boxes of any shape, some with fewer pixels than a chunk; of small and odd images, strides and dilations."""
+    rng = random.Random(f"gapless {precision}")
+    done, short = 0, 0
+    while done < 16:
+        p = draw_problem(rng)
+        if p.layout != "channels_last" or p.precision != precision:
+            continue
+        size = tuple(rng.choice((n, 4, 7, 14)) for n in p.size)
+        try:
+            p = p.with_(size=size)
+        except ValueError:  # no output
+            continue
+        own = [wgrad.boxed(t, p) for t in tilings(p) if isinstance(t, WarpgroupTiling) and t.gapless]
+        assert all(math.prod(t.tile) <= t.gapless and wgrad._chunks(t, p) == math.prod(t.counts(p)) for t in own)
+        few = [t for t in rng.sample(own, min(60, len(own))) if t.tiles <= 30 and work(t, p) < 3e6]
+        for tiling in few[:2]:
+            check(tiling, p, rng)
+            done, short = done + 1, short + (math.prod(tiling.tile) < tiling.gapless)
+    assert short
+
+
+def test_boxes_of_chunks_fill_them() -> None:
+    """The fewest boxes that a search of all shapes finds; whole images of 4 x 4, and rows of 14 of several."""
+    assert wgrad._box(64, (4, 4), (2, 2), 64) == (16, (4, 1, 4, 4))
+    assert wgrad._box(512, (14, 14), (2, 2), 128)[0] * 128 < 1.03 * 512 * 14 * 14
+    rng = random.Random(0)
+    for _ in range(300):
+        size, batch = tuple(rng.randint(1, 12) for _ in range(rng.randint(1, 3))), rng.randint(1, 9)
+        stride, pixels = tuple(rng.randint(1, 3) for _ in size), rng.choice((16, 64, 96))
+        count, box = wgrad._box(batch, size, stride, pixels)
+        sides = (batch, *(1,) * (3 - len(size)), *size)
+        assert math.prod(box) <= pixels
+        assert count == math.prod(-(-n // of) for n, of in zip(sides, box))
+        shapes = product(*(range(1, n + 1) for n in sides))
+        fit = (s for s in shapes if math.prod(s) <= pixels)
+        assert count == min(math.prod(-(-n // of) for n, of in zip(sides, s)) for s in fit)
 
 
 @pytest.mark.parametrize("precision", ["tf32", "bf16"])
@@ -353,7 +395,7 @@ def test_columns_of_g_by_their_remainder(precision: Precision) -> None:
             0, 0, (*[1] * depth, 1, dilation),
             dtype=DTYPES[precision], precision=precision, layout="channels_last", pass_="grad-weight",
         )  # fmt: skip
-        own = [t for t in tilings(p) if isinstance(t, WarpgroupTiling) and t.box_g and t.parted]
+        own = [t for t in tilings(p) if isinstance(t, WarpgroupTiling) and t.box_g and t.parted and not t.gapless]
         few = [t for t in rng.sample(own, min(60, len(own))) if t.tiles <= 30 and work(t, p) < 1e6]
         for tiling in few[:2]:
             planes, columns, _ = tiling.g_planes

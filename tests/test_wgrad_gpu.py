@@ -159,9 +159,12 @@ def drawn(p: Problem, rng: random.Random) -> Iterator[wgrad.Choice]:
     aligned, aligned_g = (size[-1] * p.dtype.itemsize % 16 == 0 for size in (p.size, p.out_size))
     of_size = wgrad._narrow(p), wgrad._classes(p), False, wgrad._lined(p)
     every = list(wgrad.candidates(wgrad._any_size(p), gpu(0), aligned, aligned_g, *of_size))
-    for kind, count in ((True, 2), (False, 1)):
-        tilings = [t for t in every if isinstance(t, WarpgroupTiling) == kind]
+    own = [t for t in every if isinstance(t, WarpgroupTiling)]
+    sync = [t for t in every if not isinstance(t, WarpgroupTiling)]
+    kinds = [t for t in own if not t.gapless], [t for t in own if t.gapless], sync
+    for tilings, count in zip(kinds, (2, 2, 1)):
         for t in rng.sample(tilings, min(count, len(tilings))):
+            t = wgrad.boxed(t, p)
             chunks = math.prod(t.counts(p))
             most = min(chunks, (1 << 24) // (t.k_slices * math.prod(p.weight_shape)))
             yield wgrad.Choice(t, p, gpu(0), max(1, min(most, rng.choice((1, 2, 3, 7, chunks)))), 0.0, "")
@@ -250,10 +253,11 @@ def test_blocks_add_up_as_the_second_step_does(precision: Precision, layout: Lay
             turned = (precision, layout) == ("tf32", "channels_last") and p.out_channels % 4
             assert turned or (math.prod(p.weight_shape) >= 1 << 18 and splits > 8)
             continue
-        stacked, classed = ([t for t in fitting if getattr(t, kind)] for kind in ("stacked", "classed"))
+        kinds = "stacked", "classed", "gapless"
+        stacked, classed, gapless = ([t for t in fitting if getattr(t, kind)] for kind in kinds)
         assert classed or classes == (1, 1)
-        for t in rng.sample(fitting, 2) + stacked[:1] + classed[:1]:
-            choice = wgrad.Choice(t, p, gpu(0), splits, 0.0, "")
+        for t in rng.sample(fitting, 2) + stacked[:1] + classed[:1] + gapless[:1]:
+            choice = wgrad.Choice(wgrad.boxed(t, p), p, gpu(0), splits, 0.0, "")
             at_once, steps = choice.prepare(0), in_two_steps(choice).prepare(0)
             assert at_once.together == (at_once._one_step is None) and (at_once.together or splits <= 8), choice
             assert steps._one_step is None and not steps.together

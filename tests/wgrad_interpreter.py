@@ -118,6 +118,9 @@ class Interpreter:
         self.stack = -(-m["TAPS_H"] // m["STEP_H"]) if self.stacked else 1
         if self.stacked:
             self.dense["H"], spans["H"] = True, m["TILE_H"] * m["STEP_H"]
+        self.gapless = bool(m.get("GAPLESS", 0))
+        if self.gapless:
+            spans["D"] = spans["H"] = 1
         self.x_rows_h = m["TILE_H"] + self.stack - 1
         self.g_rows_d, self.g_rows_h, self.g_columns = spans["D"], spans["H"], spans["W"]
         self.x_rows = m["TILE_N"] * m["TILE_D"] * self.x_rows_h
@@ -436,7 +439,9 @@ class Interpreter:
             th = 0 * unit if self.stacked else unit // m["TAPS_W"] % m["TAPS_H"]
             shift = (td * (m["DIL_D"] // m["APART_D"]) if self.dense["D"] else td) * self.class_rows
             shift = shift + (th * (m["DIL_H"] // m["APART_H"]) if self.dense["H"] else th)
-            if self.parted:
+            if self.gapless:
+                tap_at = unit * (self.plane_bytes // (self.g_width * element))
+            elif self.parted:
                 plane, on = tw % m["G_PLANES"], tw // m["G_PLANES"] * m["PLANE_TAPS"]
                 tap_at = shift * self.g_line + plane * (self.plane_bytes // (self.g_width * element)) + on
             elif self.last:
@@ -558,6 +563,9 @@ class Interpreter:
         """x's tile by boxes, and turned (TURN_X)."""
         m, element = self.m, self.element
         first = work.group * m["CIN_G"] + work.ci
+        if self.gapless and not self.turn_x:
+            self.gapless_plane(x, stage, c, (1, 1, 1), first, m["BLOCK_CI"], self.n_width, self.box_bytes, 0)
+            return
         n, d, h, w = (a[:, None, None] for a in c)
         h = h - (self.stack - 1)
         channel = np.arange(m["BLOCK_CI"])
@@ -567,6 +575,8 @@ class Interpreter:
             places = ((first + a[:, None] for first, a in zip((n, d, h), row)), w + (pixel % m["TILE_W"])[:, None])
             (n, d, h), w = places
             values = self.box(x, n, first + channel, d, h, w)  # [chunk, pixel, channel]
+            if self.gapless:
+                values = self.of_box(x, c, (1, 1, 1), first + channel)
             if self.turn_x:
                 j = np.arange(8)
                 order = np.arange(0, self.pixels, 8)[:, None] + self.strip_pixel(j)
@@ -594,6 +604,34 @@ class Interpreter:
             address = box * self.box_bytes + line * self.x_row_bytes + channel[:, None] * self.segment
             address = address + column * element
         stage[:, swizzled(address, self.segment) // element] = values
+
+    def of_box(self, t: Memory, c: Place, steps: tuple[int, ...], channel: Ints) -> Floats:
+        """GAPLESS: [chunk, pixel, channel] of a chunk's box of pixels in order; zeros behind the last."""
+        box = self.tiling.tile
+        i = np.indices(box).reshape(4, -1)
+        assert i.shape[1] <= self.pixels
+        assert max((n - 1) * step for n, step in zip(box, (1, *steps))) < 256
+        n, d, h, w = (at[:, None] + k * step for at, k, step in zip(c, i, (1, *steps)))
+        values = self.box(t, n[..., None], channel, d[..., None], h[..., None], w[..., None])
+        return np.pad(values, ((0, 0), (0, self.pixels - i.shape[1]), (0, 0)))
+
+    def gapless_plane(
+        self,
+        t: Memory,
+        stage: Floats,
+        c: Place,
+        steps: tuple[int, ...],
+        first: int,
+        block: int,
+        width: int,
+        slab: int,
+        at: int,
+    ) -> None:
+        """GAPLESS: the pixels of a box, `width` channels in a swizzled line, for each of these `slab` bytes on."""
+        channel, pixel = np.arange(block), np.arange(self.pixels)[:, None]
+        address = channel // width * slab + (pixel * width + channel % width) * self.element
+        values = self.of_box(t, c, steps, first + channel)
+        stage[:, at + swizzled(address, width * self.element) // self.element] = values
 
     def class_of(self, g: Memory, row: Ints, channel: Ints, w: Ints) -> tuple[Ints, Ints]:
         """(elements by which a class's rows begin early, those by which a tile of it begins off 16 bytes)."""
@@ -630,6 +668,15 @@ class Interpreter:
         first = work.group * m["COUT_G"] + work.co
         if self.classed:
             self.load_classes(g, stage, c, first)
+            return
+        if self.gapless:
+            steps = tuple(m[f"STEP_{axis}"] for axis in "DHW")
+            for plane, taps in enumerate(product(*(range(m[f"TAPS_{axis}"]) for axis in "DHW"))):
+                d, h, w = (a + tap * m[f"DIL_{axis}"] for a, tap, axis in zip(c[1:], taps, "DHW"))
+                at = self.g_at + plane * self.plane_bytes // element
+                self.gapless_plane(
+                    g, stage, Place(c.n, d, h, w), steps, first, m["BLOCK_CO"], self.g_width, self.g_slab_bytes, at
+                )
             return
         r = np.arange(self.g_rows)
         row = self.g_row(r)
@@ -734,9 +781,10 @@ class Interpreter:
 
     def places(self, i: Ints, counts: tuple[int, int, int, int]) -> Place:
         m, (_, tiles_d, tiles_h, tiles_w) = self.m, counts
-        w, i = i % tiles_w * m["TILE_W"], i // tiles_w
-        h, i = i % tiles_h * m["TILE_H"], i // tiles_h
-        return Place(i // tiles_d * m["TILE_N"], i % tiles_d * m["TILE_D"], h, w)
+        box = self.tiling.tile if self.gapless else tuple(m[f"TILE_{axis}"] for axis in "NDHW")
+        w, i = i % tiles_w * box[3], i // tiles_w
+        h, i = i % tiles_h * box[2], i // tiles_h
+        return Place(i // tiles_d * box[0], i % tiles_d * box[1], h, w)
 
     def block(self, work: Work, c: Place, x: Memory, g: Memory) -> list[tuple[Ints, Floats]]:
         """(where, partial sums) of one block."""

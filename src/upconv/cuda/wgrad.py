@@ -22,7 +22,7 @@ from upconv.cuda.boxes import Tensor5, Words, alignment_classes, channels_last, 
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.gpu import gpu as gpu_of
 from upconv.cuda.launch import Counters, Launcher, TooManyBlocks, as_run, bind
-from upconv.cuda.tiling import MAX_CLUSTER
+from upconv.cuda.tiling import MAX_BOX, MAX_CLUSTER
 from upconv.cuda.wgrad_tiling import (
     COMMON_WIDTHS,
     MAX_CLASSES,
@@ -83,6 +83,8 @@ _LAUNCH = 6.1e-6  # seconds of the second step beside its bytes
 _ADDING = 2.38  # passes over the sums at the memory's rate where blocks add them up themselves
 _MOST_WIDTH = 160  # input channels of a block that needs two accumulators of 64 rows
 _SIZES = "i" * 12  # of the kernels' parameters: images, sizes, counts of chunks
+_CHUNK_BOX = "i" * 4  # and of `gapless` ones: a chunk's box
+_GAPLESS = 64, 96, 128, 192, 256  # positions of their chunks
 
 AnyTiling = SyncTiling | WarpgroupTiling
 
@@ -201,7 +203,10 @@ class Prepared:
         chunks = math.prod(counts)
         full = (1,) * (3 - p.rank)
         sizes = (p.batch, *full, *p.size, *full, *p.out_size, *counts[1:], chunks, -(-chunks // choice.splits))
-        self._sizes, self._shape = as_run(_SIZES, sizes), p.weight_shape
+        self._codes = _SIZES
+        if isinstance(t, WarpgroupTiling) and t.gapless:
+            sizes, self._codes = (*sizes, *t.tile), _SIZES + _CHUNK_BOX
+        self._sizes, self._shape = as_run(self._codes, sizes), p.weight_shape
         self._grid = t.tiles * choice.splits
         self._slices = choice.splits * t.k_slices
         self._maps: dict[tuple[int, bool], Words] = {}
@@ -241,7 +246,7 @@ class Prepared:
 
     @cached_property
     def _wgrad(self) -> Launcher:
-        codes = f"PP({_SIZES})({'q' * 16 * self._boxes})" if self._boxes else f"PPP({_SIZES})"
+        codes = f"PP({self._codes})({'q' * 16 * self._boxes})" if self._boxes else f"PPP({self._codes})"
         return self._launcher(self._choice.sources()[0], "wgrad", codes)
 
     @cached_property
@@ -254,7 +259,7 @@ class Prepared:
 
     @cached_property
     def _at_once(self) -> Launcher:
-        codes = f"PPPP({_SIZES})qqqi({'q' * 16 * self._boxes})"
+        codes = f"PPPP({self._codes})qqqi({'q' * 16 * self._boxes})"
         return self._launcher(self._choice.sources()[1], "wgrad", codes, cooperative=True)
 
     def _by_one_step(self, choice: Choice) -> Launcher | None:
@@ -262,7 +267,7 @@ class Prepared:
         would take more waves of blocks."""
         if choice.cluster == 1 and not choice.alone:
             return None
-        codes = f"PP({_SIZES})qqqi({'q' * 16 * self._boxes})"
+        codes = f"PP({self._codes})qqqi({'q' * 16 * self._boxes})"
         launcher = self._launcher(choice.sources()[1], "wgrad", codes)
         if choice.alone:
             return launcher
@@ -507,9 +512,60 @@ def _warpgroup_candidates(
                 continue
             if stacked and not t.stackable:
                 continue
-            stages = min(4, (gpu.shared_bytes - t.raw_bytes - 16) // (t.stage_bytes + 16))
-            if stages >= 2:
-                yield replace(t, stages=stages)
+            if (found := _staged(t, gpu)) is not None:
+                yield found
+        if last and not (general or stacked or p.batch_as_width):
+            # At any size; `boxed` has the box of one.
+            for pixels in _GAPLESS:
+                t = replace(base, tile=(1, 1, 1, 1), gapless=pixels)
+                if t.box_g and t.g_one_box and t.segment >= 32 and (found := _staged(t, gpu)) is not None:
+                    yield found
+
+
+def _staged(t: WarpgroupTiling, gpu: Gpu) -> WarpgroupTiling | None:
+    """A tiling with as many stages as fit, or None where two do not."""
+    stages = min(4, (gpu.shared_bytes - t.raw_bytes - 16) // (t.stage_bytes + 16))
+    return replace(t, stages=stages) if stages >= 2 else None
+
+
+def boxed(t: AnyTiling, p: Problem) -> AnyTiling:
+    """A tiling of a layer with a problem's own chunks: `gapless` ones have the box that needs the fewest of them."""
+    if not isinstance(t, WarpgroupTiling) or not t.gapless:
+        return t
+    return replace(t, tile=_box(p.batch, p.size, p.stride, t.gapless)[1])
+
+
+def _chunks(t: AnyTiling, p: Problem) -> int:
+    """Chunks of a problem."""
+    if isinstance(t, WarpgroupTiling) and t.gapless:
+        return _box(p.batch, p.size, p.stride, t.gapless)[0]
+    return math.prod(t.counts(p))
+
+
+@lru_cache(maxsize=4096)
+def _box(
+    batch: int, size: tuple[int, ...], stride: tuple[int, ...], pixels: int
+) -> tuple[int, tuple[int, int, int, int]]:
+    """(how many, images, D, H and W) of the boxes of at most so many positions, of which the fewest are needed."""
+    full = (1,) * (3 - len(size))
+    d, h, w = full + size
+    ways = (
+        [v for v in _parts(n) if v <= pixels and (v - 1) * step < MAX_BOX]
+        for n, step in zip(full + size, full + stride)
+    )
+    slices_, rows_, columns_ = ways
+    best: tuple[int, int, tuple[int, int, int, int]] | None = None
+    for columns, rows in product(columns_, rows_):
+        for slices in slices_ if columns * rows <= pixels else ():
+            of_image = columns * rows * slices
+            if of_image > pixels:
+                break
+            times = -(-batch // min(batch, pixels // of_image, MAX_BOX))
+            count = times * -(-d // slices) * -(-h // rows) * -(-w // columns)
+            if best is None or (count, -of_image) < best[:2]:
+                best = count, -of_image, (-(-batch // times), slices, rows, columns)
+    assert best is not None
+    return best[0], best[2]
 
 
 def _widths(cin: int, steep: bool, rows_of_32: bool) -> tuple[int, ...]:
@@ -697,7 +753,7 @@ def _whole(
 ) -> tuple[float, str, int]:
     """(seconds, what bounds them, splits of K). ``at_once``: blocks may add up their sums themselves."""
     clocks, bound = chunk
-    chunks = math.prod(t.counts(p))
+    chunks = _chunks(t, p)
     numel = math.prod(p.weight_shape)
     found: tuple[float, str, int] | None = None
     most = max(1, min(chunks, _MAX_SLICE_BYTES // (4 * numel * t.k_slices)))
@@ -754,7 +810,7 @@ def _choose(p: Problem, gpu: Gpu, general: bool) -> Choice | str:
     if best is None:
         return f"no tile of this layer with its halo fits in {gpu.shared_bytes // 1024} KB of shared memory"
     seconds, bound, splits, t = best
-    return Choice(t, p, gpu, splits, seconds, bound)
+    return Choice(boxed(t, p), p, gpu, splits, seconds, bound)
 
 
 def _any_size(p: Problem) -> Problem:

@@ -317,6 +317,11 @@ class WarpgroupTiling(Tiling):
     lined: bool = False
     """1-D, `interleaved`: boxes of g are of whole lines of 128 bytes, of which rows of the output are a whole number;
     else a box has at most 256 elements of a row."""
+    gapless: int = 0
+    """channels_last: positions of K that a chunk has, of which a box of any shape (the tile) fills all or nearly all:
+    each tap has pixels of g of its own, in the order of the box's, so that no row need be whole strips of 8. The
+    kernel knows their number alone; the box comes with a launch. 0: rows of a chunk are whole strips, and taps share
+    what they read."""
 
     @property
     def threads(self) -> int:
@@ -349,6 +354,21 @@ class WarpgroupTiling(Tiling):
     def k_slices(self) -> int:
         return 1
 
+    @cached_property
+    def strips(self) -> int:
+        """Strips of 8 positions of a row, or (`gapless`) of those that follow each other."""
+        return self.gapless // 8 if self.gapless else super().strips
+
+    @cached_property
+    def g_rows(self) -> int:
+        """As for all tilings; `gapless`: one, which has all pixels of a tap."""
+        return 1 if self.gapless else super().g_rows
+
+    @property
+    def row(self) -> int:
+        """Positions of K that lie in a row."""
+        return self.gapless or self.tile[3]
+
     @property
     def of_unit(self) -> int:
         """Taps that share their fragments of g: a column of them, or one."""
@@ -374,6 +394,8 @@ class WarpgroupTiling(Tiling):
         return self.stack - 1 if self.stacked else 0
 
     def _held(self) -> Triple:
+        if self.gapless:
+            return 1, 1, self.gapless
         d, h, w = super()._held()
         return d, self.tile[2] * self.steps[1] if self.stacked else h, w
 
@@ -415,7 +437,7 @@ class WarpgroupTiling(Tiling):
         """Bytes of a row of x's tile, which is also the swizzle's span."""
         if self.channels_last and not self.turned:
             return self.x_width * self.element
-        return min(128, self.tile[3] * self.element * (self.tile[2] if self.lines else 1))
+        return min(128, self.row * self.element * (self.tile[2] if self.lines else 1))
 
     @property
     def box(self) -> tuple[int, int, int, int, int]:
@@ -482,6 +504,8 @@ class WarpgroupTiling(Tiling):
 
     @property
     def _partable(self) -> bool:
+        if self.gapless:
+            return True
         if not self.channels_last or not 1 < self.steps[2] <= MAX_BOX_STEP:
             return False
         planes, columns, _ = self._parts
@@ -513,6 +537,8 @@ class WarpgroupTiling(Tiling):
     @property
     def _parts(self) -> tuple[int, int, int]:
         """`g_planes` of `parted` columns."""
+        if self.gapless:
+            return self.set_taps, self.gapless, 0
         step, dilation, taps = self.steps[2], self.dilation[2], self.taps[2]
         period = step // math.gcd(step, dilation)
         on = period * dilation // step
@@ -521,6 +547,8 @@ class WarpgroupTiling(Tiling):
     @cached_property
     def _g_row_steps(self) -> tuple[int, int]:
         """From one row of g's tile to the next along D and H; 0 where rows do not lie evenly."""
+        if self.gapless:
+            return self.steps[0], self.steps[1]
         found: list[int] = []
         axes = zip(self.tile[1:3], self.taps, self.steps, self.dilation, self.spans)
         for axis, (count, taps, step, dilation, rows) in enumerate(axes):
@@ -536,9 +564,13 @@ class WarpgroupTiling(Tiling):
     def _g_whole_box(self) -> tuple[int, int, int, int, int] | None:
         """The box that brings all rows of g's tile, if one can; channels_last of a plane."""
         d, h = self._g_row_steps
-        if not 1 <= min(d, h) <= max(d, h) <= MAX_BOX_STEP:
+        if not 1 <= min(d, h) <= max(d, h) <= MAX_BOX_STEP or self.steps[2] * bool(self.gapless) > MAX_BOX_STEP:
             return None
         rows_d, rows_h, _ = self.spans
+        if self.gapless:
+            n, *counts = self.tile
+            d, h, w = ((count - 1) * step + 1 for count, step in zip(counts, self.steps))
+            return (self.g_width, w, h, d, n) if max(w, h, d, n) <= MAX_BOX else None
         if self.channels_last:
             columns = (self._parts[1] - 1) * self.steps[2] + 1 if self._partable else self.spans[2]
             box = self.g_width, columns, (rows_h - 1) * h + 1, (rows_d - 1) * d + 1, self.tile[0]
@@ -553,7 +585,7 @@ class WarpgroupTiling(Tiling):
     @property
     def boxes(self) -> int:
         """Copies of the tensor copy engine for a chunk."""
-        line = self.tile[3] * (self.tile[2] if self.lines else 1) * self.element
+        line = self.row * (self.tile[2] if self.lines else 1) * self.element
         found = self.block[0] // self.x_width if self.channels_last else line // self.segment
         if self.turned:
             found = 1
@@ -618,7 +650,7 @@ class WarpgroupTiling(Tiling):
     def x_bytes(self) -> int:
         """Bytes of x's tile in shared memory."""
         n, d, h, w = self.tile
-        return n * d * (h + self.halo) * w * self.block[0] * self.element
+        return (self.gapless or n * d * (h + self.halo) * w) * self.block[0] * self.element
 
     @property
     def stage_bytes(self) -> int:
@@ -724,6 +756,7 @@ class WarpgroupTiling(Tiling):
                 "ENTRIES": self.entries,
                 "STAGES": self.stages,
                 "STRETCH": self.stretch,
+                "GAPLESS": int(self.gapless > 0),
                 "ALIGNED_G": int(self.aligned_g),
                 "LINES": int(self.lines),
                 "STACKED": int(self.stacked),
@@ -742,6 +775,7 @@ class WarpgroupTiling(Tiling):
                 "SHARED_BYTES_PLANNED": self.shared_bytes,
             }
             | ({"G_ROW_UNITS": self.g_row_units} if self.interleaved else {})
+            | ({"TILE_N": 1, "TILE_D": 1, "TILE_H": 1, "TILE_W": self.gapless} if self.gapless else {})
         )
 
 

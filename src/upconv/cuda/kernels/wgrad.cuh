@@ -18,8 +18,13 @@
 #define SPAN_H SPAN(TILE_H, STEP_H / APART_H, TAPS_H, DIL_H / APART_H)
 #define DENSE_D (SPAN_D <= TILE_D * TAPS_D)
 #define DENSE_H (STACKED || SPAN_H <= TILE_H * TAPS_H)
+#if GAPLESS                                // each tap has pixels of its own, one row of them
+#define G_ROWS_D 1
+#define G_ROWS_H 1
+#else
 #define G_ROWS_D (DENSE_D ? SPAN_D : TILE_D * TAPS_D)
 #define G_ROWS_H (STACKED ? TILE_H * STEP_H : DENSE_H ? SPAN_H : TILE_H * TAPS_H)
+#endif
 #define G_COLUMNS SPAN(TILE_W, STEP_W, TAPS_W, DIL_W)
 #define X_ROWS (TILE_N * TILE_D * X_ROWS_H)
 #define CLASS_ROWS ((G_ROWS_H + ROW_CLASSES - 1) / ROW_CLASSES)
@@ -56,16 +61,26 @@ struct Sizes {
   int batch, in_d, in_h, in_w, out_d, out_h, out_w;
   int tiles_d, tiles_h, tiles_w;           // chunks per axis
   int chunks, per_split;                   // all of them; of one split
+#if GAPLESS
+  int box_n, box_d, box_h, box_w;          // of a chunk: TILE_W pixels at most
+#endif
 };
 
 struct Chunk { int n, d, h, w; };          // first q
 
 __device__ __forceinline__ Chunk chunk_at(int i, const Sizes& s) {
   Chunk c;
+#if GAPLESS
+  c.w = i % s.tiles_w * s.box_w;  i /= s.tiles_w;
+  c.h = i % s.tiles_h * s.box_h;  i /= s.tiles_h;
+  c.d = i % s.tiles_d * s.box_d;
+  c.n = i / s.tiles_d * s.box_n;
+#else
   c.w = i % s.tiles_w * TILE_W;  i /= s.tiles_w;
   c.h = i % s.tiles_h * TILE_H;  i /= s.tiles_h;
   c.d = i % s.tiles_d * TILE_D;
   c.n = i / s.tiles_d * TILE_N;
+#endif
   return c;
 }
 

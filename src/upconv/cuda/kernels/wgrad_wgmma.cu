@@ -16,6 +16,8 @@
 // a fragment is read once, not once a tap (NOTES: reads of A take as long as a multiplication by 64 channels, of B half of it).
 // STACKED chunks are of rows of g, STEP_H at a time, and it is x's tile that has a halo, so that an instruction always takes all
 // of its rows (NOTES: ptxas waits for each one where some that share sums differ in shape, C7511); rows beyond the image are zeros.
+// GAPLESS (CHANNELS_LAST): a chunk is a box of any shape, of which a launch tells, and each tap of the set has g's pixels for it: a
+// strip is the next 8 of them in whatever rows they lie, so that images of 4 x 4 or 14 x 14 fill K (with rows of 8 half of it and 87%).
 //
 // K is split over ranges of chunks; each split writes partial sums, `reduce` adds them in the order of their index. Where splits are
 // few, their blocks are a CLUSTER, which adds the sums through its shared memory in the same order, and writes the weight itself.
@@ -71,7 +73,7 @@
 #define G_WIDTH (BLOCK_CO % 64 == 0 && ELEMENT == 2 ? 64 : BLOCK_CO % 32 == 0 ? 32 : 16)  // channels of a box of g, a swizzled row
 #define G_BOXES (BLOCK_CO / G_WIDTH)
 #if G_ONE_BOX
-// A box brings all rows; PARTED: of a plane, the columns that taps of one remainder by STEP_W read. So a fragment's are neighbours,
+// GAPLESS: a plane is a tap's pixels. Else: a box brings all rows; PARTED: of a plane, the columns that taps of one remainder by STEP_W read. So a fragment's are neighbours,
 // which meet different banks, and columns that no tap reads stay away. Tap t reads plane t % G_PLANES, PLANE_TAPS columns on for each G_PLANES taps.
 #define G_BOX_BYTES (PLANE_COLUMNS * G_WIDTH * ELEMENT)                     // of a row
 #define PLANE_BYTES ((G_ROWS * G_BOX_BYTES + 127) / 128 * 128)             // where a box may begin
@@ -183,7 +185,12 @@ __device__ __forceinline__ Class class_of(int row, int channel, int w, const Siz
 #endif
 
 __device__ __forceinline__ void load_boxes(const TensorMap* map_x, const TensorMap* map_g, const Sizes& s, const Chunk& c, const Work& work, u32 to, u32 barrier) {
+#if GAPLESS
+  const int pixels = s.box_n * s.box_d * s.box_h * s.box_w;
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(pixels * (((TURN_X ? 0 : BLOCK_CI) + SET_TAPS * BLOCK_CO) * ELEMENT)) : "memory");
+#else
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"((TURN_X ? 0 : X_TILE_BYTES) + (!BOX_G ? 0 : CHANNELS_LAST ? G_ROWS * (G_ONE_BOX ? G_PLANES * PLANE_COLUMNS : G_COLUMNS) * BLOCK_CO * ELEMENT : G_BYTES)) : "memory");
+#endif
   int channel = work.group * CIN_G + work.ci;
 #if !TURN_X
 #pragma unroll 1
@@ -206,6 +213,12 @@ __device__ __forceinline__ void load_boxes(const TensorMap* map_x, const TensorM
     int row = h + i % ROW_CLASSES, first = channel + i / ROW_CLASSES;  // of the class in this chunk
     Class at = class_of(row, first, w, s);
     load_box(to + i * CLASS_BYTES, map_g + at.index, w + at.lead - at.phase, first / CHANNEL_CLASSES, (row - (row & (ROW_CLASSES - 1))) / ROW_CLASSES, d, c.n, barrier);
+  }
+#elif GAPLESS
+#pragma unroll 1
+  for (int i = 0; i < G_BOXES * SET_TAPS; i++) {
+    int tap = i % SET_TAPS, td = tap / (TAPS_H * TAPS_W), th = tap / TAPS_W % TAPS_H, tw = tap % TAPS_W;
+    load_box(to + i / SET_TAPS * G_SLAB_BYTES + tap * PLANE_BYTES, map_g, channel + i / SET_TAPS * G_WIDTH, w + tw * DIL_W, h + th * DIL_H, d + td * DIL_D, c.n, barrier);
   }
 #elif G_ONE_BOX && CHANNELS_LAST
 #pragma unroll 1
@@ -245,8 +258,13 @@ __device__ __forceinline__ u32 x_at(int k_step) {
 // (they are two rows apart; where a stride already parts them, in their own order).
 #define STRIP_PIXEL(j) (G_STEP_W % 2 ? (j) % 4 * 2 + (j) / 4 : (j))
 
-__device__ __forceinline__ void load_raw(const TensorMap* map_x, const Chunk& c, const Work& work, u32 to, u32 barrier) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(RAW_BYTES) : "memory");
+__device__ __forceinline__ void load_raw(const TensorMap* map_x, const Sizes& s, const Chunk& c, const Work& work, u32 to, u32 barrier) {
+#if GAPLESS
+  const int bytes = s.box_n * s.box_d * s.box_h * s.box_w * (BLOCK_CI * 4);
+#else
+  const int bytes = RAW_BYTES;
+#endif
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
   load_box(to, map_x, work.group * CIN_G + work.ci, c.w, c.h - STACK + 1, c.d, c.n, barrier);
 }
 
@@ -263,6 +281,31 @@ __device__ __forceinline__ void turn(u32 raw, u32 tile, int thread) {
     }
     u32 to = tile + x_at(strip) + half * 16 + c * SEGMENT;
     store_shared_128(to ^ (to >> 7 & (SEGMENT / 16 - 1)) << 4, v[0], v[1], v[2], v[3]);
+  }
+  asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");  // the tensor cores read by descriptor
+}
+#endif
+
+#if GAPLESS
+// Zeros for the pixels of every stage that no box writes, once: a box has fewer than a chunk where no shape of it has as many.
+__device__ __forceinline__ void clear_tails(u32 base, const Sizes& s, int thread) {
+  const int pixels = s.box_n * s.box_d * s.box_h * s.box_w;
+  if (pixels == PIXELS) return;
+#if TURN_X                                  // x's pixels before they are turned
+  constexpr int X_PIXEL = BLOCK_CI * 4, X_PARTS = 1;
+  const u32 x = base + RAW_AT, x_apart = 0, x_stage = 0;
+#else
+  constexpr int X_PIXEL = SEGMENT, X_PARTS = STAGES * BOXES;
+  const u32 x = base, x_apart = BOX_BYTES, x_stage = STAGE_BYTES;
+#endif
+  constexpr int G_PIXEL = G_PIXEL_BYTES, G_PARTS = G_BOXES * SET_TAPS;
+  for (int i = thread; i < X_PARTS * (PIXELS - pixels) * (X_PIXEL / 16); i += THREADS) {
+    int unit = i % (X_PIXEL / 16), at = i / (X_PIXEL / 16), pixel = pixels + at % (PIXELS - pixels), part = at / (PIXELS - pixels);
+    store_shared_128(x + part / (X_PARTS / (TURN_X ? 1 : STAGES)) * x_stage + part % (X_PARTS / (TURN_X ? 1 : STAGES)) * x_apart + pixel * X_PIXEL + unit * 16, 0, 0, 0, 0);
+  }
+  for (int i = thread; i < STAGES * G_PARTS * (PIXELS - pixels) * (G_PIXEL / 16); i += THREADS) {
+    int unit = i % (G_PIXEL / 16), at = i / (G_PIXEL / 16), pixel = pixels + at % (PIXELS - pixels), part = at / (PIXELS - pixels);
+    store_shared_128(base + part / G_PARTS * STAGE_BYTES + X_TILE_BYTES + part % G_PARTS * PLANE_BYTES + pixel * G_PIXEL + unit * 16, 0, 0, 0, 0);
   }
   asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");  // the tensor cores read by descriptor
 }
@@ -544,7 +587,9 @@ __device__ __forceinline__ void consume(float* __restrict__ partial, const Sizes
     if (unit >= SET_UNITS) unit = SET_UNITS - 1;                                               // its sums are not stored
     int td = unit / (SET_UNITS / TAPS_D), th = STACKED ? 0 : unit / TAPS_W % TAPS_H, tw = unit % TAPS_W;
     int shift = (DENSE_D ? td * (DIL_D / APART_D) : td) * CLASS_ROWS + (DENSE_H ? th * (DIL_H / APART_H) : th);
-#if PARTED
+#if GAPLESS
+    taps.at[u] = unit * (PLANE_BYTES / G_PIXEL_BYTES);
+#elif PARTED
     taps.at[u] = shift * G_LINE + tw % G_PLANES * (PLANE_BYTES / G_PIXEL_BYTES) + tw / G_PLANES * PLANE_TAPS;
 #elif CHANNELS_LAST
     taps.at[u] = shift * G_LINE + tw * DIL_W;
@@ -811,30 +856,18 @@ __device__ __forceinline__ void load_sums(float (&v)[4], const Peers& peers, u32
 #endif
 }
 
-// A block's share of its tile's sums, some quads of co: each is the sum of all splits' in the order of `reduce`, and is written so
-// that neighbouring threads write neighbours. `rank`: the block's split.
-__device__ __forceinline__ void add_up(const Gradient& out, const Work& work, const Peers& peers, u32 sums, int rank, int thread) {
-  constexpr int QUADS = BLOCK_CO / 4, ALL_QUADS = BLOCK_CI * QUADS, THREADS_ADDING = WGS * 128;  // of a tap
-  constexpr int LANES = TOGETHER && REDUCE_ROWS == 1 ? RUNS : 1;  // that add a run of splits each, as the warps of `reduce` do
-  constexpr int BATCH = TOGETHER ? 8 : CLUSTER;                   // splits whose loads are on their way at a time
-  // Taps that are neighbours in memory, of contiguous weights: of a row, or of several whole ones.
-  constexpr int NEAR = TAPS_W == KERNEL_W ? TAPS_H * TAPS_W : TAPS_W, OF_KERNEL = TAPS_W == KERNEL_W ? KERNEL_H * KERNEL_W : KERNEL_W;
-  constexpr int V = NEAR % 4 == 0 && OF_KERNEL % 4 == 0 ? 4 : NEAR % 2 == 0 && OF_KERNEL % 2 == 0 ? 2 : 1;
-  const int share = (ALL_QUADS + peers.count - 1) / peers.count, first = rank * share;
-  const int quads = ALL_QUADS - first < share ? ALL_QUADS - first : share, run = (peers.count + LANES - 1) / LANES;
-  const bool by_co = out.stride_co == 1;   // what memory has innermost; else taps
-#if CLUSTER > 1
-  cluster_sync();                          // all have stored theirs
-#elif ALONE
-  named_sync<2, WGS * 128>();
-#endif
-#pragma unroll TOGETHER ? 1 : 4
-  for (int i = thread; i < SET_TAPS * share * LANES; i += THREADS_ADDING) {
-    int lane = i % LANES, quad = i / LANES % share, tap = i / (LANES * share);
-    if (quad >= quads) continue;
-    const int ci = (first + quad) / QUADS, co = (first + quad) % QUADS * 4, at = SUM_AT(tap, ci, co);
-    const int begin = lane * run, end = begin + run < peers.count ? begin + run : peers.count;
-    float sum[4] = {};
+#define THREADS_ADDING (WGS * 128)
+#define PARTS (TOGETHER && REDUCE_ROWS == 1 ? RUNS : 1)  // ranges of splits that are sums of their own, as the warps of `reduce` have them
+
+// The sum of all splits' quad `at`, in the order of `reduce`; LANES of a warp have a part each, of which lane 0 then has the sum.
+template <int LANES>
+__device__ __forceinline__ void add_splits(float (&sum)[4], const Peers& peers, u32 sums, int at, int lane) {
+  constexpr int BATCH = TOGETHER ? 8 : CLUSTER;  // splits whose loads are on their way at a time
+  const int run = (peers.count + PARTS - 1) / PARTS;
+#pragma unroll 1
+  for (int part = lane; part < PARTS; part += LANES) {
+    const int begin = part * run, end = begin + run < peers.count ? begin + run : peers.count;
+    float own[4] = {};
     for (int split = begin; split < end; split += BATCH) {
       float v[BATCH][4] = {};
 #pragma unroll
@@ -843,59 +876,109 @@ __device__ __forceinline__ void add_up(const Gradient& out, const Work& work, co
 #pragma unroll
       for (int k = 0; k < BATCH; k++)
 #pragma unroll
-        for (int e = 0; e < 4; e++) sum[e] += v[k][e];
+        for (int e = 0; e < 4; e++) own[e] += v[k][e];
     }
-    if (LANES > 1) {
-      const u32 lanes = 0xffu << (threadIdx.x & 24);  // a quad's eight
 #pragma unroll
-      for (int e = 0; e < 4; e++) {
-        const float part = sum[e];
-        sum[e] = __shfl_sync(lanes, part, 0, LANES);
+    for (int e = 0; e < 4; e++) sum[e] = part ? sum[e] + own[e] : own[e];
+  }
+  if (LANES > 1) {
+    const u32 lanes = 0xffu << (threadIdx.x & 24);  // a quad's eight
 #pragma unroll
-        for (int other = 1; other < LANES; other++) sum[e] += __shfl_sync(lanes, part, other, LANES);
-      }
-      if (lane) continue;
-    }
-    if (by_co && COUT_G % 4 == 0) {
-      long long to = place_of(out, work, tap, ci, co);
-      if (to >= 0) store_some(out, to, sum);
-    } else if (by_co) {
+    for (int e = 0; e < 4; e++) {
+      const float part = sum[e];
+      sum[e] = __shfl_sync(lanes, part, 0, LANES);
 #pragma unroll
-      for (int e = 0; e < 4; e++) {
-        const float one[1] = {sum[e]};
-        long long to = place_of(out, work, tap, ci, co + e);
-        if (to >= 0) store_some(out, to, one);
-      }
-    } else {
-      store_shared_128(sums + at, __float_as_uint(sum[0]), __float_as_uint(sum[1]), __float_as_uint(sum[2]), __float_as_uint(sum[3]));
+      for (int other = 1; other < LANES; other++) sum[e] += __shfl_sync(lanes, part, other, LANES);
     }
   }
+}
+
+// The sums of `rows` input channels from `first` on: to the weight, where that has output channels innermost (`by_co`), so that
+// neighbouring threads write neighbours; else to shared memory. A thread keeps its tap and quad of output channels, so that a row is an
+// addition away (NOTES: with a place computed for each quad 6.1 us for 64 KB, as much as 500 pixels take).
+template <int LANES>
+__device__ __forceinline__ void add_rows(const Gradient& out, const Work& work, const Peers& peers, u32 sums, int first, int rows, bool by_co, int thread) {
+  constexpr int AHEAD = TOGETHER ? 2 : 4;   // rows whose loads are on their way at a time
+  constexpr int QUADS = BLOCK_CO / 4, ITEMS = SET_TAPS * QUADS * LANES, EACH = ITEMS < THREADS_ADDING ? ITEMS : THREADS_ADDING, AT_ONCE = THREADS_ADDING / EACH;
+  if (thread >= AT_ONCE * EACH) return;
+#pragma unroll 1
+  for (int i = thread % EACH; i < ITEMS; i += EACH) {
+    const int lane = i % LANES, co = i / LANES % QUADS * 4, tap = i / (LANES * QUADS);
+    const long long to = place_of(out, work, tap, first, co);
+    if (to < 0) continue;
+#pragma unroll AHEAD
+    for (int row = thread / EACH; row < rows; row += AT_ONCE) {
+      const int at = SUM_AT(tap, first + row, co);
+      const long long to_row = to + row * out.stride_ci;
+      float sum[4] = {};
+      add_splits<LANES>(sum, peers, sums, at, lane);
+      if (lane) continue;
+      if (by_co && COUT_G % 4 == 0) {
+        store_some(out, to_row, sum);
+      } else if (by_co) {
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+          const float one[1] = {sum[e]};
+          if (work.co + co + e < COUT_G) store_some(out, to_row + e, one);
+        }
+      } else {
+        store_shared_128(sums + at, __float_as_uint(sum[0]), __float_as_uint(sum[1]), __float_as_uint(sum[2]), __float_as_uint(sum[3]));
+      }
+    }
+  }
+}
+
+// A block's share of its tile's sums, some rows of ci: each is the sum of all splits' in the order of `reduce`. `rank`: the block's split.
+__device__ __forceinline__ void add_up(const Gradient& out, const Work& work, const Peers& peers, u32 sums, int rank, int thread) {
+  // Taps that are neighbours in memory, of contiguous weights: of a row, or of several whole ones.
+  constexpr int NEAR = TAPS_W == KERNEL_W ? TAPS_H * TAPS_W : TAPS_W, OF_KERNEL = TAPS_W == KERNEL_W ? KERNEL_H * KERNEL_W : KERNEL_W;
+  constexpr int V = NEAR % 4 == 0 && OF_KERNEL % 4 == 0 ? 4 : NEAR % 2 == 0 && OF_KERNEL % 2 == 0 ? 2 : 1;
+  const int share = (BLOCK_CI + peers.count - 1) / peers.count, first = rank * share;
+  const int left = (CIN_G - work.ci < BLOCK_CI ? CIN_G - work.ci : BLOCK_CI) - first, rows = left < share ? left : share;
+  const bool by_co = out.stride_co == 1;   // what memory has innermost; else taps
 #if CLUSTER > 1
-  cluster_sync();                          // none reads another's any more; and this block's are complete
-#else
+  cluster_sync();                          // all have stored theirs
+#elif ALONE
   named_sync<2, WGS * 128>();
 #endif
+  if (!ALONE || by_co) {
+    if (PARTS > 1 && SET_TAPS * (BLOCK_CO / 4) * share <= THREADS_ADDING / 2) add_rows<PARTS>(out, work, peers, sums, first, rows, by_co, thread);
+    else add_rows<1>(out, work, peers, sums, first, rows, by_co, thread);
+#if CLUSTER > 1
+    cluster_sync();                        // none reads another's any more; and this block's are complete
+#else
+    named_sync<2, WGS * 128>();
+#endif
+  }
   if (by_co) return;
-  constexpr int RUNS_OF_TAPS = SET_TAPS / V;
-#pragma unroll 4
-  for (int i = thread; i < RUNS_OF_TAPS * share * 4; i += THREADS_ADDING) {
-    int tap = i % RUNS_OF_TAPS * V, of_quads = i / RUNS_OF_TAPS, quad = first + of_quads / 4;
-    int ci = quad / QUADS, co = quad % QUADS * 4 + of_quads % 4;
-    long long to = of_quads < quads * 4 ? place_of(out, work, tap, ci, co) : -1;
+  constexpr int RUNS_OF_TAPS = SET_TAPS / V, ITEMS = RUNS_OF_TAPS * BLOCK_CO, EACH = ITEMS < THREADS_ADDING ? ITEMS : THREADS_ADDING, AT_ONCE = THREADS_ADDING / EACH;
+  if (thread >= AT_ONCE * EACH) return;
+#pragma unroll 1
+  for (int i = thread % EACH; i < ITEMS; i += EACH) {
+    const int tap = i % RUNS_OF_TAPS * V, co = i / RUNS_OF_TAPS;
+    const long long to = place_of(out, work, tap, first, co);
     if (to < 0) continue;
-    float v[V];
+#pragma unroll 4
+    for (int row = thread / EACH; row < rows; row += AT_ONCE) {
+      float v[V];
 #pragma unroll
-    for (int e = 0; e < V; e++) v[e] = load_shared_f32(sums + SUM_AT(tap + e, ci, co));
-    store_some(out, to, v);
+      for (int e = 0; e < V; e++) v[e] = load_shared_f32(sums + SUM_AT(tap + e, first + row, co));
+      store_some(out, to + row * out.stride_ci, v);
+    }
   }
 }
 #endif
 
+#if GAPLESS
+#define BOX_OF_CHUNK int box_n, int box_d, int box_h, int box_w,
+#else
+#define BOX_OF_CHUNK
+#endif
 // partial: [SPLITS][TAPS][COUT][CIN_G] float32; where blocks add up, `out` is the weight's gradient.
 #if TOGETHER  // partial: SUMS_BYTES for each block
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 wgrad(const char* __restrict__ g, char* __restrict__ out, char* partial, u32* counters, int batch, int in_d, int in_h, int in_w, int out_d, int out_h, int out_w,
-      int tiles_d, int tiles_h, int tiles_w, int chunks, int per_split,
+      int tiles_d, int tiles_h, int tiles_w, int chunks, int per_split, BOX_OF_CHUNK
       long long stride_ci, long long stride_co, long long stride_tap, int wide,
       const __grid_constant__ TensorMaps maps) {
 #elif ADDS_UP
@@ -905,16 +988,20 @@ __cluster_dims__(CLUSTER)
 #endif
 __launch_bounds__(THREADS, 1)
 wgrad(const char* __restrict__ g, char* __restrict__ out, int batch, int in_d, int in_h, int in_w, int out_d, int out_h, int out_w,
-      int tiles_d, int tiles_h, int tiles_w, int chunks, int per_split,
+      int tiles_d, int tiles_h, int tiles_w, int chunks, int per_split, BOX_OF_CHUNK
       long long stride_ci, long long stride_co, long long stride_tap, int wide,
       const __grid_constant__ TensorMaps maps) {
 #else
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 wgrad(const char* __restrict__ g, float* __restrict__ partial, int batch, int in_d, int in_h, int in_w, int out_d, int out_h, int out_w,
-      int tiles_d, int tiles_h, int tiles_w, int chunks, int per_split, const __grid_constant__ TensorMaps maps) {
+      int tiles_d, int tiles_h, int tiles_w, int chunks, int per_split, BOX_OF_CHUNK const __grid_constant__ TensorMaps maps) {
 #endif
   extern __shared__ __align__(1024) unsigned char memory[];
+#if GAPLESS
+  const Sizes s = {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, chunks, per_split, box_n, box_d, box_h, box_w};
+#else
   const Sizes s = {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, chunks, per_split};
+#endif
   int index = blockIdx.x;
 #if CLUSTER > 1
   const int split = index % CLUSTER;  index /= CLUSTER;  // so that a cluster's blocks are neighbours
@@ -939,13 +1026,16 @@ wgrad(const char* __restrict__ g, float* __restrict__ partial, int batch, int in
     barrier_init(base + BARRIERS_AT + 16 * STAGES, 1);
     asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
   }
+#if GAPLESS
+  clear_tails(base, s, threadIdx.x);
+#endif
   __syncthreads();
   int role = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
   if (role == 0) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(PRODUCER_REGISTERS));
 #if TURN_X
     const u32 raw = base + RAW_AT, raw_full = base + BARRIERS_AT + 16 * STAGES;
-    if (thread == 0 && split * per_split < chunks) load_raw(&maps.x, chunk_at(split * per_split, s), work, raw, raw_full);
+    if (thread == 0 && split * per_split < chunks) load_raw(&maps.x, s, chunk_at(split * per_split, s), work, raw, raw_full);
 #elif BOX_G
     if (thread) return;                    // the others have nothing to do
 #endif
@@ -963,7 +1053,7 @@ wgrad(const char* __restrict__ g, float* __restrict__ partial, int batch, int in
       turn(raw, shared_address(tile), thread);
       barrier_arrive(barrier);
       named_sync<1, COPIERS>();            // all have read
-      if (thread == 0 && i + 1 < end) load_raw(&maps.x, chunk_at(i + 1, s), work, raw, raw_full);
+      if (thread == 0 && i + 1 < end) load_raw(&maps.x, s, chunk_at(i + 1, s), work, raw, raw_full);
 #elif BOX_G
       load_boxes(&maps.x, maps.g, s, c, work, shared_address(tile), barrier);
 #else
