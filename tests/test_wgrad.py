@@ -19,6 +19,7 @@ import torch
 from conftest import Stubs
 from upconv.bench.suites import SUITES
 from upconv.cuda import jit, launch, wgrad
+from upconv.cuda.boxes import fullest
 from upconv.cuda.gpu import A100, B200, H200, RTX3090, RTX4090, RTX5090, Gpu
 from upconv.cuda.wgrad_tiling import WARPS, SyncTiling, WarpgroupTiling
 from upconv.problem import Layout, Precision, Problem, output_length
@@ -205,13 +206,13 @@ def test_chunks_without_gaps(precision: Precision) -> None:
 
 def test_boxes_of_chunks_fill_them() -> None:
     """The fewest boxes that a search of all shapes finds; whole images of 4 x 4, and rows of 14 of several."""
-    assert wgrad._box(64, (4, 4), (2, 2), 64) == (16, (4, 1, 4, 4))
-    assert wgrad._box(512, (14, 14), (2, 2), 128)[0] * 128 < 1.03 * 512 * 14 * 14
+    assert fullest(64, (4, 4), (2, 2), 64) == (16, (4, 1, 4, 4))
+    assert fullest(512, (14, 14), (2, 2), 128)[0] * 128 < 1.03 * 512 * 14 * 14
     rng = random.Random(0)
     for _ in range(300):
         size, batch = tuple(rng.randint(1, 12) for _ in range(rng.randint(1, 3))), rng.randint(1, 9)
         stride, pixels = tuple(rng.randint(1, 3) for _ in size), rng.choice((16, 64, 96))
-        count, box = wgrad._box(batch, size, stride, pixels)
+        count, box = fullest(batch, size, stride, pixels)
         sides = (batch, *(1,) * (3 - len(size)), *size)
         assert math.prod(box) <= pixels
         assert count == math.prod(-(-n // of) for n, of in zip(sides, box))

@@ -6,6 +6,8 @@ import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from upconv.cuda import jit
 Five = tuple[int, int, int, int, int]
 Words = bytes
 """A ``CUtensorMap``, or several: 16 signed words of 64 bits each."""
+_MOST_TRAVERSED = 256  # elements along a dimension of a box
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,39 @@ def alignment_classes(batch: int, channels: int, size: Sequence[int], element: i
     rows, of_channels = 16 // math.gcd(16, row) if len(size) > 1 else 1, 16 // math.gcd(16, channel)
     whole = (slice_ % 16 == 0 or d == 1) and (channels * channel % 16 == 0 or batch == 1)
     return (rows, of_channels) if whole and h >= rows and channels >= of_channels else None
+
+
+def parts(size: int) -> list[int]:
+    """Lengths of the pieces into which an axis can be divided evenly."""
+    return sorted({-(-size // n) for n in range(1, size + 1)})
+
+
+@lru_cache(maxsize=4096)
+def fullest(
+    batch: int, size: tuple[int, ...], stride: tuple[int, ...], most: int
+) -> tuple[int, tuple[int, int, int, int]]:
+    """(how many, images, D, H, W) of the boxes of at most ``most`` pixels, of which the fewest are needed.
+
+    ``stride``: from one of its pixels to the next in the tensor that the engine traverses.
+    """
+    full = (1,) * (3 - len(size))
+    d, h, w = full + size
+    slices_, rows_, columns_ = (
+        [n for n in parts(of) if n <= most and (n - 1) * step < _MOST_TRAVERSED]
+        for of, step in zip((d, h, w), full + stride)
+    )
+    best: tuple[int, int, tuple[int, int, int, int]] | None = None
+    for columns, rows in product(columns_, rows_):
+        for slices in slices_:
+            of_image = columns * rows * slices
+            if of_image > most:
+                break
+            times = -(-batch // min(batch, most // of_image, _MOST_TRAVERSED))
+            count = times * -(-d // slices) * -(-h // rows) * -(-w // columns)
+            if best is None or (count, -of_image) < best[:2]:
+                best = count, -of_image, (-(-batch // times), slices, rows, columns)
+    assert best is not None
+    return best[0], best[2]
 
 
 def encode(

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from upconv.cuda import jit
-from upconv.cuda.boxes import Tensor5, Words, alignment_classes, channels_last, dense, encode, of_class
+from upconv.cuda.boxes import Tensor5, Words, alignment_classes, channels_last, dense, encode, fullest, of_class, parts
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.gpu import gpu as gpu_of
 from upconv.cuda.launch import Counters, Launcher, TooManyBlocks, as_run, bind
-from upconv.cuda.tiling import MAX_BOX, MAX_CLUSTER
+from upconv.cuda.tiling import MAX_CLUSTER
 from upconv.cuda.wgrad_tiling import (
     COMMON_WIDTHS,
     MAX_CLASSES,
@@ -532,40 +532,14 @@ def boxed(t: AnyTiling, p: Problem) -> AnyTiling:
     """A tiling of a layer with a problem's own chunks: `gapless` ones have the box that needs the fewest of them."""
     if not isinstance(t, WarpgroupTiling) or not t.gapless:
         return t
-    return replace(t, tile=_box(p.batch, p.size, p.stride, t.gapless)[1])
+    return replace(t, tile=fullest(p.batch, p.size, p.stride, t.gapless)[1])
 
 
 def _chunks(t: AnyTiling, p: Problem) -> int:
     """Chunks of a problem."""
     if isinstance(t, WarpgroupTiling) and t.gapless:
-        return _box(p.batch, p.size, p.stride, t.gapless)[0]
+        return fullest(p.batch, p.size, p.stride, t.gapless)[0]
     return math.prod(t.counts(p))
-
-
-@lru_cache(maxsize=4096)
-def _box(
-    batch: int, size: tuple[int, ...], stride: tuple[int, ...], pixels: int
-) -> tuple[int, tuple[int, int, int, int]]:
-    """(how many, images, D, H and W) of the boxes of at most so many positions, of which the fewest are needed."""
-    full = (1,) * (3 - len(size))
-    d, h, w = full + size
-    ways = (
-        [v for v in _parts(n) if v <= pixels and (v - 1) * step < MAX_BOX]
-        for n, step in zip(full + size, full + stride)
-    )
-    slices_, rows_, columns_ = ways
-    best: tuple[int, int, tuple[int, int, int, int]] | None = None
-    for columns, rows in product(columns_, rows_):
-        for slices in slices_ if columns * rows <= pixels else ():
-            of_image = columns * rows * slices
-            if of_image > pixels:
-                break
-            times = -(-batch // min(batch, pixels // of_image, MAX_BOX))
-            count = times * -(-d // slices) * -(-h // rows) * -(-w // columns)
-            if best is None or (count, -of_image) < best[:2]:
-                best = count, -of_image, (-(-batch // times), slices, rows, columns)
-    assert best is not None
-    return best[0], best[2]
 
 
 def _widths(cin: int, steep: bool, rows_of_32: bool) -> tuple[int, ...]:
@@ -593,30 +567,25 @@ def _blocks(cin: int, cout: int) -> Iterator[tuple[int, int]]:
             yield m, n
 
 
-def _parts(k: int) -> list[int]:
-    """Lengths of the sets into which k taps can be divided evenly."""
-    return sorted({-(-k // n) for n in range(1, k + 1)})
-
-
 def _tap_sets(p: Problem, most: int = 36) -> tuple[Triple, ...]:
     """Boxes of neighbouring taps."""
     d, h, w = (1,) * (3 - p.rank) + p.kernel
-    wide = [v for v in _parts(w) if v <= 9]
+    wide = [v for v in parts(w) if v <= 9]
     found = [(1, 1, v) for v in wide]
     if max(wide) == w:
-        found += [(1, v, w) for v in _parts(h)[1:]]
-        found += [(v, h, w) for v in _parts(d)[1:]]
+        found += [(1, v, w) for v in parts(h)[1:]]
+        found += [(v, h, w) for v in parts(d)[1:]]
     if 1 not in wide or w == 2:
-        found += [(1, v, 1) for v in _parts(h)]
+        found += [(1, v, 1) for v in parts(h)]
     return tuple(dict.fromkeys(t for t in found if math.prod(t) <= most))
 
 
 def _column_sets(p: Problem) -> tuple[Triple, ...]:
     """Boxes of columns of taps, whose rows of x an instruction may take together."""
     d, h, w = (1,) * (3 - p.rank) + p.kernel
-    heights = [v for v in _parts(h) if v > p.stride[-2]] if p.rank > 1 and p.dilation[-2] == 1 else []
-    found = [(1, v, u) for v in heights for u in _parts(w)]
-    found += [(v, h, u) for v in _parts(d)[1:] for u in (1, w) if h in heights]
+    heights = [v for v in parts(h) if v > p.stride[-2]] if p.rank > 1 and p.dilation[-2] == 1 else []
+    found = [(1, v, u) for v in heights for u in parts(w)]
+    found += [(v, h, u) for v in parts(d)[1:] for u in (1, w) if h in heights]
     return tuple(dict.fromkeys(t for t in found if math.prod(t) <= 36))
 
 

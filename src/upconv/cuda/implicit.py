@@ -1,0 +1,388 @@
+"""The gradient for the input of channels-last layers as an implicit GEMM, a tap at a time. wgmma only.
+
+`gather` and `pixels` read a pixel of the source once for several taps, which are shifts of one tile; so tiles are whole
+rows of 8 pixels and more, and images of 14 x 14 leave a quarter of them empty. Where taps share little (the kernel is
+about the stride) there is nothing to gain by that: here each tap has pixels of its own, a tile is a box of any shape,
+and channels of the result are columns of any number. Weights stream through the ring beside the pixels, so that
+layers of any width are served (``kernels/implicit.cu``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from upconv.cuda import gather, jit
+from upconv.cuda.boxes import Five, Words, channels_last, encode, fullest
+from upconv.cuda.columns import PRECISIONS, TileChoice, instruction
+from upconv.cuda.gather import Unit
+from upconv.cuda.gpu import Gpu
+from upconv.cuda.launch import Launcher, as_run
+from upconv.cuda.tiling import MAX_CLUSTER, PACK_THREADS, gather_axes, result_shape, source_shape
+from upconv.problem import Problem
+
+_CONSUMERS = 2
+_REGISTERS = 40, 232
+"""Of a producer's thread and a consumer's: together no more than the block begins with."""
+_SPARE = 56
+"""Registers of a consumer's thread for addresses and the like."""
+_MOST_STAGES = 8
+_MOST_COLUMNS = 256
+_MOST_STEP = 8
+_MOST_TAPS = 512
+_MOST_COUNTED = 2**30  # tiles, which the kernel counts in 32 bits, a grid beyond the last
+_SIZES = "i" * 12  # `Tile.arguments`
+_CLUSTERS = 2, 4, 8
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A tile's constants for one layer at any size; its box of pixels is a problem's own."""
+
+    problem: Problem
+    columns: int
+    """Of a matrix instruction: channels of the result, a multiple of 8."""
+    mb: int
+    """Subtiles of 64 pixels of a consumer."""
+    chunk: int
+    """Source channels of a step."""
+    halves: bool
+    """Whether both consumers share a tile, each with half of its pixels; else they take whole tiles in turn."""
+    stages: int = 2
+    """Of the ring, a step's pixels and weights each."""
+    cluster: int = 1
+    """Blocks that share a tile's steps and add up their sums."""
+
+    @property
+    def element(self) -> int:
+        return self.problem.dtype.itemsize
+
+    @property
+    def channels(self) -> tuple[int, int]:
+        """The source's and the result's."""
+        return source_shape(self.problem)[1], result_shape(self.problem)[1]
+
+    @property
+    def column_blocks(self) -> int:
+        return -(-self.channels[1] // self.columns)
+
+    @property
+    def rows(self) -> int:
+        """Pixels of a tile, at most."""
+        return 64 * self.mb * (_CONSUMERS if self.halves else 1)
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a pixel in a stage."""
+        return self.chunk * self.element
+
+    @property
+    def steps(self) -> int:
+        """Of a tile: a tap's chunk each."""
+        return self.problem.taps * -(-self.channels[0] // self.chunk)
+
+    @property
+    def stage_bytes(self) -> int:
+        return self.rows * self.row_bytes + -(-self.columns * self.row_bytes // 1024) * 1024
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.stages * (self.stage_bytes + 16)
+
+    @property
+    def sums(self) -> int:
+        """Of a consumer's thread."""
+        return self.mb * self.columns // 2
+
+    @property
+    def weight_span(self) -> int:
+        """Bytes of a row of a box of weights."""
+        return self.row_bytes
+
+    @property
+    def weight_box(self) -> Five:
+        """The box of a step's weights."""
+        return self.chunk, 1, self.columns, 1, 1
+
+    @property
+    def packed_words(self) -> int:
+        """32-bit words of the packed weights."""
+        return math.prod(self.problem.weight_shape) * self.element // 4
+
+    @property
+    def pack_blocks(self) -> int:
+        return -(-self.packed_words // 4 // PACK_THREADS)
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Along D, H, W."""
+        return (1,) * (3 - self.problem.rank) + self.problem.stride
+
+    @property
+    def offsets(self) -> tuple[tuple[int, int, int], ...]:
+        """Each tap's pixel of the source, less a result's times the strides, in the kernel's order."""
+        axes = [[offset for _, offset in axis.taps[0]] for axis in gather_axes(self.problem)]
+        return tuple((d, h, w) for d, h, w in product(*axes))
+
+    def macros(self) -> dict[str, int | float | str]:
+        """The kernel's constants by macro name; see kernels/implicit.cu."""
+        found: dict[str, int | float | str] = {
+            "PRECISION": PRECISIONS[self.problem.precision],
+            "ELEMENT": self.element,
+            "ELEMENT_TYPE": "float" if self.element == 4 else "unsigned short",
+            "CIN": self.channels[0],
+            "COUT": self.channels[1],
+            "CK": self.chunk,
+            "COLUMNS": self.columns,
+            "MB": self.mb,
+            "HALVES": int(self.halves),
+            "CONSUMERS": _CONSUMERS,
+            "CLUSTER": self.cluster,
+            "STAGES": self.stages,
+            "TAPS": self.problem.taps,
+            **instruction("N_", self.columns),
+            "PRODUCER_REGISTERS": _REGISTERS[0],
+            "CONSUMER_REGISTERS": _REGISTERS[1],
+            "SHARED_BYTES_PLANNED": self.shared_bytes,
+        }
+        for axis, name in enumerate("DHW"):
+            found[f"STEP_{name}"] = self.strides[axis]
+            found[f"TAPS_{name}"] = "{" + ",".join(str(offset[axis]) for offset in self.offsets) + "}"
+        return found
+
+    # --- sizes, which are run-time arguments -------------------------------------------------------------------------
+
+    def box(self, p: Problem) -> tuple[int, int, int, int]:
+        """Images, D, H and W of a problem's tiles: the fewest that hold all of its pixels."""
+        return fullest(p.batch, p.size, p.stride, self.rows)[1]
+
+    def tiles(self, p: Problem) -> int:
+        return fullest(p.batch, p.size, p.stride, self.rows)[0] * self.column_blocks
+
+    def arguments(self, p: Problem) -> tuple[int, ...]:
+        """The kernel's integer arguments behind its pointer."""
+        box = self.box(p)
+        sides = (p.batch, *(1,) * (3 - p.rank), *p.size)
+        counts = tuple(-(-n // of) for n, of in zip(sides, box))
+        return (*sides, *box, *counts[1:], math.prod(counts) * self.column_blocks)
+
+
+class Choice(TileChoice[Tile]):
+    """A tile for a problem on a GPU, and what the model thinks of it."""
+
+    family = "implicit"
+
+    @property
+    def grid(self) -> int:
+        """Blocks."""
+        tiles = self.tile.tiles(self.problem)
+        return tiles * self.tile.cluster if self.tile.cluster > 1 else self.even_grid(tiles)
+
+    @property
+    def summary(self) -> str:
+        t = self.tile
+        shared = f", steps shared by clusters of {t.cluster} that add up their sums" if t.cluster > 1 else ""
+        return (
+            f"implicit GEMM, channels last: wgmma {t.problem.precision}, tile of "
+            f"{'x'.join(map(str, t.box(self.problem)))} pixels (NxDxHxW) of {t.rows} x {t.columns} channels, "
+            f"{'halved' if t.halves else 'in turn'}, ring of {t.stages} of {t.chunk} channels of a tap, "
+            f"{t.shared_bytes // 1024} KB shared, grid {self.grid}{shared}"
+        )
+
+    def sources(self) -> tuple[Unit, ...]:
+        """What NVRTC must compile; the same for all sizes."""
+        source = jit.source("implicit.cu", self.tile.macros())
+        return (Unit(f"implicit {gather.layer_text(self.problem)}", source, ("pack", "implicit")),)
+
+    def prepare(self, device: int) -> Prepared:
+        """Compiles (or finds) and loads the kernels for a CUDA device. Errors: those of ``jit.kernel``."""
+        return Prepared(self, device)
+
+
+class Prepared(gather.LazyPacks):
+    """A choice's kernels, loaded for a device."""
+
+    def __init__(self, choice: Choice, device: int) -> None:
+        t, p = choice.tile, choice.problem
+        super().__init__(p, device, t.packed_words, t.pack_blocks)
+        (self._unit,) = choice.sources()
+        self._boxed_unit = self._unit  # reads both
+        self._grid, self._sizes, self._tiling = choice.grid, as_run(_SIZES, t.arguments(p)), t
+        self._tails: dict[int, Words] = {}
+        self.packing = ("implicit", p.precision)
+        """What `pack`'s result depends on beside the weight."""
+        _ = self._run
+
+    @property
+    def _launchers(self) -> tuple[str, ...]:
+        return "_pack", "_run", *(("_pack_float",) if self.casts else ())
+
+    @property
+    def _packed_launchers(self) -> tuple[str, ...]:
+        return self._launchers
+
+    @cached_property
+    def _run(self) -> Launcher:
+        t, codes = self._tiling, f"P({_SIZES}{'q' * 16})({'q' * 16})"
+        return self._load(self._unit, "implicit", 128 * (1 + _CONSUMERS), t.shared_bytes, codes)
+
+    def run(self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, fresh: bool = False) -> None:
+        """Launches the kernel: ``x``, the output's gradient, and ``out``, the input's, dense in channels_last.
+
+        ``packed`` is what `pack` returned; there is no bias. ``fresh``: `pack` was called just before, and the kernel
+        makes ready beside what that launched.
+        """
+        if out.data_ptr() & 15:  # PyTorch's allocations never do; two results are stored together
+            whole = torch.empty_like(out)
+            self.run(x, packed, bias, whole, fresh)
+            out.copy_(whole)
+            return
+        address = x.data_ptr()
+        if address & 15:
+            fresh, x = False, x.clone()  # a view that begins off 16 bytes; PyTorch's allocations never do
+            address = x.data_ptr()
+        tail = self._tails.get(address)
+        if tail is None:
+            t, p = self._tiling, self._problem
+            tail = self._kept(self._tails, address, lambda: [self._sizes, tensor_map(t, p, address)])
+        self._run(self._device, self._grid, (out.data_ptr(), tail, self._weight_map(packed.data_ptr())), fresh)
+
+
+def source_box(t: Tile, p: Problem) -> Five:
+    """What the box of a step's pixels traverses: channels, W, H, D, images."""
+    images, *counts = t.box(p)
+    d, h, w = ((count - 1) * step + 1 for count, step in zip(counts, t.strides))
+    return t.chunk, w, h, d, images
+
+
+def tensor_map(t: Tile, p: Problem, address: int) -> Words:
+    """A ``CUtensorMap`` over the output's gradient with a problem's box, as 16 signed words."""
+    channels, *size = source_shape(p)[1:]
+    tensor, (d, h, w) = channels_last(p.batch, channels, size, t.element), t.strides
+    return encode(
+        tensor, address, p.dtype, source_box(t, p), (1, w, h, d, 1), t.row_bytes, p.precision == "tf32"
+    )  # fmt: skip
+
+
+# --- candidates ------------------------------------------------------------------------------------------------------
+
+
+def refusal(p: Problem, gpu: Gpu) -> str | None:
+    """Why these kernels cannot serve a problem, in a sentence; None when one may."""
+    if gpu.arch != "90a":
+        return "an implicit GEMM wants both operands by descriptors, which wgmma alone takes"
+    if p.pass_ != "grad-input" or p.layout != "channels_last":
+        return "the implicit GEMM is for gradients for the input in channels_last"
+    if p.precision not in PRECISIONS:
+        return f"precision {p.precision} is none of the kernel's"
+    if p.groups > 1:
+        return "the kernel knows no groups"
+    if p.batch_as_width:
+        return "tiles have the images of a batch anyhow"
+    if p.batch == 0 or 0 in p.size:
+        return "an empty input has no work"
+    if max(p.stride) > _MOST_STEP:
+        return f"boxes take steps of at most {_MOST_STEP} pixels"
+    if p.taps > _MOST_TAPS:
+        return f"{p.taps} taps are more than the {_MOST_TAPS} of the kernel's tables"
+    if source_shape(p)[1] * p.dtype.itemsize % 16:
+        return "boxes want pixels of whole 16 bytes"
+    return None
+
+
+@lru_cache(maxsize=256)
+def candidates(layer: Problem, gpu: Gpu) -> tuple[Tile, ...]:
+    """A layer's tiles, for all sizes."""
+    found: list[Tile] = []
+    source, result = source_shape(layer)[1], result_shape(layer)[1]
+    element = layer.dtype.itemsize
+    row_bytes = next((n for n in (32, 64) if source * element <= n), 128)
+    widths = {-(-result // (8 * n)) * 8 for n in range(1, -(-result // 8) + 1)}
+    widths |= {n for n in (64, 128, 192, 256) if n <= result}
+    for columns, mb, halves in product(sorted(widths), (1, 2, 3, 4), (True, False)):
+        if not 32 <= columns <= _MOST_COLUMNS and columns < result:
+            continue
+        t = Tile(layer, columns, mb, row_bytes // element, halves)
+        if t.columns > _MOST_COLUMNS or t.sums > _REGISTERS[1] - _SPARE:
+            continue
+        stages = min(_MOST_STAGES, gpu.shared_bytes // (t.stage_bytes + 16))
+        if stages >= 2:
+            found.append(replace(t, stages=stages))
+    return tuple(found)
+
+
+def _clustered(t: Tile, p: Problem, gpu: Gpu) -> Iterator[Tile]:
+    """With clusters that share its steps, where tiles leave multiprocessors idle and sums have room in the ring."""
+    tiles, sums = t.tiles(p), _CONSUMERS * 128 * t.sums * 4
+    for cluster in _CLUSTERS:
+        fits = t.halves and sums <= t.stages * t.stage_bytes and cluster <= MAX_CLUSTER
+        if fits and 2 * cluster <= t.steps and tiles <= gpu.clusters(cluster):
+            yield replace(t, cluster=cluster)
+
+
+# --- the cost model --------------------------------------------------------------------------------------------------
+
+_L2 = 40.0  # bytes a clock, of boxes
+_STEP = 60.0  # clocks of a step beside its instructions
+_LATENCY = 900.0  # clocks, from a box's request to its use
+_STORE = 16.0  # bytes a clock
+_TILE = 600.0  # clocks of a tile beside
+_BEGIN = 4500.0  # clocks of a kernel until its first step is there
+_CLUSTER = 2500.0  # clocks of a cluster's sums beside
+_BESIDE = 0.2  # share of the memory's time, or of the tiles', whichever is less, that the other does not hide
+
+
+def estimate(t: Tile, p: Problem, gpu: Gpu) -> tuple[float, str]:
+    """(seconds, what bounds them) of a problem by a tile."""
+    consumers = _CONSUMERS if t.halves else 1
+    multiplied = t.row_bytes // 32 * t.mb * consumers * t.columns / 2
+    bodies = {
+        "tensor cores": multiplied + _STEP,
+        "L2": t.stage_bytes / _L2,
+        "latency": _LATENCY / t.stages,
+    }
+    bound = max(bodies, key=lambda name: bodies[name])
+    steps = -(-t.steps // t.cluster)
+    loop = steps * max(bodies.values())
+    stored = t.rows * t.columns * t.element / _STORE / t.cluster + _TILE
+    waves = -(-t.tiles(p) * t.cluster // gpu.multiprocessors)
+    clocks = waves * (loop + stored) if t.halves else max(waves * loop, waves * (loop + stored) / 2) + stored
+    clocks += _CLUSTER * (t.cluster > 1)
+    seconds = clocks / gpu.clock
+    memory = (math.prod(result_shape(p)) + math.prod(source_shape(p))) * t.element / gpu.bandwidth
+    if memory > seconds:
+        bound = "bytes"
+    return max(memory, seconds) + _BESIDE * min(memory, seconds) + _BEGIN / gpu.clock + gather.LAUNCH, bound
+
+
+def choose(p: Problem, gpu: Gpu, general: bool = False) -> Choice | str:
+    """The cheapest tile by the model, or the sentence why there is none.
+
+    ``general``: for files that serve every size of the input, which have no host code for these kernels.
+    """
+    if general:
+        return "exported files have no host code for the implicit GEMM"
+    return _choose(p, gpu)
+
+
+@lru_cache(maxsize=4096)
+def _choose(p: Problem, gpu: Gpu) -> Choice | str:
+    refused = refusal(p, gpu)
+    if refused:
+        return refused
+    best: tuple[float, str, Tile] | None = None
+    for whole in candidates(gather.any_size(p), gpu):
+        for t in (whole, *_clustered(whole, p, gpu)):
+            if t.tiles(p) < _MOST_COUNTED:
+                seconds, bound = estimate(t, p, gpu)
+                if best is None or seconds < best[0]:
+                    best = seconds, bound, t
+    if best is None:
+        return "no tile's stages fit in shared memory, or its tiles are too many to count"
+    return Choice(best[2], p, gpu, best[0], best[1])

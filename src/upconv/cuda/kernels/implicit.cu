@@ -1,0 +1,336 @@
+// Implicit GEMM: the gradient for the input of channels-last layers on tensor cores, one tap at a time. Pixels are the rows of a matrix
+// instruction (M), channels of the result its columns (N); K is taps x channels of the source (the output's gradient), CK channels of
+// a tap at a time. A stage of the ring has, for such a step, the pixels that the tap reads for a tile, by a box of the tensor copy
+// engine, and its weights, by another; both are swizzled, float32 is rounded to TF32 on its way, and both operands are read by descriptors.
+//
+// Taps share nothing, so that a tile is a box of any shape: its pixels follow each other in shared memory, whatever rows they lie in, and
+// images of 14 x 14 fill it, where tiles of whole rows leave a quarter empty. (`gather` and `pixels`, whose taps are shifts of one
+// tile, read a pixel once for several taps; where the kernel is the stride there is nothing to share.) A launch tells the box. Rows of a tile
+// that its box leaves out are whatever shared memory had: a row of M is a pixel of the result alone, and these are not stored.
+//
+// Consumers halve a tile's pixels (HALVES), or take whole tiles in turn, so that one stores while another multiplies. Where tiles are
+// few, CLUSTER blocks have one together, each a share of its steps, and add up their sums in shared memory, in the order of their rank.
+//
+// Constants come as macros (cuda/implicit.py computes them and explains each); sizes of the input are arguments.
+#include "ptx.cuh"
+#define A_SHARED 1
+#include "wgmma.cuh"
+
+#define VEC (16 / ELEMENT)
+#define ROW_BYTES (CK * ELEMENT)                        // a pixel's row in a stage, a column's of the weights: 32, 64 or 128
+#define K_STEPS (ROW_BYTES / 32)                        // a matrix instruction takes 32 bytes of K
+#define CHUNKS ((CIN + CK - 1) / CK)
+#define STEPS (TAPS * CHUNKS)                           // of a tile
+#define COLUMN_BLOCKS ((COUT + COLUMNS - 1) / COLUMNS)
+#define ROWS (64 * MB * (HALVES ? CONSUMERS : 1))       // pixels of a tile, at most
+#define PIXEL_BYTES (ROWS * ROW_BYTES)
+#define STAGE_BYTES (PIXEL_BYTES + (COLUMNS * ROW_BYTES + 1023) / 1024 * 1024)
+#define SUMS_OF_M (COLUMNS / 2)                         // a thread's of 64 pixels
+#define THREADS (128 + CONSUMERS * 128)
+#define LAG (STAGES > 3)                                // stages that instructions still read while the next one's are queued
+
+#if PRECISION == 0
+// Unseen by the compiler, which else keeps sums as integers through loops and copies them at each end (ptxas then serialises: C7514).
+__device__ __forceinline__ u32 bits_of(float v) {
+  u32 r;
+  asm("mov.b32 %0, %1;\n" : "=r"(r) : "f"(v));
+  return r;
+}
+#define STORE_BITS(v) bits_of(v)
+#else
+#define STORE_BITS(v) (PRECISION == 2 ? half_bits(v) : bfloat_bits(v))
+#endif
+
+#include "columns.cuh"
+#include "ring.cuh"
+
+__constant__ const int TAP_D[] = TAPS_D;                // the pixel that a tap reads, from a result's times STEP
+__constant__ const int TAP_H[] = TAPS_H;
+__constant__ const int TAP_W[] = TAPS_W;
+
+struct TensorMaps { TensorMap source, weights; };
+
+struct Sizes {
+  int out_n, out_d, out_h, out_w;                       // of the result
+  int box_n, box_d, box_h, box_w;                       // of a tile: ROWS pixels at most
+  int tiles_d, tiles_h, tiles_w, tiles;                 // along these axes; all, with blocks of columns
+};
+
+struct Tile { int n, d, h, w, column; };                // first pixel and column
+
+__device__ __forceinline__ Tile tile_at(int q, const Sizes& s) {
+  Tile t;
+  t.column = q % COLUMN_BLOCKS * COLUMNS;  q /= COLUMN_BLOCKS;  // blocks of the same pixels are neighbours, for L2's sake
+  t.w = q % s.tiles_w * s.box_w;  q /= s.tiles_w;
+  t.h = q % s.tiles_h * s.box_h;  q /= s.tiles_h;
+  t.d = q % s.tiles_d * s.box_d;
+  t.n = q / s.tiles_d * s.box_n;
+  return t;
+}
+
+// The tiles of a block: the first, and from one to the next; the steps of a tile that are its own.
+#if CLUSTER > 1
+#define RANK ((int)(blockIdx.x % CLUSTER))
+#define FIRST_TILE (int)(blockIdx.x / CLUSTER)
+#define NEXT_TILE (1 << 30)                             // one is all
+#define FIRST_STEP (RANK * STEPS / CLUSTER)
+#define END_STEP ((RANK + 1) * STEPS / CLUSTER)
+#else
+#define FIRST_TILE (int)blockIdx.x
+#define NEXT_TILE (int)gridDim.x
+#define FIRST_STEP 0
+#define END_STEP STEPS
+#endif
+
+// =====================================================================================================================
+// Weights that do not lie as boxes want them: to [channel of the result][tap][channel of the source], channels-last.
+// =====================================================================================================================
+
+// A thread writes 16 bytes. The weight is (COUT, CIN, kernel): contiguous, or channels-last, whose taps are `tap_step` elements apart.
+template <class Weight>
+__device__ __forceinline__ void pack_weights(const Weight* __restrict__ weight, char* __restrict__ packed, int tap_step) {
+  let_dependent_begin();
+  int i = blockIdx.x * PACK_THREADS + threadIdx.x;
+  if (i >= COUT * TAPS * (CIN / VEC)) return;
+  int first = i % (CIN / VEC) * VEC, tap = i / (CIN / VEC) % TAPS;
+  long long column = i / (CIN / VEC * TAPS);
+  u32 v[VEC];
+#pragma unroll
+  for (int e = 0; e < VEC; e++) {
+    int cin = first + e;
+    v[e] = operand(weight[column * (CIN * TAPS) + (tap_step == 1 ? cin * TAPS + tap : tap * tap_step + cin)]);
+  }
+  write_operands(packed + (long long)i * 16, v);
+}
+
+#include "columns_pack.cuh"
+
+// =====================================================================================================================
+// Producer: one thread
+// =====================================================================================================================
+
+__device__ __forceinline__ void produce(const TensorMaps& maps, const Sizes& s, u32 ring, u32 full, u32 empty) {
+  Cursor cursor = {0, 1};                               // all are free at first
+  const u32 bytes = (s.box_n * s.box_d * s.box_h * s.box_w + COLUMNS) * ROW_BYTES;
+  wait_for_results();                                   // of `pack`
+#pragma unroll 1
+  for (int index = FIRST_TILE; index < s.tiles; index += NEXT_TILE) {
+    Tile t = tile_at(index, s);
+#pragma unroll 1
+    for (int step = FIRST_STEP; step < END_STEP; step++, cursor.next()) {
+      const int tap = step / CHUNKS, channel = step % CHUNKS * CK;
+      u32 barrier = full + cursor.stage * 8, to = ring + cursor.stage * STAGE_BYTES;
+      barrier_wait(empty + cursor.stage * 8, cursor.parity);
+      expect_bytes(barrier, bytes);
+      load_box(to, maps.source, channel, t.w * STEP_W + TAP_W[tap], t.h * STEP_H + TAP_H[tap], t.d * STEP_D + TAP_D[tap], t.n, barrier);
+      load_box(to + PIXEL_BYTES, maps.weights, channel, tap, t.column, 0, 0, barrier);
+    }
+  }
+}
+
+// =====================================================================================================================
+// Consumers
+// =====================================================================================================================
+
+// Rows of ROW_BYTES, swizzled, one behind the other.
+__device__ __forceinline__ u64 descriptor(u32 start) {
+  constexpr u32 SWIZZLE = ROW_BYTES == 32 ? 3u : ROW_BYTES == 64 ? 2u : 1u;
+  return (u64)((8 * ROW_BYTES) >> 4 | SWIZZLE << 30) << 32 | (start | 1u << 16);
+}
+
+// acc += a stage's pixels x its weights, both as descriptors have them.
+__device__ __forceinline__ void multiply_stage(float (&acc)[MB][SUMS_OF_M], u32 pixels, u32 weights) {
+  u32 a = uniform(pixels), b = uniform(weights);
+#pragma unroll
+  for (int k = 0; k < K_STEPS; k++)
+#pragma unroll
+    for (int m = 0; m < MB; m++) multiply(acc[m], descriptor(a + m * (64 * ROW_BYTES / 16) + k * 2), descriptor(b + k * 2));
+}
+
+// Where row `row` of a tile is in the result, or nowhere.
+__device__ __forceinline__ char* place_of(char* y, const Sizes& s, const Tile& t, int row, bool& there) {
+  int w = row % s.box_w, rest = row / s.box_w, h = rest % s.box_h;
+  rest /= s.box_h;
+  int d = rest % s.box_d, n = rest / s.box_d;
+  there = n < s.box_n && t.n + n < s.out_n && t.d + d < s.out_d && t.h + h < s.out_h && t.w + w < s.out_w;
+  return y + ((((long long)(t.n + n) * s.out_d + t.d + d) * s.out_h + t.h + h) * s.out_w + t.w + w) * (COUT * ELEMENT) + t.column * ELEMENT;
+}
+
+#define WIDE_STORES (ELEMENT == 2 && COUT % 16 == 0 && COLUMNS % 16 == 0)
+#define UNIT (WIDE_STORES ? 16 : 8)                     // columns that are stored together, each by a lane of four
+#define UNITS (COLUMNS / UNIT)
+
+// Columns from UNIT * i on of a row's sums: a thread's are columns 8j + 2t and the next, of pixels g and g + 8 of the warp's 16.
+__device__ __forceinline__ void store_unit(const float (&sums)[SUMS_OF_M], int i, int eight, char* pixel, int left, bool there, int lane) {
+#if WIDE_STORES
+  // Lanes exchange with a neighbour, so that an even one stores 8 bytes of columns 16i and on, an odd one of 16i + 8 and on.
+  int odd = lane & 1, column = (lane & 2) * 2 + odd * 8;
+  u32 pair[2], v[4];
+#pragma unroll
+  for (int j = 0; j < 2; j++) {
+    const int at = 4 * (2 * i + j) + 2 * eight;
+    pair[j] = STORE_BITS(sums[at]) | STORE_BITS(sums[at + 1]) << 16;
+  }
+  u32 other = __shfl_xor_sync(0xffffffffu, odd ? pair[0] : pair[1], 1);
+  v[0] = odd ? other : pair[0], v[1] = odd ? pair[1] : other;
+  store_global_64_if(pixel + (16 * i + column) * ELEMENT, v, there && 16 * i < left);
+#else
+  const int at = 4 * i + 2 * eight;
+  int column = 8 * i + lane % 4 * 2;
+  u32 v[4] = {STORE_BITS(sums[at]), STORE_BITS(sums[at + 1])};
+  char* to = pixel + column * ELEMENT;
+  bool one = there && column < left, two = there && column + 1 < left;
+#if COUT % 2 == 0 && ELEMENT == 4
+  store_global_64_if(to, v, one);
+#elif COUT % 2 == 0
+  store_global_if(to, v[0] | v[1] << 16, one);
+#elif ELEMENT == 4
+  store_global_if(to, v[0], one);
+  store_global_if(to + 4, v[1], two);
+#else
+  store_global_16_if(to, v[0], one);
+  store_global_16_if(to + 2, v[1], two);
+#endif
+#endif
+}
+
+#if CLUSTER > 1
+#define QUADS (MB * COLUMNS / 8)                        // of four sums, a thread's
+#define SUM_AT(i, thread) (((i) * (CONSUMERS * 128) + (thread)) * 16)
+
+// Sums to shared memory, where all blocks of the cluster find them.
+__device__ __forceinline__ void publish(const float (&acc)[MB][SUMS_OF_M], u32 memory, int thread) {
+  named_sync<4, CONSUMERS * 128>();                     // nobody reads a stage any more
+#pragma unroll
+  for (int i = 0; i < QUADS; i++) {
+    const float* v = &acc[i / (COLUMNS / 8)][i % (COLUMNS / 8) * 4];
+    store_shared_f32x4(memory + SUM_AT(i, thread), v[0], v[1], v[2], v[3]);
+  }
+  cluster_sync();
+}
+
+// Four sums of all blocks, in the order of their rank.
+__device__ __forceinline__ void add_up(float (&acc)[MB][SUMS_OF_M], u32 memory, int i, int thread) {
+  float v[CLUSTER][4];
+#pragma unroll
+  for (int rank = 0; rank < CLUSTER; rank++) load_cluster_128(v[rank], memory + SUM_AT(i, thread), rank);
+#pragma unroll
+  for (int e = 0; e < 4; e++) {
+    float sum = v[0][e];
+#pragma unroll
+    for (int rank = 1; rank < CLUSTER; rank++) sum += v[rank][e];
+    acc[i / (COLUMNS / 8)][i % (COLUMNS / 8) * 4 + e] = sum;
+  }
+}
+#endif
+
+// `first`: of the tile's rows, the consumer's.
+__device__ __forceinline__ void store(float (&acc)[MB][SUMS_OF_M], char* __restrict__ y, const Sizes& s, const Tile& t, int first, u32 memory, int thread) {
+  const int lane = thread & 31, left = COUT - t.column;
+#if CLUSTER > 1
+  publish(acc, memory, first / (64 * MB) * 128 + thread);
+#endif
+#pragma unroll
+  for (int m = 0; m < MB; m++) {
+    const int row = first + m * 64 + (thread >> 5) * 16 + (lane >> 2);
+    bool there[2];
+    char* pixel[2];
+#pragma unroll
+    for (int eight = 0; eight < 2; eight++) pixel[eight] = place_of(y, s, t, row + eight * 8, there[eight]);
+#pragma unroll
+    for (int i = 0; i < UNITS; i++) {
+#if CLUSTER > 1
+      if ((m * UNITS + i) % CLUSTER != RANK) continue;
+#pragma unroll
+      for (int j = 0; j < UNIT / 8; j++) add_up(acc, memory, (m * UNITS + i) * (UNIT / 8) + j, first / (64 * MB) * 128 + thread);
+#endif
+#pragma unroll
+      for (int eight = 0; eight < 2; eight++) store_unit(acc[m], i, eight, pixel[eight], left, there[eight], lane);
+    }
+  }
+#if CLUSTER > 1
+  cluster_sync();                                       // none reads this block's any more
+#endif
+}
+
+__device__ __forceinline__ void consume(char* y, const Sizes& s, u32 ring, u32 full, u32 empty, int wg, int thread) {
+  int lane = thread & 31, turn = 0;
+  Cursor cursor = {0, 0};
+  const int first = HALVES ? wg * (64 * MB) : 0;
+  if (!HALVES && wg == CONSUMERS - 1) named_arrive(1, 256);  // the first turn is consumer 0's
+  float acc[MB][SUMS_OF_M];
+#pragma unroll 1
+  for (int index = FIRST_TILE; index < s.tiles; index += NEXT_TILE) {
+    bool mine = HALVES || turn == wg;
+    turn = turn + 1 == CONSUMERS ? 0 : turn + 1;
+    if (!mine) {
+      cursor.move(END_STEP - FIRST_STEP);
+      continue;
+    }
+#pragma unroll
+    for (int m = 0; m < MB; m++)
+#pragma unroll
+      for (int i = 0; i < SUMS_OF_M; i++) {
+        acc[m][i] = 0.f;
+        asm volatile("" : "+f"(acc[m][i]));             // here, not behind a fence of wgmma: ptxas would serialise all (C7519)
+      }
+    if (!HALVES) named_sync(1 + wg, 256);
+    u32 behind = 0;                                     // the stage that instructions under way read
+#pragma unroll 1
+    for (int step = FIRST_STEP; step < END_STEP; step++, cursor.next()) {
+      barrier_wait(full + cursor.stage * 8, cursor.parity);
+      wgmma_fence();
+      u32 stage = (ring + cursor.stage * STAGE_BYTES) >> 4;
+      multiply_stage(acc, stage + first * (ROW_BYTES / 16), stage + PIXEL_BYTES / 16);
+      wgmma_commit();
+      wgmma_wait<LAG>();
+      if (LAG) give_back(behind, lane);
+      behind = empty + cursor.stage * 8;
+      if (!LAG) give_back(behind, lane);
+    }
+    if (!HALVES) named_arrive(1 + (wg + 1 == CONSUMERS ? 0 : wg + 1), 256);
+    wgmma_wait<0>();
+    if (LAG) give_back(behind, lane);
+    store(acc, y, s, tile_at(index, s), first, ring, thread);
+  }
+}
+
+// =====================================================================================================================
+
+#define BARRIERS_AT (STAGES * STAGE_BYTES)
+#define SHARED_BYTES (BARRIERS_AT + 16 * STAGES)
+#if SHARED_BYTES_PLANNED != SHARED_BYTES
+#error "the planner's shared memory is not the kernel's"
+#endif
+#if CLUSTER > 1 && (!HALVES || CONSUMERS * 128 * MB * SUMS_OF_M * 4 > BARRIERS_AT)
+#error "a block's sums have no room where its stages were"
+#endif
+
+extern "C" __global__ void
+#if CLUSTER > 1
+__cluster_dims__(CLUSTER)
+#endif
+__launch_bounds__(THREADS, 1)
+implicit(char* __restrict__ y, int out_n, int out_d, int out_h, int out_w, int box_n, int box_d, int box_h, int box_w,
+         int tiles_d, int tiles_h, int tiles_w, int tiles, const __grid_constant__ TensorMaps maps) {
+  extern __shared__ __align__(1024) unsigned char memory[];
+  const Sizes s = {out_n, out_d, out_h, out_w, box_n, box_d, box_h, box_w, tiles_d, tiles_h, tiles_w, tiles};
+  u32 ring = shared_address(memory), full = ring + BARRIERS_AT, empty = full + 8 * STAGES;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < STAGES; i++) {
+      barrier_init(full + 8 * i, 1);
+      barrier_init(empty + 8 * i, HALVES ? 4 * CONSUMERS : 4);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
+  }
+  __syncthreads();
+  int role = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0);
+  if (role == 0) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(PRODUCER_REGISTERS));
+    if (threadIdx.x == 0) produce(maps, s, ring, full, empty);
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(CONSUMER_REGISTERS));
+    wait_for_results();                                 // of `pack`: nothing is stored where it may still read
+    consume(y, s, ring, full, empty, role - 1, threadIdx.x & 127);
+  }
+}
