@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from upconv.cuda import batches, gather, wgrad
+from upconv.cuda import batches, gather, implicit, wgrad
 from upconv.cuda.costs import weighed
 from upconv.cuda.gpu import Gpu
 from upconv.problem import Problem
 
-Inner = gather.Choice | wgrad.Choice
+Inner = gather.Choice | implicit.Choice | wgrad.Choice
 _GAIN = 5e-6  # at least: three or four launches stand against one or two, each some 10 us of a host's training step
 
 
@@ -146,9 +146,10 @@ def choose(q: Problem, gpu: Gpu, others: bool = False) -> Inner | str:
 
     ``others``: or for one of the same bytes (`batches`), which the choice then has.
     """
-    family = gather if q.pass_ == "grad-input" else wgrad
-    found: Inner | str = batches.choose(family, q, gpu) if others else family.choose(q, gpu)
-    return found
+    families: tuple[Any, ...] = (gather, implicit) if q.pass_ == "grad-input" else (wgrad,)
+    found = [batches.choose(family, q, gpu) if others else family.choose(q, gpu) for family in families]
+    choices: list[Inner] = [choice for choice in found if not isinstance(choice, str)]
+    return min(choices, key=weighed) if choices else str(found[0])
 
 
 def gains(seconds: float, otherwise: Any) -> bool:

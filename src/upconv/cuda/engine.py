@@ -1,10 +1,10 @@
 """The CUDA engine: planned passes on tensors. It allocates, packs weights or finds them packed, and launches.
 
 A kernel family (`upconv.cuda.gather`, `upconv.cuda.sweep`, `upconv.cuda.rows`, `upconv.cuda.pixels`,
-`upconv.cuda.subpixel`, `upconv.cuda.strides`, `upconv.cuda.pairs`, `upconv.cuda.phases`, `upconv.cuda.direct`; for the
-gradient for the weight `upconv.cuda.wgrad`, `upconv.cuda.direct_wgrad`; for both `upconv.cuda.staged`,
-`upconv.cuda.unshuffle`, `upconv.cuda.relayout`) answers a `Problem` with a `Choice`, which prepared for a device runs
-it. Everything between that and PyTorch is here: the result's memory format, dense operands, the current stream and
+`upconv.cuda.implicit`, `upconv.cuda.subpixel`, `upconv.cuda.strides`, `upconv.cuda.pairs`, `upconv.cuda.phases`,
+`upconv.cuda.direct`; for the gradient for the weight `upconv.cuda.wgrad`, `upconv.cuda.direct_wgrad`; for both
+`upconv.cuda.staged`, `upconv.cuda.unshuffle`, `upconv.cuda.relayout`) answers a `Problem` with a `Choice`, which
+prepared for a device runs it. Everything between that and PyTorch is here: the result's memory format, dense operands, the current stream and
 device, graph capture, errors, and which packed weights may be used again.
 
 **Packed weights** are kept as long as the weight's storage lives, and used again only where nothing can have changed:
@@ -55,6 +55,7 @@ FAMILIES = (
     "sweep",
     "rows",
     "pixels",
+    "implicit",
     "subpixel",
     "strides",
     "pairs",
@@ -71,7 +72,7 @@ Of equals the first is taken.
 WEIGHT_FAMILIES = ("wgrad", "direct_wgrad", "staged", "unshuffle", "relayout")
 """As `FAMILIES`, of the gradient for the weight."""
 # Families that have kernels for one size of the input alone.
-_TENSOR_CORES = ("gather", "sweep", "rows", "pixels", "subpixel", "strides", "pairs", "phases", "wgrad")
+_TENSOR_CORES = ("gather", "sweep", "rows", "pixels", "implicit", "subpixel", "strides", "pairs", "phases", "wgrad")
 _AROUND = ("unshuffle", "relayout")  # which call the others' kernels, and are asked behind them
 
 KEEP_PACKED = True

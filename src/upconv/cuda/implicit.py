@@ -39,6 +39,7 @@ _MOST_TAPS = 512
 _MOST_COUNTED = 2**30  # tiles, which the kernel counts in 32 bits, a grid beyond the last
 _SIZES = "i" * 12  # `Tile.arguments`
 _CLUSTERS = 2, 4, 8
+_WASTE = 1.04  # columns that all blocks have, of a result's channels
 
 
 @dataclass(frozen=True)
@@ -179,6 +180,13 @@ class Choice(TileChoice[Tile]):
     family = "implicit"
 
     @property
+    def margin(self) -> float:
+        """NOTES: where memory does not bound it its times are right, and those of the gather-GEMM in channels_last up
+        to a quarter too hopeful for small layers (256->128 k3 s2 on 128 images of 4 x 4, bfloat16, 12 us where its
+        model has 8.8; here 9.0, and so the model)."""
+        return 1.0 if self.bound == "bytes" else 0.95
+
+    @property
     def grid(self) -> int:
         """Blocks."""
         tiles = self.tile.tiles(self.problem)
@@ -296,6 +304,14 @@ def refusal(p: Problem, gpu: Gpu) -> str | None:
     return None
 
 
+def _widths(result: int) -> tuple[int, ...]:
+    """Columns of a block for so many channels of a result: few, since each is a kernel."""
+    even = {-(-result // (16 * n)) * 16 for n in range(1, -(-result // 32) + 1)}
+    fitting = {n for n in even if n <= _MOST_COLUMNS and -(-result // n) * n <= _WASTE * result}
+    blocks = -(-result // _MOST_COLUMNS)
+    return tuple(sorted(fitting or {-(-result // (8 * blocks)) * 8}))
+
+
 @lru_cache(maxsize=256)
 def candidates(layer: Problem, gpu: Gpu) -> tuple[Tile, ...]:
     """A layer's tiles, for all sizes."""
@@ -303,13 +319,9 @@ def candidates(layer: Problem, gpu: Gpu) -> tuple[Tile, ...]:
     source, result = source_shape(layer)[1], result_shape(layer)[1]
     element = layer.dtype.itemsize
     row_bytes = next((n for n in (32, 64) if source * element <= n), 128)
-    widths = {-(-result // (8 * n)) * 8 for n in range(1, -(-result // 8) + 1)}
-    widths |= {n for n in (64, 128, 192, 256) if n <= result}
-    for columns, mb, halves in product(sorted(widths), (1, 2, 3, 4), (True, False)):
-        if not 32 <= columns <= _MOST_COLUMNS and columns < result:
-            continue
+    for columns, mb, halves in product(_widths(result), (1, 2, 4), (True, False)):
         t = Tile(layer, columns, mb, row_bytes // element, halves)
-        if t.columns > _MOST_COLUMNS or t.sums > _REGISTERS[1] - _SPARE:
+        if t.sums > _REGISTERS[1] - _SPARE:
             continue
         stages = min(_MOST_STAGES, gpu.shared_bytes // (t.stage_bytes + 16))
         if stages >= 2:
@@ -328,37 +340,44 @@ def _clustered(t: Tile, p: Problem, gpu: Gpu) -> Iterator[Tile]:
 
 # --- the cost model --------------------------------------------------------------------------------------------------
 
-_L2 = 40.0  # bytes a clock, of boxes
-_STEP = 60.0  # clocks of a step beside its instructions
-_LATENCY = 900.0  # clocks, from a box's request to its use
-_STORE = 16.0  # bytes a clock
-_TILE = 600.0  # clocks of a tile beside
-_BEGIN = 4500.0  # clocks of a kernel until its first step is there
-_CLUSTER = 2500.0  # clocks of a cluster's sums beside
-_BESIDE = 0.2  # share of the memory's time, or of the tiles', whichever is less, that the other does not hide
+# Fitted to 720 timed tiles of 37 layers, TF32 and bfloat16, on an H200: it chooses what takes 1.1% longer than a
+# layer's best, and a time is off by 8%.
+_COLUMNS = 0.932  # of the matrix instructions' own clocks
+_INSTRUCTION = 34.7  # clocks of one of few columns: its pixels come from shared memory
+_L2 = 143.0  # bytes a clock, of boxes
+_HIDDEN = 0.668  # share of the lesser of multiplying and copying that the other hides
+_LATENCY = 1744.0  # clocks, from a box's request to its use
+_STORE = 12.5  # bytes a clock
+_BEGIN = 9000.0  # clocks of a kernel beside its tiles
+_CLUSTER = 7442.0, 8.0  # clocks of a cluster's sums, and sums a clock
+_BESIDE = 0.254  # share of the memory's time, or of the tiles', whichever is less, that the other does not hide
 
 
 def estimate(t: Tile, p: Problem, gpu: Gpu) -> tuple[float, str]:
     """(seconds, what bounds them) of a problem by a tile."""
-    consumers = _CONSUMERS if t.halves else 1
-    multiplied = t.row_bytes // 32 * t.mb * consumers * t.columns / 2
+    instructions = t.row_bytes // 32 * t.rows // 64
     bodies = {
-        "tensor cores": multiplied + _STEP,
-        "L2": t.stage_bytes / _L2,
-        "latency": _LATENCY / t.stages,
+        "tensor cores": instructions * max(_COLUMNS * t.columns / 2, _INSTRUCTION),
+        "L2": (t.rows + t.columns) * t.row_bytes / _L2,
+        "latency": _LATENCY / (t.stages - 1),
     }
     bound = max(bodies, key=lambda name: bodies[name])
-    steps = -(-t.steps // t.cluster)
-    loop = steps * max(bodies.values())
-    stored = t.rows * t.columns * t.element / _STORE / t.cluster + _TILE
+    step = bodies[bound] + (1 - _HIDDEN) * min(bodies["tensor cores"], bodies["L2"])
+    loop = -(-t.steps // t.cluster) * step
+    stored = t.rows * t.columns * t.element / t.cluster / _STORE
     waves = -(-t.tiles(p) * t.cluster // gpu.multiprocessors)
-    clocks = waves * (loop + stored) if t.halves else max(waves * loop, waves * (loop + stored) / 2) + stored
-    clocks += _CLUSTER * (t.cluster > 1)
+    if t.halves:
+        clocks = waves * (loop + stored)
+    else:
+        clocks = max(waves * loop, -(-waves // _CONSUMERS) * (loop + stored)) + stored
+    if t.cluster > 1:
+        clocks += _CLUSTER[0] + t.rows * t.columns / _CLUSTER[1]
     seconds = clocks / gpu.clock
-    memory = (math.prod(result_shape(p)) + math.prod(source_shape(p))) * t.element / gpu.bandwidth
+    read = math.prod(min(k, s) / s for k, s in zip(p.kernel, p.stride)) * math.prod(source_shape(p))
+    memory = (math.prod(result_shape(p)) + read) * t.element / gpu.bandwidth
     if memory > seconds:
         bound = "bytes"
-    return max(memory, seconds) + _BESIDE * min(memory, seconds) + _BEGIN / gpu.clock + gather.LAUNCH, bound
+    return max(memory, seconds) + _BESIDE * min(memory, seconds) + _BEGIN / gpu.clock, bound
 
 
 def choose(p: Problem, gpu: Gpu, general: bool = False) -> Choice | str:

@@ -40,11 +40,9 @@ _COPY = 4e-6  # of a copy beside its bytes: 17 MB took 17 us
 # Share of the fastest kernel's time up to which copies are worth the search for what would follow them, up to a second
 # for a new layer (NOTES: kb73 in TF32, 0.52, gains 1 %).
 _MOST_COPYING = 0.55
-# The weight gradient's model says 1.3 times what its channels_last kernels take in 16 bits (NOTES: they took 0.65 to
-# 0.9 of it on eleven layers without groups), where copies fit in the cache, in which they cost least (NOTES: dcgan1 128
-# -> 80 us). Beyond it and in TF32 the times are the model's, to 15 % (NOTES: of twelve layers 0.85 to 1.25 of it), and
-# so much better it must be. (kb68 in bfloat16, which would be 1,913 -> 2,159, is not.)
-_WEIGHT = 0.75
+# The weight's gradient: copies cost least in the cache (NOTES: dcgan1 in bfloat16 128 -> 80 us). Beyond it and in TF32
+# times are the model's to 15 % (NOTES: of twelve layers 0.85 to 1.25 of it), and so much better they must be. (kb68
+# in bfloat16, which would be 1,913 -> 2,159, is not.)
 _MANY_TAPS = 256  # (NOTES: 21->21 k64 s32 in bfloat16 channels_last 400 us, where the model has 177)
 _HOPED = 1.15
 
@@ -261,7 +259,7 @@ def choose(p: Problem, gpu: Gpu, otherwise: Any, general: bool = False) -> Choic
     if isinstance(inner, str):
         return inner
     cached = p.pass_ == "grad-weight" and p.dtype.itemsize == 2 and _bytes(p) <= gpu.cache_bytes
-    found = Choice(inner, otherwise, p, (_WEIGHT if cached else 1.0) * inner.seconds + copies)
+    found = Choice(inner, otherwise, p, inner.seconds + copies)
     hoped = 1.0 if cached or p.pass_ == "grad-input" else _HOPED
     if not around.gains(weighed(found) * hoped, otherwise):
         return f"slower, or too little faster: {found.seconds * 1e3:.3g} ms by the model, with copies"

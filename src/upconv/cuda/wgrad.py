@@ -39,7 +39,7 @@ _RUNS = 8  # warps of a block of the second step
 _MAX_SLICE_BYTES = 96 << 20  # of partial sums
 
 # --- the model's constants -------------------------------------------------------------------------------------------
-# Those of wgmma and of whole kernels are fitted to 1,966 timed choices of 27 layers in both layouts, TF32 and bfloat16.
+# Those of wgmma by threads, by rows and by classes are fitted to 1,966 timed choices of 27 layers in both layouts.
 _MMA = 2.3  # clocks of a multiprocessor for an mma.sync of 16 x 8 x 32 bytes
 _WGMMA = 1.01  # of the matrix instructions' own clocks
 _LOAD = 1.15, 0.903  # clocks of a 128-byte access to shared memory: mma.sync's kernel, wgmma's
@@ -55,10 +55,8 @@ _STEP = 40.0  # clocks a step of mma.sync costs beside its instructions
 _LATENCY = 588.0  # clocks from a copy's begin to its first bytes (NOTES: kb71 bfloat16 with 2 stages 288 us, 4 228)
 _STACKED = 0.831, 3.56  # of the matrix instructions' own clocks where rows share one, and clocks of each beside them
 _WARPGROUP_STEP = 35.3  # clocks a step of wgmma costs: the fragment is waited for
-_A_SHARED = 0.739, 0.89  # of a chunk's clocks where fragments come by descriptors: of taps one by one; of rows together
 _DRAIN = 93.0, 73.0  # clocks at the end of a stretch of wgmma: of taps one by one; of rows together, or by classes
 _L2 = 24.0  # bytes a clock and multiprocessor, copied by threads that also multiply
-_BOX = 0.0, 209.0  # clocks of a box: NCHW; channels_last
 _LINE = 2.21  # clocks of the tensor copy engine for a line of 128 bytes; a row that takes half of one costs half
 _BOX_L2 = 42.9  # by boxes
 # NCHW, g by boxes, neither stacked nor classed: of 700 timed choices of 27 layers on an H100, of which it misses 9%,
@@ -75,12 +73,81 @@ _TWO_STAGES, _SHORT, _DEEP = {4: 0.09, 2: 0.12}, {64: 0.17, 32: 0.64}, 0.57
 # 198; of 16 x 12, TF32, 149 and 76; 512->256 k3 s2 on 15 x 20, TF32, 72 and 49). Shorter rows share lines.
 _STRADDLING, _LEAST_STRADDLING = {16: 3.0, 32: 2.0}, 48
 _OVERLAP = 0.063, 0.203  # of a chunk's clocks that are not its bound: g by boxes; by threads
-_BYTES = 0.12  # of the lesser of multiplying and the tensors' bytes
 _SYNC_NCHW = 1.25  # what the mma.sync kernel takes beyond its model: fragments off 16 bytes
 _SYNC_NCHW_16 = 2.2  # and where each is put together from two words
-_BLOCK = 14600.0  # clocks of a block beside its chunks: its first bytes, its sums
-_LAUNCH = 6.1e-6  # seconds of the second step beside its bytes
-_ADDING = 2.38  # passes over the sums at the memory's rate where blocks add them up themselves
+# channels_last by boxes: of 1,760 timed choices of 37 layers on an H100, of which it misses 12%, and the fastest of
+# which its own are 1.8% behind (6.1% with the constants before: dcgan1 in bfloat16 75 us for 49). As NCHW's, and by
+# bytes of an element: clocks of an instruction, where fragments come by descriptors its share; of x that is turned.
+_LAST_TENSOR, _LAST_NARROW, _LAST_STACKED = 0.826, 0.925, 1.064  # of up to 64 columns less, of rows together more
+_LAST_INSTRUCTION, _LAST_SHARED = {4: 63.3, 2: 31.9}, 0.371
+_LAST_READ, _LAST_READ_STACKED, _LAST_WRITTEN, _LAST_TURNED = 0.3, 1.5, 0.891, 6.46
+_LAST_LINE, _LAST_BOX, _LAST_L2 = 2.07, 16.5, 200.0
+_LAST_TOGETHER, _LAST_BESIDE, _LAST_SETS, _LAST_GAPLESS = 10.0, 170.0, 0.006, 0.122
+
+
+@dataclass(frozen=True)
+class Ends:
+    """What blocks take beside their chunks, fitted with those; the rest of NCHW's to 511 timed choices of 19 layers.
+
+    Sums lie in the second-level cache, whatever the memory's rate (NOTES: by that of an H100 the model took two steps
+    for dcgan1 in bfloat16, 75 us, where blocks that write the weight themselves take 49).
+    """
+
+    block: float
+    """Clocks of a block: its first bytes, its sums."""
+    wave: float
+    """The share of these that the next wave's blocks take again."""
+    sum: float
+    """Clocks for each byte of a block's sums."""
+    memory: float
+    """Share of the lesser of multiplying and the tensors' bytes that the other does not hide."""
+    alone: tuple[float, float]
+    """Seconds, and passes over the weight, where a block writes it from its own sums."""
+    cluster: tuple[float, float]
+    """Seconds, and passes over all blocks' sums, where those of a cluster add them up."""
+    together: tuple[float, float]
+    """The same through global memory."""
+    steps: tuple[float, float]
+    """Seconds, and passes over the slices of partial sums, of the second step."""
+    scattered: float
+    """Passes over the weight that blocks write themselves, of taps innermost."""
+
+
+_CACHE = 4e12  # bytes a second of such a pass
+_LAST_ENDS = Ends(
+    block=9912.0,
+    wave=0.205,
+    sum=0.008,
+    memory=0.247,
+    alone=(0.0, 1.33),
+    cluster=(2.8e-6, 0.929),
+    together=(3.6e-6, 2.11),
+    steps=(2e-6, 4.28),
+    scattered=0.0,
+)
+_NCHW_ENDS = Ends(
+    block=11155.0,
+    wave=0.675,
+    sum=0.0,
+    memory=0.13,
+    alone=(6e-6, 0.468),
+    cluster=(6e-6, 1.01),
+    together=(7.6e-6, 1.585),
+    steps=(7.9e-6, 3.18),
+    scattered=0.378,
+)
+# Of exported files, whose blocks leave their sums to a second step in any case; these stay as they are.
+_FILE_ENDS = Ends(
+    block=14600.0,
+    wave=1.0,
+    sum=0.0,
+    memory=0.12,
+    alone=(0.0, 0.952),
+    cluster=(0.0, 2.27),
+    together=(0.0, 2.27),
+    steps=(6.1e-6, 0.952),
+    scattered=0.0,
+)
 _MOST_WIDTH = 160  # input channels of a block that needs two accumulators of 64 rows
 _SIZES = "i" * 12  # of the kernels' parameters: images, sizes, counts of chunks
 _CHUNK_BOX = "i" * 4  # and of `gapless` ones: a chunk's box
@@ -675,8 +742,31 @@ def _boxed_clocks(t: WarpgroupTiling, straddling: float) -> tuple[float, str]:
     return total * (1.0 + more + (_DEEP if t.taps[0] > 1 else 0.0)), bound
 
 
+def _last_clocks(t: WarpgroupTiling) -> tuple[float, str]:
+    """`_chunk_clocks` of channels_last where boxes bring g by planes of it."""
+    columns = t.k_steps * t.entries * t.warpgroups * t.block[0] / 2
+    fragments = t.k_steps * t.entries * t.warpgroups
+    if t.stacked:
+        fragments = t.row * t.element // 32 * t.row_steps * t.warpgroups
+    copied = t.g_units * 16 + t.x_bytes
+    instruction = _LAST_INSTRUCTION[t.element] * (_LAST_SHARED if t.a_shared else 1.0)
+    shape = (_LAST_STACKED if t.stacked else 1.0) * (_LAST_NARROW if t.block[0] <= 64 else 1.0)
+    read = fragments * 16 * _conflict(t) + columns / 2 * (_LAST_READ_STACKED if t.stacked else 1.0)
+    parts = {
+        "tensor cores": _LAST_TENSOR * shape * columns + instruction * fragments / t.warpgroups,
+        "shared memory": _LAST_READ * read + _LAST_WRITTEN * copied / 128 + _LAST_TURNED * t.x_bytes * t.turned / 128,
+        "copies": _LAST_LINE * t.lines_of_boxes + _LAST_BOX * t.boxes,
+        "L2": copied / _LAST_L2,
+    }
+    bound = max(parts, key=lambda name: parts[name])
+    total = sum(part**_LAST_TOGETHER for part in parts.values()) ** (1 / _LAST_TOGETHER) + _LAST_BESIDE
+    return total * (1.0 + _LAST_SETS * math.log2(t.sets[2]) + _LAST_GAPLESS * (t.gapless > 0)), bound
+
+
 def _warpgroup_clocks(t: WarpgroupTiling, straddling: float) -> tuple[float, str]:
-    if t.box_g and not (t.channels_last or t.stacked or t.classed):
+    if t.channels_last and t.box_g:
+        return _last_clocks(t)
+    if t.box_g and not (t.stacked or t.classed):
         return _boxed_clocks(t, straddling)
     steps = t.k_steps * t.entries * t.warpgroups
     columns = steps * t.block[0] / 2  # clocks of the tensor cores for all of them
@@ -688,17 +778,16 @@ def _warpgroup_clocks(t: WarpgroupTiling, straddling: float) -> tuple[float, str
         fragments, stretches = steps, t.k_steps * t.entries / t.stretch
         matrix = columns * _WGMMA
     shared = (fragments * 16 * _conflict(t) + columns / 2) * _LOAD[1] + (t.g_units * 16 + t.x_bytes) / 128
-    if t.turned:
-        shared += t.x_bytes / 64
-    l2 = (t.g_units * 16 + t.x_bytes) / _BOX_L2 if t.box_g else 0.0  # else what copies take is more
     if t.box_g:
-        copies = t.boxes * _BOX[t.channels_last]
+        l2 = (t.g_units * 16 + t.x_bytes) / _BOX_L2
+        # What the engine takes for a line shows where the tensor cores wait for nothing else.
+        copies = t.lines_of_boxes * _LINE
     else:
+        l2 = 0.0  # what copies take is more
         copies = t.g_units * _COPY[t.warpgroups > 2] * _ragged(t, t.channels[1])
         copies += _CHUNK[1] + (t.boxes - 1) * _BOX_BESIDE + (0.0 if t.channels_last else t.g_rows * t.block[1] * _ROW)
-    # What the engine takes for a line shows where the tensor cores wait for nothing else.
-    if t.stacked or t.classed or (t.channels_last and t.box_g and t.g_one_box):
-        copies = max(copies, t.lines_of_boxes * _LINE)
+        if t.stacked:
+            copies = max(copies, t.lines_of_boxes * _LINE)
     parts = {"tensor cores": matrix, "shared memory": shared, "L2": l2, "copies": copies}
     bound = max(parts, key=lambda name: parts[name])
     total = max(parts.values()) + _OVERLAP[not t.box_g] * (sum(parts.values()) - max(parts.values()))
@@ -708,19 +797,27 @@ def _warpgroup_clocks(t: WarpgroupTiling, straddling: float) -> tuple[float, str
     if t.stacked or t.classed:  # with two stages a chunk's copies begin when the one before is done with
         total = max(total, (copies + _LATENCY) / (t.stages - 1))
     total *= 1.0 + _IMAGES * math.log2(t.tile[0])
-    total *= 1.0 + _SETS * math.log2(t.sets[2])
-    return total * (_A_SHARED[t.stacked] if t.a_shared else 1.0), bound
+    return total * (1.0 + _SETS * math.log2(t.sets[2])), bound
+
+
+def _ends(t: AnyTiling, general: bool) -> Ends:
+    if general:
+        return _FILE_ENDS
+    return _LAST_ENDS if t.channels_last else _NCHW_ENDS
 
 
 def block_seconds(gpu: Gpu) -> float:
-    """What a block takes beside its chunks, by the model."""
-    return _BLOCK / gpu.clock
+    """What a block of an exported file takes beside its chunks, by the model."""
+    return _FILE_ENDS.block / gpu.clock
 
 
 def _whole(
-    t: AnyTiling, chunk: tuple[float, str], p: Problem, gpu: Gpu, at_once: bool = True
+    t: AnyTiling, chunk: tuple[float, str], p: Problem, gpu: Gpu, at_once: bool = True, general: bool = False
 ) -> tuple[float, str, int]:
-    """(seconds, what bounds them, splits of K). ``at_once``: blocks may add up their sums themselves."""
+    """(seconds, what bounds them, splits of K).
+
+    ``at_once``: blocks may add up their sums themselves; ``general``: of an exported file's kernel.
+    """
     clocks, bound = chunk
     chunks = _chunks(t, p)
     numel = math.prod(p.weight_shape)
@@ -728,19 +825,25 @@ def _whole(
     most = max(1, min(chunks, _MAX_SLICE_BYTES // (4 * numel * t.k_slices)))
     options = {min(most, max(1, gpu.multiprocessors * k // t.tiles)) for k in (1, 2, 3, 4)} | {1}
     memory = (math.prod(p.input_shape) + math.prod(p.output_shape)) * t.element / gpu.bandwidth
+    ends = _ends(t, general)
+    own = ends.sum * t.sums_bytes if isinstance(t, WarpgroupTiling) else 0.0
+    scattered = ends.scattered * numel * t.element / _CACHE
     for splits in options:
         per_split = -(-chunks // splits)
         splits = -(-chunks // per_split)
         waves = -(-t.tiles * splits // gpu.multiprocessors)
-        work = waves * (per_split * clocks / gpu.clock + block_seconds(gpu))
-        seconds = max(work, memory) + _BYTES * min(work, memory)
+        work = (waves * per_split * clocks + (ends.block + own) * (1 + (waves - 1) * ends.wave)) / gpu.clock
+        seconds = max(work, memory) + ends.memory * min(work, memory)
         if at_once and _alone(t, splits, gpu):
-            seconds += numel * t.element / gpu.bandwidth
-        elif at_once and (_cluster(t, splits, gpu) > 1 or _together(t, splits, gpu)):
+            fixed, passes = ends.alone
+            seconds += fixed + passes * numel * t.element / _CACHE + scattered
+        elif at_once and ((clustered := _cluster(t, splits, gpu) > 1) or _together(t, splits, gpu)):
             assert isinstance(t, WarpgroupTiling)
-            seconds += _ADDING * t.tiles * splits * t.sums_bytes / gpu.bandwidth
+            fixed, passes = ends.cluster if clustered else ends.together
+            seconds += fixed + passes * t.tiles * splits * t.sums_bytes / _CACHE + scattered
         else:
-            seconds += _LAUNCH + splits * t.k_slices * numel * 4 / gpu.bandwidth
+            fixed, passes = ends.steps
+            seconds += fixed + passes * splits * t.k_slices * numel * 4 / _CACHE
         if found is None or seconds < found[0]:
             found = seconds, "bytes" if memory > work else bound, splits
     assert found is not None
@@ -773,7 +876,7 @@ def _choose(p: Problem, gpu: Gpu, general: bool) -> Choice | str:
     for t, clocks in _tilings(_any_size(p), gpu, aligned, aligned_g, width, classes, general, _lined(p), straddling):
         if general and isinstance(t, WarpgroupTiling) and t.row_columns not in COMMON_WIDTHS:
             continue  # files print the common instructions, and stay as they are
-        seconds, bound, splits = _whole(t, clocks, p, gpu)
+        seconds, bound, splits = _whole(t, clocks, p, gpu, general=general)
         if best is None or seconds < best[0]:
             best = seconds, bound, splits, t
     if best is None:

@@ -16,8 +16,6 @@
 // a fragment is read once, not once a tap (NOTES: reads of A take as long as a multiplication by 64 channels, of B half of it).
 // STACKED chunks are of rows of g, STEP_H at a time, and it is x's tile that has a halo, so that an instruction always takes all
 // of its rows (NOTES: ptxas waits for each one where some that share sums differ in shape, C7511); rows beyond the image are zeros.
-// GAPLESS (CHANNELS_LAST): a chunk is a box of any shape, of which a launch tells, and each tap of the set has g's pixels for it: a
-// strip is the next 8 of them in whatever rows they lie, so that images of 4 x 4 or 14 x 14 fill K (with rows of 8 half of it and 87%).
 //
 // K is split over ranges of chunks; each split writes partial sums, `reduce` adds them in the order of their index. Where splits are
 // few, their blocks are a CLUSTER, which adds the sums through its shared memory in the same order, and writes the weight itself.
@@ -287,6 +285,9 @@ __device__ __forceinline__ void turn(u32 raw, u32 tile, int thread) {
 #endif
 
 #if GAPLESS
+// Of channels-last tensors a chunk may be a box of any shape, of which a launch tells, and each tap of the set then has g's pixels for it:
+// a strip is the next 8 of them in whatever rows they lie, so that images of 4 x 4 or 14 x 14 fill K (with rows of 8 half of it and 87%).
+
 // Zeros for the pixels of every stage that no box writes, once: a box has fewer than a chunk where no shape of it has as many.
 __device__ __forceinline__ void clear_tails(u32 base, const Sizes& s, int thread) {
   const int pixels = s.box_n * s.box_d * s.box_h * s.box_w;

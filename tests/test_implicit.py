@@ -1,0 +1,281 @@
+"""The implicit GEMM: the kernel in an interpreter, its packing, its choice, its compiled code, what is launched."""
+
+from __future__ import annotations
+
+import random
+import re
+
+import numpy as np
+import pytest
+import torch
+
+from conftest import Stubs, assert_interpreted
+from implicit_interpreter import ImplicitInterpreter
+from test_gather import DTYPES, needs_nvrtc, truth_of
+from test_pixels import draw_problem, layer_of
+from upconv import planner
+from upconv.bench.suites import SUITES, parse_layer
+from upconv.cuda import engine, gather, implicit, jit, relayout
+from upconv.cuda.costs import weighed
+from upconv.cuda.gpu import A100, B200, H200
+from upconv.cuda.implicit import Tile
+from upconv.cuda.tiling import result_shape, source_shape
+from upconv.problem import Precision, Problem
+
+LAST = "the implicit GEMM is for gradients for the input in channels_last"
+
+
+def tiles_of(p: Problem) -> list[Tile]:
+    """All candidates of a problem, clusters too."""
+    every = implicit.candidates(gather.any_size(p), H200)
+    return [t for whole in every for t in (whole, *implicit._clustered(whole, p, H200))]
+
+
+def check(t: Tile, p: Problem, seed: int, blocks: int) -> None:
+    """The interpreted kernel stores every result once, and what it stores is the gradient, in float64."""
+    numbers = np.random.default_rng(seed)
+    g, w = numbers.standard_normal(source_shape(p)), numbers.standard_normal(p.weight_shape)
+    interpreter = ImplicitInterpreter(t)
+    last = np.moveaxis(w, 1, -1)
+    packed = interpreter.pack(w)
+    np.testing.assert_array_equal(packed, last.reshape(packed.shape))
+    np.testing.assert_array_equal(interpreter.pack(np.ascontiguousarray(last), w.shape[1]), packed)
+    with np.errstate(invalid="ignore"):  # rows that no box writes are never stored
+        out, stores = interpreter(p, g, packed, blocks)
+    assert_interpreted(out, stores, truth_of(p, g, w, None))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_tiles_compute_their_layers(seed: int) -> None:
+    rng = random.Random(f"implicit {seed}")
+    done, clusters = 0, 0
+    while done < 16:
+        p = draw_problem(rng)
+        if implicit.refusal(p, H200) is not None:
+            continue
+        every = tiles_of(p)
+        few = [t for t in rng.sample(every, min(12, len(every))) if t.tiles(p) * t.steps * t.rows < 200_000]
+        for t in few[:1]:
+            try:
+                check(t, p, done, min(rng.choice((1, 2, 7, 132)), t.tiles(p)))
+            except AssertionError as error:
+                raise AssertionError(f"{p}, {p.precision}: {error}\n{t}") from error
+            done, clusters = done + 1, clusters + (t.cluster > 1)
+    assert clusters
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("TAPS_W", "{0,0,0,0,0,0,0,0,0}"),
+        ("TAPS_H", "{-1,-1,-1,-1,-1,-1,-1,-1,-1}"),
+        ("STEP_H", 1),
+        ("STEP_W", 1),
+        ("CK", 8),
+        ("COLUMNS", 8),
+        ("MB", 1),
+    ],
+)
+def test_the_interpreter_notices_a_wrong_plan(name: str, value: int | str) -> None:
+    p = Problem.make(2, 16, 32, (9, 20), 3, 2, 1, precision="tf32", layout="channels_last", pass_="grad-input")
+    t = next(t for t in implicit.candidates(gather.any_size(p), H200) if t.mb == 2)
+    numbers = np.random.default_rng(0)
+    g, w = numbers.standard_normal(source_shape(p)), numbers.standard_normal(p.weight_shape)
+    assert str(t.macros()[name]) != str(value)
+    try:
+        interpreter = ImplicitInterpreter(t, t.macros() | {name: value})
+        out, stores = interpreter(p, g, interpreter.pack(w), 4)
+    except (AssertionError, IndexError, ValueError):
+        return
+    assert not ((stores == 1).all() and np.allclose(out, truth_of(p, g, w, None).numpy())), name
+
+
+@pytest.mark.parametrize(
+    ("layer", "size", "settings", "reason"),
+    [
+        ("16,16,3,stride=2", "1x16x8x8", {"layout": "nchw"}, LAST),
+        ("16,16,3,stride=2", "1x16x8x8", {"pass_": "fwd"}, LAST),
+        ("16,16,3,stride=2,groups=2", "1x16x8x8", {}, "the kernel knows no groups"),
+        ("16,16,3,stride=9", "1x16x8x8", {}, "boxes take steps of at most 8 pixels"),
+        ("16,6,3,stride=2", "1x16x8x8", {}, "boxes want pixels of whole 16 bytes"),
+        ("8,8,9,stride=8", "1x8x8x8x8", {}, "729 taps are more than the 512 of the kernel's tables"),
+        ("16,16,3,stride=2", "1x16x8x8", {"precision": "ieee"}, "precision ieee is none of the kernel's"),
+    ],
+)
+def test_refusals_are_sentences(layer: str, size: str, settings: dict[str, str], reason: str) -> None:
+    p = parse_layer(f"{layer},bias=False", size)
+    p = p.with_(**{"precision": "tf32", "pass_": "grad-input", "layout": "channels_last", **settings})
+    assert implicit.choose(p, H200) == reason
+
+
+def test_other_gpus_and_exported_files_have_none() -> None:
+    p = parse_layer("16,16,3,stride=2,bias=False", "1x16x8x8")
+    p = p.with_(precision="tf32", pass_="grad-input", layout="channels_last")
+    for gpu in (A100, B200):
+        assert implicit.choose(p, gpu) == "an implicit GEMM wants both operands by descriptors, which wgmma alone takes"
+    assert isinstance(engine.choose(p, H200)["implicit"], implicit.Choice)
+    assert engine.choose(p, H200, general=True)["implicit"] == "exported files have no host code for the implicit GEMM"
+
+
+@pytest.mark.parametrize(("name", "precision"), [("nnunet", "tf32"), ("nnunet", "bf16"), ("mrcnn", "tf32")])
+def test_taps_that_share_nothing_are_multiplied_one_by_one(name: str, precision: Precision) -> None:
+    """320 channels by two blocks of 160, and images of 14 x 14 in boxes that leave little of a tile empty."""
+    p = layer_of(name, precision)
+    found = planner.select(p, planner.Device("cuda", gpu=H200))
+    assert found.name == "implicit" and isinstance(found.choice, implicit.Choice)
+    assert f"implicit GEMM, channels last: wgmma {precision}, tile of " in found.candidates[0].reason
+    others = [c for family, c in engine.choose(p, H200).items() if family != "implicit"]
+    assert all(weighed(found.choice) < weighed(c) for c in others if not isinstance(c, str))
+    t = found.choice.tile
+    assert p.in_channels % t.columns == 0
+    filled = p.batch * np.prod(p.size) / (t.tiles(p) // t.column_blocks * t.rows)
+    assert filled > 0.95 and t.shared_bytes <= H200.shared_bytes
+
+
+@pytest.mark.parametrize(("name", "precision"), [("kb57", "tf32"), ("unet4", "tf32"), ("unet4", "bf16")])
+def test_what_is_shared_or_bound_by_memory_stays_with_others(name: str, precision: Precision) -> None:
+    assert planner.select(layer_of(name, precision), planner.Device("cuda", gpu=H200)).name != "implicit"
+
+
+def test_copies_of_nchw_tensors_may_come_to_it() -> None:
+    """512->256 k4 s2 on 4^3 in NCHW: copies in channels_last, and this kernel between them."""
+    p = Problem.make(32, 512, 256, (4, 4, 4), 4, 2, 1, precision="tf32", pass_="grad-input")
+    choice = planner.select(p, planner.Device("cuda", gpu=H200)).choice
+    assert isinstance(choice, relayout.Choice) and isinstance(choice.inner, implicit.Choice)
+
+
+def test_registers_are_no_more_than_a_block_begins_with() -> None:
+    """`setmaxnreg` waits for registers that nobody gives back; and sums leave room for addresses."""
+    producer, consumer = implicit._REGISTERS
+    threads = 128 * (1 + implicit._CONSUMERS)
+    begins = 65536 // threads // 8 * 8 * threads
+    assert 128 * (producer + implicit._CONSUMERS * consumer) <= begins and producer % 8 == consumer % 8 == 0
+    every = tiles_of(layer_of("nnunet", "tf32"))
+    assert max(t.sums for t in every) <= consumer - implicit._SPARE and max(t.columns for t in every) <= 256
+    assert {t.cluster for t in every} == {1, 2} and all(t.stages >= 2 for t in every)
+
+
+def test_widths_leave_few_columns_empty() -> None:
+    assert implicit._widths(320) == (32, 64, 80, 160) and implicit._widths(3) == (8,) and implicit._widths(33) == (40,)
+    for result in range(1, 2100, 7):
+        widths = implicit._widths(result)
+        assert widths and all(w % 8 == 0 and w <= 256 for w in widths)
+        assert min(-(-result // w) * w for w in widths) < max(1.04 * result + 1, result + 8), result
+
+
+def test_sizes_share_kernels() -> None:
+    """Kernels go by the tile alone: a layer's 60 sizes share nine at most."""
+    layer = layer_of("vae", "tf32")
+    found = [implicit.choose(layer.with_(batch=n, size=(s, s)), H200) for n in (1, 4, 16, 64) for s in range(2, 62, 4)]
+    sources = {c.sources()[0].source for c in found if isinstance(c, implicit.Choice)}
+    assert len(sources) <= 9 and not any(isinstance(c, str) for c in found)
+
+
+def test_kernels_are_of_a_layer_at_any_size() -> None:
+    """A new image size asks for no new kernel where the tile is the same."""
+    p = layer_of("nnunet", "bf16")
+    every = {u.source for u in implicit.Choice(tiles_of(p)[0], p, H200, 0.0, "").sources()}
+    for size in ((5, 6, 7), (1, 1, 1), (40, 3, 9)):
+        q = p.with_(size=size, batch=3)
+        assert {u.source for u in implicit.Choice(tiles_of(q)[0], q, H200, 0.0, "").sources()} == every
+
+
+def problems() -> list[Problem]:
+    layers = (
+        layer_of("nnunet", "tf32"),
+        layer_of("vae", "tf32"),
+        Problem.make(128, 256, 128, (4, 4), 3, 2, 1, 1, layout="channels_last", pass_="grad-input"),
+        Problem.make(16, 1024, 512, (2, 2), 4, 2, 1, layout="channels_last", pass_="grad-input"),
+        Problem.make(2, 33, 24, (70, 70), (2, 5), (2, 3), 1, layout="channels_last", pass_="grad-input"),
+    )
+    each: tuple[Precision, ...] = ("tf32", "bf16", "fp16")
+    return [p.with_(dtype=DTYPES[precision], precision=precision) for p in layers for precision in each]
+
+
+@needs_nvrtc
+@pytest.mark.slow
+@pytest.mark.parametrize("p", problems(), ids=lambda p: f"{p} {p.precision}".replace(" ", "-"))
+def test_chosen_kernels_compile_without_spills(p: Problem) -> None:
+    choice = implicit.choose(p, H200)
+    assert isinstance(choice, implicit.Choice)
+    types = {"tf32": "f32.tf32.tf32", "bf16": "f32.bf16.bf16", "fp16": "f32.f16.f16"}[p.precision]
+    (unit,) = choice.sources()
+    code, text, log = jit.built(unit.source, H200.arch, unit.label)
+    found = jit.inspect(code)
+    assert set(found) == {"implicit", "pack", *(("pack_float",) if p.dtype.itemsize == 2 else ())}
+    assert all(local == 0 for _, local, _ in found.values()), choice.summary
+    columns = set(re.findall(r"wgmma\.mma_async\S*\.m64n(\d+)k\d+\." + re.escape(types), text))
+    assert columns == {str(choice.tile.columns)}
+    assert "cp.async.bulk.tensor.5d" in text and jit.serialised(log) is None
+
+
+@needs_nvrtc
+@pytest.mark.slow
+def test_no_tile_s_instructions_are_serialised() -> None:
+    """ptxas does that where sums are copied between loops, for some tiles only; of halves, turns and clusters."""
+    rng = random.Random(0)
+    for precision in ("tf32", "bf16"):
+        every = tiles_of(layer_of("pix4", precision))
+        kinds = {(t.halves, t.cluster, t.mb): t for t in rng.sample(every, len(every))}
+        assert {cluster for _, cluster, _ in kinds} == {1, 2, 4, 8}
+        for t in rng.sample(list(kinds.values()), 6):
+            code, _, log = jit.built(jit.source("implicit.cu", t.macros()), H200.arch, str(t.columns))
+            assert jit.serialised(log) is None, t
+            assert all(local == 0 for _, local, _ in jit.inspect(code).values()), t
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_launched(dtype: torch.dtype, stubs: Stubs) -> None:
+    """Weights contiguous are packed, channels-last ones read as they lie; what begins off 16 bytes is copied."""
+    p = Problem.make(
+        2, 40, 16, (9, 17), (3, 5), 2, 1, dtype=dtype, layout="channels_last", pass_="grad-input",
+        precision="tf32" if dtype is torch.float32 else "bf16",
+    )  # fmt: skip
+    choice = implicit.choose(p, H200)
+    assert isinstance(choice, implicit.Choice)
+    prepared, t = choice.prepare(0), choice.tile
+    weight = torch.randn(p.weight_shape, dtype=dtype)
+    last = weight.contiguous(memory_format=torch.channels_last)
+    grad, out = (
+        torch.randn(shape, dtype=dtype).contiguous(memory_format=torch.channels_last)
+        for shape in (source_shape(p), result_shape(p))
+    )
+    packed = prepared.pack(weight)
+    name, grid, _, args = stubs.pop()
+    assert (name, grid, args) == ("pack", t.pack_blocks, (weight.data_ptr(), packed.data_ptr(), 1))
+    assert packed.shape == (t.packed_words,)
+
+    def launched(weights: torch.Tensor, fresh: bool) -> tuple[object, ...]:
+        maps = *(grad.data_ptr(),) * 16, *(weights.data_ptr(),) * 16
+        return "implicit", choice.grid, fresh, (out.data_ptr(), *t.arguments(p), *maps)
+
+    prepared.run(grad, packed, None, out, fresh=True)
+    assert stubs.pop() == launched(packed, True)
+    assert prepared.pack(last) is last
+    prepared.run(grad, last, None, out)
+    assert stubs.pop() == launched(last, False)
+    moved = torch.empty(last.numel() + 1, dtype=dtype)[1:].as_strided(last.shape, last.stride(), 1)
+    strided = weight.mT.contiguous().mT
+    for given, step in ((strided, 1), (moved, p.out_channels)):
+        assert prepared.pack(given).shape == (t.packed_words,)
+        name, grid, _, args = stubs.pop()
+        assert (name, grid, args[2]) == ("pack", t.pack_blocks, step)
+        assert (args[0] == given.data_ptr()) == (given is moved), "a strided one is made contiguous"
+    off = torch.empty(grad.numel() + 1, dtype=dtype)[1:].as_strided(grad.shape, grad.stride(), 1)
+    prepared.run(off, packed, None, out, fresh=True)
+    assert stubs.pop()[2] is False, "it does not begin beside the copy"
+    if dtype is not torch.float32:
+        packed = prepared.pack(last.float())
+        name, grid, _, args = stubs.pop()
+        assert (name, grid, args[1:]) == ("pack_float", t.pack_blocks, (packed.data_ptr(), p.out_channels, 0, 0))
+
+
+def test_every_problem_that_the_suites_give_it_is_served() -> None:
+    """Each case in channels_last has a tile, or a reason that has nothing to do with its size."""
+    reasons = set()
+    for case in SUITES["cuda"]:
+        if case.problem.rank > 1:
+            found = implicit.choose(layer_of(case.name, "bf16"), H200)
+            reasons |= {found} if isinstance(found, str) else set()
+    assert reasons <= {"the kernel knows no groups", "boxes want pixels of whole 16 bytes"}
+    assert result_shape(layer_of("nnunet", "bf16"))[1] == 320

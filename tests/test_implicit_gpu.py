@@ -1,0 +1,146 @@
+"""The implicit GEMM on a GPU, each tile against the float64 reference: what the interpreter leaves out.
+
+That is the ring and its barriers, boxes that are under way, consumers' halves and turns, clusters' sums, and stores.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from dataclasses import replace
+
+import pytest
+import torch
+
+import upconv
+from conftest import HOPPER, assert_accurate, assert_capturable
+from test_gather_gpu import PRECISIONS
+from test_implicit import tiles_of
+from test_pixels_gpu import operands
+from upconv import planner
+from upconv.cpu import memory_format
+from upconv.cuda import implicit
+from upconv.cuda.gpu import gpu
+from upconv.cuda.tiling import result_shape, source_shape
+from upconv.problem import Problem
+
+pytestmark = HOPPER
+
+# batch, channels in and out, size, kernel, stride, padding, output_padding, dilation
+LAYERS = {
+    "images of 14 x 14": (5, 96, 64, (14, 14), 2, 2),
+    "images of 4 x 4": (9, 256, 136, (4, 4), 4, 2, 1),
+    "k3": (2, 24, 40, (13, 17), 3, 2, 1, 1),
+    "k3 of one channel": (3, 1, 16, (9, 31), 3, 2, 1),
+    "odd channels": (3, 7, 16, (9, 31), (3, 5), (2, 3), (1, 2), (0, 1), (1, 2)),
+    "odd channels of several blocks": (3, 301, 24, (5, 7), 2, 2),
+    "3-D": (1, 32, 32, (6, 11, 20), 3, 2, 1),
+    "3-D of small images": (6, 320, 72, (4, 4, 4), 4, 2, 1),
+    "many tiles": (4, 64, 32, (96, 130), 4, 2, 1),
+    "steps over pixels": (2, 32, 64, (20, 40), 3, 5, 1, 0, 2),
+    "without a stride": (2, 40, 24, (17, 18), 3, 1, 1),
+    "one tap": (2, 40, 24, (17, 18), 1, 1),
+    "one pixel": (5, 16, 16, (1, 1), 3, 2),
+    "many blocks of columns": (2, 1100, 264, (3, 5), 2, 2),
+}
+
+
+@pytest.mark.parametrize("precision", ["tf32", "bf16", "fp16"])
+@pytest.mark.parametrize("name", list(LAYERS))
+def test_implicit(name: str, precision: str) -> None:
+    batch, cin, cout, size, *rest = LAYERS[name]
+    p = Problem.make(
+        batch, cin, cout, size, *rest, bias=False, dtype=PRECISIONS[precision], precision=precision,
+        layout="channels_last", pass_="grad-input",
+    )  # fmt: skip
+    device, last = torch.device("cuda", 0), memory_format("channels_last", p.rank)
+    grad, weight, truth, magnitude = operands(p)
+    products = source_shape(p)[1] * p.taps
+    every = random.Random(zlib.crc32(name.encode())).sample(tiles := tiles_of(p), len(tiles))
+    assert every
+    kinds = list({(t.halves, t.cluster): t for t in every}.values())  # each number of blocks, and turns
+
+    def empty(numel: int, off: int) -> torch.Tensor:
+        return torch.full((numel + off + 8,), float("nan"), device=device, dtype=p.dtype)
+
+    for t in (*kinds, *every[:2]):
+        prepared = implicit.Choice(t, p, gpu(0), 0.0, "").prepare(0)
+        outs = []
+        for given in (weight, weight.contiguous(memory_format=last)):
+            out = torch.full(result_shape(p), float("nan"), device=device, dtype=p.dtype).contiguous(memory_format=last)
+            prepared.run(grad, prepared.pack(given), None, out, fresh=True)
+            outs.append(out)
+        assert torch.equal(*outs), t
+        assert_accurate(outs[0], truth, magnitude, products)
+        for off in (1, 3):  # a gradient and a result that begin off 16 bytes, amid what must not be read or written
+            around, place = empty(grad.numel(), off), empty(truth.numel(), off)
+            view = around.as_strided(grad.shape, grad.stride(), off).copy_(grad)
+            out = place.as_strided(truth.shape, outs[0].stride(), off)
+            prepared.run(view, prepared.pack(weight), None, out)
+            assert torch.equal(out, outs[0]), t
+            assert int(place.isnan().sum()) == off + 8
+        moved = torch.empty(weight.numel() + 1, device=device, dtype=p.dtype)
+        moved = moved.as_strided(weight.shape, weight.contiguous(memory_format=last).stride(), 1).copy_(weight)
+        others = [moved]  # channels-last off 16 bytes, which no box brings
+        if precision != "tf32":  # autocast's weights: rounded on their way
+            others += [weight.float(), weight.float().contiguous(memory_format=last)]
+        for given in others:
+            out = torch.full_like(outs[0], float("nan"))
+            prepared.run(grad, prepared.pack(given), None, out)
+            assert torch.equal(out, outs[0]), t
+
+
+@pytest.mark.parametrize("stages", (2, 3, 4, 5))
+@pytest.mark.parametrize("halves", (True, False))
+@pytest.mark.parametrize("precision", ["tf32", "bf16"])
+def test_turns_of_consumers_around_short_rings(precision: str, halves: bool, stages: int) -> None:
+    """Few blocks with many tiles each: every stage is taken again, by another consumer or by both."""
+    p = Problem.make(
+        2, 64, 72, (50, 70), 3, 2, 1, 1, bias=False, dtype=PRECISIONS[precision], precision=precision,
+        layout="channels_last", pass_="grad-input",
+    )  # fmt: skip
+    grad, contiguous, truth, magnitude = operands(p)
+    last = memory_format("channels_last", p.rank)
+    weight, products = contiguous.contiguous(memory_format=last), source_shape(p)[1] * p.taps
+    every = [t for t in tiles_of(p) if t.halves == halves and t.stages >= stages and t.cluster == 1]
+    for t in {(t.mb, t.columns): t for t in every}.values():
+        for blocks in (3, 7):
+            choice = implicit.Choice(replace(t, stages=stages), p, replace(gpu(0), multiprocessors=blocks), 0.0, "")
+            assert choice.grid <= blocks < t.tiles(p)
+            prepared = choice.prepare(0)
+            out = torch.full(result_shape(p), float("nan"), device="cuda", dtype=p.dtype).contiguous(memory_format=last)
+            prepared.run(grad, prepared.pack(weight), None, out)
+            assert_accurate(out, truth, magnitude, products)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_layers_gradient_comes_from_it_and_is_right(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    last = torch.channels_last
+    layer = upconv.ConvTranspose2d(256, 256, 2, stride=2, device="cuda", dtype=dtype).to(memory_format=last)
+    x = torch.randn(100, 256, 14, 14, device="cuda", dtype=dtype).contiguous(memory_format=last).requires_grad_()
+    with torch.backends.cudnn.flags(allow_tf32=True):
+        layer(x).square().mean().backward()
+        first, x.grad = x.grad, None
+        layer(x).square().mean().backward()
+    p = Problem.make(
+        100, 256, 256, (14, 14), 2, 2, bias=True, dtype=dtype, layout="channels_last",
+        precision="tf32" if dtype is torch.float32 else "bf16",
+    )  # fmt: skip
+    assert planner.plan(p, planner.cuda_device(0)).selection("grad-input").name == "implicit"
+    assert first is not None and x.grad is not None and torch.equal(first, x.grad), "to the last bit from run to run"
+    assert x.grad.is_contiguous(memory_format=last)
+    twin = torch.nn.ConvTranspose2d(256, 256, 2, stride=2, device="cuda", dtype=torch.float64)
+    twin.load_state_dict({name: value.double() for name, value in layer.state_dict().items()})
+    truth_x = x.detach().double().contiguous().requires_grad_()
+    twin(truth_x).square().mean().backward()
+    assert truth_x.grad is not None
+    assert (x.grad.double() - truth_x.grad).norm() <= (3e-3 if dtype is torch.float32 else 3e-2) * truth_x.grad.norm()
+
+
+def test_implicit_in_a_graph_and_on_another_stream() -> None:
+    p = Problem.make(8, 128, 64, (14, 14), 2, 2, bias=False, precision="tf32", layout="channels_last")
+    p = p.with_(pass_="grad-input")
+    choice = implicit.choose(p, gpu(0))
+    assert isinstance(choice, implicit.Choice)
+    assert_capturable(choice.prepare(0), p)
