@@ -23,7 +23,7 @@ import upconv
 from conftest import assert_accurate, tf32_magnitude
 from test_host import epilogue, tiles
 from upconv import planner, reference
-from upconv.cuda import batches, boxes, engine, gather, relayout, wgrad
+from upconv.cuda import batches, boxes, engine, gather, implicit, relayout, wgrad
 from upconv.cuda.gpu import A100, H200, gpu
 from upconv.cuda.tiling import Unfit
 from upconv.cuda.wgrad_tiling import WarpgroupTiling
@@ -193,20 +193,21 @@ def test_every_output_arrives_at_its_image(seed: int, pass_: Pass, tmp_path: Pat
 # --- the choice ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("pass_", ("fwd", "grad-input", "grad-weight"))
+@pytest.mark.parametrize("pass_", ("fwd", "grad-input"))
 @pytest.mark.parametrize("precision", ("tf32", "bf16"))
 def test_small_images_are_taken_side_by_side(precision: Precision, pass_: Pass) -> None:
-    family = wgrad if pass_ == "grad-weight" else gather
+    family = gather
     p = Problem.make(
         128, 512, 256, (4, 4), 4, 2, 1, dtype=DTYPES[precision], precision=precision, layout="channels_last",
         pass_=pass_,
     )  # fmt: skip
-    chosen = batches.choose(family, p, H200)
-    alone = family.choose(p, H200)
+    chosen, alone = batches.choose(family, p, H200), family.choose(p, H200)
+    assert isinstance(alone, gather.Choice)
     assert chosen == family.choose(abreast(p), H200) and chosen.seconds < 0.8 * alone.seconds
     assert "the batch as width: " in chosen.summary and "the batch as width" not in alone.summary
-    selected = planner.select(p, planner.Device("cuda", gpu=H200))
-    assert selected.choice == chosen and "the batch as width" in selected.candidates[0].reason
+    if pass_ == "fwd":
+        selected = planner.select(p, planner.Device("cuda", gpu=H200))
+        assert selected.choice == chosen and "the batch as width" in selected.candidates[0].reason
     for other, chip, general in (
         (p, H200, True),  # for every size
         (p.with_(batch=7), H200, False),
@@ -216,6 +217,20 @@ def test_small_images_are_taken_side_by_side(precision: Precision, pass_: Pass) 
     ):
         found = batches.choose(family, other, chip, general)
         assert isinstance(found, str) or not found.problem.batch_as_width
+
+
+@pytest.mark.parametrize("precision", ("tf32", "bf16"))
+def test_gradients_of_small_images_fill_tiles_as_they_are(precision: Precision) -> None:
+    """Tiles and chunks that are boxes of any shape want no other problem."""
+    p = Problem.make(128, 512, 256, (4, 4), 4, 2, 1, dtype=DTYPES[precision], precision=precision)
+    p = p.with_(layout="channels_last", pass_="grad-input")
+    choice = planner.select(p, planner.Device("cuda", gpu=H200)).choice
+    assert isinstance(choice, implicit.Choice)
+    assert math.prod(choice.tile.box(p)) == choice.tile.rows
+    p = p.with_(pass_="grad-weight")
+    choice = planner.select(p, planner.Device("cuda", gpu=H200)).choice
+    assert isinstance(choice, wgrad.Choice) and isinstance(choice.tiling, WarpgroupTiling)
+    assert math.prod(choice.tiling.tile) == choice.tiling.gapless > 0 and choice.problem == p
 
 
 @pytest.mark.parametrize("pass_", ("fwd", "grad-input"))
@@ -242,11 +257,12 @@ def test_other_families_take_batches_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("precision", ("tf32", "bf16"))
-def test_copies_of_small_images_lie_side_by_side(precision: Precision) -> None:
-    for pass_ in ("grad-input", "grad-weight"):
-        p = Problem.make(128, 512, 256, (4, 4), 4, 2, 1, dtype=DTYPES[precision], precision=precision, pass_=pass_)
-        choice = planner.select(p, planner.Device("cuda", gpu=H200)).choice
-        assert isinstance(choice, relayout.Choice) and choice.inner.problem.batch_as_width
+def test_copies_of_small_images_fill_tiles_too(precision: Precision) -> None:
+    for pass_, inner in (("grad-input", implicit.Choice), ("grad-weight", wgrad.Choice)):
+        p = Problem.make(128, 512, 256, (4, 4), 4, 2, 1, dtype=DTYPES[precision], precision=precision)
+        choice = planner.select(p.with_(pass_=pass_), planner.Device("cuda", gpu=H200)).choice
+        assert isinstance(choice, relayout.Choice) and isinstance(choice.inner, inner)
+        assert choice.inner.problem.layout == "channels_last" and not choice.inner.problem.batch_as_width
 
 
 def test_what_reads_no_boxes_takes_no_batch_as_width() -> None:

@@ -417,8 +417,9 @@ def test_candidates_keep_the_hardwares_limits(seed: int) -> None:
     assert every
     for t in every:
         assert t.shared_bytes <= H200.shared_bytes
-        assert math.prod(t.tile) % (32 // t.element) == 0
-        assert t.tile[3] % 8 == 0
+        gapless = t.gapless if isinstance(t, WarpgroupTiling) else 0
+        assert (gapless or math.prod(t.tile)) % (32 // t.element) == 0
+        assert gapless or t.tile[3] % 8 == 0
         if isinstance(t, SyncTiling):
             assert WARPS % t.warps == 0
             assert t.warps * t.warp[0] * t.warp[1] == t.block[0] * t.block[1]
@@ -670,7 +671,7 @@ def check_compiled(tiling: AnyTiling, source: str, gpu: Gpu, ptx: bool = True) -
 
 
 @pytest.mark.parametrize(("name", "layout", "dtype", "cluster", "together"), (
-    ("dcgan1", "channels_last", torch.bfloat16, 2, False),
+    ("unet1", "channels_last", torch.bfloat16, 2, False),
     ("dcgan1", "nchw", torch.float32, 2, False),
     ("unet1", "nchw", torch.bfloat16, 2, False),
     ("hifigan", "nchw", torch.float32, 2, False),

@@ -4,8 +4,8 @@ A kernel family (`upconv.cuda.gather`, `upconv.cuda.sweep`, `upconv.cuda.rows`, 
 `upconv.cuda.implicit`, `upconv.cuda.subpixel`, `upconv.cuda.strides`, `upconv.cuda.pairs`, `upconv.cuda.phases`,
 `upconv.cuda.direct`; for the gradient for the weight `upconv.cuda.wgrad`, `upconv.cuda.direct_wgrad`; for both
 `upconv.cuda.staged`, `upconv.cuda.unshuffle`, `upconv.cuda.relayout`) answers a `Problem` with a `Choice`, which
-prepared for a device runs it. Everything between that and PyTorch is here: the result's memory format, dense operands, the current stream and
-device, graph capture, errors, and which packed weights may be used again.
+prepared for a device runs it. Everything between that and PyTorch is here: the result's memory format, dense operands,
+the current stream and device, graph capture, errors, and which packed weights may be used again.
 
 **Packed weights** are kept as long as the weight's storage lives, and used again only where nothing can have changed:
 same storage, address, strides and version counter. They are made anew at every call

@@ -894,80 +894,109 @@ __device__ __forceinline__ void add_splits(float (&sum)[4], const Peers& peers, 
   }
 }
 
-// The sums of `rows` input channels from `first` on: to the weight, where that has output channels innermost (`by_co`), so that
-// neighbouring threads write neighbours; else to shared memory. A thread keeps its tap and quad of output channels, so that a row is an
-// addition away (NOTES: with a place computed for each quad 6.1 us for 64 KB, as much as 500 pixels take).
-template <int LANES>
-__device__ __forceinline__ void add_rows(const Gradient& out, const Work& work, const Peers& peers, u32 sums, int first, int rows, bool by_co, int thread) {
-  constexpr int AHEAD = TOGETHER ? 2 : 4;   // rows whose loads are on their way at a time
-  constexpr int QUADS = BLOCK_CO / 4, ITEMS = SET_TAPS * QUADS * LANES, EACH = ITEMS < THREADS_ADDING ? ITEMS : THREADS_ADDING, AT_ONCE = THREADS_ADDING / EACH;
-  if (thread >= AT_ONCE * EACH) return;
-#pragma unroll 1
-  for (int i = thread % EACH; i < ITEMS; i += EACH) {
-    const int lane = i % LANES, co = i / LANES % QUADS * 4, tap = i / (LANES * QUADS);
-    const long long to = place_of(out, work, tap, first, co);
-    if (to < 0) continue;
-#pragma unroll AHEAD
-    for (int row = thread / EACH; row < rows; row += AT_ONCE) {
-      const int at = SUM_AT(tap, first + row, co);
-      const long long to_row = to + row * out.stride_ci;
-      float sum[4] = {};
-      add_splits<LANES>(sum, peers, sums, at, lane);
-      if (lane) continue;
-      if (by_co && COUT_G % 4 == 0) {
-        store_some(out, to_row, sum);
-      } else if (by_co) {
+// A quad's sum to the weight, where that has output channels innermost (`by_co`); else to shared memory.
+__device__ __forceinline__ void put_quad(const Gradient& out, const Work& work, const float (&sum)[4], long long to, u32 at, int co, bool by_co) {
+  if (by_co && COUT_G % 4 == 0) {
+    store_some(out, to, sum);
+  } else if (by_co) {
 #pragma unroll
-        for (int e = 0; e < 4; e++) {
-          const float one[1] = {sum[e]};
-          if (work.co + co + e < COUT_G) store_some(out, to_row + e, one);
-        }
-      } else {
-        store_shared_128(sums + at, __float_as_uint(sum[0]), __float_as_uint(sum[1]), __float_as_uint(sum[2]), __float_as_uint(sum[3]));
-      }
+    for (int e = 0; e < 4; e++) {
+      const float one[1] = {sum[e]};
+      if (work.co + co + e < COUT_G) store_some(out, to + e, one);
     }
+  } else {
+    store_shared_128(at, __float_as_uint(sum[0]), __float_as_uint(sum[1]), __float_as_uint(sum[2]), __float_as_uint(sum[3]));
   }
 }
 
-// A block's share of its tile's sums, some rows of ci: each is the sum of all splits' in the order of `reduce`. `rank`: the block's split.
+// Neighbouring taps of a row of the kernel, or of several whole ones, which lie side by side in contiguous weights.
+#define NEAR (TAPS_W == KERNEL_W ? TAPS_H * TAPS_W : TAPS_W)
+#define OF_KERNEL (TAPS_W == KERNEL_W ? KERNEL_H * KERNEL_W : KERNEL_W)
+#define NEAR_TAPS (NEAR % 4 == 0 && OF_KERNEL % 4 == 0 ? 4 : NEAR % 2 == 0 && OF_KERNEL % 2 == 0 ? 2 : 1)
+#define RUNS_OF_TAPS (SET_TAPS / NEAR_TAPS)
+
+__device__ __forceinline__ void put_taps(const Gradient& out, u32 sums, long long to, int tap, int ci, int co) {
+  float v[NEAR_TAPS];
+#pragma unroll
+  for (int e = 0; e < NEAR_TAPS; e++) v[e] = load_shared_f32(sums + SUM_AT(tap + e, ci, co));
+  store_some(out, to, v);
+}
+
+#define QUADS (BLOCK_CO / 4)
+
+#if TOGETHER
+// A block's share of its tile's sums, some quads of all taps: so that with many splits all blocks add.
+template <int LANES>
+__device__ __forceinline__ void add_quads(const Gradient& out, const Work& work, const Peers& peers, u32 sums, int first, int quads, bool by_co, int thread) {
+#pragma unroll 1
+  for (int i = thread; i < SET_TAPS * quads * LANES; i += THREADS_ADDING) {
+    const int lane = i % LANES, quad = first + i / LANES % quads, tap = i / (LANES * quads), ci = quad / QUADS, co = quad % QUADS * 4;
+    float sum[4] = {};
+    add_splits<LANES>(sum, peers, sums, SUM_AT(tap, ci, co), lane);
+    const long long to = place_of(out, work, tap, ci, co);
+    if (lane == 0 && to >= 0) put_quad(out, work, sum, to, sums + SUM_AT(tap, ci, co), co, by_co);
+  }
+}
+
 __device__ __forceinline__ void add_up(const Gradient& out, const Work& work, const Peers& peers, u32 sums, int rank, int thread) {
-  // Taps that are neighbours in memory, of contiguous weights: of a row, or of several whole ones.
-  constexpr int NEAR = TAPS_W == KERNEL_W ? TAPS_H * TAPS_W : TAPS_W, OF_KERNEL = TAPS_W == KERNEL_W ? KERNEL_H * KERNEL_W : KERNEL_W;
-  constexpr int V = NEAR % 4 == 0 && OF_KERNEL % 4 == 0 ? 4 : NEAR % 2 == 0 && OF_KERNEL % 2 == 0 ? 2 : 1;
-  const int share = (BLOCK_CI + peers.count - 1) / peers.count, first = rank * share;
-  const int left = (CIN_G - work.ci < BLOCK_CI ? CIN_G - work.ci : BLOCK_CI) - first, rows = left < share ? left : share;
+  const int share = (BLOCK_CI * QUADS + peers.count - 1) / peers.count, first = rank * share, left = BLOCK_CI * QUADS - first, quads = left < share ? left : share;
+  const bool by_co = out.stride_co == 1;   // what memory has innermost; else taps
+  // Lanes that divide a quad's parts where quads are few; else each thread adds them all (NOTES: dcgan3's 33 splits in bfloat16 9.7 -> 4.2 us).
+  if (PARTS > 1 && SET_TAPS * share <= THREADS_ADDING / 2) add_quads<PARTS>(out, work, peers, sums, first, quads, by_co, thread);
+  else add_quads<1>(out, work, peers, sums, first, quads, by_co, thread);
+  if (by_co) return;
+  named_sync<2, WGS * 128>();
+#pragma unroll 4
+  for (int i = thread; i < RUNS_OF_TAPS * quads * 4; i += THREADS_ADDING) {
+    const int tap = i % RUNS_OF_TAPS * NEAR_TAPS, of_quads = i / RUNS_OF_TAPS, quad = first + of_quads / 4;
+    const int ci = quad / QUADS, co = quad % QUADS * 4 + of_quads % 4;
+    const long long to = place_of(out, work, tap, ci, co);
+    if (to >= 0) put_taps(out, sums, to, tap, ci, co);
+  }
+}
+#else
+// A block's share, some rows of ci. A thread keeps its taps and output channels, so that a row is an addition away (NOTES: with a place
+// computed for each quad an only split's 64 KB took 6.1 us to leave, so 2.0).
+__device__ __forceinline__ void add_up(const Gradient& out, const Work& work, const Peers& peers, u32 sums, int rank, int thread) {
+  constexpr int SHARE = (BLOCK_CI + CLUSTER - 1) / CLUSTER;
+  const int first = rank * SHARE, left = (CIN_G - work.ci < BLOCK_CI ? CIN_G - work.ci : BLOCK_CI) - first, rows = left < SHARE ? left : SHARE;
   const bool by_co = out.stride_co == 1;   // what memory has innermost; else taps
 #if CLUSTER > 1
   cluster_sync();                          // all have stored theirs
-#elif ALONE
+#else
   named_sync<2, WGS * 128>();
 #endif
-  if (!ALONE || by_co) {
-    if (PARTS > 1 && SET_TAPS * (BLOCK_CO / 4) * share <= THREADS_ADDING / 2) add_rows<PARTS>(out, work, peers, sums, first, rows, by_co, thread);
-    else add_rows<1>(out, work, peers, sums, first, rows, by_co, thread);
-#if CLUSTER > 1
-    cluster_sync();                        // none reads another's any more; and this block's are complete
-#else
-    named_sync<2, WGS * 128>();
-#endif
-  }
-  if (by_co) return;
-  constexpr int RUNS_OF_TAPS = SET_TAPS / V, ITEMS = RUNS_OF_TAPS * BLOCK_CO, EACH = ITEMS < THREADS_ADDING ? ITEMS : THREADS_ADDING, AT_ONCE = THREADS_ADDING / EACH;
-  if (thread >= AT_ONCE * EACH) return;
+  constexpr int ITEMS = SET_TAPS * QUADS, EACH = ITEMS < THREADS_ADDING ? ITEMS : THREADS_ADDING, AT_ONCE = THREADS_ADDING / EACH;
+  if (thread < AT_ONCE * EACH && (CLUSTER > 1 || by_co)) {
 #pragma unroll 1
-  for (int i = thread % EACH; i < ITEMS; i += EACH) {
-    const int tap = i % RUNS_OF_TAPS * V, co = i / RUNS_OF_TAPS;
+    for (int i = thread % EACH; i < ITEMS; i += EACH) {
+      const int co = i % QUADS * 4, tap = i / QUADS;
+      const long long to = place_of(out, work, tap, first, co);
+      if (to < 0) continue;
+#pragma unroll 4
+      for (int row = thread / EACH; row < rows; row += AT_ONCE) {
+        float sum[4] = {};
+        add_splits<1>(sum, peers, sums, SUM_AT(tap, first + row, co), 0);
+        put_quad(out, work, sum, to + row * out.stride_ci, sums + SUM_AT(tap, first + row, co), co, by_co);
+      }
+    }
+  }
+#if CLUSTER > 1
+  cluster_sync();                          // none reads another's any more; and this block's are complete
+#endif
+  if (by_co) return;
+  constexpr int ITEMS_OF_TAPS = RUNS_OF_TAPS * BLOCK_CO, EACH_OF_TAPS = ITEMS_OF_TAPS < THREADS_ADDING ? ITEMS_OF_TAPS : THREADS_ADDING, ROWS_AT_ONCE = THREADS_ADDING / EACH_OF_TAPS;
+  if (thread >= ROWS_AT_ONCE * EACH_OF_TAPS) return;
+#pragma unroll 1
+  for (int i = thread % EACH_OF_TAPS; i < ITEMS_OF_TAPS; i += EACH_OF_TAPS) {
+    const int tap = i % RUNS_OF_TAPS * NEAR_TAPS, co = i / RUNS_OF_TAPS;
     const long long to = place_of(out, work, tap, first, co);
     if (to < 0) continue;
 #pragma unroll 4
-    for (int row = thread / EACH; row < rows; row += AT_ONCE) {
-      float v[V];
-#pragma unroll
-      for (int e = 0; e < V; e++) v[e] = load_shared_f32(sums + SUM_AT(tap + e, first + row, co));
-      store_some(out, to + row * out.stride_ci, v);
-    }
+    for (int row = thread / EACH_OF_TAPS; row < rows; row += ROWS_AT_ONCE) put_taps(out, sums, to + row * out.stride_ci, tap, first + row, co);
   }
 }
+#endif
 #endif
 
 #if GAPLESS
