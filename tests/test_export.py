@@ -27,7 +27,7 @@ from upconv.bench import timing
 from upconv.bench.suites import SUITES, parse_layer
 from upconv.bench.timing import precision_flags
 from upconv.cli import app
-from upconv.cuda import direct, direct_wgrad, gather, jit, staged, wgrad
+from upconv.cuda import direct, direct_wgrad, gather, jit, staged, wgrad, wgrad_costs
 from upconv.cuda.gpu import A100, H200, RTX4090, Gpu
 from upconv.export import (
     check,
@@ -310,7 +310,7 @@ def library_choice(v: host.Variant, q: Problem, gpu: Gpu) -> Any:
     """The library's choice with a variant's tile for a problem of another size."""
     c: Any = v.choice
     if isinstance(c, wgrad.Choice):
-        splits = wgrad._whole(c.tiling, wgrad._chunk_clocks(c.tiling), q, gpu, at_once=False)[2]
+        splits = wgrad_costs.whole(c.tiling, wgrad_costs.chunk_clocks(c.tiling), q, gpu, at_once=False)[2]
         return replace(c, problem=q, splits=splits)
     if isinstance(c, direct_wgrad.Choice):
         return direct_wgrad.choose(q, gpu)

@@ -18,7 +18,7 @@ import torch
 
 from conftest import Stubs
 from upconv.bench.suites import SUITES
-from upconv.cuda import jit, launch, wgrad
+from upconv.cuda import jit, launch, wgrad, wgrad_costs
 from upconv.cuda.boxes import fullest
 from upconv.cuda.gpu import A100, B200, H200, RTX3090, RTX4090, RTX5090, Gpu
 from upconv.cuda.wgrad_tiling import WARPS, SyncTiling, WarpgroupTiling
@@ -103,7 +103,7 @@ def truth_of(p: Problem, x: Floats, g: Floats) -> torch.Tensor:
 
 def check(tiling: AnyTiling, p: Problem, rng: random.Random) -> None:
     """The interpreted tiling stores every partial sum once, and their sum is the gradient, in float64."""
-    tiling = wgrad.boxed(tiling, p)
+    tiling = wgrad_costs.boxed(tiling, p)
     numbers = np.random.default_rng(rng.randrange(1 << 30))
     x, g = numbers.standard_normal(p.input_shape), numbers.standard_normal(p.output_shape)
     interpreter = Interpreter(tiling)
@@ -130,7 +130,7 @@ def serves(t: AnyTiling, p: Problem, q: Problem) -> bool:
 
 def work(tiling: AnyTiling, p: Problem) -> int:
     """What interpreting costs, in elements of operands."""
-    tiling = wgrad.boxed(tiling, p)
+    tiling = wgrad_costs.boxed(tiling, p)
     taps = tiling.set_taps * tiling.block[1] + tiling.block[0]
     return math.prod(tiling.counts(p)) * tiling.tiles * math.prod(tiling.tile) * taps
 
@@ -195,8 +195,10 @@ def test_chunks_without_gaps(precision: Precision) -> None:
             p = p.with_(size=size)
         except ValueError:  # no output
             continue
-        own = [wgrad.boxed(t, p) for t in tilings(p) if isinstance(t, WarpgroupTiling) and t.gapless]
-        assert all(math.prod(t.tile) <= t.gapless and wgrad._chunks(t, p) == math.prod(t.counts(p)) for t in own)
+        own = [wgrad_costs.boxed(t, p) for t in tilings(p) if isinstance(t, WarpgroupTiling) and t.gapless]
+        assert all(
+            math.prod(t.tile) <= t.gapless and wgrad_costs.chunks_of(t, p) == math.prod(t.counts(p)) for t in own
+        )
         few = [t for t in rng.sample(own, min(60, len(own))) if t.tiles <= 30 and work(t, p) < 3e6]
         for tiling in few[:2]:
             check(tiling, p, rng)
@@ -540,7 +542,7 @@ def test_choices_are_sound(p: Problem, gpu: Gpu) -> None:
     assert all(ranges), "a split without work"
     assert sum(map(len, ranges)) == chunks
     partial = 4 * choice.splits * t.k_slices * math.prod(p.weight_shape)
-    assert choice.splits == 1 or partial <= wgrad._MAX_SLICE_BYTES
+    assert choice.splits == 1 or partial <= wgrad_costs._MAX_SLICE_BYTES
     assert choice.seconds >= p.dtype.itemsize * (math.prod(p.input_shape) + math.prod(p.output_shape)) / gpu.bandwidth
     assert choice.bound in BOUNDS
     for part in (p.precision, f"{t.block[0]}x{t.block[1]}", f"grid {t.tiles * choice.splits}"):

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import upconv
 from upconv import cpu, ops, reference
-from upconv.cuda import direct, direct_wgrad, staged, wgrad
+from upconv.cuda import direct, direct_wgrad, staged, wgrad, wgrad_costs
 from upconv.cuda.gpu import A100, gpu
 from upconv.cuda.launch import Launcher
 from upconv.cuda.wgrad_tiling import WarpgroupTiling
@@ -164,7 +164,7 @@ def drawn(p: Problem, rng: random.Random) -> Iterator[wgrad.Choice]:
     kinds = [t for t in own if not t.gapless], [t for t in own if t.gapless], sync
     for tilings, count in zip(kinds, (2, 2, 1)):
         for t in rng.sample(tilings, min(count, len(tilings))):
-            t = wgrad.boxed(t, p)
+            t = wgrad_costs.boxed(t, p)
             chunks = math.prod(t.counts(p))
             most = min(chunks, (1 << 24) // (t.k_slices * math.prod(p.weight_shape)))
             yield wgrad.Choice(t, p, gpu(0), max(1, min(most, rng.choice((1, 2, 3, 7, chunks)))), 0.0, "")
@@ -257,7 +257,7 @@ def test_blocks_add_up_as_the_second_step_does(precision: Precision, layout: Lay
         stacked, classed, gapless = ([t for t in fitting if getattr(t, kind)] for kind in kinds)
         assert classed or classes == (1, 1)
         for t in rng.sample(fitting, 2) + stacked[:1] + classed[:1] + gapless[:1]:
-            choice = wgrad.Choice(wgrad.boxed(t, p), p, gpu(0), splits, 0.0, "")
+            choice = wgrad.Choice(wgrad_costs.boxed(t, p), p, gpu(0), splits, 0.0, "")
             at_once, steps = choice.prepare(0), in_two_steps(choice).prepare(0)
             assert at_once.together == (at_once._one_step is None) and (at_once.together or splits <= 8), choice
             assert steps._one_step is None and not steps.together

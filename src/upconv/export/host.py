@@ -13,7 +13,7 @@ from textwrap import dedent, indent
 
 import torch
 
-from upconv.cuda import direct, direct_wgrad, gather, staged, wgrad
+from upconv.cuda import direct, direct_wgrad, gather, staged, wgrad, wgrad_costs
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.tiling import PACK_THREADS, Tiling, source_shape
 from upconv.cuda.wgrad_tiling import WarpgroupTiling
@@ -677,11 +677,11 @@ def record(v: Variant) -> str:
         given |= {"tile": t.tile, "steps": steps, "leads": leads, "m_groups": t.m_groups, "resident": t.resident}
     elif isinstance(c, wgrad.Choice):
         w = c.tiling
-        seconds = wgrad._chunk_clocks(w)[0] / c.gpu.clock
+        seconds = wgrad_costs.chunk_clocks(w)[0] / c.gpu.clock
         given |= {"unit_out": v.unit_out, "tile": w.tile, "halo": w.halo, "blocks": w.tiles, "slices": w.k_slices}
         # Python 3.12 adds floats otherwise than 3.11, in the last digits; a file is to be the same by both.
         given |= {"chunk_seconds": float(f"{seconds:.9g}")}
-        given |= {"block_seconds": float(f"{wgrad.block_seconds(c.gpu):.9g}")}
+        given |= {"block_seconds": float(f"{wgrad_costs.block_seconds(c.gpu):.9g}")}
     elif isinstance(c, direct_wgrad.Choice):
         p = c.problem
         if v.pass_ == "grad-input":
