@@ -22,6 +22,7 @@ from upconv import calls, cpu, ops, planner
 from upconv.cuda import (
     direct_wgrad,
     gather,
+    implicit,
     jit,
     pairs,
     phases,
@@ -420,7 +421,7 @@ def stubs(monkeypatch: pytest.MonkeyPatch) -> Stubs:
         monkeypatch.setattr(module, "gpu_of", lambda device: H200)
     for module in (gather, wgrad):
         monkeypatch.setattr(module, "bind", lambda device: None)
-    for module in (gather, wgrad, subpixel, strides, pixels, pairs, phases):
+    for module in (gather, wgrad, subpixel, strides, pixels, implicit, pairs, phases):
         monkeypatch.setattr(module, "encode", encode)
     return found
 

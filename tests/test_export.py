@@ -310,7 +310,7 @@ def library_choice(v: host.Variant, q: Problem, gpu: Gpu) -> Any:
     """The library's choice with a variant's tile for a problem of another size."""
     c: Any = v.choice
     if isinstance(c, wgrad.Choice):
-        splits = wgrad_costs.whole(c.tiling, wgrad_costs.chunk_clocks(c.tiling), q, gpu, at_once=False)[2]
+        splits = wgrad_costs.whole(c.tiling, wgrad_costs.chunk_clocks(c.tiling), q, gpu, at_once=False, general=True)[2]
         return replace(c, problem=q, splits=splits)
     if isinstance(c, direct_wgrad.Choice):
         return direct_wgrad.choose(q, gpu)

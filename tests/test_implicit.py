@@ -160,7 +160,7 @@ def test_widths_leave_few_columns_empty() -> None:
     for result in range(1, 2100, 7):
         widths = implicit._widths(result)
         assert widths and all(w % 8 == 0 and w <= 256 for w in widths)
-        assert min(-(-result // w) * w for w in widths) < max(1.04 * result + 1, result + 8), result
+        assert min(-(-result // w) * w for w in widths) < max(1.04 * result, result + 8 * -(-result // 256)) + 1, result
 
 
 def test_sizes_share_kernels() -> None:
@@ -245,15 +245,16 @@ def test_what_is_launched(dtype: torch.dtype, stubs: Stubs) -> None:
     assert (name, grid, args) == ("pack", t.pack_blocks, (weight.data_ptr(), packed.data_ptr(), 1))
     assert packed.shape == (t.packed_words,)
 
-    def launched(weights: torch.Tensor, fresh: bool) -> tuple[object, ...]:
+    def launched(weights: torch.Tensor, fresh: bool, bias: int = 0) -> tuple[object, ...]:
         maps = *(grad.data_ptr(),) * 16, *(weights.data_ptr(),) * 16
-        return "implicit", choice.grid, fresh, (out.data_ptr(), *t.arguments(p), *maps)
+        return "implicit", choice.grid, fresh, (out.data_ptr(), bias, *t.arguments(p), *maps)
 
     prepared.run(grad, packed, None, out, fresh=True)
     assert stubs.pop() == launched(packed, True)
     assert prepared.pack(last) is last
-    prepared.run(grad, last, None, out)
-    assert stubs.pop() == launched(last, False)
+    bias = torch.randn(p.in_channels, dtype=dtype)  # a plain convolution's
+    prepared.run(grad, last, bias, out)
+    assert prepared.biased and stubs.pop() == launched(last, False, bias.data_ptr())
     moved = torch.empty(last.numel() + 1, dtype=dtype)[1:].as_strided(last.shape, last.stride(), 1)
     strided = weight.mT.contiguous().mT
     for given, step in ((strided, 1), (moved, p.out_channels)):

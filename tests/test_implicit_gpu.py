@@ -88,6 +88,11 @@ def test_implicit(name: str, precision: str) -> None:
             out = torch.full_like(outs[0], float("nan"))
             prepared.run(grad, prepared.pack(given), None, out)
             assert torch.equal(out, outs[0]), t
+        bias = torch.randn(cin, device=device, dtype=p.dtype)  # a plain convolution's
+        out = torch.full_like(outs[0], float("nan"))
+        prepared.run(grad, prepared.pack(weight), bias, out)
+        added = bias.double().view(-1, *(1,) * p.rank)
+        assert_accurate(out, truth + added, magnitude + added.abs(), products + 1)
 
 
 @pytest.mark.parametrize("stages", (2, 3, 4, 5))
@@ -103,6 +108,7 @@ def test_turns_of_consumers_around_short_rings(precision: str, halves: bool, sta
     last = memory_format("channels_last", p.rank)
     weight, products = contiguous.contiguous(memory_format=last), source_shape(p)[1] * p.taps
     every = [t for t in tiles_of(p) if t.halves == halves and t.stages >= stages and t.cluster == 1]
+    assert every
     for t in {(t.mb, t.columns): t for t in every}.values():
         for blocks in (3, 7):
             choice = implicit.Choice(replace(t, stages=stages), p, replace(gpu(0), multiprocessors=blocks), 0.0, "")

@@ -1,8 +1,9 @@
 """Batches of small images as other problems, whose tensors have the same bytes in the same places.
 
-Tiles of `upconv.cuda.gather` and chunks of `upconv.cuda.wgrad` are neighbouring positions of an image, and images of
-4 x 4 leave most of these empty (NOTES: 512->256 k4 s2 on 128 of them in channels_last, bfloat16: forward, gradient for
-the input, for the weight 53, 46, 52 us; PyTorch's 25, 30, 25). But images of one pixel may be the pixels of one image
+Tiles of `upconv.cuda.gather` and chunks of `upconv.cuda.wgrad` in NCHW are neighbouring positions of an image, and
+images of 4 x 4 leave most of these empty (NOTES: 512->256 k4 s2 on 128 of them in channels_last, bfloat16: forward,
+gradient for the input 53, 46 us; PyTorch's 25, 30. Those of `upconv.cuda.implicit`, and the weight's in channels_last,
+are boxes of any shape). But images of one pixel may be the pixels of one image
 (`Problem.flat`), small ones lie side by side (`Problem.abreast`), and, where the kernel is the stride, one below the
 other (`Problem.stacked`). Nor do rows of tiles end where images' do: those of a kernel of one weight without a stride
 are one row (`Problem.in_a_row`).
@@ -13,6 +14,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, Protocol
 
+from upconv.cuda.boxes import MAX_BOX_STEP
 from upconv.cuda.gpu import Gpu
 from upconv.problem import Problem
 
@@ -43,7 +45,9 @@ def choose(family: Family, p: Problem, gpu: Gpu, general: bool = False) -> Any:
         chosen = _faster(chosen, replace(other, flat=True))
     if (row := p.in_a_row) is not None and row.size[-1] < LONGEST:
         chosen = _faster(chosen, family.choose(row, gpu))
-    if max(*p.size, *p.out_size) <= largest and p.batch >= _FEWEST and (abreast := p.abreast) is not None:
+    gapless = p.pass_ == "grad-weight" and max(p.stride) <= MAX_BOX_STEP  # chunks of any shape, of images as they are
+    narrow = max(*p.size, *p.out_size) <= largest and p.batch >= _FEWEST and not gapless
+    if narrow and (abreast := p.abreast) is not None:
         chosen = _faster(chosen, family.choose(abreast, gpu), _GAIN)
     rows = p.batch * max(p.size[0], p.out_size[0])
     if (

@@ -17,7 +17,8 @@ from upconv.cuda import jit
 Five = tuple[int, int, int, int, int]
 Words = bytes
 """A ``CUtensorMap``, or several: 16 signed words of 64 bits each."""
-_MOST_TRAVERSED = 256  # elements along a dimension of a box
+MAX_BOX = 256  # elements that the tensor copy engine traverses along a dimension
+MAX_BOX_STEP = 8  # and its largest step
 
 
 @dataclass(frozen=True)
@@ -97,32 +98,38 @@ def parts(size: int) -> list[int]:
     return sorted({-(-size // n) for n in range(1, size + 1)})
 
 
+def _even(size: int, most: int) -> list[int]:
+    """Of `parts` those of at most ``most``, found without a step for each element of a long axis."""
+    return sorted({-(-size // -(-size // n)) for n in range(1, min(size, most) + 1)})
+
+
 @lru_cache(maxsize=4096)
 def fullest(
     batch: int, size: tuple[int, ...], stride: tuple[int, ...], most: int
 ) -> tuple[int, tuple[int, int, int, int]]:
     """(how many, images, D, H, W) of the boxes of at most ``most`` pixels, of which the fewest are needed.
 
-    ``stride``: from one of its pixels to the next in the tensor that the engine traverses.
+    Of equals that of the fewest images, then the widest: pixels that share a line lie side by side. ``stride``: from
+    one of its pixels to the next in the tensor that the engine traverses.
     """
     full = (1,) * (3 - len(size))
     d, h, w = full + size
     slices_, rows_, columns_ = (
-        [n for n in parts(of) if n <= most and (n - 1) * step < _MOST_TRAVERSED]
-        for of, step in zip((d, h, w), full + stride)
+        [n for n in _even(of, most) if (n - 1) * step < MAX_BOX] for of, step in zip((d, h, w), full + stride)
     )
-    best: tuple[int, int, tuple[int, int, int, int]] | None = None
+    best: tuple[tuple[int, ...], tuple[int, int, int, int]] | None = None
     for columns, rows in product(columns_, rows_):
         for slices in slices_:
             of_image = columns * rows * slices
             if of_image > most:
                 break
-            times = -(-batch // min(batch, most // of_image, _MOST_TRAVERSED))
+            times = -(-batch // min(batch, most // of_image, MAX_BOX))
             count = times * -(-d // slices) * -(-h // rows) * -(-w // columns)
-            if best is None or (count, -of_image) < best[:2]:
-                best = count, -of_image, (-(-batch // times), slices, rows, columns)
+            rank = count, -of_image, -columns, -rows
+            if best is None or rank < best[0]:
+                best = rank, (-(-batch // times), slices, rows, columns)
     assert best is not None
-    return best[0], best[2]
+    return best[0][0], best[1]
 
 
 def encode(

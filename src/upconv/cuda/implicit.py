@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from upconv.cuda import gather, jit
-from upconv.cuda.boxes import Five, Words, channels_last, encode, fullest
+from upconv.cuda.boxes import MAX_BOX_STEP, Five, Words, channels_last, encode, fullest
 from upconv.cuda.columns import PRECISIONS, TileChoice, instruction
 from upconv.cuda.gather import Unit
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.launch import Launcher, as_run
-from upconv.cuda.tiling import MAX_CLUSTER, PACK_THREADS, gather_axes, result_shape, source_shape
+from upconv.cuda.tiling import PACK_THREADS, gather_axes, result_shape, source_shape
 from upconv.problem import Problem
 
 _CONSUMERS = 2
@@ -34,7 +34,6 @@ _SPARE = 56
 """Registers of a consumer's thread for addresses and the like."""
 _MOST_STAGES = 8
 _MOST_COLUMNS = 256
-_MOST_STEP = 8
 _MOST_TAPS = 512
 _MOST_COUNTED = 2**30  # tiles, which the kernel counts in 32 bits, a grid beyond the last
 _SIZES = "i" * 12  # `Tile.arguments`
@@ -217,6 +216,8 @@ class Choice(TileChoice[Tile]):
 class Prepared(gather.LazyPacks):
     """A choice's kernels, loaded for a device."""
 
+    biased = True
+
     def __init__(self, choice: Choice, device: int) -> None:
         t, p = choice.tile, choice.problem
         super().__init__(p, device, t.packed_words, t.pack_blocks)
@@ -238,14 +239,14 @@ class Prepared(gather.LazyPacks):
 
     @cached_property
     def _run(self) -> Launcher:
-        t, codes = self._tiling, f"P({_SIZES}{'q' * 16})({'q' * 16})"
+        t, codes = self._tiling, f"PP({_SIZES}{'q' * 16})({'q' * 16})"
         return self._load(self._unit, "implicit", 128 * (1 + _CONSUMERS), t.shared_bytes, codes)
 
     def run(self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, fresh: bool = False) -> None:
         """Launches the kernel: ``x``, the output's gradient, and ``out``, the input's, dense in channels_last.
 
-        ``packed`` is what `pack` returned; there is no bias. ``fresh``: `pack` was called just before, and the kernel
-        makes ready beside what that launched.
+        ``packed`` is what `pack` returned; ``bias``: of the result's channels, in the problem's dtype. ``fresh``:
+        `pack` was called just before, and the kernel makes ready beside what that launched.
         """
         if out.data_ptr() & 15:  # PyTorch's allocations never do; two results are stored together
             whole = torch.empty_like(out)
@@ -260,7 +261,8 @@ class Prepared(gather.LazyPacks):
         if tail is None:
             t, p = self._tiling, self._problem
             tail = self._kept(self._tails, address, lambda: [self._sizes, tensor_map(t, p, address)])
-        self._run(self._device, self._grid, (out.data_ptr(), tail, self._weight_map(packed.data_ptr())), fresh)
+        at_bias = 0 if bias is None else bias.data_ptr()
+        self._run(self._device, self._grid, (out.data_ptr(), at_bias, tail, self._weight_map(packed.data_ptr())), fresh)
 
 
 def source_box(t: Tile, p: Problem) -> Five:
@@ -292,16 +294,16 @@ def refusal(p: Problem, gpu: Gpu) -> str | None:
         return f"precision {p.precision} is none of the kernel's"
     if p.groups > 1:
         return "the kernel knows no groups"
-    if p.batch_as_width:
-        return "tiles have the images of a batch anyhow"
     if p.batch == 0 or 0 in p.size:
         return "an empty input has no work"
-    if max(p.stride) > _MOST_STEP:
-        return f"boxes take steps of at most {_MOST_STEP} pixels"
+    if max(p.stride) > MAX_BOX_STEP:
+        return f"boxes take steps of at most {MAX_BOX_STEP} pixels"
     if p.taps > _MOST_TAPS:
         return f"{p.taps} taps are more than the {_MOST_TAPS} of the kernel's tables"
     if source_shape(p)[1] * p.dtype.itemsize % 16:
         return "boxes want pixels of whole 16 bytes"
+    if math.prod(p.weight_shape) * p.dtype.itemsize >= 2**35:
+        return "units of the weight are counted in 32 bits, which 2^31 of 16 bytes are too many for"
     return None
 
 
@@ -334,7 +336,7 @@ def _clustered(t: Tile, p: Problem, gpu: Gpu) -> Iterator[Tile]:
     """With clusters that share its steps, where tiles leave multiprocessors idle and sums have room in the ring."""
     tiles, sums = t.tiles(p), _CONSUMERS * 128 * t.sums * 4
     for cluster in _CLUSTERS:
-        fits = t.halves and sums <= t.stages * t.stage_bytes and cluster <= MAX_CLUSTER
+        fits = t.halves and sums <= t.stages * t.stage_bytes
         if fits and 2 * cluster <= t.steps and tiles <= gpu.clusters(cluster):
             yield replace(t, cluster=cluster)
 

@@ -1,9 +1,10 @@
-"""The grad-weight family on tensor cores: candidates, cost model, and a choice made ready for a device.
+"""The grad-weight family on tensor cores: candidates, and a choice made ready for a device.
 
-The tilings' arithmetic is in `wgrad_tiling`, the kernels are ``kernels/wgrad_wgmma.cu`` (sm_90a) and
-``kernels/wgrad.cu`` (mma.sync): GEMMs over the pixels, whose accumulators are a tile of input channels x output
-channels x neighbouring taps. K is split over blocks (and warps); partial sums are added in a fixed order, in a second
-step, or by their blocks: as a cluster where splits are few, else together, where all of them run at once.
+The tilings' arithmetic is in `wgrad_tiling`, the cost model in `wgrad_costs`, the kernels are
+``kernels/wgrad_wgmma.cu`` (sm_90a) and ``kernels/wgrad.cu`` (mma.sync): GEMMs over the pixels, whose accumulators are a
+tile of input channels x output channels x neighbouring taps. K is split over blocks (and warps); partial sums are added
+in a fixed order, in a second step, or by their blocks: as a cluster where splits are few, else together, where all of
+them run at once.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class Choice:
     """A tiling for a problem on a GPU, and what the model thinks of it."""
 
     tiling: AnyTiling
-    """Of the layer at any size; its own problem's size and batch mean nothing."""
+    """Of the layer at any size, whose own size and batch mean nothing; a `gapless` one has this problem's box."""
     problem: Problem
     gpu: Gpu
     splits: int
@@ -88,6 +89,8 @@ class Choice:
             instruction += f" of up to {t.stack} rows"
         if self.flat or self.problem.batch_as_width:
             instruction = f"the batch as {'pixels' if self.flat else 'width'}: {instruction}"
+        gapless = isinstance(t, WarpgroupTiling) and t.gapless
+        shape += f" of {gapless} without gaps" if gapless else ""
         adding = ""
         if self.cluster > 1:
             adding = f" in clusters of {self.cluster} that add up their sums"

@@ -113,16 +113,17 @@ _NCHW_ENDS = Ends(
     steps=(7.9e-6, 3.18),
     scattered=0.378,
 )
-# Of exported files, whose blocks leave their sums to a second step in any case; these stay as they are.
-_FILE_ENDS = Ends(
+# Of mma.sync, and of exported files, whose blocks leave their sums to a second step in any case; passes are at the
+# memory's rate. Files of NCHW stay as they are.
+_STEPS_ENDS = Ends(
     block=14600.0,
     wave=1.0,
     sum=0.0,
     memory=0.12,
-    alone=(0.0, 0.952),
-    cluster=(0.0, 2.27),
-    together=(0.0, 2.27),
-    steps=(6.1e-6, 0.952),
+    alone=(0.0, 1.0),
+    cluster=(0.0, 2.38),
+    together=(0.0, 2.38),
+    steps=(6.1e-6, 1.0),
     scattered=0.0,
 )
 
@@ -204,7 +205,7 @@ def _sync_clocks(t: SyncTiling) -> tuple[float, str]:
 
 
 def _boxed_clocks(t: WarpgroupTiling, straddling: float) -> tuple[float, str]:
-    """`_chunk_clocks` of NCHW where one box brings g, neither stacked nor classed."""
+    """`chunk_clocks` of NCHW where one box brings g, neither stacked nor classed."""
     steps = t.k_steps * t.entries * t.warpgroups
     copied = t.g_units * 16 + t.x_bytes
     read = steps * (16 * _conflict(t) + t.block[0] / 4)
@@ -221,7 +222,7 @@ def _boxed_clocks(t: WarpgroupTiling, straddling: float) -> tuple[float, str]:
 
 
 def _last_clocks(t: WarpgroupTiling) -> tuple[float, str]:
-    """`_chunk_clocks` of channels_last where boxes bring g by planes of it."""
+    """`chunk_clocks` of channels_last where boxes bring g."""
     columns = t.k_steps * t.entries * t.warpgroups * t.block[0] / 2
     fragments = t.k_steps * t.entries * t.warpgroups
     if t.stacked:
@@ -279,14 +280,14 @@ def _warpgroup_clocks(t: WarpgroupTiling, straddling: float) -> tuple[float, str
 
 
 def _ends(t: AnyTiling, general: bool) -> Ends:
-    if general:
-        return _FILE_ENDS
+    if general or isinstance(t, SyncTiling):
+        return _STEPS_ENDS
     return _LAST_ENDS if t.channels_last else _NCHW_ENDS
 
 
 def block_seconds(gpu: Gpu) -> float:
     """What a block of an exported file takes beside its chunks, by the model."""
-    return _FILE_ENDS.block / gpu.clock
+    return _STEPS_ENDS.block / gpu.clock
 
 
 def whole(
@@ -304,8 +305,9 @@ def whole(
     options = {min(most, max(1, gpu.multiprocessors * k // t.tiles)) for k in (1, 2, 3, 4)} | {1}
     memory = (math.prod(p.input_shape) + math.prod(p.output_shape)) * t.element / gpu.bandwidth
     ends = _ends(t, general)
+    rate = gpu.bandwidth if ends is _STEPS_ENDS else _CACHE
     own = ends.sum * t.sums_bytes if isinstance(t, WarpgroupTiling) else 0.0
-    scattered = ends.scattered * numel * t.element / _CACHE
+    scattered = ends.scattered * numel * t.element / rate
     for splits in options:
         per_split = -(-chunks // splits)
         splits = -(-chunks // per_split)
@@ -314,14 +316,14 @@ def whole(
         seconds = max(work, memory) + ends.memory * min(work, memory)
         if at_once and alone(t, splits, gpu):
             fixed, passes = ends.alone
-            seconds += fixed + passes * numel * t.element / _CACHE + scattered
+            seconds += fixed + passes * numel * t.element / rate + scattered
         elif at_once and ((by_cluster := clustered(t, splits, gpu) > 1) or together(t, splits, gpu)):
             assert isinstance(t, WarpgroupTiling)
             fixed, passes = ends.cluster if by_cluster else ends.together
-            seconds += fixed + passes * t.tiles * splits * t.sums_bytes / _CACHE + scattered
+            seconds += fixed + passes * t.tiles * splits * t.sums_bytes / rate + scattered
         else:
             fixed, passes = ends.steps
-            seconds += fixed + passes * splits * t.k_slices * numel * 4 / _CACHE
+            seconds += fixed + passes * splits * t.k_slices * numel * 4 / rate
         if found is None or seconds < found[0]:
             found = seconds, "bytes" if memory > work else bound, splits
     assert found is not None

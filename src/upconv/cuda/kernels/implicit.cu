@@ -37,7 +37,9 @@ __device__ __forceinline__ u32 bits_of(float v) {
   return r;
 }
 #define STORE_BITS(v) bits_of(v)
+#define VALUE(v) (v)
 #else
+#define VALUE(v) (PRECISION == 2 ? half_value(v) : bfloat_value(v))
 #define STORE_BITS(v) (PRECISION == 2 ? half_bits(v) : bfloat_bits(v))
 #endif
 
@@ -78,6 +80,7 @@ __device__ __forceinline__ Tile tile_at(int q, const Sizes& s) {
 #else
 #define FIRST_TILE (int)blockIdx.x
 #define NEXT_TILE (int)gridDim.x
+#define RANK 0
 #define FIRST_STEP 0
 #define END_STEP STEPS
 #endif
@@ -253,7 +256,21 @@ __device__ __forceinline__ void store(float (&acc)[MB][SUMS_OF_M], char* __restr
 #endif
 }
 
-__device__ __forceinline__ void consume(char* y, const Sizes& s, u32 ring, u32 full, u32 empty, int wg, int thread) {
+// Sums begin with the bias (of a cluster the first block's); `first`: the thread's first column.
+__device__ __forceinline__ void begin_sums(float (&acc)[MB][SUMS_OF_M], const ELEMENT_TYPE* __restrict__ bias, int first) {
+#pragma unroll
+  for (int i = 0; i < SUMS_OF_M; i++) {
+    int column = first + i / 4 * 8 + i % 2;
+    float b = i % 4 < 2 && bias && column < COUT ? VALUE(bias[column]) : 0.f;
+#pragma unroll
+    for (int m = 0; m < MB; m++) {
+      acc[m][i] = i % 4 < 2 ? b : acc[m][i - 2];        // pixels g and g + 8 of a column
+      asm volatile("" : "+f"(acc[m][i]));               // here, not behind a fence of wgmma: ptxas would serialise all (C7519)
+    }
+  }
+}
+
+__device__ __forceinline__ void consume(char* y, const ELEMENT_TYPE* bias, const Sizes& s, u32 ring, u32 full, u32 empty, int wg, int thread) {
   int lane = thread & 31, turn = 0;
   Cursor cursor = {0, 0};
   const int first = HALVES ? wg * (64 * MB) : 0;
@@ -267,13 +284,7 @@ __device__ __forceinline__ void consume(char* y, const Sizes& s, u32 ring, u32 f
       cursor.move(END_STEP - FIRST_STEP);
       continue;
     }
-#pragma unroll
-    for (int m = 0; m < MB; m++)
-#pragma unroll
-      for (int i = 0; i < SUMS_OF_M; i++) {
-        acc[m][i] = 0.f;
-        asm volatile("" : "+f"(acc[m][i]));             // here, not behind a fence of wgmma: ptxas would serialise all (C7519)
-      }
+    begin_sums(acc, CLUSTER == 1 || RANK == 0 ? bias : nullptr, tile_at(index, s).column + lane % 4 * 2);
     if (!HALVES) named_sync(1 + wg, 256);
     u32 behind = 0;                                     // the stage that instructions under way read
 #pragma unroll 1
@@ -311,7 +322,7 @@ extern "C" __global__ void
 __cluster_dims__(CLUSTER)
 #endif
 __launch_bounds__(THREADS, 1)
-implicit(char* __restrict__ y, int out_n, int out_d, int out_h, int out_w, int box_n, int box_d, int box_h, int box_w,
+implicit(char* __restrict__ y, const ELEMENT_TYPE* __restrict__ bias, int out_n, int out_d, int out_h, int out_w, int box_n, int box_d, int box_h, int box_w,
          int tiles_d, int tiles_h, int tiles_w, int tiles, const __grid_constant__ TensorMaps maps) {
   extern __shared__ __align__(1024) unsigned char memory[];
   const Sizes s = {out_n, out_d, out_h, out_w, box_n, box_d, box_h, box_w, tiles_d, tiles_h, tiles_w, tiles};
@@ -331,6 +342,6 @@ implicit(char* __restrict__ y, int out_n, int out_d, int out_h, int out_w, int b
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(CONSUMER_REGISTERS));
     wait_for_results();                                 // of `pack`: nothing is stored where it may still read
-    consume(y, s, ring, full, empty, role - 1, threadIdx.x & 127);
+    consume(y, bias, s, ring, full, empty, role - 1, threadIdx.x & 127);
   }
 }

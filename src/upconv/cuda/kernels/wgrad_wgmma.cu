@@ -135,6 +135,9 @@
 #define ROW_STEPS (TILE_W * ELEMENT / 32)  // STACKED: of a row
 #define SETS_OF_FRAGMENTS (ELEMENT == 2 && !CHANNELS_LAST && WGS == 3 ? 2 : 3)  // a third set spills there
 #define W_STRIPS (TILE_W / 8)
+#if GAPLESS && TURN_X && STRETCH != STEPS && STRETCH / ENTRIES % 4
+#error "a stretch ends amid a segment of x, where the next one's steps are no sums of places"
+#endif
 
 // Half precision, NCHW: K is two pixels a word, and a tap begins at any. Units that are neighbours along W (W_RUN of them) have
 // nearly all their words in common, so these are loaded once and shifted in registers.
@@ -293,16 +296,16 @@ __device__ __forceinline__ void clear_tails(u32 base, const Sizes& s, int thread
   const int pixels = s.box_n * s.box_d * s.box_h * s.box_w;
   if (pixels == PIXELS) return;
 #if TURN_X                                  // x's pixels before they are turned
-  constexpr int X_PIXEL = BLOCK_CI * 4, X_PARTS = 1;
+  constexpr int X_PIXEL = BLOCK_CI * 4, X_PARTS = 1, X_OF_STAGE = 1;
   const u32 x = base + RAW_AT, x_apart = 0, x_stage = 0;
 #else
-  constexpr int X_PIXEL = SEGMENT, X_PARTS = STAGES * BOXES;
+  constexpr int X_PIXEL = SEGMENT, X_PARTS = STAGES * BOXES, X_OF_STAGE = BOXES;
   const u32 x = base, x_apart = BOX_BYTES, x_stage = STAGE_BYTES;
 #endif
   constexpr int G_PIXEL = G_PIXEL_BYTES, G_PARTS = G_BOXES * SET_TAPS;
   for (int i = thread; i < X_PARTS * (PIXELS - pixels) * (X_PIXEL / 16); i += THREADS) {
     int unit = i % (X_PIXEL / 16), at = i / (X_PIXEL / 16), pixel = pixels + at % (PIXELS - pixels), part = at / (PIXELS - pixels);
-    store_shared_128(x + part / (X_PARTS / (TURN_X ? 1 : STAGES)) * x_stage + part % (X_PARTS / (TURN_X ? 1 : STAGES)) * x_apart + pixel * X_PIXEL + unit * 16, 0, 0, 0, 0);
+    store_shared_128(x + part / X_OF_STAGE * x_stage + part % X_OF_STAGE * x_apart + pixel * X_PIXEL + unit * 16, 0, 0, 0, 0);
   }
   for (int i = thread; i < STAGES * G_PARTS * (PIXELS - pixels) * (G_PIXEL / 16); i += THREADS) {
     int unit = i % (G_PIXEL / 16), at = i / (G_PIXEL / 16), pixel = pixels + at % (PIXELS - pixels), part = at / (PIXELS - pixels);
