@@ -167,9 +167,11 @@ def test_large_layers_are_ours_and_small_or_pointwise_ones_pytorchs() -> None:
         chosen((16, 64, 256, 256), 64, 3, dtype=torch.float64, precision="ieee"),
         chosen((16, 64, 256, 256), 64, 3, device=Device("cuda", gpu=gpu.A100)),
         chosen((16, 64, 256, 256), 64, 3, device=Device("cuda", unavailable="no driver")),
-        chosen((16, 256, 64, 64), 256, 3, **last),
     ):  # fmt: skip
         assert theirs is None or not (theirs.for_output or theirs.for_weight)
+    # NOTES: forward 106 us, PyTorch's 111; the gradient for the weight 111, and 125.
+    both = chosen((16, 256, 64, 64), 256, 3, **last)
+    assert both is not None and not both.for_output and both.for_weight
 
 
 def test_what_was_not_measured_is_pytorchs_whatever_the_estimate(everything: None) -> None:

@@ -15,7 +15,7 @@ import torch
 import upconv
 from conftest import Stubs, replayed
 from upconv import cpu, planner, reference
-from upconv.cuda import around, engine, gather, jit, relayout, wgrad
+from upconv.cuda import around, engine, implicit, jit, relayout, wgrad
 from upconv.cuda.gpu import A100, H200, Gpu, gpu
 from upconv.problem import Layout, Precision, Problem
 
@@ -144,7 +144,7 @@ def test_copying_kernels_compile_without_spills(arch: str) -> None:
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_wide_strides_and_short_rows_are_computed_on_copies(precision: Precision) -> None:
     for p, family in (
-        (as_(WIDER, precision, "grad-input"), gather.Choice),
+        (as_(WIDER, precision, "grad-input"), implicit.Choice),
         (as_(DCGAN, precision, "grad-weight"), wgrad.Choice),
     ):
         found = engine.choose(p, H200)

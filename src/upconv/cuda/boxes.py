@@ -109,8 +109,9 @@ def fullest(
 ) -> tuple[int, tuple[int, int, int, int]]:
     """(how many, images, D, H, W) of the boxes of at most ``most`` pixels, of which the fewest are needed.
 
-    Of equals that of the fewest images, then the widest: pixels that share a line lie side by side. ``stride``: from
-    one of its pixels to the next in the tensor that the engine traverses.
+    Of equals that of the fewest images, then the narrowest: with a step along W the engine is slower (NOTES: 3-D
+    256->256 k4 s2 on 4 x 16 x 16, the gradient for the input in TF32 102 us, by the widest 148; layers without a stride
+    and others of k2 s2 the same). ``stride``: from one of its pixels to the next in the tensor that is traversed.
     """
     full = (1,) * (3 - len(size))
     d, h, w = full + size
@@ -125,7 +126,7 @@ def fullest(
                 break
             times = -(-batch // min(batch, most // of_image, MAX_BOX))
             count = times * -(-d // slices) * -(-h // rows) * -(-w // columns)
-            rank = count, -of_image, -columns, -rows
+            rank = count, -of_image
             if best is None or rank < best[0]:
                 best = rank, (-(-batch // times), slices, rows, columns)
     assert best is not None
