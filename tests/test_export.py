@@ -300,7 +300,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Recorder]:
     for family in (gather, wgrad):
         monkeypatch.setattr(family, "encode", lambda *arguments, **named: bytes(128))
         monkeypatch.setattr(family, "bind", lambda device: None)
-    monkeypatch.setattr(wgrad, "_alone", lambda t, splits, gpu: False)  # files have the two steps
+    monkeypatch.setattr(wgrad, "alone", lambda t, splits, gpu: False)  # files have the two steps
     monkeypatch.setattr(jit, "kernel", lambda text, entry, arch, label: entry)
     monkeypatch.setattr(program, "cuda", lambda variants, arch: "")  # specialising takes seconds
     return made

@@ -13,12 +13,11 @@ from typing import Any
 import torch
 
 from upconv.cuda import jit
+from upconv.cuda.tiling import MAX_BOX
 
 Five = tuple[int, int, int, int, int]
 Words = bytes
 """A ``CUtensorMap``, or several: 16 signed words of 64 bits each."""
-MAX_BOX = 256  # elements that the tensor copy engine traverses along a dimension
-MAX_BOX_STEP = 8  # and its largest step
 
 
 @dataclass(frozen=True)

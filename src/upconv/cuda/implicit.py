@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from upconv.cuda import gather, jit
-from upconv.cuda.boxes import MAX_BOX_STEP, Five, Words, channels_last, encode, fullest
+from upconv.cuda.boxes import Five, Words, channels_last, encode, fullest
 from upconv.cuda.columns import PRECISIONS, TileChoice, instruction
 from upconv.cuda.gather import Unit
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.launch import Launcher, as_run
-from upconv.cuda.tiling import PACK_THREADS, gather_axes, result_shape, source_shape
+from upconv.cuda.tiling import MAX_BOX_STEP, PACK_THREADS, gather_axes, result_shape, source_shape
 from upconv.problem import Problem
 
 _CONSUMERS = 2

@@ -21,7 +21,6 @@ from functools import cached_property, lru_cache
 from heapq import heapify, heapreplace
 from itertools import accumulate, product
 
-from upconv.cuda.boxes import MAX_BOX, MAX_BOX_STEP
 from upconv.cuda.shuffle import Shuffle, Triple
 from upconv.problem import Problem
 
@@ -35,6 +34,8 @@ _STEPS_UNROLLED = 25  # code and compile time grow with it
 _STEPS_STRAIGHT = 32, 64  # of a variant, of all, also where they share a stretch
 _STEPS_CONTINUED = 12  # of a chunk, from which on the pipeline of matrix instructions does not drain behind it
 _STEPS_PROMOTED = 8  # after which IEEE sums leave the tensor cores; half of them carry two products, the others one
+MAX_BOX = 256  # elements that the tensor copy engine traverses along a dimension
+MAX_BOX_STEP = 8  # and its largest step
 _MAX_ROW_BOXES = 8
 _MAX_PLANES = 32
 _MAX_CLASSES = 8  # of rows and channels; each has a tensor map of 128 bytes among the kernel's arguments
