@@ -331,6 +331,29 @@ class Stubs:
         """The last launch and its arguments."""
         return *self.launched.pop(), self.arguments.pop()
 
+    def assert_packs_beside_boxes(self, prepared: Any, weight: Tensor, words: int, blocks: int) -> Tensor:
+        """As `assert_packs` where channels-last weights come by boxes: packed are those off 16 bytes, and float32 ones.
+
+        Returns the contiguous weight, packed.
+        """
+        last = weight.contiguous(memory_format=torch.channels_last)
+        packed: Tensor = prepared.pack(weight)
+        name, grid, _, args = self.pop()
+        assert (name, grid, args) == ("pack", blocks, (weight.data_ptr(), packed.data_ptr(), 1))
+        assert packed.shape == (words,) and prepared.pack(last) is last
+        strided, moved = weight.mT.contiguous().mT, torch.empty(last.numel() + 1, dtype=weight.dtype)[1:]
+        moved = moved.as_strided(last.shape, last.stride(), 1)  # off 16 bytes: packed as it lies
+        for given, step in ((strided, 1), (moved, weight.shape[1])):
+            assert prepared.pack(given).shape == (words,)
+            name, grid, _, args = self.pop()
+            assert (name, grid, args[2]) == ("pack", blocks, step)
+            assert (args[0] == given.data_ptr()) == (given is moved), "a strided one is made contiguous"
+        if weight.dtype is not torch.float32:
+            rounded = prepared.pack(last.float())
+            name, grid, _, args = self.pop()
+            assert (name, grid, args[1:]) == ("pack_float", blocks, (rounded.data_ptr(), weight.shape[1], 0, 0))
+        return packed
+
     def assert_packs(self, prepared: Any, weight: Tensor, words: int, blocks: int) -> Tensor:
         """A weight contiguous, channels-last and strided in another way is packed from where it lies, or a copy.
 

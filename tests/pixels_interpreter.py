@@ -47,11 +47,11 @@ class PixelsInterpreter:
     def pack(self, weight: Floats, tap_step: int = 1) -> Floats:
         """``pack``: [unit, element] of a weight, given in the order of memory."""
         m = self.m
-        count = self.chunks * m["TAPS"] * m["COLUMNS_OF_B"] * self.units
+        count = self.chunks * m["TAPS"] * m["COLUMNS"] * self.units
         assert count == self.tile.weight_bytes // 16 and self.tile.pack_blocks * PACK_THREADS >= count
         i = np.arange(count)
-        unit, column = i % self.units, i // self.units % m["COLUMNS_OF_B"]
-        rest = i // (self.units * m["COLUMNS_OF_B"])
+        unit, column = i % self.units, i // self.units % m["COLUMNS"]
+        rest = i // (self.units * m["COLUMNS"])
         tap, first = m["TAP_INDICES"][rest % m["TAPS"]], rest // m["TAPS"] * m["CK"] + unit * self.vec
         shift = {8: column & 7, 4: column >> 1 & 3, 2: column >> 2 & 1}[self.units]
         packed = np.full((count, self.vec), np.nan)
@@ -66,10 +66,10 @@ class PixelsInterpreter:
     def boxed(self, weight: Floats) -> Floats:
         """What boxes bring instead of channels-last weights: (result's channels, taps, source's channels)."""
         m = self.m
-        found = np.full((self.chunks * m["TAPS"] * m["COLUMNS_OF_B"] * self.units, self.vec), np.nan)
-        padded = np.zeros((m["COLUMNS_OF_B"], m["TAPS"], self.chunks * m["CK"]))
+        found = np.full((self.chunks * m["TAPS"] * m["COLUMNS"] * self.units, self.vec), np.nan)
+        padded = np.zeros((m["COLUMNS"], m["TAPS"], self.chunks * m["CK"]))
         padded[: m["COUT"], :, : m["CIN"]] = weight.reshape(m["COUT"], m["TAPS"], m["CIN"])
-        rows = np.arange(m["COLUMNS_OF_B"] * self.units)
+        rows = np.arange(m["COLUMNS"] * self.units)
         for i in range(self.chunks * m["TAPS"]):
             chunk, tap = i // m["TAPS"], m["TAP_INDICES"][i % m["TAPS"]]
             box = padded[:, tap, chunk * m["CK"] : (chunk + 1) * m["CK"]].reshape(-1, self.vec)
@@ -79,10 +79,10 @@ class PixelsInterpreter:
     def operand(self, packed: Floats, chunk: int, entry: int) -> Floats:
         """Operand B of a tap, [k of all steps, column], by its descriptors."""
         m = self.m
-        begin = (chunk * m["TAPS"] + entry) * m["COLUMNS_OF_B"] * self.units
-        column, step, half = np.indices((m["COLUMNS_OF_B"], self.k_steps, 2))
+        begin = (chunk * m["TAPS"] + entry) * m["COLUMNS"] * self.units
+        column, step, half = np.indices((m["COLUMNS"], self.k_steps, 2))
         at = begin + step * 2 + column // 8 * (8 * self.units) + column % 8 * self.units + half
-        return packed[self.swizzled(at)].reshape(m["COLUMNS_OF_B"], -1).T
+        return packed[self.swizzled(at)].reshape(m["COLUMNS"], -1).T
 
     # --- pixels ------------------------------------------------------------------------------------------------------
 
@@ -130,7 +130,7 @@ class PixelsInterpreter:
             q, w = index // tiles_w, index % tiles_w * m["TILE_W"]
             q, h = q // tiles_h, q % tiles_h * m["TILE_H"]
             n, d = q // tiles_d, q % tiles_d * m["TILE_D"]
-            acc = np.zeros((len(self.subtiles), 64, m["COLUMNS_OF_B"]))
+            acc = np.zeros((len(self.subtiles), 64, m["COLUMNS"]))
             for plane in range(m["PLANES"]):
                 for chunk in range(self.chunks):
                     stage = self.box(last, plane, chunk, n, (d, h, w))

@@ -240,10 +240,7 @@ def test_what_is_launched(dtype: torch.dtype, stubs: Stubs) -> None:
         torch.randn(shape, dtype=dtype).contiguous(memory_format=torch.channels_last)
         for shape in (source_shape(p), result_shape(p))
     )
-    packed = prepared.pack(weight)
-    name, grid, _, args = stubs.pop()
-    assert (name, grid, args) == ("pack", t.pack_blocks, (weight.data_ptr(), packed.data_ptr(), 1))
-    assert packed.shape == (t.packed_words,)
+    packed = stubs.assert_packs_beside_boxes(prepared, weight, t.packed_words, t.pack_blocks)
 
     def launched(weights: torch.Tensor, fresh: bool, bias: int = 0) -> tuple[object, ...]:
         maps = *(grad.data_ptr(),) * 16, *(weights.data_ptr(),) * 16
@@ -251,24 +248,12 @@ def test_what_is_launched(dtype: torch.dtype, stubs: Stubs) -> None:
 
     prepared.run(grad, packed, None, out, fresh=True)
     assert stubs.pop() == launched(packed, True)
-    assert prepared.pack(last) is last
     bias = torch.randn(p.in_channels, dtype=dtype)  # a plain convolution's
     prepared.run(grad, last, bias, out)
     assert prepared.biased and stubs.pop() == launched(last, False, bias.data_ptr())
-    moved = torch.empty(last.numel() + 1, dtype=dtype)[1:].as_strided(last.shape, last.stride(), 1)
-    strided = weight.mT.contiguous().mT
-    for given, step in ((strided, 1), (moved, p.out_channels)):
-        assert prepared.pack(given).shape == (t.packed_words,)
-        name, grid, _, args = stubs.pop()
-        assert (name, grid, args[2]) == ("pack", t.pack_blocks, step)
-        assert (args[0] == given.data_ptr()) == (given is moved), "a strided one is made contiguous"
     off = torch.empty(grad.numel() + 1, dtype=dtype)[1:].as_strided(grad.shape, grad.stride(), 1)
     prepared.run(off, packed, None, out, fresh=True)
     assert stubs.pop()[2] is False, "it does not begin beside the copy"
-    if dtype is not torch.float32:
-        packed = prepared.pack(last.float())
-        name, grid, _, args = stubs.pop()
-        assert (name, grid, args[1:]) == ("pack_float", t.pack_blocks, (packed.data_ptr(), p.out_channels, 0, 0))
 
 
 def test_every_problem_that_the_suites_give_it_is_served() -> None:

@@ -16,7 +16,7 @@ import upconv
 from conftest import HOPPER, assert_accurate, assert_capturable
 from test_gather_gpu import PRECISIONS
 from test_implicit import tiles_of
-from test_pixels_gpu import operands
+from test_pixels_gpu import assert_serves, operands
 from upconv import planner
 from upconv.cpu import memory_format
 from upconv.cuda import implicit
@@ -53,43 +53,18 @@ def test_implicit(name: str, precision: str) -> None:
         batch, cin, cout, size, *rest, bias=False, dtype=PRECISIONS[precision], precision=precision,
         layout="channels_last", pass_="grad-input",
     )  # fmt: skip
-    device, last = torch.device("cuda", 0), memory_format("channels_last", p.rank)
-    grad, weight, truth, magnitude = operands(p)
+    given = grad, weight, truth, magnitude = operands(p)
     products = source_shape(p)[1] * p.taps
     every = random.Random(zlib.crc32(name.encode())).sample(tiles := tiles_of(p), len(tiles))
     assert every
     kinds = list({(t.halves, t.cluster): t for t in every}.values())  # each number of blocks, and turns
 
-    def empty(numel: int, off: int) -> torch.Tensor:
-        return torch.full((numel + off + 8,), float("nan"), device=device, dtype=p.dtype)
-
     for t in (*kinds, *every[:2]):
         prepared = implicit.Choice(t, p, gpu(0), 0.0, "").prepare(0)
-        outs = []
-        for given in (weight, weight.contiguous(memory_format=last)):
-            out = torch.full(result_shape(p), float("nan"), device=device, dtype=p.dtype).contiguous(memory_format=last)
-            prepared.run(grad, prepared.pack(given), None, out, fresh=True)
-            outs.append(out)
-        assert torch.equal(*outs), t
-        assert_accurate(outs[0], truth, magnitude, products)
-        for off in (1, 3):  # a gradient and a result that begin off 16 bytes, amid what must not be read or written
-            around, place = empty(grad.numel(), off), empty(truth.numel(), off)
-            view = around.as_strided(grad.shape, grad.stride(), off).copy_(grad)
-            out = place.as_strided(truth.shape, outs[0].stride(), off)
-            prepared.run(view, prepared.pack(weight), None, out)
-            assert torch.equal(out, outs[0]), t
-            assert int(place.isnan().sum()) == off + 8
-        moved = torch.empty(weight.numel() + 1, device=device, dtype=p.dtype)
-        moved = moved.as_strided(weight.shape, weight.contiguous(memory_format=last).stride(), 1).copy_(weight)
-        others = [moved]  # channels-last off 16 bytes, which no box brings
-        if precision != "tf32":  # autocast's weights: rounded on their way
-            others += [weight.float(), weight.float().contiguous(memory_format=last)]
-        for given in others:
-            out = torch.full_like(outs[0], float("nan"))
-            prepared.run(grad, prepared.pack(given), None, out)
-            assert torch.equal(out, outs[0]), t
-        bias = torch.randn(cin, device=device, dtype=p.dtype)  # a plain convolution's
-        out = torch.full_like(outs[0], float("nan"))
+        assert_serves(prepared, p, given, t)
+        bias = torch.randn(cin, device=grad.device, dtype=p.dtype)  # a plain convolution's
+        out = torch.full(result_shape(p), float("nan"), device=grad.device, dtype=p.dtype)
+        out = out.contiguous(memory_format=memory_format("channels_last", p.rank))
         prepared.run(grad, prepared.pack(weight), bias, out)
         added = bias.double().view(-1, *(1,) * p.rank)
         assert_accurate(out, truth + added, magnitude + added.abs(), products + 1)

@@ -295,32 +295,17 @@ def test_what_is_launched(dtype: torch.dtype, stubs: Stubs) -> None:
         torch.randn(shape, dtype=dtype).contiguous(memory_format=torch.channels_last)
         for shape in (source_shape(p), result_shape(p))
     )
-    packed = prepared.pack(weight)
-    name, grid, _, args = stubs.pop()
-    assert (name, grid, args) == ("pack", t.pack_blocks, (weight.data_ptr(), packed.data_ptr(), 1))
-    assert packed.shape == (t.packed_words,)
+    packed = stubs.assert_packs_beside_boxes(prepared, weight, t.packed_words, t.pack_blocks)
     maps = (grad.data_ptr(),) * 16 * len(t.boxes)
     prepared.run(grad, packed, None, out, fresh=True)
     assert stubs.pop() == ("pixels", choice.grid, True, (packed.data_ptr(), out.data_ptr(), *t.arguments(p), *maps))
-    assert prepared.pack(last) is last
     prepared.run(grad, last, None, out, fresh=True)
     boxed = (last.data_ptr(), out.data_ptr(), *t.arguments(p), *maps, *(last.data_ptr(),) * 16)
     assert stubs.pop() == ("pixels", choice.grid, False, boxed)
     off = torch.empty(grad.numel() + 1, dtype=dtype)[1:].as_strided(grad.shape, grad.stride(), 1)
-    strided, moved = weight.mT.contiguous().mT, torch.empty(last.numel() + 1, dtype=dtype)[1:]
-    moved = moved.as_strided(last.shape, last.stride(), 1)  # off 16 bytes: packed as it lies
-    for given, step in ((strided, 1), (moved, p.out_channels)):
-        assert prepared.pack(given).shape == (t.packed_words,)
-        name, grid, _, args = stubs.pop()
-        assert (name, grid, args[2]) == ("pack", t.pack_blocks, step)
-        assert (args[0] == given.data_ptr()) == (given is moved), "a strided one is made contiguous"
     prepared.run(off, packed, None, out, fresh=True)
     assert stubs.encoded[-1] != off.data_ptr() and stubs.encoded[-1] % 16 == 0
     assert stubs.pop()[2] is False, "it does not begin beside the copy"
-    if dtype is not torch.float32:
-        packed = prepared.pack(last.float())
-        name, grid, _, args = stubs.pop()
-        assert (name, grid, args[1:]) == ("pack_float", t.pack_blocks, (packed.data_ptr(), p.out_channels, 0, 0))
 
 
 def test_sizes_share_kernels() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 import zlib
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -42,7 +43,10 @@ LAYERS = {
 }
 
 
-def operands(p: Problem) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+Given = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def operands(p: Problem) -> Given:
     """A gradient in channels_last, a contiguous weight, the result in float64, and what its sums' terms come to."""
     torch.manual_seed(zlib.crc32(str(p).encode()))
     grad = torch.randn(source_shape(p), device="cuda").to(p.dtype)
@@ -55,6 +59,43 @@ def operands(p: Problem) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torc
     return grad.contiguous(memory_format=memory_format("channels_last", p.rank)), weight, truth, magnitude
 
 
+def assert_serves(prepared: Any, p: Problem, given: Given, about: object) -> None:
+    """Kernels are right for `operands`, and give the same bits for weights and gradients that lie in any way.
+
+    ``about``: the tile, for the message.
+    """
+    grad, weight, truth, magnitude = given
+    device, last = grad.device, memory_format("channels_last", p.rank)
+    products = source_shape(p)[1] * p.taps
+
+    def empty(numel: int, off: int) -> torch.Tensor:
+        return torch.full((numel + off + 8,), float("nan"), device=device, dtype=p.dtype)
+
+    outs = []
+    for one in (weight, weight.contiguous(memory_format=last)):
+        out = torch.full(result_shape(p), float("nan"), device=device, dtype=p.dtype).contiguous(memory_format=last)
+        prepared.run(grad, prepared.pack(one), None, out, fresh=True)
+        outs.append(out)
+    assert torch.equal(*outs), about
+    assert_accurate(outs[0], truth, magnitude, products)
+    for off in (1, 3):  # a gradient and a result that begin off 16 bytes, amid what must not be read or written
+        around, place = empty(grad.numel(), off), empty(truth.numel(), off)
+        view = around.as_strided(grad.shape, grad.stride(), off).copy_(grad)
+        out = place.as_strided(truth.shape, outs[0].stride(), off)
+        prepared.run(view, prepared.pack(weight), None, out)
+        assert torch.equal(out, outs[0]), about
+        assert int(place.isnan().sum()) == off + 8
+    moved = torch.empty(weight.numel() + 1, device=device, dtype=p.dtype)
+    moved = moved.as_strided(weight.shape, weight.contiguous(memory_format=last).stride(), 1).copy_(weight)
+    others = [moved]  # channels-last off 16 bytes, which no box brings
+    if p.precision != "tf32":  # autocast's weights: rounded on their way
+        others += [weight.float(), weight.float().contiguous(memory_format=last)]
+    for one in others:
+        out = torch.full_like(outs[0], float("nan"))
+        prepared.run(grad, prepared.pack(one), None, out)
+        assert torch.equal(out, outs[0]), about
+
+
 @pytest.mark.parametrize("precision", ["tf32", "bf16", "fp16"])
 @pytest.mark.parametrize("name", list(LAYERS))
 def test_pixels(name: str, precision: str) -> None:
@@ -63,42 +104,14 @@ def test_pixels(name: str, precision: str) -> None:
         batch, cin, cout, size, *rest, bias=False, dtype=PRECISIONS[precision], precision=precision,
         layout="channels_last", pass_="grad-input",
     )  # fmt: skip
-    device, chip, last = torch.device("cuda", 0), gpu(0), memory_format("channels_last", p.rank)
-    grad, weight, truth, magnitude = operands(p)
-    products = source_shape(p)[1] * p.taps
+    chip, given = gpu(0), operands(p)
     every = list(pixels.candidates(p, chip))
     assert every
     chosen = [next(t for t in every if t.consumers == n) for n in {t.consumers for t in every}]
     chosen += random.Random(zlib.crc32(name.encode())).sample(every, min(3, len(every)))
 
-    def empty(numel: int, off: int) -> torch.Tensor:
-        return torch.full((numel + off + 8,), float("nan"), device=device, dtype=p.dtype)
-
     for t in chosen:
-        prepared = pixels.Choice(t, p, chip, 0.0, "").prepare(0)
-        outs = []
-        for given in (weight, weight.contiguous(memory_format=last)):
-            out = torch.full(result_shape(p), float("nan"), device=device, dtype=p.dtype).contiguous(memory_format=last)
-            prepared.run(grad, prepared.pack(given), None, out, fresh=True)
-            outs.append(out)
-        assert torch.equal(*outs), t
-        assert_accurate(outs[0], truth, magnitude, products)
-        for off in (1, 3):  # a gradient and a result that begin off 16 bytes, amid what must not be read or written
-            around, place = empty(grad.numel(), off), empty(truth.numel(), off)
-            view = around.as_strided(grad.shape, grad.stride(), off).copy_(grad)
-            out = place.as_strided(truth.shape, outs[0].stride(), off)
-            prepared.run(view, prepared.pack(weight), None, out)
-            assert torch.equal(out, outs[0]), t
-            assert int(place.isnan().sum()) == off + 8
-        moved = torch.empty(weight.numel() + 1, device=device, dtype=p.dtype)
-        moved = moved.as_strided(weight.shape, weight.contiguous(memory_format=last).stride(), 1).copy_(weight)
-        others = [moved]  # channels-last off 16 bytes, which no box brings
-        if precision != "tf32":  # autocast's weights: rounded on their way
-            others += [weight.float(), weight.float().contiguous(memory_format=last)]
-        for given in others:
-            out = torch.full_like(outs[0], float("nan"))
-            prepared.run(grad, prepared.pack(given), None, out)
-            assert torch.equal(out, outs[0])
+        assert_serves(pixels.Choice(t, p, chip, 0.0, "").prepare(0), p, given, t)
 
 
 @pytest.mark.parametrize("stages", (2, 3, 4, 5))

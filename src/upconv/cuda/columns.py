@@ -6,9 +6,10 @@ See kernels/columns.cuh.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from upconv.cuda.gpu import Gpu
+from upconv.cuda.tiling import result_shape, source_shape
 from upconv.problem import Problem
 
 T = TypeVar("T")
@@ -30,6 +31,44 @@ def instruction(prefix: str, columns: int, words_of_a: int = 0) -> dict[str, str
         f"{prefix}SUMS": ",".join(f'"+f"(d[{i}])' for i in range(sums)),
         f"{prefix}A_AND_B": f'"{a}, %{sums + (words_of_a or 1)}"',
     }
+
+
+class PixelTile:
+    """What tiles of `pixels` and `implicit` have alike: a problem, columns of N, and source channels of a box."""
+
+    problem: Problem
+    chunk: int
+    columns: Any
+    """Of a matrix instruction: channels of the result, a multiple of 8."""
+
+    @property
+    def element(self) -> int:
+        return self.problem.dtype.itemsize
+
+    @property
+    def channels(self) -> tuple[int, int]:
+        """The source's and the result's."""
+        return source_shape(self.problem)[1], result_shape(self.problem)[1]
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Along D, H, W."""
+        return (1,) * (3 - self.problem.rank) + self.problem.stride
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a pixel in shared memory."""
+        return self.chunk * self.element
+
+    @property
+    def weight_span(self) -> int:
+        """Bytes of a row of a box of weights."""
+        return self.row_bytes
+
+    @property
+    def weight_box(self) -> tuple[int, int, int, int, int]:
+        """The box of a tap's weights for a chunk, where they come as they lie."""
+        return self.chunk, 1, self.columns, 1, 1
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from upconv.cuda import gather, jit
 from upconv.cuda.boxes import Five, Words, channels_last, encode, fullest
-from upconv.cuda.columns import PRECISIONS, TileChoice, instruction
+from upconv.cuda.columns import PRECISIONS, PixelTile, TileChoice, instruction
+from upconv.cuda.costs import cheapest
 from upconv.cuda.gather import Unit
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.launch import Launcher, as_run
@@ -43,7 +44,7 @@ _WASTE = 1.04  # columns that all blocks have, of a result's channels
 
 
 @dataclass(frozen=True)
-class Tile:
+class Tile(PixelTile):
     """A tile's constants for one layer at any size; its box of pixels is a problem's own."""
 
     problem: Problem
@@ -61,15 +62,6 @@ class Tile:
     """Blocks that share a tile's steps and add up their sums."""
 
     @property
-    def element(self) -> int:
-        return self.problem.dtype.itemsize
-
-    @property
-    def channels(self) -> tuple[int, int]:
-        """The source's and the result's."""
-        return source_shape(self.problem)[1], result_shape(self.problem)[1]
-
-    @property
     def column_blocks(self) -> int:
         return -(-self.channels[1] // self.columns)
 
@@ -77,11 +69,6 @@ class Tile:
     def rows(self) -> int:
         """Pixels of a tile, at most."""
         return 64 * self.mb * (_CONSUMERS if self.halves else 1)
-
-    @property
-    def row_bytes(self) -> int:
-        """Of a pixel in a stage."""
-        return self.chunk * self.element
 
     @property
     def steps(self) -> int:
@@ -102,16 +89,6 @@ class Tile:
         return self.mb * self.columns // 2
 
     @property
-    def weight_span(self) -> int:
-        """Bytes of a row of a box of weights."""
-        return self.row_bytes
-
-    @property
-    def weight_box(self) -> Five:
-        """The box of a step's weights."""
-        return self.chunk, 1, self.columns, 1, 1
-
-    @property
     def packed_words(self) -> int:
         """32-bit words of the packed weights."""
         return math.prod(self.problem.weight_shape) * self.element // 4
@@ -119,11 +96,6 @@ class Tile:
     @property
     def pack_blocks(self) -> int:
         return -(-self.packed_words // 4 // PACK_THREADS)
-
-    @property
-    def strides(self) -> tuple[int, ...]:
-        """Along D, H, W."""
-        return (1,) * (3 - self.problem.rank) + self.problem.stride
 
     @property
     def offsets(self) -> tuple[tuple[int, int, int], ...]:
@@ -398,13 +370,7 @@ def _choose(p: Problem, gpu: Gpu) -> Choice | str:
     refused = refusal(p, gpu)
     if refused:
         return refused
-    best: tuple[float, str, Tile] | None = None
-    for whole in candidates(gather.any_size(p), gpu):
-        for t in (whole, *_clustered(whole, p, gpu)):
-            if t.tiles(p) < _MOST_COUNTED:
-                seconds, bound = estimate(t, p, gpu)
-                if best is None or seconds < best[0]:
-                    best = seconds, bound, t
-    if best is None:
-        return "no tile's stages fit in shared memory, or its tiles are too many to count"
-    return Choice(best[2], p, gpu, best[0], best[1])
+    every = (t for whole in candidates(gather.any_size(p), gpu) for t in (whole, *_clustered(whole, p, gpu)))
+    return cheapest((t for t in every if t.tiles(p) < _MOST_COUNTED), p, gpu, estimate, Choice) or (
+        "no tile's stages fit in shared memory, or its tiles are too many to count"
+    )

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from upconv.cuda import gather, jit
 from upconv.cuda.boxes import Five, Words, dense, encode
-from upconv.cuda.columns import PRECISIONS, TileChoice, instruction
+from upconv.cuda.columns import PRECISIONS, PixelTile, TileChoice, instruction
 from upconv.cuda.costs import cheapest
 from upconv.cuda.gather import Unit
 from upconv.cuda.gpu import Gpu
@@ -69,7 +69,7 @@ def planes(p: Problem) -> tuple[Plane, ...]:
 
 
 @dataclass(frozen=True)
-class Tile:
+class Tile(PixelTile):
     """A tile's shape and the kernel's constants for one problem; everything but the sizes of input and batch.
 
     Raises, on `checked`:
@@ -89,32 +89,13 @@ class Tile:
     """Of the ring, a plane's chunk each."""
 
     @property
-    def element(self) -> int:
-        return self.problem.dtype.itemsize
-
-    @property
-    def channels(self) -> tuple[int, int]:
-        """The source's and the result's."""
-        return source_shape(self.problem)[1], result_shape(self.problem)[1]
-
-    @property
     def columns(self) -> int:
         """Of a matrix instruction: the result's channels, filled up to a multiple of 8."""
         return -(-self.channels[1] // 8) * 8
 
     @property
-    def row_bytes(self) -> int:
-        """Of a pixel in a plane."""
-        return self.chunk * self.element
-
-    @property
     def chunks(self) -> int:
         return -(-self.channels[0] // self.chunk)
-
-    @property
-    def steps(self) -> tuple[int, ...]:
-        """Along D, H, W."""
-        return (1,) * (3 - self.problem.rank) + self.problem.stride
 
     @cached_property
     def planes(self) -> tuple[Plane, ...]:
@@ -148,14 +129,14 @@ class Tile:
         return tuple(dict.fromkeys(self._box(plane) for plane in self.planes))
 
     def _box(self, plane: Plane) -> Five:
-        d, h, w = ((n - 1) * step + 1 for n, step in zip(self.extents(plane), self.steps))
+        d, h, w = ((n - 1) * step + 1 for n, step in zip(self.extents(plane), self.strides))
         return self.chunk, w, h, d, 1
 
     @cached_property
     def read(self) -> float:
         """The share of the source's pixels that taps read."""
         return math.prod(
-            len({plane.first[axis] % step for plane in self.planes}) / step for axis, step in enumerate(self.steps)
+            len({plane.first[axis] % step for plane in self.planes}) / step for axis, step in enumerate(self.strides)
         )
 
     @property
@@ -169,16 +150,6 @@ class Tile:
     @property
     def weight_bytes(self) -> int:
         return self.chunks * self.problem.taps * self.columns * self.row_bytes
-
-    @property
-    def weight_span(self) -> int:
-        """Bytes of a row of a box of weights."""
-        return self.row_bytes
-
-    @property
-    def weight_box(self) -> Five:
-        """The box of a tap's weights where they come as they lie."""
-        return self.chunk, 1, self.columns, 1, 1
 
     @property
     def packed_words(self) -> int:
@@ -232,7 +203,7 @@ class Tile:
             "CIN": self.channels[0],
             "COUT": self.channels[1],
             "CK": self.chunk,
-            "COLUMNS_OF_B": self.columns,
+            "COLUMNS": self.columns,
             "SUB_W": self.sub_w,
             "CONSUMERS": self.consumers,
             "STAGES": self.stages,
@@ -255,7 +226,7 @@ class Tile:
         }
         for axis, name in enumerate("DHW"):
             found[f"TILE_{name}"] = self.shape[axis]
-            found[f"STEP_{name}"] = self.steps[axis]
+            found[f"STEP_{name}"] = self.strides[axis]
             found[f"PLANES_{name}"] = table([plane.first[axis] for plane in self.planes])
         return found
 
@@ -380,7 +351,7 @@ class Prepared(gather.LazyPacks):
 def tensor_maps(t: Tile, p: Problem, address: int) -> Iterator[Words]:
     """``CUtensorMap``s over the output's gradient with a tile's boxes, each as 16 signed words."""
     channels, *size = source_shape(p)[1:]
-    (depth, height, width), (d, h, w) = (1,) * (3 - p.rank) + tuple(size), t.steps
+    (depth, height, width), (d, h, w) = (1,) * (3 - p.rank) + tuple(size), t.strides
     tensor = dense((channels, width, height, depth, p.batch), t.element)
     for box in t.boxes:
         yield encode(

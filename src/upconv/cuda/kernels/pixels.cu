@@ -22,9 +22,9 @@
 #define UNITS_PER_ROW (ROW_BYTES / 16)
 #define K_STEPS (ROW_BYTES / 32)                        // a matrix instruction takes 32 bytes of K
 #define CHUNKS ((CIN + CK - 1) / CK)
-#define TAP_BYTES (COLUMNS_OF_B * ROW_BYTES)            // of weights, of a chunk and a tap
+#define TAP_BYTES (COLUMNS * ROW_BYTES)            // of weights, of a chunk and a tap
 #define WEIGHT_BYTES (CHUNKS * TAPS * TAP_BYTES)
-#define SUMS_OF_M (COLUMNS_OF_B / 2)                    // a thread's of 64 pixels
+#define SUMS_OF_M (COLUMNS / 2)                    // a thread's of 64 pixels
 #define SUB_H (64 / SUB_W)                              // a subtile, the 64 rows of an instruction: 1 x 64 pixels or 8 x 8
 #define SUBS_H (TILE_H / SUB_H)
 #define SUBS_W (TILE_W / SUB_W)
@@ -33,18 +33,7 @@
 // Stages that instructions still read while the next one's are queued. Of few stages none: it would have one box on its way, not two.
 #define LAG (STAGES > 3)
 
-#if PRECISION == 0
-// Unseen by the compiler, which else keeps sums as integers through loops and copies them at each end (ptxas then serialises: C7514).
-__device__ __forceinline__ u32 bits_of(float v) {
-  u32 r;
-  asm("mov.b32 %0, %1;\n" : "=r"(r) : "f"(v));
-  return r;
-}
-#define STORE_BITS(v) bits_of(v)
-#else
-#define STORE_BITS(v) (PRECISION == 2 ? half_bits(v) : bfloat_bits(v))
-#endif
-
+#include "pixel_stores.cuh"
 #include "columns.cuh"
 #include "ring.cuh"
 
@@ -74,7 +63,7 @@ __device__ __forceinline__ void pack_weights(const Weight* __restrict__ weight, 
   let_dependent_begin();                                // `pixels`
   int i = blockIdx.x * PACK_THREADS + threadIdx.x;
   if (i >= WEIGHT_BYTES / 16) return;
-  int unit = i % UNITS_PER_ROW, column = i / UNITS_PER_ROW % COLUMNS_OF_B, rest = i / (UNITS_PER_ROW * COLUMNS_OF_B);
+  int unit = i % UNITS_PER_ROW, column = i / UNITS_PER_ROW % COLUMNS, rest = i / (UNITS_PER_ROW * COLUMNS);
   int tap = TAP_INDEX[rest % TAPS], first = rest / TAPS * CK + unit * VEC;
   u32 v[VEC];
 #pragma unroll
@@ -151,7 +140,6 @@ __device__ __forceinline__ void multiply_plane(float (&acc)[MB][SUMS_OF_M], u32 
   }
 }
 
-// A thread's sums: of columns 8j + 2t and the next, pixels g and g + 8 of the warp's 16.
 __device__ __forceinline__ void store(const float (&acc)[MB][SUMS_OF_M], char* __restrict__ y, const Sizes& s, const Tile& t, int thread) {
   int lane = thread & 31;
 #pragma unroll
@@ -163,45 +151,8 @@ __device__ __forceinline__ void store(const float (&acc)[MB][SUMS_OF_M], char* _
       int d = t.d + sub_d, h = t.h + sub_h + row / SUB_W, w = t.w + sub_w + row % SUB_W;
       bool there = d < s.out_d && h < s.out_h && w < s.out_w;
       char* pixel = y + ((((long long)t.n * s.out_d + d) * s.out_h + h) * s.out_w + w) * (COUT * ELEMENT);
-#if ELEMENT == 2 && COUT % 16 == 0
-      // Lanes exchange with a neighbour, so that an even one stores 8 bytes of columns 16i and on, an odd one of 16i + 8 and on.
-      int odd = lane & 1, column = (lane & 2) * 2 + odd * 8;
 #pragma unroll
-      for (int i = 0; i < COLUMNS_OF_B / 16; i++) {
-        u32 pair[2], v[4];
-#pragma unroll
-        for (int j = 0; j < 2; j++) {
-          const int at = 4 * (2 * i + j) + 2 * eight;
-          pair[j] = STORE_BITS(acc[m][at]) | STORE_BITS(acc[m][at + 1]) << 16;
-        }
-        u32 other = __shfl_xor_sync(0xffffffffu, odd ? pair[0] : pair[1], 1);
-        v[0] = odd ? other : pair[0], v[1] = odd ? pair[1] : other;
-        store_global_64_if(pixel + (16 * i + column) * ELEMENT, v, there);
-      }
-#else
-#pragma unroll
-      for (int j = 0; j < COLUMNS_OF_B / 8; j++) {
-        const int at = 4 * j + 2 * eight;
-        int column = 8 * j + lane % 4 * 2;
-        u32 v[4] = {STORE_BITS(acc[m][at]), STORE_BITS(acc[m][at + 1])};
-        char* to = pixel + column * ELEMENT;
-        bool one = there && (COUT % 8 == 0 || column < COUT);
-#if COUT % 2 == 1
-        bool two = there && column + 1 < COUT;
-#endif
-#if COUT % 2 == 0 && ELEMENT == 4
-        store_global_64_if(to, v, one);
-#elif COUT % 2 == 0
-        store_global_if(to, v[0] | v[1] << 16, one);
-#elif ELEMENT == 4
-        store_global_if(to, v[0], one);
-        store_global_if(to + 4, v[1], two);
-#else
-        store_global_16_if(to, v[0], one);
-        store_global_16_if(to + 2, v[1], two);
-#endif
-      }
-#endif
+      for (int i = 0; i < UNITS; i++) store_unit(acc[m], i, eight, pixel, COUT, there, lane);
     }
 }
 
