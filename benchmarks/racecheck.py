@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from upconv.cuda import gather, jit, pairs, phases, pixels, relayout, rows, strides, subpixel, sweep, wgrad
+from upconv.cuda import gather, implicit, jit, pairs, phases, pixels, relayout, rows, strides, subpixel, sweep, wgrad
 from upconv.cuda.gpu import A100, gpu
 from upconv.cuda.tiling import MAX_CLUSTER
 from upconv.cuda.wgrad_tiling import WarpgroupTiling
@@ -78,6 +78,10 @@ EVERY_LANE = {
     "pixels.cu": (
         ("if (lane == 0 && barrier) barrier_arrive(barrier);", "if (barrier) barrier_arrive(barrier);"),
         ("barrier_init(empty + 8 * i, 4);", "barrier_init(empty + 8 * i, 128);"),
+    ),
+    "implicit.cu": (
+        ("if (lane == 0 && barrier) barrier_arrive(barrier);", "if (barrier) barrier_arrive(barrier);"),
+        ("HALVES ? 4 * CONSUMERS : 4);", "HALVES ? 128 * CONSUMERS : 128);"),
     ),
     "phases.cu": (
         ("if (lane == 0 && barrier) barrier_arrive(barrier);", "if (barrier) barrier_arrive(barrier);"),
@@ -178,6 +182,20 @@ def run_pixels(p: Problem, consumers: int, stages: int) -> None:
         raise RuntimeError(f"{tile.tiles(p)} tiles give no consumer of {choice.grid} blocks a second one")
     prepared = choice.prepare(0)
     prepared.run(tensor(p.output_shape, p), prepared.pack(tensor(p.weight_shape, p)), None, tensor(p.input_shape, p))
+
+
+def run_implicit(p: Problem, halves: bool, stages: int = 0) -> None:
+    """A tile of consumers' halves or turns, whose blocks go round a ring of so many stages; without, of a cluster."""
+    chip = replace(gpu(0), multiprocessors=2)
+    whole = next(t for t in implicit.candidates(p, chip) if t.halves == halves and t.stages >= stages)
+    tile = replace(whole, stages=stages) if stages else next(implicit._clustered(whole, p, gpu(0)))
+    choice = implicit.Choice(tile, p, chip, 0.0, "")
+    if stages and tile.tiles(p) < 4 * choice.grid:
+        raise RuntimeError(f"{tile.tiles(p)} tiles give no consumer of {choice.grid} blocks a second one")
+    prepared = choice.prepare(0)
+    shapes = (p.input_shape, p.output_shape) if p.pass_ == "fwd" else (p.output_shape, p.input_shape)
+    x, out = (tensor(shape, p) for shape in shapes)
+    prepared.run(x, prepared.pack(tensor(p.weight_shape, p)), None, out)
 
 
 def run_phases(p: Problem, stages: int) -> None:
@@ -296,6 +314,9 @@ CASES: dict[str, tuple[str, Callable[[], None]]] = {
     "strides-16": ("strides", lambda: run_choice(strides, problem(TAPPED, "bf16", "nchw", "fwd"))),
     "pairs": ("pairs", lambda: run_choice(pairs, problem(LONE_BACK, "tf32", "nchw", "grad-input"))),
     "pairs-16": ("pairs", lambda: run_choice(pairs, problem(TAPPED_BACK, "bf16", "nchw", "grad-input"))),
+    "implicit": ("implicit", lambda: run_implicit(problem(STRIDED, "tf32", "channels_last", "grad-input"), True, 2)),
+    "implicit-turns": ("implicit", lambda: run_implicit(problem(NARROW, "bf16", "channels_last", "fwd"), False, 3)),
+    "implicit-cluster": ("implicit", lambda: run_implicit(problem(CROSSED, "tf32", "channels_last", "fwd"), True)),
     "phases": ("phases", lambda: run_phases(problem(ODD, "tf32", "nchw", "fwd"), 2)),
     "phases-16": ("phases", lambda: run_phases(problem(NARROW, "bf16", "nchw", "fwd"), 3)),
     "two-steps": ("wgrad", lambda: run_wgrad(problem(PLAIN, "tf32", "nchw", "grad-weight"), 3, steps=True)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from upconv.cuda.implicit import Tile
 from upconv.cuda.tiling import result_shape, source_shape
 from upconv.problem import Precision, Problem
 
-LAST = "the implicit GEMM is for gradients for the input in channels_last"
+LAST = "the implicit GEMM is for forwards and gradients for the input in channels_last"
 
 
 def tiles_of(p: Problem) -> list[Tile]:
@@ -32,36 +33,49 @@ def tiles_of(p: Problem) -> list[Tile]:
 
 
 def check(t: Tile, p: Problem, seed: int, blocks: int) -> None:
-    """The interpreted kernel stores every result once, and what it stores is the gradient, in float64."""
+    """The interpreted kernel stores every result once, and what it stores is the pass's, in float64.
+
+    On a GPU of that many multiprocessors.
+    """
     numbers = np.random.default_rng(seed)
     g, w = numbers.standard_normal(source_shape(p)), numbers.standard_normal(p.weight_shape)
-    interpreter = ImplicitInterpreter(t)
+    interpreter = ImplicitInterpreter(t, gpu=replace(H200, multiprocessors=blocks))
     last = np.moveaxis(w, 1, -1)
     packed = interpreter.pack(w)
-    np.testing.assert_array_equal(packed, last.reshape(packed.shape))
+    by_result = np.moveaxis(w, 0, -1) if t.forward else last
+    np.testing.assert_array_equal(packed, by_result.reshape(packed.shape))
     np.testing.assert_array_equal(interpreter.pack(np.ascontiguousarray(last), w.shape[1]), packed)
-    with np.errstate(invalid="ignore"):  # rows that no box writes are never stored
-        out, stores = interpreter(p, g, packed, blocks)
-    assert_interpreted(out, stores, truth_of(p, g, w, None))
+    truth = truth_of(p, g, w, None)
+    for turned in (False, True)[: 1 + t.turnable]:  # the weights are the same as they lie, in other boxes
+        interpreter = ImplicitInterpreter(t, t.macros(turned), interpreter.gpu)
+        with np.errstate(invalid="ignore"):  # rows that no box writes are never stored
+            out, stores = interpreter(p, g, packed, blocks)
+        assert_interpreted(out, stores, truth)
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_random_tiles_compute_their_layers(seed: int) -> None:
     rng = random.Random(f"implicit {seed}")
-    done, clusters = 0, 0
-    while done < 16:
+    done, clusters, turned, kinds = 0, 0, 0, set()
+    while done < 32:
         p = draw_problem(rng)
+        if rng.random() < 0.5:
+            p = p.with_(pass_="fwd", in_channels=rng.choice((8, 16, 40)), out_channels=rng.choice((7, 24, 64, 120)))
+            if rng.random() < 0.3:
+                free = (0,) * p.rank
+                p = p.with_(padding=free).with_(stride=(1,) * p.rank, output_padding=free)
         if implicit.refusal(p, H200) is not None:
             continue
         every = tiles_of(p)
-        few = [t for t in rng.sample(every, min(12, len(every))) if t.tiles(p) * t.steps * t.rows < 200_000]
+        few = [t for t in rng.sample(every, min(12, len(every))) if t.tiles(p) * max(t.steps) * t.rows < 200_000]
         for t in few[:1]:
             try:
                 check(t, p, done, min(rng.choice((1, 2, 7, 132)), t.tiles(p)))
             except AssertionError as error:
                 raise AssertionError(f"{p}, {p.precision}: {error}\n{t}") from error
-            done, clusters = done + 1, clusters + (t.cluster > 1)
-    assert clusters
+            done, clusters, turned = done + 1, clusters + (t.cluster > 1), turned + t.turnable
+            kinds.add((t.forward, len(t.phases) > 1, 0 in t.steps))
+    assert clusters and turned and len(kinds) == 4, "gradients; forwards of one phase, of several, of some without taps"
 
 
 @pytest.mark.parametrize(
@@ -94,7 +108,7 @@ def test_the_interpreter_notices_a_wrong_plan(name: str, value: int | str) -> No
     ("layer", "size", "settings", "reason"),
     [
         ("16,16,3,stride=2", "1x16x8x8", {"layout": "nchw"}, LAST),
-        ("16,16,3,stride=2", "1x16x8x8", {"pass_": "fwd"}, LAST),
+        ("16,16,3,stride=2", "1x16x8x8", {"pass_": "grad-weight"}, LAST),
         ("16,16,3,stride=2,groups=2", "1x16x8x8", {}, "the kernel knows no groups"),
         ("16,16,3,stride=9", "1x16x8x8", {}, "boxes take steps of at most 8 pixels"),
         ("16,6,3,stride=2", "1x16x8x8", {}, "boxes want pixels of whole 16 bytes"),
@@ -244,7 +258,7 @@ def test_what_is_launched(dtype: torch.dtype, stubs: Stubs) -> None:
 
     def launched(weights: torch.Tensor, fresh: bool, bias: int = 0) -> tuple[object, ...]:
         maps = *(grad.data_ptr(),) * 16, *(weights.data_ptr(),) * 16
-        return "implicit", choice.grid, fresh, (out.data_ptr(), bias, *t.arguments(p), *maps)
+        return "implicit", choice.grid, fresh, (out.data_ptr(), bias, *t.arguments(p, H200), *maps)
 
     prepared.run(grad, packed, None, out, fresh=True)
     assert stubs.pop() == launched(packed, True)

@@ -22,7 +22,7 @@ from upconv.cpu import memory_format
 from upconv.cuda import implicit
 from upconv.cuda.gpu import gpu
 from upconv.cuda.tiling import result_shape, source_shape
-from upconv.problem import Problem
+from upconv.problem import Pass, Problem
 
 pytestmark = HOPPER
 
@@ -42,16 +42,21 @@ LAYERS = {
     "one tap": (2, 40, 24, (17, 18), 1, 1),
     "one pixel": (5, 16, 16, (1, 1), 3, 2),
     "many blocks of columns": (2, 1100, 264, (3, 5), 2, 2),
+    "phases without taps": (2, 40, 24, (17, 18), 2, (3, 4)),
+    "phases of a row": (3, 33, 64, (5, 150), (4, 1), (3, 1), (1, 0)),
 }
 
 
+@pytest.mark.parametrize("pass_", ["fwd", "grad-input"])
 @pytest.mark.parametrize("precision", ["tf32", "bf16", "fp16"])
 @pytest.mark.parametrize("name", list(LAYERS))
-def test_implicit(name: str, precision: str) -> None:
-    batch, cin, cout, size, *rest = LAYERS[name]
+def test_implicit(name: str, precision: str, pass_: Pass) -> None:
+    """The second number of channels is the source's, which a forward reads."""
+    batch, result, source, size, *rest = LAYERS[name]
+    cin, cout = (source, result) if pass_ == "fwd" else (result, source)
     p = Problem.make(
         batch, cin, cout, size, *rest, bias=False, dtype=PRECISIONS[precision], precision=precision,
-        layout="channels_last", pass_="grad-input",
+        layout="channels_last", pass_=pass_,
     )  # fmt: skip
     given = grad, weight, truth, magnitude = operands(p)
     products = source_shape(p)[1] * p.taps
@@ -62,22 +67,27 @@ def test_implicit(name: str, precision: str) -> None:
     for t in (*kinds, *every[:2]):
         prepared = implicit.Choice(t, p, gpu(0), 0.0, "").prepare(0)
         assert_serves(prepared, p, given, t)
-        bias = torch.randn(cin, device=grad.device, dtype=p.dtype)  # a plain convolution's
+        bias = torch.randn(result, device=grad.device, dtype=p.dtype)  # or a plain convolution's
         out = torch.full(result_shape(p), float("nan"), device=grad.device, dtype=p.dtype)
         out = out.contiguous(memory_format=memory_format("channels_last", p.rank))
         prepared.run(grad, prepared.pack(weight), bias, out)
         added = bias.double().view(-1, *(1,) * p.rank)
         assert_accurate(out, truth + added, magnitude + added.abs(), products + 1)
+        if pass_ == "fwd" and p.dtype.itemsize == 2:  # as autocast leaves them: rounded by what packs
+            rounded = torch.full_like(out, float("nan"))
+            prepared.run(grad, prepared.pack(weight.float(), bias.float()), bias.float(), rounded)
+            assert torch.equal(rounded, out)
 
 
+@pytest.mark.parametrize("pass_", ["fwd", "grad-input"])
 @pytest.mark.parametrize("stages", (2, 3, 4, 5))
 @pytest.mark.parametrize("halves", (True, False))
 @pytest.mark.parametrize("precision", ["tf32", "bf16"])
-def test_turns_of_consumers_around_short_rings(precision: str, halves: bool, stages: int) -> None:
+def test_turns_of_consumers_around_short_rings(precision: str, halves: bool, stages: int, pass_: Pass) -> None:
     """Few blocks with many tiles each: every stage is taken again, by another consumer or by both."""
     p = Problem.make(
         2, 64, 72, (50, 70), 3, 2, 1, 1, bias=False, dtype=PRECISIONS[precision], precision=precision,
-        layout="channels_last", pass_="grad-input",
+        layout="channels_last", pass_=pass_,
     )  # fmt: skip
     grad, contiguous, truth, magnitude = operands(p)
     last = memory_format("channels_last", p.rank)
@@ -121,7 +131,7 @@ def test_a_layers_gradient_comes_from_it_and_is_right(dtype: torch.dtype) -> Non
 
 def test_implicit_in_a_graph_and_on_another_stream() -> None:
     p = Problem.make(8, 128, 64, (14, 14), 2, 2, bias=False, precision="tf32", layout="channels_last")
-    p = p.with_(pass_="grad-input")
-    choice = implicit.choose(p, gpu(0))
-    assert isinstance(choice, implicit.Choice)
-    assert_capturable(choice.prepare(0), p)
+    for q in (p, p.with_(pass_="grad-input")):
+        choice = implicit.choose(q, gpu(0))
+        assert isinstance(choice, implicit.Choice)
+        assert_capturable(choice.prepare(0), q)

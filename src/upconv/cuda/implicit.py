@@ -1,25 +1,27 @@
-"""The gradient for the input of channels-last layers as an implicit GEMM, a tap at a time. wgmma only.
+"""Forward and gradient for the input of channels-last layers as an implicit GEMM, a tap at a time. wgmma only.
 
 `gather` and `pixels` read a pixel of the source once for several taps, which are shifts of one tile; so tiles are whole
 rows of 8 pixels and more, and images of 14 x 14 leave a quarter of them empty. Where taps share little (the kernel is
-about the stride) there is nothing to gain by that: here each tap has pixels of its own, a tile is a box of any shape,
-and channels of the result are columns of any number. Weights stream through the ring beside the pixels, so that
-layers of any width are served (``kernels/implicit.cu``).
+about the stride), or channels are many and images small, there is nothing to gain by that: here each tap has pixels of
+its own, a tile is a box of any shape, and channels of the result are columns of any number. Weights stream through the
+ring beside the pixels, so that layers of any width are served (``kernels/implicit.cu``). A forward has a GEMM for each
+phase, whose K is the phase's taps.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import product
+from itertools import accumulate, product
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from upconv.cuda import gather, jit
-from upconv.cuda.boxes import Five, Words, channels_last, encode, fullest
+from upconv.cuda.boxes import Five, Tensor5, Words, channels_last, encode, fullest
 from upconv.cuda.columns import PRECISIONS, PixelTile, TileChoice, instruction
 from upconv.cuda.costs import cheapest
 from upconv.cuda.gather import Unit
@@ -35,12 +37,36 @@ _SPARE = 56
 """Registers of a consumer's thread for addresses and the like."""
 _MOST_STAGES = 8
 _MOST_COLUMNS = 256
-_MOST_TAPS = 512
+_MOST_TAPS = 512  # and phases
 _MOST_COUNTED = 2**30  # tiles, which the kernel counts in 32 bits, a grid beyond the last
-_SIZES = "i" * 12  # `Tile.arguments`
+_SIZES = "i" * 14  # `Tile.arguments`
 _CLUSTERS = 2, 4, 8
 _SMALL = 40e-6  # seconds
 _WASTE = 1.04  # columns that all blocks have, of a result's channels
+_FEW = 2  # tiles of each phase that a block has
+_TURNED = 64  # channels of the result in a box of weights as a forward's lie
+_SQUARE = 64  # of a forward's weights, which a block of `pack` turns
+
+
+class Phase(NamedTuple):
+    """Results that see the same taps; triples are along D, H and W."""
+
+    first: tuple[int, int, int]
+    """Its first result; the next ones are the strides apart."""
+    taps: tuple[tuple[int, tuple[int, int, int]], ...]
+    """Its taps' indices in the kernel, and each one's pixel of the source, less that of the tile's first."""
+
+
+@lru_cache(maxsize=256)
+def phases(p: Problem) -> tuple[Phase, ...]:
+    """A layer's at any size, those of most taps first; a gradient for the input has one, of all taps."""
+    axes, (_, of_h, of_w) = gather_axes(p), (1,) * (3 - p.rank) + p.kernel
+    found = []
+    for first in product(*(range(len(axis.taps)) for axis in axes)):
+        each = product(*(axis.taps[at] for axis, at in zip(axes, first)))
+        taps = (((i * of_h + j) * of_w + k, (d, h, w)) for (i, d), (j, h), (k, w) in each)
+        found.append(Phase((first[0], first[1], first[2]), tuple(taps)))
+    return tuple(sorted(found, key=lambda phase: -len(phase.taps)))
 
 
 @dataclass(frozen=True)
@@ -71,9 +97,18 @@ class Tile(PixelTile):
         return 64 * self.mb * (_CONSUMERS if self.halves else 1)
 
     @property
-    def steps(self) -> int:
-        """Of a tile: a tap's chunk each."""
-        return self.problem.taps * -(-self.channels[0] // self.chunk)
+    def forward(self) -> bool:
+        return self.problem.pass_ == "fwd"
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        return phases(self.problem)
+
+    @cached_property
+    def steps(self) -> tuple[int, ...]:
+        """Of each phase's tiles: a tap's chunk each."""
+        chunks = -(-self.channels[0] // self.chunk)
+        return tuple(len(phase.taps) * chunks for phase in self.phases)
 
     @property
     def stage_bytes(self) -> int:
@@ -95,16 +130,24 @@ class Tile(PixelTile):
 
     @property
     def pack_blocks(self) -> int:
+        if self.forward:
+            channels, columns = self.channels
+            return -(-columns * self.problem.taps // _SQUARE) * -(-channels // _SQUARE)
         return -(-self.packed_words // 4 // PACK_THREADS)
 
     @property
-    def offsets(self) -> tuple[tuple[int, int, int], ...]:
-        """Each tap's pixel of the source, less a result's times the strides, in the kernel's order."""
-        axes = [[offset for _, offset in axis.taps[0]] for axis in gather_axes(self.problem)]
-        return tuple((d, h, w) for d, h, w in product(*axes))
+    def steps_between(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Pixels of the source, and of the result, from one of a tile to the next along D, H and W."""
+        one = (1, 1, 1)
+        return (one, self.strides) if self.forward else (self.strides, one)
 
-    def macros(self) -> dict[str, int | float | str]:
-        """The kernel's constants by macro name; see kernels/implicit.cu."""
+    @property
+    def turnable(self) -> bool:
+        """Whether a forward's channels-last weights may come as they lie, whose rows are channels of the result."""
+        return self.forward and self.element == 2 and self.columns % _TURNED == 0 and self.channels[1] % 8 == 0
+
+    def macros(self, turned: bool = False) -> dict[str, int | float | str]:
+        """The kernel's constants by macro name; see kernels/implicit.cu. ``turned``: of weights as a forward's lie."""
         found: dict[str, int | float | str] = {
             "PRECISION": PRECISIONS[self.problem.precision],
             "ELEMENT": self.element,
@@ -118,32 +161,67 @@ class Tile(PixelTile):
             "CONSUMERS": _CONSUMERS,
             "CLUSTER": self.cluster,
             "STAGES": self.stages,
+            "FORWARD": int(self.forward),
+            "B_TURNED": int(turned),
             "TAPS": self.problem.taps,
+            "PHASES": len(self.phases),
             **instruction("N_", self.columns),
             "PRODUCER_REGISTERS": _REGISTERS[0],
             "CONSUMER_REGISTERS": _REGISTERS[1],
             "SHARED_BYTES_PLANNED": self.shared_bytes,
         }
+
+        def table(values: Iterable[int]) -> str:
+            return "{" + ",".join(map(str, values)) + "}"
+
+        taps = [tap for phase in self.phases for tap in phase.taps]
+        of_source, of_result = self.steps_between
         for axis, name in enumerate("DHW"):
-            found[f"STEP_{name}"] = self.strides[axis]
-            found[f"TAPS_{name}"] = "{" + ",".join(str(offset[axis]) for offset in self.offsets) + "}"
+            found[f"STEP_{name}"] = of_source[axis]
+            found[f"TAPS_{name}"] = table(offsets[axis] for _, offsets in taps)
+        if len(self.phases) > 1:
+            found["TAPS_OF"] = table(index for index, _ in taps)
+            found["PHASES_TAP"] = table(accumulate((len(phase.taps) for phase in self.phases), initial=0))
+            for axis, name in enumerate("DHW"):
+                found[f"OUT_STEP_{name}"] = of_result[axis]
+                found[f"PHASES_{name}"] = table(phase.first[axis] for phase in self.phases)
         return found
 
     # --- sizes, which are run-time arguments -------------------------------------------------------------------------
 
+    def _fullest(self, p: Problem) -> tuple[int, tuple[int, int, int, int]]:
+        of_source, of_result = (steps[3 - p.rank :] for steps in self.steps_between)
+        size = tuple(-(-n // step) for n, step in zip(result_shape(p)[2:], of_result))
+        return fullest(p.batch, size, of_source, self.rows)
+
     def box(self, p: Problem) -> tuple[int, int, int, int]:
-        """Images, D, H and W of a problem's tiles: the fewest that hold all of its pixels."""
-        return fullest(p.batch, p.size, p.stride, self.rows)[1]
+        """Images, D, H and W of a problem's tiles: the fewest that hold all pixels of a phase."""
+        return self._fullest(p)[1]
 
     def tiles(self, p: Problem) -> int:
-        return fullest(p.batch, p.size, p.stride, self.rows)[0] * self.column_blocks
+        """Of all phases."""
+        return self._fullest(p)[0] * self.column_blocks * len(self.phases)
 
-    def arguments(self, p: Problem) -> tuple[int, ...]:
-        """The kernel's integer arguments behind its pointer."""
-        box = self.box(p)
-        sides = (p.batch, *(1,) * (3 - p.rank), *p.size)
-        counts = tuple(-(-n // of) for n, of in zip(sides, box))
-        return (*sides, *box, *counts[1:], math.prod(counts) * self.column_blocks)
+    @cached_property
+    def even(self) -> bool:
+        """Whether all phases have as many taps."""
+        return len({*self.steps}) == 1
+
+    def sorted(self, p: Problem, gpu: Gpu) -> bool:
+        """Whether tiles of most taps come first: where blocks have few, and phases differ."""
+        few = self.tiles(p) * self.cluster < _FEW * len(self.phases) * gpu.multiprocessors
+        return not self.even and (few or self.cluster > 1)
+
+    def arguments(self, p: Problem, gpu: Gpu) -> tuple[int, ...]:
+        """The kernel's integer arguments behind its pointers."""
+        count, box = self._fullest(p)
+        turn = max(1, gpu.multiprocessors // (self.column_blocks * len(self.phases)))
+        order = (count, _MOST_COUNTED) if self.sorted(p, gpu) else (1, turn)
+        sides = (p.batch, *(1,) * (3 - p.rank), *result_shape(p)[2:])
+        steps = (1, *self.steps_between[1])
+        counts = tuple(-(-n // (of * step)) for n, of, step in zip(sides, box, steps))
+        assert math.prod(counts) == count
+        return (*sides, *box, *counts[1:], self.tiles(p), *order)
 
 
 class Choice(TileChoice[Tile]):
@@ -161,24 +239,33 @@ class Choice(TileChoice[Tile]):
     @property
     def grid(self) -> int:
         """Blocks."""
-        tiles = self.tile.tiles(self.problem)
-        return tiles * self.tile.cluster if self.tile.cluster > 1 else self.even_grid(tiles)
+        t, tiles = self.tile, self.tile.tiles(self.problem)
+        if t.cluster > 1:
+            return tiles * t.cluster
+        return self.even_grid(tiles) if t.even else min(tiles, self.gpu.multiprocessors)
 
     @property
     def summary(self) -> str:
         t = self.tile
+        phases = f", {len(t.phases)} phases in turn" if len(t.phases) > 1 else ""
         shared = f", steps shared by clusters of {t.cluster} that add up their sums" if t.cluster > 1 else ""
         return (
             f"implicit GEMM, channels last: wgmma {t.problem.precision}, tile of "
             f"{'x'.join(map(str, t.box(self.problem)))} pixels (NxDxHxW) of {t.rows} x {t.columns} channels, "
             f"{'halved' if t.halves else 'in turn'}, ring of {t.stages} of {t.chunk} channels of a tap, "
-            f"{t.shared_bytes // 1024} KB shared, grid {self.grid}{shared}"
+            f"{t.shared_bytes // 1024} KB shared, grid {self.grid}{phases}{shared}"
         )
 
     def sources(self) -> tuple[Unit, ...]:
-        """What NVRTC must compile; the same for all sizes."""
-        source = jit.source("implicit.cu", self.tile.macros())
-        return (Unit(f"implicit {gather.layer_text(self.problem)}", source, ("pack", "implicit")),)
+        """What NVRTC must compile; the same for all sizes.
+
+        The first packs weights; the second, of some forwards, takes channels-last ones as they lie.
+        """
+        t, label = self.tile, f"implicit {gather.layer_text(self.problem)}"
+        packed = Unit(label, jit.source("implicit.cu", t.macros()), ("pack", "implicit"))
+        if not t.turnable:
+            return (packed,)
+        return packed, Unit(f"{label} unpacked", jit.source("implicit.cu", t.macros(turned=True)), ("implicit",))
 
     def prepare(self, device: int) -> Prepared:
         """Compiles (or finds) and loads the kernels for a CUDA device. Errors: those of ``jit.kernel``."""
@@ -193,32 +280,42 @@ class Prepared(gather.LazyPacks):
     def __init__(self, choice: Choice, device: int) -> None:
         t, p = choice.tile, choice.problem
         super().__init__(p, device, t.packed_words, t.pack_blocks)
-        (self._unit,) = choice.sources()
-        self._boxed_unit = self._unit  # reads both
-        self._grid, self._sizes, self._tiling = choice.grid, as_run(_SIZES, t.arguments(p)), t
+        self._unit, *turned = choice.sources()
+        self._boxed_unit = (*turned, None)[0] if t.forward else self._unit  # which reads both
+        self._grid, self._sizes, self._tiling = choice.grid, as_run(_SIZES, t.arguments(p, choice.gpu)), t
         self._tails: dict[int, Words] = {}
-        self.packing = ("implicit", p.precision)
+        self.packing = ("implicit", p.precision, p.pass_, t.turnable)
         """What `pack`'s result depends on beside the weight."""
-        _ = self._run
+        if not turned:
+            _ = self._run
 
     @property
     def _launchers(self) -> tuple[str, ...]:
-        return "_pack", "_run", *(("_pack_float",) if self.casts else ())
+        turned = ("_run_turned",) if self._tiling.turnable else ()
+        return "_pack", "_run", *(("_pack_float",) if self.casts else ()), *turned
 
     @property
     def _packed_launchers(self) -> tuple[str, ...]:
         return self._launchers
 
+    def _load_implicit(self, unit: Unit) -> Launcher:
+        codes = f"PP({_SIZES}{'q' * 16})({'q' * 16})"
+        return self._load(unit, "implicit", 128 * (1 + _CONSUMERS), self._tiling.shared_bytes, codes)
+
     @cached_property
     def _run(self) -> Launcher:
-        t, codes = self._tiling, f"PP({_SIZES}{'q' * 16})({'q' * 16})"
-        return self._load(self._unit, "implicit", 128 * (1 + _CONSUMERS), t.shared_bytes, codes)
+        return self._load_implicit(self._unit)
+
+    @cached_property
+    def _run_turned(self) -> Launcher:
+        assert self._boxed_unit is not None
+        return self._load_implicit(self._boxed_unit)
 
     def run(self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, fresh: bool = False) -> None:
-        """Launches the kernel: ``x``, the output's gradient, and ``out``, the input's, dense in channels_last.
+        """Launches the kernel: ``x``, the source, and ``out``, the result, dense in channels_last.
 
-        ``packed`` is what `pack` returned; ``bias``: of the result's channels, in the problem's dtype. ``fresh``:
-        `pack` was called just before, and the kernel makes ready beside what that launched.
+        ``packed`` is what `pack` returned; ``bias``: of the result's channels, in the problem's dtype, or float32 if
+        `pack` had it. ``fresh``: `pack` was called just before, and the kernel makes ready beside what that launched.
         """
         if out.data_ptr() & 15:  # PyTorch's allocations never do; two results are stored together
             whole = torch.empty_like(out)
@@ -233,24 +330,42 @@ class Prepared(gather.LazyPacks):
         if tail is None:
             t, p = self._tiling, self._problem
             tail = self._kept(self._tails, address, lambda: [self._sizes, tensor_map(t, p, address)])
-        at_bias = 0 if bias is None else bias.data_ptr()
-        self._run(self._device, self._grid, (out.data_ptr(), at_bias, tail, self._weight_map(packed.data_ptr())), fresh)
+        weights = packed.data_ptr()
+        turned = self._tiling.forward and packed.dtype is not torch.int32
+        found = self._weight_maps.get(weights + turned)
+        if found is None:
+            t, p = self._tiling, self._problem
+            found = self._kept(self._weight_maps, weights + turned, lambda: [weight_map(t, p, weights, turned)])
+        run = self._run_turned if turned else self._run
+        run(self._device, self._grid, (out.data_ptr(), self._bias_of(weights, bias), tail, found), fresh)
 
 
 def source_box(t: Tile, p: Problem) -> Five:
     """What the box of a step's pixels traverses: channels, W, H, D, images."""
     images, *counts = t.box(p)
-    d, h, w = ((count - 1) * step + 1 for count, step in zip(counts, t.strides))
+    d, h, w = ((count - 1) * step + 1 for count, step in zip(counts, t.steps_between[0]))
     return t.chunk, w, h, d, images
 
 
 def tensor_map(t: Tile, p: Problem, address: int) -> Words:
-    """A ``CUtensorMap`` over the output's gradient with a problem's box, as 16 signed words."""
+    """A ``CUtensorMap`` over the source with a problem's box, as 16 signed words."""
     channels, *size = source_shape(p)[1:]
-    tensor, (d, h, w) = channels_last(p.batch, channels, size, t.element), t.strides
+    tensor, (d, h, w) = channels_last(p.batch, channels, size, t.element), t.steps_between[0]
     return encode(
         tensor, address, p.dtype, source_box(t, p), (1, w, h, d, 1), t.row_bytes, p.precision == "tf32"
     )  # fmt: skip
+
+
+def weight_map(t: Tile, p: Problem, address: int, turned: bool = False) -> Words:
+    """A ``CUtensorMap`` over weights as `pack` leaves them, with a box of a tap's for a chunk, as 16 signed words.
+
+    A gradient's channels-last weights lie so. ``turned``: over a forward's, whose rows are of channels of the result.
+    """
+    inner, outer = reversed(t.channels) if turned else t.channels
+    row = p.taps * inner * t.element
+    tensor = Tensor5(0, (inner, p.taps, outer, 1, 1), (inner * t.element, row, outer * row, outer * row))
+    box, span = ((_TURNED, 1, t.chunk, 1, 1), 128) if turned else (t.weight_box, t.weight_span)
+    return encode(tensor, address, p.dtype, box, (1,) * 5, span, p.precision == "tf32")
 
 
 # --- candidates ------------------------------------------------------------------------------------------------------
@@ -260,18 +375,20 @@ def refusal(p: Problem, gpu: Gpu) -> str | None:
     """Why these kernels cannot serve a problem, in a sentence; None when one may."""
     if gpu.arch != "90a":
         return "an implicit GEMM wants both operands by descriptors, which wgmma alone takes"
-    if p.pass_ != "grad-input" or p.layout != "channels_last":
-        return "the implicit GEMM is for gradients for the input in channels_last"
+    if p.pass_ == "grad-weight" or p.layout != "channels_last":
+        return "the implicit GEMM is for forwards and gradients for the input in channels_last"
     if p.precision not in PRECISIONS:
         return f"precision {p.precision} is none of the kernel's"
     if p.groups > 1:
         return "the kernel knows no groups"
     if p.batch == 0 or 0 in p.size:
         return "an empty input has no work"
-    if max(p.stride) > MAX_BOX_STEP:
+    if p.pass_ != "fwd" and max(p.stride) > MAX_BOX_STEP:
         return f"boxes take steps of at most {MAX_BOX_STEP} pixels"
     if p.taps > _MOST_TAPS:
         return f"{p.taps} taps are more than the {_MOST_TAPS} of the kernel's tables"
+    if p.pass_ == "fwd" and math.prod(p.stride) > _MOST_TAPS:
+        return f"{math.prod(p.stride)} phases are more than the {_MOST_TAPS} of the kernel's tables"
     if source_shape(p)[1] * p.dtype.itemsize % 16:
         return "boxes want pixels of whole 16 bytes"
     if math.prod(p.weight_shape) * p.dtype.itemsize >= 2**35:
@@ -309,7 +426,7 @@ def _clustered(t: Tile, p: Problem, gpu: Gpu) -> Iterator[Tile]:
     tiles, sums = t.tiles(p), _CONSUMERS * 128 * t.sums * 4
     for cluster in _CLUSTERS:
         fits = t.halves and sums <= t.stages * t.stage_bytes
-        if fits and 2 * cluster <= t.steps and tiles <= gpu.clusters(cluster):
+        if fits and 2 * cluster <= t.steps[0] and tiles <= gpu.clusters(cluster):
             yield replace(t, cluster=cluster)
 
 
@@ -328,6 +445,19 @@ _CLUSTER = 6390.0, 8.0  # clocks of a cluster's sums, and sums a clock
 _BESIDE = 0.242  # share of the memory's time, or of the tiles', whichever is less, that the other does not hide
 
 
+def _waves(t: Tile, p: Problem, gpu: Gpu) -> tuple[int, int]:
+    """(tiles of the block that has most, their steps): sorted, of each round those of its first tile's phase."""
+    tiles, of = t.tiles(p) * t.cluster, len(t.phases)
+    waves = -(-tiles // gpu.multiprocessors)
+    if t.even or t.cluster > 1:
+        return waves, waves * -(-t.steps[0] // t.cluster)
+    if t.sorted(p, gpu):
+        firsts = (wave * gpu.multiprocessors * of // tiles for wave in range(waves))
+        return waves, sum(t.steps[phase] for phase in firsts)
+    rounds, rest = divmod(waves, of)
+    return waves, rounds * sum(t.steps) + sum(t.steps[:rest])
+
+
 def estimate(t: Tile, p: Problem, gpu: Gpu) -> tuple[float, str]:
     """(seconds, what bounds them) of a problem by a tile."""
     instructions = t.row_bytes // 32 * t.rows // 64
@@ -338,17 +468,19 @@ def estimate(t: Tile, p: Problem, gpu: Gpu) -> tuple[float, str]:
     }
     bound = max(bodies, key=lambda name: bodies[name])
     step = bodies[bound]
-    loop = -(-t.steps // t.cluster) * step
     stored = t.rows * t.columns * t.element / t.cluster / _STORE
-    waves = -(-t.tiles(p) * t.cluster // gpu.multiprocessors)
+    waves, steps = _waves(t, p, gpu)
+    loops = steps * step
     if t.halves:
-        clocks = waves * (loop + stored)
+        clocks = loops + waves * stored
     else:
-        clocks = max(waves * loop, -(-waves // _CONSUMERS) * (loop + stored)) + stored
+        clocks = max(loops, -(-waves // _CONSUMERS) * (loops / waves + stored)) + stored
     if t.cluster > 1:
         clocks += _CLUSTER[0] + t.rows * t.columns / _CLUSTER[1]
     seconds = clocks / gpu.clock
-    read = math.prod(min(k, s) / s for k, s in zip(p.kernel, p.stride)) * math.prod(source_shape(p))
+    read = float(math.prod(source_shape(p)))
+    if not t.forward:
+        read *= math.prod(min(k, s) / s for k, s in zip(p.kernel, p.stride))
     memory = (math.prod(result_shape(p)) + read) * t.element / gpu.bandwidth
     if memory > seconds:
         bound = "bytes"

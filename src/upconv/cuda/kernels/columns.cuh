@@ -18,9 +18,11 @@ __device__ __forceinline__ void write_operands(char* to, const u32 (&v)[VEC]) {
 #endif
 }
 
-#ifdef N_COLUMNS                                       // both operands by descriptors, channels side by side
+#ifdef N_COLUMNS                                       // both operands by descriptors, channels side by side; or B_TURNED, of 16 bits: columns
 #if PRECISION < 2
 #define SIGNS ", 1, 1"
+#elif B_TURNED
+#define SIGNS ", 1, 1, 0, 1"
 #else
 #define SIGNS ", 1, 1, 0, 0"
 #endif
