@@ -12,7 +12,7 @@ import numpy as np
 from gather_interpreter import Floats, Ints, constants
 from upconv.cuda.gpu import H200, Gpu
 from upconv.cuda.implicit import Tile, source_box
-from upconv.cuda.tiling import PACK_THREADS, result_shape
+from upconv.cuda.tiling import result_shape
 from upconv.problem import Problem
 
 
@@ -59,16 +59,21 @@ class ImplicitInterpreter:
         return packed.reshape(m["COUT"], m["TAPS"], m["CIN"])
 
     def _gathered(self, weight: Floats, tap_step: int) -> Floats:
+        """A gradient's, some channels of a row at a time; NaN where no block writes."""
         m = self.m
-        units = m["CIN"] // self.vec
-        count = m["COUT"] * m["TAPS"] * units
-        assert count * 4 == self.tile.packed_words and self.tile.pack_blocks * PACK_THREADS >= count
-        i = np.arange(count)
-        first, tap, column = i % units * self.vec, i // units % m["TAPS"], i // (units * m["TAPS"])
-        cin = first[:, None] + np.arange(self.vec)
-        within = cin * m["TAPS"] + tap[:, None] if tap_step == 1 else tap[:, None] * tap_step + cin
-        packed = weight.reshape(-1)[column[:, None] * (m["CIN"] * m["TAPS"]) + within]
-        return packed.reshape(m["COUT"], m["TAPS"], m["CIN"])
+        taps, apart = m["TAPS"], m["PACK_CHANNELS"]
+        parts = -(-m["CIN"] // apart)
+        flat, packed = weight.reshape(-1), np.full((m["COUT"], taps, m["CIN"]), np.nan)
+        assert self.tile.pack_blocks == parts * m["COUT"] and apart * taps <= 4096
+        for block in range(self.tile.pack_blocks):
+            first, row = block % parts * apart, block // parts * m["CIN"] * taps
+            count = min(apart, m["CIN"] - first)
+            if tap_step == 1:
+                own = flat[row + first * taps : row + (first + count) * taps].reshape(count, taps).T
+            else:
+                own = flat[row + np.arange(taps)[:, None] * tap_step + first + np.arange(count)]
+            packed[block // parts, :, first : first + count] = own
+        return packed
 
     # --- a step's stage ----------------------------------------------------------------------------------------------
 

@@ -27,7 +27,7 @@ from upconv.cuda.costs import cheapest
 from upconv.cuda.gather import Unit
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.launch import Launcher, as_run
-from upconv.cuda.tiling import MAX_BOX_STEP, PACK_THREADS, gather_axes, result_shape, source_shape
+from upconv.cuda.tiling import MAX_BOX_STEP, gather_axes, result_shape, source_shape
 from upconv.problem import Problem
 
 _CONSUMERS = 2
@@ -133,7 +133,12 @@ class Tile(PixelTile):
         if self.forward:
             channels, columns = self.channels
             return -(-columns * self.problem.taps // _SQUARE) * -(-channels // _SQUARE)
-        return -(-self.packed_words // 4 // PACK_THREADS)
+        return self.channels[1] * -(-self.channels[0] // self.pack_channels)
+
+    @property
+    def pack_channels(self) -> int:
+        """Source channels of a gradient's weights, all taps of which a block of `pack` turns."""
+        return next(n for n in (64, 32, 16, 8) if n * self.problem.taps <= _SQUARE**2)
 
     @property
     def steps_between(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -163,6 +168,7 @@ class Tile(PixelTile):
             "STAGES": self.stages,
             "FORWARD": int(self.forward),
             "B_TURNED": int(turned),
+            "PACK_CHANNELS": self.pack_channels,
             "TAPS": self.problem.taps,
             "PHASES": len(self.phases),
             **instruction("N_", self.columns),

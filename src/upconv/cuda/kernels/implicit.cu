@@ -123,11 +123,15 @@ __device__ __forceinline__ void pack_weights(const Weight* __restrict__ weight, 
   __shared__ u32 square[SQUARE][SQUARE + 1];
   let_dependent_begin();
   const int column = blockIdx.x % SQUARES * SQUARE, channel = blockIdx.x / SQUARES * SQUARE;
+  // A thread's loads are all under way at once (NOTES: with a branch around each, 4 MB took 30 us); what is not there is loaded from elsewhere.
+  constexpr int ROWS_AT_ONCE = PACK_THREADS / SQUARE, LOADS = SQUARE / ROWS_AT_ONCE;
+  const int within = threadIdx.x % SQUARE, row = threadIdx.x / SQUARE;
+  const int from = min(column + within, ROW - 1);
+  Weight v[LOADS];
 #pragma unroll
-  for (int j = 0; j < SQUARE * SQUARE / PACK_THREADS; j++) {
-    int i = j * PACK_THREADS + threadIdx.x, at = column + i % SQUARE, cin = channel + i / SQUARE;
-    square[i % SQUARE][i / SQUARE] = at < ROW && cin < CIN ? operand(weight[(long long)cin * ROW + at]) : 0;
-  }
+  for (int j = 0; j < LOADS; j++) v[j] = weight[(long long)min(channel + row + j * ROWS_AT_ONCE, CIN - 1) * ROW + from];
+#pragma unroll
+  for (int j = 0; j < LOADS; j++) square[within][row + j * ROWS_AT_ONCE] = operand(v[j]);
   __syncthreads();
 #pragma unroll
   for (int j = 0; j < SQUARE * SQUARE / VEC / PACK_THREADS; j++) {
@@ -141,21 +145,38 @@ __device__ __forceinline__ void pack_weights(const Weight* __restrict__ weight, 
   }
 }
 #else
-// (COUT, CIN, kernel). A thread writes 16 bytes.
+// (COUT, CIN, kernel): packed, a channel's taps and its channels of the source change places, PACK_CHANNELS of them by a block.
+#define PARTS ((CIN + PACK_CHANNELS - 1) / PACK_CHANNELS)
+#define PART (PACK_CHANNELS * TAPS)
+
 template <class Weight>
 __device__ __forceinline__ void pack_weights(const Weight* __restrict__ weight, char* __restrict__ packed, int tap_step) {
+  __shared__ u32 turned[TAPS][PACK_CHANNELS + 1];
   let_dependent_begin();
-  int i = blockIdx.x * PACK_THREADS + threadIdx.x;
-  if (i >= COUT * TAPS * (CIN / VEC)) return;
-  int first = i % (CIN / VEC) * VEC, tap = i / (CIN / VEC) % TAPS;
-  long long column = i / (CIN / VEC * TAPS);
-  u32 v[VEC];
+  const int first = blockIdx.x % PARTS * PACK_CHANNELS;
+  const long long row = (long long)(blockIdx.x / PARTS) * (CIN * TAPS);
+  if (tap_step == 1) {                                  // loads as above
+    constexpr int LOADS = (PART + PACK_THREADS - 1) / PACK_THREADS;
+    const int count = min(PACK_CHANNELS, CIN - first) * TAPS;
+    Weight v[LOADS];
 #pragma unroll
-  for (int e = 0; e < VEC; e++) {
-    int cin = first + e;
-    v[e] = operand(weight[column * (CIN * TAPS) + (tap_step == 1 ? cin * TAPS + tap : tap * tap_step + cin)]);
+    for (int j = 0; j < LOADS; j++) v[j] = weight[row + first * TAPS + min(j * PACK_THREADS + (int)threadIdx.x, count - 1)];
+#pragma unroll
+    for (int j = 0; j < LOADS; j++) {
+      int i = j * PACK_THREADS + threadIdx.x;
+      if (i < count) turned[i % TAPS][i / TAPS] = operand(v[j]);
+    }
+    __syncthreads();
   }
-  write_operands(packed + (long long)i * 16, v);
+#pragma unroll 4
+  for (int i = threadIdx.x; i < PART / VEC; i += PACK_THREADS) {
+    int tap = i / (PACK_CHANNELS / VEC), unit = i % (PACK_CHANNELS / VEC) * VEC;
+    if (first + unit >= CIN) continue;
+    u32 v[VEC];
+#pragma unroll
+    for (int e = 0; e < VEC; e++) v[e] = tap_step == 1 ? turned[tap][unit + e] : operand(weight[row + tap * tap_step + first + unit + e]);
+    write_operands(packed + (row + tap * CIN + first + unit) * ELEMENT, v);
+  }
 }
 #endif
 
@@ -219,7 +240,7 @@ __device__ __forceinline__ u64 descriptor_of_weights(u32 start) {
 
 // acc += a stage's pixels x its weights, both as descriptors have them.
 __device__ __forceinline__ void multiply_stage(float (&acc)[MB][SUMS_OF_M], u32 pixels, u32 weights) {
-  u32 a = uniform(pixels), b = uniform(weights);
+  u32 a = uniform(pixels & 0x3fff), b = uniform(weights & 0x3fff);  // of a cluster's blocks addresses have more bits
 #pragma unroll
   for (int k = 0; k < K_STEPS; k++)
 #pragma unroll
