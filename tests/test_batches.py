@@ -205,9 +205,6 @@ def test_small_images_are_taken_side_by_side(precision: Precision, pass_: Pass) 
     assert isinstance(alone, gather.Choice)
     assert chosen == family.choose(abreast(p), H200) and chosen.seconds < 0.8 * alone.seconds
     assert "the batch as width: " in chosen.summary and "the batch as width" not in alone.summary
-    if pass_ == "fwd":
-        selected = planner.select(p, planner.Device("cuda", gpu=H200))
-        assert selected.choice == chosen and "the batch as width" in selected.candidates[0].reason
     for other, chip, general in (
         (p, H200, True),  # for every size
         (p.with_(batch=7), H200, False),
@@ -220,13 +217,14 @@ def test_small_images_are_taken_side_by_side(precision: Precision, pass_: Pass) 
 
 
 @pytest.mark.parametrize("precision", ("tf32", "bf16"))
-def test_gradients_of_small_images_fill_tiles_as_they_are(precision: Precision) -> None:
+def test_small_images_fill_tiles_as_they_are(precision: Precision) -> None:
     """Tiles and chunks that are boxes of any shape want no other problem."""
     p = Problem.make(128, 512, 256, (4, 4), 4, 2, 1, dtype=DTYPES[precision], precision=precision)
-    p = p.with_(layout="channels_last", pass_="grad-input")
-    choice = planner.select(p, planner.Device("cuda", gpu=H200)).choice
-    assert isinstance(choice, implicit.Choice)
-    assert math.prod(choice.tile.box(p)) == choice.tile.rows
+    p = p.with_(layout="channels_last")
+    for q in (p, p.with_(pass_="grad-input")):
+        choice = planner.select(q, planner.Device("cuda", gpu=H200)).choice
+        assert isinstance(choice, implicit.Choice)
+        assert math.prod(choice.tile.box(q)) == choice.tile.rows
     p = p.with_(pass_="grad-weight")
     choice = planner.select(p, planner.Device("cuda", gpu=H200)).choice
     assert isinstance(choice, wgrad.Choice) and isinstance(choice.tiling, WarpgroupTiling)

@@ -21,7 +21,7 @@ from upconv.cuda.costs import weighed
 from upconv.cuda.gpu import A100, B200, H200
 from upconv.cuda.implicit import Tile
 from upconv.cuda.tiling import result_shape, source_shape
-from upconv.problem import Precision, Problem
+from upconv.problem import Pass, Precision, Problem
 
 LAST = "the implicit GEMM is for forwards and gradients for the input in channels_last"
 
@@ -146,9 +146,41 @@ def test_taps_that_share_nothing_are_multiplied_one_by_one(name: str, precision:
     assert filled > 0.95 and t.shared_bytes <= H200.shared_bytes
 
 
+@pytest.mark.parametrize("pass_", ["fwd", "grad-input"])
 @pytest.mark.parametrize(("name", "precision"), [("kb57", "tf32"), ("unet4", "tf32"), ("unet4", "bf16")])
-def test_what_is_shared_or_bound_by_memory_stays_with_others(name: str, precision: Precision) -> None:
-    assert planner.select(layer_of(name, precision), planner.Device("cuda", gpu=H200)).name != "implicit"
+def test_what_is_shared_or_bound_by_memory_stays_with_others(name: str, precision: Precision, pass_: Pass) -> None:
+    p = layer_of(name, precision).with_(pass_=pass_)
+    assert planner.select(p, planner.Device("cuda", gpu=H200)).name != "implicit"
+
+
+@pytest.mark.parametrize("precision", ["tf32", "bf16"])
+@pytest.mark.parametrize("name", ["gan3d1", "gan1024", "vit16", "unetB1"])
+def test_forwards_of_small_images_and_many_channels(name: str, precision: Precision) -> None:
+    p = layer_of(name, precision).with_(pass_="fwd")
+    found = planner.select(p, planner.Device("cuda", gpu=H200))
+    assert isinstance(found.choice, implicit.Choice)
+    phases = found.choice.tile.phases
+    assert f"{len(phases)} phases in turn" in found.choice.summary and len(phases) == np.prod(p.stride)
+    assert sorted(tap for phase in phases for tap, _ in phase.taps) == list(range(p.taps))
+
+
+def test_few_columns_are_not_worth_their_instructions() -> None:
+    p = layer_of("fsrcnn", "tf32").with_(pass_="fwd", in_channels=64)
+    assert implicit.choose(p, H200) == "1 columns leave a matrix instruction waiting for its pixels"
+
+
+def test_the_order_of_phases() -> None:
+    """By turns where the pixels are more than the weights; of few tiles that differ those of most taps first."""
+    few = Problem.make(1, 64, 64, (16, 16), 3, 2, 1, 1, layout="channels_last")
+    heavy = Problem.make(64, 1024, 512, (4, 4), 4, 2, 1, layout="channels_last")
+    large = Problem.make(16, 128, 64, (128, 128), 3, 2, 1, 1, layout="channels_last")
+    t = next(iter(implicit.candidates(gather.any_size(few), H200)))
+    assert t.steps[0] == 4 * t.steps[-1] > 0 and t.sorted(few, H200) and t.column_blocks == 2
+    assert t.arguments(few, H200)[-2] == t.tiles(few) // 8
+    t = next(t for t in implicit.candidates(gather.any_size(heavy), H200) if t.columns == 128)
+    assert t.even and not t.sorted(heavy, H200) and t.order(heavy, H200)[0] == 132 // 4
+    t = next(t for t in implicit.candidates(gather.any_size(large), H200) if t.columns == 64)
+    assert not t.even and not t.sorted(large, H200) and t.order(large, H200) == (1, 132 // 4)
 
 
 def test_copies_of_nchw_tensors_may_come_to_it() -> None:
@@ -177,12 +209,13 @@ def test_widths_leave_few_columns_empty() -> None:
         assert min(-(-result // w) * w for w in widths) < max(1.04 * result, result + 8 * -(-result // 256)) + 1, result
 
 
-def test_sizes_share_kernels() -> None:
-    """Kernels go by the tile alone: a layer's 60 sizes share nine at most."""
-    layer = layer_of("vae", "tf32")
+@pytest.mark.parametrize("pass_", ["fwd", "grad-input"])
+def test_sizes_share_kernels(pass_: Pass) -> None:
+    """Kernels go by the tile alone: a layer's 60 sizes share ten at most."""
+    layer = layer_of("vae", "tf32").with_(pass_=pass_)
     found = [implicit.choose(layer.with_(batch=n, size=(s, s)), H200) for n in (1, 4, 16, 64) for s in range(2, 62, 4)]
     sources = {c.sources()[0].source for c in found if isinstance(c, implicit.Choice)}
-    assert len(sources) <= 9 and not any(isinstance(c, str) for c in found)
+    assert len(sources) <= 10 and not any(isinstance(c, str) for c in found)
 
 
 def test_kernels_are_of_a_layer_at_any_size() -> None:
@@ -201,6 +234,8 @@ def problems() -> list[Problem]:
         Problem.make(128, 256, 128, (4, 4), 3, 2, 1, 1, layout="channels_last", pass_="grad-input"),
         Problem.make(16, 1024, 512, (2, 2), 4, 2, 1, layout="channels_last", pass_="grad-input"),
         Problem.make(2, 33, 24, (70, 70), (2, 5), (2, 3), 1, layout="channels_last", pass_="grad-input"),
+        layer_of("gan3d1", "tf32").with_(pass_="fwd"),
+        Problem.make(2, 40, 72, (30, 30), (2, 5), (2, 3), 1, layout="channels_last"),
     )
     each: tuple[Precision, ...] = ("tf32", "bf16", "fp16")
     return [p.with_(dtype=DTYPES[precision], precision=precision) for p in layers for precision in each]
@@ -213,14 +248,16 @@ def test_chosen_kernels_compile_without_spills(p: Problem) -> None:
     choice = implicit.choose(p, H200)
     assert isinstance(choice, implicit.Choice)
     types = {"tf32": "f32.tf32.tf32", "bf16": "f32.bf16.bf16", "fp16": "f32.f16.f16"}[p.precision]
-    (unit,) = choice.sources()
-    code, text, log = jit.built(unit.source, H200.arch, unit.label)
-    found = jit.inspect(code)
-    assert set(found) == {"implicit", "pack", *(("pack_float",) if p.dtype.itemsize == 2 else ())}
-    assert all(local == 0 for _, local, _ in found.values()), choice.summary
-    columns = set(re.findall(r"wgmma\.mma_async\S*\.m64n(\d+)k\d+\." + re.escape(types), text))
-    assert columns == {str(choice.tile.columns)}
-    assert "cp.async.bulk.tensor.5d" in text and jit.serialised(log) is None
+    units = choice.sources()
+    assert len(units) == 1 + choice.tile.turnable
+    for unit in units:
+        code, text, log = jit.built(unit.source, H200.arch, unit.label)
+        found = jit.inspect(code)
+        assert set(found) == {"implicit", "pack", *(("pack_float",) if p.dtype.itemsize == 2 else ())}
+        assert all(local == 0 for _, local, _ in found.values()), choice.summary
+        columns = set(re.findall(r"wgmma\.mma_async\S*\.m64n(\d+)k\d+\." + re.escape(types), text))
+        assert columns == {str(choice.tile.columns)}
+        assert "cp.async.bulk.tensor.5d" in text and jit.serialised(log) is None
 
 
 @needs_nvrtc
@@ -268,6 +305,44 @@ def test_what_is_launched(dtype: torch.dtype, stubs: Stubs) -> None:
     off = torch.empty(grad.numel() + 1, dtype=dtype)[1:].as_strided(grad.shape, grad.stride(), 1)
     prepared.run(off, packed, None, out, fresh=True)
     assert stubs.pop()[2] is False, "it does not begin beside the copy"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_launched_for_a_forward(dtype: torch.dtype, stubs: Stubs) -> None:
+    """Weights are packed; channels-last ones of 16 bits are read as they lie, by a kernel of their own."""
+    p = Problem.make(
+        2, 48, 128, (9, 17), (3, 4), 2, 1, dtype=dtype, layout="channels_last",
+        precision="tf32" if dtype is torch.float32 else "bf16",
+    )  # fmt: skip
+    t = next(t for t in implicit.candidates(gather.any_size(p), H200) if t.columns == 128)
+    choice = implicit.Choice(t, p, H200, 0.0, "")
+    prepared, weight = choice.prepare(0), torch.randn(p.weight_shape, dtype=dtype)
+    last = weight.contiguous(memory_format=torch.channels_last)
+    x, out = (
+        torch.randn(shape, dtype=dtype).contiguous(memory_format=torch.channels_last)
+        for shape in (p.input_shape, p.output_shape)
+    )
+    bias = torch.randn(p.out_channels, dtype=dtype)
+
+    def launched(weights: torch.Tensor, fresh: bool, at_bias: int) -> tuple[object, ...]:
+        maps = *(x.data_ptr(),) * 16, *(weights.data_ptr(),) * 16
+        return "implicit", choice.grid, fresh, (out.data_ptr(), at_bias, *t.arguments(p, H200), *maps)
+
+    if dtype is torch.float32:
+        assert not t.turnable
+        packed = stubs.assert_packs(prepared, weight, t.packed_words, t.pack_blocks)
+    else:
+        assert t.turnable and not prepared.loaded
+        packed = stubs.assert_packs_beside_boxes(prepared, weight, t.packed_words, t.pack_blocks)
+        prepared.run(x, last, bias, out)
+        assert stubs.pop() == launched(last, False, bias.data_ptr())
+        rounded = prepared.pack(weight.float(), bias.float())  # behind the weights
+        stubs.pop()
+        prepared.run(x, rounded, bias.float(), out)
+        assert stubs.pop() == launched(rounded, False, rounded.data_ptr() + 4 * t.packed_words)
+    prepared.run(x, packed, bias, out, fresh=True)
+    assert stubs.pop() == launched(packed, True, bias.data_ptr())
+    assert prepared.loaded or dtype is not torch.float32
 
 
 def test_every_problem_that_the_suites_give_it_is_served() -> None:

@@ -42,9 +42,12 @@ _MOST_COUNTED = 2**30  # tiles, which the kernel counts in 32 bits, a grid beyon
 _SIZES = "i" * 14  # `Tile.arguments`
 _CLUSTERS = 2, 4, 8
 _SMALL = 40e-6  # seconds
+_MISSING = 5e-6  # seconds
+_FEWEST = 32  # channels of a forward's result (of 1 to 24 half of an instruction's clocks wait for pixels)
 _WASTE = 1.04  # columns that all blocks have, of a result's channels
 _FEW = 2  # tiles of each phase that a block has
 _TURNED = 64  # channels of the result in a box of weights as a forward's lie
+_LONG = 16  # steps
 _SQUARE = 64  # of a forward's weights, which a block of `pack` turns
 
 
@@ -147,6 +150,16 @@ class Tile(PixelTile):
         return (one, self.strides) if self.forward else (self.strides, one)
 
     @property
+    def wide_stores(self) -> bool:
+        """Whether lanes exchange float32 results with a neighbour, to store 16 bytes each.
+
+        Not where one consumer of a forward stores while the other has long tiles to multiply, which that disturbs
+        (NOTES: vae in TF32 245 -> 255 us, unet1 191 -> 200; of short ones unet4 559 -> 446, mrcnn 231 -> 213). Nor of
+        clusters, whose blocks then have more to divide.
+        """
+        return self.cluster == 1 and (self.halves or not self.forward or sum(self.steps) < _LONG * len(self.steps))
+
+    @property
     def turnable(self) -> bool:
         """Whether a forward's channels-last weights may come as they lie, whose rows are channels of the result."""
         return self.forward and self.element == 2 and self.columns % _TURNED == 0 and self.channels[1] % 8 == 0
@@ -169,6 +182,7 @@ class Tile(PixelTile):
             "FORWARD": int(self.forward),
             "B_TURNED": int(turned),
             "PACK_CHANNELS": self.pack_channels,
+            "WIDE_STORES": int(self.wide_stores),
             "TAPS": self.problem.taps,
             "PHASES": len(self.phases),
             **instruction("N_", self.columns),
@@ -218,16 +232,29 @@ class Tile(PixelTile):
         few = self.tiles(p) * self.cluster < _FEW * len(self.phases) * gpu.multiprocessors
         return not self.even and (few or self.cluster > 1)
 
+    def order(self, p: Problem, gpu: Gpu) -> tuple[int, int]:
+        """(tiles of a phase before those of the next, tiles of which the first phase is another).
+
+        Phases of the same pixels follow each other, for L2's sake, which has read them. But where the weights are more
+        than the pixels, all blocks have one phase at a time, and read its weights alone (NOTES: 1,024->512 k4 s2 on 64
+        of 4 x 4 in TF32 48 us, phase by phase 58; 3-D 256->128 k4 s2 on 8^3 the other way round, 191 and 179).
+        """
+        blocks = max(1, gpu.multiprocessors // self.column_blocks)
+        if self.sorted(p, gpu):
+            return _MOST_COUNTED, _MOST_COUNTED
+        if math.prod(p.weight_shape) > math.prod(source_shape(p)):
+            return blocks, _MOST_COUNTED
+        return 1, max(1, blocks // len(self.phases))
+
     def arguments(self, p: Problem, gpu: Gpu) -> tuple[int, ...]:
         """The kernel's integer arguments behind its pointers."""
         count, box = self._fullest(p)
-        turn = max(1, gpu.multiprocessors // (self.column_blocks * len(self.phases)))
-        order = (count, _MOST_COUNTED) if self.sorted(p, gpu) else (1, turn)
         sides = (p.batch, *(1,) * (3 - p.rank), *result_shape(p)[2:])
         steps = (1, *self.steps_between[1])
         counts = tuple(-(-n // (of * step)) for n, of, step in zip(sides, box, steps))
         assert math.prod(counts) == count
-        return (*sides, *box, *counts[1:], self.tiles(p), *order)
+        abreast, turn = self.order(p, gpu)
+        return (*sides, *box, *counts[1:], self.tiles(p), min(count, abreast), turn)
 
 
 class Choice(TileChoice[Tile]):
@@ -239,7 +266,11 @@ class Choice(TileChoice[Tile]):
     def margin(self) -> float:
         """NOTES: its times are right, and those of the gather-GEMM in channels_last up to a quarter too hopeful for
         small layers (256->128 k3 s2 on 128 images of 4 x 4, bfloat16, 12 us where its model has 8.8; here 9.0, and so
-        the model). Of larger ones they are right too (dcgan1 in TF32 91 us here, 88 there)."""
+        the model). Of larger ones they are right too (dcgan1 in TF32 91 us here, 88 there). Of forwards those miss a
+        constant 3 to 6 us, and these are too hopeful where phases differ or tiles are bound by L2: of 153 layers what
+        is so taken is 1.2% slower than the better of both on average, by the times as they are 2.7%, never 9.6%."""
+        if self.tile.forward:
+            return 1.1 - _MISSING / self.seconds
         return 0.95 if self.bound != "bytes" and self.seconds < _SMALL else 1.0
 
     @property
@@ -438,17 +469,37 @@ def _clustered(t: Tile, p: Problem, gpu: Gpu) -> Iterator[Tile]:
 
 # --- the cost model --------------------------------------------------------------------------------------------------
 
+
+class Constants(NamedTuple):
+    """What the steps of a tile take, in clocks of a multiprocessor unless said otherwise."""
+
+    columns: float
+    """Of the matrix instructions' own clocks."""
+    instruction: float
+    """An instruction of few columns: its pixels come from shared memory."""
+    step: float
+    """A step beside its instructions."""
+    rows: tuple[float, float]
+    """Of the copy engine, for a pixel, and for a column's weights, of a step."""
+    latency: float
+    """From a box's request to its use."""
+    store: tuple[float, float]
+    """Results that are stored in a clock, where lanes store four at a time; a tile's beside these."""
+    shared: float
+    """Share of a store that the other consumer's instructions do not hide."""
+    begin: float
+    """A kernel beside its tiles."""
+    cluster: tuple[float, float]
+    """A cluster's sums, and sums a clock."""
+    beside: float
+    """Share of the memory's time, or of the tiles', whichever is less, that the other does not hide."""
+
+
 # Fitted to 516 timed tiles of 45 layers, TF32 and bfloat16, on an H200: it chooses what takes 1.6% longer than a
 # layer's best, and a time is off by 9%.
-_COLUMNS = 1.065  # of the matrix instructions' own clocks
-_INSTRUCTION = 46.6  # clocks of one of few columns: its pixels come from shared memory
-_STEP = 25.2  # clocks of a step beside its instructions
-_ROWS = 1.67, 1.97  # clocks of the copy engine for a pixel, and for a column's weights, of a step
-_LATENCY = 2150.0  # clocks, from a box's request to its use
-_STORE = 21.6  # bytes a clock
-_BEGIN = 9024.0  # clocks of a kernel beside its tiles
-_CLUSTER = 6390.0, 8.0  # clocks of a cluster's sums, and sums a clock
-_BESIDE = 0.242  # share of the memory's time, or of the tiles', whichever is less, that the other does not hide
+_GRADIENT = Constants(1.065, 46.6, 25.2, (1.67, 1.97), 2150.0, (10.8, 0.0), 0.0, 9024.0, (6390.0, 8.0), 0.242)
+# To 1,450 of 77 layers, likewise: 2.1% and 11%.
+_FORWARD = Constants(1.028, 37.6, 0.0, (2.134, 1.722), 1929.0, (11.06, 715.0), 0.3, 10533.0, (0.0, 2.771), 0.484)
 
 
 def _waves(t: Tile, p: Problem, gpu: Gpu) -> tuple[int, int]:
@@ -466,23 +517,25 @@ def _waves(t: Tile, p: Problem, gpu: Gpu) -> tuple[int, int]:
 
 def estimate(t: Tile, p: Problem, gpu: Gpu) -> tuple[float, str]:
     """(seconds, what bounds them) of a problem by a tile."""
+    c = _FORWARD if t.forward else _GRADIENT
     instructions = t.row_bytes // 32 * t.rows // 64
     bodies = {
-        "tensor cores": instructions * max(_COLUMNS * t.columns / 2, _INSTRUCTION) + _STEP,
-        "copies": t.rows * _ROWS[0] + t.columns * _ROWS[1],
-        "latency": _LATENCY / (t.stages - 1),
+        "tensor cores": instructions * max(c.columns * t.columns / 2, c.instruction) + c.step,
+        "copies": t.rows * c.rows[0] + t.columns * c.rows[1],
+        "latency": c.latency / (t.stages - 1),
     }
     bound = max(bodies, key=lambda name: bodies[name])
     step = bodies[bound]
-    stored = t.rows * t.columns * t.element / t.cluster / _STORE
+    narrow = 2.0 if t.element == 4 and not t.wide_stores else 1.0
+    stored = t.rows * t.columns / t.cluster * narrow / c.store[0] + c.store[1]
     waves, steps = _waves(t, p, gpu)
     loops = steps * step
     if t.halves:
         clocks = loops + waves * stored
     else:
-        clocks = max(loops, -(-waves // _CONSUMERS) * (loops / waves + stored)) + stored
+        clocks = max(loops, -(-waves // _CONSUMERS) * (loops / waves + stored)) + stored + c.shared * waves * stored
     if t.cluster > 1:
-        clocks += _CLUSTER[0] + t.rows * t.columns / _CLUSTER[1]
+        clocks += c.cluster[0] + t.rows * t.columns / c.cluster[1]
     seconds = clocks / gpu.clock
     read = float(math.prod(source_shape(p)))
     if not t.forward:
@@ -490,7 +543,7 @@ def estimate(t: Tile, p: Problem, gpu: Gpu) -> tuple[float, str]:
     memory = (math.prod(result_shape(p)) + read) * t.element / gpu.bandwidth
     if memory > seconds:
         bound = "bytes"
-    return max(memory, seconds) + _BESIDE * min(memory, seconds) + _BEGIN / gpu.clock, bound
+    return max(memory, seconds) + c.beside * min(memory, seconds) + c.begin / gpu.clock, bound
 
 
 def choose(p: Problem, gpu: Gpu, general: bool = False) -> Choice | str:
@@ -508,6 +561,8 @@ def _choose(p: Problem, gpu: Gpu) -> Choice | str:
     refused = refusal(p, gpu)
     if refused:
         return refused
+    if p.pass_ == "fwd" and p.out_channels < _FEWEST:
+        return f"{p.out_channels} columns leave a matrix instruction waiting for its pixels"
     every = (t for whole in candidates(gather.any_size(p), gpu) for t in (whole, *_clustered(whole, p, gpu)))
     return cheapest((t for t in every if t.tiles(p) < _MOST_COUNTED), p, gpu, estimate, Choice) or (
         "no tile's stages fit in shared memory, or its tiles are too many to count"
