@@ -170,17 +170,36 @@ def test_few_columns_are_not_worth_their_instructions() -> None:
 
 
 def test_the_order_of_phases() -> None:
-    """By turns where the pixels are more than the weights; of few tiles that differ those of most taps first."""
+    """Of few tiles whose phases differ those of most taps come first; some of a phase lie side by side."""
     few = Problem.make(1, 64, 64, (16, 16), 3, 2, 1, 1, layout="channels_last")
-    heavy = Problem.make(64, 1024, 512, (4, 4), 4, 2, 1, layout="channels_last")
-    large = Problem.make(16, 128, 64, (128, 128), 3, 2, 1, 1, layout="channels_last")
     t = next(iter(implicit.candidates(gather.any_size(few), H200)))
     assert t.steps[0] == 4 * t.steps[-1] > 0 and t.sorted(few, H200) and t.column_blocks == 2
     assert t.arguments(few, H200)[-2] == t.tiles(few) // 8
-    t = next(t for t in implicit.candidates(gather.any_size(heavy), H200) if t.columns == 128)
-    assert t.even and not t.sorted(heavy, H200) and t.order(heavy, H200)[0] == 132 // 4
-    t = next(t for t in implicit.candidates(gather.any_size(large), H200) if t.columns == 64)
-    assert not t.even and not t.sorted(large, H200) and t.order(large, H200) == (1, 132 // 4)
+    heavy = Problem.make(
+        4, 256, 128, (4, 16, 16), 4, 2, 1, layout="channels_last"
+    )  # whose weights are more than the pixels
+    t = next(t for t in implicit.candidates(gather.any_size(heavy), H200) if t.columns == 64)
+    assert t.even and not t.sorted(heavy, H200) and t.order(heavy, H200)[0] == 132 // 2
+    light = heavy.with_(batch=32)
+    assert t.order(light, H200) == (1, 132 // 16)
+
+
+@pytest.mark.parametrize("multiprocessors", [132, 114, 78])
+@pytest.mark.parametrize(("batch", "rank"), [(16, 2), (2, 3)])
+def test_blocks_have_as_much_to_do_where_phases_differ(multiprocessors: int, batch: int, rank: int) -> None:
+    """A block's tiles are of all phases by turns, whatever the number of blocks."""
+    gpu = replace(H200, multiprocessors=multiprocessors)
+    p = Problem.make(batch, 128, 128, (128, 128, 128)[3 - rank :], 3, 2, 1, 1, layout="channels_last")
+    for t in implicit.candidates(gather.any_size(p), gpu):
+        choice, count = implicit.Choice(t, p, gpu, 0.0, ""), t.tiles(p)
+        abreast, turn = t.order(p, gpu)
+        q = np.arange(count) // t.column_blocks
+        of = len(t.phases)
+        first = q // (of * abreast) * abreast
+        width = np.minimum(abreast, count // (t.column_blocks * of) - first)
+        steps = np.array(t.steps)[((q - first * of) // width + first // turn) % of]
+        each = np.array([steps[b :: choice.grid].sum() for b in range(choice.grid)])
+        assert not t.sorted(p, gpu) and each.max() < 1.1 * each.mean(), (t, each.max() / each.mean())
 
 
 def test_copies_of_nchw_tensors_may_come_to_it() -> None:

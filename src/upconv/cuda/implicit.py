@@ -45,7 +45,6 @@ _SMALL = 40e-6  # seconds
 _MISSING = 5e-6  # seconds
 _FEWEST = 32  # channels of a forward's result (of 1 to 24 half of an instruction's clocks wait for pixels)
 _WASTE = 1.04  # columns that all blocks have, of a result's channels
-_FEW = 2  # tiles of each phase that a block has
 _TURNED = 64  # channels of the result in a box of weights as a forward's lie
 _SHORT, _LONG = 8, 16  # steps
 _SQUARE = 64  # of a forward's weights, which a block of `pack` turns
@@ -233,22 +232,27 @@ class Tile(PixelTile):
 
     def sorted(self, p: Problem, gpu: Gpu) -> bool:
         """Whether tiles of most taps come first: where blocks have few, and phases differ."""
-        few = self.tiles(p) * self.cluster < _FEW * len(self.phases) * gpu.multiprocessors
+        few = self.tiles(p) < len(self.phases) * gpu.multiprocessors
         return not self.even and (few or self.cluster > 1)
 
     def order(self, p: Problem, gpu: Gpu) -> tuple[int, int]:
         """(tiles of a phase before those of the next, tiles of which the first phase is another).
 
-        Phases of the same pixels follow each other, for L2's sake, which has read them. But where the weights are more
-        than the pixels, all blocks have one phase at a time, and read its weights alone (NOTES: 1,024->512 k4 s2 on 64
-        of 4 x 4 in TF32 48 us, phase by phase 58; 3-D 256->128 k4 s2 on 8^3 the other way round, 191 and 179).
+        Few tiles of the same pixels, a phase each, have L2 read pixels once; some of a phase side by side its weights.
+        Where the latter are more than the pixels, in 3-D, all blocks have one phase at a time. How many side by side,
+        with weights that blocks share, is as measured (NOTES: TF32, one and four or eight: unet1 227 and 185 us,
+        1,024->512 k4 s2 on 64 of 4 x 4 61 and 48; 256->256 k3 s2 on 64 x 64 256 and 248; 3-D 128->64 k4 s2 on 16^3 480
+        and 576, 128->64 k3 s2 on 32^3 131 and 145; 256->256 k4 s2 on 4 x 16 x 16, bfloat16, 67, all 50).
         """
         blocks = max(1, gpu.multiprocessors // self.column_blocks)
+        turn = max(1, blocks // len(self.phases))
         if self.sorted(p, gpu):
             return _MOST_COUNTED, _MOST_COUNTED
+        if p.rank < 3:
+            return (4, turn) if self.even else (8, _MOST_COUNTED)
         if math.prod(p.weight_shape) > math.prod(source_shape(p)):
             return blocks, _MOST_COUNTED
-        return 1, max(1, blocks // len(self.phases))
+        return 1, turn
 
     def arguments(self, p: Problem, gpu: Gpu) -> tuple[int, ...]:
         """The kernel's integer arguments behind its pointers."""
@@ -326,6 +330,9 @@ class Prepared(gather.LazyPacks):
         self._boxed_unit = (*turned, None)[0] if t.forward else self._unit  # which reads both
         self._grid, self._sizes, self._tiling = choice.grid, as_run(_SIZES, t.arguments(p, choice.gpu)), t
         self._tails: dict[int, Words] = {}
+        # Blocks that begin one by one beside `pack` lose touch with those that read the same pixels and weights (NOTES:
+        # 256->256 k4 s2 on 16 of 32 x 32 in TF32 126 us beside it, 102 behind).
+        self._overlaps = choice.seconds < _SMALL
         self.packing = ("implicit", p.precision, p.pass_, t.turnable)
         """What `pack`'s result depends on beside the weight."""
         if not turned:
@@ -379,7 +386,8 @@ class Prepared(gather.LazyPacks):
             t, p = self._tiling, self._problem
             found = self._kept(self._weight_maps, weights + turned, lambda: [weight_map(t, p, weights, turned)])
         run = self._run_turned if turned else self._run
-        run(self._device, self._grid, (out.data_ptr(), self._bias_of(weights, bias), tail, found), fresh)
+        given = out.data_ptr(), self._bias_of(weights, bias), tail, found
+        run(self._device, self._grid, given, fresh and self._overlaps)
 
 
 def source_box(t: Tile, p: Problem) -> Five:
