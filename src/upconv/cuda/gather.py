@@ -77,6 +77,7 @@ SIZES = "i" * 11  # `Tiling.arguments`
 # host takes 16 us for two launches and 11 for one, in a training step twice that; the GPU 0 to 2 us more with a part a
 # block, 3 to 4 with four, 5 with eight).
 _MOST_PARTS, _LONGEST_PACKING = 4, 1e-4
+_LONG_BESIDE = 1e-4  # seconds of a kernel that begins behind `pack`
 _PACKED_FIRST = 3e-6  # seconds that a kernel must gain for which weights are packed before, by a launch of its own
 _AHEAD = 4500.0  # clocks that the rings should look ahead
 _SPREAD = 1.2  # of tiles that store between others' results; asked only against phases as rows, fitted to hifigan alone
@@ -397,8 +398,10 @@ class Prepared(BoxedPacks, LazyPacks):
             self._codes += f"({'q' * 16})"  # the result's map behind the source's
         self._unit, self._boxed_unit = _units(choice)
         # Groups of a channels-last pixel share sectors, so their blocks are to stay abreast (NOTES: kb75's gradient for
-        # the input in bfloat16 took 113 us launched beside `pack`, where blocks begin one by one, and 92 behind it).
-        abreast = t.channels_last and p.groups > 1
+        # the input in bfloat16 took 113 us launched beside `pack`, where blocks begin one by one, and 92 behind it). So
+        # are those that memory bounds, once they take long (unet4 TF32 418 and 388 us, bfloat16 218 and 200).
+        lines = in_two_lines(p) and choice.seconds > _LONG_BESIDE
+        abreast = t.channels_last and (p.groups > 1 or lines)
         self._overlaps = t.wgmma and gpu_of(device).capability >= (9, 0) and not abreast
         """Whether the kernel may begin beside `pack`."""
         self._grid = choice.grid
