@@ -277,9 +277,13 @@ class Choice(TileChoice[Tile]):
         the model). Of larger ones they are right too (dcgan1 in TF32 91 us here, 88 there). Of forwards those miss a
         constant 3 to 6 us, and these are too hopeful where phases differ or tiles are bound by L2: of 153 layers what
         is so taken is 1.2% slower than the better of both on average, by the times as they are 2.7%, never 9.6%. In 16
-        bits stores of short tiles take longer than it knows (256->256 k2 s2 on 512 of 14 x 14 136 us, not 114)."""
+        bits stores of short tiles take longer than it knows (256->256 k2 s2 on 512 of 14 x 14 136 us, not 114), and large
+        layers are a little slower than by the gather-GEMM (vae 140 us, 135 there)."""
         if self.tile.forward:
-            return (1.35 if self.tile.element == 2 and self.tile.mean_steps < _SHORT else 1.1) - _MISSING / self.seconds
+            hope = 1.1
+            if self.tile.element == 2:
+                hope = 1.35 if self.tile.mean_steps < _SHORT else 1.2 if self.seconds > 2 * _SMALL else 1.1
+            return hope - _MISSING / self.seconds
         return 0.95 if self.bound != "bytes" and self.seconds < _SMALL else 1.0
 
     @property
