@@ -277,8 +277,8 @@ class Choice(TileChoice[Tile]):
         the model). Of larger ones they are right too (dcgan1 in TF32 91 us here, 88 there). Of forwards those miss a
         constant 3 to 6 us, and these are too hopeful where phases differ or tiles are bound by L2: of 153 layers what
         is so taken is 1.2% slower than the better of both on average, by the times as they are 2.7%, never 9.6%. In 16
-        bits stores of short tiles take longer than it knows (256->256 k2 s2 on 512 of 14 x 14 136 us, not 114), and large
-        layers are a little slower than by the gather-GEMM (vae 140 us, 135 there)."""
+        bits stores of short tiles take longer than it knows (256->256 k2 s2 on 512 of 14 x 14 136 us, not 114), and
+        large layers are a little slower than by the gather-GEMM (vae 140 us, 135 there)."""
         if self.tile.forward:
             hope = 1.1
             if self.tile.element == 2:
