@@ -24,7 +24,21 @@ from typing import Any
 
 import torch
 
-from upconv.cuda import gather, implicit, jit, pairs, phases, pixels, relayout, rows, strides, subpixel, sweep, wgrad
+from upconv.cuda import (
+    gather,
+    gather_search,
+    implicit,
+    jit,
+    pairs,
+    phases,
+    pixels,
+    relayout,
+    rows,
+    strides,
+    subpixel,
+    sweep,
+    wgrad,
+)
 from upconv.cuda.gpu import A100, gpu
 from upconv.cuda.tiling import MAX_CLUSTER
 from upconv.cuda.wgrad_tiling import WarpgroupTiling
@@ -142,7 +156,7 @@ def run_gather(p: Problem, wanted: Callable[[Any], bool], packing: bool = False,
     three tiles and more.
     """
     chip = replace(gpu(0), multiprocessors=2) if again else gpu(0)
-    tiling = next(t for _, _, t in gather.considered(p, chip) if wanted(t))
+    tiling = next(t for _, _, t in gather_search.considered(p, chip) if wanted(t))
     choice = gather.Choice(tiling, p, chip, 0.0, "")
     if again and tiling.arguments(p)[-1] < 3 * choice.grid:
         raise RuntimeError(f"{tiling.arguments(p)[-1]} tiles give {choice.grid} blocks no third one")

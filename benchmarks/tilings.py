@@ -38,12 +38,12 @@ from upconv.bench import report, timing
 from upconv.bench.roofline import Ceilings
 from upconv.bench.suites import SUITES
 from upconv.cpu import memory_format
-from upconv.cuda import costs, gather, jit
+from upconv.cuda import costs, gather, gather_model, gather_search, jit
 from upconv.cuda.costs import Constants
 from upconv.cuda.gpu import H200, Gpu
 from upconv.cuda.gpu import gpu as gpu_of
 from upconv.cuda.shuffle import Shuffle
-from upconv.cuda.tiling import Tiling, Unfit, result_shape, source_shape
+from upconv.cuda.tiling import Tiling, Unfit, any_size, result_shape, source_shape
 from upconv.problem import Layout, Pass, Precision, Problem
 
 PASSES: tuple[Pass, ...] = ("fwd", "grad-input")
@@ -76,7 +76,7 @@ class Timed:
 
 def ranked(p: Problem, gpu: Gpu) -> list[tuple[float, Tiling]]:
     """Every tiling that `gather.choose` looks at, with its estimate in seconds; the fastest first."""
-    found = ((seconds, t) for seconds, _, t in gather.considered(p, gpu))
+    found = ((seconds, t) for seconds, _, t in gather_search.considered(p, gpu))
     return sorted(found, key=lambda pair: pair[0])
 
 
@@ -105,7 +105,7 @@ def as_json(t: Tiling) -> dict[str, Any]:
 
 def from_json(p: Problem, found: dict[str, Any], gpu: Gpu) -> Tiling:
     """The tiling for a layer. Errors: `Unfit` where the kernel can no longer run it, TypeError for other fields."""
-    layer = gather.any_size(p)
+    layer = any_size(p)
     values = {name: tuple(v) if isinstance(v, list) else v for name, v in found.items()}
     shuffle = values.pop("shuffle")
     if shuffle is not None:
@@ -203,7 +203,7 @@ def time_all(options: argparse.Namespace, console: Console) -> int:
     take, right = timing.clock(device), True
     for case, p in jobs(options.cases, options.precisions, options.layouts, options.passes):
         name = case, p.precision, p.layout, p.pass_
-        if name in known or gather.refusal(p, gpu):
+        if name in known or gather_search.refusal(p, gpu):
             continue
         if time.monotonic() > end:
             console.print("the time is up")
@@ -214,7 +214,7 @@ def time_all(options: argparse.Namespace, console: Console) -> int:
         for t, (seconds, error) in zip(tilings, measure(p, tilings, prepare_on(p, gpu, device), take, device)):
             wrong = not error <= TOLERANCE[p.precision]
             right &= not wrong
-            estimate = gather.estimate(t, p, gpu)[0]
+            estimate = gather_model.estimate(t, p, gpu)[0]
             head = dict(zip(("case", "precision", "layout", "pass"), name))
             rows.append({**head, "seconds": None if wrong else seconds, "rel_error": str(error), "tiling": as_json(t)})
             what = "wrong" if wrong else f"{seconds * 1e6:9.1f} us, by the model {estimate * 1e6:9.1f}"
@@ -288,7 +288,7 @@ class Judged:
 
 def taken(timed: Sequence[Timed], gpu: Gpu) -> tuple[Timed, Timed, list[float]]:
     """Of a layer's tilings the one that the model takes and the best, and the model's estimates of all."""
-    estimates = [gather.estimate(one.tiling, one.problem, gpu)[0] for one in timed]
+    estimates = [gather_model.estimate(one.tiling, one.problem, gpu)[0] for one in timed]
     chosen = timed[min(range(len(timed)), key=lambda i: estimates[i])]
     return chosen, min(timed, key=lambda one: one.seconds), estimates
 

@@ -24,6 +24,7 @@ from upconv.cuda import (
     gather,
     implicit,
     jit,
+    packs,
     pairs,
     phases,
     pixels,
@@ -439,12 +440,12 @@ def stubs(monkeypatch: pytest.MonkeyPatch) -> Stubs:
         return struct.pack("<16Q", *[address] * 16)
 
     monkeypatch.setattr(jit, "kernel", kernel)
-    for module in (gather, wgrad, staged, direct_wgrad, relayout, unshuffle):
+    for module in (packs, gather, wgrad, staged, direct_wgrad, relayout, unshuffle):
         monkeypatch.setattr(module, "Launcher", Launcher)
         monkeypatch.setattr(module, "gpu_of", lambda device: H200)
-    for module in (gather, wgrad):
+    for module in (packs, wgrad):
         monkeypatch.setattr(module, "bind", lambda device: None)
-    for module in (gather, wgrad, subpixel, strides, pixels, implicit, pairs, phases):
+    for module in (packs, gather, wgrad, subpixel, strides, pixels, implicit, pairs, phases):
         monkeypatch.setattr(module, "encode", encode)
     return found
 

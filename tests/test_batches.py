@@ -23,9 +23,9 @@ import upconv
 from conftest import assert_accurate, tf32_magnitude
 from test_host import epilogue, tiles
 from upconv import planner, reference
-from upconv.cuda import batches, boxes, engine, gather, implicit, relayout, wgrad
+from upconv.cuda import batches, boxes, engine, gather, gather_search, implicit, relayout, wgrad
 from upconv.cuda.gpu import A100, H200, gpu
-from upconv.cuda.tiling import Unfit
+from upconv.cuda.tiling import Unfit, any_size
 from upconv.cuda.wgrad_tiling import WarpgroupTiling
 from upconv.problem import Layout, Pass, Precision, Problem
 
@@ -183,7 +183,7 @@ def test_every_output_arrives_at_its_image(seed: int, pass_: Pass, tmp_path: Pat
     rng = random.Random(f"{seed} {pass_}")
     precision: Precision = ("tf32", "bf16", "fp16")[seed % 3]  # type: ignore[assignment]
     q = abreast(layer(rng.choice(list(LAYERS)), precision, pass_))
-    every = list(gather.candidates(gather.any_size(q), H200))
+    every = list(gather_search.candidates(any_size(q), H200))
     kinds = {(t.split, t.subs, t.sub, t.paired): t for t in rng.sample(every, len(every))}
     tiling = rng.choice(list(kinds.values()))
     assert tiling.macros()["BATCH_AS_WIDTH"] == 1 and tiling.tensor_map
@@ -265,10 +265,10 @@ def test_copies_of_small_images_fill_tiles_too(precision: Precision) -> None:
 
 def test_what_reads_no_boxes_takes_no_batch_as_width() -> None:
     q = abreast(layer("4x4", "bf16", "fwd"))
-    tiling = next(iter(gather.candidates(gather.any_size(q), H200)))
+    tiling = next(iter(gather_search.candidates(any_size(q), H200)))
     with pytest.raises(Unfit, match="a batch as width is read by boxes"):
         replace(tiling, wgmma=False).checked(H200.shared_bytes)
-    assert not list(gather.candidates(gather.any_size(q), A100))
+    assert not list(gather_search.candidates(any_size(q), A100))
     weight = q.with_(pass_="grad-weight")
     aligned = (True, True)
     every = list(wgrad.candidates(wgrad._any_size(weight), H200, *aligned))
@@ -312,7 +312,7 @@ def test_tilings_on_a_gpu(name: str, precision: Precision, pass_: Pass) -> None:
         size = tf32_magnitude(size, products)
     chosen = gather.choose(q, chip)
     assert isinstance(chosen, gather.Choice)
-    every = list(gather.candidates(q, chip))
+    every = list(gather_search.candidates(q, chip))
     rng = random.Random(name)
     tilings = [chosen.tiling, *rng.sample(every, min(4, len(every)))]
     for kind in (lambda t: t.planewise, lambda t: t.paired, lambda t: t.subs > 1, lambda t: t.split == 2):

@@ -20,10 +20,10 @@ from conftest import Stubs
 from gather_interpreter import Floats, Interpreter
 from upconv import reference
 from upconv.bench.suites import SUITES, parse_layer
-from upconv.cuda import costs, gather, jit, launch
+from upconv.cuda import costs, gather, gather_search, jit, launch, packs
 from upconv.cuda.gpu import A100, B200, H200, RTX3090, RTX4090, RTX5090, Gpu
 from upconv.cuda.shuffle import Shuffle, countable, ways
-from upconv.cuda.tiling import Tiling, Unfit, result_shape, source_shape
+from upconv.cuda.tiling import Tiling, Unfit, any_size, result_shape, source_shape
 from upconv.problem import Pass, Precision, Problem, output_length
 
 DTYPES = {"tf32": torch.float32, "ieee": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -119,7 +119,7 @@ def draw_tiling(p: Problem, rng: random.Random, shuffle: Shuffle | None = None) 
 
 def draw_shuffle(p: Problem, rng: random.Random) -> Shuffle | None:
     """A way to make a layer's phases rows of M, at no size in particular; None where there is none."""
-    found = ways(gather.any_size(p))
+    found = ways(any_size(p))
     return rng.choice(found) if found else None
 
 
@@ -246,7 +246,7 @@ def test_two_lines_at_a_time_where_one_tile_reads_both() -> None:
         (gradient.with_(stride=(3, 3)), 128),  # pixels that none reads
         (alone.with_(layout="nchw"), 128),
     ):
-        found = [t for _, _, t in gather.considered(p, H200) if t.wgmma]
+        found = [t for _, _, t in gather_search.considered(p, H200) if t.wgmma]
         assert found and {gather.promotion(t) for t in found if t.resident} <= {bytes_}, p
         assert {gather.promotion(t) for t in found if not t.resident} <= {128}
         assert bytes_ == 128 or any(t.resident for t in found)
@@ -289,8 +289,8 @@ def test_tensors_of_rows_that_begin_anywhere() -> None:
             continue
         if p.dtype.itemsize > 4 or max(p.output_shape[2:]) > 200:
             continue
-        classes = gather.classes_of(p)
-        for t in gather.candidates(gather.any_size(p), H200, classes=classes):
+        classes = gather_search.classes_of(p)
+        for t in gather_search.candidates(any_size(p), H200, classes=classes):
             if not (t.tensor_map and t.classed):
                 continue
             assert classes is not None
@@ -324,7 +324,7 @@ def test_tiles_of_whole_images() -> None:
             p = p.with_(size=size, layout="nchw")
         except ValueError:
             continue
-        every = list(gather.candidates(gather.any_size(p), H200, size=p.size))
+        every = list(gather_search.candidates(any_size(p), H200, size=p.size))
         if not every:
             continue
         tiling = rng.choice(every)
@@ -751,18 +751,18 @@ def test_each_source_has_its_set_of_costs(
     text: str, size: str, settings: dict[str, Any], wgmma: bool, wanted: str
 ) -> None:
     p = parse_layer(text + ",bias=False", size).with_(precision="tf32", **settings)
-    found = list(gather.candidates(p, H200 if wgmma else A100))
+    found = list(gather_search.candidates(p, H200 if wgmma else A100))
     assert found and all(costs.constants(t) is costs.SETS[wanted] for t in found)
 
 
 def test_planes_that_come_one_by_one_have_costs_of_their_own() -> None:
     settings: dict[str, Any] = {"precision": "tf32", "layout": "channels_last", "pass_": "grad-input"}
     p = parse_layer("64,64,4,stride=2,padding=1,bias=False", "1x64x8x8").with_(**settings)
-    found = list(gather.candidates(p, H200))
+    found = list(gather_search.candidates(p, H200))
     assert {t.planewise for t in found} == {False, True}
     names = {False: "channels_last", True: "planes one by one"}
     assert all(costs.constants(t) is costs.SETS[names[t.planewise]] for t in found)
-    assert not any(t.planewise for t in gather.candidates(p, A100))
+    assert not any(t.planewise for t in gather_search.candidates(p, A100))
 
 
 @pytest.mark.parametrize("name", ["dcgan1", "unet1", "vae", "nnunet"])
@@ -781,8 +781,9 @@ def test_channels_last_gradients_take_weights_as_they_lie(
         return entry
 
     monkeypatch.setattr(jit, "kernel", kernel)
-    monkeypatch.setattr(gather, "Launcher", lambda *arguments: lambda *call: None)
-    monkeypatch.setattr(gather, "gpu_of", lambda device: H200)
+    monkeypatch.setattr(packs, "Launcher", lambda *arguments: lambda *call: None)
+    for module in (packs, gather):
+        monkeypatch.setattr(module, "gpu_of", lambda device: H200)
     choice, other = gather.choose(p, H200), gather.choose(p.with_(layout="nchw"), H200)
     assert isinstance(choice, gather.Choice) and isinstance(other, gather.Choice)
     assert choice.boxable and not other.boxable

@@ -13,9 +13,9 @@ from conftest import HOPPER, assert_accurate
 from one_mapped_gpu import operands, poisoned
 from test_gather import check, check_compiled, needs_nvrtc
 from test_gather_gpu import PRECISIONS, _layer
-from upconv.cuda import gather
+from upconv.cuda import gather, gather_search
 from upconv.cuda.gpu import A100, H200, Gpu, gpu
-from upconv.cuda.tiling import Tiling, Unfit, source_shape
+from upconv.cuda.tiling import Tiling, Unfit, any_size, source_shape
 from upconv.problem import Precision, Problem
 
 # batch, channels in and out, size, kernel, stride, padding, output_padding, dilation, groups
@@ -40,7 +40,7 @@ def problem(name: str, precision: Precision) -> Problem:
 
 
 def tilings(p: Problem, chip: Gpu) -> list[Tiling]:
-    return list(gather.candidates(gather.any_size(p), chip, size=p.size, beside=True))
+    return list(gather_search.candidates(any_size(p), chip, size=p.size, beside=True))
 
 
 @pytest.mark.parametrize("name", list(LAYERS))
@@ -71,7 +71,7 @@ def test_small_images_lie_side_by_side(p: Problem) -> None:
     chosen = gather.choose(p, H200)
     assert isinstance(chosen, gather.Choice) and chosen.tiling.beside > 1
     assert "images side by side" in chosen.summary
-    alone = min(seconds for seconds, _, t in gather.considered(p, H200) if not t.beside)
+    alone = min(seconds for seconds, _, t in gather_search.considered(p, H200) if not t.beside)
     assert chosen.seconds < 0.9 * alone
     for chip, general in ((H200, True), (A100, False)):
         other = gather.choose(p, chip, general)
@@ -87,7 +87,7 @@ def test_other_images_do_not() -> None:
         p.with_(size=(3, 3)),  # channels that begin off 16 bytes
         p.with_(size=(5, 4)),  # one of too many sizes
     ):
-        assert all(not t.beside for _, _, t in gather.considered(q, H200))
+        assert all(not t.beside for _, _, t in gather_search.considered(q, H200))
 
 
 def test_images_have_room_for_each_others_halos() -> None:

@@ -12,9 +12,9 @@ from conftest import HOPPER, Stubs, assert_accurate
 from one_mapped_gpu import operands
 from test_gather import check_compiled, needs_nvrtc
 from test_gather_gpu import PRECISIONS, _layer
-from upconv.cuda import gather, jit
+from upconv.cuda import gather, gather_search, jit
 from upconv.cuda.gpu import A100, H200, Gpu, gpu
-from upconv.cuda.tiling import MAX_CLUSTER, Tiling, Unfit, result_shape, source_shape
+from upconv.cuda.tiling import MAX_CLUSTER, Tiling, Unfit, any_size, result_shape, source_shape
 from upconv.problem import Layout, Pass, Precision, Problem
 
 # batch, channels in and out, size, kernel, stride, padding, output_padding, dilation, groups: chunks that no cluster
@@ -34,7 +34,7 @@ LAYERS = {
 def tilings(p: Problem, chip: Gpu) -> list[Tiling]:
     """Every candidate by every cluster that may share its chunks."""
     found = []
-    for t in gather.candidates(gather.any_size(p), chip, classes=gather.classes_of(p)):
+    for t in gather_search.candidates(any_size(p), chip, classes=gather_search.classes_of(p)):
         for cluster in range(2, min(MAX_CLUSTER, t.chunks) + 1):
             try:
                 found.append(replace(t, cluster=cluster).checked(chip.shared_bytes))
@@ -62,7 +62,7 @@ def test_layers_of_few_tiles_have_clusters(p: Problem) -> None:
     assert t.cluster > 1 and f"clusters of {t.cluster}" in chosen.summary
     assert chosen.grid == t.arguments(p)[-1] * t.cluster, "a tile for each cluster"
     assert t.arguments(p)[-1] <= H200.clusters(t.cluster), "which all run at once"
-    alone = min(seconds for seconds, _, other in gather.considered(p, H200) if other.cluster == 1)
+    alone = min(seconds for seconds, _, other in gather_search.considered(p, H200) if other.cluster == 1)
     assert chosen.seconds < alone
     assert not chosen.packs
     for chip, general in ((H200, True), (A100, False)):
@@ -73,7 +73,7 @@ def test_layers_of_few_tiles_have_clusters(p: Problem) -> None:
 def test_a_launch_is_worth_more_than_a_small_gain() -> None:
     """Kernels that pack weights themselves have no clusters; elsewhere the same gain would do."""
     p = Problem.make(8, 64, 48, (16, 16), 4, 2, 1, precision="ieee")
-    best = min(gather.considered(p, H200), key=lambda found: found[0])
+    best = min(gather_search.considered(p, H200), key=lambda found: found[0])
     chosen = gather.choose(p, H200)
     assert isinstance(chosen, gather.Choice) and chosen.packs
     assert best[2].cluster > 1 and best[0] < chosen.seconds < best[0] + 3e-6

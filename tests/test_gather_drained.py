@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from test_host import KERNELS, epilogue, tiles
-from upconv.cuda import boxes, gather, jit
+from upconv.cuda import boxes, gather, gather_search, jit
 from upconv.cuda.gpu import H200
-from upconv.cuda.tiling import Tiling, Unfit, result_shape
+from upconv.cuda.tiling import Tiling, Unfit, any_size, result_shape
 from upconv.problem import Problem
 
 FORWARD = Problem.make(4, 32, 64, (8, 24), 4, 2, 1, dtype=torch.float16)
@@ -26,10 +26,10 @@ NONE = ((1, "images"), (1, "short runs"), (2, "short runs"), (4, "rows of two ru
 
 
 def tilings(p: Problem) -> list[Tiling]:
-    layer = gather.any_size(p)
+    layer = any_size(p)
     return [
-        *gather.candidates(layer, H200, classes=gather.classes_of(p), drained=True),
-        *gather.candidates(layer, H200, size=p.size, drained=True),
+        *gather_search.candidates(layer, H200, classes=gather_search.classes_of(p), drained=True),
+        *gather_search.candidates(layer, H200, size=p.size, drained=True),
     ]
 
 
@@ -75,7 +75,7 @@ def test_strides_whose_lanes_have_no_whole_store(stride: int) -> None:
     """A lane has three words, or more than four; or phases without taps, which others store."""
     p = Problem.make(4, 64, 64, (16, 32), (3, NEVER[stride]), (2, stride), 1, (1, 0), dtype=torch.float16)
     p = p.with_(output_padding=(1, -(p.with_(output_padding=(1, 0)).out_size[1]) % 8 % stride))
-    assert gather.drains(p) and not tilings(p)
+    assert gather_search.drains(p) and not tilings(p)
     chosen = gather.choose(p, H200)
     assert not isinstance(chosen, str) and not chosen.tiling.drained
 
@@ -93,7 +93,7 @@ def test_the_results_map(stride: tuple[int, int], monkeypatch: pytest.MonkeyPatc
     p = Problem.make(3, 16, 24, (8, 16), 4, stride, 0, dtype=torch.bfloat16)
     p = p.with_(output_padding=(-p.out_size[0] % stride[0], -p.out_size[1] % 8 % stride[1]))
     p = p.with_(size=(8, 16 + next(n for n in range(8) if (p.out_size[1] + n * stride[1]) % 8 == 0)))
-    assert gather.drains(p)
+    assert gather_search.drains(p)
     seen: list[tuple[object, ...]] = []
     monkeypatch.setattr(gather, "encode", lambda *arguments: seen.append(arguments) or b"")
     t = tilings(p)[0]
@@ -112,16 +112,16 @@ def test_the_results_map(stride: tuple[int, int], monkeypatch: pytest.MonkeyPatc
 
 def test_which_results_are_drained() -> None:
     p = FORWARD
-    assert gather.drains(p)
-    assert not gather.drains(p.with_(dtype=torch.float32, precision="tf32")), "a tile's outputs are too many"
-    assert not gather.drains(p.with_(layout="channels_last"))
-    assert not gather.drains(p.with_(size=(8, 18))), "rows of 72 bytes begin off 16"
-    assert not gather.drains(p.with_(output_padding=(1, 0))), "the phases of H have unequal rows"
-    assert not gather.drains(p.with_(pass_="grad-input")), "such tiles read more than they store"
-    assert gather.drains(p.with_(stride=(1, 1), padding=(0, 0), size=(8, 24), pass_="grad-input"))
-    assert not gather.drains(p.with_(groups=2))
+    assert gather_search.drains(p)
+    assert not gather_search.drains(p.with_(dtype=torch.float32, precision="tf32")), "a tile's outputs are too many"
+    assert not gather_search.drains(p.with_(layout="channels_last"))
+    assert not gather_search.drains(p.with_(size=(8, 18))), "rows of 72 bytes begin off 16"
+    assert not gather_search.drains(p.with_(output_padding=(1, 0))), "the phases of H have unequal rows"
+    assert not gather_search.drains(p.with_(pass_="grad-input")), "such tiles read more than they store"
+    assert gather_search.drains(p.with_(stride=(1, 1), padding=(0, 0), size=(8, 24), pass_="grad-input"))
+    assert not gather_search.drains(p.with_(groups=2))
     for size in ((24,), (4, 8, 24)):
-        assert not gather.drains(Problem.make(4, 32, 64, size, 4, 2, 1, dtype=torch.float16))
+        assert not gather_search.drains(Problem.make(4, 32, 64, size, 4, 2, 1, dtype=torch.float16))
 
 
 CHOSEN = (  # as gradients for the input those without a stride

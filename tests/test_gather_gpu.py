@@ -17,7 +17,7 @@ from torch import Tensor
 
 import upconv
 from conftest import assert_accurate, tf32_magnitude
-from upconv.cuda import gather
+from upconv.cuda import gather, gather_search
 from upconv.cuda.gpu import gpu
 from upconv.cuda.launch import Launcher
 from upconv.cuda.shuffle import ways
@@ -123,7 +123,7 @@ def test_tilings(name: str, precision: str, layout: str, pass_: Pass) -> None:
         size = tf32_magnitude(size, products)
     chosen = gather.choose(p, chip)
     assert not isinstance(chosen, str), chosen
-    others = list(gather.candidates(p, chip)) + list(gather.candidates(p, chip, wgmma=False))
+    others = list(gather_search.candidates(p, chip)) + list(gather_search.candidates(p, chip, wgmma=False))
     tilings = [chosen.tiling, *random.Random(zlib.crc32(str(p).encode())).sample(others, min(2, len(others)))]
     tilings += [t for t in others if t.strided_box or t.split == 2][:1]
     tilings += [t for t in others if t.tensor_map and t.classed][:2]
@@ -137,13 +137,16 @@ def test_tilings(name: str, precision: str, layout: str, pass_: Pass) -> None:
     assert unpacked or not expected or p.out_channels % 8
     for kind in (lambda t: t.resident, lambda t: t.subs > 1, lambda t: t.split == 1, lambda t: not t.resident):
         tilings += [t for t in unpacked if kind(t)][:1]
-    tilings += list(gather.candidates(p, chip, scarce=True))[:1]
+    tilings += list(gather_search.candidates(p, chip, scarce=True))[:1]
     for how in ways(p):
-        every = [*gather.candidates(p, chip, shuffle=how), *gather.candidates(p, chip, wgmma=False, shuffle=how)]
+        every = [
+            *gather_search.candidates(p, chip, shuffle=how),
+            *gather_search.candidates(p, chip, wgmma=False, shuffle=how),
+        ]
         tilings += random.Random(3).sample(every, min(3, len(every)))
-        tilings += list(gather.candidates(p, chip, size=p.size, shuffle=how))[:1]
+        tilings += list(gather_search.candidates(p, chip, size=p.size, shuffle=how))[:1]
     assert chosen.tiling.shuffle is not None or name not in ("few", "few whole", "1-D few") or pass_ != "fwd"
-    whole = list(gather.candidates(p, chip, size=p.size))
+    whole = list(gather_search.candidates(p, chip, size=p.size))
     tilings += random.Random(1).sample(whole, min(3, len(whole)))
     assert whole or "whole" not in name or layout != "nchw" or p.pass_ != "fwd"
     packing = [
@@ -204,9 +207,9 @@ def test_results_by_the_copy_engine(name: str, precision: str) -> None:
     p = Problem.make(
         batch, cin, cout, size, *rest, bias=pass_ == "fwd", dtype=PRECISIONS[precision], pass_=pass_  # type: ignore[arg-type]
     )  # fmt: skip
-    assert gather.drains(p)
+    assert gather_search.drains(p)
     few = replace(gpu(0), multiprocessors=2)
-    every = [t for _, _, t in gather.considered(p, few) if t.drained]
+    every = [t for _, _, t in gather_search.considered(p, few) if t.drained]
     assert bool(every) == (name != "s3")
     torch.manual_seed(zlib.crc32(str(p).encode()))
     x = torch.randn(source_shape(p), device="cuda").to(p.dtype)

@@ -25,7 +25,7 @@ import upconv
 from conftest import OURS, THEIRS, Call, _forget_plans, assert_close, assert_equal, forced_plans, make_call
 from strategies import excess, gradient_excess, operands, problems
 from upconv import cpu, ops, planner, reference
-from upconv.cuda import engine, gather, gpu, jit
+from upconv.cuda import engine, gpu, jit, packs
 from upconv.planner import Device
 from upconv.problem import Pass, Problem
 
@@ -51,8 +51,8 @@ class StandIn:
     summary: str = "one tile"
     bound: str = "nothing"
 
-    def sources(self) -> tuple[gather.Unit, ...]:
-        return (gather.Unit(f"{self.problem.pass_} {self.problem.kernel}", f"// {self.problem}", ()),)
+    def sources(self) -> tuple[packs.Unit, ...]:
+        return (packs.Unit(f"{self.problem.pass_} {self.problem.kernel}", f"// {self.problem}", ()),)
 
     def prepare(self, device: int) -> Any:
         self.log.append(("prepare", self.problem.pass_))

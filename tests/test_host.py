@@ -22,9 +22,9 @@ import torch
 
 from gather_interpreter import Interpreter
 from test_gather import draw_problem, draw_shuffled, draw_tiling
-from upconv.cuda import gather, jit, wgrad
+from upconv.cuda import gather_search, jit, wgrad
 from upconv.cuda.gpu import H200
-from upconv.cuda.tiling import PACK_THREADS, Tiling, Unfit, result_shape
+from upconv.cuda.tiling import PACK_THREADS, Tiling, Unfit, any_size, result_shape
 from upconv.cuda.wgrad_tiling import WarpgroupTiling
 from upconv.problem import Layout, Pass, Precision, Problem
 
@@ -201,10 +201,10 @@ def tiling_of(
         p = p.with_(precision=precision, layout=layout, pass_=r.choice(("fwd", "fwd", "grad-input")), bias=False)
         if dtype is torch.float32 and r.random() < 0.2:
             p = p.with_(precision="ieee")
-        layer = gather.any_size(p)
-        every = list(gather.candidates(layer, H200, wgmma))
+        layer = any_size(p)
+        every = list(gather_search.candidates(layer, H200, wgmma))
         if wgmma:
-            every += gather.candidates(layer, H200, size=p.size)
+            every += gather_search.candidates(layer, H200, size=p.size)
         found = [t for t in every if fit(t)]
         if found:
             return r.choice(found)
@@ -334,7 +334,7 @@ def test_long_rows_at_any_alignment(dtype: int, stride: int, tmp_path: Path) -> 
     p = Problem.make(1, 16, 16, (9, 9), 4, stride, 1, dtype=kind).with_(precision=precision, bias=False)
     every = [
         t
-        for t in gather.candidates(gather.any_size(p), H200)
+        for t in gather_search.candidates(any_size(p), H200)
         if t.sub == (1, 64) and t.width_subs == stride and t.runs > 2
     ]
     assert every
@@ -367,8 +367,8 @@ def test_rows_that_begin_at_several_places_of_a_unit(
         size = (40,) if classes[0] == 1 else (40, 40)
         kind, precision = KINDS[dtype]
         p = Problem.make(2, 16, 16, size, 3, stride, padding, dilation=dilation, dtype=kind)
-        layer = gather.any_size(p.with_(precision=precision, pass_=pass_, bias=False))
-        found = [t for t in gather.candidates(layer, H200, classes=classes) if t.tensor_map and t.classed]
+        layer = any_size(p.with_(precision=precision, pass_=pass_, bias=False))
+        found = [t for t in gather_search.candidates(layer, H200, classes=classes) if t.tensor_map and t.classed]
         if found:
             folder = tmp_path / str(checked)
             folder.mkdir()
@@ -383,7 +383,7 @@ def test_rows_that_begin_at_several_places_of_a_unit(
 def test_rows_of_several_boxes(precision: Precision, dtype: torch.dtype, tmp_path: Path) -> None:
     """A gradient's source of stride 8 has rows longer than a box; its columns are turned in their own order."""
     p = Problem.make(2, 16, 24, (64,), 16, 8, 4, dtype=dtype).with_(precision=precision, pass_="grad-input", bias=False)
-    every = [t for t in gather.candidates(gather.any_size(p), H200) if t.tensor_map and t.row_boxes > 2]
+    every = [t for t in gather_search.candidates(any_size(p), H200) if t.tensor_map and t.row_boxes > 2]
     assert every
     for t in (every[0], every[-1]):
         assert tiles(turn(t, tmp_path), 1, 30) > 10_000
@@ -393,7 +393,7 @@ def test_columns_behind_the_last_box_are_not_looked_for(tmp_path: Path) -> None:
     """Planes are filled up to one length; 462 columns of which taps read 456, in two boxes of 228."""
     p = Problem.make(8, 128, 64, (32, 512), (2, 8), (2, 7), dilation=(1, 2), dtype=torch.float32)
     p = p.with_(precision="tf32", pass_="grad-input", bias=False)
-    every = [t for t in gather.candidates(gather.any_size(p), H200) if t.tensor_map and t.row_boxes > 1]
+    every = [t for t in gather_search.candidates(any_size(p), H200) if t.tensor_map and t.row_boxes > 1]
     found = next(t for t in every if t.tile == (1, 1, 2, 64))
     assert found.columns == 456 and found.box[0] == 228
     assert tiles(turn(found, tmp_path), 1, 20) > 10_000
@@ -402,7 +402,7 @@ def test_columns_behind_the_last_box_are_not_looked_for(tmp_path: Path) -> None:
 def test_whole_images_of_several_boxes(tmp_path: Path) -> None:
     """A gradient's source of 32 x 32 comes in four boxes, each with all images of the tile."""
     p = Problem.make(4, 8, 8, (8, 8), 4, 4, dtype=torch.float32).with_(precision="tf32", pass_="grad-input", bias=False)
-    tiling = next(gather.candidates(gather.any_size(p), H200, size=p.size))
+    tiling = next(gather_search.candidates(any_size(p), H200, size=p.size))
     assert tiling.whole == (1, 32, 32)
     two_images = replace(tiling, tile=(2, *tiling.tile[1:]))  # more than fits in shared memory today
     assert tiles(turn(two_images, tmp_path), 1, 20) > 10_000
@@ -543,7 +543,7 @@ def test_phases_whose_taps_lie_alike_share_a_stretch(
     p = Problem.make(1, 16, 64, (32, 32), kernel, stride, 1, dilation=dilation, bias=False).with_(precision="tf32")
     every = [
         t
-        for t in gather.candidates(gather.any_size(p.with_(layout=layout)), H200)
+        for t in gather_search.candidates(any_size(p.with_(layout=layout)), H200)
         if t.straight and t.width_subs == 1 and len(t.variants) == phases and not t.resident
     ]
     assert every and {len({first for first, _ in t.stretches}) for t in every} == {stretches}

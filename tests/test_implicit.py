@@ -16,11 +16,11 @@ from test_gather import DTYPES, needs_nvrtc, truth_of
 from test_pixels import draw_problem, layer_of
 from upconv import planner
 from upconv.bench.suites import SUITES, parse_layer
-from upconv.cuda import engine, gather, implicit, jit, relayout
+from upconv.cuda import engine, implicit, jit, relayout
 from upconv.cuda.costs import weighed
 from upconv.cuda.gpu import A100, B200, H200
 from upconv.cuda.implicit import Tile
-from upconv.cuda.tiling import result_shape, source_shape
+from upconv.cuda.tiling import any_size, result_shape, source_shape
 from upconv.problem import Pass, Precision, Problem
 
 LAST = "the implicit GEMM is for forwards and gradients for the input in channels_last"
@@ -28,7 +28,7 @@ LAST = "the implicit GEMM is for forwards and gradients for the input in channel
 
 def tiles_of(p: Problem) -> list[Tile]:
     """All candidates of a problem, clusters too."""
-    every = implicit.candidates(gather.any_size(p), H200)
+    every = implicit.candidates(any_size(p), H200)
     return [t for whole in every for t in (whole, *implicit._clustered(whole, p, H200))]
 
 
@@ -92,7 +92,7 @@ def test_random_tiles_compute_their_layers(seed: int) -> None:
 )
 def test_the_interpreter_notices_a_wrong_plan(name: str, value: int | str) -> None:
     p = Problem.make(2, 16, 32, (9, 20), 3, 2, 1, precision="tf32", layout="channels_last", pass_="grad-input")
-    t = next(t for t in implicit.candidates(gather.any_size(p), H200) if t.mb == 2)
+    t = next(t for t in implicit.candidates(any_size(p), H200) if t.mb == 2)
     numbers = np.random.default_rng(0)
     g, w = numbers.standard_normal(source_shape(p)), numbers.standard_normal(p.weight_shape)
     assert str(t.macros()[name]) != str(value)
@@ -172,13 +172,13 @@ def test_few_columns_are_not_worth_their_instructions() -> None:
 def test_the_order_of_phases() -> None:
     """Of few tiles whose phases differ those of most taps come first; some of a phase lie side by side."""
     few = Problem.make(1, 64, 64, (16, 16), 3, 2, 1, 1, layout="channels_last")
-    t = next(iter(implicit.candidates(gather.any_size(few), H200)))
+    t = next(iter(implicit.candidates(any_size(few), H200)))
     assert t.steps[0] == 4 * t.steps[-1] > 0 and t.sorted(few, H200) and t.column_blocks == 2
     assert t.arguments(few, H200)[-2] == t.tiles(few) // 8
     heavy = Problem.make(
         4, 256, 128, (4, 16, 16), 4, 2, 1, layout="channels_last"
     )  # whose weights are more than the pixels
-    t = next(t for t in implicit.candidates(gather.any_size(heavy), H200) if t.columns == 64)
+    t = next(t for t in implicit.candidates(any_size(heavy), H200) if t.columns == 64)
     assert t.even and not t.sorted(heavy, H200) and t.order(heavy, H200)[0] == 132 // 2
     light = heavy.with_(batch=32)
     assert t.order(light, H200) == (1, 132 // 16)
@@ -190,7 +190,7 @@ def test_blocks_have_as_much_to_do_where_phases_differ(multiprocessors: int, bat
     """A block's tiles are of all phases by turns, whatever the number of blocks."""
     gpu = replace(H200, multiprocessors=multiprocessors)
     p = Problem.make(batch, 128, 128, (128, 128, 128)[3 - rank :], 3, 2, 1, 1, layout="channels_last")
-    for t in implicit.candidates(gather.any_size(p), gpu):
+    for t in implicit.candidates(any_size(p), gpu):
         choice, count = implicit.Choice(t, p, gpu, 0.0, ""), t.tiles(p)
         abreast, turn = t.order(p, gpu)
         q = np.arange(count) // t.column_blocks
@@ -333,7 +333,7 @@ def test_what_is_launched_for_a_forward(dtype: torch.dtype, stubs: Stubs) -> Non
         2, 48, 128, (9, 17), (3, 4), 2, 1, dtype=dtype, layout="channels_last",
         precision="tf32" if dtype is torch.float32 else "bf16",
     )  # fmt: skip
-    t = next(t for t in implicit.candidates(gather.any_size(p), H200) if t.columns == 128)
+    t = next(t for t in implicit.candidates(any_size(p), H200) if t.columns == 128)
     choice = implicit.Choice(t, p, H200, 0.0, "")
     prepared, weight = choice.prepare(0), torch.randn(p.weight_shape, dtype=dtype)
     last = weight.contiguous(memory_format=torch.channels_last)

@@ -20,11 +20,11 @@ from phases_interpreter import PhasesInterpreter
 from test_gather import DTYPES, needs_nvrtc, truth_of
 from upconv import planner
 from upconv.bench.suites import SUITES, parse_layer
-from upconv.cuda import engine, gather, jit, phases
+from upconv.cuda import engine, jit, phases
 from upconv.cuda.costs import weighed
 from upconv.cuda.gpu import A100, B200, H200
 from upconv.cuda.phases import Tile
-from upconv.cuda.tiling import Unfit
+from upconv.cuda.tiling import Unfit, any_size
 from upconv.problem import Precision, Problem, output_length
 
 EACH: tuple[Precision, ...] = ("tf32", "bf16", "fp16")
@@ -62,7 +62,7 @@ def draw_tile(p: Problem, rng: random.Random) -> Tile | None:
     aligned = p.out_size[-1] * p.dtype.itemsize % 16 == 0
     every = list(phases.candidates(p, H200))
     if rng.random() < 0.3 or not every:
-        every = list(phases._candidates(gather.any_size(p), H200, aligned))
+        every = list(phases._candidates(any_size(p), H200, aligned))
     if not every:
         return None
     t = rng.choice(every)
@@ -223,7 +223,7 @@ def test_candidates_obey_limits() -> None:
             assert 64 * mb == t.shape[0] * t.shape[1] * t.shape[2]
             assert t.shared_bytes <= H200.shared_bytes and 2 <= t.stages <= 8
             assert max(t.box) <= 256 and t.box[0] * t.element % 32 == 16, "rows are an odd number of 16 bytes apart"
-            assert t.problem.size == gather.any_size(p).size and t.problem.batch == 1
+            assert t.problem.size == any_size(p).size and t.problem.batch == 1
             assert t.widths[-1] <= 256 and len(t.widths) <= 4
             count += 1
     assert count > 300
@@ -355,7 +355,7 @@ def test_kb73_comes_from_phases_in_tf32_alone() -> None:
 
 
 def test_what_registers_and_shared_memory_cannot_hold_is_unfit() -> None:
-    layer = gather.any_size(kb73("tf32"))
+    layer = any_size(kb73("tf32"))
     few = Problem.make(1, 8, 8, (1024, 1024), (3, 5), (2, 2), precision="tf32")
     five = Problem.make(1, 8, 8, (1024,), 8, 5, 1, 0, 3, precision="tf32")  # phases' taps at six places
     for t, reason in (

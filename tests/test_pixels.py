@@ -14,11 +14,11 @@ from pixels_interpreter import PixelsInterpreter
 from test_gather import DTYPES, needs_nvrtc, truth_of
 from upconv import planner
 from upconv.bench.suites import SUITES, parse_layer
-from upconv.cuda import engine, gather, jit, pixels
+from upconv.cuda import engine, jit, pixels
 from upconv.cuda.costs import weighed
 from upconv.cuda.gpu import A100, B200, H200
 from upconv.cuda.pixels import Tile
-from upconv.cuda.tiling import Unfit, result_shape, source_shape
+from upconv.cuda.tiling import Unfit, any_size, result_shape, source_shape
 from upconv.problem import Precision, Problem, output_length
 
 LAST = "pixels as rows of channels-last tensors are for gradients for the input"
@@ -203,7 +203,7 @@ def test_what_multiplies_most_or_gains_nothing_stays_with_the_gather_gemm(name: 
 
 
 def test_what_registers_and_shared_memory_cannot_hold_is_unfit() -> None:
-    layer = gather.any_size(layer_of("kb73", "tf32"))
+    layer = any_size(layer_of("kb73", "tf32"))
     for t, reason in (
         (Tile(layer, (4, 8, 16), 8, 32, 3, 2), "128 sums are more than 104 registers"),
         (Tile(layer, (1, 2, 256), 64, 32, 2, 2), "boxes traverse at most 256 elements along a dimension"),

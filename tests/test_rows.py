@@ -14,11 +14,11 @@ from rows_interpreter import RowsInterpreter
 from test_gather import DTYPES, needs_nvrtc, truth_of
 from upconv import planner
 from upconv.bench.suites import SUITES, parse_layer
-from upconv.cuda import engine, gather, jit, rows
+from upconv.cuda import engine, jit, rows
 from upconv.cuda.costs import weighed
 from upconv.cuda.gpu import A100, B200, H200
 from upconv.cuda.rows import Rows
-from upconv.cuda.tiling import Unfit, result_shape, source_shape
+from upconv.cuda.tiling import Unfit, any_size, result_shape, source_shape
 from upconv.problem import Precision, Problem, output_length
 
 NO_ROOM = "this layer's weights leave no room for a ring of rows in shared memory, or its sums in registers"
@@ -192,7 +192,7 @@ def test_kb73_s_gradient_comes_from_rows(precision: Precision, tile: str) -> Non
 
 
 def test_what_registers_and_shared_memory_cannot_hold_is_unfit() -> None:
-    layer = gather.any_size(kb73("tf32"))
+    layer = any_size(kb73("tf32"))
     for s, reason in (
         (Rows(layer, 4, 2, 8, 14), "64 sums and fragments in 24 registers are more than 64"),
         (Rows(layer, 2, 2, 8, 5), "the ring has fewer units than a tile's slice, 5, and one"),

@@ -18,7 +18,7 @@ from upconv.bench.suites import SUITES, parse_layer
 from upconv.cuda import engine, gather, jit, sweep
 from upconv.cuda.gpu import A100, B200, H200
 from upconv.cuda.sweep import Sweep
-from upconv.cuda.tiling import Unfit, source_shape
+from upconv.cuda.tiling import Unfit, any_size, source_shape
 from upconv.problem import Pass, Precision, Problem, output_length
 
 NO_TILE = "no tile of this layer fits in registers, shared memory and one stretch of code"
@@ -149,7 +149,7 @@ def test_a_model_that_hopes_is_said_to() -> None:
 
 def test_what_registers_and_shared_memory_cannot_hold_is_unfit() -> None:
     p = parse_layer("16,16,3,bias=False", "1x16x8x8x8").with_(precision="tf32")
-    layer = gather.any_size(p)
+    layer = any_size(p)
     for s, reason in (
         (Sweep(layer, 3, (9, 16), 1, 8), "9 rows of 18 pixels are more than 128"),
         (Sweep(layer, 3, (4, 16), 8, 8), "8 x 64 x 48 sums are more than registers hold"),

@@ -15,7 +15,7 @@ import upconv
 from conftest import HOPPER, assert_accurate, assert_capturable, tf32_magnitude
 from test_gather_gpu import PRECISIONS, _truth
 from upconv import planner
-from upconv.cuda import gather, sweep
+from upconv.cuda import gather_search, sweep
 from upconv.cuda.gpu import gpu
 from upconv.cuda.tiling import result_shape, source_shape
 from upconv.problem import Pass, Problem
@@ -62,7 +62,7 @@ def test_sweeps(name: str, precision: str, pass_: Pass) -> None:
         for slots in {s.slots for s in every}:
             found = [s for s in every if s.slots == slots and kind(s)]
             chosen += rng.sample(found, min(2, len(found)))
-    if gather.classes_of(p) is None:
+    if gather_search.classes_of(p) is None:
         assert not every
         pytest.skip("boxes do not bring the rows of this source")
     assert chosen

@@ -18,7 +18,7 @@ from rich.console import Console
 from torch import Tensor
 
 from upconv import reference
-from upconv.cuda import costs, gather
+from upconv.cuda import costs, gather, gather_model, gather_search
 from upconv.cuda.gpu import H200
 from upconv.cuda.tiling import Tiling, Unfit
 from upconv.problem import Pass, Problem
@@ -40,11 +40,15 @@ def synthetic(constants: costs.Constants, name: str, noise: float) -> list[tilin
         for case in ("kb57", "kb71", "kb81", "unet4", "dcgan2"):
             p = job(case)
             for t in tilings.spread(tilings.ranked(p, H200), 12, 3.0):
-                seconds = gather.estimate(t, p, H200)[0] * math.exp(rng.gauss(0.0, noise))
+                seconds = gather_model.estimate(t, p, H200)[0] * math.exp(rng.gauss(0.0, noise))
                 found.append(tilings.Timed(case, p, t, seconds))
     finally:
         costs.SETS[name] = kept
-        for cache in (gather._tilings, gather._small_tilings, gather._choose):  # they know the other clocks
+        for cache in (
+            gather_search._tilings,
+            gather_search._small_tilings,
+            gather._choose,
+        ):  # they know the other clocks
             cache.cache_clear()
     return found
 

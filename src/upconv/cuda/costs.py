@@ -21,6 +21,8 @@ from upconv.problem import Problem
 T = TypeVar("T")
 C = TypeVar("C")
 
+LAUNCH = 3.5e-6  # seconds, that kernels take beside their tiles
+
 
 @dataclass(frozen=True)
 class Constants:
@@ -61,7 +63,7 @@ class Constants:
     ragged_turn: float = 0.0
     """NCHW: more of a tile, where it stores float32 rows that are not aligned."""
     lost: float = 0.0
-    """Channels-last: share of a line's rest that comes anew where the cache has lost it (`gather._LINES`)."""
+    """Channels-last: share of a line's rest that comes anew where the cache has lost it (`gather_model._LINES`)."""
     scale: float = 1.0
     """Factor of all of a tile's clocks, so that other families compare (NOTES: the forward's times are right on
     average, those of gradients in NCHW 4% too long, of channels_last 9%)."""

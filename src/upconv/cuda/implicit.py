@@ -20,14 +20,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from upconv.cuda import gather, jit
+from upconv.cuda import jit
 from upconv.cuda.boxes import Five, Tensor5, Words, channels_last, encode, fullest
 from upconv.cuda.columns import PRECISIONS, PixelTile, TileChoice, instruction
 from upconv.cuda.costs import cheapest
-from upconv.cuda.gather import Unit
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.launch import Launcher, as_run
-from upconv.cuda.tiling import MAX_BOX_STEP, gather_axes, result_shape, source_shape
+from upconv.cuda.packs import LazyPacks, Unit, layer_text
+from upconv.cuda.tiling import MAX_BOX_STEP, any_size, gather_axes, result_shape, source_shape
 from upconv.problem import Problem
 
 _CONSUMERS = 2
@@ -311,7 +311,7 @@ class Choice(TileChoice[Tile]):
 
         The first packs weights; the second, of some forwards, takes channels-last ones as they lie.
         """
-        t, label = self.tile, f"implicit {gather.layer_text(self.problem)}"
+        t, label = self.tile, f"implicit {layer_text(self.problem)}"
         packed = Unit(label, jit.source("implicit.cu", t.macros()), ("pack", "implicit"))
         if not t.turnable:
             return (packed,)
@@ -322,7 +322,7 @@ class Choice(TileChoice[Tile]):
         return Prepared(self, device)
 
 
-class Prepared(gather.LazyPacks):
+class Prepared(LazyPacks):
     """A choice's kernels, loaded for a device."""
 
     biased = True
@@ -581,7 +581,7 @@ def _choose(p: Problem, gpu: Gpu) -> Choice | str:
         return refused
     if p.pass_ == "fwd" and p.out_channels < _FEWEST:
         return f"{p.out_channels} columns leave a matrix instruction waiting for its pixels"
-    every = (t for whole in candidates(gather.any_size(p), gpu) for t in (whole, *_clustered(whole, p, gpu)))
+    every = (t for whole in candidates(any_size(p), gpu) for t in (whole, *_clustered(whole, p, gpu)))
     return cheapest((t for t in every if t.tiles(p) < _MOST_COUNTED), p, gpu, estimate, Choice) or (
         "no tile's stages fit in shared memory, or its tiles are too many to count"
     )

@@ -12,8 +12,8 @@ from torch import Tensor
 from upconv.cuda import jit
 from upconv.cuda.boxes import Words
 from upconv.cuda.columns import T, TileChoice
-from upconv.cuda.gather import Packs, Unit, layer_text
 from upconv.cuda.launch import as_run
+from upconv.cuda.packs import Packs, Unit, layer_text
 
 
 class OneMappedChoice(TileChoice[T]):

@@ -14,14 +14,13 @@ from functools import cached_property, lru_cache
 from itertools import permutations, product
 from typing import Any, NamedTuple
 
-from upconv.cuda import gather
 from upconv.cuda.boxes import Words, dense, encode
 from upconv.cuda.columns import PRECISIONS, instruction
-from upconv.cuda.costs import cheapest
+from upconv.cuda.costs import LAUNCH, cheapest
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.one_mapped import OneMappedChoice
 from upconv.cuda.shuffle import Triple
-from upconv.cuda.tiling import PACK_THREADS, Unfit, gather_axes
+from upconv.cuda.tiling import PACK_THREADS, Unfit, any_size, gather_axes
 from upconv.problem import Problem
 
 CONSUMERS = 2
@@ -408,7 +407,7 @@ def refusal(p: Problem, gpu: Gpu) -> str | None:
 def candidates(p: Problem, gpu: Gpu) -> Iterator[Tile]:
     """Every tile worth a look for a layer at its own size."""
     aligned = p.out_size[-1] * p.dtype.itemsize % 16 == 0
-    for t in _candidates(gather.any_size(p), gpu, aligned):
+    for t in _candidates(any_size(p), gpu, aligned):
         # Of an axis that is shorter than the tile no more than it must have.
         if all(n < 2 * of or n == 1 for n, of in zip(t.shape, t.places(p))):
             yield t
@@ -469,7 +468,7 @@ def estimate(t: Tile, p: Problem, gpu: Gpu) -> tuple[float, str]:
     memory = (math.prod(p.input_shape) + _MEMORY[t.aligned] * math.prod(p.output_shape)) * t.element / gpu.bandwidth
     if memory > seconds:
         bound = "bytes"
-    return max(memory, seconds) + 0.1 * min(memory, seconds) + gather.LAUNCH, bound
+    return max(memory, seconds) + 0.1 * min(memory, seconds) + LAUNCH, bound
 
 
 def choose(p: Problem, gpu: Gpu, general: bool = False) -> Choice | str:
@@ -492,6 +491,6 @@ def _choose(p: Problem, gpu: Gpu) -> Choice | str:
 
 
 def _why_none(p: Problem, gpu: Gpu) -> str:
-    if _candidates(gather.any_size(p), gpu, p.out_size[-1] * p.dtype.itemsize % 16 == 0):
+    if _candidates(any_size(p), gpu, p.out_size[-1] * p.dtype.itemsize % 16 == 0):
         return "every tile is more than twice as long as this input along an axis"
     return "this layer's weights leave no room for rings in shared memory, or its sums in registers"

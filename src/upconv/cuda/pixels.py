@@ -20,11 +20,11 @@ from torch import Tensor
 from upconv.cuda import gather, jit
 from upconv.cuda.boxes import Five, Words, dense, encode
 from upconv.cuda.columns import PRECISIONS, PixelTile, TileChoice, instruction
-from upconv.cuda.costs import cheapest
-from upconv.cuda.gather import Unit
+from upconv.cuda.costs import LAUNCH, cheapest
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.launch import Launcher, as_run
-from upconv.cuda.tiling import PACK_THREADS, Unfit, gather_axes, positions, result_shape, source_shape
+from upconv.cuda.packs import LazyPacks, Unit, layer_text
+from upconv.cuda.tiling import PACK_THREADS, Unfit, any_size, gather_axes, positions, result_shape, source_shape
 from upconv.problem import Problem
 
 _REGISTERS = {2: (40, 232), 3: (32, 160), 4: (24, 112)}
@@ -278,7 +278,7 @@ class Choice(TileChoice[Tile]):
 
     def sources(self) -> tuple[Unit, ...]:
         """What NVRTC must compile, for weights that are packed and as they lie; the same for all sizes of a tile."""
-        label = f"pixels {gather.layer_text(self.problem)}"
+        label = f"pixels {layer_text(self.problem)}"
         packed, boxes = (jit.source("pixels.cu", self.tile.macros(weights_box)) for weights_box in (False, True))
         return Unit(label, packed, ("pack", "pixels")), Unit(f"{label} boxes", boxes, ("pixels",))
 
@@ -287,7 +287,7 @@ class Choice(TileChoice[Tile]):
         return Prepared(self, device)
 
 
-class Prepared(gather.LazyPacks):
+class Prepared(LazyPacks):
     """A choice's kernels, loaded for a device."""
 
     def __init__(self, choice: Choice, device: int) -> None:
@@ -390,7 +390,7 @@ def refusal(p: Problem, gpu: Gpu) -> str | None:
 
 def candidates(p: Problem, gpu: Gpu) -> Iterator[Tile]:
     """Every tile worth a look for a layer at its own size."""
-    for t in _candidates(gather.any_size(p), gpu):
+    for t in _candidates(any_size(p), gpu):
         # Of an axis that is shorter than the tile no more than a subtile.
         subtile = (1, 64 // t.sub_w, t.sub_w)
         if all(n <= max(-(-of // least) * least, least) for n, of, least in zip(t.shape, positions(p, None), subtile)):
@@ -457,7 +457,7 @@ def estimate(t: Tile, p: Problem, gpu: Gpu) -> tuple[float, str]:
     memory = (math.prod(result_shape(p)) + t.read * math.prod(source_shape(p))) * t.element / gpu.bandwidth
     if memory > seconds:
         bound = "bytes"
-    return max(memory, seconds) + _BESIDE * min(memory, seconds) + begin + gather.LAUNCH, bound
+    return max(memory, seconds) + _BESIDE * min(memory, seconds) + begin + LAUNCH, bound
 
 
 def choose(p: Problem, gpu: Gpu, general: bool = False) -> Choice | str:

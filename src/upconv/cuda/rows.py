@@ -19,11 +19,11 @@ from torch import Tensor
 
 from upconv.cuda import gather, jit
 from upconv.cuda.columns import PRECISIONS, instruction
-from upconv.cuda.costs import cheapest
-from upconv.cuda.gather import Unit
+from upconv.cuda.costs import LAUNCH, cheapest
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.launch import as_run
-from upconv.cuda.tiling import PACK_THREADS, Unfit, result_shape, source_shape
+from upconv.cuda.packs import Packs, Unit, layer_text
+from upconv.cuda.tiling import PACK_THREADS, Unfit, any_size, result_shape, source_shape
 from upconv.cuda.walks import Walks
 from upconv.problem import Problem
 
@@ -237,7 +237,7 @@ class Choice:
 
     def sources(self) -> tuple[Unit, ...]:
         """What NVRTC must compile; the same for all input sizes that share the tile."""
-        return (Unit(f"rows {gather.layer_text(self.problem)}", jit.source("rows.cu", self.rows.macros()), _ENTRIES),)
+        return (Unit(f"rows {layer_text(self.problem)}", jit.source("rows.cu", self.rows.macros()), _ENTRIES),)
 
     def prepare(self, device: int) -> Prepared:
         """Compiles (or finds) and loads the kernels for a CUDA device. Errors: those of ``jit.kernel``."""
@@ -247,7 +247,7 @@ class Choice:
 _ENTRIES = ("pack", "rows")
 
 
-class Prepared(gather.Packs):
+class Prepared(Packs):
     """A choice's kernels, loaded for a device."""
 
     def __init__(self, choice: Choice, device: int) -> None:
@@ -294,7 +294,7 @@ def refusal(p: Problem, gpu: Gpu) -> str | None:
 def candidates(p: Problem, gpu: Gpu) -> Iterator[Rows]:
     """Every tile worth a look for a layer at its own size."""
     w = result_shape(p)[4]
-    for s in _candidates(gather.any_size(p), gpu):
+    for s in _candidates(any_size(p), gpu):
         if s.mb == 1 or w > 64 * (s.mb - 1):
             yield s
 
@@ -339,7 +339,7 @@ def estimate(s: Rows, p: Problem, gpu: Gpu) -> tuple[float, str]:
     memory = (math.prod(result_shape(p)) + math.prod(source_shape(p))) * s.element / gpu.bandwidth
     if memory > seconds:
         bound = "bytes"
-    return max(memory, seconds) + gather.LAUNCH, bound
+    return max(memory, seconds) + LAUNCH, bound
 
 
 def choose(p: Problem, gpu: Gpu, general: bool = False) -> Choice | str:

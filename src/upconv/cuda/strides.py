@@ -17,13 +17,12 @@ from functools import lru_cache
 from itertools import product
 from typing import Any
 
-from upconv.cuda import gather
 from upconv.cuda.boxes import Words, dense, encode
 from upconv.cuda.columns import PRECISIONS, instruction
-from upconv.cuda.costs import cheapest
+from upconv.cuda.costs import LAUNCH, cheapest
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.one_mapped import OneMappedChoice
-from upconv.cuda.tiling import PACK_THREADS, Unfit
+from upconv.cuda.tiling import PACK_THREADS, Unfit, any_size
 from upconv.problem import Problem
 
 THREADS = 384
@@ -273,7 +272,7 @@ def refusal(p: Problem, gpu: Gpu) -> str | None:
 
 def candidates(p: Problem, gpu: Gpu) -> Iterator[Tile]:
     """Every tile worth a look for a layer."""
-    return iter(_candidates(gather.any_size(p), gpu))
+    return iter(_candidates(any_size(p), gpu))
 
 
 @lru_cache(maxsize=256)
@@ -322,7 +321,7 @@ def estimate(t: Tile, p: Problem, gpu: Gpu) -> tuple[float, str]:
     memory = (math.prod(p.input_shape) + math.prod(p.output_shape)) * t.element / gpu.bandwidth
     if memory > seconds:
         bound = "bytes"
-    return max(memory, seconds) + 0.1 * min(memory, seconds) + gather.LAUNCH, bound
+    return max(memory, seconds) + 0.1 * min(memory, seconds) + LAUNCH, bound
 
 
 def choose(p: Problem, gpu: Gpu, general: bool = False) -> Choice | str:

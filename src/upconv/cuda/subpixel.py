@@ -15,10 +15,9 @@ from functools import lru_cache
 from itertools import product
 from typing import Any
 
-from upconv.cuda import gather
 from upconv.cuda.boxes import Tensor5, Words, encode
 from upconv.cuda.columns import PRECISIONS
-from upconv.cuda.costs import cheapest
+from upconv.cuda.costs import LAUNCH, cheapest
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.one_mapped import OneMappedChoice
 from upconv.cuda.tiling import PACK_THREADS, Unfit
@@ -240,7 +239,7 @@ def estimate(t: Tile, p: Problem, gpu: Gpu) -> tuple[float, str]:
     memory = (math.prod(p.input_shape) + math.prod(p.output_shape)) * t.element / gpu.bandwidth
     if memory > seconds:
         bound = "bytes"
-    return max(memory, seconds) + gather.LAUNCH, bound
+    return max(memory, seconds) + LAUNCH, bound
 
 
 def choose(p: Problem, gpu: Gpu, general: bool = False) -> Choice | str:

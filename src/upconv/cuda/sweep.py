@@ -23,11 +23,12 @@ from torch import Tensor
 
 from upconv.cuda import gather, jit
 from upconv.cuda.columns import instruction
-from upconv.cuda.costs import cheapest
-from upconv.cuda.gather import Unit
+from upconv.cuda.costs import LAUNCH, cheapest
+from upconv.cuda.gather_search import chunk_sizes, classes_of
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.launch import as_run
-from upconv.cuda.tiling import MAX_PIXELS, PACK_THREADS, Tiling, Unfit, result_shape, source_shape
+from upconv.cuda.packs import Unit, layer_text
+from upconv.cuda.tiling import MAX_PIXELS, PACK_THREADS, Tiling, Unfit, any_size, result_shape, source_shape
 from upconv.cuda.walks import Walks
 from upconv.problem import Problem
 
@@ -271,9 +272,7 @@ class Choice:
 
     def sources(self) -> tuple[Unit, ...]:
         """What NVRTC must compile; the same for all input sizes that share the tile."""
-        return (
-            Unit(f"sweep {gather.layer_text(self.problem)}", jit.source("sweep.cu", self.sweep.macros()), _ENTRIES),
-        )
+        return (Unit(f"sweep {layer_text(self.problem)}", jit.source("sweep.cu", self.sweep.macros()), _ENTRIES),)
 
     def prepare(self, device: int) -> Prepared:
         """Compiles (or finds) and loads the kernels for a CUDA device. Errors: those of ``jit.kernel``."""
@@ -328,18 +327,18 @@ def refusal(p: Problem, gpu: Gpu) -> str | None:
         return "the kernel walks without strides, groups or a dilation along the depth"
     if result_shape(p)[1] > _MOST_COLUMNS:
         return f"{result_shape(p)[1]} output channels are more than the {_MOST_COLUMNS} columns of a matrix instruction"
-    if gather.classes_of(p) is None:
+    if classes_of(p) is None:
         return "rows begin at more places of 16 bytes than boxes are sorted by"
     return None
 
 
 def candidates(p: Problem, gpu: Gpu) -> Iterator[Sweep]:
     """Every sweep worth a look for a layer at its own size."""
-    classes = gather.classes_of(p)
+    classes = classes_of(p)
     if classes is None:
         return
     h, w = result_shape(p)[3:]
-    for s in _candidates(gather.any_size(p), gpu, classes):
+    for s in _candidates(any_size(p), gpu, classes):
         rows, width = s.tile
         aligned = width >= w or width % s.pixels.vec == 0  # or a second tile's boxes begin off 16 bytes
         if aligned and (width == _WIDTHS[0] or width - 8 < w) and (s.nb == 1 or rows < h + classes[0]):
@@ -349,7 +348,7 @@ def candidates(p: Problem, gpu: Gpu) -> Iterator[Sweep]:
 @lru_cache(maxsize=256)
 def _candidates(layer: Problem, gpu: Gpu, classes: tuple[int, int]) -> tuple[Sweep, ...]:
     """A layer's sweeps for all sizes of one alignment: some 60 ms once, then one millisecond for each size."""
-    chunks = gather.chunk_sizes(layer)
+    chunks = chunk_sizes(layer)
     walks = layer.kernel[0] > 1 and layer.padding[0] < layer.kernel[0]
     found = []
     for slots, nb, width in product((1, layer.kernel[0]) if walks else (1,), _SUBTILES, _WIDTHS):
@@ -415,7 +414,7 @@ def estimate(s: Sweep, p: Problem, gpu: Gpu) -> tuple[float, str]:
     memory = (math.prod(result_shape(p)) * 1.25 + math.prod(source_shape(p))) * t.element / gpu.bandwidth
     if memory > seconds:
         bound = "bytes"
-    return max(memory, seconds) + 0.15 * min(memory, seconds) + gather.LAUNCH, bound
+    return max(memory, seconds) + 0.15 * min(memory, seconds) + LAUNCH, bound
 
 
 def choose(p: Problem, gpu: Gpu, general: bool = False) -> Choice | str:

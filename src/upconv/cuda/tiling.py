@@ -104,6 +104,12 @@ def _small_source(p: Problem, sizes: tuple[int, ...], most: int) -> Triple | Non
     return d, h, w
 
 
+def any_size(p: Problem) -> Problem:
+    """The layer at one size for all, so that its tilings and kernels are found again at the next size."""
+    size = tuple(1024 + 2 * pad // s for pad, s in zip(p.padding, p.stride))
+    return p.with_(batch=1, size=size, bias=False)
+
+
 @lru_cache(maxsize=1024)
 def gather_axes(p: Problem, unroll: Triple = (1, 1, 1)) -> tuple[Axis, Axis, Axis]:
     """The axes (D, H, W) of a problem's pass, with `unroll` consecutive ``q`` of each axis made sub-positions."""

@@ -1,0 +1,357 @@
+"""The gather-GEMM's tilings: which are worth a look for a layer, and what the model has each of them at."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from itertools import product
+
+import torch
+
+from upconv.cuda.boxes import alignment_classes
+from upconv.cuda.gather_model import CLUSTER, Clocks, alignment_of, fragment_clocks, seconds_of, tile_clocks
+from upconv.cuda.gpu import Gpu
+from upconv.cuda.shuffle import Shuffle, Triple, countable, ways
+from upconv.cuda.tiling import (
+    Tiling,
+    Unfit,
+    any_size,
+    gather_axes,
+    narrow_source,
+    positions,
+    result_shape,
+    source_shape,
+    whole_source,
+)
+from upconv.problem import Problem
+
+_ACCUMULATORS = 4  # blocks of 64 x 64 that a consumer warpgroup holds: 128 registers of a thread's 200
+_MMA_ACCUMULATORS = 2  # without setmaxnreg a thread has 168 registers
+_MAX_TAPS = 4096  # of all phases; the tables lie in constant memory
+_CLUSTER_HOPE = 1.0, 1.05  # by how much the model hopes where clusters share a tile's chunks: NCHW, channels_last
+_CLUSTERS = (2, 4, 8)
+_PROMISING = 12  # of the tilings that promise most with clusters so many are looked at
+_AHEAD = 4500.0  # clocks that the rings should look ahead
+_SPREAD = 1.2  # of tiles that store between others' results; asked only against phases as rows, fitted to hifigan alone
+# Of channels-last tiles that wait for memory, 64 neighbours of a row as one (NOTES: gradients of unet4 in TF32 387 us
+# instead of 385.5, in bfloat16 201 instead of 197, of nnunet2 in TF32 169 instead of 167.5; forwards 427 and 416, 230
+# and 213, 198 and 187; nnunet2 in bfloat16 the same). Not in files: their boxes ask for a line, and were not timed so.
+_LONG = 1.003
+_SHORT_ROWS = 64  # bytes, up to which threads may copy rows that begin anywhere better than boxes
+
+
+def refusal(p: Problem, gpu: Gpu) -> str | None:
+    """Why no tiling can serve a problem, in a sentence; None when one may."""
+    if p.dtype is torch.float64:
+        return "tensor cores multiply float64 only by mma.m8n8k4, which this family does not use"
+    if gpu.capability < (8, 0):
+        return f"tensor cores of compute capability {gpu.capability[0]}.{gpu.capability[1]} lack TF32 and bfloat16"
+    if p.taps > _MAX_TAPS:
+        return f"{p.taps} taps are too many for the kernel's tables"
+    if p.pass_ not in ("fwd", "grad-input"):
+        return f"pass {p.pass_} sums over pixels, which this family does not"
+    channels = source_shape(p)[1] // p.groups
+    if channels < 4 and p.groups > 1:
+        side = "input" if p.pass_ == "fwd" else "output"
+        return f"{channels} {side} channels per group leave most of a matrix instruction empty"
+    return None
+
+
+def candidates(
+    p: Problem,
+    gpu: Gpu,
+    wgmma: bool | None = None,
+    classes: tuple[int, int] | None = (0, 0),
+    scarce: bool = False,
+    size: tuple[int, ...] | None = None,
+    shuffle: Shuffle | None = None,
+    drained: bool = False,
+    beside: bool = False,
+) -> Iterator[Tiling]:
+    """Every tiling worth a look. ``classes``: of an NCHW source's rows (`Tiling.classes`); by default as ``p``'s are.
+
+    Where shared memory has no room for a second pixel tile, producers and consumers share one and wait for each other;
+    ``scarce``: all with one alone (NCHW: channels-last producers load ahead into the second).
+    ``size``: those for an input of this size alone, which hold whole images of the source; none where it is not small.
+    ``shuffle``: those of the layer without its stride; one of `shuffle.ways`.
+    ``drained``: those whose outputs the tensor copy engine stores.
+    ``beside``: with a ``size``, those of such images side by side.
+    """
+    fast = gpu.arch == "90a" if wgmma is None else wgmma
+    cout_g = result_shape(p)[1] // p.groups
+    steps = (1,) * (3 - p.rank) + p.stride if p.pass_ == "fwd" else (1, 1, 1)
+    if classes == (0, 0):
+        classes = classes_of(p)
+    whole: Triple | None = None
+    result: tuple[int, ...] = ()
+    if size is not None:
+        whole = (narrow_source if beside else whole_source)(p.with_(size=size))
+        if whole is None or not fast:
+            return
+        result = positions(p.with_(size=size), shuffle)
+    if shuffle is not None:
+        p = shuffle.unstrided
+        cout_g, steps = p.out_channels, (1, 1, 1)
+    far = p.pass_ != "fwd" and max(p.stride) > 1
+    chunks = chunk_sizes(p)
+    accumulators = _ACCUMULATORS if fast else _MMA_ACCUMULATORS
+    if p.precision == "ieee":
+        accumulators = accumulators // 2
+    planewise = (False, True) if far and fast and p.layout == "channels_last" and p.precision != "ieee" else (False,)
+    brought = (classes,) if classes in (None, (1, 1)) or p.layout != "nchw" else (classes, None)
+    tiles = _rows_of_images(p) if beside else _tiles(p)
+    for (subs, unroll), w_subs, (sub, tile), split, chunk, by in product(
+        _subs(p, cout_g), _w_subs(steps[2]), tiles, (0, 1, 2), chunks, brought
+    ):
+        wide = cout_g > 64 // subs and fast  # enough for two consumers
+        if split == 1 and not wide:
+            continue
+        # Before Hopper only where the halo of a strided source leaves room for no more than 64 pixels, which cannot be
+        # halved: no epilogue is worth hiding there.
+        if split == 2 and not fast and not (far and math.prod(tile) == 64):
+            continue
+        if min(unroll[1], 2) > 1 and sub == (8, 8) and tile[2] > 8:
+            continue  # the rows of an unrolled tile are many already
+        short = any(n > s * u * t for n, s, u, t in zip(result, steps, unroll, tile[1:]))
+        if size is not None and not beside and short:
+            continue
+        if drained and (subs > 1 or split == 2):
+            continue  # before tilings are made of them, which `checked` would refuse
+        base = Tiling(
+            p, sub, tile, split, chunk, subs, w_subs, unroll, classes=by, wgmma=fast, whole=whole, shuffle=shuffle,
+            drained=drained,
+        )  # fmt: skip
+        if beside:
+            if base.period > 32 or not base.contiguous or base.bare or unroll != (1, 1, 1):
+                continue
+            base = replace(base, beside=64 // base.period)
+        if by is None and classes is not None and base.staging_units * 16 > _SHORT_ROWS:
+            continue
+        if base.mb * base.nb > accumulators or base.mb * base.nb < 1:
+            continue
+        even = len(base.distinct_entries) == 1
+        residence = (False, True) if even or base.m_groups == 1 else (False,)
+        pairs = (False, True) if fast and sub == (8, 8) and tile[2] % 16 == 0 and base.nb % 2 == 0 else (False,)
+        # Runs of two subtiles, where rows are long enough for them.
+        long = fast and not base.channels_last and sub == (1, 64) and tile[3] % 128 == 0 and base.width_subs == 1
+        # Short ones where many sub-positions would fill shared memory (NOTES: kb81's runs of 320 outputs, not of 160,
+        # whose ends share a sector of 32 bytes: 0.349 -> 0.330 ms, bfloat16 0.187 -> 0.159; but kb75 bfloat16, whose
+        # tiling the model changes with it, 0.268 -> 0.317).
+        # channels_last makes the same rounds of both.
+        groups = (8, 16) if long and base.nb % 2 == 0 else (8,)
+        if base.width_subs >= 3 and sub == (1, 64):
+            groups = (4,) if base.channels_last else (4, 8)
+        for resident, paired, run_groups, by_plane in product(residence, pairs, groups, planewise):
+            base = replace(base, paired=paired, run_groups=run_groups, planewise=by_plane)
+            t = None if scarce else _fitted(replace(base, resident=resident), gpu)
+            if t is None and not drained and not base.channels_last and not resident:
+                t = _fitted(base, gpu, scarce=True)
+            if t is not None:
+                yield t
+
+
+def chunk_sizes(p: Problem) -> list[int]:
+    """Channels that a chunk may have: 32, 64 or 128 bytes of a pixel, no more than half of them beyond the last."""
+    least, channels = 32 // p.dtype.itemsize, source_shape(p)[1] // p.groups
+    return [c for c in (least, 2 * least, 4 * least) if c == least or c < 2 * channels]
+
+
+def _subs(p: Problem, cout_g: int) -> Iterator[tuple[int, Triple]]:
+    """(d, h) sub-positions that share a block of 64 rows, and how rows are unrolled for them."""
+    yield 1, (1, 1, 1)
+    axes = gather_axes(p)[:2]
+    every, tapped = math.prod(len(axis.taps) for axis in axes), math.prod(sum(map(bool, axis.taps)) for axis in axes)
+    for subs in (2, 4):
+        if cout_g <= 64 // subs and p.rank > 1:
+            # Those without taps fill no blocks; where tiles lack some along W, they are stored as the others are.
+            if tapped % subs == 0 and (every % subs == 0 or p.layout == "channels_last"):
+                yield subs, (1, 1, 1)
+            else:
+                yield subs, (1, subs, 1)
+                if p.rank == 3:
+                    yield subs, (2, subs // 2, 1)
+
+
+def _w_subs(stride: int) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(n for n in (stride, 4, 2, 1) if stride % n == 0 and n <= stride)) if stride > 1 else (1,)
+
+
+def _tiles(p: Problem) -> tuple[tuple[tuple[int, int], tuple[int, int, int, int]], ...]:
+    row, strip = (1, 64), (8, 8)
+    if p.rank == 1:
+        shapes = [(row, (1, 1, 1, 64 * n)) for n in (1, 2, 4, 8)]
+        shapes += [(row, (n, 1, 1, 64)) for n in (2, 4, 8)]
+        shapes += [(row, (n, 1, 1, 128)) for n in (2, 4)] + [(row, (2, 1, 1, 192)), (row, (1, 1, 1, 192))]
+        return tuple(shapes)
+    shapes = [(row, (1, 1, n, 64)) for n in (1, 2, 4, 8)] + [(row, (1, 1, n, 128)) for n in (1, 2, 4)]
+    shapes += [
+        (strip, (1, 1, h, w)) for h, w in ((8, 8), (8, 16), (8, 32), (16, 16), (16, 32), (8, 64), (8, 24), (8, 40))
+    ]
+    shapes += [(strip, (n, 1, 8, 8)) for n in (2, 4, 8)]
+    if p.rank == 3:
+        shapes += [(strip, (1, 2, 8, 24)), (strip, (2, 1, 8, 24))]
+        shapes += [(strip, (1, d, 8, w)) for d, w in ((2, 8), (2, 16), (4, 8), (2, 32), (4, 16), (8, 8))]
+        shapes += [(row, (1, d, h, 64)) for d, h in ((2, 1), (2, 2), (2, 4), (4, 2))]
+    return tuple(shapes)
+
+
+def _rows_of_images(p: Problem) -> tuple[tuple[tuple[int, int], tuple[int, int, int, int]], ...]:
+    """Tiles of 64 columns of images side by side, and some of their rows."""
+    rows = [(1, h) for h in (1, 2, 4, 8)]
+    if p.rank == 3:
+        rows += [(2, 1), (2, 2), (2, 4), (4, 1), (4, 2)]
+    return tuple(((1, 64), (1, d, h, 64)) for d, h in rows)
+
+
+def _fitted(t: Tiling, gpu: Gpu, scarce: bool = False) -> Tiling | None:
+    """The tiling with stages that look ahead far enough, as shared memory allows; None when it does not fit at all.
+
+    A load takes about a thousand clocks from its request to its use (NOTES: with rings of 1,000 clocks unet1 took 0.48
+    ms, of 4,000 0.30), so stages go where the least time lies ahead. ``scarce``: with one pixel tile.
+    """
+    fragment_time = fragment_clocks(t)
+    chunk_time = t.most_entries * t.k_steps * t.parts * fragment_time
+    most = 8 if t.wgs_m == 1 and not scarce else 4
+    w_stage = -(-t.longest_stretch // -(-t.longest_stretch // most))  # a stretch ends with its last stage
+    if t.channels_last and t.shuffle is None and t.parts == 1:
+        w_stage = -(-w_stage // t.k_steps) * t.k_steps  # of whole taps, which boxes bring
+
+    def stages(pixels: int) -> tuple[int, int]:
+        return (pixels, 2) if t.channels_last else (1 if scarce else 2, pixels)
+
+    pixels, weights = 1 if t.planewise else 2, 2
+    stages_p, stages_s = stages(pixels)
+    t = replace(t, stages_p=stages_p, stages_s=stages_s, stages_w=weights, w_stage=w_stage)
+    try:
+        t.checked(gpu.shared_bytes)
+    except Unfit:
+        return None
+    best = pixels, weights
+    while True:
+        ahead = (pixels - (1 / t.plane_barriers if t.planewise else 0)) * chunk_time, weights * w_stage * fragment_time
+        if min(ahead) >= _AHEAD or (t.resident and ahead[0] >= _AHEAD):
+            break
+        if t.resident or not t.wgmma or ahead[0] <= ahead[1]:
+            pixels += 1
+        else:
+            weights += 1
+        if max(pixels, weights) > 8 or t.shared_with(*stages(pixels), weights) > gpu.shared_bytes:
+            break
+        best = pixels, weights
+    stages_p, stages_s = stages(best[0])
+    return replace(t, stages_p=stages_p, stages_s=stages_s, stages_w=best[1])
+
+
+def classes_of(p: Problem, general: bool = False) -> tuple[int, int] | None:
+    """`Tiling.classes` of an NCHW source. ``general``: none where they are several, since they are a size's."""
+    batch, channels, *size = source_shape(p)
+    found = alignment_classes(batch, channels, size, p.dtype.itemsize)
+    return None if general and found != (1, 1) else found
+
+
+def drains(p: Problem) -> bool:
+    """Whether the tensor copy engine may store a problem's result: NCHW images of 16 bits whose rows are whole units.
+
+    Of a strided forward each phase must have as many rows. Not where a tile reads more than it stores, as of gradients
+    of strided layers (NOTES: dcgan2's 57 -> 69 us), nor in 1-D, where the model does not know the best tile (kb64's
+    gradient 798 us, by these 762 to 824).
+    """
+    if p.dtype.itemsize != 2 or p.layout != "nchw" or p.rank != 2 or p.groups > 1:
+        return False
+    if p.pass_ != "fwd" and max(p.stride) > 1:
+        return False
+    h, w = result_shape(p)[2:]
+    return w % 8 == 0 and h % p.stride[0] == 0
+
+
+def considered(p: Problem, gpu: Gpu, general: bool = False) -> Iterator[tuple[float, str, Tiling]]:
+    """(seconds, what bounds them, tiling) by the model of every tiling that `choose` looks at."""
+    classes = classes_of(p, general) if p.layout == "nchw" else (1, 1)
+    layer = any_size(p)
+    found = ways(layer) if countable(p) and not p.batch_as_width else ()
+    kinds: list[tuple[Shuffle | None, bool]] = [(shuffle, False) for shuffle in (None, *found)]
+    if not general and not found and gpu.arch == "90a" and drains(p):
+        kinds.append((None, True))
+    few: list[tuple[Tiling, Clocks, float]] = []
+    for shuffle, drained in kinds:
+        small = () if general else _small_tilings(layer, gpu, p.size, shuffle, drained)
+        if not general and shuffle is None and not drained and narrow_source(p) is not None:
+            small += _small_tilings(layer, gpu, p.size, None, beside=True)
+        for t, clocks in _tilings(layer, gpu, classes, alignment_of(p), shuffle, drained) + small:
+            seconds, bound = seconds_of(t, clocks, p, gpu)
+            spread = _SPREAD if found and shuffle is None and not t.contiguous else 1.0
+            seconds *= spread
+            if bound == "bytes" and t.channels_last and t.sub == (1, 64) and not general:
+                seconds *= _LONG
+            yield seconds, bound, t
+            if not general and t.wgmma and shuffle is None and not drained:
+                few.append((t, clocks, spread))
+    yield from _clustered(few, p, gpu)
+
+
+def _clustered(
+    found: Sequence[tuple[Tiling, Clocks, float]], p: Problem, gpu: Gpu
+) -> Iterator[tuple[float, str, Tiling]]:
+    """Of tilings whose tiles leave multiprocessors idle those that promise most where clusters share the chunks.
+
+    All clusters must run at once: a block has one tile, so a second would begin where the first ends (NOTES: nnunet's
+    gradient for the input in TF32 channels_last, three waves of halves for two of whole tiles, 60 -> 78 us). Nor are
+    those looked at whose loads the model has far too cheap: planes of 32 bytes of a pixel (256->256 k4 s4 on 24 x 24,
+    four blocks, 52 us of 34), halves of rows of several classes (2,048->256 k4 s2 on 32 images of 8 x 6 101 -> 129).
+    ``found``: each with a factor of its seconds.
+    """
+    promising: list[tuple[float, int, int, Tiling, float]] = []
+    for t, clocks, factor in found:
+        tiles = math.prod(t.counts(p)) * t.m_groups
+        cheap = (t.planewise and t.row_bytes == 32) or (t.classed and t.element == 2)
+        if t.split == 2 or t.resident or cheap:
+            continue
+        for cluster in _CLUSTERS:
+            if 2 * cluster <= t.chunks and tiles <= gpu.clusters(cluster):
+                rough = factor * (clocks.tile / cluster + cluster * CLUSTER[1])
+                promising.append((rough, len(promising), cluster, t, factor))
+    for _, _, cluster, t, factor in sorted(promising)[:_PROMISING]:
+        shared = replace(t, cluster=cluster)
+        try:
+            shared.checked(gpu.shared_bytes)
+        except Unfit:
+            continue
+        seconds, bound = seconds_of(shared, tile_clocks(shared, alignment_of(p)), p, gpu)
+        yield factor * seconds * _CLUSTER_HOPE[shared.channels_last], bound, shared
+
+
+@lru_cache(maxsize=256)
+def _tilings(
+    layer: Problem,
+    gpu: Gpu,
+    classes: tuple[int, int] | None,
+    alignment: int,
+    shuffle: Shuffle | None,
+    drained: bool = False,
+) -> tuple[tuple[Tiling, Clocks], ...]:
+    """A layer's tilings with the clocks of their tiles: up to a second once, then a few milliseconds for each size."""
+    return tuple((t, tile_clocks(t, alignment)) for t in _layer_tilings(layer, gpu, classes, shuffle, drained))
+
+
+@lru_cache(maxsize=256)
+def _small_tilings(
+    layer: Problem,
+    gpu: Gpu,
+    size: tuple[int, ...],
+    shuffle: Shuffle | None,
+    drained: bool = False,
+    beside: bool = False,
+) -> tuple[tuple[Tiling, Clocks], ...]:
+    """As `_tilings`, those for this size of the input alone; a few milliseconds."""
+    alignment = alignment_of(layer.with_(size=size))
+    found = candidates(layer, gpu, size=size, shuffle=shuffle, drained=drained, beside=beside)
+    return tuple((t, tile_clocks(t, alignment)) for t in found)
+
+
+@lru_cache(maxsize=256)
+def _layer_tilings(
+    layer: Problem, gpu: Gpu, classes: tuple[int, int] | None, shuffle: Shuffle | None, drained: bool = False
+) -> tuple[Tiling, ...]:
+    return tuple(candidates(layer, gpu, classes=classes, shuffle=shuffle, drained=drained))
