@@ -329,7 +329,7 @@ CASES: dict[str, tuple[str, Callable[[], None]]] = {
     "pairs": ("pairs", lambda: run_choice(pairs, problem(LONE_BACK, "tf32", "nchw", "grad-input"))),
     "pairs-16": ("pairs", lambda: run_choice(pairs, problem(TAPPED_BACK, "bf16", "nchw", "grad-input"))),
     "implicit": ("implicit", lambda: run_implicit(problem(STRIDED, "tf32", "channels_last", "grad-input"), True, 2)),
-    "implicit-turns": ("implicit", lambda: run_implicit(problem(NARROW, "bf16", "channels_last", "fwd"), False, 3)),
+    "implicit-turns": ("implicit", lambda: run_implicit(problem(STRIDED, "bf16", "channels_last", "fwd"), False, 3)),
     "implicit-cluster": ("implicit", lambda: run_implicit(problem(CROSSED, "tf32", "channels_last", "fwd"), True)),
     "phases": ("phases", lambda: run_phases(problem(ODD, "tf32", "nchw", "fwd"), 2)),
     "phases-16": ("phases", lambda: run_phases(problem(NARROW, "bf16", "nchw", "fwd"), 3)),

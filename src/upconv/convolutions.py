@@ -23,6 +23,7 @@ from torch import Tensor
 
 from upconv import calls, cpu, ops, planner
 from upconv.cuda import engine
+from upconv.cuda.costs import weighed
 from upconv.cuda.gpu import Gpu
 from upconv.planner import Plan
 from upconv.problem import Layout, Pass, Precision, Problem, is_channels_last, output_length
@@ -315,7 +316,7 @@ def faster(plan: Plan, pass_: Pass, least: float = 0.0) -> bool:
     choice, gpu = plan.selection(pass_).choice, plan.device.gpu
     if choice is None or gpu is None or choice.seconds < least:
         return False
-    seconds = choice.seconds * (_RELAYOUT if choice.family == "relayout" else 1.0)
+    seconds = max(choice.seconds, weighed(choice)) * (_RELAYOUT if choice.family == "relayout" else 1.0)
     return seconds <= MARGIN * expected(plan.problem, pass_, gpu)
 
 

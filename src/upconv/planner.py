@@ -256,7 +256,8 @@ def _slower(choice: engine.Choice, best: engine.Choice) -> str:
     """Why a choice is not the best one, in a sentence."""
     if choice.seconds >= best.seconds:
         return f"slower: {_modelled(choice)}"
-    return f"slower, as its model hopes and is taken times {weighed(choice) / choice.seconds:.3g}: {_modelled(choice)}"
+    own, other = (f"{1e3 * weighed(one):.3g}" for one in (choice, best))
+    return f"slower, as models hope more or less: {own} ms where {best.family} counts {other}; {_modelled(choice)}"
 
 
 def _no_kernels(p: Problem, device: Device) -> str | None:

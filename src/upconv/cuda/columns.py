@@ -61,6 +61,11 @@ class PixelTile:
         return self.chunk * self.element
 
     @property
+    def exchanges(self) -> bool:
+        """Whether lanes may exchange float32 results with a neighbour, to store 16 bytes each."""
+        return self.element == 4 and self.columns % 16 == 0 and self.channels[1] % 4 == 0
+
+    @property
     def weight_span(self) -> int:
         """Bytes of a row of a box of weights."""
         return self.row_bytes

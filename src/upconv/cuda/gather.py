@@ -197,7 +197,8 @@ class Prepared(BoxedPacks, LazyPacks):
         self._unit, self._boxed_unit = _units(choice)
         # Groups of a channels-last pixel share sectors, so their blocks are to stay abreast (NOTES: kb75's gradient for
         # the input in bfloat16 took 113 us launched beside `pack`, where blocks begin one by one, and 92 behind it). So
-        # are those that memory bounds, once they take long (unet4 TF32 418 and 388 us, bfloat16 218 and 200).
+        # are those that read pairs of lines, which memory bounds, once they take long (unet4 TF32 418 and 388 us,
+        # bfloat16 218 and 200).
         lines = in_two_lines(p) and choice.seconds > _LONG_BESIDE
         abreast = t.channels_last and (p.groups > 1 or lines)
         self._overlaps = t.wgmma and gpu_of(device).capability >= (9, 0) and not abreast

@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 
 from upconv.cuda import jit
-from upconv.cuda.boxes import Five, Tensor5, Words, channels_last, encode, fullest
+from upconv.cuda.boxes import Five, Words, channels_last, encode, fullest
 from upconv.cuda.columns import PRECISIONS, PixelTile, TileChoice, instruction
 from upconv.cuda.costs import cheapest
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.launch import Launcher, as_run
-from upconv.cuda.packs import LazyPacks, Unit, layer_text
+from upconv.cuda.packs import LazyPacks, Unit, layer_text, rows_of_taps
 from upconv.cuda.tiling import MAX_BOX_STEP, any_size, gather_axes, result_shape, source_shape
 from upconv.problem import Problem
 
@@ -41,12 +41,14 @@ _MOST_TAPS = 512  # and phases
 _MOST_COUNTED = 2**30  # tiles, which the kernel counts in 32 bits, a grid beyond the last
 _SIZES = "i" * 14  # `Tile.arguments`
 _CLUSTERS = 2, 4, 8
-_SMALL = 40e-6  # seconds
+_SMALL, _LARGE = 40e-6, 80e-6  # seconds
 _MISSING = 5e-6  # seconds
+_BESIDE_PACK = 40e-6  # seconds of a kernel that begins beside `pack`, at most
 _FEWEST = 32  # channels of a forward's result (of 1 to 24 half of an instruction's clocks wait for pixels)
 _WASTE = 1.04  # columns that all blocks have, of a result's channels
 _TURNED = 64  # channels of the result in a box of weights as a forward's lie
 _SHORT, _LONG = 8, 16  # steps
+_FEW = 1.5  # tiles of each phase that a block has
 _SQUARE = 64  # of a forward's weights, which a block of `pack` turns
 
 
@@ -150,13 +152,14 @@ class Tile(PixelTile):
 
     @property
     def wide_stores(self) -> bool:
-        """Whether lanes exchange float32 results with a neighbour, to store 16 bytes each.
+        """Whether float32 results are stored 16 bytes a lane, where they may be (`exchanges`).
 
         Not where one consumer of a forward stores while the other has long tiles to multiply, which that disturbs
         (NOTES: vae in TF32 245 -> 255 us, unet1 191 -> 200; of short ones unet4 559 -> 446, mrcnn 231 -> 213). Nor of
         clusters, whose blocks then have more to divide.
         """
-        return self.cluster == 1 and (self.halves or not self.forward or self.mean_steps < _LONG)
+        short = self.halves or not self.forward or self.mean_steps < _LONG
+        return self.exchanges and self.cluster == 1 and short
 
     @property
     def turnable(self) -> bool:
@@ -232,7 +235,7 @@ class Tile(PixelTile):
 
     def sorted(self, p: Problem, gpu: Gpu) -> bool:
         """Whether tiles of most taps come first: where blocks have few, and phases differ."""
-        few = self.tiles(p) < len(self.phases) * gpu.multiprocessors
+        few = self.tiles(p) < _FEW * len(self.phases) * gpu.multiprocessors
         return not self.even and (few or self.cluster > 1)
 
     def order(self, p: Problem, gpu: Gpu) -> tuple[int, int]:
@@ -242,14 +245,21 @@ class Tile(PixelTile):
         Where the latter are more than the pixels, in 3-D, all blocks have one phase at a time. How many side by side,
         with weights that blocks share, is as measured (NOTES: TF32, one and four or eight: unet1 227 and 185 us,
         1,024->512 k4 s2 on 64 of 4 x 4 61 and 48; 256->256 k3 s2 on 64 x 64 256 and 248; 3-D 128->64 k4 s2 on 16^3 480
-        and 576, 128->64 k3 s2 on 32^3 131 and 145; 256->256 k4 s2 on 4 x 16 x 16, bfloat16, 67, all 50).
+        and 576, 128->64 k3 s2 on 32^3 131 and 145; 256->256 k4 s2 on 4 x 16 x 16, bfloat16, 67, all 50). Where phases
+        differ, eight only if a block comes to all of them again and again.
         """
-        blocks = max(1, gpu.multiprocessors // self.column_blocks)
-        turn = max(1, blocks // len(self.phases))
+        blocks, of = max(1, gpu.multiprocessors // self.column_blocks), len(self.phases)
+        # From tile to tile a block's phase moves on by as much as the blocks leave beyond whole rounds, or one more.
+        turn = _MOST_COUNTED if math.gcd(blocks, of) == 1 else max(1, blocks // of)
         if self.sorted(p, gpu):
             return _MOST_COUNTED, _MOST_COUNTED
+        if p.rank < 3 and self.even:
+            return 4, turn
         if p.rank < 3:
-            return (4, turn) if self.even else (8, _MOST_COUNTED)
+            apart = blocks % (8 * of)  # a block's next tile, among those of eight places
+            stays = -(-8 // apart) if apart else 0  # tiles of a block until its phase is another
+            rounds = self.tiles(p) // gpu.multiprocessors // of
+            return (8, _MOST_COUNTED) if apart and math.gcd(apart, 8 * of) <= 8 and rounds >= stays else (1, turn)
         if math.prod(p.weight_shape) > math.prod(source_shape(p)):
             return blocks, _MOST_COUNTED
         return 1, turn
@@ -282,7 +292,7 @@ class Choice(TileChoice[Tile]):
         if self.tile.forward:
             hope = 1.1
             if self.tile.element == 2:
-                hope = 1.35 if self.tile.mean_steps < _SHORT else 1.2 if self.seconds > 2 * _SMALL else 1.1
+                hope = 1.35 if self.tile.mean_steps < _SHORT else 1.2 if self.seconds > _LARGE else 1.1
             return hope - _MISSING / self.seconds
         return 0.95 if self.bound != "bytes" and self.seconds < _SMALL else 1.0
 
@@ -297,7 +307,7 @@ class Choice(TileChoice[Tile]):
     @property
     def summary(self) -> str:
         t = self.tile
-        phases = f", {len(t.phases)} phases in turn" if len(t.phases) > 1 else ""
+        phases = f", tiles of {len(t.phases)} phases" if len(t.phases) > 1 else ""
         shared = f", steps shared by clusters of {t.cluster} that add up their sums" if t.cluster > 1 else ""
         return (
             f"implicit GEMM, channels last: wgmma {t.problem.precision}, tile of "
@@ -334,9 +344,10 @@ class Prepared(LazyPacks):
         self._boxed_unit = (*turned, None)[0] if t.forward else self._unit  # which reads both
         self._grid, self._sizes, self._tiling = choice.grid, as_run(_SIZES, t.arguments(p, choice.gpu)), t
         self._tails: dict[int, Words] = {}
+        self._maps: dict[tuple[int, bool], Words] = {}
         # Blocks that begin one by one beside `pack` lose touch with those that read the same pixels and weights (NOTES:
         # 256->256 k4 s2 on 16 of 32 x 32 in TF32 126 us beside it, 102 behind).
-        self._overlaps = choice.seconds < _SMALL
+        self._overlaps = choice.seconds < _BESIDE_PACK
         self.packing = ("implicit", p.precision, p.pass_, t.turnable)
         """What `pack`'s result depends on beside the weight."""
         if not turned:
@@ -364,6 +375,13 @@ class Prepared(LazyPacks):
         assert self._boxed_unit is not None
         return self._load_implicit(self._boxed_unit)
 
+    def _map_of_weights(self, address: int, turned: bool) -> Words:
+        found = self._maps.get((address, turned))
+        if found is None:
+            t, p = self._tiling, self._problem
+            found = self._kept(self._maps, (address, turned), lambda: [weight_map(t, p, address, turned)])
+        return found
+
     def run(self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, fresh: bool = False) -> None:
         """Launches the kernel: ``x``, the source, and ``out``, the result, dense in channels_last.
 
@@ -383,14 +401,9 @@ class Prepared(LazyPacks):
         if tail is None:
             t, p = self._tiling, self._problem
             tail = self._kept(self._tails, address, lambda: [self._sizes, tensor_map(t, p, address)])
-        weights = packed.data_ptr()
-        turned = self._tiling.forward and packed.dtype is not torch.int32
-        found = self._weight_maps.get(weights + turned)
-        if found is None:
-            t, p = self._tiling, self._problem
-            found = self._kept(self._weight_maps, weights + turned, lambda: [weight_map(t, p, weights, turned)])
+        weights, turned = packed.data_ptr(), self._tiling.forward and packed.dtype is not torch.int32
         run = self._run_turned if turned else self._run
-        given = out.data_ptr(), self._bias_of(weights, bias), tail, found
+        given = out.data_ptr(), self._bias_of(weights, bias), tail, self._map_of_weights(weights, turned)
         run(self._device, self._grid, given, fresh and self._overlaps)
 
 
@@ -415,9 +428,8 @@ def weight_map(t: Tile, p: Problem, address: int, turned: bool = False) -> Words
 
     A gradient's channels-last weights lie so. ``turned``: over a forward's, whose rows are of channels of the result.
     """
-    inner, outer = reversed(t.channels) if turned else t.channels
-    row = p.taps * inner * t.element
-    tensor = Tensor5(0, (inner, p.taps, outer, 1, 1), (inner * t.element, row, outer * row, outer * row))
+    channels, columns = t.channels
+    tensor = rows_of_taps(p, channels, columns) if turned else rows_of_taps(p, columns, channels)
     box, span = ((_TURNED, 1, t.chunk, 1, 1), 128) if turned else (t.weight_box, t.weight_span)
     return encode(tensor, address, p.dtype, box, (1,) * 5, span, p.precision == "tf32")
 
@@ -445,7 +457,7 @@ def refusal(p: Problem, gpu: Gpu) -> str | None:
         return f"{math.prod(p.stride)} phases are more than the {_MOST_TAPS} of the kernel's tables"
     if source_shape(p)[1] * p.dtype.itemsize % 16:
         return "boxes want pixels of whole 16 bytes"
-    if math.prod(p.weight_shape) * p.dtype.itemsize >= 2**35:
+    if math.prod(p.weight_shape) * p.dtype.itemsize >= 2**35 or source_shape(p)[1] * p.taps >= 2**31:
         return "units of the weight are counted in 32 bits, which 2^31 of 16 bytes are too many for"
     return None
 
@@ -580,7 +592,7 @@ def _choose(p: Problem, gpu: Gpu) -> Choice | str:
     if refused:
         return refused
     if p.pass_ == "fwd" and p.out_channels < _FEWEST:
-        return f"{p.out_channels} columns leave a matrix instruction waiting for its pixels"
+        return f"of {p.out_channels} channels a matrix instruction waits for its pixels"
     every = (t for whole in candidates(any_size(p), gpu) for t in (whole, *_clustered(whole, p, gpu)))
     return cheapest((t for t in every if t.tiles(p) < _MOST_COUNTED), p, gpu, estimate, Choice) or (
         "no tile's stages fit in shared memory, or its tiles are too many to count"

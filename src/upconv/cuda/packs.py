@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +16,8 @@ from upconv.cuda.gpu import gpu as gpu_of
 from upconv.cuda.launch import Launcher, bind
 from upconv.cuda.tiling import PACK_THREADS
 from upconv.problem import Problem
+
+K = TypeVar("K")
 
 _LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # by dimensions
 
@@ -99,7 +101,7 @@ class Packs:
         last = _LAST.get(weight.dim())  # the problem may have a dimension more (`Problem.abreast`)
         return last is not None and weight.is_contiguous(memory_format=last)
 
-    def _kept(self, kept: dict[int, Words], address: int, encoded: Callable[[], list[Words]]) -> Words:
+    def _kept(self, kept: dict[K, Words], address: K, encoded: Callable[[], list[Words]]) -> Words:
         if len(kept) >= 256:  # allocations come back to the same addresses; 128 bytes each
             kept.clear()
         bind(self._device)  # encoding wants a context
@@ -185,11 +187,16 @@ class BoxedWeights(Protocol):
     def weight_box(self) -> Five: ...
 
 
+def rows_of_taps(p: Problem, rows: int, channels: int) -> Tensor5:
+    """Weights that are ``rows`` of taps, each of ``channels`` side by side."""
+    size = p.dtype.itemsize
+    row = p.taps * channels * size
+    return Tensor5(0, (channels, p.taps, rows, 1, 1), (channels * size, row, rows * row, rows * row))
+
+
 def weight_map(t: BoxedWeights, p: Problem, address: int) -> Words:
     """A ``CUtensorMap`` over channels-last weights, with a box of a tap's for a chunk, as 16 signed words."""
-    rows, channels, *_ = p.weight_shape
-    row = p.taps * channels * t.element
-    tensor = Tensor5(0, (channels, p.taps, rows, 1, 1), (channels * t.element, row, rows * row, rows * row))
+    tensor = rows_of_taps(p, *p.weight_shape[:2])
     return encode(tensor, address, p.dtype, t.weight_box, (1,) * 5, t.weight_span, p.precision == "tf32")
 
 

@@ -207,7 +207,7 @@ class Tile(PixelTile):
             "SUB_W": self.sub_w,
             "CONSUMERS": self.consumers,
             "STAGES": self.stages,
-            "WIDE_STORES": 1,
+            "WIDE_STORES": int(self.exchanges),
             "STAGE_BYTES": self.stage_bytes,
             "TAPS": len(taps),
             "PLANES": len(self.planes),

@@ -13,9 +13,7 @@ __device__ __forceinline__ u32 bits_of(float v) {
 #endif
 
 // Columns that are stored together, each by a lane of four; of 16 lanes exchange some before.
-#if WIDE_STORES && ELEMENT == 4 && COLUMNS % 16 == 0 && COUT % 4 == 0
-#define UNIT 16
-#elif ELEMENT == 2 && COLUMNS % 16 == 0 && COUT % 4 == 0
+#if WIDE_STORES || (ELEMENT == 2 && COLUMNS % 16 == 0 && COUT % 4 == 0)
 #define UNIT 16
 #else
 #define UNIT 8
