@@ -27,7 +27,7 @@ from upconv.bench import timing
 from upconv.bench.suites import SUITES, parse_layer
 from upconv.bench.timing import precision_flags
 from upconv.cli import app
-from upconv.cuda import direct, direct_wgrad, gather, jit, staged, wgrad, wgrad_costs
+from upconv.cuda import direct, direct_wgrad, gather, jit, packs, staged, wgrad, wgrad_costs
 from upconv.cuda.gpu import A100, H200, RTX4090, Gpu
 from upconv.export import (
     check,
@@ -294,11 +294,12 @@ made: list[Recorder] = []
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Recorder]:
     made.clear()
-    for family in (gather, direct, wgrad, direct_wgrad, staged):
+    for family in (packs, gather, direct, wgrad, direct_wgrad, staged):
         monkeypatch.setattr(family, "Launcher", Recorder)
         monkeypatch.setattr(family, "gpu_of", lambda device: H200)
-    for family in (gather, wgrad):
+    for family in (packs, gather, wgrad):
         monkeypatch.setattr(family, "encode", lambda *arguments, **named: bytes(128))
+    for family in (packs, wgrad):
         monkeypatch.setattr(family, "bind", lambda device: None)
     monkeypatch.setattr(wgrad, "alone", lambda t, splits, gpu: False)  # files have the two steps
     monkeypatch.setattr(jit, "kernel", lambda text, entry, arch, label: entry)

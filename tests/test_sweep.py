@@ -144,7 +144,8 @@ def test_a_model_that_hopes_is_said_to() -> None:
     assert found.name == "gather" and found.choice is not None and not isinstance(other, str)
     assert other.seconds < found.choice.seconds < 1.15 * other.seconds
     (reason,) = (c.reason for c in found.candidates if c.name == "sweep")
-    assert reason.startswith("slower, as its model hopes and is taken times 1.15: ")
+    own, chosen = 1.15e3 * other.seconds, 1e3 * found.choice.seconds
+    assert reason.startswith(f"slower, as models hope more or less: {own:.3g} ms where gather counts {chosen:.3g}; ")
 
 
 def test_what_registers_and_shared_memory_cannot_hold_is_unfit() -> None:

@@ -41,13 +41,13 @@ _MOST_TAPS = 512  # and phases
 _MOST_COUNTED = 2**30  # tiles, which the kernel counts in 32 bits, a grid beyond the last
 _SIZES = "i" * 14  # `Tile.arguments`
 _CLUSTERS = 2, 4, 8
-_SMALL, _LARGE = 40e-6, 80e-6  # seconds
-_MISSING = 5e-6  # seconds
+_SMALL, _LARGE = 40e-6, 80e-6  # seconds, up to which and from which on the model hopes otherwise (`Choice.margin`)
+_MISSING = 5e-6  # seconds that the gather-GEMM's model lacks for forwards in channels_last
 _BESIDE_PACK = 40e-6  # seconds of a kernel that begins beside `pack`, at most
 _FEWEST = 32  # channels of a forward's result (of 1 to 24 half of an instruction's clocks wait for pixels)
 _WASTE = 1.04  # columns that all blocks have, of a result's channels
 _TURNED = 64  # channels of the result in a box of weights as a forward's lie
-_SHORT, _LONG = 8, 16  # steps
+_SHORT, _LONG = 8, 16  # steps of a tile: below, stores are what it waits for; from then on they have time
 _FEW = 1.5  # tiles of each phase that a block has
 _SQUARE = 64  # of a forward's weights, which a block of `pack` turns
 
