@@ -40,7 +40,7 @@ from upconv.cuda import (
     wgrad,
 )
 from upconv.cuda.gpu import A100, gpu
-from upconv.cuda.tiling import MAX_CLUSTER
+from upconv.cuda.tiling import MAX_CLUSTER, result_shape, source_shape
 from upconv.cuda.wgrad_tiling import WarpgroupTiling
 from upconv.problem import Layout, Pass, Precision, Problem
 
@@ -151,6 +151,15 @@ def tensor(shape: tuple[int, ...], p: Problem) -> torch.Tensor:
     return found.contiguous(memory_format=torch.channels_last) if last else found
 
 
+def run_prepared(prepared: Any, p: Problem, packing: bool = False) -> None:
+    """A choice's kernels on random operands; ``packing``: by the one that packs the weights itself."""
+    x, weight, out = (tensor(shape, p) for shape in (source_shape(p), p.weight_shape, result_shape(p)))
+    if packing:
+        prepared.run_packing(x, weight, None, out)
+    else:
+        prepared.run(x, prepared.pack(weight), None, out)
+
+
 def run_gather(p: Problem, wanted: Callable[[Any], bool], packing: bool = False, again: bool = False) -> None:
     """The first tiling of a kind. ``packing``: by the kernel that packs the weights itself. ``again``: blocks have
     three tiles and more.
@@ -161,19 +170,14 @@ def run_gather(p: Problem, wanted: Callable[[Any], bool], packing: bool = False,
     if again and tiling.arguments(p)[-1] < 3 * choice.grid:
         raise RuntimeError(f"{tiling.arguments(p)[-1]} tiles give {choice.grid} blocks no third one")
     prepared = choice.prepare(0)
-    shapes = (p.input_shape, p.output_shape) if p.pass_ == "fwd" else (p.output_shape, p.input_shape)
-    x, out = (tensor(shape, p) for shape in shapes)
-    if packing:
-        prepared.run_packing(x, tensor(p.weight_shape, p), None, out)
-    else:
-        prepared.run(x, prepared.pack(tensor(p.weight_shape, p)), None, out)
+    run_prepared(prepared, p, packing)
 
 
 def run_sweep(p: Problem, wanted: Callable[[sweep.Sweep], bool]) -> None:
     """The first sweep of a kind."""
     found = next(s for s in sweep.candidates(p, gpu(0)) if wanted(s))
     prepared = sweep.Choice(found, p, gpu(0), 0.0, "").prepare(0)
-    prepared.run(tensor(p.input_shape, p), prepared.pack(tensor(p.weight_shape, p)), None, tensor(p.output_shape, p))
+    run_prepared(prepared, p)
 
 
 def run_choice(family: Any, p: Problem) -> None:
@@ -182,9 +186,7 @@ def run_choice(family: Any, p: Problem) -> None:
     if isinstance(found, str):
         raise RuntimeError(found)
     prepared = found.prepare(0)
-    shapes = (p.input_shape, p.output_shape) if p.pass_ == "fwd" else (p.output_shape, p.input_shape)
-    x, out = (tensor(shape, p) for shape in shapes)
-    prepared.run(x, prepared.pack(tensor(p.weight_shape, p)), None, out)
+    run_prepared(prepared, p)
 
 
 def run_pixels(p: Problem, consumers: int, stages: int) -> None:
@@ -195,7 +197,7 @@ def run_pixels(p: Problem, consumers: int, stages: int) -> None:
     if tile.tiles(p) < 2 * consumers * choice.grid:
         raise RuntimeError(f"{tile.tiles(p)} tiles give no consumer of {choice.grid} blocks a second one")
     prepared = choice.prepare(0)
-    prepared.run(tensor(p.output_shape, p), prepared.pack(tensor(p.weight_shape, p)), None, tensor(p.input_shape, p))
+    run_prepared(prepared, p)
 
 
 def run_implicit(p: Problem, halves: bool, stages: int = 0) -> None:
@@ -207,9 +209,7 @@ def run_implicit(p: Problem, halves: bool, stages: int = 0) -> None:
     if stages and tile.tiles(p) < 4 * choice.grid:
         raise RuntimeError(f"{tile.tiles(p)} tiles give no consumer of {choice.grid} blocks a second one")
     prepared = choice.prepare(0)
-    shapes = (p.input_shape, p.output_shape) if p.pass_ == "fwd" else (p.output_shape, p.input_shape)
-    x, out = (tensor(shape, p) for shape in shapes)
-    prepared.run(x, prepared.pack(tensor(p.weight_shape, p)), None, out)
+    run_prepared(prepared, p)
 
 
 def run_phases(p: Problem, stages: int) -> None:
@@ -220,7 +220,7 @@ def run_phases(p: Problem, stages: int) -> None:
     if tile.tiles(p) < 2 * phases.CONSUMERS * choice.grid:
         raise RuntimeError(f"{tile.tiles(p)} tiles give no consumer of {choice.grid} blocks a second one")
     prepared = choice.prepare(0)
-    prepared.run(tensor(p.input_shape, p), prepared.pack(tensor(p.weight_shape, p)), None, tensor(p.output_shape, p))
+    run_prepared(prepared, p)
 
 
 def run_wgrad(

@@ -316,6 +316,7 @@ def faster(plan: Plan, pass_: Pass, least: float = 0.0) -> bool:
     choice, gpu = plan.selection(pass_).choice, plan.device.gpu
     if choice is None or gpu is None or choice.seconds < least:
         return False
+    # By what its model says, or what it is taken for beside other families', whichever is more.
     seconds = max(choice.seconds, weighed(choice)) * (_RELAYOUT if choice.family == "relayout" else 1.0)
     return seconds <= MARGIN * expected(plan.problem, pass_, gpu)
 

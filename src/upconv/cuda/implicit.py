@@ -11,7 +11,7 @@ phase, whose K is the phase's taps.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate, product
@@ -27,7 +27,7 @@ from upconv.cuda.costs import cheapest
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.launch import Launcher, as_run
 from upconv.cuda.packs import LazyPacks, Unit, layer_text, rows_of_taps
-from upconv.cuda.tiling import MAX_BOX_STEP, any_size, gather_axes, result_shape, source_shape
+from upconv.cuda.tiling import MAX_BOX_STEP, any_size, gather_axes, result_shape, source_shape, table
 from upconv.problem import Problem
 
 _CONSUMERS = 2
@@ -192,10 +192,6 @@ class Tile(PixelTile):
             "CONSUMER_REGISTERS": _REGISTERS[1],
             "SHARED_BYTES_PLANNED": self.shared_bytes,
         }
-
-        def table(values: Iterable[int]) -> str:
-            return "{" + ",".join(map(str, values)) + "}"
-
         taps = [tap for phase in self.phases for tap in phase.taps]
         of_source, of_result = self.steps_between
         for axis, name in enumerate("DHW"):
@@ -344,7 +340,6 @@ class Prepared(LazyPacks):
         self._boxed_unit = (*turned, None)[0] if t.forward else self._unit  # which reads both
         self._grid, self._sizes, self._tiling = choice.grid, as_run(_SIZES, t.arguments(p, choice.gpu)), t
         self._tails: dict[int, Words] = {}
-        self._maps: dict[tuple[int, bool], Words] = {}
         # Blocks that begin one by one beside `pack` lose touch with those that read the same pixels and weights (NOTES:
         # 256->256 k4 s2 on 16 of 32 x 32 in TF32 126 us beside it, 102 behind).
         self._overlaps = choice.seconds < _BESIDE_PACK
@@ -375,13 +370,6 @@ class Prepared(LazyPacks):
         assert self._boxed_unit is not None
         return self._load_implicit(self._boxed_unit)
 
-    def _map_of_weights(self, address: int, turned: bool) -> Words:
-        found = self._maps.get((address, turned))
-        if found is None:
-            t, p = self._tiling, self._problem
-            found = self._kept(self._maps, (address, turned), lambda: [weight_map(t, p, address, turned)])
-        return found
-
     def run(self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, fresh: bool = False) -> None:
         """Launches the kernel: ``x``, the source, and ``out``, the result, dense in channels_last.
 
@@ -402,8 +390,8 @@ class Prepared(LazyPacks):
             t, p = self._tiling, self._problem
             tail = self._kept(self._tails, address, lambda: [self._sizes, tensor_map(t, p, address)])
         weights, turned = packed.data_ptr(), self._tiling.forward and packed.dtype is not torch.int32
-        run = self._run_turned if turned else self._run
-        given = out.data_ptr(), self._bias_of(weights, bias), tail, self._map_of_weights(weights, turned)
+        run, of = (self._run_turned, turned_map) if turned else (self._run, packed_map)
+        given = out.data_ptr(), self._bias_of(weights, bias), tail, self._weight_map(weights, of)
         run(self._device, self._grid, given, fresh and self._overlaps)
 
 
@@ -423,15 +411,20 @@ def tensor_map(t: Tile, p: Problem, address: int) -> Words:
     )  # fmt: skip
 
 
-def weight_map(t: Tile, p: Problem, address: int, turned: bool = False) -> Words:
+def packed_map(t: Tile, p: Problem, address: int) -> Words:
     """A ``CUtensorMap`` over weights as `pack` leaves them, with a box of a tap's for a chunk, as 16 signed words.
 
-    A gradient's channels-last weights lie so. ``turned``: over a forward's, whose rows are of channels of the result.
+    A gradient's channels-last weights lie so.
     """
     channels, columns = t.channels
-    tensor = rows_of_taps(p, channels, columns) if turned else rows_of_taps(p, columns, channels)
-    box, span = ((_TURNED, 1, t.chunk, 1, 1), 128) if turned else (t.weight_box, t.weight_span)
-    return encode(tensor, address, p.dtype, box, (1,) * 5, span, p.precision == "tf32")
+    tensor = rows_of_taps(p, columns, channels)
+    return encode(tensor, address, p.dtype, t.weight_box, (1,) * 5, t.weight_span, p.precision == "tf32")
+
+
+def turned_map(t: Tile, p: Problem, address: int) -> Words:
+    """The same over a forward's channels-last weights of 16 bits, whose rows are of channels of the result."""
+    channels, columns = t.channels
+    return encode(rows_of_taps(p, channels, columns), address, p.dtype, (_TURNED, 1, t.chunk, 1, 1), (1,) * 5, 128)
 
 
 # --- candidates ------------------------------------------------------------------------------------------------------

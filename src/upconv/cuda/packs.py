@@ -125,7 +125,7 @@ class LazyPacks(Packs):
 
     def __init__(self, p: Problem, device: int, words: int, blocks: int) -> None:
         super().__init__(p, device, words, blocks)
-        self._weight_maps: dict[int, Words] = {}
+        self._weight_maps: dict[tuple[int, Callable[..., Words]], Words] = {}
 
     @property
     def _launchers(self) -> tuple[str, ...]:
@@ -165,12 +165,12 @@ class LazyPacks(Packs):
     def _pack_float(self) -> Launcher:
         return self._load_pack_float(self._unit)
 
-    def _weight_map(self, address: int) -> Words:
-        """The tensor maps of weights that need no packing, as `_kept`."""
-        found = self._weight_maps.get(address)
+    def _weight_map(self, address: int, of: Callable[[Any, Problem, int], Words] | None = None) -> Words:
+        """The tensor map of weights that boxes bring, as ``of`` has it, else `weight_map`; as `_kept`."""
+        key = address, of or weight_map
+        found = self._weight_maps.get(key)
         if found is None:
-            t, p = self._tiling, self._problem
-            found = self._kept(self._weight_maps, address, lambda: [weight_map(t, p, address)])
+            found = self._kept(self._weight_maps, key, lambda: [key[1](self._tiling, self._problem, address)])
         return found
 
 

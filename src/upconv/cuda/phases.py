@@ -20,7 +20,7 @@ from upconv.cuda.costs import LAUNCH, cheapest
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.one_mapped import OneMappedChoice
 from upconv.cuda.shuffle import Triple
-from upconv.cuda.tiling import PACK_THREADS, Unfit, any_size, gather_axes
+from upconv.cuda.tiling import PACK_THREADS, Unfit, any_size, gather_axes, table
 from upconv.problem import Problem
 
 CONSUMERS = 2
@@ -259,9 +259,6 @@ class Tile:
             firsts.append(firsts[-1] + len(of_row))
         for s in self.shifts:
             before.append(before[-1] + len(s.taps) * self.co_columns)
-
-        def table(values: list[int]) -> str:
-            return "{" + ", ".join(map(str, values)) + "}"
 
         found: dict[str, int | float | str] = {
             "PRECISION": PRECISIONS[p.precision],

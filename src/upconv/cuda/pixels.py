@@ -24,7 +24,16 @@ from upconv.cuda.costs import LAUNCH, cheapest
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.launch import Launcher, as_run
 from upconv.cuda.packs import LazyPacks, Unit, layer_text
-from upconv.cuda.tiling import PACK_THREADS, Unfit, any_size, gather_axes, positions, result_shape, source_shape
+from upconv.cuda.tiling import (
+    PACK_THREADS,
+    Unfit,
+    any_size,
+    gather_axes,
+    positions,
+    result_shape,
+    source_shape,
+    table,
+)
 from upconv.problem import Problem
 
 _REGISTERS = {2: (40, 232), 3: (32, 160), 4: (24, 112)}
@@ -192,9 +201,6 @@ class Tile(PixelTile):
         def row(plane: Plane, shift: tuple[int, int, int]) -> int:
             (_, rows, pitch), (d, h, w) = self.extents(plane), shift
             return (d * rows + h) * pitch + w
-
-        def table(values: Iterator[int] | list[int]) -> str:
-            return "{" + ", ".join(map(str, values)) + "}"
 
         found: dict[str, int | float | str] = {
             "PRECISION": PRECISIONS[self.problem.precision],

@@ -1214,33 +1214,33 @@ class Tiling:
             "PLANE": self.plane,
             "STRIDED_BOX": int(self.strided_box),
             "PLANES": len(self.planes) if self.strided_box else len(self.residues),
-            "RESIDUES": _list(w for _, _, w in self.planes) if self.strided_box else _list(self.residues),
+            "RESIDUES": table(w for _, _, w in self.planes) if self.strided_box else table(self.residues),
             "PLANE_BARRIERS": self.plane_barriers,
-            "PLANES_OF_ENTRIES": _list(self.plane_of(off) if self.planewise else 0 for off, _ in flat),
-            "PLANES_D": _list(d for d, _, _ in self.planes),
-            "PLANES_H": _list(h for _, h, _ in self.planes),
+            "PLANES_OF_ENTRIES": table(self.plane_of(off) if self.planewise else 0 for off, _ in flat),
+            "PLANES_D": table(d for d, _, _ in self.planes),
+            "PLANES_H": table(h for _, h, _ in self.planes),
             "TAPS_UNROLLED": self.taps_unrolled,
             "TAPS_LEFT": int(any(len(b) % self.taps_unrolled for blocks in self.entries for b in blocks)),
             "STRAIGHT": int(self.straight),
             "STRETCHES": len(numbers),
-            "FIRST_OF_STRETCHES": _list(numbers),
-            "STRETCHES_OF": _list(numbers[first] for first, _ in stretches),
-            "VARIANT_ROWS": _list(shift for _, shift in stretches),
+            "FIRST_OF_STRETCHES": table(numbers),
+            "STRETCHES_OF": table(numbers[first] for first, _ in stretches),
+            "VARIANT_ROWS": table(shift for _, shift in stretches),
             "FRAGMENT_SETS": self.fragment_sets,
             "CONTINUED": int(self.continued),
             # Both warpgroups of each kind together have a block's 65,536.
             "PRODUCER_REGISTERS": producer_registers,
             "CONSUMER_REGISTERS": 256 - producer_registers,
             "SHARED_BYTES_PLANNED": self.shared_bytes,
-            "TAP_ROWS": _list(self.shift(off) for off, _ in flat),
-            "TAP_INDICES": _list(t for _, taps in flat for t in taps),
-            "ENTRIES": _list(bounds),
-            "SUBS_D": _list(ud for pairs, _ in self.variants for ud, _ in pairs),
-            "SUBS_H": _list(uh for pairs, _ in self.variants for _, uh in pairs),
-            "SUBS_W": _list(u for _, u in self.variants),
-            "OFFSETS_D": _list(rows_d),
-            "OFFSETS_H": _list(rows_h),
-            "BLOCKS_OF_W": _list(self.blocks_of_w),
+            "TAP_ROWS": table(self.shift(off) for off, _ in flat),
+            "TAP_INDICES": table(t for _, taps in flat for t in taps),
+            "ENTRIES": table(bounds),
+            "SUBS_D": table(ud for pairs, _ in self.variants for ud, _ in pairs),
+            "SUBS_H": table(uh for pairs, _ in self.variants for _, uh in pairs),
+            "SUBS_W": table(u for _, u in self.variants),
+            "OFFSETS_D": table(rows_d),
+            "OFFSETS_H": table(rows_h),
+            "BLOCKS_OF_W": table(self.blocks_of_w),
             "BARE": int(bool(self.bare)),
             "SHUFFLED": int(self.shuffle is not None),
         }
@@ -1249,9 +1249,9 @@ class Tiling:
         names["TILE_N"] = self.tile[0]
         if self.bare:
             bare = [one for of_variant in self.bare for one in of_variant]
-            names["BARES"] = _list(accumulate(map(len, self.bare), initial=0))
+            names["BARES"] = table(accumulate(map(len, self.bare), initial=0))
             for name in ("d", "h", "w", "rows"):
-                names[f"BARES_{name.upper()}"] = _list(getattr(one, name) for one in bare)
+                names[f"BARES_{name.upper()}"] = table(getattr(one, name) for one in bare)
         return names if self.shuffle is None else names | self.shuffle.macros()
 
     # --- sizes, which are run-time arguments -------------------------------------------------------------------------
@@ -1279,7 +1279,8 @@ class Tiling:
         )
 
 
-def _list(values: Iterable[int]) -> str:
+def table(values: Iterable[int]) -> str:
+    """A macro's value that initialises an array of a kernel's."""
     return "{" + ",".join(str(v) for v in values) + "}"
 
 
