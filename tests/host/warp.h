@@ -52,6 +52,7 @@ struct alignas(8) Pair { u32 v[2]; };
 struct alignas(16) Quad { u32 v[4]; };
 static float load_shared_f32(u32 a) { return load_shared<float>(a); }
 static u32 load_shared_u32(u32 a) { return load_shared<u32>(a); }
+static u32 load_shared_u32_if(u32 a, bool ok) { return ok ? load_shared<u32>(a) : 0; }
 static u32 load_shared_u16(u32 a) { return load_shared<u16>(a); }
 static void load_shared_64(u32 (&v)[4], u32 a) {
   Pair p = load_shared<Pair>(a);

@@ -51,6 +51,27 @@ __device__ __forceinline__ void store_of_pixel(char* to, const u32 (&v)[4], int 
 }
 #endif
 
+// The block of a W sub-position, -1: it has no taps. Up to 16 are one number, of four bits each: what a table has is known behind the
+// unrolling of all that looks it up alone, until when a compiler keeps all sums in memory (NOTES: vae TF32 1.9 -> 1.2 s to compile).
+#if W_SUBS <= 16
+__device__ constexpr u64 packed_blocks() {
+  constexpr signed char blocks[] = BLOCKS_OF_W;
+  u64 packed = 0;
+  for (int u = 0; u < W_SUBS; u++) packed |= (u64)(blocks[u] + 1) << 4 * u;
+  return packed;
+}
+static_assert(MB < 15, "four bits name a block");
+__device__ __forceinline__ constexpr int block_of_w(int u) {
+  constexpr u64 packed = packed_blocks();
+  return (int)(packed >> 4 * u & 15) - 1;
+}
+#else
+__device__ __forceinline__ constexpr int block_of_w(int u) {
+  constexpr signed char blocks[] = BLOCKS_OF_W;
+  return blocks[u];
+}
+#endif
+
 // A warp's 16 rows of M are output channels of one (d, h) sub-position (ROWS_PER_SUB is 64, 32 or 16).
 struct Slab {
   int cout, couts;                                      // first channel in the group, and how many of the 16 exist
@@ -278,18 +299,27 @@ __device__ __forceinline__ void store_beside(char* to, long long plane, int rows
 // bytes whose parts are stored at different times costs as much as 5 to 10 whole ones (NOTES: loads and stores of kb57
 // with rows of 1026 outputs 2.15 ms, of 1024 1.44; 16 bytes a lane and the ends of rows by themselves, as below, 2.00 -> 2.20 ms).
 __device__ __forceinline__ void store_sectors(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
-  u32 first = (u32)(u64)to, step = (u32)plane;
 #pragma unroll
-  for (int i = 0; i < (OUTPUTS + 38) / 32; i++) {
-    u32 v[8];
-    int at[8];                                          // the lane's output of each row; some are before or behind it
+  for (int half = 0; half < 2; half++) {                // four rows at a time: where they are stays in registers
+    char* row[4];
+    u32 from[4];
+    int at[4];                                          // the lane's first output of each row; some are before or behind it
 #pragma unroll
-    for (int r = 0; r < 8; r++) {
-      at[r] = (lane + 32 * i) * 4 - (int)((first + r * step) & 31);
-      v[r] = load_shared_u32(buffer + r * RUN_PITCH + ((u32)at[r] < (u32)end ? at[r] : 0));
+    for (int k = 0; k < 4; k++) {
+      int r = 4 * half + k;
+      char* begin = to + r * plane;
+      at[k] = lane * 4 - ((int)(u64)begin & 31);
+      row[k] = begin + at[k], from[k] = buffer + r * RUN_PITCH + at[k];
+      if (COUT_G % 16 && r >= rows) at[k] = 1 << 20;
     }
 #pragma unroll
-    for (int r = 0; r < 8; r++) store_global_if(to + r * plane + at[r], v[r], (u32)at[r] < (u32)end && (COUT_G % 16 == 0 || r < rows));
+    for (int i = 0; i < (OUTPUTS + 38) / 32; i++) {
+      u32 v[4];
+#pragma unroll
+      for (int k = 0; k < 4; k++) v[k] = load_shared_u32_if(from[k] + i * 128, i ? at[k] < end - i * 128 : (u32)at[k] < (u32)end);
+#pragma unroll
+      for (int k = 0; k < 4; k++) store_global_if(row[k] + i * 128, v[k], i ? at[k] < end - i * 128 : (u32)at[k] < (u32)end);
+    }
   }
 }
 #else
@@ -350,7 +380,6 @@ __device__ __forceinline__ u32 place_in_round(int p, int unit) {
 
 // W sub-position u of runs i ... of subtiles RUN_FIRST(r) ...: a warp's outputs to its team's buffer.
 __device__ __forceinline__ void put_round(float (&acc)[MB][NB][32], float (&bias)[2], int r, int i, int u, u32 buffer, int warp, int lane) {
-  constexpr signed char blocks[] = BLOCKS_OF_W;         // the block of a W sub-position, -1: it has no taps
 #if ELEMENT == 4
   int g = lane >> 2, q = lane & 3;
 #pragma unroll
@@ -361,7 +390,7 @@ __device__ __forceinline__ void put_round(float (&acc)[MB][NB][32], float (&bias
 #pragma unroll
       for (int c = 0; c < 2; c++)
         store_shared_f32(buffer + place_in_round(m * 8 + 2 * q + c, warp * 4 + 2 * h + (g >> 2)) + (g & 3) * 4,
-                         blocks[u] < 0 ? bias[h] : acc[blocks[u] < 0 ? 0 : blocks[u]][nb][4 * j + 2 * h + c]);
+                         block_of_w(u) < 0 ? bias[h] : acc[block_of_w(u) < 0 ? 0 : block_of_w(u)][nb][4 * j + 2 * h + c]);
   }
 #else
   u32 row = buffer + place_in_round(lane / 16 * 8 % (MATRICES * 4) + lane % 8, warp * 2 + lane / 8 % 2);  // the lane's of its matrix
@@ -372,8 +401,8 @@ __device__ __forceinline__ void put_round(float (&acc)[MB][NB][32], float (&bias
     for (int e = 0; e < MATRICES; e++) {
       const int k = m + e / 2, h = e % 2;
       const int nb = RUN_NB(r, i + k / RUN_GROUPS, k % RUN_GROUPS), j = RUN_J(r, i + k / RUN_GROUPS, k % RUN_GROUPS);
-      float (&from)[32] = acc[blocks[u] < 0 ? 0 : blocks[u]][nb];
-      v[e] = blocks[u] < 0 ? pack_pair(make_float2(bias[h], bias[h])) : pack_pair(make_float2(from[4 * j + 2 * h], from[4 * j + 2 * h + 1]));
+      float (&from)[32] = acc[block_of_w(u) < 0 ? 0 : block_of_w(u)][nb];
+      v[e] = block_of_w(u) < 0 ? pack_pair(make_float2(bias[h], bias[h])) : pack_pair(make_float2(from[4 * j + 2 * h], from[4 * j + 2 * h + 1]));
     }
     store_matrices_turned(row + m * 8 * PIXEL_UNITS * 16, v);
   }
@@ -416,7 +445,6 @@ __device__ __forceinline__ void store_round(char* to, int column, int couts, int
 // Rows h * 8 ... of run i of subtiles RUN_FIRST(r) ...: a thread's outputs of its row to the buffer.
 template <int UNIT>
 __device__ __forceinline__ void put_rows(float (&acc)[MB][NB][32], float bias, int r, int i, int h, u32 row, int lane) {
-  constexpr signed char blocks[] = BLOCKS_OF_W;         // the block of a W sub-position, -1: it has no taps
   int g = lane >> 2, q = lane & 3, order = order_of<UNIT>(g, q);
 #pragma unroll
   for (int k = 0; k < RUN_GROUPS; k++) {
@@ -425,7 +453,7 @@ __device__ __forceinline__ void put_rows(float (&acc)[MB][NB][32], float bias, i
 #pragma unroll
     for (int c = 0; c < 2; c++)
 #pragma unroll
-      for (int u = 0; u < W_SUBS; u++) v[c * W_SUBS + u] = blocks[u] < 0 ? bias : acc[blocks[u] < 0 ? 0 : blocks[u]][nb][4 * j + 2 * h + c];
+      for (int u = 0; u < W_SUBS; u++) v[c * W_SUBS + u] = block_of_w(u) < 0 ? bias : acc[block_of_w(u) < 0 ? 0 : block_of_w(u)][nb][4 * j + 2 * h + c];
     put<UNIT>(v, row + (k * 8 + 2 * q) * W_SUBS * ELEMENT, order);
   }
 }
@@ -525,7 +553,6 @@ __device__ __forceinline__ void store_words(u32 to, const u32 (&v)[V]) {
 }
 
 __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const ELEMENT_TYPE* __restrict__ bias, const TensorMap& map, const Sizes& s, const Tile& t, int cout_block, int first_subtile, u32 buffer, int warp, int lane) {
-  constexpr signed char blocks[] = BLOCKS_OF_W;
   asm volatile("" : "+r"(lane));
   int g = lane >> 2, q = lane & 3;
   Slab slab = slab_of(t, cout_block, warp);
@@ -552,7 +579,7 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const ELEMENT
 #pragma unroll
           for (int c = 0; c < 2; c++)
 #pragma unroll
-            for (int u = 0; u < W_SUBS; u++) v[c * W_SUBS + u] = b[h] + (blocks[u] < 0 ? 0.f : acc[blocks[u] < 0 ? 0 : blocks[u]][nb][4 * j + 2 * h + c]);
+            for (int u = 0; u < W_SUBS; u++) v[c * W_SUBS + u] = b[h] + (block_of_w(u) < 0 ? 0.f : acc[block_of_w(u) < 0 ? 0 : block_of_w(u)][nb][4 * j + 2 * h + c]);
           u32 words[W_SUBS];
 #pragma unroll
           for (int u = 0; u < W_SUBS; u++) words[u] = pack_pair(make_float2(v[2 * u], v[2 * u + 1]));
