@@ -299,14 +299,16 @@ __device__ __forceinline__ void store_beside(char* to, long long plane, int rows
 // bytes whose parts are stored at different times costs as much as 5 to 10 whole ones (NOTES: loads and stores of kb57
 // with rows of 1026 outputs 2.15 ms, of 1024 1.44; 16 bytes a lane and the ends of rows by themselves, as below, 2.00 -> 2.20 ms).
 __device__ __forceinline__ void store_sectors(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
+  // At a time; their places stay in registers. Beside another consumer's multiplications fewer will do (NOTES: else kb79 IEEE 480 -> 508 us).
+  constexpr int ROWS = SPLIT == 2 ? 4 : 8;
 #pragma unroll
-  for (int half = 0; half < 2; half++) {                // four rows at a time: where they are stays in registers
-    char* row[4];
-    u32 from[4];
-    int at[4];                                          // the lane's first output of each row; some are before or behind it
+  for (int first = 0; first < 8; first += ROWS) {
+    char* row[ROWS];
+    u32 from[ROWS];
+    int at[ROWS];                                       // the lane's first output of each row; some are before or behind it
 #pragma unroll
-    for (int k = 0; k < 4; k++) {
-      int r = 4 * half + k;
+    for (int k = 0; k < ROWS; k++) {
+      int r = first + k;
       char* begin = to + r * plane;
       at[k] = lane * 4 - ((int)(u64)begin & 31);
       row[k] = begin + at[k], from[k] = buffer + r * RUN_PITCH + at[k];
@@ -314,11 +316,11 @@ __device__ __forceinline__ void store_sectors(char* to, long long plane, int row
     }
 #pragma unroll
     for (int i = 0; i < (OUTPUTS + 38) / 32; i++) {
-      u32 v[4];
+      u32 v[ROWS];
 #pragma unroll
-      for (int k = 0; k < 4; k++) v[k] = load_shared_u32_if(from[k] + i * 128, i ? at[k] < end - i * 128 : (u32)at[k] < (u32)end);
+      for (int k = 0; k < ROWS; k++) v[k] = load_shared_u32_if(from[k] + i * 128, i ? at[k] < end - i * 128 : (u32)at[k] < (u32)end);
 #pragma unroll
-      for (int k = 0; k < 4; k++) store_global_if(row[k] + i * 128, v[k], i ? at[k] < end - i * 128 : (u32)at[k] < (u32)end);
+      for (int k = 0; k < ROWS; k++) store_global_if(row[k] + i * 128, v[k], i ? at[k] < end - i * 128 : (u32)at[k] < (u32)end);
     }
   }
 }
