@@ -23,8 +23,10 @@ import torch
 from gather_interpreter import Interpreter
 from test_gather import draw_problem, draw_shuffled, draw_tiling
 from upconv.cuda import gather_search, jit, wgrad
+from upconv.cuda.axes import Unfit, any_size, result_shape
 from upconv.cuda.gpu import H200
-from upconv.cuda.tiling import PACK_THREADS, Tiling, Unfit, any_size, result_shape
+from upconv.cuda.packs import PACK_THREADS
+from upconv.cuda.tiling import Tiling
 from upconv.cuda.wgrad_tiling import WarpgroupTiling
 from upconv.problem import Layout, Pass, Precision, Problem
 
