@@ -39,8 +39,8 @@ from upconv.cuda import (
     sweep,
     wgrad,
 )
-from upconv.cuda.gpu import A100, gpu
-from upconv.cuda.tiling import MAX_CLUSTER, result_shape, source_shape
+from upconv.cuda.axes import result_shape, source_shape
+from upconv.cuda.gpu import A100, MAX_CLUSTER, gpu
 from upconv.cuda.wgrad_tiling import WarpgroupTiling
 from upconv.problem import Layout, Pass, Precision, Problem
 

@@ -39,11 +39,12 @@ from upconv.bench.roofline import Ceilings
 from upconv.bench.suites import SUITES
 from upconv.cpu import memory_format
 from upconv.cuda import costs, gather, gather_model, gather_search, jit
+from upconv.cuda.axes import Unfit, any_size, result_shape, source_shape
 from upconv.cuda.costs import Constants
 from upconv.cuda.gpu import H200, Gpu
 from upconv.cuda.gpu import gpu as gpu_of
 from upconv.cuda.shuffle import Shuffle
-from upconv.cuda.tiling import Tiling, Unfit, any_size, result_shape, source_shape
+from upconv.cuda.tiling import Tiling
 from upconv.problem import Layout, Pass, Precision, Problem
 
 PASSES: tuple[Pass, ...] = ("fwd", "grad-input")

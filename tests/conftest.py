@@ -35,8 +35,8 @@ from upconv.cuda import (
     unshuffle,
     wgrad,
 )
+from upconv.cuda.axes import result_shape, source_shape
 from upconv.cuda.gpu import H200
-from upconv.cuda.tiling import result_shape, source_shape
 from upconv.planner import Candidate, Device, Plan
 from upconv.problem import Problem
 

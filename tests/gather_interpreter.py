@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from upconv.cuda.tiling import Tiling, result_shape
+from upconv.cuda.axes import result_shape
+from upconv.cuda.tiling import Tiling
 from upconv.problem import Problem
 
 Floats = NDArray[np.float64]

@@ -10,9 +10,9 @@ from __future__ import annotations
 import numpy as np
 
 from gather_interpreter import Floats, Ints, constants
+from upconv.cuda.axes import result_shape
 from upconv.cuda.gpu import H200, Gpu
 from upconv.cuda.implicit import Tile, source_box
-from upconv.cuda.tiling import result_shape
 from upconv.problem import Problem
 
 

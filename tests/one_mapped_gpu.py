@@ -11,7 +11,7 @@ from torch import Tensor
 from conftest import assert_accurate, tf32_magnitude
 from test_gather_gpu import _truth
 from upconv.cpu import memory_format
-from upconv.cuda.tiling import result_shape, source_shape
+from upconv.cuda.axes import result_shape, source_shape
 from upconv.problem import Problem
 
 

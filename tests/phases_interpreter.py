@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gather_interpreter import LANES, WARPS, Floats, Ints, constants, fragment_place
+from upconv.cuda.packs import PACK_THREADS
 from upconv.cuda.phases import Tile
-from upconv.cuda.tiling import PACK_THREADS
 from upconv.problem import Problem
 
 

@@ -12,8 +12,9 @@ from itertools import product
 import numpy as np
 
 from gather_interpreter import Floats, Ints, constants
+from upconv.cuda.axes import result_shape
+from upconv.cuda.packs import PACK_THREADS
 from upconv.cuda.pixels import Tile
-from upconv.cuda.tiling import PACK_THREADS, result_shape
 from upconv.problem import Problem
 
 

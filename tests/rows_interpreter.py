@@ -11,8 +11,8 @@ from __future__ import annotations
 import numpy as np
 
 from gather_interpreter import LANES, WARPS, Floats, Ints, constants, fragment_place
+from upconv.cuda.axes import result_shape
 from upconv.cuda.rows import Rows
-from upconv.cuda.tiling import result_shape
 from upconv.problem import Problem
 
 PACK_THREADS = 256

@@ -10,8 +10,8 @@ from __future__ import annotations
 import numpy as np
 
 from gather_interpreter import Floats, Interpreter, Ints, Tiles, constants
+from upconv.cuda.axes import result_shape
 from upconv.cuda.sweep import Sweep
-from upconv.cuda.tiling import result_shape
 from upconv.problem import Problem
 
 

@@ -24,8 +24,8 @@ from conftest import assert_accurate, tf32_magnitude
 from test_host import epilogue, tiles
 from upconv import planner, reference
 from upconv.cuda import batches, boxes, engine, gather, gather_search, implicit, relayout, wgrad
+from upconv.cuda.axes import Unfit, any_size
 from upconv.cuda.gpu import A100, H200, gpu
-from upconv.cuda.tiling import Unfit, any_size
 from upconv.cuda.wgrad_tiling import WarpgroupTiling
 from upconv.problem import Layout, Pass, Precision, Problem
 

@@ -14,8 +14,9 @@ import torch
 
 from test_host import KERNELS, epilogue, tiles
 from upconv.cuda import boxes, gather, gather_search, jit
+from upconv.cuda.axes import Unfit, any_size, result_shape
 from upconv.cuda.gpu import H200
-from upconv.cuda.tiling import Tiling, Unfit, any_size, result_shape
+from upconv.cuda.tiling import Tiling
 from upconv.problem import Problem
 
 FORWARD = Problem.make(4, 32, 64, (8, 24), 4, 2, 1, dtype=torch.float16)

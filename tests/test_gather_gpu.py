@@ -18,10 +18,10 @@ from torch import Tensor
 import upconv
 from conftest import assert_accurate, tf32_magnitude
 from upconv.cuda import gather, gather_search
+from upconv.cuda.axes import result_shape, source_shape
 from upconv.cuda.gpu import gpu
 from upconv.cuda.launch import Launcher
 from upconv.cuda.shuffle import ways
-from upconv.cuda.tiling import result_shape, source_shape
 from upconv.problem import Pass, Problem
 
 pytestmark = [

@@ -23,8 +23,10 @@ import torch
 from gather_interpreter import Interpreter
 from test_gather import draw_problem, draw_shuffled, draw_tiling
 from upconv.cuda import gather_search, jit, wgrad
+from upconv.cuda.axes import Unfit, any_size, result_shape
 from upconv.cuda.gpu import H200
-from upconv.cuda.tiling import PACK_THREADS, Tiling, Unfit, any_size, result_shape
+from upconv.cuda.packs import PACK_THREADS
+from upconv.cuda.tiling import Tiling
 from upconv.cuda.wgrad_tiling import WarpgroupTiling
 from upconv.problem import Layout, Pass, Precision, Problem
 
@@ -41,8 +43,15 @@ def cut(source: str, first: str, end: str) -> str:
 
 
 KERNELS = Path(jit.__file__).parent / "kernels"
-ROOMS = re.compile(r'#include "(gather_\w+\.cuh)".*\n')
-SOURCE = ROOMS.sub(lambda found: (KERNELS / found[1]).read_text() + "\n", (KERNELS / "gather.cu").read_text())
+ROOMS = re.compile(r'#include "((?:gather|wgrad)_\w+\.cuh)".*\n')
+
+
+def with_rooms(kernel: str) -> str:
+    """A kernel's source with its own rooms."""
+    return ROOMS.sub(lambda found: (KERNELS / found[1]).read_text() + "\n", (KERNELS / kernel).read_text())
+
+
+SOURCE = with_rooms("gather.cu")
 SHUFFLE = (KERNELS / "shuffle.cuh").read_text()
 PTX = (KERNELS / "ptx.cuh").read_text()
 CONSTANTS = cut(SOURCE, "#define WORDS 4", "__constant__ const int ROW_D[]")
@@ -142,7 +151,7 @@ def packing(tiling: Tiling, folder: Path) -> Path:
 
 def fragments(tiling: WarpgroupTiling, folder: Path, program: str = "fragments") -> Path:
     """A program that compares a tiling's ways to fragments of the output's gradient, or follows its descriptors."""
-    shared, own = ((KERNELS / name).read_text() for name in ("wgrad.cuh", "wgrad_wgmma.cu"))
+    shared, own = (KERNELS / "wgrad.cuh").read_text(), with_rooms("wgrad_wgmma.cu")
     head = "#define COPIERS 128\n#define CI_INNERMOST 1\n" + cut(own, "#define STACK (", '#include "wgrad.cuh"')
     geometry = cut(shared, "#define VEC", "// =====")
     constants = cut(own, "#define ROWS_PER_SUB", "struct alignas(64) TensorMap")

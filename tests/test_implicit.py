@@ -18,10 +18,10 @@ from test_pixels import draw_problem, layer_of
 from upconv import planner
 from upconv.bench.suites import SUITES, parse_layer
 from upconv.cuda import engine, implicit, jit, relayout
+from upconv.cuda.axes import any_size, result_shape, source_shape
 from upconv.cuda.costs import weighed
 from upconv.cuda.gpu import A100, B200, H200, Gpu
 from upconv.cuda.implicit import Tile
-from upconv.cuda.tiling import any_size, result_shape, source_shape
 from upconv.problem import Pass, Precision, Problem
 
 LAST = "the implicit GEMM is for forwards and gradients for the input in channels_last"

@@ -20,8 +20,8 @@ from test_pixels_gpu import assert_serves, operands
 from upconv import planner
 from upconv.cpu import memory_format
 from upconv.cuda import implicit
+from upconv.cuda.axes import result_shape, source_shape
 from upconv.cuda.gpu import gpu
-from upconv.cuda.tiling import result_shape, source_shape
 from upconv.problem import Pass, Problem
 
 pytestmark = HOPPER

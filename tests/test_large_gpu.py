@@ -21,8 +21,8 @@ from torch import Tensor
 
 from upconv import cpu, reference
 from upconv.cuda import engine
+from upconv.cuda.axes import result_shape, source_shape
 from upconv.cuda.gpu import gpu
-from upconv.cuda.tiling import result_shape, source_shape
 from upconv.problem import Layout, Pass, Problem
 
 pytestmark = [

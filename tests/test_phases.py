@@ -21,10 +21,10 @@ from test_gather import DTYPES, needs_nvrtc, truth_of
 from upconv import planner
 from upconv.bench.suites import SUITES, parse_layer
 from upconv.cuda import engine, jit, phases
+from upconv.cuda.axes import Unfit, any_size
 from upconv.cuda.costs import weighed
 from upconv.cuda.gpu import A100, B200, H200
 from upconv.cuda.phases import Tile
-from upconv.cuda.tiling import Unfit, any_size
 from upconv.problem import Precision, Problem, output_length
 
 EACH: tuple[Precision, ...] = ("tf32", "bf16", "fp16")

@@ -15,10 +15,10 @@ from test_gather import DTYPES, needs_nvrtc, truth_of
 from upconv import planner
 from upconv.bench.suites import SUITES, parse_layer
 from upconv.cuda import engine, jit, pixels
+from upconv.cuda.axes import Unfit, any_size, result_shape, source_shape
 from upconv.cuda.costs import weighed
 from upconv.cuda.gpu import A100, B200, H200
 from upconv.cuda.pixels import Tile
-from upconv.cuda.tiling import Unfit, any_size, result_shape, source_shape
 from upconv.problem import Precision, Problem, output_length
 
 LAST = "pixels as rows of channels-last tensors are for gradients for the input"

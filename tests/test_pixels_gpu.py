@@ -19,8 +19,8 @@ from test_gather_gpu import PRECISIONS, _truth
 from upconv import planner
 from upconv.cpu import memory_format
 from upconv.cuda import pixels
+from upconv.cuda.axes import result_shape, source_shape
 from upconv.cuda.gpu import gpu
-from upconv.cuda.tiling import result_shape, source_shape
 from upconv.problem import Problem
 
 pytestmark = HOPPER

@@ -15,10 +15,10 @@ from test_gather import DTYPES, needs_nvrtc, truth_of
 from upconv import planner
 from upconv.bench.suites import SUITES, parse_layer
 from upconv.cuda import engine, jit, rows
+from upconv.cuda.axes import Unfit, any_size, result_shape, source_shape
 from upconv.cuda.costs import weighed
 from upconv.cuda.gpu import A100, B200, H200
 from upconv.cuda.rows import Rows
-from upconv.cuda.tiling import Unfit, any_size, result_shape, source_shape
 from upconv.problem import Precision, Problem, output_length
 
 NO_ROOM = "this layer's weights leave no room for a ring of rows in shared memory, or its sums in registers"

@@ -16,8 +16,8 @@ from conftest import HOPPER, assert_accurate, assert_capturable, tf32_magnitude
 from test_gather_gpu import PRECISIONS, _truth
 from upconv import planner
 from upconv.cuda import rows
+from upconv.cuda.axes import result_shape, source_shape
 from upconv.cuda.gpu import gpu
-from upconv.cuda.tiling import result_shape, source_shape
 from upconv.problem import Problem
 
 pytestmark = HOPPER

@@ -16,8 +16,8 @@ from test_gather import DTYPES, needs_nvrtc
 from upconv import reference
 from upconv.bench.suites import SUITES
 from upconv.cuda import engine, jit, subpixel
+from upconv.cuda.axes import Unfit
 from upconv.cuda.gpu import A100, B200, H200
-from upconv.cuda.tiling import Unfit
 from upconv.problem import Precision, Problem
 
 

@@ -16,9 +16,9 @@ from test_gather import DTYPES, PASSES, needs_nvrtc, truth_of
 from upconv import planner
 from upconv.bench.suites import SUITES, parse_layer
 from upconv.cuda import engine, gather, jit, sweep
+from upconv.cuda.axes import Unfit, any_size, source_shape
 from upconv.cuda.gpu import A100, B200, H200
 from upconv.cuda.sweep import Sweep
-from upconv.cuda.tiling import Unfit, any_size, source_shape
 from upconv.problem import Pass, Precision, Problem, output_length
 
 NO_TILE = "no tile of this layer fits in registers, shared memory and one stretch of code"

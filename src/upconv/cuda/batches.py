@@ -14,8 +14,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, Protocol
 
-from upconv.cuda.gpu import Gpu
-from upconv.cuda.tiling import MAX_BOX_STEP
+from upconv.cuda.gpu import MAX_BOX_STEP, Gpu
 from upconv.problem import Problem
 
 LONGEST = 2**31 - 2**20

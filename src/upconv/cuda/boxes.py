@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from upconv.cuda import jit
-from upconv.cuda.tiling import MAX_BOX
+from upconv.cuda.gpu import MAX_BOX
 
 Five = tuple[int, int, int, int, int]
 Words = bytes

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from upconv.cuda.axes import result_shape, source_shape
 from upconv.cuda.gpu import Gpu
-from upconv.cuda.tiling import result_shape, source_shape
 from upconv.problem import Problem
 
 T = TypeVar("T")

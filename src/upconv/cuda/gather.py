@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from upconv.cuda import jit
+from upconv.cuda.axes import result_shape, source_shape
 from upconv.cuda.boxes import Tensor5, Words, channels_last, dense, encode, of_class
 from upconv.cuda.gather_model import alignment_of
 from upconv.cuda.gather_search import considered, refusal
@@ -24,7 +25,7 @@ from upconv.cuda.gpu import Gpu
 from upconv.cuda.gpu import gpu as gpu_of
 from upconv.cuda.launch import Counters, Launcher, as_run
 from upconv.cuda.packs import LazyPacks, Packs, Unit, layer_text
-from upconv.cuda.tiling import Tiling, result_shape, source_shape
+from upconv.cuda.tiling import Tiling
 from upconv.problem import Problem
 
 # Pixels along a side of images that `batches` tries side by side. What tiles of larger ones read comes from many places

@@ -9,9 +9,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from upconv.cuda.axes import result_shape, source_shape
 from upconv.cuda.costs import LAUNCH, Constants, constants
 from upconv.cuda.gpu import Gpu
-from upconv.cuda.tiling import FRAGMENT, Tiling, result_shape, source_shape
+from upconv.cuda.tiling import Tiling
+from upconv.cuda.tiling_weights import FRAGMENT
 from upconv.problem import Problem
 
 _MMA_SYNC = 0.45  # of wgmma's rate: four warps read the same pixels

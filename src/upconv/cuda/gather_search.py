@@ -10,21 +10,13 @@ from itertools import product
 
 import torch
 
+from upconv.cuda.axes import Unfit, any_size, gather_axes, positions, result_shape, source_shape
 from upconv.cuda.boxes import alignment_classes
 from upconv.cuda.gather_model import CLUSTER, Clocks, alignment_of, fragment_clocks, seconds_of, tile_clocks
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.shuffle import Shuffle, Triple, countable, ways
-from upconv.cuda.tiling import (
-    Tiling,
-    Unfit,
-    any_size,
-    gather_axes,
-    narrow_source,
-    positions,
-    result_shape,
-    source_shape,
-    whole_source,
-)
+from upconv.cuda.tiling import Tiling
+from upconv.cuda.tiling_pixels import narrow_source, whole_source
 from upconv.problem import Problem
 
 _ACCUMULATORS = 4  # blocks of 64 x 64 that a consumer warpgroup holds: 128 registers of a thread's 200

@@ -39,6 +39,10 @@ _CHIPS = {
 """By the words of the name: estimates of the copy rate in bytes/s (85 to 90 % of the data sheets') and the clock in Hz,
 and the bytes of the second-level cache."""
 
+MAX_CLUSTER = 8  # blocks, on every GPU that has clusters
+MAX_BOX = 256  # elements that the tensor copy engine traverses along a dimension
+MAX_BOX_STEP = 8  # and its largest step
+
 _UNKNOWN_BANDWIDTH = 1e12
 _UNKNOWN_CLOCK = 1.5e9
 _UNKNOWN_CACHE = 6 << 20

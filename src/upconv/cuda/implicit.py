@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 
 from upconv.cuda import jit
+from upconv.cuda.axes import any_size, gather_axes, result_shape, source_shape, table
 from upconv.cuda.boxes import Five, Words, channels_last, encode, fullest
 from upconv.cuda.columns import PRECISIONS, PixelTile, TileChoice, instruction
 from upconv.cuda.costs import cheapest
-from upconv.cuda.gpu import Gpu
+from upconv.cuda.gpu import MAX_BOX_STEP, Gpu
 from upconv.cuda.launch import Launcher, as_run
 from upconv.cuda.packs import LazyPacks, Unit, layer_text, rows_of_taps
-from upconv.cuda.tiling import MAX_BOX_STEP, any_size, gather_axes, result_shape, source_shape, table
 from upconv.problem import Problem
 
 _CONSUMERS = 2

@@ -14,8 +14,9 @@ from upconv.cuda import jit
 from upconv.cuda.boxes import Five, Tensor5, Words, encode
 from upconv.cuda.gpu import gpu as gpu_of
 from upconv.cuda.launch import Launcher, bind
-from upconv.cuda.tiling import PACK_THREADS
 from upconv.problem import Problem
+
+PACK_THREADS = 256  # of a block that packs weights
 
 K = TypeVar("K")
 

@@ -16,12 +16,13 @@ from functools import cached_property, lru_cache
 from itertools import product
 from typing import Any
 
+from upconv.cuda.axes import Unfit, any_size
 from upconv.cuda.boxes import Words, dense, encode
 from upconv.cuda.columns import PRECISIONS, instruction
 from upconv.cuda.costs import LAUNCH, cheapest
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.one_mapped import OneMappedChoice
-from upconv.cuda.tiling import PACK_THREADS, Unfit, any_size
+from upconv.cuda.packs import PACK_THREADS
 from upconv.problem import Problem
 
 THREADS = 384

@@ -14,13 +14,14 @@ from functools import cached_property, lru_cache
 from itertools import permutations, product
 from typing import Any, NamedTuple
 
+from upconv.cuda.axes import Unfit, any_size, gather_axes, table
 from upconv.cuda.boxes import Words, dense, encode
 from upconv.cuda.columns import PRECISIONS, instruction
 from upconv.cuda.costs import LAUNCH, cheapest
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.one_mapped import OneMappedChoice
+from upconv.cuda.packs import PACK_THREADS
 from upconv.cuda.shuffle import Triple
-from upconv.cuda.tiling import PACK_THREADS, Unfit, any_size, gather_axes, table
 from upconv.problem import Problem
 
 CONSUMERS = 2

@@ -18,22 +18,13 @@ import torch
 from torch import Tensor
 
 from upconv.cuda import gather, jit
+from upconv.cuda.axes import Unfit, any_size, gather_axes, positions, result_shape, source_shape, table
 from upconv.cuda.boxes import Five, Words, dense, encode
 from upconv.cuda.columns import PRECISIONS, PixelTile, TileChoice, instruction
 from upconv.cuda.costs import LAUNCH, cheapest
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.launch import Launcher, as_run
-from upconv.cuda.packs import LazyPacks, Unit, layer_text
-from upconv.cuda.tiling import (
-    PACK_THREADS,
-    Unfit,
-    any_size,
-    gather_axes,
-    positions,
-    result_shape,
-    source_shape,
-    table,
-)
+from upconv.cuda.packs import PACK_THREADS, LazyPacks, Unit, layer_text
 from upconv.problem import Problem
 
 _REGISTERS = {2: (40, 232), 3: (32, 160), 4: (24, 112)}

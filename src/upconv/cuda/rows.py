@@ -18,12 +18,12 @@ from itertools import product
 from torch import Tensor
 
 from upconv.cuda import gather, jit
+from upconv.cuda.axes import Unfit, any_size, result_shape, source_shape
 from upconv.cuda.columns import PRECISIONS, instruction
 from upconv.cuda.costs import LAUNCH, cheapest
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.launch import as_run
-from upconv.cuda.packs import Packs, Unit, layer_text
-from upconv.cuda.tiling import PACK_THREADS, Unfit, any_size, result_shape, source_shape
+from upconv.cuda.packs import PACK_THREADS, Packs, Unit, layer_text
 from upconv.cuda.walks import Walks
 from upconv.problem import Problem
 

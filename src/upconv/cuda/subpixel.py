@@ -15,12 +15,13 @@ from functools import lru_cache
 from itertools import product
 from typing import Any
 
+from upconv.cuda.axes import Unfit
 from upconv.cuda.boxes import Tensor5, Words, encode
 from upconv.cuda.columns import PRECISIONS
 from upconv.cuda.costs import LAUNCH, cheapest
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.one_mapped import OneMappedChoice
-from upconv.cuda.tiling import PACK_THREADS, Unfit
+from upconv.cuda.packs import PACK_THREADS
 from upconv.problem import Problem
 
 THREADS = 384

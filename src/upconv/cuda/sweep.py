@@ -22,13 +22,15 @@ from typing import Any
 from torch import Tensor
 
 from upconv.cuda import gather, jit
+from upconv.cuda.axes import Unfit, any_size, result_shape, source_shape
 from upconv.cuda.columns import instruction
 from upconv.cuda.costs import LAUNCH, cheapest
 from upconv.cuda.gather_search import chunk_sizes, classes_of
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.launch import as_run
-from upconv.cuda.packs import Unit, layer_text
-from upconv.cuda.tiling import MAX_PIXELS, PACK_THREADS, Tiling, Unfit, any_size, result_shape, source_shape
+from upconv.cuda.packs import PACK_THREADS, Unit, layer_text
+from upconv.cuda.tiling import Tiling
+from upconv.cuda.tiling_pixels import MAX_PIXELS
 from upconv.cuda.walks import Walks
 from upconv.problem import Problem
 

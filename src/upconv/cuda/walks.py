@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from upconv.cuda.tiling import result_shape
+from upconv.cuda.axes import result_shape
 from upconv.problem import Problem
 
 

@@ -10,8 +10,7 @@ import math
 from dataclasses import dataclass, replace
 
 from upconv.cuda.boxes import fullest
-from upconv.cuda.gpu import Gpu
-from upconv.cuda.tiling import MAX_CLUSTER
+from upconv.cuda.gpu import MAX_CLUSTER, Gpu
 from upconv.cuda.wgrad_tiling import SyncTiling, WarpgroupTiling
 from upconv.problem import Problem
 

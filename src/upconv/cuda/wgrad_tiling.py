@@ -12,7 +12,7 @@ from functools import cached_property, lru_cache
 from typing import ClassVar
 
 from upconv.cuda.columns import instruction
-from upconv.cuda.tiling import MAX_BOX, MAX_BOX_STEP
+from upconv.cuda.gpu import MAX_BOX, MAX_BOX_STEP
 from upconv.problem import Problem
 
 Triple = tuple[int, int, int]

@@ -14,8 +14,10 @@ from textwrap import dedent, indent
 import torch
 
 from upconv.cuda import direct, direct_wgrad, gather, staged, wgrad, wgrad_costs
+from upconv.cuda.axes import source_shape
 from upconv.cuda.gpu import Gpu
-from upconv.cuda.tiling import PACK_THREADS, Tiling, source_shape
+from upconv.cuda.packs import PACK_THREADS
+from upconv.cuda.tiling import Tiling
 from upconv.cuda.wgrad_tiling import WarpgroupTiling
 from upconv.planner import Device, select
 from upconv.problem import Pass, Problem
