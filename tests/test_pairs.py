@@ -78,11 +78,10 @@ def test_lanes_that_load_together_meet_different_banks(
         found = PairsInterpreter(t)
         assert t.conflicts == 1 or t.line, t
         for thread, step, i, half in product((0, 32, 64, 96), range(4 * t.rows), range(2), range(2)):
-            lanes = [found.words(1, thread + lane, 0, step, i, half) for lane in range(32)]
             wide = t.element == 4 and t.slot == 2
-            for at in zip(*lanes):
+            for at in found.words(1, thread + np.arange(32), 0, step, i, half):
                 for some in (at[:16], at[16:]) if wide else (at,):
-                    words = {a * t.element // 4 for a in some}
+                    words = {*(some * t.element // 4).tolist()}
                     if wide:
                         words |= {word ^ 1 for word in words}
                     banks = [word % 32 for word in words]

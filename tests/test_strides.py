@@ -63,9 +63,9 @@ def test_lanes_that_load_together_meet_different_banks(precision: Precision, tap
     for t in strides.candidates(p, H200):
         found = StridesInterpreter(t)
         for thread, tap, m, step, i in product((0, 32, 64, 96), range(taps), range(t.mb), range(4), range(4)):
-            lanes = [found.words(1, thread + lane, tap, m, step, i) for lane in range(32)]
-            for words in zip(*lanes):
-                assert len({at // 4 % 32 for at in words}) == len({at // 4 for at in words}), t
+            for at in found.words(1, thread + np.arange(32), tap, m, step, i):
+                words = {*(at // 4).tolist()}
+                assert len({word % 32 for word in words}) == len(words), t
 
 
 def layer(**changes: object) -> Problem:
