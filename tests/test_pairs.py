@@ -184,7 +184,9 @@ def compiled() -> list[Problem]:
 def test_kernels_compile_without_spills_of_note(p: Problem) -> None:
     """Up to 48 bytes, which ptxas spills around a tile's stores."""
     every = list(pairs.candidates(p, H200))
-    for t in every[:: 1 + len(every) // 12]:
+    step = 1 + len(every) // 6
+    first = ("tf32", "bf16", "fp16").index(p.precision) * step // 3  # together 18 of a layer's tiles
+    for t in every[first::step]:
         (unit,) = pairs.Choice(t, p, H200, 0.0, "").sources()
         code, text, log = jit.built(unit.source, H200.arch, unit.label)
         found = jit.inspect(code)
