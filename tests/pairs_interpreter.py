@@ -7,7 +7,8 @@ have them, and stores: every index is the kernel's own, so a wrong plan or formu
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from itertools import product
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +18,10 @@ from upconv.cuda.pairs import Tile
 from upconv.problem import Problem
 
 Array = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Slot = TypeVar("Slot", int, NDArray[np.int64])
+
+THREAD = np.arange(128)
 
 
 class Group(NamedTuple):
@@ -48,13 +53,13 @@ class PairsInterpreter:
         self.groups = self.places // self.group
         self.box_place = -(-self.channels * self.pitch * self.element // 128) * 128 // self.element
 
-    def channel_of(self, step: int, slot: int) -> int:
+    def channel_of(self, step: int, slot: Slot) -> Slot:
         return step // self.steps_w * self.channels_step + slot // self.slots_lane
 
-    def tap_of(self, step: int, slot: int) -> int:
+    def tap_of(self, step: int, slot: Slot) -> Slot:
         return self.slot * (step % self.steps_w * self.slots_lane + slot % self.slots_lane)
 
-    def slot_at(self, step: int, slot: int) -> int:
+    def slot_at(self, step: int, slot: Slot) -> Slot:
         return self.channel_of(step, slot) * self.pitch + self.tap_of(step, slot) + self.lead
 
     def pack(self, weight: Array) -> Array:
@@ -121,8 +126,8 @@ class PairsInterpreter:
             found[i, : box.size] = box
         return found.reshape(-1)
 
-    def words(self, wg: int, thread: int, m: int, step: int, i: int, half: int) -> tuple[int, ...]:
-        """In elements: what the lane reads of place g + 8i, of the half of a step's places of K that it has."""
+    def words(self, wg: int, thread: Ints, m: int, step: int, i: int, half: int) -> tuple[Ints, ...]:
+        """In elements: what lanes read of places g + 8i, of the half of a step's places of K that they have."""
         position, t = wg * (self.mb * 64) + thread // 32 * 16, thread & 3
         wide = self.element == 2 and self.slot == 1
         at = position // self.group * self.box_place
@@ -130,26 +135,23 @@ class PairsInterpreter:
         at += m * (64 // self.group) * self.box_place + self.slot_at(step, 0) - self.slot_at(0, 0)
         at += i * (self.box_place if self.group == 8 else 8 * self.step[2])
         if self.element == 4 and self.slot == 2:
-            assert at % 2 == 0, "64 bits off 8 bytes"
+            assert (at % 2 == 0).all(), "64 bits off 8 bytes"
             return (at + half,)
         at += half * (self.slot_at(0, self.slots // 2) - self.slot_at(0, 0))
         if self.element == 4:
             return (at,)
-        assert at % 2 == 0 or not int(self.m["TOGETHER"]), "32 bits off 4 bytes"
+        assert (at % 2 == 0).all() or not int(self.m["TOGETHER"]), "32 bits off 4 bytes"
         return at, at + (1 if self.slot == 2 else self.pitch)
 
     def fragments(self, stage: Array, wg: int, m: int, step: int) -> Array:
         """A of one matrix instruction: [64 places][places of K]."""
         found = np.full((64, 32 // self.element), np.nan)
-        for thread in range(128):
-            t, g = thread & 3, thread // 4 % 8
-            for i in range(2):
-                for half in range(2):
-                    words = self.words(wg, thread, m, step, i, half)
-                    row = thread // 32 * 16 + g + 8 * i
-                    first = t + 4 * half if self.element == 4 else 2 * t + 8 * half
-                    for e, at in enumerate(words):
-                        found[row, first + e] = stage[at]
+        t, g = THREAD & 3, THREAD // 4 % 8
+        for i, half in product(range(2), range(2)):
+            row = THREAD // 32 * 16 + g + 8 * i
+            first = t + 4 * half if self.element == 4 else 2 * t + 8 * half
+            for e, at in enumerate(self.words(wg, THREAD, m, step, i, half)):
+                found[row, first + e] = stage[at]
         return found
 
     def run(self, p: Problem, g: Array, packed: Array) -> Array:

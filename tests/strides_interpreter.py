@@ -14,6 +14,9 @@ from upconv.cuda.strides import Tile
 from upconv.problem import Problem
 
 Array = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+THREAD = np.arange(128)
 
 
 class StridesInterpreter:
@@ -32,7 +35,7 @@ class StridesInterpreter:
         self.unit, self.width = 64 * self.mb, 64 * self.mb // self.images
         self.of_image = self.ck * self.pitch  # elements
 
-    def channel_at(self, k: NDArray[np.int64]) -> NDArray[np.int64]:
+    def channel_at(self, k: Ints) -> Ints:
         return k if self.tile.element == 2 else k // 8 * 8 + k % 4 * 2 + k // 4 % 2
 
     def pack(self, weight: Array) -> Array:
@@ -78,15 +81,15 @@ class StridesInterpreter:
             boxes.append(self.box(x, p + self.first, chunk * self.ck, n, (self.images, self.ck, self.pitch)))
         return np.concatenate([box.reshape(-1) for box in boxes])
 
-    def own_place(self, wg: int, thread: int) -> int:
-        """In bytes: where a stage has a lane's first pixel, of the first tap, and first channel."""
+    def own_place(self, wg: int, thread: Ints) -> Ints:
+        """In bytes: where a stage has lanes' first pixels, of the first tap, and first channels."""
         position, t, element = thread // 32 * 16, thread & 3, self.tile.element
         pixel = position % self.width + thread // 4 % 8
         image = wg * self.images + position // self.width
         return (image * self.of_image + 2 * t * self.pitch + pixel + self.first_tap) * element
 
-    def words(self, wg: int, thread: int, tap: int, m: int, step: int, i: int) -> tuple[int, ...]:
-        """In bytes: where the lane reads the elements of a register of A."""
+    def words(self, wg: int, thread: Ints, tap: int, m: int, step: int, i: int) -> tuple[Ints, ...]:
+        """In bytes: where the lanes read the elements of a register of A."""
         own, element = self.own_place(wg, thread) - tap * self.tile.element, self.tile.element
         at = own + (m * 64 // self.width * self.of_image + m * 64 % self.width + i % 2 * 8) * element
         pitch = self.pitch * element
@@ -98,14 +101,12 @@ class StridesInterpreter:
     def fragments(self, stage: Array, wg: int, m: int, tap: int, step: int) -> Array:
         """A of one matrix instruction: [64 pixels][places of K]."""
         found = np.full((64, 32 // self.tile.element), np.nan)
-        for thread in range(128):
-            t, g = thread & 3, thread // 4 % 8
-            for i in range(4):
-                words = self.words(wg, thread, tap, m, step, i)
-                row = thread // 32 * 16 + g + 8 * (i % 2)
-                first = t + 4 * (i // 2) if self.tile.element == 4 else 2 * t + 8 * (i // 2)
-                for e, at in enumerate(words):
-                    found[row, first + e] = stage[at // self.tile.element]
+        t, g = THREAD & 3, THREAD // 4 % 8
+        for i in range(4):
+            row = THREAD // 32 * 16 + g + 8 * (i % 2)
+            first = t + 4 * (i // 2) if self.tile.element == 4 else 2 * t + 8 * (i // 2)
+            for e, at in enumerate(self.words(wg, THREAD, tap, m, step, i)):
+                found[row, first + e] = stage[at // self.tile.element]
         return found
 
     def run(self, p: Problem, x: Array, packed: Array, bias: Array | None) -> Array:

@@ -870,8 +870,9 @@ def test_tables_fit_in_constant_memory(layout: str) -> None:
 # --- kernels that pack the weights themselves ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("precision", ["tf32", "ieee", "fp16", "bf16"])
-@pytest.mark.parametrize("pass_", ["fwd", "grad-input"])
+@pytest.mark.parametrize(
+    ("pass_", "precision"), [*product(PASSES, ("tf32", "ieee")), ("fwd", "fp16"), ("grad-input", "bf16")]
+)
 def test_kernels_that_pack_have_no_spills(pass_: Pass, precision: Precision) -> None:
     """Matrix instructions as without it, nothing serialised, no kernels beside."""
     dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(precision, torch.float32)

@@ -66,11 +66,18 @@ def test_choices(case: str, dtype: torch.dtype, layout: str, forward: str) -> No
     assert all(c.reason for c in plan.candidates)
 
 
+CASES = ("A", "C", "GAN4", "FSR-s3", "depthwise", "FCN", "dilation2-s2", "3->5 s2", "7->13 s1")
+
+
 @pytest.mark.parametrize(
-    "case", ["A", "C", "GAN4", "FSR-s3", "depthwise", "FCN", "dilation2-s2", "3->5 s2", "7->13 s1"]
+    ("case", "dtype", "layout"),
+    [  # each case in both dtypes and in both layouts
+        (case, dtype, LAYOUTS[(i + j) % 2])
+        for i, case in enumerate(CASES)
+        for j, dtype in enumerate((torch.float32, torch.bfloat16))
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("layout", ["nchw", "channels_last"])
 def test_the_choice_computes_the_layer(case: str, dtype: torch.dtype, layout: str) -> None:
     """Forward and all gradients of the whole layer through the public function, against float64."""
     p = layer(case, dtype, layout)

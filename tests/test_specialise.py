@@ -7,6 +7,7 @@ import shutil
 import struct
 import subprocess
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -73,6 +74,19 @@ def unit(name: str) -> tuple[str, tuple[str, ...]]:
     return found.source, found.entries
 
 
+class Sample(NamedTuple):
+    source: str
+    entries: tuple[str, ...]
+    made: Specialised
+
+
+@pytest.fixture(scope="module", params=SAMPLE)
+def sample(request: pytest.FixtureRequest) -> Sample:
+    """One of `SAMPLE`, specialised once: its tests follow each other."""
+    source, entries = unit(request.param)
+    return Sample(source, entries, specialise(source, "one", entries))
+
+
 def whole(made: Specialised) -> str:
     return "".join(f"#include <{name}>\n" for name in made.includes) + made.text
 
@@ -111,11 +125,9 @@ def body(ptx: str, entry: str) -> list[str]:
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("name", SAMPLE)
-def test_the_machine_code_stays_what_it_was(name: str) -> None:
-    source, entries = unit(name)
-    made = whole(specialise(source, "one", entries))
-    old, new = jit.cubin(source, "90a"), jit.cubin(made, "90a")
+def test_the_machine_code_stays_what_it_was(sample: Sample) -> None:
+    source, entries, made = sample
+    old, new = jit.cubin(source, "90a"), jit.cubin(whole(made), "90a")
     before, after = jit.inspect(old), {plain(entry): facts for entry, facts in jit.inspect(new).items()}
     assert set(after) == set(entries)
     texts = machine_code(old), machine_code(new)
@@ -140,10 +152,8 @@ def test_the_ptx_stays_what_it_was(name: str) -> None:
         assert opcodes[0] == opcodes[1], entry
 
 
-@pytest.mark.parametrize("name", SAMPLE)
-def test_no_branch_and_nothing_unused_is_left(name: str) -> None:
-    source, entries = unit(name)
-    made = specialise(source, "one", entries)
+def test_no_branch_and_nothing_unused_is_left(sample: Sample) -> None:
+    made = sample.made
     assert made.text.startswith("namespace one {\n") and made.text.count("}  // namespace one") == 1
     text = code(made.text)
     assert not re.findall(r"^[ \t]*#[ \t]*(?!define|undef|pragma unroll)\w+", text, re.MULTILINE)
@@ -160,17 +170,12 @@ def test_no_branch_and_nothing_unused_is_left(name: str) -> None:
         assert macro not in words, macro
 
 
-@pytest.mark.parametrize("name", SAMPLE)
-def test_a_specialised_source_is_its_own_specialisation(name: str) -> None:
-    source, entries = unit(name)
-    once = specialise(source, "one", entries)
-    assert specialise(whole(once), "one", entries) == once
+def test_a_specialised_source_is_its_own_specialisation(sample: Sample) -> None:
+    assert specialise(whole(sample.made), "one", sample.entries) == sample.made
 
 
-@pytest.mark.parametrize("name", SAMPLE)
-def test_the_text_is_tidy(name: str) -> None:
-    source, entries = unit(name)
-    text = specialise(source, "one", entries).text
+def test_the_text_is_tidy(sample: Sample) -> None:
+    text = sample.made.text
     assert "\n\n\n" not in text and not re.search(r"[ \t]\n", text) and "\n\n}" not in text and "{\n\n  " not in text
     assert not re.search(r"NVRTC|\.py\b|NOTES|planner", text)
     long = [line for line in text.splitlines() if len(line) > WIDTH + 12 and '"' not in line]

@@ -153,7 +153,9 @@ def compiled() -> list[Problem]:
 @pytest.mark.parametrize("p", compiled(), ids=lambda p: f"{p} {p.precision}".replace(" ", "-"))
 def test_kernels_compile_without_spills_of_note(p: Problem) -> None:
     """Up to 16 bytes, which ptxas spills around a tile's stores, not in its loop."""
-    for t in subpixel.candidates(p, H200):
+    every = list(subpixel.candidates(p, H200))
+    # Kernels of both 16-bit types are the same but for one word: each has every other tile.
+    for t in {"tf32": every, "bf16": every[::2], "fp16": every[1::2]}[p.precision]:
         (unit,) = subpixel.Choice(t, p, H200, 0.0, "").sources()
         code, text, log = jit.built(unit.source, H200.arch, unit.label)
         found = jit.inspect(code)

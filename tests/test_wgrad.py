@@ -507,10 +507,21 @@ def case_id(value: object) -> str:
     return value.name if isinstance(value, Gpu) else f"{value} {value.precision}"  # type: ignore[attr-defined]
 
 
-def test_the_sample_has_every_precision_layout_and_gpu() -> None:
-    found = {(p.precision, p.layout, gpu is H200) for p, gpu in sample(2) if p.rank == 2}
-    assert len(found) == 16
-    assert {gpu for _, gpu in sample(2)} == set(GPUS)
+def kinds(cases: list[tuple[Problem, Gpu]]) -> dict[tuple[Precision, Layout, bool], tuple[Problem, Gpu]]:
+    """2-D cases by their precision and layout, and whether they are for the H200."""
+    return {(p.precision, p.layout, gpu is H200): (p, gpu) for p, gpu in cases if p.rank == 2}
+
+
+def compiled() -> list[tuple[Problem, Gpu]]:
+    """One version of each layer, and cases of the kinds that these lack."""
+    one, every = sample(1), kinds(sample(2))
+    return one + [every[kind] for kind in every if kind not in kinds(one)]
+
+
+def test_the_samples_have_every_precision_layout_and_gpu() -> None:
+    for cases in (sample(2), compiled()):
+        assert len(kinds(cases)) == 16
+        assert {gpu for _, gpu in cases} == set(GPUS)
 
 
 def refused(p: Problem, gpu: Gpu) -> str | None:
@@ -727,7 +738,7 @@ def test_every_way_of_copying_compiles(precision: Precision) -> None:
 
 @needs_nvrtc
 @pytest.mark.slow
-@pytest.mark.parametrize("p,gpu", sample(2), ids=case_id)
+@pytest.mark.parametrize("p,gpu", compiled(), ids=case_id)
 def test_chosen_kernels_compile_without_spills(p: Problem, gpu: Gpu) -> None:
     choice = wgrad.choose(p, gpu)
     if isinstance(choice, str):

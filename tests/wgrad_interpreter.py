@@ -7,7 +7,7 @@ nothing was written, so that a wrong address shows. Barriers, stages and the ord
 
 from __future__ import annotations
 
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -62,6 +62,7 @@ class Memory(NamedTuple):
     size: tuple[int, int, int]
 
 
+@cache
 def fragment_a(element: int) -> tuple[Ints, Ints]:
     """(row, k) of [lane, register, element of the word] of A: PTX ISA, "Matrix fragments for mma.m16n8k8", "k16"."""
     lane, r, e = LANE[:, None, None], np.arange(4)[:, None], np.arange(4 // element)
@@ -427,6 +428,8 @@ class Interpreter:
         g, q = LANE >> 2, LANE & 3
         found = np.full((m["WGS"], m["ENTRIES"], self.k_steps, 64, self.k), -1)
         taps = np.full((m["WGS"], m["ENTRIES"], 64), -1)
+        strips, _ = self.strips()
+        columns = strips % self.w_strips * 8 * self.g_step
         for wg, warp, u, i in product(range(m["WGS"]), range(4), range(self.unit_count), range(self.of_unit)):
             channel, units = self.rows_of(wg, warp, u)
             channel = int(channel[0])
@@ -448,42 +451,38 @@ class Interpreter:
                 tap_at = shift * self.g_line + tw * m["DIL_W"]
             else:
                 tap_at = shift * self.g_channels * self.g_pitch + tw * m["DIL_W"]
-            for k_step in range(self.k_steps):
-                strips = k_step + np.zeros(2, np.int64) if element == 4 else 2 * k_step + np.arange(2)
-                columns = strips % self.w_strips * 8 * self.g_step
-                if self.stacked:
-                    n, d, _, r = (a[k_step] for a in self.steps_of_rows(i))
-                    zero = np.zeros(2, np.int64)
-                    rows = self.tile_row(Rows(n + zero, d + zero, zero)) + r // self.row_classes
-                    rows = rows + r % self.row_classes * (self.g_rows // self.row_classes)
+            if self.stacked:
+                n, d, _, r = self.steps_of_rows(i)
+                rows = self.tile_row(Rows(n, d, 0 * n)) + r // self.row_classes
+                rows = rows + r % self.row_classes * (self.g_rows // self.row_classes)
+                rows = np.broadcast_to(rows[:, None], strips.shape)
+            else:
+                rows = self.tile_row(self.x_row(strips // self.w_strips))
+            if self.turn_x:
+                registers = self.turned_registers(channel, tap_at, rows[:, :1], columns[:, :1])[..., None]
+            elif self.last:
+                pixel = tap_at + (rows * self.g_line + columns)[:, LANE >> 4] + (LANE & 7) * self.g_step
+                c8 = channel + (LANE >> 3 & 1) * 8
+                if self.box_g:
+                    address = pixel * self.g_width * 2 + c8 // self.g_width * self.g_slab_bytes
+                    address = swizzled(address + c8 % self.g_width * 2, self.g_width * 2)
+                    assert (address % 16 == 0).all()
+                    registers = load_transposed(address // 2, 4)
                 else:
-                    rows = self.tile_row(self.x_row(strips // self.w_strips))
-                if self.turn_x:
-                    registers = self.turned_registers(channel, tap_at, int(rows[0]), int(columns[0]))[..., None]
-                elif self.last:
-                    pixel = tap_at + (rows * self.g_line + columns)[LANE >> 4] + (LANE & 7) * self.g_step
-                    c8 = channel + (LANE >> 3 & 1) * 8
-                    if self.box_g:
-                        address = pixel * self.g_width * 2 + c8 // self.g_width * self.g_slab_bytes
-                        address = swizzled(address + c8 % self.g_width * 2, self.g_width * 2)
-                        assert (address % 16 == 0).all()
-                        registers = load_transposed(address // 2, 4)
-                    else:
-                        address = pixel * self.g_pitch + c8
-                        assert (address % 8 == 0).all()
-                        registers = load_transposed(address, 4)
-                else:
-                    k, h = np.arange(4) >> 1, np.arange(4) & 1
-                    apart = 8 // self.neighbours * self.g_pitch  # from row g to row g + 8
-                    constant = rows[k] * self.g_channels * self.g_pitch + columns[k] + h * apart
-                    constant += 4 * k * m["STEP_W"] if element == 4 else 0
-                    assert element == 4 or (constant % 2 == 0).all(), "constants are whole words"
-                    own = channel + g // self.neighbours
-                    lane_at = own // self.g_channels * (self.g_size // self.channel_classes)
-                    lane_at = lane_at + own % self.g_channels * self.g_pitch + q * per * m["STEP_W"] + tap_at
-                    registers = (lane_at[:, None] + constant)[..., None] + np.arange(per) * m["STEP_W"]
-                to = found[wg, entry, k_step, warp * 16 : warp * 16 + 16]
-                to[:] = self.matrix(registers, fragment_a(element))
+                    address = pixel * self.g_pitch + c8
+                    assert (address % 8 == 0).all()
+                    registers = load_transposed(address, 4)
+            else:
+                k, h = np.arange(4) >> 1, np.arange(4) & 1
+                apart = 8 // self.neighbours * self.g_pitch  # from row g to row g + 8
+                constant = rows[:, k] * self.g_channels * self.g_pitch + columns[:, k] + h * apart
+                constant += 4 * k * m["STEP_W"] if element == 4 else 0
+                assert element == 4 or (constant % 2 == 0).all(), "constants are whole words"
+                own = channel + g // self.neighbours
+                lane_at = own // self.g_channels * (self.g_size // self.channel_classes)
+                lane_at = lane_at + own % self.g_channels * self.g_pitch + q * per * m["STEP_W"] + tap_at
+                registers = (lane_at[:, None] + constant[:, None])[..., None] + np.arange(per) * m["STEP_W"]
+            found[wg, entry, :, warp * 16 : warp * 16 + 16] = self.matrix(registers, fragment_a(element))
         return found, taps
 
     def rows_of(self, wg: int, warp: int, u: int) -> tuple[Ints, Ints]:
@@ -507,8 +506,8 @@ class Interpreter:
         taps_w, taps_h = self.m["TAPS_W"], self.m["TAPS_H"]
         return (unit // taps_w * taps_h + i) * taps_w + unit % taps_w
 
-    def turned_registers(self, channel: int, tap_at: int, row: int, column: int) -> Ints:
-        """Elements of g's tile of [lane, register] where x is turned (TURN_X)."""
+    def turned_registers(self, channel: int, tap_at: Ints, row: Ints, column: Ints) -> Ints:
+        """Elements of g's tile of [step, lane, register] where x is turned (TURN_X)."""
         g, q = LANE >> 2, LANE & 3
         pixel = tap_at + row * self.g_line + column
         first = (pixel + self.strip_pixel(q) * self.g_step) * self.g_width * 4

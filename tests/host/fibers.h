@@ -14,12 +14,13 @@
 [[noreturn]] static void fail(const char* what) {
   printf("%s\n", what);
   fflush(stdout);
-  _Exit(1);  // no destructors: the fibers' would free the stack that this runs on
+  _Exit(1);  // no destructors while this runs on a fiber's stack
 }
 
+static const size_t stack_bytes = 1 << 18;
 struct Fiber {
   ucontext_t context;
-  std::vector<char> stack = std::vector<char>(1 << 18);
+  char* stack = (char*)malloc(stack_bytes);  // not filled: of 256 threads that took 0.08 s of a program's 0.1
   int waits = 0;
   bool done = false;
 };
@@ -45,8 +46,8 @@ static void run_fibers(int count, void (*body)()) {
     fiber.waits = 0;
     fiber.done = false;
     getcontext(&fiber.context);
-    fiber.context.uc_stack.ss_sp = fiber.stack.data();
-    fiber.context.uc_stack.ss_size = fiber.stack.size();
+    fiber.context.uc_stack.ss_sp = fiber.stack;
+    fiber.context.uc_stack.ss_size = stack_bytes;
     fiber.context.uc_link = &scheduler;
     makecontext(&fiber.context, fiber_entry, 0);
   }

@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import product
-from typing import Any
 
 from torch import Tensor
 
@@ -159,14 +158,18 @@ class Sweep(Walks):
 
     @property
     def shared_bytes(self) -> int:
+        return self.shared_with(self.stages_p, self.stages_s, self.ring_stages)
+
+    def shared_with(self, stages_p: int, stages_s: int, ring_stages: int) -> int:
+        """`shared_bytes` of the sweep with other stages."""
         t = self.pixels
         part = -(-t.pixels * t.row_bytes // 1024) * 1024
-        ring = self.ring_stages * self.w_stage * self.columns * 32
+        ring = ring_stages * self.w_stage * self.columns * 32
         units = (self.tile[1] + 2 * t.vec - 2) // t.vec
         lines = (self.nb * 64 + t.pitch - 2) // t.pitch + 1
         buffers = 2 * 8 * (-(-lines * units // 4) * 64 + 16)
-        barriers = 16 * (self.stages_p + self.ring_stages + self.stages_s)
-        return self.stages_p * part + ring + self.stages_s * t.slot_bytes + buffers + barriers
+        barriers = 16 * (stages_p + ring_stages + stages_s)
+        return stages_p * part + ring + stages_s * t.slot_bytes + buffers + barriers
 
     def checked(self, shared_limit: int) -> Sweep:
         """This, when the kernel can run it."""
@@ -378,16 +381,18 @@ def _fitted(s: Sweep, gpu: Gpu) -> Sweep | None:
     except Unfit:
         return None
     every = s.pixels.chunks + 1
-    changes: list[dict[str, Any]] = [{"stages_p": every}] if s.resident and every <= _MOST_STAGES else []
+    changes = [{"stages_p": every}] if s.resident and every <= _MOST_STAGES else []
     # With a third tile consumers part: one stores while the other multiplies (NOTES: kb61 TF32 1.39 -> 1.25 ms).
     changes += [{"stages_p": 3}, {"stages_s": 3}, {"stages_w": 4}, {"stages_s": 4}, {"stages_w": 6}]
+    stages = {"stages_p": 2, "stages_s": 2, "stages_w": 3}
     for change in changes:
-        if (s.resident and "stages_w" in change) or change.get("stages_p", math.inf) <= s.stages_p:
+        if (s.resident and "stages_w" in change) or change.get("stages_p", math.inf) <= stages["stages_p"]:
             continue
-        more = replace(s, **change)
-        if more.shared_bytes <= gpu.shared_bytes:
-            s = more
-    return s
+        more = stages | change
+        ring = s.ring_stages if s.resident else more["stages_w"]
+        if s.shared_with(more["stages_p"], more["stages_s"], ring) <= gpu.shared_bytes:
+            stages = more
+    return replace(s, stages_p=stages["stages_p"], stages_s=stages["stages_s"], stages_w=stages["stages_w"])
 
 
 # --- the cost model --------------------------------------------------------------------------------------------------
