@@ -189,6 +189,12 @@ __device__ __forceinline__ u32 load_shared_u32(u32 a) {
   asm volatile("ld.shared.u32 %0, [%1];\n" : "=r"(v) : "r"(a) : "memory");
   return v;
 }
+__device__ __forceinline__ u32 load_shared_u32_if(u32 a, bool ok) {  // else 0
+  u32 v = 0;
+  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %2, 0;\n @p ld.shared.u32 %0, [%1];\n}\n" : "+r"(v) : "r"(a),
+      "r"((u32)ok) : "memory");
+  return v;
+}
 __device__ __forceinline__ u32 load_shared_u16(u32 a) {
   u16 v;
   asm volatile("ld.shared.u16 %0, [%1];\n" : "=h"(v) : "r"(a) : "memory");
@@ -851,6 +857,21 @@ constexpr int RUNS_OF_SUBTILE = 8 / RUN_GROUPS;
 #define RUN_NB(r, i, k) (RUN_FIRST(r) + (k) / 8)
 #define RUN_J(r, i, k) ((i) * RUN_GROUPS + (k))
 
+// The block of a W sub-position, -1: it has no taps. Up to 16 are one number, of four bits each: what a table has is
+// known behind the
+// unrolling of all that looks it up alone, until when a compiler keeps all sums in memory (measured: vae TF32 1.9 ->
+// 1.2 s to compile).
+__device__ constexpr u64 packed_blocks() {
+  constexpr signed char blocks[] = {0};
+  u64 packed = 0;
+  for (int u = 0; u < W_SUBS; u++) packed |= (u64)(blocks[u] + 1) << 4 * u;
+  return packed;
+}
+__device__ __forceinline__ constexpr int block_of_w(int u) {
+  constexpr u64 packed = packed_blocks();
+  return (int)(packed >> 4 * u & 15) - 1;
+}
+
 // A warp's 16 rows of M are output channels of one (d, h) sub-position (ROWS_PER_SUB is 64, 32 or 16).
 struct Slab {
   int cout, couts;                                      // first channel in the group, and how many of the 16 exist
@@ -931,18 +952,27 @@ __device__ __forceinline__ void store_units(char* to, long long plane, int rows,
 // bytes whose parts are stored at different times costs as much as 5 to 10 whole ones (measured: loads and stores of kb57
 // with rows of 1026 outputs 2.15 ms, of 1024 1.44; 16 bytes a lane and the ends of rows by themselves, as below, 2.00 -> 2.20 ms).
 __device__ __forceinline__ void store_sectors(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
-  u32 first = (u32)(u64)to, step = (u32)plane;
+  char* row[8];
+  u32 from[8];
+  int at[8];  // the lane's first output of each row; some are before or behind it
+#pragma unroll
+  for (int r = 0; r < 8; r++) {
+    char* first = to + r * plane;
+    at[r] = lane * 4 - ((int)(u64)first & 31);
+    row[r] = first + at[r], from[r] = buffer + r * RUN_PITCH + at[r];
+  }
+  // What follows of a row is at known distances. (measured: a place for each output, a quarter more instructions, kb77
+  // TF32 394 -> 404 us,
+  // kb79 517 -> 538, IEEE 505 -> 482, kb73 563 -> 547; four rows at a time 394, 534, 506, 553.)
 #pragma unroll
   for (int i = 0; i < (OUTPUTS + 38) / 32; i++) {
     u32 v[8];
-    int at[8];                                          // the lane's output of each row; some are before or behind it
 #pragma unroll
-    for (int r = 0; r < 8; r++) {
-      at[r] = (lane + 32 * i) * 4 - (int)((first + r * step) & 31);
-      v[r] = load_shared_u32(buffer + r * RUN_PITCH + ((u32)at[r] < (u32)end ? at[r] : 0));
-    }
+    for (int r = 0; r < 8; r++)
+      v[r] = load_shared_u32_if(from[r] + i * 128, i ? at[r] < end - i * 128 : (u32)at[r] < (u32)end);
 #pragma unroll
-    for (int r = 0; r < 8; r++) store_global_if(to + r * plane + at[r], v[r], (u32)at[r] < (u32)end);
+    for (int r = 0; r < 8; r++)
+      store_global_if(row[r] + i * 128, v[r], i ? at[r] < end - i * 128 : (u32)at[r] < (u32)end);
   }
 }
 
@@ -957,7 +987,6 @@ __device__ __forceinline__ void store_rows(char* to, long long plane, int rows, 
 // Rows h * 8 ... of run i of subtiles RUN_FIRST(r) ...: a thread's outputs of its row to the buffer.
 template <int UNIT>
 __device__ __forceinline__ void put_rows(float (&acc)[MB][NB][32], float bias, int r, int i, int h, u32 row, int lane) {
-  constexpr signed char blocks[] = {0};         // the block of a W sub-position, -1: it has no taps
   int g = lane >> 2, q = lane & 3, order = order_of<UNIT>(g, q);
 #pragma unroll
   for (int k = 0; k < RUN_GROUPS; k++) {
@@ -967,7 +996,8 @@ __device__ __forceinline__ void put_rows(float (&acc)[MB][NB][32], float bias, i
     for (int c = 0; c < 2; c++)
 #pragma unroll
       for (int u = 0; u < W_SUBS; u++)
-        v[c * W_SUBS + u] = blocks[u] < 0 ? bias : acc[blocks[u] < 0 ? 0 : blocks[u]][nb][4 * j + 2 * h + c];
+        v[c * W_SUBS + u] = block_of_w(u) < 0 ? bias
+            : acc[block_of_w(u) < 0 ? 0 : block_of_w(u)][nb][4 * j + 2 * h + c];
     put<UNIT>(v, row + (k * 8 + 2 * q) * W_SUBS * ELEMENT, order);
   }
 }
@@ -1289,6 +1319,12 @@ template <int N> __device__ __forceinline__ void copy_wait() {
 __device__ __forceinline__ u32 load_shared_u32(u32 a) {
   u32 v;
   asm volatile("ld.shared.u32 %0, [%1];\n" : "=r"(v) : "r"(a) : "memory");
+  return v;
+}
+__device__ __forceinline__ u32 load_shared_u32_if(u32 a, bool ok) {  // else 0
+  u32 v = 0;
+  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %2, 0;\n @p ld.shared.u32 %0, [%1];\n}\n" : "+r"(v) : "r"(a),
+      "r"((u32)ok) : "memory");
   return v;
 }
 __device__ __forceinline__ u32 load_shared_u16(u32 a) {
@@ -2006,6 +2042,21 @@ constexpr int RUNS_OF_SUBTILE = 8;
 #define RUN_NB(r, i, k) (RUN_FIRST(r) + (k))
 #define RUN_J(r, i, k) ((i))
 
+// The block of a W sub-position, -1: it has no taps. Up to 16 are one number, of four bits each: what a table has is
+// known behind the
+// unrolling of all that looks it up alone, until when a compiler keeps all sums in memory (measured: vae TF32 1.9 ->
+// 1.2 s to compile).
+__device__ constexpr u64 packed_blocks() {
+  constexpr signed char blocks[] = {0};
+  u64 packed = 0;
+  for (int u = 0; u < W_SUBS; u++) packed |= (u64)(blocks[u] + 1) << 4 * u;
+  return packed;
+}
+__device__ __forceinline__ constexpr int block_of_w(int u) {
+  constexpr u64 packed = packed_blocks();
+  return (int)(packed >> 4 * u & 15) - 1;
+}
+
 // A warp's 16 rows of M are output channels of one (d, h) sub-position (ROWS_PER_SUB is 64, 32 or 16).
 struct Slab {
   int cout, couts;                                      // first channel in the group, and how many of the 16 exist
@@ -2086,18 +2137,27 @@ __device__ __forceinline__ void store_units(char* to, long long plane, int rows,
 // bytes whose parts are stored at different times costs as much as 5 to 10 whole ones (measured: loads and stores of kb57
 // with rows of 1026 outputs 2.15 ms, of 1024 1.44; 16 bytes a lane and the ends of rows by themselves, as below, 2.00 -> 2.20 ms).
 __device__ __forceinline__ void store_sectors(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
-  u32 first = (u32)(u64)to, step = (u32)plane;
+  char* row[8];
+  u32 from[8];
+  int at[8];  // the lane's first output of each row; some are before or behind it
+#pragma unroll
+  for (int r = 0; r < 8; r++) {
+    char* first = to + r * plane;
+    at[r] = lane * 4 - ((int)(u64)first & 31);
+    row[r] = first + at[r], from[r] = buffer + r * RUN_PITCH + at[r];
+  }
+  // What follows of a row is at known distances. (measured: a place for each output, a quarter more instructions, kb77
+  // TF32 394 -> 404 us,
+  // kb79 517 -> 538, IEEE 505 -> 482, kb73 563 -> 547; four rows at a time 394, 534, 506, 553.)
 #pragma unroll
   for (int i = 0; i < (OUTPUTS + 38) / 32; i++) {
     u32 v[8];
-    int at[8];                                          // the lane's output of each row; some are before or behind it
 #pragma unroll
-    for (int r = 0; r < 8; r++) {
-      at[r] = (lane + 32 * i) * 4 - (int)((first + r * step) & 31);
-      v[r] = load_shared_u32(buffer + r * RUN_PITCH + ((u32)at[r] < (u32)end ? at[r] : 0));
-    }
+    for (int r = 0; r < 8; r++)
+      v[r] = load_shared_u32_if(from[r] + i * 128, i ? at[r] < end - i * 128 : (u32)at[r] < (u32)end);
 #pragma unroll
-    for (int r = 0; r < 8; r++) store_global_if(to + r * plane + at[r], v[r], (u32)at[r] < (u32)end);
+    for (int r = 0; r < 8; r++)
+      store_global_if(row[r] + i * 128, v[r], i ? at[r] < end - i * 128 : (u32)at[r] < (u32)end);
   }
 }
 
@@ -2112,7 +2172,6 @@ __device__ __forceinline__ void store_rows(char* to, long long plane, int rows, 
 // Rows h * 8 ... of run i of subtiles RUN_FIRST(r) ...: a thread's outputs of its row to the buffer.
 template <int UNIT>
 __device__ __forceinline__ void put_rows(float (&acc)[MB][NB][32], float bias, int r, int i, int h, u32 row, int lane) {
-  constexpr signed char blocks[] = {0};         // the block of a W sub-position, -1: it has no taps
   int g = lane >> 2, q = lane & 3, order = order_of<UNIT>(g, q);
 #pragma unroll
   for (int k = 0; k < RUN_GROUPS; k++) {
@@ -2122,7 +2181,8 @@ __device__ __forceinline__ void put_rows(float (&acc)[MB][NB][32], float bias, i
     for (int c = 0; c < 2; c++)
 #pragma unroll
       for (int u = 0; u < W_SUBS; u++)
-        v[c * W_SUBS + u] = blocks[u] < 0 ? bias : acc[blocks[u] < 0 ? 0 : blocks[u]][nb][4 * j + 2 * h + c];
+        v[c * W_SUBS + u] = block_of_w(u) < 0 ? bias
+            : acc[block_of_w(u) < 0 ? 0 : block_of_w(u)][nb][4 * j + 2 * h + c];
     put<UNIT>(v, row + (k * 8 + 2 * q) * W_SUBS * ELEMENT, order);
   }
 }
@@ -2429,6 +2489,12 @@ __device__ __forceinline__ void named_arrive(int id, int threads) {
 __device__ __forceinline__ u32 load_shared_u32(u32 a) {
   u32 v;
   asm volatile("ld.shared.u32 %0, [%1];\n" : "=r"(v) : "r"(a) : "memory");
+  return v;
+}
+__device__ __forceinline__ u32 load_shared_u32_if(u32 a, bool ok) {  // else 0
+  u32 v = 0;
+  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %2, 0;\n @p ld.shared.u32 %0, [%1];\n}\n" : "+r"(v) : "r"(a),
+      "r"((u32)ok) : "memory");
   return v;
 }
 __device__ __forceinline__ u32 load_shared_u16(u32 a) {
@@ -3093,6 +3159,21 @@ constexpr int RUNS_OF_SUBTILE = 8 / RUN_GROUPS;
 #define RUN_NB(r, i, k) (RUN_FIRST(r) + (k) / 8)
 #define RUN_J(r, i, k) ((i) * RUN_GROUPS + (k))
 
+// The block of a W sub-position, -1: it has no taps. Up to 16 are one number, of four bits each: what a table has is
+// known behind the
+// unrolling of all that looks it up alone, until when a compiler keeps all sums in memory (measured: vae TF32 1.9 ->
+// 1.2 s to compile).
+__device__ constexpr u64 packed_blocks() {
+  constexpr signed char blocks[] = {0};
+  u64 packed = 0;
+  for (int u = 0; u < W_SUBS; u++) packed |= (u64)(blocks[u] + 1) << 4 * u;
+  return packed;
+}
+__device__ __forceinline__ constexpr int block_of_w(int u) {
+  constexpr u64 packed = packed_blocks();
+  return (int)(packed >> 4 * u & 15) - 1;
+}
+
 // A warp's 16 rows of M are output channels of one (d, h) sub-position (ROWS_PER_SUB is 64, 32 or 16).
 struct Slab {
   int cout, couts;                                      // first channel in the group, and how many of the 16 exist
@@ -3173,18 +3254,27 @@ __device__ __forceinline__ void store_units(char* to, long long plane, int rows,
 // bytes whose parts are stored at different times costs as much as 5 to 10 whole ones (measured: loads and stores of kb57
 // with rows of 1026 outputs 2.15 ms, of 1024 1.44; 16 bytes a lane and the ends of rows by themselves, as below, 2.00 -> 2.20 ms).
 __device__ __forceinline__ void store_sectors(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
-  u32 first = (u32)(u64)to, step = (u32)plane;
+  char* row[8];
+  u32 from[8];
+  int at[8];  // the lane's first output of each row; some are before or behind it
+#pragma unroll
+  for (int r = 0; r < 8; r++) {
+    char* first = to + r * plane;
+    at[r] = lane * 4 - ((int)(u64)first & 31);
+    row[r] = first + at[r], from[r] = buffer + r * RUN_PITCH + at[r];
+  }
+  // What follows of a row is at known distances. (measured: a place for each output, a quarter more instructions, kb77
+  // TF32 394 -> 404 us,
+  // kb79 517 -> 538, IEEE 505 -> 482, kb73 563 -> 547; four rows at a time 394, 534, 506, 553.)
 #pragma unroll
   for (int i = 0; i < (OUTPUTS + 38) / 32; i++) {
     u32 v[8];
-    int at[8];                                          // the lane's output of each row; some are before or behind it
 #pragma unroll
-    for (int r = 0; r < 8; r++) {
-      at[r] = (lane + 32 * i) * 4 - (int)((first + r * step) & 31);
-      v[r] = load_shared_u32(buffer + r * RUN_PITCH + ((u32)at[r] < (u32)end ? at[r] : 0));
-    }
+    for (int r = 0; r < 8; r++)
+      v[r] = load_shared_u32_if(from[r] + i * 128, i ? at[r] < end - i * 128 : (u32)at[r] < (u32)end);
 #pragma unroll
-    for (int r = 0; r < 8; r++) store_global_if(to + r * plane + at[r], v[r], (u32)at[r] < (u32)end);
+    for (int r = 0; r < 8; r++)
+      store_global_if(row[r] + i * 128, v[r], i ? at[r] < end - i * 128 : (u32)at[r] < (u32)end);
   }
 }
 
@@ -3199,7 +3289,6 @@ __device__ __forceinline__ void store_rows(char* to, long long plane, int rows, 
 // Rows h * 8 ... of run i of subtiles RUN_FIRST(r) ...: a thread's outputs of its row to the buffer.
 template <int UNIT>
 __device__ __forceinline__ void put_rows(float (&acc)[MB][NB][32], float bias, int r, int i, int h, u32 row, int lane) {
-  constexpr signed char blocks[] = {0};         // the block of a W sub-position, -1: it has no taps
   int g = lane >> 2, q = lane & 3, order = order_of<UNIT>(g, q);
 #pragma unroll
   for (int k = 0; k < RUN_GROUPS; k++) {
@@ -3209,7 +3298,8 @@ __device__ __forceinline__ void put_rows(float (&acc)[MB][NB][32], float bias, i
     for (int c = 0; c < 2; c++)
 #pragma unroll
       for (int u = 0; u < W_SUBS; u++)
-        v[c * W_SUBS + u] = blocks[u] < 0 ? bias : acc[blocks[u] < 0 ? 0 : blocks[u]][nb][4 * j + 2 * h + c];
+        v[c * W_SUBS + u] = block_of_w(u) < 0 ? bias
+            : acc[block_of_w(u) < 0 ? 0 : block_of_w(u)][nb][4 * j + 2 * h + c];
     put<UNIT>(v, row + (k * 8 + 2 * q) * W_SUBS * ELEMENT, order);
   }
 }
@@ -3531,6 +3621,12 @@ template <int N> __device__ __forceinline__ void copy_wait() {
 __device__ __forceinline__ u32 load_shared_u32(u32 a) {
   u32 v;
   asm volatile("ld.shared.u32 %0, [%1];\n" : "=r"(v) : "r"(a) : "memory");
+  return v;
+}
+__device__ __forceinline__ u32 load_shared_u32_if(u32 a, bool ok) {  // else 0
+  u32 v = 0;
+  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %2, 0;\n @p ld.shared.u32 %0, [%1];\n}\n" : "+r"(v) : "r"(a),
+      "r"((u32)ok) : "memory");
   return v;
 }
 __device__ __forceinline__ u32 load_shared_u16(u32 a) {
@@ -4247,6 +4343,21 @@ constexpr int RUNS_OF_SUBTILE = 8 / RUN_GROUPS;
 #define RUN_NB(r, i, k) (RUN_FIRST(r) + (k) / 8)
 #define RUN_J(r, i, k) ((i) * RUN_GROUPS + (k))
 
+// The block of a W sub-position, -1: it has no taps. Up to 16 are one number, of four bits each: what a table has is
+// known behind the
+// unrolling of all that looks it up alone, until when a compiler keeps all sums in memory (measured: vae TF32 1.9 ->
+// 1.2 s to compile).
+__device__ constexpr u64 packed_blocks() {
+  constexpr signed char blocks[] = {0};
+  u64 packed = 0;
+  for (int u = 0; u < W_SUBS; u++) packed |= (u64)(blocks[u] + 1) << 4 * u;
+  return packed;
+}
+__device__ __forceinline__ constexpr int block_of_w(int u) {
+  constexpr u64 packed = packed_blocks();
+  return (int)(packed >> 4 * u & 15) - 1;
+}
+
 // A warp's 16 rows of M are output channels of one (d, h) sub-position (ROWS_PER_SUB is 64, 32 or 16).
 struct Slab {
   int cout, couts;                                      // first channel in the group, and how many of the 16 exist
@@ -4327,18 +4438,27 @@ __device__ __forceinline__ void store_units(char* to, long long plane, int rows,
 // bytes whose parts are stored at different times costs as much as 5 to 10 whole ones (measured: loads and stores of kb57
 // with rows of 1026 outputs 2.15 ms, of 1024 1.44; 16 bytes a lane and the ends of rows by themselves, as below, 2.00 -> 2.20 ms).
 __device__ __forceinline__ void store_sectors(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
-  u32 first = (u32)(u64)to, step = (u32)plane;
+  char* row[8];
+  u32 from[8];
+  int at[8];  // the lane's first output of each row; some are before or behind it
+#pragma unroll
+  for (int r = 0; r < 8; r++) {
+    char* first = to + r * plane;
+    at[r] = lane * 4 - ((int)(u64)first & 31);
+    row[r] = first + at[r], from[r] = buffer + r * RUN_PITCH + at[r];
+  }
+  // What follows of a row is at known distances. (measured: a place for each output, a quarter more instructions, kb77
+  // TF32 394 -> 404 us,
+  // kb79 517 -> 538, IEEE 505 -> 482, kb73 563 -> 547; four rows at a time 394, 534, 506, 553.)
 #pragma unroll
   for (int i = 0; i < (OUTPUTS + 38) / 32; i++) {
     u32 v[8];
-    int at[8];                                          // the lane's output of each row; some are before or behind it
 #pragma unroll
-    for (int r = 0; r < 8; r++) {
-      at[r] = (lane + 32 * i) * 4 - (int)((first + r * step) & 31);
-      v[r] = load_shared_u32(buffer + r * RUN_PITCH + ((u32)at[r] < (u32)end ? at[r] : 0));
-    }
+    for (int r = 0; r < 8; r++)
+      v[r] = load_shared_u32_if(from[r] + i * 128, i ? at[r] < end - i * 128 : (u32)at[r] < (u32)end);
 #pragma unroll
-    for (int r = 0; r < 8; r++) store_global_if(to + r * plane + at[r], v[r], (u32)at[r] < (u32)end);
+    for (int r = 0; r < 8; r++)
+      store_global_if(row[r] + i * 128, v[r], i ? at[r] < end - i * 128 : (u32)at[r] < (u32)end);
   }
 }
 
@@ -4353,7 +4473,6 @@ __device__ __forceinline__ void store_rows(char* to, long long plane, int rows, 
 // Rows h * 8 ... of run i of subtiles RUN_FIRST(r) ...: a thread's outputs of its row to the buffer.
 template <int UNIT>
 __device__ __forceinline__ void put_rows(float (&acc)[MB][NB][32], float bias, int r, int i, int h, u32 row, int lane) {
-  constexpr signed char blocks[] = {0};         // the block of a W sub-position, -1: it has no taps
   int g = lane >> 2, q = lane & 3, order = order_of<UNIT>(g, q);
 #pragma unroll
   for (int k = 0; k < RUN_GROUPS; k++) {
@@ -4363,7 +4482,8 @@ __device__ __forceinline__ void put_rows(float (&acc)[MB][NB][32], float bias, i
     for (int c = 0; c < 2; c++)
 #pragma unroll
       for (int u = 0; u < W_SUBS; u++)
-        v[c * W_SUBS + u] = blocks[u] < 0 ? bias : acc[blocks[u] < 0 ? 0 : blocks[u]][nb][4 * j + 2 * h + c];
+        v[c * W_SUBS + u] = block_of_w(u) < 0 ? bias
+            : acc[block_of_w(u) < 0 ? 0 : block_of_w(u)][nb][4 * j + 2 * h + c];
     put<UNIT>(v, row + (k * 8 + 2 * q) * W_SUBS * ELEMENT, order);
   }
 }
