@@ -917,27 +917,32 @@ __device__ __forceinline__ void store_units(char* to, long long plane, int rows,
 // bytes whose parts are stored at different times costs as much as 5 to 10 whole ones (measured: loads and stores of kb57
 // with rows of 1026 outputs 2.15 ms, of 1024 1.44; 16 bytes a lane and the ends of rows by themselves, as below, 2.00 -> 2.20 ms).
 __device__ __forceinline__ void store_sectors(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
-  char* row[8];
-  u32 from[8];
-  int at[8];  // the lane's first output of each row; some are before or behind it
+  constexpr int ROWS = 4;   // at a time: of kernels that have other ways beside, eight spill
 #pragma unroll
-  for (int r = 0; r < 8; r++) {
-    char* first = to + r * plane;
-    at[r] = lane * 4 - ((int)(u64)first & 31);
-    row[r] = first + at[r], from[r] = buffer + r * RUN_PITCH + at[r];
-  }
-  // What follows of a row is at known distances. (measured: a place for each output, a quarter more instructions, kb77
-  // TF32 394 -> 404 us,
-  // kb79 517 -> 538, IEEE 505 -> 482, kb73 563 -> 547; four rows at a time 394, 534, 506, 553.)
+  for (int from_row = 0; from_row < 8; from_row += ROWS) {
+    char* row[ROWS];
+    u32 from[ROWS];
+    int at[ROWS];  // the lane's first output of each row; some are before or behind it
 #pragma unroll
-  for (int i = 0; i < (OUTPUTS + 38) / 32; i++) {
-    u32 v[8];
+    for (int k = 0; k < ROWS; k++) {
+      int r = from_row + k;
+      char* first = to + r * plane;
+      at[k] = lane * 4 - ((int)(u64)first & 31);
+      row[k] = first + at[k], from[k] = buffer + r * RUN_PITCH + at[k];
+    }
+    // What follows of a row is at known distances. (measured: a place for each output, a quarter more instructions,
+    // kb77 TF32 394 -> 404
+    // us, kb79 517 -> 538, IEEE 505 -> 482, kb73 563 -> 547; four rows at a time 394, 534, 506, 553.)
 #pragma unroll
-    for (int r = 0; r < 8; r++)
-      v[r] = load_shared_u32_if(from[r] + i * 128, i ? at[r] < end - i * 128 : (u32)at[r] < (u32)end);
+    for (int i = 0; i < (OUTPUTS + 38) / 32; i++) {
+      u32 v[ROWS];
 #pragma unroll
-    for (int r = 0; r < 8; r++)
-      store_global_if(row[r] + i * 128, v[r], i ? at[r] < end - i * 128 : (u32)at[r] < (u32)end);
+      for (int k = 0; k < ROWS; k++)
+        v[k] = load_shared_u32_if(from[k] + i * 128, i ? at[k] < end - i * 128 : (u32)at[k] < (u32)end);
+#pragma unroll
+      for (int k = 0; k < ROWS; k++)
+        store_global_if(row[k] + i * 128, v[k], i ? at[k] < end - i * 128 : (u32)at[k] < (u32)end);
+    }
   }
 }
 
@@ -2066,27 +2071,32 @@ __device__ __forceinline__ void store_units(char* to, long long plane, int rows,
 // bytes whose parts are stored at different times costs as much as 5 to 10 whole ones (measured: loads and stores of kb57
 // with rows of 1026 outputs 2.15 ms, of 1024 1.44; 16 bytes a lane and the ends of rows by themselves, as below, 2.00 -> 2.20 ms).
 __device__ __forceinline__ void store_sectors(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
-  char* row[8];
-  u32 from[8];
-  int at[8];  // the lane's first output of each row; some are before or behind it
+  constexpr int ROWS = 4;   // at a time: of kernels that have other ways beside, eight spill
 #pragma unroll
-  for (int r = 0; r < 8; r++) {
-    char* first = to + r * plane;
-    at[r] = lane * 4 - ((int)(u64)first & 31);
-    row[r] = first + at[r], from[r] = buffer + r * RUN_PITCH + at[r];
-  }
-  // What follows of a row is at known distances. (measured: a place for each output, a quarter more instructions, kb77
-  // TF32 394 -> 404 us,
-  // kb79 517 -> 538, IEEE 505 -> 482, kb73 563 -> 547; four rows at a time 394, 534, 506, 553.)
+  for (int from_row = 0; from_row < 8; from_row += ROWS) {
+    char* row[ROWS];
+    u32 from[ROWS];
+    int at[ROWS];  // the lane's first output of each row; some are before or behind it
 #pragma unroll
-  for (int i = 0; i < (OUTPUTS + 38) / 32; i++) {
-    u32 v[8];
+    for (int k = 0; k < ROWS; k++) {
+      int r = from_row + k;
+      char* first = to + r * plane;
+      at[k] = lane * 4 - ((int)(u64)first & 31);
+      row[k] = first + at[k], from[k] = buffer + r * RUN_PITCH + at[k];
+    }
+    // What follows of a row is at known distances. (measured: a place for each output, a quarter more instructions,
+    // kb77 TF32 394 -> 404
+    // us, kb79 517 -> 538, IEEE 505 -> 482, kb73 563 -> 547; four rows at a time 394, 534, 506, 553.)
 #pragma unroll
-    for (int r = 0; r < 8; r++)
-      v[r] = load_shared_u32_if(from[r] + i * 128, i ? at[r] < end - i * 128 : (u32)at[r] < (u32)end);
+    for (int i = 0; i < (OUTPUTS + 38) / 32; i++) {
+      u32 v[ROWS];
 #pragma unroll
-    for (int r = 0; r < 8; r++)
-      store_global_if(row[r] + i * 128, v[r], i ? at[r] < end - i * 128 : (u32)at[r] < (u32)end);
+      for (int k = 0; k < ROWS; k++)
+        v[k] = load_shared_u32_if(from[k] + i * 128, i ? at[k] < end - i * 128 : (u32)at[k] < (u32)end);
+#pragma unroll
+      for (int k = 0; k < ROWS; k++)
+        store_global_if(row[k] + i * 128, v[k], i ? at[k] < end - i * 128 : (u32)at[k] < (u32)end);
+    }
   }
 }
 
@@ -3243,27 +3253,32 @@ __device__ __forceinline__ void store_units(char* to, long long plane, int rows,
 // bytes whose parts are stored at different times costs as much as 5 to 10 whole ones (measured: loads and stores of kb57
 // with rows of 1026 outputs 2.15 ms, of 1024 1.44; 16 bytes a lane and the ends of rows by themselves, as below, 2.00 -> 2.20 ms).
 __device__ __forceinline__ void store_sectors(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
-  char* row[8];
-  u32 from[8];
-  int at[8];  // the lane's first output of each row; some are before or behind it
+  constexpr int ROWS = 4;   // at a time: of kernels that have other ways beside, eight spill
 #pragma unroll
-  for (int r = 0; r < 8; r++) {
-    char* first = to + r * plane;
-    at[r] = lane * 4 - ((int)(u64)first & 31);
-    row[r] = first + at[r], from[r] = buffer + r * RUN_PITCH + at[r];
-  }
-  // What follows of a row is at known distances. (measured: a place for each output, a quarter more instructions, kb77
-  // TF32 394 -> 404 us,
-  // kb79 517 -> 538, IEEE 505 -> 482, kb73 563 -> 547; four rows at a time 394, 534, 506, 553.)
+  for (int from_row = 0; from_row < 8; from_row += ROWS) {
+    char* row[ROWS];
+    u32 from[ROWS];
+    int at[ROWS];  // the lane's first output of each row; some are before or behind it
 #pragma unroll
-  for (int i = 0; i < (OUTPUTS + 38) / 32; i++) {
-    u32 v[8];
+    for (int k = 0; k < ROWS; k++) {
+      int r = from_row + k;
+      char* first = to + r * plane;
+      at[k] = lane * 4 - ((int)(u64)first & 31);
+      row[k] = first + at[k], from[k] = buffer + r * RUN_PITCH + at[k];
+    }
+    // What follows of a row is at known distances. (measured: a place for each output, a quarter more instructions,
+    // kb77 TF32 394 -> 404
+    // us, kb79 517 -> 538, IEEE 505 -> 482, kb73 563 -> 547; four rows at a time 394, 534, 506, 553.)
 #pragma unroll
-    for (int r = 0; r < 8; r++)
-      v[r] = load_shared_u32_if(from[r] + i * 128, i ? at[r] < end - i * 128 : (u32)at[r] < (u32)end);
+    for (int i = 0; i < (OUTPUTS + 38) / 32; i++) {
+      u32 v[ROWS];
 #pragma unroll
-    for (int r = 0; r < 8; r++)
-      store_global_if(row[r] + i * 128, v[r], i ? at[r] < end - i * 128 : (u32)at[r] < (u32)end);
+      for (int k = 0; k < ROWS; k++)
+        v[k] = load_shared_u32_if(from[k] + i * 128, i ? at[k] < end - i * 128 : (u32)at[k] < (u32)end);
+#pragma unroll
+      for (int k = 0; k < ROWS; k++)
+        store_global_if(row[k] + i * 128, v[k], i ? at[k] < end - i * 128 : (u32)at[k] < (u32)end);
+    }
   }
 }
 
