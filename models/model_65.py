@@ -852,10 +852,9 @@ constexpr int RUNS_OF_SUBTILE = 8;
 #define RUN_NB(r, i, k) (RUN_FIRST(r) + (k))
 #define RUN_J(r, i, k) ((i))
 
-// The block of a W sub-position, -1: it has no taps. Up to 16 are one number, of four bits each: what a table has is
-// known behind the
-// unrolling of all that looks it up alone, until when a compiler keeps all sums in memory (measured: vae TF32 1.9 ->
-// 1.2 s to compile).
+// The block of a W sub-position, -1: it has no taps. Up to 16 are one number, of four bits each: a table's entries are
+// constants only
+// after unrolling, and until then the compiler keeps all sums in memory (measured: vae TF32 2.1 -> 1.4 s to compile).
 __device__ constexpr u64 packed_blocks() {
   constexpr signed char blocks[] = {0};
   u64 packed = 0;
@@ -948,6 +947,7 @@ __device__ __forceinline__ void store_units(char* to, long long plane, int rows,
 // with rows of 1026 outputs 2.15 ms, of 1024 1.44; 16 bytes a lane and the ends of rows by themselves, as below, 2.00 -> 2.20 ms).
 __device__ __forceinline__ void store_sectors(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
   constexpr int ROWS = 4;   // at a time: of kernels that have other ways beside, eight spill
+  static_assert(8 % ROWS == 0, "all rows in turn");
 #pragma unroll
   for (int from_row = 0; from_row < 8; from_row += ROWS) {
     char* row[ROWS];
@@ -960,8 +960,8 @@ __device__ __forceinline__ void store_sectors(char* to, long long plane, int row
       at[k] = lane * 4 - ((int)(u64)first & 31);
       row[k] = first + at[k], from[k] = buffer + r * RUN_PITCH + at[k];
     }
-    // What follows of a row is at known distances. (measured: a place for each output, a quarter more instructions,
-    // kb77 TF32 394 -> 404
+    // What follows of a row is at known distances. (measured: a place for each output, a third more instructions, kb77
+    // TF32 394 -> 404
     // us, kb79 517 -> 538, IEEE 505 -> 482, kb73 563 -> 547; four rows at a time 394, 534, 506, 553.)
 #pragma unroll
     for (int i = 0; i < (OUTPUTS + 38) / 32; i++) {
@@ -2039,10 +2039,9 @@ constexpr int RUNS_OF_SUBTILE = 8;
 #define RUN_NB(r, i, k) (RUN_FIRST(r) + (k))
 #define RUN_J(r, i, k) ((i))
 
-// The block of a W sub-position, -1: it has no taps. Up to 16 are one number, of four bits each: what a table has is
-// known behind the
-// unrolling of all that looks it up alone, until when a compiler keeps all sums in memory (measured: vae TF32 1.9 ->
-// 1.2 s to compile).
+// The block of a W sub-position, -1: it has no taps. Up to 16 are one number, of four bits each: a table's entries are
+// constants only
+// after unrolling, and until then the compiler keeps all sums in memory (measured: vae TF32 2.1 -> 1.4 s to compile).
 __device__ constexpr u64 packed_blocks() {
   constexpr signed char blocks[] = {0};
   u64 packed = 0;
@@ -2135,6 +2134,7 @@ __device__ __forceinline__ void store_units(char* to, long long plane, int rows,
 // with rows of 1026 outputs 2.15 ms, of 1024 1.44; 16 bytes a lane and the ends of rows by themselves, as below, 2.00 -> 2.20 ms).
 __device__ __forceinline__ void store_sectors(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
   constexpr int ROWS = 4;   // at a time: of kernels that have other ways beside, eight spill
+  static_assert(8 % ROWS == 0, "all rows in turn");
 #pragma unroll
   for (int from_row = 0; from_row < 8; from_row += ROWS) {
     char* row[ROWS];
@@ -2147,8 +2147,8 @@ __device__ __forceinline__ void store_sectors(char* to, long long plane, int row
       at[k] = lane * 4 - ((int)(u64)first & 31);
       row[k] = first + at[k], from[k] = buffer + r * RUN_PITCH + at[k];
     }
-    // What follows of a row is at known distances. (measured: a place for each output, a quarter more instructions,
-    // kb77 TF32 394 -> 404
+    // What follows of a row is at known distances. (measured: a place for each output, a third more instructions, kb77
+    // TF32 394 -> 404
     // us, kb79 517 -> 538, IEEE 505 -> 482, kb73 563 -> 547; four rows at a time 394, 534, 506, 553.)
 #pragma unroll
     for (int i = 0; i < (OUTPUTS + 38) / 32; i++) {
@@ -3217,10 +3217,9 @@ constexpr int RUNS_OF_SUBTILE = 8 / RUN_GROUPS;
 #define RUN_NB(r, i, k) (RUN_FIRST(r) + (k) / 8)
 #define RUN_J(r, i, k) ((i) * RUN_GROUPS + (k))
 
-// The block of a W sub-position, -1: it has no taps. Up to 16 are one number, of four bits each: what a table has is
-// known behind the
-// unrolling of all that looks it up alone, until when a compiler keeps all sums in memory (measured: vae TF32 1.9 ->
-// 1.2 s to compile).
+// The block of a W sub-position, -1: it has no taps. Up to 16 are one number, of four bits each: a table's entries are
+// constants only
+// after unrolling, and until then the compiler keeps all sums in memory (measured: vae TF32 2.1 -> 1.4 s to compile).
 __device__ constexpr u64 packed_blocks() {
   constexpr signed char blocks[] = {0};
   u64 packed = 0;
@@ -3313,6 +3312,7 @@ __device__ __forceinline__ void store_units(char* to, long long plane, int rows,
 // with rows of 1026 outputs 2.15 ms, of 1024 1.44; 16 bytes a lane and the ends of rows by themselves, as below, 2.00 -> 2.20 ms).
 __device__ __forceinline__ void store_sectors(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
   constexpr int ROWS = 4;   // at a time: of kernels that have other ways beside, eight spill
+  static_assert(8 % ROWS == 0, "all rows in turn");
 #pragma unroll
   for (int from_row = 0; from_row < 8; from_row += ROWS) {
     char* row[ROWS];
@@ -3325,8 +3325,8 @@ __device__ __forceinline__ void store_sectors(char* to, long long plane, int row
       at[k] = lane * 4 - ((int)(u64)first & 31);
       row[k] = first + at[k], from[k] = buffer + r * RUN_PITCH + at[k];
     }
-    // What follows of a row is at known distances. (measured: a place for each output, a quarter more instructions,
-    // kb77 TF32 394 -> 404
+    // What follows of a row is at known distances. (measured: a place for each output, a third more instructions, kb77
+    // TF32 394 -> 404
     // us, kb79 517 -> 538, IEEE 505 -> 482, kb73 563 -> 547; four rows at a time 394, 534, 506, 553.)
 #pragma unroll
     for (int i = 0; i < (OUTPUTS + 38) / 32; i++) {

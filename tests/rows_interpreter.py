@@ -12,10 +12,9 @@ import numpy as np
 
 from gather_interpreter import LANES, WARPS, Floats, Ints, constants, fragment_place
 from upconv.cuda.axes import result_shape
+from upconv.cuda.packs import PACK_THREADS
 from upconv.cuda.rows import Rows
 from upconv.problem import Problem
-
-PACK_THREADS = 256
 
 
 class RowsInterpreter:

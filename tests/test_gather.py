@@ -874,7 +874,10 @@ def test_tables_fit_in_constant_memory(layout: str) -> None:
     ("pass_", "precision"), [*product(PASSES, ("tf32", "ieee")), ("fwd", "fp16"), ("grad-input", "bf16")]
 )
 def test_kernels_that_pack_have_no_spills(pass_: Pass, precision: Precision) -> None:
-    """Matrix instructions as without it, nothing serialised, no kernels beside."""
+    """Matrix instructions as without it, nothing serialised, no kernels beside.
+
+    Kernels of both 16-bit types are the same but for one word: each has a pass.
+    """
     dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(precision, torch.float32)
     for size, kernel, stride in (((64, 60), 3, 1), ((16, 16), 4, 2), ((9, 13), (3, 5), (2, 3))):
         p = Problem.make(8, 64, 48, size, kernel, stride, 1, bias=False, dtype=dtype).with_(

@@ -237,6 +237,19 @@ def test_rows_whose_beginnings_the_plan_knows(seed: int, unit: str, tmp_path: Pa
     assert tiles(epilogue(tiling, tmp_path, store_unit=store_unit), seed, 80) > 500
 
 
+@pytest.mark.parametrize("seed", (0, 3, 6))
+def test_float32_rows_that_begin_anywhere_of_whole_slabs(seed: int, tmp_path: Path) -> None:
+    """Eight rows at a time, of 16 channels that all exist, so that no row is asked whether it does."""
+
+    def fit(t: Tiling) -> bool:
+        p = t.problem
+        return t.shuffle is None and t.contiguous and result_shape(p)[1] // p.groups % 16 == 0
+
+    tiling = tiling_of(seed, fit, last=False, couts=(16, 64))
+    assert tiling.element == 4
+    assert tiles(epilogue(tiling, tmp_path, store_unit=4), seed, 80) > 500
+
+
 @pytest.mark.parametrize("subs", (1, 2, 4))
 @pytest.mark.parametrize("runs", (1, 2, 3, 4, 8))
 def test_channels_last_pixels_leave_through_a_teams_buffer(runs: int, subs: int, tmp_path: Path) -> None:

@@ -751,3 +751,18 @@ def test_chosen_kernels_compile_without_spills(p: Problem, gpu: Gpu) -> None:
         check_compiled(choice.tiling, unit.source, gpu)
         ways = (f"#define CLUSTER {choice.splits}\n" in unit.source, "#define TOGETHER 1\n" in unit.source)
         assert ways == ((choice.cluster > 1, choice.together) if unit in at_once else (False, False))
+
+
+@pytest.mark.parametrize("name,shared,most", [("nnunet", False, 1.2), ("unet1", True, 1.3), ("kb77", True, 1.0)])
+def test_a_stage_that_is_given_back_late_counts_where_chunks_are_short(name: str, shared: bool, most: float) -> None:
+    """Operands that both come by descriptors: nnunet took 33.4 us so, of three stages, and takes 30.3 by fragments."""
+    (p,) = {c.problem for suite in SUITES.values() for c in suite if c.name == name}
+    p = p.with_(dtype=torch.bfloat16, precision="bf16", layout="channels_last", pass_="grad-weight", bias=False)
+    choice = wgrad.choose(p, H200)
+    assert isinstance(choice, wgrad.Choice) and isinstance(choice.tiling, WarpgroupTiling)
+    assert choice.tiling.a_shared == shared
+    late = choice.tiling if shared else replace(choice.tiling, warpgroups=2, split_m=1, subs=1)
+    stages = [replace(late, stages=n) for n in (6, 4, 3)]
+    assert all(t.a_shared for t in stages)
+    clocks = [wgrad_costs.chunk_clocks(t)[0] for t in stages]
+    assert clocks == sorted(clocks) and clocks[-1] > most * clocks[0]

@@ -51,8 +51,8 @@ __device__ __forceinline__ void store_of_pixel(char* to, const u32 (&v)[4], int 
 }
 #endif
 
-// The block of a W sub-position, -1: it has no taps. Up to 16 are one number, of four bits each: what a table has is known behind the
-// unrolling of all that looks it up alone, until when a compiler keeps all sums in memory (NOTES: vae TF32 1.9 -> 1.2 s to compile).
+// The block of a W sub-position, -1: it has no taps. Up to 16 are one number, of four bits each: a table's entries are constants only
+// after unrolling, and until then the compiler keeps all sums in memory (NOTES: vae TF32 2.1 -> 1.4 s to compile).
 #if W_SUBS <= 16
 __device__ constexpr u64 packed_blocks() {
   constexpr signed char blocks[] = BLOCKS_OF_W;
@@ -300,6 +300,7 @@ __device__ __forceinline__ void store_beside(char* to, long long plane, int rows
 // with rows of 1026 outputs 2.15 ms, of 1024 1.44; 16 bytes a lane and the ends of rows by themselves, as below, 2.00 -> 2.20 ms).
 __device__ __forceinline__ void store_sectors(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
   constexpr int ROWS = STORE_UNIT == ELEMENT ? 8 : 4;   // at a time: of kernels that have other ways beside, eight spill
+  static_assert(8 % ROWS == 0, "all rows in turn");
 #pragma unroll
   for (int from_row = 0; from_row < 8; from_row += ROWS) {
     char* row[ROWS];
@@ -313,7 +314,7 @@ __device__ __forceinline__ void store_sectors(char* to, long long plane, int row
       row[k] = first + at[k], from[k] = buffer + r * RUN_PITCH + at[k];
       if (COUT_G % 16 && r >= rows) at[k] = 1 << 20;
     }
-    // What follows of a row is at known distances. (NOTES: a place for each output, a quarter more instructions, kb77 TF32 394 -> 404
+    // What follows of a row is at known distances. (NOTES: a place for each output, a third more instructions, kb77 TF32 394 -> 404
     // us, kb79 517 -> 538, IEEE 505 -> 482, kb73 563 -> 547; four rows at a time 394, 534, 506, 553.)
 #pragma unroll
     for (int i = 0; i < (OUTPUTS + 38) / 32; i++) {
