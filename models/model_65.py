@@ -966,12 +966,14 @@ __device__ __forceinline__ void store_sectors(char* to, long long plane, int row
 #pragma unroll
     for (int i = 0; i < (OUTPUTS + 38) / 32; i++) {
       u32 v[ROWS];
+      bool in[ROWS];
 #pragma unroll
-      for (int k = 0; k < ROWS; k++)
-        v[k] = load_shared_u32_if(from[k] + i * 128, i ? at[k] < end - i * 128 : (u32)at[k] < (u32)end);
+      for (int k = 0; k < ROWS; k++) {
+        in[k] = i ? at[k] < end - i * 128 : (u32)at[k] < (u32)end;
+        v[k] = load_shared_u32_if(from[k] + i * 128, in[k]);
+      }
 #pragma unroll
-      for (int k = 0; k < ROWS; k++)
-        store_global_if(row[k] + i * 128, v[k], i ? at[k] < end - i * 128 : (u32)at[k] < (u32)end);
+      for (int k = 0; k < ROWS; k++) store_global_if(row[k] + i * 128, v[k], in[k]);
     }
   }
 }
@@ -2153,12 +2155,14 @@ __device__ __forceinline__ void store_sectors(char* to, long long plane, int row
 #pragma unroll
     for (int i = 0; i < (OUTPUTS + 38) / 32; i++) {
       u32 v[ROWS];
+      bool in[ROWS];
 #pragma unroll
-      for (int k = 0; k < ROWS; k++)
-        v[k] = load_shared_u32_if(from[k] + i * 128, i ? at[k] < end - i * 128 : (u32)at[k] < (u32)end);
+      for (int k = 0; k < ROWS; k++) {
+        in[k] = i ? at[k] < end - i * 128 : (u32)at[k] < (u32)end;
+        v[k] = load_shared_u32_if(from[k] + i * 128, in[k]);
+      }
 #pragma unroll
-      for (int k = 0; k < ROWS; k++)
-        store_global_if(row[k] + i * 128, v[k], i ? at[k] < end - i * 128 : (u32)at[k] < (u32)end);
+      for (int k = 0; k < ROWS; k++) store_global_if(row[k] + i * 128, v[k], in[k]);
     }
   }
 }
@@ -3331,12 +3335,14 @@ __device__ __forceinline__ void store_sectors(char* to, long long plane, int row
 #pragma unroll
     for (int i = 0; i < (OUTPUTS + 38) / 32; i++) {
       u32 v[ROWS];
+      bool in[ROWS];
 #pragma unroll
-      for (int k = 0; k < ROWS; k++)
-        v[k] = load_shared_u32_if(from[k] + i * 128, i ? at[k] < end - i * 128 : (u32)at[k] < (u32)end);
+      for (int k = 0; k < ROWS; k++) {
+        in[k] = i ? at[k] < end - i * 128 : (u32)at[k] < (u32)end;
+        v[k] = load_shared_u32_if(from[k] + i * 128, in[k]);
+      }
 #pragma unroll
-      for (int k = 0; k < ROWS; k++)
-        store_global_if(row[k] + i * 128, v[k], i ? at[k] < end - i * 128 : (u32)at[k] < (u32)end);
+      for (int k = 0; k < ROWS; k++) store_global_if(row[k] + i * 128, v[k], in[k]);
     }
   }
 }

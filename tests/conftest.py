@@ -38,7 +38,7 @@ from upconv.cuda import (
 from upconv.cuda.axes import result_shape, source_shape
 from upconv.cuda.gpu import H200
 from upconv.planner import Candidate, Device, Plan
-from upconv.problem import Problem
+from upconv.problem import Precision, Problem
 
 OURS = (None, upconv.conv_transpose1d, upconv.conv_transpose2d, upconv.conv_transpose3d)
 THEIRS = (None, torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d)
@@ -492,3 +492,11 @@ def assert_capturable(prepared: Any, p: Problem) -> None:
 
     source.mul_(2)
     assert torch.equal(replayed(step)[0], out * 2)
+
+
+def spread_by_precision(every: list[Any], precision: Precision, most: int = 12) -> list[Any]:
+    """About so many of a layer's tiles for TF32; half as many for each 16-bit type, whose kernels are the same but for
+    one word, others for each.
+    """
+    step = 1 + len(every) // (most if precision == "tf32" else most // 2)
+    return every[step // 2 if precision == "fp16" else 0 :: step]

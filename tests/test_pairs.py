@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import Stubs
+from conftest import Stubs, spread_by_precision
 from pairs_interpreter import PairsInterpreter
 from test_gather import DTYPES, needs_nvrtc
 from upconv import reference
@@ -183,11 +183,7 @@ def compiled() -> list[Problem]:
 @pytest.mark.parametrize("p", compiled(), ids=lambda p: f"{p} {p.precision}".replace(" ", "-"))
 def test_kernels_compile_without_spills_of_note(p: Problem) -> None:
     """Up to 48 bytes, which ptxas spills around a tile's stores."""
-    every = list(pairs.candidates(p, H200))
-    # Kernels of both 16-bit types are the same but for one word: each has other tiles than the other, half as many.
-    step = 1 + len(every) // (12 if p.precision == "tf32" else 6)
-    first = step // 2 if p.precision == "fp16" else 0
-    for t in every[first::step]:
+    for t in spread_by_precision(list(pairs.candidates(p, H200)), p.precision):
         (unit,) = pairs.Choice(t, p, H200, 0.0, "").sources()
         code, text, log = jit.built(unit.source, H200.arch, unit.label)
         found = jit.inspect(code)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import Stubs
+from conftest import Stubs, spread_by_precision
 from strides_interpreter import StridesInterpreter
 from test_gather import DTYPES, needs_nvrtc
 from upconv import reference
@@ -161,11 +161,7 @@ def compiled() -> list[Problem]:
 def test_kernels_compile_without_spills_of_note(p: Problem) -> None:
     """Up to 16 bytes, which ptxas spills around a tile's stores; more where these divide by odd numbers of channels."""
     most = 16 if p.out_channels & (p.out_channels - 1) == 0 else 96
-    every = list(strides.candidates(p, H200))
-    # Kernels of both 16-bit types are the same but for one word: each has other tiles than the other, half as many.
-    step = 1 + len(every) // (12 if p.precision == "tf32" else 6)
-    first = step // 2 if p.precision == "fp16" else 0
-    for t in every[first::step]:
+    for t in spread_by_precision(list(strides.candidates(p, H200)), p.precision):
         (unit,) = strides.Choice(t, p, H200, 0.0, "").sources()
         code, text, log = jit.built(unit.source, H200.arch, unit.label)
         found = jit.inspect(code)
