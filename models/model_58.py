@@ -798,9 +798,8 @@ __device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4]
 // steps of a chunk are a multiple of the sets it can, and a chunk's last step is multiplied while the next chunk begins.
 __device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[FRAGMENT_SETS][4], Fragments& weights,
     const Columns& pixels, int shift, int i, int steps, int lane) {
-  int k_step = i / PARTS % K_STEPS;
   wgmma_fence();
-  multiply<false>(acc, a[i % FRAGMENT_SETS], pixels, shift, k_step, 0, lane);
+  multiply<false>(acc, a[i % FRAGMENT_SETS], pixels, shift, i % K_STEPS, 0, lane);
   wgmma_commit();
   u32 done = weights.in_hand;
   if (i + 1 < steps) {
@@ -1994,9 +1993,8 @@ __device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4]
 // steps of a chunk are a multiple of the sets it can, and a chunk's last step is multiplied while the next chunk begins.
 __device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[FRAGMENT_SETS][4], Fragments& weights,
     const Columns& pixels, int shift, int i, int steps, int lane) {
-  int k_step = i / PARTS % K_STEPS;
   wgmma_fence();
-  multiply<false>(acc, a[i % FRAGMENT_SETS], pixels, shift, k_step, 0, lane);
+  multiply<false>(acc, a[i % FRAGMENT_SETS], pixels, shift, i % K_STEPS, 0, lane);
   wgmma_commit();
   u32 done = weights.in_hand;
   if (i + 1 < steps) {
@@ -3183,9 +3181,8 @@ __device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4]
 // steps of a chunk are a multiple of the sets it can, and a chunk's last step is multiplied while the next chunk begins.
 __device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[FRAGMENT_SETS][4], Fragments& weights,
     const Columns& pixels, int shift, int i, int steps, int lane) {
-  int k_step = i / PARTS % K_STEPS;
   wgmma_fence();
-  multiply<false>(acc, a[i % FRAGMENT_SETS], pixels, shift, k_step, 0, lane);
+  multiply<false>(acc, a[i % FRAGMENT_SETS], pixels, shift, i % K_STEPS, 0, lane);
   wgmma_commit();
   u32 done = weights.in_hand;
   if (i + 1 < steps) {

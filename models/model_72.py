@@ -129,7 +129,7 @@ constexpr int BOX_UNITS = 6;  // 16-byte units of a row of a box
 constexpr int PLANE = 19;  // columns with one residue modulo IN_STEP_W
 constexpr int PLANES = 1;  // residues that some tap reads; of several boxes all
 constexpr int PLANE_BARRIERS = 1;
-constexpr int TAPS_UNROLLED = 3;  // taps in a stretch of code without a drain of the tensor cores
+constexpr int TAPS_UNROLLED = 6;  // taps in a stretch of code without a drain of the tensor cores
 constexpr int FRAGMENT_SETS = 3;  // sets of registers that weights take in turn
 constexpr int PRODUCER_REGISTERS = 72;  // of a thread
 constexpr int CONSUMER_REGISTERS = 184;  // of a thread
@@ -784,47 +784,48 @@ __device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4]
   }
 }
 
-// Step i of a stretch of `steps`. Fragments take FRAGMENT_SETS sets of registers in turn: one is multiplied by, the one before may
-// still be, the next one is loaded. At the end of a stretch the pipeline drains, since in a loop ptxas cannot see that a set is
-// free again and serialises every wgmma, C7513 (measured: kb57's multiplications took 2.9 ms instead of 1.6). CONTINUED: where the
-// steps of a chunk are a multiple of the sets it can, and a chunk's last step is multiplied while the next chunk begins.
-__device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[FRAGMENT_SETS][4], Fragments& weights,
-    const Columns& pixels, int shift, int i, int steps, int lane) {
-  int k_step = i / PARTS % K_STEPS, part = i % PARTS;
-  wgmma_fence();
-  if (i == 0) multiply<true>(acc, a[i % FRAGMENT_SETS], pixels, shift, k_step, 1, lane);
-  else if (part == 0) multiply<false>(acc, a[i % FRAGMENT_SETS], pixels, shift, k_step, 1, lane);
-  multiply<false>(acc, a[i % FRAGMENT_SETS], pixels, shift, k_step, 0, lane);
-  wgmma_commit();
-  u32 done = weights.in_hand;
-  if (i + 1 < steps) {
-    weights.load(a[(i + 1) % FRAGMENT_SETS], i + 1);
-    wgmma_wait<1>();
-  } else {
-    wgmma_wait<0>();
-  }
-  if (i + 1 == steps || (i + 1) % W_STAGE == 0) {
-    __syncwarp();
-    if (lane == 0) barrier_arrive(done);
-  }
-}
-
 // A pixel tile that no matrix instruction reads any more, by its barrier; 0: none.
 __device__ __forceinline__ void give_back(u32 barrier, int lane) {
   __syncwarp();
   if (lane == 0) barrier_arrive(barrier);
 }
 
+// The products of IEEE's parts. Tensor cores truncate as they add, by an error in proportion to the sum: so all corrections of a
+// stretch, which are smaller by 2^-11, come before the first product of high parts. Low parts of weights take FRAGMENT_SETS sets
+// of registers in turn, high ones keep theirs to the end.
 template <int COUNT>
 __device__ __forceinline__ void multiply_some(float (&acc)[NB][32], Fragments& weights, const Columns& pixels,
     int entry, int lane) {
-  u32 a[FRAGMENT_SETS][4];
-  weights.load(a[0], 0);
+  constexpr int steps = COUNT * K_STEPS;               // of two fragments
+  u32 high[steps][4], low[FRAGMENT_SETS][4];
   const int* taps = TAP_ROW + __shfl_sync(0xffffffffu, entry, 0);
+  weights.load(high[0], 0);
+  weights.load(low[0], 1);
 #pragma unroll
-  for (int i = 0; i < COUNT * STEPS_PER_TAP; i++)
-    step(acc, a, weights, pixels, taps[i / STEPS_PER_TAP], i, COUNT * STEPS_PER_TAP, lane);
-  weights.end_stretch(COUNT * STEPS_PER_TAP);
+  for (int i = 0; i < steps; i++) {
+    int shift = taps[i / K_STEPS], k_step = i % K_STEPS;
+    wgmma_fence();
+    if (i == 0) multiply<true>(acc, high[0], pixels, shift, k_step, 1, lane);
+    else multiply<false>(acc, high[i], pixels, shift, k_step, 1, lane);
+    multiply<false>(acc, low[i % FRAGMENT_SETS], pixels, shift, k_step, 0, lane);
+    wgmma_commit();
+    u32 done = weights.in_hand;
+    if (i + 1 < steps) {
+      weights.load(high[i + 1], 2 * i + 2);
+      weights.load(low[(i + 1) % FRAGMENT_SETS], 2 * i + 3);
+    }
+    if (i + 1 < steps) wgmma_wait<1>();
+    if (i + 1 == steps || (2 * i + 2) % W_STAGE == 0) {
+      __syncwarp();
+      if (lane == 0) barrier_arrive(done);
+    }
+  }
+  wgmma_fence();
+#pragma unroll
+  for (int i = 0; i < steps; i++) multiply<false>(acc, high[i], pixels, taps[i / K_STEPS], i % K_STEPS, 0, lane);
+  wgmma_commit();
+  wgmma_wait<0>();
+  weights.end_stretch(2 * steps);
 }
 
 // Tensor cores truncate as they add, an error that grows with the length of a sum (measured: kb57's IEEE error was 3.8 times
@@ -1264,7 +1265,7 @@ constexpr int COLUMN_PAD = 0;  // columns by which a box begins early
 constexpr int PLANE = 67;  // columns with one residue modulo IN_STEP_W
 constexpr int PLANES = 1;  // residues that some tap reads; of several boxes all
 constexpr int PLANE_BARRIERS = 1;
-constexpr int TAPS_UNROLLED = 3;  // taps in a stretch of code without a drain of the tensor cores
+constexpr int TAPS_UNROLLED = 6;  // taps in a stretch of code without a drain of the tensor cores
 constexpr int FRAGMENT_SETS = 3;  // sets of registers that weights take in turn
 constexpr int PRODUCER_REGISTERS = 72;  // of a thread
 constexpr int CONSUMER_REGISTERS = 184;  // of a thread
@@ -1986,47 +1987,48 @@ __device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4]
   }
 }
 
-// Step i of a stretch of `steps`. Fragments take FRAGMENT_SETS sets of registers in turn: one is multiplied by, the one before may
-// still be, the next one is loaded. At the end of a stretch the pipeline drains, since in a loop ptxas cannot see that a set is
-// free again and serialises every wgmma, C7513 (measured: kb57's multiplications took 2.9 ms instead of 1.6). CONTINUED: where the
-// steps of a chunk are a multiple of the sets it can, and a chunk's last step is multiplied while the next chunk begins.
-__device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[FRAGMENT_SETS][4], Fragments& weights,
-    const Columns& pixels, int shift, int i, int steps, int lane) {
-  int k_step = i / PARTS % K_STEPS, part = i % PARTS;
-  wgmma_fence();
-  if (i == 0) multiply<true>(acc, a[i % FRAGMENT_SETS], pixels, shift, k_step, 1, lane);
-  else if (part == 0) multiply<false>(acc, a[i % FRAGMENT_SETS], pixels, shift, k_step, 1, lane);
-  multiply<false>(acc, a[i % FRAGMENT_SETS], pixels, shift, k_step, 0, lane);
-  wgmma_commit();
-  u32 done = weights.in_hand;
-  if (i + 1 < steps) {
-    weights.load(a[(i + 1) % FRAGMENT_SETS], i + 1);
-    wgmma_wait<1>();
-  } else {
-    wgmma_wait<0>();
-  }
-  if (i + 1 == steps || (i + 1) % W_STAGE == 0) {
-    __syncwarp();
-    if (lane == 0) barrier_arrive(done);
-  }
-}
-
 // A pixel tile that no matrix instruction reads any more, by its barrier; 0: none.
 __device__ __forceinline__ void give_back(u32 barrier, int lane) {
   __syncwarp();
   if (lane == 0) barrier_arrive(barrier);
 }
 
+// The products of IEEE's parts. Tensor cores truncate as they add, by an error in proportion to the sum: so all corrections of a
+// stretch, which are smaller by 2^-11, come before the first product of high parts. Low parts of weights take FRAGMENT_SETS sets
+// of registers in turn, high ones keep theirs to the end.
 template <int COUNT>
 __device__ __forceinline__ void multiply_some(float (&acc)[NB][32], Fragments& weights, const Columns& pixels,
     int entry, int lane) {
-  u32 a[FRAGMENT_SETS][4];
-  weights.load(a[0], 0);
+  constexpr int steps = COUNT * K_STEPS;               // of two fragments
+  u32 high[steps][4], low[FRAGMENT_SETS][4];
   const int* taps = TAP_ROW + __shfl_sync(0xffffffffu, entry, 0);
+  weights.load(high[0], 0);
+  weights.load(low[0], 1);
 #pragma unroll
-  for (int i = 0; i < COUNT * STEPS_PER_TAP; i++)
-    step(acc, a, weights, pixels, taps[i / STEPS_PER_TAP], i, COUNT * STEPS_PER_TAP, lane);
-  weights.end_stretch(COUNT * STEPS_PER_TAP);
+  for (int i = 0; i < steps; i++) {
+    int shift = taps[i / K_STEPS], k_step = i % K_STEPS;
+    wgmma_fence();
+    if (i == 0) multiply<true>(acc, high[0], pixels, shift, k_step, 1, lane);
+    else multiply<false>(acc, high[i], pixels, shift, k_step, 1, lane);
+    multiply<false>(acc, low[i % FRAGMENT_SETS], pixels, shift, k_step, 0, lane);
+    wgmma_commit();
+    u32 done = weights.in_hand;
+    if (i + 1 < steps) {
+      weights.load(high[i + 1], 2 * i + 2);
+      weights.load(low[(i + 1) % FRAGMENT_SETS], 2 * i + 3);
+    }
+    if (i + 1 < steps) wgmma_wait<1>();
+    if (i + 1 == steps || (2 * i + 2) % W_STAGE == 0) {
+      __syncwarp();
+      if (lane == 0) barrier_arrive(done);
+    }
+  }
+  wgmma_fence();
+#pragma unroll
+  for (int i = 0; i < steps; i++) multiply<false>(acc, high[i], pixels, taps[i / K_STEPS], i % K_STEPS, 0, lane);
+  wgmma_commit();
+  wgmma_wait<0>();
+  weights.end_stretch(2 * steps);
 }
 
 // Tensor cores truncate as they add, an error that grows with the length of a sum (measured: kb57's IEEE error was 3.8 times

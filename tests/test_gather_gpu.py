@@ -17,6 +17,9 @@ from torch import Tensor
 
 import upconv
 from conftest import assert_accurate, tf32_magnitude
+from upconv import reference
+from upconv.bench.timing import precision_flags
+from upconv.cpu import memory_format
 from upconv.cuda import gather, gather_search
 from upconv.cuda.axes import result_shape, source_shape
 from upconv.cuda.gpu import gpu
@@ -234,6 +237,39 @@ def test_results_by_the_copy_engine(name: str, precision: str) -> None:
             prepared.run_packing(x, weight, bias, outs[3])
         assert all(torch.equal(outs[0], other) for other in outs[1 : 3 + prepared.packs]), choice.tiling
         assert_accurate(outs[0], truth, size_of, source_shape(p)[1] * p.taps + 1)
+
+
+# Sums of 27 to 864 products, which PyTorch adds on CUDA cores: the shortest is where its errors are least.
+SHORT_SUMS = {
+    "3-D s2": (2, 32, 32, (8, 16, 64), 3, 2, 1),
+    "3-D s2 g4": (2, 32, 32, (6, 12, 48), (3, 5, 7), 2, (1, 2, 3), 1, 1, 4),
+    "3-D k2 s2": (2, 64, 32, (8, 32, 64), 2, 2),
+    "3-D d2": (2, 32, 64, (8, 16, 32), 3, 2, 1, 0, 2),
+    "2-D k3": (2, 32, 64, (64, 64), 3),
+}
+
+
+@pytest.mark.parametrize("layout", ["nchw", "channels_last"])
+@pytest.mark.parametrize("name", list(SHORT_SUMS))
+def test_ieee_errors_are_at_most_twice_pytorchs(name: str, layout: str) -> None:
+    """By stretches of every length, by wgmma and by mma.sync."""
+    p = _layer(SHORT_SUMS[name], "ieee", layout, "fwd").with_(bias=False)
+    generator = torch.Generator("cuda").manual_seed(zlib.crc32(name.encode()))
+    x = torch.randn(p.input_shape, device="cuda", generator=generator)
+    weight = torch.randn(p.weight_shape, device="cuda", generator=generator)
+    x = x.contiguous(memory_format=memory_format(p.layout, p.rank))
+    truth = _truth(p, x.double(), weight.double(), None)
+    with precision_flags("ieee"):
+        theirs = reference.relative_error(_truth(p, x, weight, None), truth)
+    tilings = list(gather_search.candidates(p, gpu(0)))
+    kinds = {(t.wgmma, t.taps_unrolled * t.k_steps): t for t in tilings}
+    kinds |= {(t.wgmma, t.taps_unrolled * t.k_steps): t for t in gather_search.candidates(p, gpu(0), wgmma=False)}
+    assert len(kinds) > 2
+    for tiling in kinds.values():
+        prepared = gather.Choice(tiling, p, gpu(0), 0.0, "").prepare(0)
+        out = torch.full_like(truth, float("nan"), dtype=torch.float32)
+        prepared.run(x, prepared.pack(weight), None, out)
+        assert reference.relative_error(out, truth) <= 2 * theirs, tiling
 
 
 @pytest.mark.parametrize("pass_", ["fwd", "grad-input"])

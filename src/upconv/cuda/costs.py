@@ -169,12 +169,57 @@ _PLANEWISE = replace(
     scale=0.795,
 )
 
+# IEEE float32 by wgmma, forwards and gradients for the input: three matrix instructions for two fragments of weights,
+# and sums that leave the tensor cores behind every stretch, which consumers in turn cannot hide from each other (NOTES:
+# with the constants of TF32 kb69 took 4,989 us in turn, where by halves it takes 4,278).
+_IEEE = Constants(
+    step=(5.38, 10.8),
+    drain=(296.0, 253.0),
+    l2=38.4,
+    l2_weights=65.3,
+    row=0.0,
+    overlap=0.545,
+    exposed=0.103,
+    store=14.4,
+    sector=30.1,
+    store_share=0.429,
+    lag=(2.86, 4.16),
+    tile=1130.0,
+    turn=1650.0,
+    ragged_turn=506.0,
+    chunk=(61.7, 0.0),
+    turning=(0.0, 69.2, 0.0),
+    latency=611.0,
+    scale=0.831,
+)
+_IEEE_CHANNELS_LAST = Constants(
+    step=(4.23, 0.0),
+    drain=(297.0, 315.0),
+    l2=66.4,
+    l2_weights=68.3,
+    row=62.0,
+    overlap=0.142,
+    exposed=0.108,
+    store=25.8,
+    store_share=0.501,
+    lag=(5.68, 12.1),
+    tile=1270.0,
+    turn=592.0,
+    chunk=(103.0, 0.0),
+    turning=(252.0, 201.0, 0.0),
+    latency=817.0,
+    lost=0.956,
+    scale=0.912,
+)
+
 SETS = {
     "1-D, 2-D forward": _FORWARD,
     "3-D forward, mma.sync": _OTHERS,
     "gradient for the input": _GRAD_INPUT,
     "channels_last": _CHANNELS_LAST,
     "planes one by one": _PLANEWISE,
+    "IEEE float32": _IEEE,
+    "IEEE float32, channels_last": _IEEE_CHANNELS_LAST,
 }
 """All sets by what they are for: the first and third of NCHW by wgmma, the second of NCHW's 3-D forward and of all
 mma.sync, the last two of channels_last by wgmma."""
@@ -182,6 +227,8 @@ mma.sync, the last two of channels_last by wgmma."""
 
 def set_of(t: Tiling) -> str:
     """Which of `SETS` a tiling's clocks are counted with."""
+    if t.parts == 2 and t.wgmma:
+        return "IEEE float32, channels_last" if t.channels_last else "IEEE float32"
     if t.planewise:
         return "planes one by one"
     if t.channels_last and t.wgmma:

@@ -207,7 +207,9 @@ def _fitted(t: Tiling, gpu: Gpu, scarce: bool = False) -> Tiling | None:
     chunk_time = t.most_entries * t.k_steps * t.parts * fragment_time
     most = 8 if t.wgs_m == 1 and not scarce else 4
     w_stage = -(-t.longest_stretch // -(-t.longest_stretch // most))  # a stretch ends with its last stage
-    if t.channels_last and t.shuffle is None and t.parts == 1:
+    if t.parts == 2:
+        w_stage = -(-w_stage // 2) * 2  # both parts of a step's weights
+    elif t.channels_last and t.shuffle is None:
         w_stage = -(-w_stage // t.k_steps) * t.k_steps  # of whole taps, which boxes bring
 
     def stages(pixels: int) -> tuple[int, int]:

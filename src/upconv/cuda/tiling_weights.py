@@ -17,7 +17,7 @@ FRAGMENT = 2048  # bytes of weights that a warpgroup takes at a step: 64 rows x 
 _STEPS_UNROLLED = 25  # code and compile time grow with it
 _STEPS_STRAIGHT = 32, 64  # of a variant, of all, also where they share a stretch
 _STEPS_CONTINUED = 12  # of a chunk, from which on the pipeline of matrix instructions does not drain behind it
-_STEPS_PROMOTED = 8  # after which IEEE sums leave the tensor cores; half of them carry two products, the others one
+_STEPS_PROMOTED = 12, 8  # after which IEEE sums leave the tensor cores; half of them have high parts: wgmma, mma.sync
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ class TiledWeights(TiledPixels):
         counts = self._multiplied.lengths
         steps = _STEPS_UNROLLED if self.wgmma else 2
         if self.parts == 2:
-            steps = _STEPS_PROMOTED
+            steps = _STEPS_PROMOTED[0 if self.wgmma else 1]
         most = max(1, steps // (self.k_steps * self.parts))
         return max(range(1, most + 1), key=lambda n: (all(c % n == 0 for c in counts), n if n <= max(counts) else -n))
 

@@ -106,15 +106,12 @@ __device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4]
 // free again and serialises every wgmma, C7513 (NOTES: kb57's multiplications took 2.9 ms instead of 1.6). CONTINUED: where the
 // steps of a chunk are a multiple of the sets it can, and a chunk's last step is multiplied while the next chunk begins.
 __device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[FRAGMENT_SETS][4], Fragments& weights, const Columns& pixels, int shift, int i, int steps, int lane) {
-  int k_step = i / PARTS % K_STEPS, part = i % PARTS;
 #if WGMMA
   wgmma_fence();
 #else
   weights.load(a[i % FRAGMENT_SETS], i);
 #endif
-  if (PARTS == 2 && i == 0) multiply<true>(acc, a[i % FRAGMENT_SETS], pixels, shift, k_step, 1, lane);
-  else if (PARTS == 2 && part == 0) multiply<false>(acc, a[i % FRAGMENT_SETS], pixels, shift, k_step, 1, lane);
-  multiply<false>(acc, a[i % FRAGMENT_SETS], pixels, shift, k_step, 0, lane);
+  multiply<false>(acc, a[i % FRAGMENT_SETS], pixels, shift, i % K_STEPS, 0, lane);
 #if WGMMA
   wgmma_commit();
   u32 done = weights.in_hand;
@@ -210,6 +207,54 @@ __device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB]
   }
 }
 #else
+#if PARTS == 2
+// The products of IEEE's parts. Tensor cores truncate as they add, by an error in proportion to the sum: so all corrections of a
+// stretch, which are smaller by 2^-11, come before the first product of high parts. Low parts of weights take FRAGMENT_SETS sets
+// of registers in turn, high ones keep theirs to the end.
+template <int COUNT>
+__device__ __forceinline__ void multiply_some(float (&acc)[NB][32], Fragments& weights, const Columns& pixels, int entry, int lane) {
+  constexpr int steps = COUNT * K_STEPS;               // of two fragments
+  u32 high[steps][4], low[FRAGMENT_SETS][4];
+  const int* taps = TAP_ROW + __shfl_sync(0xffffffffu, entry, 0);
+  weights.load(high[0], 0);
+  weights.load(low[0], 1);
+#pragma unroll
+  for (int i = 0; i < steps; i++) {
+    int shift = taps[i / K_STEPS], k_step = i % K_STEPS;
+#if WGMMA
+    wgmma_fence();
+#endif
+    if (i == 0) multiply<true>(acc, high[0], pixels, shift, k_step, 1, lane);
+    else multiply<false>(acc, high[i], pixels, shift, k_step, 1, lane);
+    multiply<false>(acc, low[i % FRAGMENT_SETS], pixels, shift, k_step, 0, lane);
+#if WGMMA
+    wgmma_commit();
+    u32 done = weights.in_hand;
+#endif
+    if (i + 1 < steps) {
+      weights.load(high[i + 1], 2 * i + 2);
+      weights.load(low[(i + 1) % FRAGMENT_SETS], 2 * i + 3);
+    }
+#if WGMMA
+    if (i + 1 < steps) wgmma_wait<1>();
+    if (!RESIDENT && (i + 1 == steps || (2 * i + 2) % W_STAGE == 0)) {
+      __syncwarp();
+      if (lane == 0) barrier_arrive(done);
+    }
+#endif
+  }
+#if WGMMA
+  wgmma_fence();
+#endif
+#pragma unroll
+  for (int i = 0; i < steps; i++) multiply<false>(acc, high[i], pixels, taps[i / K_STEPS], i % K_STEPS, 0, lane);
+#if WGMMA
+  wgmma_commit();
+  wgmma_wait<0>();
+#endif
+  weights.end_stretch(2 * steps);
+}
+#else
 template <int COUNT>
 __device__ __forceinline__ void multiply_some(float (&acc)[NB][32], Fragments& weights, const Columns& pixels, int entry, int lane) {
   u32 a[FRAGMENT_SETS][4];
@@ -222,6 +267,7 @@ __device__ __forceinline__ void multiply_some(float (&acc)[NB][32], Fragments& w
     step(acc, a, weights, pixels, taps[i / STEPS_PER_TAP], i, COUNT * STEPS_PER_TAP, lane);
   weights.end_stretch(COUNT * STEPS_PER_TAP);
 }
+#endif
 
 #if PROMOTE
 // Tensor cores truncate as they add, an error that grows with the length of a sum (NOTES: kb57's IEEE error was 3.8 times
