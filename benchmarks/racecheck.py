@@ -256,6 +256,12 @@ CASES: dict[str, tuple[str, Callable[[], None]]] = {
         "gather",
         lambda: run_gather(problem(STRIDED, "tf32", "nchw", "fwd"), lambda t: t.wgmma),
     ),
+    "forward-ieee": (
+        "gather",
+        lambda: run_gather(
+            problem(PLAIN, "ieee", "nchw", "fwd"), lambda t: t.wgmma and t.taps_unrolled > 2 and not t.resident
+        ),
+    ),
     "forward-drained": (
         "gather",
         lambda: run_gather(problem(STRIDED, "bf16", "nchw", "fwd"), lambda t: t.drained, again=True),

@@ -148,7 +148,8 @@ def test_tilings(name: str, precision: str, layout: str, pass_: Pass) -> None:
         ]
         tilings += random.Random(3).sample(every, min(3, len(every)))
         tilings += list(gather_search.candidates(p, chip, size=p.size, shuffle=how))[:1]
-    assert chosen.tiling.shuffle is not None or name not in ("few", "few whole", "1-D few") or pass_ != "fwd"
+    if name in ("few", "few whole", "1-D few") and pass_ == "fwd" and (precision, layout) != ("ieee", "channels_last"):
+        assert chosen.tiling.shuffle is not None
     whole = list(gather_search.candidates(p, chip, size=p.size))
     tilings += random.Random(1).sample(whole, min(3, len(whole)))
     assert whole or "whole" not in name or layout != "nchw" or p.pass_ != "fwd"
@@ -267,7 +268,8 @@ def test_ieee_errors_are_at_most_twice_pytorchs(name: str, layout: str) -> None:
     assert len(kinds) > 2
     for tiling in kinds.values():
         prepared = gather.Choice(tiling, p, gpu(0), 0.0, "").prepare(0)
-        out = torch.full_like(truth, float("nan"), dtype=torch.float32)
+        out = torch.full(truth.shape, float("nan"), device="cuda")
+        out = out.contiguous(memory_format=memory_format(p.layout, p.rank))
         prepared.run(x, prepared.pack(weight), None, out)
         assert reference.relative_error(out, truth) <= 2 * theirs, tiling
 

@@ -101,6 +101,12 @@ __device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4]
 #endif
 }
 
+// A stage of the ring of weights whose fragments are in registers, by its barrier.
+__device__ __forceinline__ void give_back_weights(u32 done, int lane) {
+  __syncwarp();
+  if (lane == 0) barrier_arrive(done);
+}
+
 // Step i of a stretch of `steps`. Fragments take FRAGMENT_SETS sets of registers in turn: one is multiplied by, the one before may
 // still be, the next one is loaded. At the end of a stretch the pipeline drains, since in a loop ptxas cannot see that a set is
 // free again and serialises every wgmma, C7513 (NOTES: kb57's multiplications took 2.9 ms instead of 1.6). CONTINUED: where the
@@ -123,10 +129,7 @@ __device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[FRAGMENT_SET
   } else {
     wgmma_wait<0>();
   }
-  if (!RESIDENT && (i + 1 == steps || (i + 1) % W_STAGE == 0)) {
-    __syncwarp();
-    if (lane == 0) barrier_arrive(done);
-  }
+  if (!RESIDENT && (i + 1 == steps || (i + 1) % W_STAGE == 0)) give_back_weights(done, lane);
 #endif
 }
 
@@ -237,10 +240,7 @@ __device__ __forceinline__ void multiply_some(float (&acc)[NB][32], Fragments& w
     }
 #if WGMMA
     if (i + 1 < steps) wgmma_wait<1>();
-    if (!RESIDENT && (i + 1 == steps || (2 * i + 2) % W_STAGE == 0)) {
-      __syncwarp();
-      if (lane == 0) barrier_arrive(done);
-    }
+    if (!RESIDENT && (i + 1 == steps || (2 * i + 2) % W_STAGE == 0)) give_back_weights(done, lane);
 #endif
   }
 #if WGMMA
