@@ -312,8 +312,9 @@ def arguments_of(letters: str, args: tuple[Any, ...]) -> Iterator[tuple[str, Any
 
 
 def off_16_bytes(like: Tensor) -> Tensor:
-    """An empty tensor of the same shape that begins an element beyond 16 bytes."""
-    return torch.empty(like.numel() + 1, dtype=like.dtype)[1:].view(like.shape)
+    """An empty tensor, as dense as another, that begins an element beyond 16 bytes."""
+    whole = torch.empty(like.numel() + 1, dtype=like.dtype, device=like.device)
+    return whole[1:].as_strided(like.shape, like.stride())
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """Layers without strides and of few output channels on tensor cores: pixels as rows of M, a walk along D. wgmma only.
 
 A matrix instruction has 64 rows (M) and any multiple of 8 columns (N). `gather` makes output channels rows, since NCHW
-results then leave by rows; a layer of 24 channels fills them with neighbouring slices, whose taps' union it multiplies.
+results then leave by rows, and keeps to it in channels_last; a layer of 24 channels fills them with neighbouring slices, whose taps' union it multiplies.
 Here output channels are columns, and to each tap of H and W those of all kernel slices are one row of columns: an input
 slice is multiplied once, for all output slices that it reaches, whose sums move through the registers as a block walks
 along D (``kernels/sweep.cu``). So every product is useful but those of a walk's ends and of the tile's borders.
@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import product
 
+import torch
 from torch import Tensor
 
 from upconv.cuda import gather, jit
@@ -51,6 +52,9 @@ _SHORT = {2: 52, 4: 20}
 _SLICE, _TURN = 1100.0, 3200.0  # clocks that a slice takes beside; where consumers take turns
 _L2 = 28.0  # bytes a clock
 _TURNING = 622.0, 103.0  # of the producers' pass: of a chunk; of 32 bytes of a pixel
+# Channels-last, as `pixels` has them: bytes a clock of boxes, and a pixel's beside its own; from a box's request to its
+# use; bytes a clock that are stored.
+_L2_LAST, _ROW, _LATENCY, _STORE_LAST = 48.2, 32.0, 743.0, 20.9
 
 
 _MACROS = """
@@ -95,6 +99,16 @@ class Sweep(Walks):
         """Whether consumers multiply in turn, and one stores while the other multiplies: where all of a slice's chunks
         stay, and one more."""
         return self.resident and self.stages_p > self.pixels.chunks
+
+    @property
+    def channels_last(self) -> bool:
+        return self.problem.layout == "channels_last"
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether lanes exchange channels-last float32 results with a neighbour, to store 16 bytes each."""
+        channels = result_shape(self.problem)[1]
+        return self.channels_last and self.pixels.element == 4 and self.slot_columns % 16 == 0 and channels % 4 == 0
 
     @cached_property
     def slice(self) -> Problem:
@@ -152,6 +166,10 @@ class Sweep(Walks):
     def pack_blocks(self) -> int:
         return -(-self.packed_words // 4 // PACK_THREADS)
 
+    def ring_bytes(self, ring_stages: int) -> int:
+        """Bytes of the weights' ring."""
+        return ring_stages * self.w_stage * self.columns * 32
+
     @property
     def ring_stages(self) -> int:
         return self.pixels.chunks if self.resident else self.stages_w
@@ -164,7 +182,9 @@ class Sweep(Walks):
         """`shared_bytes` of the sweep with other stages."""
         t = self.pixels
         part = -(-t.pixels * t.row_bytes // 1024) * 1024
-        ring = ring_stages * self.w_stage * self.columns * 32
+        ring = self.ring_bytes(ring_stages)
+        if self.channels_last:
+            return stages_p * part + ring + 16 * (stages_p + ring_stages)
         units = (self.tile[1] + 2 * t.vec - 2) // t.vec
         lines = (self.nb * 64 + t.pitch - 2) // t.pitch + 1
         buffers = 2 * 8 * (-(-lines * units // 4) * 64 + 16)
@@ -186,8 +206,11 @@ class Sweep(Walks):
             raise Unfit("a stage of the ring has parts of taps")
         if t.pixels > MAX_PIXELS:
             raise Unfit(f"the tile has {t.pixels} pixels with its halo, more than {MAX_PIXELS}")
-        if not t.tensor_map:
-            raise Unfit("boxes do not bring these rows")
+        if not t.tensor_map or t.strided_box:
+            raise Unfit("boxes do not bring these rows" if t.problem.layout == "nchw" else "a tile is several boxes")
+        # Instructions read rows behind the last tile, less than one of the image's, for positions that nobody stores.
+        if self.channels_last and t.pitch * t.row_bytes > self.ring_bytes(self.ring_stages):
+            raise Unfit("what is read behind the last tile is not all of the kernel's shared memory")
         if self.shared_bytes > shared_limit:
             raise Unfit(f"the tile takes {self.shared_bytes} bytes of shared memory, the device has {shared_limit}")
         return self
@@ -208,6 +231,7 @@ class Sweep(Walks):
             "W_STAGE": self.w_stage,
             "RESIDENT": int(self.resident),
             "TURNS": int(self.turns),
+            "WIDE_STORES": int(self.exchanges),
             **instruction("N_", self.columns),
             "SHARED_BYTES_PLANNED": self.shared_bytes,
         }
@@ -298,17 +322,22 @@ class Prepared(gather.BoxedPacks):
         (unit,) = choice.sources()
         self._load_packing(unit)
         self._run = self._load(unit, "sweep", THREADS, s.shared_bytes, self._codes)
-        self._grid = choice.grid
+        self._grid, self._last = choice.grid, s.channels_last
         self._sizes = as_run(gather.SIZES, s.arguments(p, choice.gpu.multiprocessors))
         self.packing = ("sweep", s.slots, s.chunk, p.precision, p.pass_, p.out_channels, s.entries)
         """What `pack`'s result depends on beside the weight."""
 
     def run(self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, fresh: bool = False) -> None:
-        """Launches the kernel: ``x`` and ``out`` contiguous, ``packed`` what `pack` returned.
+        """Launches the kernel: ``x`` and ``out`` dense in the problem's layout, ``packed`` what `pack` returned.
 
         For pass "grad-input" they are as for `gather.Prepared.run`. ``fresh``: `pack` was called just before, and the
         kernel loads its first pixels beside what that launched.
         """
+        if self._last and out.data_ptr() & 15:  # PyTorch's allocations never do; some results are stored together
+            whole = torch.empty_like(out)
+            self.run(x, packed, bias, whole, fresh)
+            out.copy_(whole)
+            return
         address, at = x.data_ptr(), packed.data_ptr()
         if address & 15:
             fresh, x = False, x.clone()  # a view that begins off 16 bytes; PyTorch's allocations never do
@@ -324,28 +353,37 @@ def refusal(p: Problem, gpu: Gpu) -> str | None:
     """Why no sweep can serve a problem, in a sentence; None when one may."""
     if gpu.arch != "90a":
         return "pixels as rows want both operands by descriptors, which wgmma alone takes"
-    if p.rank != 3 or p.layout != "nchw":
-        return "walks are for 3-D layers in NCDHW"
+    if p.rank != 3:
+        return "walks are for 3-D layers"
     if p.pass_ not in ("fwd", "grad-input") or p.precision not in ("tf32", "fp16", "bf16"):
         return f"pass {p.pass_} in {p.precision} is none of the kernel's"
     if max(p.stride) > 1 or p.groups > 1 or p.dilation[0] > 1:
         return "the kernel walks without strides, groups or a dilation along the depth"
     if result_shape(p)[1] > _MOST_COLUMNS:
         return f"{result_shape(p)[1]} output channels are more than the {_MOST_COLUMNS} columns of a matrix instruction"
-    if classes_of(p) is None:
+    if _classes(p) is None:
         return "rows begin at more places of 16 bytes than boxes are sorted by"
+    if p.layout == "channels_last" and source_shape(p)[1] * p.dtype.itemsize % 16:
+        return "boxes want pixels of whole 16 bytes"
     return None
+
+
+def _classes(p: Problem) -> tuple[int, int] | None:
+    """`Sweep.classes` of a problem's source."""
+    return classes_of(p) if p.layout == "nchw" else (1, 1)
 
 
 def candidates(p: Problem, gpu: Gpu) -> Iterator[Sweep]:
     """Every sweep worth a look for a layer at its own size."""
-    classes = classes_of(p)
+    classes = _classes(p)
     if classes is None:
         return
     h, w = result_shape(p)[3:]
     for s in _candidates(any_size(p), gpu, classes):
         rows, width = s.tile
-        aligned = width >= w or width % s.pixels.vec == 0  # or a second tile's boxes begin off 16 bytes
+        aligned = (
+            s.channels_last or width >= w or width % s.pixels.vec == 0
+        )  # or a second tile's boxes begin off 16 bytes
         if aligned and (width == _WIDTHS[0] or width - 8 < w) and (s.nb == 1 or rows < h + classes[0]):
             yield s
 
@@ -383,7 +421,10 @@ def _fitted(s: Sweep, gpu: Gpu) -> Sweep | None:
     every = s.pixels.chunks + 1
     changes = [{"stages_p": every}] if s.resident and every <= _MOST_STAGES else []
     # With a third tile consumers part: one stores while the other multiplies (NOTES: kb61 TF32 1.39 -> 1.25 ms).
-    changes += [{"stages_p": 3}, {"stages_s": 3}, {"stages_w": 4}, {"stages_s": 4}, {"stages_w": 6}]
+    if s.channels_last:  # what is on its way has no other place
+        changes += [{"stages_p": 3}, {"stages_w": 4}, {"stages_p": 4}, {"stages_w": 6}, {"stages_p": 6}]
+    else:
+        changes += [{"stages_p": 3}, {"stages_s": 3}, {"stages_w": 4}, {"stages_s": 4}, {"stages_w": 6}]
     stages = {"stages_p": 2, "stages_s": 2, "stages_w": 3}
     for change in changes:
         if (s.resident and "stages_w" in change) or change.get("stages_p", math.inf) <= stages["stages_p"]:
@@ -405,20 +446,27 @@ def estimate(s: Sweep, p: Problem, gpu: Gpu) -> tuple[float, str]:
     matrix = instructions * s.columns / 2
     loaded = t.pixels * t.row_bytes * t.chunks
     streamed = 0 if s.resident else s.packed_words * 4
-    shared = (instructions * 32 * (64 + s.columns) + 3 * loaded + streamed) / _SHARED
-    turn = t.chunks * (-(-t.pixels // 192) * t.k_steps * 2 * _TURNING[1] * (1 if t.element == 4 else 2) + _TURNING[0])
-    l2 = (t.slot_bytes * t.chunks + streamed) / _L2
+    shared = (instructions * 32 * (64 + s.columns) + (1 if s.channels_last else 3) * loaded + streamed) / _SHARED
+    if s.channels_last:
+        turn = t.chunks * _LATENCY / s.stages_p
+        l2 = (t.chunks * t.pixels * (t.row_bytes + _ROW) + streamed) / _L2_LAST
+        store = math.prod(s.tile) * s.pixels.cout_g * t.element / _STORE_LAST
+    else:
+        turned = -(-t.pixels // 192) * t.k_steps * 2 * _TURNING[1] * (1 if t.element == 4 else 2)
+        turn = t.chunks * (turned + _TURNING[0])
+        l2 = (t.slot_bytes * t.chunks + streamed) / _L2
+        store = s.slot_columns / 8 * s.nb * _STORE * max(1.0, _SHORT[t.element] / s.tile[1])
     parts = {"tensor cores": matrix, "shared memory": shared, "producers": turn, "L2": l2}
     bound = max(parts, key=lambda name: parts[name])
     body = max(max(matrix, shared) / _EFFICIENCY, turn, l2)
-    store = s.slot_columns / 8 * s.nb * _STORE * max(1.0, _SHORT[t.element] / s.tile[1])
     clocks = max(body, body / 2 + store) + _TURN if s.turns else body + store + _SLICE
     counts = s.counts(p, gpu.multiprocessors)
     waves = -(-math.prod(counts) // gpu.multiprocessors)
     # Slices that the input has not, at either end of its depth, cost nothing.
     steps = s.walk(p, gpu.multiprocessors) + (s.slots - 1) * (1 - 1 / counts[1])
     seconds = waves * steps * clocks / gpu.clock
-    memory = (math.prod(result_shape(p)) * 1.25 + math.prod(source_shape(p))) * t.element / gpu.bandwidth
+    ragged = 1.0 if s.channels_last else 1.25
+    memory = (math.prod(result_shape(p)) * ragged + math.prod(source_shape(p))) * t.element / gpu.bandwidth
     if memory > seconds:
         bound = "bytes"
     return max(memory, seconds) + 0.15 * min(memory, seconds) + LAUNCH, bound

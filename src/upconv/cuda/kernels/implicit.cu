@@ -35,6 +35,7 @@
 #define THREADS (128 + CONSUMERS * 128)
 #define LAG (STAGES > 3)                                // stages that instructions still read while the next one's are queued
 
+#define STORE_COLUMNS COLUMNS
 #include "pixel_stores.cuh"
 #if PRECISION == 0
 #define VALUE(v) (v)

@@ -1,5 +1,5 @@
-// How `pixels` and `implicit` store: rows of M are pixels of a channels-last result, columns of N its channels.
-// A kernel that includes this has COUT, the result's channels, COLUMNS, a block's, and WIDE_STORES, whether lanes store 16 bytes of float32 each.
+// How `pixels`, `implicit` and `sweep` store: rows of M are pixels of a channels-last result, columns of N its channels.
+// A kernel that includes this has COUT, the result's channels, STORE_COLUMNS, a block's, and WIDE_STORES, whether lanes store 16 bytes of float32 each.
 #if PRECISION == 0
 // Unseen by the compiler, which else keeps sums as integers through loops and copies them at each end (ptxas then serialises: C7514).
 __device__ __forceinline__ u32 bits_of(float v) {
@@ -7,38 +7,42 @@ __device__ __forceinline__ u32 bits_of(float v) {
   asm("mov.b32 %0, %1;\n" : "=r"(r) : "f"(v));
   return r;
 }
-#define STORE_BITS(v) bits_of(v)
+#define RESULT_BITS(v) bits_of(v)
 #else
-#define STORE_BITS(v) (PRECISION == 2 ? half_bits(v) : bfloat_bits(v))
+#define RESULT_BITS(v) (PRECISION == 2 ? half_bits(v) : bfloat_bits(v))
+#endif
+#ifndef STORE_BITS                                      // what columns.cuh wants; gather_tile.cuh has its own
+#define STORE_BITS RESULT_BITS
 #endif
 
 // Columns that are stored together, each by a lane of four; of 16 lanes exchange some before.
-#if WIDE_STORES || (ELEMENT == 2 && COLUMNS % 16 == 0 && COUT % 4 == 0)
+#if WIDE_STORES || (ELEMENT == 2 && STORE_COLUMNS % 16 == 0 && COUT % 4 == 0)
 #define UNIT 16
 #else
 #define UNIT 8
 #endif
-#define UNITS (COLUMNS / UNIT)
+#define UNITS (STORE_COLUMNS / UNIT)
 
 __device__ __forceinline__ u32 from_lane(u32 v, int apart) { return __shfl_xor_sync(0xffffffffu, v, apart); }
 
 // Two sums of columns 8j + 2t and the next, of pixel g (`eight`: g + 8), as they are stored.
 #if ELEMENT == 2
-#define PAIR(j) (STORE_BITS(sums[4 * (j) + 2 * eight]) | STORE_BITS(sums[4 * (j) + 2 * eight + 1]) << 16)
+#define PAIR(j) (RESULT_BITS(sums[4 * (j) + 2 * eight]) | RESULT_BITS(sums[4 * (j) + 2 * eight + 1]) << 16)
 #endif
 
 // Columns from UNIT * i on of a row's sums, of which `left` exist: a thread's are columns 8j + 2t and the next, of pixels g and g + 8 of the warp's 16.
-__device__ __forceinline__ void store_unit(const float (&sums)[COLUMNS / 2], int i, int eight, char* pixel, int left, bool there, int lane) {
+template <int SUMS>  // of which the first are the columns'
+__device__ __forceinline__ void store_unit(const float (&sums)[SUMS], int i, int eight, char* pixel, int left, bool there, int lane) {
   const int t = lane & 3, odd = lane & 1;
 #if UNIT == 16
   // Lanes exchange with a neighbour, so that an even one stores four of columns 16i and on, an odd one of 16i + 8 and on.
   const int column = 16 * i + (lane & 2) * 2 + odd * 8;
-  const bool one = there && (COUT % COLUMNS == 0 || column < left);
+  const bool one = there && (COUT % STORE_COLUMNS == 0 || column < left);
   u32 v[4];
 #if ELEMENT == 4
 #pragma unroll
   for (int k = 0; k < 2; k++) {
-    u32 low = STORE_BITS(sums[8 * i + 2 * eight + k]), high = STORE_BITS(sums[8 * i + 4 + 2 * eight + k]);
+    u32 low = RESULT_BITS(sums[8 * i + 2 * eight + k]), high = RESULT_BITS(sums[8 * i + 4 + 2 * eight + k]);
     u32 other = from_lane(odd ? low : high, 1);
     v[k] = odd ? other : low, v[2 + k] = odd ? high : other;
   }
@@ -51,9 +55,9 @@ __device__ __forceinline__ void store_unit(const float (&sums)[COLUMNS / 2], int
 #else
   const int at = 4 * i + 2 * eight;
   int column = 8 * i + t * 2;
-  u32 v[4] = {STORE_BITS(sums[at]), STORE_BITS(sums[at + 1])};
+  u32 v[4] = {RESULT_BITS(sums[at]), RESULT_BITS(sums[at + 1])};
   char* to = pixel + column * ELEMENT;
-  bool one = there && (COUT % COLUMNS == 0 || column < left), two = there && column + 1 < left;
+  bool one = there && (COUT % STORE_COLUMNS == 0 || column < left), two = there && column + 1 < left;
 #if COUT % 2 == 0 && ELEMENT == 4
   store_global_64_if(to, v, one);
 #elif COUT % 2 == 0

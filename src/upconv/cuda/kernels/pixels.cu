@@ -33,6 +33,7 @@
 // Stages that instructions still read while the next one's are queued. Of few stages none: it would have one box on its way, not two.
 #define LAG (STAGES > 3)
 
+#define STORE_COLUMNS COLUMNS
 #include "pixel_stores.cuh"
 #include "columns.cuh"
 #include "ring.cuh"

@@ -13,7 +13,9 @@
 // M-rows are neighbouring pixel rows of the tile, its halo's columns among them, whose sums nobody stores: so rows of any width fill
 // the instructions. Consumers halve them: NB x 64 each.
 //
-// Roles, chunks and how pixels come are `gather`'s (gather_tile.cuh, gather_produce.cuh). Weights are B, by descriptor: for a chunk and
+// Roles, chunks and how pixels come are `gather`'s (gather_tile.cuh, gather_produce.cuh): NCHW's by way of slots and a pass that turns
+// them, channels-last ones by a box that is the tile. Their results leave as they lie in registers, since a pixel's channels are
+// neighbours there. Weights are B, by descriptor: for a chunk and
 // a tap (of H and W) COLUMNS rows of CK channels, swizzled as pixels are; a ring's stage has W_STAGE steps of K, whole taps.
 //
 // Constants come as macros (cuda/sweep.py computes them and explains each); sizes of the input are arguments.
@@ -63,6 +65,10 @@ __device__ __forceinline__ int next_slice(int index, const Sizes& s) {
 
 #include "gather_produce.cuh"
 #include "columns.cuh"
+#if CHANNELS_LAST
+#define STORE_COLUMNS SLOT_COLUMNS
+#include "pixel_stores.cuh"
+#endif
 
 // =====================================================================================================================
 // Weights
@@ -169,6 +175,34 @@ __device__ __forceinline__ void multiply_chunk(float (&acc)[NB][SLOTS * SLOT_SUM
   }
 }
 
+#if CHANNELS_LAST
+// The sums of the first slot: an output slice's, of the consumer's positions.
+__device__ __forceinline__ void store_slice(float (&acc)[NB][SLOTS * SLOT_SUMS], const ELEMENT_TYPE* __restrict__ bias, char* __restrict__ y, const Sizes& s, const Tile& t, int od, u32, int wg, int thread) {
+  int lane = thread & 31;
+  float b[SLOT_SUMS / 2];                               // not what sums begin with: ptxas would serialise some kernels (C7515)
+#pragma unroll
+  for (int i = 0; i < SLOT_SUMS / 2; i++) {
+    int channel = i / 2 * 8 + (lane & 3) * 2 + i % 2;
+    b[i] = bias && channel < COUT ? VALUE(bias[channel]) : 0.f;
+  }
+  y += (((long long)t.n * s.out_d + od) * s.out_h + t.h) * s.out_w * (COUT * ELEMENT) + (long long)t.w * (COUT * ELEMENT);
+#pragma unroll
+  for (int nb = 0; nb < NB; nb++) {
+    float sums[SLOT_SUMS];
+#pragma unroll
+    for (int i = 0; i < SLOT_SUMS; i++) sums[i] = acc[nb][i] + b[i / 4 * 2 + i % 2];
+#pragma unroll
+    for (int eight = 0; eight < 2; eight++) {
+      int position = wg * POSITIONS + nb * 64 + (thread >> 5) * 16 + (lane >> 2) + eight * 8, row = position / PITCH, w = position - row * PITCH;
+      bool there = row < TILE_H && t.h + row < s.out_h && w < TILE_W && t.w + w < s.out_w;
+      char* pixel = y + ((long long)row * s.out_w + w) * (COUT * ELEMENT);
+#pragma unroll
+      for (int i = 0; i < UNITS; i++) store_unit(sums, i, eight, pixel, COUT, there, lane);
+    }
+  }
+}
+#define BUFFER_BYTES 0
+#else
 // A consumer's buffer: 8 output channels of its positions by rows of the image, each in units of 16 bytes as they lie in memory, so
 // that a lane stores 16 bytes wherever rows begin. Channels are so far apart that lanes that write meet different banks.
 #define LINE_UNITS ((TILE_W + 2 * VEC - 2) / VEC)       // of a row
@@ -235,6 +269,7 @@ __device__ __forceinline__ void store_slice(float (&acc)[NB][SLOTS * SLOT_SUMS],
     }
   }
 }
+#endif
 
 __device__ __forceinline__ void consume(const ELEMENT_TYPE* bias, char* y, const Sizes& s, u32 tiles, u32 full, u32 empty, Reader& weights, u32 buffer, int wg, int thread) {
   int lane = thread & 31;
@@ -275,14 +310,15 @@ __device__ __forceinline__ void consume(const ELEMENT_TYPE* bias, char* y, const
 #define TILES_AT 0
 #define RING_AT (TILES_AT + STAGES_P * STAGE_BYTES)
 #define SLOTS_AT (RING_AT + STAGES_W * W_STAGE * STEP_BYTES)
-#define BUFFERS_AT (SLOTS_AT + STAGES_S * SLOT_BYTES)
+#define SLOT_STAGES (CHANNELS_LAST ? 0 : STAGES_S)
+#define BUFFERS_AT (SLOTS_AT + SLOT_STAGES * SLOT_BYTES)
 #define BARRIERS_AT (BUFFERS_AT + CONSUMERS * BUFFER_BYTES)
-#define SHARED_BYTES (BARRIERS_AT + 16 * (STAGES_P + STAGES_W + STAGES_S))
+#define SHARED_BYTES (BARRIERS_AT + 16 * (STAGES_P + STAGES_W + SLOT_STAGES))
 #if SHARED_BYTES_PLANNED != SHARED_BYTES
 #error "the planner's shared memory is not the kernel's"
 #endif
-#if !SLOTS_BY_BOX || PARTS != 1 || W_STAGE % K_STEPS
-#error "boxes bring NCHW's pixels, in one part, and a stage of the ring has whole taps"
+#if !BOX || PARTS != 1 || STRIDED_BOX || W_STAGE % K_STEPS
+#error "boxes bring pixels, in one part, channels-last ones one for a chunk, and a stage of the ring has whole taps"
 #endif
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
@@ -293,17 +329,17 @@ sweep(const char* __restrict__ x, const char* __restrict__ packed, const ELEMENT
   const Sizes s = {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, tile_count};
   u32 base = shared_address(memory);
   u32 full = base + BARRIERS_AT, empty = full + 8 * STAGES_P, full_w = empty + 8 * STAGES_P, empty_w = full_w + 8 * STAGES_W;
-  const Barriers barriers = {full, empty, empty_w + 8 * STAGES_W, empty_w + 8 * (STAGES_W + STAGES_S)};
+  const Barriers barriers = {full, empty, empty_w + 8 * STAGES_W, empty_w + 8 * (STAGES_W + SLOT_STAGES)};
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES_P; i++) {
-      barrier_init(full + 8 * i, PRODUCER_WARPS);
+      barrier_init(full + 8 * i, DIRECT_BOX ? 1 : PRODUCER_WARPS);
       barrier_init(empty + 8 * i, RELEASES * 4);
     }
     for (int i = 0; i < STAGES_W; i++) {
       barrier_init(full_w + 8 * i, 1);
       barrier_init(empty_w + 8 * i, RELEASES * 4);
     }
-    for (int i = 0; i < STAGES_S; i++) {
+    for (int i = 0; i < SLOT_STAGES; i++) {
       barrier_init(barriers.landed + 8 * i, 1);
       barrier_init(barriers.left + 8 * i, PRODUCER_WARPS);
     }
@@ -314,8 +350,12 @@ sweep(const char* __restrict__ x, const char* __restrict__ packed, const ELEMENT
   if (role < FIRST_CONSUMER) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(PRODUCER_REGISTERS));
     int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0);
-    if (warp < PRODUCER_WARPS) produce(x, s, nullptr, base + TILES_AT, base + SLOTS_AT, barriers, threadIdx.x);
-    else if (warp == LOADER_WARP && (thread & 31) == 0) load_boxes(maps, s, base + SLOTS_AT, SLOT_BYTES, barriers.landed, barriers.left);
+    if (warp < PRODUCER_WARPS) {
+      if (!DIRECT_BOX) produce(x, s, nullptr, base + TILES_AT, base + SLOTS_AT, barriers, threadIdx.x);
+    } else if (warp == LOADER_WARP && (thread & 31) == 0) {
+      if (DIRECT_BOX) load_boxes(maps, s, base + TILES_AT, STAGE_BYTES, full, empty);
+      else load_boxes(maps, s, base + SLOTS_AT, SLOT_BYTES, barriers.landed, barriers.left);
+    }
     else if (warp == WEIGHTS_WARP && (thread & 31) == 0) stream_weights(packed, s, base + RING_AT, full_w, empty_w);
   } else {
     wait_for_results();                                 // of `pack`: the bias; nor is stored where `pack` may still read
