@@ -43,7 +43,8 @@ LAYERS = {
 def test_sweeps(name: str, precision: str, layout: str, pass_: Pass) -> None:
     batch, cin, cout, size, *rest = LAYERS[name]
     p = Problem.make(
-        batch, cin, cout, size, *rest, bias=True, dtype=PRECISIONS[precision], precision=precision, layout=layout, pass_=pass_  # type: ignore[arg-type]
+        batch, cin, cout, size, *rest, bias=True, dtype=PRECISIONS[precision], precision=precision,  # type: ignore[arg-type]
+        layout=layout, pass_=pass_,  # type: ignore[arg-type]
     )  # fmt: skip
     memory_format = torch.contiguous_format if layout == "nchw" else torch.channels_last_3d
 
