@@ -64,7 +64,7 @@ EVERY_LANE = {
         ("if (lane == 0 && barrier) barrier_arrive(barrier);", "if (barrier) barrier_arrive(barrier);"),
         ("  if (lane == 0) barrier_arrive(barrier);\n", "  barrier_arrive(barrier);\n"),
         ("if (lane == 0) barrier_arrive(barriers.left", "barrier_arrive(barriers.left"),
-        ("barrier_init(full + 8 * i, PRODUCER_WARPS);", "barrier_init(full + 8 * i, PRODUCER_THREADS);"),
+        ("DIRECT_BOX ? 1 : PRODUCER_WARPS);", "DIRECT_BOX ? 1 : PRODUCER_THREADS);"),
         ("barrier_init(empty + 8 * i, RELEASES * 4);", "barrier_init(empty + 8 * i, RELEASES * 128);"),
         ("barrier_init(empty_w + 8 * i, RELEASES * 4);", "barrier_init(empty_w + 8 * i, RELEASES * 128);"),
         (
@@ -132,7 +132,7 @@ TINY = Problem.make(80, 128, 72, (4, 4), 4, 2, 1, bias=False)
 CROSSED = Problem.make(1, 328, 72, (8, 8), 4, 2, 1, bias=False)  # more chunks than stages for each block of a cluster
 CROSSED_BACK = CROSSED.with_(in_channels=72, out_channels=328)
 SMALL = Problem.make(40, 64, 64, (4, 4), 4, 2, 1, bias=False)
-DTYPES = {"tf32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"tf32": torch.float32, "ieee": torch.float32, "bf16": torch.bfloat16}
 
 
 def problem(p: Problem, precision: Precision, layout: Layout, pass_: Pass) -> Problem:
@@ -323,6 +323,14 @@ CASES: dict[str, tuple[str, Callable[[], None]]] = {
     "sweep-turns": (
         "sweep",
         lambda: run_sweep(problem(DEEP, "bf16", "nchw", "fwd"), lambda s: s.slots > 1 and s.turns),
+    ),
+    "sweep-last": (
+        "sweep",
+        lambda: run_sweep(problem(DEEP, "tf32", "channels_last", "fwd"), lambda s: s.slots > 1 and not s.resident),
+    ),
+    "sweep-last-turns": (
+        "sweep",
+        lambda: run_sweep(problem(DEEP, "bf16", "channels_last", "fwd"), lambda s: s.slots > 1 and s.turns),
     ),
     "rows": ("rows", lambda: run_choice(rows, problem(ODD, "tf32", "nchw", "grad-input"))),
     "rows-16": ("rows", lambda: run_choice(rows, problem(ODD, "bf16", "nchw", "grad-input"))),

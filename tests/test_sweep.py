@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import Stubs, assert_interpreted
+from conftest import Stubs, assert_interpreted, off_16_bytes
 from sweep_interpreter import SweepInterpreter
 from test_gather import DTYPES, PASSES, needs_nvrtc, truth_of
 from upconv import planner
@@ -19,7 +19,7 @@ from upconv.cuda import engine, gather, jit, sweep
 from upconv.cuda.axes import Unfit, any_size, source_shape
 from upconv.cuda.gpu import A100, B200, H200
 from upconv.cuda.sweep import Sweep
-from upconv.problem import Pass, Precision, Problem, output_length
+from upconv.problem import Layout, Pass, Precision, Problem, output_length
 
 NO_TILE = "no tile of this layer fits in registers, shared memory and one stretch of code"
 WALKS = "the kernel walks without strides, groups or a dilation along the depth"
@@ -120,12 +120,13 @@ def test_other_gpus_have_no_sweeps() -> None:
     assert sweep.choose(p, H200, general=True) == "a sweep's boxes and tiles go by the rows of one size"
 
 
+@pytest.mark.parametrize("layout", ["nchw", "channels_last"])
 @pytest.mark.parametrize(
     ("name", "precision"), [("kb58", "tf32"), ("kb58", "bf16"), ("kb70", "tf32"), ("kb70", "bf16"), ("kb61", "bf16")]
 )
-def test_layers_of_few_output_channels_are_swept(name: str, precision: Precision) -> None:
+def test_layers_of_few_output_channels_are_swept(name: str, precision: Precision, layout: Layout) -> None:
     (layer,) = {case.problem for cases in SUITES.values() for case in cases if case.name == name}
-    p = layer.with_(dtype=DTYPES[precision], precision=precision)
+    p = layer.with_(dtype=DTYPES[precision], precision=precision, layout=layout)
     device = planner.Device("cuda", gpu=H200)
     found = planner.select(p, device)
     assert found.name == "sweep" and isinstance(found.choice, sweep.Choice)
@@ -195,15 +196,19 @@ def test_segments_keep_blocks_busy() -> None:
 def problems() -> list[Problem]:
     """Layers of the suites that may be swept, in every precision and pass."""
     layers = {case.problem for case in SUITES["cuda"] if case.problem.rank == 3 and max(case.problem.stride) == 1}
-    each: list[tuple[Precision, Pass]] = [
-        ("tf32", "fwd"),
-        ("bf16", "fwd"),
-        ("tf32", "grad-input"),
-        ("fp16", "grad-input"),
+    each: list[tuple[Precision, Layout, Pass]] = [
+        ("tf32", "nchw", "fwd"),
+        ("bf16", "nchw", "fwd"),
+        ("tf32", "nchw", "grad-input"),
+        ("fp16", "nchw", "grad-input"),
+        ("tf32", "channels_last", "fwd"),
+        ("bf16", "channels_last", "fwd"),
+        ("tf32", "channels_last", "grad-input"),
+        ("fp16", "channels_last", "grad-input"),
     ]
     found = [
-        p.with_(dtype=DTYPES[precision], precision=precision, pass_=pass_)
-        for p in sorted(layers, key=str) for precision, pass_ in each
+        p.with_(dtype=DTYPES[precision], precision=precision, layout=layout, pass_=pass_)
+        for p in sorted(layers, key=str) for precision, layout, pass_ in each
     ]  # fmt: skip
     return [p for p in found if not isinstance(sweep.choose(p, H200), str)]
 
@@ -266,3 +271,27 @@ def test_what_is_launched(dtype: torch.dtype, stubs: Stubs) -> None:
         assert stubs.pop()[3][2] == place
         prepared.pack(weight.float())
         assert stubs.pop()[3][3:] == (0, 0)
+
+
+def test_a_channels_last_result_off_16_bytes_is_copied(stubs: Stubs) -> None:
+    p = Problem.make(2, 8, 5, (4, 6, 16), (3, 3, 5), 1, 1, bias=True, dtype=torch.float32)
+    choice = sweep.choose(p.with_(precision="tf32", layout="channels_last"), H200)
+    assert isinstance(choice, sweep.Choice) and choice.sweep.channels_last
+    prepared = choice.prepare(0)
+    x, out = (
+        torch.randn(shape).contiguous(memory_format=torch.channels_last_3d) for shape in (p.input_shape, p.output_shape)
+    )
+    packed = prepared.pack(torch.randn(p.weight_shape))
+    bias, off = torch.randn(5), off_16_bytes(out)
+    for result in (out, off):
+        prepared.run(x, packed, bias, result)
+        _, _, _, args = stubs.pop()
+        assert args[:3] == (x.data_ptr(), packed.data_ptr(), bias.data_ptr())
+        assert args[3] % 16 == 0 and (args[3] == out.data_ptr()) == (result is out)
+
+
+def test_what_is_read_behind_the_last_tile_is_shared_memory() -> None:
+    """A ring of weights lies there, which one tap of few columns may make too short."""
+    layer = any_size(Problem.make(1, 8, 8, (4, 40, 120), (1, 1, 5), 1, precision="tf32", layout="channels_last"))
+    with pytest.raises(Unfit, match="what is read behind the last tile is not all of the kernel's shared memory"):
+        Sweep(layer, 1, (1, 120), 1, 32, w_stage=4, resident=False).checked(H200.shared_bytes)

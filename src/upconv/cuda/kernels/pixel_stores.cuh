@@ -1,18 +1,14 @@
 // How `pixels`, `implicit` and `sweep` store: rows of M are pixels of a channels-last result, columns of N its channels.
 // A kernel that includes this has COUT, the result's channels, STORE_COLUMNS, a block's, and WIDE_STORES, whether lanes store 16 bytes of float32 each.
-#if PRECISION == 0
+#if ELEMENT == 4
 // Unseen by the compiler, which else keeps sums as integers through loops and copies them at each end (ptxas then serialises: C7514).
 __device__ __forceinline__ u32 bits_of(float v) {
   u32 r;
   asm("mov.b32 %0, %1;\n" : "=r"(r) : "f"(v));
   return r;
 }
-#define RESULT_BITS(v) bits_of(v)
-#else
-#define RESULT_BITS(v) (PRECISION == 2 ? half_bits(v) : bfloat_bits(v))
-#endif
-#ifndef STORE_BITS                                      // what columns.cuh wants; gather_tile.cuh has its own
-#define STORE_BITS RESULT_BITS
+#elif !defined(STORE_BITS)                              // what columns.cuh wants; gather_tile.cuh has its own
+#define STORE_BITS(v) (PRECISION == 2 ? half_bits(v) : bfloat_bits(v))
 #endif
 
 // Columns that are stored together, each by a lane of four; of 16 lanes exchange some before.
@@ -25,16 +21,26 @@ __device__ __forceinline__ u32 bits_of(float v) {
 
 __device__ __forceinline__ u32 from_lane(u32 v, int apart) { return __shfl_xor_sync(0xffffffffu, v, apart); }
 
-// Two sums of columns 8j + 2t and the next, of pixel g (`eight`: g + 8), as they are stored.
 #if ELEMENT == 2
-#define PAIR(j) (RESULT_BITS(sums[4 * (j) + 2 * eight]) | RESULT_BITS(sums[4 * (j) + 2 * eight + 1]) << 16)
+// Two sums as they are stored, the first in the low half: by one conversion (by two ptxas serialised wgmma where COUT is odd, C7514).
+__device__ __forceinline__ u32 pair_bits(float low, float high) {
+  u32 r;
+#if PRECISION == 2
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;\n" : "=r"(r) : "f"(high), "f"(low));
+#else
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;\n" : "=r"(r) : "f"(high), "f"(low));
+#endif
+  return r;
+}
+// Of columns 8j + 2t and the next, of pixel g (`eight`: g + 8).
+#define PAIR(j) pair_bits(sums[4 * (j) + 2 * eight], sums[4 * (j) + 2 * eight + 1])
 #endif
 
 // Columns from UNIT * i on of a row's sums, of which `left` exist: a thread's are columns 8j + 2t and the next, of pixels g and g + 8 of the warp's 16.
 template <int SUMS>  // of which the first are the columns'
 __device__ __forceinline__ void store_unit(const float (&sums)[SUMS], int i, int eight, char* pixel, int left, bool there, int lane) {
-  const int t = lane & 3, odd = lane & 1;
 #if UNIT == 16
+  const int odd = lane & 1;
   // Lanes exchange with a neighbour, so that an even one stores four of columns 16i and on, an odd one of 16i + 8 and on.
   const int column = 16 * i + (lane & 2) * 2 + odd * 8;
   const bool one = there && (COUT % STORE_COLUMNS == 0 || column < left);
@@ -42,7 +48,7 @@ __device__ __forceinline__ void store_unit(const float (&sums)[SUMS], int i, int
 #if ELEMENT == 4
 #pragma unroll
   for (int k = 0; k < 2; k++) {
-    u32 low = RESULT_BITS(sums[8 * i + 2 * eight + k]), high = RESULT_BITS(sums[8 * i + 4 + 2 * eight + k]);
+    u32 low = bits_of(sums[8 * i + 2 * eight + k]), high = bits_of(sums[8 * i + 4 + 2 * eight + k]);
     u32 other = from_lane(odd ? low : high, 1);
     v[k] = odd ? other : low, v[2 + k] = odd ? high : other;
   }
@@ -53,21 +59,25 @@ __device__ __forceinline__ void store_unit(const float (&sums)[SUMS], int i, int
   store_global_64_if(pixel + column * ELEMENT, v, one);
 #endif
 #else
-  const int at = 4 * i + 2 * eight;
-  int column = 8 * i + t * 2;
-  u32 v[4] = {RESULT_BITS(sums[at]), RESULT_BITS(sums[at + 1])};
+  const int column = 8 * i + (lane & 3) * 2;
   char* to = pixel + column * ELEMENT;
   bool one = there && (COUT % STORE_COLUMNS == 0 || column < left), two = there && column + 1 < left;
-#if COUT % 2 == 0 && ELEMENT == 4
+#if ELEMENT == 4
+  u32 v[4] = {bits_of(sums[4 * i + 2 * eight]), bits_of(sums[4 * i + 2 * eight + 1])};
+#if COUT % 2 == 0
   store_global_64_if(to, v, one);
-#elif COUT % 2 == 0
-  store_global_if(to, v[0] | v[1] << 16, one);
-#elif ELEMENT == 4
+#else
   store_global_if(to, v[0], one);
   store_global_if(to + 4, v[1], two);
+#endif
 #else
-  store_global_16_if(to, v[0], one);
-  store_global_16_if(to + 2, v[1], two);
+  u32 pair = PAIR(i);
+#if COUT % 2 == 0
+  store_global_if(to, pair, one);
+#else
+  store_global_16_if(to, pair, one);
+  store_global_16_if(to + 2, pair >> 16, two);
+#endif
 #endif
 #endif
 }
