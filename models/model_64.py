@@ -762,6 +762,12 @@ __device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4]
   }
 }
 
+// A stage of the ring of weights whose fragments are in registers, by its barrier.
+__device__ __forceinline__ void give_back_weights(u32 done, int lane) {
+  __syncwarp();
+  if (lane == 0) barrier_arrive(done);
+}
+
 // Step i of a stretch of `steps`. Fragments take FRAGMENT_SETS sets of registers in turn: one is multiplied by, the one before may
 // still be, the next one is loaded. At the end of a stretch the pipeline drains, since in a loop ptxas cannot see that a set is
 // free again and serialises every wgmma, C7513 (measured: kb57's multiplications took 2.9 ms instead of 1.6). CONTINUED: where the
@@ -778,10 +784,7 @@ __device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[FRAGMENT_SET
   } else {
     wgmma_wait<0>();
   }
-  if (i + 1 == steps || (i + 1) % W_STAGE == 0) {
-    __syncwarp();
-    if (lane == 0) barrier_arrive(done);
-  }
+  if (i + 1 == steps || (i + 1) % W_STAGE == 0) give_back_weights(done, lane);
 }
 
 // A pixel tile that no matrix instruction reads any more, by its barrier; 0: none.
@@ -1939,6 +1942,12 @@ __device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4]
   }
 }
 
+// A stage of the ring of weights whose fragments are in registers, by its barrier.
+__device__ __forceinline__ void give_back_weights(u32 done, int lane) {
+  __syncwarp();
+  if (lane == 0) barrier_arrive(done);
+}
+
 // Step i of a stretch of `steps`. Fragments take FRAGMENT_SETS sets of registers in turn: one is multiplied by, the one before may
 // still be, the next one is loaded. At the end of a stretch the pipeline drains, since in a loop ptxas cannot see that a set is
 // free again and serialises every wgmma, C7513 (measured: kb57's multiplications took 2.9 ms instead of 1.6). CONTINUED: where the
@@ -1955,10 +1964,7 @@ __device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[FRAGMENT_SET
   } else {
     wgmma_wait<0>();
   }
-  if (i + 1 == steps || (i + 1) % W_STAGE == 0) {
-    __syncwarp();
-    if (lane == 0) barrier_arrive(done);
-  }
+  if (i + 1 == steps || (i + 1) % W_STAGE == 0) give_back_weights(done, lane);
 }
 
 // A pixel tile that no matrix instruction reads any more, by its barrier; 0: none.
@@ -3110,6 +3116,12 @@ __device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4]
   }
 }
 
+// A stage of the ring of weights whose fragments are in registers, by its barrier.
+__device__ __forceinline__ void give_back_weights(u32 done, int lane) {
+  __syncwarp();
+  if (lane == 0) barrier_arrive(done);
+}
+
 // Step i of a stretch of `steps`. Fragments take FRAGMENT_SETS sets of registers in turn: one is multiplied by, the one before may
 // still be, the next one is loaded. At the end of a stretch the pipeline drains, since in a loop ptxas cannot see that a set is
 // free again and serialises every wgmma, C7513 (measured: kb57's multiplications took 2.9 ms instead of 1.6). CONTINUED: where the
@@ -3126,10 +3138,7 @@ __device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[FRAGMENT_SET
   } else {
     wgmma_wait<0>();
   }
-  if (i + 1 == steps || (i + 1) % W_STAGE == 0) {
-    __syncwarp();
-    if (lane == 0) barrier_arrive(done);
-  }
+  if (i + 1 == steps || (i + 1) % W_STAGE == 0) give_back_weights(done, lane);
 }
 
 // A pixel tile that no matrix instruction reads any more, by its barrier; 0: none.

@@ -784,6 +784,12 @@ __device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4]
   }
 }
 
+// A stage of the ring of weights whose fragments are in registers, by its barrier.
+__device__ __forceinline__ void give_back_weights(u32 done, int lane) {
+  __syncwarp();
+  if (lane == 0) barrier_arrive(done);
+}
+
 // A pixel tile that no matrix instruction reads any more, by its barrier; 0: none.
 __device__ __forceinline__ void give_back(u32 barrier, int lane) {
   __syncwarp();
@@ -815,10 +821,7 @@ __device__ __forceinline__ void multiply_some(float (&acc)[NB][32], Fragments& w
       weights.load(low[(i + 1) % FRAGMENT_SETS], 2 * i + 3);
     }
     if (i + 1 < steps) wgmma_wait<1>();
-    if (i + 1 == steps || (2 * i + 2) % W_STAGE == 0) {
-      __syncwarp();
-      if (lane == 0) barrier_arrive(done);
-    }
+    if (i + 1 == steps || (2 * i + 2) % W_STAGE == 0) give_back_weights(done, lane);
   }
   wgmma_fence();
 #pragma unroll
@@ -1987,6 +1990,12 @@ __device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4]
   }
 }
 
+// A stage of the ring of weights whose fragments are in registers, by its barrier.
+__device__ __forceinline__ void give_back_weights(u32 done, int lane) {
+  __syncwarp();
+  if (lane == 0) barrier_arrive(done);
+}
+
 // A pixel tile that no matrix instruction reads any more, by its barrier; 0: none.
 __device__ __forceinline__ void give_back(u32 barrier, int lane) {
   __syncwarp();
@@ -2018,10 +2027,7 @@ __device__ __forceinline__ void multiply_some(float (&acc)[NB][32], Fragments& w
       weights.load(low[(i + 1) % FRAGMENT_SETS], 2 * i + 3);
     }
     if (i + 1 < steps) wgmma_wait<1>();
-    if (i + 1 == steps || (2 * i + 2) % W_STAGE == 0) {
-      __syncwarp();
-      if (lane == 0) barrier_arrive(done);
-    }
+    if (i + 1 == steps || (2 * i + 2) % W_STAGE == 0) give_back_weights(done, lane);
   }
   wgmma_fence();
 #pragma unroll

@@ -771,6 +771,12 @@ __device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4]
   }
 }
 
+// A stage of the ring of weights whose fragments are in registers, by its barrier.
+__device__ __forceinline__ void give_back_weights(u32 done, int lane) {
+  __syncwarp();
+  if (lane == 0) barrier_arrive(done);
+}
+
 // Step i of a stretch of `steps`. Fragments take FRAGMENT_SETS sets of registers in turn: one is multiplied by, the one before may
 // still be, the next one is loaded. At the end of a stretch the pipeline drains, since in a loop ptxas cannot see that a set is
 // free again and serialises every wgmma, C7513 (measured: kb57's multiplications took 2.9 ms instead of 1.6). CONTINUED: where the
@@ -787,10 +793,7 @@ __device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[FRAGMENT_SET
   } else {
     wgmma_wait<1>();
   }
-  if (i + 1 == steps || (i + 1) % W_STAGE == 0) {
-    __syncwarp();
-    if (lane == 0) barrier_arrive(done);
-  }
+  if (i + 1 == steps || (i + 1) % W_STAGE == 0) give_back_weights(done, lane);
 }
 
 // A pixel tile that no matrix instruction reads any more, by its barrier; 0: none.
@@ -1962,6 +1965,12 @@ __device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4]
   }
 }
 
+// A stage of the ring of weights whose fragments are in registers, by its barrier.
+__device__ __forceinline__ void give_back_weights(u32 done, int lane) {
+  __syncwarp();
+  if (lane == 0) barrier_arrive(done);
+}
+
 // Step i of a stretch of `steps`. Fragments take FRAGMENT_SETS sets of registers in turn: one is multiplied by, the one before may
 // still be, the next one is loaded. At the end of a stretch the pipeline drains, since in a loop ptxas cannot see that a set is
 // free again and serialises every wgmma, C7513 (measured: kb57's multiplications took 2.9 ms instead of 1.6). CONTINUED: where the
@@ -1978,10 +1987,7 @@ __device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[FRAGMENT_SET
   } else {
     wgmma_wait<1>();
   }
-  if (i + 1 == steps || (i + 1) % W_STAGE == 0) {
-    __syncwarp();
-    if (lane == 0) barrier_arrive(done);
-  }
+  if (i + 1 == steps || (i + 1) % W_STAGE == 0) give_back_weights(done, lane);
 }
 
 // A pixel tile that no matrix instruction reads any more, by its barrier; 0: none.
@@ -3085,6 +3091,12 @@ __device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4]
   }
 }
 
+// A stage of the ring of weights whose fragments are in registers, by its barrier.
+__device__ __forceinline__ void give_back_weights(u32 done, int lane) {
+  __syncwarp();
+  if (lane == 0) barrier_arrive(done);
+}
+
 // Step i of a stretch of `steps`. Fragments take FRAGMENT_SETS sets of registers in turn: one is multiplied by, the one before may
 // still be, the next one is loaded. At the end of a stretch the pipeline drains, since in a loop ptxas cannot see that a set is
 // free again and serialises every wgmma, C7513 (measured: kb57's multiplications took 2.9 ms instead of 1.6). CONTINUED: where the
@@ -3101,10 +3113,7 @@ __device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[FRAGMENT_SET
   } else {
     wgmma_wait<1>();
   }
-  if (i + 1 == steps || (i + 1) % W_STAGE == 0) {
-    __syncwarp();
-    if (lane == 0) barrier_arrive(done);
-  }
+  if (i + 1 == steps || (i + 1) % W_STAGE == 0) give_back_weights(done, lane);
 }
 
 // A pixel tile that no matrix instruction reads any more, by its barrier; 0: none.
@@ -4275,6 +4284,12 @@ __device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4]
   }
 }
 
+// A stage of the ring of weights whose fragments are in registers, by its barrier.
+__device__ __forceinline__ void give_back_weights(u32 done, int lane) {
+  __syncwarp();
+  if (lane == 0) barrier_arrive(done);
+}
+
 // Step i of a stretch of `steps`. Fragments take FRAGMENT_SETS sets of registers in turn: one is multiplied by, the one before may
 // still be, the next one is loaded. At the end of a stretch the pipeline drains, since in a loop ptxas cannot see that a set is
 // free again and serialises every wgmma, C7513 (measured: kb57's multiplications took 2.9 ms instead of 1.6). CONTINUED: where the
@@ -4291,10 +4306,7 @@ __device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[FRAGMENT_SET
   } else {
     wgmma_wait<1>();
   }
-  if (i + 1 == steps || (i + 1) % W_STAGE == 0) {
-    __syncwarp();
-    if (lane == 0) barrier_arrive(done);
-  }
+  if (i + 1 == steps || (i + 1) % W_STAGE == 0) give_back_weights(done, lane);
 }
 
 // A pixel tile that no matrix instruction reads any more, by its barrier; 0: none.
