@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from upconv.cpu import memory_format
 from upconv.cuda import (
     gather,
     gather_search,
@@ -148,7 +149,7 @@ def abreast(p: Problem) -> Problem:
 def tensor(shape: tuple[int, ...], p: Problem) -> torch.Tensor:
     found = torch.randn(shape, device="cuda").to(p.dtype)
     last = p.layout == "channels_last" and not p.batch_as_width  # of which the addresses alone matter here
-    return found.contiguous(memory_format=torch.channels_last) if last else found
+    return found.contiguous(memory_format=memory_format(p.layout, p.rank)) if last else found
 
 
 def run_prepared(prepared: Any, p: Problem, packing: bool = False) -> None:
