@@ -179,11 +179,17 @@ def test_targets_are_those_of_the_issue(readme) -> None:
     assert found[0].targets == TF32 and found[0].mean_target == 3.3
     assert set(found[1].targets.values()) == {2.5} and set(found[2].targets.values()) == {4}
     assert [len(group.targets) for group in found] == [19, 3, 9]
-    assert readme.groups("h200-ieee", [])[0].error_target == 2
-    for name in ("h200-cl-tf32", "h200-cl-bf16", "h200-cl-fp16"):
-        (group,) = readme.groups(name, [])
-        assert set(group.targets) == set(TF32) - {"hifigan"} and set(group.targets.values()) == {1.0}
-        assert group.mean_target == 1.5
+    deep = set(found[2].targets)
+    for name, error, least in (("ieee", 2, 1.0), ("fp16", 1.1, 1.2), ("bf16", 1.1, None)):
+        every = readme.groups(f"h200-{name}", [])
+        assert [len(group.targets) for group in every] == [19, 3, 9]
+        assert all(group.error_target == error for group in every)
+        assert least is None or all(set(group.targets.values()) == {least} for group in every)
+    for name, error in (("tf32", None), ("bf16", 1.1), ("fp16", 1.1)):
+        flat, of_3d = readme.groups(f"h200-cl-{name}", [])
+        assert set(flat.targets) == set(TF32) - {"hifigan"} and set(of_3d.targets) == deep
+        assert set(flat.targets.values()) == set(of_3d.targets.values()) == {1.0}
+        assert flat.mean_target == 1.5 and flat.error_target == of_3d.error_target == error
 
 
 def test_without_reports_a_section_says_so(readme) -> None:
@@ -221,7 +227,7 @@ def test_a_group_is_met_when_all_of_it_is(readme, tmp_path: Path) -> None:
     rows = measured(tmp_path / "r.json", "ieee", every)["rows"]
     assert readme.groups("h200-ieee", rows)[0].met
     rows[3]["rel_error"] = 2.1 * (rows[3]["torch_rel_error"] or 0)
-    (group,) = readme.groups("h200-ieee", rows)
+    group = readme.groups("h200-ieee", rows)[0]
     assert group.missed == [rows[3]["case"]] and group.mean_met and not group.met
     assert f"{rows[3]['rel_error']:.1e}, 3.0e-04 |" in readme.judged("h200-ieee", report.build(rows, CEILINGS, CPU))
     rows = measured(tmp_path / "r.json", "ieee", {**every, "kb57": 1.2})["rows"]
@@ -230,8 +236,9 @@ def test_a_group_is_met_when_all_of_it_is(readme, tmp_path: Path) -> None:
 
 def test_rows_outside_of_every_group_have_a_table_without_targets(readme, tmp_path: Path) -> None:
     found = measured(tmp_path / "r.json", "ieee", {"kb57": 1.5, "kb70": 1.1})
+    found["rows"][1]["case"] = "elsewhere"
     last = readme.groups("h200-ieee", found["rows"])[-1]
-    assert list(last.rows) == ["kb70"] and not last.targets and last.met
+    assert list(last.rows) == ["elsewhere"] and not last.targets and last.met
     text = readme.judged("h200-ieee", found).split("**Without targets**")[1]
     assert "target" not in text.split("Roof:")[0].replace("**", "") and "| 1.10x |" in text
 
