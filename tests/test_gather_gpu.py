@@ -240,7 +240,7 @@ def test_results_by_the_copy_engine(name: str, precision: str) -> None:
         assert_accurate(outs[0], truth, size_of, source_shape(p)[1] * p.taps + 1)
 
 
-# Sums of 27 to 864 products, which PyTorch adds on CUDA cores: the shortest is where its errors are least.
+# Sums of 32 (a tap's) to 864 products, which PyTorch adds on CUDA cores: the shortest have its least errors.
 SHORT_SUMS = {
     "3-D s2": (2, 32, 32, (8, 16, 64), 3, 2, 1),
     "3-D s2 g4": (2, 32, 32, (6, 12, 48), (3, 5, 7), 2, (1, 2, 3), 1, 1, 4),
@@ -265,7 +265,7 @@ def test_ieee_errors_are_at_most_twice_pytorchs(name: str, layout: str) -> None:
     tilings = list(gather_search.candidates(p, gpu(0)))
     kinds = {(t.wgmma, t.taps_unrolled * t.k_steps): t for t in tilings}
     kinds |= {(t.wgmma, t.taps_unrolled * t.k_steps): t for t in gather_search.candidates(p, gpu(0), wgmma=False)}
-    assert len(kinds) > 2
+    assert len(kinds) > 1
     for tiling in kinds.values():
         prepared = gather.Choice(tiling, p, gpu(0), 0.0, "").prepare(0)
         out = torch.full(truth.shape, float("nan"), device="cuda")

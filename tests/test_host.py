@@ -171,7 +171,7 @@ def ring(tiling: Tiling, folder: Path, boxed: bool = False) -> Path:
     side = cut(SOURCE, "// A thread's part of a ring's", "// acc[64 x 64 NB] +=")
     arguments = "float (&)[NB][32], const u32 (&)[4], const Columns&, int, int, int, int"
     multiply = f"template <bool> static void multiply({arguments});\n"
-    steps = cut(SOURCE, "// Step i of a stretch", "// --- epilogue ---")
+    steps = cut(SOURCE, "// A stage of the ring of weights whose", "// --- epilogue ---")
     (folder / "kernel.h").write_text(
         defined(tiling, boxed) + CONSTANTS + tables + SIZES + tile + cursor + stages + stream + side + multiply + steps
     )
@@ -546,7 +546,8 @@ def test_consumers_find_the_weights_where_the_stream_puts_them(seed: int, tmp_pa
         if tiling is None or not tiling.wgmma or tiling.split != split:
             continue
         with contextlib.suppress(Unfit):
-            tiling = replace(tiling, w_stage=rng.randint(1, 9), resident=resident).checked(H200.shared_bytes)
+            w_stage = rng.randint(1, 9) * (2 if tiling.parts == 2 else 1)
+            tiling = replace(tiling, w_stage=w_stage, resident=resident).checked(H200.shared_bytes)
             break
     assert tiles(ring(tiling, tmp_path), seed, 7) > 0
 

@@ -97,7 +97,7 @@ def test_the_interpreter_notices_a_wrong_plan() -> None:
 @pytest.mark.parametrize(
     ("layer", "size", "settings", "reason"),
     [
-        ("16,16,3", "1x16x8x8", {}, "walks are for 3-D layers"),
+        ("16,16,3", "1x16x8x8", {}, "walks are for 3-D layers, whose images are not side by side"),
         ("6,16,3", "1x6x8x8x8", {"layout": "channels_last"}, "boxes want pixels of whole 16 bytes"),
         ("16,16,3,stride=2", "1x16x8x8x8", {}, WALKS),
         ("16,16,3,groups=2", "1x16x8x8x8", {}, WALKS),
@@ -291,7 +291,31 @@ def test_a_channels_last_result_off_16_bytes_is_copied(stubs: Stubs) -> None:
 
 
 def test_what_is_read_behind_the_last_tile_is_shared_memory() -> None:
-    """A ring of weights lies there, which one tap of few columns may make too short."""
-    layer = any_size(Problem.make(1, 8, 8, (4, 40, 120), (1, 1, 5), 1, precision="tf32", layout="channels_last"))
-    with pytest.raises(Unfit, match="what is read behind the last tile is not all of the kernel's shared memory"):
-        Sweep(layer, 1, (1, 120), 1, 32, w_stage=4, resident=False).checked(H200.shared_bytes)
+    """A ring of weights lies there, which a tile of few rows for many positions would read beyond."""
+    layer = any_size(Problem.make(1, 8, 8, (4, 40, 120), 3, precision="tf32", layout="channels_last"))
+    for rows, fits in ((1, False), (56, True)):
+        s = Sweep(layer, 3, (rows, 16), 8, 8, w_stage=3)
+        if fits:
+            assert s.checked(H200.shared_bytes) is s
+            continue
+        with pytest.raises(Unfit, match="what is read behind the last tile is not all of the kernel's shared memory"):
+            s.checked(H200.shared_bytes)
+
+
+def test_margins_of_layouts() -> None:
+    """Of unrolled rows the gather-GEMM's model hopes but in channels_last without a stride."""
+    p = parse_layer("48,24,3,bias=False", "8x48x96x96x96").with_(precision="tf32")
+    strided = parse_layer("32,64,3,stride=2,padding=1,dilation=2,bias=False", "16x32x16x32x32").with_(
+        precision="tf32", layout="channels_last", pass_="grad-input"
+    )
+    for q, unrolled in (
+        (p, 1.22),
+        (p.with_(layout="channels_last"), 1.0),
+        (strided, 1.22),
+    ):
+        choice = gather.choose(q, H200)
+        assert isinstance(choice, gather.Choice) and choice.tiling.unroll != (1, 1, 1)
+        assert choice.margin == unrolled
+    for layout, margin in (("nchw", 1.15), ("channels_last", 1.1)):
+        swept = sweep.choose(p.with_(layout=layout), H200)
+        assert isinstance(swept, sweep.Choice) and swept.margin == margin

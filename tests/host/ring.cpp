@@ -122,10 +122,12 @@ static const Fill* landed_at(u32 address) {
   }
   return fill;
 }
-static void load_shared_128(u32 (&)[4], u32 address) {
+static u32 loaded;            // fragments of the chunk so far
+static void load_shared_128(u32 (&a)[4], u32 address) {
   const Fill* fill = landed_at(address - part);
   if (fill->from + (address - part - fill->to) != expected) fail("another fragment than the tile's next");
   expected += WGS_M * FRAGMENT;
+  a[0] = loaded++;
 }
 
 // Of weights as they lie in memory: the tile, the thread and the step of K that comes next.
@@ -186,14 +188,34 @@ static u32 load_shared_u32(u32 address) {
 // A step of the chunk: its sums and the pixels that it reads must be its tap's.
 static float acc[MB][NB][32];
 static int multiplied;
-template <bool> static void multiply(float (&sums)[NB][32], const u32 (&)[4], const Columns& pixels, int shift, int k_step, int part, int) {
-  if (part) return;                                     // IEEE: of the other part of the pixels, beside
+#if PARTS == 2
+// Of IEEE's parts three products a step, each once: corrections first, and behind a stretch's high parts its sums begin anew.
+static std::vector<int> products;
+static bool high_begun;
+static int step_of(bool fresh, u32 fragment, int part) {
+  const int step = fragment / PARTS, high = fragment % PARTS == 0, product = high ? part ? 1 : 4 : 2;
+  if (!high && part) fail("low parts of both");
+  if (product < 4 && high_begun != fresh) fail(fresh ? "sums begin anew amid a stretch" : "a correction behind high parts");
+  if (product == 4 && fresh) fail("a stretch begins with high parts");
+  high_begun = product == 4;
+  if (products.size() <= (size_t)step) products.resize(step + 1);
+  if (products[step] & product) fail("a product twice");
+  products[step] |= product;
+  return step;
+}
+#define PRODUCTS 3
+#else
+static int step_of(bool, u32, int) { return multiplied; }
+#define PRODUCTS 1
+#endif
+template <bool FRESH> static void multiply(float (&sums)[NB][32], const u32 (&a)[4], const Columns& pixels, int shift, int k_step, int part, int) {
   const int* entries = ENTRY + tile_now.variant * (MB + 1);
-  int entry = entries[0] + multiplied / STEPS_PER_TAP, block = 0;
+  const int step = step_of(FRESH, a[0], part), entry = entries[0] + step / K_STEPS;
+  int block = 0;
   while (entry >= entries[block + 1]) block++;
   if (&sums != &acc[block]) fail("a step of another block");
   if ((int)pixels.start / (ROW_BYTES / 16) + shift != TAP_ROW[entry]) fail("pixels of another tap");
-  if (k_step != multiplied / PARTS % K_STEPS) fail("other channels of the pixels");
+  if (k_step != step % K_STEPS) fail("other channels of the pixels");
   multiplied++;
 }
 
@@ -231,8 +253,13 @@ static long long consume(const char* packed, const Sizes& s, int wg, int thread)
       for (int chunk = 0; chunk < chunks_now(t); chunk++) {
         weights.begin_chunk(chunk);
         given_back = multiplied = 0;
+        loaded = 0;
+#if PARTS == 2
+        products.clear();
+        high_begun = true;
+#endif
         multiply_chunk<0>(t.variant, acc, SUM_ARGUMENT weights, Columns(), CONTINUED && chunk ? CHUNK_BEFORE : 0, 0);
-        if (multiplied != entries_of(t.variant) * STEPS_PER_TAP) fail("not all steps of a chunk");
+        if (multiplied != entries_of(t.variant) * K_STEPS * PRODUCTS) fail("not all steps of a chunk");
         if (given_back != (CONTINUED && chunk ? 1 : 0)) fail("the pixels of the chunk before are given back once");
       }
       weights.end();

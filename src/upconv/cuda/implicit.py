@@ -554,9 +554,9 @@ def estimate(t: Tile, p: Problem, gpu: Gpu) -> tuple[float, str]:
     }
     bound = max(bodies, key=lambda name: bodies[name])
     step = bodies[bound]
-    if t.channels[0] % t.chunk and t.rows * _PARTIAL > step:
-        bound = "copies"
-        step += (t.rows * _PARTIAL - step) / -(-t.channels[0] // t.chunk)
+    if t.channels[0] % t.chunk and t.rows * _PARTIAL > step:  # the last of a tap's
+        lost = (t.rows * _PARTIAL - step) / -(-t.channels[0] // t.chunk)
+        bound, step = "copies" if lost > step else bound, step + lost
     narrow = 2.0 if t.element == 4 and not t.wide_stores else 1.0
     stored = t.rows * t.columns / t.cluster * narrow / c.store[0] + c.store[1]
     waves, steps = _waves(t, p, gpu)

@@ -149,6 +149,8 @@ class Tiling(TiledWeights):
             )
         if self.parts == 2 and self.split == 1:
             raise Unfit("IEEE accumulators leave no room for two blocks")
+        if self.parts == 2 and self.wgmma and not self.resident and self.w_stage % 2:
+            raise Unfit(f"a stage has both parts of a step's weights, which {self.w_stage} fragments are not")
         if self.shared_bytes > shared_limit:
             raise Unfit(f"the tile takes {self.shared_bytes} bytes of shared memory, the device has {shared_limit}")
         if self.pixels > MAX_PIXELS and not self.channels_last:

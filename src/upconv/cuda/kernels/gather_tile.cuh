@@ -71,18 +71,12 @@ __constant__ const int PLANE_H[] = PLANES_H;
 #define STORE_BITS(v) __float_as_uint(v)
 #elif PRECISION == 2
 #define STORE_BITS(v) half_bits(v)
-#define PACK_PAIR "cvt.rn.f16x2.f32 %0, %1, %2;\n"
 #else
 #define STORE_BITS(v) bfloat_bits(v)
-#define PACK_PAIR "cvt.rn.bf16x2.f32 %0, %1, %2;\n"
 #endif
 
 #if ELEMENT == 2
-__device__ __forceinline__ u32 pack_pair(float2 v) {   // the first of the two in the low half
-  u32 r;
-  asm(PACK_PAIR : "=r"(r) : "f"(v.y), "f"(v.x));
-  return r;
-}
+__device__ __forceinline__ u32 pack_pair(float2 v) { return PRECISION == 2 ? half_pair(v.x, v.y) : bfloat_pair(v.x, v.y); }
 #endif
 
 struct Sizes {                                         // one layout for the packed argument block

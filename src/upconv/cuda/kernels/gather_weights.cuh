@@ -7,6 +7,9 @@
 #if WEIGHTS_BOX && !(BOX && PARTS == 1 && (SUBS == 1 || (GRAD_INPUT && WGS_M == 1)) && (RESIDENT || W_STAGE % K_STEPS == 0))
 #error "boxes have whole taps"
 #endif
+#if PARTS == 2 && WGMMA && !RESIDENT && W_STAGE % 2
+#error "a stage has both parts of a step's weights"
+#endif
 // Not packed, weights lie with the channels of their second dimension side by side: GRAD_INPUT, K; else rows of M, of which a box
 // has SPAN bytes, and a warpgroup's 64 PANELS of them.
 #define SPAN (GRAD_INPUT ? ROW_BYTES : 128)

@@ -21,20 +21,10 @@ __device__ __forceinline__ u32 bits_of(float v) {
 
 __device__ __forceinline__ u32 from_lane(u32 v, int apart) { return __shfl_xor_sync(0xffffffffu, v, apart); }
 
-#if ELEMENT == 2
-// Two sums as they are stored, the first in the low half: by one conversion (by two ptxas serialised wgmma where COUT is odd, C7514).
-__device__ __forceinline__ u32 pair_bits(float low, float high) {
-  u32 r;
-#if PRECISION == 2
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;\n" : "=r"(r) : "f"(high), "f"(low));
-#else
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;\n" : "=r"(r) : "f"(high), "f"(low));
-#endif
-  return r;
-}
-// Of columns 8j + 2t and the next, of pixel g (`eight`: g + 8).
-#define PAIR(j) pair_bits(sums[4 * (j) + 2 * eight], sums[4 * (j) + 2 * eight + 1])
-#endif
+// 16 bits: sums of columns 8j + 2t and the next, of pixel g (`eight`: g + 8), by one conversion (by two ptxas serialised wgmma where COUT
+// is odd, C7514).
+#define SUM(j, k) sums[4 * (j) + 2 * eight + (k)]
+#define PAIR(j) (PRECISION == 2 ? half_pair(SUM(j, 0), SUM(j, 1)) : bfloat_pair(SUM(j, 0), SUM(j, 1)))
 
 // Columns from UNIT * i on of a row's sums, of which `left` exist: a thread's are columns 8j + 2t and the next, of pixels g and g + 8 of the warp's 16.
 template <int SUMS>  // of which the first are the columns'
@@ -48,7 +38,7 @@ __device__ __forceinline__ void store_unit(const float (&sums)[SUMS], int i, int
 #if ELEMENT == 4
 #pragma unroll
   for (int k = 0; k < 2; k++) {
-    u32 low = bits_of(sums[8 * i + 2 * eight + k]), high = bits_of(sums[8 * i + 4 + 2 * eight + k]);
+    u32 low = bits_of(SUM(2 * i, k)), high = bits_of(SUM(2 * i + 1, k));
     u32 other = from_lane(odd ? low : high, 1);
     v[k] = odd ? other : low, v[2 + k] = odd ? high : other;
   }
@@ -63,7 +53,7 @@ __device__ __forceinline__ void store_unit(const float (&sums)[SUMS], int i, int
   char* to = pixel + column * ELEMENT;
   bool one = there && (COUT % STORE_COLUMNS == 0 || column < left), two = there && column + 1 < left;
 #if ELEMENT == 4
-  u32 v[4] = {bits_of(sums[4 * i + 2 * eight]), bits_of(sums[4 * i + 2 * eight + 1])};
+  u32 v[4] = {bits_of(SUM(i, 0)), bits_of(SUM(i, 1))};
 #if COUT % 2 == 0
   store_global_64_if(to, v, one);
 #else

@@ -195,6 +195,17 @@ __device__ __forceinline__ u32 bfloat_bits(float v) {
   asm("cvt.rn.bf16.f32 %0, %1;\n" : "=h"(r) : "f"(v));
   return r;
 }
+// Two by one instruction, the first in the low half.
+__device__ __forceinline__ u32 half_pair(float low, float high) {
+  u32 r;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;\n" : "=r"(r) : "f"(high), "f"(low));
+  return r;
+}
+__device__ __forceinline__ u32 bfloat_pair(float low, float high) {
+  u32 r;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;\n" : "=r"(r) : "f"(high), "f"(low));
+  return r;
+}
 __device__ __forceinline__ float half_value(u32 bits) {
   float r;
   asm("cvt.f32.f16 %0, %1;\n" : "=f"(r) : "h"((u16)bits));

@@ -350,12 +350,12 @@ sweep(const char* __restrict__ x, const char* __restrict__ packed, const ELEMENT
   if (role < FIRST_CONSUMER) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(PRODUCER_REGISTERS));
     int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0);
-    if (warp < PRODUCER_WARPS) {
-      if (!DIRECT_BOX) produce(x, s, nullptr, base + TILES_AT, base + SLOTS_AT, barriers, threadIdx.x);
-    } else if (warp == LOADER_WARP && (thread & 31) == 0) {
-      if (DIRECT_BOX) load_boxes(maps, s, base + TILES_AT, STAGE_BYTES, full, empty);
-      else load_boxes(maps, s, base + SLOTS_AT, SLOT_BYTES, barriers.landed, barriers.left);
-    }
+#if CHANNELS_LAST
+    if (warp == LOADER_WARP && (thread & 31) == 0) load_boxes(maps, s, base + TILES_AT, STAGE_BYTES, full, empty);
+#else
+    if (warp < PRODUCER_WARPS) produce(x, s, nullptr, base + TILES_AT, base + SLOTS_AT, barriers, threadIdx.x);
+    else if (warp == LOADER_WARP && (thread & 31) == 0) load_boxes(maps, s, base + SLOTS_AT, SLOT_BYTES, barriers.landed, barriers.left);
+#endif
     else if (warp == WEIGHTS_WARP && (thread & 31) == 0) stream_weights(packed, s, base + RING_AT, full_w, empty_w);
   } else {
     wait_for_results();                                 // of `pack`: the bias; nor is stored where `pack` may still read
