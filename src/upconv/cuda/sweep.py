@@ -53,7 +53,8 @@ _SHORT = {2: 52, 4: 20}
 _SLICE, _TURN = 1100.0, 3200.0  # clocks that a slice takes beside; where consumers take turns
 _L2 = 28.0  # bytes a clock
 _TURNING = 622.0, 103.0  # of the producers' pass: of a chunk; of 32 bytes of a pixel
-# Channels-last, fitted to 600 timed sweeps of 42 layers on an H100: it chooses what takes 2.1% longer than the best.
+# Channels-last, fitted to 640 timed sweeps of 58 layers, precisions and passes on an H100: it chooses what takes 2.1%
+# longer than the best.
 _ISSUE = 26.0  # clocks of an instruction of few columns: its pixels come from shared memory
 _STAGE = 19.3  # of a stage of the weights' ring
 _WAITS = 583.0, 3460.0  # from a box's request to its use; of a stage of weights
@@ -287,7 +288,7 @@ class Choice:
     def margin(self) -> float:
         """NOTES: the gather-GEMM's model is 5 to 12% too high where nothing is unrolled. With this margin, and that of
         unrolled tilings, what is chosen for 31 layers and passes takes 1.0% longer than the faster of both. In
-        channels_last the families' choice for 52 takes 2.1% longer than the fastest, where both models tie mostly for
+        channels_last the families' choice for 60 takes 2.1% longer than the fastest, where both models tie mostly for
         the worse of the two (kb61's gradient in bfloat16 by a sweep 514 us, by `pixels` 385).
         """
         return 1.1 if self.sweep.channels_last else 1.15
