@@ -201,10 +201,8 @@ def problems() -> list[Problem]:
         ("bf16", "nchw", "fwd"),
         ("tf32", "nchw", "grad-input"),
         ("fp16", "nchw", "grad-input"),
-        ("tf32", "channels_last", "fwd"),
         ("bf16", "channels_last", "fwd"),
         ("tf32", "channels_last", "grad-input"),
-        ("fp16", "channels_last", "grad-input"),
     ]
     found = [
         p.with_(dtype=DTYPES[precision], precision=precision, layout=layout, pass_=pass_)
