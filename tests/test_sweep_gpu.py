@@ -72,7 +72,7 @@ def test_sweeps(name: str, precision: str, layout: str, pass_: Pass) -> None:
             chosen += rng.sample(found, min(2, len(found)))
     odd = source_shape(p)[1] * p.dtype.itemsize % 16
     if odd if layout == "channels_last" else gather_search.classes_of(p) is None:
-        assert isinstance(sweep.choose(p, chip), str)
+        assert not every and isinstance(sweep.choose(p, chip), str)
         pytest.skip("boxes do not bring the pixels of this source")
     assert chosen
     for s in chosen:

@@ -33,6 +33,11 @@ def instruction(prefix: str, columns: int, words_of_a: int = 0) -> dict[str, str
     }
 
 
+def stores_wide(element: int, columns: int, channels: int) -> bool:
+    """Whether lanes may exchange float32 results of so many columns and channels, to store 16 bytes each."""
+    return element == 4 and columns % 16 == 0 and channels % 4 == 0
+
+
 class PixelTile:
     """What tiles of `pixels` and `implicit` have alike: a problem, columns of N, and source channels of a box."""
 
@@ -63,7 +68,7 @@ class PixelTile:
     @property
     def exchanges(self) -> bool:
         """Whether lanes may exchange float32 results with a neighbour, to store 16 bytes each."""
-        return self.element == 4 and self.columns % 16 == 0 and self.channels[1] % 4 == 0
+        return stores_wide(self.element, self.columns, self.channels[1])
 
     @property
     def weight_span(self) -> int:

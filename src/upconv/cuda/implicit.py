@@ -27,7 +27,7 @@ from upconv.cuda.columns import PRECISIONS, PixelTile, TileChoice, instruction
 from upconv.cuda.costs import cheapest
 from upconv.cuda.gpu import MAX_BOX_STEP, Gpu
 from upconv.cuda.launch import Launcher, as_run
-from upconv.cuda.packs import LazyPacks, Unit, layer_text, rows_of_taps
+from upconv.cuda.packs import LazyPacks, Unit, layer_text, rows_of_taps, run_beside
 from upconv.problem import Problem
 
 _CONSUMERS = 2
@@ -376,10 +376,8 @@ class Prepared(LazyPacks):
         ``packed`` is what `pack` returned; ``bias``: of the result's channels, in the problem's dtype, or float32 if
         `pack` had it. ``fresh``: `pack` was called just before, and the kernel makes ready beside what that launched.
         """
-        if out.data_ptr() & 15:  # PyTorch's allocations never do; two results are stored together
-            whole = torch.empty_like(out)
-            self.run(x, packed, bias, whole, fresh)
-            out.copy_(whole)
+        if out.data_ptr() & 15:  # some results are stored together
+            run_beside(out, lambda whole: self.run(x, packed, bias, whole, fresh))
             return
         address = x.data_ptr()
         if address & 15:

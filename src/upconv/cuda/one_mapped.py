@@ -13,7 +13,7 @@ from upconv.cuda import jit
 from upconv.cuda.boxes import Words
 from upconv.cuda.columns import T, TileChoice
 from upconv.cuda.launch import as_run
-from upconv.cuda.packs import Packs, Unit, layer_text
+from upconv.cuda.packs import Packs, Unit, layer_text, run_beside
 
 
 class OneMappedChoice(TileChoice[T]):
@@ -76,10 +76,8 @@ class Prepared(Packs):
 
         ``fresh``: `pack` was called just before, and the kernel loads its first pixels beside what that launched.
         """
-        if out.data_ptr() & 15 and self._aligned:  # PyTorch's allocations never do
-            whole = out.new_empty(out.shape)
-            self.run(x, packed, bias, whole, fresh)
-            out.copy_(whole)
+        if out.data_ptr() & 15 and self._aligned:
+            run_beside(out, lambda whole: self.run(x, packed, bias, whole, fresh))
             return
         address, at = x.data_ptr(), packed.data_ptr()
         if address & 15:

@@ -32,6 +32,13 @@ class Unit:
     entries: tuple[str, ...]
 
 
+def run_beside(out: Tensor, run: Callable[[Tensor], None]) -> None:
+    """Copies what a kernel writes elsewhere to a result that begins off 16 bytes; PyTorch's allocations never do."""
+    whole = torch.empty_like(out)
+    run(whole)
+    out.copy_(whole)
+
+
 class Packs:
     """What choices share whose kernels read packed weights, on a device."""
 

@@ -24,7 +24,7 @@ from upconv.cuda.columns import PRECISIONS, PixelTile, TileChoice, instruction
 from upconv.cuda.costs import LAUNCH, cheapest
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.launch import Launcher, as_run
-from upconv.cuda.packs import PACK_THREADS, LazyPacks, Unit, layer_text
+from upconv.cuda.packs import PACK_THREADS, LazyPacks, Unit, layer_text, run_beside
 from upconv.problem import Problem
 
 _REGISTERS = {2: (40, 232), 3: (32, 160), 4: (24, 112)}
@@ -326,10 +326,8 @@ class Prepared(LazyPacks):
         ``packed`` is what `pack` returned; there is no bias. ``fresh``: `pack` was called just before, and the kernel
         loads its first pixels beside what that launched.
         """
-        if out.data_ptr() & 15:  # PyTorch's allocations never do; two results are stored together
-            whole = torch.empty_like(out)
-            self.run(x, packed, bias, whole, fresh)
-            out.copy_(whole)
+        if out.data_ptr() & 15:  # some results are stored together
+            run_beside(out, lambda whole: self.run(x, packed, bias, whole, fresh))
             return
         address, at = x.data_ptr(), packed.data_ptr()
         if address & 15:

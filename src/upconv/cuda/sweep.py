@@ -19,17 +19,16 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import product
 
-import torch
 from torch import Tensor
 
 from upconv.cuda import gather, jit
 from upconv.cuda.axes import Unfit, any_size, result_shape, source_shape
-from upconv.cuda.columns import instruction
+from upconv.cuda.columns import instruction, stores_wide
 from upconv.cuda.costs import LAUNCH, cheapest
 from upconv.cuda.gather_search import chunk_sizes, classes_of
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.launch import as_run
-from upconv.cuda.packs import PACK_THREADS, Unit, layer_text
+from upconv.cuda.packs import PACK_THREADS, Unit, layer_text, run_beside
 from upconv.cuda.tiling import Tiling
 from upconv.cuda.tiling_pixels import MAX_PIXELS
 from upconv.cuda.walks import Walks
@@ -60,6 +59,8 @@ _STAGE = 19.3  # of a stage of the weights' ring
 _WAITS = 583.0, 3460.0  # from a box's request to its use; of a stage of weights
 _BOXES, _ROW = 45.4, 36.1  # bytes a clock of boxes, and bytes that a pixel's row costs beside its own
 _STORED, _SLICE_LAST, _TURN_LAST = 47.3, 744.0, 983.0  # bytes a clock; as above
+# Share of the memory's time, or of the slices', whichever is less, that the other does not hide: NCDHW, channels-last.
+_BESIDE = 0.15, 0.466
 
 
 _MACROS = """
@@ -112,8 +113,8 @@ class Sweep(Walks):
     @property
     def exchanges(self) -> bool:
         """Whether lanes exchange channels-last float32 results with a neighbour, to store 16 bytes each."""
-        channels = result_shape(self.problem)[1]
-        return self.channels_last and self.pixels.element == 4 and self.slot_columns % 16 == 0 and channels % 4 == 0
+        t = self.pixels
+        return self.channels_last and stores_wide(t.element, self.slot_columns, t.cout_g)
 
     @cached_property
     def slice(self) -> Problem:
@@ -171,6 +172,13 @@ class Sweep(Walks):
     def pack_blocks(self) -> int:
         return -(-self.packed_words // 4 // PACK_THREADS)
 
+    @property
+    def _read_behind(self) -> int:
+        """Bytes that instructions read behind the last tile, for positions that nobody stores; there the ring lies."""
+        t = self.pixels
+        last = max(t.shift(offsets) for blocks in t.entries for block in blocks for offsets, _ in block)
+        return (last + self.nb * 128 - t.pixels) * t.row_bytes
+
     def ring_bytes(self, ring_stages: int) -> int:
         """Bytes of the weights' ring."""
         return ring_stages * self.w_stage * self.columns * 32
@@ -212,10 +220,8 @@ class Sweep(Walks):
         if t.pixels > MAX_PIXELS:
             raise Unfit(f"the tile has {t.pixels} pixels with its halo, more than {MAX_PIXELS}")
         if not t.tensor_map or t.strided_box:
-            raise Unfit("boxes do not bring these rows" if t.problem.layout == "nchw" else "a tile is several boxes")
-        # Instructions read rows behind the last tile, for positions that nobody stores: there the ring of weights lies.
-        last = max(t.shift(offsets) for blocks in t.entries for block in blocks for offsets, _ in block)
-        if self.channels_last and (last + self.nb * 128 - t.pixels) * t.row_bytes > self.ring_bytes(self.ring_stages):
+            raise Unfit("a tile is several boxes" if self.channels_last else "boxes do not bring these rows")
+        if self.channels_last and self._read_behind > self.ring_bytes(self.ring_stages):
             raise Unfit("what is read behind the last tile is not all of the kernel's shared memory")
         if self.shared_bytes > shared_limit:
             raise Unfit(f"the tile takes {self.shared_bytes} bytes of shared memory, the device has {shared_limit}")
@@ -345,10 +351,8 @@ class Prepared(gather.BoxedPacks):
         For pass "grad-input" they are as for `gather.Prepared.run`. ``fresh``: `pack` was called just before, and the
         kernel loads its first pixels beside what that launched.
         """
-        if self._last and out.data_ptr() & 15:  # PyTorch's allocations never do; some results are stored together
-            whole = torch.empty_like(out)
-            self.run(x, packed, bias, whole, fresh)
-            out.copy_(whole)
+        if self._last and out.data_ptr() & 15:  # some results are stored together
+            run_beside(out, lambda whole: self.run(x, packed, bias, whole, fresh))
             return
         address, at = x.data_ptr(), packed.data_ptr()
         if address & 15:
@@ -458,7 +462,7 @@ def estimate(s: Sweep, p: Problem, gpu: Gpu) -> tuple[float, str]:
     # Slices that the input has not, at either end of its depth, cost nothing.
     steps = s.walk(p, gpu.multiprocessors) + (s.slots - 1) * (1 - 1 / counts[1])
     seconds = waves * steps * clocks / gpu.clock
-    ragged, beside = (1.0, 0.466) if s.channels_last else (1.25, 0.15)
+    ragged, beside = 1.0 if s.channels_last else 1.25, _BESIDE[s.channels_last]
     memory = (math.prod(result_shape(p)) * ragged + math.prod(source_shape(p))) * s.pixels.element / gpu.bandwidth
     if memory > seconds:
         bound = "bytes"
