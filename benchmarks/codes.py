@@ -24,7 +24,7 @@ from pathlib import Path
 from layers import add_arguments, problems
 
 import upconv
-from upconv.cuda import engine, jit
+from upconv.cuda import families, jit
 from upconv.cuda.gpu import A100, H200
 from upconv.problem import Pass, Problem
 
@@ -58,7 +58,7 @@ def codes(layers: Iterable[tuple[str, Problem]], arch: str) -> Codes:
     gpu = {"90a": H200, "80": A100}[arch]
     found: Codes = {}
     for case, p in layers:
-        fitting = [c for c in engine.choose(p, gpu).values() if not isinstance(c, str)]
+        fitting = [c for c in families.choose(p, gpu).values() if not isinstance(c, str)]
         choice = min(fitting, key=lambda c: c.seconds)
         code = [
             f"{i}{name} {digest}"

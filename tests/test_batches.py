@@ -23,7 +23,7 @@ import upconv
 from conftest import assert_accurate, tf32_magnitude
 from test_host import epilogue, tiles
 from upconv import planner, reference
-from upconv.cuda import batches, boxes, engine, gather, gather_search, implicit, relayout, wgrad
+from upconv.cuda import batches, boxes, families, gather, gather_search, implicit, relayout, wgrad
 from upconv.cuda.axes import Unfit, any_size
 from upconv.cuda.gpu import A100, H200, gpu
 from upconv.cuda.wgrad_tiling import WarpgroupTiling
@@ -250,7 +250,7 @@ def test_other_families_take_batches_as_they_are() -> None:
     p = Problem.make(128, 512, 256, (4, 4), 4, 2, 1, dtype=torch.bfloat16, precision="bf16", layout="channels_last")
     assert all(
         isinstance(c, str) or not c.problem.batch_as_width or name == "gather"
-        for name, c in engine.choose(p, H200).items()
+        for name, c in families.choose(p, H200).items()
     )
 
 

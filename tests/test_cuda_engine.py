@@ -19,7 +19,7 @@ import upconv
 from conftest import OURS, THEIRS, Call, _forget_plans, assert_close, assert_equal, make_call
 from strategies import excess, operands, problems
 from upconv import calls, ops, planner, reference
-from upconv.cuda import engine, gpu, jit
+from upconv.cuda import engine, families, gpu, jit
 from upconv.planner import Candidate, Device, Plan
 from upconv.problem import Problem
 
@@ -561,7 +561,7 @@ def cuda_plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Proble
     """The problem that a call would be on an H200."""
     _forget_plans()
     monkeypatch.setattr(planner, "cuda_device", lambda index: Device("cuda", gpu=gpu.H200))
-    monkeypatch.setattr(engine, "choose", lambda p, g, general=False: {"stand-in": Choice(p)})
+    monkeypatch.setattr(families, "choose", lambda p, g, general=False: {"stand-in": Choice(p)})
 
     def find(x: Tensor, w: Tensor, **kwargs: Any) -> Problem | None:
         arguments = {"stride": 1, "padding": 0, "output_padding": 0, "groups": 1, "dilation": 1, **kwargs}

@@ -25,7 +25,7 @@ import upconv
 from conftest import OURS, THEIRS, Call, _forget_plans, assert_close, assert_equal, forced_plans, make_call
 from strategies import excess, gradient_excess, operands, problems
 from upconv import cpu, ops, planner, reference
-from upconv.cuda import engine, gpu, jit, packs
+from upconv.cuda import engine, families, gpu, jit, packs
 from upconv.planner import Device
 from upconv.problem import Pass, Problem
 
@@ -139,7 +139,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernels]:
     plans: dict[Problem, planner.Plan] = {}
     _forget_plans()
     engine.forget()
-    monkeypatch.setattr(engine, "choose", choose)
+    monkeypatch.setattr(families, "choose", choose)
     monkeypatch.setattr(engine, "_current_device", lambda: -1)
     monkeypatch.setattr(engine, "_current_stream", lambda index: 0)
     monkeypatch.setattr(engine, "_capturing", lambda: False)

@@ -17,9 +17,9 @@ from test_gather import DTYPES, needs_nvrtc, truth_of
 from test_pixels import draw_problem, layer_of
 from upconv import planner
 from upconv.bench.suites import SUITES, parse_layer
-from upconv.cuda import engine, implicit, jit, relayout
+from upconv.cuda import families, implicit, jit, relayout
 from upconv.cuda.axes import any_size, result_shape, source_shape
-from upconv.cuda.costs import weighed
+from upconv.cuda.families import weighed
 from upconv.cuda.gpu import A100, B200, H200, Gpu
 from upconv.cuda.implicit import Tile
 from upconv.problem import Pass, Precision, Problem
@@ -157,8 +157,10 @@ def test_other_gpus_and_exported_files_have_none() -> None:
     p = p.with_(precision="tf32", pass_="grad-input", layout="channels_last")
     for gpu in (A100, B200):
         assert implicit.choose(p, gpu) == "an implicit GEMM wants both operands by descriptors, which wgmma alone takes"
-    assert isinstance(engine.choose(p, H200)["implicit"], implicit.Choice)
-    assert engine.choose(p, H200, general=True)["implicit"] == "exported files have no host code for the implicit GEMM"
+    assert isinstance(families.choose(p, H200)["implicit"], implicit.Choice)
+    assert (
+        families.choose(p, H200, general=True)["implicit"] == "exported files have no host code for the implicit GEMM"
+    )
 
 
 @pytest.mark.parametrize(("name", "precision"), [("nnunet", "tf32"), ("nnunet", "bf16"), ("mrcnn", "tf32")])
@@ -168,7 +170,7 @@ def test_taps_that_share_nothing_are_multiplied_one_by_one(name: str, precision:
     found = planner.select(p, planner.Device("cuda", gpu=H200))
     assert found.name == "implicit" and isinstance(found.choice, implicit.Choice)
     assert f"implicit GEMM, channels last: wgmma {precision}, tile of " in found.candidates[0].reason
-    others = [c for family, c in engine.choose(p, H200).items() if family != "implicit"]
+    others = [c for family, c in families.choose(p, H200).items() if family != "implicit"]
     assert all(weighed(found.choice) < weighed(c) for c in others if not isinstance(c, str))
     t = found.choice.tile
     assert p.in_channels % t.columns == 0

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-# The figure that importing may add to importing torch; the best of several runs, since other processes only add.
+# What importing may add to importing torch, of processor time, from compiled bytecode as an installed package has it.
 LIMIT_SECONDS = 0.1
 
 
@@ -106,7 +106,7 @@ import upconv
 with upconv.strict(False):
     upconv.ConvTranspose2d(2, 3, 3, stride=2)(torch.ones(1, 2, 4, 4)).sum().backward()
 upconv.warmup(upconv.ConvTranspose2d(2, 3, 3), (1, 2, 4, 4))
-lazy = ("cuda", "upconv.cuda.jit", "upconv.cuda.launch", "upconv.cuda.direct", "upconv.cuda.gather")
+lazy = ("cuda", *("upconv.cuda." + name for name in ("jit", "launch", "direct", "gather", "costs", "tiling", "axes")))
 print([name for name in set(sys.modules) - before if name.startswith(lazy)])
 """
     done = _run(code, tmp_path)
@@ -129,20 +129,21 @@ torch.testing.assert_close(upconv.accelerate(model)(torch.ones(1, 2, 4, 4)), wan
 
 @pytest.mark.slow
 def test_import_time(tmp_path: Path) -> None:
+    """The best of several runs behind one that compiles, since a busy machine only adds."""
     code = """
 import time, torch
-start = time.perf_counter()
+start = time.process_time()
 import upconv
-print(time.perf_counter() - start)
+print(time.process_time() - start)
 """
     times = []
     for _ in range(7):
-        done = _run(code, tmp_path)
+        done = _run(code, tmp_path, PYTHONDONTWRITEBYTECODE="", PYTHONPYCACHEPREFIX=str(tmp_path / "bytecode"))
         assert done.returncode == 0, done.stderr
         times.append(float(done.stdout))
-        if min(times) < LIMIT_SECONDS:
+        if min(times[1:], default=LIMIT_SECONDS) < LIMIT_SECONDS:
             break
-    assert min(times) < LIMIT_SECONDS, times
+    assert min(times[1:]) < LIMIT_SECONDS, times
 
 
 def test_public_names() -> None:

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from upconv import cpu, reference
-from upconv.cuda import engine
+from upconv.cuda import families
 from upconv.cuda.axes import result_shape, source_shape
 from upconv.cuda.gpu import gpu
 from upconv.problem import Layout, Pass, Problem
@@ -112,7 +112,7 @@ def test_tensors_of_more_than_2_31_elements(name: str, pass_: Pass, layout: Layo
     reached = [(n - 1) * step + taps for n, step, taps in zip(length, stride, kernel)]
     transposed, plain = {2: (F.conv_transpose2d, F.conv2d), 3: (F.conv_transpose3d, F.conv3d)}[p.rank]
 
-    found = {family: choice for family, choice in engine.choose(p, gpu(0)).items() if not isinstance(choice, str)}
+    found = {family: choice for family, choice in families.choose(p, gpu(0)).items() if not isinstance(choice, str)}
     assert found
     weight = random(p.weight_shape)
     if pass_ == "grad-weight":

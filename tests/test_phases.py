@@ -20,9 +20,9 @@ from phases_interpreter import PhasesInterpreter
 from test_gather import DTYPES, needs_nvrtc, truth_of
 from upconv import planner
 from upconv.bench.suites import SUITES, parse_layer
-from upconv.cuda import engine, jit, phases
+from upconv.cuda import families, jit, phases
 from upconv.cuda.axes import Unfit, any_size
-from upconv.cuda.costs import weighed
+from upconv.cuda.families import weighed
 from upconv.cuda.gpu import A100, B200, H200
 from upconv.cuda.phases import Tile
 from upconv.problem import Precision, Problem, output_length
@@ -317,8 +317,8 @@ def test_other_gpus_and_exported_files_have_none() -> None:
     p = parse_layer("16,16,3,stride=2,bias=False", "1x16x32x32").with_(precision="tf32")
     for gpu in (A100, B200):
         assert phases.choose(p, gpu) == "pixels as they lie are multiplied by wgmma alone"
-    assert isinstance(engine.choose(p, H200)["phases"], phases.Choice)
-    assert engine.choose(p, H200, general=True)["phases"] == "exported files have no host code for phases as columns"
+    assert isinstance(families.choose(p, H200)["phases"], phases.Choice)
+    assert families.choose(p, H200, general=True)["phases"] == "exported files have no host code for phases as columns"
 
 
 def test_counts_of_32_bits_are_not_exceeded() -> None:
@@ -344,14 +344,14 @@ def test_kb73_comes_from_phases_in_tf32_alone() -> None:
         r"\d of \d+ channels, weights resident, \d+ KB shared, grid 13\d",
         found.choice.summary,
     )
-    others = [c for name, c in engine.choose(p, H200).items() if name != "phases"]
+    others = [c for name, c in families.choose(p, H200).items() if name != "phases"]
     assert all(weighed(found.choice) < weighed(c) for c in others if not isinstance(c, str))
     t, grid, tiles = found.choice.tile, found.choice.grid, -(-found.choice.tile.tiles(p) // phases.CONSUMERS)
     assert 100 < grid <= 132 and -(-tiles // grid) == -(-tiles // 132), "as soon done as by all multiprocessors"
     assert not t.aligned and t.shared_bytes <= H200.shared_bytes
     for precision in EACH[1:]:
         assert planner.select(kb73(precision), planner.Device("cuda", gpu=H200)).name == "gather"
-        assert isinstance(engine.choose(kb73(precision), H200)["phases"], phases.Choice)
+        assert isinstance(families.choose(kb73(precision), H200)["phases"], phases.Choice)
 
 
 def test_what_registers_and_shared_memory_cannot_hold_is_unfit() -> None:

@@ -14,9 +14,9 @@ from pixels_interpreter import PixelsInterpreter
 from test_gather import DTYPES, needs_nvrtc, truth_of
 from upconv import planner
 from upconv.bench.suites import SUITES, parse_layer
-from upconv.cuda import engine, jit, pixels
+from upconv.cuda import families, jit, pixels
 from upconv.cuda.axes import Unfit, any_size, result_shape, source_shape
-from upconv.cuda.costs import weighed
+from upconv.cuda.families import weighed
 from upconv.cuda.gpu import A100, B200, H200
 from upconv.cuda.pixels import Tile
 from upconv.problem import Precision, Problem, output_length
@@ -170,8 +170,8 @@ def test_other_gpus_and_exported_files_have_none() -> None:
     p = p.with_(precision="tf32", pass_="grad-input", layout="channels_last")
     for gpu in (A100, B200):
         assert pixels.choose(p, gpu) == "pixels as rows want both operands by descriptors, which wgmma alone takes"
-    assert isinstance(engine.choose(p, H200)["pixels"], pixels.Choice)
-    assert engine.choose(p, H200, general=True)["pixels"] == "exported files have no host code for pixels as rows"
+    assert isinstance(families.choose(p, H200)["pixels"], pixels.Choice)
+    assert families.choose(p, H200, general=True)["pixels"] == "exported files have no host code for pixels as rows"
 
 
 def layer_of(name: str, precision: Precision) -> Problem:
@@ -187,7 +187,7 @@ def test_what_has_few_channels_comes_from_pixels(name: str, precision: Precision
     found = planner.select(p, planner.Device("cuda", gpu=H200))
     assert found.name == "pixels" and isinstance(found.choice, pixels.Choice)
     assert f"pixels as rows, channels last: wgmma {precision}, tile " in found.candidates[0].reason
-    others = [c for family, c in engine.choose(p, H200).items() if family != "pixels"]
+    others = [c for family, c in families.choose(p, H200).items() if family != "pixels"]
     assert all(weighed(found.choice) < weighed(c) for c in others if not isinstance(c, str))
     t, tiles = found.choice.tile, found.choice.tile.tiles(p)
     assert t.shared_bytes <= H200.shared_bytes and 66 < found.choice.grid <= 132

@@ -19,7 +19,7 @@ from upconv import cpu, planner, reference
 from upconv.bench import suites
 from upconv.bench.run import plan_text
 from upconv.cli import app
-from upconv.cuda import engine, gpu
+from upconv.cuda import families, gpu
 from upconv.explain import GPUS, estimated_ceilings, known_gpu
 from upconv.planner import Device
 from upconv.problem import LAYOUTS, PRECISIONS, Pass, Problem
@@ -157,7 +157,7 @@ def test_on_a_gpu_nothing_is_left_to_pytorch(name: str) -> None:
     whole = next(case.problem for case in CUDA_LAYERS if case.name == name)
     for p in variants(whole):
         plan = planner.plan(p, Device("cuda", gpu=gpu.H200))
-        assert plan.forward in engine.FAMILIES, p
+        assert plan.forward in families.FAMILIES, p
         assert plan.choice is not None and plan.choice.family == plan.forward
         assert plan.engine("fwd") == f"cuda:{plan.forward}"
         assert plan.backward == planner.FAMILIES
@@ -165,7 +165,7 @@ def test_on_a_gpu_nothing_is_left_to_pytorch(name: str) -> None:
         roof = p.roof_seconds(2e15, 4.8e12)  # beyond any rate that an H200 has
         assert plan.seconds is not None and roof < plan.seconds < 1.0
         assert [c.name for c in plan.candidates if c.chosen] == [plan.forward]
-        assert {c.name for c in plan.candidates} == {*engine.FAMILIES, "native"}
+        assert {c.name for c in plan.candidates} == {*families.FAMILIES, "native"}
         for candidate in plan.candidates:
             assert_sentence(candidate.reason)
         assert f"{1e3 * plan.seconds:.3g} ms by the model, bound by {plan.choice.bound}" in plan.candidates[0].reason
@@ -177,13 +177,13 @@ def test_on_a_gpu_nothing_is_left_to_pytorch(name: str) -> None:
 def test_every_gpu_from_compute_capability_8_on_is_served(which: gpu.Gpu) -> None:
     for _, p in suites.SUITES["founding"]:
         for variant in variants(p)[::3]:
-            assert planner.plan(variant, Device("cuda", gpu=which)).forward in engine.FAMILIES
+            assert planner.plan(variant, Device("cuda", gpu=which)).forward in families.FAMILIES
 
 
 @given(p=problems())
 @settings(max_examples=100, deadline=None)
 def test_every_problem_has_a_kernel(p: Problem) -> None:
-    assert planner.plan(p, Device("cuda", gpu=gpu.H200)).forward in engine.FAMILIES
+    assert planner.plan(p, Device("cuda", gpu=gpu.H200)).forward in families.FAMILIES
 
 
 def test_the_cheaper_family_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,13 +194,13 @@ def test_the_cheaper_family_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for times in ({"gather": 2.0, "direct": 1.0}, {"gather": 1.0, "direct": 2.0}, {"gather": 3.0, "direct": 3.0}):
         answers = {name: fixed(name, seconds) for name, seconds in times.items()}
-        monkeypatch.setattr(engine, "choose", lambda p, g, general=False, answers=answers: answers)
+        monkeypatch.setattr(families, "choose", lambda p, g, general=False, answers=answers: answers)
         plan = planner._plan_cuda(p, Device("cuda", gpu=gpu.H200))
         best = min(times, key=times.__getitem__)
         assert plan.forward == best and plan.seconds == times[best]
         (other,) = (c for c in plan.candidates if c.name in times and c.name != best)
         assert other.reason.startswith("slower: ") and not other.chosen
-    monkeypatch.setattr(engine, "choose", lambda p, g, general=False: {"gather": "too odd", "direct": "far too odd"})
+    monkeypatch.setattr(families, "choose", lambda p, g, general=False: {"gather": "too odd", "direct": "far too odd"})
     plan = planner._plan_cuda(p, Device("cuda", gpu=gpu.H200))
     assert plan.delegates and plan.choice is None and plan.seconds is None
     assert [c.reason for c in plan.candidates] == ["none of upconv's kernels fits", "too odd", "far too odd"]
@@ -241,7 +241,7 @@ def test_each_gradient_on_cuda_has_a_choice_of_its_own(monkeypatch: pytest.Monke
         first, second = (1.0, 2.0) if p.pass_ == "fwd" else (2.0, 1.0)
         return {"gather": _fixed("gather", first), "direct": _fixed("direct", second)}
 
-    monkeypatch.setattr(engine, "choose", choose)
+    monkeypatch.setattr(families, "choose", choose)
     p, device = LAYERS["C"], Device("cuda", gpu=gpu.H200)
     plan = planner._plan_cuda(p, device)
     assert asked == ["fwd"]
@@ -346,9 +346,9 @@ def test_small_outputs_are_left_alone() -> None:
 def test_axes_beyond_32_bits_are_for_kernels_that_count_in_64(pass_: Pass, channels: int) -> None:
     longest = 2**31 - 2**20
     p = Problem.make(1, channels, channels, (longest,), 3, 1, 1, dtype=torch.bfloat16, precision="bf16", pass_=pass_)
-    assert not all(isinstance(found, str) for found in engine.choose(p, gpu.H200).values())
+    assert not all(isinstance(found, str) for found in families.choose(p, gpu.H200).values())
     more = p.with_(size=(longest + 1,))
-    found = engine.choose(more, gpu.H200)
+    found = families.choose(more, gpu.H200)
     reason = f"the kernel counts along an axis in 32 bits, which {longest + 1} elements are too many for"
     if pass_ == "fwd":
         direct = found.pop("direct")

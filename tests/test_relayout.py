@@ -15,7 +15,7 @@ import torch
 import upconv
 from conftest import Stubs, replayed
 from upconv import cpu, planner, reference
-from upconv.cuda import around, engine, implicit, jit, relayout, wgrad
+from upconv.cuda import around, families, implicit, jit, relayout, wgrad
 from upconv.cuda.gpu import A100, H200, Gpu, gpu
 from upconv.problem import Layout, Precision, Problem
 
@@ -37,7 +37,7 @@ def as_(p: Problem, precision: Precision, pass_: Any) -> Problem:
 def forced(p: Problem, device: Gpu) -> relayout.Choice:
     """The gradient on copies, whatever it costs."""
     inner = around.choose(relayout._wider(p.lifted).with_(layout="channels_last"), device, others=True)
-    fitting = [c for c in engine.choose(p, device).values() if not isinstance(c, (str, relayout.Choice))]
+    fitting = [c for c in families.choose(p, device).values() if not isinstance(c, (str, relayout.Choice))]
     assert not isinstance(inner, str), inner
     return relayout.Choice(inner, min(fitting, key=lambda c: c.seconds), p, 0.0)
 
@@ -147,7 +147,7 @@ def test_wide_strides_and_short_rows_are_computed_on_copies(precision: Precision
         (as_(WIDER, precision, "grad-input"), implicit.Choice),
         (as_(DCGAN, precision, "grad-weight"), wgrad.Choice),
     ):
-        found = engine.choose(p, H200)
+        found = families.choose(p, H200)
         choice = found["relayout"]
         assert isinstance(choice, relayout.Choice) and isinstance(choice.inner, family)
         assert choice.inner.problem.layout == "channels_last"
@@ -161,7 +161,7 @@ def test_wide_strides_and_short_rows_are_computed_on_copies(precision: Precision
 
 def test_what_is_not_computed_on_copies_says_why() -> None:
     kb73 = as_(KB73, "bf16", "grad-input")
-    otherwise: Any = engine.choose(kb73, H200)["gather"]
+    otherwise: Any = families.choose(kb73, H200)["gather"]
 
     def why(p: Problem, device: Any = H200, general: bool = False) -> str:
         found = relayout.choose(p, device, otherwise, general)
@@ -187,7 +187,7 @@ def test_what_is_not_computed_on_copies_says_why() -> None:
     assert "memory for copies is short" in str(relayout.choose(kb73, H200, None))
     assert "do not overlap" in why(as_(Problem.make(16, 1024, 512, (32, 32), 2, 2), "bf16", "grad-input"))
     even = as_(Problem.make(16, 512, 256, (32, 32), 4, 2, 1), "bf16", "grad-input")
-    otherwise = engine.choose(even, H200)["gather"]
+    otherwise = families.choose(even, H200)["gather"]
     assert "too little faster" in why(even)
 
 

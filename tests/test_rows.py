@@ -14,9 +14,9 @@ from rows_interpreter import RowsInterpreter
 from test_gather import DTYPES, needs_nvrtc, truth_of
 from upconv import planner
 from upconv.bench.suites import SUITES, parse_layer
-from upconv.cuda import engine, jit, rows
+from upconv.cuda import families, jit, rows
 from upconv.cuda.axes import Unfit, any_size, result_shape, source_shape
-from upconv.cuda.costs import weighed
+from upconv.cuda.families import weighed
 from upconv.cuda.gpu import A100, B200, H200
 from upconv.cuda.rows import Rows
 from upconv.problem import Precision, Problem, output_length
@@ -159,8 +159,8 @@ def test_other_gpus_and_exported_files_have_none() -> None:
     p = parse_layer("16,16,3,stride=2,bias=False", "1x16x8x8x8").with_(precision="tf32", pass_="grad-input")
     for gpu in (A100, B200):
         assert rows.choose(p, gpu) == "rows as they lie are multiplied by wgmma alone"
-    assert isinstance(engine.choose(p, H200)["rows"], rows.Choice)
-    assert engine.choose(p, H200, general=True)["rows"] == "exported files have no host code for rows as they lie"
+    assert isinstance(families.choose(p, H200)["rows"], rows.Choice)
+    assert families.choose(p, H200, general=True)["rows"] == "exported files have no host code for rows as they lie"
 
 
 def test_counts_of_32_bits_are_not_exceeded() -> None:
@@ -186,7 +186,7 @@ def test_kb73_s_gradient_comes_from_rows(precision: Precision, tile: str) -> Non
     found = planner.select(kb73(precision), planner.Device("cuda", gpu=H200))
     assert found.name == "rows" and isinstance(found.choice, rows.Choice)
     assert f"rows as they lie: wgmma {precision}, {tile}" in found.candidates[0].reason
-    others = [c for name, c in engine.choose(kb73(precision), H200).items() if name != "rows"]
+    others = [c for name, c in families.choose(kb73(precision), H200).items() if name != "rows"]
     assert all(weighed(found.choice) < weighed(c) for c in others if not isinstance(c, str))
     assert 100 < found.choice.grid <= 132 and found.choice.rows.shared_bytes <= H200.shared_bytes
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from upconv.bench import suites
-from upconv.cuda import direct, direct_wgrad, engine, gather, gpu, jit, staged, wgrad
+from upconv.cuda import direct, direct_wgrad, families, gather, gpu, jit, staged, wgrad
 from upconv.export.specialise import WIDTH, Specialised, specialise
 from upconv.problem import Problem
 
@@ -391,7 +391,7 @@ def test_nvcc_compiles_it_without_a_word(name: str, tmp_path: Path) -> None:
 def test_the_planner_s_kernels_of_kernelbench_are_specialised(case: suites.Case) -> None:
     passes = ("fwd", "grad-input", "grad-weight")
     p = kb(case.name, passes[int(case.name[2:]) % 3])
-    found = [c for c in engine.choose(p, gpu.H200).values() if not isinstance(c, str)]
+    found = [c for c in families.choose(p, gpu.H200).values() if not isinstance(c, str)]
     for one in min(found, key=lambda c: c.seconds).sources():
         made = specialise(one.source, "one", one.entries)  # type: ignore[attr-defined]
         assert len(made.text.splitlines()) < 0.75 * len(one.source.splitlines())

@@ -15,7 +15,7 @@ from subpixel_interpreter import SubpixelInterpreter
 from test_gather import DTYPES, needs_nvrtc
 from upconv import reference
 from upconv.bench.suites import SUITES
-from upconv.cuda import engine, jit, subpixel
+from upconv.cuda import families, jit, subpixel
 from upconv.cuda.axes import Unfit
 from upconv.cuda.gpu import A100, B200, H200
 from upconv.problem import Precision, Problem
@@ -115,18 +115,18 @@ def case(name: str, precision: Precision) -> Problem:
 @pytest.mark.parametrize("precision", ["tf32", "bf16", "fp16"])
 def test_the_engine_takes_it_for_many_channels(precision: Precision) -> None:
     for name in ("unet1", "unet4", "nnunet"):
-        found = engine.choose(case(name, precision), H200)
+        found = families.choose(case(name, precision), H200)
         choices = {family: choice for family, choice in found.items() if not isinstance(choice, str)}
-        best = min(choices.values(), key=engine.weighed)
+        best = min(choices.values(), key=families.weighed)
         assert best.family == "subpixel" and 0 < best.seconds < 1e-3
         assert re.fullmatch(
             rf"pixels as rows, each output a tap: wgmma {precision}, tile of \d+ pixels x \d+ columns, \d stages of "
             r"(32|64) channels, \d+ KB shared, grid 132",
             best.summary,
         )
-    found = engine.choose(case("nnunet2", precision), H200)  # 64 channels: as fast by its model, slower when timed
+    found = families.choose(case("nnunet2", precision), H200)  # 64 channels: as fast by its model, slower when timed
     assert isinstance(found["subpixel"], subpixel.Choice)
-    assert min((c for c in found.values() if not isinstance(c, str)), key=engine.weighed).family == "gather"
+    assert min((c for c in found.values() if not isinstance(c, str)), key=families.weighed).family == "gather"
 
 
 def test_sizes_share_kernels() -> None:

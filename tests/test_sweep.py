@@ -15,7 +15,7 @@ from sweep_interpreter import SweepInterpreter
 from test_gather import DTYPES, PASSES, needs_nvrtc, truth_of
 from upconv import planner
 from upconv.bench.suites import SUITES, parse_layer
-from upconv.cuda import engine, gather, jit, sweep
+from upconv.cuda import families, gather, jit, sweep
 from upconv.cuda.axes import Unfit, any_size, source_shape
 from upconv.cuda.gpu import A100, B200, H200
 from upconv.cuda.sweep import Sweep
@@ -231,8 +231,8 @@ def test_chosen_kernels_compile_without_spills(p: Problem) -> None:
 
 def test_the_family_is_among_the_engine_s() -> None:
     p = parse_layer("16,16,3,bias=False", "1x16x8x8x8").with_(precision="tf32")
-    assert isinstance(engine.choose(p, H200)["sweep"], sweep.Choice)
-    assert engine.choose(p, H200, general=True)["sweep"] == "a sweep's boxes and tiles go by the rows of one size"
+    assert isinstance(families.choose(p, H200)["sweep"], sweep.Choice)
+    assert families.choose(p, H200, general=True)["sweep"] == "a sweep's boxes and tiles go by the rows of one size"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

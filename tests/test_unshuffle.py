@@ -17,7 +17,7 @@ from torch import Tensor
 import upconv
 from conftest import Stubs, replayed
 from upconv import cpu, planner, reference
-from upconv.cuda import engine, gather, jit, unshuffle, wgrad
+from upconv.cuda import families, gather, jit, unshuffle, wgrad
 from upconv.cuda.gpu import A100, H200, Gpu, gpu
 from upconv.problem import Layout, Precision, Problem, output_length
 
@@ -63,7 +63,7 @@ def forced(p: Problem, device: Gpu) -> unshuffle.Choice:
     """The gradients without the stride, whatever they cost."""
     q = unshuffle.unstrided(p)
     inner = gather.choose(q, device) if p.pass_ == "grad-input" else wgrad.choose(q, device)
-    fitting = [c for c in engine.choose(p, device).values() if not isinstance(c, (str, unshuffle.Choice))]
+    fitting = [c for c in families.choose(p, device).values() if not isinstance(c, (str, unshuffle.Choice))]
     assert not isinstance(inner, str), inner
     return unshuffle.Choice(inner, min(fitting, key=lambda c: c.seconds), p, 0.0)
 
@@ -156,7 +156,7 @@ def test_fsrcnns_gradients_are_computed_without_the_stride(pass_: Any, precision
     assert selected.name == "unshuffle" and isinstance(choice, unshuffle.Choice)
     assert isinstance(choice.inner, gather.Choice if pass_ == "grad-input" else wgrad.Choice)
     assert "3x3 taps of" in selected.candidates[0].reason and "wgmma" in selected.candidates[0].reason
-    others = engine.choose(p, H200)
+    others = families.choose(p, H200)
     assert choice.seconds < min(c.seconds for n, c in others.items() if not isinstance(c, str) and n != "unshuffle")
     sources = {u.source for u in choice.sources()}
     assert unshuffle.unit(p).source in sources and choice.inner.sources()[0].source in sources
@@ -165,7 +165,7 @@ def test_fsrcnns_gradients_are_computed_without_the_stride(pass_: Any, precision
 def test_what_keeps_its_stride_says_why() -> None:
     p = as_(FSRCNN, "bf16", "grad-input")
 
-    slow = engine.choose(p, H200)["staged"]
+    slow = families.choose(p, H200)["staged"]
 
     def why(p: Problem, device: Any = H200, otherwise: Any = slow, general: bool = False) -> str:
         found = unshuffle.choose(p, device, otherwise, general)
@@ -179,7 +179,7 @@ def test_what_keeps_its_stride_says_why() -> None:
     assert "without groups" in why(as_(Problem.make(2, 4, 4, (9, 9), 4, 2, groups=2), "bf16", "grad-input"))
     assert "without groups" in why(as_(Problem.make(2, 4, 4, (9, 9), 4, 2, dilation=2), "bf16", "grad-input"))
     many = as_(Problem.make(2, 4, 17, (9, 9), 4, 2), "bf16", "grad-input")
-    on_tensor_cores = engine.choose(many, H200)["gather"]
+    on_tensor_cores = families.choose(many, H200)["gather"]
     assert "17 channels in 4 phases are more than 64" in why(many, otherwise=on_tensor_cores)
     assert "memory for it is short" in why(p, otherwise=None)
     few = Problem.make(4, 64, 1, (128, 128), 9, (1, 2), 4)
@@ -192,9 +192,9 @@ def test_what_keeps_its_stride_says_why() -> None:
     assert "2^31" in why(whole) and unshuffle.refusal(whole.with_(batch=30), H200) is None
     assert "size of the input" in why(p, general=True)
     small = as_(Problem.make(2, 8, 1, (8, 8), 4, 2), "bf16", "grad-input")
-    assert "its bytes alone" in why(small, otherwise=engine.choose(small, H200)["gather"])
+    assert "its bytes alone" in why(small, otherwise=families.choose(small, H200)["gather"])
     dcgan = as_(Problem.make(128, 64, 3, (32, 32), 4, 2, 1), "tf32", "grad-weight")
-    wgrad: Any = engine.choose(dcgan, H200)["wgrad"]
+    wgrad: Any = families.choose(dcgan, H200)["wgrad"]
     assert "too little faster" in why(dcgan, otherwise=replace(wgrad, seconds=3.5e-5))
 
 
@@ -218,11 +218,11 @@ def test_batches_stay_what_they_are_without_their_stride(pass_: str) -> None:
     ):
         p = as_(layer, "bf16", pass_, "channels_last")
         q = unshuffle.unstrided(p)
-        choice = engine.choose(p, H200)["unshuffle"]
+        choice = families.choose(p, H200)["unshuffle"]
         if isinstance(choice, str):
             inner = gather.choose(q, H200) if pass_ == "grad-input" else wgrad.choose(q, H200)
             assert not isinstance(inner, str)
-            choice = unshuffle.Choice(inner, engine.choose(p, H200)["staged"], p, 0.0)
+            choice = unshuffle.Choice(inner, families.choose(p, H200)["staged"], p, 0.0)
         assert isinstance(choice, unshuffle.Choice)
         assert choice.inner.problem == q and not q.batch_as_width and q.batch == p.batch
 

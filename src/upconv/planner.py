@@ -5,14 +5,18 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING
 
 import torch
 
 from upconv import cpu
-from upconv.cuda import engine
-from upconv.cuda.costs import weighed
+from upconv.cuda import families
+from upconv.cuda.families import weighed
 from upconv.cuda.gpu import Gpu
 from upconv.problem import Pass, Problem
+
+if TYPE_CHECKING:
+    from upconv.cuda import engine
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,7 @@ class Selection:
 
     name: str
     """A kernel family, or ``native``."""
-    choice: engine.Choice | None
+    choice: families.Choice | None
     """The family's configuration; None for ``native``."""
     candidates: tuple[Candidate, ...]
     """The chosen one first."""
@@ -56,7 +60,7 @@ class Selection:
 class Plan:
     """How each pass of a `Problem` is computed on a device.
 
-    The names are those of `upconv.cpu`'s plans, on a GPU those of the kernel families (`upconv.cuda.engine.FAMILIES`;
+    The names are those of `upconv.cpu`'s plans, on a GPU those of the kernel families (`upconv.cuda.families.FAMILIES`;
     for the weight's gradient its `WEIGHT_FAMILIES`), and ``native`` for PyTorch's own operator.
     """
 
@@ -67,7 +71,7 @@ class Plan:
     """How the gradients are taken together: a plan of `upconv.cpu`, or `FAMILIES`: by kernels, see `selection`."""
     candidates: tuple[Candidate, ...]
     """The candidates for the problem's own pass (for a step: the forward's), the chosen one first."""
-    choice: engine.Choice | None = None
+    choice: families.Choice | None = None
     """On a GPU the configuration of the kernel that computes the forward."""
 
     @cached_property
@@ -104,7 +108,7 @@ class Plan:
             return self.grad_weight
         return Selection(self.forward, self.choice, self.candidates)
 
-    def choices(self, pass_: Pass) -> dict[Pass, engine.Choice]:
+    def choices(self, pass_: Pass) -> dict[Pass, families.Choice]:
         """The kernels of a pass on a GPU; a step's are those of its three passes."""
         found = {name: self.selection(name).choice for name in _parts(pass_)}
         return {name: choice for name, choice in found.items() if choice is not None}
@@ -227,10 +231,10 @@ def select(p: Problem, device: Device, general: bool = False) -> Selection:
 
     ``general``: among kernels that serve every size of the input.
     """
-    found: dict[str, engine.Choice | str] = {}
+    found: dict[str, families.Choice | str] = {}
     reason = _no_kernels(p, device)
     if reason is None and device.gpu is not None:
-        found = engine.choose(p, device.gpu, general)
+        found = families.choose(p, device.gpu, general)
         reason = "none of upconv's kernels fits"
     fitting = {name: choice for name, choice in found.items() if not isinstance(choice, str)}
     best = min(fitting, key=lambda name: weighed(fitting[name]), default=None)
@@ -248,11 +252,11 @@ def select(p: Problem, device: Device, general: bool = False) -> Selection:
 _UNPLANNED = "where the forward is PyTorch's own operator its gradients are too"
 
 
-def _modelled(choice: engine.Choice) -> str:
+def _modelled(choice: families.Choice) -> str:
     return f"{1e3 * choice.seconds:.3g} ms by the model, bound by {choice.bound}: {choice.summary}"
 
 
-def _slower(choice: engine.Choice, best: engine.Choice) -> str:
+def _slower(choice: families.Choice, best: families.Choice) -> str:
     """Why a choice is not the best one, in a sentence."""
     if choice.seconds >= best.seconds:
         return f"slower: {_modelled(choice)}"

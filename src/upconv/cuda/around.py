@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from upconv.cuda import batches, gather, implicit, wgrad
-from upconv.cuda.costs import weighed
+from upconv.cuda.families import weighed
 from upconv.cuda.gpu import Gpu
 from upconv.problem import Problem
 
@@ -28,7 +28,7 @@ class Choice:
 
     inner: Inner
     otherwise: Any
-    """The fastest `engine.Choice` for the problem as it is."""
+    """The fastest `families.Choice` for the problem as it is."""
     problem: Problem
     seconds: float
     """The model's estimate."""

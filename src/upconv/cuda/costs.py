@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.tiling import Tiling
@@ -255,8 +255,3 @@ def cheapest(
     """The choice of the tile that a family's model has as the fastest; None of none."""
     found = min(((*estimate(t, p, gpu), t) for t in tiles), key=lambda found: found[0], default=None)
     return None if found is None else choice(found[2], p, gpu, found[0], found[1])
-
-
-def weighed(choice: Any) -> float:
-    """What a family expects of its choice, in seconds, as it stands beside other families' (`engine.Choice`)."""
-    return float(choice.seconds * getattr(choice, "margin", 1.0))

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from upconv import cpu
 from upconv.cuda import around, jit
-from upconv.cuda.costs import weighed
+from upconv.cuda.families import weighed
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.gpu import gpu as gpu_of
 from upconv.cuda.launch import Launcher
