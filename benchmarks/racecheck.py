@@ -42,7 +42,7 @@ from upconv.cuda import (
 )
 from upconv.cuda.axes import result_shape, source_shape
 from upconv.cuda.gpu import A100, MAX_CLUSTER, gpu
-from upconv.cuda.wgrad_tiling import WarpgroupTiling
+from upconv.cuda.wgrad_warpgroups import WarpgroupTiling
 from upconv.problem import Layout, Pass, Precision, Problem
 
 TIMEOUT = 150.0

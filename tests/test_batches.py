@@ -26,7 +26,7 @@ from upconv import planner, reference
 from upconv.cuda import batches, boxes, families, gather, gather_search, implicit, relayout, wgrad
 from upconv.cuda.axes import Unfit, any_size
 from upconv.cuda.gpu import A100, H200, gpu
-from upconv.cuda.wgrad_tiling import WarpgroupTiling
+from upconv.cuda.wgrad_warpgroups import WarpgroupTiling
 from upconv.problem import Layout, Pass, Precision, Problem
 
 DTYPES = {"tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

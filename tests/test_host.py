@@ -27,7 +27,7 @@ from upconv.cuda.axes import Unfit, any_size, result_shape
 from upconv.cuda.gpu import H200
 from upconv.cuda.packs import PACK_THREADS
 from upconv.cuda.tiling import Tiling
-from upconv.cuda.wgrad_tiling import WarpgroupTiling
+from upconv.cuda.wgrad_warpgroups import WarpgroupTiling
 from upconv.problem import Layout, Pass, Precision, Problem
 
 HOST = Path(__file__).resolve().parent / "host"

@@ -20,7 +20,7 @@ from upconv import cpu, ops, reference
 from upconv.cuda import direct, direct_wgrad, staged, wgrad, wgrad_costs
 from upconv.cuda.gpu import A100, gpu
 from upconv.cuda.launch import Launcher
-from upconv.cuda.wgrad_tiling import WarpgroupTiling
+from upconv.cuda.wgrad_warpgroups import WarpgroupTiling
 from upconv.problem import Layout, Precision, Problem, output_length
 
 pytestmark = [

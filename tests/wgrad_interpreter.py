@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from upconv.cuda import wgrad
-from upconv.cuda.wgrad_tiling import SyncTiling, WarpgroupTiling
+from upconv.cuda.wgrad_tiling import SyncTiling
+from upconv.cuda.wgrad_warpgroups import WarpgroupTiling
 from upconv.problem import Problem
 
 Floats = NDArray[np.float64]

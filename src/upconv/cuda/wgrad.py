@@ -1,10 +1,10 @@
 """The grad-weight family on tensor cores: candidates, and a choice made ready for a device.
 
-The tilings' arithmetic is in `wgrad_tiling`, the cost model in `wgrad_costs`, the kernels are
-``kernels/wgrad_wgmma.cu`` (sm_90a) and ``kernels/wgrad.cu`` (mma.sync): GEMMs over the pixels, whose accumulators are a
-tile of input channels x output channels x neighbouring taps. K is split over blocks (and warps); partial sums are added
-in a fixed order, in a second step, or by their blocks: as a cluster where splits are few, else together, where all of
-them run at once.
+The tilings' arithmetic is in `wgrad_tiling`, `wgrad_boxes` and `wgrad_warpgroups`, the cost model in `wgrad_costs`, the
+kernels are ``kernels/wgrad_wgmma.cu`` (sm_90a) and ``kernels/wgrad.cu`` (mma.sync): GEMMs over the pixels, whose
+accumulators are a tile of input channels x output channels x neighbouring taps. K is split over blocks (and warps);
+partial sums are added in a fixed order, in a second step, or by their blocks: as a cluster where splits are few, else
+together, where all of them run at once.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from upconv.cuda.boxes import Tensor5, Words, alignment_classes, channels_last, 
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.gpu import gpu as gpu_of
 from upconv.cuda.launch import Counters, Launcher, TooManyBlocks, as_run, bind
+from upconv.cuda.wgrad_boxes import MAX_CLASSES
 from upconv.cuda.wgrad_costs import (
     AnyTiling,
     alone,
@@ -33,14 +34,8 @@ from upconv.cuda.wgrad_costs import (
     together,
     whole,
 )
-from upconv.cuda.wgrad_tiling import (
-    COMMON_WIDTHS,
-    MAX_CLASSES,
-    WARPS,
-    SyncTiling,
-    Triple,
-    WarpgroupTiling,
-)
+from upconv.cuda.wgrad_tiling import WARPS, SyncTiling, Triple
+from upconv.cuda.wgrad_warpgroups import COMMON_WIDTHS, WarpgroupTiling
 from upconv.problem import Problem
 
 MOST_ABREAST = 32  # pixels along a side of images that `batches` tries side by side
@@ -436,8 +431,9 @@ def _warpgroup_candidates(
             continue
         block = ci, 64 // subs * split_m
         base = WarpgroupTiling(
-            p, block, taps, (1, 1, 1, 8), aligned, groups, split_m, subs, stacked=stacked, interleaved=interleaved
-        )
+            p, block, taps, (1, 1, 1, 8), aligned, subs, stacked=stacked, interleaved=interleaved,
+            warpgroups=groups, split_m=split_m,
+        )  # fmt: skip
         if base.accumulators > (160 if groups == 2 else 104):
             continue
         # NOTES: by 160 of 320 channels 66 -> 82 us, by 96 of 192 51 -> 64 (by the model 58 and 48); by 80 50 -> 41.

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 
 from upconv.cuda.boxes import fullest
 from upconv.cuda.gpu import MAX_CLUSTER, Gpu
-from upconv.cuda.wgrad_tiling import SyncTiling, WarpgroupTiling
+from upconv.cuda.wgrad_tiling import SyncTiling
+from upconv.cuda.wgrad_warpgroups import WarpgroupTiling
 from upconv.problem import Problem
 
 _MAX_SLICE_BYTES = 96 << 20  # of partial sums

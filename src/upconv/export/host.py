@@ -18,7 +18,7 @@ from upconv.cuda.axes import source_shape
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.packs import PACK_THREADS
 from upconv.cuda.tiling import Tiling
-from upconv.cuda.wgrad_tiling import WarpgroupTiling
+from upconv.cuda.wgrad_warpgroups import WarpgroupTiling
 from upconv.planner import Device, select
 from upconv.problem import Pass, Problem
 

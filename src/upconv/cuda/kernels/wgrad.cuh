@@ -50,7 +50,7 @@
 #define G_UNITS G_EXTENT
 #define X_PITCH (ODD(X_UNITS) * VEC)
 #if INTERLEAVED
-#define G_PITCH (G_ROW_UNITS * VEC)        // wgrad_tiling.py looks for one with which lanes meet other banks
+#define G_PITCH (G_ROW_UNITS * VEC)        // wgrad_boxes.py looks for one with which lanes meet other banks
 #else
 #define G_PITCH (ODD(G_UNITS) * VEC)
 #endif

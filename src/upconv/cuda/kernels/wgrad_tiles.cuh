@@ -1,4 +1,4 @@
-// A chunk in the shared memory of wgrad_wgmma.cu, as wgrad_tiling.py counts it: how x and g lie, stages, sums, steps of K.
+// A chunk in the shared memory of wgrad_wgmma.cu, as wgrad_boxes.py counts it: how x and g lie, stages, sums, steps of K.
 
 // x in shared memory. Rows of a channel's pixels (K-major): for each SEGMENT bytes of a row a box of [row][channel][SEGMENT].
 // CHANNELS_LAST of 16 bits: for each X_WIDTH channels a box of the chunk's pixels.
