@@ -17,11 +17,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
 from itertools import product
 from typing import Literal
 
 import torch
+
+from upconv.derived import derived
 
 Precision = Literal["tf32", "ieee", "bf16", "fp16", "fp64"]
 Layout = Literal["nchw", "channels_last"]
@@ -222,7 +223,7 @@ class Problem:
         """Spatial dimensions: 1, 2 or 3."""
         return len(self.size)
 
-    @cached_property
+    @derived
     def out_size(self) -> tuple[int, ...]:
         axes = zip(self.size, self.kernel, self.stride, self.padding, self.output_padding, self.dilation)
         return tuple(output_length(*axis) for axis in axes)
@@ -246,13 +247,13 @@ class Problem:
 
     # --- phases ------------------------------------------------------------------------------------------------------
 
-    @cached_property
+    @derived
     def axis_phases(self) -> tuple[tuple[AxisPhase, ...], ...]:
         """For each dimension its phases, by rising residue; ``stride`` of them."""
         axes = zip(self.kernel, self.stride, self.padding, self.dilation, self.out_size)
         return tuple(tuple(_axis_phase(r, *axis) for r in range(axis[1])) for axis in axes)
 
-    @cached_property
+    @derived
     def phases(self) -> tuple[Phase, ...]:
         """All phases; their outputs partition the output, their taps partition the kernel."""
         return tuple(Phase(axes) for axes in product(*self.axis_phases))

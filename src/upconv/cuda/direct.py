@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import product
 from typing import NamedTuple
 
@@ -21,6 +21,7 @@ from upconv.cuda import direct_wgrad, jit
 from upconv.cuda.gpu import Gpu, fma_lanes, threads_per_sm
 from upconv.cuda.gpu import gpu as gpu_of
 from upconv.cuda.launch import Launcher
+from upconv.derived import derived
 from upconv.problem import Problem
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
@@ -52,11 +53,11 @@ class Axis:
     padding: int
     dilation: int
 
-    @cached_property
+    @derived
     def cells(self) -> int:
         return -(-self.out // self.stride)
 
-    @cached_property
+    @derived
     def shifts(self) -> tuple[int, ...]:
         """For each tap the input index minus the cell's: ``floor((stride - 1 + padding - k * dilation) / stride)``.
 
@@ -65,21 +66,21 @@ class Axis:
         """
         return tuple((self.stride - 1 + self.padding - k * self.dilation) // self.stride for k in range(self.kernel))
 
-    @cached_property
+    @derived
     def least(self) -> int:
         return self.shifts[-1]
 
-    @cached_property
+    @derived
     def span(self) -> int:
         """How many more inputs than cells the outputs of neighbouring cells read."""
         return self.shifts[0] - self.shifts[-1]
 
-    @cached_property
+    @derived
     def live(self) -> int:
         """Phases that have taps."""
         return len({(k * self.dilation - self.padding) % self.stride for k in range(self.kernel)})
 
-    @cached_property
+    @derived
     def tap_step(self) -> int:
         """Distance between neighbouring taps of a phase."""
         return self.stride // math.gcd(self.stride, self.dilation)

@@ -26,6 +26,7 @@ from upconv.cuda.gpu import gpu as gpu_of
 from upconv.cuda.launch import Counters, Launcher, as_run
 from upconv.cuda.packs import LazyPacks, Packs, Unit, layer_text
 from upconv.cuda.tiling import Tiling
+from upconv.derived import derived
 from upconv.problem import Problem
 
 # Pixels along a side of images that `batches` tries side by side. What tiles of larger ones read comes from many places
@@ -65,7 +66,7 @@ class Choice:
     general: bool = False
     """Whether its kernel serves every size of the input, beginnings of rows included."""
 
-    @cached_property
+    @derived
     def packs(self) -> int:
         """Blocks of a kernel that packs the weights itself; 0 where they are too many for that, or it cannot.
 

@@ -28,6 +28,7 @@ from upconv.cuda.costs import cheapest
 from upconv.cuda.gpu import MAX_BOX_STEP, Gpu
 from upconv.cuda.launch import Launcher, as_run
 from upconv.cuda.packs import LazyPacks, Unit, layer_text, rows_of_taps, run_beside
+from upconv.derived import derived
 from upconv.problem import Problem
 
 _CONSUMERS = 2
@@ -108,7 +109,7 @@ class Tile(PixelTile):
     def phases(self) -> tuple[Phase, ...]:
         return phases(self.problem)
 
-    @cached_property
+    @derived
     def steps(self) -> tuple[int, ...]:
         """Of each phase's tiles: a tap's chunk each."""
         chunks = -(-self.channels[0] // self.chunk)
@@ -224,7 +225,7 @@ class Tile(PixelTile):
     def mean_steps(self) -> float:
         return sum(self.steps) / len(self.steps)
 
-    @cached_property
+    @derived
     def even(self) -> bool:
         """Whether all phases have as many taps."""
         return len({*self.steps}) == 1

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import product
 from typing import Any
 
@@ -23,6 +23,7 @@ from upconv.cuda.costs import LAUNCH, cheapest
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.one_mapped import OneMappedChoice
 from upconv.cuda.packs import PACK_THREADS
+from upconv.derived import derived
 from upconv.problem import Problem
 
 THREADS = 384
@@ -134,7 +135,7 @@ class Tile:
         """How often lanes that load together meet a bank, at most."""
         return self._banks[1]
 
-    @cached_property
+    @derived
     def _banks(self) -> tuple[int, int]:
         p = self.problem
         need = self.lead + (self.group - 1) * p.stride[-1] + p.kernel[-1]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import permutations, product
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ from upconv.cuda.gpu import Gpu
 from upconv.cuda.one_mapped import OneMappedChoice
 from upconv.cuda.packs import PACK_THREADS
 from upconv.cuda.shuffle import Triple
+from upconv.derived import derived
 from upconv.problem import Problem
 
 CONSUMERS = 2
@@ -109,7 +110,7 @@ class Tile:
         """Columns of a phase: output channels, filled up to a multiple of 8."""
         return -(-self.problem.out_channels // 8) * 8
 
-    @cached_property
+    @derived
     def steps(self) -> Triple:
         d, h, w = gather_axes(self.problem)
         return d.out_step, h.out_step, w.out_step
@@ -123,12 +124,12 @@ class Tile:
     def shifts(self) -> tuple[Shift, ...]:
         return shifts_of(self.problem)[1]
 
-    @cached_property
+    @derived
     def pairs(self) -> tuple[tuple[int, int], ...]:
         """Phases of D and H."""
         return tuple(product(range(self.steps[0]), range(self.steps[1])))
 
-    @cached_property
+    @derived
     def rows(self) -> tuple[tuple[tuple[int, int], tuple[User, ...]], ...]:
         """(offsets along D and H, who reads it) of every row of the source that a row of q meets."""
         axis_d, axis_h, _ = gather_axes(self.problem)
@@ -139,7 +140,7 @@ class Tile:
                 found.setdefault((od, oh), []).append(User(pair, kd * kernel_h + kh))
         return tuple((row, tuple(users)) for row, users in sorted(found.items()))
 
-    @cached_property
+    @derived
     def span(self) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
         """(first offset, how many from it on) that a box brings for a q, along D, H and W: what taps read, and along W
         what lies before it in 16 bytes."""

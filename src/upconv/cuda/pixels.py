@@ -25,6 +25,7 @@ from upconv.cuda.costs import LAUNCH, cheapest
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.launch import Launcher, as_run
 from upconv.cuda.packs import PACK_THREADS, LazyPacks, Unit, layer_text, run_beside
+from upconv.derived import derived
 from upconv.problem import Problem
 
 _REGISTERS = {2: (40, 232), 3: (32, 160), 4: (24, 112)}
@@ -97,11 +98,11 @@ class Tile(PixelTile):
     def chunks(self) -> int:
         return -(-self.channels[0] // self.chunk)
 
-    @cached_property
+    @derived
     def planes(self) -> tuple[Plane, ...]:
         return planes(self.problem)
 
-    @cached_property
+    @derived
     def rows(self) -> int:
         """Pixels of a tile's planes, all together."""
         return sum(math.prod(self.extents(plane)) for plane in self.planes)
@@ -118,12 +119,12 @@ class Tile(PixelTile):
     def plane_bytes(self, plane: Plane) -> int:
         return math.prod(self.extents(plane)) * self.row_bytes
 
-    @cached_property
+    @derived
     def stage_bytes(self) -> int:
         """The largest plane's, from where swizzles begin."""
         return max(-(-self.plane_bytes(plane) // 1024) * 1024 for plane in self.planes)
 
-    @cached_property
+    @derived
     def boxes(self) -> tuple[Five, ...]:
         """What boxes traverse, which differ by their planes' halos: channels, W, H, D, images."""
         return tuple(dict.fromkeys(self._box(plane) for plane in self.planes))
@@ -132,7 +133,7 @@ class Tile(PixelTile):
         d, h, w = ((n - 1) * step + 1 for n, step in zip(self.extents(plane), self.strides))
         return self.chunk, w, h, d, 1
 
-    @cached_property
+    @derived
     def read(self) -> float:
         """The share of the source's pixels that taps read."""
         return math.prod(

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import product
 
 from torch import Tensor
@@ -25,6 +25,7 @@ from upconv.cuda.gpu import Gpu
 from upconv.cuda.launch import as_run
 from upconv.cuda.packs import PACK_THREADS, Packs, Unit, layer_text
 from upconv.cuda.walks import Walks
+from upconv.derived import derived
 from upconv.problem import Problem
 
 _REGISTERS = {2: (64, 216), 3: (56, 144), 4: (64, 104)}
@@ -99,7 +100,7 @@ class Rows(Walks):
         """Source rows of a tile's slice."""
         return self.problem.stride[1] * (self.consumers - 1) + self.problem.kernel[1]
 
-    @cached_property
+    @derived
     def row_units(self) -> int:
         """16-byte units of a source row in shared memory, wherever it begins."""
         return -(-(self.problem.stride[2] * (self.mb * 64 - 1) + self.problem.kernel[2] + self.vec - 1) // self.vec)

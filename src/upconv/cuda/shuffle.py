@@ -22,8 +22,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
 
+from upconv.derived import derived
 from upconv.problem import Problem
 
 Triple = tuple[int, int, int]
@@ -69,7 +69,7 @@ class Shuffle:
     ahead: bool = False
     """Whether zeros ahead of the kernel take the place of outputs before the image."""
 
-    @cached_property
+    @derived
     def unstrided(self) -> Problem:
         """The layer without its stride, whose output channels are rows of M: channels and phases, and some empty ones.
 
@@ -84,21 +84,21 @@ class Shuffle:
             layout=p.layout,
         )  # fmt: skip
 
-    @cached_property
+    @derived
     def strides(self) -> Triple:
         return self._full(self.layer.stride, 1)
 
-    @cached_property
+    @derived
     def kernel(self) -> Triple:
         return self._full(self.layer.kernel, 1)
 
-    @cached_property
+    @derived
     def zeros(self) -> Triple:
         """Taps of zeros ahead of the kernel along D, H, W."""
         ends = zip(self.layer.padding, self.layer.stride)
         return self._full(tuple(-pad % s * self.ahead for pad, s in ends), 0)
 
-    @cached_property
+    @derived
     def leads(self) -> Triple:
         """Outputs of the first position along D, H, W that the padding has cut off."""
         ends = zip(self.layer.padding, self.layer.stride)

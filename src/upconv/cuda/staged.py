@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import product
 
 import torch
@@ -25,6 +25,7 @@ from upconv.cuda.direct_wgrad import DTYPES, Sums, Unit, full
 from upconv.cuda.gpu import Gpu, fma_lanes, threads_per_sm
 from upconv.cuda.gpu import gpu as gpu_of
 from upconv.cuda.launch import Launcher
+from upconv.derived import derived
 from upconv.problem import Problem
 
 _UNROLLED = 512  # multiply-adds of a thread in a straight stretch of code (longer: registers spill)
@@ -80,7 +81,7 @@ class Tile:
 
     # --- geometry ----------------------------------------------------------------------------------------------------
 
-    @cached_property
+    @derived
     def axes(self) -> tuple[tuple[int, int, int, int], ...]:
         """(kernel, stride, dilation, padding) along D, H and W."""
         p = self.problem
@@ -118,7 +119,7 @@ class Tile:
         """Columns by which a tile of g begins early, so that it begins at a unit."""
         return 0 if self.lanes_are_channels else -self.axes[2][3] % self.vector
 
-    @cached_property
+    @derived
     def span(self) -> tuple[int, int]:
         """Rows and columns of g that a tile needs."""
         (_, (kernel_h, step_h, dil_h, _), (kernel_w, step_w, dil_w, _)) = self.axes
@@ -133,7 +134,7 @@ class Tile:
         least = self.vector // math.gcd(self.vector, self.channels)  # columns whose channels are whole units
         return h, -(-w // least) * least
 
-    @cached_property
+    @derived
     def plane(self) -> int:
         """Words from one plane of columns to the next, of equal residues modulo the stride each.
 
@@ -151,7 +152,7 @@ class Tile:
         below = self.rows * self.axes[1][1] * step * pitch
         return _conflicts(self.vector, step, pitch % 32, min(self.w, 32), below % 32)
 
-    @cached_property
+    @derived
     def row_pitch(self) -> int:
         return self.span[1] * self.channels if self.lanes_are_channels else self.axes[2][1] * self.plane
 
@@ -186,7 +187,7 @@ class Tile:
         vec = 16 // self.accumulator
         return 1 if self.ci == 1 else -(-self.ci // vec) * vec
 
-    @cached_property
+    @derived
     def shared_bytes(self) -> int:
         g = -(-self.span[0] * self.row_pitch // 4) * 4
         column = self.axes[1][0] * self.weights
@@ -227,7 +228,7 @@ class Tile:
         tiles_h, tiles_w = -(-h // self.h), -(-w // self.w)
         return tiles_h, tiles_w, p.batch * d * tiles_h * tiles_w
 
-    @cached_property
+    @derived
     def resident(self) -> int:
         """Blocks that a multiprocessor is to hold, which bounds the registers of their threads."""
         least = 16 * _BATCH_OF[0] // 4 + self._registers
@@ -255,7 +256,7 @@ class Tile:
         unit = max(1, self.vector * self.problem.dtype.itemsize // 4)
         return max(1, min(most // unit, _BATCH_OF[1], self.passes[1]))
 
-    @cached_property
+    @derived
     def passes(self) -> tuple[int, int]:
         """In which a block's threads bring the units of a tile's rows, and its rows."""
         units = self.span[1] * self.channels // self.vector

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import product
 
 from torch import Tensor
@@ -32,6 +32,7 @@ from upconv.cuda.packs import PACK_THREADS, Unit, layer_text, run_beside
 from upconv.cuda.tiling import Tiling
 from upconv.cuda.tiling_pixels import MAX_PIXELS
 from upconv.cuda.walks import Walks
+from upconv.derived import derived
 from upconv.problem import Problem
 
 THREADS = 512
@@ -116,7 +117,7 @@ class Sweep(Walks):
         t = self.pixels
         return self.channels_last and stores_wide(t.element, self.slot_columns, t.cout_g)
 
-    @cached_property
+    @derived
     def slice(self) -> Problem:
         """The layer whose tiling is that of a tile's pixels."""
         p = self.problem
@@ -126,7 +127,7 @@ class Sweep(Walks):
             kernel=(1, *p.kernel[1:]), padding=(0, *p.padding[1:]), output_padding=(0, *p.output_padding[1:])
         )
 
-    @cached_property
+    @derived
     def pixels(self) -> Tiling:
         """The tiling of a tile's pixels; its M means nothing."""
         return Tiling(

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate
 
 from upconv.cuda.axes import Unfit, positions, result_shape, source_shape, table
 from upconv.cuda.gpu import MAX_BOX, MAX_CLUSTER
 from upconv.cuda.tiling_pixels import MAX_PIXELS
 from upconv.cuda.tiling_weights import FRAGMENT, TiledWeights
+from upconv.derived import derived
 from upconv.problem import Problem
 
 _MOST_ACCUMULATORS = 5  # 64 x 64 each, 32 registers of a consumer's thread
@@ -63,7 +63,7 @@ class Tiling(TiledWeights):
 
     # --- shared memory -----------------------------------------------------------------------------------------------
 
-    @cached_property
+    @derived
     def shared_bytes(self) -> int:
         return self.shared_with(self.stages_p, self.stages_s, self.stages_w)
 

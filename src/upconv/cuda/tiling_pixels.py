@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import product
 
 from upconv.cuda.axes import Axis, Multiplied, gather_axes, multiplied, result_shape, source_shape
 from upconv.cuda.gpu import MAX_BOX, MAX_BOX_STEP
 from upconv.cuda.shuffle import Shuffle, Triple
+from upconv.derived import derived
 from upconv.problem import Problem
 
 MAX_PIXELS = 12 * 192  # a producer thread keeps track of 12
@@ -92,7 +92,7 @@ class TiledPixels:
 
     # --- types -------------------------------------------------------------------------------------------------------
 
-    @cached_property
+    @derived
     def element(self) -> int:
         """Bytes of an element."""
         return self.problem.dtype.itemsize
@@ -134,22 +134,22 @@ class TiledPixels:
         """Most chunks of a tile that a block multiplies."""
         return -(-self.chunks // self.cluster)
 
-    @cached_property
+    @derived
     def channels_last(self) -> bool:
         return self.problem.layout == "channels_last"
 
     # --- axes --------------------------------------------------------------------------------------------------------
 
-    @cached_property
+    @derived
     def axes(self) -> tuple[Axis, Axis, Axis]:
         return gather_axes(self.problem, self.unroll)
 
-    @cached_property
+    @derived
     def out_steps(self) -> Triple:
         d, h, w = self.axes
         return d.out_step, h.out_step, w.out_step
 
-    @cached_property
+    @derived
     def in_steps(self) -> Triple:
         d, h, w = self.axes
         return d.in_step, h.in_step, w.in_step
@@ -163,7 +163,7 @@ class TiledPixels:
         """Whether a tile's outputs of a row are neighbours in memory: it has all phases along W."""
         return self.width_subs == self.out_steps[2]
 
-    @cached_property
+    @derived
     def _multiplied(self) -> Multiplied:
         return multiplied(self.problem, self.unroll, self.subs, self.width_subs)
 
@@ -174,7 +174,7 @@ class TiledPixels:
         """Of a tile."""
         return self.beside or self.tile[0]
 
-    @cached_property
+    @derived
     def period(self) -> int:
         """Columns of a tile from an image to the next, where they lie side by side: the taps of none reach another."""
         assert self.whole is not None
@@ -217,7 +217,7 @@ class TiledPixels:
         row = (n * len(rows_d) + d * step_d) * len(rows_h) + h * self.sub[0] * step_h
         return row * self.pitch + w * self.sub[1]
 
-    @cached_property
+    @derived
     def wide(self) -> bool:
         """Whether one matrix instruction takes two subtiles: the pixel rows of their groups of 8 columns lie evenly."""
         if not self.wgmma or self.nb % 2:
@@ -231,7 +231,7 @@ class TiledPixels:
         """Of each axis the offsets of all taps, in order."""
         return self._multiplied.offsets
 
-    @cached_property
+    @derived
     def bands(self) -> tuple[tuple[tuple[int, ...], int, int], ...]:
         """For D and H: the input offset of each band's first row, the rows of a band, and from one of them to the next.
 
@@ -253,7 +253,7 @@ class TiledPixels:
             result.append(((offsets[0],), dense, apart) if dense <= count * len(offsets) else (offsets, count, step))
         return tuple(result)
 
-    @cached_property
+    @derived
     def rows(self) -> tuple[tuple[tuple[int, ...], int, dict[int, int]], ...]:
         """For D and H: (input offset of each row of the tile, rows from q to q + 1, first row of each tap offset).
 
@@ -283,48 +283,48 @@ class TiledPixels:
     def first_w(self) -> int:
         return self.offsets[2][0]
 
-    @cached_property
+    @derived
     def columns(self) -> int:
         """Input columns of a tile with its halo."""
         offsets = self.offsets[2]
         return (self.tile[3] - 1) * self.in_steps[2] + offsets[-1] - offsets[0] + 1
 
-    @cached_property
+    @derived
     def residues(self) -> tuple[int, ...]:
         """Residues modulo the input step of the columns that some tap reads, counted from the first column."""
         return tuple(sorted({(off - self.first_w) % self.in_steps[2] for off in self.offsets[2]}))
 
-    @cached_property
+    @derived
     def plane(self) -> int:
         """Columns of a segment with one residue modulo the input step: these are neighbours in the tile."""
         return -(-self.columns // self.in_steps[2])
 
-    @cached_property
+    @derived
     def strided_box(self) -> bool:
         """Whether a chunk is several boxes, one for each of `planes`, which lands as a plane of the whole tile."""
         return self.tensor_map and self.channels_last and (self.in_steps[2] > 1 or len(self.planes) > 1)
 
-    @cached_property
+    @derived
     def planes(self) -> tuple[Triple, ...]:
         """Channels-last: the first row of D and H and the residue of columns of each box."""
         (bands_d, _, _), (bands_h, _, _) = self.bands
         return tuple(product(bands_d, bands_h, self.residues))
 
-    @cached_property
+    @derived
     def pitch(self) -> int:
         """Pixel rows from a segment to the next: it has a plane of every residue, or a tile's plane has it."""
         return self.plane if self.strided_box else len(self.residues) * self.plane
 
-    @cached_property
+    @derived
     def plane_pitch(self) -> int:
         """Pixel rows from a residue's plane to the next; a box begins where the swizzle's pattern of 8 rows does."""
         return -(-self.segments * self.plane // 8) * 8 if self.strided_box else self.plane
 
-    @cached_property
+    @derived
     def segments(self) -> int:
         return self.tile[0] * len(self.rows[0][0]) * len(self.rows[1][0])
 
-    @cached_property
+    @derived
     def pixels(self) -> int:
         """Pixel rows of a tile in shared memory."""
         return len(self.planes) * self.plane_pitch if self.strided_box else self.segments * self.pitch
@@ -348,7 +348,7 @@ class TiledPixels:
         """Pairs of barriers of a pixel tile."""
         return len(self.planes) if self.planewise else 1
 
-    @cached_property
+    @derived
     def staging_units(self) -> int:
         if self.tensor_map and self.whole is None and not self.classed:
             return self.row_boxes * self.box[0] // self.vec
@@ -358,7 +358,7 @@ class TiledPixels:
     def _units_at_any_alignment(self) -> int:
         return (self.columns + 2 * self.vec - 2) // self.vec
 
-    @cached_property
+    @derived
     def classed(self) -> bool:
         """Whether rows begin at several places of a unit, so that boxes are of one class of rows and channels each."""
         return not self.channels_last and self.whole is None and self.classes not in (None, (1, 1))
@@ -377,7 +377,7 @@ class TiledPixels:
         """Rows of a tile (along H) of one class."""
         return -(-self.bands[1][1] // self.row_classes)
 
-    @cached_property
+    @derived
     def row_boxes(self) -> int:
         """Boxes that a row of an NCHW source takes (those of small images aside)."""
         if self.channels_last or self.classed:
@@ -396,7 +396,7 @@ class TiledPixels:
             self.problem.groups == 1 or self.cin_g % self.vec == 0
         )
 
-    @cached_property
+    @derived
     def tensor_map(self) -> bool:
         """Whether the tensor copy engine loads a chunk (sm_90), as a box or several: of planes, classes, long rows."""
         if not self.wgmma:
@@ -433,7 +433,7 @@ class TiledPixels:
         """Whether the input must begin at 16 bytes."""
         return self.tensor_map or (self.channels_last and self.aligned_channels)
 
-    @cached_property
+    @derived
     def box(self) -> tuple[int, int, int, int, int]:
         """The tensor copy engine's box, innermost first: channels, W, H, D, images, or W, H, D, channels, images.
 
@@ -457,7 +457,7 @@ class TiledPixels:
         a, b, c, d, e = (max(least, min(most, MAX_BOX)) for least, most in ends)
         return a, b, c, d, e
 
-    @cached_property
+    @derived
     def box_steps(self) -> tuple[int, int, int, int, int]:
         """From one element of a box to the next along each of its dimensions."""
         if self.whole is not None:
@@ -477,7 +477,7 @@ class TiledPixels:
         """Of them, those of one box."""
         return min(self.whole_pixels, MAX_BOX)
 
-    @cached_property
+    @derived
     def slot_bytes(self) -> int:
         """Bytes of a staging slot: a chunk as it comes from memory (NCHW)."""
         if self.whole is not None:

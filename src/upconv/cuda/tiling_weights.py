@@ -6,10 +6,10 @@ See kernels/gather_weights.cuh and gather_multiply.cuh; packed weights gather_pa
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 from upconv.cuda.axes import Bare, Entries
 from upconv.cuda.tiling_pixels import TiledPixels
+from upconv.derived import derived
 
 _PACK_BLOCKS = 512  # wanted where weights are packed
 _MOST_PACK_TAPS, _LEAST_PACK_TAPS = 64, 4  # of a block: shared memory is 33 KB; less would read parts of sectors
@@ -67,7 +67,7 @@ class TiledWeights(TiledPixels):
         """Blocks of 64 rows that a consumer accumulates at once."""
         return max(self.blocks_of_w) + 1
 
-    @cached_property
+    @derived
     def entries(self) -> Entries:
         """[variant][block]: the (offsets, kernel tap of every sub or -1) that the block multiplies, in order."""
         found = self._multiplied.entries
@@ -99,7 +99,7 @@ class TiledWeights(TiledPixels):
 
     # --- K: steps ----------------------------------------------------------------------------------------------------
 
-    @cached_property
+    @derived
     def straight(self) -> bool:
         """Whether the steps of a variant's chunk are one stretch of code, without a loop."""
         one, every = _STEPS_STRAIGHT

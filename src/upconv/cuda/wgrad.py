@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import product
 
@@ -30,12 +30,14 @@ from upconv.cuda.wgrad_costs import (
     boxed,
     chunk_clocks,
     clustered,
+    least,
     straddling_of,
     together,
     whole,
 )
 from upconv.cuda.wgrad_tiling import WARPS, SyncTiling, Triple
 from upconv.cuda.wgrad_warpgroups import COMMON_WIDTHS, WarpgroupTiling
+from upconv.derived import settled, varied
 from upconv.problem import Problem
 
 MOST_ABREAST = 32  # pixels along a side of images that `batches` tries side by side
@@ -364,12 +366,14 @@ def candidates(
 
 def _sync_candidates(p: Problem, gpu: Gpu, aligned: bool) -> Iterator[SyncTiling]:
     cin, cout = p.in_channels // p.groups, p.out_channels // p.groups
+    layer = settled(SyncTiling(p, (16, 8), (1, 1, 1), (1, 1, 1, 8), aligned), "problem")
     for block, taps in product(_blocks(cin, cout), _tap_sets(p)):
         warp = _warps(p, block, math.prod(taps))
         if warp is None:
             continue
+        base = settled(varied(layer, block=block, taps=taps, warp=warp), "problem", "block", "taps")
         for tile in _tiles(p):
-            t = SyncTiling(p, block, taps, tile, aligned, warp)
+            t = varied(base, tile=tile)
             if t.shared_bytes <= gpu.shared_bytes and t.k_steps >= t.k_slices and (t.element == 4 or t.strips % 2 == 0):
                 yield t
 
@@ -420,6 +424,7 @@ def _warpgroup_candidates(
     widths = _widths(cin, steep or boxed, rows_of_32=last and p.dtype.itemsize == 2)
     sets = [(taps, False) for taps in _tap_sets(p, 36)] + [(taps, True) for taps in _column_sets(p)]
     shared_rows = [(subs, False) for subs in (1, 2, 4)] + [(subs, True) for subs in (2, 4, 8) if boxed]
+    layer = settled(WarpgroupTiling(p, (64, 64), (1, 1, 1), (1, 1, 1, 8), aligned), "problem")
     for ci, (groups, split_m), (subs, interleaved), (taps, stacked) in product(
         widths, ((2, 1), (2, 2), (3, 1), (3, 3)), shared_rows, sets
     ):
@@ -430,8 +435,8 @@ def _warpgroup_candidates(
         if interleaved and (stacked or taps[2] % subs or p.stride[-1] == 1):
             continue
         block = ci, 64 // subs * split_m
-        base = WarpgroupTiling(
-            p, block, taps, (1, 1, 1, 8), aligned, subs, stacked=stacked, interleaved=interleaved,
+        base = varied(
+            layer, block=block, taps=taps, subs=subs, stacked=stacked, interleaved=interleaved,
             warpgroups=groups, split_m=split_m,
         )  # fmt: skip
         if base.accumulators > (160 if groups == 2 else 104):
@@ -441,14 +446,15 @@ def _warpgroup_candidates(
             continue
         if base.entries * subs * (groups // split_m) > 1.5 * base.set_taps:
             continue
+        base = settled(base, "problem", "block", "taps")
         for tile in _tiles(p, 32 if boxed else 64):
             # Rows of 128 bytes rather than of 32: the tensor copy engine takes as long for either.
             lines = tile[3] == width and tile[2] > 1 and width * p.dtype.itemsize < 128
-            t = replace(base, tile=tile, aligned_g=aligned_g and not last, lines=lines, classes=classes)
+            t = varied(base, tile=tile, aligned_g=aligned_g and not last, lines=lines, classes=classes)
             if t.classed and not t.classes_fit:
-                t = replace(t, classes=(1, 1))
+                t = varied(t, classes=(1, 1))
             if lined and interleaved and not t.box_g:
-                t = replace(t, lined=True)
+                t = varied(t, lined=True)
             if (t.aligned_g or t.classed or t.turned or p.batch_as_width) and not t.box_g:
                 continue
             if ((not last or t.turned) and t.segment < 32) or (t.element == 2 and t.strips % 2):
@@ -462,7 +468,7 @@ def _warpgroup_candidates(
         if last and not (general or stacked or p.batch_as_width):
             # At any size; `boxed` has the box of one.
             for pixels in _GAPLESS:
-                t = replace(base, tile=(1, 1, 1, 1), gapless=pixels)
+                t = varied(base, tile=(1, 1, 1, 1), gapless=pixels)
                 if t.box_g and t.g_one_box and t.segment >= 32 and (found := _staged(t, gpu)) is not None:
                     yield found
 
@@ -470,7 +476,7 @@ def _warpgroup_candidates(
 def _staged(t: WarpgroupTiling, gpu: Gpu) -> WarpgroupTiling | None:
     """A tiling with as many stages as fit, or None where two do not."""
     stages = min(4, (gpu.shared_bytes - t.raw_bytes - 16) // (t.stage_bytes + 16))
-    return replace(t, stages=stages) if stages >= 2 else None
+    return varied(t, stages=stages) if stages >= 2 else None
 
 
 def _widths(cin: int, steep: bool, rows_of_32: bool) -> tuple[int, ...]:
@@ -569,6 +575,8 @@ def _choose(p: Problem, gpu: Gpu, general: bool) -> Choice | str:
     for t, clocks in _tilings(_any_size(p), gpu, aligned, aligned_g, width, classes, general, _lined(p), straddling):
         if general and isinstance(t, WarpgroupTiling) and t.row_columns not in COMMON_WIDTHS:
             continue  # files print the common instructions, and stay as they are
+        if best is not None and least(t, clocks[0], p, gpu) > best[0]:
+            continue
         seconds, bound, splits = whole(t, clocks, p, gpu, general=general)
         if best is None or seconds < best[0]:
             best = seconds, bound, splits, t

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 
 from upconv.cuda.gpu import MAX_BOX, MAX_BOX_STEP
 from upconv.cuda.wgrad_tiling import Tiling, Triple
+from upconv.derived import derived, derived_without
 
 MAX_CLASSES = 8  # of rows and channels: a box and a tensor map each
 _UNIT = 7.0  # passes of shared memory that a row of g twice as long weighs
+
+_chunk = derived_without("stages", "warpgroups", "split_m")
+"""Of a chunk, however many are in flight and whoever multiplies it."""
 
 
 @dataclass(frozen=True)
@@ -46,22 +50,22 @@ class BoxedTiling(Tiling):
 
     # --- positions ----------------------------------------------------------------------------------------------------
 
-    @property
+    @_chunk
     def row(self) -> int:
         """Positions of K that lie in a row."""
         return self.gapless or self.tile[3]
 
-    @cached_property
+    @_chunk
     def strips(self) -> int:
         """Strips of 8 positions of a row, or (`gapless`) of those that follow each other."""
         return self.gapless // 8 if self.gapless else super().strips
 
-    @property
+    @_chunk
     def stack(self) -> int:
         """Rows of x that a row of g may meet by a column of taps."""
         return -(-self.taps[1] // self.steps[1])
 
-    @property
+    @_chunk
     def halo(self) -> int:
         return self.stack - 1 if self.stacked else 0
 
@@ -73,17 +77,17 @@ class BoxedTiling(Tiling):
 
     # --- x ------------------------------------------------------------------------------------------------------------
 
-    @property
+    @_chunk
     def x_width(self) -> int:
         """Input channels of a box of x (channels_last, 16 bits): those of a swizzled row."""
         return next(w for w in (64, 32, 16) if self.block[0] % w == 0)
 
-    @property
+    @_chunk
     def turned(self) -> bool:
         """Whether x's pixels are turned to rows of a channel: TF32 multiplies no others."""
         return self.channels_last and self.element == 4
 
-    @property
+    @_chunk
     def segment(self) -> int:
         """Bytes of a row of x's tile, which is also the swizzle's span."""
         if self.channels_last and not self.turned:
@@ -98,13 +102,13 @@ class BoxedTiling(Tiling):
             return self.block[0] if self.turned else self.x_width, w, h + self.halo, d, n
         return self.segment // self.element, self.block[0], 1 if self.lines else h + self.halo, d, n
 
-    @property
+    @_chunk
     def x_bytes(self) -> int:
         """Bytes of x's tile in shared memory."""
         n, d, h, w = self.tile
         return (self.gapless or n * d * (h + self.halo) * w) * self.block[0] * self.element
 
-    @property
+    @_chunk
     def raw_bytes(self) -> int:
         """Bytes of x's pixels before they are turned."""
         return self.x_bytes if self.turned else 0
@@ -116,7 +120,7 @@ class BoxedTiling(Tiling):
         """Elements of 128 bytes."""
         return 128 // self.element
 
-    @cached_property
+    @_chunk
     def _interleaved_banks(self) -> tuple[int, int]:
         least, every = self.units[1], 1
         if self.lined:
@@ -124,7 +128,7 @@ class BoxedTiling(Tiling):
         lanes = self.subs, self.dilation[2], self.steps[2], -self.padding[2] % self.vec
         return _fewest_conflicts(self.element, least, every, *lanes)
 
-    @cached_property
+    @_chunk
     def g_row_units(self) -> int:
         """As for all tilings; `interleaved`: the number with which a warp's lanes meet banks most seldom."""
         return self._interleaved_banks[0] if self.interleaved else self.units[1] | 1
@@ -134,12 +138,12 @@ class BoxedTiling(Tiling):
         """`interleaved`: how often a bank is met by lanes that load together, at most."""
         return self._interleaved_banks[1]
 
-    @cached_property
+    @_chunk
     def g_rows(self) -> int:
         """As for all tilings; `gapless`: one, which has all pixels of a tap."""
         return 1 if self.gapless else super().g_rows
 
-    @property
+    @_chunk
     def box_g(self) -> bool:
         """Whether g comes by boxes too."""
         if self.channels_last:
@@ -148,7 +152,7 @@ class BoxedTiling(Tiling):
             return aligned and whole and max(self.g_box) <= MAX_BOX
         return (self.aligned_g or self.classed) and max(self.g_box) <= MAX_BOX
 
-    @property
+    @_chunk
     def classed(self) -> bool:
         """Whether g comes by a box for each class."""
         return self.classes != (1, 1)
@@ -162,12 +166,12 @@ class BoxedTiling(Tiling):
         known = (rows == 1 or self.stacked) and self.block[1] // channels >= 16
         return few and known and self.g_one_box and self._g_row_steps[1] == 1
 
-    @property
+    @_chunk
     def g_width(self) -> int:
         """Output channels of a box (channels_last)."""
         return next(w for w in (64, 32, 16) if self.block[1] % w == 0 and w * self.element <= 128)
 
-    @property
+    @_chunk
     def g_box(self) -> tuple[int, int, int, int, int]:
         """The box of g, innermost first: channels, W, H, D, images (channels_last) or W, channels, H, D, images, of all
         of a tile (`g_one_box`; channels_last: of a plane of it) or of a row."""
@@ -186,20 +190,20 @@ class BoxedTiling(Tiling):
         d, h = self._g_row_steps if self.g_one_box else (1, 1)
         return 1, self.steps[2] if self.parted else 1, h, d, 1
 
-    @property
+    @_chunk
     def g_one_box(self) -> bool:
         """Whether one box brings g's tile (channels_last: for each `g_width` channels and plane), not one for each row
         (NOTES: 320 clocks a box, 16 in dcgan1's chunk)."""
         return self.lined or self._g_whole_box is not None
 
-    @property
+    @_chunk
     def parted(self) -> bool:
         """Channels_last: whether columns of g that a tap reads are neighbours, in a plane of those with their remainder
         by the stride. So columns that no tap reads are left out; and 16-bit fragments of even strides meet all banks,
         where rows of every second pixel lie in half of them."""
         return self.box_g and self._partable and self.g_one_box
 
-    @property
+    @_chunk
     def _partable(self) -> bool:
         if self.gapless:
             return True
@@ -208,7 +212,7 @@ class BoxedTiling(Tiling):
         planes, columns, _ = self._parts
         return (self.element == 2 and self.steps[2] % 2 == 0) or planes * columns < self.spans[2]
 
-    @property
+    @_chunk
     def g_planes(self) -> tuple[int, int, int]:
         """Of g's columns: planes, columns of each, and from a tap to the next of its plane; one plane if not `parted`.
 
@@ -216,7 +220,7 @@ class BoxedTiling(Tiling):
         """
         return self._parts if self.parted else (1, self.spans[2], 0)
 
-    @property
+    @_chunk
     def _parts(self) -> tuple[int, int, int]:
         """`g_planes` of `parted` columns."""
         if self.gapless:
@@ -226,7 +230,7 @@ class BoxedTiling(Tiling):
         on = period * dilation // step
         return min(period, taps), self.tile[3] + (taps - 1) // period * on, on
 
-    @cached_property
+    @_chunk
     def _g_row_steps(self) -> tuple[int, int]:
         """From one row of g's tile to the next along D and H; 0 where rows do not lie evenly."""
         if self.gapless:
@@ -242,7 +246,7 @@ class BoxedTiling(Tiling):
                 found.append(dilation if count == 1 or step == taps * dilation else 0)
         return found[0], found[1]
 
-    @cached_property
+    @_chunk
     def _g_whole_box(self) -> tuple[int, int, int, int, int] | None:
         """The box that brings all rows of g's tile, if one can; channels_last of a plane."""
         d, h = self._g_row_steps
@@ -264,7 +268,7 @@ class BoxedTiling(Tiling):
         box = row, self.block[1] // of_channels, (rows_h - 1) * h + 1, (rows_d - 1) * d + 1, self.tile[0]
         return box if max(box) <= MAX_BOX else None
 
-    @cached_property
+    @_chunk
     def g_bytes(self) -> int:
         """Bytes of g's tile in shared memory."""
         if self.classed:
@@ -287,7 +291,7 @@ class BoxedTiling(Tiling):
         planes, columns, _ = self.g_planes
         return planes * columns
 
-    @cached_property
+    @_chunk
     def g_units(self) -> int:
         """16-byte copies of g's tile."""
         if self.channels_last and self.box_g:
@@ -296,11 +300,11 @@ class BoxedTiling(Tiling):
 
     # --- both ---------------------------------------------------------------------------------------------------------
 
-    @property
+    @_chunk
     def stage_bytes(self) -> int:
         return -(-(self.x_bytes + self.g_bytes) // 1024) * 1024
 
-    @property
+    @derived
     def shared_bytes(self) -> int:
         return self.stages * (self.stage_bytes + 16) + self.raw_bytes + 16
 

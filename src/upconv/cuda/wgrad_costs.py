@@ -7,12 +7,13 @@ beside them: the first bytes, and sums on their way to the weight, alone, by clu
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from upconv.cuda.boxes import fullest
 from upconv.cuda.gpu import MAX_CLUSTER, Gpu
 from upconv.cuda.wgrad_tiling import SyncTiling
 from upconv.cuda.wgrad_warpgroups import WarpgroupTiling
+from upconv.derived import varied
 from upconv.problem import Problem
 
 _MAX_SLICE_BYTES = 96 << 20  # of partial sums
@@ -159,7 +160,7 @@ def boxed(t: AnyTiling, p: Problem) -> AnyTiling:
     """A tiling of a layer with a problem's own chunks: `gapless` ones have the box that needs the fewest of them."""
     if not isinstance(t, WarpgroupTiling) or not t.gapless:
         return t
-    return replace(t, tile=fullest(p.batch, p.size, p.stride, t.gapless)[1])
+    return varied(t, tile=fullest(p.batch, p.size, p.stride, t.gapless)[1])
 
 
 def chunks_of(t: AnyTiling, p: Problem) -> int:
@@ -299,6 +300,11 @@ def _ends(t: AnyTiling, general: bool) -> Ends:
 def block_seconds(gpu: Gpu) -> float:
     """What a block of an exported file takes beside its chunks, by the model."""
     return _STEPS_ENDS.block / gpu.clock
+
+
+def least(t: AnyTiling, clocks: float, p: Problem, gpu: Gpu) -> float:
+    """Seconds that `whole` is never below: those of all chunks spread evenly, and a bit less for roundings."""
+    return t.tiles * chunks_of(t, p) * clocks / (gpu.multiprocessors * gpu.clock) * (1.0 - 1e-9)
 
 
 def whole(

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
 from typing import ClassVar
 
+from upconv.derived import derived_from, derived_without
 from upconv.problem import Problem
 
 Triple = tuple[int, int, int]
@@ -46,41 +46,41 @@ class Tiling:
         d, h, w = (fill,) * (3 - len(values)) + values
         return d, h, w
 
-    @cached_property
+    @derived_from("problem")
     def kernel(self) -> Triple:
         return self._full(self.problem.kernel, 1)
 
-    @cached_property
+    @derived_from("problem")
     def steps(self) -> Triple:
         return self._full(self.problem.stride, 1)
 
-    @cached_property
+    @derived_from("problem")
     def dilation(self) -> Triple:
         return self._full(self.problem.dilation, 1)
 
-    @cached_property
+    @derived_from("problem")
     def padding(self) -> Triple:
         return self._full(self.problem.padding, 0)
 
-    @cached_property
+    @derived_from("problem")
     def apart(self) -> Triple:
         """From one row of g (D, H) that some tap reads to the next; columns are all held."""
         d, h, _ = (math.gcd(*pair) for pair in zip(self.steps, self.dilation))
         return d, h, 1
 
-    @cached_property
+    @derived_from("problem")
     def element(self) -> int:
         return self.problem.dtype.itemsize
 
-    @cached_property
+    @derived_from("problem")
     def vec(self) -> int:
         return 16 // self.element
 
-    @cached_property
+    @derived_from("problem")
     def channels_last(self) -> bool:
         return self.problem.layout == "channels_last"
 
-    @cached_property
+    @derived_from("problem")
     def channels(self) -> tuple[int, int]:
         """Input and output channels of a group."""
         p = self.problem
@@ -88,28 +88,28 @@ class Tiling:
 
     # --- M, N and taps -----------------------------------------------------------------------------------------------
 
-    @cached_property
+    @derived_from("problem", "taps")
     def sets(self) -> Triple:
         d, h, w = (-(-k // t) for k, t in zip(self.kernel, self.taps))
         return d, h, w
 
-    @cached_property
+    @derived_from("problem", "taps")
     def set_taps(self) -> int:
         return math.prod(self.taps)
 
-    @cached_property
+    @derived_from("problem", "block")
     def channel_tiles(self) -> tuple[int, int]:
         (ci, co), (m, n) = self.channels, self.block
         return -(-ci // m), -(-co // n)
 
-    @cached_property
+    @derived_from("problem", "block", "taps")
     def tiles(self) -> int:
         """Blocks that one split of K takes."""
         return self.problem.groups * math.prod(self.channel_tiles) * math.prod(self.sets)
 
     # --- K and shared memory -----------------------------------------------------------------------------------------
 
-    @cached_property
+    @derived_without("stages", "warpgroups", "split_m")
     def spans(self) -> Triple:
         """Rows (D, H) and columns of g that a chunk holds."""
         return self._held()
@@ -131,33 +131,33 @@ class Tiling:
         """Rows of x's tile ahead of the chunk's own."""
         return 0
 
-    @cached_property
+    @derived_without("stages", "warpgroups", "split_m")
     def strips(self) -> int:
         """Strips of 8 positions of a row."""
         return math.prod(self.tile) // 8
 
-    @cached_property
+    @derived_without("stages", "warpgroups", "split_m")
     def k_steps(self) -> int:
         return self.strips if self.element == 4 else self.strips // 2
 
-    @cached_property
+    @derived_without("stages", "warpgroups", "split_m")
     def units(self) -> tuple[int, int]:
         """16-byte units of a row of one channel (NCHW) of x and of g."""
         x = self.tile[3] + (0 if self.aligned else self.vec - 1)
         return -(-x // self.vec), -(-(self.spans[2] + self.vec - 1) // self.vec)
 
-    @cached_property
+    @derived_without("stages", "warpgroups", "split_m")
     def g_row_units(self) -> int:
         """16-byte units from one channel's row of g to the next's (NCHW): an odd number, for banks."""
         return self.units[1] | 1
 
-    @cached_property
+    @derived_without("stages", "warpgroups", "split_m")
     def g_rows(self) -> int:
         """Rows of g's tile, of all images."""
         rows_d, rows_h, _ = self.spans
         return self.tile[0] * rows_d * rows_h
 
-    @cached_property
+    @derived_without("stages", "warpgroups", "split_m")
     def g_bytes(self) -> int:
         """Bytes of g's tile in shared memory."""
         rows, columns = self.g_rows, self.spans[2]
@@ -169,7 +169,7 @@ class Tiling:
         """Elements from one pixel to the next (channels_last)."""
         return (channels + 23) // 32 * 32 + 8 if self.element == 4 else channels + 8
 
-    @cached_property
+    @derived_without("stages", "warpgroups", "split_m")
     def g_units(self) -> int:
         """16-byte copies of g's tile."""
         rows, columns = self.g_rows, self.spans[2]

@@ -10,6 +10,7 @@ from typing import ClassVar
 
 from upconv.cuda.columns import instruction
 from upconv.cuda.wgrad_boxes import BoxedTiling
+from upconv.derived import derived
 
 COMMON_WIDTHS = (32, 64, 128, 256)  # columns whose instructions kernels/wgmma.cuh writes down
 _MAX_STACK = 5  # rows of x in one instruction's columns
@@ -39,17 +40,17 @@ class WarpgroupTiling(BoxedTiling):
         """Taps that share their fragments of g: a column of them, or one."""
         return self.taps[1] if self.stacked else 1
 
-    @property
+    @derived
     def unit_count(self) -> int:
         """Fragments of g of a warpgroup, for each step of K."""
         return -(-self.set_taps // (self.of_unit * self.subs * (self.warpgroups // self.split_m)))
 
-    @property
+    @derived
     def entries(self) -> int:
         """Accumulators of 64 rows of a warpgroup."""
         return self.unit_count * self.of_unit
 
-    @property
+    @derived
     def accumulators(self) -> int:
         """Registers of a thread."""
         return self.entries * self.block[0] // 2
@@ -79,7 +80,7 @@ class WarpgroupTiling(BoxedTiling):
             return False  # columns beyond a swizzled line are the next row's
         return self.stack <= _MAX_STACK and self.stack * width <= 256
 
-    @property
+    @derived
     def a_shared(self) -> bool:
         """Whether matrix instructions read g's tile by descriptors: 16-bit rows of 64 channels, whose pixels of a tap
         are neighbours. A stage is given back a chunk later, so that copies want three (with two unet1 106 -> 184 us).
@@ -94,7 +95,7 @@ class WarpgroupTiling(BoxedTiling):
             return False
         return self.warpgroups == 2 or (self.stack <= 2 if self.stacked else self.block[0] <= 64)
 
-    @property
+    @derived
     def run(self) -> int:
         """Units of a warpgroup that are neighbours along W."""
         width, units = self.taps[2], self.unit_count
@@ -102,7 +103,7 @@ class WarpgroupTiling(BoxedTiling):
             return units
         return width if units % width == 0 else 1
 
-    @property
+    @derived
     def run_words(self) -> int:
         """Words of two pixels (half precision, NCHW) that a run of taps takes for one of its registers."""
         step, dilation, run = self.steps[2], self.dilation[2], self.run
@@ -118,7 +119,7 @@ class WarpgroupTiling(BoxedTiling):
             return False
         return self.run > 1 and self.run_words < 2 * self.run
 
-    @property
+    @derived
     def stretch(self) -> int:
         """Steps of a warpgroup in one stretch of code: as many of K as fit, a power of two.
 
@@ -134,12 +135,12 @@ class WarpgroupTiling(BoxedTiling):
             k //= 2
         return k * self.entries
 
-    @property
+    @derived
     def row_steps(self) -> int:
         """``stacked``: fragments of a warpgroup for one column of K."""
         return self.tile[0] * self.tile[1] * self.spans[1] * self.unit_count
 
-    @property
+    @derived
     def adds_up(self) -> bool:
         """Whether blocks may write the weight themselves: of several splits as a cluster or together, or of one alone.
 
@@ -150,7 +151,7 @@ class WarpgroupTiling(BoxedTiling):
             return False
         return self.sums_bytes <= self.shared_bytes - 16 * self.stages - 16
 
-    @property
+    @derived
     def sums_bytes(self) -> int:
         """Bytes of a block's sums in shared memory, where its stages were."""
         return self.set_taps * (self.block[0] * (self.block[1] + 4) + 8) * 4
