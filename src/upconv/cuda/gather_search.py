@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import lru_cache
 from itertools import product
 
@@ -17,6 +16,7 @@ from upconv.cuda.gpu import Gpu
 from upconv.cuda.shuffle import Shuffle, Triple, countable, ways
 from upconv.cuda.tiling import Tiling
 from upconv.cuda.tiling_pixels import narrow_source, whole_source
+from upconv.derived import settled, varied
 from upconv.problem import Problem
 
 _ACCUMULATORS = 4  # blocks of 64 x 64 that a consumer warpgroup holds: 128 registers of a thread's 200
@@ -32,6 +32,7 @@ _SPREAD = 1.2  # of tiles that store between others' results; asked only against
 # and 213, 198 and 187; nnunet2 in bfloat16 the same). Not in files: their boxes ask for a line, and were not timed so.
 _LONG = 1.003
 _SHORT_ROWS = 64  # bytes, up to which threads may copy rows that begin anywhere better than boxes
+_TAPS = "problem", "unroll", "subs", "w_subs"
 
 
 def refusal(p: Problem, gpu: Gpu) -> str | None:
@@ -94,9 +95,21 @@ def candidates(
     planewise = (False, True) if far and fast and p.layout == "channels_last" and p.precision != "ieee" else (False,)
     brought = (classes,) if classes in (None, (1, 1)) or p.layout != "nchw" else (classes, None)
     tiles = _rows_of_images(p) if beside else _tiles(p)
-    for (subs, unroll), w_subs, (sub, tile), split, chunk, by in product(
-        _subs(p, cout_g), _w_subs(steps[2]), tiles, (0, 1, 2), chunks, brought
-    ):
+    layer = settled(
+        Tiling(p, (1, 64), (1, 1, 1, 64), 0, chunks[0], wgmma=fast, whole=whole, shuffle=shuffle, drained=drained),
+        "problem",
+    )
+    of_taps = (
+        settled(varied(layer, subs=subs, unroll=unroll, w_subs=w_subs), *_TAPS)
+        for (subs, unroll), w_subs in product(_subs(p, cout_g), _w_subs(steps[2]))
+    )
+    shaped = (
+        settled(varied(taps, sub=sub, tile=tile), *_TAPS, "tile", "planewise") if taps.mb else taps
+        for taps in of_taps
+        for sub, tile in tiles
+    )
+    for shape, split, chunk, by in product(shaped, (0, 1, 2), chunks, brought):
+        subs, unroll, sub, tile = shape.subs, shape.unroll, shape.sub, shape.tile
         wide = cout_g > 64 // subs and fast  # enough for two consumers
         if split == 1 and not wide:
             continue
@@ -111,14 +124,11 @@ def candidates(
             continue
         if drained and (subs > 1 or split == 2):
             continue  # before tilings are made of them, which `checked` would refuse
-        base = Tiling(
-            p, sub, tile, split, chunk, subs, w_subs, unroll, classes=by, wgmma=fast, whole=whole, shuffle=shuffle,
-            drained=drained,
-        )  # fmt: skip
+        base = varied(shape, split=split, chunk=chunk, classes=by)
         if beside:
             if base.period > 32 or not base.contiguous or base.bare or unroll != (1, 1, 1):
                 continue
-            base = replace(base, beside=64 // base.period)
+            base = varied(base, beside=64 // base.period)
         if by is None and classes is not None and base.staging_units * 16 > _SHORT_ROWS:
             continue
         if base.mb * base.nb > accumulators or base.mb * base.nb < 1:
@@ -136,8 +146,8 @@ def candidates(
         if base.width_subs >= 3 and sub == (1, 64):
             groups = (4,) if base.channels_last else (4, 8)
         for resident, paired, run_groups, by_plane in product(residence, pairs, groups, planewise):
-            base = replace(base, paired=paired, run_groups=run_groups, planewise=by_plane)
-            t = None if scarce else _fitted(replace(base, resident=resident), gpu)
+            base = varied(base, paired=paired, run_groups=run_groups, planewise=by_plane)
+            t = None if scarce else _fitted(varied(base, resident=resident), gpu)
             if t is None and not drained and not base.channels_last and not resident:
                 t = _fitted(base, gpu, scarce=True)
             if t is not None:
@@ -217,7 +227,7 @@ def _fitted(t: Tiling, gpu: Gpu, scarce: bool = False) -> Tiling | None:
 
     pixels, weights = 1 if t.planewise else 2, 2
     stages_p, stages_s = stages(pixels)
-    t = replace(t, stages_p=stages_p, stages_s=stages_s, stages_w=weights, w_stage=w_stage)
+    t = varied(t, stages_p=stages_p, stages_s=stages_s, stages_w=weights, w_stage=w_stage)
     try:
         t.checked(gpu.shared_bytes)
     except Unfit:
@@ -235,7 +245,7 @@ def _fitted(t: Tiling, gpu: Gpu, scarce: bool = False) -> Tiling | None:
             break
         best = pixels, weights
     stages_p, stages_s = stages(best[0])
-    return replace(t, stages_p=stages_p, stages_s=stages_s, stages_w=best[1])
+    return varied(t, stages_p=stages_p, stages_s=stages_s, stages_w=best[1])
 
 
 def classes_of(p: Problem, general: bool = False) -> tuple[int, int] | None:
@@ -307,7 +317,7 @@ def _clustered(
                 rough = factor * (clocks.tile / cluster + cluster * CLUSTER[1])
                 promising.append((rough, len(promising), cluster, t, factor))
     for _, _, cluster, t, factor in sorted(promising)[:_PROMISING]:
-        shared = replace(t, cluster=cluster)
+        shared = varied(t, cluster=cluster)
         try:
             shared.checked(gpu.shared_bytes)
         except Unfit:

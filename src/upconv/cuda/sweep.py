@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
 
@@ -32,7 +32,7 @@ from upconv.cuda.packs import PACK_THREADS, Unit, layer_text, run_beside
 from upconv.cuda.tiling import Tiling
 from upconv.cuda.tiling_pixels import MAX_PIXELS
 from upconv.cuda.walks import Walks
-from upconv.derived import derived
+from upconv.derived import derived, derived_from, varied
 from upconv.problem import Problem
 
 THREADS = 512
@@ -117,7 +117,7 @@ class Sweep(Walks):
         t = self.pixels
         return self.channels_last and stores_wide(t.element, self.slot_columns, t.cout_g)
 
-    @derived
+    @derived_from("problem", "slots")
     def slice(self) -> Problem:
         """The layer whose tiling is that of a tile's pixels."""
         p = self.problem
@@ -130,10 +130,14 @@ class Sweep(Walks):
     @derived
     def pixels(self) -> Tiling:
         """The tiling of a tile's pixels; its M means nothing."""
-        return Tiling(
-            self.slice, (1, 64), (1, 1, *self.tile), 0, self.chunk, classes=self.classes, stages_p=self.stages_p,
-            stages_s=self.stages_s,
-        )  # fmt: skip
+        return varied(self._chunk_pixels, stages_p=self.stages_p, stages_s=self.stages_s)
+
+    @derived_from("problem", "slots", "tile", "chunk", "classes")
+    def _chunk_pixels(self) -> Tiling:
+        """`pixels` with whatever stages: what follows from the others is found here, once for all of them."""
+        t = Tiling(self.slice, (1, 64), (1, 1, *self.tile), 0, self.chunk, classes=self.classes)
+        _ = t.pixels, t.tensor_map, t.strided_box
+        return t
 
     @property
     def slot_columns(self) -> int:
@@ -417,7 +421,7 @@ def _candidates(layer: Problem, gpu: Gpu, classes: tuple[int, int]) -> tuple[Swe
         if rows < 1 or base.columns > _MOST_COLUMNS or nb * base.columns // 2 > _MOST_SUMS:
             continue
         for chunk, resident in product(chunks, (True, False)):
-            s = _fitted(replace(base, tile=(rows, width), chunk=chunk, resident=resident), gpu)
+            s = _fitted(varied(base, tile=(rows, width), chunk=chunk, resident=resident), gpu)
             if s is not None:
                 found.append(s)
     return tuple(found)
@@ -429,7 +433,7 @@ def _fitted(s: Sweep, gpu: Gpu) -> Sweep | None:
     wanted = max(1, 24 // s.nb)  # instructions of a stage
     taps = max(1, min(s.entries, wanted // k_steps))
     w_stage = steps if s.resident else taps * k_steps
-    s = replace(s, w_stage=w_stage, stages_p=2, stages_s=2, stages_w=3)
+    s = varied(s, w_stage=w_stage, stages_p=2, stages_s=2, stages_w=3)
     try:
         s.checked(gpu.shared_bytes)
     except Unfit:
@@ -449,7 +453,7 @@ def _fitted(s: Sweep, gpu: Gpu) -> Sweep | None:
         ring = s.ring_stages if s.resident else more["stages_w"]
         if s.shared_with(more["stages_p"], more["stages_s"], ring) <= gpu.shared_bytes:
             stages = more
-    return replace(s, stages_p=stages["stages_p"], stages_s=stages["stages_s"], stages_w=stages["stages_w"])
+    return varied(s, stages_p=stages["stages_p"], stages_s=stages["stages_s"], stages_w=stages["stages_w"])
 
 
 # --- the cost model --------------------------------------------------------------------------------------------------

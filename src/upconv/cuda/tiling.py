@@ -129,7 +129,7 @@ class Tiling(TiledWeights):
             raise Unfit(f"a chunk of {self.chunk} channels is {self.row_bytes} bytes, not 32, 64 or 128")
         if self.mb < 1 or not self.most_entries:
             raise Unfit("no output has a tap")
-        if max(abs(r) for axis in self.rows for r in axis[0]) > _MAX_OFFSET:
+        if self.reach > _MAX_OFFSET:
             raise Unfit(f"the taps reach more than {_MAX_OFFSET} rows away")
         if self.shuffle is not None and self.axes[2].out_step > 1:
             raise Unfit("the epilogue of phases as rows takes one W sub-position")

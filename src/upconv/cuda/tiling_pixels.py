@@ -12,7 +12,7 @@ from itertools import product
 from upconv.cuda.axes import Axis, Multiplied, gather_axes, multiplied, result_shape, source_shape
 from upconv.cuda.gpu import MAX_BOX, MAX_BOX_STEP
 from upconv.cuda.shuffle import Shuffle, Triple
-from upconv.derived import derived
+from upconv.derived import derived, derived_from, derived_without
 from upconv.problem import Problem
 
 MAX_PIXELS = 12 * 192  # a producer thread keeps track of 12
@@ -47,6 +47,13 @@ def _small_source(p: Problem, sizes: tuple[int, ...], most: int) -> Triple | Non
         return None
     d, h, w = (1,) * (3 - p.rank) + size
     return d, h, w
+
+
+of_taps = derived_from("problem", "unroll", "subs", "w_subs")
+_of_columns = derived_from("problem", "unroll", "subs", "w_subs", "tile")
+of_pixels = derived_without(
+    "stages_p", "stages_s", "stages_w", "w_stage", "resident", "run_groups", "drained", "cluster"
+)
 
 
 @dataclass(frozen=True)
@@ -92,40 +99,40 @@ class TiledPixels:
 
     # --- types -------------------------------------------------------------------------------------------------------
 
-    @derived
+    @derived_from("problem")
     def element(self) -> int:
         """Bytes of an element."""
         return self.problem.dtype.itemsize
 
-    @property
+    @derived_from("problem")
     def parts(self) -> int:
         """TF32 parts of an operand: 2 for IEEE float32 (three products), else 1."""
         return 2 if self.problem.precision == "ieee" else 1
 
-    @property
+    @derived_from("problem")
     def vec(self) -> int:
         """Elements of 16 bytes."""
         return 16 // self.element
 
-    @property
+    @derived_from("problem", "chunk")
     def row_bytes(self) -> int:
         return self.chunk * self.element
 
-    @property
+    @derived_from("problem", "chunk")
     def k_steps(self) -> int:
         return self.row_bytes // 32
 
-    @property
+    @derived_from("problem")
     def cin_g(self) -> int:
         """Channels of a group in the source."""
         return source_shape(self.problem)[1] // self.problem.groups
 
-    @property
+    @derived_from("problem")
     def cout_g(self) -> int:
         """Channels of a group in the result."""
         return result_shape(self.problem)[1] // self.problem.groups
 
-    @property
+    @derived_from("problem", "chunk")
     def chunks(self) -> int:
         return -(-self.cin_g // self.chunk)
 
@@ -134,36 +141,36 @@ class TiledPixels:
         """Most chunks of a tile that a block multiplies."""
         return -(-self.chunks // self.cluster)
 
-    @derived
+    @derived_from("problem")
     def channels_last(self) -> bool:
         return self.problem.layout == "channels_last"
 
     # --- axes --------------------------------------------------------------------------------------------------------
 
-    @derived
+    @derived_from("problem", "unroll")
     def axes(self) -> tuple[Axis, Axis, Axis]:
         return gather_axes(self.problem, self.unroll)
 
-    @derived
+    @derived_from("problem", "unroll")
     def out_steps(self) -> Triple:
         d, h, w = self.axes
         return d.out_step, h.out_step, w.out_step
 
-    @derived
+    @derived_from("problem", "unroll")
     def in_steps(self) -> Triple:
         d, h, w = self.axes
         return d.in_step, h.in_step, w.in_step
 
-    @property
+    @derived_from("problem", "unroll", "w_subs")
     def width_subs(self) -> int:
         return self.w_subs or self.axes[2].out_step
 
-    @property
+    @derived_from("problem", "unroll", "w_subs")
     def contiguous(self) -> bool:
         """Whether a tile's outputs of a row are neighbours in memory: it has all phases along W."""
         return self.width_subs == self.out_steps[2]
 
-    @derived
+    @of_taps
     def _multiplied(self) -> Multiplied:
         return multiplied(self.problem, self.unroll, self.subs, self.width_subs)
 
@@ -174,7 +181,7 @@ class TiledPixels:
         """Of a tile."""
         return self.beside or self.tile[0]
 
-    @derived
+    @of_pixels
     def period(self) -> int:
         """Columns of a tile from an image to the next, where they lie side by side: the taps of none reach another."""
         assert self.whole is not None
@@ -192,12 +199,12 @@ class TiledPixels:
         assert self.whole is not None
         return result_shape(self.problem.with_(size=self.whole[3 - self.problem.rank :]))[-1]
 
-    @property
+    @derived_from("sub", "tile")
     def subtiles(self) -> int:
         n, d, h, w = self.tile
         return n * d * (h // self.sub[0]) * (w // self.sub[1])
 
-    @property
+    @derived_from("sub", "tile", "split")
     def nb(self) -> int:
         """Subtiles of 64 pixels that a consumer accumulates."""
         return self.subtiles // 2 if self.split == 0 else self.subtiles
@@ -213,8 +220,8 @@ class TiledPixels:
             h, w = pair // across * 2 + below, pair % across
         else:
             h, w = divmod(within, across)
-        (rows_d, step_d, _), (rows_h, step_h, _) = self.rows
-        row = (n * len(rows_d) + d * step_d) * len(rows_h) + h * self.sub[0] * step_h
+        (rows_d, rows_h), (step_d, step_h) = self.row_counts, self.row_steps
+        row = (n * rows_d + d * step_d) * rows_h + h * self.sub[0] * step_h
         return row * self.pitch + w * self.sub[1]
 
     @derived
@@ -222,16 +229,16 @@ class TiledPixels:
         """Whether one matrix instruction takes two subtiles: the pixel rows of their groups of 8 columns lie evenly."""
         if not self.wgmma or self.nb % 2:
             return False
-        apart = 8 * (self.rows[1][1] * self.pitch if self.sub[0] == 8 else 8)
+        apart = 8 * (self.row_steps[1] * self.pitch if self.sub[0] == 8 else 8)
         rows = [self.pixel_row_of(i) for i in range(self.subtiles)]
         return all(b - a == apart for a, b in zip(rows[::2], rows[1::2]))
 
-    @property
+    @of_taps
     def offsets(self) -> tuple[tuple[int, ...], ...]:
         """Of each axis the offsets of all taps, in order."""
         return self._multiplied.offsets
 
-    @derived
+    @derived_from("problem", "unroll", "subs", "w_subs", "tile", "planewise")
     def bands(self) -> tuple[tuple[tuple[int, ...], int, int], ...]:
         """For D and H: the input offset of each band's first row, the rows of a band, and from one of them to the next.
 
@@ -253,7 +260,19 @@ class TiledPixels:
             result.append(((offsets[0],), dense, apart) if dense <= count * len(offsets) else (offsets, count, step))
         return tuple(result)
 
-    @derived
+    @of_pixels
+    def row_counts(self) -> tuple[int, int]:
+        """Rows of the tile along D and H; where bands are boxes of their own, of the first."""
+        (d, rows_d, _), (h, rows_h, _) = self.bands
+        return (rows_d, rows_h) if self.strided_box else (len(d) * rows_d, len(h) * rows_h)
+
+    @of_pixels
+    def row_steps(self) -> tuple[int, int]:
+        """Rows from q to q + 1 along D and H."""
+        (_, _, apart_d), (_, _, apart_h) = self.bands
+        return self.in_steps[0] // apart_d, self.in_steps[1] // apart_h
+
+    @of_pixels
     def rows(self) -> tuple[tuple[tuple[int, ...], int, dict[int, int]], ...]:
         """For D and H: (input offset of each row of the tile, rows from q to q + 1, first row of each tap offset).
 
@@ -270,6 +289,15 @@ class TiledPixels:
             result.append((rows, self.in_steps[axis] // apart, first))
         return tuple(result)
 
+    @of_pixels
+    def reach(self) -> int:
+        """The farthest input offset of a row."""
+        return max(
+            max(abs(first), abs(first + (count - 1) * apart))
+            for firsts, count, apart in self.bands
+            for first in (firsts[:1] if self.strided_box else firsts)
+        )
+
     def band_of(self, axis: int, offset: int) -> int:
         """The band that has an offset's rows."""
         firsts, _, apart = self.bands[axis]
@@ -279,52 +307,52 @@ class TiledPixels:
             return firsts.index(offset)
         return next(i for i, f in enumerate(firsts) if f < offset and (offset - f) % apart == 0)
 
-    @property
+    @of_taps
     def first_w(self) -> int:
         return self.offsets[2][0]
 
-    @derived
+    @_of_columns
     def columns(self) -> int:
         """Input columns of a tile with its halo."""
         offsets = self.offsets[2]
         return (self.tile[3] - 1) * self.in_steps[2] + offsets[-1] - offsets[0] + 1
 
-    @derived
+    @_of_columns
     def residues(self) -> tuple[int, ...]:
         """Residues modulo the input step of the columns that some tap reads, counted from the first column."""
         return tuple(sorted({(off - self.first_w) % self.in_steps[2] for off in self.offsets[2]}))
 
-    @derived
+    @_of_columns
     def plane(self) -> int:
         """Columns of a segment with one residue modulo the input step: these are neighbours in the tile."""
         return -(-self.columns // self.in_steps[2])
 
-    @derived
+    @of_pixels
     def strided_box(self) -> bool:
         """Whether a chunk is several boxes, one for each of `planes`, which lands as a plane of the whole tile."""
         return self.tensor_map and self.channels_last and (self.in_steps[2] > 1 or len(self.planes) > 1)
 
-    @derived
+    @of_pixels
     def planes(self) -> tuple[Triple, ...]:
         """Channels-last: the first row of D and H and the residue of columns of each box."""
         (bands_d, _, _), (bands_h, _, _) = self.bands
         return tuple(product(bands_d, bands_h, self.residues))
 
-    @derived
+    @of_pixels
     def pitch(self) -> int:
         """Pixel rows from a segment to the next: it has a plane of every residue, or a tile's plane has it."""
         return self.plane if self.strided_box else len(self.residues) * self.plane
 
-    @derived
+    @of_pixels
     def plane_pitch(self) -> int:
         """Pixel rows from a residue's plane to the next; a box begins where the swizzle's pattern of 8 rows does."""
         return -(-self.segments * self.plane // 8) * 8 if self.strided_box else self.plane
 
-    @derived
+    @of_pixels
     def segments(self) -> int:
-        return self.tile[0] * len(self.rows[0][0]) * len(self.rows[1][0])
+        return self.tile[0] * math.prod(self.row_counts)
 
-    @derived
+    @of_pixels
     def pixels(self) -> int:
         """Pixel rows of a tile in shared memory."""
         return len(self.planes) * self.plane_pitch if self.strided_box else self.segments * self.pitch
@@ -348,22 +376,22 @@ class TiledPixels:
         """Pairs of barriers of a pixel tile."""
         return len(self.planes) if self.planewise else 1
 
-    @derived
+    @of_pixels
     def staging_units(self) -> int:
         if self.tensor_map and self.whole is None and not self.classed:
             return self.row_boxes * self.box[0] // self.vec
         return self._units_at_any_alignment
 
-    @property
+    @of_pixels
     def _units_at_any_alignment(self) -> int:
         return (self.columns + 2 * self.vec - 2) // self.vec
 
-    @derived
+    @of_pixels
     def classed(self) -> bool:
         """Whether rows begin at several places of a unit, so that boxes are of one class of rows and channels each."""
         return not self.channels_last and self.whole is None and self.classes not in (None, (1, 1))
 
-    @property
+    @of_pixels
     def row_classes(self) -> int:
         """Classes that a tile's rows have, which take turns."""
         return self.classes[0] // math.gcd(self.classes[0], self.bands[1][2]) if self.classes and self.classed else 1
@@ -372,19 +400,19 @@ class TiledPixels:
     def channel_classes(self) -> int:
         return self.classes[1] if self.classes and self.classed else 1
 
-    @property
+    @of_pixels
     def class_rows(self) -> int:
         """Rows of a tile (along H) of one class."""
         return -(-self.bands[1][1] // self.row_classes)
 
-    @derived
+    @of_pixels
     def row_boxes(self) -> int:
         """Boxes that a row of an NCHW source takes (those of small images aside)."""
         if self.channels_last or self.classed:
             return 1
         return -(-self._columns_from_unit // MAX_BOX)
 
-    @property
+    @of_pixels
     def _columns_from_unit(self) -> int:
         """Columns of a row from the 16-byte unit on that has its first: there a box begins."""
         return self.columns + self.first_w % self.vec
@@ -396,7 +424,7 @@ class TiledPixels:
             self.problem.groups == 1 or self.cin_g % self.vec == 0
         )
 
-    @derived
+    @of_pixels
     def tensor_map(self) -> bool:
         """Whether the tensor copy engine loads a chunk (sm_90), as a box or several: of planes, classes, long rows."""
         if not self.wgmma:
@@ -433,7 +461,7 @@ class TiledPixels:
         """Whether the input must begin at 16 bytes."""
         return self.tensor_map or (self.channels_last and self.aligned_channels)
 
-    @derived
+    @of_pixels
     def box(self) -> tuple[int, int, int, int, int]:
         """The tensor copy engine's box, innermost first: channels, W, H, D, images, or W, H, D, channels, images.
 
@@ -457,7 +485,7 @@ class TiledPixels:
         a, b, c, d, e = (max(least, min(most, MAX_BOX)) for least, most in ends)
         return a, b, c, d, e
 
-    @derived
+    @of_pixels
     def box_steps(self) -> tuple[int, int, int, int, int]:
         """From one element of a box to the next along each of its dimensions."""
         if self.whole is not None:
@@ -477,7 +505,7 @@ class TiledPixels:
         """Of them, those of one box."""
         return min(self.whole_pixels, MAX_BOX)
 
-    @derived
+    @of_pixels
     def slot_bytes(self) -> int:
         """Bytes of a staging slot: a chunk as it comes from memory (NCHW)."""
         if self.whole is not None:

@@ -6,10 +6,11 @@ See kernels/gather_weights.cuh and gather_multiply.cuh; packed weights gather_pa
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from upconv.cuda.axes import Bare, Entries
-from upconv.cuda.tiling_pixels import TiledPixels
-from upconv.derived import derived
+from upconv.cuda.tiling_pixels import TiledPixels, of_pixels, of_taps
+from upconv.derived import derived_from
 
 _PACK_BLOCKS = 512  # wanted where weights are packed
 _MOST_PACK_TAPS, _LEAST_PACK_TAPS = 64, 4  # of a block: shared memory is 33 KB; less would read parts of sectors
@@ -18,6 +19,12 @@ _STEPS_UNROLLED = 25  # code and compile time grow with it
 _STEPS_STRAIGHT = 32, 64  # of a variant, of all, also where they share a stretch
 _STEPS_CONTINUED = 12  # of a chunk, from which on the pipeline of matrix instructions does not drain behind it
 _STEPS_PROMOTED = 12, 8  # after which IEEE sums leave the tensor cores; half of them have high parts: wgmma, mma.sync
+
+
+@lru_cache(maxsize=4096)
+def _unrolled(counts: frozenset[int], most: int) -> int:
+    """Of so many taps at most those that blocks of these numbers of taps are whole multiples of, or as few steps of."""
+    return max(range(1, most + 1), key=lambda n: (all(c % n == 0 for c in counts), n if n <= max(counts) else -n))
 
 
 @dataclass(frozen=True)
@@ -62,12 +69,12 @@ class TiledWeights(TiledPixels):
         """For each W sub-position of a tile the block of accumulators that has it; -1 for one without taps."""
         return self._multiplied.blocks_of_w
 
-    @property
+    @of_taps
     def mb(self) -> int:
         """Blocks of 64 rows that a consumer accumulates at once."""
         return max(self.blocks_of_w) + 1
 
-    @derived
+    @of_pixels
     def entries(self) -> Entries:
         """[variant][block]: the (offsets, kernel tap of every sub or -1) that the block multiplies, in order."""
         found = self._multiplied.entries
@@ -82,24 +89,24 @@ class TiledWeights(TiledPixels):
     def m_groups(self) -> int:
         return self.problem.groups * self.cout_blocks * len(self.variants)
 
-    @property
+    @of_taps
     def variant_entries(self) -> tuple[int, ...]:
         """Entries of all blocks of each variant."""
         return self._multiplied.counts
 
-    @property
+    @of_taps
     def most_entries(self) -> int:
         """Of a variant."""
         return self._multiplied.most
 
-    @property
+    @of_taps
     def distinct_entries(self) -> frozenset[int]:
         """Every number of entries that some variant has."""
         return self._multiplied.distinct
 
     # --- K: steps ----------------------------------------------------------------------------------------------------
 
-    @derived
+    @derived_from("problem", "unroll", "subs", "w_subs", "chunk", "wgmma")
     def straight(self) -> bool:
         """Whether the steps of a variant's chunk are one stretch of code, without a loop."""
         one, every = _STEPS_STRAIGHT
@@ -150,22 +157,21 @@ class TiledWeights(TiledPixels):
             return False
         return all(n % self.fragment_sets == 0 for n in steps)
 
-    @property
+    @derived_from("problem", "unroll", "subs", "w_subs", "chunk", "wgmma")
     def longest_stretch(self) -> int:
         """Most steps of a stretch of code without a loop."""
         if self.straight:
             return self.most_entries * self.k_steps * self.parts
         return self.taps_unrolled * self.k_steps * self.parts
 
-    @property
+    @derived_from("problem", "unroll", "subs", "w_subs", "chunk", "wgmma")
     def taps_unrolled(self) -> int:
         """Taps whose steps are one stretch of code, between whose ends the tensor cores do not drain."""
         counts = self._multiplied.lengths
         steps = _STEPS_UNROLLED if self.wgmma else 2
         if self.parts == 2:
             steps = _STEPS_PROMOTED[0 if self.wgmma else 1]
-        most = max(1, steps // (self.k_steps * self.parts))
-        return max(range(1, most + 1), key=lambda n: (all(c % n == 0 for c in counts), n if n <= max(counts) else -n))
+        return _unrolled(counts, max(1, steps // (self.k_steps * self.parts)))
 
     def fragments(self, entries: int) -> int:
         """Fragments that a tile of a variant of so many entries multiplies (per warpgroup along M)."""
