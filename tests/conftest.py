@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import math
 import re
+import shutil
 import struct
+import subprocess
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -501,3 +505,30 @@ def spread_by_precision(every: list[Any], precision: Precision, most: int = 12) 
     """
     step = 1 + len(every) // (most if precision == "tf32" else most // 2)
     return every[step // 2 if precision == "fp16" else 0 :: step]
+
+
+# --- kernels on the host ---------------------------------------------------------------------------------------------
+
+HOST = Path(__file__).parent / "host"
+needs_gxx = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+
+
+def _gxx(*arguments: str) -> None:
+    done = subprocess.run(["g++", "-std=c++17", "-O1", "-w", *arguments], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[:4000]
+
+
+@cache
+def _standard_headers() -> tempfile.TemporaryDirectory[str]:
+    """``host/standard.h``, compiled: of the 0.7 s that a program takes the standard library's headers are 0.4."""
+    folder = tempfile.TemporaryDirectory()
+    shutil.copy(HOST / "standard.h", folder.name)
+    _gxx("-x", "c++-header", f"{folder.name}/standard.h", "-o", f"{folder.name}/standard.h.gch")
+    return folder
+
+
+def host_program(main: Path, folder: Path) -> Path:
+    """A program that runs parts of a kernel on the host, from its ``main`` and headers in ``folder`` or ``host``."""
+    made = folder / main.stem
+    _gxx("-include", f"{_standard_headers().name}/standard.h", f"-I{folder}", f"-I{HOST}", str(main), "-o", str(made))
+    return made

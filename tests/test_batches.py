@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import random
-import shutil
 import zlib
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor
 
 import upconv
-from conftest import assert_accurate, tf32_magnitude
+from conftest import assert_accurate, needs_gxx, tf32_magnitude
 from test_host import epilogue, tiles
 from upconv import planner, reference
 from upconv.cuda import batches, boxes, families, gather, gather_search, implicit, relayout, wgrad
@@ -176,7 +175,7 @@ def test_boxes_find_the_elements_of_images(size: tuple[int, int]) -> None:
     assert plain == boxes.dense((channels, size[1], size[0], 1, batch), 8)
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+@needs_gxx
 @pytest.mark.parametrize("pass_", ("fwd", "grad-input"))
 @pytest.mark.parametrize("seed", range(6))
 def test_every_output_arrives_at_its_image(seed: int, pass_: Pass, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import shutil
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -12,13 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import host_header
+from conftest import HOST, host_header, host_program, needs_gxx
 from upconv import cpu
 from upconv.cuda import bias, jit
 from upconv.cuda.gpu import A100, B200, H200, RTX3090, RTX4090, RTX5090
 from upconv.problem import Layout, Problem
 
-HOST = Path(__file__).resolve().parent / "host"
 KERNELS = Path(jit.__file__).parent / "kernels"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 needs_nvrtc = pytest.mark.skipif(jit.unavailable() is not None, reason=str(jit.unavailable()))
@@ -81,13 +79,10 @@ def program(dtype: torch.dtype, last: bool, folder: Path) -> Path:
     body = (KERNELS / "bias.cu").read_text().replace('#include "direct.cuh"', "")
     (folder / "kernel.h").write_text(heads + host_header() + body)
     (folder / "bias.cpp").write_text(heads + (HOST / "bias.cpp").read_text())
-    paths = [f"-I{folder}", f"-I{HOST}", str(folder / "bias.cpp"), "-o", str(folder / "bias")]
-    done = subprocess.run(["g++", "-std=c++17", "-O1", "-w", *paths], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[:4000]
-    return folder / "bias"
+    return host_program(folder / "bias.cpp", folder)
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+@needs_gxx
 @pytest.mark.parametrize("layout", ["nchw", "channels_last"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_kernels_on_the_host(dtype: torch.dtype, layout: Layout, tmp_path: Path) -> None:

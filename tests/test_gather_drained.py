@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from conftest import needs_gxx
 from test_host import KERNELS, epilogue, tiles
 from upconv.cuda import boxes, gather, gather_search, jit
 from upconv.cuda.axes import Unfit, any_size, result_shape
@@ -47,7 +47,7 @@ def is_kind(t: Tiling, kind: str) -> bool:
     }[kind]
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+@needs_gxx
 @pytest.mark.parametrize(("stride", "kind"), [of for of in product(STRIDES, KINDS) if of not in NONE])
 def test_the_kernels_source_stores_every_output(stride: int, kind: str, tmp_path: Path) -> None:
     """Compiled for the host: lanes' words, the swizzle, boxes, and a buffer that is used again."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import random
 import re
-import shutil
 import subprocess
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 
+from conftest import HOST, host_program, needs_gxx
 from gather_interpreter import Interpreter
 from test_gather import draw_problem, draw_shuffled, draw_tiling
 from upconv.cuda import gather_search, jit, wgrad
@@ -30,8 +30,7 @@ from upconv.cuda.tiling import Tiling
 from upconv.cuda.wgrad_warpgroups import WarpgroupTiling
 from upconv.problem import Layout, Pass, Precision, Problem
 
-HOST = Path(__file__).resolve().parent / "host"
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+pytestmark = needs_gxx
 
 KINDS = ((torch.float32, "tf32"), (torch.bfloat16, "bf16"), (torch.float16, "fp16"))
 
@@ -66,10 +65,7 @@ def defined(tiling: Tiling | WarpgroupTiling, boxed: bool = False, store_unit: i
 
 def compiled(program: str, folder: Path) -> Path:
     """tests/host/{program}.cpp with the parts of the kernel that are in the folder."""
-    paths = [f"-I{folder}", f"-I{HOST}", str(HOST / f"{program}.cpp"), "-o", str(folder / program)]
-    done = subprocess.run(["g++", "-std=c++17", "-O1", "-w", *paths], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[:4000]
-    return folder / program
+    return host_program(HOST / f"{program}.cpp", folder)
 
 
 def epilogue(tiling: Tiling, folder: Path, movmatrix: bool = False, store_unit: int = 0) -> Path:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -13,13 +12,12 @@ import pytest
 import torch
 
 import upconv
-from conftest import Stubs, replayed
+from conftest import HOST, Stubs, host_program, needs_gxx, replayed
 from upconv import cpu, planner, reference
 from upconv.cuda import around, families, implicit, jit, relayout, wgrad
 from upconv.cuda.gpu import A100, H200, Gpu, gpu
 from upconv.problem import Layout, Precision, Problem
 
-HOST = Path(__file__).resolve().parent / "host"
 KERNELS = Path(jit.__file__).parent / "kernels"
 needs_nvrtc = pytest.mark.skipif(jit.unavailable() is not None, reason=str(jit.unavailable()))
 
@@ -50,13 +48,10 @@ def program(element: int, tile: tuple[int, int], folder: Path, image: int = 0) -
     heads = f"#define ELEMENT {element}\n#define TILE_C {tile[0]}\n#define TILE_P {tile[1]}\n"
     heads += f"#define IMAGE {image}\n"
     (folder / "kernel.h").write_text(heads + body.replace('extern "C"', ""))
-    paths = [f"-I{folder}", f"-I{HOST}", str(HOST / "relayout.cpp"), "-o", str(folder / "relayout")]
-    done = subprocess.run(["g++", "-std=c++17", "-O1", "-w", *paths], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[:4000]
-    return folder / "relayout"
+    return host_program(HOST / "relayout.cpp", folder)
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+@needs_gxx
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("tile", [(8, 256), (16, 256), (64, 64), (32, 128)], ids=str)
 def test_copies_on_the_host_are_right_and_write_nothing_else(
@@ -76,7 +71,7 @@ def test_copies_on_the_host_are_right_and_write_nothing_else(
             check_copies(kernel, torch.randn(batch, some, pixels).to(dtype), blocks, pixels, (offset, -1))
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+@needs_gxx
 @pytest.mark.parametrize("precision", ["bf16", "tf32"])
 @pytest.mark.parametrize("image", [2, 6, 16, 48, 64])
 def test_copies_of_several_images_by_a_block(image: int, precision: Precision, tmp_path: Path) -> None:

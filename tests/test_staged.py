@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import pickle
 import random
-import shutil
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from conftest import host_header
+from conftest import HOST, host_header, host_program, needs_gxx
 from strategies import DTYPES, problems
 from test_direct_wgrad import GPUS, GRADIENTS, SUITE, needs_nvrtc, versions
 from upconv import planner, reference
@@ -26,9 +25,7 @@ from upconv.cuda.gpu import H200, Gpu
 from upconv.cuda.staged import Choice, Tile, Unfit
 from upconv.problem import Problem
 
-HOST = Path(__file__).resolve().parent / "host"
 KERNELS = Path(jit.__file__).parent / "kernels"
-needs_gxx = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
 
 # --- the kernels, compiled for the host ------------------------------------------------------------------------------
@@ -43,10 +40,7 @@ def program(tile: Tile, folder: Path) -> Path:
     main = (HOST / "staged.cpp").read_text()
     (folder / "kernel.h").write_text(host_header() + body[len(heads) :])
     (folder / "staged.cpp").write_text(heads + main)
-    paths = [f"-I{folder}", f"-I{HOST}", str(folder / "staged.cpp"), "-o", str(folder / "staged")]
-    done = subprocess.run(["g++", "-std=c++17", "-O1", "-w", *paths], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[:4000]
-    return folder / "staged"
+    return host_program(folder / "staged.cpp", folder)
 
 
 def stored(t: torch.Tensor, p: Problem) -> bytes:

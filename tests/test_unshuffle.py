@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-import shutil
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -15,13 +14,12 @@ import torch
 from torch import Tensor
 
 import upconv
-from conftest import Stubs, replayed
+from conftest import HOST, Stubs, host_program, needs_gxx, replayed
 from upconv import cpu, planner, reference
 from upconv.cuda import families, gather, jit, unshuffle, wgrad
 from upconv.cuda.gpu import A100, H200, Gpu, gpu
 from upconv.problem import Layout, Precision, Problem, output_length
 
-HOST = Path(__file__).resolve().parent / "host"
 KERNELS = Path(jit.__file__).parent / "kernels"
 needs_nvrtc = pytest.mark.skipif(jit.unavailable() is not None, reason=str(jit.unavailable()))
 
@@ -78,10 +76,7 @@ class OnHost:
         body = (KERNELS / "unshuffle.cu").read_text().replace('#include "ptx.cuh"', "").replace('extern "C"', "")
         heads = "".join(f"#define {name} {value}\n" for name, value in unshuffle.macros(p).items())
         (folder / "kernel.h").write_text(heads + body)
-        self.program = folder / "unshuffle"
-        paths = [f"-I{folder}", f"-I{HOST}", str(HOST / "unshuffle.cpp"), "-o", str(self.program)]
-        done = subprocess.run(["g++", "-std=c++17", "-O1", "-w", *paths], capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr[:4000]
+        self.program = host_program(HOST / "unshuffle.cpp", folder)
 
     def __call__(self, name: str, count: int, *more: int, given: tuple[Tensor, ...]) -> Tensor:
         """So many elements from a kernel, of tensors as they lie in memory."""
@@ -92,7 +87,7 @@ class OnHost:
         return torch.frombuffer(bytearray(done.stdout), dtype=torch.float32)
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+@needs_gxx
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("seed", range(10))
 def test_gradients_without_the_stride_are_the_strided_layers(seed: int, layout: Layout, tmp_path: Path) -> None:

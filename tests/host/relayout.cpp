@@ -5,7 +5,6 @@ typedef unsigned u32;
 typedef unsigned long long u64;
 typedef unsigned short u16;
 #include "block.h"
-#include <sys/mman.h>
 
 struct uint4 { unsigned x, y, z, w; };
 static uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }

@@ -1,8 +1,6 @@
 // gather.cu's stream of weights and the consumers' way through it, for one tiling: what the one puts into a stage of the ring must
 // be what the other takes it for, fragment by fragment, and every stage must be waited for and given back once, in order.
-#include <cstdio>
-#include <cstdlib>
-#include <vector>
+#include "standard.h"
 
 #define __device__
 #define __forceinline__ inline

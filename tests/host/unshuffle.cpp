@@ -4,7 +4,6 @@
 typedef unsigned u32;
 typedef unsigned short u16;
 #include "block.h"
-#include <string>
 #include "kernel.h"
 
 static std::vector<Element> from, to;

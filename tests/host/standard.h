@@ -1,0 +1,11 @@
+// What programs here include of the standard library; the tests compile it once, ahead of them all.
+#pragma once
+#include <setjmp.h>
+#include <sys/mman.h>
+#include <ucontext.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <string>
+#include <vector>
