@@ -499,7 +499,7 @@ def assert_capturable(prepared: Any, p: Problem) -> None:
     assert torch.equal(replayed(step)[0], out * 2)
 
 
-def spread_by_precision(every: list[Any], precision: Precision, most: int = 12) -> list[Any]:
+def spread_by_precision(every: list[Any], precision: Precision, most: int = 6) -> list[Any]:
     """About so many of a layer's tiles for TF32; half as many for each 16-bit type, whose kernels are the same but for
     one word, others for each.
     """

@@ -510,8 +510,11 @@ def _pattern(name: str) -> str:
     return re.escape(name).replace("m64nN", "m64n(64|128)")
 
 
-def check_compiled(tiling: Tiling, source: str, arch: str, most_local: int = 0, packs: bool = True) -> None:
-    """Both kernels compile (or the one alone), without spills, with the precision's matrix instruction and no other."""
+def check_compiled(tiling: Tiling, source: str, arch: str, most_local: int = 0, packs: bool = True) -> str:
+    """Both kernels compile (or the one alone), without spills, with the precision's matrix instruction and no other.
+
+    Returns their PTX.
+    """
     code, text, log = jit.built(source, arch, "gather")
     found = jit.inspect(code)
     packing = ("pack", "pack_float")[: 1 + (tiling.element == 2)] if packs else ()
@@ -529,6 +532,7 @@ def check_compiled(tiling: Tiling, source: str, arch: str, most_local: int = 0, 
         assert jit.serialised(log) is None, tiling
     assert tiling.wgmma == (arch == "90a")
     assert ("cp.async.bulk.tensor" in text) == tiling.tensor_map
+    return text
 
 
 # (layer, sub, tile, split, subs, unroll), with 128 accumulators in a thread.
@@ -728,7 +732,7 @@ def test_every_way_to_store_compiles_without_spills(name: str, precision: str) -
     p = case.problem.with_(dtype=DTYPES[precision], precision=precision)
     choice = gather.choose(p, H200)
     assert not isinstance(choice, str)
-    for unit in (16, 2 * p.dtype.itemsize, p.dtype.itemsize, 0):
+    for unit in (16, 2 * p.dtype.itemsize, p.dtype.itemsize, 0)[:: 3 if p.rank == 3 else 1]:
         source = jit.source("gather.cu", choice.tiling.macros(store_unit=unit))
         check_compiled(choice.tiling, source, H200.arch)
 
@@ -879,7 +883,8 @@ def test_kernels_that_pack_have_no_spills(pass_: Pass, precision: Precision) -> 
     Kernels of both 16-bit types are the same but for one word: each has a pass.
     """
     dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(precision, torch.float32)
-    for size, kernel, stride in (((64, 60), 3, 1), ((16, 16), 4, 2), ((9, 13), (3, 5), (2, 3))):
+    every: tuple[tuple[Any, Any, Any], ...] = (((64, 60), 3, 1), ((16, 16), 4, 2), ((9, 13), (3, 5), (2, 3)))
+    for size, kernel, stride in every if precision == "tf32" else every[1:]:
         p = Problem.make(8, 64, 48, size, kernel, stride, 1, bias=False, dtype=dtype).with_(
             precision=precision, pass_=pass_
         )

@@ -12,7 +12,7 @@ from conftest import HOPPER, Stubs, assert_accurate
 from one_mapped_gpu import operands
 from test_gather import check_compiled, needs_nvrtc
 from test_gather_gpu import PRECISIONS, _layer
-from upconv.cuda import gather, gather_search, jit
+from upconv.cuda import gather, gather_search
 from upconv.cuda.axes import Unfit, any_size, result_shape, source_shape
 from upconv.cuda.gpu import A100, H200, MAX_CLUSTER, Gpu, gpu
 from upconv.cuda.tiling import Tiling
@@ -113,8 +113,7 @@ def test_compiled_kernels_spill_nothing(p: Problem) -> None:
     chosen = gather.choose(p, H200)
     assert isinstance(chosen, gather.Choice) and chosen.tiling.cluster > 1
     for unit in chosen.sources():
-        check_compiled(chosen.tiling, unit.source, "90a", packs="pack" in unit.entries)
-        text = jit.ptx(unit.source, "90a")
+        text = check_compiled(chosen.tiling, unit.source, "90a", packs="pack" in unit.entries)
         assert "ld.shared::cluster" in text and f".reqnctapercluster {chosen.tiling.cluster}" in text
 
 

@@ -410,20 +410,25 @@ def candidates(p: Problem, gpu: Gpu) -> Iterator[Sweep]:
 
 @lru_cache(maxsize=256)
 def _candidates(layer: Problem, gpu: Gpu, classes: tuple[int, int]) -> tuple[Sweep, ...]:
-    """A layer's sweeps for all sizes of one alignment: some 60 ms once, then one millisecond for each size."""
+    """A layer's sweeps for all sizes of one alignment: searched once, then one millisecond for each size."""
     chunks = chunk_sizes(layer)
     walks = layer.kernel[0] > 1 and layer.padding[0] < layer.kernel[0]
     found = []
     for slots, nb, width in product((1, layer.kernel[0]) if walks else (1,), _SUBTILES, _WIDTHS):
         base = Sweep(layer, slots, (1, width), nb, chunks[0], classes)
-        rows = (nb * 128 - width) // base.pixels.pitch + 1
-        rows -= rows % classes[0]
-        if rows < 1 or base.columns > _MOST_COLUMNS or nb * base.columns // 2 > _MOST_SUMS:
+        if base.columns > _MOST_COLUMNS or nb * base.columns // 2 > _MOST_SUMS:
             continue
-        for chunk, resident in product(chunks, (True, False)):
-            s = _fitted(varied(base, tile=(rows, width), chunk=chunk, resident=resident), gpu)
-            if s is not None:
-                found.append(s)
+        # What `checked` would refuse, before there are tiles for it: two thirds of all.
+        short = [c for c in chunks if base.entries * (c * base.pixels.element // 32) * nb <= _MOST_INSTRUCTIONS]
+        rows = (nb * 128 - width) // base.pixels.pitch + 1 if short else 0
+        rows -= rows % classes[0]
+        if rows < 1:
+            continue
+        for chunk in short:
+            shaped = varied(base, tile=(rows, width), chunk=chunk)
+            if shaped.pixels.pixels > MAX_PIXELS:
+                continue
+            found += [s for resident in (True, False) if (s := _fitted(varied(shaped, resident=resident), gpu))]
     return tuple(found)
 
 
