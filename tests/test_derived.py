@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from itertools import islice
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch
 from upconv.cuda import gather_search, sweep, wgrad
 from upconv.cuda.axes import any_size
 from upconv.cuda.gpu import A100, H200
+from upconv.cuda.shuffle import ways
 from upconv.derived import derived, derived_from, derived_without, needs, settled, varied
 from upconv.problem import Problem
 
@@ -81,31 +84,53 @@ def test_what_is_varied_is_what_replace_makes() -> None:
         varied(box, breadth=1)
 
 
+def test_a_field_that_there_is_not_is_an_error() -> None:
+    @dataclass(frozen=True)
+    class Misspelt:
+        width: int
+
+        @derived_from("with")
+        def doubled(self) -> int:
+            return 2 * self.width
+
+    with pytest.raises(TypeError, match=r"Misspelt\.doubled is derived from 'with', which is no field"):
+        varied(Misspelt(1), width=2)
+
+
 LAYERS = (
     Problem.make(4, 64, 96, (40, 72), 4, 2, 1, bias=True),
     Problem.make(4, 48, 30, (40, 71), (3, 5), (2, 3), 1, 1, 2),
     Problem.make(8, 128, 64, (500,), 16, 8, 4),
     Problem.make(2, 32, 24, (12, 20, 40), 3, 1, 1),
+    Problem.make(16, 64, 64, (8, 8), 4, 2, 1),
+    Problem.make(16, 64, 2, (16, 16), 4, 2, 1),
 )
 
 
 def searched(seed: int) -> list[Any]:
-    """Tilings of the families that search by `varied`, of a layer drawn with its precision, layout and pass."""
+    """Tilings of the families that search by `varied`, of a layer with its precision, layout and pass by turns."""
     rng = random.Random(seed)
-    dtype, precision = rng.choice(((torch.float32, "tf32"), (torch.bfloat16, "bf16"), (torch.float32, "ieee")))
+    dtype, precision = ((torch.float32, "tf32"), (torch.bfloat16, "bf16"), (torch.float32, "ieee"))[seed % 3]
     layout = rng.choice(("nchw", "channels_last"))
-    p = rng.choice(LAYERS).with_(dtype=dtype, precision=precision, layout=layout)
+    p = LAYERS[seed % len(LAYERS)].with_(dtype=dtype, precision=precision, layout=layout)
     gpu = H200 if rng.random() < 0.8 else A100
     towards = p.with_(pass_=rng.choice(("fwd", "grad-input")))
-    every = [list(islice(gather_search.candidates(any_size(towards), gpu), 400))]
+    layer, size = any_size(towards), towards.size
+    found = [gather_search.candidates(layer, gpu, classes=classes) for classes in ((1, 1), (2, 2), None)]
+    found += [gather_search.candidates(layer, gpu, size=size, beside=beside) for beside in (False, True)]
+    found += [gather_search.candidates(layer, gpu, drained=True), gather_search.candidates(layer, gpu, scarce=True)]
+    found += [gather_search.candidates(layer, gpu, shuffle=way) for way in ways(layer)[:1]]
     of_weight = p.with_(pass_="grad-weight", bias=False)
-    every.append(list(islice(wgrad.candidates(of_weight, gpu, True, rng.random() < 0.5, lined=p.rank == 1), 4000)))
+    for aligned, classes in ((True, (1, 1)), (False, (1, 1)), (False, (2, 2))):
+        lined = p.rank == 1 and aligned
+        found.append(wgrad.candidates(of_weight, gpu, True, aligned, p.size[-1], classes, lined=lined))
     if p.rank == 3 and not isinstance(sweep.choose(towards, gpu), str):
-        every.append(list(sweep.candidates(towards, gpu)))
-    return [t for some in every for t in rng.sample(some, min(len(some), 12))]
+        found.append(sweep.candidates(towards, gpu))
+    drawn = [list(islice(some, rng.randrange(40), 4000, 37)) for some in found]
+    return [t for some in drawn for t in rng.sample(some, min(len(some), 8))]
 
 
-def values(t: Any, names: list[str]) -> dict[str, Any]:
+def values(t: Any, names: Iterable[str]) -> dict[str, Any]:
     """Of properties what they are, or the kind of error by which they say that this tiling has none."""
     result: dict[str, Any] = {}
     for name in names:
@@ -116,20 +141,50 @@ def values(t: Any, names: list[str]) -> dict[str, Any]:
     return result
 
 
+@cache
+def watched(kind: type) -> type:
+    """A dataclass whose objects note in ``seen`` which fields are read."""
+    names = {field.name for field in fields(kind)}
+
+    def get(self: Any, name: str) -> Any:
+        if name in names:
+            object.__getattribute__(self, "seen").add(name)
+        return object.__getattribute__(self, name)
+
+    return type(kind.__name__, (kind,), {"__getattribute__": get, "seen": set()})
+
+
+def reads(t: Any, name: str) -> set[str]:
+    """The fields that a property reads, through others too."""
+    fresh = object.__new__(watched(type(t)))
+    vars(fresh).update({field.name: getattr(t, field.name) for field in fields(t)}, seen=set())
+    values(fresh, [name])
+    return set(vars(fresh)["seen"])
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_properties_read_no_field_but_those_that_they_name(seed: int) -> None:
+    tilings = searched(seed)
+    assert len(tilings) > 10
+    for t in tilings:
+        for name, of in needs(type(t)).items():
+            assert reads(t, name) <= of, (name, t)
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_kept_properties_are_what_they_would_be_anew(seed: int) -> None:
     """Fields take the values that they have in other tilings of the search, one at a time and several."""
     tilings, rng = searched(seed), random.Random(seed)
     kept = 0
-    for t in tilings:
+    for t in rng.sample(tilings, min(len(tilings), 24)):
         names = list(needs(type(t)))
         assert names
+        others = [other for other in tilings if type(other) is type(t)]
         for _ in range(6):
-            others = [other for other in tilings if type(other) is type(t)]
             drawn = rng.sample([field.name for field in fields(t)], rng.choice((1, 1, 2, 4)))
             changes = {name: getattr(rng.choice(others), name) for name in drawn}
             values(t, names)
             made, anew = varied(t, **changes), replace(t, **changes)
             kept += len(vars(made).keys() & set(names))
             assert values(made, names) == values(anew, names), (t, changes)
-    assert kept > 10 * len(tilings)
+    assert kept > 100

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator
-from itertools import islice, product
+from itertools import product
 
 import numpy as np
 import pytest
@@ -333,8 +333,9 @@ def test_every_forward_has_a_choice(p: Problem) -> None:
 
 @pytest.mark.parametrize(("turn", "case"), [pytest.param(i, case, id=case.name) for i, case in enumerate(SUITE)])
 def test_estimates_are_never_below_the_roof(turn: int, case: Case) -> None:
-    """Every other dtype and layout of a layer, by turns."""
-    for p in islice(variants(case.problem), turn % 2, None, 2):
+    """Half of a layer's versions: every dtype, where there are two layouts in each of them by turns."""
+    found = list(variants(case.problem))
+    for p in [p for i, p in enumerate(found) if (i // 2 + i + turn) % 2 == 0] if case.problem.rank > 1 else found:
         choice = direct.choose(p, H200)
         assert isinstance(choice, Choice)
         lanes = 64 if p.dtype == torch.float64 else 128

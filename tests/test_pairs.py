@@ -147,7 +147,7 @@ def case(name: str, precision: Precision) -> Problem:
 
 @pytest.mark.parametrize("precision", ["tf32", "bf16", "fp16"])
 @pytest.mark.parametrize("name", ["unet1", "hifigan", "nnunet"])
-def test_the_engine_takes_it_for_u_nets_and_vocoders(name: str, precision: Precision) -> None:
+def test_it_is_the_fastest_family_for_u_nets_and_vocoders(name: str, precision: Precision) -> None:
     found = families.choose(case(name, precision), H200)
     best = min((c for c in found.values() if not isinstance(c, str)), key=families.weighed)
     assert best.family == "pairs" and 0 < best.seconds < 1e-3

@@ -126,7 +126,7 @@ def case(name: str, precision: Precision) -> Problem:
 
 
 @pytest.mark.parametrize("precision", ["tf32", "bf16", "fp16"])
-def test_the_engine_takes_it_for_a_vocoders_upsampling(precision: Precision) -> None:
+def test_it_is_the_fastest_family_for_a_vocoders_upsampling(precision: Precision) -> None:
     found = families.choose(case("hifigan", precision), H200)
     best = min((c for c in found.values() if not isinstance(c, str)), key=families.weighed)
     assert best.family == "strides" and 0 < best.seconds < 1e-3

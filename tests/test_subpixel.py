@@ -113,7 +113,7 @@ def case(name: str, precision: Precision) -> Problem:
 
 
 @pytest.mark.parametrize("precision", ["tf32", "bf16", "fp16"])
-def test_the_engine_takes_it_for_many_channels(precision: Precision) -> None:
+def test_it_is_the_fastest_family_for_many_channels(precision: Precision) -> None:
     for name in ("unet1", "unet4", "nnunet"):
         found = families.choose(case(name, precision), H200)
         choices = {family: choice for family, choice in found.items() if not isinstance(choice, str)}

@@ -229,7 +229,7 @@ def test_chosen_kernels_compile_without_spills(p: Problem) -> None:
     assert "cp.async.bulk.tensor" in text and jit.serialised(log) is None
 
 
-def test_the_family_is_among_the_engine_s() -> None:
+def test_it_is_among_the_families() -> None:
     p = parse_layer("16,16,3,bias=False", "1x16x8x8x8").with_(precision="tf32")
     assert isinstance(families.choose(p, H200)["sweep"], sweep.Choice)
     assert families.choose(p, H200, general=True)["sweep"] == "a sweep's boxes and tiles go by the rows of one size"

@@ -561,6 +561,20 @@ def test_choices_are_sound(p: Problem, gpu: Gpu) -> None:
         assert part in choice.summary
 
 
+@pytest.mark.parametrize("layout", ["nchw", "channels_last"])
+@pytest.mark.parametrize("general", [False, True])
+def test_what_a_search_leaves_out_is_never_the_best(layout: Layout, general: bool) -> None:
+    for case, dtype in product(SUITE[::9], (torch.float32, torch.bfloat16)):
+        p = case.problem.with_(dtype=dtype, precision="tf32" if dtype is torch.float32 else "bf16", layout=layout)
+        p = p.with_(pass_="grad-weight", bias=False) if p.rank > 1 else p.with_(pass_="grad-weight", layout="nchw")
+        if wgrad.refusal(p, H200):
+            continue
+        for t in list(wgrad.candidates(p, H200, True, True, general=general))[::7]:
+            clocks = wgrad_costs.chunk_clocks(t)
+            least = wgrad_costs.least(t, clocks[0], p, H200)
+            assert 0 < least <= wgrad_costs.whole(t, clocks, p, H200, general=general)[0]
+
+
 @pytest.mark.parametrize("index", range(0, len(SUITE), 6))
 def test_the_same_choice_twice(index: int) -> None:
     """Nothing but the problem and the GPU decides, and a choice can be a key and go to another process."""

@@ -104,7 +104,7 @@ def candidates(
         for (subs, unroll), w_subs in product(_subs(p, cout_g), _w_subs(steps[2]))
     )
     shaped = (
-        settled(varied(taps, sub=sub, tile=tile), *_TAPS, "tile", "planewise") if taps.mb else taps
+        settled(varied(taps, sub=sub, tile=tile), *_TAPS, "tile", "planewise")
         for taps in of_taps
         for sub, tile in tiles
     )

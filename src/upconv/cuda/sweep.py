@@ -32,7 +32,7 @@ from upconv.cuda.packs import PACK_THREADS, Unit, layer_text, run_beside
 from upconv.cuda.tiling import Tiling
 from upconv.cuda.tiling_pixels import MAX_PIXELS
 from upconv.cuda.walks import Walks
-from upconv.derived import derived, derived_from, varied
+from upconv.derived import derived_from, varied
 from upconv.problem import Problem
 
 THREADS = 512
@@ -127,7 +127,7 @@ class Sweep(Walks):
             kernel=(1, *p.kernel[1:]), padding=(0, *p.padding[1:]), output_padding=(0, *p.output_padding[1:])
         )
 
-    @derived
+    @derived_from("problem", "slots", "tile", "chunk", "classes", "stages_p", "stages_s")
     def pixels(self) -> Tiling:
         """The tiling of a tile's pixels; its M means nothing."""
         return varied(self._chunk_pixels, stages_p=self.stages_p, stages_s=self.stages_s)

@@ -303,7 +303,9 @@ def block_seconds(gpu: Gpu) -> float:
 
 
 def least(t: AnyTiling, clocks: float, p: Problem, gpu: Gpu) -> float:
-    """Seconds that `whole` is never below: those of all chunks spread evenly, and a bit less for roundings."""
+    """Seconds that `whole` is never below, since no constant of `Ends` is negative: those of all chunks spread evenly,
+    and a bit less for roundings.
+    """
     return t.tiles * chunks_of(t, p) * clocks / (gpu.multiprocessors * gpu.clock) * (1.0 - 1e-9)
 
 
