@@ -355,7 +355,7 @@ def test_far_taps_with_unrolled_rows() -> None:
             layout=rng.choice(("nchw", "channels_last")),
         )
         tiling = Tiling(p, (1, 64), (1, 1, 2, 64), 0, 8, unroll=(1, rng.choice((2, 3)), 1), stages_s=2, run_groups=1)
-        rows = tiling.rows[1][0]
+        rows = tiling.rows[1]
         if len(rows) < rows[-1] - rows[0] + 1:
             assert tiling.in_steps[1] > 1
             check(tiling, p, done)

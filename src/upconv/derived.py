@@ -8,7 +8,7 @@ standard library has for this takes most of that time (NOTES: 132 problems of Ke
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import fields
 from functools import cache
 from typing import Any, Generic, TypeVar, overload
@@ -24,10 +24,9 @@ class derived(Generic[T]):
     effects may be one. ``super().x`` is to be returned as it is: it is kept under the same name.
     """
 
-    def __init__(self, find: Callable[[Any], T]) -> None:
+    def __init__(self, find: Callable[[Any], T], needs: Iterable[str] = (), ignores: Iterable[str] = ()) -> None:
         self.find = find
-        self.needs: frozenset[str] = frozenset()
-        self.ignores: frozenset[str] = frozenset()
+        self.needs, self.ignores = frozenset(needs), frozenset(ignores)
         self.__doc__ = find.__doc__
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -50,26 +49,15 @@ def derived_from(*names: str) -> Callable[[Callable[[Any], T]], derived[T]]:
     Of a property that subclasses define anew the last definition counts; nor may what one reads be defined anew so that
     it needs more fields. `tests/test_derived.py` watches what properties read.
     """
-
-    def decorated(find: Callable[[Any], T]) -> derived[T]:
-        made = derived(find)
-        made.needs = frozenset(names)
-        return made
-
-    return decorated
+    return lambda find: derived(find, needs=names)
 
 
 def derived_without(*names: str) -> Callable[[Callable[[Any], T]], derived[T]]:
     """As `derived_from`, from all fields but these; the dataclass need not have them."""
-
-    def decorated(find: Callable[[Any], T]) -> derived[T]:
-        made = derived(find)
-        made.ignores = frozenset(names)
-        return made
-
-    return decorated
+    return lambda find: derived(find, ignores=names)
 
 
+@cache
 def _fields(kind: Any) -> tuple[str, ...]:
     return tuple(field.name for field in fields(kind))
 
@@ -91,8 +79,12 @@ def needs(kind: Any) -> dict[str, frozenset[str]]:
     return {name: of for name, of in found.items() if of != names}
 
 
-_KINDS: dict[type, tuple[tuple[str, ...], dict[frozenset[str], tuple[str, ...]]]] = {}
-"""Of a dataclass the names of its fields, and those of the properties that stay where some of them change."""
+@cache
+def _lasting(kind: Any, changed: frozenset[str]) -> tuple[str, ...]:
+    """Of a dataclass its properties that stay where these fields change."""
+    if unknown := sorted(changed.difference(_fields(kind))):
+        raise TypeError(f"{kind.__name__} has no field {unknown[0]!r}")
+    return tuple(name for name, of_fields in needs(kind).items() if of_fields.isdisjoint(changed))
 
 
 def varied(of: D, **changes: Any) -> D:
@@ -102,19 +94,12 @@ def varied(of: D, **changes: Any) -> D:
         TypeError: there is no field of that name.
     """
     kind: Any = type(of)
-    if kind not in _KINDS:
-        _KINDS[kind] = _fields(kind), {}
-    names, lasting = _KINDS[kind]
-    changed = frozenset(changes)
-    if changed not in lasting:
-        if unknown := sorted(changed.difference(names)):
-            raise TypeError(f"{kind.__name__} has no field {unknown[0]!r}")
-        lasting[changed] = tuple(name for name, of_fields in needs(kind).items() if of_fields.isdisjoint(changed))
+    lasting = _lasting(kind, frozenset(changes))
     old, made = of.__dict__, object.__new__(kind)
     new = made.__dict__
-    for name in names:
+    for name in _fields(kind):
         new[name] = old[name]
-    for name in lasting[changed]:
+    for name in lasting:
         if name in old:
             new[name] = old[name]
     new.update(changes)

@@ -194,7 +194,7 @@ class Tiling(TiledWeights):
         entries, variants = self._multiplied.total, len(self.variants)
         of_entries = entries * (4 + 2 * self.subs + (1 if self.planewise else 0))
         of_variants = variants * (4 * (self.mb + 1) + 8 + 4 * self.subs + 2 + 2)
-        rows, bare = sum(len(axis[0]) for axis in self.rows), sum(map(len, self.bare))
+        rows, bare = sum(self.row_counts), sum(map(len, self.bare))
         return of_entries + of_variants + 4 * rows + 8 * bare + 12 * len(self.planes) + 256
 
     # --- the kernel's macros -----------------------------------------------------------------------------------------
@@ -216,7 +216,7 @@ class Tiling(TiledWeights):
             for block in blocks:
                 begin += len(block)
                 bounds.append(begin)
-        (rows_d, step_d, _), (rows_h, step_h, _) = self.rows
+        (rows_d, rows_h), (step_d, step_h) = self.rows, self.row_steps
         stretches = self.stretches
         numbers = {first: i for i, first in enumerate(dict.fromkeys(first for first, _ in stretches))}
         alignment = self.vec

@@ -261,10 +261,15 @@ class TiledPixels:
         return tuple(result)
 
     @of_pixels
+    def _held(self) -> tuple[tuple[tuple[int, ...], int, int], ...]:
+        """The `bands` that the tile's rows are: where bands are boxes of their own, the first."""
+        return tuple((firsts[:1] if self.strided_box else firsts, count, apart) for firsts, count, apart in self.bands)
+
+    @of_pixels
     def row_counts(self) -> tuple[int, int]:
-        """Rows of the tile along D and H; where bands are boxes of their own, of the first."""
-        (d, rows_d, _), (h, rows_h, _) = self.bands
-        return (rows_d, rows_h) if self.strided_box else (len(d) * rows_d, len(h) * rows_h)
+        """Rows of the tile along D and H."""
+        (d, rows_d, _), (h, rows_h, _) = self._held
+        return len(d) * rows_d, len(h) * rows_h
 
     @of_pixels
     def row_steps(self) -> tuple[int, int]:
@@ -272,30 +277,30 @@ class TiledPixels:
         (_, _, apart_d), (_, _, apart_h) = self.bands
         return self.in_steps[0] // apart_d, self.in_steps[1] // apart_h
 
-    @of_pixels
-    def rows(self) -> tuple[tuple[tuple[int, ...], int, dict[int, int]], ...]:
-        """For D and H: (input offset of each row of the tile, rows from q to q + 1, first row of each tap offset).
+    @property
+    def rows(self) -> tuple[tuple[int, ...], ...]:
+        """For D and H the input offset of each row of the tile."""
+        return tuple(
+            tuple(first + i * apart for first in firsts for i in range(count)) for firsts, count, apart in self._held
+        )
 
-        Where bands are boxes of their own, these are the rows of the first.
-        """
+    @of_pixels
+    def first_rows(self) -> tuple[dict[int, int], ...]:
+        """For D and H the first row of each tap offset."""
         result = []
         for axis, (firsts, count, apart) in enumerate(self.bands):
             first = {}
             for off in self.offsets[axis]:
                 band = self.band_of(axis, off)
                 first[off] = (off - firsts[band]) // apart + (0 if self.strided_box else band * count)
-            held = firsts[:1] if self.strided_box else firsts
-            rows = tuple(off + i * apart for off in held for i in range(count))
-            result.append((rows, self.in_steps[axis] // apart, first))
+            result.append(first)
         return tuple(result)
 
     @of_pixels
     def reach(self) -> int:
         """The farthest input offset of a row."""
         return max(
-            max(abs(first), abs(first + (count - 1) * apart))
-            for firsts, count, apart in self.bands
-            for first in (firsts[:1] if self.strided_box else firsts)
+            max(abs(first), abs(first + (count - 1) * apart)) for firsts, count, apart in self._held for first in firsts
         )
 
     def band_of(self, axis: int, offset: int) -> int:
@@ -360,7 +365,7 @@ class TiledPixels:
     def shift(self, offsets: Triple) -> int:
         """A tap's shift in pixel rows."""
         column = offsets[2] - self.first_w
-        row = self.rows[0][2][offsets[0]] * len(self.rows[1][0]) + self.rows[1][2][offsets[1]]
+        row = self.first_rows[0][offsets[0]] * self.row_counts[1] + self.first_rows[1][offsets[1]]
         return row * self.pitch + self.plane_of(offsets) * self.plane_pitch + column // self.in_steps[2]
 
     def plane_of(self, offsets: Triple) -> int:
