@@ -29,6 +29,9 @@ class Planned(Protocol):
 
 P = TypeVar("P", bound=Planned)
 
+Replay = Callable[[Tensor, Tensor, "Tensor | None"], "Tensor | None"]
+"""The recorded result for an input, a weight and a bias, or None where it is to be computed in another way."""
+
 MOST = 4096
 """Weights that are remembered."""
 MOST_CALLS = 3
@@ -70,7 +73,7 @@ class Call(Generic[P]):
 
     __slots__ = (
         "_arguments", "_check", "_kind", "_last", "_precision", "_unbiased", "autocast", "differentiable", "made",
-        "plan",
+        "on_cuda", "plan", "replay",
     )  # fmt: skip
 
     def __init__(
@@ -87,6 +90,9 @@ class Call(Generic[P]):
         self.plan, self.made = plan, made
         self.differentiable = any(t.requires_grad for t in tensors)
         """Whether an operand requires a gradient."""
+        self.on_cuda = input.is_cuda
+        self.replay: Replay | None = None
+        """What is asked first where gradients are recorded."""
         self._kind = "cuda" if input.is_cuda else "cpu"
         self.autocast = dtype if torch.is_autocast_enabled(self._kind) else None
         """What autocast turns the input into; None where it is off."""
@@ -175,10 +181,12 @@ def remember(
     dtype: torch.dtype,
     *arguments: Any,
     among: dict[int, Seen[P]] = seen,
+    replayed: Callable[[Call[P]], Replay | None] = lambda call: None,
 ) -> None:
     """Notes a call that found its plan by its description; of the second in turn with a plan, its guards too.
 
-    ``dtype`` is what the call computes in, ``arguments`` the rank and its other arguments, ``among`` where it is noted.
+    ``dtype`` is what the call computes in, ``arguments`` the rank and its other arguments, ``among`` where it is noted,
+    ``replayed`` gives the call's `Call.replay`.
     """
     if _GUARDS is None or _function_stack() or any(type(a) not in _IMMUTABLE for a in arguments):
         return
@@ -197,4 +205,6 @@ def remember(
     if made >= MOST_GUARDS:
         return
     others = tuple(call for call in known.calls if call.plan is not plan)[: MOST_CALLS - 1]
-    known.calls = (Call(plan, input, weight, bias, dtype, arguments, made + 1), *others)
+    call = Call(plan, input, weight, bias, dtype, arguments, made + 1)
+    call.replay = replayed(call)
+    known.calls = (call, *others)

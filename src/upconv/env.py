@@ -188,6 +188,12 @@ def _compiler() -> Value:
     return jit.unavailable() or "available"
 
 
+def _native() -> Value:
+    from upconv.cuda import native
+
+    return native.state()
+
+
 def report() -> dict[str, dict[str, object]]:
     """Everything that ``upconv env`` prints, as JSON can hold it."""
     return {
@@ -199,6 +205,7 @@ def report() -> dict[str, dict[str, object]]:
                     "commit": commit,
                     "package": lambda: str(_package_folder()),
                     "cuda_compiler": _compiler,
+                    "native_host": _native,
                 }
             )
         },

@@ -28,7 +28,7 @@ from torch.nn import Parameter
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
-from upconv import calls, cpu, planner
+from upconv import calls, cpu, planner, replays
 from upconv.cuda import engine
 from upconv.planner import Plan
 from upconv.problem import PRECISIONS, Layout, Pass, Precision, Problem, is_channels_last
@@ -58,9 +58,14 @@ def conv_transpose(
         calls.seen, rank, input, weight, bias, stride, padding, output_padding, groups, dilation
     )  # fmt: skip
     if known is not None:
+        recorded = known.differentiable and torch.is_grad_enabled()
+        if recorded and known.replay is not None and not engine._collectors:
+            replayed = known.replay(input, weight, bias)
+            if replayed is not None:
+                return replayed
         if known.autocast is not None:
             input = input.to(known.autocast)
-        if known.differentiable and torch.is_grad_enabled():
+        if recorded:
             found: Tensor = _apply(input, weight, bias, known.plan)
             return found
         return engine.forward(known.plan, input, weight, bias)
@@ -81,7 +86,8 @@ def conv_transpose(
     own = weight is given[1] and bias is given[2]  # not autocast's copies
     batched = input.dim() == rank + 2
     if own and batched and plan.choice is not None and not _doubtful(plan.problem, "cuda"):
-        calls.remember(plan, *given, input.dtype, rank, stride, padding, output_padding, groups, dilation)
+        arguments = rank, stride, padding, output_padding, groups, dilation
+        calls.remember(plan, *given, input.dtype, *arguments, replayed=_replayed)
     x = input if batched else input.unsqueeze(0)
     differentiable = input.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     if differentiable and torch.is_grad_enabled():
@@ -442,16 +448,34 @@ class _ConvTranspose(torch.autograd.Function):
     @_uncast
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         input, weight = ctx.saved_tensors
-        mask = _asked(ctx)
-        if not torch.is_grad_enabled() or _batched(grad, input, weight):
-            return (*_gradients(ctx.plan, grad, input, weight, mask, keep=not ctx.needs_input_grad[1]), None)
-        rounded = weight.to(input.dtype)
-        return (
-            _GradInput.apply(grad, rounded, input, ctx.plan) if mask[0] else None,
-            _GradWeight.apply(input, grad, rounded, ctx.plan).to(weight.dtype) if mask[1] else None,
-            grad.sum((0, *range(2, grad.dim())), dtype=weight.dtype) if mask[2] else None,
-            None,
-        )
+        return (*_backward_of(ctx.plan, grad, input, weight, _asked(ctx), not ctx.needs_input_grad[1]), None)
+
+
+def _backward_of(
+    plan: Plan, grad: Tensor, input: Tensor, weight: Tensor, mask: Sequence[bool], keep: bool
+) -> Gradients:
+    """The gradients that ``mask`` asks for, recorded where gradients are; ``keep``: as for `_forward`."""
+    if not torch.is_grad_enabled() or _batched(grad, input, weight):
+        return _gradients(plan, grad, input, weight, mask, keep)
+    rounded = weight.to(input.dtype)
+    return (
+        _GradInput.apply(grad, rounded, input, plan) if mask[0] else None,
+        _GradWeight.apply(input, grad, rounded, plan).to(weight.dtype) if mask[1] else None,
+        grad.sum((0, *range(2, grad.dim())), dtype=weight.dtype) if mask[2] else None,
+    )
+
+
+def _replayed(call: calls.Call[Plan]) -> calls.Replay | None:
+    """What replays a call's passes once they are recorded (`upconv.replays`)."""
+    return replays.of(call, _native_backward) if call.plan.backward == planner.FAMILIES else None
+
+
+def _native_backward(plan: Plan, grad: Tensor, input: Tensor, weight: Tensor, mask: Sequence[bool]) -> Gradients:
+    """`_backward_of`, as `_uncast` has a backward run."""
+    if torch.is_autocast_enabled("cuda"):
+        with torch.autocast("cuda", enabled=False):
+            return _backward_of(plan, grad, input, weight, mask, keep=False)
+    return _backward_of(plan, grad, input, weight, mask, keep=False)
 
 
 # What ``Function.apply`` comes to where no functorch transform is active (`conv_transpose` knows that none is), without

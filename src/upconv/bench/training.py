@@ -23,6 +23,7 @@ import upconv
 from upconv.bench import latency, timing
 from upconv.bench.latency import Latency, Value
 from upconv.bench.timing import Repeats
+from upconv.cuda import native
 
 Side = Literal["ours", "convolutions", "torch", "compile"]
 OURS: tuple[Side, ...] = ("ours", "convolutions")
@@ -262,6 +263,8 @@ def measure(
         progress: hears of each case and side as it begins.
     """
     every = cases() if todo is None else todo
+    if device.type == "cuda":
+        native.wait()  # a training run has it from its first half a minute on
     rows = [_row(case, device, repeats, autocast, compiled, progress) for case in every for autocast in (False, True)]
     return latency._report("training", device, "whole training steps", rows)
 

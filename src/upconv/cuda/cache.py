@@ -2,7 +2,8 @@
 
 An entry is ``<key>.cubin``: the cubin, JSON that describes it (key, target, label, macros, NVRTC version, seconds), the
 JSON's length, a digest of both and a mark. So an entry is published by a single ``os.replace``, and tools for cubins
-still read it. ``<key>.cu`` beside it is the source, for people.
+still read it. ``<key>.cu`` beside it is the source, for people. ``<key>.so`` is a library for the host, sealed alike
+(`library`).
 
 ``UPCONV_CACHE_DIR`` names the directory; else it is ``$XDG_CACHE_HOME/upconv`` or ``~/.cache/upconv``.
 ``UPCONV_CACHE=off`` keeps kernels in memory only.
@@ -20,6 +21,7 @@ import tempfile
 import threading
 import time
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -196,6 +198,62 @@ def keep_source(key: str, source: str) -> Path | None:
     return path
 
 
+# --- libraries for the host ------------------------------------------------------------------------------------------
+
+_LIBRARY_TAIL = struct.Struct("<32s8s")
+_LIBRARY_MARK = b"upconvso"
+
+
+def library(key: str) -> Path | None:
+    """The library kept under ``key``, whole as it was written; a bad one is deleted. None when there is none."""
+    folder = _usable(create=False)
+    if folder is None:
+        return None
+    path = folder / f"{key}.so"
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return None
+    end = len(data) - _LIBRARY_TAIL.size
+    if end > 0 and data[end:] == _LIBRARY_TAIL.pack(hashlib.sha256(data[:end]).digest(), _LIBRARY_MARK):
+        return path
+    with contextlib.suppress(OSError):
+        path.unlink()
+    return None
+
+
+def keep_library(key: str, data: bytes) -> Path | None:
+    """Publishes a library (what loads it does not mind the seal behind it); its path, or None without a directory."""
+    folder = _usable(create=True)
+    if folder is None:
+        return None
+    _sweep(folder)
+    path = folder / f"{key}.so"
+    try:
+        _publish(path, data + _LIBRARY_TAIL.pack(hashlib.sha256(data).digest(), _LIBRARY_MARK))
+    except OSError as error:
+        _warn(folder, _cause(error))
+        return None
+    return path
+
+
+@contextlib.contextmanager
+def alone(key: str) -> Iterator[None]:
+    """Within it no other process of this machine is, for the same key; where files cannot be locked, others may be.
+
+    The lock ends with the process that holds it.
+    """
+    folder = _usable(create=True)
+    with contextlib.ExitStack() as held:
+        with contextlib.suppress(OSError, ImportError):
+            import fcntl
+
+            if folder is not None:
+                file = held.enter_context(open(folder / f".{key}.lock", "w"))
+                fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 def _publish(path: Path, data: bytes) -> None:
     descriptor, temporary = tempfile.mkstemp(prefix=".", suffix=".tmp", dir=path.parent)
     try:
@@ -242,13 +300,13 @@ class Contents:
 
 
 def _files(folder: Path) -> list[Path]:
-    """The files that are ours by their names: entries, sources and temporary files."""
+    """The files that are ours by their names: entries, sources, libraries, locks and temporary files."""
     digits = set("0123456789abcdef")
 
     def ours(path: Path) -> bool:
-        if path.suffix == ".tmp":
+        if path.suffix in (".tmp", ".lock"):
             return path.name.startswith(".")
-        return path.suffix in (".cubin", ".cu") and len(path.stem) == 64 and set(path.stem) <= digits
+        return path.suffix in (".cubin", ".cu", ".so") and len(path.stem) == 64 and set(path.stem) <= digits
 
     return sorted(path for path in folder.iterdir() if ours(path))
 

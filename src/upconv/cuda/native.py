@@ -1,0 +1,214 @@
+"""The module that replays tapes (``native.cpp``): compiled once by the machine's C++ compiler, in the background.
+
+A training step of a small model waits for its host, and there a layer in Python costs more than its kernels. The same
+in C++ needs a C++ compiler and Python's headers, as ``torch.compile`` does; PyTorch brings the rest. Where they are
+missing, or where ``UPCONV_NATIVE=off``, everything runs in Python as before.
+
+The library is kept beside the compiled kernels (`upconv.cuda.cache`), for this PyTorch and this Python. Nothing waits
+for its compilation, which takes 15 to 30 s of one core, but `wait`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import sysconfig
+import tempfile
+import threading
+from collections.abc import Iterator
+from importlib.machinery import ExtensionFileLoader
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from upconv.cuda import cache
+from upconv.cuda.jit import _tell
+
+_NAME = "upconv_native"
+_SOURCE = Path(__file__).with_name("native.cpp")
+_FLAGS = ("-O1", "-std=c++20", "-shared", "-fPIC", "-fvisibility=hidden", "-w")
+_LIBRARIES = ("torch_python", "torch_cpu", "c10")
+_FUNCTIONS = (
+    "cuLaunchKernel", "cuLaunchCooperativeKernel", "cuLaunchKernelEx", "cuStreamIsCapturing", "cuCtxSetCurrent",
+)  # fmt: skip
+
+_lock = threading.Lock()
+_done = threading.Event()
+_builder: threading.Thread | None = None
+_module: Any = None
+_reason = "not needed yet"
+_child: subprocess.Popen[bytes] | None = None
+
+
+def off() -> str | None:
+    """Why this process compiles nothing: a sentence; None where it may."""
+    if os.environ.get("UPCONV_NATIVE", "").lower() in ("off", "0", "no", "false"):
+        return "UPCONV_NATIVE is off"
+    if os.name != "posix":
+        return "it is compiled on POSIX systems alone"
+    if compiler() is None:
+        return "there is no C++ compiler (CXX, c++, g++ or clang++)"
+    if not (_python_headers() / "Python.h").exists():
+        return f"Python's headers are not in {_python_headers()}"
+    return None
+
+
+def compiler() -> str | None:
+    """The C++ compiler: ``CXX``, or the first of the usual names that is there."""
+    return next(filter(None, map(shutil.which, (os.environ.get("CXX", ""), "c++", "g++", "clang++"))), None)
+
+
+def module() -> Any:
+    """The module with its ``Layer``, or None while there is none; the first call has it loaded or compiled."""
+    if _module is None and _builder is None:
+        _start()
+    return _module
+
+
+def hopeless() -> bool:
+    """Whether there will be no module in this process."""
+    return _done.is_set() and _module is None
+
+
+def wait(seconds: float | None = None) -> Any:
+    """`module`, but waits until it is there, or is known not to come, or for so many seconds."""
+    if module() is None:
+        _done.wait(seconds)
+    return _module
+
+
+def state() -> str:
+    """What to tell people: ``loaded``, or why there is none."""
+    return "loaded" if _module is not None else (off() if _builder is None else None) or _reason
+
+
+def _start() -> None:
+    global _builder, _reason
+    with _lock:
+        if _builder is not None:
+            return
+        _reason = "is being compiled"
+        _builder = threading.Thread(target=_build, name="upconv-native", daemon=True)
+        _builder.start()
+
+
+def _build() -> None:
+    global _module, _reason
+    try:
+        reason = off()
+        if reason is None:
+            _module = found()
+        else:
+            _reason = reason
+    except Exception as error:  # whatever is wrong with a compiler, Python is there
+        _reason = " ".join(f"{type(error).__name__}: {error}".split())[:2000]
+    finally:
+        _done.set()
+        _tell(f"native: {state()}")
+
+
+def found() -> Any:
+    """The library from the cache, or compiled, and loaded.
+
+    Errors: RuntimeError with the compiler's last lines; OSError; ImportError for a library that cannot be loaded.
+    """
+    key = _key()
+    path = cache.library(key)
+    if path is not None:
+        with contextlib.suppress(ImportError):
+            return _load(path)
+    with cache.alone(key):  # of the processes of this machine that want it one compiles
+        path = cache.library(key)
+        if path is None:
+            data = _compiled()
+            path = cache.keep_library(key, data)
+            if path is None:
+                with _temporary(data) as path:
+                    return _load(path)
+        return _load(path)
+
+
+def _key() -> str:
+    parts = (
+        _SOURCE.read_text(), torch.__version__, str(torch.version.git_version), str(sysconfig.get_config_var("SOABI")),
+        platform.machine(), *_FLAGS,
+    )  # fmt: skip
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def _python_headers() -> Path:
+    return Path(sysconfig.get_paths()["include"])
+
+
+def command(out: Path) -> list[str]:
+    """How the library is compiled."""
+    torch_folder = Path(torch.__file__).parent
+    include, libraries = torch_folder / "include", torch_folder / "lib"
+    folders = (include, include / "torch" / "csrc" / "api" / "include", _python_headers())
+    nice = shutil.which("nice")
+    return [
+        *([nice, "-n", "19"] if nice else []),
+        compiler() or "c++",
+        *_FLAGS,
+        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
+        *(f"-I{folder}" for folder in folders),
+        str(_SOURCE),
+        "-o",
+        str(out),
+        f"-L{libraries}",
+        *(f"-l{name}" for name in _LIBRARIES),
+    ]
+
+
+def _compiled() -> bytes:
+    """The library, by a compiler that ends with this process."""
+    global _child
+    with tempfile.TemporaryDirectory(prefix="upconv-") as folder:
+        out = Path(folder) / f"{_NAME}.so"
+        _tell(f"compiling {_SOURCE.name} with {compiler()}")
+        child = _child = subprocess.Popen(
+            command(out), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        text, _ = child.communicate()
+        _child = None
+        if child.returncode:
+            last = text.decode(errors="replace").strip().splitlines()[-5:]
+            raise RuntimeError(f"{compiler()} returned {child.returncode}: {' '.join(last)}")
+        return out.read_bytes()
+
+
+@atexit.register
+def _stop() -> None:
+    child = _child
+    if child is not None and child.poll() is None:
+        with contextlib.suppress(OSError):
+            os.killpg(child.pid, signal.SIGTERM)
+
+
+@contextlib.contextmanager
+def _temporary(data: bytes) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="upconv-") as folder:
+        path = Path(folder) / f"{_NAME}.so"
+        path.write_bytes(data)
+        yield path
+
+
+def _load(path: Path) -> ModuleType:
+    spec = spec_from_file_location(_NAME, path, loader=ExtensionFileLoader(_NAME, str(path)))
+    assert spec is not None and spec.loader is not None
+    loaded = module_from_spec(spec)
+    spec.loader.exec_module(loaded)
+    with contextlib.suppress(OSError):  # no driver: a test's
+        driver = ctypes.CDLL("libcuda.so.1")
+        loaded.set_driver(*(ctypes.cast(getattr(driver, name), ctypes.c_void_p).value for name in _FUNCTIONS))
+    return loaded
