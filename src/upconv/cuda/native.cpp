@@ -214,6 +214,15 @@ class Tape {
   }
 };
 
+struct Gil {
+  const PyGILState_STATE state = PyGILState_Ensure();
+  ~Gil() { PyGILState_Release(state); }
+};
+struct NoGil {
+  PyThreadState* const state = PyEval_SaveThread();
+  ~NoGil() { PyEval_RestoreThread(state); }
+};
+
 // --- layers ----------------------------------------------------------------------------------------------------------
 
 // Where gradients are not plain: under modes and transforms, which PyTorch dispatches for.
@@ -247,7 +256,7 @@ class Layer : public torch::CustomClassHolder {
 #else
     if (_Py_IsFinalizing()) return;
 #endif
-    pybind11::gil_scoped_acquire gil;
+    Gil gil;
     Py_DECREF(call_back);
   }
 
@@ -339,7 +348,7 @@ static std::shared_ptr<Tape> tape_of(PyObject* bytes) {
 // The gradients by Python, which may record them in a graph.
 static variable_list call_back(
     Layer& layer, const Tensor& grad, const Tensor& input, const Tensor& weight, int mask, bool plain) {
-  pybind11::gil_scoped_acquire gil;
+  Gil gil;
   auto wrapped = [](const Tensor& t) { return pybind11::reinterpret_steal<pybind11::object>(THPVariable_Wrap(t)); };
   auto given = std::array{wrapped(grad), wrapped(input), wrapped(weight)};
   auto found = pybind11::reinterpret_steal<pybind11::object>(PyObject_CallFunction(
@@ -439,7 +448,7 @@ static PyObject* forward(PyObject* self, PyObject* const* arguments, Py_ssize_t 
   if (arguments[2] != Py_None) bias = THPVariable_Unpack(arguments[2]);
   std::optional<Tensor> out;
   {
-    pybind11::gil_scoped_release released;
+    NoGil released;
     if (layer.autocast >= 0) input = input.to(static_cast<at::ScalarType>(layer.autocast));
     auto found = layer.replay(*layer.forward, {input, weight, bias.value_or(Tensor())}, -1);
     if (found) {

@@ -144,7 +144,7 @@ class _Dry(TorchDispatchMode):
         self.steps: list[Step] = []
         self._made: list[Tensor] = []  # alive, so that no two are one object
         self._zeros: dict[int, int] = {}
-        self.operands = [None if t is None else self._buffer(i, t) for i, t in enumerate(operands)]
+        self.operands = [None if t is None else self._buffer(_lying(i, t)) for i, t in enumerate(operands)]
 
     def run(self, run: Pass) -> tuple[int | None, ...]:
         """The buffers of the results."""
@@ -152,13 +152,11 @@ class _Dry(TorchDispatchMode):
             found = run(self.operands)  # type: ignore[arg-type]
         return tuple(None if t is None else self._whole(t) for t in found)
 
-    def _buffer(self, kind: int, like: Tensor) -> Tensor:
-        sizes, strides = tuple(like.shape), tuple(like.stride())
-        buffer = Buffer(kind, like.dtype, sizes, strides)
+    def _buffer(self, buffer: Buffer) -> Tensor:
         address, self._next = self._next, self._next + _up(buffer.bytes) + self._extra
         self.buffers.append(buffer)
         self.addresses.append(address)
-        made = self._blob(self._like, address, sizes, strides, like.dtype)
+        made = self._blob(self._like, address, buffer.sizes, buffer.strides, buffer.dtype)
         self._made.append(made)
         return made
 
@@ -180,7 +178,7 @@ class _Dry(TorchDispatchMode):
             raise NoTape(f"it calls {function}")
         if function is not _SUM:
             kwargs = {**kwargs, "device": torch.device("meta")}
-        made = self._buffer(MADE, function(*map(_meta, args), **kwargs))
+        made = self._buffer(_lying(MADE, function(*map(_meta, args), **kwargs)))
         if function is _SUM:
             dims = [d % args[0].dim() for d in args[1]]
             if sorted(dims) != [d for d in range(args[0].dim()) if d != 1] or (len(args) > 2 and args[2]):
@@ -202,8 +200,12 @@ class _Dry(TorchDispatchMode):
         found = self._zeros.get(id(counters))
         if found is None:
             found = self._zeros[id(counters)] = len(self.buffers)
-            self._buffer(ZEROS, torch.empty(words, dtype=torch.int32, device="meta"))
+            self._buffer(Buffer(ZEROS, torch.int32, (words,), (1,)))
         return self.addresses[found]
+
+
+def _lying(kind: int, like: Tensor) -> Buffer:
+    return Buffer(kind, like.dtype, tuple(like.shape), tuple(like.stride()))
 
 
 def _up(size: int) -> int:
