@@ -14,6 +14,7 @@ never by timing. The forward and the gradients are chosen one by one, by the sam
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from upconv import calls, cpu, ops, planner
+from upconv import calls, cpu, ops, planner, replays
 from upconv.cuda import engine
 from upconv.cuda.families import weighed
 from upconv.cuda.gpu import Gpu
@@ -112,9 +113,14 @@ def convolution(
     """
     known = calls.recognised(_seen, rank, input, weight, bias, stride, padding, 0, 1, dilation)
     if known is not None:
+        recorded = known.differentiable and torch.is_grad_enabled()
+        if recorded and known.replay is not None and not engine._collectors:
+            replayed = known.replay(input, weight, bias)
+            if replayed is not None:
+                return replayed
         if known.autocast is not None:
             input = input.to(known.autocast)
-        if known.differentiable and torch.is_grad_enabled():
+        if recorded:
             found: Tensor = _apply(input, weight, bias, known.plan)
             return found
         return _forward(known.plan, input, weight, bias)
@@ -133,7 +139,8 @@ def convolution(
         input, weight, bias = ops._autocast(input, weight, bias, rounding=True)
     own = weight is given[1] and bias is given[2]
     if own:
-        calls.remember(chosen, *given, input.dtype, rank, stride, padding, 0, 1, dilation, among=_seen)
+        arguments = rank, stride, padding, 0, 1, dilation
+        calls.remember(chosen, *given, input.dtype, *arguments, among=_seen, replayed=_replayed)
     if recorded:
         out: Tensor = _apply(*(t if t is None else ops._unwrap(t) for t in (input, weight, bias)), chosen)
         return out
@@ -374,27 +381,63 @@ class _Convolution(torch.autograd.Function):
     @ops._uncast
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         input, weight = ctx.saved_tensors
-        c: Convolution = ctx.chosen
-        mask = ops._asked(ctx)
-        if torch.is_grad_enabled() or ops._batched(grad, input, weight):
-            rounded = weight.to(input.dtype)
-            return (
-                ops._unbiased(c.plan, grad, rounded) if mask[0] else None,
-                ops._for_weight(c.plan, grad, input, rounded) if mask[1] else None,
-                grad.sum((0, *range(2, grad.dim())), dtype=weight.dtype) if mask[2] else None,
-                None,
-            )
-        grad = grad.contiguous(memory_format=c.format)  # once for both
-        theirs = mask[0] and not c.for_input, mask[1] and not c.for_weight, False
-        found = _theirs(c, grad, input, weight, theirs) if any(theirs) else (None, None, None)
-        for_input, for_weight, for_bias = found
-        if mask[1] and c.for_weight:
-            for_weight = engine.gradients(c.plan, input, grad, weight, (False, True, False))[1]
-        if mask[0] and c.for_input:
-            for_input = engine.forward(c.plan, grad, weight, None, not ctx.needs_input_grad[1])
-        if mask[2]:
-            for_bias = engine.gradients(c.sums, grad, input, weight, (False, False, True))[2]
-        return for_input, for_weight, for_bias, None
+        keep = not ctx.needs_input_grad[1]
+        return (*_backward_of(ctx.chosen, grad, input, weight, ops._asked(ctx), keep), None)
+
+
+def _backward_of(
+    c: Convolution, grad: Tensor, x: Tensor, weight: Tensor, mask: Sequence[bool], keep: bool = False
+) -> ops.Gradients:
+    """The gradients that ``mask`` asks for, recorded where gradients are; ``keep``: as for `engine.forward`."""
+    if torch.is_grad_enabled() or ops._batched(grad, x, weight):
+        rounded = weight.to(x.dtype)
+        return (
+            ops._unbiased(c.plan, grad, rounded) if mask[0] else None,
+            ops._for_weight(c.plan, grad, x, rounded) if mask[1] else None,
+            grad.sum((0, *range(2, grad.dim())), dtype=weight.dtype) if mask[2] else None,
+        )
+    return _gradients(c, grad.contiguous(memory_format=c.format), x, weight, mask, keep)  # once for both
+
+
+def _gradients(
+    c: Convolution, grad: Tensor, x: Tensor, weight: Tensor, mask: Sequence[bool], keep: bool = False
+) -> ops.Gradients:
+    theirs = mask[0] and not c.for_input, mask[1] and not c.for_weight, False
+    found = _theirs(c, grad, x, weight, theirs) if any(theirs) else (None, None, None)
+    for_input, for_weight, for_bias = found
+    if mask[1] and c.for_weight:
+        for_weight = engine.gradients(c.plan, x, grad, weight, (False, True, False))[1]
+    if mask[0] and c.for_input:
+        for_input = engine.forward(c.plan, grad, weight, None, keep)
+    if mask[2]:
+        for_bias = engine.gradients(c.sums, grad, x, weight, (False, False, True))[2]
+    return for_input, for_weight, for_bias
+
+
+class _Passes:
+    """A convolution's, to be replayed (`upconv.replays`)."""
+
+    def __init__(self, c: Convolution) -> None:
+        self.plan, self._c = c.plan, c
+        self.result = c.problem.input_shape
+
+    def loaded(self, index: int) -> bool:
+        found = self.plan.gradient_runners.get(index)
+        return self._c.for_output and found is not None and "input" in vars(found)
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return engine.convolution(self.plan, x, weight, bias, keep=False)
+
+    def gradients(self, grad: Tensor, x: Tensor, weight: Tensor, mask: Sequence[bool]) -> ops.Gradients:
+        return _gradients(self._c, grad, x, weight, mask)
+
+    def backward(self, grad: Tensor, x: Tensor, weight: Tensor, mask: Sequence[bool]) -> ops.Gradients:
+        with ops._uncasting(grad):
+            return _backward_of(self._c, grad, x, weight, mask)
+
+
+def _replayed(call: calls.Call[Convolution]) -> calls.Replay | None:
+    return replays.of(call, _Passes(call.plan))
 
 
 _apply = super(torch.autograd.Function, _Convolution).apply

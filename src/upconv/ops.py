@@ -17,6 +17,7 @@ A call takes one of three ways.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache, wraps
 from typing import Any
 
@@ -393,13 +394,19 @@ def _uncast(backward: Callable[[Any, Tensor], tuple[Tensor | None, ...]]) -> Cal
     def wrapped(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad is None:
             return (None,) * len(ctx.needs_input_grad)
-        kind = "cuda" if grad.is_cuda else "cpu"
-        if torch.is_autocast_enabled(kind):
-            with torch.autocast(kind, enabled=False):
-                return backward(ctx, grad)
-        return backward(ctx, grad)
+        with _uncasting(grad):
+            return backward(ctx, grad)
 
     return wrapped
+
+
+def _uncasting(grad: Tensor) -> AbstractContextManager[object]:
+    """Within it autocast is off, as in a backward of PyTorch's own."""
+    kind = "cuda" if grad.is_cuda else "cpu"
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else _NOTHING
+
+
+_NOTHING = nullcontext()
 
 
 def _asked(ctx: Any) -> tuple[bool, ...]:
@@ -465,17 +472,28 @@ def _backward_of(
     )
 
 
+class _Passes:
+    """A transposed convolution's, to be replayed (`upconv.replays`)."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self.result = plan, plan.problem.output_shape
+
+    def loaded(self, index: int) -> bool:
+        return index in self.plan.runners
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return engine.forward(self.plan, x, weight, bias, keep=False)
+
+    def gradients(self, grad: Tensor, x: Tensor, weight: Tensor, mask: Sequence[bool]) -> Gradients:
+        return engine.gradients(self.plan, grad, x, weight, mask)
+
+    def backward(self, grad: Tensor, x: Tensor, weight: Tensor, mask: Sequence[bool]) -> Gradients:
+        with _uncasting(grad):
+            return _backward_of(self.plan, grad, x, weight, mask, keep=False)
+
+
 def _replayed(call: calls.Call[Plan]) -> calls.Replay | None:
-    """What replays a call's passes once they are recorded (`upconv.replays`)."""
-    return replays.of(call, _native_backward) if call.plan.backward == planner.FAMILIES else None
-
-
-def _native_backward(plan: Plan, grad: Tensor, input: Tensor, weight: Tensor, mask: Sequence[bool]) -> Gradients:
-    """`_backward_of`, as `_uncast` has a backward run."""
-    if torch.is_autocast_enabled("cuda"):
-        with torch.autocast("cuda", enabled=False):
-            return _backward_of(plan, grad, input, weight, mask, keep=False)
-    return _backward_of(plan, grad, input, weight, mask, keep=False)
+    return replays.of(call, _Passes(call.plan)) if call.plan.backward == planner.FAMILIES else None
 
 
 # What ``Function.apply`` comes to where no functorch transform is active (`conv_transpose` knows that none is), without

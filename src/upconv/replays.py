@@ -7,78 +7,89 @@ time in a training step whose caches are cold, 200 us of forward and backward, h
 the Python around its launches.
 
 What cannot be recorded (passes that copy operands, or leave a gradient to PyTorch) stays in Python, and so does each
-call that a tape does not fit (``native.cpp``).
+call that a tape does not fit (``native.cpp``). A tape does what the pass in Python does, kernel by kernel, so that
+results are the same to the last bit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from upconv import calls, cpu
-from upconv.cuda import engine, jit, native, tape
+from upconv.cuda import jit, native, tape
 from upconv.cuda.gpu import current_device
+from upconv.planner import Plan
 
-Backward = Callable[..., "tuple[Tensor | None, Tensor | None, Tensor | None]"]
-"""The gradients for input, weight and bias: of a plan, the output's gradient, the input, the weight and a mask."""
+Gradients = tuple["Tensor | None", "Tensor | None", "Tensor | None"]
+"""For input, weight and bias."""
 
 
-def of(call: calls.Call[Any], backward: Backward) -> calls.Replay | None:
-    """What a call asks first; None where it is not recorded: without a weight's gradient, or off the GPU."""
-    if not call.differentiable or not call.on_cuda:
-        return None
-    return Pending(call, backward)
+class Passes(Protocol):
+    """What a recorded call computes: a transposed convolution, or a plain one."""
+
+    plan: Plan
+    result: tuple[int, ...]
+    """The shape of its result, which lies in the layout of the plan's problem."""
+
+    def loaded(self, index: int) -> bool:
+        """Whether the forward's kernels are, on a device."""
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """By our kernels, keeping nothing: on the current stream, without autograd."""
+
+    def gradients(self, grad: Tensor, x: Tensor, weight: Tensor, mask: Sequence[bool]) -> Gradients:
+        """As `forward`, those that ``mask`` asks for; ``grad`` is dense."""
+
+    def backward(self, grad: Tensor, x: Tensor, weight: Tensor, mask: Sequence[bool]) -> Gradients:
+        """The same in every state of autograd, autocast and functorch that a backward may run in."""
+
+
+def of(call: calls.Call[Any], passes: Passes) -> calls.Replay | None:
+    """What a call asks first; None where it is not recorded: without gradients, or off the GPU."""
+    return Pending(call, passes) if call.differentiable and call.on_cuda else None
 
 
 class Pending:
     """Asked until the module is there; then records the call, and gives its place to what replays it."""
 
-    def __init__(self, call: calls.Call[Any], backward: Backward) -> None:
-        self._call, self._backward = call, backward
+    def __init__(self, call: calls.Call[Any], passes: Passes) -> None:
+        self._call, self._passes = call, passes
 
     def __call__(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
         """None: the call is computed in Python once more."""
         host = native.module()
         if host is not None:
-            self._call.replay = recorded(host, self._call, self._backward, input, weight, bias)
+            self._call.replay = recorded(host, self._call, self._passes, input, weight, bias)
         elif native.hopeless():
             self._call.replay = None
         return None
 
 
 def recorded(
-    host: Any, call: calls.Call[Any], backward: Backward, input: Tensor, weight: Tensor, bias: Tensor | None
+    host: Any, call: calls.Call[Any], passes: Passes, input: Tensor, weight: Tensor, bias: Tensor | None
 ) -> calls.Replay | None:
     """What replays a call that is made with these operands; None where its forward is no tape."""
-    plan = call.plan
-    if not weight.requires_grad:  # whose packed weights are kept from call to call
+    index, p = input.get_device(), passes.plan.problem
+    # Without a weight's gradient its packed weights are kept from call to call.
+    if not weight.requires_grad or not passes.loaded(index) or current_device() != index:
         return None
-    index = input.get_device()
-    if plan.runners.get(index) is None or current_device() != index:
-        return None
-    x = input if call.autocast is None else _like(input, call.autocast)
-
-    def forward(given: Sequence[Tensor]) -> list[Tensor]:
-        return [engine.forward(plan, given[0], given[1], given[2], keep=False)]
-
+    x = input if call.autocast is None else torch.empty_like(input, dtype=call.autocast, device="meta")
     with torch.no_grad():
-        found = _tape(str(plan.problem), forward, (x, weight, bias), weight, host)
+        found = _tape(
+            f"the forward of {p}", lambda given: [passes.forward(*given)], (x, weight, bias), weight, host
+        )  # fmt: skip
     if found is None:
         return None
     driver = jit._driver()
     context = int(jit._drive(driver.cuDevicePrimaryCtxRetain, jit._drive(driver.cuDeviceGet, index)))
-    last = plan.problem.layout == "channels_last"
-    layer = host.Layer(index, context, call.autocast, last, found, _Gradients(host, plan, backward))
+    last = p.layout == "channels_last"
+    layer = host.Layer(index, context, call.autocast, last, bias is not None, found, _Gradients(host, passes))
     replay: calls.Replay = layer.forward
     return replay
-
-
-def _like(t: Tensor, dtype: torch.dtype) -> Tensor:
-    """As autocast's copy of a tensor lies."""
-    return torch.empty_like(t, dtype=dtype, device="meta")
 
 
 def _tape(what: str, run: tape.Pass, operands: Sequence[Tensor | None], like: Tensor, host: Any) -> bytes | None:
@@ -95,26 +106,27 @@ def _tape(what: str, run: tape.Pass, operands: Sequence[Tensor | None], like: Te
 class _Gradients:
     """What the module calls for gradients that no tape is for, or that do not fit it; with what records them."""
 
-    def __init__(self, host: Any, plan: Any, backward: Backward) -> None:
-        self._host, self._plan, self._backward = host, plan, backward
+    def __init__(self, host: Any, passes: Passes) -> None:
+        self._host, self._passes = host, passes
 
     def __call__(self, grad: Tensor, input: Tensor, weight: Tensor, mask: int, wanted: bool) -> tuple[Any, ...]:
         """The gradients for input, weight and bias that the bits of ``mask`` ask for; and their tape, if ``wanted``."""
         asked = [bool(mask >> i & 1) for i in range(3)]
-        found = self._backward(self._plan, grad, input, weight, asked)
+        found = self._passes.backward(grad, input, weight, asked)
         return (*found, self._recorded(input, weight, asked) if wanted else None)
 
     def _recorded(self, input: Tensor, weight: Tensor, asked: Sequence[bool]) -> bytes | None:
-        p = self._plan.problem
-        strides = cpu.dense_strides(p.output_shape, cpu.memory_format(p.layout, p.rank))
-        grad = torch.empty_strided(p.output_shape, strides, dtype=input.dtype, device="meta")
-
-        def gradients(given: Sequence[Tensor]) -> Sequence[Tensor | None]:
-            return engine.gradients(self._plan, given[0], given[1], given[2], asked)
-
+        p, shape = self._passes.plan.problem, self._passes.result
+        strides = cpu.dense_strides(shape, cpu.memory_format(p.layout, p.rank))
+        grad = torch.empty_strided(shape, strides, dtype=input.dtype, device="meta")
         with torch.no_grad():
-            what = f"the gradients {_named(asked)} of {p}"
-            return _tape(what, gradients, (grad, input, weight), weight, self._host)
+            return _tape(
+                f"the gradients {_named(asked)} of {p}",
+                lambda given: self._passes.gradients(given[0], given[1], given[2], asked),
+                (grad, input, weight),
+                weight,
+                self._host,
+            )
 
 
 def _named(asked: Sequence[bool]) -> str:

@@ -82,7 +82,16 @@ struct Step {
   std::vector<uint64_t> words;  // of arguments
   std::vector<Place> places;    // the words among them that are addresses
 };
-constexpr int64_t MAKE = 0, RELEASE = 1, SUM = 2, LAUNCH = 3, COOPERATIVE = 4, DEPENDENT = 5;
+constexpr int64_t MAKE = 0, RELEASE = 1, SUM = 2, CAST = 3, LAUNCH = 4, COOPERATIVE = 5, DEPENDENT = 6;
+
+static bool lies(const Tensor& t, const Buffer& as) {
+  auto sizes = t.sizes();
+  if (t.scalar_type() != as.dtype || sizes != c10::IntArrayRef(as.sizes)) return false;
+  auto strides = t.strides();
+  for (size_t d = 0; d < sizes.size(); d++)
+    if (sizes[d] > 1 && strides[d] != as.strides[d]) return false;
+  return true;
+}
 
 class Words {  // what upconv.cuda.tape wrote, in its order
  public:
@@ -168,6 +177,10 @@ class Tape {
           if (d != 1) over.push_back(d);
         made[s.second] = at::sum(made[s.first], over, false, buffers[s.second].dtype);
         addresses[s.second] = static_cast<char*>(made[s.second].data_ptr());
+      } else if (s.kind == CAST) {
+        made[s.second] = made[s.first].to(buffers[s.second].dtype);
+        if (!lies(made[s.second], buffers[s.second])) return std::nullopt;
+        addresses[s.second] = static_cast<char*>(made[s.second].data_ptr());
       } else {
         words.assign(s.words.begin(), s.words.end());
         for (auto& p : s.places) words[p.word] = reinterpret_cast<uint64_t>(addresses[p.buffer] + p.offset);
@@ -232,21 +245,14 @@ static const c10::DispatchKeySet WATCHED({
     c10::DispatchKey::VmapMode, c10::DispatchKey::Functionalize, c10::DispatchKey::Negative,
     c10::DispatchKey::Conjugate, c10::DispatchKey::ZeroTensor});
 
-static bool lies(const Tensor& t, const Buffer& as) {
-  auto sizes = t.sizes();
-  if (t.scalar_type() != as.dtype || sizes != c10::IntArrayRef(as.sizes)) return false;
-  auto strides = t.strides();
-  for (size_t d = 0; d < sizes.size(); d++)
-    if (sizes[d] > 1 && strides[d] != as.strides[d]) return false;
-  return true;
-}
-
 static bool aligned(const Tensor& t) { return !(reinterpret_cast<uintptr_t>(t.data_ptr()) & 15); }
 
 class Layer : public torch::CustomClassHolder {
  public:
-  Layer(int device, void* context, int autocast, bool last, std::shared_ptr<Tape> forward, PyObject* call_back)
-      : device(device), context(context), autocast(autocast), last(last), forward(std::move(forward)),
+  Layer(
+      int device, void* context, int autocast, bool last, bool biased, std::shared_ptr<Tape> forward,
+      PyObject* call_back)
+      : device(device), context(context), autocast(autocast), last(last), biased(biased), forward(std::move(forward)),
         call_back(call_back) {
     Py_INCREF(call_back);
   }
@@ -264,6 +270,7 @@ class Layer : public torch::CustomClassHolder {
   void* const context;
   const int autocast;  // what the input is cast to, a ScalarType; -1 for nothing
   const bool last;     // channels_last
+  const bool biased;
   const std::shared_ptr<Tape> forward;
   PyObject* const call_back;
 
@@ -377,12 +384,10 @@ struct ConvTranspose : public torch::autograd::Function<ConvTranspose> {
     context->save_for_backward({input, weight});
     context->set_materialize_grads(false);
     context->saved_data["layer"] = c10::IValue::make_capsule(handed->layer);
-    context->saved_data["biased"] = bias.has_value();
     return handed->out;
   }
 
   static variable_list backward(AutogradContext* context, variable_list grads) {
-    const bool biased = context->saved_data["biased"].toBool();
     variable_list results(4);
     const Tensor& grad = grads[0];
     if (!grad.defined()) return results;
@@ -390,7 +395,7 @@ struct ConvTranspose : public torch::autograd::Function<ConvTranspose> {
     auto& layer = static_cast<Layer&>(*holder);
     const auto saved = context->get_saved_variables();
     int mask = 0;
-    for (int i = 0; i < 2 + biased; i++) mask |= context->needs_input_grad(i) << i;
+    for (int i = 0; i < 2 + layer.biased; i++) mask |= context->needs_input_grad(i) << i;
     const auto keys = grad.key_set() | saved[0].key_set() | saved[1].key_set() |
         c10::impl::tls_local_dispatch_key_set().included_;
     std::optional<std::vector<Tensor>> found;
@@ -410,19 +415,20 @@ struct Object {
   c10::intrusive_ptr<Layer> layer;
 };
 
-// layer(device, context, autocast, last, forward, call_back): tapes as bytes, `autocast` a dtype or None.
+// Layer(device, context, autocast, last, biased, forward, call_back): tapes as bytes, `autocast` a dtype or None.
 static PyObject* make(PyTypeObject* type, PyObject* arguments, PyObject*) {
   HANDLE_TH_ERRORS
-  int device, last;
+  int device, last, biased;
   unsigned long long context;
   PyObject *autocast, *forward, *call_back;
-  if (!PyArg_ParseTuple(arguments, "iKOpOO", &device, &context, &autocast, &last, &forward, &call_back)) return nullptr;
+  if (!PyArg_ParseTuple(arguments, "iKOppOO", &device, &context, &autocast, &last, &biased, &forward, &call_back))
+    return nullptr;
   const int cast = autocast == Py_None ? -1 : static_cast<int>(reinterpret_cast<THPDtype*>(autocast)->scalar_type);
   auto tape = tape_of(forward);
   auto* self = reinterpret_cast<Object*>(type->tp_alloc(type, 0));
   if (!self) return nullptr;
   new (&self->layer) c10::intrusive_ptr<Layer>(c10::make_intrusive<Layer>(
-      device, reinterpret_cast<void*>(context), cast, last != 0, std::move(tape), call_back));
+      device, reinterpret_cast<void*>(context), cast, last != 0, biased != 0, std::move(tape), call_back));
   return reinterpret_cast<PyObject*>(self);
   END_HANDLE_TH_ERRORS
 }
@@ -446,6 +452,7 @@ static PyObject* forward(PyObject* self, PyObject* const* arguments, Py_ssize_t 
   const Tensor& weight = THPVariable_Unpack(arguments[1]);
   std::optional<Tensor> bias;
   if (arguments[2] != Py_None) bias = THPVariable_Unpack(arguments[2]);
+  if (bias.has_value() != layer.biased) Py_RETURN_NONE;
   std::optional<Tensor> out;
   {
     NoGil released;

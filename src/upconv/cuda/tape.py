@@ -26,7 +26,7 @@ Pass = Callable[[Sequence[Tensor]], Sequence[Tensor | None]]
 """A pass on its operands; its results."""
 MADE, ZEROS = -1, -2
 """Kinds of buffers that are no operand: allocated in the pass, and words that outlive it and are zeros."""
-MAKE, RELEASE, SUM, LAUNCH, COOPERATIVE, DEPENDENT = range(6)
+MAKE, RELEASE, SUM, CAST, LAUNCH, COOPERATIVE, DEPENDENT = range(7)
 """Kinds of steps."""
 
 _STARTS = 1 << 44, 1 << 45  # of the made-up addresses of both runs
@@ -41,7 +41,7 @@ _VIEWS = frozenset((
     _aten.as_strided.default, _aten.slice.Tensor, _aten.select.int, _aten.permute.default, _aten.transpose.int,
     _aten.expand.default, _aten.unbind.int, _aten.split.Tensor,
 ))  # fmt: skip
-_SUM = _aten.sum.dim_IntList
+_SUM, _CAST = _aten.sum.dim_IntList, _aten._to_copy.default
 
 
 class NoTape(Exception):
@@ -66,7 +66,7 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Step:
-    """One of a pass: ``buffers`` are what is made or released, or what is summed and its sums.
+    """One of a pass: ``buffers`` are what is made or released, or what is summed or cast, and what that makes.
 
     Of a launch ``words`` are its arguments, 8 bytes each, and ``places`` those among them that are addresses: the word,
     the buffer and the bytes from its start.
@@ -161,29 +161,33 @@ class _Dry(TorchDispatchMode):
         return made
 
     def _whole(self, t: Tensor) -> int:
-        """The buffer that a tensor is."""
+        """The buffer that a tensor is. Errors: NoTape for one that is none."""
         if t.data_ptr() not in self.addresses:
-            raise NoTape("a result is no memory of its own")
+            raise NoTape("a tensor is no memory of its own")
         found = self.addresses.index(t.data_ptr())
         b = self.buffers[found]
         if (tuple(t.shape), tuple(t.stride()), t.dtype) != (b.sizes, b.strides, b.dtype):
-            raise NoTape("a result is a view")
+            raise NoTape("a tensor is a view")
         return found
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if function in _VIEWS:
             return function(*args, **kwargs)
-        if function not in _ALLOCATIONS and function is not _SUM:
+        if function not in _ALLOCATIONS and function not in (_SUM, _CAST):
             raise NoTape(f"it calls {function}")
-        if function is not _SUM:
+        if function is _CAST and set(kwargs) != {"dtype"}:
+            raise NoTape("it copies a tensor for something else than its dtype")
+        if function in _ALLOCATIONS:
             kwargs = {**kwargs, "device": torch.device("meta")}
         made = self._buffer(_lying(MADE, function(*map(_meta, args), **kwargs)))
         if function is _SUM:
             dims = [d % args[0].dim() for d in args[1]]
             if sorted(dims) != [d for d in range(args[0].dim()) if d != 1] or (len(args) > 2 and args[2]):
                 raise NoTape("it takes sums over other dimensions than a bias")
-            self.steps.append(Step(SUM, (self._whole(args[0]), len(self.buffers) - 1)))
+        if function in (_SUM, _CAST):
+            kind = SUM if function is _SUM else CAST
+            self.steps.append(Step(kind, (self._whole(args[0]), len(self.buffers) - 1)))
         else:
             self.steps.append(Step(MAKE, (len(self.buffers) - 1, 0)))
         return made
