@@ -7,7 +7,7 @@ write NCHW as it lies, where cuDNN copies both tensors to its own layout and bac
 they are the faster ones for up to 64 channels, and for the weight in TF32.
 
 A call is ours where our estimate says that it is the faster one (`expected`) and long enough that the GPU, not the
-host, decides (`LEAST`); else, and wherever PyTorch must see the call, it is PyTorch's operator. The rule is by shape,
+host, decides (`least`); else, and wherever PyTorch must see the call, it is PyTorch's operator. The rule is by shape,
 never by timing. The forward and the gradients are chosen one by one, by the same rule.
 """
 
@@ -16,23 +16,25 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from upconv import calls, cpu, ops, planner, replays
-from upconv.cuda import engine
+from upconv.cuda import engine, native
 from upconv.cuda.families import weighed
 from upconv.cuda.gpu import Gpu
 from upconv.planner import Plan
 from upconv.problem import Layout, Pass, Precision, Problem, is_channels_last, output_length
 
-LEAST = 45e-6
+LEAST = 5e-6
 """Seconds of a forward from which on calls are ours, and of the gradient for the weight where the forward is PyTorch's.
-A recorded call takes the host 65 us among a step's work (NOTES: steps of shorter ones, as DCGAN's discriminator has
-them, wait for their host anyway)."""
+Shorter ones are the host's, and not worth a kernel's compilation."""
+LEAST_IN_PYTHON = 45e-6
+"""The same where calls are not replayed (`upconv.cuda.native`): one in Python takes the host 65 us among a step's work
+(NOTES: steps of shorter ones, as DCGAN's discriminator has them, wait for their host then)."""
 MARGIN = 0.85
 """Our estimate must be below this share of `expected` (NOTES: of 288 passes in NCHW timed on an H100, all three of 96
 layers in TF32 or bfloat16, 207 are, in which PyTorch takes 1.01 to 9 times as long, 2.2 in the mean; below 0.9 one took
@@ -45,7 +47,7 @@ _RATE, _COPIES, _LAUNCHES = 0.65, 2.0, 15e-6
 # channels_last: the same, and how much longer a tile of 64 columns takes for its products than one of 128.
 _RATE_LAST, _LAUNCH, _NARROW = 0.72, 5e-6, 1.4
 _RELAYOUT = 1.5  # `relayout`'s estimates are low: 1.2 to 2.2 times for layers of many channels
-_SMALL = 7e9, 24e6  # products and elements, about what TF32 and an H100's memory do in `LEAST`
+_SMALL = 156e12, 533e9  # products and elements a second, about what TF32 and an H100's memory do
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ class Convolution:
     @cached_property
     def for_output(self) -> bool:
         """Whether the forward is our kernels'; found when it is first asked for."""
-        return faster(self.plan, "grad-input", LEAST)
+        return faster(self.plan, "grad-input", least())
 
     @cached_property
     def for_input(self) -> bool:
@@ -83,7 +85,7 @@ class Convolution:
     @cached_property
     def for_weight(self) -> bool:
         """As `for_output`, the gradient for the weight."""
-        return faster(self.plan, "grad-weight", 0.0 if self.for_output else LEAST)
+        return faster(self.plan, "grad-weight", 0.0 if self.for_output else least())
 
     @cached_property
     def sums(self) -> Plan:
@@ -114,10 +116,8 @@ def convolution(
     known = calls.recognised(_seen, rank, input, weight, bias, stride, padding, 0, 1, dilation)
     if known is not None:
         recorded = known.differentiable and torch.is_grad_enabled()
-        if recorded and known.replay is not None and not engine._collectors:
-            replayed = known.replay(input, weight, bias)
-            if replayed is not None:
-                return replayed
+        if recorded and known.recorder is not None:
+            known.recorder(input, weight, bias)
         if known.autocast is not None:
             input = input.to(known.autocast)
         if recorded:
@@ -140,7 +140,7 @@ def convolution(
     own = weight is given[1] and bias is given[2]
     if own:
         arguments = rank, stride, padding, 0, 1, dilation
-        calls.remember(chosen, *given, input.dtype, *arguments, among=_seen, replayed=_replayed)
+        calls.remember(chosen, *given, input.dtype, *arguments, among=_seen, recorded=_recorder)
     if recorded:
         out: Tensor = _apply(*(t if t is None else ops._unwrap(t) for t in (input, weight, bias)), chosen)
         return out
@@ -166,8 +166,14 @@ def _on_gpu(t: Tensor) -> bool:
     return t.is_cuda
 
 
+@cache
+def least() -> float:
+    """`LEAST`, or `LEAST_IN_PYTHON`, by what this machine has: the same in every step of a training run."""
+    return LEAST if native.off() is None else LEAST_IN_PYTHON
+
+
 def small(shape: torch.Size, weight_shape: torch.Size, stride: Any) -> bool:
-    """Whether a convolution is shorter than `LEAST`, by a rough bound, whatever its dtype; or none that we know."""
+    """Whether a convolution is shorter than `least`, by a rough bound, whatever its dtype; or none that we know."""
     try:
         return _small(shape, weight_shape, stride)
     except TypeError:  # a stride that is no tuple of integers
@@ -181,7 +187,7 @@ def _small(shape: torch.Size, weight_shape: torch.Size, stride: tuple[int, ...])
     pixels = math.prod(shape) / shape[1]
     outputs = pixels / math.prod(stride)
     padded = math.prod(_padded(c) for c in weight_shape[:2]) * math.prod(weight_shape[2:])
-    products, elements = _SMALL
+    products, elements = (rate * least() for rate in _SMALL)
     return outputs * padded < products and pixels * shape[1] + outputs * weight_shape[0] < elements
 
 
@@ -313,7 +319,7 @@ def choose(p: Problem, device: planner.Device) -> Convolution | None:
     if p.layout == "channels_last" and set(p.size) == {1}:  # gradients of one pixel are in both layouts
         return None
     passes: tuple[Pass, ...] = ("grad-input", "grad-weight")
-    if MARGIN * max(expected(p, pass_, gpu) for pass_ in passes) < LEAST:  # a search takes 100 ms
+    if MARGIN * max(expected(p, pass_, gpu) for pass_ in passes) < least():  # a search takes 100 ms
         return None
     return Convolution(planner.plan(p, device))
 
@@ -423,10 +429,10 @@ class _Passes:
 
     def loaded(self, index: int) -> bool:
         found = self.plan.gradient_runners.get(index)
-        return self._c.for_output and found is not None and "input" in vars(found)
+        return not self._c.for_output or (found is not None and "input" in vars(found))
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return engine.convolution(self.plan, x, weight, bias, keep=False)
+        return _forward(self._c, x, weight, bias, keep=False)
 
     def gradients(self, grad: Tensor, x: Tensor, weight: Tensor, mask: Sequence[bool]) -> ops.Gradients:
         return _gradients(self._c, grad, x, weight, mask)
@@ -436,8 +442,8 @@ class _Passes:
             return _backward_of(self._c, grad, x, weight, mask)
 
 
-def _replayed(call: calls.Call[Convolution]) -> calls.Replay | None:
-    return replays.of(call, _Passes(call.plan))
+def _recorder(call: calls.Call[Convolution]) -> calls.Recorder | None:
+    return replays.of(call, _Passes(call.plan), True)
 
 
 _apply = super(torch.autograd.Function, _Convolution).apply
@@ -446,4 +452,5 @@ _apply = super(torch.autograd.Function, _Convolution).apply
 def forget() -> None:
     """Drops what is remembered of calls: each finds its plan anew."""
     _seen.clear()
+    replays.forget()
     _resolve.cache_clear()

@@ -17,7 +17,7 @@ from torch._jit_internal import is_scripting
 from torch.compiler import is_compiling
 from torch.nn.modules.conv import _ConvNd
 
-from upconv import calls
+from upconv import calls, replays
 from upconv.convolutions import convolution, eager, explicit, small
 from upconv.ops import conv_transpose
 
@@ -150,6 +150,10 @@ def _convolve(module: Any, input: Tensor) -> Tensor:
             stride, padding, dilation = module.stride, module.padding, module.dilation
             if type(padding) is str:
                 padding = explicit(padding, weight.shape[2:], dilation) if type(dilation) is tuple else None
+            if module.groups == 1 and module.padding_mode == "zeros":
+                replayed = replays.replay(True, input, weight, bias, module.rank, stride, padding, 0, 1, dilation)
+                if replayed is not None:
+                    return replayed
             odd = module.groups != 1 or module.padding_mode != "zeros" or padding is None
             if odd or small(shape, weight.shape, stride):
                 if len(_left) >= calls.MOST:

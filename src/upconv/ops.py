@@ -55,15 +55,18 @@ def conv_transpose(
     """A transposed convolution of ``rank`` spatial dimensions, by the best way that this call allows."""
     if is_compiling():
         return _compiled(rank, input, weight, bias, stride, padding, output_padding, groups, dilation)
+    replayed = replays.replay(
+        False, input, weight, bias, rank, stride, padding, output_padding, groups, dilation
+    )  # fmt: skip
+    if replayed is not None:
+        return replayed
     known = calls.recognised(
         calls.seen, rank, input, weight, bias, stride, padding, output_padding, groups, dilation
     )  # fmt: skip
     if known is not None:
         recorded = known.differentiable and torch.is_grad_enabled()
-        if recorded and known.replay is not None and not engine._collectors:
-            replayed = known.replay(input, weight, bias)
-            if replayed is not None:
-                return replayed
+        if recorded and known.recorder is not None:
+            known.recorder(input, weight, bias)
         if known.autocast is not None:
             input = input.to(known.autocast)
         if recorded:
@@ -88,7 +91,7 @@ def conv_transpose(
     batched = input.dim() == rank + 2
     if own and batched and plan.choice is not None and not _doubtful(plan.problem, "cuda"):
         arguments = rank, stride, padding, output_padding, groups, dilation
-        calls.remember(plan, *given, input.dtype, *arguments, replayed=_replayed)
+        calls.remember(plan, *given, input.dtype, *arguments, recorded=_recorder)
     x = input if batched else input.unsqueeze(0)
     differentiable = input.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     if differentiable and torch.is_grad_enabled():
@@ -284,6 +287,7 @@ def _keeps_channels_last(p: Problem, input: Tensor, weight: Tensor) -> bool:
 def forget_plans() -> None:
     """Drops what is remembered of calls: each finds its plan anew."""
     calls.seen.clear()
+    replays.forget()
     _resolve.cache_clear()
 
 
@@ -492,8 +496,8 @@ class _Passes:
             return _backward_of(self.plan, grad, x, weight, mask, keep=False)
 
 
-def _replayed(call: calls.Call[Plan]) -> calls.Replay | None:
-    return replays.of(call, _Passes(call.plan)) if call.plan.backward == planner.FAMILIES else None
+def _recorder(call: calls.Call[Plan]) -> calls.Recorder | None:
+    return replays.of(call, _Passes(call.plan), False) if call.plan.backward == planner.FAMILIES else None
 
 
 # What ``Function.apply`` comes to where no functorch transform is active (`conv_transpose` knows that none is), without

@@ -1,8 +1,9 @@
 """Recorded calls of training, replayed without Python once their passes are on tape.
 
 A layer's call under autograd that is made again and again (`upconv.calls`) is first computed in Python. When the module
-of `upconv.cuda.native` is there, its forward is recorded (`upconv.cuda.tape`), and from the next call on one autograd
-function in C++ does what it did; its gradients are recorded when they are first asked for. NOTES: of a layer's host
+of `upconv.cuda.native` is there, its forward is recorded (`upconv.cuda.tape`), and from the next call on the module
+recognises it and does what it did, as one autograd function in C++; its gradients are recorded when they are first
+asked for. NOTES: of a layer's host
 time in a training step whose caches are cold, 200 us of forward and backward, half is a Function in Python and 90 are
 the Python around its launches.
 
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 from upconv import calls, cpu
-from upconv.cuda import jit, native, tape
+from upconv.cuda import engine, jit, native, tape
 from upconv.cuda.gpu import current_device
 from upconv.planner import Plan
 
@@ -48,48 +49,79 @@ class Passes(Protocol):
         """The same in every state of autograd, autocast and functorch that a backward may run in."""
 
 
-def of(call: calls.Call[Any], passes: Passes) -> calls.Replay | None:
-    """What a call asks first; None where it is not recorded: without gradients, or off the GPU."""
-    return Pending(call, passes) if call.differentiable and call.on_cuda else None
+host: Any = None
+"""The module once calls are recorded, and while they may be replayed."""
 
 
-class Pending:
-    """Asked until the module is there; then records the call, and gives its place to what replays it."""
-
-    def __init__(self, call: calls.Call[Any], passes: Passes) -> None:
-        self._call, self._passes = call, passes
-
-    def __call__(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-        """None: the call is computed in Python once more."""
-        host = native.module()
-        if host is not None:
-            self._call.replay = recorded(host, self._call, self._passes, input, weight, bias)
-        elif native.hopeless():
-            self._call.replay = None
+def replay(
+    plain: bool, input: Any, weight: Any, bias: Any, rank: int, stride: Any, padding: Any, output_padding: Any,
+    groups: Any, dilation: Any,
+) -> Tensor | None:  # fmt: skip
+    """The recorded result of a call, of a ``plain`` convolution or a transposed one; None where Python computes it."""
+    if host is None or engine._collectors:
         return None
+    found: Tensor | None = host.replay(
+        plain, input, weight, bias, rank, stride, padding, output_padding, groups, dilation
+    )
+    return found
+
+
+def forget() -> None:
+    """Drops what is recorded."""
+    if host is not None:
+        host.forget()
+
+
+def of(call: calls.Call[Any], passes: Passes, plain: bool) -> calls.Recorder | None:
+    """What records a call when it is made again; None where it is not recorded: without gradients, or off the GPU."""
+    return _Pending(call, passes, plain) if call.differentiable and call.on_cuda else None
+
+
+class _Pending:
+    """Told of a call until the module is there; then records it."""
+
+    def __init__(self, call: calls.Call[Any], passes: Passes, plain: bool) -> None:
+        self._call, self._passes, self._plain = call, passes, plain
+
+    def __call__(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        global host
+        module = native.module()
+        if module is None:
+            if native.hopeless():
+                self._call.recorder = None
+            return
+        self._call.recorder = None
+        layer = recorded(module, self._call, self._passes, input, weight, bias)
+        if layer is not None:
+            precision = _PRECISIONS[self._call.precision]
+            module.note(self._plain, layer, precision, input, weight, bias, *self._call.arguments)
+            host = module
+
+
+_PRECISIONS = {None: 0, "ieee": 1, "tf32": 2}
 
 
 def recorded(
     host: Any, call: calls.Call[Any], passes: Passes, input: Tensor, weight: Tensor, bias: Tensor | None
-) -> calls.Replay | None:
-    """What replays a call that is made with these operands; None where its forward is no tape."""
+) -> Any:
+    """A ``Layer`` for a call that is made with these operands; None where its forward is no tape."""
     index, p = input.get_device(), passes.plan.problem
     # Without a weight's gradient its packed weights are kept from call to call.
     if not weight.requires_grad or not passes.loaded(index) or current_device() != index:
         return None
     x = input if call.autocast is None else torch.empty_like(input, dtype=call.autocast, device="meta")
-    with torch.no_grad():
-        found = _tape(
-            f"the forward of {p}", lambda given: [passes.forward(*given)], (x, weight, bias), weight, host
-        )  # fmt: skip
+
+    def forward(given: Sequence[Any]) -> list[Tensor]:
+        return [passes.forward(given[0], given[1], given[2])]
+
+    with torch.no_grad(), torch.autocast("cuda", enabled=False):
+        found = _tape(f"the forward of {p}", forward, (x, weight, bias), weight, host)
     if found is None:
         return None
     driver = jit._driver()
     context = int(jit._drive(driver.cuDevicePrimaryCtxRetain, jit._drive(driver.cuDeviceGet, index)))
     last = p.layout == "channels_last"
-    layer = host.Layer(index, context, call.autocast, last, bias is not None, found, _Gradients(host, passes))
-    replay: calls.Replay = layer.forward
-    return replay
+    return host.Layer(index, context, call.autocast, last, bias is not None, found, _Gradients(host, passes))
 
 
 def _tape(what: str, run: tape.Pass, operands: Sequence[Tensor | None], like: Tensor, host: Any) -> bytes | None:

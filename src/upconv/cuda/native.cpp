@@ -13,10 +13,15 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/PythonTorchFunctionTLS.h>
+#include <ATen/autocast_mode.h>
+#include <ATen/ops/convolution.h>
+#include <ATen/ops/convolution_backward.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/sum.h>
@@ -76,13 +81,15 @@ struct Place {
 };
 struct Step {
   int64_t kind;
-  int64_t first, second;  // buffers
+  std::vector<int64_t> buffers;  // what it reads, then what it makes; -1 for none
+  std::vector<int64_t> numbers;  // other arguments
   void* function;
   unsigned grid, block, shared;
   std::vector<uint64_t> words;  // of arguments
   std::vector<Place> places;    // the words among them that are addresses
 };
-constexpr int64_t MAKE = 0, RELEASE = 1, SUM = 2, CAST = 3, LAUNCH = 4, COOPERATIVE = 5, DEPENDENT = 6;
+constexpr int64_t MAKE = 0, RELEASE = 1, SUM = 2, CAST = 3, ADD = 4, CONVOLUTION = 5, BACKWARD = 6;
+constexpr int64_t LAUNCH = 7, COOPERATIVE = 8, DEPENDENT = 9;
 
 static bool lies(const Tensor& t, const Buffer& as) {
   auto sizes = t.sizes();
@@ -128,7 +135,8 @@ class Tape {
     for (auto& s : steps) {
       s.kind = words.next();
       if (s.kind < LAUNCH) {
-        s.first = words.next(), s.second = words.next();
+        s.buffers = words.list();
+        s.numbers = words.list();
         continue;
       }
       s.function = reinterpret_cast<void*>(words.next());
@@ -162,25 +170,47 @@ class Tape {
       }
       addresses[i] = static_cast<char*>(made[i].data_ptr());
     }
+    auto put = [&](int64_t buffer, Tensor tensor) {
+      addresses[buffer] = static_cast<char*>(tensor.data_ptr());
+      made[buffer] = std::move(tensor);
+    };
     c10::SmallVector<uint64_t, 96> words;
     c10::SmallVector<void*, 96> pointers;
     for (auto& s : steps) {
+      const auto& of = s.buffers;
       if (s.kind == MAKE) {
-        auto& b = buffers[s.first];
-        made[s.first] = at::empty_strided(b.sizes, b.strides, at::TensorOptions(b.dtype).device(where));
-        addresses[s.first] = static_cast<char*>(made[s.first].data_ptr());
+        auto& b = buffers[of[0]];
+        put(of[0], at::empty_strided(b.sizes, b.strides, at::TensorOptions(b.dtype).device(where)));
       } else if (s.kind == RELEASE) {
-        made[s.first].reset();
+        made[of[0]].reset();
       } else if (s.kind == SUM) {  // of an output's gradient, for the bias
         c10::SmallVector<int64_t, 4> over;
-        for (int64_t d = 0; d < made[s.first].dim(); d++)
+        for (int64_t d = 0; d < made[of[0]].dim(); d++)
           if (d != 1) over.push_back(d);
-        made[s.second] = at::sum(made[s.first], over, false, buffers[s.second].dtype);
-        addresses[s.second] = static_cast<char*>(made[s.second].data_ptr());
+        put(of[1], at::sum(made[of[0]], over, false, buffers[of[1]].dtype));
       } else if (s.kind == CAST) {
-        made[s.second] = made[s.first].to(buffers[s.second].dtype);
-        if (!lies(made[s.second], buffers[s.second])) return std::nullopt;
-        addresses[s.second] = static_cast<char*>(made[s.second].data_ptr());
+        put(of[1], made[of[0]].to(buffers[of[1]].dtype));
+        if (!lies(made[of[1]], buffers[of[1]])) return std::nullopt;
+      } else if (s.kind == ADD) {  // a bias
+        c10::SmallVector<int64_t, 5> shape(made[of[0]].dim() - 1, 1);
+        shape[0] = -1;
+        made[of[0]].add_(made[of[1]].view(shape));
+      } else if (s.kind == CONVOLUTION || s.kind == BACKWARD) {  // PyTorch's, of a layer whose other passes are ours
+        const int64_t rank = s.numbers.size() / 3;
+        const int64_t* numbers = s.numbers.data();
+        const c10::IntArrayRef stride(numbers, rank), padding(numbers + rank, rank), dilation(numbers + 2 * rank, rank);
+        const std::vector<int64_t> none(rank, 0);
+        if (s.kind == CONVOLUTION) {
+          std::optional<Tensor> bias;
+          if (of[2] >= 0) bias = made[of[2]];
+          put(of[3], at::convolution(made[of[0]], made[of[1]], bias, stride, padding, dilation, false, none, 1));
+        } else {
+          auto found = at::convolution_backward(
+              made[of[0]], made[of[1]], made[of[2]], std::nullopt, stride, padding, dilation, false, none, 1,
+              {of[3] >= 0, of[4] >= 0, false});
+          if (of[3] >= 0) put(of[3], std::get<0>(found));
+          if (of[4] >= 0) put(of[4], std::get<1>(found));
+        }
       } else {
         words.assign(s.words.begin(), s.words.end());
         for (auto& p : s.places) words[p.word] = reinterpret_cast<uint64_t>(addresses[p.buffer] + p.offset);
@@ -408,6 +438,81 @@ struct ConvTranspose : public torch::autograd::Function<ConvTranspose> {
   }
 };
 
+// --- calls -----------------------------------------------------------------------------------------------------------
+
+// What tells whether a tensor is as it was: what upconv.calls compares by PyTorch's guards.
+struct Guard {
+  Guard(const Tensor& t)
+      : keys(seen(t)), dtype(t.scalar_type()), device(t.device()), requires_grad(t.requires_grad()),
+        sizes(t.sizes().begin(), t.sizes().end()), strides(t.strides().begin(), t.strides().end()) {}
+  // As the dispatcher sees it: autocast, inference mode, transforms, modes and tracing are a difference too.
+  static c10::DispatchKeySet seen(const Tensor& t) {
+    const auto local = c10::impl::tls_local_dispatch_key_set();
+    return (t.key_set() | local.included_) - local.excluded_;
+  }
+  bool fits(const Tensor& t) const {
+    return seen(t) == keys && t.scalar_type() == dtype && t.device() == device && t.requires_grad() == requires_grad &&
+        t.sizes() == c10::IntArrayRef(sizes) && t.strides() == c10::IntArrayRef(strides);
+  }
+
+ private:
+  c10::DispatchKeySet keys;
+  at::ScalarType dtype;
+  c10::Device device;
+  bool requires_grad;
+  c10::SmallVector<int64_t, 5> sizes, strides;
+};
+
+// Of PyTorch's Python: torch._C's getter of precisions and its two arguments, and the names of torch.autograd.forward_ad.
+static PyObject *precision_of, *backend_name, *operation_name, *forward_ad, *level_name;
+static constexpr int ANY = 0, IEEE = 1, TF32 = 2;
+
+static int float32_precision() {  // upconv.calls.float32_precision
+  if (!at::globalContext().userEnabledCuDNN()) return IEEE;
+  PyObject* arguments[] = {backend_name, operation_name};
+  PyObject* found = PyObject_Vectorcall(precision_of, arguments, 2, nullptr);
+  if (!found) throw python_error();
+  const bool tf32 = PyUnicode_Check(found) && !PyUnicode_CompareWithASCIIString(found, "tf32");
+  Py_DECREF(found);
+  return tf32 ? TF32 : IEEE;
+}
+
+constexpr int ARGUMENTS = 6;  // rank, stride, padding, output_padding, groups, dilation
+
+// A call as it was made before. Made and asked with Python's lock held.
+struct Call {
+  Call(c10::intrusive_ptr<Layer> layer, const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
+       PyObject* const* given, int precision)
+      : layer(std::move(layer)), input(input), weight(weight), precision(precision) {
+    if (bias) this->bias.emplace(*bias);
+    for (int i = 0; i < ARGUMENTS; i++) Py_INCREF(arguments[i] = given[i]);
+  }
+  ~Call() {
+    for (auto each : arguments) Py_DECREF(each);
+  }
+  bool is_this(
+      const Tensor& x, const Tensor& w, const std::optional<Tensor>& b, PyObject* const* given) const {
+    for (int i = 0; i < ARGUMENTS; i++)
+      if (arguments[i] != given[i]) return false;
+    return b.has_value() == bias.has_value() && input.fits(x) && weight.fits(w) && (!b || bias->fits(*b)) &&
+        (layer->autocast < 0 || at::autocast::get_autocast_dtype(at::kCUDA) == at::ScalarType(layer->autocast)) &&
+        (!layer->last || layer->device < 0 || at::globalContext().userEnabledCuDNN()) &&
+        (precision == ANY || precision == float32_precision());
+  }
+
+  const c10::intrusive_ptr<Layer> layer;
+
+ private:
+  Guard input, weight;
+  std::optional<Guard> bias;
+  int precision;
+  PyObject* arguments[ARGUMENTS];
+};
+
+// By the weight's address: of another that comes to lie there, a call knows that it is another.
+static std::unordered_map<const void*, std::vector<std::shared_ptr<Call>>> seen[2];
+constexpr size_t MOST = 4096, MOST_CALLS = 6;  // weights; calls of one
+
 // --- for Python ------------------------------------------------------------------------------------------------------
 
 struct Object {
@@ -440,32 +545,89 @@ static void destroy(PyObject* self) {
   Py_DECREF(type);
 }
 
-// forward(input, weight, bias): the result, recorded; None where Python must compute it.
-static PyObject* forward(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
-  HANDLE_TH_ERRORS
-  TORCH_CHECK_TYPE(count == 3, "forward takes an input, a weight and a bias or None");
-  for (int i = 0; i < 3; i++)
-    TORCH_CHECK_TYPE(THPVariable_Check(arguments[i]) || (i == 2 && arguments[i] == Py_None), "a tensor is none");
-  Handed handed{reinterpret_cast<Object*>(self)->layer, Tensor()};
-  Layer& layer = *handed.layer;
-  Tensor input = THPVariable_Unpack(arguments[0]);
-  const Tensor& weight = THPVariable_Unpack(arguments[1]);
+struct Operands {
+  Tensor input, weight;
   std::optional<Tensor> bias;
-  if (arguments[2] != Py_None) bias = THPVariable_Unpack(arguments[2]);
-  if (bias.has_value() != layer.biased) Py_RETURN_NONE;
-  std::optional<Tensor> out;
-  {
-    NoGil released;
-    if (layer.autocast >= 0) input = input.to(static_cast<at::ScalarType>(layer.autocast));
-    auto found = layer.replay(*layer.forward, {input, weight, bias.value_or(Tensor())}, -1);
-    if (found) {
-      handed.out = std::move((*found)[0]);
-      out = ConvTranspose::apply(input, weight, bias, &handed);
-    }
+  bool plain;  // of PyTorch's own classes
+
+  explicit Operands(PyObject* const* of) {
+    plain = THPVariable_CheckExact(of[0]) && THPVariable_CheckExact(of[1]) &&
+        (of[2] == Py_None || THPVariable_CheckExact(of[2]));
+    if (!plain) return;
+    input = THPVariable_Unpack(of[0]), weight = THPVariable_Unpack(of[1]);
+    if (of[2] != Py_None) bias = THPVariable_Unpack(of[2]);
   }
-  if (!out) Py_RETURN_NONE;
-  return THPVariable_Wrap(*out);
+};
+
+// The recorded result; none where Python must compute it. Called with Python's lock held.
+static std::optional<Tensor> run(c10::intrusive_ptr<Layer> of, const Operands& on) {
+  Handed handed{std::move(of), Tensor()};
+  Layer& layer = *handed.layer;
+  NoGil released;
+  const auto& x = on.input;
+  const Tensor input = layer.autocast >= 0 ? x.to(static_cast<at::ScalarType>(layer.autocast)) : x;
+  auto found = layer.replay(*layer.forward, {input, on.weight, on.bias.value_or(Tensor())}, -1);
+  if (!found) return std::nullopt;
+  handed.out = std::move((*found)[0]);
+  return ConvTranspose::apply(input, on.weight, on.bias, &handed);
+}
+
+// replay(kind, input, weight, bias, rank, stride, padding, output_padding, groups, dilation): the recorded result of a
+// call that was noted; None for another, or where Python must compute it.
+static PyObject* replay(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(count == 4 + ARGUMENTS, "replay takes ten arguments");
+  if (!c10::GradMode::is_enabled() || at::impl::PythonTorchFunctionTLS::stack_len()) Py_RETURN_NONE;
+  const Operands on(arguments + 1);
+  if (!on.plain) Py_RETURN_NONE;
+  auto& among = seen[arguments[0] == Py_True];
+  const auto noted = among.find(on.weight.unsafeGetTensorImpl());
+  if (noted == among.end()) Py_RETURN_NONE;
+  PyObject* level = PyDict_GetItem(forward_ad, level_name);
+  if (!level || PyLong_AsLong(level) >= 0) Py_RETURN_NONE;
+  for (const auto& known : noted->second) {
+    if (!known->is_this(on.input, on.weight, on.bias, arguments + 4)) continue;
+    const auto out = run(known->layer, on);
+    if (!out) break;
+    return THPVariable_Wrap(*out);
+  }
+  Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
+}
+
+// note(kind, layer, precision, input, weight, bias, rank, ..., dilation): from now on `replay` knows the call; kind is
+// True for a plain convolution, precision 1 for IEEE and 2 for TF32, of float32, else 0.
+static PyObject* note(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(count == 6 + ARGUMENTS, "note takes twelve arguments");
+  const Operands on(arguments + 3);
+  TORCH_CHECK_TYPE(on.plain, "the operands must be plain tensors");
+  auto& among = seen[arguments[0] == Py_True];
+  if (among.size() >= MOST) among.clear();
+  auto& calls = among[on.weight.unsafeGetTensorImpl()];
+  if (calls.size() >= MOST_CALLS) calls.erase(calls.begin());
+  calls.push_back(std::make_shared<Call>(
+      reinterpret_cast<Object*>(arguments[1])->layer, on.input, on.weight, on.bias, arguments + 6,
+      static_cast<int>(PyLong_AsLong(arguments[2]))));
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+// forget(): no call is known any more.
+static PyObject* forget(PyObject*, PyObject*) {
+  for (auto& each : seen) each.clear();
+  Py_RETURN_NONE;
+}
+
+// set_python(getter, names): of torch._C a setting's getter, and the names of torch.autograd.forward_ad.
+static PyObject* set_python(PyObject*, PyObject* arguments) {
+  if (!PyArg_ParseTuple(arguments, "OO!", &precision_of, &PyDict_Type, &forward_ad)) return nullptr;
+  Py_INCREF(precision_of);
+  Py_INCREF(forward_ad);
+  backend_name = PyUnicode_InternFromString("cuda");
+  operation_name = PyUnicode_InternFromString("conv");
+  level_name = PyUnicode_InternFromString("_current_level");
+  Py_RETURN_NONE;
 }
 
 // set_driver(launch, cooperative, extended, capturing, bind): the addresses of the driver's functions.
@@ -510,19 +672,23 @@ static PyObject* number(PyObject*, PyObject* dtype) {
 
 }  // namespace upconv
 
-static PyMethodDef LAYER_METHODS[] = {
-    {"forward", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(upconv::forward)), METH_FASTCALL, nullptr},
-    {nullptr, nullptr, 0, nullptr}};
+template <typename F>
+static PyMethodDef method(const char* name, F* function, int flags) {
+  return {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(function)), flags, nullptr};
+}
+
 static PyType_Slot SLOTS[] = {
-    {Py_tp_new, reinterpret_cast<void*>(upconv::make)},
-    {Py_tp_dealloc, reinterpret_cast<void*>(upconv::destroy)},
-    {Py_tp_methods, LAYER_METHODS},
+    {Py_tp_new, reinterpret_cast<void*>(upconv::make)}, {Py_tp_dealloc, reinterpret_cast<void*>(upconv::destroy)},
     {0, nullptr}};
 static PyType_Spec LAYER = {"upconv_native.Layer", sizeof(upconv::Object), 0, Py_TPFLAGS_DEFAULT, SLOTS};
 static PyMethodDef METHODS[] = {
-    {"set_driver", upconv::set_driver, METH_VARARGS, nullptr},
-    {"blob", upconv::blob, METH_VARARGS, nullptr},
-    {"number", upconv::number, METH_O, nullptr},
+    method("replay", upconv::replay, METH_FASTCALL),
+    method("note", upconv::note, METH_FASTCALL),
+    method("forget", upconv::forget, METH_NOARGS),
+    method("set_driver", upconv::set_driver, METH_VARARGS),
+    method("set_python", upconv::set_python, METH_VARARGS),
+    method("blob", upconv::blob, METH_VARARGS),
+    method("number", upconv::number, METH_O),
     {nullptr, nullptr, 0, nullptr}};
 static PyModuleDef MODULE = {
     PyModuleDef_HEAD_INIT, "upconv_native", nullptr, -1, METHODS, nullptr, nullptr, nullptr, nullptr};

@@ -30,6 +30,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from upconv.cuda import cache
 from upconv.cuda.jit import _tell
@@ -208,6 +209,7 @@ def _load(path: Path) -> ModuleType:
     assert spec is not None and spec.loader is not None
     loaded = module_from_spec(spec)
     spec.loader.exec_module(loaded)
+    loaded.set_python(torch._C._get_fp32_precision_getter, vars(forward_ad))
     with contextlib.suppress(OSError):  # no driver: a test's
         driver = ctypes.CDLL("libcuda.so.1")
         loaded.set_driver(*(ctypes.cast(getattr(driver, name), ctypes.c_void_p).value for name in _FUNCTIONS))

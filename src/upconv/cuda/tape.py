@@ -13,7 +13,7 @@ from __future__ import annotations
 import struct
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ Pass = Callable[[Sequence[Tensor]], Sequence[Tensor | None]]
 """A pass on its operands; its results."""
 MADE, ZEROS = -1, -2
 """Kinds of buffers that are no operand: allocated in the pass, and words that outlive it and are zeros."""
-MAKE, RELEASE, SUM, CAST, LAUNCH, COOPERATIVE, DEPENDENT = range(7)
+MAKE, RELEASE, SUM, CAST, ADD, CONVOLUTION, BACKWARD, LAUNCH, COOPERATIVE, DEPENDENT = range(10)
 """Kinds of steps."""
 
 _STARTS = 1 << 44, 1 << 45  # of the made-up addresses of both runs
@@ -41,7 +41,8 @@ _VIEWS = frozenset((
     _aten.as_strided.default, _aten.slice.Tensor, _aten.select.int, _aten.permute.default, _aten.transpose.int,
     _aten.expand.default, _aten.unbind.int, _aten.split.Tensor,
 ))  # fmt: skip
-_SUM, _CAST = _aten.sum.dim_IntList, _aten._to_copy.default
+_SUM, _CAST, _ADD = _aten.sum.dim_IntList, _aten._to_copy.default, _aten.add_.Tensor
+_CONVOLUTION, _BACKWARD = _aten.convolution.default, _aten.convolution_backward.default
 
 
 class NoTape(Exception):
@@ -66,14 +67,15 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Step:
-    """One of a pass: ``buffers`` are what is made or released, or what is summed or cast, and what that makes.
+    """One of a pass: ``buffers`` are what it reads, then what it makes (-1 for none), ``numbers`` its other arguments.
 
     Of a launch ``words`` are its arguments, 8 bytes each, and ``places`` those among them that are addresses: the word,
     the buffer and the bytes from its start.
     """
 
     kind: int
-    buffers: tuple[int, int] = (0, 0)
+    buffers: tuple[int, ...] = ()
+    numbers: tuple[int, ...] = ()
     function: int = 0
     grid: int = 0
     block: int = 0
@@ -99,7 +101,7 @@ class Tape:
         for s in self.steps:
             words.append(s.kind)
             if s.kind < LAUNCH:
-                words += s.buffers
+                words += [len(s.buffers), *s.buffers, len(s.numbers), *s.numbers]
                 continue
             words += [s.function, s.grid, s.block, s.shared, len(s.words), *s.words, len(s.places)]
             words += [value for place in s.places for value in place]
@@ -174,23 +176,47 @@ class _Dry(TorchDispatchMode):
         kwargs = kwargs or {}
         if function in _VIEWS:
             return function(*args, **kwargs)
-        if function not in _ALLOCATIONS and function not in (_SUM, _CAST):
-            raise NoTape(f"it calls {function}")
-        if function is _CAST and set(kwargs) != {"dtype"}:
-            raise NoTape("it copies a tensor for something else than its dtype")
+        if function is _ADD:
+            return self._added(*args, **kwargs)
+        numbers: tuple[int, ...] = ()
         if function in _ALLOCATIONS:
+            kind, reads = MAKE, []
             kwargs = {**kwargs, "device": torch.device("meta")}
-        made = self._buffer(_lying(MADE, function(*map(_meta, args), **kwargs)))
-        if function is _SUM:
+        elif function is _SUM:
+            kind, reads = SUM, [args[0]]
             dims = [d % args[0].dim() for d in args[1]]
             if sorted(dims) != [d for d in range(args[0].dim()) if d != 1] or (len(args) > 2 and args[2]):
                 raise NoTape("it takes sums over other dimensions than a bias")
-        if function in (_SUM, _CAST):
-            kind = SUM if function is _SUM else CAST
-            self.steps.append(Step(kind, (self._whole(args[0]), len(self.buffers) - 1)))
+        elif function is _CAST:
+            kind, reads = CAST, [args[0]]
+            if set(kwargs) != {"dtype"}:
+                raise NoTape("it copies a tensor for something else than its dtype")
+        elif function in (_CONVOLUTION, _BACKWARD):
+            kind, reads = CONVOLUTION if function is _CONVOLUTION else BACKWARD, list(args[:3])
+            settings = args[3:9] if function is _CONVOLUTION else args[4:10]
+            stride, padding, dilation, transposed, output_padding, groups = settings
+            if transposed or any(output_padding) or groups != 1 or (function is _BACKWARD and args[10][2]):
+                raise NoTape("it calls an operator of PyTorch's that is no plain convolution's")
+            numbers = (*stride, *padding, *dilation)
         else:
-            self.steps.append(Step(MAKE, (len(self.buffers) - 1, 0)))
-        return made
+            raise NoTape(f"it calls {function}")
+        read = tuple(-1 if t is None else self._whole(t) for t in reads)
+        found = function(*map(_meta, args), **kwargs)
+        several = isinstance(found, tuple)
+        made = [None if t is None else self._buffer(_lying(MADE, t)) for t in (found[:2] if several else (found,))]
+        new = iter(range(len(self.buffers) - sum(t is not None for t in made), len(self.buffers)))
+        self.steps.append(Step(kind, (*read, *(-1 if t is None else next(new) for t in made)), numbers))
+        return (*made, None) if several else made[0]
+
+    def _added(self, to: Tensor, bias: Tensor) -> Tensor:
+        """A bias, of the second dimension, to a result."""
+        if bias.dim() != to.dim() - 1 or bias.numel() != bias.shape[0] or bias.shape[0] != to.shape[1]:
+            raise NoTape("it adds a tensor that is no bias")
+        (found,) = (i for i, at in enumerate(self.addresses) if at == bias.data_ptr())
+        if self.buffers[found].sizes != (bias.shape[0],):
+            raise NoTape("it adds a part of a tensor")
+        self.steps.append(Step(ADD, (self._whole(to), found)))
+        return to
 
     # --- what launches tell (`launch.Notes`) ---
 
@@ -198,7 +224,7 @@ class _Dry(TorchDispatchMode):
         kind = COOPERATIVE if launcher.cooperative else DEPENDENT if dependent else LAUNCH
         words = struct.unpack(f"<{len(arguments) // 8}Q", arguments)
         at = launcher.kernel.handle, grid, launcher.block, launcher.shared
-        self.steps.append(Step(kind, (0, 0), *at, words))
+        self.steps.append(Step(kind, (), (), *at, words))
 
     def zeros(self, counters: Any, words: int) -> int:
         found = self._zeros.get(id(counters))
@@ -224,8 +250,8 @@ def _meta(value: Any) -> Any:
 
 def _placed(a: Step, b: Step, first: _Dry, second: _Dry) -> Step:
     """A step of both runs, with the words of its arguments that are addresses."""
-    if (a.kind, a.buffers, a.function, a.grid, a.block, a.shared, len(a.words)) != (
-        b.kind, b.buffers, b.function, b.grid, b.block, b.shared, len(b.words),
+    if (a.kind, a.buffers, a.numbers, a.function, a.grid, a.block, a.shared, len(a.words)) != (
+        b.kind, b.buffers, b.numbers, b.function, b.grid, b.block, b.shared, len(b.words),
     ):  # fmt: skip
         raise NoTape("it launched something else when it was called again")
     places = []
@@ -240,16 +266,15 @@ def _placed(a: Step, b: Step, first: _Dry, second: _Dry) -> Step:
         if len(found) != 1:
             raise NoTape(f"argument {word} of a kernel depends on addresses in another way")
         places += found
-    return Step(a.kind, a.buffers, a.function, a.grid, a.block, a.shared, a.words, tuple(places))
+    return replace(a, places=tuple(places))
 
 
 def _with_releases(steps: list[Step], buffers: Sequence[Buffer], results: Sequence[int | None]) -> list[Step]:
     """The steps, and behind the last that needs it the end of each buffer that is no result."""
     last: dict[int, int] = {}
     for at, s in enumerate(steps):
-        for i in (*(place[1] for place in s.places), *(s.buffers if s.kind < LAUNCH else ())):
-            if s.kind != MAKE or i == s.buffers[0]:
-                last[i] = at
+        last.update(dict.fromkeys((*s.buffers, *(buffer for _, buffer, _ in s.places)), at))
+    last.pop(-1, None)
     ending: dict[int, list[int]] = {}
     for i, at in last.items():
         if buffers[i].kind == MADE and i not in results:
@@ -257,5 +282,5 @@ def _with_releases(steps: list[Step], buffers: Sequence[Buffer], results: Sequen
     found = []
     for at, s in enumerate(steps):
         found.append(s)
-        found += [Step(RELEASE, (i, 0)) for i in ending.get(at, ())]
+        found += [Step(RELEASE, (i,)) for i in ending.get(at, ())]
     return found
