@@ -45,7 +45,7 @@ def everything(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(modules, "small", lambda *shapes: False)
     modules._left.clear()
     monkeypatch.setattr(convolutions, "faster", lambda plan, pass_, least=0.0: plan.selection(pass_).choice is not None)
-    monkeypatch.setattr(convolutions, "LEAST", 0.0)
+    monkeypatch.setattr(convolutions, "least", lambda: 0.0)
     convolutions.choose.cache_clear()
     yield
     monkeypatch.undo()

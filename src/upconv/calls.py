@@ -73,7 +73,7 @@ class Call(Generic[P]):
     """
 
     __slots__ = (
-        "_check", "_kind", "_last", "_unbiased", "arguments", "autocast", "differentiable", "made", "on_cuda", "plan",
+        "_check", "_kind", "_last", "_unbiased", "arguments", "autocast", "differentiable", "made", "plan",
         "precision", "recorder", "recording",
     )  # fmt: skip
 
@@ -91,7 +91,6 @@ class Call(Generic[P]):
         self.plan, self.made = plan, made
         self.differentiable = any(t.requires_grad for t in tensors)
         """Whether an operand requires a gradient."""
-        self.on_cuda = input.is_cuda
         self.recording = tuple(t.requires_grad for t in tensors)
         """Which operands require one."""
         self.recorder: Recorder | None = None

@@ -19,6 +19,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from upconv import calls, replays
 from upconv.convolutions import convolution, eager, explicit, small
+from upconv.cuda import engine
 from upconv.ops import conv_transpose
 
 # The three forwards differ in PyTorch's own function for TorchScript, which compiles a forward's text and takes the
@@ -34,16 +35,23 @@ def _forward(module: Any, rank: int, input: Tensor, output_size: list[int] | Non
     if module.padding_mode != "zeros":
         raise ValueError(f"Only `zeros` padding mode is supported for ConvTranspose{rank}d")
     stride, padding, dilation = module.stride, module.padding, module.dilation
-    own = module._parameters
-    if type(module) in _OURS and output_size is None and type(own) is dict and not is_compiling():
-        output_padding, held = module.output_padding, module.__dict__
-        weight, bias = own.get("weight"), own.get("bias")
-        if weight is None or "bias" not in own or "weight" in held or "bias" in held:  # tensors in their place
-            weight, bias = module.weight, module.bias
+    if type(module) in _OURS and output_size is None and not is_compiling():
+        output_padding = module.output_padding
+        weight, bias = _parameters(module)
     else:
         weight, bias = module.weight, module.bias
         output_padding = module._output_padding(input, output_size, stride, padding, module.kernel_size, rank, dilation)
     return conv_transpose(rank, input, weight, bias, stride, padding, output_padding, module.groups, dilation)
+
+
+def _parameters(module: Any) -> tuple[Any, Any]:
+    """The weight and the bias of a layer of ours."""
+    own, held = module._parameters, module.__dict__
+    if type(own) is dict and "weight" not in held and "bias" not in held and "bias" in own:
+        weight = own.get("weight")
+        if weight is not None:
+            return weight, own["bias"]
+    return module.weight, module.bias  # tensors in their place
 
 
 class ConvTranspose1d(nn.ConvTranspose1d):
@@ -142,29 +150,36 @@ So a call that is PyTorch's costs a model that waits for its host 2 us more, not
 
 def _convolve(module: Any, input: Tensor) -> Tensor:
     """The layer, by our kernels or by PyTorch's operator."""
-    weight, bias = module.weight, module.bias  # once: a parametrisation may compute them, and count that
-    if not is_compiling() and eager(input):
-        shape, kernel = input.shape, module.kernel_size
+    # Once: a parametrisation may compute them, and count that.
+    weight, bias = _parameters(module) if type(module) in _PLAIN else (module.weight, module.bias)
+    if not is_compiling():
         known = _left.get(id(module))
-        if known is None or known[0] != shape or known[1] is not kernel:
-            stride, padding, dilation = module.stride, module.padding, module.dilation
-            if type(padding) is str:
-                padding = explicit(padding, weight.shape[2:], dilation) if type(dilation) is tuple else None
-            if module.groups == 1 and module.padding_mode == "zeros":
-                replayed = replays.replay(True, input, weight, bias, module.rank, stride, padding, 0, 1, dilation)
-                if replayed is not None:
-                    return replayed
-            odd = module.groups != 1 or module.padding_mode != "zeros" or padding is None
-            if odd or small(shape, weight.shape, stride):
-                if len(_left) >= calls.MOST:
-                    _left.clear()
-                _left[id(module)] = shape, kernel
-            else:
-                found = convolution(module.rank, input, weight, bias, stride, padding, dilation)
-                if found is not None:
-                    return found
+        if known is None or known[0] != getattr(input, "shape", None) or known[1] is not module.kernel_size:
+            found = _ours(module, input, weight, bias)
+            if found is not None:
+                return found
     out: Tensor = module._conv_forward(input, weight, bias)
     return out
+
+
+def _ours(module: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+    stride, padding, dilation = module.stride, module.padding, module.dilation
+    if type(padding) is str:
+        padding = explicit(padding, weight.shape[2:], dilation) if type(dilation) is tuple else None
+    odd = module.groups != 1 or module.padding_mode != "zeros" or padding is None
+    host = replays.host
+    if host is not None and not odd and not engine._collectors:
+        found: Tensor | None = host.replay(True, input, weight, bias, module.rank, stride, padding, 0, 1, dilation)
+        if found is not None:
+            return found
+    if not eager(input):
+        return None
+    if odd or small(input.shape, weight.shape, stride):
+        if len(_left) >= calls.MOST:
+            _left.clear()
+        _left[id(module)] = input.shape, module.kernel_size
+        return None
+    return convolution(module.rank, input, weight, bias, stride, padding, dilation)
 
 
 class _Conv(_ConvNd):
@@ -196,6 +211,9 @@ class Conv3d(_Conv, nn.Conv3d):
     """Drop-in for `torch.nn.Conv3d`, whose large calls on a GPU take our kernels (`upconv.convolutions`)."""
 
     rank = 3
+
+
+_PLAIN = (Conv1d, Conv2d, Conv3d)
 
 
 class LazyConv1d(nn.LazyConv1d, Conv1d):  # type: ignore[misc]

@@ -55,11 +55,13 @@ def conv_transpose(
     """A transposed convolution of ``rank`` spatial dimensions, by the best way that this call allows."""
     if is_compiling():
         return _compiled(rank, input, weight, bias, stride, padding, output_padding, groups, dilation)
-    replayed = replays.replay(
-        False, input, weight, bias, rank, stride, padding, output_padding, groups, dilation
-    )  # fmt: skip
-    if replayed is not None:
-        return replayed
+    host = replays.host
+    if host is not None and not engine._collectors:
+        replayed: Tensor | None = host.replay(
+            False, input, weight, bias, rank, stride, padding, output_padding, groups, dilation
+        )
+        if replayed is not None:
+            return replayed
     known = calls.recognised(
         calls.seen, rank, input, weight, bias, stride, padding, output_padding, groups, dilation
     )  # fmt: skip

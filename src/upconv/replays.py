@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from upconv import calls, cpu
-from upconv.cuda import engine, jit, native, tape
+from upconv.cuda import jit, native, tape
 from upconv.cuda.gpu import current_device
 from upconv.planner import Plan
 
@@ -50,20 +50,8 @@ class Passes(Protocol):
 
 
 host: Any = None
-"""The module once calls are recorded, and while they may be replayed."""
-
-
-def replay(
-    plain: bool, input: Any, weight: Any, bias: Any, rank: int, stride: Any, padding: Any, output_padding: Any,
-    groups: Any, dilation: Any,
-) -> Tensor | None:  # fmt: skip
-    """The recorded result of a call, of a ``plain`` convolution or a transposed one; None where Python computes it."""
-    if host is None or engine._collectors:
-        return None
-    found: Tensor | None = host.replay(
-        plain, input, weight, bias, rank, stride, padding, output_padding, groups, dilation
-    )
-    return found
+"""The module, once a call is recorded. Its ``replay`` is asked before anything else, but where a graph is compiled or
+`engine.collecting` wants to know of calls: it gives the recorded result of a call that it knows."""
 
 
 def forget() -> None:
@@ -73,8 +61,8 @@ def forget() -> None:
 
 
 def of(call: calls.Call[Any], passes: Passes, plain: bool) -> calls.Recorder | None:
-    """What records a call when it is made again; None where it is not recorded: without gradients, or off the GPU."""
-    return _Pending(call, passes, plain) if call.differentiable and call.on_cuda else None
+    """What records a call when it is made again; None where it is not recorded: without gradients."""
+    return _Pending(call, passes, plain) if call.differentiable else None
 
 
 class _Pending:
@@ -102,7 +90,7 @@ _PRECISIONS = {None: 0, "ieee": 1, "tf32": 2}
 
 
 def recorded(
-    host: Any, call: calls.Call[Any], passes: Passes, input: Tensor, weight: Tensor, bias: Tensor | None
+    module: Any, call: calls.Call[Any], passes: Passes, input: Tensor, weight: Tensor, bias: Tensor | None
 ) -> Any:
     """A ``Layer`` for a call that is made with these operands; None where its forward is no tape."""
     index, p = input.get_device(), passes.plan.problem
@@ -115,19 +103,19 @@ def recorded(
         return [passes.forward(given[0], given[1], given[2])]
 
     with torch.no_grad(), torch.autocast("cuda", enabled=False):
-        found = _tape(f"the forward of {p}", forward, (x, weight, bias), weight, host)
+        found = _tape(f"the forward of {p}", forward, (x, weight, bias), weight, module)
     if found is None:
         return None
     driver = jit._driver()
     context = int(jit._drive(driver.cuDevicePrimaryCtxRetain, jit._drive(driver.cuDeviceGet, index)))
     last = p.layout == "channels_last"
-    return host.Layer(index, context, call.autocast, last, bias is not None, found, _Gradients(host, passes))
+    return module.Layer(index, context, call.autocast, last, bias is not None, found, _Gradients(module, passes))
 
 
-def _tape(what: str, run: tape.Pass, operands: Sequence[Tensor | None], like: Tensor, host: Any) -> bytes | None:
+def _tape(what: str, run: tape.Pass, operands: Sequence[Tensor | None], like: Tensor, module: Any) -> bytes | None:
     """A pass as the module takes it; None where it cannot be recorded. ``like``: a tensor on its device."""
     try:
-        return tape.record(run, operands, like, host.blob).packed(host.number)
+        return tape.record(run, operands, like, module.blob).packed(module.number)
     except tape.NoTape as reason:
         jit._tell(f"native: {what} stays in Python: {reason}")
     except Exception as error:  # whatever a dry run meets, the pass itself was computed
@@ -138,8 +126,8 @@ def _tape(what: str, run: tape.Pass, operands: Sequence[Tensor | None], like: Te
 class _Gradients:
     """What the module calls for gradients that no tape is for, or that do not fit it; with what records them."""
 
-    def __init__(self, host: Any, passes: Passes) -> None:
-        self._host, self._passes = host, passes
+    def __init__(self, module: Any, passes: Passes) -> None:
+        self._module, self._passes = module, passes
 
     def __call__(self, grad: Tensor, input: Tensor, weight: Tensor, mask: int, wanted: bool) -> tuple[Any, ...]:
         """The gradients for input, weight and bias that the bits of ``mask`` ask for; and their tape, if ``wanted``."""
@@ -157,7 +145,7 @@ class _Gradients:
                 lambda given: self._passes.gradients(given[0], given[1], given[2], asked),
                 (grad, input, weight),
                 weight,
-                self._host,
+                self._module,
             )
 
 

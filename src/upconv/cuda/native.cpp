@@ -251,6 +251,7 @@ class Tape {
     std::lock_guard<std::mutex> lock(mutex_);
     for (auto& each : zeros_)
       if (each.buffer == buffer && each.stream == stream) return each.tensor;
+    if (zeros_.size() >= 256) zeros_.clear();  // of streams that are gone, most of them
     auto& b = buffers[buffer];
     zeros_.push_back({buffer, stream, at::zeros(b.sizes, at::TensorOptions(b.dtype).device(where))});
     return zeros_.back().tensor;
@@ -495,7 +496,9 @@ struct Call {
     for (int i = 0; i < ARGUMENTS; i++)
       if (arguments[i] != given[i]) return false;
     return b.has_value() == bias.has_value() && input.fits(x) && weight.fits(w) && (!b || bias->fits(*b)) &&
-        (layer->autocast < 0 || at::autocast::get_autocast_dtype(at::kCUDA) == at::ScalarType(layer->autocast)) &&
+        (layer->autocast < 0 ||
+         at::autocast::get_autocast_dtype(layer->device < 0 ? at::kCPU : at::kCUDA) ==
+             at::ScalarType(layer->autocast)) &&
         (!layer->last || layer->device < 0 || at::globalContext().userEnabledCuDNN()) &&
         (precision == ANY || precision == float32_precision());
   }

@@ -1,0 +1,796 @@
+"""Replayed calls: tapes, and the module in C++ on the CPU, whose driver and kernels are this file's."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import upconv
+from conftest import assert_equal, needs_gxx
+from test_convolutions import everything, stand_ins  # noqa: F401
+from test_gradients import Data, Kernels, StandIn, Weight, kernels  # noqa: F401
+from upconv import calls, convolutions, ops, reference, replays
+from upconv.cuda import cache, jit, native, tape
+from upconv.cuda import launch as launch_module
+from upconv.cuda.jit import Kernel
+from upconv.cuda.launch import Counters, Launcher, as_run
+
+# --- a driver whose kernels are Python's ------------------------------------------------------------------------------
+
+
+class Machine:
+    """Kernels by their handles, called with the words of their arguments, and what was launched."""
+
+    def __init__(self) -> None:
+        self.kernels: dict[int, tuple[int, Callable[..., None]]] = {}
+        self.launched: list[tuple[str, int, int]] = []
+        self.answer = 0
+        self.context_bound = 0
+        shape = [ctypes.c_uint] * 7
+        self.callbacks = (
+            ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, *shape, *[ctypes.c_void_p] * 3)(self._ordinary),
+            ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, *shape, *[ctypes.c_void_p] * 2)(self._cooperative),
+            ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, *[ctypes.c_void_p] * 3)(self._extended),
+            ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)(lambda stream, status: 0),
+            ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(self._bind),
+        )
+
+    def launcher(self, letters: str, run: Callable[..., None], cooperative: bool = False) -> Launcher:
+        handle = 1000 + len(self.kernels)
+        found = Launcher(Kernel("f", handle, 32, 0, 0), 64, 16, letters, cooperative)
+        self.kernels[handle] = found._count, run
+        return found
+
+    def addresses(self) -> list[int]:
+        return [ctypes.cast(each, ctypes.c_void_p).value or 0 for each in self.callbacks]
+
+    def run(self, how: str, handle: int, grid: int, pointers: int) -> int:
+        if self.answer:
+            return self.answer
+        count, kernel = self.kernels[handle]
+        slots = (ctypes.c_void_p * count).from_address(pointers)
+        self.launched.append((how, handle, grid))
+        kernel(*(ctypes.c_uint64.from_address(slot).value for slot in slots))
+        return 0
+
+    def _ordinary(
+        self, f: int, x: int, y: int, z: int, bx: int, by: int, bz: int, s: int, st: Any, p: int, e: Any
+    ) -> int:
+        assert (y, z, bx, by, bz, s, st, e) == (1, 1, 64, 1, 1, 16, None, None)
+        return self.run("ordinary", f, x, p)
+
+    def _cooperative(self, function: int, grid: int, *rest: Any) -> int:
+        *shape, stream, pointers = rest
+        assert (shape, stream) == ([1, 1, 64, 1, 1, 16], None)
+        return self.run("cooperative", function, grid, pointers)
+
+    def _extended(self, configuration: int, f: int, p: int, e: Any) -> int:
+        numbers = (ctypes.c_uint * 14).from_address(configuration)
+        attribute = (ctypes.c_int * 18).from_address(ctypes.c_uint64.from_address(configuration + 40).value)
+        assert (
+            list(numbers[1:7]) == [1, 1, 64, 1, 1, 16] and numbers[12] == 1 and (attribute[0], attribute[2]) == (6, 1)
+        )
+        return self.run("dependent", f, numbers[0], p)
+
+    def _bind(self, context: int) -> int:
+        self.context_bound, self.answer = context, 0
+        return 0
+
+    # What `Launcher` calls.
+
+    class _Driver:
+        CUresult = SimpleNamespace(
+            CUDA_ERROR_OUT_OF_MEMORY=2, CUDA_ERROR_INVALID_CONTEXT=201, CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE=720
+        )
+        CUlaunchAttributeID = SimpleNamespace(CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION=6)
+        CUlaunchAttribute = staticmethod(lambda: SimpleNamespace(value=SimpleNamespace()))
+        CUlaunchConfig = staticmethod(SimpleNamespace)
+        CUfunction = CUstream = staticmethod(lambda value: value)
+
+        def __init__(self, machine: Machine) -> None:
+            self._machine = machine
+
+        def cuDeviceGet(self, device: int) -> tuple[int, int]:
+            return 0, device
+
+        def cuDevicePrimaryCtxRetain(self, device: int) -> tuple[int, int]:
+            return 0, 77
+
+        def cuLaunchKernel(self, f: int, x: int, *rest: Any) -> tuple[int]:
+            return (self._machine.run("ordinary", f, x, rest[-2]),)
+
+        def cuLaunchCooperativeKernel(self, f: int, x: int, *rest: Any) -> tuple[int]:
+            return (self._machine.run("cooperative", f, x, rest[-1]),)
+
+        def cuLaunchKernelEx(self, configuration: Any, f: int, pointers: int, extra: int) -> tuple[int]:
+            return (self._machine.run("dependent", f, configuration.gridDimX, pointers),)
+
+
+def at(address: int, like: Tensor | Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
+    """The dense tensor at an address."""
+    shape = tuple(like.shape if isinstance(like, Tensor) else like)
+    of = dtype or (like.dtype if isinstance(like, Tensor) else torch.float32)
+    count = torch.Size(shape).numel()
+    return torch.frombuffer((ctypes.c_char * (count * of.itemsize)).from_address(address), dtype=of).view(shape)
+
+
+# --- passes of such kernels -------------------------------------------------------------------------------------------
+
+
+class LaunchedData(Data):
+    """`Data`, by two kernels, one that packs and a dependent one; a map of its source is among the arguments."""
+
+    casts = True
+
+    def __init__(self, choice: StandIn, machine: Machine) -> None:
+        super().__init__(choice)
+        p = choice.problem
+        source = p.input_shape if p.pass_ == "fwd" else p.output_shape
+        result = p.output_shape if p.pass_ == "fwd" else p.input_shape
+        last = p.layout == "channels_last"
+        counters = Counters(-1, 3)
+
+        def lying(address: int, shape: tuple[int, ...]) -> Tensor:
+            if not last:
+                return at(address, shape, p.dtype)
+            turned = at(address, (shape[0], *shape[2:], shape[1]), p.dtype)
+            return turned.movedim(-1, 1)
+
+        def pack(weight: int, packed: int, single: int, bias: int) -> None:
+            parts = [at(weight, p.weight_shape, torch.float32 if single else p.dtype)]
+            if bias:
+                parts.append(at(bias, (p.out_channels,)))
+            whole = torch.cat([t.flatten().to(p.dtype) for t in parts])
+            at(packed, whole.shape, p.dtype).copy_(whole)
+
+        def multiply(x: int, *rest: int) -> None:
+            tiles, packed, bias, out, zeros, scale = rest[:4], *rest[4:]
+            assert tiles == (x, 7, 2**64 - 1, 0) and scale == 3
+            words = at(zeros, (3,), torch.int32)
+            assert not words.any(), "words that kernels find zeros"
+            count = torch.Size(p.weight_shape).numel()
+            weight = at(packed, p.weight_shape, p.dtype)
+            b = None if not bias else at(bias, (p.out_channels,), p.dtype)
+            assert count
+            if p.pass_ == "fwd":
+                lying(out, result).copy_(reference.forward(p, lying(x, source), weight, b))
+            else:
+                found = reference.gradients(p, lying(x, source), torch.zeros(p.input_shape), weight)[0]
+                lying(out, result).copy_(found)
+
+        self._counters = counters
+        self._pack = machine.launcher("PPiP", pack)
+        self._run = machine.launcher("P(qqqq)PPPPi", multiply)
+
+    def pack(self, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        p = self.choice.problem
+        self.choice.log.append(("pack", p.pass_))
+        count = weight.numel() + (p.out_channels if bias is not None else 0)
+        packed = weight.new_empty_strided((count,), (1,), dtype=p.dtype)
+        single = int(weight.dtype is torch.float32)
+        given = (weight.data_ptr(), packed.data_ptr(), single, 0 if bias is None else bias.data_ptr())
+        self._pack(-1, 3, given)
+        return packed
+
+    def run(self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, fresh: bool = False) -> None:
+        p = self.choice.problem
+        self.choice.log.append(("run", p.pass_))
+        size = torch.Size(p.weight_shape).numel() * p.dtype.itemsize
+        of_bias = 0 if bias is None else bias.data_ptr()
+        if bias is not None and bias.dtype is not p.dtype:
+            of_bias = packed.data_ptr() + size
+        words = as_run("qqqq", (x.data_ptr(), 7, -1, 0))
+        zeros = self._counters.address(x)
+        self._run(-1, 5, (x.data_ptr(), words, packed.data_ptr(), of_bias, out.data_ptr(), zeros, 3), fresh)
+
+
+class LaunchedWeight(Weight):
+    """`Weight`, by one cooperative kernel."""
+
+    casts = True
+
+    def __init__(self, choice: StandIn, machine: Machine) -> None:
+        super().__init__(choice)
+        p = choice.problem
+
+        def multiply(x: int, grad: int, sums: int, out: int, single: int) -> None:
+            def lying(address: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+                if p.layout != "channels_last":
+                    return at(address, shape, dtype)
+                return at(address, (shape[0], *shape[2:], shape[1]), dtype).movedim(-1, 1)
+
+            given = lying(grad, p.output_shape, p.dtype), lying(x, p.input_shape, p.dtype)
+            found = reference.gradients(p, *given, torch.zeros(p.weight_shape))[1]
+            at(sums, (8,)).fill_(1.0)  # it may
+            lying(out, p.weight_shape, torch.float32 if single else p.dtype).copy_(found)
+
+        self._run = machine.launcher("PPPPi", multiply, cooperative=True)
+
+    def run(self, x: Tensor, grad: Tensor, out: Tensor) -> None:
+        self.choice.log.append(("run", "grad-weight"))
+        sums = x.new_empty_strided((8,), (1,), dtype=torch.float32)
+        given = (x.data_ptr(), grad.data_ptr(), sums.data_ptr(), out.data_ptr(), int(out.dtype is torch.float32))
+        self._run(-1, 2, given)
+
+
+@pytest.fixture(scope="session")
+def module() -> Any:
+    found = native.wait()
+    assert found is not None, native.state()
+    return found
+
+
+@pytest.fixture
+def machine(kernels: Kernels, module: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:  # noqa: F811
+    """Calls on CPU tensors are by the kernels above, and replayed from the fourth on."""
+    found = Machine()
+    driver = Machine._Driver(found)
+    monkeypatch.setattr(jit, "_driver", lambda: driver)
+    monkeypatch.setattr(launch_module, "current_device", lambda: -1)
+    monkeypatch.setattr(launch_module, "current_stream", lambda device: 0)
+    monkeypatch.setattr(replays, "current_device", lambda: -1)
+    monkeypatch.setattr(Kernel, "ready", lambda self, device: None)
+    monkeypatch.setattr(replays, "host", None)
+
+    def prepare(self: StandIn, device: int) -> Any:
+        self.log.append(("prepare", self.problem.pass_))
+        kind = LaunchedWeight if self.problem.pass_ == "grad-weight" else LaunchedData
+        return kind(self, found)
+
+    monkeypatch.setattr(StandIn, "prepare", prepare)
+    module.set_driver(*found.addresses())
+    module.forget()
+    yield found
+    module.forget()
+
+
+class Layers:
+    """A layer of ours and a copy whose calls are never replayed."""
+
+    def __init__(self, make: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
+        torch.manual_seed(0)
+        self.replayed = make()
+        self.plain = make()
+        self.plain.load_state_dict(self.replayed.state_dict())
+        self._monkeypatch = monkeypatch
+
+    def step(self, layer: nn.Module, x: Tensor, grad: Tensor | None = None, autocast: bool = False) -> list[Tensor]:
+        x = x.detach().clone(memory_format=torch.preserve_format).requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            out = layer(x)
+        found = torch.autograd.grad(out, [x, *layer.parameters()], torch.ones_like(out) if grad is None else grad)
+        return [out.detach(), *found]
+
+    def alike(self, x: Tensor, grad: Tensor | None = None, autocast: bool = False) -> None:
+        """Results, gradients, dtypes and strides of both are the same."""
+        ours = self.step(self.replayed, x, grad, autocast)
+        with self._monkeypatch.context() as m:
+            m.setattr(replays, "host", None)
+            m.setattr(replays, "of", lambda *given: None)
+            theirs = self.step(self.plain, x, grad, autocast)
+        for a, b in zip(ours, theirs):
+            assert_equal(a, b)
+
+
+def is_replayed(out: Tensor) -> bool:
+    return out.grad_fn is not None and "upconv::ConvTranspose" in out.grad_fn.name()
+
+
+def warm(layer: nn.Module, x: Tensor, times: int = 4, autocast: bool = False) -> None:
+    """So many calls and backwards, behind which calls are replayed."""
+    for _ in range(times):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            out = layer(x)
+        out.sum().backward()
+
+
+CASES = (
+    lambda: upconv.ConvTranspose2d(5, 6, 3, 2, 1),
+    lambda: upconv.ConvTranspose2d(4, 6, (3, 4), (2, 1), 1, groups=2, bias=False),
+    lambda: upconv.ConvTranspose1d(5, 3, 4, 2, 1, 1, dilation=2),
+    lambda: upconv.ConvTranspose3d(3, 4, 2, 2),
+)
+SIZES = ((2, 5, 4, 7), (3, 4, 5, 3), (2, 5, 9), (2, 3, 3, 2, 4))
+
+
+# --- tapes ------------------------------------------------------------------------------------------------------------
+
+
+@needs_gxx
+def test_a_tape_has_the_memory_the_launches_and_where_addresses_are(machine: Machine, module: Any) -> None:
+    first = machine.launcher("PPi", lambda *words: None)
+    second = machine.launcher("P(qq)Pf", lambda *words: None)
+    counters = Counters(-1, 9)
+
+    def run(given: Sequence[Tensor]) -> list[Tensor | None]:
+        x, w = given
+        packed = w.new_empty_strided((10,), (1,), dtype=torch.int32)
+        first(-1, 4, (w.data_ptr(), packed.data_ptr(), 12))
+        out = torch.empty((2, 3), dtype=x.dtype, device=x.device)
+        second(-1, 6, (packed.data_ptr() + 16, as_run("qq", (x.data_ptr() + 8, 5)), counters.address(x), 2.0), True)
+        total = out.sum((0,), dtype=torch.float32)
+        first(-1, 1, (out.data_ptr(), x.data_ptr(), 0))
+        return [out, None, total]
+
+    x, w = torch.randn(2, 3, dtype=torch.float64), torch.randn(7)
+    found = tape.record(run, (x, w), x, module.blob)
+    made = [(b.kind, b.dtype, b.sizes) for b in found.buffers]
+    assert made == [
+        (0, torch.float64, (2, 3)), (1, torch.float32, (7,)), (tape.MADE, torch.int32, (10,)),
+        (tape.MADE, torch.float64, (2, 3)), (tape.ZEROS, torch.int32, (9,)), (tape.MADE, torch.float32, (3,)),
+    ]  # fmt: skip
+    assert found.results == (3, None, 5)
+    what = [(s.kind, s.buffers, s.grid, s.places) for s in found.steps]
+    assert what == [
+        (tape.MAKE, (2,), 0, ()),
+        (tape.LAUNCH, (), 4, ((0, 1, 0), (1, 2, 0))),
+        (tape.MAKE, (3,), 0, ()),
+        (tape.DEPENDENT, (), 6, ((0, 2, 16), (1, 0, 8), (3, 4, 0))),
+        (tape.RELEASE, (2,), 0, ()),  # before more is allocated
+        (tape.SUM, (3, 5), 0, ()),
+        (tape.LAUNCH, (), 1, ((0, 3, 0), (1, 0, 0))),
+    ]
+    assert found.steps[3].words[2] == 5 and found.steps[1].words[2] == 12
+    assert not machine.launched, "a dry run launches nothing"
+
+
+@needs_gxx
+@pytest.mark.parametrize("what, reason", (
+    (lambda x, w: [x.clone()], "calls aten.clone"),
+    (lambda x, w: [x.sum((0, 1))], "sums over other dimensions"),
+    (lambda x, w: [x.new_empty(4, 6).view(2, 12)], "is a view"),
+    (lambda x, w: [x.new_empty(4, 6)[1:]], "no memory of its own"),
+    (lambda x, w: [torch.relu(x)], "calls aten.relu"),
+    (lambda x, w: [x.to(torch.bfloat16, memory_format=torch.channels_last)], "for something else than its dtype"),
+), ids=("copy", "sum", "view", "part", "operator", "layout"))  # fmt: skip
+def test_other_passes_have_no_tape(module: Any, what: Any, reason: str) -> None:
+    x, w = torch.randn(2, 3, 4, 5), torch.randn(4)
+    with pytest.raises(tape.NoTape, match=reason):
+        tape.record(lambda given: what(*given), (x, w), x, module.blob)
+
+
+@needs_gxx
+def test_arguments_that_depend_on_addresses_in_another_way_have_no_tape(machine: Machine, module: Any) -> None:
+    x = torch.randn(8)
+    launch = machine.launcher("q", lambda *words: None)
+    for of in (lambda at: at >> 4, lambda at: at * 2, lambda at: at + 2**22, lambda at: at - 16):
+
+        def run(given: Sequence[Tensor], of: Callable[[int], int] = of) -> list[Tensor]:
+            launch(-1, 1, (of(given[0].data_ptr()),))
+            return [given[0].new_empty(4)]
+
+        with pytest.raises(tape.NoTape, match="depends on addresses in another way"):
+            tape.record(run, (x,), x, module.blob)
+    numbers = iter(range(9))
+    with pytest.raises(tape.NoTape, match="another way"):
+        tape.record(lambda given: launch(-1, 1, (next(numbers),)) or [given[0].new_empty(1)], (x,), x, module.blob)
+    with pytest.raises(tape.NoTape, match="something else when it was called again"):
+        tape.record(lambda given: [given[0].new_empty(next(numbers))], (x,), x, module.blob)
+
+
+# --- replayed calls ---------------------------------------------------------------------------------------------------
+
+
+@needs_gxx
+@pytest.mark.parametrize("last", (False, True), ids=("nchw", "channels_last"))
+@pytest.mark.parametrize("make, size", list(zip(CASES, SIZES)), ids=("bias", "groups", "1d", "3d"))
+def test_replayed_calls_are_what_they_were(
+    machine: Machine,
+    kernels: Kernels,  # noqa: F811
+    make: Any,
+    size: Any,
+    last: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if last and len(size) == 3:
+        pytest.skip("no such layout")
+    order = {4: torch.channels_last, 5: torch.channels_last_3d}.get(len(size), torch.contiguous_format)
+    layers = Layers(make, monkeypatch)
+    x = torch.randn(size).contiguous(memory_format=order if last else torch.contiguous_format)
+    for _ in range(4):
+        layers.alike(x)
+    kernels.log.clear()
+    out = layers.replayed(x.requires_grad_())
+    assert is_replayed(out)
+    out.sum().backward()  # an expanded gradient, which is made dense
+    assert kernels.log == [], "Python computed none of it"
+    for _ in range(3):
+        x = torch.randn(size).contiguous(memory_format=order if last else torch.contiguous_format)
+        layers.alike(x, torch.randn(out.shape))
+    hows = {how for how, _, _ in machine.launched}
+    assert hows == {"ordinary", "dependent", "cooperative"}
+
+
+@needs_gxx
+def test_autocast_and_its_weights_in_float32(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "_ROUNDING", ("cpu",))
+    monkeypatch.setattr(torch, "get_autocast_dtype", lambda kind: torch.bfloat16)
+    layers = Layers(CASES[0], monkeypatch)
+    x = torch.randn(SIZES[0])
+    for _ in range(4):
+        layers.alike(x, autocast=True)
+    x.requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        out = layers.replayed(x)
+    assert is_replayed(out) and out.dtype is torch.bfloat16
+    found = torch.autograd.grad(out.float().sum(), list(layers.replayed.parameters()))
+    assert [g.dtype for g in found] == [torch.float32] * 2
+    assert not is_replayed(layers.replayed(x)), "without autocast it is another call"
+
+
+@needs_gxx
+@pytest.mark.parametrize("mask", range(1, 8))
+def test_only_what_is_asked_is_computed(machine: Machine, mask: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = CASES[0]()
+    x = torch.randn(SIZES[0], requires_grad=True)
+    given = [t for i, t in enumerate((x, layer.weight, layer.bias)) if mask >> i & 1]
+    for _ in range(5):
+        truth = torch.autograd.grad(layer(x).pow(2).sum(), given)
+    machine.launched.clear()
+    out = layer(x)
+    forward = len(machine.launched)
+    assert is_replayed(out) and forward == 2
+    found = torch.autograd.grad(out.pow(2).sum(), given)
+    for a, b in zip(found, truth):
+        assert_equal(a, b)
+    assert len(machine.launched) - forward == 2 * (mask & 1) + (mask >> 1 & 1)
+
+
+@needs_gxx
+def test_a_call_that_does_not_fit_is_pythons(machine: Machine, module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = CASES[0]()
+    x = torch.randn(SIZES[0])
+    warm(layer, x)
+    assert is_replayed(layer(x))
+    truth = layer(x).detach()
+    beside = torch.randn(x.numel() + 1)[1:].view(x.shape).copy_(x)  # begins off 16 bytes
+    assert beside.data_ptr() % 16
+    others = {
+        "address": lambda: layer(beside),
+        "function mode": lambda: _under(Function(), lambda: layer(x)),
+        "dispatch mode": lambda: _under(Dispatch(), lambda: layer(x)),
+    }
+    for name, other in others.items():
+        out = other()
+        assert not is_replayed(out), name
+        torch.testing.assert_close(out.detach(), truth)  # PyTorch's operator, which modes see, rounds otherwise
+    for other in (
+        lambda: layer(x[:1]), lambda: layer(x.double().float().transpose(2, 3).contiguous().transpose(2, 3)),
+        lambda: layer(x.requires_grad_()), lambda: layer(x.detach(), output_size=(7, 13)),
+    ):  # fmt: skip
+        assert not is_replayed(other())
+    x = x.detach()
+    with torch.no_grad():
+        assert layer(x).grad_fn is None
+    with torch.inference_mode():
+        assert layer(x).grad_fn is None
+    machine.answer = 1  # what the driver refuses Python tries, and raises
+    with pytest.raises(RuntimeError, match="could not compute"):
+        layer(x)
+    machine.answer = 201  # a thread without a context gets it
+    assert is_replayed(layer(x)) and machine.context_bound == 77
+    layer.weight.requires_grad_(False)
+    assert not is_replayed(layer(x))
+    layer.weight.requires_grad_()
+    assert is_replayed(layer(x))
+    layer.stride = (1, 1)
+    assert layer(x).shape != truth.shape
+    layer.stride = (2, 2)
+    ops.forget_plans()
+    assert not is_replayed(layer(x))
+
+
+class Dispatch(TorchDispatchMode):
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*args, **(kwargs or {}))
+
+
+class Function(TorchFunctionMode):
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*args, **(kwargs or {}))
+
+
+def _under(mode: Any, call: Callable[[], Tensor]) -> Tensor:
+    with mode:
+        return call()
+
+
+@needs_gxx
+def test_a_discriminators_first_layer_is_replayed_with_and_without_a_gradient(machine: Machine) -> None:
+    layer = CASES[1]()
+    x = torch.randn(SIZES[1])
+    for _ in range(4):
+        for needed in (False, True):
+            layer(x.detach().requires_grad_(needed)).sum().backward()
+    assert all(is_replayed(layer(x.detach().requires_grad_(needed))) for needed in (False, True, False))
+
+
+@needs_gxx
+def test_gradients_of_gradients(machine: Machine) -> None:
+    layer = CASES[0]().double()
+    x = torch.randn(SIZES[0], dtype=torch.float64, requires_grad=True)
+    warm(layer, x)
+    assert is_replayed(layer(x))
+
+    out = layer(x)
+    (first,) = torch.autograd.grad(out.pow(2).sum(), x, create_graph=True)
+    found = torch.autograd.grad(first.pow(2).sum(), [x, *layer.parameters()])
+    theirs = nn.ConvTranspose2d(5, 6, 3, 2, 1).double()
+    theirs.load_state_dict(layer.state_dict())
+    (first,) = torch.autograd.grad(theirs(x).pow(2).sum(), x, create_graph=True)
+    wanted = torch.autograd.grad(first.pow(2).sum(), [x, *theirs.parameters()])
+    for a, b in zip(found, wanted):
+        torch.testing.assert_close(a, b)
+
+
+@needs_gxx
+def test_graphs_behave_as_pytorchs(machine: Machine) -> None:
+    layer = CASES[0]()
+    x = torch.randn(SIZES[0], requires_grad=True)
+    warm(layer, x)
+    out = layer(x)
+    out.sum().backward(retain_graph=True)
+    out.sum().backward()
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        out.sum().backward()
+    out = layer(x)
+    with torch.no_grad():
+        layer.weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+    seen = []
+    out = layer(x)
+    out.register_hook(lambda g: seen.append("tensor"))
+    out.grad_fn.register_hook(lambda *g: seen.append("node"))
+    out.sum().backward()
+    assert seen == ["tensor", "node"]
+    x.grad = None
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t.clone(), lambda t: t):
+        out = layer(x)
+    out.sum().backward()
+    assert len(kept) == 2 and is_replayed(out)
+    before, x.grad = x.grad, None
+    checkpoint(layer, x, use_reentrant=False).sum().backward()
+    assert_equal(x.grad, before)
+    out = layer(x)
+    batch = torch.randn(3, *out.shape)
+    (found,) = torch.autograd.grad(out, x, batch, is_grads_batched=True, retain_graph=True)
+    for g, each in zip(batch, found):
+        torch.testing.assert_close(each, torch.autograd.grad(out, x, g, retain_graph=True)[0])
+    out = layer(x)
+    assert torch.autograd.grad(out, x, torch.ones_like(out).requires_grad_(), create_graph=True)[0].requires_grad
+
+
+@needs_gxx
+def test_an_error_in_a_backward_is_that_error(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = CASES[0]()
+    x = torch.randn(SIZES[0])
+    for _ in range(3):
+        layer(x)
+    out = layer(x)
+    assert is_replayed(out)
+
+    def fail(*given: Any, **named: Any) -> Any:
+        raise KeyError("of a backward")
+
+    monkeypatch.setattr(ops, "_backward_of", fail)
+    with pytest.raises(KeyError, match="of a backward"):
+        out.sum().backward()
+
+
+@needs_gxx
+def test_threads_replay_at_once(machine: Machine) -> None:
+    layer = CASES[3]()
+    x = torch.randn(SIZES[3])
+    warm(layer, x)
+    given = [torch.randn(SIZES[3]) for _ in range(4)]
+    truth = [torch.autograd.grad(layer(each).pow(2).sum(), layer.weight)[0] for each in given]
+    found: dict[int, bool] = {}
+
+    def work(i: int) -> None:
+        same = True
+        for _ in range(20):
+            out = layer(given[i])
+            same &= is_replayed(out)
+            same &= torch.equal(torch.autograd.grad(out.pow(2).sum(), layer.weight)[0], truth[i])
+        found[i] = same
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert found == dict.fromkeys(range(4), True)
+
+
+@needs_gxx
+def test_what_is_forgotten_is_freed(machine: Machine, module: Any) -> None:
+    layer = CASES[0]()
+    x = torch.randn(SIZES[0])
+    warm(layer, x)
+    out = layer(x)
+    (call,) = calls.seen[id(layer.weight)].calls
+    plan = weakref.ref(call.plan)
+    del call
+    assert is_replayed(out) and plan() is not None
+    ops.forget_plans()
+    gradients = [g for g in gc.get_objects() if type(g) is replays._Gradients]
+    assert gradients, "the graph still needs it"
+    gone = weakref.ref(gradients[0])
+    del gradients, out
+    gc.collect()
+    assert gone() is None
+
+
+@needs_gxx
+@pytest.mark.parametrize("theirs", ("never", "fwd", "grad-input", "grad-weight"))
+def test_plain_convolutions_are_replayed_with_pytorchs_passes_too(
+    machine: Machine,
+    stand_ins: Kernels,  # noqa: F811
+    theirs: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(convolutions, "faster", lambda plan, pass_, least=0.0: pass_ != theirs)
+
+    def make() -> nn.Module:
+        return upconv.accelerate(nn.Conv2d(5, 6, 3, 2, 1), convolutions=True)
+
+    layers = Layers(make, monkeypatch)
+    x = torch.randn(2, 5, 7, 8)
+    for _ in range(5):
+        layers.alike(x)
+    stand_ins.log.clear()
+    out = layers.replayed(x.requires_grad_())
+    assert is_replayed(out)
+    torch.autograd.grad(out.sum(), [x, *layers.replayed.parameters()])
+    assert stand_ins.log == []
+    layers.alike(torch.randn(2, 5, 7, 8), torch.randn(out.shape))
+
+
+# --- the library ------------------------------------------------------------------------------------------------------
+
+
+@needs_gxx
+def test_the_library_is_kept_whole_or_made_anew(tmp_path: Any, monkeypatch: pytest.MonkeyPatch, module: Any) -> None:
+    monkeypatch.setenv("UPCONV_CACHE_DIR", str(tmp_path / "cache"))
+    compiled = []
+
+    def stand_in() -> bytes:
+        compiled.append(1)
+        return b"\x7fELF" + b"library" * 100
+
+    monkeypatch.setattr(native, "_compiled", stand_in)
+    monkeypatch.setattr(native, "_load", lambda path: path.read_bytes()[:11])
+    assert native.found() == native.found() == b"\x7fELFlibrary" and len(compiled) == 1
+    (path,) = (tmp_path / "cache").glob("*.so")
+    data = path.read_bytes()
+    for bad in (data[:-1], data[:40], b"", data[:50] + b"x" + data[51:]):
+        path.write_bytes(bad)
+        compiled.clear()
+        assert native.found() == b"\x7fELFlibrary" and compiled == [1] and path.read_bytes() == data
+    assert cache.clear() == 2 and not list((tmp_path / "cache").iterdir()), "the library and its lock"
+    monkeypatch.setenv("UPCONV_CACHE", "off")
+    compiled.clear()
+    assert native.found() == native.found() == b"\x7fELFlibrary" and len(compiled) == 2
+
+
+def test_where_there_is_no_library_a_sentence_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.setenv("UPCONV_NATIVE", "off")
+    assert native.off() == "UPCONV_NATIVE is off"
+    monkeypatch.delenv("UPCONV_NATIVE")
+    monkeypatch.setattr(native, "compiler", lambda: None)
+    assert native.off() == "there is no C++ compiler (CXX, c++, g++ or clang++)"
+    monkeypatch.undo()
+    monkeypatch.setattr(native, "_python_headers", lambda: tmp_path)
+    monkeypatch.setattr(native, "compiler", lambda: "/usr/bin/c++")
+    assert native.off() == f"Python's headers are not in {tmp_path}"
+
+
+def test_a_compiler_that_fails_leaves_everything_in_python(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    broken = tmp_path / "c++"
+    broken.write_text("#!/bin/sh\necho 'no such header' >&2\nexit 3\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("CXX", str(broken))
+    monkeypatch.setenv("UPCONV_CACHE_DIR", str(tmp_path / "cache"))
+    for name, value in (("_module", None), ("_builder", None), ("_done", threading.Event()), ("_reason", "")):
+        monkeypatch.setattr(native, name, value)
+    monkeypatch.setattr(native, "_python_headers", lambda: tmp_path)
+    (tmp_path / "Python.h").touch()
+    assert native.wait(60) is None and native.hopeless()
+    assert native.state() == f"RuntimeError: {broken} returned 3: no such header"
+
+
+# --- on a GPU ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("autocast", (False, True), ids=("float32", "autocast"))
+@pytest.mark.parametrize("last", (False, True), ids=("nchw", "channels_last"))
+@pytest.mark.parametrize("make, size", (
+    (lambda: upconv.ConvTranspose2d(64, 32, 4, 2, 1), (8, 64, 16, 16)),
+    (lambda: upconv.ConvTranspose2d(100, 64, 4, bias=False), (32, 100, 1, 1)),
+    (lambda: upconv.ConvTranspose2d(64, 3, 4, 2, 1, bias=False), (16, 64, 32, 32)),
+    (lambda: upconv.ConvTranspose2d(64, 64, 3, 2, 1, groups=4), (8, 64, 17, 19)),
+    (lambda: upconv.ConvTranspose2d(64, 64, 4, 2, 1, groups=64), (8, 64, 32, 32)),
+    (lambda: upconv.ConvTranspose2d(256, 128, 2, 2), (2, 256, 32, 32)),
+    (lambda: upconv.ConvTranspose1d(64, 32, 16, 8, 4), (4, 64, 128)),
+    (lambda: upconv.ConvTranspose3d(32, 16, 3, 2, 1, 1), (2, 32, 8, 8, 8)),
+    (lambda: upconv.accelerate(nn.Conv2d(64, 128, 4, 2, 1), convolutions=True), (16, 64, 32, 32)),
+    (lambda: upconv.accelerate(nn.Conv1d(128, 128, 3, padding=3, dilation=3), convolutions=True), (16, 128, 2048)),
+), ids=("k4", "latent", "rgb", "groups", "depthwise", "k2", "1d", "3d", "conv2d", "conv1d"))  # fmt: skip
+def test_replayed_calls_on_a_gpu(
+    make: Any, size: Any, last: bool, autocast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same bits as in Python, over changing values, and after the memory of earlier calls was used otherwise."""
+    if native.wait() is None:
+        pytest.skip(native.state())
+    order = {4: torch.channels_last, 5: torch.channels_last_3d}.get(len(size))
+    if last and order is None:
+        pytest.skip("no such layout")
+    layers = Layers(lambda: make().cuda().to(memory_format=order if last else torch.contiguous_format), monkeypatch)
+    replayed = False
+    for _ in range(8):
+        x = torch.randn(size, device="cuda")
+        if last:
+            x = x.contiguous(memory_format=order)
+        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+            out = layers.replayed(x.requires_grad_())
+            replayed |= is_replayed(out)
+            grad = torch.randn_like(out)
+            ours = [out, *torch.autograd.grad(out, [x, *layers.replayed.parameters()], grad)]
+        with monkeypatch.context() as m, torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+            m.setattr(replays, "host", None)
+            m.setattr(replays, "of", lambda *given: None)
+            out = layers.plain(x)
+            theirs = [out, *torch.autograd.grad(out, [x, *layers.plain.parameters()], grad)]
+        for a, b in zip(ours, theirs):
+            assert_equal(a, b)
+        torch.full((1 << 22,), float("nan"), device="cuda")
+    engine_serves = not last or "Conv1d" not in repr(layers.replayed)
+    assert replayed or not engine_serves
+
+
+@pytest.mark.gpu
+def test_replayed_calls_on_other_streams_and_in_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    if native.wait() is None:
+        pytest.skip(native.state())
+    layer = upconv.ConvTranspose2d(64, 32, 4, 2, 1).cuda()
+    x = torch.randn(8, 64, 16, 16, device="cuda", requires_grad=True)
+    for _ in range(5):
+        out = layer(x)
+        wanted = torch.autograd.grad(out.pow(2).sum(), [x, *layer.parameters()])
+    assert is_replayed(out)
+    for _ in range(3):
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            out = layer(x)
+            assert is_replayed(out)
+            found = torch.autograd.grad(out.pow(2).sum(), [x, *layer.parameters()])
+        stream.synchronize()
+        for a, b in zip(found, wanted):
+            assert_equal(a, b)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = layer(x)
+        captured = torch.autograd.grad(out.pow(2).sum(), [x, *layer.parameters()])
+    assert not is_replayed(out)
+    for _ in range(2):
+        graph.replay()
+        torch.cuda.synchronize()
+        for a, b in zip(captured, wanted):
+            assert_equal(a, b)
+    assert is_replayed(layer(x))
