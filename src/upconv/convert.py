@@ -20,7 +20,7 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.utils import parametrize
 
 from upconv import modules
-from upconv.cuda import engine
+from upconv.cuda import engine, native
 
 _log = logging.getLogger("upconv")
 Model = TypeVar("Model", bound=nn.Module)
@@ -139,7 +139,8 @@ def warmup(model: nn.Module, *example: Any, training: bool = False, progress: Pr
         model: any module; on a CPU there is nothing to compile.
         example: the model's arguments: tensors, or shapes (tuples of integers) for random tensors of the model's own
             dtype and device. A single list or dict is taken as all arguments, by position or by name.
-        training: also the kernels of the gradients for input and weight.
+        training: also the kernels of the gradients for input and weight, and what replays training calls without Python
+            (`upconv.cuda.native`), which takes half a minute the first time.
         progress: called as ``progress(label, done, total)`` behind each source that is compiled or found in the cache.
 
     Returns:
@@ -162,7 +163,12 @@ def warmup(model: nn.Module, *example: Any, training: bool = False, progress: Pr
 
     with _evaluated(model), torch.no_grad(), engine.collecting(every=training) as wanted:
         model(*map(tensor, args), **{name: tensor(value) for name, value in kwargs.items()})
-    return engine.compile_all(wanted, progress, training=training)
+    if training and wanted:
+        native.module()  # in the background, while the kernels are compiled
+    lines = engine.compile_all(wanted, progress, training=training)
+    if training and wanted:
+        native.wait()
+    return lines
 
 
 @contextmanager

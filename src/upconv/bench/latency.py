@@ -30,6 +30,7 @@ import upconv
 from upconv import env, planner
 from upconv.bench import report
 from upconv.bench.timing import Repeats, interleave
+from upconv.cuda import native
 from upconv.problem import PRECISIONS, Problem
 
 Kind = Literal["host", "shapes", "training"]
@@ -102,6 +103,8 @@ def host(device: torch.device, repeats: Repeats = HOST) -> Latency:
     multiplications.
     """
     rows: list[dict[str, Value]] = []
+    if device.type == "cuda":
+        native.wait()  # a training run has it from its first half a minute on
     for dtype, training in ((torch.float32, False), (torch.float32, True), (torch.bfloat16, False)):
         p = TINY.with_(dtype=dtype, precision=PRECISIONS[dtype][0])
         torch.manual_seed(0)
