@@ -60,7 +60,7 @@ def stand_ins(kernels: Kernels, everything: None, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(convolutions, "_on_gpu", lambda t: True)
     monkeypatch.setattr(planner, "cuda_device", lambda index: H200)
 
-    def choose(p: Problem, device: Device) -> Any:
+    def choose(p: Problem, device: Device, least: float = 0.0) -> Any:
         return convolutions.Convolution(planner.plan(p, device))
 
     monkeypatch.setattr(convolutions, "choose", choose)

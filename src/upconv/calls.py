@@ -29,14 +29,10 @@ class Planned(Protocol):
 
 P = TypeVar("P", bound=Planned)
 
-Recorder = Callable[[Tensor, Tensor, "Tensor | None"], None]
-"""Told of a call's input, weight and bias where gradients are recorded."""
-
 MOST = 4096
 """Weights that are remembered."""
-MOST_CALLS = 4
-"""Of a weight: an image size each for training and validation, say, a last batch, and one without a gradient for the
-input, as a discriminator's first layer has beside the other."""
+MOST_CALLS = 3
+"""Of a weight: an image size each for training and validation, say, and a last batch."""
 MOST_GUARDS = 16
 """Made for one plan of a weight: where what requires a gradient alternates, calls do without."""
 
@@ -73,8 +69,8 @@ class Call(Generic[P]):
     """
 
     __slots__ = (
-        "_check", "_kind", "_last", "_unbiased", "arguments", "autocast", "differentiable", "made", "plan",
-        "precision", "recorder", "recording",
+        "_arguments", "_check", "_kind", "_last", "_precision", "_unbiased", "autocast", "differentiable", "made",
+        "plan",
     )  # fmt: skip
 
     def __init__(
@@ -91,15 +87,12 @@ class Call(Generic[P]):
         self.plan, self.made = plan, made
         self.differentiable = any(t.requires_grad for t in tensors)
         """Whether an operand requires a gradient."""
-        self.recording = tuple(t.requires_grad for t in tensors)
-        """Which operands require one."""
-        self.recorder: Recorder | None = None
         self._kind = "cuda" if input.is_cuda else "cpu"
         self.autocast = dtype if torch.is_autocast_enabled(self._kind) else None
         """What autocast turns the input into; None where it is off."""
-        self.arguments = arguments
+        self._arguments = arguments
         self._unbiased = bias is None
-        self.precision = float32_precision() if dtype is torch.float32 and input.is_cuda else None
+        self._precision = float32_precision() if dtype is torch.float32 and input.is_cuda else None
         self._last = plan.problem.layout != "nchw"
         sizes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
         assert _GUARDS is not None
@@ -118,7 +111,7 @@ class Call(Generic[P]):
         dilation: Any,
     ) -> bool:
         """Whether a call leads to the same plan. Of equal arguments that are other objects it does not say so."""
-        known = self.arguments  # a layer's own attributes
+        known = self._arguments  # a layer's own attributes
         return (
             known[1] is stride
             and known[2] is padding
@@ -130,7 +123,7 @@ class Call(Generic[P]):
             and (self._check(input, weight) if bias is None else self._check(input, weight, bias))
             and forward_ad._current_level < 0
             and not _function_stack()
-            and (self.precision is None or self.precision == float32_precision())
+            and (self._precision is None or self._precision == float32_precision())
             and (self.autocast is None or self.autocast is torch.get_autocast_dtype(self._kind))
             and (not self._last or _cudnn_enabled())
         )
@@ -182,12 +175,10 @@ def remember(
     dtype: torch.dtype,
     *arguments: Any,
     among: dict[int, Seen[P]] = seen,
-    recorded: Callable[[Call[P]], Recorder | None] = lambda call: None,
 ) -> None:
     """Notes a call that found its plan by its description; of the second in turn with a plan, its guards too.
 
-    ``dtype`` is what the call computes in, ``arguments`` the rank and its other arguments, ``among`` where it is noted,
-    ``recorded`` gives the call's `Call.recorder`.
+    ``dtype`` is what the call computes in, ``arguments`` the rank and its other arguments, ``among`` where it is noted.
     """
     if _GUARDS is None or _function_stack() or any(type(a) not in _IMMUTABLE for a in arguments):
         return
@@ -205,7 +196,5 @@ def remember(
     made = sum(call.made for call in known.calls if call.plan is plan)
     if made >= MOST_GUARDS:
         return
-    call = Call(plan, input, weight, bias, dtype, arguments, made + 1)
-    call.recorder = recorded(call)
-    others = (c for c in known.calls if c.plan is not plan or c.recording != call.recording)
-    known.calls = (call, *others)[:MOST_CALLS]
+    others = tuple(call for call in known.calls if call.plan is not plan)[: MOST_CALLS - 1]
+    known.calls = (Call(plan, input, weight, bias, dtype, arguments, made + 1), *others)

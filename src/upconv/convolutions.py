@@ -55,6 +55,13 @@ class Convolution:
     """How a convolution is computed: by the plan of the transposed one, a gradient perhaps by PyTorch's operator."""
 
     plan: Plan
+    least: float = 0.0
+    """Seconds of a forward from which on it is ours."""
+
+    @cached_property
+    def replays(self) -> dict[Any, Any]:
+        """What `upconv.replays` knows of its calls."""
+        return {}
 
     @property
     def problem(self) -> Problem:
@@ -75,7 +82,7 @@ class Convolution:
     @cached_property
     def for_output(self) -> bool:
         """Whether the forward is our kernels'; found when it is first asked for."""
-        return faster(self.plan, "grad-input", least())
+        return faster(self.plan, "grad-input", self.least)
 
     @cached_property
     def for_input(self) -> bool:
@@ -85,7 +92,7 @@ class Convolution:
     @cached_property
     def for_weight(self) -> bool:
         """As `for_output`, the gradient for the weight."""
-        return faster(self.plan, "grad-weight", 0.0 if self.for_output else least())
+        return faster(self.plan, "grad-weight", 0.0 if self.for_output else self.least)
 
     @cached_property
     def sums(self) -> Plan:
@@ -116,8 +123,8 @@ def convolution(
     known = calls.recognised(_seen, rank, input, weight, bias, stride, padding, 0, 1, dilation)
     if known is not None:
         recorded = known.differentiable and torch.is_grad_enabled()
-        if recorded and known.recorder is not None:
-            known.recorder(input, weight, bias)
+        if recorded and replays.hoped:
+            _offer(known.plan, (input, weight, bias), known.autocast, (rank, stride, padding, 0, 1, dilation))
         if known.autocast is not None:
             input = input.to(known.autocast)
         if recorded:
@@ -139,9 +146,11 @@ def convolution(
         input, weight, bias = ops._autocast(input, weight, bias, rounding=True)
     own = weight is given[1] and bias is given[2]
     if own:
-        arguments = rank, stride, padding, 0, 1, dilation
-        calls.remember(chosen, *given, input.dtype, *arguments, among=_seen, recorded=_recorder)
+        calls.remember(chosen, *given, input.dtype, rank, stride, padding, 0, 1, dilation, among=_seen)
     if recorded:
+        if own and replays.hoped:
+            autocast = input.dtype if torch.is_autocast_enabled("cuda" if input.is_cuda else "cpu") else None
+            _offer(chosen, given, autocast, (rank, stride, padding, 0, 1, dilation))
         out: Tensor = _apply(*(t if t is None else ops._unwrap(t) for t in (input, weight, bias)), chosen)
         return out
     return _forward(chosen, input, weight, bias, own)
@@ -166,28 +175,32 @@ def _on_gpu(t: Tensor) -> bool:
     return t.is_cuda
 
 
-@cache
 def least() -> float:
     """`LEAST`, or `LEAST_IN_PYTHON`, by what this machine has: the same in every step of a training run."""
-    return LEAST if native.off() is None else LEAST_IN_PYTHON
+    return LEAST if _replayed() else LEAST_IN_PYTHON
 
 
-def small(shape: torch.Size, weight_shape: torch.Size, stride: Any) -> bool:
-    """Whether a convolution is shorter than `least`, by a rough bound, whatever its dtype; or none that we know."""
+@cache
+def _replayed() -> bool:
+    return native.off() is None
+
+
+def small(shape: torch.Size, weight_shape: torch.Size, stride: Any, least: float) -> bool:
+    """Whether a convolution is shorter than ``least`` by a rough bound, whatever its dtype; or none that we know."""
     try:
-        return _small(shape, weight_shape, stride)
+        return _small(shape, weight_shape, stride, least)
     except TypeError:  # a stride that is no tuple of integers
         return True
 
 
 @lru_cache(maxsize=4096)
-def _small(shape: torch.Size, weight_shape: torch.Size, stride: tuple[int, ...]) -> bool:
+def _small(shape: torch.Size, weight_shape: torch.Size, stride: tuple[int, ...], least: float) -> bool:
     if len(shape) != len(weight_shape) or not shape[1] or len(stride) != len(shape) - 2 or min(stride) < 1:
         return True
     pixels = math.prod(shape) / shape[1]
     outputs = pixels / math.prod(stride)
     padded = math.prod(_padded(c) for c in weight_shape[:2]) * math.prod(weight_shape[2:])
-    products, elements = (rate * least() for rate in _SMALL)
+    products, elements = (rate * least for rate in _SMALL)
     return outputs * padded < products and pixels * shape[1] + outputs * weight_shape[0] < elements
 
 
@@ -274,7 +287,7 @@ def _resolve(
     if bias_shape is not None and tuple(bias_shape) != (weight_shape[0],):
         return None
     p = transposed(shape, weight_shape, stride, padding, dilation, dtype, precision, layout)
-    return None if p is None else choose(p, planner.cuda_device(index))
+    return None if p is None else choose(p, planner.cuda_device(index), least())
 
 
 def transposed(
@@ -309,7 +322,7 @@ def transposed(
 
 
 @lru_cache(maxsize=4096)
-def choose(p: Problem, device: planner.Device) -> Convolution | None:
+def choose(p: Problem, device: planner.Device, least: float = LEAST) -> Convolution | None:
     """How the convolution that is ``p``'s gradient for the input is computed; None where PyTorch's operator is to."""
     gpu = device.gpu
     if gpu is None or device.unavailable is not None or gpu.capability != (9, 0):  # where it was measured
@@ -319,9 +332,9 @@ def choose(p: Problem, device: planner.Device) -> Convolution | None:
     if p.layout == "channels_last" and set(p.size) == {1}:  # gradients of one pixel are in both layouts
         return None
     passes: tuple[Pass, ...] = ("grad-input", "grad-weight")
-    if MARGIN * max(expected(p, pass_, gpu) for pass_ in passes) < least():  # a search takes 100 ms
+    if MARGIN * max(expected(p, pass_, gpu) for pass_ in passes) < least:  # a search takes 100 ms
         return None
-    return Convolution(planner.plan(p, device))
+    return Convolution(planner.plan(p, device), least)
 
 
 def faster(plan: Plan, pass_: Pass, least: float = 0.0) -> bool:
@@ -442,8 +455,15 @@ class _Passes:
             return _backward_of(self._c, grad, x, weight, mask)
 
 
-def _recorder(call: calls.Call[Convolution]) -> calls.Recorder | None:
-    return replays.of(call, _Passes(call.plan), True)
+def _offer(
+    c: Convolution,
+    given: tuple[Tensor, Tensor, Tensor | None],
+    autocast: torch.dtype | None,
+    arguments: tuple[Any, ...],
+) -> None:
+    """Has a training call recorded that is made again."""
+    if not engine._collectors and all(map(ops._is_plain, given)):
+        replays.offer(c, _Passes, True, *given, autocast, arguments)
 
 
 _apply = super(torch.autograd.Function, _Convolution).apply

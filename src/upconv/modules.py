@@ -18,7 +18,7 @@ from torch.compiler import is_compiling
 from torch.nn.modules.conv import _ConvNd
 
 from upconv import calls, replays
-from upconv.convolutions import convolution, eager, explicit, small
+from upconv.convolutions import convolution, eager, explicit, least, small
 from upconv.cuda import engine
 from upconv.ops import conv_transpose
 
@@ -152,9 +152,9 @@ def _convolve(module: Any, input: Tensor) -> Tensor:
     """The layer, by our kernels or by PyTorch's operator."""
     # Once: a parametrisation may compute them, and count that.
     weight, bias = _parameters(module) if type(module) in _PLAIN else (module.weight, module.bias)
-    if not is_compiling():
+    if not is_compiling() and eager(input):
         known = _left.get(id(module))
-        if known is None or known[0] != getattr(input, "shape", None) or known[1] is not module.kernel_size:
+        if known is None or known[0] != input.shape or known[1] is not module.kernel_size:
             found = _ours(module, input, weight, bias)
             if found is not None:
                 return found
@@ -172,9 +172,7 @@ def _ours(module: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Te
         found: Tensor | None = host.replay(True, input, weight, bias, module.rank, stride, padding, 0, 1, dilation)
         if found is not None:
             return found
-    if not eager(input):
-        return None
-    if odd or small(input.shape, weight.shape, stride):
+    if odd or small(input.shape, weight.shape, stride, least()):
         if len(_left) >= calls.MOST:
             _left.clear()
         _left[id(module)] = input.shape, module.kernel_size

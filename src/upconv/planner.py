@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -82,6 +82,11 @@ class Plan:
     @cached_property
     def gradient_runners(self) -> dict[int, engine.Gradients]:
         """As `runners`, for the gradients."""
+        return {}
+
+    @cached_property
+    def replays(self) -> dict[Any, Any]:
+        """What `upconv.replays` knows of its calls."""
         return {}
 
     @cached_property

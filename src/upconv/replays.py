@@ -1,6 +1,6 @@
 """Recorded calls of training, replayed without Python once their passes are on tape.
 
-A layer's call under autograd that is made again and again (`upconv.calls`) is first computed in Python. When the module
+A layer's call under autograd that is made again and again is first computed in Python. When the module
 of `upconv.cuda.native` is there, its forward is recorded (`upconv.cuda.tape`), and from the next call on the module
 recognises it and does what it did, as one autograd function in C++; its gradients are recorded when they are first
 asked for. NOTES: of a layer's host
@@ -14,15 +14,15 @@ results are the same to the last bit.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from upconv import calls, cpu
-from upconv.cuda import jit, native, tape
-from upconv.cuda.gpu import current_device
+from upconv import cpu
+from upconv.cuda import engine, jit, native, tape
 from upconv.planner import Plan
 
 Gradients = tuple["Tensor | None", "Tensor | None", "Tensor | None"]
@@ -37,7 +37,7 @@ class Passes(Protocol):
     """The shape of its result, which lies in the layout of the plan's problem."""
 
     def loaded(self, index: int) -> bool:
-        """Whether the forward's kernels are, on a device."""
+        """Whether the forward was computed on a device."""
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """By our kernels, keeping nothing: on the current stream, without autograd."""
@@ -49,67 +49,95 @@ class Passes(Protocol):
         """The same in every state of autograd, autocast and functorch that a backward may run in."""
 
 
+CALLS = 3
+"""Of a training call, which is recorded with the last of them."""
+
 host: Any = None
 """The module, once a call is recorded. Its ``replay`` is asked before anything else, but where a graph is compiled or
 `engine.collecting` wants to know of calls: it gives the recorded result of a call that it knows."""
+hoped = True
+"""Whether there may be a module in this process."""
 
 
 def forget() -> None:
-    """Drops what is recorded."""
+    """Drops what is recorded; calls are recorded anew."""
     if host is not None:
         host.forget()
 
 
-def of(call: calls.Call[Any], passes: Passes, plain: bool) -> calls.Recorder | None:
-    """What records a call when it is made again; None where it is not recorded: without gradients."""
-    return _Pending(call, passes, plain) if call.differentiable else None
+def offer(
+    holder: Any,
+    passes: Callable[[Any], Passes],
+    plain: bool,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    autocast: torch.dtype | None,
+    arguments: tuple[Any, ...],
+) -> None:
+    """Told of each training call that Python computes; the third like it is recorded, if the module is there.
 
-
-class _Pending:
-    """Told of a call until the module is there; then records it."""
-
-    def __init__(self, call: calls.Call[Any], passes: Passes, plain: bool) -> None:
-        self._call, self._passes, self._plain = call, passes, plain
-
-    def __call__(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-        global host
-        module = native.module()
-        if module is None:
-            if native.hopeless():
-                self._call.recorder = None
+    Args:
+        holder: what planned it; it has ``replays``, a dict of this module's.
+        passes: what it computes, of the holder.
+        plain: whether it is a plain convolution's.
+        input, weight, bias: as the caller gave them.
+        autocast: what autocast turns the input into, None where it is off.
+        arguments: the rank, stride, padding, output_padding, groups and dilation, as the caller gave them.
+    """
+    global host, hoped
+    if not weight.requires_grad or any(type(a) not in _IMMUTABLE for a in arguments):
+        return  # without a weight's gradient its packed weights are kept from call to call
+    module = native.module()
+    if module is None:
+        hoped = not native.hopeless()
+        return
+    if engine._capturing():  # passes that are captured do without what outlives them
+        return
+    tensors = (input, weight) if bias is None else (input, weight, bias)
+    key = (autocast, weight.dtype, arguments, *((t.stride(), t.requires_grad) for t in tensors), input.get_device())
+    found = holder.replays.get(key, 0)
+    if type(found) is int:
+        if 0 <= found < CALLS - 1:
+            holder.replays[key] = found + 1
             return
-        self._call.recorder = None
-        layer = recorded(module, self._call, self._passes, input, weight, bias)
-        if layer is not None:
-            precision = _PRECISIONS[self._call.precision]
-            module.note(self._plain, layer, precision, input, weight, bias, *self._call.arguments)
-            host = module
+        found = holder.replays[key] = _recorded(module, passes(holder), input, weight, bias, autocast) or _NEVER
+    if found is not _NEVER:
+        p = passes(holder).plan.problem
+        precision = _PRECISIONS[p.precision] if p.dtype is torch.float32 else 0
+        module.note(plain, found, precision, input, weight, bias, *arguments)
+        host = module
 
 
-_PRECISIONS = {None: 0, "ieee": 1, "tf32": 2}
+_IMMUTABLE = (int, tuple)
+_NEVER = object()
+_PRECISIONS = {"ieee": 1, "tf32": 2}
 
 
-def recorded(
-    module: Any, call: calls.Call[Any], passes: Passes, input: Tensor, weight: Tensor, bias: Tensor | None
+def _recorded(
+    module: Any, passes: Passes, input: Tensor, weight: Tensor, bias: Tensor | None, autocast: torch.dtype | None
 ) -> Any:
     """A ``Layer`` for a call that is made with these operands; None where its forward is no tape."""
     index, p = input.get_device(), passes.plan.problem
-    # Without a weight's gradient its packed weights are kept from call to call.
-    if not weight.requires_grad or not passes.loaded(index) or current_device() != index:
+    if not passes.loaded(index):
         return None
-    x = input if call.autocast is None else torch.empty_like(input, dtype=call.autocast, device="meta")
+    x = input if autocast is None else torch.empty_like(input, dtype=autocast, device="meta")
 
     def forward(given: Sequence[Any]) -> list[Tensor]:
         return [passes.forward(given[0], given[1], given[2])]
 
-    with torch.no_grad(), torch.autocast("cuda", enabled=False):
+    with torch.no_grad(), torch.autocast("cuda", enabled=False), _on(index):
         found = _tape(f"the forward of {p}", forward, (x, weight, bias), weight, module)
     if found is None:
         return None
     driver = jit._driver()
     context = int(jit._drive(driver.cuDevicePrimaryCtxRetain, jit._drive(driver.cuDeviceGet, index)))
     last = p.layout == "channels_last"
-    return module.Layer(index, context, call.autocast, last, bias is not None, found, _Gradients(module, passes))
+    return module.Layer(index, context, autocast, last, bias is not None, found, _Gradients(module, passes))
+
+
+def _on(index: int) -> AbstractContextManager[object]:
+    return torch.cuda.device(index) if index >= 0 else nullcontext()
 
 
 def _tape(what: str, run: tape.Pass, operands: Sequence[Tensor | None], like: Tensor, module: Any) -> bytes | None:
@@ -139,7 +167,7 @@ class _Gradients:
         p, shape = self._passes.plan.problem, self._passes.result
         strides = cpu.dense_strides(shape, cpu.memory_format(p.layout, p.rank))
         grad = torch.empty_strided(shape, strides, dtype=input.dtype, device="meta")
-        with torch.no_grad():
+        with torch.no_grad(), _on(weight.get_device()):
             return _tape(
                 f"the gradients {_named(asked)} of {p}",
                 lambda given: self._passes.gradients(given[0], given[1], given[2], asked),

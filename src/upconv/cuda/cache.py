@@ -1,4 +1,4 @@
-"""Compiled kernels on disk: one file per kernel, private to the user, checked on every read, without locks.
+"""Compiled kernels on disk: one file per kernel, private to the user, checked on every read, read without locks.
 
 An entry is ``<key>.cubin``: the cubin, JSON that describes it (key, target, label, macros, NVRTC version, seconds), the
 JSON's length, a digest of both and a mark. So an entry is published by a single ``os.replace``, and tools for cubins
@@ -21,7 +21,7 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -237,11 +237,17 @@ def keep_library(key: str, data: bytes) -> Path | None:
     return path
 
 
-@contextlib.contextmanager
-def alone(key: str) -> Iterator[None]:
-    """Within it no other process of this machine is, for the same key; where files cannot be locked, others may be.
+def usable() -> bool:
+    """Whether there is a directory that can be trusted; makes it. One warning per process where there is none."""
+    return _usable(create=True) is not None
 
-    The lock ends with the process that holds it.
+
+@contextlib.contextmanager
+def alone(key: str, done: Callable[[], bool], seconds: float) -> Iterator[None]:
+    """Within it no other process is, for the same key, but where files cannot be locked, or ``seconds`` were waited.
+
+    It waits no longer either when what it waits for is ``done``. The lock ends with the process that holds it, and is
+    not its children's.
     """
     folder = _usable(create=True)
     with contextlib.ExitStack() as held:
@@ -250,7 +256,15 @@ def alone(key: str) -> Iterator[None]:
 
             if folder is not None:
                 file = held.enter_context(open(folder / f".{key}.lock", "w"))
-                fcntl.flock(file, fcntl.LOCK_EX)
+                until = time.monotonic() + seconds
+                while True:
+                    try:
+                        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                        break
+                    except (BlockingIOError, PermissionError):
+                        if done() or time.monotonic() > until:
+                            break
+                    time.sleep(0.2)
         yield
 
 
@@ -344,7 +358,10 @@ def contents() -> Contents:
 
 
 def clear() -> int:
-    """Removes every entry, source and temporary file, and nothing else; how many files went. Errors: OSError."""
+    """Removes every entry, source, library, lock and temporary file, and nothing else; how many files went.
+
+    Errors: OSError.
+    """
     folder = directory()
     if folder is None or not folder.is_dir():
         return 0

@@ -2,7 +2,7 @@
 //
 // A tape names the memory that a pass allocates and the kernels that it launches; where an argument of a kernel is an
 // address, the tape says of which buffer. A Layer has the tapes of a call's forward and of its gradients, and is one
-// autograd function. Whatever a tape does not fit (another device, tensors that lie otherwise, a graph's capture,
+// autograd function. Whatever a tape does not fit (tensors that lie otherwise, a graph's capture,
 // gradients that are recorded themselves) is Python's: the forward answers None, the backward calls back.
 
 #include <Python.h>
@@ -10,6 +10,8 @@
 #include <array>
 #include <atomic>
 #include <cstdint>
+#include <cstring>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -26,6 +28,7 @@
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/sum.h>
 #include <ATen/ops/zeros.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/SmallVector.h>
@@ -106,7 +109,7 @@ class Words {  // what upconv.cuda.tape wrote, in its order
   int64_t next() {
     TORCH_CHECK(left_, "upconv: a tape ends early");
     int64_t found;
-    memcpy(&found, at_, sizeof found);
+    std::memcpy(&found, at_, sizeof found);
     at_ += sizeof found, left_ -= 1;
     return found;
   }
@@ -278,7 +281,7 @@ static const c10::DispatchKeySet WATCHED({
 
 static bool aligned(const Tensor& t) { return !(reinterpret_cast<uintptr_t>(t.data_ptr()) & 15); }
 
-class Layer : public torch::CustomClassHolder {
+class Layer {
  public:
   Layer(
       int device, void* context, int autocast, bool last, bool biased, std::shared_ptr<Tape> forward,
@@ -287,7 +290,7 @@ class Layer : public torch::CustomClassHolder {
         call_back(call_back) {
     Py_INCREF(call_back);
   }
-  ~Layer() override {  // by a thread of the backward, maybe
+  ~Layer() {  // by a thread of the backward, maybe
 #if PY_VERSION_HEX >= 0x030d0000
     if (Py_IsFinalizing()) return;
 #else
@@ -323,9 +326,7 @@ class Layer : public torch::CustomClassHolder {
   std::optional<void*> stream() const {
     if (device < 0) return nullptr;
     const c10::impl::VirtualGuardImpl cuda(c10::kCUDA);
-    const auto here = cuda.getDevice();
-    if (here.index() != device) return std::nullopt;
-    void* found = cuda.getStreamNativeHandle(cuda.getStream(here));
+    void* found = cuda.getStreamNativeHandle(cuda.getStream(c10::Device(c10::kCUDA, device)));
     int status = 0;
     if (driver.capturing(found, &status) || status) return std::nullopt;
     return found;
@@ -349,9 +350,9 @@ class Layer : public torch::CustomClassHolder {
   }
 
   // The results of a tape on operands; nothing where it does not fit them.
-  std::optional<std::vector<Tensor>> replay(Tape& tape, c10::ArrayRef<Tensor> given, int64_t may_copy) const {
+  std::optional<std::vector<Tensor>> replay(Tape& tape, c10::ArrayRef<Tensor> given, int64_t may_copy) {
     const auto at = stream();
-    if (!at) return std::nullopt;
+    if (!at || refused_ >= MOST_REFUSED) return std::nullopt;
     c10::SmallVector<Tensor, 4> operands;
     for (size_t i = 0; i < given.size(); i++) {
       if (!given[i].defined()) {
@@ -362,17 +363,33 @@ class Layer : public torch::CustomClassHolder {
       if (!found) return std::nullopt;
       operands.push_back(std::move(*found));
     }
-    return tape.replay(operands, device, *at, context);
+    c10::OptionalDeviceGuard guard;
+    if (device >= 0) guard.reset_device(c10::Device(c10::kCUDA, device));
+    auto found = tape.replay(operands, device, *at, context);
+    if (!found) refused_++;
+    return found;
   }
 
  private:
+  static constexpr int MOST_REFUSED = 8;  // launches: some drivers refuse a kernel's grid whenever they are asked
+  std::atomic<int> refused_{0};
   std::mutex mutex_;
   std::array<std::shared_ptr<Tape>, 8> backward_;
   std::array<bool, 8> asked_{};
 };
 
+// What owns a layer: a tensor that says where it is. Nodes keep one, as PyTorch's compiler of backwards can hash it.
+using Handle = Tensor;
+
+static Handle handle_of(std::unique_ptr<Layer> layer) {
+  Layer* at = layer.release();
+  return at::for_blob(at, {1}).deleter([](void* of) { delete static_cast<Layer*>(of); }).options(at::kByte).make_tensor();
+}
+
+static Layer& layer_of(const Handle& handle) { return *static_cast<Layer*>(handle.unsafeGetTensorImpl()->mutable_data()); }
+
 struct Handed {  // what the function below is called with: not a tensor, of which autograd knows
-  c10::intrusive_ptr<Layer> layer;
+  Handle layer;
   Tensor out;
 };
 
@@ -414,7 +431,7 @@ struct ConvTranspose : public torch::autograd::Function<ConvTranspose> {
       Handed* handed) {
     context->save_for_backward({input, weight});
     context->set_materialize_grads(false);
-    context->saved_data["layer"] = c10::IValue::make_capsule(handed->layer);
+    context->saved_data["layer"] = handed->layer;
     return handed->out;
   }
 
@@ -422,15 +439,15 @@ struct ConvTranspose : public torch::autograd::Function<ConvTranspose> {
     variable_list results(4);
     const Tensor& grad = grads[0];
     if (!grad.defined()) return results;
-    auto holder = context->saved_data["layer"].toCapsule();
-    auto& layer = static_cast<Layer&>(*holder);
+    const Handle holder = context->saved_data["layer"].toTensor();
+    Layer& layer = layer_of(holder);
     const auto saved = context->get_saved_variables();
     int mask = 0;
     for (int i = 0; i < 2 + layer.biased; i++) mask |= context->needs_input_grad(i) << i;
     const auto keys = grad.key_set() | saved[0].key_set() | saved[1].key_set() |
         c10::impl::tls_local_dispatch_key_set().included_;
     std::optional<std::vector<Tensor>> found;
-    const bool plain = !c10::GradMode::is_enabled() && !keys.has_any(WATCHED);
+    const bool plain = !c10::GradMode::is_enabled() && !keys.has_any(WATCHED) && layer.stream();
     if (plain)
       if (auto tape = layer.backward(mask)) found = layer.replay(*tape, {grad, saved[0], saved[1]}, 0);
     if (!found) found = call_back(layer, grad, saved[0], saved[1], mask, plain);
@@ -480,9 +497,17 @@ static int float32_precision() {  // upconv.calls.float32_precision
 
 constexpr int ARGUMENTS = 6;  // rank, stride, padding, output_padding, groups, dilation
 
+static bool equal(PyObject* a, PyObject* b) {
+  if (a == b) return true;
+  if (Py_TYPE(a) != Py_TYPE(b) || !(PyLong_CheckExact(a) || PyTuple_CheckExact(a))) return false;
+  const int found = PyObject_RichCompareBool(a, b, Py_EQ);
+  if (found < 0) throw python_error();
+  return found;
+}
+
 // A call as it was made before. Made and asked with Python's lock held.
 struct Call {
-  Call(c10::intrusive_ptr<Layer> layer, const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
+  Call(Handle layer, const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
        PyObject* const* given, int precision)
       : layer(std::move(layer)), input(input), weight(weight), precision(precision) {
     if (bias) this->bias.emplace(*bias);
@@ -491,19 +516,18 @@ struct Call {
   ~Call() {
     for (auto each : arguments) Py_DECREF(each);
   }
-  bool is_this(
-      const Tensor& x, const Tensor& w, const std::optional<Tensor>& b, PyObject* const* given) const {
+  bool is_this(const Tensor& x, const Tensor& w, const std::optional<Tensor>& b, PyObject* const* given) const {
+    const Layer& of = layer_of(layer);
+    if (b.has_value() != bias.has_value() || !input.fits(x) || !weight.fits(w) || (b && !bias->fits(*b))) return false;
     for (int i = 0; i < ARGUMENTS; i++)
-      if (arguments[i] != given[i]) return false;
-    return b.has_value() == bias.has_value() && input.fits(x) && weight.fits(w) && (!b || bias->fits(*b)) &&
-        (layer->autocast < 0 ||
-         at::autocast::get_autocast_dtype(layer->device < 0 ? at::kCPU : at::kCUDA) ==
-             at::ScalarType(layer->autocast)) &&
-        (!layer->last || layer->device < 0 || at::globalContext().userEnabledCuDNN()) &&
+      if (!equal(arguments[i], given[i])) return false;
+    return (of.autocast < 0 ||
+            at::autocast::get_autocast_dtype(of.device < 0 ? at::kCPU : at::kCUDA) == at::ScalarType(of.autocast)) &&
+        (!of.last || of.device < 0 || at::globalContext().userEnabledCuDNN()) &&
         (precision == ANY || precision == float32_precision());
   }
 
-  const c10::intrusive_ptr<Layer> layer;
+  const Handle layer;
 
  private:
   Guard input, weight;
@@ -512,15 +536,30 @@ struct Call {
   PyObject* arguments[ARGUMENTS];
 };
 
-// By the weight's address: of another that comes to lie there, a call knows that it is another.
-static std::unordered_map<const void*, std::vector<std::shared_ptr<Call>>> seen[2];
-constexpr size_t MOST = 4096, MOST_CALLS = 6;  // weights; calls of one
+// By the operands' sizes: a tape is of a layer's plan, and any weight that lies as the first one may come with it.
+using Calls = std::unordered_map<size_t, std::vector<std::shared_ptr<Call>>>;
+static Calls& seen = *new Calls;  // never destroyed: Python's objects may not be when the process ends
+static size_t noted = 0;
+constexpr size_t MOST = 4096;
+
+static size_t key_of(bool plain, const Tensor& input, const Tensor& weight) {
+  size_t found = plain + 2 * input.requires_grad();
+  for (const auto* of : {&input, &weight})
+    for (auto n : of->sizes()) found = (found ^ static_cast<size_t>(n)) * 0x9E3779B97F4A7C15u;
+  return found;
+}
+
+static void forget_all() {
+  Calls old;  // what is destroyed may call Python, and Python this module
+  std::swap(old, seen);
+  noted = 0;
+}
 
 // --- for Python ------------------------------------------------------------------------------------------------------
 
 struct Object {
   PyObject_HEAD
-  c10::intrusive_ptr<Layer> layer;
+  Handle layer;
 };
 
 // Layer(device, context, autocast, last, biased, forward, call_back): tapes as bytes, `autocast` a dtype or None.
@@ -535,14 +574,14 @@ static PyObject* make(PyTypeObject* type, PyObject* arguments, PyObject*) {
   auto tape = tape_of(forward);
   auto* self = reinterpret_cast<Object*>(type->tp_alloc(type, 0));
   if (!self) return nullptr;
-  new (&self->layer) c10::intrusive_ptr<Layer>(c10::make_intrusive<Layer>(
-      device, reinterpret_cast<void*>(context), cast, last != 0, biased != 0, std::move(tape), call_back));
+  new (&self->layer) Handle(handle_of(std::make_unique<Layer>(
+      device, reinterpret_cast<void*>(context), cast, last != 0, biased != 0, std::move(tape), call_back)));
   return reinterpret_cast<PyObject*>(self);
   END_HANDLE_TH_ERRORS
 }
 
 static void destroy(PyObject* self) {
-  reinterpret_cast<Object*>(self)->layer.~intrusive_ptr();
+  reinterpret_cast<Object*>(self)->layer.~Handle();
   PyTypeObject* type = Py_TYPE(self);
   type->tp_free(self);
   Py_DECREF(type);
@@ -563,9 +602,9 @@ struct Operands {
 };
 
 // The recorded result; none where Python must compute it. Called with Python's lock held.
-static std::optional<Tensor> run(c10::intrusive_ptr<Layer> of, const Operands& on) {
+static std::optional<Tensor> run(Handle of, const Operands& on) {
   Handed handed{std::move(of), Tensor()};
-  Layer& layer = *handed.layer;
+  Layer& layer = layer_of(handed.layer);
   NoGil released;
   const auto& x = on.input;
   const Tensor input = layer.autocast >= 0 ? x.to(static_cast<at::ScalarType>(layer.autocast)) : x;
@@ -583,14 +622,14 @@ static PyObject* replay(PyObject*, PyObject* const* arguments, Py_ssize_t count)
   if (!c10::GradMode::is_enabled() || at::impl::PythonTorchFunctionTLS::stack_len()) Py_RETURN_NONE;
   const Operands on(arguments + 1);
   if (!on.plain) Py_RETURN_NONE;
-  auto& among = seen[arguments[0] == Py_True];
-  const auto noted = among.find(on.weight.unsafeGetTensorImpl());
-  if (noted == among.end()) Py_RETURN_NONE;
+  const auto known = seen.find(key_of(arguments[0] == Py_True, on.input, on.weight));
+  if (known == seen.end()) Py_RETURN_NONE;
   PyObject* level = PyDict_GetItem(forward_ad, level_name);
   if (!level || PyLong_AsLong(level) >= 0) Py_RETURN_NONE;
-  for (const auto& known : noted->second) {
-    if (!known->is_this(on.input, on.weight, on.bias, arguments + 4)) continue;
-    const auto out = run(known->layer, on);
+  const auto calls = known->second;  // as it is now: what is asked below may be Python
+  for (const auto& call : calls) {
+    if (!call->is_this(on.input, on.weight, on.bias, arguments + 4)) continue;
+    const auto out = run(call->layer, on);
     if (!out) break;
     return THPVariable_Wrap(*out);
   }
@@ -605,11 +644,9 @@ static PyObject* note(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   TORCH_CHECK_TYPE(count == 6 + ARGUMENTS, "note takes twelve arguments");
   const Operands on(arguments + 3);
   TORCH_CHECK_TYPE(on.plain, "the operands must be plain tensors");
-  auto& among = seen[arguments[0] == Py_True];
-  if (among.size() >= MOST) among.clear();
-  auto& calls = among[on.weight.unsafeGetTensorImpl()];
-  if (calls.size() >= MOST_CALLS) calls.erase(calls.begin());
-  calls.push_back(std::make_shared<Call>(
+  if (noted >= MOST) forget_all();
+  noted += 1;
+  seen[key_of(arguments[0] == Py_True, on.input, on.weight)].push_back(std::make_shared<Call>(
       reinterpret_cast<Object*>(arguments[1])->layer, on.input, on.weight, on.bias, arguments + 6,
       static_cast<int>(PyLong_AsLong(arguments[2]))));
   Py_RETURN_NONE;
@@ -618,7 +655,7 @@ static PyObject* note(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
 
 // forget(): no call is known any more.
 static PyObject* forget(PyObject*, PyObject*) {
-  for (auto& each : seen) each.clear();
+  forget_all();
   Py_RETURN_NONE;
 }
 

@@ -22,7 +22,7 @@ import subprocess
 import sysconfig
 import tempfile
 import threading
-from collections.abc import Iterator
+from functools import lru_cache
 from importlib.machinery import ExtensionFileLoader
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -43,6 +43,9 @@ _FUNCTIONS = (
     "cuLaunchKernel", "cuLaunchCooperativeKernel", "cuLaunchKernelEx", "cuStreamIsCapturing", "cuCtxSetCurrent",
 )  # fmt: skip
 
+_MOST_SECONDS = 180.0  # that a process waits for another that compiles
+_PROBE = "#include <Python.h>\n#if __cplusplus < 202002L\n#error C++20\n#endif\n"
+
 _lock = threading.Lock()
 _done = threading.Event()
 _builder: threading.Thread | None = None
@@ -52,7 +55,7 @@ _child: subprocess.Popen[bytes] | None = None
 
 
 def off() -> str | None:
-    """Why this process compiles nothing: a sentence; None where it may."""
+    """Why this process compiles nothing: a sentence; None where it may. Always the same on a machine."""
     if os.environ.get("UPCONV_NATIVE", "").lower() in ("off", "0", "no", "false"):
         return "UPCONV_NATIVE is off"
     if os.name != "posix":
@@ -61,7 +64,25 @@ def off() -> str | None:
         return "there is no C++ compiler (CXX, c++, g++ or clang++)"
     if not (_python_headers() / "Python.h").exists():
         return f"Python's headers are not in {_python_headers()}"
-    return None
+    if not cache.usable():
+        return "there is no cache directory to keep it in"
+    return _unable(str(compiler()), str(_python_headers()))
+
+
+@lru_cache(maxsize=8)
+def _unable(by: str, headers: str) -> str | None:
+    """Why a compiler cannot compile a file that asks for what the module needs."""
+    command = [by, *_FLAGS[1:2], f"-I{headers}", "-x", "c++", "-fsyntax-only", "-"]
+    try:
+        done = subprocess.run(command, input=_PROBE, capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"{by} cannot be run: {error}"
+    return f"{by} compiles no C++20: {_last(done.stderr)}" if done.returncode else None
+
+
+def _last(text: str) -> str:
+    """The last lines of a compiler's complaint, as one."""
+    return " ".join(text.strip().splitlines()[-5:])[:2000]
 
 
 def compiler() -> str | None:
@@ -100,7 +121,23 @@ def _start() -> None:
             return
         _reason = "is being compiled"
         _builder = threading.Thread(target=_build, name="upconv-native", daemon=True)
-        _builder.start()
+        try:
+            _builder.start()
+        except RuntimeError as error:  # as many threads as the machine allows
+            _reason = str(error)
+            _done.set()
+
+
+def _forked() -> None:
+    """A child has no thread of its parent's."""
+    global _builder, _done, _child, _lock
+    _lock, _child = threading.Lock(), None
+    if _module is None:
+        _builder, _done = None, threading.Event()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
 
 
 def _build() -> None:
@@ -125,24 +162,25 @@ def found() -> Any:
     """
     key = _key()
     path = cache.library(key)
+    if path is None:
+        # Of the processes that want it one compiles.
+        with cache.alone(key, lambda: cache.library(key) is not None, _MOST_SECONDS):
+            path = cache.library(key) or cache.keep_library(key, _compiled())
     if path is not None:
-        with contextlib.suppress(ImportError):
+        with contextlib.suppress(ImportError):  # of another machine's making, or where nothing may be executed
             return _load(path)
-    with cache.alone(key):  # of the processes of this machine that want it one compiles
-        path = cache.library(key)
-        if path is None:
-            data = _compiled()
-            path = cache.keep_library(key, data)
-            if path is None:
-                with _temporary(data) as path:
-                    return _load(path)
+    data = _compiled()
+    cache.keep_library(key, data)
+    with tempfile.TemporaryDirectory(prefix="upconv-") as folder:
+        path = Path(folder) / f"{_NAME}.so"
+        path.write_bytes(data)
         return _load(path)
 
 
 def _key() -> str:
     parts = (
         _SOURCE.read_text(), torch.__version__, str(torch.version.git_version), str(sysconfig.get_config_var("SOABI")),
-        platform.machine(), *_FLAGS,
+        platform.machine(), *platform.libc_ver(), *_FLAGS,
     )  # fmt: skip
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
@@ -172,7 +210,7 @@ def command(out: Path) -> list[str]:
 
 
 def _compiled() -> bytes:
-    """The library, by a compiler that ends with this process."""
+    """The library, by a compiler that is stopped when this process exits."""
     global _child
     with tempfile.TemporaryDirectory(prefix="upconv-") as folder:
         out = Path(folder) / f"{_NAME}.so"
@@ -183,8 +221,7 @@ def _compiled() -> bytes:
         text, _ = child.communicate()
         _child = None
         if child.returncode:
-            last = text.decode(errors="replace").strip().splitlines()[-5:]
-            raise RuntimeError(f"{compiler()} returned {child.returncode}: {' '.join(last)}")
+            raise RuntimeError(f"{compiler()} returned {child.returncode}: {_last(text.decode(errors='replace'))}")
         return out.read_bytes()
 
 
@@ -194,14 +231,6 @@ def _stop() -> None:
     if child is not None and child.poll() is None:
         with contextlib.suppress(OSError):
             os.killpg(child.pid, signal.SIGTERM)
-
-
-@contextlib.contextmanager
-def _temporary(data: bytes) -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="upconv-") as folder:
-        path = Path(folder) / f"{_NAME}.so"
-        path.write_bytes(data)
-        yield path
 
 
 def _load(path: Path) -> ModuleType:
