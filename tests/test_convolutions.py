@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 from torch.autograd import gradcheck, gradgradcheck
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
@@ -27,7 +28,7 @@ import upconv
 from conftest import assert_accurate, assert_close, tf32_magnitude
 from test_gradients import Data, Kernels, Weight, kernels  # noqa: F401
 from upconv import calls, convolutions, modules, ops, planner, reference
-from upconv.cuda import bias, engine, gpu, jit
+from upconv.cuda import bias, engine, gpu, jit, native
 from upconv.planner import Device
 from upconv.problem import Problem
 
@@ -140,14 +141,15 @@ def test_a_convolution_is_the_gradient_of_the_transposed_one(
 def chosen(
     x: tuple[int, ...], channels: int, kernel: int, stride: int = 1, padding: int = 1,
     dtype: torch.dtype = torch.bfloat16, precision: Any = "bf16", device: Device = H200, layout: Any = "nchw",
+    least: float = convolutions.LEAST_IN_PYTHON,
 ) -> Any:  # fmt: skip
     rank = len(x) - 2
     w = (channels, x[1], *(kernel,) * rank)
-    if convolutions.small(torch.Size(x), torch.Size(w), (stride,) * rank):
+    if convolutions.small(torch.Size(x), torch.Size(w), (stride,) * rank, least):
         return None
     each = [(value,) * rank for value in (stride, padding, 1)]
     p = convolutions.transposed(x, w, *each, dtype, precision, layout)
-    return None if p is None else convolutions.choose(p, device)
+    return None if p is None else convolutions.choose(p, device, least)
 
 
 def test_large_layers_are_ours_and_small_or_pointwise_ones_pytorchs() -> None:
@@ -172,6 +174,21 @@ def test_large_layers_are_ours_and_small_or_pointwise_ones_pytorchs() -> None:
     # NOTES: forward 106 us, PyTorch's 111; the gradient for the weight 111, and 125.
     both = chosen((16, 256, 64, 64), 256, 3, **last)
     assert both is not None and not both.for_output and both.for_weight
+
+
+def test_short_layers_are_ours_where_calls_are_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether they may be is the machine's; not whether the module is there yet."""
+    for x, channels, kernel, stride in (((128, 64, 32, 32), 128, 4, 2), ((16, 128, 2048), 128, 3, 1)):
+        assert chosen(x, channels, kernel, stride) is None
+        ours = chosen(x, channels, kernel, stride, least=convolutions.LEAST)
+        assert ours is not None and ours.for_output and ours.for_input
+    assert chosen((2, 4, 8, 8), 4, 3, least=convolutions.LEAST) is None, "not worth a kernel's compilation"
+    for reason, least in ((None, convolutions.LEAST), ("no compiler", convolutions.LEAST_IN_PYTHON)):
+        convolutions._replayed.cache_clear()
+        monkeypatch.setattr(native, "off", lambda reason=reason: reason)
+        monkeypatch.setattr(native, "_module", None)
+        assert convolutions.least() == least
+    convolutions._replayed.cache_clear()
 
 
 def test_what_was_not_measured_is_pytorchs_whatever_the_estimate(everything: None) -> None:
@@ -658,7 +675,7 @@ def test_small_calls_are_known_as_such(stand_ins: Kernels, monkeypatch: pytest.M
     """By the input's shape: the next larger image is looked at anew, and so is another layer in the same place."""
     asked: list[tuple[int, ...]] = []
 
-    def small(shape: torch.Size, weight: torch.Size, stride: tuple[int, ...]) -> bool:
+    def small(shape: torch.Size, weight: torch.Size, stride: tuple[int, ...], least: float) -> bool:
         asked.append(tuple(shape))
         return shape[-1] < 8
 
@@ -673,6 +690,18 @@ def test_small_calls_are_known_as_such(stand_ins: Kernels, monkeypatch: pytest.M
     ours.kernel_size = (*ours.kernel_size,)  # what another layer of the same id would have
     ours(torch.randn(2, 4, 7, 7, dtype=torch.float64))
     assert len(asked) == 4
+
+
+def test_tracers_see_pytorchs_operator(stand_ins: Kernels) -> None:
+    """Also of a layer that was called before, or pads by a word."""
+    for padding in (1, "same"):
+        ours, _ = layer(2, 4, 6, 3, padding=padding)
+        x = torch.randn(2, 4, 8, 8, dtype=torch.float64)
+        wanted = ours(x)
+        modules._left[id(ours)] = torch.Size((1, 1, 1, 1)), ours.kernel_size
+        torch.testing.assert_close(torch.fx.symbolic_trace(ours)(x), wanted)
+        traced = make_fx(ours, tracing_mode="symbolic", _allow_non_fake_inputs=True)(x)
+        torch.testing.assert_close(traced(x), wanted)
 
 
 # --- on a GPU --------------------------------------------------------------------------------------------------------

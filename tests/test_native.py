@@ -579,6 +579,39 @@ def test_graphs_behave_as_pytorchs(machine: Machine) -> None:
 
 
 @needs_gxx
+def test_computed_weights_and_layers_that_are_alike(machine: Machine) -> None:
+    """A call is known by how its operands lie: a weight that is new at each call is replayed, and a twin's is."""
+    layer = torch.nn.utils.parametrizations.weight_norm(CASES[0]())
+    x = torch.randn(SIZES[0])
+    for _ in range(4):
+        out = layer(x)
+        out.sum().backward()
+    assert is_replayed(layer(x))
+    assert is_replayed(CASES[0]()(x)), "the tape is the plan's"
+    theirs = torch.nn.utils.parametrizations.weight_norm(nn.ConvTranspose2d(5, 6, 3, 2, 1))
+    theirs.load_state_dict(layer.state_dict())
+    grads = [torch.autograd.grad(each(x).pow(2).sum(), list(each.parameters())) for each in (layer, theirs)]
+    for a, b in zip(*grads):
+        torch.testing.assert_close(a, b)
+
+
+@needs_gxx
+def test_pytorchs_compiler_of_backwards(machine: Machine) -> None:
+    from torch._dynamo import compiled_autograd
+
+    layer = CASES[0]()
+    x = torch.randn(SIZES[0])
+    warm(layer, x)
+    wanted = torch.autograd.grad(layer(x).pow(2).sum(), layer.weight)[0]
+    layer.weight.grad = None
+    out = layer(x)
+    assert is_replayed(out)
+    with compiled_autograd._enable(lambda graph: graph):
+        out.pow(2).sum().backward()
+    assert_equal(layer.weight.grad, wanted)
+
+
+@needs_gxx
 def test_an_error_in_a_backward_is_that_error(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = CASES[0]()
     x = torch.randn(SIZES[0])

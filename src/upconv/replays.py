@@ -16,14 +16,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from upconv import cpu
-from upconv.cuda import engine, jit, native, tape
+from upconv.cuda import engine, native
 from upconv.planner import Plan
+
+if TYPE_CHECKING:
+    from upconv.cuda import tape
 
 Gradients = tuple["Tensor | None", "Tensor | None", "Tensor | None"]
 """For input, weight and bias."""
@@ -104,7 +107,7 @@ def offer(
         found = holder.replays[key] = _recorded(module, passes(holder), input, weight, bias, autocast) or _NEVER
     if found is not _NEVER:
         p = passes(holder).plan.problem
-        precision = _PRECISIONS[p.precision] if p.dtype is torch.float32 else 0
+        precision = _PRECISIONS[p.precision] if p.dtype is torch.float32 and input.is_cuda else 0
         module.note(plain, found, precision, input, weight, bias, *arguments)
         host = module
 
@@ -130,10 +133,19 @@ def _recorded(
         found = _tape(f"the forward of {p}", forward, (x, weight, bias), weight, module)
     if found is None:
         return None
-    driver = jit._driver()
-    context = int(jit._drive(driver.cuDevicePrimaryCtxRetain, jit._drive(driver.cuDeviceGet, index)))
     last = p.layout == "channels_last"
-    return module.Layer(index, context, autocast, last, bias is not None, found, _Gradients(module, passes))
+    return module.Layer(index, _context(index), autocast, last, bias is not None, found, _Gradients(module, passes))
+
+
+def _context(index: int) -> int:
+    """A device's primary context, for a thread in which PyTorch has called nothing yet; 0 where there is none."""
+    from upconv.cuda import jit
+
+    try:
+        driver = jit._driver()
+        return int(jit._drive(driver.cuDevicePrimaryCtxRetain, jit._drive(driver.cuDeviceGet, index)))
+    except Exception:  # each release of the bindings has its own for a driver that is not there
+        return 0
 
 
 def _on(index: int) -> AbstractContextManager[object]:
@@ -142,6 +154,8 @@ def _on(index: int) -> AbstractContextManager[object]:
 
 def _tape(what: str, run: tape.Pass, operands: Sequence[Tensor | None], like: Tensor, module: Any) -> bytes | None:
     """A pass as the module takes it; None where it cannot be recorded. ``like``: a tensor on its device."""
+    from upconv.cuda import jit, tape
+
     try:
         return tape.record(run, operands, like, module.blob).packed(module.number)
     except tape.NoTape as reason:

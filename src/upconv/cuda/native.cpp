@@ -644,9 +644,12 @@ static PyObject* note(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   TORCH_CHECK_TYPE(count == 6 + ARGUMENTS, "note takes twelve arguments");
   const Operands on(arguments + 3);
   TORCH_CHECK_TYPE(on.plain, "the operands must be plain tensors");
+  const size_t key = key_of(arguments[0] == Py_True, on.input, on.weight);
+  for (const auto& call : std::vector<std::shared_ptr<Call>>(seen[key]))
+    if (call->is_this(on.input, on.weight, on.bias, arguments + 6)) Py_RETURN_NONE;  // refused this time
   if (noted >= MOST) forget_all();
   noted += 1;
-  seen[key_of(arguments[0] == Py_True, on.input, on.weight)].push_back(std::make_shared<Call>(
+  seen[key].push_back(std::make_shared<Call>(
       reinterpret_cast<Object*>(arguments[1])->layer, on.input, on.weight, on.bias, arguments + 6,
       static_cast<int>(PyLong_AsLong(arguments[2]))));
   Py_RETURN_NONE;

@@ -33,7 +33,6 @@ import torch
 from torch.autograd import forward_ad
 
 from upconv.cuda import cache
-from upconv.cuda.jit import _tell
 
 _NAME = "upconv_native"
 _SOURCE = Path(__file__).with_name("native.cpp")
@@ -112,6 +111,12 @@ def wait(seconds: float | None = None) -> Any:
 def state() -> str:
     """What to tell people: ``loaded``, or why there is none."""
     return "loaded" if _module is not None else (off() if _builder is None else None) or _reason
+
+
+def _tell(line: str) -> None:
+    from upconv.cuda import jit
+
+    jit._tell(line)
 
 
 def _start() -> None:
