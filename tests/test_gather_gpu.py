@@ -308,7 +308,7 @@ def test_kernels_that_pack_on_streams_at_once(precision: str, pass_: Pass) -> No
 
 
 def test_a_training_call_packs_by_the_kernel_and_a_captured_one_by_two(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = upconv.ConvTranspose2d(64, 48, 4, 2, 1, bias=False).cuda()
+    layer = upconv.ConvTranspose2d(64, 48, 5, 2, 2, bias=False).cuda()
     x = torch.randn(9, 64, 40, 36, device="cuda", requires_grad=True)
     names: list[str] = []
     launch = Launcher.__call__
