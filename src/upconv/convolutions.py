@@ -38,8 +38,8 @@ LEAST_IN_PYTHON = 45e-6
 MARGIN = 0.85
 """Our estimate must be below this share of `expected` (NOTES: of 288 passes in NCHW timed on an H100, all three of 96
 layers in TF32 or bfloat16, 207 are, in which PyTorch takes 1.01 to 9 times as long, 2.2 in the mean; below 0.9 one took
-0.93. Of 144 in channels_last 54, of 1.01 to 7.3, 2.0 in the mean; below 0.9 one took 0.87. Of shorter ones, from `LEAST`
-on, in both layouts on an H200 224, all but one of which gain, 1.96 in the mean, that one 0.98)."""
+0.93. Of 144 in channels_last 54, of 1.01 to 7.3, 2.0 in the mean; below 0.9 one took 0.87. Of passes from `LEAST` to
+`LEAST_IN_PYTHON`, in both layouts on an H200, 224, of which all but one gain, 1.96 in the mean, that one 0.98)."""
 _MACS = {2: 2048, 4: 1024}  # of a multiprocessor's tensor cores a clock, by an element's bytes (sm_90)
 _PADDED = 8  # channels, to whose multiples cuDNN pads
 _RATE_WEIGHT = 0.45  # of the products' rate, which cuDNN's kernels of the gradient for the weight reach in TF32

@@ -261,7 +261,7 @@ def _placed(a: Step, b: Step, first: _Dry, second: _Dry) -> Step:
         found = [
             (word, i, one - start)
             for i, (start, again, buffer) in enumerate(zip(first.addresses, second.addresses, first.buffers))
-            if 0 <= one - start == other - again <= max(buffer.bytes, 0)
+            if 0 <= one - start == other - again <= buffer.bytes
         ]
         if len(found) != 1:
             raise NoTape(f"argument {word} of a kernel depends on addresses in another way")
