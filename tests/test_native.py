@@ -247,6 +247,7 @@ def machine(kernels: Kernels, module: Any, monkeypatch: pytest.MonkeyPatch) -> I
     monkeypatch.setattr(launch_module, "current_stream", lambda device: 0)
     monkeypatch.setattr(Kernel, "ready", lambda self, device: None)
     monkeypatch.setattr(replays, "host", None)
+    monkeypatch.setattr(replays, "hoped", True)
 
     def prepare(self: StandIn, device: int) -> Any:
         self.log.append(("prepare", self.problem.pass_))
