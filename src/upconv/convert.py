@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.utils import parametrize
 
-from upconv import modules
+from upconv import modules, replays
 from upconv.cuda import engine, native
 
 _log = logging.getLogger("upconv")
@@ -163,10 +163,11 @@ def warmup(model: nn.Module, *example: Any, training: bool = False, progress: Pr
 
     with _evaluated(model), torch.no_grad(), engine.collecting(every=training) as wanted:
         model(*map(tensor, args), **{name: tensor(value) for name, value in kwargs.items()})
-    if training and wanted:
+    replayed = training and bool(wanted) and replays.hoped
+    if replayed:
         native.module()  # in the background, while the kernels are compiled
     lines = engine.compile_all(wanted, progress, training=training)
-    if training and wanted:
+    if replayed:
         native.wait()
     return lines
 
