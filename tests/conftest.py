@@ -55,7 +55,7 @@ EVERY = os.environ.get("UPCONV_TEST_EVERY", "") not in ("", "0")
 """Whether tests take every choice, layer, dtype, layout and GPU (an hour), or a sample in which each appears."""
 
 
-def some(most: int, every: int) -> range:
+def seeds(most: int, every: int) -> range:
     """So many random seeds or draws of a sample, or every one."""
     return range(every if EVERY else most)
 
@@ -521,10 +521,18 @@ def assert_capturable(prepared: Any, p: Problem) -> None:
     assert torch.equal(replayed(step)[0], out * 2)
 
 
-def spread_by_precision(every: list[Any], precision: Precision, most: int = 6) -> list[Any]:
+def half_by_turns(index: int) -> tuple[Precision, ...]:
+    """TF32 and one of the 16-bit types, whose kernels are the same but for one word, or with `EVERY` both."""
+    halves: tuple[Precision, ...] = ("bf16", "fp16")
+    return ("tf32", *by_turns(halves, 2, index))
+
+
+def spread_by_precision(every: list[Any], precision: Precision, most: int = 4) -> list[Any]:
     """About so many of a layer's tiles for TF32; half as many for each 16-bit type, whose kernels are the same but for
     one word, others for each.
     """
+    if EVERY:
+        return every
     step = 1 + len(every) // (most if precision == "tf32" else most // 2)
     return every[step // 2 if precision == "fp16" else 0 :: step]
 

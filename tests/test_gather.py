@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import EVERY, Stubs, by_turns, some
+from conftest import EVERY, Stubs, by_turns, seeds
 from gather_interpreter import Floats, Interpreter
 from upconv import reference
 from upconv.bench.suites import SUITES, parse_layer
@@ -147,7 +147,7 @@ def check(tiling: Tiling, p: Problem, seed: int, macros: dict[str, int | float |
     assert error <= 1e-12 * scale, f"error {error} on {scale}"
 
 
-@pytest.mark.parametrize("seed", some(8, 20))
+@pytest.mark.parametrize("seed", seeds(8, 20))
 def test_random_tilings_compute_their_layers(seed: int) -> None:
     rng = random.Random(seed)
     done = 0
