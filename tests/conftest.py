@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 import shutil
 import struct
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -44,9 +46,29 @@ from upconv.cuda.gpu import H200
 from upconv.planner import Candidate, Device, Plan
 from upconv.problem import Precision, Problem
 
+T = TypeVar("T")
 OURS = (None, upconv.conv_transpose1d, upconv.conv_transpose2d, upconv.conv_transpose3d)
 THEIRS = (None, torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d)
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+EVERY = os.environ.get("UPCONV_TEST_EVERY", "") not in ("", "0")
+"""Whether tests take every choice, layer, dtype, layout and GPU (an hour), or a sample in which each appears."""
+
+
+def seeds(most: int, every: int) -> range:
+    """So many random seeds or draws of a sample, or every one."""
+    return range(every if EVERY else most)
+
+
+def by_turns(every: Iterable[T], turns: int, first: int = 0) -> list[T]:
+    """A sample of one in so many, from the ``first`` of them on, or all."""
+    return list(every) if EVERY else list(every)[first % turns :: turns]
+
+
+def diagonal(*axes: Sequence[Any], turns: int = 2) -> list[tuple[Any, ...]]:
+    """A sample of one in so many of all combinations, in which each value meets all others' by turns; or all."""
+    every = product(*map(enumerate, axes))
+    return [tuple(v for _, v in each) for each in every if EVERY or sum(i for i, _ in each) % turns == 0]
 
 
 if not torch.cuda.is_available():  # stand-ins' training calls would have a library compiled beside the tests
@@ -503,10 +525,18 @@ def assert_capturable(prepared: Any, p: Problem) -> None:
     assert torch.equal(replayed(step)[0], out * 2)
 
 
-def spread_by_precision(every: list[Any], precision: Precision, most: int = 6) -> list[Any]:
+def half_by_turns(index: int) -> tuple[Precision, ...]:
+    """TF32 and one of the 16-bit types, whose kernels are the same but for one word, or with `EVERY` both."""
+    halves: tuple[Precision, ...] = ("bf16", "fp16")
+    return ("tf32", *by_turns(halves, 2, index))
+
+
+def spread_by_precision(every: list[Any], precision: Precision, most: int = 4) -> list[Any]:
     """About so many of a layer's tiles for TF32; half as many for each 16-bit type, whose kernels are the same but for
     one word, others for each.
     """
+    if EVERY:
+        return every
     step = 1 + len(every) // (most if precision == "tf32" else most // 2)
     return every[step // 2 if precision == "fp16" else 0 :: step]
 

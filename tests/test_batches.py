@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 import upconv
-from conftest import assert_accurate, needs_gxx, tf32_magnitude
+from conftest import assert_accurate, needs_gxx, seeds, tf32_magnitude
 from test_host import epilogue, tiles
 from upconv import planner, reference
 from upconv.cuda import batches, boxes, families, gather, gather_search, implicit, relayout, wgrad
@@ -177,7 +177,7 @@ def test_boxes_find_the_elements_of_images(size: tuple[int, int]) -> None:
 
 @needs_gxx
 @pytest.mark.parametrize("pass_", ("fwd", "grad-input"))
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", seeds(3, 6))  # one of each precision
 def test_every_output_arrives_at_its_image(seed: int, pass_: Pass, tmp_path: Path) -> None:
     rng = random.Random(f"{seed} {pass_}")
     precision: Precision = ("tf32", "bf16", "fp16")[seed % 3]  # type: ignore[assignment]

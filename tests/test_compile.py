@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import upconv
-from conftest import assert_close, assert_equal, forced_plans, make_call
+from conftest import assert_close, assert_equal, diagonal, forced_plans, make_call
 
 UTILITIES = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 
@@ -26,7 +26,10 @@ def _fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-@pytest.fixture(params=("phases", "native"))
+ENGINES = ("phases", "native")
+
+
+@pytest.fixture(params=ENGINES)
 def engine(request: pytest.FixtureRequest) -> Iterator[str]:
     """The compiled operator runs by an engine of ours, and by PyTorch's operator behind the same name."""
     with forced_plans(request.param, "split" if request.param == "phases" else "native"):
@@ -89,11 +92,11 @@ def test_the_graph_holds_one_operator_of_ours_a_layer(engine: str) -> None:
 def test_one_graph_serves_all_sizes(engine: str) -> None:
     model = decoder(2)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=True)
-    for n, h, w in ((2, 5, 4), (3, 7, 4), (2, 6, 9)):
+    for n, h, w in ((2, 5, 4), (3, 7, 9)):
         assert_same_step(compiled, model, torch.randn(n, 4, h, w))
     counted = torch._dynamo.testing.CompileCounter()
     compiled = torch.compile(model, backend=counted, fullgraph=True, dynamic=True)
-    for n, h, w in ((2, 5, 4), (3, 7, 5), (4, 6, 9), (5, 11, 8)):
+    for n, h, w in ((2, 5, 4), (3, 7, 5), (4, 6, 9)):
         compiled(torch.randn(n, 4, h, w))
     assert counted.frame_count == 1
 
@@ -178,7 +181,7 @@ def test_delegated_dtypes_and_transforms_compile(engine: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
-@pytest.mark.parametrize("channels_last", (False, True))
+@pytest.mark.parametrize(("channels_last", "engine"), diagonal((False, True), ENGINES), indirect=["engine"])
 def test_inductor(channels_last: bool, engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     model, x = decoder(2), torch.randn(2, 4, 6, 5)
@@ -201,8 +204,12 @@ SAMPLES: list[tuple[tuple[int, ...], tuple[int, ...], bool, list[list[int]], int
 ]
 
 
-@pytest.mark.parametrize("sample", SAMPLES, ids=str)
-@pytest.mark.parametrize("dtype", (torch.float32, torch.float64), ids=str)
+@pytest.mark.parametrize(
+    ("sample", "dtype", "engine"),
+    diagonal(SAMPLES, (torch.float32, torch.float64), ENGINES),
+    indirect=["engine"],
+    ids=str,
+)
 def test_opcheck(sample: Any, dtype: torch.dtype, engine: str) -> None:
     shape, weight, bias, (stride, padding, output_padding, dilation), groups = sample
     call = make_call(shape, weight, bias, dtype=dtype, groups=groups)

@@ -10,6 +10,7 @@ import torch
 from hypothesis import HealthCheck, event, given, settings
 
 import upconv
+from conftest import EVERY
 from strategies import forward_excess, gradient_excess, gradient_problems, operands, problems
 from upconv import cpu, planner
 from upconv.problem import Problem
@@ -18,7 +19,7 @@ FUNCTIONS = (None, upconv.conv_transpose1d, upconv.conv_transpose2d, upconv.conv
 
 
 @given(p=problems())
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=1000 if EVERY else 500, deadline=None)
 def test_every_admitted_plan_computes_the_forward(p: Problem) -> None:
     x, w, b, _ = operands(p)
     for plan in cpu.FORWARD_PLANS:
@@ -76,7 +77,9 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @given(p=problems())
-@settings(max_examples=500, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=500 if EVERY else 250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 def test_results_in_parts_are_the_same(small_parts: None, p: Problem) -> None:
     x, w, b, _ = operands(p)
     for plan in cpu.FORWARD_PLANS:
@@ -93,7 +96,7 @@ def test_gradients_in_parts_are_the_same(small_parts: None, p: Problem) -> None:
 
 
 @given(p=gradient_problems())
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500 if EVERY else 250, deadline=None)
 def test_both_backward_plans_compute_the_gradients(p: Problem) -> None:
     x, w, _, g = operands(p)
     for plan in cpu.BACKWARD_PLANS:
@@ -103,7 +106,7 @@ def test_both_backward_plans_compute_the_gradients(p: Problem) -> None:
 
 
 @given(p=gradient_problems())
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500 if EVERY else 250, deadline=None)
 def test_the_public_function_and_its_gradients(p: Problem) -> None:
     """The plan that the planner chooses, through autograd, from operands that are not contiguous."""
     x, w, b, g = operands(p, seed=1)

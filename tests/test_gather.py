@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import random
 import re
 import time
@@ -16,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import Stubs
+from conftest import EVERY, Stubs, by_turns, seeds
 from gather_interpreter import Floats, Interpreter
 from upconv import reference
 from upconv.bench.suites import SUITES, parse_layer
@@ -25,7 +24,7 @@ from upconv.cuda.axes import Unfit, any_size, result_shape, source_shape
 from upconv.cuda.gpu import A100, B200, H200, RTX3090, RTX4090, RTX5090, Gpu
 from upconv.cuda.shuffle import Shuffle, countable, ways
 from upconv.cuda.tiling import Tiling
-from upconv.problem import Pass, Precision, Problem, output_length
+from upconv.problem import Layout, Pass, Precision, Problem, output_length
 
 DTYPES = {"tf32": torch.float32, "ieee": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -148,7 +147,7 @@ def check(tiling: Tiling, p: Problem, seed: int, macros: dict[str, int | float |
     assert error <= 1e-12 * scale, f"error {error} on {scale}"
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", seeds(8, 20))
 def test_random_tilings_compute_their_layers(seed: int) -> None:
     rng = random.Random(seed)
     done = 0
@@ -257,7 +256,7 @@ def test_planes_that_come_one_by_one() -> None:
     """Every residue of rows and columns as a box of its own, in whose order taps are multiplied."""
     rng = random.Random(0)
     done = [0, 0, 0]
-    while done[1] < 50 or done[2] < 10:
+    while done[1] < 25 or done[2] < 5:
         p = draw_problem(rng)
         if p.pass_ != "grad-input" or p.rank == 1 or p.dtype.itemsize > 4 or p.precision == "ieee":
             continue
@@ -593,8 +592,6 @@ def test_kernels_compile_without_spills(index: int) -> None:
 
 SUITE = tuple({c.problem: c for name in ("kernelbench", "models") for c in SUITES[name]}.values())
 GPUS = (H200, A100, RTX3090, RTX4090, B200, RTX5090)
-EVERY = os.environ.get("UPCONV_TEST_EVERY", "") not in ("", "0")
-"""Whether every layer, dtype, layout and GPU is tested (half an hour), or a sample in which each appears."""
 
 
 def versions(p: Problem) -> list[Problem]:
@@ -603,18 +600,42 @@ def versions(p: Problem) -> list[Problem]:
     return [p.with_(dtype=DTYPES[a], precision=a, layout=b) for a, b in product(DTYPES, layouts)]
 
 
-def sample(offset: int, count: int) -> list[tuple[Problem, Gpu]]:
-    """For each layer and pass `count` of its versions, each for one GPU; every other one for the H200."""
+def sample() -> list[tuple[Problem, Gpu]]:
+    """For each layer and pass one of its versions for one GPU; every other one for the H200."""
     cases = []
     for (i, case), (turn, pass_) in product(enumerate(SUITE), enumerate(PASSES)):
         every = versions(case.problem.with_(pass_=pass_))
         if EVERY:
             cases += list(product(every, GPUS))
             continue
-        for k in range(count):
-            at = i * count + k + offset + turn * 3
-            cases.append((every[(at // 2 + at) % len(every)], H200 if at % 2 == 0 else GPUS[1 + at // 2 % 5]))
+        at = i + turn * 3
+        cases.append((every[(at // 2 + at) % len(every)], H200 if at % 2 == 0 else GPUS[1 + at // 2 % 5]))
     return cases
+
+
+def kinds(cases: list[tuple[Problem, Gpu]]) -> dict[tuple[Precision, Layout, Pass, bool], tuple[Problem, Gpu]]:
+    """Cases but of 1-D and depthwise layers by precision, layout and pass, and whether they are for the H200."""
+    dense = [(p, gpu) for p, gpu in cases if p.rank > 1 and p.groups < p.in_channels]
+    return {(p.precision, p.layout, p.pass_, gpu is H200): (p, gpu) for p, gpu in dense}
+
+
+def compiled() -> list[tuple[Problem, Gpu]]:
+    """One pass of each layer, of every other layer for the H200, and cases of the kinds that these lack."""
+    every = sample()
+    one = every if EVERY else [case for i, case in enumerate(every) if (i // 4 + i) % 2]
+    return one + [case for kind, case in kinds(every).items() if kind not in kinds(one)]
+
+
+def test_the_samples_have_every_kind() -> None:
+    for cases in (sample(), compiled()):
+        found = kinds(cases)
+        for gpus in (True, False):
+            of_gpus = {kind[:3] for kind in found if kind[3] == gpus}
+            assert {kind[:2] for kind in of_gpus} == {*product(DTYPES, ("nchw", "channels_last"))}
+            assert {kind[::2] for kind in of_gpus} == {*product(DTYPES, PASSES)}
+        of_chips = [gpu for _, gpu in cases]
+        assert all(of_chips.count(gpu) >= 3 for gpu in GPUS)
+        assert {(p.rank, p.pass_) for p, _ in cases} == {*product((1, 2, 3), PASSES)}
 
 
 def case_id(value: object) -> str:
@@ -660,7 +681,7 @@ def least_bytes(p: Problem) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("p,gpu", sample(0, 2), ids=case_id)
+@pytest.mark.parametrize("p,gpu", sample(), ids=case_id)
 def test_chosen_tilings_compute_their_layers(p: Problem, gpu: Gpu) -> None:
     choice = gather.choose(p, gpu)
     if isinstance(choice, str):
@@ -673,7 +694,7 @@ def test_chosen_tilings_compute_their_layers(p: Problem, gpu: Gpu) -> None:
 
 @needs_nvrtc
 @pytest.mark.slow
-@pytest.mark.parametrize("p,gpu", sample(0, 1), ids=case_id)
+@pytest.mark.parametrize("p,gpu", compiled(), ids=case_id)
 def test_chosen_kernels_compile_without_spills(p: Problem, gpu: Gpu) -> None:
     choice = gather.choose(p, gpu)
     if isinstance(choice, str):
@@ -703,7 +724,7 @@ def rows_begin(p: Problem) -> int:
 def test_a_kernel_knows_where_rows_of_its_sizes_begin(text: str, precision: str, pass_: Pass) -> None:
     """And one for every size finds it out. Sizes whose rows begin alike share a kernel."""
     found = set()
-    for width in range(60, 76):
+    for width in range(60, 68):  # 16 bytes are 8 elements at most
         p = parse_layer(text + ",bias=False", f"2x{text.split(',')[0]}x40x{width}")
         p = p.with_(dtype=DTYPES[precision], precision=precision, pass_=pass_)
         choice = gather.choose(p, H200)
@@ -732,7 +753,8 @@ def test_every_way_to_store_compiles_without_spills(name: str, precision: str) -
     p = case.problem.with_(dtype=DTYPES[precision], precision=precision)
     choice = gather.choose(p, H200)
     assert not isinstance(choice, str)
-    for unit in (16, 2 * p.dtype.itemsize, p.dtype.itemsize, 0)[:: 3 if p.rank == 3 else 1]:
+    ways = [16, 2 * p.dtype.itemsize, p.dtype.itemsize, 0]
+    for unit in ways[::3] if p.rank == 3 else by_turns(ways, 2, name == "vae"):  # each of one of the 2-D layers
         source = jit.source("gather.cu", choice.tiling.macros(store_unit=unit))
         check_compiled(choice.tiling, source, H200.arch)
 
@@ -884,7 +906,8 @@ def test_kernels_that_pack_have_no_spills(pass_: Pass, precision: Precision) -> 
     """
     dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(precision, torch.float32)
     every: tuple[tuple[Any, Any, Any], ...] = (((64, 60), 3, 1), ((16, 16), 4, 2), ((9, 13), (3, 5), (2, 3)))
-    for size, kernel, stride in every if precision == "tf32" else every[1:]:
+    layers = every if precision == "tf32" else every[1:]
+    for size, kernel, stride in by_turns(layers, 2, (pass_ == "grad-input") != (precision == "ieee")):
         p = Problem.make(8, 64, 48, size, kernel, stride, 1, bias=False, dtype=dtype).with_(
             precision=precision, pass_=pass_
         )

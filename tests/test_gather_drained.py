@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import needs_gxx
+from conftest import by_turns, needs_gxx
 from test_host import KERNELS, epilogue, tiles
 from upconv.cuda import boxes, gather, gather_search, jit
 from upconv.cuda.axes import Unfit, any_size, result_shape
@@ -138,7 +138,8 @@ CHOSEN = (  # as gradients for the input those without a stride
 def test_compiled_kernels_spill_nothing(p: Problem) -> None:
     chosen = gather.choose(p, H200)
     assert not isinstance(chosen, str) and chosen.tiling.drained and "copy engine" in chosen.summary
-    for unit in (*chosen.sources(), *chosen.packing_sources):
+    units = (*chosen.sources(), *chosen.packing_sources)
+    for unit in by_turns(units, len(units), CHOSEN.index(p)):
         code, _, log = jit.built(unit.source, "90a", unit.label)
         assert jit.inspect(code)["gather"][1] == 0 and not jit.serialised(log)
     general = gather.choose(p, H200, general=True)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import Stubs, assert_interpreted
+from conftest import EVERY, Stubs, assert_interpreted, half_by_turns, seeds
 from gather_interpreter import Ints
 from implicit_interpreter import ImplicitInterpreter
 from test_gather import DTYPES, needs_nvrtc, truth_of
@@ -54,7 +54,7 @@ def check(t: Tile, p: Problem, seed: int, blocks: int) -> None:
         assert_interpreted(out, stores, truth)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", seeds(4, 8))
 def test_random_tiles_compute_their_layers(seed: int) -> None:
     rng = random.Random(f"implicit {seed}")
     done, clusters, turned, kinds = 0, 0, 0, set()
@@ -300,8 +300,7 @@ def problems() -> list[Problem]:
         layer_of("gan3d1", "tf32").with_(pass_="fwd"),
         Problem.make(2, 40, 72, (30, 30), (2, 5), (2, 3), 1, layout="channels_last"),
     )
-    each: tuple[Precision, ...] = ("tf32", "bf16", "fp16")
-    return [p.with_(dtype=DTYPES[precision], precision=precision) for p in layers for precision in each]
+    return [p.with_(dtype=DTYPES[each], precision=each) for i, p in enumerate(layers) for each in half_by_turns(i)]
 
 
 def test_boxes_beyond_the_last_channel_cost_the_model() -> None:
@@ -342,7 +341,7 @@ def test_no_tile_s_instructions_are_serialised() -> None:
         every = tiles_of(layer_of("pix4", precision))
         kinds = {(t.halves, t.cluster, t.mb): t for t in rng.sample(every, len(every))}
         assert {cluster for _, cluster, _ in kinds} == {1, 2, 4, 8}
-        for t in rng.sample(list(kinds.values()), 6):
+        for t in rng.sample(list(kinds.values()), 6 if EVERY else 3):
             code, _, log = jit.built(jit.source("implicit.cu", t.macros()), H200.arch, str(t.columns))
             assert jit.serialised(log) is None, t
             assert all(local == 0 for _, local, _ in jit.inspect(code).values()), t

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import Stubs, assert_interpreted
+from conftest import EVERY, Stubs, assert_interpreted, half_by_turns, seeds
 from pixels_interpreter import PixelsInterpreter
 from test_gather import DTYPES, needs_nvrtc, truth_of
 from upconv import planner
@@ -56,7 +56,7 @@ def check(t: Tile, p: Problem, seed: int, blocks: int) -> None:
     assert_interpreted(out, stores, truth_of(p, g, w, None))
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", seeds(4, 8))
 def test_random_tiles_compute_their_layers(seed: int) -> None:
     rng = random.Random(seed)
     done = 0
@@ -244,9 +244,8 @@ def problems() -> list[Problem]:
         Problem.make(16, 64, 64, (128, 128), 3, 2, 1, 1, layout="channels_last", pass_="grad-input"),
         Problem.make(2, 33, 24, (70, 70), (2, 5), (2, 3), 1, layout="channels_last", pass_="grad-input"),
     )
-    each: tuple[Precision, ...] = ("tf32", "bf16", "fp16")
-    found = [p.with_(dtype=DTYPES[precision], precision=precision) for p in layers for precision in each]
-    return found + [layer_of(name, precision) for name in ("kb61", "kb77") for precision in each[1:]]
+    found = [p.with_(dtype=DTYPES[each], precision=each) for i, p in enumerate(layers) for each in half_by_turns(i)]
+    return found + [layer_of(name, each) for i, name in enumerate(("kb61", "kb77")) for each in half_by_turns(i)[1:]]
 
 
 @needs_nvrtc
@@ -273,7 +272,7 @@ def test_no_tile_s_instructions_are_serialised() -> None:
     """ptxas does that where sums are copied between loops, for some tiles only."""
     rng = random.Random(0)
     for name in ("kb73", "kb81"):
-        for t in rng.sample(list(pixels.candidates(layer_of(name, "tf32"), H200)), 8):
+        for t in rng.sample(list(pixels.candidates(layer_of(name, "tf32"), H200)), 8 if EVERY else 4):
             code, _, log = jit.built(jit.source("pixels.cu", t.macros()), H200.arch, str(t.shape))
             assert jit.serialised(log) is None, t
             assert all(local == 0 for _, local, _ in jit.inspect(code).values()), t

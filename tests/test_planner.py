@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from typer.testing import CliRunner
 
 import upconv
+from conftest import EVERY, by_turns, seeds
 from strategies import operands, problems
 from upconv import cpu, planner, reference
 from upconv.bench import suites
@@ -71,10 +72,10 @@ CASES = ("A", "C", "GAN4", "FSR-s3", "depthwise", "FCN", "dilation2-s2", "3->5 s
 
 @pytest.mark.parametrize(
     ("case", "dtype", "layout"),
-    [  # each case in both dtypes and in both layouts
-        (case, dtype, LAYOUTS[(i + j) % 2])
+    [  # each case in one of both dtypes and of both layouts
+        (case, dtype, LAYOUTS[(i // 2 + j) % 2])
         for i, case in enumerate(CASES)
-        for j, dtype in enumerate((torch.float32, torch.bfloat16))
+        for j, dtype in by_turns(enumerate((torch.float32, torch.bfloat16)), 2, i)
     ],
     ids=str,
 )
@@ -138,7 +139,7 @@ def test_gradients_are_planned_when_somebody_asks() -> None:
     assert plan.grad_input is not None and "grad_input" in vars(plan)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", seeds(4, 8))
 def test_many_products_are_never_left_to_cuda_cores(seed: int) -> None:
     """Of layers without groups: estimates of CUDA cores that hoped too much took 16 us for 2 ms, 14 for 0.3."""
     chance = random.Random(seed)
@@ -152,10 +153,11 @@ def test_many_products_are_never_left_to_cuda_cores(seed: int) -> None:
         assert selected.name not in ("native", "direct", "direct_wgrad", "staged"), found
 
 
-@pytest.mark.parametrize("name", list(dict.fromkeys(case.name for case in CUDA_LAYERS)))
-def test_on_a_gpu_nothing_is_left_to_pytorch(name: str) -> None:
+@pytest.mark.parametrize(("turn", "name"), enumerate(dict.fromkeys(case.name for case in CUDA_LAYERS)))
+def test_on_a_gpu_nothing_is_left_to_pytorch(turn: int, name: str) -> None:
+    """In one of three precisions and layouts of each layer, by turns."""
     whole = next(case.problem for case in CUDA_LAYERS if case.name == name)
-    for p in variants(whole):
+    for p in by_turns(variants(whole), 3, turn):
         plan = planner.plan(p, Device("cuda", gpu=gpu.H200))
         assert plan.forward in families.FAMILIES, p
         assert plan.choice is not None and plan.choice.family == plan.forward
@@ -181,7 +183,7 @@ def test_every_gpu_from_compute_capability_8_on_is_served(which: gpu.Gpu) -> Non
 
 
 @given(p=problems())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100 if EVERY else 50, deadline=None)
 def test_every_problem_has_a_kernel(p: Problem) -> None:
     assert planner.plan(p, Device("cuda", gpu=gpu.H200)).forward in families.FAMILIES
 

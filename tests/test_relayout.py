@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import upconv
-from conftest import HOST, Stubs, host_program, needs_gxx, replayed
+from conftest import HOST, Stubs, diagonal, host_program, needs_gxx, replayed
 from upconv import cpu, planner, reference
 from upconv.cuda import around, families, implicit, jit, relayout, wgrad
 from upconv.cuda.gpu import A100, H200, Gpu, gpu
@@ -52,8 +52,11 @@ def program(element: int, tile: tuple[int, int], folder: Path, image: int = 0) -
 
 
 @needs_gxx
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("tile", [(8, 256), (16, 256), (64, 64), (32, 128)], ids=str)
+@pytest.mark.parametrize(
+    ("tile", "dtype"),
+    diagonal([(8, 256), (16, 256), (64, 64), (32, 128)], [torch.bfloat16, torch.float32]),
+    ids=str,
+)
 def test_copies_on_the_host_are_right_and_write_nothing_else(
     tile: tuple[int, int], dtype: torch.dtype, tmp_path: Path
 ) -> None:
@@ -72,8 +75,7 @@ def test_copies_on_the_host_are_right_and_write_nothing_else(
 
 
 @needs_gxx
-@pytest.mark.parametrize("precision", ["bf16", "tf32"])
-@pytest.mark.parametrize("image", [2, 6, 16, 48, 64])
+@pytest.mark.parametrize(("image", "precision"), diagonal([2, 6, 16, 48, 64], ["bf16", "tf32"]))
 def test_copies_of_several_images_by_a_block(image: int, precision: Precision, tmp_path: Path) -> None:
     """Images that end within a block's tile or with it, the last tile short of some, channels as above."""
     dtype = DTYPES[precision]

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from conftest import by_turns
 from upconv.bench import suites
 from upconv.cuda import direct, direct_wgrad, families, gather, gpu, jit, staged, wgrad
 from upconv.export.specialise import WIDTH, Specialised, specialise
@@ -387,7 +388,7 @@ def test_nvcc_compiles_it_without_a_word(name: str, tmp_path: Path) -> None:
     assert done.returncode == 0 and "warning" not in done.stderr, done.stderr
 
 
-@pytest.mark.parametrize("case", suites.SUITES["kernelbench"], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", by_turns(suites.SUITES["kernelbench"], 2), ids=lambda case: case.name)
 def test_the_planner_s_kernels_of_kernelbench_are_specialised(case: suites.Case) -> None:
     passes = ("fwd", "grad-input", "grad-weight")
     p = kb(case.name, passes[int(case.name[2:]) % 3])

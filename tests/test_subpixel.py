@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import Stubs
+from conftest import Stubs, half_by_turns, spread_by_precision
 from subpixel_interpreter import SubpixelInterpreter
 from test_gather import DTYPES, needs_nvrtc
 from upconv import reference
@@ -144,8 +144,7 @@ def compiled() -> list[Problem]:
         layer(bias=True).with_(in_channels=40, out_channels=10),
         Problem.make(1, 24, 20, (8, 8, 8), (2, 3, 4), (2, 3, 4), precision="tf32"),
     )
-    each: tuple[Precision, ...] = ("tf32", "bf16", "fp16")
-    return [p.with_(dtype=DTYPES[precision], precision=precision) for p in layers for precision in each]
+    return [p.with_(dtype=DTYPES[each], precision=each) for i, p in enumerate(layers) for each in half_by_turns(i)]
 
 
 @needs_nvrtc
@@ -153,9 +152,7 @@ def compiled() -> list[Problem]:
 @pytest.mark.parametrize("p", compiled(), ids=lambda p: f"{p} {p.precision}".replace(" ", "-"))
 def test_kernels_compile_without_spills_of_note(p: Problem) -> None:
     """Up to 16 bytes, which ptxas spills around a tile's stores, not in its loop."""
-    every = list(subpixel.candidates(p, H200))
-    # Kernels of both 16-bit types are the same but for one word: each has every other tile.
-    for t in {"tf32": every, "bf16": every[::2], "fp16": every[1::2]}[p.precision]:
+    for t in spread_by_precision(list(subpixel.candidates(p, H200)), p.precision):
         (unit,) = subpixel.Choice(t, p, H200, 0.0, "").sources()
         code, text, log = jit.built(unit.source, H200.arch, unit.label)
         found = jit.inspect(code)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import pickle
 import random
 import re
@@ -16,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import Stubs
+from conftest import EVERY, Stubs, by_turns, diagonal
 from upconv.bench.suites import SUITES
 from upconv.cuda import jit, launch, wgrad, wgrad_costs
 from upconv.cuda.boxes import fullest
@@ -143,7 +142,7 @@ def layer(seed: int) -> tuple[Problem, tuple[AnyTiling, ...]]:
 
 
 @pytest.mark.parametrize("warpgroups", [False, True], ids=["mma.sync", "wgmma"])
-@pytest.mark.parametrize("first", range(0, 80, 10))
+@pytest.mark.parametrize("first", range(0, 80 if EVERY else 50, 10))
 def test_interpreted_tilings_compute_the_gradient(first: int, warpgroups: bool) -> None:
     """Ten layers, each at two sizes, by a tiling of mma.sync or two of wgmma."""
     done = 0
@@ -187,7 +186,7 @@ def test_chunks_without_gaps(precision: Precision) -> None:
     """Boxes of any shape, some with fewer pixels than a chunk; of small and odd images, strides and dilations."""
     rng = random.Random(f"gapless {precision}")
     done, short = 0, 0
-    while done < 16:
+    while done < (16 if EVERY else 8):
         p = draw_problem(rng)
         if p.layout != "channels_last" or p.precision != precision:
             continue
@@ -224,11 +223,13 @@ def test_boxes_of_chunks_fill_them() -> None:
         assert count == min(math.prod(-(-n // of) for n, of in zip(sides, s)) for s in fit)
 
 
-@pytest.mark.parametrize("precision", ["tf32", "bf16"])
-@pytest.mark.parametrize("layout", ["nchw", "channels_last"])
-@pytest.mark.parametrize("kernel,step", [(3, 1), (5, 1), (4, 2), (5, 3), (3, 2)])
-def test_rows_of_x_side_by_side(precision: Precision, layout: Layout, kernel: int, step: int) -> None:
+@pytest.mark.parametrize(
+    "precision,layout,kernel_step",
+    diagonal(("tf32", "bf16"), ("nchw", "channels_last"), ((3, 1), (5, 1), (4, 2), (5, 3), (3, 2))),
+)
+def test_rows_of_x_side_by_side(precision: Precision, layout: Layout, kernel_step: tuple[int, int]) -> None:
     """Columns of taps in one instruction: of every stride along H, in two and three dimensions, at odd heights."""
+    kernel, step = kernel_step
     rng = random.Random(f"{precision} {layout} {kernel} {step}")
     done, stacks = 0, set()
     while done < 4:
@@ -268,7 +269,7 @@ def test_taps_that_are_neighbours_in_m(
     assert any(lined for _, lined, _ in few) == (len(size) == 1)
     for t in few.values():
         check(t, p, rng)
-    for t in own:
+    for t in by_turns(own, 3):
         a, _ = Interpreter(t).wgmma_a  # [warpgroup, entry, step, row of M, k], in elements
         rows, k = np.arange(8)[:, None], np.arange(4) * (1 if t.element == 4 else 2)
         words = (a[0, 0, 0][rows, k] + -p.padding[-1] % t.vec) * t.element // 4
@@ -388,7 +389,7 @@ def test_columns_of_g_by_their_remainder(precision: Precision) -> None:
     rng = random.Random(precision)
     seen: set[tuple[int, bool, bool]] = set()
     done = 0
-    while done < 36:
+    while done < (36 if EVERY else 28):
         step, dilation, rank = rng.choice((2, 2, 3, 4, 5)), rng.choice((1, 1, 2, 3)), rng.choice((2, 2, 3))
         depth = rank - 2
         p = Problem.make(
@@ -474,9 +475,6 @@ def test_constants_do_not_depend_on_the_size(seed: int) -> None:
 
 SUITE = tuple({c.problem: c for name in ("kernelbench", "models") for c in SUITES[name]}.values())
 GPUS = (H200, A100, RTX3090, RTX4090, B200, RTX5090)
-EVERY = os.environ.get("UPCONV_TEST_EVERY", "") not in ("", "0")
-"""Whether every layer, dtype, layout and GPU is tested, or a sample in which each appears."""
-
 
 BOUNDS = {"bytes", "tensor cores", "shared memory", "L2", "copies"}
 
@@ -514,8 +512,9 @@ def kinds(cases: list[tuple[Problem, Gpu]]) -> dict[tuple[Precision, Layout, boo
 
 
 def compiled() -> list[tuple[Problem, Gpu]]:
-    """One version of each layer, and cases of the kinds that these lack."""
+    """One version of every other layer for the H200 and of every other one for others, and of kinds that they lack."""
     one, every = sample(1), kinds(sample(2))
+    one = one if EVERY else [case for i, case in enumerate(one) if i // 2 % 2 == 0]
     return one + [every[kind] for kind in every if kind not in kinds(one)]
 
 
@@ -747,7 +746,7 @@ def test_every_way_of_copying_compiles(precision: Precision) -> None:
     kinds = {(box, one and box, parted and box) for box, one, parted, *_ in ways}
     by_threads = set() if precision == "tf32" else {(False, False, False)}
     assert kinds >= {(True, True, True), (True, True, False), (True, False, False)} | by_threads
-    for t in ways.values():
+    for t in by_turns(ways.values(), 2, precision == "bf16"):
         check_compiled(t, jit.source(t.file, t.macros()), H200, ptx=False)
 
 
