@@ -394,7 +394,7 @@ def _autocast(
 #
 # and every derivative of any order is a forward or a gradient of the same layer, by the same plan.
 
-Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+Gradients = replays.Gradients
 
 
 def _uncast(backward: Callable[[Any, Tensor], tuple[Tensor | None, ...]]) -> Callable[..., Any]:

@@ -1,11 +1,10 @@
 """Recorded calls of training, replayed without Python once their passes are on tape.
 
-A layer's call under autograd that is made again and again is first computed in Python. When the module
-of `upconv.cuda.native` is there, its forward is recorded (`upconv.cuda.tape`), and from the next call on the module
+A layer's call under autograd that is made again and again is first computed in Python. When the module of
+`upconv.cuda.native` is there, its forward is recorded (`upconv.cuda.tape`), and from the next call on the module
 recognises it and does what it did, as one autograd function in C++; its gradients are recorded when they are first
-asked for. NOTES: of a layer's host
-time in a training step whose caches are cold, 200 us of forward and backward, half is a Function in Python and 90 are
-the Python around its launches.
+asked for. NOTES: of a layer's host time in a training step whose caches are cold, 200 us of forward and backward, half
+is a Function in Python and 90 are the Python around its launches.
 
 What cannot be recorded (passes that copy operands, or leave a gradient to PyTorch) stays in Python, and so does each
 call that a tape does not fit (``native.cpp``). A tape does what the pass in Python does, kernel by kernel, so that
@@ -63,7 +62,7 @@ hoped = True
 
 
 def forget() -> None:
-    """Drops what is recorded; calls are recorded anew."""
+    """Drops what is known of calls; Python computes each once more. (What is recorded is their plans'.)"""
     if host is not None:
         host.forget()
 
@@ -101,7 +100,7 @@ def offer(
     key = (autocast, weight.dtype, arguments, *((t.stride(), t.requires_grad) for t in tensors), input.get_device())
     found = holder.replays.get(key, 0)
     if type(found) is int:
-        if 0 <= found < CALLS - 1:
+        if found < CALLS - 1:
             holder.replays[key] = found + 1
             return
         found = holder.replays[key] = _recorded(module, passes(holder), input, weight, bias, autocast) or _NEVER
