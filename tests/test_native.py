@@ -662,13 +662,13 @@ def test_what_is_forgotten_is_freed(machine: Machine, module: Any) -> None:
     out = layer(x)
     assert is_replayed(out)
     (call,) = calls.seen[id(layer.weight)].calls
-    call.plan.replays.clear()
-    del call
+    plan = call.plan
+    plan.replays.clear()
     ops.forget_plans()
-    gradients = [g for g in gc.get_objects() if type(g) is replays._Gradients]
-    assert gradients, "the graph still needs it"
-    gone = weakref.ref(gradients[0])
-    del gradients, out
+    of_this = [g for g in gc.get_objects() if type(g) is replays._Gradients and g._passes.plan is plan]
+    assert len(of_this) == 1, "the graph still needs it"
+    gone = weakref.ref(of_this[0])
+    del call, plan, of_this, out
     gc.collect()
     assert gone() is None
 
