@@ -18,12 +18,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import upconv
 from conftest import assert_equal, needs_gxx
+from test_calls import Dispatch, Function
 from test_convolutions import everything, stand_ins  # noqa: F401
 from test_gradients import Data, Kernels, StandIn, Weight, kernels  # noqa: F401
 from upconv import calls, convolutions, modules, ops, reference, replays
@@ -433,6 +432,12 @@ def test_autocast_and_its_weights_in_float32(machine: Machine, monkeypatch: pyte
     found = torch.autograd.grad(out.float().sum(), list(layers.replayed.parameters()))
     assert [g.dtype for g in found] == [torch.float32] * 2
     assert not is_replayed(layers.replayed(x)), "without autocast it is another call"
+    double, noted = CASES[0]().double(), []
+    monkeypatch.setattr(replays.native, "module", lambda: noted.append(1))
+    for _ in range(4):
+        with torch.autocast("cpu", torch.bfloat16):
+            assert double(x.detach().double()).dtype is torch.float64
+    assert not noted, "what autocast leaves as it is is Python's"
 
 
 @needs_gxx
@@ -495,16 +500,6 @@ def test_a_call_that_does_not_fit_is_pythons(machine: Machine, module: Any, monk
     layer.stride = (2, 2)
     ops.forget_plans()
     assert not is_replayed(layer(x)) and is_replayed(layer(x)), "what replays it is its plan's"
-
-
-class Dispatch(TorchDispatchMode):
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return function(*args, **(kwargs or {}))
-
-
-class Function(TorchFunctionMode):
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return function(*args, **(kwargs or {}))
 
 
 def _under(mode: Any, call: Callable[[], Tensor]) -> Tensor:

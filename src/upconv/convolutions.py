@@ -125,7 +125,8 @@ def convolution(
     if known is not None:
         recorded = known.differentiable and torch.is_grad_enabled()
         if recorded and replays.hoped:
-            _offer(known.plan, (input, weight, bias), known.autocast, (rank, stride, padding, 0, 1, dilation))
+            arguments = rank, stride, padding, 0, 1, dilation
+            replays.offer(known.plan, _Passes, True, input, weight, bias, arguments)
         if known.autocast is not None:
             input = input.to(known.autocast)
         if recorded:
@@ -150,8 +151,7 @@ def convolution(
         calls.remember(chosen, *given, input.dtype, rank, stride, padding, 0, 1, dilation, among=_seen)
     if recorded:
         if own and replays.hoped:
-            autocast = input.dtype if torch.is_autocast_enabled("cuda" if input.is_cuda else "cpu") else None
-            _offer(chosen, given, autocast, (rank, stride, padding, 0, 1, dilation))
+            replays.offer(chosen, _Passes, True, *given, (rank, stride, padding, 0, 1, dilation))
         out: Tensor = _apply(*(t if t is None else ops._unwrap(t) for t in (input, weight, bias)), chosen)
         return out
     return _forward(chosen, input, weight, bias, own)
@@ -454,17 +454,6 @@ class _Passes:
     def backward(self, grad: Tensor, x: Tensor, weight: Tensor, mask: Sequence[bool]) -> ops.Gradients:
         with ops._uncasting(grad):
             return _backward_of(self._c, grad, x, weight, mask)
-
-
-def _offer(
-    c: Convolution,
-    given: tuple[Tensor, Tensor, Tensor | None],
-    autocast: torch.dtype | None,
-    arguments: tuple[Any, ...],
-) -> None:
-    """Has a training call recorded that is made again."""
-    if not engine._collectors and all(map(ops._is_plain, given)):
-        replays.offer(c, _Passes, True, *given, autocast, arguments)
 
 
 _apply = super(torch.autograd.Function, _Convolution).apply

@@ -69,7 +69,7 @@ def conv_transpose(
         recorded = known.differentiable and torch.is_grad_enabled()
         if recorded and replays.hoped:
             arguments = rank, stride, padding, output_padding, groups, dilation
-            _offer(known.plan, (input, weight, bias), known.autocast, arguments)
+            _offer(known.plan, (input, weight, bias), arguments)
         if known.autocast is not None:
             input = input.to(known.autocast)
         if recorded:
@@ -92,15 +92,14 @@ def conv_transpose(
         return out
     own = weight is given[1] and bias is given[2]  # not autocast's copies
     batched = input.dim() == rank + 2
-    if own and batched and plan.choice is not None and not _doubtful(plan.problem, "cuda"):
+    again = own and batched and plan.choice is not None and not _doubtful(plan.problem, "cuda")
+    if again:
         calls.remember(plan, *given, input.dtype, rank, stride, padding, output_padding, groups, dilation)
     x = input if batched else input.unsqueeze(0)
     differentiable = input.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     if differentiable and torch.is_grad_enabled():
-        if own and batched and replays.hoped and plan.choice is not None and not _doubtful(plan.problem, "cuda"):
-            autocast = input.dtype if torch.is_autocast_enabled(kind) else None
-            arguments = rank, stride, padding, output_padding, groups, dilation
-            _offer(plan, given, autocast, arguments)
+        if again and replays.hoped:
+            _offer(plan, given, (rank, stride, padding, output_padding, groups, dilation))
         out = _apply(_unwrap(x), _unwrap(weight), bias if bias is None else _unwrap(bias), plan)
     else:
         out = _forward(plan, x, weight, bias, keep=own)  # a copy does not outlive the call
@@ -502,17 +501,10 @@ class _Passes:
             return _backward_of(self.plan, grad, x, weight, mask, keep=False)
 
 
-def _offer(
-    plan: Plan, given: tuple[Tensor, Tensor, Tensor | None], autocast: torch.dtype | None, arguments: tuple[Any, ...]
-) -> None:
+def _offer(plan: Plan, given: tuple[Tensor, Tensor, Tensor | None], arguments: tuple[Any, ...]) -> None:
     """Has a training call recorded that is made again."""
-    if plan.backward == planner.FAMILIES and not engine._collectors and all(map(_is_plain, given)):
-        replays.offer(plan, _Passes, False, *given, autocast, arguments)
-
-
-def _is_plain(t: Tensor | None) -> bool:
-    """Whether a tensor is none that a functorch transform left over."""
-    return t is None or _unwrap(t) is t
+    if plan.backward == planner.FAMILIES:
+        replays.offer(plan, _Passes, False, *given, arguments)
 
 
 # What ``Function.apply`` comes to where no functorch transform is active (`conv_transpose` knows that none is), without

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from upconv import cpu
+from upconv import calls, cpu
 from upconv.cuda import engine, native
 from upconv.planner import Plan
 
@@ -74,7 +74,6 @@ def offer(
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    autocast: torch.dtype | None,
     arguments: tuple[Any, ...],
 ) -> None:
     """Told of each training call that Python computes; the third like it is recorded, if the module is there.
@@ -84,19 +83,24 @@ def offer(
         passes: what it computes, of the holder.
         plain: whether it is a plain convolution's.
         input, weight, bias: as the caller gave them.
-        autocast: what autocast turns the input into, None where it is off.
         arguments: the rank, stride, padding, output_padding, groups and dilation, as the caller gave them.
     """
     global host, hoped
     if not weight.requires_grad or any(type(a) not in _IMMUTABLE for a in arguments):
         return  # without a weight's gradient its packed weights are kept from call to call
+    tensors = (input, weight) if bias is None else (input, weight, bias)
+    if engine._collectors or any(calls._unwrapped(t) is not t for t in tensors):
+        return
+    kind = "cuda" if input.is_cuda else "cpu"
+    autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    if autocast is not None and input.dtype is torch.float64:
+        return  # which autocast leaves as it is
     module = native.module()
     if module is None:
         hoped = not native.hopeless()
         return
     if engine._capturing():  # passes that are captured do without what outlives them
         return
-    tensors = (input, weight) if bias is None else (input, weight, bias)
     key = (autocast, weight.dtype, arguments, *((t.stride(), t.requires_grad) for t in tensors), input.get_device())
     found = holder.replays.get(key, 0)
     if type(found) is int:

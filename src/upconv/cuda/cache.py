@@ -3,7 +3,7 @@
 An entry is ``<key>.cubin``: the cubin, JSON that describes it (key, target, label, macros, NVRTC version, seconds), the
 JSON's length, a digest of both and a mark. So an entry is published by a single ``os.replace``, and tools for cubins
 still read it. ``<key>.cu`` beside it is the source, for people. ``<key>.so`` is a library for the host, sealed alike
-(`library`).
+(`kept_library`).
 
 ``UPCONV_CACHE_DIR`` names the directory; else it is ``$XDG_CACHE_HOME/upconv`` or ``~/.cache/upconv``.
 ``UPCONV_CACHE=off`` keeps kernels in memory only.
@@ -186,12 +186,17 @@ def write(key: str, cubin: bytes, source: str, meta: dict[str, Any]) -> None:
 
 def keep_source(key: str, source: str) -> Path | None:
     """Publishes a source that did not compile, to be looked at; its path, or None without a directory."""
+    return _kept(f"{key}.cu", source.encode())
+
+
+def _kept(name: str, data: bytes) -> Path | None:
     folder = _usable(create=True)
     if folder is None:
         return None
-    path = folder / f"{key}.cu"
+    _sweep(folder)
+    path = folder / name
     try:
-        _publish(path, source.encode())
+        _publish(path, data)
     except OSError as error:
         _warn(folder, _cause(error))
         return None
@@ -204,7 +209,7 @@ _LIBRARY_TAIL = struct.Struct("<32s8s")
 _LIBRARY_MARK = b"upconvso"
 
 
-def library(key: str) -> Path | None:
+def kept_library(key: str) -> Path | None:
     """The library kept under ``key``, whole as it was written; a bad one is deleted. None when there is none."""
     folder = _usable(create=False)
     if folder is None:
@@ -224,17 +229,7 @@ def library(key: str) -> Path | None:
 
 def keep_library(key: str, data: bytes) -> Path | None:
     """Publishes a library (what loads it does not mind the seal behind it); its path, or None without a directory."""
-    folder = _usable(create=True)
-    if folder is None:
-        return None
-    _sweep(folder)
-    path = folder / f"{key}.so"
-    try:
-        _publish(path, data + _LIBRARY_TAIL.pack(hashlib.sha256(data).digest(), _LIBRARY_MARK))
-    except OSError as error:
-        _warn(folder, _cause(error))
-        return None
-    return path
+    return _kept(f"{key}.so", data + _LIBRARY_TAIL.pack(hashlib.sha256(data).digest(), _LIBRARY_MARK))
 
 
 def usable() -> bool:

@@ -166,11 +166,11 @@ def found() -> Any:
     Errors: RuntimeError with the compiler's last lines; OSError; ImportError for a library that cannot be loaded.
     """
     key = _key()
-    path = cache.library(key)
+    path = cache.kept_library(key)
     if path is None:
         # Of the processes that want it one compiles.
-        with cache.alone(key, lambda: cache.library(key) is not None, _MOST_SECONDS):
-            path = cache.library(key) or cache.keep_library(key, _compiled())
+        with cache.alone(key, lambda: cache.kept_library(key) is not None, _MOST_SECONDS):
+            path = cache.kept_library(key) or cache.keep_library(key, _compiled())
     if path is not None:
         with contextlib.suppress(ImportError):  # of another machine's making, or where nothing may be executed
             return _load(path)
