@@ -127,6 +127,11 @@ __device__ __forceinline__ u32 load_shared_u32_if(u32 a, bool ok) {  // else 0
   asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %2, 0;\n @p ld.shared.u32 %0, [%1];\n}\n" : "+r"(v) : "r"(a), "r"((u32)ok) : "memory");
   return v;
 }
+__device__ __forceinline__ u32 load_shared_u16_if(u32 a, bool ok) {  // else 0
+  u16 v = 0;
+  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %2, 0;\n @p ld.shared.u16 %0, [%1];\n}\n" : "+h"(v) : "r"(a), "r"((u32)ok) : "memory");
+  return v;
+}
 __device__ __forceinline__ u32 load_shared_u16(u32 a) {
   u16 v;
   asm volatile("ld.shared.u16 %0, [%1];\n" : "=h"(v) : "r"(a) : "memory");

@@ -1,0 +1,321 @@
+"""Forwards of layers without a stride or padding of their planes, in NCHW, whose rows are joined to one. wgmma only.
+
+Such a layer's rows of outputs are longer than the input's by as much as a kernel reaches, so that tiles which are
+rectangles end amid empty columns, and rows begin anywhere. But zeros behind each row of the input, and rows of zeros
+behind each slice, make one row of an image, in which a tap is a shift (``kernels/joined.cu``): tiles are neighbouring
+outputs of whatever rows, all useful, and a channel's are neighbours in memory, in whole sectors. What it costs is the
+halo of whole rows, so that it is for narrow images, as 3-D ones are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import product
+from typing import Any
+
+from upconv.cuda.axes import Unfit
+from upconv.cuda.boxes import Words, dense, encode
+from upconv.cuda.columns import PRECISIONS, instruction
+from upconv.cuda.costs import LAUNCH, cheapest
+from upconv.cuda.gpu import MAX_BOX, Gpu
+from upconv.cuda.one_mapped import OneMappedChoice
+from upconv.cuda.packs import PACK_THREADS
+from upconv.problem import Problem
+
+THREADS = 384
+_PLACES = (256, 192, 128)
+_ROWS_M = 64  # output channels of a matrix instruction
+_ROW_BYTES = 32  # of a place in shared memory: a chunk of channels
+_TAP_BYTES = _ROWS_M * _ROW_BYTES  # of weights
+_MOST_TAPS = 64  # of a slice, all of which are straight code
+_MOST_TAPS_OF_STAGE = 6
+_MOST_WEIGHT_STAGES = 8
+_BUFFERS = {4: 8 * 8 * (512 + 32), 2: 8 * 8 * (512 + 16)}  # bytes of what leaves, of 8 warps, by those of an element
+_WIDTHS = 16  # kernels are for rows of up to a multiple of so many columns
+_MOST_COUNTED = 2**31  # places that the kernel counts in 32 bits
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A tile's shape and the kernel's constants for one problem; everything but the sizes of input and batch.
+
+    Raises, on `checked`:
+        Unfit: the kernel cannot run it.
+    """
+
+    problem: Problem
+    width: int
+    """Columns of a box of the copy engine, at least the input's: a multiple of 16."""
+    places: int = 256
+    """Of a tile: neighbouring outputs."""
+    stages: int = 2
+    """Of the ring of pixels, whose stages have a chunk of one slice."""
+    slots: int = 2
+    """Of the ring of rows as they lie, likewise."""
+    weight_stages: int = 2
+    """Of the ring of weights."""
+
+    @property
+    def element(self) -> int:
+        return self.problem.dtype.itemsize
+
+    @property
+    def chunk(self) -> int:
+        """Input channels of a chunk."""
+        return _ROW_BYTES // self.element
+
+    @property
+    def chunks(self) -> int:
+        return -(-self.problem.in_channels // self.chunk)
+
+    @property
+    def blocks(self) -> int:
+        """Tiles along the output channels."""
+        return -(-self.problem.out_channels // _ROWS_M)
+
+    @property
+    def kernel(self) -> tuple[int, int, int]:
+        """Along D, H, W."""
+        k = (1,) * (3 - self.problem.rank) + self.problem.kernel
+        return k[0], k[1], k[2]
+
+    @property
+    def dilation(self) -> tuple[int, int, int]:
+        """Along D, H, W."""
+        d = (1,) * (3 - self.problem.rank) + self.problem.dilation
+        return d[0], d[1], d[2]
+
+    @property
+    def taps(self) -> int:
+        """Of a slice."""
+        return self.kernel[1] * self.kernel[2]
+
+    @property
+    def taps_of_stage(self) -> int:
+        """Of weights: as many as leave the fewest stages, evenly."""
+        stages = -(-self.taps // _MOST_TAPS_OF_STAGE)
+        return -(-self.taps // stages)
+
+    @property
+    def gap(self) -> int:
+        """Columns by which a row of outputs is longer than one of the input."""
+        return pitch(self.problem) - self.problem.size[-1]
+
+    def halo(self, pitch: int) -> int:
+        """Places ahead of a tile that its taps reach, where rows of outputs are so long."""
+        (_, kh, kw), (_, dh, dw) = self.kernel, self.dilation
+        return (kh - 1) * dh * pitch + (kw - 1) * dw
+
+    @property
+    def pitches(self) -> range:
+        """Lengths of rows of outputs that the tile serves."""
+        return range(max(self.width - _WIDTHS, 0) + 1 + self.gap, self.width + self.gap + 1)
+
+    @property
+    def span(self) -> int:
+        """Rows of channels of a stage: the places of a tile with its halo."""
+        return -(-(self.places + self.halo(self.pitches[-1])) // 8) * 8
+
+    @property
+    def rows(self) -> int:
+        """Of the input, of a slot: as many as a tile with its halo may touch."""
+        return max((p - 1 + self.places + self.halo(p) - 1) // p + 1 for p in self.pitches)
+
+    @property
+    def packed_words(self) -> int:
+        """32-bit words of the packed weights."""
+        return self.blocks * self.chunks * self.kernel[0] * self.taps * _TAP_BYTES // 4
+
+    @property
+    def pack_blocks(self) -> int:
+        return -(-self.packed_words // 4 // PACK_THREADS)
+
+    @property
+    def stage_bytes(self) -> int:
+        return self.span * _ROW_BYTES
+
+    @property
+    def slot_bytes(self) -> int:
+        return self.rows * _ROW_BYTES * self.width
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of a stage of weights."""
+        return self.taps_of_stage * _TAP_BYTES
+
+    @property
+    def shared_bytes(self) -> int:
+        rings = self.stages * (self.stage_bytes + 16) + self.weight_stages * (self.weight_bytes + 16)
+        return rings + self.slots * (self.slot_bytes + 16) + _BUFFERS[self.element] + 16
+
+    def checked(self, shared_limit: int) -> Tile:
+        """This, when the kernel can run it."""
+        if min(self.stages, self.slots, self.weight_stages) < 2:
+            raise Unfit("a stage is given back while the next is read")
+        if self.shared_bytes > shared_limit:
+            raise Unfit(f"the tile takes {self.shared_bytes} bytes of shared memory, the device has {shared_limit}")
+        return self
+
+    def macros(self) -> dict[str, int | float | str]:
+        """The kernel's constants by macro name; see kernels/joined.cu."""
+        p = self.problem
+        found: dict[str, int | float | str] = {
+            "PRECISION": PRECISIONS[p.precision],
+            "ELEMENT": self.element,
+            "ELEMENT_TYPE": "float" if self.element == 4 else "unsigned short",
+            "CIN": p.in_channels,
+            "COUT": p.out_channels,
+            "PADDING_D": p.padding[0] if p.rank == 3 else 0,
+            "PLACES": self.places,
+            "SPAN": self.span,
+            "ROWS": self.rows,
+            "BOX_W": self.width,
+            "STAGES": self.stages,
+            "STAGES_S": self.slots,
+            "STAGES_W": self.weight_stages,
+            "TAPS_OF_STAGE": self.taps_of_stage,
+            "SHARED_BYTES_PLANNED": self.shared_bytes,
+        }
+        for name, kernel, dilation in zip("DHW", self.kernel, self.dilation):
+            found |= {f"KERNEL_{name}": kernel, f"DILATION_{name}": dilation}
+        return found | instruction("N_", self.places)
+
+    # --- sizes, which are run-time arguments -------------------------------------------------------------------------
+
+    def tiles(self, p: Problem) -> int:
+        """Of a problem of this layer."""
+        return p.batch * -(-math.prod(p.out_size) // self.places) * self.blocks
+
+    def arguments(self, p: Problem) -> tuple[int, ...]:
+        """The kernel's integer arguments behind its pointers."""
+        (in_d, in_h, _), (_, out_h, out_w) = ((1,) * (3 - p.rank) + size for size in (p.size, p.out_size))
+        places = math.prod(p.out_size)
+        return p.batch, in_d, in_h, out_h, out_w, places, -(-places // self.places), self.tiles(p)
+
+
+def pitch(p: Problem) -> int:
+    """Places from a row to the next: the output's width."""
+    return p.out_size[-1]
+
+
+class Choice(OneMappedChoice[Tile]):
+    """A tile for a problem on a GPU, and what the model thinks of it."""
+
+    family = "joined"
+    threads = THREADS
+
+    @property
+    def summary(self) -> str:
+        t = self.tile
+        return (
+            f"rows joined to one: wgmma {t.problem.precision}, tile of {t.places} places x {_ROWS_M} channels, "
+            f"{t.stages} stages of {t.span} places x {t.chunk} channels, {t.slots} of {t.rows} rows, "
+            f"{t.weight_stages} of {t.taps_of_stage} taps, {t.shared_bytes // 1024} KB shared, grid {self.grid}"
+        )
+
+    @property
+    def packing(self) -> tuple[Any, ...]:
+        return (self.problem.precision,)
+
+    def tensor_map(self, address: int) -> Words:
+        return tensor_map(self.tile, self.problem, address)
+
+
+def tensor_map(t: Tile, p: Problem, address: int) -> Words:
+    """A ``CUtensorMap`` over the input with a row's box of a chunk, as 16 signed words.
+
+    float32 is rounded to TF32 on its way.
+    """
+    d, h, w = (1,) * (3 - p.rank) + p.size
+    tensor = dense((w, h, d, p.in_channels, p.batch), t.element)
+    return encode(tensor, address, p.dtype, (t.width, 1, 1, t.chunk, 1), (1,) * 5, rounded=p.precision == "tf32")
+
+
+# --- candidates ------------------------------------------------------------------------------------------------------
+
+
+def refusal(p: Problem, gpu: Gpu) -> str | None:
+    """Why these kernels cannot serve a problem, in a sentence; None when they may."""
+    if gpu.arch != "90a":
+        return "joined rows are multiplied by wgmma alone"
+    if p.pass_ != "fwd" or p.layout != "nchw":
+        return "rows are joined for forwards in NCHW"
+    if p.precision not in PRECISIONS:
+        return f"precision {p.precision} is none of the kernel's"
+    if p.rank == 1 or max(p.stride) > 1 or p.groups > 1:
+        return "rows are joined where there are several, without strides or groups"
+    if any(p.padding[-2:]):
+        return "between joined rows are zeros, which padding takes away"
+    if p.kernel[-2] * p.kernel[-1] > _MOST_TAPS:
+        return f"the kernel has straight code for {_MOST_TAPS} taps of a slice at most"
+    if p.size[-1] > MAX_BOX or p.size[-1] * p.dtype.itemsize % 16:
+        return f"a row of {p.size[-1]} columns is no box of the copy engine"
+    if math.prod(p.out_size) * p.dtype.itemsize % 16:
+        return "channels of the output begin at places off 16 bytes, where the copy engine does not store"
+    if max(math.prod(p.out_size) + 2**12, math.prod(p.weight_shape) * 64, p.batch) >= _MOST_COUNTED:
+        return "the kernel counts a channel's outputs, and packed weights, in 32 bits"
+    return None
+
+
+def candidates(p: Problem, gpu: Gpu) -> Iterator[Tile]:
+    """Every tile worth a look for a layer on images of this width."""
+    width = -(-p.size[-1] // _WIDTHS) * _WIDTHS
+    return iter(_candidates(p.with_(batch=1, size=(*(1024,) * (p.rank - 1), width), bias=False), gpu))
+
+
+@lru_cache(maxsize=256)
+def _candidates(layer: Problem, gpu: Gpu) -> tuple[Tile, ...]:
+    """A layer's tiles for all sizes of so wide images."""
+    found = []
+    for places, (stages, slots) in product(_PLACES, ((3, 2), (2, 3), (2, 2))):
+        t = Tile(layer, layer.size[-1], places, stages, slots)
+        room = gpu.shared_bytes - replace(t, weight_stages=0).shared_bytes
+        try:
+            if room < 4 * t.weight_bytes and slots > 2:
+                continue
+            rings = min(room // (t.weight_bytes + 16), _MOST_WEIGHT_STAGES)
+            found.append(replace(t, weight_stages=rings).checked(gpu.shared_bytes))
+        except Unfit:
+            continue
+    return tuple(found)
+
+
+# --- the cost model --------------------------------------------------------------------------------------------------
+
+
+def estimate(t: Tile, p: Problem, gpu: Gpu) -> tuple[float, str]:
+    """(seconds, what bounds them) of a problem by a tile."""
+    slices = t.chunks * t.kernel[0]
+    matrix = slices * t.taps * t.places / 2
+    span = t.places + t.halo(pitch(p))
+    shared = slices * (t.taps * (_ROW_BYTES * t.places + 2 * _TAP_BYTES) + span * _ROW_BYTES * (4 if t.element == 2 else 3))
+    parts = {"tensor cores": matrix * 1.1, "shared memory": shared / 115.0}
+    bound = max(parts, key=lambda name: parts[name])
+    waves = -(-t.tiles(p) // gpu.multiprocessors)
+    seconds = waves * (parts[bound] + 300) / gpu.clock
+    memory = (math.prod(p.input_shape) + math.prod(p.output_shape)) * t.element / gpu.bandwidth
+    if memory > seconds:
+        bound = "bytes"
+    return max(memory, seconds) + LAUNCH, bound
+
+
+def choose(p: Problem, gpu: Gpu, general: bool = False) -> Choice | str:
+    """The cheapest tile by the model, or the sentence why there is none.
+
+    ``general``: for files that serve every size of the input, which have no host code for these kernels.
+    """
+    if general:
+        return "exported files have no host code for joined rows"
+    return _choose(p, gpu)
+
+
+@lru_cache(maxsize=4096)
+def _choose(p: Problem, gpu: Gpu) -> Choice | str:
+    refused = refusal(p, gpu)
+    if refused:
+        return refused
+    countable = (t for t in candidates(p, gpu) if t.tiles(p) < _MOST_COUNTED - gpu.multiprocessors)
+    return cheapest(countable, p, gpu, estimate, Choice) or "no tile fits shared memory, or there are too many"

@@ -1,0 +1,416 @@
+// Joined: a transposed convolution without strides or padding of its planes, forward, NCHW, on tensor cores, whose rows are joined to
+// one. A row of the output is KERNEL_W - 1 columns longer than one of the input; with as many zeros behind each of the input's rows,
+// and as many rows of zeros behind each slice as slices are longer, place f of an image's outputs, counted through rows and slices, has
+// its taps of a slice at
+//
+//     f - kh (DILATION_H pitch) - kw DILATION_W,       pitch: outputs of a row
+//
+// of the input's places. So a tile is PLACES neighbouring places of whatever rows, of which none is wasted at an image's right or lower
+// border, and a channel's outputs of a tile are neighbours in memory: the copy engine stores them. (NOTES: by `gather`, whose tiles are
+// rectangles, kb68's 68 columns are 72 and its rows of 68 outputs end amid sectors of memory.)
+//
+// Output channels are M, places N: one matrix instruction has all of a consumer's, B is SPAN rows of 32 bytes of channels, and a tap is
+// another first row. Weights are A, by descriptor, through a ring of TAPS_OF_STAGE taps a stage.
+//
+// A stage of pixels is a chunk of channels of one slice of the kernel. The copy engine brings its rows of the input, each to a place of
+// its own in a slot (columns and rows beyond the input are zeros), and TURNERS warps pass them on as rows of channels. (One instruction
+// of 256 columns wants 154 registers as the kernel is compiled: 384 threads, three warps of which turn, not 512 and six.)
+//
+// Consumers take whole tiles in turn, so that one stores while another multiplies, and the rings run on from tile to tile. One begins
+// to wait for its stages when the other has all of its own: a barrier's parity tells a phase from the next, not from the one behind that.
+//
+// Constants come as macros (cuda/joined.py computes them and explains each); sizes of the input are arguments.
+#include "ptx.cuh"
+#define A_SHARED 1
+#include "wgmma.cuh"
+
+#if PRECISION == 0
+#define STORE_BITS(v) __float_as_uint(v)
+#define VALUE(v) (v)
+#else
+#define STORE_BITS(v) (PRECISION == 2 ? half_bits(v) : bfloat_bits(v))
+#define VALUE(v) (PRECISION == 2 ? half_value(v) : bfloat_value(v))
+#endif
+#define VEC (16 / ELEMENT)
+#include "columns.cuh"
+#include "ring.cuh"
+
+#define CK (32 / ELEMENT)                               // channels of a chunk: a matrix instruction takes 32 bytes of K
+#define CHUNKS ((CIN + CK - 1) / CK)
+#define ROWS_M 64
+#define BLOCKS_M ((COUT + ROWS_M - 1) / ROWS_M)
+#define TAPS (KERNEL_H * KERNEL_W)                      // of a slice
+#define STAGES_OF_SLICE ((TAPS + TAPS_OF_STAGE - 1) / TAPS_OF_STAGE)
+#define TAP_BYTES (ROWS_M * 32)
+#define STAGE_BYTES (SPAN * 32)
+#define WEIGHT_BYTES (TAPS_OF_STAGE * TAP_BYTES)
+#define ROW_BYTES (CK * BOX_W * ELEMENT)                // of a slot: a row of the input, [channel][column]
+#define SLOT_BYTES (ROWS * ROW_BYTES)
+#define OUT_SPAN 512                                    // bytes of a channel that are stored at a time
+#define OUT_PLACES (OUT_SPAN / ELEMENT)
+#define OUT_PITCH (OUT_SPAN + (ELEMENT == 4 ? 32 : 16))  // so that channels meet different banks
+#define OUT_BYTES (8 * OUT_PITCH)                       // of a warp: eight channels
+
+#define CONSUMERS 2
+#define TURNERS 3
+#define TURNER_THREADS (TURNERS * 32)
+#define THREADS (128 + CONSUMERS * 128)
+
+struct Sizes {
+  int batch, in_d, in_h, out_h, pitch;                  // pitch: the output's width
+  int places;                                           // of an image
+  int tiles_f, tiles;                                   // of an image's places; all, times BLOCKS_M
+};
+
+struct Tile { int n, block, f; };                       // image, block of output channels, first place
+
+// Neighbouring blocks have the same places.
+__device__ __forceinline__ Tile tile_at(int index, const Sizes& s) {
+  int q = index / BLOCKS_M;
+  return {q / s.tiles_f, index % BLOCKS_M, q % s.tiles_f * PLACES};
+}
+__device__ __forceinline__ int end_of(const Tile& t, const Sizes& s) { return t.f + PLACES < s.places ? t.f + PLACES : s.places; }
+__device__ __forceinline__ int halo(const Sizes& s) { return (KERNEL_H - 1) * DILATION_H * s.pitch + (KERNEL_W - 1) * DILATION_W; }
+
+// The kernel's slices that meet the input's for some place of a tile; of others nothing is loaded or multiplied.
+struct Slices { int first, count; };
+__device__ __forceinline__ Slices slices_of(const Tile& t, const Sizes& s) {
+  int plane = s.out_h * s.pitch, d = t.f / plane + PADDING_D, last_d = (end_of(t, s) - 1) / plane + PADDING_D;
+  int first = d < s.in_d ? 0 : (d - s.in_d) / DILATION_D + 1, last = last_d / DILATION_D;
+  if (last > KERNEL_D - 1) last = KERNEL_D - 1;
+  return {first, last < first ? 0 : last - first + 1};
+}
+
+// The row, among those of all of an image's slices, of a tile's first place with its halo, and that place's column. Rows ahead of the
+// first are -1 and so on.
+struct Corner { int row, column; };
+__device__ __forceinline__ Corner corner_of(const Tile& t, const Sizes& s) {
+  int f = t.f - halo(s), row = f >= 0 ? f / s.pitch : -((s.pitch - 1 - f) / s.pitch);
+  return {row, f - row * s.pitch};
+}
+
+// =====================================================================================================================
+// Weights
+// =====================================================================================================================
+
+#define PACK_UNITS (BLOCKS_M * CHUNKS * KERNEL_D * TAPS * ROWS_M * 2)
+
+__device__ __forceinline__ u32 unit_at(int row, int unit) { return row * 32 + ((unit ^ (row >> 2 & 1)) << 4); }  // swizzled
+
+// [block][chunk][slice][tap][output channel][32 bytes of channels, swizzled], zeros where there is none of either; a thread writes 16 bytes.
+// The weight is (CIN, COUT, kernel): contiguous, or channels-last, whose taps are `tap_step` elements apart.
+template <class Weight>
+__device__ __forceinline__ void pack_weights(const Weight* __restrict__ weight, char* __restrict__ packed, int tap_step) {
+  let_dependent_begin();                                // `joined`
+  int i = blockIdx.x * PACK_THREADS + threadIdx.x;
+  if (i >= PACK_UNITS) return;
+  constexpr int KERNEL = KERNEL_D * TAPS;
+  int unit = i % 2, row = i / 2 % ROWS_M, rest = i / (2 * ROWS_M), tap = rest % KERNEL, chunk = rest / KERNEL % CHUNKS;
+  int cout = rest / (KERNEL * CHUNKS) * ROWS_M + row;
+  u32 v[VEC];
+#pragma unroll
+  for (int e = 0; e < VEC; e++) {
+    int cin = chunk * CK + unit * VEC + e;
+    int at = cin * (COUT * KERNEL) + (tap_step == 1 ? cout * KERNEL + tap : tap * tap_step + cout);
+    v[e] = cin < CIN && cout < COUT ? operand(weight[at]) : 0;
+  }
+  write_operands(packed + (long long)rest * TAP_BYTES + unit_at(row, unit), v);
+}
+
+#include "columns_pack.cuh"
+
+// =====================================================================================================================
+// Producers: a thread for copies, warps that turn pixels
+// =====================================================================================================================
+
+typedef CursorOf<STAGES_S> SlotCursor;
+typedef CursorOf<STAGES_W> WeightCursor;
+
+// Over the stages of a block's tiles.
+struct Walk {
+  int index, chunk, slice;                              // slice: of the tile's
+  Tile tile;
+  Slices slices;
+
+  __device__ __forceinline__ void begin(const Sizes& s) {
+    index = blockIdx.x, chunk = slice = 0;
+    settle(s);
+  }
+  __device__ __forceinline__ bool live(const Sizes& s) const { return index < s.tiles; }
+  __device__ __forceinline__ void settle(const Sizes& s) {  // past tiles without stages
+    for (; index < s.tiles; index += gridDim.x) {
+      tile = tile_at(index, s), slices = slices_of(tile, s);
+      if (slices.count) return;
+    }
+  }
+  __device__ __forceinline__ bool first() const { return chunk == 0 && slice == 0; }
+  __device__ __forceinline__ void next(const Sizes& s) {
+    if (++slice < slices.count) return;
+    slice = 0;
+    if (++chunk < CHUNKS) return;
+    chunk = 0, index += gridDim.x;
+    settle(s);
+  }
+};
+
+__device__ __forceinline__ bool barrier_passed(u32 barrier, u32 parity) {  // looks, where `barrier_done` waits a while
+  u32 done;
+  asm volatile("{\n .reg .pred p;\n mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n selp.u32 %0, 1, 0, p;\n}\n" : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+  return done;
+}
+
+struct RowCopies {
+  Walk at;
+  SlotCursor cursor;
+  int rows, row, slice, ahead;                          // of the tile: how many, the first of its slice, and those ahead of the image
+
+  __device__ __forceinline__ void bring(const TensorMap& map, const Sizes& s, u32 slots, u32 landed) {
+    if (at.first()) {
+      int first = corner_of(at.tile, s).row;
+      rows = (end_of(at.tile, s) - 1) / s.pitch - first + 1;
+      ahead = first < 0 ? -first : 0;
+      slice = first < 0 ? 0 : first / s.out_h, row = first < 0 ? 0 : first - slice * s.out_h;
+    }
+    u32 to = slots + cursor.stage * SLOT_BYTES, barrier = landed + cursor.stage * 8;
+    int h = row, d = slice + PADDING_D - (at.slices.first + at.slice) * DILATION_D;
+    expect_bytes(barrier, rows * ROW_BYTES);
+#pragma unroll 1
+    for (int j = 0; j < rows; j++, to += ROW_BYTES) {
+      // Those ahead of the image are beyond the input, as those behind a slice are.
+      load_box(to, map, 0, j < ahead ? s.in_h : h, d, at.chunk * CK, at.tile.n, barrier);
+      if (j >= ahead && ++h == s.out_h) h = 0, d++;
+    }
+    at.next(s), cursor.next();
+  }
+};
+
+struct WeightCopies {
+  Walk at;
+  WeightCursor cursor;
+  int tap;
+
+  __device__ __forceinline__ void bring(const char* __restrict__ packed, const Sizes& s, u32 ring, u32 full) {
+    const char* from = packed + (((long long)at.tile.block * CHUNKS + at.chunk) * KERNEL_D + at.slices.first + at.slice) * (TAPS * TAP_BYTES);
+    u32 barrier = full + cursor.stage * 8, bytes = (TAPS - tap < TAPS_OF_STAGE ? TAPS - tap : TAPS_OF_STAGE) * TAP_BYTES;
+    expect_bytes(barrier, bytes);
+    copy_bulk(ring + cursor.stage * WEIGHT_BYTES, from + tap * TAP_BYTES, bytes, barrier);
+    cursor.next();
+    if ((tap += TAPS_OF_STAGE) >= TAPS) tap = 0, at.next(s);
+  }
+};
+
+// One thread: both copies, whichever has room. (NOTES: rows by a warp that turns pixels, behind each stage, while the others wait for
+// it: kb68 2,070 us, kb70 3,400.)
+__device__ __forceinline__ void copy(const TensorMap& map, const char* __restrict__ packed, const Sizes& s, u32 slots, u32 landed, u32 left, u32 ring, u32 full_w, u32 empty_w) {
+  RowCopies rows;
+  WeightCopies weights;
+  rows.at.begin(s), weights.at = rows.at, weights.tap = 0;
+  rows.cursor = {0, 1}, weights.cursor = {0, 1};        // all are free at first
+#pragma unroll 1
+  for (int i = 0; i < STAGES_S && rows.at.live(s); i++) rows.bring(map, s, slots, landed);
+  wait_for_results();                                   // of `pack`
+#pragma unroll 1
+  while (rows.at.live(s) || weights.at.live(s)) {
+    if (weights.at.live(s) && barrier_passed(empty_w + weights.cursor.stage * 8, weights.cursor.parity)) weights.bring(packed, s, ring, full_w);
+    if (rows.at.live(s) && barrier_passed(left + rows.cursor.stage * 8, rows.cursor.parity)) rows.bring(map, s, slots, landed);
+  }
+}
+
+#define OWN_PIXELS ((SPAN + TURNER_THREADS - 1) / TURNER_THREADS)
+
+// Slots' rows to rows of CK channels, a lane a place, so that loads and stores meet all banks.
+__device__ __forceinline__ void turn_pixels(const Sizes& s, u32 slots, u32 landed, u32 left, u32 stages, u32 full, u32 empty, int thread) {
+  SlotCursor slot = {0, 0};
+  Cursor stage = {0, 1};
+  int lane = thread & 31, span = PLACES + halo(s);
+#pragma unroll 1
+  for (int index = blockIdx.x; index < s.tiles; index += gridDim.x) {
+    const Tile t = tile_at(index, s);
+    int column = corner_of(t, s).column;
+    u32 from[OWN_PIXELS];                               // of a place in a slot; ~0: there are zeros
+#pragma unroll
+    for (int k = 0; k < OWN_PIXELS; k++) {
+      int place = column + thread + k * TURNER_THREADS, row = place / s.pitch, w = place - row * s.pitch;
+      from[k] = w < BOX_W ? row * ROW_BYTES + w * ELEMENT : ~0u;
+    }
+#pragma unroll 1
+    for (int i = CHUNKS * slices_of(t, s).count; i > 0; i--, slot.next(), stage.next()) {
+      barrier_wait(landed + slot.stage * 8, slot.parity);
+      barrier_wait(empty + stage.stage * 8, stage.parity);
+      u32 base = slots + slot.stage * SLOT_BYTES, to = stages + stage.stage * STAGE_BYTES;
+#pragma unroll
+      for (int k = 0; k < OWN_PIXELS; k++) {
+        int p = thread + k * TURNER_THREADS;
+        if (p >= span) break;
+        bool ok = from[k] != ~0u;
+#pragma unroll
+        for (int unit = 0; unit < 2; unit++) {
+          u32 v[VEC];
+#pragma unroll
+          for (int e = 0; e < VEC; e++) {
+            u32 at = base + from[k] + (unit * VEC + e) * (BOX_W * ELEMENT);
+            v[e] = ELEMENT == 4 ? load_shared_u32_if(at, ok) : load_shared_u16_if(at, ok);
+          }
+#if ELEMENT == 4                                        // rounded to TF32 by the engine
+          store_shared_128(to + unit_at(p, unit), v[0], v[1], v[2], v[3]);
+#else
+          store_shared_128(to + unit_at(p, unit), v[0] | v[1] << 16, v[2] | v[3] << 16, v[4] | v[5] << 16, v[6] | v[7] << 16);
+#endif
+        }
+      }
+      asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");
+      __syncwarp();
+      if (lane == 0) barrier_arrive(full + stage.stage * 8);
+      if (lane == 0) barrier_arrive(left + slot.stage * 8);
+    }
+  }
+}
+
+// =====================================================================================================================
+// Consumers
+// =====================================================================================================================
+
+#define UPPER ((u64)(256 >> 4) << 32 | (u64)3 << 62)    // rows of 32 bytes, swizzled; groups of 8 lie one behind the other
+
+__device__ __forceinline__ u32 lower(u32 address) { return address >> 4 | 1u << 16; }
+
+// A lane of eight waits until the engine has read what it stored from.
+__device__ __forceinline__ void wait_for_stores(int lane) {
+  if (lane < 8) asm volatile("cp.async.bulk.wait_group.read 0;\n" ::: "memory");
+}
+
+// A thread's sums: of channels g and g + 8 of its warp's 16, places 8j + 2t and the next.
+__device__ __forceinline__ void store(const float (&acc)[PLACES / 2], const ELEMENT_TYPE* __restrict__ bias, char* __restrict__ y, const Sizes& s, const Tile& t, u32 buffer, int warp, int lane) {
+  int g = lane >> 2, q = lane & 3, channel = t.block * ROWS_M + warp * 16 + g, end = (end_of(t, s) - t.f) * ELEMENT;
+#pragma unroll
+  for (int h = 0; h < 2; h++) {
+    float b = bias && channel + 8 * h < COUT ? VALUE(bias[channel + 8 * h]) : 0.f;
+    char* to = y + (((long long)t.n * COUT + t.block * ROWS_M + warp * 16 + 8 * h + lane) * s.places + t.f) * ELEMENT;
+    bool exists = lane < 8 && t.block * ROWS_M + warp * 16 + 8 * h + lane < COUT;
+#pragma unroll
+    for (int first = 0; first < PLACES; first += OUT_PLACES) {
+      wait_for_stores(lane);
+      __syncwarp();
+#pragma unroll
+      for (int j = first / 8; j < (first + OUT_PLACES) / 8 && j < PLACES / 8; j++) {
+        u32 at = buffer + g * OUT_PITCH + (8 * j - first + 2 * q) * ELEMENT;
+        float v = acc[4 * j + 2 * h] + b, w = acc[4 * j + 2 * h + 1] + b;
+#if ELEMENT == 4
+        store_shared_f32x2(at, v, w);
+#else
+        store_shared_u32(at, PRECISION == 2 ? half_pair(v, w) : bfloat_pair(v, w));
+#endif
+      }
+      asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");
+      __syncwarp();
+      int bytes = end - first * ELEMENT < OUT_SPAN ? end - first * ELEMENT : OUT_SPAN;
+      if (exists && bytes > 0)
+        asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\n" ::"l"(to + first * ELEMENT), "r"(buffer + lane * OUT_PITCH), "r"(bytes) : "memory");
+      if (lane < 8) asm volatile("cp.async.bulk.commit_group;\n" ::: "memory");
+    }
+  }
+}
+
+__device__ __forceinline__ void consume(const ELEMENT_TYPE* bias, char* y, const Sizes& s, u32 stages, u32 full, u32 empty, u32 ring, u32 full_w, u32 empty_w, u32 turns, u32 buffers, int own, int thread) {
+  int lane = thread & 31, warp = thread >> 5;
+  Cursor stage = {0, 0};
+  WeightCursor weights = {0, 0};
+  u32 parity = 0, buffer = buffers + (own * 4 + warp) * OUT_BYTES;
+  int shift_h = DILATION_H * s.pitch * 2, begin = halo(s) * 2;  // in 16 bytes
+  if (own == 1 && lane == 0) barrier_arrive(turns);    // the first turn is the other's
+#pragma unroll 1
+  for (int index = blockIdx.x, of = 0; index < s.tiles; index += gridDim.x, of ^= 1) {
+    const Tile t = tile_at(index, s);
+    int count = CHUNKS * slices_of(t, s).count;
+    if (of != own) {
+      stage.move(count);
+      weights.move(count * STAGES_OF_SLICE);
+      continue;
+    }
+    float acc[PLACES / 2];
+#pragma unroll
+    for (int i = 0; i < PLACES / 2; i++) {
+      acc[i] = 0.f;
+      asm volatile("" : "+f"(acc[i]));                  // here, not behind a fence of wgmma: ptxas would serialise all (C7519)
+    }
+    barrier_wait(turns + own * 8, parity);
+    parity ^= 1;
+    u32 behind = 0, behind_w = 0;                       // the stages that instructions under way read
+#pragma unroll 1
+    for (int i = 0; i < count; i++, stage.next()) {
+      u32 pixels = uniform(lower(stages + stage.stage * STAGE_BYTES) + begin);
+      barrier_wait(full + stage.stage * 8, stage.parity);
+#pragma unroll
+      for (int part = 0; part < STAGES_OF_SLICE; part++, weights.next()) {
+        u32 of_taps = uniform(lower(ring + weights.stage * WEIGHT_BYTES));
+        barrier_wait(full_w + weights.stage * 8, weights.parity);
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < TAPS_OF_STAGE; k++) {
+          const int tap = part * TAPS_OF_STAGE + k;
+          if (tap < TAPS) multiply(acc, UPPER | (u64)(of_taps + k * (TAP_BYTES / 16)), UPPER | (u64)(pixels - tap / KERNEL_W * shift_h - tap % KERNEL_W * (DILATION_W * 2)));
+        }
+        wgmma_commit();
+        wgmma_wait<1>();
+        give_back(behind_w, lane);
+        if (part == 0) give_back(behind, lane);
+        behind_w = empty_w + weights.stage * 8;
+      }
+      behind = empty + stage.stage * 8;
+    }
+    if (lane == 0) barrier_arrive(turns + (own ^ 1) * 8);
+    wgmma_wait<0>();
+    give_back(behind_w, lane);
+    give_back(behind, lane);
+    store(acc, bias, y, s, t, buffer, warp, lane);
+  }
+  wait_for_stores(lane);
+}
+
+// =====================================================================================================================
+
+#define STAGES_AT (STAGES_W * WEIGHT_BYTES)             // all whole 256 bytes
+#define SLOTS_AT (STAGES_AT + STAGES * STAGE_BYTES)
+#define BUFFERS_AT (SLOTS_AT + STAGES_S * SLOT_BYTES)
+#define BARRIERS_AT (BUFFERS_AT + CONSUMERS * 4 * OUT_BYTES)
+#define SHARED_BYTES (BARRIERS_AT + 16 * (STAGES + STAGES_S + STAGES_W) + 8 * CONSUMERS)
+#if SHARED_BYTES_PLANNED != SHARED_BYTES
+#error "the planner's shared memory is not the kernel's"
+#endif
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+joined(const char* __restrict__ packed, const ELEMENT_TYPE* __restrict__ bias, char* __restrict__ y, int batch, int in_d, int in_h, int out_h, int pitch, int places, int tiles_f, int tiles,
+       const __grid_constant__ TensorMap map) {
+  extern __shared__ __align__(1024) unsigned char memory[];
+  const Sizes s = {batch, in_d, in_h, out_h, pitch, places, tiles_f, tiles};
+  u32 ring = shared_address(memory), stages = ring + STAGES_AT, slots = ring + SLOTS_AT, buffers = ring + BUFFERS_AT;
+  u32 full = ring + BARRIERS_AT, empty = full + 8 * STAGES, landed = empty + 8 * STAGES, left = landed + 8 * STAGES_S;
+  u32 full_w = left + 8 * STAGES_S, empty_w = full_w + 8 * STAGES_W, turns = empty_w + 8 * STAGES_W;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < STAGES; i++) {
+      barrier_init(full + 8 * i, TURNERS);
+      barrier_init(empty + 8 * i, 4);
+    }
+    for (int i = 0; i < STAGES_S; i++) {
+      barrier_init(landed + 8 * i, 1);
+      barrier_init(left + 8 * i, TURNERS);
+    }
+    for (int i = 0; i < STAGES_W; i++) {
+      barrier_init(full_w + 8 * i, 1);
+      barrier_init(empty_w + 8 * i, 4);
+    }
+    for (int i = 0; i < CONSUMERS; i++) barrier_init(turns + 8 * i, 4);
+    asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
+  }
+  __syncthreads();
+  int role = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0);
+  if (role == 0) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(72));
+    if (threadIdx.x < TURNER_THREADS) turn_pixels(s, slots, landed, left, stages, full, empty, threadIdx.x);
+    if (threadIdx.x == TURNER_THREADS) copy(map, packed, s, slots, landed, left, ring, full_w, empty_w);
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(216));
+    wait_for_results();                                 // of `pack`: the bias; nor is stored where it may still read
+    consume(bias, y, s, stages, full, empty, ring, full_w, empty_w, turns, buffers, role - 1, threadIdx.x & 127);
+  }
+}
