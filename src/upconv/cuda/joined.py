@@ -1,10 +1,10 @@
-"""Forwards of layers without a stride or padding of their planes, in NCHW, whose rows are joined to one. wgmma only.
+"""Forwards of layers without a stride, nor padding along W, in NCHW, whose rows are joined to one. wgmma only.
 
 Such a layer's rows of outputs are longer than the input's by as much as a kernel reaches, so that tiles which are
-rectangles end amid empty columns, and rows begin anywhere. But zeros behind each row of the input, and rows of zeros
-behind each slice, make one row of an image, in which a tap is a shift (``kernels/joined.cu``): tiles are neighbouring
-outputs of whatever rows, all useful, and a channel's are neighbours in memory, in whole sectors. What it costs is the
-halo of whole rows, so that it is for narrow images, as 3-D ones are.
+rectangles end amid empty columns, and rows begin anywhere. But zeros behind each row of the input make one row of a
+slice, in which a tap is a shift (``kernels/joined.cu``): tiles are neighbouring outputs of whatever rows, all useful,
+and a channel's are neighbours in memory, in whole sectors. What it costs is the halo of whole rows, so that it is for
+narrow images, as 3-D ones are.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from upconv.cuda.packs import PACK_THREADS
 from upconv.problem import Problem
 
 THREADS = 384
-_PLACES = (256, 192, 128)
+_PLACES = (256, 248, 240, 232, 224, 208, 192, 160, 128)
+"""Of a tile; several, since a slice's are divided among whole tiles."""
 _ROWS_M = 64  # output channels of a matrix instruction
 _ROW_BYTES = 32  # of a place in shared memory: a chunk of channels
 _TAP_BYTES = _ROWS_M * _ROW_BYTES  # of weights
@@ -169,6 +170,7 @@ class Tile:
             "CIN": p.in_channels,
             "COUT": p.out_channels,
             "PADDING_D": p.padding[0] if p.rank == 3 else 0,
+            "PADDING_H": p.padding[-2],
             "PLACES": self.places,
             "SPAN": self.span,
             "ROWS": self.rows,
@@ -185,15 +187,20 @@ class Tile:
 
     # --- sizes, which are run-time arguments -------------------------------------------------------------------------
 
+    def tiles_of_slice(self, p: Problem) -> int:
+        """Of a problem of this layer: those of a slice begin at 16 bytes of memory, as far ahead of it as need be."""
+        plane, vec = math.prod(p.out_size[-2:]), 16 // self.element
+        ahead = max(d * plane % vec for d in range(min(vec, p.out_size[0] if p.rank == 3 else 1)))
+        return -(-(plane + ahead) // self.places)
+
     def tiles(self, p: Problem) -> int:
         """Of a problem of this layer."""
-        return p.batch * -(-math.prod(p.out_size) // self.places) * self.blocks
+        return p.batch * (p.out_size[0] if p.rank == 3 else 1) * self.tiles_of_slice(p) * self.blocks
 
     def arguments(self, p: Problem) -> tuple[int, ...]:
         """The kernel's integer arguments behind its pointers."""
-        (in_d, in_h, _), (_, out_h, out_w) = ((1,) * (3 - p.rank) + size for size in (p.size, p.out_size))
-        places = math.prod(p.out_size)
-        return p.batch, in_d, in_h, out_h, out_w, places, -(-places // self.places), self.tiles(p)
+        slices = (p.size[0], p.out_size[0]) if p.rank == 3 else (1, 1)
+        return *slices, pitch(p), math.prod(p.out_size[-2:]), self.tiles_of_slice(p), self.tiles(p)
 
 
 def pitch(p: Problem) -> int:
@@ -225,13 +232,13 @@ class Choice(OneMappedChoice[Tile]):
 
 
 def tensor_map(t: Tile, p: Problem, address: int) -> Words:
-    """A ``CUtensorMap`` over the input with a row's box of a chunk, as 16 signed words.
+    """A ``CUtensorMap`` over the input with a slot's box, as 16 signed words.
 
     float32 is rounded to TF32 on its way.
     """
     d, h, w = (1,) * (3 - p.rank) + p.size
     tensor = dense((w, h, d, p.in_channels, p.batch), t.element)
-    return encode(tensor, address, p.dtype, (t.width, 1, 1, t.chunk, 1), (1,) * 5, rounded=p.precision == "tf32")
+    return encode(tensor, address, p.dtype, (t.width, t.rows, 1, t.chunk, 1), (1,) * 5, rounded=p.precision == "tf32")
 
 
 # --- candidates ------------------------------------------------------------------------------------------------------
@@ -247,7 +254,7 @@ def refusal(p: Problem, gpu: Gpu) -> str | None:
         return f"precision {p.precision} is none of the kernel's"
     if p.rank == 1 or max(p.stride) > 1 or p.groups > 1:
         return "rows are joined where there are several, without strides or groups"
-    if any(p.padding[-2:]):
+    if p.padding[-1]:
         return "between joined rows are zeros, which padding takes away"
     if p.kernel[-2] * p.kernel[-1] > _MOST_TAPS:
         return f"the kernel has straight code for {_MOST_TAPS} taps of a slice at most"

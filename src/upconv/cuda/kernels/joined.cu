@@ -1,20 +1,19 @@
-// Joined: a transposed convolution without strides or padding of its planes, forward, NCHW, on tensor cores, whose rows are joined to
+// Joined: a transposed convolution without strides, and without padding along W, forward, NCHW, on tensor cores, whose rows are joined to
 // one. A row of the output is KERNEL_W - 1 columns longer than one of the input; with as many zeros behind each of the input's rows,
-// and as many rows of zeros behind each slice as slices are longer, place f of an image's outputs, counted through rows and slices, has
-// its taps of a slice at
+// place f of a slice's outputs, counted through its rows, has its taps of a slice of the kernel at
 //
 //     f - kh (DILATION_H pitch) - kw DILATION_W,       pitch: outputs of a row
 //
-// of the input's places. So a tile is PLACES neighbouring places of whatever rows, of which none is wasted at an image's right or lower
-// border, and a channel's outputs of a tile are neighbours in memory: the copy engine stores them. (NOTES: by `gather`, whose tiles are
-// rectangles, kb68's 68 columns are 72 and its rows of 68 outputs end amid sectors of memory.)
+// of the input's places. So a tile is PLACES neighbouring places of whatever rows, of which none is wasted at an image's right border,
+// and a channel's outputs of a tile are neighbours in memory: the copy engine stores them. (NOTES: by `gather`, whose tiles are
+// rectangles, kb68's 68 columns and rows are 72, and its rows of 68 outputs end amid sectors of memory.)
 //
 // Output channels are M, places N: one matrix instruction has all of a consumer's, B is SPAN rows of 32 bytes of channels, and a tap is
 // another first row. Weights are A, by descriptor, through a ring of TAPS_OF_STAGE taps a stage.
 //
-// A stage of pixels is a chunk of channels of one slice of the kernel. The copy engine brings its rows of the input, each to a place of
-// its own in a slot (columns and rows beyond the input are zeros), and TURNERS warps pass them on as rows of channels. (One instruction
-// of 256 columns wants 154 registers as the kernel is compiled: 384 threads, three warps of which turn, not 512 and six.)
+// A stage of pixels is a chunk of channels of one slice of the kernel. The copy engine brings the rows of the input that a tile and its
+// halo touch to a slot (what lies beyond the input is zeros), and TURNERS warps pass them on as rows of channels. (One instruction of 256
+// columns wants 154 registers as the kernel is compiled: 384 threads, three warps of which turn, not 512 and six.)
 //
 // Consumers take whole tiles in turn, so that one stores while another multiplies, and the rings run on from tile to tile. One begins
 // to wait for its stages when the other has all of its own: a barrier's parity tells a phase from the next, not from the one behind that.
@@ -44,8 +43,8 @@
 #define TAP_BYTES (ROWS_M * 32)
 #define STAGE_BYTES (SPAN * 32)
 #define WEIGHT_BYTES (TAPS_OF_STAGE * TAP_BYTES)
-#define ROW_BYTES (CK * BOX_W * ELEMENT)                // of a slot: a row of the input, [channel][column]
-#define SLOT_BYTES (ROWS * ROW_BYTES)
+#define CHANNEL_BYTES (ROWS * BOX_W * ELEMENT)          // of a slot: [channel][row][column]
+#define SLOT_BYTES (CK * CHANNEL_BYTES)
 #define OUT_SPAN 512                                    // bytes of a channel that are stored at a time
 #define OUT_PLACES (OUT_SPAN / ELEMENT)
 #define OUT_PITCH (OUT_SPAN + (ELEMENT == 4 ? 32 : 16))  // so that channels meet different banks
@@ -57,32 +56,28 @@
 #define THREADS (128 + CONSUMERS * 128)
 
 struct Sizes {
-  int batch, in_d, in_h, out_h, pitch;                  // pitch: the output's width
-  int places;                                           // of an image
-  int tiles_f, tiles;                                   // of an image's places; all, times BLOCKS_M
+  int in_d, out_d, pitch, plane;                        // pitch, plane: places of a row and of a slice of the output
+  int tiles_f, tiles;                                   // of a slice's places; all, times BLOCKS_M
 };
 
-struct Tile { int n, block, f; };                       // image, block of output channels, first place
+struct Tile { int n, d, block, f; };                    // image, slice, block of output channels, first place
 
-// Neighbouring blocks have the same places.
+// Neighbouring blocks have the same places. Those of a tile begin at 16 bytes of memory, ahead of a slice that does not.
 __device__ __forceinline__ Tile tile_at(int index, const Sizes& s) {
-  int q = index / BLOCKS_M;
-  return {q / s.tiles_f, index % BLOCKS_M, q % s.tiles_f * PLACES};
+  int q = index / BLOCKS_M, slice = q / s.tiles_f, d = slice % s.out_d;
+  return {slice / s.out_d, d, index % BLOCKS_M, q % s.tiles_f * PLACES - (d * s.plane & (VEC - 1))};
 }
-__device__ __forceinline__ int end_of(const Tile& t, const Sizes& s) { return t.f + PLACES < s.places ? t.f + PLACES : s.places; }
 __device__ __forceinline__ int halo(const Sizes& s) { return (KERNEL_H - 1) * DILATION_H * s.pitch + (KERNEL_W - 1) * DILATION_W; }
 
-// The kernel's slices that meet the input's for some place of a tile; of others nothing is loaded or multiplied.
+// The kernel's slices that meet the input's; of others nothing is loaded or multiplied.
 struct Slices { int first, count; };
 __device__ __forceinline__ Slices slices_of(const Tile& t, const Sizes& s) {
-  int plane = s.out_h * s.pitch, d = t.f / plane + PADDING_D, last_d = (end_of(t, s) - 1) / plane + PADDING_D;
-  int first = d < s.in_d ? 0 : (d - s.in_d) / DILATION_D + 1, last = last_d / DILATION_D;
+  int d = t.d + PADDING_D, first = d < s.in_d ? 0 : (d - s.in_d) / DILATION_D + 1, last = d / DILATION_D;
   if (last > KERNEL_D - 1) last = KERNEL_D - 1;
   return {first, last < first ? 0 : last - first + 1};
 }
 
-// The row, among those of all of an image's slices, of a tile's first place with its halo, and that place's column. Rows ahead of the
-// first are -1 and so on.
+// The row of a tile's first place with its halo, and that place's column. Rows ahead of the first are -1 and so on.
 struct Corner { int row, column; };
 __device__ __forceinline__ Corner corner_of(const Tile& t, const Sizes& s) {
   int f = t.f - halo(s), row = f >= 0 ? f / s.pitch : -((s.pitch - 1 - f) / s.pitch);
@@ -120,31 +115,62 @@ __device__ __forceinline__ void pack_weights(const Weight* __restrict__ weight, 
 #include "columns_pack.cuh"
 
 // =====================================================================================================================
-// Producers: a thread for copies, warps that turn pixels
+// Producers: a thread for weights, warps that turn pixels, of which the first thread brings them
 // =====================================================================================================================
 
 typedef CursorOf<STAGES_S> SlotCursor;
 typedef CursorOf<STAGES_W> WeightCursor;
 
-// Over the stages of a block's tiles.
-struct Walk {
+__device__ __forceinline__ void bring_weights(const char* __restrict__ packed, const Sizes& s, u32 ring, u32 full, u32 empty) {
+  WeightCursor cursor = {0, 1};                         // all are free at first
+  wait_for_results();                                   // of `pack`
+#pragma unroll 1
+  for (int index = blockIdx.x; index < s.tiles; index += gridDim.x) {
+    const Tile t = tile_at(index, s);
+    const Slices slices = slices_of(t, s);
+    const char* from = packed + ((long long)t.block * (CHUNKS * KERNEL_D) + slices.first) * (TAPS * TAP_BYTES);
+#pragma unroll 1
+    for (int chunk = 0; chunk < CHUNKS; chunk++, from += (KERNEL_D - slices.count) * (TAPS * TAP_BYTES))
+#pragma unroll 1
+      for (int slice = 0; slice < slices.count; slice++)
+#pragma unroll 1
+        for (int tap = 0; tap < TAPS; tap += TAPS_OF_STAGE, cursor.next()) {
+          u32 barrier = full + cursor.stage * 8, bytes = (TAPS % TAPS_OF_STAGE == 0 || TAPS - tap > TAPS_OF_STAGE ? TAPS_OF_STAGE : TAPS - tap) * TAP_BYTES;
+          barrier_wait(empty + cursor.stage * 8, cursor.parity);
+          expect_bytes(barrier, bytes);
+          copy_bulk(ring + cursor.stage * WEIGHT_BYTES, from, bytes, barrier);
+          from += bytes;
+        }
+  }
+}
+
+// A thread's walk over what slots are filled with, ahead of the pass that turns it. (NOTES: copies of both rings by one thread, whichever
+// had room, took 450 clocks each: kb68 bfloat16 1,770 us.)
+struct Rows {
   int index, chunk, slice;                              // slice: of the tile's
+  int row, depth;                                       // the first row, and the first slice of the kernel's slice in the input
   Tile tile;
   Slices slices;
+  SlotCursor slot;
 
   __device__ __forceinline__ void begin(const Sizes& s) {
-    index = blockIdx.x, chunk = slice = 0;
+    index = blockIdx.x, chunk = slice = 0, slot = {0, 1};
     settle(s);
   }
-  __device__ __forceinline__ bool live(const Sizes& s) const { return index < s.tiles; }
   __device__ __forceinline__ void settle(const Sizes& s) {  // past tiles without stages
     for (; index < s.tiles; index += gridDim.x) {
       tile = tile_at(index, s), slices = slices_of(tile, s);
+      row = corner_of(tile, s).row + PADDING_H, depth = tile.d + PADDING_D - slices.first * DILATION_D;
       if (slices.count) return;
     }
   }
-  __device__ __forceinline__ bool first() const { return chunk == 0 && slice == 0; }
-  __device__ __forceinline__ void next(const Sizes& s) {
+  __device__ __forceinline__ void bring(const TensorMap& map, const Sizes& s, u32 slots, u32 landed, u32 left) {
+    if (index >= s.tiles) return;
+    u32 barrier = landed + slot.stage * 8;
+    barrier_wait(left + slot.stage * 8, slot.parity);
+    expect_bytes(barrier, SLOT_BYTES);
+    load_box(slots + slot.stage * SLOT_BYTES, map, 0, row, depth - slice * DILATION_D, chunk * CK, tile.n, barrier);
+    slot.next();
     if (++slice < slices.count) return;
     slice = 0;
     if (++chunk < CHUNKS) return;
@@ -153,76 +179,19 @@ struct Walk {
   }
 };
 
-__device__ __forceinline__ bool barrier_passed(u32 barrier, u32 parity) {  // looks, where `barrier_done` waits a while
-  u32 done;
-  asm volatile("{\n .reg .pred p;\n mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n selp.u32 %0, 1, 0, p;\n}\n" : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
-  return done;
-}
-
-struct RowCopies {
-  Walk at;
-  SlotCursor cursor;
-  int rows, row, slice, ahead;                          // of the tile: how many, the first of its slice, and those ahead of the image
-
-  __device__ __forceinline__ void bring(const TensorMap& map, const Sizes& s, u32 slots, u32 landed) {
-    if (at.first()) {
-      int first = corner_of(at.tile, s).row;
-      rows = (end_of(at.tile, s) - 1) / s.pitch - first + 1;
-      ahead = first < 0 ? -first : 0;
-      slice = first < 0 ? 0 : first / s.out_h, row = first < 0 ? 0 : first - slice * s.out_h;
-    }
-    u32 to = slots + cursor.stage * SLOT_BYTES, barrier = landed + cursor.stage * 8;
-    int h = row, d = slice + PADDING_D - (at.slices.first + at.slice) * DILATION_D;
-    expect_bytes(barrier, rows * ROW_BYTES);
-#pragma unroll 1
-    for (int j = 0; j < rows; j++, to += ROW_BYTES) {
-      // Those ahead of the image are beyond the input, as those behind a slice are.
-      load_box(to, map, 0, j < ahead ? s.in_h : h, d, at.chunk * CK, at.tile.n, barrier);
-      if (j >= ahead && ++h == s.out_h) h = 0, d++;
-    }
-    at.next(s), cursor.next();
-  }
-};
-
-struct WeightCopies {
-  Walk at;
-  WeightCursor cursor;
-  int tap;
-
-  __device__ __forceinline__ void bring(const char* __restrict__ packed, const Sizes& s, u32 ring, u32 full) {
-    const char* from = packed + (((long long)at.tile.block * CHUNKS + at.chunk) * KERNEL_D + at.slices.first + at.slice) * (TAPS * TAP_BYTES);
-    u32 barrier = full + cursor.stage * 8, bytes = (TAPS - tap < TAPS_OF_STAGE ? TAPS - tap : TAPS_OF_STAGE) * TAP_BYTES;
-    expect_bytes(barrier, bytes);
-    copy_bulk(ring + cursor.stage * WEIGHT_BYTES, from + tap * TAP_BYTES, bytes, barrier);
-    cursor.next();
-    if ((tap += TAPS_OF_STAGE) >= TAPS) tap = 0, at.next(s);
-  }
-};
-
-// One thread: both copies, whichever has room. (NOTES: rows by a warp that turns pixels, behind each stage, while the others wait for
-// it: kb68 2,070 us, kb70 3,400.)
-__device__ __forceinline__ void copy(const TensorMap& map, const char* __restrict__ packed, const Sizes& s, u32 slots, u32 landed, u32 left, u32 ring, u32 full_w, u32 empty_w) {
-  RowCopies rows;
-  WeightCopies weights;
-  rows.at.begin(s), weights.at = rows.at, weights.tap = 0;
-  rows.cursor = {0, 1}, weights.cursor = {0, 1};        // all are free at first
-#pragma unroll 1
-  for (int i = 0; i < STAGES_S && rows.at.live(s); i++) rows.bring(map, s, slots, landed);
-  wait_for_results();                                   // of `pack`
-#pragma unroll 1
-  while (rows.at.live(s) || weights.at.live(s)) {
-    if (weights.at.live(s) && barrier_passed(empty_w + weights.cursor.stage * 8, weights.cursor.parity)) weights.bring(packed, s, ring, full_w);
-    if (rows.at.live(s) && barrier_passed(left + rows.cursor.stage * 8, rows.cursor.parity)) rows.bring(map, s, slots, landed);
-  }
-}
-
 #define OWN_PIXELS ((SPAN + TURNER_THREADS - 1) / TURNER_THREADS)
 
 // Slots' rows to rows of CK channels, a lane a place, so that loads and stores meet all banks.
-__device__ __forceinline__ void turn_pixels(const Sizes& s, u32 slots, u32 landed, u32 left, u32 stages, u32 full, u32 empty, int thread) {
+__device__ __forceinline__ void turn_pixels(const TensorMap& map, const Sizes& s, u32 slots, u32 landed, u32 left, u32 stages, u32 full, u32 empty, int thread) {
   SlotCursor slot = {0, 0};
   Cursor stage = {0, 1};
   int lane = thread & 31, span = PLACES + halo(s);
+  Rows ahead;
+  if (thread == 0) {
+    ahead.begin(s);
+#pragma unroll 1
+    for (int i = 0; i < STAGES_S - 1; i++) ahead.bring(map, s, slots, landed, left);
+  }
 #pragma unroll 1
   for (int index = blockIdx.x; index < s.tiles; index += gridDim.x) {
     const Tile t = tile_at(index, s);
@@ -231,10 +200,11 @@ __device__ __forceinline__ void turn_pixels(const Sizes& s, u32 slots, u32 lande
 #pragma unroll
     for (int k = 0; k < OWN_PIXELS; k++) {
       int place = column + thread + k * TURNER_THREADS, row = place / s.pitch, w = place - row * s.pitch;
-      from[k] = w < BOX_W ? row * ROW_BYTES + w * ELEMENT : ~0u;
+      from[k] = w < BOX_W ? (row * BOX_W + w) * ELEMENT : ~0u;
     }
 #pragma unroll 1
     for (int i = CHUNKS * slices_of(t, s).count; i > 0; i--, slot.next(), stage.next()) {
+      if (thread == 0) ahead.bring(map, s, slots, landed, left);  // to the slot before, which this warp has left
       barrier_wait(landed + slot.stage * 8, slot.parity);
       barrier_wait(empty + stage.stage * 8, stage.parity);
       u32 base = slots + slot.stage * SLOT_BYTES, to = stages + stage.stage * STAGE_BYTES;
@@ -248,7 +218,7 @@ __device__ __forceinline__ void turn_pixels(const Sizes& s, u32 slots, u32 lande
           u32 v[VEC];
 #pragma unroll
           for (int e = 0; e < VEC; e++) {
-            u32 at = base + from[k] + (unit * VEC + e) * (BOX_W * ELEMENT);
+            u32 at = base + from[k] + (unit * VEC + e) * CHANNEL_BYTES;
             v[e] = ELEMENT == 4 ? load_shared_u32_if(at, ok) : load_shared_u16_if(at, ok);
           }
 #if ELEMENT == 4                                        // rounded to TF32 by the engine
@@ -279,22 +249,36 @@ __device__ __forceinline__ void wait_for_stores(int lane) {
   if (lane < 8) asm volatile("cp.async.bulk.wait_group.read 0;\n" ::: "memory");
 }
 
+// Places `a` to `z` of a channel from the buffer, where these are fewer than 16 bytes or begin off them.
+__device__ __forceinline__ void store_some(char* to, u32 from, int a, int z) {
+#pragma unroll 1
+  for (int i = a; i < z; i++) {
+    if (ELEMENT == 4) *(u32*)(to + i * 4) = load_shared_u32(from + i * 4);
+    else *(u16*)(to + i * 2) = load_shared_u16(from + i * 2);
+  }
+}
+
 // A thread's sums: of channels g and g + 8 of its warp's 16, places 8j + 2t and the next.
 __device__ __forceinline__ void store(const float (&acc)[PLACES / 2], const ELEMENT_TYPE* __restrict__ bias, char* __restrict__ y, const Sizes& s, const Tile& t, u32 buffer, int warp, int lane) {
-  int g = lane >> 2, q = lane & 3, channel = t.block * ROWS_M + warp * 16 + g, end = (end_of(t, s) - t.f) * ELEMENT;
+  int g = lane >> 2, q = lane & 3, channel = t.block * ROWS_M + warp * 16 + g;
+  u32 from = buffer + lane * OUT_PITCH;                 // of a lane's channel
 #pragma unroll
   for (int h = 0; h < 2; h++) {
     float b = bias && channel + 8 * h < COUT ? VALUE(bias[channel + 8 * h]) : 0.f;
-    char* to = y + (((long long)t.n * COUT + t.block * ROWS_M + warp * 16 + 8 * h + lane) * s.places + t.f) * ELEMENT;
-    bool exists = lane < 8 && t.block * ROWS_M + warp * 16 + 8 * h + lane < COUT;
+    int own = t.block * ROWS_M + warp * 16 + 8 * h + lane;
+    char* to = y + ((((long long)t.n * COUT + own) * s.out_d + t.d) * s.plane + t.f) * ELEMENT;
+    bool exists = lane < 8 && own < COUT;
 #pragma unroll
-    for (int first = 0; first < PLACES; first += OUT_PLACES) {
+    for (int first = 0; first < PLACES; first += OUT_PLACES, to += OUT_SPAN) {
+      const int places = PLACES - first < OUT_PLACES ? PLACES - first : OUT_PLACES;
       wait_for_stores(lane);
       __syncwarp();
 #pragma unroll
-      for (int j = first / 8; j < (first + OUT_PLACES) / 8 && j < PLACES / 8; j++) {
-        u32 at = buffer + g * OUT_PITCH + (8 * j - first + 2 * q) * ELEMENT;
-        float v = acc[4 * j + 2 * h] + b, w = acc[4 * j + 2 * h + 1] + b;
+      for (int j = 0; j < OUT_PLACES / 8; j++) {
+        if (first + 8 * j >= PLACES) break;
+        u32 at = buffer + g * OUT_PITCH + (8 * j + 2 * q) * ELEMENT;
+        const int i = 4 * (j + first / 8) + 2 * h;
+        float v = acc[i] + b, w = acc[i + 1] + b;
 #if ELEMENT == 4
         store_shared_f32x2(at, v, w);
 #else
@@ -303,9 +287,15 @@ __device__ __forceinline__ void store(const float (&acc)[PLACES / 2], const ELEM
       }
       asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");
       __syncwarp();
-      int bytes = end - first * ELEMENT < OUT_SPAN ? end - first * ELEMENT : OUT_SPAN;
-      if (exists && bytes > 0)
-        asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\n" ::"l"(to + first * ELEMENT), "r"(buffer + lane * OUT_PITCH), "r"(bytes) : "memory");
+      if (exists) {
+        int begin = -t.f - first, end = s.plane - t.f - first;  // of the slice
+        if (begin < 0) begin = 0;
+        if (end > places) end = places;
+        int a = (begin + VEC - 1) & ~(VEC - 1), z = end & ~(VEC - 1);  // what the engine stores
+        if (z > a) asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\n" ::"l"(to + a * ELEMENT), "r"(from + a * ELEMENT), "r"((z - a) * ELEMENT) : "memory");
+        if (begin < a) store_some(to, from, begin, a < end ? a : end);
+        if (z < end && z >= a) store_some(to, from, z, end);
+      }
       if (lane < 8) asm volatile("cp.async.bulk.commit_group;\n" ::: "memory");
     }
   }
@@ -379,10 +369,10 @@ __device__ __forceinline__ void consume(const ELEMENT_TYPE* bias, char* y, const
 #endif
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-joined(const char* __restrict__ packed, const ELEMENT_TYPE* __restrict__ bias, char* __restrict__ y, int batch, int in_d, int in_h, int out_h, int pitch, int places, int tiles_f, int tiles,
+joined(const char* __restrict__ packed, const ELEMENT_TYPE* __restrict__ bias, char* __restrict__ y, int in_d, int out_d, int pitch, int plane, int tiles_f, int tiles,
        const __grid_constant__ TensorMap map) {
   extern __shared__ __align__(1024) unsigned char memory[];
-  const Sizes s = {batch, in_d, in_h, out_h, pitch, places, tiles_f, tiles};
+  const Sizes s = {in_d, out_d, pitch, plane, tiles_f, tiles};
   u32 ring = shared_address(memory), stages = ring + STAGES_AT, slots = ring + SLOTS_AT, buffers = ring + BUFFERS_AT;
   u32 full = ring + BARRIERS_AT, empty = full + 8 * STAGES, landed = empty + 8 * STAGES, left = landed + 8 * STAGES_S;
   u32 full_w = left + 8 * STAGES_S, empty_w = full_w + 8 * STAGES_W, turns = empty_w + 8 * STAGES_W;
@@ -406,8 +396,8 @@ joined(const char* __restrict__ packed, const ELEMENT_TYPE* __restrict__ bias, c
   int role = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0);
   if (role == 0) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(72));
-    if (threadIdx.x < TURNER_THREADS) turn_pixels(s, slots, landed, left, stages, full, empty, threadIdx.x);
-    if (threadIdx.x == TURNER_THREADS) copy(map, packed, s, slots, landed, left, ring, full_w, empty_w);
+    if (threadIdx.x < TURNER_THREADS) turn_pixels(map, s, slots, landed, left, stages, full, empty, threadIdx.x);
+    if (threadIdx.x == TURNER_THREADS) bring_weights(packed, s, ring, full_w, empty_w);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(216));
     wait_for_results();                                 // of `pack`: the bias; nor is stored where it may still read
