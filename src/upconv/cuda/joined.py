@@ -35,6 +35,7 @@ _MOST_TAPS = 64  # of a slice, all of which are straight code
 _MOST_TAPS_OF_STAGE = 6
 _MOST_WEIGHT_STAGES = 8
 _BUFFERS = {4: 8 * 8 * (512 + 32), 2: 8 * 8 * (512 + 16)}  # bytes of what leaves, of 8 warps, by those of an element
+_SPAN = 64  # columns of a box in 16 bits
 _WIDTHS = 16  # kernels are for rows of up to a multiple of so many columns
 _MOST_COUNTED = 2**31  # places that the kernel counts in 32 bits
 
@@ -49,7 +50,7 @@ class Tile:
 
     problem: Problem
     width: int
-    """Columns of a box of the copy engine, at least the input's: a multiple of 16."""
+    """Columns of the input, up to a multiple of 16 which this is."""
     places: int = 256
     """Of a tile: neighbouring outputs."""
     stages: int = 2
@@ -139,8 +140,13 @@ class Tile:
         return self.span * _ROW_BYTES
 
     @property
+    def columns(self) -> int:
+        """Of a slot: in 16 bits whole boxes of 128 bytes, which are swizzled."""
+        return self.width if self.element == 4 else -(-self.width // _SPAN) * _SPAN
+
+    @property
     def slot_bytes(self) -> int:
-        return self.rows * _ROW_BYTES * self.width
+        return self.rows * _ROW_BYTES * self.columns
 
     @property
     def weight_bytes(self) -> int:
@@ -150,7 +156,7 @@ class Tile:
     @property
     def shared_bytes(self) -> int:
         rings = self.stages * (self.stage_bytes + 16) + self.weight_stages * (self.weight_bytes + 16)
-        return rings + self.slots * (self.slot_bytes + 16) + _BUFFERS[self.element] + 16
+        return rings + self.slots * (self.slot_bytes + 16) + _BUFFERS[self.element] + 32
 
     def checked(self, shared_limit: int) -> Tile:
         """This, when the kernel can run it."""
@@ -174,7 +180,7 @@ class Tile:
             "PLACES": self.places,
             "SPAN": self.span,
             "ROWS": self.rows,
-            "BOX_W": self.width,
+            "BOX_W": self.columns,
             "STAGES": self.stages,
             "STAGES_S": self.slots,
             "STAGES_W": self.weight_stages,
@@ -238,7 +244,9 @@ def tensor_map(t: Tile, p: Problem, address: int) -> Words:
     """
     d, h, w = (1,) * (3 - p.rank) + p.size
     tensor = dense((w, h, d, p.in_channels, p.batch), t.element)
-    return encode(tensor, address, p.dtype, (t.width, t.rows, 1, t.chunk, 1), (1,) * 5, rounded=p.precision == "tf32")
+    if t.element == 4:
+        return encode(tensor, address, p.dtype, (t.width, t.rows, 1, t.chunk, 1), (1,) * 5, rounded=True)
+    return encode(tensor.channels_second(), address, p.dtype, (_SPAN, t.chunk, t.rows, 1, 1), (1,) * 5, 128)
 
 
 # --- candidates ------------------------------------------------------------------------------------------------------

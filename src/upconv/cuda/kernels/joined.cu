@@ -43,8 +43,13 @@
 #define TAP_BYTES (ROWS_M * 32)
 #define STAGE_BYTES (SPAN * 32)
 #define WEIGHT_BYTES (TAPS_OF_STAGE * TAP_BYTES)
+#if ELEMENT == 2
+#define BOXES (BOX_W / 64)                              // of a slot: [box][row][channel][64 columns, swizzled]
+#define SLOT_BYTES (BOXES * ROWS * CK * 128)
+#else
 #define CHANNEL_BYTES (ROWS * BOX_W * ELEMENT)          // of a slot: [channel][row][column]
 #define SLOT_BYTES (CK * CHANNEL_BYTES)
+#endif
 #define OUT_SPAN 512                                    // bytes of a channel that are stored at a time
 #define OUT_PLACES (OUT_SPAN / ELEMENT)
 #define OUT_PITCH (OUT_SPAN + (ELEMENT == 4 ? 32 : 16))  // so that channels meet different banks
@@ -169,7 +174,13 @@ struct Rows {
     u32 barrier = landed + slot.stage * 8;
     barrier_wait(left + slot.stage * 8, slot.parity);
     expect_bytes(barrier, SLOT_BYTES);
+#if ELEMENT == 2
+#pragma unroll
+    for (int b = 0; b < BOXES; b++)
+      load_box(slots + slot.stage * SLOT_BYTES + b * (ROWS * CK * 128), map, b * 64, chunk * CK, row, depth - slice * DILATION_D, tile.n, barrier);
+#else
     load_box(slots + slot.stage * SLOT_BYTES, map, 0, row, depth - slice * DILATION_D, chunk * CK, tile.n, barrier);
+#endif
     slot.next();
     if (++slice < slices.count) return;
     slice = 0;
@@ -180,9 +191,63 @@ struct Rows {
 };
 
 #define OWN_PIXELS ((SPAN + TURNER_THREADS - 1) / TURNER_THREADS)
+#define AT_ONCE (ELEMENT == 2 ? 4 : 3)
 
-// Slots' rows to rows of CK channels, a lane a place, so that loads and stores meet all banks.
-__device__ __forceinline__ void turn_pixels(const TensorMap& map, const Sizes& s, u32 slots, u32 landed, u32 left, u32 stages, u32 full, u32 empty, int thread) {
+// What a slot has, as rows of CK channels of the places from `column` of its first row on. Loads of several come before the stores, so that
+// they wait once. (NOTES: one place after the other, 8 or 16 loads and 2 stores each, 400 clocks a place: kb61 1,090 us, bfloat16 640.)
+#if ELEMENT == 2
+// Matrices of 8 columns and 8 channels: 8 places of a row, to which a lane gives each its address; `trash` where there is none.
+__device__ __forceinline__ void turn(const Sizes& s, int column, int span, u32 slot, u32 stage, u32 trash, int thread) {
+  constexpr int PER_ROW = BOXES * 4;       // pairs of 8 columns
+  int lane = thread & 31, half = lane >> 3 & 1, own = lane & 7, pairs = ((column + span - 1) / s.pitch + 1) * PER_ROW;
+  u32 from = slot + (half * 8 + own) * 128;
+#pragma unroll 1
+  for (int first = thread >> 5; first < pairs; first += AT_ONCE * TURNERS) {
+    u32 v[AT_ONCE][4], to[AT_ONCE];
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; i++) {
+      int pair = first + i * TURNERS, row = pair / PER_ROW, box = pair % PER_ROW / 4, block = pair % 4 * 2 + (lane >> 4);
+      int w = box * 64 + block * 8 + own, p = row * s.pitch + w - column;
+      if (pair < pairs) load_matrices_turned(v[i], from + (box * ROWS + row) * (CK * 128) + ((block ^ own) << 4));
+      to[i] = (u32)p < (u32)span && w < s.pitch ? stage + unit_at(p, half) : trash;
+    }
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; i++)
+      if (first + i * TURNERS < pairs) store_matrices(to[i], v[i]);
+  }
+  int behind = s.pitch - BOX_W;                         // columns of zeros that no box has
+  if (behind > 0) {
+#pragma unroll 1
+    for (int i = thread, rows = pairs / PER_ROW; i < rows * behind; i += TURNER_THREADS) {
+      int p = i / behind * s.pitch + BOX_W + i % behind - column;
+      if ((u32)p >= (u32)span) continue;
+      store_shared_128(stage + p * 32, 0, 0, 0, 0);
+      store_shared_128(stage + p * 32 + 16, 0, 0, 0, 0);
+    }
+  }
+}
+#else
+// A lane a place, so that loads and stores meet all banks; `from`: where a slot has its places, ~0: nowhere. The engine has rounded to TF32.
+__device__ __forceinline__ void turn(const u32 (&from)[OWN_PIXELS], int span, u32 slot, u32 stage, int thread) {
+#pragma unroll
+  for (int first = 0; first < OWN_PIXELS; first += AT_ONCE) {
+    u32 v[AT_ONCE][8];
+#pragma unroll
+    for (int i = 0; i < AT_ONCE && first + i < OWN_PIXELS; i++)
+#pragma unroll
+      for (int c = 0; c < 8; c++) v[i][c] = load_shared_u32_if(slot + from[first + i] + c * CHANNEL_BYTES, from[first + i] != ~0u);
+#pragma unroll
+    for (int i = 0; i < AT_ONCE && first + i < OWN_PIXELS; i++) {
+      int p = thread + (first + i) * TURNER_THREADS;
+      if (p >= span) break;
+      store_shared_128(stage + unit_at(p, 0), v[i][0], v[i][1], v[i][2], v[i][3]);
+      store_shared_128(stage + unit_at(p, 1), v[i][4], v[i][5], v[i][6], v[i][7]);
+    }
+  }
+}
+#endif
+
+__device__ __forceinline__ void turn_pixels(const TensorMap& map, const Sizes& s, u32 slots, u32 landed, u32 left, u32 stages, u32 full, u32 empty, u32 trash, int thread) {
   SlotCursor slot = {0, 0};
   Cursor stage = {0, 1};
   int lane = thread & 31, span = PLACES + halo(s);
@@ -196,38 +261,25 @@ __device__ __forceinline__ void turn_pixels(const TensorMap& map, const Sizes& s
   for (int index = blockIdx.x; index < s.tiles; index += gridDim.x) {
     const Tile t = tile_at(index, s);
     int column = corner_of(t, s).column;
-    u32 from[OWN_PIXELS];                               // of a place in a slot; ~0: there are zeros
+#if ELEMENT == 4
+    u32 from[OWN_PIXELS];
 #pragma unroll
     for (int k = 0; k < OWN_PIXELS; k++) {
-      int place = column + thread + k * TURNER_THREADS, row = place / s.pitch, w = place - row * s.pitch;
-      from[k] = w < BOX_W ? (row * BOX_W + w) * ELEMENT : ~0u;
+      int p = thread + k * TURNER_THREADS, row = (column + p) / s.pitch, w = column + p - row * s.pitch;
+      from[k] = w < BOX_W && p < span ? (row * BOX_W + w) * 4 : ~0u;
     }
+#endif
 #pragma unroll 1
     for (int i = CHUNKS * slices_of(t, s).count; i > 0; i--, slot.next(), stage.next()) {
       if (thread == 0) ahead.bring(map, s, slots, landed, left);  // to the slot before, which this warp has left
+      __syncwarp();
       barrier_wait(landed + slot.stage * 8, slot.parity);
       barrier_wait(empty + stage.stage * 8, stage.parity);
-      u32 base = slots + slot.stage * SLOT_BYTES, to = stages + stage.stage * STAGE_BYTES;
-#pragma unroll
-      for (int k = 0; k < OWN_PIXELS; k++) {
-        int p = thread + k * TURNER_THREADS;
-        if (p >= span) break;
-        bool ok = from[k] != ~0u;
-#pragma unroll
-        for (int unit = 0; unit < 2; unit++) {
-          u32 v[VEC];
-#pragma unroll
-          for (int e = 0; e < VEC; e++) {
-            u32 at = base + from[k] + (unit * VEC + e) * CHANNEL_BYTES;
-            v[e] = ELEMENT == 4 ? load_shared_u32_if(at, ok) : load_shared_u16_if(at, ok);
-          }
-#if ELEMENT == 4                                        // rounded to TF32 by the engine
-          store_shared_128(to + unit_at(p, unit), v[0], v[1], v[2], v[3]);
+#if ELEMENT == 2
+      turn(s, column, span, slots + slot.stage * SLOT_BYTES, stages + stage.stage * STAGE_BYTES, trash, thread);
 #else
-          store_shared_128(to + unit_at(p, unit), v[0] | v[1] << 16, v[2] | v[3] << 16, v[4] | v[5] << 16, v[6] | v[7] << 16);
+      turn(from, span, slots + slot.stage * SLOT_BYTES, stages + stage.stage * STAGE_BYTES, thread);
 #endif
-        }
-      }
       asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");
       __syncwarp();
       if (lane == 0) barrier_arrive(full + stage.stage * 8);
@@ -359,11 +411,11 @@ __device__ __forceinline__ void consume(const ELEMENT_TYPE* bias, char* y, const
 
 // =====================================================================================================================
 
-#define STAGES_AT (STAGES_W * WEIGHT_BYTES)             // all whole 256 bytes
-#define SLOTS_AT (STAGES_AT + STAGES * STAGE_BYTES)
-#define BUFFERS_AT (SLOTS_AT + STAGES_S * SLOT_BYTES)
+#define SLOTS_AT (STAGES_W * WEIGHT_BYTES)              // whole 1,024 bytes
+#define STAGES_AT (SLOTS_AT + STAGES_S * SLOT_BYTES)
+#define BUFFERS_AT (STAGES_AT + STAGES * STAGE_BYTES)   // whole 256, as those before
 #define BARRIERS_AT (BUFFERS_AT + CONSUMERS * 4 * OUT_BYTES)
-#define SHARED_BYTES (BARRIERS_AT + 16 * (STAGES + STAGES_S + STAGES_W) + 8 * CONSUMERS)
+#define SHARED_BYTES (BARRIERS_AT + 16 * (STAGES + STAGES_S + STAGES_W) + 8 * CONSUMERS + 16)
 #if SHARED_BYTES_PLANNED != SHARED_BYTES
 #error "the planner's shared memory is not the kernel's"
 #endif
@@ -375,7 +427,7 @@ joined(const char* __restrict__ packed, const ELEMENT_TYPE* __restrict__ bias, c
   const Sizes s = {in_d, out_d, pitch, plane, tiles_f, tiles};
   u32 ring = shared_address(memory), stages = ring + STAGES_AT, slots = ring + SLOTS_AT, buffers = ring + BUFFERS_AT;
   u32 full = ring + BARRIERS_AT, empty = full + 8 * STAGES, landed = empty + 8 * STAGES, left = landed + 8 * STAGES_S;
-  u32 full_w = left + 8 * STAGES_S, empty_w = full_w + 8 * STAGES_W, turns = empty_w + 8 * STAGES_W;
+  u32 full_w = left + 8 * STAGES_S, empty_w = full_w + 8 * STAGES_W, turns = empty_w + 8 * STAGES_W, trash = turns + 8 * CONSUMERS;
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; i++) {
       barrier_init(full + 8 * i, TURNERS);
@@ -395,11 +447,11 @@ joined(const char* __restrict__ packed, const ELEMENT_TYPE* __restrict__ bias, c
   __syncthreads();
   int role = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0);
   if (role == 0) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(72));
-    if (threadIdx.x < TURNER_THREADS) turn_pixels(map, s, slots, landed, left, stages, full, empty, threadIdx.x);
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(88));
+    if (threadIdx.x < TURNER_THREADS) turn_pixels(map, s, slots, landed, left, stages, full, empty, trash, threadIdx.x);
     if (threadIdx.x == TURNER_THREADS) bring_weights(packed, s, ring, full_w, empty_w);
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(216));
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(208));
     wait_for_results();                                 // of `pack`: the bias; nor is stored where it may still read
     consume(bias, y, s, stages, full, empty, ring, full_w, empty_w, turns, buffers, role - 1, threadIdx.x & 127);
   }

@@ -91,6 +91,10 @@ __device__ __forceinline__ void load_matrices(u32 (&v)[4], u32 a) {
 __device__ __forceinline__ void load_matrices_turned(u32 (&v)[4], u32 a) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];\n" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(a) : "memory");
 }
+// Four to shared memory, as `load_matrices` reads them (sm_90).
+__device__ __forceinline__ void store_matrices(u32 a, const u32 (&v)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};\n" ::"r"(a), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
+}
 // To shared memory, two matrices or four of 16-bit elements, each turned: a row of memory is a column of the registers.
 template <int N>
 __device__ __forceinline__ void store_matrices_turned(u32 a, const u32 (&v)[N]) {
@@ -125,11 +129,6 @@ __device__ __forceinline__ u32 load_shared_u32(u32 a) {
 __device__ __forceinline__ u32 load_shared_u32_if(u32 a, bool ok) {  // else 0
   u32 v = 0;
   asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %2, 0;\n @p ld.shared.u32 %0, [%1];\n}\n" : "+r"(v) : "r"(a), "r"((u32)ok) : "memory");
-  return v;
-}
-__device__ __forceinline__ u32 load_shared_u16_if(u32 a, bool ok) {  // else 0
-  u16 v = 0;
-  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %2, 0;\n @p ld.shared.u16 %0, [%1];\n}\n" : "+h"(v) : "r"(a), "r"((u32)ok) : "memory");
   return v;
 }
 __device__ __forceinline__ u32 load_shared_u16(u32 a) {
