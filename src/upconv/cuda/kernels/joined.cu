@@ -13,7 +13,7 @@
 //
 // A stage of pixels is a chunk of channels of one slice of the kernel. The copy engine brings the rows of the input that a tile and its
 // halo touch to a slot (what lies beyond the input is zeros), and TURNERS warps pass them on as rows of channels. (One instruction of 256
-// columns wants 154 registers as the kernel is compiled: 384 threads, three warps of which turn, not 512 and six.)
+// columns wants 154 registers as the kernel is compiled: 384 threads, two warps of which turn, not 512 and six.)
 //
 // Consumers take whole tiles in turn, so that one stores while another multiplies, and the rings run on from tile to tile. One begins
 // to wait for its stages when the other has all of its own: a barrier's parity tells a phase from the next, not from the one behind that.
@@ -56,7 +56,7 @@
 #define OUT_BYTES (8 * OUT_PITCH)                       // of a warp: eight channels
 
 #define CONSUMERS 2
-#define TURNERS 3
+#define TURNERS 2
 #define TURNER_THREADS (TURNERS * 32)
 #define THREADS (128 + CONSUMERS * 128)
 
@@ -120,7 +120,7 @@ __device__ __forceinline__ void pack_weights(const Weight* __restrict__ weight, 
 #include "columns_pack.cuh"
 
 // =====================================================================================================================
-// Producers: a thread for weights, warps that turn pixels, of which the first thread brings them
+// Producers: a thread for weights, one for pixels, warps that turn these
 // =====================================================================================================================
 
 typedef CursorOf<STAGES_S> SlotCursor;
@@ -149,46 +149,30 @@ __device__ __forceinline__ void bring_weights(const char* __restrict__ packed, c
   }
 }
 
-// A thread's walk over what slots are filled with, ahead of the pass that turns it. (NOTES: copies of both rings by one thread, whichever
-// had room, took 450 clocks each: kb68 bfloat16 1,770 us.)
-struct Rows {
-  int index, chunk, slice;                              // slice: of the tile's
-  int row, depth;                                       // the first row, and the first slice of the kernel's slice in the input
-  Tile tile;
-  Slices slices;
-  SlotCursor slot;
-
-  __device__ __forceinline__ void begin(const Sizes& s) {
-    index = blockIdx.x, chunk = slice = 0, slot = {0, 1};
-    settle(s);
-  }
-  __device__ __forceinline__ void settle(const Sizes& s) {  // past tiles without stages
-    for (; index < s.tiles; index += gridDim.x) {
-      tile = tile_at(index, s), slices = slices_of(tile, s);
-      row = corner_of(tile, s).row + PADDING_H, depth = tile.d + PADDING_D - slices.first * DILATION_D;
-      if (slices.count) return;
-    }
-  }
-  __device__ __forceinline__ void bring(const TensorMap& map, const Sizes& s, u32 slots, u32 landed, u32 left) {
-    if (index >= s.tiles) return;
-    u32 barrier = landed + slot.stage * 8;
-    barrier_wait(left + slot.stage * 8, slot.parity);
-    expect_bytes(barrier, SLOT_BYTES);
+// (NOTES: both rings' copies by one thread, whichever had room, took 450 clocks each; a slot's by a thread that turns pixels, 200 to 700.)
+__device__ __forceinline__ void bring_pixels(const TensorMap& map, const Sizes& s, u32 slots, u32 landed, u32 left) {
+  SlotCursor cursor = {0, 1};
+#pragma unroll 1
+  for (int index = blockIdx.x; index < s.tiles; index += gridDim.x) {
+    const Tile t = tile_at(index, s);
+    const Slices slices = slices_of(t, s);
+    int row = corner_of(t, s).row + PADDING_H, first = t.d + PADDING_D - slices.first * DILATION_D;
+#pragma unroll 1
+    for (int chunk = 0; chunk < CHUNKS; chunk++)
+#pragma unroll 1
+      for (int d = first; d > first - slices.count * DILATION_D; d -= DILATION_D, cursor.next()) {
+        u32 to = slots + cursor.stage * SLOT_BYTES, barrier = landed + cursor.stage * 8;
+        barrier_wait(left + cursor.stage * 8, cursor.parity);
+        expect_bytes(barrier, SLOT_BYTES);
 #if ELEMENT == 2
 #pragma unroll
-    for (int b = 0; b < BOXES; b++)
-      load_box(slots + slot.stage * SLOT_BYTES + b * (ROWS * CK * 128), map, b * 64, chunk * CK, row, depth - slice * DILATION_D, tile.n, barrier);
+        for (int b = 0; b < BOXES; b++) load_box(to + b * (ROWS * CK * 128), map, b * 64, chunk * CK, row, d, t.n, barrier);
 #else
-    load_box(slots + slot.stage * SLOT_BYTES, map, 0, row, depth - slice * DILATION_D, chunk * CK, tile.n, barrier);
+        load_box(to, map, 0, row, d, chunk * CK, t.n, barrier);
 #endif
-    slot.next();
-    if (++slice < slices.count) return;
-    slice = 0;
-    if (++chunk < CHUNKS) return;
-    chunk = 0, index += gridDim.x;
-    settle(s);
+      }
   }
-};
+}
 
 #define OWN_PIXELS ((SPAN + TURNER_THREADS - 1) / TURNER_THREADS)
 #define AT_ONCE (ELEMENT == 2 ? 4 : 3)
@@ -196,34 +180,36 @@ struct Rows {
 // What a slot has, as rows of CK channels of the places from `column` of its first row on. Loads of several come before the stores, so that
 // they wait once. (NOTES: one place after the other, 8 or 16 loads and 2 stores each, 400 clocks a place: kb61 1,090 us, bfloat16 640.)
 #if ELEMENT == 2
-// Matrices of 8 columns and 8 channels: 8 places of a row, to which a lane gives each its address; `trash` where there is none.
-__device__ __forceinline__ void turn(const Sizes& s, int column, int span, u32 slot, u32 stage, u32 trash, int thread) {
-  constexpr int PER_ROW = BOXES * 4;       // pairs of 8 columns
-  int lane = thread & 31, half = lane >> 3 & 1, own = lane & 7, pairs = ((column + span - 1) / s.pitch + 1) * PER_ROW;
+// Matrices of 8 columns and 8 channels: 8 places of a row, to which a lane gives each its address; `trash` where there is none. `zeros`: the
+// thread's first place of those behind a row that no box has.
+__device__ __forceinline__ void turn(const Sizes& s, int column, int span, int rows, int zeros, u32 slot, u32 stage, u32 trash, int thread) {
+  int lane = thread & 31, half = lane >> 3 & 1, own = lane & 7, second = lane >> 4;
   u32 from = slot + (half * 8 + own) * 128;
 #pragma unroll 1
-  for (int first = thread >> 5; first < pairs; first += AT_ONCE * TURNERS) {
-    u32 v[AT_ONCE][4], to[AT_ONCE];
+  for (int row = thread >> 5; row < rows; row += TURNERS) {
+    int w = second * 8 + own, p = row * s.pitch + w - column;  // of the first pair of matrices; others are 16 places on, 512 bytes
+    u32 to = stage + unit_at(p, half), at = from + row * (CK * 128);
 #pragma unroll
-    for (int i = 0; i < AT_ONCE; i++) {
-      int pair = first + i * TURNERS, row = pair / PER_ROW, box = pair % PER_ROW / 4, block = pair % 4 * 2 + (lane >> 4);
-      int w = box * 64 + block * 8 + own, p = row * s.pitch + w - column;
-      if (pair < pairs) load_matrices_turned(v[i], from + (box * ROWS + row) * (CK * 128) + ((block ^ own) << 4));
-      to[i] = (u32)p < (u32)span && w < s.pitch ? stage + unit_at(p, half) : trash;
+    for (int first = 0; first < BOXES * 4; first += AT_ONCE) {
+      u32 v[AT_ONCE][4];
+#pragma unroll
+      for (int i = 0; i < AT_ONCE; i++)
+        load_matrices_turned(v[i], at + (first + i) / 4 * (ROWS * CK * 128) + (((first + i) % 4 * 2 + second ^ own) << 4));
+#pragma unroll
+      for (int i = 0; i < AT_ONCE; i++) {
+        const int on = (first + i) * 16;
+        store_matrices((u32)(p + on) < (u32)span && w + on < s.pitch ? to + on * 32 : trash, v[i]);
+      }
     }
-#pragma unroll
-    for (int i = 0; i < AT_ONCE; i++)
-      if (first + i * TURNERS < pairs) store_matrices(to[i], v[i]);
   }
-  int behind = s.pitch - BOX_W;                         // columns of zeros that no box has
-  if (behind > 0) {
+  int behind = s.pitch - BOX_W;
 #pragma unroll 1
-    for (int i = thread, rows = pairs / PER_ROW; i < rows * behind; i += TURNER_THREADS) {
-      int p = i / behind * s.pitch + BOX_W + i % behind - column;
-      if ((u32)p >= (u32)span) continue;
-      store_shared_128(stage + p * 32, 0, 0, 0, 0);
-      store_shared_128(stage + p * 32 + 16, 0, 0, 0, 0);
+  for (int i = thread, at = zeros; i < rows * behind;) {
+    if ((u32)at < (u32)span) {
+      store_shared_128(stage + at * 32, 0, 0, 0, 0);
+      store_shared_128(stage + at * 32 + 16, 0, 0, 0, 0);
     }
+    if ((i += TURNER_THREADS) < rows * behind) at = i / behind * s.pitch + BOX_W + i % behind - column;
   }
 }
 #else
@@ -247,21 +233,18 @@ __device__ __forceinline__ void turn(const u32 (&from)[OWN_PIXELS], int span, u3
 }
 #endif
 
-__device__ __forceinline__ void turn_pixels(const TensorMap& map, const Sizes& s, u32 slots, u32 landed, u32 left, u32 stages, u32 full, u32 empty, u32 trash, int thread) {
+__device__ __forceinline__ void turn_pixels(const Sizes& s, u32 slots, u32 landed, u32 left, u32 stages, u32 full, u32 empty, u32 trash, int thread) {
   SlotCursor slot = {0, 0};
   Cursor stage = {0, 1};
   int lane = thread & 31, span = PLACES + halo(s);
-  Rows ahead;
-  if (thread == 0) {
-    ahead.begin(s);
-#pragma unroll 1
-    for (int i = 0; i < STAGES_S - 1; i++) ahead.bring(map, s, slots, landed, left);
-  }
 #pragma unroll 1
   for (int index = blockIdx.x; index < s.tiles; index += gridDim.x) {
     const Tile t = tile_at(index, s);
     int column = corner_of(t, s).column;
-#if ELEMENT == 4
+#if ELEMENT == 2
+    int rows = (column + span - 1) / s.pitch + 1, behind = s.pitch - BOX_W, zeros = 0;
+    if (behind > 0) zeros = thread / behind * s.pitch + BOX_W + thread % behind - column;
+#else
     u32 from[OWN_PIXELS];
 #pragma unroll
     for (int k = 0; k < OWN_PIXELS; k++) {
@@ -271,12 +254,10 @@ __device__ __forceinline__ void turn_pixels(const TensorMap& map, const Sizes& s
 #endif
 #pragma unroll 1
     for (int i = CHUNKS * slices_of(t, s).count; i > 0; i--, slot.next(), stage.next()) {
-      if (thread == 0) ahead.bring(map, s, slots, landed, left);  // to the slot before, which this warp has left
-      __syncwarp();
       barrier_wait(landed + slot.stage * 8, slot.parity);
       barrier_wait(empty + stage.stage * 8, stage.parity);
 #if ELEMENT == 2
-      turn(s, column, span, slots + slot.stage * SLOT_BYTES, stages + stage.stage * STAGE_BYTES, trash, thread);
+      turn(s, column, span, rows, zeros, slots + slot.stage * SLOT_BYTES, stages + stage.stage * STAGE_BYTES, trash, thread);
 #else
       turn(from, span, slots + slot.stage * SLOT_BYTES, stages + stage.stage * STAGE_BYTES, thread);
 #endif
@@ -448,8 +429,9 @@ joined(const char* __restrict__ packed, const ELEMENT_TYPE* __restrict__ bias, c
   int role = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0);
   if (role == 0) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(88));
-    if (threadIdx.x < TURNER_THREADS) turn_pixels(map, s, slots, landed, left, stages, full, empty, trash, threadIdx.x);
-    if (threadIdx.x == TURNER_THREADS) bring_weights(packed, s, ring, full_w, empty_w);
+    if (threadIdx.x < TURNER_THREADS) turn_pixels(s, slots, landed, left, stages, full, empty, trash, threadIdx.x);
+    if (threadIdx.x == TURNER_THREADS) bring_pixels(map, s, slots, landed, left);
+    if (threadIdx.x == TURNER_THREADS + 32) bring_weights(packed, s, ring, full_w, empty_w);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(208));
     wait_for_results();                                 // of `pack`: the bias; nor is stored where it may still read
