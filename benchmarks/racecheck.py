@@ -30,6 +30,7 @@ from upconv.cuda import (
     gather_search,
     implicit,
     jit,
+    joined,
     pairs,
     phases,
     pixels,
@@ -60,6 +61,18 @@ EVERY_LANE = {
             "barrier_init(barriers.left + 8 * i, PRODUCER_WARPS);",
             "barrier_init(barriers.left + 8 * i, PRODUCER_THREADS);",
         ),
+    ),
+    "joined.cu": (
+        ("if (lane == 0 && barrier) barrier_arrive(barrier);", "if (barrier) barrier_arrive(barrier);"),
+        ("if (lane == 0) barrier_arrive(full", "barrier_arrive(full"),
+        ("if (lane == 0) barrier_arrive(left", "barrier_arrive(left"),
+        ("if (own == 1 && lane == 0) barrier_arrive(turns);", "if (own == 1) barrier_arrive(turns);"),
+        ("if (lane == 0) barrier_arrive(turns + ", "barrier_arrive(turns + "),
+        ("barrier_init(full + 8 * i, TURNERS);", "barrier_init(full + 8 * i, TURNER_THREADS);"),
+        ("barrier_init(left + 8 * i, TURNERS);", "barrier_init(left + 8 * i, TURNER_THREADS);"),
+        ("barrier_init(empty + 8 * i, 4);", "barrier_init(empty + 8 * i, 128);"),
+        ("barrier_init(empty_w + 8 * i, 4);", "barrier_init(empty_w + 8 * i, 128);"),
+        ("barrier_init(turns + 8 * i, 4);", "barrier_init(turns + 8 * i, 128);"),
     ),
     "sweep.cu": (
         ("if (lane == 0 && barrier) barrier_arrive(barrier);", "if (barrier) barrier_arrive(barrier);"),
@@ -123,6 +136,7 @@ STRIDED = Problem.make(2, 64, 64, (16, 32), 4, 2, 1, bias=False)
 NARROW = Problem.make(2, 64, 32, (16, 32), 4, 2, 1, bias=False)  # two teams of two warps
 FEW = Problem.make(2, 64, 3, (16, 32), 4, 2, 1, bias=False)
 PLAIN = Problem.make(4, 64, 64, (16, 32), 3, bias=False)
+SHEETS = Problem.make(1, 40, 70, (3, 14, 24), 3, bias=False)
 DEEP = Problem.make(1, 32, 16, (4, 12, 24), (3, 5, 7), bias=False)
 ODD = Problem.make(1, 16, 32, (3, 6, 40), 3, 2, 1, bias=False)  # rows of 79
 LONE = Problem.make(1, 300, 24, (16, 24), 2, 2, bias=False)  # more chunks than stages
@@ -188,6 +202,15 @@ def run_choice(family: Any, p: Problem) -> None:
         raise RuntimeError(found)
     prepared = found.prepare(0)
     run_prepared(prepared, p)
+
+
+def run_joined(p: Problem) -> None:
+    """A tile whose consumers have several tiles each and go round their rings again and again."""
+    chip = replace(gpu(0), multiprocessors=2)
+    choice = joined.choose(p, chip)
+    if isinstance(choice, str) or choice.tile.tiles(p) < 4 * choice.grid:
+        raise RuntimeError(f"{choice}: no consumer has a second tile")
+    run_prepared(choice.prepare(0), p)
 
 
 def run_pixels(p: Problem, consumers: int, stages: int) -> None:
@@ -317,6 +340,8 @@ CASES: dict[str, tuple[str, Callable[[], None]]] = {
             problem(STRIDED, "tf32", "channels_last", "grad-input"), lambda t: t.boxable and not t.planewise
         ),
     ),
+    "joined": ("joined", lambda: run_joined(problem(SHEETS, "tf32", "nchw", "fwd"))),
+    "joined-16": ("joined", lambda: run_joined(problem(SHEETS, "bf16", "nchw", "fwd"))),
     "sweep": (
         "sweep",
         lambda: run_sweep(problem(DEEP, "tf32", "nchw", "fwd"), lambda s: s.slots > 1 and not s.resident),

@@ -30,6 +30,7 @@ from upconv.cuda import (
     gather,
     implicit,
     jit,
+    joined,
     packs,
     pairs,
     phases,
@@ -476,7 +477,7 @@ def stubs(monkeypatch: pytest.MonkeyPatch) -> Stubs:
         monkeypatch.setattr(module, "gpu_of", lambda device: H200)
     for module in (packs, wgrad):
         monkeypatch.setattr(module, "bind", lambda device: None)
-    for module in (packs, gather, wgrad, subpixel, strides, pixels, implicit, pairs, phases):
+    for module in (packs, gather, wgrad, joined, subpixel, strides, pixels, implicit, pairs, phases):
         monkeypatch.setattr(module, "encode", encode)
     return found
 

@@ -1,0 +1,184 @@
+"""Joined rows without a GPU: interpreter against reference, refusals, kernels compiled, launches."""
+
+from __future__ import annotations
+
+import random
+import re
+
+import numpy as np
+import pytest
+import torch
+
+from conftest import Stubs, half_by_turns, seeds, spread_by_precision
+from joined_interpreter import JoinedInterpreter
+from test_gather import DTYPES, needs_nvrtc
+from upconv import reference
+from upconv.bench.suites import SUITES
+from upconv.cuda import families, jit, joined
+from upconv.cuda.axes import Unfit
+from upconv.cuda.gpu import A100, B200, H200
+from upconv.problem import Precision, Problem
+
+
+def random_problem(rng: random.Random) -> Problem:
+    precision: Precision = rng.choice(("tf32", "bf16", "fp16"))
+    vec = 4 if precision == "tf32" else 8
+    while True:
+        rank = rng.choice((2, 3, 3))
+        size = (rng.randint(1, 6), rng.randint(1, 12), vec * rng.randint(1, 72 // vec))[-rank:]
+        kernel = (rng.randint(1, 4), rng.randint(1, 4), rng.randint(1, 7))[-rank:]
+        dilation = (rng.choice((1, 1, 2)), rng.choice((1, 1, 2)), rng.choice((1, 1, 3)))[-rank:]
+        padding = (rng.choice((0, 0, 1, 3)), rng.choice((0, 0, 1, 2)), 0)[-rank:]
+        more = tuple(rng.choice((0, 0, d - 1)) for d in dilation)
+        try:
+            p = Problem.make(
+                rng.randint(1, 2), rng.randint(1, 24), rng.choice((1, 5, 64, 70)), size, kernel, 1, padding, more,
+                dilation, bias=rng.random() < 0.5, dtype=DTYPES[precision], precision=precision,
+            )  # fmt: skip
+        except ValueError:  # no output is left
+            continue
+        if joined.refusal(p, H200) is None and any(joined.candidates(p, H200)):
+            return p
+
+
+@pytest.mark.parametrize("seed", seeds(60, 160))
+def test_the_interpreter_gives_the_reference(seed: int) -> None:
+    rng = random.Random(seed)
+    p = random_problem(rng)
+    t = rng.choice(list(joined.candidates(p, H200)))
+    numbers = np.random.default_rng(seed)
+    x, weight, bias = (numbers.standard_normal(s) for s in (p.input_shape, p.weight_shape, (p.out_channels,)))
+    interpreter = JoinedInterpreter(t)
+    packed = interpreter.pack(weight)
+    assert packed.size * p.dtype.itemsize == t.packed_words * 4 and not np.isnan(packed).any()
+    found = interpreter.run(p, x, packed, bias if p.bias else None)
+    truth = reference.forward(
+        p, *(torch.from_numpy(a) for a in (x, weight)), torch.from_numpy(bias) if p.bias else None
+    )
+    np.testing.assert_allclose(found, truth.numpy(), rtol=1e-10, atol=1e-10)
+
+
+def layer(**changes: object) -> Problem:
+    settings: dict[str, object] = {"dtype": torch.float32, "precision": "tf32"}
+    return Problem.make(2, 32, 64, (4, 14, 64), 3, 1, 0, **(settings | changes))  # type: ignore[arg-type]
+
+
+def test_what_is_refused_and_why() -> None:
+    several = "rows are joined where there are several, without strides or groups"
+
+    def other(size: tuple[int, ...], kernel: int = 3, stride: int = 1, padding: int | tuple[int, ...] = 0) -> Problem:
+        return Problem.make(1, 8, 8, size, kernel, stride, padding, precision="tf32")
+
+    refused = {
+        layer(precision="ieee"): "precision ieee is none of the kernel's",
+        layer(pass_="grad-input"): "rows are joined for forwards in NCHW",
+        layer(layout="channels_last"): "rows are joined for forwards in NCHW",
+        layer(groups=2): several,
+        other((64,)): several,
+        other((14, 64), 3, 2): several,
+        other((14, 64), 3, 1, (0, 1)): "between joined rows are zeros, which padding takes away",
+        other((14, 64), 9): "the kernel has straight code for 64 taps of a slice at most",
+        other((14, 62)): "a row of 62 columns is no box of the copy engine",
+        other((14, 260)): "a row of 260 columns is no box of the copy engine",
+        other((13, 64)): "channels of the output begin at places off 16 bytes, where the copy engine does not store",
+        layer().with_(size=(2**16, 2**10, 64)): "the kernel counts a channel's outputs, and packed weights, in 32 bits",
+    }
+    for p, reason in refused.items():
+        assert joined.choose(p, H200) == reason, p
+    for chip in (A100, B200):
+        assert joined.choose(layer(), chip) == "joined rows are multiplied by wgmma alone"
+    assert joined.choose(layer(), H200, general=True) == "exported files have no host code for joined rows"
+    nothing = "no tile fits shared memory, or there are more than the kernel counts in 32 bits"
+    assert joined.choose(layer().with_(batch=2**31 - 1), H200) == nothing
+    assert joined.choose(other((17, 256), 8), H200) == nothing
+    assert isinstance(joined.choose(layer(), H200), joined.Choice)
+    assert isinstance(joined.choose(other((14, 64), 3, 1, (1, 0)), H200), joined.Choice)
+
+
+def test_tiles_that_do_not_fit_say_why() -> None:
+    p = layer()
+    for t, reason in (
+        (joined.Tile(p, 64, stages=1), "a stage is given back while the next is read"),
+        (joined.Tile(p, 64, slots=1), "a stage is given back while the next is read"),
+        (joined.Tile(p, 64, weight_stages=1), "a stage is given back while the next is read"),
+        (joined.Tile(p, 64, 256, 9), "the tile takes 205296 bytes of shared memory, the device has 200000"),
+    ):
+        with pytest.raises(Unfit, match=re.escape(reason)):
+            t.checked(200_000)
+
+
+def case(name: str, precision: Precision) -> Problem:
+    (p,) = {each.problem for cases in SUITES.values() for each in cases if each.name == name}
+    return p.with_(dtype=DTYPES[precision], precision=precision)
+
+
+@pytest.mark.parametrize("precision", ["tf32", "bf16", "fp16"])
+@pytest.mark.parametrize("name", ["kb61", "kb68", "kb69"])
+def test_it_is_the_fastest_family_for_narrow_images(name: str, precision: Precision) -> None:
+    found = families.choose(case(name, precision), H200)
+    best = min((c for c in found.values() if not isinstance(c, str)), key=families.weighed)
+    assert best.family == "joined" and 0 < best.seconds < 1e-2
+    assert re.fullmatch(
+        rf"rows joined to one: wgmma {precision}, tile of \d+ places x 64 channels, \d stages of \d+ places x "
+        r"(8|16) channels, 2 of \d+ rows, \d of \d taps, \d+ KB shared, grid 132",
+        best.summary,
+    )
+
+
+def test_sizes_share_kernels() -> None:
+    """Kernels go by the tile alone: 36 sizes and batches share those of 16 widths, and are few."""
+    p = case("kb61", "tf32")
+    sizes = [(d, h, w) for d in (16, 33, 64) for h in (32, 50) for w in (36, 40, 44, 48)]
+    found = [joined.choose(p.with_(size=size, batch=b), H200) for size in sizes for b in (1, 8)]
+    sources = {c.sources()[0].source for c in found if isinstance(c, joined.Choice)}
+    assert all(isinstance(c, joined.Choice) for c in found) and len(sources) <= 10
+
+
+@pytest.mark.parametrize("precision", ["tf32", "bf16"])
+def test_a_tile_serves_every_width_of_its_class(precision: Precision) -> None:
+    """Of what it plans for, a stage's places and a slot's rows, each image as narrow or wide needs no more."""
+    p = layer(dtype=DTYPES[precision], precision=precision)
+    vec = 16 // p.dtype.itemsize
+    for of_class in range(16, 257, 16):
+        wide = p.with_(size=(4, 14, of_class))
+        for t in joined.candidates(wide, H200):
+            for w in range(of_class - 16 + vec, of_class + 1, vec):
+                narrow = p.with_(size=(4, 14, w))
+                assert t in list(joined.candidates(narrow, H200))
+                halo = t.halo(joined.pitch(narrow))
+                assert t.places + halo <= t.span
+                for column in range(joined.pitch(narrow)):
+                    assert (column + t.places + halo - 1) // joined.pitch(narrow) < t.rows
+
+
+def compiled() -> list[Problem]:
+    layers = (
+        layer(),
+        layer(bias=True).with_(in_channels=40, out_channels=33, size=(4, 14, 100)),
+        Problem.make(1, 24, 130, (19, 48), (3, 7), 1, dilation=(2, 1), precision="tf32"),
+    )
+    return [p.with_(dtype=DTYPES[each], precision=each) for i, p in enumerate(layers) for each in half_by_turns(i)]
+
+
+@needs_nvrtc
+@pytest.mark.slow
+@pytest.mark.parametrize("p", compiled(), ids=lambda p: f"{p} {p.precision}".replace(" ", "-"))
+def test_kernels_compile_without_spills(p: Problem) -> None:
+    for t in spread_by_precision(list(joined.candidates(p, H200)), p.precision):
+        (unit,) = joined.Choice(t, p, H200, 0.0, "").sources()
+        code, text, log = jit.built(unit.source, H200.arch, unit.label)
+        found = jit.inspect(code)
+        assert set(found) == {"joined", "pack", *(("pack_float",) if p.dtype.itemsize == 2 else ())}
+        assert all(local == 0 for _, local, _ in found.values()), t
+        types = {"tf32": "f32.tf32.tf32", "bf16": "f32.bf16.bf16", "fp16": "f32.f16.f16"}[p.precision]
+        assert set(re.findall(r"wgmma\.mma_async\S*\.m64n(\d+)k\d+\." + re.escape(types), text)) == {str(t.places)}
+        assert "cp.async.bulk.tensor" in text and jit.serialised(log) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_launched(dtype: torch.dtype, stubs: Stubs) -> None:
+    """Weights contiguous, strided and rounded on their way; the bias; tensors off 16 bytes."""
+    p = layer(bias=True, dtype=dtype, precision="tf32" if dtype is torch.float32 else "bf16")
+    choice = joined.choose(p, H200)
+    assert isinstance(choice, joined.Choice)
+    stubs.assert_one_mapped(choice)
