@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from upconv.cuda.axes import result_shape
 from upconv.cuda.joined import Tile
 from upconv.problem import Problem
 
@@ -47,7 +48,10 @@ class JoinedInterpreter:
     def pack(self, weight: Array) -> Array:
         """[block][chunk][tap of the kernel][what 64 rows of 32 bytes have], NaN where nothing was written."""
         packed = np.full((self.blocks * self.chunks * self.kernel, ROWS_M * self.ck), np.nan)
-        flat = weight.reshape(self.m["CIN"], self.m["COUT"], self.kernel)
+        first, second = ("COUT", "CIN") if self.m["FLIPPED"] else ("CIN", "COUT")
+        flat = weight.reshape(self.m[first], self.m[second], self.kernel)
+        if self.m["FLIPPED"]:
+            flat = flat.transpose(1, 0, 2)[..., ::-1]
         i = np.arange(packed.size // self.vec)
         unit, row, rest = i % 2, i // 2 % ROWS_M, i // (2 * ROWS_M)
         tap, chunk = rest % self.kernel, rest // self.kernel % self.chunks
@@ -63,12 +67,11 @@ class JoinedInterpreter:
 
     # --- tiles -------------------------------------------------------------------------------------------------------
 
-    def tile_at(self, index: int, out_d: int, plane: int, tiles_f: int) -> tuple[int, int, int, int]:
+    def tile_at(self, index: int, out_d: int, tiles_f: int) -> tuple[int, int, int, int]:
         """(image, slice, block of output channels, first place)."""
         q = index // self.blocks
         d = q // tiles_f % out_d
-        first = q % tiles_f * self.m["PLACES"] - (d * plane & (self.vec - 1))
-        return q // tiles_f // out_d, d, index % self.blocks, first
+        return q // tiles_f // out_d, d, index % self.blocks, q % tiles_f * self.m["PLACES"]
 
     def slices(self, d: int, in_d: int) -> range:
         """The kernel's slices that meet the input's."""
@@ -81,19 +84,26 @@ class JoinedInterpreter:
         m = self.m
         return (m["KERNEL_H"] - 1) * m["DILATION_H"] * pitch + (m["KERNEL_W"] - 1) * m["DILATION_W"]
 
+    def corner(self, first: int, pitch: int) -> tuple[int, int, int]:
+        """Where a tile's slots begin in the source, (row, column), and places ahead of its first with the halo."""
+        f = first - self.halo(pitch)
+        if self.m["LINE"]:
+            f += self.m["PADDING_W"]
+            return 0, f // self.vec * self.vec, f % self.vec
+        return f // pitch + self.m["PADDING_H"], 0, f % pitch
+
     # --- pixels ------------------------------------------------------------------------------------------------------
 
-    def box(self, x: Array, n: int, chunk: int, d: int, row: int) -> Array:
-        """[channel][row][column] of a slot: zeros beyond the input."""
+    def box(self, x: Array, n: int, chunk: int, d: int, row: int, w: int) -> Array:
+        """[channel][row][column] of a slot, all its boxes: zeros beyond the source."""
+        assert w % self.vec == 0, "a box begins off 16 bytes, which is an illegal instruction"
         found = np.zeros((self.ck, self.m["ROWS"], self.m["BOX_W"]))
         _, cin, in_d, in_h, in_w = x.shape
-        if not 0 <= d < in_d:
-            return found
         channels = min(self.ck, cin - chunk * self.ck)
-        a, z = max(row, 0), min(row + self.m["ROWS"], in_h)
-        if a < z:
-            of = x[n, chunk * self.ck : chunk * self.ck + channels, d, a:z]
-            found[:channels, a - row : z - row, : min(in_w, self.m["BOX_W"])] = of
+        a, z, left, right = max(row, 0), min(row + self.m["ROWS"], in_h), max(w, 0), min(w + self.m["BOX_W"], in_w)
+        if 0 <= d < in_d and a < z and left < right:
+            of = x[n, chunk * self.ck : chunk * self.ck + channels, d, a:z, left:right]
+            found[:channels, a - row : z - row, left - w : right - w] = of
         return found
 
     def turned(self, box: Array, column: int, span: int, pitch: int) -> Array:
@@ -101,19 +111,21 @@ class JoinedInterpreter:
         stage = np.full(self.m["SPAN"] * self.ck, np.nan)
         if self.element == 4:
             p = np.arange(span)
-            row, w = (column + p) // pitch, (column + p) % pitch
+            row = (column + p) // pitch * (1 - self.m["LINE"])
+            w = column + p - row * pitch
             assert row.max() < self.m["ROWS"], "a row that the slot has not"
             inside = w < self.m["BOX_W"]
+            assert inside.all() or not self.m["LINE"], "a column that the slot has not"
             values = np.where(inside, box[:, row, np.minimum(w, self.m["BOX_W"] - 1)], 0.0)
             self.write(stage, p, values.T)
             return stage
-        boxes = self.m["BOX_W"] // 64
+        boxes = self.m["BOXES"]
         # [box][row][channel][64 columns], units of 16 bytes exchanged by the channel modulo 8, as the engine does.
         slot = box.reshape(self.ck, self.m["ROWS"], boxes, 8, 8).transpose(2, 1, 0, 3, 4)
         swizzled = np.empty_like(slot)
         for c in range(self.ck):
             swizzled[:, :, c, np.arange(8) ^ (c & 7)] = slot[:, :, c]
-        rows = (column + span - 1) // pitch + 1
+        rows = 1 if self.m["LINE"] else (column + span - 1) // pitch + 1
         assert rows <= self.m["ROWS"], "rows that the slot has not"
         lane = np.arange(32)
         half, own, second = lane >> 3 & 1, lane & 7, lane >> 4
@@ -121,16 +133,17 @@ class JoinedInterpreter:
             for pair in range(boxes * 4):
                 w = second * 8 + own + pair * 16
                 p = row * pitch + w - column
+                width = 2**30 if self.m["LINE"] else pitch
                 # A lane's address: of 8 columns of one channel; then of a place, whose 8 channels come from 8 lanes.
                 read = swizzled[pair // 4, row, half * 8 + own, (pair % 4 * 2 + second) ^ own]
                 for matrix in range(4):
                     lanes = slice(matrix * 8, matrix * 8 + 8)
-                    live = (p[lanes] >= 0) & (p[lanes] < span) & (w[lanes] < pitch)
+                    live = (p[lanes] >= 0) & (p[lanes] < span) & (w[lanes] < width)
                     at = self.unit_at(p[lanes][live], half[lanes][live])
                     where = at[:, None] + np.arange(8)
                     assert np.isnan(stage[where]).all(), "a place is written twice"
                     stage[where] = read[lanes].T[live]
-        behind = pitch - self.m["BOX_W"]
+        behind = 0 if self.m["LINE"] else pitch - self.m["BOX_W"]
         for i in range(rows * max(behind, 0)):
             p = i // behind * pitch + self.m["BOX_W"] + i % behind - column
             if 0 <= p < span:
@@ -147,46 +160,45 @@ class JoinedInterpreter:
     # --- the kernel --------------------------------------------------------------------------------------------------
 
     def run(self, p: Problem, x: Array, packed: Array, bias: Array | None) -> Array:
-        """The output; NaN where nothing was stored."""
+        """The result; NaN where nothing was stored."""
         m, places = self.m, self.m["PLACES"]
         in_d, out_d, pitch, plane, tiles_f, tiles = self.tile.arguments(p)
-        x = x.reshape(*x.shape[:2], in_d, *x.shape[-2:])
-        y = np.full((p.batch, m["COUT"], out_d, plane), np.nan)
+        x = x.reshape(*x.shape[:2], in_d, *((1,) * m["LINE"]), *x.shape[2 if m["LINE"] else -2 :])
+        y = np.full((p.batch, m["COUT"], out_d * plane), np.nan)
         halo = self.halo(pitch)
         for index in range(tiles):
-            n, d, block, first = self.tile_at(index, out_d, plane, tiles_f)
-            row, column = (first - halo) // pitch, (first - halo) % pitch
+            n, d, block, first = self.tile_at(index, out_d, tiles_f)
+            row, w, ahead = self.corner(first, pitch)
             acc = np.zeros((ROWS_M, places))
             for chunk in range(self.chunks):
                 for kd in self.slices(d, in_d):
                     depth = d + m["PADDING_D"] - kd * m["DILATION_D"]
-                    box = self.box(x, n, chunk, depth, row + m["PADDING_H"])
-                    stage = self.turned(box, column, places + halo, pitch)
+                    stage = self.turned(self.box(x, n, chunk, depth, row, w), ahead, places + halo, pitch)
                     for tap in range(self.taps):
                         kh, kw = divmod(tap, m["KERNEL_W"])
                         shift = halo - kh * m["DILATION_H"] * pitch - kw * m["DILATION_W"]
                         b = self.rows(stage, shift + np.arange(places))
                         acc += self.rows(packed[block, chunk, kd, tap], np.arange(ROWS_M)) @ b.T
             for channel in range(block * ROWS_M, min((block + 1) * ROWS_M, m["COUT"])):
-                self.store(y[n, channel], d, first, acc[channel % ROWS_M] + (0.0 if bias is None else bias[channel]))
-        return y.reshape(p.output_shape)
+                sums = acc[channel % ROWS_M] + (0.0 if bias is None else bias[channel])
+                begin = (n * m["COUT"] + channel) * out_d * plane + d * plane + first
+                self.store(y.reshape(-1), begin, sums[: plane - first])
+        return y.reshape(result_shape(p))
 
-    def store(self, channel: Array, d: int, first: int, sums: Array) -> None:
-        """A channel's places of a tile: what the engine stores in 16 bytes, and what is left at a slice's ends."""
-        places, span = self.m["PLACES"], 512 // self.element
-        plane = channel.shape[1]
-        for part in range(0, places, span):
-            of = min(span, places - part)
-            begin, end = max(-first - part, 0), min(plane - first - part, of)
-            a, z = -(-begin // self.vec) * self.vec, end // self.vec * self.vec
+    def store(self, y: Array, begin: int, sums: Array) -> None:
+        """A channel's places of a tile: what the engine stores in 16 bytes, and up to three words at either end."""
+        word = 4 // self.element
+        for part in range(0, len(sums), 512 // self.element):
+            of = sums[part : part + 512 // self.element]
+            late = (begin + part) % self.vec
+            end = late + len(of)
+            a, z = -(-late // self.vec) * self.vec, end // self.vec * self.vec
             pieces = [(a, z)] if z > a else []
-            if z > a:
-                assert (d * plane + first + part + a) % self.vec == 0, "the engine stores off 16 bytes"
-            if begin < a:
-                pieces.append((begin, min(a, end)))
-            if a <= z < end:
-                pieces.append((z, end))
+            for q in range(4):
+                head, tail = late + q * word, z + q * word
+                pieces += [(head, head + word)] if head < a and head < end else []
+                pieces += [(tail, tail + word)] if a <= tail < end else []
             for i, j in pieces:
-                at = slice(first + part + i, first + part + j)
-                assert 0 <= at.start < at.stop <= plane and np.isnan(channel[d, at]).all()
-                channel[d, at] = sums[part + i : part + j]
+                at = slice(begin + part - late + i, begin + part - late + j)
+                assert at.start % word == 0 and np.isnan(y[at]).all()
+                y[at] = of[i - late : j - late]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,25 +16,34 @@ from test_gather import DTYPES, needs_nvrtc
 from upconv import reference
 from upconv.bench.suites import SUITES
 from upconv.cuda import families, jit, joined
-from upconv.cuda.axes import Unfit
+from upconv.cuda.axes import Unfit, result_shape, source_shape
 from upconv.cuda.gpu import A100, B200, H200
-from upconv.problem import Precision, Problem
+from upconv.problem import Pass, Precision, Problem
 
 
 def random_problem(rng: random.Random) -> Problem:
     precision: Precision = rng.choice(("tf32", "bf16", "fp16"))
+    pass_: Pass = rng.choice(("fwd", "grad-input"))
     vec = 4 if precision == "tf32" else 8
     while True:
-        rank = rng.choice((2, 3, 3))
-        size = (rng.randint(1, 6), rng.randint(1, 12), vec * rng.randint(1, 72 // vec))[-rank:]
+        rank = rng.choice((1, 1, 2, 3, 3))
         kernel = (rng.randint(1, 4), rng.randint(1, 4), rng.randint(1, 7))[-rank:]
         dilation = (rng.choice((1, 1, 2)), rng.choice((1, 1, 2)), rng.choice((1, 1, 3)))[-rank:]
-        padding = (rng.choice((0, 0, 1, 3)), rng.choice((0, 0, 1, 2)), 0)[-rank:]
+        reach = [(k - 1) * d for k, d in zip(kernel, dilation)]
+        padding = [rng.choice((0, 0, 1, 3)), rng.choice((0, 0, 1, 2)), rng.choice((0, 1, 4)) if rank == 1 else 0][
+            -rank:
+        ]
+        if pass_ == "grad-input" and rank > 1:
+            padding = [max(n - padding, 0) for n, padding in zip(reach, padding)]
         more = tuple(rng.choice((0, 0, d - 1)) for d in dilation)
+        width = vec * rng.randint(1, 72 // vec if rank > 1 else 99) + (pass_ == "grad-input") * (
+            2 * padding[-1] - reach[-1] - more[-1]
+        )
+        size = (rng.randint(1, 6), rng.randint(1, 12), max(width, 1))[-rank:]
         try:
             p = Problem.make(
-                rng.randint(1, 2), rng.randint(1, 24), rng.choice((1, 5, 64, 70)), size, kernel, 1, padding, more,
-                dilation, bias=rng.random() < 0.5, dtype=DTYPES[precision], precision=precision,
+                rng.randint(1, 2), rng.randint(1, 24), rng.choice((1, 5, 64, 70)), size, kernel, 1, tuple(padding),
+                more, dilation, bias=rng.random() < 0.5, dtype=DTYPES[precision], precision=precision, pass_=pass_,
             )  # fmt: skip
         except ValueError:  # no output is left
             continue
@@ -41,20 +51,26 @@ def random_problem(rng: random.Random) -> Problem:
             return p
 
 
-@pytest.mark.parametrize("seed", seeds(60, 160))
+def truth_of(p: Problem, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    if p.pass_ == "fwd":
+        return reference.forward(p, x, weight, bias)
+    found, _, _ = reference.gradients(p, x, torch.zeros(p.input_shape), weight)
+    return found if bias is None else found + bias.view(1, -1, *(1,) * p.rank)
+
+
+@pytest.mark.parametrize("seed", seeds(80, 240))
 def test_the_interpreter_gives_the_reference(seed: int) -> None:
     rng = random.Random(seed)
     p = random_problem(rng)
     t = rng.choice(list(joined.candidates(p, H200)))
     numbers = np.random.default_rng(seed)
-    x, weight, bias = (numbers.standard_normal(s) for s in (p.input_shape, p.weight_shape, (p.out_channels,)))
+    shapes = source_shape(p), p.weight_shape, (result_shape(p)[1],)
+    x, weight, bias = (numbers.standard_normal(s) for s in shapes)
     interpreter = JoinedInterpreter(t)
     packed = interpreter.pack(weight)
     assert packed.size * p.dtype.itemsize == t.packed_words * 4 and not np.isnan(packed).any()
     found = interpreter.run(p, x, packed, bias if p.bias else None)
-    truth = reference.forward(
-        p, *(torch.from_numpy(a) for a in (x, weight)), torch.from_numpy(bias) if p.bias else None
-    )
+    truth = truth_of(p, *(torch.from_numpy(a) for a in (x, weight)), torch.from_numpy(bias) if p.bias else None)
     np.testing.assert_allclose(found, truth.numpy(), rtol=1e-10, atol=1e-10)
 
 
@@ -64,24 +80,28 @@ def layer(**changes: object) -> Problem:
 
 
 def test_what_is_refused_and_why() -> None:
-    several = "rows are joined where there are several, without strides or groups"
+    zeros = "between joined rows are zeros, which padding takes away"
 
-    def other(size: tuple[int, ...], kernel: int = 3, stride: int = 1, padding: int | tuple[int, ...] = 0) -> Problem:
-        return Problem.make(1, 8, 8, size, kernel, stride, padding, precision="tf32")
+    def other(
+        size: tuple[int, ...], kernel: int = 3, stride: int = 1, padding: int | tuple[int, ...] = 0, **more: Any
+    ) -> Problem:
+        return Problem.make(1, 8, 8, size, kernel, stride, padding, precision="tf32", **more)
 
     refused = {
         layer(precision="ieee"): "precision ieee is none of the kernel's",
-        layer(pass_="grad-input"): "rows are joined for forwards in NCHW",
-        layer(layout="channels_last"): "rows are joined for forwards in NCHW",
-        layer(groups=2): several,
-        other((64,)): several,
-        other((14, 64), 3, 2): several,
-        other((14, 64), 3, 1, (0, 1)): "between joined rows are zeros, which padding takes away",
+        layer(layout="channels_last"): "rows are joined for forwards and gradients for the input in NCHW",
+        layer(groups=2): "rows are joined without strides or groups",
+        other((14, 64), 3, 2): "rows are joined without strides or groups",
+        other((14, 64), 3, 1, (0, 1)): zeros,
+        layer(pass_="grad-input"): zeros,
+        other((18, 67), 3, 1, 2, output_padding=1, dilation=2, pass_="grad-input"): zeros,
+        other((14, 60), 3, 1, (4, 2), pass_="grad-input"): "more padding than a kernel reaches is for 1-D layers",
         other((14, 64), 9): "the kernel has straight code for 64 taps of a slice at most",
-        other((14, 62)): "a row of 62 columns is no box of the copy engine",
-        other((14, 260)): "a row of 260 columns is no box of the copy engine",
-        other((13, 64)): "channels of the output begin at places off 16 bytes, where the copy engine does not store",
-        layer().with_(size=(2**16, 2**10, 64)): "the kernel counts a channel's outputs, and packed weights, in 32 bits",
+        other((64,), 65): "the kernel has straight code for 64 taps of a slice at most",
+        other((14, 62)): "rows of 62 columns begin off 16 bytes, where no box does",
+        other((14, 260)): "a row of 260 columns is more than a box of the copy engine",
+        other((64,), 4): "slices of the result of an odd number begin off pairs, which the kernel stores together",
+        layer().with_(size=(2**16, 2**10, 64)): "the kernel counts a channel's results, and packed weights, in 32 bits",
     }
     for p, reason in refused.items():
         assert joined.choose(p, H200) == reason, p
@@ -91,8 +111,13 @@ def test_what_is_refused_and_why() -> None:
     nothing = "no tile fits shared memory, or there are more than the kernel counts in 32 bits"
     assert joined.choose(layer().with_(batch=2**31 - 1), H200) == nothing
     assert joined.choose(other((17, 256), 8), H200) == nothing
-    assert isinstance(joined.choose(layer(), H200), joined.Choice)
-    assert isinstance(joined.choose(other((14, 64), 3, 1, (1, 0)), H200), joined.Choice)
+    for p in (
+        layer(),
+        other((14, 64), 3, 1, (1, 0)),
+        other((64,), 3, 1, 9),
+        other((14, 66), 3, 1, 2, pass_="grad-input"),
+    ):
+        assert isinstance(joined.choose(p, H200), joined.Choice)
 
 
 def test_tiles_that_do_not_fit_say_why() -> None:
@@ -120,7 +145,7 @@ def test_it_is_the_fastest_family_for_narrow_images(name: str, precision: Precis
     assert best.family == "joined" and 0 < best.seconds < 1e-2
     assert re.fullmatch(
         rf"rows joined to one: wgmma {precision}, tile of \d+ places x 64 channels, \d stages of \d+ places x "
-        r"(8|16) channels, 2 of \d+ rows, \d of \d taps, \d+ KB shared, grid 132",
+        r"(8|16) channels, 2 of \d+ x \d+ pixels, \d of \d taps, \d+ KB shared, grid 132",
         best.summary,
     )
 
@@ -145,17 +170,19 @@ def test_a_tile_serves_every_width_of_its_class(precision: Precision) -> None:
             for w in range(of_class - 16 + vec, of_class + 1, vec):
                 narrow = p.with_(size=(4, 14, w))
                 assert t in list(joined.candidates(narrow, H200))
-                halo = t.halo(joined.pitch(narrow))
+                pitch = narrow.out_size[-1]
+                halo = t.halo(pitch)
                 assert t.places + halo <= t.span
-                for column in range(joined.pitch(narrow)):
-                    assert (column + t.places + halo - 1) // joined.pitch(narrow) < t.rows
+                assert (pitch - 1 + t.places + halo - 1) // pitch < t.rows
 
 
 def compiled() -> list[Problem]:
     layers = (
         layer(),
         layer(bias=True).with_(in_channels=40, out_channels=33, size=(4, 14, 100)),
-        Problem.make(1, 24, 130, (19, 48), (3, 7), 1, dilation=(2, 1), precision="tf32"),
+        Problem.make(1, 24, 130, (20, 48), (3, 7), 1, dilation=(2, 1), precision="tf32"),
+        Problem.make(1, 24, 130, (8000,), 11, 1, 25, dilation=5, precision="tf32"),
+        Problem.make(1, 64, 64, (256,), 3, 1, 1, precision="tf32", pass_="grad-input"),
     )
     return [p.with_(dtype=DTYPES[each], precision=each) for i, p in enumerate(layers) for each in half_by_turns(i)]
 
@@ -176,9 +203,12 @@ def test_kernels_compile_without_spills(p: Problem) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_is_launched(dtype: torch.dtype, stubs: Stubs) -> None:
+@pytest.mark.parametrize("pass_", ["fwd", "grad-input"])
+def test_what_is_launched(pass_: Pass, dtype: torch.dtype, stubs: Stubs) -> None:
     """Weights contiguous, strided and rounded on their way; the bias; tensors off 16 bytes."""
     p = layer(bias=True, dtype=dtype, precision="tf32" if dtype is torch.float32 else "bf16")
+    if pass_ == "grad-input":
+        p = p.with_(pass_=pass_, size=(4, 18, 66), padding=(2, 2, 2))
     choice = joined.choose(p, H200)
     assert isinstance(choice, joined.Choice)
     stubs.assert_one_mapped(choice)

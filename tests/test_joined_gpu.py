@@ -16,7 +16,8 @@ from conftest import HOPPER, assert_capturable
 from one_mapped_gpu import assert_serves, operands
 from test_gather_gpu import PRECISIONS
 from upconv import planner
-from upconv.cuda import joined
+from upconv.cuda import families, joined
+from upconv.cuda.axes import source_shape
 from upconv.cuda.gpu import gpu
 from upconv.problem import Problem
 
@@ -31,6 +32,11 @@ LAYERS = {
     "dilated, columns behind the boxes": _make(1, 24, 64, (6, 11, 56), (2, 2, 7), 1, 0, (1, 0, 0), (2, 1, 3)),
     "2-D, a slice of many tiles": _make(3, 64, 128, (62, 128), (3, 5)),
     "2-D, wide boxes": _make(2, 17, 5, (14, 248), (3, 9)),
+    "a line, padded": _make(5, 40, 48, (408,), 7, 1, 9, 0, 3),
+    "a line, of many channels": _make(2, 130, 128, (4096,), 3),
+    "a line's gradient": _make(3, 70, 40, (1000,), 11, 1, 25, 0, 5, pass_="grad-input"),
+    "a line's gradient, more padding than taps": _make(3, 64, 24, (516,), 3, 1, 4, pass_="grad-input"),
+    "3-D gradient": _make(2, 40, 24, (5, 12, 50), 3, 1, 2, pass_="grad-input"),
     "more slices of padding than there are": _make(2, 8, 64, (1, 14, 64), (5, 3, 3), 1, (2, 0, 0)),
 }
 
@@ -39,7 +45,7 @@ LAYERS = {
 @pytest.mark.parametrize("name", list(LAYERS))
 def test_every_tile(name: str, precision: str) -> None:
     p = LAYERS[name].with_(bias=True, dtype=PRECISIONS[precision], precision=precision)
-    terms = p.in_channels * math.prod(p.kernel)
+    terms = source_shape(p)[1] * math.prod(p.kernel)
     chip, given = gpu(0), operands(p, terms)
     assert joined.refusal(p, chip) is None
     every = list(joined.candidates(p, chip))
@@ -75,6 +81,25 @@ def test_a_layers_forward_comes_from_it_and_is_right(dtype: torch.dtype) -> None
     twin = torch.nn.ConvTranspose3d(48, 64, 3, device="cuda", dtype=torch.float64)
     twin.load_state_dict({name: value.double() for name, value in layer.state_dict().items()})
     truth = twin(x.detach().double())
+    assert (out.double() - truth).norm() <= (1e-3 if dtype is torch.float32 else 5e-3) * truth.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_plain_convolution_with_its_bias_comes_from_it(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    layer = torch.nn.Conv1d(128, 128, 7, padding=9, dilation=3, device="cuda", dtype=dtype)
+    x = torch.randn(16, 128, 4096, device="cuda", dtype=dtype)
+    precision = "tf32" if dtype is torch.float32 else "bf16"
+    p = Problem.make(
+        16, 128, 128, (4096,), 7, 1, 9, 0, 3, bias=True, dtype=dtype, precision=precision, pass_="grad-input"
+    )
+    chosen = families.choose(p, gpu(0))
+    best = min((c for c in chosen.values() if not isinstance(c, str)), key=families.weighed)
+    assert best.family == "joined"
+    prepared, out = best.prepare(0), torch.full(p.input_shape, math.nan, device="cuda", dtype=dtype)
+    assert prepared.biased and layer.bias is not None
+    prepared.run(x, prepared.pack(layer.weight.detach()), layer.bias.detach(), out)
+    truth = layer.double()(x.double())
     assert (out.double() - truth).norm() <= (1e-3 if dtype is torch.float32 else 5e-3) * truth.norm()
 
 

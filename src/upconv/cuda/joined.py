@@ -1,10 +1,10 @@
-"""Forwards of layers without a stride, nor padding along W, in NCHW, whose rows are joined to one. wgmma only.
+"""Layers without a stride in NCHW, whose rows are joined to one: forwards, and gradients for the input. wgmma only.
 
-Such a layer's rows of outputs are longer than the input's by as much as a kernel reaches, so that tiles which are
-rectangles end amid empty columns, and rows begin anywhere. But zeros behind each row of the input make one row of a
-slice, in which a tap is a shift (``kernels/joined.cu``): tiles are neighbouring outputs of whatever rows, all useful,
-and a channel's are neighbours in memory, in whole sectors. What it costs is the halo of whole rows, so that it is for
-narrow images, as 3-D ones are.
+Without padding along W such a layer's rows of results are longer than the source's by as much as a kernel reaches, so
+that tiles which are rectangles end amid empty columns, and rows begin anywhere. But zeros behind each row of the source
+make one row of a slice, in which a tap is a shift (``kernels/joined.cu``): tiles are neighbouring results of whatever
+rows, all useful, and a channel's are neighbours in memory, in whole sectors. What it costs is the halo of whole rows,
+so that it is for narrow images, as 3-D ones are. A 1-D layer has one row anyway, which may be padded.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from upconv.cuda.axes import Unfit
+from upconv.cuda.axes import Unfit, result_shape, source_shape
 from upconv.cuda.boxes import Words, dense, encode
 from upconv.cuda.columns import PRECISIONS, instruction
 from upconv.cuda.costs import LAUNCH, cheapest
@@ -58,9 +58,9 @@ class Tile:
 
     problem: Problem
     width: int
-    """Columns of the input, up to a multiple of 16 which this is."""
+    """Columns of the source, up to a multiple of 16 which this is; 0 for 1-D, where a tile reads its part of any."""
     places: int = 256
-    """Of a tile: neighbouring outputs."""
+    """Of a tile: neighbouring results."""
     stages: int = 2
     """Of the ring of pixels, whose stages have a chunk of one slice."""
     slots: int = 2
@@ -73,18 +73,28 @@ class Tile:
         return self.problem.dtype.itemsize
 
     @property
+    def line(self) -> bool:
+        """Whether there is one row."""
+        return self.problem.rank == 1
+
+    @property
+    def channels(self) -> tuple[int, int]:
+        """The source's and the result's."""
+        return source_shape(self.problem)[1], result_shape(self.problem)[1]
+
+    @property
     def chunk(self) -> int:
-        """Input channels of a chunk."""
+        """Source channels of a chunk."""
         return _ROW_BYTES // self.element
 
     @property
     def chunks(self) -> int:
-        return -(-self.problem.in_channels // self.chunk)
+        return -(-self.channels[0] // self.chunk)
 
     @property
     def blocks(self) -> int:
-        """Tiles along the output channels."""
-        return -(-self.problem.out_channels // _ROWS_M)
+        """Tiles along the result's channels."""
+        return -(-self.channels[1] // _ROWS_M)
 
     @property
     def kernel(self) -> tuple[int, int, int]:
@@ -109,21 +119,18 @@ class Tile:
         stages = -(-self.taps // _MOST_TAPS_OF_STAGE)
         return -(-self.taps // stages)
 
-    @property
-    def gap(self) -> int:
-        """Columns by which a row of outputs is longer than one of the input."""
-        return pitch(self.problem) - self.problem.size[-1]
-
     def halo(self, pitch: int) -> int:
-        """Places ahead of a tile that its taps reach, where rows of outputs are so long."""
+        """Places ahead of a tile that its taps reach, where rows of results are so long."""
         (_, kh, kw), (_, dh, dw) = self.kernel, self.dilation
         return (kh - 1) * dh * pitch + (kw - 1) * dw
 
     @property
     def pitches(self) -> range:
-        """Lengths of rows of outputs that the tile serves."""
-        least = max(self.width - _WIDTHS + 1, 16 // self.element)
-        return range(least + self.gap, self.width + self.gap + 1)
+        """Lengths of rows of results that the tile serves; of 1-D layers one for all."""
+        if self.line:
+            return range(1)
+        least, longer = max(self.width - _WIDTHS + 1, 16 // self.element), gap(self.problem)
+        return range(least + longer, self.width + longer + 1)
 
     @property
     def span(self) -> int:
@@ -132,8 +139,20 @@ class Tile:
 
     @property
     def rows(self) -> int:
-        """Of the input, of a slot: as many as a tile with its halo may touch."""
-        return max(_rows(self, p) for p in self.pitches)
+        """Of the source, of a slot: as many as a tile with its halo may touch."""
+        return 1 if self.line else max(_rows(self, p) for p in self.pitches)
+
+    @property
+    def boxes(self) -> int:
+        """Of a slot, side by side."""
+        return self.columns // _SPAN if self.element == 2 else -(-self.columns // MAX_BOX)
+
+    @property
+    def columns(self) -> int:
+        """Of a slot: in 16 bits whole boxes of 128 bytes, which are swizzled. That of a line begins at 16 bytes."""
+        most = self.places + self.halo(0) + 16 // self.element - 1 if self.line else self.width
+        unit = _SPAN if self.element == 2 else _WIDTHS * -(-most // MAX_BOX)
+        return -(-most // unit) * unit
 
     @property
     def packed_words(self) -> int:
@@ -147,11 +166,6 @@ class Tile:
     @property
     def stage_bytes(self) -> int:
         return self.span * _ROW_BYTES
-
-    @property
-    def columns(self) -> int:
-        """Of a slot: in 16 bits whole boxes of 128 bytes, which are swizzled."""
-        return self.width if self.element == 4 else -(-self.width // _SPAN) * _SPAN
 
     @property
     def slot_bytes(self) -> int:
@@ -182,45 +196,57 @@ class Tile:
             "PRECISION": PRECISIONS[p.precision],
             "ELEMENT": self.element,
             "ELEMENT_TYPE": "float" if self.element == 4 else "unsigned short",
-            "CIN": p.in_channels,
-            "COUT": p.out_channels,
-            "PADDING_D": p.padding[0] if p.rank == 3 else 0,
-            "PADDING_H": p.padding[-2],
+            "CIN": self.channels[0],
+            "COUT": self.channels[1],
+            "FLIPPED": int(p.pass_ == "grad-input"),
+            "LINE": int(self.line),
             "PLACES": self.places,
             "SPAN": self.span,
             "ROWS": self.rows,
             "BOX_W": self.columns,
+            "BOXES": self.boxes,
             "STAGES": self.stages,
             "STAGES_S": self.slots,
             "STAGES_W": self.weight_stages,
             "TAPS_OF_STAGE": self.taps_of_stage,
             "SHARED_BYTES_PLANNED": self.shared_bytes,
         }
-        for name, kernel, dilation in zip("DHW", self.kernel, self.dilation):
-            found |= {f"KERNEL_{name}": kernel, f"DILATION_{name}": dilation}
+        paddings = (0,) * (3 - p.rank) + ahead(p)
+        for name, kernel, dilation, padding in zip("DHW", self.kernel, self.dilation, paddings):
+            found |= {f"KERNEL_{name}": kernel, f"DILATION_{name}": dilation, f"PADDING_{name}": padding}
         return found | instruction("N_", self.places)
 
     # --- sizes, which are run-time arguments -------------------------------------------------------------------------
 
-    def tiles_of_slice(self, p: Problem) -> int:
-        """Of a problem of this layer: those of a slice begin at 16 bytes of memory, as far ahead of it as need be."""
-        plane, vec = math.prod(p.out_size[-2:]), 16 // self.element
-        ahead = max(d * plane % vec for d in range(min(vec, p.out_size[0] if p.rank == 3 else 1)))
-        return -(-(plane + ahead) // self.places)
-
     def tiles(self, p: Problem) -> int:
         """Of a problem of this layer."""
-        return p.batch * (p.out_size[0] if p.rank == 3 else 1) * self.tiles_of_slice(p) * self.blocks
+        return p.batch * slices(p)[1] * -(-plane(p) // self.places) * self.blocks
 
     def arguments(self, p: Problem) -> tuple[int, ...]:
         """The kernel's integer arguments behind its pointers."""
-        slices = (p.size[0], p.out_size[0]) if p.rank == 3 else (1, 1)
-        return *slices, pitch(p), math.prod(p.out_size[-2:]), self.tiles_of_slice(p), self.tiles(p)
+        return *slices(p), result_shape(p)[-1], plane(p), -(-plane(p) // self.places), self.tiles(p)
 
 
-def pitch(p: Problem) -> int:
-    """Places from a row to the next: the output's width."""
-    return p.out_size[-1]
+def slices(p: Problem) -> tuple[int, int]:
+    """The source's and the result's."""
+    return (source_shape(p)[2], result_shape(p)[2]) if p.rank == 3 else (1, 1)
+
+
+def plane(p: Problem) -> int:
+    """Results of a slice."""
+    return math.prod(result_shape(p)[2:][-2:])
+
+
+def gap(p: Problem) -> int:
+    """Columns by which a row of results is longer than one of the source."""
+    return result_shape(p)[-1] - source_shape(p)[-1]
+
+
+def ahead(p: Problem) -> tuple[int, ...]:
+    """Of each axis the source's position that a result at 0 has of the first tap: the forward's padding."""
+    if p.pass_ == "fwd":
+        return p.padding
+    return tuple((k - 1) * d - padding for k, d, padding in zip(p.kernel, p.dilation, p.padding))
 
 
 def _rows(t: Tile, pitch: int) -> int:
@@ -233,33 +259,36 @@ class Choice(OneMappedChoice[Tile]):
 
     family = "joined"
     threads = THREADS
+    biased = True
 
     @property
     def summary(self) -> str:
         t = self.tile
         return (
             f"rows joined to one: wgmma {t.problem.precision}, tile of {t.places} places x {_ROWS_M} channels, "
-            f"{t.stages} stages of {t.span} places x {t.chunk} channels, {t.slots} of {t.rows} rows, "
+            f"{t.stages} stages of {t.span} places x {t.chunk} channels, {t.slots} of {t.rows} x {t.columns} pixels, "
             f"{t.weight_stages} of {t.taps_of_stage} taps, {t.shared_bytes // 1024} KB shared, grid {self.grid}"
         )
 
     @property
     def packing(self) -> tuple[Any, ...]:
-        return (self.problem.precision,)
+        return self.problem.pass_, self.problem.precision
 
     def tensor_map(self, address: int) -> Words:
         return tensor_map(self.tile, self.problem, address)
 
 
 def tensor_map(t: Tile, p: Problem, address: int) -> Words:
-    """A ``CUtensorMap`` over the input with a slot's box, as 16 signed words.
+    """A ``CUtensorMap`` over the source with a slot's box, as 16 signed words.
 
     float32 is rounded to TF32 on its way.
     """
-    d, h, w = (1,) * (3 - p.rank) + p.size
-    tensor = dense((w, h, d, p.in_channels, p.batch), t.element)
+    channels, *size = source_shape(p)[1:]
+    d, h, w = (1,) * (3 - p.rank) + tuple(size)
+    tensor = dense((w, h, d, channels, p.batch), t.element)
     if t.element == 4:
-        return encode(tensor, address, p.dtype, (t.width, t.rows, 1, t.chunk, 1), (1,) * 5, rounded=True)
+        box = t.columns // t.boxes, t.rows, 1, t.chunk, 1
+        return encode(tensor, address, p.dtype, box, (1,) * 5, rounded=True)
     return encode(tensor.channels_second(), address, p.dtype, (_SPAN, t.chunk, t.rows, 1, 1), (1,) * 5, 128)
 
 
@@ -270,38 +299,47 @@ def refusal(p: Problem, gpu: Gpu) -> str | None:
     """Why these kernels cannot serve a problem, in a sentence; None when they may."""
     if gpu.arch != "90a":
         return "joined rows are multiplied by wgmma alone"
-    if p.pass_ != "fwd" or p.layout != "nchw":
-        return "rows are joined for forwards in NCHW"
+    if p.pass_ not in ("fwd", "grad-input") or p.layout != "nchw":
+        return "rows are joined for forwards and gradients for the input in NCHW"
     if p.precision not in PRECISIONS:
         return f"precision {p.precision} is none of the kernel's"
-    if p.rank == 1 or max(p.stride) > 1 or p.groups > 1:
-        return "rows are joined where there are several, without strides or groups"
-    if p.padding[-1]:
-        return "between joined rows are zeros, which padding takes away"
-    if p.kernel[-2] * p.kernel[-1] > _MOST_TAPS:
+    if max(p.stride) > 1 or p.groups > 1:
+        return "rows are joined without strides or groups"
+    width, reach = source_shape(p)[-1], (p.kernel[-1] - 1) * p.dilation[-1]
+    if p.rank > 1:
+        if ahead(p)[-1] or gap(p) < reach:
+            return "between joined rows are zeros, which padding takes away"
+        if min(ahead(p)) < 0:
+            return "more padding than a kernel reaches is for 1-D layers"
+        if width > MAX_BOX:
+            return f"a row of {width} columns is more than a box of the copy engine"
+    if math.prod(p.kernel[-2:]) > _MOST_TAPS:
         return f"the kernel has straight code for {_MOST_TAPS} taps of a slice at most"
-    if p.size[-1] > MAX_BOX or p.size[-1] * p.dtype.itemsize % 16:
-        return f"a row of {p.size[-1]} columns is no box of the copy engine"
-    if math.prod(p.out_size) * p.dtype.itemsize % 16:
-        return "channels of the output begin at places off 16 bytes, where the copy engine does not store"
-    if max(math.prod(p.out_size) + 2**12, math.prod(p.weight_shape) * 64, p.batch) >= _MOST_COUNTED:
-        return "the kernel counts a channel's outputs, and packed weights, in 32 bits"
+    if width * p.dtype.itemsize % 16:
+        return f"rows of {width} columns begin off 16 bytes, where no box does"
+    if plane(p) % 2:
+        return "slices of the result of an odd number begin off pairs, which the kernel stores together"
+    if max(math.prod(result_shape(p)[2:]) + 2**12, math.prod(p.weight_shape) * 64, p.batch) >= _MOST_COUNTED:
+        return "the kernel counts a channel's results, and packed weights, in 32 bits"
     return None
 
 
 def candidates(p: Problem, gpu: Gpu) -> Iterator[Tile]:
     """Every tile worth a look for a layer on images of this width."""
-    width = -(-p.size[-1] // _WIDTHS) * _WIDTHS
-    return iter(_candidates(p.with_(batch=1, size=(*(1024,) * (p.rank - 1), width), bias=False), gpu))
+    if p.rank == 1:
+        return iter(_candidates(p.with_(batch=1, size=(2**14,), bias=False), 0, gpu))
+    width = -(-source_shape(p)[-1] // _WIDTHS) * _WIDTHS
+    size = (*(1024,) * (p.rank - 1), p.size[-1] + width - source_shape(p)[-1])
+    return iter(_candidates(p.with_(batch=1, size=size, bias=False), width, gpu))
 
 
 @lru_cache(maxsize=256)
-def _candidates(layer: Problem, gpu: Gpu) -> tuple[Tile, ...]:
-    """A layer's tiles for all sizes of so wide images."""
+def _candidates(layer: Problem, width: int, gpu: Gpu) -> tuple[Tile, ...]:
+    """A layer's tiles for all sizes of images whose source is so wide."""
     found = []
     for places in _PLACES:
         for stages in (3, 2):
-            t = Tile(layer, layer.size[-1], places, stages)
+            t = Tile(layer, width, places, stages)
             room = gpu.shared_bytes - replace(t, weight_stages=0).shared_bytes
             weights = min(room // (t.weight_bytes + 16), _MOST_WEIGHT_STAGES)
             if weights > stages or stages == 2:
@@ -316,7 +354,8 @@ def _candidates(layer: Problem, gpu: Gpu) -> tuple[Tile, ...]:
 
 def estimate(t: Tile, p: Problem, gpu: Gpu) -> tuple[float, str]:
     """(seconds, what bounds them) of a problem by a tile."""
-    turned = _rows(t, pitch(p)) * t.columns if t.element == 2 else t.places + t.halo(pitch(p))
+    pitch = result_shape(p)[-1]
+    turned = (1 if t.line else _rows(t, pitch)) * t.columns if t.element == 2 else t.places + t.halo(pitch)
     parts = {
         "tensor cores": _INSTRUCTION[t.element] * t.taps * t.places / 2,
         # What instructions read, weights as they come, and pixels, which come, are read and written.

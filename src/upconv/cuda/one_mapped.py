@@ -22,6 +22,8 @@ class OneMappedChoice(TileChoice[T]):
     family: ClassVar[str]
     threads: ClassVar[int]
     """Of a block."""
+    biased: ClassVar[bool] = False
+    """Whether the gradient for the input takes a bias too (`upconv.cuda.families.Prepared`)."""
     tile: Any
     """With ``macros()``, ``arguments`` and ``tiles`` of a problem, its packed words and blocks, and shared bytes."""
 
@@ -66,6 +68,7 @@ class Prepared(Packs):
         integers = "i" * len(sizes)
         self._run = self._load(unit, choice.family, choice.threads, t.shared_bytes, f"PPP({integers}{'q' * 16})")
         self._grid, self._sizes, self._aligned = choice.grid, as_run(integers, sizes), choice.aligned
+        self.biased = choice.biased
         self._map = choice.tensor_map
         self._tails: dict[int, Words] = {}
         self.packing = (choice.family, *choice.packing)

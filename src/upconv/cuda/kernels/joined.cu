@@ -1,19 +1,21 @@
-// Joined: a transposed convolution without strides, and without padding along W, forward, NCHW, on tensor cores, whose rows are joined to
-// one. A row of the output is KERNEL_W - 1 columns longer than one of the input; with as many zeros behind each of the input's rows,
-// place f of a slice's outputs, counted through its rows, has its taps of a slice of the kernel at
+// Joined: a transposed convolution without strides, NCHW, on tensor cores, whose rows are joined to one: forward, or (FLIPPED) the gradient
+// for the input, which is the same with flipped taps. Without padding along W a row of the result is KERNEL_W - 1 columns longer than one
+// of the source; with as many zeros behind each of the source's rows, place f of a slice's results, counted through its rows, has its taps
+// of a slice of the kernel at
 //
-//     f - kh (DILATION_H pitch) - kw DILATION_W,       pitch: outputs of a row
+//     f - kh (DILATION_H pitch) - kw DILATION_W,       pitch: results of a row
 //
-// of the input's places. So a tile is PLACES neighbouring places of whatever rows, of which none is wasted at an image's right border,
-// and a channel's outputs of a tile are neighbours in memory: the copy engine stores them. (NOTES: by `gather`, whose tiles are
-// rectangles, kb68's 68 columns and rows are 72, and its rows of 68 outputs end amid sectors of memory.)
+// of the source's places. So a tile is PLACES neighbouring places of whatever rows, of which none is wasted at an image's right border,
+// and a channel's results of a tile are neighbours in memory: the copy engine stores them. (NOTES: by `gather`, whose tiles are
+// rectangles, kb68's 68 columns and rows are 72, and its rows of 68 outputs end amid sectors of memory.) LINE: one row of any length,
+// of which a tile reads its part, and any padding.
 //
-// Output channels are M, places N: one matrix instruction has all of a consumer's, B is SPAN rows of 32 bytes of channels, and a tap is
-// another first row. Weights are A, by descriptor, through a ring of TAPS_OF_STAGE taps a stage.
+// Channels of the result are M, places N: one matrix instruction has all of a consumer's, B is SPAN rows of 32 bytes of channels, and a
+// tap is another first row. Weights are A, by descriptor, through a ring of TAPS_OF_STAGE taps a stage.
 //
-// A stage of pixels is a chunk of channels of one slice of the kernel. The copy engine brings the rows of the input that a tile and its
-// halo touch to a slot (what lies beyond the input is zeros), and TURNERS warps pass them on as rows of channels. (One instruction of 256
-// columns wants 154 registers as the kernel is compiled: 384 threads, two warps of which turn, not 512 and six.)
+// A stage of pixels is a chunk of channels of one slice of the kernel. The copy engine brings the rows of the source that a tile and its
+// halo touch to a slot (what lies beyond the source is zeros), and TURNERS warps pass them on as rows of channels. (One instruction of
+// 256 columns wants 154 registers as the kernel is compiled: 384 threads, two warps of which turn, not 512 and six.)
 //
 // Consumers take whole tiles in turn, so that one stores while another multiplies, and the rings run on from tile to tile. One begins
 // to wait for its stages when the other has all of its own: a barrier's parity tells a phase from the next, not from the one behind that.
@@ -44,15 +46,17 @@
 #define STAGE_BYTES (SPAN * 32)
 #define WEIGHT_BYTES (TAPS_OF_STAGE * TAP_BYTES)
 #if ELEMENT == 2
-#define BOXES (BOX_W / 64)                              // of a slot: [box][row][channel][64 columns, swizzled]
-#define SLOT_BYTES (BOXES * ROWS * CK * 128)
+#define BOX_COLUMNS 64
+#define BOX_BYTES (ROWS * CK * 128)                     // [row][channel][column, swizzled]
 #else
-#define CHANNEL_BYTES (ROWS * BOX_W * ELEMENT)          // of a slot: [channel][row][column]
-#define SLOT_BYTES (CK * CHANNEL_BYTES)
+#define BOX_COLUMNS (BOX_W / BOXES)
+#define CHANNEL_BYTES (ROWS * BOX_COLUMNS * 4)
+#define BOX_BYTES (CK * CHANNEL_BYTES)                  // [channel][row][column]
 #endif
+#define SLOT_BYTES (BOXES * BOX_BYTES)
 #define OUT_SPAN 512                                    // bytes of a channel that are stored at a time
 #define OUT_PLACES (OUT_SPAN / ELEMENT)
-#define OUT_PITCH (OUT_SPAN + (ELEMENT == 4 ? 32 : 16))  // so that channels meet different banks
+#define OUT_PITCH (OUT_SPAN + (ELEMENT == 4 ? 32 : 16))  // so that channels meet different banks, and begin as late as in memory
 #define OUT_BYTES (8 * OUT_PITCH)                       // of a warp: eight channels
 
 #define CONSUMERS 2
@@ -65,16 +69,16 @@ struct Sizes {
   int tiles_f, tiles;                                   // of a slice's places; all, times BLOCKS_M
 };
 
-struct Tile { int n, d, block, f; };                    // image, slice, block of output channels, first place
+struct Tile { int n, d, block, f; };                    // image, slice, block of channels, first place
 
-// Neighbouring blocks have the same places. Those of a tile begin at 16 bytes of memory, ahead of a slice that does not.
+// Neighbouring blocks have the same places.
 __device__ __forceinline__ Tile tile_at(int index, const Sizes& s) {
-  int q = index / BLOCKS_M, slice = q / s.tiles_f, d = slice % s.out_d;
-  return {slice / s.out_d, d, index % BLOCKS_M, q % s.tiles_f * PLACES - (d * s.plane & (VEC - 1))};
+  int q = index / BLOCKS_M, slice = q / s.tiles_f;
+  return {slice / s.out_d, slice % s.out_d, index % BLOCKS_M, q % s.tiles_f * PLACES};
 }
 __device__ __forceinline__ int halo(const Sizes& s) { return (KERNEL_H - 1) * DILATION_H * s.pitch + (KERNEL_W - 1) * DILATION_W; }
 
-// The kernel's slices that meet the input's; of others nothing is loaded or multiplied.
+// The kernel's slices that meet the source's; of others nothing is loaded or multiplied.
 struct Slices { int first, count; };
 __device__ __forceinline__ Slices slices_of(const Tile& t, const Sizes& s) {
   int d = t.d + PADDING_D, first = d < s.in_d ? 0 : (d - s.in_d) / DILATION_D + 1, last = d / DILATION_D;
@@ -82,12 +86,20 @@ __device__ __forceinline__ Slices slices_of(const Tile& t, const Sizes& s) {
   return {first, last < first ? 0 : last - first + 1};
 }
 
-// The row of a tile's first place with its halo, and that place's column. Rows ahead of the first are -1 and so on.
-struct Corner { int row, column; };
+// Where a tile's slots begin in the source, and how many of a slot's places lie ahead of the tile's first with its halo. Rows ahead of the
+// first are -1 and so on; LINE: a box begins at 16 bytes.
+struct Corner { int row, w, ahead; };
 __device__ __forceinline__ Corner corner_of(const Tile& t, const Sizes& s) {
-  int f = t.f - halo(s), row = f >= 0 ? f / s.pitch : -((s.pitch - 1 - f) / s.pitch);
-  return {row, f - row * s.pitch};
+  int f = t.f - halo(s);
+#if LINE
+  f += PADDING_W;
+  return {0, f & ~(VEC - 1), f & (VEC - 1)};
+#else
+  int row = f >= 0 ? f / s.pitch : -((s.pitch - 1 - f) / s.pitch);
+  return {row + PADDING_H, 0, f - row * s.pitch};
+#endif
 }
+__device__ __forceinline__ int rows_of(int ahead, int span, const Sizes& s) { return LINE ? 1 : (ahead + span - 1) / s.pitch + 1; }
 
 // =====================================================================================================================
 // Weights
@@ -97,21 +109,23 @@ __device__ __forceinline__ Corner corner_of(const Tile& t, const Sizes& s) {
 
 __device__ __forceinline__ u32 unit_at(int row, int unit) { return row * 32 + ((unit ^ (row >> 2 & 1)) << 4); }  // swizzled
 
-// [block][chunk][slice][tap][output channel][32 bytes of channels, swizzled], zeros where there is none of either; a thread writes 16 bytes.
-// The weight is (CIN, COUT, kernel): contiguous, or channels-last, whose taps are `tap_step` elements apart.
+// [block][chunk][slice][tap][channel of the result][32 bytes of channels, swizzled], zeros where there is none of either; a thread writes 16
+// bytes. The weight is (CIN, COUT, kernel), FLIPPED (COUT, CIN, kernel): contiguous, or channels-last, whose taps are `tap_step` elements
+// apart.
 template <class Weight>
 __device__ __forceinline__ void pack_weights(const Weight* __restrict__ weight, char* __restrict__ packed, int tap_step) {
   let_dependent_begin();                                // `joined`
   int i = blockIdx.x * PACK_THREADS + threadIdx.x;
   if (i >= PACK_UNITS) return;
-  constexpr int KERNEL = KERNEL_D * TAPS;
+  constexpr int KERNEL = KERNEL_D * TAPS, SECOND = FLIPPED ? CIN : COUT;
   int unit = i % 2, row = i / 2 % ROWS_M, rest = i / (2 * ROWS_M), tap = rest % KERNEL, chunk = rest / KERNEL % CHUNKS;
   int cout = rest / (KERNEL * CHUNKS) * ROWS_M + row;
+  if (FLIPPED) tap = KERNEL - 1 - tap;
   u32 v[VEC];
 #pragma unroll
   for (int e = 0; e < VEC; e++) {
-    int cin = chunk * CK + unit * VEC + e;
-    int at = cin * (COUT * KERNEL) + (tap_step == 1 ? cout * KERNEL + tap : tap * tap_step + cout);
+    int cin = chunk * CK + unit * VEC + e, first = FLIPPED ? cout : cin, second = FLIPPED ? cin : cout;
+    int at = first * (SECOND * KERNEL) + (tap_step == 1 ? second * KERNEL + tap : tap * tap_step + second);
     v[e] = cin < CIN && cout < COUT ? operand(weight[at]) : 0;
   }
   write_operands(packed + (long long)rest * TAP_BYTES + unit_at(row, unit), v);
@@ -156,7 +170,8 @@ __device__ __forceinline__ void bring_pixels(const TensorMap& map, const Sizes& 
   for (int index = blockIdx.x; index < s.tiles; index += gridDim.x) {
     const Tile t = tile_at(index, s);
     const Slices slices = slices_of(t, s);
-    int row = corner_of(t, s).row + PADDING_H, first = t.d + PADDING_D - slices.first * DILATION_D;
+    const Corner corner = corner_of(t, s);
+    int first = t.d + PADDING_D - slices.first * DILATION_D;
 #pragma unroll 1
     for (int chunk = 0; chunk < CHUNKS; chunk++)
 #pragma unroll 1
@@ -164,44 +179,37 @@ __device__ __forceinline__ void bring_pixels(const TensorMap& map, const Sizes& 
         u32 to = slots + cursor.stage * SLOT_BYTES, barrier = landed + cursor.stage * 8;
         barrier_wait(left + cursor.stage * 8, cursor.parity);
         expect_bytes(barrier, SLOT_BYTES);
-#if ELEMENT == 2
 #pragma unroll
-        for (int b = 0; b < BOXES; b++) load_box(to + b * (ROWS * CK * 128), map, b * 64, chunk * CK, row, d, t.n, barrier);
-#else
-        load_box(to, map, 0, row, d, chunk * CK, t.n, barrier);
-#endif
+        for (int b = 0; b < BOXES; b++) {
+          int w = corner.w + b * BOX_COLUMNS, c = chunk * CK;
+          load_box(to + b * BOX_BYTES, map, w, ELEMENT == 2 ? c : corner.row, ELEMENT == 2 ? corner.row : d, ELEMENT == 2 ? d : c, t.n, barrier);
+        }
       }
   }
 }
 
 #define OWN_PIXELS ((SPAN + TURNER_THREADS - 1) / TURNER_THREADS)
-#define AT_ONCE (ELEMENT == 2 ? 4 : 3)
+#define AT_ONCE 3
 
-// What a slot has, as rows of CK channels of the places from `column` of its first row on. Loads of several come before the stores, so that
-// they wait once. (NOTES: one place after the other, 8 or 16 loads and 2 stores each, 400 clocks a place: kb61 1,090 us, bfloat16 640.)
+// What a slot has, from its place `ahead` on, as rows of CK channels. Loads of several come before the stores, so that they wait once.
+// (NOTES: one place after the other, 8 or 16 loads and 2 stores each, 400 clocks a place: kb61 1,090 us, bfloat16 640.)
 #if ELEMENT == 2
 // Matrices of 8 columns and 8 channels: 8 places of a row, to which a lane gives each its address; `trash` where there is none. `zeros`: the
 // thread's first place of those behind a row that no box has.
-__device__ __forceinline__ void turn(const Sizes& s, int column, int span, int rows, int zeros, u32 slot, u32 stage, u32 trash, int thread) {
+__device__ __forceinline__ void turn(const Sizes& s, int ahead, int span, int rows, int zeros, u32 slot, u32 stage, u32 trash, int thread) {
   int lane = thread & 31, half = lane >> 3 & 1, own = lane & 7, second = lane >> 4;
   u32 from = slot + (half * 8 + own) * 128;
 #pragma unroll 1
-  for (int row = thread >> 5; row < rows; row += TURNERS) {
-    int w = second * 8 + own, p = row * s.pitch + w - column;  // of the first pair of matrices; others are 16 places on, 512 bytes
-    u32 to = stage + unit_at(p, half), at = from + row * (CK * 128);
+  for (int i = thread >> 5; i < rows * BOXES; i += TURNERS) {  // a row's box
+    int row = i / BOXES, box = i % BOXES, w = box * 64 + second * 8 + own, p = row * (LINE ? 0 : s.pitch) + w - ahead;
+    u32 at = from + (box * ROWS + row) * (CK * 128), to = stage + unit_at(p, half);  // of others, 16 places on, 512 bytes further
+    u32 v[4][4];
 #pragma unroll
-    for (int first = 0; first < BOXES * 4; first += AT_ONCE) {
-      u32 v[AT_ONCE][4];
+    for (int j = 0; j < 4; j++) load_matrices_turned(v[j], at + ((j * 2 + second ^ own) << 4));
 #pragma unroll
-      for (int i = 0; i < AT_ONCE; i++)
-        load_matrices_turned(v[i], at + (first + i) / 4 * (ROWS * CK * 128) + (((first + i) % 4 * 2 + second ^ own) << 4));
-#pragma unroll
-      for (int i = 0; i < AT_ONCE; i++) {
-        const int on = (first + i) * 16;
-        store_matrices((u32)(p + on) < (u32)span && w + on < s.pitch ? to + on * 32 : trash, v[i]);
-      }
-    }
+    for (int j = 0; j < 4; j++) store_matrices((u32)(p + j * 16) < (u32)span && (LINE || w + j * 16 < s.pitch) ? to + j * 512 : trash, v[j]);
   }
+#if !LINE
   int behind = s.pitch - BOX_W;
 #pragma unroll 1
   for (int i = thread, at = zeros; i < rows * behind;) {
@@ -209,8 +217,9 @@ __device__ __forceinline__ void turn(const Sizes& s, int column, int span, int r
       store_shared_128(stage + at * 32, 0, 0, 0, 0);
       store_shared_128(stage + at * 32 + 16, 0, 0, 0, 0);
     }
-    if ((i += TURNER_THREADS) < rows * behind) at = i / behind * s.pitch + BOX_W + i % behind - column;
+    if ((i += TURNER_THREADS) < rows * behind) at = i / behind * s.pitch + BOX_W + i % behind - ahead;
   }
+#endif
 }
 #else
 // A lane a place, so that loads and stores meet all banks; `from`: where a slot has its places, ~0: nowhere. The engine has rounded to TF32.
@@ -240,16 +249,16 @@ __device__ __forceinline__ void turn_pixels(const Sizes& s, u32 slots, u32 lande
 #pragma unroll 1
   for (int index = blockIdx.x; index < s.tiles; index += gridDim.x) {
     const Tile t = tile_at(index, s);
-    int column = corner_of(t, s).column;
+    int ahead = corner_of(t, s).ahead;
 #if ELEMENT == 2
-    int rows = (column + span - 1) / s.pitch + 1, behind = s.pitch - BOX_W, zeros = 0;
-    if (behind > 0) zeros = thread / behind * s.pitch + BOX_W + thread % behind - column;
+    int rows = rows_of(ahead, span, s), behind = s.pitch - BOX_W, zeros = 0;
+    if (!LINE && behind > 0) zeros = thread / behind * s.pitch + BOX_W + thread % behind - ahead;
 #else
     u32 from[OWN_PIXELS];
 #pragma unroll
     for (int k = 0; k < OWN_PIXELS; k++) {
-      int p = thread + k * TURNER_THREADS, row = (column + p) / s.pitch, w = column + p - row * s.pitch;
-      from[k] = w < BOX_W && p < span ? (row * BOX_W + w) * 4 : ~0u;
+      int p = thread + k * TURNER_THREADS, row = LINE ? 0 : (ahead + p) / s.pitch, w = ahead + p - row * s.pitch;
+      from[k] = w < BOX_W && p < span ? w / BOX_COLUMNS * BOX_BYTES + (row * BOX_COLUMNS + w % BOX_COLUMNS) * 4 : ~0u;
     }
 #endif
 #pragma unroll 1
@@ -257,7 +266,7 @@ __device__ __forceinline__ void turn_pixels(const Sizes& s, u32 slots, u32 lande
       barrier_wait(landed + slot.stage * 8, slot.parity);
       barrier_wait(empty + stage.stage * 8, stage.parity);
 #if ELEMENT == 2
-      turn(s, column, span, rows, zeros, slots + slot.stage * SLOT_BYTES, stages + stage.stage * STAGE_BYTES, trash, thread);
+      turn(s, ahead, span, rows, zeros, slots + slot.stage * SLOT_BYTES, stages + stage.stage * STAGE_BYTES, trash, thread);
 #else
       turn(from, span, slots + slot.stage * SLOT_BYTES, stages + stage.stage * STAGE_BYTES, thread);
 #endif
@@ -277,39 +286,31 @@ __device__ __forceinline__ void turn_pixels(const Sizes& s, u32 slots, u32 lande
 
 __device__ __forceinline__ u32 lower(u32 address) { return address >> 4 | 1u << 16; }
 
-// A lane of eight waits until the engine has read what it stored from.
-__device__ __forceinline__ void wait_for_stores(int lane) {
-  if (lane < 8) asm volatile("cp.async.bulk.wait_group.read 0;\n" ::: "memory");
+// A channel's first lane waits until the engine has read what it stored from.
+__device__ __forceinline__ void wait_for_stores(int q) {
+  if (q == 0) asm volatile("cp.async.bulk.wait_group.read 0;\n" ::: "memory");
 }
 
-// Places `a` to `z` of a channel from the buffer, where these are fewer than 16 bytes or begin off them.
-__device__ __forceinline__ void store_some(char* to, u32 from, int a, int z) {
-#pragma unroll 1
-  for (int i = a; i < z; i++) {
-    if (ELEMENT == 4) *(u32*)(to + i * 4) = load_shared_u32(from + i * 4);
-    else *(u16*)(to + i * 2) = load_shared_u16(from + i * 2);
-  }
-}
-
-// A thread's sums: of channels g and g + 8 of its warp's 16, places 8j + 2t and the next.
+// A thread's sums: of channels g and g + 8 of its warp's 16, places 8j + 2t and the next. The buffer has a channel's as many bytes late as
+// they begin in 16 of memory, so that the engine stores whole 16; what is left at both ends, up to three words each, lanes do.
 __device__ __forceinline__ void store(const float (&acc)[PLACES / 2], const ELEMENT_TYPE* __restrict__ bias, char* __restrict__ y, const Sizes& s, const Tile& t, u32 buffer, int warp, int lane) {
-  int g = lane >> 2, q = lane & 3, channel = t.block * ROWS_M + warp * 16 + g;
-  u32 from = buffer + lane * OUT_PITCH;                 // of a lane's channel
+  int g = lane >> 2, q = lane & 3, block = t.block * ROWS_M + warp * 16;
+  long long plane = (long long)s.out_d * s.plane * ELEMENT;  // of a channel
+  y += ((long long)t.n * COUT + block) * plane + ((long long)t.d * s.plane + t.f) * ELEMENT;
 #pragma unroll
   for (int h = 0; h < 2; h++) {
-    float b = bias && channel + 8 * h < COUT ? VALUE(bias[channel + 8 * h]) : 0.f;
-    int own = t.block * ROWS_M + warp * 16 + 8 * h + lane;
-    char* to = y + ((((long long)t.n * COUT + own) * s.out_d + t.d) * s.plane + t.f) * ELEMENT;
-    bool exists = lane < 8 && own < COUT;
+    int channel = block + 8 * h + g;
+    float b = bias && channel < COUT ? VALUE(bias[channel]) : 0.f;
+    char* to = y + (8 * h + g) * plane;                 // lanes of a channel have it all
+    u32 late = (u32)(u64)to & 15, from = buffer + g * OUT_PITCH;
 #pragma unroll
     for (int first = 0; first < PLACES; first += OUT_PLACES, to += OUT_SPAN) {
-      const int places = PLACES - first < OUT_PLACES ? PLACES - first : OUT_PLACES;
-      wait_for_stores(lane);
+      wait_for_stores(q);
       __syncwarp();
 #pragma unroll
       for (int j = 0; j < OUT_PLACES / 8; j++) {
         if (first + 8 * j >= PLACES) break;
-        u32 at = buffer + g * OUT_PITCH + (8 * j + 2 * q) * ELEMENT;
+        u32 at = from + late + (8 * j + 2 * q) * ELEMENT;
         const int i = 4 * (j + first / 8) + 2 * h;
         float v = acc[i] + b, w = acc[i + 1] + b;
 #if ELEMENT == 4
@@ -320,16 +321,17 @@ __device__ __forceinline__ void store(const float (&acc)[PLACES / 2], const ELEM
       }
       asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");
       __syncwarp();
-      if (exists) {
-        int begin = -t.f - first, end = s.plane - t.f - first;  // of the slice
-        if (begin < 0) begin = 0;
-        if (end > places) end = places;
-        int a = (begin + VEC - 1) & ~(VEC - 1), z = end & ~(VEC - 1);  // what the engine stores
-        if (z > a) asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\n" ::"l"(to + a * ELEMENT), "r"(from + a * ELEMENT), "r"((z - a) * ELEMENT) : "memory");
-        if (begin < a) store_some(to, from, begin, a < end ? a : end);
-        if (z < end && z >= a) store_some(to, from, z, end);
+      int places = s.plane - t.f - first, most = PLACES - first < OUT_PLACES ? PLACES - first : OUT_PLACES;
+      if (places > most) places = most;
+      if (channel < COUT && places > 0) {
+        u32 end = late + places * ELEMENT, a = (late + 15) & ~15u, z = end & ~15u;
+        char* line = to - late;
+        if (q == 0 && z > a) asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\n" ::"l"(line + a), "r"(from + a), "r"(z - a) : "memory");
+        u32 head = late + q * 4, tail = z + q * 4;
+        store_global_if(line + head, load_shared_u32_if(from + head, head < a && head < end), head < a && head < end);
+        store_global_if(line + tail, load_shared_u32_if(from + tail, tail >= a && tail < end), tail >= a && tail < end);
       }
-      if (lane < 8) asm volatile("cp.async.bulk.commit_group;\n" ::: "memory");
+      if (q == 0) asm volatile("cp.async.bulk.commit_group;\n" ::: "memory");
     }
   }
 }
@@ -387,7 +389,7 @@ __device__ __forceinline__ void consume(const ELEMENT_TYPE* bias, char* y, const
     give_back(behind, lane);
     store(acc, bias, y, s, t, buffer, warp, lane);
   }
-  wait_for_stores(lane);
+  wait_for_stores(lane & 3);
 }
 
 // =====================================================================================================================
@@ -428,12 +430,12 @@ joined(const char* __restrict__ packed, const ELEMENT_TYPE* __restrict__ bias, c
   __syncthreads();
   int role = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0);
   if (role == 0) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(88));
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(96));
     if (threadIdx.x < TURNER_THREADS) turn_pixels(s, slots, landed, left, stages, full, empty, trash, threadIdx.x);
     if (threadIdx.x == TURNER_THREADS) bring_pixels(map, s, slots, landed, left);
     if (threadIdx.x == TURNER_THREADS + 32) bring_weights(packed, s, ring, full_w, empty_w);
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(208));
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(200));
     wait_for_results();                                 // of `pack`: the bias; nor is stored where it may still read
     consume(bias, y, s, stages, full, empty, ring, full_w, empty_w, turns, buffers, role - 1, threadIdx.x & 127);
   }
