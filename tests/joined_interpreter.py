@@ -186,7 +186,7 @@ class JoinedInterpreter:
         return y.reshape(result_shape(p))
 
     def store(self, y: Array, begin: int, sums: Array) -> None:
-        """A channel's places of a tile: what the engine stores in 16 bytes, and up to three words at either end."""
+        """A channel's places of a tile: 16 bytes a lane, and up to three words at either end."""
         word = 4 // self.element
         for part in range(0, len(sums), 512 // self.element):
             of = sums[part : part + 512 // self.element]

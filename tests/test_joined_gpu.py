@@ -35,7 +35,7 @@ LAYERS = {
     "a line, padded": _make(5, 40, 48, (408,), 7, 1, 9, 0, 3),
     "a line, of many channels": _make(2, 130, 128, (4096,), 3),
     "a line's gradient": _make(3, 70, 40, (1000,), 11, 1, 25, 0, 5, pass_="grad-input"),
-    "a line's gradient, more padding than taps": _make(3, 64, 24, (516,), 3, 1, 4, pass_="grad-input"),
+    "a line's gradient, more padding than taps": _make(3, 64, 24, (518,), 3, 1, 4, pass_="grad-input"),
     "3-D gradient": _make(2, 40, 24, (5, 12, 50), 3, 1, 2, pass_="grad-input"),
     "more slices of padding than there are": _make(2, 8, 64, (1, 14, 64), (5, 3, 3), 1, (2, 0, 0)),
 }

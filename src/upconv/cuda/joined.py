@@ -35,6 +35,8 @@ _MOST_TAPS = 64  # of a slice, all of which are straight code
 _MOST_TAPS_OF_STAGE = 6
 _MOST_WEIGHT_STAGES = 8
 _BUFFERS = {4: 8 * 8 * (512 + 32), 2: 8 * 8 * (512 + 16)}  # bytes of what leaves, of 8 warps, by those of an element
+_RINGS = (4, 6), (4, 4), (3, 4), (3, 2), (2, 2)
+"""Stages and slots: the first whose memory leaves four stages of weights."""
 _SPAN = 64  # columns of a box in 16 bits
 _WIDTHS = 16  # kernels are for rows of up to a multiple of so many columns
 _MOST_COUNTED = 2**31  # places that the kernel counts in 32 bits
@@ -168,6 +170,11 @@ class Tile:
         return self.span * _ROW_BYTES
 
     @property
+    def warps_of_stage(self) -> int:
+        """Of two, that turn a stage together: of few slots both."""
+        return 2 if self.slots < 4 else 1
+
+    @property
     def slot_bytes(self) -> int:
         return self.rows * _ROW_BYTES * self.columns
 
@@ -183,6 +190,8 @@ class Tile:
 
     def checked(self, shared_limit: int) -> Tile:
         """This, when the kernel can run it."""
+        if self.slots % 2 and self.warps_of_stage == 1:
+            raise Unfit("a slot is one warp's, which are two")
         if min(self.stages, self.slots, self.weight_stages) < 2:
             raise Unfit("a stage is given back while the next is read")
         if self.shared_bytes > shared_limit:
@@ -208,6 +217,7 @@ class Tile:
             "STAGES": self.stages,
             "STAGES_S": self.slots,
             "STAGES_W": self.weight_stages,
+            "WARPS_OF_STAGE": self.warps_of_stage,
             "TAPS_OF_STAGE": self.taps_of_stage,
             "SHARED_BYTES_PLANNED": self.shared_bytes,
         }
@@ -338,11 +348,11 @@ def _candidates(layer: Problem, width: int, gpu: Gpu) -> tuple[Tile, ...]:
     """A layer's tiles for all sizes of images whose source is so wide."""
     found = []
     for places in _PLACES:
-        for stages in (3, 2):
-            t = Tile(layer, width, places, stages)
+        for stages, slots in _RINGS:
+            t = Tile(layer, width, places, stages, slots)
             room = gpu.shared_bytes - replace(t, weight_stages=0).shared_bytes
             weights = min(room // (t.weight_bytes + 16), _MOST_WEIGHT_STAGES)
-            if weights > stages or stages == 2:
+            if weights > 3 or (stages, slots) == _RINGS[-1]:
                 with suppress(Unfit):
                     found.append(replace(t, weight_stages=weights).checked(gpu.shared_bytes))
                 break

@@ -6,7 +6,7 @@
 //     f - kh (DILATION_H pitch) - kw DILATION_W,       pitch: results of a row
 //
 // of the source's places. So a tile is PLACES neighbouring places of whatever rows, of which none is wasted at an image's right border,
-// and a channel's results of a tile are neighbours in memory: the copy engine stores them. (NOTES: by `gather`, whose tiles are
+// and a channel's results of a tile are neighbours in memory, stored 16 bytes a lane. (NOTES: by `gather`, whose tiles are
 // rectangles, kb68's 68 columns and rows are 72, and its rows of 68 outputs end amid sectors of memory.) LINE: one row of any length,
 // of which a tile reads its part, and any padding.
 //
@@ -188,19 +188,24 @@ __device__ __forceinline__ void bring_pixels(const TensorMap& map, const Sizes& 
   }
 }
 
-#define OWN_PIXELS ((SPAN + TURNER_THREADS - 1) / TURNER_THREADS)
+// A stage is turned by WARPS_OF_STAGE: by one, so that another's waits and fence are hidden (NOTES: 3 taps a stage, kb64 bfloat16 1,040 us ->
+// 980; kb61 520 -> 472), or, where slots are two, by all. One may wait for a slot no earlier than the one before has landed there, so that
+// slots are a multiple.
+static_assert(WARPS_OF_STAGE == TURNERS || (WARPS_OF_STAGE == 1 && STAGES_S % TURNERS == 0), "a slot is one warp's");
+#define LANES (WARPS_OF_STAGE * 32)
+#define OWN_PIXELS ((SPAN + LANES - 1) / LANES)
 #define AT_ONCE 3
 
 // What a slot has, from its place `ahead` on, as rows of CK channels. Loads of several come before the stores, so that they wait once.
 // (NOTES: one place after the other, 8 or 16 loads and 2 stores each, 400 clocks a place: kb61 1,090 us, bfloat16 640.)
 #if ELEMENT == 2
 // Matrices of 8 columns and 8 channels: 8 places of a row, to which a lane gives each its address; `trash` where there is none. `zeros`: the
-// thread's first place of those behind a row that no box has.
-__device__ __forceinline__ void turn(const Sizes& s, int ahead, int span, int rows, int zeros, u32 slot, u32 stage, u32 trash, int thread) {
-  int lane = thread & 31, half = lane >> 3 & 1, own = lane & 7, second = lane >> 4;
+// lane's first place of those behind a row that no box has; `lane`: of the stage's warps.
+__device__ __forceinline__ void turn(const Sizes& s, int ahead, int span, int rows, int zeros, u32 slot, u32 stage, u32 trash, int lane) {
+  int half = lane >> 3 & 1, own = lane & 7, second = lane >> 4 & 1;
   u32 from = slot + (half * 8 + own) * 128;
 #pragma unroll 1
-  for (int i = thread >> 5; i < rows * BOXES; i += TURNERS) {  // a row's box
+  for (int i = lane >> 5; i < rows * BOXES; i += WARPS_OF_STAGE) {  // a row's box
     int row = i / BOXES, box = i % BOXES, w = box * 64 + second * 8 + own, p = row * (LINE ? 0 : s.pitch) + w - ahead;
     u32 at = from + (box * ROWS + row) * (CK * 128), to = stage + unit_at(p, half);  // of others, 16 places on, 512 bytes further
     u32 v[4][4];
@@ -212,18 +217,18 @@ __device__ __forceinline__ void turn(const Sizes& s, int ahead, int span, int ro
 #if !LINE
   int behind = s.pitch - BOX_W;
 #pragma unroll 1
-  for (int i = thread, at = zeros; i < rows * behind;) {
+  for (int i = lane, at = zeros; i < rows * behind;) {
     if ((u32)at < (u32)span) {
       store_shared_128(stage + at * 32, 0, 0, 0, 0);
       store_shared_128(stage + at * 32 + 16, 0, 0, 0, 0);
     }
-    if ((i += TURNER_THREADS) < rows * behind) at = i / behind * s.pitch + BOX_W + i % behind - ahead;
+    if ((i += LANES) < rows * behind) at = i / behind * s.pitch + BOX_W + i % behind - ahead;
   }
 #endif
 }
 #else
 // A lane a place, so that loads and stores meet all banks; `from`: where a slot has its places, ~0: nowhere. The engine has rounded to TF32.
-__device__ __forceinline__ void turn(const u32 (&from)[OWN_PIXELS], int span, u32 slot, u32 stage, int thread) {
+__device__ __forceinline__ void turn(const u32 (&from)[OWN_PIXELS], int span, u32 slot, u32 stage, int lane) {
 #pragma unroll
   for (int first = 0; first < OWN_PIXELS; first += AT_ONCE) {
     u32 v[AT_ONCE][8];
@@ -233,7 +238,7 @@ __device__ __forceinline__ void turn(const u32 (&from)[OWN_PIXELS], int span, u3
       for (int c = 0; c < 8; c++) v[i][c] = load_shared_u32_if(slot + from[first + i] + c * CHANNEL_BYTES, from[first + i] != ~0u);
 #pragma unroll
     for (int i = 0; i < AT_ONCE && first + i < OWN_PIXELS; i++) {
-      int p = thread + (first + i) * TURNER_THREADS;
+      int p = lane + (first + i) * LANES;
       if (p >= span) break;
       store_shared_128(stage + unit_at(p, 0), v[i][0], v[i][1], v[i][2], v[i][3]);
       store_shared_128(stage + unit_at(p, 1), v[i][4], v[i][5], v[i][6], v[i][7]);
@@ -245,35 +250,38 @@ __device__ __forceinline__ void turn(const u32 (&from)[OWN_PIXELS], int span, u3
 __device__ __forceinline__ void turn_pixels(const Sizes& s, u32 slots, u32 landed, u32 left, u32 stages, u32 full, u32 empty, u32 trash, int thread) {
   SlotCursor slot = {0, 0};
   Cursor stage = {0, 1};
-  int lane = thread & 31, span = PLACES + halo(s);
+  int turn_of = 0, warp = WARPS_OF_STAGE > 1 ? 0 : thread >> 5, lane = thread % LANES, span = PLACES + halo(s);
 #pragma unroll 1
   for (int index = blockIdx.x; index < s.tiles; index += gridDim.x) {
     const Tile t = tile_at(index, s);
     int ahead = corner_of(t, s).ahead;
 #if ELEMENT == 2
     int rows = rows_of(ahead, span, s), behind = s.pitch - BOX_W, zeros = 0;
-    if (!LINE && behind > 0) zeros = thread / behind * s.pitch + BOX_W + thread % behind - ahead;
+    if (!LINE && behind > 0) zeros = lane / behind * s.pitch + BOX_W + lane % behind - ahead;
 #else
     u32 from[OWN_PIXELS];
 #pragma unroll
     for (int k = 0; k < OWN_PIXELS; k++) {
-      int p = thread + k * TURNER_THREADS, row = LINE ? 0 : (ahead + p) / s.pitch, w = ahead + p - row * s.pitch;
+      int p = lane + k * LANES, row = LINE ? 0 : (ahead + p) / s.pitch, w = ahead + p - row * s.pitch;
       from[k] = w < BOX_W && p < span ? w / BOX_COLUMNS * BOX_BYTES + (row * BOX_COLUMNS + w % BOX_COLUMNS) * 4 : ~0u;
     }
 #endif
 #pragma unroll 1
     for (int i = CHUNKS * slices_of(t, s).count; i > 0; i--, slot.next(), stage.next()) {
+      bool others = turn_of != warp;
+      if (WARPS_OF_STAGE == 1) turn_of = (turn_of + 1) % TURNERS;
+      if (others) continue;
       barrier_wait(landed + slot.stage * 8, slot.parity);
       barrier_wait(empty + stage.stage * 8, stage.parity);
 #if ELEMENT == 2
-      turn(s, ahead, span, rows, zeros, slots + slot.stage * SLOT_BYTES, stages + stage.stage * STAGE_BYTES, trash, thread);
+      turn(s, ahead, span, rows, zeros, slots + slot.stage * SLOT_BYTES, stages + stage.stage * STAGE_BYTES, trash, lane);
 #else
-      turn(from, span, slots + slot.stage * SLOT_BYTES, stages + stage.stage * STAGE_BYTES, thread);
+      turn(from, span, slots + slot.stage * SLOT_BYTES, stages + stage.stage * STAGE_BYTES, lane);
 #endif
       asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");
       __syncwarp();
-      if (lane == 0) barrier_arrive(full + stage.stage * 8);
-      if (lane == 0) barrier_arrive(left + slot.stage * 8);
+      if (thread % 32 == 0) barrier_arrive(full + stage.stage * 8);
+      if (thread % 32 == 0) barrier_arrive(left + slot.stage * 8);
     }
   }
 }
@@ -286,27 +294,23 @@ __device__ __forceinline__ void turn_pixels(const Sizes& s, u32 slots, u32 lande
 
 __device__ __forceinline__ u32 lower(u32 address) { return address >> 4 | 1u << 16; }
 
-// A channel's first lane waits until the engine has read what it stored from.
-__device__ __forceinline__ void wait_for_stores(int q) {
-  if (q == 0) asm volatile("cp.async.bulk.wait_group.read 0;\n" ::: "memory");
-}
-
 // A thread's sums: of channels g and g + 8 of its warp's 16, places 8j + 2t and the next. The buffer has a channel's as many bytes late as
-// they begin in 16 of memory, so that the engine stores whole 16; what is left at both ends, up to three words each, lanes do.
+// they begin in 16 of memory, so that lanes store whole 16, an instruction a channel's; up to three words at either end follow. (NOTES:
+// 16 bytes and more of a channel by the copy engine, which takes 60 clocks for each: kb74 bfloat16 300 us, without any stores 163.)
 __device__ __forceinline__ void store(const float (&acc)[PLACES / 2], const ELEMENT_TYPE* __restrict__ bias, char* __restrict__ y, const Sizes& s, const Tile& t, u32 buffer, int warp, int lane) {
-  int g = lane >> 2, q = lane & 3, block = t.block * ROWS_M + warp * 16;
+  int g = lane >> 2, q = lane & 3, block = t.block * ROWS_M + warp * 16, left = (s.plane - t.f) * ELEMENT;
   long long plane = (long long)s.out_d * s.plane * ELEMENT;  // of a channel
   y += ((long long)t.n * COUT + block) * plane + ((long long)t.d * s.plane + t.f) * ELEMENT;
 #pragma unroll
   for (int h = 0; h < 2; h++) {
     int channel = block + 8 * h + g;
     float b = bias && channel < COUT ? VALUE(bias[channel]) : 0.f;
-    char* to = y + (8 * h + g) * plane;                 // lanes of a channel have it all
-    u32 late = (u32)(u64)to & 15, from = buffer + g * OUT_PITCH;
+    char* to = y + 8 * h * plane;
+    u32 late = (u32)(u64)(to + g * plane) & 15, from = buffer + g * OUT_PITCH;
 #pragma unroll
     for (int first = 0; first < PLACES; first += OUT_PLACES, to += OUT_SPAN) {
-      wait_for_stores(q);
-      __syncwarp();
+      const int most = (PLACES - first < OUT_PLACES ? PLACES - first : OUT_PLACES) * ELEMENT;
+      int bytes = left - first * ELEMENT < most ? left - first * ELEMENT : most;
 #pragma unroll
       for (int j = 0; j < OUT_PLACES / 8; j++) {
         if (first + 8 * j >= PLACES) break;
@@ -319,19 +323,21 @@ __device__ __forceinline__ void store(const float (&acc)[PLACES / 2], const ELEM
         store_shared_u32(at, PRECISION == 2 ? half_pair(v, w) : bfloat_pair(v, w));
 #endif
       }
-      asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");
       __syncwarp();
-      int places = s.plane - t.f - first, most = PLACES - first < OUT_PLACES ? PLACES - first : OUT_PLACES;
-      if (places > most) places = most;
-      if (channel < COUT && places > 0) {
-        u32 end = late + places * ELEMENT, a = (late + 15) & ~15u, z = end & ~15u;
-        char* line = to - late;
-        if (q == 0 && z > a) asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\n" ::"l"(line + a), "r"(from + a), "r"(z - a) : "memory");
-        u32 head = late + q * 4, tail = z + q * 4;
-        store_global_if(line + head, load_shared_u32_if(from + head, head < a && head < end), head < a && head < end);
-        store_global_if(line + tail, load_shared_u32_if(from + tail, tail >= a && tail < end), tail >= a && tail < end);
+#pragma unroll
+      for (int r = 0; r < 8; r++) {
+        char* line = to + r * plane;
+        u32 begins = (u32)(u64)line & 15, at = ((begins + 15) & 16) + lane * 16, v[4];
+        bool ok = (int)at + 16 <= (int)begins + bytes && block + 8 * h + r < COUT;
+        load_shared_128(v, buffer + r * OUT_PITCH + (ok ? at : 0));
+        store_global_128_if(line - begins + at, v, ok);
       }
-      if (q == 0) asm volatile("cp.async.bulk.commit_group;\n" ::: "memory");
+      int end = (int)late + bytes, a = (late + 15) & 16, z = end & ~15, head = late + q * 4, tail = z + q * 4;
+      char* line = to + g * plane - late;
+      bool heads = channel < COUT && head < a && head < end, tails = channel < COUT && tail >= a && tail < end;
+      store_global_if(line + head, load_shared_u32_if(from + head, heads), heads);
+      store_global_if(line + tail, load_shared_u32_if(from + tail, tails), tails);
+      __syncwarp();
     }
   }
 }
@@ -389,7 +395,6 @@ __device__ __forceinline__ void consume(const ELEMENT_TYPE* bias, char* y, const
     give_back(behind, lane);
     store(acc, bias, y, s, t, buffer, warp, lane);
   }
-  wait_for_stores(lane & 3);
 }
 
 // =====================================================================================================================
@@ -413,12 +418,12 @@ joined(const char* __restrict__ packed, const ELEMENT_TYPE* __restrict__ bias, c
   u32 full_w = left + 8 * STAGES_S, empty_w = full_w + 8 * STAGES_W, turns = empty_w + 8 * STAGES_W, trash = turns + 8 * CONSUMERS;
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; i++) {
-      barrier_init(full + 8 * i, TURNERS);
+      barrier_init(full + 8 * i, WARPS_OF_STAGE);
       barrier_init(empty + 8 * i, 4);
     }
     for (int i = 0; i < STAGES_S; i++) {
       barrier_init(landed + 8 * i, 1);
-      barrier_init(left + 8 * i, TURNERS);
+      barrier_init(left + 8 * i, WARPS_OF_STAGE);
     }
     for (int i = 0; i < STAGES_W; i++) {
       barrier_init(full_w + 8 * i, 1);
