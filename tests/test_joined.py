@@ -145,7 +145,7 @@ def test_it_is_the_fastest_family_for_narrow_images(name: str, precision: Precis
     assert best.family == "joined" and 0 < best.seconds < 1e-2
     assert re.fullmatch(
         rf"rows joined to one: wgmma {precision}, tile of \d+ places x 64 channels, \d stages of \d+ places x "
-        r"(8|16) channels, 2 of \d+ x \d+ pixels, \d of \d taps, \d+ KB shared, grid 132",
+        r"(8|16) channels, \d of \d+ x \d+ pixels, \d of \d taps, \d+ KB shared, grid 132",
         best.summary,
     )
 
