@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import re
 from typing import Any
@@ -99,7 +100,9 @@ def test_what_is_refused_and_why() -> None:
         other((14, 64), 9): "the kernel has straight code for 64 taps of a slice at most",
         other((64,), 65): "the kernel has straight code for 64 taps of a slice at most",
         other((14, 62)): "rows of 62 columns begin off 16 bytes, where no box does",
-        other((14, 260)): "a row of 260 columns is more than a box of the copy engine",
+        other((14, 260)): "rows of 260 columns are too long to be joined: a tile's halo is whole rows",
+        other((14, 0)): "there is nothing to sum",
+        other((14, 64), 1): "slices of one tap have no halo, and tiles of any shape",
         other((64,), 4): "slices of the result of an odd number begin off pairs, which the kernel stores together",
         layer().with_(size=(2**16, 2**10, 64)): "the kernel counts a channel's results, and packed weights, in 32 bits",
     }
@@ -121,11 +124,20 @@ def test_what_is_refused_and_why() -> None:
 
 
 def test_tiles_that_do_not_fit_say_why() -> None:
-    p = layer()
+    p, tall = layer(), Problem.make(1, 8, 8, (400, 16), (51, 1), 1, dilation=(6, 1), precision="tf32")
     for t, reason in (
-        (joined.Tile(p, 64, stages=1), "a stage is given back while the next is read"),
-        (joined.Tile(p, 64, slots=1), "a stage is given back while the next is read"),
-        (joined.Tile(p, 64, weight_stages=1), "a stage is given back while the next is read"),
+        (joined.Tile(p, 64, stages=1), "a ring needs a stage to fill and one to read"),
+        (joined.Tile(p, 64, slots=1), "a ring needs a stage to fill and one to read"),
+        (joined.Tile(p, 64, weight_stages=1), "a ring needs a stage to fill and one to read"),
+        (
+            joined.Tile(p, 64, stages=3, slots=4),
+            "two warps that turn every second stage need even numbers of stages and slots",
+        ),
+        (
+            joined.Tile(p, 64, stages=4, slots=5),
+            "two warps that turn every second stage need even numbers of stages and slots",
+        ),
+        (joined.Tile(tall, 16), "a box of 365 rows is more than the copy engine has"),
         (joined.Tile(p, 64, 256, 9), "the tile takes 205296 bytes of shared memory, the device has 200000"),
     ):
         with pytest.raises(Unfit, match=re.escape(reason)):
@@ -151,12 +163,30 @@ def test_it_is_the_fastest_family_for_narrow_images(name: str, precision: Precis
 
 
 def test_sizes_share_kernels() -> None:
-    """Kernels go by the tile alone: 36 sizes and batches share those of 16 widths, and are few."""
+    """Kernels go by the tile alone: 48 sizes and batches of a class of widths have no others than its tiles'."""
     p = case("kb61", "tf32")
     sizes = [(d, h, w) for d in (16, 33, 64) for h in (32, 50) for w in (36, 40, 44, 48)]
     found = [joined.choose(p.with_(size=size, batch=b), H200) for size in sizes for b in (1, 8)]
     sources = {c.sources()[0].source for c in found if isinstance(c, joined.Choice)}
-    assert all(isinstance(c, joined.Choice) for c in found) and len(sources) <= 10
+    assert all(isinstance(c, joined.Choice) for c in found)
+    tiles = joined.candidates(p.with_(size=(8, 8, 48)), H200)
+    assert sources <= {joined.Choice(t, p, H200, 0.0, "").sources()[0].source for t in tiles}
+
+
+def test_layers_whose_padding_takes_away_most_are_planned() -> None:
+    """Tiles are looked for at a size of their own, of which as much padding must leave something."""
+    for p in (
+        Problem.make(1, 8, 8, (2000, 64), 3, 1, (600, 0), precision="tf32"),
+        Problem.make(1, 8, 8, (20000,), 3, 1, 8200, precision="tf32"),
+        Problem.make(1, 8, 8, (40000,), 3, 1, 18000, dilation=9000, precision="tf32", pass_="grad-input"),
+    ):
+        assert isinstance(joined.choose(p, H200), joined.Choice | str)
+
+
+def test_packed_weights_beyond_32_bits_are_refused() -> None:
+    p = Problem.make(1, 1, 1, (1, 8, 64), (2**18, 7, 9), 1, (2**17 - 1, 0, 0), precision="tf32")
+    assert math.prod(p.weight_shape) * 4 < 2**31 and joined.refusal(p, H200) is None
+    assert joined.choose(p, H200) == "no tile fits shared memory, or there are more than the kernel counts in 32 bits"
 
 
 @pytest.mark.parametrize("precision", ["tf32", "bf16"])

@@ -1,12 +1,13 @@
 """Joined rows on a GPU, each tile against the float64 reference: what the interpreter leaves out.
 
-That is the rings and their barriers, consumers' turns, instructions under way while stages are given back, the order
-of registers, and stores by the copy engine.
+That is the rings and their barriers, consumers' turns, instructions under way while stages are given back, and the
+order of registers. Every second tile runs on two blocks, whose consumers then have several tiles each.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -37,6 +38,9 @@ LAYERS = {
     "a line's gradient": _make(3, 70, 40, (1000,), 11, 1, 25, 0, 5, pass_="grad-input"),
     "a line's gradient, more padding than taps": _make(3, 64, 24, (518,), 3, 1, 4, pass_="grad-input"),
     "3-D gradient": _make(2, 40, 24, (5, 12, 50), 3, 1, 2, pass_="grad-input"),
+    "a line, taps far apart": _make(2, 40, 64, (4000,), 3, 1, 512, 0, 512),
+    "narrow images": _make(2, 40, 64, (4, 30, 16), 3),
+    "narrowest images": _make(1, 24, 64, (4, 40, 8), 3),
     "more slices of padding than there are": _make(2, 8, 64, (1, 14, 64), (5, 3, 3), 1, (2, 0, 0)),
 }
 
@@ -50,8 +54,27 @@ def test_every_tile(name: str, precision: str) -> None:
     assert joined.refusal(p, chip) is None
     every = list(joined.candidates(p, chip))
     assert len(every) >= 2
-    for t in every[:: 1 + len(every) // 4]:
-        assert_serves(joined.Choice(t, p, chip, 0.0, ""), given, terms)
+    for i, t in enumerate(every[:: 1 + len(every) // 6]):
+        assert_serves(
+            joined.Choice(t, p, replace(chip, multiprocessors=2) if i % 2 == 0 else chip, 0.0, ""), given, terms
+        )
+
+
+def test_a_line_of_which_a_channel_has_over_2_31_bytes() -> None:
+    n, k = 2**29 + 4096, 3
+    if torch.cuda.mem_get_info()[0] < 10 * n:
+        pytest.skip("needs 5.4 GB")
+    p = Problem.make(1, 1, 1, (n,), k, precision="tf32")
+    choice = joined.choose(p, gpu(0))
+    assert isinstance(choice, joined.Choice)
+    x, weight = torch.randn(p.input_shape, device="cuda"), torch.randn(p.weight_shape, device="cuda")
+    prepared, out = choice.prepare(0), torch.full(p.output_shape, math.nan, device="cuda")
+    prepared.run(x, prepared.pack(weight), None, out)
+    for at in (2, n // 2, n - 5000):
+        truth = torch.nn.functional.conv1d(x[..., at - k + 1 : at + 4000].double(), weight.double().flip(2))
+        found = out[..., at : at + 4000].double()
+        assert (found - truth).norm() <= 1e-3 * truth.norm()
+    assert not out.isnan().any()
 
 
 def test_infinities_stay_in_their_outputs() -> None:

@@ -1,4 +1,4 @@
-"""What families plan alike whose columns of N are channels: those of pixels as rows, some of wgrad.
+"""What families plan alike whose columns of N are channels: those of pixels as rows, some of wgrad; and `joined`.
 
 See kernels/columns.cuh.
 """

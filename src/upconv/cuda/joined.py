@@ -35,8 +35,9 @@ _MOST_TAPS = 64  # of a slice, all of which are straight code
 _MOST_TAPS_OF_STAGE = 6
 _MOST_WEIGHT_STAGES = 8
 _BUFFERS = {4: 8 * 8 * (512 + 32), 2: 8 * 8 * (512 + 16)}  # bytes of what leaves, of 8 warps, by those of an element
-_RINGS = (4, 6), (4, 4), (3, 4), (3, 2), (2, 2)
+_RINGS = (4, 6), (4, 4), (3, 2), (2, 2)
 """Stages and slots: the first whose memory leaves three stages of weights."""
+_MOST_COLUMNS = 256  # of rows that are joined
 _SPAN = 64  # columns of a box in 16 bits
 _WIDTHS = 16  # kernels are for rows of up to a multiple of so many columns
 _MOST_COUNTED = 2**31  # places that the kernel counts in 32 bits
@@ -47,6 +48,7 @@ _NONE = "no tile fits shared memory, or there are more than the kernel counts in
 _INSTRUCTION = {4: 1.01, 2: 1.06}
 _SHARED = 115.0
 _LEAST = {1: 780.0, 2: 1200.0}
+_LEAST_SPAN = 264  # places of the line of which the former is
 _STAGE, _TILE, _FILL = 20.0, 300.0, 4000.0
 _STORE = 18.0
 
@@ -191,10 +193,12 @@ class Tile:
 
     def checked(self, shared_limit: int) -> Tile:
         """This, when the kernel can run it."""
-        if self.slots % 2 and self.warps_of_stage == 1:
-            raise Unfit("a slot is one warp's, which are two")
+        if (self.slots % 2 or self.stages % 2) and self.warps_of_stage == 1:
+            raise Unfit("two warps that turn every second stage need even numbers of stages and slots")
         if min(self.stages, self.slots, self.weight_stages) < 2:
-            raise Unfit("a stage is given back while the next is read")
+            raise Unfit("a ring needs a stage to fill and one to read")
+        if self.rows > MAX_BOX:
+            raise Unfit(f"a box of {self.rows} rows is more than the copy engine has")
         if self.shared_bytes > shared_limit:
             raise Unfit(f"the tile takes {self.shared_bytes} bytes of shared memory, the device has {shared_limit}")
         return self
@@ -274,8 +278,8 @@ class Choice(OneMappedChoice[Tile]):
 
     @property
     def margin(self) -> float:
-        # NOTES: kb64, which has a line's 3 taps, takes 930 us here and 860 by `gather`, whose estimate is 934; TF32
-        # 1,640, 1,526 and 1,762.
+        # NOTES: kb64, which has a line's 3 taps, takes 944 us here and 841 by `gather`, whose estimate is 934; TF32
+        # 1,718, 1,509 and 1,762.
         return 1.15 if self.tile.line else 1.0
 
     @property
@@ -323,31 +327,35 @@ def refusal(p: Problem, gpu: Gpu) -> str | None:
     if max(p.stride) > 1 or p.groups > 1:
         return "rows are joined without strides or groups"
     width, reach = source_shape(p)[-1], (p.kernel[-1] - 1) * p.dilation[-1]
+    if 0 in source_shape(p) + result_shape(p):
+        return "there is nothing to sum"
+    if max(p.kernel[-2:]) == 1:
+        return "slices of one tap have no halo, and tiles of any shape"
     if p.rank > 1:
         if ahead(p)[-1] or gap(p) < reach:
             return "between joined rows are zeros, which padding takes away"
         if min(ahead(p)) < 0:
             return "more padding than a kernel reaches is for 1-D layers"
-        if width > MAX_BOX:
-            return f"a row of {width} columns is more than a box of the copy engine"
+        if width > _MOST_COLUMNS:
+            return f"rows of {width} columns are too long to be joined: a tile's halo is whole rows"
     if math.prod(p.kernel[-2:]) > _MOST_TAPS:
         return f"the kernel has straight code for {_MOST_TAPS} taps of a slice at most"
     if width * p.dtype.itemsize % 16:
         return f"rows of {width} columns begin off 16 bytes, where no box does"
     if plane(p) % 2:
         return "slices of the result of an odd number begin off pairs, which the kernel stores together"
-    if max(math.prod(result_shape(p)[2:]) + 2**12, math.prod(p.weight_shape) * 64, p.batch) >= _MOST_COUNTED:
+    if max(math.prod(result_shape(p)[2:]) + 2**12, math.prod(p.weight_shape) * 4, p.batch) >= _MOST_COUNTED:
         return "the kernel counts a channel's results, and packed weights, in 32 bits"
     return None
 
 
 def candidates(p: Problem, gpu: Gpu) -> Iterator[Tile]:
     """Every tile worth a look for a layer on images of this width."""
-    if p.rank == 1:
-        return iter(_candidates(p.with_(batch=1, size=(2**14,), bias=False), 0, gpu))
-    width = -(-source_shape(p)[-1] // _WIDTHS) * _WIDTHS
-    size = (*(1024,) * (p.rank - 1), p.size[-1] + width - source_shape(p)[-1])
-    return iter(_candidates(p.with_(batch=1, size=size, bias=False), width, gpu))
+    width = 0 if p.rank == 1 else -(-source_shape(p)[-1] // _WIDTHS) * _WIDTHS
+    size = [1024 + 2 * padding for padding in p.padding]  # whose results are some
+    if width:
+        size[-1] = p.size[-1] + width - source_shape(p)[-1]
+    return iter(_candidates(p.with_(batch=1, size=tuple(size), bias=False), width, gpu))
 
 
 @lru_cache(maxsize=256)
@@ -372,13 +380,16 @@ def _candidates(layer: Problem, width: int, gpu: Gpu) -> tuple[Tile, ...]:
 def estimate(t: Tile, p: Problem, gpu: Gpu) -> tuple[float, str]:
     """(seconds, what bounds them) of a problem by a tile."""
     pitch = result_shape(p)[-1]
-    turned = (1 if t.line else _rows(t, pitch)) * t.columns if t.element == 2 else t.places + t.halo(pitch)
+    span = t.places + t.halo(pitch)
+    arriving = (1 if t.line else _rows(t, pitch)) * t.columns
+    turned = 2 * (arriving if t.element == 2 else span)  # read, and written
     parts = {
         "tensor cores": _INSTRUCTION[t.element] * t.taps * t.places / 2,
-        # What instructions read, weights as they come, and pixels, which come, are read and written.
-        "shared memory": (t.taps * (t.places * _ROW_BYTES + 2 * _TAP_BYTES) + 3 * turned * _ROW_BYTES) / _SHARED,
+        # What instructions read, weights as they come, and pixels.
+        "shared memory": (t.taps * (t.places * _ROW_BYTES + 2 * _TAP_BYTES) + (arriving + turned) * _ROW_BYTES)
+        / _SHARED,
+        "turning pixels": _LEAST[t.warps_of_stage] * (max(1.0, span / _LEAST_SPAN) if t.line else 1.0),
     }
-    parts["turning pixels"] = _LEAST[t.warps_of_stage]
     bound = max(parts, key=lambda name: parts[name])
     stages = t.chunks * t.kernel[0] * (parts[bound] + _STAGE)
     store = _ROWS_M * t.places * t.element / _STORE
@@ -406,5 +417,9 @@ def _choose(p: Problem, gpu: Gpu) -> Choice | str:
     refused = refusal(p, gpu)
     if refused:
         return refused
-    countable = (t for t in candidates(p, gpu) if t.tiles(p) < _MOST_COUNTED - gpu.multiprocessors)
+    countable = (
+        t
+        for t in candidates(p, gpu)
+        if t.tiles(p) < _MOST_COUNTED - gpu.multiprocessors and t.packed_words * 4 < _MOST_COUNTED
+    )
     return cheapest(countable, p, gpu, estimate, Choice) or _NONE

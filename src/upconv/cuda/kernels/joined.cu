@@ -1,7 +1,7 @@
 // Joined: a transposed convolution without strides, NCHW, on tensor cores, whose rows are joined to one: forward, or (FLIPPED) the gradient
-// for the input, which is the same with flipped taps. Without padding along W a row of the result is KERNEL_W - 1 columns longer than one
-// of the source; with as many zeros behind each of the source's rows, place f of a slice's results, counted through its rows, has its taps
-// of a slice of the kernel at
+// for the input, which is the same with flipped taps. Without padding along W a row of the result is longer than one of the
+// source by as much as the kernel reaches; with as many zeros behind each of the source's rows, place f of a slice's results, counted
+// through its rows, has its taps of a slice of the kernel at
 //
 //     f - kh (DILATION_H pitch) - kw DILATION_W,       pitch: results of a row
 //
@@ -188,10 +188,10 @@ __device__ __forceinline__ void bring_pixels(const TensorMap& map, const Sizes& 
   }
 }
 
-// A stage is turned by WARPS_OF_STAGE: by one, so that another's waits and fence are hidden (NOTES: 3 taps a stage, kb64 bfloat16 1,040 us ->
-// 980; kb61 520 -> 472), or, where slots are two, by all. One may wait for a slot no earlier than the one before has landed there, so that
-// slots are a multiple.
-static_assert(WARPS_OF_STAGE == TURNERS || (WARPS_OF_STAGE == 1 && STAGES_S % TURNERS == 0), "a slot is one warp's");
+// A stage is turned by WARPS_OF_STAGE: by one, so that the other's waits and fence are hidden (NOTES: 3 taps a stage, kb64 bfloat16 1,040 us ->
+// 980; kb61 520 -> 472), or, where slots are two, by both. A warp alone may wait for a slot, or for a stage to be free, only where itself
+// saw the one before land or filled it: else a parity tells too little. So both rings have a multiple of the warps.
+static_assert(WARPS_OF_STAGE == TURNERS || (WARPS_OF_STAGE == 1 && STAGES_S % TURNERS == 0 && STAGES % TURNERS == 0), "a slot and a stage are one warp's");
 #define LANES (WARPS_OF_STAGE * 32)
 #define OWN_PIXELS ((SPAN + LANES - 1) / LANES)
 #define AT_ONCE 3
@@ -298,7 +298,8 @@ __device__ __forceinline__ u32 lower(u32 address) { return address >> 4 | 1u << 
 // they begin in 16 of memory, so that lanes store whole 16, an instruction a channel's; up to three words at either end follow. (NOTES:
 // 16 bytes and more of a channel by the copy engine, which takes 60 clocks for each: kb74 bfloat16 300 us, without any stores 163.)
 __device__ __forceinline__ void store(const float (&acc)[PLACES / 2], const ELEMENT_TYPE* __restrict__ bias, char* __restrict__ y, const Sizes& s, const Tile& t, u32 buffer, int warp, int lane) {
-  int g = lane >> 2, q = lane & 3, block = t.block * ROWS_M + warp * 16, left = (s.plane - t.f) * ELEMENT;
+  int g = lane >> 2, q = lane & 3, block = t.block * ROWS_M + warp * 16;
+  int left = (s.plane - t.f < PLACES ? s.plane - t.f : PLACES) * ELEMENT;
   long long plane = (long long)s.out_d * s.plane * ELEMENT;  // of a channel
   y += ((long long)t.n * COUT + block) * plane + ((long long)t.d * s.plane + t.f) * ELEMENT;
 #pragma unroll
