@@ -28,7 +28,7 @@ from upconv.problem import Problem
 THREADS = 384
 _PLACES = (256, 248, 240, 232, 224, 208, 192, 160, 128)
 """Of a tile; several, since a slice's are divided among whole tiles."""
-_ROWS_M = 64  # output channels of a matrix instruction
+_ROWS_M = 64  # channels of the result of a matrix instruction
 _ROW_BYTES = 32  # of a place in shared memory: a chunk of channels
 _TAP_BYTES = _ROWS_M * _ROW_BYTES  # of weights
 _MOST_TAPS = 64  # of a slice, all of which are straight code

@@ -65,7 +65,7 @@
 #define THREADS (128 + CONSUMERS * 128)
 
 struct Sizes {
-  int in_d, out_d, pitch, plane;                        // pitch, plane: places of a row and of a slice of the output
+  int in_d, out_d, pitch, plane;                        // pitch, plane: places of a row and of a slice of the result
   int tiles_f, tiles;                                   // of a slice's places; all, times BLOCKS_M
 };
 
