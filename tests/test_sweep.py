@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 import re
-from itertools import product
 import time
+from itertools import product
 
 import numpy as np
 import pytest
