@@ -374,7 +374,7 @@ def test_the_same_choice_twice() -> None:
     """Nothing but the problem and the GPU decides, and a choice can be a key and go to another process."""
     found = []
     for _ in range(2):
-        phases._choose.cache_clear()
+        phases.choose.cache_clear()
         phases._candidates.cache_clear()
         phases.shifts_of.cache_clear()
         found.append(phases.choose(kb73("tf32"), H200))

@@ -12,13 +12,10 @@ constants of `_OTHERS`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from upconv.cuda.gpu import Gpu
 from upconv.cuda.tiling import Tiling
-from upconv.problem import Problem
 
 T = TypeVar("T")
 C = TypeVar("C")
@@ -243,15 +240,3 @@ def set_of(t: Tiling) -> str:
 def constants(t: Tiling) -> Constants:
     """Those of a tiling."""
     return SETS[set_of(t)]
-
-
-def cheapest(
-    tiles: Iterable[T],
-    p: Problem,
-    gpu: Gpu,
-    estimate: Callable[[T, Problem, Gpu], tuple[float, str]],
-    choice: Callable[[T, Problem, Gpu, float, str], C],
-) -> C | None:
-    """The choice of the tile that a family's model has as the fastest; None of none."""
-    found = min(((*estimate(t, p, gpu), t) for t in tiles), key=lambda found: found[0], default=None)
-    return None if found is None else choice(found[2], p, gpu, found[0], found[1])

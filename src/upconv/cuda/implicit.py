@@ -23,8 +23,8 @@ from torch import Tensor
 from upconv.cuda import jit
 from upconv.cuda.axes import any_size, gather_axes, result_shape, source_shape, table
 from upconv.cuda.boxes import Five, Words, channels_last, encode, fullest
+from upconv.cuda.choosing import Chooser
 from upconv.cuda.columns import PRECISIONS, PixelTile, TileChoice, instruction
-from upconv.cuda.costs import cheapest
 from upconv.cuda.gpu import MAX_BOX_STEP, Gpu
 from upconv.cuda.launch import Launcher, as_run
 from upconv.cuda.packs import LazyPacks, Unit, layer_text, rows_of_taps, run_beside
@@ -576,24 +576,26 @@ def estimate(t: Tile, p: Problem, gpu: Gpu) -> tuple[float, str]:
     return max(memory, seconds) + c.beside * min(memory, seconds) + c.begin / gpu.clock, bound
 
 
-def choose(p: Problem, gpu: Gpu, general: bool = False) -> Choice | str:
-    """The cheapest tile by the model, or the sentence why there is none.
-
-    ``general``: for files that serve every size of the input, which have no host code for these kernels.
-    """
-    if general:
-        return "exported files have no host code for the implicit GEMM"
-    return _choose(p, gpu)
-
-
-@lru_cache(maxsize=4096)
-def _choose(p: Problem, gpu: Gpu) -> Choice | str:
+def _unwanted(p: Problem, gpu: Gpu) -> str | None:
+    """`refusal`, or why there is no need to look."""
     refused = refusal(p, gpu)
-    if refused:
-        return refused
-    if p.pass_ == "fwd" and p.out_channels < _FEWEST:
+    if refused is None and p.pass_ == "fwd" and p.out_channels < _FEWEST:
         return f"of {p.out_channels} channels a matrix instruction waits for its pixels"
+    return refused
+
+
+def _countable(p: Problem, gpu: Gpu) -> Iterator[Tile]:
+    """Tiles for one of a problem's, and those of clusters."""
     every = (t for whole in candidates(any_size(p), gpu) for t in (whole, *_clustered(whole, p, gpu)))
-    return cheapest((t for t in every if t.tiles(p) < _MOST_COUNTED), p, gpu, estimate, Choice) or (
-        "no tile's stages fit in shared memory, or its tiles are too many to count"
-    )
+    return (t for t in every if t.tiles(p) < _MOST_COUNTED)
+
+
+choose = Chooser(
+    _unwanted,
+    _countable,
+    estimate,
+    Choice,
+    general="exported files have no host code for the implicit GEMM",
+    none="no tile's stages fit in shared memory, or its tiles are too many to count",
+)
+"""The cheapest tile by the model, or the sentence why there is none."""

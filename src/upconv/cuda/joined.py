@@ -18,8 +18,9 @@ from typing import Any
 
 from upconv.cuda.axes import Unfit, result_shape, source_shape
 from upconv.cuda.boxes import Words, dense, encode
+from upconv.cuda.choosing import Chooser
 from upconv.cuda.columns import PRECISIONS, instruction
-from upconv.cuda.costs import LAUNCH, cheapest
+from upconv.cuda.costs import LAUNCH
 from upconv.cuda.gpu import MAX_BOX, Gpu
 from upconv.cuda.one_mapped import OneMappedChoice
 from upconv.cuda.packs import PACK_THREADS
@@ -41,7 +42,6 @@ _MOST_COLUMNS = 256  # of rows that are joined
 _SPAN = 64  # columns of a box in 16 bits
 _WIDTHS = 16  # kernels are for rows of up to a multiple of so many columns
 _MOST_COUNTED = 2**31  # places that the kernel counts in 32 bits
-_NONE = "no tile fits shared memory, or there are more than the kernel counts in 32 bits"
 # The model's constants, of 8 layers in TF32 and bfloat16 on an H200: of an instruction's clocks, by bytes of an
 # element; bytes a clock of shared memory; clocks of a stage that has few taps, by the warps that turn it, of a stage
 # and of a tile beside, and of the first; bytes a clock of stores.
@@ -402,24 +402,18 @@ def estimate(t: Tile, p: Problem, gpu: Gpu) -> tuple[float, str]:
     return max(memory, seconds) + LAUNCH, bound
 
 
-def choose(p: Problem, gpu: Gpu, general: bool = False) -> Choice | str:
-    """The cheapest tile by the model, or the sentence why there is none.
-
-    ``general``: for files that serve every size of the input, which have no host code for these kernels.
-    """
-    if general:
-        return "exported files have no host code for joined rows"
-    return _choose(p, gpu)
+def _countable(p: Problem, gpu: Gpu) -> Iterator[Tile]:
+    """Tiles whose number, and whose packed weights' bytes, the kernel counts in 32 bits."""
+    most = _MOST_COUNTED - gpu.multiprocessors
+    return (t for t in candidates(p, gpu) if t.tiles(p) < most and t.packed_words * 4 < _MOST_COUNTED)
 
 
-@lru_cache(maxsize=4096)
-def _choose(p: Problem, gpu: Gpu) -> Choice | str:
-    refused = refusal(p, gpu)
-    if refused:
-        return refused
-    countable = (
-        t
-        for t in candidates(p, gpu)
-        if t.tiles(p) < _MOST_COUNTED - gpu.multiprocessors and t.packed_words * 4 < _MOST_COUNTED
-    )
-    return cheapest(countable, p, gpu, estimate, Choice) or _NONE
+choose = Chooser(
+    refusal,
+    _countable,
+    estimate,
+    Choice,
+    general="exported files have no host code for joined rows",
+    none="no tile fits shared memory, or there are more than the kernel counts in 32 bits",
+)
+"""The cheapest tile by the model, or the sentence why there is none."""

@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 
 from upconv.cuda.axes import Unfit, any_size, gather_axes, table
 from upconv.cuda.boxes import Words, dense, encode
+from upconv.cuda.choosing import Chooser
 from upconv.cuda.columns import PRECISIONS, instruction
-from upconv.cuda.costs import LAUNCH, cheapest
+from upconv.cuda.costs import LAUNCH
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.one_mapped import OneMappedChoice
 from upconv.cuda.packs import PACK_THREADS
@@ -470,26 +471,18 @@ def estimate(t: Tile, p: Problem, gpu: Gpu) -> tuple[float, str]:
     return max(memory, seconds) + 0.1 * min(memory, seconds) + LAUNCH, bound
 
 
-def choose(p: Problem, gpu: Gpu, general: bool = False) -> Choice | str:
-    """The cheapest tile by the model, or the sentence why there is none.
-
-    ``general``: for files that serve every size of the input, which have no host code for these kernels.
-    """
-    if general:
-        return "exported files have no host code for phases as columns"
-    return _choose(p, gpu)
-
-
-@lru_cache(maxsize=4096)
-def _choose(p: Problem, gpu: Gpu) -> Choice | str:
-    refused = refusal(p, gpu)
-    if refused:
-        return refused
-    countable = (t for t in candidates(p, gpu) if t.tiles(p) < _MOST_COUNTED - 2 * gpu.multiprocessors)
-    return cheapest(countable, p, gpu, estimate, Choice) or _why_none(p, gpu)
-
-
 def _why_none(p: Problem, gpu: Gpu) -> str:
     if _candidates(any_size(p), gpu, p.out_size[-1] * p.dtype.itemsize % 16 == 0):
         return "every tile is more than twice as long as this input along an axis"
     return "this layer's weights leave no room for rings in shared memory, or its sums in registers"
+
+
+choose = Chooser(
+    refusal,
+    lambda p, gpu: (t for t in candidates(p, gpu) if t.tiles(p) < _MOST_COUNTED - 2 * gpu.multiprocessors),
+    estimate,
+    Choice,
+    general="exported files have no host code for phases as columns",
+    none=_why_none,
+)
+"""The cheapest tile by the model, or the sentence why there is none."""

@@ -20,8 +20,9 @@ from torch import Tensor
 from upconv.cuda import gather, jit
 from upconv.cuda.axes import Unfit, any_size, gather_axes, positions, result_shape, source_shape, table
 from upconv.cuda.boxes import Five, Words, dense, encode
+from upconv.cuda.choosing import Chooser
 from upconv.cuda.columns import PRECISIONS, PixelTile, TileChoice, instruction
-from upconv.cuda.costs import LAUNCH, cheapest
+from upconv.cuda.costs import LAUNCH
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.launch import Launcher, as_run
 from upconv.cuda.packs import PACK_THREADS, LazyPacks, Unit, layer_text, run_beside
@@ -456,22 +457,12 @@ def estimate(t: Tile, p: Problem, gpu: Gpu) -> tuple[float, str]:
     return max(memory, seconds) + _BESIDE * min(memory, seconds) + begin + LAUNCH, bound
 
 
-def choose(p: Problem, gpu: Gpu, general: bool = False) -> Choice | str:
-    """The cheapest tile by the model, or the sentence why there is none.
-
-    ``general``: for files that serve every size of the input, which have no host code for these kernels.
-    """
-    if general:
-        return "exported files have no host code for pixels as rows"
-    return _choose(p, gpu)
-
-
-@lru_cache(maxsize=4096)
-def _choose(p: Problem, gpu: Gpu) -> Choice | str:
-    refused = refusal(p, gpu)
-    if refused:
-        return refused
-    countable = (t for t in candidates(p, gpu) if t.tiles(p) < _MOST_COUNTED - gpu.multiprocessors)
-    return cheapest(countable, p, gpu, estimate, Choice) or (
-        "this layer's weights leave no room for a ring of planes in shared memory, or its sums in registers"
-    )
+choose = Chooser(
+    refusal,
+    lambda p, gpu: (t for t in candidates(p, gpu) if t.tiles(p) < _MOST_COUNTED - gpu.multiprocessors),
+    estimate,
+    Choice,
+    general="exported files have no host code for pixels as rows",
+    none="this layer's weights leave no room for a ring of planes in shared memory, or its sums in registers",
+)
+"""The cheapest tile by the model, or the sentence why there is none."""

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from upconv.cuda import gather, jit
 from upconv.cuda.axes import Unfit, any_size, result_shape, source_shape
+from upconv.cuda.choosing import Chooser
 from upconv.cuda.columns import PRECISIONS, instruction
-from upconv.cuda.costs import LAUNCH, cheapest
+from upconv.cuda.costs import LAUNCH
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.launch import as_run
 from upconv.cuda.packs import PACK_THREADS, Packs, Unit, layer_text
@@ -343,22 +344,12 @@ def estimate(s: Rows, p: Problem, gpu: Gpu) -> tuple[float, str]:
     return max(memory, seconds) + LAUNCH, bound
 
 
-def choose(p: Problem, gpu: Gpu, general: bool = False) -> Choice | str:
-    """The cheapest tile by the model, or the sentence why there is none.
-
-    ``general``: for files that serve every size of the input, which have no host code for these kernels.
-    """
-    if general:
-        return "exported files have no host code for rows as they lie"
-    return _choose(p, gpu)
-
-
-@lru_cache(maxsize=4096)
-def _choose(p: Problem, gpu: Gpu) -> Choice | str:
-    refused = refusal(p, gpu)
-    if refused:
-        return refused
-    countable = (s for s in candidates(p, gpu) if s.arguments(p, gpu.multiprocessors)[-1] <= _MOST_WALKS)
-    return cheapest(countable, p, gpu, estimate, Choice) or (
-        "this layer's weights leave no room for a ring of rows in shared memory, or its sums in registers"
-    )
+choose = Chooser(
+    refusal,
+    lambda p, gpu: (s for s in candidates(p, gpu) if s.arguments(p, gpu.multiprocessors)[-1] <= _MOST_WALKS),
+    estimate,
+    Choice,
+    general="exported files have no host code for rows as they lie",
+    none="this layer's weights leave no room for a ring of rows in shared memory, or its sums in registers",
+)
+"""The cheapest tile by the model, or the sentence why there is none."""

@@ -17,8 +17,9 @@ from typing import Any
 
 from upconv.cuda.axes import Unfit
 from upconv.cuda.boxes import Tensor5, Words, encode
+from upconv.cuda.choosing import Chooser
 from upconv.cuda.columns import PRECISIONS
-from upconv.cuda.costs import LAUNCH, cheapest
+from upconv.cuda.costs import LAUNCH
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.one_mapped import OneMappedChoice
 from upconv.cuda.packs import PACK_THREADS
@@ -243,20 +244,12 @@ def estimate(t: Tile, p: Problem, gpu: Gpu) -> tuple[float, str]:
     return max(memory, seconds) + LAUNCH, bound
 
 
-def choose(p: Problem, gpu: Gpu, general: bool = False) -> Choice | str:
-    """The cheapest tile by the model, or the sentence why there is none.
-
-    ``general``: for files that serve every size of the input, which have no host code for these kernels.
-    """
-    if general:
-        return "exported files have no host code for pixels as rows"
-    return _choose(p, gpu)
-
-
-@lru_cache(maxsize=4096)
-def _choose(p: Problem, gpu: Gpu) -> Choice | str:
-    refused = refusal(p, gpu)
-    if refused:
-        return refused
-    countable = (t for t in candidates(p, gpu) if t.tiles(p) < _MOST_COUNTED - gpu.multiprocessors)
-    return cheapest(countable, p, gpu, estimate, Choice) or ("there are more tiles than the kernel counts in 32 bits")
+choose = Chooser(
+    refusal,
+    lambda p, gpu: (t for t in candidates(p, gpu) if t.tiles(p) < _MOST_COUNTED - gpu.multiprocessors),
+    estimate,
+    Choice,
+    general="exported files have no host code for pixels as rows",
+    none="there are more tiles than the kernel counts in 32 bits",
+)
+"""The cheapest tile by the model, or the sentence why there is none."""

@@ -23,8 +23,9 @@ from torch import Tensor
 
 from upconv.cuda import gather, jit
 from upconv.cuda.axes import Unfit, any_size, result_shape, source_shape
+from upconv.cuda.choosing import Chooser
 from upconv.cuda.columns import instruction, stores_wide
-from upconv.cuda.costs import LAUNCH, cheapest
+from upconv.cuda.costs import LAUNCH
 from upconv.cuda.gather_search import chunk_sizes, classes_of
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.launch import as_run
@@ -515,22 +516,12 @@ def _last_clocks(s: Sweep) -> tuple[float, str]:
     return max(body, body / 2 + store) + _TURN_LAST if s.turns else body + store + _SLICE_LAST, bound
 
 
-def choose(p: Problem, gpu: Gpu, general: bool = False) -> Choice | str:
-    """The cheapest sweep by the model, or the sentence why there is none.
-
-    ``general``: of those that serve every size of the input, which none is made for.
-    """
-    if general:
-        return "a sweep's boxes and tiles go by the rows of one size"
-    return _choose(p, gpu)
-
-
-@lru_cache(maxsize=4096)
-def _choose(p: Problem, gpu: Gpu) -> Choice | str:
-    refused = refusal(p, gpu)
-    if refused:
-        return refused
-    countable = (s for s in candidates(p, gpu) if s.arguments(p, gpu.multiprocessors)[-1] <= _MOST_SLICES)
-    return cheapest(countable, p, gpu, estimate, Choice) or (
-        "no tile of this layer fits in registers, shared memory and one stretch of code"
-    )
+choose = Chooser(
+    refusal,
+    lambda p, gpu: (s for s in candidates(p, gpu) if s.arguments(p, gpu.multiprocessors)[-1] <= _MOST_SLICES),
+    estimate,
+    Choice,
+    general="a sweep's boxes and tiles go by the rows of one size",
+    none="no tile of this layer fits in registers, shared memory and one stretch of code",
+)
+"""The cheapest tile by the model, or the sentence why there is none."""
