@@ -175,6 +175,16 @@ def run_prepared(prepared: Any, p: Problem, packing: bool = False) -> None:
         prepared.run(x, prepared.pack(weight), None, out)
 
 
+def run_claimed(p: Problem, wanted: Callable[[Any], bool]) -> None:
+    """Blocks that claim tiles, several each."""
+    chip = replace(gpu(0), multiprocessors=3)
+    gather._CLAIMED_TILES = 3
+    fitting = (gather.Choice(t, p, chip, 0.0, "") for _, _, t in gather_search.considered(p, chip) if wanted(t))
+    prepared = next(choice for choice in fitting if choice.claimed).prepare(0)
+    x, weight, out = (tensor(shape, p) for shape in (source_shape(p), p.weight_shape, result_shape(p)))
+    prepared.run(x, prepared.pack(weight), None, out, False, True)
+
+
 def run_gather(p: Problem, wanted: Callable[[Any], bool], packing: bool = False, again: bool = False) -> None:
     """The first tiling of a kind. ``packing``: by the kernel that packs the weights itself. ``again``: blocks have
     three tiles and more.
@@ -279,6 +289,14 @@ CASES: dict[str, tuple[str, Callable[[], None]]] = {
     "forward": (
         "gather",
         lambda: run_gather(problem(STRIDED, "tf32", "nchw", "fwd"), lambda t: t.wgmma),
+    ),
+    "forward-claimed": (
+        "gather",
+        lambda: run_claimed(problem(STRIDED, "tf32", "nchw", "fwd"), lambda t: t.split != 2),
+    ),
+    "forward-claimed-turns": (
+        "gather",
+        lambda: run_claimed(problem(PLAIN, "bf16", "channels_last", "fwd"), lambda t: t.split == 2),
     ),
     "forward-ieee": (
         "gather",

@@ -550,7 +550,7 @@ needs_gxx = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
 def _gxx(*arguments: str) -> None:
     # Fortified, as some systems do by themselves, the jumps of host/fibers.h from stack to stack end the program.
-    flags = ("-std=c++17", "-O1", "-w", "-U_FORTIFY_SOURCE")
+    flags = ("-std=c++17", "-O1", "-w", "-U_FORTIFY_SOURCE", "-pthread")
     done = subprocess.run(["g++", *flags, *arguments], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[:4000]
 

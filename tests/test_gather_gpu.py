@@ -307,6 +307,78 @@ def test_kernels_that_pack_on_streams_at_once(precision: str, pass_: Pass) -> No
     )
 
 
+@pytest.mark.parametrize("pass_", ["fwd", "grad-input"])
+@pytest.mark.parametrize("layout", ["nchw", "channels_last"])
+@pytest.mark.parametrize("precision", list(PRECISIONS))
+@pytest.mark.parametrize("name", ["k3 odd", "k2s2", "k3s2", "s23 d21 g4", "1-D s8", "3-D s2", "8x8 whole", "few"])
+def test_claimed_tiles(name: str, precision: str, layout: str, pass_: Pass, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks that claim tiles give the bits of those that have them dealt out, and leave zeros; so do many blocks at
+    once on several streams.
+    """
+    p = _layer(LAYERS[name], precision, layout, pass_)
+    if p.rank == 1 and layout != "nchw":
+        pytest.skip("1-D tensors have no channels_last")
+    monkeypatch.setattr(gather, "_CLAIMED_TILES", 0)
+    chip = replace(gpu(0), multiprocessors=7)
+    every = [t for t in gather_search.candidates(p, chip) if t.claimable(chip.shared_bytes)]
+    kinds = {(t.split, t.resident, t.m_groups > 1, t.stages_p > 1): t for t in every}
+    whole = [t for t in gather_search.candidates(p, chip, size=p.size) if t.claimable(chip.shared_bytes)][:1]
+    assert kinds or p.precision == "ieee" or p.groups > 1
+    torch.manual_seed(zlib.crc32(str(p).encode()))
+    given = memory_format(p.layout, p.rank)
+    x = torch.randn(source_shape(p), device="cuda").to(p.dtype).contiguous(memory_format=given)
+    weight = torch.randn(p.weight_shape, device="cuda").to(p.dtype)
+    bias = torch.randn(p.out_channels, device="cuda").to(p.dtype) if pass_ == "fwd" else None
+    claiming = 0
+    for tiling in (*kinds.values(), *whole):
+        choice = gather.Choice(tiling, p, chip, 0.0, "")
+        if not choice.claimed:
+            continue
+        prepared = choice.prepare(0)
+        claiming += prepared.claims
+        packed = prepared.pack(weight)
+        dealt = torch.full(result_shape(p), float("nan"), device="cuda", dtype=p.dtype).contiguous(memory_format=given)
+        prepared.run(x, packed, bias, dealt)
+        assert not torch.isnan(dealt).any()
+        streams = [torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()]
+        torch.cuda.synchronize()
+        outs = []
+        for i in range(9):
+            with torch.cuda.stream(streams[i % 3]):
+                outs.append(torch.full_like(dealt, float("nan")))
+                prepared.run(x, packed, bias, outs[-1], False, True)
+        torch.cuda.synchronize()
+        assert all(torch.equal(out, dealt) for out in outs), tiling
+        assert len(prepared._counters.of_streams) == 3
+        assert all(not zeros.any() for zeros in prepared._counters.of_streams.values())
+    assert claiming or not kinds or (layout == "channels_last" and p.groups > 1)
+
+
+def test_calls_claim_tiles_and_captured_ones_have_them_dealt_out() -> None:
+    layer = upconv.ConvTranspose2d(32, 64, 3, 1, 1, device="cuda")
+    x = torch.randn(8, 32, 256, 320, device="cuda")
+    calls: list[bool] = []
+    run = gather.Prepared.run
+
+    def noted(self: gather.Prepared, *arguments: Any) -> None:
+        calls.append(self.claims and arguments[5:] == (True,))
+        run(self, *arguments)
+
+    gather.Prepared.run = noted  # type: ignore[method-assign]
+    try:
+        with torch.no_grad():
+            y = layer(x)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                captured = layer(x)
+            graph.replay()
+            again = layer(x)
+    finally:
+        gather.Prepared.run = run  # type: ignore[method-assign]
+    assert calls == [True, False, True]
+    assert torch.equal(captured, y) and torch.equal(again, y)
+
+
 def test_a_training_call_packs_by_the_kernel_and_a_captured_one_by_two(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = upconv.ConvTranspose2d(64, 48, 5, 2, 2, bias=False).cuda()
     x = torch.randn(9, 64, 40, 36, device="cuda", requires_grad=True)

@@ -26,7 +26,7 @@ from upconv.cuda import gather_search, jit, wgrad
 from upconv.cuda.axes import Unfit, any_size, result_shape, source_shape
 from upconv.cuda.gpu import H200
 from upconv.cuda.packs import PACK_THREADS
-from upconv.cuda.tiling import Tiling
+from upconv.cuda.tiling import CLAIMS, CLAIMS_BYTES, Tiling
 from upconv.cuda.wgrad_warpgroups import WarpgroupTiling
 from upconv.problem import Layout, Pass, Precision, Problem
 
@@ -172,6 +172,13 @@ def ring(tiling: Tiling, folder: Path, boxed: bool = False) -> Path:
         defined(tiling, boxed) + CONSTANTS + tables + SIZES + tile + cursor + stages + stream + side + multiply + steps
     )
     return compiled("ring", folder)
+
+
+def claims(folder: Path, stages: int, step: int) -> Path:
+    """A program whose threads claim tiles; so many stages, blocks that keep a remainder."""
+    macros = f"#define STAGES {stages}\n#define CLAIM_STEP {step}\n"
+    (folder / "kernel.h").write_text(macros + (KERNELS / "claims.cuh").read_text())
+    return compiled("claims", folder)
 
 
 def tiles(program: Path, seed: int, count: int) -> int:
@@ -589,3 +596,9 @@ def test_consumers_find_weights_as_they_lie_in_memory(seed: int, pass_: str, tmp
     else:
         pytest.fail("no tiling takes weights as they lie")
     assert tiles(ring(tiling, tmp_path, boxed=True), seed, 7) > 0
+
+
+@pytest.mark.parametrize(("stages", "step"), [(1, 1), (CLAIMS - 3, 1), (5, 2)])
+def test_each_tile_is_claimed_once_and_all_of_a_block_know(stages: int, step: int, tmp_path: Path) -> None:
+    assert CLAIMS_BYTES == 12 * CLAIMS  # the ring that the kernel has
+    assert tiles(claims(tmp_path, stages, step), stages, 8) > 0

@@ -272,6 +272,7 @@ class Runner:
         self.casts = getattr(self.prepared, "casts", False)
         self.packs = getattr(self.prepared, "packs", False)
         self.biased = getattr(self.prepared, "biased", False)
+        self.claims = getattr(self.prepared, "claims", False)
         self.pack_to_keep = getattr(self.prepared, "pack_to_keep", self.prepared.pack)
         packing = getattr(self.prepared, "packing", plan.selection(pass_).choice)
         self.packing = _packing((pass_, packing), p)
@@ -302,7 +303,10 @@ class Runner:
                 return out
             else:  # as `packed` does, in fewer calls
                 packed, fresh = self._pack(weight, rounded), not _capturing()
-            self.prepared.run(x, packed, bias, out, fresh)
+            if self.claims and lasting and not _capturing():
+                self.prepared.run(x, packed, bias, out, fresh, True)  # type: ignore[call-arg]
+            else:
+                self.prepared.run(x, packed, bias, out, fresh)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:

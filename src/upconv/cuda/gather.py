@@ -25,7 +25,7 @@ from upconv.cuda.gpu import Gpu
 from upconv.cuda.gpu import gpu as gpu_of
 from upconv.cuda.launch import Counters, Launcher, as_run
 from upconv.cuda.packs import LazyPacks, Packs, Unit, layer_text
-from upconv.cuda.tiling import Tiling
+from upconv.cuda.tiling import CLAIMS_BYTES, Tiling
 from upconv.derived import derived
 from upconv.problem import Problem
 
@@ -46,6 +46,7 @@ SIZES = "i" * 11  # `Tiling.arguments`
 # block, 3 to 4 with four, 5 with eight).
 _MOST_PARTS, _LONGEST_PACKING = 4, 1e-4
 _LONG_BESIDE = 1e-4  # seconds of a kernel that begins behind `pack`
+_CLAIMED_TILES = 18  # for each multiprocessor
 _PACKED_FIRST = 3e-6  # seconds that a kernel must gain for which weights are packed before, by a launch of its own
 
 
@@ -106,6 +107,22 @@ class Choice:
         return blocks
 
     @property
+    def claimed(self) -> bool:
+        """Whether its blocks claim tiles. An exported file's, which have no counters, take them evenly.
+
+        So do those that read the same pixels, for other channels, or lines that they share, as they must stay abreast
+        (NOTES: unet4's gradient in TF32 channels_last 386 -> 469 us, kb75's by groups 159 -> 167), and those with few
+        tiles, for which asking takes longer than waiting for the last (vae, 16 each, 1 to 2%).
+        """
+        t, p = self.tiling, self.problem
+        if self.general or not t.claimable(self.gpu.shared_bytes):
+            return False
+        read_twice = t.resident and t.m_groups > 1 and math.prod(source_shape(p)) > math.prod(result_shape(p))
+        if read_twice or (t.channels_last and p.groups > 1):
+            return False
+        return t.arguments(self.problem)[-1] >= _CLAIMED_TILES * self.gpu.multiprocessors
+
+    @property
     def summary(self) -> str:
         t = self.tiling
         shape = "x".join(str(v) for v in t.tile)
@@ -145,10 +162,12 @@ class Choice:
         """
         t, label = self.tiling, f"gather {layer_text(self.problem)}"
         unit = 0 if self.general else store_unit(t, self.problem)
-        packed = Unit(label, jit.source("gather.cu", t.macros(store_unit=unit)), ("pack", "gather"))
+        packed = Unit(
+            label, jit.source("gather.cu", t.macros(store_unit=unit, claimed=self.claimed)), ("pack", "gather")
+        )
         if not self.boxable:
             return (packed,)
-        boxed = jit.source("gather.cu", t.macros(boxed=True, store_unit=unit))
+        boxed = jit.source("gather.cu", t.macros(boxed=True, store_unit=unit, claimed=self.claimed))
         return packed, Unit(f"{label} unpacked", boxed, ("gather",))
 
     @property
@@ -225,6 +244,7 @@ class Prepared(BoxedPacks, LazyPacks):
         )
         """What `pack`'s result depends on beside the weight."""
         self._choice, self._zeros = choice, Counters(device, 4)
+        self.claims, self._counters = choice.claimed, Counters(device, t.m_groups + 1)
         if self._boxed_unit is None and not choice.packs:
             self.load()
         # Else what its first weight wants is loaded then: hardly a layer has weights of both kinds.
@@ -245,8 +265,9 @@ class Prepared(BoxedPacks, LazyPacks):
         boxed = ("_run_boxed",) if self._boxed_unit is not None else ()
         return "_pack", "_run", *casting, *boxed, *(("_run_packing",) if self._choice.packs else ())
 
-    def _load_gather(self, unit: Unit, codes: str) -> Launcher:
-        return self._load(unit, "gather", 512 if self._tiling.wgmma else 384, self._tiling.shared_bytes, codes)
+    def _load_gather(self, unit: Unit, codes: str, claimed: bool) -> Launcher:
+        shared = self._tiling.shared_bytes + (CLAIMS_BYTES if claimed else 0)
+        return self._load(unit, "gather", 512 if self._tiling.wgmma else 384, shared, codes)
 
     def _load_form(self, boxed: bool) -> Launcher:
         """The kernel of weights that boxes bring, or of packed ones.
@@ -256,12 +277,13 @@ class Prepared(BoxedPacks, LazyPacks):
         """
         unit = self._boxed_unit if boxed else self._unit
         assert unit is not None
-        launcher = self._load_gather(unit, self._codes + (f"({'q' * 16})" if boxed else ""))
+        codes = self._codes + (f"({'q' * 16})" if boxed else "")
+        launcher = self._load_gather(unit, codes.replace("(", "P(", 1) if self.claims else codes, self.claims)
         if self._tiling.cluster == 1 or launcher.clusters(self._device, self._tiling.cluster):
             return launcher
         self._tiling = replace(self._tiling, cluster=1)
         alone = replace(self._choice, tiling=self._tiling)
-        self._grid = alone.grid
+        self._grid, self.claims = alone.grid, alone.claimed
         self._unit, self._boxed_unit = _units(alone)
         return self._load_form(boxed)
 
@@ -276,7 +298,7 @@ class Prepared(BoxedPacks, LazyPacks):
     @cached_property
     def _run_packing(self) -> Launcher:
         (unit,) = self._choice.packing_sources
-        return self._load_gather(unit, self._codes.replace("(", "PPii(", 1))
+        return self._load_gather(unit, self._codes.replace("(", "PPii(", 1), False)
 
     @property
     def packs(self) -> bool:
@@ -317,16 +339,20 @@ class Prepared(BoxedPacks, LazyPacks):
             found = self._kept(self._results, at_out, lambda: [result_map(t, p, at_out)])
         return self._tail(address), found
 
-    def run(self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, fresh: bool = False) -> None:
+    def run(
+        self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, fresh: bool = False, claim: bool = False
+    ) -> None:
         """Launches the kernel: ``x`` and ``out`` dense in the problem's layout, ``packed`` what `pack` returned.
 
         For pass "grad-input" they are the output's gradient and the input's, and a bias is of the input's channels.
         ``fresh``: `pack` was called just before, and the kernel loads its first pixels beside what that launched.
+        ``claim``: where it `claims`, blocks take tiles as they come to them, by counters that outlive the call, so not
+        in a graph that is captured; else evenly, to the same bits.
         """
         address, at_out = x.data_ptr(), out.data_ptr()
         if at_out & 15:  # PyTorch's allocations never do; `store_unit` goes by sizes alone
             whole = torch.empty_like(out)
-            self.run(x, packed, bias, whole, fresh)
+            self.run(x, packed, bias, whole, fresh, claim)
             out.copy_(whole)
             return
         if address & 15 and self._tiling.needs_alignment:
@@ -334,7 +360,8 @@ class Prepared(BoxedPacks, LazyPacks):
             x = x.clone()  # a view that begins off 16 bytes; PyTorch's allocations never do
             address = x.data_ptr()
         at = packed.data_ptr()
-        args = (address, at, self._bias_of(at, bias), at_out, *self._ends(address, at_out))
+        counters = (self._counters.address(x) if claim else 0,) if self.claims else ()
+        args = (address, at, self._bias_of(at, bias), at_out, *counters, *self._ends(address, at_out))
         if packed.dtype is torch.int32:
             self._run(self._device, self._grid, args, fresh and self._overlaps)
         else:

@@ -20,6 +20,7 @@ from upconv.problem import Problem
 _MOST_ACCUMULATORS = 5  # 64 x 64 each, 32 registers of a consumer's thread
 _MOST_CONSTANTS = 65536  # bytes that a kernel has
 _FEW_TAPS = 500  # and phases, whose tables are never too large
+CLAIMS, CLAIMS_BYTES = 16, 192  # of kernels/claims.cuh: places of its ring, and its shared memory
 _MAX_OFFSET = 2000  # rows' offsets are packed in 12 bits, signed
 
 
@@ -92,6 +93,13 @@ class Tiling(TiledWeights):
         tiles = stages_p * self.parts * (-(-self.pixels * self.row_bytes // 1024) * 1024)
         ring = self._ring_fragments(stages_w) * self.wgs_m * FRAGMENT
         return tiles + ring + (0 if self.channels_last else stages_s * self.slot_bytes)
+
+    def claimable(self, shared_limit: int) -> bool:
+        """Whether blocks can claim tiles as they come to them (kernels/claims.cuh): by the thread that loads boxes."""
+        if not self.tensor_map or self.cluster > 1 or self.shared_bytes + CLAIMS_BYTES > shared_limit:
+            return False
+        ahead = -(-(self.stages_p + self.stages_s) // self.chunks)  # tiles by which that thread may be
+        return min(self.variant_entries) > 0 and ahead + 3 <= CLAIMS
 
     # --- validity ----------------------------------------------------------------------------------------------------
 
@@ -199,12 +207,14 @@ class Tiling(TiledWeights):
 
     # --- the kernel's macros -----------------------------------------------------------------------------------------
 
-    def macros(self, boxed: bool = False, store_unit: int = 0, packs: bool = False) -> dict[str, int | float | str]:
+    def macros(
+        self, boxed: bool = False, store_unit: int = 0, packs: bool = False, claimed: bool = False
+    ) -> dict[str, int | float | str]:
         """The kernel's constants by macro name; see kernels/gather.cu.
 
         ``boxed``: its weights are not packed. ``store_unit``: bytes at multiples of which the result's rows begin and
         end (`gather.store_unit`), an element's if never at more; 0 for a kernel that serves all. ``packs``: it packs
-        weights itself.
+        weights itself. ``claimed``: its blocks claim tiles (`claimable`).
         """
         p = self.problem
         order = ("tf32", "ieee", "fp16", "bf16")
@@ -324,7 +334,8 @@ class Tiling(TiledWeights):
             # Both warpgroups of each kind together have a block's 65,536.
             "PRODUCER_REGISTERS": producer_registers,
             "CONSUMER_REGISTERS": 256 - producer_registers,
-            "SHARED_BYTES_PLANNED": self.shared_bytes,
+            "SHARED_BYTES_PLANNED": self.shared_bytes + (CLAIMS_BYTES if claimed else 0),
+            "CLAIMED": int(claimed),
             "TAP_ROWS": table(self.shift(off) for off, _ in flat),
             "TAP_INDICES": table(t for _, taps in flat for t in taps),
             "ENTRIES": table(bounds),

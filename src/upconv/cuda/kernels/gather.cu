@@ -47,6 +47,10 @@ __constant__ const short BARE_H[] = BARES_H;
 __constant__ const short BARE_W[] = BARES_W;           // -1: all along W
 __constant__ const short BARE_ROW[] = BARES_ROWS;      // rows along H, neighbours; 0: all
 #endif
+#if CLAIMED
+#define CLAIM_STEP (RESIDENT ? M_GROUPS : 1)  // a block's weights are of one M-group
+#include "claims.cuh"
+#endif
 #include "gather_tile.cuh"        // a chunk's pixels, roles, arguments
 
 #if PLANE_BARRIERS > 1 && !(DIRECT_BOX && STRIDED_BOX && STRAIGHT && PLANE_BARRIERS == PLANES)
@@ -90,6 +94,9 @@ __device__ __forceinline__ int chunks_of(int variant) { return entries_of(varian
 #define NEXT_TILE(index, s) index = s.tiles
 #define FIRST_CHUNK (RANK * CHUNKS / CLUSTER)
 #define END_CHUNK ((RANK + 1) * CHUNKS / CLUSTER)
+#elif CLAIMED
+#define FIRST_TILE(s) blockIdx.x
+#define NEXT_TILE(index, s) index = claims.next()
 #else
 #define FIRST_TILE(s) blockIdx.x
 #define NEXT_TILE(index, s) index += gridDim.x
@@ -116,9 +123,18 @@ __device__ __forceinline__ void consume(const char* packed, const ELEMENT_TYPE* 
   weights.ring += offset;
   weights.first = true;
   int turn = 0;
+#if CLAIMED
+  ClaimsOf<false> claims(s.claims);
+#endif
   if (SPLIT == 2 && wg == 1) named_arrive(2, CONSUMER_THREADS);  // the first turn is warpgroup 0's
+#if CLAIMED && SPLIT != 2
+  int following;
+#pragma unroll 1
+  for (int index = FIRST_TILE(s); index < s.tiles; index = following, turn++) {
+#else
 #pragma unroll 1
   for (int index = FIRST_TILE(s); index < s.tiles; NEXT_TILE(index, s), turn++) {
+#endif
     Tile t = tile_at(index, s);
 #if CLUSTER > 1
     int chunks = END_CHUNK - FIRST_CHUNK;
@@ -171,6 +187,9 @@ __device__ __forceinline__ void consume(const char* packed, const ELEMENT_TYPE* 
     wgmma_wait<0>();
     give_back(behind, lane);
 #endif
+#if CLAIMED && SPLIT != 2
+    following = claims.next();                           // ahead of the stores, which hide the wait (NOTES: nnunet2 bfloat16 97 -> 92 us)
+#endif
 #if CLUSTER > 1
     add_up(ALL_SUMS, tiles, wg, thread);
 #endif
@@ -195,7 +214,12 @@ __device__ __forceinline__ void consume(const char* packed, const ELEMENT_TYPE* 
 #define BARRIERS_AT (BUFFERS_AT + CONSUMERS * 4 * BUFFER_BYTES)
 #define PIXEL_BARRIERS (STAGES_P * PLANE_BARRIERS)
 #define SLOT_BARRIERS (BOX ? (CHANNELS_LAST ? STAGES_P : STAGES_S) : 0)
+#if CLAIMED
+#define CLAIMS_AT (BARRIERS_AT + 16 * (PIXEL_BARRIERS + STAGES_W + SLOT_BARRIERS))
+#define SEGMENTS_AT (CLAIMS_AT + CLAIMS_BYTES)
+#else
 #define SEGMENTS_AT (BARRIERS_AT + 16 * (PIXEL_BARRIERS + STAGES_W + SLOT_BARRIERS))
+#endif
 #define SHARED_BYTES (SEGMENTS_AT + SEGMENTS * 4)
 #if WHOLE && !SLOTS_BY_BOX
 #error "whole images come by boxes"
@@ -206,6 +230,12 @@ __device__ __forceinline__ void consume(const char* packed, const ELEMENT_TYPE* 
 
 #if CLUSTER > 1 && SUMS_BYTES > BUFFERS_AT
 #error "a block's sums have no room where pixels and weights were"
+#endif
+#if CLAIMED && (!BOX || PACKS || CLUSTER > 1)
+#error "tiles are claimed by the thread that loads boxes"
+#endif
+#if CLAIMED && (STAGES_P + STAGES_S + CHUNKS - 1) / CHUNKS + 3 > CLAIMS
+#error "the thread that claims runs around the ring"
 #endif
 #if CLUSTER > 1 && (RESIDENT || SPLIT == 2 || BARE || SHUFFLED || DRAINED || PACKS)
 #error "blocks of a cluster have a tile each, and a ring of weights"
@@ -218,6 +248,8 @@ __cluster_dims__(CLUSTER)
 gather(const char* __restrict__ x, const char* __restrict__ packed, const ELEMENT_TYPE* __restrict__ bias, char* __restrict__ y,
 #if PACKS  // weights as they are, zeros, elements between taps, whether they are float32: `packed` is written first
        const void* weight, u32* counters, int tap_step, int single,
+#elif CLAIMED
+       u32* counters,                  // as many as M-groups that stay with a block, and one; null in a graph, whose replays may run at once
 #endif
        int batch, int in_d, int in_h, int in_w, int out_d, int out_h, int out_w, int tiles_d, int tiles_h, int tiles_w, int tile_count
 #if BOX
@@ -225,7 +257,11 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const ELEMEN
 #endif
 ) {
   extern __shared__ __align__(1024) unsigned char memory[];
+#if CLAIMED
+  const Sizes s = {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, tile_count, {shared_address(memory) + CLAIMS_AT, counters}};
+#else
   const Sizes s = {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, tile_count};
+#endif
   u32 base = shared_address(memory);
   u32 full = base + BARRIERS_AT, empty = full + 8 * PIXEL_BARRIERS, full_w = empty + 8 * PIXEL_BARRIERS, empty_w = full_w + 8 * STAGES_W;
   const Barriers barriers = {full, empty, empty_w + 8 * STAGES_W, empty_w + 8 * (STAGES_W + SLOT_BARRIERS)};
@@ -243,6 +279,9 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const ELEMEN
       barrier_init(barriers.landed + 8 * i, 1);
       barrier_init(barriers.left + 8 * i, PRODUCER_WARPS);
     }
+#if CLAIMED
+    claims_init(s.claims.ring);
+#endif
 #if HAS_ASYNC_PROXY
     asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
 #endif

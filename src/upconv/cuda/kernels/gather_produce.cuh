@@ -219,7 +219,13 @@ __device__ __forceinline__ void round_units(u32 tile, int thread) {
 #endif
 
 // A walk over (tile, chunk) in the order in which consumers take them.
+#if CLAIMED
+template <class Claiming>                               // the loader's, or others'
+struct WalkOf {
+  Claiming claims;
+#else
 struct Walk {
+#endif
   int index, chunk;
   Tile tile;
 #if CLUSTER > 1  // a share of one tile's
@@ -242,6 +248,9 @@ struct Walk {
   }
 #endif
 };
+#if CLAIMED
+typedef WalkOf<ClaimsOf<false>> Walk;
+#endif
 
 // The tile is written: make it visible to the matrix units and say so, once a warp.
 __device__ __forceinline__ void hand_over(u32 barrier, int lane) {
@@ -269,7 +278,11 @@ struct Barriers { u32 full, empty, landed, left; };      // of tiles; of slots o
 // The loader, one thread: ahead of everyone by as many slots (NCHW) or tiles (channels-last) as are free. Channels-last pixels
 // whose taps step over columns or rows come as a box for each plane, with the copy engine's element strides.
 __device__ __forceinline__ void load_boxes(const TensorMaps& maps, const Sizes& s, u32 to, u32 stage_bytes, u32 landed, u32 left) {
+#if CLAIMED
+  WalkOf<Claimer> walk = {Claimer(s.claims)};
+#else
   Walk walk;
+#endif
   Cursor cursor = {0, 1};                               // all are free at first
 #pragma unroll 1
   for (walk.begin(FIRST_TILE(s), s); walk.live(s); walk.next(s), cursor.next(CHANNELS_LAST ? STAGES_P : STAGES_S)) {
@@ -307,13 +320,23 @@ __device__ __forceinline__ void load_boxes(const TensorMaps& maps, const Sizes& 
       asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5, %6}], [%7];\n"
                    ::"r"(to + cursor.stage * stage_bytes + r * (SLOTS_BY_BOX ? SLOT_BOX_BYTES : PLANE_PITCH * ROW_BYTES)), "l"(CLASSED ? maps.of + r : maps.of), "r"(CHANNELS_LAST ? c : w), "r"(CHANNELS_LAST ? w : h), "r"(CHANNELS_LAST ? h : d), "r"(CHANNELS_LAST ? d : c), "r"(at.n), "r"(barrier) : "memory");
     }
+#if CLAIMED
+    walk.claims.tell();
+#endif
   }
+#if CLAIMED
+  walk.claims.end();
+#endif
 }
 #endif
 
 __device__ __forceinline__ void produce(const char* __restrict__ x, const Sizes& s, const int* segments, u32 tiles, u32 slots, const Barriers& barriers, int thread) {
   int lane = thread & 31;
+#if CLAIMED
+  Walk now = {ClaimsOf<false>(s.claims)};
+#else
   Walk now;
+#endif
   Cursor tile = {0, 1};
 #if !CHANNELS_LAST
   Pixels own;

@@ -83,6 +83,9 @@ struct Sizes {                                         // one layout for the pac
   int batch, in_d, in_h, in_w, out_d, out_h, out_w;
   int tiles_d, tiles_h, tiles_w;                       // tiles of q per axis
   int tiles;                                           // all of them, times M_GROUPS
+#if CLAIMED
+  Claims claims;
+#endif
 };
 
 struct alignas(64) TensorMap { u64 opaque[16]; };        // a CUtensorMap; <cuda.h> does not compile under NVRTC

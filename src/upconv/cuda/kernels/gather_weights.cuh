@@ -101,6 +101,9 @@ __device__ __forceinline__ void stream_weights(const Source& packed, const Sizes
 #endif
   }
 #else
+#if CLAIMED
+  ClaimsOf<true> claims(s.claims);
+#endif
   Cursor cursor = {0, 1};
 #pragma unroll 1
   for (int index = FIRST_TILE(s); index < s.tiles; NEXT_TILE(index, s)) {
