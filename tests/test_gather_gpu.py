@@ -310,7 +310,7 @@ def test_kernels_that_pack_on_streams_at_once(precision: str, pass_: Pass) -> No
 @pytest.mark.parametrize("pass_", ["fwd", "grad-input"])
 @pytest.mark.parametrize("layout", ["nchw", "channels_last"])
 @pytest.mark.parametrize("precision", list(PRECISIONS))
-@pytest.mark.parametrize("name", ["k3 odd", "k2s2", "k3s2", "s23 d21 g4", "1-D s8", "3-D s2", "8x8 whole", "few"])
+@pytest.mark.parametrize("name", ["k3", "k2s2", "k3s2", "1-D s8", "3-D", "8x8 whole", "rows at 2 places", "few"])
 def test_claimed_tiles(name: str, precision: str, layout: str, pass_: Pass, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks that claim tiles give the bits of those that have them dealt out, and leave zeros; so do many blocks at
     once on several streams.
@@ -323,7 +323,8 @@ def test_claimed_tiles(name: str, precision: str, layout: str, pass_: Pass, monk
     every = [t for t in gather_search.candidates(p, chip) if t.claimable(chip.shared_bytes)]
     kinds = {(t.split, t.resident, t.m_groups > 1, t.stages_p > 1): t for t in every}
     whole = [t for t in gather_search.candidates(p, chip, size=p.size) if t.claimable(chip.shared_bytes)][:1]
-    assert kinds or p.precision == "ieee" or p.groups > 1
+    shuffled = [t for how in ways(p) for t in gather_search.candidates(p, chip, shuffle=how)]
+    whole += [t for t in shuffled if t.claimable(chip.shared_bytes)][:1]
     torch.manual_seed(zlib.crc32(str(p).encode()))
     given = memory_format(p.layout, p.rank)
     x = torch.randn(source_shape(p), device="cuda").to(p.dtype).contiguous(memory_format=given)
@@ -351,7 +352,7 @@ def test_claimed_tiles(name: str, precision: str, layout: str, pass_: Pass, monk
         assert all(torch.equal(out, dealt) for out in outs), tiling
         assert len(prepared._counters.of_streams) == 3
         assert all(not zeros.any() for zeros in prepared._counters.of_streams.values())
-    assert claiming or not kinds or (layout == "channels_last" and p.groups > 1)
+    assert claiming or name in ("k2s2", "k3s2", "3-D", "few")  # whose rows boxes may not bring
 
 
 def test_calls_claim_tiles_and_captured_ones_have_them_dealt_out() -> None:
