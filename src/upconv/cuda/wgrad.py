@@ -475,7 +475,8 @@ def _warpgroup_candidates(
 
 def _staged(t: WarpgroupTiling, gpu: Gpu) -> WarpgroupTiling | None:
     """A tiling with as many stages as fit, or None where two do not."""
-    stages = min(4, (gpu.shared_bytes - t.raw_bytes - 16) // (t.stage_bytes + 16))
+    most = 8 if t.channels_last else 4
+    stages = min(most, (gpu.shared_bytes - t.raw_bytes - 16) // (t.stage_bytes + 16))
     return varied(t, stages=stages) if stages >= 2 else None
 
 

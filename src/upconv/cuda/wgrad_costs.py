@@ -61,6 +61,12 @@ _LAST_INSTRUCTION, _LAST_SHARED = {4: 63.3, 2: 31.9}, 0.371
 _LAST_READ, _LAST_READ_STACKED, _LAST_WRITTEN, _LAST_TURNED = 0.3, 1.5, 0.891, 6.46
 _LAST_LINE, _LAST_BOX, _LAST_L2 = 2.07, 16.5, 200.0
 _LAST_TOGETHER, _LAST_BESIDE, _LAST_SETS, _LAST_GAPLESS = 10.0, 170.0, 0.006, 0.122
+# A tile's halo is read for each of its images (NOTES: kb57 bfloat16 by 2 x 2 x 64 820 us, 1 x 8 x 32 779; kb71 by 2 x 2 x 64
+# 209, 4 x 1 x 64 263, 1 x 4 x 64 191).
+_LAST_IMAGES = 0.04
+_LAST_DEEP = (
+    0.02  # rows together, with taps along D (NOTES: kb73 bfloat16 212 us, one by one 189; the model has both at 179)
+)
 # Where both operands are read by descriptors, a stage is given back a chunk late, so that its next chunk has one stage
 # less to arrive in: clocks, bytes a clock, and the exponent (NOTES: of 43 layers in bfloat16 choices are 3.5% behind
 # the best timed ones without this, 2.3% with it; with three stages nnunet 33.4 us, fragments from registers 30.3; 3-D
@@ -104,7 +110,7 @@ _LAST_ENDS = Ends(
     memory=0.247,
     alone=(0.0, 1.33),
     cluster=(2.8e-6, 0.929),
-    together=(4.6e-6, 1.154),
+    together=(4.6e-6, 1.8),
     steps=(2e-6, 4.28),
     scattered=0.0,
 )
@@ -245,7 +251,9 @@ def _last_clocks(t: WarpgroupTiling) -> tuple[float, str]:
     }
     bound = max(parts, key=lambda name: parts[name])
     total = sum(part**_LAST_TOGETHER for part in parts.values()) ** (1 / _LAST_TOGETHER) + _LAST_BESIDE
-    total *= 1.0 + _LAST_SETS * math.log2(t.sets[2]) + _LAST_GAPLESS * (t.gapless > 0)
+    images = 0.0 if t.gapless else math.log2(t.tile[0])
+    more = _LAST_SETS * math.log2(t.sets[2]) + _LAST_IMAGES * images
+    total *= 1.0 + more + _LAST_DEEP * (t.stacked and t.taps[0] > 1) + _LAST_GAPLESS * (t.gapless > 0)
     if t.a_shared:
         latency, rate, exponent = _LAST_ARRIVES
         arrives = (latency + copied / rate) / max(0.5, t.stages - 2)
