@@ -61,7 +61,7 @@ _LAST_INSTRUCTION, _LAST_SHARED = {4: 63.3, 2: 31.9}, 0.371
 _LAST_READ, _LAST_READ_STACKED, _LAST_WRITTEN, _LAST_TURNED = 0.3, 1.5, 0.891, 6.46
 _LAST_LINE, _LAST_BOX, _LAST_L2 = 2.07, 16.5, 200.0
 _LAST_TOGETHER, _LAST_BESIDE, _LAST_SETS, _LAST_GAPLESS = 10.0, 170.0, 0.006, 0.122
-# A tile's halo is read for each of its images (NOTES: kb57 bfloat16 by 2 x 2 x 64 820 us, 1 x 8 x 32 779; kb71 by 2 x 2 x 64
+# A halo is read for each image of a tile (NOTES: kb57 bfloat16 by 2 x 2 x 64 820 us, 1 x 8 x 32 779; kb71 by 2 x 2 x 64
 # 209, 4 x 1 x 64 263, 1 x 4 x 64 191).
 _LAST_IMAGES = 0.04
 _LAST_DEEP = (
