@@ -46,6 +46,7 @@ class Choice:
     identity: bool = False
     packing: str | None = None
     packs: bool = False
+    claims: bool = False
     family: str = "stand-in"
     seconds: float = 1e-3
     summary: str = "one tile"
@@ -65,6 +66,7 @@ class Prepared:
         if choice.packing is not None:
             self.packing = choice.packing
         self.packs = choice.packs
+        self.claims = choice.claims
 
     def pack(self, weight: Tensor) -> Tensor:
         self.choice.log.append("pack")
@@ -75,9 +77,11 @@ class Prepared:
         self.choice.log.append("packing")
         self.run(x, weight.detach().clone(memory_format=torch.contiguous_format), bias, out)
 
-    def run(self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, fresh: bool = False) -> None:
+    def run(
+        self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, fresh: bool = False, claim: bool = False
+    ) -> None:
         p = self.choice.problem
-        self.choice.log.append("run")
+        self.choice.log.append("claim" if claim else "run")
         self.choice.fresh.append(fresh)
         if self.choice.failure is not None:
             raise self.choice.failure
@@ -449,6 +453,19 @@ def test_captured_graphs_pack_for_themselves(machine: Machine, weights: Weights)
     machine.capturing = True
     assert weights.packs() == 1
     assert not engine._shelves
+
+
+@pytest.mark.parametrize("claims", [True, False])
+def test_blocks_claim_tiles_where_memory_may_outlive_the_call(claims: bool, machine: Machine) -> None:
+    plan, log = a_plan(Problem.make(2, 4, 6, (5, 5), 3, 2), claims=claims)
+    x, weight, bias = torch.randn(2, 4, 5, 5), torch.randn(4, 6, 3, 3), torch.randn(6)
+    outs = [engine.forward(plan, x, weight, bias), engine.forward(plan, x, weight, bias, keep=False)]
+    outs.append(engine.forward(plan, x, weight, bias, lasting=False))
+    machine.capturing = True
+    outs.append(engine.forward(plan, x, weight, bias))
+    assert all(torch.equal(out, outs[0]) for out in outs)
+    ran = [entry for entry in log if entry in ("run", "claim")]
+    assert ran == (["claim", "claim", "run", "run"] if claims else ["run"] * 4)
 
 
 def test_another_stream_waits_for_the_packing_once(machine: Machine, weights: Weights) -> None:

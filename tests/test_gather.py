@@ -936,6 +936,53 @@ def test_only_small_weights_are_packed_by_the_kernel() -> None:
     assert isinstance(last, gather.Choice) and last.boxable and not last.packs  # needs no packing
 
 
+WIDE = Problem.make(8, 32, 64, (256, 320), 3, 1, 1).with_(precision="tf32")  # 19 tiles for a multiprocessor
+
+
+def test_which_blocks_claim_tiles() -> None:
+    def claimed(p: Problem, gpu: Gpu = H200, **how: bool) -> bool:
+        found = gather.choose(p, gpu, **how)
+        assert isinstance(found, gather.Choice)
+        units, t = found.sources(), found.tiling
+        assert all(("#define CLAIMED 1\n" in unit.source) is found.claimed for unit in units)
+        bytes_ = t.shared_bytes + (192 if found.claimed else 0)
+        assert all(f"#define SHARED_BYTES_PLANNED {bytes_}\n" in unit.source for unit in units)
+        assert bytes_ <= gpu.shared_bytes
+        return found.claimed
+
+    assert claimed(WIDE) and not claimed(WIDE.with_(batch=7)), "18 tiles each"
+    assert not claimed(WIDE, general=True), "an exported file has no counters"
+    assert not claimed(WIDE, A100), "no boxes"
+    up = SUITES["cuda"]
+    unet4, kb75 = (next(c.problem for c in up if c.name == name) for name in ("unet4", "kb75"))
+    last = {"precision": "tf32", "layout": "channels_last"}
+    assert claimed(unet4.with_(**last)) and not claimed(unet4.with_(pass_="grad-input", **last))
+    assert claimed(kb75.with_(precision="tf32")) and not claimed(kb75.with_(**last)), "groups share lines"
+
+
+def test_what_a_kernel_that_claims_is_told(stubs: Stubs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each stream's own counters, or none; it begins beside its packing, unless its zeros are made in between."""
+    stream = [7]
+    monkeypatch.setattr(launch, "current_stream", lambda index: stream[0])
+    choice = gather.choose(WIDE, H200)
+    assert isinstance(choice, gather.Choice) and choice.claimed
+    prepared = choice.prepare(0)
+    x, out = torch.empty(WIDE.input_shape), torch.empty(WIDE.output_shape)
+    packed = prepared.pack(torch.randn(WIDE.weight_shape))
+    stubs.launched.clear()
+    told = []
+    for on, claim in ((7, False), (7, True), (7, True), (8, True), (8, True)):
+        stream[0] = on
+        prepared.run(x, packed, None, out, True, claim)
+        name, grid, dependent, args = stubs.pop()
+        assert (name, grid, args[5:16]) == ("gather", choice.grid, choice.tiling.arguments(WIDE))
+        told.append((args[4], dependent))
+    none, first, second, third, fourth = told
+    assert none == (0, True) and first == (second[0], False) and second[1] and third[0] != first[0] != 0
+    assert not third[1] and fourth == (third[0], True)
+    assert all(zeros.numel() == choice.tiling.m_groups + 1 for zeros in prepared._counters.of_streams.values())
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_a_kernel_that_packs_is_told(dtype: torch.dtype, stubs: Stubs, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights where they lie, each stream's own zeros; two launches where weights lie otherwise or results do."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import upconv
-from conftest import assert_accurate, tf32_magnitude
+from conftest import HOPPER, assert_accurate, tf32_magnitude
 from upconv import reference
 from upconv.bench.timing import precision_flags
 from upconv.cpu import memory_format
@@ -307,6 +307,7 @@ def test_kernels_that_pack_on_streams_at_once(precision: str, pass_: Pass) -> No
     )
 
 
+@HOPPER[1]
 @pytest.mark.parametrize("pass_", ["fwd", "grad-input"])
 @pytest.mark.parametrize("layout", ["nchw", "channels_last"])
 @pytest.mark.parametrize("precision", list(PRECISIONS))
@@ -337,7 +338,7 @@ def test_claimed_tiles(name: str, precision: str, layout: str, pass_: Pass, monk
             continue
         prepared = choice.prepare(0)
         claiming += prepared.claims
-        packed = prepared.pack(weight)
+        packed = prepared.pack(weight.contiguous(memory_format=given))  # in channels_last as boxes may take it
         dealt = torch.full(result_shape(p), float("nan"), device="cuda", dtype=p.dtype).contiguous(memory_format=given)
         prepared.run(x, packed, bias, dealt)
         assert not torch.isnan(dealt).any()
@@ -355,9 +356,10 @@ def test_claimed_tiles(name: str, precision: str, layout: str, pass_: Pass, monk
     assert claiming or name in ("k2s2", "k3s2", "3-D", "few")  # whose rows boxes may not bring
 
 
+@HOPPER[1]
 def test_calls_claim_tiles_and_captured_ones_have_them_dealt_out() -> None:
     layer = upconv.ConvTranspose2d(32, 64, 3, 1, 1, device="cuda")
-    x = torch.randn(8, 32, 256, 320, device="cuda")
+    x = torch.randn(16, 32, 256, 320, device="cuda")
     calls: list[bool] = []
     run = gather.Prepared.run
 

@@ -526,6 +526,17 @@ def test_one_kernel_serves_every_device(fresh: None) -> None:
         assert torch.equal(x, expected) and torch.cuda.current_device() == 0
 
 
+def test_counters_are_known_once_a_stream_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = [3]
+    monkeypatch.setattr(launch_module, "current_stream", lambda device: stream[0])
+    counters = launch_module.Counters(0, 2)
+    assert not counters.known()
+    counters.address(torch.empty(0))
+    assert counters.known()
+    stream[0] = 4
+    assert not counters.known()
+
+
 def test_counters_of_a_stream_are_one_tensor_for_all_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two threads that come first both get the one that is kept; what was replaced outlives a launch."""
     stream = [0]

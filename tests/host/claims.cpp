@@ -1,5 +1,6 @@
 // claims.cuh by threads of the host: blocks, each of a thread that loads and claims and of some that read, ahead of and behind each
-// other by as much as stages allow. All tiles must be taken, each by one block, whose threads see the same in the same order.
+// other by as much as stages allow; two of these take turns, so that one may be a tile behind what the other has given back. All tiles
+// must be taken, each by one block, whose threads see the same in the same order.
 #include "standard.h"
 
 #include <algorithm>
@@ -22,7 +23,7 @@ static thread_local Dim blockIdx, gridDim;
 static const int READERS = 3;
 struct Block {
   std::atomic<u32> completed[64], words[64];  // phases of barriers; the ring's words
-  std::atomic<long long> issued, consumed[READERS];
+  std::atomic<long long> issued, consumed[READERS], turn;
   std::vector<int> seen[READERS + 1];         // the last: the claiming thread's
 };
 static thread_local Block* block;
@@ -67,12 +68,19 @@ static void read(const Claims& claims, int tiles, int chunks, int reader, u32 se
   ClaimsOf<true> reading(claims);
   for (int index = blockIdx.x; index < tiles; index = reading.next()) {
     block->seen[reader].push_back(index);
+    // Readers 0 and 1 take turns: a tile's chunks are given back by the one whose it is, for both, as soon as the other has done its.
+    const long long turn = block->seen[reader].size() - 1;
+    if (reader < 2 && turn % 2 != reader) continue;
+    if (reader < 2)
+      while (block->turn != turn) std::this_thread::yield();
     for (int chunk = 0; chunk < chunks; chunk++) {
       while (block->issued <= block->consumed[reader]) std::this_thread::yield();
       pause(random);
-      block->consumed[reader]++;
+      if (reader < 2) block->consumed[0]++, block->consumed[1]++;
+      else block->consumed[reader]++;
     }
-    pause(random);
+    if (reader < 2) block->turn++;
+    for (int i = random() % 60; i > 0; i--) std::this_thread::yield();  // it stores
   }
 }
 

@@ -74,13 +74,20 @@ class GradInput(Gradient, ABC):
         """The weight itself: which packing it needs is known when there is memory, or none."""
         return weight
 
-    def run(self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, fresh: bool = False) -> None:
+    @property
+    def claims(self) -> bool:
+        return bool(getattr(self._inner, "claims", False))
+
+    def run(
+        self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, fresh: bool = False, claim: bool = False
+    ) -> None:
         """Writes the input's gradient into ``out``; ``x`` is the output's gradient, ``packed`` the weight.
 
         Both gradients are dense in the problem's layout; the weight has the problem's dtype, or float32 for 16 bits.
+        ``claim``: as for the inner kernel, which `claims`.
         """
         try:
-            self.rearranged(x, packed, out, fresh)
+            self.rearranged(x, packed, out, (fresh, True) if claim else (fresh,))
             return
         except torch.OutOfMemoryError:
             pass  # what follows is behind the handler, whose exception keeps the temporaries alive
@@ -89,8 +96,8 @@ class GradInput(Gradient, ABC):
         self._reserve.run(x, self._reserve.pack(packed), None, out)
 
     @abstractmethod
-    def rearranged(self, x: Tensor, weight: Tensor, out: Tensor, fresh: bool) -> None:
-        """`run`, where there is memory."""
+    def rearranged(self, x: Tensor, weight: Tensor, out: Tensor, how: tuple[bool, ...]) -> None:
+        """`run`, where there is memory; ``how``: what the inner kernel's `run` takes last."""
 
 
 class GradWeight(Gradient, ABC):

@@ -110,9 +110,10 @@ class Choice:
     def claimed(self) -> bool:
         """Whether its blocks claim tiles. An exported file's, which have no counters, take them evenly.
 
-        So do those that read the same pixels, for other channels, or lines that they share, as they must stay abreast
-        (NOTES: unet4's gradient in TF32 channels_last 386 -> 469 us, kb75's by groups 159 -> 167), and those with few
-        tiles, for which asking takes longer than waiting for the last (vae, 16 each, 1 to 2%).
+        So do those that must stay abreast, since they read the same pixels for other channels, and these are more than
+        the results (NOTES: unet4's gradient in TF32 channels_last 386 -> 469 us, its forward 425 -> 423), or lines that
+        they share (kb75's by groups 159 -> 167); and those with few tiles, for which asking takes longer than waiting
+        for the last (vae, 16 each, 1 to 2%).
         """
         t, p = self.tiling, self.problem
         if self.general or not t.claimable(self.gpu.shared_bytes):
@@ -156,7 +157,7 @@ class Choice:
         return packing > _FOUR_LOADS[one_tap] * self.seconds
 
     def sources(self) -> tuple[Unit, ...]:
-        """What NVRTC must compile; the same for all input sizes that share the tile and the `store_unit`.
+        """What NVRTC must compile; the same for all input sizes that share the tile, the `store_unit` and `claimed`.
 
         The first packs weights; the second, where they are `boxable`, takes channels-last ones as they are.
         """
@@ -316,12 +317,12 @@ class Prepared(BoxedPacks, LazyPacks):
         A float32 ``bias`` of a 16-bit problem is not rounded here.
         """
         if self._boxes(weight):
-            self.run(x, weight, bias, out, True)
+            self.run(x, weight, bias, out, True, True)
             return
         address, at_out, at_weight = x.data_ptr(), out.data_ptr(), weight.data_ptr()
         tap_step = self._tap_step(weight)
         if not tap_step or at_out & 15 or (address & 15 and self._tiling.needs_alignment):
-            self.run(x, self.pack(weight), bias, out, True)
+            self.run(x, self.pack(weight), bias, out, True, True)
             return
         packed = weight.new_empty_strided((self._words,), (1,), dtype=torch.int32)
         at, at_bias = packed.data_ptr(), 0 if bias is None else bias.data_ptr()
@@ -360,12 +361,18 @@ class Prepared(BoxedPacks, LazyPacks):
             x = x.clone()  # a view that begins off 16 bytes; PyTorch's allocations never do
             address = x.data_ptr()
         at = packed.data_ptr()
-        counters = (self._counters.address(x) if claim else 0,) if self.claims else ()
+        lies = packed.dtype is not torch.int32  # as boxes take it
+        launch = self._run_boxed if lies else self._run  # whose loading may say that nothing is claimed
+        counters: tuple[int, ...] = ()
+        if self.claims:
+            # A dependent waits for the launch just before it alone, which is to be `pack`, not what makes zeros.
+            fresh = fresh and (not claim or self._counters.known())
+            counters = (self._counters.address(x) if claim else 0,)
         args = (address, at, self._bias_of(at, bias), at_out, *counters, *self._ends(address, at_out))
-        if packed.dtype is torch.int32:
-            self._run(self._device, self._grid, args, fresh and self._overlaps)
+        if lies:
+            launch(self._device, self._grid, (*args, self._weight_map(at)))
         else:
-            self._run_boxed(self._device, self._grid, (*args, self._weight_map(at)))
+            launch(self._device, self._grid, args, fresh and self._overlaps)
 
 
 def _units(choice: Choice) -> tuple[Unit, Unit | None]:

@@ -94,6 +94,10 @@ class Counters:
         self.of_streams: dict[int, torch.Tensor] = {}
         self._before: dict[int, torch.Tensor] = {}  # a thread may be about to launch with one of these
 
+    def known(self) -> bool:
+        """Whether the current stream has its words; else `address` launches what zeroes them."""
+        return bool(_notes) or current_stream(self._device) in self.of_streams
+
     def address(self, like: torch.Tensor) -> int:
         """Of the current stream's, on the device of a tensor."""
         if _notes and (notes := getattr(_noting, "by", None)) is not None:

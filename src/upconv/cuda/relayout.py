@@ -164,9 +164,9 @@ class GradInput(around.GradInput):
         super().__init__(choice, device)
         self._input, self._output = (Copies(choice.problem, device, output) for output in (False, True))
 
-    def rearranged(self, x: Tensor, weight: Tensor, out: Tensor, fresh: bool) -> None:
+    def rearranged(self, x: Tensor, weight: Tensor, out: Tensor, how: tuple[bool, ...]) -> None:
         source, result = self._output.channels_last(x), out if self._input.alike else self._input.empty(out)
-        self._inner.run(source, self._inner.pack(weight), None, result, fresh)  # the copy ended before packing began
+        self._inner.run(source, self._inner.pack(weight), None, result, *how)  # the copy ended before packing began
         if result is not out:
             self._input.contiguous(result, out)
 

@@ -158,13 +158,13 @@ class GradInput(around.GradInput):
         self._around = _Around(choice, device)
         self._unshuffle = self._around.for_weights("unshuffle_and_expand")
 
-    def rearranged(self, x: Tensor, weight: Tensor, out: Tensor, fresh: bool) -> None:
+    def rearranged(self, x: Tensor, weight: Tensor, out: Tensor, how: tuple[bool, ...]) -> None:
         of = self._around
         grad, expanded = of.empty(x), weight.new_empty(of.weight_shape)
         args = (weight.data_ptr(), expanded.data_ptr(), of.of_weight, *_strides(weight))
         launch = self._unshuffle[weight.dtype]
         launch(of.device, of.weight_blocks + of.blocks, (*args, x.data_ptr(), grad.data_ptr(), *of.sizes))
-        self._inner.run(grad, self._inner.pack(expanded), None, out, fresh)  # unshuffling ended before packing began
+        self._inner.run(grad, self._inner.pack(expanded), None, out, *how)  # unshuffling ended before packing began
 
 
 class GradWeight(around.GradWeight):

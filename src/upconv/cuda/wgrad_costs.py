@@ -64,9 +64,8 @@ _LAST_TOGETHER, _LAST_BESIDE, _LAST_SETS, _LAST_GAPLESS = 10.0, 170.0, 0.006, 0.
 # A halo is read for each image of a tile (NOTES: kb57 bfloat16 by 2 x 2 x 64 820 us, 1 x 8 x 32 779; kb71 by 2 x 2 x 64
 # 209, 4 x 1 x 64 263, 1 x 4 x 64 191).
 _LAST_IMAGES = 0.04
-_LAST_DEEP = (
-    0.02  # rows together, with taps along D (NOTES: kb73 bfloat16 212 us, one by one 189; the model has both at 179)
-)
+# Rows together, with taps along D (NOTES: kb73 bfloat16 212 us, one by one 189; the model has both at 179).
+_LAST_DEEP = 0.02
 # Where both operands are read by descriptors, a stage is given back a chunk late, so that its next chunk has one stage
 # less to arrive in: clocks, bytes a clock, and the exponent (NOTES: of 43 layers in bfloat16 choices are 3.5% behind
 # the best timed ones without this, 2.3% with it; with three stages nnunet 33.4 us, fragments from registers 30.3; 3-D
@@ -110,7 +109,7 @@ _LAST_ENDS = Ends(
     memory=0.247,
     alone=(0.0, 1.33),
     cluster=(2.8e-6, 0.929),
-    together=(4.6e-6, 1.8),
+    together=(2.5e-6, 1.8),
     steps=(2e-6, 4.28),
     scattered=0.0,
 )

@@ -1,13 +1,10 @@
 // Tiles that blocks claim as they come to them: one thread of a block, which loads its pixels, asks a counter for the next, and tells
 // the others through a ring in shared memory. Dealt out evenly, the last blocks are late by 2 to 11% of the time where memory bounds:
 // multiprocessors differ in their share of its bandwidth (NOTES: kb81 TF32 loads for 232 us in the mean, for 261 in one block; kb79
-// 520 -> 484 us claimed, kb73 bfloat16 364 -> 341). What a tile's results are does not depend on who computes them.
+// 519 -> 476 us claimed, kb73 bfloat16 367 -> 343). What a tile's results are does not depend on who computes them.
+// CLAIM_STEP: a block's tiles are this far apart, where it keeps what belongs to their remainder; else 1.
 #define CLAIMS 16                       // places of the ring
 #define CLAIMS_BYTES (CLAIMS * 12)      // of shared memory: barriers, then tiles
-// A block's tiles are this far apart, where it keeps what belongs to their remainder.
-#ifndef CLAIM_STEP
-#define CLAIM_STEP 1
-#endif
 // Nobody says that a place is free again: who loads is ahead of those who read by no more tiles than stages, of pixels and of slots,
 // have chunks of, but for two that consumers who take turns have in hand, and the next. These must be CLAIMS at most.
 

@@ -249,7 +249,7 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const ELEMEN
 #if PACKS  // weights as they are, zeros, elements between taps, whether they are float32: `packed` is written first
        const void* weight, u32* counters, int tap_step, int single,
 #elif CLAIMED
-       u32* counters,                  // as many as M-groups that stay with a block, and one; null in a graph, whose replays may run at once
+       u32* counters,                  // as many as M-groups that stay with a block, and one; or null (`Claims`)
 #endif
        int batch, int in_d, int in_h, int in_w, int out_d, int out_h, int out_w, int tiles_d, int tiles_h, int tiles_w, int tile_count
 #if BOX
