@@ -632,11 +632,12 @@ class _Folder:
     @staticmethod
     def in_list(before: Sequence[_Node]) -> bool:
         """Whether a statement behind these stands in a list of statements, not under a head or an ``else``."""
-        solid = [n for n in _solid(before) if not (isinstance(n, _Token) and n.kind == "directive")]
-        if not solid:
-            return True
-        last = solid[-1]
-        return _is(last, ";") or (isinstance(last, _Group) and last.open == "{")
+        for last in reversed(before):
+            if isinstance(last, _Group):
+                return last.open == "{"
+            if last.kind not in ("space", "comment", "directive"):
+                return _is(last, ";")
+        return True
 
     def _splice(self, statement: list[_Node], indent: int, around: Sequence[_Node]) -> list[_Node]:
         solid = _solid(statement)
@@ -783,10 +784,12 @@ class _Folder:
         """Without the parentheses and zeros that a choice has left without a purpose."""
         out: list[_Node] = []
         for i, node in enumerate(nodes):
+            if not (isinstance(node, _Group) and node.folded):
+                out.append(node)
+                continue
             before = next((n for n in reversed(nodes[:i]) if not _trivial(n)), None)
             after = next((n for n in nodes[i + 1 :] if not _trivial(n)), None)
-            apart = before is None or _is(before, *"+-*/%<&|!?:", "==", "!=", "&&", "||", "<=", ">=", ">>", "<<")
-            if isinstance(node, _Group) and node.folded and apart:
+            if before is None or _is(before, *"+-*/%<&|!?:", "==", "!=", "&&", "||", "<=", ">=", ">>", "<<"):
                 solid = _solid(node.inside)
                 marks = {n.text for n in solid if isinstance(n, _Token) and n.kind == "mark"}
                 if len(solid) == 1 and (isinstance(solid[0], _Group) or solid[0].kind != "comment"):
@@ -1010,9 +1013,9 @@ def _prune(nodes: list[_Node], counts: Mapping[str, int]) -> list[_Node]:
             if inside is not node.inside:
                 node, changed = _Group(node.open, inside, node.close, node.folded), True
         elif (
-            _Folder.in_list(out)
-            and node.kind == "name"
+            node.kind == "name"
             and (node.text in _LOCAL or node.text in ("const", "constexpr"))
+            and _Folder.in_list(out)
         ):
             end = _statement_end(nodes, i)
             statement = nodes[i:end]
