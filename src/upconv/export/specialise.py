@@ -223,14 +223,14 @@ def _arguments(tokens: Sequence[_Token], i: int) -> tuple[list[str], int]:
 # --- tokens and their tree -------------------------------------------------------------------------------------------
 
 
-@dataclass
+@dataclass(slots=True)
 class _Token:
     kind: str
     """space, comment, directive, string, number, name or mark."""
     text: str
 
 
-@dataclass
+@dataclass(slots=True)
 class _Group:
     """What stands between a pair of brackets."""
 
@@ -555,6 +555,9 @@ _SEPARATORS = {
 }
 
 
+_CHOOSING = {"?", "||", "&&", "0"}  # what an expression has in which there is something to do, or a folded group
+
+
 class _Folder:
     """Takes branches whose conditions are constants: ``if``, ``?:``, ``&&`` and ``||``."""
 
@@ -721,7 +724,7 @@ class _Folder:
         while end > begin and _trivial(nodes[end - 1]):
             end -= 1
         core = nodes[begin:end]
-        if len(core) < 2:
+        if len(core) < 2 or not any(n.folded if isinstance(n, _Group) else n.text in _CHOOSING for n in core):
             return nodes
         return [*nodes[:begin], *self.choice(core), *nodes[end:]]
 
