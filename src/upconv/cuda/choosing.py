@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from upconv.cuda.gpu import Gpu
 from upconv.problem import Problem
 
+
+class Tiled(Protocol):
+    def tiles(self, p: Problem) -> int: ...
+
+
 T = TypeVar("T")
 C = TypeVar("C")
+A = TypeVar("A", bound=Tiled)
+
+
+def countable(tiles: Callable[[Problem, Gpu], Iterable[A]]) -> Callable[[Problem, Gpu], Iterator[A]]:
+    """Of these, those whose tiles a kernel counts in 32 bits, a grid beyond the last."""
+    return lambda p, gpu: (t for t in tiles(p, gpu) if t.tiles(p) < 2**31 - gpu.multiprocessors)
 
 
 class Chooser(Generic[T, C]):

@@ -18,7 +18,7 @@ from typing import Any
 
 from upconv.cuda.axes import Unfit, result_shape, source_shape
 from upconv.cuda.boxes import Words, dense, encode
-from upconv.cuda.choosing import Chooser
+from upconv.cuda.choosing import Chooser, countable
 from upconv.cuda.columns import PRECISIONS, instruction
 from upconv.cuda.costs import LAUNCH
 from upconv.cuda.gpu import MAX_BOX, Gpu
@@ -402,15 +402,9 @@ def estimate(t: Tile, p: Problem, gpu: Gpu) -> tuple[float, str]:
     return max(memory, seconds) + LAUNCH, bound
 
 
-def _countable(p: Problem, gpu: Gpu) -> Iterator[Tile]:
-    """Tiles whose number, and whose packed weights' bytes, the kernel counts in 32 bits."""
-    most = _MOST_COUNTED - gpu.multiprocessors
-    return (t for t in candidates(p, gpu) if t.tiles(p) < most and t.packed_words * 4 < _MOST_COUNTED)
-
-
 choose = Chooser(
     refusal,
-    _countable,
+    countable(lambda p, gpu: (t for t in candidates(p, gpu) if t.packed_words * 4 < _MOST_COUNTED)),
     estimate,
     Choice,
     general="exported files have no host code for joined rows",

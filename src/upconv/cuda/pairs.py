@@ -18,7 +18,7 @@ from typing import Any
 
 from upconv.cuda.axes import Unfit, any_size
 from upconv.cuda.boxes import Words, dense, encode
-from upconv.cuda.choosing import Chooser
+from upconv.cuda.choosing import Chooser, countable
 from upconv.cuda.columns import PRECISIONS, instruction
 from upconv.cuda.costs import LAUNCH
 from upconv.cuda.gpu import Gpu
@@ -409,7 +409,7 @@ def estimate(t: Tile, p: Problem, gpu: Gpu) -> tuple[float, str]:
 
 choose = Chooser(
     refusal,
-    lambda p, gpu: (t for t in candidates(p, gpu) if t.serves(p) and t.tiles(p) < _MOST_COUNTED - gpu.multiprocessors),
+    countable(lambda p, gpu: (t for t in candidates(p, gpu) if t.serves(p))),
     estimate,
     Choice,
     general="exported files have no host code for pixels as rows",

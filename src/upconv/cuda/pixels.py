@@ -20,7 +20,7 @@ from torch import Tensor
 from upconv.cuda import gather, jit
 from upconv.cuda.axes import Unfit, any_size, gather_axes, positions, result_shape, source_shape, table
 from upconv.cuda.boxes import Five, Words, dense, encode
-from upconv.cuda.choosing import Chooser
+from upconv.cuda.choosing import Chooser, countable
 from upconv.cuda.columns import PRECISIONS, PixelTile, TileChoice, instruction
 from upconv.cuda.costs import LAUNCH
 from upconv.cuda.gpu import Gpu
@@ -38,7 +38,6 @@ _MOST_COLUMNS = 256
 _MOST_BOX = 256  # elements along a dimension that a box may traverse
 _MOST_STEP = 8
 _MOST_PLANES = 64  # beyond them tables grow, and so does the time to plan (183 ms for 512)
-_MOST_COUNTED = 2**31  # tiles, which the kernel counts in 32 bits, a grid beyond the last
 _SIZES = "i" * 7  # `Tile.arguments`
 
 
@@ -459,7 +458,7 @@ def estimate(t: Tile, p: Problem, gpu: Gpu) -> tuple[float, str]:
 
 choose = Chooser(
     refusal,
-    lambda p, gpu: (t for t in candidates(p, gpu) if t.tiles(p) < _MOST_COUNTED - gpu.multiprocessors),
+    countable(candidates),
     estimate,
     Choice,
     general="exported files have no host code for pixels as rows",

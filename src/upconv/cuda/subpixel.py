@@ -17,7 +17,7 @@ from typing import Any
 
 from upconv.cuda.axes import Unfit
 from upconv.cuda.boxes import Tensor5, Words, encode
-from upconv.cuda.choosing import Chooser
+from upconv.cuda.choosing import Chooser, countable
 from upconv.cuda.columns import PRECISIONS
 from upconv.cuda.costs import LAUNCH
 from upconv.cuda.gpu import Gpu
@@ -246,7 +246,7 @@ def estimate(t: Tile, p: Problem, gpu: Gpu) -> tuple[float, str]:
 
 choose = Chooser(
     refusal,
-    lambda p, gpu: (t for t in candidates(p, gpu) if t.tiles(p) < _MOST_COUNTED - gpu.multiprocessors),
+    countable(candidates),
     estimate,
     Choice,
     general="exported files have no host code for pixels as rows",
