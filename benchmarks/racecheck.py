@@ -166,13 +166,13 @@ def tensor(shape: tuple[int, ...], p: Problem) -> torch.Tensor:
     return found.contiguous(memory_format=memory_format(p.layout, p.rank)) if last else found
 
 
-def run_prepared(prepared: Any, p: Problem, packing: bool = False) -> None:
-    """A choice's kernels on random operands; ``packing``: by the one that packs the weights itself."""
+def run_prepared(prepared: Any, p: Problem, packing: bool = False, claim: bool = False) -> None:
+    """A choice's kernels on random operands; ``packing``: by the one that packs weights itself; ``claim``: tiles."""
     x, weight, out = (tensor(shape, p) for shape in (source_shape(p), p.weight_shape, result_shape(p)))
     if packing:
         prepared.run_packing(x, weight, None, out)
     else:
-        prepared.run(x, prepared.pack(weight), None, out)
+        prepared.run(x, prepared.pack(weight), None, out, *((False, True) if claim else ()))
 
 
 def run_claimed(p: Problem, wanted: Callable[[Any], bool]) -> None:
@@ -180,9 +180,7 @@ def run_claimed(p: Problem, wanted: Callable[[Any], bool]) -> None:
     chip = replace(gpu(0), multiprocessors=3)
     gather._CLAIMED_TILES = 3
     fitting = (gather.Choice(t, p, chip, 0.0, "") for _, _, t in gather_search.considered(p, chip) if wanted(t))
-    prepared = next(choice for choice in fitting if choice.claimed).prepare(0)
-    x, weight, out = (tensor(shape, p) for shape in (source_shape(p), p.weight_shape, result_shape(p)))
-    prepared.run(x, prepared.pack(weight), None, out, False, True)
+    run_prepared(next(choice for choice in fitting if choice.claimed).prepare(0), p, claim=True)
 
 
 def run_gather(p: Problem, wanted: Callable[[Any], bool], packing: bool = False, again: bool = False) -> None:

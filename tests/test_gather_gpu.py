@@ -357,7 +357,7 @@ def test_claimed_tiles(name: str, precision: str, layout: str, pass_: Pass, monk
 
 
 @HOPPER[1]
-def test_calls_claim_tiles_and_captured_ones_have_them_dealt_out() -> None:
+def test_calls_claim_tiles_and_captured_ones_have_them_dealt_out(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = upconv.ConvTranspose2d(32, 64, 3, 1, 1, device="cuda")
     x = torch.randn(16, 32, 256, 320, device="cuda")
     calls: list[bool] = []
@@ -367,17 +367,14 @@ def test_calls_claim_tiles_and_captured_ones_have_them_dealt_out() -> None:
         calls.append(self.claims and arguments[5:] == (True,))
         run(self, *arguments)
 
-    gather.Prepared.run = noted  # type: ignore[method-assign]
-    try:
-        with torch.no_grad():
-            y = layer(x)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                captured = layer(x)
-            graph.replay()
-            again = layer(x)
-    finally:
-        gather.Prepared.run = run  # type: ignore[method-assign]
+    monkeypatch.setattr(gather.Prepared, "run", noted)
+    with torch.no_grad():
+        y = layer(x)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = layer(x)
+        graph.replay()
+        again = layer(x)
     assert calls == [True, False, True]
     assert torch.equal(captured, y) and torch.equal(again, y)
 

@@ -177,7 +177,8 @@ def ring(tiling: Tiling, folder: Path, boxed: bool = False) -> Path:
 def claims(folder: Path, stages: int, step: int) -> Path:
     """A program whose threads claim tiles; so many stages, blocks that keep a remainder."""
     macros = f"#define STAGES {stages}\n#define CLAIM_STEP {step}\n"
-    (folder / "kernel.h").write_text(macros + (KERNELS / "claims.cuh").read_text())
+    cursor = cut(SOURCE, "struct Cursor {", "#if CLAIMED\n#define CLAIM_STEP")
+    (folder / "kernel.h").write_text(macros + cursor + (KERNELS / "claims.cuh").read_text())
     return compiled("claims", folder)
 
 

@@ -41,15 +41,15 @@ static u32 load_shared_u32(u32 address) { return block->words[address / 4]; }
 static u32 atomicAdd(u32* at, u32 by) { return __atomic_fetch_add(at, by, __ATOMIC_SEQ_CST); }
 static u32 __shfl_sync(u32, u32 v, int) { return v; }
 
-#include "kernel.h"  // STAGES, CLAIM_STEP, and claims.cuh
+#include "kernel.h"  // STAGES, CLAIM_STEP, Cursor, and claims.cuh
 
 static void pause(std::mt19937& random) {
   for (int i = random() % 4 ? 0 : random() % 20; i > 0; i--) std::this_thread::yield();
 }
 
-static void load(const Claims& claims, int tiles, int chunks, u32 seed) {
+static void load(u32* counters, int tiles, int chunks, u32 seed) {
   std::mt19937 random(seed);
-  Claimer claimer(claims);
+  Claimer claimer(0, counters);
   for (int index = blockIdx.x; index < tiles; index = claimer.next()) {
     block->seen[READERS].push_back(index);
     for (int chunk = 0; chunk < chunks; chunk++) {
@@ -63,9 +63,9 @@ static void load(const Claims& claims, int tiles, int chunks, u32 seed) {
   claimer.end();
 }
 
-static void read(const Claims& claims, int tiles, int chunks, int reader, u32 seed) {
+static void read(int tiles, int chunks, int reader, u32 seed) {
   std::mt19937 random(seed);
-  ClaimsOf<true> reading(claims);
+  ClaimsOf<true> reading(0);
   for (int index = blockIdx.x; index < tiles; index = reading.next()) {
     block->seen[reader].push_back(index);
     // Readers 0 and 1 take turns: a tile's chunks are given back by the one whose it is, for both, as soon as the other has done its.
@@ -94,9 +94,8 @@ static void launch(u32* counters, int grid, int tiles, int chunks, std::mt19937&
       u32 seed = random();
       threads.emplace_back([=, &blocks] {
         block = &blocks[b], blockIdx.x = b, gridDim.x = grid;
-        const Claims claims = {0, counters};
-        if (r == READERS) load(claims, tiles, chunks, seed);
-        else read(claims, tiles, chunks, r, seed);
+        if (r == READERS) load(counters, tiles, chunks, seed);
+        else read(tiles, chunks, r, seed);
       });
     }
   }

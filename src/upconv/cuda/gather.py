@@ -162,13 +162,12 @@ class Choice:
         The first packs weights; the second, where they are `boxable`, takes channels-last ones as they are.
         """
         t, label = self.tiling, f"gather {layer_text(self.problem)}"
-        unit = 0 if self.general else store_unit(t, self.problem)
-        packed = Unit(
-            label, jit.source("gather.cu", t.macros(store_unit=unit, claimed=self.claimed)), ("pack", "gather")
-        )
+        unit, claimed = 0 if self.general else store_unit(t, self.problem), self.claimed
+        source = jit.source("gather.cu", t.macros(store_unit=unit, claimed=claimed))
+        packed = Unit(label, source, ("pack", "gather"))
         if not self.boxable:
             return (packed,)
-        boxed = jit.source("gather.cu", t.macros(boxed=True, store_unit=unit, claimed=self.claimed))
+        boxed = jit.source("gather.cu", t.macros(boxed=True, store_unit=unit, claimed=claimed))
         return packed, Unit(f"{label} unpacked", boxed, ("gather",))
 
     @property

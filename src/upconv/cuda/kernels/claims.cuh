@@ -2,29 +2,16 @@
 // the others through a ring in shared memory. Dealt out evenly, the last blocks are late by 2 to 11% of the time where memory bounds:
 // multiprocessors differ in their share of its bandwidth (NOTES: kb81 TF32 loads for 232 us in the mean, for 261 in one block; kb79
 // 519 -> 476 us claimed, kb73 bfloat16 367 -> 343). What a tile's results are does not depend on who computes them.
-// CLAIM_STEP: a block's tiles are this far apart, where it keeps what belongs to their remainder; else 1.
+// CLAIM_STEP: a block's tiles are this far apart, where it keeps what belongs to their remainder; else 1. Before it there is `Cursor`.
+//
+// `counters`: zeros in device memory, which the last block leaves: how many tiles are claimed (CLAIM_STEP such), and how many blocks
+// are done. Null: tiles are dealt out evenly.
 #define CLAIMS 16                       // places of the ring
 #define CLAIMS_BYTES (CLAIMS * 12)      // of shared memory: barriers, then tiles
-// Nobody says that a place is free again: who loads is ahead of those who read by no more tiles than stages, of pixels and of slots,
-// have chunks of, but for two that consumers who take turns have in hand, and the next. These must be CLAIMS at most.
-
-struct Claims {
-  u32 ring;                             // in shared memory
-  // Zeros, which the last block leaves: how many tiles are claimed (CLAIM_STEP such), and how many blocks are done. Null: tiles are
-  // dealt out evenly.
-  u32* counters;
-};
 
 __device__ __forceinline__ void claims_init(u32 ring) {
   for (int i = 0; i < CLAIMS; i++) barrier_init(ring + 8 * i, 1);
 }
-
-struct ClaimCursor {
-  u32 at, parity;
-  __device__ __forceinline__ void next() {
-    if (++at == CLAIMS) at = 0, parity ^= 1;
-  }
-};
 
 // The thread that claims. A block's first tile is `blockIdx.x`.
 struct Claimer {
@@ -32,8 +19,8 @@ struct Claimer {
   u32* counters;
   int upcoming;                         // asked for a tile ahead, so that nobody waits for memory
   bool untold;
-  ClaimCursor cursor;
-  __device__ __forceinline__ Claimer(const Claims& c) : ring(c.ring), counters(c.counters), untold(false), cursor({0, 0}) { ask(blockIdx.x); }
+  Cursor cursor;
+  __device__ __forceinline__ Claimer(u32 ring, u32* counters) : ring(ring), counters(counters), untold(false), cursor({0, 0}) { ask(blockIdx.x); }
   __device__ __forceinline__ void ask(int index) {
     const int own = CLAIM_STEP == 1 ? 0 : blockIdx.x % CLAIM_STEP;
     upcoming = index + gridDim.x;
@@ -51,10 +38,12 @@ struct Claimer {
     ask(index);
     put(index);
   }
+  // Nobody says that a place is free again: who loads is ahead of those who read by no more tiles than stages, of pixels and of slots,
+  // have chunks of, but for two that consumers who take turns have in hand, and the next. These must be CLAIMS at most.
   __device__ __forceinline__ void put(int index) {
-    store_shared_u32(ring + 8 * CLAIMS + 4 * cursor.at, index);
-    barrier_arrive(ring + 8 * cursor.at);
-    cursor.next();
+    store_shared_u32(ring + 8 * CLAIMS + 4 * cursor.stage, index);
+    barrier_arrive(ring + 8 * cursor.stage);
+    cursor.next(CLAIMS);
   }
   __device__ __forceinline__ void end() {
     put(upcoming);                      // beyond the last one
@@ -67,12 +56,12 @@ struct Claimer {
 template <bool ALONE>
 struct ClaimsOf {
   u32 ring;
-  ClaimCursor cursor;
-  __device__ __forceinline__ ClaimsOf(const Claims& c) : ring(c.ring), cursor({0, 0}) {}
+  Cursor cursor;
+  __device__ __forceinline__ ClaimsOf(u32 ring) : ring(ring), cursor({0, 0}) {}
   __device__ __forceinline__ int next() {
-    barrier_wait(ring + 8 * cursor.at, cursor.parity);
-    const int index = load_shared_u32(ring + 8 * CLAIMS + 4 * cursor.at);
-    cursor.next();
+    barrier_wait(ring + 8 * cursor.stage, cursor.parity);
+    const int index = load_shared_u32(ring + 8 * CLAIMS + 4 * cursor.stage);
+    cursor.next(CLAIMS);
     return ALONE ? index : __shfl_sync(0xffffffffu, index, 0);  // so that ptxas knows that warps do not part over it
   }
 };

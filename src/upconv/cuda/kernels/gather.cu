@@ -47,11 +47,11 @@ __constant__ const short BARE_H[] = BARES_H;
 __constant__ const short BARE_W[] = BARES_W;           // -1: all along W
 __constant__ const short BARE_ROW[] = BARES_ROWS;      // rows along H, neighbours; 0: all
 #endif
+#include "gather_tile.cuh"        // a chunk's pixels, roles, arguments
 #if CLAIMED
 #define CLAIM_STEP (RESIDENT ? M_GROUPS : 1)  // a block's weights are of one M-group
 #include "claims.cuh"
 #endif
-#include "gather_tile.cuh"        // a chunk's pixels, roles, arguments
 
 #if PLANE_BARRIERS > 1 && !(DIRECT_BOX && STRIDED_BOX && STRAIGHT && PLANE_BARRIERS == PLANES)
 #error "planes have barriers of their own where boxes bring them and a chunk is one stretch"
@@ -249,7 +249,7 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const ELEMEN
 #if PACKS  // weights as they are, zeros, elements between taps, whether they are float32: `packed` is written first
        const void* weight, u32* counters, int tap_step, int single,
 #elif CLAIMED
-       u32* counters,                  // as many as M-groups that stay with a block, and one; or null (`Claims`)
+       u32* counters,                  // as many as M-groups that stay with a block, and one; or null (claims.cuh)
 #endif
        int batch, int in_d, int in_h, int in_w, int out_d, int out_h, int out_w, int tiles_d, int tiles_h, int tiles_w, int tile_count
 #if BOX
@@ -258,7 +258,7 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const ELEMEN
 ) {
   extern __shared__ __align__(1024) unsigned char memory[];
 #if CLAIMED
-  const Sizes s = {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, tile_count, {shared_address(memory) + CLAIMS_AT, counters}};
+  const Sizes s = {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, tile_count, shared_address(memory) + CLAIMS_AT, counters};
 #else
   const Sizes s = {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, tile_count};
 #endif
@@ -280,7 +280,7 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const ELEMEN
       barrier_init(barriers.left + 8 * i, PRODUCER_WARPS);
     }
 #if CLAIMED
-    claims_init(s.claims.ring);
+    claims_init(s.claims);
 #endif
 #if HAS_ASYNC_PROXY
     asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");

@@ -84,7 +84,8 @@ struct Sizes {                                         // one layout for the pac
   int tiles_d, tiles_h, tiles_w;                       // tiles of q per axis
   int tiles;                                           // all of them, times M_GROUPS
 #if CLAIMED
-  Claims claims;
+  u32 claims;                                          // where shared memory has their ring
+  u32* counters;                                       // claims.cuh's
 #endif
 };
 
