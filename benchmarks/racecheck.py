@@ -256,12 +256,17 @@ def run_phases(p: Problem, stages: int) -> None:
 
 
 def run_wgrad(
-    p: Problem, splits: int, descriptors: bool = False, interleaved: bool = False, steps: bool = False
+    p: Problem,
+    splits: int,
+    descriptors: bool = False,
+    interleaved: bool = False,
+    steps: bool = False,
+    stages: int = 0,
 ) -> None:
     """The first tiling whose blocks can add up the splits: as a cluster, or together where they are more than 8.
 
     ``descriptors``: both operands come by these. ``interleaved``: the taps of an instruction are neighbours in M.
-    ``steps``: in two steps, as on a GPU whose blocks do not add up.
+    ``steps``: in two steps, as on a GPU whose blocks do not add up. ``stages``: of the ring, at least.
     """
     aligned, aligned_g = (size[-1] * p.dtype.itemsize % 16 == 0 for size in (p.size, p.out_size))
     of_size = wgrad._narrow(p), wgrad._classes(p), False, wgrad._lined(p)
@@ -269,7 +274,7 @@ def run_wgrad(
     kind = descriptors, interleaved, interleaved and wgrad._lined(p)
     wanted = (t for t in every if isinstance(t, WarpgroupTiling) and t.adds_up)
     wanted = (t for t in wanted if (t.a_shared, t.interleaved, t.lined) == kind)
-    tiling = next(t for t in wanted if t.tiles <= 9)
+    tiling = next(t for t in wanted if t.tiles <= 9 and t.stages >= stages)
     prepared = wgrad.Choice(tiling, p, A100 if steps else gpu(0), splits, 0.0, "").prepare(0)
     prepared.run(tensor(p.input_shape, p), tensor(p.output_shape, p), tensor(p.weight_shape, p), lasting=True)
     expected = (False, False) if steps else (splits <= MAX_CLUSTER, splits > MAX_CLUSTER)
@@ -398,6 +403,7 @@ CASES: dict[str, tuple[str, Callable[[], None]]] = {
     "neighbours": ("wgrad", lambda: run_wgrad(problem(TAPPED, "tf32", "nchw", "grad-weight"), 3, False, True)),
     "neighbours-16": ("wgrad", lambda: run_wgrad(problem(LONE, "bf16", "nchw", "grad-weight"), 4, False, True)),
     "descriptors": ("wgrad", lambda: run_wgrad(problem(PLAIN, "bf16", "channels_last", "grad-weight"), 2, True)),
+    "deep-last": ("wgrad", lambda: run_wgrad(problem(PLAIN, "bf16", "channels_last", "grad-weight"), 2, stages=6)),
     "relayout": ("to_", lambda: run_relayout(problem(STRIDED, "bf16", "nchw", "grad-input"))),
 }
 """Of each case the kernels' names begin so, and what runs them."""
