@@ -939,6 +939,56 @@ def test_only_small_weights_are_packed_by_the_kernel() -> None:
 WIDE = Problem.make(8, 32, 64, (256, 320), 3, 1, 1).with_(precision="tf32")  # 19 tiles for a multiprocessor
 
 
+@pytest.mark.parametrize("seed", seeds(6, 20))
+def test_rounds_are_alike_but_for_where_they_begin(seed: int) -> None:
+    """In pixel rows of every tile, with all sets of fragments in each."""
+    random.seed(seed)
+    kernel = random.choice(((5, 5), (5, 6), (4, 7), (3, 9), (3, 5), (4, 6), (3, 3, 3), (27,)))
+    stride, dilation = ([random.choice((1, 1, most)) for _ in kernel] for most in (2, 3))
+    size = [random.randint(20, 40) for _ in kernel]
+    p = Problem.make(2, 40, 48, size, kernel, stride, dilation=dilation)
+    precision: Precision = random.choice(("tf32", "bf16"))
+    layout: Layout = random.choice(("nchw", "channels_last")) if len(kernel) > 1 else "nchw"
+    pass_: Pass = random.choice(("fwd", "grad-input"))
+    p = p.with_(dtype=DTYPES[precision], precision=precision, layout=layout, pass_=pass_, bias=False)
+    for t in gather_search.candidates(p, H200):
+        if not t.rolled:
+            assert t.round_shifts == (0,)
+            continue
+        taps, steps = t.taps_unrolled, t.taps_unrolled * t.k_steps
+        assert not t.straight and t.most_entries * t.k_steps >= 25 and steps <= 16 and len(t.round_shifts) == taps
+        assert t.fragment_sets >= 3 and steps % t.fragment_sets == 0
+        for block in (block for blocks in t.entries for block in blocks):
+            shifts = [t.shift(offsets) for offsets, _ in block]
+            assert len(shifts) % taps == 0
+            for i in range(0, len(shifts), taps):
+                assert tuple(shift - shifts[i] for shift in shifts[i : i + taps]) == t.round_shifts
+
+
+@needs_nvrtc
+@pytest.mark.parametrize(
+    ("name", "precision", "layout", "pass_"),
+    [
+        ("kb77", "tf32", "nchw", "fwd"),
+        ("kb78", "bf16", "channels_last", "fwd"),
+        ("kb69", "tf32", "channels_last", "grad-input"),
+        ("kb75", "bf16", "nchw", "grad-input"),
+    ],
+)
+def test_the_tensor_cores_do_not_drain_between_rounds(
+    name: str, precision: Precision, layout: Layout, pass_: Pass
+) -> None:
+    """As many matrix instructions as a round has, none serialised, nothing spilled."""
+    (p,) = (c.problem for c in SUITES["kernelbench"] if c.name == name)
+    p = p.with_(dtype=DTYPES[precision], precision=precision, layout=layout, pass_=pass_, bias=False)
+    choice = gather.choose(p, H200)
+    assert isinstance(choice, gather.Choice) and choice.tiling.rolled
+    t = choice.tiling
+    code, text, log = jit.built(choice.sources()[0].source, "90a", name)
+    assert text.count("wgmma.mma_async") == t.taps_unrolled * t.k_steps * t.nb * t.mb // (2 if t.wide else 1)
+    assert jit.serialised(log) is None and jit.inspect(code)["gather"][1] == 0
+
+
 def test_which_blocks_claim_tiles() -> None:
     def claimed(p: Problem, gpu: Gpu = H200, **how: bool) -> bool:
         found = gather.choose(p, gpu, **how)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import zlib
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -20,11 +20,12 @@ from conftest import HOPPER, assert_accurate, tf32_magnitude
 from upconv import reference
 from upconv.bench.timing import precision_flags
 from upconv.cpu import memory_format
-from upconv.cuda import gather, gather_search
+from upconv.cuda import gather, gather_search, tiling_weights
 from upconv.cuda.axes import result_shape, source_shape
 from upconv.cuda.gpu import gpu
 from upconv.cuda.launch import Launcher
 from upconv.cuda.shuffle import ways
+from upconv.cuda.tiling import Tiling
 from upconv.problem import Pass, Problem
 
 pytestmark = [
@@ -404,3 +405,51 @@ def test_a_training_call_packs_by_the_kernel_and_a_captured_one_by_two(monkeypat
         layer.weight.mul_(2)
         assert torch.equal(layer(x), layer(x))
     assert torch.equal(torch.autograd.grad(layer(x), x, torch.ones_like(y))[0], 2 * g)
+
+
+@HOPPER[1]
+@pytest.mark.parametrize("pass_", ["fwd", "grad-input"])
+@pytest.mark.parametrize("layout", ["nchw", "channels_last"])
+@pytest.mark.parametrize("precision", ["tf32", "bf16", "fp16"])
+@pytest.mark.parametrize("name", ["k5", "3-D", "k6s2", "k3x10 d2"])
+def test_rounds_give_the_bits_of_straight_code(
+    name: str, precision: str, layout: str, pass_: Pass, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights that stay and that come through a ring, consumers that share and that take turns, claimed or not."""
+    layers = {
+        "k5": (2, 72, 64, (20, 70), (6, 5), 1, (2, 3)),
+        "3-D": (1, 40, 64, (6, 9, 70), 3, 1, 1),
+        "k6s2": (2, 64, 64, (18, 33), 6, 2, 2),
+        "k3x10 d2": (2, 72, 32, (20, 70), (3, 10), 1, 2, 0, (1, 2)),
+    }
+    p = _layer(layers[name], precision, layout, pass_)
+    monkeypatch.setattr(gather, "_CLAIMED_TILES", 0)
+    chip = replace(gpu(0), multiprocessors=7)
+    torch.manual_seed(zlib.crc32(str(p).encode()))
+    given = memory_format(p.layout, p.rank)
+    x = torch.randn(source_shape(p), device="cuda").to(p.dtype).contiguous(memory_format=given)
+    weight = torch.randn(p.weight_shape, device="cuda").to(p.dtype).contiguous(memory_format=given)
+    bias = torch.randn(p.out_channels, device="cuda").to(p.dtype) if pass_ == "fwd" else None
+
+    def results(tiling: Tiling) -> list[torch.Tensor]:
+        choice = gather.Choice(tiling, p, chip, 0.0, "")
+        prepared = choice.prepare(0)
+        packed, found = prepared.pack(weight), []
+        for claim in (False, True) if prepared.claims else (False,):
+            out = torch.full(result_shape(p), float("nan"), device="cuda", dtype=p.dtype)
+            found.append(out.contiguous(memory_format=given))
+            prepared.run(x, packed, bias, found[-1], False, claim)
+        return found
+
+    every = [t for t in gather_search.candidates(p, chip) if t.rolled]
+    kinds = {(t.split, t.resident, t.continued, t.taps_unrolled): t for t in every}
+    rolled = [results(t) for t in kinds.values()]
+    monkeypatch.setattr(tiling_weights, "_STEPS_ROLLED", 1 << 30)
+    fields_of = [{f.name: getattr(t, f.name) for f in fields(t)} for t in kinds.values()]
+    for of, found in zip(fields_of, rolled):
+        straight = gather_search._fitted(Tiling(**of), chip)
+        assert straight is not None and straight.straight
+        (expected, *_) = results(straight)
+        assert not torch.isnan(expected).any()
+        assert all(torch.equal(out, expected) for out in found), straight
+    assert rolled or (pass_ == "grad-input" and name == "k6s2")  # whose planes come one by one

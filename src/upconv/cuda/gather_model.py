@@ -94,7 +94,7 @@ def tile_clocks(t: Tiling, alignment: int) -> Clocks:
         store = max(stores / c.store, _epilogue_clocks(t, alignment, c) / t.cluster) + filled
     of_chunk = c.chunk[t.split != 2 and t.chunk == 8 and t.parts == 1]
     ragged = 0.0 if t.channels_last or alignment >= 16 or t.element == 2 else c.ragged_turn
-    straight, longest, ring = t.straight, t.longest_stretch, t.ring_fragments
+    straight, longest, ring = t.straight or t.rolled, t.longest_stretch, t.ring_fragments
     found: dict[int, tuple[tuple[float, float, float, float], float, float]] = {}
     for entries in t.distinct_entries:  # few (NOTES: 768 -> 3 k16 s16 has 256 variants of one)
         chunks = t.chunks_of_block if entries else 0

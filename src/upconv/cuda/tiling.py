@@ -325,6 +325,8 @@ class Tiling(TiledWeights):
             "TAPS_UNROLLED": self.taps_unrolled,
             "TAPS_LEFT": int(any(len(b) % self.taps_unrolled for blocks in self.entries for b in blocks)),
             "STRAIGHT": int(self.straight),
+            "ROLLED": int(self.rolled),
+            "ROUND_SHIFTS": table(self.round_shifts),
             "STRETCHES": len(numbers),
             "FIRST_OF_STRETCHES": table(numbers),
             "STRETCHES_OF": table(numbers[first] for first, _ in stretches),

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from upconv.cuda.axes import Bare, Entries
+from upconv.cuda.shuffle import Triple
 from upconv.cuda.tiling_pixels import TiledPixels, of_pixels, of_taps
 from upconv.derived import derived_from
 
@@ -17,6 +18,9 @@ _MOST_PACK_TAPS, _LEAST_PACK_TAPS = 64, 4  # of a block: shared memory is 33 KB;
 FRAGMENT = 2048  # bytes of weights that a warpgroup takes at a step: 64 rows x 32 bytes of K
 _STEPS_UNROLLED = 25  # code and compile time grow with it
 _STEPS_STRAIGHT = 32, 64  # of a variant, of all, also where they share a stretch
+_STEPS_ROLLED = 25  # of a variant's chunk, from which on its steps are a loop of rounds
+_STEPS_OF_ROUND = 5, 16  # at least, at most
+_SETS = 3, 4, 5, 7  # of fragments' registers that may come round with every round
 _STEPS_CONTINUED = 12  # of a chunk, from which on the pipeline of matrix instructions does not drain behind it
 _STEPS_PROMOTED = 12, 8  # after which IEEE sums leave the tensor cores; half of them have high parts: wgmma, mma.sync
 
@@ -25,6 +29,33 @@ _STEPS_PROMOTED = 12, 8  # after which IEEE sums leave the tensor cores; half of
 def _unrolled(counts: frozenset[int], most: int) -> int:
     """Of so many taps at most those that blocks of these numbers of taps are whole multiples of, or as few steps of."""
     return max(range(1, most + 1), key=lambda n: (all(c % n == 0 for c in counts), n if n <= max(counts) else -n))
+
+
+@lru_cache(maxsize=4096)
+def _round(blocks: tuple[tuple[Triple, ...], ...], in_steps: Triple, k_steps: int) -> tuple[int, int]:
+    """Taps of a round that blocks of taps at these offsets are whole multiples of, as many as may be, and the sets of
+    fragments that come round with it; (0, 0) where there are none.
+
+    Rounds are alike but for where they begin, whole steps over the source apart: so many pixel rows of a tile.
+    """
+    counts = {len(block) for block in blocks}
+    least, most = _STEPS_OF_ROUND
+    for taps in range(min(max(counts) - 1, most // k_steps), (least - 1) // k_steps, -1):
+        sets = next((n for n in _SETS if taps * k_steps % n == 0), 0)
+        if not sets or any(count % taps for count in counts):
+            continue
+        rounds = [block[i : i + taps] for block in blocks for i in range(0, len(block), taps)]
+        for alone in (0, 1, 2):  # leading axes, along which a round has one place
+            if any(len({offsets[:alone] for offsets in one}) > 1 for one in rounds):
+                continue
+            begins = [[one[0][i] // in_steps[i] * in_steps[i] for i in range(3)] for one in rounds]
+            lie = {
+                tuple(tuple(offsets[i] - begin[i] for i in range(alone, 3)) for offsets in one)
+                for one, begin in zip(rounds, begins)
+            }
+            if len(lie) == 1:
+                return taps, sets
+    return 0, 0
 
 
 @dataclass(frozen=True)
@@ -106,14 +137,41 @@ class TiledWeights(TiledPixels):
 
     # --- K: steps ----------------------------------------------------------------------------------------------------
 
-    @derived_from("problem", "unroll", "subs", "w_subs", "chunk", "wgmma")
+    @derived_from("problem", "unroll", "subs", "w_subs", "chunk", "wgmma", "planewise")
     def straight(self) -> bool:
         """Whether the steps of a variant's chunk are one stretch of code, without a loop."""
+        return self._short and not self.rolled
+
+    @derived_from("problem", "unroll", "subs", "w_subs", "chunk", "wgmma")
+    def _short(self) -> bool:
         one, every = _STEPS_STRAIGHT
         found = self._multiplied
         return (
             self.wgmma and self.parts == 1 and found.most * self.k_steps <= one and found.total * self.k_steps <= every
         )
+
+    @derived_from("problem", "unroll", "subs", "w_subs", "chunk", "wgmma", "planewise")
+    def rolled(self) -> bool:
+        """Whether a variant's chunk is a loop of rounds, between which the tensor cores do not drain.
+
+        Straight code of so many matrix instructions takes long to compile.
+        """
+        long = self._multiplied.most * self.k_steps >= _STEPS_ROLLED
+        return long and self._short and not self.planewise and self.mb == 1 and self._round[0] > 0
+
+    @derived_from("problem", "unroll", "subs", "w_subs", "chunk", "wgmma")
+    def _round(self) -> tuple[int, int]:
+        blocks = (tuple(offsets for offsets, _ in block) for blocks in self._multiplied.entries for block in blocks)
+        return _round(tuple(block for block in blocks if block), self.in_steps, self.k_steps)
+
+    @property
+    def round_shifts(self) -> tuple[int, ...]:
+        """`rolled`: pixel rows from the first tap of a round to each."""
+        if not self.rolled:
+            return (0,)
+        first = next(block for blocks in self.entries for block in blocks if block)
+        shifts = [self.shift(offsets) for offsets, _ in first[: self.taps_unrolled]]
+        return tuple(shift - shifts[0] for shift in shifts)
 
     @property
     def stretches(self) -> tuple[tuple[int, int], ...]:
@@ -137,6 +195,8 @@ class TiledWeights(TiledPixels):
     @property
     def fragment_sets(self) -> int:
         """Sets of registers that fragments take in turn."""
+        if self.rolled:
+            return self._round[1]
         steps = [n * self.k_steps for n in self.distinct_entries]
         fours = any(n % 3 for n in steps) and not any(n % 4 for n in steps)
         return 4 if self.split == 2 and self.straight and fours else 3
@@ -151,22 +211,24 @@ class TiledWeights(TiledPixels):
         126 -> 156. What it gains elsewhere, kb57 2.04 -> 1.99 ms, is of separate runs and within their spread).
         """
         steps = [n * self.k_steps for n in self.distinct_entries if n]
-        if not self.straight or self.split != 2 or min(steps) < _STEPS_CONTINUED:
+        if not (self.straight or self.rolled) or self.split != 2 or min(steps) < _STEPS_CONTINUED:
             return False
         if self.stages_p * self.plane_barriers < 2:
             return False
         return all(n % self.fragment_sets == 0 for n in steps)
 
-    @derived_from("problem", "unroll", "subs", "w_subs", "chunk", "wgmma")
+    @derived_from("problem", "unroll", "subs", "w_subs", "chunk", "wgmma", "planewise")
     def longest_stretch(self) -> int:
         """Most steps of a stretch of code without a loop."""
         if self.straight:
             return self.most_entries * self.k_steps * self.parts
         return self.taps_unrolled * self.k_steps * self.parts
 
-    @derived_from("problem", "unroll", "subs", "w_subs", "chunk", "wgmma")
+    @derived_from("problem", "unroll", "subs", "w_subs", "chunk", "wgmma", "planewise")
     def taps_unrolled(self) -> int:
         """Taps whose steps are one stretch of code, between whose ends the tensor cores do not drain."""
+        if self.rolled:
+            return self._round[0]
         counts = self._multiplied.lengths
         steps = _STEPS_UNROLLED if self.wgmma else 2
         if self.parts == 2:

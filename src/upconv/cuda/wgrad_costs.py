@@ -95,6 +95,10 @@ class Ends:
     """Seconds, and passes over all blocks' sums, where those of a cluster add them up."""
     together: tuple[float, float]
     """The same through global memory."""
+    peer: float
+    """Seconds for each split more that adds up with others so: the last of them is waited for."""
+    shallow: float
+    """Of the time of what memory bounds, over the stages beyond the first."""
     steps: tuple[float, float]
     """Seconds, and passes over the slices of partial sums, of the second step."""
     scattered: float
@@ -110,6 +114,8 @@ _LAST_ENDS = Ends(
     alone=(0.0, 1.33),
     cluster=(2.8e-6, 0.929),
     together=(2.5e-6, 1.8),
+    peer=0.04e-6,
+    shallow=0.02,
     steps=(2e-6, 4.28),
     scattered=0.0,
 )
@@ -121,6 +127,8 @@ _NCHW_ENDS = Ends(
     alone=(6e-6, 0.468),
     cluster=(6e-6, 1.01),
     together=(7.6e-6, 1.585),
+    peer=0.0,
+    shallow=0.0,
     steps=(7.9e-6, 3.18),
     scattered=0.378,
 )
@@ -134,6 +142,8 @@ _STEPS_ENDS = Ends(
     alone=(0.0, 1.0),
     cluster=(0.0, 2.38),
     together=(0.0, 2.38),
+    peer=0.0,
+    shallow=0.0,
     steps=(6.1e-6, 1.0),
     scattered=0.0,
 )
@@ -346,12 +356,16 @@ def whole(
         elif at_once and ((by_cluster := clustered(t, splits, gpu) > 1) or together(t, splits, gpu)):
             assert isinstance(t, WarpgroupTiling)
             fixed, passes = ends.cluster if by_cluster else ends.together
-            seconds += fixed + passes * t.tiles * splits * t.sums_bytes / rate + scattered
+            peers = 0 if by_cluster else splits
+            seconds += fixed + peers * ends.peer + passes * t.tiles * splits * t.sums_bytes / rate + scattered
         else:
             fixed, passes = ends.steps
             seconds += fixed + passes * splits * t.k_slices * numel * 4 / rate
+        if memory > work:
+            bound = "bytes"
+            seconds *= 1.0 + ends.shallow / (t.stages - 1) if isinstance(t, WarpgroupTiling) else 1.0
         if found is None or seconds < found[0]:
-            found = seconds, "bytes" if memory > work else bound, splits
+            found = seconds, bound, splits
     assert found is not None
     return found
 

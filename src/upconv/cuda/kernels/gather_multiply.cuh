@@ -133,7 +133,7 @@ __device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[FRAGMENT_SET
 #endif
 }
 
-#if STRAIGHT
+#if STRAIGHT || ROLLED
 #define SUM_ARGUMENT
 #endif
 // A pixel tile that no matrix instruction reads any more, by its barrier; 0: none.
@@ -141,6 +141,16 @@ __device__ __forceinline__ void give_back(u32 barrier, int lane) {
   __syncwarp();
   if (lane == 0 && (!CONTINUED || barrier)) barrier_arrive(barrier);
 }
+
+#if STRAIGHT || ROLLED
+// 0 to N - 1.
+template <int...>
+struct Sequence {};
+template <int N, int... BEHIND>
+struct Counting : Counting<N - 1, N - 1, BEHIND...> {};
+template <int... ALL>
+struct Counting<0, ALL...> { typedef Sequence<ALL...> type; };
+#endif
 
 #if STRAIGHT  // few steps: all blocks of a chunk are one stretch
 __device__ constexpr int entry_at(int i) {
@@ -150,6 +160,9 @@ __device__ constexpr int entry_at(int i) {
 __device__ constexpr int row_at(int i) {
   constexpr int row[] = TAP_ROWS;
   return row[i];
+}
+__device__ constexpr int steps_of(int variant) {
+  return (entry_at(variant * (MB + 1) + MB) - entry_at(variant * (MB + 1))) * STEPS_PER_TAP;
 }
 __device__ constexpr int block_of(int variant, int entry) {
   int b = 0;
@@ -165,24 +178,26 @@ __device__ constexpr int plane_at(int i) {
 #endif
 
 template <int VARIANT, int STEP>
-__device__ __forceinline__ void multiply_from(float (&acc)[MB][NB][32], u32 (&a)[FRAGMENT_SETS][4], Fragments& weights, const Columns& pixels, u32 behind, int lane) {
-  constexpr int first = entry_at(VARIANT * (MB + 1)), steps = (entry_at(VARIANT * (MB + 1) + MB) - first) * STEPS_PER_TAP;
-  if constexpr (STEP < steps) {
-    constexpr int entry = first + STEP / STEPS_PER_TAP, block = block_of(VARIANT, entry);
+__device__ __forceinline__ void multiply_one(float (&acc)[MB][NB][32], u32 (&a)[FRAGMENT_SETS][4], Fragments& weights, const Columns& pixels, u32 behind, int lane) {
+  constexpr int first = entry_at(VARIANT * (MB + 1)), entry = first + STEP / STEPS_PER_TAP, block = block_of(VARIANT, entry);
 #if PLANE_BARRIERS > 1  // a plane is waited for with its first step; behind it no instruction reads the plane before
-    constexpr int plane = plane_at(entry);
-    constexpr bool begins = STEP % STEPS_PER_TAP == 0 && (STEP == 0 || plane_at(entry - (STEP > 0)) != plane);
-    if (begins) barrier_wait(pixels.full + plane * 8, pixels.parity);
+  constexpr int plane = plane_at(entry);
+  constexpr bool begins = STEP % STEPS_PER_TAP == 0 && (STEP == 0 || plane_at(entry - (STEP > 0)) != plane);
+  if (begins) barrier_wait(pixels.full + plane * 8, pixels.parity);
 #endif
-    step(acc[block], a, weights, pixels, row_at(entry), STEP, steps, lane);
-    if (CONTINUED && STEP == 0) give_back(behind, lane);
+  step(acc[block], a, weights, pixels, row_at(entry), STEP, steps_of(VARIANT), lane);
+  if (CONTINUED && STEP == 0) give_back(behind, lane);
 #if PLANE_BARRIERS > 1
-    if (begins && STEP > 0) give_back(pixels.empty + (plane - 1) * 8, lane);
+  if (begins && STEP > 0) give_back(pixels.empty + (plane - 1) * 8, lane);
 #endif
-    multiply_from<VARIANT, STEP + 1>(acc, a, weights, pixels, behind, lane);
-  } else {
-    weights.end_stretch(steps);
-  }
+}
+
+// Not by recursion, each level of which the compiler works through with all that are in it (NOTES: dcgan2's gradient in bfloat16
+// channels_last, 32 steps, REPLACE).
+template <int VARIANT, int... STEPS>
+__device__ __forceinline__ void multiply_from(Sequence<STEPS...>, float (&acc)[MB][NB][32], u32 (&a)[FRAGMENT_SETS][4], Fragments& weights, const Columns& pixels, u32 behind, int lane) {
+  (multiply_one<VARIANT, STEPS>(acc, a, weights, pixels, behind, lane), ...);
+  weights.end_stretch(sizeof...(STEPS));
 }
 
 // Variants share a stretch where their taps lie alike, as the phases of a kernel do whose sizes are multiples of its strides.
@@ -197,17 +212,72 @@ __device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB]
 #endif
   if (STRETCHES == 1 || stretch == STRETCH) {
     u32 a[FRAGMENT_SETS][4];
+    const typename Counting<steps_of(first[STRETCH])>::type steps;
     weights.load(a[0], 0);
 #if STRETCHES < VARIANTS
     Columns shifted = pixels;
     shifted.start += VARIANT_ROW[variant] * (ROW_BYTES / 16);
-    multiply_from<first[STRETCH], 0>(acc, a, weights, shifted, behind, lane);
+    multiply_from<first[STRETCH]>(steps, acc, a, weights, shifted, behind, lane);
 #else
-    multiply_from<first[STRETCH], 0>(acc, a, weights, pixels, behind, lane);
+    multiply_from<first[STRETCH]>(steps, acc, a, weights, pixels, behind, lane);
 #endif
   } else if constexpr (STRETCH + 1 < STRETCHES) {
     multiply_chunk<STRETCH + 1>(variant, acc, weights, pixels, behind, lane);
   }
+}
+#elif ROLLED
+__device__ constexpr int shift_at(int i) {
+  constexpr int shift[] = ROUND_SHIFTS;
+  return shift[i];
+}
+
+// `left` rounds of the chunk follow.
+template <int STEP>
+__device__ __forceinline__ void multiply_one(float (&acc)[NB][32], u32 (&a)[FRAGMENT_SETS][4], Fragments& weights, const Columns& pixels, int left, u32& behind, int lane) {
+  wgmma_fence();
+  multiply<false>(acc, a[STEP % FRAGMENT_SETS], pixels, shift_at(STEP / STEPS_PER_TAP), STEP % K_STEPS, 0, lane);
+  wgmma_commit();
+  u32 done = weights.in_hand;
+  if (STEP + 1 < LONGEST_STRETCH) {
+    weights.load(a[(STEP + 1) % FRAGMENT_SETS], STEP + 1);
+  } else {
+    weights.end_stretch(LONGEST_STRETCH);
+    if (left) weights.load(a[0], 0);
+  }
+  wgmma_wait<1>();
+  if (!RESIDENT && (STEP + 1 == LONGEST_STRETCH || (STEP + 1) % W_STAGE == 0)) give_back_weights(done, lane);
+  if (CONTINUED && STEP == 0) {
+    give_back(behind, lane);
+    behind = 0;
+  }
+}
+template <int... STEPS>
+__device__ __forceinline__ void multiply_round(Sequence<STEPS...>, float (&acc)[NB][32], u32 (&a)[FRAGMENT_SETS][4], Fragments& weights, const Columns& pixels, int left, u32& behind, int lane) {
+  (multiply_one<STEPS>(acc, a, weights, pixels, left, behind, lane), ...);
+}
+
+// A loop of rounds, each of which all sets of fragments come round with: then ptxas sees that a set is free again, and the tensor
+// cores do not drain between them. Rounds are alike but for where their pixels begin. What a round begins with, its pixels' place
+// and its first fragment, is asked for in the one before.
+template <int FIRST>
+__device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB][32], Fragments& weights, const Columns& pixels, u32 behind, int lane) {
+  u32 a[FRAGMENT_SETS][4];
+  int left = (ENTRY[variant * (MB + 1) + MB] - ENTRY[variant * (MB + 1)]) / TAPS_UNROLLED;
+  weights.load(a[0], 0);
+#pragma unroll
+  for (int b = 0; b < MB; b++) {
+    int entry = ENTRY[variant * (MB + 1) + b], last = ENTRY[variant * (MB + 1) + b + 1];
+    int begin = TAP_ROW[entry];
+#pragma unroll 1
+    while (entry < last) {
+      Columns shifted = pixels;
+      shifted.start = __shfl_sync(0xffffffffu, pixels.start + begin * (ROW_BYTES / 16), 0);
+      entry += TAPS_UNROLLED;
+      if (entry < last) begin = TAP_ROW[entry];
+      multiply_round(typename Counting<LONGEST_STRETCH>::type(), acc[b], a, weights, shifted, --left, behind, lane);
+    }
+  }
+  if (!CONTINUED) wgmma_wait<0>();
 }
 #else
 #if PARTS == 2
