@@ -20,7 +20,7 @@ Kernels:
 - forward (other widths than multiples of 4): wgmma tf32, tile 1x2x8x16 (NxDxHxW of q) x 64 rows, chunk of 8
   channels, in turn, weights ring of 4 x 6 fragments, 216 KB shared.
 - gradient for the input: wgmma tf32, tile 1x2x8x32 (NxDxHxW of q) x 64 rows, chunk of 8 channels, pixels halved,
-  weights ring of 2 x 7 fragments, 224 KB shared.
+  weights ring of 3 x 5 fragments, 226 KB shared.
 - gradient for the weight: wgmma of up to 3 rows tf32, 64x32 channels x 2x3x3 taps a block, chunks of 1x2x2x32
   (NxDxHxW of q), K in 66 slices, 194 KB shared.
 - gradient for the weight (other widths than multiples of 4): mma.sync tf32, 64x8 channels x 3x3x3 taps a block,
@@ -2379,7 +2379,7 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const float*
 
 // =====================================================================================================================
 // Gradient for the input: wgmma tf32, tile 1x2x8x32 (NxDxHxW of q) x 64 rows, chunk of 8 channels, pixels halved,
-// weights ring of 2 x 7 fragments, 224 KB shared.
+// weights ring of 3 x 5 fragments, 226 KB shared.
 // =====================================================================================================================
 
 namespace grad_input {
@@ -2424,9 +2424,9 @@ constexpr int COUT_BLOCKS = 1;  // M-groups that share the output channels of a 
 constexpr int M_GROUPS = 1;  // groups x COUT_BLOCKS x VARIANTS
 constexpr int STAGES_P = 2;  // input tiles in shared memory
 constexpr int STAGES_S = 2;  // staging slots
-constexpr int STAGES_W = 2;  // stages of the weights: of the ring, or chunks
-constexpr int W_STAGE = 7;  // fragments of weights in a stage of the ring, at most
-constexpr int RING_FRAGMENTS = 14;  // fragments of weights in shared memory
+constexpr int STAGES_W = 3;  // stages of the weights: of the ring, or chunks
+constexpr int W_STAGE = 5;  // fragments of weights in a stage of the ring, at most
+constexpr int RING_FRAGMENTS = 15;  // fragments of weights in shared memory
 constexpr int RUN_GROUPS = 4;  // groups of 8 columns that the epilogue stores together
 constexpr int ROWS_D = 4, ROWS_H = 10;  // input rows of a tile
 constexpr int ROW_STEP_D = 1, ROW_STEP_H = 1;  // rows of the tile from one q to the next
@@ -2436,6 +2436,7 @@ constexpr int COLUMN_PAD = 0;  // columns by which a box begins early
 constexpr int PLANE = 34;  // columns with one residue modulo IN_STEP_W
 constexpr int PLANES = 1;  // residues that some tap reads; of several boxes all
 constexpr int PLANE_BARRIERS = 1;
+constexpr int TAPS_UNROLLED = 9;  // taps in a stretch of code without a drain of the tensor cores
 constexpr int FRAGMENT_SETS = 3;  // sets of registers that weights take in turn
 constexpr int PRODUCER_REGISTERS = 72;  // of a thread
 constexpr int CONSUMER_REGISTERS = 184;  // of a thread
@@ -2586,6 +2587,12 @@ constexpr int WGS_M = 1;
 constexpr int RELEASES = 2;  // consumers that read a stage
 constexpr int W_SUBTILES = TILE_W / SUB_W;
 constexpr int H_SUBTILES = TILE_H / SUB_H;
+
+// [variant, block, tap]: the tap's shift in pixel rows
+__constant__ const int TAP_ROW[] = {
+    0, 1, 2, 34, 35, 36, 68, 69, 70, 340, 341, 342, 374, 375, 376, 408, 409, 410, 680, 681, 682, 714, 715, 716, 748,
+    749, 750
+};
 __constant__ const int ENTRY[] = {0,27};  // [variant][MB + 1]: where a block's taps begin
 __constant__ const short SUB_D[] = {0};  // [variant][SUBS]: output offset of an M-row's sub-position
 __constant__ const short SUB_HH[] = {0};
@@ -2989,6 +2996,7 @@ constexpr int STEPS_PER_TAP = K_STEPS * PARTS;
 // stretch, its last one what is left, so that the code knows where stages begin. RESIDENT: a chunk is a stage, one
 // behind the other.
 #define STAGE_FRAGMENTS(left) ((left) < W_STAGE ? (left) : W_STAGE)
+constexpr int LONGEST_STRETCH = TAPS_UNROLLED * STEPS_PER_TAP;  // where not STRAIGHT
 
 __device__ __forceinline__ void bring(u32 to, const char* from, u32 bytes, u32 barrier) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
@@ -3012,12 +3020,12 @@ __device__ __forceinline__ void stream_weights(const Source& packed, const Sizes
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks_of(t.variant); chunk++) {
 #pragma unroll 1
-      for (int b = 0; b < 1; b++) {
-        int left = entries_of(t.variant);
+      for (int b = 0; b < MB; b++) {
+        int left = ENTRY[t.variant * (MB + 1) + b + 1] - ENTRY[t.variant * (MB + 1) + b];
         left *= STEPS_PER_TAP;
 #pragma unroll 1
         while (left > 0) {
-          int stretch = left;
+          int stretch = left >= LONGEST_STRETCH ? LONGEST_STRETCH : STEPS_PER_TAP;
           left -= stretch;
 #pragma unroll 1
           for (; stretch > 0; stretch -= W_STAGE, cursor.next(STAGES_W)) {
@@ -3069,10 +3077,11 @@ struct Fragments {
   }
   __device__ __forceinline__ void skip(int variant) {  // a tile
     for (int chunk = 0; chunk < chunks_of(variant); chunk++)
-      for (int b = 0; b < 1; b++) {
-        int left = (entries_of(variant)) * STEPS_PER_TAP;
-        int longest = left, whole = longest ? left / longest : 0;
-        int stages = whole * ((longest + W_STAGE - 1) / W_STAGE);
+      for (int b = 0; b < MB; b++) {
+        int left = (ENTRY[variant * (MB + 1) + b + 1] - ENTRY[variant * (MB + 1) + b]) * STEPS_PER_TAP;
+        int longest = LONGEST_STRETCH, whole = longest ? left / longest : 0;
+        int stages = whole * ((longest + W_STAGE - 1) / W_STAGE)
+            + left % longest / STEPS_PER_TAP * ((STEPS_PER_TAP + W_STAGE - 1) / W_STAGE);
         for (; stages > 0; stages--) cursor.next(STAGES_W);
       }
   }
@@ -3141,72 +3150,72 @@ __device__ __forceinline__ void give_back_weights(u32 done, int lane) {
   if (lane == 0) barrier_arrive(done);
 }
 
-// Step i of a stretch of `steps`. Fragments take FRAGMENT_SETS sets of registers in turn: one is multiplied by, the one before may
-// still be, the next one is loaded. At the end of a stretch the pipeline drains, since in a loop ptxas cannot see that a set is
-// free again and serialises every wgmma, C7513 (measured: kb57's multiplications took 2.9 ms instead of 1.6). CONTINUED: where the
-// steps of a chunk are a multiple of the sets it can, and a chunk's last step is multiplied while the next chunk begins.
-__device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[FRAGMENT_SETS][4], Fragments& weights,
-    const Columns& pixels, int shift, int i, int steps, int lane) {
-  wgmma_fence();
-  multiply<false>(acc, a[i % FRAGMENT_SETS], pixels, shift, i % K_STEPS, 0, lane);
-  wgmma_commit();
-  u32 done = weights.in_hand;
-  if (i + 1 < steps) {
-    weights.load(a[(i + 1) % FRAGMENT_SETS], i + 1);
-    wgmma_wait<1>();
-  } else {
-    wgmma_wait<0>();
-  }
-  if (i + 1 == steps || (i + 1) % W_STAGE == 0) give_back_weights(done, lane);
-}
-
 // A pixel tile that no matrix instruction reads any more, by its barrier; 0: none.
 __device__ __forceinline__ void give_back(u32 barrier, int lane) {
   __syncwarp();
   if (lane == 0) barrier_arrive(barrier);
 }
 
-// few steps: all blocks of a chunk are one stretch
-__device__ constexpr int entry_at(int i) {
-  constexpr int entry[] = {0,27};
-  return entry[i];
-}
-__device__ constexpr int row_at(int i) {
-  constexpr int row[] = {
-      0, 1, 2, 34, 35, 36, 68, 69, 70, 340, 341, 342, 374, 375, 376, 408, 409, 410, 680, 681, 682, 714, 715, 716, 748,
-      749, 750
-  };
-  return row[i];
-}
-__device__ constexpr int block_of(int variant, int entry) {
-  int b = 0;
-  while (entry >= entry_at(variant * (MB + 1) + b + 1)) b++;
-  return b;
+// 0 to N - 1.
+template <int...>
+struct Sequence {};
+template <int N, int... BEHIND>
+struct Counting : Counting<N - 1, N - 1, BEHIND...> {};
+template <int... ALL>
+struct Counting<0, ALL...> { typedef Sequence<ALL...> type; };
+
+__device__ constexpr int shift_at(int i) {
+  constexpr int shift[] = {0,1,2,34,35,36,68,69,70};
+  return shift[i];
 }
 
-template <int VARIANT, int STEP>
-__device__ __forceinline__ void multiply_from(float (&acc)[MB][NB][32], u32 (&a)[FRAGMENT_SETS][4], Fragments& weights,
-    const Columns& pixels, u32 behind, int lane) {
-  constexpr int first = entry_at(VARIANT * (MB + 1)),
-      steps = (entry_at(VARIANT * (MB + 1) + MB) - first) * STEPS_PER_TAP;
-  if constexpr (STEP < steps) {
-    constexpr int entry = first + STEP / STEPS_PER_TAP, block = block_of(VARIANT, entry);
-    step(acc[block], a, weights, pixels, row_at(entry), STEP, steps, lane);
-    multiply_from<VARIANT, STEP + 1>(acc, a, weights, pixels, behind, lane);
+// `left` rounds of the chunk follow.
+template <int STEP>
+__device__ __forceinline__ void multiply_one(float (&acc)[NB][32], u32 (&a)[FRAGMENT_SETS][4], Fragments& weights,
+    const Columns& pixels, int left, u32& behind, int lane) {
+  wgmma_fence();
+  multiply<false>(acc, a[STEP % FRAGMENT_SETS], pixels, shift_at(STEP / STEPS_PER_TAP), STEP % K_STEPS, 0, lane);
+  wgmma_commit();
+  u32 done = weights.in_hand;
+  if (STEP + 1 < LONGEST_STRETCH) {
+    weights.load(a[(STEP + 1) % FRAGMENT_SETS], STEP + 1);
   } else {
-    weights.end_stretch(steps);
+    weights.end_stretch(LONGEST_STRETCH);
+    if (left) weights.load(a[0], 0);
   }
+  wgmma_wait<1>();
+  if (STEP + 1 == LONGEST_STRETCH || (STEP + 1) % W_STAGE == 0) give_back_weights(done, lane);
+}
+template <int... STEPS>
+__device__ __forceinline__ void multiply_round(Sequence<STEPS...>, float (&acc)[NB][32], u32 (&a)[FRAGMENT_SETS][4],
+    Fragments& weights, const Columns& pixels, int left, u32& behind, int lane) {
+  (multiply_one<STEPS>(acc, a, weights, pixels, left, behind, lane), ...);
 }
 
-// Variants share a stretch where their taps lie alike, as the phases of a kernel do whose sizes are multiples of its strides.
-// (measured: with one for each of 4 dcgan3 in channels_last takes 3.4 s to compile instead of 0.9.)
-template <int STRETCH>
+// A loop of rounds, each of which all sets of fragments come round with: then ptxas sees that a set is free again, and the tensor
+// cores do not drain between them. Rounds are alike but for where their pixels begin. What a round begins with, its pixels' place
+// and its first fragment, is asked for in the one before (measured: with tables of taps read in each kb65 TF32 1,075 us, so 1,007,
+// straight 972, and kb61's gradient 936, 906, 890: so shorter stretches stay straight).
+template <int FIRST>
 __device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB][32], Fragments& weights,
     const Columns& pixels, u32 behind, int lane) {
-  constexpr int first[] = {0};  // variant
   u32 a[FRAGMENT_SETS][4];
+  int left = (ENTRY[variant * (MB + 1) + MB] - ENTRY[variant * (MB + 1)]) / TAPS_UNROLLED;
   weights.load(a[0], 0);
-  multiply_from<first[STRETCH], 0>(acc, a, weights, pixels, behind, lane);
+#pragma unroll
+  for (int b = 0; b < MB; b++) {
+    int entry = ENTRY[variant * (MB + 1) + b], last = ENTRY[variant * (MB + 1) + b + 1];
+    int begin = TAP_ROW[entry];
+#pragma unroll 1
+    while (entry < last) {
+      Columns shifted = pixels;
+      shifted.start = __shfl_sync(0xffffffffu, pixels.start + begin * (ROW_BYTES / 16), 0);
+      entry += TAPS_UNROLLED;
+      if (entry < last) begin = TAP_ROW[entry];
+      multiply_round(typename Counting<LONGEST_STRETCH>::type(), acc[b], a, weights, shifted, --left, behind, lane);
+    }
+  }
+  wgmma_wait<0>();
 }
 
 // --- epilogue --------------------------------------------------------------------------------------------------------
@@ -4812,7 +4821,7 @@ void pack_grad_input(const at::Tensor& weight, const at::Tensor& packed) {
 void run_grad_input(const at::Tensor& grad, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
                     const at::Tensor& out, int64_t blocks, const std::array<int64_t, 11>& sizes) {
   const auto pointers = std::make_tuple(grad.data_ptr(), packed.data_ptr(), address(bias), out.data_ptr());
-  launch<grad_input::gather, 512, 229600>(grad, blocks, pointers, sizes);
+  launch<grad_input::gather, 512, 231664>(grad, blocks, pointers, sizes);
 }
 
 void run_grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& partial,

@@ -769,6 +769,14 @@ __device__ __forceinline__ void give_back(u32 barrier, int lane) {
   if (lane == 0 && (barrier)) barrier_arrive(barrier);
 }
 
+// 0 to N - 1.
+template <int...>
+struct Sequence {};
+template <int N, int... BEHIND>
+struct Counting : Counting<N - 1, N - 1, BEHIND...> {};
+template <int... ALL>
+struct Counting<0, ALL...> { typedef Sequence<ALL...> type; };
+
 // few steps: all blocks of a chunk are one stretch
 __device__ constexpr int entry_at(int i) {
   constexpr int entry[] = {0,5};
@@ -778,6 +786,9 @@ __device__ constexpr int row_at(int i) {
   constexpr int row[] = {0,3,6,9,12};
   return row[i];
 }
+__device__ constexpr int steps_of(int variant) {
+  return (entry_at(variant * (MB + 1) + MB) - entry_at(variant * (MB + 1))) * STEPS_PER_TAP;
+}
 __device__ constexpr int block_of(int variant, int entry) {
   int b = 0;
   while (entry >= entry_at(variant * (MB + 1) + b + 1)) b++;
@@ -785,18 +796,21 @@ __device__ constexpr int block_of(int variant, int entry) {
 }
 
 template <int VARIANT, int STEP>
-__device__ __forceinline__ void multiply_from(float (&acc)[MB][NB][32], u32 (&a)[FRAGMENT_SETS][4], Fragments& weights,
+__device__ __forceinline__ void multiply_one(float (&acc)[MB][NB][32], u32 (&a)[FRAGMENT_SETS][4], Fragments& weights,
     const Columns& pixels, u32 behind, int lane) {
-  constexpr int first = entry_at(VARIANT * (MB + 1)),
-      steps = (entry_at(VARIANT * (MB + 1) + MB) - first) * STEPS_PER_TAP;
-  if constexpr (STEP < steps) {
-    constexpr int entry = first + STEP / STEPS_PER_TAP, block = block_of(VARIANT, entry);
-    step(acc[block], a, weights, pixels, row_at(entry), STEP, steps, lane);
-    if (STEP == 0) give_back(behind, lane);
-    multiply_from<VARIANT, STEP + 1>(acc, a, weights, pixels, behind, lane);
-  } else {
-    weights.end_stretch(steps);
-  }
+  constexpr int first = entry_at(VARIANT * (MB + 1)), entry = first + STEP / STEPS_PER_TAP,
+      block = block_of(VARIANT, entry);
+  step(acc[block], a, weights, pixels, row_at(entry), STEP, steps_of(VARIANT), lane);
+  if (STEP == 0) give_back(behind, lane);
+}
+
+// Not by recursion, each level of which the compiler works through with all that are in it (measured: dcgan2's gradient in bfloat16
+// channels_last, 32 steps: 1.83 -> 1.56 s of its optimiser, to the same machine code).
+template <int VARIANT, int... STEPS>
+__device__ __forceinline__ void multiply_from(Sequence<STEPS...>, float (&acc)[MB][NB][32], u32 (&a)[FRAGMENT_SETS][4],
+    Fragments& weights, const Columns& pixels, u32 behind, int lane) {
+  (multiply_one<VARIANT, STEPS>(acc, a, weights, pixels, behind, lane), ...);
+  weights.end_stretch(sizeof...(STEPS));
 }
 
 // Variants share a stretch where their taps lie alike, as the phases of a kernel do whose sizes are multiples of its strides.
@@ -806,8 +820,9 @@ __device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB]
     const Columns& pixels, u32 behind, int lane) {
   constexpr int first[] = {0};  // variant
   u32 a[FRAGMENT_SETS][4];
+  const typename Counting<steps_of(first[STRETCH])>::type steps;
   weights.load(a[0], 0);
-  multiply_from<first[STRETCH], 0>(acc, a, weights, pixels, behind, lane);
+  multiply_from<first[STRETCH]>(steps, acc, a, weights, pixels, behind, lane);
 }
 
 // --- epilogue --------------------------------------------------------------------------------------------------------
@@ -1927,6 +1942,14 @@ __device__ __forceinline__ void give_back(u32 barrier, int lane) {
   if (lane == 0 && (barrier)) barrier_arrive(barrier);
 }
 
+// 0 to N - 1.
+template <int...>
+struct Sequence {};
+template <int N, int... BEHIND>
+struct Counting : Counting<N - 1, N - 1, BEHIND...> {};
+template <int... ALL>
+struct Counting<0, ALL...> { typedef Sequence<ALL...> type; };
+
 // few steps: all blocks of a chunk are one stretch
 __device__ constexpr int entry_at(int i) {
   constexpr int entry[] = {0,5};
@@ -1936,6 +1959,9 @@ __device__ constexpr int row_at(int i) {
   constexpr int row[] = {0,3,6,9,12};
   return row[i];
 }
+__device__ constexpr int steps_of(int variant) {
+  return (entry_at(variant * (MB + 1) + MB) - entry_at(variant * (MB + 1))) * STEPS_PER_TAP;
+}
 __device__ constexpr int block_of(int variant, int entry) {
   int b = 0;
   while (entry >= entry_at(variant * (MB + 1) + b + 1)) b++;
@@ -1943,18 +1969,21 @@ __device__ constexpr int block_of(int variant, int entry) {
 }
 
 template <int VARIANT, int STEP>
-__device__ __forceinline__ void multiply_from(float (&acc)[MB][NB][32], u32 (&a)[FRAGMENT_SETS][4], Fragments& weights,
+__device__ __forceinline__ void multiply_one(float (&acc)[MB][NB][32], u32 (&a)[FRAGMENT_SETS][4], Fragments& weights,
     const Columns& pixels, u32 behind, int lane) {
-  constexpr int first = entry_at(VARIANT * (MB + 1)),
-      steps = (entry_at(VARIANT * (MB + 1) + MB) - first) * STEPS_PER_TAP;
-  if constexpr (STEP < steps) {
-    constexpr int entry = first + STEP / STEPS_PER_TAP, block = block_of(VARIANT, entry);
-    step(acc[block], a, weights, pixels, row_at(entry), STEP, steps, lane);
-    if (STEP == 0) give_back(behind, lane);
-    multiply_from<VARIANT, STEP + 1>(acc, a, weights, pixels, behind, lane);
-  } else {
-    weights.end_stretch(steps);
-  }
+  constexpr int first = entry_at(VARIANT * (MB + 1)), entry = first + STEP / STEPS_PER_TAP,
+      block = block_of(VARIANT, entry);
+  step(acc[block], a, weights, pixels, row_at(entry), STEP, steps_of(VARIANT), lane);
+  if (STEP == 0) give_back(behind, lane);
+}
+
+// Not by recursion, each level of which the compiler works through with all that are in it (measured: dcgan2's gradient in bfloat16
+// channels_last, 32 steps: 1.83 -> 1.56 s of its optimiser, to the same machine code).
+template <int VARIANT, int... STEPS>
+__device__ __forceinline__ void multiply_from(Sequence<STEPS...>, float (&acc)[MB][NB][32], u32 (&a)[FRAGMENT_SETS][4],
+    Fragments& weights, const Columns& pixels, u32 behind, int lane) {
+  (multiply_one<VARIANT, STEPS>(acc, a, weights, pixels, behind, lane), ...);
+  weights.end_stretch(sizeof...(STEPS));
 }
 
 // Variants share a stretch where their taps lie alike, as the phases of a kernel do whose sizes are multiples of its strides.
@@ -1964,8 +1993,9 @@ __device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB]
     const Columns& pixels, u32 behind, int lane) {
   constexpr int first[] = {0};  // variant
   u32 a[FRAGMENT_SETS][4];
+  const typename Counting<steps_of(first[STRETCH])>::type steps;
   weights.load(a[0], 0);
-  multiply_from<first[STRETCH], 0>(acc, a, weights, pixels, behind, lane);
+  multiply_from<first[STRETCH]>(steps, acc, a, weights, pixels, behind, lane);
 }
 
 // --- epilogue --------------------------------------------------------------------------------------------------------
@@ -3051,6 +3081,14 @@ __device__ __forceinline__ void give_back(u32 barrier, int lane) {
   if (lane == 0 && (barrier)) barrier_arrive(barrier);
 }
 
+// 0 to N - 1.
+template <int...>
+struct Sequence {};
+template <int N, int... BEHIND>
+struct Counting : Counting<N - 1, N - 1, BEHIND...> {};
+template <int... ALL>
+struct Counting<0, ALL...> { typedef Sequence<ALL...> type; };
+
 // few steps: all blocks of a chunk are one stretch
 __device__ constexpr int entry_at(int i) {
   constexpr int entry[] = {0,5};
@@ -3060,6 +3098,9 @@ __device__ constexpr int row_at(int i) {
   constexpr int row[] = {0,3,6,9,12};
   return row[i];
 }
+__device__ constexpr int steps_of(int variant) {
+  return (entry_at(variant * (MB + 1) + MB) - entry_at(variant * (MB + 1))) * STEPS_PER_TAP;
+}
 __device__ constexpr int block_of(int variant, int entry) {
   int b = 0;
   while (entry >= entry_at(variant * (MB + 1) + b + 1)) b++;
@@ -3067,18 +3108,21 @@ __device__ constexpr int block_of(int variant, int entry) {
 }
 
 template <int VARIANT, int STEP>
-__device__ __forceinline__ void multiply_from(float (&acc)[MB][NB][32], u32 (&a)[FRAGMENT_SETS][4], Fragments& weights,
+__device__ __forceinline__ void multiply_one(float (&acc)[MB][NB][32], u32 (&a)[FRAGMENT_SETS][4], Fragments& weights,
     const Columns& pixels, u32 behind, int lane) {
-  constexpr int first = entry_at(VARIANT * (MB + 1)),
-      steps = (entry_at(VARIANT * (MB + 1) + MB) - first) * STEPS_PER_TAP;
-  if constexpr (STEP < steps) {
-    constexpr int entry = first + STEP / STEPS_PER_TAP, block = block_of(VARIANT, entry);
-    step(acc[block], a, weights, pixels, row_at(entry), STEP, steps, lane);
-    if (STEP == 0) give_back(behind, lane);
-    multiply_from<VARIANT, STEP + 1>(acc, a, weights, pixels, behind, lane);
-  } else {
-    weights.end_stretch(steps);
-  }
+  constexpr int first = entry_at(VARIANT * (MB + 1)), entry = first + STEP / STEPS_PER_TAP,
+      block = block_of(VARIANT, entry);
+  step(acc[block], a, weights, pixels, row_at(entry), STEP, steps_of(VARIANT), lane);
+  if (STEP == 0) give_back(behind, lane);
+}
+
+// Not by recursion, each level of which the compiler works through with all that are in it (measured: dcgan2's gradient in bfloat16
+// channels_last, 32 steps: 1.83 -> 1.56 s of its optimiser, to the same machine code).
+template <int VARIANT, int... STEPS>
+__device__ __forceinline__ void multiply_from(Sequence<STEPS...>, float (&acc)[MB][NB][32], u32 (&a)[FRAGMENT_SETS][4],
+    Fragments& weights, const Columns& pixels, u32 behind, int lane) {
+  (multiply_one<VARIANT, STEPS>(acc, a, weights, pixels, behind, lane), ...);
+  weights.end_stretch(sizeof...(STEPS));
 }
 
 // Variants share a stretch where their taps lie alike, as the phases of a kernel do whose sizes are multiples of its strides.
@@ -3088,8 +3132,9 @@ __device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB]
     const Columns& pixels, u32 behind, int lane) {
   constexpr int first[] = {0};  // variant
   u32 a[FRAGMENT_SETS][4];
+  const typename Counting<steps_of(first[STRETCH])>::type steps;
   weights.load(a[0], 0);
-  multiply_from<first[STRETCH], 0>(acc, a, weights, pixels, behind, lane);
+  multiply_from<first[STRETCH]>(steps, acc, a, weights, pixels, behind, lane);
 }
 
 // --- epilogue --------------------------------------------------------------------------------------------------------
@@ -4243,6 +4288,14 @@ __device__ __forceinline__ void give_back(u32 barrier, int lane) {
   if (lane == 0) barrier_arrive(barrier);
 }
 
+// 0 to N - 1.
+template <int...>
+struct Sequence {};
+template <int N, int... BEHIND>
+struct Counting : Counting<N - 1, N - 1, BEHIND...> {};
+template <int... ALL>
+struct Counting<0, ALL...> { typedef Sequence<ALL...> type; };
+
 // few steps: all blocks of a chunk are one stretch
 __device__ constexpr int entry_at(int i) {
   constexpr int entry[] = {0,5};
@@ -4252,6 +4305,9 @@ __device__ constexpr int row_at(int i) {
   constexpr int row[] = {0,3,6,9,12};
   return row[i];
 }
+__device__ constexpr int steps_of(int variant) {
+  return (entry_at(variant * (MB + 1) + MB) - entry_at(variant * (MB + 1))) * STEPS_PER_TAP;
+}
 __device__ constexpr int block_of(int variant, int entry) {
   int b = 0;
   while (entry >= entry_at(variant * (MB + 1) + b + 1)) b++;
@@ -4259,17 +4315,20 @@ __device__ constexpr int block_of(int variant, int entry) {
 }
 
 template <int VARIANT, int STEP>
-__device__ __forceinline__ void multiply_from(float (&acc)[MB][NB][32], u32 (&a)[FRAGMENT_SETS][4], Fragments& weights,
+__device__ __forceinline__ void multiply_one(float (&acc)[MB][NB][32], u32 (&a)[FRAGMENT_SETS][4], Fragments& weights,
     const Columns& pixels, u32 behind, int lane) {
-  constexpr int first = entry_at(VARIANT * (MB + 1)),
-      steps = (entry_at(VARIANT * (MB + 1) + MB) - first) * STEPS_PER_TAP;
-  if constexpr (STEP < steps) {
-    constexpr int entry = first + STEP / STEPS_PER_TAP, block = block_of(VARIANT, entry);
-    step(acc[block], a, weights, pixels, row_at(entry), STEP, steps, lane);
-    multiply_from<VARIANT, STEP + 1>(acc, a, weights, pixels, behind, lane);
-  } else {
-    weights.end_stretch(steps);
-  }
+  constexpr int first = entry_at(VARIANT * (MB + 1)), entry = first + STEP / STEPS_PER_TAP,
+      block = block_of(VARIANT, entry);
+  step(acc[block], a, weights, pixels, row_at(entry), STEP, steps_of(VARIANT), lane);
+}
+
+// Not by recursion, each level of which the compiler works through with all that are in it (measured: dcgan2's gradient in bfloat16
+// channels_last, 32 steps: 1.83 -> 1.56 s of its optimiser, to the same machine code).
+template <int VARIANT, int... STEPS>
+__device__ __forceinline__ void multiply_from(Sequence<STEPS...>, float (&acc)[MB][NB][32], u32 (&a)[FRAGMENT_SETS][4],
+    Fragments& weights, const Columns& pixels, u32 behind, int lane) {
+  (multiply_one<VARIANT, STEPS>(acc, a, weights, pixels, behind, lane), ...);
+  weights.end_stretch(sizeof...(STEPS));
 }
 
 // Variants share a stretch where their taps lie alike, as the phases of a kernel do whose sizes are multiples of its strides.
@@ -4279,8 +4338,9 @@ __device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB]
     const Columns& pixels, u32 behind, int lane) {
   constexpr int first[] = {0};  // variant
   u32 a[FRAGMENT_SETS][4];
+  const typename Counting<steps_of(first[STRETCH])>::type steps;
   weights.load(a[0], 0);
-  multiply_from<first[STRETCH], 0>(acc, a, weights, pixels, behind, lane);
+  multiply_from<first[STRETCH]>(steps, acc, a, weights, pixels, behind, lane);
 }
 
 // --- epilogue --------------------------------------------------------------------------------------------------------

@@ -193,7 +193,7 @@ __device__ __forceinline__ void multiply_one(float (&acc)[MB][NB][32], u32 (&a)[
 }
 
 // Not by recursion, each level of which the compiler works through with all that are in it (NOTES: dcgan2's gradient in bfloat16
-// channels_last, 32 steps, REPLACE).
+// channels_last, 32 steps: 1.83 -> 1.56 s of its optimiser, to the same machine code).
 template <int VARIANT, int... STEPS>
 __device__ __forceinline__ void multiply_from(Sequence<STEPS...>, float (&acc)[MB][NB][32], u32 (&a)[FRAGMENT_SETS][4], Fragments& weights, const Columns& pixels, u32 behind, int lane) {
   (multiply_one<VARIANT, STEPS>(acc, a, weights, pixels, behind, lane), ...);
@@ -258,7 +258,8 @@ __device__ __forceinline__ void multiply_round(Sequence<STEPS...>, float (&acc)[
 
 // A loop of rounds, each of which all sets of fragments come round with: then ptxas sees that a set is free again, and the tensor
 // cores do not drain between them. Rounds are alike but for where their pixels begin. What a round begins with, its pixels' place
-// and its first fragment, is asked for in the one before.
+// and its first fragment, is asked for in the one before (NOTES: with tables of taps read in each kb65 TF32 1,075 us, so 1,007,
+// straight 972, and kb61's gradient 936, 906, 890: so shorter stretches stay straight).
 template <int FIRST>
 __device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB][32], Fragments& weights, const Columns& pixels, u32 behind, int lane) {
   u32 a[FRAGMENT_SETS][4];
