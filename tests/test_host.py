@@ -576,6 +576,36 @@ def test_phases_whose_taps_lie_alike_share_a_stretch(
 
 
 @pytest.mark.parametrize(
+    ("kernel", "stride", "pass_"),
+    [
+        ((5, 5), 1, "fwd"),
+        ((4, 7), 1, "grad-input"),
+        ((3, 3, 3), 1, "fwd"),
+        ((5, 5), 2, "grad-input"),
+        ((30,), 1, "fwd"),
+    ],  # fmt: skip
+)
+@pytest.mark.parametrize("layout", ["nchw", "channels_last"])
+def test_rounds_find_their_weights_and_pixels(
+    kernel: Any, stride: int, pass_: Pass, layout: Layout, tmp_path: Path
+) -> None:
+    """Of loops of rounds: weights that stay and that come through a ring, for consumers that share and take turns."""
+    if len(kernel) == 1 and layout != "nchw":
+        pytest.skip("1-D tensors have no channels_last")
+    size = (12, 40, 40)[-len(kernel) :]
+    p = Problem.make(2, 40, 64, size, kernel, stride, bias=False).with_(precision="tf32", pass_=pass_, layout=layout)
+    every = [t for t in gather_search.candidates(any_size(p), H200) if t.rolled]
+    kinds = {(t.split, t.resident, t.boxable): t for t in every}
+    assert kinds
+    for i, tiling in enumerate(random.Random(1).sample(list(kinds.values()), min(len(kinds), 1 + EVERY))):
+        assert tiling.macros()["ROLLED"] == 1
+        for boxed in {False, tiling.boxable}:
+            folder = tmp_path / f"{i}{boxed}"
+            folder.mkdir()
+            assert tiles(ring(tiling, folder, boxed), i, 7) > 0
+
+
+@pytest.mark.parametrize(
     ("pass_", "seed"), [*(("grad-input", seed) for seed in seeds(12, 16)), *(("fwd", seed) for seed in seeds(6, 8))]
 )
 def test_consumers_find_weights_as_they_lie_in_memory(seed: int, pass_: str, tmp_path: Path) -> None:
