@@ -583,7 +583,7 @@ def test_phases_whose_taps_lie_alike_share_a_stretch(
         ((3, 3, 3), 1, "fwd"),
         ((5, 5), 2, "grad-input"),
         ((30,), 1, "fwd"),
-    ],  # fmt: skip
+    ],
 )
 @pytest.mark.parametrize("layout", ["nchw", "channels_last"])
 def test_rounds_find_their_weights_and_pixels(
