@@ -823,7 +823,7 @@ __device__ __forceinline__ void multiply_one(float (&acc)[NB][32], u32 (&a)[FRAG
   }
   wgmma_wait<1>();
   if (STEP + 1 == LONGEST_STRETCH || (STEP + 1) % W_STAGE == 0) give_back_weights(done, lane);
-  if (STEP == 0) {
+  if (STEP == 0 && behind) {
     give_back(behind, lane);
     behind = 0;
   }
@@ -2113,7 +2113,7 @@ __device__ __forceinline__ void multiply_one(float (&acc)[NB][32], u32 (&a)[FRAG
   }
   wgmma_wait<1>();
   if (STEP + 1 == LONGEST_STRETCH || (STEP + 1) % W_STAGE == 0) give_back_weights(done, lane);
-  if (STEP == 0) {
+  if (STEP == 0 && behind) {
     give_back(behind, lane);
     behind = 0;
   }

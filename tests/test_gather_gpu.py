@@ -407,11 +407,14 @@ def test_a_training_call_packs_by_the_kernel_and_a_captured_one_by_two(monkeypat
     assert torch.equal(torch.autograd.grad(layer(x), x, torch.ones_like(y))[0], 2 * g)
 
 
+LAST_GRADIENT = "channels_last", "grad-input"
+
+
 @HOPPER[1]
 @pytest.mark.parametrize("pass_", ["fwd", "grad-input"])
 @pytest.mark.parametrize("layout", ["nchw", "channels_last"])
 @pytest.mark.parametrize("precision", ["tf32", "bf16", "fp16"])
-@pytest.mark.parametrize("name", ["k5", "3-D", "k5s2", "k3x10 d2"])
+@pytest.mark.parametrize("name", ["k5", "3-D", "k5s2", "k4s2", "k3x10 d2"])
 def test_rounds_give_the_bits_of_straight_code(
     name: str, precision: str, layout: str, pass_: Pass, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -420,6 +423,7 @@ def test_rounds_give_the_bits_of_straight_code(
         "k5": (2, 72, 64, (20, 70), (6, 5), 1, (2, 3)),
         "3-D": (1, 40, 64, (6, 9, 70), 3, 1, 1),
         "k5s2": (2, 64, 64, (18, 33), 5, 2, 2),
+        "k4s2": (2, 72, 96, (18, 34), 4, 2, 1),
         "k3x10 d2": (2, 72, 32, (20, 70), (3, 10), 1, 2, 0, (1, 2)),
     }
     p = _layer(layers[name], precision, layout, pass_)
@@ -442,7 +446,7 @@ def test_rounds_give_the_bits_of_straight_code(
         return found
 
     every = [t for t in gather_search.candidates(p, chip) if t.rolled]
-    kinds = {(t.split, t.resident, t.continued, t.taps_unrolled): t for t in every}
+    kinds = {(t.split, t.resident, t.continued, t.planewise, t.taps_unrolled): t for t in every}
     rolled = [results(t) for t in kinds.values()]
     monkeypatch.setattr(tiling_weights, "_STEPS_ROLLED", 1 << 30)
     fields_of, compared = [{f.name: getattr(t, f.name) for f in fields(t)} for t in kinds.values()], 0
@@ -455,4 +459,5 @@ def test_rounds_give_the_bits_of_straight_code(
         (expected, *_) = results(straight)
         assert not torch.isnan(expected).any()
         assert all(torch.equal(out, expected) for out in found), straight
-    assert compared or (pass_ == "fwd" and name == "k5s2")  # whose phases have few taps
+    # Of others' phases taps are few, and k4s2's planes alone are alike.
+    assert compared or (name == "k5s2" and pass_ == "fwd") or (name == "k4s2" and (layout, pass_) != LAST_GRADIENT)

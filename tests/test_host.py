@@ -582,6 +582,7 @@ def test_phases_whose_taps_lie_alike_share_a_stretch(
         ((4, 7), 1, "grad-input"),
         ((3, 3, 3), 1, "fwd"),
         ((5, 5), 2, "grad-input"),
+        ((4, 4), 2, "grad-input"),
         ((30,), 1, "fwd"),
     ],
 )
@@ -595,8 +596,8 @@ def test_rounds_find_their_weights_and_pixels(
     size = (12, 40, 40)[-len(kernel) :]
     p = Problem.make(2, 40, 64, size, kernel, stride, bias=False).with_(precision="tf32", pass_=pass_, layout=layout)
     every = [t for t in gather_search.candidates(any_size(p), H200) if t.rolled]
-    kinds = {(t.split, t.resident, t.boxable): t for t in every}
-    assert kinds
+    kinds = {(t.split, t.resident, t.boxable, t.planewise): t for t in every}
+    assert kinds or (kernel == (4, 4) and layout == "nchw")  # whose planes do not come one by one
     for i, tiling in enumerate(random.Random(1).sample(list(kinds.values()), min(len(kinds), 1 + EVERY))):
         assert tiling.macros()["ROLLED"] == 1
         for boxed in {False, tiling.boxable}:

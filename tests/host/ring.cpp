@@ -79,7 +79,26 @@ static void bring_tap(u32 to, const TensorMap&, int channel, int tap, int row, u
   if (to != fill.to + fill.bytes || to % (8 * SPAN)) fail("a box brought to another's place");
   fill.boxes.push_back({to, channel, tap, row}), fill.bytes += BOX_BYTES;
 }
+// Planes of pixels are waited for in their order, and given back but for the last when the next one's first step is queued.
+static int multiplied;
+static Tile tile_now;
+#if PLANE_BARRIERS > 1
+static const u32 PLANES_FULL = 1u << 28, PLANES_EMPTY = 1u << 29;
+static const int PLANE_OF[] = PLANES_OF_ENTRIES;        // by entry
+static int planes, planes_back;
+static bool of_planes(u32 barrier) {
+  if (barrier == PLANES_FULL + 8 * planes && planes < PLANE_BARRIERS) return planes++, true;
+  if (barrier != PLANES_EMPTY + 8 * planes_back) return false;
+  const int* entries = ENTRY + tile_now.variant * (MB + 1);
+  if (planes_back + 2 != planes) fail("a plane is given back whose next one was not waited for");
+  if (PLANE_OF[entries[0] + (multiplied - 1) / K_STEPS] != planes_back + 1) fail("a plane is given back before the next one's first step");
+  return planes_back++, true;
+}
+#else
+static bool of_planes(u32) { return false; }
+#endif
 static void barrier_wait(u32 barrier, u32 parity) {
+  if (!streaming && of_planes(barrier)) return;
   if (streaming) {
     if (barrier != EMPTY + 8 * (streamed % STAGES_W) || parity != 1 - (streamed / STAGES_W & 1)) fail("the stream waits for another stage");
     return;
@@ -95,6 +114,7 @@ static void barrier_wait(u32 barrier, u32 parity) {
 static const u32 CHUNK_BEFORE = 1u << 30;  // the barrier of the chunk before
 static int given_back;
 static void barrier_arrive(u32 barrier) {
+  if (of_planes(barrier)) return;
   if (barrier == CHUNK_BEFORE) {
     given_back++;
     return;
@@ -129,7 +149,6 @@ static void load_shared_128(u32 (&a)[4], u32 address) {
 }
 
 // Of weights as they lie in memory: the tile, the thread and the step of K that comes next.
-static Tile tile_now;
 static int thread_now, wg_now, step_now;
 #if GRAD_INPUT
 static u32 load_shared_u32(u32) { fail("a gradient's weights are loaded by matrices"); }
@@ -185,7 +204,6 @@ static u32 load_shared_u32(u32 address) {
 
 // A step of the chunk: its sums and the pixels that it reads must be its tap's.
 static float acc[MB][NB][32];
-static int multiplied;
 #if PARTS == 2
 // Of IEEE's parts three products a step, each once: corrections first, and behind a stretch's high parts its sums begin anew.
 static std::vector<int> products;
@@ -213,6 +231,9 @@ template <bool FRESH> static void multiply(float (&sums)[NB][32], const u32 (&a)
   while (entry >= entries[block + 1]) block++;
   if (&sums != &acc[block]) fail("a step of another block");
   if ((int)pixels.start / (ROW_BYTES / 16) + shift != TAP_ROW[entry]) fail("pixels of another tap");
+#if PLANE_BARRIERS > 1
+  if (PLANE_OF[entry] != planes - 1) fail("pixels of a plane that was not waited for");
+#endif
   if (k_step != step % K_STEPS) fail("other channels of the pixels");
   multiplied++;
 }
@@ -256,7 +277,14 @@ static long long consume(const char* packed, const Sizes& s, int wg, int thread)
         products.clear();
         high_begun = true;
 #endif
-        multiply_chunk<0>(t.variant, acc, SUM_ARGUMENT weights, Columns(), CONTINUED && chunk ? CHUNK_BEFORE : 0, 0);
+        Columns pixels = {};
+#if PLANE_BARRIERS > 1
+        pixels.full = PLANES_FULL, pixels.empty = PLANES_EMPTY, planes = planes_back = 0;
+#endif
+        multiply_chunk<0>(t.variant, acc, SUM_ARGUMENT weights, pixels, CONTINUED && chunk ? CHUNK_BEFORE : 0, 0);
+#if PLANE_BARRIERS > 1
+        if (planes != PLANE_BARRIERS || planes_back != PLANE_BARRIERS - 1) fail("not all planes of a chunk, or its last given back twice");
+#endif
         if (multiplied != entries_of(t.variant) * K_STEPS * PRODUCTS) fail("not all steps of a chunk");
         if (given_back != (CONTINUED && chunk ? 1 : 0)) fail("the pixels of the chunk before are given back once");
       }

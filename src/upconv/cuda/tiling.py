@@ -192,7 +192,7 @@ class Tiling(TiledWeights):
 
     @property
     def _planes_in_turn(self) -> bool:
-        if not (self.strided_box and self.straight and self.mb == 1 and len(self.planes) > 1):
+        if not (self.strided_box and (self.straight or self.rolled) and self.mb == 1 and len(self.planes) > 1):
             return False
         return all(len({self.plane_of(off) for off, _ in block}) == len(self.planes) for (block,) in self.entries)
 

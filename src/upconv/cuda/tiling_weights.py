@@ -5,6 +5,7 @@ See kernels/gather_weights.cuh and gather_multiply.cuh; packed weights gather_pa
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -137,7 +138,7 @@ class TiledWeights(TiledPixels):
 
     # --- K: steps ----------------------------------------------------------------------------------------------------
 
-    @derived_from("problem", "unroll", "subs", "w_subs", "chunk", "wgmma", "planewise")
+    @derived_from("problem", "unroll", "subs", "w_subs", "chunk", "wgmma", "planewise", "split")
     def straight(self) -> bool:
         """Whether the steps of a variant's chunk are one stretch of code, without a loop."""
         return self._short and not self.rolled
@@ -150,7 +151,7 @@ class TiledWeights(TiledPixels):
             self.wgmma and self.parts == 1 and found.most * self.k_steps <= one and found.total * self.k_steps <= every
         )
 
-    @derived_from("problem", "unroll", "subs", "w_subs", "chunk", "wgmma", "planewise")
+    @derived_from("problem", "unroll", "subs", "w_subs", "chunk", "wgmma", "planewise", "split")
     def rolled(self) -> bool:
         """Whether a variant's chunk is a loop of rounds, between which the tensor cores do not drain.
 
@@ -158,13 +159,39 @@ class TiledWeights(TiledPixels):
         GPU's host), and may spill (kb75's gradient in bfloat16 NCHW 198 us, by rounds 129; kb61's 704, 595). A loop
         costs the others of 25 to 32 steps 0.7% on average, kb77 and kb78 in bfloat16 channels_last 2%.
         """
-        long = self._multiplied.most * self.k_steps >= _STEPS_ROLLED
-        return long and self._short and not self.planewise and self.mb == 1 and self._round[0] > 0
+        if self._multiplied.most * self.k_steps < _STEPS_ROLLED or not self._short or self.mb > 1:
+            return False
+        return self._round_of_chunk[0] > 0
+
+    @property
+    def _round_of_chunk(self) -> tuple[int, int]:
+        """Taps of a round, and sets of fragments; (0, 0) for none.
+
+        Not of planes for consumers in turn (NOTES: gradients of dcgan2, dcgan3 and pix in bfloat16 channels_last 49.3
+        us and by rounds 53.1, 53.3 and 56.5, 96.6 and 104.3; where these fill each other's gaps, as in TF32, the same).
+        """
+        if not self.planewise:
+            return self._round
+        return (0, 0) if self.split == 2 else self._round_of_planes
 
     @derived_from("problem", "unroll", "subs", "w_subs", "chunk", "wgmma")
     def _round(self) -> tuple[int, int]:
         blocks = (tuple(offsets for offsets, _ in block) for blocks in self._multiplied.entries for block in blocks)
         return _round(tuple(block for block in blocks if block), self.in_steps, self.k_steps)
+
+    @derived_from("problem", "unroll", "subs", "w_subs", "chunk", "wgmma")
+    def _round_of_planes(self) -> tuple[int, int]:
+        """`planewise`: as `_round`, of a plane each: the taps of one remainder by the steps over the source."""
+        rounds = set()
+        for block in (block for blocks in self._multiplied.entries for block in blocks):
+            planes: dict[tuple[int, ...], list[Triple]] = {}
+            for offsets, _ in block:
+                planes.setdefault(tuple(map(operator.mod, offsets, self.in_steps)), []).append(offsets)
+            rounds |= {tuple(tuple(map(operator.sub, offsets, of[0])) for offsets in of) for of in planes.values()}
+        steps = len(min(rounds)) * self.k_steps
+        sets = next((n for n in _SETS if steps % n == 0), 0)
+        fitting = len(rounds) == 1 and sets and _STEPS_OF_ROUND[0] <= steps <= _STEPS_OF_ROUND[1]
+        return (steps // self.k_steps, sets) if fitting else (0, 0)
 
     @property
     def round_shifts(self) -> tuple[int, ...]:
@@ -198,7 +225,7 @@ class TiledWeights(TiledPixels):
     def fragment_sets(self) -> int:
         """Sets of registers that fragments take in turn."""
         if self.rolled:
-            return self._round[1]
+            return self._round_of_chunk[1]
         steps = [n * self.k_steps for n in self.distinct_entries]
         fours = any(n % 3 for n in steps) and not any(n % 4 for n in steps)
         return 4 if self.split == 2 and self.straight and fours else 3
@@ -219,18 +246,18 @@ class TiledWeights(TiledPixels):
             return False
         return all(n % self.fragment_sets == 0 for n in steps)
 
-    @derived_from("problem", "unroll", "subs", "w_subs", "chunk", "wgmma", "planewise")
+    @derived_from("problem", "unroll", "subs", "w_subs", "chunk", "wgmma", "planewise", "split")
     def longest_stretch(self) -> int:
         """Most steps of a stretch of code without a loop."""
         if self.straight:
             return self.most_entries * self.k_steps * self.parts
         return self.taps_unrolled * self.k_steps * self.parts
 
-    @derived_from("problem", "unroll", "subs", "w_subs", "chunk", "wgmma", "planewise")
+    @derived_from("problem", "unroll", "subs", "w_subs", "chunk", "wgmma", "planewise", "split")
     def taps_unrolled(self) -> int:
         """Taps whose steps are one stretch of code, between whose ends the tensor cores do not drain."""
         if self.rolled:
-            return self._round[0]
+            return self._round_of_chunk[0]
         counts = self._multiplied.lengths
         steps = _STEPS_UNROLLED if self.wgmma else 2
         if self.parts == 2:

@@ -53,7 +53,7 @@ __constant__ const short BARE_ROW[] = BARES_ROWS;      // rows along H, neighbou
 #include "claims.cuh"
 #endif
 
-#if PLANE_BARRIERS > 1 && !(DIRECT_BOX && STRIDED_BOX && STRAIGHT && PLANE_BARRIERS == PLANES)
+#if PLANE_BARRIERS > 1 && !(DIRECT_BOX && STRIDED_BOX && (STRAIGHT || ROLLED) && PLANE_BARRIERS == PLANES)
 #error "planes have barriers of their own where boxes bring them and a chunk is one stretch"
 #endif
 

@@ -246,7 +246,7 @@ __device__ __forceinline__ void multiply_one(float (&acc)[NB][32], u32 (&a)[FRAG
   }
   wgmma_wait<1>();
   if (!RESIDENT && (STEP + 1 == LONGEST_STRETCH || (STEP + 1) % W_STAGE == 0)) give_back_weights(done, lane);
-  if (CONTINUED && STEP == 0) {
+  if ((CONTINUED || PLANE_BARRIERS > 1) && STEP == 0 && behind) {
     give_back(behind, lane);
     behind = 0;
   }
@@ -264,6 +264,9 @@ template <int FIRST>
 __device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB][32], Fragments& weights, const Columns& pixels, u32 behind, int lane) {
   u32 a[FRAGMENT_SETS][4];
   int left = (ENTRY[variant * (MB + 1) + MB] - ENTRY[variant * (MB + 1)]) / TAPS_UNROLLED;
+#if PLANE_BARRIERS > 1
+  u32 full = pixels.full, empty = pixels.empty;
+#endif
   weights.load(a[0], 0);
 #pragma unroll
   for (int b = 0; b < MB; b++) {
@@ -275,7 +278,15 @@ __device__ __forceinline__ void multiply_chunk(int variant, float (&acc)[MB][NB]
       shifted.start = __shfl_sync(0xffffffffu, pixels.start + begin * (ROW_BYTES / 16), 0);
       entry += TAPS_UNROLLED;
       if (entry < last) begin = TAP_ROW[entry];
+#if PLANE_BARRIERS > 1                                  // a round is a plane
+      barrier_wait(full, pixels.parity);
+      full += 8;
+#endif
       multiply_round(typename Counting<LONGEST_STRETCH>::type(), acc[b], a, weights, shifted, --left, behind, lane);
+#if PLANE_BARRIERS > 1
+      behind = left ? empty : 0;                        // the last plane is the chunk's to give back
+      empty += 8;
+#endif
     }
   }
   if (!CONTINUED) wgmma_wait<0>();
