@@ -775,7 +775,8 @@ __device__ __forceinline__ void give_back_weights(u32 done, int lane) {
 // Step i of a stretch of `steps`. Fragments take FRAGMENT_SETS sets of registers in turn: one is multiplied by, the one before may
 // still be, the next one is loaded. At the end of a stretch the pipeline drains, since in a loop ptxas cannot see that a set is
 // free again and serialises every wgmma, C7513 (measured: kb57's multiplications took 2.9 ms instead of 1.6). CONTINUED: where the
-// steps of a chunk are a multiple of the sets it can, and a chunk's last step is multiplied while the next chunk begins.
+// steps of a chunk are a multiple of the sets it can, and a chunk's last step is multiplied while the next chunk begins. (ROLLED:
+// where those of a round are.)
 __device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[FRAGMENT_SETS][4], Fragments& weights,
     const Columns& pixels, int shift, int i, int steps, int lane) {
   wgmma_fence();
@@ -1272,7 +1273,7 @@ constexpr int COLUMN_PAD = 0;  // columns by which a box begins early
 constexpr int PLANE = 34;  // columns with one residue modulo IN_STEP_W
 constexpr int PLANES = 1;  // residues that some tap reads; of several boxes all
 constexpr int PLANE_BARRIERS = 1;
-constexpr int TAPS_UNROLLED = 3;  // taps in a stretch of code without a drain of the tensor cores
+constexpr int TAPS_UNROLLED = 3;  // taps of one stretch of code
 constexpr int FRAGMENT_SETS = 3;  // sets of registers that weights take in turn
 constexpr int PRODUCER_REGISTERS = 72;  // of a thread
 constexpr int CONSUMER_REGISTERS = 184;  // of a thread
@@ -1986,7 +1987,8 @@ __device__ __forceinline__ void give_back_weights(u32 done, int lane) {
 // Step i of a stretch of `steps`. Fragments take FRAGMENT_SETS sets of registers in turn: one is multiplied by, the one before may
 // still be, the next one is loaded. At the end of a stretch the pipeline drains, since in a loop ptxas cannot see that a set is
 // free again and serialises every wgmma, C7513 (measured: kb57's multiplications took 2.9 ms instead of 1.6). CONTINUED: where the
-// steps of a chunk are a multiple of the sets it can, and a chunk's last step is multiplied while the next chunk begins.
+// steps of a chunk are a multiple of the sets it can, and a chunk's last step is multiplied while the next chunk begins. (ROLLED:
+// where those of a round are.)
 __device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[FRAGMENT_SETS][4], Fragments& weights,
     const Columns& pixels, int shift, int i, int steps, int lane) {
   wgmma_fence();
@@ -2444,7 +2446,7 @@ constexpr int COLUMN_PAD = 0;  // columns by which a box begins early
 constexpr int PLANE = 34;  // columns with one residue modulo IN_STEP_W
 constexpr int PLANES = 1;  // residues that some tap reads; of several boxes all
 constexpr int PLANE_BARRIERS = 1;
-constexpr int TAPS_UNROLLED = 3;  // taps in a stretch of code without a drain of the tensor cores
+constexpr int TAPS_UNROLLED = 3;  // taps of one stretch of code
 constexpr int FRAGMENT_SETS = 3;  // sets of registers that weights take in turn
 constexpr int PRODUCER_REGISTERS = 72;  // of a thread
 constexpr int CONSUMER_REGISTERS = 184;  // of a thread
@@ -3158,7 +3160,8 @@ __device__ __forceinline__ void give_back_weights(u32 done, int lane) {
 // Step i of a stretch of `steps`. Fragments take FRAGMENT_SETS sets of registers in turn: one is multiplied by, the one before may
 // still be, the next one is loaded. At the end of a stretch the pipeline drains, since in a loop ptxas cannot see that a set is
 // free again and serialises every wgmma, C7513 (measured: kb57's multiplications took 2.9 ms instead of 1.6). CONTINUED: where the
-// steps of a chunk are a multiple of the sets it can, and a chunk's last step is multiplied while the next chunk begins.
+// steps of a chunk are a multiple of the sets it can, and a chunk's last step is multiplied while the next chunk begins. (ROLLED:
+// where those of a round are.)
 __device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[FRAGMENT_SETS][4], Fragments& weights,
     const Columns& pixels, int shift, int i, int steps, int lane) {
   wgmma_fence();

@@ -771,7 +771,8 @@ __device__ __forceinline__ void give_back_weights(u32 done, int lane) {
 // Step i of a stretch of `steps`. Fragments take FRAGMENT_SETS sets of registers in turn: one is multiplied by, the one before may
 // still be, the next one is loaded. At the end of a stretch the pipeline drains, since in a loop ptxas cannot see that a set is
 // free again and serialises every wgmma, C7513 (measured: kb57's multiplications took 2.9 ms instead of 1.6). CONTINUED: where the
-// steps of a chunk are a multiple of the sets it can, and a chunk's last step is multiplied while the next chunk begins.
+// steps of a chunk are a multiple of the sets it can, and a chunk's last step is multiplied while the next chunk begins. (ROLLED:
+// where those of a round are.)
 __device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[FRAGMENT_SETS][4], Fragments& weights,
     const Columns& pixels, int shift, int i, int steps, int lane) {
   wgmma_fence();
@@ -1966,7 +1967,8 @@ __device__ __forceinline__ void give_back_weights(u32 done, int lane) {
 // Step i of a stretch of `steps`. Fragments take FRAGMENT_SETS sets of registers in turn: one is multiplied by, the one before may
 // still be, the next one is loaded. At the end of a stretch the pipeline drains, since in a loop ptxas cannot see that a set is
 // free again and serialises every wgmma, C7513 (measured: kb57's multiplications took 2.9 ms instead of 1.6). CONTINUED: where the
-// steps of a chunk are a multiple of the sets it can, and a chunk's last step is multiplied while the next chunk begins.
+// steps of a chunk are a multiple of the sets it can, and a chunk's last step is multiplied while the next chunk begins. (ROLLED:
+// where those of a round are.)
 __device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[FRAGMENT_SETS][4], Fragments& weights,
     const Columns& pixels, int shift, int i, int steps, int lane) {
   wgmma_fence();
@@ -3155,7 +3157,8 @@ __device__ __forceinline__ void give_back_weights(u32 done, int lane) {
 // Step i of a stretch of `steps`. Fragments take FRAGMENT_SETS sets of registers in turn: one is multiplied by, the one before may
 // still be, the next one is loaded. At the end of a stretch the pipeline drains, since in a loop ptxas cannot see that a set is
 // free again and serialises every wgmma, C7513 (measured: kb57's multiplications took 2.9 ms instead of 1.6). CONTINUED: where the
-// steps of a chunk are a multiple of the sets it can, and a chunk's last step is multiplied while the next chunk begins.
+// steps of a chunk are a multiple of the sets it can, and a chunk's last step is multiplied while the next chunk begins. (ROLLED:
+// where those of a round are.)
 __device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[FRAGMENT_SETS][4], Fragments& weights,
     const Columns& pixels, int shift, int i, int steps, int lane) {
   wgmma_fence();

@@ -131,7 +131,7 @@ constexpr int BOX_UNITS = 7;  // 16-byte units of a row of a box
 constexpr int PLANE = 28;  // columns with one residue modulo IN_STEP_W
 constexpr int PLANES = 1;  // residues that some tap reads; of several boxes all
 constexpr int PLANE_BARRIERS = 1;
-constexpr int TAPS_UNROLLED = 5;  // taps in a stretch of code without a drain of the tensor cores
+constexpr int TAPS_UNROLLED = 5;  // taps of one stretch of code
 constexpr int FRAGMENT_SETS = 5;  // sets of registers that weights take in turn
 constexpr int PRODUCER_REGISTERS = 48;  // of a thread
 constexpr int CONSUMER_REGISTERS = 208;  // of a thread
@@ -826,7 +826,7 @@ __device__ __forceinline__ void multiply_round(Sequence<STEPS...>, float (&acc)[
   (multiply_one<STEPS>(acc, a, weights, pixels, left, behind, lane), ...);
 }
 
-// A loop of rounds, each of which all sets of fragments come round with: then ptxas sees that a set is free again, and the tensor
+// A loop of rounds, in each of which all sets of fragments come round: so ptxas can see that a set is free again, and the tensor
 // cores do not drain between them. Rounds are alike but for where their pixels begin. What a round begins with, its pixels' place
 // and its first fragment, is asked for in the one before (measured: with tables of taps read in each kb65 TF32 1,075 us, so 1,007,
 // straight 972, and kb61's gradient 936, 906, 890: so shorter stretches stay straight).
@@ -1270,7 +1270,7 @@ constexpr int COLUMN_PAD = 0;  // columns by which a box begins early
 constexpr int PLANE = 36;  // columns with one residue modulo IN_STEP_W
 constexpr int PLANES = 1;  // residues that some tap reads; of several boxes all
 constexpr int PLANE_BARRIERS = 1;
-constexpr int TAPS_UNROLLED = 5;  // taps in a stretch of code without a drain of the tensor cores
+constexpr int TAPS_UNROLLED = 5;  // taps of one stretch of code
 constexpr int FRAGMENT_SETS = 5;  // sets of registers that weights take in turn
 constexpr int PRODUCER_REGISTERS = 72;  // of a thread
 constexpr int CONSUMER_REGISTERS = 184;  // of a thread
@@ -2027,7 +2027,7 @@ __device__ __forceinline__ void multiply_round(Sequence<STEPS...>, float (&acc)[
   (multiply_one<STEPS>(acc, a, weights, pixels, left, behind, lane), ...);
 }
 
-// A loop of rounds, each of which all sets of fragments come round with: then ptxas sees that a set is free again, and the tensor
+// A loop of rounds, in each of which all sets of fragments come round: so ptxas can see that a set is free again, and the tensor
 // cores do not drain between them. Rounds are alike but for where their pixels begin. What a round begins with, its pixels' place
 // and its first fragment, is asked for in the one before (measured: with tables of taps read in each kb65 TF32 1,075 us, so 1,007,
 // straight 972, and kb61's gradient 936, 906, 890: so shorter stretches stay straight).
@@ -2466,7 +2466,7 @@ constexpr int BOX_UNITS = 9;  // 16-byte units of a row of a box
 constexpr int PLANE = 36;  // columns with one residue modulo IN_STEP_W
 constexpr int PLANES = 1;  // residues that some tap reads; of several boxes all
 constexpr int PLANE_BARRIERS = 1;
-constexpr int TAPS_UNROLLED = 5;  // taps in a stretch of code without a drain of the tensor cores
+constexpr int TAPS_UNROLLED = 5;  // taps of one stretch of code
 constexpr int FRAGMENT_SETS = 5;  // sets of registers that weights take in turn
 constexpr int PRODUCER_REGISTERS = 48;  // of a thread
 constexpr int CONSUMER_REGISTERS = 208;  // of a thread
@@ -3151,7 +3151,7 @@ __device__ __forceinline__ void multiply_round(Sequence<STEPS...>, float (&acc)[
   (multiply_one<STEPS>(acc, a, weights, pixels, left, behind, lane), ...);
 }
 
-// A loop of rounds, each of which all sets of fragments come round with: then ptxas sees that a set is free again, and the tensor
+// A loop of rounds, in each of which all sets of fragments come round: so ptxas can see that a set is free again, and the tensor
 // cores do not drain between them. Rounds are alike but for where their pixels begin. What a round begins with, its pixels' place
 // and its first fragment, is asked for in the one before (measured: with tables of taps read in each kb65 TF32 1,075 us, so 1,007,
 // straight 972, and kb61's gradient 936, 906, 890: so shorter stretches stay straight).
@@ -3586,7 +3586,7 @@ constexpr int COLUMN_PAD = 0;  // columns by which a box begins early
 constexpr int PLANE = 20;  // columns with one residue modulo IN_STEP_W
 constexpr int PLANES = 1;  // residues that some tap reads; of several boxes all
 constexpr int PLANE_BARRIERS = 1;
-constexpr int TAPS_UNROLLED = 5;  // taps in a stretch of code without a drain of the tensor cores
+constexpr int TAPS_UNROLLED = 5;  // taps of one stretch of code
 constexpr int FRAGMENT_SETS = 5;  // sets of registers that weights take in turn
 constexpr int PRODUCER_REGISTERS = 72;  // of a thread
 constexpr int CONSUMER_REGISTERS = 184;  // of a thread
@@ -4344,7 +4344,7 @@ __device__ __forceinline__ void multiply_round(Sequence<STEPS...>, float (&acc)[
   (multiply_one<STEPS>(acc, a, weights, pixels, left, behind, lane), ...);
 }
 
-// A loop of rounds, each of which all sets of fragments come round with: then ptxas sees that a set is free again, and the tensor
+// A loop of rounds, in each of which all sets of fragments come round: so ptxas can see that a set is free again, and the tensor
 // cores do not drain between them. Rounds are alike but for where their pixels begin. What a round begins with, its pixels' place
 // and its first fragment, is asked for in the one before (measured: with tables of taps read in each kb65 TF32 1,075 us, so 1,007,
 // straight 972, and kb61's gradient 936, 906, 890: so shorter stretches stay straight).

@@ -775,7 +775,8 @@ __device__ __forceinline__ void give_back_weights(u32 done, int lane) {
 // Step i of a stretch of `steps`. Fragments take FRAGMENT_SETS sets of registers in turn: one is multiplied by, the one before may
 // still be, the next one is loaded. At the end of a stretch the pipeline drains, since in a loop ptxas cannot see that a set is
 // free again and serialises every wgmma, C7513 (measured: kb57's multiplications took 2.9 ms instead of 1.6). CONTINUED: where the
-// steps of a chunk are a multiple of the sets it can, and a chunk's last step is multiplied while the next chunk begins.
+// steps of a chunk are a multiple of the sets it can, and a chunk's last step is multiplied while the next chunk begins. (ROLLED:
+// where those of a round are.)
 __device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[FRAGMENT_SETS][4], Fragments& weights,
     const Columns& pixels, int shift, int i, int steps, int lane) {
   wgmma_fence();
@@ -1980,7 +1981,8 @@ __device__ __forceinline__ void give_back_weights(u32 done, int lane) {
 // Step i of a stretch of `steps`. Fragments take FRAGMENT_SETS sets of registers in turn: one is multiplied by, the one before may
 // still be, the next one is loaded. At the end of a stretch the pipeline drains, since in a loop ptxas cannot see that a set is
 // free again and serialises every wgmma, C7513 (measured: kb57's multiplications took 2.9 ms instead of 1.6). CONTINUED: where the
-// steps of a chunk are a multiple of the sets it can, and a chunk's last step is multiplied while the next chunk begins.
+// steps of a chunk are a multiple of the sets it can, and a chunk's last step is multiplied while the next chunk begins. (ROLLED:
+// where those of a round are.)
 __device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[FRAGMENT_SETS][4], Fragments& weights,
     const Columns& pixels, int shift, int i, int steps, int lane) {
   wgmma_fence();
@@ -2465,7 +2467,7 @@ constexpr int COLUMN_PAD = 0;  // columns by which a box begins early
 constexpr int PLANE = 9;  // columns with one residue modulo IN_STEP_W
 constexpr int PLANES = 2;  // residues that some tap reads; of several boxes all
 constexpr int PLANE_BARRIERS = 1;
-constexpr int TAPS_UNROLLED = 9;  // taps in a stretch of code without a drain of the tensor cores
+constexpr int TAPS_UNROLLED = 9;  // taps of one stretch of code
 constexpr int FRAGMENT_SETS = 3;  // sets of registers that weights take in turn
 constexpr int PRODUCER_REGISTERS = 96;  // of a thread
 constexpr int CONSUMER_REGISTERS = 160;  // of a thread
@@ -3222,7 +3224,7 @@ __device__ __forceinline__ void multiply_round(Sequence<STEPS...>, float (&acc)[
   (multiply_one<STEPS>(acc, a, weights, pixels, left, behind, lane), ...);
 }
 
-// A loop of rounds, each of which all sets of fragments come round with: then ptxas sees that a set is free again, and the tensor
+// A loop of rounds, in each of which all sets of fragments come round: so ptxas can see that a set is free again, and the tensor
 // cores do not drain between them. Rounds are alike but for where their pixels begin. What a round begins with, its pixels' place
 // and its first fragment, is asked for in the one before (measured: with tables of taps read in each kb65 TF32 1,075 us, so 1,007,
 // straight 972, and kb61's gradient 936, 906, 890: so shorter stretches stay straight).

@@ -131,7 +131,7 @@ constexpr int BOX_UNITS = 18;  // 16-byte units of a row of a box
 constexpr int PLANE = 70;  // columns with one residue modulo IN_STEP_W
 constexpr int PLANES = 1;  // residues that some tap reads; of several boxes all
 constexpr int PLANE_BARRIERS = 1;
-constexpr int TAPS_UNROLLED = 14;  // taps in a stretch of code without a drain of the tensor cores
+constexpr int TAPS_UNROLLED = 14;  // taps of one stretch of code
 constexpr int FRAGMENT_SETS = 7;  // sets of registers that weights take in turn
 constexpr int PRODUCER_REGISTERS = 48;  // of a thread
 constexpr int CONSUMER_REGISTERS = 208;  // of a thread
@@ -832,7 +832,7 @@ __device__ __forceinline__ void multiply_round(Sequence<STEPS...>, float (&acc)[
   (multiply_one<STEPS>(acc, a, weights, pixels, left, behind, lane), ...);
 }
 
-// A loop of rounds, each of which all sets of fragments come round with: then ptxas sees that a set is free again, and the tensor
+// A loop of rounds, in each of which all sets of fragments come round: so ptxas can see that a set is free again, and the tensor
 // cores do not drain between them. Rounds are alike but for where their pixels begin. What a round begins with, its pixels' place
 // and its first fragment, is asked for in the one before (measured: with tables of taps read in each kb65 TF32 1,075 us, so 1,007,
 // straight 972, and kb61's gradient 936, 906, 890: so shorter stretches stay straight).
@@ -1276,7 +1276,7 @@ constexpr int COLUMN_PAD = 0;  // columns by which a box begins early
 constexpr int PLANE = 38;  // columns with one residue modulo IN_STEP_W
 constexpr int PLANES = 1;  // residues that some tap reads; of several boxes all
 constexpr int PLANE_BARRIERS = 1;
-constexpr int TAPS_UNROLLED = 14;  // taps in a stretch of code without a drain of the tensor cores
+constexpr int TAPS_UNROLLED = 14;  // taps of one stretch of code
 constexpr int FRAGMENT_SETS = 7;  // sets of registers that weights take in turn
 constexpr int PRODUCER_REGISTERS = 72;  // of a thread
 constexpr int CONSUMER_REGISTERS = 184;  // of a thread
@@ -2039,7 +2039,7 @@ __device__ __forceinline__ void multiply_round(Sequence<STEPS...>, float (&acc)[
   (multiply_one<STEPS>(acc, a, weights, pixels, left, behind, lane), ...);
 }
 
-// A loop of rounds, each of which all sets of fragments come round with: then ptxas sees that a set is free again, and the tensor
+// A loop of rounds, in each of which all sets of fragments come round: so ptxas can see that a set is free again, and the tensor
 // cores do not drain between them. Rounds are alike but for where their pixels begin. What a round begins with, its pixels' place
 // and its first fragment, is asked for in the one before (measured: with tables of taps read in each kb65 TF32 1,075 us, so 1,007,
 // straight 972, and kb61's gradient 936, 906, 890: so shorter stretches stay straight).
@@ -2478,7 +2478,7 @@ constexpr int BOX_UNITS = 18;  // 16-byte units of a row of a box
 constexpr int PLANE = 70;  // columns with one residue modulo IN_STEP_W
 constexpr int PLANES = 1;  // residues that some tap reads; of several boxes all
 constexpr int PLANE_BARRIERS = 1;
-constexpr int TAPS_UNROLLED = 14;  // taps in a stretch of code without a drain of the tensor cores
+constexpr int TAPS_UNROLLED = 14;  // taps of one stretch of code
 constexpr int FRAGMENT_SETS = 7;  // sets of registers that weights take in turn
 constexpr int PRODUCER_REGISTERS = 48;  // of a thread
 constexpr int CONSUMER_REGISTERS = 208;  // of a thread
@@ -3179,7 +3179,7 @@ __device__ __forceinline__ void multiply_round(Sequence<STEPS...>, float (&acc)[
   (multiply_one<STEPS>(acc, a, weights, pixels, left, behind, lane), ...);
 }
 
-// A loop of rounds, each of which all sets of fragments come round with: then ptxas sees that a set is free again, and the tensor
+// A loop of rounds, in each of which all sets of fragments come round: so ptxas can see that a set is free again, and the tensor
 // cores do not drain between them. Rounds are alike but for where their pixels begin. What a round begins with, its pixels' place
 // and its first fragment, is asked for in the one before (measured: with tables of taps read in each kb65 TF32 1,075 us, so 1,007,
 // straight 972, and kb61's gradient 936, 906, 890: so shorter stretches stay straight).
@@ -3623,7 +3623,7 @@ constexpr int COLUMN_PAD = 0;  // columns by which a box begins early
 constexpr int PLANE = 70;  // columns with one residue modulo IN_STEP_W
 constexpr int PLANES = 1;  // residues that some tap reads; of several boxes all
 constexpr int PLANE_BARRIERS = 1;
-constexpr int TAPS_UNROLLED = 14;  // taps in a stretch of code without a drain of the tensor cores
+constexpr int TAPS_UNROLLED = 14;  // taps of one stretch of code
 constexpr int FRAGMENT_SETS = 7;  // sets of registers that weights take in turn
 constexpr int PRODUCER_REGISTERS = 72;  // of a thread
 constexpr int CONSUMER_REGISTERS = 184;  // of a thread
@@ -4386,7 +4386,7 @@ __device__ __forceinline__ void multiply_round(Sequence<STEPS...>, float (&acc)[
   (multiply_one<STEPS>(acc, a, weights, pixels, left, behind, lane), ...);
 }
 
-// A loop of rounds, each of which all sets of fragments come round with: then ptxas sees that a set is free again, and the tensor
+// A loop of rounds, in each of which all sets of fragments come round: so ptxas can see that a set is free again, and the tensor
 // cores do not drain between them. Rounds are alike but for where their pixels begin. What a round begins with, its pixels' place
 // and its first fragment, is asked for in the one before (measured: with tables of taps read in each kb65 TF32 1,075 us, so 1,007,
 // straight 972, and kb61's gradient 936, 906, 890: so shorter stretches stay straight).

@@ -941,28 +941,64 @@ WIDE = Problem.make(8, 32, 64, (256, 320), 3, 1, 1).with_(precision="tf32")  # 1
 
 @pytest.mark.parametrize("seed", seeds(6, 20))
 def test_rounds_are_alike_but_for_where_they_begin(seed: int) -> None:
-    """In pixel rows of every tile, with all sets of fragments in each."""
+    """In pixel rows of every tile, with all sets of fragments in each; rounds of planes are one each."""
     random.seed(seed)
-    kernel = random.choice(((5, 5), (5, 6), (4, 7), (3, 9), (3, 5), (4, 4), (4, 6), (3, 3, 3), (27,)))
-    stride, dilation = ([random.choice((1, 1, most)) for _ in kernel] for most in (2, 3))
-    size = [random.randint(20, 40) for _ in kernel]
-    p = Problem.make(2, 40, 48, size, kernel, stride, dilation=dilation)
-    precision: Precision = random.choice(("tf32", "bf16"))
-    layout: Layout = random.choice(("nchw", "channels_last")) if len(kernel) > 1 else "nchw"
-    pass_: Pass = random.choice(("fwd", "grad-input"))
-    p = p.with_(dtype=DTYPES[precision], precision=precision, layout=layout, pass_=pass_, bias=False)
-    for t in gather_search.candidates(p, H200):
-        if not t.rolled:
-            assert t.round_shifts == (0,)
-            continue
-        taps, steps = t.taps_unrolled, t.taps_unrolled * t.k_steps
-        assert not t.straight and t.most_entries * t.k_steps >= 25 and steps <= 16 and len(t.round_shifts) == taps
-        assert t.fragment_sets >= 3 and steps % t.fragment_sets == 0
-        for block in (block for blocks in t.entries for block in blocks):
-            shifts = [t.shift(offsets) for offsets, _ in block]
-            assert len(shifts) % taps == 0
-            for i in range(0, len(shifts), taps):
-                assert tuple(shift - shifts[i] for shift in shifts[i : i + taps]) == t.round_shifts
+    kernels = ((5, 5), (5, 6), (4, 7), (3, 9), (3, 5), (4, 4), (5, 10), (3, 3, 3), (27,))
+    seen = 0
+    while not seen:
+        kernel = random.choice(kernels)
+        stride, dilation = ([random.choice((1, 1, most)) for _ in kernel] for most in (2, 3))
+        size = [random.randint(20, 40) for _ in kernel]
+        p = Problem.make(2, 40, 48, size, kernel, stride, dilation=dilation)
+        precision: Precision = random.choice(("tf32", "bf16"))
+        layout: Layout = random.choice(("nchw", "channels_last")) if len(kernel) > 1 else "nchw"
+        pass_: Pass = random.choice(("fwd", "grad-input"))
+        p = p.with_(dtype=DTYPES[precision], precision=precision, layout=layout, pass_=pass_, bias=False)
+        for t in gather_search.candidates(p, H200):
+            if not t.rolled:
+                assert t.round_shifts == (0,)
+                continue
+            seen += 1
+            check_rounds(t)
+
+
+def check_rounds(t: Tiling) -> None:
+    taps, steps = t.taps_unrolled, t.taps_unrolled * t.k_steps
+    assert not t.straight and t.most_entries * t.k_steps >= 25 and steps <= 16 and len(t.round_shifts) == taps
+    assert t.fragment_sets >= 3 and steps % t.fragment_sets == 0 and (t.nb > 1 or t.split == 2)
+    for block in (block for blocks in t.entries for block in blocks):
+        shifts = [t.shift(offsets) for offsets, _ in block]
+        assert len(shifts) % taps == 0
+        for i in range(0, len(shifts), taps):
+            assert tuple(shift - shifts[i] for shift in shifts[i : i + taps]) == t.round_shifts
+        if t.planewise:
+            assert [t.plane_of(offsets) for offsets, _ in block] == [i // taps for i in range(taps * len(t.planes))]
+
+
+def test_dilated_planes_are_no_rounds_where_they_are_more_than_remainders() -> None:
+    p = Problem.make(64, 128, 64, (1, 128), 4, 2, 1, dilation=3, bias=False)
+    p = p.with_(precision="tf32", layout="channels_last", pass_="grad-input")
+    planewise = [t for t in gather_search.candidates(p, H200) if t.planewise and t.rolled]
+    assert {len(t.planes) for t in planewise} == {4} and all(t.tile[2] > 1 for t in planewise)
+    for t in planewise:
+        check_rounds(t)
+
+
+@needs_nvrtc
+@pytest.mark.parametrize(
+    "p",
+    [
+        Problem.make(4, 128, 128, (16, 16), 5, 2, 2, dtype=torch.bfloat16),
+        Problem.make(4, 256, 32, (14, 14), (3, 5), 2, 1, dtype=torch.bfloat16),
+        Problem.make(4, 256, 32, (16, 16), 4, 1, 1, dtype=torch.bfloat16),
+    ],
+    ids=str,
+)
+def test_one_instruction_a_step_is_straight_code(p: Problem) -> None:
+    """ptxas serialises the instructions of rounds of these."""
+    choice = gather.choose(p.with_(bias=False, pass_="grad-input"), H200)
+    assert isinstance(choice, gather.Choice) and choice.tiling.nb == 1 and choice.tiling.straight
+    assert jit.serialised(jit.built(choice.sources()[0].source, "90a", "gather").log) is None
 
 
 @needs_nvrtc

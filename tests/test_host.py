@@ -576,28 +576,33 @@ def test_phases_whose_taps_lie_alike_share_a_stretch(
 
 
 @pytest.mark.parametrize(
-    ("kernel", "stride", "pass_"),
+    ("kernel", "stride", "dilation", "precision", "pass_"),
     [
-        ((5, 5), 1, "fwd"),
-        ((4, 7), 1, "grad-input"),
-        ((3, 3, 3), 1, "fwd"),
-        ((5, 5), 2, "grad-input"),
-        ((4, 4), 2, "grad-input"),
-        ((30,), 1, "fwd"),
+        ((5, 5), 1, 1, "tf32", "fwd"),
+        ((3, 5), 1, 1, "bf16", "grad-input"),
+        ((2, 7), 1, 2, "bf16", "fwd"),
+        ((5, 10), (1, 2), 1, "tf32", "fwd"),  # two phases
+        ((3, 3, 3), 1, 1, "tf32", "fwd"),
+        ((5, 5), 2, 1, "tf32", "grad-input"),
+        ((4, 4), 2, 1, "bf16", "grad-input"),
+        ((4, 4), 2, 3, "tf32", "grad-input"),
+        ((30,), 1, 1, "tf32", "fwd"),
     ],
 )
 @pytest.mark.parametrize("layout", ["nchw", "channels_last"])
 def test_rounds_find_their_weights_and_pixels(
-    kernel: Any, stride: int, pass_: Pass, layout: Layout, tmp_path: Path
+    kernel: Any, stride: Any, dilation: int, precision: Precision, pass_: Pass, layout: Layout, tmp_path: Path
 ) -> None:
     """Of loops of rounds: weights that stay and that come through a ring, for consumers that share and take turns."""
     if len(kernel) == 1 and layout != "nchw":
         pytest.skip("1-D tensors have no channels_last")
     size = (12, 40, 40)[-len(kernel) :]
-    p = Problem.make(2, 40, 64, size, kernel, stride, bias=False).with_(precision="tf32", pass_=pass_, layout=layout)
+    p = Problem.make(2, 72, 64, size, kernel, stride, dilation=dilation, bias=False)
+    dtype = torch.float32 if precision == "tf32" else torch.bfloat16
+    p = p.with_(dtype=dtype, precision=precision, pass_=pass_, layout=layout)
     every = [t for t in gather_search.candidates(any_size(p), H200) if t.rolled]
-    kinds = {(t.split, t.resident, t.boxable, t.planewise): t for t in every}
-    assert kinds or (kernel == (4, 4) and layout == "nchw")  # whose planes do not come one by one
+    kinds = {(t.split, t.resident, t.boxable, t.planewise, t.k_steps): t for t in every}
+    assert kinds
     for i, tiling in enumerate(random.Random(1).sample(list(kinds.values()), min(len(kinds), 1 + EVERY))):
         assert tiling.macros()["ROLLED"] == 1
         for boxed in {False, tiling.boxable}:

@@ -31,10 +31,6 @@ _SPREAD = 1.2  # of tiles that store between others' results; asked only against
 # instead of 385.5, in bfloat16 201 instead of 197, of nnunet2 in TF32 169 instead of 167.5; forwards 427 and 416, 230
 # and 213, 198 and 187; nnunet2 in bfloat16 the same). Not in files: their boxes ask for a line, and were not timed so.
 _LONG = 1.003
-# And of those whose blocks claim few places of all output channels at a time against such as read pixels for some of
-# these alone, and must stay abreast (NOTES: gradient of unet4 in bfloat16 197.0 -> 193.4 us, of 256 places 202; in TF32
-# 385.9 and 385.6).
-_ABREAST, _PLACES = 0.985, 128
 _SHORT_ROWS = 64  # bytes, up to which threads may copy rows that begin anywhere better than boxes
 _TAPS = "problem", "unroll", "subs", "w_subs"
 
@@ -291,11 +287,8 @@ def considered(p: Problem, gpu: Gpu, general: bool = False) -> Iterator[tuple[fl
             seconds, bound = seconds_of(t, clocks, p, gpu)
             spread = _SPREAD if found and shuffle is None and not t.contiguous else 1.0
             seconds *= spread
-            if bound == "bytes" and t.channels_last and not general:
-                seconds *= _LONG if t.sub == (1, 64) else 1.0
-                whole_m = t.m_groups == 1 and t.split == 1 and t.resident and t.claimable(gpu.shared_bytes)
-                if whole_m and t.element == 2 and math.prod(t.tile) <= _PLACES:
-                    seconds *= _ABREAST
+            if bound == "bytes" and t.channels_last and t.sub == (1, 64) and not general:
+                seconds *= _LONG
             yield seconds, bound, t
             if not general and t.wgmma and shuffle is None and not drained:
                 few.append((t, clocks, spread))

@@ -194,6 +194,9 @@ class Tiling(TiledWeights):
     def _planes_in_turn(self) -> bool:
         if not (self.strided_box and (self.straight or self.rolled) and self.mb == 1 and len(self.planes) > 1):
             return False
+        # A round is a plane (NOTES: dilated taps of tiles of one row are in more planes than there are remainders).
+        if self.rolled and any(len(block) != len(self.planes) * self.taps_unrolled for (block,) in self.entries):
+            return False
         return all(len({self.plane_of(off) for off, _ in block}) == len(self.planes) for (block,) in self.entries)
 
     @property

@@ -33,11 +33,12 @@ def _unrolled(counts: frozenset[int], most: int) -> int:
 
 
 @lru_cache(maxsize=4096)
-def _round(blocks: tuple[tuple[Triple, ...], ...], in_steps: Triple, k_steps: int) -> tuple[int, int]:
+def _alike_rounds(blocks: tuple[tuple[Triple, ...], ...], in_steps: Triple, k_steps: int) -> tuple[int, int]:
     """Taps of a round that blocks of taps at these offsets are whole multiples of, as many as may be, and the sets of
     fragments that come round with it; (0, 0) where there are none.
 
-    Rounds are alike but for where they begin, whole steps over the source apart: so many pixel rows of a tile.
+    Rounds are alike but for where they begin, whole steps over the source apart along each axis: then all their taps
+    are as many pixel rows of a tile apart, of whatever shape. Along axes where a round has one place, it may be any.
     """
     counts = {len(block) for block in blocks}
     least, most = _STEPS_OF_ROUND
@@ -138,7 +139,7 @@ class TiledWeights(TiledPixels):
 
     # --- K: steps ----------------------------------------------------------------------------------------------------
 
-    @derived_from("problem", "unroll", "subs", "w_subs", "chunk", "wgmma", "planewise", "split")
+    @derived_from("problem", "unroll", "subs", "w_subs", "chunk", "wgmma", "planewise", "split", "sub", "tile")
     def straight(self) -> bool:
         """Whether the steps of a variant's chunk are one stretch of code, without a loop."""
         return self._short and not self.rolled
@@ -151,7 +152,7 @@ class TiledWeights(TiledPixels):
             self.wgmma and self.parts == 1 and found.most * self.k_steps <= one and found.total * self.k_steps <= every
         )
 
-    @derived_from("problem", "unroll", "subs", "w_subs", "chunk", "wgmma", "planewise", "split")
+    @derived_from("problem", "unroll", "subs", "w_subs", "chunk", "wgmma", "planewise", "split", "sub", "tile")
     def rolled(self) -> bool:
         """Whether a variant's chunk is a loop of rounds, between which the tensor cores do not drain.
 
@@ -161,7 +162,8 @@ class TiledWeights(TiledPixels):
         """
         if self._multiplied.most * self.k_steps < _STEPS_ROLLED or not self._short or self.mb > 1:
             return False
-        return self._round_of_chunk[0] > 0
+        # With one instruction a step ptxas serialises some (C7513, C7515), but none of consumers in turn.
+        return (self.nb > 1 or self.split == 2) and self._round_of_chunk[0] > 0
 
     @property
     def _round_of_chunk(self) -> tuple[int, int]:
@@ -177,7 +179,7 @@ class TiledWeights(TiledPixels):
     @derived_from("problem", "unroll", "subs", "w_subs", "chunk", "wgmma")
     def _round(self) -> tuple[int, int]:
         blocks = (tuple(offsets for offsets, _ in block) for blocks in self._multiplied.entries for block in blocks)
-        return _round(tuple(block for block in blocks if block), self.in_steps, self.k_steps)
+        return _alike_rounds(tuple(block for block in blocks if block), self.in_steps, self.k_steps)
 
     @derived_from("problem", "unroll", "subs", "w_subs", "chunk", "wgmma")
     def _round_of_planes(self) -> tuple[int, int]:
@@ -246,14 +248,14 @@ class TiledWeights(TiledPixels):
             return False
         return all(n % self.fragment_sets == 0 for n in steps)
 
-    @derived_from("problem", "unroll", "subs", "w_subs", "chunk", "wgmma", "planewise", "split")
+    @derived_from("problem", "unroll", "subs", "w_subs", "chunk", "wgmma", "planewise", "split", "sub", "tile")
     def longest_stretch(self) -> int:
         """Most steps of a stretch of code without a loop."""
         if self.straight:
             return self.most_entries * self.k_steps * self.parts
         return self.taps_unrolled * self.k_steps * self.parts
 
-    @derived_from("problem", "unroll", "subs", "w_subs", "chunk", "wgmma", "planewise", "split")
+    @derived_from("problem", "unroll", "subs", "w_subs", "chunk", "wgmma", "planewise", "split", "sub", "tile")
     def taps_unrolled(self) -> int:
         """Taps whose steps are one stretch of code, between whose ends the tensor cores do not drain."""
         if self.rolled:

@@ -314,8 +314,8 @@ def block_seconds(gpu: Gpu) -> float:
 
 
 def least(t: AnyTiling, clocks: float, p: Problem, gpu: Gpu) -> float:
-    """Seconds that `whole` is never below, since no constant of `Ends` is negative: those of all chunks spread evenly,
-    and a bit less for roundings.
+    """Seconds that `whole` is never below, since no constant of `Ends` is negative, and what bytes bound takes more by
+    `Ends.memory` than less by `_DEEP_RING`: those of all chunks spread evenly, and a bit less for roundings.
     """
     return t.tiles * chunks_of(t, p) * clocks / (gpu.multiprocessors * gpu.clock) * (1.0 - 1e-9)
 
@@ -354,7 +354,8 @@ def whole(
         else:
             fixed, passes = ends.steps
             seconds += fixed + passes * splits * t.k_slices * numel * 4 / rate
-        if memory > work and isinstance(t, WarpgroupTiling) and t.a_shared and t.stages >= _DEEP_RING[0]:
+        deep = isinstance(t, WarpgroupTiling) and t.a_shared and t.stages >= _DEEP_RING[0]
+        if memory > work and deep and not general:
             seconds *= _DEEP_RING[1]
         if found is None or seconds < found[0]:
             found = seconds, "bytes" if memory > work else bound, splits

@@ -1377,7 +1377,7 @@ _MEANINGS: dict[str, dict[str, str]] = {
         "PLANE": "columns with one residue modulo IN_STEP_W",
         "PLANES": "residues that some tap reads; of several boxes all",
         "BOX_UNITS": "16-byte units of a row of a box",
-        "TAPS_UNROLLED": "taps in a stretch of code without a drain of the tensor cores",
+        "TAPS_UNROLLED": "taps of one stretch of code",
         "FRAGMENT_SETS": "sets of registers that weights take in turn",
         "OUT_STEP": "outputs from one q to the next",
         "IN_STEP": "inputs from one q to the next",
