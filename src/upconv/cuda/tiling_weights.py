@@ -26,10 +26,21 @@ _STEPS_CONTINUED = 12  # of a chunk, from which on the pipeline of matrix instru
 _STEPS_PROMOTED = 12, 8  # after which IEEE sums leave the tensor cores; half of them have high parts: wgmma, mma.sync
 
 
+_STEPS = "problem", "unroll", "subs", "w_subs", "chunk", "wgmma"
+_of_steps = derived_from(*_STEPS)
+_of_stretches = derived_from(*_STEPS, "planewise", "split", "sub", "tile")
+
+
 @lru_cache(maxsize=4096)
 def _unrolled(counts: frozenset[int], most: int) -> int:
     """Of so many taps at most those that blocks of these numbers of taps are whole multiples of, or as few steps of."""
     return max(range(1, most + 1), key=lambda n: (all(c % n == 0 for c in counts), n if n <= max(counts) else -n))
+
+
+def _sets(steps: int) -> int:
+    """Of fragments' registers that come round with a round of so many steps; 0 where these are too few or many."""
+    least, most = _STEPS_OF_ROUND
+    return next((n for n in _SETS if steps % n == 0), 0) if least <= steps <= most else 0
 
 
 @lru_cache(maxsize=4096)
@@ -41,9 +52,8 @@ def _alike_rounds(blocks: tuple[tuple[Triple, ...], ...], in_steps: Triple, k_st
     are as many pixel rows of a tile apart, of whatever shape. Along axes where a round has one place, it may be any.
     """
     counts = {len(block) for block in blocks}
-    least, most = _STEPS_OF_ROUND
-    for taps in range(min(max(counts) - 1, most // k_steps), (least - 1) // k_steps, -1):
-        sets = next((n for n in _SETS if taps * k_steps % n == 0), 0)
+    for taps in range(max(counts) - 1, 0, -1):
+        sets = _sets(taps * k_steps)
         if not sets or any(count % taps for count in counts):
             continue
         rounds = [block[i : i + taps] for block in blocks for i in range(0, len(block), taps)]
@@ -139,12 +149,12 @@ class TiledWeights(TiledPixels):
 
     # --- K: steps ----------------------------------------------------------------------------------------------------
 
-    @derived_from("problem", "unroll", "subs", "w_subs", "chunk", "wgmma", "planewise", "split", "sub", "tile")
+    @_of_stretches
     def straight(self) -> bool:
         """Whether the steps of a variant's chunk are one stretch of code, without a loop."""
         return self._short and not self.rolled
 
-    @derived_from("problem", "unroll", "subs", "w_subs", "chunk", "wgmma")
+    @_of_steps
     def _short(self) -> bool:
         one, every = _STEPS_STRAIGHT
         found = self._multiplied
@@ -152,7 +162,7 @@ class TiledWeights(TiledPixels):
             self.wgmma and self.parts == 1 and found.most * self.k_steps <= one and found.total * self.k_steps <= every
         )
 
-    @derived_from("problem", "unroll", "subs", "w_subs", "chunk", "wgmma", "planewise", "split", "sub", "tile")
+    @_of_stretches
     def rolled(self) -> bool:
         """Whether a variant's chunk is a loop of rounds, between which the tensor cores do not drain.
 
@@ -176,12 +186,12 @@ class TiledWeights(TiledPixels):
             return self._round
         return (0, 0) if self.split == 2 else self._round_of_planes
 
-    @derived_from("problem", "unroll", "subs", "w_subs", "chunk", "wgmma")
+    @_of_steps
     def _round(self) -> tuple[int, int]:
         blocks = (tuple(offsets for offsets, _ in block) for blocks in self._multiplied.entries for block in blocks)
         return _alike_rounds(tuple(block for block in blocks if block), self.in_steps, self.k_steps)
 
-    @derived_from("problem", "unroll", "subs", "w_subs", "chunk", "wgmma")
+    @_of_steps
     def _round_of_planes(self) -> tuple[int, int]:
         """`planewise`: as `_round`, of a plane each: the taps of one remainder by the steps over the source."""
         rounds = set()
@@ -191,9 +201,8 @@ class TiledWeights(TiledPixels):
                 planes.setdefault(tuple(map(operator.mod, offsets, self.in_steps)), []).append(offsets)
             rounds |= {tuple(tuple(map(operator.sub, offsets, of[0])) for offsets in of) for of in planes.values()}
         steps = len(min(rounds)) * self.k_steps
-        sets = next((n for n in _SETS if steps % n == 0), 0)
-        fitting = len(rounds) == 1 and sets and _STEPS_OF_ROUND[0] <= steps <= _STEPS_OF_ROUND[1]
-        return (steps // self.k_steps, sets) if fitting else (0, 0)
+        sets = _sets(steps) if len(rounds) == 1 else 0
+        return (steps // self.k_steps, sets) if sets else (0, 0)
 
     @property
     def round_shifts(self) -> tuple[int, ...]:
@@ -248,14 +257,14 @@ class TiledWeights(TiledPixels):
             return False
         return all(n % self.fragment_sets == 0 for n in steps)
 
-    @derived_from("problem", "unroll", "subs", "w_subs", "chunk", "wgmma", "planewise", "split", "sub", "tile")
+    @_of_stretches
     def longest_stretch(self) -> int:
         """Most steps of a stretch of code without a loop."""
         if self.straight:
             return self.most_entries * self.k_steps * self.parts
         return self.taps_unrolled * self.k_steps * self.parts
 
-    @derived_from("problem", "unroll", "subs", "w_subs", "chunk", "wgmma", "planewise", "split", "sub", "tile")
+    @_of_stretches
     def taps_unrolled(self) -> int:
         """Taps whose steps are one stretch of code, between whose ends the tensor cores do not drain."""
         if self.rolled:

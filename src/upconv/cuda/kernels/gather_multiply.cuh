@@ -110,9 +110,9 @@ __device__ __forceinline__ void give_back_weights(u32 done, int lane) {
 // Step i of a stretch of `steps`. Fragments take FRAGMENT_SETS sets of registers in turn: one is multiplied by, the one before may
 // still be, the next one is loaded. At the end of a stretch the pipeline drains, since in a loop ptxas cannot see that a set is
 // free again and serialises every wgmma, C7513 (NOTES: kb57's multiplications took 2.9 ms instead of 1.6). CONTINUED: where the
-// steps of a chunk are a multiple of the sets it can, and a chunk's last step is multiplied while the next chunk begins. (ROLLED:
-// where those of a round are.)
-__device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[FRAGMENT_SETS][4], Fragments& weights, const Columns& pixels, int shift, int i, int steps, int lane) {
+// steps of a chunk are a multiple of the sets it can, and a chunk's last step is multiplied while the next chunk begins. ROLLED: so
+// it can where those of a round are; `left` rounds of the chunk follow.
+__device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[FRAGMENT_SETS][4], Fragments& weights, const Columns& pixels, int shift, int i, int steps, int lane, int left = 0) {
 #if WGMMA
   wgmma_fence();
 #else
@@ -124,6 +124,10 @@ __device__ __forceinline__ void step(float (&acc)[NB][32], u32 (&a)[FRAGMENT_SET
   u32 done = weights.in_hand;
   if (i + 1 < steps) {
     weights.load(a[(i + 1) % FRAGMENT_SETS], i + 1);
+    wgmma_wait<1>();
+  } else if (ROLLED) {
+    weights.end_stretch(steps);
+    if (left) weights.load(a[0], 0);
     wgmma_wait<1>();
   } else if (CONTINUED) {
     wgmma_wait<1>();
@@ -232,21 +236,9 @@ __device__ constexpr int shift_at(int i) {
   return shift[i];
 }
 
-// `left` rounds of the chunk follow.
 template <int STEP>
 __device__ __forceinline__ void multiply_one(float (&acc)[NB][32], u32 (&a)[FRAGMENT_SETS][4], Fragments& weights, const Columns& pixels, int left, u32& behind, int lane) {
-  wgmma_fence();
-  multiply<false>(acc, a[STEP % FRAGMENT_SETS], pixels, shift_at(STEP / STEPS_PER_TAP), STEP % K_STEPS, 0, lane);
-  wgmma_commit();
-  u32 done = weights.in_hand;
-  if (STEP + 1 < LONGEST_STRETCH) {
-    weights.load(a[(STEP + 1) % FRAGMENT_SETS], STEP + 1);
-  } else {
-    weights.end_stretch(LONGEST_STRETCH);
-    if (left) weights.load(a[0], 0);
-  }
-  wgmma_wait<1>();
-  if (!RESIDENT && (STEP + 1 == LONGEST_STRETCH || (STEP + 1) % W_STAGE == 0)) give_back_weights(done, lane);
+  step(acc, a, weights, pixels, shift_at(STEP / STEPS_PER_TAP), STEP, LONGEST_STRETCH, lane, left);
   if ((CONTINUED || PLANE_BARRIERS > 1) && STEP == 0 && behind) {
     give_back(behind, lane);
     behind = 0;
