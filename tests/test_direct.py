@@ -191,7 +191,9 @@ class Interpreter:
 def interpret_walk(p: Problem, walk: Walk, x: Array, weight: Array, bias: Array | None) -> Array:
     """``direct_walk``, thread by thread."""
     m, (_, h, w) = direct.walk_geometry(p, walk), direct.axes(p)
-    last, run, columns, ring = m["LAST"], m["CELLS"] * m["SW"], m["CELLS"] + m["SPAN_W"], m["SPAN_H"] + 1
+    last, pieces, ring = m["LAST"], m["PIECES"], m["SPAN_H"] + 1
+    run = m["CELLS"] * m["SW"] // pieces
+    columns = m["KW"] // m["SW"] if pieces > 1 else m["CELLS"] + m["SPAN_W"]
     x = x.reshape(p.batch, p.groups, h.size, w.size)
     taps = weight.reshape(p.groups, m["KH"], m["KW"])
     out = np.full((p.batch, p.groups, h.out, w.out), np.nan)
@@ -212,12 +214,16 @@ def interpret_walk(p: Problem, walk: Walk, x: Array, weight: Array, bias: Array 
             if cell_h >= strips:
                 continue
             image, channel = divmod(image, p.groups)
+        cell_w, piece = divmod(cell_w, pieces)
         cell_w, cell_h = cell_w * m["CELLS"], cell_h * walk.strip
+        first_col = cell_w + m["MIN_W"]
+        if pieces > 1:  # the columns that all outputs of its vector meet
+            first_col = cell_w + (piece * run + m["PW"]) // m["SW"] - (columns - 1)
         own = slice(channel, channel + m["CHANNELS"])
         strip_ = np.zeros((h.size, columns, m["CHANNELS"]))  # what its columns of the input hold
         for c in range(columns):
-            if 0 <= cell_w + m["MIN_W"] + c < w.size:
-                strip_[:, c] = x[image, own, :, cell_w + m["MIN_W"] + c].T
+            if 0 <= first_col + c < w.size:
+                strip_[:, c] = x[image, own, :, first_col + c].T
         window = np.full((ring, columns, m["CHANNELS"]), np.nan)
         for r in range(m["SPAN_H"]):
             row = cell_h + m["MIN_H"] + r
@@ -233,9 +239,15 @@ def interpret_walk(p: Problem, walk: Walk, x: Array, weight: Array, bias: Array 
                 t, u = (kh * m["DH"] - m["PH"]) % m["SH"], (kw * m["DW"] - m["PW"]) % m["SW"]
                 r = (t + m["PH"] - kh * m["DH"] - m["MIN_H"] * m["SH"]) // m["SH"]
                 shift = (u + m["PW"] - kw * m["DW"] - m["MIN_W"] * m["SW"]) // m["SW"]
+                if pieces > 1:
+                    first = piece * run + m["PW"]
+                    j, v = divmod(kw - first % m["SW"], m["SW"])
+                    if kw < first % m["SW"] or v >= run:  # another thread's, or of the next j
+                        continue
+                    u, shift = v, columns - 1 - j
                 sums[t, c * m["SW"] + u] += taps[own, kh, kw] * window[(i + r) % ring, c + shift]
             for t, v in product(range(m["SH"]), range(run)):
-                oh, ow = (cell_h + step) * m["SH"] + t, cell_w * m["SW"] + v
+                oh, ow = (cell_h + step) * m["SH"] + t, cell_w * m["SW"] + piece * run + v
                 if oh < h.out and ow < w.out:
                     assert np.isnan(out[image, own, oh, ow]).all(), "an output is stored twice"
                     out[image, own, oh, ow] = sums[t, v]
@@ -287,7 +299,41 @@ def test_wide_runs_beside_tall_windows_are_no_walks(
 ) -> None:
     """Both in registers spilled 56 and 16 bytes."""
     p = Problem.make(1, 4, 4, (40, 8), kernel, stride, padding, groups=4)
-    assert not list(direct.walks(p)) and list(direct.walks(p.with_(kernel=(4, 32), stride=(1, 16), padding=(0, 0))))
+    assert all(walk.pieces > 1 for walk in direct.walks(p))
+    assert any(walk.pieces == 1 for walk in direct.walks(p.with_(kernel=(4, 32), stride=(1, 16), padding=(0, 0))))
+
+
+# Upsampling's kernels, by the columns of taps that an output meets, paddings that are vectors, and rows that are none.
+IN_PIECES = (
+    Problem.make(2, 3, 3, (5, 9), 16, 8, 4, groups=3, bias=True),
+    Problem.make(1, 2, 2, (3, 7), (5, 24), (2, 8), (1, 8), (1, 3), groups=2),
+    Problem.make(1, 2, 2, (4, 5), (4, 12), (3, 12), (2, 4), (2, 1), (2, 1), groups=2, bias=True),
+    Problem.make(1, 2, 2, (2, 6), 32, 16, 8, groups=2, dtype=torch.bfloat16, precision="bf16", bias=True),
+    Problem.make(2, 3, 3, (37,), 16, 16, 0, 5, groups=3, dtype=torch.float16, precision="fp16"),
+)
+
+
+def in_pieces(p: Problem) -> list[Walk]:
+    return [walk for walk in direct.walks(p) if walk.pieces > 1]
+
+
+@pytest.mark.parametrize("p", IN_PIECES, ids=str)
+def test_cells_in_pieces_compute_the_layer(p: Problem) -> None:
+    found = in_pieces(p)
+    assert found and all(walk.cells == 1 for walk in found)
+    for walk in found:
+        check_interpreted(p, walk, walk.strip)
+
+
+def test_cells_are_in_pieces_where_the_taps_of_vectors_are_neighbours() -> None:
+    p = IN_PIECES[0]
+    assert not in_pieces(p.with_(padding=(4, 3))), "outputs of a vector that meet other columns"
+    assert not in_pieces(p.with_(kernel=(16, 15))), "outputs of a vector with fewer taps"
+    assert not in_pieces(p.with_(dilation=(1, 2))), "taps that are not neighbours"
+    assert not in_pieces(p.with_(kernel=(16, 8), stride=(8, 4))), "a cell that is one vector"
+    assert not in_pieces(p.with_(layout="channels_last"))
+    assert not in_pieces(p.with_(dtype=torch.float64, precision="fp64"))
+    assert in_pieces(p.with_(padding=(3, 0), kernel=(15, 8), dilation=(2, 1)))
 
 
 def test_walks_are_found_for_depthwise_layers_alone() -> None:
@@ -385,7 +431,8 @@ def check_compiled(choice: Choice, gpu: Gpu) -> None:
     m, static = choice.macros(), 0
     if isinstance(choice.tile, Walk) and not m["LAST"]:  # a channel's taps, and the outputs that a warp turns
         vec = 16 // max(4, choice.problem.dtype.itemsize)
-        static = 16 * m["KH"] * -(-m["KW"] // vec) + m["THREADS"] * m["CELLS"] * m["SW"] * choice.problem.dtype.itemsize
+        static = 16 * m["KH"] * -(-m["KW"] // vec)
+        static += m["THREADS"] * m["CELLS"] * m["SW"] // m["PIECES"] * choice.problem.dtype.itemsize
     for unit in choice.sources():
         found = jit.inspect(jit.cubin(unit.source, gpu.arch, unit.label))
         assert set(found) == set(unit.entries)
@@ -490,6 +537,27 @@ def test_typical_layers_on_the_gpu(case: Problem) -> None:
         assert forward_excess(p, out.cpu(), x, w, b) <= 1, (p, choice.tile)
         again = launch(choice, x, w, b, 1)  # unaligned: other loads and stores, the same sums
         assert torch.equal(out, again)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("p", IN_PIECES, ids=str)
+@pytest.mark.parametrize("offset", (0, 1))
+def test_cells_in_pieces_on_the_gpu(p: Problem, offset: int) -> None:
+    """The sums of one thread a cell, to the last bit."""
+    x, w, b, _ = operands(p)
+    (one, *_) = (walk for walk in direct.walks(p) if walk.pieces == 1)
+    of_one = launch(Choice("direct", 1.0, "a test's", "", p, one), x, w, b, offset)
+    for walk in in_pieces(p)[:3]:
+        out = launch(Choice("direct", 1.0, "a test's", "", p, walk), x, w, b, offset)
+        assert forward_excess(p, out.cpu(), x, w, b) <= 1, walk
+        assert torch.equal(out, of_one), walk
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("kernel, stride", [(16, 8), ((3, 128), (1, 8)), ((15, 64), (1, 32)), (32, 16)], ids=str)
+def test_cells_in_pieces_compile_without_spills(kernel: int | tuple[int, int], stride: int | tuple[int, int]) -> None:
+    p = Problem.make(1, 4, 4, (40, 40), kernel, stride, groups=4)
+    check_compiled(Choice("direct", 1.0, "a test's", "", p, in_pieces(p)[0]), H200)
 
 
 @pytest.mark.gpu

@@ -30,6 +30,9 @@ _MAX_THREADS = 512
 _MAX_SUMS = 96  # per thread in 32-bit registers, of 255; windows, weights and addresses need the rest
 _MAX_UNROLLED = 1024  # multiply-adds in a kernel's body: 1.0 s of NVRTC
 _WALK_THREADS = 128
+# Of a walk's time, where several threads have a cell and store their vectors as they are (NOTES: fcn8s 94.6 -> 90.8 us, k32
+# s16 96 -> 87, in bfloat16 61 -> 50, k24 s8 118 -> 105, k8 s8 92.0 -> 91.3, k12 s12 81.9 and 82.1).
+_BY_PIECES = 0.95
 _MAX_HELD = 4  # as in direct.cu: loads of four halves that wait in registers
 _MAX_INT = 2**30  # sizes and geometry of the tiled kernel are int32 with room for a halo
 
@@ -126,6 +129,8 @@ class Walk:
     """Neighbouring channels per thread (CHANNELS): 1 for NCHW."""
     strip: int
     """Cells along H that a thread walks down."""
+    pieces: int = 1
+    """Threads of a cell along W, each of which stores a vector of its outputs (PIECES); with several, ``cells`` is 1."""
 
 
 @lru_cache(maxsize=4096)
@@ -192,6 +197,7 @@ def walk_geometry(p: Problem, walk: Walk) -> dict[str, int]:
         "THREADS": _WALK_THREADS,
         "CELLS": walk.cells,
         "CHANNELS": walk.channels,
+        "PIECES": walk.pieces,
         "MIN_H": h.least,
         "SPAN_H": h.span,
         "MIN_W": w.least,
@@ -444,12 +450,13 @@ def _walk_cost_nchw(p: Problem, walk: Walk, gpu: Gpu) -> _Cost:
     _, h, w = axes(p)
     item, half = p.dtype.itemsize, p.dtype.itemsize == 2
     blocks = walk_grid(p, walk)[2] // _WALK_THREADS
-    run, columns = walk.cells * w.stride, walk.cells + w.span
+    run, columns = walk.cells * w.stride // walk.pieces, _walk_columns(p, walk)
     vector = _vector(run, item)
-    lines, pieces = run // vector, run // math.gcd(vector, p.out_size[-1])
-    fmas = p.taps * walk.cells / h.stride  # of a row of outputs
-    stores = 4 if pieces == 1 else 6 + 3 * lines + 10 * pieces
-    row = fmas + p.taps / 4 / h.stride + run * (1 + 2 * half) + 6 + stores
+    lines, units = run // vector, run // math.gcd(vector, p.out_size[-1])
+    taps = p.taps / walk.pieces  # of a thread
+    fmas = taps * walk.cells / h.stride  # of a row of outputs
+    stores = 4 if units == 1 else 6 + 3 * lines + 10 * units
+    row = fmas + taps / 4 / h.stride + run * (1 + 2 * half) + 6 + stores
     step = h.stride * row + columns * (7 + h.span)
     issues = walk.strip * step + h.span * columns * 5 + 60 + p.taps / 16
     warps, resident = blocks * _WALK_THREADS / 32, min(5, threads_per_sm(gpu) // _WALK_THREADS)
@@ -463,14 +470,32 @@ def _walk_cost_nchw(p: Problem, walk: Walk, gpu: Gpu) -> _Cost:
     }
     bound = max(terms, key=lambda name: terms[name])
     body = terms[bound] + 0.18 * (sum(terms.values()) - terms[bound])
-    # Blocks that walk far write at many places at once, which the memory minds in float32.
-    far = (0.002 if half else 0.014) * walk.strip * p.bytes / gpu.bandwidth
-    return _Cost(2e-6 + body + far, bound, blocks, resident)
+    # Blocks that walk far write at many places at once, which the memory minds in float32, and by vectors as they are.
+    far = (0.002 if half and walk.pieces == 1 else 0.014) * walk.strip * p.bytes / gpu.bandwidth
+    return _Cost(2e-6 + (body + far) * (_BY_PIECES if walk.pieces > 1 else 1.0), bound, blocks, resident)
 
 
 def _vector(run: int, item: int) -> int:
     """Outputs of a run in one vector: the largest power of two that divides it, at most 16 bytes."""
     return math.gcd(run & -run, 16 // item)
+
+
+def _walk_columns(p: Problem, walk: Walk) -> int:
+    """Input columns of a thread's window, in NCHW."""
+    w = axes(p)[2]
+    return w.kernel // w.stride if walk.pieces > 1 else walk.cells + w.span
+
+
+def _pieces(p: Problem) -> int:
+    """Threads that may have a cell along W together, with a vector of its outputs each; 1 where they may not.
+
+    Taps of a vector must be neighbours, as many for each of its outputs, and of the same columns. (NOTES: float64,
+    whose vectors are of two, gains nothing: fcn8s 180 -> 182 us.)
+    """
+    w = axes(p)[2]
+    vector = _vector(w.stride, p.dtype.itemsize)
+    alike = w.dilation == 1 and w.kernel % w.stride == 0 and w.padding % vector == 0
+    return w.stride // vector if alike and vector * p.dtype.itemsize == 16 and p.dtype != torch.float64 else 1
 
 
 def _walk_cost_last(p: Problem, walk: Walk, gpu: Gpu) -> _Cost:
@@ -516,17 +541,20 @@ def walks(p: Problem) -> Iterator[Walk]:
     if max(v for a in (h, w) for v in (a.size, a.out, a.padding, a.kernel * a.dilation * a.stride)) >= _MAX_INT:
         return
     last, words = p.layout == "channels_last", 2 if p.dtype == torch.float64 else 1
+    ways = [(cells, 1) for cells in (1, 2, 4, 8)]
+    if not last and _pieces(p) > 1:
+        ways.append((1, _pieces(p)))
     for channels in (1, 2, 4) if last else (1,):
-        for cells in (1, 2, 4, 8):
+        for cells, pieces in ways:
             if p.groups % channels or (cells > 1 and cells >= 2 * w.cells) or channels * p.dtype.itemsize > 16:
                 continue
-            walk = Walk(cells, channels, 1)
+            walk = Walk(cells, channels, 1, pieces)
             if not (_fits_last if last else _fits_nchw)(p, walk, words):
                 continue
             for strip in (1, 4, 8, 16, 32, 64) if last else (1, 2, 3, 4, 6, 8, 12, 16, 32):
                 if strip > 1 and strip >= 2 * h.cells:
                     continue
-                walk = Walk(cells, channels, strip)
+                walk = Walk(cells, channels, strip, pieces)
                 if walk_grid(p, walk)[2] < 2**31:
                     yield walk
 
@@ -544,11 +572,16 @@ def _fits_last(p: Problem, walk: Walk, words: int) -> bool:
 def _fits_nchw(p: Problem, walk: Walk, words: int) -> bool:
     """Whether window and a row of outputs fit in 128 registers; several cells only as one vector (others spilled)."""
     _, h, w = axes(p)
-    run = walk.cells * w.stride
+    run = walk.cells * w.stride // walk.pieces
     if walk.cells > 1 and run != _vector(run, p.dtype.itemsize):
         return False
-    ring = (h.span + 2) * (walk.cells + w.span)
-    if p.taps * walk.cells > _MAX_UNROLLED or words * ring > 80 or words * run > 32 or words * (ring + 2 * run) > 96:
+    ring = (h.span + 2) * _walk_columns(p, walk)
+    if (
+        p.taps * walk.cells > _MAX_UNROLLED * walk.pieces
+        or words * ring > 80
+        or words * run > 32
+        or words * (ring + 2 * run) > 96
+    ):
         return False
     return h.out * w.out < 2**31
 
@@ -556,7 +589,7 @@ def _fits_nchw(p: Problem, walk: Walk, words: int) -> bool:
 def walk_grid(p: Problem, walk: Walk) -> tuple[int, int, int]:
     """Runs along W, strips along H, threads in all (NCHW: with those that make whole blocks of a channel's)."""
     _, h, w = axes(p)
-    runs, strips = -(-w.cells // walk.cells), -(-h.cells // walk.strip)
+    runs, strips = -(-w.cells // walk.cells) * walk.pieces, -(-h.cells // walk.strip)
     of_channel = runs * strips
     if p.layout != "channels_last":
         of_channel = -(-of_channel // _WALK_THREADS) * _WALK_THREADS

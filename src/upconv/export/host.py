@@ -303,7 +303,7 @@ def functions(found: tuple[Variant, ...]) -> tuple[str, ...]:
 
 def _sizes(v: Variant) -> int:
     return {
-        "Gather": 11, "Direct": 8, "DirectAny": 7, "DirectWalk": 8, "GradWeight": 12, "DirectGradInput": 8,
+        "Gather": 11, "Direct": 8, "DirectAny": 7, "DirectWalk": 9, "GradWeight": 12, "DirectGradInput": 8,
         "DirectGradWeight": 9, "StagedGradInput": 10, "StagedGradWeight": 11,
     }[v.kind]  # fmt: skip
 
@@ -521,6 +521,7 @@ CLASSES = {
             unit: int
             cells: int  # of a thread along width
             strip: int  # and along height
+            pieces: int  # threads of a cell
             stride: tuple[int, int]  # results of a cell along height, width
             channel_blocks: int  # threads for the channels of a cell
             whole: bool  # a block's threads are of one channel
@@ -529,7 +530,7 @@ CLASSES = {
 
             def launch(self, batch, source, result, processors):
                 """(blocks, the kernel's sizes); source and result are (depth, height, width)."""
-                runs = ceil(ceil(result[2], self.stride[1]), self.cells)
+                runs = ceil(ceil(result[2], self.stride[1]), self.cells) * self.pieces
                 strips = ceil(ceil(result[1], self.stride[0]), self.strip)
                 of_channel = ceil(runs * strips, 128) * 128 if self.whole else runs * strips
                 threads = batch * self.channel_blocks * of_channel
@@ -705,7 +706,8 @@ def record(v: Variant) -> str:
         stride = (h.stride, w_axis.stride)
         if isinstance(c.tile, direct.Walk):
             blocks = p.groups // c.tile.channels
-            given |= {"cells": c.tile.cells, "strip": c.tile.strip, "stride": stride, "channel_blocks": blocks}
+            given |= {"cells": c.tile.cells, "strip": c.tile.strip, "pieces": c.tile.pieces}
+            given |= {"stride": stride, "channel_blocks": blocks}
             given |= {"whole": p.layout != "channels_last"}
         else:
             cells = (c.tile.block_h, c.tile.cells * c.tile.block_x)

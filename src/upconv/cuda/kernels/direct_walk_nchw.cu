@@ -11,6 +11,10 @@
 // float32, whose threads have two vectors: 200 us stored as they are, 213 where pairs of lanes exchanged halves, to
 // write whole sectors of 32 bytes, and 92 so.)
 //
+// PIECES > 1: as many threads have a cell, neighbours in a warp, and a vector of its outputs each, which they store as it is: its
+// taps are neighbours too, and others than the next thread's. (NOTES: nothing goes through shared memory but taps. fcn8s 94.6 -> 90.8
+// us, of which a fill of its result takes 78.)
+//
 // Constraints: an output plane has fewer than 2^31 elements; a channel of an image has (runs * strips) / THREADS blocks,
 // rounded up.
 
@@ -24,8 +28,9 @@ extern "C" __global__ void direct_pack(const T* __restrict__ src, Acc* __restric
     }
 }
 
-constexpr int RUN = CELLS * SW;       // neighbouring outputs of a row
-constexpr int COLS = CELLS + SPAN_W;  // input columns of a window
+constexpr int RUN = CELLS * SW / PIECES;                            // neighbouring outputs of a row
+constexpr int ROW_TAPS = KW / SW;                                   // PIECES > 1: taps of an output in a row
+constexpr int COLS = PIECES > 1 ? ROW_TAPS : CELLS + SPAN_W;        // input columns of a window
 constexpr int TAP_ROW = (KW + VEC - 1) / VEC;  // vectors of a row of taps
 
 // Outputs of a row in one vector: the largest power of two that divides RUN, at most 16 bytes.
@@ -56,12 +61,12 @@ __device__ __forceinline__ int swizzled(int at) { return LINES % 2 ? at : at ^ (
 // A warp's outputs of a row each, UNIT (WIDE or 1) elements a lane and store: element e of a thread goes to `place` + e, if that is before `left`.
 template <int UNIT>
 __device__ __forceinline__ void store_turned(T* plane, const Line* buffer, int place, int left, int lane) {
-    constexpr int PIECES = RUN / UNIT;  // of a thread
+    constexpr int UNITS = RUN / UNIT;  // of a thread
 #pragma unroll
-    for (int k = 0; k < PIECES; ++k) {
-        const int at = k * 32 + lane, element = at % PIECES * UNIT;
-        const int of = __shfl_sync(0xffffffffu, place, at / PIECES), room = __shfl_sync(0xffffffffu, left, at / PIECES);
-        const Line& line = buffer[swizzled(at / PIECES * LINES + element / WIDE)];
+    for (int k = 0; k < UNITS; ++k) {
+        const int at = k * 32 + lane, element = at % UNITS * UNIT;
+        const int of = __shfl_sync(0xffffffffu, place, at / UNITS), room = __shfl_sync(0xffffffffu, left, at / UNITS);
+        const Line& line = buffer[swizzled(at / UNITS * LINES + element / WIDE)];
         if (element >= room) continue;
         if (UNIT == WIDE) *reinterpret_cast<Line*>(plane + of + element) = line;
         else plane[of + element] = line.v[element % WIDE];
@@ -82,10 +87,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const Acc start = bias ? load_value(bias[channel]) : Acc(0);
 
     const int at = part * THREADS + threadIdx.x;
-    const int cell_w = at % runs * CELLS, cell_h = at / runs * strip;
+    const int cell_w = at % runs / PIECES * CELLS, piece = at % runs % PIECES, cell_h = at / runs * strip;
+    const int first_phase = PIECES > 1 ? piece * RUN + PW : 0;  // whose taps are at multiples of the stride from its remainder on
     const int cells_left = (oh_size + SH - 1) / SH - cell_h;
     const int count = at >= runs * strips ? 0 : cells_left < strip ? cells_left : strip;
-    const int first_col = cell_w + MIN_W;
+    const int first_col = cell_w + (PIECES > 1 ? first_phase / SW - (ROW_TAPS - 1) : MIN_W);
     const T* from = x + image * h * w + first_col;
     const auto fetch = [&](T(&to)[COLS], int row) {
         const bool inside = (u32)row < (u32)h;
@@ -105,11 +111,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     __syncthreads();
 
     T* plane = out + image * oh_size * ow_size;
-    const int ow = cell_w * SW;
+    const int ow = cell_w * SW + piece * RUN;
     const bool aligned = (unsigned long long)out % sizeof(Line) == 0 && ow_size % WIDE == 0;
     const int lane = threadIdx.x % 32;
     Line* buffer = buffers + threadIdx.x / 32 * (32 * LINES);
-    const u32 taps_at = (u32)__cvta_generic_to_shared(taps);
+    const u32 taps_at = (u32)__cvta_generic_to_shared(taps) + first_phase % SW * (u32)sizeof(Acc);
 #pragma unroll 1
     for (int step = 0; step < strip; ++step) {
 #pragma unroll
@@ -125,6 +131,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                 if (floor_mod(kh * DH - PH, SH) != t) continue;
                 const int r = (t + PH - kh * DH - MIN_H * SH) / SH;
                 Pack pack;
+#if PIECES > 1
+#pragma unroll
+                for (int tap = 0; tap < ROW_TAPS * RUN; ++tap) {
+                    const int j = tap / RUN, v = tap % RUN;
+                    if (v % VEC == 0) pack = load_taps(taps_at + (kh * TAP_ROW + (j * SW + v) / VEC) * (u32)sizeof(Pack));
+                    sum[v] = multiply_add(pack.v[v % VEC], window[r][ROW_TAPS - 1 - j], sum[v]);
+                }
+#else
 #pragma unroll
                 for (int kw = 0; kw < KW; ++kw) {
                     if (kw % VEC == 0) pack = load_taps(taps_at + (kh * TAP_ROW + kw / VEC) * (u32)sizeof(Pack));
@@ -134,6 +148,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                     for (int c = 0; c < CELLS; ++c)
                         sum[c * SW + u] = multiply_add(pack.v[kw % VEC], window[r][c + shift], sum[c * SW + u]);
                 }
+#endif
             }
             const int oh = (cell_h + step) * SH + t;
             const int place = oh * ow_size + ow, left = step < count && oh < oh_size ? ow_size - ow : 0;
