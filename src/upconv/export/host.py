@@ -303,7 +303,7 @@ def functions(found: tuple[Variant, ...]) -> tuple[str, ...]:
 
 def _sizes(v: Variant) -> int:
     return {
-        "Gather": 11, "Direct": 8, "DirectAny": 7, "DirectWalk": 9, "GradWeight": 12, "DirectGradInput": 8,
+        "Gather": 11, "Direct": 8, "DirectAny": 7, "DirectWalk": 8, "GradWeight": 12, "DirectGradInput": 8,
         "DirectGradWeight": 9, "StagedGradInput": 10, "StagedGradWeight": 11,
     }[v.kind]  # fmt: skip
 
