@@ -299,7 +299,8 @@ def test_wide_runs_beside_tall_windows_are_no_walks(
 ) -> None:
     """Both in registers spilled 56 and 16 bytes."""
     p = Problem.make(1, 4, 4, (40, 8), kernel, stride, padding, groups=4)
-    assert all(walk.pieces > 1 for walk in direct.walks(p))
+    found = list(direct.walks(p))
+    assert found and all(walk.pieces > 1 for walk in found)
     assert any(walk.pieces == 1 for walk in direct.walks(p.with_(kernel=(4, 32), stride=(1, 16), padding=(0, 0))))
 
 
@@ -334,6 +335,18 @@ def test_cells_are_in_pieces_where_the_taps_of_vectors_are_neighbours() -> None:
     assert not in_pieces(p.with_(layout="channels_last"))
     assert not in_pieces(p.with_(dtype=torch.float64, precision="fp64"))
     assert in_pieces(p.with_(padding=(3, 0), kernel=(15, 8), dilation=(2, 1)))
+
+
+@pytest.mark.parametrize(
+    "kernel, stride, padding", [((128, 128), (16, 64), (56, 32)), ((3, 4096), (1, 4096), (1, 0)), (16384, 16384, 0)]
+)
+def test_taps_of_walks_fit_in_shared_memory(
+    kernel: int | tuple[int, int], stride: int | tuple[int, int], padding: int | tuple[int, int]
+) -> None:
+    """Pieces make a cell as wide as one likes: what a block keeps of its taps must not grow with it."""
+    p = Problem.make(1, 4, 4, (8, 8) if isinstance(kernel, tuple) else (8,), kernel, stride, padding, groups=4)
+    assert not list(direct.walks(p))
+    assert isinstance(direct.choose(p, H200), Choice)
 
 
 def test_walks_are_found_for_depthwise_layers_alone() -> None:

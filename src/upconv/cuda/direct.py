@@ -30,7 +30,7 @@ _MAX_THREADS = 512
 _MAX_SUMS = 96  # per thread in 32-bit registers, of 255; windows, weights and addresses need the rest
 _MAX_UNROLLED = 1024  # multiply-adds in a kernel's body: 1.0 s of NVRTC
 _WALK_THREADS = 128
-# Of a walk's time, where several threads have a cell and store their vectors as they are (NOTES: fcn8s 94.6 -> 90.8 us,
+# Of a walk's time, where several threads have a cell, and rows begin at the vectors that they store (NOTES: fcn8s 94.6 -> 90.8 us,
 # k32 s16 96 -> 87, in bfloat16 61 -> 50, k24 s8 118 -> 105, k8 s8 92.0 -> 91.3, k12 s12 81.9 and 82.1).
 _BY_PIECES = 0.95
 _MAX_HELD = 4  # as in direct.cu: loads of four halves that wait in registers
@@ -472,7 +472,7 @@ def _walk_cost_nchw(p: Problem, walk: Walk, gpu: Gpu) -> _Cost:
     body = terms[bound] + 0.18 * (sum(terms.values()) - terms[bound])
     # Blocks that walk far write at many places at once, which the memory minds in float32, and by vectors as they are.
     far = (0.002 if half and walk.pieces == 1 else 0.014) * walk.strip * p.bytes / gpu.bandwidth
-    return _Cost(2e-6 + (body + far) * (_BY_PIECES if walk.pieces > 1 else 1.0), bound, blocks, resident)
+    return _Cost(2e-6 + (body + far) * (_BY_PIECES if walk.pieces > 1 and units == 1 else 1.0), bound, blocks, resident)
 
 
 def _vector(run: int, item: int) -> int:
@@ -576,12 +576,7 @@ def _fits_nchw(p: Problem, walk: Walk, words: int) -> bool:
     if walk.cells > 1 and run != _vector(run, p.dtype.itemsize):
         return False
     ring = (h.span + 2) * _walk_columns(p, walk)
-    if (
-        p.taps * walk.cells > _MAX_UNROLLED * walk.pieces
-        or words * ring > 80
-        or words * run > 32
-        or words * (ring + 2 * run) > 96
-    ):
+    if p.taps * walk.cells > _MAX_UNROLLED or words * ring > 80 or words * run > 32 or words * (ring + 2 * run) > 96:
         return False
     return h.out * w.out < 2**31
 

@@ -1313,6 +1313,7 @@ _DIRECT = {
     "P": "padding",
     "D": "dilation",
     "CELLS": "neighbouring cells of a thread",
+    "PIECES": "threads of a cell",
     "BLOCK_X": "threads along W",
     "BLOCK_H": "cells of a block along H",
     "SLOTS": "groups of a block",

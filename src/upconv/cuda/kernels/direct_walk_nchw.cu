@@ -4,16 +4,16 @@
 // As direct_walk.cu: a thread owns CELLS neighbouring cells along W and walks down `strip` cells along H with a window of
 // SPAN_H + 1 input rows in registers, the next one on its way. Its taps lie in shared memory, so that there may be many (FCN's
 // bilinear kernel has 16 x 16 at a stride of 8); a block has threads of one channel of one image, so that a warp reads the
-// same 16 bytes of them at once.
+// same 16 bytes of them at once (or, in PIECES, as many times 16).
 //
 // Stores. Where a thread's outputs of a row are one vector, a warp stores neighbouring vectors. Else they go through shared
 // memory, so that each store covers neighbours: in vectors, or, where rows do not begin at such, one by one. (NOTES: fcn8s in
 // float32, whose threads have two vectors: 200 us stored as they are, 213 where pairs of lanes exchanged halves, to
 // write whole sectors of 32 bytes, and 92 so.)
 //
-// PIECES > 1: as many threads have a cell, neighbours in a warp, and a vector of its outputs each, which they store as it is: its
-// taps are neighbours too, and others than the next thread's. (NOTES: nothing goes through shared memory but taps. fcn8s 94.6 -> 90.8
-// us, of which a fill of its result takes 78.)
+// PIECES > 1: as many threads have a cell, neighbours, and a vector of its outputs each, which they store as it is where rows begin at
+// vectors: its taps are neighbours too, and others than the next thread's. (NOTES: nothing goes through shared memory but taps then.
+// fcn8s 94.6 -> 90.8 us, of which a fill of its result takes 78.)
 //
 // Constraints: an output plane has fewer than 2^31 elements; a channel of an image has (runs * strips) / THREADS blocks,
 // rounded up.
