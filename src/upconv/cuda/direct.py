@@ -30,8 +30,8 @@ _MAX_THREADS = 512
 _MAX_SUMS = 96  # per thread in 32-bit registers, of 255; windows, weights and addresses need the rest
 _MAX_UNROLLED = 1024  # multiply-adds in a kernel's body: 1.0 s of NVRTC
 _WALK_THREADS = 128
-# Of a walk's time, where several threads have a cell, and rows begin at the vectors that they store (NOTES: fcn8s 94.6 ->
-# 90.8 us, k32 s16 96 -> 87, in bfloat16 61 -> 50, k24 s8 118 -> 105, k8 s8 92.0 -> 91.3, k12 s12 81.9 and 82.1).
+# Of a walk's time, where several threads have a cell, and rows begin at the vectors that they store (NOTES: fcn8s 94.6
+# -> 90.8 us, k32 s16 96 -> 87, in bfloat16 61 -> 50, k24 s8 118 -> 105, k8 s8 92.0 -> 91.3, k12 s12 81.9 and 82.1).
 _BY_PIECES = 0.95
 _MAX_HELD = 4  # as in direct.cu: loads of four halves that wait in registers
 _MAX_INT = 2**30  # sizes and geometry of the tiled kernel are int32 with room for a halo
