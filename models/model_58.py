@@ -60,6 +60,7 @@ CUDA = r"""
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <map>
 #include <mutex>
 #include <optional>
 #include <tuple>

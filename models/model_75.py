@@ -57,6 +57,7 @@ CUDA = r"""
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <map>
 #include <mutex>
 #include <optional>
 #include <tuple>

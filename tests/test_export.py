@@ -29,6 +29,7 @@ from upconv.bench.timing import precision_flags
 from upconv.cli import app
 from upconv.cuda import direct, direct_wgrad, gather, jit, packs, staged, wgrad, wgrad_costs
 from upconv.cuda.gpu import A100, H200, RTX4090, Gpu
+from upconv.cuda.tiling import CLAIMS_BYTES
 from upconv.export import (
     check,
     command,
@@ -361,7 +362,10 @@ def check_launches(p: Problem, text: str, recorded: list[Recorder], count: int =
             sizes = rest[-1]
             maps = 16 * host._maps(v)
             assert (blocks, tuple(sizes)) == (grid, integers[: len(integers) - maps]), (str(q), v.name)
-            assert (main.block, main.shared) == host._block(v)
+            threads, shared = host._block(v)
+            if host._claims(v) and not prepared.claims:  # the kernel is the example's, whose tiles are more
+                shared -= CLAIMS_BYTES
+            assert (main.block, main.shared) == (threads, shared)
             if pass_ == "grad-weight":
                 ((grid, (slices, *_)),) = by_entry["reduce"].calls
                 assert slices == rest[0]
@@ -384,6 +388,19 @@ def test_launches_are_the_librarys(name: str, recorded: list[Recorder]) -> None:
     text = source(p, "90a")
     met = check_launches(p, text, recorded)
     assert met == {v.name for v in host.variants(p, H200)}  # every kernel is of use at some size
+
+
+def test_blocks_claim_tiles_where_the_librarys_do() -> None:
+    p = parse_layer("16,64,(3,5)", "8x16x256x256").with_(precision="tf32")
+    found = {v.name: v for v in host.variants(p, H200)}
+    assert [name for name, v in found.items() if host._claims(v)] == ["forward"]
+    text = source(p)
+    assert f"at::zeros({{{host._claims(found['forward'])}}}" in text
+    run, unaligned = (text.split(f"void run_{name}(")[1].split("\n}")[0] for name in ("forward", "forward_unaligned"))
+    assert "out.data_ptr(), counters(x));" in run
+    assert "counters" not in unaligned
+    few = source(p.with_(batch=2))
+    assert "counters" not in few and "Claimer" in text and "Claimer" not in few
 
 
 def test_files_together_use_every_family() -> None:
@@ -807,6 +824,7 @@ ON_GPU: dict[str, tuple[str, str, torch.dtype]] = {
     "grouped": ("32,64,(3,5),stride=(2,3),padding=(1,2),dilation=(2,1),groups=4", "2x32x16x64", torch.float32),
     "exact": ("6,5,3,2,1,output_padding=1", "2x6x7x9", torch.float64),
     "3-D": ("16,24,(3,3,2),stride=(1,2,2)", "2x16x5x8x12", torch.float32),
+    "claimed": ("16,64,(3,5)", "8x16x256x256", torch.float32),
     "halves": ("64,48,4,2,1", "2x64x16x32", torch.bfloat16),
     "depthwise": ("64,64,4,2,1,groups=64", "4x64x33x40", torch.float32),
     "image": ("56,1,9,stride=3,padding=4,output_padding=2", "2x56x32x32", torch.bfloat16),
@@ -906,17 +924,20 @@ class TestOnGpu:
 
         assert torch.autograd.gradgradcheck(call, (x, *parameters.values()))
 
-    def test_graphs_and_streams(self, built: Callable[[str], dict[str, Any]]) -> None:
-        model = built("tensor cores")["ModelNew"]().cuda()
-        x = torch.randn(2, 64, 20, 64, device="cuda")
+    @pytest.mark.parametrize("name", ("tensor cores", "claimed"))
+    def test_graphs_and_streams(self, name: str, built: Callable[[str], dict[str, Any]]) -> None:
+        model = built(name)["ModelNew"]().cuda()
+        x = torch.randn([int(n) for n in ON_GPU[name][1].split("x")], device="cuda")
         with torch.no_grad():
             wanted = model(x)
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                beside = model(x)
-            torch.cuda.current_stream().wait_stream(stream)
-            assert torch.equal(beside, wanted)
+            for _ in range(3):  # both streams' at once
+                again = model(x)
+                with torch.cuda.stream(stream):
+                    beside = model(x)
+                torch.cuda.current_stream().wait_stream(stream)
+                assert torch.equal(beside, wanted) and torch.equal(again, wanted)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 captured = model(x)

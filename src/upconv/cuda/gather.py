@@ -112,15 +112,15 @@ class Choice:
 
     @property
     def claimed(self) -> bool:
-        """Whether its blocks claim tiles. An exported file's, which have no counters, take them evenly.
+        """Whether its blocks claim tiles.
 
-        So do those that must stay abreast, since they read the same pixels for other channels, and these are more than
-        the results (NOTES: unet4's gradient in TF32 channels_last 386 -> 469 us, its forward 425 -> 423), or lines that
-        they share (kb75's by groups 159 -> 167); and those with few tiles, for which asking takes longer than waiting
-        for the last (vae, 16 each, 1 to 2%).
+        Tiles are dealt out to blocks that must stay abreast, since they read the same pixels for other channels, and
+        these are more than the results (NOTES: unet4's gradient in TF32 channels_last 386 -> 469 us, its forward 425
+        -> 423), or lines that they share (kb75's by groups 159 -> 167); and to those with few tiles, for which asking
+        takes longer than waiting for the last (vae, 16 each, 1 to 2%).
         """
         t, p = self.tiling, self.problem
-        if self.general or not t.claimable(self.gpu.shared_bytes):
+        if not t.claimable(self.gpu.shared_bytes):
             return False
         read_twice = t.resident and t.m_groups > 1 and math.prod(source_shape(p)) > math.prod(result_shape(p))
         if read_twice or (t.channels_last and p.groups > 1):

@@ -17,7 +17,7 @@ from upconv.cuda import direct, direct_wgrad, gather, staged, wgrad, wgrad_costs
 from upconv.cuda.axes import source_shape
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.packs import PACK_THREADS
-from upconv.cuda.tiling import Tiling
+from upconv.cuda.tiling import CLAIMS_BYTES, Tiling
 from upconv.cuda.wgrad_warpgroups import WarpgroupTiling
 from upconv.planner import Device, select
 from upconv.problem import Pass, Problem
@@ -241,6 +241,28 @@ TENSOR_MAP = dedent(
     """
 )
 
+COUNTERS = dedent(
+    """\
+    // Words of device memory for blocks that claim tiles: zeros, which kernels leave zeros. Each stream has its own,
+    // since kernels of two may run at once; a captured launch has none, since its graph's replays may, and its tiles
+    // are dealt out evenly.
+    void* counters(const at::Tensor& on) {
+      const c10::cuda::CUDAGuard guard(on.device());
+      const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream(on.get_device());
+      cudaStreamCaptureStatus status;
+      C10_CUDA_CHECK(cudaStreamIsCapturing(stream.stream(), &status));
+      if (status != cudaStreamCaptureStatusNone) return nullptr;
+      static std::mutex mutex;
+      static auto& of_streams =  // not destroyed at exit, when the driver may be gone
+          *new std::map<std::pair<int, cudaStream_t>, at::Tensor>();
+      const std::lock_guard<std::mutex> lock(mutex);
+      at::Tensor& found = of_streams[{on.get_device(), stream.stream()}];
+      if (!found.defined()) found = at::zeros({@WORDS@}, on.options().dtype(at::kInt));
+      return found.data_ptr();
+    }
+    """
+)
+
 STREAM_OF = "std::optional<int64_t> stream_of(const at::Tensor& t)"
 # One call, where torch.cuda has two in Python.
 CURRENT = f"""// The current stream of a tensor's device; none while a graph is captured on it.
@@ -257,7 +279,7 @@ CURRENT = f"""// The current stream of a tensor's device; none while a graph is 
 
 def includes() -> str:
     """The headers of the host code."""
-    standard = ("algorithm", "array", "cstring", "mutex", "optional", "tuple", "type_traits", "utility")
+    standard = ("algorithm", "array", "cstring", "map", "mutex", "optional", "tuple", "type_traits", "utility")
     lines = [f"#include <{name}>" for name in standard]
     lines += [
         "#include <c10/cuda/CUDAException.h>",
@@ -269,8 +291,19 @@ def includes() -> str:
 
 def helpers(found: tuple[Variant, ...]) -> str:
     """What the launch functions share, and `STREAM_OF`."""
-    maps = any(_maps(v) for v in found)
-    return "namespace {\n\n" + LAUNCH + ("\n" + TENSOR_MAP if maps else "") + "\n}  // namespace\n\n" + CURRENT
+    parts = [LAUNCH]
+    if any(_maps(v) for v in found):
+        parts.append(TENSOR_MAP)
+    words = max(_claims(v) for v in found)
+    if words:
+        parts.append(COUNTERS.replace("@WORDS@", str(words)))
+    return "namespace {\n\n" + "\n".join(parts) + "\n}  // namespace\n\n" + CURRENT
+
+
+def _claims(v: Variant) -> int:
+    """Words of zeros by which a kernel's blocks claim tiles; 0 where tiles are dealt out."""
+    c = v.choice
+    return c.tiling.m_groups + 1 if isinstance(c, gather.Choice) and c.claimed else 0
 
 
 def _maps(v: Variant) -> int:
@@ -343,6 +376,8 @@ def _run(v: Variant) -> str:
     if isinstance(c, gather.Choice) and c.tiling.tensor_map:
         lines.append(_gather_map(c.tiling, source))
         last.append("std::make_tuple(map)")
+    if _claims(v):
+        pointers.append(f"counters({source})")
     lines.append(f"const auto pointers = std::make_tuple({', '.join(pointers)});\n")
     lines.append(_launch(f"{v.name}::{v.entry}", _block(v), source, "blocks", "pointers", "sizes", *last))
     return "".join(lines)
@@ -382,7 +417,7 @@ def _block(v: Variant) -> tuple[int, int]:
     """(threads, bytes of dynamic shared memory) of a block."""
     c = v.choice
     if isinstance(c, gather.Choice):
-        return (512 if c.tiling.wgmma else 384), c.tiling.shared_bytes
+        return (512 if c.tiling.wgmma else 384), c.tiling.shared_bytes + (CLAIMS_BYTES if c.claimed else 0)
     if isinstance(c, wgrad.Choice):
         return c.tiling.threads, c.tiling.shared_bytes
     if isinstance(c, staged.Choice):
