@@ -4120,17 +4120,22 @@ GRAD_WEIGHT = (
 )
 
 
+def serves(kernel, source, result):
+    """Whether a kernel of the forward or of the gradient for the input is one for these sizes."""
+    return source[2] % kernel.unit == 0
+
+
 @functools.lru_cache(maxsize=1024)
 def forward_launch(batch, size, processors):
     source, result = full(size), full(output_size(size))
-    kernel = next(k for k in FORWARD if source[2] % k.unit == 0)
+    kernel = next(k for k in FORWARD if serves(k, source, result))
     return kernel, *kernel.launch(batch, source, result, processors)
 
 
 @functools.lru_cache(maxsize=1024)
 def grad_input_launch(batch, size, processors):
     source, result = full(output_size(size)), full(size)
-    kernel = next(k for k in GRAD_INPUT if source[2] % k.unit == 0)
+    kernel = next(k for k in GRAD_INPUT if serves(k, source, result))
     return kernel, *kernel.launch(batch, source, result, processors)
 
 

@@ -14,7 +14,7 @@ import torch
 
 from conftest import by_turns
 from upconv.bench import suites
-from upconv.cuda import direct, direct_wgrad, families, gather, gpu, jit, staged, wgrad
+from upconv.cuda import direct, direct_wgrad, families, gather, gpu, jit, joined, staged, wgrad
 from upconv.export.specialise import WIDTH, Specialised, specialise
 from upconv.problem import Problem
 
@@ -41,6 +41,8 @@ SAMPLE: dict[str, tuple[Problem, object]] = {
     "gather channels_last bf16": (
         CASES["kb65"].with_(dtype=torch.bfloat16, precision="bf16", layout="channels_last"), gather
     ),
+    "joined": (kb("kb69"), joined),
+    "joined bf16": (CASES["kb61"].with_(dtype=torch.bfloat16, precision="bf16"), joined),
     "wgrad wgmma": (kb("kb57", "grad-weight"), wgrad),
     "wgrad channels_last": (kb("kb69", "grad-weight", layout="channels_last"), wgrad),
     "wgrad mma": (kb("kb75", "grad-weight"), wgrad),

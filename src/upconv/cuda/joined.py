@@ -130,12 +130,17 @@ class Tile:
         return (kh - 1) * dh * pitch + (kw - 1) * dw
 
     @property
+    def source_columns(self) -> tuple[int, int]:
+        """Of the source's rows, at least and at most, that the tile serves; for 1-D it is any number."""
+        return max(self.width - _WIDTHS + 1, 16 // self.element), self.width
+
+    @property
     def pitches(self) -> range:
         """Lengths of rows of results that the tile serves; of 1-D layers one for all."""
         if self.line:
             return range(1)
-        least, longer = max(self.width - _WIDTHS + 1, 16 // self.element), gap(self.problem)
-        return range(least + longer, self.width + longer + 1)
+        (least, most), longer = self.source_columns, gap(self.problem)
+        return range(least + longer, most + longer + 1)
 
     @property
     def span(self) -> int:
@@ -158,6 +163,13 @@ class Tile:
         most = self.places + self.halo(0) + 16 // self.element - 1 if self.line else self.width
         unit = _SPAN if self.element == 2 else _WIDTHS * -(-most // MAX_BOX)
         return -(-most // unit) * unit
+
+    @property
+    def box(self) -> tuple[int, int, int, int, int]:
+        """Of a slot, as the copy engine takes it: W, H, D, channels, images; in 16 bits W, channels, H, D, images."""
+        if self.element == 4:
+            return self.columns // self.boxes, self.rows, 1, self.chunk, 1
+        return _SPAN, self.chunk, self.rows, 1, 1
 
     @property
     def packed_words(self) -> int:
@@ -308,9 +320,8 @@ def tensor_map(t: Tile, p: Problem, address: int) -> Words:
     d, h, w = (1,) * (3 - p.rank) + tuple(size)
     tensor = dense((w, h, d, channels, p.batch), t.element)
     if t.element == 4:
-        box = t.columns // t.boxes, t.rows, 1, t.chunk, 1
-        return encode(tensor, address, p.dtype, box, (1,) * 5, rounded=True)
-    return encode(tensor.channels_second(), address, p.dtype, (_SPAN, t.chunk, t.rows, 1, 1), (1,) * 5, 128)
+        return encode(tensor, address, p.dtype, t.box, (1,) * 5, rounded=True)
+    return encode(tensor.channels_second(), address, p.dtype, t.box, (1,) * 5, 128)
 
 
 # --- candidates ------------------------------------------------------------------------------------------------------

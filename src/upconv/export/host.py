@@ -2,7 +2,8 @@
 
 C++ only checks, encodes tensor maps and launches; all arithmetic on sizes is Python's, so that it can be read and
 tested without a GPU. A kernel's *variant* is one choice of a kernel family in a namespace of its own. Families whose
-source depends on how rows are aligned have two: one for the example's alignment and one for any.
+source depends on how rows are aligned have two: one for the example's alignment and one for any. Ahead of these stands,
+where it is the faster one, a kernel for rows of the example's length and some shorter ones, which are joined.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from textwrap import dedent, indent
 
 import torch
 
-from upconv.cuda import direct, direct_wgrad, gather, staged, wgrad, wgrad_costs
+from upconv.cuda import direct, direct_wgrad, families, gather, joined, staged, wgrad, wgrad_costs
 from upconv.cuda.axes import source_shape
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.packs import PACK_THREADS
@@ -22,7 +23,7 @@ from upconv.cuda.wgrad_warpgroups import WarpgroupTiling
 from upconv.planner import Device, select
 from upconv.problem import Pass, Problem
 
-Choice = gather.Choice | direct.Choice | direct_wgrad.Choice | wgrad.Choice | staged.Choice
+Choice = gather.Choice | joined.Choice | direct.Choice | direct_wgrad.Choice | wgrad.Choice | staged.Choice
 
 PASSES: tuple[Pass, ...] = ("fwd", "grad-input", "grad-weight")
 NAMES: dict[Pass, str] = {"fwd": "forward", "grad-input": "grad_input", "grad-weight": "grad_weight"}
@@ -53,6 +54,8 @@ class Variant:
         c = self.choice
         if isinstance(c, gather.Choice):
             return "Gather"
+        if isinstance(c, joined.Choice):
+            return "Joined"
         if isinstance(c, wgrad.Choice):
             return "GradWeight"
         if isinstance(c, direct_wgrad.Choice):
@@ -72,6 +75,9 @@ def variants(p: Problem, gpu: Gpu) -> tuple[Variant, ...]:
     for pass_ in PASSES:
         choice = _choice(p, pass_, gpu)
         name = NAMES[pass_]
+        rows = _joined(p, pass_, gpu)
+        if rows is not None and families.weighed(rows) < families.weighed(choice):
+            found.append(_variant(f"{name}_joined", pass_, rows, 16 // rows.tile.element, 1, gpu))
         unit, unit_out = _units(choice)
         found.append(_variant(name, pass_, choice, unit, unit_out, gpu))
         general = _general(p, pass_, unit, unit_out)
@@ -88,6 +94,15 @@ def _choice(p: Problem, pass_: Pass, gpu: Gpu) -> Choice:
         reason = "; ".join(c.reason for c in selection.candidates)
         raise ValueError(f"the layer must have kernels to be exported, and for {pass_} there is none: {reason}")
     return choice
+
+
+def _joined(p: Problem, pass_: Pass, gpu: Gpu) -> joined.Choice | None:
+    """A pass by joined rows; None where these cannot be, or where some lengths leave slices of results off pairs."""
+    if pass_ == "grad-weight" or p.rank == 1:
+        return None
+    q = p.with_(pass_=pass_, bias=p.bias and pass_ == "fwd")
+    choice = joined.choose(q, gpu)
+    return None if isinstance(choice, str) or joined.gap(q) % 2 else choice
 
 
 def _units(choice: Choice) -> tuple[int, int]:
@@ -118,7 +133,7 @@ def _general(p: Problem, pass_: Pass, unit: int, unit_out: int) -> Problem | Non
 def _variant(name: str, pass_: Pass, choice: Choice, unit: int, unit_out: int, gpu: Gpu) -> Variant:
     source = choice.sources()[0]  # weights of a file are packed
     entries = tuple(source.entries)
-    if isinstance(choice, (gather.Choice, direct.Choice)):
+    if isinstance(choice, (gather.Choice, joined.Choice, direct.Choice)):
         return Variant(name, pass_, choice, unit, unit_out, entries[0], entries[1], entries)
     resident = staged.resident(choice.tile, gpu) if isinstance(choice, staged.Choice) else 1
     return Variant(name, pass_, choice, unit, unit_out, None, entries[0], entries, resident)
@@ -308,6 +323,8 @@ def _claims(v: Variant) -> int:
 
 def _maps(v: Variant) -> int:
     """Tensor maps of a kernel."""
+    if isinstance(v.choice, joined.Choice):
+        return 1
     if isinstance(v.choice, gather.Choice):
         return int(v.choice.tiling.tensor_map)
     if isinstance(v.choice, wgrad.Choice) and isinstance(v.choice.tiling, WarpgroupTiling):
@@ -336,7 +353,7 @@ def functions(found: tuple[Variant, ...]) -> tuple[str, ...]:
 
 def _sizes(v: Variant) -> int:
     return {
-        "Gather": 11, "Direct": 8, "DirectAny": 7, "DirectWalk": 8, "GradWeight": 12, "DirectGradInput": 8,
+        "Gather": 11, "Joined": 6, "Direct": 8, "DirectAny": 7, "DirectWalk": 8, "GradWeight": 12, "DirectGradInput": 8,
         "DirectGradWeight": 9, "StagedGradInput": 10, "StagedGradWeight": 11,
     }[v.kind]  # fmt: skip
 
@@ -353,8 +370,9 @@ def _pack(v: Variant) -> str:
     c = v.choice
     kernel = f"{v.name}::{v.pack}"
     lines = ["const auto pointers = std::make_tuple(weight.data_ptr(), packed.data_ptr());\n"]
-    if isinstance(c, gather.Choice):  # of contiguous weights, whose taps are one element apart
-        block, blocks = (PACK_THREADS, 0), str(c.tiling.pack_blocks)
+    if isinstance(c, (gather.Choice, joined.Choice)):  # of contiguous weights, whose taps are one element apart
+        tile = c.tiling if isinstance(c, gather.Choice) else c.tile
+        block, blocks = (PACK_THREADS, 0), str(tile.pack_blocks)
         lines.append(_launch(kernel, block, "weight", blocks, "pointers", "std::make_tuple(1)"))
         return "".join(lines)
     blocks, rest = "(packed.numel() + 255) / 256", "std::make_tuple(packed.numel())"
@@ -372,9 +390,14 @@ def _run(v: Variant) -> str:
     pointers = [f"{source}.data_ptr()", "packed.data_ptr()", "address(bias)", "out.data_ptr()"]
     if v.kind in ("DirectGradInput", "StagedGradInput"):
         pointers.remove("address(bias)")
+    if v.kind == "Joined":
+        del pointers[0]  # which the map has
     lines, last = [], []
-    if isinstance(c, gather.Choice) and c.tiling.tensor_map:
+    if isinstance(c, joined.Choice):
+        lines.append(_joined_map(c.tile, source))
+    elif isinstance(c, gather.Choice) and c.tiling.tensor_map:
         lines.append(_gather_map(c.tiling, source))
+    if lines:
         last.append("std::make_tuple(map)")
     if _claims(v):
         pointers.append(f"counters({source})")
@@ -418,6 +441,8 @@ def _block(v: Variant) -> tuple[int, int]:
     c = v.choice
     if isinstance(c, gather.Choice):
         return (512 if c.tiling.wgmma else 384), c.tiling.shared_bytes + (CLAIMS_BYTES if c.claimed else 0)
+    if isinstance(c, joined.Choice):
+        return joined.THREADS, c.tile.shared_bytes
     if isinstance(c, wgrad.Choice):
         return c.tiling.threads, c.tiling.shared_bytes
     if isinstance(c, staged.Choice):
@@ -443,6 +468,15 @@ def _gather_map(t: Tiling, source: str) -> str:
                 t.box, t.box_steps, swizzle)  # fmt: skip
 
 
+def _joined_map(t: joined.Tile, source: str) -> str:
+    kind = {torch.float32: "TFLOAT32", torch.bfloat16: "BFLOAT16", torch.float16: "FLOAT16"}[t.problem.dtype]
+    depth = f"{source}.size(2)" if t.problem.rank == 3 else "1"
+    size = f"{source}.size(-1)", f"{source}.size(-2)", depth
+    swizzle = "SWIZZLE_NONE" if t.element == 4 else "SWIZZLE_128B"
+    return _map("map", source, kind, t.channels[0], size, False, t.box, (1,) * 5, swizzle, t.element == 2,
+                f"{source}.size(0)")  # fmt: skip
+
+
 def _wgrad_map(t: WarpgroupTiling, name: str, g: bool) -> str:
     p = t.problem
     kind = {torch.float32: "TFLOAT32", torch.bfloat16: "BFLOAT16", torch.float16: "FLOAT16"}[p.dtype]
@@ -466,9 +500,10 @@ def _map(
     steps: tuple[int, ...],
     swizzle: str,
     channels_second: bool = False,
+    batch: str = "sizes[0]",
 ) -> str:
     w, h, d = size
-    dims = (str(channels), w, h, d, "sizes[0]") if last else (w, h, d, str(channels), "sizes[0]")
+    dims = (str(channels), w, h, d, batch) if last else (w, h, d, str(channels), batch)
     lists = [", ".join(map(str, values)) for values in (dims, box, steps)]
     last_argument = ", true" if channels_second else ""
     return (
@@ -509,6 +544,34 @@ CLASSES = {
                 if self.resident:
                     blocks = max(1, blocks // self.m_groups) * self.m_groups
                 return blocks, (batch, *source, *result, *counts, tiles)
+        '''
+    ),
+    "Joined": dedent(
+        '''\
+        class Joined(NamedTuple):
+            """Forward or gradient for the input on tensor cores where rows are joined to one: tiles are neighbouring
+            results of whatever rows of a slice."""
+
+            name: str
+            unit: int  # the source's columns must be a multiple of it, so that rows begin at 16 bytes
+            columns: tuple[int, int]  # and as many as the first, at most the second
+            places: int  # results of a tile
+            blocks: int  # of output channels, each a tile of its own
+            words: int  # of the packed weights
+            packed: torch.dtype
+
+            def fits(self, source, result):
+                """Whether it serves the sizes: a slice's results are pairs, a channel's counted in 32 bits."""
+                least, most = self.columns
+                pairs = result[1] * result[2] % 2 == 0
+                return least <= source[2] <= most and pairs and math.prod(result) < 2**31 - 4096
+
+            def launch(self, batch, source, result, processors):
+                """(blocks, the kernel's sizes); source and result are (depth, height, width)."""
+                plane = result[1] * result[2]
+                places = ceil(plane, self.places)
+                tiles = batch * result[0] * places * self.blocks
+                return min(tiles, processors), (source[0], result[0], result[2], plane, places, tiles)
         '''
     ),
     "Direct": dedent(
@@ -699,6 +762,8 @@ def packed_words(v: Variant) -> int:
     c = v.choice
     if isinstance(c, gather.Choice):
         return c.tiling.packed_words
+    if isinstance(c, joined.Choice):
+        return c.tile.packed_words
     if isinstance(c, direct.Choice):
         return c.problem.groups * c.problem.taps if isinstance(c.tile, direct.Walk) else direct.packed_words(c.macros())
     return 0
@@ -713,6 +778,8 @@ def record(v: Variant) -> str:
         strides, leads = ((1, 1, 1), (0, 0, 0)) if t.shuffle is None else (t.shuffle.strides, t.shuffle.leads)
         steps = tuple(n * s for n, s in zip(t.out_steps, strides))
         given |= {"tile": t.tile, "steps": steps, "leads": leads, "m_groups": t.m_groups, "resident": t.resident}
+    elif isinstance(c, joined.Choice):
+        given |= {"columns": c.tile.source_columns, "places": c.tile.places, "blocks": c.tile.blocks}
     elif isinstance(c, wgrad.Choice):
         w = c.tiling
         seconds = wgrad_costs.chunk_clocks(w)[0] / c.gpu.clock
@@ -749,7 +816,7 @@ def record(v: Variant) -> str:
             blocks = -(-p.groups // c.tile.slots) * -(-p.out_channels // p.groups // c.tile.co)
             given |= {"cells": cells, "stride": stride, "channel_blocks": blocks}
     if v.pack is not None:
-        dtype = "torch.int32" if v.kind == "Gather" else "torch.float32"
+        dtype = "torch.int32" if v.kind in ("Gather", "Joined") else "torch.float32"
         if c.problem.dtype is torch.float64:
             dtype = "torch.float64"
         given |= {"words": packed_words(v), "packed": _Literal(dtype)}

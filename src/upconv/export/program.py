@@ -39,6 +39,7 @@ def program(p: Problem, signature: Signature, gpu: Gpu) -> str:
         "ARCH": gpu.arch,
         "CAPABILITY": _capability(gpu),
         "DEVICES": _devices(gpu),
+        "SERVES": _serves(found),
         "CLASSES": "\n\n".join(host.CLASSES[kind] for kind in kinds),
         "RECORDS": _records(found),
         "PRECISION": _PRECISION.get(p.precision, ""),
@@ -69,8 +70,11 @@ def cuda(found: tuple[host.Variant, ...], arch: str) -> str:
 
 def _banner(v: host.Variant) -> str:
     what = {"fwd": "Forward", "grad-input": "Gradient for the input", "grad-weight": "Gradient for the weight"}[v.pass_]
-    name = v.name.removesuffix("_unaligned")
-    where = " where rows begin off 16 bytes" if name != v.name else ""
+    where = ""
+    if v.name.endswith("_unaligned"):
+        where = " where rows begin off 16 bytes"
+    elif v.kind == "Joined":
+        where = f" where rows have {_columns(v)} columns"
     line = "// " + "=" * (WIDTH - 3)
     text = textwrap.fill(
         f"{what}{where}: {v.choice.summary.rsplit(', grid', 1)[0]}.",
@@ -123,7 +127,11 @@ def _head(p: Problem, signature: Signature, gpu: Gpu, found: tuple[host.Variant,
     layout = "contiguous" if p.layout == "nchw" else "channels_last"
     plan = []
     for v in found:
-        where = f" (other widths than multiples of {_unit(found, v)})" if v.name.endswith("_unaligned") else ""
+        where = ""
+        if v.name.endswith("_unaligned"):
+            where = f" (other widths than multiples of {_unit(found, v)})"
+        elif v.kind == "Joined":
+            where = f" (rows of {_columns(v)} columns)"
         plan.append((f"{_PASSES[v.pass_]}{where}", v.choice.summary.rsplit(", grid", 1)[0]))
     paragraphs = [
         f"{signature.title}: a transposed convolution with CUDA kernels of its own, in one file.",
@@ -150,8 +158,15 @@ def _head(p: Problem, signature: Signature, gpu: Gpu, found: tuple[host.Variant,
 
 
 def _unit(found: tuple[host.Variant, ...], v: host.Variant) -> int:
-    aligned = next(other for other in found if other.pass_ == v.pass_)
+    aligned = next(other for other in found if other.name == v.name.removesuffix("_unaligned"))
     return max(aligned.unit, aligned.unit_out)
+
+
+def _columns(v: host.Variant) -> str:
+    """The rows of the source that a kernel of joined rows serves."""
+    least, most = v.choice.tile.source_columns  # type: ignore[union-attr]
+    whole = [n for n in range(least, most + 1) if n % v.unit == 0]
+    return ", ".join(map(str, whole[:-1])) + f" or {whole[-1]}" if len(whole) > 1 else str(whole[0])
 
 
 def _constants(p: Problem, gpu: Gpu, found: tuple[host.Variant, ...]) -> str:
@@ -169,6 +184,13 @@ def _constants(p: Problem, gpu: Gpu, found: tuple[host.Variant, ...]) -> str:
         )
         lines.append("SUM_BYTES = 96 << 20  # of the weight gradient's slices of sums, at most")
     return "\n".join(lines)
+
+
+def _serves(found: tuple[host.Variant, ...]) -> str:
+    aligned = "source[2] % kernel.unit == 0"
+    if any(v.kind == "Joined" for v in found):
+        return f"{aligned} and (not isinstance(kernel, Joined) or kernel.fits(source, result))"
+    return aligned
 
 
 def _capability(gpu: Gpu) -> str:
@@ -299,17 +321,22 @@ def full(size):
 @RECORDS@
 
 
+def serves(kernel, source, result):
+    """Whether a kernel of the forward or of the gradient for the input is one for these sizes."""
+    return @SERVES@
+
+
 @functools.lru_cache(maxsize=1024)
 def forward_launch(batch, size, processors):
     source, result = full(size), full(output_size(size))
-    kernel = next(k for k in FORWARD if source[2] % k.unit == 0)
+    kernel = next(k for k in FORWARD if serves(k, source, result))
     return kernel, *kernel.launch(batch, source, result, processors)
 
 
 @functools.lru_cache(maxsize=1024)
 def grad_input_launch(batch, size, processors):
     source, result = full(output_size(size)), full(size)
-    kernel = next(k for k in GRAD_INPUT if source[2] % k.unit == 0)
+    kernel = next(k for k in GRAD_INPUT if serves(k, source, result))
     return kernel, *kernel.launch(batch, source, result, processors)
 
 

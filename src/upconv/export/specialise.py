@@ -1604,12 +1604,13 @@ def _wrapped(line: str) -> list[str]:
         after = tokens[i + 2].text if i + 2 < len(tokens) else ""
         rank = 0 if token.text in (",", ";") or after == "::" else 1 if after in ("?", ":", "&&", "||") else 2
         breaks = after in ("?", ":", "::", "&&", "||", "+", "|") or token.text in (",", ";", "=")
+        breaks = breaks or (token.text.startswith('"') and after.startswith('"%'))  # literals of an asm's registers
         if breaks and column > len(indent) + 20 and (best is None or (depth, rank) <= best[:2]):
             best = (depth, rank, i + 1)
     if best is None:
         return [line]
     first, rest = "".join(t.text for t in tokens[: best[2]]), "".join(t.text for t in tokens[best[2] + 1 :])
-    same = best[0] == 0 and first.endswith(";")
+    same = (best[0] == 0 and first.endswith(";")) or line.lstrip().startswith('"')
     return [first, *_wrapped(indent + ("" if same else "    ") + rest)]
 
 

@@ -1,5 +1,5 @@
-// What kernels share whose columns of N are output channels (sweep, rows, subpixel, strides, pairs, pixels, implicit, phases), or whose rows
-// of M are (joined): packing what their operand of weights is, and counting in its descriptors.
+// What kernels share whose columns of N are output channels (sweep, rows, subpixel, strides, pairs, pixels, implicit,
+// phases), or whose rows of M are (joined): packing what their operand of weights is, and counting in its descriptors.
 // A kernel that includes this has ELEMENT, VEC, and STORE_BITS(v): a float32 as it is stored.
 #define PACK_THREADS 256
 
@@ -33,7 +33,8 @@ __device__ __forceinline__ void multiply(float (&d)[SUMS], u64 a, u64 b) {
 }
 #endif
 
-// One thread: bytes that a barrier's phase waits for beside its arrival; and a copy that brings some, in whole 16 bytes.
+// One thread: bytes that a barrier's phase waits for beside its arrival; and a copy that brings some, in whole 16
+// bytes.
 __device__ __forceinline__ void expect_bytes(u32 barrier, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
 }

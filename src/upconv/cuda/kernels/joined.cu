@@ -1,24 +1,26 @@
-// Joined: a transposed convolution without strides, NCHW, on tensor cores, whose rows are joined to one: forward, or (FLIPPED) the gradient
-// for the input, which is the same with flipped taps. Without padding along W a row of the result is longer than one of the
-// source by as much as the kernel reaches; with as many zeros behind each of the source's rows, place f of a slice's results, counted
-// through its rows, has its taps of a slice of the kernel at
+// Joined: a transposed convolution without strides, NCHW, on tensor cores, whose rows are joined to one: forward, or
+// (FLIPPED) the gradient for the input, which is the same with flipped taps. Without padding along W a row of the
+// result is longer than one of the source by as much as the kernel reaches; with as many zeros behind each of the
+// source's rows, place f of a slice's results, counted through its rows, has its taps of a slice of the kernel at
 //
 //     f - kh (DILATION_H pitch) - kw DILATION_W,       pitch: results of a row
 //
-// of the source's places. So a tile is PLACES neighbouring places of whatever rows, of which none is wasted at an image's right border,
-// and a channel's results of a tile are neighbours in memory, stored 16 bytes a lane. (NOTES: by `gather`, whose tiles are
-// rectangles, kb68's 68 columns and rows are 72, and its rows of 68 outputs end amid sectors of memory.) LINE: one row of any length,
-// of which a tile reads its part, and any padding.
+// of the source's places. So a tile is PLACES neighbouring places of whatever rows, of which none is wasted at an
+// image's right border, and a channel's results of a tile are neighbours in memory, stored 16 bytes a lane. (NOTES: by
+// `gather`, whose tiles are rectangles, kb68's 68 columns and rows are 72, and its rows of 68 outputs end amid sectors
+// of memory.) LINE: one row of any length, of which a tile reads its part, and any padding.
 //
-// Channels of the result are M, places N: one matrix instruction has all of a consumer's, B is SPAN rows of 32 bytes of channels, and a
-// tap is another first row. Weights are A, by descriptor, through a ring of TAPS_OF_STAGE taps a stage.
+// Channels of the result are M, places N: one matrix instruction has all of a consumer's, B is SPAN rows of 32 bytes of
+// channels, and a tap is another first row. Weights are A, by descriptor, through a ring of TAPS_OF_STAGE taps a stage.
 //
-// A stage of pixels is a chunk of channels of one slice of the kernel. The copy engine brings the rows of the source that a tile and its
-// halo touch to a slot (what lies beyond the source is zeros), and TURNERS warps pass them on as rows of channels. (One instruction of
-// 256 columns wants 154 registers as the kernel is compiled: 384 threads, two warps of which turn, not 512 and six.)
+// A stage of pixels is a chunk of channels of one slice of the kernel. The copy engine brings the rows of the source
+// that a tile and its halo touch to a slot (what lies beyond the source is zeros), and TURNERS warps pass them on as
+// rows of channels. (One instruction of 256 columns wants 154 registers as the kernel is compiled: 384 threads, two
+// warps of which turn, not 512 and six.)
 //
-// Consumers take whole tiles in turn, so that one stores while another multiplies, and the rings run on from tile to tile. One begins
-// to wait for its stages when the other has all of its own: a barrier's parity tells a phase from the next, not from the one behind that.
+// Consumers take whole tiles in turn, so that one stores while another multiplies, and the rings run on from tile to
+// tile. One begins to wait for its stages when the other has all of its own: a barrier's parity tells a phase from the
+// next, not from the one behind that.
 //
 // Constants come as macros (cuda/joined.py computes them and explains each); sizes of the input are arguments.
 #include "ptx.cuh"
@@ -86,8 +88,8 @@ __device__ __forceinline__ Slices slices_of(const Tile& t, const Sizes& s) {
   return {first, last < first ? 0 : last - first + 1};
 }
 
-// Where a tile's slots begin in the source, and how many of a slot's places lie ahead of the tile's first with its halo. Rows ahead of the
-// first are -1 and so on; LINE: a box begins at 16 bytes.
+// Where a tile's slots begin in the source, and how many of a slot's places lie ahead of the tile's first with its
+// halo. Rows ahead of the first are -1 and so on; LINE: a box begins at 16 bytes.
 struct Corner { int row, w, ahead; };
 __device__ __forceinline__ Corner corner_of(const Tile& t, const Sizes& s) {
   int f = t.f - halo(s);
@@ -109,9 +111,9 @@ __device__ __forceinline__ int rows_of(int ahead, int span, const Sizes& s) { re
 
 __device__ __forceinline__ u32 unit_at(int row, int unit) { return row * 32 + ((unit ^ (row >> 2 & 1)) << 4); }  // swizzled
 
-// [block][chunk][slice][tap][channel of the result][32 bytes of channels, swizzled], zeros where there is none of either; a thread writes 16
-// bytes. The weight is (CIN, COUT, kernel), FLIPPED (COUT, CIN, kernel): contiguous, or channels-last, whose taps are `tap_step` elements
-// apart.
+// [block][chunk][slice][tap][channel of the result][32 bytes of channels, swizzled], zeros where there is none of
+// either; a thread writes 16 bytes. The weight is (CIN, COUT, kernel), FLIPPED (COUT, CIN, kernel): contiguous, or
+// channels-last, whose taps are `tap_step` elements apart.
 template <class Weight>
 __device__ __forceinline__ void pack_weights(const Weight* __restrict__ weight, char* __restrict__ packed, int tap_step) {
   let_dependent_begin();                                // `joined`
@@ -163,7 +165,8 @@ __device__ __forceinline__ void bring_weights(const char* __restrict__ packed, c
   }
 }
 
-// (NOTES: both rings' copies by one thread, whichever had room, took 450 clocks each; a slot's by a thread that turns pixels, 200 to 700.)
+// (NOTES: both rings' copies by one thread, whichever had room, took 450 clocks each; a slot's by a thread that turns
+// pixels, 200 to 700.)
 __device__ __forceinline__ void bring_pixels(const TensorMap& map, const Sizes& s, u32 slots, u32 landed, u32 left) {
   SlotCursor cursor = {0, 1};
 #pragma unroll 1
@@ -188,19 +191,21 @@ __device__ __forceinline__ void bring_pixels(const TensorMap& map, const Sizes& 
   }
 }
 
-// A stage is turned by WARPS_OF_STAGE: by one, so that the other's waits and fence are hidden (NOTES: 3 taps a stage, kb64 bfloat16 1,040 us ->
-// 980; kb61 520 -> 472), or, where slots are two, by both. A warp alone may wait for a slot, or for a stage to be free, only where itself
-// saw the one before land or filled it: else a parity tells too little. So both rings have a multiple of the warps.
+// A stage is turned by WARPS_OF_STAGE: by one, so that the other's waits and fence are hidden (NOTES: 3 taps a stage,
+// kb64 bfloat16 1,040 us -> 980; kb61 520 -> 472), or, where slots are two, by both. A warp alone may wait for a slot,
+// or for a stage to be free, only where itself saw the one before land or filled it: else a parity tells too little. So
+// both rings have a multiple of the warps.
 static_assert(WARPS_OF_STAGE == TURNERS || (WARPS_OF_STAGE == 1 && STAGES_S % TURNERS == 0 && STAGES % TURNERS == 0), "a slot and a stage are one warp's");
 #define LANES (WARPS_OF_STAGE * 32)
 #define OWN_PIXELS ((SPAN + LANES - 1) / LANES)
 #define AT_ONCE 3
 
-// What a slot has, from its place `ahead` on, as rows of CK channels. Loads of several come before the stores, so that they wait once.
-// (NOTES: one place after the other, 8 or 16 loads and 2 stores each, 400 clocks a place: kb61 1,090 us, bfloat16 640.)
+// What a slot has, from its place `ahead` on, as rows of CK channels. Loads of several come before the stores, so that
+// they wait once. (NOTES: one place after the other, 8 or 16 loads and 2 stores each, 400 clocks a place: kb61 1,090
+// us, bfloat16 640.)
 #if ELEMENT == 2
-// Matrices of 8 columns and 8 channels: 8 places of a row, to which a lane gives each its address; `trash` where there is none. `zeros`: the
-// lane's first place of those behind a row that no box has; `lane`: of the stage's warps.
+// Matrices of 8 columns and 8 channels: 8 places of a row, to which a lane gives each its address; `trash` where there
+// is none. `zeros`: the lane's first place of those behind a row that no box has; `lane`: of the stage's warps.
 __device__ __forceinline__ void turn(const Sizes& s, int ahead, int span, int rows, int zeros, u32 slot, u32 stage, u32 trash, int lane) {
   int half = lane >> 3 & 1, own = lane & 7, second = lane >> 4 & 1;
   u32 from = slot + (half * 8 + own) * 128;
@@ -227,7 +232,8 @@ __device__ __forceinline__ void turn(const Sizes& s, int ahead, int span, int ro
 #endif
 }
 #else
-// A lane a place, so that loads and stores meet all banks; `from`: where a slot has its places, ~0: nowhere. The engine has rounded to TF32.
+// A lane a place, so that loads and stores meet all banks; `from`: where a slot has its places, ~0: nowhere. The engine
+// has rounded to TF32.
 __device__ __forceinline__ void turn(const u32 (&from)[OWN_PIXELS], int span, u32 slot, u32 stage, int lane) {
 #pragma unroll
   for (int first = 0; first < OWN_PIXELS; first += AT_ONCE) {
@@ -294,9 +300,10 @@ __device__ __forceinline__ void turn_pixels(const Sizes& s, u32 slots, u32 lande
 
 __device__ __forceinline__ u32 lower(u32 address) { return address >> 4 | 1u << 16; }
 
-// A thread's sums: of channels g and g + 8 of its warp's 16, places 8j + 2t and the next. The buffer has a channel's as many bytes late as
-// they begin in 16 of memory, so that lanes store whole 16, an instruction a channel's; up to three words at either end follow. (NOTES:
-// 16 bytes and more of a channel by the copy engine, which takes 60 clocks for each: kb74 bfloat16 300 us, without any stores 163.)
+// A thread's sums: of channels g and g + 8 of its warp's 16, places 8j + 2t and the next. The buffer has a channel's as
+// many bytes late as they begin in 16 of memory, so that lanes store whole 16, an instruction a channel's; up to three
+// words at either end follow. (NOTES: 16 bytes and more of a channel by the copy engine, which takes 60 clocks for
+// each: kb74 bfloat16 300 us, without any stores 163.)
 __device__ __forceinline__ void store(const float (&acc)[PLACES / 2], const ELEMENT_TYPE* __restrict__ bias, char* __restrict__ y, const Sizes& s, const Tile& t, u32 buffer, int warp, int lane) {
   int g = lane >> 2, q = lane & 3, block = t.block * ROWS_M + warp * 16;
   int left = (s.plane - t.f < PLACES ? s.plane - t.f : PLACES) * ELEMENT;
