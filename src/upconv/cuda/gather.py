@@ -51,6 +51,9 @@ _CLAIMED_TILES = 18  # for each multiprocessor
 # them; tiles of some channels read pixels again, and their blocks must stay abreast (NOTES: unet4 197.0 -> 193.4 us, by
 # tiles of 256 places 202; in TF32 385.9 and 385.6).
 _CLAIMED, _PLACES = 0.985, 128
+# Of 1-D layers, what claims gain by what the model has (NOTES: 0.84 to 0.98 of 16 layers, of those dealt out 0.91 to
+# 1.12; kb74 TF32 was 528 us by `joined`, which is 460 by tiles that are claimed).
+_LINES_CLAIMED = 0.95
 _PACKED_FIRST = 3e-6  # seconds that a kernel must gain for which weights are packed before, by a launch of its own
 
 
@@ -93,8 +96,11 @@ class Choice:
     def margin(self) -> float:
         """Its model hopes where several slices' rows fill the tiles (NOTES: right on kb58 and kb70, by which it was
         fitted; ten other such layers of 3 to 32 output channels took 0.93 to 1.53 times as long). In channels_last it
-        does not where there is no stride (60 took 0.83 to 1.34 times the model's, most up to 1.15, unrolled or not)."""
+        does not where there is no stride (60 took 0.83 to 1.34 times the model's, most up to 1.15, unrolled or not).
+        Of lines it is the less hopeful one, whose blocks claim tiles."""
         p = self.problem
+        if p.rank == 1 and self.claimed:
+            return _LINES_CLAIMED
         right = self.tiling.channels_last and max(p.stride) == 1
         return 1.22 if p.rank == 3 and self.tiling.unroll != (1, 1, 1) and not right else 1.0
 
