@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 import upconv
+from conftest import BARE
 from upconv import cli, env
 from upconv.cuda import cache, jit
 
@@ -158,7 +159,7 @@ def test_any_damage_to_an_entry_is_noticed(folder: Path, data: st.DataObject) ->
 
 
 def python(code: str, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-    head = f"from upconv.cuda import cache, jit\nimport os, sys\nSOURCE = {SOURCE!r}\n"
+    head = f"{BARE}from upconv.cuda import cache, jit\nimport os, sys\nSOURCE = {SOURCE!r}\n"
     done = subprocess.run([sys.executable, "-c", head + code, *arguments], capture_output=True, text=True, timeout=120)
     if check:
         assert done.returncode == 0, done.stderr

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from conftest import BARE
 from upconv.cuda import cache, jit
 from upconv.cuda.gpu import A100, B200, H200, RTX3090, RTX4090, RTX5090, Gpu, arch_of, gpu
 
@@ -109,7 +110,7 @@ def ptxas_report(source: str, arch: str) -> dict[str, tuple[int, int, int]]:
 def test_a_compilation_leaves_pythons_shared_bytes_alone(tmp_path: Path) -> None:
     """An empty log is one NUL, which must not be written into the object that every ``b" "`` is."""
     program = (
-        "from upconv.cuda import jit\n"
+        f"{BARE}from upconv.cuda import jit\n"
         "jit.cubin('extern \"C\" __global__ void f(int* p) { *p = 1; }', '90a', 'test')\n"
         "assert all(bytes([i])[0] == i for i in range(256)), [i for i in range(256) if bytes([i])[0] != i]\n"
         "print('two', 'words')\n"
@@ -374,15 +375,15 @@ def test_importing_imports_nothing_of_cudas() -> None:
     assert out.split("\n")[:2] == ["[]", "False False"]
 
 
-def test_without_the_bindings_the_sentence_names_the_package() -> None:
-    out = run(
-        "import sys, torch\n"
-        "for name in [m for m in sys.modules if m.startswith('cuda.')]: del sys.modules[name]\n"
-        "sys.modules['cuda.bindings'] = None\n"
-        "from upconv.cuda import jit\n"
-        "print(jit.unavailable())"
-    )
-    assert out.startswith("CUDA kernels need the package cuda-bindings, which cannot be imported: ")
+def test_without_the_bindings_the_sentence_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process, since the import of `jit` alone asks for none of them (above)."""
+    for name in [m for m in sys.modules if m.startswith("cuda.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)  # type: ignore[arg-type]
+    jit._nvrtc_version.cache_clear()
+    found = jit.unavailable.__wrapped__()
+    assert found is not None
+    assert found.startswith("CUDA kernels need the package cuda-bindings, which cannot be imported: ")
 
 
 # --- descriptions of GPUs --------------------------------------------------------------------------------------------

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import upconv
-from conftest import assert_equal, needs_gxx
+from conftest import BARE, assert_equal, needs_gxx
 from test_calls import Dispatch, Function
 from test_convolutions import everything, stand_ins  # noqa: F401
 from test_gradients import Data, Kernels, StandIn, Weight, kernels  # noqa: F401
@@ -738,31 +738,37 @@ def test_a_library_that_cannot_be_loaded_is_made_anew(tmp_path: Any, monkeypatch
     assert native.found() == "module" and [path.parent == tmp_path / "noexec" for path in loaded] == [True, False]
 
 
+HOLDING = f"""{BARE}
+import subprocess
+from upconv.cuda import cache
+with cache.alone("key", lambda: False, 60):
+    child = subprocess.Popen(["sleep", "60"], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, close_fds=False)
+    print(child.pid, flush=True)
+    sys.stdin.readline()
+"""
+
+
 def test_processes_that_wait_go_on_when_the_library_is_there(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the process that compiled it has a child, which lives on."""
     monkeypatch.setenv("UPCONV_CACHE_DIR", str(tmp_path / "cache"))
-    context = multiprocessing.get_context("spawn")
-    ready, release = context.Event(), context.Event()
-    other = context.Process(target=_holding, args=(str(tmp_path / "cache"), ready, release))
-    other.start()
-    assert ready.wait(60)
-    begin = time.monotonic()
-    with cache.alone("key", lambda: False, 0.5):
-        assert 0.5 <= time.monotonic() - begin < 30, "it waits, but not for ever"
-    with cache.alone("key", lambda: True, 60):
-        assert time.monotonic() - begin < 30, "what it waited for is there"
-    release.set()
-    with cache.alone("key", lambda: False, 60):
-        pass
-    assert time.monotonic() - begin < 60
-    other.join()
-
-
-def _holding(folder: str, ready: Any, release: Any) -> None:
-    os.environ["UPCONV_CACHE_DIR"] = folder
-    with cache.alone("key", lambda: False, 60):
-        ready.set()
-        release.wait(60)
+    command = [sys.executable, "-c", HOLDING]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdin is not None and other.stdout is not None
+        child = int(other.stdout.readline())
+        try:
+            begin = time.monotonic()
+            with cache.alone("key", lambda: False, 0.5):
+                assert 0.5 <= time.monotonic() - begin < 30, "it waits, but not for ever"
+            with cache.alone("key", lambda: True, 60):
+                assert time.monotonic() - begin < 30, "what it waited for is there"
+            other.stdin.write("\n")
+            other.stdin.flush()
+            with cache.alone("key", lambda: False, 60):
+                pass
+            assert time.monotonic() - begin < 60
+            assert other.wait(60) == 0
+        finally:
+            os.kill(child, signal.SIGTERM)
 
 
 def test_a_child_builds_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
