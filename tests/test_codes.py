@@ -59,20 +59,20 @@ def test_each_difference_has_a_line() -> None:
     ]
 
 
-def test_a_commit_is_the_same_as_itself() -> None:
+def test_a_commit_is_the_same_as_itself(capfd: pytest.CaptureFixture[str]) -> None:
     """The checkout as it is against its commit: compiled by both, a line says how many differ."""
     git = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True)
     if git.returncode:
         pytest.skip("not a checkout")
     changed = subprocess.run(["git", "-C", str(ROOT), "diff", "--quiet", "HEAD", "--", "src"]).returncode
-    command = [sys.executable, str(ROOT / "benchmarks" / "codes.py"), "HEAD", "--cases", "dcganO"]
-    command += ["--precisions", "tf32", "--layouts", "nchw", "--passes", "fwd"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    found = re.search(r"(\d) of 1 differ", done.stdout)
-    assert found, done.stderr
-    assert done.returncode == int(found[1] != "0")
+    case = ["--cases", "dcganO", "--precisions", "tf32", "--layouts", "nchw", "--passes", "fwd"]
+    returned = codes.main(["HEAD", *case])
+    out, err = capfd.readouterr()
+    found = re.search(r"(\d) of 1 differ", out)
+    assert found, err
+    assert returned == int(found[1] != "0")
     if not changed:
-        assert found[1] == "0", done.stdout
+        assert found[1] == "0", out
 
 
 @pytest.mark.parametrize(
