@@ -179,15 +179,23 @@ def test_delegated_dtypes_and_transforms_compile(engine: str) -> None:
     assert_close(found, mapped(real.input), length=512)
 
 
+@pytest.fixture(scope="module")
+def inductor_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One for all, since Inductor's own headers take long to compile."""
+    return tmp_path_factory.mktemp("inductor")
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 @pytest.mark.parametrize(("channels_last", "engine"), diagonal((False, True), ENGINES), indirect=["engine"])
-def test_inductor(channels_last: bool, engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+def test_inductor(channels_last: bool, engine: str, inductor_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By one compiler at a time, of scalar code: its processes, and what asks for vectors, import PyTorch again."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(inductor_cache))
     model, x = decoder(2), torch.randn(2, 4, 6, 5)
     if channels_last:
         model, x = model.to(memory_format=torch.channels_last), x.contiguous(memory_format=torch.channels_last)
-    compiled = torch.compile(model, fullgraph=True, dynamic=False)
+    alone = {"compile_threads": 1, "cpp.vec_isa_ok": False}
+    compiled = torch.compile(model, fullgraph=True, dynamic=False, options=alone)
     assert_same_step(compiled, model, x)
     with torch.inference_mode():
         torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-5)
