@@ -69,25 +69,24 @@ class PairsInterpreter:
         packed = np.full(count * per_row, np.nan)
         kernel, of_step = self.taps * self.kernel[2], 32 // self.element
         flat = weight.reshape(-1)
-        for i in range(count * 8):
-            unit, column, rest = i % 8, i // 8 % self.columns, i // (8 * self.columns)
-            row, tap = rest % self.rows, rest // self.rows % self.taps
-            chunk = rest // (self.rows * self.taps) % self.chunks
-            cin = rest // (self.rows * self.chunks * self.taps) * self.columns + column
-            at = (i - unit) * self.vec + (unit ^ (column & 7)) * self.vec
-            assert np.isnan(packed[at : at + self.vec]).all(), "a place is written twice"
-            for e in range(self.vec):
-                k = unit * self.vec + e
-                step, place = row * 4 + k // of_step, k % of_step
-                if self.slot == 1:
-                    slot, second = place, 0
-                else:
-                    slot, second = (place % 4, place // 4) if self.element == 4 else (place // 2, place % 2)
-                cout = chunk * self.channels + self.channel_of(step, slot)
-                kw = self.tap_of(step, slot) + second
-                live = cin < self.cin and cout < self.cout
-                index = (cin * self.cout + cout) * kernel + tap * self.kernel[2] + kw
-                packed[at + e] = flat[index] if live else 0.0
+        i, e = np.arange(count * 8)[:, None], np.arange(self.vec)
+        unit, column, rest = i % 8, i // 8 % self.columns, i // (8 * self.columns)
+        row, tap = rest % self.rows, rest // self.rows % self.taps
+        chunk = rest // (self.rows * self.taps) % self.chunks
+        cin = rest // (self.rows * self.chunks * self.taps) * self.columns + column
+        at = (i - unit) * self.vec + (unit ^ (column & 7)) * self.vec
+        assert len(np.unique(at)) == at.size, "a place is written twice"
+        k = unit * self.vec + e
+        step, place = row * 4 + k // of_step, k % of_step
+        if self.slot == 1:
+            slot, second = place, np.zeros_like(place)
+        else:
+            slot, second = (place % 4, place // 4) if self.element == 4 else (place // 2, place % 2)
+        cout = chunk * self.channels + self.channel_of(step, slot)
+        kw = self.tap_of(step, slot) + second
+        live = (cin < self.cin) & (cout < self.cout)
+        index = (cin * self.cout + cout) * kernel + tap * self.kernel[2] + kw
+        packed[at + e] = np.where(live, flat[np.where(live, index, 0)], 0.0)
         shape = self.blocks, self.chunks, self.taps, self.rows, self.columns, per_row
         return packed.reshape(shape)
 

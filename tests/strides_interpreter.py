@@ -43,16 +43,16 @@ class StridesInterpreter:
         packed = np.full(self.blocks * self.chunks * self.taps * self.columns * self.ck, np.nan)
         kernel = self.taps * self.step
         flat = weight.reshape(self.cin, self.cout, kernel)
-        for i in range(self.blocks * self.chunks * self.taps * self.columns * 8):
-            unit, column, rest = i % 8, i // 8 % self.columns, i // (8 * self.columns)
-            chunk, of = rest // self.taps % self.chunks, rest // (self.taps * self.chunks) * self.columns + column
-            kw, cout = rest % self.taps * self.step + of % self.step, of // self.step
-            cin = chunk * self.ck + self.channel_at(unit * self.vec + np.arange(self.vec))
-            live = (cin < self.cin) & (of < self.all_columns)
-            values = np.where(live, flat[np.minimum(cin, self.cin - 1), min(cout, self.cout - 1), kw], 0.0)
-            at = (i - unit) * self.vec + (unit ^ (column & 7)) * self.vec
-            assert np.isnan(packed[at : at + self.vec]).all(), "a place is written twice"
-            packed[at : at + self.vec] = values
+        i, e = np.arange(self.blocks * self.chunks * self.taps * self.columns * 8)[:, None], np.arange(self.vec)
+        unit, column, rest = i % 8, i // 8 % self.columns, i // (8 * self.columns)
+        chunk, of = rest // self.taps % self.chunks, rest // (self.taps * self.chunks) * self.columns + column
+        kw, cout = rest % self.taps * self.step + of % self.step, of // self.step
+        cin = chunk * self.ck + self.channel_at(unit * self.vec + e)
+        live = (cin < self.cin) & (of < self.all_columns)
+        values = flat[np.minimum(cin, self.cin - 1), np.minimum(cout, self.cout - 1), kw]
+        at = (i - unit) * self.vec + (unit ^ (column & 7)) * self.vec
+        assert len(np.unique(at)) == at.size, "a place is written twice"
+        packed[at + e] = np.where(live, values, 0.0)
         return packed.reshape(self.blocks, self.chunks, self.taps, self.columns, self.ck)
 
     def unit_of(self, tile: int, consumer: int, units: int) -> tuple[int, int]:

@@ -47,17 +47,17 @@ class SubpixelInterpreter:
         packed = np.full(self.blocks * self.chunks * self.columns * self.ck, np.nan)
         kd, kh, kw_all = self.kernel
         flat = weight.reshape(self.cin, self.cout, kd * kh * kw_all)
-        for i in range(self.blocks * self.chunks * self.columns * 8):
-            unit, column, rest = i % 8, i // 8 % self.columns, i // (8 * self.columns)
-            chunk, of = rest % self.chunks, rest // self.chunks * self.columns + column
-            kw, cout = of % kw_all, of // kw_all % self.cout
-            tap = of // (kw_all * self.cout) * kw_all + kw
-            cin = chunk * self.ck + self.channel_at(unit * self.vec + np.arange(self.vec))
-            live = (cin < self.cin) & (of < self.all_columns)
-            values = np.where(live, flat[np.minimum(cin, self.cin - 1), cout, min(tap, flat.shape[2] - 1)], 0.0)
-            at = (i - unit) * self.vec + (unit ^ (column & 7)) * self.vec
-            assert np.isnan(packed[at : at + self.vec]).all(), "a place is written twice"
-            packed[at : at + self.vec] = values
+        i, e = np.arange(self.blocks * self.chunks * self.columns * 8)[:, None], np.arange(self.vec)
+        unit, column, rest = i % 8, i // 8 % self.columns, i // (8 * self.columns)
+        chunk, of = rest % self.chunks, rest // self.chunks * self.columns + column
+        kw, cout = of % kw_all, of // kw_all % self.cout
+        tap = of // (kw_all * self.cout) * kw_all + kw
+        cin = chunk * self.ck + self.channel_at(unit * self.vec + e)
+        live = (cin < self.cin) & (of < self.all_columns)
+        values = flat[np.minimum(cin, self.cin - 1), cout, np.minimum(tap, flat.shape[2] - 1)]
+        at = (i - unit) * self.vec + (unit ^ (column & 7)) * self.vec
+        assert len(np.unique(at)) == at.size, "a place is written twice"
+        packed[at + e] = np.where(live, values, 0.0)
         return packed.reshape(self.blocks, self.chunks, self.columns, self.ck)
 
     def boxes(self, x: Array, first: int, chunk: int) -> Array:
