@@ -663,7 +663,7 @@ def test_first_calls_are_counted_per_shape(tmp_path: Path) -> None:
 def test_training_steps(tmp_path: Path) -> None:
     """Every model in both precisions, ours beside PyTorch's; a report that is kept and shown."""
     heard: list[str] = []
-    todo = training.cases(8)
+    todo = training.cases(16)
     found = training.measure(CPU, todo, SHORT, compiled=False, progress=heard.append)
     assert [row["case"] for row in found["rows"]] == [f"{c.name} {t}" for c in todo for t in ("fp32", "bf16")]
     for row in found["rows"]:

@@ -171,7 +171,7 @@ def _single(loss: Callable[[Tensor, Tensor], Tensor]) -> Losses:
 
 def cases(scale: int = 1) -> list[Case]:
     """The suite; ``scale`` divides widths and sizes, for a test that has no time."""
-    batch = max(2, 16 // scale)
+    batch, images = max(2, 16 // scale), max(2, 128 // scale)
 
     def noise(*shape: int) -> Callable[[torch.device], Tensor]:
         return lambda device: torch.randn(shape, device=device)
@@ -185,7 +185,7 @@ def cases(scale: int = 1) -> list[Case]:
         Case(
             "dcgan",
             lambda: [Generator(width), Discriminator(width)],
-            both(noise(8 * batch, 100, 1, 1), noise(8 * batch, 3, 64, 64)),
+            both(noise(images, 100, 1, 1), noise(images, 3, 64, 64)),
             _gan,
         ),
         Case(
