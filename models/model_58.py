@@ -15,8 +15,6 @@ Constraints:
 - Results are bit-equal from run to run. Under torch.autocast the layer wants its own dtype all the same.
 
 Kernels:
-- forward (rows of 52, 56, 60 or 64 columns): rows joined to one: wgmma tf32, tile of 232 places x 64 channels, 4
-  stages of 520 places x 8 channels, 4 of 10 x 64 pixels, 3 of 6 taps, 215 KB shared.
 - forward: wgmma tf32, tile 1x1x8x24 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights ring of 2 x 7
   fragments, 224 KB shared.
 - forward (other widths than multiples of 4): wgmma tf32, tile 1x1x8x16 (NxDxHxW of q) x 64 rows, chunk of 8
@@ -71,607 +69,6 @@ CUDA = r"""
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
-
-// =====================================================================================================================
-// Forward where rows have 52, 56, 60 or 64 columns: rows joined to one: wgmma tf32, tile of 232 places x 64 channels, 4
-// stages of 520 places x 8 channels, 4 of 10 x 64 pixels, 3 of 6 taps, 215 KB shared.
-// =====================================================================================================================
-
-namespace forward_joined {
-
-// Joined: a transposed convolution without strides, NCHW, on tensor cores, whose rows are joined to one: forward, or
-// (FLIPPED) the gradient for the input, which is the same with flipped taps. Without padding along W a row of the
-// result is longer than one of the source by as much as the kernel reaches; with as many zeros behind each of the
-// source's rows, place f of a slice's results, counted through its rows, has its taps of a slice of the kernel at
-//
-//     f - kh (DILATION_H pitch) - kw DILATION_W,       pitch: results of a row
-//
-// of the source's places. So a tile is PLACES neighbouring places of whatever rows, of which none is wasted at an
-// image's right border, and a channel's results of a tile are neighbours in memory, stored 16 bytes a lane. (measured: by
-// `gather`, whose tiles are rectangles, kb68's 68 columns and rows are 72, and its rows of 68 outputs end amid sectors
-// of memory.) LINE: one row of any length, of which a tile reads its part, and any padding.
-//
-// Channels of the result are M, places N: one matrix instruction has all of a consumer's, B is SPAN rows of 32 bytes of
-// channels, and a tap is another first row. Weights are A, by descriptor, through a ring of TAPS_OF_STAGE taps a stage.
-//
-// A stage of pixels is a chunk of channels of one slice of the kernel. The copy engine brings the rows of the source
-// that a tile and its halo touch to a slot (what lies beyond the source is zeros), and TURNERS warps pass them on as
-// rows of channels. (One instruction of 256 columns wants 154 registers as the kernel is compiled: 384 threads, two
-// warps of which turn, not 512 and six.)
-//
-// Consumers take whole tiles in turn, so that one stores while another multiplies, and the rings run on from tile to
-// tile. One begins to wait for its stages when the other has all of its own: a barrier's parity tells a phase from the
-// next, not from the one behind that.
-//
-// Sizes of the input are arguments.
-
-constexpr int ELEMENT = 4;  // bytes of an element
-constexpr int CIN = 32;  // channels of what is read
-constexpr int COUT = 16;  // channels of what is written
-constexpr int PLACES = 232;
-constexpr int SPAN = 520;
-constexpr int ROWS = 10;
-constexpr int BOX_W = 64;
-constexpr int BOXES = 1;
-constexpr int STAGES = 4;
-constexpr int STAGES_S = 4;
-constexpr int STAGES_W = 3;
-constexpr int WARPS_OF_STAGE = 1;
-constexpr int TAPS_OF_STAGE = 6;
-constexpr int KERNEL_D = 3, KERNEL_H = 5, KERNEL_W = 7;
-constexpr int DILATION_D = 1, DILATION_H = 1, DILATION_W = 1;
-constexpr int PADDING_D = 0, PADDING_H = 0;
-
-// PTX in small wrappers, so that a kernel body reads as an algorithm.
-typedef unsigned int u32;
-typedef unsigned long long u64;
-
-__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-
-// Dependent launches (sm_90): a kernel launched so begins when all blocks of the one before let it; else these do nothing.
-__device__ __forceinline__ void let_dependent_begin() {
-  asm volatile("griddepcontrol.launch_dependents;\n" ::: "memory");
-}
-// And waits for what that one wrote.
-__device__ __forceinline__ void wait_for_results() {
-  asm volatile("griddepcontrol.wait;\n" ::: "memory");
-}
-
-// --- mbarriers: `count` arrivals (and the announced bytes) complete a phase; waits name the phase by its parity -------
-
-__device__ __forceinline__ void barrier_init(u32 barrier, int count) {
-  asm volatile("mbarrier.init.shared.b64 [%0], %1;\n" ::"r"(barrier), "r"(count));
-}
-__device__ __forceinline__ void barrier_arrive(u32 barrier) {
-  asm volatile("{\n .reg .b64 state;\n mbarrier.arrive.shared.b64 state, [%0];\n}\n" ::"r"(barrier) : "memory");
-}
-__device__ __forceinline__ bool barrier_done(u32 barrier, u32 parity) {
-  u32 done;
-  asm volatile(
-      "{\n .reg .pred p;\n mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n selp.u32 %0, 1, 0, p;\n}\n"
-      : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
-  return done;
-}
-__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
-  while (!barrier_done(barrier, parity)) {}
-}
-
-// --- copies into shared memory ---------------------------------------------------------------------------------------
-
-__device__ __forceinline__ u32 load_shared_u32_if(u32 a, bool ok) {  // else 0
-  u32 v = 0;
-  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %2, 0;\n @p ld.shared.u32 %0, [%1];\n}\n" : "+r"(v) : "r"(a),
-      "r"((u32)ok) : "memory");
-  return v;
-}
-__device__ __forceinline__ void load_shared_128(u32 (&v)[4], u32 a) {
-  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];\n" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]),
-      "=r"(v[3]) : "r"(a) : "memory");
-}
-__device__ __forceinline__ void store_shared_128(u32 a, u32 v0, u32 v1, u32 v2, u32 v3) {
-  asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};\n" ::"r"(a), "r"(v0), "r"(v1), "r"(v2), "r"(v3) : "memory");
-}
-__device__ __forceinline__ void store_shared_f32x2(u32 a, float v, float w) {
-  asm volatile("st.shared.v2.f32 [%0], {%1,%2};\n" ::"r"(a), "f"(v), "f"(w) : "memory");
-}
-
-// Stores under a predicate, never a branch (measured: ptxas made 250 branches of kb57's bfloat16 epilogue, 2.1 ms instead of 1.3).
-__device__ __forceinline__ void store_global_if(void* to, u32 v, bool ok) {
-  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %2, 0;\n @p st.global.u32 [%0], %1;\n}\n" ::"l"(to), "r"(v),
-      "r"((u32)ok) : "memory");
-}
-__device__ __forceinline__ void store_global_128_if(void* to, const u32 (&v)[4], bool ok) {
-  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %5, 0;\n @p st.global.v4.u32 [%0], {%1,%2,%3,%4};\n}\n" ::"l"(to),
-      "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]), "r"((u32)ok) : "memory");
-}
-
-// --- numbers ---------------------------------------------------------------------------------------------------------
-
-// Nearest TF32, ties to even, as cuDNN rounds: with it results agree with cuDNN to 3e-6, with rna to 5e-5.
-__device__ __forceinline__ u32 to_tf32(float v) {
-  u32 r;
-  asm("cvt.rn.tf32.f32 %0, %1;\n" : "=r"(r) : "f"(v));
-  return r;
-}
-
-// --- matrix instructions ---------------------------------------------------------------------------------------------
-
-__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory"); }
-__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory"); }
-template <int N> __device__ __forceinline__ void wgmma_wait() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(N) : "memory");
-}
-
-// A kernel that includes this defines PRECISION, A_SHARED, and TAIL: the signs of A and B and, for halves, how they lie
-// in shared memory.
-
-// wgmma: one warpgroup, D[64 x N] += A[64 x K] B[K x N], N = 32 to 256; A from registers or (A_SHARED) shared memory,
-// B from shared memory by descriptor.
-// Fragments (g = lane / 4, t = lane % 4): D[4j + 2h + c] is row 16 warp + g + 8h, column 8j + 2t + c.
-// Its registers in blocks of 16, those of A (A_SHARED: two, a descriptor's words), B's descriptor; `scale` 0: D = A B instead.
-#define SUMS(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]),        \
-    "+f"(d[i + 6]), "+f"(d[i + 7]), "+f"(d[i + 8]), "+f"(d[i + 9]), "+f"(d[i + 10]), "+f"(d[i + 11]),                 \
-    "+f"(d[i + 12]), "+f"(d[i + 13]), "+f"(d[i + 14]), "+f"(d[i + 15])
-#define VALUE(v) (v)
-constexpr int VEC = 16 / ELEMENT;
-
-// What kernels share whose columns of N are output channels (sweep, rows, subpixel, strides, pairs, pixels, implicit,
-// phases), or whose rows of M are (joined): packing what their operand of weights is, and counting in its descriptors.
-// A kernel that includes this has ELEMENT, VEC, and STORE_BITS(v): a float32 as it is stored.
-constexpr int PACK_THREADS = 256;
-
-__device__ __forceinline__ u32 operand(float v) { return to_tf32(v); }
-
-// 16 bytes of neighbouring operands.
-__device__ __forceinline__ void write_operands(char* to, const u32 (&v)[VEC]) {
-  *(uint4*)to = make_uint4(v[0], v[1], v[2], v[3]);
-}
-
-// both operands by descriptors, channels side by side; or B_TURNED, of 16 bits: columns
-template <int SUMS>
-__device__ __forceinline__ void multiply(float (&d)[SUMS], u64 a, u64 b) {
-  asm volatile("wgmma.mma_async.sync.aligned.m64n" "232" "k8.f32.tf32.tf32" " {"
-      "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
-      "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"
-      "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,"
-      "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63,"
-      "%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,"
-      "%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95,"
-      "%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111," "%112,%113,%114,%115" "}, "
-      "%116, %117" ", 1" ", 1, 1" ";\n" : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]),
-      "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]),
-      "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]),
-      "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]),
-      "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]),
-      "+f"(d[39]), "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]),
-      "+f"(d[47]), "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]),
-      "+f"(d[55]), "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]),
-      "+f"(d[63]), "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]), "+f"(d[70]),
-      "+f"(d[71]), "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]), "+f"(d[77]), "+f"(d[78]),
-      "+f"(d[79]), "+f"(d[80]), "+f"(d[81]), "+f"(d[82]), "+f"(d[83]), "+f"(d[84]), "+f"(d[85]), "+f"(d[86]),
-      "+f"(d[87]), "+f"(d[88]), "+f"(d[89]), "+f"(d[90]), "+f"(d[91]), "+f"(d[92]), "+f"(d[93]), "+f"(d[94]),
-      "+f"(d[95]), "+f"(d[96]), "+f"(d[97]), "+f"(d[98]), "+f"(d[99]), "+f"(d[100]), "+f"(d[101]), "+f"(d[102]),
-      "+f"(d[103]), "+f"(d[104]), "+f"(d[105]), "+f"(d[106]), "+f"(d[107]), "+f"(d[108]), "+f"(d[109]), "+f"(d[110]),
-      "+f"(d[111]), "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]) : "l"(a), "l"(b));
-}
-
-// One thread: bytes that a barrier's phase waits for beside its arrival; and a copy that brings some, in whole 16
-// bytes.
-__device__ __forceinline__ void expect_bytes(u32 barrier, u32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void copy_bulk(u32 to, const char* from, u32 bytes, u32 barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::"r"(to),
-      "l"(from), "r"(bytes), "r"(barrier) : "memory");
-}
-
-// so that ptxas counts in uniform registers
-__device__ __forceinline__ u32 uniform(u32 v) { return __shfl_sync(0xffffffffu, v, 0); }
-
-// The ring of STAGES that one thread fills by the tensor copy engine (of `joined` warps, from another ring) and
-// consumers empty: shared by `joined`, `subpixel`, `strides`, `pairs`, `pixels`, `implicit` and `phases`.
-struct alignas(64) TensorMap { u64 opaque[16]; };  // a CUtensorMap
-
-template <int COUNT>
-struct CursorOf {  // a place in a ring of COUNT stages, and the parity of its phase
-  u32 stage, parity;
-  __device__ __forceinline__ void next() {
-    if (++stage == COUNT) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
-  __device__ __forceinline__ void move(u32 by) {
-    u32 at = stage + by;
-    stage = at % COUNT;
-    parity ^= at / COUNT & 1;
-  }
-};
-typedef CursorOf<STAGES> Cursor;
-
-// What no matrix instruction reads any more, by its barrier; 0: nothing.
-__device__ __forceinline__ void give_back(u32 barrier, int lane) {
-  __syncwarp();
-  if (lane == 0 && barrier) barrier_arrive(barrier);
-}
-
-// One thread: a box whose first element has these coordinates, innermost first; its bytes count for the barrier.
-__device__ __forceinline__ void load_box(u32 to, const TensorMap& map, int a, int b, int c, int d, int e, u32 barrier) {
-  asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5, %6}], [%7];\n"
-      ::"r"(to), "l"(&map), "r"(a), "r"(b), "r"(c), "r"(d), "r"(e), "r"(barrier) : "memory");
-}
-
-constexpr int CK = 32 / ELEMENT;  // channels of a chunk: a matrix instruction takes 32 bytes of K
-constexpr int CHUNKS = (CIN + CK - 1) / CK;
-constexpr int ROWS_M = 64;
-constexpr int BLOCKS_M = (COUT + ROWS_M - 1) / ROWS_M;
-constexpr int TAPS = KERNEL_H * KERNEL_W;  // of a slice
-constexpr int STAGES_OF_SLICE = (TAPS + TAPS_OF_STAGE - 1) / TAPS_OF_STAGE;
-constexpr int TAP_BYTES = ROWS_M * 32;
-constexpr int STAGE_BYTES = SPAN * 32;
-constexpr int WEIGHT_BYTES = TAPS_OF_STAGE * TAP_BYTES;
-constexpr int BOX_COLUMNS = BOX_W / BOXES;
-constexpr int CHANNEL_BYTES = ROWS * BOX_COLUMNS * 4;
-constexpr int BOX_BYTES = CK * CHANNEL_BYTES;  // [channel][row][column]
-constexpr int SLOT_BYTES = BOXES * BOX_BYTES;
-constexpr int OUT_SPAN = 512;  // bytes of a channel that are stored at a time
-constexpr int OUT_PLACES = OUT_SPAN / ELEMENT;
-constexpr int OUT_PITCH = OUT_SPAN + 32;  // so that channels meet different banks, and begin as late as in memory
-constexpr int OUT_BYTES = 8 * OUT_PITCH;  // of a warp: eight channels
-
-constexpr int CONSUMERS = 2;
-constexpr int TURNERS = 2;
-constexpr int TURNER_THREADS = TURNERS * 32;
-constexpr int THREADS = 128 + CONSUMERS * 128;
-
-struct Sizes {
-  int in_d, out_d, pitch, plane;                        // pitch, plane: places of a row and of a slice of the result
-  int tiles_f, tiles;                                   // of a slice's places; all, times BLOCKS_M
-};
-
-struct Tile { int n, d, block, f; };  // image, slice, block of channels, first place
-
-// Neighbouring blocks have the same places.
-__device__ __forceinline__ Tile tile_at(int index, const Sizes& s) {
-  int q = index / BLOCKS_M, slice = q / s.tiles_f;
-  return {slice / s.out_d, slice % s.out_d, index % BLOCKS_M, q % s.tiles_f * PLACES};
-}
-__device__ __forceinline__ int halo(const Sizes& s) {
-  return (KERNEL_H - 1) * DILATION_H * s.pitch + (KERNEL_W - 1) * DILATION_W;
-}
-
-// The kernel's slices that meet the source's; of others nothing is loaded or multiplied.
-struct Slices { int first, count; };
-__device__ __forceinline__ Slices slices_of(const Tile& t, const Sizes& s) {
-  int d = t.d + PADDING_D, first = d < s.in_d ? 0 : (d - s.in_d) / DILATION_D + 1, last = d / DILATION_D;
-  if (last > KERNEL_D - 1) last = KERNEL_D - 1;
-  return {first, last < first ? 0 : last - first + 1};
-}
-
-// Where a tile's slots begin in the source, and how many of a slot's places lie ahead of the tile's first with its
-// halo. Rows ahead of the first are -1 and so on; LINE: a box begins at 16 bytes.
-struct Corner { int row, w, ahead; };
-__device__ __forceinline__ Corner corner_of(const Tile& t, const Sizes& s) {
-  int f = t.f - halo(s);
-  int row = f >= 0 ? f / s.pitch : -((s.pitch - 1 - f) / s.pitch);
-  return {row + PADDING_H, 0, f - row * s.pitch};
-}
-
-// =====================================================================================================================
-// Weights
-// =====================================================================================================================
-
-constexpr int PACK_UNITS = BLOCKS_M * CHUNKS * KERNEL_D * TAPS * ROWS_M * 2;
-
-// swizzled
-__device__ __forceinline__ u32 unit_at(int row, int unit) { return row * 32 + ((unit ^ (row >> 2 & 1)) << 4); }
-
-// [block][chunk][slice][tap][channel of the result][32 bytes of channels, swizzled], zeros where there is none of
-// either; a thread writes 16 bytes. The weight is (CIN, COUT, kernel), FLIPPED (COUT, CIN, kernel): contiguous, or
-// channels-last, whose taps are `tap_step` elements apart.
-template <class Weight>
-__device__ __forceinline__ void pack_weights(const Weight* __restrict__ weight, char* __restrict__ packed,
-    int tap_step) {
-  let_dependent_begin();                                // `joined`
-  int i = blockIdx.x * PACK_THREADS + threadIdx.x;
-  if (i >= PACK_UNITS) return;
-  constexpr int KERNEL = KERNEL_D * TAPS, SECOND = COUT;
-  int unit = i % 2, row = i / 2 % ROWS_M, rest = i / (2 * ROWS_M), tap = rest % KERNEL, chunk = rest / KERNEL % CHUNKS;
-  int cout = rest / (KERNEL * CHUNKS) * ROWS_M + row;
-  u32 v[VEC];
-#pragma unroll
-  for (int e = 0; e < VEC; e++) {
-    int cin = chunk * CK + unit * VEC + e, first = cin, second = cout;
-    int at = first * (SECOND * KERNEL) + (tap_step == 1 ? second * KERNEL + tap : tap * tap_step + second);
-    v[e] = cin < CIN && cout < COUT ? operand(weight[at]) : 0;
-  }
-  write_operands(packed + (long long)rest * TAP_BYTES + unit_at(row, unit), v);
-}
-
-// The kernels that pack weights for `joined`, `sweep`, `subpixel`, `strides`, `pairs`, `pixels`, `implicit` and
-// `phases`, which define `pack_weights` before.
-__global__ void __launch_bounds__(PACK_THREADS) pack(const float* __restrict__ weight, char* __restrict__ packed,
-    int tap_step) {
-  pack_weights(weight, packed, tap_step);
-}
-
-// =====================================================================================================================
-// Producers: a thread for weights, one for pixels, warps that turn these
-// =====================================================================================================================
-
-typedef CursorOf<STAGES_S> SlotCursor;
-typedef CursorOf<STAGES_W> WeightCursor;
-
-__device__ __forceinline__ void bring_weights(const char* __restrict__ packed, const Sizes& s, u32 ring, u32 full,
-    u32 empty) {
-  WeightCursor cursor = {0, 1};                         // all are free at first
-  wait_for_results();                                   // of `pack`
-#pragma unroll 1
-  for (int index = blockIdx.x; index < s.tiles; index += gridDim.x) {
-    const Tile t = tile_at(index, s);
-    const Slices slices = slices_of(t, s);
-    const char* from = packed + ((long long)t.block * (CHUNKS * KERNEL_D) + slices.first) * (TAPS * TAP_BYTES);
-#pragma unroll 1
-    for (int chunk = 0; chunk < CHUNKS; chunk++, from += (KERNEL_D - slices.count) * (TAPS * TAP_BYTES))
-#pragma unroll 1
-      for (int slice = 0; slice < slices.count; slice++)
-#pragma unroll 1
-        for (int tap = 0; tap < TAPS; tap += TAPS_OF_STAGE, cursor.next()) {
-          u32 barrier = full + cursor.stage * 8,
-              bytes = (TAPS - tap > TAPS_OF_STAGE ? TAPS_OF_STAGE : TAPS - tap) * TAP_BYTES;
-          barrier_wait(empty + cursor.stage * 8, cursor.parity);
-          expect_bytes(barrier, bytes);
-          copy_bulk(ring + cursor.stage * WEIGHT_BYTES, from, bytes, barrier);
-          from += bytes;
-        }
-  }
-}
-
-// (measured: both rings' copies by one thread, whichever had room, took 450 clocks each; a slot's by a thread that turns
-// pixels, 200 to 700.)
-__device__ __forceinline__ void bring_pixels(const TensorMap& map, const Sizes& s, u32 slots, u32 landed, u32 left) {
-  SlotCursor cursor = {0, 1};
-#pragma unroll 1
-  for (int index = blockIdx.x; index < s.tiles; index += gridDim.x) {
-    const Tile t = tile_at(index, s);
-    const Slices slices = slices_of(t, s);
-    const Corner corner = corner_of(t, s);
-    int first = t.d + PADDING_D - slices.first * DILATION_D;
-#pragma unroll 1
-    for (int chunk = 0; chunk < CHUNKS; chunk++)
-#pragma unroll 1
-      for (int d = first; d > first - slices.count * DILATION_D; d -= DILATION_D, cursor.next()) {
-        u32 to = slots + cursor.stage * SLOT_BYTES, barrier = landed + cursor.stage * 8;
-        barrier_wait(left + cursor.stage * 8, cursor.parity);
-        expect_bytes(barrier, SLOT_BYTES);
-#pragma unroll
-        for (int b = 0; b < BOXES; b++) {
-          int w = corner.w + b * BOX_COLUMNS, c = chunk * CK;
-          load_box(to + b * BOX_BYTES, map, w, corner.row, d, c, t.n, barrier);
-        }
-      }
-  }
-}
-constexpr int LANES = WARPS_OF_STAGE * 32;
-constexpr int OWN_PIXELS = (SPAN + LANES - 1) / LANES;
-constexpr int AT_ONCE = 3;
-
-// What a slot has, from its place `ahead` on, as rows of CK channels. Loads of several come before the stores, so that
-// they wait once. (measured: one place after the other, 8 or 16 loads and 2 stores each, 400 clocks a place: kb61 1,090
-// us, bfloat16 640.)
-// A lane a place, so that loads and stores meet all banks; `from`: where a slot has its places, ~0: nowhere. The engine
-// has rounded to TF32.
-__device__ __forceinline__ void turn(const u32 (&from)[OWN_PIXELS], int span, u32 slot, u32 stage, int lane) {
-#pragma unroll
-  for (int first = 0; first < OWN_PIXELS; first += AT_ONCE) {
-    u32 v[AT_ONCE][8];
-#pragma unroll
-    for (int i = 0; i < AT_ONCE && first + i < OWN_PIXELS; i++)
-#pragma unroll
-      for (int c = 0; c < 8; c++)
-        v[i][c] = load_shared_u32_if(slot + from[first + i] + c * CHANNEL_BYTES, from[first + i] != ~0u);
-#pragma unroll
-    for (int i = 0; i < AT_ONCE && first + i < OWN_PIXELS; i++) {
-      int p = lane + (first + i) * LANES;
-      if (p >= span) break;
-      store_shared_128(stage + unit_at(p, 0), v[i][0], v[i][1], v[i][2], v[i][3]);
-      store_shared_128(stage + unit_at(p, 1), v[i][4], v[i][5], v[i][6], v[i][7]);
-    }
-  }
-}
-
-__device__ __forceinline__ void turn_pixels(const Sizes& s, u32 slots, u32 landed, u32 left, u32 stages, u32 full,
-    u32 empty, u32 trash, int thread) {
-  SlotCursor slot = {0, 0};
-  Cursor stage = {0, 1};
-  int turn_of = 0, warp = thread >> 5, lane = thread % LANES, span = PLACES + halo(s);
-#pragma unroll 1
-  for (int index = blockIdx.x; index < s.tiles; index += gridDim.x) {
-    const Tile t = tile_at(index, s);
-    int ahead = corner_of(t, s).ahead;
-    u32 from[OWN_PIXELS];
-#pragma unroll
-    for (int k = 0; k < OWN_PIXELS; k++) {
-      int p = lane + k * LANES, row = (ahead + p) / s.pitch, w = ahead + p - row * s.pitch;
-      from[k] = w < BOX_W && p < span ? w / BOX_COLUMNS * BOX_BYTES + (row * BOX_COLUMNS + w % BOX_COLUMNS) * 4 : ~0u;
-    }
-#pragma unroll 1
-    for (int i = CHUNKS * slices_of(t, s).count; i > 0; i--, slot.next(), stage.next()) {
-      bool others = turn_of != warp;
-      turn_of = (turn_of + 1) % TURNERS;
-      if (others) continue;
-      barrier_wait(landed + slot.stage * 8, slot.parity);
-      barrier_wait(empty + stage.stage * 8, stage.parity);
-      turn(from, span, slots + slot.stage * SLOT_BYTES, stages + stage.stage * STAGE_BYTES, lane);
-      asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");
-      __syncwarp();
-      if (thread % 32 == 0) barrier_arrive(full + stage.stage * 8);
-      if (thread % 32 == 0) barrier_arrive(left + slot.stage * 8);
-    }
-  }
-}
-
-// =====================================================================================================================
-// Consumers
-// =====================================================================================================================
-
-__device__ __forceinline__ u32 lower(u32 address) { return address >> 4 | 1u << 16; }
-
-// A thread's sums: of channels g and g + 8 of its warp's 16, places 8j + 2t and the next. The buffer has a channel's as
-// many bytes late as they begin in 16 of memory, so that lanes store whole 16, an instruction a channel's; up to three
-// words at either end follow. (measured: 16 bytes and more of a channel by the copy engine, which takes 60 clocks for
-// each: kb74 bfloat16 300 us, without any stores 163.)
-__device__ __forceinline__ void store(const float (&acc)[PLACES / 2], const float* __restrict__ bias,
-    char* __restrict__ y, const Sizes& s, const Tile& t, u32 buffer, int warp, int lane) {
-  int g = lane >> 2, q = lane & 3, block = t.block * ROWS_M + warp * 16;
-  int left = (s.plane - t.f < PLACES ? s.plane - t.f : PLACES) * ELEMENT;
-  long long plane = (long long)s.out_d * s.plane * ELEMENT;  // of a channel
-  y += ((long long)t.n * COUT + block) * plane + ((long long)t.d * s.plane + t.f) * ELEMENT;
-#pragma unroll
-  for (int h = 0; h < 2; h++) {
-    int channel = block + 8 * h + g;
-    float b = bias && channel < COUT ? VALUE(bias[channel]) : 0.f;
-    char* to = y + 8 * h * plane;
-    u32 late = (u32)(u64)(to + g * plane) & 15, from = buffer + g * OUT_PITCH;
-#pragma unroll
-    for (int first = 0; first < PLACES; first += OUT_PLACES, to += OUT_SPAN) {
-      const int most = (PLACES - first < OUT_PLACES ? PLACES - first : OUT_PLACES) * ELEMENT;
-      int bytes = left - first * ELEMENT < most ? left - first * ELEMENT : most;
-#pragma unroll
-      for (int j = 0; j < OUT_PLACES / 8; j++) {
-        if (first + 8 * j >= PLACES) break;
-        u32 at = from + late + (8 * j + 2 * q) * ELEMENT;
-        const int i = 4 * (j + first / 8) + 2 * h;
-        float v = acc[i] + b, w = acc[i + 1] + b;
-        store_shared_f32x2(at, v, w);
-      }
-      __syncwarp();
-#pragma unroll
-      for (int r = 0; r < 8; r++) {
-        char* line = to + r * plane;
-        u32 begins = (u32)(u64)line & 15, at = ((begins + 15) & 16) + lane * 16, v[4];
-        bool ok = (int)at + 16 <= (int)begins + bytes && block + 8 * h + r < COUT;
-        load_shared_128(v, buffer + r * OUT_PITCH + (ok ? at : 0));
-        store_global_128_if(line - begins + at, v, ok);
-      }
-      int end = (int)late + bytes, a = (late + 15) & 16, z = end & ~15, head = late + q * 4, tail = z + q * 4;
-      char* line = to + g * plane - late;
-      bool heads = channel < COUT && head < a && head < end, tails = channel < COUT && tail >= a && tail < end;
-      store_global_if(line + head, load_shared_u32_if(from + head, heads), heads);
-      store_global_if(line + tail, load_shared_u32_if(from + tail, tails), tails);
-      __syncwarp();
-    }
-  }
-}
-
-__device__ __forceinline__ void consume(const float* bias, char* y, const Sizes& s, u32 stages, u32 full, u32 empty,
-    u32 ring, u32 full_w, u32 empty_w, u32 turns, u32 buffers, int own, int thread) {
-  int lane = thread & 31, warp = thread >> 5;
-  Cursor stage = {0, 0};
-  WeightCursor weights = {0, 0};
-  u32 parity = 0, buffer = buffers + (own * 4 + warp) * OUT_BYTES;
-  int shift_h = DILATION_H * s.pitch * 2, begin = halo(s) * 2;  // in 16 bytes
-  if (own == 1 && lane == 0) barrier_arrive(turns);    // the first turn is the other's
-#pragma unroll 1
-  for (int index = blockIdx.x, of = 0; index < s.tiles; index += gridDim.x, of ^= 1) {
-    const Tile t = tile_at(index, s);
-    int count = CHUNKS * slices_of(t, s).count;
-    if (of != own) {
-      stage.move(count);
-      weights.move(count * STAGES_OF_SLICE);
-      continue;
-    }
-    float acc[PLACES / 2];
-#pragma unroll
-    for (int i = 0; i < PLACES / 2; i++) {
-      acc[i] = 0.f;
-      asm volatile("" : "+f"(acc[i]));  // here, not behind a fence of wgmma: ptxas would serialise all (C7519)
-    }
-    barrier_wait(turns + own * 8, parity);
-    parity ^= 1;
-    u32 behind = 0, behind_w = 0;                       // the stages that instructions under way read
-#pragma unroll 1
-    for (int i = 0; i < count; i++, stage.next()) {
-      u32 pixels = uniform(lower(stages + stage.stage * STAGE_BYTES) + begin);
-      barrier_wait(full + stage.stage * 8, stage.parity);
-#pragma unroll
-      for (int part = 0; part < STAGES_OF_SLICE; part++, weights.next()) {
-        u32 of_taps = uniform(lower(ring + weights.stage * WEIGHT_BYTES));
-        barrier_wait(full_w + weights.stage * 8, weights.parity);
-        wgmma_fence();
-#pragma unroll
-        for (int k = 0; k < TAPS_OF_STAGE; k++) {
-          const int tap = part * TAPS_OF_STAGE + k;
-          if (tap < TAPS)
-            multiply(acc, ((u64)(256 >> 4) << 32 | (u64)3 << 62) | (u64)(of_taps + k * (TAP_BYTES / 16)),
-                ((u64)(256 >> 4) << 32 | (u64)3 << 62)
-                    | (u64)(pixels - tap / KERNEL_W * shift_h - tap % KERNEL_W * (DILATION_W * 2)));
-        }
-        wgmma_commit();
-        wgmma_wait<1>();
-        give_back(behind_w, lane);
-        if (part == 0) give_back(behind, lane);
-        behind_w = empty_w + weights.stage * 8;
-      }
-      behind = empty + stage.stage * 8;
-    }
-    if (lane == 0) barrier_arrive(turns + (own ^ 1) * 8);
-    wgmma_wait<0>();
-    give_back(behind_w, lane);
-    give_back(behind, lane);
-    store(acc, bias, y, s, t, buffer, warp, lane);
-  }
-}
-
-// =====================================================================================================================
-
-constexpr int SLOTS_AT = STAGES_W * WEIGHT_BYTES;  // whole 1,024 bytes
-constexpr int STAGES_AT = SLOTS_AT + STAGES_S * SLOT_BYTES;
-constexpr int BUFFERS_AT = STAGES_AT + STAGES * STAGE_BYTES;  // whole 256, as those before
-constexpr int BARRIERS_AT = BUFFERS_AT + CONSUMERS * 4 * OUT_BYTES;
-
-__global__ void __launch_bounds__(THREADS, 1)
-joined(const char* __restrict__ packed, const float* __restrict__ bias, char* __restrict__ y, int in_d, int out_d,
-       int pitch, int plane, int tiles_f, int tiles, const __grid_constant__ TensorMap map) {
-  extern __shared__ __align__(1024) unsigned char memory[];
-  const Sizes s = {in_d, out_d, pitch, plane, tiles_f, tiles};
-  u32 ring = shared_address(memory), stages = ring + STAGES_AT, slots = ring + SLOTS_AT, buffers = ring + BUFFERS_AT;
-  u32 full = ring + BARRIERS_AT, empty = full + 8 * STAGES, landed = empty + 8 * STAGES, left = landed + 8 * STAGES_S;
-  u32 full_w = left + 8 * STAGES_S, empty_w = full_w + 8 * STAGES_W, turns = empty_w + 8 * STAGES_W,
-      trash = turns + 8 * CONSUMERS;
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < STAGES; i++) {
-      barrier_init(full + 8 * i, WARPS_OF_STAGE);
-      barrier_init(empty + 8 * i, 4);
-    }
-    for (int i = 0; i < STAGES_S; i++) {
-      barrier_init(landed + 8 * i, 1);
-      barrier_init(left + 8 * i, WARPS_OF_STAGE);
-    }
-    for (int i = 0; i < STAGES_W; i++) {
-      barrier_init(full_w + 8 * i, 1);
-      barrier_init(empty_w + 8 * i, 4);
-    }
-    for (int i = 0; i < CONSUMERS; i++) barrier_init(turns + 8 * i, 4);
-    asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
-  }
-  __syncthreads();
-  int role = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0);
-  if (role == 0) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(96));
-    if (threadIdx.x < TURNER_THREADS) turn_pixels(s, slots, landed, left, stages, full, empty, trash, threadIdx.x);
-    if (threadIdx.x == TURNER_THREADS) bring_pixels(map, s, slots, landed, left);
-    if (threadIdx.x == TURNER_THREADS + 32) bring_weights(packed, s, ring, full_w, empty_w);
-  } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(200));
-    wait_for_results();                                 // of `pack`: the bias; nor is stored where it may still read
-    consume(bias, y, s, stages, full, empty, ring, full_w, empty_w, turns, buffers, role - 1, threadIdx.x & 127);
-  }
-}
-
-#undef SUMS
-#undef VALUE
-}  // namespace forward_joined
 
 // =====================================================================================================================
 // Forward: wgmma tf32, tile 1x1x8x24 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights ring of 2 x 7
@@ -1682,11 +1079,9 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* 
 
 __device__ __forceinline__ void consume(const char* packed, const float* bias, char* y, const Sizes& s, u32 tiles,
     u32 full, u32 empty, Fragments& weights, u32 buffers, int wg, int thread) {
-  // By a shuffle ptxas knows that branches over a warp's number do not part it (measured: kb72 91 -> 84 us, nnunet2
-  // bfloat16 105 -> 96,
-  // dcgan1's kernel 3,976 -> 3,216 instructions); but beside BARE's stores that made some kernels slower (kb77 bfloat16
-  // 265 -> 284 us,
-  // channels_last TF32 205 -> 217; TF32 382 -> 377).
+  // By a shuffle ptxas knows that branches over a warp's number do not part it (measured: kb72 91 -> 84 us, nnunet2 bfloat16
+  // 105 -> 96, dcgan1's kernel 3,976 -> 3,216 instructions); but beside BARE's stores that made some kernels slower (kb77
+  // bfloat16 265 -> 284 us, channels_last TF32 205 -> 217; TF32 382 -> 377).
   int warp = __shfl_sync(0xffffffffu, thread >> 5, 0), lane = thread & 31;
   int first_subtile = 0, offset = fragment_part(wg, thread);
   u32 buffer = buffers + (wg * 4 + warp) * BUFFER_BYTES;
@@ -2886,11 +2281,9 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* 
 
 __device__ __forceinline__ void consume(const char* packed, const float* bias, char* y, const Sizes& s, u32 tiles,
     u32 full, u32 empty, Fragments& weights, u32 buffers, int wg, int thread) {
-  // By a shuffle ptxas knows that branches over a warp's number do not part it (measured: kb72 91 -> 84 us, nnunet2
-  // bfloat16 105 -> 96,
-  // dcgan1's kernel 3,976 -> 3,216 instructions); but beside BARE's stores that made some kernels slower (kb77 bfloat16
-  // 265 -> 284 us,
-  // channels_last TF32 205 -> 217; TF32 382 -> 377).
+  // By a shuffle ptxas knows that branches over a warp's number do not part it (measured: kb72 91 -> 84 us, nnunet2 bfloat16
+  // 105 -> 96, dcgan1's kernel 3,976 -> 3,216 instructions); but beside BARE's stores that made some kernels slower (kb77
+  // bfloat16 265 -> 284 us, channels_last TF32 205 -> 217; TF32 382 -> 377).
   int warp = __shfl_sync(0xffffffffu, thread >> 5, 0), lane = thread & 31;
   int first_subtile = 0, offset = fragment_part(wg, thread);
   u32 buffer = buffers + (wg * 4 + warp) * BUFFER_BYTES;
@@ -4083,11 +3476,9 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* 
 
 __device__ __forceinline__ void consume(const char* packed, const float* bias, char* y, const Sizes& s, u32 tiles,
     u32 full, u32 empty, Fragments& weights, u32 buffers, int wg, int thread) {
-  // By a shuffle ptxas knows that branches over a warp's number do not part it (measured: kb72 91 -> 84 us, nnunet2
-  // bfloat16 105 -> 96,
-  // dcgan1's kernel 3,976 -> 3,216 instructions); but beside BARE's stores that made some kernels slower (kb77 bfloat16
-  // 265 -> 284 us,
-  // channels_last TF32 205 -> 217; TF32 382 -> 377).
+  // By a shuffle ptxas knows that branches over a warp's number do not part it (measured: kb72 91 -> 84 us, nnunet2 bfloat16
+  // 105 -> 96, dcgan1's kernel 3,976 -> 3,216 instructions); but beside BARE's stores that made some kernels slower (kb77
+  // bfloat16 265 -> 284 us, channels_last TF32 205 -> 217; TF32 382 -> 377).
   int warp = __shfl_sync(0xffffffffu, thread >> 5, 0), lane = thread & 31;
   int first_subtile = 0, offset = fragment_part(wg, thread);
   u32 buffer = buffers + (wg * 4 + warp) * BUFFER_BYTES;
@@ -4722,9 +4113,8 @@ __device__ __forceinline__ void multiply_rows(float (&acc)[UNITS][NB][OF_UNIT * 
 
 __device__ __forceinline__ void consume(float* __restrict__ partial, const Sizes& s, const Work& work, const char* g,
     u32 full, u32 empty, const unsigned char* memory, int split, int wg, int thread) {
-  // By a shuffle ptxas knows that a warp's lanes have the same (measured: bfloat16 kb78 351 -> 319 us, kb65 644 -> 608,
-  // kb57 947 -> 906;
-  // kb69 847 -> 872. Of other tiles some lose: dcgan3 bfloat16 68 -> 71, unet1 channels_last 102 -> 108.)
+  // By a shuffle ptxas knows that a warp's lanes have the same (measured: bfloat16 kb78 351 -> 319 us, kb65 644 -> 608, kb57
+  // 947 -> 906; kb69 847 -> 872. Of other tiles some lose: dcgan3 bfloat16 68 -> 71, unet1 channels_last 102 -> 108.)
   int warp = __shfl_sync(0xffffffffu, thread >> 5, 0), lane = thread & 31, row = lane >> 2, q = lane & 3;
   int wg_m = wg % WGS_M, first_unit = (wg / WGS_M * SUBS + warp * 16 / ROWS_PER_SUB) * UNITS;
   int channel = wg_m * ROWS_PER_SUB + warp * 16 % ROWS_PER_SUB;  // of the block's BLOCK_CO
@@ -5440,19 +4830,6 @@ std::optional<int64_t> stream_of(const at::Tensor& t) {
   return reinterpret_cast<intptr_t>(stream.stream());
 }
 
-void pack_forward_joined(const at::Tensor& weight, const at::Tensor& packed) {
-  const auto pointers = std::make_tuple(weight.data_ptr(), packed.data_ptr());
-  launch<forward_joined::pack, 256, 0>(weight, 210, pointers, std::make_tuple(1));
-}
-
-void run_forward_joined(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
-                        const at::Tensor& out, int64_t blocks, const std::array<int64_t, 6>& sizes) {
-  const CUtensorMap map = tensor_map(x, CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, {x.size(-1), x.size(-2), x.size(2), 32, x.size(0)},
-                                     {64, 10, 1, 8, 1}, {1, 1, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_NONE);
-  const auto pointers = std::make_tuple(packed.data_ptr(), address(bias), out.data_ptr());
-  launch<forward_joined::joined, 384, 220368>(x, blocks, pointers, sizes, std::make_tuple(map));
-}
-
 void pack_forward(const at::Tensor& weight, const at::Tensor& packed) {
   const auto pointers = std::make_tuple(weight.data_ptr(), packed.data_ptr());
   launch<forward::pack, 256, 0>(weight, 432, pointers, std::make_tuple(1));
@@ -5516,9 +4893,6 @@ DECLARATIONS = r"""
 #include <array>
 #include <optional>
 std::optional<int64_t> stream_of(const at::Tensor& t);
-void pack_forward_joined(const at::Tensor& weight, const at::Tensor& packed);
-void run_forward_joined(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
-                        const at::Tensor& out, int64_t blocks, const std::array<int64_t, 6>& sizes);
 void pack_forward(const at::Tensor& weight, const at::Tensor& packed);
 void run_forward(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
                  const at::Tensor& out, int64_t blocks, const std::array<int64_t, 11>& sizes);
@@ -5536,8 +4910,6 @@ void run_grad_weight_unaligned(const at::Tensor& x, const at::Tensor& grad, cons
 
 FUNCTIONS = [
     "stream_of",
-    "pack_forward_joined",
-    "run_forward_joined",
     "pack_forward",
     "run_forward",
     "pack_forward_unaligned",
@@ -5599,32 +4971,6 @@ def output_size(size):
 def full(size):
     """(depth, height, width); dimensions that the layer lacks have size 1."""
     return (1,) * (3 - RANK) + tuple(size)
-
-
-class Joined(NamedTuple):
-    """Forward or gradient for the input on tensor cores where rows are joined to one: tiles are neighbouring
-    results of whatever rows of a slice."""
-
-    name: str
-    unit: int  # the source's columns must be a multiple of it, so that rows begin at 16 bytes
-    columns: tuple[int, int]  # and as many as the first, at most the second
-    places: int  # results of a tile
-    blocks: int  # of output channels, each a tile of its own
-    words: int  # of the packed weights
-    packed: torch.dtype
-
-    def fits(self, source, result):
-        """Whether it serves the sizes: a slice's results are pairs, a channel's counted in 32 bits."""
-        least, most = self.columns
-        pairs = result[1] * result[2] % 2 == 0
-        return least <= source[2] <= most and pairs and math.prod(result) < 2**31 - 4096
-
-    def launch(self, batch, source, result, processors):
-        """(blocks, the kernel's sizes); source and result are (depth, height, width)."""
-        plane = result[1] * result[2]
-        places = ceil(plane, self.places)
-        tiles = batch * result[0] * places * self.blocks
-        return min(tiles, processors), (source[0], result[0], result[2], plane, places, tiles)
 
 
 class Gather(NamedTuple):
@@ -5691,15 +5037,6 @@ class GradWeight(NamedTuple):
 
 # For each pass its kernels; the first that fits the size is taken.
 FORWARD = (
-    Joined(
-        name="forward_joined",
-        unit=4,
-        columns=(49, 64),
-        places=232,
-        blocks=1,
-        words=215040,
-        packed=torch.int32,
-    ),
     Gather(
         name="forward",
         unit=4,
@@ -5764,7 +5101,7 @@ GRAD_WEIGHT = (
 
 def serves(kernel, source, result):
     """Whether a kernel of the forward or of the gradient for the input is one for these sizes."""
-    return source[2] % kernel.unit == 0 and (not isinstance(kernel, Joined) or kernel.fits(source, result))
+    return source[2] % kernel.unit == 0
 
 
 @functools.lru_cache(maxsize=1024)

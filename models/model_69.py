@@ -1785,11 +1785,9 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* 
 
 __device__ __forceinline__ void consume(const char* packed, const float* bias, char* y, const Sizes& s, u32 tiles,
     u32 full, u32 empty, Fragments& weights, u32 buffers, int wg, int thread) {
-  // By a shuffle ptxas knows that branches over a warp's number do not part it (measured: kb72 91 -> 84 us, nnunet2
-  // bfloat16 105 -> 96,
-  // dcgan1's kernel 3,976 -> 3,216 instructions); but beside BARE's stores that made some kernels slower (kb77 bfloat16
-  // 265 -> 284 us,
-  // channels_last TF32 205 -> 217; TF32 382 -> 377).
+  // By a shuffle ptxas knows that branches over a warp's number do not part it (measured: kb72 91 -> 84 us, nnunet2 bfloat16
+  // 105 -> 96, dcgan1's kernel 3,976 -> 3,216 instructions); but beside BARE's stores that made some kernels slower (kb77
+  // bfloat16 265 -> 284 us, channels_last TF32 205 -> 217; TF32 382 -> 377).
   int warp = __shfl_sync(0xffffffffu, thread >> 5, 0), lane = thread & 31;
   int first_subtile = 0, offset = fragment_part(wg, thread);
   u32 buffer = buffers + (wg * 4 + warp) * BUFFER_BYTES;
@@ -3007,11 +3005,9 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* 
 
 __device__ __forceinline__ void consume(const char* packed, const float* bias, char* y, const Sizes& s, u32 tiles,
     u32 full, u32 empty, Fragments& weights, u32 buffers, int wg, int thread) {
-  // By a shuffle ptxas knows that branches over a warp's number do not part it (measured: kb72 91 -> 84 us, nnunet2
-  // bfloat16 105 -> 96,
-  // dcgan1's kernel 3,976 -> 3,216 instructions); but beside BARE's stores that made some kernels slower (kb77 bfloat16
-  // 265 -> 284 us,
-  // channels_last TF32 205 -> 217; TF32 382 -> 377).
+  // By a shuffle ptxas knows that branches over a warp's number do not part it (measured: kb72 91 -> 84 us, nnunet2 bfloat16
+  // 105 -> 96, dcgan1's kernel 3,976 -> 3,216 instructions); but beside BARE's stores that made some kernels slower (kb77
+  // bfloat16 265 -> 284 us, channels_last TF32 205 -> 217; TF32 382 -> 377).
   int warp = __shfl_sync(0xffffffffu, thread >> 5, 0), lane = thread & 31;
   int first_subtile = 0, offset = fragment_part(wg, thread);
   u32 buffer = buffers + (wg * 4 + warp) * BUFFER_BYTES;
@@ -4237,11 +4233,9 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* 
 
 __device__ __forceinline__ void consume(const char* packed, const float* bias, char* y, const Sizes& s, u32 tiles,
     u32 full, u32 empty, Fragments& weights, u32 buffers, int wg, int thread) {
-  // By a shuffle ptxas knows that branches over a warp's number do not part it (measured: kb72 91 -> 84 us, nnunet2
-  // bfloat16 105 -> 96,
-  // dcgan1's kernel 3,976 -> 3,216 instructions); but beside BARE's stores that made some kernels slower (kb77 bfloat16
-  // 265 -> 284 us,
-  // channels_last TF32 205 -> 217; TF32 382 -> 377).
+  // By a shuffle ptxas knows that branches over a warp's number do not part it (measured: kb72 91 -> 84 us, nnunet2 bfloat16
+  // 105 -> 96, dcgan1's kernel 3,976 -> 3,216 instructions); but beside BARE's stores that made some kernels slower (kb77
+  // bfloat16 265 -> 284 us, channels_last TF32 205 -> 217; TF32 382 -> 377).
   int warp = __shfl_sync(0xffffffffu, thread >> 5, 0), lane = thread & 31;
   int first_subtile = wg * NB, offset = fragment_part(wg, thread);
   u32 buffer = buffers + (wg * 4 + warp) * BUFFER_BYTES;
@@ -5452,11 +5446,9 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* 
 
 __device__ __forceinline__ void consume(const char* packed, const float* bias, char* y, const Sizes& s, u32 tiles,
     u32 full, u32 empty, Fragments& weights, u32 buffers, int wg, int thread) {
-  // By a shuffle ptxas knows that branches over a warp's number do not part it (measured: kb72 91 -> 84 us, nnunet2
-  // bfloat16 105 -> 96,
-  // dcgan1's kernel 3,976 -> 3,216 instructions); but beside BARE's stores that made some kernels slower (kb77 bfloat16
-  // 265 -> 284 us,
-  // channels_last TF32 205 -> 217; TF32 382 -> 377).
+  // By a shuffle ptxas knows that branches over a warp's number do not part it (measured: kb72 91 -> 84 us, nnunet2 bfloat16
+  // 105 -> 96, dcgan1's kernel 3,976 -> 3,216 instructions); but beside BARE's stores that made some kernels slower (kb77
+  // bfloat16 265 -> 284 us, channels_last TF32 205 -> 217; TF32 382 -> 377).
   int warp = __shfl_sync(0xffffffffu, thread >> 5, 0), lane = thread & 31;
   int first_subtile = 0, offset = fragment_part(wg, thread);
   u32 buffer = buffers + (wg * 4 + warp) * BUFFER_BYTES;
@@ -5974,9 +5966,8 @@ __device__ __forceinline__ void multiply_rows(float (&acc)[UNITS][NB][OF_UNIT * 
 
 __device__ __forceinline__ void consume(float* __restrict__ partial, const Sizes& s, const Work& work, const char* g,
     u32 full, u32 empty, const unsigned char* memory, int split, int wg, int thread) {
-  // By a shuffle ptxas knows that a warp's lanes have the same (measured: bfloat16 kb78 351 -> 319 us, kb65 644 -> 608,
-  // kb57 947 -> 906;
-  // kb69 847 -> 872. Of other tiles some lose: dcgan3 bfloat16 68 -> 71, unet1 channels_last 102 -> 108.)
+  // By a shuffle ptxas knows that a warp's lanes have the same (measured: bfloat16 kb78 351 -> 319 us, kb65 644 -> 608, kb57
+  // 947 -> 906; kb69 847 -> 872. Of other tiles some lose: dcgan3 bfloat16 68 -> 71, unet1 channels_last 102 -> 108.)
   int warp = __shfl_sync(0xffffffffu, thread >> 5, 0), lane = thread & 31, row = lane >> 2, q = lane & 3;
   int wg_m = wg % WGS_M, first_unit = (wg / WGS_M * SUBS + warp * 16 / ROWS_PER_SUB) * UNITS;
   int channel = wg_m * ROWS_PER_SUB + warp * 16 % ROWS_PER_SUB;  // of the block's BLOCK_CO
@@ -6674,10 +6665,15 @@ void* counters(const at::Tensor& on) {
   static std::mutex mutex;
   static auto& of_streams =  // not destroyed at exit, when the driver may be gone
       *new std::map<std::pair<int, cudaStream_t>, at::Tensor>();
+  const std::pair<int, cudaStream_t> key(on.get_device(), stream.stream());
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    const auto found = of_streams.find(key);
+    if (found != of_streams.end()) return found->second.data_ptr();
+  }
+  const at::Tensor zeros = at::zeros({3}, on.options().dtype(at::kInt));  // may call Python: not locked
   const std::lock_guard<std::mutex> lock(mutex);
-  at::Tensor& found = of_streams[{on.get_device(), stream.stream()}];
-  if (!found.defined()) found = at::zeros({3}, on.options().dtype(at::kInt));
-  return found.data_ptr();
+  return of_streams.emplace(key, zeros).first->second.data_ptr();
 }
 
 }  // namespace

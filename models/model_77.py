@@ -1267,11 +1267,9 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* 
 
 __device__ __forceinline__ void consume(const char* packed, const float* bias, char* y, const Sizes& s, u32 tiles,
     u32 full, u32 empty, Fragments& weights, u32 buffers, int wg, int thread) {
-  // By a shuffle ptxas knows that branches over a warp's number do not part it (measured: kb72 91 -> 84 us, nnunet2
-  // bfloat16 105 -> 96,
-  // dcgan1's kernel 3,976 -> 3,216 instructions); but beside BARE's stores that made some kernels slower (kb77 bfloat16
-  // 265 -> 284 us,
-  // channels_last TF32 205 -> 217; TF32 382 -> 377).
+  // By a shuffle ptxas knows that branches over a warp's number do not part it (measured: kb72 91 -> 84 us, nnunet2 bfloat16
+  // 105 -> 96, dcgan1's kernel 3,976 -> 3,216 instructions); but beside BARE's stores that made some kernels slower (kb77
+  // bfloat16 265 -> 284 us, channels_last TF32 205 -> 217; TF32 382 -> 377).
   int warp = __shfl_sync(0xffffffffu, thread >> 5, 0), lane = thread & 31;
   int first_subtile = 0, offset = fragment_part(wg, thread);
   u32 buffer = buffers + (wg * 4 + warp) * BUFFER_BYTES;
@@ -2578,11 +2576,9 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* 
 
 __device__ __forceinline__ void consume(const char* packed, const float* bias, char* y, const Sizes& s, u32 tiles,
     u32 full, u32 empty, Fragments& weights, u32 buffers, int wg, int thread) {
-  // By a shuffle ptxas knows that branches over a warp's number do not part it (measured: kb72 91 -> 84 us, nnunet2
-  // bfloat16 105 -> 96,
-  // dcgan1's kernel 3,976 -> 3,216 instructions); but beside BARE's stores that made some kernels slower (kb77 bfloat16
-  // 265 -> 284 us,
-  // channels_last TF32 205 -> 217; TF32 382 -> 377).
+  // By a shuffle ptxas knows that branches over a warp's number do not part it (measured: kb72 91 -> 84 us, nnunet2 bfloat16
+  // 105 -> 96, dcgan1's kernel 3,976 -> 3,216 instructions); but beside BARE's stores that made some kernels slower (kb77
+  // bfloat16 265 -> 284 us, channels_last TF32 205 -> 217; TF32 382 -> 377).
   int warp = __shfl_sync(0xffffffffu, thread >> 5, 0), lane = thread & 31;
   int first_subtile = 0, offset = fragment_part(wg, thread);
   u32 buffer = buffers + (wg * 4 + warp) * BUFFER_BYTES;
@@ -3769,11 +3765,9 @@ __device__ __forceinline__ void epilogue(float (&acc)[MB][NB][32], const float* 
 
 __device__ __forceinline__ void consume(const char* packed, const float* bias, char* y, const Sizes& s, u32 tiles,
     u32 full, u32 empty, Fragments& weights, u32 buffers, int wg, int thread) {
-  // By a shuffle ptxas knows that branches over a warp's number do not part it (measured: kb72 91 -> 84 us, nnunet2
-  // bfloat16 105 -> 96,
-  // dcgan1's kernel 3,976 -> 3,216 instructions); but beside BARE's stores that made some kernels slower (kb77 bfloat16
-  // 265 -> 284 us,
-  // channels_last TF32 205 -> 217; TF32 382 -> 377).
+  // By a shuffle ptxas knows that branches over a warp's number do not part it (measured: kb72 91 -> 84 us, nnunet2 bfloat16
+  // 105 -> 96, dcgan1's kernel 3,976 -> 3,216 instructions); but beside BARE's stores that made some kernels slower (kb77
+  // bfloat16 265 -> 284 us, channels_last TF32 205 -> 217; TF32 382 -> 377).
   int warp = __shfl_sync(0xffffffffu, thread >> 5, 0), lane = thread & 31;
   int first_subtile = 0, offset = fragment_part(wg, thread);
   u32 buffer = buffers + (wg * 4 + warp) * BUFFER_BYTES;
@@ -5113,10 +5107,15 @@ void* counters(const at::Tensor& on) {
   static std::mutex mutex;
   static auto& of_streams =  // not destroyed at exit, when the driver may be gone
       *new std::map<std::pair<int, cudaStream_t>, at::Tensor>();
+  const std::pair<int, cudaStream_t> key(on.get_device(), stream.stream());
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    const auto found = of_streams.find(key);
+    if (found != of_streams.end()) return found->second.data_ptr();
+  }
+  const at::Tensor zeros = at::zeros({2}, on.options().dtype(at::kInt));  // may call Python: not locked
   const std::lock_guard<std::mutex> lock(mutex);
-  at::Tensor& found = of_streams[{on.get_device(), stream.stream()}];
-  if (!found.defined()) found = at::zeros({2}, on.options().dtype(at::kInt));
-  return found.data_ptr();
+  return of_streams.emplace(key, zeros).first->second.data_ptr();
 }
 
 }  // namespace

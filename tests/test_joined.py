@@ -110,7 +110,9 @@ def test_what_is_refused_and_why() -> None:
         assert joined.choose(p, H200) == reason, p
     for chip in (A100, B200):
         assert joined.choose(layer(), chip) == "joined rows are multiplied by wgmma alone"
-    assert joined.choose(layer(), H200, general=True) == "exported files have no host code for joined rows"
+    assert (
+        joined.choose(layer(), H200, general=True) == "joined rows serve one class of lengths of rows, not every size"
+    )
     nothing = "no tile fits shared memory, or there are more than the kernel counts in 32 bits"
     assert joined.choose(layer().with_(batch=2**31 - 1), H200) == nothing
     assert joined.choose(other((17, 256), 8), H200) == nothing

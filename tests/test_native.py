@@ -739,11 +739,16 @@ def test_a_library_that_cannot_be_loaded_is_made_anew(tmp_path: Any, monkeypatch
 
 
 HOLDING = f"""{BARE}
-import subprocess
+import os, time
 from upconv.cuda import cache
 with cache.alone("key", lambda: False, 60):
-    child = subprocess.Popen(["sleep", "60"], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, close_fds=False)
-    print(child.pid, flush=True)
+    child = os.fork()
+    if not child:  # it has the files that are open, the lock's among them
+        for standard in range(3):
+            os.close(standard)
+        time.sleep(60)
+        os._exit(0)
+    print(child, flush=True)
     sys.stdin.readline()
 """
 

@@ -422,7 +422,7 @@ choose = Chooser(
     countable(lambda p, gpu: (t for t in candidates(p, gpu) if t.packed_words * 4 < _MOST_COUNTED)),
     estimate,
     Choice,
-    general="exported files have no host code for joined rows",
+    general="joined rows serve one class of lengths of rows, not every size",
     none="no tile fits shared memory, or there are more than the kernel counts in 32 bits",
 )
 """The cheapest tile by the model, or the sentence why there is none."""

@@ -75,8 +75,8 @@ __device__ __forceinline__ void consume(float* __restrict__ partial, const Sizes
   int channel = wg_m * ROWS_PER_SUB + warp * (16 / SUBS);                                      // of the block's BLOCK_CO
 #else
 #if STACKED && !CHANNELS_LAST
-  // By a shuffle ptxas knows that a warp's lanes have the same (NOTES: bfloat16 kb78 351 -> 319 us, kb65 644 -> 608, kb57 947 -> 906;
-  // kb69 847 -> 872. Of other tiles some lose: dcgan3 bfloat16 68 -> 71, unet1 channels_last 102 -> 108.)
+  // By a shuffle ptxas knows that a warp's lanes have the same (NOTES: bfloat16 kb78 351 -> 319 us, kb65 644 -> 608, kb57
+  // 947 -> 906; kb69 847 -> 872. Of other tiles some lose: dcgan3 bfloat16 68 -> 71, unet1 channels_last 102 -> 108.)
   int warp = __shfl_sync(0xffffffffu, thread >> 5, 0), lane = thread & 31, row = lane >> 2, q = lane & 3;
 #else
   int warp = thread >> 5, lane = thread & 31, row = lane >> 2, q = lane & 3;
