@@ -5960,29 +5960,6 @@ CUtensorMap tensor_map(const at::Tensor& t, CUtensorMapDataType type, const std:
   return map;
 }
 
-// Words of device memory for blocks that claim tiles: zeros, which kernels leave zeros. Each stream has its own,
-// since kernels of two may run at once; a captured launch has none, since its graph's replays may, and its tiles
-// are dealt out evenly.
-void* counters(const at::Tensor& on) {
-  const c10::cuda::CUDAGuard guard(on.device());
-  const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream(on.get_device());
-  cudaStreamCaptureStatus status;
-  C10_CUDA_CHECK(cudaStreamIsCapturing(stream.stream(), &status));
-  if (status != cudaStreamCaptureStatusNone) return nullptr;
-  static std::mutex mutex;
-  static auto& of_streams =  // not destroyed at exit, when the driver may be gone
-      *new std::map<std::pair<int, cudaStream_t>, at::Tensor>();
-  const std::pair<int, cudaStream_t> key(on.get_device(), stream.stream());
-  {
-    const std::lock_guard<std::mutex> lock(mutex);
-    const auto found = of_streams.find(key);
-    if (found != of_streams.end()) return found->second.data_ptr();
-  }
-  const at::Tensor zeros = at::zeros({2}, on.options().dtype(at::kInt));  // may call Python: not locked
-  const std::lock_guard<std::mutex> lock(mutex);
-  return of_streams.emplace(key, zeros).first->second.data_ptr();
-}
-
 }  // namespace
 
 // The current stream of a tensor's device; none while a graph is captured on it.
@@ -5994,6 +5971,30 @@ std::optional<int64_t> stream_of(const at::Tensor& t) {
   if (status != cudaStreamCaptureStatusNone) return std::nullopt;
   return reinterpret_cast<intptr_t>(stream.stream());
 }
+
+namespace {
+
+// Words of device memory for blocks that claim tiles: zeros, which kernels leave zeros. Each stream has its own,
+// since kernels of two may run at once; a captured launch has none, since its graph's replays may, and its tiles
+// are dealt out evenly.
+void* counters(const at::Tensor& on) {
+  const std::optional<int64_t> stream = stream_of(on);
+  if (!stream) return nullptr;
+  static std::mutex mutex;
+  static auto& of_streams =  // not destroyed at exit, when the driver may be gone
+      *new std::map<std::pair<int, int64_t>, at::Tensor>();
+  const std::pair<int, int64_t> key(on.get_device(), *stream);
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    const auto found = of_streams.find(key);
+    if (found != of_streams.end()) return found->second.data_ptr();
+  }
+  const at::Tensor zeros = at::zeros({2}, on.options().dtype(at::kInt));  // may call Python: not locked
+  const std::lock_guard<std::mutex> lock(mutex);
+  return of_streams.emplace(key, zeros).first->second.data_ptr();
+}
+
+}  // namespace
 
 void pack_forward(const at::Tensor& weight, const at::Tensor& packed) {
   const auto pointers = std::make_tuple(weight.data_ptr(), packed.data_ptr());

@@ -267,15 +267,12 @@ COUNTERS = dedent(
     // since kernels of two may run at once; a captured launch has none, since its graph's replays may, and its tiles
     // are dealt out evenly.
     void* counters(const at::Tensor& on) {
-      const c10::cuda::CUDAGuard guard(on.device());
-      const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream(on.get_device());
-      cudaStreamCaptureStatus status;
-      C10_CUDA_CHECK(cudaStreamIsCapturing(stream.stream(), &status));
-      if (status != cudaStreamCaptureStatusNone) return nullptr;
+      const std::optional<int64_t> stream = stream_of(on);
+      if (!stream) return nullptr;
       static std::mutex mutex;
       static auto& of_streams =  // not destroyed at exit, when the driver may be gone
-          *new std::map<std::pair<int, cudaStream_t>, at::Tensor>();
-      const std::pair<int, cudaStream_t> key(on.get_device(), stream.stream());
+          *new std::map<std::pair<int, int64_t>, at::Tensor>();
+      const std::pair<int, int64_t> key(on.get_device(), *stream);
       {
         const std::lock_guard<std::mutex> lock(mutex);
         const auto found = of_streams.find(key);
@@ -316,13 +313,15 @@ def includes() -> str:
 
 def helpers(found: tuple[Variant, ...]) -> str:
     """What the launch functions share, and `STREAM_OF`."""
-    parts = [LAUNCH]
-    if any(_maps(v) for v in found):
-        parts.append(TENSOR_MAP)
-    words = max(_claims(v) for v in found)
+    maps, words = any(_maps(v) for v in found), max(_claims(v) for v in found)
+    parts = [_unnamed(LAUNCH + ("\n" + TENSOR_MAP if maps else "")), CURRENT]
     if words:
-        parts.append(COUNTERS.replace("@WORDS@", str(words)))
-    return "namespace {\n\n" + "\n".join(parts) + "\n}  // namespace\n\n" + CURRENT
+        parts.append(_unnamed(COUNTERS.replace("@WORDS@", str(words))))
+    return "\n".join(parts)
+
+
+def _unnamed(text: str) -> str:
+    return "namespace {\n\n" + text + "\n}  // namespace\n"
 
 
 def _claims(v: Variant) -> int:
@@ -478,18 +477,20 @@ def _gather_map(t: Tiling, source: str) -> str:
                 t.box, t.box_steps, swizzle)  # fmt: skip
 
 
+_KINDS = {torch.float32: "TFLOAT32", torch.bfloat16: "BFLOAT16", torch.float16: "FLOAT16"}  # rounded on their way
+
+
 def _joined_map(t: joined.Tile, source: str) -> str:
-    kind = {torch.float32: "TFLOAT32", torch.bfloat16: "BFLOAT16", torch.float16: "FLOAT16"}[t.problem.dtype]
     depth = f"{source}.size(2)" if t.problem.rank == 3 else "1"
     size = f"{source}.size(-1)", f"{source}.size(-2)", depth
     swizzle = "SWIZZLE_NONE" if t.element == 4 else "SWIZZLE_128B"
-    return _map("map", source, kind, t.channels[0], size, False, t.box, (1,) * 5, swizzle, t.element == 2,
-                f"{source}.size(0)")  # fmt: skip
+    return _map("map", source, _KINDS[t.problem.dtype], t.channels[0], size, False, t.box, (1,) * 5, swizzle,
+                t.element == 2, f"{source}.size(0)")  # fmt: skip
 
 
 def _wgrad_map(t: WarpgroupTiling, name: str, g: bool) -> str:
     p = t.problem
-    kind = {torch.float32: "TFLOAT32", torch.bfloat16: "BFLOAT16", torch.float16: "FLOAT16"}[p.dtype]
+    kind = _KINDS[p.dtype]
     span = t.g_width * t.element if g else t.segment
     plain = not t.channels_last if g else t.turned
     # sizes: batch, depth, height and width of the input, of the output, ...
