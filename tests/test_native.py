@@ -676,7 +676,7 @@ def test_plain_convolutions_are_replayed_with_pytorchs_passes_too(
     theirs: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(convolutions, "faster", lambda plan, pass_, least=0.0: pass_ != theirs)
+    monkeypatch.setattr(convolutions, "faster", lambda plan, pass_, *_: pass_ != theirs)
 
     def make() -> nn.Module:
         return upconv.accelerate(nn.Conv2d(5, 6, 3, 2, 1), convolutions=True)
@@ -864,7 +864,7 @@ def test_replayed_calls_on_a_gpu(
     make: Any, size: Any, last: bool, autocast: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same bits as in Python, over changing values, and after the memory of earlier calls was used otherwise."""
-    monkeypatch.setattr(convolutions, "faster", lambda plan, pass_, least=0.0: plan.selection(pass_).choice is not None)
+    monkeypatch.setattr(convolutions, "faster", lambda plan, pass_, *_: plan.selection(pass_).choice is not None)
     monkeypatch.setattr(modules, "small", lambda *shapes: False)
     convolutions.choose.cache_clear()
     if native.wait() is None:

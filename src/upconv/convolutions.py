@@ -29,9 +29,9 @@ from upconv.cuda.gpu import Gpu
 from upconv.planner import Plan
 from upconv.problem import Layout, Pass, Precision, Problem, is_channels_last, output_length
 
-LEAST = 5e-6
+LEAST = 1e-6
 """Seconds of a forward from which on calls are ours, and of the gradient for the weight where the forward is PyTorch's.
-Shorter ones are the host's, and not worth a kernel's compilation."""
+Shorter ones are not worth a kernel's compilation."""
 LEAST_IN_PYTHON = 45e-6
 """The same where calls are not replayed (`upconv.cuda.native`): one in Python takes the host 65 us among a step's work
 (NOTES: steps of shorter ones, as DCGAN's discriminator has them, wait for their host then)."""
@@ -40,14 +40,22 @@ MARGIN = 0.85
 layers in TF32 or bfloat16, 207 are, in which PyTorch takes 1.01 to 9 times as long, 2.2 in the mean; below 0.9 one took
 0.93. Of 144 in channels_last 54, of 1.01 to 7.3, 2.0 in the mean; below 0.9 one took 0.87. Of passes from `LEAST` to
 `LEAST_IN_PYTHON`, in both layouts on an H200, 224, of which all but one gain, 1.96 in the mean, that one 0.98)."""
+MARGIN_SHORT = 1.25
+"""The same of passes that are expected to take PyTorch less than `LEAST_IN_PYTHON`, where calls are replayed: there the
+host decides, for which PyTorch's operator is the longer one (NOTES: DCGAN's step in bfloat16, whose last convolutions
+this makes ours, 12.1 -> 9.7 ms, PyTorch's 14.6). Of 189 passes on an H200 that it takes in and `MARGIN` leaves out, 36 of
+them in channels_last, PyTorch's kernels take 1.33 times as long in the mean, 24 times less, 0.65 the least (21.8 us for
+33.4), once in channels_last."""
 _MACS = {2: 2048, 4: 1024}  # of a multiprocessor's tensor cores a clock, by an element's bytes (sm_90)
 _PADDED = 8  # channels, to whose multiples cuDNN pads
 _RATE_WEIGHT = 0.45  # of the products' rate, which cuDNN's kernels of the gradient for the weight reach in TF32
-# NCHW: that of its others; copies of both tensors, to its own layout and back; its kernels' beginnings and ends.
-_RATE, _COPIES, _LAUNCHES = 0.65, 2.0, 15e-6
+# NCHW: that of its others; copies of both tensors, to its own layout and back; of the weight; its kernels' beginnings
+# and ends.
+_RATE, _COPIES, _COPIES_WEIGHT, _LAUNCHES = 0.65, 2.0, 5.0, 15e-6
 # channels_last: the same, and how much longer a tile of 64 columns takes for its products than one of 128.
 _RATE_LAST, _LAUNCH, _NARROW = 0.72, 5e-6, 1.4
-_RELAYOUT = 1.5  # `relayout`'s estimates are low: 1.2 to 2.2 times for layers of many channels
+# `relayout`'s estimates are low: 1.2 to 2.2 times for layers of many channels, of short passes 1.1 to 1.4.
+_RELAYOUT, _RELAYOUT_SHORT = 1.5, 1.2
 _SMALL = 156e12, 533e9  # products and elements a second, about what TF32 and an H100's memory do
 
 
@@ -83,17 +91,21 @@ class Convolution:
     @cached_property
     def for_output(self) -> bool:
         """Whether the forward is our kernels'; found when it is first asked for."""
-        return faster(self.plan, "grad-input", self.least)
+        return faster(self.plan, "grad-input", self.least, self._replayed)
 
     @cached_property
     def for_input(self) -> bool:
         """As `for_output`, the gradient for the input."""
-        return faster(self.plan, "fwd")
+        return faster(self.plan, "fwd", 0.0, self._replayed)
 
     @cached_property
     def for_weight(self) -> bool:
         """As `for_output`, the gradient for the weight."""
-        return faster(self.plan, "grad-weight", 0.0 if self.for_output else self.least)
+        return faster(self.plan, "grad-weight", 0.0 if self.for_output else self.least, self._replayed)
+
+    @property
+    def _replayed(self) -> bool:
+        return self.least < LEAST_IN_PYTHON
 
     @cached_property
     def sums(self) -> Plan:
@@ -338,20 +350,27 @@ def choose(p: Problem, device: planner.Device, least: float = LEAST) -> Convolut
     return Convolution(planner.plan(p, device), least)
 
 
-def faster(plan: Plan, pass_: Pass, least: float = 0.0) -> bool:
-    """Whether a pass of a plan takes less than what is expected of PyTorch's operator, and ``least`` seconds."""
-    choice, gpu = plan.selection(pass_).choice, plan.device.gpu
+def faster(plan: Plan, pass_: Pass, least: float = 0.0, replayed: bool = False) -> bool:
+    """Whether a pass of a plan is to be ours: by what is expected of PyTorch's operator, and if it takes ``least`` seconds.
+
+    ``replayed``: whether its call spares the host time (`MARGIN_SHORT`).
+    """
+    choice, gpu, p = plan.selection(pass_).choice, plan.device.gpu, plan.problem
     if choice is None or gpu is None or choice.seconds < least:
         return False
+    theirs = expected(p, pass_, gpu)
+    short = replayed and theirs < LEAST_IN_PYTHON
     # By what its model says, or what it is taken for beside other families', whichever is more.
-    seconds = max(choice.seconds, weighed(choice)) * (_RELAYOUT if choice.family == "relayout" else 1.0)
-    return seconds <= MARGIN * expected(plan.problem, pass_, gpu)
+    seconds = max(choice.seconds, weighed(choice))
+    if choice.family == "relayout":
+        seconds *= _RELAYOUT_SHORT if short else _RELAYOUT
+    return seconds <= (MARGIN_SHORT if short else MARGIN) * theirs
 
 
 def expected(p: Problem, pass_: Pass, gpu: Gpu) -> float:
     """Seconds that PyTorch's operator takes at best for the convolution, or a gradient of it, that is a pass of ``p``.
 
-    In NCHW the products at what cuDNN's kernels reach, with channels padded, and its copies of both tensors to its own
+    In NCHW the products at what cuDNN's kernels reach, with channels padded, and its copies of all tensors to its own
     layout and back. In channels_last the products in tiles of 64 columns or of 128, which are the result's channels, or
     the bytes if they take longer.
     """
@@ -361,8 +380,10 @@ def expected(p: Problem, pass_: Pass, gpu: Gpu) -> float:
     rate *= _RATE_WEIGHT if pass_ == "grad-weight" and size == 4 else _RATE if nchw else _RATE_LAST
     if nchw:
         a, b = map(_padded, channels)
-        elements = p.batch * (a * math.prod(p.size) + b * math.prod(p.out_size))
-        return pairs * a * b / rate + _COPIES * elements * size / gpu.bandwidth + _LAUNCHES
+        copied = (
+            _COPIES * p.batch * (a * math.prod(p.size) + b * math.prod(p.out_size)) + _COPIES_WEIGHT * a * b * p.taps
+        )
+        return pairs * a * b / rate + copied * size / gpu.bandwidth + _LAUNCHES
     if pass_ == "grad-weight":
         columns, others = min(channels), max(channels)
     else:

@@ -29,6 +29,9 @@ _LAUNCH = 5e-6  # seconds
 _LOAD_CLOCKS = 1.6  # of a multiprocessor for a warp's load and its multiplications
 # And for each line of weights that it reads beyond the first (NOTES: 512->512 k4 s2 on 16 images of a pixel 2,354 us).
 _LINE_CLOCKS = 0.6
+# A thread waits for each row of taps, whose loads are under conditions, before it asks for the next (NOTES: 1->512 k4 on
+# 16 images of a pixel, bfloat16, cold: 445 us for 2,048 rows, where 12 were expected; gather takes 18).
+_WAIT_CLOCKS = 380.0
 _PLACE_CLOCKS = 12.0  # for a warp's position: divisions, borders
 _MISSES = {("grad-input", "channels_last"): 3.4, ("grad-weight", "channels_last"): 3.4, ("grad-weight", "nchw"): 1.8}
 """Times more that loads take where taps miss the first-level cache (NOTES: fcn8s channels_last 1,384 us, by the loads
@@ -234,6 +237,9 @@ def _grad_input(p: Problem, gpu: Gpu) -> Choice:
     clocks = warps * (_PLACE_CLOCKS + cout * p.taps * (_LOAD_CLOCKS * _conflict(p) + 1.2 * tile.ci + apart))
     clocks *= max(1.0, gpu.multiprocessors / max(1.0, warps * 32 / _THREADS))
     seconds, bound = _seconds(p, gpu, clocks)
+    waits = cout * math.prod(p.kernel[:-1]) * _WAIT_CLOCKS / gpu.clock + _LAUNCH
+    if waits > seconds:
+        seconds, bound = waits, "latency"
     summary = f"a thread takes {tile.ci} input channels of a position, {p.taps} taps from L1"
     return Choice("direct", seconds, summary, bound, p, tile, 1)
 
