@@ -29,8 +29,8 @@ _LAUNCH = 5e-6  # seconds
 _LOAD_CLOCKS = 1.6  # of a multiprocessor for a warp's load and its multiplications
 # And for each line of weights that it reads beyond the first (NOTES: 512->512 k4 s2 on 16 images of a pixel 2,354 us).
 _LINE_CLOCKS = 0.6
-# A thread waits for each row of taps, whose loads are under conditions, before it asks for the next (NOTES: 1->512 k4 on
-# 16 images of a pixel, bfloat16, cold: 445 us for 2,048 rows, where 12 were expected; gather takes 18).
+# A thread waits for each row of taps, whose loads are under conditions, before it asks for the next (NOTES: 1->512 k4
+# on 16 images of a pixel, bfloat16, cold: 445 us for 2,048 rows, where 12 were expected; gather takes 18).
 _WAIT_CLOCKS = 380.0
 _PLACE_CLOCKS = 12.0  # for a warp's position: divisions, borders
 _MISSES = {("grad-input", "channels_last"): 3.4, ("grad-weight", "channels_last"): 3.4, ("grad-weight", "nchw"): 1.8}
