@@ -9,8 +9,8 @@ The networks are those of Radford, Metz and Chintala (Unsupervised Representatio
 Generative Adversarial Networks, ICLR 2016) for images of 32x32. They learn from the 100 faces that scikit-image carries
 in its wheel (a part of Labeled Faces in the Wild, nothing is downloaded), mirrored, shifted and brightened at random.
 
-The models are plain torch.nn; `upconv.accelerate(generator)` swaps its transposed convolutions in place, and nothing
-else changes. The curves of both losses and samples go to ``out/``; the time of a step is printed with and without
+The models are plain torch.nn; `upconv.accelerate(network, convolutions=True)` swaps the convolutions of both in place,
+transposed and plain ones, and nothing else changes. The curves of both losses and samples go to ``out/``; the time of a step is printed with and without
 upconv.
 
 Needs ``pip install 'upconv[examples]'``.
@@ -146,6 +146,11 @@ class Gan:
         return loss.detach()
 
 
+def with_upconv(network: nn.Module) -> nn.Module:
+    """The network with upconv's layers in place of torch.nn's, transposed and plain ones."""
+    return upconv.accelerate(network, convolutions=True)
+
+
 def train(width: int, images: Tensor, steps: int, batch: int, seed: int, device: str, amp: bool, ours: bool) -> tuple[
     Gan, list[tuple[float, float]]
 ]:  # fmt: skip
@@ -153,7 +158,8 @@ def train(width: int, images: Tensor, steps: int, batch: int, seed: int, device:
     torch.manual_seed(seed)
     gan = Gan(generator(width).to(device), discriminator(width).to(device), amp)
     if ours:
-        upconv.accelerate(gan.makes)
+        with_upconv(gan.makes)
+        with_upconv(gan.judges)
     history = []
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[state]}"), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
@@ -173,8 +179,8 @@ def train(width: int, images: Tensor, steps: int, batch: int, seed: int, device:
 def time_steps(gan: Gan, real: Tensor, noise: Tensor, rounds: int) -> dict[str, float]:
     """Milliseconds of a step with upconv's layers and with torch.nn's: medians, in turn, the first two left out."""
     runs: dict[str, Callable[[], object]] = {}
-    for name, swap in (("torch", upconv.restore), ("upconv", upconv.accelerate)):
-        twin = Gan(swap(copy.deepcopy(gan.makes)), copy.deepcopy(gan.judges), gan.amp, rate=0.0)
+    for name, swap in (("torch", upconv.restore), ("upconv", with_upconv)):
+        twin = Gan(swap(copy.deepcopy(gan.makes)), swap(copy.deepcopy(gan.judges)), gan.amp, rate=0.0)
         runs[name] = lambda twin=twin: twin.step(real, noise)  # type: ignore[misc]
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(rounds + 2):
@@ -249,7 +255,7 @@ def main(
     times = time_steps(gan, real[:batch], noise[:batch], 5 if quick else 30)
     made = gan.makes.eval()
     with torch.inference_mode():
-        samples = {name: swap(made)(noise) for name, swap in (("torch", upconv.restore), ("upconv", upconv.accelerate))}
+        samples = {name: swap(made)(noise) for name, swap in (("torch", upconv.restore), ("upconv", with_upconv))}
 
     table = Table(title=f"{steps} steps of {batch} faces{' under bfloat16 autocast' if amp else ''} on {where}")
     for heading in ("", "training step (ms)", "generator's loss", "discriminator's loss"):
