@@ -932,7 +932,7 @@ class TestOnGpu:
         sizes = [(p.batch, p.size), (1, p.size), (3, tuple(n + 1 for n in p.size)), (1, (1,) * p.rank)]
         sizes += [(2, (*p.size[:-1], p.size[-1] + k)) for k in (2, 3, 4)]
         for batch, size in sizes:
-            if min(p.with_(size=size).out_size) < 1:
+            if size == (1,) * p.rank and p.kernel[-1] <= 2 * p.padding[-1]:  # which leaves no output
                 continue
             x = torch.randn(batch, p.in_channels, *size, device="cuda", dtype=dtype, requires_grad=True)
             y = model(x)
