@@ -279,12 +279,13 @@ def test_the_picture_of_the_roofs(readme, tmp_path: Path) -> None:
 
 
 def curves_of(shift: float, noise: float) -> dict[str, Any]:
-    """A report of training curves: upconv's lie ``shift`` above PyTorch's of their seed, those of seed 1 0.5 above."""
+    """A report of training curves: upconv's lie ``shift`` above PyTorch's of their seed, those of seeds 1
+    and 2 0.5 and 0.25 above, and seed 3 is missing, as in older reports."""
     steps = 45
     models = {}
     for name, losses in (("dcgan", ("generator", "discriminator")), ("unet", ("loss",))):
         base = [2.0 - i / steps + (noise if i % 2 else -noise) for i in range(steps)]
-        runs = {"upconv": shift, "torch": 0.0, "torch again": 0.0, "torch, seed 1": 0.5}
+        runs = {"upconv": shift, "torch": 0.0, "torch again": 0.0, "torch, seed 1": 0.5, "torch, seed 2": 0.25}
         made = {run: {loss: [v + up for v in base] for loss in losses} for run, up in runs.items()}
         models[name] = {"width": 8, "batch": 4, "losses": made, "seconds": dict.fromkeys(runs, 1.0)}
     where = {"type": "cuda", "name": "NVIDIA H200"}
@@ -303,10 +304,10 @@ def test_training_curves_are_stated(readme, tmp_path: Path) -> None:
     curves.save(curves_of(0.25, 0.1), path)
     text = readme.rewritten(empty)
     rows = [line for line in text.splitlines() if line.startswith(("| DCGAN", "| U-Net"))]
-    assert len(rows) == 3 and all("| 0.25, 0.25 | 0, 0 | 0.5, 0.5 | yes |" in row for row in rows)
+    assert len(rows) == 3 and all("| 0.25, 0.25 | 0, 0 | 0.25 to 0.5 | yes |" in row for row in rows)
     assert "1.900000, 2.150000" in rows[0] and "3 windows of 45 steps" in text and "cuDNN 9.19.0" in text
     curves.save(curves_of(-0.75, 0.1), path)
-    assert readme.rewritten(empty).count("| 0.75, 0.75 | 0, 0 | 0.5, 0.5 | no |") == 3
+    assert readme.rewritten(empty).count("| 0.75, 0.75 | 0, 0 | 0.25 to 0.5 | no |") == 3
     found = curves_of(0.0, 0.0)
     ours, theirs = (found["models"]["unet"]["losses"][name]["loss"] for name in ("upconv", "torch"))
     ours[44] += 1.0
