@@ -7,15 +7,16 @@ write NCHW as it lies, where cuDNN copies both tensors to its own layout and bac
 they are the faster ones for up to 64 channels, and for the weight in TF32.
 
 A call is ours where our estimate says that it is the faster one (`expected`) and long enough that the GPU, not the
-host, decides (`least`); else, and wherever PyTorch must see the call, it is PyTorch's operator. The rule is by shape,
-never by timing. The forward and the gradients are chosen one by one, by the same rule.
+host, decides (`least`); and, in training, where it is short and the host decides, for which a call that is replayed is
+the shorter one (`MARGIN_SHORT`). Else, and wherever PyTorch must see the call, it is PyTorch's operator. The rule is by
+shape, never by timing. The forward and the gradients are chosen one by one, by the same rule.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
 from typing import Any
 
@@ -30,28 +31,29 @@ from upconv.planner import Plan
 from upconv.problem import Layout, Pass, Precision, Problem, is_channels_last, output_length
 
 LEAST = 1e-6
-"""Seconds of a forward from which on calls are ours, and of the gradient for the weight where the forward is PyTorch's.
-Shorter ones are not worth a kernel's compilation."""
+"""Seconds of a forward, by the bound of `small`, from which on calls may be ours. Shorter ones are not worth a kernel's
+compilation."""
 LEAST_IN_PYTHON = 45e-6
-"""The same where calls are not replayed (`upconv.cuda.native`): one in Python takes the host 65 us among a step's work
-(NOTES: steps of shorter ones, as DCGAN's discriminator has them, wait for their host then)."""
+"""The same where calls are never replayed (`upconv.cuda.native`), and there by our estimate of a forward too, or of the
+gradient for the weight where the forward is PyTorch's: one in Python takes the host 65 us among a step's work (NOTES:
+steps of shorter ones, as DCGAN's discriminator has them, wait for their host then)."""
 MARGIN = 0.85
 """Our estimate must be below this share of `expected` (NOTES: of 288 passes in NCHW timed on an H100, all three of 96
 layers in TF32 or bfloat16, 207 are, in which PyTorch takes 1.01 to 9 times as long, 2.2 in the mean; below 0.9 one took
-0.93. Of 144 in channels_last 54, of 1.01 to 7.3, 2.0 in the mean; below 0.9 one took 0.87. Of passes from `LEAST` to
+0.93. Of 144 in channels_last 54, of 1.01 to 7.3, 2.0 in the mean; below 0.9 one took 0.87. Of passes from 5 us to
 `LEAST_IN_PYTHON`, in both layouts on an H200, 224, of which all but one gain, 1.96 in the mean, that one 0.98)."""
 MARGIN_SHORT = 1.25
-"""The same of passes that are expected to take PyTorch less than `LEAST_IN_PYTHON`, where calls are replayed: there the
-host decides, whose time for a call and its backward is 173 us, PyTorch's 287; 257 and 419 under autocast (NOTES: the
-step of DCGAN in bfloat16, whose last convolutions this makes ours, 12.1 -> 9.7 ms, PyTorch's 14.6). Of 189 passes on an
-H200 that it takes in and `MARGIN` leaves out, 36 of them in channels_last, PyTorch's kernels take 1.33 times as long in
-the mean; in 24, one in channels_last, they are the faster ones, the most so 21.8 us for 33.4."""
+"""The same of passes that are expected to take PyTorch less than `LEAST_IN_PYTHON`, of replayed calls: recorded ones
+whose weight has a gradient. There the host decides, whose time for a call and its backward is 173 us, PyTorch's 287; 257 and 419 under autocast (NOTES: the step of DCGAN in bfloat16, whose last convolutions this makes ours, 12.1 to
+9.7 ms, PyTorch's 14.6). Of 189 passes on an H200 that it takes in and `MARGIN` leaves out, 36 of them in channels_last,
+PyTorch's kernels take 1.33 times as long in the mean; in 24, one in channels_last, they are the faster ones, the most
+so 21.8 us for 33.4. (A graph that is captured behind such steps has these too.)"""
 _MACS = {2: 2048, 4: 1024}  # of a multiprocessor's tensor cores a clock, by an element's bytes (sm_90)
 _PADDED = 8  # channels, to whose multiples cuDNN pads
 _RATE_WEIGHT = 0.45  # of the products' rate, which cuDNN's kernels of the gradient for the weight reach in TF32
-# NCHW: that of its others; copies of both tensors, to its own layout and back; of the weight; its kernels' beginnings
-# and ends.
-_RATE, _COPIES, _COPIES_WEIGHT, _LAUNCHES = 0.65, 2.0, 5.0, 15e-6
+# NCHW: that of its others; copies of both tensors, to its own layout and back; its kernels' beginnings and ends. And
+# copies of the weight, where a pass is short (NOTES: 139 of up to 45 us; of long ones nobody has timed it).
+_RATE, _COPIES, _LAUNCHES, _COPIES_WEIGHT = 0.65, 2.0, 15e-6, 5.0
 # channels_last: the same, and how much longer a tile of 64 columns takes for its products than one of 128.
 _RATE_LAST, _LAUNCH, _NARROW = 0.72, 5e-6, 1.4
 # `relayout`'s estimates are low: 1.2 to 2.2 times for layers of many channels, of short passes 1.1 to 1.4.
@@ -65,7 +67,14 @@ class Convolution:
 
     plan: Plan
     least: float = 0.0
-    """Seconds of a forward from which on it is ours."""
+    """Seconds of a forward, by our estimate, from which on it is ours."""
+    replayed: bool = False
+    """Whether its calls are replayed."""
+
+    @cached_property
+    def alone(self) -> Convolution:
+        """As its calls that are not replayed are computed."""
+        return replace(self, replayed=False) if self.replayed else self
 
     @cached_property
     def replays(self) -> dict[Any, Any]:
@@ -91,21 +100,17 @@ class Convolution:
     @cached_property
     def for_output(self) -> bool:
         """Whether the forward is our kernels'; found when it is first asked for."""
-        return faster(self.plan, "grad-input", self.least, self._replayed)
+        return faster(self.plan, "grad-input", self.least, self.replayed)
 
     @cached_property
     def for_input(self) -> bool:
         """As `for_output`, the gradient for the input."""
-        return faster(self.plan, "fwd", 0.0, self._replayed)
+        return faster(self.plan, "fwd", 0.0, self.replayed)
 
     @cached_property
     def for_weight(self) -> bool:
         """As `for_output`, the gradient for the weight."""
-        return faster(self.plan, "grad-weight", 0.0 if self.for_output else self.least, self._replayed)
-
-    @property
-    def _replayed(self) -> bool:
-        return self.least < LEAST_IN_PYTHON
+        return faster(self.plan, "grad-weight", 0.0 if self.for_output else self.least, self.replayed)
 
     @cached_property
     def sums(self) -> Plan:
@@ -144,15 +149,15 @@ def convolution(
         if recorded:
             found: Tensor = _apply(input, weight, bias, known.plan)
             return found
-        return _forward(known.plan, input, weight, bias)
+        return _forward(known.plan.alone, input, weight, bias)
     if not _plain(weight) or not (bias is None or _plain(bias)) or ops._observed():
-        return None
-    chosen = _find(rank, input, weight, bias, stride, padding, dilation)
-    if chosen is None:
         return None
     differentiable = input.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     recorded = differentiable and torch.is_grad_enabled()
     trained = engine.warming() or (recorded and weight.requires_grad)  # a weight may be computed, without gradients
+    chosen = _find(rank, input, weight, bias, stride, padding, dilation, trained and _replayed())
+    if chosen is None:
+        return None
     if not (chosen.for_output or (trained and chosen.for_weight)):
         return None
     given = input, weight, bias
@@ -167,6 +172,22 @@ def convolution(
         out: Tensor = _apply(*(t if t is None else ops._unwrap(t) for t in (input, weight, bias)), chosen)
         return out
     return _forward(chosen, input, weight, bias, own)
+
+
+def left(
+    rank: int,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: tuple[int, ...],
+    padding: tuple[int, ...],
+    dilation: tuple[int, ...],
+) -> bool:
+    """Of a call that `convolution` did not compute: whether the rule leaves all like it to PyTorch's operator."""
+    if not _plain(weight) or not (bias is None or _plain(bias)) or ops._observed():
+        return False
+    chosen = _find(rank, input, weight, bias, stride, padding, dilation, _replayed())
+    return chosen is None or not (chosen.for_output or chosen.for_weight)
 
 
 # --- which calls -----------------------------------------------------------------------------------------------------
@@ -239,6 +260,7 @@ def _find(
     stride: tuple[int, ...],
     padding: tuple[int, ...],
     dilation: tuple[int, ...],
+    replayed: bool,
 ) -> Convolution | None:
     dtype, index = input.dtype, input.get_device()
     others = [t for t in (weight, bias) if t is not None]
@@ -258,7 +280,8 @@ def _find(
     biased = None if bias is None else bias.shape
     try:
         return _resolve(
-            rank, input.shape, weight.shape, biased, stride, padding, dilation, dtype, precision, layout, index
+            rank, input.shape, weight.shape, biased, stride, padding, dilation, dtype, precision, layout, index,
+            replayed,
         )  # fmt: skip
     except TypeError:  # something that is no tuple of integers: PyTorch says what
         return None
@@ -294,13 +317,14 @@ def _resolve(
     precision: Precision | None,
     layout: Layout,
     index: int,
+    replayed: bool,
 ) -> Convolution | None:
     if len(shape) != rank + 2 or len(weight_shape) != rank + 2 or shape[1] != weight_shape[1]:
         return None
     if bias_shape is not None and tuple(bias_shape) != (weight_shape[0],):
         return None
     p = transposed(shape, weight_shape, stride, padding, dilation, dtype, precision, layout)
-    return None if p is None else choose(p, planner.cuda_device(index), least())
+    return None if p is None else choose(p, planner.cuda_device(index), least(), replayed)
 
 
 def transposed(
@@ -335,8 +359,11 @@ def transposed(
 
 
 @lru_cache(maxsize=4096)
-def choose(p: Problem, device: planner.Device, least: float = LEAST) -> Convolution | None:
-    """How the convolution that is ``p``'s gradient for the input is computed; None where PyTorch's operator is to."""
+def choose(p: Problem, device: planner.Device, least: float = LEAST, replayed: bool = False) -> Convolution | None:
+    """How the convolution that is ``p``'s gradient for the input is computed; None where PyTorch's operator is to.
+
+    ``least``: seconds that its longest pass must be expected to take, and its own `Convolution.least`.
+    """
     gpu = device.gpu
     if gpu is None or device.unavailable is not None or gpu.capability != (9, 0):  # where it was measured
         return None
@@ -347,30 +374,32 @@ def choose(p: Problem, device: planner.Device, least: float = LEAST) -> Convolut
     passes: tuple[Pass, ...] = ("grad-input", "grad-weight")
     if MARGIN * max(expected(p, pass_, gpu) for pass_ in passes) < least:  # a search takes 100 ms
         return None
-    return Convolution(planner.plan(p, device), least)
+    return Convolution(planner.plan(p, device), least, replayed)
 
 
 def faster(plan: Plan, pass_: Pass, least: float = 0.0, replayed: bool = False) -> bool:
-    """Whether a pass of a plan is to be ours, by what is expected of PyTorch's operator: one of ``least`` seconds.
+    """Whether a pass of a plan is to be ours, by our estimate and what is expected of PyTorch's operator.
 
-    ``replayed``: whether its call spares the host time (`MARGIN_SHORT`).
+    ``least``: seconds that it must take us; ``replayed``: whether its call spares the host time (`MARGIN_SHORT`).
     """
     choice, gpu, p = plan.selection(pass_).choice, plan.device.gpu, plan.problem
     if choice is None or gpu is None or choice.seconds < least:
         return False
-    theirs = expected(p, pass_, gpu)
-    short = replayed and theirs < LEAST_IN_PYTHON
     # By what its model says, or what it is taken for beside other families', whichever is more.
-    seconds = max(choice.seconds, weighed(choice))
-    if choice.family == "relayout":
-        seconds *= _RELAYOUT_SHORT if short else _RELAYOUT
-    return seconds <= (MARGIN_SHORT if short else MARGIN) * theirs
+    seconds, theirs = max(choice.seconds, weighed(choice)), expected(p, pass_, gpu)
+    margin, relayout = MARGIN, _RELAYOUT
+    if replayed and theirs < LEAST_IN_PYTHON:
+        margin, relayout = MARGIN_SHORT, _RELAYOUT_SHORT
+        if p.layout == "nchw":
+            weight = math.prod(_padded(c) for c in (p.in_channels, p.out_channels)) * p.taps
+            theirs += _COPIES_WEIGHT * weight * p.dtype.itemsize / gpu.bandwidth
+    return seconds * (relayout if choice.family == "relayout" else 1.0) <= margin * theirs
 
 
 def expected(p: Problem, pass_: Pass, gpu: Gpu) -> float:
     """Seconds that PyTorch's operator takes at best for the convolution, or a gradient of it, that is a pass of ``p``.
 
-    In NCHW the products at what cuDNN's kernels reach, with channels padded, and its copies of all tensors to its own
+    In NCHW the products at what cuDNN's kernels reach, with channels padded, and its copies of both tensors to its own
     layout and back. In channels_last the products in tiles of 64 columns or of 128, which are the result's channels, or
     the bytes if they take longer.
     """
@@ -380,10 +409,8 @@ def expected(p: Problem, pass_: Pass, gpu: Gpu) -> float:
     rate *= _RATE_WEIGHT if pass_ == "grad-weight" and size == 4 else _RATE if nchw else _RATE_LAST
     if nchw:
         a, b = map(_padded, channels)
-        copied = (
-            _COPIES * p.batch * (a * math.prod(p.size) + b * math.prod(p.out_size)) + _COPIES_WEIGHT * a * b * p.taps
-        )
-        return pairs * a * b / rate + copied * size / gpu.bandwidth + _LAUNCHES
+        elements = p.batch * (a * math.prod(p.size) + b * math.prod(p.out_size))
+        return pairs * a * b / rate + _COPIES * elements * size / gpu.bandwidth + _LAUNCHES
     if pass_ == "grad-weight":
         columns, others = min(channels), max(channels)
     else:

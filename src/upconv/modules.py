@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._jit_internal import is_scripting
@@ -18,7 +19,7 @@ from torch.compiler import is_compiling
 from torch.nn.modules.conv import _ConvNd
 
 from upconv import calls, replays
-from upconv.convolutions import convolution, eager, explicit, least, small
+from upconv.convolutions import convolution, eager, explicit, least, left, small
 from upconv.cuda import engine
 from upconv.ops import conv_transpose
 
@@ -141,10 +142,11 @@ class LazyConvTranspose3d(nn.LazyConvTranspose3d, ConvTranspose3d):  # type: ign
 # --- plain convolutions ----------------------------------------------------------------------------------------------
 
 
-_left: dict[int, tuple[Any, Any]] = {}
-"""By a module's `id`: the shape of the last input that was too small for our kernels, and the size of its kernel.
+_left: dict[int, tuple[Any, Any, Any]] = {}
+"""By a module's `id`, of its last call that was PyTorch's: the input's shape, the size of the kernel, and None where it
+is by these (too small, say, whatever else changes), else the rest of what the rule goes by (`_state`).
 
-So a call that is PyTorch's costs a model that waits for its host 2 us more, not 20.
+So a call that is PyTorch's costs a model that waits for its host 2 or 4 us more, not 20.
 """
 
 
@@ -154,7 +156,12 @@ def _convolve(module: Any, input: Tensor) -> Tensor:
     weight, bias = _parameters(module) if type(module) in _PLAIN else (module.weight, module.bias)
     if not is_compiling() and eager(input):
         known = _left.get(id(module))
-        if known is None or known[0] != input.shape or known[1] is not module.kernel_size:
+        if (
+            known is None
+            or known[0] != input.shape
+            or known[1] is not module.kernel_size
+            or (known[2] is not None and known[2] != _state(input, weight))
+        ):
             found = _ours(module, input, weight, bias)
             if found is not None:
                 return found
@@ -172,12 +179,27 @@ def _ours(module: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Te
         found: Tensor | None = host.replay(True, input, weight, bias, module.rank, stride, padding, 0, 1, dilation)
         if found is not None:
             return found
-    if odd or small(input.shape, weight.shape, stride, least()):
-        if len(_left) >= calls.MOST:
-            _left.clear()
-        _left[id(module)] = input.shape, module.kernel_size
-        return None
-    return convolution(module.rank, input, weight, bias, stride, padding, dilation)
+    state = None
+    if not odd and not small(input.shape, weight.shape, stride, least()):
+        arguments = module.rank, input, weight, bias, stride, padding, dilation
+        found = convolution(*arguments)
+        if found is not None or not left(*arguments):
+            return found
+        state = _state(input, weight)
+    if len(_left) >= calls.MOST:
+        _left.clear()
+    _left[id(module)] = input.shape, module.kernel_size, state
+    return None
+
+
+def _state(input: Tensor, weight: Tensor) -> tuple[Any, ...]:
+    """What the rule goes by beside a module's own settings and its input's shape."""
+    autocast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
+    precision = calls.float32_precision() if input.dtype is torch.float32 and autocast is None else None
+    return (
+        autocast, precision, input.dtype, input.stride(), input.get_device(),
+        weight.dtype, weight.stride(), weight.get_device(), calls._cudnn_enabled(),
+    )  # fmt: skip
 
 
 class _Conv(_ConvNd):
@@ -194,19 +216,19 @@ class _Conv(_ConvNd):
 
 
 class Conv1d(_Conv, nn.Conv1d):
-    """Drop-in for `torch.nn.Conv1d`, whose large calls on a GPU take our kernels (`upconv.convolutions`)."""
+    """Drop-in for `torch.nn.Conv1d`, many of whose calls on a GPU take our kernels (`upconv.convolutions`)."""
 
     rank = 1
 
 
 class Conv2d(_Conv, nn.Conv2d):
-    """Drop-in for `torch.nn.Conv2d`, whose large calls on a GPU take our kernels (`upconv.convolutions`)."""
+    """Drop-in for `torch.nn.Conv2d`, many of whose calls on a GPU take our kernels (`upconv.convolutions`)."""
 
     rank = 2
 
 
 class Conv3d(_Conv, nn.Conv3d):
-    """Drop-in for `torch.nn.Conv3d`, whose large calls on a GPU take our kernels (`upconv.convolutions`)."""
+    """Drop-in for `torch.nn.Conv3d`, many of whose calls on a GPU take our kernels (`upconv.convolutions`)."""
 
     rank = 3
 
