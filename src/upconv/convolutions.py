@@ -44,10 +44,11 @@ layers in TF32 or bfloat16, 207 are, in which PyTorch takes 1.01 to 9 times as l
 `LEAST_IN_PYTHON`, in both layouts on an H200, 224, of which all but one gain, 1.96 in the mean, that one 0.98)."""
 MARGIN_SHORT = 1.25
 """The same of passes that are expected to take PyTorch less than `LEAST_IN_PYTHON`, of replayed calls: recorded ones
-whose weight has a gradient. There the host decides, whose time for a call and its backward is 173 us, PyTorch's 287; 257 and 419 under autocast (NOTES: the step of DCGAN in bfloat16, whose last convolutions this makes ours, 12.1 to
-9.7 ms, PyTorch's 14.6). Of 189 passes on an H200 that it takes in and `MARGIN` leaves out, 36 of them in channels_last,
-PyTorch's kernels take 1.33 times as long in the mean; in 24, one in channels_last, they are the faster ones, the most
-so 21.8 us for 33.4. (A graph that is captured behind such steps has these too.)"""
+whose weight has a gradient. There the host decides, whose time for a call and its backward is 173 us, PyTorch's
+287; 257 and 419 under autocast (NOTES: the step of DCGAN in bfloat16, whose last convolutions this makes ours,
+12.1 -> 9.7 ms, PyTorch's 14.6). Of 189 passes on an H200 that it takes in and `MARGIN` leaves out, 36 in
+channels_last, PyTorch's kernels take 1.33 times as long in the mean; in 24, one in channels_last, they are the
+faster ones, the most so 21.8 us for 33.4. (A graph that is captured behind such steps has these too.)"""
 _MACS = {2: 2048, 4: 1024}  # of a multiprocessor's tensor cores a clock, by an element's bytes (sm_90)
 _PADDED = 8  # channels, to whose multiples cuDNN pads
 _RATE_WEIGHT = 0.45  # of the products' rate, which cuDNN's kernels of the gradient for the weight reach in TF32

@@ -7,8 +7,8 @@ asked for. NOTES: of a layer's host time in a training step whose caches are col
 is a Function in Python and 90 are the Python around its launches.
 
 What cannot be recorded (passes that copy operands) stays in Python, and so does each call that a tape does not fit
-(``native.cpp``); a pass of a plain convolution that is PyTorch's is a step of a tape. A tape does what the pass in Python does, kernel by kernel, so that
-results are the same to the last bit.
+(``native.cpp``); a pass of a plain convolution that is PyTorch's is a step of a tape. A tape does what the pass in
+Python does, kernel by kernel, so that results are the same to the last bit.
 """
 
 from __future__ import annotations
