@@ -731,7 +731,7 @@ def test_small_calls_are_known_as_such(stand_ins: Kernels, monkeypatch: pytest.M
 
 
 def test_what_the_rule_leaves_is_not_looked_up_again(stand_ins: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While nothing changes that the rule goes by; a weight's dtype is such a thing, and so is a layout."""
+    """While nothing changes that the rule goes by: a layout, say, a weight's dtype, or whether it has a gradient."""
     monkeypatch.setattr(convolutions, "faster", lambda *_: False)
     asked = []
     found = modules.convolution
@@ -742,9 +742,13 @@ def test_what_the_rule_leaves_is_not_looked_up_again(stand_ins: Kernels, monkeyp
     for image, count in ((x, 1), (x, 1), (last, 2), (last, 2), (x, 3), (x[..., :7], 4), (x, 5), (x, 5)):
         torch.testing.assert_close(ours(image), theirs(image))
         assert len(asked) == count
+    for count in (6, 6):
+        with torch.no_grad():
+            torch.testing.assert_close(ours(x), theirs(x))
+        assert len(asked) == count
     ours.float(), theirs.float()
     torch.testing.assert_close(ours(x.float()), theirs(x.float()))
-    assert len(asked) == 6 and stand_ins.ran() == []
+    assert len(asked) == 7 and stand_ins.ran() == []
 
 
 def test_tracers_see_pytorchs_operator(stand_ins: Kernels) -> None:

@@ -304,10 +304,10 @@ def test_training_curves_are_stated(readme, tmp_path: Path) -> None:
     curves.save(curves_of(0.25, 0.1), path)
     text = readme.rewritten(empty)
     rows = [line for line in text.splitlines() if line.startswith(("| DCGAN", "| U-Net"))]
-    assert len(rows) == 3 and all("| 0.25, 0.25 | 0, 0 | 0.25 to 0.5 | yes |" in row for row in rows)
+    assert len(rows) == 3 and all("| 0.25, 0.25 | 0, 0 | 0.5, 0.5 | 0.25 to 0.5 | yes |" in row for row in rows)
     assert "1.900000, 2.150000" in rows[0] and "3 windows of 45 steps" in text and "cuDNN 9.19.0" in text
     curves.save(curves_of(-0.75, 0.1), path)
-    assert readme.rewritten(empty).count("| 0.75, 0.75 | 0, 0 | 0.25 to 0.5 | no |") == 3
+    assert readme.rewritten(empty).count("| 0.75, 0.75 | 0, 0 | 0.5, 0.5 | 0.25 to 0.5 | no |") == 3
     found = curves_of(0.0, 0.0)
     ours, theirs = (found["models"]["unet"]["losses"][name]["loss"] for name in ("upconv", "torch"))
     ours[44] += 1.0

@@ -52,8 +52,8 @@ def accelerate(model: Model, *, convolutions: bool = False, report: Report | Non
         convolutions: also ``Conv1d``, ``Conv2d`` and ``Conv3d``. A convolution and its gradients are gradients of a
             transposed one, and the kernels of those compute it where they are expected to be faster than cuDNN: on a
             Hopper GPU in TF32, bfloat16 or float16, in NCHW above all; and, in training, where a call is so short that
-            the host's time decides. Other calls stay PyTorch's,
-            and of a call other passes, in channels_last often all but the gradient for the weight.
+            the host's time decides. Other calls stay PyTorch's, and of a call other passes, in channels_last often all
+            but the gradient for the weight.
         report: called with a line for every convolution found: swapped, or left and why (``print`` will do).
             The same lines go to the logger ``upconv`` at level INFO.
 

@@ -175,22 +175,6 @@ def convolution(
     return _forward(chosen, input, weight, bias, own)
 
 
-def left(
-    rank: int,
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    stride: tuple[int, ...],
-    padding: tuple[int, ...],
-    dilation: tuple[int, ...],
-) -> bool:
-    """Of a call that `convolution` did not compute: whether the rule leaves all like it to PyTorch's operator."""
-    if not _plain(weight) or not (bias is None or _plain(bias)) or ops._observed():
-        return False
-    chosen = _find(rank, input, weight, bias, stride, padding, dilation, _replayed())
-    return chosen is None or not (chosen.for_output or chosen.for_weight)
-
-
 # --- which calls -----------------------------------------------------------------------------------------------------
 
 _seen: dict[int, calls.Seen[Convolution]] = {}

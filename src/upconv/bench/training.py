@@ -353,4 +353,4 @@ def _peak(trainer: Trainer, device: torch.device) -> int | None:
         trainer()
         torch.cuda.synchronize(device)
         found.append(torch.cuda.max_memory_allocated(device) - before)
-    return sorted(found)[1]
+    return int(median(found))
