@@ -475,7 +475,7 @@ def stubs(monkeypatch: pytest.MonkeyPatch) -> Stubs:
         def clusters(self, device: int, blocks: int) -> int:
             return 132
 
-    def kernel(source: str, entry: str, arch: str, label: str) -> str:
+    def kernel(source: str, entry: str, arch: str, label: str, keep: bool = True) -> str:
         found.loaded.append(entry)
         return entry
 
@@ -484,8 +484,10 @@ def stubs(monkeypatch: pytest.MonkeyPatch) -> Stubs:
         return struct.pack("<16Q", *[address] * 16)
 
     monkeypatch.setattr(jit, "kernel", kernel)
-    for module in (packs, gather, wgrad, staged, direct_wgrad, relayout, unshuffle):
+    monkeypatch.setattr(jit, "at_hand", lambda source, arch, label="": True)
+    for module in (packs, wgrad, staged, direct_wgrad, relayout, unshuffle):
         monkeypatch.setattr(module, "Launcher", Launcher)
+    for module in (packs, gather, wgrad, staged, direct_wgrad, relayout, unshuffle):
         monkeypatch.setattr(module, "gpu_of", lambda device: H200)
     for module in (packs, wgrad):
         monkeypatch.setattr(module, "bind", lambda device: None)

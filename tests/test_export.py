@@ -300,15 +300,17 @@ made: list[Recorder] = []
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Recorder]:
     made.clear()
-    for family in (packs, gather, direct, wgrad, direct_wgrad, staged):
+    for family in (packs, direct, wgrad, direct_wgrad, staged):
         monkeypatch.setattr(family, "Launcher", Recorder)
+    for family in (packs, gather, direct, wgrad, direct_wgrad, staged):
         monkeypatch.setattr(family, "gpu_of", lambda device: H200)
     for family in (packs, gather, joined, wgrad):
         monkeypatch.setattr(family, "encode", lambda *arguments, **named: bytes(128))
     for family in (packs, wgrad):
         monkeypatch.setattr(family, "bind", lambda device: None)
     monkeypatch.setattr(wgrad, "alone", lambda t, splits, gpu: False)  # files have the two steps
-    monkeypatch.setattr(jit, "kernel", lambda text, entry, arch, label: entry)
+    monkeypatch.setattr(jit, "kernel", lambda text, entry, arch, label, keep=True: entry)
+    monkeypatch.setattr(jit, "at_hand", lambda text, arch, label: True)
     monkeypatch.setattr(program, "cuda", lambda variants, arch: "")  # specialising takes seconds
     return made
 

@@ -109,6 +109,7 @@ def draw_tiling(p: Problem, rng: random.Random, shuffle: Shuffle | None = None) 
             paired=sub == (8, 8) and tile[2] % 16 == 0 and rng.random() < 0.7,
             shuffle=shuffle,
             cluster=rng.choice((1, 1, 1, 2, 3)),
+            quick=rng.random() < 0.2,
         )
         try:
             return tiling.checked(H200.shared_bytes)
@@ -802,11 +803,12 @@ def test_channels_last_gradients_take_weights_as_they_lie(
     p = layer.with_(dtype=dtype, precision=precision, layout="channels_last", pass_="grad-input", bias=False)
     loaded: list[str] = []
 
-    def kernel(source: str, entry: str, arch: str, label: str) -> str:
+    def kernel(source: str, entry: str, arch: str, label: str, keep: bool) -> str:
         loaded.append(entry + (" unpacked" if "#define WEIGHTS_BOX 1\n" in source else ""))
         return entry
 
     monkeypatch.setattr(jit, "kernel", kernel)
+    monkeypatch.setattr(jit, "at_hand", lambda source, arch, label: True)
     monkeypatch.setattr(packs, "Launcher", lambda *arguments: lambda *call: None)
     for module in (packs, gather):
         monkeypatch.setattr(module, "gpu_of", lambda device: H200)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from upconv import calls, cpu
-from upconv.cuda import engine, native
+from upconv.cuda import engine, native, provisional
 from upconv.planner import Plan
 
 if TYPE_CHECKING:
@@ -98,6 +98,8 @@ def offer(
     module = native.module()
     if module is None:
         hoped = not native.hopeless()
+        return
+    if provisional.pending():  # a tape has final kernels, and nobody is to wait for them here
         return
     if engine._capturing():  # passes that are captured do without what outlives them
         return

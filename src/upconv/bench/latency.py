@@ -30,7 +30,7 @@ import upconv
 from upconv import env, planner
 from upconv.bench import report
 from upconv.bench.timing import Repeats, interleave
-from upconv.cuda import native
+from upconv.cuda import native, provisional
 from upconv.problem import PRECISIONS, Problem
 
 Kind = Literal["host", "shapes", "training"]
@@ -222,6 +222,7 @@ def _first_calls(side: str, where: str, sizes: tuple[tuple[int, int], ...], cach
             x = torch.randn(p.batch, p.in_channels, *size, device=device)
             before = _compiled(device)
             first = _seconds(layer, x, device)
+            provisional.settle()
             after = _compiled(device)
             again = median(_seconds(layer, x, device) for _ in range(AGAIN))
             found.append((first, again, None if before is None or after is None else after - before))

@@ -25,6 +25,7 @@ from torch import Tensor
 
 import upconv
 from upconv.cpu import memory_format
+from upconv.cuda import provisional
 from upconv.problem import Pass, Precision, Problem
 
 Side = Literal["ours", "torch"]
@@ -251,6 +252,7 @@ def interleave(
             one(name, turn)
         if time.perf_counter() - begin > repeats.seconds / 4:
             break
+    provisional.settle()
     taken: dict[str, list[float]] = {name: [] for name in runs}
     begin, turn = time.perf_counter(), 0
     while turn < repeats.least or (turn < repeats.most and time.perf_counter() - begin < repeats.seconds):

@@ -542,7 +542,7 @@ def compile_all(
         return []
     from concurrent.futures import ThreadPoolExecutor, as_completed
 
-    from upconv.cuda import jit
+    from upconv.cuda import jit, provisional
 
     units: dict[tuple[str, str], tuple[str, Plan, int, Pass]] = {}
     asked = ((each.plan, each.device, pass_) for each in wanted for pass_ in each.passes(training))
@@ -578,6 +578,7 @@ def compile_all(
             _load(loaded.weight, training)
         if training and each.biased:
             _ = (loaded if each.of is None else _gradients(each.of.sums, each.device)).bias
+    provisional.settle()
     return sorted(lines)
 
 

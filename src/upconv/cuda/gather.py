@@ -7,7 +7,7 @@ The tiling's arithmetic is in `tiling`, candidates in `gather_search`, the cost 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import product
@@ -17,16 +17,16 @@ import torch
 from torch import Tensor
 
 from upconv.cuda import jit
-from upconv.cuda.axes import result_shape, source_shape
+from upconv.cuda.axes import Unfit, result_shape, source_shape
 from upconv.cuda.boxes import Tensor5, Words, channels_last, dense, encode, of_class
 from upconv.cuda.gather_model import alignment_of
 from upconv.cuda.gather_search import considered, refusal
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.gpu import gpu as gpu_of
-from upconv.cuda.launch import Counters, Launcher, as_run
+from upconv.cuda.launch import Counters, Launches, as_run
 from upconv.cuda.packs import LazyPacks, Packs, Unit, layer_text
 from upconv.cuda.tiling import CLAIMS_BYTES, Tiling
-from upconv.derived import derived
+from upconv.derived import derived, varied
 from upconv.problem import Problem
 
 # Pixels along a side of images that `batches` tries side by side. What tiles of larger ones read comes from many places
@@ -54,6 +54,7 @@ _CLAIMED, _PLACES = 0.985, 128
 # Of 1-D layers, what claims gain by what the model has (NOTES: 0.84 to 0.98 of 16 layers, of those dealt out 0.91 to
 # 1.12; kb74 TF32 was 528 us by `joined`, which is 460 by tiles that are claimed).
 _LINES_CLAIMED = 0.95
+_LONG_CODE = 40  # matrix instructions in a row, from which on NVRTC takes over a second
 _PACKED_FIRST = 3e-6  # seconds that a kernel must gain for which weights are packed before, by a launch of its own
 
 
@@ -174,11 +175,12 @@ class Choice:
         t, label = self.tiling, f"gather {layer_text(self.problem)}"
         unit, claimed = 0 if self.general else store_unit(t, self.problem), self.claimed
         source = jit.source("gather.cu", t.macros(store_unit=unit, claimed=claimed))
-        packed = Unit(label, source, ("pack", "gather"))
+        packed = Unit(label, source, ("pack", "gather"), self._quickly(lambda choice: choice.sources()[0]))
         if not self.boxable:
             return (packed,)
         boxed = jit.source("gather.cu", t.macros(boxed=True, store_unit=unit, claimed=claimed))
-        return packed, Unit(f"{label} unpacked", boxed, ("gather",))
+        quick = self._quickly(lambda choice: choice.sources()[1])
+        return packed, Unit(f"{label} unpacked", boxed, ("gather",), quick)
 
     @property
     def packing_sources(self) -> tuple[Unit, ...]:
@@ -187,7 +189,31 @@ class Choice:
             return ()
         unit = store_unit(self.tiling, self.problem)
         source = jit.source("gather.cu", self.tiling.macros(store_unit=unit, packs=True))
-        return (Unit(f"gather {layer_text(self.problem)} packing", source, ("gather",)),)
+        quick = self._quickly(lambda choice: choice.packing_sources[0])
+        return (Unit(f"gather {layer_text(self.problem)} packing", source, ("gather",), quick),)
+
+    @derived
+    def quick(self) -> Choice | None:
+        """The same to the last bit, compiled fast; None where this is, or has no such form.
+
+        NOTES: NVRTC takes 1.0 to 3.8 s for 94 choices of the benchmark's on a GPU's host, and 0.6 to 1.3 for these,
+        which take 1.12 times as long in the mean and 1.5 at most.
+        """
+        t = self.tiling
+        if t.quick or not t.wgmma or t.parts > 1 or t.longest_stretch * t.nb < _LONG_CODE:
+            return None
+        try:
+            found = replace(self, tiling=varied(t, quick=True).checked(self.gpu.shared_bytes))
+        except Unfit:
+            return None
+        if found.tiling.longest_stretch >= t.longest_stretch:
+            return None
+        alike = found.boxable, found.packs, found.claimed, found.grid, found.tiling.shared_bytes
+        return found if alike == (self.boxable, self.packs, self.claimed, self.grid, t.shared_bytes) else None
+
+    def _quickly(self, of: Callable[[Choice], Unit]) -> Callable[[], Unit | None]:
+        """What a unit has as `Unit.quick`, where ``of`` finds the unit of a choice."""
+        return lambda: None if self.quick is None else of(self.quick).passing()
 
     def prepare(self, device: int) -> Prepared:
         """Compiles (or finds) and loads the kernels for a CUDA device. Errors: those of ``jit.kernel``."""
@@ -275,11 +301,11 @@ class Prepared(BoxedPacks, LazyPacks):
         boxed = ("_run_boxed",) if self._boxed_unit is not None else ()
         return "_pack", "_run", *casting, *boxed, *(("_run_packing",) if self._choice.packs else ())
 
-    def _load_gather(self, unit: Unit, codes: str, claimed: bool) -> Launcher:
+    def _load_gather(self, unit: Unit, codes: str, claimed: bool) -> Launches:
         shared = self._tiling.shared_bytes + (CLAIMS_BYTES if claimed else 0)
         return self._load(unit, "gather", 512 if self._tiling.wgmma else 384, shared, codes)
 
-    def _load_form(self, boxed: bool) -> Launcher:
+    def _load_form(self, boxed: bool) -> Launches:
         """The kernel of weights that boxes bring, or of packed ones.
 
         Where no cluster of it fits on the device (on a part of one, as green contexts have), tiles have a block each
@@ -298,15 +324,15 @@ class Prepared(BoxedPacks, LazyPacks):
         return self._load_form(boxed)
 
     @cached_property
-    def _run(self) -> Launcher:
+    def _run(self) -> Launches:
         return self._load_form(False)
 
     @cached_property
-    def _run_boxed(self) -> Launcher:
+    def _run_boxed(self) -> Launches:
         return self._load_form(True)
 
     @cached_property
-    def _run_packing(self) -> Launcher:
+    def _run_packing(self) -> Launches:
         (unit,) = self._choice.packing_sources
         return self._load_gather(unit, self._codes.replace("(", "PPii(", 1), False)
 

@@ -26,7 +26,7 @@ from upconv.cuda.boxes import Five, Words, channels_last, encode, fullest
 from upconv.cuda.choosing import Chooser
 from upconv.cuda.columns import PRECISIONS, PixelTile, TileChoice, instruction
 from upconv.cuda.gpu import MAX_BOX_STEP, Gpu
-from upconv.cuda.launch import Launcher, as_run
+from upconv.cuda.launch import Launches, as_run
 from upconv.cuda.packs import LazyPacks, Unit, layer_text, rows_of_taps, run_beside
 from upconv.derived import derived
 from upconv.problem import Problem
@@ -358,16 +358,16 @@ class Prepared(LazyPacks):
     def _packed_launchers(self) -> tuple[str, ...]:
         return self._launchers
 
-    def _load_implicit(self, unit: Unit) -> Launcher:
+    def _load_implicit(self, unit: Unit) -> Launches:
         codes = f"PP({_SIZES}{'q' * 16})({'q' * 16})"
         return self._load(unit, "implicit", 128 * (1 + _CONSUMERS), self._tiling.shared_bytes, codes)
 
     @cached_property
-    def _run(self) -> Launcher:
+    def _run(self) -> Launches:
         return self._load_implicit(self._unit)
 
     @cached_property
-    def _run_turned(self) -> Launcher:
+    def _run_turned(self) -> Launches:
         assert self._boxed_unit is not None
         return self._load_implicit(self._boxed_unit)
 

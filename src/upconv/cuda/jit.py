@@ -184,7 +184,19 @@ def cubin(source: str, arch: str, label: str = "") -> bytes:
     return _cubin(source, arch, label, _key(source, arch))
 
 
-def _cubin(source: str, arch: str, label: str, key: str) -> bytes:
+def at_hand(source: str, arch: str, label: str = "") -> bool:
+    """Whether `cubin` would compile nothing. Errors: RuntimeError when NVRTC cannot be used."""
+    reason = unavailable()
+    if reason:
+        raise RuntimeError(reason)
+    key = _key(source, arch)
+    if key not in _cubins and (kept := cache.read(key, arch)) is not None:
+        _tell(f"loaded {label or 'kernel'} for sm_{arch} (cached)")
+        _cubins[key] = kept[0]
+    return key in _cubins
+
+
+def _cubin(source: str, arch: str, label: str, key: str, keep: bool = True) -> bytes:
     found = _cubins.get(key)
     if found is not None:
         return found
@@ -194,15 +206,15 @@ def _cubin(source: str, arch: str, label: str, key: str) -> bytes:
         with busy:
             found = _cubins.get(key)
             if found is None:
-                found = _cubins[key] = _load_or_compile(source, arch, label or "kernel", key)
+                found = _cubins[key] = _load_or_compile(source, arch, label or "kernel", key, keep)
     finally:
         with _lock:
             _busy.pop(key, None)
     return found
 
 
-def _load_or_compile(source: str, arch: str, label: str, key: str) -> bytes:
-    kept = cache.read(key, arch)
+def _load_or_compile(source: str, arch: str, label: str, key: str, keep: bool) -> bytes:
+    kept = cache.read(key, arch) if keep else None
     if kept is not None:
         _tell(f"loaded {label} for sm_{arch} (cached)")
         return kept[0]
@@ -210,6 +222,8 @@ def _load_or_compile(source: str, arch: str, label: str, key: str) -> bytes:
     code, _, log = _compile(source, arch, label, key)
     seconds = time.perf_counter() - start
     _tell(f"compiled {label} for sm_{arch} in {seconds:.1f} s")
+    if not keep:
+        return code
     meta = {
         "arch": arch,
         "label": label,
@@ -414,10 +428,11 @@ _kernels: dict[tuple[str, str], Kernel] = {}
 _load_lock = threading.Lock()
 
 
-def kernel(source: str, entry: str, arch: str, label: str = "") -> Kernel:
+def kernel(source: str, entry: str, arch: str, label: str = "", keep: bool = True) -> Kernel:
     """The kernel ``entry`` of a source, compiled and loaded on first use.
 
-    Errors: those of ``cubin``; ValueError for an entry that the source does not have; RuntimeError from the driver.
+    ``keep``: its code is looked for on disk, and kept there, as it is in memory. Errors: those of ``cubin``; ValueError
+    for an entry that the source does not have; RuntimeError from the driver.
     """
     reason = unavailable()
     if reason:
@@ -426,7 +441,7 @@ def kernel(source: str, entry: str, arch: str, label: str = "") -> Kernel:
     found = _kernels.get((key, entry))
     if found is not None:
         return found
-    code = _cubin(source, arch, label, key)
+    code = _cubin(source, arch, label, key, keep)
     with _load_lock:
         found = _kernels.get((key, entry))
         if found is None:

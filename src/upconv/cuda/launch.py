@@ -77,6 +77,11 @@ def noted_by(notes: Notes) -> Iterator[None]:
             _notes -= 1
 
 
+def noting() -> bool:
+    """Whether this thread's launches are noted instead of made."""
+    return _notes > 0 and getattr(_noting, "by", None) is not None
+
+
 def as_run(letters: str, values: Sequence[int | float]) -> bytes:
     """Values of some kernel parameters as `Launcher` takes a run. Errors: struct.error where they do not fit."""
     return struct.pack("<" + "".join(_CODES[letter] for letter in letters), *values)
@@ -110,6 +115,14 @@ class Counters:
             zeros = torch.zeros(self._words, dtype=torch.int32, device=like.device)
             found = self.of_streams.setdefault(stream, zeros)
         return found.data_ptr()
+
+
+class Launches(Protocol):
+    """A `Launcher`, or what stands for one."""
+
+    def __call__(self, device: int, grid: int, args: tuple[Any, ...], dependent: bool = False) -> None: ...
+
+    def clusters(self, device: int, blocks: int) -> int: ...
 
 
 class Launcher:

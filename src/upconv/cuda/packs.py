@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol, TypeVar
 
@@ -13,7 +13,8 @@ from torch import Tensor
 from upconv.cuda import jit
 from upconv.cuda.boxes import Five, Tensor5, Words, encode
 from upconv.cuda.gpu import gpu as gpu_of
-from upconv.cuda.launch import Launcher, bind
+from upconv.cuda.launch import Launcher, Launches, bind
+from upconv.cuda.provisional import Provisional
 from upconv.problem import Problem
 
 PACK_THREADS = 256  # of a block that packs weights
@@ -30,6 +31,14 @@ class Unit:
     label: str
     source: str
     entries: tuple[str, ...]
+    quick: Callable[[], Unit | None] | None = field(default=None, compare=False, repr=False)
+    """A form that compiles fast, of the same entries that compute the same to the last bit, if there is one."""
+    kept: bool = True
+    """On disk, once compiled."""
+
+    def passing(self) -> Unit:
+        """As another's `quick`."""
+        return replace(self, label=f"{self.label}, quick", kept=False)
 
 
 def run_beside(out: Tensor, run: Callable[[Tensor], None]) -> None:
@@ -52,15 +61,23 @@ class Packs:
         self._words, self._pack_blocks = words, blocks
         self.casts = p.dtype.itemsize == 2
 
-    def _load(self, unit: Unit, entry: str, threads: int, shared: int, codes: str) -> Launcher:
-        """Compiles (or finds) and loads an entry of a unit."""
-        kernel = jit.kernel(unit.source, entry, gpu_of(self._device).arch, unit.label)
-        return Launcher(kernel, threads, shared, codes)
+    def _load(self, unit: Unit, entry: str, threads: int, shared: int, codes: str) -> Launches:
+        """Compiles (or finds) and loads an entry of a unit; a `Provisional` where the unit has a quick form."""
+        arch = gpu_of(self._device).arch
 
-    def _load_pack(self, unit: Unit) -> Launcher:
+        def of(one: Unit) -> Launcher:
+            return Launcher(jit.kernel(one.source, entry, arch, one.label, one.kept), threads, shared, codes)
+
+        if unit.quick is None or jit.at_hand(unit.source, arch, unit.label) or (quick := unit.quick()) is None:
+            return of(unit)
+        if entry.startswith("pack"):  # which both forms have alike
+            return of(quick)
+        return Provisional(lambda: of(quick), lambda: jit.cubin(unit.source, arch, unit.label), lambda: of(unit))
+
+    def _load_pack(self, unit: Unit) -> Launches:
         return self._load(unit, "pack", PACK_THREADS, 0, "PPi")
 
-    def _load_pack_float(self, unit: Unit) -> Launcher:
+    def _load_pack_float(self, unit: Unit) -> Launches:
         return self._load(unit, "pack_float", PACK_THREADS, 0, "PPiPP")
 
     def _load_packing(self, unit: Unit) -> None:
@@ -166,11 +183,11 @@ class LazyPacks(Packs):
             getattr(self, name)
 
     @cached_property
-    def _pack(self) -> Launcher:
+    def _pack(self) -> Launches:
         return self._load_pack(self._unit)
 
     @cached_property
-    def _pack_float(self) -> Launcher:
+    def _pack_float(self) -> Launches:
         return self._load_pack_float(self._unit)
 
     def _weight_map(self, address: int, of: Callable[[Any, Problem, int], Words] | None = None) -> Words:

@@ -24,7 +24,7 @@ from upconv.cuda.choosing import Chooser, countable
 from upconv.cuda.columns import PRECISIONS, PixelTile, TileChoice, instruction
 from upconv.cuda.costs import LAUNCH
 from upconv.cuda.gpu import Gpu
-from upconv.cuda.launch import Launcher, as_run
+from upconv.cuda.launch import Launches, as_run
 from upconv.cuda.packs import PACK_THREADS, LazyPacks, Unit, layer_text, run_beside
 from upconv.derived import derived
 from upconv.problem import Problem
@@ -307,17 +307,17 @@ class Prepared(LazyPacks):
     def _packed_launchers(self) -> tuple[str, ...]:
         return "_pack", "_run", *(("_pack_float",) if self.casts else ())
 
-    def _load_pixels(self, unit: Unit, more: str = "") -> Launcher:
+    def _load_pixels(self, unit: Unit, more: str = "") -> Launches:
         t = self._tiling
         codes = f"PP({_SIZES}{'q' * 16 * len(t.boxes)}){more}"
         return self._load(unit, "pixels", 128 + 128 * t.consumers, t.shared_bytes, codes)
 
     @cached_property
-    def _run(self) -> Launcher:
+    def _run(self) -> Launches:
         return self._load_pixels(self._unit)
 
     @cached_property
-    def _run_boxed(self) -> Launcher:
+    def _run_boxed(self) -> Launches:
         assert self._boxed_unit is not None
         return self._load_pixels(self._boxed_unit, f"({'q' * 16})")
 

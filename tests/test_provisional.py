@@ -1,0 +1,316 @@
+"""Kernels that are compiled fast and run until their final forms are there."""
+
+from __future__ import annotations
+
+import math
+import threading
+import warnings
+from collections.abc import Iterator
+from concurrent.futures import Future
+from functools import cache as cached
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import upconv
+from test_gather import DTYPES, check, check_compiled, needs_nvrtc, small
+from upconv import replays
+from upconv.bench.suites import SUITES
+from upconv.cuda import cache, engine, gather, jit, launch, packs, provisional
+from upconv.cuda.gpu import H200
+from upconv.cuda.packs import Unit
+from upconv.cuda.provisional import Provisional
+from upconv.problem import Problem
+
+
+class Launches:
+    """Takes note of launches, and of a form's loading."""
+
+    def __init__(self) -> None:
+        self.made: list[str] = []
+
+    def form(self, name: str) -> Any:
+        launches = self
+
+        class Form:
+            def __call__(self, device: int, grid: int, args: tuple[Any, ...], dependent: bool = False) -> None:
+                launches.made.append(f"{name} {grid}")
+
+            def clusters(self, device: int, blocks: int) -> int:
+                return 7
+
+        self.made.append(f"load {name}")
+        return Form()
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
+    """Launches on a device that captures nothing."""
+    monkeypatch.setattr(provisional, "_kept", lambda device: launch.noting())
+    yield Launches()
+    assert not provisional.pending()
+
+
+# --- one form after the other ----------------------------------------------------------------------------------------
+
+
+def test_the_quick_form_runs_until_the_final_one_is_compiled(made: Launches) -> None:
+    compiled = threading.Event()
+    kernel = Provisional(lambda: made.form("quick"), compiled.wait, lambda: made.form("final"))
+    assert kernel.clusters(0, 2) == 7 and provisional.pending()
+    kernel(0, 1, ())
+    kernel(0, 2, ())
+    compiled.set()
+    future: Future[Any] | None = kernel._compiled
+    assert future is not None
+    future.result(10)
+    kernel(0, 3, ())
+    kernel(0, 4, ())
+    assert made.made == ["load quick", "quick 1", "quick 2", "load final", "final 3", "final 4"]
+
+
+def test_what_is_kept_waits_for_the_final_form(made: Launches) -> None:
+    compiled = threading.Event()
+    kernel = Provisional(lambda: made.form("quick"), compiled.wait, lambda: made.form("final"))
+    kernel(0, 1, ())
+    threading.Timer(0.05, compiled.set).start()
+    with launch.noted_by(None):  # type: ignore[arg-type]  # of nobody: nothing is kept
+        kernel(0, 2, ())
+    assert made.made[-1] == "quick 2" and not compiled.is_set()
+    with launch.noted_by(object()):  # type: ignore[arg-type]
+        kernel(0, 3, ())
+    assert compiled.is_set() and made.made == ["load quick", "quick 1", "quick 2", "load final", "final 3"]
+
+
+def test_all_are_waited_for(made: Launches) -> None:
+    compiled = threading.Event()
+    kernels = [Provisional(lambda: made.form("quick"), compiled.wait, lambda: made.form("final")) for _ in range(5)]
+    threading.Timer(0.05, compiled.set).start()
+    provisional.settle()
+    assert compiled.is_set() and made.made.count("load final") == 5
+    kernels[4](0, 9, ())
+    assert made.made[-1] == "final 9"
+
+
+def test_what_no_thread_has_begun_is_compiled_by_who_needs_it(made: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(provisional, "_THREADS", 0)
+    kernel = Provisional(lambda: made.form("quick"), lambda: made.made.append("compile"), lambda: made.form("final"))
+    kernel(0, 1, ())
+    kernel.settle()
+    kernel.settle()
+    assert made.made == ["load quick", "quick 1", "load final"]
+    monkeypatch.setattr(provisional, "_jobs", type(provisional._jobs)())
+
+
+def test_a_final_form_that_cannot_be_compiled_is_told_once(made: Launches) -> None:
+    def broken() -> None:
+        raise jit.CompileError("NVRTC 99 could not compile it.")
+
+    kernel = Provisional(lambda: made.form("quick"), broken, lambda: made.form("final"))
+    with pytest.warns(RuntimeWarning, match="keeps its quick form.*NVRTC 99 could not compile it"):
+        kernel.settle()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        kernel(0, 1, ())
+    assert made.made == ["load quick", "quick 1"]
+
+
+def test_a_quick_form_that_cannot_be_compiled_raises(made: Launches) -> None:
+    def broken() -> Any:
+        raise jit.CompileError("NVRTC 99 could not compile it.")
+
+    with pytest.raises(jit.CompileError, match="NVRTC 99"):
+        Provisional(broken, lambda: None, lambda: made.form("final"))
+    assert made.made == [] and not provisional.pending()
+
+
+def test_threads_see_either_form(made: Launches) -> None:
+    compiled, stop = threading.Event(), threading.Event()
+    kernel = Provisional(lambda: made.form("quick"), compiled.wait, lambda: made.form("final"))
+
+    def launches() -> None:
+        while not stop.is_set():
+            kernel(0, 1, ())
+
+    threads = [threading.Thread(target=launches) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    compiled.set()
+    kernel.settle()
+    stop.set()
+    for thread in threads:
+        thread.join()
+    kernel(0, 2, ())
+    assert made.made.count("load final") == 1 and made.made[-1] == "final 2"
+    assert set(made.made) <= {"load quick", "load final", "quick 1", "final 1", "final 2"}
+
+
+def test_nothing_is_recorded_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    monkeypatch.setattr(replays.native, "module", lambda: object())
+    monkeypatch.setattr(engine, "_capturing", lambda: asked.append(True) or True)
+    x, w = torch.randn(1, 4, 5, 5), torch.randn(4, 3, 3, 3, requires_grad=True)
+    given: Any = (None, None, False, x, w, None, ())
+    monkeypatch.setattr(provisional, "pending", lambda: True)
+    replays.offer(*given)
+    assert asked == []
+    monkeypatch.setattr(provisional, "pending", lambda: False)
+    replays.offer(*given)
+    assert asked == [True]
+
+
+# --- of the library's kernels ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing in memory, nothing on disk."""
+    monkeypatch.setenv("UPCONV_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.delenv("UPCONV_CACHE", raising=False)
+    for name in ("_cubins", "_busy", "_kernels", "_libraries"):
+        monkeypatch.setattr(jit, name, {})
+
+
+@needs_nvrtc
+def test_what_is_loaded_of_a_unit(cold: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[tuple[str, str]] = []
+    final, quick = (f'extern "C" __global__ void run() {{ {body} }}\n' for body in ("", ";"))
+
+    def kernel(source: str, entry: str, arch: str, label: str, keep: bool) -> str:
+        jit._cubin(source, arch, label, jit._key(source, arch), keep)
+        loaded.append((label, entry))
+        return label
+
+    monkeypatch.setattr(jit, "kernel", kernel)
+    monkeypatch.setattr(packs, "Launcher", lambda *given: given)
+    monkeypatch.setattr(packs, "gpu_of", lambda device: H200)
+    unit = Unit("it", final, ("pack", "run"), lambda: Unit("it", quick, ("pack", "run")).passing())
+    prepared = packs.Packs(Problem.make(1, 4, 4, (5, 5), 3), 0, 0, 0)
+    prepared._load(unit, "pack", 1, 0, "P")
+    run = prepared._load(unit, "run", 1, 0, "P")
+    assert isinstance(run, Provisional) and loaded == [("it, quick", "pack"), ("it, quick", "run")]
+    run.settle()
+    assert loaded.pop() == ("it", "run") and cache.contents().entries == 1  # the quick form is not on disk
+    for in_memory in (jit._cubins, {}):  # the same process, and another
+        monkeypatch.setattr(jit, "_cubins", in_memory)
+        assert not isinstance(prepared._load(unit, "run", 1, 0, "P"), Provisional)
+        assert loaded.pop() == ("it", "run")
+
+
+CASES = (
+    "kb57-tf32-nchw-fwd", "kb57-bf16-channels_last-grad-input", "kb65-tf32-nchw-fwd", "kb69-tf32-channels_last-fwd",
+    "kb72-tf32-channels_last-fwd", "kb73-tf32-channels_last-fwd", "kb73-bf16-nchw-fwd", "kb74-bf16-nchw-grad-input",
+    "dcgan2-bf16-channels_last-grad-input", "kb61-bf16-nchw-grad-input",
+)  # fmt: skip
+LAYERS = {case.name: case.problem for case in SUITES["cuda"]}
+
+
+@cached
+def chosen(case: str) -> gather.Choice:
+    """The gather-GEMM's choice for a case, which has a quick form."""
+    name, precision, layout, pass_ = case.split("-", 3)
+    p = LAYERS[name].with_(dtype=DTYPES[precision], precision=precision, layout=layout, pass_=pass_, bias=False)
+    choice = gather.choose(p, H200)
+    assert isinstance(choice, gather.Choice) and choice.quick is not None
+    return choice
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_quick_forms_take_what_final_ones_do(case: str) -> None:
+    choice = chosen(case)
+    quick, t = choice.quick, choice.tiling
+    assert quick is not None and quick.quick is None
+    q = quick.tiling
+    for key in ("entries", "packed_words", "shared_bytes", "ring_fragments", "chunks", "w_stage", "pack_blocks"):
+        assert getattr(q, key) == getattr(t, key), key
+    assert q.arguments(choice.problem) == t.arguments(choice.problem) and not q.straight
+    assert q.longest_stretch < t.longest_stretch
+    assert q.rolled == t.planewise
+    assert [u.entries for u in quick.sources()] == [u.entries for u in choice.sources()]
+
+
+def test_only_long_code_has_a_quick_form() -> None:
+    p = Problem.make(16, 256, 128, (32, 32), 2, 2, dtype=torch.bfloat16, precision="bf16")
+    short = gather.choose(p, H200)
+    assert isinstance(short, gather.Choice) and short.tiling.longest_stretch * short.tiling.nb < 40
+    assert short.quick is None
+    (unit, *_) = short.sources()
+    assert unit.quick is not None and unit.quick() is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ("kb65-tf32-nchw-fwd", "kb72-tf32-channels_last-fwd", CASES[8]))
+def test_quick_forms_compute_their_layers(case: str) -> None:
+    choice = chosen(case)
+    assert choice.quick is not None
+    check(choice.quick.tiling, small(choice.quick.tiling, choice.problem), 0)
+
+
+@needs_nvrtc
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ("kb65-tf32-nchw-fwd", "kb72-tf32-channels_last-fwd", CASES[8]))
+def test_quick_forms_compile_without_spills_to_less_code(case: str) -> None:
+    choice = chosen(case)
+    assert choice.quick is not None
+    quick, final = choice.quick.sources()[0], choice.sources()[0]
+    text = check_compiled(choice.quick.tiling, quick.source, "90a")
+    assert text.count("wgmma.mma_async") * 2 <= jit.ptx(final.source, "90a").count("wgmma.mma_async")
+
+
+# --- on a GPU --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES)
+def test_quick_forms_compute_the_same_to_the_last_bit(case: str) -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+    found = chosen(case)
+    assert found.quick is not None
+    batch = max(1, min(found.problem.batch, 2))
+    p = found.problem.with_(batch=batch)
+    order = {2: torch.channels_last, 3: torch.channels_last_3d}[p.rank] if p.layout == "channels_last" else None
+    shapes = (p.input_shape, p.output_shape) if p.pass_ == "fwd" else (p.output_shape, p.input_shape)
+    torch.manual_seed(0)
+    x, w = (torch.randn(shape, device="cuda").to(p.dtype) for shape in (shapes[0], p.weight_shape))
+    x = x if order is None else x.contiguous(memory_format=order)
+    outs = []
+    for tiling in (found.tiling, found.quick.tiling):
+        choice = gather.Choice(tiling, p, found.gpu, found.seconds, found.bound)
+        out = torch.full(shapes[1], math.nan, device="cuda", dtype=p.dtype)
+        out = out if order is None else out.contiguous(memory_format=order)
+        prepared = choice.prepare(0)
+        prepared.run(x, prepared.pack(w), None, out)
+        provisional.settle()
+        prepared.run(x, prepared.pack(w), None, out.fill_(math.nan))
+        outs.append(out)
+    assert not outs[0].isnan().any() and torch.equal(*outs)
+
+
+@pytest.mark.gpu
+def test_a_layer_on_a_gpu_with_a_cold_cache(cold: None) -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+    provisional.settle()
+    torch.manual_seed(0)
+    layer = upconv.ConvTranspose2d(64, 64, (3, 7), padding=(1, 3), device="cuda")  # as kb65 is
+    x = torch.randn(4, 64, 64, 128, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad():
+        first = layer(x)
+        assert provisional.pending()
+        again = layer(x)
+        out = torch.empty_like(first)
+        with torch.cuda.graph(graph):
+            out.copy_(layer(x))
+        assert not provisional.pending()  # what is captured is the final form
+        graph.replay()
+        final = layer(x)
+    torch.cuda.synchronize()
+    assert cache.contents().entries >= 1
+    for other in (again, out, final):
+        assert torch.equal(first, other)
+    truth = torch.nn.functional.conv_transpose2d(x.double(), layer.weight.double(), layer.bias.double(), padding=(1, 3))
+    assert (first - truth).norm() <= 1e-3 * truth.norm()
