@@ -54,7 +54,7 @@ _CLAIMED, _PLACES = 0.985, 128
 # Of 1-D layers, what claims gain by what the model has (NOTES: 0.84 to 0.98 of 16 layers, of those dealt out 0.91 to
 # 1.12; kb74 TF32 was 528 us by `joined`, which is 460 by tiles that are claimed).
 _LINES_CLAIMED = 0.95
-_LONG_CODE = 40  # matrix instructions in a row, from which on NVRTC takes over a second
+_LONG_CODE = 32  # matrix instructions in a row, from which on NVRTC takes over a second
 _PACKED_FIRST = 3e-6  # seconds that a kernel must gain for which weights are packed before, by a launch of its own
 
 
