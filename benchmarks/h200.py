@@ -31,7 +31,7 @@ from layers import some
 
 import upconv
 from upconv import env
-from upconv.bench import latency, report, run, training
+from upconv.bench import cold, latency, report, run, training
 from upconv.bench.roofline import Ceilings
 from upconv.bench.run import Job, Row
 from upconv.bench.suites import SUITES
@@ -63,7 +63,7 @@ SWEEPS: dict[str, tuple[torch.dtype, Precision, Layout, Pass]] = {
 }
 ORDER = (
     "tf32", "bf16", "gi-tf32", "gw-tf32", "gi-bf16", "gw-bf16", "step-tf32", "step-bf16", "training", "host", "shapes",
-    "cl-tf32", "cl-bf16", "gi-cl-tf32", "gw-cl-tf32", "gi-cl-bf16", "gw-cl-bf16", "ieee", "fp16", "cl-fp16",
+    "cold", "cl-tf32", "cl-bf16", "gi-cl-tf32", "gw-cl-tf32", "gi-cl-bf16", "gw-cl-bf16", "ieee", "fp16", "cl-fp16",
     "conv-tf32", "conv-bf16",
 )  # fmt: skip
 DONE, WRONG, TIME_UP = 0, 1, 3
@@ -76,6 +76,7 @@ CHILDREN = 12
 UNSWEPT: dict[str, Callable[[torch.device, bool], latency.Latency]] = {
     "host": lambda device, compiled: latency.host(device),
     "shapes": lambda device, compiled: latency.shapes(device),
+    "cold": lambda device, compiled: cold.measure(device),
     "training": lambda device, compiled: training.measure(
         device, compiled=compiled, progress=lambda case: print(f"case {case}", flush=True)
     ),

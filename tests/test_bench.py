@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import re
@@ -17,9 +18,12 @@ from rich.console import Console
 from torch import Tensor
 
 from upconv import cpu, ops, planner, reference
-from upconv.bench import check, latency, memory, report, roofline, run, suites, timing, training
+from upconv.bench import check, cold, latency, memory, report, roofline, run, suites, timing, training
 from upconv.bench.run import Job, Row
+from upconv.bench.suites import SUITES
 from upconv.bench.timing import Repeats
+from upconv.cuda import jit
+from upconv.cuda.gpu import H200
 from upconv.planner import Plan
 from upconv.problem import PASSES, PRECISIONS, Problem
 
@@ -653,8 +657,32 @@ def test_first_calls_are_counted_per_shape(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"s\.json lacks rows\[\]\.engine, "):
         latency.load(path)
     path.write_text(json.dumps({"schema": 1}))
-    with pytest.raises(ValueError, match="must be a report of kind host or shapes or training, got None"):
+    with pytest.raises(ValueError, match="must be a report of kind host or shapes or training or cold, got None"):
         latency.load(path)
+
+
+@pytest.mark.skipif(jit.unavailable() is not None, reason=str(jit.unavailable()))
+def test_cold_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cold, "_PRECISIONS", {"bf16": torch.bfloat16})
+    cases = [case for case in SUITES["cuda"] if case.name == "kb64"]
+    where, heard = planner.Device("cuda", gpu=H200), list[str]()
+    found = cold.of_kernels(where, CPU, cases, heard.append)
+    assert [(row["case"], row["layout"]) for row in found["rows"]] == [("kb64", "nchw")]
+    for row, case in zip(found["rows"], cases):
+        assert set(row) == set(latency.COLD_KEYS)
+        p = case.problem.with_(dtype=torch.bfloat16, precision="bf16")
+        for key, pass_ in (("fwd_s", "fwd"), ("grad_input_s", "grad-input"), ("grad_weight_s", "grad-weight")):
+            there = bool(planner.plan(p, where).choices(pass_))  # type: ignore[arg-type]
+            assert (row[key] is not None) == there and (row[key] is None or 0.05 < float(row[key]) < 60)
+    assert any(label.endswith(", quick") for label in heard) and len(heard) == len(set(heard)) > 3
+    assert any(row["later_s"] for row in found["rows"])
+    latency.save(found, tmp_path / "c.json")
+    assert latency.load(tmp_path / "c.json") == found
+    show = Console(width=200, record=True, file=io.StringIO())
+    latency.show(found, show)
+    assert "for the weight s" in show.export_text()
+    with pytest.raises(ValueError, match="--cold needs a CUDA device, for which kernels are compiled; got cpu"):
+        cold.measure(CPU)
 
 
 # --- training steps --------------------------------------------------------------------------------------------------

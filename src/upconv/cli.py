@@ -231,6 +231,9 @@ def bench(
     shapes: Annotated[
         bool, typer.Option("--shapes", help="Measure instead the first calls of a layer on ten new input sizes.")
     ] = False,
+    cold: Annotated[
+        bool, typer.Option("--cold", help="Measure instead how long a first call waits for its kernels.")
+    ] = False,
     as_exported: Annotated[
         bool,
         typer.Option(
@@ -265,12 +268,13 @@ def bench(
         else:
             where = _device(device)
             small = where.type == "cpu" if quick is None else quick
-            if host or shapes:
-                if host and shapes:
-                    raise ValueError("--host and --shapes are two runs; got both")
+            alone = [name for name, asked in (("--host", host), ("--shapes", shapes), ("--cold", cold)) if asked]
+            if alone:
+                if len(alone) > 1:
+                    raise ValueError(f"{' and '.join(alone)} are runs of their own; got {len(alone)} of them")
                 if picture:
-                    raise ValueError(f"--plot goes with neither --host nor --shapes; got {plot!r}")
-                _latency("host" if host else "shapes", where, file, console)
+                    raise ValueError(f"--plot does not go with {alone[0]}; got {plot!r}")
+                _latency(alone[0], where, file, console)
                 return
             if suite and "training" in suite:
                 if len(suite) > 1 or case or layer or picture:
@@ -328,10 +332,14 @@ def _load(path: str) -> Report:
 
 
 def _latency(kind: str, device: torch.device, file: Path | None, console: Console) -> None:
-    """The runs of ``--host`` and ``--shapes``, whose reports are tables of their own."""
-    from upconv.bench import latency
+    """The runs of ``--host``, ``--shapes`` and ``--cold``, whose reports are tables of their own."""
+    from upconv.bench import cold, latency
 
-    found = latency.host(device) if kind == "host" else latency.shapes(device)
+    if kind == "--cold":
+        with console.status("") as status:
+            found = cold.measure(device, progress=lambda label: status.update(f"compiling {label}"))
+    else:
+        found = latency.host(device) if kind == "--host" else latency.shapes(device)
     latency.show(found, console)
     if file:
         latency.save(found, file)

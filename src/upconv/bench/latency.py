@@ -1,6 +1,6 @@
 """What a call costs beside its kernel: the host's time per call of a tiny layer, and first calls on new input sizes.
 
-Whole training steps (`upconv.bench.training`) are reports of this form too.
+Whole training steps (`upconv.bench.training`) and cold kernels (`upconv.bench.cold`) are reports of this form too.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from upconv.bench.timing import Repeats, interleave
 from upconv.cuda import native, provisional
 from upconv.problem import PRECISIONS, Problem
 
-Kind = Literal["host", "shapes", "training"]
+Kind = Literal["host", "shapes", "training", "cold"]
 Value = str | int | float | None
-KINDS: tuple[Kind, ...] = ("host", "shapes", "training")
+KINDS: tuple[Kind, ...] = ("host", "shapes", "training", "cold")
 
 
 class Latency(TypedDict):
@@ -65,8 +65,16 @@ TRAINING_KEYS = (
 """Median milliseconds of a training step, PyTorch's over ours, and what a step holds at its peak beside what it holds
 between steps; ``failure`` says why a row has none. ``convolutions``: ours, plain convolutions too (older reports lack
 it)."""
+COLD_KEYS = ("case", "precision", "layout", "fwd_s", "grad_input_s", "grad_weight_s", "later_s")
+"""Seconds of NVRTC for the kernel that a pass's first call waits for longest, and for the longest of those that follow
+it in a thread; None for a pass without a kernel of ours, and where nothing follows."""
 _LATER = ("convolutions_ms", "convolutions_ratio", "convolutions_peak_bytes")  # which reports lack from before them
-KEYS: dict[Kind, tuple[str, ...]] = {"host": HOST_KEYS, "shapes": SHAPES_KEYS, "training": TRAINING_KEYS}
+KEYS: dict[Kind, tuple[str, ...]] = {
+    "host": HOST_KEYS,
+    "shapes": SHAPES_KEYS,
+    "training": TRAINING_KEYS,
+    "cold": COLD_KEYS,
+}
 
 
 def _report(kind: Kind, device: torch.device, layer: str, rows: list[dict[str, Value]]) -> Latency:
@@ -323,6 +331,15 @@ def columns(found: Latency) -> list[Column]:
             *((head, shown(key)) for head, key, shown in some if key in there),
         ]
 
+    if found["kind"] == "cold":
+        return [
+            *((key, lambda row, key=key: row[key]) for key in ("case", "precision", "layout")),
+            ("forward s", number("fwd_s")),
+            ("for the input s", number("grad_input_s")),
+            ("for the weight s", number("grad_weight_s")),
+            ("later s", number("later_s")),
+        ]
+
     every: list[tuple[str, str]] = [
         ("PyTorch first ms", "torch_ms"),
         ("tuned first ms", "torch_benchmark_ms"),
@@ -341,6 +358,7 @@ def title(found: Latency) -> str:
         "host": "host time per call, enqueued only" if found["device"].get("type") == "cuda" else "time per call",
         "shapes": "first calls on ten input sizes that the process has not seen",
         "training": "a training step: forward, loss, backward, Adam",
+        "cold": "NVRTC's time for what a first call waits for, and for what follows it in a thread",
     }[found["kind"]]
     return f"{what} · {found['layer']}"
 
@@ -352,7 +370,7 @@ def show(found: Latency, console: Console) -> None:
     grid = Table(header_style="bold", pad_edge=False)
     shown = columns(found)
     for head, _ in shown:
-        grid.add_column(head, justify="right" if head[-2:] in ("ms", "us", "ed") else "left")
+        grid.add_column(head, justify="right" if head[-2:] in ("ms", "us", "ed", " s") else "left")
     for row in found["rows"]:
         grid.add_row(*(text(row) for _, text in shown))
     console.print(grid)
