@@ -266,7 +266,7 @@ def test_planes_that_come_one_by_one() -> None:
         if tiling is None or not tiling.tensor_map:
             continue
         try:
-            tiling = replace(tiling, planewise=True).checked(H200.shared_bytes)
+            tiling = replace(tiling, planewise=True, quick=False).checked(H200.shared_bytes)
         except Unfit:
             continue
         planes = [[tiling.plane_of(offsets) for offsets, _ in block] for (block,) in tiling.entries]

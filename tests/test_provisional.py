@@ -202,7 +202,7 @@ def test_what_is_loaded_of_a_unit(cold: None, monkeypatch: pytest.MonkeyPatch) -
 CASES = (
     "kb57-tf32-nchw-fwd", "kb57-bf16-channels_last-grad-input", "kb65-tf32-nchw-fwd", "kb69-tf32-channels_last-fwd",
     "kb72-tf32-channels_last-fwd", "kb73-tf32-channels_last-fwd", "kb73-bf16-nchw-fwd", "kb74-bf16-nchw-grad-input",
-    "dcgan2-bf16-channels_last-grad-input", "kb61-bf16-nchw-grad-input",
+    "kb75-bf16-channels_last-grad-input", "dcgan2-bf16-channels_last-grad-input", "kb61-bf16-nchw-grad-input",
 )  # fmt: skip
 LAYERS = {case.name: case.problem for case in SUITES["cuda"]}
 
@@ -223,11 +223,12 @@ def test_quick_forms_take_what_final_ones_do(case: str) -> None:
     quick, t = choice.quick, choice.tiling
     assert quick is not None and quick.quick is None
     q = quick.tiling
-    for key in ("entries", "packed_words", "shared_bytes", "ring_fragments", "chunks", "w_stage", "pack_blocks"):
+    assert q.shared_bytes <= t.shared_bytes
+    for key in ("entries", "packed_words", "ring_fragments", "chunks", "w_stage", "pack_blocks"):
         assert getattr(q, key) == getattr(t, key), key
     assert q.arguments(choice.problem) == t.arguments(choice.problem) and not q.straight
     assert q.longest_stretch < t.longest_stretch
-    assert q.rolled == t.planewise
+    assert q.rolled == case.startswith("dcgan")  # planes of as many taps each; kb75's are of other numbers
     assert [u.entries for u in quick.sources()] == [u.entries for u in choice.sources()]
 
 
@@ -241,7 +242,7 @@ def test_only_long_code_has_a_quick_form() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ("kb65-tf32-nchw-fwd", "kb72-tf32-channels_last-fwd", CASES[8]))
+@pytest.mark.parametrize("case", ("kb65-tf32-nchw-fwd", "kb72-tf32-channels_last-fwd", *CASES[8:10]))
 def test_quick_forms_compute_their_layers(case: str) -> None:
     choice = chosen(case)
     assert choice.quick is not None
@@ -250,7 +251,7 @@ def test_quick_forms_compute_their_layers(case: str) -> None:
 
 @needs_nvrtc
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ("kb65-tf32-nchw-fwd", "kb72-tf32-channels_last-fwd", CASES[8]))
+@pytest.mark.parametrize("case", ("kb65-tf32-nchw-fwd", "kb72-tf32-channels_last-fwd", *CASES[8:10]))
 def test_quick_forms_compile_without_spills_to_less_code(case: str) -> None:
     choice = chosen(case)
     assert choice.quick is not None
@@ -296,7 +297,7 @@ def test_a_layer_on_a_gpu_with_a_cold_cache(cold: None) -> None:
     provisional.settle()
     torch.manual_seed(0)
     layer = upconv.ConvTranspose2d(64, 64, (3, 7), padding=(1, 3), device="cuda")  # as kb65 is
-    x = torch.randn(4, 64, 64, 128, device="cuda")
+    x = torch.randn(8, 64, 128, 128, device="cuda")
     graph = torch.cuda.CUDAGraph()
     with torch.no_grad():
         first = layer(x)

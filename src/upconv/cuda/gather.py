@@ -208,8 +208,13 @@ class Choice:
             return None
         if found.tiling.longest_stretch >= t.longest_stretch:
             return None
-        alike = found.boxable, found.packs, found.claimed, found.grid, found.tiling.shared_bytes
-        return found if alike == (self.boxable, self.packs, self.claimed, self.grid, t.shared_bytes) else None
+        alike = (found.boxable, found.packs, found.claimed, found.grid) == (
+            self.boxable,
+            self.packs,
+            self.claimed,
+            self.grid,
+        )
+        return found if alike and found.tiling.shared_bytes <= t.shared_bytes else None
 
     def _quickly(self, of: Callable[[Choice], Unit]) -> Callable[[], Unit | None]:
         """What a unit has as `Unit.quick`, where ``of`` finds the unit of a choice."""

@@ -145,7 +145,7 @@ class Tiling(TiledWeights):
             raise Unfit("whole images come by boxes, of which none may end in the next group")
         if self.problem.batch_as_width and not (self.tensor_map and not self.bare and self.shuffle is None):
             raise Unfit("a batch as width is read by boxes, and stored by one of the epilogues")
-        if self.planewise and not self._planes_in_turn:
+        if self.plane_barriers > 1 and not self._planes_in_turn:
             raise Unfit("not every variant reads all planes in turn in one stretch of code")
         if self.drained and not self._drainable:
             raise Unfit("the tensor copy engine stores 16-bit outputs of whole rows, in NCHW of two dimensions")

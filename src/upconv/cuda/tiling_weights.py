@@ -265,6 +265,10 @@ class TiledWeights(TiledPixels):
         return all(n % self.fragment_sets == 0 for n in steps)
 
     @_of_stretches
+    def plane_barriers(self) -> int:
+        return 1 if self.quick and not self.rolled else super().plane_barriers
+
+    @_of_stretches
     def longest_stretch(self) -> int:
         """Most steps of a stretch of code without a loop."""
         if self.straight:
