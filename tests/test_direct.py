@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
-from conftest import EVERY
+from conftest import EVERY, by_turns
 from strategies import DTYPES, forward_excess, operands, problems
 from upconv import cpu, reference
 from upconv.bench.suites import SUITES, Case
@@ -391,7 +391,9 @@ def test_every_forward_has_a_choice(p: Problem) -> None:
             assert direct.shared_words(choice.macros())[2] * 8 <= 2 * gpu.shared_bytes
 
 
-@pytest.mark.parametrize(("turn", "case"), [pytest.param(i, case, id=case.name) for i, case in enumerate(SUITE)])
+@pytest.mark.parametrize(
+    ("turn", "case"), [pytest.param(i, case, id=case.name) for i, case in by_turns(enumerate(SUITE), 2)]
+)
 def test_estimates_are_never_below_the_roof(turn: int, case: Case) -> None:
     """Half of a layer's versions: every dtype, where there are two layouts in each of them by turns."""
     found = list(variants(case.problem))

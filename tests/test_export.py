@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import upconv
-from conftest import arguments_of
+from conftest import arguments_of, by_turns
 from upconv.bench import timing
 from upconv.bench.suites import SUITES, parse_layer
 from upconv.bench.timing import precision_flags
@@ -114,7 +114,7 @@ def test_the_suite_and_the_constructors_name_the_same_problems() -> None:
     assert {f.name for f in MODELS.glob("*.py")} == {f"model_{n}.py" for n in NUMBERS}
 
 
-@pytest.mark.parametrize("number", NUMBERS)
+@pytest.mark.parametrize("number", by_turns(NUMBERS, 3))  # 4 s each
 def test_models_are_what_the_export_writes(number: int) -> None:
     if exported(number) != kernelbench(number):  # without a diff, which would take pytest a minute
         pytest.fail(f"models/model_{number}.py is stale: python -m upconv.export models")

@@ -12,7 +12,7 @@ from conftest import HOPPER, Stubs, assert_accurate, by_turns
 from one_mapped_gpu import operands
 from test_gather import check_compiled, needs_nvrtc
 from test_gather_gpu import PRECISIONS, _layer
-from upconv.cuda import gather, gather_search
+from upconv.cuda import gather, gather_search, packs
 from upconv.cuda.axes import Unfit, any_size, result_shape, source_shape
 from upconv.cuda.gpu import A100, H200, MAX_CLUSTER, Gpu, gpu
 from upconv.cuda.tiling import Tiling
@@ -131,7 +131,7 @@ def test_where_no_cluster_fits_blocks_have_tiles_of_their_own(
     weight = torch.empty(p.weight_shape, dtype=p.dtype)
     last = weight.contiguous(memory_format=torch.channels_last) if chosen.boxable else weight
     for fit, grid in ((4, chosen.grid), (0, alone.grid)):
-        monkeypatch.setattr(gather.Launcher, "clusters", lambda self, device, blocks, fit=fit: fit)
+        monkeypatch.setattr(packs.Launcher, "clusters", lambda self, device, blocks, fit=fit: fit)
         prepared = chosen.prepare(0)
         for given in (weight, last, weight):
             prepared.run(x, prepared.pack(given), None, out)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import by_turns, needs_gxx
+from conftest import by_turns, diagonal, needs_gxx
 from test_host import KERNELS, epilogue, tiles
 from upconv.cuda import boxes, gather, gather_search, jit
 from upconv.cuda.axes import Unfit, any_size, result_shape
@@ -48,7 +48,7 @@ def is_kind(t: Tiling, kind: str) -> bool:
 
 
 @needs_gxx
-@pytest.mark.parametrize(("stride", "kind"), [of for of in product(STRIDES, KINDS) if of not in NONE])
+@pytest.mark.parametrize(("stride", "kind"), [of for of in diagonal(STRIDES, KINDS) if of not in NONE])
 def test_the_kernels_source_stores_every_output(stride: int, kind: str, tmp_path: Path) -> None:
     """Compiled for the host: lanes' words, the swizzle, boxes, and a buffer that is used again."""
     channels = 40 if kind == "few channels" else 200

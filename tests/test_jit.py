@@ -449,3 +449,29 @@ def test_the_description_of_the_device_at_hand() -> None:
     assert found.capability == torch.cuda.get_device_capability(0)
     assert found.shared_per_sm - 1024 >= found.shared_bytes - 1024 > 0 and 1e8 < found.clock < 1e10
     assert jit.inspect(jit.cubin(SOURCE, found.arch))
+
+
+FORKED = (
+    BARE
+    + """
+import os, signal, threading
+from upconv.cuda import jit
+
+source = 'extern "C" __global__ void plain() {}'
+held = jit._busy.setdefault(jit._key(source, "80"), threading.Lock())
+held.acquire()  # as by a thread that compiles
+jit._lock.acquire()
+child = os.fork()
+if child == 0:
+    signal.alarm(30)
+    os._exit(0 if jit.cubin(source, "80") else 1)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+)
+
+
+@compiles
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
+def test_a_child_compiles_what_a_thread_of_its_parent_does() -> None:
+    ended = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=60)
+    assert ended.stdout.split() == ["0"], ended.stderr

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 import threading
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import Future
 from functools import cache as cached
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +87,36 @@ def test_what_is_kept_waits_for_the_final_form(made: Launches) -> None:
     assert compiled.is_set() and made.made == ["load quick", "quick 1", "quick 2", "load final", "final 3"]
 
 
+def test_a_form_that_is_compiled_holds_nobody_back(made: Launches) -> None:
+    compiled = threading.Event()
+    kernel = Provisional(lambda: made.form("quick"), compiled.wait, lambda: made.form("final"))
+    assert provisional.pending()
+    future = kernel._compiled
+    compiled.set()
+    assert future is not None and future.result(10)
+    assert not provisional.pending()  # though it was never launched
+    assert engine.compile_all([]) == []  # as a warm-up of what is loaded
+    assert made.made == ["load quick", "load final"]
+
+
+def test_an_interrupt_or_an_error_of_the_driver_is_no_end(made: Launches) -> None:
+    errors: list[BaseException] = [KeyboardInterrupt(), RuntimeError("cuLibraryLoadData returned CUDA_ERROR")]
+
+    def final() -> Any:
+        if errors:
+            raise errors.pop(0)
+        return made.form("final")
+
+    kernel = Provisional(lambda: made.form("quick"), lambda: None, final)
+    with pytest.raises(KeyboardInterrupt):
+        kernel.settle()
+    with pytest.raises(RuntimeError, match="cuLibraryLoadData"):
+        kernel.settle()
+    kernel.settle()
+    kernel(0, 1, ())
+    assert made.made == ["load quick", "load final", "final 1"]
+
+
 def test_all_are_waited_for(made: Launches) -> None:
     compiled = threading.Event()
     kernels = [Provisional(lambda: made.form("quick"), compiled.wait, lambda: made.form("final")) for _ in range(5)]
@@ -101,14 +134,14 @@ def test_what_no_thread_has_begun_is_compiled_by_who_needs_it(made: Launches, mo
     kernel.settle()
     kernel.settle()
     assert made.made == ["load quick", "quick 1", "load final"]
-    monkeypatch.setattr(provisional, "_jobs", type(provisional._jobs)())
+    provisional._jobs.clear()
 
 
 def test_a_final_form_that_cannot_be_compiled_is_told_once(made: Launches) -> None:
     def broken() -> None:
         raise jit.CompileError("NVRTC 99 could not compile it.")
 
-    kernel = Provisional(lambda: made.form("quick"), broken, lambda: made.form("final"))
+    kernel = Provisional(lambda: made.form("quick"), broken, broken)  # type: ignore[arg-type]
     with pytest.warns(RuntimeWarning, match="keeps its quick form.*NVRTC 99 could not compile it"):
         kernel.settle()
     with warnings.catch_warnings():
@@ -126,7 +159,7 @@ def test_a_quick_form_that_cannot_be_compiled_raises(made: Launches) -> None:
     assert made.made == [] and not provisional.pending()
 
 
-def test_threads_see_either_form(made: Launches) -> None:
+def test_threads_see_either_form(made: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled, stop = threading.Event(), threading.Event()
     kernel = Provisional(lambda: made.form("quick"), compiled.wait, lambda: made.form("final"))
 
@@ -135,6 +168,8 @@ def test_threads_see_either_form(made: Launches) -> None:
             kernel(0, 1, ())
 
     threads = [threading.Thread(target=launches) for _ in range(4)]
+    raised: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", raised.append)
     for thread in threads:
         thread.start()
     compiled.set()
@@ -143,8 +178,32 @@ def test_threads_see_either_form(made: Launches) -> None:
     for thread in threads:
         thread.join()
     kernel(0, 2, ())
-    assert made.made.count("load final") == 1 and made.made[-1] == "final 2"
+    assert raised == [] and made.made.count("load final") == 1 and made.made[-1] == "final 2"
     assert set(made.made) <= {"load quick", "load final", "quick 1", "final 1", "final 2"}
+
+
+ENDS = """
+import sys, time
+from upconv.cuda import provisional
+
+provisional._THREADS = 1
+
+def compile(name):
+    print("begin", name, flush=True)
+    time.sleep(0.5)
+    print("end", name, flush=True)
+
+for name in "abc":
+    provisional.Provisional(lambda: None, lambda name=name: compile(name), lambda: None)
+time.sleep(0.2)
+print("main ends", flush=True)
+"""
+
+
+def test_a_program_ends_with_what_a_thread_compiles() -> None:
+    ended = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0 and ended.stderr == ""
+    assert ended.stdout.splitlines() == ["begin a", "main ends", "end a"]
 
 
 def test_nothing_is_recorded_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,24 +329,34 @@ def test_quick_forms_compute_the_same_to_the_last_bit(case: str) -> None:
         pytest.skip("needs a Hopper GPU")
     found = chosen(case)
     assert found.quick is not None
-    batch = max(1, min(found.problem.batch, 2))
-    p = found.problem.with_(batch=batch)
+    p = found.problem.with_(batch=max(1, found.problem.batch // 4))
     order = {2: torch.channels_last, 3: torch.channels_last_3d}[p.rank] if p.layout == "channels_last" else None
     shapes = (p.input_shape, p.output_shape) if p.pass_ == "fwd" else (p.output_shape, p.input_shape)
     torch.manual_seed(0)
     x, w = (torch.randn(shape, device="cuda").to(p.dtype) for shape in (shapes[0], p.weight_shape))
     x = x if order is None else x.contiguous(memory_format=order)
-    outs = []
+    weights = [w] if order is None else [w, w.contiguous(memory_format=order)]
+    outs: list[list[torch.Tensor]] = []
     for tiling in (found.tiling, found.quick.tiling):
         choice = gather.Choice(tiling, p, found.gpu, found.seconds, found.bound)
-        out = torch.full(shapes[1], math.nan, device="cuda", dtype=p.dtype)
-        out = out if order is None else out.contiguous(memory_format=order)
-        prepared = choice.prepare(0)
-        prepared.run(x, prepared.pack(w), None, out)
-        provisional.settle()
-        prepared.run(x, prepared.pack(w), None, out.fill_(math.nan))
-        outs.append(out)
-    assert not outs[0].isnan().any() and torch.equal(*outs)
+        prepared, results = choice.prepare(0), []
+        for weight, packing, claim in product(weights, (False, True), (False, True)):
+            if packing and (claim or not prepared.packs):
+                continue
+            out = torch.full(shapes[1], math.nan, device="cuda", dtype=p.dtype)
+            out = out if order is None else out.contiguous(memory_format=order)
+            for _ in range(2):  # what was loaded, and what is launched from then on
+                out.fill_(math.nan)
+                if packing:
+                    prepared.run_packing(x, weight, None, out)
+                else:
+                    prepared.run(x, prepared.pack(weight), None, out, claim=claim)
+                provisional.settle()
+            results.append(out)
+        outs.append(results)
+    first = outs[0][0]
+    assert not first.isnan().any() and len(outs[0]) == len(outs[1]) >= 2
+    assert all(torch.equal(first, out) for out in (*outs[0], *outs[1]))
 
 
 @pytest.mark.gpu

@@ -61,7 +61,8 @@ def of_kernels(
         waits[row], later[row] = {}, []
         for pass_ in _PASSES:
             for choice in plan.choices(pass_).values():
-                for unit in choice.sources():
+                packing = getattr(choice, "packing_sources", ())  # in training, by the kernel itself
+                for unit in (*choice.sources(), *packing):
                     quick = getattr(unit, "quick", None)
                     first = (quick() if quick is not None else None) or unit
                     waits[row].setdefault(pass_, []).append(first.source)

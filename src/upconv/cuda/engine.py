@@ -536,13 +536,16 @@ def compile_all(
     """Compiles (in threads) and loads the kernels of some plans on their devices, for ``training`` all three passes'.
 
     ``progress(label, done, total)`` is called behind each source. Returns a line for each source, compiled or found in
-    the cache. Errors: RuntimeError naming problem and plan.
+    the cache; no kernel has its quick form then. Errors: RuntimeError naming problem and plan.
     """
+    from upconv.cuda import provisional
+
     if not wanted:
+        provisional.settle()
         return []
     from concurrent.futures import ThreadPoolExecutor, as_completed
 
-    from upconv.cuda import jit, provisional
+    from upconv.cuda import jit
 
     units: dict[tuple[str, str], tuple[str, Plan, int, Pass]] = {}
     asked = ((each.plan, each.device, pass_) for each in wanted for pass_ in each.passes(training))

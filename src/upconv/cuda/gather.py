@@ -196,8 +196,8 @@ class Choice:
     def quick(self) -> Choice | None:
         """The same to the last bit, compiled fast; None where this is, or has no such form.
 
-        NOTES: NVRTC takes 1.0 to 3.8 s for 94 choices of the benchmark's on a GPU's host, and 0.6 to 1.3 for these,
-        which take 1.12 times as long in the mean and 1.5 at most.
+        NOTES: NVRTC takes 1.0 to 3.8 s for 122 choices of the benchmark's on a GPU's host, and 0.6 to 1.3 for these,
+        which take 1.10 times as long in the mean and 1.5 at most.
         """
         t = self.tiling
         if t.quick or not t.wgmma or t.parts > 1 or t.longest_stretch * t.nb < _LONG_CODE:

@@ -469,3 +469,14 @@ def _drive(call: Callable[..., Any], *arguments: Any) -> Any:
     if error:
         raise RuntimeError(f"{call.__name__} returned {getattr(error, 'name', error)}")
     return results[0] if results else None
+
+
+def _forked() -> None:
+    """A child has no thread of its parent's that would give back a lock."""
+    global _lock, _load_lock
+    _lock, _load_lock = threading.Lock(), threading.Lock()
+    _busy.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)

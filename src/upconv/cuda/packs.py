@@ -72,7 +72,11 @@ class Packs:
             return of(unit)
         if entry.startswith("pack"):  # which both forms have alike
             return of(quick)
-        return Provisional(lambda: of(quick), lambda: jit.cubin(unit.source, arch, unit.label), lambda: of(unit))
+        try:
+            return Provisional(lambda: of(quick), lambda: jit.cubin(unit.source, arch, unit.label), lambda: of(unit))
+        except jit.CompileError as error:
+            jit._tell(f"{unit.label} has no quick form: {error}")
+            return of(unit)
 
     def _load_pack(self, unit: Unit) -> Launches:
         return self._load(unit, "pack", PACK_THREADS, 0, "PPi")

@@ -1,6 +1,6 @@
 """Kernels that are compiled fast and run until their final forms, compiled meanwhile in other threads, are there.
 
-NVRTC takes 1.5 to 5 s for long straight code, which nobody is to wait for at a layer's first call. Both forms compute
+NVRTC takes up to 3.8 s for long straight code, which nobody is to wait for at a layer's first call. Both forms compute
 the same to the last bit, so that nobody sees when one takes over from the other, but by the time: a quick one's may be
 1.5 times as long. Where launches are kept, on a tape or in a CUDA graph, the final form is waited for.
 """
@@ -12,7 +12,7 @@ import threading
 import warnings
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +20,9 @@ import torch
 if TYPE_CHECKING:
     from upconv.cuda.launch import Launches
 
-_THREADS = max(1, (os.cpu_count() or 1) // 2)  # at most; calls compile quick forms beside them
+# Threads at most: calls compile quick forms beside them, maybe in several processes.
+_CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+_THREADS = max(1, min(4, _CORES // 2))
 
 _lock = threading.Lock()
 _jobs: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
@@ -53,7 +55,8 @@ class Provisional:
 
     def __call__(self, device: int, grid: int, args: tuple[Any, ...], dependent: bool = False) -> None:
         """`Launcher.__call__`. Errors: its own, and the driver's for a final form that cannot be loaded."""
-        if self._compiled is not None and (self._compiled.done() or _kept(device)):
+        compiled = self._compiled
+        if compiled is not None and (compiled.done() or _kept(device)):
             self.settle()
         self._launcher(device, grid, args, dependent)
 
@@ -62,27 +65,39 @@ class Provisional:
         return self._launcher.clusters(device, blocks)
 
     def settle(self) -> None:
-        """Waits for the final form, which is launched from then on."""
+        """Waits for the final form, which is launched from then on.
+
+        One that NVRTC rejects is told of in a warning, and the quick form stays. Errors: the driver's; the next call
+        tries again.
+        """
+        from upconv.cuda.jit import CompileError
+
         with self._settling:
             if self._compiled is None:
                 return
+            if not self._compiled.cancel():
+                wait([self._compiled])  # what it failed with, `final` fails with again
             try:
-                if not self._compiled.cancel():
-                    self._compiled.result()
                 self._launcher = self._final()
-            except RuntimeError as error:
-                warnings.warn(
-                    f"A kernel keeps its quick form, which may take 1.5 times as long: {error}", RuntimeWarning, 2
-                )
-            finally:
-                self._compiled = None
-                with _lock:
-                    _pending.discard(self)
+            except CompileError as error:
+                text = f"A kernel keeps its quick form, which may take 1.5 times as long: {error}"
+                warnings.warn(text, RuntimeWarning, 2)
+            self._compiled = None
+            with _lock:
+                _pending.discard(self)
+
+    def compiling(self) -> bool:
+        """Whether the final form is not compiled yet."""
+        compiled = self._compiled
+        return compiled is not None and not compiled.done()
 
 
 def pending() -> bool:
-    """Whether a kernel's final form is not there yet."""
-    return bool(_pending)
+    """Whether a kernel's final form is being compiled, or is to be."""
+    if not _pending:
+        return False
+    with _lock:
+        return any(each.compiling() for each in _pending)
 
 
 def settle() -> None:
@@ -115,9 +130,10 @@ def _begin(job: Callable[[], Any]) -> Future[Any]:
         _threads += 1
     try:
         threading.Thread(target=_work, name="upconv-compile").start()
-    except RuntimeError:  # as many threads as the machine allows, or the program ends: who needs it compiles it
+    except RuntimeError:  # as many threads as the machine allows, or the program ends: the next launch compiles it
         with _lock:
             _threads -= 1
+        future.cancel()
     return future
 
 
@@ -125,7 +141,11 @@ def _work() -> None:
     global _threads
     while True:
         with _lock:
-            if not _jobs or not threading.main_thread().is_alive():
+            if not threading.main_thread().is_alive():  # launches of other threads compile what they need
+                for future, _ in _jobs:
+                    future.cancel()
+                _jobs.clear()
+            if not _jobs:
                 _threads -= 1
                 return
             future, job = _jobs.popleft()
@@ -144,6 +164,7 @@ def _forked() -> None:
     for future, _ in _jobs:
         future.cancel()
     _jobs.clear()
+    _pending.clear()
 
 
 if hasattr(os, "register_at_fork"):
