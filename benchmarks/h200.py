@@ -76,7 +76,9 @@ CHILDREN = 12
 UNSWEPT: dict[str, Callable[[torch.device, bool], latency.Latency]] = {
     "host": lambda device, compiled: latency.host(device),
     "shapes": lambda device, compiled: latency.shapes(device),
-    "cold": lambda device, compiled: cold.measure(device),
+    "cold": lambda device, compiled: cold.measure(
+        device, progress=lambda label: print(f"compiles {label}", flush=True)
+    ),
     "training": lambda device, compiled: training.measure(
         device, compiled=compiled, progress=lambda case: print(f"case {case}", flush=True)
     ),

@@ -16,7 +16,7 @@ from upconv.bench.suites import SUITES, Case
 from upconv.cuda import jit
 from upconv.problem import LAYOUTS, Layout, Pass, Precision
 
-COMPILERS = 4
+COMPILERS = 8
 """Threads that compile at once: a GPU's host has cores enough that none waits."""
 _PRECISIONS: dict[Precision, torch.dtype] = {"tf32": torch.float32, "bf16": torch.bfloat16}
 _PASSES: tuple[Pass, ...] = ("fwd", "grad-input", "grad-weight")
