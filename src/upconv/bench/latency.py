@@ -62,9 +62,9 @@ TRAINING_KEYS = (
     "case", "ours_ms", "convolutions_ms", "torch_ms", "compile_ms", "ratio", "convolutions_ratio", "ours_peak_bytes",
     "convolutions_peak_bytes", "torch_peak_bytes", "compile_peak_bytes", "rounds", "failure",
 )  # fmt: skip
-"""Median milliseconds of a training step, PyTorch's over ours, and what a step holds at its peak beside what it holds
-between steps; ``failure`` says why a row has none. ``convolutions``: ours, plain convolutions too (older reports lack
-it)."""
+"""Median milliseconds of a training step, PyTorch's over ours, and what a step asks memory for at its peak beside what
+it holds between steps; ``failure`` says why a row has none. ``convolutions``: ours, plain convolutions too (older
+reports lack it)."""
 COLD_KEYS = ("case", "precision", "layout", "fwd_s", "grad_input_s", "grad_weight_s", "later_s")
 """Seconds of NVRTC for the kernel that a pass's first call waits for longest, and for the longest of those that follow
 it in a thread; None for a pass without a kernel of ours, and where nothing follows."""
