@@ -547,10 +547,12 @@ def assert_capturable(prepared: Any, p: Problem) -> None:
     assert torch.equal(replayed(step)[0], out * 2)
 
 
-def half_by_turns(index: int) -> tuple[Precision, ...]:
-    """TF32 and one of the 16-bit types, whose kernels are the same but for one word, or with `EVERY` both."""
-    halves: tuple[Precision, ...] = ("bf16", "fp16")
-    return ("tf32", *by_turns(halves, 2, index))
+def precision_by_turns(index: int) -> tuple[Precision, ...]:
+    """TF32 of every other layer, of those between one of the 16-bit types, whose kernels are the same but for one word;
+    or with `EVERY` all three.
+    """
+    every: tuple[Precision, ...] = ("tf32", "bf16", "tf32", "fp16")
+    return every[1:] if EVERY else (every[index % 4],)
 
 
 def spread_by_precision(every: list[Any], precision: Precision, most: int = 4) -> list[Any]:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import EVERY, Stubs, assert_interpreted, half_by_turns, seeds
+from conftest import EVERY, Stubs, assert_interpreted, precision_by_turns, seeds
 from gather_interpreter import Ints
 from implicit_interpreter import ImplicitInterpreter
 from test_gather import DTYPES, needs_nvrtc, truth_of
@@ -300,7 +300,7 @@ def problems() -> list[Problem]:
         layer_of("gan3d1", "tf32").with_(pass_="fwd"),
         Problem.make(2, 40, 72, (30, 30), (2, 5), (2, 3), 1, layout="channels_last"),
     )
-    return [p.with_(dtype=DTYPES[each], precision=each) for i, p in enumerate(layers) for each in half_by_turns(i)]
+    return [p.with_(dtype=DTYPES[each], precision=each) for i, p in enumerate(layers) for each in precision_by_turns(i)]
 
 
 def test_boxes_beyond_the_last_channel_cost_the_model() -> None:

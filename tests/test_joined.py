@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import Stubs, half_by_turns, seeds, spread_by_precision
+from conftest import Stubs, precision_by_turns, seeds, spread_by_precision
 from joined_interpreter import JoinedInterpreter
 from test_gather import DTYPES, needs_nvrtc
 from upconv import reference
@@ -216,7 +216,7 @@ def compiled() -> list[Problem]:
         Problem.make(1, 24, 130, (8000,), 11, 1, 25, dilation=5, precision="tf32"),
         Problem.make(1, 64, 64, (256,), 3, 1, 1, precision="tf32", pass_="grad-input"),
     )
-    return [p.with_(dtype=DTYPES[each], precision=each) for i, p in enumerate(layers) for each in half_by_turns(i)]
+    return [p.with_(dtype=DTYPES[each], precision=each) for i, p in enumerate(layers) for each in precision_by_turns(i)]
 
 
 @needs_nvrtc

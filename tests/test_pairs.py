@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import EVERY, Stubs, half_by_turns, seeds, spread_by_precision
+from conftest import EVERY, Stubs, precision_by_turns, seeds, spread_by_precision
 from pairs_interpreter import PairsInterpreter
 from test_gather import DTYPES, needs_nvrtc
 from upconv import reference
@@ -174,7 +174,7 @@ def compiled() -> list[Problem]:
         Problem.make(1, 64, 64, (8, 8), 4, 2, 1, precision="tf32", pass_="grad-input"),
         Problem.make(1, 64, 64, (8, 8), 3, 2, 1, 1, precision="tf32", pass_="grad-input"),
     )
-    return [p.with_(dtype=DTYPES[each], precision=each) for i, p in enumerate(layers) for each in half_by_turns(i)]
+    return [p.with_(dtype=DTYPES[each], precision=each) for i, p in enumerate(layers) for each in precision_by_turns(i)]
 
 
 @needs_nvrtc

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import EVERY, Stubs, assert_interpreted, half_by_turns, seeds
+from conftest import EVERY, Stubs, assert_interpreted, precision_by_turns, seeds
 from pixels_interpreter import PixelsInterpreter
 from test_gather import DTYPES, needs_nvrtc, truth_of
 from upconv import planner
@@ -244,8 +244,12 @@ def problems() -> list[Problem]:
         Problem.make(16, 64, 64, (128, 128), 3, 2, 1, 1, layout="channels_last", pass_="grad-input"),
         Problem.make(2, 33, 24, (70, 70), (2, 5), (2, 3), 1, layout="channels_last", pass_="grad-input"),
     )
-    found = [p.with_(dtype=DTYPES[each], precision=each) for i, p in enumerate(layers) for each in half_by_turns(i)]
-    return found + [layer_of(name, each) for i, name in enumerate(("kb61", "kb77")) for each in half_by_turns(i)[1:]]
+    found = [
+        p.with_(dtype=DTYPES[each], precision=each) for i, p in enumerate(layers) for each in precision_by_turns(i)
+    ]
+    return found + [
+        layer_of(name, each) for i, name in enumerate(("kb61", "kb77")) for each in precision_by_turns(2 * i + 1)
+    ]
 
 
 @needs_nvrtc

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import Stubs, assert_interpreted, half_by_turns, seeds
+from conftest import Stubs, assert_interpreted, precision_by_turns, seeds
 from rows_interpreter import RowsInterpreter
 from test_gather import DTYPES, needs_nvrtc, truth_of
 from upconv import planner
@@ -217,7 +217,7 @@ def problems() -> list[Problem]:
         Problem.make(2, 8, 32, (24, 32, 40), 5, 3, 1, pass_="grad-input"),
         Problem.make(2, 24, 48, (32, 96, 96), (1, 2, 2), (1, 2, 2), pass_="grad-input"),
     )
-    return [p.with_(dtype=DTYPES[each], precision=each) for i, p in enumerate(layers) for each in half_by_turns(i)]
+    return [p.with_(dtype=DTYPES[each], precision=each) for i, p in enumerate(layers) for each in precision_by_turns(i)]
 
 
 @needs_nvrtc

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import Stubs, half_by_turns, seeds, spread_by_precision
+from conftest import Stubs, precision_by_turns, seeds, spread_by_precision
 from strides_interpreter import StridesInterpreter
 from test_gather import DTYPES, needs_nvrtc
 from upconv import reference
@@ -151,7 +151,7 @@ def compiled() -> list[Problem]:
         layer(bias=True).with_(in_channels=40, out_channels=33),
         Problem.make(1, 40, 64, (64,), 8, 2, precision="tf32"),
     )
-    return [p.with_(dtype=DTYPES[each], precision=each) for i, p in enumerate(layers) for each in half_by_turns(i)]
+    return [p.with_(dtype=DTYPES[each], precision=each) for i, p in enumerate(layers) for each in precision_by_turns(i)]
 
 
 @needs_nvrtc

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import Stubs, half_by_turns, spread_by_precision
+from conftest import Stubs, precision_by_turns, spread_by_precision
 from subpixel_interpreter import SubpixelInterpreter
 from test_gather import DTYPES, needs_nvrtc
 from upconv import reference
@@ -144,7 +144,7 @@ def compiled() -> list[Problem]:
         layer(bias=True).with_(in_channels=40, out_channels=10),
         Problem.make(1, 24, 20, (8, 8, 8), (2, 3, 4), (2, 3, 4), precision="tf32"),
     )
-    return [p.with_(dtype=DTYPES[each], precision=each) for i, p in enumerate(layers) for each in half_by_turns(i)]
+    return [p.with_(dtype=DTYPES[each], precision=each) for i, p in enumerate(layers) for each in precision_by_turns(i)]
 
 
 @needs_nvrtc

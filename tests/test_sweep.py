@@ -60,7 +60,7 @@ def check(s: Sweep, p: Problem, seed: int, blocks: int, multiprocessors: int) ->
     assert_interpreted(out, stores, truth_of(p, x, w, b))
 
 
-@pytest.mark.parametrize("seed", seeds(4, 10))
+@pytest.mark.parametrize("seed", seeds(3, 10))
 def test_random_sweeps_compute_their_layers(seed: int) -> None:
     rng = random.Random(seed)
     done = 0
