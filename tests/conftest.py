@@ -555,7 +555,7 @@ def precision_by_turns(index: int) -> tuple[Precision, ...]:
     return every[1:] if EVERY else (every[index % 4],)
 
 
-def spread_by_precision(every: list[Any], precision: Precision, most: int = 4) -> list[Any]:
+def spread_by_precision(every: list[Any], precision: Precision, most: int = 2) -> list[Any]:
     """About so many of a layer's tiles for TF32; half as many for each 16-bit type, whose kernels are the same but for
     one word, others for each.
     """

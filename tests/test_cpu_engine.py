@@ -19,7 +19,7 @@ FUNCTIONS = (None, upconv.conv_transpose1d, upconv.conv_transpose2d, upconv.conv
 
 
 @given(p=problems())
-@settings(max_examples=1000 if EVERY else 500, deadline=None)
+@settings(max_examples=1000 if EVERY else 300, deadline=None)
 def test_every_admitted_plan_computes_the_forward(p: Problem) -> None:
     x, w, b, _ = operands(p)
     for plan in cpu.FORWARD_PLANS:
@@ -78,7 +78,7 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @given(p=problems())
 @settings(
-    max_examples=500 if EVERY else 250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=500 if EVERY else 150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 def test_results_in_parts_are_the_same(small_parts: None, p: Problem) -> None:
     x, w, b, _ = operands(p)
@@ -96,7 +96,7 @@ def test_gradients_in_parts_are_the_same(small_parts: None, p: Problem) -> None:
 
 
 @given(p=gradient_problems())
-@settings(max_examples=500 if EVERY else 250, deadline=None)
+@settings(max_examples=500 if EVERY else 150, deadline=None)
 def test_both_backward_plans_compute_the_gradients(p: Problem) -> None:
     x, w, _, g = operands(p)
     for plan in cpu.BACKWARD_PLANS:
@@ -106,7 +106,7 @@ def test_both_backward_plans_compute_the_gradients(p: Problem) -> None:
 
 
 @given(p=gradient_problems())
-@settings(max_examples=500 if EVERY else 250, deadline=None)
+@settings(max_examples=500 if EVERY else 150, deadline=None)
 def test_the_public_function_and_its_gradients(p: Problem) -> None:
     """The plan that the planner chooses, through autograd, from operands that are not contiguous."""
     x, w, b, g = operands(p, seed=1)

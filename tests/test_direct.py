@@ -266,7 +266,7 @@ def check_interpreted(p: Problem, tile: Tile | Walk, seed: int) -> None:
     torch.testing.assert_close(torch.from_numpy(out), truth, rtol=1e-11, atol=1e-11)
 
 
-@settings(max_examples=150 if EVERY else 75, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150 if EVERY else 50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(problems(), st.randoms(use_true_random=False))
 def test_interpreted_tiles_compute_the_layer(p: Problem, rng: random.Random) -> None:
     candidates = list(direct.tiles(p))
@@ -274,7 +274,7 @@ def test_interpreted_tiles_compute_the_layer(p: Problem, rng: random.Random) -> 
     check_interpreted(p, rng.choice(candidates), rng.randrange(1000))
 
 
-@settings(max_examples=100 if EVERY else 40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=100 if EVERY else 25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(problems(), st.randoms(use_true_random=False))
 def test_interpreted_tiles_of_halves_compute_the_layer(p: Problem, rng: random.Random) -> None:
     """Sizes that are multiples of four, where halves travel four at a time."""

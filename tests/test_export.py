@@ -416,7 +416,7 @@ JOINED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", JOINED)
+@pytest.mark.parametrize("name", by_turns(JOINED, 2, 1))  # 4 s each
 def test_joined_rows_are_taken_where_they_can_be(name: str) -> None:
     p = layer(name, **JOINED[name])
     found = {v.pass_: v for v in host.variants(p, H200) if v.kind == "Joined"}

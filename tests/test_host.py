@@ -372,8 +372,15 @@ def test_a_slot_becomes_rows_of_channels(seed: int, whole: bool, tmp_path: Path)
     assert tiles(turn(tiling_of(seed, fit), tmp_path), seed, 40) > 500
 
 
-@pytest.mark.parametrize("classes", [(1, 2), (2, 1), (2, 2), (4, 1), (4, 2), (1, 4)])
-@pytest.mark.parametrize(("pass_", "dtype"), [("fwd", 0), ("fwd", 1), ("grad-input", 1)])
+@pytest.mark.parametrize(
+    ("classes", "pass_", "dtype"),
+    [
+        (classes, *of)
+        for classes, of in diagonal(
+            [(1, 2), (2, 1), (2, 2), (4, 1), (4, 2), (1, 4)], [("fwd", 0), ("fwd", 1), ("grad-input", 1)]
+        )
+    ],
+)
 def test_rows_that_begin_at_several_places_of_a_unit(
     classes: tuple[int, int], dtype: int, pass_: Pass, tmp_path: Path
 ) -> None:
