@@ -20,6 +20,7 @@ COMPILERS = 8
 """Threads that compile at once: a GPU's host has cores enough that none waits."""
 _PRECISIONS: dict[Precision, torch.dtype] = {"tf32": torch.float32, "bf16": torch.bfloat16}
 _PASSES: tuple[Pass, ...] = ("fwd", "grad-input", "grad-weight")
+"""In the order of the report's columns."""
 
 
 def measure(
@@ -59,15 +60,14 @@ def of_kernels(
         plan = planner.plan(case.problem.with_(dtype=dtype, precision=precision, layout=layout), where)
         row = case.name, precision, layout
         waits[row], later[row] = {}, []
-        for pass_ in _PASSES:
-            for choice in plan.choices(pass_).values():
-                packing = getattr(choice, "packing_sources", ())  # in training, by the kernel itself
-                for unit in (*choice.sources(), *packing):
-                    quick = getattr(unit, "quick", None)
-                    first = (quick() if quick is not None else None) or unit
-                    waits[row].setdefault(pass_, []).append(first.source)
-                    later[row] += [] if first is unit else [unit.source]
-                    labels.update({each.source: each.label for each in (first, unit)})
+        for pass_, choice in plan.choices("step").items():
+            packing = getattr(choice, "packing_sources", ())  # in training, by the kernel itself
+            for unit in (*choice.sources(), *packing):
+                quick = getattr(unit, "quick", None)
+                first = (quick() if quick is not None else None) or unit
+                waits[row].setdefault(pass_, []).append(first.source)
+                later[row] += [] if first is unit else [unit.source]
+                labels.update({each.source: each.label for each in (first, unit)})
 
     def seconds(source: str) -> float:
         progress(labels[source])

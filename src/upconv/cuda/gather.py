@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import product
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -56,6 +57,8 @@ _CLAIMED, _PLACES = 0.985, 128
 _LINES_CLAIMED = 0.95
 _LONG_CODE = 32  # matrix instructions in a row, from which on NVRTC takes over a second
 _PACKED_FIRST = 3e-6  # seconds that a kernel must gain for which weights are packed before, by a launch of its own
+_launched = attrgetter("boxable", "packs", "claimed", "grid")
+"""What a choice's launches go by beside the shared memory of a block."""
 
 
 @dataclass(frozen=True)
@@ -208,13 +211,8 @@ class Choice:
             return None
         if found.tiling.longest_stretch >= t.longest_stretch:
             return None
-        alike = (found.boxable, found.packs, found.claimed, found.grid) == (
-            self.boxable,
-            self.packs,
-            self.claimed,
-            self.grid,
-        )
-        return found if alike and found.tiling.shared_bytes <= t.shared_bytes else None
+        fits = found.tiling.shared_bytes <= t.shared_bytes
+        return found if fits and _launched(found) == _launched(self) else None
 
     def _quickly(self, of: Callable[[Choice], Unit]) -> Callable[[], Unit | None]:
         """What a unit has as `Unit.quick`, where ``of`` finds the unit of a choice."""

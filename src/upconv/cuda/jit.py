@@ -190,9 +190,8 @@ def at_hand(source: str, arch: str, label: str = "") -> bool:
     if reason:
         raise RuntimeError(reason)
     key = _key(source, arch)
-    if key not in _cubins and (kept := cache.read(key, arch)) is not None:
-        _tell(f"loaded {label or 'kernel'} for sm_{arch} (cached)")
-        _cubins[key] = kept[0]
+    if key not in _cubins and (kept := _from_disk(arch, label or "kernel", key)) is not None:
+        _cubins[key] = kept
     return key in _cubins
 
 
@@ -213,11 +212,18 @@ def _cubin(source: str, arch: str, label: str, key: str, keep: bool = True) -> b
     return found
 
 
+def _from_disk(arch: str, label: str, key: str) -> bytes | None:
+    kept = cache.read(key, arch)
+    if kept is None:
+        return None
+    _tell(f"loaded {label} for sm_{arch} (cached)")
+    return kept[0]
+
+
 def _load_or_compile(source: str, arch: str, label: str, key: str, keep: bool) -> bytes:
-    kept = cache.read(key, arch) if keep else None
+    kept = _from_disk(arch, label, key) if keep else None
     if kept is not None:
-        _tell(f"loaded {label} for sm_{arch} (cached)")
-        return kept[0]
+        return kept
     start = time.perf_counter()
     code, _, log = _compile(source, arch, label, key)
     seconds = time.perf_counter() - start
