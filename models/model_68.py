@@ -565,6 +565,24 @@ __device__ __forceinline__ void store(const float (&acc)[PLACES / 2], const floa
   }
 }
 
+// QUICK, a
+// loop, for which it takes 1.0.
+#define THERE(tap) ((tap) < TAPS)
+
+// Adds what `COUNT` taps of a stage give, from one on, as far as there are such.
+template <int COUNT>
+__device__ __forceinline__ void multiply_taps(float (&acc)[PLACES / 2], u32 of_taps, u32 pixels, int first,
+    int shift_h) {
+#pragma unroll
+  for (int k = 0; k < COUNT; k++) {
+    const int tap = first + k;
+    if (THERE(tap))
+      multiply(acc, ((u64)(256 >> 4) << 32 | (u64)3 << 62) | (u64)(of_taps + k * (TAP_BYTES / 16)),
+          ((u64)(256 >> 4) << 32 | (u64)3 << 62)
+              | (u64)(pixels - tap / KERNEL_W * shift_h - tap % KERNEL_W * (DILATION_W * 2)));
+  }
+}
+
 __device__ __forceinline__ void consume(const float* bias, char* y, const Sizes& s, u32 stages, u32 full, u32 empty,
     u32 ring, u32 full_w, u32 empty_w, u32 turns, u32 buffers, int own, int thread) {
   int lane = thread & 31, warp = thread >> 5;
@@ -595,19 +613,12 @@ __device__ __forceinline__ void consume(const float* bias, char* y, const Sizes&
     for (int i = 0; i < count; i++, stage.next()) {
       u32 pixels = uniform(lower(stages + stage.stage * STAGE_BYTES) + begin);
       barrier_wait(full + stage.stage * 8, stage.parity);
-#pragma unroll
+      _Pragma("unroll")
       for (int part = 0; part < STAGES_OF_SLICE; part++, weights.next()) {
         u32 of_taps = uniform(lower(ring + weights.stage * WEIGHT_BYTES));
         barrier_wait(full_w + weights.stage * 8, weights.parity);
         wgmma_fence();
-#pragma unroll
-        for (int k = 0; k < TAPS_OF_STAGE; k++) {
-          const int tap = part * TAPS_OF_STAGE + k;
-          if (tap < TAPS)
-            multiply(acc, ((u64)(256 >> 4) << 32 | (u64)3 << 62) | (u64)(of_taps + k * (TAP_BYTES / 16)),
-                ((u64)(256 >> 4) << 32 | (u64)3 << 62)
-                    | (u64)(pixels - tap / KERNEL_W * shift_h - tap % KERNEL_W * (DILATION_W * 2)));
-        }
+          multiply_taps<TAPS_OF_STAGE>(acc, of_taps, pixels, part * TAPS_OF_STAGE, shift_h);
         wgmma_commit();
         wgmma_wait<1>();
         give_back(behind_w, lane);
@@ -672,6 +683,7 @@ joined(const char* __restrict__ packed, const float* __restrict__ bias, char* __
 
 #undef SUMS
 #undef VALUE
+#undef THERE
 }  // namespace forward_joined
 
 // =====================================================================================================================

@@ -29,6 +29,7 @@ from torch import Tensor
 
 import upconv
 from upconv import calls, cpu, ops, planner, replays
+from upconv.cuda import cache as cubins
 from upconv.cuda import (
     direct_wgrad,
     gather,
@@ -116,6 +117,20 @@ def _final_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
     """On a GPU the kernels that are tested are those that stay, but in the tests of quick forms themselves."""
     if "gpu" in request.node.keywords and "test_provisional" not in request.node.nodeid:
         monkeypatch.setattr(jit, "at_hand", lambda source, arch, label="": True)
+
+
+@pytest.fixture
+def cold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """No kernel is in memory, nothing was warned of; an empty directory for the disk cache, which is returned."""
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("UPCONV_CACHE_DIR", str(folder))
+    for name in ("UPCONV_CACHE", "UPCONV_DEBUG"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("_cubins", "_busy", "_kernels", "_libraries"):
+        monkeypatch.setattr(jit, name, {})
+    for name in ("_warned", "_swept"):
+        monkeypatch.setattr(cubins, name, False)
+    return folder
 
 
 BARE = f"""

@@ -33,16 +33,9 @@ KEY = "0123456789abcdef" * 4
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The cache's directory, which does not exist yet; nothing is in memory and nothing was warned of."""
-    path = tmp_path / "cache"
-    monkeypatch.setenv("UPCONV_CACHE_DIR", str(path))
-    monkeypatch.delenv("UPCONV_CACHE", raising=False)
-    monkeypatch.delenv("UPCONV_DEBUG", raising=False)
-    monkeypatch.setattr(jit, "_cubins", {})
-    monkeypatch.setattr(cache, "_warned", False)
-    monkeypatch.setattr(cache, "_swept", False)
-    return path
+def folder(cold: Path) -> Path:
+    """The cache's directory, which does not exist yet."""
+    return cold
 
 
 def elf(number: int = 80, size: int = 4096) -> bytes:

@@ -20,6 +20,7 @@ from upconv.cuda.gpu import A100, B200, H200, RTX3090, RTX4090, RTX5090, Gpu, ar
 GPUS = (A100, RTX3090, RTX4090, H200, B200, RTX5090)
 TARGETS = [g.arch for g in GPUS]
 
+pytestmark = pytest.mark.usefixtures("cold")
 compiles = pytest.mark.skipif(jit.unavailable() is not None, reason=str(jit.unavailable()))
 
 # Entries with static shared memory, without any, and with an array indexed at run time, which lives in local memory.
@@ -44,20 +45,6 @@ extern "C" __global__ void local(double* x, int n) {
     x[0] = a[n % 40];
 }
 """
-
-
-@pytest.fixture(autouse=True)
-def cold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Nothing in memory, and an empty directory for the disk cache, which is returned."""
-    folder = tmp_path / "cache"
-    monkeypatch.setenv("UPCONV_CACHE_DIR", str(folder))
-    monkeypatch.delenv("UPCONV_CACHE", raising=False)
-    monkeypatch.delenv("UPCONV_DEBUG", raising=False)
-    monkeypatch.setattr(jit, "_cubins", {})
-    monkeypatch.setattr(jit, "_busy", {})
-    monkeypatch.setattr(cache, "_warned", False)
-    monkeypatch.setattr(cache, "_swept", False)
-    return folder
 
 
 @pytest.fixture

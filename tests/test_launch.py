@@ -18,7 +18,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from upconv.cuda import cache, jit
+from upconv.cuda import jit
 from upconv.cuda import launch as launch_module
 from upconv.cuda.gpu import gpu
 from upconv.cuda.jit import Kernel
@@ -311,7 +311,7 @@ def test_threads_do_not_share_arguments(driver: Driver) -> None:
 
 
 @pytest.mark.skipif(jit.unavailable() is not None, reason=str(jit.unavailable()))
-def test_a_source_is_loaded_once_for_all_its_entries(driver: Driver, fresh: None) -> None:
+def test_a_source_is_loaded_once_for_all_its_entries(driver: Driver, cold: Path) -> None:
     fill = jit.kernel(SOURCE, "fill", "90a", "test")
     mirror = jit.kernel(SOURCE, "mirror", "90a", "test")
     assert jit.kernel(SOURCE, "fill", "90a") is fill and mirror is not fill
@@ -418,15 +418,6 @@ extern "C" __global__ void spin(float* x, long long cycles) {
 """
 
 
-@pytest.fixture
-def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No kernel is loaded or kept."""
-    monkeypatch.setenv("UPCONV_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(cache, "_warned", False)
-    for name in ("_cubins", "_libraries", "_kernels"):
-        monkeypatch.setattr(jit, name, {})
-
-
 def real(entry: str, block: int, shared: int, arguments: str) -> Launcher:
     torch.cuda.init()
     return Launcher(jit.kernel(SOURCE, entry, gpu(0).arch, "test"), block, shared, arguments)
@@ -437,7 +428,7 @@ def filled(n: int, value: float) -> torch.Tensor:
 
 
 @pytest.mark.gpu
-def test_a_kernel_computes(fresh: None) -> None:
+def test_a_kernel_computes(cold: Path) -> None:
     launch = real("fill", 128, 0, "Piqf")
     x = torch.zeros(1000, device="cuda")
     launch(0, 8, (x.data_ptr(), 999, 3 << 40, 0.5))
@@ -447,7 +438,7 @@ def test_a_kernel_computes(fresh: None) -> None:
 
 
 @pytest.mark.gpu
-def test_a_block_gets_all_the_shared_memory_there_is(fresh: None) -> None:
+def test_a_block_gets_all_the_shared_memory_there_is(cold: Path) -> None:
     torch.cuda.init()
     kernel = jit.kernel(SOURCE, "mirror", gpu(0).arch, "test")
     most = gpu(0).shared_bytes
@@ -467,7 +458,7 @@ def test_a_block_gets_all_the_shared_memory_there_is(fresh: None) -> None:
 
 
 @pytest.mark.gpu
-def test_launches_are_on_pytorchs_current_stream(fresh: None) -> None:
+def test_launches_are_on_pytorchs_current_stream(cold: Path) -> None:
     spin, fill = real("spin", 1, 0, "Pq"), real("fill", 128, 0, "Piqf")
     x = torch.zeros(100, device="cuda")
     spin(0, 1, (x.data_ptr(), 1))  # both are loaded now, for which the driver may wait
@@ -483,7 +474,7 @@ def test_launches_are_on_pytorchs_current_stream(fresh: None) -> None:
 
 
 @pytest.mark.gpu
-def test_a_new_thread_can_launch_first_of_all(fresh: None) -> None:
+def test_a_new_thread_can_launch_first_of_all(cold: Path) -> None:
     launch = real("fill", 128, 0, "Piqf")
     x = torch.zeros(100, device="cuda")
     failures: list[BaseException] = []
@@ -501,7 +492,7 @@ def test_a_new_thread_can_launch_first_of_all(fresh: None) -> None:
 
 
 @pytest.mark.gpu
-def test_a_kernel_can_be_loaded_and_launched_while_a_graph_is_captured(fresh: None) -> None:
+def test_a_kernel_can_be_loaded_and_launched_while_a_graph_is_captured(cold: Path) -> None:
     x = torch.zeros(100, device="cuda")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -517,7 +508,7 @@ def test_a_kernel_can_be_loaded_and_launched_while_a_graph_is_captured(fresh: No
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_one_kernel_serves_every_device(fresh: None) -> None:
+def test_one_kernel_serves_every_device(cold: Path) -> None:
     launch = real("mirror", 256, 60000, "Pi")
     for device in (1, 0, 1):
         x = torch.randn(15000, device=f"cuda:{device}")

@@ -18,10 +18,12 @@ import pytest
 import torch
 
 import upconv
+from conftest import assert_accurate, by_turns
+from one_mapped_gpu import operands, poisoned
 from test_gather import DTYPES, check, check_compiled, needs_nvrtc, small
 from upconv import replays
 from upconv.bench.suites import SUITES
-from upconv.cuda import cache, engine, gather, jit, launch, packs, provisional
+from upconv.cuda import cache, engine, gather, jit, joined, launch, packs, provisional
 from upconv.cuda.gpu import H200
 from upconv.cuda.packs import Unit
 from upconv.cuda.provisional import Provisional
@@ -223,17 +225,8 @@ def test_nothing_is_recorded_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- of the library's kernels ----------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def cold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing in memory, nothing on disk."""
-    monkeypatch.setenv("UPCONV_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.delenv("UPCONV_CACHE", raising=False)
-    for name in ("_cubins", "_busy", "_kernels", "_libraries"):
-        monkeypatch.setattr(jit, name, {})
-
-
 @needs_nvrtc
-def test_what_is_loaded_of_a_unit(cold: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_loaded_of_a_unit(cold: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded: list[tuple[str, str]] = []
     final, quick = (f'extern "C" __global__ void run() {{ {body} }}\n' for body in ("", ";"))
 
@@ -289,6 +282,46 @@ def test_quick_forms_take_what_final_ones_do(case: str) -> None:
     assert q.longest_stretch < t.longest_stretch
     assert q.rolled == case.startswith("dcgan")  # planes of as many taps each; kb75's are of other numbers
     assert [u.entries for u in quick.sources()] == [u.entries for u in choice.sources()]
+
+
+JOINED = ("kb61-bf16-fwd", "kb68-tf32-fwd", "kb68-bf16-fwd", "kb69-tf32-fwd", "line-fp16-grad-input")
+
+
+@cached
+def joined_rows(case: str) -> joined.Choice:
+    """Of kb61 the last stage of a slice has fewer taps than the others, as of the line's."""
+    name, precision, pass_ = case.split("-", 2)
+    line = Problem.make(3, 70, 40, (1000,), 11, 1, 25, 0, 5)
+    p = line if name == "line" else LAYERS[name]
+    choice = joined.choose(p.with_(dtype=DTYPES[precision], precision=precision, pass_=pass_, bias=True), H200)
+    assert isinstance(choice, joined.Choice)
+    return choice
+
+
+@pytest.mark.parametrize("case", JOINED)
+def test_joined_rows_of_several_stages_have_a_quick_form(case: str) -> None:
+    choice = joined_rows(case)
+    (unit,) = choice.sources()
+    assert choice.tile.taps > choice.tile.taps_of_stage and unit.quick is not None
+    quick = unit.quick()
+    assert quick is not None and quick.quick is None and not quick.kept
+    assert quick.entries == unit.entries and quick.source != unit.source
+    few = joined.choose(LAYERS["kb74"].with_(dtype=torch.bfloat16, precision="bf16"), H200)
+    assert isinstance(few, joined.Choice) and few.tile.taps == few.tile.taps_of_stage
+    assert few.sources()[0].quick is None
+
+
+@needs_nvrtc
+@pytest.mark.slow
+@pytest.mark.parametrize("case", by_turns(JOINED, 2, 1))
+def test_quick_joined_rows_compile_without_spills_to_less_code(case: str) -> None:
+    (final,) = joined_rows(case).sources()
+    assert final.quick is not None
+    quick = final.quick()
+    assert quick is not None
+    code, text, log = jit.built(quick.source, H200.arch, quick.label)
+    assert all(local == 0 for _, local, _ in jit.inspect(code).values()) and jit.serialised(log) is None
+    assert 0 < text.count("wgmma.mma_async") < jit.ptx(final.source, H200.arch).count("wgmma.mma_async")
 
 
 def test_only_long_code_has_a_quick_form() -> None:
@@ -360,7 +393,30 @@ def test_quick_forms_compute_the_same_to_the_last_bit(case: str) -> None:
 
 
 @pytest.mark.gpu
-def test_a_layer_on_a_gpu_with_a_cold_cache(cold: None) -> None:
+@pytest.mark.parametrize("case", JOINED)
+def test_quick_joined_rows_compute_the_same_to_the_last_bit(
+    case: str, cold: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+    monkeypatch.setattr(provisional, "_THREADS", 0)  # the final form is compiled when it is waited for
+    choice = joined_rows(case)
+    p, terms = choice.problem, choice.tile.channels[0] * choice.problem.taps
+    x, weight, bias, truth, magnitude = operands(p, terms)
+    prepared = choice.prepare(0)
+    assert isinstance(prepared._run, Provisional)
+    outs = [poisoned(p) for _ in range(2)]
+    for out in outs:
+        prepared.run(x, prepared.pack(weight), bias, out)
+        provisional.settle()
+    provisional._jobs.clear()
+    assert not isinstance(choice.prepare(0)._run, Provisional)
+    assert_accurate(outs[0], truth, magnitude, terms)
+    assert torch.equal(*outs)
+
+
+@pytest.mark.gpu
+def test_a_layer_on_a_gpu_with_a_cold_cache(cold: Path) -> None:
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a Hopper GPU")
     provisional.settle()

@@ -306,6 +306,11 @@ class Choice(OneMappedChoice[Tile]):
     def packing(self) -> tuple[Any, ...]:
         return self.problem.pass_, self.problem.precision
 
+    @property
+    def long_code(self) -> bool:
+        """NOTES: of the benchmark's NVRTC takes 1.8 s for 5 stages (kb68), 1.2 to 1.5 for 3 or 2, 1.0 for a loop."""
+        return self.tile.taps > self.tile.taps_of_stage
+
     def tensor_map(self, address: int) -> Words:
         return tensor_map(self.tile, self.problem, address)
 

@@ -5,6 +5,7 @@ Such a kernel has the arguments ``(packed, bias, result, sizes..., map)`` and is
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -46,10 +47,23 @@ class OneMappedChoice(TileChoice[T]):
         """A ``CUtensorMap`` over the source at an address, as 16 signed words."""
         raise NotImplementedError
 
+    @property
+    def long_code(self) -> bool:
+        """Whether the kernel is straight code for which NVRTC takes long, and has a quick form (``QUICK``)."""
+        return False
+
     def sources(self) -> tuple[Unit, ...]:
         """What NVRTC must compile; the same for all input sizes that share the tile."""
-        source = jit.source(f"{self.family}.cu", self.tile.macros())
-        return (Unit(f"{self.family} {layer_text(self.problem)}", source, ("pack", self.family)),)
+        unit = self._unit(self.tile.macros())
+        return (replace(unit, quick=self._quick) if self.long_code else unit,)
+
+    def _quick(self) -> Unit:
+        """The same to the last bit, compiled fast."""
+        return self._unit(self.tile.macros() | {"QUICK": 1}).passing()
+
+    def _unit(self, macros: dict[str, Any]) -> Unit:
+        source = jit.source(f"{self.family}.cu", macros)
+        return Unit(f"{self.family} {layer_text(self.problem)}", source, ("pack", self.family))
 
     def prepare(self, device: int) -> Prepared:
         """Compiles (or finds) and loads the kernels for a CUDA device. Errors: those of ``jit.kernel``."""
