@@ -196,6 +196,14 @@ def run_gather(p: Problem, wanted: Callable[[Any], bool], packing: bool = False,
     run_prepared(prepared, p, packing)
 
 
+def run_quick(p: Problem) -> None:
+    """The gather-GEMM's form that compiles fast, of blocks that go round their rings again and again."""
+    choice = gather.choose(p, replace(gpu(0), multiprocessors=2))
+    if isinstance(choice, str) or choice.quick is None:
+        raise RuntimeError(f"{choice} has no quick form")
+    run_prepared(choice.quick.prepare(0), p)
+
+
 def run_sweep(p: Problem, wanted: Callable[[sweep.Sweep], bool]) -> None:
     """The first sweep of a kind."""
     found = next(s for s in sweep.candidates(p, gpu(0)) if wanted(s))
@@ -212,8 +220,11 @@ def run_choice(family: Any, p: Problem) -> None:
     run_prepared(prepared, p)
 
 
-def run_joined(p: Problem) -> None:
-    """A tile whose consumers have several tiles each and go round their rings again and again."""
+def run_joined(p: Problem, quick: bool = False) -> None:
+    """A tile whose consumers have several tiles each and go round their rings again and again; its ``quick`` form."""
+    if quick:
+        shipped = jit.source
+        jit.source = lambda file, macros: shipped(file, {**macros, "QUICK": 1})
     chip = replace(gpu(0), multiprocessors=2)
     choice = joined.choose(p, chip)
     if isinstance(choice, str) or choice.tile.tiles(p) < 4 * choice.grid:
@@ -347,6 +358,8 @@ CASES: dict[str, tuple[str, Callable[[], None]]] = {
         "gather",
         lambda: run_gather(problem(TINY, "bf16", "nchw", "fwd"), lambda t: t.beside > 0, again=True),
     ),
+    "forward-quick": ("gather", lambda: run_quick(problem(PLAIN, "tf32", "nchw", "fwd"))),
+    "planes-quick": ("gather", lambda: run_quick(problem(STRIDED, "bf16", "channels_last", "grad-input"))),
     "planes-cluster": (
         "gather",
         lambda: run_gather(problem(CROSSED_BACK, "bf16", "channels_last", "grad-input"), lambda t: t.cluster > 1),
@@ -363,6 +376,7 @@ CASES: dict[str, tuple[str, Callable[[], None]]] = {
     ),
     "joined": ("joined", lambda: run_joined(problem(SHEETS, "tf32", "nchw", "fwd"))),
     "joined-16": ("joined", lambda: run_joined(problem(SHEETS, "bf16", "nchw", "fwd"))),
+    "joined-quick": ("joined", lambda: run_joined(problem(SHEETS, "tf32", "nchw", "fwd"), quick=True)),
     "sweep": (
         "sweep",
         lambda: run_sweep(problem(DEEP, "tf32", "nchw", "fwd"), lambda s: s.slots > 1 and not s.resident),

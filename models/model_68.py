@@ -565,8 +565,6 @@ __device__ __forceinline__ void store(const float (&acc)[PLACES / 2], const floa
   }
 }
 
-// QUICK, a
-// loop, for which it takes 1.0.
 #define THERE(tap) ((tap) < TAPS)
 
 // Adds what `COUNT` taps of a stage give, from one on, as far as there are such.
@@ -613,12 +611,12 @@ __device__ __forceinline__ void consume(const float* bias, char* y, const Sizes&
     for (int i = 0; i < count; i++, stage.next()) {
       u32 pixels = uniform(lower(stages + stage.stage * STAGE_BYTES) + begin);
       barrier_wait(full + stage.stage * 8, stage.parity);
-      _Pragma("unroll")
+#pragma unroll
       for (int part = 0; part < STAGES_OF_SLICE; part++, weights.next()) {
         u32 of_taps = uniform(lower(ring + weights.stage * WEIGHT_BYTES));
         barrier_wait(full_w + weights.stage * 8, weights.parity);
         wgmma_fence();
-          multiply_taps<TAPS_OF_STAGE>(acc, of_taps, pixels, part * TAPS_OF_STAGE, shift_h);
+        multiply_taps<TAPS_OF_STAGE>(acc, of_taps, pixels, part * TAPS_OF_STAGE, shift_h);
         wgmma_commit();
         wgmma_wait<1>();
         give_back(behind_w, lane);

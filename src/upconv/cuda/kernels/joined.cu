@@ -350,13 +350,9 @@ __device__ __forceinline__ void store(const float (&acc)[PLACES / 2], const ELEM
   }
 }
 
-// A slice's stages are straight code, for which NVRTC takes 1.8 s where they are kb68's 5, of 25 taps in all; QUICK, a
-// loop, for which it takes 1.0.
 #if QUICK
-#define STRETCHES _Pragma("unroll 1")
 #define THERE(tap) true
 #else
-#define STRETCHES _Pragma("unroll")
 #define THERE(tap) ((tap) < TAPS)
 #endif
 
@@ -399,17 +395,20 @@ __device__ __forceinline__ void consume(const ELEMENT_TYPE* bias, char* y, const
     for (int i = 0; i < count; i++, stage.next()) {
       u32 pixels = uniform(lower(stages + stage.stage * STAGE_BYTES) + begin);
       barrier_wait(full + stage.stage * 8, stage.parity);
-      STRETCHES
+#if QUICK                                               // a loop, for which NVRTC takes 1.0 s where straight code takes 1.8 (kb68)
+#pragma unroll 1
+#else
+#pragma unroll
+#endif
       for (int part = 0; part < STAGES_OF_SLICE; part++, weights.next()) {
         u32 of_taps = uniform(lower(ring + weights.stage * WEIGHT_BYTES));
         barrier_wait(full_w + weights.stage * 8, weights.parity);
         wgmma_fence();
 #if QUICK && TAPS % TAPS_OF_STAGE
-        if (part == TAPS / TAPS_OF_STAGE)
-          multiply_taps<TAPS % TAPS_OF_STAGE>(acc, of_taps, pixels, part * TAPS_OF_STAGE, shift_h);
+        if (part == TAPS / TAPS_OF_STAGE) multiply_taps<TAPS % TAPS_OF_STAGE>(acc, of_taps, pixels, part * TAPS_OF_STAGE, shift_h);
         else
 #endif
-          multiply_taps<TAPS_OF_STAGE>(acc, of_taps, pixels, part * TAPS_OF_STAGE, shift_h);
+        multiply_taps<TAPS_OF_STAGE>(acc, of_taps, pixels, part * TAPS_OF_STAGE, shift_h);
         wgmma_commit();
         wgmma_wait<1>();
         give_back(behind_w, lane);
