@@ -31,8 +31,8 @@ def measure(
 ) -> Latency:
     """Seconds that NVRTC takes for the kernels of the suite's layers, none of them from a cache.
 
-    A first call waits for a quick form where a kernel has one (`upconv.cuda.provisional`). Several are compiled at once,
-    and those that take long once more, alone.
+    A first call waits for a quick form where a kernel has one (`upconv.cuda.provisional`). Several are compiled at
+    once, and those that take long once more, alone.
 
     Args:
         device: a CUDA device.
