@@ -73,17 +73,12 @@ CHILDREN = 12
 """After so many the machine itself is at fault."""
 
 
-UNSWEPT: dict[str, Callable[[torch.device, bool], latency.Latency]] = {
-    "host": lambda device, compiled: latency.host(device),
-    "shapes": lambda device, compiled: latency.shapes(device),
-    "cold": lambda device, compiled: cold.measure(
-        device, progress=lambda label: print(f"compiles {label}", flush=True)
-    ),
-    "training": lambda device, compiled: training.measure(
-        device, compiled=compiled, progress=lambda case: print(f"case {case}", flush=True)
-    ),
+UNSWEPT: dict[str, Callable[[torch.device], latency.Latency]] = {
+    "host": latency.host,
+    "shapes": latency.shapes,
+    "cold": lambda device: cold.measure(device, progress=lambda label: print(f"compiles {label}", flush=True)),
 }
-"""The reports that are measured as a whole, on a device, with ``torch.compile`` beside or without."""
+"""The reports that are measured as a whole."""
 
 
 class TimeUp(Exception):
@@ -199,7 +194,9 @@ def child(options: argparse.Namespace) -> int:
         print(f"report {name}", flush=True)
         begin = time.monotonic()
         try:
-            if name in SWEEPS:
+            if name == "training":
+                train(path, device, end, not options.eager, options.cases)
+            elif name in SWEEPS:
                 right &= sweep(name, path, device, end, options.keep, options.cases, failed.get(name, {}))
             elif name in failed:
                 right = False
@@ -208,7 +205,7 @@ def child(options: argparse.Namespace) -> int:
             ):
                 if begin > end:
                     raise TimeUp
-                found = UNSWEPT[name](device, not options.eager)
+                found = UNSWEPT[name](device)
                 found["versions"]["sources"] = sources()
                 latency.save(found, path)
         except TimeUp:
@@ -218,6 +215,29 @@ def child(options: argparse.Namespace) -> int:
             return CHILD_LOST
         print(f"done {name} {time.monotonic() - begin:.1f} s", flush=True)
     return DONE if right else CHILD_WRONG
+
+
+def train(path: Path, device: torch.device, end: float, compiled: bool, only: Sequence[str]) -> None:
+    """Training steps, model by model; those that the report has of these sources stay.
+
+    ``compiled``: with ``torch.compile`` beside. ``only``: these models, anew. Errors: TimeUp.
+    """
+    of_model: dict[str, list[dict[str, latency.Value]]] = {}
+    if path.exists() and (kept := latency.load(path))["versions"].get("sources") == sources():
+        for row in kept["rows"]:
+            of_model.setdefault(str(row["case"]).split()[0], []).append(row)
+    for case in training.cases():
+        if case.name not in only if only else case.name in of_model:
+            continue
+        if time.monotonic() > end:
+            raise TimeUp
+        found = training.measure(
+            device, [case], compiled=compiled, progress=lambda text: print(f"case {text}", flush=True)
+        )
+        of_model[case.name] = found["rows"]
+        found["versions"]["sources"] = sources()
+        found["rows"] = [row for each in training.cases() for row in of_model.get(each.name, [])]
+        latency.save(found, path)
 
 
 def parent(options: argparse.Namespace, arguments: Sequence[str]) -> int:

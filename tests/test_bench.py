@@ -5,9 +5,11 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
 import re
 import sys
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -665,6 +667,10 @@ def test_first_calls_are_counted_per_shape(tmp_path: Path) -> None:
 def test_cold_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cold, "_PRECISIONS", {"bf16": torch.bfloat16})
     monkeypatch.setattr(cold, "_AGAIN", 0.0)
+    monkeypatch.setenv("UPCONV_CACHE_DIR", str(tmp_path / "users"))
+    texts: list[str] = []
+    cubin = jit.cubin
+    monkeypatch.setattr(jit, "cubin", lambda *given: texts.append(given[0]) or cubin(*given))
     cases = [case for case in SUITES["cuda"] if case.name == "kb64"]
     where, heard = planner.Device("cuda", gpu=H200), list[str]()
     found = cold.of_kernels(where, CPU, cases, heard.append)
@@ -678,7 +684,13 @@ def test_cold_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     every = len(set(heard))  # first all at once, then again, one by one, those that a call waits for
     assert any(label.endswith(", quick") for label in heard) and len(set(heard[:every])) == every > 3
     assert set(heard[every:]) < set(heard) and len(heard[every:]) == len(set(heard[every:])) > 2
-    assert any(row["later_s"] for row in found["rows"])
+    assert len(texts) == len(set(texts)) == len(heard)  # none that could have been compiled before
+    assert not (tmp_path / "users").exists() and "CUDA_CACHE_DISABLE" not in os.environ
+    assert any(row["later_s"] for row in found["rows"]) and all(row["cached_ms"] is None for row in found["rows"])
+    heard.clear()
+    monkeypatch.setattr(jit, "cubin", lambda *given: time.sleep(0.0 if heard.count(given[2]) > 1 else 0.3))
+    with pytest.raises(RuntimeError, match=r"NVRTC took 0\.00 s for what took it 0\.3\d s: from a cache"):
+        cold.of_kernels(where, CPU, cases, heard.append)
     latency.save(found, tmp_path / "c.json")
     assert latency.load(tmp_path / "c.json") == found
     show = Console(width=200, record=True, file=io.StringIO())

@@ -1,10 +1,17 @@
-"""Cold kernels: how long NVRTC takes for what a layer's first call waits for, and for what follows it in a thread."""
+"""Cold kernels: how long NVRTC takes for what a layer's first call waits for, and for what follows it in a thread.
+
+And how long kernels take that another process has compiled, to be read from disk and loaded.
+"""
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import tempfile
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import contextmanager
 from itertools import product
 
 import torch
@@ -14,6 +21,7 @@ from upconv.bench import latency
 from upconv.bench.latency import Latency, Value
 from upconv.bench.suites import SUITES, Case
 from upconv.cuda import jit
+from upconv.cuda.packs import Unit
 from upconv.problem import LAYOUTS, Layout, Pass, Precision
 
 COMPILERS = 8
@@ -24,15 +32,18 @@ to 1.3 times as long each on a slow host, and one of 348 passes exceeds 1.5 s by
 _PRECISIONS: dict[Precision, torch.dtype] = {"tf32": torch.float32, "bf16": torch.bfloat16}
 _PASSES: tuple[Pass, ...] = ("fwd", "grad-input", "grad-weight")
 """In the order of the report's columns."""
+_CACHED = 0.1  # of the time beside others, below which a kernel alone was not compiled (NOTES: from a cache 0.04)
+
+Row = tuple[str, Precision, Layout]
 
 
 def measure(
     device: torch.device, cases: Sequence[Case] | None = None, progress: Callable[[str], object] = lambda label: None
 ) -> Latency:
-    """Seconds that NVRTC takes for the kernels of the suite's layers, none of them from a cache.
+    """Seconds that NVRTC takes for the kernels of the suite's layers, none of them from a cache; milliseconds to load.
 
     A first call waits for a quick form where a kernel has one (`upconv.cuda.provisional`). Several are compiled at
-    once, and those that take long once more, alone.
+    once, and those that take long once more, alone. Another process then loads the final forms from disk, one by one.
 
     Args:
         device: a CUDA device.
@@ -40,7 +51,8 @@ def measure(
         progress: hears of each kernel as it is compiled.
 
     Raises:
-        ValueError: ``device`` is a CPU, for which nothing is compiled; RuntimeError: NVRTC is not there.
+        ValueError: ``device`` is a CPU, for which nothing is compiled; RuntimeError: NVRTC is not there, or answers
+            from a cache of its own.
     """
     if device.type != "cuda":
         raise ValueError(f"--cold needs a CUDA device, for which kernels are compiled; got {device}")
@@ -50,42 +62,97 @@ def measure(
 def of_kernels(
     where: planner.Device, device: torch.device, cases: Sequence[Case], progress: Callable[[str], object]
 ) -> Latency:
-    """`measure`, for the kernels of any GPU that a planner's device has."""
+    """`measure`, for the kernels of any GPU that a planner's device has; they are loaded on a CUDA ``device`` alone."""
     reason = jit.unavailable()
     if reason is not None or where.gpu is None:
         raise RuntimeError(reason or f"{device} is no GPU that kernels are compiled for")
     arch = where.gpu.arch
-    waits: dict[tuple[str, Precision, Layout], dict[Pass, list[str]]] = {}
-    later: dict[tuple[str, Precision, Layout], list[str]] = {}
-    labels: dict[str, str] = {}
+    waits: dict[Row, dict[Pass, list[Unit]]] = {}
+    final: dict[Row, list[Unit]] = {}
     for case, (precision, dtype), layout in product(cases, _PRECISIONS.items(), LAYOUTS):
         if case.problem.rank == 1 and layout != "nchw":
             continue
         plan = planner.plan(case.problem.with_(dtype=dtype, precision=precision, layout=layout), where)
         row = case.name, precision, layout
-        waits[row], later[row] = {}, []
+        waits[row], final[row] = {}, []
         for pass_, choice in plan.choices("step").items():
             packing = getattr(choice, "packing_sources", ())  # in training, by the kernel itself
             for unit in (*choice.sources(), *packing):
                 quick = getattr(unit, "quick", None)
-                first = (quick() if quick is not None else None) or unit
-                waits[row].setdefault(pass_, []).append(first.source)
-                later[row] += [] if first is unit else [unit.source]
-                labels.update({each.source: each.label for each in (first, unit)})
+                waits[row].setdefault(pass_, []).append((quick() if quick is not None else None) or unit)
+                final[row].append(unit)
+    awaited = dict.fromkeys(unit for of in waits.values() for units in of.values() for unit in units)
+    every = dict.fromkeys((*awaited, *(unit for units in final.values() for unit in units)))
+    with no_caches():
+        texts = {unit: _unseen(unit.source) for unit in every}
 
-    def seconds(source: str) -> float:
-        progress(labels[source])
-        begin = time.perf_counter()
-        jit.built(source, arch, labels[source])
-        return time.perf_counter() - begin
+        def seconds(unit: Unit) -> float:
+            progress(unit.label)
+            begin = time.perf_counter()
+            jit.cubin(texts[unit], arch, unit.label)
+            return time.perf_counter() - begin
 
-    with ThreadPoolExecutor(COMPILERS) as pool:
-        took = dict(zip(labels, pool.map(seconds, labels)))
-    awaited = {source for of in waits.values() for sources in of.values() for source in sources}
-    took.update({source: seconds(source) for source in sorted(awaited) if took[source] > _AGAIN})
+        with ThreadPoolExecutor(COMPILERS) as pool:
+            took = dict(zip(every, pool.map(seconds, every)))
+        for unit in awaited:
+            if took[unit] > _AGAIN:
+                texts[unit], before = _unseen(unit.source), took[unit]
+                took[unit] = seconds(unit)
+                if took[unit] < _CACHED * before:
+                    raise RuntimeError(f"NVRTC took {took[unit]:.2f} s for what took it {before:.2f} s: from a cache")
+        loaded: dict[Unit, float] = {}
+        if device.type == "cuda":
+            units = list(dict.fromkeys(unit for of in final.values() for unit in of))
+            context = multiprocessing.get_context("spawn")
+            with ProcessPoolExecutor(1, mp_context=context) as process:
+                given = [(texts[unit], unit.entries[-1], unit.label) for unit in units]
+                loaded = dict(zip(units, process.submit(_loads, given, arch, str(device)).result()))
     rows: list[dict[str, Value]] = []
     for row, of in waits.items():
-        longest = [max((took[source] for source in of.get(pass_, [])), default=None) for pass_ in _PASSES]
-        behind = max((took[source] for source in later[row]), default=None)
-        rows.append(dict(zip(latency.COLD_KEYS, (*row, *longest, behind))))
+        longest = [max((took[unit] for unit in of.get(pass_, [])), default=None) for pass_ in _PASSES]
+        behind = max((took[unit] for unit in final[row] if unit not in awaited), default=None)
+        from_disk = max((1e3 * loaded[unit] for unit in final[row] if unit in loaded), default=None)
+        rows.append(dict(zip(latency.COLD_KEYS, (*row, *longest, behind, from_disk))))
     return latency._report("cold", device, f"kernels of {len(cases)} layers", rows)
+
+
+@contextmanager
+def no_caches() -> Iterator[None]:
+    """An empty cache of kernels, in a folder that goes with it, and none of NVRTC's own.
+
+    That is the driver's (CUDA 13), in memory and on disk, which answers a text that was compiled before within 0.05 s;
+    it is off in a process that has compiled nothing before.
+    """
+    names = {"UPCONV_CACHE_DIR": "", "CUDA_CACHE_DISABLE": "1"}
+    before = {name: os.environ.get(name) for name in (*names, "UPCONV_CACHE")}
+    with tempfile.TemporaryDirectory(prefix="upconv-cold-") as folder:
+        os.environ.update(names, UPCONV_CACHE_DIR=folder)
+        os.environ.pop("UPCONV_CACHE", None)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                os.environ.pop(name, None)
+                if value is not None:
+                    os.environ[name] = value
+
+
+def _unseen(source: str) -> str:
+    """The same kernels in a text that nobody has compiled, wherever that would be remembered."""
+    return f"{source}\ntypedef int measured_{time.time_ns()};\n"
+
+
+def _loads(kernels: Sequence[tuple[str, str, str]], arch: str, device: str) -> list[float]:
+    """Seconds from a source, an entry and a label to a loaded kernel that another process compiled, one by one."""
+    torch.zeros(1, device=device)  # the driver's context
+    first = kernels[0]
+    jit.kernel(first[0], first[1], arch, first[2])  # libraries that a process loads once
+    found = []
+    for source, entry, label in kernels:
+        jit._kernels.clear()
+        jit._cubins.clear()
+        jit._libraries.clear()
+        begin = time.perf_counter()
+        jit.kernel(source, entry, arch, label)
+        found.append(time.perf_counter() - begin)
+    return found

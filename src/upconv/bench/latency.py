@@ -65,10 +65,12 @@ TRAINING_KEYS = (
 """Median milliseconds of a training step, PyTorch's over ours, and what a step asks memory for at its peak beside what
 it holds between steps; ``failure`` says why a row has none. ``convolutions``: ours, plain convolutions too (older
 reports lack it)."""
-COLD_KEYS = ("case", "precision", "layout", "fwd_s", "grad_input_s", "grad_weight_s", "later_s")
+COLD_KEYS = ("case", "precision", "layout", "fwd_s", "grad_input_s", "grad_weight_s", "later_s", "cached_ms")
 """Seconds of NVRTC for the kernel that a pass's first call waits for longest, and for the longest of those that follow
-it in a thread; None for a pass without a kernel of ours, and where nothing follows."""
-_LATER = ("convolutions_ms", "convolutions_ratio", "convolutions_peak_bytes")  # which reports lack from before them
+it in a thread; None for a pass without a kernel of ours, and where nothing follows. And milliseconds for the kernel
+that takes longest to load from disk (older reports lack it)."""
+# Which reports lack from before them.
+_LATER = ("convolutions_ms", "convolutions_ratio", "convolutions_peak_bytes", "cached_ms")
 KEYS: dict[Kind, tuple[str, ...]] = {
     "host": HOST_KEYS,
     "shapes": SHAPES_KEYS,
@@ -213,7 +215,7 @@ def shapes(device: torch.device, sizes: tuple[tuple[int, int], ...] = SIZES) -> 
 
 
 def _first_calls(side: str, where: str, sizes: tuple[tuple[int, int], ...], cache: str, threads: int) -> list[First]:
-    os.environ["UPCONV_CACHE_DIR"] = cache
+    os.environ.update(UPCONV_CACHE_DIR=cache, CUDA_CACHE_DISABLE="1")  # nor has NVRTC's own cache anything
     os.environ.pop("UPCONV_CACHE", None)
     torch.set_num_threads(threads)
     device = torch.device(where)
@@ -338,6 +340,7 @@ def columns(found: Latency) -> list[Column]:
             ("for the input s", number("grad_input_s")),
             ("for the weight s", number("grad_weight_s")),
             ("later s", number("later_s")),
+            ("from disk ms", number("cached_ms")),
         ]
 
     every: list[tuple[str, str]] = [
@@ -358,7 +361,7 @@ def title(found: Latency) -> str:
         "host": "host time per call, enqueued only" if found["device"].get("type") == "cuda" else "time per call",
         "shapes": "first calls on ten input sizes that the process has not seen",
         "training": "a training step: forward, loss, backward, Adam",
-        "cold": "NVRTC's time for what a first call waits for, and for what follows it in a thread",
+        "cold": "NVRTC's time for what a first call waits for, for what follows it in a thread, and to load from disk",
     }[found["kind"]]
     return f"{what} · {found['layer']}"
 
