@@ -20,7 +20,7 @@ from rich.console import Console
 from torch import Tensor
 
 from upconv import cpu, ops, planner, reference
-from upconv.bench import check, cold, latency, memory, report, roofline, run, suites, timing, training
+from upconv.bench import check, cold, latency, memory, report, roofline, run, suites, timing, training, uncached
 from upconv.bench.run import Job, Row
 from upconv.bench.suites import SUITES
 from upconv.bench.timing import Repeats
@@ -548,7 +548,6 @@ def test_a_report_of_the_schemas_keys_alone_is_read(sample: report.Report, tmp_p
     path = tmp_path / "r.json"
     path.write_text(json.dumps({**sample, "rows": [{key: row[key] for key in keys.split()} for row in ROWS]}))
     assert report.summarise(report.load(path)["rows"])["mean_of_all"] == pytest.approx(2.0)
-    assert report.markdown(path).count("\n| ") == 6
     report.plot(report.load(path), tmp_path / "r.png")
 
 
@@ -585,20 +584,6 @@ def test_what_is_no_report_is_refused(
     with pytest.raises(ValueError) as caught:
         report.load("r.json")
     assert str(caught.value).startswith(sentence)
-
-
-def test_the_readmes_table_says_what_the_file_says(sample: report.Report, tmp_path: Path) -> None:
-    path = tmp_path / "r.json"
-    report.save(sample, path)
-    lines = report.markdown(path).splitlines()
-    assert lines[0] == "| case | layer and input | scale | PyTorch ms | upconv ms | speed-up | of roof | engine |"
-    assert lines[2] == "| A | layer A | 1 | 12.00 | 3.000 | **4.00x** | 100% | cpu:flip |"
-    assert lines[3] == "| B | layer B | 1 | 12.00 | 12.00 | 1 (PyTorch's own) | 25% | torch |"
-    assert lines[4] == "| C | layer C | 1 |  | wrong |  |  | cpu:flip |"
-    assert lines[6] == "| FSR-s3 | layer FSR-s3 | 1/256 | 12.00 | 1.500 | **8.00x** | 200% | cpu:flip |"
-    assert (
-        "geometric mean of upconv's 3 rows 2.52x" in lines[-1] and "copy 1 GB/s · matmul ieee 10 GFLOP/s" in lines[-1]
-    )
 
 
 @pytest.mark.parametrize(
@@ -685,7 +670,8 @@ def test_cold_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert any(label.endswith(", quick") for label in heard) and len(set(heard[:every])) == every > 3
     assert set(heard[every:]) < set(heard) and len(heard[every:]) == len(set(heard[every:])) > 2
     assert len(texts) == len(set(texts)) == len(heard)  # none that could have been compiled before
-    assert not (tmp_path / "users").exists() and "CUDA_CACHE_DISABLE" not in os.environ
+    assert not (tmp_path / "users").exists() and os.environ["UPCONV_CACHE_DIR"] == str(tmp_path / "users")
+    assert uncached.NO_CACHE not in jit._FLAGS
     assert any(row["later_s"] for row in found["rows"]) and all(row["cached_ms"] is None for row in found["rows"])
     heard.clear()
     monkeypatch.setattr(jit, "cubin", lambda *given: time.sleep(0.0 if heard.count(given[2]) > 1 else 0.3))
@@ -763,10 +749,38 @@ def h200(monkeypatch: pytest.MonkeyPatch):
     return h200
 
 
+def test_training_is_measured_model_by_model(h200, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, bool]] = []
+    fixed = dict.fromkeys(latency.TRAINING_KEYS, 1.0)
+
+    def measure(device: torch.device, todo: list, *, compiled: bool, progress: object) -> latency.Latency:
+        asked.append((todo[0].name, compiled))
+        rows = [
+            {**fixed, "case": f"{todo[0].name} {dtype}", "ours_ms": float(len(asked))} for dtype in ("fp32", "bf16")
+        ]
+        return latency._report("training", device, "steps", rows)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(h200.training, "measure", measure)
+    path, later = tmp_path / "h200-training.json", time.monotonic() + 60
+    names = [case.name for case in training.cases()]
+    with pytest.raises(h200.TimeUp):
+        h200.train(path, CPU, time.monotonic() - 1, True, [])
+    h200.train(path, CPU, later, True, names[2:3])
+    h200.train(path, CPU, later, True, [])  # goes on with the rest
+    assert asked == [(name, True) for name in (names[2], *names[:2], *names[3:])]
+    h200.train(path, CPU, later, False, names[:1])  # anew
+    found = latency.load(path)
+    assert [row["case"] for row in found["rows"]] == [f"{name} {dtype}" for name in names for dtype in ("fp32", "bf16")]
+    assert [row["ours_ms"] for row in found["rows"]][:6:2] == [5, 3, 1] and asked[-1] == (names[0], False)
+    monkeypatch.setattr(h200, "sources", lambda: "others")
+    h200.train(path, CPU, later, True, [])  # of these sources nothing is there
+    assert len(asked) == 5 + len(names)
+
+
 def test_every_case_that_has_a_target_is_measured_2d_first(h200) -> None:
     targets = json.loads((Path(h200.__file__).parent / "targets.json").read_text())
     assert {f"h200-{name}" for name in h200.SWEEPS} == set(targets) - {"h200-training", "h200-exported"}
-    assert set(h200.ORDER) == {*h200.SWEEPS, *h200.UNSWEPT}
+    assert set(h200.ORDER) == {*h200.SWEEPS, *h200.UNSWEPT, "training"}
     passes = {"gi": "grad-input", "gw": "grad-weight", "step": "step", "conv": "step"}
     for name in h200.SWEEPS:
         found = h200.every(name)

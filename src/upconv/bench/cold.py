@@ -6,12 +6,9 @@ And how long kernels take that another process has compiled, to be read from dis
 from __future__ import annotations
 
 import multiprocessing
-import os
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from contextlib import contextmanager
 from itertools import product
 
 import torch
@@ -20,6 +17,7 @@ from upconv import planner
 from upconv.bench import latency
 from upconv.bench.latency import Latency, Value
 from upconv.bench.suites import SUITES, Case
+from upconv.bench.uncached import no_caches, with_flags
 from upconv.cuda import jit
 from upconv.cuda.packs import Unit
 from upconv.problem import LAYOUTS, Layout, Pass, Precision
@@ -84,7 +82,7 @@ def of_kernels(
     awaited = dict.fromkeys(unit for of in waits.values() for units in of.values() for unit in units)
     every = dict.fromkeys((*awaited, *(unit for units in final.values() for unit in units)))
     with no_caches():
-        texts = {unit: _unseen(unit.source) for unit in every}
+        texts = {unit: unit.source for unit in every}
 
         def seconds(unit: Unit) -> float:
             progress(unit.label)
@@ -96,7 +94,7 @@ def of_kernels(
             took = dict(zip(every, pool.map(seconds, every)))
         for unit in awaited:
             if took[unit] > _AGAIN:
-                texts[unit], before = _unseen(unit.source), took[unit]
+                texts[unit], before = _again(unit.source), took[unit]
                 took[unit] = seconds(unit)
                 if took[unit] < _CACHED * before:
                     raise RuntimeError(f"NVRTC took {took[unit]:.2f} s for what took it {before:.2f} s: from a cache")
@@ -106,7 +104,7 @@ def of_kernels(
             context = multiprocessing.get_context("spawn")
             with ProcessPoolExecutor(1, mp_context=context) as process:
                 given = [(texts[unit], unit.entries[-1], unit.label) for unit in units]
-                loaded = dict(zip(units, process.submit(_loads, given, arch, str(device)).result()))
+                loaded = dict(zip(units, process.submit(_loads, given, arch, str(device), jit._FLAGS).result()))
     rows: list[dict[str, Value]] = []
     for row, of in waits.items():
         longest = [max((took[unit] for unit in of.get(pass_, [])), default=None) for pass_ in _PASSES]
@@ -116,35 +114,15 @@ def of_kernels(
     return latency._report("cold", device, f"kernels of {len(cases)} layers", rows)
 
 
-@contextmanager
-def no_caches() -> Iterator[None]:
-    """An empty cache of kernels, in a folder that goes with it, and none of NVRTC's own.
-
-    That is the driver's (CUDA 13), in memory and on disk, which answers a text that was compiled before within 0.05 s;
-    it is off in a process that has compiled nothing before.
-    """
-    names = {"UPCONV_CACHE_DIR": "", "CUDA_CACHE_DISABLE": "1"}
-    before = {name: os.environ.get(name) for name in (*names, "UPCONV_CACHE")}
-    with tempfile.TemporaryDirectory(prefix="upconv-cold-") as folder:
-        os.environ.update(names, UPCONV_CACHE_DIR=folder)
-        os.environ.pop("UPCONV_CACHE", None)
-        try:
-            yield
-        finally:
-            for name, value in before.items():
-                os.environ.pop(name, None)
-                if value is not None:
-                    os.environ[name] = value
+def _again(source: str) -> str:
+    """The same kernels in a text that our own caches do not know."""
+    return f"{source}// again\n"
 
 
-def _unseen(source: str) -> str:
-    """The same kernels in a text that nobody has compiled, wherever that would be remembered."""
-    return f"{source}\ntypedef int measured_{time.time_ns()};\n"
-
-
-def _loads(kernels: Sequence[tuple[str, str, str]], arch: str, device: str) -> list[float]:
+def _loads(kernels: Sequence[tuple[str, str, str]], arch: str, device: str, flags: tuple[str, ...]) -> list[float]:
     """Seconds from a source, an entry and a label to a loaded kernel that another process compiled, one by one."""
     torch.zeros(1, device=device)  # the driver's context
+    with_flags(flags)
     first = kernels[0]
     jit.kernel(first[0], first[1], arch, first[2])  # libraries that a process loads once
     found = []

@@ -9,7 +9,6 @@ import copy
 import gc
 import json
 import multiprocessing
-import os
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -30,6 +29,7 @@ import upconv
 from upconv import env, planner
 from upconv.bench import report
 from upconv.bench.timing import Repeats, interleave
+from upconv.bench.uncached import no_caches
 from upconv.cuda import native, provisional
 from upconv.problem import PRECISIONS, Problem
 
@@ -215,8 +215,13 @@ def shapes(device: torch.device, sizes: tuple[tuple[int, int], ...] = SIZES) -> 
 
 
 def _first_calls(side: str, where: str, sizes: tuple[tuple[int, int], ...], cache: str, threads: int) -> list[First]:
-    os.environ.update(UPCONV_CACHE_DIR=cache, CUDA_CACHE_DISABLE="1")  # nor has NVRTC's own cache anything
-    os.environ.pop("UPCONV_CACHE", None)
+    if side != "ours":
+        return _firsts(side, where, sizes, threads)
+    with no_caches(cache):
+        return _firsts(side, where, sizes, threads)
+
+
+def _firsts(side: str, where: str, sizes: tuple[tuple[int, int], ...], threads: int) -> list[First]:
     torch.set_num_threads(threads)
     device = torch.device(where)
     torch.backends.cudnn.benchmark = side == "torch-benchmark"

@@ -1,4 +1,4 @@
-"""The report of a run: JSON as it is kept, the table in a terminal, the table of a README, and the plots."""
+"""The report of a run: JSON as it is kept, the table in a terminal, and the plots."""
 
 from __future__ import annotations
 
@@ -298,44 +298,6 @@ def _ratio(row: Row) -> Text:
         return Text("torch", style="dim")
     # 5% is what the medians of two equal implementations differ by on a shared machine.
     return Text(f"{ratio:.2f}x", style="green" if ratio > 1.05 else "yellow" if ratio >= 0.95 else "red")
-
-
-# --- the README ------------------------------------------------------------------------------------------------------
-
-
-def markdown(path: str | Path) -> str:
-    """A report's rows as a Markdown table, with its conditions under it.
-
-    Raises:
-        ValueError: see `load`.
-    """
-    report = load(path)
-    rows = report["rows"]
-    constant, columns = _swept(rows)
-    names = [name for name, _ in columns]
-    scaled = ["scale"] if any(row["scale"] != 1 for row in rows) else []
-    heads = ["case", "layer and input", *names, *scaled, "PyTorch ms", "upconv ms", "speed-up", "of roof", "engine"]
-    numeric = {"scale", "PyTorch ms", "upconv ms", "speed-up", "of roof"}
-    lines = [_line(heads), _line(["---:" if head in numeric else "---" for head in heads])]
-    for row in rows:
-        cells = [row["case"], row["layer"], *(text(row) for _, text in columns)]
-        if scaled:
-            cells.append(_scale(row["scale"]))
-        if row["ours_ms"] is None:
-            cells += ["", "wrong", "", ""]
-        else:
-            ratio = "1 (PyTorch's own)" if row["engine"] == "torch" else f"**{row['ratio']:.2f}x**"
-            cells += [_ms(row["torch_ms"]), _ms(row["ours_ms"]), ratio, f"{row['percent_of_roof'] or 0:.0f}%"]
-        lines.append(_line([*cells, row["engine"]]))
-    summary = summarise(rows)
-    closing = [" · ".join([*constant, conditions(report)]), f"roof: {_ceiling_text(report['ceilings'])}"]
-    if summary["ours"]:
-        closing.append(f"geometric mean of upconv's {summary['ours']} rows {summary['mean_of_ours']:.2f}x")
-    return "\n".join([*lines, "", "; ".join(closing) + ".", ""])
-
-
-def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 # --- plots -----------------------------------------------------------------------------------------------------------
