@@ -5,8 +5,8 @@
     python benchmarks/readme.py --targets  prints which targets are met; exit code 1 unless all are
 
 A section between ``<!-- NAME -->`` and ``<!-- /NAME -->`` belongs to this program; NAME is the stem of a report,
-``h200-summary``, ``h100-summary`` (the same of an H100's reports, beside the H200's targets), or ``h200-picture``,
-which is empty until there are reports to draw. Of reports with targets
+``h200-summary``, ``h100-summary`` (the same of an H100's reports, beside the H200's targets), ``h200-commits`` (of
+which commit reports are), or ``h200-picture``, which is empty until there are reports to draw. Of reports with targets
 (targets.json) there is a table per group of cases. A target is PyTorch's time over ours: of every case, of the group's
 geometric mean (``mean``), and of our error over PyTorch's (``error``).
 """
@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -38,6 +39,21 @@ CONVOLUTIONS = ", convolutions too"
 EXPORTED = "h200-exported"
 CURVES = curves.REPORT.stem
 SUMMARY = "h200-summary"
+COMMITS = "h200-commits"
+KINDS = {
+    "forwards": "(cl-)?(tf32|bf16|fp16|ieee)",
+    "gradients for the input": "gi-.+",
+    "gradients for the weight": "gw-.+",
+    "steps of 1-D and 3-D layers": "step-.+",
+    "plain convolutions": "conv-.+",
+    "exported files": "exported",
+    "whole training steps": "training",
+    "training curves": "curves",
+    "the host's time": "host",
+    "first calls on new sizes": "shapes",
+    "cold kernels": "cold",
+}
+"""The kinds of reports of an H200, by what follows ``h200-`` in their stems."""
 PICTURE = "h200-fwd"
 """The stem of the picture that is drawn from `PICTURED`, not from a report of its own name."""
 PICTURED = ("h200-tf32", "h200-bf16")
@@ -318,6 +334,25 @@ def waiting(found: latency.Latency) -> str:
     return "\n".join([*lines, "", closing])
 
 
+def commits() -> str:
+    """Of which commit each kind of report is; where one kind has several, which report is of which."""
+    parts = []
+    for kind, pattern in KINDS.items():
+        stems: dict[str, list[str]] = {}
+        for path in sorted(RESULTS.glob("h200-*.json")):
+            if re.fullmatch(f"h200-{pattern}", path.stem):
+                commit: str | None = json.loads(path.read_text(encoding="utf-8"))["commit"]
+                short = "an unknown commit" if commit is None else commit[:7] + commit[40:]  # what may follow: -dirty
+                stems.setdefault(short, []).append(f"`{path.stem}`")
+        if len(stems) > 1:
+            each = (f"{commit} ({', '.join(of)})" for commit, of in stems.items())
+            parts.append(f"{kind} {', '.join(each)}")
+        elif stems:
+            parts.append(f"{kind} {next(iter(stems))}")
+    text = f"Reports by the commit that they were measured of: {'; '.join(parts)}."
+    return textwrap.fill(text, 120, break_on_hyphens=False, break_long_words=False) if parts else ABSENT
+
+
 def picture() -> str:
     """The README's link to the picture of the roofs; empty while there is nothing to draw."""
     if not any((RESULTS / f"{stem}.json").exists() for stem in PICTURED):
@@ -348,6 +383,7 @@ def sections() -> Iterator[tuple[str, str]]:
             yield name, judged(name, found) if kind in judgeable else pivot(found)
     yield SUMMARY, summary()
     yield "h100-summary", summary("h100")
+    yield COMMITS, commits()
     yield "h200-picture", picture()
 
 

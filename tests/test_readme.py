@@ -121,6 +121,35 @@ def test_the_picture_is_linked_once_there_is_something_to_draw(readme, tmp_path:
     assert "](docs/h200-fwd.png)" in readme.rewritten(empty)
 
 
+def test_commits_are_those_of_the_reports(readme, tmp_path: Path) -> None:
+    """By kind, seven characters; where reports of a kind differ, which is of which. A report of no kind is left out."""
+    empty = "<!-- h200-commits -->\nold\n<!-- /h200-commits -->\n"
+    assert "\nNot measured yet.\n" in readme.rewritten(empty)
+    for stem, commit in (
+        ("h200-tf32", "a" * 40), ("h200-cl-bf16", "a" * 40), ("h200-gw-cl-tf32", "b" * 40), ("h200-gw-tf32", "c" * 40),
+        ("h200-gw-bf16", "c" * 40), ("h200-cold", None), ("h200-host", "e" * 40 + "-dirty"),
+        ("h100-training", "d" * 40), ("h200-founding", "f" * 40),
+    ):  # fmt: skip
+        (tmp_path / f"{stem}.json").write_text(json.dumps({"commit": commit}))
+    lines = readme.commits().splitlines()
+    assert len(lines) > 1 and all(len(line) <= 120 for line in lines)
+    assert " ".join(lines) == (
+        "Reports by the commit that they were measured of: forwards aaaaaaa; gradients for the weight ccccccc "
+        "(`h200-gw-bf16`, `h200-gw-tf32`), bbbbbbb (`h200-gw-cl-tf32`); the host's time eeeeeee-dirty; "
+        "cold kernels an unknown commit."
+    )
+
+
+def test_every_report_of_an_h200_is_of_one_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import readme
+
+    stems = {path.stem for path in readme.RESULTS.glob("h200-*.json")} - {"h200-founding"}  # which no page has
+    kinds = {stem: [k for k, of in readme.KINDS.items() if re.fullmatch(f"h200-{of}", stem)] for stem in stems}
+    assert stems and all(len(of) == 1 for of in kinds.values()), kinds
+    assert all(f" {kind} " in readme.commits().replace("\n", " ") for of in kinds.values() for kind in of)
+
+
 def test_docs_explain_has_a_place_for_every_layer() -> None:
     page = (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")
     for name in (f"explain-kb{n}" for n in (57, 65, 69, 71, 75, 78, 81)):
