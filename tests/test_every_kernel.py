@@ -1,0 +1,203 @@
+"""Every kernel that the planner chooses for the suites, compiled for six GPUs: no spills, and tensor cores are used.
+
+Of each layer of the ``cuda`` suite the forward's and both gradients' kernels in all precisions and layouts: those that
+a training step takes, those that pack weights themselves, quick forms, and those in reserve for where memory is short.
+That is 5,500 sources of about a second each: with UPCONV_TEST_EVERY=1 and ``pytest -n 16`` all of them, else a dozen.
+The tests of the families compile what the planner does not choose, too, and know more of each kernel.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from functools import cache
+from itertools import product
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from conftest import EVERY, by_turns
+from test_gather import needs_nvrtc
+from upconv import planner
+from upconv.bench.suites import SUITES, Case
+from upconv.cuda import jit
+from upconv.cuda.gpu import A100, B200, H200, RTX3090, RTX4090, RTX5090, Gpu
+from upconv.cuda.wgrad_warpgroups import WarpgroupTiling
+from upconv.problem import LAYOUTS, Layout, Pass, Precision
+
+GPUS = (A100, RTX3090, RTX4090, H200, B200, RTX5090)
+DTYPES: dict[Precision, torch.dtype] = {
+    "tf32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "ieee": torch.float32,
+    "fp64": torch.float64,
+}
+PASSES: tuple[Pass, ...] = ("fwd", "grad-input", "grad-weight")
+Kind = tuple[Precision, Layout, Pass]
+
+CUDA_CORES = ("direct", "direct_wgrad", "staged")
+CUDA_CORE_ENTRIES = ("direct", "direct_walk", "grad_input", "grad_weight")
+OPERANDS = {"tf32": "tf32", "ieee": "tf32", "bf16": "bf16", "fp16": "f16"}
+"""What matrix instructions call a precision's operands; IEEE's are sums of several TF32 ones."""
+MATRIX = re.compile(r"(?<![.\w])(wgmma\.mma_async|mma\.sync)\.[.\w]*\.f32\.(\w+)\.\2\b")
+
+ALLOWED: dict[tuple[str, str, str, str, int], int] = {
+    # Threads turn pixels to rows of channels: beside 3 or 4 accumulators, or 6 pixels each (test_gather.py).
+    ("gather", "90a", "fwd", "nchw", 16): 32,  # fsrcnn; kb75 8
+    ("gather", "90a", "grad-input", "nchw", 16): 96,  # kb70; kb61 72, fsrcnn 24, dcganO 8
+    ("gather", "90a", "grad-input", "nchw", 32): 8,  # kb75 in TF32
+    # By mma.sync; why is not known.
+    ("gather", "100a", "grad-input", "nchw", 32): 16,  # kb79 in IEEE; kb69 8
+    ("gather", "120", "grad-input", "nchw", 32): 8,  # hifigan in IEEE
+    # Around a tile's stores (test_pairs.py).
+    ("pairs", "90a", "grad-input", "nchw", 16): 8,  # unet1
+    # fsrcnn in IEEE, of which a thread has 3 x 24 outputs.
+    ("direct", "80", "fwd", "nchw", 32): 8,
+    ("direct", "86", "fwd", "nchw", 32): 8,
+    ("direct", "89", "fwd", "nchw", 32): 8,
+    ("direct", "100a", "fwd", "nchw", 32): 16,  # and dcganO in TF32, 8
+    ("direct", "120", "fwd", "nchw", 32): 40,
+    # ptxas stops at 128 registers: too few for 9 float64 sums and more (test_direct_wgrad.py).
+    ("direct_wgrad", "any", "grad-weight", "any", 64): 16,
+    # Why is not known.
+    ("staged", "80", "grad-weight", "nchw", 32): 16,  # fsrcnn
+    ("staged", "86", "grad-weight", "nchw", 32): 16,
+    ("staged", "80", "grad-weight", "channels_last", 16): 48,  # fsrcnn
+    ("staged", "86", "grad-weight", "channels_last", 16): 48,
+    ("staged", "80", "grad-weight", "channels_last", 64): 176,  # kb68
+}
+"""Bytes of local memory of a thread at most, by family, architecture (or any), pass, layout (or any) and bits.
+
+For the entries that multiply; what is not here, packs, copies or adds up has none.
+"""
+
+
+class Kernel(NamedTuple):
+    """A source that a pass of a layer wants."""
+
+    unit: Any
+    choice: Any
+    """The family's that multiplies: for rearranged tensors the inner one."""
+
+
+class Compiled(NamedTuple):
+    """What a compiled source is asked for."""
+
+    needs: dict[str, tuple[int, int, int]]
+    matrix: dict[str, set[tuple[str, str]]]
+    """By entry: matrix instructions and their operands' type."""
+    serialised: str | None
+
+
+def kinds(case: Case) -> list[Kind]:
+    """In what a layer is computed: precisions, layouts and passes."""
+    return [*product(DTYPES, LAYOUTS if case.problem.rank > 1 else LAYOUTS[:1], PASSES)]
+
+
+def sample() -> list[tuple[Case, Gpu, list[Kind]]]:
+    """Every layer on each GPU in all kinds, or one in 17 of them in a kind, by turns that meet all GPUs and kinds."""
+    every = product(SUITES["cuda"], GPUS)
+    if EVERY:
+        return [(case, gpu, kinds(case)) for case, gpu in every]
+    some = by_turns(every, 17, 11)
+    return [(case, gpu, [kinds(case)[17 * i % len(kinds(case))]]) for i, (case, gpu) in enumerate(some)]
+
+
+def with_reserves(choice: Any) -> Iterator[Any]:
+    """A choice, and those that run where memory for its rearranged tensors is short."""
+    while choice is not None:
+        yield choice
+        choice = getattr(choice, "otherwise", None)
+
+
+def kernels(case: Case, gpu: Gpu, kind: Kind) -> Iterator[Kernel]:
+    """What a pass may launch on a GPU: as `upconv.bench.cold` does, quick forms and final ones."""
+    precision, layout, pass_ = kind
+    p = case.problem.with_(dtype=DTYPES[precision], precision=precision, layout=layout)
+    chosen = planner.plan(p, planner.Device("cuda", gpu=gpu)).selection(pass_).choice
+    assert chosen is not None, f"no kernel of ours computes {kind}"
+    for choice in with_reserves(chosen):
+        for unit in (*choice.sources(), *getattr(choice, "packing_sources", ())):
+            quick = getattr(unit, "quick", None)
+            for form in (unit, None if quick is None else quick()):
+                if form is not None:
+                    yield Kernel(form, getattr(choice, "inner", choice))
+
+
+@cache
+def compiled(source: str, arch: str) -> Compiled:
+    """Kept, since layers, precisions and passes share sources; without machine code and PTX, which are megabytes."""
+    code, text, log = jit.built(source, arch)
+    _, *entries = re.split(r"\.entry\s+(\w+)", text)
+    matrix = {name: set(MATRIX.findall(body)) for name, body in zip(entries[::2], entries[1::2])}
+    return Compiled(jit.inspect(code), matrix, jit.serialised(log))
+
+
+def multiplies(entry: str, choice: Any) -> bool:
+    """Whether an entry is a choice's kernel itself; others pack, copy or add up."""
+    return entry == choice.family or (choice.family in CUDA_CORES and entry in CUDA_CORE_ENTRIES)
+
+
+def instruction(choice: Any, gpu: Gpu) -> str | None:
+    """By what a choice multiplies; None for CUDA cores."""
+    if choice.family in CUDA_CORES:
+        return None
+    # The weight's gradient has no wgmma for IEEE, nor for rows or channels that the tensor copy engine does not bring.
+    by_warps = choice.family == "wgrad" and not isinstance(choice.tiling, WarpgroupTiling)
+    return "wgmma.mma_async" if gpu is H200 and not by_warps else "mma.sync"
+
+
+def most_local(choice: Any, gpu: Gpu) -> int:
+    """Of `ALLOWED`, for a choice's kernel itself."""
+    p = choice.problem
+    own = (choice.family, gpu.arch, p.pass_, p.layout, 8 * p.dtype.itemsize)
+    return max((most for key, most in ALLOWED.items() if all(a in ("any", b) for a, b in zip(key, own))), default=0)
+
+
+def complaints(kernel: Kernel, gpu: Gpu) -> Iterator[str]:
+    """What is wrong with a compiled source, in sentences."""
+    unit, choice = kernel
+    found = compiled(unit.source, gpu.arch)
+    if not set(unit.entries) <= set(found.needs) == set(found.matrix):
+        yield f"has the entries {sorted(found.needs)}, wanted are {sorted(unit.entries)}"
+        return
+    if found.serialised is not None:
+        yield f"waits for each wgmma: {found.serialised}"
+    # Beside a unit's entries are those that only autocast takes; and other passes' that nothing launches.
+    for entry in sorted(e for e in found.needs if e in unit.entries or e.endswith("_float")):
+        registers, local, _ = found.needs[entry]
+        own = multiplies(entry, choice)
+        most = most_local(choice, gpu) if own else 0
+        if local > most:
+            yield f"{entry} has {local} bytes of local memory, and {most} are known of"
+        if not 0 < registers <= 255:
+            yield f"{entry} has {registers} registers"
+        by = instruction(choice, gpu) if own else None
+        wanted = set() if by is None else {(by, OPERANDS[choice.problem.precision])}
+        if found.matrix[entry] != wanted:
+            yield f"{entry} multiplies by {found.matrix[entry] or 'no'} matrix instructions, not by {wanted or 'none'}"
+
+
+def test_the_sample_has_every_gpu_and_kind() -> None:
+    cases = sample()
+    assert {gpu for _, gpu, _ in cases} == set(GPUS)
+    for values, every in zip(zip(*(kind for *_, of in cases for kind in of)), (DTYPES, LAYOUTS, PASSES)):
+        assert set(values) == set(every)
+
+
+@needs_nvrtc
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "gpu", "of"), [pytest.param(*each, id=f"{each[0].name}-sm_{each[1].arch}") for each in sample()]
+)
+def test_chosen_kernels_compile_without_spills_and_multiply_by_tensor_cores(
+    case: Case, gpu: Gpu, of: list[Kind]
+) -> None:
+    wrong: dict[str, None] = {}
+    for kind in of:
+        for kernel in kernels(case, gpu, kind):
+            told = (f"{kernel.unit.label} for sm_{gpu.arch}: {what}" for what in complaints(kernel, gpu))
+            wrong |= dict.fromkeys(told)
+    assert not wrong, "\n".join(wrong)
