@@ -1,12 +1,19 @@
-"""compute-sanitizer's racecheck over small runs of the kernels that hand shared memory over by barriers.
+"""compute-sanitizer's racecheck and memcheck over small runs of the kernels that hand shared memory over by barriers.
 
     python benchmarks/racecheck.py              all cases, a line each; exit code 1 for hazards
     python benchmarks/racecheck.py planes --as-compiled
+    python benchmarks/racecheck.py --memcheck   accesses out of bounds or misaligned; exit code 1 for any
 
 A warp arrives at a barrier by one lane, behind ``__syncwarp``. Racecheck does not follow the order of the other lanes'
 reads through that, and reports what is written next in their place: a copy by the engine. So the cases run with kernels
 in which every lane arrives (and barriers expect as many), which changes who arrives and nothing else;
-``--as-compiled`` runs what is shipped.
+``--as-compiled`` runs what is shipped, and so does ``--memcheck``, which knows no barriers.
+
+Racecheck looks at a case's own kernels. Memcheck looks at all of its process, those that pack weights and add up sums
+among them, in allocations of each tensor's own size; and it is not told of failing API calls, of which the driver's
+bindings make 34 when they ask for entry points that a driver lacks.
+
+Where there are 8 cores, four cases run at a time: each waits for PyTorch's start and for the compiler first.
 """
 
 from __future__ import annotations
@@ -18,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -47,6 +55,16 @@ from upconv.cuda.wgrad_warpgroups import WarpgroupTiling
 from upconv.problem import Layout, Pass, Precision, Problem
 
 TIMEOUT = 150.0
+"""Of a case, in seconds."""
+TOOLS: dict[str, tuple[tuple[str, ...], str, str]] = {
+    "racecheck": (
+        ("--racecheck-report", "all", "--print-limit", "1000"),
+        r"RACECHECK SUMMARY: (.*)",
+        "0 hazards displayed (0 errors, 0 warnings)",
+    ),
+    "memcheck": (("--leak-check", "no", "--report-api-errors", "no"), r"ERROR SUMMARY: (.*)", "0 errors"),
+}
+"""Of each tool of compute-sanitizer its options, what its summary is found by, and how that reads where all is well."""
 # Of each source: what is written there, and how it reads where every lane arrives.
 EVERY_LANE = {
     "gather.cu": (
@@ -197,11 +215,17 @@ def run_gather(p: Problem, wanted: Callable[[Any], bool], packing: bool = False,
 
 
 def run_quick(p: Problem) -> None:
-    """The gather-GEMM's form that compiles fast, of blocks that go round their rings again and again."""
+    """The gather-GEMM's form that compiles fast, of blocks that have several tiles and go round their rings again and
+    again.
+    """
     choice = gather.choose(p, replace(gpu(0), multiprocessors=2))
     if isinstance(choice, str) or choice.quick is None:
         raise RuntimeError(f"{choice} has no quick form")
-    run_prepared(choice.quick.prepare(0), p)
+    quick = choice.quick
+    tiles = quick.tiling.arguments(p)[-1]
+    if tiles < 2 * quick.grid:
+        raise RuntimeError(f"{tiles} tiles give {quick.grid} blocks no second one")
+    run_prepared(quick.prepare(0), p)
 
 
 def run_sweep(p: Problem, wanted: Callable[[sweep.Sweep], bool]) -> None:
@@ -421,6 +445,7 @@ CASES: dict[str, tuple[str, Callable[[], None]]] = {
     "relayout": ("to_", lambda: run_relayout(problem(STRIDED, "bf16", "nchw", "grad-input"))),
 }
 """Of each case the kernels' names begin so, and what runs them."""
+WIDTH = max(map(len, CASES))
 
 
 def _run(name: str, as_compiled: bool) -> None:
@@ -436,38 +461,59 @@ def _run(name: str, as_compiled: bool) -> None:
     print("ran", name)
 
 
-def _check(name: str, as_compiled: bool) -> bool:
-    """Runs a case under the sanitizer; whether it found nothing."""
-    command = [
-        "compute-sanitizer", "--tool", "racecheck", "--racecheck-report", "all", "--print-limit", "1000",
-        "--kernel-name", f"kernel_substring={CASES[name][0]}", sys.executable, __file__, name, "--run",
-    ]  # fmt: skip
+def command(name: str, tool: str, as_compiled: bool) -> list[str]:
+    """What runs a case under a tool. Memcheck looks at every kernel, as compiled."""
+    found = ["compute-sanitizer", "--tool", tool, *TOOLS[tool][0]]
+    if tool == "racecheck":
+        found += ["--kernel-name", f"kernel_substring={CASES[name][0]}"]
+    found += [sys.executable, __file__, name, "--run"]
+    return found + ["--as-compiled"] * (as_compiled or tool == "memcheck")
+
+
+def verdict(name: str, tool: str, code: int, said: str) -> tuple[bool, str]:
+    """Whether a case ran to its end and nothing was found, and a line of that.
+
+    ``code`` is the process' exit code (the program's own: the tool leaves it as it is), ``said`` all that it printed.
+    """
+    _, pattern, well = TOOLS[tool]
+    summaries = re.findall(pattern, said)
+    if code == 0 and f"ran {name}" in said.splitlines() and summaries == [well]:
+        return True, f"{name:{WIDTH}} {well}"
+    found = [summary for summary in summaries if summary != well]
+    if found:
+        return False, f"{name:{WIDTH}} {found[0]} {', '.join(_places(tool, said))}".rstrip()
+    lines = [line for line in said.splitlines() if line.strip() and not line.startswith("=====")]
+    return False, f"{name:{WIDTH}} did not run (exit code {code}): {' | '.join(lines[-3:])} {summaries}"
+
+
+def _places(tool: str, said: str) -> list[str]:
+    """Where in kernels something was found: ``gather+0x1a0``, with what memcheck calls it in front."""
+    if tool == "racecheck":
+        return sorted(set(re.findall(r"(?:Read|Write) Thread .* at (\w+\+0x\w+)", said)))
+    found = re.findall(r"Invalid (\S+ \w+) of size .*\n=+ +at ([^(\n]*)(?:\(.*\))?(\+0x\w+)?", said)
+    return sorted({f"{what} at {kernel.strip()}{offset}" for what, kernel, offset in found})
+
+
+def _check(name: str, tool: str, as_compiled: bool) -> tuple[bool, str]:
+    """Runs a case under a tool, with a folder of its own for what is compiled; see `verdict`."""
     with tempfile.TemporaryDirectory() as folder:
         environment = {**os.environ, "UPCONV_CACHE_DIR": str(Path(folder))}
+        if tool == "memcheck":  # a tensor's end is that of its allocation, not somewhere in PyTorch's pool
+            environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
         try:
             done = subprocess.run(
-                command + ["--as-compiled"] * as_compiled, capture_output=True, text=True, timeout=TIMEOUT,
-                env=environment,
-            )  # fmt: skip
+                command(name, tool, as_compiled), capture_output=True, text=True, timeout=TIMEOUT, env=environment
+            )
         except subprocess.TimeoutExpired:
-            print(f"{name:14} no end within {TIMEOUT:.0f} s", flush=True)
-            return False
-    said = done.stdout + done.stderr
-    summary = re.findall(r"RACECHECK SUMMARY: (.*)", said)
-    pairs = sorted(set(re.findall(r"(?:Read|Write) Thread .* at (\w+\+0x\w+)", said)))
-    right = done.returncode == 0 and f"ran {name}" in said and summary == ["0 hazards displayed (0 errors, 0 warnings)"]
-    if summary and (right or pairs):
-        print(f"{name:14} {summary[0]} {' '.join(pairs)}", flush=True)
-    else:
-        lines = [line for line in said.splitlines() if line.strip() and not line.startswith("=====")]
-        print(f"{name:14} did not run (exit code {done.returncode}): {' | '.join(lines[-3:])} {summary}", flush=True)
-    return right
+            return False, f"{name:{WIDTH}} no end within {TIMEOUT:.0f} s"
+    return verdict(name, tool, done.returncode, done.stdout + done.stderr)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)}")
     parser.add_argument("--as-compiled", action="store_true", help="one lane of a warp arrives, as shipped")
+    parser.add_argument("--memcheck", action="store_true", help="look for invalid accesses, not hazards; as compiled")
     parser.add_argument("--run", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     unknown = set(given.cases) - set(CASES)
@@ -476,8 +522,12 @@ def main() -> int:
     if given.run:
         _run(given.cases[0], given.as_compiled)
         return 0
-    clean = [_check(name, given.as_compiled) for name in given.cases or CASES]
-    return 0 if all(clean) else 1
+    tool, clean = "memcheck" if given.memcheck else "racecheck", True
+    with ThreadPoolExecutor(4 if (os.cpu_count() or 1) >= 8 else 1) as pool:
+        for right, line in pool.map(lambda name: _check(name, tool, given.as_compiled), given.cases or CASES):
+            print(line, flush=True)  # in the order of the cases, whichever ends first
+            clean = clean and right
+    return 0 if clean else 1
 
 
 if __name__ == "__main__":

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.main import get_command
 from typer.testing import CliRunner
 
 import upconv
 from upconv import cpu, env, ops, planner
 from upconv.bench import roofline, timing
-from upconv.bench.suites import parse_layer
+from upconv.bench.suites import SUITES, parse_layer
 from upconv.cli import app
 from upconv.explain import kernel_drawing, phase_letters, phase_lines
 from upconv.planner import Candidate, Plan
@@ -207,6 +208,12 @@ def test_help_has_an_example(command: str) -> None:
     code, out = upconv_(command, "--help")
     assert code == 0 and f"upconv {command} " in out and "xample" in out
     assert command in upconv_("--help")[1]
+
+
+def test_help_names_every_suite() -> None:
+    """The command line names them itself: their module imports PyTorch, which help does without."""
+    (suite,) = (option for option in get_command(app).commands["bench"].params if option.name == "suite")
+    assert suite.help.partition(";")[0].replace(" (both)", "").split(", ") == [*SUITES, "custom", "training"]
 
 
 # --- explain ---------------------------------------------------------------------------------------------------------

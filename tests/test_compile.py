@@ -11,7 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch.utils.flop_counter import FlopCounterMode
 
 import upconv
 from conftest import EVERY, assert_close, assert_equal, diagonal, forced_plans, make_call
@@ -164,6 +167,45 @@ def test_frozen_parts(engine: str) -> None:
     for a, b in zip(*results):
         if b is not None:
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("rank", (1, 2, 3))
+@pytest.mark.parametrize("needed", (None, (True, True, True), (True, False, False), (False, True, False)), ids=str)
+def test_graphs_have_the_flops_of_torchs(rank: int, needed: tuple[bool, ...] | None, engine: str) -> None:
+    """Those of the forward's graph and of the backward's, each run under a counter: around a compiled call
+    ``torch.compile`` lets a counter see the eager call instead. And of the backward alone, as compiled by aot_eager.
+
+    ``needed``: which of input, weight and bias require a gradient; None: nothing is recorded.
+    """
+    given = make_call((2, 4, *(5, 4, 3)[:rank]), (4, 3, *(3, 2, 4)[:rank]), stride=2, padding=1, groups=2)
+    operands = [t.requires_grad_(n) for t, n in zip(given.operands, needed or (False,) * 3)]
+    totals: list[list[int]] = []
+
+    def counted(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        def run(*arguments: Any) -> Any:
+            with FlopCounterMode(display=False) as counter:
+                out = graph(*arguments)
+            totals[-1].append(counter.get_total_flops())
+            return out
+
+        return make_boxed_func(run)
+
+    for home in (torch.nn.functional, upconv):
+        totals.append([])
+        function = getattr(home, f"conv_transpose{rank}d")
+
+        def call(x: Tensor, w: Tensor, b: Tensor, function: Any = function) -> Tensor:
+            return function(x, w, b, **given.kwargs)
+
+        compiled = torch.compile(call, backend=aot_autograd(fw_compiler=counted, bw_compiler=counted), fullgraph=True)
+        out = compiled(*operands)
+        if needed:
+            out.sum().backward()
+            out = torch.compile(call, backend="aot_eager", fullgraph=True)(*operands)
+            with FlopCounterMode(display=False) as counter:
+                out.sum().backward()
+            totals[-1].append(counter.get_total_flops())
+    assert totals[0] == totals[1] and len(totals[0]) == (3 if needed else 1) and all(totals[0])
 
 
 def test_delegated_dtypes_and_transforms_compile(engine: str) -> None:

@@ -1,14 +1,16 @@
-"""The program that has racecheck look at the kernels: what it changes in their sources."""
+"""The program that has compute-sanitizer look at the kernels: what it changes in their sources, runs and tells."""
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from pathlib import Path
 
 import pytest
 
-from upconv.cuda import jit
+from upconv.cuda import gather, jit
+from upconv.cuda.gpu import H200
 
 KERNELS = Path(jit.__file__).parent / "kernels"
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
@@ -30,3 +32,132 @@ def test_every_arrival_of_one_lane_is_made_by_all(name: str) -> None:
 def test_other_sources_stay() -> None:
     text = (KERNELS / "relayout.cu").read_text()
     assert racecheck.every_lane("relayout.cu", text) is text
+
+
+# --- cases -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "tiles"), (("forward-quick", 20), ("planes-quick", 4)))
+def test_blocks_of_quick_forms_have_several_tiles(name: str, tiles: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[gather.Choice] = []
+    monkeypatch.setattr(racecheck, "gpu", lambda index: H200)
+    monkeypatch.setattr(gather.Choice, "prepare", lambda choice, device: ran.append(choice))
+    monkeypatch.setattr(racecheck, "run_prepared", lambda prepared, p: None)
+    racecheck.CASES[name][1]()
+    (choice,) = ran
+    assert choice.tiling.quick and choice.tiling.arguments(choice.problem)[-1] == tiles and choice.grid == 2
+
+
+def test_a_quick_form_with_a_tile_for_a_block_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(racecheck, "gpu", lambda index: H200)
+    p = racecheck.problem(racecheck.PLAIN, "tf32", "nchw", "fwd").with_(batch=1, size=(16, 16))
+    with pytest.raises(RuntimeError, match="3 tiles give 2 blocks no second one"):
+        racecheck.run_quick(p)
+
+
+# --- the tools -------------------------------------------------------------------------------------------------------
+
+
+def test_command_lines() -> None:
+    start, run = ["compute-sanitizer", "--tool"], [sys.executable, racecheck.__file__, "joined", "--run"]
+    race = ["racecheck", "--racecheck-report", "all", "--print-limit", "1000", "--kernel-name"]
+    race.append("kernel_substring=joined")
+    assert racecheck.command("joined", "racecheck", False) == [*start, *race, *run]
+    assert racecheck.command("joined", "racecheck", True) == [*start, *race, *run, "--as-compiled"]
+    for as_compiled in (False, True):
+        memory = ["memcheck", "--leak-check", "no", "--report-api-errors", "no", *run, "--as-compiled"]
+        assert racecheck.command("joined", "memcheck", as_compiled) == [*start, *memory]
+
+
+RAN = "========= COMPUTE-SANITIZER\nran boxes\n"
+NO_HAZARD = "========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)\n"
+HAZARD = """========= Error: Race reported between Write access at gather+0x1a0
+=========     and Read Thread (32,0,0) in block (0,0,0) at gather+0x2b0
+=========     Write Thread (0,0,0) in block (0,0,0) at gather+0x1a0
+=========     Write Thread (1,0,0) in block (0,0,0) at gather+0x1a0
+========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)
+"""
+INVALID = """========= Invalid __global__ write of size 4 bytes
+=========     at gather+0x490
+=========     by thread (1,0,0) in block (0,0,0)
+=========     Access at 0x7f71b9e01360 is out of bounds
+========= Invalid __shared__ read of size 16 bytes
+=========     at pack(const float *, float *, int)+0x60
+=========     by thread (2,0,0) in block (0,0,0)
+========= ERROR SUMMARY: 2 errors
+"""
+
+
+@pytest.mark.parametrize(
+    ("tool", "code", "said", "right", "line"),
+    (
+        ("racecheck", 0, RAN + NO_HAZARD, True, "0 hazards displayed (0 errors, 0 warnings)"),
+        (
+            "racecheck", 0, RAN + HAZARD, False,
+            "1 hazard displayed (1 error, 0 warnings) gather+0x1a0, gather+0x2b0",
+        ),
+        (
+            "racecheck", 1, "Traceback:\nRuntimeError: no\n" + NO_HAZARD, False,
+            "did not run (exit code 1): Traceback: | RuntimeError: no ['0 hazards displayed (0 errors, 0 warnings)']",
+        ),
+        ("racecheck", 0, "ran boxes-too\n" + NO_HAZARD, False, None),
+        ("racecheck", 0, RAN, False, "did not run (exit code 0): ran boxes []"),
+        ("racecheck", 0, RAN + 2 * NO_HAZARD, False, None),
+        ("memcheck", 0, RAN + "========= ERROR SUMMARY: 0 errors\n", True, "0 errors"),
+        (
+            "memcheck", 0, RAN + INVALID, False,
+            "2 errors __global__ write at gather+0x490, __shared__ read at pack+0x60",
+        ),
+        ("memcheck", 1, "========= ERROR SUMMARY: 1 error\n", False, "1 error"),
+        ("memcheck", 1, "========= ERROR SUMMARY: 0 errors\n", False, "did not run (exit code 1):  ['0 errors']"),
+    ),
+)  # fmt: skip
+def test_verdicts(tool: str, code: int, said: str, right: bool, line: str | None) -> None:
+    found = racecheck.verdict("boxes", tool, code, said)
+    name = f"{'boxes':{racecheck.WIDTH}} "
+    assert found[0] is right and found[1].startswith(name) and "\n" not in found[1]
+    if line is not None:
+        assert found[1] == name + line
+
+
+SANITIZER = """#!{python}
+import os, pathlib, sys, time
+tool, name = sys.argv[2], sys.argv[sys.argv.index("--run") - 1]
+log = pathlib.Path({folder!r})
+(log / name).write_text(os.environ["UPCONV_CACHE_DIR"])
+while {together} and name == "rows" and not (log / "pairs").exists():  # the first case waits for the fourth
+    time.sleep(0.05)
+assert os.path.isdir(os.environ["UPCONV_CACHE_DIR"])
+assert (os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING") == "1") == (tool == "memcheck")
+print("ran", name)
+if tool == "memcheck":
+    print("========= ERROR SUMMARY:", "3 errors" if name == "boxes" else "0 errors")
+else:
+    print("========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)")
+"""
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs a program that is a script")
+@pytest.mark.parametrize(("tool", "cores"), (("racecheck", 8), ("memcheck", 16), ("memcheck", 2)))
+def test_cases_are_told_of_in_their_order(
+    tool: str, cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Four at a time where there are 8 cores, each with a cache of its own."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "log").mkdir()
+    program = tmp_path / "bin" / "compute-sanitizer"
+    text = SANITIZER.format(python=sys.executable, folder=str(tmp_path / "log"), together=cores >= 8)
+    program.write_text(text)
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.delenv("PYTORCH_NO_CUDA_MEMORY_CACHING", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    names = ["rows", "boxes", "joined", "pairs"]
+    monkeypatch.setattr(sys, "argv", ["racecheck.py", *names, *["--memcheck"] * (tool == "memcheck")])
+    assert racecheck.main() == (1 if tool == "memcheck" else 0)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == names
+    well = "0 errors" if tool == "memcheck" else "0 hazards displayed (0 errors, 0 warnings)"
+    told = [line[racecheck.WIDTH + 1 :] for line in lines]
+    assert told == [well, "3 errors" if tool == "memcheck" else well, well, well]
+    assert len({(tmp_path / "log" / name).read_text() for name in names}) == 4

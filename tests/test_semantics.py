@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
@@ -16,9 +20,10 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import upconv
-from conftest import OURS, PLANS, THEIRS, Call, assert_close, assert_equal, forced_plans, make_call
+from conftest import EVERY, OURS, PLANS, THEIRS, Call, assert_close, assert_equal, forced_plans, make_call
+from strategies import gradient_problems, operands
 from upconv import cpu, planner
-from upconv.problem import is_channels_last
+from upconv.problem import Problem, is_channels_last
 
 RANKS = pytest.mark.parametrize("rank", (1, 2, 3), ids="{}d".format)
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -527,6 +532,16 @@ def test_dispatch_modes_see_torchs_operators(engine: str) -> None:
             call.gradients(functions, torch.ones_like(call.run(THEIRS)))
         names.append([name for name in seen if "conv" in name])
     assert names[0] == names[1] and names[0]
+    names.clear()
+    for functions in (OURS, THEIRS):  # of a forward that no mode was told of
+        seen.clear()
+        operands = [t.detach().requires_grad_() for t in call.operands]
+        out = Call(*operands, call.kwargs).run(functions)
+        grad = torch.ones_like(out)
+        with Spy():
+            out.backward(grad)
+        names.append([name for name in seen if "detach" not in name])
+    assert names[0] == names[1] == ["aten.convolution_backward.default"]
 
 
 @RANKS
@@ -548,6 +563,97 @@ def test_flop_counter(rank: int, groups: int, engine: str) -> None:
     with counter:
         layer(call.input)
     assert counter.get_total_flops() == 2 * call.input.numel() * 6 // groups * 3**rank
+
+
+def flops(run: Callable[[], Any]) -> int:
+    counter = FlopCounterMode(display=False)
+    with counter:
+        run()
+    return counter.get_total_flops()
+
+
+@given(
+    p=gradient_problems(),
+    needed=st.lists(st.booleans(), min_size=3, max_size=3).filter(any),
+    asked=st.lists(st.booleans(), min_size=3, max_size=3).filter(any),
+)
+@settings(max_examples=200 if EVERY else 60, deadline=None)
+def test_flops_are_those_of_torchs_operator(p: Problem, needed: list[bool], asked: list[bool]) -> None:
+    """By the function and by the operator for graphs: of the forward, of the gradients for operands that require them
+    (the forward made outside the counter too), and of those that are asked for alone.
+    """
+    x, w, b, g = operands(p)
+    tail = (p.stride, p.padding, p.output_padding, p.groups, p.dilation)
+
+    def operator(*given: Tensor | None) -> Tensor:
+        lists = (list(a) for a in (p.stride, p.padding, p.output_padding))
+        return torch.ops.upconv.conv_transpose(*given, *lists, p.groups, list(p.dilation))
+
+    def counts(function: Callable[..., Tensor]) -> list[int]:
+        some = [t if t is None else t.detach().requires_grad_(n) for t, n in zip((x, w, b), needed)]
+        out = function(*some)
+        found = [flops(lambda: function(*some))]
+        if out.requires_grad:
+            found += [flops(lambda: out.backward(g)), flops(lambda: function(*some).backward(g))]
+        every = [t if t is None else t.detach().requires_grad_() for t in (x, w, b)]
+        wanted = [t for t, n in zip(every, asked) if n and t is not None]
+        if wanted:
+            whole = function(*every)
+            found.append(flops(lambda: torch.autograd.grad(whole, wanted, g)))
+            found.append(flops(lambda: torch.autograd.grad(function(*every), wanted, g)))
+        return found
+
+    theirs = counts(lambda *given: THEIRS[p.rank](*given, *tail))
+    assert counts(lambda *given: OURS[p.rank](*given, *tail)) == theirs and theirs[0] > 0
+    assert counts(operator) == theirs
+
+
+def test_flops_of_the_operator_are_counted_once_by_its_name() -> None:
+    x, w = torch.randn(2, 4, 5, 5, requires_grad=True), torch.randn(4, 3, 3, 3, requires_grad=True)
+    counter = FlopCounterMode(display=False)
+    with counter:
+        out = torch.ops.upconv.conv_transpose(x, w, None, [2, 2], [1, 1], [0, 0], groups=2, dilation=[1, 1])
+        out.sum().backward()
+    found = counter.get_flop_counts()["Global"]
+    assert set(found) == {torch.ops.upconv.conv_transpose, torch.ops.upconv.conv_transpose_backward}
+    assert found[torch.ops.upconv.conv_transpose] == 2 * x.numel() * 3 * 9
+
+
+IMPORTED = """
+import sys, torch
+def count():
+    import upconv
+    return torch.ops.upconv.conv_transpose(torch.ones(1, 2, 3), torch.ones(2, 4, 3), None, [1], [0], [0], 1, [1])
+def loaded():
+    return "torch.utils.flop_counter" in sys.modules
+"""
+ORDERS = {
+    "upconv, then the counter": """
+import upconv
+assert not loaded() and not torch.cuda.is_initialized()
+import torch.utils.flop_counter as found
+with found.FlopCounterMode(display=False) as counter:
+    count()
+assert found.__spec__.loader is found.__loader__ and type(found.__loader__) is type(torch.__loader__)
+assert not any("upconv" in type(finder).__module__ for finder in sys.meta_path)
+""",
+    "the counter, then upconv": """
+from torch.utils.flop_counter import FlopCounterMode
+with FlopCounterMode(display=False) as counter:
+    count()
+with FlopCounterMode(display=False) as second:
+    count()
+assert second.get_flop_counts() == counter.get_flop_counts()
+""",
+}
+
+
+@pytest.mark.parametrize("order", list(ORDERS))
+def test_flops_are_counted_whatever_is_imported_first(order: str) -> None:
+    """Also where upconv is imported under a counter; and upconv alone does not import it."""
+    code = f"{IMPORTED}{ORDERS[order]}print(counter.get_total_flops())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr, done.stdout) == (0, "", f"{2 * 3 * 2 * 4 * 3}\n")
 
 
 def test_hooks_retained_graphs_and_gradients(engine: str) -> None:

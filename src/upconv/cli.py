@@ -180,8 +180,8 @@ def bench(
         typer.Option(
             "--suite",
             metavar="NAME",
-            help="founding, kernelbench, models, cuda (both), convolutions, cpu, custom, training; repeated; default: "
-            "cpu, founding.",
+            help="founding, kernelbench, models, cuda (both), field, convolutions, cpu, custom, training; repeated; "
+            "default: cpu, founding.",
         ),
     ] = None,
     case: Annotated[

@@ -501,21 +501,12 @@ def gradients(
     found: list[Tensor | None] = [None, None, None]
     asked = (mask[0], mask[1], mask[2] and not split)
     if any(asked):
-        found = list(
-            torch.ops.aten.convolution_backward(
-                grad,
-                input,
-                weight,
-                [p.out_channels],
-                p.stride,
-                p.padding,
-                p.dilation,
-                True,
-                p.output_padding,
-                p.groups,
-                asked,
-            )
-        )
+        every = torch.ops.aten.convolution_backward(
+            grad, input, weight, [p.out_channels], p.stride, p.padding, p.dilation, True, p.output_padding, p.groups,
+            asked,
+        )  # fmt: skip
+        # With the bias' gradient oneDNN returns the weight's, asked for or not, and for 1-D layers then a 4-D one.
+        found = [g if wanted else None for g, wanted in zip(every, asked)]
     if split and mask[2]:
         found[2] = _sum_channels(grad)
     return found[0], found[1], found[2]

@@ -29,7 +29,7 @@ from torch.nn import Parameter
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
-from upconv import calls, cpu, planner, replays
+from upconv import calls, cpu, flops, planner, replays
 from upconv.cuda import engine
 from upconv.planner import Plan
 from upconv.problem import PRECISIONS, Layout, Pass, Precision, Problem, is_channels_last
@@ -444,8 +444,10 @@ _is_batched: Callable[[Tensor], bool] = getattr(torch._C._functorch, "is_legacy_
 
 
 def _batched(*tensors: Tensor) -> bool:
-    """Whether gradients are taken under ``vmap``: a transform, or ``autograd.grad``'s ``is_grads_batched``."""
-    return _transforms_active() or any(map(_is_batched, tensors))
+    """Whether PyTorch must see how gradients are taken: under ``vmap`` (a transform, or ``autograd.grad``'s
+    ``is_grads_batched``), or under a dispatch mode that the forward was not, such as a counter of FLOPs.
+    """
+    return _transforms_active() or torch._C._len_torch_dispatch_stack() > 0 or any(map(_is_batched, tensors))
 
 
 class _ConvTranspose(torch.autograd.Function):
@@ -691,7 +693,8 @@ def _run_backward(
         )
     else:
         found = _gradients(plan, grad, input, weight, mask, lasting=False)
-    grad_input, grad_weight, grad_bias = (g if g is not None else grad.new_empty(0) for g in found)
+    wanted = (g if asked else None for g, asked in zip(found, mask))
+    grad_input, grad_weight, grad_bias = (g if g is not None else grad.new_empty(0) for g in wanted)
     layout = cpu.memory_format(layout_of(input, weight), len(stride))
     if mask[0]:
         grad_input = grad_input.contiguous(memory_format=layout)
@@ -752,7 +755,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     input, weight = ctx.saved_tensors
-    mask = [bool(needed) for needed in ctx.needs_input_grad[:3]]
+    mask = _asked(ctx)
     found = torch.ops.upconv.conv_transpose_backward(grad, input, weight, *ctx.arguments, mask)
     return (*(g if needed else None for g, needed in zip(found, mask)), None, None, None, None, None)
 
@@ -793,3 +796,5 @@ torch.library.register_autograd("upconv::conv_transpose", _backward, setup_conte
 torch.library.register_autograd(
     "upconv::conv_transpose_backward", _backward_second, setup_context=_setup_second, lib=_LIBRARY
 )
+
+flops.register()
