@@ -194,12 +194,12 @@ def child(options: argparse.Namespace) -> int:
         print(f"report {name}", flush=True)
         begin = time.monotonic()
         try:
-            if name == "training":
-                train(path, device, end, not options.eager, options.cases)
-            elif name in SWEEPS:
+            if name in SWEEPS:
                 right &= sweep(name, path, device, end, options.keep, options.cases, failed.get(name, {}))
             elif name in failed:
                 right = False
+            elif name == "training":
+                train(path, device, end, not options.eager, options.cases, keep=options.keep)
             elif not options.cases and (
                 not path.exists() or (not options.keep and latency.load(path)["versions"].get("sources") != sources())
             ):
@@ -217,13 +217,20 @@ def child(options: argparse.Namespace) -> int:
     return DONE if right else CHILD_WRONG
 
 
-def train(path: Path, device: torch.device, end: float, compiled: bool, only: Sequence[str]) -> None:
+def train(
+    path: Path, device: torch.device, end: float, compiled: bool, only: Sequence[str], *, keep: bool = False
+) -> None:
     """Training steps, model by model; those that the report has of these sources stay.
 
-    ``compiled``: with ``torch.compile`` beside. ``only``: these models, anew. Errors: TimeUp.
+    ``compiled``: with ``torch.compile`` beside. ``only``: these models, anew. ``keep``: a report of other sources stays
+    as it is, since its rows tell of no commit of their own. Errors: TimeUp.
     """
     of_model: dict[str, list[dict[str, latency.Value]]] = {}
-    if path.exists() and (kept := latency.load(path))["versions"].get("sources") == sources():
+    kept = latency.load(path) if path.exists() else None
+    if kept and kept["versions"].get("sources") != sources():
+        if keep:
+            return
+    elif kept:
         for row in kept["rows"]:
             of_model.setdefault(str(row["case"]).split()[0], []).append(row)
     for case in training.cases():

@@ -773,6 +773,8 @@ def test_training_is_measured_model_by_model(h200, tmp_path: Path, monkeypatch: 
     assert [row["case"] for row in found["rows"]] == [f"{name} {dtype}" for name in names for dtype in ("fp32", "bf16")]
     assert [row["ours_ms"] for row in found["rows"]][:6:2] == [5, 3, 1] and asked[-1] == (names[0], False)
     monkeypatch.setattr(h200, "sources", lambda: "others")
+    h200.train(path, CPU, later, True, [], keep=True)
+    assert latency.load(path) == found and len(asked) == 5
     h200.train(path, CPU, later, True, [])  # of these sources nothing is there
     assert len(asked) == 5 + len(names)
 

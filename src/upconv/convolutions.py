@@ -442,7 +442,7 @@ def _backward_of(
     c: Convolution, grad: Tensor, x: Tensor, weight: Tensor, mask: Sequence[bool], keep: bool = False
 ) -> ops.Gradients:
     """The gradients that ``mask`` asks for, recorded where gradients are; ``keep``: as for `engine.forward`."""
-    if torch.is_grad_enabled() or ops._batched(grad, x, weight):
+    if torch.is_grad_enabled() or ops._observed_backward(grad, x, weight):
         rounded = weight.to(x.dtype)
         return (
             ops._unbiased(c.plan, grad, rounded) if mask[0] else None,

@@ -501,15 +501,32 @@ def gradients(
     found: list[Tensor | None] = [None, None, None]
     asked = (mask[0], mask[1], mask[2] and not split)
     if any(asked):
-        every = torch.ops.aten.convolution_backward(
-            grad, input, weight, [p.out_channels], p.stride, p.padding, p.dilation, True, p.output_padding, p.groups,
-            asked,
-        )  # fmt: skip
-        # With the bias' gradient oneDNN returns the weight's, asked for or not, and for 1-D layers then a 4-D one.
-        found = [g if wanted else None for g, wanted in zip(every, asked)]
+        found = torch_gradients(
+            grad, input, weight, p.out_channels, p.stride, p.padding, p.output_padding, p.groups, p.dilation, asked
+        )
     if split and mask[2]:
         found[2] = _sum_channels(grad)
     return found[0], found[1], found[2]
+
+
+def torch_gradients(
+    grad: Tensor,
+    input: Tensor,
+    weight: Tensor,
+    channels: int,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    output_padding: Sequence[int],
+    groups: int,
+    dilation: Sequence[int],
+    mask: Sequence[bool],
+) -> list[Tensor | None]:
+    """PyTorch's gradients for input, weight and the bias of ``channels``, as far as ``mask`` asks."""
+    found = torch.ops.aten.convolution_backward(
+        grad, input, weight, [channels], stride, padding, dilation, True, output_padding, groups, mask
+    )
+    # With the bias' gradient oneDNN returns the weight's, asked for or not, and for 1-D layers then a 4-D one.
+    return [g if asked else None for g, asked in zip(found, mask)]
 
 
 # NOTES: PyTorch sums half precisions by converting the whole tensor to float32 first; from 32 MiB on that copy is

@@ -443,7 +443,7 @@ _will_execute: Callable[[Any], bool] = getattr(torch._C, "_will_engine_execute_n
 _is_batched: Callable[[Tensor], bool] = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambda t: False)
 
 
-def _batched(*tensors: Tensor) -> bool:
+def _observed_backward(*tensors: Tensor) -> bool:
     """Whether PyTorch must see how gradients are taken: under ``vmap`` (a transform, or ``autograd.grad``'s
     ``is_grads_batched``), or under a dispatch mode that the forward was not, such as a counter of FLOPs.
     """
@@ -473,7 +473,7 @@ def _backward_of(
     plan: Plan, grad: Tensor, input: Tensor, weight: Tensor, mask: Sequence[bool], keep: bool
 ) -> Gradients:
     """The gradients that ``mask`` asks for, recorded where gradients are; ``keep``: as for `_forward`."""
-    if not torch.is_grad_enabled() or _batched(grad, input, weight):
+    if not torch.is_grad_enabled() or _observed_backward(grad, input, weight):
         return _gradients(plan, grad, input, weight, mask, keep)
     rounded = weight.to(input.dtype)
     return (
@@ -563,7 +563,7 @@ class _GradWeight(torch.autograd.Function):
 
 def _unbiased(plan: Plan, x: Tensor, weight: Tensor) -> Tensor | None:
     """F(x, w), differentiable where gradients are recorded."""
-    if _batched(x, weight):
+    if _observed_backward(x, weight):
         p = plan.problem
         return torch.convolution(x, weight, None, p.stride, p.padding, p.dilation, True, p.output_padding, p.groups)
     bare = planner.plan(plan.problem.with_(bias=False), plan.device) if plan.problem.bias else plan
@@ -574,14 +574,14 @@ def _unbiased(plan: Plan, x: Tensor, weight: Tensor) -> Tensor | None:
 
 def _for_input(plan: Plan, grad: Tensor, weight: Tensor, input: Tensor) -> Tensor | None:
     """I(g, w), differentiable where gradients are recorded."""
-    if torch.is_grad_enabled() and not _batched(grad, weight):
+    if torch.is_grad_enabled() and not _observed_backward(grad, weight):
         return _GradInput.apply(grad, weight, input, plan)
     return _gradients(plan, grad, input, weight, (True, False, False))[0]
 
 
 def _for_weight(plan: Plan, input: Tensor, grad: Tensor, weight: Tensor) -> Tensor | None:
     """W(x, g), differentiable where gradients are recorded."""
-    if torch.is_grad_enabled() and not _batched(input, grad):
+    if torch.is_grad_enabled() and not _observed_backward(input, grad):
         return _GradWeight.apply(input, grad, weight, plan)
     return _gradients(plan, grad, input, weight, (False, True, False))[1]
 
@@ -596,7 +596,7 @@ def _gradients(
     lasting: bool = True,
 ) -> Gradients:
     """The gradients for input, weight and bias that ``mask`` asks for; ``keep`` and ``lasting``: as for `_forward`."""
-    if _batched(grad, input, weight):  # PyTorch's operator has rules for it
+    if _observed_backward(grad, input, weight):  # PyTorch's operator has rules for it
         found = cpu.gradients(plan.problem, "native", grad, input, weight.to(input.dtype), mask)
         for_weight, for_bias = (None if g is None else g.to(weight.dtype) for g in found[1:])
         return found[0], for_weight, for_bias
@@ -686,15 +686,15 @@ def _run_backward(
     mask: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
     plan = _find_plan(len(stride), input, weight, None, stride, padding, output_padding, groups, dilation)
+    found: Sequence[Tensor | None]
     if plan is None:
-        bias_sizes = [weight.shape[1] * groups]
-        found = torch.ops.aten.convolution_backward(
-            grad, input, weight, bias_sizes, stride, padding, dilation, True, output_padding, groups, mask
+        channels = weight.shape[1] * groups
+        found = cpu.torch_gradients(
+            grad, input, weight, channels, stride, padding, output_padding, groups, dilation, mask
         )
     else:
         found = _gradients(plan, grad, input, weight, mask, lasting=False)
-    wanted = (g if asked else None for g, asked in zip(found, mask))
-    grad_input, grad_weight, grad_bias = (g if g is not None else grad.new_empty(0) for g in wanted)
+    grad_input, grad_weight, grad_bias = (g if g is not None else grad.new_empty(0) for g in found)
     layout = cpu.memory_format(layout_of(input, weight), len(stride))
     if mask[0]:
         grad_input = grad_input.contiguous(memory_format=layout)

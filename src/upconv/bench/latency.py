@@ -9,7 +9,6 @@ import copy
 import gc
 import json
 import multiprocessing
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
@@ -189,11 +188,8 @@ def shapes(device: torch.device, sizes: tuple[tuple[int, int], ...] = SIZES) -> 
     threads = torch.get_num_threads()
     context = multiprocessing.get_context("spawn")
     for side in sides:
-        with (
-            tempfile.TemporaryDirectory(prefix="upconv-shapes-") as folder,
-            ProcessPoolExecutor(1, mp_context=context) as pool,
-        ):
-            found[side] = pool.submit(_first_calls, side, str(device), sizes, folder, threads).result()
+        with ProcessPoolExecutor(1, mp_context=context) as pool:
+            found[side] = pool.submit(_first_calls, side, str(device), sizes, threads).result()
     rows: list[dict[str, Value]] = []
     for i, size in enumerate(sizes):
         p = DECODER.with_(size=size)
@@ -214,14 +210,7 @@ def shapes(device: torch.device, sizes: tuple[tuple[int, int], ...] = SIZES) -> 
     return _report("shapes", device, str(DECODER).rsplit(" on ", 1)[0], rows)
 
 
-def _first_calls(side: str, where: str, sizes: tuple[tuple[int, int], ...], cache: str, threads: int) -> list[First]:
-    if side != "ours":
-        return _firsts(side, where, sizes, threads)
-    with no_caches(cache):
-        return _firsts(side, where, sizes, threads)
-
-
-def _firsts(side: str, where: str, sizes: tuple[tuple[int, int], ...], threads: int) -> list[First]:
+def _first_calls(side: str, where: str, sizes: tuple[tuple[int, int], ...], threads: int) -> list[First]:
     torch.set_num_threads(threads)
     device = torch.device(where)
     torch.backends.cudnn.benchmark = side == "torch-benchmark"
@@ -231,7 +220,7 @@ def _firsts(side: str, where: str, sizes: tuple[tuple[int, int], ...], threads: 
     layer = package.ConvTranspose2d(p.in_channels, p.out_channels, p.kernel, p.stride, p.padding, device=device)
     other = package.ConvTranspose1d(8, 8, 3, device=device)
     found: list[First] = []
-    with torch.no_grad():
+    with torch.no_grad(), no_caches() if side == "ours" else nullcontext():
         other(torch.randn(2, 8, 100, device=device))
         for size in sizes:
             x = torch.randn(p.batch, p.in_channels, *size, device=device)

@@ -13,16 +13,16 @@ NO_CACHE = "--no-cache"
 
 
 @contextmanager
-def no_caches(folder: str | None = None) -> Iterator[None]:
-    """An empty cache of kernels, in a folder that goes with it or the given one, and none of NVRTC's own.
+def no_caches() -> Iterator[None]:
+    """An empty cache of kernels, in a folder that goes with it, and none of NVRTC's own.
 
     CUDA 13's answers code that was compiled before, in this process or another, within 0.05 s. Neither another text nor
     ``CUDA_CACHE_DISABLE`` helps (NOTES: 14 of 348 kernels took 0.06 s for 1.2), an option does.
     """
     before = {name: os.environ.get(name) for name in ("UPCONV_CACHE_DIR", "UPCONV_CACHE")}
     flags: tuple[str, ...] = jit._FLAGS
-    with tempfile.TemporaryDirectory(prefix="upconv-cold-") as fresh:
-        os.environ["UPCONV_CACHE_DIR"] = folder or fresh
+    with tempfile.TemporaryDirectory(prefix="upconv-cold-") as folder:
+        os.environ["UPCONV_CACHE_DIR"] = folder
         os.environ.pop("UPCONV_CACHE", None)
         if _has_option():
             with_flags((*flags, NO_CACHE))
