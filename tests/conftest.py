@@ -36,6 +36,7 @@ from upconv.cuda import (
     implicit,
     jit,
     joined,
+    launch,
     packs,
     pairs,
     phases,
@@ -48,7 +49,7 @@ from upconv.cuda import (
     wgrad,
 )
 from upconv.cuda.axes import result_shape, source_shape
-from upconv.cuda.gpu import H200
+from upconv.cuda.gpu import H200, gpu
 from upconv.planner import Candidate, Device, Plan
 from upconv.problem import Precision, Problem
 
@@ -117,6 +118,44 @@ def _final_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
     """On a GPU the kernels that are tested are those that stay, but in the tests of quick forms themselves."""
     if "gpu" in request.node.keywords and "test_provisional" not in request.node.nodeid:
         monkeypatch.setattr(jit, "at_hand", lambda source, arch, label="": True)
+
+
+NANS = """
+extern "C" __global__ void nans(int words) {
+  extern __shared__ volatile unsigned int memory[];
+  for (int i = threadIdx.x; i < words; i += blockDim.x) memory[i] = 0x7fffffffu;
+}
+"""
+LAUNCHED_HERE = "test_batches test_direct test_gather_beside test_gather_clusters test_relayout test_unshuffle".split()
+"""Beside the modules of kernels on a GPU, ``test_*_gpu``, those that launch some family's themselves."""
+
+
+@pytest.fixture(autouse=True)
+def _shared_memory_of_nans(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ahead of each launch every multiprocessor's shared memory is filled with what is a NaN in all dtypes.
+
+    Else a kernel that reads what nobody brought finds what an earlier launch left there, maybe its own right numbers.
+    """
+    name = request.node.path.stem
+    if "gpu" not in request.node.keywords or not (name.endswith("_gpu") or name in LAUNCHED_HERE):
+        return
+    launch_it = launch.Launcher.__call__
+
+    @cache
+    def filler(device: int) -> tuple[launch.Launcher, int, int]:
+        chip = gpu(device)
+        kernel = jit.kernel(NANS, "nans", chip.arch, "NaNs")
+        return launch.Launcher(kernel, 512, chip.shared_bytes, "i"), chip.multiprocessors, chip.shared_bytes // 4
+
+    def behind_nans(
+        self: launch.Launcher, device: int, grid: int, args: tuple[Any, ...], dependent: bool = False
+    ) -> None:
+        if not (dependent or launch.noting() or torch.cuda.is_current_stream_capturing()):
+            fill, blocks, words = filler(device)
+            launch_it(fill, device, blocks, (words,))
+        launch_it(self, device, grid, args, dependent)
+
+    monkeypatch.setattr(launch.Launcher, "__call__", behind_nans)
 
 
 @pytest.fixture

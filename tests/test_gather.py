@@ -782,6 +782,30 @@ def test_each_source_has_its_set_of_costs(
     assert found and all(costs.constants(t) is costs.SETS[wanted] for t in found)
 
 
+@pytest.mark.parametrize("channels", [24, 6])
+def test_threads_copy_a_stage_ahead_and_planes_come_by_boxes(channels: int) -> None:
+    """Rows of 259 columns fit no box, nor do channels off 16 bytes: what copies them has a stage of its own."""
+    p = Problem.make(2, 16, channels, (4, 6, 19), (3, 2, 3), 2, 1, 0, 2, bias=False)
+    p = p.with_(precision="tf32", layout="channels_last", pass_="grad-input")
+    found = list(gather_search.candidates(p, H200))
+    by_threads = [t for t in found if not t.tensor_map]
+    assert by_threads and all(t.stages_p >= 2 and not t.planewise for t in by_threads)
+    assert all(len(t.planes) > 1 for t in found if t.planewise)
+    for wrong, told in (({"planewise": True}, "planes come by no boxes"), ({"stages_p": 1}, "a stage ahead")):
+        with pytest.raises(Unfit, match=told):
+            replace(by_threads[0], **wrong).checked(H200.shared_bytes)
+
+
+@needs_nvrtc
+def test_a_stage_of_threads_that_copy_is_refused_by_the_kernel_too() -> None:
+    p = Problem.make(2, 16, 24, (4, 6, 19), (3, 2, 3), 2, 1, 0, 2, bias=False)
+    p = p.with_(precision="tf32", layout="channels_last", pass_="grad-input")
+    tiling = next(t for t in gather_search.candidates(p, H200) if not t.tensor_map)
+    macros = replace(tiling, stages_p=1).macros()
+    with pytest.raises(jit.CompileError, match="a stage ahead"):
+        jit.cubin(jit.source("gather.cu", macros), H200.arch)
+
+
 def test_planes_that_come_one_by_one_have_costs_of_their_own() -> None:
     settings: dict[str, Any] = {"precision": "tf32", "layout": "channels_last", "pass_": "grad-input"}
     p = parse_layer("64,64,4,stride=2,padding=1,bias=False", "1x64x8x8").with_(**settings)

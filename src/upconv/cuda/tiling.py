@@ -145,8 +145,13 @@ class Tiling(TiledWeights):
             raise Unfit("whole images come by boxes, of which none may end in the next group")
         if self.problem.batch_as_width and not (self.tensor_map and not self.bare and self.shuffle is None):
             raise Unfit("a batch as width is read by boxes, and stored by one of the epilogues")
+        if self.planewise and not self._planes_apart:
+            raise Unfit("a tile has one plane, or its planes come by no boxes")
         if self.plane_barriers > 1 and not self._planes_in_turn:
             raise Unfit("not every variant reads all planes in turn in one stretch of code")
+        # (Threads copy a stage ahead of those that multiply: with one they would wait for what nobody brings.)
+        if not self.tensor_map and (self.stages_p if self.channels_last else self.stages_s) < 2:
+            raise Unfit("threads that copy pixels have a stage ahead of the one that is read")
         if self.drained and not self._drainable:
             raise Unfit("the tensor copy engine stores 16-bit outputs of whole rows, in NCHW of two dimensions")
         if self.beside and not self._lie_beside:
@@ -191,8 +196,12 @@ class Tiling(TiledWeights):
         return plain and one and whole and self.subs == 1 and self.split != 2
 
     @property
+    def _planes_apart(self) -> bool:
+        return self.strided_box and len(self.planes) > 1
+
+    @property
     def _planes_in_turn(self) -> bool:
-        if not (self.strided_box and (self.straight or self.rolled) and self.mb == 1 and len(self.planes) > 1):
+        if not ((self.straight or self.rolled) and self.mb == 1):
             return False
         # A round is a plane (NOTES: dilated taps of tiles of one row are in more planes than there are remainders).
         if self.rolled and any(len(block) != len(self.planes) * self.taps_unrolled for (block,) in self.entries):

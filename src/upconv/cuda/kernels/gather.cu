@@ -57,6 +57,10 @@ __constant__ const short BARE_ROW[] = BARES_ROWS;      // rows along H, neighbou
 #error "planes have barriers of their own where boxes bring them and a chunk is one stretch"
 #endif
 
+#if !BOX && (CHANNELS_LAST ? STAGES_P : STAGES_S) < 2
+#error "threads that copy pixels have a stage ahead of the one that is read"
+#endif
+
 struct Tile {
   int group, cout_block, variant;                      // M-group
   int n, d, h, w;                                      // first q
