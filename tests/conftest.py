@@ -126,7 +126,14 @@ extern "C" __global__ void nans(int words) {
   for (int i = threadIdx.x; i < words; i += blockDim.x) memory[i] = 0x7fffffffu;
 }
 """
-LAUNCHED_HERE = ["test_batches", "test_direct", "test_gather_beside", "test_gather_clusters", "test_relayout", "test_unshuffle"]
+LAUNCHED_HERE = [
+    "test_batches",
+    "test_direct",
+    "test_gather_beside",
+    "test_gather_clusters",
+    "test_relayout",
+    "test_unshuffle",
+]
 """Beside the modules of kernels on a GPU, ``test_*_gpu``, those that launch some family's themselves."""
 
 
