@@ -49,6 +49,7 @@ ALLOWED: dict[tuple[str, str, str, str, int], int] = {
     ("gather", "90a", "grad-input", "nchw", 16): 96,  # kb70; kb61 72, fsrcnn 24, dcganO 8
     ("gather", "90a", "grad-input", "nchw", 32): 8,  # kb75 in TF32
     # By mma.sync; why is not known.
+    ("gather", "100a", "fwd", "nchw", 32): 8,  # kb64 and kb74 in IEEE
     ("gather", "100a", "grad-input", "nchw", 32): 16,  # kb79 in IEEE; kb69 8
     ("gather", "120", "grad-input", "nchw", 32): 8,  # hifigan in IEEE
     # Around a tile's stores (test_pairs.py).
@@ -59,6 +60,12 @@ ALLOWED: dict[tuple[str, str, str, str, int], int] = {
     ("direct", "89", "fwd", "nchw", 32): 8,
     ("direct", "100a", "fwd", "nchw", 32): 16,  # and dcganO in TF32, 8
     ("direct", "120", "fwd", "nchw", 32): 40,
+    # kb77, of which a thread has 128 sums that it splits by channels, and three blocks a multiprocessor.
+    ("direct", "80", "fwd", "nchw", 64): 96,
+    ("direct", "90a", "fwd", "nchw", 64): 144,
+    ("direct", "100a", "fwd", "nchw", 64): 88,
+    # Of 48 registers.
+    ("direct", "120", "grad-input", "nchw", 64): 8,  # kb57, kb71, pix, dcgan1 to dcgan3
     # ptxas stops at 128 registers: too few for 9 float64 sums and more (test_direct_wgrad.py).
     ("direct_wgrad", "any", "grad-weight", "any", 64): 16,
     # Why is not known.
@@ -67,6 +74,7 @@ ALLOWED: dict[tuple[str, str, str, str, int], int] = {
     ("staged", "80", "grad-weight", "channels_last", 16): 48,  # fsrcnn
     ("staged", "86", "grad-weight", "channels_last", 16): 48,
     ("staged", "80", "grad-weight", "channels_last", 64): 176,  # kb68
+    ("staged", "100a", "grad-weight", "channels_last", 64): 40,  # kb75
 }
 """Bytes of local memory of a thread at most, by family, architecture (or any), pass, layout (or any) and bits.
 
