@@ -748,7 +748,9 @@ def test_a_kernel_knows_where_rows_of_its_sizes_begin(text: str, precision: str,
 
 @needs_nvrtc
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "precision"), [("kb57", "tf32"), ("kb61", "tf32"), ("vae", "fp16")])
+@pytest.mark.parametrize(
+    ("name", "precision"), [("kb57", "tf32"), ("kb61", "tf32"), ("vae", "fp16"), *[("kb68", "tf32")] * EVERY]
+)
 def test_every_way_to_store_compiles_without_spills(name: str, precision: str) -> None:
     (case,) = (c for c in SUITES["cuda"] if c.name == name)
     p = case.problem.with_(dtype=DTYPES[precision], precision=precision)

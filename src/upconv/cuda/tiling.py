@@ -149,7 +149,7 @@ class Tiling(TiledWeights):
             raise Unfit("a tile has one plane, or its planes come by no boxes")
         if self.plane_barriers > 1 and not self._planes_in_turn:
             raise Unfit("not every variant reads all planes in turn in one stretch of code")
-        # (Threads copy a stage ahead of those that multiply: with one they would wait for what nobody brings.)
+        # With one stage what is multiplied was never copied, or not yet (NOTES: all NaN behind shared memory of NaNs).
         if not self.tensor_map and (self.stages_p if self.channels_last else self.stages_s) < 2:
             raise Unfit("threads that copy pixels have a stage ahead of the one that is read")
         if self.drained and not self._drainable:
@@ -197,6 +197,7 @@ class Tiling(TiledWeights):
 
     @property
     def _planes_apart(self) -> bool:
+        """Whether a tile has planes that may land one by one."""
         return self.strided_box and len(self.planes) > 1
 
     @property
