@@ -3668,7 +3668,9 @@ constexpr int CONSUMER_REGISTERS = 216;  // of a thread
 // few, their blocks are a CLUSTER, which adds the sums through its shared memory in the same order, and writes the weight itself.
 // Where more are, but all blocks run at once (a cooperative launch), those of a tile wait for each other and do it
 // TOGETHER, through
-// global memory. A split that is the only one (ALONE) writes the weight from its own shared memory.
+// global memory. A split that is the only one (ALONE) writes the weight from its own shared memory. Two splits may
+// exchange sums while
+// they multiply (HANDOVER); these have chunks in another order than two steps have, and other roundings.
 constexpr int COPIERS = 128;
 constexpr int STACK = (TAPS_H + STEP_H - 1) / STEP_H;  // rows of x that may meet a row of g
 constexpr int X_ROWS_H = TILE_H + STACK - 1;

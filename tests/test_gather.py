@@ -1070,8 +1070,19 @@ def test_which_blocks_claim_tiles() -> None:
     up = SUITES["cuda"]
     unet4, kb75 = (next(c.problem for c in up if c.name == name) for name in ("unet4", "kb75"))
     last = {"precision": "tf32", "layout": "channels_last"}
-    assert claimed(unet4.with_(**last)) and not claimed(unet4.with_(pass_="grad-input", **last))
     assert claimed(kb75.with_(precision="tf32")) and not claimed(kb75.with_(**last)), "groups share lines"
+
+    def dealt(p: Problem) -> int:
+        assert claimed(p)
+        found = gather.choose(p, H200)
+        assert isinstance(found, gather.Choice)
+        assert all(f"#define DEALT {found.dealt}\n" in unit.source for unit in found.sources())
+        return found.dealt
+
+    assert dealt(unet4.with_(**last)) == dealt(unet4.with_(pass_="grad-input", **last)) == 15, "blocks stay abreast"
+    assert dealt(kb75.with_(pass_="grad-input", **last)) == 15 and dealt(WIDE) == 0
+    nnunet2 = next(c.problem for c in up if c.name == "nnunet2")
+    assert dealt(nnunet2.with_(**last)) == 0, "results are most of the bytes"
 
 
 def test_what_a_kernel_that_claims_is_told(stubs: Stubs, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,6 +48,7 @@ SIZES = "i" * 11  # `Tiling.arguments`
 _MOST_PARTS, _LONGEST_PACKING = 4, 1e-4
 _LONG_BESIDE = 1e-4  # seconds of a kernel that begins behind `pack`
 _CLAIMED_TILES = 18  # for each multiprocessor
+_DEALT = 15
 # Of 16-bit channels-last gradients that wait for memory: tiles of few places that have all channels, where blocks claim
 # them; tiles of some channels read pixels again, and their blocks must stay abreast (NOTES: unet4 197.0 -> 193.4 us, by
 # tiles of 256 places 202; in TF32 385.9 and 385.6).
@@ -57,7 +58,7 @@ _CLAIMED, _PLACES = 0.985, 128
 _LINES_CLAIMED = 0.95
 _LONG_CODE = 32  # matrix instructions in a row, from which on NVRTC takes over a second
 _PACKED_FIRST = 3e-6  # seconds that a kernel must gain for which weights are packed before, by a launch of its own
-_launched = attrgetter("boxable", "packs", "claimed", "grid")
+_launched = attrgetter("boxable", "packs", "claimed", "dealt", "grid")
 """What a choice's launches go by beside the shared memory of a block."""
 
 
@@ -125,17 +126,38 @@ class Choice:
         """Whether its blocks claim tiles.
 
         Tiles are dealt out to blocks that must stay abreast, since they read the same pixels for other channels, and
-        these are more than the results (NOTES: unet4's gradient in TF32 channels_last 386 -> 469 us, its forward 425
-        -> 423), or lines that they share (kb75's by groups 159 -> 167); and to those with few tiles, for which asking
-        takes longer than waiting for the last (vae, 16 each, 1 to 2%).
+        these are more than the results, or lines that they share (NOTES: kb75 by groups in TF32 channels_last 277 ->
+        307 us), but for those of which some are claimed at the end (`dealt`); and to those with few tiles, for which
+        asking takes longer than waiting for the last (vae, 16 each, 1 to 2%).
         """
         t, p = self.tiling, self.problem
         if not t.claimable(self.gpu.shared_bytes):
             return False
-        read_twice = t.resident and t.m_groups > 1 and math.prod(source_shape(p)) > math.prod(result_shape(p))
-        if read_twice or (t.channels_last and p.groups > 1):
-            return False
+        if not self._abreast:
+            read_twice = t.resident and t.m_groups > 1 and math.prod(source_shape(p)) > math.prod(result_shape(p))
+            if read_twice or (t.channels_last and p.groups > 1):
+                return False
         return t.arguments(self.problem)[-1] >= _CLAIMED_TILES * self.gpu.multiprocessors
+
+    @property
+    def dealt(self) -> int:
+        """Of `claimed` tiles the sixteenths that are dealt out before (kernels/claims.cuh)."""
+        return _DEALT if self.claimed and self._abreast else 0
+
+    @property
+    def _abreast(self) -> bool:
+        """Whether blocks read the same pixels for other channels, in channels_last, and these are more than the
+        results; or half of them, and read by two.
+
+        NOTES: 96->192 k1 on 16 x 192 x 192 in TF32, read by three, takes 187 us claimed, 204 with 15 sixteenths dealt
+        out; nnunet2's forward, with four results for a pixel, 181 and 187. In NCHW kb75's gradient for the input in
+        bfloat16 takes 129 us dealt out, 131 with any claims.
+        """
+        t, p = self.tiling, self.problem
+        if not (t.channels_last and t.resident and t.m_groups > 1 and t.parts == 1):
+            return False
+        pixels, results = math.prod(source_shape(p)), math.prod(result_shape(p))
+        return pixels > results or (t.m_groups == 2 and 2 * pixels >= results)
 
     @property
     def summary(self) -> str:
@@ -171,17 +193,18 @@ class Choice:
         return packing > _FOUR_LOADS[one_tap] * self.seconds
 
     def sources(self) -> tuple[Unit, ...]:
-        """What NVRTC must compile; the same for all input sizes that share the tile, the `store_unit` and `claimed`.
+        """What NVRTC must compile; the same for all input sizes with one tile, `store_unit`, `claimed` and `dealt`.
 
         The first packs weights; the second, where they are `boxable`, takes channels-last ones as they are.
         """
         t, label = self.tiling, f"gather {layer_text(self.problem)}"
-        unit, claimed = 0 if self.general else store_unit(t, self.problem), self.claimed
-        source = jit.source("gather.cu", t.macros(store_unit=unit, claimed=claimed))
+        unit = 0 if self.general else store_unit(t, self.problem)
+        claims: dict[str, Any] = {"claimed": self.claimed, "dealt": self.dealt}
+        source = jit.source("gather.cu", t.macros(store_unit=unit, **claims))
         packed = Unit(label, source, ("pack", "gather"), self._quickly(lambda choice: choice.sources()[0]))
         if not self.boxable:
             return (packed,)
-        boxed = jit.source("gather.cu", t.macros(boxed=True, store_unit=unit, claimed=claimed))
+        boxed = jit.source("gather.cu", t.macros(boxed=True, store_unit=unit, **claims))
         quick = self._quickly(lambda choice: choice.sources()[1])
         return packed, Unit(f"{label} unpacked", boxed, ("gather",), quick)
 

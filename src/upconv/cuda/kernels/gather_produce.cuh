@@ -279,7 +279,7 @@ struct Barriers { u32 full, empty, landed, left; };      // of tiles; of slots o
 // whose taps step over columns or rows come as a box for each plane, with the copy engine's element strides.
 __device__ __forceinline__ void load_boxes(const TensorMaps& maps, const Sizes& s, u32 to, u32 stage_bytes, u32 landed, u32 left) {
 #if CLAIMED
-  WalkOf<Claimer> walk = {Claimer(s.claims, s.counters)};
+  WalkOf<Claimer> walk = {Claimer(s.claims, s.counters, s.tiles)};
 #else
   Walk walk;
 #endif
