@@ -182,6 +182,17 @@ def claims(folder: Path, stages: int, step: int, dealt: int) -> Path:
     return compiled("claims", folder)
 
 
+def halves(folder: Path, ci_tiles: int, co_tiles: int) -> Path:
+    """A program that goes through the chunks and tiles of blocks that hand over sums."""
+    macros = f"#define CI_TILES {ci_tiles}\n#define CO_TILES {co_tiles}\n"
+    text = (KERNELS / "wgrad_handover.cuh").read_text()
+    handed = re.search(r"#define HANDED \d+\n", text)
+    assert handed is not None
+    order = cut(text, "struct Halves {", "#if PARTED && G_PLANES == 2")
+    (folder / "kernel.h").write_text(macros + handed.group() + order)
+    return compiled("halves", folder)
+
+
 def tiles(program: Path, seed: int, count: int) -> int:
     """Numbers checked in so many random tiles."""
     done = subprocess.run([str(program), str(seed), str(count)], capture_output=True, text=True, timeout=120)
@@ -644,3 +655,9 @@ def test_each_tile_is_claimed_once_and_all_of_a_block_know(stages: int, step: in
     text = (KERNELS / "claims.cuh").read_text()
     assert f"#define CLAIMS {CLAIMS} " in text and f"(CLAIMS * {CLAIMS_BYTES // CLAIMS})" in text
     assert tiles(claims(tmp_path, stages, step, dealt), stages, 5) > 0
+
+
+@pytest.mark.parametrize(("ci_tiles", "co_tiles"), [(8, 8), (1, 2), (2, 1), (4, 3), (5, 6), (12, 7), (16, 32)])
+def test_blocks_that_hand_over_take_each_chunk_and_each_tile_once(ci_tiles: int, co_tiles: int, tmp_path: Path) -> None:
+    found = subprocess.run([halves(tmp_path, ci_tiles, co_tiles)], capture_output=True, text=True, timeout=60)
+    assert (found.returncode, found.stdout.strip()) == (0, str(ci_tiles * co_tiles)), found.stdout

@@ -664,6 +664,77 @@ def test_a_lasting_call_is_one_cooperative_launch(
     assert stubs.names() == ["wgrad", "reduce"] * 2 and not prepared.together
 
 
+def test_blocks_that_hand_over_are_launched_at_once_or_by_clusters(
+    stubs: Stubs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cooperatively where a call lasts, with counters of its stream; else, and where that is refused, by clusters."""
+    monkeypatch.setattr(launch, "current_stream", lambda index: 7)
+    (layer,) = (case.problem for case in SUITES["models"] if case.name == "unet1")
+    p = layer.with_(
+        batch=8, dtype=torch.bfloat16, precision="bf16", layout="channels_last", pass_="grad-weight", bias=False
+    )
+    choice = wgrad.choose(p, H200)
+    assert isinstance(choice, wgrad.Choice) and choice.hands_over
+    t, prepared = choice.tiling, choice.prepare(0)
+    assert isinstance(t, WarpgroupTiling) and prepared.together and stubs.loaded == ["wgrad"] and not prepared.loaded
+    x, g = (torch.randn(shape, dtype=p.dtype) for shape in (p.input_shape, p.output_shape))
+    out = torch.empty(p.weight_shape, dtype=p.dtype).contiguous(memory_format=torch.channels_last)
+    prepared.run(x, g, out, lasting=True)
+    name, grid, _, args = stubs.pop()
+    assert (name, grid) == ("wgrad together", 2 * t.tiles) and not stubs.launched
+    (counters,) = prepared._counters.of_streams.values()
+    assert counters.numel() == 2 * t.tiles and args[:2] == (g.data_ptr(), out.data_ptr())
+    assert args[3] == counters.data_ptr() and args[16:20] == (*out.stride()[:2], out.stride()[-1], False)
+    prepared.run(x, g, out)
+    name, grid, _, args = stubs.pop()
+    assert (name, grid) == ("wgrad", 2 * t.tiles) and stubs.loaded == ["wgrad", "wgrad"] and prepared.loaded
+    assert args[:2] == (g.data_ptr(), out.data_ptr()) and args[15:19] == (*out.stride()[:2], out.stride()[-1], False)
+
+    def refused(*_: object) -> None:
+        raise launch.TooManyBlocks("CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE")
+
+    monkeypatch.setattr(prepared, "_at_once", refused)
+    for _ in range(2):
+        prepared.run(x, g, out, lasting=True)
+    assert stubs.names() == ["wgrad"] * 2 and not prepared.together
+
+
+def test_one_box_of_x_has_the_elements_of_several() -> None:
+    """In the order in which boxes of 64 channels lie in shared memory; of groups, with a halo of rows, images."""
+    layers = (
+        Problem.make(3, 256, 64, (6, 24), 2, 2), Problem.make(2, 384, 192, (5, 16), (3, 2), groups=3),
+        Problem.make(4, 128, 128, (7, 8), 4, 2, 1),
+    )  # fmt: skip
+    some = 0
+    for layer in layers:
+        p = layer.with_(dtype=torch.bfloat16, precision="bf16", layout="channels_last", pass_="grad-weight")
+        kinds: dict[Any, WarpgroupTiling] = {}
+        for t in wgrad.candidates(wgrad._any_size(p), H200, True, True):
+            if isinstance(t, WarpgroupTiling) and t.x_one_box:
+                kinds.setdefault((t.block[0], t.stacked, t.tile), t)
+        x = torch.arange(math.prod(p.input_shape)).view(p.batch, *p.size, p.in_channels)
+        for t in kinds.values():
+            (joined,), (apart,) = (wgrad.tensors(replace(t, x_one_box=one), p, False) for one in (True, False))
+            assert t.boxes == replace(t, x_one_box=False).boxes - t.block[0] // 64 + 1
+            whole, n = x.flatten(), t.tile[0]
+            last = p.size[1] - t.box[1], p.size[0] - t.box[2], p.batch - n
+            if min(last) < 0:
+                continue
+            for group in range(p.groups):
+                channel, (w, h, image) = group * p.in_channels // p.groups, last
+                found = whole.as_strided(
+                    t.box[::-1], (*(s // 2 for s in joined.strides[::-1]), 1),
+                    sum(at * s // 2 for at, s in zip((w, h, image, channel // 64), joined.strides)),
+                )  # fmt: skip
+                expected = torch.stack([
+                    x[image : image + n, h : h + t.box[2], w : w + t.box[1], c : c + 64]
+                    for c in range(channel, channel + t.block[0], 64)
+                ])  # fmt: skip
+                assert torch.equal(found, expected) and apart.dims[0] == p.in_channels
+                some += 1
+    assert some > 20
+
+
 # --- what is compiled ------------------------------------------------------------------------------------------------
 
 needs_nvrtc = pytest.mark.skipif(jit.unavailable() is not None, reason=str(jit.unavailable()))
@@ -697,26 +768,34 @@ def check_compiled(tiling: AnyTiling, source: str, gpu: Gpu, ptx: bool = True) -
     assert ("cp.async.bulk.tensor" in text) == isinstance(tiling, WarpgroupTiling)
 
 
-@pytest.mark.parametrize(("name", "layout", "dtype", "cluster", "together"), (
-    ("unet1", "channels_last", torch.bfloat16, 2, False),
-    ("dcgan1", "nchw", torch.float32, 2, False),
-    ("unet1", "nchw", torch.bfloat16, 2, False),
-    ("hifigan", "nchw", torch.float32, 2, False),
-    ("hifigan", "nchw", torch.bfloat16, 2, False),  # several taps in a fragment, interleaved
-    ("dcgan2", "channels_last", torch.bfloat16, 1, True),  # 16 clusters of 8 do not run at once, 128 blocks do
-    ("dcgan3", "channels_last", torch.bfloat16, 1, True),  # too many splits for a cluster
+@pytest.mark.parametrize(("name", "layout", "dtype", "adding"), (
+    ("unet1", "channels_last", torch.bfloat16, "of blocks that hand over half"),
+    ("dcgan1", "nchw", torch.float32, "in clusters of 2 that add up"),
+    ("unet1", "nchw", torch.bfloat16, "in clusters of 2 that add up"),
+    ("hifigan", "nchw", torch.float32, "in clusters of 2 that add up"),
+    ("hifigan", "nchw", torch.bfloat16, "in clusters of 2 that add up"),  # several taps in a fragment, interleaved
+    # 16 clusters of 8 do not run at once, 128 blocks do
+    ("dcgan2", "channels_last", torch.bfloat16, "of blocks that add up"),
+    ("dcgan3", "channels_last", torch.bfloat16, "of blocks that add up"),  # too many splits for a cluster
 ))  # fmt: skip
-def test_splits_that_run_at_once_add_up_their_sums(
-    name: str, layout: Layout, dtype: torch.dtype, cluster: int, together: bool
-) -> None:
+def test_splits_that_run_at_once_add_up_their_sums(name: str, layout: Layout, dtype: torch.dtype, adding: str) -> None:
     (layer,) = (case.problem for case in SUITES["models"] if case.name == name)
     precision: Precision = "tf32" if dtype is torch.float32 else "bf16"
     p = layer.with_(dtype=dtype, precision=precision, layout=layout, pass_="grad-weight", bias=False)
     choice = wgrad.choose(p, H200)
     assert isinstance(choice, wgrad.Choice)
-    assert choice.cluster == cluster and ("in clusters of 2 that add up" in choice.summary) == (cluster > 1)
-    assert choice.together == together and ("of blocks that add up" in choice.summary) == together
+    assert f" {adding} " in choice.summary
+    assert choice.together == (adding == "of blocks that add up") and choice.cluster == (1 if choice.together else 2)
+    assert choice.hands_over == ("hand over" in adding) and len(choice.sources()) == (3 if choice.hands_over else 2)
+    if choice.hands_over:
+        texts = [unit.source for unit in choice.sources()]
+        assert ["#define HANDOVER 1\n" in text for text in texts] == [False, True, True]
+        assert ["#define TOGETHER 1\n" in text for text in texts] == [False, False, True]
+        assert ["#define CLUSTER 2\n" in text for text in texts] == [False, True, False]
+        # Of more blocks than run at once each pair is a cluster, which adds up at the end.
+        assert not replace(choice, gpu=replace(H200, multiprocessors=100)).hands_over
     for other in (replace(choice, gpu=A100), replace(choice, gpu=A100, splits=1)):
+        assert not other.hands_over
         assert other.cluster == 1 and not other.together and not other.alone and len(other.sources()) == 1
     alone = replace(choice, splits=1)
     assert alone.alone and alone.cluster == 1 and not alone.together and "that write the weight" in alone.summary
@@ -759,12 +838,16 @@ def test_chosen_kernels_compile_without_spills(p: Problem, gpu: Gpu) -> None:
         assert choice == refused(p, gpu)
         return
     steps, *at_once = choice.sources()
-    assert set(steps.entries) == {"wgrad", "reduce"} and [unit.entries for unit in at_once] in ([], [("wgrad",)])
+    assert set(steps.entries) == {"wgrad", "reduce"} and all(unit.entries == ("wgrad",) for unit in at_once)
     assert bool(at_once) == (choice.cluster > 1 or choice.together or choice.alone)
+    assert len(at_once) < 2 or choice.hands_over
     for unit in (steps, *at_once):
         check_compiled(choice.tiling, unit.source, gpu)
         ways = (f"#define CLUSTER {choice.splits}\n" in unit.source, "#define TOGETHER 1\n" in unit.source)
-        assert ways == ((choice.cluster > 1, choice.together) if unit in at_once else (False, False))
+        third = unit in at_once[1:]
+        assert ways == (
+            (choice.cluster > 1 and not third, choice.together or third) if unit in at_once else (False,) * 2
+        )
 
 
 @pytest.mark.parametrize("name,shared,most", [("nnunet", False, 1.2), ("unet1", True, 1.3), ("kb77", True, 1.0)])

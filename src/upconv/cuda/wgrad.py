@@ -89,7 +89,9 @@ class Choice:
         gapless = isinstance(t, WarpgroupTiling) and t.gapless
         shape += f" of {gapless} without gaps" if gapless else ""
         adding = ""
-        if self.cluster > 1:
+        if self.hands_over:
+            adding = " of blocks that hand over half of their sums"
+        elif self.cluster > 1:
             adding = f" in clusters of {self.cluster} that add up their sums"
         elif self.together:
             adding = " of blocks that add up their sums"
@@ -108,6 +110,14 @@ class Choice:
         return clustered(self.tiling, self.splits, self.gpu)
 
     @property
+    def hands_over(self) -> bool:
+        """Whether the blocks of two splits exchange sums while they multiply: all at once or, in a graph that is
+        captured, as a `cluster`, to the same bits. Those of two steps are others."""
+        t = self.tiling
+        at_once = t.tiles * self.splits <= self.gpu.multiprocessors
+        return self.cluster == 2 and at_once and isinstance(t, WarpgroupTiling) and t.hands_over
+
+    @property
     def together(self) -> bool:
         """Whether the splits' blocks, which are no cluster, may add up their sums: all run at once."""
         return together(self.tiling, self.splits, self.gpu)
@@ -121,7 +131,7 @@ class Choice:
         """What NVRTC must compile; the same for all input sizes that share the tile (and are cut into as few splits).
 
         The first has both steps; the second, where there is a `cluster` or they add up `together` or are `alone`, needs
-        one.
+        one; so does the third, where the cluster `hands_over` and all blocks run at once.
         """
         p, t = self.problem, self.tiling
         label = f"wgrad {str(p).split(' on ')[0]} {p.precision} {p.layout}"
@@ -129,8 +139,12 @@ class Choice:
         if not isinstance(t, WarpgroupTiling) or not (self.cluster > 1 or self.together or self.alone):
             return (steps,)
         kind = "alone" if self.alone else "together" if self.together else f"by clusters of {self.cluster}"
-        macros = t.macros(self.cluster, self.together, self.alone)
-        return steps, Unit(f"{label} {kind}", jit.source(t.file, macros), ("wgrad",))
+        macros = t.macros(self.cluster, self.together, self.alone, self.hands_over)
+        one = Unit(f"{label} {kind}", jit.source(t.file, macros), ("wgrad",))
+        if not self.hands_over:
+            return steps, one
+        macros = t.macros(together=True, handover=True)
+        return steps, one, Unit(f"{label} together", jit.source(t.file, macros), ("wgrad",))
 
     def prepare(self, device: int) -> Prepared:
         """Compiles (or finds) and loads the kernels for a CUDA device. Errors: those of ``jit.kernel``."""
@@ -160,19 +174,22 @@ class Prepared:
         self._numel = math.prod(p.weight_shape)
         self._blocks = reduce_blocks(t)
         self._choice = choice
-        self._one_step = self._by_one_step(choice)
-        self.together = choice.together and gpu_of(device).multiprocessors >= self._grid
+        self.together = (choice.together or choice.hands_over) and gpu_of(device).multiprocessors >= self._grid
         """Whether `run` has another way for calls that are ``lasting``."""
+        self._sums = 0
+        if isinstance(t, WarpgroupTiling):
+            self._sums = self._grid * (t.handed_bytes if choice.hands_over else t.sums_bytes) // 4
         if self.together:
-            assert isinstance(t, WarpgroupTiling)
-            self._counters, self._sums = Counters(device, 2 * t.tiles), self._grid * t.sums_bytes // 4
+            self._counters = Counters(device, 2 * t.tiles)
             _ = self._at_once
-        elif self._one_step is None:
+        else:
             self.load()
 
     @property
     def loaded(self) -> bool:
         """Whether the kernels for every call are."""
+        if "_one_step" not in vars(self):
+            return False
         return self._one_step is not None or all(name in vars(self) for name in self._steps)
 
     def load(self) -> None:
@@ -206,14 +223,16 @@ class Prepared:
     @cached_property
     def _at_once(self) -> Launcher:
         codes = f"PPPP({self._codes})qqqi({'q' * 16 * self._boxes})"
-        return self._launcher(self._choice.sources()[1], "wgrad", codes, cooperative=True)
+        return self._launcher(self._choice.sources()[-1], "wgrad", codes, cooperative=True)
 
-    def _by_one_step(self, choice: Choice) -> Launcher | None:
+    @cached_property
+    def _one_step(self) -> Launcher | None:
         """The kernel that needs no second step, of one split or by clusters; None where there is none, or clusters
         would take more waves of blocks."""
+        choice = self._choice
         if choice.cluster == 1 and not choice.alone:
             return None
-        codes = f"PP({self._codes})qqqi({'q' * 16 * self._boxes})"
+        codes = f"{'PPP' if choice.hands_over else 'PP'}({self._codes})qqqi({'q' * 16 * self._boxes})"
         launcher = self._launcher(choice.sources()[1], "wgrad", codes)
         if choice.alone:
             return launcher
@@ -242,9 +261,6 @@ class Prepared:
         strides = out.stride()
         to = (strides[0], strides[1], strides[-1])
         single = out.dtype is torch.float32
-        if self._one_step is not None:
-            self._one_step(self._device, self._grid, (at_grad, out.data_ptr(), self._sizes, *to, single, maps))
-            return
         if lasting and self.together:
             sums = x.new_empty_strided((self._sums,), (1,), dtype=torch.float32)
             pointers = (at_grad, out.data_ptr(), sums.data_ptr(), self._counters.address(x))
@@ -253,6 +269,13 @@ class Prepared:
                 return
             except TooManyBlocks:
                 self.together = False
+        if self._one_step is not None:
+            given: tuple[int, ...] = (at_grad, out.data_ptr())
+            if self._choice.hands_over:
+                sums = x.new_empty_strided((self._sums,), (1,), dtype=torch.float32)
+                given = (*given, sums.data_ptr())
+            self._one_step(self._device, self._grid, (*given, self._sizes, *to, single, maps))
+            return
         partial = x.new_empty_strided((self._slices * self._numel,), (1,), dtype=torch.float32)
         args = (at_grad, partial.data_ptr(), self._sizes)
         self._wgrad(self._device, self._grid, (*args, maps) if self._boxes else (at_x, *args))
@@ -298,6 +321,11 @@ def tensors(t: WarpgroupTiling, p: Problem, g: bool) -> tuple[Tensor5, ...]:
     """The tensors that a tiling's boxes of the input (or of the output's gradient ``g``) are cut from."""
     size = p.out_size if g else p.size
     channels = p.out_channels if g else p.in_channels
+    if t.x_one_box and not g:
+        w, pixels = size[-1], math.prod(size)
+        pitch = channels * t.element
+        dims = t.x_width, w, pixels // w, p.batch, channels // t.x_width
+        return (Tensor5(0, dims, (pitch, w * pitch, pixels * pitch, t.x_width * t.element)),)
     if t.channels_last:
         return (channels_last(p.batch, channels, size, t.element, p.batch_as_width),)
     if t.lines and not g:
@@ -462,6 +490,8 @@ def _warpgroup_candidates(
                 continue
             if last and max(tile) > 256:
                 continue
+            if t.x_joinable and not general:
+                t = varied(t, x_one_box=True)
             if stacked and not t.stackable:
                 continue
             if (found := _staged(t, gpu, most)) is not None:

@@ -32,7 +32,9 @@ __device__ __forceinline__ void load_boxes(const TensorMap* map_x, const TensorM
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"((TURN_X ? 0 : X_TILE_BYTES) + (!BOX_G ? 0 : CHANNELS_LAST ? G_ROWS * (G_ONE_BOX ? G_PLANES * PLANE_COLUMNS : G_COLUMNS) * BLOCK_CO * ELEMENT : G_BYTES)) : "memory");
 #endif
   int channel = work.group * CIN_G + work.ci;
-#if !TURN_X
+#if X_ONE_BOX
+  load_box(to, map_x, 0, c.w, c.h - STACK + 1, c.n, channel / X_WIDTH, barrier);
+#elif !TURN_X
 #pragma unroll 1
   for (int i = 0; i < BOXES; i++) {
 #if CHANNELS_LAST

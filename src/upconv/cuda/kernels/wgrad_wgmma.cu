@@ -20,7 +20,8 @@
 // K is split over ranges of chunks; each split writes partial sums, `reduce` adds them in the order of their index. Where splits are
 // few, their blocks are a CLUSTER, which adds the sums through its shared memory in the same order, and writes the weight itself.
 // Where more are, but all blocks run at once (a cooperative launch), those of a tile wait for each other and do it TOGETHER, through
-// global memory. A split that is the only one (ALONE) writes the weight from its own shared memory.
+// global memory. A split that is the only one (ALONE) writes the weight from its own shared memory. Two splits may exchange sums while
+// they multiply (HANDOVER); these have chunks in another order than two steps have, and other roundings.
 #define COPIERS 128
 #define CI_INNERMOST 1
 #define STACK (STACKED ? (TAPS_H + STEP_H - 1) / STEP_H : 1)  // rows of x that may meet a row of g
@@ -274,6 +275,9 @@ __device__ __forceinline__ void consume(float* __restrict__ partial, const Sizes
 #if ADDS_UP
 #include "wgrad_sums.cuh"
 #endif
+#if HANDOVER
+#include "wgrad_handover.cuh"
+#endif
 
 #if GAPLESS
 #define BOX_OF_CHUNK int box_n, int box_d, int box_h, int box_w,
@@ -281,7 +285,7 @@ __device__ __forceinline__ void consume(float* __restrict__ partial, const Sizes
 #define BOX_OF_CHUNK
 #endif
 // partial: [SPLITS][TAPS][COUT][CIN_G] float32; where blocks add up, `out` is the weight's gradient.
-#if TOGETHER  // partial: SUMS_BYTES for each block
+#if TOGETHER  // partial: SUMS_BYTES for each block, or (HANDOVER) HANDED_WORDS
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 wgrad(const char* __restrict__ g, char* __restrict__ out, char* partial, u32* counters, int batch, int in_d, int in_h, int in_w, int out_d, int out_h, int out_w,
       int tiles_d, int tiles_h, int tiles_w, int chunks, int per_split, BOX_OF_CHUNK
@@ -293,7 +297,11 @@ extern "C" __global__ void
 __cluster_dims__(CLUSTER)
 #endif
 __launch_bounds__(THREADS, 1)
-wgrad(const char* __restrict__ g, char* __restrict__ out, int batch, int in_d, int in_h, int in_w, int out_d, int out_h, int out_w,
+wgrad(const char* __restrict__ g, char* __restrict__ out,
+#if HANDOVER
+      char* partial,
+#endif
+      int batch, int in_d, int in_h, int in_w, int out_d, int out_h, int out_w,
       int tiles_d, int tiles_h, int tiles_w, int chunks, int per_split, BOX_OF_CHUNK
       long long stride_ci, long long stride_co, long long stride_tap, int wide,
       const __grid_constant__ TensorMaps maps) {
@@ -314,8 +322,17 @@ wgrad(const char* __restrict__ g, float* __restrict__ partial, int batch, int in
 #endif
   Work work;                               // blocks of the same pixels are neighbours, for L2's sake
   int set = index % SETS;  index /= SETS;
+#if HANDOVER
+  tile_of(index % (CI_TILES * CO_TILES), work.ci, work.co);
+  work.ci *= BLOCK_CI, work.co *= BLOCK_CO, index /= CI_TILES * CO_TILES;
+#elif CLUSTER > 1 && CI_TILES % 2 == 0     // two clusters have the same pixels of g (NOTES: unet1 bfloat16 NCHW 110 -> 105 us)
+  work.ci = index % 2;  index /= 2;
+  work.co = index % CO_TILES * BLOCK_CO;  index /= CO_TILES;
+  work.ci = (work.ci + index % (CI_TILES / 2) * 2) * BLOCK_CI;  index /= CI_TILES / 2;
+#else
   work.co = index % CO_TILES * BLOCK_CO;  index /= CO_TILES;
   work.ci = index % CI_TILES * BLOCK_CI;  index /= CI_TILES;
+#endif
   work.group = index % GROUPS;
 #if CLUSTER == 1
   const int split = index / GROUPS;
@@ -329,19 +346,29 @@ wgrad(const char* __restrict__ g, float* __restrict__ partial, int batch, int in
       barrier_init(full + 8 * i, TURN_X ? COPIERS + 1 : BOX_G ? 1 : 2 * COPIERS + 1);
       barrier_init(empty + 8 * i, WGS * 4);
     }
-    barrier_init(base + BARRIERS_AT + 16 * STAGES, 1);
+    barrier_init(base + BARRIERS_AT + 16 * STAGES, HANDOVER ? WGS * 4 : 1);
     asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
   }
 #if GAPLESS
   clear_tails(base, s, threadIdx.x);
 #endif
   __syncthreads();
+#if HANDOVER && CLUSTER > 1
+  cluster_arrive();                        // who hands sums over waits for the other block's
+#endif
   int role = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
   if (role == 0) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(PRODUCER_REGISTERS));
 #if TURN_X
     const u32 raw = base + RAW_AT, raw_full = base + BARRIERS_AT + 16 * STAGES;
     if (thread == 0 && split * per_split < chunks) load_raw(&maps.x, s, chunk_at(split * per_split, s), work, raw, raw_full);
+#elif HANDOVER
+    if (thread == 0) produce_halves(maps, s, work, split, base, full, empty);
+#if CLUSTER > 1
+    __syncwarp();
+    cluster_wait();
+#endif
+    return;
 #elif BOX_G
     if (thread) return;                    // the others have nothing to do
 #endif
@@ -387,7 +414,18 @@ wgrad(const char* __restrict__ g, float* __restrict__ partial, int batch, int in
     }
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(CONSUMER_REGISTERS));
-#if ADDS_UP
+#if HANDOVER
+    const Gradient gradient = {out, stride_ci, stride_co, stride_tap, wide};
+#if TOGETHER
+    constexpr int TILES = SETS * CO_TILES * CI_TILES * GROUPS;
+    const int other = split ? blockIdx.x - TILES : blockIdx.x + TILES;
+    u32* const met_by = counters + 2 * (split ? other : (int)blockIdx.x);
+#else
+    const int other = blockIdx.x ^ 1;
+    u32* const met_by = nullptr;
+#endif
+    consume_halves(gradient, work, (float4*)partial, met_by, s, full, empty, base + BARRIERS_AT + 16 * STAGES, memory, split, other, role - 1, thread);
+#elif ADDS_UP
     consume(nullptr, s, work, g, full, empty, memory, split, role - 1, thread);
     const Gradient gradient = {out, stride_ci, stride_co, stride_tap, wide};
 #if TOGETHER
