@@ -157,34 +157,6 @@ __device__ __forceinline__ void wait_handed(u32 met) {
 }
 #endif
 
-#define ROW_PITCH (64 * ELEMENT + 16)      // bytes of 64 output channels, so that eight rows meet all banks
-
-// A warpgroup's unit to a weight that has output channels innermost, by rows of 64 of them, 16 bytes a thread.
-__device__ __forceinline__ void put_rows(const Gradient& out, const Work& work, const float (&sums)[N_WIDTH / 2], u32 rows, int tap, int co, int wg, int thread) {
-  const int warp = thread >> 5, lane = thread & 31;
-  const u32 to = rows + ((lane >> 4) * 8 + (lane & 7)) * ROW_PITCH + warp * 32 + (lane >> 3 & 1) * 16;
-#pragma unroll
-  for (int j = 0; j < N_WIDTH / 8; j += 2) {
-    u32 words[4];
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const float a = sums[4 * j + 2 * i], b = sums[4 * j + 2 * i + 1];
-      words[i] = PRECISION == 2 ? half_bits(a) | half_bits(b) << 16 : bfloat_bits(a) | bfloat_bits(b) << 16;
-    }
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};\n" ::"r"(to + j * 8 * ROW_PITCH), "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3]) : "memory");
-  }
-  named_sync(3 + wg, 128);
-  const int unit = thread % 8;
-  const long long first = place_of(out, work, tap, 0, co + unit * 8);
-  if (first < 0) return;
-#pragma unroll 8
-  for (int row = thread / 8; row < BLOCK_CI; row += 16) {
-    u32 v[4];
-    load_shared_128(v, rows + row * ROW_PITCH + unit * 16);
-    if (work.ci + row < CIN_G) *(uint4*)(out.at + (first + row * out.stride_ci) * ELEMENT) = make_uint4(v[0], v[1], v[2], v[3]);
-  }
-}
-
 // A block's own units, from shared memory to any weight.
 __device__ __forceinline__ void put_own(const Gradient& out, const Work& work, u32 sums, int rank, int thread) {
   constexpr int ITEMS = SET_UNITS / UNITS * QUADS, AT_ONCE = THREADS_ADDING / ITEMS;
@@ -260,8 +232,7 @@ __device__ __forceinline__ void consume_halves(const Gradient& out, const Work& 
   for (int j = 0; j < N_WIDTH / 2; j++) sums[j] += passed[j];
   named_sync<2, WGS * 128>();              // nobody reads a stage any more
   const u32 shared = shared_address(memory);
-  const bool by_16 = ((u32)(u64)out.at & 15) == 0 && ((u32)(out.stride_ci | out.stride_tap) & 7) == 0 && COUT_G % 8 == 0;
-  if (by_16 && !out.wide && out.stride_co == 1) {
+  if (has_rows(out)) {
     put_rows(out, work, sums, shared + wg * (BLOCK_CI * ROW_PITCH), first_unit + rank, wg_m * ROWS_PER_SUB, wg, thread);
     return;
   }

@@ -1,5 +1,5 @@
-// How blocks of wgrad_wgmma.cu that have all splits of a tile between them write the weight's gradient from their sums in shared memory:
-// as a CLUSTER, TOGETHER through global memory, or ALONE. Sums of splits are added in the order of `reduce`, to the same bits.
+// How blocks of wgrad_wgmma.cu that have all splits of a tile between them write the weight's gradient from their sums in shared memory,
+// as a CLUSTER, TOGETHER through global memory, or ALONE, or (BY_ROWS) from registers. Sums of splits are added in the order of `reduce`, to the same bits.
 
 struct Gradient {                          // for the weight: of float32 (`wide`) or the operands' type
   char* at;
@@ -38,6 +38,42 @@ __device__ __forceinline__ long long place_of(const Gradient& out, const Work& w
   bool exists = ci < CIN_G && co < COUT_G && kd < KERNEL_D && kh < KERNEL_H && kw < KERNEL_W;
   return exists ? (work.group * CIN_G + ci) * out.stride_ci + co * out.stride_co + ((kd * KERNEL_H + kh) * KERNEL_W + kw) * out.stride_tap : -1;
 }
+
+#if BY_ROWS
+#define ROW_PITCH (64 * ELEMENT + 16)      // bytes of 64 output channels, so that eight rows meet all banks
+
+// Whether the weight has output channels innermost, which begin at 16 bytes.
+__device__ __forceinline__ bool has_rows(const Gradient& out) {
+  const bool by_16 = ((u32)(u64)out.at & 15) == 0 && ((u32)(out.stride_ci | out.stride_tap) & 7) == 0 && COUT_G % 8 == 0;
+  return by_16 && !out.wide && out.stride_co == 1;
+}
+
+// A warpgroup's unit to a weight that has output channels innermost, by rows of 64 of them, 16 bytes a thread.
+__device__ __forceinline__ void put_rows(const Gradient& out, const Work& work, const float (&sums)[N_WIDTH / 2], u32 rows, int tap, int co, int wg, int thread) {
+  const int warp = thread >> 5, lane = thread & 31;
+  const u32 to = rows + ((lane >> 4) * 8 + (lane & 7)) * ROW_PITCH + warp * 32 + (lane >> 3 & 1) * 16;
+#pragma unroll
+  for (int j = 0; j < N_WIDTH / 8; j += 2) {
+    u32 words[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const float a = sums[4 * j + 2 * i], b = sums[4 * j + 2 * i + 1];
+      words[i] = PRECISION == 2 ? half_bits(a) | half_bits(b) << 16 : bfloat_bits(a) | bfloat_bits(b) << 16;
+    }
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};\n" ::"r"(to + j * 8 * ROW_PITCH), "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3]) : "memory");
+  }
+  named_sync(3 + wg, 128);
+  const int unit = thread % 8;
+  const long long first = place_of(out, work, tap, 0, co + unit * 8);
+  if (first < 0) return;
+#pragma unroll 8
+  for (int row = thread / 8; row < BLOCK_CI; row += 16) {
+    u32 v[4];
+    load_shared_128(v, rows + row * ROW_PITCH + unit * 16);
+    if (work.ci + row < CIN_G) *(uint4*)(out.at + (first + row * out.stride_ci) * ELEMENT) = make_uint4(v[0], v[1], v[2], v[3]);
+  }
+}
+#endif
 
 #if TOGETHER
 // The blocks of a tile: what they have written when they meet is seen by all of them behind it.

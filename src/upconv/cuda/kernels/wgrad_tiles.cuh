@@ -71,6 +71,7 @@
 #endif
 
 #define ADDS_UP (CLUSTER > 1 || TOGETHER || ALONE)
+#define BY_ROWS (HANDOVER || (ALONE && A_SHARED && !STACKED))  // sums may go from registers to the weight (`put_rows`)
 #if ADDS_UP
 // A block's sums in shared memory, [tap][ci][co], so that a warp's fragments meet all banks: neighbours along co lie in a row, and
 // ci of neighbouring lanes 2 rows apart, 8 banks.

@@ -68,8 +68,14 @@ struct Work {                              // of a block
 
 #include "wgrad_copies.cuh"     // who brings it
 #include "wgrad_multiply.cuh"   // fragments and matrix instructions
+#if ADDS_UP
+#include "wgrad_sums.cuh"       // how the sums leave, where blocks add up
+#define SUMS_GO_TO const Gradient& out
+#else
+#define SUMS_GO_TO float* __restrict__ partial
+#endif
 
-__device__ __forceinline__ void consume(float* __restrict__ partial, const Sizes& s, const Work& work, const char* g, u32 full, u32 empty, const unsigned char* memory, int split, int wg, int thread) {
+__device__ __forceinline__ void consume(SUMS_GO_TO, const Sizes& s, const Work& work, const char* g, u32 full, u32 empty, const unsigned char* memory, int split, int wg, int thread) {
 #if INTERLEAVED
   int warp = thread >> 5, lane = thread & 31, row = (lane >> 2) / SUBS, q = lane & 3;
   int wg_m = wg % WGS_M, first_unit = wg / WGS_M * (SUBS * UNITS) + (lane >> 2) % SUBS;
@@ -208,6 +214,16 @@ __device__ __forceinline__ void consume(float* __restrict__ partial, const Sizes
 #endif
 #if ADDS_UP
   named_sync<2, WGS * 128>();              // nobody reads a stage any more
+#if BY_ROWS
+  if (has_rows(out)) {
+#pragma unroll
+    for (int u = 0; u < UNITS; u++) {
+      if (first_unit + u >= SET_UNITS) continue;
+      put_rows(out, work, acc[u][0], shared_address(memory) + (wg * UNITS + u) * (BLOCK_CI * ROW_PITCH), first_unit + u, channel - warp * 16, wg, thread);
+    }
+    return;
+  }
+#endif
 #pragma unroll
   for (int u = 0; u < UNITS; u++) {
     int unit = first_unit + u * NEXT_UNIT;
@@ -272,9 +288,6 @@ __device__ __forceinline__ void consume(float* __restrict__ partial, const Sizes
 #endif
 }
 
-#if ADDS_UP
-#include "wgrad_sums.cuh"
-#endif
 #if HANDOVER
 #include "wgrad_handover.cuh"
 #endif
@@ -426,8 +439,11 @@ wgrad(const char* __restrict__ g, float* __restrict__ partial, int batch, int in
 #endif
     consume_halves(gradient, work, (float4*)partial, met_by, s, full, empty, base + BARRIERS_AT + 16 * STAGES, memory, split, other, role - 1, thread);
 #elif ADDS_UP
-    consume(nullptr, s, work, g, full, empty, memory, split, role - 1, thread);
     const Gradient gradient = {out, stride_ci, stride_co, stride_tap, wide};
+    consume(gradient, s, work, g, full, empty, memory, split, role - 1, thread);
+#if BY_ROWS
+    if (has_rows(gradient)) return;        // they have left
+#endif
 #if TOGETHER
     constexpr int TILES = SETS * CO_TILES * CI_TILES * GROUPS;
     int block;                             // read again, not kept over the loop (NOTES: kb73 TF32 spills 8 bytes)
