@@ -373,12 +373,13 @@ constexpr int CLAIM_STEP = 1;  // a block's weights are of one M-group
 // 519 -> 476 us claimed, kb73 bfloat16 367 -> 343). What a tile's results are does not depend on who computes them.
 // CLAIM_STEP: a block's tiles are this far apart, where it keeps what belongs to their remainder; else 1. Before it
 // there is `Cursor`.
-// DEALT: sixteenths of the rounds of tiles that are dealt out evenly before the rest is claimed, so that blocks that
-// read the same pixels
-// stay abreast, and yet none is late by more than a few tiles (measured: unet4's gradient for the input in TF32
-// channels_last, whose blocks
-// end between 353 and 374 us: all dealt out 386.9 us, all claimed 462.8, 15 383.0, 14 388.5; its forward 420.0, 423.6,
-// 407.6, 408.5).
+// LAST_ROUNDS: rounds of all blocks, those at the end, whose tiles are claimed; those before are dealt out evenly, so
+// that blocks that read
+// the same pixels stay abreast, and yet none is late by more than a few tiles; 0: all are claimed. (measured: unet4's
+// gradient for the input in
+// TF32 channels_last, whose blocks end between 353 and 374 us: of its 124 rounds none claimed 384.4 us, 2 380.1, 4
+// 378.4, 6 379.6, 8 381.0,
+// 12 383.3, all 463. kb75's, of 31: none 153.9, 1 153.8, 2 150.7, 4 151.2.)
 //
 // `counters`: zeros in device memory, which the last block leaves: how many tiles are claimed (CLAIM_STEP such), and
 // how many blocks

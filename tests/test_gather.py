@@ -1072,17 +1072,19 @@ def test_which_blocks_claim_tiles() -> None:
     last = {"precision": "tf32", "layout": "channels_last"}
     assert claimed(kb75.with_(precision="tf32")) and not claimed(kb75.with_(**last)), "groups share lines"
 
-    def dealt(p: Problem) -> int:
+    def last_rounds(p: Problem) -> int:
         assert claimed(p)
         found = gather.choose(p, H200)
         assert isinstance(found, gather.Choice)
-        assert all(f"#define DEALT {found.dealt}\n" in unit.source for unit in found.sources())
-        return found.dealt
+        assert all(f"#define LAST_ROUNDS {found.last_rounds}\n" in unit.source for unit in found.sources())
+        return found.last_rounds
 
-    assert dealt(unet4.with_(**last)) == dealt(unet4.with_(pass_="grad-input", **last)) == 15, "blocks stay abreast"
-    assert dealt(kb75.with_(pass_="grad-input", **last)) == 15 and dealt(WIDE) == 0
+    assert last_rounds(unet4.with_(**last)) == last_rounds(unet4.with_(pass_="grad-input", **last)) == 4, (
+        "blocks stay abreast"
+    )
+    assert last_rounds(kb75.with_(pass_="grad-input", **last)) == 4 and last_rounds(WIDE) == 0
     nnunet2 = next(c.problem for c in up if c.name == "nnunet2")
-    assert dealt(nnunet2.with_(**last)) == 0, "results are most of the bytes"
+    assert last_rounds(nnunet2.with_(**last)) == 0, "results are most of the bytes"
 
 
 def test_what_a_kernel_that_claims_is_told(stubs: Stubs, monkeypatch: pytest.MonkeyPatch) -> None:

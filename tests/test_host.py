@@ -174,9 +174,9 @@ def ring(tiling: Tiling, folder: Path, boxed: bool = False) -> Path:
     return compiled("ring", folder)
 
 
-def claims(folder: Path, stages: int, step: int, dealt: int) -> Path:
-    """A program whose threads claim tiles: so many stages, blocks with a remainder, sixteenths dealt out before."""
-    macros = f"#define STAGES {stages}\n#define CLAIM_STEP {step}\n#define DEALT {dealt}\n"
+def claims(folder: Path, stages: int, step: int, rounds: int) -> Path:
+    """A program whose threads claim tiles: so many stages, blocks with a remainder, last rounds."""
+    macros = f"#define STAGES {stages}\n#define CLAIM_STEP {step}\n#define LAST_ROUNDS {rounds}\n"
     cursor = cut(SOURCE, "struct Cursor {", "#if CLAIMED\n#define CLAIM_STEP")
     (folder / "kernel.h").write_text(macros + cursor + (KERNELS / "claims.cuh").read_text())
     return compiled("claims", folder)
@@ -650,11 +650,11 @@ def test_consumers_find_weights_as_they_lie_in_memory(seed: int, pass_: str, tmp
     assert tiles(ring(tiling, tmp_path, boxed=True), seed, 7) > 0
 
 
-@pytest.mark.parametrize(("stages", "step", "dealt"), [(1, 1, 0), (CLAIMS - 3, 1, 0), (5, 2, 0), (2, 1, 15), (5, 2, 8)])
-def test_each_tile_is_claimed_once_and_all_of_a_block_know(stages: int, step: int, dealt: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("stages", "step", "rounds"), [(1, 1, 0), (CLAIMS - 3, 1, 0), (5, 2, 0), (2, 1, 4), (5, 2, 9)])
+def test_each_tile_is_claimed_once_and_all_of_a_block_know(stages: int, step: int, rounds: int, tmp_path: Path) -> None:
     text = (KERNELS / "claims.cuh").read_text()
     assert f"#define CLAIMS {CLAIMS} " in text and f"(CLAIMS * {CLAIMS_BYTES // CLAIMS})" in text
-    assert tiles(claims(tmp_path, stages, step, dealt), stages, 5) > 0
+    assert tiles(claims(tmp_path, stages, step, rounds), stages, 5) > 0
 
 
 @pytest.mark.parametrize(("ci_tiles", "co_tiles"), [(8, 8), (1, 2), (2, 1), (4, 3), (5, 6), (12, 7), (16, 32)])

@@ -106,7 +106,7 @@ static void launch(u32* counters, int grid, int tiles, int chunks, std::mt19937&
       if (blocks[b].seen[r] != blocks[b].seen[READERS]) fail("a thread saw other tiles than its block's were");
     for (int tile : blocks[b].seen[READERS]) {
       if (tile % CLAIM_STEP != b % CLAIM_STEP) fail("a tile of another remainder");
-      if ((!counters || tile < tiles / grid * DEALT / 16 * grid) && tile % grid != b) fail("a tile that was dealt to another block");
+      if ((!counters || (LAST_ROUNDS && tile < (tiles / grid - LAST_ROUNDS) * grid)) && tile % grid != b) fail("a tile that was dealt to another block");
       all.push_back(tile);
     }
   }

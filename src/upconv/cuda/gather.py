@@ -48,7 +48,7 @@ SIZES = "i" * 11  # `Tiling.arguments`
 _MOST_PARTS, _LONGEST_PACKING = 4, 1e-4
 _LONG_BESIDE = 1e-4  # seconds of a kernel that begins behind `pack`
 _CLAIMED_TILES = 18  # for each multiprocessor
-_DEALT = 15
+_LAST_ROUNDS = 4  # that blocks which stay abreast claim
 # Of 16-bit channels-last gradients that wait for memory: tiles of few places that have all channels, where blocks claim
 # them; tiles of some channels read pixels again, and their blocks must stay abreast (NOTES: unet4 197.0 -> 193.4 us, by
 # tiles of 256 places 202; in TF32 385.9 and 385.6).
@@ -58,7 +58,7 @@ _CLAIMED, _PLACES = 0.985, 128
 _LINES_CLAIMED = 0.95
 _LONG_CODE = 32  # matrix instructions in a row, from which on NVRTC takes over a second
 _PACKED_FIRST = 3e-6  # seconds that a kernel must gain for which weights are packed before, by a launch of its own
-_launched = attrgetter("boxable", "packs", "claimed", "dealt", "grid")
+_launched = attrgetter("boxable", "packs", "claimed", "last_rounds", "grid")
 """What a choice's launches go by beside the shared memory of a block."""
 
 
@@ -127,7 +127,7 @@ class Choice:
 
         Tiles are dealt out to blocks that must stay abreast, since they read the same pixels for other channels, and
         these are more than the results, or lines that they share (NOTES: kb75 by groups in TF32 channels_last 277 ->
-        307 us), but for those of which some are claimed at the end (`dealt`); and to those with few tiles, for which
+        307 us), but for those of which some are claimed at the end (`last_rounds`); and to those with few tiles, for which
         asking takes longer than waiting for the last (vae, 16 each, 1 to 2%).
         """
         t, p = self.tiling, self.problem
@@ -140,9 +140,9 @@ class Choice:
         return t.arguments(self.problem)[-1] >= _CLAIMED_TILES * self.gpu.multiprocessors
 
     @property
-    def dealt(self) -> int:
-        """Of `claimed` tiles the sixteenths that are dealt out before (kernels/claims.cuh)."""
-        return _DEALT if self.claimed and self._abreast else 0
+    def last_rounds(self) -> int:
+        """Rounds of tiles that are `claimed` behind those dealt out (kernels/claims.cuh); 0: all are."""
+        return _LAST_ROUNDS if self.claimed and self._abreast else 0
 
     @property
     def _abreast(self) -> bool:
@@ -193,13 +193,13 @@ class Choice:
         return packing > _FOUR_LOADS[one_tap] * self.seconds
 
     def sources(self) -> tuple[Unit, ...]:
-        """What NVRTC must compile; the same for all input sizes with one tile, `store_unit`, `claimed` and `dealt`.
+        """What NVRTC must compile; the same for all input sizes with one tile, `store_unit`, `claimed`, `last_rounds`.
 
         The first packs weights; the second, where they are `boxable`, takes channels-last ones as they are.
         """
         t, label = self.tiling, f"gather {layer_text(self.problem)}"
         unit = 0 if self.general else store_unit(t, self.problem)
-        claims: dict[str, Any] = {"claimed": self.claimed, "dealt": self.dealt}
+        claims: dict[str, Any] = {"claimed": self.claimed, "last_rounds": self.last_rounds}
         source = jit.source("gather.cu", t.macros(store_unit=unit, **claims))
         packed = Unit(label, source, ("pack", "gather"), self._quickly(lambda choice: choice.sources()[0]))
         if not self.boxable:

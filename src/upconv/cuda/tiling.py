@@ -221,13 +221,13 @@ class Tiling(TiledWeights):
     # --- the kernel's macros -----------------------------------------------------------------------------------------
 
     def macros(
-        self, boxed: bool = False, store_unit: int = 0, packs: bool = False, claimed: bool = False, dealt: int = 0
+        self, boxed: bool = False, store_unit: int = 0, packs: bool = False, claimed: bool = False, last_rounds: int = 0
     ) -> dict[str, int | float | str]:
         """The kernel's constants by macro name; see kernels/gather.cu.
 
         ``boxed``: its weights are not packed. ``store_unit``: bytes at multiples of which the result's rows begin and
         end (`gather.store_unit`), an element's if never at more; 0 for a kernel that serves all. ``packs``: it packs
-        weights itself. ``claimed``: its blocks claim tiles (`claimable`), behind so many sixteenths that are ``dealt``.
+        weights itself. ``claimed``: its blocks claim tiles (`claimable`), all or those of so many ``last_rounds``.
         """
         p = self.problem
         order = ("tf32", "ieee", "fp16", "bf16")
@@ -351,7 +351,7 @@ class Tiling(TiledWeights):
             "CONSUMER_REGISTERS": 256 - producer_registers,
             "SHARED_BYTES_PLANNED": self.shared_bytes + (CLAIMS_BYTES if claimed else 0),
             "CLAIMED": int(claimed),
-            "DEALT": dealt,
+            "LAST_ROUNDS": last_rounds,
             "TAP_ROWS": table(self.shift(off) for off, _ in flat),
             "TAP_INDICES": table(t for _, taps in flat for t in taps),
             "ENTRIES": table(bounds),
