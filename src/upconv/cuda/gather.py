@@ -127,8 +127,8 @@ class Choice:
 
         Tiles are dealt out to blocks that must stay abreast, since they read the same pixels for other channels, and
         these are more than the results, or lines that they share (NOTES: kb75 by groups in TF32 channels_last 277 ->
-        307 us), but for those of which some are claimed at the end (`last_rounds`); and to those with few tiles, for which
-        asking takes longer than waiting for the last (vae, 16 each, 1 to 2%).
+        307 us), but for those of which some are claimed at the end (`last_rounds`); and to those with few tiles, for
+        which asking takes longer than waiting for the last (vae, 16 each, 1 to 2%).
         """
         t, p = self.tiling, self.problem
         if not t.claimable(self.gpu.shared_bytes):
