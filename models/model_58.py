@@ -3946,7 +3946,8 @@ constexpr int UNITS = ENTRIES / OF_UNIT;
 constexpr int SET_UNITS = SET_TAPS / OF_UNIT;
 
 // x in shared memory. Rows of a channel's pixels (K-major): for each SEGMENT bytes of a row a box of [row][channel][SEGMENT].
-// CHANNELS_LAST of 16 bits: for each X_WIDTH channels a box of the chunk's pixels.
+// CHANNELS_LAST of 16 bits: for each X_WIDTH channels a box of the chunk's pixels, or (X_ONE_BOX) one box that brings
+// them in that order.
 constexpr int PIXELS = X_ROWS * TILE_W;
 constexpr int LINE_BYTES = TILE_W * 1 * ELEMENT;  // LINES: the image is as wide as a chunk, and its rows one line
 constexpr int SEGMENT = 128;

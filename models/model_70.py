@@ -366,8 +366,8 @@ constexpr int CLAIM_STEP = 1;  // a block's weights are of one M-group
 // 519 -> 476 us claimed, kb73 bfloat16 367 -> 343). What a tile's results are does not depend on who computes them.
 // CLAIM_STEP: a block's tiles are this far apart, where it keeps what belongs to their remainder; else 1. Before it
 // there is `Cursor`.
-// LAST_ROUNDS: rounds of all blocks, those at the end, whose tiles are claimed; those before are dealt out evenly, so
-// that blocks that read
+// LAST_ROUNDS: rounds of all blocks, those at the end (and what is less than a round), whose tiles are claimed; those
+// before are dealt out evenly, so that blocks that read
 // the same pixels stay abreast, and yet none is late by more than a few tiles; 0: all are claimed. (measured: unet4's
 // gradient for the input in
 // TF32 channels_last, whose blocks end between 353 and 374 us: of its 124 rounds none claimed 384.4 us, 2 380.1, 4
@@ -4032,7 +4032,8 @@ constexpr int UNITS = ENTRIES / OF_UNIT;
 constexpr int SET_UNITS = SET_TAPS / OF_UNIT;
 
 // x in shared memory. Rows of a channel's pixels (K-major): for each SEGMENT bytes of a row a box of [row][channel][SEGMENT].
-// CHANNELS_LAST of 16 bits: for each X_WIDTH channels a box of the chunk's pixels.
+// CHANNELS_LAST of 16 bits: for each X_WIDTH channels a box of the chunk's pixels, or (X_ONE_BOX) one box that brings
+// them in that order.
 constexpr int PIXELS = X_ROWS * TILE_W;
 constexpr int LINE_BYTES = TILE_W * 1 * ELEMENT;  // LINES: the image is as wide as a chunk, and its rows one line
 constexpr int SEGMENT = 128;

@@ -699,6 +699,21 @@ def test_blocks_that_hand_over_are_launched_at_once_or_by_clusters(
     assert stubs.names() == ["wgrad"] * 2 and not prepared.together
 
 
+@pytest.mark.parametrize("fit", (0, 1, 20))
+def test_pairs_that_hand_over_may_take_turns(fit: int, stubs: Stubs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a part of a GPU, where fewer pairs than tiles run at once: two steps, which round otherwise, if none does."""
+    (layer,) = (case.problem for case in SUITES["models"] if case.name == "unet1")
+    p = layer.with_(
+        batch=8, dtype=torch.bfloat16, precision="bf16", layout="channels_last", pass_="grad-weight", bias=False
+    )
+    choice = wgrad.choose(p, H200)
+    assert isinstance(choice, wgrad.Choice) and choice.hands_over and choice.tiling.tiles > 20
+    monkeypatch.setattr(wgrad.Launcher, "clusters", lambda self, device, blocks: fit)
+    x, g = (torch.randn(shape, dtype=p.dtype) for shape in (p.input_shape, p.output_shape))
+    choice.prepare(0).run(x, g, torch.empty(p.weight_shape, dtype=p.dtype))
+    assert stubs.names() == (["wgrad"] if fit else ["wgrad", "reduce"])
+
+
 def test_one_box_of_x_has_the_elements_of_several() -> None:
     """In the order in which boxes of 64 channels lie in shared memory; of groups, with a halo of rows, images."""
     layers = (

@@ -38,7 +38,11 @@ static void barrier_wait(u32 barrier, u32 parity) {
 }
 static void store_shared_u32(u32 address, u32 value) { block->words[address / 4] = value; }
 static u32 load_shared_u32(u32 address) { return block->words[address / 4]; }
-static u32 atomicAdd(u32* at, u32 by) { return __atomic_fetch_add(at, by, __ATOMIC_SEQ_CST); }
+static std::atomic<int> added;
+static u32 atomicAdd(u32* at, u32 by) {
+  added++;
+  return __atomic_fetch_add(at, by, __ATOMIC_SEQ_CST);
+}
 static u32 __shfl_sync(u32, u32 v, int) { return v; }
 
 #include "kernel.h"  // STAGES, CLAIM_STEP, Cursor, and claims.cuh
@@ -85,6 +89,7 @@ static void read(int tiles, int chunks, int reader, u32 seed) {
 }
 
 static void launch(u32* counters, int grid, int tiles, int chunks, std::mt19937& random) {
+  added = 0;
   std::vector<Block> blocks(grid);
   std::vector<std::thread> threads;
   for (int b = 0; b < grid; b++) {
@@ -110,6 +115,9 @@ static void launch(u32* counters, int grid, int tiles, int chunks, std::mt19937&
       all.push_back(tile);
     }
   }
+  // Each block adds once for what is beyond the last tile, and once more as it ends.
+  const int even = LAST_ROUNDS && tiles / grid > LAST_ROUNDS ? (tiles / grid - LAST_ROUNDS) * grid : grid;
+  if (added != (counters ? tiles - even + 2 * grid : 0)) fail("not as many claims as tiles that are not dealt out");
   std::sort(all.begin(), all.end());
   if ((int)all.size() != tiles) fail("not as many tiles as there are");
   for (int i = 0; i < tiles; i++)

@@ -125,15 +125,15 @@ class Choice:
     def claimed(self) -> bool:
         """Whether its blocks claim tiles.
 
-        Tiles are dealt out to blocks that must stay abreast, since they read the same pixels for other channels, and
-        these are more than the results, or lines that they share (NOTES: kb75 by groups in TF32 channels_last 277 ->
-        307 us), but for those of which some are claimed at the end (`last_rounds`); and to those with few tiles, for
-        which asking takes longer than waiting for the last (vae, 16 each, 1 to 2%).
+        All of them, or those at the end (`last_rounds`). All are dealt out to blocks that read the same pixels for
+        other channels, where these are more than the results, in NCHW; to blocks whose groups share lines (NOTES: kb75
+        in TF32 channels_last 277 -> 307 us), if not `_ends_claimed`; and to blocks with few tiles, for which asking
+        takes longer than waiting for the last (vae, 16 each, 1 to 2%).
         """
         t, p = self.tiling, self.problem
         if not t.claimable(self.gpu.shared_bytes):
             return False
-        if not self._abreast:
+        if not self._ends_claimed:
             read_twice = t.resident and t.m_groups > 1 and math.prod(source_shape(p)) > math.prod(result_shape(p))
             if read_twice or (t.channels_last and p.groups > 1):
                 return False
@@ -142,12 +142,12 @@ class Choice:
     @property
     def last_rounds(self) -> int:
         """Rounds of tiles that are `claimed` behind those dealt out (kernels/claims.cuh); 0: all are."""
-        return _LAST_ROUNDS if self.claimed and self._abreast else 0
+        return _LAST_ROUNDS if self.claimed and self._ends_claimed else 0
 
     @property
-    def _abreast(self) -> bool:
-        """Whether blocks read the same pixels for other channels, in channels_last, and these are more than the
-        results; or half of them, and read by two.
+    def _ends_claimed(self) -> bool:
+        """Whether blocks that should stay abreast claim their last tiles: those that read the same pixels for other
+        channels, in channels_last, where these are more than the results; or half of them, and read by two.
 
         NOTES: 96->192 k1 on 16 x 192 x 192 in TF32, read by three, takes 187 us claimed, 204 with 15 sixteenths dealt
         out; nnunet2's forward, with four results for a pixel, 181 and 187. In NCHW kb75's gradient for the input in

@@ -112,7 +112,7 @@ class Choice:
     @property
     def hands_over(self) -> bool:
         """Whether the blocks of two splits exchange sums while they multiply: all at once or, in a graph that is
-        captured, as a `cluster`, to the same bits. Those of two steps are others."""
+        captured, as a `cluster`, to the same bits. Two steps give other bits."""
         t = self.tiling
         at_once = t.tiles * self.splits <= self.gpu.multiprocessors
         return self.cluster == 2 and at_once and isinstance(t, WarpgroupTiling) and t.hands_over
@@ -174,11 +174,12 @@ class Prepared:
         self._numel = math.prod(p.weight_shape)
         self._blocks = reduce_blocks(t)
         self._choice = choice
-        self.together = (choice.together or choice.hands_over) and gpu_of(device).multiprocessors >= self._grid
+        self._hands_over = choice.hands_over
+        self.together = (choice.together or self._hands_over) and gpu_of(device).multiprocessors >= self._grid
         """Whether `run` has another way for calls that are ``lasting``."""
         self._sums = 0
         if isinstance(t, WarpgroupTiling):
-            self._sums = self._grid * (t.handed_bytes if choice.hands_over else t.sums_bytes) // 4
+            self._sums = self._grid * (t.handed_bytes if self._hands_over else t.sums_bytes) // 4
         if self.together:
             self._counters = Counters(device, 2 * t.tiles)
             _ = self._at_once
@@ -228,14 +229,16 @@ class Prepared:
     @cached_property
     def _one_step(self) -> Launcher | None:
         """The kernel that needs no second step, of one split or by clusters; None where there is none, or clusters
-        would take more waves of blocks."""
+        would take more waves of blocks (those that hand over do, since two steps would give other bits)."""
         choice = self._choice
         if choice.cluster == 1 and not choice.alone:
             return None
-        codes = f"{'PPP' if choice.hands_over else 'PP'}({self._codes})qqqi({'q' * 16 * self._boxes})"
+        codes = f"{'PPP' if self._hands_over else 'PP'}({self._codes})qqqi({'q' * 16 * self._boxes})"
         launcher = self._launcher(choice.sources()[1], "wgrad", codes)
         if choice.alone:
             return launcher
+        if self._hands_over:
+            return launcher if launcher.clusters(self._device, choice.cluster) else None
         waves = -(-self._grid // choice.gpu.multiprocessors)
         return launcher if choice.tiling.tiles <= waves * launcher.clusters(self._device, choice.cluster) else None
 
@@ -271,7 +274,7 @@ class Prepared:
                 self.together = False
         if self._one_step is not None:
             given: tuple[int, ...] = (at_grad, out.data_ptr())
-            if self._choice.hands_over:
+            if self._hands_over:
                 sums = x.new_empty_strided((self._sums,), (1,), dtype=torch.float32)
                 given = (*given, sums.data_ptr())
             self._one_step(self._device, self._grid, (*given, self._sizes, *to, single, maps))
@@ -324,6 +327,7 @@ def tensors(t: WarpgroupTiling, p: Problem, g: bool) -> tuple[Tensor5, ...]:
     if t.x_one_box and not g:
         w, pixels = size[-1], math.prod(size)
         pitch = channels * t.element
+        # Strides need not grow: the engine asks for multiples of 16 bytes.
         dims = t.x_width, w, pixels // w, p.batch, channels // t.x_width
         return (Tensor5(0, dims, (pitch, w * pitch, pixels * pitch, t.x_width * t.element)),)
     if t.channels_last:

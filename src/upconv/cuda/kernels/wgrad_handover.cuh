@@ -25,8 +25,9 @@ struct Halves {
   __device__ __forceinline__ int chunk(int i) const { return rank && i < whole ? i + count() : i; }
 };
 
-// Where a tile lies: of neighbours four have two blocks of pixels of each operand between them, so have sixteen four, and sixty-four
-// eight, where channels have so many. Two, of a pair of multiprocessors, share g.
+// Where a tile lies: of neighbours (of one set of taps) four have two blocks of channels of each operand between them, sixteen four, and
+// sixty-four eight, where channels have so many. So, TOGETHER, two of a pair of multiprocessors share g; those of a cluster are the two
+// halves of K, and share nothing.
 __device__ __forceinline__ void tile_of(int index, int& ci, int& co) {
   int ci_left = CI_TILES, co_left = CO_TILES, ci_unit = 1, co_unit = 1;
   ci = co = 0;
@@ -162,15 +163,21 @@ __device__ __forceinline__ void put_own(const Gradient& out, const Work& work, u
   constexpr int ITEMS = SET_UNITS / UNITS * QUADS, AT_ONCE = THREADS_ADDING / ITEMS;
   const int item = thread % ITEMS, co = item % QUADS * 4, tap = item / QUADS * UNITS + rank;
   const int rows = CIN_G - work.ci < BLOCK_CI ? CIN_G - work.ci : BLOCK_CI;
+  const bool by_co = out.stride_co == 1;
   const long long to = place_of(out, work, tap, 0, co);
   if (to < 0) return;
 #pragma unroll 4
   for (int row = thread / ITEMS; row < rows; row += AT_ONCE) {
     u32 words[4];
     load_shared_128(words, sums + SUM_AT(tap, row, co));
+    const float sum[4] = {__uint_as_float(words[0]), __uint_as_float(words[1]), __uint_as_float(words[2]), __uint_as_float(words[3])};
+    if (by_co) {
+      put_quad(out, work, sum, to + row * out.stride_ci, 0, co, true);
+      continue;
+    }
 #pragma unroll
     for (int e = 0; e < 4; e++) {
-      const float one[1] = {__uint_as_float(words[e])};
+      const float one[1] = {sum[e]};
       if (work.co + co + e < COUT_G) store_some(out, to + row * out.stride_ci + e * out.stride_co, one);
     }
   }

@@ -1,5 +1,6 @@
 // How blocks of wgrad_wgmma.cu that have all splits of a tile between them write the weight's gradient from their sums in shared memory,
-// as a CLUSTER, TOGETHER through global memory, or ALONE, or (BY_ROWS) from registers. Sums of splits are added in the order of `reduce`, to the same bits.
+// as a CLUSTER, TOGETHER through global memory, or ALONE, or (BY_ROWS) from registers. Sums of
+// splits are added in the order of `reduce`, to the same bits; those that are handed over (wgrad_handover.cuh) are of other ranges.
 
 struct Gradient {                          // for the weight: of float32 (`wide`) or the operands' type
   char* at;

@@ -1,7 +1,7 @@
 // A chunk in the shared memory of wgrad_wgmma.cu, as wgrad_boxes.py counts it: how x and g lie, stages, sums, steps of K.
 
 // x in shared memory. Rows of a channel's pixels (K-major): for each SEGMENT bytes of a row a box of [row][channel][SEGMENT].
-// CHANNELS_LAST of 16 bits: for each X_WIDTH channels a box of the chunk's pixels.
+// CHANNELS_LAST of 16 bits: for each X_WIDTH channels a box of the chunk's pixels, or (X_ONE_BOX) one box that brings them in that order.
 #define PIXELS (X_ROWS * TILE_W)
 #if !K_MAJOR
 #define X_WIDTH (BLOCK_CI % 64 == 0 ? 64 : BLOCK_CI % 32 == 0 ? 32 : 16)  // of a swizzled line

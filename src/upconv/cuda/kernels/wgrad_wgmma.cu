@@ -298,7 +298,7 @@ __device__ __forceinline__ void consume(SUMS_GO_TO, const Sizes& s, const Work& 
 #define BOX_OF_CHUNK
 #endif
 // partial: [SPLITS][TAPS][COUT][CIN_G] float32; where blocks add up, `out` is the weight's gradient.
-#if TOGETHER  // partial: SUMS_BYTES for each block, or (HANDOVER) HANDED_WORDS
+#if TOGETHER  // partial: SUMS_BYTES for each block, or (HANDOVER) 4 HANDED_WORDS
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 wgrad(const char* __restrict__ g, char* __restrict__ out, char* partial, u32* counters, int batch, int in_d, int in_h, int in_w, int out_d, int out_h, int out_w,
       int tiles_d, int tiles_h, int tiles_w, int chunks, int per_split, BOX_OF_CHUNK
@@ -312,7 +312,7 @@ __cluster_dims__(CLUSTER)
 __launch_bounds__(THREADS, 1)
 wgrad(const char* __restrict__ g, char* __restrict__ out,
 #if HANDOVER
-      char* partial,
+      char* partial,                       // 4 HANDED_WORDS bytes for each block
 #endif
       int batch, int in_d, int in_h, int in_w, int out_d, int out_h, int out_w,
       int tiles_d, int tiles_h, int tiles_w, int chunks, int per_split, BOX_OF_CHUNK
