@@ -4286,15 +4286,20 @@ __device__ __forceinline__ void load_box(u32 to, const TensorMap* map, int a, in
       ::"r"(to), "l"(map), "r"(a), "r"(b), "r"(c), "r"(d), "r"(e), "r"(barrier) : "memory");
 }
 
-__device__ __forceinline__ void load_boxes(const TensorMap* map_x, const TensorMap* map_g, const Sizes& s,
-    const Chunk& c, const Work& work, u32 to, u32 barrier) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(X_TILE_BYTES) : "memory");
-  int channel = work.group * CIN_G + work.ci;
+// A chunk of x, from its input channel `channel` on.
+__device__ __forceinline__ void load_x(const TensorMap* map_x, const Chunk& c, int channel, u32 to, u32 barrier) {
 #pragma unroll 1
   for (int i = 0; i < BOXES; i++) {
     int w = (c.w) + i * (SEGMENT / ELEMENT);
     load_box(to + i * BOX_BYTES, map_x, w, channel, c.h - STACK + 1, c.d, c.n, barrier);
   }
+}
+
+__device__ __forceinline__ void load_boxes(const TensorMap* map_x, const TensorMap* map_g, const Sizes& s,
+    const Chunk& c, const Work& work, u32 to, u32 barrier) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(X_TILE_BYTES) : "memory");
+  int channel = work.group * CIN_G + work.ci;
+  load_x(map_x, c, channel, to, barrier);
 }
 
 // Where step `k_step` of K begins in x's tile. Bits of the step choose rows, segments and what lies in them: sums are

@@ -664,17 +664,23 @@ def test_a_lasting_call_is_one_cooperative_launch(
     assert stubs.names() == ["wgrad", "reduce"] * 2 and not prepared.together
 
 
-def test_blocks_that_hand_over_are_launched_at_once_or_by_clusters(
-    stubs: Stubs, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Cooperatively where a call lasts, with counters of its stream; else, and where that is refused, by clusters."""
-    monkeypatch.setattr(launch, "current_stream", lambda index: 7)
+def handing() -> tuple[Problem, wgrad.Choice]:
+    """A layer whose two splits hand over sums."""
     (layer,) = (case.problem for case in SUITES["models"] if case.name == "unet1")
     p = layer.with_(
         batch=8, dtype=torch.bfloat16, precision="bf16", layout="channels_last", pass_="grad-weight", bias=False
     )
     choice = wgrad.choose(p, H200)
     assert isinstance(choice, wgrad.Choice) and choice.hands_over
+    return p, choice
+
+
+def test_blocks_that_hand_over_are_launched_at_once_or_by_clusters(
+    stubs: Stubs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cooperatively where a call lasts, with counters of its stream; else, and where that is refused, by clusters."""
+    monkeypatch.setattr(launch, "current_stream", lambda index: 7)
+    p, choice = handing()
     t, prepared = choice.tiling, choice.prepare(0)
     assert isinstance(t, WarpgroupTiling) and prepared.together and stubs.loaded == ["wgrad"] and not prepared.loaded
     x, g = (torch.randn(shape, dtype=p.dtype) for shape in (p.input_shape, p.output_shape))
@@ -702,12 +708,8 @@ def test_blocks_that_hand_over_are_launched_at_once_or_by_clusters(
 @pytest.mark.parametrize("fit", (0, 1, 20))
 def test_pairs_that_hand_over_may_take_turns(fit: int, stubs: Stubs, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a part of a GPU, where fewer pairs than tiles run at once: two steps, which round otherwise, if none does."""
-    (layer,) = (case.problem for case in SUITES["models"] if case.name == "unet1")
-    p = layer.with_(
-        batch=8, dtype=torch.bfloat16, precision="bf16", layout="channels_last", pass_="grad-weight", bias=False
-    )
-    choice = wgrad.choose(p, H200)
-    assert isinstance(choice, wgrad.Choice) and choice.hands_over and choice.tiling.tiles > 20
+    p, choice = handing()
+    assert choice.tiling.tiles > 20
     monkeypatch.setattr(wgrad.Launcher, "clusters", lambda self, device, blocks: fit)
     x, g = (torch.randn(shape, dtype=p.dtype) for shape in (p.input_shape, p.output_shape))
     choice.prepare(0).run(x, g, torch.empty(p.weight_shape, dtype=p.dtype))

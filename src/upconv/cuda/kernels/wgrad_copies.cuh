@@ -24,17 +24,12 @@ __device__ __forceinline__ Class class_of(int row, int channel, int w, const Siz
 }
 #endif
 
-__device__ __forceinline__ void load_boxes(const TensorMap* map_x, const TensorMap* map_g, const Sizes& s, const Chunk& c, const Work& work, u32 to, u32 barrier) {
-#if GAPLESS
-  const int pixels = s.box_n * s.box_d * s.box_h * s.box_w;
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(pixels * (((TURN_X ? 0 : BLOCK_CI) + SET_TAPS * BLOCK_CO) * ELEMENT)) : "memory");
-#else
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"((TURN_X ? 0 : X_TILE_BYTES) + (!BOX_G ? 0 : CHANNELS_LAST ? G_ROWS * (G_ONE_BOX ? G_PLANES * PLANE_COLUMNS : G_COLUMNS) * BLOCK_CO * ELEMENT : G_BYTES)) : "memory");
-#endif
-  int channel = work.group * CIN_G + work.ci;
+#if !TURN_X
+// A chunk of x, from its input channel `channel` on.
+__device__ __forceinline__ void load_x(const TensorMap* map_x, const Chunk& c, int channel, u32 to, u32 barrier) {
 #if X_ONE_BOX
   load_box(to, map_x, 0, c.w, c.h - STACK + 1, c.n, channel / X_WIDTH, barrier);
-#elif !TURN_X
+#else
 #pragma unroll 1
   for (int i = 0; i < BOXES; i++) {
 #if CHANNELS_LAST
@@ -44,6 +39,20 @@ __device__ __forceinline__ void load_boxes(const TensorMap* map_x, const TensorM
     load_box(to + i * BOX_BYTES, map_x, w, channel, LINES ? 0 : c.h - STACK + 1, c.d, c.n, barrier);
 #endif
   }
+#endif
+}
+#endif
+
+__device__ __forceinline__ void load_boxes(const TensorMap* map_x, const TensorMap* map_g, const Sizes& s, const Chunk& c, const Work& work, u32 to, u32 barrier) {
+#if GAPLESS
+  const int pixels = s.box_n * s.box_d * s.box_h * s.box_w;
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(pixels * (((TURN_X ? 0 : BLOCK_CI) + SET_TAPS * BLOCK_CO) * ELEMENT)) : "memory");
+#else
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"((TURN_X ? 0 : X_TILE_BYTES) + (!BOX_G ? 0 : CHANNELS_LAST ? G_ROWS * (G_ONE_BOX ? G_PLANES * PLANE_COLUMNS : G_COLUMNS) * BLOCK_CO * ELEMENT : G_BYTES)) : "memory");
+#endif
+  int channel = work.group * CIN_G + work.ci;
+#if !TURN_X
+  load_x(map_x, c, channel, to, barrier);
 #endif
 #if BOX_G
   int d = c.d * STEP_D + work.tap_d * DIL_D - PAD_D, h = c.h * STEP_H + work.tap_h * DIL_H - PAD_H, w = c.w * STEP_W + work.tap_w * DIL_W - PAD_W;

@@ -55,14 +55,8 @@ __device__ __forceinline__ void tile_of(int index, int& ci, int& co) {
 // A chunk of x, and of g what a block's own units take.
 __device__ __forceinline__ void load_own(const TensorMap* map_x, const TensorMap* map_g, const Chunk& c, const Work& work, int rank, u32 to, u32 barrier) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(X_TILE_BYTES + G_ROWS * OWN_PLANES * PLANE_COLUMNS * BLOCK_CO * ELEMENT) : "memory");
-  int channel = work.group * CIN_G + work.ci;
-#if X_ONE_BOX
-  load_box(to, map_x, 0, c.w, c.h, c.n, channel / X_WIDTH, barrier);
-#else
-#pragma unroll 1
-  for (int i = 0; i < BOXES; i++) load_box(to + i * BOX_BYTES, map_x, channel + i * X_WIDTH, c.w, c.h, c.d, c.n, barrier);
-#endif
-  channel = work.group * COUT_G + work.co;
+  load_x(map_x, c, work.group * CIN_G + work.ci, to, barrier);
+  const int channel = work.group * COUT_G + work.co;
   to += X_TILE_BYTES;
   const int d = c.d * STEP_D + work.tap_d * DIL_D - PAD_D, h = c.h * STEP_H + work.tap_h * DIL_H - PAD_H, w = c.w * STEP_W + work.tap_w * DIL_W - PAD_W;
 #pragma unroll 1
@@ -129,19 +123,7 @@ __device__ __forceinline__ void multiply_chunk(float (&acc)[UNITS][NB][N_WIDTH /
   way.i++;
 }
 
-#if TOGETHER
-// One thread of a block: its sums are there to be read; and it may read the other's. `counters` as `meet` has them.
-__device__ __forceinline__ void arrive_handed(u32* counters) {
-  __threadfence();
-  atomicAdd(counters, 1);
-}
-__device__ __forceinline__ void wait_handed(u32* counters) {
-  u32 arrived;
-  do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];\n" : "=r"(arrived) : "l"(counters) : "memory");
-  while (arrived < 2);
-  if (atomicAdd(counters + 1, 1) == 1) counters[0] = counters[1] = 0;
-}
-#else
+#if !TOGETHER
 __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;\n" ::: "memory"); }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;\n" ::: "memory"); }
 
@@ -211,7 +193,7 @@ __device__ __forceinline__ void consume_halves(const Gradient& out, const Work& 
   for (int j = 0; j < N_WIDTH / 8; j++) to[j * (WGS * 128)] = make_float4(passed[4 * j], passed[4 * j + 1], passed[4 * j + 2], passed[4 * j + 3]);
 #if TOGETHER
   named_sync<2, WGS * 128>();              // all have stored theirs
-  if (wg == 0 && thread == 0) arrive_handed(counters);
+  if (wg == 0 && thread == 0) arrive_at(counters);
 #else
   cluster_wait();                          // the other block's barriers are ready
   __syncwarp();
@@ -220,7 +202,7 @@ __device__ __forceinline__ void consume_halves(const Gradient& out, const Work& 
 #pragma unroll 1
   while (way.i < halves.count() - 2) multiply_chunk<1>(acc, way, memory, taps, s, full, empty, lane_first, lane);
 #if TOGETHER
-  if (wg == 0 && thread == 0) wait_handed(counters);
+  if (wg == 0 && thread == 0) wait_at(counters, 2);
   named_sync<2, WGS * 128>();
 #else
   wait_handed(met);

@@ -84,10 +84,13 @@ struct Peers {
   int count;
 };
 
-// One thread of each. `counters` [arrived, left] are zeros, which the last to leave leaves.
-__device__ __forceinline__ void meet(u32* counters, u32 count) {
+// One thread of each block: its sums are there to be read; those of all `count` are. `counters` [arrived, left] are zeros, which the last
+// to leave leaves.
+__device__ __forceinline__ void arrive_at(u32* counters) {
   __threadfence();
   atomicAdd(counters, 1);
+}
+__device__ __forceinline__ void wait_at(u32* counters, u32 count) {
   u32 arrived;
   do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];\n" : "=r"(arrived) : "l"(counters) : "memory");
   while (arrived < count);
@@ -101,7 +104,8 @@ __device__ __forceinline__ void publish(char* own, u32 sums, u32* counters, cons
   if (thread == 0) {
     asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\n"
         "cp.async.bulk.commit_group;\ncp.async.bulk.wait_group 0;\nfence.proxy.async;\n" ::"l"(own), "r"(sums), "n"(SUMS_BYTES) : "memory");
-    meet(counters, peers.count);
+    arrive_at(counters);
+    wait_at(counters, peers.count);
   }
   named_sync<2, WGS * 128>();
 }
