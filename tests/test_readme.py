@@ -308,15 +308,17 @@ def test_the_picture_of_the_roofs(readme, tmp_path: Path) -> None:
 
 
 def curves_of(shift: float, noise: float) -> dict[str, Any]:
-    """A report of training curves: upconv's lie ``shift`` above PyTorch's of their seed, those of seeds 1
-    and 2 0.5 and 0.25 above, and seed 3 is missing, as in older reports."""
+    """A report of training curves: PyTorch's of each seed lie 0.25 above those of the one before, upconv's ``shift``
+    above PyTorch's of their seed."""
+    import curves
+
     steps = 45
     models = {}
     for name, losses in (("dcgan", ("generator", "discriminator")), ("unet", ("loss",))):
         base = [2.0 - i / steps + (noise if i % 2 else -noise) for i in range(steps)]
-        runs = {"upconv": shift, "torch": 0.0, "torch again": 0.0, "torch, seed 1": 0.5, "torch, seed 2": 0.25}
-        made = {run: {loss: [v + up for v in base] for loss in losses} for run, up in runs.items()}
-        models[name] = {"width": 8, "batch": 4, "losses": made, "seconds": dict.fromkeys(runs, 1.0)}
+        ups = {run: 0.25 * seed + ours * shift for run, (ours, seed) in curves.RUNS.items()}
+        made = {run: {loss: [v + up for v in base] for loss in losses} for run, up in ups.items()}
+        models[name] = {"width": 8, "batch": 4, "losses": made, "seconds": dict.fromkeys(ups, 1.0)}
     where = {"type": "cuda", "name": "NVIDIA H200"}
     versions = {"upconv": "0.1.0", "torch": "2.11.0", "cudnn": "9.19.0"}
     return {"schema": 1, "when": "2026-11-21T00:00:00+00:00", "commit": None, "device": where, "versions": versions,
@@ -333,12 +335,16 @@ def test_training_curves_are_stated(readme, tmp_path: Path) -> None:
     curves.save(curves_of(0.25, 0.1), path)
     text = readme.rewritten(empty)
     rows = [line for line in text.splitlines() if line.startswith(("| DCGAN", "| U-Net"))]
-    assert len(rows) == 3 and all("| 0.25, 0.25 | 0, 0 | 0.5, 0.5 | 0.25 to 0.5 | yes |" in row for row in rows)
+    assert len(rows) == 3 and all("| 0.25 (0.25 to 0.25) | 0 | 0.75 (0.25 to 1.8) | yes |" in row for row in rows)
     assert "1.900000, 2.150000" in rows[0] and "3 windows of 45 steps" in text and "cuDNN 9.19.0" in text
-    curves.save(curves_of(-0.75, 0.1), path)
-    assert readme.rewritten(empty).count("| 0.75, 0.75 | 0, 0 | 0.5, 0.5 | 0.25 to 0.5 | no |") == 3
+    curves.save(curves_of(-0.9, 0.1), path)
+    assert readme.rewritten(empty).count("| 0.9 (0.9 to 0.9) | 0 | 0.75 (0.25 to 1.8) | no |") == 3, "in the mean"
     found = curves_of(0.0, 0.0)
-    ours, theirs = (found["models"]["unet"]["losses"][name]["loss"] for name in ("upconv", "torch"))
+    runs = found["models"]["unet"]["losses"]
+    runs["upconv, seed 3"]["loss"] = [v + 2.0 for v in runs["torch, seed 3"]["loss"]]
+    curves.save(found, path)
+    assert readme.rewritten(empty).count("| 0.25 (0 to 2) | 0 | 0.75 (0.25 to 1.8) | no |") == 1, "at most"
+    ours, theirs = (runs[f"{side}, seed 0"]["loss"] for side in ("upconv", "torch"))
     ours[44] += 1.0
     last = curves.distance(ours, theirs)
     assert last == pytest.approx((0.2 / 3, 0.2)), "the last window has five steps"
@@ -369,7 +375,7 @@ def test_training_curves_of_another_form_are_refused(readme, tmp_path: Path, cha
     if "schema" in change:
         found.update(change)
     else:
-        del found["models"]["unet"]["losses"]["torch again"]
+        del found["models"]["unet"]["losses"][curves.AGAIN]
     curves.save(found, tmp_path / "c.json")
     with pytest.raises(ValueError, match=r"c\.json must h(old|ave)"):
         curves.load(tmp_path / "c.json")
