@@ -23,14 +23,12 @@ from torch.nn.utils import (
     weight_norm,
 )
 from torch.nn.utils.parametrize import is_parametrized
-
-import upconv
-from conftest import assert_close, assert_equal, forced_plans
-
-pytest.importorskip("expecttest", reason="PyTorch's own test modules want it")
 from torch.testing._internal.common_modules import module_db
 from torch.testing._internal.common_nn import NewModuleTest, NNTestCase, get_new_module_tests
 from torch.testing._internal.common_utils import freeze_rng_state
+
+import upconv
+from conftest import assert_close, assert_equal, forced_plans
 
 RANKS = pytest.mark.parametrize("rank", (1, 2, 3), ids="{}d".format)
 NAMES = [f"ConvTranspose{rank}d" for rank in (1, 2, 3)]

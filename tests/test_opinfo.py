@@ -12,13 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
+from torch.testing._internal.common_methods_invocations import op_db
+from torch.testing._internal.common_utils import noncontiguous_like
 
 from conftest import OURS, THEIRS, Call, assert_close, assert_equal, by_turns, forced_plans
 from upconv.problem import Problem
-
-pytest.importorskip("expecttest", reason="PyTorch's own test modules want it")
-from torch.testing._internal.common_methods_invocations import op_db
-from torch.testing._internal.common_utils import noncontiguous_like
 
 RANKS = pytest.mark.parametrize("rank", (1, 2, 3), ids="{}d".format)
 FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
