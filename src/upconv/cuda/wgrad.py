@@ -30,6 +30,7 @@ from upconv.cuda.wgrad_costs import (
     boxed,
     chunk_clocks,
     clustered,
+    hands_over,
     least,
     straddling_of,
     together,
@@ -113,9 +114,7 @@ class Choice:
     def hands_over(self) -> bool:
         """Whether the blocks of two splits exchange sums while they multiply: all at once or, in a graph that is
         captured, as a `cluster`, to the same bits. Two steps give other bits."""
-        t = self.tiling
-        at_once = t.tiles * self.splits <= self.gpu.multiprocessors
-        return self.cluster == 2 and at_once and isinstance(t, WarpgroupTiling) and t.hands_over
+        return hands_over(self.tiling, self.splits, self.gpu)
 
     @property
     def together(self) -> bool:
