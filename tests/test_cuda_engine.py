@@ -20,6 +20,7 @@ from conftest import OURS, THEIRS, Call, _forget_plans, assert_close, assert_equ
 from strategies import excess, operands, problems
 from upconv import calls, ops, planner, reference
 from upconv.cuda import engine, families, gpu, jit
+from upconv.cuda import weights as packed
 from upconv.planner import Candidate, Device, Plan
 from upconv.problem import Problem
 
@@ -114,13 +115,13 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     """The engine on CPU tensors: streams, capture and the current device are what the test says."""
     state = Machine()
     monkeypatch.setattr(engine, "_current_device", lambda: -1)
-    monkeypatch.setattr(engine, "_current_stream", lambda index: state.stream)
     monkeypatch.setattr(engine, "_capturing", lambda: state.capturing)
-    monkeypatch.setattr(engine, "_record", lambda index: state.stream)
-    monkeypatch.setattr(engine, "_wait", lambda event, tensor, index: state.waits.append(event))
-    engine.forget()
+    monkeypatch.setattr(packed, "current_stream", lambda index: state.stream)
+    monkeypatch.setattr(packed, "_record", lambda index: state.stream)
+    monkeypatch.setattr(packed, "_wait", lambda event, tensor, index: state.waits.append(event))
+    packed.frozen.clear()
     yield state
-    engine.forget()
+    packed.frozen.clear()
 
 
 def a_plan(p: Problem, **changes: Any) -> tuple[Plan, list[str]]:
@@ -234,11 +235,11 @@ class Weights:
         self.x, _, self.b, _ = operands(P)
         self.plan, self.log = a_plan(P, **changes)
 
-    def packs(self, keep: bool = True, weight: Tensor | None = None) -> int:
+    def packs(self, weight: Tensor | None = None, lasting: bool = True) -> int:
         weight = self.weight if weight is None else weight
         before = self.log.count("pack")
         with torch.no_grad():
-            out = engine.forward(self.plan, self.x, weight, self.b, keep)
+            out = engine.forward(self.plan, self.x, weight, self.b, lasting)
         truth = reference.forward(P, self.x, weight, self.b)
         assert reference.relative_error(out, truth) < 1e-6, "computed with weights that are no longer the layer's"
         return self.log.count("pack") - before
@@ -249,35 +250,41 @@ def weights(machine: Machine) -> Weights:
     return Weights(nn.Parameter(torch.randn(P.weight_shape)))
 
 
+@pytest.fixture
+def frozen(weights: Weights) -> Weights:
+    packed.freeze(weights.weight)
+    return weights
+
+
 def test_a_kernel_may_begin_beside_its_own_packing_alone(weights: Weights, machine: Machine) -> None:
-    """Not beside what kept weights are packed for (an event is behind it), nor in a capture."""
+    """Not beside what a frozen weight was packed for (an event is behind it), nor in a capture."""
     choice = weights.plan.choice
     assert isinstance(choice, Choice)
-    for keep, capturing, expected in (
+    for freezes, capturing, expected in (
         (False, False, True), (True, False, False), (True, False, False), (False, False, True), (False, True, False),
         (True, True, False),
     ):  # fmt: skip
         machine.capturing = capturing
-        weights.packs(keep)
+        (packed.freeze if freezes else packed.thaw)(weights.weight)
+        weights.packs()
         assert choice.fresh[-1] is expected
-    with torch.inference_mode():
-        weights.packs(weight=torch.randn(P.weight_shape))
-    assert choice.fresh[-1] is False  # still in the capture
 
 
 def test_one_kernel_packs_and_runs_where_weights_are_not_kept(machine: Machine) -> None:
     """Not in a capture, whose replays may run at once; a weight that is negated lazily is resolved first."""
     weights = Weights(torch.randn(P.weight_shape), packs=True)
-    for keep, capturing, ran in (
+    for freezes, capturing, ran in (
         (False, False, ["prepare", "packing", "run"]), (False, True, ["pack", "run"]), (True, False, ["pack", "run"]),
         (True, False, ["run"]),
     ):  # fmt: skip
         weights.log.clear()
         machine.capturing = capturing
-        weights.packs(keep)
+        if freezes and not packed.is_frozen(weights.weight):
+            packed.freeze(weights.weight)
+        weights.packs()
         assert weights.log == ran
     weights.log.clear()
-    weights.packs(False, torch.complex(weights.weight, -weights.weight).conj().imag)
+    weights.packs(torch.complex(weights.weight, -weights.weight).conj().imag)
     assert weights.log == ["packing", "run"]
 
 
@@ -300,13 +307,10 @@ def test_compiled_graphs_allocate_nothing_that_outlives_them(
         torch.testing.assert_close(out, torch.conv_transpose1d(x, weight))
         stood.append("packing" in served)
         assert "run" in served
-    assert stood == [False, True] and not engine._shelves
+    assert stood == [False, True]
 
 
-def test_unchanged_weights_are_packed_once(weights: Weights) -> None:
-    assert [weights.packs() for _ in range(4)] == [1, 0, 0, 0]
-    assert weights.packs(weight=weights.weight.detach()) == 0  # the same storage through another tensor
-    assert weights.packs(keep=False) == 1
+# Changes that PyTorch counts.
 
 
 def _step(w: Tensor) -> None:
@@ -343,16 +347,79 @@ def _copy(w: Tensor) -> None:
     layer.load_state_dict({"weight": torch.randn(w.shape)})
 
 
-@pytest.mark.parametrize("change", (_step, _adam, _in_place, _one_element, _swap, _set, _copy))
-def test_changed_weights_are_packed_anew(change: Callable[[Tensor], None], weights: Weights) -> None:
+COUNTED = (_step, _adam, _in_place, _one_element, _swap, _set, _copy)
+
+# Changes that it does not count.
+
+
+def _data(w: Tensor) -> None:
+    w.data.mul_(0.5).add_(1)
+
+
+def _average(w: Tensor) -> None:
+    w.data.copy_(torch.randn(w.shape))
+
+
+def _dlpack(w: Tensor) -> None:
+    torch.from_dlpack(w.detach()).mul_(3)
+
+
+def _numpy(w: Tensor) -> None:
+    w.detach().numpy()[...] = 2.0
+
+
+def _foreign(w: Tensor) -> None:
+    ctypes.memset(w.data_ptr(), 0, w.nbytes // 2)
+
+
+UNCOUNTED = (_data, _average, _dlpack, _numpy, _foreign)
+
+
+@pytest.mark.parametrize("change", COUNTED + UNCOUNTED)
+def test_a_call_reads_the_weights_as_they_are(change: Callable[[Tensor], None], weights: Weights) -> None:
     assert weights.packs() == 1
     for _ in range(3):
         change(weights.weight)
         assert weights.packs() == 1
-        assert weights.packs() == 0
 
 
-def test_weights_swapped_at_one_address(weights: Weights) -> None:
+@pytest.mark.parametrize("change", UNCOUNTED)
+def test_recorded_calls_read_the_weights_as_they_are(change: Callable[[Tensor], None], served: list[str]) -> None:
+    """Through autograd: a forward, the gradient for the input, and the forward of an evaluation in between."""
+    layer = upconv.ConvTranspose2d(4, 6, 3, stride=2)
+    for _ in range(3):
+        x = torch.randn(2, 4, 5, 5, requires_grad=True)
+        grad = torch.randn(2, 6, 11, 11)
+        truth = torch.conv_transpose2d(x, layer.weight, layer.bias, 2)
+        (expected,) = torch.autograd.grad(truth, x, grad)
+        out = layer(x)
+        (found,) = torch.autograd.grad(out, x, grad)
+        with torch.no_grad():
+            assert_close(layer(x), truth)
+        assert_close(out, truth)
+        assert_close(found, expected)
+        change(layer.weight)
+    assert "run" in served
+
+
+def test_frozen_weights_are_packed_once(frozen: Weights) -> None:
+    assert [frozen.packs() for _ in range(4)] == [1, 0, 0, 0]
+    assert frozen.packs(weight=frozen.weight.detach()) == 0  # the same storage through another tensor
+    packed.thaw(frozen.weight)
+    assert [frozen.packs(), frozen.packs()] == [1, 1]
+
+
+@pytest.mark.parametrize("change", COUNTED)
+def test_a_change_that_is_seen_ends_the_promise(change: Callable[[Tensor], None], frozen: Weights) -> None:
+    frozen.packs()
+    change(frozen.weight)
+    assert [frozen.packs(), frozen.packs()] == [1, 1]
+    assert not packed.is_frozen(frozen.weight)
+    gc.collect()
+    assert not packed.frozen
+
+
+def test_frozen_weights_swapped_at_one_address(weights: Weights) -> None:
     """A storage may be freed and another given its address, while the parameter's version does not move."""
     version, seen = weights.weight._version, set()
     for times in range(1, _MOST_TURNS):
@@ -360,6 +427,8 @@ def test_weights_swapped_at_one_address(weights: Weights) -> None:
         weights.weight.data = torch.randn(P.weight_shape)
         seen.add(weights.weight.data_ptr())
         assert weights.packs() == 1
+        packed.freeze(weights.weight)
+        assert [weights.packs(), weights.packs()] == [1, 0]
         if times >= 50 and len(seen) < times:
             break
     assert weights.weight._version == version
@@ -369,51 +438,44 @@ def test_weights_swapped_at_one_address(weights: Weights) -> None:
 _MOST_TURNS = 20_000  # a heap with as many free places of one size gives each out before the first comes back
 
 
-def test_new_weights_at_an_old_address(machine: Machine) -> None:
-    addresses = set()
-    weights = Weights(torch.empty(0))
-    for times in range(1, _MOST_TURNS):
-        fresh = torch.randn(P.weight_shape)
-        addresses.add(fresh.data_ptr())
-        assert weights.packs(weight=fresh) == 1
-        del fresh
-        if times >= 50 and len(addresses) < times:
-            break
-    assert len(addresses) < times
-    gc.collect()
-    assert not engine._shelves
-
-
-def test_packed_weights_die_with_the_weight(weights: Weights) -> None:
-    weights.packs()
-    (shelf,) = engine._shelves.values()
-    (packed,) = shelf.packed.values()
-    gone = weakref.ref(packed.tensor)
-    del shelf, packed
-    view = weights.weight.detach()
-    weights.weight = torch.empty(0)
+def test_packed_weights_die_with_the_weight(frozen: Weights) -> None:
+    frozen.packs()
+    (entry,) = packed.frozen.values()
+    (copy,) = entry.packed.values()
+    gone = weakref.ref(copy.tensor)
+    del entry, copy
+    view = frozen.weight.detach()
+    frozen.weight = torch.empty(0)
     gc.collect()
     assert gone() is not None  # the storage lives on
     del view
     gc.collect()
-    assert gone() is None and not engine._shelves
+    assert gone() is None and not packed.frozen
 
 
 def test_views_of_one_storage_are_told_apart(machine: Machine) -> None:
     both = torch.randn(2, *P.weight_shape)
     weights = Weights(both[0])
+    packed.freeze(both[0])
+    packed.freeze(both[1])
     assert [weights.packs(weight=both[i]) for i in (0, 1, 0, 1)] == [1, 1, 0, 0]
     square = torch.randn(4, 3, 3, 3)
-    assert [weights.packs(weight=w) for w in (square, square.mT, square, square.mT)] == [1, 1, 0, 0]
-    assert weights.packs(weight=torch._neg_view(square)) == 1
-    assert weights.packs(weight=square) == 1
+    packed.freeze(square)
+    assert [weights.packs(weight=w) for w in (square, square, square.mT, square)] == [1, 0, 1, 1]
+    packed.freeze(square)
+    assert [weights.packs(weight=w) for w in (square, square, torch._neg_view(square))] == [1, 0, 1]
 
 
-def test_autocasts_copies_are_not_kept(served: list[str]) -> None:
-    layer = upconv.ConvTranspose2d(4, 6, 3, stride=2).requires_grad_(False)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        layer(torch.randn(2, 4, 5, 5))
-    assert "run" in served and not engine._shelves
+def test_a_weight_has_few_copies(frozen: Weights) -> None:
+    """A layer that runs at many sizes may have a packing for each; the oldest copies go."""
+    plans = [a_plan(P, packing=f"order {i}") for i in range(packed.MOST_COPIES + 2)]
+    for plan, log in plans:
+        frozen.plan, frozen.log = plan, log
+        assert [frozen.packs(), frozen.packs()] == [1, 0]
+        (entry,) = packed.frozen.values()
+        assert len(entry.packed) <= packed.MOST_COPIES
+    frozen.plan, frozen.log = plans[0]
+    assert frozen.packs() == 1
 
 
 def test_inference_tensors_are_packed_at_every_call(machine: Machine) -> None:
@@ -422,44 +484,37 @@ def test_inference_tensors_are_packed_at_every_call(machine: Machine) -> None:
         assert weights.packs() == 1
         weights.weight.mul_(2)  # nothing counts it
         assert weights.packs() == 1
+        with pytest.raises(RuntimeError, match="Inference tensors do not track version counter"):
+            packed.freeze(weights.weight)
 
 
 def test_weights_that_need_no_packing_are_not_held(machine: Machine) -> None:
     weights = Weights(torch.randn(P.weight_shape), identity=True)
+    packed.freeze(weights.weight)
     assert [weights.packs(), weights.packs()] == [1, 1]
-    assert not engine._shelves
+    (entry,) = packed.frozen.values()
+    assert not entry.packed
 
 
-def test_while_recording_gradients_nothing_is_kept(served: list[str]) -> None:
-    layer = upconv.ConvTranspose2d(4, 6, 3, stride=2)
-    x = torch.randn(2, 4, 5, 5)
-    for _ in range(2):
-        layer(x).sum().backward()
-        assert not engine._shelves
-    layer.requires_grad_(False)
-    served.clear()
-    for _ in range(2):
-        layer(x.requires_grad_()).sum().backward()  # frozen weights
-    assert served.count("pack") == 1
-
-
-def test_captured_graphs_pack_for_themselves(machine: Machine, weights: Weights) -> None:
-    assert weights.packs() == 1
+def test_captured_graphs_pack_for_themselves(machine: Machine, frozen: Weights) -> None:
+    """A graph lives longer than a promise may, and must find its packed weights where they were."""
+    assert frozen.packs() == 1
     machine.capturing = True
-    assert [weights.packs(), weights.packs()] == [1, 1]
+    assert [frozen.packs(), frozen.packs()] == [1, 1]
     machine.capturing = False
-    assert weights.packs() == 0
-    engine.forget()
-    machine.capturing = True
-    assert weights.packs() == 1
-    assert not engine._shelves
+    assert frozen.packs() == 0
+
+
+def test_compiled_graphs_read_copies_and_make_none(frozen: Weights) -> None:
+    assert [frozen.packs(lasting=False), frozen.packs(lasting=False)] == [1, 1]
+    assert [frozen.packs(), frozen.packs(lasting=False)] == [1, 0]
 
 
 @pytest.mark.parametrize("claims", [True, False])
 def test_blocks_claim_tiles_where_memory_may_outlive_the_call(claims: bool, machine: Machine) -> None:
     plan, log = a_plan(Problem.make(2, 4, 6, (5, 5), 3, 2), claims=claims)
     x, weight, bias = torch.randn(2, 4, 5, 5), torch.randn(4, 6, 3, 3), torch.randn(6)
-    outs = [engine.forward(plan, x, weight, bias), engine.forward(plan, x, weight, bias, keep=False)]
+    outs = [engine.forward(plan, x, weight, bias), engine.forward(plan, x, weight, bias)]
     outs.append(engine.forward(plan, x, weight, bias, lasting=False))
     machine.capturing = True
     outs.append(engine.forward(plan, x, weight, bias))
@@ -468,38 +523,26 @@ def test_blocks_claim_tiles_where_memory_may_outlive_the_call(claims: bool, mach
     assert ran == (["claim", "claim", "run", "run"] if claims else ["run"] * 4)
 
 
-def test_another_stream_waits_for_the_packing_once(machine: Machine, weights: Weights) -> None:
-    assert weights.packs() == 1
+def test_another_stream_waits_for_the_packing_once(machine: Machine, frozen: Weights) -> None:
+    assert frozen.packs() == 1
     machine.stream = 7
-    assert [weights.packs(), weights.packs()] == [0, 0]
+    assert [frozen.packs(), frozen.packs()] == [0, 0]
     assert machine.waits == [0]
     machine.stream = 0
-    assert weights.packs() == 0
+    assert frozen.packs() == 0
     assert machine.waits == [0]
-    _in_place(weights.weight)
+    _in_place(frozen.weight)
+    packed.freeze(frozen.weight)
     machine.stream = 7
-    assert weights.packs() == 1
+    assert frozen.packs() == 1
     machine.stream = 0
-    assert weights.packs() == 0
+    assert frozen.packs() == 0
     assert machine.waits == [0, 7]
-
-
-def test_what_is_kept_of_a_weight_is_bounded(machine: Machine) -> None:
-    weight = torch.randn(64, 64, 9, 9)
-    p = Problem.make(1, 64, 64, (5, 5), 9)
-    b = None
-    logs = []
-    for size in range(3, 12):
-        plan, log = a_plan(p.with_(size=(size, size)))
-        logs.append(log)
-        engine.forward(plan, torch.randn(1, 64, size, size), weight, b)
-        (shelf,) = engine._shelves.values()
-        assert sum(packed.tensor.nbytes for packed in shelf.packed.values()) <= 4 * weight.nbytes + 2**20
-    assert len(shelf.packed) > 1 and sum(log.count("pack") for log in logs) == 9
 
 
 def test_choices_of_equal_packing_share_the_weights(machine: Machine) -> None:
     weight = torch.randn(P.weight_shape)
+    packed.freeze(weight)
     logs = []
     for size in (4, 5, 6):
         p = P.with_(size=(size, size))
@@ -511,20 +554,11 @@ def test_choices_of_equal_packing_share_the_weights(machine: Machine) -> None:
 
 
 def test_packings_are_numbered_once_and_their_list_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "_packings", {})
-    monkeypatch.setattr(engine, "_MOST_PACKINGS", 3)
-    assert engine._packing("a", P) == engine._packing("a", P)
-    numbers = [engine._packing(name, P) for name in "abcdefga"]
-    assert len(set(numbers)) == len(numbers) and len(engine._packings) <= 3
-    assert engine._packing("a", P) != engine._packing("a", P.with_(dtype=torch.float64, precision="fp64"))
-
-
-def test_keeping_can_be_switched_off(weights: Weights, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "KEEP_PACKED", False)
-    assert weights.packs() == 1
-    weights.weight.data.mul_(2)  # no counter sees this
-    assert weights.packs() == 1
-    assert not engine._shelves
+    monkeypatch.setattr(packed, "_packings", {})
+    monkeypatch.setattr(packed, "_MOST_PACKINGS", 3)
+    assert packed.number("a") == packed.number("a")
+    numbers = [packed.number(name) for name in "abcdefga"]
+    assert len(set(numbers)) == len(numbers) and len(packed._packings) <= 3
 
 
 # --- precision and memory format -------------------------------------------------------------------------------------
@@ -1028,7 +1062,7 @@ def test_gpu_two_streams_share_packed_weights() -> None:
     with torch.no_grad():
         for turn in range(20):
             if turn % 5 == 0:
-                engine.forget()
+                upconv.freeze(layer.eval())
             with torch.cuda.stream(streams[turn % 2]):
                 torch.cuda._sleep(200_000)
                 outs.append(layer(x))

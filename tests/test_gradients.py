@@ -26,6 +26,7 @@ from conftest import OURS, THEIRS, Call, _forget_plans, assert_close, assert_equ
 from strategies import excess, gradient_excess, operands, problems
 from upconv import cpu, ops, planner, reference
 from upconv.cuda import engine, families, gpu, jit, packs
+from upconv.cuda import weights as packed
 from upconv.planner import Device
 from upconv.problem import Pass, Problem
 
@@ -138,17 +139,16 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernels]:
 
     plans: dict[Problem, planner.Plan] = {}
     _forget_plans()
-    engine.forget()
     monkeypatch.setattr(families, "choose", choose)
     monkeypatch.setattr(engine, "_current_device", lambda: -1)
-    monkeypatch.setattr(engine, "_current_stream", lambda index: 0)
     monkeypatch.setattr(engine, "_capturing", lambda: False)
-    monkeypatch.setattr(engine, "_record", lambda index: 0)
+    monkeypatch.setattr(packed, "current_stream", lambda index: 0)
+    monkeypatch.setattr(packed, "_record", lambda index: 0)
     monkeypatch.setattr(planner, "plan", lambda p, d: plans.setdefault(p, planner._plan_cuda(p, H200)))
     yield found
     monkeypatch.undo()
     _forget_plans()
-    engine.forget()
+    packed.frozen.clear()
 
 
 def call(p: Problem, x: Tensor, w: Tensor, b: Tensor | None, functions: Any = OURS) -> Tensor:
@@ -268,7 +268,8 @@ def test_strict_names_the_gradient_that_has_no_kernel(kernels: Kernels) -> None:
         upconv.strict(False)
 
 
-def test_weights_are_packed_for_each_step_and_kept_when_frozen(kernels: Kernels) -> None:
+def test_weights_are_packed_for_each_pass(kernels: Kernels) -> None:
+    """Also where the weight needs no gradient, since nothing says that it stays; a frozen one has one copy a pass."""
     x, w, b = leaves(P)
     for _ in range(3):
         out = call(P, x, w, b)
@@ -279,6 +280,11 @@ def test_weights_are_packed_for_each_step_and_kept_when_frozen(kernels: Kernels)
             w.mul_(1.5)
     x, w, b = leaves(P, (1, 0, 1))
     kernels.log.clear()
+    for _ in range(3):
+        call(P, x, w, b).sum().backward()
+    assert [pass_ for what, pass_ in kernels.log if what == "pack"] == 3 * ["fwd", "grad-input"]
+    kernels.log.clear()
+    packed.freeze(w)
     for _ in range(3):
         call(P, x, w, b).sum().backward()
     assert [pass_ for what, pass_ in kernels.log if what == "pack"] == ["fwd", "grad-input"]
@@ -475,7 +481,7 @@ def test_weights_that_autocast_leaves_to_the_engine(
         assert reference.relative_error(g, truth[name]) < (2e-2 if rounded_to_16_bits else 1e-5)
 
 
-def test_rounded_weights_are_kept_in_inference(rounding: Kernels) -> None:
+def test_rounded_weights_are_kept_of_frozen_ones(rounding: Kernels) -> None:
     layer, x = upconv.ConvTranspose2d(4, 6, 3, stride=2), torch.randn(2, 4, 5, 5)
 
     def packs() -> int:
@@ -487,12 +493,15 @@ def test_rounded_weights_are_kept_in_inference(rounding: Kernels) -> None:
             assert_equal(out, upconv.conv_transpose2d(*rounded, stride=2))
         return rounding.log[: rounding.log.index(("run", "fwd"))].count(("pack", "fwd"))
 
+    assert [packs(), packs()] == [1, 1]
+    packed.freeze(layer.weight)
     assert [packs(), packs()] == [1, 0 if Data.casts else 1]
     with torch.no_grad():
-        layer.weight.mul_(2)
-        assert packs() == 1
         layer.bias.mul_(2)  # no part of what is kept
     assert packs() == (0 if Data.casts else 1)
+    with torch.no_grad():
+        layer.weight.mul_(2)
+    assert [packs(), packs()] == [1, 1]
 
 
 def test_a_float32_weight_outside_of_autocast_is_pytorchs_error(rounding: Kernels) -> None:

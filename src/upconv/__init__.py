@@ -9,6 +9,7 @@ Importing the package initialises no device, writes nothing and prints nothing.
 from upconv._version import __version__
 from upconv.convert import accelerate, fold_batchnorm, restore, warmup
 from upconv.export import export
+from upconv.freezing import freeze, frozen, thaw
 from upconv.functional import conv_transpose1d, conv_transpose2d, conv_transpose3d
 from upconv.modules import (
     ConvTranspose1d,
@@ -34,7 +35,10 @@ __all__ = [
     "conv_transpose3d",
     "export",
     "fold_batchnorm",
+    "freeze",
+    "frozen",
     "restore",
     "strict",
+    "thaw",
     "warmup",
 ]

@@ -172,7 +172,7 @@ def convolution(
             replays.offer(chosen, _Passes, True, *given, (rank, stride, padding, 0, 1, dilation))
         out: Tensor = _apply(*(t if t is None else ops._unwrap(t) for t in (input, weight, bias)), chosen)
         return out
-    return _forward(chosen, input, weight, bias, own)
+    return _forward(chosen, input, weight, bias)
 
 
 # --- which calls -----------------------------------------------------------------------------------------------------
@@ -408,9 +408,9 @@ def expected(p: Problem, pass_: Pass, gpu: Gpu) -> float:
 # --- the call --------------------------------------------------------------------------------------------------------
 
 
-def _forward(c: Convolution, x: Tensor, weight: Tensor, bias: Tensor | None, keep: bool = True) -> Tensor:
+def _forward(c: Convolution, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if engine.ready(c, x.get_device(), bias is not None) and c.for_output:
-        return engine.convolution(c.plan, x, weight, bias, keep)
+        return engine.convolution(c.plan, x, weight, bias)
     rounded = None if bias is None else bias.to(x.dtype)
     found: Tensor = torch.ops.aten.convolution(x, weight.to(x.dtype), rounded, *c.arguments)
     return found
@@ -428,20 +428,17 @@ class _Convolution(torch.autograd.Function):
         ctx.save_for_backward(input, weight)
         ctx.chosen = chosen
         ctx.set_materialize_grads(False)
-        return _forward(chosen, input, weight, bias, not weight.requires_grad)
+        return _forward(chosen, input, weight, bias)
 
     @staticmethod
     @ops._uncast
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         input, weight = ctx.saved_tensors
-        keep = not ctx.needs_input_grad[1]
-        return (*_backward_of(ctx.chosen, grad, input, weight, ops._asked(ctx), keep), None)
+        return (*_backward_of(ctx.chosen, grad, input, weight, ops._asked(ctx)), None)
 
 
-def _backward_of(
-    c: Convolution, grad: Tensor, x: Tensor, weight: Tensor, mask: Sequence[bool], keep: bool = False
-) -> ops.Gradients:
-    """The gradients that ``mask`` asks for, recorded where gradients are; ``keep``: as for `engine.forward`."""
+def _backward_of(c: Convolution, grad: Tensor, x: Tensor, weight: Tensor, mask: Sequence[bool]) -> ops.Gradients:
+    """The gradients that ``mask`` asks for, recorded where gradients are."""
     if torch.is_grad_enabled() or ops._observed_backward(grad, x, weight):
         rounded = weight.to(x.dtype)
         return (
@@ -449,19 +446,17 @@ def _backward_of(
             ops._for_weight(c.plan, grad, x, rounded) if mask[1] else None,
             grad.sum((0, *range(2, grad.dim())), dtype=weight.dtype) if mask[2] else None,
         )
-    return _gradients(c, grad.contiguous(memory_format=c.format), x, weight, mask, keep)  # once for both
+    return _gradients(c, grad.contiguous(memory_format=c.format), x, weight, mask)  # once for both
 
 
-def _gradients(
-    c: Convolution, grad: Tensor, x: Tensor, weight: Tensor, mask: Sequence[bool], keep: bool = False
-) -> ops.Gradients:
+def _gradients(c: Convolution, grad: Tensor, x: Tensor, weight: Tensor, mask: Sequence[bool]) -> ops.Gradients:
     theirs = mask[0] and not c.for_input, mask[1] and not c.for_weight, False
     found = _theirs(c, grad, x, weight, theirs) if any(theirs) else (None, None, None)
     for_input, for_weight, for_bias = found
     if mask[1] and c.for_weight:
         for_weight = engine.gradients(c.plan, x, grad, weight, (False, True, False))[1]
     if mask[0] and c.for_input:
-        for_input = engine.forward(c.plan, grad, weight, None, keep)
+        for_input = engine.forward(c.plan, grad, weight, None)
     if mask[2]:
         for_bias = engine.gradients(c.sums, grad, x, weight, (False, False, True))[2]
     return for_input, for_weight, for_bias
@@ -479,7 +474,7 @@ class _Passes:
         return not self._c.for_output or (found is not None and "input" in vars(found))
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return _forward(self._c, x, weight, bias, keep=False)
+        return _forward(self._c, x, weight, bias)
 
     def gradients(self, grad: Tensor, x: Tensor, weight: Tensor, mask: Sequence[bool]) -> ops.Gradients:
         return _gradients(self._c, grad, x, weight, mask)

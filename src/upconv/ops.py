@@ -102,16 +102,14 @@ def conv_transpose(
             _offer(plan, given, (rank, stride, padding, output_padding, groups, dilation))
         out = _apply(_unwrap(x), _unwrap(weight), bias if bias is None else _unwrap(bias), plan)
     else:
-        out = _forward(plan, x, weight, bias, keep=own)  # a copy does not outlive the call
+        out = _forward(plan, x, weight, bias)
     return out if batched else out.squeeze(0)
 
 
-def _forward(
-    plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None, keep: bool = True, lasting: bool = True
-) -> Tensor:
-    """The forward by the plan; ``keep`` and ``lasting``: as for `engine.forward`."""
+def _forward(plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None, lasting: bool = True) -> Tensor:
+    """The forward by the plan; ``lasting``: as for `engine.forward`."""
     if plan.choice is not None:
-        return engine.forward(plan, x, weight, bias, keep, lasting)
+        return engine.forward(plan, x, weight, bias, lasting)
     return cpu.forward(plan.problem, plan.forward, x, weight, bias)
 
 
@@ -460,21 +458,19 @@ class _ConvTranspose(torch.autograd.Function):
         ctx.save_for_backward(input, weight)
         ctx.plan = plan
         ctx.set_materialize_grads(False)
-        return _forward(plan, input, weight, bias, not weight.requires_grad)
+        return _forward(plan, input, weight, bias)
 
     @staticmethod
     @_uncast
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         input, weight = ctx.saved_tensors
-        return (*_backward_of(ctx.plan, grad, input, weight, _asked(ctx), not ctx.needs_input_grad[1]), None)
+        return (*_backward_of(ctx.plan, grad, input, weight, _asked(ctx)), None)
 
 
-def _backward_of(
-    plan: Plan, grad: Tensor, input: Tensor, weight: Tensor, mask: Sequence[bool], keep: bool
-) -> Gradients:
-    """The gradients that ``mask`` asks for, recorded where gradients are; ``keep``: as for `_forward`."""
+def _backward_of(plan: Plan, grad: Tensor, input: Tensor, weight: Tensor, mask: Sequence[bool]) -> Gradients:
+    """The gradients that ``mask`` asks for, recorded where gradients are."""
     if not torch.is_grad_enabled() or _observed_backward(grad, input, weight):
-        return _gradients(plan, grad, input, weight, mask, keep)
+        return _gradients(plan, grad, input, weight, mask)
     rounded = weight.to(input.dtype)
     return (
         _GradInput.apply(grad, rounded, input, plan) if mask[0] else None,
@@ -493,14 +489,14 @@ class _Passes:
         return index in self.plan.runners
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return engine.forward(self.plan, x, weight, bias, keep=False)
+        return engine.forward(self.plan, x, weight, bias)
 
     def gradients(self, grad: Tensor, x: Tensor, weight: Tensor, mask: Sequence[bool]) -> Gradients:
         return engine.gradients(self.plan, grad, x, weight, mask)
 
     def backward(self, grad: Tensor, x: Tensor, weight: Tensor, mask: Sequence[bool]) -> Gradients:
         with _uncasting(grad):
-            return _backward_of(self.plan, grad, x, weight, mask, keep=False)
+            return _backward_of(self.plan, grad, x, weight, mask)
 
 
 def _offer(plan: Plan, given: tuple[Tensor, Tensor, Tensor | None], arguments: tuple[Any, ...]) -> None:
@@ -569,7 +565,7 @@ def _unbiased(plan: Plan, x: Tensor, weight: Tensor) -> Tensor | None:
     bare = planner.plan(plan.problem.with_(bias=False), plan.device) if plan.problem.bias else plan
     if torch.is_grad_enabled():
         return _ConvTranspose.apply(x, weight, None, bare)
-    return _forward(bare, x, weight, None, keep=False)
+    return _forward(bare, x, weight, None)
 
 
 def _for_input(plan: Plan, grad: Tensor, weight: Tensor, input: Tensor) -> Tensor | None:
@@ -592,10 +588,9 @@ def _gradients(
     input: Tensor,
     weight: Tensor,
     mask: Sequence[bool],
-    keep: bool = False,
     lasting: bool = True,
 ) -> Gradients:
-    """The gradients for input, weight and bias that ``mask`` asks for; ``keep`` and ``lasting``: as for `_forward`."""
+    """The gradients for input, weight and bias that ``mask`` asks for; ``lasting``: as for `_forward`."""
     if _observed_backward(grad, input, weight):  # PyTorch's operator has rules for it
         found = cpu.gradients(plan.problem, "native", grad, input, weight.to(input.dtype), mask)
         for_weight, for_bias = (None if g is None else g.to(weight.dtype) for g in found[1:])
@@ -603,7 +598,7 @@ def _gradients(
     if plan.backward == planner.FAMILIES:
         if _strict:
             _refuse_gradients(plan, mask)
-        return engine.gradients(plan, grad, input, weight, mask, keep, lasting)
+        return engine.gradients(plan, grad, input, weight, mask, lasting)
     return cpu.gradients(plan.problem, plan.backward, grad, input, weight, mask)
 
 
@@ -669,8 +664,8 @@ def _run(
         out: Tensor = _TORCH[rank](input, weight, bias, stride, padding, output_padding, groups, dilation)
         if _strict:
             _refuse(out, plan, input, weight, bias, stride, padding, output_padding, groups, dilation)
-    else:  # packed weights are not kept: a graph's private memory pool would not let them be
-        out = _forward(plan, input, weight, bias, keep=False, lasting=False)
+    else:  # a graph's private memory pool lets nothing outlive the call
+        out = _forward(plan, input, weight, bias, lasting=False)
     return out.contiguous(memory_format=cpu.memory_format(layout_of(input, weight), rank))  # as _fake says
 
 

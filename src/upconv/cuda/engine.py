@@ -1,57 +1,36 @@
-"""The CUDA engine: planned passes on tensors. It allocates, packs weights or finds them packed, and launches.
+"""The CUDA engine: planned passes on tensors. It allocates, packs weights and launches.
 
 What runs is a kernel family's choice, prepared for a device (`upconv.cuda.families`). Everything between that and
-PyTorch is here: the result's memory format, dense operands, the current stream and device, graph capture, errors, and
-which packed weights may be used again.
-
-**Packed weights** are kept as long as the weight's storage lives, and used again only where nothing can have changed:
-same storage, address, strides and version counter. They are made anew at every call
-
-- where the weight's gradient is being recorded, since the next step changes it, not always in a way that PyTorch counts
-  (``p.data.clamp_()``, optimizers with kernels of their own), and a copy would be held for nothing,
-- inside a captured graph, whose replays must see weights that changed since, and outlive any cache,
-- in compiled graphs, whose memory pools allow no allocation that outlives a run,
-- of inference tensors, which have no version counter,
-- for gradients that other kernels are called for (`upconv.cuda.unshuffle`, `upconv.cuda.relayout`).
-
-NOTES: PyTorch's version counter misses changes made through ``weight.data`` (``weight.data.mul_(2)``), by a replayed
-graph or by a foreign kernel. Between two calls in inference with nothing but such a change, the old weights are used;
-`forget` drops what is kept, and `KEEP_PACKED = False` packs at every call.
+PyTorch is here: the result's memory format, dense operands, the current stream and device, graph capture and errors.
+Weights are packed at every call, unless the user has frozen them (`upconv.cuda.weights`).
 """
 
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from upconv import cpu
+from upconv.cuda import weights
 from upconv.cuda.families import Prepared, PreparedWeight, Unit
 from upconv.cuda.gpu import current_device as _current_device
-from upconv.cuda.gpu import current_stream as _current_stream
-from upconv.problem import Pass, Problem, is_channels_last
+from upconv.problem import Pass, is_channels_last
 
 if TYPE_CHECKING:
     from upconv.cuda.bias import BiasRunner
     from upconv.planner import Plan
 
-KEEP_PACKED = True
-"""Whether packed weights are kept at all."""
-
 
 # --- the call --------------------------------------------------------------------------------------------------------
 
 
-def forward(
-    plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None, keep: bool = True, lasting: bool = True
-) -> Tensor:
+def forward(plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None, lasting: bool = True) -> Tensor:
     """The output of ``plan.problem``, in its layout, by ``plan.choice`` on the tensors' device and current stream.
 
     Args:
@@ -59,9 +38,7 @@ def forward(
         x: ``problem.input_shape``, any strides.
         weight: ``problem.weight_shape``, any strides; float32 for a 16-bit problem too (autocast's), and the bias then.
         bias: ``(out_channels)`` or None.
-        keep: whether the packed weights may be kept for later calls.
-        lasting: whether memory may be allocated that outlives the call at all, as a compiled graph's pool does not let
-            it; without it nothing is kept.
+        lasting: whether memory may be allocated that outlives the call, as a compiled graph's pool does not let it.
 
     Raises:
         torch.OutOfMemoryError: as for any tensor; the next call is as good as the first.
@@ -74,7 +51,7 @@ def forward(
         if runner is None:  # `collecting` wants to know what is missing, not to compile it
             bias = None if bias is None else bias.to(x.dtype)
             return cpu.forward(plan.problem, "native", x, weight.to(x.dtype), bias)
-    return runner(x, weight, bias, keep and lasting, lasting)
+    return runner(x, weight, bias, lasting)
 
 
 class Convolved(Protocol):
@@ -100,7 +77,7 @@ class Convolved(Protocol):
         """By which its gradient for the bias is taken."""
 
 
-def convolution(plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None, keep: bool = True) -> Tensor:
+def convolution(plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """The plain convolution that is the gradient for the input by a plan.
 
     Args:
@@ -108,7 +85,6 @@ def convolution(plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None, keep
         x: ``problem.output_shape``, any strides.
         weight: ``problem.weight_shape``, any strides; float32 for a 16-bit problem too, and the bias then.
         bias: ``(in_channels)`` of the problem, which are the result's channels, or None.
-        keep: as for `forward`.
 
     Returns:
         ``problem.input_shape``.
@@ -119,8 +95,8 @@ def convolution(plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None, keep
     runner = _gradients(plan, x.get_device()).input
     assert runner is not None
     if bias is None or runner.biased:  # rounded here: what packs weights counts the channels of the other result
-        return runner(x, weight, bias if bias is None else bias.to(x.dtype), keep)
-    out = runner(x, weight, None, keep)
+        return runner(x, weight, bias if bias is None else bias.to(x.dtype))
+    out = runner(x, weight, None)
     return out.add_(bias.view(-1, *(1,) * plan.problem.rank))
 
 
@@ -134,7 +110,6 @@ def gradients(
     x: Tensor,
     weight: Tensor,
     mask: Sequence[bool],
-    keep: bool = False,
     lasting: bool = True,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The gradients for input, weight and bias, as far as ``mask`` asks; nothing else is computed, nor compiled.
@@ -146,7 +121,7 @@ def gradients(
         weight: ``problem.weight_shape``, any strides; float32 for a 16-bit problem too. The gradients for weight and
             bias are in its dtype.
         mask: which gradients are asked for.
-        keep, lasting: as for `forward`.
+        lasting: as for `forward`.
 
     Raises:
         as `forward`.
@@ -160,7 +135,7 @@ def gradients(
     if by_weight is not None:  # first, so that its partial sums are gone when the input's gradient is allocated
         grad_weight = by_weight(x, grad, weight.dtype, lasting)
     if by_input is not None:
-        grad_input = by_input(grad, weight, None, keep and lasting, lasting)
+        grad_input = by_input(grad, weight, None, lasting)
     rest = (mask[0] and by_input is None, mask[1] and by_weight is None, False)
     if rest[0] or rest[1]:
         found = cpu.gradients(plan.problem, "native", grad, x, weight.to(x.dtype), rest)
@@ -275,74 +250,52 @@ class Runner:
         self.claims = getattr(self.prepared, "claims", False)
         self.pack_to_keep = getattr(self.prepared, "pack_to_keep", self.prepared.pack)
         packing = getattr(self.prepared, "packing", plan.selection(pass_).choice)
-        self.packing = _packing((pass_, packing), p)
+        self.packing = weights.number((pass_, packing, p.dtype, p.weight_shape))
 
-    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, keep: bool, lasting: bool = True) -> Tensor:
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, lasting: bool = True) -> Tensor:
         if _current_device() != self.index:
             with torch.cuda.device(self.index):
-                return self(x, weight, bias, keep, lasting)
+                return self(x, weight, bias, lasting)
         if x.is_neg() or not x.is_contiguous(memory_format=self.format):
             x = _dense(x, self.format)
         if bias is not None and (bias.is_neg() or not bias.is_contiguous()):
             bias = bias.resolve_neg().contiguous()
-        rounded = None  # a bias that goes with the weights
-        if weight.dtype is not x.dtype:
-            if not self.casts:
-                weight, keep = weight.to(x.dtype), False
-            if bias is not None:
-                if keep or not self.casts:  # kept weights know nothing of a bias
-                    bias = bias.to(x.dtype)
-                elif bias.dtype is not x.dtype:
-                    rounded = bias
         try:
             out = x.new_empty_strided(self.shape, self.strides)  # 0.5 us less than torch.empty_strided
-            if keep:
-                packed, fresh = self.packed(weight, keep, rounded)
-            elif self.packs and lasting and rounded is None and not _capturing():
-                self.prepared.run_packing(x, weight.resolve_neg(), bias, out)  # type: ignore[attr-defined]
-                return out
-            else:  # as `packed` does, in fewer calls
-                packed, fresh = self._pack(weight, rounded), not _capturing()
-            if self.claims and lasting and not _capturing():
-                self.prepared.run(x, packed, bias, out, fresh, True)  # type: ignore[call-arg]
-            else:
-                self.prepared.run(x, packed, bias, out, fresh)
+            self._launch(x, weight, bias, out, lasting)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
             raise _failure(self.plan, self.index, error, self.pass_) from error
         return out
 
-    # --- packed weights ----------------------------------------------------------------------------------------------
-
-    def packed(self, weight: Tensor, keep: bool, bias: Tensor | None = None) -> tuple[Tensor, bool]:
-        """The weights as the kernel wants them, from an earlier call where nothing can have changed since.
-
-        And whether they were packed just now, outside of a capture (`Prepared`: ``fresh``). ``bias``: one to be rounded
-        with them, where not ``keep``.
-        """
-        if not (keep and KEEP_PACKED) or weight.is_inference() or _capturing():
-            return self._pack(weight, bias), not _capturing()  # drivers before CUDA 12.3 capture no dependents
-        storage = weight.untyped_storage()
-        stream = _current_stream(self.index)
-        key = (self.packing, weight.dtype, weight.data_ptr(), weight.stride())
-        version = weight._version
-        shelf = _shelves.get(id(storage))
-        if shelf is not None and shelf.storage() is storage:
-            found = shelf.packed.get(key)
-            if found is not None and found.version == version and found.negative == weight.is_neg():
-                if stream not in found.streams:
-                    found.follow(stream, self.index)
-                return found.tensor, False
-        tensor = self.pack_to_keep(weight.resolve_neg())
-        if tensor.untyped_storage() is not storage:  # else the weights are what the kernel wants: nothing to keep
-            _put(storage, key, _Packed(tensor, version, weight.is_neg(), stream, self.index))
-        return tensor, False  # an event behind it
-
-    def _pack(self, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        if weight.is_neg():
+    def _launch(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, lasting: bool) -> None:
+        """Packs the weight, or takes a frozen one's copy, and runs the kernel."""
+        capturing = _capturing()
+        packed = None
+        if weights.frozen and not capturing and (self.casts or weight.dtype is x.dtype):
+            packed = weights.kept(weight, self.packing, self.index, self.pack_to_keep if lasting else None)
+        rounded = None  # a bias that is rounded together with the weight
+        if weight.dtype is not x.dtype:
+            if not self.casts:
+                weight = weight.to(x.dtype)
+            if bias is not None and bias.dtype is not x.dtype:
+                if packed is None and self.casts:
+                    rounded = bias
+                else:
+                    bias = bias.to(x.dtype)
+        fresh = False
+        if packed is None:
             weight = weight.resolve_neg()
-        return self.prepared.pack(weight) if bias is None else self.prepared.pack(weight, bias)
+            if self.packs and lasting and rounded is None and not capturing:
+                self.prepared.run_packing(x, weight, bias, out)  # type: ignore[attr-defined]
+                return
+            packed = self.prepared.pack(weight) if rounded is None else self.prepared.pack(weight, rounded)
+            fresh = not capturing  # drivers before CUDA 12.3 capture no dependents
+        if self.claims and lasting and not capturing:
+            self.prepared.run(x, packed, bias, out, fresh, True)  # type: ignore[call-arg]
+        else:
+            self.prepared.run(x, packed, bias, out, fresh)
 
 
 def _failure(plan: Plan, index: int, error: RuntimeError, pass_: Pass = "fwd") -> RuntimeError:
@@ -350,101 +303,6 @@ def _failure(plan: Plan, index: int, error: RuntimeError, pass_: Pass = "fwd") -
     assert selected.choice is not None
     where = f"{plan.device.kind}:{selected.name} on cuda:{index} ({selected.choice.summary})"
     return RuntimeError(f"upconv could not compute {plan.problem.with_(pass_=pass_)} by {where}: {error}")
-
-
-# --- kept packed weights ---------------------------------------------------------------------------------------------
-#
-# A storage's Python object lives as long as the storage (PyTorch preserves it), so a weak reference to it ends when the
-# memory is released and before its address can be given out again.
-
-
-_Key = tuple[int, torch.dtype, int, tuple[int, ...]]
-"""A packing's number; the weight's dtype, address and strides."""
-
-
-class _Packed:
-    """Packed weights, the version of the weight that they were made from, and the streams that may read them."""
-
-    __slots__ = ("event", "negative", "streams", "tensor", "version")
-
-    def __init__(self, tensor: Tensor, version: int, negative: bool, stream: int, index: int) -> None:
-        self.tensor, self.version, self.negative = tensor, version, negative
-        self.streams = {stream}
-        self.event = _record(index)
-
-    def follow(self, stream: int, index: int) -> None:
-        """Lets another stream read them: it waits until they are packed, and their memory waits for it."""
-        _wait(self.event, self.tensor, index)
-        self.streams.add(stream)
-
-
-def _record(index: int) -> Any:
-    event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(index))
-    return event
-
-
-def _wait(event: Any, tensor: Tensor, index: int) -> None:
-    current = torch.cuda.current_stream(index)
-    current.wait_event(event)
-    tensor.record_stream(current)
-
-
-class _Shelf:
-    """What is kept of one storage, the oldest first."""
-
-    __slots__ = ("packed", "storage")
-
-    def __init__(self, storage: torch.UntypedStorage) -> None:
-        self.packed: dict[_Key, _Packed] = {}
-        at = id(storage)
-
-        def gone(_: object) -> None:
-            if _shelves.get(at) is self:
-                del _shelves[at]
-
-        self.storage = weakref.ref(storage, gone)
-
-
-_shelves: dict[int, _Shelf] = {}
-_packings: dict[Any, int] = {}
-_numbers = count()
-_lock = threading.RLock()
-# Layers run at several sizes may need several packings of their weights; small ones are padded to whole tiles.
-_MOST_COPIES = 4
-_SMALL_BYTES = 1 << 20
-_MOST_PACKINGS = 4096  # as many as there are plans
-
-
-def _packing(packing: Any, p: Problem) -> int:
-    """A number for a way of packing, since the hash of its description would cost more than the rest of a look-up."""
-    with _lock:
-        if len(_packings) >= _MOST_PACKINGS:
-            _packings.clear()  # numbers are never given twice: what is forgotten is packed once more
-        key = (packing, p.dtype, p.weight_shape)
-        if key not in _packings:
-            _packings[key] = next(_numbers)
-        return _packings[key]
-
-
-def _put(storage: torch.UntypedStorage, key: _Key, packed: _Packed) -> None:
-    """Keeps packed weights; of one storage at most four times its size, and 1 MiB."""
-    most = _MOST_COPIES * storage.nbytes() + _SMALL_BYTES
-    with _lock:
-        shelf = _shelves.get(id(storage))
-        if shelf is None or shelf.storage() is not storage:
-            shelf = _shelves[id(storage)] = _Shelf(storage)
-        shelf.packed.pop(key, None)
-        shelf.packed[key] = packed
-        total = sum(p.tensor.nbytes for p in shelf.packed.values())
-        while total > most and len(shelf.packed) > 1:
-            oldest = next(iter(shelf.packed))
-            total -= shelf.packed.pop(oldest).tensor.nbytes
-
-
-def forget() -> None:
-    """Drops all packed weights; calls make them anew."""
-    _shelves.clear()
 
 
 # --- loading and compiling -------------------------------------------------------------------------------------------

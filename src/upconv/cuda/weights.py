@@ -1,0 +1,172 @@
+"""Packed weights: made anew at every call, and kept only of layers that the user has frozen.
+
+A kernel reads weights in an order of its own, so most calls pack them first. PyTorch cannot tell whether a weight has
+changed since the last call: fused optimizers, FSDP, ``param.data`` updates, replayed CUDA graphs, DLPack aliases and
+other processes change it without moving its version counter. So nothing is kept on the strength of that counter.
+
+`upconv.freeze` is the user's promise that weights stay. Of those weights alone copies are kept, one for each packing
+and at most `MOST_COPIES` of a weight. Each call checks what PyTorch can tell: storage, address, strides and version. A
+visible change ends the promise, and the call packs anew.
+
+Packed weights are not kept either
+
+- inside a captured graph, which outlives any promise,
+- where a compiled graph's memory pool allows no allocation that outlives a run,
+- of inference tensors, which have no version counter.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Hashable
+from itertools import count
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from upconv.cuda.gpu import current_stream
+
+MOST_COPIES = 2
+"""Packings kept of one weight: a layer that runs at two sizes or in two dtypes may need two."""
+
+
+class State(NamedTuple):
+    """What PyTorch can tell of a weight's values without reading them, beside its address."""
+
+    strides: tuple[int, ...]
+    version: int
+    negative: bool
+
+    @classmethod
+    def of(cls, weight: Tensor) -> State:
+        return cls(weight.stride(), weight._version, weight.is_neg())
+
+
+class Packed:
+    """Packed weights, and the streams that may read them."""
+
+    __slots__ = ("event", "streams", "tensor")
+
+    def __init__(self, tensor: Tensor, stream: int, index: int) -> None:
+        self.tensor, self.streams = tensor, {stream}
+        self.event = _record(index)
+
+    def follow(self, stream: int, index: int) -> None:
+        """Lets another stream read them: it waits until they are packed, and their memory waits for it."""
+        _wait(self.event, self.tensor, index)
+        self.streams.add(stream)
+
+
+def _record(index: int) -> Any:
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(index))
+    return event
+
+
+def _wait(event: Any, tensor: Tensor, index: int) -> None:
+    current = torch.cuda.current_stream(index)
+    current.wait_event(event)
+    tensor.record_stream(current)
+
+
+class Frozen:
+    """One frozen weight and its packed copies, the oldest first."""
+
+    __slots__ = ("packed", "state", "storage")
+
+    def __init__(self, weight: Tensor) -> None:
+        storage = weight.untyped_storage()
+        at = id(storage), weight.data_ptr()
+
+        def gone(_: object) -> None:
+            if frozen.get(at) is self:
+                del frozen[at]
+
+        # PyTorch preserves a storage's Python object as long as the storage. So the reference ends before the address
+        # can be given out again.
+        self.storage = weakref.ref(storage, gone)
+        self.state = State.of(weight)
+        self.packed: dict[Hashable, Packed] = {}
+
+
+frozen: dict[tuple[int, int], Frozen] = {}
+"""The frozen weights, by the `id` of their storage and their address."""
+_lock = threading.RLock()
+_packings: dict[Hashable, int] = {}
+_numbers = count()
+_MOST_PACKINGS = 4096  # as many as there are plans
+
+
+def number(packing: Hashable) -> int:
+    """A number for a way of packing, since the hash of its description would cost more than the rest of a look-up."""
+    with _lock:
+        if len(_packings) >= _MOST_PACKINGS:
+            _packings.clear()  # numbers are never given twice: what is forgotten is packed once more
+        if packing not in _packings:
+            _packings[packing] = next(_numbers)
+        return _packings[packing]
+
+
+def freeze(weight: Tensor) -> None:
+    """Notes the promise that a weight stays as it is, so that packed copies of it may be kept.
+
+    Raises:
+        RuntimeError: the weight is an inference tensor, whose changes PyTorch does not count.
+    """
+    with _lock:
+        frozen[id(weight.untyped_storage()), weight.data_ptr()] = Frozen(weight)
+
+
+def thaw(weight: Tensor) -> None:
+    """Ends the promise and drops the packed copies; does nothing for a weight that is not frozen."""
+    if frozen:
+        frozen.pop((id(weight.untyped_storage()), weight.data_ptr()), None)
+
+
+def is_frozen(weight: Tensor) -> bool:
+    """Whether the promise for a weight holds, as far as PyTorch can tell."""
+    return bool(frozen) and _held(weight) is not None
+
+
+def _held(weight: Tensor) -> Frozen | None:
+    """The weight's entry, if nothing can be seen to have changed; else the promise ends."""
+    storage = weight.untyped_storage()
+    at = id(storage), weight.data_ptr()
+    found = frozen.get(at)
+    if found is None or weight.is_inference():
+        return None
+    if found.storage() is storage and found.state == State.of(weight):
+        return found
+    frozen.pop(at, None)
+    return None
+
+
+def kept(weight: Tensor, packing: int, index: int, pack: Callable[[Tensor], Tensor] | None) -> Tensor | None:
+    """The packed copy of a frozen weight, made if need be; None where the caller must pack anew.
+
+    Args:
+        weight: as the layer has it, on the device.
+        packing: of `number`: what the copy depends on beside the weight.
+        index: of the device, whose current stream will read the copy.
+        pack: makes a copy; None where nothing may be allocated that outlives the call.
+    """
+    entry = _held(weight)
+    if entry is None:
+        return None
+    stream, key = current_stream(index), (packing, weight.dtype)
+    found = entry.packed.get(key)
+    if found is not None:
+        if stream not in found.streams:
+            found.follow(stream, index)
+        return found.tensor
+    if pack is None:
+        return None
+    tensor = pack(weight.resolve_neg())
+    if tensor.untyped_storage() is not weight.untyped_storage():  # else the kernel reads the weight as it is
+        with _lock:
+            while len(entry.packed) >= MOST_COPIES:
+                del entry.packed[next(iter(entry.packed))]
+            entry.packed[key] = Packed(tensor, stream, index)
+    return tensor
