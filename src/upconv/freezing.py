@@ -82,7 +82,7 @@ def _refusal(module: nn.Module) -> str | None:
         return "its weight has no shape before the first call"
     if module.training:
         return "it is in training mode"
-    if not weight.is_cuda:
+    if not _packed_on(weight):
         return f"only calls on a GPU pack weights, and its weight is on {weight.device}"
     if weight.is_inference():
         return "its weight is an inference tensor, whose changes PyTorch does not count"
@@ -90,6 +90,11 @@ def _refusal(module: nn.Module) -> str | None:
         return f"its weight is a {type(weight).__name__}, whose changes may be its own"
     weights.freeze(weight)
     return None
+
+
+def _packed_on(weight: Tensor) -> bool:
+    """Whether calls on the weight's device pack it."""
+    return weight.is_cuda
 
 
 def _weight(module: nn.Module) -> Tensor | None:
