@@ -4953,8 +4953,6 @@ CUtensorMap tensor_map(const at::Tensor& t, CUtensorMapDataType type, const std:
   return map;
 }
 
-}  // namespace
-
 // The current stream of a tensor's device; none while a graph is captured on it.
 std::optional<int64_t> stream_of(const at::Tensor& t) {
   const c10::cuda::CUDAGuard guard(t.device());
@@ -4964,8 +4962,6 @@ std::optional<int64_t> stream_of(const at::Tensor& t) {
   if (status != cudaStreamCaptureStatusNone) return std::nullopt;
   return reinterpret_cast<intptr_t>(stream.stream());
 }
-
-namespace {
 
 // Words of device memory for blocks that claim tiles: zeros, which kernels leave zeros. Each stream has its own,
 // since kernels of two may run at once; a captured launch has none, since its graph's replays may, and its tiles
@@ -5051,7 +5047,6 @@ void run_grad_weight_unaligned(const at::Tensor& x, const at::Tensor& grad, cons
 DECLARATIONS = r"""
 #include <array>
 #include <optional>
-std::optional<int64_t> stream_of(const at::Tensor& t);
 void pack_forward(const at::Tensor& weight, const at::Tensor& packed);
 void run_forward(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
                  const at::Tensor& out, int64_t blocks, const std::array<int64_t, 11>& sizes);
@@ -5068,7 +5063,6 @@ void run_grad_weight_unaligned(const at::Tensor& x, const at::Tensor& grad, cons
 """
 
 FUNCTIONS = [
-    "stream_of",
     "pack_forward",
     "run_forward",
     "pack_forward_unaligned",
@@ -5316,7 +5310,7 @@ def build_once():
 
 
 def pack(kernel, weight: Tensor) -> Tensor:
-    """The weights in the order in which a kernel reads them; some read them as they are."""
+    """The weights in the order in which a kernel reads them, anew at each call; some kernels read them as they are."""
     weight = weight.contiguous()
     if not hasattr(kernel, "words"):
         return weight
@@ -5325,35 +5319,7 @@ def pack(kernel, weight: Tensor) -> Tensor:
     return packed
 
 
-class Kept:
-    """Packed weights of calls without gradients, used again while nothing can have changed.
-
-    (PyTorch's version counter misses changes made through ``weight.data``.)
-    """
-
-    def __init__(self):
-        self.entry = None, None, None
-
-    def pack(self, kernel, weight: Tensor) -> Tensor:
-        stream = build_once().stream_of(weight)
-        # A replayed graph must pack what the weights then are; inference tensors have no version.
-        if stream is None or weight.is_inference():
-            return pack(kernel, weight)
-        key = kernel.name, weight.data_ptr(), weight.stride(), weight._version, stream
-        entry = self.entry  # read and set as a whole, so that threads may share the module
-        if entry[0] != key:
-            # The alias keeps the weight's memory from being given to another tensor at the same address.
-            self.entry = entry = key, pack(kernel, weight), weight.detach()
-        return entry[1]
-
-    def __deepcopy__(self, memo):
-        return Kept()
-
-    def __reduce__(self):
-        return Kept, ()
-
-
-def forward(x: Tensor, weight: Tensor, bias: Tensor | None, kept: Kept | None = None) -> Tensor:
+def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """(batch, IN_CHANNELS, *size) -> (batch, OUT_CHANNELS, *output_size(size))."""
     size = x.shape[2:]
     shape = (x.shape[0], OUT_CHANNELS, *output_size(size))
@@ -5361,8 +5327,7 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor | None, kept: Kept | None = 
     if out.numel() == 0:
         return out
     kernel, blocks, sizes = forward_launch(x.shape[0], size, processors(x.get_device()))
-    packed = pack(kernel, weight) if kept is None else kept.pack(kernel, weight)
-    return run(kernel, dense(x), packed, None if bias is None else bias.contiguous(), out, blocks, sizes)
+    return run(kernel, dense(x), pack(kernel, weight), None if bias is None else bias.contiguous(), out, blocks, sizes)
 
 
 def grad_input(grad: Tensor, weight: Tensor, size) -> Tensor:
@@ -5520,7 +5485,6 @@ class ModelNew(nn.Module):
             bias=bias,
         )
         check_layer(self.conv_transpose3d)
-        self._kept = Kept()
 
     def forward(self, x: Tensor) -> Tensor:
         """Shapes: (batch, channels, depth, height, width) or the same without batch, any sizes -> likewise."""
@@ -5533,5 +5497,5 @@ class ModelNew(nn.Module):
         if torch.is_grad_enabled():
             out = ForwardFunction.apply(x, weight, bias)
         else:
-            out = forward(x, weight, bias, self._kept)
+            out = forward(x, weight, bias)
         return out.squeeze(0) if single else out

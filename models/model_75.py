@@ -2642,16 +2642,6 @@ void* address(const std::optional<at::Tensor>& t) { return t ? t->data_ptr() : n
 
 }  // namespace
 
-// The current stream of a tensor's device; none while a graph is captured on it.
-std::optional<int64_t> stream_of(const at::Tensor& t) {
-  const c10::cuda::CUDAGuard guard(t.device());
-  const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream(t.get_device());
-  cudaStreamCaptureStatus status;
-  C10_CUDA_CHECK(cudaStreamIsCapturing(stream.stream(), &status));
-  if (status != cudaStreamCaptureStatusNone) return std::nullopt;
-  return reinterpret_cast<intptr_t>(stream.stream());
-}
-
 void pack_forward(const at::Tensor& weight, const at::Tensor& packed) {
   const auto pointers = std::make_tuple(weight.data_ptr(), packed.data_ptr());
   const std::array<int64_t, 6> strides_and_count = {240, 15, 15, 5, 1, packed.numel()};
@@ -2699,7 +2689,6 @@ void run_grad_weight_unaligned(const at::Tensor& x, const at::Tensor& grad, cons
 DECLARATIONS = r"""
 #include <array>
 #include <optional>
-std::optional<int64_t> stream_of(const at::Tensor& t);
 void pack_forward(const at::Tensor& weight, const at::Tensor& packed);
 void run_forward(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
                  const at::Tensor& out, int64_t blocks, const std::array<int64_t, 8>& sizes);
@@ -2713,7 +2702,6 @@ void run_grad_weight_unaligned(const at::Tensor& x, const at::Tensor& grad, cons
 """
 
 FUNCTIONS = [
-    "stream_of",
     "pack_forward",
     "run_forward",
     "pack_grad_input",
@@ -2963,7 +2951,7 @@ def build_once():
 
 
 def pack(kernel, weight: Tensor) -> Tensor:
-    """The weights in the order in which a kernel reads them; some read them as they are."""
+    """The weights in the order in which a kernel reads them, anew at each call; some kernels read them as they are."""
     weight = weight.contiguous()
     if not hasattr(kernel, "words"):
         return weight
@@ -2972,35 +2960,7 @@ def pack(kernel, weight: Tensor) -> Tensor:
     return packed
 
 
-class Kept:
-    """Packed weights of calls without gradients, used again while nothing can have changed.
-
-    (PyTorch's version counter misses changes made through ``weight.data``.)
-    """
-
-    def __init__(self):
-        self.entry = None, None, None
-
-    def pack(self, kernel, weight: Tensor) -> Tensor:
-        stream = build_once().stream_of(weight)
-        # A replayed graph must pack what the weights then are; inference tensors have no version.
-        if stream is None or weight.is_inference():
-            return pack(kernel, weight)
-        key = kernel.name, weight.data_ptr(), weight.stride(), weight._version, stream
-        entry = self.entry  # read and set as a whole, so that threads may share the module
-        if entry[0] != key:
-            # The alias keeps the weight's memory from being given to another tensor at the same address.
-            self.entry = entry = key, pack(kernel, weight), weight.detach()
-        return entry[1]
-
-    def __deepcopy__(self, memo):
-        return Kept()
-
-    def __reduce__(self):
-        return Kept, ()
-
-
-def forward(x: Tensor, weight: Tensor, bias: Tensor | None, kept: Kept | None = None) -> Tensor:
+def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """(batch, IN_CHANNELS, *size) -> (batch, OUT_CHANNELS, *output_size(size))."""
     size = x.shape[2:]
     shape = (x.shape[0], OUT_CHANNELS, *output_size(size))
@@ -3008,8 +2968,7 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor | None, kept: Kept | None = 
     if out.numel() == 0:
         return out
     kernel, blocks, sizes = forward_launch(x.shape[0], size, processors(x.get_device()))
-    packed = pack(kernel, weight) if kept is None else kept.pack(kernel, weight)
-    return run(kernel, dense(x), packed, None if bias is None else bias.contiguous(), out, blocks, sizes)
+    return run(kernel, dense(x), pack(kernel, weight), None if bias is None else bias.contiguous(), out, blocks, sizes)
 
 
 def grad_input(grad: Tensor, weight: Tensor, size) -> Tensor:
@@ -3152,7 +3111,6 @@ class ModelNew(nn.Module):
             bias=bias,
         )
         check_layer(self.conv_transpose2d)
-        self._kept = Kept()
 
     def forward(self, x: Tensor) -> Tensor:
         """Shapes: (batch, channels, height, width) or the same without batch, any sizes -> likewise."""
@@ -3165,5 +3123,5 @@ class ModelNew(nn.Module):
         if torch.is_grad_enabled():
             out = ForwardFunction.apply(x, weight, bias)
         else:
-            out = forward(x, weight, bias, self._kept)
+            out = forward(x, weight, bias)
         return out.squeeze(0) if single else out

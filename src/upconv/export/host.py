@@ -263,6 +263,16 @@ TENSOR_MAP = dedent(
 
 COUNTERS = dedent(
     """\
+    // The current stream of a tensor's device; none while a graph is captured on it.
+    std::optional<int64_t> stream_of(const at::Tensor& t) {
+      const c10::cuda::CUDAGuard guard(t.device());
+      const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream(t.get_device());
+      cudaStreamCaptureStatus status;
+      C10_CUDA_CHECK(cudaStreamIsCapturing(stream.stream(), &status));
+      if (status != cudaStreamCaptureStatusNone) return std::nullopt;
+      return reinterpret_cast<intptr_t>(stream.stream());
+    }
+
     // Words of device memory for blocks that claim tiles: zeros, which kernels leave zeros. Each stream has its own,
     // since kernels of two may run at once; a captured launch has none, since its graph's replays may, and its tiles
     // are dealt out evenly.
@@ -285,19 +295,6 @@ COUNTERS = dedent(
     """
 )
 
-STREAM_OF = "std::optional<int64_t> stream_of(const at::Tensor& t)"
-# One call, where torch.cuda has two in Python.
-CURRENT = f"""// The current stream of a tensor's device; none while a graph is captured on it.
-{STREAM_OF} {{
-  const c10::cuda::CUDAGuard guard(t.device());
-  const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream(t.get_device());
-  cudaStreamCaptureStatus status;
-  C10_CUDA_CHECK(cudaStreamIsCapturing(stream.stream(), &status));
-  if (status != cudaStreamCaptureStatusNone) return std::nullopt;
-  return reinterpret_cast<intptr_t>(stream.stream());
-}}
-"""
-
 
 def includes() -> str:
     """The headers of the host code."""
@@ -312,12 +309,10 @@ def includes() -> str:
 
 
 def helpers(found: tuple[Variant, ...]) -> str:
-    """What the launch functions share, and `STREAM_OF`."""
+    """What the launch functions share."""
     maps, words = any(_maps(v) for v in found), max(_claims(v) for v in found)
-    parts = [_unnamed(LAUNCH + ("\n" + TENSOR_MAP if maps else "")), CURRENT]
-    if words:
-        parts.append(_unnamed(COUNTERS.replace("@WORDS@", str(words))))
-    return "\n".join(parts)
+    parts = [LAUNCH, *([TENSOR_MAP] if maps else []), *([COUNTERS.replace("@WORDS@", str(words))] if words else [])]
+    return _unnamed("\n".join(parts))
 
 
 def _unnamed(text: str) -> str:
@@ -354,7 +349,7 @@ def prototypes(v: Variant) -> tuple[str, ...]:
 
 def functions(found: tuple[Variant, ...]) -> tuple[str, ...]:
     """The names of the C++ functions that Python calls."""
-    names = ["stream_of"]
+    names: list[str] = []
     for v in found:
         names += [f"pack_{v.name}"] * (v.pack is not None) + [f"run_{v.name}"]
     return tuple(names)

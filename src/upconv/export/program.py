@@ -34,7 +34,7 @@ def program(p: Problem, signature: Signature, gpu: Gpu) -> str:
         "HEAD": _head(p, signature, gpu, found),
         "CONSTANTS": _constants(p, gpu, found),
         "CUDA": cuda(found, gpu.arch),
-        "DECLARATIONS": ";\n".join((host.STREAM_OF, *(text for v in found for text in host.prototypes(v)))) + ";",
+        "DECLARATIONS": ";\n".join(text for v in found for text in host.prototypes(v)) + ";",
         "FUNCTIONS": "".join(f'    "{name}",\n' for name in host.functions(found)),
         "ARCH": gpu.arch,
         "CAPABILITY": _capability(gpu),
@@ -379,7 +379,7 @@ def build_once():
 
 
 def pack(kernel, weight: Tensor) -> Tensor:
-    """The weights in the order in which a kernel reads them; some read them as they are."""
+    """The weights in the order in which a kernel reads them, anew at each call; some kernels read them as they are."""
     weight = weight.contiguous()
     if not hasattr(kernel, "words"):
         return weight
@@ -388,35 +388,7 @@ def pack(kernel, weight: Tensor) -> Tensor:
     return packed
 
 
-class Kept:
-    """Packed weights of calls without gradients, used again while nothing can have changed.
-
-    (PyTorch's version counter misses changes made through ``weight.data``.)
-    """
-
-    def __init__(self):
-        self.entry = None, None, None
-
-    def pack(self, kernel, weight: Tensor) -> Tensor:
-        stream = build_once().stream_of(weight)
-        # A replayed graph must pack what the weights then are; inference tensors have no version.
-        if stream is None or weight.is_inference():
-            return pack(kernel, weight)
-        key = kernel.name, weight.data_ptr(), weight.stride(), weight._version, stream
-        entry = self.entry  # read and set as a whole, so that threads may share the module
-        if entry[0] != key:
-            # The alias keeps the weight's memory from being given to another tensor at the same address.
-            self.entry = entry = key, pack(kernel, weight), weight.detach()
-        return entry[1]
-
-    def __deepcopy__(self, memo):
-        return Kept()
-
-    def __reduce__(self):
-        return Kept, ()
-
-
-def forward(x: Tensor, weight: Tensor, bias: Tensor | None, kept: Kept | None = None) -> Tensor:
+def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """(batch, IN_CHANNELS, *size) -> (batch, OUT_CHANNELS, *output_size(size))."""
     size = x.shape[2:]
     shape = (x.shape[0], OUT_CHANNELS, *output_size(size))
@@ -424,8 +396,7 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor | None, kept: Kept | None = 
     if out.numel() == 0:
         return out
     kernel, blocks, sizes = forward_launch(x.shape[0], size, processors(x.get_device()))
-    packed = pack(kernel, weight) if kept is None else kept.pack(kernel, weight)
-    return run(kernel, dense(x), packed, None if bias is None else bias.contiguous(), out, blocks, sizes)
+    return run(kernel, dense(x), pack(kernel, weight), None if bias is None else bias.contiguous(), out, blocks, sizes)
 
 
 def grad_input(grad: Tensor, weight: Tensor, size) -> Tensor:
@@ -534,7 +505,6 @@ EXPECTED = @EXPECTED@
 
 @MODEL@
         check_layer(self.@ATTRIBUTE@)
-        self._kept = Kept()
 
     def forward(self, x: Tensor) -> Tensor:
         """Shapes: (@NAMES@) or the same without batch, any sizes -> likewise."""
@@ -547,6 +517,6 @@ EXPECTED = @EXPECTED@
         if torch.is_grad_enabled():
             out = ForwardFunction.apply(x, weight, bias)
         else:
-            out = forward(x, weight, bias, self._kept)
+            out = forward(x, weight, bias)
         return out.squeeze(0) if single else out
 '''
