@@ -140,7 +140,7 @@ def packing(tiling: Tiling, folder: Path) -> Path:
     types = cut(
         SOURCE, "#if PRECISION == 0 || PRECISION == 1", "#if ELEMENT == 2\n__device__ __forceinline__ u32 pack_pair"
     )
-    pack = cut(SOURCE, "__constant__ const short TAP_INDEX[]", "// =====")
+    pack = cut(SOURCE, "#define PACK_SPLITS", "// =====")
     (folder / "kernel.h").write_text(defined(tiling) + CONSTANTS + entries + types + counts + SHUFFLE + pack)
     return compiled("pack", folder)
 
@@ -160,7 +160,7 @@ def ring(tiling: Tiling, folder: Path, boxed: bool = False) -> Path:
     """A program that follows a tiling's weights, packed or as they lie in memory, through the ring to the consumers."""
     tables = cut(SOURCE, "__constant__ const int TAP_ROW[]", "__constant__ const short SUB_D[]")
     tile = cut(SOURCE, "struct Tile {", "// =====")
-    tile += cut(SOURCE, "__constant__ const short TAP_INDEX[]", "#if !WEIGHTS_BOX")
+    tile += cut(SOURCE, "#define PACK_SPLITS", "#if !WEIGHTS_BOX")
     cursor = cut(SOURCE, "// Byte of the 16-byte unit", "#if PLANE_BARRIERS > 1 && !(")
     stages = cut(SOURCE, "#define FRAGMENTS(entries)", "#if WGMMA\n#if WEIGHTS_BOX")
     stream = cut(SOURCE, "// Where a tile's weights come from", "#endif\n\n// A thread's part of a ring's")
@@ -489,25 +489,31 @@ def test_descriptors_name_the_pixels_of_a_tap(seed: int, stacked: bool, tmp_path
 
 @pytest.mark.parametrize(
     ("precision", "pass_", "at_once"),
-    diagonal(("tf32", "ieee", "fp16", "bf16"), ("fwd", "grad-input"), (1, 5, 64)),
+    diagonal(("tf32", "ieee", "fp16", "bf16"), ("fwd", "grad-input"), (1, 4, 5, 64)),
 )
 def test_weights_are_packed(
     precision: Precision, pass_: Pass, at_once: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every word is the interpreter's, from contiguous weights, from channels-last ones and from float32 ones."""
+    """Every word is the interpreter's, from contiguous weights, from channels-last ones and from float32 ones.
+
+    Blocks that take one tap of many look for its entries. Blocks that take four of sixteen bring them by one load.
+    """
     monkeypatch.setattr(Tiling, "pack_taps", property(lambda tiling: min(at_once, tiling.problem.taps)))
     r = random.Random(f"{precision} {pass_} {at_once}")
     dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(precision, torch.float32)
     tiling = None
-    # Rows of two warpgroups; several sub-positions in a block; many taps.
+    # Rows of two warpgroups and more than eight taps; sixteen taps; several sub-positions in a block; many taps.
     while (
         tiling is None
         or tiling.packed_words > (200_000 if at_once == 64 else 60_000)
         or min(tiling.problem.taps, tiling.problem.weight_shape[1]) < 2
         or (at_once == 1 and precision != "ieee" and tiling.wgs_m == 1)
+        or (at_once == 1 and tiling.problem.taps <= 8)
         or (at_once == 5 and tiling.subs == 1)
     ):
         p = draw_problem(r).with_(pass_=pass_, precision=precision, dtype=dtype)
+        if at_once == 4:
+            p = p.with_(kernel=((16,), (4, 4), (4, 2, 2))[p.rank - 1])
         if at_once == 64:
             if p.rank != 2:
                 continue

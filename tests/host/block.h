@@ -32,5 +32,17 @@ template <class V> static V __shfl_xor_sync(unsigned, V v, int mask) {
   return found;
 }
 
+// The same of a warp's votes.
+static unsigned __ballot_sync(unsigned, bool vote) {
+  exchanged.resize(fibers.size());
+  exchanged[this_fiber] = vote;
+  __syncthreads();
+  unsigned found = 0;
+  for (int lane = 0; lane < 32; lane++) found |= (unsigned)(exchanged[this_fiber / 32 * 32 + lane] != 0) << lane;
+  __syncthreads();
+  return found;
+}
+static int __ffs(unsigned v) { return __builtin_ffs((int)v); }
+
 static float fmaf(float a, float b, float c) { return a * b + c; }
 static double fma(double a, double b, double c) { return a * b + c; }

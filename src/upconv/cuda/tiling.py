@@ -273,6 +273,7 @@ class Tiling(TiledWeights):
             "COUT_G": self.cout_g,
             "TAPS": p.taps,
             "PACK_TAPS": self.pack_taps,
+            "PACK_WIDE": math.gcd(self.problem.taps, self.pack_taps, 8),
             "PACK_PARTS": self.pack_blocks,
             "PACKS": int(packs),
             "GRAD_INPUT": int(p.pass_ != "fwd"),

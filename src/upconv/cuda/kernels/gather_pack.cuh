@@ -2,13 +2,18 @@
 // Packing: weight (CIN, COUT_G, taps), for GRAD_INPUT (COUT, CIN_G, taps), to fragments [group][cout block][variant][chunk][entry][k step][part][wgs][warp][lane]
 // =====================================================================================================================
 
-__constant__ const short TAP_INDEX[] = TAP_INDICES;    // [variant, block, tap][SUBS]: the kernel's tap, -1 for none
+#define PACK_SPLITS ((TAPS + PACK_TAPS - 1) / PACK_TAPS)  // blocks that share the taps
+#if PACK_SPLITS > 8                                    // a warp's lanes read it at different places, which constant memory serves in turn
+__device__
+#else
+__constant__
+#endif
+const short TAP_INDEX[] = TAP_INDICES;                 // [variant, block, tap][SUBS]: the kernel's tap, -1 for none
 
 #if !WEIGHTS_BOX
 // A part is 16 rows of M, those of a warp, for one step of K and PACK_TAPS taps. A block brings its weights to shared
 // memory in the order of memory, then writes its quarter of each of these taps' fragments as one piece, two at a time.
 #define PACK_THREADS 256
-#define PACK_SPLITS ((TAPS + PACK_TAPS - 1) / PACK_TAPS)  // blocks that share the taps
 #define PACK_PITCH (PACK_TAPS | 1)                     // odd, so that a warp's rows and channels meet different banks
 #define PACK_K (32 / ELEMENT)                          // input channels of a step
 #define PACK_OUTER (GRAD_INPUT ? 16 : PACK_K)          // of a block along the weight's first dimension
@@ -56,6 +61,36 @@ __device__ __forceinline__ void bring_weights(ELEMENT_TYPE* tile, const WEIGHT* 
   }
 }
 
+#if PACK_WIDE > 1
+// The same of contiguous weights that begin at 16 bytes, of which each load brings several taps.
+template <class Weight>
+__device__ __forceinline__ void bring_wide(ELEMENT_TYPE* tile, const Weight* __restrict__ from, int outer, int inner, int taps, int thread) {
+  constexpr int EACH = PACK_WIDE * sizeof(Weight) > 16 ? 16 / sizeof(Weight) : PACK_WIDE;
+  constexpr int PIECES = PACK_TAPS / EACH, COUNT = PACK_INNER * PIECES;
+  struct alignas(EACH * sizeof(Weight)) Piece { Weight tap[EACH]; };
+#pragma unroll
+  for (int j = 0; j < PACK_OUTER / (PACK_THREADS / 32); j++) {
+    int o = thread / 32 + j * (PACK_THREADS / 32);
+#pragma unroll 4  // loads in flight
+    for (int k = 0; k < (COUNT + 31) / 32; k++) {
+      int e = thread % 32 + k * 32, i = e / PIECES, tap = e % PIECES * EACH;
+      if (COUNT % 32 && e >= COUNT) break;
+      bool exists = o < outer && i < inner && (TAPS % PACK_TAPS == 0 || tap < taps);
+      Piece piece = {};
+      if (exists) piece = *(const Piece*)(from + (o * PACK_PLANE + i * TAPS + tap));
+      ELEMENT_TYPE* to = tile + (GRAD_INPUT ? o * PACK_K + i : i * PACK_K + o) * PACK_PITCH + tap;
+#pragma unroll
+      for (int w = 0; w < EACH; w++)
+#if ELEMENT == 2
+        to[w] = as_element(piece.tap[w]);
+#else
+        to[w] = piece.tap[w];
+#endif
+    }
+  }
+}
+#endif
+
 #if SHUFFLED
 // The same where rows of M are channels and phases: from the first weight of an input channel on, of which `outer` exist.
 #if ELEMENT == 2
@@ -99,6 +134,10 @@ __device__ __forceinline__ void pack_part(ELEMENT_TYPE* tile, const WEIGHT* __re
   int outer = GRAD_INPUT ? cout : cin, inner = GRAD_INPUT ? cin : cout;  // the group's first along the weight's dimensions
   const WEIGHT* from = weight + (long long)(group * (GRAD_INPUT ? COUT_G : CIN_G) + outer) * PACK_PLANE;
   int outer_left = (GRAD_INPUT ? COUT_G : CIN_G) - outer, inner_left = (GRAD_INPUT ? CIN_G : COUT_G) - inner;
+#if PACK_WIDE > 1
+  if (tap_step == 1 && !((unsigned long long)weight & 15)) bring_wide(tile, from + (inner * TAPS + begin), outer_left, inner_left, TAPS - begin, thread);
+  else
+#endif
   if (tap_step == 1) bring_weights<false>(tile, from + (inner * TAPS + begin), outer_left, inner_left, TAPS - begin, 1, thread);
   else bring_weights<true>(tile, from + (inner + begin * tap_step), outer_left, inner_left, TAPS - begin, tap_step, thread);
 #endif
@@ -106,26 +145,50 @@ __device__ __forceinline__ void pack_part(ELEMENT_TYPE* tile, const WEIGHT* __re
   int sub = warp * 16 / ROWS_PER_SUB, entries = ENTRY[VARIANTS * (MB + 1) - 1];
   int word = thread % QUARTER, r = word & 3, lane = word >> 2;  // the thread's of a fragment: these rows and channels
   const ELEMENT_TYPE* own = tile + (((lane >> 2) + (r & 1) * 8) * PACK_K + (lane & 3) * (4 / ELEMENT) + (r >> 1) * (16 / ELEMENT)) * PACK_PITCH;
+  auto here = [&](int tap) { return tap < 0 ? begin == 0 : (u32)(tap - begin) < PACK_TAPS; };  // -1: zeros, by the first of the blocks
+  auto write = [&](int variant, int e, int tap) {       // the thread's word of an entry's fragment
+    int of = entries_of(variant), before = ENTRY[variant * (MB + 1)];
+    int fragment = ((block * entries + before) * CHUNKS + chunk * of + e) * K_STEPS + k_step;
+    u32* to = packed + (long long)((fragment * PARTS * WGS_M + wg) * 4 + warp) * QUARTER + word;
+    const ELEMENT_TYPE* at = own + (tap - begin);
+#if ELEMENT == 4
+    float v = tap < 0 ? 0.f : *at;
+    u32 high = to_tf32(v);
+    *to = high;
+    if (PARTS == 2) to[WGS_M * (FRAGMENT / 4)] = low_part(v, high);
+#else
+    *to = tap < 0 ? 0u : *at | (u32)at[PACK_PITCH] << 16;
+#endif
+  };
+#if PACK_SPLITS > 8                                    // few of all entries: a warp looks at 32 at once
+  constexpr int STEP = PACK_THREADS / QUARTER;
+#pragma unroll 1
+  for (int base = 0; base < entries; base += 32 * STEP) {
+    int first = base + thread / QUARTER, own_entry = first + thread % 32 * STEP;
+    u32 found = __ballot_sync(0xffffffffu, own_entry < entries && here(TAP_INDEX[own_entry * SUBS + sub]));
+#pragma unroll 1
+    for (; found; found &= found - 1) {
+      int entry = first + (__ffs(found) - 1) * STEP, variant = 0;
+#pragma unroll 1
+      for (int end = VARIANTS; end - variant > 1;) {    // the variant that has it
+        int middle = (variant + end) / 2;
+        if (ENTRY[middle * (MB + 1)] <= entry) variant = middle;
+        else end = middle;
+      }
+      write(variant, entry - ENTRY[variant * (MB + 1)], TAP_INDEX[entry * SUBS + sub]);
+    }
+  }
+#else
 #pragma unroll 1
   for (int variant = 0; variant < VARIANTS; variant++) {
     int of = entries_of(variant), before = ENTRY[variant * (MB + 1)];
 #pragma unroll 4
     for (int e = thread / QUARTER; e < of; e += PACK_THREADS / QUARTER) {
-      int tap = TAP_INDEX[(before + e) * SUBS + sub];   // -1: zeros, which the first of the blocks writes
-      if (tap < 0 ? begin > 0 : (u32)(tap - begin) >= PACK_TAPS) continue;
-      int fragment = ((block * entries + before) * CHUNKS + chunk * of + e) * K_STEPS + k_step;
-      u32* to = packed + (long long)((fragment * PARTS * WGS_M + wg) * 4 + warp) * QUARTER + word;
-      const ELEMENT_TYPE* at = own + (tap - begin);
-#if ELEMENT == 4
-      float v = tap < 0 ? 0.f : *at;
-      u32 high = to_tf32(v);
-      *to = high;
-      if (PARTS == 2) to[WGS_M * (FRAGMENT / 4)] = low_part(v, high);
-#else
-      *to = tap < 0 ? 0u : *at | (u32)at[PACK_PITCH] << 16;
-#endif
+      int tap = TAP_INDEX[(before + e) * SUBS + sub];
+      if (here(tap)) write(variant, e, tap);
     }
   }
+#endif
 }
 
 #if PACKS  // no kernel of their own: the consumers pack before they multiply
