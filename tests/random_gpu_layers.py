@@ -3,8 +3,8 @@
     PYTHONPATH=src:tests python tests/random_gpu_layers.py 2000 --json out.json
 
 Each layer runs on `SHAPES` random inputs, so that its kernels are compiled once. Compilation runs first, in parallel
-processes. Every dtype, precision, layout and rank; groups, dilation, kernels beyond the image. Operands of TF32 layers are
-exact in TF32, so that all products are exact in float32. A case is wrong where an element misses the bound of
+processes. Every dtype, precision, layout and rank; groups, dilation, kernels beyond the image. Operands of TF32 layers
+are exact in TF32, so that all products are exact in float32. A case is wrong where an element misses the bound of
 `strategies.excess` twice: tensor cores cut off what they add, so each addition may cost two roundings.
 """
 
