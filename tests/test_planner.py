@@ -192,7 +192,7 @@ def test_the_cheaper_family_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     p = LAYERS["C"]
 
     def fixed(family: str, seconds: float) -> SimpleNamespace:
-        return SimpleNamespace(family=family, seconds=seconds, summary="a tile", bound="bytes")
+        return SimpleNamespace(family=family, problem=p, seconds=seconds, summary="a tile", bound="bytes")
 
     for times in ({"gather": 2.0, "direct": 1.0}, {"gather": 1.0, "direct": 2.0}, {"gather": 3.0, "direct": 3.0}):
         answers = {name: fixed(name, seconds) for name, seconds in times.items()}
@@ -206,6 +206,22 @@ def test_the_cheaper_family_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = planner._plan_cuda(p, Device("cuda", gpu=gpu.H200))
     assert plan.delegates and plan.choice is None and plan.seconds is None
     assert [c.reason for c in plan.candidates] == ["none of upconv's kernels fits", "too odd", "far too odd"]
+
+
+def test_packing_counts_where_another_kernel_reads_the_weights_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that packs is taken only where it gains more than its packing takes."""
+    p = Problem.make(1, 1024, 512, (4, 4), 4, 2, 1, layout="channels_last", precision="tf32")
+    bytes_ = 4 * 1024 * 512 * 16
+    packing = 2 * bytes_ / gpu.H200.bandwidth
+
+    def fixed(family: str, seconds: float, in_place: bool) -> SimpleNamespace:
+        made = {"family": family, "problem": p, "gpu": gpu.H200, "seconds": seconds, "in_place": in_place}
+        return SimpleNamespace(**made, summary="a tile", bound="bytes")
+
+    for gain, taken in ((0.9 * packing, "gather"), (1.5 * packing, "implicit")):
+        answers = {"gather": fixed("gather", 1e-3, True), "implicit": fixed("implicit", 1e-3 - gain, False)}
+        monkeypatch.setattr(families, "choose", lambda p, g, general=False, answers=answers: answers)
+        assert planner._plan_cuda(p, Device("cuda", gpu=gpu.H200)).forward == taken
 
 
 @pytest.mark.parametrize(

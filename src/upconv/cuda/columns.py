@@ -96,6 +96,11 @@ class TileChoice(Generic[T]):
     bound: str
     """What limits it, by the model."""
 
+    @property
+    def in_place(self) -> bool:
+        """Whether the kernel reads channels-last weights as they lie, so that nothing is packed."""
+        return False
+
     def even_grid(self, tiles: int) -> int:
         """Blocks for so many tiles: at most one for each multiprocessor, no more than it takes to be done as soon.
 

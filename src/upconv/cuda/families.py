@@ -50,6 +50,7 @@ WEIGHT_FAMILIES = ("wgrad", "direct_wgrad", "staged", "unshuffle", "relayout")
 _TENSOR_CORES = (
     "gather", "joined", "sweep", "rows", "pixels", "implicit", "subpixel", "strides", "pairs", "phases", "wgrad",
 )  # fmt: skip
+_PACK_LAUNCH = 1.5e-6  # seconds, by a launch of its own or within the kernel's
 _AROUND = ("unshuffle", "relayout")  # which call the others' kernels, and are asked behind them
 
 
@@ -108,7 +109,8 @@ class Choice(Protocol):
     """A family's best configuration for a problem; hashable.
 
     It may have an attribute ``margin``: by what its ``seconds`` are multiplied beside another family's, where its model
-    is the more hopeful one (`weighed`).
+    is the more hopeful one. It may have an attribute ``in_place``: whether its kernel reads channels-last weights in
+    place, so that nothing is packed. Both count in `weighed`.
     """
 
     @property
@@ -161,4 +163,15 @@ def choose(p: Problem, gpu: Gpu, general: bool = False) -> dict[str, Choice | st
 
 def weighed(choice: Any) -> float:
     """What a family expects of its choice, in seconds, as it stands beside other families' (`Choice`)."""
-    return float(choice.seconds * getattr(choice, "margin", 1.0))
+    return float(choice.seconds * getattr(choice, "margin", 1.0)) + packing_seconds(choice)
+
+
+def packing_seconds(choice: Any) -> float:
+    """What every call takes to pack the weights ahead of the kernel: it reads them once and writes them once."""
+    inner = getattr(choice, "inner", choice)  # of tensors that are rearranged before
+    p: Problem = inner.problem
+    if p.pass_ == "grad-weight" or getattr(inner, "in_place", False):
+        return 0.0
+    gpu: Gpu | None = getattr(inner, "gpu", None)  # CUDA cores' choices know none, and have small weights
+    bandwidth = math.inf if gpu is None else gpu.bandwidth
+    return _PACK_LAUNCH + 2 * math.prod(p.weight_shape) * p.dtype.itemsize / bandwidth

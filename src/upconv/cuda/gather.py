@@ -192,6 +192,11 @@ class Choice:
         packing = _PACKING[0] + math.prod(self.problem.weight_shape) * t.element / _PACKING[1]
         return packing > _FOUR_LOADS[one_tap] * self.seconds
 
+    @property
+    def in_place(self) -> bool:
+        """As `columns.TileChoice.in_place`."""
+        return self.boxable and self.problem.layout == "channels_last"
+
     def sources(self) -> tuple[Unit, ...]:
         """What NVRTC must compile; the same for all input sizes with one tile, `store_unit`, `claimed`, `last_rounds`.
 

@@ -294,6 +294,10 @@ class Choice(TileChoice[Tile]):
         return 0.95 if self.bound != "bytes" and self.seconds < _SMALL else 1.0
 
     @property
+    def in_place(self) -> bool:
+        return not self.tile.forward or self.tile.turnable
+
+    @property
     def grid(self) -> int:
         """Blocks."""
         t, tiles = self.tile, self.tile.tiles(self.problem)

@@ -403,8 +403,7 @@ def estimate(t: Tile, p: Problem, gpu: Gpu) -> tuple[float, str]:
     memory = (math.prod(p.input_shape) + math.prod(p.output_shape)) * t.element / gpu.bandwidth
     if memory > seconds:
         bound = "bytes"
-    packing = 8 * t.packed_words / gpu.bandwidth
-    return max(memory, seconds) + 0.1 * min(memory, seconds) + packing + LAUNCH, bound
+    return max(memory, seconds) + 0.1 * min(memory, seconds) + LAUNCH, bound
 
 
 choose = Chooser(

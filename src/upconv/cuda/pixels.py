@@ -261,6 +261,10 @@ class Choice(TileChoice[Tile]):
         return 1.05 if alone and (self.tile.element == 2 or gather.in_two_lines(self.problem)) else 0.95
 
     @property
+    def in_place(self) -> bool:
+        return True
+
+    @property
     def grid(self) -> int:
         """Blocks."""
         return self.even_grid(self.tile.tiles(self.problem))
