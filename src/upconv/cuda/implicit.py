@@ -26,7 +26,7 @@ from upconv.cuda.boxes import Five, Words, channels_last, encode, fullest
 from upconv.cuda.choosing import Chooser
 from upconv.cuda.columns import PRECISIONS, PixelTile, TileChoice, instruction
 from upconv.cuda.gpu import MAX_BOX_STEP, Gpu
-from upconv.cuda.launch import Launches, as_run
+from upconv.cuda.launch import Launches, as_run, cluster_fits
 from upconv.cuda.packs import LazyPacks, Unit, layer_text, rows_of_taps, run_beside
 from upconv.derived import derived
 from upconv.problem import Problem
@@ -325,8 +325,10 @@ class Choice(TileChoice[Tile]):
         return packed, Unit(f"{label} unpacked", jit.source("implicit.cu", t.macros(turned=True)), ("implicit",))
 
     def prepare(self, device: int) -> Prepared:
-        """Compiles (or finds) and loads the kernels for a CUDA device. Errors: those of ``jit.kernel``."""
-        return Prepared(self, device)
+        """As `gather.Choice.prepare`."""
+        t = self.tile
+        fits = t.cluster == 1 or cluster_fits(device, t.cluster)
+        return Prepared(self if fits else replace(self, tile=replace(t, cluster=1)), device)
 
 
 class Prepared(LazyPacks):
