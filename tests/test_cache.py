@@ -177,7 +177,7 @@ def size_of(folder: Path) -> int:
 
 
 def test_what_was_used_longest_ago_goes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whole entries, libraries too; a read is a use; what another process writes or locks, and what is not ours, stays."""
+    """Whole entries, libraries too; a read is a use. What another process writes or locks stays, and other files."""
     for n in range(6):
         write(n)
     each = size_of(folder) // 6

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import signal
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import threading
 import warnings
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future
 from functools import cache as cached
@@ -155,6 +157,18 @@ def test_a_child_compiles_what_its_parents_thread_was_compiling(made: Launches) 
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     compiled.set()
     kernel.settle()
+
+
+def test_a_kernel_that_is_gone_is_not_kept(made: Launches) -> None:
+    """One of two that threads loaded in the same first call, say, or of a model that was deleted meanwhile."""
+    compiled = threading.Event()
+    kernels = [Provisional(lambda: made.form("quick"), compiled.wait, lambda: made.form("final")) for _ in range(2)]
+    gone = weakref.ref(kernels.pop())
+    gc.collect()
+    assert gone() is None and provisional.pending()
+    compiled.set()
+    provisional.settle()
+    assert made.made.count("load final") == 1
 
 
 def test_a_final_form_that_cannot_be_compiled_is_told_once(made: Launches) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate, product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -326,9 +326,10 @@ class Choice(TileChoice[Tile]):
 
     def prepare(self, device: int) -> Prepared:
         """As `gather.Choice.prepare`."""
-        t = self.tile
-        fits = t.cluster == 1 or cluster_fits(device, t.cluster)
-        return Prepared(self if fits else replace(self, tile=replace(t, cluster=1)), device)
+        if self.tile.cluster == 1 or cluster_fits(device, self.tile.cluster):
+            return Prepared(self, device)
+        alone: Any = replace(self.tile, cluster=1)
+        return Prepared(replace(self, tile=alone), device)
 
 
 class Prepared(LazyPacks):

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import torch
 
@@ -27,7 +28,7 @@ _THREADS = max(1, min(4, _CORES // 2))
 _lock = threading.Lock()
 _jobs: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
 _threads = 0
-_pending: set[Provisional] = set()
+_pending: WeakSet[Provisional] = WeakSet()
 
 
 class Provisional:
