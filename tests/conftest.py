@@ -181,12 +181,12 @@ def cold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """No kernel is in memory, nothing was warned of; an empty directory for the disk cache, which is returned."""
     folder = tmp_path / "cache"
     monkeypatch.setenv("UPCONV_CACHE_DIR", str(folder))
-    for name in ("UPCONV_CACHE", "UPCONV_DEBUG"):
+    for name in ("UPCONV_CACHE", "UPCONV_CACHE_BYTES", "UPCONV_DEBUG"):
         monkeypatch.delenv(name, raising=False)
     for name in ("_cubins", "_busy", "_kernels", "_libraries"):
         monkeypatch.setattr(jit, name, {})
-    for name in ("_warned", "_swept"):
-        monkeypatch.setattr(cubins, name, False)
+    for name, value in (("_warned", False), ("_swept", False), ("_uncounted", math.inf)):
+        monkeypatch.setattr(cubins, name, value)
     return folder
 
 
@@ -568,6 +568,8 @@ def stubs(monkeypatch: pytest.MonkeyPatch) -> Stubs:
         monkeypatch.setattr(module, "Launcher", Launcher)
     for module in (packs, gather, wgrad, staged, direct_wgrad, relayout, unshuffle):
         monkeypatch.setattr(module, "gpu_of", lambda device: H200)
+    for module in (gather, implicit):
+        monkeypatch.setattr(module, "cluster_fits", lambda device, blocks: True)
     for module in (packs, wgrad):
         monkeypatch.setattr(module, "bind", lambda device: None)
     for module in (packs, gather, wgrad, joined, subpixel, strides, pixels, implicit, pairs, phases):

@@ -9,6 +9,7 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from pathlib import Path
@@ -24,7 +25,7 @@ from typer.testing import CliRunner
 import upconv
 from conftest import BARE
 from upconv import cli, env
-from upconv.cuda import cache, jit
+from upconv.cuda import cache, jit, launch
 
 compiles = pytest.mark.skipif(jit.unavailable() is not None, reason=str(jit.unavailable()))
 
@@ -148,6 +149,166 @@ def test_any_damage_to_an_entry_is_noticed(folder: Path, data: st.DataObject) ->
     assert cache._open(bad, KEY, "80") is None or bad == whole
 
 
+# --- the limit -------------------------------------------------------------------------------------------------------
+
+
+def name_of(n: int) -> str:
+    return f"{n:064x}"
+
+
+def write(n: int, size: int = 4096) -> None:
+    cache.write(name_of(n), elf(80, size), SOURCE, {"arch": "80"})
+
+
+def used(folder: Path, n: int, days_ago: float) -> None:
+    """Says when an entry was used last."""
+    at = time.time() - 86400 * days_ago
+    for path in folder.glob(f"{name_of(n)}.*"):
+        os.utime(path, (at, at))
+
+
+def kept(folder: Path) -> set[int]:
+    """The entries that are whole."""
+    return {int(path.stem, 16) for path in folder.glob("*.cubin") if path.with_suffix(".cu").exists()}
+
+
+def size_of(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.iterdir() if path.suffix in cache._KEPT)
+
+
+def test_what_was_used_longest_ago_goes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole entries, libraries too; a read is a use. What another process writes or locks stays, and other files."""
+    for n in range(6):
+        write(n)
+    each = size_of(folder) // 6
+    library = cache.keep_library(name_of(6), bytes(each))
+    assert library is not None
+    for n in range(7):
+        used(folder, n, 10 - n)
+    others = [folder / ".1.tmp", folder / f".{name_of(1)}.lock", folder / "notes.txt"]
+    for path in others:
+        path.write_bytes(bytes(4 * each))
+        os.utime(path, (0, 0))
+    assert cache.read(name_of(0), "80") is not None
+    monkeypatch.setenv("UPCONV_CACHE_BYTES", str(7 * each + each // 2))
+    monkeypatch.setattr(cache, "_uncounted", cache.math.inf)
+    write(7)
+    assert kept(folder) == {0, 3, 4, 5, 7} and library.exists() and all(path.exists() for path in others)
+    assert size_of(folder) <= 0.9 * (7 * each + each // 2)
+    assert {path.stem for path in folder.glob("*.cu")} == {name_of(n) for n in (0, 3, 4, 5, 7)}
+    used(folder, 6, 20)
+    monkeypatch.setenv("UPCONV_CACHE_BYTES", str(6 * each))
+    monkeypatch.setattr(cache, "_uncounted", cache.math.inf)
+    write(8)
+    assert not library.exists() and 8 in kept(folder)
+    monkeypatch.setenv("UPCONV_CACHE_BYTES", "1")
+    write(9)
+    assert kept(folder) == {9}, "what was just written stays, whatever the limit"
+
+
+def test_a_process_counts_now_and_then(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Listing a directory takes longer than a write; the limit holds but for what is written in between."""
+    listed = []
+    real = cache._files
+    monkeypatch.setattr(cache, "_files", lambda folder: listed.append(1) or real(folder))
+    monkeypatch.setenv("UPCONV_CACHE_BYTES", str(64 * 4200))
+    for n in range(200):
+        write(n)
+        assert size_of(folder) <= 64 * 4200 * 17 / 16 + 2 * 4500
+    assert 200 / 5 <= sum(listed) + 1 <= 200 / 3 and 199 in kept(folder)
+
+
+def test_the_limit_is_two_gibibytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cache.most_bytes() == 2**31
+    monkeypatch.setenv("UPCONV_CACHE_BYTES", "500000")
+    assert cache.most_bytes() == 500_000
+
+
+@pytest.mark.parametrize("value", ["2GiB", "0", "-1", "1e9", "1.5", "\u0662"])
+def test_a_limit_that_is_no_number_is_an_error(folder: Path, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("UPCONV_CACHE_BYTES", value)
+    message = f"UPCONV_CACHE_BYTES must be a number of bytes, at least 1; got {value!r}"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        cache.read(KEY, "80")
+    with pytest.raises(ValueError, match=re.escape(message)):
+        write(1)
+    assert not folder.exists()
+
+
+def test_uses_are_noted_where_they_may_be(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a disk that is read-only a kernel is found all the same."""
+    write(1)
+    used(folder, 1, 3)
+
+    def refuse(path: object) -> None:
+        raise OSError(30, "Read-only file system")
+
+    with monkeypatch.context() as m:
+        m.setattr(cache.os, "utime", refuse)
+        assert cache.read(name_of(1), "80") is not None
+    assert cache.read(name_of(1), "80") is not None
+    assert time.time() - (folder / f"{name_of(1)}.cubin").stat().st_mtime < 60
+
+
+WRITERS = """
+elf = bytearray(4096)
+elf[:5], elf[7], elf[18] = b"\\x7fELF\\x02", 0x41, 190
+elf[48:52] = (0x06000004 | 80 << 8).to_bytes(4, "little")
+children = []
+for who in range(4):
+    child = os.fork()
+    if not child:
+        for n in range(60):
+            key = f"{n % 20 + 1000 * (n % 3 and who):064x}"
+            cache.write(key, bytes(elf), SOURCE, {"arch": "80"})
+            cache.read(key, "80")
+        os._exit(0)
+    children.append(child)
+assert all(os.waitpid(child, 0)[1] == 0 for child in children)
+"""
+
+
+def test_processes_that_write_and_make_room_do_not_harm_each_other(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UPCONV_CACHE_BYTES", str(12 * 4400))
+    done = python(WRITERS)
+    assert done.stderr == "" and list(folder.glob(".*.tmp")) == []
+    assert entries(folder) and all(cache.read(path.stem, "80") is not None for path in entries(folder))
+    assert size_of(folder) <= 12 * 4400 + 4 * 4400
+
+
+def test_cubins_in_memory_have_a_limit_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The latest stay, and one that is larger than the limit."""
+    monkeypatch.setattr(jit, "_MOST_CUBIN_BYTES", 1000)
+    for n in range(20):
+        jit._remember(str(n), bytes(300))
+    assert list(jit._cubins) == ["17", "18", "19"]
+    jit._remember("17", bytes(300))
+    jit._remember("20", bytes(300))
+    assert list(jit._cubins) == ["19", "17", "20"]
+    jit._remember("large", bytes(5000))
+    assert list(jit._cubins) == ["large"]
+
+
+@compiles
+def test_threads_compile_with_a_limit_that_is_always_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jit, "_MOST_CUBIN_BYTES", 1)
+    sources = [f"{SOURCE}// {n}\n" for n in range(3)]
+    wanted = [jit.cubin(text, "80") for text in sources]
+    found: list[bool] = []
+
+    def work() -> None:
+        found.extend(jit.cubin(text, "80") == code for _ in range(5) for text, code in zip(sources, wanted))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert found == [True] * 60 and len(jit._cubins) == 1
+
+
 # --- processes -------------------------------------------------------------------------------------------------------
 
 
@@ -223,6 +384,44 @@ def test_the_next_process_compiles_nothing(folder: Path) -> None:
     assert int(out) == len(jit.cubin(SOURCE, "90a"))
 
 
+def in_a_child(run: Any) -> int:
+    """How a child ends that runs something; it is killed where that takes 20 s."""
+    child = os.fork()
+    if not child:
+        signal.alarm(20)
+        try:
+            run()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_a_child_does_not_wait_for_a_thread_of_its_parents(folder: Path) -> None:
+    """Which was noting that it warned, or what it wrote, when the process was forked."""
+    held, done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with cache._state_lock, launch._lock:
+            held.set()
+            done.wait(60)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait(10)
+
+    def use() -> None:
+        write(1)
+        with launch.noted_by(Any):  # type: ignore[arg-type]
+            assert launch.noting()
+
+    try:
+        assert in_a_child(use) == 0 and kept(folder) == {1}
+    finally:
+        done.set()
+        thread.join()
+
+
 # --- directories -----------------------------------------------------------------------------------------------------
 
 
@@ -237,6 +436,31 @@ def test_where_the_directory_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("UPCONV_CACHE", "off")
     assert cache.directory() is None
     assert not (tmp_path / "home").exists()
+
+
+@compiles
+@pytest.mark.parametrize("value", ["cache", "./cache", "~/cache"])
+def test_a_relative_directory_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    """It would be another one in each working directory."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("UPCONV_CACHE_DIR", value)
+    message = f"UPCONV_CACHE_DIR must be an absolute path; got {value!r}"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        jit.cubin(SOURCE, "80")
+    assert list(tmp_path.iterdir()) == []
+    assert shown(upconv_("cache")[1])["in use"] == f"no: {message}"
+    found = env.report()
+    assert found["caches"]["kernels"] == found["system"]["native_host"] == message
+    monkeypatch.setenv("UPCONV_CACHE", "off")
+    assert cache.directory() is None
+
+
+def test_a_relative_home_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("UPCONV_CACHE_DIR")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", "here")
+    with pytest.warns(RuntimeWarning, match="the home directory must be an absolute path; got 'here'"):
+        assert cache.read(KEY, "80") is None
 
 
 @compiles

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import subprocess
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
@@ -26,9 +27,9 @@ from torch.utils.checkpoint import checkpoint
 
 import upconv
 from conftest import assert_accurate, assert_close, tf32_magnitude
-from test_gradients import Data, Kernels, Weight, kernels  # noqa: F401
+from test_gradients import Data, Kernels, StandIn, Weight, kernels  # noqa: F401
 from upconv import calls, convolutions, modules, ops, planner, reference
-from upconv.cuda import bias, engine, gpu, jit, native
+from upconv.cuda import bias, engine, families, gpu, jit, native
 from upconv.planner import Device
 from upconv.problem import Problem
 
@@ -46,7 +47,6 @@ def everything(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(modules, "small", lambda *shapes: False)
     modules._left.clear()
     monkeypatch.setattr(convolutions, "faster", lambda plan, pass_, *_: plan.selection(pass_).choice is not None)
-    monkeypatch.setattr(convolutions, "least", lambda: 0.0)
     convolutions.choose.cache_clear()
     yield
     monkeypatch.undo()
@@ -61,7 +61,7 @@ def stand_ins(kernels: Kernels, everything: None, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(convolutions, "_on_gpu", lambda t: True)
     monkeypatch.setattr(planner, "cuda_device", lambda index: H200)
 
-    def choose(p: Problem, device: Device, least: float = 0.0, replayed: bool = False) -> Any:
+    def choose(p: Problem, device: Device, training: bool = False) -> Any:
         return convolutions.Convolution(planner.plan(p, device))
 
     monkeypatch.setattr(convolutions, "choose", choose)
@@ -141,15 +141,15 @@ def test_a_convolution_is_the_gradient_of_the_transposed_one(
 def chosen(
     x: tuple[int, ...], channels: int, kernel: int, stride: int = 1, padding: int = 1,
     dtype: torch.dtype = torch.bfloat16, precision: Any = "bf16", device: Device = H200, layout: Any = "nchw",
-    least: float = convolutions.LEAST_IN_PYTHON, replayed: bool = False,
+    training: bool = False,
 ) -> Any:  # fmt: skip
     rank = len(x) - 2
     w = (channels, x[1], *(kernel,) * rank)
-    if convolutions.small(torch.Size(x), torch.Size(w), (stride,) * rank, least):
+    if convolutions.small(torch.Size(x), torch.Size(w), (stride,) * rank):
         return None
     each = [(value,) * rank for value in (stride, padding, 1)]
     p = convolutions.transposed(x, w, *each, dtype, precision, layout)
-    return None if p is None else convolutions.choose(p, device, least, replayed)
+    return None if p is None else convolutions.choose(p, device, training)
 
 
 def test_large_layers_are_ours_and_small_or_pointwise_ones_pytorchs() -> None:
@@ -163,7 +163,7 @@ def test_large_layers_are_ours_and_small_or_pointwise_ones_pytorchs() -> None:
     ):  # fmt: skip
         assert ours is not None and ours.for_output and ours.for_input
     for theirs in (
-        chosen((128, 128, 16, 16), 256, 4, 2), chosen((16, 256, 64, 64), 256, 1, padding=0),
+        chosen((16, 256, 64, 64), 256, 1, padding=0),
         chosen((256, 256, 8, 8), 512, 4, 2, **single), chosen((2, 320, 8, 8, 8), 320, 3),
         chosen((16, 64, 256, 256), 64, 3, dtype=torch.float32, precision="ieee"),
         chosen((16, 64, 256, 256), 64, 3, dtype=torch.float64, precision="ieee"),
@@ -176,30 +176,58 @@ def test_large_layers_are_ours_and_small_or_pointwise_ones_pytorchs() -> None:
     assert both is not None and not both.for_output and both.for_weight
 
 
-def test_short_layers_are_ours_where_calls_are_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether they may be is the machine's; not whether the module is there yet."""
+def test_short_layers_are_ours_too() -> None:
     for x, channels, kernel, stride in (((128, 64, 32, 32), 128, 4, 2), ((16, 128, 2048), 128, 3, 1)):
-        assert chosen(x, channels, kernel, stride) is None
-        ours = chosen(x, channels, kernel, stride, least=convolutions.LEAST)
+        ours = chosen(x, channels, kernel, stride)
         assert ours is not None and ours.for_output and ours.for_input
-    assert chosen((2, 4, 8, 8), 4, 3, least=convolutions.LEAST) is None, "not worth a kernel's compilation"
-    for reason, least in ((None, convolutions.LEAST), ("no compiler", convolutions.LEAST_IN_PYTHON)):
-        convolutions._replayed.cache_clear()
-        monkeypatch.setattr(native, "off", lambda reason=reason: reason)
-        monkeypatch.setattr(native, "_module", None)
-        assert convolutions.least() == least
-    convolutions._replayed.cache_clear()
+    assert chosen((2, 4, 8, 8), 4, 3) is None, "not worth a kernel's compilation"
+
+
+def test_the_rule_asks_for_no_compiler(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    """Whether calls can be replayed changes which kernel computes none, and no compiler is run within a call."""
+    monkeypatch.setattr(convolutions, "_on_gpu", lambda t: True)
+    monkeypatch.setattr(planner, "cuda_device", lambda index: H200)
+    monkeypatch.setattr(calls, "float32_precision", lambda: "tf32")
+
+    def choose(p: Problem, g: gpu.Gpu, general: bool = False) -> dict[str, Any]:
+        """As fast as PyTorch's, which is enough in training alone."""
+        return {"stand-in": StandIn(p, kernels.log, seconds=convolutions.expected(p, p.pass_, g))}
+
+    monkeypatch.setattr(families, "choose", choose)
+    convolutions.choose.cache_clear()
+    taken: list[list[tuple[str, str]]] = []
+    for compiler in (None, "/usr/bin/c++"):
+        convolutions.forget()
+        modules._left.clear()
+        run: list[object] = []
+        with monkeypatch.context() as m:
+            m.setattr(native, "compiler", lambda compiler=compiler: compiler)
+            m.setattr(subprocess, "run", lambda *command, run=run, **_: run.append(command))
+            m.setattr(native, "module", lambda: None)
+            torch.manual_seed(0)
+            ours = upconv.accelerate(nn.Conv2d(64, 128, 4, 2, 1, bias=False), convolutions=True)
+            for training in (True, False):
+                x = torch.randn(32, 64, 32, 32, requires_grad=training)
+                kernels.log.clear()
+                with torch.set_grad_enabled(training):
+                    out = ours(x)
+                taken.append(kernels.ran())
+                assert out.shape == (32, 128, 16, 16)
+        assert not run
+    convolutions.choose.cache_clear()
+    convolutions.forget()
+    assert taken == [["grad-input"], []] * 2
 
 
 @pytest.mark.parametrize("layout", ["nchw", "channels_last"])
 def test_replayed_short_layers_are_ours_if_the_host_gains(layout: Any) -> None:
     """NOTES: 26 to 31 us, PyTorch's 29 to 44, in a step that waits for its host; nothing but that takes them in."""
     case = ((64, 256, 16, 16), 256, 3) if layout == "channels_last" else ((128, 256, 8, 8), 512, 4, 2)
-    ours = chosen(*case, layout=layout, least=convolutions.LEAST, replayed=True)
+    ours = chosen(*case, layout=layout, training=True)
     assert ours.for_output and ours.for_input
-    for other in (ours.alone, chosen(*case, layout=layout, least=convolutions.LEAST)):
-        assert not other.replayed and not other.for_output
-    assert ours.alone.alone is ours.alone
+    for other in (ours.inference, chosen(*case, layout=layout)):
+        assert not other.training and not other.for_output
+    assert ours.inference.inference is ours.inference
 
 
 def test_what_makes_short_layers_ours(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,7 +235,7 @@ def test_what_makes_short_layers_ours(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def of(*case: Any, **others: Any) -> Any:
         convolutions.choose.cache_clear()
-        return chosen(*case, least=convolutions.LEAST, replayed=True, **others)
+        return chosen(*case, training=True, **others)
 
     tiny = (32, 64, 16, 16), 64, 3  # by the bound of 1 us, not of 5
     assert of(*tiny).for_output
@@ -222,10 +250,10 @@ def test_what_makes_short_layers_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     # NOTES: for the weight 22 us, PyTorch's 15.
     p = convolutions.transposed((32, 64, 4, 4), (128, 64, 4, 4), *[(n, n) for n in (2, 1, 1)], torch.bfloat16, "bf16")
-    assert p is not None and not convolutions.choose(p, H200, convolutions.LEAST, True).for_weight  # type: ignore[union-attr]
+    assert p is not None and not convolutions.choose(p, H200, True).for_weight  # type: ignore[union-attr]
     convolutions.choose.cache_clear()
     monkeypatch.setattr(convolutions, "MARGIN_SHORT", 1.5)
-    assert convolutions.choose(p, H200, convolutions.LEAST, True).for_weight  # type: ignore[union-attr]
+    assert convolutions.choose(p, H200, True).for_weight  # type: ignore[union-attr]
     convolutions.choose.cache_clear()
 
 
@@ -713,7 +741,7 @@ def test_small_calls_are_known_as_such(stand_ins: Kernels, monkeypatch: pytest.M
     """By the input's shape: the next larger image is looked at anew, and so is another layer in the same place."""
     asked: list[tuple[int, ...]] = []
 
-    def small(shape: torch.Size, weight: torch.Size, stride: tuple[int, ...], least: float) -> bool:
+    def small(shape: torch.Size, weight: torch.Size, stride: tuple[int, ...]) -> bool:
         asked.append(tuple(shape))
         return shape[-1] < 8
 

@@ -113,25 +113,17 @@ def sample() -> list[tuple[Case, Gpu, list[Kind]]]:
     return [(case, gpu, [kinds(case)[17 * i % len(kinds(case))]]) for i, (case, gpu) in enumerate(some)]
 
 
-def with_reserves(choice: Any) -> Iterator[Any]:
-    """A choice, and those that run where memory for its rearranged tensors is short."""
-    while choice is not None:
-        yield choice
-        choice = getattr(choice, "otherwise", None)
-
-
 def kernels(case: Case, gpu: Gpu, kind: Kind) -> Iterator[Kernel]:
     """What a pass may launch on a GPU: as `upconv.bench.cold` does, quick forms and final ones."""
     precision, layout, pass_ = kind
     p = case.problem.with_(dtype=DTYPES[precision], precision=precision, layout=layout)
-    chosen = planner.plan(p, planner.Device("cuda", gpu=gpu)).selection(pass_).choice
-    assert chosen is not None, f"no kernel of ours computes {kind}"
-    for choice in with_reserves(chosen):
-        for unit in (*choice.sources(), *getattr(choice, "packing_sources", ())):
-            quick = getattr(unit, "quick", None)
-            for form in (unit, None if quick is None else quick()):
-                if form is not None:
-                    yield Kernel(form, getattr(choice, "inner", choice))
+    choice = planner.plan(p, planner.Device("cuda", gpu=gpu)).selection(pass_).choice
+    assert choice is not None, f"no kernel of ours computes {kind}"
+    for unit in (*choice.sources(), *getattr(choice, "packing_sources", ())):
+        quick = getattr(unit, "quick", None)
+        for form in (unit, None if quick is None else quick()):
+            if form is not None:
+                yield Kernel(form, getattr(choice, "inner", choice))
 
 
 @cache

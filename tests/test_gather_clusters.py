@@ -12,7 +12,7 @@ from conftest import HOPPER, Stubs, assert_accurate, by_turns
 from one_mapped_gpu import operands
 from test_gather import check_compiled, needs_nvrtc
 from test_gather_gpu import PRECISIONS, _layer
-from upconv.cuda import gather, gather_search, packs
+from upconv.cuda import gather, gather_search
 from upconv.cuda.axes import Unfit, any_size, result_shape, source_shape
 from upconv.cuda.gpu import A100, H200, MAX_CLUSTER, Gpu, gpu
 from upconv.cuda.tiling import Tiling
@@ -122,7 +122,7 @@ def test_compiled_kernels_spill_nothing(p: Problem) -> None:
 def test_where_no_cluster_fits_blocks_have_tiles_of_their_own(
     p: Problem, stubs: Stubs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a part of a device; with either form of the weights, once each."""
+    """As on a part of a device; decided before the first call, with either form of the weights."""
     chosen = gather.choose(p, H200)
     assert isinstance(chosen, gather.Choice)
     alone = replace(chosen, tiling=replace(chosen.tiling, cluster=1))
@@ -130,14 +130,20 @@ def test_where_no_cluster_fits_blocks_have_tiles_of_their_own(
     x, out = torch.empty(source_shape(p), dtype=p.dtype), torch.empty(result_shape(p), dtype=p.dtype)
     weight = torch.empty(p.weight_shape, dtype=p.dtype)
     last = weight.contiguous(memory_format=torch.channels_last) if chosen.boxable else weight
-    for fit, grid in ((4, chosen.grid), (0, alone.grid)):
-        monkeypatch.setattr(packs.Launcher, "clusters", lambda self, device, blocks, fit=fit: fit)
+    for fits, grid in ((True, chosen.grid), (False, alone.grid)):
+        asked: list[tuple[int, int]] = []
+        monkeypatch.setattr(gather, "cluster_fits", lambda *given, a=asked, fits=fits: a.append(given) or fits)
         prepared = chosen.prepare(0)
+        assert asked == [(0, chosen.tiling.cluster)]
+        before = prepared._tiling, prepared._grid, prepared.claims, prepared._unit, prepared._boxed_unit
         for given in (weight, last, weight):
             prepared.run(x, prepared.pack(given), None, out)
             name, blocks, *_ = stubs.pop()
             assert (name, blocks) == ("gather", grid)
-        assert prepared._unit == (chosen if fit else alone).sources()[0]
+        assert before == (
+            prepared._tiling, prepared._grid, prepared.claims, prepared._unit, prepared._boxed_unit
+        ), "nothing changes in the middle of a call"  # fmt: skip
+        assert prepared._unit == (chosen if fits else alone).sources()[0] and len(asked) == 1
 
 
 class TestOnGpu:

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from upconv.cuda import jit
 from upconv.cuda import launch as launch_module
-from upconv.cuda.gpu import gpu
+from upconv.cuda.gpu import H200, gpu
 from upconv.cuda.jit import Kernel
 from upconv.cuda.launch import Launcher, LaunchError, TooManyBlocks, as_run
 
@@ -44,6 +44,7 @@ SUCCESS = Code(0)
 RESULTS = SimpleNamespace(
     CUDA_ERROR_OUT_OF_MEMORY=code(2, "CUDA_ERROR_OUT_OF_MEMORY"),
     CUDA_ERROR_INVALID_CONTEXT=code(201, "CUDA_ERROR_INVALID_CONTEXT"),
+    CUDA_ERROR_INVALID_CLUSTER_SIZE=code(912, "CUDA_ERROR_INVALID_CLUSTER_SIZE"),
     CUDA_ERROR_INVALID_VALUE=code(1, "CUDA_ERROR_INVALID_VALUE"),
     CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE=code(720, "CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE"),
 )
@@ -218,9 +219,44 @@ def test_the_driver_says_how_many_clusters_run_at_once(driver: Driver) -> None:
     assert launch.clusters(0, 3) == 66
     (asked,) = (call for call in driver.calls if call[0] == "clusters")
     assert asked == ("clusters", ("function", 77), 3, 1, 1, 384, 1, 1, 2048, 3, 1, 1)
-    driver.answers = [RESULTS.CUDA_ERROR_OUT_OF_MEMORY]
+    driver.answers = [RESULTS.CUDA_ERROR_INVALID_CLUSTER_SIZE]
     assert launch.clusters(0, 3) == 0
+    driver.answers = [RESULTS.CUDA_ERROR_OUT_OF_MEMORY]
+    with pytest.raises(RuntimeError, match="cuOccupancyMaxActiveClusters returned CUDA_ERROR_OUT_OF_MEMORY"):
+        launch.clusters(0, 3)  # which is no device without clusters
     assert not driver.launches
+
+
+@pytest.mark.parametrize("answer", ("SUCCESS", "CUDA_ERROR_INVALID_CLUSTER_SIZE"))
+def test_whether_clusters_fit_is_asked_once_of_a_device(
+    answer: str, driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a kernel whose blocks have a multiprocessor each."""
+    loaded: list[tuple[str, ...]] = []
+
+    def kernel(source: str, entry: str, arch: str, label: str) -> Kernel:
+        loaded.append((entry, arch))
+        return Kernel(entry, 77, 32, 0, 0)
+
+    monkeypatch.setattr(jit, "kernel", kernel)
+    monkeypatch.setattr(launch_module, "gpu", lambda device: H200)
+    launch_module.cluster_fits.cache_clear()
+    driver.answers = [] if answer == "SUCCESS" else [getattr(RESULTS, answer)]
+    assert [launch_module.cluster_fits(0, 5) for _ in range(2)] == [answer == "SUCCESS"] * 2
+    (asked,) = (call for call in driver.calls if call[0] == "clusters")
+    assert asked[2:] == (5, 1, 1, 32, 1, 1, H200.shared_bytes, 5, 1, 1) and loaded == [("probe", "90a")]
+    launch_module.cluster_fits.cache_clear()
+
+
+def test_a_failed_question_is_asked_again(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jit, "kernel", lambda *given: Kernel("probe", 77, 32, 0, 0))
+    monkeypatch.setattr(launch_module, "gpu", lambda device: H200)
+    launch_module.cluster_fits.cache_clear()
+    driver.answers = [RESULTS.CUDA_ERROR_OUT_OF_MEMORY]
+    with pytest.raises(RuntimeError, match="OUT_OF_MEMORY"):
+        launch_module.cluster_fits(0, 5)
+    assert launch_module.cluster_fits(0, 5)
+    launch_module.cluster_fits.cache_clear()
 
 
 VALUES = {

@@ -810,10 +810,14 @@ kept = upconv.ConvTranspose2d(3, 4, 3)
 def test_where_there_is_no_library_a_sentence_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     monkeypatch.setenv("UPCONV_NATIVE", "off")
     assert native.off() == "UPCONV_NATIVE is off"
-    monkeypatch.delenv("UPCONV_NATIVE")
-    monkeypatch.setattr(native, "compiler", lambda: None)
-    assert native.off() == "there is no C++ compiler (CXX, c++, g++ or clang++)"
     monkeypatch.undo()
+    monkeypatch.setenv("UPCONV_CACHE_DIR", str(tmp_path / "cache"))
+    with monkeypatch.context() as m:
+        m.setattr(native, "compiler", lambda: None)
+        assert native.off() == "there is no C++ compiler (CXX, c++, g++ or clang++)"
+        cache.keep_library(native._key(), b"compiled before")
+        assert native.off() is None, "a library that is there needs no compiler"
+        cache.clear()
     monkeypatch.setattr(native, "compiler", lambda: "/usr/bin/c++")
     with monkeypatch.context() as m:
         m.setattr(native, "_python_headers", lambda: tmp_path)
@@ -821,16 +825,84 @@ def test_where_there_is_no_library_a_sentence_says_why(monkeypatch: pytest.Monke
     with monkeypatch.context() as m:
         m.setenv("UPCONV_CACHE", "off")
         assert native.off() == "there is no cache directory to keep it in"
-    old = tmp_path / "old-c++"
-    old.write_text("#!/bin/sh\necho 'unknown option -std=c++20' >&2\nexit 1\n")
-    old.chmod(0o755)
-    monkeypatch.setattr(native, "compiler", lambda: str(old))
-    assert native.off() == f"{old} compiles no C++20: unknown option -std=c++20"
+
+
+@needs_gxx
+def test_an_old_compiler_says_so(tmp_path: Any) -> None:
+    """As the first of its complaints, at once."""
+    command = [part.replace("c++20", "c++17") for part in native.command(tmp_path / "x.so")]
+    done = subprocess.run([*command, "-Wfatal-errors"], capture_output=True, text=True)
+    assert done.returncode and "this is C++20" in done.stderr
+
+
+@needs_gxx
+def test_known_calls_need_no_lock_of_pythons(tmp_path: Any) -> None:
+    """The module's own code, under a sanitizer that finds every race of threads that note, ask and forget."""
+    text = native._SOURCE.read_text()
+    begin = text.index("class Known {")
+    (tmp_path / "known.h").write_text(text[begin : text.index("\n};\n", begin) + 4])
+    (tmp_path / "main.cpp").write_text(KNOWN)
+    program = tmp_path / "known"
+    command = [str(native.compiler()), "-std=c++20", "-g", "-O1", "-fsanitize=thread", "-pthread", "main.cpp", "-o"]
+    built = subprocess.run([*command, str(program)], cwd=tmp_path, capture_output=True, text=True)
+    if built.returncode and "tsan" in built.stderr:
+        pytest.skip("the compiler has no sanitizer of threads")
+    assert not built.returncode, built.stderr
+    done = subprocess.run([str(program)], capture_output=True, text=True)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+
+
+KNOWN = """
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <unordered_map>
+#include <vector>
+struct Call { size_t key; ~Call(); };
+#include "known.h"
+static Known known;
+Call::~Call() { known.of(key); }  // what destroys a call may come back
+int main() {
+  std::vector<std::thread> threads;
+  std::atomic<size_t> wrong{0};
+  for (size_t t = 0; t < 4; t++)
+    threads.emplace_back([t, &wrong] {
+      for (size_t n = 0; n < 3000; n++) {
+        known.add(n % 7, std::make_shared<Call>(n % 7));
+        for (auto& call : known.of(n % 5)) wrong += call->key != n % 5;
+        if (n % 1000 == t) known.forget();
+      }
+    });
+  for (auto& t : threads) t.join();
+  for (size_t n = 0; n <= Known::MOST; n++) known.add(1, std::make_shared<Call>(1));
+  known.add(2, std::make_shared<Call>(2));
+  const size_t left = known.of(1).size() + known.of(2).size();
+  known.forget();
+  return wrong || left > Known::MOST || !known.of(2).empty();
+}
+"""
+
+
+@needs_gxx
+def test_a_refused_launch_leaves_no_layer_to_python_for_ever(machine: Machine) -> None:
+    """Of one that is refused again and again ever fewer calls are tried, and when it is not, it is replayed again."""
+    layer = CASES[0]()
+    x = torch.randn(SIZES[0])
+    warm(layer, x)
+    assert is_replayed(layer(x))
+    machine.answer = 1
+    for _ in range(40):
+        with pytest.raises(RuntimeError, match="could not compute"):
+            layer(x)
+    machine.answer = 0
+    assert any(is_replayed(layer(x)) for _ in range(64))
+    assert is_replayed(layer(x)), "and is asked at every call again"
 
 
 def test_a_compiler_that_fails_leaves_everything_in_python(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     broken = tmp_path / "c++"
-    broken.write_text("#!/bin/sh\nfor a; do test $a = -fsyntax-only && exit 0; done\necho 'no header' >&2\nexit 3\n")
+    broken.write_text("#!/bin/sh\necho 'no header' >&2\nexit 3\n")
     broken.chmod(0o755)
     monkeypatch.setenv("CXX", str(broken))
     monkeypatch.setenv("UPCONV_CACHE_DIR", str(tmp_path / "cache"))
@@ -840,6 +912,37 @@ def test_a_compiler_that_fails_leaves_everything_in_python(monkeypatch: pytest.M
     (tmp_path / "Python.h").touch()
     assert native.wait(60) is None and native.hopeless()
     assert native.state() == f"RuntimeError: {broken} returned 3: no header"
+
+
+def test_nobody_waits_for_a_compiler_that_hangs(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    """But its thread, which stops it in the end."""
+    hanging = tmp_path / "c++"
+    hanging.write_text(f"#!/bin/sh\necho $$ > {tmp_path / 'pid'}\nexec sleep 600\n")
+    hanging.chmod(0o755)
+    monkeypatch.setenv("CXX", str(hanging))
+    monkeypatch.setenv("UPCONV_CACHE_DIR", str(tmp_path / "cache"))
+    for name, value in (("_module", None), ("_builder", None), ("_done", threading.Event()), ("_reason", "")):
+        monkeypatch.setattr(native, name, value)
+    monkeypatch.setattr(native, "_python_headers", lambda: tmp_path)
+    monkeypatch.setattr(native, "_COMPILING_SECONDS", 2.0)
+    (tmp_path / "Python.h").touch()
+    begin = time.monotonic()
+    assert native.off() is None and native.module() is None and not native.hopeless()
+    assert time.monotonic() - begin < 1.5
+    assert native.wait(60) is None and native.hopeless() and "TimeoutExpired" in native.state()
+    child = int((tmp_path / "pid").read_text())
+    until = time.monotonic() + 10
+    while time.monotonic() < until and not _gone(child):
+        time.sleep(0.05)
+    assert _gone(child)
+
+
+def _gone(process: int) -> bool:
+    try:
+        with open(f"/proc/{process}/stat") as file:
+            return file.read().split()[2] == "Z"
+    except FileNotFoundError:
+        return True
 
 
 # --- on a GPU ---------------------------------------------------------------------------------------------------------

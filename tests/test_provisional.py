@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import os
+import signal
 import subprocess
 import sys
 import threading
 import warnings
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future
 from functools import cache as cached
@@ -43,9 +47,6 @@ class Launches:
             def __call__(self, device: int, grid: int, args: tuple[Any, ...], dependent: bool = False) -> None:
                 launches.made.append(f"{name} {grid}")
 
-            def clusters(self, device: int, blocks: int) -> int:
-                return 7
-
         self.made.append(f"load {name}")
         return Form()
 
@@ -64,7 +65,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
 def test_the_quick_form_runs_until_the_final_one_is_compiled(made: Launches) -> None:
     compiled = threading.Event()
     kernel = Provisional(lambda: made.form("quick"), compiled.wait, lambda: made.form("final"))
-    assert kernel.clusters(0, 2) == 7 and provisional.pending()
+    assert provisional.pending()
     kernel(0, 1, ())
     kernel(0, 2, ())
     compiled.set()
@@ -137,6 +138,37 @@ def test_what_no_thread_has_begun_is_compiled_by_who_needs_it(made: Launches, mo
     kernel.settle()
     assert made.made == ["load quick", "quick 1", "load final"]
     provisional._jobs.clear()
+
+
+def test_a_child_compiles_what_its_parents_thread_was_compiling(made: Launches) -> None:
+    """And waits for nobody, as its parent's threads are not its own."""
+    begun, compiled = threading.Event(), threading.Event()
+    kernel = Provisional(
+        lambda: made.form("quick"), lambda: begun.set() or compiled.wait(60), lambda: made.form("final")
+    )
+    assert begun.wait(10)
+    with kernel._settling:  # as a thread has it that loads the final form just then
+        child = os.fork()
+        if not child:
+            signal.alarm(20)
+            kernel(0, 1, ())
+            provisional.settle()
+            os._exit(0 if made.made[-2:] == ["load final", "final 1"] and not provisional.pending() else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    compiled.set()
+    kernel.settle()
+
+
+def test_a_kernel_that_is_gone_is_not_kept(made: Launches) -> None:
+    """One of two that threads loaded in the same first call, say, or of a model that was deleted meanwhile."""
+    compiled = threading.Event()
+    kernels = [Provisional(lambda: made.form("quick"), compiled.wait, lambda: made.form("final")) for _ in range(2)]
+    gone = weakref.ref(kernels.pop())
+    gc.collect()
+    assert gone() is None and provisional.pending()
+    compiled.set()
+    provisional.settle()
+    assert made.made.count("load final") == 1
 
 
 def test_a_final_form_that_cannot_be_compiled_is_told_once(made: Launches) -> None:

@@ -654,6 +654,7 @@ def test_a_lasting_call_is_one_cooperative_launch(
     def broken(*_: object) -> None:
         raise launch.LaunchError("CUDA_ERROR_LAUNCH_FAILED")
 
+    at_once = prepared._at_once
     monkeypatch.setattr(prepared, "_at_once", broken)
     with pytest.raises(launch.LaunchError, match="LAUNCH_FAILED"):  # not hidden by the two steps
         prepared.run(x, g, torch.empty(p.weight_shape, dtype=dtype), lasting=True)
@@ -661,7 +662,11 @@ def test_a_lasting_call_is_one_cooperative_launch(
     monkeypatch.setattr(prepared, "_at_once", refused)
     for _ in range(2):
         prepared.run(x, g, torch.empty(p.weight_shape, dtype=dtype), lasting=True)
-    assert stubs.names() == ["wgrad", "reduce"] * 2 and not prepared.together
+    assert stubs.names() == ["wgrad", "reduce"] * 2
+    stubs.launched.clear()
+    monkeypatch.setattr(prepared, "_at_once", at_once)
+    prepared.run(x, g, torch.empty(p.weight_shape, dtype=dtype), lasting=True)
+    assert stubs.names() == ["wgrad together"], "on another stream it is not refused"
 
 
 def handing() -> tuple[Problem, wgrad.Choice]:
@@ -699,21 +704,25 @@ def test_blocks_that_hand_over_are_launched_at_once_or_by_clusters(
     def refused(*_: object) -> None:
         raise launch.TooManyBlocks("CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE")
 
+    at_once = prepared._at_once
     monkeypatch.setattr(prepared, "_at_once", refused)
     for _ in range(2):
         prepared.run(x, g, out, lasting=True)
-    assert stubs.names() == ["wgrad"] * 2 and not prepared.together
+    assert stubs.names() == ["wgrad"] * 2
+    monkeypatch.setattr(prepared, "_at_once", at_once)
+    prepared.run(x, g, out, lasting=True)
+    assert stubs.names()[2:] == ["wgrad together"], "on another stream it is not refused"
 
 
 @pytest.mark.parametrize("fit", (0, 1, 20))
 def test_pairs_that_hand_over_may_take_turns(fit: int, stubs: Stubs, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a part of a GPU, where fewer pairs than tiles run at once: two steps, which round otherwise, if none does."""
+    """On a part of a GPU, where fewer pairs than tiles run at once; never two steps, which round otherwise."""
     p, choice = handing()
     assert choice.tiling.tiles > 20
     monkeypatch.setattr(wgrad.Launcher, "clusters", lambda self, device, blocks: fit)
     x, g = (torch.randn(shape, dtype=p.dtype) for shape in (p.input_shape, p.output_shape))
     choice.prepare(0).run(x, g, torch.empty(p.weight_shape, dtype=p.dtype))
-    assert stubs.names() == (["wgrad"] if fit else ["wgrad", "reduce"])
+    assert stubs.names() == ["wgrad"]
 
 
 def test_one_box_of_x_has_the_elements_of_several() -> None:

@@ -6,10 +6,12 @@ exchanged (`upconv.ops` has the three maps). So a model's plain convolutions can
 write NCHW as it lies, where cuDNN copies both tensors to its own layout and back; in channels_last, where it does not,
 they are the faster ones for up to 64 channels, and for the weight in TF32.
 
-A call is ours where our estimate says that it is the faster one (`expected`) and long enough that the GPU, not the
-host, decides (`least`); and, in training, where it is short and the host decides, for which a call that is replayed is
-the shorter one (`MARGIN_SHORT`). Else, and wherever PyTorch must see the call, it is PyTorch's operator. The rule is by
-shape, never by timing. The forward and the gradients are chosen one by one, by the same rule.
+A call is ours where our estimate says that it is the faster one (`expected`) and it is worth a kernel's compilation
+(`LEAST`); and, in training, where it is short and the host decides, for which a call that is replayed is the shorter
+one (`MARGIN_SHORT`). Else, and wherever PyTorch must see the call, it is PyTorch's operator. The rule goes by the call,
+never by timing, nor by what the machine has: with a C++ compiler or without, before the module that replays calls is
+there and afterwards, the same kernels compute it. The forward and the gradients are chosen one by one, by the same
+rule.
 """
 
 from __future__ import annotations
@@ -17,14 +19,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from upconv import calls, cpu, ops, planner, replays
-from upconv.cuda import engine, native
+from upconv.cuda import engine
 from upconv.cuda.families import weighed
 from upconv.cuda.gpu import Gpu
 from upconv.planner import Plan
@@ -33,20 +35,17 @@ from upconv.problem import Layout, Pass, Precision, Problem, is_channels_last, o
 LEAST = 1e-6
 """Seconds of a forward, by the bound of `small`, from which on calls may be ours. Shorter ones are not worth a kernel's
 compilation."""
-LEAST_IN_PYTHON = 45e-6
-"""The same where calls are never replayed (`upconv.cuda.native`), and there by our estimate of a forward too, or of the
-gradient for the weight where the forward is PyTorch's: one in Python takes the host 65 us among a step's work (NOTES:
-steps of shorter ones, as DCGAN's discriminator has them, wait for their host then)."""
 MARGIN = 0.85
 """Our estimate must be below this share of `expected` (NOTES: of 288 passes in NCHW timed on an H100, all three of 96
 layers in TF32 or bfloat16, 207 are, in which PyTorch takes 1.01 to 9 times as long, 2.2 in the mean; below 0.9 one took
 0.93. Of 144 in channels_last 54, of 1.01 to 7.3, 2.0 in the mean; below 0.9 one took 0.87. Of passes from 5 us to
-`LEAST_IN_PYTHON`, in both layouts on an H200, 224, of which all but one gain, 1.96 in the mean, that one 0.98)."""
+`SHORT`, in both layouts on an H200, 224, of which all but one gain, 1.96 in the mean, that one 0.98)."""
+SHORT = 45e-6
+"""Seconds that PyTorch is expected to take for a pass, below which a training step waits for its host."""
 MARGIN_SHORT = 1.25
-"""The same of passes that are expected to take PyTorch less than `LEAST_IN_PYTHON`, of replayed calls: recorded ones
-whose weight has a gradient. There the host decides, whose time for a call and its backward is 173 us, PyTorch's
-287; 257 and 419 under autocast (NOTES: the step of DCGAN in bfloat16, whose last convolutions this makes ours,
-12.1 -> 9.7 ms, PyTorch's 14.6). Of 189 passes on an H200 that it takes in and `MARGIN` leaves out, 36 in
+"""`MARGIN` of `SHORT` passes in training. There the host decides, whose time for a replayed call and its backward is
+173 us, PyTorch's 287; 257 and 419 under autocast (NOTES: the step of DCGAN in bfloat16, whose last convolutions this
+makes ours, 12.1 -> 9.7 ms, PyTorch's 14.6). Of 189 passes on an H200 that it takes in and `MARGIN` leaves out, 36 in
 channels_last, PyTorch's kernels take 1.33 times as long in the mean; in 24, one in channels_last, they are the
 faster ones, the most so 21.8 us for 33.4. (A graph that is captured behind such steps has these too.)"""
 _MACS = {2: 2048, 4: 1024}  # of a multiprocessor's tensor cores a clock, by an element's bytes (sm_90)
@@ -67,15 +66,13 @@ class Convolution:
     """How a convolution is computed: by the plan of the transposed one, a gradient perhaps by PyTorch's operator."""
 
     plan: Plan
-    least: float = 0.0
-    """Seconds of a forward, by our estimate, from which on it is ours."""
-    replayed: bool = False
-    """Whether its calls are replayed."""
+    training: bool = False
+    """Whether the weight's gradient is recorded, so that its calls may be replayed."""
 
     @cached_property
-    def alone(self) -> Convolution:
-        """As its calls that are not replayed are computed."""
-        return replace(self, replayed=False) if self.replayed else self
+    def inference(self) -> Convolution:
+        """As its other calls are computed."""
+        return replace(self, training=False) if self.training else self
 
     @cached_property
     def replays(self) -> dict[Any, Any]:
@@ -101,17 +98,17 @@ class Convolution:
     @cached_property
     def for_output(self) -> bool:
         """Whether the forward is our kernels'; found when it is first asked for."""
-        return faster(self.plan, "grad-input", self.least, self.replayed)
+        return faster(self.plan, "grad-input", self.training)
 
     @cached_property
     def for_input(self) -> bool:
         """As `for_output`, the gradient for the input."""
-        return faster(self.plan, "fwd", 0.0, self.replayed)
+        return faster(self.plan, "fwd", self.training)
 
     @cached_property
     def for_weight(self) -> bool:
         """As `for_output`, the gradient for the weight."""
-        return faster(self.plan, "grad-weight", 0.0 if self.for_output else self.least, self.replayed)
+        return faster(self.plan, "grad-weight", self.training)
 
     @cached_property
     def sums(self) -> Plan:
@@ -150,13 +147,13 @@ def convolution(
         if recorded:
             found: Tensor = _apply(input, weight, bias, known.plan)
             return found
-        return _forward(known.plan.alone, input, weight, bias)
+        return _forward(known.plan.inference, input, weight, bias)
     if not _plain(weight) or not (bias is None or _plain(bias)) or ops._observed():
         return None
     differentiable = input.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     recorded = differentiable and torch.is_grad_enabled()
     trained = engine.warming() or (recorded and weight.requires_grad)  # a weight may be computed, without gradients
-    chosen = _find(rank, input, weight, bias, stride, padding, dilation, trained and _replayed())
+    chosen = _find(rank, input, weight, bias, stride, padding, dilation, trained)
     if chosen is None:
         return None
     if not (chosen.for_output or (trained and chosen.for_weight)):
@@ -194,20 +191,10 @@ def _on_gpu(t: Tensor) -> bool:
     return t.is_cuda
 
 
-def least() -> float:
-    """`LEAST`, or `LEAST_IN_PYTHON`, by what this machine has: the same in every step of a training run."""
-    return LEAST if _replayed() else LEAST_IN_PYTHON
-
-
-@cache
-def _replayed() -> bool:
-    return native.off() is None
-
-
-def small(shape: torch.Size, weight_shape: torch.Size, stride: Any, least: float) -> bool:
-    """Whether a convolution is shorter than ``least`` by a rough bound, whatever its dtype; or none that we know."""
+def small(shape: torch.Size, weight_shape: torch.Size, stride: Any) -> bool:
+    """Whether a convolution is shorter than `LEAST` by a rough bound, whatever its dtype; or none that we know."""
     try:
-        return _small(shape, weight_shape, stride, least)
+        return _small(shape, weight_shape, stride, LEAST)
     except TypeError:  # a stride that is no tuple of integers
         return True
 
@@ -245,7 +232,7 @@ def _find(
     stride: tuple[int, ...],
     padding: tuple[int, ...],
     dilation: tuple[int, ...],
-    replayed: bool,
+    training: bool,
 ) -> Convolution | None:
     dtype, index = input.dtype, input.get_device()
     others = [t for t in (weight, bias) if t is not None]
@@ -266,7 +253,7 @@ def _find(
     try:
         return _resolve(
             rank, input.shape, weight.shape, biased, stride, padding, dilation, dtype, precision, layout, index,
-            replayed,
+            training,
         )  # fmt: skip
     except TypeError:  # something that is no tuple of integers: PyTorch says what
         return None
@@ -302,14 +289,14 @@ def _resolve(
     precision: Precision | None,
     layout: Layout,
     index: int,
-    replayed: bool,
+    training: bool,
 ) -> Convolution | None:
     if len(shape) != rank + 2 or len(weight_shape) != rank + 2 or shape[1] != weight_shape[1]:
         return None
     if bias_shape is not None and tuple(bias_shape) != (weight_shape[0],):
         return None
     p = transposed(shape, weight_shape, stride, padding, dilation, dtype, precision, layout)
-    return None if p is None else choose(p, planner.cuda_device(index), least(), replayed)
+    return None if p is None else choose(p, planner.cuda_device(index), training)
 
 
 def transposed(
@@ -344,11 +331,8 @@ def transposed(
 
 
 @lru_cache(maxsize=4096)
-def choose(p: Problem, device: planner.Device, least: float = LEAST, replayed: bool = False) -> Convolution | None:
-    """How the convolution that is ``p``'s gradient for the input is computed; None where PyTorch's operator is to.
-
-    ``least``: seconds that its longest pass must be expected to take, and its own `Convolution.least`.
-    """
+def choose(p: Problem, device: planner.Device, training: bool = False) -> Convolution | None:
+    """How the convolution that is ``p``'s gradient for the input is computed; None where PyTorch's operator is to."""
     gpu = device.gpu
     if gpu is None or device.unavailable is not None or gpu.capability != (9, 0):  # where it was measured
         return None
@@ -356,24 +340,21 @@ def choose(p: Problem, device: planner.Device, least: float = LEAST, replayed: b
         return None
     if p.layout == "channels_last" and set(p.size) == {1}:  # gradients of one pixel are in both layouts
         return None
-    passes: tuple[Pass, ...] = ("grad-input", "grad-weight")
-    if MARGIN * max(expected(p, pass_, gpu) for pass_ in passes) < least:  # a search takes 100 ms
-        return None
-    return Convolution(planner.plan(p, device), least, replayed)
+    return Convolution(planner.plan(p, device), training)
 
 
-def faster(plan: Plan, pass_: Pass, least: float = 0.0, replayed: bool = False) -> bool:
+def faster(plan: Plan, pass_: Pass, training: bool = False) -> bool:
     """Whether a pass of a plan is to be ours, by our estimate and what is expected of PyTorch's operator.
 
-    ``least``: seconds that it must take us; ``replayed``: whether its call spares the host time (`MARGIN_SHORT`).
+    ``training``: whether its call may be replayed, which spares the host time (`MARGIN_SHORT`).
     """
     choice, gpu, p = plan.selection(pass_).choice, plan.device.gpu, plan.problem
-    if choice is None or gpu is None or choice.seconds < least:
+    if choice is None or gpu is None:
         return False
     # By what its model says, or what it is taken for beside other families', whichever is more.
     seconds, theirs = max(choice.seconds, weighed(choice)), expected(p, pass_, gpu)
     margin, relayout = MARGIN, _RELAYOUT
-    if replayed and theirs < LEAST_IN_PYTHON:
+    if training and theirs < SHORT:
         margin, relayout = MARGIN_SHORT, _RELAYOUT_SHORT
         if p.layout == "nchw":
             weight = math.prod(_padded(c) for c in (p.in_channels, p.out_channels)) * p.taps

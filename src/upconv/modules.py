@@ -19,7 +19,7 @@ from torch.compiler import is_compiling
 from torch.nn.modules.conv import _ConvNd
 
 from upconv import calls, ops, replays
-from upconv.convolutions import convolution, eager, explicit, least, small
+from upconv.convolutions import convolution, eager, explicit, small
 from upconv.cuda import engine
 from upconv.ops import conv_transpose
 
@@ -180,7 +180,7 @@ def _ours(module: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Te
         if found is not None:
             return found
     state = None
-    if not odd and not small(input.shape, weight.shape, stride, least()):
+    if not odd and not small(input.shape, weight.shape, stride):
         found = convolution(module.rank, input, weight, bias, stride, padding, dilation)
         if found is not None or ops._observed():
             return found

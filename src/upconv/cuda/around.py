@@ -1,16 +1,15 @@
 """Gradients by another family's kernel on rearranged tensors: what `unshuffle` and `relayout` share.
 
-Both need memory for what they rearrange. Where it cannot be had, the best choice that needs none runs in their place.
+Both need memory for what they rearrange, which `Choice.temporary_bytes` states. Where it cannot be had, PyTorch's
+OutOfMemoryError rises: another kernel in their place would round otherwise.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from upconv.cuda import batches, gather, implicit, wgrad
@@ -23,15 +22,23 @@ _GAIN = 5e-6  # at least: three or four launches stand against one or two, each 
 
 
 @dataclass(frozen=True)
-class Choice:
-    """A choice for the rearranged problem, and what runs where memory for that is short."""
+class Choice(ABC):
+    """A choice for the rearranged problem."""
 
     inner: Inner
-    otherwise: Any
-    """The fastest `families.Choice` for the problem as it is."""
     problem: Problem
     seconds: float
     """The model's estimate."""
+
+    @property
+    @abstractmethod
+    def temporary_bytes(self) -> int:
+        """Of the rearranged tensors, which a call allocates and releases."""
+
+    @property
+    def _memory(self) -> str:
+        """For a summary."""
+        return f"{self.temporary_bytes / 1e6:.3g} MB of temporaries"
 
     @property
     def bound(self) -> str:
@@ -51,16 +58,11 @@ class Choice:
 
 
 class Gradient:
-    """A gradient's inner kernel, loaded for a device, and another kernel in reserve."""
+    """A gradient's inner kernel, loaded for a device."""
 
     def __init__(self, choice: Choice, device: int) -> None:
-        self._choice, self._device = choice, device
         self._inner: Any = choice.inner.prepare(device)
         self.casts = self._inner.casts
-
-    @cached_property
-    def _reserve(self) -> Any:
-        return self._choice.otherwise.prepare(self._device)
 
 
 class GradInput(Gradient, ABC):
@@ -71,33 +73,27 @@ class GradInput(Gradient, ABC):
         self._inner.load() if choice.inner.problem.taps == 1 else self._inner.load_packed()
 
     def pack(self, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """The weight itself: which packing it needs is known when there is memory, or none."""
+        """The weight itself: `run` packs what it makes of it."""
         return weight
 
     @property
     def claims(self) -> bool:
         return bool(getattr(self._inner, "claims", False))
 
+    @abstractmethod
     def run(
         self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, fresh: bool = False, claim: bool = False
     ) -> None:
         """Writes the input's gradient into ``out``; ``x`` is the output's gradient, ``packed`` the weight.
 
         Both gradients are dense in the problem's layout; the weight has the problem's dtype, or float32 for 16 bits.
-        ``claim``: as for the inner kernel, which `claims`.
+        ``claim``: as for the inner kernel, which `claims`. Errors: torch.OutOfMemoryError.
         """
-        try:
-            self.rearranged(x, packed, out, (fresh, True) if claim else (fresh,))
-            return
-        except torch.OutOfMemoryError:
-            pass  # what follows is behind the handler, whose exception keeps the temporaries alive
-        if packed.dtype is not x.dtype and not getattr(self._reserve, "casts", False):
-            packed = packed.to(x.dtype)
-        self._reserve.run(x, self._reserve.pack(packed), None, out)
 
-    @abstractmethod
-    def rearranged(self, x: Tensor, weight: Tensor, out: Tensor, how: tuple[bool, ...]) -> None:
-        """`run`, where there is memory; ``how``: what the inner kernel's `run` takes last."""
+    def _run_inner(self, x: Tensor, weight: Tensor, out: Tensor, fresh: bool, claim: bool) -> None:
+        """Packs and multiplies; nothing may begin beside what rearranged the operands, but beside the packing."""
+        packed = self._inner.pack(weight)
+        self._inner.run(x, packed, None, out, *((fresh, True) if claim else (fresh,)))
 
 
 class GradWeight(Gradient, ABC):
@@ -114,27 +110,13 @@ class GradWeight(Gradient, ABC):
     def load(self) -> None:
         self._inner.load()
 
+    @abstractmethod
     def run(self, x: Tensor, grad: Tensor, out: Tensor, lasting: bool = False) -> None:
         """Writes the weight's gradient into ``out``, of any strides, in the problem's dtype or float32 for 16 bits.
 
         ``x`` (the input) and ``grad`` (the output's gradient) are dense in the problem's layout; ``lasting`` as for the
-        inner kernel.
+        inner kernel. Errors: torch.OutOfMemoryError.
         """
-        try:
-            self.rearranged(x, grad, out, lasting)
-            return
-        except torch.OutOfMemoryError:
-            pass
-        if out.dtype is x.dtype or getattr(self._reserve, "casts", False):
-            self._reserve.run(x, grad, out)
-            return
-        single = torch.empty_like(out, dtype=x.dtype)
-        self._reserve.run(x, grad, single)
-        out.copy_(single)
-
-    @abstractmethod
-    def rearranged(self, x: Tensor, grad: Tensor, out: Tensor, lasting: bool) -> None:
-        """`run`, where there is memory."""
 
 
 def refusal(p: Problem, gpu: Gpu) -> str | None:
@@ -160,5 +142,5 @@ def choose(q: Problem, gpu: Gpu, others: bool = False) -> Inner | str:
 
 
 def gains(seconds: float, otherwise: Any) -> bool:
-    """Whether so much time is enough less than the choice takes that needs no memory."""
+    """Whether so much time is enough less than the fastest choice takes for the problem as it is."""
     return seconds <= weighed(otherwise) - _GAIN

@@ -5,7 +5,8 @@ JSON's length, a digest of both and a mark. So an entry is published by a single
 still read it. ``<key>.cu`` beside it is the source, for people. ``<key>.so`` is a library for the host, sealed alike
 (`kept_library`).
 
-``UPCONV_CACHE_DIR`` names the directory; else it is ``$XDG_CACHE_HOME/upconv`` or ``~/.cache/upconv``.
+``UPCONV_CACHE_DIR`` names the directory by an absolute path; else it is ``$XDG_CACHE_HOME/upconv`` or
+``~/.cache/upconv``. It holds at most ``UPCONV_CACHE_BYTES``, else 2 GiB: what was used longest ago is removed.
 ``UPCONV_CACHE=off`` keeps kernels in memory only.
 """
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 import stat
 import struct
@@ -26,29 +28,66 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from upconv.cuda.trust import insecure
+
 _MARK = b"upconv01"
 _TAIL = struct.Struct("<I32s8s")
 _STALE_SECONDS = 3600.0  # a temporary file this old belongs to a process that died; a compilation takes seconds
+_MOST_BYTES = 2 << 30
+_EMPTIED_TO = 0.9  # of the limit, so that not each write removes something
+_COUNTED_EVERY = 1 / 16  # of the limit: bytes that a process writes before it counts what the directory holds again
+_USED_SECONDS = 86400.0  # the time of the last use is kept to a day
 
 _state_lock = threading.Lock()
 _warned = False
 _swept = False
+_uncounted = math.inf
+"""Bytes that this process wrote since it last counted what the directory holds."""
+
+
+def _forked() -> None:
+    """A child has no thread of its parent's that would give back the lock."""
+    global _state_lock
+    _state_lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
 
 
 def directory() -> Path | None:
-    """Where entries are kept, or None when ``UPCONV_CACHE`` is off. Touches no file. Errors: OSError without a home."""
+    """Where entries are kept, or None when ``UPCONV_CACHE`` is off. Touches no file.
+
+    Errors: ValueError for a relative ``UPCONV_CACHE_DIR``, which would name another directory in each working
+    directory; OSError without a home.
+    """
     if os.environ.get("UPCONV_CACHE", "").lower() in ("off", "0", "no", "false"):
         return None
     chosen = os.environ.get("UPCONV_CACHE_DIR")
     if chosen:
+        if not os.path.isabs(chosen):
+            raise ValueError(f"UPCONV_CACHE_DIR must be an absolute path; got {chosen!r}")
         return Path(chosen)
     base = os.environ.get("XDG_CACHE_HOME")
     if base and os.path.isabs(base):
         return Path(base) / "upconv"
     try:
-        return Path.home() / ".cache" / "upconv"
+        home = Path.home()
     except RuntimeError as error:
         raise OSError(str(error)) from None
+    if not home.is_absolute():
+        raise OSError(f"the home directory must be an absolute path; got {str(home)!r}")
+    return home / ".cache" / "upconv"
+
+
+def most_bytes() -> int:
+    """How many bytes the directory may hold. Errors: ValueError for a ``UPCONV_CACHE_BYTES`` that is no such number."""
+    chosen = os.environ.get("UPCONV_CACHE_BYTES")
+    if not chosen:
+        return _MOST_BYTES
+    if not (chosen.isascii() and chosen.isdigit() and int(chosen)):
+        raise ValueError(f"UPCONV_CACHE_BYTES must be a number of bytes, at least 1; got {chosen!r}")
+    return int(chosen)
 
 
 def _refusal(found: os.stat_result) -> str | None:
@@ -63,11 +102,15 @@ def _refusal(found: os.stat_result) -> str | None:
 
 
 def _usable(create: bool) -> Path | None:
-    """The directory when it can be trusted; None, with one warning per process, when not."""
+    """The directory when it can be trusted; None, with one warning per process, when not.
+
+    Errors: ValueError, those of `directory` and `most_bytes`.
+    """
     try:
         folder = directory()
         if folder is None:
             return None
+        most_bytes()
         if create:
             folder.parent.mkdir(parents=True, exist_ok=True)
             with contextlib.suppress(FileExistsError):
@@ -88,12 +131,12 @@ def _usable(create: bool) -> Path | None:
 def _named() -> Path | None:
     try:
         return directory()
-    except OSError:
+    except (OSError, ValueError):
         return None
 
 
-def _cause(error: OSError) -> str:
-    return error.strerror or str(error)
+def _cause(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error)
 
 
 def _warn(folder: Path | None, reason: str) -> None:
@@ -165,10 +208,12 @@ def read(key: str, arch: str) -> tuple[bytes, dict[str, Any]] | None:
         _warn(folder, _cause(error))
         return None
     found = _open(data, key, arch)
-    if found is None:
-        with contextlib.suppress(OSError):
-            path.unlink()
-    return found
+    if found is not None:
+        _used(path)
+        return found
+    with contextlib.suppress(OSError):
+        path.unlink()
+    return None
 
 
 def write(key: str, cubin: bytes, source: str, meta: dict[str, Any]) -> None:
@@ -176,27 +221,25 @@ def write(key: str, cubin: bytes, source: str, meta: dict[str, Any]) -> None:
     folder = _usable(create=True)
     if folder is None:
         return
-    _sweep(folder)
-    try:
-        _publish(folder / f"{key}.cu", source.encode())
-        _publish(folder / f"{key}.cubin", _seal(key, cubin, meta))
-    except OSError as error:
-        _warn(folder, _cause(error))
+    files = {f"{key}.cu": source.encode(), f"{key}.cubin": _seal(key, cubin, meta)}
+    _kept(folder, key, files)
 
 
 def keep_source(key: str, source: str) -> Path | None:
     """Publishes a source that did not compile, to be looked at; its path, or None without a directory."""
-    return _kept(f"{key}.cu", source.encode())
-
-
-def _kept(name: str, data: bytes) -> Path | None:
     folder = _usable(create=True)
-    if folder is None:
-        return None
+    return None if folder is None else _kept(folder, key, {f"{key}.cu": source.encode()})
+
+
+def _kept(folder: Path, key: str, files: dict[str, bytes]) -> Path | None:
+    """Publishes files of a key by their names, in their order; the last one's path, or None with a warning."""
     _sweep(folder)
-    path = folder / name
+    path = None
     try:
-        _publish(path, data)
+        for name, data in files.items():
+            path = folder / name
+            _publish(path, data)
+        _make_room(folder, key, sum(map(len, files.values())))
     except OSError as error:
         _warn(folder, _cause(error))
         return None
@@ -221,6 +264,7 @@ def kept_library(key: str) -> Path | None:
         return None
     end = len(data) - _LIBRARY_TAIL.size
     if end > 0 and data[end:] == _LIBRARY_TAIL.pack(hashlib.sha256(data[:end]).digest(), _LIBRARY_MARK):
+        _used(path)
         return path
     with contextlib.suppress(OSError):
         path.unlink()
@@ -229,12 +273,18 @@ def kept_library(key: str) -> Path | None:
 
 def keep_library(key: str, data: bytes) -> Path | None:
     """Publishes a library (what loads it does not mind the seal behind it); its path, or None without a directory."""
-    return _kept(f"{key}.so", data + _LIBRARY_TAIL.pack(hashlib.sha256(data).digest(), _LIBRARY_MARK))
+    folder = _usable(create=True)
+    sealed = data + _LIBRARY_TAIL.pack(hashlib.sha256(data).digest(), _LIBRARY_MARK)
+    return None if folder is None else _kept(folder, key, {f"{key}.so": sealed})
 
 
-def usable() -> bool:
-    """Whether there is a directory that can be trusted; makes it. One warning per process where there is none."""
-    return _usable(create=True) is not None
+def untrusted() -> str | None:
+    """Why no library may be loaded from the directory, in a sentence; None where it may. Makes the directory.
+
+    A library is a part of the process that loads it, so nobody else may be able to put one in its place.
+    """
+    folder = _usable(create=True)
+    return "there is no cache directory to keep it in" if folder is None else insecure(folder)
 
 
 @contextlib.contextmanager
@@ -289,6 +339,48 @@ def _sweep(folder: Path) -> None:
                 path.unlink()
 
 
+# --- the limit -------------------------------------------------------------------------------------------------------
+
+
+def _used(path: Path) -> None:
+    """Notes when an entry was used last."""
+    with contextlib.suppress(OSError):  # a directory that is read-only
+        if time.time() - path.stat().st_mtime > _USED_SECONDS:
+            os.utime(path)
+
+
+def _make_room(folder: Path, key: str, written: int) -> None:
+    """Removes the entries that were used longest ago where there is more than may be, but for the one just written.
+
+    Temporary files and locks stay: another process has them. What is removed while another reads it, that has read, or
+    compiles again.
+    """
+    global _uncounted
+    most = most_bytes()
+    with _state_lock:
+        _uncounted += written
+        if _uncounted < most * _COUNTED_EVERY:
+            return
+        _uncounted = 0
+    entries: dict[str, list[tuple[float, int, Path]]] = {}
+    for path in _files(folder):
+        if path.suffix in _KEPT:
+            with contextlib.suppress(OSError):  # removed meanwhile
+                found = path.stat()
+                entries.setdefault(path.stem, []).append((found.st_mtime, found.st_size, path))
+    total = sum(size for files in entries.values() for _, size, _ in files)
+    if total <= most:
+        return
+    entries.pop(key, None)
+    for files in sorted(entries.values(), key=lambda files: max(used for used, *_ in files)):
+        for _, size, path in files:
+            with contextlib.suppress(OSError):
+                path.unlink()
+                total -= size
+        if total <= most * _EMPTIED_TO:
+            break
+
+
 # --- what the command shows ------------------------------------------------------------------------------------------
 
 
@@ -308,6 +400,9 @@ class Contents:
     """Seconds since the epoch."""
 
 
+_KEPT = ".cubin", ".cu", ".so"
+
+
 def _files(folder: Path) -> list[Path]:
     """The files that are ours by their names: entries, sources, libraries, locks and temporary files."""
     digits = set("0123456789abcdef")
@@ -315,7 +410,7 @@ def _files(folder: Path) -> list[Path]:
     def ours(path: Path) -> bool:
         if path.suffix in (".tmp", ".lock"):
             return path.name.startswith(".")
-        return path.suffix in (".cubin", ".cu", ".so") and len(path.stem) == 64 and set(path.stem) <= digits
+        return path.suffix in _KEPT and len(path.stem) == 64 and set(path.stem) <= digits
 
     return sorted(path for path in folder.iterdir() if ours(path))
 
@@ -332,7 +427,7 @@ def contents() -> Contents:
         if problem:
             return Contents(folder, problem)
         files = _files(folder)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         return Contents(_named(), _cause(error))
     entries, size, newest, archs = 0, 0, None, set()
     for path in files:
@@ -355,7 +450,7 @@ def contents() -> Contents:
 def clear() -> int:
     """Removes every entry, source, library, lock and temporary file, and nothing else; how many files went.
 
-    Errors: OSError.
+    Errors: OSError; ValueError, that of `directory`.
     """
     folder = directory()
     if folder is None or not folder.is_dir():

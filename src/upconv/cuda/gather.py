@@ -24,7 +24,7 @@ from upconv.cuda.gather_model import alignment_of
 from upconv.cuda.gather_search import considered, refusal
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.gpu import gpu as gpu_of
-from upconv.cuda.launch import Counters, Launches, as_run
+from upconv.cuda.launch import Counters, Launches, as_run, cluster_fits
 from upconv.cuda.packs import LazyPacks, Packs, Unit, layer_text
 from upconv.cuda.tiling import CLAIMS_BYTES, Tiling
 from upconv.derived import derived, varied
@@ -247,8 +247,14 @@ class Choice:
         return lambda: None if self.quick is None else of(self.quick).passing()
 
     def prepare(self, device: int) -> Prepared:
-        """Compiles (or finds) and loads the kernels for a CUDA device. Errors: those of ``jit.kernel``."""
-        return Prepared(self, device)
+        """Compiles (or finds) and loads the kernels for a CUDA device.
+
+        Where no cluster fits on it (on a small part of one), tiles have a block each, whose sums round otherwise: the
+        device decides, always alike. Errors: those of ``jit.kernel`` and `cluster_fits`.
+        """
+        t = self.tiling
+        fits = t.cluster == 1 or cluster_fits(device, t.cluster)
+        return Prepared(self if fits else replace(self, tiling=replace(t, cluster=1)), device)
 
 
 class BoxedPacks(Packs):
@@ -285,7 +291,8 @@ class Prepared(BoxedPacks, LazyPacks):
         self._results: dict[int, Words] = {}
         if t.drained:
             self._codes += f"({'q' * 16})"  # the result's map behind the source's
-        self._unit, self._boxed_unit = _units(choice)
+        self._unit, *boxed = choice.sources()
+        self._boxed_unit = (*boxed, None)[0]
         # Groups of a channels-last pixel share sectors, so their blocks are to stay abreast (NOTES: kb75's gradient for
         # the input in bfloat16 took 113 us launched beside `pack`, where blocks begin one by one, and 92 behind it). So
         # are those that read pairs of lines, which memory bounds, once they take long (unet4 TF32 418 and 388 us,
@@ -337,22 +344,11 @@ class Prepared(BoxedPacks, LazyPacks):
         return self._load(unit, "gather", 512 if self._tiling.wgmma else 384, shared, codes)
 
     def _load_form(self, boxed: bool) -> Launches:
-        """The kernel of weights that boxes bring, or of packed ones.
-
-        Where no cluster of it fits on the device (on a part of one, as green contexts have), tiles have a block each
-        from then on; packed weights are the same.
-        """
+        """The kernel of weights that boxes bring, or of packed ones."""
         unit = self._boxed_unit if boxed else self._unit
         assert unit is not None
         codes = self._codes + (f"({'q' * 16})" if boxed else "")
-        launcher = self._load_gather(unit, codes.replace("(", "P(", 1) if self.claims else codes, self.claims)
-        if self._tiling.cluster == 1 or launcher.clusters(self._device, self._tiling.cluster):
-            return launcher
-        self._tiling = replace(self._tiling, cluster=1)
-        alone = replace(self._choice, tiling=self._tiling)
-        self._grid, self.claims = alone.grid, alone.claimed
-        self._unit, self._boxed_unit = _units(alone)
-        return self._load_form(boxed)
+        return self._load_gather(unit, codes.replace("(", "P(", 1) if self.claims else codes, self.claims)
 
     @cached_property
     def _run(self) -> Launches:
@@ -428,7 +424,7 @@ class Prepared(BoxedPacks, LazyPacks):
             address = x.data_ptr()
         at = packed.data_ptr()
         lies = packed.dtype is not torch.int32  # as boxes take it
-        launch = self._run_boxed if lies else self._run  # whose loading may say that nothing is claimed
+        launch = self._run_boxed if lies else self._run
         counters: tuple[int, ...] = ()
         if self.claims:
             # A dependent waits for the launch just before it alone, which is to be `pack`, not what makes zeros.
@@ -439,12 +435,6 @@ class Prepared(BoxedPacks, LazyPacks):
             launch(self._device, self._grid, (*args, self._weight_map(at)))
         else:
             launch(self._device, self._grid, args, fresh and self._overlaps)
-
-
-def _units(choice: Choice) -> tuple[Unit, Unit | None]:
-    """Its kernels' sources: of packed weights, and of those that lie as boxes take them, if there is one."""
-    units = choice.sources()
-    return units[0], units[1] if choice.boxable else None
 
 
 def tensors(t: Tiling, p: Problem) -> tuple[Tensor5, ...]:

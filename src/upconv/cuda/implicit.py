@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate, product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from upconv.cuda.boxes import Five, Words, channels_last, encode, fullest
 from upconv.cuda.choosing import Chooser
 from upconv.cuda.columns import PRECISIONS, PixelTile, TileChoice, instruction
 from upconv.cuda.gpu import MAX_BOX_STEP, Gpu
-from upconv.cuda.launch import Launches, as_run
+from upconv.cuda.launch import Launches, as_run, cluster_fits
 from upconv.cuda.packs import LazyPacks, Unit, layer_text, rows_of_taps, run_beside
 from upconv.derived import derived
 from upconv.problem import Problem
@@ -329,8 +329,11 @@ class Choice(TileChoice[Tile]):
         return packed, Unit(f"{label} unpacked", jit.source("implicit.cu", t.macros(turned=True)), ("implicit",))
 
     def prepare(self, device: int) -> Prepared:
-        """Compiles (or finds) and loads the kernels for a CUDA device. Errors: those of ``jit.kernel``."""
-        return Prepared(self, device)
+        """As `gather.Choice.prepare`."""
+        if self.tile.cluster == 1 or cluster_fits(device, self.tile.cluster):
+            return Prepared(self, device)
+        alone: Any = replace(self.tile, cluster=1)
+        return Prepared(replace(self, tile=alone), device)
 
 
 class Prepared(LazyPacks):

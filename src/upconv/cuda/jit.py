@@ -1,8 +1,8 @@
 """CUDA source and macros -> cubin -> loaded kernel. Knows no convolution.
 
-NVRTC compiles; its cubins are kept in memory and on disk (``cache``). NVRTC, the driver and their Python bindings are
-imported on first use, so that importing this module needs none of them. ``UPCONV_DEBUG=1`` tells on stderr what was
-compiled and what came from the cache.
+NVRTC compiles; its latest cubins are kept in memory, more of them on disk (``cache``), and what is loaded stays. NVRTC,
+the driver and their Python bindings are imported on first use, so that importing this module needs none of them.
+``UPCONV_DEBUG=1`` tells on stderr what was compiled and what came from the cache.
 """
 
 from __future__ import annotations
@@ -43,6 +43,13 @@ def unavailable() -> str | None:
     except Exception as error:  # each release of the bindings has its own for a library that is not found
         return f"CUDA kernels need NVRTC, which cannot be loaded: {' '.join(str(error).split())}."
     return None
+
+
+def _available() -> None:
+    """Errors: RuntimeError with `unavailable`'s sentence."""
+    reason = unavailable()
+    if reason:
+        raise RuntimeError(reason)
 
 
 def _nvrtc() -> Any:
@@ -170,6 +177,8 @@ def _key(text: str, arch: str) -> str:
 _lock = threading.Lock()
 _busy: dict[str, threading.Lock] = {}
 _cubins: dict[str, bytes] = {}
+"""The latest, which are loaded soon; of the others the disk has most."""
+_MOST_CUBIN_BYTES = 128 << 20
 
 
 def cubin(source: str, arch: str, label: str = "") -> bytes:
@@ -178,21 +187,29 @@ def cubin(source: str, arch: str, label: str = "") -> bytes:
     ``label`` names the source in messages. Threads that ask for the same code compile it once. Errors: CompileError;
     RuntimeError when NVRTC cannot be used, with ``unavailable``'s sentence.
     """
-    reason = unavailable()
-    if reason:
-        raise RuntimeError(reason)
+    _available()
     return _cubin(source, arch, label, _key(source, arch))
 
 
 def at_hand(source: str, arch: str, label: str = "") -> bool:
     """Whether `cubin` would compile nothing. Errors: RuntimeError when NVRTC cannot be used."""
-    reason = unavailable()
-    if reason:
-        raise RuntimeError(reason)
+    _available()
     key = _key(source, arch)
-    if key not in _cubins and (kept := _from_disk(arch, label or "kernel", key)) is not None:
-        _cubins[key] = kept
-    return key in _cubins
+    if key in _cubins:
+        return True
+    kept = _from_disk(arch, label or "kernel", key)
+    if kept is not None:
+        _remember(key, kept)
+    return kept is not None
+
+
+def _remember(key: str, code: bytes) -> None:
+    """Keeps a cubin in memory, and of the others no more than there is room for."""
+    with _lock:
+        _cubins.pop(key, None)
+        _cubins[key] = code
+        while sum(map(len, _cubins.values())) > _MOST_CUBIN_BYTES and len(_cubins) > 1:
+            del _cubins[next(iter(_cubins))]
 
 
 def _cubin(source: str, arch: str, label: str, key: str, keep: bool = True) -> bytes:
@@ -205,7 +222,8 @@ def _cubin(source: str, arch: str, label: str, key: str, keep: bool = True) -> b
         with busy:
             found = _cubins.get(key)
             if found is None:
-                found = _cubins[key] = _load_or_compile(source, arch, label or "kernel", key, keep)
+                found = _load_or_compile(source, arch, label or "kernel", key, keep)
+                _remember(key, found)
     finally:
         with _lock:
             _busy.pop(key, None)
@@ -245,9 +263,7 @@ def _load_or_compile(source: str, arch: str, label: str, key: str, keep: bool) -
 
 def ptx(source: str, arch: str, label: str = "") -> str:
     """The PTX for ``compute_<arch>``, never cached. Errors: those of ``cubin``."""
-    reason = unavailable()
-    if reason:
-        raise RuntimeError(reason)
+    _available()
     return _compile(source, arch, label or "kernel", _key(source, arch), ptx=True).ptx
 
 
@@ -258,9 +274,7 @@ def serialised(log: str) -> str | None:
 
 def built(source: str, arch: str, label: str = "") -> Built:
     """The machine code with its PTX and NVRTC's log, never cached. Errors: those of ``cubin``."""
-    reason = unavailable()
-    if reason:
-        raise RuntimeError(reason)
+    _available()
     return _compile(source, arch, label or "kernel", _key(source, arch))
 
 
@@ -440,9 +454,7 @@ def kernel(source: str, entry: str, arch: str, label: str = "", keep: bool = Tru
     ``keep``: its code is looked for on disk, and kept there, as it is in memory. Errors: those of ``cubin``; ValueError
     for an entry that the source does not have; RuntimeError from the driver.
     """
-    reason = unavailable()
-    if reason:
-        raise RuntimeError(reason)
+    _available()
     key = _key(source, arch)
     found = _kernels.get((key, entry))
     if found is not None:

@@ -7,17 +7,19 @@ PyTorch for the current stream and calls the driver.
 from __future__ import annotations
 
 import ctypes
+import os
 import re
 import struct
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, Protocol
 
 import torch
 
 from upconv.cuda import jit
-from upconv.cuda.gpu import current_device, current_stream
+from upconv.cuda.gpu import current_device, current_stream, gpu
 from upconv.cuda.jit import Kernel
 
 # Each argument has a slot of 8 bytes, so that all are aligned; the driver reads as many of them as the type has.
@@ -60,6 +62,16 @@ class Notes(Protocol):
 _notes = 0  # threads within `noted_by`; looked at by every launch
 _noting = threading.local()
 _lock = threading.Lock()
+
+
+def _forked() -> None:
+    """A child has no thread of its parent's that would give back the lock, or be within `noted_by`."""
+    global _lock, _notes
+    _lock, _notes = threading.Lock(), int(getattr(_noting, "by", None) is not None)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
 
 
 @contextmanager
@@ -121,8 +133,6 @@ class Launches(Protocol):
     """A `Launcher`, or what stands for one."""
 
     def __call__(self, device: int, grid: int, args: tuple[Any, ...], dependent: bool = False) -> None: ...
-
-    def clusters(self, device: int, blocks: int) -> int: ...
 
 
 class Launcher:
@@ -193,7 +203,10 @@ class Launcher:
         return None
 
     def clusters(self, device: int, blocks: int) -> int:
-        """How many clusters of so many blocks run at once on an idle device; 0 if the driver knows of none."""
+        """How many clusters of so many blocks run at once on an idle device; 0 where none fits on it.
+
+        Errors: RuntimeError from the driver.
+        """
         self.kernel.ready(device)
         driver = jit._driver()
         attribute = driver.CUlaunchAttribute()
@@ -204,7 +217,11 @@ class Launcher:
         config.gridDimX = blocks
         bind(device)
         error, found = driver.cuOccupancyMaxActiveClusters(self._function, config)
-        return 0 if error else int(found)
+        if error == driver.CUresult.CUDA_ERROR_INVALID_CLUSTER_SIZE:
+            return 0
+        if error:
+            raise RuntimeError(f"cuOccupancyMaxActiveClusters returned {getattr(error, 'name', error)}")
+        return int(found)
 
     def _allocate(self) -> tuple[Any, int, dict[int, Any], Any]:
         """A thread's argument memory, the address of the pointers to it, its streams, and what keeps them alive."""
@@ -249,3 +266,18 @@ class Launcher:
         if error == results.CUDA_ERROR_OUT_OF_MEMORY:
             raise torch.OutOfMemoryError(message)
         raise (TooManyBlocks if error == results.CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE else LaunchError)(message)
+
+
+_PROBE = 'extern "C" __global__ void probe() {}\n'
+
+
+@cache
+def cluster_fits(device: int, blocks: int) -> bool:
+    """Whether a cluster of so many blocks, each with a multiprocessor of its own, runs on a device.
+
+    It is a fact of the device, or of the part of it that the process has: the same at every call and in every run.
+    Errors: those of ``jit.kernel`` and `Launcher.clusters`.
+    """
+    chip = gpu(device)
+    probe = jit.kernel(_PROBE, "probe", chip.arch, "the probe of clusters")
+    return Launcher(probe, 32, chip.shared_bytes, "").clusters(device, blocks) > 0

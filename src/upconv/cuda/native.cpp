@@ -5,8 +5,13 @@
 // autograd function. Whatever a tape does not fit (tensors that lie otherwise, a graph's capture,
 // gradients that are recorded themselves) is Python's: the forward answers None, the backward calls back.
 
+#if __cplusplus < 202002L
+#error "this is C++20"
+#endif
+
 #include <Python.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstdint>
@@ -352,7 +357,10 @@ class Layer {
   // The results of a tape on operands; nothing where it does not fit them.
   std::optional<std::vector<Tensor>> replay(Tape& tape, c10::ArrayRef<Tensor> given, int64_t may_copy) {
     const auto at = stream();
-    if (!at || refused_ >= MOST_REFUSED) return std::nullopt;
+    if (!at || left_ > 0) {
+      if (at) left_--;
+      return std::nullopt;
+    }
     c10::SmallVector<Tensor, 4> operands;
     for (size_t i = 0; i < given.size(); i++) {
       if (!given[i].defined()) {
@@ -366,13 +374,16 @@ class Layer {
     c10::OptionalDeviceGuard guard;
     if (device >= 0) guard.reset_device(c10::Device(c10::kCUDA, device));
     auto found = tape.replay(operands, device, *at, context);
-    if (!found) refused_++;
+    refused_ = found ? 0 : std::min(2 * refused_ + 1, MOST_LEFT);
+    left_ = std::max(refused_ - 1, 0);
     return found;
   }
 
  private:
-  static constexpr int MOST_REFUSED = 8;  // launches: some drivers refuse a kernel's grid whenever they are asked
-  std::atomic<int> refused_{0};
+  // Where the driver refuses a launch, Python makes the call; where it refuses again, the next calls too, each time twice
+  // as many. On some streams it refuses a kernel's grid whenever it is asked, on others it does not.
+  static constexpr int MOST_LEFT = 255;
+  std::atomic<int> refused_{0}, left_{0};
   std::mutex mutex_;
   std::array<std::shared_ptr<Tape>, 8> backward_;
   std::array<bool, 8> asked_{};
@@ -505,7 +516,7 @@ static bool equal(PyObject* a, PyObject* b) {
   return found;
 }
 
-// A call as it was made before. Made and asked with Python's lock held.
+// A call as it was made before. Made, asked and destroyed by threads that may call Python.
 struct Call {
   Call(Handle layer, const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
        PyObject* const* given, int precision)
@@ -536,11 +547,41 @@ struct Call {
   PyObject* arguments[ARGUMENTS];
 };
 
-// By the operands' sizes: a tape is of a layer's plan, and any weight that lies as the first one may come with it.
-using Calls = std::unordered_map<size_t, std::vector<std::shared_ptr<Call>>>;
-static Calls& seen = *new Calls;  // never destroyed: Python's objects may not be when the process ends
-static size_t noted = 0;
-constexpr size_t MOST = 4096;
+// Calls by their operands' sizes: a tape is of a layer's plan, and any weight that lies as the first one may come with it.
+// It needs no lock of Python's. Within its own nothing is done that may call Python, as asking or destroying a call may.
+class Known {
+ public:
+  using Calls = std::vector<std::shared_ptr<Call>>;
+  static constexpr size_t MOST = 4096;
+
+  Calls of(size_t key) const {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = calls_.find(key);
+    return found == calls_.end() ? Calls() : found->second;
+  }
+  void add(size_t key, std::shared_ptr<Call> call) {
+    std::unordered_map<size_t, Calls> old;  // destroyed behind the lock
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (count_ >= MOST) {
+      std::swap(old, calls_);
+      count_ = 0;
+    }
+    count_ += 1;
+    calls_[key].push_back(std::move(call));
+  }
+  void forget() {
+    std::unordered_map<size_t, Calls> old;
+    std::lock_guard<std::mutex> lock(mutex_);
+    std::swap(old, calls_);
+    count_ = 0;
+  }
+
+ private:
+  mutable std::mutex mutex_;
+  std::unordered_map<size_t, Calls> calls_;
+  size_t count_ = 0;
+};
+static Known& known = *new Known;  // never destroyed: Python's objects may not be when the process ends
 
 static size_t key_of(bool plain, const Tensor& input, const Tensor& weight) {
   size_t found = plain + 2 * input.requires_grad();
@@ -549,10 +590,19 @@ static size_t key_of(bool plain, const Tensor& input, const Tensor& weight) {
   return found;
 }
 
-static void forget_all() {
-  Calls old;  // what is destroyed may call Python, and Python this module
-  std::swap(old, seen);
-  noted = 0;
+// Whether a level of forward-mode differentiation is entered, as torch.autograd.forward_ad has it.
+static bool in_forward_mode() {
+#if PY_VERSION_HEX >= 0x030d0000
+  PyObject* level = nullptr;
+  if (PyDict_GetItemRef(forward_ad, level_name, &level) < 0) throw python_error();
+#else
+  PyObject* level = PyDict_GetItemWithError(forward_ad, level_name);
+  if (!level && PyErr_Occurred()) throw python_error();
+  Py_XINCREF(level);
+#endif
+  const bool found = !level || PyLong_AsLong(level) >= 0;
+  Py_XDECREF(level);
+  return found;
 }
 
 // --- for Python ------------------------------------------------------------------------------------------------------
@@ -622,11 +672,8 @@ static PyObject* replay(PyObject*, PyObject* const* arguments, Py_ssize_t count)
   if (!c10::GradMode::is_enabled() || at::impl::PythonTorchFunctionTLS::stack_len()) Py_RETURN_NONE;
   const Operands on(arguments + 1);
   if (!on.plain) Py_RETURN_NONE;
-  const auto known = seen.find(key_of(arguments[0] == Py_True, on.input, on.weight));
-  if (known == seen.end()) Py_RETURN_NONE;
-  PyObject* level = PyDict_GetItem(forward_ad, level_name);
-  if (!level || PyLong_AsLong(level) >= 0) Py_RETURN_NONE;
-  const auto calls = known->second;  // as it is now: what is asked below may be Python
+  const auto calls = known.of(key_of(arguments[0] == Py_True, on.input, on.weight));
+  if (calls.empty() || in_forward_mode()) Py_RETURN_NONE;
   for (const auto& call : calls) {
     if (!call->is_this(on.input, on.weight, on.bias, arguments + 4)) continue;
     const auto out = run(call->layer, on);
@@ -645,11 +692,9 @@ static PyObject* note(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   const Operands on(arguments + 3);
   TORCH_CHECK_TYPE(on.plain, "the operands must be plain tensors");
   const size_t key = key_of(arguments[0] == Py_True, on.input, on.weight);
-  for (const auto& call : std::vector<std::shared_ptr<Call>>(seen[key]))
+  for (const auto& call : known.of(key))
     if (call->is_this(on.input, on.weight, on.bias, arguments + 6)) Py_RETURN_NONE;  // refused this time
-  if (noted >= MOST) forget_all();
-  noted += 1;
-  seen[key].push_back(std::make_shared<Call>(
+  known.add(key, std::make_shared<Call>(
       reinterpret_cast<Object*>(arguments[1])->layer, on.input, on.weight, on.bias, arguments + 6,
       static_cast<int>(PyLong_AsLong(arguments[2]))));
   Py_RETURN_NONE;
@@ -658,7 +703,7 @@ static PyObject* note(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
 
 // forget(): no call is known any more.
 static PyObject* forget(PyObject*, PyObject*) {
-  forget_all();
+  known.forget();
   Py_RETURN_NONE;
 }
 
@@ -740,5 +785,8 @@ PyMODINIT_FUNC PyInit_upconv_native() {
   PyObject* module = PyModule_Create(&MODULE);
   PyObject* type = module ? PyType_FromSpec(&LAYER) : nullptr;
   if (!type || PyModule_AddObject(module, "Layer", type)) return nullptr;
+#ifdef Py_GIL_DISABLED
+  PyUnstable_Module_SetGIL(module, Py_MOD_GIL_NOT_USED);
+#endif
   return module;
 }

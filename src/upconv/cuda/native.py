@@ -4,8 +4,9 @@ A training step of a small model waits for its host, and there a layer in Python
 in C++ needs a C++ compiler and Python's headers, as ``torch.compile`` does; PyTorch brings the rest. Where they are
 missing, or where ``UPCONV_NATIVE=off``, everything runs in Python as before.
 
-The library is kept beside the compiled kernels (`upconv.cuda.cache`), for this PyTorch and this Python. Nothing waits
-for its compilation, which takes 15 to 30 s of one core, but `wait`.
+The library is kept beside the compiled kernels (`upconv.cuda.cache`), for this PyTorch and this Python, and needs no
+compiler once it is there. Nothing waits for its compilation, which takes 15 to 30 s of one core, but `wait`; nor is a
+compiler run anywhere but in the background. Whether there is a module changes no result, nor which kernel computes it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ import subprocess
 import sysconfig
 import tempfile
 import threading
-from functools import lru_cache
 from importlib.machinery import ExtensionFileLoader
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -33,6 +33,7 @@ import torch
 from torch.autograd import forward_ad
 
 from upconv.cuda import cache
+from upconv.cuda.trust import insecure
 
 _NAME = "upconv_native"
 _SOURCE = Path(__file__).with_name("native.cpp")
@@ -43,7 +44,7 @@ _FUNCTIONS = (
 )  # fmt: skip
 
 _MOST_SECONDS = 180.0  # that a process waits for another that compiles
-_PROBE = "#include <Python.h>\n#if __cplusplus < 202002L\n#error C++20\n#endif\n"
+_COMPILING_SECONDS = 900.0  # of a compiler, at the lowest priority, that is taken to hang then
 
 _lock = threading.Lock()
 _done = threading.Event()
@@ -54,29 +55,22 @@ _child: subprocess.Popen[bytes] | None = None
 
 
 def off() -> str | None:
-    """Why this process compiles nothing: a sentence; None where it may. Always the same on a machine."""
+    """Why this process will have no module: a sentence; None where it may have one. Runs no compiler.
+
+    Errors: those of `cache.untrusted`.
+    """
     if os.environ.get("UPCONV_NATIVE", "").lower() in ("off", "0", "no", "false"):
         return "UPCONV_NATIVE is off"
     if os.name != "posix":
         return "it is compiled on POSIX systems alone"
+    untrusted = cache.untrusted()
+    if untrusted is not None or cache.kept_library(_key()) is not None:
+        return untrusted
     if compiler() is None:
         return "there is no C++ compiler (CXX, c++, g++ or clang++)"
     if not (_python_headers() / "Python.h").exists():
         return f"Python's headers are not in {_python_headers()}"
-    if not cache.usable():
-        return "there is no cache directory to keep it in"
-    return _unable(str(compiler()), str(_python_headers()))
-
-
-@lru_cache(maxsize=8)
-def _unable(by: str, headers: str) -> str | None:
-    """Why a compiler cannot compile a file that asks for what the module needs."""
-    command = [by, *_FLAGS[1:2], f"-I{headers}", "-x", "c++", "-fsyntax-only", "-"]
-    try:
-        done = subprocess.run(command, input=_PROBE, capture_output=True, text=True, timeout=60)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return f"{by} cannot be run: {error}"
-    return f"{by} compiles no C++20: {_last(done.stderr)}" if done.returncode else None
+    return None
 
 
 def _last(text: str) -> str:
@@ -110,7 +104,12 @@ def wait(seconds: float | None = None) -> Any:
 
 def state() -> str:
     """What to tell people: ``loaded``, or why there is none."""
-    return "loaded" if _module is not None else (off() if _builder is None else None) or _reason
+    if _module is not None:
+        return "loaded"
+    try:
+        return (off() if _builder is None else None) or _reason
+    except (OSError, ValueError) as error:
+        return str(error)
 
 
 def _tell(line: str) -> None:
@@ -177,6 +176,8 @@ def found() -> Any:
     data = _compiled()
     cache.keep_library(key, data)
     with tempfile.TemporaryDirectory(prefix="upconv-") as folder:
+        if reason := insecure(Path(folder)):
+            raise RuntimeError(reason)
         path = Path(folder) / f"{_NAME}.so"
         path.write_bytes(data)
         return _load(path)
@@ -223,8 +224,13 @@ def _compiled() -> bytes:
         child = _child = subprocess.Popen(
             command(out), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
         )
-        text, _ = child.communicate()
-        _child = None
+        try:
+            text, _ = child.communicate(timeout=_COMPILING_SECONDS)
+        except subprocess.TimeoutExpired:
+            _stop()
+            raise
+        finally:
+            _child = None
         if child.returncode:
             raise RuntimeError(f"{compiler()} returned {child.returncode}: {_last(text.decode(errors='replace'))}")
         return out.read_bytes()

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import torch
 
@@ -27,7 +28,7 @@ _THREADS = max(1, min(4, _CORES // 2))
 _lock = threading.Lock()
 _jobs: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
 _threads = 0
-_pending: set[Provisional] = set()
+_pending: WeakSet[Provisional] = WeakSet()
 
 
 class Provisional:
@@ -60,10 +61,6 @@ class Provisional:
             self.settle()
         self._launcher(device, grid, args, dependent)
 
-    def clusters(self, device: int, blocks: int) -> int:
-        """`Launcher.clusters`."""
-        return self._launcher.clusters(device, blocks)
-
     def settle(self) -> None:
         """Waits for the final form, which is launched from then on.
 
@@ -85,6 +82,12 @@ class Provisional:
             self._compiled = None
             with _lock:
                 _pending.discard(self)
+
+    def abandon(self) -> None:
+        """Expects no other thread any more to compile the final form, nor to be about to load it."""
+        self._settling = threading.Lock()
+        self._compiled = Future()
+        self._compiled.cancel()
 
     def compiling(self) -> bool:
         """Whether the final form is not compiled yet."""
@@ -158,13 +161,12 @@ def _work() -> None:
 
 
 def _forked() -> None:
-    """A child has no thread of its parent's."""
+    """A child has no thread of its parent's, so that what these were compiling its next launch compiles."""
     global _lock, _threads
     _lock, _threads = threading.Lock(), 0
-    for future, _ in _jobs:
-        future.cancel()
     _jobs.clear()
-    _pending.clear()
+    for each in _pending:
+        each.abandon()
 
 
 if hasattr(os, "register_at_fork"):

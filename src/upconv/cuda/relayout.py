@@ -10,7 +10,7 @@ format, into pixels of some channels more, which are zeros.
 
 The copies take as much memory as the tensors, while the gradient is computed. cuDNN's kernels for these layers do too
 (NOTES: `convolution_backward` peaked at 1.0 to 1.2 times the copies' bytes beyond its result in all but two of 44
-gradients measured). Where that memory cannot be had, the best kernel without copies runs.
+gradients measured).
 """
 
 from __future__ import annotations
@@ -58,7 +58,16 @@ class Choice(around.Choice):
         p, q = self.problem, self.inner.problem
         wider = {a: b for a, b in ((p.in_channels, q.in_channels), (p.out_channels, q.out_channels)) if a != b}
         of = "".join(f" of {a} channels as {b}" for a, b in wider.items())
-        return f"by copies in channels_last{of}: {self.inner.summary}"
+        return f"by copies in channels_last{of}, {self._memory}: {self.inner.summary}"
+
+    @property
+    def temporary_bytes(self) -> int:
+        """Of the copies."""
+        q = self.inner.problem
+        shapes = (
+            shape for output, shape in enumerate((q.input_shape, q.output_shape)) if copied(self.problem, bool(output))
+        )
+        return sum(math.prod(shape) for shape in shapes) * q.dtype.itemsize
 
     @property
     def bound(self) -> str:
@@ -164,9 +173,12 @@ class GradInput(around.GradInput):
         super().__init__(choice, device)
         self._input, self._output = (Copies(choice.problem, device, output) for output in (False, True))
 
-    def rearranged(self, x: Tensor, weight: Tensor, out: Tensor, how: tuple[bool, ...]) -> None:
+    def run(
+        self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, fresh: bool = False, claim: bool = False
+    ) -> None:
+        """`around.GradInput.run`."""
         source, result = self._output.channels_last(x), out if self._input.alike else self._input.empty(out)
-        self._inner.run(source, self._inner.pack(weight), None, result, *how)  # the copy ended before packing began
+        self._run_inner(source, packed, result, fresh, claim)
         if result is not out:
             self._input.contiguous(result, out)
 
@@ -180,7 +192,8 @@ class GradWeight(around.GradWeight):
         wide = _wider(choice.problem)
         self._whole = wide.weight_shape if wide != choice.problem else None
 
-    def rearranged(self, x: Tensor, grad: Tensor, out: Tensor, lasting: bool) -> None:
+    def run(self, x: Tensor, grad: Tensor, out: Tensor, lasting: bool = False) -> None:
+        """`around.GradWeight.run`."""
         x, grad = self._input.channels_last(x), self._output.channels_last(grad)
         if self._whole is None:
             self._inner.run(x, grad, out, lasting)
@@ -251,7 +264,7 @@ def choose(p: Problem, gpu: Gpu, otherwise: Any, general: bool = False) -> Choic
     if general:
         return "whether copies pay depends on the size of the input"
     if otherwise is None:
-        return "nothing would run where memory for copies is short"
+        return "there is no kernel without copies, whose estimate would tell whether they pay"
     copies = copy_seconds(p, gpu)
     if copies > _MOST_COPYING * weighed(otherwise):
         return f"slower: the copies alone take {copies * 1e3:.3g} ms"
@@ -259,7 +272,7 @@ def choose(p: Problem, gpu: Gpu, otherwise: Any, general: bool = False) -> Choic
     if isinstance(inner, str):
         return inner
     cached = p.pass_ == "grad-weight" and p.dtype.itemsize == 2 and _bytes(p) <= gpu.cache_bytes
-    found = Choice(inner, otherwise, p, inner.seconds + copies)
+    found = Choice(inner, p, inner.seconds + copies)
     hoped = 1.0 if cached or p.pass_ == "grad-input" else _HOPED
     if not around.gains(weighed(found) * hoped, otherwise):
         return f"slower, or too little faster: {found.seconds * 1e3:.3g} ms by the model, with copies"

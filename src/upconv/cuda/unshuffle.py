@@ -10,8 +10,7 @@ what a matrix instruction sums over is phases and channels, where the strided la
 Per axis: with the padding p an output is ``o + p = q s + u``, a tap ``t = a s + u``, and output phase u at q sums input
 ``q - a`` times tap a of that phase.
 
-The unshuffled gradient is a temporary of the gradient's size, in channels_last of up to twice that. Where it cannot be
-had, the best kernel for the layer as it is runs.
+The unshuffled gradient is a temporary of the gradient's size, in channels_last of up to twice that.
 """
 
 from __future__ import annotations
@@ -54,7 +53,13 @@ class Choice(around.Choice):
     def summary(self) -> str:
         q = self.inner.problem
         shape = f"{'x'.join(map(str, q.kernel))} taps of {q.out_channels} phases and channels"
-        return f"without the stride, {shape}: {self.inner.summary}"
+        return f"without the stride, {shape}, {self._memory}: {self.inner.summary}"
+
+    @property
+    def temporary_bytes(self) -> int:
+        """Of the unshuffled gradient, and the weight without the stride or its gradient."""
+        q = self.inner.problem
+        return (math.prod(q.output_shape) + math.prod(q.weight_shape)) * q.dtype.itemsize
 
     def sources(self) -> tuple[Any, ...]:
         """What NVRTC must compile: the kernels around, and the inner layer's."""
@@ -158,13 +163,16 @@ class GradInput(around.GradInput):
         self._around = _Around(choice, device)
         self._unshuffle = self._around.for_weights("unshuffle_and_expand")
 
-    def rearranged(self, x: Tensor, weight: Tensor, out: Tensor, how: tuple[bool, ...]) -> None:
+    def run(
+        self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, fresh: bool = False, claim: bool = False
+    ) -> None:
+        """`around.GradInput.run`."""
         of = self._around
-        grad, expanded = of.empty(x), weight.new_empty(of.weight_shape)
-        args = (weight.data_ptr(), expanded.data_ptr(), of.of_weight, *_strides(weight))
-        launch = self._unshuffle[weight.dtype]
+        grad, expanded = of.empty(x), packed.new_empty(of.weight_shape)
+        args = (packed.data_ptr(), expanded.data_ptr(), of.of_weight, *_strides(packed))
+        launch = self._unshuffle[packed.dtype]
         launch(of.device, of.weight_blocks + of.blocks, (*args, x.data_ptr(), grad.data_ptr(), *of.sizes))
-        self._inner.run(grad, self._inner.pack(expanded), None, out, *how)  # unshuffling ended before packing began
+        self._run_inner(grad, expanded, out, fresh, claim)
 
 
 class GradWeight(around.GradWeight):
@@ -175,7 +183,8 @@ class GradWeight(around.GradWeight):
         self._around = _Around(choice, device)
         self._unshuffle, self._fold = self._around.launcher("unshuffle"), self._around.for_weights("fold")
 
-    def rearranged(self, x: Tensor, grad: Tensor, out: Tensor, lasting: bool) -> None:
+    def run(self, x: Tensor, grad: Tensor, out: Tensor, lasting: bool = False) -> None:
+        """`around.GradWeight.run`."""
         of = self._around
         unshuffled, found = of.empty(grad), out.new_empty(of.weight_shape)
         self._unshuffle(of.device, of.blocks, (grad.data_ptr(), unshuffled.data_ptr(), *of.sizes))
@@ -213,7 +222,7 @@ def choose(p: Problem, gpu: Gpu, otherwise: Any, general: bool = False) -> Choic
     if general:
         return "whether it pays depends on the size of the input"
     if otherwise is None:
-        return "nothing would run where memory for it is short"
+        return "there is no kernel for the layer as it is, whose estimate would tell whether this pays"
     many = p.out_channels * math.prod(p.stride) > _MOST_CHANNELS
     if many and otherwise.family not in _CUDA_CORES and p.taps < _MANY_TAPS:
         return f"{p.out_channels} channels in {math.prod(p.stride)} phases are more than {_MOST_CHANNELS}"
@@ -226,7 +235,7 @@ def choose(p: Problem, gpu: Gpu, otherwise: Any, general: bool = False) -> Choic
     inner = around.choose(q, gpu)
     if isinstance(inner, str):
         return inner
-    found = Choice(inner, otherwise, p, inner.seconds + beside)
+    found = Choice(inner, p, inner.seconds + beside)
     if not around.gains(weighed(found), otherwise):
         return f"slower, or too little faster: {found.seconds * 1e3:.3g} ms by the model, its stride undone first"
     return found

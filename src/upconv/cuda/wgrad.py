@@ -175,7 +175,7 @@ class Prepared:
         self._choice = choice
         self._hands_over = choice.hands_over
         self.together = (choice.together or self._hands_over) and gpu_of(device).multiprocessors >= self._grid
-        """Whether `run` has another way for calls that are ``lasting``."""
+        """Whether `run` has another way for calls that are ``lasting``, to the same bits."""
         self._sums = 0
         if isinstance(t, WarpgroupTiling):
             self._sums = self._grid * (t.handed_bytes if self._hands_over else t.sums_bytes) // 4
@@ -227,17 +227,16 @@ class Prepared:
 
     @cached_property
     def _one_step(self) -> Launcher | None:
-        """The kernel that needs no second step, of one split or by clusters; None where there is none, or clusters
-        would take more waves of blocks (those that hand over do, since two steps would give other bits)."""
+        """The kernel that needs no second step, of one split or by clusters; None where there is none, or where
+        clusters take more waves of blocks than two steps, which add up in the same order. Pairs that hand over may take
+        turns: two steps would give other bits."""
         choice = self._choice
         if choice.cluster == 1 and not choice.alone:
             return None
         codes = f"{'PPP' if self._hands_over else 'PP'}({self._codes})qqqi({'q' * 16 * self._boxes})"
         launcher = self._launcher(choice.sources()[1], "wgrad", codes)
-        if choice.alone:
+        if choice.alone or self._hands_over:
             return launcher
-        if self._hands_over:
-            return launcher if launcher.clusters(self._device, choice.cluster) else None
         waves = -(-self._grid // choice.gpu.multiprocessors)
         return launcher if choice.tiling.tiles <= waves * launcher.clusters(self._device, choice.cluster) else None
 
@@ -269,8 +268,8 @@ class Prepared:
             try:
                 self._at_once(self._device, self._grid, (*pointers, self._sizes, *to, single, maps))
                 return
-            except TooManyBlocks:
-                self.together = False
+            except TooManyBlocks:  # on this stream, of a part of the GPU; the same sums in the same order follow
+                pass
         if self._one_step is not None:
             given: tuple[int, ...] = (at_grad, out.data_ptr())
             if self._hands_over:
