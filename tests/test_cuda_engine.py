@@ -802,18 +802,18 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     return found
 
 
-def test_warmup_loads_what_training_left_out(
+def test_warmup_loads_what_calls_left_out(
     served: list[str], compiled: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A layer that was only trained has no kernel yet for weights that are kept."""
-    monkeypatch.setattr(Prepared, "packed_loaded", False, raising=False)
-    monkeypatch.setattr(Prepared, "load_packed", lambda self: self.choice.log.append("load"), raising=False)
+    """A layer has no kernel yet for weights that lie otherwise than those which it has met."""
+    monkeypatch.setattr(Prepared, "loaded", False, raising=False)
+    monkeypatch.setattr(Prepared, "load", lambda self: self.choice.log.append("load"), raising=False)
     layer = upconv.ConvTranspose1d(2, 3, 3)
     layer(torch.randn(1, 2, 4))
     served.clear()
     assert upconv.warmup(layer, torch.randn(1, 2, 4)) == ["kernel (3,) for sm_90a"]
     assert served == ["load"]
-    monkeypatch.setattr(Prepared, "packed_loaded", True)
+    monkeypatch.setattr(Prepared, "loaded", True)
     served.clear()
     assert upconv.warmup(layer, torch.randn(1, 2, 4)) == [] and "load" not in served
 

@@ -862,7 +862,7 @@ def test_channels_last_gradients_take_weights_as_they_lie(
 def test_forwards_take_weights_as_they_lie_unless_they_keep_them(dtype: torch.dtype, stubs: Stubs) -> None:
     """At each call; kept for many calls they are packed in TF32, and in 16 bits used as they lie.
 
-    What inference wants is loaded by `load_packed`, then nothing is at its calls.
+    `load` loads what both want, then nothing is loaded at the calls.
     """
     p = Problem.make(128, 512, 256, (8, 8), 4, 2, 1, dtype=dtype, layout="channels_last")
     p = p.with_(precision="tf32" if dtype is torch.float32 else "bf16")
@@ -871,8 +871,8 @@ def test_forwards_take_weights_as_they_lie_unless_they_keep_them(dtype: torch.dt
     prepared = choice.prepare(0)
     weight = torch.randn(p.weight_shape, dtype=dtype)
     last = weight.contiguous(memory_format=torch.channels_last)
-    prepared.load_packed()
-    assert prepared.packed_loaded
+    prepared.load()
+    assert prepared.loaded
     stubs.loaded.clear()
     x, out = (
         torch.empty(s, dtype=dtype).contiguous(memory_format=torch.channels_last)
@@ -1146,12 +1146,12 @@ def test_what_a_kernel_that_packs_is_told(dtype: torch.dtype, stubs: Stubs, monk
         assert stubs.names() == ["pack", "gather"] and stubs.launched[1][2]  # the kernel beside its packing
         stubs.launched.clear()
     assert sorted(stubs.loaded) == ["gather", "gather", "pack"]
-    assert prepared.packed_loaded is (dtype is torch.float32)  # not what rounds weights
+    assert prepared.loaded is (dtype is torch.float32)  # not what rounds weights
     trained = choice.prepare(0)
     trained.run_packing(x, weight, None, out)
-    assert not trained.packed_loaded and not trained.loaded
-    trained.load_packed()
-    assert trained.packed_loaded and trained.loaded
+    assert not trained.loaded
+    trained.load()
+    assert trained.loaded
     for number in range(100):
         stream[0] = number
         prepared.run_packing(x, weight, None, out)

@@ -337,7 +337,7 @@ def _noted(plan: Plan, index: int, pass_: Pass, of: Convolved | None = None, bia
     wanted: list[Wanted] | None = getattr(_local, "wanted", None)
     if wanted is None:
         return True
-    loaded = _loaded(plan, index, pass_, training=False)
+    loaded = _loaded(plan, index, pass_)
     if _local.every or not loaded:
         wanted.append(Wanted(plan, index, of, biased))
     return loaded
@@ -409,10 +409,10 @@ def compile_all(
     asked = ((each.plan, each.device, pass_) for each in wanted for pass_ in each.passes(training))
     for plan, index, pass_ in dict.fromkeys(asked):
         choice = plan.selection(pass_).choice
-        if choice is None or _loaded(plan, index, pass_, training):
+        if choice is None or _loaded(plan, index, pass_):
             continue
         assert plan.device.gpu is not None
-        found: tuple[Unit, ...] = (*choice.sources(), *(getattr(choice, "packing_sources", ()) if training else ()))
+        found: tuple[Unit, ...] = (*choice.sources(), *getattr(choice, "packing_sources", ()))
         for unit in found:
             units.setdefault((unit.source, plan.device.gpu.arch), (unit.label, plan, index, pass_))
     lines = []
@@ -432,34 +432,34 @@ def compile_all(
         plan, loaded = each.plan, _gradients(each.plan, each.device)
         passes = each.passes(training)
         if "fwd" in passes and plan.choice is not None:
-            _load(_runner(plan, each.device), training)
+            _load(_runner(plan, each.device))
         if "grad-input" in passes:
-            _load(loaded.input, training)
+            _load(loaded.input)
         if "grad-weight" in passes:
-            _load(loaded.weight, training)
+            _load(loaded.weight)
         if training and each.biased:
             _ = (loaded if each.of is None else _gradients(each.of.sums, each.device)).bias
     provisional.settle()
     return sorted(lines)
 
 
-def _load(runner: Runner | WeightRunner | None, training: bool) -> None:
+def _load(runner: Runner | WeightRunner | None) -> None:
     """Loads what a runner's prepared kernels leave to their first use, if they do."""
-    load = getattr(None if runner is None else runner.prepared, "load" if training else "load_packed", None)
+    load = getattr(None if runner is None else runner.prepared, "load", None)
     if load is not None:
         load()
 
 
-def _loaded(plan: Plan, index: int, pass_: Pass, training: bool) -> bool:
+def _loaded(plan: Plan, index: int, pass_: Pass) -> bool:
     if pass_ == "fwd":
-        return _complete(plan.runners.get(index), training)
+        return _complete(plan.runners.get(index))
     found = plan.gradient_runners.get(index)
     if found is None or ("input" if pass_ == "grad-input" else "weight") not in vars(found):
         return False
     runner = found.input if pass_ == "grad-input" else found.weight
-    return runner is None or _complete(runner, training)
+    return runner is None or _complete(runner)
 
 
-def _complete(runner: Runner | WeightRunner | None, training: bool) -> bool:
+def _complete(runner: Runner | WeightRunner | None) -> bool:
     """Whether there is a runner whose kernels are loaded, as `_load` loads them."""
-    return runner is not None and bool(getattr(runner.prepared, "loaded" if training else "packed_loaded", True))
+    return runner is not None and bool(getattr(runner.prepared, "loaded", True))

@@ -74,8 +74,7 @@ class Prepared(Protocol):
     them a float32 ``bias``, if it is given one, which `run` reads from the packed weights.
 
     Where kernels differ by how a weight lies, or by whether packed weights are kept, those that the first call does not
-    want may be left out: then ``loaded`` is false, and ``load`` loads all; ``packed_loaded`` and ``load_packed`` are
-    the same of those for packed weights.
+    want may be left out: then ``loaded`` is false, and ``load`` loads all.
 
     With a true attribute ``biased`` `run` adds a bias for ``grad-input`` too, of the input's channels: the pass is then
     a plain convolution (`upconv.convolutions`).

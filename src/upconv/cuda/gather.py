@@ -324,20 +324,9 @@ class Prepared(BoxedPacks, LazyPacks):
         # Else what its first weight wants is loaded then: hardly a layer has weights of both kinds.
 
     @property
-    def _keeps_boxed(self) -> bool:
-        """Whether weights that lie as boxes take them are used as they lie where packed ones would be kept."""
-        return self._boxed_unit is not None and self._problem.pass_ == "fwd" and self.casts
-
-    @property
-    def _packed_launchers(self) -> tuple[str, ...]:
-        left_out = ("_run_packing",) if self._keeps_boxed else ("_run_boxed", "_run_packing")
-        return tuple(name for name in self._launchers if name not in left_out)
-
-    @property
     def _launchers(self) -> tuple[str, ...]:
-        casting = ("_pack_float",) if self.casts else ()
         boxed = ("_run_boxed",) if self._boxed_unit is not None else ()
-        return "_pack", "_run", *casting, *boxed, *(("_run_packing",) if self._choice.packs else ())
+        return *self._packed_launchers, *boxed, *(("_run_packing",) if self._choice.packs else ())
 
     def _load_gather(self, unit: Unit, codes: str, claimed: bool) -> Launches:
         shared = self._tiling.shared_bytes + (CLAIMS_BYTES if claimed else 0)

@@ -358,12 +358,7 @@ class Prepared(LazyPacks):
 
     @property
     def _launchers(self) -> tuple[str, ...]:
-        turned = ("_run_turned",) if self._tiling.turnable else ()
-        return "_pack", "_run", *(("_pack_float",) if self.casts else ()), *turned
-
-    @property
-    def _packed_launchers(self) -> tuple[str, ...]:
-        return self._launchers
+        return *self._packed_launchers, *(("_run_turned",) if self._tiling.turnable else ())
 
     def _load_implicit(self, unit: Unit) -> Launches:
         codes = f"PP({_SIZES}{'q' * 16})({'q' * 16})"

@@ -163,8 +163,8 @@ class LazyPacks(Packs):
 
     @property
     def _packed_launchers(self) -> tuple[str, ...]:
-        """Of these, those for weights that are kept: packed, or (some forwards) as they lie."""
-        raise NotImplementedError
+        """Of these, those for weights that are packed by a launch of their own."""
+        return "_pack", "_run", *(("_pack_float",) if self.casts else ())
 
     @property
     def loaded(self) -> bool:
@@ -176,13 +176,8 @@ class LazyPacks(Packs):
         for name in self._launchers:
             getattr(self, name)
 
-    @property
-    def packed_loaded(self) -> bool:
-        """Whether those for weights that are kept are."""
-        return all(name in vars(self) for name in self._packed_launchers)
-
     def load_packed(self) -> None:
-        """Loads these."""
+        """Loads those for packed weights alone."""
         for name in self._packed_launchers:
             getattr(self, name)
 

@@ -307,10 +307,6 @@ class Prepared(LazyPacks):
     def _launchers(self) -> tuple[str, ...]:
         return (*self._packed_launchers, "_run_boxed")
 
-    @property
-    def _packed_launchers(self) -> tuple[str, ...]:
-        return "_pack", "_run", *(("_pack_float",) if self.casts else ())
-
     def _load_pixels(self, unit: Unit, more: str = "") -> Launches:
         t = self._tiling
         codes = f"PP({_SIZES}{'q' * 16 * len(t.boxes)}){more}"
