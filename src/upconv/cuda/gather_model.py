@@ -95,8 +95,7 @@ def tile_clocks(t: Tiling, alignment: int) -> Clocks:
     of_chunk = c.chunk[t.split != 2 and t.chunk == 8 and t.parts == 1]
     ragged = 0.0 if t.channels_last or alignment >= 16 or t.element == 2 else c.ragged_turn
     straight, longest, ring = t.straight or t.rolled, t.longest_stretch, t.ring_fragments
-    found: dict[int, tuple[tuple[float, float, float, float], float, float]] = {}
-    for entries in t.distinct_entries:  # few (NOTES: 768 -> 3 k16 s16 has 256 variants of one)
+    for entries, times in t.repeated_entries:  # few (NOTES: 768 -> 3 k16 s16 has 256 variants of one)
         chunks = t.chunks_of_block if entries else 0
         steps = chunks * t.fragments_of_chunk(entries)
         matrix = steps * fragment_time
@@ -123,35 +122,34 @@ def tile_clocks(t: Tiling, alignment: int) -> Clocks:
             last = (1 - c.store_share) * store
             if t.cluster > 1:
                 tile += CLUSTER[0] + t.cluster * CLUSTER[1] + t.sums_bytes * (1 - 1 / t.cluster) / CLUSTER[2]
-        found[entries] = (matrix, l2, chunks * turn, store), tile, last
-    for entries in t.variant_entries:
-        parts, tile, last = found[entries]
-        total += tile
-        tail += last
-        for name, value in zip(clocks, parts):
-            clocks[name] += value
+        total += times * tile
+        tail += times * last
+        for name, value in zip(clocks, (matrix, l2, chunks * turn, store)):
+            clocks[name] += times * value
     bound = max(clocks, key=lambda name: clocks[name])
     return Clocks(c.scale * total / len(t.variants), bound, c.scale * tail / len(t.variants))
 
 
 def _fill_clocks(t: Tiling, couts: int) -> float:
     """Clocks that a tile takes to store its share of what is the bias alone."""
-    if not t.bare:
+    if not t.fills:
         return 0.0
     n, d, h, w = t.tile
     rows_of_m = min(couts, t.rows_per_sub * t.wgs_m)
-    found = []
-    for of_variant in t.bare:
-        clocks = 0.0
-        for one in of_variant:
-            heights = one.rows or t.out_steps[1]
-            outputs = n * d * h * heights * w * (t.width_subs if one.w >= 0 else t.out_steps[2])
-            runs = n * d * (h if one.rows else 1)
-            clocks += outputs * rows_of_m * t.element / _FILL[t.channels_last]
-            clocks += runs * (heights if one.w >= 0 else 1) * (_FILL_RUN[1] if t.channels_last else 16 * _FILL_RUN[0])
-        found.append(clocks / t.subs)
+    # Clocks of a row of outputs, of a part of one, and of a run of rows of all of a tile's channels.
+    row = n * d * w * t.out_steps[2] * rows_of_m * t.element / _FILL[t.channels_last]
+    part = n * d * h * w * t.width_subs * rows_of_m * t.element / _FILL[t.channels_last]
+    run = _FILL_RUN[1] if t.channels_last else 16 * _FILL_RUN[0]
+    every = 0.0
+    most = 0.0
+    for fill, times in t.fills:
+        planes, rows = fill.planes * h * t.out_steps[1], fill.rows * h
+        clocks = (planes + rows) * row + fill.parts * part
+        clocks += n * d * (fill.planes + h * (fill.runs + fill.parts)) * run
+        every += times * clocks / t.subs
+        most = max(most, clocks / t.subs)
     # Of blocks that have a variant each some store more than others.
-    return max(found) if t.resident else sum(found) / len(found)
+    return most if t.resident else every / len(t.variants)
 
 
 def seconds_of(t: Tiling, clocks: Clocks, p: Problem, gpu: Gpu) -> tuple[float, str]:

@@ -164,7 +164,7 @@ def _subs(p: Problem, cout_g: int) -> Iterator[tuple[int, Triple]]:
     """(d, h) sub-positions that share a block of 64 rows, and how rows are unrolled for them."""
     yield 1, (1, 1, 1)
     axes = gather_axes(p)[:2]
-    every, tapped = math.prod(len(axis.taps) for axis in axes), math.prod(sum(map(bool, axis.taps)) for axis in axes)
+    every, tapped = math.prod(axis.out_step for axis in axes), math.prod(len(axis.taps) for axis in axes)
     for subs in (2, 4):
         if cout_g <= 64 // subs and p.rank > 1:
             # Those without taps fill no blocks; where tiles lack some along W, they are stored as the others are.

@@ -9,7 +9,7 @@ import operator
 from dataclasses import dataclass
 from functools import lru_cache
 
-from upconv.cuda.axes import Bare, Entries
+from upconv.cuda.axes import Bare, Entries, Fill
 from upconv.cuda.shuffle import Triple
 from upconv.cuda.tiling_pixels import TiledPixels, of_pixels, of_taps
 from upconv.derived import derived_from
@@ -139,6 +139,16 @@ class TiledWeights(TiledPixels):
     def variant_entries(self) -> tuple[int, ...]:
         """Entries of all blocks of each variant."""
         return self._multiplied.counts
+
+    @property
+    def repeated_entries(self) -> tuple[tuple[int, int], ...]:
+        """Each of these numbers, and how many variants have it."""
+        return self._multiplied.repeats
+
+    @property
+    def fills(self) -> tuple[tuple[Fill, int], ...]:
+        """What `bare` has of each variant, and how many variants have as much; empty where no variant has any."""
+        return self._multiplied.fills
 
     @of_taps
     def most_entries(self) -> int:
