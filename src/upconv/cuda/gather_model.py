@@ -16,12 +16,12 @@ from upconv.cuda.tiling import Tiling
 from upconv.cuda.tiling_weights import FRAGMENT
 from upconv.problem import Problem
 
-_MMA_SYNC = 0.45  # of wgmma's rate: four warps read the same pixels
+MMA_SYNC = 0.45  # of wgmma's rate: four warps read the same pixels
 _FILL = 24.0, 32.0  # bytes a clock that an epilogue stores of what is the bias alone: NCHW, channels_last
 _FILL_RUN = 240.0, 400.0  # clocks of each run of it beside: of a channel's; of all of a warp's
-_MANY = 8  # tiles of a block, from which on the last one's tail is in the constants, fitted to such layers
+MANY = 8  # tiles of a block, from which on the last one's tail is in the constants, fitted to such layers
 # Results that the copy engine stores: bytes a clock that threads leave in shared memory for it, and clocks beside.
-_STAGED = 64.0, 300.0
+STAGED = 64.0, 300.0
 # By how much the model hopes there, by `split` (NOTES: pix in bfloat16 on an H100, which it has at 116 us both times,
 # by halves of the pixels 134, of the channels 123, and by other epilogues 137).
 _STAGED_HOPE = 1.035, 1.02
@@ -30,7 +30,7 @@ _STAGED_HOPE = 1.035, 1.02
 _RING = 1.002
 # Of consumers that share weights against those that share pixels, where the model sees no difference (NOTES: dcgan1
 # bfloat16 64.6 -> 58.9 us, TF32 105.9 -> 102.7).
-_HALVED = 1.0005
+HALVED = 1.0005
 _COPY = 275.0  # clocks for a copy of 16 bytes by each producer, where rows are not aligned
 _LINE = 128  # bytes that come from memory together, of which a channels-last chunk may take a part
 _LINES = 0.2, 1.2  # bytes of such lines of all tiles in work over the cache's: none of the rest is lost, most is
@@ -89,7 +89,7 @@ def tile_clocks(t: Tiling, alignment: int) -> Clocks:
     stores = per_tile_out * _ragged(t, alignment, c)
     filled = _fill_clocks(t, couts)
     if t.drained:
-        store = stores / _STAGED[0] + _STAGED[1]
+        store = stores / STAGED[0] + STAGED[1]
     else:
         store = max(stores / c.store, _epilogue_clocks(t, alignment, c) / t.cluster) + filled
     of_chunk = c.chunk[t.split != 2 and t.chunk == 8 and t.parts == 1]
@@ -103,7 +103,7 @@ def tile_clocks(t: Tiling, alignment: int) -> Clocks:
             pauses = chunks if straight else steps / longest
             matrix += steps * c.step[t.wide] + pauses * c.drain[t.wide]
         else:
-            matrix = matrix / _MMA_SYNC
+            matrix = matrix / MMA_SYNC
         streamed = 0 if t.resident else steps * t.wgs_m * FRAGMENT
         l2 = (chunks * copied + per_tile_out) / c.l2 + streamed / c.l2_weights
         waits = chunks * c.latency / (t.stages_p * t.plane_barriers if t.channels_last else t.stages_s)
@@ -157,7 +157,7 @@ def seconds_of(t: Tiling, clocks: Clocks, p: Problem, gpu: Gpu) -> tuple[float, 
     bound = clocks.bound
     tiles = math.prod(t.counts(p)) * t.m_groups
     waves = -(-tiles // (gpu.multiprocessors if t.cluster == 1 else max(1, gpu.clusters(t.cluster))))
-    tail = clocks.tail if waves < _MANY else 0.0
+    tail = clocks.tail if waves < MANY else 0.0
     seconds = (clocks.tile * waves + tail) / gpu.clock
     ragged = 1.0
     if t.channels_last:
@@ -173,7 +173,7 @@ def seconds_of(t: Tiling, clocks: Clocks, p: Problem, gpu: Gpu) -> tuple[float, 
     elif waves * gpu.multiprocessors > 1.5 * tiles * t.cluster:
         bound = "too few tiles"
     ring, halved = t.planewise and not t.resident, t.split == 0 and t.shuffle is None
-    factor = (_RING if ring else 1.0) * (_HALVED if halved else 1.0) * (_STAGED_HOPE[t.split] if t.drained else 1.0)
+    factor = (_RING if ring else 1.0) * (HALVED if halved else 1.0) * (_STAGED_HOPE[t.split] if t.drained else 1.0)
     return factor * (max(memory, seconds) + 0.15 * min(memory, seconds) + LAUNCH), bound
 
 
