@@ -143,96 +143,137 @@ class Fill(NamedTuple):
 Entries = tuple[tuple[tuple[tuple[Triple, tuple[int, ...]], ...], ...], ...]
 
 
+Pairs = tuple[tuple[int, int], ...]
+"""(D, H) sub-positions that share a block's rows."""
+
+
 @dataclass(frozen=True, eq=False)
 class Multiplied:
     """What a layer's M-groups multiply; hundreds of tilings share each of a dozen."""
 
-    variants: tuple[tuple[tuple[tuple[int, int], ...], int], ...]
+    axes: tuple[Axis, Axis, Axis]
+    kernel: Triple
+    variants: tuple[tuple[Pairs, int], ...]
     bare: tuple[tuple[Bare, ...], ...]
     """Per variant the sub-positions without taps that its tiles store; empty where no variant has any."""
     blocks_of_w: tuple[int, ...]
-    entries: Entries
-    """In the order of their offsets."""
-    counts: tuple[int, ...]
-    """Entries of all blocks of each variant."""
-    repeats: tuple[tuple[int, int], ...]
-    """Each of these numbers, and how many variants have it."""
-    fills: tuple[tuple[Fill, int], ...]
-    """As `repeats`, of what a variant's `bare` has; empty where no variant has any."""
-    most: int
-    """Of them."""
-    total: int
-    distinct: frozenset[int]
-    lengths: frozenset[int]
-    """Entries that a block may have, but none."""
-    offsets: tuple[tuple[int, ...], ...]
-    """Of each axis the offsets of all taps, in order."""
+
+    @derived
+    def entries(self) -> Entries:
+        """In the order of their offsets."""
+        return tuple(
+            tuple(self._block(pairs, self.axes[2].at(first + u)) for u, block in enumerate(self.blocks_of_w) if block >= 0)
+            for pairs, first in self.variants
+        )
+
+    def _block(self, pairs: Pairs, taps: Taps) -> tuple[tuple[Triple, tuple[int, ...]], ...]:
+        """The entries of a block, whose taps along W are these."""
+        width, of_w = self.kernel[2], sorted((offset, k) for k, offset in taps)
+        return tuple(
+            ((d, h, w), tuple(tap * width + k if tap >= 0 else -1 for tap in of_rows))
+            for (d, h), of_rows in self._rows[pairs]
+            for w, k in of_w
+        )
+
+    @derived
+    def _rows(self) -> dict[Pairs, list[tuple[tuple[int, int], list[int]]]]:
+        """The (D, H) offsets that sub-positions read, with each one's tap of D and H there, -1 for none."""
+        every: dict[Pairs, list[tuple[tuple[int, int], list[int]]]] = {}
+        for pairs in dict.fromkeys(pairs for pairs, _ in self.variants):
+            found: dict[tuple[int, int], list[int]] = {}
+            for i, (u, v) in enumerate(pairs):
+                for (kd, d), (kh, h) in product(self.axes[0].at(u), self.axes[1].at(v)):
+                    found.setdefault((d, h), [-1] * len(pairs))[i] = kd * self.kernel[1] + kh
+            every[pairs] = sorted(found.items())
+        return every
+
+    @derived
+    def _blocks(self) -> tuple[tuple[int, ...], ...]:
+        """Per variant the entries of each block."""
+        taps = [u for u, block in enumerate(self.blocks_of_w) if block >= 0]
+        firsts = dict.fromkeys(first for _, first in self.variants)
+        of_w = {first: [len(self.axes[2].at(first + u)) for u in taps] for first in firsts}
+        return tuple(tuple(len(self._rows[pairs]) * n for n in of_w[first]) for pairs, first in self.variants)
+
+    @derived
+    def counts(self) -> tuple[int, ...]:
+        """Entries of all blocks of each variant."""
+        return tuple(map(sum, self._blocks))
+
+    @derived
+    def repeats(self) -> tuple[tuple[int, int], ...]:
+        """Each of these numbers, and how many variants have it."""
+        return tuple(Counter(self.counts).items())
+
+    @derived
+    def fills(self) -> tuple[tuple[Fill, int], ...]:
+        """As `repeats`, of what a variant's `bare` has; empty where no variant has any."""
+        return tuple(Counter(map(Fill.of, self.bare)).items())
+
+    @derived
+    def most(self) -> int:
+        """Of `counts`."""
+        return max(self.counts)
+
+    @derived
+    def total(self) -> int:
+        return sum(self.counts)
+
+    @derived
+    def distinct(self) -> frozenset[int]:
+        return frozenset(self.counts)
+
+    @derived
+    def lengths(self) -> frozenset[int]:
+        """Entries that a block may have, but none."""
+        return frozenset(n for blocks in self._blocks for n in blocks if n)
+
+    @derived
+    def offsets(self) -> tuple[tuple[int, ...], ...]:
+        """Of each axis the offsets of all taps, in order."""
+        return tuple(tuple(sorted({offset for _, taps in axis.taps for _, offset in taps})) for axis in self.axes)
 
 
 @lru_cache(maxsize=1024)
 def multiplied(p: Problem, unroll: Triple, subs: int, w_subs: int) -> Multiplied:
-    """NOTES: kept, planning a layer of 16 x 16 phases (768 -> 3 k16 s16) takes 0.7 s instead of 30 (on a slow core)."""
-    axis_d, axis_h, axis_w = gather_axes(p, unroll)
+    """What is multiplied by one division of the taps.
+
+    Raises:
+        Unfit: sub-positions do not fill tiles or blocks, or the kernel's tables have no room for all of them.
+    """
+    axes = axis_d, axis_h, axis_w = gather_axes(p, unroll)
     if axis_w.out_step % w_subs:
         raise Unfit("W sub-positions do not fill the tiles")
     if w_subs > MOST_W_SUBS:
         raise Unfit(f"{w_subs} sub-positions along W are more than the {MOST_W_SUBS} that the epilogue is unrolled for")
-    kernel = (1,) * (3 - p.rank) + p.kernel
     firsts = range(0, axis_w.out_step, w_subs)
-    bare: tuple[tuple[Bare, ...], ...] = ()
+    tapped: Sequence[int] = firsts
+    least, stores = axis_d.out_step * axis_h.out_step, False
     if w_subs == axis_w.out_step or p.layout == "channels_last":
-        sets = _sets(axis_d, axis_h, subs)
+        # Sub-positions without taps are stored with a tile of others.
         tapped = sorted({sub // w_subs * w_subs for sub, _ in axis_w.taps})
-        variants = tuple((s, u) for s in sets for u in tapped)
+        least, stores = len(axis_d.taps) * len(axis_h.taps), True
+    if least * len(tapped) > subs * _MOST_PHASES:
+        raise Unfit(f"the kernel's tables have no room for more than {_MOST_PHASES} phases")
+    sets = _sets(axis_d, axis_h, subs, least)
+    if any(len(s) != subs for s in sets):
+        raise Unfit("sub-positions do not fill the blocks")
+    variants = tuple((s, u) for s in sets for u in tapped)
+    bare: tuple[tuple[Bare, ...], ...] = ()
+    if stores:
         held = [pair for s in sets for pair in s]
         runs = _bare(held, axis_d.out_step, axis_h.out_step, firsts, tapped)
         bare = _shared_out(runs, variants, axis_h.out_step, w_subs)
-    else:
-        if axis_d.out_step * axis_h.out_step * len(firsts) > subs * _MOST_PHASES:
-            raise Unfit(f"the kernel's tables have no room for more than {_MOST_PHASES} phases")
-        sets = _sets(axis_d, axis_h, subs, axis_d.out_step * axis_h.out_step)
-        variants = tuple((s, u) for s in sets for u in firsts)
-    if any(len(s) != subs for s in sets):
-        raise Unfit("sub-positions do not fill the blocks")
     blocks_of_w = tuple(range(w_subs))
     if w_subs == axis_w.out_step:
         numbers = {sub: i for i, (sub, _) in enumerate(axis_w.taps)}
         blocks_of_w = tuple(numbers.get(u, -1) for u in range(w_subs))
-    entries = []
-    for s, first_u in variants:
-        blocks = []
-        for u, block in enumerate(blocks_of_w):
-            if block < 0:
-                continue
-            found: dict[Triple, list[int]] = {}
-            for i, (ud, uh) in enumerate(s):
-                for (kd, od), (kh, oh), (kw, ow) in product(axis_d.at(ud), axis_h.at(uh), axis_w.at(first_u + u)):
-                    taps = found.setdefault((od, oh, ow), [-1] * subs)
-                    taps[i] = (kd * kernel[1] + kh) * kernel[2] + kw
-            blocks.append(tuple((offsets, tuple(taps)) for offsets, taps in sorted(found.items())))
-        entries.append(tuple(blocks))
-    counts = tuple(sum(len(b) for b in blocks) for blocks in entries)
-    lengths = frozenset(len(b) for blocks in entries for b in blocks if b)
-    every = {entry[0] for blocks in entries for block in blocks for entry in block}
-    offsets = tuple(tuple(sorted({off[axis] for off in every})) or (0,) for axis in range(3))
-    return Multiplied(
-        variants,
-        bare,
-        blocks_of_w,
-        tuple(entries),
-        counts,
-        tuple(Counter(counts).items()),
-        tuple(Counter(map(Fill.of, bare)).items()),
-        max(counts),
-        sum(counts),
-        frozenset(counts),
-        lengths,
-        offsets,
-    )
+    d, h, w = (1,) * (3 - p.rank) + p.kernel
+    return Multiplied(axes, (d, h, w), variants, bare, blocks_of_w)
 
 
-def _sets(axis_d: Axis, axis_h: Axis, subs: int, least: int = 0) -> list[tuple[tuple[int, int], ...]]:
-    """(D, H) sub-positions in sets of ``subs``: those with taps, then ``least`` in all, or as many as fill a set.
+def _sets(axis_d: Axis, axis_h: Axis, subs: int, least: int) -> list[Pairs]:
+    """(D, H) sub-positions in sets of ``subs``: those with taps, and others, ``least`` in all or as many as fill a set.
 
     Those without taps come last, so that they share sets with each other and nothing is multiplied for them.
     """

@@ -19,6 +19,7 @@ from upconv.cuda.tiling_weights import STEPS_UNROLLED
 from upconv.derived import varied
 from upconv.problem import Problem
 
+_MOST_STAGES = 8
 CLUSTERS = (2, 4, 8)
 """Blocks of a cluster that may share a tile's chunks."""
 
@@ -51,6 +52,7 @@ class Floor:
 
     def __init__(self, t: Tiling, p: Problem, gpu: Gpu, planewise: tuple[bool, ...], clusters: bool) -> None:
         self._t, self._gpu, self._clusters = t, gpu, clusters
+        self._planewise = any(planewise)
         self._sets = [constants(varied(t, planewise=by_plane)) for by_plane in planewise]
         self._axes = tuple(zip(positions(p, t.shuffle), t.out_steps))
         self._batch, self._groups, self._variants = p.batch, t.problem.groups, len(t.variants)
@@ -90,6 +92,7 @@ class Floor:
         copied = pixels * (shape.chunk * t.element + (c.row if t.channels_last else 0.0))
         turned = t.parts * k_steps * (2 if not t.channels_last else (t.parts == 2) * 0.7)
         turn = -(-pixels // (192 if t.wgmma else 128)) * turned * c.turning[1 if t.element == 4 else 2] + c.turning[0]
+        latency = 0.0 if self._planewise else c.latency / _MOST_STAGES  # of a chunk
         stored = q * self._outputs * min(self._couts, rows) // cluster
         store = stored / (STAGED[0] if t.drained else c.store)
         fragment = nb * (32 if split == 2 else 64) * (3 if t.parts == 2 else 1) / t.parts
@@ -101,7 +104,8 @@ class Floor:
         for entries, times in t.repeated_entries:
             of_chunks = chunks if entries else 0
             matrix, l2 = of_chunks * entries * k_steps * t.parts * of_step, (of_chunks * copied + stored) / c.l2
-            body = max(matrix, l2, of_chunks * turn) + c.overlap * min(matrix, l2) + of_chunks * min(c.chunk)
+            body = max(matrix, l2, of_chunks * max(turn, latency)) + c.overlap * min(matrix, l2)
+            body += of_chunks * (c.exposed * latency + min(c.chunk))
             every = body + store + c.tile  # of the last tile, whose stores nothing hides
             if split == 2:
                 tile = max(body + c.turn, every / 2)

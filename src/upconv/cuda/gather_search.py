@@ -26,6 +26,8 @@ _ACCUMULATORS = 4  # blocks of 64 x 64 that a consumer warpgroup holds: 128 regi
 _MMA_ACCUMULATORS = 2  # without setmaxnreg a thread has 168 registers
 _MAX_TAPS = 4096  # of all phases; the tables lie in constant memory
 _CLUSTER_HOPE = 1.0, 1.05  # by how much the model hopes where clusters share a tile's chunks: NCHW, channels_last
+MOST_SKETCHES = 400
+"""Sketches whose tilings a search makes."""
 _PROMISING = 12  # of the tilings that promise most with clusters so many are looked at
 _AHEAD = 4500.0  # clocks that the rings should look ahead
 _SPREAD = 1.2  # of tiles that store between others' results; asked only against phases as rows, fitted to hifigan alone
@@ -230,6 +232,9 @@ def _divisions(of: _Search) -> Iterator[Tiling]:
     for (subs, unroll), w_subs in product(_subs(p, cout_g), _w_subs(of.steps[2])):
         if of.drained and subs > 1:
             continue  # before tilings are made of them, which `checked` would refuse
+        of_width = gather_axes(p, unroll)[2]
+        if (len(of_width.taps) if w_subs == of_width.out_step else w_subs) > of.accumulators:
+            continue
         try:
             taps = settled(varied(layer, subs=subs, unroll=unroll, w_subs=w_subs), *_TAPS)
         except Unfit:
@@ -385,12 +390,14 @@ def considered(
 
     ``slack``: those that may take up to so many times the least; of others some are left out.
     """
+    most = MOST_SKETCHES if slack < math.inf else math.inf
     found = _every(p, gpu, general)
     floors = _floors(found, p, gpu) if slack < math.inf else [0.0] * len(found)
+    made = 0
     seen: dict[int, list[tuple[float, str, Tiling, Clocks]]] = {}
     best = math.inf
     for i in sorted(range(len(found)), key=floors.__getitem__):
-        if floors[i] > slack * best:
+        if floors[i] > slack * best or (made := made + 1) > most:
             break
         seen[i] = list(_timed(found[i], p, gpu, general))
         best = min([best, *(one[0] for one in seen[i])])

@@ -197,16 +197,16 @@ class Tiling(TiledWeights):
     @property
     def _planes_apart(self) -> bool:
         """Whether a tile has planes that may land one by one."""
-        return self.strided_box and len(self.planes) > 1
+        return self.strided_box and self.plane_count > 1
 
     @property
     def _planes_in_turn(self) -> bool:
         if not ((self.straight or self.rolled) and self.mb == 1):
             return False
         # A round is a plane (NOTES: dilated taps of tiles of one row are in more planes than there are remainders).
-        if self.rolled and any(len(block) != len(self.planes) * self.taps_unrolled for (block,) in self.entries):
+        if self.rolled and any(len(block) != self.plane_count * self.taps_unrolled for (block,) in self.entries):
             return False
-        return all(len({self.plane_of(off) for off, _ in block}) == len(self.planes) for (block,) in self.entries)
+        return all(len({self.plane_of(off) for off, _ in block}) == self.plane_count for (block,) in self.entries)
 
     @property
     def table_bytes(self) -> int:
@@ -216,7 +216,7 @@ class Tiling(TiledWeights):
         of_variants = variants * (4 * (self.mb + 1) + 8 + 4 * self.subs + 2 + 2)
         rows = sum(self.row_counts)
         bare = sum(times * (fill.planes + fill.runs + fill.parts) for fill, times in self._multiplied.fills)
-        return of_entries + of_variants + 4 * rows + 8 * bare + 12 * len(self.planes) + 256
+        return of_entries + of_variants + 4 * rows + 8 * bare + 12 * self.plane_count + 256
 
     # --- the kernel's macros -----------------------------------------------------------------------------------------
 
@@ -329,7 +329,7 @@ class Tiling(TiledWeights):
             else 0,
             "PLANE": self.plane,
             "STRIDED_BOX": int(self.strided_box),
-            "PLANES": len(self.planes) if self.strided_box else len(self.residues),
+            "PLANES": self.plane_count if self.strided_box else len(self.residues),
             "RESIDUES": table(w for _, _, w in self.planes) if self.strided_box else table(self.residues),
             "PLANE_BARRIERS": self.plane_barriers,
             "PLANES_OF_ENTRIES": table(self.plane_of(off) if self.planewise else 0 for off, _ in flat),

@@ -33,7 +33,7 @@ from upconv.cuda.wgrad_costs import (
     together,
     whole,
 )
-from upconv.cuda.wgrad_search import considered, refusal, straddling
+from upconv.cuda.wgrad_search import promising, refusal
 from upconv.cuda.wgrad_warpgroups import COMMON_WIDTHS, WarpgroupTiling
 from upconv.problem import Problem
 
@@ -366,23 +366,15 @@ def _choose(p: Problem, gpu: Gpu, general: bool) -> Choice | str:
     if refused:
         return refused
     best: tuple[float, tuple[int, int], str, int, AnyTiling] | None = None
-    sketches = considered(p, gpu, general)
-    floors = [sketch.floor(p, gpu) for sketch in sketches]
-    for i in sorted(range(len(sketches)), key=lambda i: floors[i].seconds):
-        if best is not None and floors[i].seconds > best[0]:
+    for place, floor, (t, clocks) in promising(p, gpu, general):
+        if best is not None and floor > best[0]:
             break
-        for j, chunk in enumerate(sketches[i].chunks):
-            if best is not None and isinstance(chunk, tuple) and floors[i].of(chunk) > best[0]:
-                continue
-            found = sketches[i].timed(chunk, straddling(p, general))
-            if found is None or (best is not None and least(found[0], found[1][0], p, gpu) > best[0]):
-                continue
-            t, clocks = found
-            if general and isinstance(t, WarpgroupTiling) and t.row_columns not in COMMON_WIDTHS:
-                continue  # files print the common instructions, and stay as they are
+        if general and isinstance(t, WarpgroupTiling) and t.row_columns not in COMMON_WIDTHS:
+            continue  # files print the common instructions, and stay as they are
+        if best is None or least(t, clocks[0], p, gpu) <= best[0]:
             seconds, bound, splits = whole(t, clocks, p, gpu, general=general)
-            if best is None or (seconds, (i, j)) < best[:2]:  # of equals the first
-                best = seconds, (i, j), bound, splits, t
+            if best is None or (seconds, place) < best[:2]:  # of equals the first
+                best = seconds, place, bound, splits, t
     if best is None:
         return f"no tile of this layer with its halo fits in {gpu.shared_bytes // 1024} KB of shared memory"
     seconds, _, bound, splits, t = best

@@ -7,7 +7,6 @@ beside them: the first bytes, and sums on their way to the weight, alone, by clu
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from upconv.cuda.boxes import fullest
@@ -344,7 +343,6 @@ class Floor:
     def __init__(self, t: AnyTiling, p: Problem, gpu: Gpu, general: bool) -> None:
         ends = _ends(t, general)
         self._t, self._gpu, self._ends = t, gpu, ends
-        self._size = p.batch, *(1,) * (3 - p.rank), *p.size
         self._memory = (math.prod(p.input_shape) + math.prod(p.output_shape)) * t.element / gpu.bandwidth
         self._step = (_sync_step if isinstance(t, SyncTiling) else _warpgroup_step)(t)
         self._of_steps = 8 if t.element == 4 else 16  # positions
@@ -356,14 +354,13 @@ class Floor:
             read = math.prod(len({tap * by % step for tap in range(taps)}) for taps, by, step in axes)
             line = (_LAST_LINE if t.channels_last else _BOXED_LINE) / 128
             self._copied = read * t.block[1] * t.element * line  # clocks for each position, of g alone
-        self.seconds = self._whole(math.prod(self._size) / self._of_steps * self._step)
+        self.seconds = self._whole(p.batch * math.prod(p.size) / self._of_steps * self._step)
         """Of any chunk."""
 
-    def of(self, chunk: Sequence[int]) -> float:
-        """Of a chunk of so many images and positions along D, H and W."""
-        positions = math.prod(chunk)
+    def of(self, chunks: int, positions: int) -> float:
+        """Of so many chunks of so many positions."""
         clocks = max(positions / self._of_steps * self._step, positions * self._copied) + self._chunk
-        return self._whole(math.prod(map(_ceil, self._size, chunk)) * clocks)
+        return self._whole(chunks * clocks)
 
     def _whole(self, clocks: float) -> float:
         """With all blocks' ends, of the clocks of all chunks on one multiprocessor."""
@@ -371,10 +368,6 @@ class Floor:
         work = (self._t.tiles * clocks / gpu.multiprocessors + self._ends.block) / gpu.clock
         found = max(work, self._memory) + self._ends.memory * min(work, self._memory)
         return found * _DEEP_RING[1] * (1.0 - 1e-9)
-
-
-def _ceil(size: int, of: int) -> int:
-    return -(-size // of)
 
 
 def _sync_step(t: AnyTiling) -> float:

@@ -10,11 +10,12 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from heapq import heapify, heappop, heappush
 from itertools import product
 
 import torch
 
-from upconv.cuda.boxes import alignment_classes, parts
+from upconv.cuda.boxes import alignment_classes, fullest, parts
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.wgrad_boxes import MAX_CLASSES
 from upconv.cuda.wgrad_costs import AnyTiling, Clocks, Floor, chunk_clocks, straddling_of
@@ -25,6 +26,8 @@ from upconv.problem import Problem
 
 _ACCUMULATORS = 144  # registers of a thread of the mma.sync kernel; beside them fragments and addresses
 _MOST_WIDTH = 160  # input channels of a block that needs two accumulators of 64 rows
+MOST_MADE = 1000
+"""Tilings that a search makes."""
 _GAPLESS = 64, 96, 128, 192, 256  # positions of their chunks
 
 
@@ -121,11 +124,42 @@ def candidates(
         yield from filter(None, map(sketch.tiling, sketch.chunks))
 
 
-def considered(p: Problem, gpu: Gpu, general: bool) -> tuple[Sketch, ...]:
-    """The sketches of a problem; a layer's are found once, and their tilings kept."""
+def promising(
+    p: Problem, gpu: Gpu, general: bool
+) -> Iterator[tuple[tuple[int, int], float, tuple[AnyTiling, Clocks]]]:
+    """A problem's tilings by rising bound, `MOST_MADE` at most: each one's place among `candidates`, its bound in
+    seconds, and the tiling with the clocks of its chunk.
+
+    A layer's sketches are found once, and their tilings kept.
+    """
     aligned, aligned_g = (size[-1] * p.dtype.itemsize % 16 == 0 for size in (p.size, p.out_size))
     width, classes = 0 if general else narrow(p), classes_of(p, general)
-    return _sketches(any_size(p), gpu, aligned, aligned_g, width, classes, general, lined(p))
+    sketches = _sketches(any_size(p), gpu, aligned, aligned_g, width, classes, general, lined(p))
+    straddling = 1.0 if general else straddling_of(p)
+    counts = {chunk: _chunks(p, chunk) for chunk in {chunk for sketch in sketches for chunk in sketch.chunks}}
+    floors = [sketch.floor(p, gpu) for sketch in sketches]
+    heap = [(floor.seconds, i, -1) for i, floor in enumerate(floors)]
+    heapify(heap)
+    made = 0
+    while heap and made < MOST_MADE:
+        seconds, i, j = heappop(heap)
+        sketch = sketches[i]
+        if j < 0:  # a sketch, whose tilings take its place
+            for j, chunk in enumerate(sketch.chunks):
+                heappush(heap, (max(seconds, floors[i].of(*counts[chunk])), i, j))
+            continue
+        made += 1
+        timed = sketch.timed(sketch.chunks[j], straddling)
+        if timed is not None:
+            yield (i, j), seconds, timed
+
+
+def _chunks(p: Problem, chunk: Chunk) -> tuple[int, int]:
+    """How many chunks a problem has, and positions of each."""
+    if isinstance(chunk, int):
+        return fullest(p.batch, p.size, p.stride, chunk)[0], chunk
+    sizes = p.batch, *(1,) * (3 - p.rank), *p.size
+    return math.prod(-(-size // of) for size, of in zip(sizes, chunk)), math.prod(chunk)
 
 
 @lru_cache(maxsize=256)
@@ -148,11 +182,6 @@ def _sketches(
     if not p.batch_as_width:  # whose threads read images as they lie
         found += [Sketch(of, base, _tiles(p)) for base in _sync_bases(of)]
     return tuple(found)
-
-
-def straddling(p: Problem, general: bool) -> float:
-    """As `wgrad_costs.straddling_of`; files know no size."""
-    return 1.0 if general else straddling_of(p)
 
 
 def any_size(p: Problem) -> Problem:
