@@ -49,7 +49,7 @@ class Axis:
     out_step: int
     in_step: int
     taps: tuple[tuple[int, Taps], ...]
-    """The sub-positions that have taps, in order, each with its own: no more than the kernel has, whatever the stride."""
+    """The sub-positions that have taps, in order, each with its own: never more than the kernel has."""
 
     @derived
     def _by_sub(self) -> dict[int, Taps]:
@@ -162,7 +162,9 @@ class Multiplied:
     def entries(self) -> Entries:
         """In the order of their offsets."""
         return tuple(
-            tuple(self._block(pairs, self.axes[2].at(first + u)) for u, block in enumerate(self.blocks_of_w) if block >= 0)
+            tuple(
+                self._block(pairs, self.axes[2].at(first + u)) for u, block in enumerate(self.blocks_of_w) if block >= 0
+            )
             for pairs, first in self.variants
         )
 

@@ -134,8 +134,6 @@ class Sketch:
     def _found(self) -> Iterator[Tiling]:
         of, sub, tile = self._of, self.shape.sub, self.shape.tile
         base = varied(self._shaped(), split=self.shape.split, chunk=self.shape.chunk, classes=self._classes)
-        if of.beside:
-            base = varied(base, beside=64 // base.period)
         if self._classes is None and of.classes is not None and base.staging_units * 16 > _SHORT_ROWS:
             return
         even = len(base.distinct_entries) == 1
@@ -239,9 +237,10 @@ def _divisions(of: _Search) -> Iterator[Tiling]:
             taps = settled(varied(layer, subs=subs, unroll=unroll, w_subs=w_subs), *_TAPS)
         except Unfit:
             continue
-        if of.beside and (unroll != (1, 1, 1) or not taps.contiguous or taps.fills or taps.period > 32):
-            continue
-        yield taps
+        if not of.beside:
+            yield taps
+        elif unroll == (1, 1, 1) and taps.contiguous and not taps.fills and taps.period <= 32:
+            yield varied(taps, beside=64 // taps.period)
 
 
 def _of_taps(of: _Search, taps: Tiling) -> Iterator[Sketch]:
@@ -383,9 +382,7 @@ def drains(p: Problem) -> bool:
     return w % 8 == 0 and h % p.stride[0] == 0
 
 
-def considered(
-    p: Problem, gpu: Gpu, general: bool = False, slack: float = math.inf
-) -> list[tuple[float, str, Tiling]]:
+def considered(p: Problem, gpu: Gpu, general: bool = False, slack: float = math.inf) -> list[tuple[float, str, Tiling]]:
     """(seconds, what bounds them, tiling) by the model of every tiling that `choose` looks at.
 
     ``slack``: those that may take up to so many times the least; of others some are left out.
@@ -448,9 +445,7 @@ def _floors(found: Sequence[_Considered], p: Problem, gpu: Gpu) -> list[float]:
     return floors
 
 
-def _timed(
-    one: _Considered, p: Problem, gpu: Gpu, general: bool
-) -> Iterator[tuple[float, str, Tiling, Clocks]]:
+def _timed(one: _Considered, p: Problem, gpu: Gpu, general: bool) -> Iterator[tuple[float, str, Tiling, Clocks]]:
     for t, clocks in one.sketch.clocks(alignment_of(p)):
         seconds, bound = seconds_of(t, clocks, p, gpu)
         seconds *= one.spread
@@ -500,7 +495,12 @@ def _of_layer(
 
 @lru_cache(maxsize=256)
 def _of_size(
-    layer: Problem, gpu: Gpu, size: tuple[int, ...], shuffle: Shuffle | None, drained: bool = False, beside: bool = False
+    layer: Problem,
+    gpu: Gpu,
+    size: tuple[int, ...],
+    shuffle: Shuffle | None,
+    drained: bool = False,
+    beside: bool = False,
 ) -> tuple[Sketch, ...]:
     """Those for this size of the input alone."""
     return tuple(sketches(layer, gpu, size=size, shuffle=shuffle, drained=drained, beside=beside))

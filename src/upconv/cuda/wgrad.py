@@ -10,7 +10,6 @@ together, where all of them run at once.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import product
@@ -34,6 +33,7 @@ from upconv.cuda.wgrad_costs import (
     whole,
 )
 from upconv.cuda.wgrad_search import promising, refusal
+from upconv.cuda.wgrad_tiling import SyncTiling
 from upconv.cuda.wgrad_warpgroups import COMMON_WIDTHS, WarpgroupTiling
 from upconv.problem import Problem
 

@@ -124,9 +124,7 @@ def candidates(
         yield from filter(None, map(sketch.tiling, sketch.chunks))
 
 
-def promising(
-    p: Problem, gpu: Gpu, general: bool
-) -> Iterator[tuple[tuple[int, int], float, tuple[AnyTiling, Clocks]]]:
+def promising(p: Problem, gpu: Gpu, general: bool) -> Iterator[tuple[tuple[int, int], float, tuple[AnyTiling, Clocks]]]:
     """A problem's tilings by rising bound, `MOST_MADE` at most: each one's place among `candidates`, its bound in
     seconds, and the tiling with the clocks of its chunk.
 
@@ -382,5 +380,3 @@ def _tiles(p: Problem, least: int = 64) -> tuple[tuple[int, int, int, int], ...]
     if p.rank == 3:
         shapes += [(1, d, h, w) for d in (2, 4) for h in (2, 4, 8) for w in (8, 16, 32) if 32 <= d * h * w <= 256]
     return tuple(shapes)
-
-
