@@ -23,7 +23,7 @@ from upconv.cuda.gpu import A100, H200, Gpu
 from upconv.problem import LAYOUTS, Pass, Problem
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
-import planning  # noqa: E402
+import planning
 
 EVERY: tuple[tuple[torch.dtype, str], ...] = (
     (torch.float32, "tf32"),
