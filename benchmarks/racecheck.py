@@ -48,6 +48,7 @@ from upconv.cuda import (
     subpixel,
     sweep,
     wgrad,
+    wgrad_search,
 )
 from upconv.cuda.axes import result_shape, source_shape
 from upconv.cuda.gpu import A100, MAX_CLUSTER, gpu
@@ -311,9 +312,9 @@ def run_wgrad(
     splits' blocks exchange sums while they multiply; all at once or, where the call is not ``lasting``, as clusters.
     """
     aligned, aligned_g = (size[-1] * p.dtype.itemsize % 16 == 0 for size in (p.size, p.out_size))
-    of_size = wgrad._narrow(p), wgrad._classes(p), False, wgrad._lined(p)
-    every = wgrad.candidates(wgrad._any_size(p), gpu(0), aligned, aligned_g, *of_size)
-    kind = descriptors, interleaved, interleaved and wgrad._lined(p), handed
+    of_size = wgrad_search.narrow(p), wgrad_search.classes_of(p), False, wgrad_search.lined(p)
+    every = wgrad_search.candidates(wgrad_search.any_size(p), gpu(0), aligned, aligned_g, *of_size)
+    kind = descriptors, interleaved, interleaved and wgrad_search.lined(p), handed
     wanted = (t for t in every if isinstance(t, WarpgroupTiling) and t.adds_up)
     wanted = (t for t in wanted if (t.a_shared, t.interleaved, t.lined, t.hands_over) == kind)
     tiling = next(t for t in wanted if t.tiles <= 9 and t.stages >= stages)

@@ -22,7 +22,7 @@ import upconv
 from conftest import assert_accurate, needs_gxx, seeds, tf32_magnitude
 from test_host import epilogue, tiles
 from upconv import planner, reference
-from upconv.cuda import batches, boxes, families, gather, gather_search, implicit, relayout, wgrad
+from upconv.cuda import batches, boxes, families, gather, gather_search, implicit, relayout, wgrad, wgrad_search
 from upconv.cuda.axes import Unfit, any_size
 from upconv.cuda.gpu import A100, H200, gpu
 from upconv.cuda.wgrad_warpgroups import WarpgroupTiling
@@ -270,9 +270,9 @@ def test_what_reads_no_boxes_takes_no_batch_as_width() -> None:
     assert not list(gather_search.candidates(any_size(q), A100))
     weight = q.with_(pass_="grad-weight")
     aligned = (True, True)
-    every = list(wgrad.candidates(wgrad._any_size(weight), H200, *aligned))
+    every = list(wgrad_search.candidates(wgrad_search.any_size(weight), H200, *aligned))
     assert every and all(isinstance(t, WarpgroupTiling) and t.box_g for t in every)
-    assert not list(wgrad.candidates(wgrad._any_size(weight), A100, *aligned))
+    assert not list(wgrad_search.candidates(wgrad_search.any_size(weight), A100, *aligned))
 
 
 # --- on a GPU --------------------------------------------------------------------------------------------------------
@@ -350,7 +350,7 @@ def test_weights_on_a_gpu(name: str, precision: Precision) -> None:
     expected = reference.gradients(p, g, x, torch.zeros(p.weight_shape, device="cuda"))[1]
     chosen = wgrad.choose(q, chip)
     assert isinstance(chosen, wgrad.Choice)
-    every = list(wgrad.candidates(wgrad._any_size(q), chip, True, True))
+    every = list(wgrad_search.candidates(wgrad_search.any_size(q), chip, True, True))
     choices = [chosen]
     for t in random.Random(name).sample(every, min(4, len(every))):
         most = math.prod(t.counts(q))

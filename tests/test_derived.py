@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from upconv.cuda import gather_search, sweep, wgrad
+from upconv.cuda import gather_search, sweep, wgrad_search
 from upconv.cuda.axes import any_size
 from upconv.cuda.gpu import A100, H200
 from upconv.cuda.shuffle import ways
@@ -123,7 +123,7 @@ def searched(seed: int) -> list[Any]:
     of_weight = p.with_(pass_="grad-weight", bias=False)
     for aligned, classes in ((True, (1, 1)), (False, (1, 1)), (False, (2, 2))):
         lined = p.rank == 1 and aligned
-        found.append(wgrad.candidates(of_weight, gpu, True, aligned, p.size[-1], classes, lined=lined))
+        found.append(wgrad_search.candidates(of_weight, gpu, True, aligned, p.size[-1], classes, lined=lined))
     if p.rank == 3 and not isinstance(sweep.choose(towards, gpu), str):
         found.append(sweep.candidates(towards, gpu))
     drawn = [list(islice(some, rng.randrange(40), 4000, 37)) for some in found]

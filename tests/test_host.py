@@ -22,7 +22,7 @@ import torch
 from conftest import EVERY, HOST, diagonal, host_program, needs_gxx, seeds
 from gather_interpreter import Interpreter
 from test_gather import draw_problem, draw_shuffled, draw_tiling
-from upconv.cuda import gather_search, jit, wgrad
+from upconv.cuda import gather_search, jit, wgrad_search
 from upconv.cuda.axes import Unfit, any_size, result_shape, source_shape
 from upconv.cuda.gpu import H200
 from upconv.cuda.packs import PACK_THREADS
@@ -457,7 +457,7 @@ def test_taps_shift_their_fragments_out_of_common_words(seed: int, stride: int, 
         p = Problem.make(2, 64, 64, (64,) * rank, kernel, stride, r.randint(0, 1), 0, r.choice((1, 1, 2, 3)))
         p = p.with_(dtype=torch.bfloat16, precision="bf16", pass_="grad-weight", bias=False)
         classes = (1, 1) if aligned else r.choice(((1, 1), (2, 1), (4, 2)))
-        candidates = wgrad.candidates(p, H200, True, aligned, classes=classes)
+        candidates = wgrad_search.candidates(p, H200, True, aligned, classes=classes)
         every = [t for t in candidates if isinstance(t, WarpgroupTiling)]
         stacked = [t for t in every if t.stacked and t.shared_words]
         tiling = r.choice(stacked if stacked and seed else every)
@@ -474,7 +474,7 @@ def test_descriptors_name_the_pixels_of_a_tap(seed: int, stacked: bool, tmp_path
         kernel, dilation = tuple(r.randint(1, 4) for _ in range(rank)), 1 if stacked else r.choice((1, 1, 2))
         p = Problem.make(2, 64, r.choice((64, 128)), (9,) * rank, kernel, stride, 1, 0, dilation, dtype=torch.bfloat16)
         p = p.with_(precision="bf16", layout="channels_last", pass_="grad-weight", bias=False)
-        every = wgrad.candidates(wgrad._any_size(p), H200, True, True)
+        every = wgrad_search.candidates(wgrad_search.any_size(p), H200, True, True)
         fit = [t for t in every if isinstance(t, WarpgroupTiling) and t.a_shared and t.stacked == stacked]
         if fit:
             break

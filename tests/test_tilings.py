@@ -46,8 +46,8 @@ def synthetic(constants: costs.Constants, name: str, noise: float) -> list[tilin
     finally:
         costs.SETS[name] = kept
         for cache in (
-            gather_search._tilings,
-            gather_search._small_tilings,
+            gather_search._of_layer,
+            gather_search._of_size,
             gather._choose,
         ):  # they know the other clocks
             cache.cache_clear()

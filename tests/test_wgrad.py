@@ -17,7 +17,7 @@ import torch
 
 from conftest import EVERY, Stubs, by_turns, diagonal
 from upconv.bench.suites import SUITES
-from upconv.cuda import jit, launch, wgrad, wgrad_costs
+from upconv.cuda import jit, launch, wgrad, wgrad_costs, wgrad_search
 from upconv.cuda.boxes import fullest
 from upconv.cuda.gpu import A100, B200, H200, RTX3090, RTX4090, RTX5090, Gpu
 from upconv.cuda.wgrad_tiling import WARPS, SyncTiling
@@ -71,8 +71,8 @@ def draw_problem(rng: random.Random) -> Problem:
 def tilings(p: Problem) -> list[AnyTiling]:
     """All candidates of a layer."""
     aligned, aligned_g = (size[-1] * p.dtype.itemsize % 16 == 0 for size in (p.size, p.out_size))
-    of_size = wgrad._narrow(p), wgrad._classes(p), False, wgrad._lined(p)
-    return list(wgrad.candidates(wgrad._any_size(p), H200, aligned, aligned_g, *of_size))
+    of_size = wgrad_search.narrow(p), wgrad_search.classes_of(p), False, wgrad_search.lined(p)
+    return list(wgrad_search.candidates(wgrad_search.any_size(p), H200, aligned, aligned_g, *of_size))
 
 
 def other_size(p: Problem, rng: random.Random) -> Problem:
@@ -124,8 +124,8 @@ def serves(t: AnyTiling, p: Problem, q: Problem) -> bool:
     """Whether a tiling of a layer at one size serves it at another."""
     if not isinstance(t, WarpgroupTiling):
         return True
-    whole = (not t.lines or p.size[-1] == q.size[-1]) and (not t.lined or wgrad._lined(q))
-    return whole and (not t.classed or wgrad._classes(q) == t.classes)
+    whole = (not t.lines or p.size[-1] == q.size[-1]) and (not t.lined or wgrad_search.lined(q))
+    return whole and (not t.classed or wgrad_search.classes_of(q) == t.classes)
 
 
 def work(tiling: AnyTiling, p: Problem) -> int:
@@ -314,7 +314,7 @@ def test_blocks_as_wide_as_a_layer(cin: int, layout: Layout, precision: Precisio
 )  # fmt: skip
 def test_widths_of_blocks(cin: int, steep: bool, rows_of_32: bool, widths: tuple[int, ...]) -> None:
     """One more where it leaves fewer columns empty; by boxes of pixels' channels not where they are the narrowest."""
-    assert wgrad._widths(cin, steep, rows_of_32) == widths
+    assert wgrad_search._widths(cin, steep, rows_of_32) == widths
 
 
 def test_wide_blocks_are_not_turned() -> None:
@@ -343,10 +343,10 @@ def test_rows_off_16_bytes_come_by_classes(precision: Precision, width: int, hei
             dtype=DTYPES[precision], precision=precision, pass_="grad-weight",
         )  # fmt: skip
         own = [t for t in tilings(p) if isinstance(t, WarpgroupTiling) and t.classed]
-        assert not own or wgrad._classes(p) != (1, 1)
+        assert not own or wgrad_search.classes_of(p) != (1, 1)
         few = [t for t in rng.sample(own, min(60, len(own))) if t.tiles <= 30 and work(t, p) < 2e6]
         for tiling in few[:1]:
-            assert tiling.box_g and tiling.classes == wgrad._classes(p)
+            assert tiling.box_g and tiling.classes == wgrad_search.classes_of(p)
             check(tiling, p, rng)
             done += 1
         if done == 6:
@@ -454,7 +454,7 @@ def test_constants_do_not_depend_on_the_size(seed: int) -> None:
     rng = random.Random(seed)
     p, every = layer(seed)
     other = other_size(p, rng)
-    assert wgrad._any_size(p) == wgrad._any_size(other)
+    assert wgrad_search.any_size(p) == wgrad_search.any_size(other)
     for t in rng.sample(every, min(20, len(every))):
         assert replace(t, problem=other).macros() == t.macros()
         (one, *alone), (same, *at_once) = (
@@ -568,7 +568,7 @@ def test_what_a_search_leaves_out_is_never_the_best(layout: Layout, general: boo
         p = p.with_(pass_="grad-weight", bias=False) if p.rank > 1 else p.with_(pass_="grad-weight", layout="nchw")
         if wgrad.refusal(p, H200):
             continue
-        for t in list(wgrad.candidates(p, H200, True, True, general=general))[::7]:
+        for t in list(wgrad_search.candidates(p, H200, True, True, general=general))[::7]:
             clocks = wgrad_costs.chunk_clocks(t)
             least = wgrad_costs.least(t, clocks[0], p, H200)
             assert 0 < least <= wgrad_costs.whole(t, clocks, p, H200, general=general)[0]
@@ -581,7 +581,7 @@ def test_the_same_choice_twice(index: int) -> None:
     found = []
     for _ in range(2):
         wgrad._choose.cache_clear()
-        wgrad._tilings.cache_clear()
+        wgrad_search._sketches.cache_clear()
         found.append(wgrad.choose(p, H200))
     assert found[0] == found[1]
     assert hash(found[0]) == hash(found[1])
@@ -735,7 +735,7 @@ def test_one_box_of_x_has_the_elements_of_several() -> None:
     for layer in layers:
         p = layer.with_(dtype=torch.bfloat16, precision="bf16", layout="channels_last", pass_="grad-weight")
         kinds: dict[Any, WarpgroupTiling] = {}
-        for t in wgrad.candidates(wgrad._any_size(p), H200, True, True):
+        for t in wgrad_search.candidates(wgrad_search.any_size(p), H200, True, True):
             if isinstance(t, WarpgroupTiling) and t.x_one_box:
                 kinds.setdefault((t.block[0], t.stacked, t.tile), t)
         x = torch.arange(math.prod(p.input_shape)).view(p.batch, *p.size, p.in_channels)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import upconv
 from upconv import cpu, ops, reference
-from upconv.cuda import direct, direct_wgrad, staged, wgrad, wgrad_costs
+from upconv.cuda import direct, direct_wgrad, staged, wgrad, wgrad_costs, wgrad_search
 from upconv.cuda.gpu import A100, gpu
 from upconv.cuda.launch import Launcher
 from upconv.cuda.wgrad_warpgroups import WarpgroupTiling
@@ -157,8 +157,8 @@ WIDE = ((4, 5, 8, 16, 17, 32, 40, 64, 96, 130), (1, 3, 5, 8, 16, 24, 32, 64, 72,
 def drawn(p: Problem, rng: random.Random) -> Iterator[wgrad.Choice]:
     """A few tilings of each kind, by splits of K that do not divide its chunks."""
     aligned, aligned_g = (size[-1] * p.dtype.itemsize % 16 == 0 for size in (p.size, p.out_size))
-    of_size = wgrad._narrow(p), wgrad._classes(p), False, wgrad._lined(p)
-    every = list(wgrad.candidates(wgrad._any_size(p), gpu(0), aligned, aligned_g, *of_size))
+    of_size = wgrad_search.narrow(p), wgrad_search.classes_of(p), False, wgrad_search.lined(p)
+    every = list(wgrad_search.candidates(wgrad_search.any_size(p), gpu(0), aligned, aligned_g, *of_size))
     own = [t for t in every if isinstance(t, WarpgroupTiling)]
     sync = [t for t in every if not isinstance(t, WarpgroupTiling)]
     kinds = [t for t in own if not t.gapless], [t for t in own if t.gapless], sync
@@ -204,12 +204,12 @@ def test_taps_that_are_neighbours_in_m(precision: Precision, name: str) -> None:
     p = NEIGHBOURS[name].with_(dtype=DTYPES[precision], precision=precision, pass_="grad-weight")
     rng = random.Random(f"{precision} {name}")
     aligned, aligned_g = (size[-1] * p.dtype.itemsize % 16 == 0 for size in (p.size, p.out_size))
-    of_size = wgrad._narrow(p), wgrad._classes(p), False, wgrad._lined(p)
-    every = wgrad.candidates(wgrad._any_size(p), gpu(0), aligned, aligned_g, *of_size)
+    of_size = wgrad_search.narrow(p), wgrad_search.classes_of(p), False, wgrad_search.lined(p)
+    every = wgrad_search.candidates(wgrad_search.any_size(p), gpu(0), aligned, aligned_g, *of_size)
     own = [t for t in every if isinstance(t, WarpgroupTiling) and t.interleaved]
     few = {(t.subs, t.lined, t.split_m, t.warpgroups): t for t in rng.sample(own, len(own))}
     assert {subs for subs, *_ in few} == {n for n in (2, 4, 8) if p.kernel[-1] % n == 0}
-    assert any(lined for _, lined, *_ in few) == wgrad._lined(p)
+    assert any(lined for _, lined, *_ in few) == wgrad_search.lined(p)
     x, g = operands(p)
     truth = weight_truth(p, x, g)
     for t in few.values():
@@ -246,8 +246,10 @@ def test_blocks_add_up_as_the_second_step_does(precision: Precision, layout: Lay
         x, g = operands(p)
         truth = weight_truth(p, x, g)
         aligned, aligned_g = (size[-1] * p.dtype.itemsize % 16 == 0 for size in (p.size, p.out_size))
-        classes = wgrad._classes(p)
-        every = wgrad.candidates(wgrad._any_size(p), gpu(0), aligned, aligned_g, wgrad._narrow(p), classes)
+        classes = wgrad_search.classes_of(p)
+        every = wgrad_search.candidates(
+            wgrad_search.any_size(p), gpu(0), aligned, aligned_g, wgrad_search.narrow(p), classes
+        )
         most = gpu(0).multiprocessors // splits
         fitting = [t for t in every if isinstance(t, WarpgroupTiling) and t.adds_up and t.tiles <= most]
         if len(fitting) < 2:  # tiles too many; or float32 pixels are turned, which wants whole units of 16 bytes
@@ -289,7 +291,7 @@ def test_blocks_add_up_as_the_second_step_does(precision: Precision, layout: Lay
 
 def handing_tilings(p: Problem, most: int) -> list[WarpgroupTiling]:
     """Tilings of at most so many tiles whose blocks, of two splits, hand over sums."""
-    every = wgrad.candidates(wgrad._any_size(p), gpu(0), True, True)
+    every = wgrad_search.candidates(wgrad_search.any_size(p), gpu(0), True, True)
     return [t for t in every if isinstance(t, WarpgroupTiling) and t.hands_over and t.tiles <= most]
 
 

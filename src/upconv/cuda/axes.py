@@ -14,18 +14,32 @@ sub-position has them all and ``in_step = stride``. What is read is called sourc
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from heapq import heapify, heapreplace
-from itertools import product
+from itertools import islice, product
+from typing import NamedTuple
 
 from upconv.cuda.shuffle import Shuffle, Triple
+from upconv.derived import derived
 from upconv.problem import Problem
+
+MOST_W_SUBS = 64
+"""W sub-positions of a tile: the epilogue's code grows with them."""
+MOST_CONSTANTS = 65536
+"""Bytes of constant memory that a kernel has."""
+# Of them variants, and runs of sub-positions without taps, take 24 and 8 at least.
+_MOST_PHASES, _MOST_BARE = MOST_CONSTANTS // 24, MOST_CONSTANTS // 8
 
 
 class Unfit(ValueError):
     """A tiling that the kernel cannot run; the message says why, in a sentence."""
+
+
+Taps = tuple[tuple[int, int], ...]
+"""(kernel index, offset) pairs of a sub-position."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +48,16 @@ class Axis:
 
     out_step: int
     in_step: int
-    taps: tuple[tuple[tuple[int, int], ...], ...]
-    """For every sub-position its (kernel index, offset) pairs; may be empty."""
+    taps: tuple[tuple[int, Taps], ...]
+    """The sub-positions that have taps, in order, each with its own: never more than the kernel has."""
+
+    @derived
+    def _by_sub(self) -> dict[int, Taps]:
+        return dict(self.taps)
+
+    def at(self, sub: int) -> Taps:
+        """The taps of a sub-position; none where it has none."""
+        return self._by_sub.get(sub, ())
 
 
 def source_shape(p: Problem) -> tuple[int, ...]:
@@ -64,21 +86,28 @@ def any_size(p: Problem) -> Problem:
 @lru_cache(maxsize=1024)
 def gather_axes(p: Problem, unroll: Triple = (1, 1, 1)) -> tuple[Axis, Axis, Axis]:
     """The axes (D, H, W) of a problem's pass, with `unroll` consecutive ``q`` of each axis made sub-positions."""
-    lead = 3 - p.rank
-    axes = [Axis(1, 1, (((0, 0),),))] * lead
-    if p.pass_ == "fwd":
-        for phases, stride in zip(p.axis_phases, p.stride):
-            by_start = sorted(phases, key=lambda phase: phase.start)
-            taps = tuple(tuple((k, a.first - off) for k, off in zip(a.taps, a.offsets)) for a in by_start)
-            axes.append(Axis(stride, 1, taps))
-    else:
-        for kernel, stride, padding, dilation in zip(p.kernel, p.stride, p.padding, p.dilation):
-            axes.append(Axis(1, stride, (tuple((k, k * dilation - padding) for k in range(kernel)),)))
-    full = []
-    for axis, times in zip(axes, unroll):
-        subs = tuple(tuple((k, off + axis.in_step * t) for k, off in sub) for t in range(times) for sub in axis.taps)
-        full.append(Axis(axis.out_step * times, axis.in_step * times, subs))
-    return full[0], full[1], full[2]
+    axes = [Axis(1, 1, ((0, ((0, 0),)),))] * (3 - p.rank)
+    for kernel, stride, padding, dilation in zip(p.kernel, p.stride, p.padding, p.dilation):
+        places = [k * dilation - padding for k in range(kernel)]
+        if p.pass_ == "fwd":
+            found: dict[int, list[tuple[int, int]]] = {}
+            for k, place in enumerate(places):
+                found.setdefault(place % stride, []).append((k, -(place // stride)))
+            axes.append(Axis(stride, 1, tuple((sub, tuple(found[sub])) for sub in sorted(found))))
+        else:
+            axes.append(Axis(1, stride, ((0, tuple(enumerate(places))),)))
+    d, h, w = map(_unrolled, axes, unroll)
+    return d, h, w
+
+
+def _unrolled(axis: Axis, times: int) -> Axis:
+    """An axis with so many consecutive ``q`` as sub-positions."""
+    subs = tuple(
+        (t * axis.out_step + sub, tuple((k, offset + axis.in_step * t) for k, offset in taps))
+        for t in range(times)
+        for sub, taps in axis.taps
+    )
+    return Axis(axis.out_step * times, axis.in_step * times, subs)
 
 
 @dataclass(frozen=True)
@@ -94,104 +123,197 @@ class Bare:
     """Along H; 0: all."""
 
 
+class Fill(NamedTuple):
+    """How much a tile stores of sub-positions without taps: as `Bare`, whole planes, whole rows in so many runs, and
+    parts of rows."""
+
+    planes: int
+    rows: int
+    runs: int
+    parts: int
+
+    @classmethod
+    def of(cls, bare: Sequence[Bare]) -> Fill:
+        """That of a variant."""
+        rows = [one.rows for one in bare if one.w < 0 and one.rows]
+        parts = sum(one.w >= 0 for one in bare)
+        return cls(len(bare) - len(rows) - parts, sum(rows), len(rows), parts)
+
+
 Entries = tuple[tuple[tuple[tuple[Triple, tuple[int, ...]], ...], ...], ...]
+
+
+Pairs = tuple[tuple[int, int], ...]
+"""(D, H) sub-positions that share a block's rows."""
 
 
 @dataclass(frozen=True, eq=False)
 class Multiplied:
     """What a layer's M-groups multiply; hundreds of tilings share each of a dozen."""
 
-    variants: tuple[tuple[tuple[tuple[int, int], ...], int], ...]
+    axes: tuple[Axis, Axis, Axis]
+    kernel: Triple
+    variants: tuple[tuple[Pairs, int], ...]
     bare: tuple[tuple[Bare, ...], ...]
     """Per variant the sub-positions without taps that its tiles store; empty where no variant has any."""
     blocks_of_w: tuple[int, ...]
-    entries: Entries
-    """In the order of their offsets."""
-    counts: tuple[int, ...]
-    """Entries of all blocks of each variant."""
-    most: int
-    """Of them."""
-    total: int
-    distinct: frozenset[int]
-    lengths: frozenset[int]
-    """Entries that a block may have, but none."""
-    offsets: tuple[tuple[int, ...], ...]
-    """Of each axis the offsets of all taps, in order."""
+
+    @derived
+    def entries(self) -> Entries:
+        """In the order of their offsets."""
+        return tuple(
+            tuple(
+                self._block(pairs, self.axes[2].at(first + u)) for u, block in enumerate(self.blocks_of_w) if block >= 0
+            )
+            for pairs, first in self.variants
+        )
+
+    def _block(self, pairs: Pairs, taps: Taps) -> tuple[tuple[Triple, tuple[int, ...]], ...]:
+        """The entries of a block, whose taps along W are these."""
+        width, of_w = self.kernel[2], sorted((offset, k) for k, offset in taps)
+        return tuple(
+            ((d, h, w), tuple(tap * width + k if tap >= 0 else -1 for tap in of_rows))
+            for (d, h), of_rows in self._rows[pairs]
+            for w, k in of_w
+        )
+
+    @derived
+    def _rows(self) -> dict[Pairs, list[tuple[tuple[int, int], list[int]]]]:
+        """The (D, H) offsets that sub-positions read, with each one's tap of D and H there, -1 for none."""
+        every: dict[Pairs, list[tuple[tuple[int, int], list[int]]]] = {}
+        for pairs in dict.fromkeys(pairs for pairs, _ in self.variants):
+            found: dict[tuple[int, int], list[int]] = {}
+            for i, (u, v) in enumerate(pairs):
+                for (kd, d), (kh, h) in product(self.axes[0].at(u), self.axes[1].at(v)):
+                    found.setdefault((d, h), [-1] * len(pairs))[i] = kd * self.kernel[1] + kh
+            every[pairs] = sorted(found.items())
+        return every
+
+    @derived
+    def _blocks(self) -> tuple[tuple[int, ...], ...]:
+        """Per variant the entries of each block."""
+        taps = [u for u, block in enumerate(self.blocks_of_w) if block >= 0]
+        firsts = dict.fromkeys(first for _, first in self.variants)
+        of_w = {first: [len(self.axes[2].at(first + u)) for u in taps] for first in firsts}
+        return tuple(tuple(len(self._rows[pairs]) * n for n in of_w[first]) for pairs, first in self.variants)
+
+    @derived
+    def counts(self) -> tuple[int, ...]:
+        """Entries of all blocks of each variant."""
+        return tuple(map(sum, self._blocks))
+
+    @derived
+    def repeats(self) -> tuple[tuple[int, int], ...]:
+        """Each of these numbers, and how many variants have it."""
+        return tuple(Counter(self.counts).items())
+
+    @derived
+    def fills(self) -> tuple[tuple[Fill, int], ...]:
+        """As `repeats`, of what a variant's `bare` has; empty where no variant has any."""
+        return tuple(Counter(map(Fill.of, self.bare)).items())
+
+    @derived
+    def most(self) -> int:
+        """Of `counts`."""
+        return max(self.counts)
+
+    @derived
+    def total(self) -> int:
+        return sum(self.counts)
+
+    @derived
+    def distinct(self) -> frozenset[int]:
+        return frozenset(self.counts)
+
+    @derived
+    def lengths(self) -> frozenset[int]:
+        """Entries that a block may have, but none."""
+        return frozenset(n for blocks in self._blocks for n in blocks if n)
+
+    @derived
+    def offsets(self) -> tuple[tuple[int, ...], ...]:
+        """Of each axis the offsets of all taps, in order."""
+        return tuple(tuple(sorted({offset for _, taps in axis.taps for _, offset in taps})) for axis in self.axes)
 
 
 @lru_cache(maxsize=1024)
 def multiplied(p: Problem, unroll: Triple, subs: int, w_subs: int) -> Multiplied:
-    """NOTES: kept, planning a layer of 16 x 16 phases (768 -> 3 k16 s16) takes 0.7 s instead of 30 (on a slow core)."""
-    axis_d, axis_h, axis_w = gather_axes(p, unroll)
+    """What is multiplied by one division of the taps.
+
+    Raises:
+        Unfit: sub-positions do not fill tiles or blocks, or the kernel's tables have no room for all of them.
+    """
+    axes = axis_d, axis_h, axis_w = gather_axes(p, unroll)
     if axis_w.out_step % w_subs:
         raise Unfit("W sub-positions do not fill the tiles")
-    kernel = (1,) * (3 - p.rank) + p.kernel
-
-    def tapped(pair: tuple[int, int]) -> bool:
-        return bool(axis_d.taps[pair[0]] and axis_h.taps[pair[1]])
-
-    # Those without taps last, so that they share blocks with each other and nothing is multiplied for them.
-    pairs = sorted(product(range(axis_d.out_step), range(axis_h.out_step)), key=lambda pair: not tapped(pair))
-    sets = [tuple(pairs[i : i + subs]) for i in range(0, len(pairs), subs)]
-    variants = tuple((s, u) for s in sets for u in range(0, axis_w.out_step, w_subs))
-    bare: tuple[tuple[Bare, ...], ...] = ()
+    if w_subs > MOST_W_SUBS:
+        raise Unfit(f"{w_subs} sub-positions along W are more than the {MOST_W_SUBS} that the epilogue is unrolled for")
+    firsts = range(0, axis_w.out_step, w_subs)
+    tapped: Sequence[int] = firsts
+    least, stores = axis_d.out_step * axis_h.out_step, False
     if w_subs == axis_w.out_step or p.layout == "channels_last":
-        kept = {v for v in variants if any(map(tapped, v[0])) and any(axis_w.taps[v[1] : v[1] + w_subs])}
-        places = ((*pair, first_w) for s, first_w in variants if (s, first_w) not in kept for pair in s)
-        runs = _bare(places, axis_h.out_step, axis_w.out_step // w_subs)
-        variants = tuple(v for v in variants if v in kept)
-        bare = _shared_out(runs, variants, axis_h.out_step, w_subs)
-    if any(len(s) != subs for s, _ in variants):
+        # Sub-positions without taps are stored with a tile of others.
+        tapped = sorted({sub // w_subs * w_subs for sub, _ in axis_w.taps})
+        least, stores = len(axis_d.taps) * len(axis_h.taps), True
+    if least * len(tapped) > subs * _MOST_PHASES:
+        raise Unfit(f"the kernel's tables have no room for more than {_MOST_PHASES} phases")
+    sets = _sets(axis_d, axis_h, subs, least)
+    if any(len(s) != subs for s in sets):
         raise Unfit("sub-positions do not fill the blocks")
+    variants = tuple((s, u) for s in sets for u in tapped)
+    bare: tuple[tuple[Bare, ...], ...] = ()
+    if stores:
+        held = [pair for s in sets for pair in s]
+        runs = _bare(held, axis_d.out_step, axis_h.out_step, firsts, tapped)
+        bare = _shared_out(runs, variants, axis_h.out_step, w_subs)
     blocks_of_w = tuple(range(w_subs))
     if w_subs == axis_w.out_step:
-        full = [bool(taps) for taps in axis_w.taps]
-        blocks_of_w = tuple(sum(full[:u]) if full[u] else -1 for u in range(len(full)))
-    entries = []
-    for s, first_u in variants:
-        blocks = []
-        for u, block in enumerate(blocks_of_w):
-            if block < 0:
-                continue
-            found: dict[Triple, list[int]] = {}
-            for i, (ud, uh) in enumerate(s):
-                for (kd, od), (kh, oh), (kw, ow) in product(axis_d.taps[ud], axis_h.taps[uh], axis_w.taps[first_u + u]):
-                    taps = found.setdefault((od, oh, ow), [-1] * subs)
-                    taps[i] = (kd * kernel[1] + kh) * kernel[2] + kw
-            blocks.append(tuple((offsets, tuple(taps)) for offsets, taps in sorted(found.items())))
-        entries.append(tuple(blocks))
-    counts = tuple(sum(len(b) for b in blocks) for blocks in entries)
-    lengths = frozenset(len(b) for blocks in entries for b in blocks if b)
-    every = {entry[0] for blocks in entries for block in blocks for entry in block}
-    offsets = tuple(tuple(sorted({off[axis] for off in every})) or (0,) for axis in range(3))
-    return Multiplied(
-        variants,
-        bare,
-        blocks_of_w,
-        tuple(entries),
-        counts,
-        max(counts),
-        sum(counts),
-        frozenset(counts),
-        lengths,
-        offsets,
-    )
+        numbers = {sub: i for i, (sub, _) in enumerate(axis_w.taps)}
+        blocks_of_w = tuple(numbers.get(u, -1) for u in range(w_subs))
+    d, h, w = (1,) * (3 - p.rank) + p.kernel
+    return Multiplied(axes, (d, h, w), variants, bare, blocks_of_w)
 
 
-def _bare(places: Iterable[Triple], heights: int, widths: int) -> tuple[Bare, ...]:
-    """Sub-positions (d, h, w) of ``heights`` along H and ``widths`` along W, as few as whole planes and rows allow."""
-    planes: dict[int, dict[int, list[int]]] = {}
-    for d, h, w in sorted(places):
-        planes.setdefault(d, {}).setdefault(h, []).append(w)
+def _sets(axis_d: Axis, axis_h: Axis, subs: int, least: int) -> list[Pairs]:
+    """(D, H) sub-positions in sets of ``subs``: those with taps, and others, ``least`` in all or as many as fill a set.
+
+    Those without taps come last, so that they share sets with each other and nothing is multiplied for them.
+    """
+    tapped = list(product((sub for sub, _ in axis_d.taps), (sub for sub, _ in axis_h.taps)))
+    known = set(tapped)
+    every = product(range(axis_d.out_step), range(axis_h.out_step))
+    others = (pair for pair in every if pair not in known)
+    pairs = tapped + list(islice(others, max(-len(tapped) % subs, least - len(tapped))))
+    return [tuple(pairs[i : i + subs]) for i in range(0, len(pairs), subs)]
+
+
+def _bare(
+    held: Iterable[tuple[int, int]], depths: int, heights: int, firsts: Sequence[int], tapped: Sequence[int]
+) -> tuple[Bare, ...]:
+    """The sub-positions that no variant has, as few as whole planes and rows allow.
+
+    Args:
+        held: the (d, h) of ``depths`` and ``heights`` that variants have, with the first W sub-positions ``tapped``.
+        firsts: all first W sub-positions.
+
+    Raises:
+        Unfit: they are more than the kernel's tables have room for.
+    """
+    rows: dict[int, list[int]] = {}
+    for d, h in sorted(held):
+        rows.setdefault(d, []).append(h)
+    gaps = len(firsts) - len(tapped)
+    if depths - len(rows) + gaps * sum(map(len, rows.values())) > _MOST_BARE:
+        raise Unfit(f"the kernel's tables have no room for more than {_MOST_BARE} runs of phases without taps")
+    without = sorted(set(firsts) - set(tapped))
     found = []
-    for d, rows in planes.items():
-        whole = {h for h, ws in rows.items() if len(ws) == widths}
-        if len(whole) == heights:
+    for d in range(depths):
+        if d not in rows:
             found.append(Bare(d, 0, -1, 0))
             continue
-        firsts = sorted(h for h in whole if h - 1 not in whole)
-        found += [Bare(d, h, -1, next(n for n in range(1, heights + 1) if h + n not in whole)) for h in firsts]
-        found += [Bare(d, h, w, 1) for h, ws in rows.items() if h not in whole for w in ws]
+        ends = zip((-1, *rows[d]), (*rows[d], heights))
+        found += [Bare(d, before + 1, -1, after - before - 1) for before, after in ends if after - before > 1]
+        found += [Bare(d, h, w, 1) for h in rows[d] for w in without]
     return tuple(found)
 
 

@@ -34,6 +34,7 @@ _WALK_THREADS = 128
 # -> 90.8 us, k32 s16 96 -> 87, in bfloat16 61 -> 50, k24 s8 118 -> 105, k8 s8 92.0 -> 91.3, k12 s12 81.9 and 82.1).
 _BY_PIECES = 0.95
 _MAX_HELD = 4  # as in direct.cu: loads of four halves that wait in registers
+MARGIN = 1.1  # `Choice.margin`
 _MAX_INT = 2**30  # sizes and geometry of the tiled kernel are int32 with room for a halo
 
 
@@ -367,8 +368,8 @@ def _cost(p: Problem, tile: Tile, facts: _Facts, gpu: Gpu) -> _Cost | None:
     warps_per_cells = tile.slots * max(1.0, tile.block_h * tile.block_x / 32)
     depth_taps = d.kernel / d.stride
     lines = warps_per_cells * h.kernel * depth_taps * ci  # (tap row, channel) pairs over all threads, in warps
-    if tile.phases == 1:  # threads of all phases take as long as those of the phase with the most taps
-        lines *= -(-h.kernel // h.live) * h.stride / h.kernel * (0.25 + 0.75 * h.live / h.stride)
+    if tile.phases == 1:
+        lines *= _longest_phase(h)
     fmas = lines * w.kernel * tile.co * tile.cells
     window = (tile.cells + w.span) * (1 if tile.phases == 1 else (h.span + 1) / h.kernel)
     packs = facts.row // (4 // words)
@@ -591,19 +592,29 @@ def walk_grid(p: Problem, walk: Walk) -> tuple[int, int, int]:
     return runs, strips, p.batch * (p.groups // walk.channels) * of_channel
 
 
+class _Kind(NamedTuple):
+    """What a thread of a `Tile` computes; as there."""
+
+    co: int
+    phases: int
+    cells: int
+
+
 def tiles(p: Problem) -> Iterator[Tile]:
     """Every tile that is worth a thought for a problem."""
+    for kind in _kinds(p):
+        yield from _of_kind(p, kind)
+
+
+def _kinds(p: Problem) -> Iterator[_Kind]:
     _, h, w = axes(p)
-    ci, co_group = p.in_channels // p.groups, p.out_channels // p.groups
-    last, words = p.layout == "channels_last", 2 if p.dtype == torch.float64 else 1
+    co_group, words = p.out_channels // p.groups, 2 if p.dtype == torch.float64 else 1
     geometry_ints = [v for a in axes(p) for v in (a.size, a.out, a.padding, a.kernel * a.dilation * a.stride)]
     if max(geometry_ints) >= _MAX_INT:
         return
     couts = [c for c in (1, 2, 3, 4, 6, 8, 12, 16) if c < co_group and -(-co_group // c) * c < 1.5 * co_group]
     couts = [*couts, co_group] if co_group <= 16 else couts
     couts = couts[-4:]
-    small = ci * p.dtype.itemsize < 32 or co_group * p.dtype.itemsize < 32
-    chunks = sorted({min(ci, 4), min(ci, 8), min(ci, 16)}) if ci > 2 else [ci]
     for co, phases, cells in product(couts, sorted({1, h.stride}), (1, 2, 4, 8)):
         unrolled = w.kernel * co * cells * (h.kernel if phases > 1 else 1)
         shape = Tile(co, cells, 1, 1, 1, 1, phases)
@@ -618,27 +629,38 @@ def tiles(p: Problem) -> Iterator[Tile]:
             continue
         if phases > 16 or (phases > 1 and h.span > 16):
             continue
-        for block_x, block_h in product((2, 4, 8, 16, 32, 64, 128), (1, 2, 4, 8, 16, 32)):
-            if (block_x > 2 and block_x * cells >= 2 * max(w.cells, 2)) or (block_h > 1 and block_h >= 2 * h.cells):
+        yield _Kind(co, phases, cells)
+
+
+def _of_kind(p: Problem, kind: _Kind) -> Iterator[Tile]:
+    """The tiles whose threads compute as much."""
+    _, h, w = axes(p)
+    ci, co_group = p.in_channels // p.groups, p.out_channels // p.groups
+    last = p.layout == "channels_last"
+    small = ci * p.dtype.itemsize < 32 or co_group * p.dtype.itemsize < 32
+    chunks = sorted({min(ci, 4), min(ci, 8), min(ci, 16)}) if ci > 2 else [ci]
+    co, phases, cells = kind
+    for block_x, block_h in product((2, 4, 8, 16, 32, 64, 128), (1, 2, 4, 8, 16, 32)):
+        if (block_x > 2 and block_x * cells >= 2 * max(w.cells, 2)) or (block_h > 1 and block_h >= 2 * h.cells):
+            continue
+        # Rows shorter than a line cost twice the model and more (measured on fsrcnn and depthw).
+        if not last and block_x * cells < min(16, w.cells):
+            continue
+        units = block_x * block_h * h.stride // phases
+        if units > _MAX_THREADS:
+            continue
+        for slots in (1, 2, 4, 8, 16):
+            if slots > 1 and (slots >= 2 * p.groups or ci > 8 or co < co_group):
                 continue
-            # Rows shorter than a line cost twice the model and more (measured on fsrcnn and depthw).
-            if not last and block_x * cells < min(16, w.cells):
+            if slots > 1 and not ((last and small) or units * slots <= 128):
                 continue
-            units = block_x * block_h * h.stride // phases
-            if units > _MAX_THREADS:
-                continue
-            for slots in (1, 2, 4, 8, 16):
-                if slots > 1 and (slots >= 2 * p.groups or ci > 8 or co < co_group):
+            for split in (1, 2, 4) if slots == 1 and ci >= 8 and units % 32 == 0 else (1,):
+                threads = units * slots * split
+                if threads > _MAX_THREADS or (threads < 128 and block_h < h.cells and 2 * units <= 128):
                     continue
-                if slots > 1 and not ((last and small) or units * slots <= 128):
-                    continue
-                for split in (1, 2, 4) if slots == 1 and ci >= 8 and units % 32 == 0 else (1,):
-                    threads = units * slots * split
-                    if threads > _MAX_THREADS or (threads < 128 and block_h < h.cells and 2 * units <= 128):
-                        continue
-                    for chunk in (ci,) if slots > 1 else chunks:
-                        if chunk % split == 0:
-                            yield Tile(co, cells, block_x, block_h, slots, chunk, phases, split)
+                for chunk in (ci,) if slots > 1 else chunks:
+                    if chunk % split == 0:
+                        yield Tile(co, cells, block_x, block_h, slots, chunk, phases, split)
 
 
 @dataclass(frozen=True)
@@ -660,7 +682,7 @@ class Choice:
     @property
     def margin(self) -> float:
         """Its model hopes near a tie (NOTES: dcganO 42 us by it, 72 measured; as a gather-GEMM 44 and 44)."""
-        return 1.1
+        return MARGIN
 
     def macros(self) -> dict[str, int]:
         """The kernel's macros."""
@@ -740,31 +762,75 @@ def grid(p: Problem, tile: Tile) -> tuple[int, int, int]:
 
 
 @lru_cache(maxsize=1024)
-def choose(p: Problem, gpu: Gpu) -> Choice | direct_wgrad.Choice | str:
-    """The tile that the model expects to be fastest, or the sentence why this family has none."""
+def choose(p: Problem, gpu: Gpu, limit: float = math.inf) -> Choice | direct_wgrad.Choice | str:
+    """The tile that the model expects to be fastest, or the sentence why this family has none.
+
+    ``limit``: seconds of another family's choice; tiles that cannot be faster need not be looked at.
+    """
     if p.pass_ == "grad-input":
         return direct_wgrad.choose(p, gpu)
     if p.pass_ != "fwd":
         return f"the direct kernels compute forwards and gradients for the input, not {p.pass_}"
     if p.batch == 0 or 0 in p.size:
         return "an empty input has no work"
-    best: tuple[_Cost, Tile | Walk] | None = None
-    for tile, cost in _costs(p, gpu):
-        if cost is not None and (best is None or cost.seconds < best[0].seconds):
-            best = cost, tile
+    found, least = _costs(p, gpu, limit / MARGIN)
+    if not found and least < math.inf:
+        return f"slower: it takes at least {least * 1e3:.3g} ms on CUDA cores"
+    best = min(found, key=lambda one: one[0].seconds, default=None)
     if best is None:
         return _choose_any(p, gpu)
     cost, chosen = best
     return Choice("direct", cost.seconds, _summary(p, chosen, cost), cost.bound, p, chosen)
 
 
-def _costs(p: Problem, gpu: Gpu) -> Iterator[tuple[Tile | Walk, _Cost | None]]:
-    """Every configuration but ``direct_any`` for a problem with what the model says of it."""
-    for walk in walks(p):
-        yield walk, _walk_cost(p, walk, gpu)
+def _costs(p: Problem, gpu: Gpu, limit: float) -> tuple[list[tuple[_Cost, Tile | Walk]], float]:
+    """Configurations with what the model says of them, and the least bound of those that were left out.
+
+    That are ``direct_any``, and tiles of a `_Kind` whose bound is above ``limit`` or the best of another.
+    """
+    found: list[tuple[_Cost, Tile | Walk]] = [(_walk_cost(p, walk, gpu), walk) for walk in walks(p)]
+    best = min((cost.seconds for cost, _ in found), default=math.inf)
     layer = p.with_(batch=1, size=tuple(1024 + 2 * pad // s for pad, s in zip(p.padding, p.stride)))
-    for tile in tiles(p):
-        yield tile, _cost(p, tile, _facts(layer, tile), gpu)
+    kinds = [(_least(p, kind, gpu), i, kind) for i, kind in enumerate(_kinds(p))]
+    of_kinds: dict[int, list[tuple[_Cost, Tile | Walk]]] = {}
+    for least, i, kind in sorted(kinds):
+        if least > min(best, limit):
+            break
+        costs = ((_cost(p, tile, _facts(layer, tile), gpu), tile) for tile in _of_kind(p, kind))
+        of_kinds[i] = [(cost, tile) for cost, tile in costs if cost is not None]
+        best = min([best, *(cost.seconds for cost, _ in of_kinds[i])])
+    left = min((least for least, i, _ in kinds if i not in of_kinds), default=math.inf)
+    return found + [one for i in sorted(of_kinds) for one in of_kinds[i]], left
+
+
+def _least(p: Problem, kind: _Kind, gpu: Gpu) -> float:
+    """Seconds that `_cost` is never below for a tile whose threads compute as much."""
+    d, h, w = axes(p)
+    double = p.dtype == torch.float64
+    words = 2 if double else 1
+    vec = 4 // words
+    ci, cout_blocks = p.in_channels // p.groups, -(-(p.out_channels // p.groups) // kind.co)
+    # (tap row, channel) pairs of all warps, whose 32 threads have cells of the image each.
+    warps = p.batch * p.groups * cout_blocks * d.out * h.cells * w.cells / (32 * kind.cells)
+    lines = warps * h.kernel * d.kernel / d.stride * ci
+    if kind.phases == 1:
+        lines *= _longest_phase(h)
+    fmas = lines * w.kernel * kind.co * kind.cells
+    window = (kind.cells + w.span) * (1 if kind.phases == 1 else (h.span + 1) / h.kernel)
+    packs = -(-w.kernel * kind.co // vec)
+    clocks = gpu.multiprocessors * gpu.clock
+    terms = (
+        p.bytes / gpu.bandwidth,
+        fmas * 32 / (fma_lanes(gpu, double) * clocks * 0.85),
+        lines * (window * words + packs) / (clocks * 0.9),
+        (fmas + lines * (window + packs + (8 if kind.phases == 1 else 2))) / (4 * clocks * 0.8),
+    )
+    return (2e-6 + max(terms) + 0.2 * (sum(terms) - max(terms))) * (1.0 - 1e-9)
+
+
+def _longest_phase(h: Axis) -> float:
+    """Tap rows of threads of all phases, which take as long as those of the phase with the most, over a kernel's."""
+    return -(-h.kernel // h.live) * h.stride / h.kernel * (0.25 + 0.75 * h.live / h.stride)
 
 
 def least_seconds(p: Problem, gpu: Gpu) -> float:

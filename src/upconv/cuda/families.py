@@ -148,8 +148,9 @@ def choose(p: Problem, gpu: Gpu, general: bool = False) -> dict[str, Choice | st
         fastest = min((weighed(c) for c in found.values() if not isinstance(c, str)), default=math.inf)
         searches = name == ("direct" if p.pass_ == "fwd" else "staged")
         if searches and (least := family.least_seconds(p, gpu)) > fastest:
-            # The search would take 50 ms and more at every new size of the image.
             found[name] = f"slower: its multiply-adds alone take {least * 1e3:.3g} ms on CUDA cores"
+        elif name == "direct":
+            found[name] = family.choose(p, gpu, fastest)
         elif name in _AROUND:
             best = min((c for c in found.values() if not isinstance(c, str)), key=weighed, default=None)
             found[name] = family.choose(p, gpu, best, general)

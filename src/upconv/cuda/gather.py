@@ -516,7 +516,7 @@ def _choose(p: Problem, gpu: Gpu, general: bool) -> Choice | str:
     refused = refusal(p, gpu)
     if refused:
         return refused
-    found = [_hoped(one, p, gpu, general) for one in considered(p, gpu, general)]
+    found = [_hoped(one, p, gpu, general) for one in considered(p, gpu, general, _ALIKE)]
     if not found:
         return f"no tile of this layer with its halo fits in {gpu.shared_bytes // 1024} KB of shared memory"
 

@@ -16,12 +16,12 @@ from upconv.cuda.tiling import Tiling
 from upconv.cuda.tiling_weights import FRAGMENT
 from upconv.problem import Problem
 
-_MMA_SYNC = 0.45  # of wgmma's rate: four warps read the same pixels
+MMA_SYNC = 0.45  # of wgmma's rate: four warps read the same pixels
 _FILL = 24.0, 32.0  # bytes a clock that an epilogue stores of what is the bias alone: NCHW, channels_last
 _FILL_RUN = 240.0, 400.0  # clocks of each run of it beside: of a channel's; of all of a warp's
-_MANY = 8  # tiles of a block, from which on the last one's tail is in the constants, fitted to such layers
+MANY = 8  # tiles of a block, from which on the last one's tail is in the constants, fitted to such layers
 # Results that the copy engine stores: bytes a clock that threads leave in shared memory for it, and clocks beside.
-_STAGED = 64.0, 300.0
+STAGED = 64.0, 300.0
 # By how much the model hopes there, by `split` (NOTES: pix in bfloat16 on an H100, which it has at 116 us both times,
 # by halves of the pixels 134, of the channels 123, and by other epilogues 137).
 _STAGED_HOPE = 1.035, 1.02
@@ -30,7 +30,7 @@ _STAGED_HOPE = 1.035, 1.02
 _RING = 1.002
 # Of consumers that share weights against those that share pixels, where the model sees no difference (NOTES: dcgan1
 # bfloat16 64.6 -> 58.9 us, TF32 105.9 -> 102.7).
-_HALVED = 1.0005
+HALVED = 1.0005
 _COPY = 275.0  # clocks for a copy of 16 bytes by each producer, where rows are not aligned
 _LINE = 128  # bytes that come from memory together, of which a channels-last chunk may take a part
 _LINES = 0.2, 1.2  # bytes of such lines of all tiles in work over the cache's: none of the rest is lost, most is
@@ -89,14 +89,13 @@ def tile_clocks(t: Tiling, alignment: int) -> Clocks:
     stores = per_tile_out * _ragged(t, alignment, c)
     filled = _fill_clocks(t, couts)
     if t.drained:
-        store = stores / _STAGED[0] + _STAGED[1]
+        store = stores / STAGED[0] + STAGED[1]
     else:
         store = max(stores / c.store, _epilogue_clocks(t, alignment, c) / t.cluster) + filled
     of_chunk = c.chunk[t.split != 2 and t.chunk == 8 and t.parts == 1]
     ragged = 0.0 if t.channels_last or alignment >= 16 or t.element == 2 else c.ragged_turn
     straight, longest, ring = t.straight or t.rolled, t.longest_stretch, t.ring_fragments
-    found: dict[int, tuple[tuple[float, float, float, float], float, float]] = {}
-    for entries in t.distinct_entries:  # few (NOTES: 768 -> 3 k16 s16 has 256 variants of one)
+    for entries, times in t.repeated_entries:  # few (NOTES: 768 -> 3 k16 s16 has 256 variants of one)
         chunks = t.chunks_of_block if entries else 0
         steps = chunks * t.fragments_of_chunk(entries)
         matrix = steps * fragment_time
@@ -104,7 +103,7 @@ def tile_clocks(t: Tiling, alignment: int) -> Clocks:
             pauses = chunks if straight else steps / longest
             matrix += steps * c.step[t.wide] + pauses * c.drain[t.wide]
         else:
-            matrix = matrix / _MMA_SYNC
+            matrix = matrix / MMA_SYNC
         streamed = 0 if t.resident else steps * t.wgs_m * FRAGMENT
         l2 = (chunks * copied + per_tile_out) / c.l2 + streamed / c.l2_weights
         waits = chunks * c.latency / (t.stages_p * t.plane_barriers if t.channels_last else t.stages_s)
@@ -123,35 +122,34 @@ def tile_clocks(t: Tiling, alignment: int) -> Clocks:
             last = (1 - c.store_share) * store
             if t.cluster > 1:
                 tile += CLUSTER[0] + t.cluster * CLUSTER[1] + t.sums_bytes * (1 - 1 / t.cluster) / CLUSTER[2]
-        found[entries] = (matrix, l2, chunks * turn, store), tile, last
-    for entries in t.variant_entries:
-        parts, tile, last = found[entries]
-        total += tile
-        tail += last
-        for name, value in zip(clocks, parts):
-            clocks[name] += value
+        total += times * tile
+        tail += times * last
+        for name, value in zip(clocks, (matrix, l2, chunks * turn, store)):
+            clocks[name] += times * value
     bound = max(clocks, key=lambda name: clocks[name])
     return Clocks(c.scale * total / len(t.variants), bound, c.scale * tail / len(t.variants))
 
 
 def _fill_clocks(t: Tiling, couts: int) -> float:
     """Clocks that a tile takes to store its share of what is the bias alone."""
-    if not t.bare:
+    if not t.fills:
         return 0.0
     n, d, h, w = t.tile
     rows_of_m = min(couts, t.rows_per_sub * t.wgs_m)
-    found = []
-    for of_variant in t.bare:
-        clocks = 0.0
-        for one in of_variant:
-            heights = one.rows or t.out_steps[1]
-            outputs = n * d * h * heights * w * (t.width_subs if one.w >= 0 else t.out_steps[2])
-            runs = n * d * (h if one.rows else 1)
-            clocks += outputs * rows_of_m * t.element / _FILL[t.channels_last]
-            clocks += runs * (heights if one.w >= 0 else 1) * (_FILL_RUN[1] if t.channels_last else 16 * _FILL_RUN[0])
-        found.append(clocks / t.subs)
+    # Clocks of a row of outputs, of a part of one, and of a run of rows of all of a tile's channels.
+    row = n * d * w * t.out_steps[2] * rows_of_m * t.element / _FILL[t.channels_last]
+    part = n * d * h * w * t.width_subs * rows_of_m * t.element / _FILL[t.channels_last]
+    run = _FILL_RUN[1] if t.channels_last else 16 * _FILL_RUN[0]
+    every = 0.0
+    most = 0.0
+    for fill, times in t.fills:
+        planes, rows = fill.planes * h * t.out_steps[1], fill.rows * h
+        clocks = (planes + rows) * row + fill.parts * part
+        clocks += n * d * (fill.planes + h * (fill.runs + fill.parts)) * run
+        every += times * clocks / t.subs
+        most = max(most, clocks / t.subs)
     # Of blocks that have a variant each some store more than others.
-    return max(found) if t.resident else sum(found) / len(found)
+    return most if t.resident else every / len(t.variants)
 
 
 def seconds_of(t: Tiling, clocks: Clocks, p: Problem, gpu: Gpu) -> tuple[float, str]:
@@ -159,7 +157,7 @@ def seconds_of(t: Tiling, clocks: Clocks, p: Problem, gpu: Gpu) -> tuple[float, 
     bound = clocks.bound
     tiles = math.prod(t.counts(p)) * t.m_groups
     waves = -(-tiles // (gpu.multiprocessors if t.cluster == 1 else max(1, gpu.clusters(t.cluster))))
-    tail = clocks.tail if waves < _MANY else 0.0
+    tail = clocks.tail if waves < MANY else 0.0
     seconds = (clocks.tile * waves + tail) / gpu.clock
     ragged = 1.0
     if t.channels_last:
@@ -175,7 +173,7 @@ def seconds_of(t: Tiling, clocks: Clocks, p: Problem, gpu: Gpu) -> tuple[float, 
     elif waves * gpu.multiprocessors > 1.5 * tiles * t.cluster:
         bound = "too few tiles"
     ring, halved = t.planewise and not t.resident, t.split == 0 and t.shuffle is None
-    factor = (_RING if ring else 1.0) * (_HALVED if halved else 1.0) * (_STAGED_HOPE[t.split] if t.drained else 1.0)
+    factor = (_RING if ring else 1.0) * (HALVED if halved else 1.0) * (_STAGED_HOPE[t.split] if t.drained else 1.0)
     return factor * (max(memory, seconds) + 0.15 * min(memory, seconds) + LAUNCH), bound
 
 

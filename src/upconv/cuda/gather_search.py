@@ -4,26 +4,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
+from typing import Any, NamedTuple
 
 import torch
 
 from upconv.cuda.axes import Unfit, any_size, gather_axes, positions, result_shape, source_shape
 from upconv.cuda.boxes import alignment_classes
+from upconv.cuda.gather_floor import CLUSTERS, Floor, Shape
 from upconv.cuda.gather_model import CLUSTER, Clocks, alignment_of, fragment_clocks, seconds_of, tile_clocks
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.shuffle import Shuffle, Triple, countable, ways
 from upconv.cuda.tiling import Tiling
 from upconv.cuda.tiling_pixels import narrow_source, whole_source
-from upconv.derived import settled, varied
+from upconv.derived import derived, settled, varied
 from upconv.problem import Problem
 
 _ACCUMULATORS = 4  # blocks of 64 x 64 that a consumer warpgroup holds: 128 registers of a thread's 200
 _MMA_ACCUMULATORS = 2  # without setmaxnreg a thread has 168 registers
 _MAX_TAPS = 4096  # of all phases; the tables lie in constant memory
 _CLUSTER_HOPE = 1.0, 1.05  # by how much the model hopes where clusters share a tile's chunks: NCHW, channels_last
-_CLUSTERS = (2, 4, 8)
+MOST_SKETCHES = 400
+"""Sketches whose tilings a search makes."""
 _PROMISING = 12  # of the tilings that promise most with clusters so many are looked at
 _AHEAD = 4500.0  # clocks that the rings should look ahead
 _SPREAD = 1.2  # of tiles that store between others' results; asked only against phases as rows, fitted to hifigan alone
@@ -52,6 +56,111 @@ def refusal(p: Problem, gpu: Gpu) -> str | None:
     return None
 
 
+@dataclass(frozen=True, eq=False)
+class _Search:
+    """What all tilings of a search share; the arguments of `candidates`."""
+
+    problem: Problem
+    """The layer, or the one without its stride."""
+    gpu: Gpu
+    fast: bool
+    """By wgmma."""
+    steps: Triple
+    classes: tuple[int, int] | None
+    scarce: bool
+    whole: Triple | None
+    result: tuple[int, ...]
+    """Of a size's search its results along D, H and W."""
+    shuffle: Shuffle | None
+    drained: bool
+    beside: bool
+
+    @property
+    def far(self) -> bool:
+        """Whether taps step over the source."""
+        return self.problem.pass_ != "fwd" and max(self.problem.stride) > 1
+
+    @derived
+    def planewise(self) -> tuple[bool, ...]:
+        p = self.problem
+        apart = self.far and self.fast and p.layout == "channels_last" and p.precision != "ieee"
+        return (False, True) if apart else (False,)
+
+    @derived
+    def accumulators(self) -> int:
+        found = _ACCUMULATORS if self.fast else _MMA_ACCUMULATORS
+        return found // 2 if self.problem.precision == "ieee" else found
+
+    @derived
+    def shaped(self) -> dict[tuple[Any, ...], Tiling]:
+        """Tilings by their taps and tile, which several splits and chunks share."""
+        return {}
+
+
+class Sketch:
+    """Tilings of one shape, which are made when somebody asks."""
+
+    def __init__(self, of: _Search, taps: Tiling, shape: Shape, classes: tuple[int, int] | None) -> None:
+        self._of, self.taps, self.shape, self._classes = of, taps, shape, classes
+        self._clocks: dict[int, tuple[tuple[Tiling, Clocks], ...]] = {}
+        self._tilings: tuple[Tiling, ...] | None = None
+
+    @property
+    def planewise(self) -> tuple[bool, ...]:
+        """The values that `Tiling.planewise` has."""
+        return self._of.planewise
+
+    def tilings(self) -> tuple[Tiling, ...]:
+        """Those that fit."""
+        if self._tilings is None:
+            self._tilings = tuple(self._found())
+        return self._tilings
+
+    def clocks(self, alignment: int) -> tuple[tuple[Tiling, Clocks], ...]:
+        """They, with the clocks of their tiles."""
+        found = self._clocks.get(alignment)
+        if found is None:
+            found = self._clocks[alignment] = tuple((t, tile_clocks(t, alignment)) for t in self.tilings())
+        return found
+
+    def _shaped(self) -> Tiling:
+        key = id(self.taps), self.shape.sub, self.shape.tile
+        known = self._of.shaped
+        if key not in known:
+            varies = varied(self.taps, sub=self.shape.sub, tile=self.shape.tile)
+            known[key] = settled(varies, *_TAPS, "tile", "planewise")
+        return known[key]
+
+    def _found(self) -> Iterator[Tiling]:
+        of, sub, tile = self._of, self.shape.sub, self.shape.tile
+        base = varied(self._shaped(), split=self.shape.split, chunk=self.shape.chunk, classes=self._classes)
+        if self._classes is None and of.classes is not None and base.staging_units * 16 > _SHORT_ROWS:
+            return
+        even = len(base.distinct_entries) == 1
+        residence = (False, True) if even or base.m_groups == 1 else (False,)
+        pairs = (False, True) if of.fast and sub == (8, 8) and tile[2] % 16 == 0 and base.nb % 2 == 0 else (False,)
+        for resident, paired, run_groups, by_plane in product(residence, pairs, self._groups(base), of.planewise):
+            base = varied(base, paired=paired, run_groups=run_groups, planewise=by_plane)
+            t = None if of.scarce else _fitted(varied(base, resident=resident), of.gpu)
+            if t is None and not of.drained and not base.channels_last and not resident:
+                t = _fitted(base, of.gpu, scarce=True)
+            if t is not None:
+                yield t
+
+    def _groups(self, base: Tiling) -> tuple[int, ...]:
+        """`Tiling.run_groups`."""
+        sub, tile = self.shape.sub, self.shape.tile
+        # Short ones where many sub-positions would fill shared memory (NOTES: kb81's runs of 320 outputs, not of 160,
+        # whose ends share a sector of 32 bytes: 0.349 -> 0.330 ms, bfloat16 0.187 -> 0.159; but kb75 bfloat16, whose
+        # tiling the model changes with it, 0.268 -> 0.317).
+        # channels_last makes the same rounds of both.
+        if base.width_subs >= 3 and sub == (1, 64):
+            return (4,) if base.channels_last else (4, 8)
+        # Runs of two subtiles, where rows are long enough for them.
+        long = self._of.fast and not base.channels_last and sub == (1, 64) and tile[3] % 128 == 0
+        return (8, 16) if long and base.width_subs == 1 and base.nb % 2 == 0 else (8,)
+
+
 def candidates(
     p: Problem,
     gpu: Gpu,
@@ -72,9 +181,23 @@ def candidates(
     ``drained``: those whose outputs the tensor copy engine stores.
     ``beside``: with a ``size``, those of such images side by side.
     """
+    for sketch in sketches(p, gpu, wgmma, classes, scarce, size, shuffle, drained, beside):
+        yield from sketch.tilings()
+
+
+def sketches(
+    p: Problem,
+    gpu: Gpu,
+    wgmma: bool | None = None,
+    classes: tuple[int, int] | None = (0, 0),
+    scarce: bool = False,
+    size: tuple[int, ...] | None = None,
+    shuffle: Shuffle | None = None,
+    drained: bool = False,
+    beside: bool = False,
+) -> Iterator[Sketch]:
+    """Those of `candidates`, in their order."""
     fast = gpu.arch == "90a" if wgmma is None else wgmma
-    cout_g = result_shape(p)[1] // p.groups
-    steps = (1,) * (3 - p.rank) + p.stride if p.pass_ == "fwd" else (1, 1, 1)
     if classes == (0, 0):
         classes = classes_of(p)
     whole: Triple | None = None
@@ -84,74 +207,63 @@ def candidates(
         if whole is None or not fast:
             return
         result = positions(p.with_(size=size), shuffle)
-    if shuffle is not None:
-        p = shuffle.unstrided
-        cout_g, steps = p.out_channels, (1, 1, 1)
-    far = p.pass_ != "fwd" and max(p.stride) > 1
-    chunks = chunk_sizes(p)
-    accumulators = _ACCUMULATORS if fast else _MMA_ACCUMULATORS
-    if p.precision == "ieee":
-        accumulators = accumulators // 2
-    planewise = (False, True) if far and fast and p.layout == "channels_last" and p.precision != "ieee" else (False,)
-    brought = (classes,) if classes in (None, (1, 1)) or p.layout != "nchw" else (classes, None)
-    tiles = _rows_of_images(p) if beside else _tiles(p)
-    layer = settled(
-        Tiling(p, (1, 64), (1, 1, 1, 64), 0, chunks[0], wgmma=fast, whole=whole, shuffle=shuffle, drained=drained),
-        "problem",
-    )
-    of_taps = (
-        settled(varied(layer, subs=subs, unroll=unroll, w_subs=w_subs), *_TAPS)
-        for (subs, unroll), w_subs in product(_subs(p, cout_g), _w_subs(steps[2]))
-    )
-    shaped = (
-        settled(varied(taps, sub=sub, tile=tile), *_TAPS, "tile", "planewise")
-        for taps in of_taps
-        for sub, tile in tiles
-    )
-    for shape, split, chunk, by in product(shaped, (0, 1, 2), chunks, brought):
-        subs, unroll, sub, tile = shape.subs, shape.unroll, shape.sub, shape.tile
-        wide = cout_g > 64 // subs and fast  # enough for two consumers
+    steps = (1, 1, 1) if p.pass_ != "fwd" or shuffle is not None else _full(p.stride)
+    layer = p if shuffle is None else shuffle.unstrided
+    of = _Search(layer, gpu, fast, steps, classes, scarce, whole, result, shuffle, drained, beside)
+    for taps in _divisions(of):
+        yield from _of_taps(of, taps)
+
+
+def _full(stride: tuple[int, ...]) -> Triple:
+    d, h, w = (1,) * (3 - len(stride)) + stride
+    return d, h, w
+
+
+def _divisions(of: _Search) -> Iterator[Tiling]:
+    """A tiling for each way to share blocks among sub-positions."""
+    p = of.problem
+    first = Tiling(
+        p, (1, 64), (1, 1, 1, 64), 0, chunk_sizes(p)[0], wgmma=of.fast, whole=of.whole, shuffle=of.shuffle,
+        drained=of.drained,
+    )  # fmt: skip
+    layer, cout_g = settled(first, "problem"), result_shape(p)[1] // p.groups
+    for (subs, unroll), w_subs in product(_subs(p, cout_g), _w_subs(of.steps[2])):
+        if of.drained and subs > 1:
+            continue  # before tilings are made of them, which `checked` would refuse
+        of_width = gather_axes(p, unroll)[2]
+        if (len(of_width.taps) if w_subs == of_width.out_step else w_subs) > of.accumulators:
+            continue
+        try:
+            taps = settled(varied(layer, subs=subs, unroll=unroll, w_subs=w_subs), *_TAPS)
+        except Unfit:
+            continue
+        if not of.beside:
+            yield taps
+        elif unroll == (1, 1, 1) and taps.contiguous and not taps.fills and taps.period <= 32:
+            yield varied(taps, beside=64 // taps.period)
+
+
+def _of_taps(of: _Search, taps: Tiling) -> Iterator[Sketch]:
+    p, subs, unroll = of.problem, taps.subs, taps.unroll
+    wide = taps.cout_g > 64 // subs and of.fast  # enough for two consumers
+    plain = p.layout != "nchw" or of.classes in (None, (1, 1))
+    brought = (of.classes,) if plain else (of.classes, None)
+    for (sub, tile), split in product(_rows_of_images(p) if of.beside else _tiles(p), (0, 1, 2)):
         if split == 1 and not wide:
             continue
         # Before Hopper only where the halo of a strided source leaves room for no more than 64 pixels, which cannot be
         # halved: no epilogue is worth hiding there.
-        if split == 2 and not fast and not (far and math.prod(tile) == 64):
+        if split == 2 and (of.drained or not (of.fast or (of.far and math.prod(tile) == 64))):
             continue
         if min(unroll[1], 2) > 1 and sub == (8, 8) and tile[2] > 8:
             continue  # the rows of an unrolled tile are many already
-        short = any(n > s * u * t for n, s, u, t in zip(result, steps, unroll, tile[1:]))
-        if size is not None and not beside and short:
+        short = any(n > s * u * t for n, s, u, t in zip(of.result, of.steps, unroll, tile[1:]))
+        if short and not of.beside:
             continue
-        if drained and (subs > 1 or split == 2):
-            continue  # before tilings are made of them, which `checked` would refuse
-        base = varied(shape, split=split, chunk=chunk, classes=by)
-        if beside:
-            if base.period > 32 or not base.contiguous or base.bare or unroll != (1, 1, 1):
-                continue
-            base = varied(base, beside=64 // base.period)
-        if by is None and classes is not None and base.staging_units * 16 > _SHORT_ROWS:
-            continue
-        if base.mb * base.nb > accumulators or base.mb * base.nb < 1:
-            continue
-        even = len(base.distinct_entries) == 1
-        residence = (False, True) if even or base.m_groups == 1 else (False,)
-        pairs = (False, True) if fast and sub == (8, 8) and tile[2] % 16 == 0 and base.nb % 2 == 0 else (False,)
-        # Runs of two subtiles, where rows are long enough for them.
-        long = fast and not base.channels_last and sub == (1, 64) and tile[3] % 128 == 0 and base.width_subs == 1
-        # Short ones where many sub-positions would fill shared memory (NOTES: kb81's runs of 320 outputs, not of 160,
-        # whose ends share a sector of 32 bytes: 0.349 -> 0.330 ms, bfloat16 0.187 -> 0.159; but kb75 bfloat16, whose
-        # tiling the model changes with it, 0.268 -> 0.317).
-        # channels_last makes the same rounds of both.
-        groups = (8, 16) if long and base.nb % 2 == 0 else (8,)
-        if base.width_subs >= 3 and sub == (1, 64):
-            groups = (4,) if base.channels_last else (4, 8)
-        for resident, paired, run_groups, by_plane in product(residence, pairs, groups, planewise):
-            base = varied(base, paired=paired, run_groups=run_groups, planewise=by_plane)
-            t = None if scarce else _fitted(varied(base, resident=resident), gpu)
-            if t is None and not drained and not base.channels_last and not resident:
-                t = _fitted(base, gpu, scarce=True)
-            if t is not None:
-                yield t
+        for chunk in chunk_sizes(p):
+            shape = Shape(sub, tile, split, chunk)
+            if 1 <= taps.mb * shape.consumer_subtiles <= of.accumulators:
+                yield from (Sketch(of, taps, shape, by) for by in brought)
 
 
 def chunk_sizes(p: Problem) -> list[int]:
@@ -164,7 +276,7 @@ def _subs(p: Problem, cout_g: int) -> Iterator[tuple[int, Triple]]:
     """(d, h) sub-positions that share a block of 64 rows, and how rows are unrolled for them."""
     yield 1, (1, 1, 1)
     axes = gather_axes(p)[:2]
-    every, tapped = math.prod(len(axis.taps) for axis in axes), math.prod(sum(map(bool, axis.taps)) for axis in axes)
+    every, tapped = math.prod(axis.out_step for axis in axes), math.prod(len(axis.taps) for axis in axes)
     for subs in (2, 4):
         if cout_g <= 64 // subs and p.rank > 1:
             # Those without taps fill no blocks; where tiles lack some along W, they are stored as the others are.
@@ -270,29 +382,76 @@ def drains(p: Problem) -> bool:
     return w % 8 == 0 and h % p.stride[0] == 0
 
 
-def considered(p: Problem, gpu: Gpu, general: bool = False) -> Iterator[tuple[float, str, Tiling]]:
-    """(seconds, what bounds them, tiling) by the model of every tiling that `choose` looks at."""
+def considered(p: Problem, gpu: Gpu, general: bool = False, slack: float = math.inf) -> list[tuple[float, str, Tiling]]:
+    """(seconds, what bounds them, tiling) by the model of every tiling that `choose` looks at.
+
+    ``slack``: those that may take up to so many times the least; of others some are left out.
+    """
+    most = MOST_SKETCHES if slack < math.inf else math.inf
+    found = _every(p, gpu, general)
+    floors = _floors(found, p, gpu) if slack < math.inf else [0.0] * len(found)
+    made = 0
+    seen: dict[int, list[tuple[float, str, Tiling, Clocks]]] = {}
+    best = math.inf
+    for i in sorted(range(len(found)), key=floors.__getitem__):
+        if floors[i] > slack * best or (made := made + 1) > most:
+            break
+        seen[i] = list(_timed(found[i], p, gpu, general))
+        best = min([best, *(one[0] for one in seen[i])])
+    timed = [(found[i], one) for i in sorted(seen) for one in seen[i]]
+    few = [(t, clocks, one.spread) for one, (_, _, t, clocks) in timed if one.clusters]
+    return [(seconds, bound, t) for _, (seconds, bound, t, _) in timed] + list(_clustered(few, p, gpu))
+
+
+class _Considered(NamedTuple):
+    sketch: Sketch
+    spread: float
+    """Factor of its seconds."""
+    clusters: bool
+    """Whether blocks may share its tiles' chunks."""
+
+
+def _every(p: Problem, gpu: Gpu, general: bool) -> list[_Considered]:
+    """All sketches for a problem."""
     classes = classes_of(p, general) if p.layout == "nchw" else (1, 1)
     layer = any_size(p)
-    found = ways(layer) if countable(p) and not p.batch_as_width else ()
-    kinds: list[tuple[Shuffle | None, bool]] = [(shuffle, False) for shuffle in (None, *found)]
-    if not general and not found and gpu.arch == "90a" and drains(p):
+    shuffles = ways(layer) if countable(p) and not p.batch_as_width else ()
+    kinds: list[tuple[Shuffle | None, bool]] = [(shuffle, False) for shuffle in (None, *shuffles)]
+    if not general and not shuffles and gpu.arch == "90a" and drains(p):
         kinds.append((None, True))
-    few: list[tuple[Tiling, Clocks, float]] = []
+    found = []
     for shuffle, drained in kinds:
-        small = () if general else _small_tilings(layer, gpu, p.size, shuffle, drained)
+        sketched = _of_layer(layer, gpu, classes, shuffle, drained)
+        if not general:
+            sketched += _of_size(layer, gpu, p.size, shuffle, drained)
         if not general and shuffle is None and not drained and narrow_source(p) is not None:
-            small += _small_tilings(layer, gpu, p.size, None, beside=True)
-        for t, clocks in _tilings(layer, gpu, classes, alignment_of(p), shuffle, drained) + small:
-            seconds, bound = seconds_of(t, clocks, p, gpu)
-            spread = _SPREAD if found and shuffle is None and not t.contiguous else 1.0
-            seconds *= spread
-            if bound == "bytes" and t.channels_last and t.sub == (1, 64) and not general:
-                seconds *= _LONG
-            yield seconds, bound, t
-            if not general and t.wgmma and shuffle is None and not drained:
-                few.append((t, clocks, spread))
-    yield from _clustered(few, p, gpu)
+            sketched += _of_size(layer, gpu, p.size, None, beside=True)
+        for sketch in sketched:
+            spread = _SPREAD if shuffles and shuffle is None and not sketch.taps.contiguous else 1.0
+            clusters = not general and sketch.taps.wgmma and shuffle is None and not drained
+            found.append(_Considered(sketch, spread, clusters))
+    return found
+
+
+def _floors(found: Sequence[_Considered], p: Problem, gpu: Gpu) -> list[float]:
+    """What no tiling of each is below, in seconds."""
+    known: dict[int, Floor] = {}
+    floors = []
+    for sketch, spread, clusters in found:
+        floor = known.get(id(sketch.taps))
+        if floor is None:
+            floor = known[id(sketch.taps)] = Floor(sketch.taps, p, gpu, sketch.planewise, clusters)
+        floors.append(spread * floor.seconds(sketch.shape))
+    return floors
+
+
+def _timed(one: _Considered, p: Problem, gpu: Gpu, general: bool) -> Iterator[tuple[float, str, Tiling, Clocks]]:
+    for t, clocks in one.sketch.clocks(alignment_of(p)):
+        seconds, bound = seconds_of(t, clocks, p, gpu)
+        seconds *= one.spread
+        if bound == "bytes" and t.channels_last and t.sub == (1, 64) and not general:
+            seconds *= _LONG
+        yield seconds, bound, t, clocks
 
 
 def _clustered(
@@ -312,7 +471,7 @@ def _clustered(
         cheap = (t.planewise and t.row_bytes == 32) or (t.classed and t.element == 2)
         if t.split == 2 or t.resident or cheap:
             continue
-        for cluster in _CLUSTERS:
+        for cluster in CLUSTERS:
             if 2 * cluster <= t.chunks and tiles <= gpu.clusters(cluster):
                 rough = factor * (clocks.tile / cluster + cluster * CLUSTER[1])
                 promising.append((rough, len(promising), cluster, t, factor))
@@ -327,35 +486,21 @@ def _clustered(
 
 
 @lru_cache(maxsize=256)
-def _tilings(
-    layer: Problem,
-    gpu: Gpu,
-    classes: tuple[int, int] | None,
-    alignment: int,
-    shuffle: Shuffle | None,
-    drained: bool = False,
-) -> tuple[tuple[Tiling, Clocks], ...]:
-    """A layer's tilings with the clocks of their tiles: up to a second once, then a few milliseconds for each size."""
-    return tuple((t, tile_clocks(t, alignment)) for t in _layer_tilings(layer, gpu, classes, shuffle, drained))
+def _of_layer(
+    layer: Problem, gpu: Gpu, classes: tuple[int, int] | None, shuffle: Shuffle | None, drained: bool = False
+) -> tuple[Sketch, ...]:
+    """A layer's sketches for all sizes of the input; the tilings that were made of them are kept."""
+    return tuple(sketches(layer, gpu, classes=classes, shuffle=shuffle, drained=drained))
 
 
 @lru_cache(maxsize=256)
-def _small_tilings(
+def _of_size(
     layer: Problem,
     gpu: Gpu,
     size: tuple[int, ...],
     shuffle: Shuffle | None,
     drained: bool = False,
     beside: bool = False,
-) -> tuple[tuple[Tiling, Clocks], ...]:
-    """As `_tilings`, those for this size of the input alone; a few milliseconds."""
-    alignment = alignment_of(layer.with_(size=size))
-    found = candidates(layer, gpu, size=size, shuffle=shuffle, drained=drained, beside=beside)
-    return tuple((t, tile_clocks(t, alignment)) for t in found)
-
-
-@lru_cache(maxsize=256)
-def _layer_tilings(
-    layer: Problem, gpu: Gpu, classes: tuple[int, int] | None, shuffle: Shuffle | None, drained: bool = False
-) -> tuple[Tiling, ...]:
-    return tuple(candidates(layer, gpu, classes=classes, shuffle=shuffle, drained=drained))
+) -> tuple[Sketch, ...]:
+    """Those for this size of the input alone."""
+    return tuple(sketches(layer, gpu, size=size, shuffle=shuffle, drained=drained, beside=beside))

@@ -67,8 +67,8 @@ def phases(p: Problem) -> tuple[Phase, ...]:
     """A layer's at any size, those of most taps first; a gradient for the input has one, of all taps."""
     axes, (_, of_h, of_w) = gather_axes(p), (1,) * (3 - p.rank) + p.kernel
     found = []
-    for first in product(*(range(len(axis.taps)) for axis in axes)):
-        each = product(*(axis.taps[at] for axis, at in zip(axes, first)))
+    for first in product(*(range(axis.out_step) for axis in axes)):
+        each = product(*(axis.at(at) for axis, at in zip(axes, first)))
         taps = (((i * of_h + j) * of_w + k, (d, h, w)) for (i, d), (j, h), (k, w) in each)
         found.append(Phase((first[0], first[1], first[2]), tuple(taps)))
     return tuple(sorted(found, key=lambda phase: -len(phase.taps)))

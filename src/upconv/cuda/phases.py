@@ -55,7 +55,8 @@ def shifts_of(p: Problem) -> tuple[tuple[int, ...], tuple[Shift, ...]]:
 
     A shift's columns begin with the first phase.
     """
-    phases = gather_axes(p)[2].taps
+    axis = gather_axes(p)[2]
+    phases = [axis.at(u) for u in range(axis.out_step)]
     offsets = sorted({offset for taps in phases for _, offset in taps})
     of = [{offset: k for k, offset in taps} for taps in phases]
 
@@ -137,7 +138,7 @@ class Tile:
         kernel_h = self.problem.kernel[-2] if self.problem.rank > 1 else 1
         found: dict[tuple[int, int], list[User]] = {}
         for pair, (ud, uh) in enumerate(self.pairs):
-            for (kd, od), (kh, oh) in product(axis_d.taps[ud], axis_h.taps[uh]):
+            for (kd, od), (kh, oh) in product(axis_d.at(ud), axis_h.at(uh)):
                 found.setdefault((od, oh), []).append(User(pair, kd * kernel_h + kh))
         return tuple((row, tuple(users)) for row, users in sorted(found.items()))
 
@@ -393,7 +394,7 @@ def refusal(p: Problem, gpu: Gpu) -> str | None:
         )
     if math.prod(p.stride) * -(-p.out_channels // 8) * 8 > _MOST_COLUMNS:
         return f"{math.prod(p.stride)} phases of {p.out_channels} channels are more than {_MOST_COLUMNS} columns"
-    if not all(taps for axis in gather_axes(p) for taps in axis.taps):
+    if any(len(axis.taps) < axis.out_step for axis in gather_axes(p)):
         return "some phases have no taps, for which the kernel would multiply zeros"
     if p.kernel == p.stride:
         return "of one tap for each output there is no row that several phases read"

@@ -59,7 +59,7 @@ def planes(p: Problem) -> tuple[Plane, ...]:
     _, of_h, of_w = (1,) * (3 - p.rank) + p.kernel
     classes = []  # of each axis' taps, with the pixels of the plane by which each is shifted, and the first's offset
     for axis in gather_axes(p):
-        (taps,), step = axis.taps, axis.in_step
+        ((_, taps),), step = axis.taps, axis.in_step
         alike = [[tap for tap in taps if tap[1] % step == of] for of in dict.fromkeys(o % step for _, o in taps)]
         classes.append([(each[0][1], [(k, (offset - each[0][1]) // step) for k, offset in each]) for each in alike])
     found = []

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from itertools import accumulate
 
-from upconv.cuda.axes import Unfit, positions, result_shape, source_shape, table
+from upconv.cuda.axes import MOST_CONSTANTS, Unfit, positions, result_shape, source_shape, table
 from upconv.cuda.gpu import MAX_BOX, MAX_CLUSTER
 from upconv.cuda.tiling_pixels import MAX_PIXELS
 from upconv.cuda.tiling_weights import FRAGMENT, TiledWeights
@@ -18,7 +18,6 @@ from upconv.derived import derived
 from upconv.problem import Problem
 
 _MOST_ACCUMULATORS = 5  # 64 x 64 each, 32 registers of a consumer's thread
-_MOST_CONSTANTS = 65536  # bytes that a kernel has
 _FEW_TAPS = 500  # and phases, whose tables are never too large
 CLAIMS, CLAIMS_BYTES = 16, 192  # of kernels/claims.cuh: places of its ring, and its shared memory
 _MAX_OFFSET = 2000  # rows' offsets are packed in 12 bits, signed
@@ -115,8 +114,8 @@ class Tiling(TiledWeights):
         if h % self.sub[0] or w % self.sub[1]:
             raise Unfit(f"tile {self.tile} is no multiple of {self.sub}")
         p = self.problem
-        if max(p.taps, math.prod(p.stride)) > _FEW_TAPS and self.table_bytes > _MOST_CONSTANTS:
-            raise Unfit(f"the kernel's tables take {self.table_bytes} bytes of constant memory, of {_MOST_CONSTANTS}")
+        if max(p.taps, math.prod(p.stride)) > _FEW_TAPS and self.table_bytes > MOST_CONSTANTS:
+            raise Unfit(f"the kernel's tables take {self.table_bytes} bytes of constant memory, of {MOST_CONSTANTS}")
         if self.wgmma and not self.resident and self.stages_w < 2:
             raise Unfit("a step waits for the next stage of the weights' ring before it gives back its own")
         if self.split == 0 and self.subtiles % 2:
@@ -198,16 +197,16 @@ class Tiling(TiledWeights):
     @property
     def _planes_apart(self) -> bool:
         """Whether a tile has planes that may land one by one."""
-        return self.strided_box and len(self.planes) > 1
+        return self.strided_box and self.plane_count > 1
 
     @property
     def _planes_in_turn(self) -> bool:
         if not ((self.straight or self.rolled) and self.mb == 1):
             return False
         # A round is a plane (NOTES: dilated taps of tiles of one row are in more planes than there are remainders).
-        if self.rolled and any(len(block) != len(self.planes) * self.taps_unrolled for (block,) in self.entries):
+        if self.rolled and any(len(block) != self.plane_count * self.taps_unrolled for (block,) in self.entries):
             return False
-        return all(len({self.plane_of(off) for off, _ in block}) == len(self.planes) for (block,) in self.entries)
+        return all(len({self.plane_of(off) for off, _ in block}) == self.plane_count for (block,) in self.entries)
 
     @property
     def table_bytes(self) -> int:
@@ -215,8 +214,9 @@ class Tiling(TiledWeights):
         entries, variants = self._multiplied.total, len(self.variants)
         of_entries = entries * (4 + 2 * self.subs + (1 if self.planewise else 0))
         of_variants = variants * (4 * (self.mb + 1) + 8 + 4 * self.subs + 2 + 2)
-        rows, bare = sum(self.row_counts), sum(map(len, self.bare))
-        return of_entries + of_variants + 4 * rows + 8 * bare + 12 * len(self.planes) + 256
+        rows = sum(self.row_counts)
+        bare = sum(times * (fill.planes + fill.runs + fill.parts) for fill, times in self._multiplied.fills)
+        return of_entries + of_variants + 4 * rows + 8 * bare + 12 * self.plane_count + 256
 
     # --- the kernel's macros -----------------------------------------------------------------------------------------
 
@@ -330,7 +330,7 @@ class Tiling(TiledWeights):
             else 0,
             "PLANE": self.plane,
             "STRIDED_BOX": int(self.strided_box),
-            "PLANES": len(self.planes) if self.strided_box else len(self.residues),
+            "PLANES": self.plane_count if self.strided_box else len(self.residues),
             "RESIDUES": table(w for _, _, w in self.planes) if self.strided_box else table(self.residues),
             "PLANE_BARRIERS": self.plane_barriers,
             "PLANES_OF_ENTRIES": table(self.plane_of(off) if self.planewise else 0 for off, _ in flat),

@@ -335,7 +335,13 @@ class TiledPixels:
     @of_pixels
     def strided_box(self) -> bool:
         """Whether a chunk is several boxes, one for each of `planes`, which lands as a plane of the whole tile."""
-        return self.tensor_map and self.channels_last and (self.in_steps[2] > 1 or len(self.planes) > 1)
+        return self.tensor_map and self.channels_last and (self.in_steps[2] > 1 or self.plane_count > 1)
+
+    @of_pixels
+    def plane_count(self) -> int:
+        """How many `planes` there are, without looking at each."""
+        (bands_d, _, _), (bands_h, _, _) = self.bands
+        return len(bands_d) * len(bands_h) * len(self.residues)
 
     @of_pixels
     def planes(self) -> tuple[Triple, ...]:
@@ -360,7 +366,7 @@ class TiledPixels:
     @of_pixels
     def pixels(self) -> int:
         """Pixel rows of a tile in shared memory."""
-        return len(self.planes) * self.plane_pitch if self.strided_box else self.segments * self.pitch
+        return self.plane_count * self.plane_pitch if self.strided_box else self.segments * self.pitch
 
     def shift(self, offsets: Triple) -> int:
         """A tap's shift in pixel rows."""
@@ -379,7 +385,7 @@ class TiledPixels:
     @property
     def plane_barriers(self) -> int:
         """Pairs of barriers of a pixel tile."""
-        return len(self.planes) if self.planewise else 1
+        return self.plane_count if self.planewise else 1
 
     @of_pixels
     def staging_units(self) -> int:
@@ -444,7 +450,7 @@ class TiledPixels:
             and whole
             and max(self.box) <= MAX_BOX
             and self.row_boxes <= _MAX_ROW_BOXES
-            and (not self.channels_last or len(self.planes) <= _MAX_PLANES)
+            and (not self.channels_last or self.plane_count <= _MAX_PLANES)
             and 1 <= min(self.box_steps) <= max(self.box_steps) <= MAX_BOX_STEP
         ):
             return False

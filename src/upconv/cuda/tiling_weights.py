@@ -9,7 +9,7 @@ import operator
 from dataclasses import dataclass
 from functools import lru_cache
 
-from upconv.cuda.axes import Bare, Entries
+from upconv.cuda.axes import Bare, Entries, Fill
 from upconv.cuda.shuffle import Triple
 from upconv.cuda.tiling_pixels import TiledPixels, of_pixels, of_taps
 from upconv.derived import derived_from
@@ -17,7 +17,7 @@ from upconv.derived import derived_from
 _PACK_BLOCKS = 512  # wanted where weights are packed
 _MOST_PACK_TAPS, _LEAST_PACK_TAPS = 64, 4  # of a block: shared memory is 33 KB; less would read parts of sectors
 FRAGMENT = 2048  # bytes of weights that a warpgroup takes at a step: 64 rows x 32 bytes of K
-_STEPS_UNROLLED = 25  # code and compile time grow with it
+STEPS_UNROLLED = 25  # code and compile time grow with it
 _STEPS_QUICK = 4  # of a kernel that is to compile fast
 _STEPS_STRAIGHT = 32, 64  # of a variant, of all, also where they share a stretch
 _STEPS_ROLLED = 25  # of a variant's chunk, from which on its steps are a loop of rounds
@@ -139,6 +139,16 @@ class TiledWeights(TiledPixels):
     def variant_entries(self) -> tuple[int, ...]:
         """Entries of all blocks of each variant."""
         return self._multiplied.counts
+
+    @property
+    def repeated_entries(self) -> tuple[tuple[int, int], ...]:
+        """Each of these numbers, and how many variants have it."""
+        return self._multiplied.repeats
+
+    @property
+    def fills(self) -> tuple[tuple[Fill, int], ...]:
+        """What `bare` has of each variant, and how many variants have as much; empty where no variant has any."""
+        return self._multiplied.fills
 
     @of_taps
     def most_entries(self) -> int:
@@ -281,7 +291,7 @@ class TiledWeights(TiledPixels):
         if self.rolled:
             return self._round_of_chunk[0]
         counts = self._multiplied.lengths
-        steps = (_STEPS_QUICK if self.quick else _STEPS_UNROLLED) if self.wgmma else 2
+        steps = (_STEPS_QUICK if self.quick else STEPS_UNROLLED) if self.wgmma else 2
         if self.parts == 2:
             steps = _STEPS_PROMOTED[0 if self.wgmma else 1]
         return _unrolled(counts, max(1, steps // (self.k_steps * self.parts)))

@@ -10,7 +10,6 @@ together, where all of them run at once.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import product
@@ -19,36 +18,29 @@ import torch
 from torch import Tensor
 
 from upconv.cuda import jit
-from upconv.cuda.boxes import Tensor5, Words, alignment_classes, channels_last, dense, encode, of_class, parts
+from upconv.cuda.boxes import Tensor5, Words, channels_last, dense, encode, of_class
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.gpu import gpu as gpu_of
 from upconv.cuda.launch import Counters, Launcher, TooManyBlocks, as_run, bind
-from upconv.cuda.wgrad_boxes import MAX_CLASSES
 from upconv.cuda.wgrad_costs import (
     AnyTiling,
     alone,
     boxed,
-    chunk_clocks,
     clustered,
     hands_over,
     least,
-    straddling_of,
     together,
     whole,
 )
-from upconv.cuda.wgrad_tiling import WARPS, SyncTiling, Triple
+from upconv.cuda.wgrad_search import promising, refusal
+from upconv.cuda.wgrad_tiling import SyncTiling
 from upconv.cuda.wgrad_warpgroups import COMMON_WIDTHS, WarpgroupTiling
-from upconv.derived import settled, varied
 from upconv.problem import Problem
 
 MOST_ABREAST = 32  # pixels along a side of images that `batches` tries side by side
-_ACCUMULATORS = 144  # registers of a thread of the mma.sync kernel; beside them fragments and addresses
 _RUNS = 8  # warps of a block of the second step
-
-_MOST_WIDTH = 160  # input channels of a block that needs two accumulators of 64 rows
 _SIZES = "i" * 12  # of the kernels' parameters: images, sizes, counts of chunks
 _CHUNK_BOX = "i" * 4  # and of `gapless` ones: a chunk's box
-_GAPLESS = 64, 96, 128, 192, 256  # positions of their chunks
 
 
 @dataclass(frozen=True)
@@ -356,235 +348,6 @@ def _tensor_map(t: WarpgroupTiling, p: Problem, address: int, g: bool, tensor: T
     return encode(tensor, address, p.dtype, t.box, (1,) * 5, 0 if t.turned else t.segment, rounded=True)
 
 
-# --- candidates ------------------------------------------------------------------------------------------------------
-
-
-def refusal(p: Problem, gpu: Gpu) -> str | None:
-    """Why this family cannot serve a problem, in a sentence; None when it can."""
-    if p.dtype is torch.float64:
-        return "tensor cores multiply float64 only by mma.m8n8k4, which this family does not use"
-    if gpu.capability < (8, 0):
-        return f"tensor cores of compute capability {gpu.capability[0]}.{gpu.capability[1]} lack TF32 and bfloat16"
-    if p.batch == 0 or 0 in p.size:
-        return "an empty input has no work"
-    if p.in_channels // p.groups < 4 and p.groups > 1:
-        return f"{p.in_channels // p.groups} input channels per group leave most of a matrix instruction empty"
-    return None
-
-
-def candidates(
-    p: Problem,
-    gpu: Gpu,
-    aligned: bool,
-    aligned_g: bool,
-    width: int = 0,
-    classes: tuple[int, int] = (1, 1),
-    general: bool = False,
-    lined: bool = False,
-) -> Iterator[AnyTiling]:
-    """Every tiling worth a look.
-
-    ``aligned``, ``aligned_g``: rows of an NCHW input and output begin at 16 bytes. ``width``: of images so narrow that
-    a chunk takes whole rows (`_narrow`); some tilings then serve this width alone. ``classes``: of the rows of an NCHW
-    output that are not aligned (`_classes`); some tilings serve these alone. ``general``: those of exported files, of
-    which NCHW's stay as they are. ``lined``: whether 1-D rows of the output are whole lines (`_lined`), as some want.
-    """
-    yield from _warpgroup_candidates(p, gpu, aligned, aligned_g, width, classes, general, lined)
-    if not p.batch_as_width:  # whose threads read images as they lie
-        yield from _sync_candidates(p, gpu, aligned and p.layout == "nchw")
-
-
-def _sync_candidates(p: Problem, gpu: Gpu, aligned: bool) -> Iterator[SyncTiling]:
-    cin, cout = p.in_channels // p.groups, p.out_channels // p.groups
-    layer = settled(SyncTiling(p, (16, 8), (1, 1, 1), (1, 1, 1, 8), aligned), "problem")
-    for block, taps in product(_blocks(cin, cout), _tap_sets(p)):
-        warp = _warps(p, block, math.prod(taps))
-        if warp is None:
-            continue
-        base = settled(varied(layer, block=block, taps=taps, warp=warp), "problem", "block", "taps")
-        for tile in _tiles(p):
-            t = varied(base, tile=tile)
-            if t.shared_bytes <= gpu.shared_bytes and t.k_steps >= t.k_slices and (t.element == 4 or t.strips % 2 == 0):
-                yield t
-
-
-def _narrow(p: Problem) -> int:
-    """The width of images whose rows a chunk takes whole, or 0; few, since each is a kernel."""
-    width = p.size[-1]
-    return width if p.rank > 1 and p.layout == "nchw" and width in (8, 16, 32) else 0
-
-
-def _lined(p: Problem) -> bool:
-    """Whether rows of a 1-D output are whole lines of 128 bytes."""
-    return p.rank == 1 and p.layout == "nchw" and p.out_size[0] * p.dtype.itemsize % 128 == 0
-
-
-def _classes(p: Problem, general: bool = False) -> tuple[int, int]:
-    """`WarpgroupTiling.classes` of an NCHW output; (1, 1) where rows are aligned, or classes too many.
-
-    ``general``: (1, 1), since they are a size's.
-    """
-    found = None
-    if p.layout == "nchw" and not general:
-        found = alignment_classes(p.batch, p.out_channels, p.out_size, p.dtype.itemsize)
-    return found if found is not None and math.prod(found) <= MAX_CLASSES else (1, 1)
-
-
-def _warpgroup_candidates(
-    p: Problem,
-    gpu: Gpu,
-    aligned: bool,
-    aligned_g: bool,
-    width: int,
-    classes: tuple[int, int],
-    general: bool,
-    lined: bool,
-) -> Iterator[WarpgroupTiling]:
-    last = p.layout == "channels_last"
-    if gpu.arch != "90a" or p.precision == "ieee":
-        return
-    cin, cout = p.in_channels // p.groups, p.out_channels // p.groups
-    # The tensor copy engine wants pitches of whole 16 bytes, and so must a box begin where its rows are swizzled: a
-    # group's that begins off 16 bytes is an illegal instruction (NOTES: 2 groups of 4 float16 channels).
-    if (p.in_channels if p.groups == 1 else cin) % (16 // p.dtype.itemsize) if last else not aligned:
-        return
-    # Where a position meets many outputs, few output channels by many input channels read the least.
-    steep = math.prod(p.stride) >= 8
-    boxed = not (last or general) and aligned_g
-    widths = _widths(cin, steep or boxed, rows_of_32=last and p.dtype.itemsize == 2)
-    sets = [(taps, False) for taps in _tap_sets(p, 36)] + [(taps, True) for taps in _column_sets(p)]
-    shared_rows = [(subs, False) for subs in (1, 2, 4)] + [(subs, True) for subs in (2, 4, 8) if boxed]
-    most = 8 if last and not general else 4  # NOTES: kb71 bfloat16 channels_last 205 us with 4, 187 with 5
-    layer = settled(WarpgroupTiling(p, (64, 64), (1, 1, 1), (1, 1, 1, 8), aligned), "problem")
-    for ci, (groups, split_m), (subs, interleaved), (taps, stacked) in product(
-        widths, ((2, 1), (2, 2), (3, 1), (3, 3)), shared_rows, sets
-    ):
-        if (subs > 1 and cout > 64 // subs and not (steep or interleaved)) or (
-            split_m > 1 and cout <= 64 // subs * (split_m - 1)
-        ):
-            continue
-        if interleaved and (stacked or taps[2] % subs or p.stride[-1] == 1):
-            continue
-        block = ci, 64 // subs * split_m
-        base = varied(
-            layer, block=block, taps=taps, subs=subs, stacked=stacked, interleaved=interleaved,
-            warpgroups=groups, split_m=split_m,
-        )  # fmt: skip
-        if base.accumulators > (160 if groups == 2 else 104):
-            continue
-        # NOTES: by 160 of 320 channels 66 -> 82 us, by 96 of 192 51 -> 64 (by the model 58 and 48); by 80 50 -> 41.
-        if base.turned and ci >= 96 and ci % 64:
-            continue
-        if base.entries * subs * (groups // split_m) > 1.5 * base.set_taps:
-            continue
-        base = settled(base, "problem", "block", "taps")
-        for tile in _tiles(p, 32 if boxed else 64):
-            # Rows of 128 bytes rather than of 32: the tensor copy engine takes as long for either.
-            lines = tile[3] == width and tile[2] > 1 and width * p.dtype.itemsize < 128
-            t = varied(base, tile=tile, aligned_g=aligned_g and not last, lines=lines, classes=classes)
-            if t.classed and not t.classes_fit:
-                t = varied(t, classes=(1, 1))
-            if lined and interleaved and not t.box_g:
-                t = varied(t, lined=True)
-            if (t.aligned_g or t.classed or t.turned or p.batch_as_width) and not t.box_g:
-                continue
-            if ((not last or t.turned) and t.segment < 32) or (t.element == 2 and t.strips % 2):
-                continue
-            if last and max(tile) > 256:
-                continue
-            if t.x_joinable and not general:
-                t = varied(t, x_one_box=True)
-            if stacked and not t.stackable:
-                continue
-            if (found := _staged(t, gpu, most)) is not None:
-                yield found
-        if last and not (general or stacked or p.batch_as_width):
-            # At any size; `boxed` has the box of one.
-            for pixels in _GAPLESS:
-                t = varied(base, tile=(1, 1, 1, 1), gapless=pixels)
-                if t.box_g and t.g_one_box and t.segment >= 32 and (found := _staged(t, gpu, most)) is not None:
-                    yield found
-
-
-def _staged(t: WarpgroupTiling, gpu: Gpu, most: int) -> WarpgroupTiling | None:
-    """A tiling with as many stages as fit, or None where two do not."""
-    stages = min(most, (gpu.shared_bytes - t.raw_bytes - 16) // (t.stage_bytes + 16))
-    return varied(t, stages=stages) if stages >= 2 else None
-
-
-def _widths(cin: int, steep: bool, rows_of_32: bool) -> tuple[int, ...]:
-    """Input channels that a block of `WarpgroupTiling` may have.
-
-    ``rows_of_32``: boxes bring pixels' channels (channels_last of 16 bits), 32 or 64 at a time, or 16 at a time slowly.
-    """
-    found: tuple[int, ...] = (32,) if cin <= 32 else (64,) if cin <= 64 else (64, 128)
-    if steep and cin > 128:
-        found += (256,)
-    # And as wide as sums allow, where fewer columns then have no channel (NOTES: nnunet's 320 by 160, kb61's 48 by 48;
-    # but 80 in bfloat16 channels_last by 128 25.5 us, by 80 27.7, by 96 29).
-    blocks = -(-cin // _MOST_WIDTH)
-    even = -(-cin // (16 * blocks)) * 16
-    if cin <= 32 or even in found or even * blocks >= -(-cin // found[-1]) * found[-1]:
-        return found
-    if rows_of_32 and even > 64 and even % 32:
-        return found
-    return (*found, even)
-
-
-def _blocks(cin: int, cout: int) -> Iterator[tuple[int, int]]:
-    for m, n in product((16, 32, 64, 128), (8, 16, 32, 64, 128)):
-        if (m < 2 * cin or m == 16) and (n < 2 * cout or n == 8) and 4 * m * n >= min(cin, 64) * min(cout, 64):
-            yield m, n
-
-
-def _tap_sets(p: Problem, most: int = 36) -> tuple[Triple, ...]:
-    """Boxes of neighbouring taps."""
-    d, h, w = (1,) * (3 - p.rank) + p.kernel
-    wide = [v for v in parts(w) if v <= 9]
-    found = [(1, 1, v) for v in wide]
-    if max(wide) == w:
-        found += [(1, v, w) for v in parts(h)[1:]]
-        found += [(v, h, w) for v in parts(d)[1:]]
-    if 1 not in wide or w == 2:
-        found += [(1, v, 1) for v in parts(h)]
-    return tuple(dict.fromkeys(t for t in found if math.prod(t) <= most))
-
-
-def _column_sets(p: Problem) -> tuple[Triple, ...]:
-    """Boxes of columns of taps, whose rows of x an instruction may take together."""
-    d, h, w = (1,) * (3 - p.rank) + p.kernel
-    heights = [v for v in parts(h) if v > p.stride[-2]] if p.rank > 1 and p.dilation[-2] == 1 else []
-    found = [(1, v, u) for v in heights for u in parts(w)]
-    found += [(v, h, u) for v in parts(d)[1:] for u in (1, w) if h in heights]
-    return tuple(dict.fromkeys(t for t in found if math.prod(t) <= 36))
-
-
-def _warps(p: Problem, block: tuple[int, int], taps: int) -> tuple[int, int] | None:
-    """The warp's share of a block with the fewest reads of fragments that leaves its sums in registers."""
-    most = _ACCUMULATORS // 2 if p.precision == "ieee" else _ACCUMULATORS
-    best: tuple[float, tuple[int, int]] | None = None
-    for m, n in product((16, 32, 64), (8, 16, 32, 64)):
-        if block[0] % m or block[1] % n or taps * m * n // 32 > most:
-            continue
-        warps = block[0] // m * (block[1] // n)
-        if warps > WARPS or WARPS % warps:
-            continue
-        reads = (m / 4 + taps * n / 4) / (m * n * taps)
-        if best is None or reads < best[0]:
-            best = reads, (m, n)
-    return None if best is None else best[1]
-
-
-def _tiles(p: Problem, least: int = 64) -> tuple[tuple[int, int, int, int], ...]:
-    """Chunks; ``least``: positions of one in 1-D."""
-    if p.rank == 1:
-        return tuple((n, 1, 1, w) for n in (1, 2, 4) for w in (8, 16, 32, 64, 128, 256) if least <= n * w <= 512)
-    shapes = [(n, 1, h, w) for n in (1, 2, 4) for h in (1, 2, 4, 8) for w in (8, 16, 32, 64) if 32 <= n * h * w <= 256]
-    if p.rank == 3:
-        shapes += [(1, d, h, w) for d in (2, 4) for h in (2, 4, 8) for w in (8, 16, 32) if 32 <= d * h * w <= 256]
-    return tuple(shapes)
-
-
 # --- the choice ------------------------------------------------------------------------------------------------------
 
 
@@ -601,42 +364,17 @@ def _choose(p: Problem, gpu: Gpu, general: bool) -> Choice | str:
     refused = refusal(p, gpu)
     if refused:
         return refused
-    best: tuple[float, str, int, AnyTiling] | None = None
-    aligned, aligned_g = (size[-1] * p.dtype.itemsize % 16 == 0 for size in (p.size, p.out_size))
-    width, classes = 0 if general else _narrow(p), _classes(p, general)
-    straddling = 1.0 if general else straddling_of(p)
-    for t, clocks in _tilings(_any_size(p), gpu, aligned, aligned_g, width, classes, general, _lined(p), straddling):
+    best: tuple[float, tuple[int, int], str, int, AnyTiling] | None = None
+    for place, floor, (t, clocks) in promising(p, gpu, general):
+        if best is not None and floor > best[0]:
+            break
         if general and isinstance(t, WarpgroupTiling) and t.row_columns not in COMMON_WIDTHS:
             continue  # files print the common instructions, and stay as they are
-        if best is not None and least(t, clocks[0], p, gpu) > best[0]:
-            continue
-        seconds, bound, splits = whole(t, clocks, p, gpu, general=general)
-        if best is None or seconds < best[0]:
-            best = seconds, bound, splits, t
+        if best is None or least(t, clocks[0], p, gpu) <= best[0]:
+            seconds, bound, splits = whole(t, clocks, p, gpu, general=general)
+            if best is None or (seconds, place) < best[:2]:  # of equals the first
+                best = seconds, place, bound, splits, t
     if best is None:
         return f"no tile of this layer with its halo fits in {gpu.shared_bytes // 1024} KB of shared memory"
-    seconds, bound, splits, t = best
+    seconds, _, bound, splits, t = best
     return Choice(boxed(t, p), p, gpu, splits, seconds, bound)
-
-
-def _any_size(p: Problem) -> Problem:
-    """The layer at one size for all, so that its tilings and kernels are found again at the next size."""
-    size = tuple(1024 + 2 * pad // s for pad, s in zip(p.padding, p.stride))
-    return p.with_(batch=1, size=size, bias=False, pass_="grad-weight")
-
-
-@lru_cache(maxsize=256)
-def _tilings(
-    layer: Problem,
-    gpu: Gpu,
-    aligned: bool,
-    aligned_g: bool,
-    width: int,
-    classes: tuple[int, int],
-    general: bool,
-    lined: bool,
-    straddling: float,
-) -> tuple[tuple[AnyTiling, tuple[float, str]], ...]:
-    """A layer's tilings with the clocks of their chunks."""
-    every = candidates(layer, gpu, aligned, aligned_g, width, classes, general, lined)
-    return tuple((t, chunk_clocks(t, straddling)) for t in every)

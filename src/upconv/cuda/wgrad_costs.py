@@ -143,6 +143,8 @@ _STEPS_ENDS = Ends(
 )
 
 AnyTiling = SyncTiling | WarpgroupTiling
+Clocks = tuple[float, str]
+"""Of a chunk, and what takes most of them."""
 
 
 def clustered(t: AnyTiling, splits: int, gpu: Gpu) -> int:
@@ -329,6 +331,72 @@ def least(t: AnyTiling, clocks: float, p: Problem, gpu: Gpu) -> float:
     `Ends.memory` than less by `_DEEP_RING`: those of all chunks spread evenly, and a bit less for roundings.
     """
     return t.tiles * chunks_of(t, p) * clocks / (gpu.multiprocessors * gpu.clock) * (1.0 - 1e-9)
+
+
+class Floor:
+    """Seconds that `whole` is never below for a tiling of a base's block and taps, whatever its chunk.
+
+    By the matrix instructions, of which all positions of a chunk take as many, by the bytes of a chunk without its
+    halo, by what blocks take at their ends and by the tensors' bytes.
+    """
+
+    def __init__(self, t: AnyTiling, p: Problem, gpu: Gpu, general: bool) -> None:
+        ends = _ends(t, general)
+        self._t, self._gpu, self._ends = t, gpu, ends
+        self._memory = (math.prod(p.input_shape) + math.prod(p.output_shape)) * t.element / gpu.bandwidth
+        self._step = (_sync_step if isinstance(t, SyncTiling) else _warpgroup_step)(t)
+        self._of_steps = 8 if t.element == 4 else 16  # positions
+        self._chunk, self._copied = 0.0, 0.0
+        if isinstance(t, SyncTiling):
+            self._chunk = _CHUNK[0]
+        else:
+            axes = zip(t.taps, t.dilation, t.steps)
+            read = math.prod(len({tap * by % step for tap in range(taps)}) for taps, by, step in axes)
+            line = (_LAST_LINE if t.channels_last else _BOXED_LINE) / 128
+            self._copied = read * t.block[1] * t.element * line  # clocks for each position, of g alone
+        self.seconds = self._whole(p.batch * math.prod(p.size) / self._of_steps * self._step)
+        """Of any chunk."""
+
+    def of(self, chunks: int, positions: int) -> float:
+        """Of so many chunks of so many positions."""
+        clocks = max(positions / self._of_steps * self._step, positions * self._copied) + self._chunk
+        return self._whole(chunks * clocks)
+
+    def _whole(self, clocks: float) -> float:
+        """With all blocks' ends, of the clocks of all chunks on one multiprocessor."""
+        gpu = self._gpu
+        work = (self._t.tiles * clocks / gpu.multiprocessors + self._ends.block) / gpu.clock
+        found = max(work, self._memory) + self._ends.memory * min(work, self._memory)
+        return found * _DEEP_RING[1] * (1.0 - 1e-9)
+
+
+def _sync_step(t: AnyTiling) -> float:
+    """Clocks of a step of K in `_sync_clocks`, or less."""
+    assert isinstance(t, SyncTiling)
+    fragments = t.warp[0] // 16 * (t.warp[1] // 8)
+    matrix = t.warps * t.set_taps * fragments * (3 if t.promote else 1) * _MMA
+    shared = t.warps * (t.warp[0] / 4 + t.set_taps * t.warp[1] / 4) * _LOAD[0]
+    total = max(matrix, shared) + 0.25 * min(matrix, shared)
+    if not t.channels_last:
+        total *= _SYNC_NCHW if t.element == 4 else _SYNC_NCHW_16
+    return total + _STEP / t.k_slices
+
+
+def _warpgroup_step(t: AnyTiling) -> float:
+    """Clocks of a step of K in `_warpgroup_clocks`, or less."""
+    assert isinstance(t, WarpgroupTiling)
+    steps = t.entries * t.warpgroups
+    columns = steps * t.block[0] / 2
+    if t.stacked:
+        return columns * min(_STACKED[0], _LAST_TENSOR * _LAST_STACKED * _LAST_NARROW)
+    # By threads a fragment is waited for, by boxes an instruction takes so long.
+    waited = columns * _WGMMA + t.entries * _WARPGROUP_STEP / t.warpgroups
+    if t.channels_last:
+        narrow = _LAST_NARROW if t.block[0] <= 64 else 1.0
+        instruction = _LAST_INSTRUCTION[t.element] * (_LAST_SHARED if t.element == 2 else 1.0)
+        return min(waited, columns * _LAST_TENSOR * narrow + instruction * t.entries)
+    tensor, read = _TENSOR * columns + _INSTRUCTION * t.entries, _READ * steps * (16 + t.block[0] / 4)
+    return min(waited, float((tensor**_TOGETHER + read**_TOGETHER) ** (1 / _TOGETHER)))
 
 
 def whole(

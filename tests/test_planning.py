@@ -1,0 +1,249 @@
+"""Planning a pass takes a bounded time: searches look at few tilings whatever a layer's strides, kernel and image are,
+and their bounds leave out no tiling that could be the best."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import sys
+import time
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+
+from upconv import planner
+from upconv.bench.suites import SUITES
+from upconv.cuda import direct, gather, gather_search, jit, wgrad, wgrad_costs, wgrad_search
+from upconv.cuda.axes import MOST_W_SUBS, Axis, Unfit, any_size, gather_axes, multiplied
+from upconv.cuda.gpu import A100, H200, Gpu
+from upconv.problem import LAYOUTS, Pass, Problem
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+import planning
+
+EVERY: tuple[tuple[torch.dtype, str], ...] = (
+    (torch.float32, "tf32"),
+    (torch.float32, "ieee"),
+    (torch.bfloat16, "bf16"),
+)
+SECONDS = 0.2
+FACTOR = 5  # for a machine that is slower, or loaded
+
+
+def suite_layers(step: int, pass_: Pass) -> Iterator[Problem]:
+    cases = [case for name in ("cuda", "field") for case in SUITES[name]]
+    for i, case in enumerate(cases[::step]):
+        dtype, precision = EVERY[i % len(EVERY)]
+        layout = LAYOUTS[i // 2 % 2] if case.problem.rank > 1 else "nchw"
+        yield case.problem.with_(dtype=dtype, precision=precision, layout=layout, pass_=pass_)
+
+
+class Counted:
+    """Counts what a search makes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.made = 0
+        for owner, name in (
+            (gather_search, "_fitted"),
+            (wgrad_search.Sketch, "timed"),
+            (direct, "_cost"),
+        ):
+            monkeypatch.setattr(owner, name, self._counting(getattr(owner, name)))
+
+    def _counting(self, call: object) -> object:
+        def counted(*args: object, **kwargs: object) -> object:
+            self.made += 1
+            return call(*args, **kwargs)  # type: ignore[operator]
+
+        return counted
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_layers_are_planned_in_few_steps(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search makes a bounded number of tilings, and `AROUND` families ask for up to two more searches."""
+    planning.measured([(planning.random_layers(1, 0)[0], H200)])  # loads all modules
+    clear, counted = planning.caches(), Counted(monkeypatch)
+    most = 0
+    for i, p in enumerate(planning.random_layers(50, 100 + seed)):
+        for pass_ in planning.PASSES:
+            counted.made = 0
+            seconds = planning.seconds(p, pass_, planning.GPUS[i % len(planning.GPUS)], clear)
+            assert seconds < FACTOR * SECONDS, f"{p.with_(pass_=pass_)} took {seconds:.2f} s"
+            assert counted.made <= 8000, f"{p.with_(pass_=pass_)} made {counted.made} tilings"
+            most = max(most, counted.made)
+    assert most > 100, "something was counted"
+
+
+@pytest.mark.parametrize("stride", [1000, 5000, 200_000, 2**31 - 1])
+@pytest.mark.parametrize("gpu", [H200, A100], ids=["H200", "A100"])
+def test_strides_of_thousands_are_planned_and_compiled_as_others(stride: int, gpu: Gpu) -> None:
+    """Neither the search nor a kernel's source grows with the phases of a stride."""
+    planning.measured([(planning.random_layers(1, 0)[0], H200)])
+    clear = planning.caches()
+    for rank, layout, pass_ in product((1, 2), LAYOUTS, planning.PASSES):
+        if (rank == 1 and layout != "nchw") or stride > 5000 < stride**rank // 10**6:
+            continue
+        p = Problem.make(2, 64, 64, (3,) * rank, 3, stride, 1, dtype=torch.float16, layout=layout)
+        assert planning.seconds(p, pass_, gpu, clear) < FACTOR * SECONDS
+        choice = planner.select(p.with_(pass_=pass_), planner.Device("cuda", gpu=gpu)).choice
+        if choice is not None:
+            assert sum(len(unit.source) for unit in choice.sources()) < 400_000
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_large_stride_compiles_in_seconds(layout: str) -> None:
+    p = Problem.make(2, 64, 64, (4, 4), 3, 3000, 1, dtype=torch.bfloat16, layout=layout)  # type: ignore[arg-type]
+    choice = planner.select(p, planner.Device("cuda", gpu=H200)).choice
+    assert choice is not None
+    begin = time.process_time()
+    for unit in choice.sources():
+        jit.built(unit.source, "90a", unit.label)
+    assert time.process_time() - begin < 10 * FACTOR
+
+
+def test_axes_list_the_phases_that_have_taps() -> None:
+    p = Problem.make(1, 8, 8, (4, 4), (3, 2), (7, 10**6), (1, 0), dilation=(5, 3))
+    lead, h, w = gather_axes(p)
+    assert lead == Axis(1, 1, ((0, ((0, 0),)),))
+    assert h == Axis(7, 1, ((2, ((2, -1),)), (4, ((1, 0),)), (6, ((0, 1),)))), "outputs 5 k - 1 + 7 i"
+    assert w == Axis(10**6, 1, ((0, ((0, 0),)), (3, ((1, 0),))))
+    assert h.at(4) == ((1, 0),) and h.at(5) == ()
+
+
+def naive_bare(p: Problem, w_subs: int) -> set[tuple[int, int]]:
+    """(first W sub-position, phase of H) that no variant has, of a layer of two dimensions."""
+    _, h, w = gather_axes(p)
+    firsts = range(0, w.out_step, w_subs)
+    tapped = {u // w_subs * w_subs for u, _ in w.taps}
+    return {(first, v) for first in firsts for v in range(h.out_step) if first not in tapped or not h.at(v)}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_phases_without_taps_are_stored_once(seed: int) -> None:
+    rng = random.Random(seed)
+    kernel, stride = (rng.randint(1, 4), rng.randint(1, 4)), (rng.randint(1, 12), 4 * rng.randint(1, 3))
+    p = Problem.make(1, 8, 8, (64, 64), kernel, stride, layout="channels_last", dilation=rng.randint(1, 3))
+    for w_subs in (1, 2, 4, stride[1]):
+        m = multiplied(p, (1, 1, 1), 1, w_subs)
+        rows, width = gather_axes(p)[1].out_step, range(0, stride[1], w_subs)
+        stored = [
+            (w, h)
+            for one in (one for of_variant in m.bare for one in of_variant)
+            for h in range(one.h, one.h + (one.rows or rows))
+            for w in (width if one.w < 0 else (one.w,))
+        ]
+        assert len(stored) == len(set(stored)) and set(stored) == naive_bare(p, w_subs)
+        taps = [tap for blocks in m.entries for block in blocks for _, (tap,) in block]
+        assert sorted(taps) == list(range(p.taps)), "each tap once"
+        assert m.counts == tuple(sum(map(len, blocks)) for blocks in m.entries)
+        assert m.lengths == {len(block) for blocks in m.entries for block in blocks if block}
+        fills = [(fill.planes + fill.runs + fill.parts) * times for fill, times in m.fills]
+        assert sum(fills) == sum(map(len, m.bare)) and sum(times for _, times in m.repeats) == len(m.variants)
+
+
+def test_what_no_table_holds_is_unfit() -> None:
+    p = Problem.make(1, 8, 8, (4, 4), 3, 200)
+    with pytest.raises(Unfit, match=f"more than the {MOST_W_SUBS} that the epilogue is unrolled for"):
+        multiplied(p, (1, 1, 1), 1, 200)
+    with pytest.raises(Unfit, match="no room for more than 2730 phases"):
+        multiplied(p, (1, 1, 1), 1, 4)
+    last = Problem.make(1, 8, 8, (4, 4), 3, 5000, layout="channels_last")
+    with pytest.raises(Unfit, match="no room for more than 8192 runs of phases without taps"):
+        multiplied(last, (1, 1, 1), 1, 1)
+
+
+@pytest.mark.parametrize("pass_", ["fwd", "grad-input"])
+@pytest.mark.parametrize("gpu", [H200, A100], ids=["H200", "A100"])
+def test_the_gather_search_leaves_out_nothing_that_could_be_best(gpu: Gpu, pass_: Pass) -> None:
+    looked = kept = 0
+    for p in suite_layers(13, pass_):
+        if gather.refusal(p, gpu):
+            continue
+        found = gather_search._every(p, gpu, False)
+        for floor, one in zip(gather_search._floors(found, p, gpu), found):
+            looked += 1
+            for seconds, _, t, _ in gather_search._timed(one, p, gpu, False):
+                assert 0 < floor <= seconds * (1 + 1e-9), f"{t} of {p}"
+        every = gather_search.considered(p, gpu)
+        few = gather_search.considered(p, gpu, slack=1.03)
+        if every:
+            assert min(one[0] for one in few) == min(one[0] for one in every)
+            kept += len(few) < len(every)
+    assert looked > 300 and kept > 3
+
+
+def test_bounds_know_of_clusters() -> None:
+    """Blocks that share a tile's chunks are faster than the tile alone, and so is the bound."""
+    p = Problem.make(16, 1024, 512, (2, 2), 4, 2, 1, precision="tf32")
+    every = gather_search.considered(p, H200)
+    best = min(every, key=lambda one: one[0])
+    assert best[2].cluster > 1 and best[2].beside
+    assert min(gather_search.considered(p, H200, slack=1.03), key=lambda one: one[0])[:2] == best[:2]
+
+
+@pytest.mark.parametrize("gpu", [H200, A100], ids=["H200", "A100"])
+def test_the_weight_search_leaves_out_nothing_that_could_be_best(gpu: Gpu) -> None:
+    looked = 0
+    for p in suite_layers(13, "grad-weight"):
+        if wgrad.refusal(p, gpu):
+            continue
+        aligned, aligned_g = (size[-1] * p.dtype.itemsize % 16 == 0 for size in (p.size, p.out_size))
+        sketches = wgrad_search._sketches(
+            any_size(p).with_(pass_="grad-weight"), gpu, aligned, aligned_g, 0, wgrad_search.classes_of(p), False, False
+        )
+        for sketch in sketches[::5]:
+            floor = sketch.floor(p, gpu)
+            for chunk in sketch.chunks[::3]:
+                timed = sketch.timed(chunk, wgrad_costs.straddling_of(p))
+                if timed is None:
+                    continue
+                least = floor.of(*wgrad_search._chunks(p, chunk))
+                assert 0 < floor.seconds <= least * (1 + 1e-9) or isinstance(chunk, int)
+                assert max(least, floor.seconds) <= wgrad_costs.whole(timed[0], timed[1], p, gpu)[0]
+                looked += 1
+    assert looked > 300
+
+
+def test_the_direct_search_leaves_out_nothing_that_could_be_best() -> None:
+    looked = 0
+    for p, gpu in product(suite_layers(11, "fwd"), (H200, A100)):
+        layer = p.with_(batch=1, size=tuple(1024 + 2 * pad // s for pad, s in zip(p.padding, p.stride)))
+        for kind in direct._kinds(p):
+            least = direct._least(p, kind, gpu)
+            for tile in list(direct._of_kind(p, kind))[::17]:
+                cost = direct._cost(p, tile, direct._facts(layer, tile), gpu)
+                if cost is not None:
+                    assert 0 < least <= cost.seconds
+                    looked += 1
+    assert looked > 300
+
+
+def test_the_direct_search_ends_where_it_cannot_be_faster() -> None:
+    p = Problem.make(8, 64, 16, (64, 64), 3, 2, 1)
+    best = direct.choose(p, H200)
+    assert isinstance(best, direct.Choice)
+    assert direct.choose(p, H200, math.inf) == best
+    assert direct.choose(p, H200, 1.2 * direct.MARGIN * best.seconds) == best
+    assert direct.choose(p, H200, 1e-6) == f"slower: it takes at least {_least(p) * 1e3:.3g} ms on CUDA cores"
+
+
+def _least(p: Problem) -> float:
+    return min(direct._least(p, kind, H200) for kind in direct._kinds(p))
+
+
+def test_planning_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "planning.json"
+    assert planning.main(["--random", "3", "--suites", "", "--out", str(out), "--most", "60"]) == 0
+    report = json.loads(out.read_text())
+    assert set(report) >= {"commit", "date", "python", "torch", "upconv", "cpu", "seed", "sets"}
+    for pass_ in planning.PASSES:
+        row = report["sets"]["random"][pass_]
+        assert row["rows"] == 3 and 0 <= row["median_s"] <= row["p95_s"] and row["max_s"] > 0
+        assert row["slowest"].endswith(")")
+    assert "random grad-weight: 3 rows, median" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == [out]
+    assert planning.main(["--random", "1", "--suites", "", "--out", str(out), "--most", "-1"]) == 1
