@@ -183,7 +183,7 @@ _CAST = (torch.float32, torch.bfloat16, torch.float16)  # what autocast casts
 
 def eager(input: Any) -> bool:
     """Whether an input is a plain tensor on a GPU, and not traced."""
-    return _plain(input) and _on_gpu(input) and torch._C._get_tracing_state() is None
+    return _plain(input) and _on_gpu(input) and not input.is_nested and torch._C._get_tracing_state() is None
 
 
 def _plain(t: Any) -> bool:

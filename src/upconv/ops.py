@@ -80,6 +80,8 @@ def conv_transpose(
     plain = type(input) in _PLAIN and type(weight) in _PLAIN and (bias is None or type(bias) in _PLAIN)
     # Asking a device for its type costs three times as much.
     kind = ("cuda" if input.is_cuda else "cpu" if input.is_cpu else "") if plain else ""
+    if kind and any(t is not None and t.is_nested for t in (input, weight, bias)):  # plain by its type, but no shape
+        kind = ""
     if kind and not _observed():
         if torch.is_autocast_enabled(kind):
             input, weight, bias = _autocast(input, weight, bias, kind in _ROUNDING)
@@ -181,16 +183,20 @@ def _refuse(out: Tensor, plan: Plan | None, input: Tensor, weight: Tensor, bias:
         names = ("stride", "padding", "output_padding", "groups", "dilation")
         given = ", ".join(f"{name}={value}" for name, value in zip(names, args))
         call = f"input {tuple(input.shape)} {input.dtype}, weight {tuple(weight.shape)}, {given} on {input.device}"
-        kinds = {type(t) for t in (input, weight, bias) if t is not None}.difference(_PLAIN)
-        if kinds:
-            reason = f"the engines take plain tensors, and one is a {sorted(kind.__name__ for kind in kinds)[0]}"
-        elif input.device.type not in _DEVICES:
-            reason = f"upconv has no engine for {input.device.type} devices"
-        elif input.dtype not in PRECISIONS:
-            reason = f"the engines compute in float32, bfloat16, float16 and float64, and the input is {input.dtype}"
-        else:
-            reason = "the engines take integers and tuples of them as arguments"
+        reason = unserved(input, weight, bias)
     raise RuntimeError(f"upconv.strict: no engine of upconv's serves {call}: {reason}")
+
+
+def unserved(input: Tensor, weight: Tensor, bias: Tensor | None) -> str:
+    """Why no engine serves a call for which there is no plan, in a sentence."""
+    kinds = {type(t) for t in (input, weight, bias) if t is not None}.difference(_PLAIN)
+    if kinds:
+        return f"the engines take plain tensors, and one is a {sorted(kind.__name__ for kind in kinds)[0]}"
+    if input.device.type not in _DEVICES:
+        return f"upconv has no engine for {input.device.type} devices"
+    if input.dtype not in PRECISIONS:
+        return f"the engines compute in float32, bfloat16, float16 and float64, and the input is {input.dtype}"
+    return "the engines take integers and tuples of them as arguments"
 
 
 def _refuse_gradients(plan: Plan, mask: Sequence[bool]) -> None:
