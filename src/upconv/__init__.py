@@ -19,6 +19,7 @@ from upconv.modules import (
     LazyConvTranspose3d,
 )
 from upconv.ops import strict
+from upconv.summary import summary
 
 __all__ = [
     "ConvTranspose1d",
@@ -36,5 +37,6 @@ __all__ = [
     "fold_batchnorm",
     "restore",
     "strict",
+    "summary",
     "warmup",
 ]

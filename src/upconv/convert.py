@@ -51,10 +51,10 @@ def accelerate(model: Model, *, convolutions: bool = False, report: Report | Non
     Returns:
         The same model. Modules whose class or instance has a forward of its own are left as they are.
     """
-    found = _found(model, _ConvNd if convolutions else _ConvTransposeNd)
+    layers = modules_of(model, _ConvNd if convolutions else _ConvTransposeNd)
     wanted = report is not None or _log.isEnabledFor(logging.INFO)
     verdicts: list[bool | None] = []
-    for names, module in found:
+    for names, module in layers:
         reason = modules.left(module)
         if reason is None:
             _mark(module)
@@ -63,7 +63,7 @@ def accelerate(model: Model, *, convolutions: bool = False, report: Report | Non
             verdicts += [] if reason else [verdict]
             _say(report, f"{' = '.join(names)}: {line}")
     if wanted:
-        _say(report, _closing(model, [module for _, module in found], verdicts))
+        _say(report, _closing(model, [module for _, module in layers], verdicts))
     return model
 
 
@@ -86,13 +86,13 @@ def restore(model: Model, *, report: Report | None = None) -> Model:
     Returns:
         The same model. Modules built as upconv's in the first place stay.
     """
-    for names, module in _found(model, nn.Module):
+    for names, module in modules_of(model, nn.Module):
         if vars(module).pop(modules.MARK, False):
             _say(report, f"{' = '.join(names)}: restored")
     return model
 
 
-def _found(model: nn.Module, kind: type[nn.Module]) -> list[tuple[list[str], nn.Module]]:
+def modules_of(model: nn.Module, kind: type[nn.Module]) -> list[tuple[list[str], nn.Module]]:
     """Every module of a kind once, with all the names it goes by."""
     found: dict[int, tuple[list[str], nn.Module]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
@@ -125,7 +125,7 @@ def _whose(module: Any) -> tuple[bool | None, str]:
     elif kind not in ("cpu", "cuda"):
         reason = f"upconv has no engine for {kind} devices"
     elif not module.transposed:
-        reason = _plain_refusal(module, device)
+        reason = plain_refusal(module, device)
     elif kind == "cuda":
         reason = planner._no_kernels(Problem.make(1, 1, 1, (1,), 1), device)
     else:
@@ -141,7 +141,8 @@ def _whose(module: Any) -> tuple[bool | None, str]:
     return False, f"accelerated, but PyTorch's operator computes it on {where}: {reason}"
 
 
-def _plain_refusal(module: Any, device: planner.Device) -> str | None:
+def plain_refusal(module: Any, device: planner.Device) -> str | None:
+    """Why PyTorch's operator computes an accelerated plain convolution whatever its input, in a sentence; or None."""
     if device.unavailable is not None:
         return device.unavailable
     if device.gpu is None or device.gpu.capability != (9, 0):

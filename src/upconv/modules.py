@@ -225,23 +225,30 @@ def _watched(module: Any, rank: int) -> bool:
     return getattr(F, name) is not function or cls._conv_forward is not stock or "_conv_forward" in module.__dict__
 
 
-def _ours(module: Any, rank: int, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+def settings(module: Any, weight: Tensor) -> tuple[Any, Any, Any] | None:
+    """Stride, padding (as numbers) and dilation of a plain convolution; None where they are not upconv's to serve."""
     stride, padding, dilation = module.stride, module.padding, module.dilation
     if type(padding) is str:
-        named = padding == "valid" or (padding == "same" and stride == (1,) * rank)  # PyTorch refuses others
+        named = padding == "valid" or (padding == "same" and stride == (1,) * len(module.kernel_size))  # as PyTorch
         padding = explicit(padding, weight.shape[2:], dilation) if named and type(dilation) is tuple else None
     odd = module.groups != 1 or module.padding_mode != "zeros" or padding is None
-    host = replays.host
-    if host is not None and not odd and not engine._collectors:
-        found: Tensor | None = host.replay(True, input, weight, bias, rank, stride, padding, 0, 1, dilation)
-        if found is not None:
-            return found
-    state = None
-    if not odd and not small(input.shape, weight.shape, stride, least()):
-        found = convolution(rank, input, weight, bias, stride, padding, dilation)
-        if found is not None or ops._observed():
-            return found
-        state = _state(input, weight, bias)
+    return None if odd else (stride, padding, dilation)
+
+
+def _ours(module: Any, rank: int, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+    numbers = settings(module, weight)
+    host, state = replays.host, None
+    if numbers is not None:
+        stride, padding, dilation = numbers
+        if host is not None and not engine._collectors:
+            found: Tensor | None = host.replay(True, input, weight, bias, rank, stride, padding, 0, 1, dilation)
+            if found is not None:
+                return found
+        if not small(input.shape, weight.shape, stride, least()):
+            found = convolution(rank, input, weight, bias, stride, padding, dilation)
+            if found is not None or ops._observed():
+                return found
+            state = _state(input, weight, bias)
     if len(_left) >= calls.MOST:
         _left.clear()
     _left[id(module)] = input.shape, module.kernel_size, state
@@ -342,3 +349,21 @@ def left(module: nn.Module) -> str | None:
     return (
         None if other is None else f"torch.nn.{base.__name__}.forward was replaced by {other}, which must see the calls"
     )
+
+
+def passed_over(module: nn.Module) -> str | None:
+    """Why PyTorch's forward computes a convolution's module as things are now, in a few words; None where upconv's
+    does.
+    """
+    reason, base = left(module), base_of(type(module))
+    if reason is not None or base is None:
+        return reason
+    if not is_ours(module):
+        return "it is not accelerated"
+    if MARK in vars(module) and base.forward is not _installed.get(base):
+        return "it was marked in another process, and upconv.accelerate was not called in this one"
+    transposed = base in TRANSPOSED
+    name, function = _CALLED[TRANSPOSED[base]] if transposed else _CALLED_PLAIN[PLAIN[base]]
+    if getattr(F, name) is not function:
+        return f"torch.nn.functional.{name} was replaced by somebody who must see the calls"
+    return None
