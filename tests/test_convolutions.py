@@ -34,7 +34,6 @@ from upconv.problem import Problem
 
 H200 = Device("cuda", gpu=gpu.H200)
 LAYERS = (None, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-OURS = (None, modules.Conv1d, modules.Conv2d, modules.Conv3d)
 CONVOLVE = (None, F.conv1d, F.conv2d, F.conv3d)
 MASKS = [(1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 0), (0, 1, 1), (1, 0, 1), (1, 1, 1)]
 
@@ -72,7 +71,7 @@ def layer(rank: int, *args: Any, dtype: torch.dtype = torch.float64, **kwargs: A
     """(ours, torch.nn's) with the same parameters."""
     theirs = LAYERS[rank](*args, dtype=dtype, **kwargs)  # type: ignore[misc]
     ours = upconv.accelerate(copy.deepcopy(theirs), convolutions=True)
-    assert type(ours) is OURS[rank]
+    assert type(ours) is LAYERS[rank] and modules.is_ours(ours)
     return ours, theirs
 
 
@@ -664,19 +663,24 @@ def net() -> nn.Module:
     )  # fmt: skip
 
 
-def test_accelerate_swaps_convolutions_if_asked() -> None:
+def test_accelerate_takes_convolutions_if_asked() -> None:
     model, x = net(), torch.randn(2, 3, 8, 8)
     wanted, described = model(x), repr(model)
     lines: list[str] = []
     upconv.accelerate(model, report=lines.append)
-    assert lines == ["3: swapped"] and type(model[0]) is nn.Conv2d
+    assert [line.partition(" ")[0] for line in lines[:-1]] == ["3:"] and not modules.is_ours(model[0])
+    lines.clear()
     upconv.accelerate(model, convolutions=True, report=lines.append)
-    assert lines[1:] == ["0: swapped", "2: swapped", "3: left: it is upconv's already", "4: swapped", "5: swapped"]
-    assert repr(model) == described
+    reason = "plain convolutions are upconv's on GPUs of compute capability 9.0 alone"
+    assert lines[0] == f"0: accelerated, but PyTorch's operator computes it on a CPU: {reason}"
+    assert [line.partition(" ")[0] for line in lines[:-1]] == [f"{i}:" for i in (0, 2, 3, 4, 5)]
+    assert lines[-1].startswith("5 of 5 convolutions accelerated; on a CPU upconv computes")
+    assert repr(model) == described and all(map(modules.is_ours, (model[i] for i in (0, 2, 3, 4, 5))))
     for other in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.jit.script(model)):
         torch.testing.assert_close(other(x), wanted)
+    lines.clear()
     upconv.restore(model, report=lines.append)
-    assert lines[6:] == [f"{i}: restored" for i in (0, 2, 3, 4, 5)]
+    assert lines == [f"{i}: restored" for i in (0, 2, 3, 4, 5)]
     assert {type(m) for m in model} == {nn.Conv2d, nn.ConvTranspose2d, nn.ReLU}
     torch.testing.assert_close(model(x), wanted)
 
@@ -686,9 +690,9 @@ def test_lazy_layers(rank: int) -> None:
     lazy = upconv.accelerate((None, nn.LazyConv1d, nn.LazyConv2d, nn.LazyConv3d)[rank](6, 3), convolutions=True)  # type: ignore[misc]
     x = torch.randn(2, 4, *(8, 6, 5)[:rank])
     out = lazy(x)
-    assert type(lazy) is OURS[rank] and lazy.in_channels == 4
+    assert type(lazy) is LAYERS[rank] and lazy.in_channels == 4 and modules.is_ours(lazy)
     torch.testing.assert_close(out, CONVOLVE[rank](x, lazy.weight, lazy.bias))  # type: ignore[misc]
-    assert type(upconv.restore(lazy)) is LAYERS[rank]
+    assert not modules.is_ours(upconv.restore(lazy))
 
 
 def test_norms_are_folded_beside_them() -> None:
