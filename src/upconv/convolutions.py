@@ -264,6 +264,8 @@ def _find(
     precision = calls.float32_precision() if dtype is torch.float32 else None
     biased = None if bias is None else bias.shape
     try:
+        if not ops.integers(*stride, *padding, *dilation):
+            return None
         return _resolve(
             rank, input.shape, weight.shape, biased, stride, padding, dilation, dtype, precision, layout, index,
             replayed,

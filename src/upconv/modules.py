@@ -29,8 +29,8 @@ from upconv.cuda import engine
 from upconv.ops import conv_transpose
 
 MARK = "_upconv"
-"""The attribute (True) of a module that is accelerated. A plain one in its ``__dict__``, so that copies, replicas,
-wrappers and pickles have it too."""
+"""The attribute of a module that is accelerated: True in its ``__dict__``, which copies, replicas, wrappers and pickles
+have too. Other modules find their class's, False (`install`)."""
 
 TRANSPOSED: dict[type[nn.Module], int] = {nn.ConvTranspose1d: 1, nn.ConvTranspose2d: 2, nn.ConvTranspose3d: 3}
 """The classes of transposed convolutions, and their ranks."""
@@ -103,12 +103,11 @@ def _forward_of(base: Any) -> Any:
 
     @wraps(stock)
     def forward(self: Any, input: Any, output_size: list[int] | None = None) -> Any:
-        if not is_compiling():
-            theirs = base.forward
-            if theirs is not known and theirs is not _installed.get(base):
-                return theirs(self, input, output_size)
-            if isinstance(input, fx.Proxy) and isinstance(input.tracer, fx.Tracer) and input.tracer.root is not self:
-                return _leaf(self, input, output_size)
+        theirs = base.forward
+        if theirs is not known and theirs is not _installed.get(base):
+            return theirs(self, input, output_size)
+        if isinstance(input, fx.Proxy) and isinstance(input.tracer, fx.Tracer) and input.tracer.root is not self:
+            return _leaf(self, input, output_size)
         return _transposed(self, stock, rank, input, output_size)
 
     return forward
@@ -272,15 +271,10 @@ _installed: dict[type[nn.Module], Any] = {}
 """The forwards that `install` made, by the class that they are for."""
 
 
-def _marked(module: nn.Module) -> bool:
-    # While torch.compile traces, a look into the __dict__ would not become a guard.
-    return hasattr(module, MARK) if is_compiling() else MARK in module.__dict__
-
-
 def _dispatching(stock: Callable[..., Tensor], rank: int) -> Any:
     @wraps(stock)
     def forward(self: Any, input: Tensor, output_size: list[int] | None = None) -> Tensor:
-        if _marked(self):
+        if self._upconv:
             return _transposed(self, stock, rank, input, output_size)
         return stock(self, input, output_size)
 
@@ -290,7 +284,7 @@ def _dispatching(stock: Callable[..., Tensor], rank: int) -> Any:
 def _dispatching_plain(stock: Callable[..., Tensor], rank: int) -> Any:
     @wraps(stock)
     def forward(self: Any, input: Tensor) -> Tensor:
-        return _convolve(self, rank, input) if _marked(self) else stock(self, input)
+        return _convolve(self, rank, input) if self._upconv else stock(self, input)
 
     return forward
 
@@ -322,6 +316,7 @@ def install(base: Any) -> None:
             _dispatching(stock, TRANSPOSED[base]) if base in TRANSPOSED else _dispatching_plain(stock, PLAIN[base])
         )
     base.forward = _installed[base]
+    setattr(base, MARK, False)
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
 

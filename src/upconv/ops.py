@@ -211,8 +211,6 @@ def _refuse_gradients(plan: Plan, mask: Sequence[bool]) -> None:
 
 # --- which plan ------------------------------------------------------------------------------------------------------
 
-_KEYS = (int, tuple)
-
 
 def _find_plan(
     rank: int,
@@ -255,14 +253,15 @@ def _find_plan(
     else:
         where, precision = planner.cpu_device(), None
     try:
+        spread = [
+            v if type(v) is tuple else (v,) if type(v) is int else tuple(v)  # type: ignore[arg-type]
+            for v in (stride, padding, output_padding, dilation)
+        ]
+        if not integers(groups, *spread[0], *spread[1], *spread[2], *spread[3]):
+            return None
         plan = _resolve(
             rank, input.shape, input.stride(), weight.shape, weight.stride(), None if bias is None else bias.shape,
-            stride if type(stride) in _KEYS else tuple(stride),  # type: ignore[arg-type]
-            padding if type(padding) in _KEYS else tuple(padding),  # type: ignore[arg-type]
-            output_padding if type(output_padding) in _KEYS else tuple(output_padding),  # type: ignore[arg-type]
-            groups,
-            dilation if type(dilation) in _KEYS else tuple(dilation),  # type: ignore[arg-type]
-            dtype, precision, where,
+            *spread[:3], groups, spread[3], dtype, precision, where,
         )  # fmt: skip
     except TypeError:  # something that is no integer: PyTorch says which
         return None
@@ -323,9 +322,7 @@ def _resolve(
         shape, strides = torch.Size((1, *shape)), (shape[0] * strides[0], *strides)
     if len(shape) != rank + 2 or len(weight_shape) != rank + 2 or shape[1] != weight_shape[0]:
         return None
-    if not all(type(v) is int for value in (stride, padding, output_padding, dilation) for v in _tuple(value)):
-        return None
-    if type(groups) is not int or 0 in shape or 0 in weight_shape:
+    if 0 in shape or 0 in weight_shape:
         return None
     out_channels = weight_shape[1] * groups
     if bias_shape is not None and tuple(bias_shape) != (out_channels,):
@@ -345,8 +342,12 @@ def _resolve(
     return planner.plan(problem, device)
 
 
-def _tuple(value: Any) -> tuple[Any, ...]:
-    return value if isinstance(value, tuple) else (value,)
+def integers(*values: Any) -> bool:
+    """Whether all are integers. The caches of plans take True and 1.0 for 1, PyTorch does not."""
+    return _INTEGERS.issuperset(map(type, values))
+
+
+_INTEGERS = frozenset((int,))
 
 
 def layout_of(input: Tensor, weight: Tensor) -> Layout:
