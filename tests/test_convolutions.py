@@ -406,6 +406,77 @@ def test_groups_and_other_paddings_are_pytorchs(stand_ins: Kernels, arguments: d
     assert stand_ins.ran() == []
 
 
+@pytest.mark.parametrize("changed", (
+    {"padding": "same"}, {"padding": "valid"}, {"padding": "bogus"}, {"padding": [1, 1]}, {"padding": 1}, {"stride": 1},
+    {"stride": (True, True)}, {"stride": (1.0, 1.0)}, {"dilation": [2, 1]}, {"groups": 2}, {"groups": True},
+    {"padding_mode": "circular"}, {"padding_mode": "bogus"}, {"kernel_size": (9, 9)}, {"stride": (1, 1)},
+))  # fmt: skip
+@pytest.mark.parametrize("stride", (1, 2))
+def test_settings_changed_later_are_pytorchs(stand_ins: Kernels, stride: int, changed: dict[str, Any]) -> None:
+    """The same result, or the same error to the letter, also of a layer whose calls were recognised before."""
+    ours, theirs = layer(2, 4, 6, 3, stride, padding=1)
+    x = torch.randn(2, 4, 8, 8, dtype=torch.float64)
+    said = []
+    for one in (theirs, ours):
+        for _ in range(3):
+            one(x)
+        vars(one).update(changed)
+        try:
+            said.append(one(x).detach())
+        except Exception as error:
+            said.append((type(error), str(error)))
+    if isinstance(said[0], Tensor):
+        torch.testing.assert_close(said[1], said[0])
+    else:
+        assert said[1] == said[0]
+
+
+def test_who_replaces_what_a_layer_calls_sees_it(stand_ins: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``torch.nn.functional.conv2d``, or ``_conv_forward`` on the class or the instance."""
+    ours, theirs = layer(2, 4, 6, 3)
+    x = torch.randn(2, 4, 8, 8, dtype=torch.float64)
+    for owner, name in ((F, "conv2d"), (nn.Conv2d, "_conv_forward"), (ours, "_conv_forward")):
+        for _ in range(2):
+            torch.testing.assert_close(ours(x), theirs(x))
+        assert stand_ins.ran() == ["grad-input"] * 2
+        seen = []
+
+        def watching(*args: Any, old: Any = getattr(owner, name), seen: list[Any] = seen, **kwargs: Any) -> Any:
+            seen.append(args)
+            return old(*args, **kwargs)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, watching)
+            torch.testing.assert_close(ours(x), ours(x))
+        assert len(seen) == 2 and stand_ins.ran() == []
+
+
+def test_a_subclass_with_a_conv_forward_of_its_own_is_left() -> None:
+    class Doubled(nn.Conv2d):
+        def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            return 2 * super()._conv_forward(input, weight, bias)
+
+    lines: list[str] = []
+    upconv.accelerate(Doubled(2, 2, 3), convolutions=True, report=lines.append)
+    name = f"{__name__}.test_a_subclass_with_a_conv_forward_of_its_own_is_left.<locals>.Doubled"
+    assert lines == [
+        f"(the model itself): left: {name} has a _conv_forward of its own", "0 of 1 convolutions accelerated"
+    ]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_are_pytorchs(stand_ins: Kernels) -> None:
+    ours, theirs = layer(2, 4, 6, 3)
+    nested = torch.nested.nested_tensor([torch.randn(4, n, 8, dtype=torch.float64) for n in (5, 6)])
+    texts = []
+    for one in (ours, theirs):
+        one(torch.randn(2, 4, 8, 8, dtype=torch.float64))
+        with pytest.raises(NotImplementedError) as raised:
+            one(nested)
+        texts.append(str(raised.value))
+    assert texts[0] == texts[1]
+
+
 def test_without_cudnn_channels_last_is_pytorchs(stand_ins: Kernels) -> None:
     """Whose result is in NCHW then; also of calls that were recognised before."""
     ours, _ = layer(2, 4, 6, 3)

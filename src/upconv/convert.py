@@ -116,7 +116,8 @@ _SIZES = {1: (64, 1024, 16384), 2: (8, 32, 128), 3: (4, 12, 32)}
 def _whose(module: Any) -> tuple[bool | None, str]:
     """Whether upconv computes an accelerated module on its device (None: its input decides), and a sentence why."""
     tensor = next((t for t in (*module.parameters(), *module.buffers())), torch.empty(0))
-    kind, device = tensor.device.type, planner.device_of(tensor.device)
+    device = planner.device_of(tensor.device)
+    kind = device.kind
     where = "a CPU" if kind == "cpu" else device.gpu.name if device.gpu is not None else kind
     if not module.in_channels:
         return None, "accelerated: its first input decides whose operator computes it"

@@ -230,7 +230,8 @@ def settings(module: Any, weight: Tensor) -> tuple[Any, Any, Any] | None:
     if type(padding) is str:
         named = padding == "valid" or (padding == "same" and stride == (1,) * len(module.kernel_size))  # as PyTorch
         padding = explicit(padding, weight.shape[2:], dilation) if named and type(dilation) is tuple else None
-    odd = module.groups != 1 or module.padding_mode != "zeros" or padding is None
+    grouped = type(module.groups) is not int or module.groups != 1
+    odd = grouped or module.padding_mode != "zeros" or padding is None
     return None if odd else (stride, padding, dilation)
 
 
