@@ -439,9 +439,10 @@ def test_who_replaces_what_a_layer_calls_sees_it(stand_ins: Kernels, monkeypatch
         for _ in range(2):
             torch.testing.assert_close(ours(x), theirs(x))
         assert stand_ins.ran() == ["grad-input"] * 2
-        seen = []
+        seen: list[Any] = []
+        old = getattr(owner, name)
 
-        def watching(*args: Any, old: Any = getattr(owner, name), seen: list[Any] = seen, **kwargs: Any) -> Any:
+        def watching(*args: Any, old: Any = old, seen: list[Any] = seen, **kwargs: Any) -> Any:
             seen.append(args)
             return old(*args, **kwargs)
 
@@ -746,6 +747,8 @@ def test_accelerate_takes_convolutions_if_asked() -> None:
     assert lines[0] == f"0: accelerated, but PyTorch's operator computes it on a CPU: {reason}"
     assert [line.partition(" ")[0] for line in lines[:-1]] == [f"{i}:" for i in (0, 2, 3, 4, 5)]
     assert lines[-1].startswith("5 of 5 convolutions accelerated; on a CPU upconv computes")
+    upconv.accelerate(model, report=lines.append)
+    assert lines[6:] == lines[:6]  # marked ones are taken again, asked or not
     assert repr(model) == described and all(map(modules.is_ours, (model[i] for i in (0, 2, 3, 4, 5))))
     for other in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.jit.script(model)):
         torch.testing.assert_close(other(x), wanted)

@@ -318,6 +318,19 @@ def test_stock_layers_stay_stocks() -> None:
     assert scripts[0] == scripts[1]
 
 
+def test_foreign_classes_may_borrow_a_forward() -> None:
+    """As a function, also of a class that is none of torch.nn's layers, after layers were accelerated."""
+    _, theirs = twins("accelerated", 2, 4, 3, 3, 2)
+    x = image(2)
+
+    class Borrowing(_ConvTransposeNd):
+        forward = nn.ConvTranspose2d.forward
+
+    borrower = Borrowing(4, 3, (3, 3), (2, 2), (0, 0), (1, 1), True, (0, 0), 1, True, "zeros")
+    borrower.load_state_dict(theirs.state_dict())
+    assert_equal(borrower(x), theirs(x))
+
+
 def test_profilers_count_by_class_and_by_flops() -> None:
     ours, theirs = twins("accelerated", 2, 4, 3, 3, 2)
     assert type(ours) is type(theirs)

@@ -34,8 +34,9 @@ def accelerate(model: Model, *, convolutions: bool = False, report: Report | Non
         upconv.accelerate(model, report=print)
 
     Each module is marked by an attribute that its copies and pickles keep. Its class stays torch.nn's, so a pickle
-    loads where upconv is not installed. In a new process call `accelerate` on what was loaded: the first call gives
-    torch.nn's classes a forward that looks for the mark, and drops what torch.compile has compiled before.
+    loads where upconv is not installed. In a new process call `accelerate` on what was loaded: it takes every marked
+    module again. The first call in a process gives torch.nn's classes a forward that looks for the mark, and drops what
+    torch.compile has compiled before.
 
     Args:
         model: any module; it may be a transposed convolution itself.
@@ -51,7 +52,11 @@ def accelerate(model: Model, *, convolutions: bool = False, report: Report | Non
     Returns:
         The same model. Modules whose class or instance has a forward of its own are left as they are.
     """
-    layers = modules_of(model, _ConvNd if convolutions else _ConvTransposeNd)
+    layers = [
+        (names, module)
+        for names, module in modules_of(model, _ConvNd)
+        if convolutions or isinstance(module, _ConvTransposeNd) or modules.is_ours(module)
+    ]
     wanted = report is not None or _log.isEnabledFor(logging.INFO)
     verdicts: list[bool | None] = []
     for names, module in layers:
