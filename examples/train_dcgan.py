@@ -9,9 +9,9 @@ The networks are those of Radford, Metz and Chintala (Unsupervised Representatio
 Generative Adversarial Networks, ICLR 2016) for images of 32x32. They learn from the 100 faces that scikit-image carries
 in its wheel (a part of Labeled Faces in the Wild, nothing is downloaded), mirrored, shifted and brightened at random.
 
-The models are plain torch.nn; `upconv.accelerate(network, convolutions=True)` swaps the convolutions of both in place,
-transposed and plain ones, and nothing else changes. The curves of both losses and samples go to ``out/``; the time of a
-step is printed with and without upconv.
+The models are plain torch.nn; `upconv.accelerate(network, convolutions=True)` accelerates the convolutions of both in
+place, transposed and plain ones, and nothing else changes. The curves of both losses and samples go to ``out/``; the
+time of a step is printed with and without upconv.
 
 Needs ``pip install 'upconv[examples]'``.
 """

@@ -11,9 +11,9 @@ coins (in its wheel, nothing is downloaded); where the coins are, its watershed 
 network sees patches of the upper three quarters, mirrored, turned, shaded and with noise; it is judged on the lowest
 quarter, shaded and noisy too, beside Otsu's threshold.
 
-The model is plain torch.nn; `upconv.accelerate(network, convolutions=True)` swaps its convolutions in place, transposed
-and plain (of which small calls stay PyTorch's), and nothing else changes. The loss curve and the segmentation go to
-``out/``; the time of a step is printed with and without upconv.
+The model is plain torch.nn; `upconv.accelerate(network, convolutions=True)` accelerates its convolutions in place,
+transposed and plain (of which small calls stay PyTorch's), and nothing else changes. The loss curve and the
+segmentation go to ``out/``; the time of a step is printed with and without upconv.
 
 Needs ``pip install 'upconv[examples]'``.
 """

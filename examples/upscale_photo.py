@@ -9,8 +9,8 @@ works on the luminance of the small photograph and leaves the upscaling to its l
 that scikit-image and scikit-learn carry in their wheels (nothing is downloaded), never from the one that it is judged
 on.
 
-The model is plain torch.nn. `upconv.accelerate(network)` swaps its transposed convolution in place, and it trains so;
-`upconv.restore(network)` swaps it back. The trained network is timed both ways, and both must give the same picture.
+The model is plain torch.nn. `upconv.accelerate(network)` has upconv compute its transposed convolution, and it trains
+so; `upconv.restore(network)` undoes that. The trained network is timed both ways, and both must give the same picture.
 The pictures go to ``out/``.
 
 Needs ``pip install 'upconv[examples]'``.

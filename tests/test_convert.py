@@ -6,6 +6,7 @@ import copy
 import io
 import logging
 import pickle
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.nn.utils import parametrizations, parametrize, spectral_norm, weight_
 
 import upconv
 from conftest import assert_close, assert_equal, forced_plans
-from upconv import cpu
+from upconv import cpu, modules
 
 RANKS = pytest.mark.parametrize("rank", (1, 2, 3), ids="{}d".format)
 
@@ -42,31 +43,41 @@ def lines_of(change: Callable[..., nn.Module], model: nn.Module) -> list[str]:
     return lines
 
 
-def transposed(model: nn.Module) -> list[type]:
-    return [type(m) for m in model.modules() if isinstance(m, nn.modules.conv._ConvTransposeNd)]
+def accelerated(model: nn.Module) -> list[str]:
+    """What `accelerate` reports of its layers, up to why."""
+    *lines, closing = lines_of(upconv.accelerate, model)
+    assert "convolution" in closing
+    return [re.split("(?<=accelerated)[:,]", line)[0] for line in lines]
+
+
+def marked(model: nn.Module) -> list[bool]:
+    """Of each transposed convolution of torch.nn's own class, whether upconv computes it."""
+    layers = [m for m in model.modules() if isinstance(m, nn.modules.conv._ConvTransposeNd)]
+    assert all(type(m).__module__.startswith("torch.nn") for m in layers)
+    return [modules.is_ours(m) for m in layers]
 
 
 # --- accelerate and restore ------------------------------------------------------------------------------------------
 
 
-def test_swaps_and_says_so() -> None:
+def test_accelerates_and_says_so() -> None:
     model = Net()
-    assert lines_of(upconv.accelerate, model) == ["up: swapped", "block.2: swapped", "last: swapped"]
-    assert transposed(model) == [upconv.ConvTranspose2d] * 3
+    assert accelerated(model) == ["up: accelerated", "block.2: accelerated", "last: accelerated"]
+    assert marked(model) == [True] * 3
     assert lines_of(upconv.restore, model) == ["up: restored", "block.2: restored", "last: restored"]
-    assert transposed(model) == [nn.ConvTranspose2d] * 3
+    assert marked(model) == [False] * 3
     assert lines_of(upconv.restore, model) == []
-    assert lines_of(upconv.accelerate, nn.Linear(2, 2)) == []
 
 
 def test_logs_what_it_reports(caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]) -> None:
+    wanted = lines_of(upconv.accelerate, Net())
     with caplog.at_level(logging.INFO, "upconv"):
         upconv.accelerate(Net())
-    assert [r.getMessage() for r in caplog.records] == ["up: swapped", "block.2: swapped", "last: swapped"]
+    assert [r.getMessage() for r in caplog.records] == wanted
     assert capsys.readouterr() == ("", "")
 
 
-def test_everything_but_the_class_stays() -> None:
+def test_all_but_the_mark_stays() -> None:
     model = Net()
     model.block.eval()
     model.up.weight.requires_grad_(False)
@@ -80,7 +91,7 @@ def test_everything_but_the_class_stays() -> None:
     assert repr(model) == described and [name for name, _ in model.named_modules()] == names
     upconv.restore(model)
     for name, m in model.named_modules():
-        assert dict(vars(m)) == before[name][2]  # no trace of the swap is left
+        assert type(m).__module__.startswith(("torch.nn", __name__)) and dict(vars(m)) == before[name][2]
 
 
 @pytest.mark.parametrize("plan", ("as planned", "phases"))
@@ -130,10 +141,10 @@ def test_the_engine_runs_only_while_accelerated(monkeypatch: pytest.MonkeyPatch)
 @RANKS
 def test_the_model_itself(rank: int) -> None:
     layer = getattr(nn, f"ConvTranspose{rank}d")(3, 4, 3)
-    assert lines_of(upconv.accelerate, layer) == ["(the model itself): swapped"]
-    assert type(layer) is getattr(upconv, f"ConvTranspose{rank}d")
+    assert accelerated(layer) == ["(the model itself): accelerated"]
+    assert marked(layer) == [True] and type(layer) is getattr(nn, f"ConvTranspose{rank}d")
     assert lines_of(upconv.restore, layer) == ["(the model itself): restored"]
-    assert type(layer) is getattr(nn, f"ConvTranspose{rank}d")
+    assert marked(layer) == [False]
 
 
 def test_what_is_left_and_why() -> None:
@@ -141,8 +152,16 @@ def test_what_is_left_and_why() -> None:
         def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
             return 2 * super().forward(input, output_size)
 
+    class Tripled(upconv.ConvTranspose2d):
+        def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
+            return 3 * super().forward(input, output_size)
+
     class Renamed(nn.ConvTranspose2d):
         pass
+
+    class Foreign(nn.modules.conv._ConvTransposeNd):
+        def __init__(self) -> None:
+            super().__init__(2, 2, (3,), (1,), (0,), (1,), True, (0,), 1, True, "zeros")
 
     replaced = nn.ConvTranspose2d(2, 2, 3)
     replaced.forward = lambda x: x  # type: ignore[method-assign,assignment]
@@ -153,42 +172,39 @@ def test_what_is_left_and_why() -> None:
             "c": replaced,
             "d": upconv.ConvTranspose2d(2, 2, 3),
             "e": nn.Conv2d(2, 2, 3),
+            "f": Tripled(2, 2, 3),
+            "g": Foreign(),
         }
     )
     here = f"{__name__}.test_what_is_left_and_why.<locals>"
-    assert lines_of(upconv.accelerate, model) == [
-        f"a: left: {here}.Doubled is not a plain torch.nn layer, its forward may differ",
-        f"b: left: {here}.Renamed is not a plain torch.nn layer, its forward may differ",
+    assert accelerated(model) == [
+        f"a: left: {here}.Doubled has a forward of its own",
+        "b: accelerated",
         "c: left: its forward was replaced on the instance",
-        "d: left: it is upconv's already",
+        "d: accelerated",
+        f"f: left: {here}.Tripled has a forward of its own",
+        f"g: left: {here}.Foreign is no subclass of a convolution of torch.nn's that upconv knows",
     ]
-    assert [type(m) for m in model.values()] == [
-        Doubled,
-        Renamed,
-        nn.ConvTranspose2d,
-        upconv.ConvTranspose2d,
-        nn.Conv2d,
-    ]
-    assert lines_of(upconv.restore, model) == []  # what was built as upconv's stays
+    assert lines_of(upconv.accelerate, model)[-1].startswith("2 of 6 transposed convolutions accelerated; on a CPU")
+    assert [modules.MARK in vars(m) for m in model.values()] == [False, True, *[False] * 5]
+    assert lines_of(upconv.restore, model) == ["b: restored"]  # what was built as upconv's stays
     assert type(model["d"]) is upconv.ConvTranspose2d
 
 
 def test_twice_is_once() -> None:
-    model = upconv.accelerate(Net())
-    assert lines_of(upconv.accelerate, model) == [
-        f"{name}: left: it is upconv's already" for name in ("up", "block.2", "last")
-    ]
-    upconv.restore(model)
-    assert transposed(model) == [nn.ConvTranspose2d] * 3
+    model = Net()
+    once = lines_of(upconv.accelerate, model)
+    assert lines_of(upconv.accelerate, model) == once
+    assert len(lines_of(upconv.restore, model)) == 3 and marked(model) == [False] * 3
 
 
-def test_shared_modules_are_swapped_once_and_stay_shared() -> None:
+def test_shared_modules_are_named_once_and_stay_shared() -> None:
     shared = nn.ConvTranspose2d(4, 4, 3, padding=1)
     model = nn.Sequential(shared, nn.ReLU(), shared)
     x = torch.randn(1, 4, 5, 5)
     wanted = model(x)
-    assert lines_of(upconv.accelerate, model) == ["0 = 2: swapped"]
-    assert model[0] is model[2] is shared and type(shared) is upconv.ConvTranspose2d
+    assert accelerated(model) == ["0 = 2: accelerated"]
+    assert model[0] is model[2] is shared and marked(shared) == [True]
     assert_close(model(x).detach(), wanted.detach(), length=512)
     assert lines_of(upconv.restore, model) == ["0 = 2: restored"]
 
@@ -221,7 +237,7 @@ def test_norms_by_hooks_stay(rank: int, norm: Callable[..., nn.Module]) -> None:
     layer = norm(getattr(nn, f"ConvTranspose{rank}d")(4, 6, 3, stride=2)).eval()
     x = torch.randn(2, 4, *(5,) * rank)
     wanted, keys = layer(x).detach(), list(layer.state_dict())
-    assert lines_of(upconv.accelerate, layer) == ["(the model itself): swapped"]
+    assert accelerated(layer) == ["(the model itself): accelerated"]
     assert list(layer.state_dict()) == keys
     assert_close(layer(x).detach(), wanted, length=512)
     with torch.no_grad():  # the weight is computed anew at every call
@@ -232,8 +248,7 @@ def test_norms_by_hooks_stay(rank: int, norm: Callable[..., nn.Module]) -> None:
 @RANKS
 @pytest.mark.parametrize("which", ("weight norm", "spectral norm", "weight norm and a positive bias"))
 def test_parametrisations_stay(rank: int, which: str) -> None:
-    theirs, ours = (getattr(home, f"ConvTranspose{rank}d") for home in (nn, upconv))
-    layer = theirs(4, 6, 3, stride=2)
+    layer = getattr(nn, f"ConvTranspose{rank}d")(4, 6, 3, stride=2)
     if which == "spectral norm":
         parametrizations.spectral_norm(layer)
     else:
@@ -242,47 +257,43 @@ def test_parametrisations_stay(rank: int, which: str) -> None:
         parametrize.register_parametrization(layer, "bias", nn.Softplus())
     layer.eval()
     x = torch.randn(2, 4, *(5,) * rank)
-    wanted, keys, described = layer(x).detach(), list(layer.state_dict()), repr(layer)
-    assert lines_of(upconv.accelerate, layer) == ["(the model itself): swapped"]
-    assert isinstance(layer, ours) and parametrize.is_parametrized(layer, "weight")
+    wanted, keys, described, cls = layer(x).detach(), list(layer.state_dict()), repr(layer), type(layer)
+    assert accelerated(layer) == ["(the model itself): accelerated"]
+    assert type(layer) is cls and modules.is_ours(layer)
     assert list(layer.state_dict()) == keys and repr(layer) == described
-    assert_close(layer(x).detach(), wanted, length=512)
-    assert_close(copy.deepcopy(layer)(x).detach(), wanted, length=512)
-    assert lines_of(upconv.accelerate, layer) == ["(the model itself): left: it is upconv's already"]
+    for one in (layer, copy.deepcopy(layer)):
+        assert_computed(one, x, wanted)
     assert lines_of(upconv.restore, layer) == ["(the model itself): restored"]
-    assert not isinstance(layer, ours) and list(layer.state_dict()) == keys
     assert_close(layer(x).detach(), wanted, length=512)
     upconv.accelerate(layer)
     for name in list(layer.parametrizations):
         parametrize.remove_parametrizations(layer, name)
-    assert type(layer) is ours
-    assert_close(layer(x).detach(), wanted, length=512)
-    assert type(upconv.restore(layer)) is theirs
+    assert marked(layer) == [True]
+    assert_computed(layer, x, wanted)
 
 
-def test_parametrised_after_the_swap() -> None:
-    layer = upconv.accelerate(nn.ConvTranspose2d(4, 6, 3))
+def assert_computed(layer: nn.Module, x: Tensor, wanted: Tensor) -> None:
+    """That upconv computes a layer of any stride, and right."""
+    with forced_plans("phases") as forced:
+        assert_close(layer(x).detach(), wanted, length=512)
+    assert len(forced) == 1
+
+
+def test_parametrised_later() -> None:
+    layer = upconv.accelerate(nn.ConvTranspose2d(4, 6, 3, 2))
     parametrizations.weight_norm(layer)
     x = torch.randn(1, 4, 5, 5)
     wanted = layer(x).detach()
+    assert_computed(layer, x, wanted)
     upconv.restore(layer)
-    assert not isinstance(layer, upconv.ConvTranspose2d) and isinstance(layer, nn.ConvTranspose2d)
     assert_close(layer(x).detach(), wanted, length=512)
     parametrize.remove_parametrizations(layer, "weight")
-    assert type(layer) is nn.ConvTranspose2d
-
-
-def test_two_layers_parametrised_alike_stay_apart() -> None:
-    model = nn.Sequential(nn.ConvTranspose2d(2, 2, 3), nn.ConvTranspose2d(2, 2, 3), nn.ConvTranspose1d(2, 2, 3))
-    parametrizations.weight_norm(model[0])
-    upconv.accelerate(model)
-    assert parametrize.is_parametrized(model[0]) and not parametrize.is_parametrized(model[1])
-    assert type(model[1]) is upconv.ConvTranspose2d and type(model[2]) is upconv.ConvTranspose1d
+    assert marked(layer) == [False]
 
 
 @pytest.mark.parametrize("optimiser", (torch.optim.SGD, torch.optim.Adam))
 def test_an_optimiser_keeps_working(optimiser: Any) -> None:
-    """Swapped in the middle of training, and back: the losses are those of a training without swaps."""
+    """Accelerated in the middle of training, and restored: the losses are those of a training without."""
     histories = []
     x, target = torch.randn(2, 3, 6, 6), torch.randn(2, 3, 42, 42)
     for swapping in (False, True):
@@ -319,11 +330,11 @@ def test_copies_of_accelerated_models_restore(copied: str) -> None:
         torch.save(model, file)
         file.seek(0)
         twin = torch.load(file, weights_only=False)
-    assert transposed(twin) == [upconv.ConvTranspose2d] * 3
+    assert marked(twin) == [True] * 3
     assert_equal(twin(x).detach(), model(x).detach())
     assert len(lines_of(upconv.restore, twin)) == 3
-    assert transposed(twin) == [nn.ConvTranspose2d] * 3
-    assert transposed(model) == [upconv.ConvTranspose2d] * 3
+    assert marked(twin) == [False] * 3
+    assert marked(model) == [True] * 3
     assert_close(twin(x).detach(), model(x).detach(), length=4096)
 
 
@@ -336,26 +347,24 @@ def test_state_dicts_are_interchangeable() -> None:
 
 @RANKS
 def test_lazy_layers(rank: int) -> None:
-    ours, theirs = (getattr(home, f"ConvTranspose{rank}d") for home in (upconv, nn))
+    theirs = getattr(nn, f"ConvTranspose{rank}d")
     model = nn.Sequential(getattr(nn, f"LazyConvTranspose{rank}d")(4, 3, stride=2))
-    assert lines_of(upconv.accelerate, model) == ["0: swapped"]
+    lines = lines_of(upconv.accelerate, model)
+    assert lines[0] == "0: accelerated: its first input decides whose operator computes it"
+    assert "upconv computes 0 of them and PyTorch's operator 0, 1 as the first input decides" in lines[1]
     assert model[0].has_uninitialized_params()
     x = torch.randn(1, 3, *(4,) * rank)
-    out = model(x)
-    assert type(model[0]) is ours
+    out = model(x).detach()
+    assert type(model[0]) is theirs and marked(model) == [True]
+    assert_computed(model, x, out)
     assert lines_of(upconv.restore, model) == ["0: restored"]
-    assert type(model[0]) is theirs
-    assert_close(model(x).detach(), out.detach(), length=512)
-    untouched = nn.Sequential(getattr(nn, f"LazyConvTranspose{rank}d")(4, 3))
-    upconv.restore(upconv.accelerate(untouched))
-    untouched(x)
-    assert type(untouched[0]) is theirs
+    assert_close(model(x).detach(), out, length=512)
 
 
 def test_a_part_of_a_model() -> None:
     model = Net()
     upconv.accelerate(model.block)
-    assert transposed(model) == [nn.ConvTranspose2d, upconv.ConvTranspose2d, nn.ConvTranspose2d]
+    assert marked(model) == [False, True, False]
     assert lines_of(upconv.restore, model) == ["block.2: restored"]
 
 

@@ -35,7 +35,6 @@ from upconv.problem import Problem
 
 H200 = Device("cuda", gpu=gpu.H200)
 LAYERS = (None, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-OURS = (None, modules.Conv1d, modules.Conv2d, modules.Conv3d)
 CONVOLVE = (None, F.conv1d, F.conv2d, F.conv3d)
 MASKS = [(1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 0), (0, 1, 1), (1, 0, 1), (1, 1, 1)]
 
@@ -72,7 +71,7 @@ def layer(rank: int, *args: Any, dtype: torch.dtype = torch.float64, **kwargs: A
     """(ours, torch.nn's) with the same parameters."""
     theirs = LAYERS[rank](*args, dtype=dtype, **kwargs)  # type: ignore[misc]
     ours = upconv.accelerate(copy.deepcopy(theirs), convolutions=True)
-    assert type(ours) is OURS[rank]
+    assert type(ours) is LAYERS[rank] and modules.is_ours(ours)
     return ours, theirs
 
 
@@ -435,6 +434,78 @@ def test_groups_and_other_paddings_are_pytorchs(stand_ins: Kernels, arguments: d
     assert stand_ins.ran() == []
 
 
+@pytest.mark.parametrize("changed", (
+    {"padding": "same"}, {"padding": "valid"}, {"padding": "bogus"}, {"padding": [1, 1]}, {"padding": 1}, {"stride": 1},
+    {"stride": (True, True)}, {"stride": (1.0, 1.0)}, {"dilation": [2, 1]}, {"groups": 2}, {"groups": True},
+    {"padding_mode": "circular"}, {"padding_mode": "bogus"}, {"kernel_size": (9, 9)}, {"stride": (1, 1)},
+))  # fmt: skip
+@pytest.mark.parametrize("stride", (1, 2))
+def test_settings_changed_later_are_pytorchs(stand_ins: Kernels, stride: int, changed: dict[str, Any]) -> None:
+    """The same result, or the same error to the letter, also of a layer whose calls were recognised before."""
+    ours, theirs = layer(2, 4, 6, 3, stride, padding=1)
+    x = torch.randn(2, 4, 8, 8, dtype=torch.float64)
+    said = []
+    for one in (theirs, ours):
+        for _ in range(3):
+            one(x)
+        vars(one).update(changed)
+        try:
+            said.append(one(x).detach())
+        except Exception as error:
+            said.append((type(error), str(error)))
+    if isinstance(said[0], Tensor):
+        torch.testing.assert_close(said[1], said[0])
+    else:
+        assert said[1] == said[0]
+
+
+def test_who_replaces_what_a_layer_calls_sees_it(stand_ins: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``torch.nn.functional.conv2d``, or ``_conv_forward`` on the class or the instance."""
+    ours, theirs = layer(2, 4, 6, 3)
+    x = torch.randn(2, 4, 8, 8, dtype=torch.float64)
+    for owner, name in ((F, "conv2d"), (nn.Conv2d, "_conv_forward"), (ours, "_conv_forward")):
+        for _ in range(2):
+            torch.testing.assert_close(ours(x), theirs(x))
+        assert stand_ins.ran() == ["grad-input"] * 2
+        seen: list[Any] = []
+        old = getattr(owner, name)
+
+        def watching(*args: Any, old: Any = old, seen: list[Any] = seen, **kwargs: Any) -> Any:
+            seen.append(args)
+            return old(*args, **kwargs)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, watching)
+            torch.testing.assert_close(ours(x), ours(x))
+        assert len(seen) == 2 and stand_ins.ran() == []
+
+
+def test_a_subclass_with_a_conv_forward_of_its_own_is_left() -> None:
+    class Doubled(nn.Conv2d):
+        def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            return 2 * super()._conv_forward(input, weight, bias)
+
+    lines: list[str] = []
+    upconv.accelerate(Doubled(2, 2, 3), convolutions=True, report=lines.append)
+    name = f"{__name__}.test_a_subclass_with_a_conv_forward_of_its_own_is_left.<locals>.Doubled"
+    assert lines == [
+        f"(the model itself): left: {name} has a _conv_forward of its own", "0 of 1 convolutions accelerated"
+    ]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_are_pytorchs(stand_ins: Kernels) -> None:
+    ours, theirs = layer(2, 4, 6, 3)
+    nested = torch.nested.nested_tensor([torch.randn(4, n, 8, dtype=torch.float64) for n in (5, 6)])
+    texts = []
+    for one in (ours, theirs):
+        one(torch.randn(2, 4, 8, 8, dtype=torch.float64))
+        with pytest.raises(NotImplementedError) as raised:
+            one(nested)
+        texts.append(str(raised.value))
+    assert texts[0] == texts[1]
+
+
 def test_without_cudnn_channels_last_is_pytorchs(stand_ins: Kernels) -> None:
     """Whose result is in NCHW then; also of calls that were recognised before."""
     ours, _ = layer(2, 4, 6, 3)
@@ -692,19 +763,26 @@ def net() -> nn.Module:
     )  # fmt: skip
 
 
-def test_accelerate_swaps_convolutions_if_asked() -> None:
+def test_accelerate_takes_convolutions_if_asked() -> None:
     model, x = net(), torch.randn(2, 3, 8, 8)
     wanted, described = model(x), repr(model)
     lines: list[str] = []
     upconv.accelerate(model, report=lines.append)
-    assert lines == ["3: swapped"] and type(model[0]) is nn.Conv2d
+    assert [line.partition(" ")[0] for line in lines[:-1]] == ["3:"] and not modules.is_ours(model[0])
+    lines.clear()
     upconv.accelerate(model, convolutions=True, report=lines.append)
-    assert lines[1:] == ["0: swapped", "2: swapped", "3: left: it is upconv's already", "4: swapped", "5: swapped"]
-    assert repr(model) == described
+    reason = "plain convolutions are upconv's on GPUs of compute capability 9.0 alone"
+    assert lines[0] == f"0: accelerated, but PyTorch's operator computes it on a CPU: {reason}"
+    assert [line.partition(" ")[0] for line in lines[:-1]] == [f"{i}:" for i in (0, 2, 3, 4, 5)]
+    assert lines[-1].startswith("5 of 5 convolutions accelerated; on a CPU upconv computes")
+    upconv.accelerate(model, report=lines.append)
+    assert lines[6:] == lines[:6]  # marked ones are taken again, asked or not
+    assert repr(model) == described and all(map(modules.is_ours, (model[i] for i in (0, 2, 3, 4, 5))))
     for other in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.jit.script(model)):
         torch.testing.assert_close(other(x), wanted)
+    lines.clear()
     upconv.restore(model, report=lines.append)
-    assert lines[6:] == [f"{i}: restored" for i in (0, 2, 3, 4, 5)]
+    assert lines == [f"{i}: restored" for i in (0, 2, 3, 4, 5)]
     assert {type(m) for m in model} == {nn.Conv2d, nn.ConvTranspose2d, nn.ReLU}
     torch.testing.assert_close(model(x), wanted)
 
@@ -714,9 +792,9 @@ def test_lazy_layers(rank: int) -> None:
     lazy = upconv.accelerate((None, nn.LazyConv1d, nn.LazyConv2d, nn.LazyConv3d)[rank](6, 3), convolutions=True)  # type: ignore[misc]
     x = torch.randn(2, 4, *(8, 6, 5)[:rank])
     out = lazy(x)
-    assert type(lazy) is OURS[rank] and lazy.in_channels == 4
+    assert type(lazy) is LAYERS[rank] and lazy.in_channels == 4 and modules.is_ours(lazy)
     torch.testing.assert_close(out, CONVOLVE[rank](x, lazy.weight, lazy.bias))  # type: ignore[misc]
-    assert type(upconv.restore(lazy)) is LAYERS[rank]
+    assert not modules.is_ours(upconv.restore(lazy))
 
 
 def test_norms_are_folded_beside_them() -> None:

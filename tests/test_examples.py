@@ -76,7 +76,7 @@ def assert_picture(path: Path, least_width: int, least_height: int) -> None:
 def test_upscale_photo(run: Callable[..., str], tmp_path: Path, photo: str, scale: int) -> None:
     choice = ("--photo", photo, "--scale", str(scale), "--steps", "60")
     output = run("upscale_photo.py", "--quick", *choice, "--out", "here")
-    assert "upscale: swapped" in output
+    assert "upscale: accelerated" in output
 
     (bicubic,) = numbers(output, "bicubic")
     by_torch, *torch_ms = numbers(output, "network, torch")

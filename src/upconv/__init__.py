@@ -20,6 +20,7 @@ from upconv.modules import (
     LazyConvTranspose3d,
 )
 from upconv.ops import strict
+from upconv.summary import summary
 
 __all__ = [
     "ConvTranspose1d",
@@ -39,6 +40,7 @@ __all__ = [
     "frozen",
     "restore",
     "strict",
+    "summary",
     "thaw",
     "warmup",
 ]

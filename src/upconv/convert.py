@@ -1,8 +1,8 @@
-"""Models as a whole: `accelerate` swaps convolutions in place, `restore` undoes it, `fold_batchnorm` folds,
+"""Models as a whole: `accelerate` has upconv compute their convolutions, `restore` undoes it, `fold_batchnorm` folds,
 `warmup` compiles ahead.
 
-A swap changes a module's class and nothing else, so weights, hooks, training state, parametrisations, shared modules
-and every reference to the module stay as they are.
+`accelerate` sets an attribute of a module and nothing else (`upconv.modules`). So its class, weights, hooks, training
+state, parametrisations, shared modules and every reference to the module stay as they are.
 """
 
 from __future__ import annotations
@@ -19,33 +19,24 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.utils import parametrize
 
-from upconv import modules, replays
+from upconv import modules, planner, replays
 from upconv.cuda import engine, native
+from upconv.problem import PRECISIONS, Problem
 
 _log = logging.getLogger("upconv")
 Model = TypeVar("Model", bound=nn.Module)
 Report = Callable[[str], object]
 
-_SWAPS: dict[type[nn.Module], type[nn.Module]] = {
-    nn.ConvTranspose1d: modules.ConvTranspose1d,
-    nn.ConvTranspose2d: modules.ConvTranspose2d,
-    nn.ConvTranspose3d: modules.ConvTranspose3d,
-    nn.LazyConvTranspose1d: modules.LazyConvTranspose1d,
-    nn.LazyConvTranspose2d: modules.LazyConvTranspose2d,
-    nn.LazyConvTranspose3d: modules.LazyConvTranspose3d,
-    nn.Conv1d: modules.Conv1d,
-    nn.Conv2d: modules.Conv2d,
-    nn.Conv3d: modules.Conv3d,
-    nn.LazyConv1d: modules.LazyConv1d,
-    nn.LazyConv2d: modules.LazyConv2d,
-    nn.LazyConv3d: modules.LazyConv3d,
-}
-_BACK = {ours: theirs for theirs, ours in _SWAPS.items()}
-_MARK = "_upconv_swapped"  # in the module's __dict__: restore() undoes what accelerate() did, and nothing else
-
 
 def accelerate(model: Model, *, convolutions: bool = False, report: Report | None = None) -> Model:
-    """Swaps every plain transposed convolution of a model to upconv's, in place.
+    """Has upconv compute the transposed convolutions of a model, in place.
+
+        upconv.accelerate(model, report=print)
+
+    Each module is marked by an attribute that its copies and pickles keep. Its class stays torch.nn's, so a pickle
+    loads where upconv is not installed. In a new process call `accelerate` on what was loaded: it takes every marked
+    module again. The first call in a process gives torch.nn's classes a forward that looks for the mark, and drops what
+    torch.compile has compiled before.
 
     Args:
         model: any module; it may be a transposed convolution itself.
@@ -54,31 +45,44 @@ def accelerate(model: Model, *, convolutions: bool = False, report: Report | Non
             Hopper GPU in TF32, bfloat16 or float16, in NCHW above all; and, in training, where a call is so short that
             the host's time decides. Other calls stay PyTorch's, and of a call other passes, in channels_last often all
             but the gradient for the weight.
-        report: called with a line for every convolution found: swapped, or left and why (``print`` will do).
-            The same lines go to the logger ``upconv`` at level INFO.
+        report: called with a line for every convolution: accelerated, and whose operator runs on its device and why; or
+            left, and why. A last line counts them (``print`` will do). Which operator runs may depend on shapes, which
+            `upconv.summary` takes. The same lines go to the logger ``upconv`` at level INFO.
 
     Returns:
-        The same model. Modules of a subclass, and those whose ``forward`` was replaced, are left as they are.
+        The same model. Modules whose class or instance has a forward of its own are left as they are.
     """
-    for names, module in _found(model, _ConvNd if convolutions else _ConvTransposeNd):
-        cls = type(module)
-        plain = _plain_class(module)
-        if plain in _BACK:
-            line = "left: it is upconv's already"
-        elif plain not in _SWAPS:
-            line = f"left: {cls.__module__}.{cls.__qualname__} is not a plain torch.nn layer, its forward may differ"
-        elif "forward" in vars(module):
-            line = "left: its forward was replaced on the instance"
-        else:
-            _change_class(module, _SWAPS[plain])
-            vars(module)[_MARK] = True
-            line = "swapped"
-        _say(report, f"{' = '.join(names)}: {line}")
+    layers = [
+        (names, module)
+        for names, module in modules_of(model, _ConvNd)
+        if convolutions or isinstance(module, _ConvTransposeNd) or modules.is_ours(module)
+    ]
+    wanted = report is not None or _log.isEnabledFor(logging.INFO)
+    verdicts: list[bool | None] = []
+    for names, module in layers:
+        reason = modules.left(module)
+        if reason is None:
+            _mark(module)
+        if wanted:
+            verdict, line = (False, f"left: {reason}") if reason else _whose(module)
+            verdicts += [] if reason else [verdict]
+            _say(report, f"{' = '.join(names)}: {line}")
+    if wanted:
+        _say(report, _closing(model, [module for _, module in layers], verdicts))
     return model
 
 
+def _mark(module: nn.Module) -> None:
+    base = modules.base_of(type(module))
+    assert base is not None
+    if not modules.is_ours(module):
+        vars(module)[modules.MARK] = True
+    if modules.MARK in vars(module):
+        modules.install(base)
+
+
 def restore(model: Model, *, report: Report | None = None) -> Model:
-    """Undoes `accelerate`, in place: the modules that it swapped become torch.nn's again.
+    """Undoes `accelerate`, in place: PyTorch computes the modules again.
 
     Args:
         model: a model, or a copy or part of one, that `accelerate` has seen.
@@ -87,14 +91,13 @@ def restore(model: Model, *, report: Report | None = None) -> Model:
     Returns:
         The same model. Modules built as upconv's in the first place stay.
     """
-    for names, module in _found(model, _ConvNd):
-        if vars(module).pop(_MARK, False) and _plain_class(module) in _BACK:
-            _change_class(module, _BACK[_plain_class(module)])
+    for names, module in modules_of(model, nn.Module):
+        if vars(module).pop(modules.MARK, False):
             _say(report, f"{' = '.join(names)}: restored")
     return model
 
 
-def _found(model: nn.Module, kind: type[nn.Module]) -> list[tuple[list[str], nn.Module]]:
+def modules_of(model: nn.Module, kind: type[nn.Module]) -> list[tuple[list[str], nn.Module]]:
     """Every module of a kind once, with all the names it goes by."""
     found: dict[int, tuple[list[str], nn.Module]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
@@ -103,25 +106,91 @@ def _found(model: nn.Module, kind: type[nn.Module]) -> list[tuple[list[str], nn.
     return list(found.values())
 
 
-def _plain_class(module: nn.Module) -> type[nn.Module]:
-    """The module's class; for a parametrised one the class that it was before (PyTorch derives one for each)."""
-    return type(module).__bases__[0] if parametrize.is_parametrized(module) else type(module)
-
-
-def _change_class(module: nn.Module, target: type[nn.Module]) -> None:
-    if parametrize.is_parametrized(module):
-        # The parametrised class holds the properties that compute the weights; a twin of it is derived from the
-        # target, so that parametrize.remove_parametrizations() finds the target as its base.
-        own = type(module)
-        body = {k: v for k, v in vars(own).items() if k not in ("__dict__", "__weakref__", "__doc__")}
-        target = type(f"Parametrized{target.__name__}", (target,), body)
-    module.__class__ = target
-
-
 def _say(report: Report | None, line: str) -> None:
     _log.info(line)
     if report is not None:
         report(line)
+
+
+# --- what is said of a layer whose input is not known -----------------------------------------------------------------
+
+_SIZES = {1: (64, 1024, 16384), 2: (8, 32, 128), 3: (4, 12, 32)}
+"""Of an input along each dimension, for which a layer on a CPU is planned: small, usual and large ones."""
+
+
+def _whose(module: Any) -> tuple[bool | None, str]:
+    """Whether upconv computes an accelerated module on its device (None: its input decides), and a sentence why."""
+    tensor = next((t for t in (*module.parameters(), *module.buffers())), torch.empty(0))
+    device = planner.device_of(tensor.device)
+    kind = device.kind
+    where = "a CPU" if kind == "cpu" else device.gpu.name if device.gpu is not None else kind
+    if not module.in_channels:
+        return None, "accelerated: its first input decides whose operator computes it"
+    if tensor.dtype not in PRECISIONS:
+        reason: str | None = f"upconv computes in float32, bfloat16, float16 and float64, not in {tensor.dtype}"
+    elif kind not in ("cpu", "cuda"):
+        reason = f"upconv has no engine for {kind} devices"
+    elif not module.transposed:
+        reason = plain_refusal(module, device)
+    elif kind == "cuda":
+        reason = planner._no_kernels(Problem.make(1, 1, 1, (1,), 1), device)
+    else:
+        plans = _usual_plans(module, tensor.dtype, device)
+        ours = dict.fromkeys(plan.forward for plan in plans if plan.forward != "native")
+        if ours:
+            some = " for some sizes of its input" if any(plan.forward == "native" for plan in plans) else ""
+            return True, f"accelerated: upconv computes it on {where}{some} ({', '.join(ours)})"
+        reason = plans[-1].candidates[0].reason if plans else "it is no valid layer as it is set"
+    if reason is None:
+        more = "" if module.transposed else " where it is expected to be faster"
+        return True, f"accelerated: upconv computes it on {where}{more}"
+    return False, f"accelerated, but PyTorch's operator computes it on {where}: {reason}"
+
+
+def plain_refusal(module: Any, device: planner.Device) -> str | None:
+    """Why PyTorch's operator computes an accelerated plain convolution whatever its input, in a sentence; or None."""
+    if device.unavailable is not None:
+        return device.unavailable
+    if device.gpu is None or device.gpu.capability != (9, 0):
+        return "plain convolutions are upconv's on GPUs of compute capability 9.0 alone"
+    if module.groups != 1 or module.padding_mode != "zeros":
+        return "plain convolutions are upconv's without groups and padded with zeros"
+    return None
+
+
+def _usual_plans(module: Any, dtype: torch.dtype, device: planner.Device) -> list[planner.Plan]:
+    rank, plans = len(module.kernel_size), []
+    biased = module._parameters.get("bias", module) is not None  # a parametrised one is there too
+    for size in _SIZES[rank]:
+        try:
+            problem = Problem.make(
+                1, module.in_channels, module.out_channels, (size,) * rank, module.kernel_size, module.stride,
+                module.padding, module.output_padding, module.dilation, module.groups, bias=biased, dtype=dtype,
+            )  # fmt: skip
+        except (TypeError, ValueError):  # no transposed convolution, of this size at least
+            continue
+        plans.append(planner.plan(problem, device))
+    return plans
+
+
+def _closing(model: nn.Module, found: Sequence[nn.Module], verdicts: Sequence[bool | None]) -> str:
+    """How many of the convolutions found are accelerated, and how many of those upconv computes (``verdicts``)."""
+    if not found:
+        plain = sum(isinstance(m, tuple(modules.PLAIN)) for m in model.modules())
+        more = f"; accelerate(model, convolutions=True) takes its {plain} plain ones" if plain else ""
+        return f"nothing to accelerate: the model has no transposed convolution{more}"
+    kinds = {bool(getattr(m, "transposed", False)) for m in found}
+    line = f"{len(verdicts)} of {len(found)} {'transposed ' if kinds == {True} else ''}convolutions accelerated"
+    if not verdicts:
+        return line
+    devices = {t.device.type for m in found for t in m.parameters()}
+    on = " and ".join("a CPU" if kind == "cpu" else kind for kind in sorted(devices)) or "a CPU"
+    ours, theirs, open_ = (verdicts.count(value) for value in (True, False, None))
+    undecided = f", {open_} as the first input decides" if open_ else ""
+    return (
+        f"{line}; on {on} upconv computes {ours} of them and PyTorch's operator {theirs}{undecided}"
+        " (upconv.summary(model, example) tells for your shapes)"
+    )
 
 
 # --- warming up ------------------------------------------------------------------------------------------------------
@@ -150,6 +219,20 @@ def warmup(model: nn.Module, *example: Any, training: bool = False, progress: Pr
     Raises:
         RuntimeError: a kernel that cannot be compiled; names the problem and the plan.
     """
+    args, kwargs = arguments(model, example)
+    with evaluated(model), torch.no_grad(), engine.collecting(every=training) as wanted:
+        model(*args, **kwargs)
+    replayed = training and bool(wanted) and replays.hoped
+    if replayed:
+        native.module()  # in the background, while the kernels are compiled
+    lines = engine.compile_all(wanted, progress, training=training)
+    if replayed:
+        native.wait()
+    return lines
+
+
+def arguments(model: nn.Module, example: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
+    """A model's arguments by position and by name as an ``example`` gives them: shapes as random tensors (`warmup`)."""
     args: Sequence[Any] = example
     kwargs: dict[str, Any] = {}
     if len(example) == 1 and isinstance(example[0], dict):
@@ -162,19 +245,11 @@ def warmup(model: nn.Module, *example: Any, training: bool = False, progress: Pr
         shape = isinstance(value, (tuple, torch.Size)) and bool(value) and all(type(n) is int for n in value)
         return torch.randn(value, dtype=first.dtype, device=first.device) if shape else value
 
-    with _evaluated(model), torch.no_grad(), engine.collecting(every=training) as wanted:
-        model(*map(tensor, args), **{name: tensor(value) for name, value in kwargs.items()})
-    replayed = training and bool(wanted) and replays.hoped
-    if replayed:
-        native.module()  # in the background, while the kernels are compiled
-    lines = engine.compile_all(wanted, progress, training=training)
-    if replayed:
-        native.wait()
-    return lines
+    return [tensor(value) for value in args], {name: tensor(value) for name, value in kwargs.items()}
 
 
 @contextmanager
-def _evaluated(model: nn.Module) -> Iterator[None]:
+def evaluated(model: nn.Module) -> Iterator[None]:
     """The model in eval mode; afterwards each module in its own mode again."""
     training = [module for module in model.modules() if module.training]
     model.eval()

@@ -180,7 +180,7 @@ _CAST = (torch.float32, torch.bfloat16, torch.float16)  # what autocast casts
 
 def eager(input: Any) -> bool:
     """Whether an input is a plain tensor on a GPU, and not traced."""
-    return _plain(input) and _on_gpu(input) and torch._C._get_tracing_state() is None
+    return _plain(input) and _on_gpu(input) and not input.is_nested and torch._C._get_tracing_state() is None
 
 
 def _plain(t: Any) -> bool:
@@ -251,6 +251,8 @@ def _find(
     precision = calls.float32_precision() if dtype is torch.float32 else None
     biased = None if bias is None else bias.shape
     try:
+        if not ops.integers(*stride, *padding, *dilation):
+            return None
         return _resolve(
             rank, input.shape, weight.shape, biased, stride, padding, dilation, dtype, precision, layout, index,
             training,

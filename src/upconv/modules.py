@@ -1,43 +1,84 @@
-"""``ConvTranspose1d/2d/3d`` and their lazy twins: subclasses of torch.nn's that compute with upconv's engines.
+"""How torch.nn's convolutions come to compute with upconv's engines, and layers that always do.
 
-And ``Conv1d/2d/3d``, by which `upconv.accelerate` replaces plain convolutions if it is asked to.
+- `install` gives one of torch.nn's classes a forward that looks whether its module carries the `MARK`, which
+  `upconv.accelerate` sets. A marked module is computed by upconv, any other one by the forward that was there before.
+  Neither the module's class nor anything else changes, so tools that look layers up by ``type(module)`` (tracing,
+  fusion, quantisation, profilers) find what they know, and a pickle holds PyTorch's classes alone.
+- ``ConvTranspose1d/2d/3d`` and their lazy twins are subclasses of torch.nn's for those who change an import.
 
-Constructor, parameters, initial weights, state_dict, repr and errors are the parents'. Code that asks for
-``isinstance(m, torch.nn.ConvTranspose2d)`` (weight and spectral norm, quantisation, channels_last conversion) finds
-what it looks for.
+Both kinds of forward wrap PyTorch's own. So TorchScript, which compiles a forward's text and follows ``__wrapped__`` to
+find it, compiles PyTorch's, and a script can be loaded where this package is not installed.
 """
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+import sys
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch._jit_internal import is_scripting
+from torch import Tensor, fx, nn
 from torch.compiler import is_compiling
-from torch.nn.modules.conv import _ConvNd
+from torch.nn.modules import conv
 
 from upconv import calls, ops, replays
 from upconv.convolutions import convolution, eager, explicit, small
 from upconv.cuda import engine
 from upconv.ops import conv_transpose
 
-# The three forwards differ in PyTorch's own function for TorchScript, which compiles a forward's text and takes the
-# first branch alone: a script can be loaded where this package is not installed.
+MARK = "_upconv"
+"""The attribute of a module that is accelerated: True in its ``__dict__``, which copies, replicas, wrappers and pickles
+have too. Other modules find their class's, False (`install`)."""
+
+TRANSPOSED: dict[type[nn.Module], int] = {nn.ConvTranspose1d: 1, nn.ConvTranspose2d: 2, nn.ConvTranspose3d: 3}
+"""The classes of transposed convolutions, and their ranks."""
+PLAIN: dict[type[nn.Module], int] = {nn.Conv1d: 1, nn.Conv2d: 2, nn.Conv3d: 3}
+"""The same of plain convolutions."""
+_CALLED: dict[int, tuple[str, Any]] = {n: (f"conv_transpose{n}d", ops._TORCH[n]) for n in (1, 2, 3)}
+_CALLED_PLAIN: dict[int, tuple[str, Any]] = {
+    1: ("conv1d", torch.conv1d),
+    2: ("conv2d", torch.conv2d),
+    3: ("conv3d", torch.conv3d),
+}
 
 
-def _forward(module: Any, rank: int, input: Tensor, output_size: list[int] | None) -> Tensor:
-    """What the parents' forward does.
+def is_torchs(function: Any) -> bool:
+    """Whether a method of a convolution is PyTorch's own and nobody's in its place, such as a profiler's."""
+    return getattr(function, "__globals__", None) is vars(conv)
 
-    Of the classes below, where nothing says otherwise, parameters are found without ``Module.__getattr__`` (NOTES: 1.2
-    us each of a call's 22 beside its launches) and the padding of the output without a call.
+
+_OUTPUT_PADDING = conv._ConvTransposeNd._output_padding if is_torchs(conv._ConvTransposeNd._output_padding) else None
+
+
+# --- transposed convolutions -----------------------------------------------------------------------------------------
+
+
+def _transposed(module: Any, stock: Callable[..., Tensor], rank: int, input: Tensor, output_size: Any) -> Tensor:
+    """What PyTorch's forward (``stock``) does, by upconv's operator.
+
+    ``stock`` itself runs where somebody replaced the function that it calls, and where it must say what is wrong.
     """
-    if module.padding_mode != "zeros":
-        raise ValueError(f"Only `zeros` padding mode is supported for ConvTranspose{rank}d")
-    stride, padding, dilation = module.stride, module.padding, module.dilation
-    if type(module) in _OURS and output_size is None and not is_compiling():
-        output_padding = module.output_padding
+    name, function = _CALLED[rank]
+    padding = module.padding
+    if (
+        getattr(F, name) is not function
+        or not isinstance(input, Tensor)
+        or not isinstance(padding, tuple)
+        or module.padding_mode != "zeros"
+    ):
+        return stock(module, input, output_size)
+    stride, dilation, output_padding = module.stride, module.dilation, module.output_padding
+    cls: Any = type(module)
+    if (  # then neither the output's padding nor a parameter needs a call to be found
+        output_size is None
+        and not is_compiling()
+        and cls in _LAYERS
+        and type(output_padding) is tuple
+        and cls._output_padding is _OUTPUT_PADDING
+        and "_output_padding" not in module.__dict__
+    ):
         weight, bias = _parameters(module)
     else:
         weight, bias = module.weight, module.bias
@@ -46,7 +87,7 @@ def _forward(module: Any, rank: int, input: Tensor, output_size: list[int] | Non
 
 
 def _parameters(module: Any) -> tuple[Any, Any]:
-    """The weight and the bias of a layer of ours."""
+    """The weight and the bias of a layer whose class adds nothing to torch.nn's."""
     own, held = module._parameters, module.__dict__
     if type(own) is dict and "weight" not in held and "bias" not in held and "bias" in own:
         weight = own.get("weight")
@@ -55,25 +96,41 @@ def _parameters(module: Any) -> tuple[Any, Any]:
     return module.weight, module.bias  # tensors in their place
 
 
+def _forward_of(base: Any) -> Any:
+    """The forward of a subclass of ours. Where somebody replaced that of ``base``, theirs runs and sees the call."""
+    stock, rank = base.forward, TRANSPOSED[base]
+    known = stock if is_torchs(stock) else None
+
+    @wraps(stock)
+    def forward(self: Any, input: Any, output_size: list[int] | None = None) -> Any:
+        theirs = base.forward
+        if theirs is not known and theirs is not _installed.get(base):
+            return theirs(self, input, output_size)
+        if isinstance(input, fx.Proxy) and isinstance(input.tracer, fx.Tracer) and input.tracer.root is not self:
+            return _leaf(self, input, output_size)
+        return _transposed(self, stock, rank, input, output_size)
+
+    return forward
+
+
+def _leaf(module: nn.Module, input: fx.Proxy, output_size: Any) -> fx.Proxy:
+    """A call of the module in a graph. Tracers record one for torch.nn's classes; those of others they look into."""
+    tracer: Any = input.tracer
+    kwargs = {} if output_size is None else {"output_size": output_size}
+    found: fx.Proxy = tracer.create_proxy("call_module", tracer.path_of_module(module), (input,), kwargs)
+    return found
+
+
 class ConvTranspose1d(nn.ConvTranspose1d):
     """Drop-in for `torch.nn.ConvTranspose1d`: same arguments, weights and results, faster.
 
     Shape: ``(batch, in_channels, length)`` or ``(in_channels, length)`` in; the length out is
     ``(length-1)*stride - 2*padding + dilation*(kernel-1) + output_padding + 1``.
+
+    A pickle of it needs upconv where it is loaded; that of an accelerated model, or a state_dict, does not.
     """
 
-    def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
-        """Computes the layer; ``output_size`` (elements) replaces ``output_padding``, as in PyTorch."""
-        if is_scripting():
-            if self.padding_mode != "zeros":
-                raise ValueError("Only `zeros` padding mode is supported for ConvTranspose1d")
-            output_padding = self._output_padding(
-                input, output_size, self.stride, self.padding, self.kernel_size, 1, self.dilation  # type: ignore[arg-type]
-            )  # fmt: skip
-            args = (self.stride, self.padding, output_padding, self.groups, self.dilation)
-            return F.conv_transpose1d(input, self.weight, self.bias, *args)  # type: ignore[arg-type]
-        else:
-            return _forward(self, 1, input, output_size)
+    forward = _forward_of(nn.ConvTranspose1d)
 
 
 class ConvTranspose2d(nn.ConvTranspose2d):
@@ -81,20 +138,11 @@ class ConvTranspose2d(nn.ConvTranspose2d):
 
     Shape: ``(batch, in_channels, height, width)`` or without the batch in; each size out is
     ``(n-1)*stride - 2*padding + dilation*(kernel-1) + output_padding + 1``.
+
+    A pickle of it needs upconv where it is loaded; that of an accelerated model, or a state_dict, does not.
     """
 
-    def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
-        """Computes the layer; ``output_size`` (pixels) replaces ``output_padding``, as in PyTorch."""
-        if is_scripting():
-            if self.padding_mode != "zeros":
-                raise ValueError("Only `zeros` padding mode is supported for ConvTranspose2d")
-            output_padding = self._output_padding(
-                input, output_size, self.stride, self.padding, self.kernel_size, 2, self.dilation  # type: ignore[arg-type]
-            )  # fmt: skip
-            args = (self.stride, self.padding, output_padding, self.groups, self.dilation)
-            return F.conv_transpose2d(input, self.weight, self.bias, *args)  # type: ignore[arg-type]
-        else:
-            return _forward(self, 2, input, output_size)
+    forward = _forward_of(nn.ConvTranspose2d)
 
 
 class ConvTranspose3d(nn.ConvTranspose3d):
@@ -102,23 +150,20 @@ class ConvTranspose3d(nn.ConvTranspose3d):
 
     Shape: ``(batch, in_channels, depth, height, width)`` or without the batch in; each size out is
     ``(n-1)*stride - 2*padding + dilation*(kernel-1) + output_padding + 1``.
+
+    A pickle of it needs upconv where it is loaded; that of an accelerated model, or a state_dict, does not.
     """
 
-    def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
-        """Computes the layer; ``output_size`` (voxels) replaces ``output_padding``, as in PyTorch."""
-        if is_scripting():
-            if self.padding_mode != "zeros":
-                raise ValueError("Only `zeros` padding mode is supported for ConvTranspose3d")
-            output_padding = self._output_padding(
-                input, output_size, self.stride, self.padding, self.kernel_size, 3, self.dilation  # type: ignore[arg-type]
-            )  # fmt: skip
-            args = (self.stride, self.padding, output_padding, self.groups, self.dilation)
-            return F.conv_transpose3d(input, self.weight, self.bias, *args)  # type: ignore[arg-type]
-        else:
-            return _forward(self, 3, input, output_size)
+    forward = _forward_of(nn.ConvTranspose3d)
 
 
-_OURS = (ConvTranspose1d, ConvTranspose2d, ConvTranspose3d)
+OURS: dict[type[nn.Module], type[nn.Module]] = {
+    nn.ConvTranspose1d: ConvTranspose1d,
+    nn.ConvTranspose2d: ConvTranspose2d,
+    nn.ConvTranspose3d: ConvTranspose3d,
+}
+"""torch.nn's classes, and those of ours that are always computed by upconv."""
+_LAYERS = frozenset((*OURS, *OURS.values()))
 
 
 class LazyConvTranspose1d(nn.LazyConvTranspose1d, ConvTranspose1d):  # type: ignore[misc]
@@ -148,13 +193,15 @@ is by these (too small, say, whatever else changes), else the rest of what the r
 
 So a call that is PyTorch's costs a model that waits for its host 2 or 6 us more, not 20 to 40.
 """
+_CONV_FORWARD = {cls: cls._conv_forward if is_torchs(cls._conv_forward) else None for cls in PLAIN}  # type: ignore[attr-defined]
 
 
-def _convolve(module: Any, input: Tensor) -> Tensor:
+def _convolve(module: Any, rank: int, input: Tensor) -> Tensor:
     """The layer, by our kernels or by PyTorch's operator."""
     # Once: a parametrisation may compute them, and count that.
-    weight, bias = _parameters(module) if type(module) in _PLAIN else (module.weight, module.bias)
-    if not is_compiling() and eager(input):
+    cls = type(module)
+    weight, bias = _parameters(module) if cls in PLAIN else (module.weight, module.bias)
+    if not is_compiling() and eager(input) and not _watched(module, rank):
         known = _left.get(id(module))
         if (
             known is None
@@ -162,29 +209,46 @@ def _convolve(module: Any, input: Tensor) -> Tensor:
             or known[1] is not module.kernel_size
             or (known[2] is not None and known[2] != _state(input, weight, bias))
         ):
-            found = _ours(module, input, weight, bias)
+            found = _ours(module, rank, input, weight, bias)
             if found is not None:
                 return found
     out: Tensor = module._conv_forward(input, weight, bias)
     return out
 
 
-def _ours(module: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+def _watched(module: Any, rank: int) -> bool:
+    """Whether somebody replaced a function that PyTorch's forward calls, and so must see the call."""
+    name, function = _CALLED_PLAIN[rank]
+    cls = type(module)
+    stock = _CONV_FORWARD.get(cls) or _CONV_FORWARD[base_of(cls)]  # type: ignore[index]
+    return getattr(F, name) is not function or cls._conv_forward is not stock or "_conv_forward" in module.__dict__
+
+
+def settings(module: Any, weight: Tensor) -> tuple[Any, Any, Any] | None:
+    """Stride, padding (as numbers) and dilation of a plain convolution; None where they are not upconv's to serve."""
     stride, padding, dilation = module.stride, module.padding, module.dilation
     if type(padding) is str:
-        padding = explicit(padding, weight.shape[2:], dilation) if type(dilation) is tuple else None
-    odd = module.groups != 1 or module.padding_mode != "zeros" or padding is None
-    host = replays.host
-    if host is not None and not odd and not engine._collectors:
-        found: Tensor | None = host.replay(True, input, weight, bias, module.rank, stride, padding, 0, 1, dilation)
-        if found is not None:
-            return found
-    state = None
-    if not odd and not small(input.shape, weight.shape, stride):
-        found = convolution(module.rank, input, weight, bias, stride, padding, dilation)
-        if found is not None or ops._observed():
-            return found
-        state = _state(input, weight, bias)
+        named = padding == "valid" or (padding == "same" and stride == (1,) * len(module.kernel_size))  # as PyTorch
+        padding = explicit(padding, weight.shape[2:], dilation) if named and type(dilation) is tuple else None
+    grouped = type(module.groups) is not int or module.groups != 1
+    odd = grouped or module.padding_mode != "zeros" or padding is None
+    return None if odd else (stride, padding, dilation)
+
+
+def _ours(module: Any, rank: int, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+    numbers = settings(module, weight)
+    host, state = replays.host, None
+    if numbers is not None:
+        stride, padding, dilation = numbers
+        if host is not None and not engine._collectors:
+            found: Tensor | None = host.replay(True, input, weight, bias, rank, stride, padding, 0, 1, dilation)
+            if found is not None:
+                return found
+        if not small(input.shape, weight.shape, stride):
+            found = convolution(rank, input, weight, bias, stride, padding, dilation)
+            if found is not None or ops._observed():
+                return found
+            state = _state(input, weight, bias)
     if len(_left) >= calls.MOST:
         _left.clear()
     _left[id(module)] = input.shape, module.kernel_size, state
@@ -202,53 +266,99 @@ def _state(input: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Any, ...
     )  # fmt: skip
 
 
-class _Conv(_ConvNd):
-    """What the three layers share."""
+# --- which modules are upconv's --------------------------------------------------------------------------------------
 
-    rank: ClassVar[int]
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Computes the layer, as PyTorch's does."""
-        if is_scripting():
-            return self._conv_forward(input, self.weight, self.bias)
-        else:
-            return _convolve(self, input)
+_installed: dict[type[nn.Module], Any] = {}
+"""The forwards that `install` made, by the class that they are for."""
 
 
-class Conv1d(_Conv, nn.Conv1d):
-    """Drop-in for `torch.nn.Conv1d`, many of whose calls on a GPU take our kernels (`upconv.convolutions`)."""
+def _dispatching(stock: Callable[..., Tensor], rank: int) -> Any:
+    @wraps(stock)
+    def forward(self: Any, input: Tensor, output_size: list[int] | None = None) -> Tensor:
+        if getattr(self, MARK, False):  # foreign classes may have borrowed the forward, and have no such attribute
+            return _transposed(self, stock, rank, input, output_size)
+        return stock(self, input, output_size)
 
-    rank = 1
-
-
-class Conv2d(_Conv, nn.Conv2d):
-    """Drop-in for `torch.nn.Conv2d`, many of whose calls on a GPU take our kernels (`upconv.convolutions`)."""
-
-    rank = 2
+    return forward
 
 
-class Conv3d(_Conv, nn.Conv3d):
-    """Drop-in for `torch.nn.Conv3d`, many of whose calls on a GPU take our kernels (`upconv.convolutions`)."""
+def _dispatching_plain(stock: Callable[..., Tensor], rank: int) -> Any:
+    @wraps(stock)
+    def forward(self: Any, input: Tensor) -> Tensor:
+        return _convolve(self, rank, input) if getattr(self, MARK, False) else stock(self, input)
 
-    rank = 3
-
-
-_PLAIN = (Conv1d, Conv2d, Conv3d)
-
-
-class LazyConv1d(nn.LazyConv1d, Conv1d):  # type: ignore[misc]
-    """`torch.nn.LazyConv1d` that becomes upconv's `Conv1d` on its first call."""
-
-    cls_to_become = Conv1d
+    return forward
 
 
-class LazyConv2d(nn.LazyConv2d, Conv2d):  # type: ignore[misc]
-    """`torch.nn.LazyConv2d` that becomes upconv's `Conv2d` on its first call."""
+def base_of(cls: type) -> type[nn.Module] | None:
+    """The class of torch.nn's that has the forward of a convolution's class; None for a foreign one."""
+    return next((base for base in cls.__mro__ if base in TRANSPOSED or base in PLAIN), None)
 
-    cls_to_become = Conv2d
+
+def replaced(base: Any) -> str | None:
+    """The name of what somebody put in the place of torch.nn's ``base.forward``; None where nobody did."""
+    forward = base.forward
+    if is_torchs(forward) or forward is _installed.get(base):
+        return None
+    return f"{getattr(forward, '__module__', '?')}.{getattr(forward, '__qualname__', type(forward).__qualname__)}"
 
 
-class LazyConv3d(nn.LazyConv3d, Conv3d):  # type: ignore[misc]
-    """`torch.nn.LazyConv3d` that becomes upconv's `Conv3d` on its first call."""
+def install(base: Any) -> None:
+    """Has modules of a class of torch.nn's, and those that inherit its forward, computed by upconv if they are marked.
 
-    cls_to_become = Conv3d
+    Once a process; nothing happens where it is done already, or where somebody else replaced the forward (`replaced`).
+    Graphs that torch.compile made before cannot know of marks, so they are dropped.
+    """
+    if not is_torchs(base.forward):
+        return
+    if base not in _installed:
+        stock = base.forward
+        _installed[base] = (
+            _dispatching(stock, TRANSPOSED[base]) if base in TRANSPOSED else _dispatching_plain(stock, PLAIN[base])
+        )
+    setattr(base, MARK, False)  # first: another thread may be calling
+    base.forward = _installed[base]
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
+
+
+def is_ours(module: nn.Module) -> bool:
+    """Whether a module's forward is upconv's: a layer of ours, or a marked one."""
+    base = base_of(type(module))
+    own = OURS.get(base) if base is not None else None
+    return MARK in vars(module) or (own is not None and type(module).forward is own.forward)
+
+
+def left(module: nn.Module) -> str | None:
+    """Why upconv cannot compute a convolution's module, in a few words; None where it can."""
+    cls: Any = type(module)
+    name, base = f"{cls.__module__}.{cls.__qualname__}", base_of(cls)
+    if base is None:
+        return f"{name} is no subclass of a convolution of torch.nn's that upconv knows"
+    if "forward" in vars(module):
+        return "its forward was replaced on the instance"
+    if cls.forward is not base.forward and cls.forward is not getattr(OURS.get(base), "forward", None):
+        return f"{name} has a forward of its own"
+    if base in PLAIN and cls._conv_forward is not base._conv_forward:  # type: ignore[attr-defined]
+        return f"{name} has a _conv_forward of its own"
+    if (other := replaced(base)) is not None:
+        return f"torch.nn.{base.__name__}.forward was replaced by {other}, which must see the calls"
+    return None
+
+
+def passed_over(module: nn.Module) -> str | None:
+    """Why PyTorch's forward computes a convolution's module as things are now, in a few words; None where upconv's
+    does.
+    """
+    reason, base = left(module), base_of(type(module))
+    if reason is not None or base is None:
+        return reason
+    if not is_ours(module):
+        return "it is not accelerated"
+    if MARK in vars(module) and base.forward is not _installed.get(base):
+        return f"torch.nn.{base.__name__}.forward looks for no marks in this process; call upconv.accelerate"
+    transposed = base in TRANSPOSED
+    name, function = _CALLED[TRANSPOSED[base]] if transposed else _CALLED_PLAIN[PLAIN[base]]
+    if getattr(F, name) is not function:
+        return f"torch.nn.functional.{name} was replaced by somebody who must see the calls"
+    return None

@@ -80,6 +80,8 @@ def conv_transpose(
     plain = type(input) in _PLAIN and type(weight) in _PLAIN and (bias is None or type(bias) in _PLAIN)
     # Asking a device for its type costs three times as much.
     kind = ("cuda" if input.is_cuda else "cpu" if input.is_cpu else "") if plain else ""
+    if kind and any(t is not None and t.is_nested for t in (input, weight, bias)):  # plain by its type, but no shape
+        kind = ""
     if kind and not _observed():
         if torch.is_autocast_enabled(kind):
             input, weight, bias = _autocast(input, weight, bias, kind in _ROUNDING)
@@ -179,16 +181,20 @@ def _refuse(out: Tensor, plan: Plan | None, input: Tensor, weight: Tensor, bias:
         names = ("stride", "padding", "output_padding", "groups", "dilation")
         given = ", ".join(f"{name}={value}" for name, value in zip(names, args))
         call = f"input {tuple(input.shape)} {input.dtype}, weight {tuple(weight.shape)}, {given} on {input.device}"
-        kinds = {type(t) for t in (input, weight, bias) if t is not None}.difference(_PLAIN)
-        if kinds:
-            reason = f"the engines take plain tensors, and one is a {sorted(kind.__name__ for kind in kinds)[0]}"
-        elif input.device.type not in _DEVICES:
-            reason = f"upconv has no engine for {input.device.type} devices"
-        elif input.dtype not in PRECISIONS:
-            reason = f"the engines compute in float32, bfloat16, float16 and float64, and the input is {input.dtype}"
-        else:
-            reason = "the engines take integers and tuples of them as arguments"
+        reason = unserved(input, weight, bias)
     raise RuntimeError(f"upconv.strict: no engine of upconv's serves {call}: {reason}")
+
+
+def unserved(input: Tensor, weight: Tensor, bias: Tensor | None) -> str:
+    """Why no engine serves a call for which there is no plan, in a sentence."""
+    kinds = {type(t) for t in (input, weight, bias) if t is not None}.difference(_PLAIN)
+    if kinds:
+        return f"the engines take plain tensors, and one is a {sorted(kind.__name__ for kind in kinds)[0]}"
+    if input.device.type not in _DEVICES:
+        return f"upconv has no engine for {input.device.type} devices"
+    if input.dtype not in PRECISIONS:
+        return f"the engines compute in float32, bfloat16, float16 and float64, and the input is {input.dtype}"
+    return "the engines take integers and tuples of them as arguments"
 
 
 def _refuse_gradients(plan: Plan, mask: Sequence[bool]) -> None:
@@ -202,8 +208,6 @@ def _refuse_gradients(plan: Plan, mask: Sequence[bool]) -> None:
 
 
 # --- which plan ------------------------------------------------------------------------------------------------------
-
-_KEYS = (int, tuple)
 
 
 def _find_plan(
@@ -247,14 +251,15 @@ def _find_plan(
     else:
         where, precision = planner.cpu_device(), None
     try:
+        spread = [
+            v if type(v) is tuple else (v,) if type(v) is int else tuple(v)  # type: ignore[arg-type]
+            for v in (stride, padding, output_padding, dilation)
+        ]
+        if not integers(groups, *spread[0], *spread[1], *spread[2], *spread[3]):
+            return None
         plan = _resolve(
             rank, input.shape, input.stride(), weight.shape, weight.stride(), None if bias is None else bias.shape,
-            stride if type(stride) in _KEYS else tuple(stride),  # type: ignore[arg-type]
-            padding if type(padding) in _KEYS else tuple(padding),  # type: ignore[arg-type]
-            output_padding if type(output_padding) in _KEYS else tuple(output_padding),  # type: ignore[arg-type]
-            groups,
-            dilation if type(dilation) in _KEYS else tuple(dilation),  # type: ignore[arg-type]
-            dtype, precision, where,
+            *spread[:3], groups, spread[3], dtype, precision, where,
         )  # fmt: skip
     except TypeError:  # something that is no integer: PyTorch says which
         return None
@@ -315,9 +320,7 @@ def _resolve(
         shape, strides = torch.Size((1, *shape)), (shape[0] * strides[0], *strides)
     if len(shape) != rank + 2 or len(weight_shape) != rank + 2 or shape[1] != weight_shape[0]:
         return None
-    if not all(type(v) is int for value in (stride, padding, output_padding, dilation) for v in _tuple(value)):
-        return None
-    if type(groups) is not int or 0 in shape or 0 in weight_shape:
+    if 0 in shape or 0 in weight_shape:
         return None
     out_channels = weight_shape[1] * groups
     if bias_shape is not None and tuple(bias_shape) != (out_channels,):
@@ -337,8 +340,12 @@ def _resolve(
     return planner.plan(problem, device)
 
 
-def _tuple(value: Any) -> tuple[Any, ...]:
-    return value if isinstance(value, tuple) else (value,)
+def integers(*values: Any) -> bool:
+    """Whether all are integers. The caches of plans take True and 1.0 for 1, PyTorch does not."""
+    return _INTEGERS.issuperset(map(type, values))
+
+
+_INTEGERS = frozenset((int,))
 
 
 def layout_of(input: Tensor, weight: Tensor) -> Layout:

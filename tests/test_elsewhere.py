@@ -1,0 +1,177 @@
+"""Accelerated models in other processes: where upconv is not installed, and in ones that are started for them."""
+
+from __future__ import annotations
+
+import copy
+import multiprocessing
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import upconv
+from conftest import assert_close, forced_plans
+from upconv import modules
+
+BARE = """
+import sys
+sys.path.append(sys.argv[1])
+import torch
+from torch import nn
+try:
+    import upconv
+except ModuleNotFoundError as error:
+    assert error.name == "upconv"
+else:
+    raise SystemExit(f"upconv is installed here: {upconv.__file__}")
+"""
+"""What each program starts with in the environment without upconv."""
+
+
+@pytest.fixture(scope="module")
+def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of packages like the one that PyTorch is installed in, without upconv."""
+    folder = tmp_path_factory.mktemp("packages")
+    for package in Path(torch.__file__).parents[1].iterdir():
+        if "upconv" not in package.name and package.suffix != ".pth":
+            (folder / package.name).symlink_to(package)
+    return folder
+
+
+def run_bare(packages: Path, code: str, *args: object) -> str:
+    """Runs a program in that environment: an isolated interpreter without its own site-packages."""
+    command = [sys.executable, "-I", "-S", "-c", BARE + code, str(packages), *map(str, args)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def model() -> nn.Module:
+    """Transposed and plain convolutions, one of them in a norm's parametrisation by hooks, one lazy."""
+    torch.manual_seed(0)
+    found = nn.Sequential(
+        nn.Conv2d(3, 4, 3, padding="same"), nn.ConvTranspose2d(4, 6, 4, 2, 1), nn.BatchNorm2d(6), nn.ReLU(),
+        nn.ConvTranspose2d(6, 3, 3, 3, output_padding=1, groups=3, bias=False), nn.LazyConvTranspose2d(2, 2, 2),
+    )  # fmt: skip
+    found(torch.randn(2, 3, 6, 7))
+    return found.eval()
+
+
+def test_a_saved_model_loads_as_pytorchs_layers(packages: Path, tmp_path: Path) -> None:
+    """Where upconv is missing; it computes the same there, and saved again comes back accelerated by one call."""
+    stock, x = model(), torch.randn(2, 3, 6, 7)
+    ours = upconv.accelerate(copy.deepcopy(stock), convolutions=True)
+    wanted = stock(x).detach()
+    file = tmp_path / "model.pt"
+    torch.save({"model": ours, "x": x, "wanted": wanted}, file)
+    code = """
+file = sys.argv[2]
+saved = torch.load(file, weights_only=False)
+model = saved["model"]
+torch.testing.assert_close(model(saved["x"]), saved["wanted"])
+print([f"{type(m).__module__}.{type(m).__name__}" for m in model])
+saved["model"] = model
+torch.save(saved, file)
+"""
+    names = [f"{type(m).__module__}.{type(m).__name__}" for m in stock]
+    assert run_bare(packages, code, file) == f"{names}\n"
+    back = torch.load(file, weights_only=False)["model"]
+    lines: list[str] = []
+    upconv.accelerate(back, report=lines.append)
+    assert [": accelerated" in line for line in lines] == [True] * 4 + [False]  # the plain one too
+    assert nn.Conv2d in modules._installed
+    with forced_plans("phases") as forced:
+        assert_close(back(x).detach(), wanted, length=4096)
+    assert len(forced) == 3
+
+
+def test_a_marked_model_in_a_new_process(tmp_path: Path) -> None:
+    """Where upconv is installed: PyTorch's layers until `accelerate` is called, as `summary` says; then upconv's."""
+    file = tmp_path / "model.pt"
+    torch.save(upconv.accelerate(model()), file)
+    code = f"""
+import torch, upconv
+model = torch.load({str(file)!r}, weights_only=False)
+print({{row.why for row in upconv.summary(model, (1, 3, 6, 7)).rows}})
+upconv.accelerate(model, report=print)
+print(any("marks" in row.why for row in upconv.summary(model, (1, 3, 6, 7)).rows))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    first, *lines, last = done.stdout.splitlines()
+    assert first == ("{'torch.nn.ConvTranspose2d.forward looks for no marks in this process; call upconv.accelerate'}")
+    assert [": accelerated" in line for line in lines] == [True] * 3 + [False] and last == "False"
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("rank", (1, 2, 3), ids="{}d".format)
+def test_scripts_load_without_upconv(packages: Path, tmp_path: Path, rank: int) -> None:
+    """Of accelerated layers and of upconv's own, scripted and traced, also with an output_size."""
+    x = torch.randn(2, 4, *(5, 6, 4)[:rank])
+    stock = getattr(nn, f"ConvTranspose{rank}d")(4, 6, 3, 2, 1)
+    own = getattr(upconv, f"ConvTranspose{rank}d")(4, 6, 3, 2, 1)
+    own.load_state_dict(stock.state_dict())
+    size = [2 * n for n in x.shape[2:]]
+    wanted, sized = stock(x).detach(), stock(x, size).detach()
+    files = []
+    for layer in (upconv.accelerate(copy.deepcopy(stock)), own):
+        for name, made in (("script", torch.jit.script(layer)), ("trace", torch.jit.trace(layer, x))):
+            files.append(tmp_path / f"{len(files)}-{name}.pt")
+            torch.jit.save(made, files[-1])
+    torch.save((x, wanted, size, sized), tmp_path / "tensors")
+    code = """
+x, wanted, size, sized = torch.load(sys.argv[2])
+for file in sys.argv[3:]:
+    loaded = torch.jit.load(file)
+    torch.testing.assert_close(loaded(x), wanted)
+    if file.endswith("script.pt"):
+        torch.testing.assert_close(loaded(x, size), sized)
+print(len(sys.argv[3:]))
+"""
+    assert run_bare(packages, code, tmp_path / "tensors", *files) == "4\n"
+
+
+def _child(layers: list[Any], x: Tensor, results: Any) -> None:
+    torch.set_num_threads(1)
+    for layer in layers:
+        before = layer(x).detach()
+        lines: list[str] = []
+        upconv.accelerate(layer, report=lines.append)
+        with forced_plans("phases") as forced:
+            after = layer(x).detach()
+        results.put((before.numpy(), after.numpy(), lines[0], len(forced)))
+
+
+@pytest.mark.slow
+def test_spawned_processes(tmp_path: Path) -> None:
+    x = torch.randn(2, 4, 5, 6)
+    own = upconv.ConvTranspose2d(4, 6, 3, 2)
+    stock = nn.ConvTranspose2d(4, 6, 3, 2)
+    own.load_state_dict(stock.state_dict())
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    layers = [upconv.accelerate(copy.deepcopy(stock)), own]
+    process = context.Process(target=_child, args=(layers, x, results))
+    process.start()
+    found = [results.get(timeout=300) for _ in layers]
+    process.join(60)
+    assert process.exitcode == 0
+    for before, after, line, count in found:
+        for out in (before, after):
+            assert_close(torch.from_numpy(out), stock(x).detach(), length=512)
+        assert line.startswith("(the model itself): accelerated") and count == 1
+
+
+def test_a_script_of_a_whole_model_keeps_its_marks() -> None:
+    ours = upconv.accelerate(model())
+    x = torch.randn(2, 3, 6, 7)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        scripted = torch.jit.script(ours)
+    assert_close(scripted(x).detach(), ours(x).detach(), length=4096)
+    assert all(modules.is_ours(layer) for layer in (ours[1], ours[4], ours[5]))

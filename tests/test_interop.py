@@ -1,0 +1,534 @@
+"""Layers beside the tools that people use on them: traces, fusion, quantisation, patches, copies, other tensors.
+
+Each is compared with the same done to torch.nn's layer.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import permutations
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, fx, nn
+from torch.nn.modules.conv import _ConvTransposeNd
+from torch.utils.flop_counter import FlopCounterMode
+
+import upconv
+from conftest import assert_close, assert_equal, forced_plans
+from upconv import modules
+
+RANKS = pytest.mark.parametrize("rank", (1, 2, 3), ids="{}d".format)
+WAYS = pytest.mark.parametrize("way", ("accelerated", "class"))
+"""A layer of torch.nn's that is accelerated, and one of upconv's own class."""
+quantized = pytest.mark.filterwarnings("ignore:.*quantiz.*:DeprecationWarning", "ignore:.*quantize_per.*:UserWarning")
+
+
+def twins(way: str, rank: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    """(ours, torch.nn's) with the same parameters."""
+    torch.manual_seed(0)
+    theirs = getattr(nn, f"ConvTranspose{rank}d")(*args, **kwargs).eval()
+    if way == "accelerated":
+        return upconv.accelerate(copy.deepcopy(theirs)), theirs
+    ours = getattr(upconv, f"ConvTranspose{rank}d")(*args, **kwargs).eval()
+    ours.load_state_dict(theirs.state_dict())
+    return ours, theirs
+
+
+def image(rank: int, channels: int = 4) -> Tensor:
+    return torch.randn(2, channels, *(5, 6, 4)[:rank])
+
+
+def assert_computed(layer: Any, x: Tensor, wanted: Tensor) -> None:
+    """That upconv computes a layer with a stride, and right."""
+    with forced_plans("phases") as forced:
+        assert_close(layer(x).detach(), wanted.detach(), length=512)
+    assert len(forced) == 1
+
+
+def said(call: Callable[[], Any]) -> Any:
+    """What a call returns, or the type and text of what it raises."""
+    try:
+        return call()
+    except Exception as error:
+        return type(error), str(error)
+
+
+# --- traces ----------------------------------------------------------------------------------------------------------
+
+
+class Sized(nn.Module):
+    """A layer that is told the size of what it returns, by a shape that a trace knows as a proxy."""
+
+    def __init__(self, rank: int, layer: nn.Module) -> None:
+        super().__init__()
+        self.rank = rank
+        self.down = getattr(nn, f"Conv{rank}d")(3, 4, 3, 2, 1)
+        self.up = layer
+        self.again = nn.Sequential(nn.ReLU(), getattr(nn, f"Conv{rank}d")(3, 3, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.again(self.up(self.down(x), output_size=x.shape[-self.rank :]))
+        return out
+
+
+@RANKS
+@WAYS
+def test_a_trace_has_stocks_leaves(rank: int, way: str) -> None:
+    ours, theirs = twins(way, rank, 4, 3, 3, 2, 1)
+    stock = Sized(rank, theirs)
+    model = copy.deepcopy(stock)
+    model.up = ours
+    traced, wanted = fx.symbolic_trace(model), fx.symbolic_trace(stock)
+    assert [str(node) + node.format_node() for node in traced.graph.nodes] == [  # type: ignore[operator]
+        str(node) + node.format_node()
+        for node in wanted.graph.nodes  # type: ignore[operator]
+    ]
+    x = image(rank, 3)
+    assert type(traced.up) is type(ours)
+    assert_close(traced(x), stock(x), length=512)
+    again = fx.symbolic_trace(copy.deepcopy(traced))
+    assert_close(again(x), stock(x), length=512)
+
+
+@WAYS
+def test_a_trace_of_the_layer_itself_holds_torchs_function(way: str) -> None:
+    ours, theirs = twins(way, 2, 4, 3, 3, 2)
+    graphs = [fx.symbolic_trace(layer, concrete_args={"output_size": None}) for layer in (ours, theirs)]
+    targets = [[node.target for node in graph.graph.nodes] for graph in graphs]
+    assert targets[0] == targets[1] and torch.conv_transpose2d in targets[0]
+    x = image(2)
+    assert_close(graphs[0](x, None), theirs(x), length=512)
+
+
+def test_a_tracer_without_leaves_sees_torchs_function() -> None:
+    class Through(fx.Tracer):
+        def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+            return False
+
+    model = nn.Sequential(twins("accelerated", 2, 4, 3, 3, 2)[0])
+    targets = [node.target for node in Through().trace(model).nodes if node.op == "call_function"]
+    assert targets == [torch.conv_transpose2d]
+
+
+# --- fusion and quantisation -----------------------------------------------------------------------------------------
+
+
+def decoder() -> nn.Module:
+    """Convolutions of both kinds before their norms, with running statistics as after a training."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.ConvTranspose2d(8, 6, 4, 2, 1),
+        nn.BatchNorm2d(6),
+    )
+    for norm in (model[1], model[4]):
+        norm.running_mean.uniform_(-1, 1)  # type: ignore[operator, union-attr]
+        norm.running_var.uniform_(0.5, 2)  # type: ignore[operator, union-attr]
+    return model.eval()
+
+
+@quantized
+def test_fused_as_stock() -> None:
+    x = torch.randn(2, 3, 6, 7)
+    wanted = torch.ao.quantization.fuse_modules(decoder(), [["0", "1", "2"], ["3", "4"]])
+    found = torch.ao.quantization.fuse_modules(upconv.accelerate(decoder()), [["0", "1", "2"], ["3", "4"]])
+    assert [type(m) for m in found] == [type(m) for m in wanted]
+    assert modules.is_ours(found[3])
+    assert_computed(found, x, wanted(x))
+
+
+def test_fused_by_the_graph_as_stock() -> None:
+    from torch.fx.experimental.optimization import fuse
+
+    x = torch.randn(2, 3, 6, 7)
+    wanted, found = fuse(decoder()), fuse(upconv.accelerate(decoder()))
+    assert [node.name for node in found.graph.nodes] == [node.name for node in wanted.graph.nodes]
+    assert_computed(found, x, wanted(x))
+
+
+def _static(model: nn.Module, x: Tensor) -> nn.Module:
+    from torch.ao import quantization as q
+
+    model = nn.Sequential(q.QuantStub(), model, q.DeQuantStub()).eval()
+    model.qconfig = q.default_qconfig  # type: ignore[assignment]
+    prepared = q.prepare(model)
+    prepared(x)
+    return q.convert(prepared)
+
+
+def _by_graph(model: nn.Module, x: Tensor) -> nn.Module:
+    from torch.ao.quantization import default_qconfig, get_default_qconfig_mapping, quantize_fx
+
+    prepared = quantize_fx.prepare_fx(model, get_default_qconfig_mapping().set_global(default_qconfig), (x,))
+    prepared(x)
+    return quantize_fx.convert_fx(prepared)
+
+
+def _dynamic(model: nn.Module, x: Tensor) -> nn.Module:
+    from torch.ao import quantization as q
+    from torch.ao.nn.quantized import dynamic
+
+    mapping = {**q.get_default_dynamic_quant_module_mappings(), nn.ConvTranspose2d: dynamic.ConvTranspose2d}
+    return q.quantize_dynamic(model, {nn.ConvTranspose2d: q.default_dynamic_qconfig}, mapping=mapping)
+
+
+@quantized
+@pytest.mark.parametrize("quantise", (_static, _by_graph, _dynamic))
+def test_quantised_as_stock(quantise: Callable[[nn.Module, Tensor], nn.Module]) -> None:
+    """To the last bit, by the same quantised layers."""
+    x = torch.randn(2, 3, 6, 7)
+    wanted, found = (quantise(model, x) for model in (decoder(), upconv.accelerate(decoder())))
+    kinds, others = ([f"{type(m).__module__}.{type(m).__name__}" for m in model.modules()] for model in (found, wanted))
+    assert kinds == others and any(".quantized." in kind and kind.endswith("ConvTranspose2d") for kind in kinds)
+    assert not any(type(m) is nn.ConvTranspose2d for m in found.modules())
+    assert_equal(found(x), wanted(x))
+
+
+# --- profilers and other patches -------------------------------------------------------------------------------------
+
+
+@contextmanager
+def counting(owner: Any, name: str) -> Iterator[list[Any]]:
+    """As a profiler does it: a function in the place of another one, which it calls."""
+    seen, old = [], getattr(owner, name)
+
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        seen.append(args)
+        return old(*args, **kwargs)
+
+    setattr(owner, name, wrapper)
+    try:
+        yield seen
+    finally:
+        setattr(owner, name, old)
+
+
+@RANKS
+@WAYS
+def test_a_patched_functional_sees_the_call(rank: int, way: str) -> None:
+    ours, theirs = twins(way, rank, 4, 3, 3, 2)
+    x = image(rank)
+    with counting(F, f"conv_transpose{rank}d") as seen:
+        assert_equal(ours(x), theirs(x))
+        assert len(seen) == 2 and len(seen[0]) == len(seen[1])
+        compiled = torch.compile(ours, backend="eager", fullgraph=True)
+        assert_close(compiled(x), theirs(x), length=512)
+        assert len(seen) >= 4
+    assert_computed(ours, x, theirs(x))
+
+
+@RANKS
+@WAYS
+def test_upconvs_functional_may_take_torchs_place(rank: int, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And does not call itself."""
+    ours, theirs = twins(way, rank, 4, 3, 3, 2)
+    x = image(rank)
+    wanted = theirs(x)
+    monkeypatch.setattr(F, f"conv_transpose{rank}d", getattr(upconv, f"conv_transpose{rank}d"))
+    for layer in (ours, theirs):
+        assert_computed(layer, x, wanted)
+
+
+@WAYS
+def test_a_patched_forward_sees_the_call(way: str) -> None:
+    """Whatever the order in which people patch and accelerate, undo and restore."""
+    x = image(2)
+    for steps in permutations(("accelerate", "patch", "unpatch", "restore")):
+        if steps.index("unpatch") < steps.index("patch"):
+            continue
+        _forget_installed()
+        ours, theirs = twins("class", 2, 4, 3, 3, 2) if way == "class" else (None, nn.ConvTranspose2d(4, 3, 3, 2))
+        if ours is None:
+            ours = copy.deepcopy(theirs)
+        wanted = theirs(x)
+        patched = False
+        patch = counting(nn.ConvTranspose2d, "forward")
+        for step in steps:
+            if step == "patch":
+                seen, patched = patch.__enter__(), True
+            elif step == "unpatch":
+                patch.__exit__(None, None, None)
+                patched = False
+            else:
+                getattr(upconv, step)(ours)
+            before = len(seen) if patched else 0
+            assert_close(ours(x), wanted, length=512)
+            assert not patched or len(seen) == before + 1, steps
+        upconv.accelerate(ours)
+        assert_computed(ours, x, wanted)
+
+
+def _forget_installed() -> None:
+    """As in a process where nothing was accelerated yet."""
+    for base, forward in modules._installed.items():
+        if base.forward is forward:  # type: ignore[comparison-overlap]
+            base.forward = forward.__wrapped__  # type: ignore[method-assign]
+    modules._installed.clear()
+
+
+def test_a_replaced_forward_is_reported_and_keeps_the_call() -> None:
+    _forget_installed()
+    layer, lines = nn.ConvTranspose2d(4, 3, 3, 2), []  # type: ignore[var-annotated]
+    with counting(nn.ConvTranspose2d, "forward"):
+        upconv.accelerate(layer, report=lines.append)
+    name = f"{__name__}.counting.<locals>.wrapper"
+    reason = f"torch.nn.ConvTranspose2d.forward was replaced by {name}, which must see the calls"
+    assert lines == [f"(the model itself): left: {reason}", "0 of 1 transposed convolutions accelerated"]
+    upconv.accelerate(layer, report=lines.append)
+    assert lines[2].startswith("(the model itself): accelerated")
+
+
+@RANKS
+@WAYS
+@pytest.mark.parametrize("where", ("instance", "class"))
+def test_a_patched_output_padding_is_used(rank: int, way: str, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = twins(way, rank, 4, 3, 3, 2)
+    x = image(rank)
+    plain = theirs(x)
+    if where == "class":
+        monkeypatch.setattr(_ConvTransposeNd, "_output_padding", lambda *args, **kwargs: [1] * rank)
+    else:
+        for layer in (ours, theirs):
+            monkeypatch.setattr(layer, "_output_padding", lambda *args, **kwargs: [1] * rank)
+    assert theirs(x).shape != plain.shape
+    assert_computed(ours, x, theirs(x))
+
+
+def test_stock_layers_stay_stocks() -> None:
+    """Beside accelerated ones in the same process: by their forward, in a graph, and as a script."""
+    ours, theirs = twins("accelerated", 2, 4, 3, 3, 2)
+    x = image(2)
+    with forced_plans("phases") as forced:
+        theirs(x)
+        graph = _graph_of(theirs, x)
+    assert forced == [] and graph == [torch.conv_transpose2d]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        scripts = [torch.jit.script(layer).code for layer in (ours, theirs)]
+    assert scripts[0] == scripts[1]
+
+
+def test_foreign_classes_may_borrow_a_forward() -> None:
+    """As a function, also of a class that is none of torch.nn's layers, after layers were accelerated."""
+    _, theirs = twins("accelerated", 2, 4, 3, 3, 2)
+    x = image(2)
+
+    class Borrowing(_ConvTransposeNd):
+        forward = nn.ConvTranspose2d.forward
+
+    borrower = Borrowing(4, 3, (3, 3), (2, 2), (0, 0), (1, 1), True, (0, 0), 1, True, "zeros")
+    borrower.load_state_dict(theirs.state_dict())
+    assert_equal(borrower(x), theirs(x))
+
+
+def test_profilers_count_by_class_and_by_flops() -> None:
+    ours, theirs = twins("accelerated", 2, 4, 3, 3, 2)
+    assert type(ours) is type(theirs)
+    counts = []
+    for layer in (ours, theirs):
+        with FlopCounterMode(display=False) as counter:
+            layer(image(2))
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1] > 0
+
+
+# --- settings changed after construction -----------------------------------------------------------------------------
+
+_NUMBERS = st.sampled_from((0, 1, 2, 3, -1))
+
+
+@st.composite
+def changes(draw: st.DrawFn, rank: int) -> dict[str, Any]:
+    """Attributes as somebody may set them on a layer: tuples, integers, lists, of any length, words, other objects."""
+    several = st.lists(_NUMBERS, min_size=1, max_size=3)
+    full = st.lists(_NUMBERS, min_size=rank, max_size=rank)
+    value = st.one_of(full.map(tuple), full, _NUMBERS, several.map(tuple), st.just("same"), st.none(), st.just(1.5))
+    return draw(
+        st.fixed_dictionaries(
+            {},
+            optional={
+                "stride": value, "padding": value, "output_padding": value, "dilation": value,
+                "groups": st.sampled_from((1, 2, 0, -1, 3, True, None)),
+                "padding_mode": st.sampled_from(("zeros", "circular", "bogus")),
+                "kernel_size": full.map(tuple), "in_channels": st.just(7),
+            },
+        )
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("rank", (1, 2, 3), ids="{}d".format)
+@settings(max_examples=120, deadline=None)
+@given(data=st.data())
+def test_changed_settings_are_stocks(rank: int, data: st.DataObject) -> None:
+    """The same result, or the same error to the letter; both ways and with or without an output_size."""
+    changed = data.draw(changes(rank))
+    size = data.draw(st.sampled_from((None, None, [10] * rank, [11] * rank, [3])))
+    x = image(rank)
+    for way in ("accelerated", "class"):
+        ours, theirs = twins(way, rank, 4, 4, 3, 2, 1)
+        for layer in (ours, theirs):
+            vars(layer).update(changed)
+        found, wanted = (said(lambda layer=layer: layer(x, size).detach()) for layer in (ours, theirs))
+        if isinstance(wanted, Tensor):
+            assert isinstance(found, Tensor), found
+            assert_close(found, wanted, length=512)
+        else:
+            assert not isinstance(found, Tensor) and found == wanted
+
+
+@WAYS
+def test_a_padding_by_name_is_refused_as_stock_does(way: str) -> None:
+    ours, theirs = twins(way, 2, 4, 3, 3)
+    for layer in (ours, theirs):
+        layer.padding = "same"
+    found, wanted = (said(lambda layer=layer: layer(image(2))) for layer in (ours, theirs))
+    assert found == wanted and wanted[0] is AssertionError
+
+
+# --- other tensors, transforms, copies -------------------------------------------------------------------------------
+
+
+@WAYS
+@pytest.mark.parametrize("which", ("input", "weight", "bias"))
+@pytest.mark.parametrize("layout", (torch.strided, torch.jagged), ids=str)
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_raise_as_stock(way: str, which: str, layout: torch.layout) -> None:
+    ours, theirs = twins(way, 2, 4, 3, 3)
+    x = image(2)
+    parts = [torch.randn(5, 4, 5), torch.randn(6, 4, 5)]
+    nested = torch.nested.nested_tensor(parts, layout=layout)
+    for layer in (ours, theirs):
+        for _ in range(3):
+            layer(x)  # also of a layer whose plain calls are recognised
+        if which != "input":
+            del layer._parameters[which]
+            setattr(layer, which, nested)
+    given_ = nested if which == "input" else x
+    found, wanted = (said(lambda layer=layer: layer(given_)) for layer in (ours, theirs))
+    assert found == wanted and not isinstance(wanted, Tensor)
+
+
+@WAYS
+def test_tensor_subclasses_see_torchs_function(way: str) -> None:
+    names: list[str] = []
+
+    class Watching(Tensor):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            names.append(func.__name__)
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    ours, theirs = twins(way, 2, 4, 3, 3, 2)
+    x = image(2)
+    found = ours(x.as_subclass(Watching))
+    assert names.count("conv_transpose2d") == 1 and type(found) is Watching
+    assert_equal(found.as_subclass(Tensor), theirs(x))
+
+
+def _replica(layer: Any) -> Any:
+    """As DataParallel makes them: parameters are plain tensors beside the module."""
+    twin = layer._replicate_for_data_parallel()
+    for name, parameter in layer._parameters.items():
+        setattr(twin, name, None if parameter is None else parameter.detach().clone())
+    return twin
+
+
+@RANKS
+@WAYS
+@pytest.mark.parametrize("copied", (copy.copy, copy.deepcopy, _replica))
+def test_copies_stay_accelerated(rank: int, way: str, copied: Callable[[Any], Any]) -> None:
+    ours, theirs = twins(way, rank, 4, 3, 3, 2)
+    twin, x = copied(ours), image(rank)
+    assert type(twin) is type(ours) and modules.is_ours(twin)
+    assert_computed(twin, x, theirs(x))
+
+
+@WAYS
+def test_functional_calls_and_transforms(way: str) -> None:
+    ours, theirs = twins(way, 2, 4, 3, 3, 2)
+    x = image(2)
+    params = {name: torch.randn_like(p) for name, p in theirs.named_parameters()}
+    with forced_plans("phases") as forced:
+        assert_close(
+            torch.func.functional_call(ours, params, (x,)), torch.func.functional_call(theirs, params, (x,)), length=512
+        )
+    assert len(forced) == 1
+    for transform in (
+        lambda m: torch.func.jvp(m, (x,), (x,))[1],
+        lambda m: torch.func.vmap(m)(x[:, None]),
+        lambda m: torch.func.grad(lambda t: m(t).square().sum())(x),
+    ):
+        assert_close(transform(ours).detach(), transform(theirs).detach(), length=512)
+
+
+def test_wrappers_that_derive_a_class_stay_accelerated() -> None:
+    """As FSDP does (`fully_shard`): a class derived from the module's own takes its place."""
+    ours, theirs = twins("accelerated", 2, 4, 3, 3, 2)
+    ours.__class__ = type("FSDPConvTranspose2d", (nn.ConvTranspose2d,), {})
+    x = image(2)
+    assert_computed(ours, x, theirs(x))
+    assert len(lines_of(upconv.restore, ours)) == 1
+
+
+def lines_of(change: Callable[..., Any], model: Any) -> list[str]:
+    lines: list[str] = []
+    change(model, report=lines.append)
+    return lines
+
+
+# --- torch.compile and torch.export ----------------------------------------------------------------------------------
+
+
+def _graph_of(layer: nn.Module, x: Tensor) -> list[Any]:
+    """What the one graph of a compiled layer calls."""
+    graphs: list[list[Any]] = []
+    torch.compile(layer, backend=_noting(graphs), fullgraph=True)(x)
+    (graph,) = graphs
+    return graph
+
+
+def _noting(graphs: list[list[Any]]) -> Any:
+    def backend(module: fx.GraphModule, example: Any) -> Any:
+        graphs.append([node.target for node in module.graph.nodes if node.op.startswith("call")])
+        return module.forward
+
+    return backend
+
+
+def test_a_compiled_model_follows_marks() -> None:
+    """Those that are set before it was compiled, and after."""
+    torch.compiler.reset()
+    _forget_installed()
+    model, x = nn.Sequential(nn.ConvTranspose2d(4, 3, 3, 2)), image(2)
+    graphs: list[list[Any]] = []
+    compiled = torch.compile(model, backend=_noting(graphs), fullgraph=True)
+    wanted = compiled(x)
+    upconv.accelerate(model)
+    assert_close(compiled(x), wanted, length=512)
+    upconv.restore(model)
+    assert_close(compiled(x), wanted, length=512)
+    upconv.accelerate(model)
+    assert_close(compiled(x), wanted, length=512)
+    ours = [any("upconv" in str(target) for target in graph) for graph in graphs]
+    assert ours == [False, True, False]  # the last call finds the second graph
+    assert all(len(graph) == 1 for graph in graphs)
+
+
+@pytest.mark.parametrize("strict", (False, True))
+def test_exported_programs_hold_torchs_operator(strict: bool) -> None:
+    model = nn.Sequential(twins("accelerated", 2, 4, 3, 3, 2)[0])
+    x = image(2)
+    program = torch.export.export(model, (x,), strict=strict)
+    calls = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
+    assert calls == ["aten.conv_transpose2d.input"]
+    assert_close(program.module()(x), model(x), length=512)
