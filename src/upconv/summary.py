@@ -218,7 +218,7 @@ def _plain(module: Any, x: Tensor) -> _Whose:
     if reason is None and (numbers is None or not convolutions.eager(x)):
         reason = "upconv serves plain tensors and paddings that are the same on both sides"
     if reason is None and numbers is not None:
-        if convolutions.small(x.shape, weight.shape, numbers[0], convolutions.least()):
+        if convolutions.small(x.shape, weight.shape, numbers[0]):
             reason = "the call is too short to be worth a kernel of its own"
         else:
             return _estimated(len(module.kernel_size), x, weight, bias, numbers)
@@ -228,7 +228,7 @@ def _plain(module: Any, x: Tensor) -> _Whose:
 def _estimated(rank: int, x: Tensor, weight: Tensor, bias: Tensor | None, numbers: tuple[Any, Any, Any]) -> _Whose:
     """Of a plain convolution, whose passes are upconv's where they are expected to be faster."""
     once = convolutions._find(rank, x, weight, bias, *numbers, False)
-    trained = convolutions._find(rank, x, weight, bias, *numbers, convolutions._replayed())
+    trained = convolutions._find(rank, x, weight, bias, *numbers, True)
     asked = once and once.for_output, trained and trained.for_input, trained and trained.for_weight
     forward, *gradients = ("upconv" if ours else PYTORCH for ours in asked)
     why = "expected to be faster than cuDNN" if asked[0] else "cuDNN is expected to be as fast"
