@@ -188,6 +188,10 @@ def _refuse(out: Tensor, plan: Plan | None, input: Tensor, weight: Tensor, bias:
             reason = f"upconv has no engine for {input.device.type} devices"
         elif input.dtype not in PRECISIONS:
             reason = f"the engines compute in float32, bfloat16, float16 and float64, and the input is {input.dtype}"
+        elif weight.dim() == 3 and _reads_as_image(weight.shape, weight.stride()):
+            reason = "PyTorch takes the strides of this 1-D weight for channels_last"
+        elif input.dim() == 3 and _reads_as_image(input.shape, input.stride(), copied=True):
+            reason = "PyTorch takes the strides of this 1-D input for channels_last"
         else:
             reason = "the engines take integers and tuples of them as arguments"
     raise RuntimeError(f"upconv.strict: no engine of upconv's serves {call}: {reason}")
@@ -321,6 +325,8 @@ def _resolve(
         return None
     if type(groups) is not int or 0 in shape or 0 in weight_shape:
         return None
+    if rank == 1 and (_reads_as_image(weight_shape, weight_strides) or _reads_as_image(shape, strides, copied=True)):
+        return None
     out_channels = weight_shape[1] * groups
     if bias_shape is not None and tuple(bias_shape) != (out_channels,):
         return None
@@ -337,6 +343,19 @@ def _resolve(
     except ValueError:
         return None
     return planner.plan(problem, device)
+
+
+def _reads_as_image(shape: Sequence[int], strides: Sequence[int], copied: bool = False) -> bool:
+    """Whether PyTorch takes a 1-D layer's operand for channels_last, and returns strides that no engine of ours makes.
+
+    It computes 1-D layers as 2-D ones of height 1. ``copied``: the input is made contiguous before.
+    """
+    step = 1
+    for n, s in zip(reversed(shape), reversed(strides)):
+        if copied and n != 1 and s != step:
+            return False
+        step *= n
+    return is_channels_last((*shape[:2], 1, shape[2]), (*strides[:2], shape[2] * strides[2], strides[2]))
 
 
 def _tuple(value: Any) -> tuple[Any, ...]:
