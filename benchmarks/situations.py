@@ -2,11 +2,13 @@
 
     python benchmarks/situations.py                   runs all on this machine's GPU, or else on its CPU
     python benchmarks/situations.py --device cpu NAME runs one, and keeps nothing
+    python benchmarks/situations.py --resume          runs those that the report has no verdict of
     python benchmarks/situations.py --table           writes docs/situations.md from the reports
     python benchmarks/situations.py --check           exit code 1 when that page is not what the reports say
 
 A run prints a line for each situation and writes benchmarks/results/situations-cpu.json or situations-cuda.json (or
-``--json``): device, versions, commit and a verdict by name. A verdict is ``same``, what differs, or why it was not run.
+``--json``), anew after each: device, versions, commit and a verdict by name. A verdict is ``same``, what differs, or
+why it was not run. On a GPU most layers are compiled first, which takes minutes.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import subprocess
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,12 +51,13 @@ def report_path(device: str) -> Path:
     return RESULTS / f"situations-{device}.json"
 
 
-def run(device: str, wanted: list[Situation]) -> dict[str, str]:
-    """The verdicts by name, each printed as it is found."""
+def run(
+    device: str, wanted: list[Situation], verdicts: dict[str, str], keep: Callable[[dict[str, str]], object]
+) -> None:
+    """Adds verdicts by name, each printed and handed to ``keep`` as soon as it is found."""
     torch.set_num_threads(1)
     if device == "cuda":
         torch.backends.cudnn.conv.fp32_precision = "ieee"  # type: ignore[attr-defined]
-    verdicts = {}
     for s in wanted:
         began = time.perf_counter()
         if device not in s.devices:
@@ -64,7 +68,7 @@ def run(device: str, wanted: list[Situation]) -> dict[str, str]:
         except Unavailable as missing:
             verdicts[s.name] = f"not run: needs {missing}"
         print(f"{s.name:34s} {time.perf_counter() - began:5.1f} s  {verdicts[s.name]}", flush=True)
-    return verdicts
+        keep(verdicts)
 
 
 def build(device: str, verdicts: dict[str, str]) -> dict[str, Any]:
@@ -102,6 +106,7 @@ def main() -> int:
     parser.add_argument("names", nargs="*", help="only these")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=Path, help="where to write the report")
+    parser.add_argument("--resume", action="store_true", help="leave out what the report has")
     parser.add_argument("--table", action="store_true", help="write docs/situations.md")
     parser.add_argument("--check", action="store_true", help="say whether docs/situations.md is current")
     asked = parser.parse_args()
@@ -111,11 +116,16 @@ def main() -> int:
         PAGE.write_text(page(), encoding="utf-8")
         return 0
     warnings.simplefilter("ignore")
-    wanted = [s for s in situations.every() if not asked.names or s.name in asked.names]
-    verdicts = run(asked.device, wanted)
     path = asked.json or (None if asked.names else report_path(asked.device))
-    if path:
-        path.write_text(json.dumps(build(asked.device, verdicts), indent=1) + "\n", encoding="utf-8")
+
+    def keep(verdicts: dict[str, str]) -> None:
+        if path:
+            path.write_text(json.dumps(build(asked.device, verdicts), indent=1) + "\n", encoding="utf-8")
+
+    verdicts = json.loads(path.read_text())["verdicts"] if asked.resume and path and path.exists() else {}
+    wanted = [s for s in situations.every() if (not asked.names or s.name in asked.names) and s.name not in verdicts]
+    run(asked.device, wanted, verdicts, keep)
+    keep(verdicts)
     bad = [v for v in verdicts.values() if v != "same" and not v.startswith("not ")]
     print(f"{len(verdicts)} situations, {len(bad)} differ")
     return int(bool(bad))
