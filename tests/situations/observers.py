@@ -40,7 +40,7 @@ def counted_in_a_trace(lab: Lab) -> Any:
     return [[list(n.inputs())[6].toIValue(), n.output().type().sizes(), n.scopeName()] for n in nodes]
 
 
-@situation("zhijian-liu/torchprofile#2", "Forward hooks see a layer's class, input, output and settings")
+@situation("Lyken17/pytorch-OpCounter#20", "Forward hooks see a layer's class, input, output and settings")
 def hooked_counts(lab: Lab) -> Any:
     model, x, found = lab.model(), lab.x(), []
 
@@ -97,7 +97,7 @@ class _Names(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-@situation("pytorch/pytorch#81448", "A function mode sees the call, in a model that was called without it before")
+@situation("pytorch/pytorch#110073", "A function mode sees the call, in a model that was called without it before")
 def listed_functions(lab: Lab) -> Any:
     model, x = lab.model(), lab.x()
     before = seen(model, x), seen(model, x)

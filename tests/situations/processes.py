@@ -96,7 +96,7 @@ def shared_in_child(lab: Lab) -> Any:
     return first, tensors(forked(lambda: arrays(seen(model, x))))
 
 
-@situation("facebookresearch/fairscale#430", "Another process changes weights in shared memory", devices=CPU)
+@situation("vllm-project/vllm-omni#3064", "Another process changes weights in shared memory", devices=CPU)
 def changed_by_child(lab: Lab) -> Any:
     model, x, found = lab.model().share_memory(), lab.x(), []
 
@@ -178,7 +178,7 @@ def trainingin_threads(lab: Lab) -> Any:
 
 
 @situation(
-    "pytorch/pytorch#34052",
+    "pytorch/pytorch#20528",
     "Each thread has a setting of its own: inference mode, autocast, gradients off",
     tolerance=BF16,
 )

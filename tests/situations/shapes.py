@@ -142,7 +142,7 @@ def _slices(x: Tensor) -> list[Tensor]:
     return [x[:, ::2], x[..., ::2], x.flip(3)[..., 1:], x.permute(0, 3, 1, 2)[:, :4], x[:, 1:5, 1:, 2:]]
 
 
-@situation("pytorch/pytorch#25101", "Inputs are slices of larger tensors, permuted, cropped at an odd address")
+@situation("pytorch/pytorch#16301", "Inputs are slices of larger tensors, permuted, cropped at an odd address")
 def slices(lab: Lab) -> Any:
     found = []
     for view in _slices(lab.x(2, 8, 9, 8)):
@@ -151,7 +151,7 @@ def slices(lab: Lab) -> Any:
     return found
 
 
-@situation("pytorch/pytorch#45172", "Dilation beyond the stride, an output_padding that only it allows, and groups")
+@situation("pytorch/pytorch#104206", "Dilation beyond the stride, an output_padding that only it allows, and groups")
 def dilated(lab: Lab) -> Any:
     found = []
     for kwargs in (

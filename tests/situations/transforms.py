@@ -201,7 +201,7 @@ def used_twice(lab: Lab) -> Any:
     return given, [t.grad for t in tensors], error(lambda: out.sum().backward())
 
 
-@situation("pytorch/pytorch#191106", "Anomaly mode finds a NaN, and nothing in a sound step")
+@situation("pytorch/pytorch#66363", "Anomaly mode finds a NaN, and nothing in a sound step")
 def anomaly(lab: Lab) -> Any:
     model, x = lab.model(), lab.x()
     with torch.autograd.detect_anomaly(check_nan=True):
