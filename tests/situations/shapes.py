@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -163,3 +164,40 @@ def dilated(lab: Lab) -> Any:
         layer = lab.done(lab.layer(8, 8, 3, **kwargs))
         found += [seen(layer, lab.x(2, 8, 4, 5)), *step(layer, lab.x(2, 8, 4, 5))]
     return found
+
+
+@situation(
+    "pytorch/pytorch#136071",
+    "Arguments of a layer are texts, floats, lists, booleans, tensors, None or NumPy's integers",
+    ours=False,
+)
+def odd_arguments(lab: Lab) -> Any:
+    given: list[dict[str, Any]] = [
+        {"stride": "2"}, {"stride": 2.0}, {"stride": (2.5, 2)}, {"stride": [2, 2]}, {"stride": True}, {"stride": (2,)},
+        {"padding": None}, {"padding": torch.tensor(1)}, {"padding": ()}, {"padding_mode": "reflect"},
+        {"dilation": (torch.tensor(1), 1)}, {"output_padding": "1"}, {"groups": 1.0}, {"bias": "yes"},
+        {"stride": np.int64(2), "padding": (np.int64(1), 1)},
+    ]  # fmt: skip
+    x = lab.x(1, 4, 5, 5)
+    return [error(lambda kwargs=kwargs: seen(lab.done(lab.layer(4, 6, 3, **kwargs)), x)) for kwargs in given]
+
+
+@situation(
+    "pytorch/pytorch#68775",
+    "The input is no tensor, or one that is sparse, quantised or without dimensions",
+    ours=False,
+)
+def odd_inputs(lab: Lab) -> Any:
+    layer, x = lab.done(lab.layer(4, 6, 3)), lab.x(1, 4, 5, 5)
+    given = [
+        np.zeros((1, 4, 5, 5), np.float32),
+        None,
+        [[1.0]],
+        x.to_sparse(),
+        x[0, 0].to_sparse_csr(),
+        x.sum(),
+        x[0, 0, 0],
+    ]
+    if lab.device == "cpu":
+        given.append(torch.quantize_per_tensor(x, 0.1, 0, torch.quint8))
+    return seen(layer, x), [error(lambda value=value: seen(layer, value)) for value in given]

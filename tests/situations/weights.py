@@ -390,3 +390,91 @@ def other_dtypes(lab: Lab) -> Any:
         found += [seen(model, x.to(dtype)), *step(model, x.to(dtype))]
     model[0].bias.data = model[0].bias.data.half()
     return found, error(lambda: seen(model, x.bfloat16()))
+
+
+@situation(
+    "google-ai-edge/litert-torch#1061", "Layers are made and dropped in turn: new weights at the address of old ones"
+)
+def one_address(lab: Lab) -> Any:
+    x, found = lab.x(), []
+    for _ in range(6):
+        layer = lab.one(bias=False)
+        found += [seen(layer, x), seen(layer, x), *step(layer, x)]
+        layer.weight = nn.Parameter(torch.randn(16, 16, 4, 4, device=lab.device))
+        found.append(seen(layer, x))
+        del layer
+    return found
+
+
+@situation("huggingface/accelerate#1315", "A model moves to the CPU, changes there, and moves back", devices=("cuda",))
+def moved_to_and_fro(lab: Lab) -> Any:
+    model, x, found = lab.model(), lab.x(), []
+    for factor in (0.5, 2.0, 0.5):
+        found += [seen(model, x), seen(model, x)]
+        model.cpu()
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(factor)
+        found.append(seen(model, x.cpu()).to(lab.device))
+        model.to(lab.device)
+    return found, step(model, x)
+
+
+@situation(
+    "vllm-project/vllm-ascend#7473", "Weights are copied over the old ones of a captured CUDA graph", devices=("cuda",)
+)
+def captured_inference(lab: Lab) -> Any:
+    model, x, found = lab.model().requires_grad_(False), lab.x(), []
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            model(x)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = model(x)
+    for _ in range(3):
+        for p in model.parameters():
+            p.data.copy_(torch.randn_like(p) * 0.1)
+        graph.replay()
+        found += [out.clone(), seen(model, x)]
+    return found
+
+
+@situation(
+    "pytorch/pytorch#181723",
+    "`make_graphed_callables` captures forward and backward; training goes on",
+    devices=("cuda",),
+)
+def graphed_training(lab: Lab) -> Any:
+    model, x, found = lab.model(), lab.x(), []
+    graphed = torch.cuda.make_graphed_callables(model, (lab.x(requires_grad=True),))
+    optimiser = torch.optim.SGD(model.parameters(), lr=0.2)
+    for _ in range(3):
+        optimiser.zero_grad(set_to_none=False)
+        out = graphed(x.clone().requires_grad_())
+        out.square().mean().backward()
+        optimiser.step()
+        found += [out.detach().clone(), seen(model, x)]
+    return found
+
+
+@situation(
+    "pytorch/pytorch#119873",
+    "A loss scaler skips a step whose float16 gradients overflow",
+    devices=("cuda",),
+    tolerance=BF16,
+)
+def scaled_training(lab: Lab) -> Any:
+    model, x, found = lab.model(), lab.x(), []
+    optimiser, scaler = torch.optim.SGD(model.parameters(), lr=0.2), torch.amp.GradScaler(lab.device, 2.0**24)
+    for _ in range(6):
+        optimiser.zero_grad()
+        with torch.autocast(lab.device, torch.float16):
+            loss = model(x).float().square().mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimiser)
+        scaler.update()
+        found += [seen(model, x), scaler.get_scale() < 2.0**24]
+    return found
