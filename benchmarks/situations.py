@@ -6,8 +6,8 @@
     python benchmarks/situations.py --table           writes docs/situations.md from the reports
     python benchmarks/situations.py --check           exit code 1 when that page is not what the reports say
 
-A run prints a line for each situation and writes benchmarks/results/situations-cpu.json or situations-cuda.json (or
-``--json``), anew after each: device, versions, commit and a verdict by name. A verdict is ``same``, what differs, or
+A run prints a line for each situation and writes benchmarks/results/situations/cpu.json or cuda.json (or ``--json``),
+anew after each: device, versions, commit and a verdict by name. A verdict is ``same``, what differs, or
 why it was not run. On a GPU most layers are compiled first, which takes minutes.
 """
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import platform
 import subprocess
 import sys
 import time
@@ -32,7 +33,7 @@ import situations  # noqa: E402
 from situations import Situation, Unavailable, judge  # noqa: E402
 
 PAGE = ROOT / "docs" / "situations.md"
-RESULTS = ROOT / "benchmarks" / "results"
+RESULTS = ROOT / "benchmarks" / "results" / "situations"
 HEAD = """\
 # Situations
 
@@ -48,7 +49,7 @@ code with PyTorch's layers and with ours, and compares values, strides and error
 
 def report_path(device: str) -> Path:
     """Where the verdicts of a device are kept."""
-    return RESULTS / f"situations-{device}.json"
+    return RESULTS / f"{device}.json"
 
 
 def run(
@@ -74,7 +75,7 @@ def run(
 def build(device: str, verdicts: dict[str, str]) -> dict[str, Any]:
     """A report: the verdicts, and what they are of."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
+    name = torch.cuda.get_device_name() if device == "cuda" else f"{platform.machine()}, 1 thread"
     return {"device": name, "torch": torch.__version__, "commit": commit.stdout.strip(), "verdicts": verdicts}
 
 

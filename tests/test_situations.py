@@ -46,7 +46,6 @@ def test_names_and_sources() -> None:
 
 
 def test_the_page_lists_every_situation(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     name = "situations_page"
     spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / "situations.py")
     assert spec is not None and spec.loader is not None

@@ -115,7 +115,7 @@ def traced_alone(lab: Lab) -> Any:
     layer, x = lab.one(), lab.x()
     found = error(lambda: [n.op for n in torch.fx.symbolic_trace(layer).graph.nodes])
     model = torch.fx.symbolic_trace(lab.done(nn.Sequential(lab.layer(16, 8, 4, 2, 1), nn.ReLU())))
-    return found, [(n.op, str(n.target)) for n in model.graph.nodes], seen(model, x)
+    return found, [(n.op, getattr(n.target, "__name__", n.target)) for n in model.graph.nodes], seen(model, x)
 
 
 @situation("pytorch/pytorch#112775", "Threads run one traced graph module", devices=("cpu",))
