@@ -710,6 +710,11 @@ def test_strict_refuses_what_pytorch_would_serve() -> None:
             make_call((2, 4, 5, 6), (4, 3, 3, 3), dtype=torch.complex64).run(OURS)
         with pytest.raises(RuntimeError, match="a Mine"):
             Call(call.input.as_subclass(Mine), call.weight, call.bias).run(OURS)
+        x, w = torch.randn(2, 1, 4).mT, torch.randn(4, 3, 5)
+        with pytest.raises(RuntimeError, match="strides of this 1-D input for channels_last"):
+            upconv.conv_transpose1d(x, w)
+        with pytest.raises(RuntimeError, match="strides of this 1-D weight for channels_last"):
+            upconv.conv_transpose1d(torch.randn(2, 4, 6), w.mT.contiguous().mT)
         with pytest.raises(RuntimeError, match=r"upconv\.strict"):
             torch.ops.upconv.conv_transpose(call.input, call.weight, None, [2, 2], [0, 0], [0, 0], 1, [1, 1])
         with upconv.strict(False):

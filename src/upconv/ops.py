@@ -194,6 +194,10 @@ def unserved(input: Tensor, weight: Tensor, bias: Tensor | None) -> str:
         return f"upconv has no engine for {input.device.type} devices"
     if input.dtype not in PRECISIONS:
         return f"the engines compute in float32, bfloat16, float16 and float64, and the input is {input.dtype}"
+    if weight.dim() == 3 and _reads_as_image(weight.shape, weight.stride()):
+        return "PyTorch takes the strides of this 1-D weight for channels_last"
+    if input.dim() == 3 and _reads_as_image(input.shape, input.stride(), copied=True):
+        return "PyTorch takes the strides of this 1-D input for channels_last"
     return "the engines take integers and tuples of them as arguments"
 
 
@@ -322,6 +326,8 @@ def _resolve(
         return None
     if 0 in shape or 0 in weight_shape:
         return None
+    if rank == 1 and (_reads_as_image(weight_shape, weight_strides) or _reads_as_image(shape, strides, copied=True)):
+        return None
     out_channels = weight_shape[1] * groups
     if bias_shape is not None and tuple(bias_shape) != (out_channels,):
         return None
@@ -346,6 +352,23 @@ def integers(*values: Any) -> bool:
 
 
 _INTEGERS = frozenset((int,))
+
+
+def _reads_as_image(shape: Sequence[int], strides: Sequence[int], copied: bool = False) -> bool:
+    """Whether PyTorch takes a 1-D layer's operand for channels_last, and returns strides that no engine of ours makes.
+
+    It computes 1-D layers as 2-D ones of height 1. ``copied``: the input is made contiguous before.
+    """
+    step = 1
+    for n, s in zip(reversed(shape), reversed(strides)):
+        if copied and n != 1 and s != step:
+            return False
+        step *= n
+    return is_channels_last((*shape[:2], 1, shape[2]), (*strides[:2], shape[2] * strides[2], strides[2]))
+
+
+def _tuple(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)
 
 
 def layout_of(input: Tensor, weight: Tensor) -> Layout:

@@ -1,0 +1,273 @@
+"""Modules: norms by hooks and parametrisations, replicas, subclasses, hooks, wrappers."""
+
+from __future__ import annotations
+
+import copy
+import os
+import tempfile
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize
+
+from situations import Lab, Unavailable, error, seen, situation, step
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _weight_norm(layer: nn.Module) -> nn.Module:
+    with _quiet():
+        return torch.nn.utils.weight_norm(layer)
+
+
+@situation(
+    "pytorch/pytorch#102981", "A layer under the old weight_norm is copied, after calls with and without gradients"
+)
+def weight_norm_copied(lab: Lab) -> Any:
+    layer, x = lab.done(_weight_norm(lab.layer(16, 8, 16, 8, 4, rank=1))), lab.x(2, 16, 20)
+    found = [seen(layer, x), seen(copy.deepcopy(layer), x), step(layer, x)]
+    layer(x)
+    return found, error(lambda: seen(copy.deepcopy(layer), x))
+
+
+@situation("descriptinc/descript-audio-codec#81", "weight_norm is removed and put back on a layer that was called")
+def weight_norm_removed(lab: Lab) -> Any:
+    layer, x = lab.done(_weight_norm(lab.layer(16, 8, 16, 8, 4, rank=1))), lab.x(2, 16, 20)
+    found = [*step(layer, x)]
+    torch.nn.utils.remove_weight_norm(layer)
+    found += [seen(layer, x), *step(layer, x)]
+    layer = _weight_norm(layer)
+    with torch.no_grad():
+        layer.weight_g.mul_(2)
+    return found, seen(layer, x), seen(copy.deepcopy(layer), x)
+
+
+@situation(
+    "pytorch/pytorch#125064", "`remove_weight_norm` meets the new weight_norm; `remove_parametrizations` removes it"
+)
+def parametrised_weight_norm(lab: Lab) -> Any:
+    layer, x = lab.done(parametrizations.weight_norm(lab.layer(16, 8, 16, 8, 4, rank=1))), lab.x(2, 16, 20)
+    with _quiet():
+        said = error(lambda: torch.nn.utils.remove_weight_norm(layer))
+    found = [type(layer).__name__, repr(layer), said, *step(layer, x), seen(layer, x)]
+    parametrize.remove_parametrizations(layer, "weight")
+    return found, type(layer).__name__, list(layer.state_dict()), seen(layer, x), step(layer, x)
+
+
+@situation(
+    "vllm-project/vllm-omni#6927", "Weight norm is folded once at loading, under a cached parametrisation before"
+)
+def weight_norm_folded(lab: Lab) -> Any:
+    model = nn.Sequential(
+        parametrizations.weight_norm(lab.layer(16, 8, 16, 8, 4, rank=1)),
+        nn.LeakyReLU(0.1),
+        parametrizations.weight_norm(lab.layer(8, 4, 4, 2, 1, rank=1)),
+    )
+    model, x = lab.done(model), lab.x(2, 16, 20)
+    with parametrize.cached():
+        found = [seen(model, x), seen(model, x)]
+    for child in (model[0], model[2]):
+        parametrize.remove_parametrizations(child, "weight", leave_parametrized=True)
+        child.weight.requires_grad_(False)
+    return found, seen(model, x), step(model, x)
+
+
+@situation("pytorch/pytorch#96409", "Weight norm on the meta device", devices=("cpu",), ours=False)
+def weight_norm_on_meta(lab: Lab) -> Any:
+    meta, x = Lab(lab.way, "meta"), torch.empty(2, 16, 20, device="meta")
+    old = error(lambda: seen(meta.done(_weight_norm(meta.layer(16, 8, 16, 8, 4, rank=1))), x))
+    new = error(lambda: seen(meta.done(parametrizations.weight_norm(meta.layer(16, 8, 16, 8, 4, rank=1))), x))
+    return old, new
+
+
+@situation("pytorch/pytorch#66363", "A layer under the new spectral_norm is called twice before a backward")
+def spectral_norm_twice(lab: Lab) -> Any:
+    layer, x = lab.done(parametrizations.spectral_norm(lab.layer(16, 16, 3, padding=1))), lab.x()
+    return error(lambda: step(lambda t: layer(layer(t)), x, list(layer.parameters()))), seen(layer.eval(), x)
+
+
+@situation("pytorch/pytorch#55368", "A second backward through spectral_norm follows an optimiser's step")
+def spectral_norm_stepped(lab: Lab) -> Any:
+    layer, x = lab.done(torch.nn.utils.spectral_norm(lab.layer(16, 16, 4, 2, 1))), lab.x()
+    optimiser = torch.optim.SGD(layer.parameters(), lr=0.1)
+    loss = layer(x).abs().mean()
+    loss.backward(retain_graph=True)
+    optimiser.step()
+    said = error(loss.backward)
+    return said if isinstance(said, tuple) else "no error", seen(layer, x), seen(layer.eval(), x)
+
+
+@situation("pytorch/pytorch#8160", "DistributedDataParallel wraps a layer under spectral_norm")
+def spectral_norm_ddp(lab: Lab) -> Any:
+    model = nn.Sequential(torch.nn.utils.spectral_norm(lab.layer(16, 8, 4, 2, 1)), nn.ReLU(), lab.layer(8, 4, 2, 2))
+    return _distributed(lab, lab.done(model), lab.x())
+
+
+@situation(
+    "pytorch/pytorch#47163", "DistributedDataParallel compares the strides of gradients of a 1x1 kernel with its own"
+)
+def ddp_strides(lab: Lab) -> Any:
+    model = nn.Sequential(lab.layer(16, 16, 1), nn.ReLU(), lab.layer(16, 8, 4, 2, 1))
+    model = lab.done(model).to(memory_format=torch.channels_last)
+    return _distributed(lab, model, lab.x().to(memory_format=torch.channels_last))
+
+
+@situation("BGU-CS-VIL/WTConv#36", "DistributedDataParallel with a depthwise layer in channels_last")
+def ddp_depthwise(lab: Lab) -> Any:
+    model = nn.Sequential(lab.layer(16, 16, 5, 2, 2, groups=16, bias=False), nn.ReLU(), lab.layer(16, 8, 2, 2))
+    model = lab.done(model).to(memory_format=torch.channels_last)
+    return _distributed(lab, model, lab.x().to(memory_format=torch.channels_last))
+
+
+def _distributed(lab: Lab, model: nn.Module, x: Tensor) -> Any:
+    """Steps of a model in a group of one process, and the warnings that they give."""
+    if not dist.is_available():
+        raise Unavailable("torch.distributed")
+    before = os.environ.get("GLOO_SOCKET_IFNAME")
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    with tempfile.NamedTemporaryFile() as store:
+        dist.init_process_group(
+            "nccl" if lab.device == "cuda" else "gloo", init_method=f"file://{store.name}", rank=0, world_size=1
+        )
+        try:
+            wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+            optimiser, found = torch.optim.SGD(model.parameters(), lr=0.1), []
+            with warnings.catch_warnings(record=True) as given:
+                warnings.simplefilter("always")
+                for _ in range(2):
+                    optimiser.zero_grad(set_to_none=False)
+                    wrapped(x).square().mean().backward()
+                    found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+                    optimiser.step()
+                    found.append(seen(wrapped.eval(), x))
+                    wrapped.train()
+            return found, sorted(str(w.message).split("\n")[0] for w in given)
+        finally:
+            dist.destroy_process_group()
+            if before is None:
+                os.environ.pop("GLOO_SOCKET_IFNAME", None)
+
+
+@situation("pytorch/pytorch#11476", "DataParallel's replicas have tensors in place of parameters")
+def replicas(lab: Lab) -> Any:
+    model, x = lab.model(), lab.x()
+    layer = model[0]
+    replica = layer._replicate_for_data_parallel()
+    for name, p in layer.named_parameters():
+        setattr(replica, name, p * 1)
+    found = step(replica, x, layer.parameters())
+    with torch.no_grad():
+        for p in layer.parameters():
+            p.mul_(0.5)
+    for name, p in layer.named_parameters():
+        setattr(replica, name, p * 1)
+    wrapped = nn.DataParallel(model)
+    return found, step(replica, x, layer.parameters()), seen(replica, x), step(wrapped, x), seen(wrapped, x)
+
+
+class _Complex(nn.ConvTranspose2d):
+    """A complex layer of real products: a subclass with a forward of its own."""
+
+    def forward(self, input: Tensor, output_size: Any = None) -> Tensor:
+        real, imaginary = input.real, input.imag
+        args = self.stride, self.padding, self.output_padding, self.groups, self.dilation
+        parts = [F.conv_transpose2d(part, self.weight, None, *args) for part in (real, imaginary)]  # type: ignore
+        return torch.complex(*parts)
+
+
+@situation("wavefrontshaping/complexPyTorch#26", "A subclass has its own forward", ours=False)
+def own_forward(lab: Lab) -> Any:
+    layer = lab.done(_Complex(4, 6, 3, 2, 1, device=lab.device))
+    return type(layer).__name__, seen(layer, lab.x(2, 4, 5, 6, dtype=torch.complex64))
+
+
+@situation(
+    "leoxiaobin/deep-high-resolution-net.pytorch#257", "A summary looks for layers by the names of their classes"
+)
+def class_names(lab: Lab) -> Any:
+    model = nn.Sequential(lab.layer(4, 6, 3), lab.layer(6, 4, 3, rank=3), lab.layer(4, 4, 3, rank=1))
+    model = lab.done(model)
+    names = [m.__class__.__name__ for m in model.modules()]
+    return names, repr(model), [m._get_name() for m in model], seen(model[0], lab.x(1, 4, 5, 5))
+
+
+@situation(
+    "huggingface/accelerate#768", "A hook replaces `forward` on the instance and brings weights for each call only"
+)
+def offloaded(lab: Lab) -> Any:
+    layer, x, found = lab.one(), lab.x(), []
+    kept = {name: p.detach().clone() for name, p in layer.named_parameters()}
+    old = layer.forward
+
+    def put(values: dict[str, Tensor]) -> None:
+        for name, value in values.items():
+            layer._parameters[name] = nn.Parameter(value, requires_grad=False)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        put({name: value.clone() for name, value in kept.items()})
+        out = old(*args, **kwargs)
+        put({name: value.to("meta") for name, value in kept.items()})
+        return out
+
+    layer.forward = forward
+    for factor in (1.0, 0.5, 2.0):
+        kept = {name: value * factor for name, value in kept.items()}
+        found += [seen(layer, x), step(layer, x)]
+    return found
+
+
+@situation(
+    "huggingface/accelerate#926", "`register_parameter` is patched to put parameters on a device while a model is built"
+)
+def built_by_patched_registration(lab: Lab) -> Any:
+    old = nn.Module.register_parameter
+
+    def register(module: nn.Module, name: str, parameter: Any) -> None:
+        old(module, name, parameter)
+        if parameter is not None:
+            module._parameters[name] = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+
+    nn.Module.register_parameter = register  # type: ignore[method-assign]
+    try:
+        model = lab.model()
+    finally:
+        nn.Module.register_parameter = old  # type: ignore[method-assign]
+    devices = [p.device.type for p in model.parameters()]
+    model.to_empty(device=lab.device)
+    for child in (model[0], model[2]):
+        child.reset_parameters()
+    return devices, step(model, lab.x())
+
+
+@situation("pytorch/pytorch#61519", "An in-place activation follows a layer with a full backward hook")
+def backward_hook(lab: Lab) -> Any:
+    model, x, given = lab.model(), lab.x(), []
+    model[1] = nn.ReLU(inplace=True)
+    plain = step(model, x)
+    handle = model[0].register_full_backward_hook(lambda m, gi, go: given.append((type(m).__name__, gi, go)))
+    said = error(lambda: step(model, x))
+    model[1] = nn.ReLU()
+    hooked = step(model, x)
+    handle.remove()
+    return plain, said, hooked, given
+
+
+@situation("meta-pytorch/captum#837", "Hooks change a layer's input, output and gradient")
+def changing_hooks(lab: Lab) -> Any:
+    layer, x = lab.one(), lab.x()
+    layer.register_forward_pre_hook(lambda m, args, kwargs: ((args[0] * 2,), kwargs), with_kwargs=True)
+    layer.register_forward_hook(lambda m, args, kwargs, out: out + 1, with_kwargs=True)
+    layer.register_full_backward_pre_hook(lambda m, grads: (grads[0] * 3,))
+    layer.register_full_backward_hook(lambda m, gi, go: (gi[0] * 5,))
+    return step(layer, x), seen(layer, x, output_size=(15, 13)), error(lambda: layer(x, output_size=(40, 40)))

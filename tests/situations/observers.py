@@ -1,0 +1,184 @@
+"""Profilers, counters and modes that watch calls, and settings of the whole process."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from situations import BF16, Lab, error, seen, situation, step
+
+
+@situation("pytorch/pytorch#119806", "FlopCounterMode counts a training step, by module", ours=False)
+def flops(lab: Lab) -> Any:
+    model, x, found = lab.model(), lab.x(), []
+    for _ in range(2):
+        with FlopCounterMode(display=False) as counter:
+            model(x.requires_grad_()).square().mean().backward()
+        found += [x.grad, *(p.grad for p in model.parameters())]
+        counts = counter.get_flop_counts()
+        found.append({k: {str(op): n for op, n in v.items()} for k, v in counts.items()})
+    return found
+
+
+@situation(
+    "facebookresearch/fvcore#78", "A counter reads operators and their `transposed` flag from a trace", ours=False
+)
+def counted_in_a_trace(lab: Lab) -> Any:
+    model, x = lab.model(), lab.x()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        graph = torch.jit.trace(model, (x,), check_trace=False).inlined_graph
+    nodes = [n for n in graph.nodes() if n.kind() == "aten::_convolution"]
+    return [[list(n.inputs())[6].toIValue(), n.output().type().sizes(), n.scopeName()] for n in nodes]
+
+
+@situation("Lyken17/pytorch-OpCounter#20", "Forward hooks see a layer's class, input, output and settings")
+def hooked_counts(lab: Lab) -> Any:
+    model, x, found = lab.model(), lab.x(), []
+
+    def count(module: Any, args: Any, out: Tensor) -> None:
+        if isinstance(module, nn.ConvTranspose2d):
+            taps = module.kernel_size[0] * module.kernel_size[1] * module.out_channels // module.groups
+            found.append([args[0].numel() * taps, out.shape, module.extra_repr()])
+
+    for child in model.modules():
+        child.register_forward_hook(count)
+    return seen(model, x), seen(model, x), found
+
+
+@situation("Lightning-AI/pytorch-lightning#19950", "The profiler runs around training steps, with shapes and stacks")
+def profiled(lab: Lab) -> Any:
+    model, x = lab.model(), lab.x()
+    kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (lab.device == "cuda")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with profile(activities=kinds, record_shapes=True, profile_memory=True, with_stack=True) as found:
+            out = [step(model, x) for _ in range(3)]
+    return out, len(found.key_averages()) > 0, step(model, x)
+
+
+class _Listing(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen[str(func)] += "conv" in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+@situation(
+    "pytorch/pytorch#110073", "A dispatch mode lists the operators of a step that was made before without it", ours=True
+)
+def listed_operators(lab: Lab) -> Any:
+    model, x = lab.model(), lab.x()
+    before = step(model, x), step(model, x)
+    with _Listing() as mode:
+        inside = step(model, x)
+    return before, inside, sorted((+mode.seen).items()), step(model, x)
+
+
+class _Names(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "conv" in getattr(func, "__name__", ""):
+            self.seen.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@situation("pytorch/pytorch#110073", "A function mode sees the call, in a model that was called without it before")
+def listed_functions(lab: Lab) -> Any:
+    model, x = lab.model(), lab.x()
+    before = seen(model, x), seen(model, x)
+    with _Names() as mode:
+        inside = step(model, x)
+    return before, inside, mode.seen, seen(model, x)
+
+
+class _Labelled(Tensor):
+    """A subclass that only carries its class along."""
+
+
+@situation("https://github.com/albanD/subclass_zoo", "The input is a tensor subclass, and so is the output", ours=False)
+def subclass_in(lab: Lab) -> Any:
+    layer, x = lab.one(), lab.x()
+    out = layer(x.as_subclass(_Labelled))
+    layer.weight = nn.Parameter(layer.weight.detach().as_subclass(_Labelled))  # type: ignore[arg-type]
+    again = layer(x)
+    return [type(t).__name__ for t in (out, again)], [t.detach().as_subclass(Tensor) for t in (out, again)]
+
+
+_DETERMINISTIC = "https://docs.pytorch.org/docs/stable/deterministic.html"
+
+
+@situation(_DETERMINISTIC, "Deterministic algorithms are on, which fill fresh memory with NaNs")
+def deterministic(lab: Lab) -> Any:
+    model, x = lab.model(), lab.x()
+    odd = lab.done(lab.layer(16, 8, 2, 5))
+    torch.use_deterministic_algorithms(True)
+    try:
+        return step(model, x), step(model, x), step(odd, x), seen(odd, x)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@situation(
+    "https://docs.pytorch.org/docs/stable/generated/torch.empty.html", "The default dtype is another than the model's"
+)
+def default_dtype(lab: Lab) -> Any:
+    model, x, before = lab.model(), lab.x(), torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        fresh = lab.one()
+        return step(model, x), seen(model, x), step(fresh, x.double()), error(lambda: seen(fresh, x))
+    finally:
+        torch.set_default_dtype(before)
+
+
+@situation("huggingface/accelerate#1826", "A context makes meta the default device while a real model runs")
+def default_device(lab: Lab) -> Any:
+    model, x = lab.model(), lab.x()
+    with torch.device("meta"):
+        found = [step(model, x), seen(model, x), seen(model, x)]
+        built = Lab(lab.way, "meta").one()
+    return found, built.weight.device.type, seen(model, x)
+
+
+@situation("pytorch/pytorch#83909", "Warnings are errors, from building a model to training it", tolerance=BF16)
+def no_warnings(lab: Lab) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model, x = lab.model(), lab.x()
+        found = [step(model, x), seen(model, x)]
+        model.to(memory_format=torch.channels_last)
+        with torch.autocast(lab.device, torch.bfloat16):
+            found.append(step(model, x))
+        return found, step(model, x.to(memory_format=torch.channels_last))
+
+
+@situation(
+    "pytorch/pytorch#65766", "Autocast regions are nested, one is off, and the backward is outside", tolerance=BF16
+)
+def nested_autocast(lab: Lab) -> Any:
+    model, x = lab.model(), lab.x().requires_grad_()
+    with torch.autocast(lab.device, torch.bfloat16):
+        first = model[0](x)
+        with torch.autocast(lab.device, enabled=False):
+            second = model[0](x.detach())
+            with torch.autocast(lab.device, torch.bfloat16):
+                third = model[2](second)
+        fourth = model[2](first)
+    outs = [first, second, third, fourth]
+    grads = torch.autograd.grad(sum(o.float().square().mean() for o in outs), [x, *model.parameters()])
+    return [o.detach() for o in outs], grads

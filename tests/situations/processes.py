@@ -1,0 +1,258 @@
+"""Pickles, copies, threads and processes."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import threading
+from importlib.util import find_spec
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import torch
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from situations import BF16, Lab, Unavailable, seen, situation, step
+
+CPU = ("cpu",)
+
+
+def forked(run: Any) -> Any:
+    """What a function returns in a forked process, or a text that says how it failed."""
+    context = mp.get_context("fork")
+    here, there = context.Pipe(duplex=False)
+
+    def child() -> None:
+        try:
+            found = run()
+        except Exception as error:
+            found = f"{type(error).__name__}: {error}"
+        there.send_bytes(pickle.dumps(found))  # bytes: a tensor's memory would be shared, and gone with the process
+
+    process = context.Process(target=child)
+    process.start()
+    there.close()
+    try:
+        return pickle.loads(here.recv_bytes()) if here.poll(30) else "no answer within 30 s"
+    except EOFError:
+        return "it died"
+    finally:
+        process.kill()
+        process.join()
+
+
+def arrays(found: Any) -> Any:
+    return [arrays(f) for f in found] if isinstance(found, (list, tuple)) else found.detach().numpy()
+
+
+def tensors(found: Any) -> Any:
+    if isinstance(found, list):
+        return [tensors(f) for f in found]
+    return found if isinstance(found, str) else torch.from_numpy(found)
+
+
+@situation("pytorch/pytorch#91547", "A process is forked after the first calls; then both train", devices=CPU)
+def forked_training(lab: Lab) -> Any:
+    model, x = lab.model(), lab.x(4, 16, 12, 12)
+    first = seen(model, x)
+
+    def run() -> Any:
+        torch.set_num_threads(1)
+        return arrays(step(model, x))
+
+    return first, tensors(forked(run)), step(model, x)
+
+
+class _Upsampled(Dataset[Tensor]):
+    def __init__(self, layer: Any, x: Tensor) -> None:
+        self.layer, self.x = layer, x
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> Tensor:
+        with torch.no_grad():
+            out: Tensor = self.layer(self.x * (1 + index))[0]
+        return out
+
+
+@situation(
+    "pytorch/pytorch#116369", "DataLoader's workers call a layer that the main process called before", devices=CPU
+)
+def in_workers(lab: Lab) -> Any:
+    layer, x = lab.one(), lab.x()
+    first = seen(layer, x)
+    loaded = list(DataLoader(_Upsampled(layer, x), num_workers=1, timeout=30))
+    return first, [t.clone() for t in loaded], seen(layer, x)
+
+
+@situation("pytorch/pytorch#84051", "A child's first call is on a model whose memory is shared", devices=CPU)
+def shared_in_child(lab: Lab) -> Any:
+    model, x = lab.model().share_memory(), lab.x()
+    first = seen(model, x)
+    return first, tensors(forked(lambda: arrays(seen(model, x))))
+
+
+@situation("vllm-project/vllm-omni#3064", "Another process changes weights in shared memory", devices=CPU)
+def changed_by_child(lab: Lab) -> Any:
+    model, x, found = lab.model().share_memory(), lab.x(), []
+
+    def halve() -> str:
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(0.5)
+        return "done"
+
+    for _ in range(2):
+        found += [seen(model, x), seen(model, x), forked(halve), seen(model, x)]
+    return found
+
+
+@situation(
+    "pytorch/pytorch#77732", "A model goes through a queue between processes: its weights stay shared", devices=CPU
+)
+def through_a_queue(lab: Lab) -> Any:
+    model, x = lab.model(), lab.x()
+    first = seen(model, x)
+    again = pickle.loads(bytes(ForkingPickler.dumps(model)))
+    with torch.no_grad():
+        model[0].weight.mul_(0.5)
+    return first, seen(again, x), seen(model, x), step(again, x)
+
+
+@situation("pytorch/pytorch#132", "The number of threads changes between calls", devices=CPU)
+def other_threads(lab: Lab) -> Any:
+    model, x, found, before = lab.model(), lab.x(4, 16, 12, 12), [], torch.get_num_threads()
+    try:
+        for threads in (1, 2, 1, 3):
+            torch.set_num_threads(threads)
+            found += [seen(model, x), *step(model, x)]
+    finally:
+        torch.set_num_threads(before)
+    return found
+
+
+def in_threads(runs: list[Any]) -> list[Any]:
+    found: dict[int, Any] = {}
+
+    def run(i: int) -> None:
+        try:
+            found[i] = runs[i]()
+        except Exception as error:
+            found[i] = f"{type(error).__name__}: {error}"
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(runs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [found[i] for i in range(len(runs))]
+
+
+@situation("pytorch/pytorch#84602", "Threads run one model on images of different sizes")
+def sizesin_threads(lab: Lab) -> Any:
+    model = lab.model()
+    inputs = [lab.x(1 + i % 2, 16, 4 + i, 5) for i in range(4)]
+    return in_threads([lambda x=x: [seen(model, x) for _ in range(8)] for x in inputs])
+
+
+@situation("pytorch/pytorch#25683", "Threads train and validate copies of one model at the same time")
+def trainingin_threads(lab: Lab) -> Any:
+    models = [lab.model()]
+    models += [copy.deepcopy(models[0]) for _ in range(3)]
+    x = lab.x()
+
+    def train(model: Any) -> Any:
+        optimiser, found = torch.optim.SGD(model.parameters(), lr=0.5), []
+        for _ in range(4):
+            optimiser.zero_grad()
+            model(x).square().mean().backward()
+            optimiser.step()
+            found.append(seen(model, x))
+        return found
+
+    return in_threads([lambda m=m: train(m) for m in models])
+
+
+@situation(
+    "pytorch/pytorch#20528",
+    "Each thread has a setting of its own: inference mode, autocast, gradients off",
+    tolerance=BF16,
+)
+def settings_of_threads(lab: Lab) -> Any:
+    model, x = lab.model(), lab.x()
+    inside = seen(model, x)
+
+    def inference() -> Any:
+        with torch.inference_mode():
+            return [model(x).clone().is_inference() for _ in range(3)]
+
+    def autocast() -> Any:
+        with torch.autocast(lab.device, torch.bfloat16):
+            return [seen(model, x) for _ in range(3)]
+
+    def plain() -> Any:
+        return [model(x).requires_grad for _ in range(3)], step(model, x)
+
+    with torch.no_grad():
+        return inside, in_threads([inference, autocast, plain, lambda: [seen(model, x) for _ in range(3)]])
+
+
+@situation("ray-project/ray#27998", "cloudpickle sends a model whose class only the sender has")
+def cloudpickled(lab: Lab) -> Any:
+    if find_spec("cloudpickle") is None:
+        raise Unavailable("cloudpickle")
+    import cloudpickle
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = lab.layer(16, 8, 4, 2, 1)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.up(x).relu()
+
+    model, x = lab.done(Net()), lab.x()
+    again = pickle.loads(cloudpickle.dumps(model))
+    return seen(model, x), seen(again, x), step(again, x)
+
+
+@situation("NVIDIA/waveglow#127", "A whole model was saved before layers had a padding_mode")
+def old_pickle(lab: Lab) -> Any:
+    model, x, file = lab.model(), lab.x(), io.BytesIO()
+    for layer in (model[0], model[2]):
+        for name in ("padding_mode", "_reversed_padding_repeated_twice"):
+            layer.__dict__.pop(name, None)
+    torch.save(model, file)
+    file.seek(0)
+    again = torch.load(file, weights_only=False)
+    return [m.padding_mode for m in (again[0], again[2])], seen(again, x), step(again, x)
+
+
+@situation("Lightning-AI/pytorch-lightning#8472", "A callback copies a model in the middle of training, hooks and all")
+def copied_in_training(lab: Lab) -> Any:
+    model, x, given = lab.model(), lab.x(), []
+    model[0].register_forward_hook(_note(given))
+    model(x).square().mean().backward()
+    again = copy.deepcopy(model)
+    with torch.no_grad():
+        for p in again.parameters():
+            p.mul_(0.5)
+    found = seen(model, x), seen(again, x), [p.grad for p in again.parameters()], step(again, x)
+    return found, [type(m).__name__ for m in again.modules()], len(given)
+
+
+class _note:
+    """A forward hook that counts, in the same list for all copies."""
+
+    def __init__(self, given: list[int]) -> None:
+        self.given = given
+
+    def __deepcopy__(self, memo: Any) -> _note:
+        return _note(self.given)
+
+    def __call__(self, module: nn.Module, args: Any, out: Tensor) -> None:
+        self.given.append(out.numel())

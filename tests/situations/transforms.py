@@ -1,0 +1,247 @@
+"""Function transforms, derivatives of all kinds, checkpoints, and what autograd saves."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, stack_module_state
+from torch.utils.checkpoint import checkpoint
+
+from situations import BF16, Lab, error, seen, situation, step
+
+
+def _values(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Second derivatives without their strides, which are what PyTorch happens to compute them from."""
+    return [t.contiguous() for t in tensors]
+
+
+@situation(
+    "pytorch/pytorch#109025", "An ensemble's weights are stacked, its base model is on the meta device", ours=False
+)
+def ensemble(lab: Lab) -> Any:
+    models, x = [lab.model() for _ in range(3)], lab.x()
+    parameters, buffers = stack_module_state(models)
+    base = copy.deepcopy(models[0]).to("meta")
+
+    def call(p: Any, b: Any, x: Tensor) -> Any:
+        return functional_call(base, (p, b), (x,))
+
+    out = torch.func.vmap(call, in_dims=(0, 0, None))(parameters, buffers, x)
+    grads = torch.autograd.grad(out.square().mean(), list(parameters.values()))
+    return out.detach(), grads
+
+
+@situation("pytorch/pytorch#88850", "`functional_call` runs a model on other weights, and the model's own stay")
+def called_functionally(lab: Lab) -> Any:
+    model, x = lab.model(), lab.x()
+    before = seen(model, x), seen(model, x)
+    others = {name: (p.detach() * 0.5).requires_grad_() for name, p in model.named_parameters()}
+    out = functional_call(model, others, (x,))
+    grads = torch.autograd.grad(out.square().mean(), list(others.values()))
+    return before, out.detach(), grads, seen(model, x)
+
+
+@situation("pytorch/functorch#338", "vmap over inputs and weights of a vjp, with and without a bias", ours=False)
+def batched_vjp(lab: Lab) -> Any:
+    layers, x = [lab.one(), lab.one(bias=False)], lab.x(3, 2, 16, 5, 4)
+    found = []
+    for layer in layers:
+        weight = torch.randn(3, *layer.weight.shape, device=lab.device)
+
+        def vjp(x: Tensor, w: Tensor, layer: Any = layer) -> Any:
+            out, back = torch.func.vjp(lambda x, w: functional_call(layer, {"weight": w}, (x,)), x, w)
+            return out, back(out)
+
+        found.append(torch.func.vmap(vjp)(x, weight))
+    return found
+
+
+@situation("f-dangel/backpack#151", "Gradients per sample of a layer with groups", ours=False)
+def per_sample(lab: Lab) -> Any:
+    layer, x = lab.done(lab.layer(8, 12, 3, 2, 1, groups=4)), lab.x(3, 8, 5, 4)
+    parameters = {name: p.detach() for name, p in layer.named_parameters()}
+
+    def loss(p: Any, x: Tensor) -> Tensor:
+        return functional_call(layer, p, (x[None],)).square().sum()
+
+    return torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(parameters, x)
+
+
+@situation("pytorch/pytorch#42368", "The Hessian through a layer, by `torch.autograd.functional`, vectorised and not")
+def hessian(lab: Lab) -> Any:
+    layer, x = lab.done(lab.layer(3, 2, 3, 2, 1)).double(), lab.x(1, 3, 2, 2, dtype=torch.float64)
+
+    def f(x: Tensor) -> Tensor:
+        return layer(x).pow(3).sum()
+
+    return [torch.autograd.functional.hessian(f, x, vectorize=v) for v in (False, True)]
+
+
+@situation("pytorch/pytorch#49562", "`torch.autograd.grad(is_grads_batched=True)` takes several gradients at once")
+def batched_gradients(lab: Lab) -> Any:
+    layer, x = lab.one(), lab.x().requires_grad_()
+    out = layer(x)
+    several = torch.randn(3, *out.shape, device=lab.device)
+    return torch.autograd.grad(out, [x, *layer.parameters()], several, is_grads_batched=True)
+
+
+@situation("pytorch/pytorch#53407", "First and second derivatives, batched too, of an empty batch", ours=False)
+def empty_derivatives(lab: Lab) -> Any:
+    layer, x = lab.one(), lab.x(0, 16, 4, 4).requires_grad_()
+    first = torch.autograd.grad(layer(x).square().sum(), [x, *layer.parameters()], create_graph=True)
+    second = error(lambda: torch.autograd.grad(sum(g.square().sum() for g in first), x, allow_unused=True))
+    out = layer(x)
+    batched = error(
+        lambda: torch.autograd.grad(out, x, torch.ones(2, *out.shape, device=lab.device), is_grads_batched=True)
+    )
+    return [g.detach() for g in first], second, batched
+
+
+@situation("pytorch/pytorch#75495", "Forward-mode derivatives of an empty batch", ours=False)
+def empty_jvp(lab: Lab) -> Any:
+    layer, x = lab.one(), lab.x(0, 16, 4, 4)
+    return error(lambda: torch.func.jvp(layer, (x,), (x,)))
+
+
+@situation("pytorch/pytorch#4500", "Second derivatives arrive as expanded and transposed tensors")
+def odd_second_gradients(lab: Lab) -> Any:
+    layer, x = lab.done(lab.layer(4, 3, 3, 2, 1, dilation=2)).double(), lab.x(2, 4, 4, 3, dtype=torch.float64)
+    x = x.transpose(2, 3).requires_grad_()
+    out = layer(x)
+    g = torch.ones(1, device=lab.device, dtype=torch.float64, requires_grad=True)
+    first = torch.autograd.grad(out, [x, *layer.parameters()], g.expand(out.shape), create_graph=True)
+    arriving = [
+        torch.randn_like(f.mT.contiguous()).mT if f.dim() > 1 else torch.ones_like(f[:1]).expand(3) for f in first
+    ]
+    second = torch.autograd.grad(first, [x, layer.weight, g], arriving)
+    return [f.detach() for f in first], _values(second)
+
+
+@situation("pytorch/pytorch#62654", "A checkpoint by hooks recomputes a model, under autocast too", tolerance=BF16)
+def checkpointed(lab: Lab) -> Any:
+    model, x = lab.model(), lab.x()
+
+    def run(x: Tensor) -> Any:
+        return checkpoint(model, x, use_reentrant=False)
+
+    found = step(run, x, model.parameters())
+    with torch.autocast(lab.device, torch.bfloat16):
+        return found, step(run, x, model.parameters())
+
+
+@situation("pytorch/pytorch#69508", "A reentrant checkpoint runs the model again inside the backward")
+def checkpointed_reentrantly(lab: Lab) -> Any:
+    model, x = lab.model(), lab.x().requires_grad_()
+    out = checkpoint(model, x, use_reentrant=True)
+    out.square().mean().backward()
+    return out.detach(), x.grad, [p.grad for p in model.parameters()]
+
+
+@situation("pytorch/pytorch#90105", "Checkpoints are nested and contain a gradient of their own")
+def checkpointed_in_checkpoint(lab: Lab) -> Any:
+    layer, last, x = lab.one(), lab.done(lab.layer(16, 4, 2, 2)), lab.x()
+
+    def inner(x: Tensor) -> Any:
+        return checkpoint(layer, x, use_reentrant=False).tanh()
+
+    def outer(x: Tensor) -> Any:
+        y = checkpoint(inner, x, use_reentrant=False)
+        (g,) = torch.autograd.grad(last(y).square().sum(), y, create_graph=True)
+        return y + g
+
+    parameters = [*layer.parameters(), last.weight]
+    return _values(step(lambda x: checkpoint(outer, x, use_reentrant=False), x, parameters))
+
+
+@situation("pytorch/pytorch#61928", "`save_on_cpu` and hooks that round keep what the backward needs elsewhere")
+def saved_elsewhere(lab: Lab) -> Any:
+    model, x = lab.model(), lab.x()
+    with torch.autograd.graph.save_on_cpu(pin_memory=False):
+        found = step(model, x)
+
+    def pack(t: Tensor) -> Any:
+        return t.dtype, t.to(torch.bfloat16)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept[1].to(kept[0])):
+        return found, step(model, x)
+
+
+_GRAPH = "https://docs.pytorch.org/docs/stable/_modules/torch/autograd/graph.html"
+
+
+@situation(_GRAPH, "The weight changes in place between forward and backward: an error, or allowed by a context")
+def changed_before_backward(lab: Lab) -> Any:
+    layer, x = lab.one(), lab.x().requires_grad_()
+
+    def run() -> Any:
+        out = layer(x)
+        with torch.no_grad():
+            layer.weight.mul_(0.5)
+        return torch.autograd.grad(out.square().mean(), [x, layer.weight, layer.bias])
+
+    said = error(run)
+    with torch.autograd.graph.allow_mutation_on_saved_tensors():
+        return said, run()
+
+
+@situation(_GRAPH, "A graph is used twice, with hooks on several gradients at once")
+def used_twice(lab: Lab) -> Any:
+    model, x, given = lab.model(), lab.x().requires_grad_(), []
+    tensors = [x, *model.parameters()]
+    torch.autograd.graph.register_multi_grad_hook(tensors, lambda grads: given.append([g.clone() for g in grads]))
+    out = model(x)
+    for _ in range(2):
+        out.square().mean().backward(retain_graph=True)
+    out.sum().backward()
+    return given, [t.grad for t in tensors], error(lambda: out.sum().backward())
+
+
+@situation("pytorch/pytorch#66363", "Anomaly mode finds a NaN, and nothing in a sound step")
+def anomaly(lab: Lab) -> Any:
+    model, x = lab.model(), lab.x()
+    with torch.autograd.detect_anomaly(check_nan=True):
+        found = step(model, x)
+
+        def bad() -> Any:
+            return step(lambda t: model(t) * torch.zeros_like(t[:1, :1, :1, :1]).sqrt(), x, model.parameters())
+
+        said = error(bad)
+    return found, re.sub(r"'\w+'", "'...'", said[1]) if isinstance(said[0], str) else said
+
+
+@situation("pytorch/pytorch#54987", "Complex layers on conjugated inputs, weights and gradients", ours=False)
+def conjugated(lab: Lab) -> Any:
+    layer, x = lab.one(dtype=torch.complex64), lab.x(dtype=torch.complex64).conj()
+    layer.weight = nn.Parameter(layer.weight.detach().conj())
+    x = x.detach().requires_grad_()
+    out = layer(x)
+    return out.detach(), torch.autograd.grad(out, [x, *layer.parameters()], torch.ones_like(out).mul(1j).conj())
+
+
+@situation("pytorch/pytorch#56058", "An imaginary part of a conjugated tensor is a negated view")
+def negated(lab: Lab) -> Any:
+    model, z = lab.model(), lab.x(dtype=torch.complex64).conj()
+    x = z.imag
+    g = torch.randn(2, 8, 28, 24, device=lab.device, dtype=torch.complex64).conj().imag
+    out = model(x)
+    grads = torch.autograd.grad(out, list(model.parameters()), g)
+    return x.is_neg(), out.detach(), grads, seen(model, x), seen(model, x.resolve_neg())
+
+
+@situation("pytorch/pytorch#92278", "Stacked weights are leaves that an optimiser updates", ours=False)
+def ensemble_trained(lab: Lab) -> Any:
+    models, x, found = [lab.model() for _ in range(2)], lab.x(), []
+    parameters, buffers = stack_module_state(models)
+    optimiser = torch.optim.SGD(list(parameters.values()), lr=0.5)
+    for _ in range(2):
+        out = torch.func.vmap(lambda p, b: functional_call(models[0], (p, b), (x,)))(parameters, buffers)
+        optimiser.zero_grad()
+        out.square().mean().backward()
+        optimiser.step()
+        found.append(out.detach())
+    return found, seen(models[0], x)

@@ -1,0 +1,106 @@
+"""Situations from public reports (tests/situations): ours and PyTorch's layers do the same in each.
+
+The table docs/situations.md is written from these and from runs' reports by benchmarks/situations.py.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import situations
+from conftest import forced_plans, seeds
+from situations import Lab, Unavailable, differences, judge
+from situations.fuzz import build, draw
+from situations.processes import forked, in_threads
+
+ROOT = Path(__file__).resolve().parent.parent
+TABLE = {s.name: s for s in situations.every()}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*(weight_norm|Anomaly|autocast|lazy).*")
+@pytest.mark.parametrize("name", TABLE)
+def test_situation(name: str, device: str) -> None:
+    found = TABLE[name]
+    if device not in found.devices:
+        pytest.skip(f"on {' and '.join(found.devices)} only")
+    try:
+        verdict = judge(found, device)
+    except Unavailable as missing:
+        pytest.skip(f"needs {missing}")
+    assert not verdict.lines, "\n".join(verdict.lines)
+    assert verdict.reached or not found.ours or device != "cpu", "no engine of ours computed anything"
+
+
+def test_names_and_sources() -> None:
+    assert len(TABLE) == len(situations.TABLE) >= 60  # no name twice
+    for s in TABLE.values():
+        assert re.fullmatch(r"https://\S+|[\w.-]+/[\w.-]+#\d+", s.source), s.source
+
+
+def test_the_page_lists_every_situation(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "situations_page"
+    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / "situations.py")
+    assert spec is not None and spec.loader is not None
+    program: Any = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, name, program)
+    spec.loader.exec_module(program)
+    assert program.PAGE.read_text(encoding="utf-8") == program.page(), "run benchmarks/situations.py --table"
+
+
+# --- random layers ---------------------------------------------------------------------------------------------------
+
+
+def _differences(found: Any, wanted: Any) -> list[str]:
+    return differences(found, wanted, 2e-4)
+
+
+@pytest.mark.filterwarnings("ignore:.*complex.*")
+@pytest.mark.parametrize("chunk", seeds(6, 60))
+def test_random_layers(chunk: int, device: str) -> None:
+    count = 50 if device == "cpu" else 10  # on a GPU each compiles kernels
+    wrong, values = [], 0
+    for seed in range(chunk * count, (chunk + 1) * count):
+        wanted = draw(seed, Lab("stock", device))
+        values += isinstance(wanted, list) and isinstance(wanted[1], torch.Tensor)
+        lines = _differences(draw(seed, Lab("layers", device)), wanted)
+        if device == "cpu":
+            with forced_plans("phases", "split"):
+                lines += _differences(draw(seed, Lab("layers", device)), wanted)
+        wrong += [f"seed {seed}: {line}" for line in lines]
+    assert not wrong, "\n".join(wrong)
+    assert values >= count // 3, "nearly all are errors"
+
+
+def _calls(way: str, device: str) -> list[Any]:
+    built = [build(seed, Lab(way, device)) for seed in range(40)]
+    return [call for call in built if not isinstance(call, tuple)]
+
+
+@pytest.mark.filterwarnings("ignore:.*complex.*")
+def test_random_layers_in_threads(device: str) -> None:
+    wanted = [call() for call in _calls("stock", device)]
+    with forced_plans("phases", "split") if device == "cpu" else nullcontext():
+        calls = _calls("layers", device)
+        shares = [calls[i::4] for i in range(4)]
+        found = in_threads([lambda share=share: [call() for call in share] for share in shares])
+    for i, each in enumerate(found):
+        assert not _differences(each, wanted[i::4])
+
+
+@pytest.mark.filterwarnings("ignore:.*complex.*")
+def test_random_layers_in_a_forked_process() -> None:
+    wanted = [call() for call in _calls("stock", "cpu")]
+    with forced_plans("phases", "split"):
+        calls = _calls("layers", "cpu")
+        here = [call() for call in calls]
+        there = forked(lambda: _differences([call() for call in calls], wanted))
+    assert not _differences(here, wanted)
+    assert there == []
